@@ -1,0 +1,92 @@
+"""CaseSpec: everything that decides one example, small enough to travel as one line of JSON.
+
+Every rank, in whatever process it lives, builds its own inputs from this record; no array travels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any
+
+FORMAT = 1
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, eq=False)
+class CaseSpec:
+    """One example of a scheme: mesh, dims, dtype, layouts, values, options and seeds.
+
+    `case.b`, `case.tp`, `case.chunk_size` read a dim, a mesh axis or an option by its name, which is what a
+    declared cost is written with. `schedule` seeds the interleaving of ranks; 0 is round robin.
+    """
+
+    scheme: str
+    mesh: Mapping[str, int]
+    dims: Mapping[str, int] = field(default_factory=dict)
+    dtype: str = "float32"
+    layouts: Mapping[str, Any] = field(default_factory=dict)
+    lengths: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    engine: str = "lockstep"
+    schedule: int = 0
+    format: int = FORMAT
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"case: dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
+        if self.format != FORMAT:
+            raise ValueError(f"case: format {self.format} is not {FORMAT}; this file was written by another version")
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_"):
+            for table in (self.dims, self.mesh, self.options):
+                if name in table:
+                    return table[name]
+        raise AttributeError(f"case {self.scheme!r} has no dim, mesh axis or option {name!r}")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CaseSpec) and self.json == other.json
+
+    def __hash__(self) -> int:
+        return hash(self.json)
+
+    @property
+    def world(self) -> int:
+        return math.prod(self.mesh.values())
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element of the tested dtype."""
+        return {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}[self.dtype]
+
+    @property
+    def accumulator_itemsize(self) -> int:
+        """Bytes of one element of the accumulation dtype: float64 for float64, else float32."""
+        return max(self.itemsize, 4)
+
+    @cached_property
+    def json(self) -> str:
+        """Canonical JSON: sorted keys, no blanks."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+    @property
+    def id(self) -> str:
+        return hashlib.sha256(self.json.encode()).hexdigest()[:8]
+
+    def replace(self, **changes: Any) -> CaseSpec:
+        return replace(self, **changes)
+
+    @classmethod
+    def from_json(cls, text: str) -> CaseSpec:
+        record = json.loads(text)
+        unknown = sorted(set(record) - {f.name for f in fields(cls)})
+        if unknown:
+            raise ValueError(f"case: unknown keys {', '.join(unknown)}")
+        return cls(**record)

@@ -1,0 +1,78 @@
+"""How a run fails: one exception type for each cause, so that Hypothesis counts causes and not messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.engines.ledger import Ledger
+
+
+class RankFailure(Exception):
+    """A rank failed, or the ranks could not go on together.
+
+    `rank` is the rank whose cause it is, `op` and `source` what it was doing and where, `others` a sentence for
+    each other rank, `ledger` what had been issued by then.
+    """
+
+    cause = "failed"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int,
+        op: str | None = None,
+        source: str | None = None,
+        case: CaseSpec | None = None,
+        others: Sequence[str] = (),
+        ledger: Ledger | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.rank, self.op, self.source = rank, op, source
+        self.case, self.others, self.ledger = case, tuple(others), ledger
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.cause}: {self.args[0]}", *(f"  {line}" for line in self.others)])
+
+
+class Raised(RankFailure):
+    """A rank's own exception."""
+
+    cause = "raised"
+
+
+class Died(RankFailure):
+    """A rank's process ended without a word."""
+
+    cause = "died"
+
+
+class Mismatch(RankFailure):
+    """Ranks issued collectives or messages that do not fit together."""
+
+    cause = "mismatch"
+
+
+class Deadlock(RankFailure):
+    """Nobody can run."""
+
+    cause = "deadlock"
+
+
+class Stalled(RankFailure):
+    """Nothing has moved for too long."""
+
+    cause = "stalled"
+
+
+class Unwaited(RankFailure):
+    """An asynchronous collective was never waited for."""
+
+    cause = "unwaited"
+
+
+class Modified(RankFailure):
+    """A buffer was changed that was not the function's to change."""
+
+    cause = "modified"

@@ -1,0 +1,47 @@
+"""The one entry to the engines: run a function once per rank and bring back results and ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.engines.ledger import Ledger
+
+ENGINES = ("lockstep", "gloo", "nccl", "torchrun")
+LARGEST_WORLD = 64
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What each rank returned, every collective it issued, and the seconds between start and last result."""
+
+    results: tuple[Any, ...]
+    ledger: Ledger
+    seconds: float
+
+
+def run(fn: Callable[[Any, CaseSpec], Any], case: CaseSpec, engine: str = "lockstep", *, quiet_s: float = 10.0) -> Ranks:
+    """Run `fn(mesh, case)` on every rank of `case.mesh`; `mesh` is a torch_impl.collectives.MeshView.
+
+    A result must be picklable and hold no tensor (NumPy arrays travel as bytes). `quiet_s` is how long a
+    process engine lets a rank compute without a sign of life; lockstep needs no clock.
+
+    Errors: ValueError for an unknown engine or a world above the limit; RankFailure, one subclass per cause.
+    """
+    if engine not in ENGINES:
+        raise ValueError(f"engines.run: engine {engine!r} is not one of {', '.join(ENGINES)}")
+    if not 1 <= case.world <= LARGEST_WORLD:
+        raise ValueError(f"engines.run: mesh {dict(case.mesh)} has {case.world} ranks; the limit is {LARGEST_WORLD}")
+    if engine == "lockstep":
+        from parity_tests.harness.engines import lockstep
+
+        return lockstep.run(fn, case)
+    if engine == "torchrun":
+        from parity_tests.harness.engines import launch
+
+        return launch.run(fn, case)
+    from parity_tests.harness.engines import pool
+
+    return pool.run(fn, case, backend=engine, quiet_s=quiet_s)

@@ -1,0 +1,63 @@
+"""The mesh view: what a per-rank function is given to know where it stands.
+
+A thin face over torch's DeviceMesh, plus the global positions that this rank holds of each cut dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+Layout = Callable[[int, int], Sequence[Tensor]]
+
+
+class MeshView:
+    """A named mesh as seen from one rank.
+
+    `cuts` maps a dim to its global size and its cuts, outermost first, each a mesh axis and a layout
+    `(size, world) -> positions held by each rank`.
+    """
+
+    def __init__(
+        self, device_mesh: DeviceMesh, cuts: Mapping[str, tuple[int, Sequence[tuple[str, Layout]]]] | None = None
+    ) -> None:
+        self.device_mesh = device_mesh
+        self._cuts = dict(cuts or {})
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return self.device_mesh.mesh_dim_names or ()
+
+    def __getitem__(self, axis: str) -> ProcessGroup:
+        self._check(axis)
+        return self.device_mesh.get_group(axis)
+
+    def size(self, axis: str) -> int:
+        self._check(axis)
+        return self.device_mesh.size(self.axes.index(axis))
+
+    def rank(self, axis: str) -> int:
+        self._check(axis)
+        return self.device_mesh.get_local_rank(axis)
+
+    def bind(self, cuts: Mapping[str, tuple[int, Sequence[tuple[str, Layout]]]]) -> MeshView:
+        """The same mesh with the dims of one example."""
+        return MeshView(self.device_mesh, cuts)
+
+    def global_ids(self, dim: str) -> Tensor:
+        """Global positions of `dim` that this rank holds, in local order, as int64."""
+        if dim not in self._cuts:
+            raise ValueError(f"mesh: dim {dim!r} is not known here ({', '.join(self._cuts) or 'none is'})")
+        size, cuts = self._cuts[dim]
+        ids = torch.arange(size)
+        for axis, layout in cuts:
+            ids = ids[torch.as_tensor(layout(len(ids), self.size(axis))[self.rank(axis)])]
+        return ids
+
+    def _check(self, axis: str) -> None:
+        if axis not in self.axes:
+            raise ValueError(f"mesh: axis {axis!r} is not in mesh ({', '.join(self.axes)})")
