@@ -1,0 +1,241 @@
+"""Spec strings: shape, sharding and gradient type of one tensor in one line.
+
+`parse` reads one and knows every mistake by its own sentence; `Spec` is what the harness works with.
+Nothing here knows a size: whether a dim can be cut is decided when sizes are drawn.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from string import ascii_uppercase
+
+from jax_ref.layouts import BUILTIN
+
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_VALUE = re.compile(r"[A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One cut of a dim: the mesh axis it is cut over and the layout of the pieces."""
+
+    axis: str
+    layout: str = "contiguous"
+    # ":contiguous" may be written or left out; the text comes back as it was, the meaning is the same.
+    explicit: bool = field(default=False, compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return f"/{self.axis}" + (f":{self.layout}" if self.explicit or self.layout != "contiguous" else "")
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A dim and its cuts, outermost first; the name "1" is a dim of size one."""
+
+    name: str
+    cuts: tuple[Cut, ...] = ()
+
+    def __str__(self) -> str:
+        return self.name + "".join(map(str, self.cuts))
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The dims of a tensor, in order, and the gradient type of each axis that cuts none of them."""
+
+    dims: tuple[Dim, ...] = ()
+    types: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        return " ".join([*map(str, self.dims), *(f"{axis}={letter}" for axis, letter in self.types)])
+
+    @property
+    def dim_names(self) -> tuple[str, ...]:
+        return tuple(dim.name for dim in self.dims)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that cut a dim, in the order they are written."""
+        return tuple(cut.axis for dim in self.dims for cut in dim.cuts)
+
+    def type_of(self, axis: str) -> str:
+        """V, R, I or P. An axis that neither cuts nor is typed holds the same value on each rank: I."""
+        return "V" if axis in self.axes else dict(self.types).get(axis, "I")
+
+
+def parse(
+    text: str,
+    axes: tuple[str, ...],
+    layouts: Collection[str] = BUILTIN,
+    *,
+    role: str = "input",
+    name: str = "x",
+    differentiable: bool = True,
+    typeless_ok: bool = False,
+) -> Spec:
+    """Read the spec string of input or output `name` on a mesh with these axes.
+
+    `differentiable=False` is an integer or boolean, which has no gradient and so no types; `typeless_ok` is a
+    floating input that needs none because its gradient is not asked for.
+
+    Errors: TypeError if `text` is not a string; ValueError, one sentence for each kind of mistake.
+    """
+    if not isinstance(text, str):
+        kind = type(text).__name__
+        article = "an" if kind[0] in "aeiou" else "a"
+        raise TypeError(f"spec of {role} {name!r} is {article} {kind}; a spec is a string")
+    try:
+        spec = _read(text, axes, layouts)
+        _check_types(spec, axes, name, differentiable, typeless_ok)
+    except ValueError as mistake:
+        raise ValueError(f"spec '{text}' ({role} '{name}'): {mistake}") from None
+    return spec
+
+
+def _read(text: str, axes: tuple[str, ...], layouts: Collection[str]) -> Spec:
+    dims: list[Dim] = []
+    types: dict[str, str] = {}
+    cut_by: dict[str, str] = {}
+    for item in _items(text):
+        if isinstance(item, Dim):
+            if types:
+                raise ValueError(f"dim '{item.name}' follows {_last(types)}; dims come first")
+            if item.name != "1" and any(item.name == dim.name for dim in dims):
+                raise ValueError(f"dim '{item.name}' occurs twice; give the second its own letter")
+            _check_cuts(item, axes, layouts, cut_by)
+            dims.append(item)
+        else:
+            axis, letter = item
+            _check_axis(axis, axes)
+            _check_letter(axis, letter)
+            if axis in cut_by:
+                raise ValueError(
+                    f"axis '{axis}' cuts {cut_by[axis]} and is typed {axis}={letter}; "
+                    f"a cut axis is Varying, drop {axis}={letter}"
+                )
+            if axis in types:
+                raise ValueError(f"axis '{axis}' is typed twice ({axis}={types[axis]}, {axis}={letter})")
+            types[axis] = letter
+    return Spec(tuple(dims), tuple(types.items()))
+
+
+def _check_cuts(dim: Dim, axes: tuple[str, ...], layouts: Collection[str], cut_by: dict[str, str]) -> None:
+    """Check the cuts of one dim and enter them in `cut_by`, axis to dim."""
+    for cut in dim.cuts:
+        _check_axis(cut.axis, axes)
+        if cut.layout not in layouts:
+            known = ", ".join(sorted(layouts))
+            raise ValueError(
+                f"layout '{cut.layout}' is not known ({known}); pass layouts={{'{cut.layout}': f}}"
+            )
+        if sum(cut.axis == other.axis for other in dim.cuts) > 1:
+            raise ValueError(f"axis '{cut.axis}' cuts {dim.name} twice; an axis cuts a dim once")
+        if cut.axis in cut_by:
+            raise ValueError(
+                f"axis '{cut.axis}' cuts both {cut_by[cut.axis]} and {dim.name}; "
+                "an axis cuts one dim of a tensor"
+            )
+        cut_by[cut.axis] = dim.name
+    if len(dim.cuts) > 1 and any(cut.layout == "packed" for cut in dim.cuts):
+        raise ValueError(f"packed must be the only cut of dim {dim.name}")
+
+
+def _check_axis(axis: str, axes: tuple[str, ...]) -> None:
+    if axis in axes:
+        return
+    likeness = {known: SequenceMatcher(None, axis, known).ratio() for known in axes}
+    nearest = max(likeness, key=likeness.__getitem__, default="")
+    hint = f"; did you mean '{nearest}'?" if nearest and likeness[nearest] >= 0.5 else ""
+    raise ValueError(f"axis '{axis}' is not in mesh ({', '.join(axes)}){hint}")
+
+
+def _check_letter(axis: str, letter: str) -> None:
+    if letter == "V":
+        raise ValueError(f"{axis}=V: Varying is written by cutting a dim, as in v/{axis}")
+    if letter not in ("R", "I", "P"):
+        raise ValueError(f"{axis}={letter}: a type is R, I or P")
+
+
+def _check_types(
+    spec: Spec, axes: tuple[str, ...], name: str, differentiable: bool, typeless_ok: bool
+) -> None:
+    if not differentiable:
+        for axis, letter in spec.types:
+            raise ValueError(f"'{name}' is an integer and has no gradient; drop {axis}={letter}")
+    elif not typeless_ok:
+        for axis in axes:
+            if axis not in spec.axes and axis not in dict(spec.types):
+                raise ValueError(
+                    f"axis '{axis}' cuts no dim and has no type; write {axis}=R (gradients add up), "
+                    f"{axis}=I (same gradient) or {axis}=P (values add up)"
+                )
+
+
+def _last(types: dict[str, str]) -> str:
+    axis = next(reversed(types))
+    return f"{axis}={types[axis]}"
+
+
+def _items(text: str) -> Iterator[Dim | tuple[str, str]]:
+    """The words of the text in order: a Dim, or an axis and what follows its `=`."""
+    for word in re.finditer(r"\S+", text):
+        yield _Word(text, word.start(), word.end()).item()
+
+
+class _Word:
+    """One word of a spec, read from left to right; a character that does not fit is named by its column."""
+
+    def __init__(self, text: str, start: int, stop: int) -> None:
+        self.text, self.start, self.stop, self.at = text, start, stop, start
+
+    def item(self) -> Dim | tuple[str, str]:
+        if self.take("1"):
+            return self.dim("1")
+        name = self.name("a dim")
+        if self.take("="):
+            letter = _VALUE.match(self.text, self.at, self.stop).group()
+            self.at += len(letter)
+            if not letter or self.at < self.stop:
+                raise self.unexpected("a type")
+            return name, letter
+        return self.dim(name)
+
+    def dim(self, name: str) -> Dim:
+        cuts = []
+        while self.at < self.stop:
+            if not self.take("/"):
+                raise self.unexpected("a cut")
+            axis = self.name("an axis")
+            explicit = self.take(":")
+            cuts.append(Cut(axis, self.name("a layout") if explicit else "contiguous", explicit))
+        return Dim(name, tuple(cuts))
+
+    def name(self, what: str) -> str:
+        found = _NAME.match(self.text, self.at, self.stop)
+        if not found:
+            raise self.unexpected(what)
+        self.at = found.end()
+        # A capital inside a name is told here: what may follow the name is known only to the caller.
+        if self.at < self.stop and self.text[self.at] in ascii_uppercase:
+            raise self.unexpected(what)
+        return found.group()
+
+    def take(self, character: str) -> bool:
+        if self.at < self.stop and self.text[self.at] == character:
+            self.at += 1
+            return True
+        return False
+
+    def unexpected(self, what: str) -> ValueError:
+        if not self.text[self.at :].strip():
+            return ValueError(f"ends after '{self.text[self.start : self.stop]}'; {what} must follow")
+        character, column = self.text[self.at], self.at + 1
+        if character in ascii_uppercase:
+            return ValueError(f"'{character}' at column {column}: names are lower case")
+        return ValueError(
+            f"unexpected {character!r} at column {column}; "
+            "a spec is dims, then axis=TYPE, separated by blanks"
+        )
