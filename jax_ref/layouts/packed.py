@@ -39,10 +39,10 @@ def packed(size: int, world: int, cu_seqlens: Sequence[int] | np.ndarray) -> lis
 def checked_offsets(cu_seqlens: Sequence[int] | np.ndarray, size: int) -> list[int]:
     """The offsets as integers, known to run from 0 up to `size` without a step back."""
     offsets = np.asarray(cu_seqlens)
-    if offsets.dtype.kind not in "iu":
-        raise TypeError(f"cu_seqlens: dtype is {offsets.dtype}; offsets are integers")
     if offsets.ndim != 1 or not len(offsets):
         raise ValueError(f"cu_seqlens: shape is {offsets.shape}; offsets are one row of at least [0]")
+    if offsets.dtype.kind not in "iu":
+        raise TypeError(f"cu_seqlens: dtype is {offsets.dtype}; offsets are integers")
     if offsets[0]:
         raise ValueError(f"cu_seqlens: starts at {offsets[0]}; offsets start at 0")
     steps = np.diff(offsets.astype(np.int64))

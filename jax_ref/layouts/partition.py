@@ -18,7 +18,7 @@ def check_partition(name: str, positions: Sequence[np.ndarray], size: int) -> No
         array = np.asarray(held)
         if array.ndim != 1:
             raise ValueError(
-                f"layout {name!r} gives rank {rank} an array of shape {array.shape}; positions are 1-D"
+                f"layout {name!r} gives rank {rank} an array of shape {array.shape}; positions are one row"
             )
         if array.size and array.dtype.kind not in "iu":
             raise ValueError(f"layout {name!r} gives rank {rank} dtype {array.dtype}; positions are integers")
@@ -34,9 +34,8 @@ def check_partition(name: str, positions: Sequence[np.ndarray], size: int) -> No
     }
     found = ", ".join(f"{what} {_listed(where)}" for what, where in wrong.items() if len(where))
     if found:
-        raise ValueError(
-            f"layout {name!r} is not a partition of {size} positions over {len(positions)} ranks: {found}"
-        )
+        ranks = f"{len(positions)} rank{'' if len(positions) == 1 else 's'}"
+        raise ValueError(f"layout {name!r} is not a partition of {size} positions over {ranks}: {found}")
 
 
 def _listed(where: np.ndarray) -> str:

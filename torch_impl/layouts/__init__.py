@@ -1,0 +1,19 @@
+"""Where tokens and columns live: the global positions that each rank holds, as torch index arrays."""
+
+from torch_impl.layouts.contiguous import contiguous as contiguous
+from torch_impl.layouts.draw import draw as draw
+from torch_impl.layouts.dual_chunk_swap import dual_chunk_swap as dual_chunk_swap
+from torch_impl.layouts.inverse import inverse as inverse
+from torch_impl.layouts.needs import needs as needs
+from torch_impl.layouts.needs import uncuttable as uncuttable
+from torch_impl.layouts.packed import packed as packed
+from torch_impl.layouts.ragged import ragged as ragged
+from torch_impl.layouts.striped import striped as striped
+
+BUILTIN = {
+    "contiguous": contiguous,
+    "dual_chunk_swap": dual_chunk_swap,
+    "packed": packed,
+    "ragged": ragged,
+    "striped": striped,
+}

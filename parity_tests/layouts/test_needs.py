@@ -1,0 +1,52 @@
+"""Which sizes can be cut: the multiple of each layout, and the sentence in the caller's names."""
+
+import pytest
+
+from jax_ref.layouts import BUILTIN as REFERENCES
+from jax_ref.layouts import needs as needs_reference
+from jax_ref.layouts import uncuttable as uncuttable_reference
+from torch_impl.layouts import BUILTIN, needs, uncuttable
+
+
+@pytest.mark.parametrize("wanted", [needs, needs_reference])
+def test_multiples(wanted):
+    assert {name: wanted(name, 4) for name in BUILTIN} == {
+        "contiguous": 4,
+        "dual_chunk_swap": 8,
+        "packed": 1,
+        "ragged": 1,
+        "striped": 4,
+    }
+    assert wanted("mine", 4) == 1
+
+
+def test_both_sides_have_the_same_layouts():
+    assert list(BUILTIN) == list(REFERENCES) == sorted(BUILTIN)
+
+
+@pytest.mark.parametrize("why", [uncuttable, uncuttable_reference])
+def test_sentences(why):
+    assert (
+        why("s", 30, "cp", 4, "dual_chunk_swap")
+        == "s=30 cannot be cut by dual_chunk_swap over cp=4 (needs a multiple of 8); pad to 32"
+    )
+    assert (
+        why("v", 7, "tp", 2, "contiguous")
+        == "v=7 cannot be cut by contiguous over tp=2 (needs a multiple of 2); pad to 8"
+    )
+    assert why("s", -1, "cp", 4, "ragged") == "s=-1 is not a size; sizes are 0 or more"
+    assert why("s", 4, "cp", 0, "striped") == "cp=0 is not a number of ranks; it is 1 or more"
+    assert why("s", 32, "cp", 4, "dual_chunk_swap") is None
+    assert why("s", 31, "cp", 4, "ragged") is None
+    assert why("s", 31, "cp", 4, "mine") is None
+
+
+@pytest.mark.parametrize("name", ["contiguous", "dual_chunk_swap", "striped"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_what_is_promised_can_be_cut_and_nothing_else(name, world):
+    for size in range(4 * world + 3):
+        if uncuttable("s", size, "cp", world, name) is None:
+            assert sum(len(piece) for piece in BUILTIN[name](size, world)) == size
+        else:
+            with pytest.raises(ValueError):
+                BUILTIN[name](size, world)

@@ -1,0 +1,98 @@
+"""Packed (THD): many sequences in one stream, DualChunkSwap inside each, as index arrays.
+
+One formula for the whole stream, so a thousand sequences cost what one does.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Int, Int64
+from torch import Tensor
+
+from torch_impl.layouts.needs import check_cut, needs
+
+
+def positions(
+    size: int,
+    world: int,
+    rank: int,
+    cu_seqlens: Int[Tensor, " offsets"] | Sequence[int],
+    *,
+    device: torch.device | str | None = None,
+) -> Int64[Tensor, " local"]:
+    """Global positions that one rank holds: its share of sequence 0, then of sequence 1, ..."""
+    check_cut("packed", size, world, rank)
+    return _index(_checked(cu_seqlens, size, world).to(_home(cu_seqlens, device)), size, world, rank)
+
+
+def packed(
+    size: int,
+    world: int,
+    cu_seqlens: Int[Tensor, " offsets"] | Sequence[int],
+    *,
+    device: torch.device | str | None = None,
+) -> list[Int64[Tensor, " _"]]:
+    """Global positions that each rank holds; `cu_seqlens` are the padded offsets, from 0 to `size`.
+
+    >>> packed(12, 2, [0, 4, 12])
+    [tensor([ 0,  3,  4,  5, 10, 11]), tensor([1, 2, 6, 7, 8, 9])]
+
+    Cost:   one copy of the offsets to the host; the arrays stand where `cu_seqlens` does, or on `device`.
+    Errors: ValueError if the offsets do not run from 0 up to size or a padded length is no multiple of
+            2 * world; TypeError if they are no integers.
+    """
+    check_cut("packed", size, world)
+    offsets = _checked(cu_seqlens, size, world).to(_home(cu_seqlens, device))
+    return list(_index(offsets, size, world, torch.arange(world, device=offsets.device)[:, None]).unbind())
+
+
+def _index(offsets: Int64[Tensor, " offsets"], size: int, world: int, rank: int | Tensor) -> Tensor:
+    """index[r, t] = i + world * start + half * (r if i < half else 2 * (world - 1) - r).
+
+    `start` is the local start of the sequence at slot t, `i = t - start`, `half` half its local length.
+    """
+    starts = offsets // world
+    lengths = starts.diff()
+    local = size // world
+    start = starts[:-1].repeat_interleave(lengths, output_size=local)
+    half = (lengths // 2).repeat_interleave(lengths, output_size=local)
+    i = torch.arange(local, device=offsets.device) - start
+    return i + world * start + half * torch.where(i < half, rank, 2 * (world - 1) - rank)
+
+
+def _home(cu_seqlens: Tensor | Sequence[int], device: torch.device | str | None) -> torch.device | str | None:
+    return cu_seqlens.device if device is None and isinstance(cu_seqlens, Tensor) else device
+
+
+def _checked(cu_seqlens: Tensor | Sequence[int], size: int, world: int) -> Int64[Tensor, " offsets"]:
+    """The offsets on the host as int64, or the reason why they cut nothing."""
+    given = torch.as_tensor(cu_seqlens).cpu()
+    if given.dim() != 1 or not len(given):
+        raise ValueError(f"cu_seqlens: shape is {tuple(given.shape)}; offsets are one row of at least [0]")
+    if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
+        raise TypeError(
+            f"cu_seqlens: dtype is {str(given.dtype).removeprefix('torch.')}; offsets are integers"
+        )
+    offsets = given.long()
+    if offsets[0] != 0:
+        raise ValueError(f"cu_seqlens: starts at {offsets[0]}; offsets start at 0")
+    lengths = offsets.diff()
+    for j in _first(lengths < 0):
+        back = f"from {offsets[j]} back to {offsets[j + 1]}"
+        raise ValueError(f"cu_seqlens: sequence {j} runs {back}; offsets never decrease")
+    if offsets[-1] != size:
+        short = f"ends at {offsets[-1]} but the stream holds {size} tokens"
+        raise ValueError(f"cu_seqlens {short}; pass the padded offsets")
+    multiple = needs("dual_chunk_swap", world)
+    for j in _first(lengths % multiple != 0):
+        rule = f"dual_chunk_swap over world={world} needs a multiple of {multiple}"
+        padded = lengths[j] + -lengths[j] % multiple
+        raise ValueError(
+            f"cu_seqlens: sequence {j} has padded length {lengths[j]}, {rule}; pad it to {padded}"
+        )
+    return offsets
+
+
+def _first(wrong: Tensor) -> list[int]:
+    """The first sequence that is wrong, if any."""
+    return wrong.nonzero()[:1].flatten().tolist()

@@ -1,0 +1,57 @@
+"""Ragged: blocks in order, of any lengths, empty ones included, as index arrays."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from torch_impl.layouts.needs import check_cut
+
+
+def positions(
+    size: int,
+    world: int,
+    rank: int,
+    lengths: Sequence[int] | None = None,
+    *,
+    device: torch.device | str | None = None,
+) -> Int64[Tensor, " local"]:
+    """Global positions that one rank holds: from the sum of the lengths before it to the sum with its own."""
+    check_cut("ragged", size, world, rank)
+    bounds = _bounds(size, world, lengths)
+    return torch.arange(bounds[rank], bounds[rank + 1], device=device)
+
+
+def ragged(
+    size: int, world: int, lengths: Sequence[int] | None = None, *, device: torch.device | str | None = None
+) -> list[Int64[Tensor, " _"]]:
+    """Global positions that each rank holds; without lengths, ceil(size / world) while it lasts, as DTensor.
+
+    >>> ragged(4, 3)
+    [tensor([0, 1]), tensor([2, 3]), tensor([], dtype=torch.int64)]
+
+    Errors: ValueError if the lengths are not one for each rank, one is negative, or they miss the size.
+    """
+    check_cut("ragged", size, world)
+    bounds = _bounds(size, world, lengths)
+    return list(torch.arange(size, device=device).tensor_split(bounds[1:-1]))
+
+
+def _bounds(size: int, world: int, lengths: Sequence[int] | None) -> list[int]:
+    """Where each block starts, and the end: world + 1 offsets."""
+    if lengths is None:
+        block = -(-size // world)
+        return [min(rank * block, size) for rank in range(world + 1)]
+    lengths = tuple(map(int, lengths))
+    if len(lengths) != world:
+        raise ValueError(
+            f"ragged: lengths {lengths} are {len(lengths)}, world={world}; give one for each rank"
+        )
+    if min(lengths) < 0:
+        raise ValueError(f"ragged: lengths {lengths} have a negative one; lengths are 0 or more")
+    bounds = list(accumulate(lengths, initial=0))
+    if bounds[-1] != size:
+        raise ValueError(f"ragged: lengths {lengths} add up to {bounds[-1]}, size={size}; they must be equal")
+    return bounds
