@@ -1,0 +1,147 @@
+"""The house rules that a machine can hold: one path three times, small files, no tolerance in a test."""
+
+import ast
+import io
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TREES = ("torch_impl", "jax_ref", "parity_tests")
+LONGEST = 300  # lines
+TOLERANCES = {"atol", "rtol", "allclose", "assert_close", "assert_allclose", "approx"}
+NAMELESS = {"utils", "util", "common", "helpers", "helper", "misc"}
+
+# A path that has no twin in some tree, and why. A folder stands for all of its files.
+WITHOUT_A_REFERENCE = {
+    "collectives/": "one device has no collectives; their law is the adjoint identity",
+}
+WITHOUT_PRODUCTION = {
+    "layouts/partition.py": "checks layouts that users write, which only the harness accepts",
+}
+WITHOUT_A_TEST_OF_ITS_OWN = {
+    "collectives/": "tested by law across files, not file by file",
+}
+# Folders of parity_tests that are about the harness and not about a component.
+HARNESS_FOLDERS = {"harness", "faults", "benchmarks"}
+
+
+def python_files(tree: str) -> list[str]:
+    """Paths relative to the tree, without packages' own files."""
+    found = sorted(path.relative_to(ROOT / tree).as_posix() for path in (ROOT / tree).rglob("*.py"))
+    return [path for path in found if not path.endswith("__init__.py")]
+
+
+def components(tree: str) -> set[str]:
+    """Component paths of a tree: `layouts/striped.py`, for a test file that of what it tests."""
+    if tree != "parity_tests":
+        return set(python_files(tree))
+    tests = [Path(path) for path in python_files(tree) if Path(path).name.startswith("test_")]
+    tested = [path.with_name(path.name.removeprefix("test_")).as_posix() for path in tests]
+    return {path for path in tested if "/" in path and path.split("/")[0] not in HARNESS_FOLDERS}
+
+
+def excused(path: str, reasons: dict[str, str]) -> bool:
+    return any(path == entry or (entry.endswith("/") and path.startswith(entry)) for entry in reasons)
+
+
+def test_production_has_a_reference_at_the_same_path():
+    alone = components("torch_impl") - components("jax_ref")
+    assert sorted(path for path in alone if not excused(path, WITHOUT_A_REFERENCE)) == []
+
+
+def test_a_reference_has_production_at_the_same_path():
+    alone = components("jax_ref") - components("torch_impl")
+    assert sorted(path for path in alone if not excused(path, WITHOUT_PRODUCTION)) == []
+
+
+def test_both_sides_have_a_test_at_the_same_path():
+    alone = (components("torch_impl") | components("jax_ref")) - components("parity_tests")
+    assert sorted(path for path in alone if not excused(path, WITHOUT_A_TEST_OF_ITS_OWN)) == []
+
+
+def test_a_test_is_of_something():
+    alone = components("parity_tests") - components("torch_impl") - components("jax_ref")
+    assert sorted(path for path in alone if not excused(path, WITHOUT_A_TEST_OF_ITS_OWN)) == []
+
+
+@pytest.mark.parametrize(
+    ("tree", "reasons"),
+    [
+        ("torch_impl", WITHOUT_A_REFERENCE),
+        ("jax_ref", WITHOUT_PRODUCTION),
+        ("torch_impl", WITHOUT_A_TEST_OF_ITS_OWN),
+    ],
+)
+def test_every_exception_is_of_a_path_that_exists(tree, reasons):
+    assert [entry for entry in reasons if not (ROOT / tree / entry).exists()] == []
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_no_file_is_longer_than_one_idea(tree):
+    lines = {path: len((ROOT / tree / path).read_text().splitlines()) for path in python_files(tree)}
+    assert {path: count for path, count in lines.items() if count > LONGEST} == {}
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_every_file_has_a_name_of_its_own(tree):
+    assert [path for path in python_files(tree) if NAMELESS & set(Path(path).with_suffix("").parts)] == []
+
+
+def tolerances_in(source: str) -> set[str]:
+    """Names and keyword arguments that are a tolerance; words in comments and strings are not."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return {token.string for token in tokens if token.type == tokenize.NAME} & TOLERANCES
+
+
+def test_no_tolerance_in_a_test():
+    found = {
+        path: tolerances_in((ROOT / "parity_tests" / path).read_text())
+        for path in python_files("parity_tests")
+    }
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+def test_a_tolerance_would_be_found():
+    word = "".join(["a", "tol"])
+    assert tolerances_in(f"check(x, {word}=1)  # rtol") == {word}
+    assert tolerances_in("f(x)  # allclose\n'approx'") == set()
+
+
+def imported(path: Path) -> set[str]:
+    """The top-level packages a file imports, anywhere in it."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.split(".")[0])
+    return names
+
+
+@pytest.mark.parametrize(
+    ("tree", "others"),
+    [
+        ("torch_impl", {"jax", "flax", "jax_ref", "parity_tests"}),
+        ("jax_ref", {"torch", "torch_impl", "parity_tests"}),
+    ],
+)
+def test_imports_run_one_way(tree, others):
+    crossing = {path: imported(ROOT / tree / path) & others for path in python_files(tree)}
+    assert {path: names for path, names in crossing.items() if names} == {}
+
+
+def test_the_layouts_that_the_harness_trusts_are_numpy_alone():
+    files = (ROOT / "jax_ref" / "layouts").glob("*.py")
+    assert set().union(*map(imported, files)) <= {"numpy", "collections", "itertools", "jax_ref"}
+    assert (ROOT / "jax_ref" / "__init__.py").read_text().strip() == ""
+
+
+def test_what_a_rank_needs_loads_no_jax():
+    needed = ["jax_ref.layouts", "parity_tests.harness.spec", "parity_tests.harness.case"]
+    needed += ["parity_tests.harness.engines.run", "parity_tests.harness.inputs"]
+    program = f"import sys, {', '.join(needed)}; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
