@@ -1,0 +1,9 @@
+"""Functions of logits whose vocabulary is cut over the ranks of a group."""
+
+from torch_impl.vocab_parallel.logprob import ChunkedDistributedLogprob as ChunkedDistributedLogprob
+from torch_impl.vocab_parallel.logprob import DistributedLogprob as DistributedLogprob
+from torch_impl.vocab_parallel.logprob import vocab_parallel_logprob as vocab_parallel_logprob
+from torch_impl.vocab_parallel.softmax import (
+    _compute_distributed_log_softmax as _compute_distributed_log_softmax,
+)
+from torch_impl.vocab_parallel.softmax import _compute_distributed_softmax as _compute_distributed_softmax

@@ -1,0 +1,157 @@
+"""Vocab-parallel log-probability of the target token.
+
+Rank r of the group holds columns [vocab_start_index, vocab_end_index) of the logits of every token, and every
+rank has every target. Shards are in rank order; they may differ in width and be empty.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from torch_impl.vocab_parallel import joint
+from torch_impl.vocab_parallel.joint import Plan
+
+
+def vocab_parallel_logprob(
+    vocab_parallel_logits: Float[Tensor, "*a v"],
+    target: Int[Tensor, "*a"],
+    tp_group: ProcessGroup,
+    *,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    chunk_size: int | None = None,
+    inference_only: bool = False,
+    inplace_gradient: bool = False,
+    backend: str = "auto",
+) -> Float[Tensor, "*a"] | tuple[Float[Tensor, "*a"], Float[Tensor, "*a"]]:
+    """Log-probability of each target token; with entropy the pair (logprob, sum p log p).
+
+        vocab_parallel_logits  "b s v/tp"     target  "b s"     ->   "b s tp=I"  (with entropy two of them)
+
+    log p[t] = y[t] - lse,   y = z / temperature,   lse = log sum_v exp(y_v)
+    d z = (g_lp (1[v=t] - p) + g_h p (log p - h)) / temperature,   h = sum_v p_v log p_v, the negative entropy
+
+    Any leading dims and strides. A target that nobody owns (-100, padding) gives 0.0 and a zero gradient row.
+    Columns of -inf are masked. Results are float32, for float64 logits float64; the gradient has the logits'
+    dtype. Every tp rank passes the same cotangent.
+    `chunk_size` (positions of s per block; None: chosen here) bounds the working set and may differ by rank.
+    `inplace_gradient` writes the gradient over the logits, and any other use of them is then autograd's
+    error.
+    `backend` is "eager" or "compile" ("auto": eager); "triton" is refused until there are kernels.
+
+    Cost:   forward 1 all_gather, 2 * b*s numbers of 4 bytes per rank (float64: 8; with entropy 3 * b*s);
+            backward none. Saves the logits by reference and 8 bytes per token (with entropy 12).
+    Errors: TypeError if tp_group is None or no ProcessGroup, ids are not integers, logits not floating;
+            ValueError if target and logits disagree in shape, the range does not fit the shard, or
+            chunk_size, temperature or backend are out of range; RuntimeError in backward after
+            inference_only=True.
+    Source: arXiv 1805.02867 (online softmax), arXiv 1909.08053 (vocab-parallel cross entropy).
+    """
+    plan = Plan(
+        "vocab_parallel.logprob",
+        tp_group,
+        vocab_start_index,
+        vocab_end_index,
+        temperature,
+        with_entropy,
+        chunk_size,
+        inference_only,
+        inplace_gradient,
+        backend,
+    )
+    outputs = _VocabParallelLogprob.apply(vocab_parallel_logits, target, plan)
+    return outputs if with_entropy else outputs[0]
+
+
+class _VocabParallelLogprob(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, plan: Plan) -> tuple[Tensor, ...]:
+        return joint.forward(ctx, logits, target, plan)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        return joint.backward(ctx, *cotangents), None, None
+
+
+class DistributedLogprob(torch.autograd.Function):
+    """Log-probability of each target token, for `.apply`; target already shifted.
+
+        vocab_parallel_logits  "b s v/tp"     target  "b s"     ->   "b s tp=I"
+
+    out = z[target] / temperature - lse. Value, gradient, dtypes, cost and errors are those of
+    `vocab_parallel_logprob`: forward 1 all_gather of 2 * b*s numbers, backward none.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        vocab_parallel_logits: Float[Tensor, "*a v"],
+        target: Int[Tensor, "*a"],
+        vocab_start_index: int,
+        vocab_end_index: int,
+        group: ProcessGroup,
+        inference_only: bool = False,
+        temperature: float = 1.0,
+    ) -> Float[Tensor, "*a"]:
+        plan = Plan(
+            "vocab_parallel.DistributedLogprob",
+            group,
+            vocab_start_index,
+            vocab_end_index,
+            temperature,
+            inference_only=inference_only,
+            group_name="group",
+        )
+        return joint.forward(ctx, vocab_parallel_logits, target, plan)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return joint.backward(ctx, *grad_outputs), None, None, None, None, None, None
+
+
+class ChunkedDistributedLogprob(torch.autograd.Function):
+    """`DistributedLogprob` in blocks of `chunk_size` positions of s (None: chosen here), for `.apply`.
+
+        vocab_parallel_logits  "b s v/tp"     target  "b s"     ->   "b s tp=I"
+
+    The chunk size is local: it bounds this rank's working set, may differ from rank to rank, and changes
+    neither the values nor the collectives. All else is as in `DistributedLogprob`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        vocab_parallel_logits: Float[Tensor, "*a v"],
+        target: Int[Tensor, "*a"],
+        vocab_start_index: int,
+        vocab_end_index: int,
+        chunk_size: int | None,
+        tp_group: ProcessGroup,
+        inference_only: bool = False,
+        temperature: float = 1.0,
+    ) -> Float[Tensor, "*a"]:
+        plan = Plan(
+            "vocab_parallel.ChunkedDistributedLogprob",
+            tp_group,
+            vocab_start_index,
+            vocab_end_index,
+            temperature,
+            chunk_size=chunk_size,
+            inference_only=inference_only,
+        )
+        return joint.forward(ctx, vocab_parallel_logits, target, plan)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return joint.backward(ctx, *grad_outputs), None, None, None, None, None, None, None
