@@ -6,7 +6,9 @@ All engines write the same rows, so that a scheme's ledger on gloo can be compar
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -37,7 +39,9 @@ class Row:
     bytes_out: int
     reduce_op: str | None = None
     root: int | None = None  # global rank
-    splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # all_to_all: input and output rows per peer
+    splits: tuple[tuple[int, ...], tuple[int, ...]] | None = (
+        None  # all_to_all: input and output rows per peer
+    )
     peer: int | None = None  # global rank
     tag: int = 0
     is_async: bool = False
@@ -50,7 +54,9 @@ class Row:
         return self.bytes_out if self.op == "recv" else self.bytes_in
 
     def __str__(self) -> str:
-        what = " ".join(f"{dtype}{list(shape)}" for dtype, shape in zip(self.dtypes, self.shapes, strict=True))
+        what = " ".join(
+            f"{dtype}{list(shape)}" for dtype, shape in zip(self.dtypes, self.shapes, strict=True)
+        )
         extra = "".join(
             [
                 f" {self.reduce_op}" if self.reduce_op else "",
@@ -94,12 +100,31 @@ def call_site() -> str:
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(_COLLECTIVES):
-            inner = f"{Path(name).name}:{frame.f_lineno}" if inner == "?" else inner
-        elif not _is_plumbing(name):
-            return f"{Path(name).name}:{frame.f_lineno}"
+            inner = f"{_base(name)}:{frame.f_lineno}" if inner == "?" else inner
+        elif not is_plumbing(name):
+            return f"{_base(name)}:{frame.f_lineno}"
         frame = frame.f_back
     return inner
 
 
-def _is_plumbing(name: str) -> bool:
-    return name.startswith((_TORCH, _HARNESS, "<frozen", "<string", "<__array")) or "/threading.py" in name
+def group_label(description: str, ranks: Sequence[int], axes: Mapping[str, int]) -> str:
+    """How a group is called: its mesh axis, `world` for the default group, else its ranks.
+
+    DeviceMesh takes the default group for an axis that spans all ranks, and describes others as `mesh_<axis>`.
+    """
+    if description == "default_pg":
+        return next((axis for axis, size in axes.items() if size == len(ranks)), "world")
+    if description.startswith("mesh_"):
+        return description.removeprefix("mesh_")
+    return ",".join(map(str, ranks)) if description in ("", "undefined") else description
+
+
+@cache
+def is_plumbing(name: str) -> bool:
+    """Whether a source file is torch's or the harness's own; the harness's tests are users of it."""
+    inside = name.startswith((_TORCH, _HARNESS, "<frozen", "<string", "<__array")) or "/threading.py" in name
+    return inside and not _base(name).startswith("test_")
+
+
+def _base(name: str) -> str:
+    return name.rpartition("/")[2]

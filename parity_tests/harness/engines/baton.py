@@ -1,0 +1,138 @@
+"""The baton: one rank runs at a time, and whoever stops says who is next.
+
+Holds whose turn it is, who waits for what, the ranks' random streams and the first failure of a run. It knows
+nothing of collectives: what a rank waits for is any object with a `done` flag.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from parity_tests.harness.engines.failure import RankFailure
+
+
+class Halt(BaseException):
+    """Unwinds a rank of a run that has failed; never a cause itself."""
+
+
+class Pending(Protocol):
+    done: bool
+
+
+class Baton:
+    """Hands the turn from rank to rank. All methods but `begin`, `over` and `abandon` are for the rank that runs."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.running = 0
+        self.moves = 0
+        self.failure: RankFailure | None = None
+        self.waits: list[Pending | None] = [None] * world
+        self.finished = [True] * world
+        self._turns = [threading.Lock() for _ in range(world)]
+        self._over = threading.Lock()
+        for lock in (*self._turns, self._over):
+            lock.acquire()
+
+    def begin(self, schedule: int, seeds: list[int], stuck: Callable[[], RankFailure]) -> None:
+        """Give the first turn. `stuck` tells the failure when nobody can run; schedule 0 is round robin."""
+        self._dice = random.Random(schedule) if schedule else None
+        self._stuck = stuck
+        self.failure, self.moves = None, 0
+        self.waits = [None] * self.world
+        self.finished = [False] * self.world
+        self._streams = [torch.Generator().manual_seed(seed).get_state() for seed in seeds]
+        self._give(self._heir(self.world - 1))
+
+    def over(self, seconds: float) -> bool:
+        """Wait until every rank has left; False after that many seconds."""
+        return self._over.acquire(timeout=seconds)
+
+    def enter(self, rank: int) -> None:
+        """Wait for the first turn of a run, or for the next after a hand-over."""
+        self._turns[rank].acquire()
+        if self.failure is not None:
+            raise Halt
+
+    def check(self) -> None:
+        """Unwind the calling rank if the run has failed."""
+        self.moves += 1
+        if self.failure is not None:
+            raise Halt
+
+    def nudge(self, rank: int) -> None:
+        """A point at which a seeded schedule may let another rank go first."""
+        if self._dice is not None and self._dice.random() < 0.5:
+            self._pass(rank)
+
+    def wait(self, rank: int, pending: Pending) -> None:
+        """Let others run until `pending.done`."""
+        self.check()
+        while not pending.done:
+            self.waits[rank] = pending
+            self._pass(rank)
+
+    def offer(self, rank: int) -> None:
+        """Let the next rank that can run go first, if there is one: a poll must not starve the others."""
+        self.check()
+        self._pass(rank)
+
+    def wake(self, rank: int, pending: Pending) -> None:
+        """`pending` is done; its rank can run again."""
+        if self.waits[rank] is pending:
+            self.waits[rank] = None
+
+    def fail(self, failure: RankFailure) -> None:
+        """Record the first failure of the run and unwind this rank."""
+        self.failure = self.failure or failure
+        raise Halt
+
+    def leave(self, rank: int) -> None:
+        """This rank has returned or raised; the turn goes to the next, at last to whoever waits in `over`."""
+        self.finished[rank] = True
+        self.waits[rank] = None
+        if all(self.finished):
+            self._over.release()
+            return
+        heir = self._heir(rank)
+        if heir is None:
+            self.failure = self._stuck()
+            heir = self._heir(rank)
+        self._give(heir)
+
+    def abandon(self, failure: RankFailure) -> None:
+        """From outside: the running rank never comes back; wake the others, so that their threads end."""
+        self.failure = failure
+        for rank, lock in enumerate(self._turns):
+            if rank != self.running and not self.finished[rank] and lock.locked():
+                lock.release()
+
+    def _pass(self, rank: int) -> None:
+        heir = self._heir(rank)
+        if heir is None:
+            self.failure = self._stuck()
+            raise Halt
+        if heir == rank:
+            return
+        self._streams[rank] = torch.default_generator.get_state()
+        self._give(heir)
+        self.enter(rank)
+
+    def _give(self, rank: int) -> None:
+        torch.default_generator.set_state(self._streams[rank])
+        self.running = rank
+        self._turns[rank].release()
+
+    def _heir(self, rank: int) -> int | None:
+        """Who runs next: after a failure anyone still to unwind, else anyone who waits for nothing."""
+        order = [(rank + step) % self.world for step in range(1, self.world + 1)]
+        failed = self.failure is not None
+        able = [r for r in order if not self.finished[r] and (failed or self.waits[r] is None)]
+        if not able:
+            return None
+        return able[0] if failed or self._dice is None else self._dice.choice(able)

@@ -1,0 +1,83 @@
+"""One collective or message as one rank issues it: its row, copies of what it hands in, where results go.
+
+Also the two traps of asynchronous communication: an output holds poison until its wait, and the buffers handed in
+must be the same at the wait as they were at the issue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from parity_tests.harness.engines.ledger import Row
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """`pieces` are what the operation combines, cut from the copies; `results` what it gives this rank."""
+
+    row: Row
+    place: int  # the rank's position in the group
+    sources: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+    copies: list[Tensor] = field(default_factory=list)
+    pieces: list[Tensor] = field(default_factory=list)
+    expected: list[Tensor] = field(default_factory=list)  # all_to_all: what comes from each rank
+    results: list[Tensor] = field(default_factory=list)
+    done: bool = False
+    waited: bool = False
+    tracked: bool = False
+    order: int = 0  # among all calls of the run
+    origin: int = -1  # of a receive: the place of its sender
+
+    def take(self, cut: Callable[[list[Tensor]], list[Tensor]] | None) -> None:
+        """Copy what is handed in; then, for work that is waited for later, spoil the outputs."""
+        self.copies = [source.data.clone(memory_format=torch.contiguous_format) for source in self.sources]
+        self.pieces = cut(self.copies) if cut else self.copies
+        if self.tracked:
+            for output in self.outputs:
+                output.data.fill_(_poison(output.dtype))
+
+    def write(self) -> None:
+        """Put the results into the outputs: one each, or several joined in one."""
+        if not self.outputs:
+            return
+        span = len(self.results) // len(self.outputs)
+        for index, output in enumerate(self.outputs):
+            parts = self.results[index * span : (index + 1) * span]
+            whole = parts[0] if span == 1 else torch.cat([part.reshape(-1) for part in parts])
+            output.data.copy_(whole.reshape(output.shape))
+
+    def disturbed(self) -> str | None:
+        """What was written between issue and wait, if anything was."""
+        for index, output in enumerate(self.outputs):
+            poison = _poison(output.dtype)
+            spoiled = output.data.isnan() if poison != poison else output.data == poison
+            if not bool(spoiled.all()):
+                return f"output {index} was written at {_first(~spoiled)} before its wait"
+        homes = {output.untyped_storage().data_ptr() for output in self.outputs}
+        for index, (source, copy) in enumerate(zip(self.sources, self.copies, strict=True)):
+            home = source.untyped_storage()
+            if home.data_ptr() in homes or not home.nbytes() or source.shape != copy.shape:
+                continue  # gathered in place (the poison tells), freed, or resized by its owner
+            same = _bits(source.data.contiguous()) == _bits(copy)
+            if not bool(same.all()):
+                return f"input {index} was changed at {_first(~same.reshape(*copy.shape, -1).all(-1))} before its wait"
+        return None
+
+
+def _poison(dtype: torch.dtype) -> float | int | bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return False if dtype == torch.bool else torch.iinfo(dtype).min
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _first(wrong: Tensor) -> tuple[int, ...]:
+    return tuple(wrong.nonzero()[0].tolist())

@@ -1,0 +1,174 @@
+"""The lockstep engine: every rank a thread of this process, one running at a time, nothing left to chance.
+
+A session holds the threads, groups and meshes of one mesh and serves example after example; after any failure it is
+thrown away. Threads cannot be killed: a rank in a loop without end is reported and left behind.
+
+Blind spot: ranks share module globals, so a cache filled by one rank looks right to all. Other processes tell.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp  # sub-packages, before there are threads to import them one inside another
+import torch.distributed.pipelining
+import torch.distributed.tensor
+import torch.nn.parallel
+from torch._C import _distributed_c10d as c_api
+from torch.distributed.device_mesh import init_device_mesh
+
+from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.engines import group, world
+from parity_tests.harness.engines.baton import Baton, Halt
+from parity_tests.harness.engines.failure import RankFailure, Stalled
+from parity_tests.harness.engines.run import Ranks
+from parity_tests.harness.engines.traffic import Traffic
+from torch_impl.collectives.mesh import MeshView
+
+Job = Callable[[Any, CaseSpec], Any]
+
+_one_run = threading.Lock()
+_sessions: dict[tuple[tuple[str, int], ...], Session] = {}
+_MOST_SESSIONS = 16
+
+
+def run(fn: Job, case: CaseSpec, *, quiet_s: float = 60.0) -> Ranks:
+    """Run `fn(mesh, case)` on each rank of `case.mesh`, in threads. `quiet_s` bounds the time between collectives.
+
+    Errors: RuntimeError if a run is going on in this process; RankFailure, one subclass per cause.
+    """
+    if not _one_run.acquire(blocking=False):
+        raise RuntimeError(
+            "lockstep.run: a run is going on in this process; let it finish, or use engine='gloo'"
+        )
+    try:
+        with world.installed(group.create):
+            return _session(case, quiet_s).run(fn, case, quiet_s)
+    finally:
+        _one_run.release()
+
+
+def _session(case: CaseSpec, quiet_s: float) -> Session:
+    key = tuple(case.mesh.items())
+    session = _sessions.pop(key, None)
+    if session is None:
+        if len(_sessions) >= _MOST_SESSIONS:
+            _sessions.pop(next(iter(_sessions))).close()
+        session = Session(case, quiet_s)
+    _sessions[key] = session
+    return session
+
+
+class Session:
+    """The threads of one mesh."""
+
+    def __init__(self, case: CaseSpec, quiet_s: float) -> None:
+        self._axes = dict(case.mesh)
+        self._baton = Baton(case.world)
+        self._traffic = Traffic(self._baton, self._axes)
+        self._store = dist.HashStore()
+        self._worlds = [world.RankWorld(self._traffic) for _ in range(case.world)]
+        self._meshes: list[Any] = [None] * case.world
+        self._job: Job | None = None
+        self._abandoned = False
+        self._threads = [
+            threading.Thread(target=self._serve, args=(rank,), name=f"lockstep-rank-{rank}", daemon=True)
+            for rank in range(case.world)
+        ]
+        for thread in self._threads:
+            thread.start()
+        self._all_ranks(self._build, case.replace(schedule=0), quiet_s)
+
+    def run(self, fn: Job, case: CaseSpec, quiet_s: float) -> Ranks:
+        """One example; a failure ends the session."""
+        try:
+            return self._all_ranks(fn, case, quiet_s)
+        except BaseException:
+            _sessions.pop(tuple(self._axes.items()), None)
+            if self._baton.failure is None:  # interrupted from outside: nobody may go on
+                self._abandon(Stalled("interrupted", rank=self._baton.running, case=case))
+            raise
+
+    def close(self) -> None:
+        """End the threads."""
+        self._job = None
+        self._baton.begin(0, [0] * self._baton.world, self._traffic.stuck)
+        self._baton.over(1.0)
+
+    def _all_ranks(self, fn: Job, case: CaseSpec, quiet_s: float) -> Ranks:
+        started = time.perf_counter()
+        self._job, self._case = fn, case
+        self._results: list[Any] = [None] * self._baton.world
+        self._traffic.reset(case)
+        seeds = [rank_seed(case, rank) for rank in range(case.world)]
+        self._baton.begin(case.schedule, seeds, self._traffic.stuck)
+        self._await(quiet_s)
+        if self._baton.failure is not None:
+            raise self._baton.failure
+        return Ranks(tuple(self._results), self._traffic.ledger, time.perf_counter() - started)
+
+    def _await(self, quiet_s: float) -> None:
+        """Until all ranks have left. A rank that makes no move for `quiet_s` is given up."""
+        moves, since = -1, 0.0
+        while not self._baton.over(min(quiet_s, 0.25)):
+            if self._baton.moves != moves:
+                moves, since = self._baton.moves, time.monotonic()
+            elif time.monotonic() - since >= quiet_s:
+                frame = sys._current_frames().get(self._threads[self._baton.running].ident or 0)
+                stack = "".join(traceback.format_stack(frame)).rstrip()
+                self._abandon(self._traffic.stalled(stack, quiet_s))
+                return
+
+    def _abandon(self, failure: RankFailure) -> None:
+        self._abandoned = True
+        self._baton.abandon(failure)
+
+    # What follows runs in the ranks' threads.
+
+    def _serve(self, rank: int) -> None:
+        world.enter(self._worlds[rank])
+        torch.autograd.set_multithreading_enabled(False)
+        if torch.get_num_threads() > 1:
+            torch.set_num_threads(1)
+        while self._example(rank):
+            pass
+        if not self._abandoned:  # else the run is over, and the names are the process's own
+            c_api._unregister_all_process_groups()
+        self._baton.leave(rank)
+
+    def _example(self, rank: int) -> bool:
+        """Take part in one run; False if this thread must end."""
+        try:
+            self._baton.enter(rank)
+            if self._job is None:
+                return False
+            self._results[rank] = self._job(self._meshes[rank], self._case)
+            self._traffic.unwaited(rank)
+        except Halt:
+            return False
+        except BaseException as error:
+            self._traffic.raised(rank, error)
+            return False
+        self._worlds[rank].forget()
+        self._baton.leave(rank)
+        return True
+
+    def _build(self, mesh: None, case: CaseSpec) -> None:
+        """The first job of each thread: default group and mesh."""
+        rank = self._worlds.index(world.here())
+        dist.init_process_group(world.BACKEND, store=self._store, rank=rank, world_size=case.world)
+        device_mesh = init_device_mesh("cpu", tuple(self._axes.values()), mesh_dim_names=tuple(self._axes))
+        self._meshes[rank] = MeshView(device_mesh)
+        world.here().mark()
+
+
+def rank_seed(case: CaseSpec, rank: int) -> int:
+    """The seed of a rank's default generator, each rank its own."""
+    return (case.seed * 1_000_003 + rank) % 2**63

@@ -1,0 +1,122 @@
+"""Meetings: the n-th collective of a group, from the first rank's arrival to the last.
+
+Each arrival is held against the first; when all have come the results are known. Nothing here knows of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from parity_tests.harness.engines.call import Call
+from parity_tests.harness.engines.ledger import Row
+from parity_tests.harness.engines.reduction import combined
+
+
+class Disagreement(Exception):
+    """Two calls of one meeting do not fit together."""
+
+    def __init__(self, what: str, first: Row, second: Row) -> None:
+        super().__init__(f"{what}: rank {first.rank} in {first}; rank {second.rank} in {second}")
+        self.first, self.second = first, second
+
+
+class Meeting:
+    """The calls of one sequence number of one group."""
+
+    def __init__(self, size: int) -> None:
+        self.calls: list[Call | None] = [None] * size
+        self._missing = size
+
+    def arrive(self, call: Call) -> bool:
+        """Add one rank's call; True when it was the last and the results are in."""
+        self.calls[call.place] = call
+        for other in self.calls:
+            if other is not None:
+                _agree(other, call)
+                if call.row.op != "all_to_all":
+                    break  # equality is transitive, splits are pairwise
+        self._missing -= 1
+        if self._missing:
+            return False
+        calls = [c for c in self.calls if c is not None]
+        for each, results in zip(calls, _results(calls), strict=True):
+            each.results = results
+        return True
+
+
+def _agree(first: Call, second: Call) -> None:
+    a, b = first.row, second.row
+    if a.op != b.op:
+        raise Disagreement("different operations meet", a, b)
+    if a.root != b.root:
+        raise Disagreement(f"roots differ, {a.root} and {b.root}", a, b)
+    if a.op == "scatter":
+        _same_outputs(first, second)
+    elif a.op == "all_to_all":
+        _pair(first, second)
+        _pair(second, first)
+    else:
+        if a.dtypes != b.dtypes:
+            raise Disagreement(f"dtypes differ, {', '.join(a.dtypes)} and {', '.join(b.dtypes)}", a, b)
+        if a.shapes != b.shapes:
+            raise Disagreement(f"shapes differ, {_shapes(a)} and {_shapes(b)}", a, b)
+    if a.reduce_op != b.reduce_op:
+        raise Disagreement(f"reduce ops differ, {a.reduce_op} and {b.reduce_op}", a, b)
+
+
+def _same_outputs(first: Call, second: Call) -> None:
+    for one, other in zip(first.outputs, second.outputs, strict=True):
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
+            raise Disagreement(f"outputs differ, {_what(one)} and {_what(other)}", first.row, second.row)
+
+
+def _pair(sender: Call, receiver: Call) -> None:
+    sent, wanted = sender.pieces[receiver.place], receiver.expected[sender.place]
+    if (sent.shape, sent.dtype) != (wanted.shape, wanted.dtype):
+        raise Disagreement(
+            f"splits disagree, rank {sender.row.rank} sends {_what(sent)} to rank {receiver.row.rank}, which "
+            f"expects {_what(wanted)}",
+            sender.row,
+            receiver.row,
+        )
+
+
+def _results(calls: Sequence[Call]) -> list[list[Tensor]]:
+    """For each place in the group, the tensors that its outputs become."""
+    row, size = calls[0].row, len(calls)
+    if row.op == "barrier":
+        return [[] for _ in calls]
+    if row.op in ("all_reduce", "reduce"):
+        totals = [
+            combined(row.reduce_op or "SUM", terms) for terms in zip(*(c.pieces for c in calls), strict=True)
+        ]
+        return [totals if call.outputs else [] for call in calls]
+    if row.op == "reduce_scatter":
+        count = len(calls[0].pieces) // size
+        return [
+            [
+                combined(row.reduce_op or "SUM", [c.pieces[j * size + place] for c in calls])
+                for j in range(count)
+            ]
+            for place in range(size)
+        ]
+    if row.op in ("all_gather", "gather"):
+        count = len(calls[0].pieces)
+        pieces = [call.pieces[j] for j in range(count) for call in calls]
+        return [pieces if call.outputs else [] for call in calls]
+    if row.op == "all_to_all":
+        return [[call.pieces[place] for call in calls] for place in range(size)]
+    root = next(call for call in calls if call.row.rank == row.root)
+    if row.op == "broadcast":
+        return [root.pieces if call.outputs else [] for call in calls]
+    return [[root.pieces[place]] for place in range(size)]  # scatter
+
+
+def _shapes(row: Row) -> str:
+    return " ".join(str(list(shape)) for shape in row.shapes)
+
+
+def _what(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -1,0 +1,162 @@
+"""The traffic of one run: every call of every rank, matched, written to the ledger, judged.
+
+Stands between the process groups, which know how torch calls them, and the baton, which knows who may run.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections import defaultdict
+
+from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.engines.baton import Baton
+from parity_tests.harness.engines.call import Call
+from parity_tests.harness.engines.failure import (
+    Deadlock,
+    Mismatch,
+    Modified,
+    Raised,
+    RankFailure,
+    Stalled,
+    Unwaited,
+)
+from parity_tests.harness.engines.ledger import Ledger, Row, is_plumbing
+from parity_tests.harness.engines.mailbox import Mailboxes
+from parity_tests.harness.engines.meeting import Disagreement, Meeting
+
+GroupKey = tuple[str, tuple[int, ...]]
+
+
+class Traffic:
+    """What one session's ranks say to each other; `reset` before each example."""
+
+    def __init__(self, baton: Baton, axes: dict[str, int]) -> None:
+        self.baton, self.axes = baton, axes
+        self.reset(None)
+
+    def reset(self, case: CaseSpec | None) -> None:
+        self.case, self.ledger = case, Ledger()
+        self._count: dict[object, int] = defaultdict(int)
+        self._meetings: dict[tuple[GroupKey, int], Meeting] = {}
+        self._mail: dict[GroupKey, Mailboxes] = defaultdict(Mailboxes)
+        self._tracked: list[dict[Call, None]] = [{} for _ in range(self.baton.world)]
+
+    def next_seq(self, rank: int, line: object) -> int:
+        """How many calls this rank has issued on `line` before."""
+        self._count[rank, line] += 1
+        return self._count[rank, line] - 1
+
+    def meet(self, key: GroupKey, call: Call) -> None:
+        """Issue a collective."""
+        self._issue(call)
+        spot = (key, call.row.seq)
+        meeting = self._meetings.setdefault(spot, Meeting(len(key[1])))
+        try:
+            complete = meeting.arrive(call)
+        except Disagreement as error:
+            self._fail(Mismatch, f"{error}{self._default_group_note(error.first, error.second)}", call.row)
+        if complete:
+            del self._meetings[spot]
+            for each in meeting.calls:
+                self._complete(each)
+        self.baton.nudge(call.row.rank)
+
+    def post(self, key: GroupKey, call: Call, peer: int | None) -> None:
+        """Issue a send or a receive; `peer` is the other's place, None for anybody's message."""
+        self._issue(call)
+        mail = self._mail[key]
+        try:
+            other = mail.send(call, peer) if call.row.op == "send" else mail.receive(call, peer)
+        except Disagreement as error:
+            self._fail(Mismatch, str(error), call.row)
+        if other is not None:
+            self._complete(other)
+            self._complete(call)
+        self.baton.nudge(call.row.rank)
+
+    def wait(self, call: Call) -> None:
+        """Block until the call is complete, then write its results; a second wait does nothing."""
+        rank = call.row.rank
+        self.baton.wait(rank, call)
+        if call.waited:
+            return
+        call.waited = True
+        if call.tracked:
+            self._tracked[rank].pop(call, None)
+            change = call.disturbed()
+            if change is not None:
+                self._fail(Modified, f"rank {rank}: {change}, in {call.row}", call.row)
+        call.write()
+
+    def _issue(self, call: Call) -> None:
+        self.baton.check()
+        call.order = len(self.ledger.rows)
+        self.ledger.rows.append(call.row)
+        if call.tracked:
+            self._tracked[call.row.rank][call] = None
+
+    def _complete(self, call: Call) -> None:
+        call.done = True
+        self.baton.wake(call.row.rank, call)
+
+    # What goes wrong, and what is said then.
+
+    def unwaited(self, rank: int) -> None:
+        """Fail if this rank, which returns now, has left work behind."""
+        for call in self._tracked[rank]:
+            self._fail(Unwaited, f"rank {rank} returned and never waited for {call.row}", call.row)
+
+    def raised(self, rank: int, error: BaseException) -> None:
+        """A rank's own exception; the frames shown are the user's."""
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_plumbing(f.filename)]
+        trace = "".join(traceback.format_list(frames)).rstrip()
+        summary = "".join(traceback.format_exception_only(error)).strip()
+        source = f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}" if frames else None
+        last = next(reversed(self.ledger.of(rank)), None)
+        message = f"rank {rank} raised {summary}" + (f"\n{trace}" if trace else "")
+        failure = self._failure(Raised, message, rank, last.op if last else None, source)
+        failure.__cause__ = error
+        self.baton.failure = self.baton.failure or failure
+
+    def stuck(self) -> RankFailure:
+        """Nobody can run."""
+        waiting = [(rank, call.row) for rank, call in enumerate(self.baton.waits) if isinstance(call, Call)]
+        states = "; ".join(self._state(rank) for rank in range(self.baton.world))
+        rank, row = waiting[0]
+        note = self._default_group_note(*(row for _, row in waiting))
+        return self._failure(Deadlock, f"nobody can run: {states}{note}", rank, row.op, row.source)
+
+    def stalled(self, stack: str, seconds: float) -> RankFailure:
+        """The running rank does not come back."""
+        rank = self.baton.running
+        last = next(reversed(self.ledger.of(rank)), None)
+        message = (
+            f"rank {rank} has not reached a collective for {seconds:g} s; last {last or 'nothing'}\n{stack}"
+        )
+        return self._failure(Stalled, message, rank, last.op if last else None, last.source if last else None)
+
+    def _fail(self, kind: type[RankFailure], message: str, row: Row) -> None:
+        self.baton.fail(self._failure(kind, message, row.rank, row.op, row.source))
+
+    def _failure(
+        self, kind: type[RankFailure], message: str, rank: int, op: str | None, source: str | None
+    ) -> RankFailure:
+        others = [self._state(other) for other in range(self.baton.world) if other != rank]
+        return kind(
+            message, rank=rank, op=op, source=source, case=self.case, others=others, ledger=self.ledger
+        )
+
+    def _state(self, rank: int) -> str:
+        pending = self.baton.waits[rank]
+        if isinstance(pending, Call):
+            return f"rank {rank} waits in {pending.row}"
+        if self.baton.finished[rank]:
+            return f"rank {rank} finished"
+        last = next(reversed(self.ledger.of(rank)), None)
+        return f"rank {rank} can run, last in {last}" if last else f"rank {rank} can run, nothing issued"
+
+    def _default_group_note(self, *rows: Row) -> str:
+        """Says so where ranks meet, or wait, in the default group of a mesh that has smaller ones."""
+        if not any(row.group_name == "world" for row in rows):
+            return ""
+        return f"; group world is the default group, all {self.baton.world} ranks must come to it"

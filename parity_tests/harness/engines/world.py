@@ -1,0 +1,107 @@
+"""One process group world for each rank's thread, in a process that has only one.
+
+c10d keeps the default group and the maps of groups in one module-level object. For the time of a run this puts a
+switchboard in its place which shows each rank's thread its own, and everybody else the process's.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c_api
+from torch.distributed import distributed_c10d as c10d
+
+# DeviceMesh makes itself distinct by thread on a backend of this name, which keeps DTensor's caches apart.
+BACKEND = "threaded"
+_GLOBALS = ("_world", "_backend", "_default_pg_init_method")
+_here = threading.local()
+
+
+class RankWorld(c10d._World):
+    """The groups of one rank."""
+
+    pg_map = pg_names = pg_group_ranks = pg_backend_config = group_count = None
+    tags_to_pg = pg_to_tag = pg_coalesce_state = default_pg = None
+
+    def __init__(self, seat: Any) -> None:
+        super().__init__()
+        self.seat = seat
+        self.group_count = 0
+        self.pg_map, self.pg_names, self.pg_group_ranks, self.pg_backend_config = {}, {}, {}, {}
+        self.tags_to_pg, self.pg_to_tag, self.pg_coalesce_state = {}, {}, {}
+
+    def mark(self) -> None:
+        """Remember the groups of now."""
+        self._kept, self._count = set(self.pg_map), self.group_count
+
+    def forget(self) -> None:
+        """Drop every group made since `mark`, so that the next example finds the same names."""
+        self.pg_coalesce_state.clear()
+        for group in [g for g in self.pg_map if g not in self._kept]:
+            c_api._unregister_process_group(self.pg_names[group])
+            for table in (
+                self.pg_map,
+                self.pg_names,
+                self.pg_group_ranks,
+                self.pg_backend_config,
+                self.pg_to_tag,
+            ):
+                table.pop(group, None)
+            for groups in self.tags_to_pg.values():
+                groups[:] = [g for g in groups if g is not group]
+        self.group_count = self._count
+
+
+class _Switchboard:
+    """Reads and writes the world of the calling thread."""
+
+    def __init__(self, process_world: Any) -> None:
+        object.__setattr__(self, "_process_world", process_world)
+
+    def _mine(self) -> Any:
+        return getattr(_here, "world", None) or object.__getattribute__(self, "_process_world")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._mine(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._mine(), name, value)
+
+
+def enter(world: RankWorld) -> None:
+    """From here on the calling thread is this rank."""
+    _here.world = world
+
+
+def here() -> RankWorld:
+    """The calling rank's world."""
+    return _here.world
+
+
+@contextmanager
+def installed(make_group: Callable[..., dist.ProcessGroup]) -> Iterator[None]:
+    """Worlds by thread, and `make_group` as the backend; everything as before on leaving."""
+    kept = {name: getattr(c10d, name) for name in _GLOBALS}
+    plugin = dist.Backend._plugins.get(BACKEND.upper())
+    hook, stream = sys.excepthook, torch.default_generator.get_state()
+    dist.Backend.register_backend(BACKEND, make_group, extended_api=True, devices=["cpu"])
+    c10d._world = _Switchboard(kept["_world"])
+    c_api._set_thread_isolation_mode(True)
+    try:
+        yield
+    finally:
+        c_api._set_thread_isolation_mode(False)
+        for name, value in kept.items():
+            setattr(c10d, name, value)
+        if plugin is None:
+            del dist.Backend._plugins[BACKEND.upper()]
+        else:
+            dist.Backend._plugins[BACKEND.upper()] = plugin
+        sys.excepthook = hook
+        torch.default_generator.set_state(stream)
