@@ -1,0 +1,66 @@
+"""The bridge to JAX: float64 switched on before the first import, own copies in, no dtype narrowed either way."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+
+def start(cache: str | None = None) -> Any:
+    """Import JAX for the CPU with float64, strict promotion and a persistent compilation cache; returns jax.
+
+    Errors: RuntimeError where JAX was imported before with x64 off and cannot be switched.
+    """
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    import jax
+
+    jax.config.update("jax_enable_x64", True)
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    if cache:
+        jax.config.update("jax_compilation_cache_dir", cache)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return jax
+
+
+def to_jax(name: str, array: Any) -> Any:
+    """JAX's own copy of a NumPy array or torch tensor, of the same dtype.
+
+    An array that came by DLPack would change under JAX when the torch tensor is written, so nothing is shared.
+    """
+    import jax.numpy as jnp
+
+    if hasattr(array, "detach"):
+        array = array.detach().contiguous().numpy()
+    array = np.array(array, copy=True)
+    moved = jnp.array(array, copy=True)
+    return _same_dtype(name, array.dtype, moved)
+
+
+def from_jax(name: str, array: Any) -> np.ndarray:
+    """A writable NumPy copy of a JAX array; refuses what is none, and any float narrower than float64."""
+    import jax
+
+    if not isinstance(array, jax.Array):
+        raise TypeError(f"bridge: {name} is {type(array).__name__}; the reference must return JAX arrays")
+    if np.issubdtype(array.dtype, np.floating) and array.dtype != np.float64:
+        raise TypeError(
+            f"bridge: {name} came out as {array.dtype} for float64 inputs; drop the cast in the reference, "
+            "which states the mathematics in float64"
+        )
+    if str(array.dtype) == "bfloat16":
+        raise TypeError(
+            f"bridge: {name} came out as bfloat16 for float64 inputs; drop the cast in the reference"
+        )
+    return np.array(array, copy=True)
+
+
+def _same_dtype(name: str, dtype: Any, moved: Any) -> Any:
+    if moved.dtype != dtype:
+        raise TypeError(
+            f"bridge: '{name}' went in as {dtype} and came out as {moved.dtype}; jax_enable_x64 is off"
+        )
+    return moved

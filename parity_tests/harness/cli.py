@@ -1,0 +1,214 @@
+"""shardproof: the command. Each verb reads its arguments, calls one function, and turns the outcome into a status.
+
+Exit status: 0 all equal; 1 a mismatch; 2 usage or declaration; 3 a rank failed; 4 nothing ran; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one thread for each rank
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+EQUAL, MISMATCH, USAGE, FAILED, NOTHING, INTERRUPTED = 0, 1, 2, 3, 4, 130
+
+app = typer.Typer(
+    add_completion=True,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Verify sharded PyTorch against single-device JAX: values, gradients, collectives and bytes.",
+    epilog="Example: shardproof verify my_scheme.py --mesh tp=4",
+)
+
+Targets = Annotated[
+    list[str] | None,
+    typer.Argument(help="Files, folders, scheme names or globs; none: every built-in scheme."),
+]
+Mesh = Annotated[list[str] | None, typer.Option(help="Mesh axis sizes: tp=4 or dp=2,cp=2.", metavar="AXIS=N")]
+Dims = Annotated[list[str] | None, typer.Option(help="Dim sizes: s=16.", metavar="DIM=N")]
+
+
+@app.command()
+def verify(
+    targets: Targets = None,
+    engine: Annotated[str, typer.Option(help="lockstep, gloo, nccl or torchrun.")] = "lockstep",
+    examples: Annotated[
+        int | None, typer.Option(min=1, help="Cases per scheme; default: the profile's.")
+    ] = None,
+    profile: Annotated[str, typer.Option(help="dev (20 cases), ci (60) or nightly (2000).")] = "dev",
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    mesh: Mesh = None,
+    dim: Dims = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float64, float32, bfloat16 or float16; default: the scheme's.")
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(help="An option of the scheme: temperature=2.0.", metavar="K=V")
+    ] = None,
+    fail_fast: Annotated[
+        bool, typer.Option("--fail-fast", help="Stop at the first scheme that is not equal.")
+    ] = False,
+    jax_cache: Annotated[
+        str | None, typer.Option(help="Folder that keeps JAX's compiled references.")
+    ] = None,
+    json: Annotated[
+        str | None, typer.Option(help="Write the verdicts as JSON; - is standard output.")
+    ] = None,
+    junit: Annotated[str | None, typer.Option(help="Write the verdicts as JUnit XML.")] = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print failures and the closing line only.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print every scheme's tensors and the ledger of one case.")
+    ] = False,
+) -> None:
+    """Compare schemes with their references on drawn cases. Exit status 1 for a mismatch, 3 for a failed rank."""
+    from parity_tests.harness import session
+
+    wanted = session.Wanted(
+        engine=engine,
+        examples=examples,
+        profile=profile,
+        seed=seed,
+        names={**_sizes(mesh, "--mesh"), **_sizes(dim, "--dim"), **_options(option)},
+        dtype=dtype,
+        fail_fast=fail_fast,
+        jax_cache=jax_cache,
+        json=json,
+        junit=junit,
+        quiet=quiet,
+        verbose=verbose,
+    )
+    raise typer.Exit(session.verify(targets or [], wanted))
+
+
+@app.command(name="list")
+def list_schemes(
+    pattern: Annotated[str, typer.Argument(help="A glob over scheme names.")] = "*",
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """The table of schemes: name, mesh, specs, reference, file."""
+    from parity_tests.harness import listing
+
+    listing.show(pattern, json)
+
+
+@app.command()
+def draw(
+    target: Annotated[str, typer.Argument(help="A file or a scheme name.")],
+    mesh: Mesh = None,
+    dim: Dims = None,
+    svg: Annotated[str | None, typer.Option(help="Write the picture as SVG.")] = None,
+) -> None:
+    """Pictures of a scheme's layouts and gradient types."""
+    from parity_tests.harness import listing
+
+    listing.pictures(target, {**_sizes(mesh, "--mesh"), **_sizes(dim, "--dim")}, svg)
+
+
+@app.command()
+def replay(
+    file: Annotated[str, typer.Argument(help="A replay_<id>.py file.")],
+    engine: Annotated[str | None, typer.Option(help="Another engine than the one recorded.")] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="How many times.")] = 1,
+) -> None:
+    """Run one recorded case again."""
+    from parity_tests.harness import listing
+
+    raise typer.Exit(listing.replay_file(file, engine, repeat))
+
+
+@app.command()
+def timeline(
+    file: Annotated[str, typer.Argument(help="A replay_<id>.py file.")],
+    out: Annotated[
+        str, typer.Option(help="Where the JSON goes; open it in a trace viewer.")
+    ] = "timeline.json",
+) -> None:
+    """The collectives of a recorded case as a trace, one track per rank."""
+    from parity_tests.harness import listing
+
+    raise typer.Exit(listing.timeline(file, out))
+
+
+@app.command()
+def tour(
+    figure: Annotated[str, typer.Option(help="Where the figure goes.")] = "shardproof_verify.png",
+    examples: Annotated[int, typer.Option(min=1, help="Cases per scheme.")] = 8,
+) -> None:
+    """Everything at once on this CPU: all built-in schemes, real text, three planted bugs, one figure."""
+    from parity_tests.harness import tour as first_run
+
+    raise typer.Exit(first_run.run(figure, examples))
+
+
+def replay_arguments(arguments: Sequence[str]) -> tuple[str | None, int]:
+    """The options of a replay file run by hand: --engine NAME, --repeat N."""
+    parser = argparse.ArgumentParser(description="Run one recorded case again.")
+    parser.add_argument("--engine", choices=("lockstep", "gloo", "nccl", "torchrun"))
+    parser.add_argument("--repeat", type=int, default=1)
+    parsed = parser.parse_args(arguments)
+    return parsed.engine, max(parsed.repeat, 1)
+
+
+def main() -> None:
+    """Run a verb; a user's mistake is one sentence on standard error and status 2, never a traceback."""
+    from parity_tests.harness.discover import UnusableTarget
+    from parity_tests.harness.oracle import ReferenceFailure
+
+    try:
+        app()
+    except (UnusableTarget, ReferenceFailure, ValueError, TypeError, ImportError) as error:
+        Console(stderr=True, soft_wrap=True).print(
+            f"shardproof: {error}", style="red", markup=False, highlight=False
+        )
+        sys.exit(USAGE)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def _sizes(given: Sequence[str] | None, flag: str) -> dict[str, int]:
+    """{"tp": 4, "cp": 2} of ["tp=4,cp=2"]."""
+    sizes = {}
+    for text in (part for item in given or () for part in item.split(",")):
+        name, equals, value = text.partition("=")
+        if not equals or not value.isdigit():
+            raise ValueError(f"{flag} {text!r} is not NAME=NUMBER, such as tp=4")
+        sizes[name.strip()] = int(value)
+    return sizes
+
+
+def _options(given: Sequence[str] | None) -> dict[str, Any]:
+    import ast
+
+    options = {}
+    for text in given or ():
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"--option {text!r} is not NAME=VALUE, such as temperature=2.0")
+        try:
+            options[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            options[name] = value
+    return options
+
+
+def write_text(path: str, text: str) -> None:
+    """To a file, or to standard output for `-`."""
+    if path == "-":
+        print(text)
+    else:
+        Path(path).write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,239 @@
+"""The value oracle: stitch what the ranks returned, and hold every element against its computed budget.
+
+    err_i    = | torch_i - ref_i |
+    S_i      = max( |ref_i| , D_i / u )                  size of the terms that made element i
+    A_i      = C * u_acc * sqrt(n) * S_i + u_out * |ref_i|   a sum of n terms, and the final rounding
+    budget_i = max( A_i , K * sqrt(roundings) * D_i ) + n * tiny
+
+D_i is the root mean square of what a random rounding of inputs and cotangents does to element i.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from parity_tests.harness import inputs
+from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.oracle import UNIT_ROUNDOFF, Reference
+from parity_tests.harness.program import Argument, RankResult
+
+if TYPE_CHECKING:
+    from parity_tests.harness.scheme import Scheme
+
+# The two constants of every budget. They change only together with a rerun of the false-alarm and kill figures.
+C = 4.0
+K = 8.0
+SUMMED = {"output": "P", "gradient": "R"}
+
+
+@dataclass(frozen=True)
+class Stitched:
+    """Global arrays put together from the ranks' pieces, one for each coordinate of the axes that repeat them."""
+
+    copies: np.ndarray  # [repeats, *global shape]
+    coordinates: tuple[dict[str, int], ...]  # of each copy, on the repeating axes
+    summed_ranks: int
+
+
+@dataclass(frozen=True)
+class TensorRow:
+    """The verdict on one tensor of one case."""
+
+    name: str
+    role: str  # output | gradient
+    argument: Argument
+    dtype: str
+    error: float
+    budget: float
+    ratio: float
+    where: tuple[int, ...]
+    copy: int  # which of the stitched copies is worst
+    stitched: Stitched
+    want: np.ndarray
+    budgets: np.ndarray
+    loose_budgets: np.ndarray  # the same, had sums been accumulated in the tested dtype
+    missing: bool = False  # no rank returned a gradient
+
+    @property
+    def ok(self) -> bool:
+        return self.ratio <= 1.0
+
+    @property
+    def headroom(self) -> float:
+        return math.inf if self.ratio == 0.0 else 1.0 / self.ratio
+
+    @property
+    def got(self) -> np.ndarray:
+        return self.stitched.copies[self.copy]
+
+    @property
+    def label(self) -> str:
+        return f"d/d {self.name}" if self.role == "gradient" else self.name
+
+
+def compare(
+    scheme: Scheme, case: CaseSpec, results: Sequence[RankResult], reference: Reference
+) -> list[TensorRow]:
+    """One row for each output and each gradient."""
+    rows = []
+    for arg in scheme.outputs:
+        pieces = [result.outputs[arg.name] for result in results]
+        stitched = stitch(arg, pieces, case, scheme.layouts, "output")
+        want = reference.outputs[arg.name]
+        if arg.is_integer:
+            rows.append(_exact(arg, stitched, want))
+            continue
+        spread = reference.output_spread[arg.name]
+        count = _terms(scheme, case, arg, "output") * stitched.summed_ranks
+        dtype = results[0].dtypes[arg.name]
+        rows.append(_judged(scheme, case, arg, "output", stitched, want, spread, count, dtype))
+    for arg in scheme.inputs:
+        if not arg.differentiable:
+            continue
+        found = [result.gradients[arg.name] for result in results]
+        zeros = [np.zeros(inputs.local_shape(arg, case, at, scheme.layouts)) for at in _ranks(case)]
+        pieces = [zero if piece is None else piece for piece, zero in zip(found, zeros, strict=True)]
+        stitched = stitch(arg, pieces, case, scheme.layouts, "gradient")
+        count = _terms(scheme, case, arg, "gradient") * stitched.summed_ranks
+        want, spread = reference.gradients[arg.name], reference.gradient_spread[arg.name]
+        missing = all(piece is None for piece in found)
+        rows.append(
+            _judged(scheme, case, arg, "gradient", stitched, want, spread, count, case.dtype, missing)
+        )
+    return rows
+
+
+def stitch(
+    arg: Argument, pieces: Sequence[np.ndarray], case: CaseSpec, custom: inputs.Layouts, role: str
+) -> Stitched:
+    """Put pieces back by the reference's layouts; sum over P axes of an output, over R axes of a gradient."""
+    summed = [axis for axis, letter in arg.spec.types if letter == SUMMED[role]]
+    repeating = [axis for axis in case.mesh if axis not in arg.spec.axes and axis not in summed]
+    keys = list(np.ndindex(*(case.mesh[axis] for axis in repeating)))
+    copies = np.zeros((len(keys), *arg.shape(case)), dtype=np.asarray(pieces[0]).dtype)
+    index = {key: i for i, key in enumerate(keys)}
+    for at, local in zip(_ranks(case), pieces, strict=True):
+        target = copies[index[tuple(at[axis] for axis in repeating)]]
+        held = inputs.positions(arg, case, at, custom)
+        target[np.ix_(*held) if held else ...] += (
+            local.astype(copies.dtype) if copies.dtype != bool else local
+        )
+    coordinates = tuple(dict(zip(repeating, key, strict=True)) for key in keys)
+    return Stitched(copies, coordinates, math.prod(case.mesh[axis] for axis in summed))
+
+
+def budget(
+    want: np.ndarray,
+    spread: np.ndarray,
+    terms: int,
+    dtype: str,
+    out_dtype: str,
+    roundings: int,
+    accumulator: float,
+) -> np.ndarray:
+    """The largest error each element may have, from dtype, number of terms and conditioning."""
+    u = UNIT_ROUNDOFF[dtype]
+    size = np.where(np.isfinite(want), np.abs(want), 0.0)
+    moved = np.maximum(spread, float(np.median(spread)) if spread.size else 0.0)
+    scale = np.maximum(size, moved / u)
+    summation = C * accumulator * math.sqrt(max(terms, 1)) * scale + UNIT_ROUNDOFF[out_dtype] * size
+    tiny = torch.finfo(getattr(torch, dtype)).tiny
+    return np.maximum(summation, K * math.sqrt(roundings) * moved) + max(terms, 1) * tiny
+
+
+def errors(got: np.ndarray, want: np.ndarray, dtype: str) -> np.ndarray:
+    """|got - want|; infinities and NaN must stand in the same places, and what overflows the dtype may be infinite."""
+    largest = torch.finfo(getattr(torch, dtype)).max
+    with np.errstate(invalid="ignore", over="ignore"):
+        difference = np.abs(got - want)
+        overflowed = np.isinf(got) & (np.abs(want) > largest) & (np.sign(got) == np.sign(want))
+    same = (np.isnan(want) & np.isnan(got)) | (np.isinf(want) & (got == want)) | overflowed
+    return np.where(same, 0.0, np.where(np.isnan(difference), np.inf, difference))
+
+
+def _judged(
+    scheme: Scheme,
+    case: CaseSpec,
+    arg: Argument,
+    role: str,
+    stitched: Stitched,
+    want: np.ndarray,
+    spread: np.ndarray,
+    terms: int,
+    out_dtype: str,
+    missing: bool = False,
+) -> TensorRow:
+    u = UNIT_ROUNDOFF[case.dtype]
+    narrow = min(u, UNIT_ROUNDOFF["float32"])
+    allowed = budget(want, spread, terms, case.dtype, out_dtype, scheme.roundings, narrow)
+    loose = budget(want, spread, terms, case.dtype, case.dtype, max(scheme.roundings, 1), u)
+    wrong = errors(stitched.copies, want[None], out_dtype)
+    ratios = wrong / allowed[None]
+    copy, where, ratio, error, limit = 0, (), 0.0, 0.0, float(allowed.max(initial=0.0))
+    if ratios.size:
+        worst = np.unravel_index(int(np.argmax(ratios)), ratios.shape)
+        copy, where = int(worst[0]), tuple(int(i) for i in worst[1:])
+        ratio, error, limit = float(ratios[worst]), float(wrong[worst]), float(allowed[where])
+    return TensorRow(
+        arg.name,
+        role,
+        arg,
+        out_dtype,
+        error,
+        limit,
+        ratio,
+        where,
+        copy,
+        stitched,
+        want,
+        allowed,
+        loose,
+        missing,
+    )
+
+
+def _exact(arg: Argument, stitched: Stitched, want: np.ndarray) -> TensorRow:
+    """Integers and booleans: equal or not."""
+    wrong = (stitched.copies != want[None]).astype(np.float64)
+    worst = np.unravel_index(int(np.argmax(wrong)), wrong.shape) if wrong.size else (0,)
+    ratio = math.inf if wrong.any() else 0.0
+    where = tuple(int(i) for i in worst[1:])
+    off = np.abs(stitched.copies[worst].astype(np.float64) - float(want[where])) if wrong.any() else 0.0
+    allowed = np.full(want.shape, 0.5)
+    floats = Stitched(stitched.copies.astype(np.float64), stitched.coordinates, stitched.summed_ranks)
+    dtype = str(want.dtype)
+    return TensorRow(
+        arg.name,
+        "output",
+        arg,
+        dtype,
+        float(off),
+        0.0,
+        ratio,
+        where,
+        int(worst[0]),
+        floats,
+        want.astype(np.float64),
+        allowed,
+        allowed,
+    )
+
+
+def _terms(scheme: Scheme, case: CaseSpec, arg: Argument, role: str) -> int:
+    """How many terms are summed into one element: the declared reduction, else every dim that is absent here."""
+    if scheme.reduction is not None and role == "output":
+        return math.prod(case.dims[name] for name in scheme.reduction)
+    others = scheme.inputs if role == "output" else (*scheme.inputs, *scheme.outputs)
+    names = {name for other in others for name in other.spec.dim_names if name != "1"}
+    names |= set(scheme.reduction or ())
+    return math.prod(case.dims[name] for name in names - set(arg.spec.dim_names))
+
+
+def _ranks(case: CaseSpec) -> Sequence[Mapping[str, int]]:
+    return inputs.coordinates(case.mesh)

@@ -1,0 +1,92 @@
+"""Three oracles beside the value: do the ledgers agree, is the cost as declared, was anything touched or left.
+
+Each returns sentences; none means the oracle is content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from parity_tests.harness import inputs
+from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.compare import TensorRow
+from parity_tests.harness.engines.ledger import Ledger
+from parity_tests.harness.engines.verdict import disagreement
+from parity_tests.harness.program import RankResult
+
+if TYPE_CHECKING:
+    from parity_tests.harness.scheme import Scheme
+
+PHASES = {"forward": "fwd", "backward": "bwd"}
+SPARE = "spare"  # the axis that verify(inside_subgroup=True) puts around a scheme's own mesh
+
+
+def protocol(ledger: Ledger) -> tuple[str, ...]:
+    """All ranks of a group issued the same sequence: op, dtype, shape, reduce op, root, splits."""
+    found = disagreement(ledger)
+    return () if found is None else (str(found),)
+
+
+def cost(scheme: Scheme, case: CaseSpec, ledger: Ledger) -> tuple[str, ...]:
+    """Calls and bytes per op and phase equal the declared closed form, on every rank."""
+    if scheme.cost is None:
+        return ()
+    declared = scheme.cost(case)
+    findings = []
+    for phase, short in PHASES.items():
+        promised: Mapping[str, tuple[int, int]] = getattr(declared, phase)
+        for rank in range(case.world):
+            measured = ledger.cost(rank, short)
+            for op in sorted({*promised, *measured}):
+                want, got = tuple(promised.get(op, (0, 0))), measured.get(op, (0, 0))
+                if want != got:
+                    findings.append(
+                        f"{phase} {op}: declared {want[0]} calls of {want[1]} bytes, "
+                        f"rank {rank} issued {got[0]} of {got[1]}"
+                    )
+    return tuple(findings[:1]) if findings else ()
+
+
+def hygiene(
+    scheme: Scheme, case: CaseSpec, results: Sequence[RankResult], rows: Iterable[TensorRow], ledger: Ledger
+) -> tuple[str, ...]:
+    """Inputs and cotangents untouched, replicas bit-equal, no group used that is none of the mesh's."""
+    findings = [f"rank {rank}: {text}" for rank, result in enumerate(results) for text in result.findings]
+    if scheme.replicas == "bitwise":
+        findings += [text for row in rows for text in _replicas(row)]
+    return tuple(findings + _foreign_groups(case, ledger))
+
+
+def _replicas(row: TensorRow) -> list[str]:
+    copies = row.stitched.copies
+    same = (copies == copies[:1]) | ((copies != copies) & (copies[:1] != copies[:1]))
+    if bool(same.all()):
+        return []
+    copy, *where = (int(i) for i in np.argwhere(~same)[0])
+    at = ", ".join(f"{axis}={i}" for axis, i in row.stitched.coordinates[copy].items())
+    return [f"{row.label} differs between replicas: at {at} from the first, at {tuple(where)}"]
+
+
+def _foreign_groups(case: CaseSpec, ledger: Ledger) -> list[str]:
+    """Rows over the whole world where the scheme's own mesh is a part of it."""
+    if SPARE not in case.mesh or case.mesh[SPARE] == 1:
+        return []
+    everyone = tuple(range(case.world))
+    for row in ledger.rows:
+        if row.group == everyone:
+            return [f"the default group is used inside a sub-group: rank {row.rank}, {row}"]
+    return []
+
+
+def owners(row: TensorRow, case: CaseSpec, custom: inputs.Layouts) -> dict[str, np.ndarray]:
+    """For each axis that cuts the tensor: which of its coordinates holds each element."""
+    shape = row.want.shape
+    found = {axis: np.zeros(shape, dtype=np.int64) for axis in row.argument.spec.axes}
+    for at in inputs.coordinates(case.mesh):
+        held = inputs.positions(row.argument, case, at, custom)
+        for axis, array in found.items():
+            array[np.ix_(*held)] = at[axis]
+    return found

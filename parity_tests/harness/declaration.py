@@ -1,0 +1,281 @@
+"""What @scheme refuses at declaration, each with the sentence that mends it."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args, get_origin
+
+from parity_tests.harness.case import DTYPES
+from parity_tests.harness.draws import Draw
+from parity_tests.harness.engines.run import ENGINES
+from parity_tests.harness.program import Argument
+from parity_tests.harness.spec import BUILTIN, Spec, parse
+
+Say = Callable[[str], ValueError]
+INTEGER = ("int", "uint", "bool")
+
+
+def prefixed(name: str) -> Say:
+    return lambda text: ValueError(f"scheme '{name}': {text}")
+
+
+def function_names(fn: Any, say: Say) -> tuple[str, ...]:
+    """Names of the function's arguments after `mesh`; refuses what is no plain function."""
+    kinds = {
+        "a coroutine function": inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn),
+        "a generator function": inspect.isgeneratorfunction(fn),
+        "a method": inspect.ismethod(fn),
+        "a class": inspect.isclass(fn),
+    }
+    for kind, holds in kinds.items():
+        if holds:
+            raise say(f"must be a plain function; got {kind}")
+    if not inspect.isfunction(fn):
+        raise say(f"must be a plain function; got {type(fn).__name__}")
+    parameters = list(inspect.signature(fn).parameters.values())
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY) for p in parameters):
+        raise say("must name its arguments; *args, **kwargs and positional-only arguments cannot be matched")
+    if not parameters or parameters[0].name != "mesh":
+        raise say("must take the mesh first: def f(mesh, ...)")
+    return tuple(p.name for p in parameters[1:])
+
+
+def check_mesh(mesh: Any, say: Say) -> None:
+    if not isinstance(mesh, Mapping) or not mesh:
+        raise say("mesh must be a dict of axis -> sizes, such as {'tp': (1, 2, 4)}")
+    for axis, sizes in mesh.items():
+        if isinstance(sizes, int | str) or not sizes:
+            raise say(f"mesh[{axis!r}] is {sizes!r}; give a tuple of sizes, such as (1, 2, 4)")
+        for size in sizes:
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise say(f"mesh[{axis!r}] has {size!r}; sizes are integers >= 1")
+
+
+def input_arguments(
+    fn: Any,
+    signature: Sequence[str],
+    inputs: Mapping[str, Any],
+    mesh: Mapping[str, Any],
+    custom: Mapping[str, Any],
+    draw: Mapping[str, Draw],
+    nograd: Sequence[str],
+    say: Say,
+) -> tuple[Argument, ...]:
+    if not isinstance(inputs, Mapping) or not inputs:
+        raise say("inputs must be a dict of argument -> spec")
+    shadowed = sorted(set(custom) & set(BUILTIN))
+    if shadowed:
+        raise say(f"layout {shadowed[0]!r} is built in; give yours another name")
+    for name in inputs:
+        if name not in signature:
+            raise say(f"inputs has {name!r}, the function has ({', '.join(signature)})")
+    flat = dict(_leaves(inputs))
+    for name in nograd:
+        if name not in flat:
+            raise say(f"nograd has {name!r}, the inputs are ({', '.join(flat)})")
+    annotations = _annotations(fn)
+    arguments = []
+    for path, text in flat.items():
+        drawn = draw.get(path)
+        is_integer = drawn.is_integer if drawn else _is_integer(annotations.get(path))
+        if is_integer and drawn is None:
+            raise say(
+                f"'{path}' is an integer and has no draw; give draw={{'{path}': token_below(...)}} or integers(...)"
+            )
+        spec = _parsed(text, mesh, custom, "input", path, not is_integer, path in nograd, say)
+        arguments.append(Argument(path, spec, is_integer, path in nograd))
+    return tuple(arguments)
+
+
+def output_arguments(
+    fn: Any, outputs: Any, mesh: Mapping[str, Any], custom: Mapping[str, Any], say: Say
+) -> tuple[Argument, ...]:
+    if isinstance(outputs, Mapping):
+        named = list(outputs.items())
+    elif isinstance(outputs, tuple | list):
+        named = [(f"out[{i}]", text) for i, text in enumerate(outputs)]
+    else:
+        named = [("out", outputs)]
+    if not named:
+        raise say("outputs is empty; a scheme returns at least one tensor")
+    returned = _annotations(fn).get("return")
+    parts = get_args(returned) if get_origin(returned) is tuple else (returned,) * len(named)
+    if len(parts) != len(named):
+        raise say(f"the return annotation has {len(parts)} tensors, outputs has {len(named)}")
+    arguments = []
+    for (name, text), annotation in zip(named, parts, strict=True):
+        is_integer = _is_integer(annotation)
+        spec = _parsed(text, mesh, custom, "output", name, not is_integer, False, say)
+        arguments.append(Argument(name, spec, is_integer))
+    return tuple(arguments)
+
+
+def check_axes_used(mesh: Mapping[str, Any], leaves: Sequence[Argument], results: Sequence[Argument], say: Say) -> None:
+    used = {axis for arg in (*leaves, *results) for axis in (*arg.spec.axes, *dict(arg.spec.types))}
+    for axis in mesh:
+        if axis not in used:
+            raise say(f"axis {axis!r} is in mesh and in no spec; drop it")
+
+
+def check_options(
+    signature: Sequence[str],
+    inputs: Mapping[str, Any],
+    options: Mapping[str, Any],
+    rank_options: Mapping[str, Any],
+    say: Say,
+) -> None:
+    for name in rank_options:
+        if name in options:
+            raise say(f"option {name!r} is declared twice")
+    for name, menu in {**options, **rank_options}.items():
+        if name in inputs:
+            raise say(f"option {name!r} is declared twice: it is an input, too")
+        if name not in signature:
+            raise say(f"option {name!r} is no argument of the function ({', '.join(signature)})")
+        if not isinstance(menu, tuple | list) or not menu:
+            raise say(f"option {name!r} is {menu!r}; give a tuple of values to try")
+
+
+def check_reference(
+    signature: Sequence[str], inputs: Mapping[str, Any], options: Mapping[str, Any], reference: Any, say: Say
+) -> None:
+    """The reference must take the inputs and the options, by name; further ones need a default."""
+    if not callable(reference):
+        raise say(f"reference is {type(reference).__name__}; pass a JAX function")
+    shown = getattr(reference, "__name__", type(reference).__name__)
+    parameters = inspect.signature(reference).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return
+    required = [n for n, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
+    given = [*inputs, *options]
+    asks = f"takes ({', '.join(signature)}) but reference {shown} takes ({', '.join(parameters)})"
+    missing = [name for name in required if name not in given]
+    if missing:
+        raise say(f"{asks}; add {missing[0]!r} to inputs")
+    unknown = [name for name in given if name not in parameters]
+    if unknown:
+        kind = "inputs" if unknown[0] in inputs else "options (rank_options go to the ranks alone)"
+        raise say(f"{asks}; it has no {unknown[0]!r} of {kind}")
+    absent = [name for name in parameters if name in signature and name not in given and name in required]
+    if absent:
+        raise say(f"{asks}; add {absent[0]!r} to inputs")
+
+
+def check_draws(leaves: Sequence[Argument], draw: Mapping[str, Draw], say: Say) -> None:
+    dims = {name for arg in leaves for name in arg.spec.dim_names}
+    makers = {"ids": "token_below", "mask": "mask", "offsets": "offsets", "lengths": "lengths"}
+    for name, how in draw.items():
+        if not isinstance(how, Draw):
+            raise say(
+                f"draw[{name!r}] is {type(how).__name__}; "
+                "use token_below, ids, mask, offsets, lengths, integers or values"
+            )
+        if name not in {arg.name for arg in leaves}:
+            raise say(f"draw has {name!r}, the inputs are ({', '.join(arg.name for arg in leaves)})")
+        if how.dim is not None and how.dim not in dims:
+            raise say(f"draw[{name!r}] = {makers[how.kind]}({how.dim!r}): no input has dim {how.dim}")
+
+
+def check_dims(leaves: Sequence[Argument], dims: Mapping[str, Any], say: Say) -> None:
+    known = {name for arg in leaves for name in arg.spec.dim_names}
+    for name, menu in dims.items():
+        if isinstance(menu, str):
+            for other in relation_names(menu, name, say):
+                if other not in known and other not in dims:
+                    raise say(f"dims[{name!r}] = {menu!r}: no input has dim {other}")
+        elif not menu or not all(isinstance(size, int) and size >= 0 for size in menu):
+            raise say(f"dims[{name!r}] is {menu!r}; give a tuple of sizes or a relation such as '2*g'")
+    for name in dims:
+        path = [name]
+        while isinstance(dims.get(path[-1]), str):
+            further = relation_names(dims[path[-1]], path[-1], say)
+            if not further:
+                break
+            path.append(further[0])
+            if path[-1] in path[:-1]:
+                raise say(f"dims: {' -> '.join(path[path.index(path[-1]) :])} is a cycle")
+
+
+def relation_names(text: str, name: str, say: Say) -> list[str]:
+    """Dims that a relation refers to; refuses anything but +, -, *, // of dims and integers."""
+    try:
+        tree = ast.parse(text, mode="eval").body
+    except SyntaxError:
+        raise say(f"dims[{name!r}] = {text!r} is no relation; write one such as '2*g'") from None
+    allowed = (ast.BinOp, ast.Name, ast.Constant, ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Load)
+    if not all(isinstance(node, allowed) for node in ast.walk(tree)):
+        raise say(f"dims[{name!r}] = {text!r}: a relation has dims, integers and + - * //")
+    return [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
+
+
+def check_menus(
+    dtypes: Sequence[str],
+    engines: Sequence[str],
+    replicas: str,
+    reduction: Sequence[str] | None,
+    roundings: Any,
+    leaves: Sequence[Argument],
+    results: Sequence[Argument],
+    say: Say,
+) -> None:
+    for dtype in dtypes:
+        if dtype not in DTYPES:
+            raise say(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    for engine in engines:
+        if engine not in ENGINES:
+            raise say(f"engine {engine!r} is not one of {', '.join(ENGINES)}")
+    if replicas not in ("bitwise", "budget"):
+        raise say(f"replicas is {replicas!r}; write 'bitwise' or 'budget'")
+    if not isinstance(roundings, int) or roundings < 0:
+        raise say(f"roundings is {roundings!r}; count the times an intermediate is stored in the dtype")
+    dims = {name for arg in (*leaves, *results) for name in arg.spec.dim_names}
+    for name in reduction or ():
+        if name not in dims:
+            raise say(f"reduction has {name!r}; the dims are ({', '.join(sorted(dims))})")
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    flat: list[tuple[str, Any]] = []
+    for name, value in tree.items():
+        path = f"{prefix}{name}"
+        flat += _leaves(value, f"{path}.") if isinstance(value, Mapping) else [(path, value)]
+    return flat
+
+
+def _parsed(
+    text: Any,
+    mesh: Mapping[str, Any],
+    custom: Mapping[str, Any],
+    role: str,
+    name: str,
+    differentiable: bool,
+    typeless_ok: bool,
+    say: Say,
+) -> Spec:
+    layouts = (*BUILTIN, *custom)
+    try:
+        return parse(
+            text,
+            tuple(mesh),
+            layouts,
+            role=role,
+            name=name,
+            differentiable=differentiable,
+            typeless_ok=typeless_ok,
+        )
+    except ValueError as error:
+        raise say(str(error)) from None
+
+
+def _annotations(fn: Any) -> dict[str, Any]:
+    try:
+        return inspect.get_annotations(fn, eval_str=True)
+    except Exception:  # an annotation that cannot be evaluated says nothing about dtype
+        return {}
+
+
+def _is_integer(annotation: Any) -> bool:
+    dtypes = getattr(annotation, "dtypes", None)
+    return isinstance(dtypes, list | tuple) and bool(dtypes) and all(str(d).startswith(INTEGER) for d in dtypes)

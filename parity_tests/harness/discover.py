@@ -1,0 +1,117 @@
+"""Find schemes: in a user's file or folder, by name or glob in the table of built-in ones."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+import parity_tests
+from parity_tests.harness import travel
+from parity_tests.harness.scheme import TABLE, Scheme
+
+PACKAGE = Path(parity_tests.__file__).resolve().parent
+NOT_COMPONENTS = ("harness", "faults", "benchmarks")
+
+
+class UnusableTarget(Exception):
+    """A target that names no scheme, or a file that cannot be imported; the message is for the user."""
+
+
+def find(targets: list[str]) -> list[Scheme]:
+    """Schemes of all targets: files, folders, names or globs; all built-in schemes if there is none."""
+    found: dict[str, Scheme] = {}
+    for target in targets or ["*"]:
+        path = Path(target)
+        if path.is_dir():
+            files = sorted(p for p in path.rglob("*.py") if "@scheme" in p.read_text(errors="replace"))
+            if not files:
+                raise UnusableTarget(f"{target}: no file below declares a scheme (none has '@scheme')")
+            schemes = [made for file in files for made in schemes_of_file(str(file))]
+        elif path.suffix == ".py" or path.is_file():
+            schemes = schemes_of_file(target)
+        else:
+            schemes = _named(target)
+        found |= {made.key: made for made in schemes}
+    return list(found.values())
+
+
+def built_in() -> list[Scheme]:
+    """Every scheme that the parity tests declare, in order of file and line."""
+    files = [p for p in sorted(PACKAGE.glob("*/test_*.py")) if p.parent.name not in NOT_COMPONENTS]
+    return [made for file in files if "@scheme" in file.read_text() for made in schemes_of_file(str(file))]
+
+
+def schemes_of_file(file: str) -> list[Scheme]:
+    """Import a file, by value for the ranks, and return the schemes it declares. Errors: UnusableTarget."""
+    path = Path(file).resolve()
+    if not path.is_file():
+        raise UnusableTarget(f"{file}: no such file")
+    try:
+        module = _imported(path)
+    except Exception as error:
+        raise UnusableTarget(f"cannot import {file}: {_said(error, path)}") from error
+    found = [made for made in TABLE.values() if made.fn.__module__ == module.__name__]
+    if not found:
+        raise UnusableTarget(f"{file}: declares no scheme; decorate a function with @scheme")
+    return sorted(found, key=lambda made: made.line)
+
+
+def _named(pattern: str) -> list[Scheme]:
+    schemes = built_in()
+    found = [made for made in schemes if fnmatch.fnmatch(made.name, pattern) or made.key == pattern]
+    if not found:
+        near = [made.name for made in schemes if pattern in made.name]
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UnusableTarget(
+            f"{pattern}: no file and no scheme of this name{hint} (shardproof list shows all)"
+        )
+    return found
+
+
+def _imported(path: Path) -> ModuleType:
+    if path.is_relative_to(PACKAGE):
+        return importlib.import_module(
+            ".".join(["parity_tests", *path.relative_to(PACKAGE).with_suffix("").parts])
+        )
+    name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:6]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError("not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    before = set(sys.modules)
+    sys.modules[name] = module
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    finally:
+        sys.path.remove(str(path.parent))
+    travel.BROUGHT |= {name} | {new for new in set(sys.modules) - before if _beside(new, path.parent)}
+    return module
+
+
+def _beside(name: str, folder: Path) -> bool:
+    file = getattr(sys.modules[name], "__file__", None)
+    return file is not None and Path(file).resolve().is_relative_to(folder) and "site-packages" not in file
+
+
+def _said(error: Exception, path: Path) -> str:
+    """The error in one line, with the line of the file it comes from."""
+    if isinstance(error, SyntaxError):
+        return f"SyntaxError: {error.msg} (line {error.lineno})"
+    lines = [
+        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)
+    ]
+    said = str(error)
+    text = said if said.startswith("scheme '") else f"{type(error).__name__}: {said}"
+    return text + (f" (line {lines[-1]})" if lines else "")

@@ -1,0 +1,175 @@
+"""Draw one CaseSpec of a scheme from a chooser: Hypothesis's, or a seeded one that needs no Hypothesis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from parity_tests.harness import menu
+from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.draws import Chooser
+
+if TYPE_CHECKING:
+    from parity_tests.harness.scheme import Scheme
+
+DEFAULT_LIMIT = 8
+
+
+def seeded_chooser(seed: int) -> Chooser:
+    """A chooser that needs no Hypothesis."""
+    rng = np.random.Generator(np.random.Philox(key=[seed, 0]))
+    return lambda options: options[int(rng.integers(len(options)))]
+
+
+def draw_case(
+    scheme: Scheme,
+    choose: Chooser,
+    given: Mapping[str, Any],
+    *,
+    dtype: str | None = None,
+    engine: str = "lockstep",
+    seed: int | None = None,
+    world: int | None = None,
+    limit: int = DEFAULT_LIMIT,
+) -> CaseSpec:
+    """Draw what is not given. Errors: ValueError for an unknown name, an uncuttable size, a menu that is empty."""
+    sizes, options = _sorted_out(scheme, given)
+    tried = menu.meshes(scheme, sizes, world)
+    if not tried:
+        raise ValueError(f"scheme '{scheme.name}': no mesh of {dict(scheme.mesh)} has {world} ranks")
+    shapes = menu.shapes(scheme, sizes, tried, limit)
+    arguments = (*scheme.inputs, *scheme.outputs)
+    fitting = [
+        (mesh, [shape for shape in shapes if menu.compatible(arguments, shape, mesh)]) for mesh in tried
+    ]
+    served = [(mesh, shapes_of) for mesh, shapes_of in fitting if shapes_of]
+    if not served:
+        why = menu.objection(arguments, shapes[0], tried[-1]) if shapes else "no size of its dims can be cut"
+        raise ValueError(f"scheme '{scheme.name}': {why}")
+    mesh, fits = choose(served)
+    shape = choose(fits)
+    layouts = _layouts(scheme, mesh, shape, choose)
+    lengths = _lengths(scheme, mesh, shape, choose)
+    values = {
+        arg.name: scheme.draws[arg.name].value(choose, _shards(scheme, mesh, scheme.draws[arg.name].dim))
+        for arg in scheme.inputs
+    }
+    drawn = {
+        name: options.get(name, choose(choices))
+        for name, choices in {**scheme.options, **scheme.rank_options}.items()
+    }
+    return CaseSpec(
+        scheme=scheme.key,
+        mesh=mesh,
+        dims=shape,
+        dtype=dtype or choose(scheme.dtypes),
+        layouts=layouts,
+        lengths=lengths,
+        values=values,
+        options=drawn,
+        seed=choose(range(2**16)) if seed is None else seed,
+        engine=engine,
+        schedule=choose(range(8)),
+    )
+
+
+def _sorted_out(scheme: Scheme, given: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any]]:
+    """Split what the caller gave into sizes (mesh axes and dims) and options."""
+    dims = {*menu.free_dims(scheme), *scheme.dims}
+    options = {**scheme.options, **scheme.rank_options}
+    sizes, chosen = {}, {}
+    for name, value in given.items():
+        if name in scheme.mesh or name in dims:
+            smallest = 1 if name in scheme.mesh else 0
+            if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
+                raise ValueError(
+                    f"scheme '{scheme.name}': {name}={value!r}; sizes are integers >= {smallest}"
+                )
+            sizes[name] = value
+        elif name in options:
+            chosen[name] = value
+        else:
+            known = ", ".join([*scheme.mesh, *sorted(dims), *options])
+            raise ValueError(f"scheme '{scheme.name}': {name!r} is no mesh axis, dim or option ({known})")
+    return sizes, chosen
+
+
+def _shards(scheme: Scheme, mesh: Mapping[str, int], name: str | None) -> int:
+    count = 1
+    for arg in scheme.inputs:
+        for dim in arg.spec.dims:
+            if dim.name == name:
+                count = max(count, int(np.prod([mesh[cut.axis] for cut in dim.cuts], dtype=np.int64)))
+    return count
+
+
+def _layouts(
+    scheme: Scheme, mesh: Mapping[str, int], shape: Mapping[str, int], choose: Chooser
+) -> dict[str, dict[str, Any]]:
+    """The layout of every cut, with drawn shard lengths where it is ragged."""
+    records: dict[str, dict[str, Any]] = {}
+    for arg in (*scheme.inputs, *scheme.outputs):
+        for dim in arg.spec.dims:
+            for cut in dim.cuts:
+                record: dict[str, Any] = {"name": cut.layout}
+                key = f"{dim.name}/{cut.axis}"
+                if cut.layout == "ragged" and key not in records and len(dim.cuts) == 1:
+                    record["lengths"] = _ragged(shape[dim.name], mesh[cut.axis], choose)
+                records.setdefault(key, record)
+    return records
+
+
+def _ragged(size: int, world: int, choose: Chooser) -> list[int]:
+    """Shard lengths: DTensor's ceil rule, or any partition, empty shards included."""
+    step = -(-size // world)
+    ceil = [max(0, min(step, size - step * rank)) for rank in range(world)]
+    if choose((True, False)):
+        return ceil
+    borders = sorted(choose(range(size + 1)) for _ in range(world - 1))
+    return np.diff([0, *borders, size]).tolist()
+
+
+def _lengths(
+    scheme: Scheme, mesh: Mapping[str, int], shape: Mapping[str, int], choose: Chooser
+) -> dict[str, dict[str, list[int]]]:
+    """True and padded lengths of the sequences of every packed dim: uneven, some empty, some of one token."""
+    drawn: dict[str, dict[str, list[int]]] = {}
+    for name in _packed_dims(scheme):
+        unit = 2 * _shards(scheme, mesh, name) if _is_packed(scheme, name) else 1
+        count = _sequence_count(scheme, name, shape)
+        blocks = shape[name] // unit
+        borders = sorted(choose(range(blocks + 1)) for _ in range((count or choose((1, 2, 3))) - 1))
+        padded = [unit * int(n) for n in np.diff([0, *borders, blocks])]
+        drawn[name] = {
+            "padded": padded,
+            "true": [n - choose(range(min(n, unit))) if n else 0 for n in padded],
+        }
+    return drawn
+
+
+def _packed_dims(scheme: Scheme) -> Sequence[str]:
+    cut = [
+        dim.name
+        for arg in scheme.inputs
+        for dim in arg.spec.dims
+        if any(c.layout == "packed" for c in dim.cuts)
+    ]
+    asked = [draw.dim for draw in scheme.draws.values() if draw.kind in ("offsets", "lengths") and draw.dim]
+    return list(dict.fromkeys([*cut, *asked]))
+
+
+def _is_packed(scheme: Scheme, name: str) -> bool:
+    arguments = (*scheme.inputs, *scheme.outputs)
+    return any(c.layout == "packed" for a in arguments for d in a.spec.dims if d.name == name for c in d.cuts)
+
+
+def _sequence_count(scheme: Scheme, name: str, shape: Mapping[str, int]) -> int | None:
+    """How many sequences an input of offsets or lengths has room for; None leaves it to the draw."""
+    for arg in scheme.inputs:
+        how = scheme.draws[arg.name]
+        if how.kind in ("offsets", "lengths") and how.dim == name:
+            size = shape[arg.spec.dims[0].name]
+            return max(size - 1, 1) if how.kind == "offsets" else max(size, 1)
+    return None

@@ -1,0 +1,178 @@
+"""How one input is drawn: a small JSON value from a chooser, an array from that value and the case's seed.
+
+A draw is encoded relatively (shard k, first or last column of it), so that a failing example shrinks to the
+rank and the border that matter. Neither half needs Hypothesis: a chooser is anything that picks from a list.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.random import Generator
+
+from parity_tests.harness.case import CaseSpec
+
+FLOAT_KINDS = ("normal", "zeros", "ones", "iota", "ties", "huge", "large", "tiny", "neg_inf_mask")
+PLACES = ("first", "middle", "last", "before", "after")
+_RANGE = {"float64": 1e300, "float32": 3e38, "bfloat16": 3e38, "float16": 6e4}
+_TINY = {"float64": 1e-290, "float32": 1e-30, "bfloat16": 1e-30, "float16": 1e-3}
+
+
+class Chooser(Protocol):
+    """Picks one of several; the first is the simplest."""
+
+    def __call__(self, options: Sequence[Any]) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How an input is drawn: `kind` is float, ids, mask, offsets, lengths or integers; `dim` whom it refers to."""
+
+    kind: str
+    dim: str | None = None
+    kinds: tuple[str, ...] = ()
+    low: int = 0
+    high: int = 0
+    ignore: int | None = None
+    padded: bool = False
+    full_rows: bool = False
+
+    @property
+    def is_integer(self) -> bool:
+        return self.kind != "float"
+
+    def value(self, choose: Chooser, shards: int) -> dict[str, Any]:
+        """The JSON record of one draw; `shards` is the number of shards of `dim`."""
+        if self.kind == "float":
+            return {"kind": choose(self.kinds)}
+        if self.kind == "ids":
+            count = choose((1, 2, 3, 5))
+            places = (*PLACES, "anywhere", "anywhere", "anywhere")
+            picks = [[choose(range(shards)), choose(places)] for _ in range(count)]
+            if self.ignore is not None and choose((False, True)):
+                picks.append([0, "ignore"])
+            return {"kind": "ids", "dim": self.dim, "picks": picks}
+        if self.kind == "mask":
+            return {"kind": "mask", "keep": choose(("all", "half", "none", "first", "last"))}
+        return {"kind": self.kind}
+
+    def build(
+        self, value: dict[str, Any], shape: tuple[int, ...], rng: Generator, case: CaseSpec
+    ) -> np.ndarray:
+        """The whole array: float64 (not yet rounded to the tested dtype), int64 or bool."""
+        if self.kind == "float":
+            return _floats(value["kind"], shape, rng, case.dtype, self.full_rows)
+        if self.kind == "ids":
+            return self._ids(value["picks"], shape, rng, case)
+        if self.kind == "mask":
+            return _mask(value["keep"], shape, rng)
+        if self.kind == "integers":
+            return rng.integers(self.low, self.high, size=shape, endpoint=True)
+        lengths = np.array(case.lengths[self.dim or ""]["padded" if self.padded else "true"], dtype=np.int64)
+        return lengths if self.kind == "lengths" else np.concatenate([[0], np.cumsum(lengths)])
+
+    def _ids(
+        self, picks: list[list[Any]], shape: tuple[int, ...], rng: Generator, case: CaseSpec
+    ) -> np.ndarray:
+        size = case.dims[self.dim or ""]
+        borders = shard_borders(self.dim or "", case)
+        out = rng.integers(0, max(size, 1), size=math.prod(shape))
+        for i in range(len(out)):
+            shard, place = picks[i % len(picks)]
+            if place == "ignore":
+                out[i] = self.ignore
+            elif place != "anywhere":
+                first, last = borders[shard % len(borders)]
+                near = {"first": first, "middle": (first + last) // 2, "last": last, "before": first - 1}
+                out[i] = min(max(near.get(place, last + 1), 0), size - 1)
+        return out.reshape(shape)
+
+
+def shard_borders(dim: str, case: CaseSpec) -> list[tuple[int, int]]:
+    """First and last global id of each shard of a dim, taken as contiguous; empty shards are left out."""
+    size = case.dims[dim]
+    cuts = {key.split("/")[1]: record for key, record in case.layouts.items() if key.split("/")[0] == dim}
+    given = [record["lengths"] for record in cuts.values() if "lengths" in record]
+    shards = math.prod(case.mesh[axis] for axis in cuts)
+    lengths = given[0] if given else [len(part) for part in np.array_split(np.arange(size), shards)]
+    ends = np.cumsum(lengths)
+    return [(int(e - n), int(e) - 1) for e, n in zip(ends, lengths, strict=True) if n] or [(0, size - 1)]
+
+
+def _floats(kind: str, shape: tuple[int, ...], rng: Generator, dtype: str, full_rows: bool) -> np.ndarray:
+    normal = rng.standard_normal(shape)
+    if kind == "zeros":
+        return np.zeros(shape)
+    if kind == "ones":
+        return np.ones(shape)
+    if kind == "iota":
+        return (np.arange(normal.size, dtype=np.float64) % 101).reshape(shape)
+    if kind == "ties":
+        return np.rint(normal)
+    if kind == "huge":
+        return 1000.0 + 3.0 * normal
+    if kind == "large":
+        # To the square root of the range, less a factor of 64, so that a sum of 4,096 products is finite.
+        return normal * 10.0 ** rng.uniform(0.0, math.log10(math.sqrt(_RANGE[dtype]) / 64.0), shape)
+    if kind == "tiny":
+        return normal * _TINY[dtype]
+    if kind == "neg_inf_mask" and normal.ndim:
+        masked = rng.random(shape) < 0.4
+        if not full_rows:
+            keep = rng.integers(0, max(shape[-1], 1), size=shape[:-1])
+            masked &= np.arange(shape[-1]) != keep[..., None]
+        return np.where(masked, -np.inf, normal)
+    return normal
+
+
+def _mask(keep: str, shape: tuple[int, ...], rng: Generator) -> np.ndarray:
+    position = np.arange(shape[-1]) if shape else np.arange(1)
+    rows = {
+        "all": position >= 0,
+        "none": position < 0,
+        "first": position == 0,
+        "last": position == position[-1:],
+    }
+    return rng.random(shape) < 0.5 if keep == "half" else np.broadcast_to(rows[keep], shape).copy()
+
+
+def values(*kinds: str, full_rows: bool = False) -> Draw:
+    """Floating values of the given kinds; none given: all kinds. `full_rows` lets a mask cover a whole row."""
+    unknown = [kind for kind in kinds if kind not in FLOAT_KINDS]
+    if unknown:
+        raise ValueError(f"values: kind {unknown[0]!r} is not one of {', '.join(FLOAT_KINDS)}")
+    return Draw("float", kinds=kinds or FLOAT_KINDS, full_rows=full_rows)
+
+
+def token_below(dim: str) -> Draw:
+    """Token ids in [0, size of `dim`), biased to the borders of its shards."""
+    return Draw("ids", dim)
+
+
+def ids(dim: str, ignore: int | None = None) -> Draw:
+    """Token ids as `token_below`, some of them `ignore` (such as -100)."""
+    return Draw("ids", dim, ignore=ignore)
+
+
+def mask(dim: str | None = None) -> Draw:
+    """A boolean mask over the input's own last dim; `dim` names it for the reader."""
+    return Draw("mask", dim)
+
+
+def offsets(dim: str, padded: bool = False) -> Draw:
+    """cu_seqlens of the drawn sequences of packed dim `dim`: their true or their padded borders."""
+    return Draw("offsets", dim, padded=padded)
+
+
+def lengths(dim: str, padded: bool = False) -> Draw:
+    """Lengths of the drawn sequences of packed dim `dim`."""
+    return Draw("lengths", dim, padded=padded)
+
+
+def integers(low: int, high: int) -> Draw:
+    """Integers in [low, high]."""
+    return Draw("integers", low=low, high=high)

@@ -1,0 +1,153 @@
+"""Arrays of one case: whole inputs and cotangents, their cut into pieces, and the addends of partial values.
+
+Everything is a function of the case alone (NumPy Philox keyed by seed and name), so every rank and the
+reference build the same bits without sending any. Cutting uses the reference's layouts, never production's.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.random import Generator, Philox
+
+import jax_ref.layouts as trusted_layouts
+import torch_impl.layouts as production_layouts
+from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.draws import Draw
+from parity_tests.harness.spec import Cut
+
+if TYPE_CHECKING:
+    from parity_tests.harness.program import Argument
+
+Layouts = Mapping[str, Callable[..., Any]]
+# A partial value is cut over the axes of this type; its dual is what the gradient of the other side has.
+ADDEND_TYPE = {"input": "P", "cotangent": "R"}
+
+
+def generator(case: CaseSpec, name: str) -> Generator:
+    return Generator(Philox(key=[case.seed & (2**64 - 1), zlib.crc32(name.encode())]))
+
+
+def rounded(array: np.ndarray, dtype: str) -> np.ndarray:
+    """The nearest values of `dtype`, as float64."""
+    return (
+        torch.from_numpy(np.ascontiguousarray(array))
+        .to(getattr(torch, dtype))
+        .double()
+        .numpy()
+        .reshape(array.shape)
+    )
+
+
+def whole(arg: Argument, draw: Draw, case: CaseSpec) -> np.ndarray:
+    """The whole input before any addends: float64 values of the tested dtype, int64 or bool."""
+    array = draw.build(case.values.get(arg.name, {}), arg.shape(case), generator(case, arg.name), case)
+    if array.shape != arg.shape(case):
+        raise ValueError(f"case: input '{arg.name}' is {array.shape}, '{arg.spec}' says {arg.shape(case)}")
+    return array if arg.is_integer else rounded(array, case.dtype)
+
+
+def cotangent(arg: Argument, case: CaseSpec) -> np.ndarray:
+    """A random cotangent for an output, in values of the tested dtype."""
+    return rounded(generator(case, f"cotangent {arg.name}").standard_normal(arg.shape(case)), case.dtype)
+
+
+def addend_axes(arg: Argument, kind: str) -> tuple[str, ...]:
+    return tuple(axis for axis, letter in arg.spec.types if letter == ADDEND_TYPE[kind])
+
+
+def addends(arg: Argument, array: np.ndarray, case: CaseSpec, kind: str) -> np.ndarray:
+    """[ranks, *shape]: random terms in the tested dtype whose sum is (about) the array, one for each rank of the axes.
+
+    All terms but the last are drawn; the last is the rounded remainder, so the reference is given the float64
+    sum of the rounded terms. A non-finite entry goes whole to one rank and is zero elsewhere.
+    """
+    count = int(np.prod([case.mesh[axis] for axis in addend_axes(arg, kind)], dtype=np.int64))
+    if count == 1:
+        return array[None]
+    rng = generator(case, f"addends {kind} {arg.name}")
+    finite = np.isfinite(array)
+    settled = np.where(finite, array, 0.0)
+    scale = float(np.abs(settled).max(initial=0.0)) or 1.0
+    terms = rounded(scale * rng.standard_normal((count - 1, *array.shape)), case.dtype)
+    terms = np.concatenate([terms, rounded(settled - terms.sum(0), case.dtype)[None]])
+    owner = int(rng.integers(count))
+    terms[:, ~finite] = 0.0
+    terms[owner][~finite] = array[~finite]
+    return terms
+
+
+def own_term(
+    arg: Argument, terms: np.ndarray, case: CaseSpec, coords: Mapping[str, int], kind: str
+) -> np.ndarray:
+    """The term of the rank at these mesh coordinates."""
+    index = 0
+    for axis in addend_axes(arg, kind):
+        index = index * case.mesh[axis] + coords[axis]
+    return terms[index]
+
+
+def cut_lengths(case: CaseSpec, dim: str, cut: Cut) -> Any:
+    """What a layout needs besides size and world: shard lengths (ragged), padded cu_seqlens (packed), or None."""
+    if cut.layout == "packed":
+        return tuple(np.concatenate([[0], np.cumsum(case.lengths[dim]["padded"])]).tolist())
+    lengths = case.layouts.get(f"{dim}/{cut.axis}", {}).get("lengths")
+    return None if lengths is None else tuple(lengths)
+
+
+def layout_function(name: str, lengths: Any, custom: Layouts, trusted: bool) -> Callable[[int, int], Any]:
+    """The layout `(size, world) -> positions of each rank`, its lengths bound."""
+    if name in custom:
+        return custom[name]
+    layout = getattr(trusted_layouts if trusted else production_layouts, name)
+    if name == "packed":
+        offsets = np.array(lengths) if trusted else torch.tensor(lengths)
+        return partial(layout, cu_seqlens=offsets)
+    return partial(layout, lengths=lengths) if name == "ragged" else layout
+
+
+def positions(arg: Argument, case: CaseSpec, coords: Mapping[str, int], custom: Layouts) -> list[np.ndarray]:
+    """Global positions that one rank holds, dim by dim."""
+    held = []
+    for dim, size in zip(arg.spec.dims, arg.shape(case), strict=True):
+        ids = np.arange(size)
+        for cut in dim.cuts:
+            layout = layout_function(cut.layout, cut_lengths(case, dim.name, cut), custom, trusted=True)
+            parts = layout(len(ids), case.mesh[cut.axis])
+            trusted_layouts.check_partition(cut.layout, parts, len(ids))
+            ids = ids[np.asarray(parts[coords[cut.axis]], dtype=np.int64)]
+        held.append(ids)
+    return held
+
+
+def piece(
+    arg: Argument, array: np.ndarray, case: CaseSpec, coords: Mapping[str, int], custom: Layouts
+) -> np.ndarray:
+    """The part of a whole array that one rank holds."""
+    return array[np.ix_(*positions(arg, case, coords, custom))] if arg.spec.dims else array
+
+
+def local_shape(arg: Argument, case: CaseSpec, coords: Mapping[str, int], custom: Layouts) -> tuple[int, ...]:
+    return tuple(len(ids) for ids in positions(arg, case, coords, custom))
+
+
+def coordinates(mesh: Mapping[str, int]) -> Sequence[dict[str, int]]:
+    """Mesh coordinates of every rank, in rank order."""
+    return [dict(zip(mesh, index, strict=True)) for index in np.ndindex(*mesh.values())]
+
+
+def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree of parameters that paths such as `params.weight` name."""
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        head, _, tail = path.partition(".")
+        if tail:
+            tree.setdefault(head, {})[tail] = leaf
+        else:
+            tree[head] = leaf
+    return tree

@@ -1,0 +1,49 @@
+"""Judge one case: run the ranks, evaluate the reference, ask the four oracles, and say what kind of mistake it is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from parity_tests.harness import compare, conduct, oracle
+from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.engines.failure import RankFailure
+from parity_tests.harness.engines.ledger import Ledger
+from parity_tests.harness.engines.run import run
+from parity_tests.harness.explain import explain
+from parity_tests.harness.report import Report
+
+if TYPE_CHECKING:
+    from parity_tests.harness.scheme import Scheme
+
+
+def judge(scheme: Scheme, case: CaseSpec, *, quiet_s: float = 10.0, **given: Any) -> Report:
+    """The report of one case; `given` may carry `arrays` and `cotangents` to use in place of drawn ones.
+
+    A failed rank is in the report, not raised. Errors: ReferenceFailure where the reference cannot be evaluated.
+    """
+    program = scheme.program(**given)
+    reference = oracle.evaluate(scheme, program, case)
+    try:
+        ranks = run(program, case, case.engine, quiet_s=quiet_s)
+    except RankFailure as failure:
+        return Report(scheme.key, case, failure=failure, ledger=failure.ledger or Ledger())
+    rows = compare.compare(scheme, case, ranks.results, reference)
+    protocol = conduct.protocol(ranks.ledger)
+    outputs_pass = all(row.ok for row in rows if row.role == "output")
+    notes = {
+        row.label: explain(evidence(scheme, case, program, row, outputs_pass, protocol))
+        for row in rows
+        if not row.ok
+    }
+    return Report(
+        scheme.key,
+        case,
+        rows=tuple(rows),
+        protocol=protocol,
+        cost=conduct.cost(scheme, case, ranks.ledger),
+        hygiene=conduct.hygiene(scheme, case, ranks.results, rows, ranks.ledger),
+        notes=notes,
+        ledger=ranks.ledger,
+        cost_declared=scheme.cost is not None,
+        seconds=ranks.seconds,
+    )

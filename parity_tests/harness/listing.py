@@ -1,0 +1,145 @@
+"""What the command shows besides verdicts: the table of schemes, pictures, replays and timelines."""
+
+from __future__ import annotations
+
+import ast
+import json as json_module
+from collections.abc import Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from parity_tests.harness import discover, picture
+from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.cli import EQUAL, FAILED, MISMATCH
+from parity_tests.harness.engines.ledger import Ledger
+from parity_tests.harness.judge import judge
+from parity_tests.harness.replay import load_scheme
+from parity_tests.harness.report import PLAIN_WIDTH, Report
+from parity_tests.harness.scheme import Scheme
+
+
+def show(pattern: str, as_json: bool) -> None:
+    """Print the built-in schemes whose name matches. Errors: UnusableTarget where none does."""
+    schemes = [made for made in discover.built_in() if fnmatch(made.name, pattern)]
+    if not schemes:
+        raise discover.UnusableTarget(f"{pattern}: no scheme of this name (shardproof list shows all)")
+    if as_json:
+        print(json_module.dumps([record(made) for made in schemes], indent=2))
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in ("scheme", "mesh", "inputs", "outputs", "reference", "file"):
+        table.add_column(column, overflow="fold")
+    for made in schemes:
+        row = record(made)
+        table.add_row(
+            row["name"],
+            *("\n".join(f"{k}: {v}" for k, v in row[key].items()) for key in ("mesh", "inputs")),
+            "\n".join(row["outputs"].values()),
+            row["reference"],
+            row["file"],
+        )
+    Console(width=None if Console().is_terminal else PLAIN_WIDTH).print(table, highlight=False)
+
+
+def record(made: Scheme) -> dict[str, Any]:
+    """A scheme as JSON."""
+    reference = getattr(made.reference, "__name__", type(made.reference).__name__)
+    return {
+        "name": made.name,
+        "mesh": {axis: list(sizes) for axis, sizes in made.mesh.items()},
+        "inputs": {arg.name: str(arg.spec) for arg in made.inputs},
+        "outputs": {arg.name: str(arg.spec) for arg in made.outputs},
+        "dtypes": list(made.dtypes),
+        "engines": list(made.engines),
+        "reference": f"{made.reference.__module__}.{reference}",
+        "file": f"{_shown(made.file)}:{made.line}",
+    }
+
+
+def pictures(target: str, sizes: Mapping[str, int], svg: str | None) -> None:
+    """Print the picture of every scheme of a target; the first one's goes to `svg` as well."""
+    schemes = discover.find([target])
+    for made in schemes:
+        print(f"{made.name}\n{made.draw(**sizes)}\n")
+    if svg:
+        picture.scheme_figure(schemes[0], schemes[0].case(**sizes)).savefig(svg)
+
+
+def replay_file(file: str, engine: str | None, repeat: int) -> int:
+    """Run the case of a replay file; returns the exit status."""
+    status = EQUAL
+    for _ in range(repeat):
+        report = _replayed(file, engine)
+        print(report)
+        status = max(status, FAILED if report.failure is not None else EQUAL if report.ok else MISMATCH)
+    return status
+
+
+def timeline(file: str, out: str) -> int:
+    """Write the ledger of a replay as trace events, one track per rank, in order of issue."""
+    report = _replayed(file, None)
+    Path(out).write_text(json_module.dumps(trace_events(report.ledger)))
+    print(f"{len(report.ledger.rows)} collectives of {report.case.world} ranks written to {out}")
+    return EQUAL
+
+
+def trace_events(ledger: Ledger) -> dict[str, Any]:
+    """Trace-event JSON. Time is the order of issue (1 ms a row): lockstep's clock says nothing about a cluster's."""
+    events: list[dict[str, Any]] = []
+    for index, row in enumerate(ledger.rows):
+        detail = {
+            "group": row.group_name,
+            "seq": row.seq,
+            "shapes": [list(s) for s in row.shapes],
+            "dtypes": list(row.dtypes),
+            "bytes_in": row.bytes_in,
+            "bytes_out": row.bytes_out,
+        }
+        events.append(
+            {
+                "name": row.op,
+                "cat": row.phase,
+                "ph": "X",
+                "ts": index * 1000,
+                "dur": 800,
+                "pid": 0,
+                "tid": row.rank,
+                "args": {**detail, "source": row.source},
+            }
+        )
+    ranks = sorted({row.rank for row in ledger.rows})
+    names = [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"rank {rank}"}} for rank in ranks
+    ]
+    return {"traceEvents": [*names, *events]}
+
+
+def _replayed(file: str, engine: str | None) -> Report:
+    case, source = _recorded(file)
+    case = case.replace(engine=engine or case.engine)
+    return judge(load_scheme(case, source, file), case)
+
+
+def _recorded(file: str) -> tuple[CaseSpec, str]:
+    """CASE and SOURCE of a replay file, read without running it."""
+    try:
+        body = ast.parse(Path(file).read_text()).body
+    except (OSError, SyntaxError) as error:
+        raise discover.UnusableTarget(f"cannot read {file}: {error}") from None
+    found = {
+        node.targets[0].id: ast.literal_eval(node.value)
+        for node in body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    if not {"CASE", "SOURCE"} <= set(found):
+        raise discover.UnusableTarget(f"{file}: is no replay file (it has no CASE and SOURCE)")
+    return CaseSpec.from_json(found["CASE"]), found["SOURCE"]
+
+
+def _shown(file: str) -> str:
+    path = Path(file)
+    return str(path.relative_to(discover.PACKAGE.parent)) if path.is_relative_to(discover.PACKAGE.parent) else file

@@ -1,0 +1,141 @@
+"""The short menu of shapes: JAX compiles once per shape, so a scheme meets few shapes and many of everything else."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jax_ref.layouts import needs, uncuttable
+from parity_tests.harness.program import Argument
+from parity_tests.harness.spec import Dim
+
+if TYPE_CHECKING:
+    from parity_tests.harness.scheme import Scheme
+
+LOCAL = (1, 2, 3, 5, 8)
+_OPERATORS: dict[type, Callable[[int, int], int]] = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.FloorDiv: lambda a, b: a // b,
+}
+
+
+def meshes(scheme: Scheme, fixed: Mapping[str, int], world: int | None) -> list[dict[str, int]]:
+    """Mesh sizes to try, smallest world first; `world` keeps those whose product equals it."""
+    sizes = [(fixed[axis],) if axis in fixed else menu for axis, menu in scheme.mesh.items()]
+    tried = [dict(zip(scheme.mesh, combination, strict=True)) for combination in itertools.product(*sizes)]
+    kept = [mesh for mesh in tried if world is None or math.prod(mesh.values()) == world]
+    return sorted(kept, key=lambda mesh: (math.prod(mesh.values()), *mesh.values()))
+
+
+def shapes(
+    scheme: Scheme, fixed: Mapping[str, int], tried: Sequence[Mapping[str, int]], limit: int
+) -> list[dict[str, int]]:
+    """At most `limit` shape tuples, simplest first, every mesh served by one at least.
+
+    A round takes local sizes (1, ...), then (2, 3, ...) and so on; inside a round each mesh may add the shape that
+    these local sizes give it. Where there are too many meshes for that, the units of all are joined.
+    """
+    arguments = (*scheme.inputs, *scheme.outputs)
+    units = [_units(arguments, mesh) for mesh in tried]
+    if len({tuple(sorted(unit.items())) for unit in units}) > max(limit // 2, 1):
+        joined = {name: math.lcm(*(unit[name] for unit in units)) for name in units[0]}
+        units = [joined]
+    found: list[dict[str, int]] = []
+    for turn in range(len(LOCAL)):
+        for unit in units:
+            for shape in _turn(scheme, fixed, unit, turn):
+                if shape not in found and len(found) < limit:
+                    found.append(shape)
+    return found
+
+
+def compatible(arguments: Sequence[Argument], shape: Mapping[str, int], mesh: Mapping[str, int]) -> bool:
+    return objection(arguments, shape, mesh) is None
+
+
+def objection(arguments: Sequence[Argument], shape: Mapping[str, int], mesh: Mapping[str, int]) -> str | None:
+    """Why this shape cannot be cut on this mesh, or None."""
+    for dim in _cut_dims(arguments):
+        size = shape[dim.name]
+        for cut in dim.cuts:
+            rule = "dual_chunk_swap" if cut.layout == "packed" else cut.layout
+            why = uncuttable(dim.name, size, cut.axis, mesh[cut.axis], rule)
+            if why:
+                return why
+            size //= mesh[cut.axis]
+    return None
+
+
+def related(scheme: Scheme, shape: Mapping[str, int]) -> dict[str, int]:
+    """The shape with every dim that is given by a relation."""
+    full = dict(shape)
+    waiting = {name: rule for name, rule in scheme.dims.items() if isinstance(rule, str) and name not in full}
+    while waiting:
+        for name, rule in list(waiting.items()):
+            try:
+                full[name] = _evaluated(ast.parse(rule, mode="eval").body, full)
+                del waiting[name]
+            except KeyError:
+                continue
+    return full
+
+
+def free_dims(scheme: Scheme) -> list[str]:
+    """Dims that a shape chooses: all but size-one dims and those given by a relation."""
+    names: dict[str, None] = {}
+    for arg in (*scheme.inputs, *scheme.outputs):
+        for name in arg.spec.dim_names:
+            if name != "1" and not isinstance(scheme.dims.get(name), str):
+                names[name] = None
+    for rule in scheme.dims:
+        if not isinstance(scheme.dims[rule], str):
+            names[rule] = None
+    return list(names)
+
+
+def _turn(
+    scheme: Scheme, fixed: Mapping[str, int], unit: Mapping[str, int], turn: int
+) -> list[dict[str, int]]:
+    shape = {}
+    for index, name in enumerate(free_dims(scheme)):
+        choices = scheme.dims.get(name)
+        step = unit.get(name, 1)
+        if name in fixed:
+            shape[name] = fixed[name]
+        elif choices:
+            fitting = [size for size in choices if isinstance(size, int) and size % step == 0]
+            if not fitting:
+                return []
+            shape[name] = fitting[(turn + index) % len(fitting)] if turn else fitting[0]
+        else:
+            shape[name] = step * (LOCAL[(turn + 2 * index) % len(LOCAL)] if turn else 1)
+    full = {**related(scheme, shape), **{name: fixed[name] for name in fixed if name in scheme.dims}}
+    return [full]
+
+
+def _units(arguments: Sequence[Argument], mesh: Mapping[str, int]) -> dict[str, int]:
+    """What each dim's size must be a multiple of on this mesh."""
+    unit: dict[str, int] = {}
+    for dim in _cut_dims(arguments):
+        step = 1
+        for cut in reversed(dim.cuts):
+            # A packed total is made of sequences that each suit dual_chunk_swap.
+            rule = "dual_chunk_swap" if cut.layout == "packed" else cut.layout
+            step = 1 if rule == "ragged" else math.lcm(needs(rule, mesh[cut.axis]), step * mesh[cut.axis])
+        unit[dim.name] = math.lcm(unit.get(dim.name, 1), step)
+    return unit
+
+
+def _cut_dims(arguments: Sequence[Argument]) -> list[Dim]:
+    return [dim for arg in arguments for dim in arg.spec.dims if dim.cuts]
+
+
+def _evaluated(node: Any, sizes: Mapping[str, int]) -> int:
+    if isinstance(node, ast.BinOp):
+        return _OPERATORS[type(node.op)](_evaluated(node.left, sizes), _evaluated(node.right, sizes))
+    return sizes[node.id] if isinstance(node, ast.Name) else int(node.value)

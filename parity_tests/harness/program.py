@@ -1,0 +1,203 @@
+"""Program: the half of a scheme that travels to the ranks. It knows shapes, specs and the function, and no JAX.
+
+Calling a program on a rank builds that rank's pieces from the case, runs the function forward and backward
+once, and returns plain NumPy arrays with what the hygiene oracle noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from parity_tests.harness import inputs
+from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.draws import Draw
+from parity_tests.harness.engines.failure import RankFault
+from parity_tests.harness.spec import Cut, Spec
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One tensor of a scheme: an input by its path (`params.weight`), or an output."""
+
+    name: str
+    spec: Spec
+    is_integer: bool = False
+    nograd: bool = False
+
+    @property
+    def differentiable(self) -> bool:
+        return not (self.is_integer or self.nograd)
+
+    def shape(self, case: CaseSpec) -> tuple[int, ...]:
+        return tuple(1 if dim.name == "1" else case.dims[dim.name] for dim in self.spec.dims)
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """What one rank returns: outputs and gradients by name, and the findings of the hygiene oracle."""
+
+    outputs: dict[str, np.ndarray]
+    gradients: dict[str, np.ndarray | None]
+    dtypes: dict[str, str]
+    findings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Program:
+    """Function, arguments and layouts of a scheme, without its reference."""
+
+    name: str
+    fn: Callable[..., Any]
+    mesh_axes: tuple[str, ...]
+    inputs: tuple[Argument, ...]
+    outputs: tuple[Argument, ...]
+    output_form: str  # one | tuple | dict
+    draws: Mapping[str, Draw] = field(default_factory=dict)
+    layouts: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    random: bool = False
+    arrays: Mapping[str, np.ndarray] | None = None  # given by hand instead of drawn
+    cotangents: Mapping[str, np.ndarray] | None = None
+
+    def __call__(self, mesh: Any, case: CaseSpec) -> RankResult:
+        view = self._bind(mesh, case)
+        coords = {axis: view.rank(axis) for axis in self.mesh_axes}
+        leaves = {arg.name: self._leaf(arg, case, coords) for arg in self.inputs}
+        before = {name: leaf.detach().clone() for name, leaf in leaves.items()}
+        generator = torch.get_rng_state()
+        returned = self.fn(view, **inputs.nested(leaves), **case.options)
+        outputs = self._flatten(returned, case, view, coords)
+        wanted = [arg for arg in self.outputs if arg.differentiable and outputs[arg.name].requires_grad]
+        fed = [self._cotangent(arg, case, coords) for arg in wanted]
+        drawn = [c.clone() for c in fed]
+        gradients = self._backward([outputs[arg.name] for arg in wanted], fed, leaves)
+        findings = _modified("input", before, leaves)
+        findings += _modified(
+            "cotangent",
+            dict(zip([a.name for a in wanted], drawn, strict=True)),
+            dict(zip([a.name for a in wanted], fed, strict=True)),
+        )
+        if not self.random and not torch.equal(generator, torch.get_rng_state()):
+            findings.append("the random state moved; declare random=True if the scheme draws")
+        return RankResult(
+            {name: to_numpy(tensor) for name, tensor in outputs.items()},
+            {name: None if g is None else to_numpy(g) for name, g in gradients.items()},
+            {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in outputs.items()},
+            tuple(findings),
+        )
+
+    def _bind(self, mesh: Any, case: CaseSpec) -> Any:
+        cuts = {}
+        for arg in (*self.inputs, *self.outputs):
+            for dim in arg.spec.dims:
+                if dim.cuts and dim.name not in cuts:
+                    pairs = [(cut.axis, self._production_layout(case, dim.name, cut)) for cut in dim.cuts]
+                    cuts[dim.name] = (case.dims[dim.name], pairs)
+        return mesh.bind(cuts)
+
+    def _production_layout(self, case: CaseSpec, dim: str, cut: Cut) -> Callable[[int, int], Any]:
+        lengths = inputs.cut_lengths(case, dim, cut)
+        return inputs.layout_function(cut.layout, lengths, self.layouts, trusted=False)
+
+    def _leaf(self, arg: Argument, case: CaseSpec, coords: Mapping[str, int]) -> torch.Tensor:
+        whole = self.arrays[arg.name] if self.arrays else inputs.whole(arg, self.draws[arg.name], case)
+        if arg.is_integer:
+            return torch.from_numpy(inputs.piece(arg, whole, case, coords, self.layouts).copy())
+        terms = inputs.addends(arg, whole, case, kind="input")
+        term = inputs.own_term(arg, terms, case, coords, kind="input")
+        local = inputs.piece(arg, term, case, coords, self.layouts)
+        leaf = torch.from_numpy(local.copy()).to(getattr(torch, case.dtype))
+        return leaf.requires_grad_(arg.differentiable)
+
+    def _cotangent(self, arg: Argument, case: CaseSpec, coords: Mapping[str, int]) -> torch.Tensor:
+        whole = self.cotangents[arg.name] if self.cotangents else inputs.cotangent(arg, case)
+        terms = inputs.addends(arg, whole, case, kind="cotangent")
+        term = inputs.own_term(arg, terms, case, coords, kind="cotangent")
+        local = inputs.piece(arg, term, case, coords, self.layouts)
+        return torch.from_numpy(local.copy())
+
+    def _flatten(
+        self, returned: Any, case: CaseSpec, view: Any, coords: Mapping[str, int]
+    ) -> dict[str, torch.Tensor]:
+        """Outputs by name, their number, kind and local shape checked."""
+        rank = int(torch.distributed.get_rank())
+        if self.output_form == "dict":
+            names = [arg.name for arg in self.outputs]
+            if not isinstance(returned, dict) or sorted(returned) != sorted(names):
+                got = sorted(returned) if isinstance(returned, dict) else type(returned).__name__
+                raise RankFault(
+                    f"scheme '{self.name}': rank {rank} returned {got}, outputs has {sorted(names)}"
+                )
+            parts = [returned[name] for name in names]
+        else:
+            parts = list(returned) if isinstance(returned, tuple | list) else [returned]
+        if len(parts) != len(self.outputs):
+            raise RankFault(
+                f"scheme '{self.name}': rank {rank} returned {len(parts)} outputs, outputs has {len(self.outputs)}"
+            )
+        return {
+            arg.name: self._checked(arg, part, case, coords, rank)
+            for arg, part in zip(self.outputs, parts, strict=True)
+        }
+
+    def _checked(
+        self, arg: Argument, part: Any, case: CaseSpec, coords: Mapping[str, int], rank: int
+    ) -> torch.Tensor:
+        if not isinstance(part, torch.Tensor):
+            raise RankFault(
+                f"scheme '{self.name}': rank {rank} returned {type(part).__name__} for '{arg.name}'; return a tensor"
+            )
+        if hasattr(part, "to_local"):
+            part = part.to_local()
+        want = inputs.local_shape(arg, case, coords, self.layouts)
+        if tuple(part.shape) != want:
+            sizes = ", ".join(f"{key}={size}" for key, size in {**case.dims, **case.mesh}.items())
+            raise RankFault(
+                f"scheme '{self.name}': rank {rank} returned {tuple(part.shape)}, "
+                f"'{arg.spec}' with {sizes} says {want}"
+            )
+        if not arg.is_integer and not part.is_floating_point():
+            raise RankFault(
+                f"scheme '{self.name}': rank {rank} returned {part.dtype} for '{arg.name}'; annotate the return "
+                "as Int or Bool if it is one"
+            )
+        return part
+
+    def _backward(
+        self, outputs: list[torch.Tensor], cotangents: list[torch.Tensor], leaves: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor | None]:
+        sought = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+        if not sought:
+            return {}
+        if not outputs:
+            return dict.fromkeys(sought)
+        for i, output in enumerate(outputs):
+            cotangents[i] = cotangents[i].to(output.dtype)
+        return dict(
+            zip(
+                sought,
+                torch.autograd.grad(outputs, list(sought.values()), cotangents, allow_unused=True),
+                strict=True,
+            )
+        )
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """float64 copy of a floating tensor (exact), plain copy of any other."""
+    tensor = tensor.detach()
+    return (tensor.double() if tensor.is_floating_point() else tensor).contiguous().numpy().copy()
+
+
+def _modified(role: str, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> list[str]:
+    findings = []
+    for name, old in before.items():
+        new = after[name].detach()
+        different = (new != old) & ~(new.isnan() & old.isnan()) if new.is_floating_point() else new != old
+        if bool(different.any()):
+            first = tuple(int(i) for i in different.nonzero()[0])
+            findings.append(f"{role} '{name}' was modified, first at {first}")
+    return findings

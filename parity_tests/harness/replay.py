@@ -1,0 +1,102 @@
+"""Replay files: one failing case, alone, on any engine, without Hypothesis."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from parity_tests.harness.case import CaseSpec
+
+if TYPE_CHECKING:
+    from parity_tests.harness.report import Report
+    from parity_tests.harness.scheme import Scheme
+
+TEMPLATE = '''"""{verdict}
+
+{report}
+
+torch {torch}, jax {jax}, Python {python}
+Run: python {name} [--engine gloo] [--repeat N]{pickle_note}
+"""
+
+from parity_tests import replay
+
+CASE = {case!r}
+SOURCE = {source!r}
+
+if __name__ == "__main__":
+    raise SystemExit(replay(CASE, SOURCE, __file__))
+'''
+PICKLE_NOTE = """
+The function was defined in a notebook; it lies beside this file as {pickle}. A pickle runs code when it is read:
+open it only if you trust where it came from."""
+
+
+def write_replay(scheme: Scheme, report: Report, folder: str = ".", replaces: str | None = None) -> str:
+    """Write `replay_<id>.py` for a failed report, returning its path; `replaces` is an older one to remove."""
+    import jax
+    import torch
+
+    path = Path(folder) / f"replay_{report.case.id}.py"
+    source, note = scheme.file, ""
+    if not Path(scheme.file).is_file() or "ipykernel" in scheme.file:
+        from parity_tests.harness.travel import dumps
+
+        pickled = path.with_suffix(".pkl")
+        pickled.write_bytes(dumps(scheme))
+        source, note = pickled.name, PICKLE_NOTE.format(pickle=pickled.name)
+    text = TEMPLATE.format(
+        verdict=f"{scheme.name}: {report.verdict}",
+        report=str(report).replace("\\", "\\\\").replace('"""', "'''"),
+        torch=torch.__version__,
+        jax=jax.__version__,
+        python=sys.version.split()[0],
+        name=path.name,
+        pickle_note=note,
+        case=report.case.json,
+        source=source,
+    )
+    if replaces and replaces != str(path):
+        Path(replaces).unlink(missing_ok=True)
+    path.write_text(text)
+    return str(path)
+
+
+def load_scheme(case: CaseSpec, source: str, beside: str) -> Scheme:
+    """The scheme of a replay: from its pickle, or from the file that declares it."""
+    from parity_tests.harness.discover import schemes_of_file
+    from parity_tests.harness.scheme import TABLE
+
+    name = case.scheme.rpartition(":")[2]
+    if source.endswith(".pkl"):
+        import pickle
+
+        return pickle.loads((Path(beside).parent / source).read_bytes())
+    if case.scheme in TABLE:
+        return TABLE[case.scheme]
+    for found in schemes_of_file(source):
+        if found.name == name:
+            return found
+    raise ValueError(f"replay: {source} no longer declares scheme {name!r}")
+
+
+def replay(case_json: str, source: str, file: str, arguments: Sequence[str] | None = None) -> int:
+    """Run one recorded case and print its report; returns the exit status.
+
+    The status is 0 where all is equal, 1 for a mismatch, 3 where a rank failed.
+    """
+    from parity_tests.harness.cli import replay_arguments
+    from parity_tests.harness.judge import judge
+
+    engine, repeat = replay_arguments(sys.argv[1:] if arguments is None else arguments)
+    case = CaseSpec.from_json(case_json)
+    case = case.replace(engine=engine or case.engine)
+    scheme = load_scheme(case, source, file)
+    status = 0
+    for _ in range(repeat):
+        report = judge(scheme, case)
+        print(report)
+        status = max(status, 3 if report.failure is not None else 0 if report.ok else 1)
+    return status

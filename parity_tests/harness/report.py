@@ -1,0 +1,246 @@
+"""The verdict: one record of what was checked and found, printed in a terminal and drawn in a notebook."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.compare import TensorRow
+from parity_tests.harness.engines.failure import RankFailure
+from parity_tests.harness.engines.ledger import Ledger
+
+PLAIN_WIDTH = 132
+
+
+class VerdictError(AssertionError):
+    """A scheme does not mean its reference. One subclass for each oracle that says so."""
+
+
+class ValueMismatch(VerdictError):
+    """An output differs from the reference."""
+
+
+class GradientMismatch(VerdictError):
+    """The outputs are right and a gradient is not."""
+
+
+class ProtocolMismatch(VerdictError):
+    """The ranks' ledgers disagree although every rank finished."""
+
+
+class CostMismatch(VerdictError):
+    """Calls or bytes differ from the declared closed form."""
+
+
+class HygieneViolation(VerdictError):
+    """Something was modified, left un-waited, or differs between replicas."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one scheme's verification found: `rows` is the worst of each tensor, `notes` what kind of mistake it is."""
+
+    scheme: str
+    case: CaseSpec
+    rows: tuple[TensorRow, ...] = ()
+    protocol: tuple[str, ...] = ()
+    cost: tuple[str, ...] = ()
+    hygiene: tuple[str, ...] = ()
+    notes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    ledger: Ledger = field(default_factory=Ledger)
+    failure: RankFailure | None = None
+    cost_declared: bool = False
+    seconds: float = 0.0
+    examples: int = 1
+    dtypes: tuple[str, ...] = ()
+    meshes: tuple[str, ...] = ()
+    row_cases: Mapping[str, CaseSpec] = field(default_factory=dict)
+    compile_seconds: float = 0.0
+    replay: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        findings = self.protocol or self.cost or self.hygiene
+        return self.failure is None and not findings and all(row.ok for row in self.rows)
+
+    @property
+    def verdict(self) -> str:
+        """One word: equal, or the first thing that is wrong."""
+        if self.failure is not None:
+            return self.failure.cause
+        if not all(row.ok for row in self.rows):
+            return "mismatch"
+        named = {"protocol": self.protocol, "cost": self.cost, "hygiene": self.hygiene}
+        return next((name for name, found in named.items() if found), "equal")
+
+    def worst(self, role: str) -> TensorRow | None:
+        """The row nearest to or furthest over its budget among outputs or gradients."""
+        return max((row for row in self.rows if row.role == role), key=lambda row: row.ratio, default=None)
+
+    def raise_if_failed(self) -> None:
+        """Raise the failure, one exception type for each cause; the message is the whole report."""
+        if self.ok:
+            return
+        if self.failure is not None:
+            raise self.failure
+        outputs = all(row.ok for row in self.rows if row.role == "output")
+        gradients = all(row.ok for row in self.rows if row.role == "gradient")
+        found: list[tuple[bool, type[VerdictError]]] = [
+            (not outputs, ValueMismatch),
+            (not gradients, GradientMismatch),
+            (bool(self.protocol), ProtocolMismatch),
+            (bool(self.cost), CostMismatch),
+            (bool(self.hygiene), HygieneViolation),
+        ]
+        raise next(kind for holds, kind in found if holds)("\n" + str(self))
+
+    def trace(self) -> str:
+        """The ledger as text: every collective of every rank in order of issue."""
+        return "\n".join(f"rank {row.rank}: {row}" for row in self.ledger.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready: what `--json` writes."""
+        return {
+            "scheme": self.scheme,
+            "verdict": self.verdict,
+            "ok": self.ok,
+            "examples": self.examples,
+            "engine": self.case.engine,
+            "case": dict(_json_case(self.case)),
+            "rows": [
+                {
+                    "tensor": r.label,
+                    "error": _number(r.error),
+                    "budget": _number(r.budget),
+                    "ratio": _number(r.ratio),
+                    "where": list(r.where),
+                    "dtype": r.dtype,
+                    "ok": r.ok,
+                    "notes": list(self.notes.get(r.label, ())),
+                }
+                for r in self.rows
+            ],
+            "protocol": list(self.protocol),
+            "cost": list(self.cost),
+            "hygiene": list(self.hygiene),
+            "failure": None if self.failure is None else str(self.failure),
+            "replay": self.replay,
+        }
+
+    def __str__(self) -> str:
+        out = io.StringIO()
+        Console(file=out, width=PLAIN_WIDTH, color_system=None, legacy_windows=False).print(self.__rich__())
+        return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
+
+    def __rich__(self) -> RenderableType:
+        parts: list[RenderableType] = [Text(self._heading(), style="bold")]
+        if self.failure is not None:
+            parts.append(Text("\n".join("  " + line for line in str(self.failure).splitlines()), style="red"))
+        else:
+            parts += [self._table(), *self._notes(), Text("  " + self._conduct())]
+        if not self.ok:
+            parts.append(
+                Text(
+                    f"smallest case: {sizes(self.case)}"
+                    + (f"      replay: python {self.replay}" if self.replay else "")
+                )
+            )
+        return Group(*parts)
+
+    def _repr_html_(self) -> str:
+        from parity_tests.harness.report_figure import html
+
+        return html(self)
+
+    def _heading(self) -> str:
+        name = self.scheme.rpartition(":")[2]
+        count = f"{self.examples} example{'s' if self.examples != 1 else ''}"
+        meshes = " ".join(self.meshes) or mesh_text(self.case)
+        return f"{name}    {meshes}   {self.case.engine}   {count}   {' '.join(self.dtypes or (self.case.dtype,))}"
+
+    def _table(self) -> Table:
+        table = Table(box=None, pad_edge=True, padding=(0, 2, 0, 0), show_edge=False)
+        for column in ("  tensor", "worst error", "budget", "ratio", "headroom", "where"):
+            table.add_column(column, no_wrap=True, header_style="dim")
+        for row in self.rows:
+            style = "" if row.ok else "red"
+            table.add_row(f"  {row.label}", *self._cells(row), style=style)
+        return table
+
+    def _cells(self, row: TensorRow) -> list[str]:
+        dtype = self.row_cases.get(row.label, self.case).dtype
+        where = f"{_place(row.where)} {dtype}"
+        if not row.ok:
+            where += "   MISMATCH"
+        headroom = f"{row.headroom:.0f}x" if row.ok and math.isfinite(row.headroom) else "exact" if row.ok else "-"
+        return [f"{row.error:.1e}", f"{row.budget:.1e}", f"{row.ratio:.2g}", headroom, where]
+
+    def _notes(self) -> list[Text]:
+        return [
+            Text(f"    {label}: {note}" if i == 0 else f"      {note}")
+            for label, notes in self.notes.items()
+            for i, note in enumerate(notes)
+        ]
+
+    def _conduct(self) -> str:
+        cost = "cost as declared, forward and backward" if self.cost_declared else "cost not declared"
+        said = [
+            "protocol ok" if not self.protocol else f"protocol: {self.protocol[0]}",
+            cost if not self.cost else f"cost: {self.cost[0]}",
+            "hygiene ok" if not self.hygiene else "hygiene: " + "; ".join(self.hygiene[:3]),
+        ]
+        return ("\n  " if self.protocol or self.cost or self.hygiene else "   ").join(said)
+
+
+def merged(reports: Iterable[Report]) -> Report:
+    """One report of many examples of a scheme: the worst row of each tensor; the last example's case if it failed."""
+    seen = list(reports)
+    last = seen[-1]
+    failed = [report for report in seen if not report.ok]
+    shown = failed[-1] if failed else last
+    worst: dict[str, tuple[TensorRow, CaseSpec]] = {}
+    for report in [shown] if failed else seen:
+        for row in report.rows:
+            if row.label not in worst or row.ratio >= worst[row.label][0].ratio:
+                worst[row.label] = row, report.case
+    return replace(
+        shown,
+        rows=tuple(row for row, _ in worst.values()),
+        row_cases={label: case for label, (_, case) in worst.items()},
+        examples=len(seen),
+        dtypes=tuple(dict.fromkeys(report.case.dtype for report in seen)),
+        meshes=(mesh_text(shown.case),) if failed else tuple(sorted({mesh_text(report.case) for report in seen})),
+        seconds=sum(report.seconds for report in seen),
+        ledger=shown.ledger,
+    )
+
+
+def mesh_text(case: CaseSpec) -> str:
+    return ",".join(f"{axis}={size}" for axis, size in case.mesh.items())
+
+
+def sizes(case: CaseSpec) -> str:
+    chosen = {**case.mesh, **case.dims, **case.options}
+    return " ".join(f"{name}={value}" for name, value in chosen.items()) + f" {case.dtype} seed={case.seed}"
+
+
+def _place(where: tuple[int, ...]) -> str:
+    return "(" + ",".join(map(str, where)) + ")"
+
+
+def _number(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+def _json_case(case: CaseSpec) -> Mapping[str, Any]:
+    import json
+
+    return json.loads(case.json)

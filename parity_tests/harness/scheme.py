@@ -1,0 +1,240 @@
+"""@scheme: one declaration that says what a per-rank function means, and the table of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from parity_tests.harness import declaration, travel
+from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.draws import Draw, values
+from parity_tests.harness.program import Argument, Program
+
+if TYPE_CHECKING:
+    from parity_tests.harness.report import Report
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a scheme promises to send: per phase, op -> (calls, bytes per rank)."""
+
+    forward: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    backward: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Scheme:
+    """A per-rank function with its reference. Calling it calls the function."""
+
+    name: str
+    fn: Callable[..., Any]
+    reference: Callable[..., Any]
+    mesh: Mapping[str, tuple[int, ...]]
+    inputs: tuple[Argument, ...]
+    outputs: tuple[Argument, ...]
+    output_form: str
+    draws: Mapping[str, Draw]
+    dims: Mapping[str, tuple[int, ...] | str]
+    layouts: Mapping[str, Callable[..., Any]]
+    options: Mapping[str, tuple[Any, ...]]
+    rank_options: Mapping[str, tuple[Any, ...]]
+    dtypes: tuple[str, ...]
+    reduction: tuple[str, ...] | None
+    roundings: int
+    cost: Callable[[CaseSpec], Cost] | None
+    engines: tuple[str, ...]
+    replicas: str
+    random: bool
+    file: str
+    line: int
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fn(*args, **kwargs)
+
+    @property
+    def key(self) -> str:
+        """`module:name`, what a CaseSpec calls it by."""
+        return f"{self.fn.__module__}:{self.name}"
+
+    def program(self, **given: Any) -> Program:
+        """The half that travels to the ranks."""
+        return Program(
+            self.name,
+            travel.bare(self.fn),
+            tuple(self.mesh),
+            self.inputs,
+            self.outputs,
+            self.output_form,
+            self.draws,
+            self.layouts,
+            self.random,
+            **given,
+        )
+
+    def case(
+        self, *, seed: int = 0, engine: str = "lockstep", dtype: str | None = None, **given: Any
+    ) -> CaseSpec:
+        """One CaseSpec: mesh axes, dims and options by name; what is not given is drawn from the seed."""
+        from parity_tests.harness.drawing import draw_case, seeded_chooser
+
+        return draw_case(self, seeded_chooser(seed), given, dtype=dtype, engine=engine, seed=seed)
+
+    def verify(
+        self,
+        engine: str = "lockstep",
+        examples: int | None = None,
+        seed: int = 0,
+        dtype: str | None = None,
+        **sizes_and_options: Any,
+    ) -> Report:
+        """Draw cases, run each on the ranks and against the reference, and report the worst of each tensor.
+
+        Names resolve to mesh axes, dims and options; what is not given is drawn. `examples=None` is 1 where all
+        dims are given, else the Hypothesis profile's. Errors: ValueError for an unknown name or an uncuttable
+        size. A mismatch is in the report, not raised; see Report.raise_if_failed.
+        """
+        from parity_tests.harness.verify import verify
+
+        return verify(self, engine, examples, seed, dtype, sizes_and_options)
+
+    def run(
+        self, *whole_arrays: Any, engine: str = "lockstep", grad: Any = None, **mesh_and_options: Any
+    ) -> Any:
+        """Stitched outputs for the given whole arrays, in the order of `inputs`; nothing is compared.
+
+        With `grad`, cotangents for the outputs, returns (outputs, {input: gradient}).
+        """
+        from parity_tests.harness.verify import run_whole
+
+        return run_whole(self, whole_arrays, engine, grad, mesh_and_options)
+
+    def draw(self, **sizes: int) -> str:
+        """Picture: the ownership strip of every cut dim, the type of every other axis."""
+        from parity_tests.harness.picture import scheme_picture
+
+        return scheme_picture(self, self.case(**sizes))
+
+    def placements(self, **mesh: int) -> dict[str, tuple[Any, ...]]:
+        """DTensor placements of every input and output; ValueError where DTensor cannot say it."""
+        from parity_tests.harness.dtensor import placements
+
+        return {arg.name: placements(arg.spec, tuple(self.mesh)) for arg in (*self.inputs, *self.outputs)}
+
+    def __repr__(self) -> str:
+        specs = ", ".join(f"{arg.name} '{arg.spec}'" for arg in self.inputs)
+        return f"<scheme {self.name}: {specs} -> {', '.join(repr(str(a.spec)) for a in self.outputs)}>"
+
+
+TABLE: dict[str, Scheme] = {}
+
+
+def scheme(
+    *,
+    reference: Callable[..., Any],
+    mesh: Mapping[str, tuple[int, ...]],
+    inputs: Mapping[str, str | Mapping[str, str]],
+    outputs: str | tuple[str, ...] | Mapping[str, str],
+    draw: Mapping[str, Draw] | None = None,
+    dims: Mapping[str, tuple[int, ...] | str] | None = None,
+    layouts: Mapping[str, Callable[..., Any]] | None = None,
+    options: Mapping[str, tuple[Any, ...]] | None = None,
+    rank_options: Mapping[str, tuple[Any, ...]] | None = None,
+    nograd: tuple[str, ...] = (),
+    dtypes: tuple[str, ...] = ("float32", "bfloat16"),
+    reduction: tuple[str, ...] | None = None,
+    roundings: int = 1,
+    cost: Callable[[CaseSpec], Cost] | None = None,
+    engines: tuple[str, ...] = ("lockstep", "gloo", "nccl", "torchrun"),
+    replicas: str = "bitwise",
+    random: bool = False,
+) -> Callable[[Callable[..., Any]], Scheme]:
+    """Declare that the decorated per-rank function means `reference`.
+
+        @scheme(reference=logprob, mesh={"tp": (1, 2, 4)},
+                inputs={"logits": "b s v/tp", "target": "b s"}, outputs="b s tp=I",
+                draw={"target": token_below("v")})
+        def vocab_parallel_logprob(mesh, logits, target): ...
+
+    `reference` is JAX on whole arrays. `mesh` gives each axis the sizes to try. A nested dict in `inputs` is a
+    tree of parameters. `dims` narrows a dim to a menu or ties it to others ("2*g"). `options` go to both sides,
+    `rank_options` to the ranks alone. `reduction` names the dims that are summed over, `roundings` how often an
+    intermediate is stored in the tested dtype. `random=True` says that the function draws random numbers.
+
+    Errors: ValueError at declaration, `scheme '<name>': ...`, for whatever can be known to be wrong.
+    """
+
+    def declare(fn: Callable[..., Any]) -> Scheme:
+        name = getattr(fn, "__name__", "?")
+        say = declaration.prefixed(name)
+        signature = declaration.function_names(fn, say)
+        declaration.check_mesh(mesh, say)
+        custom = dict(layouts or {})
+        leaves = declaration.input_arguments(fn, signature, inputs, mesh, custom, draw or {}, nograd, say)
+        results = declaration.output_arguments(fn, outputs, mesh, custom, say)
+        declaration.check_axes_used(mesh, leaves, results, say)
+        menus = dict(options or {}), dict(rank_options or {})
+        declaration.check_options(signature, inputs, *menus, say)
+        declaration.check_reference(signature, inputs, menus[0], reference, say)
+        declaration.check_draws(leaves, draw or {}, say)
+        declaration.check_dims(leaves, dims or {}, say)
+        declaration.check_menus(dtypes, engines, replicas, reduction, roundings, leaves, results, say)
+        form = "dict" if isinstance(outputs, Mapping) else "one" if isinstance(outputs, str) else "tuple"
+        drawn = {arg.name: (draw or {}).get(arg.name, values()) for arg in leaves}
+        made = Scheme(
+            name=name,
+            fn=fn,
+            reference=reference,
+            mesh={axis: tuple(sizes) for axis, sizes in mesh.items()},
+            inputs=leaves,
+            outputs=results,
+            output_form=form,
+            draws=drawn,
+            dims=dict(dims or {}),
+            layouts=custom,
+            options=menus[0],
+            rank_options=menus[1],
+            dtypes=tuple(dtypes),
+            reduction=reduction,
+            roundings=roundings,
+            cost=cost,
+            engines=tuple(engines),
+            replicas=replicas,
+            random=random,
+            file=fn.__code__.co_filename,
+            line=fn.__code__.co_firstlineno,
+        )
+        _enter(made, say)
+        return made
+
+    return declare
+
+
+def _enter(made: Scheme, say: Callable[[str], ValueError]) -> None:
+    """Put a scheme in the table; the same file, or a notebook cell run again, replaces its own entry."""
+    old = TABLE.get(made.key)
+    if old is not None and old.file != made.file and not _is_cell(old.file):
+        raise say(f"is already declared in {old.file}:{old.line}")
+    TABLE[made.key] = made
+
+
+def _is_cell(file: str) -> bool:
+    return file.startswith("<") or "ipykernel" in file
+
+
+def lookup(key: str) -> Scheme:
+    """The scheme of a CaseSpec, importing its module if need be."""
+    if key not in TABLE:
+        import importlib
+
+        importlib.import_module(key.partition(":")[0])
+    return TABLE[key]
+
+
+def as_array(value: Any) -> np.ndarray:
+    """A NumPy array from NumPy, torch or JAX."""
+    if hasattr(value, "detach"):
+        value = value.detach().double() if value.is_floating_point() else value.detach()
+    return np.asarray(value)

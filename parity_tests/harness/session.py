@@ -1,0 +1,160 @@
+"""One call of `shardproof verify`: every scheme in turn, its report, the summary and the exit status."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hypothesis import settings
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from parity_tests.harness import bridge, discover, menu, strategy, summary
+from parity_tests.harness.case import DTYPES
+from parity_tests.harness.cli import EQUAL, FAILED, MISMATCH, NOTHING, write_text
+from parity_tests.harness.engines.failure import NotRun
+from parity_tests.harness.engines.run import ENGINES, LARGEST_WORLD
+from parity_tests.harness.report import PLAIN_WIDTH, Report
+from parity_tests.harness.scheme import Scheme
+from parity_tests.harness.verify import verify as verify_scheme
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the command line asked for."""
+
+    engine: str = "lockstep"
+    examples: int | None = None
+    profile: str = "dev"
+    seed: int = 0
+    names: Mapping[str, Any] = field(default_factory=dict)
+    dtype: str | None = None
+    fail_fast: bool = False
+    jax_cache: str | None = None
+    json: str | None = None
+    junit: str | None = None
+    quiet: bool = False
+    verbose: bool = False
+
+
+@dataclass
+class Outcome:
+    """Reports by scheme, and the schemes that were not run with the reason."""
+
+    reports: list[Report] = field(default_factory=list)
+    not_run: dict[str, str] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def status(self) -> int:
+        if any(report.failure is not None for report in self.reports):
+            return FAILED
+        if any(not report.ok for report in self.reports):
+            return MISMATCH
+        return EQUAL if self.reports else NOTHING
+
+
+def verify(targets: list[str], wanted: Wanted) -> int:
+    """Verify every scheme of the targets and print; returns the exit status."""
+    _check(wanted)
+    if wanted.engine == "torchrun":
+        from parity_tests.harness.engines import launch
+
+        if not launch.is_rank_zero():
+            return launch.serve()
+    outcome = run(discover.find(targets), wanted)
+    console = Console(width=None if Console().is_terminal else PLAIN_WIDTH)
+    summary.show(console, outcome, wanted)
+    if wanted.json:
+        write_text(wanted.json, summary.as_json(outcome))
+    if wanted.junit:
+        Path(wanted.junit).write_text(summary.as_junit(outcome))
+    if wanted.engine == "torchrun":
+        from parity_tests.harness.engines import launch
+
+        launch.finish(outcome.status)
+    return outcome.status
+
+
+def run(schemes: list[Scheme], wanted: Wanted) -> Outcome:
+    """Verify schemes in turn with a progress bar on standard error."""
+    bridge.start(wanted.jax_cache)
+    strategy.register_profiles()
+    settings.load_profile(wanted.profile)
+    outcome = Outcome()
+    several = len(schemes) > 1
+    with _bar(wanted.quiet) as bar:
+        task = bar.add_task("", total=len(schemes))
+        for made in schemes:
+            bar.update(task, description=made.name)
+            why = _not_applicable(made, wanted) if several else None
+            if why:
+                outcome.not_run[made.name] = why
+            else:
+                _one(made, wanted, outcome)
+            bar.advance(task)
+            if wanted.fail_fast and outcome.status != EQUAL and outcome.reports:
+                break
+    return outcome
+
+
+def _one(made: Scheme, wanted: Wanted, outcome: Outcome) -> None:
+    start = time.perf_counter()
+    try:
+        report = verify_scheme(
+            made,
+            wanted.engine,
+            wanted.examples,
+            wanted.seed,
+            wanted.dtype,
+            wanted.names,
+            world=_fixed_world(wanted.engine),
+        )
+    except NotRun as reason:
+        outcome.not_run[made.name] = str(reason)
+        return
+    outcome.reports.append(report)
+    outcome.seconds[made.name] = time.perf_counter() - start
+
+
+def _fixed_world(engine: str) -> int | None:
+    if engine != "torchrun":
+        return None
+    from parity_tests.harness.engines import launch
+
+    return launch.world_size()
+
+
+def _not_applicable(made: Scheme, wanted: Wanted) -> str | None:
+    """Why a scheme is left out of a run of several: it lacks a name that was given, or the engine."""
+    known = {*made.mesh, *menu.free_dims(made), *made.dims, *made.options, *made.rank_options}
+    foreign = [name for name in wanted.names if name not in known]
+    if foreign:
+        return f"has no mesh axis, dim or option {foreign[0]!r}"
+    if wanted.engine not in made.engines:
+        return f"is declared for {', '.join(made.engines)} only"
+    world = _fixed_world(wanted.engine)
+    if world is not None and not menu.meshes(made, wanted.names, world):
+        return f"has no mesh of {world} ranks"
+    return None
+
+
+def _check(wanted: Wanted) -> None:
+    if wanted.engine not in ENGINES:
+        raise ValueError(f"--engine {wanted.engine!r} is not one of {', '.join(ENGINES)}")
+    if wanted.profile not in strategy.EXAMPLES:
+        raise ValueError(f"--profile {wanted.profile!r} is not one of {', '.join(strategy.EXAMPLES)}")
+    if wanted.dtype is not None and wanted.dtype not in DTYPES:
+        raise ValueError(f"--dtype {wanted.dtype!r} is not one of {', '.join(DTYPES)}")
+    for name, size in wanted.names.items():
+        if isinstance(size, int) and name in ("tp", "cp", "dp", "pp", "ep") and size > LARGEST_WORLD:
+            raise ValueError(f"--mesh {name}={size}: the limit is {LARGEST_WORLD} ranks")
+
+
+def _bar(quiet: bool) -> Progress:
+    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}"))
+    stderr = Console(stderr=True)
+    return Progress(*columns, console=stderr, transient=True, disable=quiet or not stderr.is_terminal)

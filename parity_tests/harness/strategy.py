@@ -1,0 +1,58 @@
+"""Hypothesis's side of drawing: a strategy of CaseSpecs, and the profiles that say how many and how they are found."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+
+from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.drawing import draw_case
+
+if TYPE_CHECKING:
+    from parity_tests.harness.scheme import Scheme
+
+EXAMPLES = {"dev": 20, "ci": 60, "nightly": 2000}
+SHAPES = {"dev": 8, "ci": 12, "nightly": 48}
+
+
+def register_profiles() -> None:
+    """Register `dev`, `ci` and `nightly` with Hypothesis; a conftest loads one by `--hypothesis-profile`."""
+    quiet = {"deadline": None, "print_blob": True, "suppress_health_check": list(HealthCheck)}
+    settings.register_profile("dev", max_examples=EXAMPLES["dev"], **quiet)
+    settings.register_profile("ci", max_examples=EXAMPLES["ci"], derandomize=True, database=None, **quiet)
+    settings.register_profile("nightly", max_examples=EXAMPLES["nightly"], **quiet)
+
+
+def profile() -> str:
+    """The Hypothesis profile in force, `dev` where it is none of ours."""
+    name = settings.get_current_profile_name()
+    return name if name in EXAMPLES else "dev"
+
+
+def every_case(
+    scheme: Scheme,
+    *,
+    engine: str = "lockstep",
+    dtype: str | None = None,
+    world: int | None = None,
+    **given: Any,
+) -> SearchStrategy[CaseSpec]:
+    """Cases of a scheme; what is given (mesh axes, dims, options) is kept, the rest is drawn."""
+    limit = SHAPES[profile()]
+
+    @st.composite
+    def cases(draw: DrawFn) -> CaseSpec:
+        return draw_case(
+            scheme,
+            lambda options: draw(st.sampled_from(options)),
+            given,
+            dtype=dtype,
+            engine=engine,
+            world=world,
+            limit=limit,
+        )
+
+    return cases()

@@ -1,0 +1,134 @@
+"""The end of a run: one table of schemes, what was not run and why, compile share, slowest five; JSON and JUnit."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+from xml.etree import ElementTree
+
+from rich.console import Console
+from rich.table import Table
+
+from parity_tests.harness.compare import TensorRow
+from parity_tests.harness.report import Report
+
+if TYPE_CHECKING:
+    from parity_tests.harness.session import Outcome, Wanted
+
+SLOWEST = 5
+
+
+def show(console: Console, outcome: Outcome, wanted: Wanted) -> None:
+    """Print reports and closing lines: the whole report of a single scheme or of a failure, else the table."""
+    single = len(outcome.reports) == 1
+    if len(outcome.reports) > 1 and not wanted.quiet:
+        console.print(table(outcome))
+    for report in outcome.reports:
+        if not report.ok or wanted.verbose or (single and not wanted.quiet):
+            console.print(report, soft_wrap=True, highlight=False)
+        if wanted.verbose:
+            console.print(report.trace(), markup=False, highlight=False, soft_wrap=True)
+    for name, why in outcome.not_run.items():
+        console.print(f"not run: {name}: {why}", markup=False, highlight=False, soft_wrap=True)
+    if not single and not wanted.quiet and outcome.seconds:
+        console.print(timing(outcome), highlight=False)
+    console.print(closing(outcome), highlight=False)
+
+
+def table(outcome: Outcome) -> Table:
+    """One line for each scheme: mesh, errors against budgets, bytes, verdict."""
+    grid = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column, justify in (
+        ("scheme", "left"),
+        ("mesh", "left"),
+        ("examples", "right"),
+        ("forward error", "right"),
+        ("gradient error", "right"),
+        ("error/budget", "right"),
+        ("bytes/rank", "right"),
+        ("verdict", "left"),
+    ):
+        grid.add_column(column, justify=justify, no_wrap=column != "mesh")  # type: ignore[arg-type]
+    for report in outcome.reports:
+        forward, backward = report.worst("output"), report.worst("gradient")
+        ratio = max((row.ratio for row in report.rows), default=float("nan"))
+        grid.add_row(
+            report.scheme.rpartition(":")[2],
+            " ".join(report.meshes),
+            str(report.examples),
+            _error(forward),
+            _error(backward),
+            f"{ratio:.2g}" if report.rows else "-",
+            str(_bytes(report)),
+            report.verdict,
+            style="" if report.ok else "red",
+        )
+    return grid
+
+
+def closing(outcome: Outcome) -> str:
+    schemes = len(outcome.reports)
+    mismatches = sum(1 for report in outcome.reports if not report.ok and report.failure is None)
+    failures = sum(1 for report in outcome.reports if report.failure is not None)
+    failed = f", {failures} failed" if failures else ""
+    return (
+        f"{schemes} scheme{'s' if schemes != 1 else ''}, {mismatches} mismatch{'es' if mismatches != 1 else ''}"
+        f"{failed}, {len(outcome.not_run)} not run."
+    )
+
+
+def timing(outcome: Outcome) -> str:
+    total = sum(outcome.seconds.values())
+    compiled = sum(report.compile_seconds for report in outcome.reports)
+    examples = sum(report.examples for report in outcome.reports)
+    slowest = sorted(outcome.seconds.items(), key=lambda item: -item[1])[:SLOWEST]
+    named = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in slowest)
+    share = compiled / total if total else 0.0
+    return f"{examples} examples in {total:.0f} s, {share:.0%} of it compiling references; slowest: {named}"
+
+
+def as_json(outcome: Outcome) -> str:
+    return json.dumps(
+        {
+            "status": outcome.status,
+            "reports": [report.to_dict() for report in outcome.reports],
+            "not_run": outcome.not_run,
+        },
+        indent=2,
+    )
+
+
+def as_junit(outcome: Outcome) -> str:
+    """JUnit XML: a test case for each scheme, its notes as the failure's text."""
+    suite = ElementTree.Element(
+        "testsuite", name="shardproof", tests=str(len(outcome.reports) + len(outcome.not_run))
+    )
+    for report in outcome.reports:
+        name = report.scheme.rpartition(":")[2]
+        item = ElementTree.SubElement(
+            suite, "testcase", name=name, time=f"{outcome.seconds.get(name, 0.0):.3f}"
+        )
+        properties = ElementTree.SubElement(item, "properties")
+        worst = max((row.ratio for row in report.rows), default=float("nan"))
+        for key, value in (
+            ("ratio", f"{worst:.3g}"),
+            ("examples", report.examples),
+            ("compile_seconds", f"{report.compile_seconds:.3f}"),
+        ):
+            ElementTree.SubElement(properties, "property", name=key, value=str(value))
+        if not report.ok:
+            ElementTree.SubElement(item, "failure", message=report.verdict).text = str(report)
+    for name, why in outcome.not_run.items():
+        item = ElementTree.SubElement(suite, "testcase", name=name)
+        ElementTree.SubElement(item, "skipped", message=why)
+    return ElementTree.tostring(suite, encoding="unicode")
+
+
+def _error(row: TensorRow | None) -> str:
+    return "-" if row is None else f"{row.error:.1e} of {row.budget:.1e}"
+
+
+def _bytes(report: Report) -> int:
+    """Bytes that the busiest rank handed to collectives in the last case."""
+    ranks = {row.rank for row in report.ledger.rows}
+    return max((sum(row.payload for row in report.ledger.of(rank)) for rank in ranks), default=0)

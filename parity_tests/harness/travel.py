@@ -1,0 +1,84 @@
+"""How a per-rank function travels to other processes: by value, so that no worker imports the file it stands in."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cloudpickle
+
+# Modules that a scheme's file brought with it from its own folder; workers could not import them.
+BROUGHT: set[str] = set()
+
+
+def dumps(travelling: Any) -> bytes:
+    """Pickle a function, or what carries one as `.fn`, with its own module by value."""
+    fn = getattr(travelling, "fn", travelling)
+    refuse_untravelable(fn)
+    with _by_value({getattr(fn, "__module__", None) or "__main__", *BROUGHT}):
+        return cloudpickle.dumps(travelling)
+
+
+def bare(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function without annotations, which may name types of JAX and would take it to the ranks."""
+    copy = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
+    copy.__kwdefaults__ = fn.__kwdefaults__
+    copy.__module__, copy.__qualname__ = fn.__module__, fn.__qualname__
+    return copy
+
+
+def refuse_untravelable(fn: Any) -> None:
+    """TypeError that names the variable, for a closure or global that no other process can have."""
+    code = getattr(fn, "__code__", None)
+    if code is None:
+        return
+    cells = zip(code.co_freevars, fn.__closure__ or (), strict=True)
+    used = {name: _content(cell) for name, cell in cells}
+    used |= {name: fn.__globals__[name] for name in code.co_names if name in fn.__globals__}
+    for name, value in used.items():
+        kind = _untravelable(value)
+        if kind:
+            raise TypeError(
+                f"scheme '{fn.__name__}': the function uses {name!r}, {kind}, which no other process has; "
+                "pass it as an input or take it from the mesh"
+            )
+
+
+def _untravelable(value: Any) -> str | None:
+    import torch.distributed as dist
+
+    if isinstance(value, dist.ProcessGroup):
+        return "an open process group"
+    if isinstance(value, types.GeneratorType):
+        return "a generator"
+    if type(value).__module__.partition(".")[0] == "jaxlib":
+        return "a JAX array"
+    return None
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a cell not filled yet
+        return None
+
+
+@contextlib.contextmanager
+def _by_value(names: set[str]) -> Iterator[None]:
+    registered = []
+    for name in names:
+        module = sys.modules.get(name)
+        if module is None or name == "__main__" or name in cloudpickle.list_registry_pickle_by_value():
+            continue
+        if name.startswith(("torch_impl", "parity_tests.harness.engines")) and "test_" not in name:
+            continue
+        cloudpickle.register_pickle_by_value(module)
+        registered.append(module)
+    try:
+        yield
+    finally:
+        for module in registered:
+            cloudpickle.unregister_pickle_by_value(module)

@@ -1,0 +1,199 @@
+"""Verify a scheme: many drawn cases, the worst of each tensor, and the smallest case that fails.
+
+`check` is the same for one case, and raises; it is the body of a parity test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import seed as hypothesis_seed
+
+from parity_tests.harness import inputs, menu, oracle
+from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.compare import stitch
+from parity_tests.harness.drawing import draw_case, seeded_chooser
+from parity_tests.harness.engines.run import ENGINES, run
+from parity_tests.harness.judge import judge
+from parity_tests.harness.replay import write_replay
+from parity_tests.harness.report import Report, merged
+from parity_tests.harness.scheme import Scheme, as_array, lookup
+from parity_tests.harness.strategy import EXAMPLES, every_case, profile
+
+Progress = Callable[[int, int], None]
+
+
+def verify(
+    scheme: Scheme,
+    engine: str = "lockstep",
+    examples: int | None = None,
+    seed: int = 0,
+    dtype: str | None = None,
+    given_names: Mapping[str, Any] | None = None,
+    *,
+    world: int | None = None,
+    progress: Progress | None = None,
+    replay_folder: str = ".",
+) -> Report:
+    """See Scheme.verify; `world` fixes the number of ranks, `progress(done, total)` is called after each example."""
+    names = dict(given_names or {})
+    if engine not in ENGINES:
+        raise ValueError(f"scheme '{scheme.name}': engine {engine!r} is not one of {', '.join(ENGINES)}")
+    if engine not in scheme.engines:
+        raise ValueError(
+            f"scheme '{scheme.name}': is declared for {', '.join(scheme.engines)} only, not {engine}"
+        )
+    if examples is not None and (not isinstance(examples, int) or examples < 1):
+        raise ValueError(f"scheme '{scheme.name}': examples={examples!r}; give 1 or more")
+    drawn = draw_case(scheme, seeded_chooser(seed), names, dtype=dtype, engine=engine, seed=seed, world=world)
+    total = examples or (1 if all(dim in names for dim in menu.free_dims(scheme)) else EXAMPLES[profile()])
+    compiled = oracle.CLOCK.seconds
+    if total == 1:
+        reports = [judge(scheme, drawn)]
+    else:
+        reports = _search(scheme, names, engine, dtype, world, seed, total, progress)
+    report = replace(merged(reports), compile_seconds=oracle.CLOCK.seconds - compiled)
+    if report.ok:
+        return report
+    return replace(report, replay=write_replay(scheme, report, replay_folder))
+
+
+def _search(
+    scheme: Scheme,
+    names: Mapping[str, Any],
+    engine: str,
+    dtype: str | None,
+    world: int | None,
+    seed: int,
+    total: int,
+    progress: Progress | None,
+) -> list[Report]:
+    """Reports of the drawn cases; on a failure, those before it and that of the smallest failing case."""
+    reports: list[Report] = []
+    failing: list[Report] = []
+    # Shrinking against process engines costs a respawn for each failing example.
+    phases = [Phase.generate, Phase.shrink] if engine == "lockstep" else [Phase.generate]
+
+    @hypothesis_seed(seed)
+    @settings(
+        max_examples=total,
+        deadline=None,
+        database=None,
+        phases=phases,
+        report_multiple_bugs=False,
+        print_blob=False,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(every_case(scheme, engine=engine, dtype=dtype, world=world, **names))
+    def example(case: CaseSpec) -> None:
+        report = judge(scheme, case)
+        (reports if report.ok else failing).append(report)
+        if progress and not failing:
+            progress(len(reports), total)
+        report.raise_if_failed()
+
+    try:
+        example()
+    except oracle.ReferenceFailure:
+        raise
+    except Exception:
+        if not failing:
+            raise
+        return [*reports, failing[-1]]
+    return reports
+
+
+_LAST_REPLAY: dict[str, str] = {}
+
+
+def check(case: CaseSpec) -> Report:
+    """Judge one case and raise unless all four oracles are content; a failing case leaves a replay file."""
+    scheme = lookup(case.scheme)
+    report = judge(scheme, case)
+    if not report.ok:
+        old = _LAST_REPLAY.get(scheme.key)
+        path = write_replay(scheme, report, ".", replaces=old)
+        _LAST_REPLAY[scheme.key] = path
+        replace(report, replay=path).raise_if_failed()
+    return report
+
+
+def run_whole(
+    scheme: Scheme, arrays: tuple[Any, ...], engine: str, grad: Any, mesh_and_options: Mapping[str, Any]
+) -> Any:
+    """See Scheme.run."""
+    whole, dtype = _given_arrays(scheme, arrays)
+    dims = _given_dims(scheme, whole)
+    case = draw_case(
+        scheme, seeded_chooser(0), {**dims, **mesh_and_options}, dtype=dtype, engine=engine, seed=0
+    )
+    cotangents = None
+    if grad is not None:
+        given_cotangents = grad if isinstance(grad, tuple | list) else (grad,)
+        wanted = [arg.name for arg in scheme.outputs if arg.differentiable]
+        if len(given_cotangents) != len(wanted):
+            raise ValueError(
+                f"scheme '{scheme.name}': grad has {len(given_cotangents)} cotangents for {len(wanted)} outputs"
+            )
+        cotangents = {
+            n: np.asarray(as_array(c), dtype=np.float64)
+            for n, c in zip(wanted, given_cotangents, strict=True)
+        }
+    ranks = run(scheme.program(arrays=whole, cotangents=cotangents), case, engine)
+    outputs = []
+    for arg in scheme.outputs:
+        pieces = [result.outputs[arg.name] for result in ranks.results]
+        outputs.append(stitch(arg, pieces, case, scheme.layouts, "output").copies[0])
+    shaped = outputs[0] if scheme.output_form == "one" else tuple(outputs)
+    if scheme.output_form == "dict":
+        shaped = {arg.name: value for arg, value in zip(scheme.outputs, outputs, strict=True)}
+    if grad is None:
+        return shaped
+    return shaped, {
+        arg.name: _gradient(scheme, arg, ranks.results, case) for arg in scheme.inputs if arg.differentiable
+    }
+
+
+def _gradient(scheme: Scheme, arg: Any, results: Any, case: CaseSpec) -> np.ndarray:
+    pieces = []
+    for at, result in zip(inputs.coordinates(case.mesh), results, strict=True):
+        piece = result.gradients[arg.name]
+        pieces.append(np.zeros(inputs.local_shape(arg, case, at, scheme.layouts)) if piece is None else piece)
+    return stitch(arg, pieces, case, scheme.layouts, "gradient").copies[0]
+
+
+def _given_arrays(scheme: Scheme, arrays: tuple[Any, ...]) -> tuple[dict[str, np.ndarray], str]:
+    heads = list(dict.fromkeys(arg.name.partition(".")[0] for arg in scheme.inputs))
+    if len(arrays) != len(heads):
+        raise ValueError(f"scheme '{scheme.name}': takes ({', '.join(heads)}), got {len(arrays)} arrays")
+    by_head = dict(zip(heads, arrays, strict=True))
+    found, dtype = {}, "float64"
+    for arg in scheme.inputs:
+        head, _, tail = arg.name.partition(".")
+        value = by_head[head]
+        for key in tail.split(".") if tail else ():
+            value = value[key]
+        if not arg.is_integer:
+            name = str(getattr(value, "dtype", "float64")).removeprefix("torch.")
+            dtype = name if name in ("float64", "float32", "bfloat16", "float16") else "float64"
+        found[arg.name] = as_array(value) if arg.is_integer else np.asarray(as_array(value), dtype=np.float64)
+    return found, dtype
+
+
+def _given_dims(scheme: Scheme, whole: Mapping[str, np.ndarray]) -> dict[str, int]:
+    dims: dict[str, int] = {}
+    for arg in scheme.inputs:
+        shape = whole[arg.name].shape
+        if len(shape) != len(arg.spec.dims):
+            raise ValueError(f"scheme '{scheme.name}': '{arg.name}' is {shape}, its spec is '{arg.spec}'")
+        for dim, size in zip(arg.spec.dims, shape, strict=True):
+            if dims.setdefault(dim.name, size) != size:
+                raise ValueError(
+                    f"scheme '{scheme.name}': {dim.name} is {dims[dim.name]} and {size} ('{arg.name}')"
+                )
+    dims.pop("1", None)
+    return dims
