@@ -1,0 +1,122 @@
+"""Every sentence with which a collective refuses, in full; all are said before anything is sent."""
+
+import pytest
+import torch
+
+from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.engines.run import run
+from torch_impl import collectives as c
+
+X = torch.zeros(2, 3)
+
+REFUSALS = {
+    "group of None": [
+        (lambda g: c.all_reduce(X, None), "collectives.all_reduce: group is None; pass a ProcessGroup"),
+        (lambda g: c.all_reduce_max(X, None), "collectives.all_reduce_max: group is None; pass a ProcessGroup"),
+        (lambda g: c.all_gather(X, None, out="R"), "collectives.all_gather: group is None; pass a ProcessGroup"),
+        (lambda g: c.reduce_scatter(X, None), "collectives.reduce_scatter: group is None; pass a ProcessGroup"),
+        (
+            lambda g: c.all_to_all(X, None, split_dim=0, concat_dim=1),
+            "collectives.all_to_all: group is None; pass a ProcessGroup",
+        ),
+        (
+            lambda g: c.broadcast(X, None, src=0, out="I"),
+            "collectives.broadcast: group is None; pass a ProcessGroup",
+        ),
+        (lambda g: c.ring_shift(X, None), "collectives.ring_shift: group is None; pass a ProcessGroup"),
+    ],
+    "no group": [
+        (lambda g: c.all_reduce(X, "tp"), "collectives.all_reduce: group is a str; pass a ProcessGroup"),
+    ],
+    "type": [
+        (
+            lambda g: c.all_reduce(X, g, out="V"),
+            "collectives.all_reduce: out='V' is not the type of a whole result; "
+            "write 'R' (gradients add up) or 'I' (same gradient)",
+        ),
+        (
+            lambda g: c.all_gather(X, g, out="P"),
+            "collectives.all_gather: out='P' is not the type of a whole result; "
+            "write 'R' (gradients add up) or 'I' (same gradient)",
+        ),
+        (
+            lambda g: c.broadcast(X, g, src=0, out="r"),
+            "collectives.broadcast: out='r' is not the type of a whole result; "
+            "write 'R' (gradients add up) or 'I' (same gradient)",
+        ),
+    ],
+    "dim": [
+        (
+            lambda g: c.all_gather(X, g, out="R", dim=2),
+            "collectives.all_gather: dim=2 is outside a tensor of 2 dims",
+        ),
+        (
+            lambda g: c.reduce_scatter(X, g, dim=-3),
+            "collectives.reduce_scatter: dim=-3 is outside a tensor of 2 dims",
+        ),
+        (
+            lambda g: c.all_to_all(X, g, split_dim=5, concat_dim=0),
+            "collectives.all_to_all: split_dim=5 is outside a tensor of 2 dims",
+        ),
+        (
+            lambda g: c.all_to_all(X, g, split_dim=0, concat_dim=5),
+            "collectives.all_to_all: concat_dim=5 is outside a tensor of 2 dims",
+        ),
+    ],
+    "source": [
+        (
+            lambda g: c.broadcast(X, g, src=2, out="R"),
+            "collectives.broadcast: src=2 is outside a group of 2 ranks",
+        ),
+    ],
+    "lengths": [
+        (
+            lambda g: c.all_gather(X, g, out="R", lengths=[2]),
+            "collectives.all_gather: lengths=[2] has 1 entries for 2 ranks",
+        ),
+        (
+            lambda g: c.all_gather(X, g, out="R", lengths=[2, -1]),
+            "collectives.all_gather: lengths=[2, -1] has a negative entry",
+        ),
+        (
+            lambda g: c.all_gather(X, g, out="R", lengths=[3 - g.rank(), 2 + g.rank()]),
+            "collectives.all_gather: lengths[{rank}]=3 but it holds 2 positions along dim 0",
+        ),
+        (
+            lambda g: c.reduce_scatter(X, g, dim=1),
+            "collectives.reduce_scatter: dim 1 has 3 positions, which 2 ranks cannot share equally; pass lengths",
+        ),
+        (
+            lambda g: c.reduce_scatter(X, g, dim=1, lengths=[1, 1]),
+            "collectives.reduce_scatter: lengths=[1, 1] add up to 2 but dim 1 has 3 positions",
+        ),
+        (
+            lambda g: c.all_to_all(X, g, split_dim=1, concat_dim=0),
+            "collectives.all_to_all: dim 1 has 3 positions, which 2 ranks cannot share equally; pass split_lengths",
+        ),
+        (
+            lambda g: c.all_to_all(X, g, split_dim=0, concat_dim=1, concat_lengths=[2 + g.rank(), 3 - g.rank()]),
+            "collectives.all_to_all: concat_lengths[{rank}]=2 but it holds 3 positions along dim 1",
+        ),
+        (
+            lambda g: c.all_to_all(X, g, split_dim=0, concat_dim=0, concat_lengths=[1]),
+            "collectives.all_to_all: concat_lengths=[1] has 1 entries for 2 ranks",
+        ),
+    ],
+}
+CALLS = [(call, text) for rows in REFUSALS.values() for call, text in rows]
+
+
+@pytest.mark.parametrize(("call", "text"), CALLS, ids=[f"{text[12:60]}" for _, text in CALLS])
+def test_refusal(call, text):
+    kind = TypeError if "pass a ProcessGroup" in text else ValueError
+
+    def body(mesh, case):
+        try:
+            call(mesh["x"])
+        except kind as error:
+            return str(error)
+
+    ranks = run(body, CaseSpec(scheme="collectives", mesh={"x": 2}))
+    assert list(ranks.results) == [text.format(rank=rank) for rank in range(2)]
+    assert ranks.ledger.rows == []
