@@ -8,6 +8,14 @@ from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.engines.ledger import Ledger
 
 
+class RankFault(Exception):
+    """Raised on a rank by the harness itself: what the function returned does not fit its declaration."""
+
+
+class NotRun(Exception):
+    """Asked for what this machine does not have; to be counted and said, never green."""
+
+
 class RankFailure(Exception):
     """A rank failed, or the ranks could not go on together.
 

@@ -1,0 +1,135 @@
+"""The parent's side of the fork server: start it, ask it for ranks, hear of their ends, have them killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Collection
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+START_S = 120.0  # importing torch from a cold disk
+KILL_S = 5.0
+_PACKAGES = Path(__file__).resolve().parents[3]
+
+
+class ServerGone(RuntimeError):
+    """The fork server has ended, which only an outside hand or a lack of memory makes it do."""
+
+
+class ForkServer:
+    """A running fork server. `folder` is for the pools; the server removes it at its end."""
+
+    def __init__(self) -> None:
+        self.folder = tempfile.mkdtemp(prefix="shardproof_")
+        self._socket, theirs = socket.socketpair()
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "parity_tests.harness.engines.server", str(theirs.fileno()), self.folder],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # an interrupt at the terminal is the parent's to handle
+            env=_environment(),
+        )
+        theirs.close()
+        self._unread = b""
+        self._ended: dict[int, int] = {}
+        self._await("up", START_S)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def fork(self, **place: Any) -> tuple[int, Connection, Connection]:
+        """A new rank: pid, and this side's ends of its work and control sockets."""
+        pairs = [socket.socketpair() for _ in range(2)]
+        try:
+            theirs = [theirs.fileno() for _, theirs in pairs]
+            socket.send_fds(self._socket, [_line({"fork": place})], theirs)
+        except OSError as error:
+            raise ServerGone("engines.pool: the fork server has gone; run again") from error
+        finally:
+            for _, theirs in pairs:
+                theirs.close()
+        pid = self._await("forked", START_S)["forked"]
+        work, control = (Connection(ours.detach()) for ours, _ in pairs)
+        return pid, work, control
+
+    def exit_code(self, pid: int, timeout: float = 0.0) -> int | None:
+        """Exit code of an ended rank, -N for signal N; None while it runs."""
+        deadline = time.monotonic() + timeout
+        while pid not in self._ended and self.read(max(0.0, deadline - time.monotonic())):
+            pass
+        return self._ended.get(pid)
+
+    def kill(self, pids: Collection[int]) -> None:
+        """Kill these ranks and wait until they are gone."""
+        alive = [pid for pid in pids if pid not in self._ended]
+        try:
+            self._socket.sendall(_line({"kill": alive}))
+            for pid in alive:
+                self.exit_code(pid, KILL_S)
+        except (OSError, ServerGone):
+            pass  # without a server the ranks end by themselves when their sockets close
+        for pid in pids:
+            self._ended.pop(pid, None)
+
+    def close(self) -> None:
+        """End the server, which takes all ranks and the folder with it."""
+        self._socket.close()
+        try:
+            self._process.wait(KILL_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def forget(self) -> None:
+        """In a forked child of the parent: hold nothing open that says that the parent lives."""
+        self._socket.close()
+        self._process.returncode = 0
+
+    def _await(self, key: str, timeout: float) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            for message in self.read(deadline - time.monotonic()):
+                if key in message:
+                    return message
+        raise ServerGone(f"engines.pool: the fork server did not answer within {timeout:.0f} s")
+
+    def read(self, timeout: float = 0.0) -> list[dict[str, Any]]:
+        """Messages that have come in; ends of ranks are noted on the way."""
+        if not select.select([self._socket], [], [], timeout)[0]:
+            return []
+        data = self._socket.recv(65536)
+        if not data:
+            raise ServerGone("engines.pool: the fork server has ended; its last words are on stderr")
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        messages = [json.loads(line) for line in lines]
+        self._ended |= {m["ended"]: m["status"] for m in messages if "ended" in m}
+        return messages
+
+
+def _line(message: dict[str, Any]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def _environment() -> dict[str, str]:
+    """Ours, with this package importable, one thread, and gloo on the loopback device: no port is open to others."""
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    path = os.pathsep.join([str(_PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])])
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+    devices = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback)
+    return os.environ | {"PYTHONPATH": path} | threads | devices

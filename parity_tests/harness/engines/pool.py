@@ -1,0 +1,151 @@
+"""The process engines gloo and nccl: a standing pool of ranks per world size, forked from a warm server.
+
+The server and the pools start at the first run that needs them and stay. A pool in which anything went wrong is
+killed and forked anew at its next run, never repaired. Nothing of this outlives the parent, however it ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+
+from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.engines.board import Board
+from parity_tests.harness.engines.failure import NotRun
+from parity_tests.harness.engines.forks import ForkServer
+from parity_tests.harness.engines.ledger import Ledger
+from parity_tests.harness.engines.run import Ranks
+from parity_tests.harness.engines.verdict import verdict
+from parity_tests.harness.engines.watch import Seat, Watch
+from parity_tests.harness.travel import dumps
+
+_lock = threading.Lock()
+_server: ForkServer | None = None
+_pools: dict[tuple[int, str], Pool] = {}
+
+
+def run(fn: Callable[[Any, CaseSpec], Any], case: CaseSpec, backend: str = "gloo", quiet_s: float = 10.0) -> Ranks:
+    """Run `fn(mesh, case)` on each rank of `case.mesh`, in processes.
+
+    `fn` travels by value, once per pool; results come back pickled. Nothing may move for `quiet_s` while a rank
+    computes, for 1.5 s while all ranks wait.
+
+    Errors: RankFailure, one subclass per cause; NotRun if backend is nccl and the GPUs are too few; TypeError
+    for a function that cannot travel.
+    """
+    if backend == "nccl" and torch.cuda.device_count() < case.world:
+        raise NotRun(f"nccl needs {case.world} GPUs, {torch.cuda.device_count()} are here; not run")
+    function = dumps(fn)
+    with _lock:
+        return _pool(case.world, backend).run(function, case, quiet_s)
+
+
+def close() -> None:
+    """End all pools and the server. The next run starts them again."""
+    global _server
+    server, _server = _server, None
+    for pool in _pools.values():
+        pool.drop()
+    _pools.clear()
+    if server is not None:
+        server.close()
+
+
+def _pool(world: int, backend: str) -> Pool:
+    global _server
+    if _server is not None and not _server.is_alive:
+        close()
+    if _server is None:
+        _server = ForkServer()
+    return _pools.setdefault((world, backend), Pool(world, backend, _server))
+
+
+def _forget() -> None:
+    """In a forked child of this process: the pools are not its own."""
+    global _server, _lock
+    _lock = threading.Lock()
+    server, _server = _server, None
+    for pool in _pools.values():
+        pool.drop()
+    _pools.clear()
+    if server is not None:
+        server.forget()
+
+
+atexit.register(close)
+os.register_at_fork(after_in_child=_forget)
+
+
+class Pool:
+    """The ranks of one world size; `generation` counts how often they were forked."""
+
+    def __init__(self, world: int, backend: str, server: ForkServer) -> None:
+        self.world, self.backend, self.generation = world, backend, 0
+        self._server = server
+        self._seats: list[Seat] = []
+        self._board: Board | None = None
+        self._known: set[str] = set()
+
+    @property
+    def pids(self) -> list[int]:
+        return [seat.pid for seat in self._seats]
+
+    def run(self, function: bytes, case: CaseSpec, quiet_s: float) -> Ranks:
+        if any(self._server.exit_code(pid) is not None for pid in self.pids):
+            self.kill()
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self.kill)
+            if not self._seats:
+                self._fork()
+            start = time.monotonic()
+            self._send(function, case)
+            outcomes, quiet = Watch(self._seats, self._server, self._board).outcomes(quiet_s)
+            seconds = time.monotonic() - start
+            failure = verdict(outcomes, case, quiet)
+            if failure is not None:
+                raise failure
+            on_failure.pop_all()
+        ledger = Ledger([row for outcome in outcomes for row in outcome.rows])
+        return Ranks(tuple(cloudpickle.loads(outcome.result) for outcome in outcomes), ledger, seconds)
+
+    def kill(self) -> None:
+        self._server.kill(self.pids)
+        self.drop()
+
+    def drop(self) -> None:
+        """Let go of the ranks, which ends them where the server has not."""
+        for seat in self._seats:
+            seat.close()
+        if self._board is not None:
+            self._board.close()
+        self._seats, self._board = [], None
+
+    def _fork(self) -> None:
+        self.generation += 1
+        self._known.clear()
+        folder = tempfile.mkdtemp(prefix=f"{self.backend}{self.world}_", dir=self._server.folder)
+        self._board = Board(Path(folder) / "board", self.world)
+        for rank in range(self.world):
+            seat = self._server.fork(rank=rank, world=self.world, backend=self.backend, folder=folder)
+            self._seats.append(Seat(rank, *seat))
+
+    def _send(self, function: bytes, case: CaseSpec) -> None:
+        key = hashlib.sha256(function).hexdigest()
+        fresh = key not in self._known
+        self._known.add(key)
+        path = [entry or os.getcwd() for entry in sys.path]
+        for seat in self._seats:
+            with contextlib.suppress(OSError):  # it has just died; the watch will see it
+                seat.work.send((key, function if fresh else None, path, case.json))

@@ -1,0 +1,147 @@
+"""The protocol check: do the ranks' ledgers fit together, row by row?
+
+A pure function of the ledger, so it serves every engine, also where all ranks succeeded: gloo gives wrong numbers
+without an error for other dtypes, other reduce ops, or other shapes of the same size.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.engines.failure import Mismatch
+from parity_tests.harness.engines.ledger import Ledger, Row
+
+_P2P = ("send", "recv")
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """What does not fit; `row` is the odd one out, `others` a sentence for each other rank of its group."""
+
+    what: str
+    row: Row
+    others: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.what}: rank {self.row.rank} issued {self.row}"
+
+    def failure(self, case: CaseSpec | None, ledger: Ledger) -> Mismatch:
+        row = self.row
+        return Mismatch(
+            str(self), rank=row.rank, op=row.op, source=row.source, case=case, others=self.others, ledger=ledger
+        )
+
+
+def disagreement(ledger: Ledger, *, complete: bool = True) -> Disagreement | None:
+    """The first rows that do not fit together, or None.
+
+    `complete=False` is for ranks that were stopped on their way: what one rank has not issued yet is then no
+    mistake, and only rows that all sides have issued are compared.
+    """
+    place = {id(row): index for rank in {r.rank for r in ledger.rows} for index, row in enumerate(ledger.of(rank))}
+    found = [*_collectives(ledger, complete), *_messages(ledger, complete)]
+    return min(found, key=lambda d: (place[id(d.row)], d.row.rank), default=None)
+
+
+def _collectives(ledger: Ledger, complete: bool) -> Iterator[Disagreement]:
+    """At most one per group: the first."""
+    groups: dict[tuple, dict[int, list[Row]]] = {}
+    for row in ledger.rows:
+        if row.op not in _P2P:
+            key = (row.group, row.group_name)
+            groups.setdefault(key, {rank: [] for rank in row.group}).setdefault(row.rank, []).append(row)
+    for lists in groups.values():
+        for index in range(max(map(len, lists.values()))):
+            issued = {rank: rows[index] for rank, rows in lists.items() if index < len(rows)}
+            silent = [rank for rank in lists if rank not in issued] if complete else []
+            problem = _difference(issued) or _left_over(issued, silent, lists)
+            if problem is not None:
+                yield problem
+                break
+
+
+def _difference(issued: Mapping[int, Row]) -> Disagreement | None:
+    """The first property in which rows of one place in one group differ."""
+    rows = list(issued.values())
+    properties = {
+        "op": [row.op for row in rows],
+        "reduce op": [row.reduce_op for row in rows],
+        "root": [row.root for row in rows],
+        "dtype": [row.dtypes[:1] or None for row in rows],
+        "shape": [None if row.op in ("scatter", "all_to_all") else row.shapes for row in rows],
+    }
+    for name, values in properties.items():
+        known = [value for value in values if value is not None]
+        if len(set(known)) > 1:
+            usual = Counter(known).most_common(1)[0][0]
+            odd = max(row for row, value in zip(rows, values, strict=True) if value not in (usual, None))
+            return _against(f"{name} differs", odd, rows)
+    return _splits(rows) if rows[0].op == "all_to_all" else _pieces(rows) if rows[0].op == "scatter" else None
+
+
+def _splits(rows: Sequence[Row]) -> Disagreement | None:
+    """All pairs: what i sends to j is what j expects of i."""
+    for a in rows:
+        for b in rows:
+            sent, expected = a.splits[0][a.group.index(b.rank)], b.splits[1][a.group.index(a.rank)]
+            if sent != expected:
+                what = f"splits differ: rank {a.rank} sends {sent} rows to rank {b.rank}, which expects {expected}"
+                return _against(what, a, rows)
+    return None
+
+
+def _pieces(rows: Sequence[Row]) -> Disagreement | None:
+    """A scatter's receivers must expect as many bytes as the root has for each."""
+    root = next((row for row in rows if row.rank == row.root), None)
+    for row in rows:
+        if root is not None and row.bytes_out != root.bytes_out:
+            return _against(f"size differs: rank {row.rank} expects {row.bytes_out} bytes of the scatter", row, rows)
+    return None
+
+
+def _left_over(issued: Mapping[int, Row], silent: Sequence[int], lists: Mapping[int, list[Row]]) -> Disagreement | None:
+    if not silent or not issued:
+        return None
+    odd, *rest = issued.values()
+    missing = [
+        f"rank {rank} issued nothing more in this group after {lists[rank][-1]}"
+        if lists[rank]
+        else f"rank {rank} issued nothing in this group"
+        for rank in silent
+    ]
+    return Disagreement("not all ranks took part", odd, (*missing, *map(_sentence, rest)))
+
+
+def _messages(ledger: Ledger, complete: bool) -> Iterator[Disagreement]:
+    """The k-th send from one rank to another, with one tag, belongs to the k-th recv."""
+    pairs: dict[tuple, tuple[list[Row], list[Row]]] = defaultdict(lambda: ([], []))
+    anyone = {(row.group_name, row.rank) for row in ledger.rows if row.op == "recv" and row.peer is None}
+    for row in ledger.rows:
+        if row.op in _P2P and row.peer is not None:
+            source, target = (row.rank, row.peer) if row.op == "send" else (row.peer, row.rank)
+            if (row.group_name, target) not in anyone:  # who receives from anyone has no fixed partner
+                pairs[row.group, row.group_name, source, target, row.tag][row.op == "recv"].append(row)
+    for (*_, source, target, _), (sends, recvs) in pairs.items():
+        for send, recv in zip(sends, recvs, strict=False):
+            if (send.dtypes, send.shapes) != (recv.dtypes, recv.shapes):
+                name = "dtype" if send.dtypes != recv.dtypes else "shape"
+                yield _against(f"{name} differs", recv, (send, recv))
+                break
+        else:
+            if complete and len(sends) != len(recvs):
+                alone = (sends + recvs if not recvs or not sends else max(sends, recvs, key=len))[
+                    min(len(sends), len(recvs))
+                ]
+                quiet = f"rank {target} posted no recv for it" if alone.op == "send" else f"rank {source} sent nothing"
+                yield Disagreement("message without its other half", alone, (quiet,))
+
+
+def _against(what: str, odd: Row, rows: Sequence[Row]) -> Disagreement:
+    return Disagreement(what, odd, tuple(_sentence(row) for row in rows if row is not odd))
+
+
+def _sentence(row: Row) -> str:
+    return f"rank {row.rank} issued {row}"

@@ -1,0 +1,112 @@
+"""The verdict: of all that is known of the ranks after a failure, which is the cause and which are its victims.
+
+Own exception before death before mismatch of ledgers before an error from inside a collective before stall.
+A rank that lost its peers is a victim and never shown first.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.engines import failure
+from parity_tests.harness.engines.ledger import Ledger, Row
+from parity_tests.harness.engines.protocol import disagreement as disagreement
+
+DONE, RAISED, DIED, RUNNING = "done", "raised", "died", "running"
+_VICTIM = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out", "Application timeout")
+_CAUSES = {
+    cause.cause: cause
+    for cause in (failure.Raised, failure.Mismatch, failure.Deadlock, failure.Unwaited, failure.Modified)
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one rank ended, or where it was when it was stopped."""
+
+    rank: int
+    kind: str
+    rows: tuple[Row, ...] = ()
+    result: bytes = b""
+    error: str = ""  # "ValueError: boom"
+    cause: str = "raised"
+    source: str | None = None
+    trace: str = ""
+    from_backend: bool = False
+    state: str = ""  # the board: "waits in ..."
+    exit_code: int | None = None
+
+    @property
+    def is_victim(self) -> bool:
+        return self.from_backend and any(phrase in self.error for phrase in _VICTIM)
+
+    @property
+    def last(self) -> Row | None:
+        return self.rows[-1] if self.rows else None
+
+    def __str__(self) -> str:
+        where = f" in {self.last}" if self.last else f" at {self.source}" if self.source else ""
+        if self.kind == RAISED and self.is_victim:
+            return f"rank {self.rank} lost its peers{where}"
+        if self.kind == RAISED and self.from_backend:
+            return f"rank {self.rank} got an error{where}: {self.error}"
+        if self.kind == RAISED:
+            return f"rank {self.rank} raised {self.error}" + (f" at {self.source}" if self.source else "")
+        if self.kind == DIED:
+            return f"rank {self.rank} {_ending(self.exit_code)}; it was last seen so: {self.state}"
+        return f"rank {self.rank} {self.state}"
+
+
+def verdict(outcomes: Sequence[Outcome], case: CaseSpec, quiet: float | None = None) -> failure.RankFailure | None:
+    """The failure to raise, or None if all ranks are done and their ledgers agree.
+
+    `quiet` is given when the ranks were stopped because nothing had moved for so many seconds.
+    """
+    ledger = Ledger([row for outcome in outcomes for row in outcome.rows])
+    raised = [o for o in outcomes if o.kind == RAISED]
+    own = [o for o in raised if not o.from_backend]
+    if own:
+        return _blame(own[0], _CAUSES[own[0].cause], outcomes, case, ledger)
+    for dead in (o for o in outcomes if o.kind == DIED):
+        return _blame(dead, failure.Died, outcomes, case, ledger)
+    problem = disagreement(ledger, complete=all(o.kind == DONE for o in outcomes))
+    if problem is not None:
+        return problem.failure(case, ledger)
+    for source in sorted(raised, key=lambda o: o.is_victim):
+        return _blame(source, failure.Raised, outcomes, case, ledger)
+    if quiet is not None:
+        unfinished = [o for o in outcomes if o.kind == RUNNING]
+        odd = next((o for o in unfinished if " waits " not in str(o)), unfinished[0])
+        stalled = _blame(odd, failure.Stalled, outcomes, case, ledger)
+        stalled.args = (f"nothing has moved for {quiet:.1f} s: {odd}",)
+        return stalled
+    return None
+
+
+def _blame(
+    who: Outcome, kind: type[failure.RankFailure], outcomes: Sequence[Outcome], case: CaseSpec, ledger: Ledger
+) -> failure.RankFailure:
+    last = who.last
+    found = kind(
+        str(who),
+        rank=who.rank,
+        op=last.op if last else None,
+        source=who.source or (last.source if last else None),
+        case=case,
+        others=[str(o) for o in outcomes if o is not who],
+        ledger=ledger,
+    )
+    if who.trace:
+        found.add_note(f"Traceback of rank {who.rank}:\n{who.trace}")
+    return found
+
+
+def _ending(exit_code: int | None) -> str:
+    if exit_code is None:
+        return "ended without a word"
+    if exit_code < 0:
+        return f"was killed by {signal.Signals(-exit_code).name}"
+    return f"left with exit code {exit_code}"

@@ -1,0 +1,109 @@
+"""One run, seen from the parent: messages, deaths, and a board on which nothing moves any more."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
+
+from parity_tests.harness.engines.board import COMPUTING, STARTING, Board
+from parity_tests.harness.engines.forks import ForkServer
+from parity_tests.harness.engines.verdict import DIED, DONE, RUNNING, Outcome
+
+TICK_S = 0.05
+STALL_S = 1.5  # all ranks wait or are done, and nothing moves
+START_S = 120.0  # ranks are up and the function is loaded
+COLLECT_S = 0.25  # for the others, after the first failure
+ANSWER_S = 0.1  # for a control thread to say what was issued
+REAP_S = 0.1  # between a closed socket and word of how the process ended
+
+
+class Seat:
+    """The parent's end of one rank."""
+
+    def __init__(self, rank: int, pid: int, work: Connection, control: Connection) -> None:
+        self.rank, self.pid, self.work, self.control = rank, pid, work, control
+        self.is_ready = self.is_gone = False
+        self.outcome: Outcome | None = None
+
+    def close(self) -> None:
+        self.work.close()
+        self.control.close()
+
+
+class Watch:
+    """Follows a job that has just been sent to all seats."""
+
+    def __init__(self, seats: Sequence[Seat], server: ForkServer, board: Board) -> None:
+        self._seats, self._server, self._board = seats, server, board
+        for seat in seats:
+            seat.is_ready, seat.outcome = False, None
+
+    def outcomes(self, quiet_s: float) -> tuple[list[Outcome], float | None]:
+        """Every rank's outcome, and the seconds without a move if that is why they were stopped."""
+        start = last = time.monotonic()
+        quiet, writes, deadline = 0.0, self._board.writes(), None
+        while self._pending():
+            self._receive(TICK_S)
+            now = time.monotonic()
+            step, last = min(now - last, 2 * TICK_S), now  # a parent that was held up has seen no quiet
+            if deadline is None and self._has_failed():
+                deadline = now + COLLECT_S
+            if deadline is not None:
+                if now >= deadline:
+                    break
+                continue
+            before, writes = writes, self._board.writes()
+            quiet = quiet + step if before == writes and self._all_ready() else 0.0
+            if quiet >= (quiet_s if self._computing() else STALL_S):
+                return self._collected(), quiet
+            if not self._all_ready() and now - start > START_S:
+                return self._collected(), START_S
+        return self._collected(), None
+
+    def _pending(self) -> list[Seat]:
+        return [seat for seat in self._seats if seat.outcome is None and not seat.is_gone]
+
+    def _has_failed(self) -> bool:
+        return any(seat.is_gone or (seat.outcome is not None and seat.outcome.kind != DONE) for seat in self._seats)
+
+    def _all_ready(self) -> bool:
+        return all(seat.is_ready for seat in self._seats)
+
+    def _computing(self) -> bool:
+        return any(self._board.status(seat.rank).state in (COMPUTING, STARTING) for seat in self._pending())
+
+    def _receive(self, timeout: float) -> None:
+        by_connection = {seat.work: seat for seat in self._pending()}
+        for connection in wait([*by_connection, self._server], timeout):
+            if connection is self._server:
+                self._server.read()
+                continue
+            seat = by_connection[connection]
+            try:
+                message = connection.recv()
+            except (EOFError, ConnectionError):
+                seat.is_gone = True
+                continue
+            if isinstance(message, Outcome):
+                seat.outcome = message
+            else:
+                seat.is_ready = True
+        for seat in self._pending():  # a child of the rank may hold its socket open
+            seat.is_gone = self._server.exit_code(seat.pid) is not None and not seat.work.poll()
+
+    def _collected(self) -> list[Outcome]:
+        return [seat.outcome or self._last_seen(seat) for seat in self._seats]
+
+    def _last_seen(self, seat: Seat) -> Outcome:
+        state = str(self._board.status(seat.rank))
+        if seat.is_gone:
+            return Outcome(seat.rank, DIED, state=state, exit_code=self._server.exit_code(seat.pid, REAP_S))
+        rows = ()
+        try:
+            seat.control.send("rows")
+            if seat.control.poll(ANSWER_S):
+                rows = seat.control.recv()
+        except (EOFError, OSError):
+            pass  # it died just now; the board has its last row
+        return Outcome(seat.rank, RUNNING, rows, state=state)
