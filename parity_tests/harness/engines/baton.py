@@ -25,7 +25,7 @@ class Pending(Protocol):
 
 
 class Baton:
-    """Hands the turn from rank to rank. All methods but `begin`, `over` and `abandon` are for the rank that runs."""
+    """Hands the turn from rank to rank. All but `begin`, `over` and `abandon` is for the rank that runs."""
 
     def __init__(self, world: int) -> None:
         self.world = world

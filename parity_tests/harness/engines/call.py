@@ -1,7 +1,7 @@
 """One collective or message as one rank issues it: its row, copies of what it hands in, where results go.
 
-Also the two traps of asynchronous communication: an output holds poison until its wait, and the buffers handed in
-must be the same at the wait as they were at the issue.
+Also the two traps of asynchronous communication: an output holds poison until its wait, and what is handed in
+must be the same at the wait as it was at the issue.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Call:
     outputs: Sequence[Tensor]
     copies: list[Tensor] = field(default_factory=list)
     pieces: list[Tensor] = field(default_factory=list)
-    expected: list[Tensor] = field(default_factory=list)  # all_to_all: what comes from each rank
+    expected: Sequence[Tensor] = ()  # all_to_all: what comes from each rank
     results: list[Tensor] = field(default_factory=list)
     done: bool = False
     waited: bool = False
@@ -63,9 +63,9 @@ class Call:
             home = source.untyped_storage()
             if home.data_ptr() in homes or not home.nbytes() or source.shape != copy.shape:
                 continue  # gathered in place (the poison tells), freed, or resized by its owner
-            same = _bits(source.data.contiguous()) == _bits(copy)
+            same = (_bits(source.data.contiguous()) == _bits(copy)).reshape(*copy.shape, -1).all(-1)
             if not bool(same.all()):
-                return f"input {index} was changed at {_first(~same.reshape(*copy.shape, -1).all(-1))} before its wait"
+                return f"input {index} was changed at {_first(~same)} before its wait"
         return None
 
 

@@ -1,6 +1,6 @@
-"""The lockstep ProcessGroup: torch's calls, under the names of torch 2.11 to 2.13, turned into calls of the traffic.
+"""The lockstep ProcessGroup: torch's calls, by their names in torch 2.11 to 2.13, become calls of the traffic.
 
-C++ reaches these methods too (functional collectives, DDP's reducer), through the overrides that torch declares.
+C++ reaches these methods too (functional collectives, DDP's reducer), by the overrides that torch declares.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parity_tests.harness.engines import world
+from parity_tests.harness.engines import arguments, world
+from parity_tests.harness.engines.arguments import listed, nested, reduce_op, root_place
 from parity_tests.harness.engines.call import Call
 from parity_tests.harness.engines.ledger import Row, call_site, group_label, phase
-from parity_tests.harness.engines.reduction import name_of
 from parity_tests.harness.engines.work import CollectedWork, LockstepWork
 
 Tensors = Sequence[Tensor]
 Cut = Callable[[list[Tensor]], list[Tensor]]
+Work = LockstepWork
 
 
 def create(options: Any, backend_options: Any) -> LockstepGroup:
@@ -28,13 +29,13 @@ def create(options: Any, backend_options: Any) -> LockstepGroup:
 
 
 class LockstepGroup(dist.ProcessGroup):
-    """One rank's end of a group; `ranks` in group order."""
+    """One rank's end of a group; `ranks` are global, in group order."""
 
-    def __init__(self, rank: int, size: int, ranks: tuple[int, ...]) -> None:
-        super().__init__(rank, size)
+    def __init__(self, place: int, size: int, ranks: tuple[int, ...]) -> None:
+        super().__init__(place, size)
         self.ranks = ranks or tuple(range(size))
-        self._place, self._traffic = rank, world.here().seat
-        self._rank = self.ranks[rank]
+        self._place, self._size, self._rank = place, size, self.ranks[place]
+        self._traffic = world.here().traffic
         self._name, self._desc = "", ""
         self._block: list[Call] | None = None
 
@@ -55,123 +56,90 @@ class LockstepGroup(dist.ProcessGroup):
     def getGroupDesc(self) -> str:
         return self._desc
 
-    @property
-    def _key(self) -> tuple[str, tuple[int, ...]]:
-        return self._name, self.ranks
-
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    @property
-    def group_desc(self) -> str:
-        return self._desc
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
 
     # Reductions.
 
-    def allreduce(self, tensors: Tensor | Tensors, opts: Any = None, timeout: Any = None) -> LockstepWork:
-        tensors = _listed(tensors)
-        return self._meet("all_reduce", tensors, tensors, opts, reduce_op=_reduce_op(opts))
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
+        tensors = listed(tensors)
+        return self._meet("all_reduce", tensors, tensors, opts, reduce_op=reduce_op(opts))
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> LockstepWork:
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         return self.allreduce(tensors, opts)
 
-    def reduce(
-        self, tensors: Tensor | Tensors, opts: Any = None, op: Any = None, timeout: Any = None
-    ) -> LockstepWork:
-        tensors, root = _listed(tensors), _root(opts)
-        outputs = tensors if root == self._place else []
-        return self._meet("reduce", tensors, outputs, opts, reduce_op=_reduce_op(op or opts), root=root)
+    def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Work:
+        tensors, root = listed(tensors), root_place(opts)
+        name = reduce_op(opts) if hasattr(opts, "reduceOp") else reduce_op(op)
+        return self._meet("reduce", tensors, tensors if root == self._place else [], opts, root=root, reduce_op=name)
 
-    def reduce_scatter(
-        self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None
-    ) -> LockstepWork:
-        outputs, inputs = _listed(outputs), _nested(inputs)
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
+        outputs, inputs = listed(outputs), nested(inputs)
         for output, parts in zip(outputs, inputs, strict=True):
-            self._one_each("reduce_scatter", parts, output)
+            arguments.check_one_each("reduce_scatter", parts, self._size, like=output)
         flat = [part for parts in inputs for part in parts]
-        return self._meet("reduce_scatter", flat, outputs, opts, reduce_op=_reduce_op(opts))
+        return self._meet("reduce_scatter", flat, outputs, opts, reduce_op=reduce_op(opts))
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> LockstepWork:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
-    def reduce_scatter_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None
-    ) -> LockstepWork:
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         for output, whole in zip(outputs, inputs, strict=True):
-            self._fits("reduce_scatter", "the input", whole, "output", output)
+            arguments.check_whole("reduce_scatter", "the input", whole, output, self._size)
 
         def cut(copies: list[Tensor]) -> list[Tensor]:
-            return [row for copy in copies for row in copy.reshape(self.size(), -1).unbind(0)]
+            return [part for copy in copies for part in copy.reshape(self._size, -1).unbind(0)]
 
-        return self._meet("reduce_scatter", inputs, outputs, opts, cut, reduce_op=_reduce_op(opts))
+        return self._meet("reduce_scatter", inputs, outputs, opts, cut, reduce_op=reduce_op(opts))
 
     # Copies.
 
-    def broadcast(self, tensors: Tensor | Tensors, opts: Any = None, timeout: Any = None) -> LockstepWork:
-        tensors, root = _listed(tensors), _root(opts)
-        outputs = [] if root == self._place else tensors
-        return self._meet("broadcast", tensors, outputs, opts, root=root)
+    def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
+        tensors, root = listed(tensors), root_place(opts)
+        return self._meet("broadcast", tensors, [] if root == self._place else tensors, opts, root=root)
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> LockstepWork:
-        outputs, inputs = _nested(outputs), _listed(inputs)
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
+        outputs, inputs = nested(outputs), listed(inputs)
         for parts, one in zip(outputs, inputs, strict=True):
-            self._one_each("all_gather", parts, one)
+            arguments.check_one_each("all_gather", parts, self._size, like=one)
         return self._meet("all_gather", inputs, [part for parts in outputs for part in parts], opts)
 
-    def allgather_coalesced(
-        self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
-    ) -> LockstepWork:
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         return self.allgather([[line[j] for line in outputs] for j in range(len(inputs))], inputs, opts)
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> LockstepWork:
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         return self.all_gather_single_coalesced([output], [input], opts)
 
-    def all_gather_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None
-    ) -> LockstepWork:
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         for whole, one in zip(outputs, inputs, strict=True):
-            self._fits("all_gather", "the output", whole, "input", one)
+            arguments.check_whole("all_gather", "the output", whole, one, self._size)
         return self._meet("all_gather", inputs, outputs, opts)
 
-    def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> LockstepWork:
-        inputs, root = _listed(inputs), _root(opts)
-        parts = _nested(outputs)[0] if root == self._place else []
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
+        inputs, root, parts = listed(inputs), root_place(opts), []
         if root == self._place:
-            self._one_each("gather", parts, inputs[0])
+            parts = nested(outputs)[0]
+            arguments.check_one_each("gather", parts, self._size, like=inputs[0])
         return self._meet("gather", inputs, parts, opts, root=root)
 
-    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> LockstepWork:
-        outputs, root = _listed(outputs), _root(opts)
-        parts = _nested(inputs)[0] if root == self._place else []
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
+        outputs, root, parts = listed(outputs), root_place(opts), []
         if root == self._place:
-            self._one_each("scatter", parts, outputs[0])
+            parts = nested(inputs)[0]
+            arguments.check_one_each("scatter", parts, self._size, like=outputs[0])
         return self._meet("scatter", parts, outputs, opts, root=root)
 
-    def alltoall(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None, timeout: Any = None
-    ) -> LockstepWork:
-        for name, tensors in (("output", outputs), ("input", inputs)):
-            if len(tensors) != self.size():
-                raise ValueError(
-                    f"all_to_all: {len(tensors)} {name}s for {self.size()} ranks; give one for each rank"
-                )
-        splits = (tuple(map(_rows, inputs)), tuple(map(_rows, outputs)))
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None, timeout: Any = None) -> Work:
+        for tensors in (inputs, outputs):
+            arguments.check_one_each("all_to_all", tensors, self._size)
+        splits = (tuple(map(arguments.rows, inputs)), tuple(map(arguments.rows, outputs)))
         return self._meet("all_to_all", inputs, outputs, opts, splits=splits, expected=list(outputs))
 
     def all_to_all_single(
-        self,
-        output: Tensor,
-        input: Tensor,
-        output_splits: Any,
-        input_splits: Any,
-        opts: Any = None,
-        timeout: Any = None,
-    ) -> LockstepWork:
-        gives, takes = (
-            self._splits("input", input, input_splits),
-            self._splits("output", output, output_splits),
-        )
+        self, output: Tensor, input: Tensor, takes: Any, gives: Any, opts: Any = None, timeout: Any = None
+    ) -> Work:
+        gives = arguments.splits_of("the input", input, gives, self._size)
+        takes = arguments.splits_of("the output", output, takes, self._size)
 
         def cut(copies: list[Tensor]) -> list[Tensor]:
             return list(copies[0].split(gives))
@@ -180,7 +148,7 @@ class LockstepGroup(dist.ProcessGroup):
         splits = (tuple(gives), tuple(takes))
         return self._meet("all_to_all", [input], [output], opts, cut, splits=splits, expected=expected)
 
-    def barrier(self, opts: Any = None, timeout: Any = None) -> LockstepWork:
+    def barrier(self, opts: Any = None, timeout: Any = None) -> Work:
         return self._meet("barrier", [], [], opts)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
@@ -188,23 +156,23 @@ class LockstepGroup(dist.ProcessGroup):
 
     # Messages.
 
-    def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> LockstepWork:
+    def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> Work:
         return self._post("send", tensors, [], dstRank, tag)
 
-    def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> LockstepWork:
+    def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> Work:
         return self._post("recv", tensors, tensors, srcRank, tag)
 
-    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> LockstepWork:
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
         return self._post("recv", tensors, tensors, None, tag)
 
-    # Blocks.
+    # Blocks of calls that are waited for together.
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._block = []
 
-    def _end_coalescing(self, device: torch.device) -> LockstepWork:
+    def _end_coalescing(self, device: torch.device) -> Work:
         calls, self._block = self._block or [], None
-        return LockstepWork(self._traffic, calls)
+        return Work(self._traffic, calls)
 
     # The names of torch 2.11 and 2.12.
 
@@ -216,58 +184,55 @@ class LockstepGroup(dist.ProcessGroup):
 
     # What this backend has not.
 
-    def splitGroup(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError("lockstep: split_group needs a device-bound backend; use new_group")
+    def split_group(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError("lockstep: split_group needs a backend bound to a device; use new_group")
 
-    def mergeRemoteGroup(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(
-            "lockstep: merge_remote_group joins processes, and there is one; use new_group"
-        )
+    def merge_remote_group(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError("lockstep: merge_remote_group joins processes, here is one; use new_group")
 
-    split_group, merge_remote_group = splitGroup, mergeRemoteGroup
+    splitGroup, mergeRemoteGroup = split_group, merge_remote_group
 
     # How a call is made.
 
     def _meet(
-        self, op: str, inputs: Tensors, outputs: Tensors, opts: Any, cut: Cut | None = None, **details: Any
-    ) -> LockstepWork:
-        root, expected = details.pop("root", None), details.pop("expected", [])
-        row = self._row(
-            op,
-            inputs,
-            outputs,
-            seq=self._traffic.next_seq(self._rank, self._key),
-            root=None if root is None else self.ranks[root],
-            is_async=getattr(opts, "asyncOp", True),
-            **details,
-        )
-        call = Call(row, self._place, inputs, outputs, expected=expected, tracked=row.is_async)
+        self,
+        op: str,
+        inputs: Tensors,
+        outputs: Tensors,
+        opts: Any,
+        cut: Cut | None = None,
+        *,
+        root: int | None = None,
+        expected: Tensors = (),
+        **details: Any,
+    ) -> Work:
+        key = (self._name, self.ranks)
+        is_async = getattr(opts, "asyncOp", True)
+        root = None if root is None else self.ranks[root]
+        seq = self._traffic.next_seq(self._rank, key)
+        row = self._row(op, inputs, outputs, seq=seq, root=root, is_async=is_async, **details)
+        call = Call(row, self._place, inputs, outputs, expected=expected, tracked=is_async)
         call.take(cut)
-        self._traffic.meet(self._key, call)
+        self._traffic.meet(key, call)
         return self._work(call)
 
-    def _post(self, op: str, tensors: Tensors, outputs: Tensors, peer: int | None, tag: int) -> LockstepWork:
-        row = self._row(
-            op,
-            tensors,
-            outputs,
-            seq=self._traffic.next_seq(self._rank, (self._key, op)),
-            peer=None if peer is None else self.ranks[peer],
-            tag=tag,
-        )
+    def _post(self, op: str, tensors: Tensors, outputs: Tensors, peer: int | None, tag: int) -> Work:
+        key = (self._name, self.ranks)
+        seq = self._traffic.next_seq(self._rank, (key, op))
+        peer_rank = None if peer is None else self.ranks[peer]
+        row = self._row(op, tensors, outputs, seq=seq, peer=peer_rank, tag=tag)
         call = Call(row, self._place, [] if outputs else tensors, outputs, tracked=True)
         call.take(None)
-        self._traffic.post(self._key, call, peer)
+        self._traffic.post(key, call, peer)
         return self._work(call)
 
-    def _work(self, call: Call) -> LockstepWork:
+    def _work(self, call: Call) -> Work:
         if self._block is None:
-            return LockstepWork(self._traffic, [call])
+            return Work(self._traffic, [call])
         self._block.append(call)
         return CollectedWork(self._traffic, [call])
 
     def _row(self, op: str, inputs: Tensors, outputs: Tensors, **details: Any) -> Row:
-        sent = 0 if op == "recv" else sum(map(_bytes, inputs))
         return Row(
             rank=self._rank,
             op=op,
@@ -275,69 +240,9 @@ class LockstepGroup(dist.ProcessGroup):
             group_name=group_label(self._desc, self.ranks, self._traffic.axes),
             dtypes=tuple(str(t.dtype).removeprefix("torch.") for t in inputs),
             shapes=tuple(tuple(t.shape) for t in inputs),
-            bytes_in=sent,
-            bytes_out=sum(map(_bytes, outputs)),
+            bytes_in=0 if op == "recv" else arguments.size_in_bytes(inputs),
+            bytes_out=arguments.size_in_bytes(outputs),
             phase=phase(),
             source=call_site(),
             **details,
         )
-
-    def _splits(self, name: str, whole: Tensor, splits: Sequence[int]) -> list[int]:
-        rows, size = whole.shape[0] if whole.ndim else 1, self.size()
-        if not splits:
-            if rows % size:
-                raise ValueError(
-                    f"all_to_all: the {name} has {rows} rows, which {size} ranks cannot share; give splits"
-                )
-            return [rows // size] * size
-        if len(splits) != size or sum(splits) != rows:
-            raise ValueError(
-                f"all_to_all: {name} splits {list(splits)} for {rows} rows and {size} ranks do not add up"
-            )
-        return list(splits)
-
-    def _one_each(self, op: str, parts: Tensors, one: Tensor) -> None:
-        if len(parts) != self.size():
-            raise ValueError(
-                f"{op}: a list of {len(parts)} tensors for {self.size()} ranks; give one for each rank"
-            )
-        for part in parts:
-            if part.shape != one.shape or part.dtype != one.dtype:
-                raise ValueError(
-                    f"{op}: {_what(part)} in the list and {_what(one)} beside it; all must be alike"
-                )
-
-    def _fits(self, op: str, whole_name: str, whole: Tensor, one_name: str, one: Tensor) -> None:
-        if whole.numel() != one.numel() * self.size() or whole.dtype != one.dtype:
-            raise ValueError(
-                f"{op}: {whole_name} is {_what(whole)}, each of {self.size()} ranks' {one_name} is {_what(one)} "
-                f"(needs {self.size()} times as many elements of one dtype)"
-            )
-
-
-def _listed(tensors: Any) -> list[Tensor]:
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
-
-
-def _nested(tensors: Any) -> list[list[Tensor]]:
-    return [list(tensors)] if tensors and isinstance(tensors[0], Tensor) else [list(line) for line in tensors]
-
-
-def _reduce_op(opts: Any) -> str:
-    return name_of(dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts))
-
-
-def _root(opts: Any) -> int:
-    return opts if isinstance(opts, int) else getattr(opts, "rootRank", 0)
-
-
-def _rows(tensor: Tensor) -> int:
-    return tensor.shape[0] if tensor.ndim else 1
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _what(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -23,9 +23,9 @@ _COLLECTIVES = str(_ROOT / "torch_impl" / "collectives")
 class Row:
     """What one rank issued.
 
-    `op` is one name per family: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, scatter,
-    gather, barrier, send, recv. `group` is the sorted global ranks; `shapes` and `dtypes` are those of the
-    tensors handed in (for recv: the buffer). Bytes are the logical payload of this rank, before any algorithm.
+    `op` is one name per family: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce,
+    scatter, gather, barrier, send, recv. `group` is the sorted global ranks; `shapes` and `dtypes` are those of the
+    tensors handed in (for recv: the buffer). Bytes are this rank's logical payload, before any algorithm.
     """
 
     rank: int
@@ -39,9 +39,7 @@ class Row:
     bytes_out: int
     reduce_op: str | None = None
     root: int | None = None  # global rank
-    splits: tuple[tuple[int, ...], tuple[int, ...]] | None = (
-        None  # all_to_all: input and output rows per peer
-    )
+    splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # all_to_all: rows to and from each
     peer: int | None = None  # global rank
     tag: int = 0
     is_async: bool = False
@@ -54,9 +52,7 @@ class Row:
         return self.bytes_out if self.op == "recv" else self.bytes_in
 
     def __str__(self) -> str:
-        what = " ".join(
-            f"{dtype}{list(shape)}" for dtype, shape in zip(self.dtypes, self.shapes, strict=True)
-        )
+        what = " ".join(f"{dtype}{list(shape)}" for dtype, shape in zip(self.dtypes, self.shapes, strict=True))
         extra = "".join(
             [
                 f" {self.reduce_op}" if self.reduce_op else "",
@@ -110,7 +106,7 @@ def call_site() -> str:
 def group_label(description: str, ranks: Sequence[int], axes: Mapping[str, int]) -> str:
     """How a group is called: its mesh axis, `world` for the default group, else its ranks.
 
-    DeviceMesh takes the default group for an axis that spans all ranks, and describes others as `mesh_<axis>`.
+    DeviceMesh takes the default group for an axis that spans all ranks; others it describes as `mesh_<axis>`.
     """
     if description == "default_pg":
         return next((axis for axis, size in axes.items() if size == len(ranks)), "world")

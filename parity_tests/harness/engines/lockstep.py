@@ -1,9 +1,9 @@
 """The lockstep engine: every rank a thread of this process, one running at a time, nothing left to chance.
 
-A session holds the threads, groups and meshes of one mesh and serves example after example; after any failure it is
+A session holds the threads, groups and meshes of one mesh and serves example after example; after a failure it is
 thrown away. Threads cannot be killed: a rank in a loop without end is reported and left behind.
 
-Blind spot: ranks share module globals, so a cache filled by one rank looks right to all. Other processes tell.
+Blind spot: ranks share module globals, so a cache filled by one rank looks right to all. Processes do not.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _MOST_SESSIONS = 16
 
 
 def run(fn: Job, case: CaseSpec, *, quiet_s: float = 60.0) -> Ranks:
-    """Run `fn(mesh, case)` on each rank of `case.mesh`, in threads. `quiet_s` bounds the time between collectives.
+    """Run `fn(mesh, case)` on each rank of `case.mesh`, in threads.
+
+    `quiet_s` bounds the seconds that a rank computes between two collectives.
 
     Errors: RuntimeError if a run is going on in this process; RankFailure, one subclass per cause.
     """
     if not _one_run.acquire(blocking=False):
-        raise RuntimeError(
-            "lockstep.run: a run is going on in this process; let it finish, or use engine='gloo'"
-        )
+        raise RuntimeError("lockstep.run: a run is going on in this process; let it finish, or use engine='gloo'")
     try:
         with world.installed(group.create):
             return _session(case, quiet_s).run(fn, case, quiet_s)
@@ -171,4 +171,4 @@ class Session:
 
 def rank_seed(case: CaseSpec, rank: int) -> int:
     """The seed of a rank's default generator, each rank its own."""
-    return (case.seed * 1_000_003 + rank) % 2**63
+    return case.seed + rank

@@ -1,6 +1,6 @@
 """Meetings: the n-th collective of a group, from the first rank's arrival to the last.
 
-Each arrival is held against the first; when all have come the results are known. Nothing here knows of threads.
+Each arrival is held against the first; when all have come the results are known. No thread is known here.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from parity_tests.harness.engines.arguments import described
 from parity_tests.harness.engines.call import Call
 from parity_tests.harness.engines.ledger import Row
 from parity_tests.harness.engines.reduction import combined
@@ -69,15 +70,15 @@ def _agree(first: Call, second: Call) -> None:
 def _same_outputs(first: Call, second: Call) -> None:
     for one, other in zip(first.outputs, second.outputs, strict=True):
         if (one.shape, one.dtype) != (other.shape, other.dtype):
-            raise Disagreement(f"outputs differ, {_what(one)} and {_what(other)}", first.row, second.row)
+            raise Disagreement(f"outputs differ, {described(one)} and {described(other)}", first.row, second.row)
 
 
 def _pair(sender: Call, receiver: Call) -> None:
     sent, wanted = sender.pieces[receiver.place], receiver.expected[sender.place]
     if (sent.shape, sent.dtype) != (wanted.shape, wanted.dtype):
         raise Disagreement(
-            f"splits disagree, rank {sender.row.rank} sends {_what(sent)} to rank {receiver.row.rank}, which "
-            f"expects {_what(wanted)}",
+            f"splits disagree, rank {sender.row.rank} sends {described(sent)} to rank {receiver.row.rank}, which "
+            f"expects {described(wanted)}",
             sender.row,
             receiver.row,
         )
@@ -88,20 +89,13 @@ def _results(calls: Sequence[Call]) -> list[list[Tensor]]:
     row, size = calls[0].row, len(calls)
     if row.op == "barrier":
         return [[] for _ in calls]
+    op = row.reduce_op or "SUM"
     if row.op in ("all_reduce", "reduce"):
-        totals = [
-            combined(row.reduce_op or "SUM", terms) for terms in zip(*(c.pieces for c in calls), strict=True)
-        ]
+        totals = [combined(op, terms) for terms in zip(*(call.pieces for call in calls), strict=True)]
         return [totals if call.outputs else [] for call in calls]
     if row.op == "reduce_scatter":
-        count = len(calls[0].pieces) // size
-        return [
-            [
-                combined(row.reduce_op or "SUM", [c.pieces[j * size + place] for c in calls])
-                for j in range(count)
-            ]
-            for place in range(size)
-        ]
+        blocks = range(0, len(calls[0].pieces), size)
+        return [[combined(op, [c.pieces[b + p] for c in calls]) for b in blocks] for p in range(size)]
     if row.op in ("all_gather", "gather"):
         count = len(calls[0].pieces)
         pieces = [call.pieces[j] for j in range(count) for call in calls]
@@ -116,7 +110,3 @@ def _results(calls: Sequence[Call]) -> list[list[Tensor]]:
 
 def _shapes(row: Row) -> str:
     return " ".join(str(list(shape)) for shape in row.shapes)
-
-
-def _what(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -1,6 +1,6 @@
 """The reduce operations: what several ranks' tensors become.
 
-Terms are combined one after the other in rank order and in their own dtype, as a ring does; so every rank gets the
+Terms are combined one after the other in rank order and in their own dtype, as a ring does: every rank gets the
 same bits, and a narrow dtype rounds at each step.
 """
 
@@ -29,9 +29,7 @@ def name_of(op: object) -> str:
     kind = getattr(op, "op", op)
     name = getattr(kind, "name", str(kind))
     if name not in _STEPS:
-        raise ValueError(
-            f"lockstep: reduce op {name} is not supported ({', '.join(_STEPS)}); scale the tensor before"
-        )
+        raise ValueError(f"lockstep: reduce op {name} is not supported ({', '.join(_STEPS)}); scale the tensor before")
     return name
 
 
@@ -39,9 +37,7 @@ def combined(name: str, terms: Sequence[Tensor]) -> Tensor:
     """One new tensor from the ranks' terms."""
     dtype = terms[0].dtype
     step = _STEPS[name]
-    if (
-        dtype.is_floating_point and dtype.itemsize == 1
-    ):  # no arithmetic in 8 bits: compute in 32, round each step
+    if dtype.is_floating_point and dtype.itemsize == 1:  # torch adds no 8-bit floats
         total = reduce(lambda a, b: step(a.float(), b.float()).to(dtype), terms)
         return (total.float() / len(terms)).to(dtype) if name == "AVG" else total.clone()
     total = reduce(step, terms[1:], terms[0].clone())

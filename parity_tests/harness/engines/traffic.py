@@ -107,15 +107,17 @@ class Traffic:
             self._fail(Unwaited, f"rank {rank} returned and never waited for {call.row}", call.row)
 
     def raised(self, rank: int, error: BaseException) -> None:
-        """A rank's own exception; the frames shown are the user's."""
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_plumbing(f.filename)]
-        trace = "".join(traceback.format_list(frames)).rstrip()
-        summary = "".join(traceback.format_exception_only(error)).strip()
-        source = f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}" if frames else None
+        """A rank's own exception; the frames shown are the user's. A verdict reached on the rank stays one."""
         last = next(reversed(self.ledger.of(rank)), None)
-        message = f"rank {rank} raised {summary}" + (f"\n{trace}" if trace else "")
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_plumbing(f.filename)]
+        source = f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}" if frames else None
+        summary = "".join(traceback.format_exception_only(error)).strip()
+        message = "\n".join([f"rank {rank} raised {summary}", *traceback.format_list(frames)]).rstrip()
         failure = self._failure(Raised, message, rank, last.op if last else None, source)
         failure.__cause__ = error
+        if isinstance(error, RankFailure):
+            error.case, error.others, error.ledger = self.case, failure.others, self.ledger
+            failure = error
         self.baton.failure = self.baton.failure or failure
 
     def stuck(self) -> RankFailure:
@@ -130,9 +132,7 @@ class Traffic:
         """The running rank does not come back."""
         rank = self.baton.running
         last = next(reversed(self.ledger.of(rank)), None)
-        message = (
-            f"rank {rank} has not reached a collective for {seconds:g} s; last {last or 'nothing'}\n{stack}"
-        )
+        message = f"rank {rank} has not reached a collective for {seconds:g} s; last {last or 'nothing'}\n{stack}"
         return self._failure(Stalled, message, rank, last.op if last else None, last.source if last else None)
 
     def _fail(self, kind: type[RankFailure], message: str, row: Row) -> None:
@@ -142,9 +142,7 @@ class Traffic:
         self, kind: type[RankFailure], message: str, rank: int, op: str | None, source: str | None
     ) -> RankFailure:
         others = [self._state(other) for other in range(self.baton.world) if other != rank]
-        return kind(
-            message, rank=rank, op=op, source=source, case=self.case, others=others, ledger=self.ledger
-        )
+        return kind(message, rank=rank, op=op, source=source, case=self.case, others=others, ledger=self.ledger)
 
     def _state(self, rank: int) -> str:
         pending = self.baton.waits[rank]

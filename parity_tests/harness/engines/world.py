@@ -1,7 +1,7 @@
 """One process group world for each rank's thread, in a process that has only one.
 
-c10d keeps the default group and the maps of groups in one module-level object. For the time of a run this puts a
-switchboard in its place which shows each rank's thread its own, and everybody else the process's.
+c10d keeps the default group and the maps of groups in one module-level object. For the time of a run a switchboard
+stands in its place, which shows each rank's thread its own and everybody else the process's.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c_api
 from torch.distributed import distributed_c10d as c10d
 
+from parity_tests.harness.engines.traffic import Traffic
+
 # DeviceMesh makes itself distinct by thread on a backend of this name, which keeps DTensor's caches apart.
 BACKEND = "threaded"
 _GLOBALS = ("_world", "_backend", "_default_pg_init_method")
@@ -24,17 +26,18 @@ _here = threading.local()
 
 
 class RankWorld(c10d._World):
-    """The groups of one rank."""
+    """The groups of one rank, and the traffic that they send into."""
 
     pg_map = pg_names = pg_group_ranks = pg_backend_config = group_count = None
     tags_to_pg = pg_to_tag = pg_coalesce_state = default_pg = None
 
-    def __init__(self, seat: Any) -> None:
+    def __init__(self, traffic: Traffic) -> None:
         super().__init__()
-        self.seat = seat
+        self.traffic = traffic
         self.group_count = 0
         self.pg_map, self.pg_names, self.pg_group_ranks, self.pg_backend_config = {}, {}, {}, {}
         self.tags_to_pg, self.pg_to_tag, self.pg_coalesce_state = {}, {}, {}
+        self._by_group = [self.pg_map, self.pg_names, self.pg_group_ranks, self.pg_backend_config, self.pg_to_tag]
 
     def mark(self) -> None:
         """Remember the groups of now."""

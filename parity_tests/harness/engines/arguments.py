@@ -1,0 +1,79 @@
+"""The arguments of torch's process group calls: brought to one form, and refused where they cannot be right.
+
+What one rank can see to be wrong is a ValueError there; what only two can see is the meeting's affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from parity_tests.harness.engines.reduction import name_of
+
+
+def listed(tensors: Any) -> list[Tensor]:
+    """A tensor or a list of tensors, as a list."""
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def nested(tensors: Any) -> list[list[Tensor]]:
+    """A list of tensors or a list of lists, as a list of lists."""
+    if tensors and isinstance(tensors[0], Tensor):
+        return [list(tensors)]
+    return [list(line) for line in tensors]
+
+
+def reduce_op(opts: Any) -> str:
+    """The name of the reduce op in options, or given by itself."""
+    return name_of(dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts))
+
+
+def root_place(opts: Any) -> int:
+    """The root's place in the group, in options or given by itself."""
+    return opts if isinstance(opts, int) else getattr(opts, "rootRank", 0)
+
+
+def rows(tensor: Tensor) -> int:
+    return tensor.shape[0] if tensor.ndim else 1
+
+
+def size_in_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def splits_of(name: str, whole: Tensor, splits: Sequence[int], size: int) -> list[int]:
+    """Rows for each rank; no splits mean equal ones."""
+    count = rows(whole)
+    if not splits:
+        if count % size:
+            raise ValueError(f"all_to_all: {name} has {count} rows for {size} ranks (needs a multiple); give splits")
+        return [count // size] * size
+    if len(splits) != size or sum(splits) != count:
+        raise ValueError(f"all_to_all: {name} has {count} rows for {size} ranks, its splits are {list(splits)}")
+    return list(splits)
+
+
+def check_one_each(op: str, parts: Sequence[Tensor], size: int, like: Tensor | None = None) -> None:
+    """A list has one tensor for each rank, all like the one beside it."""
+    if len(parts) != size:
+        raise ValueError(f"{op}: a list of {len(parts)} tensors for {size} ranks (needs one for each)")
+    for part in parts:
+        if like is not None and (part.shape != like.shape or part.dtype != like.dtype):
+            raise ValueError(f"{op}: {described(part)} in the list, {described(like)} beside it (all must be alike)")
+
+
+def check_whole(op: str, name: str, whole: Tensor, part: Tensor, size: int) -> None:
+    """One tensor that holds every rank's part."""
+    if whole.numel() != part.numel() * size or whole.dtype != part.dtype:
+        raise ValueError(
+            f"{op}: {name} is {described(whole)}, a rank's part is {described(part)} "
+            f"(needs {size} times its elements, in its dtype)"
+        )
+
+
+def described(tensor: Tensor) -> str:
+    """float32[2, 3]"""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
