@@ -1,0 +1,1 @@
+"""Clues: functions from evidence to sentences, each for one kind of mistake."""

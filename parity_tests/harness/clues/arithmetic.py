@@ -1,0 +1,168 @@
+"""Clues in the numbers: a constant factor, the other sign, an added constant, all over or rank by rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
+
+import numpy as np
+
+from parity_tests.harness.clues.numbers import Named, named_numbers, shown, sizes_of
+from parity_tests.harness.evidence import Evidence
+
+_REACH = {"gradient": "backward does not reach this input", "output": "nothing was written to it"}
+
+
+def known_number(evidence: Evidence) -> Iterator[str]:
+    """The simplest relation with a number that has a name and holds on every element, if there is one."""
+    sentences = (relation(evidence) for relation in (_zero, _named_factor, _opposite, _named_constant))
+    yield from islice(filter(None, sentences), 1)
+
+
+def fitted_number(evidence: Evidence) -> Iterator[str]:
+    """A relation with a number fitted to the tensor, where none with a name holds: one for all, or one a rank."""
+    if not any(known_number(evidence)):
+        whole = (relation(evidence) for relation in (_plain_factor, _plain_constant))
+        yield from islice(filter(None, chain(whole, _rank_by_rank(evidence))), 1)
+
+
+def _zero(evidence: Evidence) -> str | None:
+    if evidence.got.any():
+        return None
+    return f"{evidence.role} is zero: {_REACH[evidence.role]}"
+
+
+def _named_factor(evidence: Evidence) -> str | None:
+    found = _best(evidence, [(named, sign * named.value) for named in _names(evidence) for sign in (1, -1)], _times)
+    if found is None:
+        return None
+    named, value = found
+    name = f"-{named}" if value < 0 else str(named)
+    return f"off by the constant factor {shown(value)} (= {name}): a reduction is missing or repeated{_thin(evidence)}"
+
+
+def _opposite(evidence: Evidence) -> str | None:
+    return "opposite sign" + _thin(evidence) if evidence.fits(-evidence.want) else None
+
+
+def _named_constant(evidence: Evidence) -> str | None:
+    whole = [named for named in _names(evidence) if named.value > 1]
+    found = _best(evidence, [(n, sign * math.log(n.value)) for n in whole for sign in (1, -1)], _plus)
+    if found is None:
+        return None
+    named, value = found
+    sign = "-" if value < 0 else ""
+    logs = " or ".join(
+        f"{sign}log({name})" if "*" in name or "/" in name else f"{sign}log {name}" for name in named.names
+    )
+    return f"off by the added constant {sign}log {shown(named.value)} (= {logs}){_thin(evidence)}"
+
+
+def _plain_factor(evidence: Evidence) -> str | None:
+    factor = fitted_factor(evidence)
+    return None if factor is None else f"off by the constant factor {shown(factor)}: a scale is missing or wrong"
+
+
+def _plain_constant(evidence: Evidence) -> str | None:
+    constant = fitted_constant(evidence)
+    return None if constant is None else f"off by the added constant {shown(constant)}"
+
+
+def _rank_by_rank(evidence: Evidence) -> Iterator[str]:
+    """One relation, but with another number on each rank of a cut axis."""
+    kinds = (
+        (
+            "off by a constant factor on each {} rank ({}): a local count or sum stands for the global one",
+            fitted_factor,
+            1.0,
+        ),
+        (
+            "off by an added constant on each {} rank ({}): a local statistic stands for the global one",
+            fitted_constant,
+            0.0,
+        ),
+    )
+    for axis, owner in evidence.owners.items():
+        parts = [evidence.only(owner == rank) for rank in np.unique(owner)]
+        if sum(part.wrong > 0 for part in parts) < 2:
+            continue
+        for sentence, fitted, neutral in kinds:
+            numbers = [fitted(part) if part.wrong else neutral for part in parts]
+            if None not in numbers and len({shown(number) for number in numbers}) > 1:
+                yield sentence.format(axis, ", ".join(map(shown, numbers)))
+                return
+
+
+def fitted_factor(evidence: Evidence) -> float | None:
+    """f with got = f * want on every element; None where two different values do not vouch for it."""
+    told = _telling(evidence)
+    if len(np.unique(np.abs(evidence.want[told]))) < 2:
+        return None
+    weight = _weights(evidence, told)
+    want, got = evidence.want[told] * weight, evidence.got[told] * weight
+    largest = np.abs(want).max()
+    factor = float((want / largest) @ (got / largest) / ((want / largest) @ (want / largest)))
+    return factor if math.isfinite(factor) and _fits(evidence, _times, factor) else None
+
+
+def fitted_constant(evidence: Evidence) -> float | None:
+    """c with got = want + c on every element; None where two different values do not vouch for it."""
+    told = _telling(evidence)
+    if len(np.unique(evidence.want[told])) < 2:
+        return None
+    weight = _weights(evidence, told) ** 2
+    constant = float(weight @ (evidence.got[told] - evidence.want[told]) / weight.sum())
+    return constant if math.isfinite(constant) and _fits(evidence, _plus, constant) else None
+
+
+Relation = Callable[[np.ndarray, float], np.ndarray]
+
+
+def _times(want: np.ndarray, factor: float) -> np.ndarray:
+    with np.errstate(invalid="ignore", over="ignore"):
+        return want * factor
+
+
+def _plus(want: np.ndarray, constant: float) -> np.ndarray:
+    return want + constant
+
+
+def _fits(evidence: Evidence, relation: Relation, number: float) -> bool:
+    # What multiplies a value multiplies its error.
+    slack = max(1.0, abs(number)) if relation is _times else 1.0
+    return evidence.fits(relation(evidence.want, number), slack)
+
+
+def _best(evidence: Evidence, tried: list[tuple[Named, float]], relation: Relation) -> tuple[Named, float] | None:
+    """Of the numbers that fit, the one that leaves least; the simplest of those that leave the same."""
+    told = _telling(evidence)
+    if not told.any():
+        return None
+    weight = _weights(evidence, told)
+    want, got = evidence.want[told], evidence.got[told]
+    fitting = [(named, number) for named, number in tried if _fits(evidence, relation, number)]
+    with np.errstate(over="ignore"):
+        left = [float(np.abs((got - relation(want, number)) * weight).max()) for _, number in fitting]
+    return fitting[int(np.argmin(left))] if fitting else None
+
+
+def _names(evidence: Evidence) -> list[Named]:
+    # A single element always fits some quotient of sizes, so it is told only by products and inverses.
+    return named_numbers(sizes_of(evidence.axes, evidence.factors), mixed=evidence.wrong > 1)
+
+
+def _telling(evidence: Evidence) -> np.ndarray:
+    """The elements that can tell one number from another: finite, and not lost in their budget."""
+    finite = np.isfinite(evidence.got) & np.isfinite(evidence.want) & np.isfinite(evidence.budget)
+    return finite & (evidence.bad | (np.abs(evidence.want) > evidence.budget))
+
+
+def _weights(evidence: Evidence, told: np.ndarray) -> np.ndarray:
+    """How much each telling element counts, at most 1: the finer its budget, the more."""
+    budget = np.maximum(evidence.budget[told], np.finfo(np.float64).tiny)
+    return budget.min() / budget
+
+
+def _thin(evidence: Evidence) -> str:
+    return "; only one element tells" if evidence.wrong == 1 else ""

@@ -1,0 +1,102 @@
+"""Evidence: what is known about one tensor that failed, in NumPy arrays alone.
+
+The explaining functions take it and nothing else, so each can be tried on a mistake built by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+Layout = Callable[[int, int], Sequence[np.ndarray]]
+
+
+class Placed(NamedTuple):
+    """A cut of this tensor: dim number `dim` over `axis`, rank r holding `positions[r]`."""
+
+    dim: int
+    axis: str
+    layout: str
+    positions: Sequence[np.ndarray]
+
+
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """One failing tensor. Only name, role and the first three arrays, which share a shape, are needed.
+
+    `got` is one stitched copy; `at` says which, by the coordinates of the axes that repeat the tensor. `owners` gives,
+    for each axis that cuts it, the coordinate that holds each element. `pieces` gives, for an axis that does not
+    cut it, what each rank of the axis returned, stacked; `addends` one rank's own term of the sum where it is
+    known. `factors` are numbers beside the mesh sizes that a scale may be made of, such as microbatches.
+    """
+
+    name: str
+    role: str  # "output" | "gradient"
+    got: np.ndarray
+    want: np.ndarray
+    budget: np.ndarray
+    axes: Mapping[str, int] = field(default_factory=dict)
+    factors: Mapping[str, float] = field(default_factory=dict)
+    dims: tuple[str, ...] = ()
+    owners: Mapping[str, np.ndarray] = field(default_factory=dict)
+    at: Mapping[str, int] = field(default_factory=dict)
+    layouts: tuple[Placed, ...] = ()
+    candidates: Mapping[str, Layout] = field(default_factory=dict)  # tried besides the built-in layouts
+    borders: Mapping[str, np.ndarray] = field(default_factory=dict)  # "sequence boundaries", "padding", ...
+    addends: Mapping[tuple[str, int], np.ndarray] = field(default_factory=dict)
+    pieces: Mapping[str, np.ndarray] = field(default_factory=dict)  # axis -> [ranks of the axis, *shape]
+    outputs_pass: bool = False
+    loose_budget: np.ndarray | None = None  # had sums been accumulated in the tested dtype
+    dtype: str = "bfloat16"
+    largest: float = np.inf  # of the dtype: beyond it an infinity of the same sign is right
+    poison: str | None = None  # the asynchronous collective whose buffer is NaN until its wait, if there is one
+    backward: str | None = None  # the collective of the backward that is suspected, as op at file:line
+    first_divergence: str | None = None  # where the ranks' ledgers part, as #n op at file:line
+
+    def __post_init__(self) -> None:
+        if not np.shape(self.got) == np.shape(self.want) == np.shape(self.budget):
+            shapes = f"{np.shape(self.got)}, {np.shape(self.want)} and {np.shape(self.budget)}"
+            raise ValueError(f"evidence of {self.name!r}: got, want and budget are {shapes}; they share one shape")
+
+    @cached_property
+    def bad(self) -> np.ndarray:
+        """Where the tensor is wrong."""
+        return self.differs(self.want)
+
+    @property
+    def wrong(self) -> int:
+        return int(self.bad.sum())
+
+    def differs(self, expected: np.ndarray, slack: float = 1.0, *, got: np.ndarray | None = None) -> np.ndarray:
+        """Where `got` is not `expected` within `slack` budgets; a NaN equals a NaN, an infinity its like."""
+        got = self.got if got is None else got
+        with np.errstate(invalid="ignore", over="ignore"):
+            close = np.abs(got - expected) <= slack * self.budget
+            overflowed = np.isinf(got) & (np.abs(expected) > self.largest) & (np.sign(got) == np.sign(expected))
+        return ~(close | (got == expected) | (np.isnan(got) & np.isnan(expected)) | overflowed)
+
+    def fits(self, expected: np.ndarray, slack: float = 1.0) -> bool:
+        return not self.differs(expected, slack).any()
+
+    def only(self, mask: np.ndarray) -> Evidence:
+        """The same evidence on the elements of `mask`, as one row; what needs the shape is left out."""
+        return replace(
+            self,
+            got=self.got[mask],
+            want=self.want[mask],
+            budget=self.budget[mask],
+            dims=(),
+            owners={},
+            layouts=(),
+            borders={},
+            addends={},
+            pieces={},
+            loose_budget=None,
+        )
+
+    def dim(self, number: int) -> str:
+        return self.dims[number] if number < len(self.dims) else f"dim {number}"

@@ -1,0 +1,57 @@
+"""What kind of mistake: from the evidence on one failing tensor to sentences, the headline first.
+
+A pure function. Each clue claims a pattern only if the whole tensor fits it within its budget; the order of the clues
+is the order of what they explain, from one number that explains everything to one place that explains nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from parity_tests.harness.clues import places, sums
+from parity_tests.harness.clues.arithmetic import fitted_number, known_number
+from parity_tests.harness.clues.order import another_order
+from parity_tests.harness.evidence import Evidence as Evidence
+from parity_tests.harness.evidence import Placed as Placed
+
+
+def explain(evidence: Evidence) -> tuple[str, ...]:
+    """Notes on one tensor, the headline first; none if nothing is wrong with it."""
+    if not evidence.bad.any():
+        return ()
+    notes = [sentence for clue in CLUES for sentence in clue(evidence)]
+    return tuple(notes) or (places.worst(evidence),)
+
+
+def _narrow_sums(evidence: Evidence) -> Iterator[str]:
+    if evidence.loose_budget is not None:
+        looser = Evidence(evidence.name, evidence.role, evidence.got, evidence.want, evidence.loose_budget)
+        if looser.wrong == 0:
+            yield f"looks like {evidence.dtype} accumulation"
+
+
+def _backward(evidence: Evidence) -> Iterator[str]:
+    if evidence.role == "gradient" and evidence.outputs_pass:
+        yield f"forward equal, gradient not: {evidence.backward or 'a collective without its backward'}"
+
+
+def _divergence(evidence: Evidence) -> Iterator[str]:
+    if evidence.first_divergence is not None:
+        yield f"first diverging collective: {evidence.first_divergence}"
+
+
+# Rounding puts its errors anywhere, often in one place only and near a fitted line: it is looked for before both.
+CLUES = (
+    places.not_finite,
+    known_number,
+    sums.terms,
+    sums.sums,
+    another_order,
+    _narrow_sums,
+    fitted_number,
+    sums.copies,
+    places.owner,
+    places.borders,
+    _backward,
+    _divergence,
+)
