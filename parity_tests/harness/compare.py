@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,6 +39,18 @@ class Stitched:
     copies: np.ndarray  # [repeats, *global shape]
     coordinates: tuple[dict[str, int], ...]  # of each copy, on the repeating axes
     summed_ranks: int
+    parts: np.ndarray  # [*sizes of part_axes, *global shape]: before any sum
+    part_axes: tuple[str, ...]  # repeating axes, then summed ones
+
+    def pieces(self, axis: str, at: Mapping[str, int]) -> np.ndarray:
+        """[ranks of the axis, *global shape]: what each of its ranks holds, the other repeating axes held at `at`."""
+        parts, names = self.parts, list(self.part_axes)
+        for name in self.part_axes:
+            if name != axis:
+                index = names.index(name)
+                parts = parts.take(at[name], axis=index) if name in at else parts.sum(axis=index)
+                names.remove(name)
+        return parts
 
 
 @dataclass(frozen=True)
@@ -58,6 +70,7 @@ class TensorRow:
     want: np.ndarray
     budgets: np.ndarray
     loose_budgets: np.ndarray  # the same, had sums been accumulated in the tested dtype
+    owners: Mapping[str, np.ndarray]  # for each axis that cuts it: which coordinate holds each element
     missing: bool = False  # no rank returned a gradient
 
     @property
@@ -77,9 +90,7 @@ class TensorRow:
         return f"d/d {self.name}" if self.role == "gradient" else self.name
 
 
-def compare(
-    scheme: Scheme, case: CaseSpec, results: Sequence[RankResult], reference: Reference
-) -> list[TensorRow]:
+def compare(scheme: Scheme, case: CaseSpec, results: Sequence[RankResult], reference: Reference) -> list[TensorRow]:
     """One row for each output and each gradient."""
     rows = []
     for arg in scheme.outputs:
@@ -87,7 +98,7 @@ def compare(
         stitched = stitch(arg, pieces, case, scheme.layouts, "output")
         want = reference.outputs[arg.name]
         if arg.is_integer:
-            rows.append(_exact(arg, stitched, want))
+            rows.append(_exact(arg, stitched, want, owners(arg, case, scheme.layouts)))
             continue
         spread = reference.output_spread[arg.name]
         count = _terms(scheme, case, arg, "output") * stitched.summed_ranks
@@ -103,29 +114,27 @@ def compare(
         count = _terms(scheme, case, arg, "gradient") * stitched.summed_ranks
         want, spread = reference.gradients[arg.name], reference.gradient_spread[arg.name]
         missing = all(piece is None for piece in found)
-        rows.append(
-            _judged(scheme, case, arg, "gradient", stitched, want, spread, count, case.dtype, missing)
-        )
+        rows.append(_judged(scheme, case, arg, "gradient", stitched, want, spread, count, case.dtype, missing))
     return rows
 
 
-def stitch(
-    arg: Argument, pieces: Sequence[np.ndarray], case: CaseSpec, custom: inputs.Layouts, role: str
-) -> Stitched:
+def stitch(arg: Argument, pieces: Sequence[np.ndarray], case: CaseSpec, custom: inputs.Layouts, role: str) -> Stitched:
     """Put pieces back by the reference's layouts; sum over P axes of an output, over R axes of a gradient."""
     summed = [axis for axis, letter in arg.spec.types if letter == SUMMED[role]]
     repeating = [axis for axis in case.mesh if axis not in arg.spec.axes and axis not in summed]
-    keys = list(np.ndindex(*(case.mesh[axis] for axis in repeating)))
-    copies = np.zeros((len(keys), *arg.shape(case)), dtype=np.asarray(pieces[0]).dtype)
-    index = {key: i for i, key in enumerate(keys)}
+    names = (*repeating, *summed)
+    sizes = tuple(case.mesh[axis] for axis in names)
+    parts = np.zeros((*sizes, *arg.shape(case)), dtype=np.asarray(pieces[0]).dtype)
     for at, local in zip(_ranks(case), pieces, strict=True):
-        target = copies[index[tuple(at[axis] for axis in repeating)]]
+        target = parts[tuple(at[axis] for axis in names)]
         held = inputs.positions(arg, case, at, custom)
-        target[np.ix_(*held) if held else ...] += (
-            local.astype(copies.dtype) if copies.dtype != bool else local
-        )
+        target[np.ix_(*held) if held else ...] = local
+    keys = list(np.ndindex(*sizes[: len(repeating)]))
+    with np.errstate(invalid="ignore", over="ignore"):
+        total = parts.sum(axis=tuple(range(len(repeating), len(names)))) if summed else parts
     coordinates = tuple(dict(zip(repeating, key, strict=True)) for key in keys)
-    return Stitched(copies, coordinates, math.prod(case.mesh[axis] for axis in summed))
+    copies = total.reshape(len(keys), *arg.shape(case))
+    return Stitched(copies, coordinates, math.prod(sizes[len(repeating) :]), parts, names)
 
 
 def budget(
@@ -181,24 +190,35 @@ def _judged(
         copy, where = int(worst[0]), tuple(int(i) for i in worst[1:])
         ratio, error, limit = float(ratios[worst]), float(wrong[worst]), float(allowed[where])
     return TensorRow(
-        arg.name,
-        role,
-        arg,
-        out_dtype,
-        error,
-        limit,
-        ratio,
-        where,
-        copy,
-        stitched,
-        want,
-        allowed,
-        loose,
-        missing,
+        name=arg.name,
+        role=role,
+        argument=arg,
+        dtype=out_dtype,
+        error=error,
+        budget=limit,
+        ratio=ratio,
+        where=where,
+        copy=copy,
+        stitched=stitched,
+        want=want,
+        budgets=allowed,
+        loose_budgets=loose,
+        owners=owners(arg, case, scheme.layouts),
+        missing=missing,
     )
 
 
-def _exact(arg: Argument, stitched: Stitched, want: np.ndarray) -> TensorRow:
+def owners(arg: Argument, case: CaseSpec, custom: inputs.Layouts) -> dict[str, np.ndarray]:
+    """For each axis that cuts a tensor: which of its coordinates holds each element."""
+    found = {axis: np.zeros(arg.shape(case), dtype=np.int64) for axis in arg.spec.axes}
+    for at in _ranks(case):
+        held = inputs.positions(arg, case, at, custom)
+        for axis, array in found.items():
+            array[np.ix_(*held)] = at[axis]
+    return found
+
+
+def _exact(arg: Argument, stitched: Stitched, want: np.ndarray, held: Mapping[str, np.ndarray]) -> TensorRow:
     """Integers and booleans: equal or not."""
     wrong = (stitched.copies != want[None]).astype(np.float64)
     worst = np.unravel_index(int(np.argmax(wrong)), wrong.shape) if wrong.size else (0,)
@@ -206,22 +226,22 @@ def _exact(arg: Argument, stitched: Stitched, want: np.ndarray) -> TensorRow:
     where = tuple(int(i) for i in worst[1:])
     off = np.abs(stitched.copies[worst].astype(np.float64) - float(want[where])) if wrong.any() else 0.0
     allowed = np.full(want.shape, 0.5)
-    floats = Stitched(stitched.copies.astype(np.float64), stitched.coordinates, stitched.summed_ranks)
-    dtype = str(want.dtype)
+    floats = replace(stitched, copies=stitched.copies.astype(np.float64), parts=stitched.parts.astype(np.float64))
     return TensorRow(
-        arg.name,
-        "output",
-        arg,
-        dtype,
-        float(off),
-        0.0,
-        ratio,
-        where,
-        int(worst[0]),
-        floats,
-        want.astype(np.float64),
-        allowed,
-        allowed,
+        name=arg.name,
+        role="output",
+        argument=arg,
+        dtype=str(want.dtype),
+        error=float(off),
+        budget=0.0,
+        ratio=ratio,
+        where=where,
+        copy=int(worst[0]),
+        stitched=floats,
+        want=want.astype(np.float64),
+        budgets=allowed,
+        loose_budgets=allowed,
+        owners=held,
     )
 
 

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from parity_tests.harness import inputs
 from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.compare import TensorRow
 from parity_tests.harness.engines.ledger import Ledger
-from parity_tests.harness.engines.verdict import disagreement
+from parity_tests.harness.engines.protocol import disagreement
 from parity_tests.harness.program import RankResult
 
 if TYPE_CHECKING:
@@ -79,14 +78,3 @@ def _foreign_groups(case: CaseSpec, ledger: Ledger) -> list[str]:
         if row.group == everyone:
             return [f"the default group is used inside a sub-group: rank {row.rank}, {row}"]
     return []
-
-
-def owners(row: TensorRow, case: CaseSpec, custom: inputs.Layouts) -> dict[str, np.ndarray]:
-    """For each axis that cuts the tensor: which of its coordinates holds each element."""
-    shape = row.want.shape
-    found = {axis: np.zeros(shape, dtype=np.int64) for axis in row.argument.spec.axes}
-    for at in inputs.coordinates(case.mesh):
-        held = inputs.positions(row.argument, case, at, custom)
-        for axis, array in found.items():
-            array[np.ix_(*held)] = at[axis]
-    return found

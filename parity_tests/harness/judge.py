@@ -11,6 +11,7 @@ from parity_tests.harness.engines.ledger import Ledger
 from parity_tests.harness.engines.run import run
 from parity_tests.harness.explain import explain
 from parity_tests.harness.report import Report
+from parity_tests.harness.witness import evidence
 
 if TYPE_CHECKING:
     from parity_tests.harness.scheme import Scheme
@@ -31,7 +32,7 @@ def judge(scheme: Scheme, case: CaseSpec, *, quiet_s: float = 10.0, **given: Any
     protocol = conduct.protocol(ranks.ledger)
     outputs_pass = all(row.ok for row in rows if row.role == "output")
     notes = {
-        row.label: explain(evidence(scheme, case, program, row, outputs_pass, protocol))
+        row.label: explain(evidence(scheme, case, row, outputs_pass, ranks.ledger, protocol))
         for row in rows
         if not row.ok
     }

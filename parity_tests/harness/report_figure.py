@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from parity_tests.harness import inputs
 from parity_tests.harness.compare import TensorRow, errors
 
 if TYPE_CHECKING:
-    from parity_tests.harness.case import CaseSpec
     from parity_tests.harness.report import Report
 
 FLOOR = 1e-3  # ratios below are drawn as this: far inside the budget
@@ -40,14 +38,14 @@ def figure(report: Report) -> Any:
     axes = np.atleast_1d(np.asarray(canvas.subplots(1, len(rows))))
     image = None
     for panel, row in zip(axes, rows, strict=True):
-        image = _panel(panel, row, report.row_cases.get(row.label, report.case))
+        image = _panel(panel, row)
     bar = canvas.colorbar(image, ax=list(axes), shrink=0.9)
     bar.set_label("log10(error / budget)")
     canvas.suptitle(f"{report.scheme.rpartition(':')[2]}: {report.verdict}")
     return canvas
 
 
-def _panel(panel: Any, row: TensorRow, case: CaseSpec) -> Any:
+def _panel(panel: Any, row: TensorRow) -> Any:
     ratio = errors(row.got, row.want, _float(row.dtype)) / row.budgets
     flat = np.log10(np.clip(ratio, FLOOR, 1 / FLOOR**2)).reshape(-1, row.want.shape[-1] if row.want.ndim else 1)
     image = panel.imshow(flat, cmap="RdBu_r", vmin=-3, vmax=3, aspect="auto", interpolation="nearest")
@@ -55,20 +53,18 @@ def _panel(panel: Any, row: TensorRow, case: CaseSpec) -> Any:
     panel.set_title(f"{row.label}   {row.argument.spec}", fontsize=8)
     panel.set_xlabel(str(dims[-1]) if dims else "")
     panel.set_ylabel(" x ".join(map(str, dims[:-1])))
-    for at in _borders(row, case):
+    for at in _borders(row):
         panel.axvline(at - 0.5, color="black", linewidth=0.8)
     return image
 
 
-def _borders(row: TensorRow, case: CaseSpec) -> list[int]:
+def _borders(row: TensorRow) -> list[int]:
     """Columns at which the owner of the last dim changes."""
     dims = row.argument.spec.dims
     if not dims or not dims[-1].cuts:
         return []
-    owner = np.zeros(row.want.shape[-1], dtype=np.int64)
-    for rank, at in enumerate(inputs.coordinates(case.mesh)):
-        owner[inputs.positions(row.argument, case, at, {})[-1]] = rank
-    return (np.flatnonzero(np.diff(owner)) + 1).tolist()
+    changes = [np.diff(row.owners[cut.axis].reshape(-1, row.want.shape[-1])[0]) != 0 for cut in dims[-1].cuts]
+    return (np.flatnonzero(np.any(changes, axis=0)) + 1).tolist()
 
 
 def _float(dtype: str) -> str:

@@ -1,0 +1,98 @@
+"""What is known about a failing tensor, gathered for `explain`: owners, layouts, borders, pieces, collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from parity_tests.harness import inputs
+from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.compare import TensorRow
+from parity_tests.harness.engines.ledger import Ledger
+from parity_tests.harness.evidence import Evidence, Placed
+
+if TYPE_CHECKING:
+    from parity_tests.harness.scheme import Scheme
+
+
+def evidence(
+    scheme: Scheme, case: CaseSpec, row: TensorRow, outputs_pass: bool, ledger: Ledger, protocol: Sequence[str]
+) -> Evidence:
+    at = row.stitched.coordinates[row.copy]
+    return Evidence(
+        name=row.name,
+        role=row.role,
+        got=row.got,
+        want=row.want,
+        budget=row.budgets,
+        axes=dict(case.mesh),
+        dims=row.argument.spec.dim_names,
+        owners=row.owners,
+        at=at,
+        layouts=_placed(scheme, case, row),
+        candidates=scheme.layouts,
+        borders=_borders(case, row),
+        pieces={axis: row.stitched.pieces(axis, at) for axis in row.stitched.part_axes if case.mesh[axis] > 1},
+        outputs_pass=outputs_pass,
+        loose_budget=row.loose_budgets,
+        dtype=case.dtype,
+        largest=torch.finfo(getattr(torch, case.dtype)).max,
+        poison=next((f"{r.op} at {r.source}" for r in ledger.rows if r.is_async), None),
+        backward=next((f"{r.op} at {r.source} [bwd]" for r in ledger.rows if r.phase == "bwd"), None),
+        first_divergence=protocol[0] if protocol else None,
+    )
+
+
+def _placed(scheme: Scheme, case: CaseSpec, row: TensorRow) -> tuple[Placed, ...]:
+    """The cuts of dims that are cut once: of a second cut, the positions are not a layout of the whole dim."""
+    found = []
+    for index, dim in enumerate(row.argument.spec.dims):
+        if len(dim.cuts) == 1:
+            cut = dim.cuts[0]
+            lengths = inputs.cut_lengths(case, dim.name, cut)
+            layout = inputs.layout_function(cut.layout, lengths, scheme.layouts, trusted=True)
+            positions = [np.asarray(held) for held in layout(case.dims[dim.name], case.mesh[cut.axis])]
+            found.append(Placed(index, cut.axis, cut.layout, positions))
+    return tuple(found)
+
+
+def _borders(case: CaseSpec, row: TensorRow) -> dict[str, np.ndarray]:
+    """Masks of the places where mistakes live: borders of sequences, padding, borders of shards."""
+    shape = row.want.shape
+    names = row.argument.spec.dim_names
+    masks: dict[str, np.ndarray] = {}
+    for index, name in enumerate(names):
+        if name in case.lengths:
+            edges, padding = _sequences(case, name)
+            masks["sequence boundaries"] = _along(edges, index, shape)
+            masks["padding"] = _along(padding, index, shape)
+    edges = np.zeros(shape, dtype=bool)
+    for index in range(len(shape)):
+        for owner in row.owners.values():
+            changes = np.diff(owner, axis=index) != 0
+            if shape[index] > 1:
+                edges |= np.insert(changes, 0, False, axis=index) | np.insert(
+                    changes, shape[index] - 1, False, axis=index
+                )
+    if edges.any():
+        masks["shard borders"] = edges
+    return masks
+
+
+def _sequences(case: CaseSpec, name: str) -> tuple[np.ndarray, np.ndarray]:
+    edges = np.zeros(case.dims[name], dtype=bool)
+    padding = np.zeros(case.dims[name], dtype=bool)
+    start = 0
+    for padded, true in zip(case.lengths[name]["padded"], case.lengths[name]["true"], strict=True):
+        if true:
+            edges[[start, start + true - 1]] = True
+        padding[start + true : start + padded] = True
+        start += padded
+    return edges, padding
+
+
+def _along(mask: np.ndarray, index: int, shape: tuple[int, ...]) -> np.ndarray:
+    return np.broadcast_to(mask.reshape([-1 if i == index else 1 for i in range(len(shape))]), shape)
