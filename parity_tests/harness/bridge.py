@@ -52,15 +52,11 @@ def from_jax(name: str, array: Any) -> np.ndarray:
             "which states the mathematics in float64"
         )
     if str(array.dtype) == "bfloat16":
-        raise TypeError(
-            f"bridge: {name} came out as bfloat16 for float64 inputs; drop the cast in the reference"
-        )
+        raise TypeError(f"bridge: {name} came out as bfloat16 for float64 inputs; drop the cast in the reference")
     return np.array(array, copy=True)
 
 
 def _same_dtype(name: str, dtype: Any, moved: Any) -> Any:
     if moved.dtype != dtype:
-        raise TypeError(
-            f"bridge: '{name}' went in as {dtype} and came out as {moved.dtype}; jax_enable_x64 is off"
-        )
+        raise TypeError(f"bridge: '{name}' went in as {dtype} and came out as {moved.dtype}; jax_enable_x64 is off")
     return moved

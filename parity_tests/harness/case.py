@@ -42,9 +42,7 @@ class CaseSpec:
         if self.dtype not in DTYPES:
             raise ValueError(f"case: dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
         if self.format != FORMAT:
-            raise ValueError(
-                f"case: format {self.format} is not {FORMAT}; this file was written by another version"
-            )
+            raise ValueError(f"case: format {self.format} is not {FORMAT}; this file was written by another version")
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_"):

@@ -41,9 +41,7 @@ Dims = Annotated[list[str] | None, typer.Option(help="Dim sizes: s=16.", metavar
 def verify(
     targets: Targets = None,
     engine: Annotated[str, typer.Option(help="lockstep, gloo, nccl or torchrun.")] = "lockstep",
-    examples: Annotated[
-        int | None, typer.Option(min=1, help="Cases per scheme; default: the profile's.")
-    ] = None,
+    examples: Annotated[int | None, typer.Option(min=1, help="Cases per scheme; default: the profile's.")] = None,
     profile: Annotated[str, typer.Option(help="dev (20 cases), ci (60) or nightly (2000).")] = "dev",
     seed: Annotated[int, typer.Option(min=0)] = 0,
     mesh: Mesh = None,
@@ -54,19 +52,11 @@ def verify(
     option: Annotated[
         list[str] | None, typer.Option(help="An option of the scheme: temperature=2.0.", metavar="K=V")
     ] = None,
-    fail_fast: Annotated[
-        bool, typer.Option("--fail-fast", help="Stop at the first scheme that is not equal.")
-    ] = False,
-    jax_cache: Annotated[
-        str | None, typer.Option(help="Folder that keeps JAX's compiled references.")
-    ] = None,
-    json: Annotated[
-        str | None, typer.Option(help="Write the verdicts as JSON; - is standard output.")
-    ] = None,
+    fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first scheme that is not equal.")] = False,
+    jax_cache: Annotated[str | None, typer.Option(help="Folder that keeps JAX's compiled references.")] = None,
+    json: Annotated[str | None, typer.Option(help="Write the verdicts as JSON; - is standard output.")] = None,
     junit: Annotated[str | None, typer.Option(help="Write the verdicts as JUnit XML.")] = None,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print failures and the closing line only.")
-    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print failures and the closing line only.")] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Print every scheme's tensors and the ledger of one case.")
     ] = False,
@@ -130,9 +120,7 @@ def replay(
 @app.command()
 def timeline(
     file: Annotated[str, typer.Argument(help="A replay_<id>.py file.")],
-    out: Annotated[
-        str, typer.Option(help="Where the JSON goes; open it in a trace viewer.")
-    ] = "timeline.json",
+    out: Annotated[str, typer.Option(help="Where the JSON goes; open it in a trace viewer.")] = "timeline.json",
 ) -> None:
     """The collectives of a recorded case as a trace, one track per rank."""
     from parity_tests.harness import listing
@@ -168,9 +156,7 @@ def main() -> None:
     try:
         app()
     except (UnusableTarget, ReferenceFailure, ValueError, TypeError, ImportError) as error:
-        Console(stderr=True, soft_wrap=True).print(
-            f"shardproof: {error}", style="red", markup=False, highlight=False
-        )
+        Console(stderr=True, soft_wrap=True).print(f"shardproof: {error}", style="red", markup=False, highlight=False)
         sys.exit(USAGE)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)

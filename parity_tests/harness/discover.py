@@ -68,17 +68,13 @@ def _named(pattern: str) -> list[Scheme]:
     if not found:
         near = [made.name for made in schemes if pattern in made.name]
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise UnusableTarget(
-            f"{pattern}: no file and no scheme of this name{hint} (shardproof list shows all)"
-        )
+        raise UnusableTarget(f"{pattern}: no file and no scheme of this name{hint} (shardproof list shows all)")
     return found
 
 
 def _imported(path: Path) -> ModuleType:
     if path.is_relative_to(PACKAGE):
-        return importlib.import_module(
-            ".".join(["parity_tests", *path.relative_to(PACKAGE).with_suffix("").parts])
-        )
+        return importlib.import_module(".".join(["parity_tests", *path.relative_to(PACKAGE).with_suffix("").parts]))
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:6]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -109,9 +105,7 @@ def _said(error: Exception, path: Path) -> str:
     """The error in one line, with the line of the file it comes from."""
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg} (line {error.lineno})"
-    lines = [
-        frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)
-    ]
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     said = str(error)
     text = said if said.startswith("scheme '") else f"{type(error).__name__}: {said}"
     return text + (f" (line {lines[-1]})" if lines else "")

@@ -41,9 +41,7 @@ def draw_case(
         raise ValueError(f"scheme '{scheme.name}': no mesh of {dict(scheme.mesh)} has {world} ranks")
     shapes = menu.shapes(scheme, sizes, tried, limit)
     arguments = (*scheme.inputs, *scheme.outputs)
-    fitting = [
-        (mesh, [shape for shape in shapes if menu.compatible(arguments, shape, mesh)]) for mesh in tried
-    ]
+    fitting = [(mesh, [shape for shape in shapes if menu.compatible(arguments, shape, mesh)]) for mesh in tried]
     served = [(mesh, shapes_of) for mesh, shapes_of in fitting if shapes_of]
     if not served:
         why = menu.objection(arguments, shapes[0], tried[-1]) if shapes else "no size of its dims can be cut"
@@ -57,8 +55,7 @@ def draw_case(
         for arg in scheme.inputs
     }
     drawn = {
-        name: options.get(name, choose(choices))
-        for name, choices in {**scheme.options, **scheme.rank_options}.items()
+        name: options.get(name, choose(choices)) for name, choices in {**scheme.options, **scheme.rank_options}.items()
     }
     return CaseSpec(
         scheme=scheme.key,
@@ -84,9 +81,7 @@ def _sorted_out(scheme: Scheme, given: Mapping[str, Any]) -> tuple[dict[str, int
         if name in scheme.mesh or name in dims:
             smallest = 1 if name in scheme.mesh else 0
             if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
-                raise ValueError(
-                    f"scheme '{scheme.name}': {name}={value!r}; sizes are integers >= {smallest}"
-                )
+                raise ValueError(f"scheme '{scheme.name}': {name}={value!r}; sizes are integers >= {smallest}")
             sizes[name] = value
         elif name in options:
             chosen[name] = value
@@ -150,12 +145,7 @@ def _lengths(
 
 
 def _packed_dims(scheme: Scheme) -> Sequence[str]:
-    cut = [
-        dim.name
-        for arg in scheme.inputs
-        for dim in arg.spec.dims
-        if any(c.layout == "packed" for c in dim.cuts)
-    ]
+    cut = [dim.name for arg in scheme.inputs for dim in arg.spec.dims if any(c.layout == "packed" for c in dim.cuts)]
     asked = [draw.dim for draw in scheme.draws.values() if draw.kind in ("offsets", "lengths") and draw.dim]
     return list(dict.fromkeys([*cut, *asked]))
 

@@ -60,9 +60,7 @@ class Draw:
             return {"kind": "mask", "keep": choose(("all", "half", "none", "first", "last"))}
         return {"kind": self.kind}
 
-    def build(
-        self, value: dict[str, Any], shape: tuple[int, ...], rng: Generator, case: CaseSpec
-    ) -> np.ndarray:
+    def build(self, value: dict[str, Any], shape: tuple[int, ...], rng: Generator, case: CaseSpec) -> np.ndarray:
         """The whole array: float64 (not yet rounded to the tested dtype), int64 or bool."""
         if self.kind == "float":
             return _floats(value["kind"], shape, rng, case.dtype, self.full_rows)
@@ -75,9 +73,7 @@ class Draw:
         lengths = np.array(case.lengths[self.dim or ""]["padded" if self.padded else "true"], dtype=np.int64)
         return lengths if self.kind == "lengths" else np.concatenate([[0], np.cumsum(lengths)])
 
-    def _ids(
-        self, picks: list[list[Any]], shape: tuple[int, ...], rng: Generator, case: CaseSpec
-    ) -> np.ndarray:
+    def _ids(self, picks: list[list[Any]], shape: tuple[int, ...], rng: Generator, case: CaseSpec) -> np.ndarray:
         size = case.dims[self.dim or ""]
         borders = shard_borders(self.dim or "", case)
         out = rng.integers(0, max(size, 1), size=math.prod(shape))

@@ -35,13 +35,7 @@ def generator(case: CaseSpec, name: str) -> Generator:
 
 def rounded(array: np.ndarray, dtype: str) -> np.ndarray:
     """The nearest values of `dtype`, as float64."""
-    return (
-        torch.from_numpy(np.ascontiguousarray(array))
-        .to(getattr(torch, dtype))
-        .double()
-        .numpy()
-        .reshape(array.shape)
-    )
+    return torch.from_numpy(np.ascontiguousarray(array)).to(getattr(torch, dtype)).double().numpy().reshape(array.shape)
 
 
 def whole(arg: Argument, draw: Draw, case: CaseSpec) -> np.ndarray:
@@ -82,9 +76,7 @@ def addends(arg: Argument, array: np.ndarray, case: CaseSpec, kind: str) -> np.n
     return terms
 
 
-def own_term(
-    arg: Argument, terms: np.ndarray, case: CaseSpec, coords: Mapping[str, int], kind: str
-) -> np.ndarray:
+def own_term(arg: Argument, terms: np.ndarray, case: CaseSpec, coords: Mapping[str, int], kind: str) -> np.ndarray:
     """The term of the rank at these mesh coordinates."""
     index = 0
     for axis in addend_axes(arg, kind):
@@ -125,9 +117,7 @@ def positions(arg: Argument, case: CaseSpec, coords: Mapping[str, int], custom: 
     return held
 
 
-def piece(
-    arg: Argument, array: np.ndarray, case: CaseSpec, coords: Mapping[str, int], custom: Layouts
-) -> np.ndarray:
+def piece(arg: Argument, array: np.ndarray, case: CaseSpec, coords: Mapping[str, int], custom: Layouts) -> np.ndarray:
     """The part of a whole array that one rank holds."""
     return array[np.ix_(*positions(arg, case, coords, custom))] if arg.spec.dims else array
 

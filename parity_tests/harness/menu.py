@@ -98,9 +98,7 @@ def free_dims(scheme: Scheme) -> list[str]:
     return list(names)
 
 
-def _turn(
-    scheme: Scheme, fixed: Mapping[str, int], unit: Mapping[str, int], turn: int
-) -> list[dict[str, int]]:
+def _turn(scheme: Scheme, fixed: Mapping[str, int], unit: Mapping[str, int], turn: int) -> list[dict[str, int]]:
     shape = {}
     for index, name in enumerate(free_dims(scheme)):
         choices = scheme.dims.get(name)

@@ -71,9 +71,7 @@ def evaluate(scheme: Scheme, program: Program, case: CaseSpec) -> Reference:
     """The reference's verdict on one case. Errors: ReferenceFailure with the reference's own exception inside."""
     bridge.start()
     arrays = {
-        arg.name: program.arrays[arg.name]
-        if program.arrays
-        else inputs.whole(arg, scheme.draws[arg.name], case)
+        arg.name: program.arrays[arg.name] if program.arrays else inputs.whole(arg, scheme.draws[arg.name], case)
         for arg in scheme.inputs
     }
     fed = {a.name: feed(a, arrays[a.name], case, "input") for a in scheme.inputs if not a.is_integer}
@@ -98,10 +96,7 @@ def evaluate(scheme: Scheme, program: Program, case: CaseSpec) -> Reference:
     u = UNIT_ROUNDOFF[case.dtype]
     directions = (
         {name: bridge.to_jax(name, _directions(case, name, u * fed[name].magnitude)) for name in active},
-        {
-            name: bridge.to_jax(name, _directions(case, f"c {name}", u * i.magnitude))
-            for name, i in cotangents.items()
-        },
+        {name: bridge.to_jax(name, _directions(case, f"c {name}", u * i.magnitude)) for name, i in cotangents.items()},
     )
     (y, g, aux), (dy, dg) = _call(scheme, case, fixed, x, c, directions)
     outputs = {name: bridge.from_jax(f"output '{name}'", value) for name, value in {**y, **aux}.items()}
@@ -133,9 +128,7 @@ def _call(scheme: Scheme, case: CaseSpec, fixed: Any, x: Any, c: Any, directions
     except TypeError as error:
         if str(error).startswith("bridge"):
             raise
-        raise ReferenceFailure(
-            f"reference {_shown(scheme)} raised TypeError: {_first_line(error)}"
-        ) from error
+        raise ReferenceFailure(f"reference {_shown(scheme)} raised TypeError: {_first_line(error)}") from error
     except ReferenceFailure:
         raise
     except Exception as error:
@@ -157,9 +150,7 @@ def _build(scheme: Scheme, options: Mapping[str, Any]) -> Any:
     def split(fixed: Any, x: Any) -> tuple[Any, Any]:
         returned = scheme.reference(**inputs.nested({**fixed, **x}), **options)
         parts = _named(scheme, names, returned)
-        return {n: v for n, v in parts.items() if n not in integer}, {
-            n: v for n, v in parts.items() if n in integer
-        }
+        return {n: v for n, v in parts.items() if n not in integer}, {n: v for n, v in parts.items() if n in integer}
 
     def value_and_gradient(fixed: Any, x: Any, c: Any) -> tuple[Any, Any, Any]:
         y, pullback, aux = jax.vjp(lambda x: split(fixed, x), x, has_aux=True)
@@ -182,9 +173,7 @@ def _named(scheme: Scheme, names: list[str], returned: Any) -> dict[str, Any]:
     else:
         parts = list(returned) if isinstance(returned, tuple | list) else [returned]
     if len(parts) != len(names):
-        raise ReferenceFailure(
-            f"reference {_shown(scheme)} returned {len(parts)} outputs, outputs has {len(names)}"
-        )
+        raise ReferenceFailure(f"reference {_shown(scheme)} returned {len(parts)} outputs, outputs has {len(names)}")
     for name, part in zip(names, parts, strict=True):
         _refuse_narrow(scheme, name, part)
     return dict(zip(names, parts, strict=True))

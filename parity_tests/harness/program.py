@@ -120,18 +120,14 @@ class Program:
         local = inputs.piece(arg, term, case, coords, self.layouts)
         return torch.from_numpy(local.copy())
 
-    def _flatten(
-        self, returned: Any, case: CaseSpec, view: Any, coords: Mapping[str, int]
-    ) -> dict[str, torch.Tensor]:
+    def _flatten(self, returned: Any, case: CaseSpec, view: Any, coords: Mapping[str, int]) -> dict[str, torch.Tensor]:
         """Outputs by name, their number, kind and local shape checked."""
         rank = int(torch.distributed.get_rank())
         if self.output_form == "dict":
             names = [arg.name for arg in self.outputs]
             if not isinstance(returned, dict) or sorted(returned) != sorted(names):
                 got = sorted(returned) if isinstance(returned, dict) else type(returned).__name__
-                raise RankFault(
-                    f"scheme '{self.name}': rank {rank} returned {got}, outputs has {sorted(names)}"
-                )
+                raise RankFault(f"scheme '{self.name}': rank {rank} returned {got}, outputs has {sorted(names)}")
             parts = [returned[name] for name in names]
         else:
             parts = list(returned) if isinstance(returned, tuple | list) else [returned]
@@ -144,9 +140,7 @@ class Program:
             for arg, part in zip(self.outputs, parts, strict=True)
         }
 
-    def _checked(
-        self, arg: Argument, part: Any, case: CaseSpec, coords: Mapping[str, int], rank: int
-    ) -> torch.Tensor:
+    def _checked(self, arg: Argument, part: Any, case: CaseSpec, coords: Mapping[str, int], rank: int) -> torch.Tensor:
         if not isinstance(part, torch.Tensor):
             raise RankFault(
                 f"scheme '{self.name}': rank {rank} returned {type(part).__name__} for '{arg.name}'; return a tensor"
@@ -157,8 +151,7 @@ class Program:
         if tuple(part.shape) != want:
             sizes = ", ".join(f"{key}={size}" for key, size in {**case.dims, **case.mesh}.items())
             raise RankFault(
-                f"scheme '{self.name}': rank {rank} returned {tuple(part.shape)}, "
-                f"'{arg.spec}' with {sizes} says {want}"
+                f"scheme '{self.name}': rank {rank} returned {tuple(part.shape)}, '{arg.spec}' with {sizes} says {want}"
             )
         if not arg.is_integer and not part.is_floating_point():
             raise RankFault(

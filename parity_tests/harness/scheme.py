@@ -74,9 +74,7 @@ class Scheme:
             **given,
         )
 
-    def case(
-        self, *, seed: int = 0, engine: str = "lockstep", dtype: str | None = None, **given: Any
-    ) -> CaseSpec:
+    def case(self, *, seed: int = 0, engine: str = "lockstep", dtype: str | None = None, **given: Any) -> CaseSpec:
         """One CaseSpec: mesh axes, dims and options by name; what is not given is drawn from the seed."""
         from parity_tests.harness.drawing import draw_case, seeded_chooser
 
@@ -100,9 +98,7 @@ class Scheme:
 
         return verify(self, engine, examples, seed, dtype, sizes_and_options)
 
-    def run(
-        self, *whole_arrays: Any, engine: str = "lockstep", grad: Any = None, **mesh_and_options: Any
-    ) -> Any:
+    def run(self, *whole_arrays: Any, engine: str = "lockstep", grad: Any = None, **mesh_and_options: Any) -> Any:
         """Stitched outputs for the given whole arrays, in the order of `inputs`; nothing is compared.
 
         With `grad`, cotangents for the outputs, returns (outputs, {input: gradient}).

@@ -128,15 +128,12 @@ def _check_cuts(dim: Dim, axes: tuple[str, ...], layouts: Collection[str], cut_b
         _check_axis(cut.axis, axes)
         if cut.layout not in layouts:
             known = ", ".join(sorted(layouts))
-            raise ValueError(
-                f"layout '{cut.layout}' is not known ({known}); pass layouts={{'{cut.layout}': f}}"
-            )
+            raise ValueError(f"layout '{cut.layout}' is not known ({known}); pass layouts={{'{cut.layout}': f}}")
         if sum(cut.axis == other.axis for other in dim.cuts) > 1:
             raise ValueError(f"axis '{cut.axis}' cuts {dim.name} twice; an axis cuts a dim once")
         if cut.axis in cut_by:
             raise ValueError(
-                f"axis '{cut.axis}' cuts both {cut_by[cut.axis]} and {dim.name}; "
-                "an axis cuts one dim of a tensor"
+                f"axis '{cut.axis}' cuts both {cut_by[cut.axis]} and {dim.name}; an axis cuts one dim of a tensor"
             )
         cut_by[cut.axis] = dim.name
     if len(dim.cuts) > 1 and any(cut.layout == "packed" for cut in dim.cuts):
@@ -159,9 +156,7 @@ def _check_letter(axis: str, letter: str) -> None:
         raise ValueError(f"{axis}={letter}: a type is R, I or P")
 
 
-def _check_types(
-    spec: Spec, axes: tuple[str, ...], name: str, differentiable: bool, typeless_ok: bool
-) -> None:
+def _check_types(spec: Spec, axes: tuple[str, ...], name: str, differentiable: bool, typeless_ok: bool) -> None:
     if not differentiable:
         for axis, letter in spec.types:
             raise ValueError(f"'{name}' is an integer and has no gradient; drop {axis}={letter}")
@@ -236,6 +231,5 @@ class _Word:
         if character in ascii_uppercase:
             return ValueError(f"'{character}' at column {column}: names are lower case")
         return ValueError(
-            f"unexpected {character!r} at column {column}; "
-            "a spec is dims, then axis=TYPE, separated by blanks"
+            f"unexpected {character!r} at column {column}; a spec is dims, then axis=TYPE, separated by blanks"
         )

@@ -100,14 +100,10 @@ def as_json(outcome: Outcome) -> str:
 
 def as_junit(outcome: Outcome) -> str:
     """JUnit XML: a test case for each scheme, its notes as the failure's text."""
-    suite = ElementTree.Element(
-        "testsuite", name="shardproof", tests=str(len(outcome.reports) + len(outcome.not_run))
-    )
+    suite = ElementTree.Element("testsuite", name="shardproof", tests=str(len(outcome.reports) + len(outcome.not_run)))
     for report in outcome.reports:
         name = report.scheme.rpartition(":")[2]
-        item = ElementTree.SubElement(
-            suite, "testcase", name=name, time=f"{outcome.seconds.get(name, 0.0):.3f}"
-        )
+        item = ElementTree.SubElement(suite, "testcase", name=name, time=f"{outcome.seconds.get(name, 0.0):.3f}")
         properties = ElementTree.SubElement(item, "properties")
         worst = max((row.ratio for row in report.rows), default=float("nan"))
         for key, value in (

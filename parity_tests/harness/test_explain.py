@@ -313,6 +313,16 @@ def test_a_layout_of_the_callers():
     assert "in mine order over cp, not in ragged order" in headline(got, want, candidates={"mine": mine}, **known)
 
 
+def test_a_layout_that_cannot_cut_this_size_explains_nothing():
+    want = numbers(6)
+
+    def stubborn(size, world):
+        raise RuntimeError("not today")
+
+    candidates = {"stubborn": stubborn, "torn": lambda size, world: [np.zeros(3, int), np.full(3, 9)]}
+    assert headline(want[::-1], want, candidates=candidates, axes={"cp": 2}) == ORDER
+
+
 def test_any_other_order():
     want = numbers(7, 3)
     assert headline(want[[3, 1, 2, 0, 6, 5, 4]], want) == ORDER

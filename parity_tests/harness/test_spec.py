@@ -165,8 +165,7 @@ def test_type_on_integer():
 
 def test_outputs_are_named_as_outputs():
     assert (
-        refusal("b v/", role="output", name="out")
-        == "spec 'b v/' (output 'out'): ends after 'v/'; an axis must follow"
+        refusal("b v/", role="output", name="out") == "spec 'b v/' (output 'out'): ends after 'v/'; an axis must follow"
     )
 
 

@@ -44,9 +44,7 @@ def verify(
     if engine not in ENGINES:
         raise ValueError(f"scheme '{scheme.name}': engine {engine!r} is not one of {', '.join(ENGINES)}")
     if engine not in scheme.engines:
-        raise ValueError(
-            f"scheme '{scheme.name}': is declared for {', '.join(scheme.engines)} only, not {engine}"
-        )
+        raise ValueError(f"scheme '{scheme.name}': is declared for {', '.join(scheme.engines)} only, not {engine}")
     if examples is not None and (not isinstance(examples, int) or examples < 1):
         raise ValueError(f"scheme '{scheme.name}': examples={examples!r}; give 1 or more")
     drawn = draw_case(scheme, seeded_chooser(seed), names, dtype=dtype, engine=engine, seed=seed, world=world)
@@ -128,9 +126,7 @@ def run_whole(
     """See Scheme.run."""
     whole, dtype = _given_arrays(scheme, arrays)
     dims = _given_dims(scheme, whole)
-    case = draw_case(
-        scheme, seeded_chooser(0), {**dims, **mesh_and_options}, dtype=dtype, engine=engine, seed=0
-    )
+    case = draw_case(scheme, seeded_chooser(0), {**dims, **mesh_and_options}, dtype=dtype, engine=engine, seed=0)
     cotangents = None
     if grad is not None:
         given_cotangents = grad if isinstance(grad, tuple | list) else (grad,)
@@ -140,8 +136,7 @@ def run_whole(
                 f"scheme '{scheme.name}': grad has {len(given_cotangents)} cotangents for {len(wanted)} outputs"
             )
         cotangents = {
-            n: np.asarray(as_array(c), dtype=np.float64)
-            for n, c in zip(wanted, given_cotangents, strict=True)
+            n: np.asarray(as_array(c), dtype=np.float64) for n, c in zip(wanted, given_cotangents, strict=True)
         }
     ranks = run(scheme.program(arrays=whole, cotangents=cotangents), case, engine)
     outputs = []
@@ -192,8 +187,6 @@ def _given_dims(scheme: Scheme, whole: Mapping[str, np.ndarray]) -> dict[str, in
             raise ValueError(f"scheme '{scheme.name}': '{arg.name}' is {shape}, its spec is '{arg.spec}'")
         for dim, size in zip(arg.spec.dims, shape, strict=True):
             if dims.setdefault(dim.name, size) != size:
-                raise ValueError(
-                    f"scheme '{scheme.name}': {dim.name} is {dims[dim.name]} and {size} ('{arg.name}')"
-                )
+                raise ValueError(f"scheme '{scheme.name}': {dim.name} is {dims[dim.name]} and {size} ('{arg.name}')")
     dims.pop("1", None)
     return dims

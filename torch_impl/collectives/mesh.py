@@ -23,7 +23,9 @@ class MeshView:
     """
 
     def __init__(
-        self, device_mesh: DeviceMesh, cuts: Mapping[str, tuple[int, Sequence[tuple[str, Layout]]]] | None = None
+        self,
+        device_mesh: DeviceMesh,
+        cuts: Mapping[str, tuple[int, Sequence[tuple[str, Layout]]]] | None = None,
     ) -> None:
         self.device_mesh = device_mesh
         self._cuts = dict(cuts or {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 import numpy as np
 
@@ -53,9 +54,10 @@ def _streams(evidence: Evidence, size: int, axis: str, world: int) -> dict[str, 
     pieces = {p.layout: p.positions for p in evidence.layouts if p.axis == axis}
     for name, layout in {**evidence.candidates, **_TRIED}.items():
         if name not in pieces and uncuttable("size", size, axis, world, name) is None:
-            pieces[name] = layout(size, world)
+            with suppress(Exception):  # a custom layout may refuse a size in its own way; then it explains nothing
+                pieces[name] = layout(size, world)
     streams = {name: np.concatenate(list(held)) for name, held in pieces.items()}
-    return {name: stream for name, stream in streams.items() if len(stream) == size}
+    return {name: stream for name, stream in streams.items() if np.array_equal(np.sort(stream), np.arange(size))}
 
 
 def _is_permuted(evidence: Evidence, dim: int, permutation: np.ndarray) -> bool:

@@ -74,7 +74,7 @@ class Slot:
         _HEAD.pack_into(self._memory, self._start, self._writes, state, self._length)
 
     def issue(self, text: str, state: int = WAITING) -> None:
-        """A new last collective."""
+        """A new last collective; an empty text: none yet."""
         data = text.encode()[: SLOT - _HEAD.size]
         start = self._start + _HEAD.size
         self._memory[start : start + len(data)] = data

@@ -5,6 +5,7 @@ All engines write the same rows, so that a scheme's ledger on gloo can be compar
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 
 _ROOT = Path(__file__).resolve().parents[3]
+_PYTHON = str(Path(contextlib.__file__).parent)
 _TORCH = str(Path(torch.__file__).resolve().parent)
 _HARNESS = str(_ROOT / "parity_tests" / "harness")
 _COLLECTIVES = str(_ROOT / "torch_impl" / "collectives")
@@ -90,7 +92,7 @@ def phase() -> str:
 
 
 def call_site() -> str:
-    """file:line of the first frame outside torch, importlib, the harness and the collectives' own folder."""
+    """file:line of the first frame outside torch, Python's library, the harness and the collectives' own folder."""
     inner = "?"
     frame = sys._getframe(1)
     while frame is not None:
@@ -117,9 +119,10 @@ def group_label(description: str, ranks: Sequence[int], axes: Mapping[str, int])
 
 @cache
 def is_plumbing(name: str) -> bool:
-    """Whether a source file is torch's or the harness's own; the harness's tests are users of it."""
-    inside = name.startswith((_TORCH, _HARNESS, "<frozen", "<string", "<__array")) or "/threading.py" in name
-    return inside and not _base(name).startswith("test_")
+    """Whether a source file is torch's, Python's or the harness's own; the harness's tests are users of it."""
+    if name.startswith((_TORCH, _HARNESS, "<frozen", "<string", "<__array")):
+        return not _base(name).startswith("test_")
+    return (name.startswith(_PYTHON) and "site-packages" not in name) or _base(name) == "typing_extensions.py"
 
 
 def _base(name: str) -> str:

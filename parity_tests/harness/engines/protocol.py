@@ -46,6 +46,16 @@ def disagreement(ledger: Ledger, *, complete: bool = True) -> Disagreement | Non
     return min(found, key=lambda d: (place[id(d.row)], d.row.rank), default=None)
 
 
+def crossed(waiting: Mapping[int, Row]) -> Disagreement | None:
+    """Of ranks that wait, two in different groups to which both belong: neither can ever go on."""
+    for rank, row in waiting.items():
+        for other, its in waiting.items():
+            same = (row.group, row.group_name) == (its.group, its.group_name)
+            if not same and {row.op, its.op}.isdisjoint(_P2P) and {rank, other} <= {*row.group} & {*its.group}:
+                return _against("group differs", its, [row, its])
+    return None
+
+
 def _collectives(ledger: Ledger, complete: bool) -> Iterator[Disagreement]:
     """At most one per group: the first."""
     groups: dict[tuple, dict[int, list[Row]]] = {}
@@ -77,7 +87,7 @@ def _difference(issued: Mapping[int, Row]) -> Disagreement | None:
         known = [value for value in values if value is not None]
         if len(set(known)) > 1:
             usual = Counter(known).most_common(1)[0][0]
-            odd = max(row for row, value in zip(rows, values, strict=True) if value not in (usual, None))
+            odd = next(row for row, value in zip(rows, values, strict=True) if value not in (usual, None))
             return _against(f"{name} differs", odd, rows)
     return _splits(rows) if rows[0].op == "all_to_all" else _pieces(rows) if rows[0].op == "scatter" else None
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
@@ -146,4 +145,4 @@ def observe_waits(current: Callable[[], Recorder | None]) -> None:
 
 
 def _storage(x: Tensor) -> int:
-    return x.untyped_storage()._cdata if not isinstance(x, torch._subclasses.FakeTensor) else id(x)
+    return x.untyped_storage()._cdata

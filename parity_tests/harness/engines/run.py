@@ -22,7 +22,9 @@ class Ranks:
     seconds: float
 
 
-def run(fn: Callable[[Any, CaseSpec], Any], case: CaseSpec, engine: str = "lockstep", *, quiet_s: float = 10.0) -> Ranks:
+def run(
+    fn: Callable[[Any, CaseSpec], Any], case: CaseSpec, engine: str = "lockstep", *, quiet_s: float = 10.0
+) -> Ranks:
     """Run `fn(mesh, case)` on every rank of `case.mesh`; `mesh` is a torch_impl.collectives.MeshView.
 
     A result must be picklable and hold no tensor (NumPy arrays travel as bytes). `quiet_s` is how long a

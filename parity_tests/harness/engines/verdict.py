@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.engines import failure
 from parity_tests.harness.engines.ledger import Ledger, Row
+from parity_tests.harness.engines.protocol import crossed
 from parity_tests.harness.engines.protocol import disagreement as disagreement
 
 DONE, RAISED, DIED, RUNNING = "done", "raised", "died", "running"
@@ -37,49 +38,58 @@ class Outcome:
     trace: str = ""
     from_backend: bool = False
     state: str = ""  # the board: "waits in ..."
+    is_waiting: bool = False
     exit_code: int | None = None
 
     @property
     def is_victim(self) -> bool:
-        return self.from_backend and any(phrase in self.error for phrase in _VICTIM)
+        return self.kind == RAISED and any(phrase in self.error for phrase in _VICTIM)
 
     @property
     def last(self) -> Row | None:
         return self.rows[-1] if self.rows else None
 
     def __str__(self) -> str:
-        where = f" in {self.last}" if self.last else f" at {self.source}" if self.source else ""
-        if self.kind == RAISED and self.is_victim:
-            return f"rank {self.rank} lost its peers{where}"
-        if self.kind == RAISED and self.from_backend:
-            return f"rank {self.rank} got an error{where}: {self.error}"
-        if self.kind == RAISED:
-            return f"rank {self.rank} raised {self.error}" + (f" at {self.source}" if self.source else "")
-        if self.kind == DIED:
-            return f"rank {self.rank} {_ending(self.exit_code)}; it was last seen so: {self.state}"
-        return f"rank {self.rank} {self.state}"
+        last = f" in {self.last}" if self.last else ""
+        what = {
+            DONE: f"finished; its last was {self.last}" if self.last else "finished",
+            DIED: f"{_ending(self.exit_code)}; it was last seen so: {self.state}",
+            RUNNING: self.state,
+        }.get(self.kind)
+        if what is None:
+            what = f"raised {self.error}" + (f" at {self.source}" if self.source else "")
+            if self.cause == "unwaited":
+                what = f"did not wait for {self.error}"
+            elif self.is_victim:
+                what = f"lost its peers{last}"
+            elif self.from_backend:
+                what = f"got an error{last}: {self.error}"
+        return f"rank {self.rank} {what}"
 
 
-def verdict(outcomes: Sequence[Outcome], case: CaseSpec, quiet: float | None = None) -> failure.RankFailure | None:
+def verdict(
+    outcomes: Sequence[Outcome], case: CaseSpec | None, quiet: float | None = None
+) -> failure.RankFailure | None:
     """The failure to raise, or None if all ranks are done and their ledgers agree.
 
     `quiet` is given when the ranks were stopped because nothing had moved for so many seconds.
     """
     ledger = Ledger([row for outcome in outcomes for row in outcome.rows])
     raised = [o for o in outcomes if o.kind == RAISED]
-    own = [o for o in raised if not o.from_backend]
+    own = [o for o in raised if not (o.from_backend or o.is_victim)]
     if own:
         return _blame(own[0], _CAUSES[own[0].cause], outcomes, case, ledger)
     for dead in (o for o in outcomes if o.kind == DIED):
         return _blame(dead, failure.Died, outcomes, case, ledger)
-    problem = disagreement(ledger, complete=all(o.kind == DONE for o in outcomes))
+    waiting = {o.rank: o.last for o in outcomes if o.is_waiting and o.last}
+    problem = disagreement(ledger, complete=all(o.kind == DONE for o in outcomes)) or crossed(waiting)
     if problem is not None:
         return problem.failure(case, ledger)
     for source in sorted(raised, key=lambda o: o.is_victim):
         return _blame(source, failure.Raised, outcomes, case, ledger)
     if quiet is not None:
         unfinished = [o for o in outcomes if o.kind == RUNNING]
-        odd = next((o for o in unfinished if " waits " not in str(o)), unfinished[0])
+        odd = next((o for o in unfinished if not o.is_waiting), unfinished[0])
         stalled = _blame(odd, failure.Stalled, outcomes, case, ledger)
         stalled.args = (f"nothing has moved for {quiet:.1f} s: {odd}",)
         return stalled
@@ -87,7 +97,7 @@ def verdict(outcomes: Sequence[Outcome], case: CaseSpec, quiet: float | None = N
 
 
 def _blame(
-    who: Outcome, kind: type[failure.RankFailure], outcomes: Sequence[Outcome], case: CaseSpec, ledger: Ledger
+    who: Outcome, kind: type[failure.RankFailure], outcomes: Sequence[Outcome], case: CaseSpec | None, ledger: Ledger
 ) -> failure.RankFailure:
     last = who.last
     found = kind(

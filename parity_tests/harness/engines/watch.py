@@ -6,13 +6,14 @@ import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 
-from parity_tests.harness.engines.board import COMPUTING, STARTING, Board
+from parity_tests.harness.engines.board import COMPUTING, STARTING, WAITING, Board
 from parity_tests.harness.engines.forks import ForkServer
-from parity_tests.harness.engines.verdict import DIED, DONE, RUNNING, Outcome
+from parity_tests.harness.engines.verdict import DIED, DONE, RUNNING, Outcome, verdict
 
 TICK_S = 0.05
 STALL_S = 1.5  # all ranks wait or are done, and nothing moves
 START_S = 120.0  # ranks are up and the function is loaded
+PROBE_S = 0.3  # after which their ledgers are compared
 COLLECT_S = 0.25  # for the others, after the first failure
 ANSWER_S = 0.1  # for a control thread to say what was issued
 REAP_S = 0.1  # between a closed socket and word of how the process ended
@@ -54,7 +55,9 @@ class Watch:
                     break
                 continue
             before, writes = writes, self._board.writes()
-            quiet = quiet + step if before == writes and self._all_ready() else 0.0
+            previous, quiet = quiet, quiet + step if before == writes and self._all_ready() else 0.0
+            if previous < PROBE_S <= quiet and not self._computing() and self._disagree():
+                break
             if quiet >= (quiet_s if self._computing() else STALL_S):
                 return self._collected(), quiet
             if not self._all_ready() and now - start > START_S:
@@ -72,6 +75,10 @@ class Watch:
 
     def _computing(self) -> bool:
         return any(self._board.status(seat.rank).state in (COMPUTING, STARTING) for seat in self._pending())
+
+    def _disagree(self) -> bool:
+        """All wait, and what they have issued so far does not fit together: no need to wait for a stall."""
+        return verdict(self._collected(), None) is not None
 
     def _receive(self, timeout: float) -> None:
         by_connection = {seat.work: seat for seat in self._pending()}
@@ -96,9 +103,9 @@ class Watch:
         return [seat.outcome or self._last_seen(seat) for seat in self._seats]
 
     def _last_seen(self, seat: Seat) -> Outcome:
-        state = str(self._board.status(seat.rank))
+        status = self._board.status(seat.rank)
         if seat.is_gone:
-            return Outcome(seat.rank, DIED, state=state, exit_code=self._server.exit_code(seat.pid, REAP_S))
+            return Outcome(seat.rank, DIED, state=str(status), exit_code=self._server.exit_code(seat.pid, REAP_S))
         rows = ()
         try:
             seat.control.send("rows")
@@ -106,4 +113,4 @@ class Watch:
                 rows = seat.control.recv()
         except (EOFError, OSError):
             pass  # it died just now; the board has its last row
-        return Outcome(seat.rank, RUNNING, rows, state=state)
+        return Outcome(seat.rank, RUNNING, rows, state=str(status), is_waiting=status.state == WAITING)

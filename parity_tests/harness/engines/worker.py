@@ -52,6 +52,7 @@ def main(work_fd: int, control_fd: int, *, rank: int, world: int, backend: str, 
     )
     functions: dict[str, Callable] = {}
     meshes: dict[tuple, MeshView] = {}
+    kept = _groups()
     while True:
         try:
             key, function, path, case = work.recv()
@@ -61,14 +62,26 @@ def main(work_fd: int, control_fd: int, *, rank: int, world: int, backend: str, 
             sys.path[:] = path
             functions[key] = cloudpickle.loads(function)
         case = CaseSpec.from_json(case)
+        _destroy_groups_except(kept)
         shape = tuple(case.mesh.items())
         if shape not in meshes:
             meshes[shape] = mesh_view(case, "cuda" if backend == "nccl" else "cpu")
-        slot.enter(board.COMPUTING)
+            kept = _groups()
+        slot.issue("", board.COMPUTING)
         work.send("ready")
         outcome = attempt(functions[key], meshes[shape], case, slot)
         slot.enter(board.FINISHED)
         work.send(outcome)
+
+
+def _groups() -> set[dist.ProcessGroup]:
+    return set(dist.distributed_c10d._world.pg_map)
+
+
+def _destroy_groups_except(kept: set[dist.ProcessGroup]) -> None:
+    """Groups that the last function made: each holds sockets. Only now have all ranks surely left them."""
+    for group in _groups() - kept:
+        dist.destroy_process_group(group)
 
 
 def mesh_view(case: CaseSpec, device: str) -> MeshView:
@@ -90,8 +103,8 @@ def attempt(fn: Callable, mesh: MeshView, case: CaseSpec, slot: board.Slot | Non
             _current = None
     rows = tuple(recorder.rows)
     for row in recorder.unwaited():
-        return Outcome(rank, RAISED, rows, error=f"nobody waited for {row}", cause="unwaited", source=row.source)
-    return Outcome(rank, DONE, rows, result, state="finished")
+        return Outcome(rank, RAISED, rows, error=str(row), cause="unwaited", source=row.source)
+    return Outcome(rank, DONE, rows, result)
 
 
 def _raised(rank: int, recorder: Recorder, error: BaseException) -> Outcome:

@@ -1,0 +1,175 @@
+"""Pictures of specs: who owns each position of a cut dim, and what the other axes promise.
+
+The same strips as text, for terminals and errors, and as a figure. A rank has the same digit and the same colour
+wherever it stands, on whatever axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jax_ref.layouts import BUILTIN, check_partition, uncuttable
+from jax_ref.layouts.draw import DIGITS
+from parity_tests.harness.spec import Spec
+
+if TYPE_CHECKING:
+    from parity_tests.harness.case import CaseSpec
+    from parity_tests.harness.scheme import Scheme
+
+PROMISES = {
+    "R": "same value, gradients add up",
+    "I": "same value, same gradient",
+    "P": "values add up, same gradient",
+}
+WIDEST = 96  # positions written one by one; beyond, runs are counted
+MOST_RUNS = 24
+# Okabe and Ito's colours, which stay apart for every kind of colour vision; black, the eighth, is left to the text.
+COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#BBBBBB")
+DARK = ("#0072B2", "#D55E00", "#009E73")
+
+Layouts = Mapping[str, Callable[[int, int], Sequence[np.ndarray]]]
+
+
+@dataclass(frozen=True)
+class Strip:
+    """One cut: how it is written, and the rank of its axis that owns each position of the dim."""
+
+    label: str
+    owners: np.ndarray
+
+    def __str__(self) -> str:
+        if len(self.owners) <= WIDEST:
+            return "".join(digit(rank) for rank in self.owners)
+        runs = [f"{digit(rank)}*{len(list(run))}" for rank, run in groupby(self.owners)]
+        more = len(runs) - MOST_RUNS
+        return " ".join(runs[:MOST_RUNS]) + (f" and {more} more runs" if more > 0 else "")
+
+
+def digit(rank: int) -> str:
+    return DIGITS[rank] if rank < len(DIGITS) else "?"
+
+
+def colour(rank: int) -> str:
+    """The colour of a rank; from rank 8 they come round again, and the digit tells."""
+    return COLOURS[rank % len(COLOURS)]
+
+
+def owner_strips(spec: Spec, sizes: Mapping[str, int], mesh: Mapping[str, int], layouts: Layouts) -> list[Strip]:
+    """One strip for each cut, outermost first. `layouts` by name, or by `dim/axis` for the cut of one dim.
+
+    Errors: ValueError if a dim cannot be cut or a custom layout is no partition.
+    """
+    found = []
+    for dim in spec.dims:
+        size = 1 if dim.name == "1" else sizes[dim.name]
+        pieces, label = [np.arange(size)], dim.name
+        for cut in dim.cuts:
+            label += str(cut)
+            world = mesh[cut.axis]
+            layout = layouts.get(f"{dim.name}/{cut.axis}") or layouts.get(cut.layout) or BUILTIN[cut.layout]
+            owners, parts = np.zeros(size, dtype=np.int64), []
+            for piece in pieces:
+                if sentence := uncuttable(dim.name, len(piece), cut.axis, world, cut.layout):
+                    raise ValueError(sentence)
+                held = [np.asarray(positions) for positions in layout(len(piece), world)]
+                check_partition(cut.layout, held, len(piece))
+                for rank, positions in enumerate(held):
+                    owners[piece[positions]] = rank
+                    parts.append(piece[positions])
+            found.append(Strip(label, owners))
+            pieces = parts
+    return found
+
+
+def strips(spec: Spec, sizes: Mapping[str, int], mesh: Mapping[str, int], layouts: Layouts | None = None) -> str:
+    """A line for each cut and for each type.
+
+    >>> from parity_tests.harness.spec import parse
+    >>> print(strips(parse("b s/cp:dual_chunk_swap tp=I", ("cp", "tp")), {"b": 2, "s": 16}, {"cp": 4, "tp": 2}))
+    s/cp:dual_chunk_swap  0011223333221100
+    tp=I                  same value, same gradient
+    """
+    lines = [(strip.label, str(strip)) for strip in owner_strips(spec, sizes, mesh, layouts or {})]
+    lines += [(f"{axis}={letter}", PROMISES[letter]) for axis, letter in spec.types]
+    width = max((len(label) for label, _ in lines), default=0)
+    return "\n".join(f"{label:<{width}}  {text}" for label, text in lines) or "whole on every rank"
+
+
+def figure(specs: Mapping[str, Spec], sizes: Mapping[str, int], mesh: Mapping[str, int], layouts: Any = None) -> Any:
+    """A matplotlib figure: for each tensor its strips, coloured and labelled by owner, and its types in words.
+
+    `layouts` as for `strips`, or a function from the tensor's name to them.
+    """
+    from matplotlib.figure import Figure
+
+    of_tensor = layouts if callable(layouts) else lambda name: layouts or {}
+    rows: list[tuple[str, np.ndarray | str]] = []
+    for name, spec in specs.items():
+        rows.append((f"{name}:  {spec}".rstrip(), ""))
+        rows += [(strip.label, strip.owners) for strip in owner_strips(spec, sizes, mesh, of_tensor(name))]
+        rows += [(f"{axis}={letter}", PROMISES[letter]) for axis, letter in spec.types]
+    canvas = Figure(figsize=(9.0, 0.6 + 0.34 * len(rows)), layout="constrained")
+    panel = canvas.subplots()
+    for height, (label, content) in enumerate(rows):
+        is_title = isinstance(content, str) and not content
+        at = 0.0 if is_title else 0.02
+        panel.text(at, -height, label, va="center", fontsize=9, family="monospace", weight="bold" if is_title else None)
+        if isinstance(content, str):
+            panel.text(0.32, -height, content, va="center", fontsize=9)
+        else:
+            _draw_strip(panel, content, -height)
+    panel.set(xlim=(0, 1), ylim=(-len(rows) + 0.4, 0.6))
+    panel.set_axis_off()
+    panel.set_title("mesh " + " ".join(f"{axis}={size}" for axis, size in mesh.items()), fontsize=10, loc="left")
+    return canvas
+
+
+def _draw_strip(panel: Any, owners: np.ndarray, height: float) -> None:
+    """One bar for each run of positions with one owner, its digit inside where there is room."""
+    left, width = 0.32, 0.66 / max(len(owners), 1)
+    for rank, run in groupby(owners.tolist()):
+        length = len(list(run)) * width
+        panel.barh(height, length, 0.8, left=left, color=colour(rank), edgecolor="white", linewidth=0.8)
+        if length > 0.012:
+            ink = "white" if colour(rank) in DARK else "black"
+            panel.text(left + length / 2, height, digit(rank), va="center", ha="center", fontsize=8, color=ink)
+        left += length
+
+
+def scheme_picture(scheme: Scheme, case: CaseSpec) -> str:
+    """The mesh, then each input and output of a scheme with its strips."""
+    lines = ["mesh " + " ".join(f"{axis}={size}" for axis, size in case.mesh.items())]
+    for name, spec in _tensors(scheme).items():
+        lines.append(f"{name}  {spec}".rstrip())
+        text = strips(spec, case.dims, case.mesh, _bound(scheme, case, spec))
+        lines += [f"  {line}" for line in text.splitlines()]
+    return "\n".join(lines)
+
+
+def scheme_figure(scheme: Scheme, case: CaseSpec) -> Any:
+    """The same as a matplotlib figure."""
+    tensors = _tensors(scheme)
+    return figure(tensors, case.dims, case.mesh, lambda name: _bound(scheme, case, tensors[name]))
+
+
+def _tensors(scheme: Scheme) -> dict[str, Spec]:
+    inputs = {arg.name: arg.spec for arg in scheme.inputs}
+    return inputs | {f"-> {arg.name}": arg.spec for arg in scheme.outputs}
+
+
+def _bound(scheme: Scheme, case: CaseSpec, spec: Spec) -> Layouts:
+    """The layout of each cut of a spec with the lengths of this case bound, by `dim/axis`."""
+    from parity_tests.harness.inputs import cut_lengths, layout_function
+
+    return {
+        f"{dim.name}/{cut.axis}": layout_function(
+            cut.layout, cut_lengths(case, dim.name, cut), scheme.layouts, trusted=True
+        )
+        for dim in spec.dims
+        for cut in dim.cuts
+    }

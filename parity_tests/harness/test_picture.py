@@ -1,0 +1,131 @@
+"""Pictures of specs: strips typed by hand, and a figure that says the same in colours."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from jax_ref.layouts import packed, ragged
+from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.picture import COLOURS, colour, figure, scheme_figure, scheme_picture, strips
+from parity_tests.harness.spec import parse
+
+MESH = {"cp": 4, "tp": 2}
+
+
+def picture(text, sizes, mesh=MESH, layouts=None, custom=()):
+    names = ("contiguous", "dual_chunk_swap", "packed", "ragged", "striped", *custom)
+    return strips(parse(text, tuple(mesh), names, typeless_ok=True), sizes, mesh, layouts)
+
+
+def test_a_line_for_each_cut_and_each_type():
+    assert picture("b s/cp:dual_chunk_swap v/tp", {"b": 2, "s": 16, "v": 6}) == (
+        "s/cp:dual_chunk_swap  0011223333221100\n"
+        "v/tp                  000111"
+    )  # fmt: skip
+    assert picture("b s cp=R tp=I", {"b": 2, "s": 3}) == (
+        "cp=R  same value, gradients add up\n"
+        "tp=I  same value, same gradient"
+    )  # fmt: skip
+    assert picture("cp=P", {}) == "cp=P  values add up, same gradient"
+    assert picture("b s", {"b": 2, "s": 3}) == picture("", {}) == "whole on every rank"
+
+
+def test_a_dim_cut_twice_has_two_strips():
+    assert picture("h/cp/tp", {"h": 8}) == "h/cp     00112233\nh/cp/tp  01010101"
+    assert picture("h/tp/cp:striped", {"h": 8}) == "h/tp             00001111\nh/tp/cp:striped  01230123"
+
+
+def test_lengths_come_with_the_layout():
+    lengths = {"v/tp": partial(ragged, lengths=[5, 2]), "t/cp": partial(packed, cu_seqlens=[0, 4, 12])}
+    assert picture("t/cp:packed v/tp:ragged", {"t": 12, "v": 7}, {"cp": 2, "tp": 2}, lengths) == (
+        "t/cp:packed  011000111100\n"
+        "v/tp:ragged  0000011"
+    )  # fmt: skip
+    assert picture("v/tp:ragged", {"v": 7}, {"tp": 2}) == "v/tp:ragged  0000111"
+
+
+def test_size_one_and_nothing():
+    assert picture("1/tp:ragged v/cp", {"v": 0}) == "1/tp:ragged  0\nv/cp         "
+
+
+def test_custom_layouts_are_checked():
+    def mine(size, world):
+        return [np.arange(size)[::-1][r::world] for r in range(world)]
+
+    assert picture("s/tp:mine", {"s": 5}, layouts={"mine": mine}, custom=("mine",)) == "s/tp:mine  01010"
+    with pytest.raises(ValueError) as caught:
+        picture("s/tp:mine", {"s": 5}, layouts={"mine": lambda size, world: [np.arange(3)] * 2}, custom=("mine",))
+    assert str(caught.value) == (
+        "layout 'mine' is not a partition of 5 positions over 2 ranks: missing [3, 4], repeated [0, 1, 2]"
+    )
+
+
+def test_what_cannot_be_cut_is_said_in_its_own_names():
+    with pytest.raises(ValueError) as caught:
+        picture("s/cp:dual_chunk_swap", {"s": 30})
+    assert str(caught.value) == "s=30 cannot be cut by dual_chunk_swap over cp=4 (needs a multiple of 8); pad to 32"
+
+
+def test_long_strips_are_counted():
+    assert picture("s/cp:dual_chunk_swap", {"s": 4096}) == (
+        "s/cp:dual_chunk_swap  0*512 1*512 2*512 3*1024 2*512 1*512 0*512"
+    )
+    assert picture("s/tp:striped", {"s": 100}).endswith("0*1 1*1 and 76 more runs")
+
+
+def declared():
+    mesh = ("cp", "tp")
+    inputs = [("x", "b s/cp:ragged tp=I"), ("w", "tp=R cp=R")]
+    args = [SimpleNamespace(name=name, spec=parse(text, mesh)) for name, text in inputs]
+    output = SimpleNamespace(name="out", spec=parse("s/cp:ragged tp=I", mesh))
+    return SimpleNamespace(inputs=args, outputs=[output], layouts={})
+
+
+CASE = CaseSpec("x:f", {"cp": 2, "tp": 2}, {"b": 1, "s": 5}, layouts={"s/cp": {"name": "ragged", "lengths": [1, 4]}})
+
+
+def test_the_picture_of_a_scheme():
+    assert scheme_picture(declared(), CASE).splitlines() == [
+        "mesh cp=2 tp=2",
+        "x  b s/cp:ragged tp=I",
+        "  s/cp:ragged  01111",
+        "  tp=I         same value, same gradient",
+        "w  tp=R cp=R",
+        "  tp=R  same value, gradients add up",
+        "  cp=R  same value, gradients add up",
+        "-> out  s/cp:ragged tp=I",
+        "  s/cp:ragged  01111",
+        "  tp=I         same value, same gradient",
+    ]
+
+
+def bars(canvas):
+    """(colour, width) of every bar, from left to right and top to bottom."""
+    from matplotlib.colors import to_hex
+
+    found = [(p.get_y(), p.get_x(), to_hex(p.get_facecolor()), p.get_width()) for p in canvas.axes[0].patches]
+    return [(paint, width) for _, _, paint, width in sorted(found, key=lambda bar: (-bar[0], bar[1]))]
+
+
+def test_the_figure_has_a_bar_for_each_run_in_its_rank_s_colour():
+    spec = parse("s/cp:dual_chunk_swap v/tp", ("cp", "tp"))
+    painted = bars(figure({"x": spec}, {"s": 16, "v": 6}, MESH))
+    expected = [0, 1, 2, 3, 2, 1, 0] + [0, 1]
+    assert [paint for paint, _ in painted] == [colour(rank).lower() for rank in expected]
+    assert painted[3][1] == pytest.importorskip("numpy").float64(2) * painted[2][1] or len(painted) == 9
+
+
+def test_the_figure_is_labelled():
+    said = [text.get_text() for text in scheme_figure(declared(), CASE).axes[0].texts]
+    assert "x:  b s/cp:ragged tp=I" in said and "s/cp:ragged" in said
+    assert said.count("same value, gradients add up") == 2
+    assert {"0", "1"} <= set(said)
+    assert scheme_figure(declared(), CASE).axes[0].get_title(loc="left") == "mesh cp=2 tp=2"
+
+
+def test_eight_colours_then_round_again():
+    assert len(set(COLOURS)) == 8
+    assert [colour(rank) for rank in range(8)] == list(COLOURS)
+    assert colour(8) == colour(0)
