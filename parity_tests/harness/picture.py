@@ -26,6 +26,7 @@ PROMISES = {
     "I": "same value, same gradient",
     "P": "values add up, same gradient",
 }
+WHOLE = "whole on every rank"
 WIDEST = 96  # positions written one by one; beyond, runs are counted
 MOST_RUNS = 24
 # Okabe and Ito's colours, which stay apart for every kind of colour vision; black, the eighth, is left to the text.
@@ -97,7 +98,7 @@ def strips(spec: Spec, sizes: Mapping[str, int], mesh: Mapping[str, int], layout
     lines = [(strip.label, str(strip)) for strip in owner_strips(spec, sizes, mesh, layouts or {})]
     lines += [(f"{axis}={letter}", PROMISES[letter]) for axis, letter in spec.types]
     width = max((len(label) for label, _ in lines), default=0)
-    return "\n".join(f"{label:<{width}}  {text}" for label, text in lines) or "whole on every rank"
+    return "\n".join(f"{label:<{width}}  {text}" for label, text in lines) or WHOLE
 
 
 def figure(specs: Mapping[str, Spec], sizes: Mapping[str, int], mesh: Mapping[str, int], layouts: Any = None) -> Any:
@@ -110,13 +111,13 @@ def figure(specs: Mapping[str, Spec], sizes: Mapping[str, int], mesh: Mapping[st
     of_tensor = layouts if callable(layouts) else lambda name: layouts or {}
     rows: list[tuple[str, np.ndarray | str]] = []
     for name, spec in specs.items():
-        rows.append((f"{name}:  {spec}".rstrip(), ""))
+        rows.append((f"{name}:  {spec}".rstrip(), "" if spec.axes or spec.types else WHOLE))
         rows += [(strip.label, strip.owners) for strip in owner_strips(spec, sizes, mesh, of_tensor(name))]
         rows += [(f"{axis}={letter}", PROMISES[letter]) for axis, letter in spec.types]
     canvas = Figure(figsize=(9.0, 0.6 + 0.34 * len(rows)), layout="constrained")
     panel = canvas.subplots()
     for height, (label, content) in enumerate(rows):
-        is_title = isinstance(content, str) and not content
+        is_title = isinstance(content, str) and content in ("", WHOLE)
         at = 0.0 if is_title else 0.02
         panel.text(at, -height, label, va="center", fontsize=9, family="monospace", weight="bold" if is_title else None)
         if isinstance(content, str):

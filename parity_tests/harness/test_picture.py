@@ -114,7 +114,17 @@ def test_the_figure_has_a_bar_for_each_run_in_its_rank_s_colour():
     painted = bars(figure({"x": spec}, {"s": 16, "v": 6}, MESH))
     expected = [0, 1, 2, 3, 2, 1, 0, 0, 1]
     assert [paint for paint, _ in painted] == [colour(rank).lower() for rank in expected]
-    assert painted[3][1] == 2 * painted[2][1]  # rank 3's two chunks lie side by side
+    assert [round(width / painted[0][1]) for _, width in painted] == [
+        1,
+        1,
+        1,
+        2,
+        1,
+        1,
+        1,
+        4,
+        4,
+    ]  # rank 3's two chunks lie side by side
 
 
 def test_the_figure_is_labelled():
@@ -122,6 +132,7 @@ def test_the_figure_is_labelled():
     assert "x:  b s/cp:ragged tp=I" in said and "s/cp:ragged" in said
     assert said.count("same value, gradients add up") == 2
     assert {"0", "1"} <= set(said)
+    assert "whole on every rank" in [t.get_text() for t in figure({"x": parse("b", ())}, {"b": 1}, {}).axes[0].texts]
     assert scheme_figure(declared(), CASE).axes[0].get_title(loc="left") == "mesh cp=2 tp=2"
 
 
