@@ -98,10 +98,7 @@ def tolerances_in(source: str) -> set[str]:
 
 
 def test_no_tolerance_in_a_test():
-    found = {
-        path: tolerances_in((ROOT / "parity_tests" / path).read_text())
-        for path in python_files("parity_tests")
-    }
+    found = {path: tolerances_in((ROOT / "parity_tests" / path).read_text()) for path in python_files("parity_tests")}
     assert {path: names for path, names in found.items() if names} == {}
 
 

@@ -30,8 +30,7 @@ def uncuttable(dim: str, size: int, axis: str, world: int, layout: str) -> str |
         return None
     padded = size + multiple - size % multiple
     return (
-        f"{dim}={size} cannot be cut by {layout} over {axis}={world} "
-        f"(needs a multiple of {multiple}); pad to {padded}"
+        f"{dim}={size} cannot be cut by {layout} over {axis}={world} (needs a multiple of {multiple}); pad to {padded}"
     )
 
 

@@ -22,9 +22,7 @@ def check_partition(name: str, positions: Sequence[np.ndarray], size: int) -> No
             )
         if array.size and array.dtype.kind not in "iu":
             raise ValueError(f"layout {name!r} gives rank {rank} dtype {array.dtype}; positions are integers")
-    everything = np.concatenate(
-        [np.zeros(0, np.int64), *(np.asarray(held).astype(np.int64) for held in positions)]
-    )
+    everything = np.concatenate([np.zeros(0, np.int64), *(np.asarray(held).astype(np.int64) for held in positions)])
     inside = (everything >= 0) & (everything < size)
     count = np.bincount(everything[inside], minlength=size)
     wrong = {

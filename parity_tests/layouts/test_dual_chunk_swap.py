@@ -28,9 +28,7 @@ def test_picture():
 def test_production_is_the_reference_and_a_partition(size, world):
     expected = reference(size, world)
     check_partition("dual_chunk_swap", expected, size)
-    assert [piece.tolist() for piece in dual_chunk_swap(size, world)] == [
-        piece.tolist() for piece in expected
-    ]
+    assert [piece.tolist() for piece in dual_chunk_swap(size, world)] == [piece.tolist() for piece in expected]
     assert [positions(size, world, rank).tolist() for rank in range(world)] == [p.tolist() for p in expected]
 
 

@@ -79,8 +79,7 @@ REFUSED = [
         2,
         [0, 4, 8, 12, 18],
         ValueError,
-        "cu_seqlens: sequence 3 has padded length 6, dual_chunk_swap over world=2 needs a multiple of 4; "
-        "pad it to 8",
+        "cu_seqlens: sequence 3 has padded length 6, dual_chunk_swap over world=2 needs a multiple of 4; pad it to 8",
     ),
     (4, 1, [[0, 4]], ValueError, "cu_seqlens: shape is (1, 2); offsets are one row of at least [0]"),
     (0, 1, [], ValueError, "cu_seqlens: shape is (0,); offsets are one row of at least [0]"),

@@ -30,7 +30,5 @@ def test_long_lists_are_cut_short():
 
 
 def test_pieces_are_rows_of_integers():
-    assert (
-        refusal([[[0, 1]]], 2) == "layout 'mine' gives rank 0 an array of shape (1, 2); positions are one row"
-    )
+    assert refusal([[[0, 1]]], 2) == "layout 'mine' gives rank 0 an array of shape (1, 2); positions are one row"
     assert refusal([[0], [1.0]], 2) == "layout 'mine' gives rank 1 dtype float64; positions are integers"

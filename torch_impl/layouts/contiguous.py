@@ -7,18 +7,14 @@ from torch import Tensor
 from torch_impl.layouts.needs import check_cut
 
 
-def positions(
-    size: int, world: int, rank: int, *, device: torch.device | str | None = None
-) -> Int64[Tensor, " local"]:
+def positions(size: int, world: int, rank: int, *, device: torch.device | str | None = None) -> Int64[Tensor, " local"]:
     """Global positions that one rank holds: index[r, i] = r * (size / world) + i."""
     check_cut("contiguous", size, world, rank)
     local = size // world
     return torch.arange(rank * local, (rank + 1) * local, device=device)
 
 
-def contiguous(
-    size: int, world: int, *, device: torch.device | str | None = None
-) -> list[Int64[Tensor, " _"]]:
+def contiguous(size: int, world: int, *, device: torch.device | str | None = None) -> list[Int64[Tensor, " _"]]:
     """Global positions that each rank holds.
 
     >>> contiguous(6, 3)

@@ -10,17 +10,13 @@ from torch import Tensor
 from torch_impl.layouts.needs import check_cut
 
 
-def positions(
-    size: int, world: int, rank: int, *, device: torch.device | str | None = None
-) -> Int64[Tensor, " local"]:
+def positions(size: int, world: int, rank: int, *, device: torch.device | str | None = None) -> Int64[Tensor, " local"]:
     """Global positions that one rank holds: chunk `rank`, then chunk `2 * world - 1 - rank`, of 2 * world."""
     check_cut("dual_chunk_swap", size, world, rank)
     return _index(size, world, rank, device)
 
 
-def dual_chunk_swap(
-    size: int, world: int, *, device: torch.device | str | None = None
-) -> list[Int64[Tensor, " _"]]:
+def dual_chunk_swap(size: int, world: int, *, device: torch.device | str | None = None) -> list[Int64[Tensor, " _"]]:
     """Global positions that each rank holds.
 
     >>> dual_chunk_swap(8, 2)

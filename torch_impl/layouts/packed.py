@@ -70,9 +70,7 @@ def _checked(cu_seqlens: Tensor | Sequence[int], size: int, world: int) -> Int64
     if given.dim() != 1 or not len(given):
         raise ValueError(f"cu_seqlens: shape is {tuple(given.shape)}; offsets are one row of at least [0]")
     if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
-        raise TypeError(
-            f"cu_seqlens: dtype is {str(given.dtype).removeprefix('torch.')}; offsets are integers"
-        )
+        raise TypeError(f"cu_seqlens: dtype is {str(given.dtype).removeprefix('torch.')}; offsets are integers")
     offsets = given.long()
     if offsets[0] != 0:
         raise ValueError(f"cu_seqlens: starts at {offsets[0]}; offsets start at 0")
@@ -87,9 +85,7 @@ def _checked(cu_seqlens: Tensor | Sequence[int], size: int, world: int) -> Int64
     for j in _first(lengths % multiple != 0):
         rule = f"dual_chunk_swap over world={world} needs a multiple of {multiple}"
         padded = lengths[j] + -lengths[j] % multiple
-        raise ValueError(
-            f"cu_seqlens: sequence {j} has padded length {lengths[j]}, {rule}; pad it to {padded}"
-        )
+        raise ValueError(f"cu_seqlens: sequence {j} has padded length {lengths[j]}, {rule}; pad it to {padded}")
     return offsets
 
 

@@ -46,9 +46,7 @@ def _bounds(size: int, world: int, lengths: Sequence[int] | None) -> list[int]:
         return [min(rank * block, size) for rank in range(world + 1)]
     lengths = tuple(map(int, lengths))
     if len(lengths) != world:
-        raise ValueError(
-            f"ragged: lengths {lengths} are {len(lengths)}, world={world}; give one for each rank"
-        )
+        raise ValueError(f"ragged: lengths {lengths} are {len(lengths)}, world={world}; give one for each rank")
     if min(lengths) < 0:
         raise ValueError(f"ragged: lengths {lengths} have a negative one; lengths are 0 or more")
     bounds = list(accumulate(lengths, initial=0))

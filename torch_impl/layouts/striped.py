@@ -7,9 +7,7 @@ from torch import Tensor
 from torch_impl.layouts.needs import check_cut
 
 
-def positions(
-    size: int, world: int, rank: int, *, device: torch.device | str | None = None
-) -> Int64[Tensor, " local"]:
+def positions(size: int, world: int, rank: int, *, device: torch.device | str | None = None) -> Int64[Tensor, " local"]:
     """Global positions that one rank holds: index[r, i] = i * world + r."""
     check_cut("striped", size, world, rank)
     return torch.arange(rank, size, world, device=device) if size else torch.arange(0, device=device)
