@@ -1,0 +1,116 @@
+"""One number explains everything: factors, signs, constants, with or without a name."""
+
+import math
+
+import numpy as np
+import pytest
+
+from parity_tests.harness.clues.by_hand import AXES, columns_of, evidence, headline, numbers
+from parity_tests.harness.explain import Evidence, explain
+
+
+@pytest.mark.parametrize(
+    ("factor", "written"),
+    [
+        (4.0, "4 (= tp)"),
+        (2.0, "2 (= cp)"),
+        (8.0, "8 (= cp*tp)"),
+        (0.25, "0.25 (= 1/tp)"),
+        (0.125, "0.125 (= 1/(cp*tp))"),
+        (3.0, "3 (= microbatches)"),
+        (12.0, "12 (= tp*microbatches)"),
+        (1.5, "1.5 (= microbatches/cp)"),
+        (-4.0, "-4 (= -tp)"),
+    ],
+)
+def test_constant_factor(factor, written):
+    want = numbers(3, 4)
+    assert (
+        headline(factor * want, want, factors={"microbatches": 3})
+        == f"off by the constant factor {written}: a reduction is missing or repeated"
+    )
+
+
+def test_two_names_for_one_factor_are_both_told():
+    want = numbers(5)
+    assert "factor 2 (= cp or dp):" in headline(2 * want, want, axes={"cp": 2, "dp": 2, "tp": 3})
+
+
+def test_a_factor_through_noise_and_zeros():
+    want = numbers(50)
+    want[::5] = 0.0
+    noise = 1 + 2.0**-9 * np.sign(numbers(50, seed=1))
+    assert headline(4 * want * noise, want, relative=2.0**-8) == (
+        "off by the constant factor 4 (= tp): a reduction is missing or repeated"
+    )
+
+
+def test_a_factor_in_huge_and_tiny_numbers():
+    for scale in (1e300, 1e-300):
+        want = numbers(6) * scale
+        wide = Evidence("x", "output", want / 4, want, np.abs(want) * 2.0**-20, AXES)
+        assert explain(wide)[0].startswith("off by the constant factor 0.25 (= 1/tp)")
+
+
+def test_one_element_says_less():
+    assert headline([20.0], [5.0]) == (
+        "off by the constant factor 4 (= tp): a reduction is missing or repeated; only one element tells"
+    )
+    assert headline(20.0, 5.0).endswith("only one element tells")
+    assert headline([10.0], [5.0], axes={"tp": 4, "m": 8}) == "no pattern; worst at (0)"  # not m/tp
+    assert headline([3.65], [5.0]) == "no pattern; worst at (0)"  # any number is some factor
+
+
+def test_a_factor_without_a_name():
+    want = numbers(6)
+    assert headline(0.7 * want, want) == "off by the constant factor 0.7: a scale is missing or wrong"
+
+
+def test_a_factor_must_fit_everywhere():
+    want = numbers(3, 4)
+    got = 4 * want
+    got[1, 1] = want[1, 1]
+    assert not any("factor" in note for note in explain(evidence(got, want)))
+
+
+def test_opposite_sign():
+    want = numbers(6)
+    assert headline(-want, want) == "opposite sign"
+
+
+def test_zero_is_not_a_factor():
+    want = numbers(2, 3)
+    assert headline(0 * want, want, role="gradient") == "gradient is zero: backward does not reach this input"
+    assert headline(0 * want, want) == "output is zero: nothing was written to it"
+
+
+@pytest.mark.parametrize(
+    ("constant", "written"),
+    [
+        (math.log(4), "log 4 (= log tp)"),
+        (-math.log(4), "-log 4 (= -log tp)"),
+        (math.log(8), "log 8 (= log(cp*tp))"),
+        (0.3, "0.3"),
+    ],
+)
+def test_added_constant(constant, written):
+    want = numbers(2, 5)
+    assert headline(want + constant, want) == f"off by the added constant {written}"
+
+
+def test_another_factor_on_each_rank():
+    want = numbers(3, 8)
+    owners = columns_of((3, 8), 4)
+    got = want * np.array([2.0, 1.0, 0.5, 3.0])[owners]
+    assert headline(got, want, owners={"tp": owners}) == (
+        "off by a constant factor on each tp rank (2, 1, 0.5, 3): a local count or sum stands for the global one"
+    )
+
+
+def test_another_constant_on_each_rank():
+    want = numbers(3, 8)
+    owners = columns_of((3, 8), 2)
+    got = want + np.array([0.5, -1.25])[owners]
+    assert headline(got, want, owners={"cp": owners}) == (
+        "off by an added constant on each cp rank (0.5, -1.25): a local statistic stands for the global one"
+    )

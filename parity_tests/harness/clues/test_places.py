@@ -1,0 +1,84 @@
+"""Which elements are wrong, and who holds them."""
+
+import numpy as np
+import pytest
+
+from parity_tests.harness.clues.by_hand import columns_of, headline, numbers
+
+
+def test_not_finite_names_the_first_element_and_its_rank():
+    want = numbers(2, 8)
+    got = want.copy()
+    got[0, 5] = np.nan
+    got[1, 6] = np.inf
+    owners = {"tp": columns_of((2, 8), 4)}
+    assert headline(got, want, owners=owners, axes={"tp": 4}) == "not finite first at (0,5), rank 2"
+    assert headline(got, want, owners=owners) == "not finite first at (0,5), tp rank 2"
+    assert headline(got, want, owners=owners, at={"cp": 1}) == "not finite first at (0,5), rank 6"
+    assert headline(got, want) == "not finite first at (0,5)"
+
+
+def test_poison_is_told_from_an_infinity():
+    want = numbers(4)
+    poison = "all_reduce at logprob.py:41"
+    assert (
+        headline([want[0], np.nan, want[2], np.nan], want, poison=poison)
+        == "not finite first at (1); read before its wait: all_reduce at logprob.py:41"
+    )
+    assert headline([np.inf, np.nan, *want[2:]], want, poison=poison) == "not finite first at (0)"
+
+
+def test_a_mask_that_was_lost():
+    assert headline([0.0, 1.0], [-np.inf, 1.0]).startswith("finite where the reference is -inf, first at (0)")
+
+
+def test_wrong_where_one_rank_owns():
+    want, other = numbers(2, 8), numbers(2, 8, seed=1)
+    owners = columns_of((2, 8), 4)
+    got = np.where(owners == 2, other, want)
+    assert headline(got, want, owners={"tp": owners}) == "wrong only where tp rank 2 owns (all of its elements)"
+    got[1] = want[1]
+    assert headline(got, want, owners={"tp": owners}) == "wrong only where tp rank 2 owns (2 of 4 of its elements)"
+
+
+def test_one_ranks_other_constant():
+    want = numbers(2, 8)
+    owners = columns_of((2, 8), 4)
+    got = np.where(owners == 2, 4 * want, want)
+    assert headline(got, want, owners={"tp": owners}) == (
+        "wrong only where tp rank 2 owns (all of its elements); there off by the constant factor 4 (= tp): "
+        "a reduction is missing or repeated"
+    )
+
+
+def test_wrong_where_a_pair_of_ranks_owns():
+    want, other = numbers(4, 8), numbers(4, 8, seed=1)
+    tp, cp = columns_of((4, 8), 4), columns_of((8, 4), 2).T
+    got = np.where((tp == 1) & (cp == 0), other, want)
+    assert headline(got, want, owners={"cp": cp, "tp": tp}) == (
+        "wrong only where cp rank 0 and tp rank 1 own (all of its elements)"
+    )
+
+
+def test_right_where_one_rank_owns():
+    want, other = numbers(3, 8), numbers(3, 8, seed=1)
+    owners = columns_of((3, 8), 4)
+    got = np.where(owners == 0, want, other)
+    assert headline(got, want, owners={"tp": owners}) == "right only where tp rank 0 owns"
+
+
+def test_a_tensor_of_one_rank_is_no_pattern():
+    want, other = numbers(4), numbers(4, seed=1)
+    owners = np.full(4, 1)
+    assert headline(other, want, owners={"tp": owners}).startswith("no pattern; worst at (")
+
+
+@pytest.mark.parametrize("name", ["sequence boundaries", "padding", "shard borders"])
+def test_wrong_at_borders(name):
+    want, other = numbers(2, 9), numbers(2, 9, seed=1)
+    mask = np.zeros((2, 9), bool)
+    mask[:, [2, 3, 7]] = True
+    got = np.where(mask, other, want)
+    assert headline(got, want, borders={name: mask}) == f"wrong only at {name} (all of its elements)"
+    everywhere = {name: np.ones((2, 9), bool)}
+    assert headline(got, want, borders=everywhere).startswith("no pattern")

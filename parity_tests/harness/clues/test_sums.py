@@ -1,0 +1,66 @@
+"""The ranks' own terms: missing, doubled, never summed, summed too often, or not alike."""
+
+import numpy as np
+
+from parity_tests.harness.clues.by_hand import evidence, headline, numbers
+from parity_tests.harness.explain import explain
+
+
+def test_terms_of_a_sum():
+    terms = numbers(4, 5)
+    want = terms.sum(0)
+    addends = {("tp", rank): term for rank, term in enumerate(terms)}
+    assert headline(want - terms[2], want, addends=addends) == "one rank's term is missing: tp rank 2"
+    assert headline(want + terms[1], want, addends=addends) == "one rank's term is counted twice: tp rank 1"
+    assert headline(terms[3], want, addends=addends) == "only one rank's term is there: tp rank 3"
+
+
+def test_missing_sum():
+    pieces = numbers(4, 3, 5)
+    want = pieces.sum(0)
+    for role in ("gradient", "output"):
+        assert headline(pieces[1], want, role=role, pieces={"tp": pieces}) == (
+            f"{role} missing a sum over tp: the ranks' {role}s add up to the reference"
+        )
+
+
+def test_missing_sum_of_equal_shares_is_a_factor_too():
+    want = numbers(6)
+    notes = explain(evidence(want / 4, want, role="gradient", pieces={"tp": np.stack([want / 4] * 4)}))
+    assert notes == (
+        "off by the constant factor 0.25 (= 1/tp): a reduction is missing or repeated",
+        "gradient missing a sum over tp: the ranks' gradients add up to the reference",
+    )
+
+
+def test_summed_once_too_often():
+    want = numbers(6)
+    notes = explain(evidence(4 * want, want, role="gradient", pieces={"tp": np.stack([want] * 4)}))
+    assert notes == (
+        "off by the constant factor 4 (= tp): a reduction is missing or repeated",
+        "gradient summed over tp once too often: each rank already has the reference",
+    )
+
+
+def test_copies_that_differ():
+    want = numbers(6)
+    copies = np.stack([want, want, want + numbers(6, seed=1), want])
+    assert headline(copies[2], want, pieces={"tp": copies}) == (
+        "wrong only on tp rank 2: the copies of the other ranks are right"
+    )
+    copies[0] = numbers(6, seed=2)
+    assert headline(copies[2], want, pieces={"tp": copies}) == (
+        "wrong only on tp ranks 0, 2: the copies of the other ranks are right"
+    )
+    copies = numbers(2, 6, seed=3)
+    assert headline(copies[0], want, pieces={"cp": copies}) == (
+        "cp ranks hold different copies of what should be one value"
+    )
+
+
+def test_an_axis_of_one_rank_has_no_sum():
+    want = numbers(4)
+    pieces = {"tp": numbers(1, 4, seed=1)}
+    assert headline(pieces["tp"][0], want, pieces=pieces, axes={"tp": 1}) == "no pattern; worst at " + (
+        f"({int(np.argmax(np.abs(pieces['tp'][0] - want) / np.abs(want)))})"
+    )
