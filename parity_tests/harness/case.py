@@ -73,8 +73,10 @@ class CaseSpec:
 
     @cached_property
     def json(self) -> str:
-        """Canonical JSON: sorted keys, no blanks."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        """Canonical JSON: no blanks, keys sorted except the mesh's, whose order is that of the DeviceMesh."""
+        record = json.loads(json.dumps(asdict(self), sort_keys=True))
+        record["mesh"] = dict(self.mesh)
+        return json.dumps(record, separators=(",", ":"))
 
     @property
     def id(self) -> str:
