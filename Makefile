@@ -1,0 +1,64 @@
+# The two commands are `make verify` and `make test`. They need a Python from 3.11 to 3.13 with pip, and nothing else.
+# PYTHON chooses the interpreter of the virtual environment: `make verify PYTHON=python3.12`.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+
+export OMP_NUM_THREADS := 1
+
+# What is installed is remembered in $(VENV)/with-<extra>, which is older than these two once they change.
+NEEDS := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help verify test lint types imports notebooks docs bench faults clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 12
+
+verify: $(VENV)/with-core ## verify every built-in scheme on this CPU, real text and three planted bugs
+	$(BIN)/shardproof tour
+
+test: $(VENV)/with-test ## run the tests on two processes
+	$(BIN)/python -m pytest -n 2 --dist loadfile --hypothesis-profile=ci
+
+lint: $(VENV)/with-test ## ruff, check and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/with-test ## basedpyright
+	$(BIN)/basedpyright
+
+imports: $(VENV)/with-test ## the contracts between packages
+	$(BIN)/lint-imports
+
+notebooks: $(VENV)/with-test $(VENV)/with-notebooks ## execute the notebooks and compare them with what is committed
+	$(BIN)/python -m pytest parity_tests/test_notebooks.py
+
+docs: $(VENV)/with-docs ## build the pages into docs/_build
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
+bench: $(VENV)/with-test ## measure the promised figures and write docs/benchmarks.md
+	$(BIN)/python -m parity_tests.benchmarks
+
+faults: $(VENV)/with-test ## plant every fault of the catalogue and count what is caught
+	$(BIN)/python -m parity_tests.faults
+
+clean: ## remove what the other targets made, the virtual environment included
+	rm -rf $(VENV) build dist docs/_build docs/jupyter_execute .pytest_cache .hypothesis .ruff_cache .import_linter_cache
+	rm -f replay_*.py replay_*.pkl shardproof_verify.png
+	find torch_impl jax_ref parity_tests -name __pycache__ -prune -exec rm -rf {} +
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v < (3, 14) else f"shardproof needs Python 3.11 to 3.13, $(PYTHON) is %d.%d; make PYTHON=python3.12" % v)'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/with-core: $(NEEDS) | $(VENV)/bin/python
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/with-%: $(NEEDS) | $(VENV)/bin/python
+	$(PIP) -e '.[$*]'
+	@touch $@
