@@ -19,20 +19,21 @@ _P2P = ("send", "recv")
 
 @dataclass(frozen=True)
 class Disagreement:
-    """What does not fit; `row` is the odd one out, `others` a sentence for each other rank of its group."""
+    """What does not fit; `row` is the odd one out, `others` a sentence for each other rank that has a part in it."""
 
     what: str
     row: Row
-    others: tuple[str, ...]
+    others: Mapping[int, str]
 
     def __str__(self) -> str:
         return f"{self.what}: rank {self.row.rank} issued {self.row}"
 
-    def failure(self, case: CaseSpec | None, ledger: Ledger) -> Mismatch:
+    def failure(self, case: CaseSpec | None, ledger: Ledger, states: Mapping[int, str] | None = None) -> Mismatch:
+        """`states` says a sentence of ranks that have no part in it."""
         row = self.row
-        return Mismatch(
-            str(self), rank=row.rank, op=row.op, source=row.source, case=case, others=self.others, ledger=ledger
-        )
+        rest = {rank: state for rank, state in (states or {}).items() if rank != row.rank}
+        others = [sentence for _, sentence in sorted((rest | dict(self.others)).items())]
+        return Mismatch(str(self), rank=row.rank, op=row.op, source=row.source, case=case, others=others, ledger=ledger)
 
 
 def disagreement(ledger: Ledger, *, complete: bool = True) -> Disagreement | None:
@@ -115,14 +116,12 @@ def _pieces(rows: Sequence[Row]) -> Disagreement | None:
 def _left_over(issued: Mapping[int, Row], silent: Sequence[int], lists: Mapping[int, list[Row]]) -> Disagreement | None:
     if not silent or not issued:
         return None
-    odd, *rest = issued.values()
-    missing = [
-        f"rank {rank} issued nothing more in this group after {lists[rank][-1]}"
-        if lists[rank]
-        else f"rank {rank} issued nothing in this group"
-        for rank in silent
-    ]
-    return Disagreement("not all ranks took part", odd, (*missing, *map(_sentence, rest)))
+    odd = next(iter(issued.values()))
+    others = {rank: _sentence(row) for rank, row in issued.items() if row is not odd}
+    for rank in silent:
+        last = f"nothing more in this group after {lists[rank][-1]}" if lists[rank] else "nothing in this group"
+        others[rank] = f"rank {rank} issued {last}"
+    return Disagreement("not all ranks took part", odd, others)
 
 
 def _messages(ledger: Ledger, complete: bool) -> Iterator[Disagreement]:
@@ -142,15 +141,15 @@ def _messages(ledger: Ledger, complete: bool) -> Iterator[Disagreement]:
                 break
         else:
             if complete and len(sends) != len(recvs):
-                alone = (sends + recvs if not recvs or not sends else max(sends, recvs, key=len))[
-                    min(len(sends), len(recvs))
-                ]
-                quiet = f"rank {target} posted no recv for it" if alone.op == "send" else f"rank {source} sent nothing"
-                yield Disagreement("message without its other half", alone, (quiet,))
+                alone = max(sends, recvs, key=len)[min(len(sends), len(recvs))]
+                quiet = {target: f"rank {target} posted no recv for it"}
+                if alone.op == "recv":
+                    quiet = {source: f"rank {source} sent nothing for it"}
+                yield Disagreement("message without its other half", alone, quiet)
 
 
 def _against(what: str, odd: Row, rows: Sequence[Row]) -> Disagreement:
-    return Disagreement(what, odd, tuple(_sentence(row) for row in rows if row is not odd))
+    return Disagreement(what, odd, {row.rank: _sentence(row) for row in rows if row is not odd})
 
 
 def _sentence(row: Row) -> str:

@@ -84,7 +84,7 @@ def verdict(
     waiting = {o.rank: o.last for o in outcomes if o.is_waiting and o.last}
     problem = disagreement(ledger, complete=all(o.kind == DONE for o in outcomes)) or crossed(waiting)
     if problem is not None:
-        return problem.failure(case, ledger)
+        return problem.failure(case, ledger, {o.rank: str(o) for o in outcomes})
     for source in sorted(raised, key=lambda o: o.is_victim):
         return _blame(source, failure.Raised, outcomes, case, ledger)
     if quiet is not None:

@@ -1,0 +1,226 @@
+"""The failure matrix on gloo: every row answered in time, by name, and the next example healthy at once."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.engines import pool
+from parity_tests.harness.engines.failure import RankFailure
+
+VERDICT_S = {"raised": 0.5, "unwaited": 0.5}  # own mistakes; all else:
+OTHER_VERDICT_S = 2.0
+HEALTHY_S = 0.6
+LOADED = 2.0  # how much slower a machine may be that runs other work beside these tests
+
+
+def case(world: int) -> CaseSpec:
+    return CaseSpec("failure_matrix", {"tp": world})
+
+
+def healthy(mesh: Any, case: Any) -> float:
+    x = torch.ones(3)
+    dist.all_reduce(x, group=mesh["tp"])
+    return x[0].item()
+
+
+def raises(mesh: Any, case: Any) -> None:
+    if mesh.rank("tp") == 1:
+        raise KeyError("no such weight")
+    dist.all_reduce(torch.ones(3), group=mesh["tp"])
+
+
+def dies(mesh: Any, case: Any) -> None:
+    if mesh.rank("tp") == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(3), group=mesh["tp"])
+
+
+def leaves(mesh: Any, case: Any) -> None:
+    if mesh.rank("tp") == 1:
+        os._exit(7)
+    dist.all_reduce(torch.ones(3), group=mesh["tp"])
+
+
+def other_size(mesh: Any, case: Any) -> None:
+    dist.all_reduce(torch.ones(2 if mesh.rank("tp") == 1 else 3), group=mesh["tp"])
+
+
+def other_shape(mesh: Any, case: Any) -> None:
+    dist.all_reduce(torch.ones((3, 2) if mesh.rank("tp") == 1 else (2, 3)), group=mesh["tp"])
+
+
+def other_dtype(mesh: Any, case: Any) -> None:
+    dtype = torch.int32 if mesh.rank("tp") == 1 else torch.float32
+    dist.all_reduce(torch.ones(3, dtype=dtype), group=mesh["tp"])
+
+
+def other_reduce_op(mesh: Any, case: Any) -> None:
+    op = dist.ReduceOp.MAX if mesh.rank("tp") == 1 else dist.ReduceOp.SUM
+    dist.all_reduce(torch.ones(3), op=op, group=mesh["tp"])
+
+
+def reduce_or_broadcast(mesh: Any, case: Any) -> None:
+    if mesh.rank("tp") == 1:
+        dist.broadcast(torch.ones(3), src=0, group=mesh["tp"])
+    else:
+        dist.all_reduce(torch.ones(3), group=mesh["tp"])
+
+
+def reduce_or_gather(mesh: Any, case: Any) -> None:
+    x = torch.ones(3)
+    if mesh.rank("tp") == 1:
+        dist.all_gather([torch.empty(3) for _ in range(mesh.size("tp"))], x, group=mesh["tp"])
+    else:
+        dist.all_reduce(x, group=mesh["tp"])
+
+
+def other_root(mesh: Any, case: Any) -> None:
+    dist.broadcast(torch.ones(3), src=mesh.rank("tp") % 2, group=mesh["tp"])
+
+
+def uneven_gather(mesh: Any, case: Any) -> None:
+    x = torch.ones(3 if mesh.rank("tp") == 1 else 4)
+    dist.all_gather([torch.empty_like(x) for _ in range(mesh.size("tp"))], x, group=mesh["tp"])
+
+
+def other_splits(mesh: Any, case: Any) -> None:
+    world = mesh.size("tp")
+    received = [1] * (world - 1) + [2 if mesh.rank("tp") == 1 else 1]
+    x, y = torch.ones(world, 2), torch.empty(sum(received), 2)
+    dist.all_to_all_single(y, x, output_split_sizes=received, group=mesh["tp"])
+
+
+def short_recv(mesh: Any, case: Any) -> None:
+    if mesh.rank("tp") == 0:
+        dist.send(torch.ones(4), dst=1, group=mesh["tp"])
+    if mesh.rank("tp") == 1:
+        dist.recv(torch.ones(2), src=0, group=mesh["tp"])
+
+
+def all_send_first(mesh: Any, case: Any) -> None:
+    rank, world = mesh.rank("tp"), mesh.size("tp")
+    dist.send(torch.ones(4), dst=(rank + 1) % world, group=mesh["tp"])
+    dist.recv(torch.ones(4), src=(rank - 1) % world, group=mesh["tp"])
+
+
+def skips(mesh: Any, case: Any) -> None:
+    dist.all_reduce(torch.ones(3), group=mesh["tp"])
+    if mesh.rank("tp") != 1:
+        dist.all_reduce(torch.ones(5), group=mesh["tp"])
+
+
+def loops(mesh: Any, case: Any) -> None:
+    dist.all_reduce(torch.ones(3), group=mesh["tp"])
+    while mesh.rank("tp") == 1:
+        pass
+    dist.all_reduce(torch.ones(5), group=mesh["tp"])
+
+
+def forgets_to_wait(mesh: Any, case: Any) -> None:
+    torch.ops._c10d_functional.all_reduce(torch.ones(3), "sum", mesh["tp"].group_name)
+
+
+def crosses_groups(mesh: Any, case: Any) -> None:
+    inner = dist.new_group(list(range(mesh.size("tp"))))
+    dist.all_reduce(torch.ones(3), group=mesh["tp"] if mesh.rank("tp") == 1 else inner)
+
+
+def other_size_in_backward(mesh: Any, case: Any) -> None:
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            grad = grad.clone()
+            dist.all_reduce(grad if mesh.rank("tp") else grad.view(-1)[:2], group=mesh["tp"])
+            return grad
+
+    Sum.apply(torch.ones(3, requires_grad=True)).sum().backward()
+
+
+# body, causes allowed, what the verdict must say besides each rank's name
+ROWS = [
+    (raises, {"raised"}, ["KeyError: 'no such weight' at", "waits in all_reduce float32[3] SUM (group tp, #0)"]),
+    (dies, {"died"}, ["rank 1 was killed by SIGKILL", "all_reduce float32[3] SUM (group tp, #0)"]),
+    (leaves, {"died"}, ["rank 1 left with exit code 7", "all_reduce float32[3] SUM (group tp, #0)"]),
+    (other_size, {"mismatch"}, ["shape differs", "float32[2] SUM (group tp, #0)", "float32[3] SUM (group tp, #0)"]),
+    (other_shape, {"mismatch"}, ["shape differs", "float32[2, 3]", "float32[3, 2]"]),
+    (other_dtype, {"mismatch"}, ["dtype differs", "float32[3]", "int32[3]"]),
+    (other_reduce_op, {"mismatch"}, ["reduce op differs", "SUM", "MAX"]),
+    (reduce_or_broadcast, {"mismatch"}, ["op differs", "all_reduce float32[3] SUM", "broadcast float32[3] root=0"]),
+    (reduce_or_gather, {"mismatch"}, ["op differs", "all_reduce float32[3] SUM", "all_gather float32[3]"]),
+    (other_root, {"mismatch"}, ["root differs", "root=0", "root=1"]),
+    (uneven_gather, {"mismatch", "died"}, ["all_gather float32[4]", "all_gather float32[3]"]),
+    (other_splits, {"mismatch"}, ["sends 1 rows to rank 1, which expects 2", "all_to_all"]),
+    (short_recv, {"died"}, ["recv float32[2] peer=0", "send float32[4] peer=1"]),
+    (all_send_first, {"stalled"}, ["rank 0 waits in send float32[4] peer=1"]),
+    (skips, {"stalled"}, ["waits in all_reduce float32[5] SUM (group tp, #1)", "rank 1 finished"]),
+    (loops, {"stalled"}, ["rank 1 computes; its last was all_reduce float32[3] SUM (group tp, #0)"]),
+    (forgets_to_wait, {"unwaited"}, ["did not wait for all_reduce float32[3] SUM (group tp, #0)"]),
+    (crosses_groups, {"mismatch"}, ["group differs", "(group tp, #0)", "(group 0,1"]),
+    (other_size_in_backward, {"mismatch"}, ["shape differs", "[bwd]"]),
+]
+
+
+@pytest.fixture(scope="module", params=(2, 4))
+def world(request: pytest.FixtureRequest) -> int:
+    pool.run(healthy, case(request.param))
+    return request.param
+
+
+@pytest.mark.parametrize(("body", "causes", "words"), ROWS, ids=[row[0].__name__ for row in ROWS])
+def test_row(world: int, body: Any, causes: set[str], words: list[str]) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankFailure) as caught:
+        pool.run(body, case(world), quiet_s=1.5)
+    seconds = time.monotonic() - start
+    failure, text = caught.value, str(caught.value)
+    assert failure.cause in causes
+    assert [word for word in (*words, f"{Path(__file__).name}:") if word not in text] == []
+    assert [rank for rank in range(world) if f"rank {rank}" not in text] == []
+    assert len(failure.others) == world - 1
+    assert seconds < VERDICT_S.get(failure.cause, OTHER_VERDICT_S) * LOADED
+    start = time.monotonic()
+    assert pool.run(healthy, case(world)).results == (float(world),) * world
+    assert time.monotonic() - start < HEALTHY_S * LOADED
+
+
+def test_own_exception_before_its_victims(world: int) -> None:
+    with pytest.raises(RankFailure) as caught:
+        pool.run(raises, case(world))
+    assert caught.value.rank == 1
+    assert str(caught.value).startswith("raised: rank 1 raised KeyError")
+    assert 'raise KeyError("no such weight")' in "".join(caught.value.__notes__)
+
+
+@pytest.fixture
+def slow_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A module that takes 3 s to import in any process but this one."""
+    code = f"import os, time\ntime.sleep(0 if os.getpid() == {os.getpid()} else 3)\nVALUE = 7\n"
+    (tmp_path / "slow_to_import.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield importlib.import_module("slow_to_import")
+    del sys.modules["slow_to_import"]
+
+
+def test_slow_import_is_no_stall(world: int, slow_module: Any) -> None:
+    def imports(mesh: Any, case: Any) -> float:
+        return healthy(mesh, case) + slow_module.VALUE
+
+    start = time.monotonic()
+    assert pool.run(imports, case(world), quiet_s=1.5).results == (world + 7.0,) * world
+    assert time.monotonic() - start > 3
