@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
 import types
 from collections.abc import Callable, Iterator
+from functools import reduce
 from typing import Any
 
 import cloudpickle
@@ -14,12 +16,38 @@ import cloudpickle
 BROUGHT: set[str] = set()
 
 
+class _Pickler(cloudpickle.Pickler):
+    """Knows torch's operators, which every rank has and no pickler can take."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj).__module__ in ("torch._ops", "torch._classes") and type(obj).__name__ in _OPERATORS:
+            return _operator, (_OPERATORS[type(obj).__name__].format(obj),)
+        return super().reducer_override(obj)
+
+
+_OPERATORS = {
+    "_Ops": "ops",
+    "_Classes": "classes",
+    "_OpNamespace": "ops.{0.name}",
+    "OpOverloadPacket": "ops.{0}",
+    "OpOverload": "ops.{0}",
+}
+
+
+def _operator(path: str) -> Any:
+    import torch
+
+    return reduce(getattr, path.split("."), torch)
+
+
 def dumps(travelling: Any) -> bytes:
     """Pickle a function, or what carries one as `.fn`, with its own module by value."""
     fn = getattr(travelling, "fn", travelling)
     refuse_untravelable(fn)
     with _by_value({getattr(fn, "__module__", None) or "__main__", *BROUGHT}):
-        return cloudpickle.dumps(travelling)
+        file = io.BytesIO()
+        _Pickler(file).dump(travelling)
+        return file.getvalue()
 
 
 def bare(fn: Callable[..., Any]) -> Callable[..., Any]:
