@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 # The two constants of every budget. They change only together with a rerun of the false-alarm and kill figures.
 C = 4.0
 K = 8.0
+# What a sum may have been accumulated in by mistake.
+COARSER = {"float64": "float32", "float32": "bfloat16", "bfloat16": "bfloat16", "float16": "float16"}
 SUMMED = {"output": "P", "gradient": "R"}
 
 
@@ -69,7 +71,7 @@ class TensorRow:
     stitched: Stitched
     want: np.ndarray
     budgets: np.ndarray
-    loose_budgets: np.ndarray  # the same, had sums been accumulated in the tested dtype
+    loose_budgets: np.ndarray  # the same, had sums been accumulated in COARSER[tested dtype]
     owners: Mapping[str, np.ndarray]  # for each axis that cuts it: which coordinate holds each element
     missing: bool = False  # no rank returned a gradient
 
@@ -181,7 +183,9 @@ def _judged(
     u = UNIT_ROUNDOFF[case.dtype]
     narrow = min(u, UNIT_ROUNDOFF["float32"])
     allowed = budget(want, spread, terms, case.dtype, out_dtype, scheme.roundings, narrow)
-    loose = budget(want, spread, terms, case.dtype, case.dtype, max(scheme.roundings, 1), u)
+    coarse = COARSER[case.dtype]
+    wide = UNIT_ROUNDOFF[coarse]
+    loose = budget(want, spread * (wide / u), terms, coarse, coarse, max(scheme.roundings, 1), wide)
     wrong = errors(stitched.copies, want[None], out_dtype)
     ratios = wrong / allowed[None]
     copy, where, ratio, error, limit = 0, (), 0.0, 0.0, float(allowed.max(initial=0.0))

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from parity_tests.harness.clues import places, sums
 from parity_tests.harness.clues.arithmetic import fitted_number, known_number
+from parity_tests.harness.clues.displaced import displaced
 from parity_tests.harness.clues.order import another_order
 from parity_tests.harness.evidence import Evidence as Evidence
 from parity_tests.harness.evidence import Placed as Placed
@@ -46,6 +47,7 @@ CLUES = (
     known_number,
     sums.terms,
     sums.sums,
+    displaced,
     another_order,
     _narrow_sums,
     fitted_number,

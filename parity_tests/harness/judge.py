@@ -32,7 +32,7 @@ def judge(scheme: Scheme, case: CaseSpec, *, quiet_s: float = 10.0, **given: Any
     protocol = conduct.protocol(ranks.ledger)
     outputs_pass = all(row.ok for row in rows if row.role == "output")
     notes = {
-        row.label: explain(evidence(scheme, case, row, outputs_pass, ranks.ledger, protocol))
+        row.label: explain(evidence(scheme, program, case, row, outputs_pass, ranks.ledger, protocol))
         for row in rows
         if not row.ok
     }

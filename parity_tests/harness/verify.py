@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,11 +20,12 @@ from parity_tests.harness.drawing import draw_case, seeded_chooser
 from parity_tests.harness.engines.run import ENGINES, run
 from parity_tests.harness.judge import judge
 from parity_tests.harness.replay import write_replay
-from parity_tests.harness.report import Report, merged
+from parity_tests.harness.report import Report, merged, sizes
 from parity_tests.harness.scheme import Scheme, as_array, lookup
 from parity_tests.harness.strategy import EXAMPLES, every_case, profile
 
 Progress = Callable[[int, int], None]
+PROBES = 12  # cases drawn to explain a failure whose smallest case shows no pattern
 
 
 def verify(
@@ -101,8 +102,46 @@ def _search(
     except Exception:
         if not failing:
             raise
-        return [*reports, failing[-1]]
+        smallest, others = failing[-1], failing[:-1]
+        if engine == "lockstep" and any(_is_vague(said) for said in smallest.notes.values()):
+            others = [*others, *_larger_failures(scheme, smallest, names, world)]
+        return [*reports, telling(smallest, others)]
     return reports
+
+
+def _larger_failures(scheme: Scheme, smallest: Report, names: Mapping[str, Any], world: int | None) -> list[Report]:
+    """Failing reports of some drawn cases with plain values, which have more to show than the smallest."""
+    found = []
+    for seed in range(1, PROBES + 1):
+        chooser, dtype = seeded_chooser(seed), smallest.case.dtype
+        case = draw_case(scheme, chooser, names, dtype=dtype, engine=smallest.case.engine, seed=seed, world=world)
+        plain = {
+            name: {"kind": "normal"} if scheme.draws[name].kind == "float" else v for name, v in case.values.items()
+        }
+        report = judge(scheme, case.replace(values=plain))
+        if not report.ok and report.failure is None:
+            found.append(report)
+    return found
+
+
+def telling(smallest: Report, others: Sequence[Report]) -> Report:
+    """The smallest failing case, and where it shows no pattern, the note of the largest other that does.
+
+    A tensor of one element fits no pattern, and shrinking ends there if it can.
+    """
+    larger = sorted(others, key=lambda report: sum(row.want.size for row in report.rows), reverse=True)
+    notes = dict(smallest.notes)
+    for label, said in smallest.notes.items():
+        for other in larger if _is_vague(said) else ():
+            found = other.notes.get(label, ())
+            if found and not _is_vague(found):
+                notes[label] = (f"{found[0]} (at {sizes(other.case)})", *said)
+                break
+    return replace(smallest, notes=notes)
+
+
+def _is_vague(notes: Sequence[str]) -> bool:
+    return notes[0].startswith(("no pattern", "forward equal"))
 
 
 _LAST_REPLAY: dict[str, str] = {}

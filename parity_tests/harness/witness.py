@@ -10,17 +10,26 @@ import torch
 
 from parity_tests.harness import inputs
 from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.compare import TensorRow
+from parity_tests.harness.compare import COARSER, TensorRow
 from parity_tests.harness.engines.ledger import Ledger
 from parity_tests.harness.evidence import Evidence, Placed
+from parity_tests.harness.marks import id_marks
+from parity_tests.harness.program import Program
 
 if TYPE_CHECKING:
     from parity_tests.harness.scheme import Scheme
 
 
 def evidence(
-    scheme: Scheme, case: CaseSpec, row: TensorRow, outputs_pass: bool, ledger: Ledger, protocol: Sequence[str]
+    scheme: Scheme,
+    program: Program,
+    case: CaseSpec,
+    row: TensorRow,
+    outputs_pass: bool,
+    ledger: Ledger,
+    protocol: Sequence[str],
 ) -> Evidence:
+    """All that one run says about one tensor."""
     at = row.stitched.coordinates[row.copy]
     return Evidence(
         name=row.name,
@@ -34,11 +43,11 @@ def evidence(
         at=at,
         layouts=_placed(scheme, case, row),
         candidates=scheme.layouts,
-        borders=_borders(case, row),
+        borders={**_borders(case, row), **id_marks(scheme, program, case, row)},
         pieces={axis: row.stitched.pieces(axis, at) for axis in row.stitched.part_axes if case.mesh[axis] > 1},
         outputs_pass=outputs_pass,
         loose_budget=row.loose_budgets,
-        dtype=case.dtype,
+        dtype=COARSER[case.dtype],
         largest=torch.finfo(getattr(torch, case.dtype)).max,
         poison=next((f"{r.op} at {r.source}" for r in ledger.rows if r.is_async), None),
         backward=next((f"{r.op} at {r.source} [bwd]" for r in ledger.rows if r.phase == "bwd"), None),

@@ -1,0 +1,56 @@
+"""Masks over a tensor by what an id input says there: whose shard the id lies in, and whether it is a shard's border.
+
+A vocab-parallel mistake is often right for most targets and wrong for those of one rank, or of one column.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from parity_tests.harness import inputs
+from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.compare import TensorRow, owners
+from parity_tests.harness.program import Argument, Program
+from parity_tests.harness.spec import Spec
+
+if TYPE_CHECKING:
+    from parity_tests.harness.scheme import Scheme
+
+
+def id_marks(scheme: Scheme, program: Program, case: CaseSpec, row: TensorRow) -> dict[str, np.ndarray]:
+    """Name -> mask, for every id input whose dims lead this tensor's."""
+    found: dict[str, np.ndarray] = {}
+    for arg in scheme.inputs:
+        how = scheme.draws[arg.name]
+        names = arg.spec.dim_names
+        if how.kind != "ids" or how.dim is None or row.argument.spec.dim_names[: len(names)] != names:
+            continue
+        ids = program.arrays[arg.name] if program.arrays else inputs.whole(arg, how, case)
+        for text, mask in _marked(scheme, case, how.dim, np.asarray(ids)).items():
+            padded = mask.reshape(mask.shape + (1,) * (row.want.ndim - mask.ndim))
+            found[f"positions whose {arg.name} {text}"] = np.broadcast_to(padded, row.want.shape)
+    return found
+
+
+def _marked(scheme: Scheme, case: CaseSpec, dim: str, ids: np.ndarray) -> dict[str, np.ndarray]:
+    size = case.dims[dim]
+    masks = {"is owned by nobody": (ids < 0) | (ids >= size)}
+    for axis, owner in _owners_of(scheme, case, dim).items():
+        change = np.flatnonzero(np.diff(owner)) + 1
+        masks["is the first id of a shard"] = np.isin(ids, [0, *change])
+        masks["is the last id of a shard"] = np.isin(ids, [*(change - 1), size - 1])
+        inside = np.where((ids >= 0) & (ids < size), ids, 0)
+        for rank in range(case.mesh[axis]):
+            masks[f"belongs to {axis} rank {rank}"] = (owner[inside] == rank) & ~masks["is owned by nobody"]
+    return {text: mask for text, mask in masks.items() if mask.any()}
+
+
+def _owners_of(scheme: Scheme, case: CaseSpec, dim: str) -> dict[str, np.ndarray]:
+    """For each axis that cuts a dim: which of its coordinates holds each position, by the first spec that cuts it."""
+    for arg in (*scheme.inputs, *scheme.outputs):
+        for part in arg.spec.dims:
+            if part.name == dim and part.cuts:
+                return owners(Argument(dim, Spec((part,))), case, scheme.layouts)
+    return {}
