@@ -30,8 +30,9 @@ class Evidence:
 
     `got` is one stitched copy; `at` says which, by the coordinates of the axes that repeat the tensor. `owners` gives,
     for each axis that cuts it, the coordinate that holds each element. `pieces` gives, for an axis that does not
-    cut it, what each rank of the axis returned, stacked; `addends` one rank's own term of the sum where it is
-    known. `factors` are numbers beside the mesh sizes that a scale may be made of, such as microbatches.
+    cut it, what each rank of the axis returned, stacked: copies if the axis is in `at`, else terms that were added.
+    `addends` is one rank's own term of the sum, where it is known. `factors` are numbers
+    beside the mesh sizes that a scale may be made of, such as microbatches.
     """
 
     name: str

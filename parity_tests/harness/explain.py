@@ -52,8 +52,8 @@ CLUES = (
     _narrow_sums,
     fitted_number,
     sums.copies,
-    places.owner,
-    places.borders,
+    places.narrowest,
+    sums.silent,
     _backward,
     _divergence,
 )

@@ -58,7 +58,7 @@ def test_accumulation_in_the_narrow_dtype():
     tell = {"loose_budget": np.full(40, 1e-2), "owners": {"tp": columns_of((40,), 4)}}
     assert explain(evidence(got, want, **tell))[:2] == (
         "looks like bfloat16 accumulation",
-        "wrong only where tp rank 0 owns (1 of 10 of its elements)",
+        "wrong only where tp rank 0 owns (1 of its 10 elements)",
     )
     assert headline(got, want, dtype="float16", **tell) == "looks like float16 accumulation"
     got[7] += 1
@@ -108,6 +108,7 @@ def anything(draw):
         borders={"padding": tensor(st.booleans()).astype(bool)},
         addends={("tp", 1): tensor()},
         pieces={"cp": tensor()[None], "tp": np.stack([tensor(), tensor(), tensor(), tensor()])},
+        at=draw(st.sampled_from([{}, {"tp": 1}, {"cp": 0}])),
         outputs_pass=draw(st.booleans()),
         loose_budget=tensor(st.just(1.0)),
     )

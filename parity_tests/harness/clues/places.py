@@ -24,26 +24,35 @@ def not_finite(evidence: Evidence) -> Iterator[str]:
         yield f"finite where the reference is {reference}, first at {_first(evidence, tame)}"
 
 
-def owner(evidence: Evidence) -> Iterator[str]:
-    """Every wrong element is held by one rank of an axis, or every right one is."""
-    found = []
+def narrowest(evidence: Evidence) -> Iterator[str]:
+    """All that is wrong is what one rank owns, or lies at borders of one kind; a wider place adds nothing."""
+    smallest = evidence.got.size
+    for words, region in chain(_owned(evidence), _at_borders(evidence)):
+        if region.sum() < smallest:
+            smallest = int(region.sum())
+            yield words + _there(evidence, region)
     for axis, ranks in evidence.owners.items():
         wrong, right = np.unique(ranks[evidence.bad]), np.unique(ranks[~evidence.bad])
-        if len(wrong) == 1 and set(right) - set(wrong):
-            found.append((axis, int(wrong[0])))
-        elif len(right) == 1 and len(wrong) > 1 and right[0] not in wrong:
+        if len(right) == 1 and len(wrong) > 1 and right[0] not in wrong:
             yield f"right only where {axis} rank {int(right[0])} owns"
+
+
+def _owned(evidence: Evidence) -> Iterator[tuple[str, np.ndarray]]:
+    found = []
+    for axis, ranks in evidence.owners.items():
+        wrong = np.unique(ranks[evidence.bad])
+        if len(wrong) == 1 and (ranks != wrong[0]).any():
+            found.append((axis, int(wrong[0])))
     if found:
         region = np.logical_and.reduce([evidence.owners[axis] == rank for axis, rank in found])
         who = " and ".join(f"{axis} rank {rank}" for axis, rank in found)
-        yield f"wrong only where {who} {'owns' if len(found) == 1 else 'own'}{_there(evidence, region)}"
+        yield f"wrong only where {who} {'owns' if len(found) == 1 else 'own'}", region
 
 
-def borders(evidence: Evidence) -> Iterator[str]:
-    """Every wrong element lies at a border of one kind, and not all elements do."""
+def _at_borders(evidence: Evidence) -> Iterator[tuple[str, np.ndarray]]:
     for name, mask in evidence.borders.items():
-        if not mask.all() and not (evidence.bad & ~mask).any():
-            yield f"wrong only at {name}{_there(evidence, mask)}"
+        if not (evidence.bad & ~mask).any():
+            yield f"wrong only at {name}", mask
 
 
 def worst(evidence: Evidence) -> str:
@@ -59,9 +68,9 @@ def worst(evidence: Evidence) -> str:
 def _there(evidence: Evidence, region: np.ndarray) -> str:
     """How many are wrong in the region, and the relation that holds there."""
     inside = evidence.only(region)
-    count = "all" if inside.wrong == inside.got.size else f"{inside.wrong} of {inside.got.size}"
+    count = "all of its" if inside.wrong == inside.got.size else f"{inside.wrong} of its {inside.got.size}"
     relation = next(chain(known_number(inside), fitted_number(inside)), None)
-    return f" ({count} of its elements)" + (f"; there {relation}" if relation else "")
+    return f" ({count} elements)" + (f"; there {relation}" if relation else "")
 
 
 def _first(evidence: Evidence, mask: np.ndarray) -> str:

@@ -23,31 +23,46 @@ def terms(evidence: Evidence) -> Iterator[str]:
 
 
 def sums(evidence: Evidence) -> Iterator[str]:
-    """The ranks' pieces add up to what each should have had, or each has what only their sum should be."""
-    for axis, pieces in evidence.pieces.items():
-        if len(pieces) < 2:
-            continue
-        with np.errstate(invalid="ignore", over="ignore"):
-            total = pieces.sum(axis=0)
-        each = [not evidence.differs(evidence.want, got=piece).any() for piece in pieces]
-        if not evidence.differs(evidence.got, got=total).any():
-            if all(each):
+    """The copies add up to what each should be, or the terms of a sum are already what only their sum should be."""
+    for axis, pieces in _shared(evidence):
+        if axis not in evidence.at:
+            if all(_is_right(evidence, piece) for piece in pieces):
                 yield f"{evidence.role} summed over {axis} once too often: each rank already has the reference"
-        # n terms, each within its budget, add up to n budgets.
-        elif not evidence.differs(evidence.want, len(pieces), got=total).any():
-            yield (f"{evidence.role} missing a sum over {axis}: the ranks' {evidence.role}s add up to the reference")
+        elif _adds_up(evidence, pieces):
+            yield f"{evidence.role} missing a sum over {axis}: the ranks' {evidence.role}s add up to the reference"
 
 
 def copies(evidence: Evidence) -> Iterator[str]:
-    """Ranks that should hold the same value and do not."""
-    for axis, pieces in evidence.pieces.items():
-        with np.errstate(invalid="ignore", over="ignore"):
-            total = pieces.sum(axis=0)
-        if len(pieces) < 2 or not evidence.differs(evidence.got, got=total).any():
+    """Ranks that should hold the same value and do not; copies that add up are told by `sums`."""
+    for axis, pieces in _shared(evidence):
+        if axis not in evidence.at or _adds_up(evidence, pieces):
             continue
-        wrong = [r for r, piece in enumerate(pieces) if evidence.differs(evidence.want, got=piece).any()]
+        wrong = [rank for rank, piece in enumerate(pieces) if not _is_right(evidence, piece)]
         if 0 < len(wrong) < len(pieces):
             ranks = f"rank{'s' if len(wrong) > 1 else ''} {', '.join(map(str, wrong))}"
             yield f"wrong only on {axis} {ranks}: the copies of the other ranks are right"
         elif any(evidence.differs(pieces[0], got=piece).any() for piece in pieces[1:]):
             yield f"{axis} ranks hold different copies of what should be one value"
+
+
+def silent(evidence: Evidence) -> Iterator[str]:
+    """Of the ranks whose terms are summed, one gave nothing."""
+    for axis, pieces in _shared(evidence):
+        nothing = [rank for rank, piece in enumerate(pieces) if not piece.any()]
+        if axis not in evidence.at and len(nothing) == 1:
+            yield f"{axis} rank {nothing[0]} gave only zeros to the sum"
+
+
+def _shared(evidence: Evidence) -> Iterator[tuple[str, np.ndarray]]:
+    return ((axis, pieces) for axis, pieces in evidence.pieces.items() if len(pieces) > 1)
+
+
+def _is_right(evidence: Evidence, piece: np.ndarray) -> bool:
+    return not evidence.differs(evidence.want, got=piece).any()
+
+
+def _adds_up(evidence: Evidence, pieces: np.ndarray) -> bool:
+    with np.errstate(invalid="ignore", over="ignore"):
+        total = pieces.sum(axis=0)
+    # n terms, each within its budget, add up to n budgets.
+    return not evidence.differs(evidence.want, len(pieces), got=total).any()

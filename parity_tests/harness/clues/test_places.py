@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from parity_tests.harness.clues.by_hand import columns_of, headline, numbers
+from parity_tests.harness.clues.by_hand import columns_of, evidence, headline, numbers
+from parity_tests.harness.explain import explain
 
 
 def test_not_finite_names_the_first_element_and_its_rank():
@@ -38,7 +39,7 @@ def test_wrong_where_one_rank_owns():
     got = np.where(owners == 2, other, want)
     assert headline(got, want, owners={"tp": owners}) == "wrong only where tp rank 2 owns (all of its elements)"
     got[1] = want[1]
-    assert headline(got, want, owners={"tp": owners}) == "wrong only where tp rank 2 owns (2 of 4 of its elements)"
+    assert headline(got, want, owners={"tp": owners}) == "wrong only where tp rank 2 owns (2 of its 4 elements)"
 
 
 def test_one_ranks_other_constant():
@@ -82,3 +83,18 @@ def test_wrong_at_borders(name):
     assert headline(got, want, borders={name: mask}) == f"wrong only at {name} (all of its elements)"
     everywhere = {name: np.ones((2, 9), bool)}
     assert headline(got, want, borders=everywhere).startswith("no pattern")
+
+
+def test_a_wider_place_adds_nothing():
+    want, other = numbers(8), numbers(8, seed=1)
+    owners = columns_of((8,), 4)
+    got = np.where(owners == 2, other, want)
+    wide, narrow = np.arange(8) < 7, np.arange(8) == 4
+    assert explain(evidence(got, want, owners={"tp": owners}, borders={"shard borders": wide})) == (
+        "wrong only where tp rank 2 owns (all of its elements)",
+    )
+    got[5] = want[5]
+    assert explain(evidence(got, want, owners={"tp": owners}, borders={"padding": narrow})) == (
+        "wrong only where tp rank 2 owns (1 of its 2 elements)",
+        "wrong only at padding (all of its elements)",
+    )
