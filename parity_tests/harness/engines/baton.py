@@ -61,9 +61,9 @@ class Baton:
 
     def check(self) -> None:
         """Unwind the calling rank if the run has failed."""
-        self.moves += 1
         if self.failure is not None:
             raise Halt
+        self.moves += 1
 
     def nudge(self, rank: int) -> None:
         """A point at which a seeded schedule may let another rank go first."""
@@ -107,7 +107,7 @@ class Baton:
 
     def abandon(self, failure: RankFailure) -> None:
         """From outside: the running rank never comes back; wake the others, so that their threads end."""
-        self.failure = failure
+        self.failure = self.failure or failure
         for rank, lock in enumerate(self._turns):
             if rank != self.running and not self.finished[rank] and lock.locked():
                 lock.release()

@@ -23,18 +23,35 @@ Cut = Callable[[list[Tensor]], list[Tensor]]
 Work = LockstepWork
 
 
+# What torch may ask of a group and this one has not.
+REFUSED = {
+    "split_group": "needs a backend bound to a device; use new_group",
+    "merge_remote_group": "joins processes, and here is one; use new_group",
+    "_get_backend": "has nothing to give, the group is its own backend; call the group",
+    "_backend_id": "has nothing to give, the group is its own backend; call the group",
+    "_register_backend": "cannot be, the group is its own backend; call the group",
+    "_set_default_backend": "cannot be, the group is its own backend; call the group",
+    "_get_sequence_number_for_group": "is kept by the ledger; read Row.seq",
+    "_set_sequence_number_for_group": "is kept by the ledger; read Row.seq",
+    "_enable_collectives_timing": "has no meaning where ranks take turns; time the gloo engine",
+    "_register_on_completion_hook": "has no meaning where ranks take turns; read the ledger",
+    "_wait_for_pending_works": "has no meaning where ranks take turns; wait for each Work",
+}
+
+
 def create(options: Any, backend_options: Any) -> LockstepGroup:
     """What c10d calls to make a group of this backend, in the thread of one rank."""
-    return LockstepGroup(options.group_rank, options.group_size, tuple(options.global_ranks_in_group))
+    ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+    return LockstepGroup(options.store, options.group_rank, ranks)
 
 
 class LockstepGroup(dist.ProcessGroup):
     """One rank's end of a group; `ranks` are global, in group order."""
 
-    def __init__(self, place: int, size: int, ranks: tuple[int, ...]) -> None:
-        super().__init__(place, size)
-        self.ranks = ranks or tuple(range(size))
-        self._place, self._size, self._rank = place, size, self.ranks[place]
+    def __init__(self, store: dist.Store, place: int, ranks: tuple[int, ...]) -> None:
+        super().__init__(place, len(ranks))
+        self.ranks, self._store = ranks, store
+        self._place, self._size, self._rank = place, len(ranks), ranks[place]
         self._traffic = world.here().traffic
         self._name, self._desc = "", ""
         self._block: list[Call] | None = None
@@ -43,6 +60,9 @@ class LockstepGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:
         return world.BACKEND
+
+    def get_group_store(self) -> dist.Store:
+        return self._store
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
@@ -182,16 +202,6 @@ class LockstepGroup(dist.ProcessGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     alltoall_base = all_to_all_single
 
-    # What this backend has not.
-
-    def split_group(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError("lockstep: split_group needs a backend bound to a device; use new_group")
-
-    def merge_remote_group(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError("lockstep: merge_remote_group joins processes, here is one; use new_group")
-
-    splitGroup, mergeRemoteGroup = split_group, merge_remote_group
-
     # How a call is made.
 
     def _meet(
@@ -246,3 +256,14 @@ class LockstepGroup(dist.ProcessGroup):
             source=call_site(),
             **details,
         )
+
+
+def _refusal(name: str, why: str) -> Callable[..., NoReturn]:
+    def refused(self: LockstepGroup, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(f"lockstep: {name} {why}")
+
+    return refused
+
+
+for _name, _why in REFUSED.items():
+    setattr(LockstepGroup, _name, _refusal(_name, _why))

@@ -149,6 +149,8 @@ class Session:
             self._baton.enter(rank)
             if self._job is None:
                 return False
+            torch.set_grad_enabled(True)  # whatever the last example left
+            torch.set_autocast_enabled("cpu", False)
             self._results[rank] = self._job(self._meshes[rank], self._case)
             self._traffic.unwaited(rank)
         except Halt:
@@ -156,7 +158,7 @@ class Session:
         except BaseException as error:
             self._traffic.raised(rank, error)
             return False
-        self._worlds[rank].forget()
+        self._worlds[rank].restore()
         self._baton.leave(rank)
         return True
 

@@ -22,6 +22,7 @@ from parity_tests.harness.engines.traffic import Traffic
 # DeviceMesh makes itself distinct by thread on a backend of this name, which keeps DTensor's caches apart.
 BACKEND = "threaded"
 _GLOBALS = ("_world", "_backend", "_default_pg_init_method")
+_TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag")
 _here = threading.local()
 
 
@@ -37,28 +38,31 @@ class RankWorld(c10d._World):
         self.group_count = 0
         self.pg_map, self.pg_names, self.pg_group_ranks, self.pg_backend_config = {}, {}, {}, {}
         self.tags_to_pg, self.pg_to_tag, self.pg_coalesce_state = {}, {}, {}
-        self._by_group = [self.pg_map, self.pg_names, self.pg_group_ranks, self.pg_backend_config, self.pg_to_tag]
 
     def mark(self) -> None:
         """Remember the groups of now."""
-        self._kept, self._count = set(self.pg_map), self.group_count
+        self._marked = {name: dict(getattr(self, name)) for name in _TABLES}
+        self._marked_tags = {tag: list(groups) for tag, groups in self.tags_to_pg.items()}
+        self._marked_rest = self.default_pg, self.group_count
 
-    def forget(self) -> None:
-        """Drop every group made since `mark`, so that the next example finds the same names."""
+    def restore(self) -> None:
+        """Groups and names as they were at `mark`, so that the next example finds the same."""
         self.pg_coalesce_state.clear()
-        for group in [g for g in self.pg_map if g not in self._kept]:
-            c_api._unregister_process_group(self.pg_names[group])
-            for table in (
-                self.pg_map,
-                self.pg_names,
-                self.pg_group_ranks,
-                self.pg_backend_config,
-                self.pg_to_tag,
-            ):
-                table.pop(group, None)
-            for groups in self.tags_to_pg.values():
-                groups[:] = [g for g in groups if g is not group]
-        self.group_count = self._count
+        kept = self._marked["pg_names"]
+        if self.pg_names == kept and self._marked_rest == (self.default_pg, self.group_count):
+            return
+        for group, name in self.pg_names.items():
+            if group not in kept:
+                c_api._unregister_process_group(name)
+        for group, name in kept.items():
+            if group not in self.pg_names:
+                c_api._register_process_group(name, group)
+        for name in _TABLES:
+            getattr(self, name).clear()
+            getattr(self, name).update(self._marked[name])
+        self.tags_to_pg.clear()
+        self.tags_to_pg.update({tag: list(groups) for tag, groups in self._marked_tags.items()})
+        self.default_pg, self.group_count = self._marked_rest
 
 
 class _Switchboard:
