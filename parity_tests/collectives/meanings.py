@@ -1,0 +1,32 @@
+"""What collectives mean on a single device: the references of this folder's schemes, whole arrays in JAX.
+
+Most are the identity: a collective moves pieces and adds terms, and the whole stays what it is.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def identity(x: Float[Array, "*a"]) -> Float[Array, "*a"]:
+    """x."""
+    return x
+
+
+def identity_beside(x: Float[Array, "*a"], beside: Int[Array, " b"]) -> Float[Array, "*a"]:
+    """x; `beside` tells the ranks how long a dim is."""
+    return x
+
+
+def end_row(x: Float[Array, "n a"], last: bool) -> Float[Array, "1 a"]:
+    """The first row, or the last."""
+    return x[-1:] if last else x[:1]
+
+
+def rolled(x: Float[Array, "n a"], shift: int) -> Float[Array, "n a"]:
+    """Row i is row i - shift of x, around the ring."""
+    return jnp.roll(x, shift, axis=0)
+
+
+def column_maximum(x: Float[Array, "n a"]) -> Float[Array, " a"]:
+    """max_i x_ia."""
+    return x.max(0)

@@ -1,0 +1,247 @@
+"""The collectives as schemes: each with its types, its closed form of the cost, and what it means on one device."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from parity_tests import Cost, check, every_case, integers, scheme
+from parity_tests.collectives import meanings
+from torch_impl import collectives as c
+
+WORLDS = {"tp": (1, 2, 3, 4)}
+
+
+def lengths(size, world):
+    """Pieces of unequal length, an empty one among them from three ranks on."""
+    borders = np.minimum(np.cumsum([0, *((3 * rank + 2) % 5 for rank in range(world))]), size)
+    borders[-1] = size
+    return np.diff(borders).tolist()
+
+
+def uneven(size, world):
+    return np.split(np.arange(size), np.cumsum(lengths(size, world))[:-1])
+
+
+UNEVEN = {"layouts": {"uneven": uneven}, "draw": {"beside": integers(0, 1)}}
+
+
+def sum_cost(to_replicated):
+    """One all_reduce forward; the same backward where the cotangents are addends."""
+
+    def cost(case):
+        once = {"all_reduce": (1, case.a * case.b * case.accumulator_itemsize)}
+        return Cost(forward=once, backward=once if to_replicated else {})
+
+    return cost
+
+
+def gather_cost(to_replicated, longest):
+    """One all_gather of the longest piece; backward one reduce_scatter where the cotangents are addends."""
+
+    def cost(case):
+        piece = case.a * longest(case)
+        back = {"reduce_scatter": (1, case.tp * piece * case.accumulator_itemsize)}
+        return Cost(forward={"all_gather": (1, piece * case.itemsize)}, backward=back if to_replicated else {})
+
+    return cost
+
+
+def scatter_cost(longest):
+    """The two of gather_cost with forward and backward exchanged."""
+
+    def cost(case):
+        turned = gather_cost(True, longest)(case)
+        return Cost(forward=turned.backward, backward=turned.forward)
+
+    return cost
+
+
+def even_piece(case):
+    return case.b // case.tp
+
+
+def longest_piece(case):
+    return max(lengths(case.b, case.tp))
+
+
+def exchange_cost(case):
+    once = {"all_to_all": (1, case.a * case.b // case.tp * case.itemsize)}
+    return Cost(forward=once, backward=once)
+
+
+def broadcast_cost(to_replicated):
+    def cost(case):
+        back = {"reduce": (1, case.a * case.accumulator_itemsize)} if to_replicated else {}
+        return Cost(forward={"broadcast": (1, case.a * case.itemsize)}, backward=back)
+
+    return cost
+
+
+def shift_cost(case):
+    row = (1, case.a * case.itemsize)
+    once = {"send": row, "recv": row} if case.tp > 1 else {}
+    return Cost(forward=once, backward=once)
+
+
+@scheme(reference=meanings.identity, mesh=WORLDS, inputs={"x": "a b tp=P"}, outputs="a b tp=R", cost=sum_cost(True))
+def sum_to_replicated(mesh, x):
+    return c.all_reduce(x, mesh["tp"], out="R")
+
+
+@scheme(reference=meanings.identity, mesh=WORLDS, inputs={"x": "a b tp=P"}, outputs="a b tp=I", cost=sum_cost(False))
+def sum_to_invariant(mesh, x):
+    return c.all_reduce(x, mesh["tp"], out="I")
+
+
+@scheme(
+    reference=meanings.column_maximum,
+    mesh=WORLDS,
+    inputs={"x": "n/tp a"},
+    outputs="a tp=I",
+    nograd=("x",),
+    cost=lambda case: Cost(forward={"all_reduce": (1, case.a * case.itemsize)}),
+)
+def maximum(mesh, x):
+    return c.all_reduce_max(x.amax(0), mesh["tp"])
+
+
+@scheme(
+    reference=meanings.identity,
+    mesh=WORLDS,
+    inputs={"x": "a b/tp"},
+    outputs="a b tp=R",
+    cost=gather_cost(True, even_piece),
+)
+def gather_to_replicated(mesh, x):
+    return c.all_gather(x, mesh["tp"], out="R", dim=1)
+
+
+@scheme(
+    reference=meanings.identity_beside,
+    mesh=WORLDS,
+    inputs={"x": "a b/tp:uneven", "beside": "b"},
+    outputs="a b tp=R",
+    cost=gather_cost(True, longest_piece),
+    **UNEVEN,
+)
+def uneven_gather_to_replicated(mesh, x, beside):
+    return c.all_gather(x, mesh["tp"], out="R", dim=-1, lengths=lengths(len(beside), mesh.size("tp")))
+
+
+@scheme(
+    reference=meanings.identity_beside,
+    mesh=WORLDS,
+    inputs={"x": "b/tp:uneven a", "beside": "b"},
+    outputs="b a tp=I",
+    cost=gather_cost(False, longest_piece),
+    **UNEVEN,
+)
+def uneven_gather_to_invariant(mesh, x, beside):
+    return c.all_gather(x, mesh["tp"], out="I", lengths=lengths(len(beside), mesh.size("tp")))
+
+
+@scheme(
+    reference=meanings.identity,
+    mesh=WORLDS,
+    inputs={"x": "b a tp=P"},
+    outputs="b/tp a",
+    cost=scatter_cost(even_piece),
+)
+def scatter(mesh, x):
+    return c.reduce_scatter(x, mesh["tp"])
+
+
+@scheme(
+    reference=meanings.identity,
+    mesh=WORLDS,
+    inputs={"x": "a b tp=P"},
+    outputs="a b/tp:uneven",
+    layouts={"uneven": uneven},
+    cost=scatter_cost(longest_piece),
+)
+def uneven_scatter(mesh, x):
+    return c.reduce_scatter(x, mesh["tp"], dim=1, lengths=lengths(x.shape[1], mesh.size("tp")))
+
+
+@scheme(reference=meanings.identity, mesh=WORLDS, inputs={"x": "a/tp b"}, outputs="a b/tp", cost=exchange_cost)
+def exchange(mesh, x):
+    return c.all_to_all(x, mesh["tp"], split_dim=1, concat_dim=0)
+
+
+@scheme(
+    reference=meanings.identity_beside,
+    mesh=WORLDS,
+    inputs={"x": "b/tp:uneven a", "beside": "b"},
+    outputs="b a/tp",
+    **UNEVEN,
+)
+def uneven_exchange(mesh, x, beside):  # each rank sends its own number of bytes: no closed form for all
+    return c.all_to_all(x, mesh["tp"], split_dim=-1, concat_dim=0, concat_lengths=lengths(len(beside), mesh.size("tp")))
+
+
+@scheme(
+    reference=meanings.end_row,
+    mesh=WORLDS,
+    inputs={"x": "n/tp a"},
+    outputs="1 a tp=R",
+    options={"last": (False, True)},
+    cost=broadcast_cost(True),
+)
+def broadcast_to_replicated(mesh, x, last):
+    row, src = (x[-1:], mesh.size("tp") - 1) if last else (x[:1], 0)
+    return c.broadcast(row, mesh["tp"], src=src, out="R")
+
+
+@scheme(
+    reference=meanings.end_row,
+    mesh=WORLDS,
+    inputs={"x": "n/tp a"},
+    outputs="1 a tp=I",
+    options={"last": (False, True)},
+    cost=broadcast_cost(False),
+)
+def broadcast_to_invariant(mesh, x, last):
+    row, src = (x[-1:], mesh.size("tp") - 1) if last else (x[:1], 0)
+    return c.broadcast(row, mesh["tp"], src=src, out="I")
+
+
+@scheme(
+    reference=meanings.rolled,
+    mesh=WORLDS,
+    inputs={"x": "n/tp a"},
+    outputs="n/tp a",
+    options={"shift": (1, -1)},
+    cost=shift_cost,
+)
+def neighbours_row(mesh, x, shift):
+    arriving = c.ring_shift(x[-1:] if shift == 1 else x[:1], mesh["tp"], shift)
+    return torch.cat([arriving, x[:-1]] if shift == 1 else [x[1:], arriving])
+
+
+SCHEMES = (
+    sum_to_replicated,
+    sum_to_invariant,
+    maximum,
+    gather_to_replicated,
+    uneven_gather_to_replicated,
+    uneven_gather_to_invariant,
+    scatter,
+    uneven_scatter,
+    exchange,
+    uneven_exchange,
+    broadcast_to_replicated,
+    broadcast_to_invariant,
+    neighbours_row,
+)
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
+def test_parity(declared, engine):
+    @settings(max_examples=20 if engine == "lockstep" else 5)
+    @given(every_case(declared, engine=engine))
+    def example(case):
+        check(case)
+
+    example()
