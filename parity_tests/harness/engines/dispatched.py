@@ -58,7 +58,7 @@ FUNCTIONAL: _Table = {
 }
 OPERATORS: Mapping[str, _Table] = {"c10d": IN_PLACE, "_c10d_functional": FUNCTIONAL}
 SILENT = frozenset({"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"})
-REFUSED = frozenset({"batch_p2p_ops"})  # mixes sends and receives in one call; only traced code makes it
+REFUSED = {"batch_p2p_ops": "it mixes sends and receives in one call, for compiled code; use batch_isend_irecv"}
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def issue(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Issue:
     name = func._schema.name.partition("::")[2]
     table = OPERATORS[func.namespace]
     if name not in table:
-        raise NotImplementedError(f"ledger: operator {name} is not known; use the in-place or functional collectives")
+        raise NotImplementedError(f"ledger: {name} is not written down: {REFUSED.get(name, 'it is not known')}")
     op, takes, gives = table[name]
     call = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()} | dict(kwargs)
     call |= {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}

@@ -63,6 +63,11 @@ def close() -> None:
         server.close()
 
 
+def pids() -> list[int]:
+    """The server and all ranks that it has forked."""
+    return [] if _server is None else [_server.pid, *(pid for pool in _pools.values() for pid in pool.pids)]
+
+
 def _pool(world: int, backend: str) -> Pool:
     global _server
     if _server is not None and not _server.is_alive:

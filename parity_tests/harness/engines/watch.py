@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 
 from parity_tests.harness.engines.board import COMPUTING, STARTING, WAITING, Board
 from parity_tests.harness.engines.forks import ForkServer
@@ -32,6 +33,33 @@ class Seat:
         self.control.close()
 
 
+class _Stillness:
+    """For how long the board has not changed, and for how long no rank has used the processor either.
+
+    Ranks that move a large tensor all wait, and the board says no more; but their threads are at work.
+    """
+
+    def __init__(self, board: Board) -> None:
+        self._board, self._writes, self._ticks = board, board.writes(), ()
+        self.seconds = self.idle_seconds = 0.0
+
+    def step(self, seconds: float, seats: Sequence[Seat]) -> None:
+        writes, ticks = self._board.writes(), tuple(_ticks(seat.pid) for seat in seats)
+        moved, worked = writes != self._writes, ticks != self._ticks
+        self.seconds = 0.0 if moved else self.seconds + seconds
+        self.idle_seconds = 0.0 if moved or worked else self.idle_seconds + seconds
+        self._writes, self._ticks = writes, ticks
+
+
+def _ticks(pid: int) -> int:
+    """Processor time of a process in clock ticks; 0 where the system does not say."""
+    try:
+        user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    except OSError:
+        return 0
+    return int(user) + int(system)
+
+
 class Watch:
     """Follows a job that has just been sent to all seats."""
 
@@ -43,25 +71,31 @@ class Watch:
     def outcomes(self, quiet_s: float) -> tuple[list[Outcome], float | None]:
         """Every rank's outcome, and the seconds without a move if that is why they were stopped."""
         start = last = time.monotonic()
-        quiet, writes, deadline = 0.0, self._board.writes(), None
+        still, deadline = _Stillness(self._board), None
         while self._pending():
             self._receive(TICK_S)
             now = time.monotonic()
             step, last = min(now - last, 2 * TICK_S), now  # a parent that was held up has seen no quiet
             if deadline is None and self._has_failed():
                 deadline = now + COLLECT_S
-            if deadline is not None:
-                if now >= deadline:
-                    break
-                continue
-            before, writes = writes, self._board.writes()
-            previous, quiet = quiet, quiet + step if before == writes and self._all_ready() else 0.0
-            if previous < PROBE_S <= quiet and not self._computing() and self._disagree():
+            if deadline is not None and now >= deadline:
                 break
-            if quiet >= (quiet_s if self._computing() else STALL_S):
-                return self._collected(), quiet
-            if not self._all_ready() and now - start > START_S:
-                return self._collected(), START_S
+            if deadline is not None:
+                continue
+            if not self._all_ready():
+                if now - start > START_S:
+                    return self._collected(), START_S
+                continue
+            probed = still.seconds >= PROBE_S
+            still.step(step, self._pending())
+            if self._computing():
+                limit = quiet_s
+            elif not probed and still.seconds >= PROBE_S and self._disagree():
+                break
+            else:
+                limit = STALL_S if still.idle_seconds >= STALL_S else max(quiet_s, STALL_S)
+            if still.seconds >= limit:
+                return self._collected(), still.seconds
         return self._collected(), None
 
     def _pending(self) -> list[Seat]:

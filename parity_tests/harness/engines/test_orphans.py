@@ -1,0 +1,127 @@
+"""Whatever becomes of the parent, no rank outlives it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+GONE_S = 0.5
+LOADED = 2.0  # how much slower a machine may be that runs other work beside these tests
+
+# A user's script: no guard around what runs, functions in __main__.
+SCRIPT = """
+    import os, sys, time
+    import torch, torch.distributed as dist
+    from pathlib import Path
+    from parity_tests.harness.case import CaseSpec
+    from parity_tests.harness.engines import pool
+
+    what, marker = sys.argv[1:]
+    case = CaseSpec("orphans", {"tp": 2})
+
+    def healthy(mesh, case):
+        dist.all_reduce(torch.ones(3), group=mesh["tp"])
+
+    def in_a_collective(mesh, case):
+        if mesh.rank("tp") == 0:
+            Path(marker).touch()
+            dist.all_reduce(torch.ones(3), group=mesh["tp"])
+        time.sleep(60)
+
+    def in_a_loop(mesh, case):
+        Path(marker).touch()
+        while True:
+            pass
+
+    pool.run(healthy, case)
+    print(*pool.pids(), pool._server.folder, flush=True)
+    if what == "leaves":
+        sys.exit(0)
+    if what == "beside_a_fork" and os.fork() == 0:
+        time.sleep(2)
+        os._exit(0)
+    if what in ("idle", "beside_a_fork"):
+        Path(marker).touch()
+        time.sleep(60)
+    pool.run(locals()[what], case, quiet_s=60)
+"""
+
+
+def test_script_is_run_once_and_by_nobody_else(start: Callable[..., Parent]) -> None:
+    parent = start("leaves")
+    assert parent.process.wait(30) == 0
+    assert parent.process.stdout.read() == ""  # a rank that imported the script would have printed, too
+    parent.assert_nothing_left()
+
+
+@pytest.mark.parametrize("what", ["idle", "in_a_collective", "in_a_loop", "beside_a_fork"])
+def test_parent_is_killed(start: Callable[..., Parent], what: str) -> None:
+    parent = start(what)
+    parent.process.kill()
+    parent.assert_nothing_left()
+
+
+def test_parent_is_interrupted(start: Callable[..., Parent]) -> None:
+    parent = start("in_a_loop")
+    parent.process.send_signal(signal.SIGINT)
+    assert parent.process.wait(30) == -signal.SIGINT
+    parent.assert_nothing_left()
+
+
+class Parent:
+    """A process that has a pool, and the pids in it."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        *pids, self.folder = process.stdout.readline().split()
+        self.pids = [int(pid) for pid in pids]
+
+    def assert_nothing_left(self) -> None:
+        deadline = time.monotonic() + GONE_S * LOADED
+        while any(map(_runs, self.pids)) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert [pid for pid in self.pids if _runs(pid)] == []
+        assert not Path(self.folder).exists()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Parent]]:
+    script = tmp_path / "scheme_without_guard.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    parents: list[Parent] = []
+
+    def started(what: str) -> Parent:
+        marker = tmp_path / "under_way"
+        command = [sys.executable, str(script), what, str(marker)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        parents.append(Parent(process))
+        if what != "leaves":
+            while not marker.exists():
+                time.sleep(0.01)
+            assert all(map(_runs, parents[-1].pids))
+        return parents[-1]
+
+    yield started
+    for parent in parents:
+        parent.process.kill()
+        parent.process.communicate()
+
+
+def _runs(pid: int) -> bool:
+    """Alive, and not merely waiting to be reaped by whoever adopted it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_this_process_runs() -> None:
+    assert _runs(os.getpid())
