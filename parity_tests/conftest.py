@@ -1,16 +1,23 @@
-"""What every test of the suite shares: Hypothesis's profiles, and a header that says what is under test."""
+"""What every test of the suite shares: Hypothesis's profiles, a folder of its own, a header that says what is tested."""
 
 import os
 from importlib.metadata import version
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one thread for each rank
 
+import pytest
 from hypothesis import settings
 
 from parity_tests.harness import strategy
 
 strategy.register_profiles()
 settings.load_profile("dev")  # --hypothesis-profile=ci overrides it
+
+
+@pytest.fixture(autouse=True)
+def own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Each test runs in an empty folder, where the replay files of failing cases may lie."""
+    monkeypatch.chdir(tmp_path_factory.mktemp("case"))
 
 
 def pytest_report_header() -> str:
