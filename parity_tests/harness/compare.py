@@ -255,8 +255,9 @@ def _terms(scheme: Scheme, case: CaseSpec, arg: Argument, role: str) -> int:
         return math.prod(case.dims[name] for name in scheme.reduction)
     others = scheme.inputs if role == "output" else (*scheme.inputs, *scheme.outputs)
     names = {name for other in others for name in other.spec.dim_names if name != "1"}
-    names |= set(scheme.reduction or ())
-    return math.prod(case.dims[name] for name in names - set(arg.spec.dim_names))
+    # What the forward sums over (the v of a normaliser), its gradient sums over too, also where v is its own dim.
+    summed = (names - set(arg.spec.dim_names)) | set(scheme.reduction or ())
+    return math.prod(case.dims[name] for name in summed)
 
 
 def _ranks(case: CaseSpec) -> Sequence[Mapping[str, int]]:
