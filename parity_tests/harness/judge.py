@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from parity_tests.harness import compare, conduct, oracle
@@ -14,18 +15,28 @@ from parity_tests.harness.report import Report
 from parity_tests.harness.witness import evidence
 
 if TYPE_CHECKING:
+    from parity_tests.harness.program import Program
     from parity_tests.harness.scheme import Scheme
 
 
-def judge(scheme: Scheme, case: CaseSpec, *, quiet_s: float = 10.0, **given: Any) -> Report:
+def judge(
+    scheme: Scheme,
+    case: CaseSpec,
+    *,
+    quiet_s: float = 10.0,
+    reference: oracle.Reference | None = None,
+    ship: Callable[[Program], Callable[..., Any]] | None = None,
+    **given: Any,
+) -> Report:
     """The report of one case; `given` may carry `arrays` and `cotangents` to use in place of drawn ones.
 
-    A failed rank is in the report, not raised. Errors: ReferenceFailure where the reference cannot be evaluated.
+    `reference` spares evaluating it again; `ship` wraps what travels to the ranks. A failed rank is in the report,
+    not raised. Errors: ReferenceFailure where the reference cannot be evaluated.
     """
     program = scheme.program(**given)
-    reference = oracle.evaluate(scheme, program, case)
+    reference = reference or oracle.evaluate(scheme, program, case)
     try:
-        ranks = run(program, case, case.engine, quiet_s=quiet_s)
+        ranks = run(ship(program) if ship else program, case, case.engine, quiet_s=quiet_s)
     except RankFailure as failure:
         return Report(scheme.key, case, failure=failure, ledger=failure.ledger or Ledger())
     rows = compare.compare(scheme, case, ranks.results, reference)
