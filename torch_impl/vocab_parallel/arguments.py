@@ -38,8 +38,7 @@ def check_leading(function: str, name: str, shape: tuple[int, ...], logits_name:
     """One entry for each row of the logits."""
     if tuple(shape) != tuple(logits.shape[:-1]):
         raise ValueError(
-            f"{function}: {name} is {list(shape)} "
-            f"but {logits_name} has leading shape {list(logits.shape[:-1])}"
+            f"{function}: {name} is {list(shape)} but {logits_name} has leading shape {list(logits.shape[:-1])}"
         )
 
 
@@ -59,9 +58,7 @@ def check_range(function: str, start: int, end: int, logits_name: str, logits: T
 def check_chunk_size(function: str, chunk_size: int | None) -> None:
     """A chunk has at least one position."""
     if chunk_size is not None and chunk_size < 1:
-        raise ValueError(
-            f"{function}: chunk_size={chunk_size} must be at least 1, or None for automatic blocks"
-        )
+        raise ValueError(f"{function}: chunk_size={chunk_size} must be at least 1, or None for automatic blocks")
 
 
 def check_temperature(function: str, temperature: float) -> None:
@@ -84,9 +81,7 @@ def checked_backend(function: str, backend: str) -> str:
     if backend not in BACKENDS:
         raise ValueError(f"{function}: backend={backend!r} is not one of {', '.join(BACKENDS)}")
     if backend == "triton":
-        raise ValueError(
-            f"{function}: backend='triton' has no kernels in this build; use 'auto', 'eager' or 'compile'"
-        )
+        raise ValueError(f"{function}: backend='triton' has no kernels in this build; use 'auto', 'eager' or 'compile'")
     return "eager" if backend == "auto" else backend
 
 

@@ -63,20 +63,20 @@ def forward(ctx: Any, logits: Tensor, target: Tensor | None, plan: Plan) -> tupl
     check(plan, logits, target)
     column = None if target is None else st.local_column(target.reshape(-1), plan.vocab_start, plan.vocab_end)
     parts = st.exchanged(_local_statistics(logits, column, plan), plan.group)
-    parts = parts.view(*parts.shape[:2], *logits.shape[:-1])  # now, so that no output is a view
-    lse = st.merged_normaliser(parts[:, 0])
-    outputs, entropy = [], None
+    m_r, rest_r, *further = parts.view(*parts.shape[:2], *logits.shape[:-1]).unbind(1)
+    whole = st.merged_normaliser(m_r, rest_r)
+    outputs, depth = [], None
     if column is not None:
-        z_t = st.merged_target(parts[:, 1])
+        z_t = st.merged_target(further[0])
         column = torch.where(z_t.view(-1) == math.inf, st.NOBODYS, column)
-        outputs.append(st.logprob_of(z_t, lse))
+        outputs.append(st.logprob_of(z_t, whole))
     if plan.with_entropy:
-        entropy = st.merged_entropy(parts[:, 0], parts[:, -1], lse)
-        outputs.append(entropy)
+        depth = st.merged_depth(m_r, rest_r, further[-1], whole)
+        outputs.append(depth - whole.log_total)
     ctx.plan = plan
     ctx.set_materialize_grads(False)
     if not plan.inference_only:
-        ctx.save_for_backward(logits, column, lse, entropy)
+        ctx.save_for_backward(logits, *whole, column, depth)
     return tuple(outputs)
 
 
@@ -85,12 +85,12 @@ def backward(ctx: Any, *cotangents: Tensor | None) -> Tensor:
     plan: Plan = ctx.plan
     if plan.inference_only:
         raise RuntimeError(SPENT)
-    logits, column, lse, entropy = ctx.saved_tensors
+    logits, largest, log_total, column, depth = ctx.saved_tensors
     logits = logits.detach()  # shares the version counter: autograd sees a gradient written over the logits
-    gradient = None if plan.inplace_gradient else logits.new_empty(lse.numel(), logits.shape[-1])
+    gradient = None if plan.inplace_gradient else logits.new_empty(largest.numel(), logits.shape[-1])
     g_logprob = None if column is None else cotangents[0]
     g_entropy = cotangents[-1] if plan.with_entropy else None
-    per_row = [None if x is None else x.reshape(-1) for x in (lse, column, g_logprob, entropy, g_entropy)]
+    per_row = [None if x is None else x.reshape(-1) for x in (largest, log_total, column, g_logprob, depth, g_entropy)]
     write = in_backend(write_gradient, a.checked_backend(plan.function, plan.backend))
     for part, block in row_blocks(logits, block_rows(logits, plan.chunk_size)):
         out = block if gradient is None else gradient[part]
@@ -102,26 +102,42 @@ def write_gradient(
     out: Float[Tensor, "n v"],
     block: Float[Tensor, "n v"],
     temperature: float,
-    lse: Float[Tensor, " n"],
+    largest: Float[Tensor, " n"],
+    log_total: Float[Tensor, " n"],
     column: Int[Tensor, " n"] | None,
     g_logprob: Float[Tensor, " n"] | None,
-    entropy: Float[Tensor, " n"] | None,
+    depth: Float[Tensor, " n"] | None,
     g_entropy: Float[Tensor, " n"] | None,
 ) -> None:
-    """out = (g_lp (1[v=t] - p) + g_h p (log p - h)) / temperature; out may be the block."""
+    """out = (g_lp (1[v=t] - p) + g_h p (log p - h)) / temperature; out may be the block.
+
+    log p - h is written as (z - m) - d: a row of equal logits has no slope, to the bit.
+    """
     if block.shape[-1] == 0:
         return
-    log_p = st.scaled(block, temperature) - lse.unsqueeze(-1)
+    below = st.scaled(block, temperature) - largest.unsqueeze(-1)
+    log_p = below - log_total.unsqueeze(-1)
     p = log_p.exp()
-    gradient = torch.zeros_like(p) if g_logprob is None else p * -g_logprob.unsqueeze(-1)
+    gradient = torch.zeros_like(p)
     if g_logprob is not None and column is not None:
-        at_target = torch.where(column >= 0, g_logprob, 0.0)
-        gradient.scatter_add_(-1, column.clamp_min(0).long().unsqueeze(-1), at_target.unsqueeze(-1))
-        gradient.masked_fill_((column == st.NOBODYS).unsqueeze(-1), 0.0)  # selected, since 0 * NaN is no zero
-    if g_entropy is not None and entropy is not None:
-        slope = p * (st.without_minus_infinity(log_p) - entropy.unsqueeze(-1))
+        gradient = p * -g_logprob.unsqueeze(-1)
+        _at_target(gradient, log_p, column, g_logprob)
+    if g_entropy is not None and depth is not None:
+        slope = p * (st.without_minus_infinity(below) - depth.unsqueeze(-1))
         gradient += slope * g_entropy.unsqueeze(-1)
     out.copy_(gradient if temperature == 1.0 else gradient / temperature)
+
+
+def _at_target(
+    gradient: Float[Tensor, "n v"], log_p: Float[Tensor, "n v"], column: Int[Tensor, " n"], g: Float[Tensor, " n"]
+) -> None:
+    """Put g (1 - p) where this rank owns the target, and 0 in the rows that nobody asks for."""
+    here = column.clamp_min(0).long().unsqueeze(-1)
+    # -expm1(log p), not 1 - p: where p = 1 - tiny the difference is all there is
+    others = -torch.expm1(log_p.gather(-1, here)) * g.unsqueeze(-1)
+    kept = torch.where((column >= 0).unsqueeze(-1), others, gradient.gather(-1, here))
+    gradient.scatter_(-1, here, kept)
+    gradient.masked_fill_((column == st.NOBODYS).unsqueeze(-1), 0.0)  # selected, since 0 * NaN is no zero
 
 
 @functools.cache
@@ -132,7 +148,7 @@ def in_backend(f: Callable[..., Any], backend: str) -> Callable[..., Any]:
 
 def _local_statistics(logits: Tensor, column: Tensor | None, plan: Plan) -> Tensor:
     """Statistics of this rank's columns of every row, one row block at a time."""
-    n, count = math.prod(logits.shape[:-1]), 1 + (column is not None) + plan.with_entropy
+    n, count = math.prod(logits.shape[:-1]), 2 + (column is not None) + plan.with_entropy
     statistics = torch.empty(count, n, dtype=accumulator(logits.dtype), device=logits.device)
     local = in_backend(st.local_statistics, a.checked_backend(plan.function, plan.backend))
     for part, block in row_blocks(logits, block_rows(logits, plan.chunk_size)):

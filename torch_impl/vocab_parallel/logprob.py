@@ -47,8 +47,8 @@ def vocab_parallel_logprob(
     error.
     `backend` is "eager" or "compile" ("auto": eager); "triton" is refused until there are kernels.
 
-    Cost:   forward 1 all_gather, 2 * b*s numbers of 4 bytes per rank (float64: 8; with entropy 3 * b*s);
-            backward none. Saves the logits by reference and 8 bytes per token (with entropy 12).
+    Cost:   forward 1 all_gather, 3 * b*s numbers of 4 bytes per rank (float64: 8; with entropy 4 * b*s);
+            backward none. Saves the logits by reference and 12 bytes per token (with entropy 16).
     Errors: TypeError if tp_group is None or no ProcessGroup, ids are not integers, logits not floating;
             ValueError if target and logits disagree in shape, the range does not fit the shard, or
             chunk_size, temperature or backend are out of range; RuntimeError in backward after
@@ -88,7 +88,7 @@ class DistributedLogprob(torch.autograd.Function):
         vocab_parallel_logits  "b s v/tp"     target  "b s"     ->   "b s tp=I"
 
     out = z[target] / temperature - lse. Value, gradient, dtypes, cost and errors are those of
-    `vocab_parallel_logprob`: forward 1 all_gather of 2 * b*s numbers, backward none.
+    `vocab_parallel_logprob`: forward 1 all_gather of 3 * b*s numbers, backward none.
     """
 
     @staticmethod

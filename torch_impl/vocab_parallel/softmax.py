@@ -10,7 +10,13 @@ from torch.distributed import ProcessGroup
 from torch_impl.collectives import accumulator
 from torch_impl.vocab_parallel.arguments import check_logits, checked_tp_group
 from torch_impl.vocab_parallel.rows import block_rows, row_blocks
-from torch_impl.vocab_parallel.statistics import exchanged, local_statistics, merged_normaliser, scaled
+from torch_impl.vocab_parallel.statistics import (
+    Normaliser,
+    exchanged,
+    local_statistics,
+    merged_normaliser,
+    scaled,
+)
 
 
 @torch.no_grad()
@@ -24,15 +30,15 @@ def _compute_distributed_log_softmax(
     log p_v = z_v - lse,   lse = log sum_v exp(z_v), computed in float32 or wider and rounded once.
 
     Any leading dims. A row that is -inf on every rank gives NaN.
-    Cost:   1 all_gather of b*s numbers of 4 bytes (float64: 8). Reads the logits twice, writes the result
+    Cost:   1 all_gather of 2 * b*s numbers of 4 bytes (float64: 8). Reads the logits twice, writes the result
             once.
     Errors: TypeError if group is None or no ProcessGroup, or the logits are not floating.
     """
-    logits, lse = vocab_parallel_logits, _normaliser("log_softmax", vocab_parallel_logits, group)
+    logits, whole = vocab_parallel_logits, _normaliser("log_softmax", vocab_parallel_logits, group)
     result = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    rows = result.view(len(lse), logits.shape[-1])
+    rows = result.view(len(whole.largest), logits.shape[-1])
     for part, block in row_blocks(logits, block_rows(logits, None)):
-        rows[part] = (scaled(block, 1.0) - lse[part].unsqueeze(-1)).to(result.dtype)
+        rows[part] = _part(whole, part).log_p(scaled(block, 1.0)).to(result.dtype)
     return result
 
 
@@ -47,23 +53,28 @@ def _compute_distributed_softmax(
     p_v = exp(z_v - lse),   lse = log sum_v exp(z_v), computed in float32 or wider and rounded once.
 
     Any leading dims. Columns of -inf are exactly 0; a row that is -inf on every rank gives NaN.
-    Cost:   1 all_gather of b*s numbers of 4 bytes (float64: 8). Reads the logits twice, writes the result
+    Cost:   1 all_gather of 2 * b*s numbers of 4 bytes (float64: 8). Reads the logits twice, writes the result
             once.
     Errors: TypeError if group is None or no ProcessGroup, or the logits are not floating.
     """
-    logits, lse = vocab_parallel_logits, _normaliser("softmax", vocab_parallel_logits, group)
+    logits, whole = vocab_parallel_logits, _normaliser("softmax", vocab_parallel_logits, group)
     result = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    rows = result.view(len(lse), logits.shape[-1])
+    rows = result.view(len(whole.largest), logits.shape[-1])
     for part, block in row_blocks(logits, block_rows(logits, None)):
-        rows[part] = (scaled(block, 1.0) - lse[part].unsqueeze(-1)).exp().to(result.dtype)
+        rows[part] = _part(whole, part).log_p(scaled(block, 1.0)).exp().to(result.dtype)
     return result
 
 
-def _normaliser(function: str, logits: Tensor, group: ProcessGroup) -> Tensor:
+def _normaliser(function: str, logits: Tensor, group: ProcessGroup) -> Normaliser:
     """lse of each row over all ranks' columns."""
     group = checked_tp_group(f"vocab_parallel.{function}", "group", group)
     check_logits(f"vocab_parallel.{function}", "vocab_parallel_logits", logits)
-    local = torch.empty(1, logits.shape[:-1].numel(), dtype=accumulator(logits.dtype), device=logits.device)
+    n = logits.shape[:-1].numel()
+    local = torch.empty(2, n, dtype=accumulator(logits.dtype), device=logits.device)
     for part, block in row_blocks(logits, block_rows(logits, None)):
         local[:, part] = local_statistics(block, None, 1.0, False)
-    return merged_normaliser(exchanged(local, group)[:, 0])
+    return merged_normaliser(*exchanged(local, group).unbind(1))
+
+
+def _part(whole: Normaliser, part: slice) -> Normaliser:
+    return Normaliser(whole.largest[part], whole.log_total[part])

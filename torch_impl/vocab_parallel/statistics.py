@@ -2,17 +2,20 @@
 
 Every rank holds V_l columns of each row. It reads them once and keeps, per row and in float32 or wider,
 
-    lse_r = log sum_v exp(z_v)      the local normaliser; -inf for an empty or fully masked shard
-    z_t                             the target's logit if this rank owns the target, else +inf
-    e_r   = sum_v p_v log p_v       over the local softmax; 0 for an empty shard
+    m_r = max_v z_v                       -inf for an empty or fully masked shard
+    R_r = sum_v exp(z_v - m_r) - 1        all terms but that of the largest, which is exactly 1
+    z_t                                   the target's logit if this rank owns the target, else +inf
+    d_r = sum_v p_v (z_v - m_r)           over the local softmax; 0 for an empty shard
 
 One all_gather brings the ranks' numbers together, and every rank merges them by the same arithmetic in the
-same order, so that the results are equal to the bit.
+same order, so that the results are equal to the bit. The normaliser lse = m + log(1 + R) is kept as m and
+log(1 + R): one float32 near 1000 would leave log(1 + R) an accuracy of 6e-5, and 1 + R would lose a small R.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -24,6 +27,17 @@ from torch_impl.collectives.plain import gathered
 
 NOT_HERE = -1  # column of a target that this rank does not own
 NOBODYS = -2  # column of a target that no rank owns
+
+
+class Normaliser(NamedTuple):
+    """lse = largest + log_total of each row, the two kept apart."""
+
+    largest: Float[Tensor, "*a"]
+    log_total: Float[Tensor, "*a"]
+
+    def log_p(self, z: Float[Tensor, "... v"]) -> Float[Tensor, "... v"]:
+        """Log-probabilities of logits: z - lse."""
+        return (z - self.largest.unsqueeze(-1)).sub_(self.log_total.unsqueeze(-1))
 
 
 def local_column(target: Int[Tensor, " n"], start: int, end: int) -> Int[Tensor, " n"]:
@@ -41,22 +55,21 @@ def scaled(block: Float[Tensor, "n v"], temperature: float) -> Float[Tensor, "n 
 def local_statistics(
     block: Float[Tensor, "n v"], column: Int[Tensor, " n"] | None, temperature: float, with_entropy: bool
 ) -> Float[Tensor, "f n"]:
-    """Rows lse_r, then z_t if there is a column, then e_r if asked for."""
+    """Rows m_r and R_r, then z_t if there is a column, then d_r if asked for."""
     if block.shape[-1] == 0:
         return _of_an_empty_shard(block, column, with_entropy)
     z = scaled(block, temperature)
-    largest = z.amax(-1)
-    shift = torch.where(largest.isfinite(), largest, 0.0)  # a row of -inf: keep -inf - shift from being NaN
-    below = z - shift.unsqueeze(-1)
-    weights = below.exp()
-    total = weights.sum(-1)
-    rows = [shift + total.log()]
+    at_largest = z.argmax(-1, keepdim=True)
+    largest = z.gather(-1, at_largest)
+    below = z - torch.where(largest.isfinite(), largest, 0.0)  # a row of -inf: -inf - -inf would be NaN
+    terms = below.exp()
+    rest = terms.scatter(-1, at_largest, 0.0).sum(-1)
+    rows = [largest.squeeze(-1), rest]
     if column is not None:
         looked_up = z.gather(-1, column.clamp_min(0).long().unsqueeze(-1)).squeeze(-1)
         rows.append(torch.where(column >= 0, looked_up, math.inf))
     if with_entropy:
-        moment = (weights * without_minus_infinity(below)).sum(-1) / total - total.log()
-        rows.append(torch.where(total == 0, 0.0, moment))
+        rows.append((terms * without_minus_infinity(below)).sum(-1) / (1.0 + rest))
     return torch.stack(rows)
 
 
@@ -65,9 +78,12 @@ def exchanged(statistics: Float[Tensor, "f n"], group: ProcessGroup) -> Float[Te
     return gathered(statistics.unsqueeze(0), group, 0, [1] * group.size())
 
 
-def merged_normaliser(lse_r: Float[Tensor, "r ..."]) -> Float[Tensor, "*a"]:
-    """lse = logsumexp_r lse_r."""
-    return torch.logsumexp(lse_r, 0)
+def merged_normaliser(m_r: Float[Tensor, "r ..."], rest_r: Float[Tensor, "r ..."]) -> Normaliser:
+    """m = max_r m_r,   R = sum_r w_r (1 + R_r) - 1,   w_r = exp(m_r - m)."""
+    largest, first = m_r.max(0, keepdim=True)
+    weight = (m_r - largest).exp()
+    rest = (weight * rest_r).sum(0) + weight.scatter(0, first, 0.0).sum(0)
+    return Normaliser(largest.squeeze(0), rest.log1p())
 
 
 def merged_target(z_t: Float[Tensor, "r ..."]) -> Float[Tensor, "*a"]:
@@ -75,26 +91,27 @@ def merged_target(z_t: Float[Tensor, "r ..."]) -> Float[Tensor, "*a"]:
     return z_t.amin(0)
 
 
-def merged_entropy(
-    lse_r: Float[Tensor, "r ..."], e_r: Float[Tensor, "r ..."], lse: Float[Tensor, "*a"]
+def merged_depth(
+    m_r: Float[Tensor, "r ..."], rest_r: Float[Tensor, "r ..."], d_r: Float[Tensor, "r ..."], whole: Normaliser
 ) -> Float[Tensor, "*a"]:
-    """sum_v p_v log p_v = sum_r w_r (e_r + lse_r - lse),  w_r = exp(lse_r - lse)."""
-    share = (lse_r - lse).exp()
-    return torch.where(share == 0, 0.0, share * (e_r + lse_r - lse)).sum(0)
+    """d = sum_v p_v (z_v - m) = sum_r w_r (d_r + m_r - m),   w_r = exp(lse_r - lse)."""
+    above = m_r - whole.largest
+    weight = (above + (rest_r.log1p() - whole.log_total)).exp()
+    return torch.where(weight == 0, 0.0, weight * (d_r + above)).sum(0)
 
 
-def logprob_of(z_t: Float[Tensor, "*a"], lse: Float[Tensor, "*a"]) -> Float[Tensor, "*a"]:
+def logprob_of(z_t: Float[Tensor, "*a"], whole: Normaliser) -> Float[Tensor, "*a"]:
     """z_t - lse; 0 where nobody owns the target; NaN where the row itself is NaN or +inf."""
-    nobodys = torch.where(lse < math.inf, 0.0, math.nan)
-    return torch.where(z_t < math.inf, z_t - lse, nobodys)
+    nobodys = torch.where(whole.largest < math.inf, 0.0, math.nan)
+    return torch.where(z_t < math.inf, (z_t - whole.largest) - whole.log_total, nobodys)
 
 
-def without_minus_infinity(log_p: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]:
-    """log p with a finite floor, so that 0 log 0 is 0."""
-    return log_p.clamp_min(torch.finfo(log_p.dtype).min)
+def without_minus_infinity(below: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]:
+    """z - m with a finite floor, so that 0 log 0 is 0."""
+    return below.clamp_min(torch.finfo(below.dtype).min)
 
 
 def _of_an_empty_shard(block: Tensor, column: Tensor | None, with_entropy: bool) -> Tensor:
-    neutral = [-math.inf] + [math.inf] * (column is not None) + [0.0] * with_entropy
+    neutral = [-math.inf, 0.0] + [math.inf] * (column is not None) + [0.0] * with_entropy
     rows = torch.tensor(neutral, dtype=accumulator(block.dtype), device=block.device)
     return rows.unsqueeze(-1).expand(-1, len(block))
