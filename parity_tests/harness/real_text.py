@@ -1,0 +1,77 @@
+"""A case that is not drawn: real text, byte by byte, and the bigram model that its own counts make.
+
+The text is the language reference that every CPython carries. Row i of the logits holds the logarithms of how often
+each byte follows byte i of the passage: peaked rows with ties, and -inf wherever a pair never occurs. The targets are
+the bytes that really come next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.inputs import rounded
+from parity_tests.harness.judge import judge
+from parity_tests.harness.report import Report
+from parity_tests.harness.scheme import Scheme
+
+BYTES = 256
+ROWS, LENGTH = 4, 64  # passages, and bytes of each
+DIGITS = 12  # of a perplexity as it is printed: all that float64 leaves in agreement, less a few
+
+
+@cache
+def text() -> np.ndarray:
+    """The bytes of the language reference, its topics in the order of their names."""
+    from pydoc_data.topics import topics
+
+    return np.frombuffer("\n".join(topics[name] for name in sorted(topics)).encode(), dtype=np.uint8)
+
+
+@cache
+def passages() -> tuple[np.ndarray, np.ndarray]:
+    """(logits [b s v] in float64, target [b s]) of passages spread evenly over the text."""
+    read = text()
+    counts = np.zeros((BYTES, BYTES))
+    np.add.at(counts, (read[:-1], read[1:]), 1.0)
+    with np.errstate(divide="ignore"):
+        scores = np.log(counts)
+    starts = np.linspace(0, len(read) - LENGTH - 1, ROWS).astype(np.int64)
+    at = starts[:, None] + np.arange(LENGTH)
+    return scores[read[at]], read[at + 1].astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One verification on the text: the whole report, and the perplexity that each side's log-probabilities give."""
+
+    report: Report
+    perplexity: str
+    reference: str
+
+    @property
+    def ok(self) -> bool:
+        return self.report.ok and self.perplexity == self.reference
+
+
+def read_with(scheme: Scheme, tp: int, dtype: str, engine: str = "lockstep") -> Reading:
+    """Verify a scheme of `logits` "b s v/tp" and `target` "b s" whose output is the log-probability, on the text."""
+    case = reading_case(scheme, tp, dtype, engine)
+    logits, target = passages()
+    report = judge(scheme, case, arrays={"logits": rounded(logits, dtype), "target": target})
+    found = report.worst("output")
+    if found is None:
+        return Reading(report, "-", "-")
+    return Reading(report, perplexity(found.got), perplexity(found.want))
+
+
+def reading_case(scheme: Scheme, tp: int, dtype: str, engine: str = "lockstep") -> CaseSpec:
+    return scheme.case(tp=tp, b=ROWS, s=LENGTH, v=BYTES, temperature=1.0, dtype=dtype, engine=engine)
+
+
+def perplexity(logprob: np.ndarray) -> str:
+    """exp(-mean log p), to as many digits as are shown."""
+    return f"{float(np.exp(-logprob.mean())):.{DIGITS}g}"

@@ -1,0 +1,124 @@
+"""The first run: every built-in scheme, real text, three planted bugs, one figure, one sentence.
+
+What each part prints is what it found; the status is 0 only if every scheme is equal, the text's perplexity is the
+reference's, and every planted bug is caught and called by its name.
+"""
+
+from __future__ import annotations
+
+import platform
+import textwrap
+import time
+from dataclasses import dataclass, field
+from importlib.metadata import version
+
+from rich.console import Console
+from rich.table import Table
+
+from parity_tests.harness import discover, real_text, session, summary, tour_figure
+from parity_tests.harness.cli import EQUAL, MISMATCH
+from parity_tests.harness.judge import judge
+from parity_tests.harness.report import PLAIN_WIDTH
+
+READER = "vocab_parallel_logprob"  # the scheme that reads the text
+READERS_TP = (1, 2, 4)
+
+
+@dataclass
+class Tour:
+    """What has been found so far: the lines of the figure, and what is not as it should be."""
+
+    console: Console
+    verified: list[tour_figure.Line] = field(default_factory=list)
+    planted: list[tour_figure.Line] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    examples: int = 0
+
+    def heading(self, text: str) -> None:
+        self.console.print(f"\n{text}", style="bold", highlight=False)
+
+
+def run(figure_path: str, examples: int) -> int:
+    """The whole tour; returns the exit status."""
+    start = time.perf_counter()
+    tour = Tour(Console(width=None if Console().is_terminal else PLAIN_WIDTH))
+    status = _schemes(tour, examples)
+    _text(tour)
+    _bugs(tour)
+    caption = (
+        f"{tour.examples} examples; Python {platform.python_version()}, torch {version('torch')}, jax {version('jax')}"
+    )
+    tour_figure.figure(tour.verified, tour.planted, caption).savefig(figure_path, dpi=130)
+    tour.console.print(f"\n{_closing(tour, time.perf_counter() - start)}", style="bold", highlight=False)
+    tour.console.print(f"figure: {figure_path}", highlight=False)
+    return status or (MISMATCH if tour.wrong else EQUAL)
+
+
+def _schemes(tour: Tour, examples: int) -> int:
+    tour.heading("Every built-in scheme against its reference: forward, gradient, collectives, bytes")
+    outcome = session.run(discover.built_in(), session.Wanted(examples=examples))
+    tour.console.print(summary.table(outcome))
+    for report in outcome.reports:
+        name = report.scheme.rpartition(":")[2]
+        tour.verified.append(tour_figure.line_of(name, report))
+        tour.examples += report.examples
+        if not report.ok:
+            tour.wrong.append(f"{name} is not equal ({report.verdict})")
+            tour.console.print(report, soft_wrap=True, highlight=False)
+    for name, why in outcome.not_run.items():
+        tour.wrong.append(f"{name} was not run")
+        tour.console.print(f"not run: {name}: {why}", markup=False, highlight=False, soft_wrap=True)
+    if not outcome.reports:
+        tour.wrong.append("there was no scheme to verify")
+    tour.console.print(summary.timing(outcome), highlight=False)
+    return outcome.status
+
+
+def _text(tour: Tour) -> None:
+    tour.heading(f"Real text: {real_text.ROWS} x {real_text.LENGTH} bytes of Python's language reference")
+    scheme = next((made for made in discover.built_in() if made.name == READER), None)
+    if scheme is None:
+        tour.wrong.append(f"the scheme {READER}, which reads the text, is not there")
+        return
+    grid = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in ("tp", "perplexity", "reference", "float64 error/budget", "float32 error/budget", "verdict"):
+        grid.add_column(column, justify="left" if column == "verdict" else "right")
+    for tp in READERS_TP:
+        exact, single = (real_text.read_with(scheme, tp, dtype) for dtype in ("float64", "float32"))
+        is_equal = exact.ok and single.report.ok
+        tour.examples += 2
+        tour.verified.append(tour_figure.line_of(f"real text, tp={tp}", single.report))
+        ratios = [f"{max((row.ratio for row in r.report.rows), default=float('nan')):.2g}" for r in (exact, single)]
+        grid.add_row(str(tp), exact.perplexity, exact.reference, *ratios, "equal" if is_equal else "mismatch")
+        if not is_equal:
+            tour.wrong.append(f"the text over tp={tp} is not equal")
+            for reading in (exact, single):
+                tour.console.print(reading.report, soft_wrap=True, highlight=False)
+    tour.console.print(grid)
+
+
+def _bugs(tour: Tour) -> None:
+    from parity_tests.faults.planted import PLANTED
+
+    tour.heading(f"{len(PLANTED)} planted bugs")
+    for bug in PLANTED:
+        report = judge(bug.scheme, bug.scheme.case(dtype="float32", **bug.sizes))
+        notes = [f"{label}: {note}" for label, found in report.notes.items() for note in found]
+        is_caught = not report.ok and any(bug.expect in note for note in notes)
+        tour.planted.append(tour_figure.line_of(bug.scheme.name, report))
+        tour.console.print(f"{'caught' if is_caught else 'NOT CAUGHT'}: {bug.mistake}", highlight=False, soft_wrap=True)
+        said = notes if notes else [report.verdict]
+        for note in said:
+            tour.console.print(textwrap.indent(note, "    "), markup=False, highlight=False, soft_wrap=True)
+        if not is_caught:
+            tour.wrong.append(f"{bug.scheme.name} was not caught as '{bug.expect}'")
+
+
+def _closing(tour: Tour, seconds: float) -> str:
+    if tour.wrong:
+        return f"Not all is as it should be: {'; '.join(tour.wrong)}."
+    schemes = len(tour.verified) - len(READERS_TP)
+    return (
+        f"All {schemes} schemes mean what their references mean, the text reads alike on 1, 2 and 4 ranks, "
+        f"and {len(tour.planted)} of {len(tour.planted)} planted bugs were caught, in {seconds:.0f} s."
+    )

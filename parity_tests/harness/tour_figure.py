@@ -1,0 +1,73 @@
+"""What the tour verified, as one figure: error over budget of every scheme, and of the planted bugs beyond it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from parity_tests.harness.report import Report
+
+LEFT, RIGHT = 1e-4, 1e8  # ratios outside are drawn at the edge
+# Of Okabe and Ito's colours, which stay apart for every kind of colour vision; the marks differ in shape as well.
+MARKS = {"output": ("#0072B2", "o", "output"), "gradient": ("#E69F00", "s", "gradient")}
+OVER = "#D55E00"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the figure: a name, and the worst error over budget among outputs and among gradients."""
+
+    name: str
+    ratios: Mapping[str, float]
+
+    @property
+    def headroom(self) -> str:
+        worst = max(self.ratios.values(), default=0.0)
+        if worst > 1:
+            return f"{worst:.0e} over"
+        return f"{1 / worst:.0f}x" if worst > 0 else "exact"
+
+
+def line_of(name: str, report: Report) -> Line:
+    worst = {role: report.worst(role) for role in MARKS}
+    return Line(name, {role: row.ratio for role, row in worst.items() if row is not None})
+
+
+def figure(verified: Sequence[Line], planted: Sequence[Line], caption: str) -> Any:
+    """A matplotlib figure; `verified` above, `planted` below a gap."""
+    from matplotlib.figure import Figure
+
+    lines = [*verified, None, *planted]
+    canvas = Figure(figsize=(9.0, 1.5 + 0.24 * len(lines)), layout="constrained")
+    panel = canvas.subplots()
+    for height, line in enumerate(lines):
+        if line is not None:
+            _draw_line(panel, line, -height)
+    panel.axvline(1.0, color="black", linewidth=1.0)
+    panel.text(1.0, 0.9, "budget", ha="center", fontsize=8)
+    panel.axhspan(-len(lines) + 0.5, -len(verified), color="0.95", zorder=0)
+    panel.text(LEFT * 1.3, -len(verified), "planted bugs", va="center", fontsize=8, style="italic")
+    panel.set(xscale="log", xlim=(LEFT / 2, RIGHT * 30), ylim=(-len(lines) + 0.5, 0.8))
+    shown = [(-height, line) for height, line in enumerate(lines) if line is not None]
+    panel.set_yticks([height for height, _ in shown], [line.name for _, line in shown], fontsize=8)
+    panel.set_xlabel("largest error / budget   (left edge: none)", fontsize=9)
+    panel.set_title("What was verified", loc="left", fontsize=11)
+    panel.grid(axis="x", color="0.9", linewidth=0.6)
+    panel.set_axisbelow(True)
+    handles = [
+        panel.scatter([], [], s=26, marker=mark, color=colour, label=label) for colour, mark, label in MARKS.values()
+    ]
+    panel.legend(handles=handles, loc="lower right", fontsize=8, frameon=False, ncols=2, bbox_to_anchor=(1.0, 1.0))
+    canvas.supxlabel(caption, fontsize=7, color="0.35")
+    return canvas
+
+
+def _draw_line(panel: Any, line: Line, height: float) -> None:
+    for role, ratio in line.ratios.items():
+        colour, mark, _ = MARKS[role]
+        at = min(max(ratio, LEFT), RIGHT) if math.isfinite(ratio) else RIGHT
+        panel.scatter([at], [height], s=26, marker=mark, color=colour, edgecolors="white", linewidths=0.5, zorder=3)
+    over = max(line.ratios.values(), default=0.0) > 1
+    panel.text(RIGHT * 20, height, line.headroom, ha="right", va="center", fontsize=8, color=OVER if over else "black")
