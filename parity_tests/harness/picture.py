@@ -101,18 +101,24 @@ def strips(spec: Spec, sizes: Mapping[str, int], mesh: Mapping[str, int], layout
     return "\n".join(f"{label:<{width}}  {text}" for label, text in lines) or WHOLE
 
 
-def figure(specs: Mapping[str, Spec], sizes: Mapping[str, int], mesh: Mapping[str, int], layouts: Any = None) -> Any:
+def figure(
+    specs: Mapping[str, Spec],
+    sizes: Mapping[str, int],
+    mesh: Mapping[str, int],
+    layouts: Callable[[str], Layouts] | None = None,
+) -> Any:
     """A matplotlib figure: for each tensor its strips, coloured and labelled by owner, and its types in words.
 
-    `layouts` as for `strips`, or a function from the tensor's name to them.
+    `layouts` gives those of a tensor by its name.
     """
     from matplotlib.figure import Figure
 
-    of_tensor = layouts if callable(layouts) else lambda name: layouts or {}
     rows: list[tuple[str, np.ndarray | str]] = []
     for name, spec in specs.items():
         rows.append((f"{name}:  {spec}".rstrip(), "" if spec.axes or spec.types else WHOLE))
-        rows += [(strip.label, strip.owners) for strip in owner_strips(spec, sizes, mesh, of_tensor(name))]
+        rows += [
+            (strip.label, strip.owners) for strip in owner_strips(spec, sizes, mesh, layouts(name) if layouts else {})
+        ]
         rows += [(f"{axis}={letter}", PROMISES[letter]) for axis, letter in spec.types]
     canvas = Figure(figsize=(9.0, 0.6 + 0.34 * len(rows)), layout="constrained")
     panel = canvas.subplots()

@@ -15,7 +15,7 @@ from string import ascii_uppercase
 from jax_ref.layouts import BUILTIN
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
-_VALUE = re.compile(r"[A-Za-z0-9_]*")
+_VALUE = re.compile(r"[A-Za-z0-9_]+")
 
 
 @dataclass(frozen=True)
@@ -191,11 +191,12 @@ class _Word:
             return self.dim("1")
         name = self.name("a dim")
         if self.take("="):
-            letter = _VALUE.match(self.text, self.at, self.stop).group()
-            self.at += len(letter)
-            if not letter or self.at < self.stop:
+            found = _VALUE.match(self.text, self.at, self.stop)
+            if found:
+                self.at = found.end()
+            if not found or self.at < self.stop:
                 raise self.unexpected("a type")
-            return name, letter
+            return name, found.group()
         return self.dim(name)
 
     def dim(self, name: str) -> Dim:

@@ -3,9 +3,9 @@
 import pytest
 
 from jax_ref.layouts import check_partition
-from jax_ref.layouts import striped as reference
 from jax_ref.layouts import draw as draw_reference
-from torch_impl.layouts import striped, draw
+from jax_ref.layouts import striped as reference
+from torch_impl.layouts import draw, striped
 from torch_impl.layouts.striped import positions
 
 MENU = [(local * world, world) for world in (1, 2, 3, 4, 8, 37) for local in (0, 1, 2, 5)]

@@ -6,7 +6,7 @@ One formula for the whole stream, so a thousand sequences cost what one does.
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Int, Int64
+from jaxtyping import Int64
 from torch import Tensor
 
 from torch_impl.layouts.needs import check_cut, needs
@@ -16,7 +16,7 @@ def positions(
     size: int,
     world: int,
     rank: int,
-    cu_seqlens: Int[Tensor, " offsets"] | Sequence[int],
+    cu_seqlens: Tensor | Sequence[int],
     *,
     device: torch.device | str | None = None,
 ) -> Int64[Tensor, " local"]:
@@ -28,7 +28,7 @@ def positions(
 def packed(
     size: int,
     world: int,
-    cu_seqlens: Int[Tensor, " offsets"] | Sequence[int],
+    cu_seqlens: Tensor | Sequence[int],
     *,
     device: torch.device | str | None = None,
 ) -> list[Int64[Tensor, " _"]]:

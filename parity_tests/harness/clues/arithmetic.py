@@ -88,9 +88,10 @@ def _rank_by_rank(evidence: Evidence) -> Iterator[str]:
         if sum(part.wrong > 0 for part in parts) < 2:
             continue
         for sentence, fitted, neutral in kinds:
-            numbers = [fitted(part) if part.wrong else neutral for part in parts]
-            if None not in numbers and len({shown(number) for number in numbers}) > 1:
-                yield sentence.format(axis, ", ".join(map(shown, numbers)))
+            found = [fitted(part) if part.wrong else neutral for part in parts]
+            written = [shown(number) for number in found if number is not None]
+            if len(written) == len(found) and len(set(written)) > 1:
+                yield sentence.format(axis, ", ".join(written))
                 return
 
 
@@ -103,7 +104,7 @@ def fitted_factor(evidence: Evidence) -> float | None:
     want, got = evidence.want[told] * weight, evidence.got[told] * weight
     largest = np.abs(want).max()
     factor = float((want / largest) @ (got / largest) / ((want / largest) @ (want / largest)))
-    return factor if math.isfinite(factor) and _fits(evidence, _times, factor) else None
+    return factor if _explains(evidence, _times, factor) else None
 
 
 def fitted_constant(evidence: Evidence) -> float | None:
@@ -113,9 +114,10 @@ def fitted_constant(evidence: Evidence) -> float | None:
         return None
     weight = _weights(evidence, told) ** 2
     constant = float(weight @ (evidence.got[told] - evidence.want[told]) / weight.sum())
-    return constant if math.isfinite(constant) and _fits(evidence, _plus, constant) else None
+    return constant if _explains(evidence, _plus, constant) else None
 
 
+CLEARLY = 4.0  # times smaller than before
 Relation = Callable[[np.ndarray, float], np.ndarray]
 
 
@@ -132,6 +134,18 @@ def _fits(evidence: Evidence, relation: Relation, number: float) -> bool:
     # What multiplies a value multiplies its error.
     slack = max(1.0, abs(number)) if relation is _times else 1.0
     return evidence.fits(relation(evidence.want, number), slack)
+
+
+def _explains(evidence: Evidence, relation: Relation, number: float) -> bool:
+    """A fitted number brings any small error down a little; one that explains brings it down clearly."""
+    if not (math.isfinite(number) and _fits(evidence, relation, number)):
+        return False
+    told = _telling(evidence)
+    budget, got, want = evidence.budget[told], evidence.got[told], evidence.want[told]
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        before = np.nan_to_num(np.abs(got - want) / budget, posinf=np.inf).max(initial=0.0)
+        after = np.nan_to_num(np.abs(got - relation(want, number)) / budget, posinf=np.inf).max(initial=0.0)
+    return bool(before >= CLEARLY * after) and before >= CLEARLY
 
 
 def _best(evidence: Evidence, tried: list[tuple[Named, float]], relation: Relation) -> tuple[Named, float] | None:

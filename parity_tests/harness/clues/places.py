@@ -60,7 +60,7 @@ def worst(evidence: Evidence) -> str:
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         budgets = np.abs(evidence.got - evidence.want) / evidence.budget
     ratio = np.where(evidence.bad, np.nan_to_num(budgets, nan=np.inf, posinf=np.inf), -np.inf)
-    index = np.unravel_index(int(np.argmax(ratio)), ratio.shape)
+    index = tuple(int(i) for i in np.unravel_index(int(np.argmax(ratio)), ratio.shape))
     holders = [f"{axis} rank {ranks[index]}" for axis, ranks in evidence.owners.items()]
     return f"no pattern; worst at {_written(index)}" + (f", owner {', '.join(holders)}" if holders else "")
 
@@ -89,4 +89,4 @@ def _rank(evidence: Evidence, index: tuple[int, ...]) -> str:
 
 
 def _written(index: tuple[int, ...]) -> str:
-    return f"({','.join(str(int(i)) for i in index)})"
+    return f"({','.join(map(str, index))})"

@@ -55,8 +55,9 @@ def test_a_layout_of_the_callers():
     known = {"axes": {"cp": 2}}
     assert headline(got, want, **known) == ORDER
     assert headline(got, want, candidates={"mine": mine}, **known).endswith("dim 0 is still in mine order over cp")
-    known["layouts"] = (Placed(0, "cp", "ragged", ragged(12, 2)),)
-    assert "in mine order over cp, not in ragged order" in headline(got, want, candidates={"mine": mine}, **known)
+    ragged_now = (Placed(0, "cp", "ragged", ragged(12, 2)),)
+    told = headline(got, want, candidates={"mine": mine}, layouts=ragged_now, **known)
+    assert "in mine order over cp, not in ragged order" in told
 
 
 def test_a_layout_that_cannot_cut_this_size_explains_nothing():
