@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
@@ -54,7 +55,7 @@ def table(outcome: Outcome) -> Table:
         ratio = max((row.ratio for row in report.rows), default=float("nan"))
         grid.add_row(
             report.scheme.rpartition(":")[2],
-            " ".join(report.meshes),
+            _meshes(report.meshes),
             str(report.examples),
             _error(forward),
             _error(backward),
@@ -118,6 +119,14 @@ def as_junit(outcome: Outcome) -> str:
         item = ElementTree.SubElement(suite, "testcase", name=name)
         ElementTree.SubElement(item, "skipped", message=why)
     return ElementTree.tostring(suite, encoding="unicode")
+
+
+def _meshes(meshes: Sequence[str]) -> str:
+    """`tp=1,2,4` of meshes of one axis, else each as it is."""
+    axes = {mesh.partition("=")[0] for mesh in meshes}
+    if len(axes) > 1 or any("," in mesh for mesh in meshes):
+        return " ".join(meshes)
+    return "".join(f"{axis}=" for axis in axes) + ",".join(mesh.partition("=")[2] for mesh in meshes)
 
 
 def _error(row: TensorRow | None) -> str:

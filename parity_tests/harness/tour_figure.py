@@ -10,8 +10,9 @@ from typing import Any
 from parity_tests.harness.report import Report
 
 LEFT, RIGHT = 1e-4, 1e8  # ratios outside are drawn at the edge
-# Of Okabe and Ito's colours, which stay apart for every kind of colour vision; the marks differ in shape as well.
-MARKS = {"output": ("#0072B2", "o", "output"), "gradient": ("#E69F00", "s", "gradient")}
+# Of Okabe and Ito's colours, which stay apart for every kind of colour vision; the marks differ in shape as well, and
+# in height, so that neither hides the other.
+MARKS = {"output": ("#0072B2", "o", 0.13), "gradient": ("#E69F00", "s", -0.13)}
 OVER = "#D55E00"
 
 
@@ -26,8 +27,8 @@ class Line:
     def headroom(self) -> str:
         worst = max(self.ratios.values(), default=0.0)
         if worst > 1:
-            return f"{worst:.0e} over"
-        return f"{1 / worst:.0f}x" if worst > 0 else "exact"
+            return f"{worst:.0e}x over"
+        return f"{1 / worst:.2g}x" if worst > 0.01 else f"{1 / worst:.0f}x" if worst > 0 else "exact"
 
 
 def line_of(name: str, report: Report) -> Line:
@@ -47,6 +48,7 @@ def figure(verified: Sequence[Line], planted: Sequence[Line], caption: str) -> A
             _draw_line(panel, line, -height)
     panel.axvline(1.0, color="black", linewidth=1.0)
     panel.text(1.0, 0.9, "budget", ha="center", fontsize=8)
+    panel.text(RIGHT * 20, 0.9, "headroom", ha="right", fontsize=8)
     panel.axhspan(-len(lines) + 0.5, -len(verified), color="0.95", zorder=0)
     panel.text(LEFT * 1.3, -len(verified), "planted bugs", va="center", fontsize=8, style="italic")
     panel.set(xscale="log", xlim=(LEFT / 2, RIGHT * 30), ylim=(-len(lines) + 0.5, 0.8))
@@ -57,17 +59,19 @@ def figure(verified: Sequence[Line], planted: Sequence[Line], caption: str) -> A
     panel.grid(axis="x", color="0.9", linewidth=0.6)
     panel.set_axisbelow(True)
     handles = [
-        panel.scatter([], [], s=26, marker=mark, color=colour, label=label) for colour, mark, label in MARKS.values()
+        panel.scatter([], [], s=26, marker=mark, color=colour, label=role) for role, (colour, mark, _) in MARKS.items()
     ]
-    panel.legend(handles=handles, loc="lower right", fontsize=8, frameon=False, ncols=2, bbox_to_anchor=(1.0, 1.0))
+    panel.legend(handles=handles, loc="upper right", fontsize=8, frameon=False, bbox_to_anchor=(0.9, 1.0))
     canvas.supxlabel(caption, fontsize=7, color="0.35")
     return canvas
 
 
 def _draw_line(panel: Any, line: Line, height: float) -> None:
     for role, ratio in line.ratios.items():
-        colour, mark, _ = MARKS[role]
+        colour, mark, lift = MARKS[role]
         at = min(max(ratio, LEFT), RIGHT) if math.isfinite(ratio) else RIGHT
-        panel.scatter([at], [height], s=26, marker=mark, color=colour, edgecolors="white", linewidths=0.5, zorder=3)
+        panel.scatter(
+            [at], [height + lift], s=26, marker=mark, color=colour, edgecolors="white", linewidths=0.5, zorder=3
+        )
     over = max(line.ratios.values(), default=0.0) > 1
     panel.text(RIGHT * 20, height, line.headroom, ha="right", va="center", fontsize=8, color=OVER if over else "black")

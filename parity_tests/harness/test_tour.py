@@ -1,0 +1,51 @@
+"""The first run ends with status 0 only where all is as it should be."""
+
+from dataclasses import replace
+
+import pytest
+
+from parity_tests.faults import planted
+from parity_tests.harness import discover, tour
+
+LOGPROB = discover.PACKAGE / "vocab_parallel" / "test_logprob.py"
+
+
+def reader():
+    """The scheme that reads the text: enough for a quick tour."""
+    return next(made for made in discover.schemes_of_file(str(LOGPROB)) if made.name == tour.READER)
+
+
+@pytest.fixture
+def one_scheme(monkeypatch):
+    monkeypatch.setattr(discover, "built_in", lambda: [reader()])
+
+
+def test_all_is_well(one_scheme, tmp_path, capsys):
+    figure = tmp_path / "figure.png"
+    assert tour.run(str(figure), examples=2) == 0
+    printed = capsys.readouterr().out
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    assert printed.count("\ncaught: ") == len(planted.PLANTED) == 3
+    assert all(bug.expect in printed for bug in planted.PLANTED)
+    assert "All 1 schemes mean what their references mean" in printed
+
+
+def test_a_bug_that_is_not_named_is_not_caught(one_scheme, tmp_path, capsys, monkeypatch):
+    first, *others = planted.PLANTED
+    monkeypatch.setattr(planted, "PLANTED", (replace(first, expect="something else"), *others))
+    assert tour.run(str(tmp_path / "figure.png"), examples=1) == 1
+    assert f"NOT CAUGHT: {first.mistake}" in capsys.readouterr().out
+
+
+def test_a_scheme_that_is_wrong_is_not_passed_over(tmp_path, capsys, monkeypatch):
+    wrong = planted.projection_without_backward_sum
+    monkeypatch.setattr(discover, "built_in", lambda: [reader(), wrong])
+    monkeypatch.chdir(tmp_path)  # a failing scheme leaves a replay file
+    assert tour.run(str(tmp_path / "figure.png"), examples=1) == 1
+    assert f"{wrong.name} is not equal (mismatch)" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_no_scheme_at_all_is_no_success(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(discover, "built_in", lambda: [])
+    assert tour.run(str(tmp_path / "figure.png"), examples=1) != 0
+    assert "Not all is as it should be" in capsys.readouterr().out
