@@ -81,6 +81,17 @@ def test_a_line_through_noise_is_no_factor():
     assert explain(clear) == ("off by the constant factor 1.1: a scale is missing or wrong",)
 
 
+def test_a_fit_needs_two_values_that_are_not_lost_in_their_budget():
+    want = np.array([5.0, 1e-13, 2e-13])
+    assert headline(0.73 * want, want) == "no pattern; worst at (0)"
+
+
+def test_fine_elements_weigh_more_than_coarse_ones():
+    want = np.array([1e6, 1.0, 2.0, 3.0])
+    coarse = np.array([0.6, 0.0, 0.0, 0.0])  # within the budget of a million
+    assert headline(want + 0.3 + coarse, want) == "off by the added constant 0.3"
+
+
 def test_opposite_sign():
     want = numbers(6)
     assert headline(-want, want) == "opposite sign"
