@@ -1,4 +1,4 @@
-"""What every test of the suite shares: Hypothesis's profiles, a folder of its own, a header that says what is tested."""
+"""What every test of the suite shares: Hypothesis profiles, a folder of its own, a header that says what is tested."""
 
 import os
 from importlib.metadata import version

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args, get_origin
@@ -75,6 +74,10 @@ def input_arguments(
     for name in nograd:
         if name not in flat:
             raise say(f"nograd has {name!r}, the inputs are ({', '.join(flat)})")
+    for name, how in draw.items():
+        if not isinstance(how, Draw):
+            makers = "token_below, ids, mask, offsets, lengths, integers or values"
+            raise say(f"draw[{name!r}] is {type(how).__name__}; use {makers}")
     annotations = _annotations(fn)
     arguments = []
     for path, text in flat.items():
@@ -131,7 +134,7 @@ def check_options(
             raise say(f"option {name!r} is declared twice")
     for name, menu in {**options, **rank_options}.items():
         if name in inputs:
-            raise say(f"option {name!r} is declared twice: it is an input, too")
+            raise say(f"option {name!r} is declared twice")
         if name not in signature:
             raise say(f"option {name!r} is no argument of the function ({', '.join(signature)})")
         if not isinstance(menu, tuple | list) or not menu:
@@ -145,7 +148,12 @@ def check_reference(
     if not callable(reference):
         raise say(f"reference is {type(reference).__name__}; pass a JAX function")
     shown = getattr(reference, "__name__", type(reference).__name__)
-    parameters = inspect.signature(reference).parameters
+    try:
+        parameters = inspect.signature(reference).parameters
+    except ValueError:  # a compiled callable may have none to show
+        return
+    if any(p.kind is p.POSITIONAL_ONLY for p in parameters.values()):
+        raise say(f"reference {shown} has positional-only arguments; wrap it in a function that names them")
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
     required = [n for n, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
@@ -158,56 +166,23 @@ def check_reference(
     if unknown:
         kind = "inputs" if unknown[0] in inputs else "options (rank_options go to the ranks alone)"
         raise say(f"{asks}; it has no {unknown[0]!r} of {kind}")
-    absent = [name for name in parameters if name in signature and name not in given and name in required]
-    if absent:
-        raise say(f"{asks}; add {absent[0]!r} to inputs")
+
+
+def check_covered(fn: Any, given: Sequence[str], say: Say) -> None:
+    """Whatever has no default must be an input or an option."""
+    for parameter in list(inspect.signature(fn).parameters.values())[1:]:
+        if parameter.default is parameter.empty and parameter.name not in given:
+            raise say(f"takes {parameter.name!r}, which is no input and no option; add it to inputs")
 
 
 def check_draws(leaves: Sequence[Argument], draw: Mapping[str, Draw], say: Say) -> None:
     dims = {name for arg in leaves for name in arg.spec.dim_names}
     makers = {"ids": "token_below", "mask": "mask", "offsets": "offsets", "lengths": "lengths"}
     for name, how in draw.items():
-        if not isinstance(how, Draw):
-            raise say(
-                f"draw[{name!r}] is {type(how).__name__}; "
-                "use token_below, ids, mask, offsets, lengths, integers or values"
-            )
         if name not in {arg.name for arg in leaves}:
             raise say(f"draw has {name!r}, the inputs are ({', '.join(arg.name for arg in leaves)})")
         if how.dim is not None and how.dim not in dims:
             raise say(f"draw[{name!r}] = {makers[how.kind]}({how.dim!r}): no input has dim {how.dim}")
-
-
-def check_dims(leaves: Sequence[Argument], dims: Mapping[str, Any], say: Say) -> None:
-    known = {name for arg in leaves for name in arg.spec.dim_names}
-    for name, menu in dims.items():
-        if isinstance(menu, str):
-            for other in relation_names(menu, name, say):
-                if other not in known and other not in dims:
-                    raise say(f"dims[{name!r}] = {menu!r}: no input has dim {other}")
-        elif not menu or not all(isinstance(size, int) and size >= 0 for size in menu):
-            raise say(f"dims[{name!r}] is {menu!r}; give a tuple of sizes or a relation such as '2*g'")
-    for name in dims:
-        path = [name]
-        while isinstance(dims.get(path[-1]), str):
-            further = relation_names(dims[path[-1]], path[-1], say)
-            if not further:
-                break
-            path.append(further[0])
-            if path[-1] in path[:-1]:
-                raise say(f"dims: {' -> '.join(path[path.index(path[-1]) :])} is a cycle")
-
-
-def relation_names(text: str, name: str, say: Say) -> list[str]:
-    """Dims that a relation refers to; refuses anything but +, -, *, // of dims and integers."""
-    try:
-        tree = ast.parse(text, mode="eval").body
-    except SyntaxError:
-        raise say(f"dims[{name!r}] = {text!r} is no relation; write one such as '2*g'") from None
-    allowed = (ast.BinOp, ast.Name, ast.Constant, ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Load)
-    if not all(isinstance(node, allowed) for node in ast.walk(tree)):
-        raise say(f"dims[{name!r}] = {text!r}: a relation has dims, integers and + - * //")
-    return [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
 
 
 def check_menus(

@@ -135,9 +135,9 @@ def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """The tree of parameters that paths such as `params.weight` name."""
     tree: dict[str, Any] = {}
     for path, leaf in leaves.items():
-        head, _, tail = path.partition(".")
-        if tail:
-            tree.setdefault(head, {})[tail] = leaf
-        else:
-            tree[head] = leaf
+        *folders, name = path.split(".")
+        branch = tree
+        for folder in folders:
+            branch = branch.setdefault(folder, {})
+        branch[name] = leaf
     return tree

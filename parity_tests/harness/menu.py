@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import ast
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from jax_ref.layouts import needs, uncuttable
 from parity_tests.harness.program import Argument
+from parity_tests.harness.relations import related
 from parity_tests.harness.spec import Dim
 
 if TYPE_CHECKING:
     from parity_tests.harness.scheme import Scheme
 
 LOCAL = (1, 2, 3, 5, 8)
-_OPERATORS: dict[type, Callable[[int, int], int]] = {
-    ast.Add: lambda a, b: a + b,
-    ast.Sub: lambda a, b: a - b,
-    ast.Mult: lambda a, b: a * b,
-    ast.FloorDiv: lambda a, b: a // b,
-}
 
 
 def meshes(scheme: Scheme, fixed: Mapping[str, int], world: int | None) -> list[dict[str, int]]:
@@ -71,20 +65,6 @@ def objection(arguments: Sequence[Argument], shape: Mapping[str, int], mesh: Map
     return None
 
 
-def related(scheme: Scheme, shape: Mapping[str, int]) -> dict[str, int]:
-    """The shape with every dim that is given by a relation."""
-    full = dict(shape)
-    waiting = {name: rule for name, rule in scheme.dims.items() if isinstance(rule, str) and name not in full}
-    while waiting:
-        for name, rule in list(waiting.items()):
-            try:
-                full[name] = _evaluated(ast.parse(rule, mode="eval").body, full)
-                del waiting[name]
-            except KeyError:
-                continue
-    return full
-
-
 def free_dims(scheme: Scheme) -> list[str]:
     """Dims that a shape chooses: all but size-one dims and those given by a relation."""
     names: dict[str, None] = {}
@@ -112,7 +92,7 @@ def _turn(scheme: Scheme, fixed: Mapping[str, int], unit: Mapping[str, int], tur
             shape[name] = fitting[(turn + index) % len(fitting)] if turn else fitting[0]
         else:
             shape[name] = step * (LOCAL[(turn + 2 * index) % len(LOCAL)] if turn else 1)
-    full = {**related(scheme, shape), **{name: fixed[name] for name in fixed if name in scheme.dims}}
+    full = {**related(scheme.dims, shape), **{name: fixed[name] for name in fixed if name in scheme.dims}}
     return [full]
 
 
@@ -131,9 +111,3 @@ def _units(arguments: Sequence[Argument], mesh: Mapping[str, int]) -> dict[str, 
 
 def _cut_dims(arguments: Sequence[Argument]) -> list[Dim]:
     return [dim for arg in arguments for dim in arg.spec.dims if dim.cuts]
-
-
-def _evaluated(node: Any, sizes: Mapping[str, int]) -> int:
-    if isinstance(node, ast.BinOp):
-        return _OPERATORS[type(node.op)](_evaluated(node.left, sizes), _evaluated(node.right, sizes))
-    return sizes[node.id] if isinstance(node, ast.Name) else int(node.value)

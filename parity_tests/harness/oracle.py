@@ -74,39 +74,19 @@ def evaluate(scheme: Scheme, program: Program, case: CaseSpec) -> Reference:
         arg.name: program.arrays[arg.name] if program.arrays else inputs.whole(arg, scheme.draws[arg.name], case)
         for arg in scheme.inputs
     }
-    fed = {a.name: feed(a, arrays[a.name], case, "input") for a in scheme.inputs if not a.is_integer}
-    wanted = [arg for arg in scheme.outputs if arg.differentiable]
+    floating = {a.name: feed(a, arrays[a.name], case, "input") for a in scheme.inputs if not a.is_integer}
     cotangents = {
-        arg.name: feed(
-            arg,
-            program.cotangents[arg.name] if program.cotangents else inputs.cotangent(arg, case),
-            case,
-            "cotangent",
-        )
-        for arg in wanted
+        arg.name: feed(arg, (program.cotangents or {}).get(arg.name, inputs.cotangent(arg, case)), case, "cotangent")
+        for arg in scheme.outputs
+        if arg.differentiable
     }
-    active = [arg.name for arg in scheme.inputs if arg.differentiable]
-    fixed = {
-        name: bridge.to_jax(name, arrays[name] if name not in fed else fed[name].total)
-        for name in arrays
-        if name not in active
-    }
-    x = {name: bridge.to_jax(name, fed[name].total) for name in active}
+    fixed = {name: bridge.to_jax(name, array) for name, array in arrays.items() if name not in floating}
+    x = {name: bridge.to_jax(name, item.total) for name, item in floating.items()}
     c = {name: bridge.to_jax(name, item.total) for name, item in cotangents.items()}
-    u = UNIT_ROUNDOFF[case.dtype]
-    directions = (
-        {name: bridge.to_jax(name, _directions(case, name, u * fed[name].magnitude)) for name in active},
-        {name: bridge.to_jax(name, _directions(case, f"c {name}", u * i.magnitude)) for name, i in cotangents.items()},
-    )
-    (y, g, aux), (dy, dg) = _call(scheme, case, fixed, x, c, directions)
-    outputs = {name: bridge.from_jax(f"output '{name}'", value) for name, value in {**y, **aux}.items()}
-    for arg in scheme.outputs:
-        if outputs[arg.name].shape != arg.shape(case):
-            raise ReferenceFailure(
-                f"reference returned {outputs[arg.name].shape} for '{arg.name}', '{arg.spec}' says {arg.shape(case)}"
-            )
+    directions = _directions(case, "", floating), _directions(case, "c ", cotangents)
+    ((y, g), aux), (dy, dg) = _call(scheme, case, fixed, x, c, directions)
     return Reference(
-        outputs,
+        {name: bridge.from_jax(f"output '{name}'", value) for name, value in {**y, **aux}.items()},
         {name: bridge.from_jax(f"gradient of '{name}'", value) for name, value in g.items()},
         {name: _rms(value) for name, value in dy.items()},
         {name: _rms(value) for name, value in dg.items()},
@@ -116,92 +96,108 @@ def evaluate(scheme: Scheme, program: Program, case: CaseSpec) -> Reference:
 def _call(scheme: Scheme, case: CaseSpec, fixed: Any, x: Any, c: Any, directions: Any) -> Any:
     """The compiled function of this signature, timed on its first call."""
     options = {name: case.options[name] for name in scheme.options if name in case.options}
+    wanted = {arg.name: arg.shape(case) for arg in scheme.outputs}
     shapes = tuple((name, a.shape, str(a.dtype)) for name, a in {**fixed, **x}.items())
-    signature = (shapes, tuple(sorted((k, repr(v)) for k, v in options.items())))
+    signature = (shapes, tuple(wanted.values()), tuple(sorted((k, repr(v)) for k, v in options.items())))
     cache = _COMPILED.setdefault(scheme, {})
     if signature in cache:
         return cache[signature](fixed, x, c, directions)
     start = time.perf_counter()
-    compiled = _build(scheme, options)
+    compiled = _build(scheme, options, wanted)
     try:
         result = compiled(fixed, x, c, directions)
-    except TypeError as error:
-        if str(error).startswith("bridge"):
-            raise
-        raise ReferenceFailure(f"reference {_shown(scheme)} raised TypeError: {_first_line(error)}") from error
     except ReferenceFailure:
         raise
     except Exception as error:
-        raise ReferenceFailure(
-            f"reference {_shown(scheme)} raised {type(error).__name__}: {_first_line(error)}"
-        ) from error
+        raise _failure(scheme, f"raised {type(error).__name__}: {_first_line(error)}") from error
     cache[signature] = compiled
     CLOCK.seconds += time.perf_counter() - start
     CLOCK.count += 1
     return result
 
 
-def _build(scheme: Scheme, options: Mapping[str, Any]) -> Any:
+def _build(scheme: Scheme, options: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...]]) -> Any:
+    """(fixed, x, c, directions) -> (((outputs, gradients), integer outputs), their derivative along each direction)."""
     import jax
 
-    names = [arg.name for arg in scheme.outputs]
+    active = [arg.name for arg in scheme.inputs if arg.differentiable]
     integer = {arg.name for arg in scheme.outputs if not arg.differentiable}
 
-    def split(fixed: Any, x: Any) -> tuple[Any, Any]:
-        returned = scheme.reference(**inputs.nested({**fixed, **x}), **options)
-        parts = _named(scheme, names, returned)
+    def split(arguments: Any) -> tuple[Any, Any]:
+        parts = _named(scheme, wanted, scheme.reference(**inputs.nested(arguments), **options))
         return {n: v for n, v in parts.items() if n not in integer}, {n: v for n, v in parts.items() if n in integer}
 
-    def value_and_gradient(fixed: Any, x: Any, c: Any) -> tuple[Any, Any, Any]:
-        y, pullback, aux = jax.vjp(lambda x: split(fixed, x), x, has_aux=True)
-        return y, pullback(c)[0], aux
+    def value_and_gradient(fixed: Any, x: Any, c: Any) -> tuple[tuple[Any, Any], Any]:
+        moving = {name: x[name] for name in active}
+        y, pullback, aux = jax.vjp(lambda moving: split({**fixed, **x, **moving}), moving, has_aux=True)
+        return (y, pullback(c)[0]), aux
 
     def everything(fixed: Any, x: Any, c: Any, directions: Any) -> Any:
         def along(direction: Any) -> Any:
-            return jax.jvp(lambda x, c: value_and_gradient(fixed, x, c)[:2], (x, c), direction)[1]
+            return jax.jvp(lambda x, c: value_and_gradient(fixed, x, c)[0], (x, c), direction)[1]
 
-        return value_and_gradient(fixed, x, c), jax.vmap(along)(directions)
+        moved = jax.vmap(along)(directions) if x or c else ({}, {})
+        return value_and_gradient(fixed, x, c), moved
 
     return jax.jit(everything)
 
 
-def _named(scheme: Scheme, names: list[str], returned: Any) -> dict[str, Any]:
+def _named(scheme: Scheme, wanted: Mapping[str, tuple[int, ...]], returned: Any) -> dict[str, Any]:
+    """The reference's outputs by name, their number, kind and shape checked."""
     if scheme.output_form == "dict":
-        if not isinstance(returned, dict) or sorted(returned) != sorted(names):
-            raise ReferenceFailure(f"reference {_shown(scheme)} must return a dict with {sorted(names)}")
-        parts = [returned[name] for name in names]
+        if not isinstance(returned, dict) or sorted(returned) != sorted(wanted):
+            raise _failure(scheme, f"must return a dict with {sorted(wanted)}")
+        parts = [returned[name] for name in wanted]
     else:
         parts = list(returned) if isinstance(returned, tuple | list) else [returned]
-    if len(parts) != len(names):
-        raise ReferenceFailure(f"reference {_shown(scheme)} returned {len(parts)} outputs, outputs has {len(names)}")
-    for name, part in zip(names, parts, strict=True):
-        _refuse_narrow(scheme, name, part)
-    return dict(zip(names, parts, strict=True))
+    if len(parts) != len(wanted):
+        raise _failure(scheme, f"returned {len(parts)} outputs, outputs has {len(wanted)}")
+    for arg, part in zip(scheme.outputs, parts, strict=True):
+        _check_output(scheme, arg, part, wanted[arg.name])
+    return dict(zip(wanted, parts, strict=True))
 
 
-def _refuse_narrow(scheme: Scheme, name: str, part: Any) -> None:
+def _check_output(scheme: Scheme, arg: Argument, part: Any, shape: tuple[int, ...]) -> None:
     import jax
     import jax.numpy as jnp
 
     if not isinstance(part, jax.Array):
-        kind = type(part).__name__
-        raise ReferenceFailure(f"reference {_shown(scheme)} returned {kind} for '{name}'; return a JAX array")
-    if jnp.issubdtype(part.dtype, jnp.floating) and part.dtype != jnp.float64:
-        raise ReferenceFailure(
-            f"reference {_shown(scheme)} returned {part.dtype} for '{name}' from float64 inputs; "
-            "drop the cast, the reference states the mathematics in float64"
+        raise _failure(scheme, f"returned {type(part).__name__} for '{arg.name}'; return a JAX array")
+    if part.shape != shape:
+        raise _failure(scheme, f"returned {part.shape} for '{arg.name}', '{arg.spec}' says {shape}")
+    is_floating = jnp.issubdtype(part.dtype, jnp.floating)
+    if is_floating and part.dtype != jnp.float64:
+        raise _failure(
+            scheme,
+            f"returned {part.dtype} for '{arg.name}' from float64 inputs; "
+            "drop the cast, the reference states the mathematics in float64",
         )
+    if is_floating == arg.is_integer:
+        kind = "is declared as an integer" if arg.is_integer else "is declared as floating"
+        raise _failure(scheme, f"returned {part.dtype} for '{arg.name}', which {kind} by the return annotation")
 
 
-def _directions(case: CaseSpec, name: str, step: np.ndarray) -> np.ndarray:
-    signs = inputs.generator(case, f"direction {name}").integers(0, 2, size=(DIRECTIONS, *step.shape))
-    return (2.0 * signs - 1.0) * step
+def _directions(case: CaseSpec, prefix: str, fed: Mapping[str, Fed]) -> dict[str, Any]:
+    """Random signs times half a unit in the last place of each number, and so many times over."""
+    found = {}
+    for name, item in fed.items():
+        step = UNIT_ROUNDOFF[case.dtype] * item.magnitude
+        signs = inputs.generator(case, f"direction {prefix}{name}").integers(0, 2, size=(DIRECTIONS, *step.shape))
+        found[name] = bridge.to_jax(name, (2.0 * signs - 1.0) * step)
+    return found
 
 
 def _rms(derivatives: Any) -> np.ndarray:
-    array = np.nan_to_num(np.asarray(derivatives, dtype=np.float64), nan=0.0, posinf=0.0, neginf=0.0)
+    """Over the directions in which the derivative is finite; 0 where it is in none."""
+    array = np.asarray(derivatives, dtype=np.float64)
+    finite = np.isfinite(array)
+    array = np.where(finite, array, 0.0)
     scale = float(np.abs(array).max(initial=0.0)) or 1.0  # squares of large derivatives would overflow
-    return scale * np.sqrt(np.mean((array / scale) ** 2, axis=0))
+    return scale * np.sqrt(((array / scale) ** 2).sum(0) / np.maximum(finite.sum(0), 1))
+
+
+def _failure(scheme: Scheme, said: str) -> ReferenceFailure:
+    return ReferenceFailure(f"scheme '{scheme.name}': reference {_shown(scheme)} {said}")
 
 
 def _shown(scheme: Scheme) -> str:

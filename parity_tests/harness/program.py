@@ -149,9 +149,14 @@ class Program:
             part = part.to_local()
         want = inputs.local_shape(arg, case, coords, self.layouts)
         if tuple(part.shape) != want:
-            sizes = ", ".join(f"{key}={size}" for key, size in {**case.dims, **case.mesh}.items())
             raise RankFault(
-                f"scheme '{self.name}': rank {rank} returned {tuple(part.shape)}, '{arg.spec}' with {sizes} says {want}"
+                f"scheme '{self.name}': rank {rank} returned {tuple(part.shape)}, "
+                f"'{arg.spec}'{_sizes(arg, case)} says {want}"
+            )
+        if arg.is_integer and part.is_floating_point():
+            raise RankFault(
+                f"scheme '{self.name}': rank {rank} returned {part.dtype} for '{arg.name}'; annotate the return "
+                "as Float if it is one"
             )
         if not arg.is_integer and not part.is_floating_point():
             raise RankFault(
@@ -177,6 +182,14 @@ class Program:
                 strict=True,
             )
         )
+
+
+def _sizes(arg: Argument, case: CaseSpec) -> str:
+    """` with s=8, cp=4`: the sizes that a local shape follows from."""
+    cut = {dim.name: case.dims[dim.name] for dim in arg.spec.dims if dim.cuts and dim.name != "1"}
+    whole = {dim.name: case.dims[dim.name] for dim in arg.spec.dims if dim.name != "1"}
+    named = {**(cut or whole), **{axis: case.mesh[axis] for axis in arg.spec.axes}}
+    return f" with {', '.join(f'{name}={size}' for name, size in named.items())}" if named else ""
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:

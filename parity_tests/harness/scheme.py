@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from parity_tests.harness import declaration, travel
+from parity_tests.harness import declaration, relations, travel
 from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.draws import Draw, values
 from parity_tests.harness.program import Argument, Program
@@ -174,8 +174,9 @@ def scheme(
         menus = dict(options or {}), dict(rank_options or {})
         declaration.check_options(signature, inputs, *menus, say)
         declaration.check_reference(signature, inputs, menus[0], reference, say)
+        declaration.check_covered(fn, (*inputs, *menus[0], *menus[1]), say)
         declaration.check_draws(leaves, draw or {}, say)
-        declaration.check_dims(leaves, dims or {}, say)
+        relations.check_dims(leaves, results, dims or {}, say)
         declaration.check_menus(dtypes, engines, replicas, reduction, roundings, leaves, results, say)
         form = "dict" if isinstance(outputs, Mapping) else "one" if isinstance(outputs, str) else "tuple"
         drawn = {arg.name: (draw or {}).get(arg.name, values()) for arg in leaves}

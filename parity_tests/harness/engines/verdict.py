@@ -33,6 +33,7 @@ class Outcome:
     rows: tuple[Row, ...] = ()
     result: bytes = b""
     error: str = ""  # "ValueError: boom"
+    is_sentence: bool = False  # the error is the harness's own and names the rank
     cause: str = "raised"
     source: str | None = None
     trace: str = ""
@@ -58,6 +59,8 @@ class Outcome:
         }.get(self.kind)
         if what is None:
             what = f"raised {self.error}" + (f" at {self.source}" if self.source else "")
+            if self.is_sentence:
+                return self.error
             if self.cause == "unwaited":
                 what = f"did not wait for {self.error}"
             elif self.is_victim:

@@ -1,0 +1,76 @@
+"""Dims that follow from others, `{"h": "2*g"}`: relations are read, refused where they go in circles, and evaluated."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from parity_tests.harness.program import Argument
+
+Say = Callable[[str], ValueError]
+_OPERATORS: dict[type, Callable[[int, int], int]] = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.FloorDiv: lambda a, b: a // b,
+}
+
+
+def check_dims(leaves: Sequence[Argument], results: Sequence[Argument], dims: Mapping[str, Any], say: Say) -> None:
+    known = {name for arg in leaves for name in arg.spec.dim_names}
+    shown = known | {name for arg in results for name in arg.spec.dim_names}
+    used = {other for name, rule in dims.items() if isinstance(rule, str) for other in relation_names(rule, name, say)}
+    for name, menu in dims.items():
+        if name not in shown | used:
+            raise say(f"dims has {name!r}, the dims are ({', '.join(sorted(shown))})")
+        if isinstance(menu, str):
+            for other in relation_names(menu, name, say):
+                if other not in known and other not in dims:
+                    raise say(f"dims[{name!r}] = {menu!r}: no input has dim {other}")
+        elif not menu or not all(isinstance(size, int) and size >= 0 for size in menu):
+            raise say(f"dims[{name!r}] is {menu!r}; give a tuple of sizes or a relation such as '2*g'")
+    for name in dims:
+        _refuse_cycle([name], dims, say)
+
+
+def _refuse_cycle(path: Sequence[str], dims: Mapping[str, Any], say: Say) -> None:
+    """Follow every relation from the last dim of a path of relations."""
+    rule = dims.get(path[-1])
+    for name in relation_names(rule, path[-1], say) if isinstance(rule, str) else ():
+        if name in path:
+            raise say(f"dims: {' -> '.join([*path[path.index(name) :], name])} is a cycle")
+        _refuse_cycle([*path, name], dims, say)
+
+
+def relation_names(text: str, name: str, say: Say) -> list[str]:
+    """Dims that a relation refers to; refuses anything but +, -, *, // of dims and integers."""
+    try:
+        tree = ast.parse(text, mode="eval").body
+    except SyntaxError:
+        raise say(f"dims[{name!r}] = {text!r} is no relation; write one such as '2*g'") from None
+    allowed = (ast.BinOp, ast.Name, ast.Constant, ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Load)
+    numbers = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    if not all(isinstance(node, allowed) for node in ast.walk(tree)) or any(type(n) is not int for n in numbers):
+        raise say(f"dims[{name!r}] = {text!r}: a relation has dims, integers and + - * //")
+    return [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
+
+
+def related(dims: Mapping[str, Any], shape: Mapping[str, int]) -> dict[str, int]:
+    """The shape with every dim that is given by a relation."""
+    full = dict(shape)
+    waiting = {name: rule for name, rule in dims.items() if isinstance(rule, str) and name not in full}
+    while waiting:
+        for name, rule in list(waiting.items()):
+            try:
+                full[name] = _evaluated(ast.parse(rule, mode="eval").body, full)
+                del waiting[name]
+            except KeyError:
+                continue
+    return full
+
+
+def _evaluated(node: Any, sizes: Mapping[str, int]) -> int:
+    if isinstance(node, ast.BinOp):
+        return _OPERATORS[type(node.op)](_evaluated(node.left, sizes), _evaluated(node.right, sizes))
+    return sizes[node.id] if isinstance(node, ast.Name) else int(node.value)

@@ -1,0 +1,145 @@
+"""What a scheme is refused on its first run: outputs that do not fit their declaration, of ranks or reference."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import Int
+from torch import Tensor
+
+from parity_tests import Cost, scheme, values
+from parity_tests.harness.engines.failure import Raised
+from parity_tests.harness.oracle import ReferenceFailure
+
+
+def identity(x):
+    return x * 1.0
+
+
+def first_run(function, reference, outputs="b s/cp", **changes):
+    made = scheme(
+        **{"reference": reference, "mesh": {"cp": (4,)}, "inputs": {"x": "b s/cp"}, "outputs": outputs, **changes}
+    )(function)
+    return made.verify(cp=4, b=2, s=8)
+
+
+def said_by_a_rank(function, reference=identity, **changes):
+    report = first_run(function, reference, **changes)
+    assert isinstance(report.failure, Raised)
+    return report.failure.args[0].replace(f"rank {report.failure.rank} ", "rank 0 ")  # all fail; the schedule picks one
+
+
+def test_local_shape():
+    def too_wide(mesh, x):
+        return x.repeat(1, 2) if mesh.rank("cp") == 2 else x
+
+    sentence = "scheme 'too_wide': rank 2 returned (2, 4), 'b s/cp' with s=8, cp=4 says (2, 2)"
+    assert first_run(too_wide, identity).failure.args[0] == sentence
+
+
+def test_shape_of_an_output_that_is_whole():
+    def flat(mesh, x):
+        return x.flatten()
+
+    said = said_by_a_rank(flat, inputs={"x": "b s cp=I"}, outputs="b s cp=I")
+    assert said == "scheme 'flat': rank 0 returned (16,), 'b s cp=I' with b=2, s=8 says (2, 8)"
+
+
+def test_number_and_kind_of_outputs():
+    def twice(mesh, x):
+        return x, x
+
+    def number(mesh, x):
+        return 1.0
+
+    def whole_numbers(mesh, x):
+        return x.long()
+
+    def named(mesh, x):
+        return {"y": x}
+
+    def fraction(mesh, x) -> Int[Tensor, "b s"]:
+        return x
+
+    assert said_by_a_rank(twice) == "scheme 'twice': rank 0 returned 2 outputs, outputs has 1"
+    assert said_by_a_rank(number) == "scheme 'number': rank 0 returned float for 'out'; return a tensor"
+    assert said_by_a_rank(whole_numbers) == (
+        "scheme 'whole_numbers': rank 0 returned torch.int64 for 'out'; annotate the return as Int or Bool if it is one"
+    )
+    said = said_by_a_rank(named, reference=lambda x: {"z": x}, outputs={"z": "b s/cp"})
+    assert said == "scheme 'named': rank 0 returned ['y'], outputs has ['z']"
+    said = said_by_a_rank(fraction, reference=lambda x: x.astype(int))
+    assert said == (
+        "scheme 'fraction': rank 0 returned torch.float32 for 'out'; annotate the return as Float if it is one"
+    )
+
+
+def same(mesh, x):
+    return x * 1
+
+
+@pytest.mark.parametrize(
+    ("reference", "sentence"),
+    [
+        (lambda x: 1.0, "returned float for 'out'; return a JAX array"),
+        (lambda x: np.ones((2, 8)), "returned ndarray for 'out'; return a JAX array"),
+        (
+            lambda x: x.astype(jnp.float32),
+            "returned float32 for 'out' from float64 inputs; "
+            "drop the cast, the reference states the mathematics in float64",
+        ),
+        (
+            lambda x: x.astype(jnp.bfloat16),
+            "returned bfloat16 for 'out' from float64 inputs; "
+            "drop the cast, the reference states the mathematics in float64",
+        ),
+        (
+            lambda x: x.astype(jnp.int64),
+            "returned int64 for 'out', which is declared as floating by the return annotation",
+        ),
+        (lambda x: (x, x), "returned 2 outputs, outputs has 1"),
+        (lambda x: x.sum(-1), "returned (2,) for 'out', 'b s/cp' says (2, 8)"),
+        (lambda x: x + {}, None),
+    ],
+)
+def test_what_the_reference_may_not_do(reference, sentence):
+    with pytest.raises(ReferenceFailure) as caught:
+        first_run(same, reference)
+    start = "scheme 'same': reference <lambda> "
+    if sentence is None:
+        assert str(caught.value).startswith(f"{start}raised TypeError: ")
+        assert "\n" not in str(caught.value)
+    else:
+        assert str(caught.value) == start + sentence
+
+
+def test_integers_alone_and_no_gradient_at_all():
+    def largest(mesh, x) -> Int[Tensor, "b"]:
+        return x.argmax(-1)
+
+    made = scheme(
+        reference=lambda x: x.argmax(-1), mesh={"tp": (1, 2)}, inputs={"x": "b/tp s"}, outputs="b/tp", nograd=("x",)
+    )(largest)
+    report = made.verify(examples=5)
+    assert report.ok, str(report)
+    assert [row.label for row in report.rows] == ["out"]
+
+
+def test_a_tree_of_parameters_and_outputs_by_name():
+    def linear(mesh, params, x):
+        return {"y": x @ params["inner"]["w"] + params["bias"], "half": x / 2}
+
+    def reference(params, x):
+        return {"half": x / 2, "y": x @ params["inner"]["w"] + params["bias"][None]}
+
+    made = scheme(
+        reference=reference,
+        mesh={"tp": (1, 2)},
+        inputs={"params": {"inner": {"w": "d f/tp"}, "bias": "f/tp"}, "x": "b d tp=R"},
+        outputs={"y": "b f/tp", "half": "b d tp=P"},
+        draw={"x": values("normal"), "params.inner.w": values("normal")},
+        cost=lambda c: Cost(),
+    )(linear)
+    report = made.verify(tp=2, b=2, d=3, f=4)
+    assert [row.label for row in report.rows] == ["y", "half", "d/d params.inner.w", "d/d params.bias", "d/d x"]
+    # Each rank returned the whole half where their sum was promised: twice too much, forward and back.
+    assert [row.label for row in report.rows if not row.ok] == ["half", "d/d x"]

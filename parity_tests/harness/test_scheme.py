@@ -1,0 +1,260 @@
+"""@scheme: what is refused at declaration and on the first run, in which words, and what the table keeps."""
+
+from dataclasses import FrozenInstanceError
+
+import jax.numpy as jnp
+import pytest
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from parity_tests import integers, mask, offsets, scheme, token_below
+from parity_tests.harness.scheme import TABLE, lookup
+
+
+def logprob(logits, target):
+    return jnp.take_along_axis(logits, target[..., None], -1)[..., 0]
+
+
+def identity(x):
+    return x * 1.0
+
+
+GOOD = dict(
+    reference=logprob,
+    mesh={"cp": (1, 4), "tp": (1, 2)},
+    inputs={"logits": "b s/cp v/tp", "target": "b s/cp"},
+    outputs="b s/cp tp=I",
+    draw={"target": token_below("v")},
+)
+
+
+def declare(function=None, **changes):
+    """A declaration that is right but for the changes; an Ellipsis takes an argument away."""
+
+    def logprob_over_tp(mesh, logits, target):
+        return logits[..., 0]
+
+    arguments = {name: value for name, value in {**GOOD, **changes}.items() if value is not ...}
+    return scheme(**arguments)(function or logprob_over_tp)
+
+
+def refusal(function=None, **changes):
+    with pytest.raises(ValueError) as caught:
+        declare(function, **changes)
+    return str(caught.value)
+
+
+def test_a_scheme_is_frozen_and_calls_its_function():
+    made = declare()
+    assert made(None, torch.ones(2, 3), None).tolist() == [1.0, 1.0]
+    assert repr(made) == "<scheme logprob_over_tp: logits 'b s/cp v/tp', target 'b s/cp' -> 'b s/cp tp=I'>"
+    with pytest.raises(FrozenInstanceError):
+        made.name = "other"
+
+
+def test_what_is_integer():
+    def annotated(mesh, x: Float[Tensor, "n"], y: Int[Tensor, "n"]) -> Int[Tensor, "n"]: ...
+
+    made = scheme(
+        reference=lambda x, y: y, mesh={"tp": (1,)}, inputs={"x": "n/tp", "y": "n/tp"}, outputs="n/tp",
+        draw={"y": integers(0, 3)},
+    )(annotated)  # fmt: skip
+    assert [arg.is_integer for arg in (*made.inputs, *made.outputs)] == [False, True, True]
+    assert [declare(draw={"target": how}).inputs[1].is_integer for how in (mask("s"), integers(0, 3))] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"reference": lambda logits, target, mask: logits},
+            "takes (logits, target) but reference <lambda> takes (logits, target, mask); add 'mask' to inputs",
+        ),
+        (
+            {"reference": lambda logits: logits},
+            "takes (logits, target) but reference <lambda> takes (logits); it has no 'target' of inputs",
+        ),
+        (
+            {"inputs": {"logits": "b s/cp v/tp", "labels": "b s/cp"}},
+            "inputs has 'labels', the function has (logits, target)",
+        ),
+        ({"reference": 3}, "reference is int; pass a JAX function"),
+        (
+            {"reference": lambda logits, target, /: logits},
+            "reference <lambda> has positional-only arguments; wrap it in a function that names them",
+        ),
+        ({"inputs": {}}, "inputs must be a dict of argument -> spec"),
+        ({"outputs": ()}, "outputs is empty; a scheme returns at least one tensor"),
+        ({"mesh": {"cp": (1, 4), "tp": (2, 0)}}, "mesh['tp'] has 0; sizes are integers >= 1"),
+        ({"mesh": {"cp": (1, 4), "tp": (True,)}}, "mesh['tp'] has True; sizes are integers >= 1"),
+        ({"mesh": {"cp": (1, 4), "tp": 2}}, "mesh['tp'] is 2; give a tuple of sizes, such as (1, 2, 4)"),
+        ({"mesh": {}}, "mesh must be a dict of axis -> sizes, such as {'tp': (1, 2, 4)}"),
+        (
+            {"draw": {"target": token_below("w")}},
+            "draw['target'] = token_below('w'): no input has dim w",
+        ),
+        ({"draw": {"target": offsets("w")}}, "draw['target'] = offsets('w'): no input has dim w"),
+        (
+            {"draw": {"target": 3}},
+            "draw['target'] is int; use token_below, ids, mask, offsets, lengths, integers or values",
+        ),
+        (
+            {"draw": {"target": token_below("v"), "labels": token_below("v")}},
+            "draw has 'labels', the inputs are (logits, target)",
+        ),
+        ({"dims": {"v": "2*s", "s": "v//2"}}, "dims: v -> s -> v is a cycle"),
+        ({"dims": {"v": "b*s", "s": "2*v"}}, "dims: v -> s -> v is a cycle"),
+        ({"dims": {"v": "v+1"}}, "dims: v -> v is a cycle"),
+        ({"dims": {"v": "2*w"}}, "dims['v'] = '2*w': no input has dim w"),
+        ({"dims": {"v": "2*"}}, "dims['v'] = '2*' is no relation; write one such as '2*g'"),
+        ({"dims": {"v": "s**2"}}, "dims['v'] = 's**2': a relation has dims, integers and + - * //"),
+        ({"dims": {"v": "s*1.5"}}, "dims['v'] = 's*1.5': a relation has dims, integers and + - * //"),
+        ({"dims": {"v": ()}}, "dims['v'] is (); give a tuple of sizes or a relation such as '2*g'"),
+        ({"dims": {"w": (2, 4)}}, "dims has 'w', the dims are (b, s, v)"),
+        ({"dtypes": ("float8",)}, "dtype 'float8' is not one of float64, float32, bfloat16, float16"),
+        ({"engines": ("mpi",)}, "engine 'mpi' is not one of lockstep, gloo, nccl, torchrun"),
+        ({"replicas": "close"}, "replicas is 'close'; write 'bitwise' or 'budget'"),
+        ({"roundings": -1}, "roundings is -1; count the times an intermediate is stored in the dtype"),
+        ({"reduction": ("w",)}, "reduction has 'w'; the dims are (b, s, v)"),
+        ({"nograd": ("labels",)}, "nograd has 'labels', the inputs are (logits, target)"),
+        ({"layouts": {"striped": lambda size, world: []}}, "layout 'striped' is built in; give yours another name"),
+        ({"options": {"chunk": (1, 2)}}, "option 'chunk' is no argument of the function (logits, target)"),
+        ({"options": {"target": (1, 2)}}, "option 'target' is declared twice"),
+        ({"options": {"chunk": (1,)}, "rank_options": {"chunk": (1,)}}, "option 'chunk' is declared twice"),
+    ],
+)
+def test_refused_at_declaration(changes, sentence):
+    assert refusal(**changes) == f"scheme 'logprob_over_tp': {sentence}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"inputs": {"logits": "b s/xp v/tp", "target": "b s/cp"}},
+            "spec 'b s/xp v/tp' (input 'logits'): axis 'xp' is not in mesh (cp, tp); did you mean 'cp'?",
+        ),
+        (
+            {"outputs": "b s/cp"},
+            "spec 'b s/cp' (output 'out'): axis 'tp' cuts no dim and has no type; write tp=R (gradients add up), "
+            "tp=I (same gradient) or tp=P (values add up)",
+        ),
+        (
+            {"inputs": {"logits": "b s/cp v/tp", "target": "b s/cp tp=R"}},
+            "spec 'b s/cp tp=R' (input 'target'): 'target' is an integer and has no gradient; drop tp=R",
+        ),
+    ],
+)
+def test_a_mistake_in_a_spec_is_told_with_the_scheme(changes, sentence):
+    assert refusal(**changes) == f"scheme 'logprob_over_tp': {sentence}"
+
+
+def test_a_spec_is_a_string():
+    with pytest.raises(TypeError) as caught:
+        declare(inputs={"logits": ["b", "s"], "target": "b s/cp"})
+    assert str(caught.value) == "spec of input 'logits' is a list; a spec is a string"
+
+
+def test_an_axis_in_no_spec():
+    def ranks(mesh, x: Int[Tensor, "n"]) -> Int[Tensor, "n"]: ...
+
+    said = refusal(
+        ranks, reference=identity, mesh={"tp": (1,), "cp": (1,)}, inputs={"x": "n/tp"}, outputs="n/tp",
+        draw={"x": integers(0, 1)},
+    )  # fmt: skip
+    assert said == "scheme 'ranks': axis 'cp' is in mesh and in no spec; drop it"
+
+
+async def coroutine(mesh, logits, target): ...
+
+
+def generator(mesh, logits, target):
+    yield logits
+
+
+class Methods:
+    def method(self, logits, target): ...
+
+
+def starred(mesh, *arguments): ...
+
+
+def meshless(logits, target): ...
+
+
+def one_more(mesh, logits, target, scale): ...
+
+
+@pytest.mark.parametrize(
+    ("function", "sentence"),
+    [
+        (coroutine, "must be a plain function; got a coroutine function"),
+        (generator, "must be a plain function; got a generator function"),
+        (Methods().method, "must be a plain function; got a method"),
+        (Methods, "must be a plain function; got a class"),
+        (torch.exp, "must be a plain function; got builtin_function_or_method"),
+        (starred, "must name its arguments; *args, **kwargs and positional-only arguments cannot be matched"),
+        (meshless, "must take the mesh first: def f(mesh, ...)"),
+        (one_more, "takes 'scale', which is no input and no option; add it to inputs"),
+    ],
+)
+def test_what_is_no_plain_function(function, sentence):
+    assert refusal(function) == f"scheme '{function.__name__}': {sentence}"
+
+
+def test_an_integer_needs_a_draw():
+    def ranks(mesh, x: Int[Tensor, "n"]): ...
+
+    said = refusal(ranks, reference=identity, mesh={"tp": (1,)}, inputs={"x": "n/tp"}, outputs="n/tp", draw=...)
+    assert said == (
+        "scheme 'ranks': 'x' is an integer and has no draw; give draw={'x': token_below(...)} or integers(...)"
+    )
+
+
+def compiled_from(file, source="def doubled(mesh, x):\n    return x * 2\n"):
+    space = {"__name__": "somebodys_module"}
+    exec(compile(source, file, "exec"), space)
+    return space["doubled"]
+
+
+def doubled_scheme(function):
+    return scheme(reference=lambda x: 2 * x, mesh={"tp": (1, 2)}, inputs={"x": "n/tp"}, outputs="n/tp")(function)
+
+
+def test_the_table_keeps_one_scheme_of_a_name():
+    first = doubled_scheme(compiled_from("a/b.py"))
+    assert lookup("somebodys_module:doubled") is first
+    with pytest.raises(ValueError) as caught:
+        doubled_scheme(compiled_from("a/c.py"))
+    assert str(caught.value) == "scheme 'doubled': is already declared in a/b.py:1"
+    again = doubled_scheme(compiled_from("a/b.py"))
+    assert lookup("somebodys_module:doubled") is again
+    del TABLE["somebodys_module:doubled"]
+
+
+@pytest.mark.parametrize("file", ["<ipython-input-3-5e1b>", "/tmp/ipykernel_17/22.py"])
+def test_a_cell_run_again_replaces_its_scheme(file):
+    doubled_scheme(compiled_from(file))
+    again = doubled_scheme(compiled_from(file.replace("3", "4").replace("22", "23")))
+    assert lookup("somebodys_module:doubled") is again
+    del TABLE["somebodys_module:doubled"]
+
+
+def test_names_that_are_given_must_be_known():
+    made = declare()
+    with pytest.raises(ValueError) as caught:
+        made.case(cp=4, k=3)
+    assert str(caught.value) == "scheme 'logprob_over_tp': 'k' is no mesh axis, dim or option (cp, tp, b, s, v)"
+    with pytest.raises(ValueError) as caught:
+        made.case(cp=0)
+    assert str(caught.value) == "scheme 'logprob_over_tp': cp=0; sizes are integers >= 1"
+    with pytest.raises(ValueError) as caught:
+        made.verify(engine="mpi")
+    assert str(caught.value) == ("scheme 'logprob_over_tp': engine 'mpi' is not one of lockstep, gloo, nccl, torchrun")
+    with pytest.raises(ValueError) as caught:
+        declare(engines=("gloo",)).verify()
+    assert str(caught.value) == "scheme 'logprob_over_tp': is declared for gloo only, not lockstep"
+    with pytest.raises(ValueError) as caught:
+        made.verify(examples=0)
+    assert str(caught.value) == "scheme 'logprob_over_tp': examples=0; give 1 or more"
