@@ -25,13 +25,14 @@ class Pending(Protocol):
 
 
 class Baton:
-    """Hands the turn from rank to rank. All but `begin`, `over` and `abandon` is for the rank that runs."""
+    """Hands the turn from rank to rank. All but `begin`, `over` and `dismiss` is for the rank that runs."""
 
     def __init__(self, world: int) -> None:
         self.world = world
         self.running = 0
         self.moves = 0
         self.failure: RankFailure | None = None
+        self.dismissed = False
         self.waits: list[Pending | None] = [None] * world
         self.finished = [True] * world
         self._turns = [threading.Lock() for _ in range(world)]
@@ -56,7 +57,7 @@ class Baton:
     def enter(self, rank: int) -> None:
         """Wait for the first turn of a run, or for the next after a hand-over."""
         self._turns[rank].acquire()
-        if self.failure is not None:
+        if self.failure is not None or self.dismissed:
             raise Halt
 
     def check(self) -> None:
@@ -80,7 +81,9 @@ class Baton:
     def offer(self, rank: int) -> None:
         """Let the next rank that can run go first, if there is one: a poll must not starve the others."""
         self.check()
-        self._pass(rank)
+        moves = self.moves - 1
+        if not self._pass(rank):
+            self.moves = moves  # a poll that nobody can answer is no progress
 
     def wake(self, rank: int, pending: Pending) -> None:
         """`pending` is done; its rank can run again."""
@@ -96,6 +99,8 @@ class Baton:
         """This rank has returned or raised; the turn goes to the next, at last to whoever waits in `over`."""
         self.finished[rank] = True
         self.waits[rank] = None
+        if self.dismissed:
+            return
         if all(self.finished):
             self._over.release()
             return
@@ -105,23 +110,25 @@ class Baton:
             heir = self._heir(rank)
         self._give(heir)
 
-    def abandon(self, failure: RankFailure) -> None:
-        """From outside: the running rank never comes back; wake the others, so that their threads end."""
-        self.failure = self.failure or failure
+    def dismiss(self) -> None:
+        """From outside, at the end: every rank that is not running leaves by itself; there are no more turns."""
+        self.dismissed = True
         for rank, lock in enumerate(self._turns):
-            if rank != self.running and not self.finished[rank] and lock.locked():
+            if (rank != self.running or self.finished[rank]) and lock.locked():
                 lock.release()
 
-    def _pass(self, rank: int) -> None:
+    def _pass(self, rank: int) -> bool:
+        """Give the turn away and get it back; False if there was nobody else to give it to."""
         heir = self._heir(rank)
         if heir is None:
             self.failure = self._stuck()
             raise Halt
         if heir == rank:
-            return
+            return False
         self._streams[rank] = torch.default_generator.get_state()
         self._give(heir)
         self.enter(rank)
+        return True
 
     def _give(self, rank: int) -> None:
         torch.default_generator.set_state(self._streams[rank])

@@ -61,6 +61,9 @@ class LockstepGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return world.BACKEND
 
+    def _has_hooks(self) -> bool:
+        return False
+
     def get_group_store(self) -> dist.Store:
         return self._store
 

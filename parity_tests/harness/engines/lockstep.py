@@ -27,7 +27,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.engines import group, world
 from parity_tests.harness.engines.baton import Baton, Halt
-from parity_tests.harness.engines.failure import RankFailure, Stalled
 from parity_tests.harness.engines.run import Ranks
 from parity_tests.harness.engines.traffic import Traffic
 from torch_impl.collectives.mesh import MeshView
@@ -40,14 +39,12 @@ _MOST_SESSIONS = 16
 
 
 def run(fn: Job, case: CaseSpec, *, quiet_s: float = 60.0) -> Ranks:
-    """Run `fn(mesh, case)` on each rank of `case.mesh`, in threads.
+    """Run `fn(mesh, case)` on each rank of `case.mesh`; `quiet_s` bounds the seconds between two collectives.
 
-    `quiet_s` bounds the seconds that a rank computes between two collectives.
-
-    Errors: RuntimeError if a run is going on in this process; RankFailure, one subclass per cause.
+    Errors: RuntimeError if another run is going on in this process; RankFailure, one subclass per cause.
     """
     if not _one_run.acquire(blocking=False):
-        raise RuntimeError("lockstep.run: a run is going on in this process; let it finish, or use engine='gloo'")
+        raise RuntimeError("lockstep.run: another run is going on in this process; use engine='gloo'")
     try:
         with world.installed(group.create):
             return _session(case, quiet_s).run(fn, case, quiet_s)
@@ -76,8 +73,6 @@ class Session:
         self._store = dist.HashStore()
         self._worlds = [world.RankWorld(self._traffic) for _ in range(case.world)]
         self._meshes: list[Any] = [None] * case.world
-        self._job: Job | None = None
-        self._abandoned = False
         self._threads = [
             threading.Thread(target=self._serve, args=(rank,), name=f"lockstep-rank-{rank}", daemon=True)
             for rank in range(case.world)
@@ -92,15 +87,14 @@ class Session:
             return self._all_ranks(fn, case, quiet_s)
         except BaseException:
             _sessions.pop(tuple(self._axes.items()), None)
-            if self._baton.failure is None:  # interrupted from outside: nobody may go on
-                self._abandon(Stalled("interrupted", rank=self._baton.running, case=case))
             raise
 
     def close(self) -> None:
-        """End the threads."""
-        self._job = None
-        self._baton.begin(0, [0] * self._baton.world, self._traffic.stuck)
-        self._baton.over(1.0)
+        """End the threads, but for one that runs and does not come back."""
+        self._baton.dismiss()
+        for rank, thread in enumerate(self._threads):
+            if self._baton.finished[rank] or rank != self._baton.running:
+                thread.join(1.0)
 
     def _all_ranks(self, fn: Job, case: CaseSpec, quiet_s: float) -> Ranks:
         started = time.perf_counter()
@@ -109,9 +103,13 @@ class Session:
         self._traffic.reset(case)
         seeds = [rank_seed(case, rank) for rank in range(case.world)]
         self._baton.begin(case.schedule, seeds, self._traffic.stuck)
-        self._await(quiet_s)
-        if self._baton.failure is not None:
-            raise self._baton.failure
+        try:
+            self._await(quiet_s)
+            if self._baton.failure is not None:
+                raise self._baton.failure
+        except BaseException:
+            self.close()
+            raise
         return Ranks(tuple(self._results), self._traffic.ledger, time.perf_counter() - started)
 
     def _await(self, quiet_s: float) -> None:
@@ -123,12 +121,8 @@ class Session:
             elif time.monotonic() - since >= quiet_s:
                 frame = sys._current_frames().get(self._threads[self._baton.running].ident or 0)
                 stack = "".join(traceback.format_stack(frame)).rstrip()
-                self._abandon(self._traffic.stalled(stack, quiet_s))
+                self._baton.failure = self._baton.failure or self._traffic.stalled(stack, quiet_s)
                 return
-
-    def _abandon(self, failure: RankFailure) -> None:
-        self._abandoned = True
-        self._baton.abandon(failure)
 
     # What follows runs in the ranks' threads.
 
@@ -139,7 +133,8 @@ class Session:
             torch.set_num_threads(1)
         while self._example(rank):
             pass
-        if not self._abandoned:  # else the run is over, and the names are the process's own
+        if world.is_installed():  # else this rank comes back too late, and the names are the process's own
+            self._traffic.drop(rank)
             c_api._unregister_all_process_groups()
         self._baton.leave(rank)
 
@@ -147,8 +142,6 @@ class Session:
         """Take part in one run; False if this thread must end."""
         try:
             self._baton.enter(rank)
-            if self._job is None:
-                return False
             torch.set_grad_enabled(True)  # whatever the last example left
             torch.set_autocast_enabled("cpu", False)
             self._results[rank] = self._job(self._meshes[rank], self._case)

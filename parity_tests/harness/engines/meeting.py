@@ -32,12 +32,11 @@ class Meeting:
 
     def arrive(self, call: Call) -> bool:
         """Add one rank's call; True when it was the last and the results are in."""
+        here = [other for other in self.calls if other is not None]
+        # Splits are held against everybody's, one's own too; all else is equality, so one other is enough.
+        for other in [*here, call] if call.row.op == "all_to_all" else here[:1]:
+            _agree(other, call)
         self.calls[call.place] = call
-        for other in self.calls:
-            if other is not None:
-                _agree(other, call)
-                if call.row.op != "all_to_all":
-                    break  # equality is transitive, splits are pairwise
         self._missing -= 1
         if self._missing:
             return False

@@ -29,7 +29,7 @@ def name_of(op: object) -> str:
     kind = getattr(op, "op", op)
     name = getattr(kind, "name", str(kind))
     if name not in _STEPS:
-        raise ValueError(f"lockstep: reduce op {name} is not supported ({', '.join(_STEPS)}); scale the tensor before")
+        raise ValueError(f"lockstep: reduce op {name} is not one of {', '.join(_STEPS)}; scale the tensor before")
     return name
 
 

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import traceback
 from collections import defaultdict
+from contextlib import suppress
+
+import torch
 
 from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.engines.baton import Baton
+from parity_tests.harness.engines.baton import Baton, Halt
 from parity_tests.harness.engines.call import Call
 from parity_tests.harness.engines.failure import (
     Deadlock,
@@ -17,6 +20,7 @@ from parity_tests.harness.engines.failure import (
     Modified,
     Raised,
     RankFailure,
+    RankFault,
     Stalled,
     Unwaited,
 )
@@ -85,8 +89,15 @@ class Traffic:
             self._tracked[rank].pop(call, None)
             change = call.disturbed()
             if change is not None:
-                self._fail(Modified, f"rank {rank}: {change}, in {call.row}", call.row)
+                self._fail(Modified, f"rank {rank} in {call.row}: {change}", call.row)
         call.write()
+
+    def drop(self, rank: int) -> None:
+        """After a failure: take what this rank never waited for out of torch's registry of functional work."""
+        for call in list(self._tracked[rank]):
+            for tensor in (*call.outputs, *call.sources):
+                with suppress(Halt):
+                    torch.ops._c10d_functional.wait_tensor(tensor)
 
     def _issue(self, call: Call) -> None:
         self.baton.check()
@@ -103,7 +114,8 @@ class Traffic:
 
     def unwaited(self, rank: int) -> None:
         """Fail if this rank, which returns now, has left work behind."""
-        for call in self._tracked[rank]:
+        call = next(iter(self._tracked[rank]), None)
+        if call is not None:
             self._fail(Unwaited, f"rank {rank} returned and never waited for {call.row}", call.row)
 
     def raised(self, rank: int, error: BaseException) -> None:
@@ -113,6 +125,8 @@ class Traffic:
         source = f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}" if frames else None
         summary = "".join(traceback.format_exception_only(error)).strip()
         message = "\n".join([f"rank {rank} raised {summary}", *traceback.format_list(frames)]).rstrip()
+        if isinstance(error, RankFault):  # the harness's own sentence, with the rank in it
+            message = str(error)
         failure = self._failure(Raised, message, rank, last.op if last else None, source)
         failure.__cause__ = error
         if isinstance(error, RankFailure):
@@ -132,7 +146,7 @@ class Traffic:
         """The running rank does not come back."""
         rank = self.baton.running
         last = next(reversed(self.ledger.of(rank)), None)
-        message = f"rank {rank} has not reached a collective for {seconds:g} s; last {last or 'nothing'}\n{stack}"
+        message = f"rank {rank} has reached no collective for {seconds:g} s; last {last or 'nothing'}\n{stack}"
         return self._failure(Stalled, message, rank, last.op if last else None, last.source if last else None)
 
     def _fail(self, kind: type[RankFailure], message: str, row: Row) -> None:

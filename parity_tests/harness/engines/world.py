@@ -91,6 +91,11 @@ def here() -> RankWorld:
     return _here.world
 
 
+def is_installed() -> bool:
+    """Whether a run is going on."""
+    return isinstance(c10d._world, _Switchboard)
+
+
 @contextmanager
 def installed(make_group: Callable[..., dist.ProcessGroup]) -> Iterator[None]:
     """Worlds by thread, and `make_group` as the backend; everything as before on leaving."""

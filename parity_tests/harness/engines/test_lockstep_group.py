@@ -1,0 +1,190 @@
+"""The lockstep process group: written at the wait, complete in torch's names, refusing by sentence."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.engines import failure, lockstep
+from parity_tests.harness.engines.agreement import all_gather, named
+from parity_tests.harness.engines.group import REFUSED, LockstepGroup
+
+CASE = CaseSpec("lockstep", {"tp": 2})
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.int8))
+def test_an_early_read_sees_poison(dtype):
+    def body(mesh: Any, case: CaseSpec) -> tuple[bool, bool]:
+        x = torch.ones(3, dtype=dtype)
+        work = dist.all_reduce(x, group=mesh["tp"], async_op=True)
+        early = x.isnan() if dtype.is_floating_point else x == torch.iinfo(dtype).min
+        work.wait()
+        return bool(early.all()), x.float().tolist() == [2.0] * 3
+
+    assert lockstep.run(body, CASE).results == ((True, True),) * 2
+
+
+def test_a_second_wait_does_nothing():
+    def body(mesh: Any, case: CaseSpec) -> float:
+        x = torch.ones(1)
+        work = dist.all_reduce(x, group=mesh["tp"], async_op=True)
+        work.wait()
+        x += 1
+        work.wait()
+        return x.item()
+
+    assert lockstep.run(body, CASE).results == (3.0, 3.0)
+
+
+def test_gathering_in_place_is_no_modification():
+    def body(mesh: Any, case: CaseSpec) -> list[float]:
+        whole = torch.zeros(2)
+        mine = whole[mesh.rank("tp") :][:1].fill_(mesh.rank("tp") + 1)
+        all_gather(whole, mine, group=mesh["tp"], async_op=True).wait()
+        return whole.tolist()
+
+    assert lockstep.run(body, CASE).results == ([1.0, 2.0],) * 2
+
+
+def test_nan_in_an_input_is_no_modification():
+    def body(mesh: Any, case: CaseSpec) -> bool:
+        whole, mine = torch.zeros(4), torch.tensor([float("nan"), -0.0])
+        all_gather(whole, mine, group=mesh["tp"], async_op=True).wait()
+        return bool(whole[::2].isnan().all())
+
+    assert lockstep.run(body, CASE).results == (True, True)
+
+
+def test_a_poll_lets_the_others_run():
+    def body(mesh: Any, case: CaseSpec) -> float:
+        x = torch.ones(1)
+        work = dist.all_reduce(x, group=mesh["tp"], async_op=True)
+        while not work.is_completed():
+            pass
+        work.wait()
+        return x.item()
+
+    assert lockstep.run(body, CASE).results == (2.0, 2.0)
+
+
+def test_every_rank_gets_the_same_bits():
+    def body(mesh: Any, case: CaseSpec) -> list[float]:
+        x = torch.rand(100, dtype=torch.float32) - 0.5
+        dist.all_reduce(x, group=mesh["tp"])
+        return x.tolist()
+
+    first, *rest = lockstep.run(body, CaseSpec("lockstep", {"tp": 8}, schedule=3)).results
+    assert rest == [first] * 7
+
+
+def test_every_method_torch_declares_is_implemented_or_refused():
+    inherited = {"BackendType", "_get_backend_name", "_id", "abort", "boxed", "name", "rank", "set_timeout"}
+    inherited |= {"shutdown", "size", "unbox", "_pybind11_conduit_v1_"}
+    declared = {name for name, value in vars(dist.ProcessGroup).items() if callable(getattr(dist.ProcessGroup, name))}
+    declared = {name for name in declared if not name.startswith("__")}
+    assert declared - inherited <= set(vars(LockstepGroup))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refusal_is_a_sentence(name):
+    with pytest.raises(failure.Raised) as caught:
+        lockstep.run(lambda mesh, case: getattr(mesh["tp"], name)(), CASE)
+    assert str(caught.value.__cause__) == f"lockstep: {name} {REFUSED[name]}"
+
+
+@pytest.mark.parametrize(
+    ("new", "old"),
+    (
+        ("all_gather_single", "_allgather_base"),
+        ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
+        ("reduce_scatter_single", "_reduce_scatter_base"),
+        ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
+        ("all_to_all_single", "alltoall_base"),
+    ),
+)
+def test_both_families_of_names_are_one_implementation(new, old):
+    assert vars(LockstepGroup)[new] is vars(LockstepGroup)[old]
+
+
+MISTAKES = {
+    "all_gather: the output is float32[3], a rank's part is float32[2] (needs 2 times its elements, in its dtype)": (
+        lambda group: all_gather(torch.empty(3), torch.ones(2), group=group)
+    ),
+    "all_gather: a list of 1 tensors for 2 ranks (needs one for each)": (
+        lambda group: group.allgather([[torch.ones(2)]], [torch.ones(2)])
+    ),
+    "all_gather: float32[3] in the list, float32[2] beside it (all must be alike)": (
+        lambda group: group.allgather([[torch.ones(2), torch.ones(3)]], [torch.ones(2)])
+    ),
+    "all_to_all: the input has 3 rows for 2 ranks (needs a multiple); give splits": (
+        lambda group: group.all_to_all_single(torch.ones(2), torch.ones(3), [], [])
+    ),
+    "all_to_all: the input has 3 rows for 2 ranks, its splits are [1, 1]": (
+        lambda group: group.all_to_all_single(torch.ones(2), torch.ones(3), [], [1, 1])
+    ),
+    "lockstep: reduce op PREMUL_SUM is not one of SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR; "
+    "scale the tensor before": (
+        lambda group: dist.all_reduce(torch.ones(2), torch._C._distributed_c10d._make_nccl_premul_sum(2.0), group=group)
+    ),
+    "lockstep: AVG of torch.bool has no meaning; use SUM, which is logical or": (
+        lambda group: dist.all_reduce(torch.ones(2) > 0, dist.ReduceOp.AVG, group=group)
+    ),
+}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_a_call_that_cannot_be_right_is_refused(message):
+    with pytest.raises(failure.Raised) as caught:
+        lockstep.run(lambda mesh, case: MISTAKES[message](mesh["tp"]), CASE)
+    assert str(caught.value.__cause__) == message
+
+
+@pytest.mark.parametrize("schedule", range(1, 9))
+def test_a_mismatch_is_seen_in_whatever_order_ranks_arrive(schedule):
+    def body(mesh: Any, case: CaseSpec) -> None:
+        dist.all_reduce(torch.ones(2 if mesh.rank("tp") == 0 else 3), group=mesh["tp"])
+
+    with pytest.raises(failure.Mismatch, match=r"shapes differ, \[\d\] and \[\d\]"):
+        lockstep.run(body, CaseSpec("lockstep", {"tp": 4}, schedule=schedule))
+
+
+def test_a_functional_result_may_be_handed_on():
+    def body(mesh: Any, case: CaseSpec) -> list[float]:
+        x = functional.all_reduce(torch.ones(2), "sum", mesh["tp"])
+        dist.all_reduce(x, group=mesh["tp"])
+        out = torch.empty(4)
+        all_gather(out, functional.all_reduce(torch.ones(2), "sum", mesh["tp"]), group=mesh["tp"])
+        return [*x.tolist(), *out.tolist()]
+
+    assert lockstep.run(body, CASE).results == ([4.0, 4.0, 2.0, 2.0, 2.0, 2.0],) * 2
+
+
+def plain_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("wrap", ("ddp", "fsdp", "functional"))
+def test_a_failure_unwinds_through_torchs_own_backward(wrap):
+    def body(mesh: Any, case: CaseSpec) -> None:
+        net = plain_net()
+        if wrap == "ddp":
+            net = DistributedDataParallel(net, process_group=mesh["tp"])
+        if wrap == "fsdp":
+            net = fully_shard(net, mesh=mesh.device_mesh)
+        out = net(torch.ones(2, 4))
+        if wrap == "functional":
+            scatter = named(functional, "reduce_scatter_single_autograd", "reduce_scatter_tensor_autograd")
+            out = scatter(out, "sum", 0, mesh["tp"])
+        if mesh.rank("tp") == 1:
+            dist.barrier(group=mesh["tp"])
+        out.sum().backward()
+
+    with pytest.raises(failure.Mismatch, match=r"different operations meet.*\[bwd\]"):
+        lockstep.run(body, CASE)
+    assert lockstep.run(lambda mesh, case: mesh.rank("tp"), CASE).results == (0, 1)
