@@ -31,17 +31,14 @@ def show(pattern: str, as_json: bool) -> None:
         print(json_module.dumps([record(made) for made in schemes], indent=2))
         return
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in ("scheme", "mesh", "inputs", "outputs", "reference", "file"):
-        table.add_column(column, overflow="fold")
+    for column in ("scheme", "mesh", "specs", "reference and file"):
+        table.add_column(column, overflow="fold", no_wrap=column in ("scheme", "specs"))
     for made in schemes:
         row = record(made)
-        table.add_row(
-            row["name"],
-            *("\n".join(f"{k}: {v}" for k, v in row[key].items()) for key in ("mesh", "inputs")),
-            "\n".join(row["outputs"].values()),
-            row["reference"],
-            row["file"],
-        )
+        mesh = "\n".join(f"{axis}: {', '.join(map(str, sizes))}" for axis, sizes in row["mesh"].items())
+        inputs = [f"{name}  {spec}" for name, spec in row["inputs"].items()]
+        specs = "\n".join([*inputs, *(f"-> {spec}" for spec in row["outputs"].values())])
+        table.add_row(row["name"], mesh, specs, f"{row['reference']}\n{row['file']}", end_section=True)
     Console(width=None if Console().is_terminal else PLAIN_WIDTH).print(table, highlight=False)
 
 

@@ -63,7 +63,8 @@ def _placed(scheme: Scheme, case: CaseSpec, row: TensorRow) -> tuple[Placed, ...
             cut = dim.cuts[0]
             lengths = inputs.cut_lengths(case, dim.name, cut)
             layout = inputs.layout_function(cut.layout, lengths, scheme.layouts, trusted=True)
-            positions = [np.asarray(held) for held in layout(case.dims[dim.name], case.mesh[cut.axis])]
+            size = row.want.shape[index]
+            positions = [np.asarray(held) for held in layout(size, case.mesh[cut.axis])]
             found.append(Placed(index, cut.axis, cut.layout, positions))
     return tuple(found)
 
