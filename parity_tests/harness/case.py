@@ -88,6 +88,11 @@ class CaseSpec:
     @classmethod
     def from_json(cls, text: str) -> CaseSpec:
         record = json.loads(text)
+        if not isinstance(record, dict):
+            raise ValueError(f"case: is a {type(record).__name__}; a case is a JSON object")
+        missing = sorted({"mesh", "scheme"} - set(record))
+        if missing:
+            raise ValueError(f"case: missing keys {', '.join(missing)}")
         unknown = sorted(set(record) - {f.name for f in fields(cls)})
         if unknown:
             raise ValueError(f"case: unknown keys {', '.join(unknown)}")
