@@ -30,3 +30,18 @@ def rolled(x: Float[Array, "n a"], shift: int) -> Float[Array, "n a"]:
 def column_maximum(x: Float[Array, "n a"]) -> Float[Array, " a"]:
     """max_i x_ia."""
     return x.max(0)
+
+
+def numbered(x: Float[Array, "s d"]) -> Float[Array, "s d"]:
+    """Row i of x, times i."""
+    return x * jnp.arange(x.shape[0], dtype=x.dtype)[:, None]
+
+
+def numbered_beside(x: Float[Array, "s d"], offsets: Int[Array, " n"]) -> Float[Array, "s d"]:
+    """Row i of x, times i; `offsets` tells the ranks where sequences begin."""
+    return numbered(x)
+
+
+def identity_of_sequences(x: Float[Array, "s d"], offsets: Int[Array, " n"]) -> Float[Array, "s d"]:
+    """x."""
+    return x

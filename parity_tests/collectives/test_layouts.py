@@ -1,0 +1,144 @@
+"""Layouts and collectives together: a rank knows which positions it holds, and what is gathered is put in order."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from parity_tests import Cost, check, every_case, offsets, scheme
+from parity_tests.collectives import meanings
+from torch_impl import layouts
+from torch_impl.collectives import all_gather, reduce_scatter
+from torch_impl.layouts import inverse, packed, striped
+from torch_impl.layouts.dual_chunk_swap import positions as swapped_positions
+from torch_impl.layouts.packed import positions as packed_positions
+
+RANKS = {"cp": (1, 2, 3, 4)}
+PACKED = {"mesh": RANKS, "dims": {"n": (2, 3, 5)}, "draw": {"offsets": offsets("s", padded=True)}}
+
+
+def numbered(x, ids):
+    return x * ids.to(x.dtype)[:, None]
+
+
+def gathered_cost(case):
+    piece = case.s // case.cp * case.d
+    return Cost(
+        forward={"all_gather": (1, piece * case.itemsize)},
+        backward={"reduce_scatter": (1, case.s * case.d * case.accumulator_itemsize)},
+    )
+
+
+def scattered_cost(case):
+    turned = gathered_cost(case)
+    return Cost(forward=turned.backward, backward=turned.forward)
+
+
+@scheme(reference=meanings.numbered, mesh=RANKS, inputs={"x": "s/cp d"}, outputs="s/cp d", cost=lambda case: Cost())
+def numbered_in_blocks(mesh, x):
+    return numbered(x, mesh.global_ids("s"))
+
+
+@scheme(
+    reference=meanings.numbered,
+    mesh=RANKS,
+    inputs={"x": "s/cp:ragged d"},
+    outputs="s/cp:ragged d",
+    cost=lambda case: Cost(),
+)
+def numbered_in_ragged_blocks(mesh, x):
+    return numbered(x, mesh.global_ids("s"))
+
+
+@scheme(
+    reference=meanings.numbered,
+    mesh=RANKS,
+    inputs={"x": "s/cp:striped d"},
+    outputs="s/cp:striped d",
+    cost=lambda case: Cost(),
+)
+def numbered_in_stripes(mesh, x):
+    return numbered(x, mesh.global_ids("s"))
+
+
+@scheme(
+    reference=meanings.numbered,
+    mesh=RANKS,
+    inputs={"x": "s/cp:dual_chunk_swap d"},
+    outputs="s/cp:dual_chunk_swap d",
+    cost=lambda case: Cost(),
+)
+def numbered_in_swapped_chunks(mesh, x):
+    world = mesh.size("cp")
+    return numbered(x, swapped_positions(len(x) * world, world, mesh.rank("cp")))
+
+
+@scheme(
+    reference=meanings.numbered_beside,
+    inputs={"x": "s/cp:packed d", "offsets": "n"},
+    outputs="s/cp:packed d",
+    cost=lambda case: Cost(),
+    **PACKED,
+)
+def numbered_in_sequences(mesh, x, offsets):
+    world = mesh.size("cp")
+    return numbered(x, packed_positions(len(x) * world, world, mesh.rank("cp"), offsets))
+
+
+@scheme(
+    reference=meanings.identity,
+    mesh=RANKS,
+    inputs={"x": "s/cp:dual_chunk_swap d"},
+    outputs="s d cp=R",
+    cost=gathered_cost,
+)
+def gathered_in_order(mesh, x):
+    world = mesh.size("cp")
+    order = inverse(layouts.dual_chunk_swap(len(x) * world, world))
+    return all_gather(x, mesh["cp"], out="R")[order]
+
+
+@scheme(
+    reference=meanings.identity,
+    mesh=RANKS,
+    inputs={"x": "s/cp:striped d"},
+    outputs="s d cp=R",
+    cost=gathered_cost,
+)
+def gathered_from_stripes(mesh, x):
+    world = mesh.size("cp")
+    return all_gather(x, mesh["cp"], out="R")[inverse(striped(len(x) * world, world))]
+
+
+@scheme(
+    reference=meanings.identity_of_sequences,
+    inputs={"x": "s d cp=P", "offsets": "n"},
+    outputs="s/cp:packed d",
+    cost=scattered_cost,
+    **PACKED,
+)
+def scattered_in_sequences(mesh, x, offsets):
+    order = torch.cat(packed(len(x), mesh.size("cp"), offsets))
+    return reduce_scatter(x[order], mesh["cp"])
+
+
+SCHEMES = (
+    numbered_in_blocks,
+    numbered_in_ragged_blocks,
+    numbered_in_stripes,
+    numbered_in_swapped_chunks,
+    numbered_in_sequences,
+    gathered_in_order,
+    gathered_from_stripes,
+    scattered_in_sequences,
+)
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
+def test_parity(declared, engine):
+    @settings(max_examples=20 if engine == "lockstep" else 5)
+    @given(every_case(declared, engine=engine))
+    def example(case):
+        check(case)
+
+    example()
