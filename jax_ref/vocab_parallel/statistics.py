@@ -2,7 +2,7 @@
 
     d_v = z_v - m,   m = z_a,   a = argmax_v z_v,   R = sum_{v != a} exp(d_v)
     log p_v = d_v - log(1 + R)
-    lse = m + log(1 + R)
+    lse = log sum_v exp(z_v) = m + log(1 + R)
     h = sum_v p_v log p_v = sum_v p_v d_v - log(1 + R),   0 log 0 = 0
 
 The largest term of the sum is 1 and is kept out of R, so that a row that is all but certain keeps its digits.
@@ -21,10 +21,10 @@ def log_probabilities(logits: Float[Array, "*a v"], temperature: float = 1.0) ->
     return below - jnp.log1p(rest)[..., None]
 
 
-def logsumexp(logits: Float[Array, "*a v"]) -> Float[Array, "*a"]:
-    """lse = m + log(1 + R)."""
+def normaliser(logits: Float[Array, "*a v"]) -> tuple[Float[Array, "*a"], Float[Array, "*a"]]:
+    """(m, log(1 + R)), whose sum is lse = log sum_v exp(z_v)."""
     _, rest = _below_and_rest(logits, 1.0)
-    return logits.max(-1) + jnp.log1p(rest)
+    return logits.max(-1), jnp.log1p(rest)
 
 
 def negative_entropy(logits: Float[Array, "*a v"], temperature: float = 1.0) -> Float[Array, "*a"]:

@@ -45,9 +45,7 @@ def all_gather(
     function = "collectives.all_gather"
     group, out = checked_group(function, "group", group), checked_type(function, out)
     dim = checked_dim(function, "dim", dim, x)
-    return _AllGather.apply(
-        x, group, out, dim, joined_lengths(function, "lengths", lengths, x.shape[dim], dim, group)
-    )
+    return _AllGather.apply(x, group, out, dim, joined_lengths(function, "lengths", lengths, x.shape[dim], dim, group))
 
 
 class _AllGather(torch.autograd.Function):
@@ -64,7 +62,5 @@ class _AllGather(torch.autograd.Function):
         else:
             rank = ctx.group.rank()
             own = cotangent.narrow(ctx.dim, sum(ctx.lengths[:rank]), ctx.lengths[rank])
-            gradient = own.clone(
-                memory_format=torch.contiguous_format
-            )  # a view would let x.grad alias the cotangent
+            gradient = own.clone(memory_format=torch.contiguous_format)  # a view would let x.grad alias the cotangent
         return gradient, None, None, None, None

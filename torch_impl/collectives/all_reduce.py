@@ -16,9 +16,7 @@ from torch_impl.collectives.plain import summed
 
 
 # all_reduce: P -> R | I
-def all_reduce(
-    x: Shaped[Tensor, "*a"], group: ProcessGroup, out: Literal["R", "I"] = "I"
-) -> Shaped[Tensor, "*a"]:
+def all_reduce(x: Shaped[Tensor, "*a"], group: ProcessGroup, out: Literal["R", "I"] = "I") -> Shaped[Tensor, "*a"]:
     """Sum over the ranks of a group, on each of them.
 
         x  "... axis=P"   ->   "... axis=R"  or  "... axis=I"

@@ -60,9 +60,7 @@ def all_to_all(
         received = joined_lengths(function, "concat_lengths", concat_lengths, held, concat_dim, group)
     else:
         received = (
-            sent
-            if concat_lengths is None
-            else checked_lengths(function, "concat_lengths", concat_lengths, group)
+            sent if concat_lengths is None else checked_lengths(function, "concat_lengths", concat_lengths, group)
         )
     return _AllToAll.apply(x, group, split_dim, concat_dim, sent, received)
 
@@ -98,9 +96,7 @@ def _exchanged(
     for length in received:
         shape = list(x.shape)
         shape[split_dim] = sent[group.rank()]
-        shape[concat_dim] = (
-            length  # after the line above: with equal dims what arrives is as long as `received` says
-        )
+        shape[concat_dim] = length  # after the line above: with equal dims what arrives is as long as `received` says
         shapes.append(shape)
     sizes = [math.prod(shape) for shape in shapes]
     outbox = torch.cat([piece.reshape(-1) for piece in pieces])

@@ -44,9 +44,7 @@ def checked_rank(function: str, name: str, rank: int, group: ProcessGroup) -> in
 def checked_lengths(function: str, name: str, lengths: Sequence[int], group: ProcessGroup) -> list[int]:
     """`lengths` as a list, one length for each rank of the group."""
     if len(lengths) != group.size():
-        raise ValueError(
-            f"{function}: {name}={list(lengths)} has {len(lengths)} entries for {group.size()} ranks"
-        )
+        raise ValueError(f"{function}: {name}={list(lengths)} has {len(lengths)} entries for {group.size()} ranks")
     if min(lengths) < 0:
         raise ValueError(f"{function}: {name}={list(lengths)} has a negative entry")
     return list(lengths)
@@ -60,9 +58,7 @@ def joined_lengths(
         return [held] * group.size()
     lengths, rank = checked_lengths(function, name, lengths, group), group.rank()
     if lengths[rank] != held:
-        raise ValueError(
-            f"{function}: {name}[{rank}]={lengths[rank]} but it holds {held} positions along dim {dim}"
-        )
+        raise ValueError(f"{function}: {name}[{rank}]={lengths[rank]} but it holds {held} positions along dim {dim}")
     return lengths
 
 
@@ -74,13 +70,10 @@ def cut_lengths(
     if lengths is None:
         if size % world:
             raise ValueError(
-                f"{function}: dim {dim} has {size} positions, which {world} ranks cannot share equally; "
-                f"pass {name}"
+                f"{function}: dim {dim} has {size} positions, which {world} ranks cannot share equally; pass {name}"
             )
         return [size // world] * world
     lengths = checked_lengths(function, name, lengths, group)
     if sum(lengths) != size:
-        raise ValueError(
-            f"{function}: {name}={lengths} add up to {sum(lengths)} but dim {dim} has {size} positions"
-        )
+        raise ValueError(f"{function}: {name}={lengths} add up to {sum(lengths)} but dim {dim} has {size} positions")
     return lengths

@@ -39,9 +39,7 @@ def reduce_scatter(
     function = "collectives.reduce_scatter"
     group = checked_group(function, "group", group)
     dim = checked_dim(function, "dim", dim, x)
-    return _ReduceScatter.apply(
-        x, group, dim, cut_lengths(function, "lengths", lengths, x.shape[dim], dim, group)
-    )
+    return _ReduceScatter.apply(x, group, dim, cut_lengths(function, "lengths", lengths, x.shape[dim], dim, group))
 
 
 class _ReduceScatter(torch.autograd.Function):

@@ -34,9 +34,7 @@ def ring_shift(x: Shaped[Tensor, "*a"], group: ProcessGroup, shift: int = 1) -> 
     return _RingShift.apply(x, checked_group("collectives.ring_shift", "group", group), shift)
 
 
-def start_ring_shift(
-    tensors: Sequence[Tensor], group: ProcessGroup, shift: int = 1
-) -> tuple[list[Tensor], list[Work]]:
+def start_ring_shift(tensors: Sequence[Tensor], group: ProcessGroup, shift: int = 1) -> tuple[list[Tensor], list[Work]]:
     """Post the shift of several tensors and return at once: (what arrives, the works to wait for).
 
     No gradient. Read no arriving tensor and write to none of `tensors` before every work has been waited for.

@@ -1,0 +1,130 @@
+"""Every sentence with which these functions refuse, in full, on every rank and before anything is sent."""
+
+import pytest
+import torch
+
+from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.engines.run import run
+from torch_impl import vocab_parallel as vp
+
+LOGITS = torch.zeros(2, 8, 8)
+TARGET = torch.zeros(2, 8, dtype=torch.int64)
+HINT = "pass a ProcessGroup (a group of size 1 for no tensor parallelism)"
+
+
+def face(group, logits=LOGITS, target=TARGET, start=0, end=8, **options):
+    return vp.vocab_parallel_logprob(logits, target, group, vocab_start_index=start, vocab_end_index=end, **options)
+
+
+def plain(group, logits=LOGITS, target=TARGET, start=0, end=8, temperature=1.0):
+    return vp.DistributedLogprob.apply(logits, target, start, end, group, False, temperature)
+
+
+def chunked(group, chunk_size, logits=LOGITS, target=TARGET):
+    return vp.ChunkedDistributedLogprob.apply(logits, target, 0, 8, chunk_size, group)
+
+
+TYPE_ERRORS = [
+    (lambda g: face(None), f"vocab_parallel.logprob: tp_group is None; {HINT}"),
+    (lambda g: face(0), f"vocab_parallel.logprob: tp_group is a int; {HINT}"),
+    (lambda g: plain(None), f"vocab_parallel.DistributedLogprob: group is None; {HINT}"),
+    (lambda g: chunked(None, 1), f"vocab_parallel.ChunkedDistributedLogprob: tp_group is None; {HINT}"),
+    (
+        lambda g: vp._compute_distributed_log_softmax(LOGITS, None),
+        f"vocab_parallel.log_softmax: group is None; {HINT}",
+    ),
+    (lambda g: vp._compute_distributed_softmax(LOGITS, None), f"vocab_parallel.softmax: group is None; {HINT}"),
+    (
+        lambda g: face(g, target=TARGET.float()),
+        "vocab_parallel.logprob: target is float32; token ids must be int64",
+    ),
+    (
+        lambda g: plain(g, target=TARGET.bool()),
+        "vocab_parallel.DistributedLogprob: target is bool; token ids must be int64",
+    ),
+    (
+        lambda g: face(g, logits=LOGITS.long()),
+        "vocab_parallel.logprob: vocab_parallel_logits is int64; logits must be floating",
+    ),
+    (
+        lambda g: vp._compute_distributed_softmax(LOGITS.int(), g),
+        "vocab_parallel.softmax: vocab_parallel_logits is int32; logits must be floating",
+    ),
+]
+VALUE_ERRORS = [
+    (
+        lambda g: face(g, logits=torch.tensor(1.0), target=torch.tensor(0)),
+        "vocab_parallel.logprob: vocab_parallel_logits has no dims; the last one must be the vocabulary",
+    ),
+    (
+        lambda g: face(g, target=TARGET[:, :7]),
+        "vocab_parallel.logprob: target is [2, 7] but vocab_parallel_logits has leading shape [2, 8]",
+    ),
+    (
+        lambda g: plain(g, target=TARGET.unsqueeze(-1)),
+        "vocab_parallel.DistributedLogprob: target is [2, 8, 1] but vocab_parallel_logits has leading shape [2, 8]",
+    ),
+    (
+        lambda g: face(g, end=16),
+        "vocab_parallel.logprob: vocab range [0, 16) has 16 ids but vocab_parallel_logits has 8 columns",
+    ),
+    (lambda g: face(g, start=-1), "vocab_parallel.logprob: vocab range [-1, 8) starts below 0"),
+    (
+        lambda g: plain(g, start=8, end=4),
+        "vocab_parallel.DistributedLogprob: vocab range [8, 4) is reversed",
+    ),
+    (
+        lambda g: chunked(g, 0),
+        "vocab_parallel.ChunkedDistributedLogprob: chunk_size=0 must be at least 1, or None for automatic blocks",
+    ),
+    (
+        lambda g: face(g, chunk_size=-3),
+        "vocab_parallel.logprob: chunk_size=-3 must be at least 1, or None for automatic blocks",
+    ),
+    (lambda g: face(g, temperature=0.0), "vocab_parallel.logprob: temperature=0.0 must be positive"),
+    (
+        lambda g: plain(g, temperature=float("nan")),
+        "vocab_parallel.DistributedLogprob: temperature=nan must be positive",
+    ),
+    (
+        lambda g: face(g, backend="cuda"),
+        "vocab_parallel.logprob: backend='cuda' is not one of auto, eager, compile, triton",
+    ),
+    (
+        lambda g: face(g, backend="triton"),
+        "vocab_parallel.logprob: backend='triton' has no kernels in this build; use 'auto', 'eager' or 'compile'",
+    ),
+    (
+        lambda g: face(g, logits=LOGITS[:1].expand(2, 8, 8), inplace_gradient=True),
+        "vocab_parallel.logprob: inplace_gradient=True writes over vocab_parallel_logits, but they are expanded and "
+        "share memory; pass vocab_parallel_logits.contiguous() or inplace_gradient=False",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "call", "text"),
+    [(TypeError, *row) for row in TYPE_ERRORS] + [(ValueError, *row) for row in VALUE_ERRORS],
+    ids=lambda value: value[15:55] if isinstance(value, str) else "",
+)
+def test_refusal(kind, call, text):
+    def body(mesh, case):
+        try:
+            call(mesh["tp"])
+        except kind as error:
+            return str(error)
+
+    ranks = run(body, CaseSpec(scheme="vocab_parallel", mesh={"tp": 2}))
+    assert ranks.results == (text, text)
+    assert ranks.ledger.rows == []
+
+
+def test_int32_ids_and_a_range_narrower_than_the_shard_are_fine():
+    def body(mesh, case):
+        rank = mesh.rank("tp")
+        logits = torch.arange(8.0).view(1, 8)  # 5 ids and 3 columns of padding, which are in the softmax
+        target = torch.tensor([6], dtype=torch.int32)  # a padding column of rank 0, the second id of rank 1
+        return face(mesh["tp"], logits, target, start=5 * rank, end=5 * rank + 5).item()
+
+    everywhere = torch.arange(8.0).repeat(2).double().log_softmax(-1)
+    assert run(body, CaseSpec(scheme="vocab_parallel", mesh={"tp": 2})).results == (everywhere[1].float().item(),) * 2

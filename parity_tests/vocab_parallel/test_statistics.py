@@ -1,0 +1,34 @@
+"""Parity of vocab_parallel.statistics: normaliser and negative entropy from what the ranks say of their columns."""
+
+from hypothesis import given
+
+from jax_ref.vocab_parallel.statistics import negative_entropy, normaliser
+from parity_tests import Cost, check, every_case, scheme
+from torch_impl.vocab_parallel import statistics as st
+
+
+def normaliser_and_entropy(logits):
+    return *normaliser(logits), negative_entropy(logits)
+
+
+@scheme(
+    reference=normaliser_and_entropy,
+    mesh={"tp": (1, 2, 3, 4)},
+    inputs={"logits": "t v/tp:ragged"},
+    outputs=("t tp=I", "t tp=I", "t tp=I"),
+    nograd=("logits",),
+    dtypes=("float32", "float64", "bfloat16"),
+    reduction=("v",),
+    cost=lambda c: Cost(forward={"all_gather": (1, 3 * c.t * c.accumulator_itemsize)}),
+)
+def merged_statistics(mesh, logits):
+    local = st.local_statistics(logits, None, 1.0, True)
+    m_r, rest_r, d_r = st.exchanged(local, mesh["tp"]).unbind(1)
+    whole = st.merged_normaliser(m_r, rest_r)
+    depth = st.merged_depth(m_r, rest_r, d_r, whole)
+    return *whole, depth - whole.log_total
+
+
+@given(every_case(merged_statistics))
+def test_parity(case):
+    check(case)
