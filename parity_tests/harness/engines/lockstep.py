@@ -3,7 +3,8 @@
 A session holds the threads, groups and meshes of one mesh and serves example after example; after a failure it is
 thrown away. Threads cannot be killed: a rank in a loop without end is reported and left behind.
 
-Blind spot: ranks share module globals, so a cache filled by one rank looks right to all. Processes do not.
+Blind spot: ranks share module globals, so a cache filled by one rank looks right to all; also the generators of
+Python and NumPy (torch's are each rank's own). Processes share nothing.
 """
 
 from __future__ import annotations
@@ -133,10 +134,12 @@ class Session:
             torch.set_num_threads(1)
         while self._example(rank):
             pass
-        if world.is_installed():  # else this rank comes back too late, and the names are the process's own
-            self._traffic.drop(rank)
-            c_api._unregister_all_process_groups()
-        self._baton.leave(rank)
+        try:
+            if world.is_installed():  # else this rank comes back too late, and the names are the process's own
+                self._traffic.drop(rank)
+                c_api._unregister_all_process_groups()
+        finally:
+            self._baton.leave(rank)
 
     def _example(self, rank: int) -> bool:
         """Take part in one run; False if this thread must end."""
@@ -146,12 +149,12 @@ class Session:
             torch.set_autocast_enabled("cpu", False)
             self._results[rank] = self._job(self._meshes[rank], self._case)
             self._traffic.unwaited(rank)
+            self._worlds[rank].restore()
         except Halt:
             return False
         except BaseException as error:
             self._traffic.raised(rank, error)
             return False
-        self._worlds[rank].restore()
         self._baton.leave(rank)
         return True
 
@@ -161,7 +164,7 @@ class Session:
         dist.init_process_group(world.BACKEND, store=self._store, rank=rank, world_size=case.world)
         device_mesh = init_device_mesh("cpu", tuple(self._axes.values()), mesh_dim_names=tuple(self._axes))
         self._meshes[rank] = MeshView(device_mesh)
-        world.here().mark()
+        self._worlds[rank].mark()
 
 
 def rank_seed(case: CaseSpec, rank: int) -> int:

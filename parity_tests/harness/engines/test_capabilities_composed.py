@@ -138,6 +138,16 @@ def groups(mesh: Any, case: CaseSpec) -> Pairs:
     yield flat.size(), size
 
 
+def three_axes(mesh: Any, case: CaseSpec) -> Pairs:
+    coordinate = torch.tensor([mesh.rank(axis) for axis in mesh.axes])
+    for place, axis in enumerate(mesh.axes):
+        x = coordinate.clone()
+        dist.all_reduce(x, group=mesh[axis])
+        want = coordinate * mesh.size(axis)
+        want[place] = sum(range(mesh.size(axis)))
+        yield x, want
+
+
 def from_anybody(mesh: Any, case: CaseSpec) -> Pairs:
     group, rank, size = mesh["tp"], mesh.rank("tp"), mesh.size("tp")
     if rank == 0:
@@ -175,6 +185,11 @@ def test_values_do_not_depend_on_the_interleaving(body, schedule):
 @pytest.mark.parametrize("body", ALONE_TOO)
 def test_world_of_one_takes_the_same_path(body):
     verify(body, "lockstep", {"tp": 1})
+
+
+@pytest.mark.parametrize("mesh", ({"pp": 2, "dp": 2, "tp": 2}, {"dp": 1, "tp": 2, "cp": 2}))
+def test_three_axes(mesh):
+    agree(three_axes, mesh)
 
 
 @pytest.mark.parametrize("world", (2, 4))

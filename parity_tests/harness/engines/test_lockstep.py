@@ -166,6 +166,16 @@ def test_threads_are_kept_between_examples_and_new_after_a_failure():
     assert not set(first) & set(lockstep.run(ident, case(2)).results)
 
 
+def test_meshes_of_different_sessions_are_never_equal():
+    """DTensor keeps caches for the whole process, keyed by mesh."""
+    made = set()
+    for _ in range(5):
+        made |= set(lockstep.run(lambda mesh, case: mesh.device_mesh, case(2)).results)
+        with pytest.raises(failure.Raised):
+            lockstep.run(lambda mesh, case: 1 / 0, case(2))
+    assert len(made) == 10
+
+
 def test_failures_leave_no_threads_behind():
     lockstep.run(ident, case(4))
     before = threading.active_count()

@@ -10,10 +10,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.device_mesh
 from torch._C import _distributed_c10d as c_api
 from torch.distributed import distributed_c10d as c10d
 
@@ -24,6 +26,7 @@ BACKEND = "threaded"
 _GLOBALS = ("_world", "_backend", "_default_pg_init_method")
 _TABLES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag")
 _here = threading.local()
+_identities = count(1)
 
 
 class RankWorld(c10d._World):
@@ -34,7 +37,7 @@ class RankWorld(c10d._World):
 
     def __init__(self, traffic: Traffic) -> None:
         super().__init__()
-        self.traffic = traffic
+        self.traffic, self.identity = traffic, next(_identities)
         self.group_count = 0
         self.pg_map, self.pg_names, self.pg_group_ranks, self.pg_backend_config = {}, {}, {}, {}
         self.tags_to_pg, self.pg_to_tag, self.pg_coalesce_state = {}, {}, {}
@@ -81,6 +84,17 @@ class _Switchboard:
         setattr(self._mine(), name, value)
 
 
+class _Identities:
+    """Stands for `threading` where a DeviceMesh asks which thread made it: the numbers of threads come again."""
+
+    def get_ident(self) -> int:
+        world = getattr(_here, "world", None)
+        return threading.get_ident() if world is None else world.identity
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(threading, name)
+
+
 def enter(world: RankWorld) -> None:
     """From here on the calling thread is this rank."""
     _here.world = world
@@ -104,11 +118,13 @@ def installed(make_group: Callable[..., dist.ProcessGroup]) -> Iterator[None]:
     hook, stream = sys.excepthook, torch.default_generator.get_state()
     dist.Backend.register_backend(BACKEND, make_group, extended_api=True, devices=["cpu"])
     c10d._world = _Switchboard(kept["_world"])
+    torch.distributed.device_mesh.threading = _Identities()
     c_api._set_thread_isolation_mode(True)
     try:
         yield
     finally:
         c_api._set_thread_isolation_mode(False)
+        torch.distributed.device_mesh.threading = threading
         for name, value in kept.items():
             setattr(c10d, name, value)
         if plugin is None:
