@@ -41,7 +41,8 @@ class RankFailure(Exception):
         self.case, self.others, self.ledger = case, tuple(others), ledger
 
     def __str__(self) -> str:
-        return "\n".join([f"{self.cause}: {self.args[0]}", *(f"  {line}" for line in self.others)])
+        untold = (f"  {line}" for line in self.others if line not in self.args[0])
+        return "\n".join([f"{self.cause}: {self.args[0]}", *untold])
 
 
 class Raised(RankFailure):
@@ -63,7 +64,7 @@ class Mismatch(RankFailure):
 
 
 class Deadlock(RankFailure):
-    """Nobody can run."""
+    """Nobody can run; the message says of every rank where it stands."""
 
     cause = "deadlock"
 
