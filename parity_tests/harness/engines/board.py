@@ -37,13 +37,16 @@ class Status:
 
 
 class Board:
-    """The slots of all ranks in one shared file."""
+    """The slots of all ranks in one shared file; without a path, in memory of this process alone."""
 
-    def __init__(self, path: Path | str, world: int) -> None:
+    def __init__(self, path: Path | str | None, world: int) -> None:
+        self.world = world
+        if path is None:
+            self._memory = mmap.mmap(-1, SLOT * world)
+            return
         with open(path, "a+b") as file:
             file.truncate(SLOT * world)
             self._memory = mmap.mmap(file.fileno(), SLOT * world)
-        self.world = world
 
     def status(self, rank: int) -> Status:
         writes, state, length = _HEAD.unpack_from(self._memory, rank * SLOT)

@@ -1,12 +1,13 @@
 """What every rank needs, imported once in the fork server so that a rank is a copy and not a start.
 
-No thread is started and no CUDA context is made here: a fork would inherit either in a state of no use. That
-torch has one thread is set in the server's environment, before torch is loaded.
+It must come before a rank has groups: a module of torch takes the default group as the default of its arguments
+when it is imported, and so would keep the group and its sockets open for ever. No thread is started and no CUDA
+context is made here: a fork would inherit either in a state of no use. That torch has one thread is set in the
+server's environment, before torch is loaded.
 """
 
 from __future__ import annotations
 
-import gc
 import importlib
 
 import cloudpickle
@@ -33,5 +34,3 @@ def warm() -> None:
         x = torch.ones(1, requires_grad=True)
         torch.autograd.grad((x * x).sum(), x)
     cloudpickle.loads(cloudpickle.dumps(lambda: x))
-    gc.collect()
-    gc.freeze()

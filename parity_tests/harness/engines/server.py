@@ -8,6 +8,7 @@ ended, it kills every rank, removes the pool's folder and leaves.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import shutil
@@ -22,6 +23,8 @@ def main(parent: socket.socket, folder: str) -> None:
     from parity_tests.harness.engines import preload
 
     preload.warm()
+    gc.collect()
+    gc.freeze()  # ranks share these pages, and their collector has nothing to look for there
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)

@@ -1,0 +1,101 @@
+"""The torchrun engine: rank 0 draws and judges, the other ranks serve.
+
+    torchrun --nnodes 2 --nproc-per-node 8 -m parity_tests.harness verify FILE --engine torchrun
+
+How a command uses it, on every rank alike:
+
+    if not launch.is_rank_zero():
+        return launch.serve()               # until rank 0 finishes; the status to leave with; loads no JAX
+    ...                                     # draw meshes of launch.world_size() ranks only, and
+    ranks = launch.run(fn, case)            # as often as there are cases
+    launch.finish(status)                   # sends the others home; where this rank hangs, it does not return
+
+Cases, outcomes and ledgers travel over the rendezvous store, one message each. After a failure the ranks meet in
+new groups; if one of them still hangs, all further runs are NotRun. A rank that dies is torchrun's to notice: it
+ends the others.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+
+from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.engines.channel import place
+from parity_tests.harness.engines.failure import NotRun, RankFailure
+from parity_tests.harness.engines.ledger import Ledger
+from parity_tests.harness.engines.member import Follower, Leader
+from parity_tests.harness.engines.run import Ranks
+from parity_tests.harness.engines.verdict import verdict
+from parity_tests.harness.travel import dumps
+
+_leader: Leader | None = None
+_sent: set[str] = set()
+_failed: tuple[str, str, RankFailure] | None = None
+
+
+def is_rank_zero() -> bool:
+    """Errors: ValueError if this process was not started by torchrun."""
+    return place()[0] == 0
+
+
+def world_size() -> int:
+    return place()[1]
+
+
+def run(fn: Callable[[Any, CaseSpec], Any], case: CaseSpec, quiet_s: float = 10.0) -> Ranks:
+    """On rank 0: run `fn(mesh, case)` on every rank of the job.
+
+    Errors: RankFailure, one subclass per cause; ValueError if the mesh has another number of ranks than the job;
+    NotRun if a rank still hangs in an earlier run.
+    """
+    global _leader, _failed
+    rank, world = place()
+    if rank != 0:
+        raise ValueError(f"engines.launch: rank {rank} called run; only rank 0 runs, the others serve")
+    if case.world != world:
+        raise ValueError(f"engines.launch: mesh {dict(case.mesh)} has {case.world} ranks, the job has {world}")
+    function = dumps(fn)
+    if _leader is None:
+        _leader = Leader(world)
+        atexit.register(finish, 0)
+    key = hashlib.sha256(function).hexdigest()
+    try:
+        if _leader.regroup():
+            _sent.clear()
+    except NotRun:
+        if _failed is not None and _failed[:2] == (key, case.json):
+            raise _failed[2] from None  # asked again for what made a rank hang: the answer is known
+        raise
+    job = (key, None if key in _sent else function, [entry or os.getcwd() for entry in sys.path], case.json)
+    _sent.add(key)
+    start = time.monotonic()
+    outcomes, quiet = _leader.run(job, quiet_s)
+    seconds = time.monotonic() - start
+    failure = verdict(outcomes, case, quiet)
+    if failure is not None:
+        _failed = (key, case.json, failure)
+        raise failure
+    ledger = Ledger([row for outcome in outcomes for row in outcome.rows])
+    return Ranks(tuple(cloudpickle.loads(outcome.result) for outcome in outcomes), ledger, seconds)
+
+
+def serve() -> int:
+    """On the other ranks: take part in every run until rank 0 finishes; returns the status to leave with."""
+    return Follower(*place()).follow()
+
+
+def finish(status: int) -> None:
+    """On rank 0: send the others home with this status; only the first call does."""
+    global _leader
+    if _leader is None and world_size() > 1:
+        _leader = Leader(world_size())  # nothing was run, and the others wait all the same
+    if _leader is not None:
+        _leader.finish(status)

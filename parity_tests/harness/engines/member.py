@@ -1,0 +1,201 @@
+"""One rank of a torchrun job: it leads or follows, and runs each job in a thread of its own.
+
+So the main thread of a rank that hangs in a collective still answers, and leaves when it is told to. Orders are
+numbered alike on all ranks: rank 0 writes `do/n` and, when a job is over, `over/n`; the others write `done/n/rank`.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from parity_tests.harness.engines import preload
+from parity_tests.harness.engines.board import WAITING, Board
+from parity_tests.harness.engines.channel import connect
+from parity_tests.harness.engines.failure import NotRun
+from parity_tests.harness.engines.rank import Job, Rank, observe, rows_so_far
+from parity_tests.harness.engines.verdict import DIED, DONE, RUNNING, Outcome
+
+TICK_S = 0.01
+SHOW_S = 0.2  # between two signs of life
+COLLECT_S = 0.5  # for the others, after the first failure
+ANSWER_S = 5.0  # for a rank that was told to stop, and for one that hangs to come free
+
+
+class Member:
+    """What both kinds of rank are: a channel, groups, and the thread that runs a job."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        preload.warm()
+        self.rank, self.world, self.number = rank, world, 0
+        self.store, self.channel = connect()
+        self._board = Board(None, 1)
+        self._shown: tuple[float, tuple[int, ...]] = (0.0, ())
+        self._seat: Rank | None = None
+        self._thread = threading.Thread()
+        self.outcome: Outcome | None = None
+        observe()
+
+    def start(self, generation: int, job: Job) -> None:
+        """Run the job in a thread. The first of a generation makes its groups."""
+        number, self.outcome = self.number, None
+        gpus, gpu = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", self.rank))
+        backend = "nccl" if 0 < int(os.environ.get("LOCAL_WORLD_SIZE", self.world)) <= gpus else "gloo"
+
+        def work() -> None:
+            if self._seat is None:
+                store = dist.PrefixStore(f"groups/{generation}", self.store)
+                self._seat = Rank(self._board.slot(0), backend, store, self.rank, self.world, gpu)
+            self.outcome = self._seat.run(job, ready=lambda: self.channel.add(f"ready/{number}"))
+
+        self._thread = threading.Thread(target=work, name="rank", daemon=True)
+        self._thread.start()
+
+    def tick(self) -> None:
+        """Wait a moment for the job, and show that this rank is getting on."""
+        self._thread.join(TICK_S)
+        when, writes = self._shown
+        if time.monotonic() >= when + SHOW_S and writes != self._board.writes():
+            self._shown = time.monotonic(), self._board.writes()
+            self.channel.add("moves")
+
+    def seen(self) -> Outcome:
+        """The outcome, or where the job is."""
+        status = self._board.status(0)
+        where = Outcome(self.rank, RUNNING, rows_so_far(), state=str(status), is_waiting=status.state == WAITING)
+        return self.outcome or where
+
+    def leave_groups(self, seconds: float = 0.0) -> bool:
+        """Close this rank's groups, which frees ranks that wait for it; False if the job hangs for so long."""
+        if self._thread.ident is not None:
+            self._thread.join(seconds)
+        if self._thread.is_alive():
+            return False
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        self._seat = None
+        gc.collect()  # meshes hold groups in cycles, and a group holds its sockets to its end
+        return True
+
+    def leave_if_hung(self, status: int) -> None:
+        """A thread that hangs in native code would keep the interpreter from its end."""
+        if not self.leave_groups():
+            os._exit(status)
+
+
+class Leader(Member):
+    """Rank 0."""
+
+    def __init__(self, world: int) -> None:
+        super().__init__(0, world)
+        self.generation = 0
+        self._is_broken = self._is_lost = self._is_over = False
+
+    def run(self, job: Job, quiet_s: float) -> tuple[list[Outcome], float | None]:
+        """A job on all ranks: every outcome, and the seconds without a move if that is why they were stopped."""
+        self._order("job", (self.generation, job))
+        self.start(self.generation, job)
+        quiet = self._wait(quiet_s)
+        self.channel.put(f"over/{self.number}", None)
+        answers = {0: self.seen()} | self._answers(ANSWER_S)
+        outcomes = [answers.get(r) or Outcome(r, DIED, state="it does not answer") for r in range(self.world)]
+        self._is_broken = any(outcome.kind != DONE for outcome in outcomes)
+        if self._is_broken:
+            self.leave_groups()
+        return outcomes, quiet
+
+    def regroup(self) -> bool:
+        """After a failure: True if everybody is back, and the next job has new groups. Errors: NotRun."""
+        if not self._is_broken:
+            return False
+        if not self._is_lost:
+            self._order("regroup", None)
+            answers = self._answers(2 * ANSWER_S)
+            is_free = self.leave_groups(ANSWER_S)
+            self._is_lost = not (is_free and len(answers) == self.world - 1 and all(answers.values()))
+        if self._is_lost:
+            raise NotRun("torchrun: a rank still hangs after an earlier failure; run this one alone")
+        self.generation, self._is_broken = self.generation + 1, False
+        return True
+
+    def finish(self, status: int) -> None:
+        """Send the others home, once. Where this rank hangs, leave at once."""
+        if not self._is_over:
+            self._is_over = True
+            self._order("finish", status)
+            self._answers(ANSWER_S)
+            self.leave_if_hung(status)
+
+    def _order(self, kind: str, content: Any) -> None:
+        self.number += 1
+        self.channel.put(f"do/{self.number}", (kind, content))
+
+    def _wait(self, quiet_s: float) -> float | None:
+        """Until all are done, or some time after the first failure, or until nothing has moved for too long."""
+        n, moves, moved, deadline = self.number, -1, time.monotonic(), None
+        while self.outcome is None or self.channel.count(f"done/{n}") < self.world - 1:
+            self.tick()
+            now, before, moves = time.monotonic(), moves, self.channel.count("moves")
+            if before != moves or self.channel.count(f"ready/{n}") < self.world:
+                moved = now
+            own = self.outcome is not None and self.outcome.kind != DONE
+            if deadline is None and (own or self.channel.count(f"failed/{n}")):
+                deadline = now + COLLECT_S
+            if deadline is not None and now >= deadline:
+                return None
+            if deadline is None and now - moved >= quiet_s:
+                return now - moved
+        return None
+
+    def _answers(self, seconds: float) -> dict[int, Any]:
+        """What the others say to this order, as far as they do in time."""
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + seconds
+        for rank in range(1, self.world):
+            name = f"done/{self.number}/{rank}"
+            while not self.channel.has(name) and time.monotonic() < deadline:
+                time.sleep(TICK_S)
+            if self.channel.has(name):
+                answers[rank] = self.channel.get(name, remove=True)
+        return answers
+
+
+class Follower(Member):
+    """Any other rank."""
+
+    def follow(self) -> int:
+        """Do what rank 0 says until it says finish; the status to leave with."""
+        while True:
+            self.number += 1
+            kind, content = self.channel.get(f"do/{self.number}")
+            if kind == "finish":
+                self._answer(True)
+                self.leave_if_hung(content)
+                return content
+            if kind == "regroup":
+                self._answer(self.leave_groups(ANSWER_S))
+            else:
+                self._take_part(*content)
+
+    def _take_part(self, generation: int, job: Job) -> None:
+        over = f"over/{self.number}"
+        self.start(generation, job)
+        while self.outcome is None and not self.channel.has(over):
+            self.tick()
+        outcome = self.seen()
+        if outcome.kind != DONE:
+            self.channel.add(f"failed/{self.number}")
+        self._answer(outcome)
+        self.channel.get(over)
+        if outcome.kind != DONE:
+            self.leave_groups()
+
+    def _answer(self, content: Any) -> None:
+        self.channel.put(f"done/{self.number}/{self.rank}", content)
+        self.channel.add(f"done/{self.number}")

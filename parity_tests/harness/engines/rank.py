@@ -1,0 +1,132 @@
+"""A rank in a process of its own: its groups, its meshes, the functions it has been given, and one run of one."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.engines import board
+from parity_tests.harness.engines.failure import RankFailure, RankFault
+from parity_tests.harness.engines.ledger import Row, is_plumbing
+from parity_tests.harness.engines.recorder import Recorder, observe_waits
+from parity_tests.harness.engines.verdict import DONE, RAISED, Outcome
+from torch_impl.collectives import MeshView
+
+BACKEND_TIMEOUT_S = 30  # the last net, far above every verdict
+
+Job = tuple[str, bytes | None, Sequence[str], str]  # key, function if new, sys.path, case
+
+_current: Recorder | None = None
+
+
+class Rank:
+    """One member of the default group. Functions are kept by key, meshes by shape; a job's own groups are not kept."""
+
+    def __init__(self, slot: board.Slot, backend: str, store: dist.Store, rank: int, world: int, gpu: int) -> None:
+        self._slot, self.rank = slot, rank
+        self._device = "cuda" if backend == "nccl" else "cpu"
+        self._gpu = gpu
+        self._settle()
+        wait = timedelta(seconds=BACKEND_TIMEOUT_S)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=wait)
+        self._functions: dict[str, Callable] = {}
+        self._meshes: dict[tuple, MeshView] = {}
+        self._kept = _groups()
+
+    def run(self, job: Job, ready: Callable[[], None]) -> Outcome:
+        """One job; `ready` is called when function and mesh are there, so that a slow import counts for nobody."""
+        key, function, path, text = job
+        self._settle()
+        try:
+            if function is not None:
+                sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]
+                self._functions[key] = cloudpickle.loads(function)
+            case = CaseSpec.from_json(text)
+            mesh = self._mesh(case)
+        except Exception as error:
+            return _raised(self.rank, Recorder(), error)
+        self._slot.issue("", board.COMPUTING)
+        ready()
+        outcome = attempt(self._functions[key], mesh, case, self._slot)
+        self._slot.enter(board.FINISHED)
+        return outcome
+
+    def _settle(self) -> None:
+        """What holds for a thread and not for the process."""
+        torch.set_num_threads(1)
+        torch.autograd.set_multithreading_enabled(False)
+        if self._device == "cuda":
+            torch.cuda.set_device(self._gpu)
+
+    def _mesh(self, case: CaseSpec) -> MeshView:
+        for group in _groups() - self._kept:  # the last job's: they hold sockets, and only now has everybody left them
+            dist.destroy_process_group(group)
+        shape = tuple(case.mesh.items())
+        if shape not in self._meshes:
+            names, sizes = zip(*shape, strict=True)
+            self._meshes[shape] = MeshView(init_device_mesh(self._device, sizes, mesh_dim_names=names))
+            self._kept = _groups()
+        return self._meshes[shape]
+
+
+def attempt(fn: Callable, mesh: MeshView, case: CaseSpec, slot: board.Slot | None = None) -> Outcome:
+    """Call `fn(mesh, case)` under a recorder; whatever happens comes back as an outcome."""
+    global _current
+    rank = dist.get_rank()
+    torch.manual_seed(case.seed + rank)
+    with Recorder(slot, case.mesh) as recorder:
+        _current = recorder
+        try:
+            result = cloudpickle.dumps(fn(mesh, case))
+        except BaseException as error:
+            return _raised(rank, recorder, error)
+        finally:
+            _current = None
+    rows = tuple(recorder.rows)
+    for row in recorder.unwaited():
+        return Outcome(rank, RAISED, rows, error=str(row), cause="unwaited", source=row.source)
+    return Outcome(rank, DONE, rows, result)
+
+
+def observe() -> None:
+    """Once per process: waits are seen by whoever records."""
+    observe_waits(lambda: _current)
+
+
+def rows_so_far() -> tuple[Row, ...]:
+    recorder = _current
+    return tuple(recorder.rows) if recorder is not None else ()
+
+
+def _groups() -> set[dist.ProcessGroup]:
+    return set(dist.distributed_c10d._world.pg_map)
+
+
+def _raised(rank: int, recorder: Recorder, error: BaseException) -> Outcome:
+    return Outcome(
+        rank,
+        RAISED,
+        tuple(recorder.rows),
+        error=str(error) if isinstance(error, RankFault) else f"{type(error).__name__}: {error}",
+        is_sentence=isinstance(error, RankFault),
+        cause=error.cause if isinstance(error, RankFailure) else "raised",
+        source=_site(error),
+        trace="".join(traceback.format_exception(error)),
+        from_backend=recorder.is_backends(error),
+    )
+
+
+def _site(error: BaseException) -> str | None:
+    """file:line of the innermost frame that is the user's."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    user = [(name, line) for name, line in frames if not is_plumbing(name)]
+    return f"{Path(user[-1][0]).name}:{user[-1][1]}" if user else None
