@@ -13,7 +13,7 @@ from torch_impl.layouts.dual_chunk_swap import positions as swapped_positions
 from torch_impl.layouts.packed import positions as packed_positions
 
 RANKS = {"cp": (1, 2, 3, 4)}
-PACKED = {"mesh": RANKS, "dims": {"n": (2, 3, 5)}, "draw": {"offsets": offsets("s", padded=True)}}
+PACKED = {"mesh": RANKS, "dims": {"n": (3, 5)}, "draw": {"offsets": offsets("s", padded=True)}}
 
 
 def numbered(x, ids):

@@ -10,6 +10,7 @@ import numpy as np
 from parity_tests.harness import menu
 from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.draws import Chooser
+from parity_tests.harness.engines.run import LARGEST_WORLD
 
 if TYPE_CHECKING:
     from parity_tests.harness.scheme import Scheme
@@ -36,17 +37,7 @@ def draw_case(
 ) -> CaseSpec:
     """Draw what is not given. Errors: ValueError for an unknown name, an uncuttable size, a menu that is empty."""
     sizes, options = _sorted_out(scheme, given)
-    tried = menu.meshes(scheme, sizes, world)
-    if not tried:
-        raise ValueError(f"scheme '{scheme.name}': no mesh of {dict(scheme.mesh)} has {world} ranks")
-    shapes = menu.shapes(scheme, sizes, tried, limit)
-    arguments = (*scheme.inputs, *scheme.outputs)
-    fitting = [(mesh, [shape for shape in shapes if menu.compatible(arguments, shape, mesh)]) for mesh in tried]
-    served = [(mesh, shapes_of) for mesh, shapes_of in fitting if shapes_of]
-    if not served:
-        why = menu.objection(arguments, shapes[0], tried[-1]) if shapes else "no size of its dims can be cut"
-        raise ValueError(f"scheme '{scheme.name}': {why}")
-    mesh, fits = choose(served)
+    mesh, fits = choose(_served(scheme, sizes, world, limit))
     shape = choose(fits)
     layouts = _layouts(scheme, mesh, shape, choose)
     lengths = _lengths(scheme, mesh, shape, choose)
@@ -72,6 +63,37 @@ def draw_case(
     )
 
 
+def _served(
+    scheme: Scheme, sizes: Mapping[str, int], world: int | None, limit: int
+) -> list[tuple[dict[str, int], list[dict[str, int]]]]:
+    """The meshes that can be tried, each with the shapes that it can cut."""
+
+    def refusal(why: str) -> ValueError:
+        return ValueError(f"scheme '{scheme.name}': {why}")
+
+    tried = menu.meshes(scheme, sizes, world)
+    if not tried:
+        asked = f"has {world} ranks" if world else f"has {LARGEST_WORLD} ranks or fewer, which is the limit"
+        raise refusal(
+            f"no mesh of { ({**scheme.mesh, **{a: n for a, n in sizes.items() if a in scheme.mesh}}) } {asked}"
+        )
+    shapes = menu.shapes(scheme, sizes, tried, limit)
+    arguments = (*scheme.inputs, *scheme.outputs)
+    served, barred = [], []
+    for mesh in tried:
+        fits = [shape for shape in shapes if menu.compatible(arguments, shape, mesh)]
+        (served if fits else barred).append((mesh, fits))
+    # Where sizes were given by hand, meshes that cannot cut them are left out; where none were, it is a mistake.
+    if barred and (not served or not sizes):
+        mesh = barred[-1][0]
+        tied = ", ".join(f"{name}={rule}" for name, rule in scheme.dims.items() if isinstance(rule, str))
+        nothing = f"no sizes agree with {tied} and can be cut" if tied else "no size of its dims can be cut"
+        why = menu.objection(arguments, shapes[0], mesh) if shapes else nothing
+        named = "" if sizes else f"mesh {mesh} can never be drawn: "
+        raise refusal(f"{named}{why}")
+    return served
+
+
 def _sorted_out(scheme: Scheme, given: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any]]:
     """Split what the caller gave into sizes (mesh axes and dims) and options."""
     dims = {*menu.free_dims(scheme), *scheme.dims}
@@ -93,7 +115,7 @@ def _sorted_out(scheme: Scheme, given: Mapping[str, Any]) -> tuple[dict[str, int
 
 def _shards(scheme: Scheme, mesh: Mapping[str, int], name: str | None) -> int:
     count = 1
-    for arg in scheme.inputs:
+    for arg in (*scheme.inputs, *scheme.outputs):
         for dim in arg.spec.dims:
             if dim.name == name:
                 count = max(count, int(np.prod([mesh[cut.axis] for cut in dim.cuts], dtype=np.int64)))
