@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from parity_tests.harness.scheme import Scheme
 
 DEFAULT_LIMIT = 8
+Served = list[tuple[dict[str, int], list[dict[str, int]]]]
+# What can be drawn, for each scheme and what was asked of it: it takes longer to find than an example to run.
+_SERVED: WeakKeyDictionary[Scheme, dict[Any, Served]] = WeakKeyDictionary()
 
 
 def seeded_chooser(seed: int) -> Chooser:
@@ -37,7 +41,11 @@ def draw_case(
 ) -> CaseSpec:
     """Draw what is not given. Errors: ValueError for an unknown name, an uncuttable size, a menu that is empty."""
     sizes, options = _sorted_out(scheme, given)
-    mesh, fits = choose(_served(scheme, sizes, world, limit))
+    served = _SERVED.setdefault(scheme, {})
+    asked = tuple(sorted(sizes.items())), world, limit
+    if asked not in served:
+        served[asked] = _served(scheme, sizes, world, limit)
+    mesh, fits = choose(served[asked])
     shape = choose(fits)
     layouts = _layouts(scheme, mesh, shape, choose)
     lengths = _lengths(scheme, mesh, shape, choose)
@@ -63,9 +71,7 @@ def draw_case(
     )
 
 
-def _served(
-    scheme: Scheme, sizes: Mapping[str, int], world: int | None, limit: int
-) -> list[tuple[dict[str, int], list[dict[str, int]]]]:
+def _served(scheme: Scheme, sizes: Mapping[str, int], world: int | None, limit: int) -> Served:
     """The meshes that can be tried, each with the shapes that it can cut."""
 
     def refusal(why: str) -> ValueError:

@@ -51,7 +51,7 @@ class Draw:
             return {"kind": choose(self.kinds)}
         if self.kind == "ids":
             count = choose((1, 2, 3, 5))
-            places = (*PLACES, "anywhere", "anywhere", "anywhere")
+            places = (*PLACES, "anywhere", "anywhere")  # four of the seven are borders
             picks = [[choose(range(shards)), choose(places)] for _ in range(count)]
             if self.ignore is not None and choose((False, True)):
                 picks.append([0, "ignore"])
@@ -126,12 +126,12 @@ def _floats(kind: str, shape: tuple[int, ...], rng: Generator, dtype: str, full_
 
 
 def _mask(keep: str, shape: tuple[int, ...], rng: Generator) -> np.ndarray:
-    position = np.arange(shape[-1]) if shape else np.arange(1)
+    position = np.arange(shape[-1]) if shape else np.zeros((), np.int64)
     rows = {
         "all": position >= 0,
         "none": position < 0,
         "first": position == 0,
-        "last": position == position[-1:],
+        "last": position == (shape[-1] - 1 if shape else 0),
     }
     return rng.random(shape) < 0.5 if keep == "half" else np.broadcast_to(rows[keep], shape).copy()
 
@@ -171,4 +171,6 @@ def lengths(dim: str, padded: bool = False) -> Draw:
 
 def integers(low: int, high: int) -> Draw:
     """Integers in [low, high]."""
+    if low > high:
+        raise ValueError(f"integers: low={low} is above high={high}")
     return Draw("integers", low=low, high=high)

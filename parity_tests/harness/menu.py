@@ -8,21 +8,28 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from jax_ref.layouts import needs, uncuttable
+from parity_tests.harness.engines.run import LARGEST_WORLD
 from parity_tests.harness.program import Argument
-from parity_tests.harness.relations import related
+from parity_tests.harness.relations import names_in, related
 from parity_tests.harness.spec import Dim
 
 if TYPE_CHECKING:
     from parity_tests.harness.scheme import Scheme
 
 LOCAL = (1, 2, 3, 5, 8)
+TURNS = len(LOCAL) ** 2  # after which rounds bring little that is new
+FACTORS = range(1, 65)  # tried on dims in relations until what follows from them can be cut
 
 
 def meshes(scheme: Scheme, fixed: Mapping[str, int], world: int | None) -> list[dict[str, int]]:
-    """Mesh sizes to try, smallest world first; `world` keeps those whose product equals it."""
+    """Mesh sizes to try, smallest world first, none above the limit; `world` keeps those whose product equals it."""
     sizes = [(fixed[axis],) if axis in fixed else menu for axis, menu in scheme.mesh.items()]
     tried = [dict(zip(scheme.mesh, combination, strict=True)) for combination in itertools.product(*sizes)]
-    kept = [mesh for mesh in tried if world is None or math.prod(mesh.values()) == world]
+    kept = [
+        mesh
+        for mesh in tried
+        if math.prod(mesh.values()) in (range(1, LARGEST_WORLD + 1) if world is None else (world,))
+    ]
     return sorted(kept, key=lambda mesh: (math.prod(mesh.values()), *mesh.values()))
 
 
@@ -35,16 +42,17 @@ def shapes(
     these local sizes give it. Where there are too many meshes for that, the units of all are joined.
     """
     arguments = (*scheme.inputs, *scheme.outputs)
-    units = [_units(arguments, mesh) for mesh in tried]
-    if len({tuple(sorted(unit.items())) for unit in units}) > max(limit // 2, 1):
+    units = list({tuple(sorted(unit.items())): unit for unit in (_units(arguments, mesh) for mesh in tried)}.values())
+    if len(units) > max(limit // 2, 1):
         joined = {name: math.lcm(*(unit[name] for unit in units)) for name in units[0]}
-        units = [joined]
+        if _shape(scheme, fixed, joined, 0) is not None:
+            units = [joined]
     found: list[dict[str, int]] = []
-    for turn in range(len(LOCAL)):
+    for turn in range(TURNS):
         for unit in units:
-            for shape in _turn(scheme, fixed, unit, turn):
-                if shape not in found and len(found) < limit:
-                    found.append(shape)
+            shape = _shape(scheme, fixed, unit, turn)
+            if shape is not None and shape not in found and len(found) < limit:
+                found.append(shape)
     return found
 
 
@@ -78,7 +86,8 @@ def free_dims(scheme: Scheme) -> list[str]:
     return list(names)
 
 
-def _turn(scheme: Scheme, fixed: Mapping[str, int], unit: Mapping[str, int], turn: int) -> list[dict[str, int]]:
+def _shape(scheme: Scheme, fixed: Mapping[str, int], unit: Mapping[str, int], turn: int) -> dict[str, int] | None:
+    """The shape of one turn for a mesh with these units, or None where the menus have none that it can cut."""
     shape = {}
     for index, name in enumerate(free_dims(scheme)):
         choices = scheme.dims.get(name)
@@ -88,12 +97,32 @@ def _turn(scheme: Scheme, fixed: Mapping[str, int], unit: Mapping[str, int], tur
         elif choices:
             fitting = [size for size in choices if isinstance(size, int) and size % step == 0]
             if not fitting:
-                return []
-            shape[name] = fitting[(turn + index) % len(fitting)] if turn else fitting[0]
+                return None
+            shape[name] = fitting[(turn + index * (turn > 0) + index * (turn // len(fitting))) % len(fitting)]
         else:
-            shape[name] = step * (LOCAL[(turn + 2 * index) % len(LOCAL)] if turn else 1)
-    full = {**related(scheme.dims, shape), **{name: fixed[name] for name in fixed if name in scheme.dims}}
-    return [full]
+            shift = turn + 2 * index + (turn // len(LOCAL)) * (index + 1)
+            shape[name] = step * (LOCAL[shift % len(LOCAL)] if turn else 1) + (name in _offsets_dims(scheme))
+    return _tied(scheme, fixed, unit, shape)
+
+
+def _tied(
+    scheme: Scheme, fixed: Mapping[str, int], unit: Mapping[str, int], shape: Mapping[str, int]
+) -> dict[str, int] | None:
+    """The shape with the dims that follow from others, these made larger until all can be cut."""
+    named = {name for rule in scheme.dims.values() if isinstance(rule, str) for name in names_in(rule)}
+    movable = [name for name in named if name in shape and name not in fixed and name not in scheme.dims]
+    for factor in FACTORS if movable else (1,):
+        full = related(scheme.dims, {**shape, **{name: shape[name] * factor for name in movable}})
+        if min(full.values(), default=0) < 0 or any(full[name] != fixed[name] for name in fixed if name in full):
+            continue
+        if not movable or all(full[name] % step == 0 for name, step in unit.items() if name in full):
+            return full
+    return None
+
+
+def _offsets_dims(scheme: Scheme) -> set[str]:
+    """Dims that count the offsets of sequences: one more than the sequences, of which there is one at least."""
+    return {arg.spec.dims[0].name for arg in scheme.inputs if scheme.draws[arg.name].kind == "offsets"}
 
 
 def _units(arguments: Sequence[Argument], mesh: Mapping[str, int]) -> dict[str, int]:

@@ -53,7 +53,11 @@ def relation_names(text: str, name: str, say: Say) -> list[str]:
     numbers = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
     if not all(isinstance(node, allowed) for node in ast.walk(tree)) or any(type(n) is not int for n in numbers):
         raise say(f"dims[{name!r}] = {text!r}: a relation has dims, integers and + - * //")
-    return [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    return names_in(text)
+
+
+def names_in(rule: str) -> list[str]:
+    return [node.id for node in ast.walk(ast.parse(rule, mode="eval")) if isinstance(node, ast.Name)]
 
 
 def related(dims: Mapping[str, Any], shape: Mapping[str, int]) -> dict[str, int]:

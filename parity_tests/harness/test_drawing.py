@@ -1,0 +1,111 @@
+"""What is drawn is the same everywhere: from any chooser, in any process; and lengths of shards and sequences."""
+
+import hashlib
+import subprocess
+import sys
+from collections import Counter
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parity_tests import every_case
+from parity_tests.harness import inputs
+from parity_tests.harness.drawing import draw_case, seeded_chooser
+from parity_tests.harness.specimens import array, cases, sequences, tokens
+
+
+def test_seeded_chooser():
+    """The same seed picks the same; seeds differ; every option comes."""
+    picks = [seeded_chooser(seed)(range(1000)) for seed in (3, 3, 4)]
+    assert picks[0] == picks[1] != picks[2]
+    choose = seeded_chooser(0)
+    assert {choose("abcde") for _ in range(100)} == set("abcde")
+    assert draw_case(tokens, seeded_chooser(5), {}, seed=5) == draw_case(tokens, seeded_chooser(5), {}, seed=5)
+
+
+def fingerprint(schemes):
+    """A hash of twenty cases of each scheme and of every array in them."""
+    digest = hashlib.sha256()
+    for made in schemes:
+        for case in cases(made, 20):
+            digest.update(case.json.encode())
+            for arg in made.inputs:
+                digest.update(array(made, case, arg.name).tobytes())
+            for arg in made.outputs:
+                digest.update(inputs.cotangent(arg, case).tobytes())
+    return digest.hexdigest()
+
+
+def test_other_processes_draw_the_same():
+    here = fingerprint([tokens, sequences])
+    program = "from parity_tests.harness.test_drawing import *; print(fingerprint([tokens, sequences]))"
+    for seed in ("1", "2"):
+        environment = {"PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"}
+        run = subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+        )
+        assert run.stdout.strip() == here
+
+
+def test_names_and_seeds_give_other_numbers():
+    case = tokens.case(tp=2, b=2, s=3, v=8)
+    numbers = {inputs.generator(c, name).random() for c in (case, case.replace(seed=1)) for name in ("x", "y")}
+    assert len(numbers) == 4
+
+
+@given(every_case(tokens))
+def test_what_hypothesis_draws_can_be_built(case):
+    assert array(tokens, case, "logits").shape == (case.b, case.s, case.v)
+    assert 0 <= array(tokens, case, "target").min() <= array(tokens, case, "target").max() < case.v
+    assert case.temperature in (1.0, 2.0) and case.chunk in (None, 3)
+    assert case.from_json(case.json) == case
+
+
+@given(every_case(tokens, dtype="float16", tp=2, v=10, chunk=3))
+def test_what_is_given_is_kept(case):
+    assert (case.dtype, case.tp, case.v, case.chunk) == ("float16", 2, 10, 3)
+
+
+def test_ragged_lengths_have_empty_shards_and_the_ceil_rule():
+    drawn = [case for case in cases(tokens, 300) if case.tp == 4]
+    lengths_of = [case.layouts["v/tp"]["lengths"] for case in drawn]
+    assert all(sum(lengths) == case.v and len(lengths) == 4 for lengths, case in zip(lengths_of, drawn, strict=True))
+    empty = [0 in lengths for lengths in lengths_of]
+    assert any(empty) and not all(empty)
+    ceil = [-(-case.v // 4) for case in drawn]
+    by_rule = [lengths == [max(0, min(c, case.v - c * r)) for r in range(4)]
+               for lengths, c, case in zip(lengths_of, ceil, drawn, strict=True)]  # fmt: skip
+    assert any(by_rule) and not all(by_rule)
+
+
+def test_packed_lengths():
+    """Sequences of no token and of one token occur, and padding inside the stream; every length can be cut."""
+    found = Counter()
+    for case in cases(sequences, 300):
+        true, padded = np.array(case.lengths["t"]["true"]), np.array(case.lengths["t"]["padded"])
+        assert padded.sum() == case.t and (padded % (2 * case.cp) == 0).all()
+        assert ((true >= 0) & (true <= padded)).all() and len(true) == case.m - 1
+        found["empty"] += bool((true == 0).any())
+        found["one token"] += bool((true == 1).any())
+        found["padding inside"] += bool((true < padded)[:-1].any())
+        found["uneven"] += len(set(true[true > 0])) > 1
+        found["no padding"] += bool((true == padded).all())
+    assert min(found[what] for what in ("empty", "one token", "padding inside", "uneven", "no padding")) >= 15, found
+
+
+def test_offsets_and_lengths_are_of_one_draw():
+    for case in cases(sequences, 30):
+        true, padded = case.lengths["t"]["true"], case.lengths["t"]["padded"]
+        assert array(sequences, case, "cu").tolist() == [0, *np.cumsum(true)]
+        assert array(sequences, case, "cu_padded").tolist() == [0, *np.cumsum(padded)]
+        assert array(sequences, case, "n").tolist() == true
+
+
+@given(st.data())
+def test_drawing_needs_nothing_but_a_chooser(data):
+    """The simplest choice everywhere is a case, too: it is where shrinking ends."""
+    simplest = draw_case(tokens, lambda options: options[0], {})
+    assert simplest.world == 1 and simplest.dims == {"b": 1, "s": 1, "v": 1}
+    any_choice = draw_case(tokens, lambda options: data.draw(st.sampled_from(options)), {})
+    assert array(tokens, any_choice, "logits").size

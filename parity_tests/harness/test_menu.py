@@ -1,0 +1,149 @@
+"""The menu of shapes: short, simplest first, every mesh served, relations kept, and what cannot be cut is told."""
+
+import inspect
+
+import pytest
+
+from parity_tests import offsets, scheme
+from parity_tests.harness import menu
+from parity_tests.harness.drawing import draw_case, seeded_chooser
+from parity_tests.harness.strategy import SHAPES
+
+
+def declared(mesh, inputs, outputs, **more):
+    """A scheme of which only the declaration is looked at."""
+
+    def function(mesh, **arguments): ...
+
+    names = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("mesh", *inputs)]
+    function.__signature__ = inspect.Signature(names)
+    return scheme(reference=lambda **arguments: None, mesh=mesh, inputs=inputs, outputs=outputs, **more)(function)
+
+
+SCHEMES = {
+    "one cut": declared({"tp": (1, 2, 4)}, {"x": "b s v/tp"}, "b s tp=I"),
+    "swapped": declared({"cp": (1, 2, 3, 4)}, {"x": "b s/cp:dual_chunk_swap"}, "b s/cp"),
+    "twice": declared({"cp": (1, 2, 3), "tp": (1, 2, 4)}, {"x": "s/cp:dual_chunk_swap/tp:striped"}, "s/cp/tp"),
+    "many meshes": declared(
+        {"dp": (1, 2), "cp": (1, 2, 3, 4), "tp": (1, 2, 4, 8)}, {"x": "b/dp s/cp:striped h/tp"}, "b/dp s/cp h/tp"
+    ),
+    "beyond the limit": declared(
+        {"dp": (1, 4, 8), "cp": (1, 4, 8), "tp": (1, 4, 8)}, {"x": "b/dp s/cp h/tp"}, "b/dp s/cp h/tp"
+    ),
+    "ragged": declared({"tp": (1, 2, 3, 4)}, {"x": "b v/tp:ragged"}, "b tp=I"),
+    "packed": declared(
+        {"cp": (1, 2, 4)}, {"x": "t/cp:packed", "cu": "m", "padded": "m"}, "t/cp:packed",
+        draw={"cu": offsets("t"), "padded": offsets("t", padded=True)},
+    ),
+    "groups": declared({"tp": (1, 2, 4, 8)}, {"q": "h/tp p", "k": "g/tp p"}, "h/tp p", dims={"h": "2*g", "p": (4,)}),
+    "related": declared({"tp": (1, 2, 3, 4, 8)}, {"q": "h/tp", "k": "g tp=R"}, "h/tp", dims={"h": "3*g"}),
+    "shifted": declared({"tp": (1, 2, 4)}, {"q": "h/tp", "k": "g tp=R"}, "h/tp", dims={"h": "g+1"}),
+    "shorter": declared({"tp": (1, 2)}, {"x": "s/tp", "y": "r tp=I"}, "s/tp", dims={"r": "s-3"}),
+    "few sizes": declared({"tp": (1, 2, 4)}, {"x": "s/tp v"}, "s/tp v", dims={"s": (3, 4, 6)}),
+}  # fmt: skip
+each_scheme = pytest.mark.parametrize("made", SCHEMES.values(), ids=SCHEMES.keys())
+
+
+@each_scheme
+@pytest.mark.parametrize("profile", ["dev", "ci", "nightly"])
+def test_a_short_menu_serves_every_mesh(made, profile):
+    tried = menu.meshes(made, {}, None)
+    shapes = menu.shapes(made, {}, tried, SHAPES[profile])
+    assert 1 < len(shapes) <= {"dev": 8, "ci": 12, "nightly": 48}[profile]
+    assert len({tuple(shape.items()) for shape in shapes}) == len(shapes)
+    for mesh in tried:
+        served = [shape for shape in shapes if menu.compatible((*made.inputs, *made.outputs), shape, mesh)]
+        assert served, mesh
+
+
+@each_scheme
+def test_drawn_cases_are_of_the_menu_and_meet_every_mesh(made):
+    tried = menu.meshes(made, {}, None)
+    shapes = menu.shapes(made, {}, tried, 8)
+    cases = [draw_case(made, seeded_chooser(seed), {}, seed=seed) for seed in range(300)]
+    assert all(dict(case.dims) in shapes for case in cases)
+    assert {tuple(case.mesh.items()) for case in cases} == {tuple(mesh.items()) for mesh in tried}
+    assert max(case.world for case in cases) <= 64
+
+
+def test_the_first_shape_is_the_smallest():
+    made = SCHEMES["one cut"]
+    shapes = menu.shapes(made, {}, menu.meshes(made, {}, None), 8)
+    assert shapes[:3] == [{"b": 1, "s": 1, "v": 1}, {"b": 1, "s": 1, "v": 2}, {"b": 1, "s": 1, "v": 4}]
+    assert all(len(set(shape.values())) > 1 for shape in shapes[3:])  # unequal sizes are the rule
+
+
+def test_local_sizes():
+    made = declared({"tp": (4,)}, {"x": "b v/tp"}, "b tp=I")
+    shapes = menu.shapes(made, {}, menu.meshes(made, {}, None), 48)
+    assert {shape["v"] // 4 for shape in shapes} == {1, 2, 3, 5, 8} == {shape["b"] for shape in shapes}
+
+
+def sizes_of(name):
+    made = SCHEMES[name]
+    return menu.shapes(made, {}, menu.meshes(made, {}, None), 48)
+
+
+def test_relations_hold_in_every_shape():
+    assert all(shape["h"] == 2 * shape["g"] for shape in sizes_of("groups"))
+    assert all(shape["h"] == 3 * shape["g"] for shape in sizes_of("related"))
+    assert all(shape["h"] == shape["g"] + 1 for shape in sizes_of("shifted"))
+    assert all(shape["r"] == shape["s"] - 3 >= 0 for shape in sizes_of("shorter"))
+
+
+def test_menus_of_dims_are_kept():
+    assert {shape["s"] for shape in sizes_of("few sizes")} == {3, 4, 6}
+    assert {shape["p"] for shape in sizes_of("groups")} == {4}
+
+
+def test_offsets_hold_one_sequence_at_least():
+    assert min(shape["m"] for shape in sizes_of("packed")) == 2
+
+
+def refusal(made, **given):
+    with pytest.raises(ValueError) as caught:
+        made.case(**given)
+    return str(caught.value)
+
+
+def test_sizes_given_by_hand():
+    made = SCHEMES["swapped"]
+    assert refusal(made, cp=4, s=30) == (
+        "scheme 'function': s=30 cannot be cut by dual_chunk_swap over cp=4 (needs a multiple of 8); pad to 32"
+    )
+    assert made.case(cp=4, s=32).dims["s"] == 32
+    # Of the declared meshes those are kept that can cut it: 30 is no multiple of 4 or 8.
+    assert {made.case(s=30, seed=seed).cp for seed in range(40)} == {1, 3}
+    assert made.case(cp=5, s=10).mesh == {"cp": 5}
+
+
+def test_a_dim_in_a_relation_given_by_hand():
+    made = SCHEMES["groups"]
+    assert made.case(tp=2, h=12).dims == {"g": 6, "p": 4, "h": 12}
+    assert made.case(tp=2, g=4).dims["h"] == 8
+    none = "scheme 'function': no sizes agree with h=2*g and can be cut"
+    assert refusal(made, tp=1, h=5) == none
+    assert refusal(made, tp=1, h=6, g=4) == none
+
+
+def test_a_mesh_that_can_never_be_drawn():
+    made = declared({"tp": (1, 2, 4)}, {"x": "v/tp"}, "v/tp", dims={"v": (2, 6)})
+    assert refusal(made) == (
+        "scheme 'function': mesh {'tp': 4} can never be drawn: "
+        "v=2 cannot be cut by contiguous over tp=4 (needs a multiple of 4); pad to 4"
+    )
+    assert made.case(v=6).dims == {"v": 6}
+
+
+def test_a_world_above_the_limit_or_of_no_mesh():
+    made = SCHEMES["one cut"]
+    assert refusal(made, tp=65) == "scheme 'function': no mesh of {'tp': 65} has 64 ranks or fewer, which is the limit"
+    with pytest.raises(ValueError) as caught:
+        draw_case(made, seeded_chooser(0), {}, world=3)
+    assert str(caught.value) == "scheme 'function': no mesh of {'tp': (1, 2, 4)} has 3 ranks"
+
+
+def test_a_fixed_world():
+    made = SCHEMES["many meshes"]
+    drawn = {tuple(draw_case(made, seeded_chooser(s), {}, world=8).mesh.values()) for s in range(80)}
+    assert drawn == {(1, 1, 8), (1, 2, 4), (1, 4, 2), (2, 1, 4), (2, 2, 2), (2, 4, 1)}
