@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 
@@ -48,7 +48,7 @@ class Baton:
         self.waits = [None] * self.world
         self.finished = [False] * self.world
         self._streams = [torch.Generator().manual_seed(seed).get_state() for seed in seeds]
-        self._give(self._heir(self.world - 1))
+        self._give(self._heir(self._able(self.world - 1)))
 
     def over(self, seconds: float) -> bool:
         """Wait until every rank has left; False after that many seconds."""
@@ -90,7 +90,7 @@ class Baton:
         if self.waits[rank] is pending:
             self.waits[rank] = None
 
-    def fail(self, failure: RankFailure) -> None:
+    def fail(self, failure: RankFailure) -> NoReturn:
         """Record the first failure of the run and unwind this rank."""
         self.failure = self.failure or failure
         raise Halt
@@ -104,11 +104,11 @@ class Baton:
         if all(self.finished):
             self._over.release()
             return
-        heir = self._heir(rank)
-        if heir is None:
+        able = self._able(rank)
+        if not able:
             self.failure = self._stuck()
-            heir = self._heir(rank)
-        self._give(heir)
+            able = self._able(rank)
+        self._give(self._heir(able))
 
     def dismiss(self) -> None:
         """From outside, at the end: every rank that is not running leaves by itself; there are no more turns."""
@@ -119,10 +119,11 @@ class Baton:
 
     def _pass(self, rank: int) -> bool:
         """Give the turn away and get it back; False if there was nobody else to give it to."""
-        heir = self._heir(rank)
-        if heir is None:
+        able = self._able(rank)
+        if not able:
             self.failure = self._stuck()
             raise Halt
+        heir = self._heir(able)
         if heir == rank:
             return False
         self._streams[rank] = torch.default_generator.get_state()
@@ -135,11 +136,11 @@ class Baton:
         self.running = rank
         self._turns[rank].release()
 
-    def _heir(self, rank: int) -> int | None:
-        """Who runs next: after a failure anyone still to unwind, else anyone who waits for nothing."""
+    def _able(self, rank: int) -> list[int]:
+        """Who can run, from the next rank on: after a failure all who must still unwind, else who waits for nothing."""
         order = [(rank + step) % self.world for step in range(1, self.world + 1)]
         failed = self.failure is not None
-        able = [r for r in order if not self.finished[r] and (failed or self.waits[r] is None)]
-        if not able:
-            return None
-        return able[0] if failed or self._dice is None else self._dice.choice(able)
+        return [r for r in order if not self.finished[r] and (failed or self.waits[r] is None)]
+
+    def _heir(self, able: list[int]) -> int:
+        return able[0] if self.failure is not None or self._dice is None else self._dice.choice(able)

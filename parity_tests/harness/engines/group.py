@@ -3,6 +3,9 @@
 C++ reaches these methods too (functional collectives, DDP's reducer), by the overrides that torch declares.
 """
 
+# torch's stubs give each overload's arguments names of its own; no one signature fits them all.
+# pyright: reportIncompatibleMethodOverride=false, reportAssignmentType=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -11,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from parity_tests.harness.engines import arguments, world
 from parity_tests.harness.engines.arguments import listed, nested, reduce_op, root_place
@@ -48,8 +52,8 @@ def create(options: Any, backend_options: Any) -> LockstepGroup:
 class LockstepGroup(dist.ProcessGroup):
     """One rank's end of a group; `ranks` are global, in group order."""
 
-    def __init__(self, store: dist.Store, place: int, ranks: tuple[int, ...]) -> None:
-        super().__init__(place, len(ranks))
+    def __init__(self, store: Store, place: int, ranks: tuple[int, ...]) -> None:
+        super().__init__(place, len(ranks))  # pyright: ignore[reportCallIssue]  (the stub lacks this overload)
         self.ranks, self._store = ranks, store
         self._place, self._size, self._rank = place, len(ranks), ranks[place]
         self._traffic = world.here().traffic
@@ -64,7 +68,7 @@ class LockstepGroup(dist.ProcessGroup):
     def _has_hooks(self) -> bool:
         return False
 
-    def get_group_store(self) -> dist.Store:
+    def get_group_store(self) -> Store:
         return self._store
 
     def _set_group_name(self, name: str) -> None:
@@ -159,10 +163,16 @@ class LockstepGroup(dist.ProcessGroup):
         return self._meet("all_to_all", inputs, outputs, opts, splits=splits, expected=list(outputs))
 
     def all_to_all_single(
-        self, output: Tensor, input: Tensor, takes: Any, gives: Any, opts: Any = None, timeout: Any = None
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int] = (),
+        input_split_sizes: Sequence[int] = (),
+        opts: Any = None,
+        timeout: Any = None,
     ) -> Work:
-        gives = arguments.splits_of("the input", input, gives, self._size)
-        takes = arguments.splits_of("the output", output, takes, self._size)
+        gives = arguments.splits_of("the input", input, input_split_sizes, self._size)
+        takes = arguments.splits_of("the output", output, output_split_sizes, self._size)
 
         def cut(copies: list[Tensor]) -> list[Tensor]:
             return list(copies[0].split(gives))

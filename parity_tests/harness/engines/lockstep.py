@@ -71,7 +71,7 @@ class Session:
         self._axes = dict(case.mesh)
         self._baton = Baton(case.world)
         self._traffic = Traffic(self._baton, self._axes)
-        self._store = dist.HashStore()
+        self._store = c_api.HashStore()
         self._worlds = [world.RankWorld(self._traffic) for _ in range(case.world)]
         self._meshes: list[Any] = [None] * case.world
         self._threads = [

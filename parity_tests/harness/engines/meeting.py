@@ -27,23 +27,23 @@ class Meeting:
     """The calls of one sequence number of one group."""
 
     def __init__(self, size: int) -> None:
-        self.calls: list[Call | None] = [None] * size
+        self._calls: list[Call | None] = [None] * size
         self._missing = size
 
-    def arrive(self, call: Call) -> bool:
-        """Add one rank's call; True when it was the last and the results are in."""
-        here = [other for other in self.calls if other is not None]
+    def arrive(self, call: Call) -> list[Call]:
+        """Add one rank's call; when it was the last, all calls, their results known; else none."""
+        here = [other for other in self._calls if other is not None]
         # Splits are held against everybody's, one's own too; all else is equality, so one other is enough.
         for other in [*here, call] if call.row.op == "all_to_all" else here[:1]:
             _agree(other, call)
-        self.calls[call.place] = call
+        self._calls[call.place] = call
         self._missing -= 1
         if self._missing:
-            return False
-        calls = [c for c in self.calls if c is not None]
+            return []
+        calls = [c for c in self._calls if c is not None]
         for each, results in zip(calls, _results(calls), strict=True):
             each.results = results
-        return True
+        return calls
 
 
 def _agree(first: Call, second: Call) -> None:

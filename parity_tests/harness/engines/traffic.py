@@ -8,6 +8,7 @@ from __future__ import annotations
 import traceback
 from collections import defaultdict
 from contextlib import suppress
+from typing import NoReturn
 
 import torch
 
@@ -61,7 +62,7 @@ class Traffic:
             self._fail(Mismatch, f"{error}{self._default_group_note(error.first, error.second)}", call.row)
         if complete:
             del self._meetings[spot]
-            for each in meeting.calls:
+            for each in complete:
                 self._complete(each)
         self.baton.nudge(call.row.rank)
 
@@ -70,7 +71,7 @@ class Traffic:
         self._issue(call)
         mail = self._mail[key]
         try:
-            other = mail.send(call, peer) if call.row.op == "send" else mail.receive(call, peer)
+            other = mail.receive(call, peer) if call.row.op == "recv" or peer is None else mail.send(call, peer)
         except Disagreement as error:
             self._fail(Mismatch, str(error), call.row)
         if other is not None:
@@ -149,7 +150,7 @@ class Traffic:
         message = f"rank {rank} has reached no collective for {seconds:g} s; last {last or 'nothing'}\n{stack}"
         return self._failure(Stalled, message, rank, last.op if last else None, last.source if last else None)
 
-    def _fail(self, kind: type[RankFailure], message: str, row: Row) -> None:
+    def _fail(self, kind: type[RankFailure], message: str, row: Row) -> NoReturn:
         self.baton.fail(self._failure(kind, message, row.rank, row.op, row.source))
 
     def _failure(

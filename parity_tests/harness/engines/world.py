@@ -29,18 +29,23 @@ _here = threading.local()
 _identities = count(1)
 
 
-class RankWorld(c10d._World):
-    """The groups of one rank, and the traffic that they send into."""
+class RankWorld:
+    """The groups of one rank, under c10d's names for them, and the traffic that they send into."""
 
-    pg_map = pg_names = pg_group_ranks = pg_backend_config = group_count = None
-    tags_to_pg = pg_to_tag = pg_coalesce_state = default_pg = None
+    pg_config_info = c10d._World.pg_config_info
 
     def __init__(self, traffic: Traffic) -> None:
-        super().__init__()
         self.traffic, self.identity = traffic, next(_identities)
+        self.default_pg: dist.ProcessGroup | None = None
         self.group_count = 0
-        self.pg_map, self.pg_names, self.pg_group_ranks, self.pg_backend_config = {}, {}, {}, {}
-        self.tags_to_pg, self.pg_to_tag, self.pg_coalesce_state = {}, {}, {}
+        self.pg_map: dict[dist.ProcessGroup, Any] = {}
+        self.pg_names: dict[dist.ProcessGroup, Any] = {}
+        self.pg_group_ranks: dict[dist.ProcessGroup, Any] = {}
+        self.pg_backend_config: dict[dist.ProcessGroup, Any] = {}
+        self.pg_to_tag: dict[dist.ProcessGroup, Any] = {}
+        self.tags_to_pg: dict[str, list[dist.ProcessGroup]] = {}
+        self.pg_coalesce_state: dict[dist.ProcessGroup, Any] = {}
+        self.comms: list[Any] = []
 
     def mark(self) -> None:
         """Remember the groups of now."""
@@ -118,13 +123,13 @@ def installed(make_group: Callable[..., dist.ProcessGroup]) -> Iterator[None]:
     hook, stream = sys.excepthook, torch.default_generator.get_state()
     dist.Backend.register_backend(BACKEND, make_group, extended_api=True, devices=["cpu"])
     c10d._world = _Switchboard(kept["_world"])
-    torch.distributed.device_mesh.threading = _Identities()
-    c_api._set_thread_isolation_mode(True)
+    torch.distributed.device_mesh.threading = _Identities()  # pyright: ignore
+    c_api._set_thread_isolation_mode(True)  # pyright: ignore
     try:
         yield
     finally:
-        c_api._set_thread_isolation_mode(False)
-        torch.distributed.device_mesh.threading = threading
+        c_api._set_thread_isolation_mode(False)  # pyright: ignore
+        torch.distributed.device_mesh.threading = threading  # pyright: ignore
         for name, value in kept.items():
             setattr(c10d, name, value)
         if plugin is None:
