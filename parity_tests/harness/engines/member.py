@@ -25,7 +25,7 @@ from parity_tests.harness.engines.verdict import DIED, DONE, RUNNING, Outcome
 TICK_S = 0.01
 SHOW_S = 0.2  # between two signs of life
 COLLECT_S = 0.5  # for the others, after the first failure
-ANSWER_S = 5.0  # for a rank that was told to stop, and for one that hangs to come free
+ANSWER_S = 3.0  # for a rank that was told to stop, and for one that hangs to come free
 
 
 class Member:
