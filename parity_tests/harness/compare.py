@@ -128,7 +128,7 @@ def stitch(arg: Argument, pieces: Sequence[np.ndarray], case: CaseSpec, custom: 
     sizes = tuple(case.mesh[axis] for axis in names)
     parts = np.zeros((*sizes, *arg.shape(case)), dtype=np.asarray(pieces[0]).dtype)
     for at, local in zip(_ranks(case), pieces, strict=True):
-        target = parts[tuple(at[axis] for axis in names)]
+        target = parts[(*(at[axis] for axis in names), ...)]  # a view, of a scalar too
         held = inputs.positions(arg, case, at, custom)
         target[np.ix_(*held) if held else ...] = local
     keys = list(np.ndindex(*sizes[: len(repeating)]))

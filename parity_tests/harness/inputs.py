@@ -72,7 +72,7 @@ def addends(arg: Argument, array: np.ndarray, case: CaseSpec, kind: str) -> np.n
     terms = np.concatenate([terms, rounded(settled - terms.sum(0), case.dtype)[None]])
     owner = int(rng.integers(count))
     terms[:, ~finite] = 0.0
-    terms[owner][~finite] = array[~finite]
+    terms[owner, ~finite] = array[~finite]
     return terms
 
 
