@@ -9,10 +9,7 @@ import numpy as np
 
 
 def start(cache: str | None = None) -> Any:
-    """Import JAX for the CPU with float64, strict promotion and a persistent compilation cache; returns jax.
-
-    Errors: RuntimeError where JAX was imported before with x64 off and cannot be switched.
-    """
+    """Import JAX for the CPU with float64, strict promotion and a persistent compilation cache; returns jax."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     import jax
 
@@ -34,6 +31,8 @@ def to_jax(name: str, array: Any) -> Any:
     import jax.numpy as jnp
 
     if hasattr(array, "detach"):
+        if str(array.dtype) == "torch.bfloat16":
+            raise TypeError(f"bridge: {name!r} is torch.bfloat16, which NumPy lacks; widen it to float64 first")
         array = array.detach().contiguous().numpy()
     array = np.array(array, copy=True)
     moved = jnp.array(array, copy=True)
@@ -46,13 +45,12 @@ def from_jax(name: str, array: Any) -> np.ndarray:
 
     if not isinstance(array, jax.Array):
         raise TypeError(f"bridge: {name} is {type(array).__name__}; the reference must return JAX arrays")
-    if np.issubdtype(array.dtype, np.floating) and array.dtype != np.float64:
+    # bfloat16 is no floating dtype to NumPy.
+    if (np.issubdtype(array.dtype, np.floating) or str(array.dtype) == "bfloat16") and array.dtype != np.float64:
         raise TypeError(
             f"bridge: {name} came out as {array.dtype} for float64 inputs; drop the cast in the reference, "
             "which states the mathematics in float64"
         )
-    if str(array.dtype) == "bfloat16":
-        raise TypeError(f"bridge: {name} came out as bfloat16 for float64 inputs; drop the cast in the reference")
     return np.array(array, copy=True)
 
 

@@ -35,7 +35,7 @@ def generator(case: CaseSpec, name: str) -> Generator:
 
 def rounded(array: np.ndarray, dtype: str) -> np.ndarray:
     """The nearest values of `dtype`, as float64."""
-    return torch.from_numpy(np.ascontiguousarray(array)).to(getattr(torch, dtype)).double().numpy().reshape(array.shape)
+    return torch.tensor(array).to(getattr(torch, dtype)).double().numpy()
 
 
 def whole(arg: Argument, draw: Draw, case: CaseSpec) -> np.ndarray:
@@ -81,7 +81,7 @@ def own_term(arg: Argument, terms: np.ndarray, case: CaseSpec, coords: Mapping[s
     index = 0
     for axis in addend_axes(arg, kind):
         index = index * case.mesh[axis] + coords[axis]
-    return terms[index]
+    return terms[index, ...]  # an array, of a scalar too
 
 
 def cut_lengths(case: CaseSpec, dim: str, cut: Cut) -> Any:

@@ -143,3 +143,19 @@ def test_a_tree_of_parameters_and_outputs_by_name():
     assert [row.label for row in report.rows] == ["y", "half", "d/d params.inner.w", "d/d params.bias", "d/d x"]
     # Each rank returned the whole half where their sum was promised: twice too much, forward and back.
     assert [row.label for row in report.rows if not row.ok] == ["half", "d/d x"]
+
+
+def test_scalars_in_and_out():
+    def scaled_loss(mesh, x, scale):
+        return (x.double() ** 2).sum() * scale
+
+    made = scheme(
+        reference=lambda x, scale: (x**2).sum() * scale,
+        mesh={"tp": (1, 2)},
+        inputs={"x": "n tp=R", "scale": "tp=P"},
+        outputs="tp=P",
+        draw={"x": values("normal")},
+    )(scaled_loss)
+    report = made.verify(examples=6)
+    assert report.ok, str(report)
+    assert [(row.label, row.want.ndim) for row in report.rows] == [("out", 0), ("d/d x", 1), ("d/d scale", 0)]
