@@ -1,0 +1,210 @@
+"""The standing pool: what comes back, what stays between runs, what never does, and how fast it starts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.engines import pool
+from parity_tests.harness.engines.dispatched import FUNCTIONAL, IN_PLACE, REFUSED, SILENT
+from parity_tests.harness.engines.failure import NotRun, Raised
+
+HOT_START_S = 0.5
+LOADED = 2.0  # how much slower a machine may be that runs other work beside these tests
+
+
+def case(world: int, **more: Any) -> CaseSpec:
+    return CaseSpec("pool", {"tp": world}, **more)
+
+
+def total(mesh: Any, case: CaseSpec) -> float:
+    x = torch.full((3,), float(mesh.rank("tp")))
+    dist.all_reduce(x, group=mesh["tp"])
+    return x[0].item()
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_results_and_ledger(world: int) -> None:
+    ranks = pool.run(total, case(world))
+    assert ranks.results == (world * (world - 1) / 2,) * world
+    assert [row.rank for row in ranks.ledger.rows] == list(range(world))
+    assert {row.group for row in ranks.ledger.rows} == {tuple(range(world))}
+    assert 0 < ranks.seconds < HOT_START_S * LOADED
+
+
+def test_hot_start_at_world_8() -> None:
+    pool.run(total, case(8))
+    pool._pools[8, "gloo"].kill()
+    start = time.monotonic()
+    pool.run(total, case(8))
+    assert time.monotonic() - start < HOT_START_S * LOADED
+
+
+def test_groups_of_a_mesh_are_those_of_its_axes() -> None:
+    def both(mesh: Any, case: CaseSpec) -> list[float]:
+        x, y = torch.ones(1) * dist.get_rank(), torch.ones(1) * dist.get_rank()
+        dist.all_reduce(x, group=mesh["dp"])
+        dist.all_reduce(y, group=mesh["tp"])
+        return [x.item(), y.item()]
+
+    ranks = pool.run(both, CaseSpec("pool", {"dp": 2, "tp": 2}))
+    assert ranks.results == ([2, 1], [4, 1], [2, 5], [4, 5])
+    assert [(row.group_name, row.group) for row in ranks.ledger.of(1)] == [("dp", (1, 3)), ("tp", (0, 1))]
+
+
+def test_a_rank_has_one_thread_for_torch_and_no_jax() -> None:
+    def inside(mesh: Any, case: CaseSpec) -> tuple:
+        return "jax" in sys.modules, torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+
+    assert pool.run(inside, case(2)).results == ((False, 1, "1"),) * 2
+    assert len(list(Path(f"/proc/{pool.pids()[0]}/task").iterdir())) == 1
+
+
+def test_only_the_loopback_device_is_listened_on() -> None:
+    def listening(mesh: Any, case: CaseSpec) -> list[str]:
+        total(mesh, case)
+        links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+        own = {link[8:-1] for link in links if link.startswith("socket:[")}
+        lines = [
+            line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+        ]
+        return [line[1].partition(":")[0] for line in lines if line[3] == "0A" and line[9] in own]
+
+    loopback = socket.inet_aton("127.0.0.1")[::-1].hex().upper()
+    found = pool.run(listening, case(2)).results
+    assert all(found)
+    assert {address for addresses in found for address in addresses} == {loopback}
+
+
+def test_a_function_travels_once() -> None:
+    def counts(mesh: Any, case: CaseSpec, calls: list = []) -> int:  # noqa: B006  a rank keeps it between runs
+        calls.append(1)
+        return len(calls)
+
+    assert [pool.run(counts, case(2)).results for _ in range(3)] == [(1, 1), (2, 2), (3, 3)]
+
+
+def test_what_a_function_closes_over_travels_as_it_is_now() -> None:
+    factor = 2
+
+    def scaled(mesh: Any, case: CaseSpec) -> int:
+        return factor
+
+    assert pool.run(scaled, case(2)).results == (2, 2)
+    factor = 3
+    assert pool.run(scaled, case(2)).results == (3, 3)
+
+
+def test_operators_of_torch_travel() -> None:
+    relu = torch.ops.aten.relu.default
+
+    def uses(mesh: Any, case: CaseSpec) -> list[float]:
+        return torch.ops.aten.add(relu(torch.tensor([-1.0])), 1).tolist()
+
+    assert pool.run(uses, case(2)).results == ([1.0], [1.0])
+
+
+def test_each_rank_draws_its_own_numbers_and_the_same_again() -> None:
+    def draws(mesh: Any, case: CaseSpec) -> list[float]:
+        return torch.rand(2).tolist()
+
+    first, second = pool.run(draws, case(2, seed=5)).results, pool.run(draws, case(2, seed=5)).results
+    assert first == second
+    assert first[0] != first[1]
+    assert first != pool.run(draws, case(2, seed=7)).results
+
+
+def test_groups_that_a_function_makes_do_not_pile_up() -> None:
+    def open_files(mesh: Any, case: CaseSpec) -> int:
+        total(mesh, case)
+        inner = dist.new_group(list(range(mesh.size("tp"))))
+        dist.all_reduce(torch.ones(1), group=inner)
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    counts = [pool.run(open_files, case(2)).results for _ in range(6)]
+    assert counts[-1] == counts[1]
+
+
+def test_an_exception_that_no_pickle_takes() -> None:
+    def raises(mesh: Any, case: CaseSpec) -> None:
+        class Local(Exception):
+            def __reduce__(self) -> str:
+                raise RuntimeError("not this one")
+
+        raise Local("deep inside")
+
+    with pytest.raises(Raised, match=r"rank 0 raised Local: deep inside at test_pool\.py:") as caught:
+        pool.run(raises, case(2))
+    assert "in raises" in caught.value.__notes__[0]
+
+
+def test_a_result_that_no_pickle_takes() -> None:
+    def returns(mesh: Any, case: CaseSpec) -> Any:
+        return (i for i in range(3))
+
+    with pytest.raises(Raised, match="cannot pickle 'generator' object"):
+        pool.run(returns, case(2))
+
+
+def test_leaving_by_exit_is_an_exception() -> None:
+    def leaves(mesh: Any, case: CaseSpec) -> None:
+        sys.exit(0)
+
+    with pytest.raises(Raised, match="rank 0 raised SystemExit: 0"):
+        pool.run(leaves, case(2))
+
+
+def test_a_rank_killed_between_runs_is_replaced() -> None:
+    pool.run(total, case(2))
+    before = pool._pools[2, "gloo"].pids
+    os.kill(before[1], signal.SIGKILL)
+    while pool._server.exit_code(before[1]) is None:
+        time.sleep(0.01)
+    assert pool.run(total, case(2)).results == (1.0, 1.0)
+    assert pool._pools[2, "gloo"].pids != before
+
+
+def test_a_server_killed_between_runs_is_replaced() -> None:
+    pool.run(total, case(2))
+    os.kill(pool.pids()[0], signal.SIGKILL)
+    pool._server._process.wait(10)
+    assert pool.run(total, case(2)).results == (1.0, 1.0)
+
+
+def test_threads_of_the_caller_take_turns() -> None:
+    found: dict[int, tuple] = {}
+
+    def ask(world: int) -> None:
+        found[world] = pool.run(total, case(world)).results
+
+    threads = [threading.Thread(target=ask, args=(world,)) for world in (1, 2, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {1: (0.0,), 2: (1.0,) * 2, 4: (6.0,) * 4}
+
+
+def test_nccl_without_enough_gpus_is_not_run() -> None:
+    with pytest.raises(NotRun) as caught:
+        pool.run(total, case(64), backend="nccl")
+    assert str(caught.value) == f"nccl needs 64 GPUs, {torch.cuda.device_count()} are here; not run"
+
+
+def test_every_operator_of_c10d_is_written_down_or_refused() -> None:
+    known = {"c10d": {*IN_PLACE, *SILENT}, "_c10d_functional": {*FUNCTIONAL, *SILENT, *REFUSED}}
+    for name in torch._C._dispatch_get_all_op_names():
+        namespace, _, operator = name.partition("::")
+        if namespace in known:
+            assert operator.partition(".")[0] in known[namespace], name

@@ -1,0 +1,141 @@
+"""The protocol check by hand-written ledgers: what fits, what does not, and what is not known yet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from parity_tests.harness.engines.ledger import Ledger, Row
+from parity_tests.harness.engines.protocol import crossed, disagreement
+
+
+def row(rank: int, seq: int = 0, op: str = "all_reduce", **more: Any) -> Row:
+    given = {
+        "group": (0, 1),
+        "group_name": "tp",
+        "dtypes": ("float32",),
+        "shapes": ((3,),),
+        "bytes_in": 12,
+        "bytes_out": 12,
+        "source": f"scheme.py:{10 * rank + seq}",
+    }
+    return Row(rank=rank, seq=seq, op=op, **(given | more))
+
+
+def both(*more: dict[str, Any]) -> Ledger:
+    return Ledger([row(rank, **fields) for rank, fields in enumerate(more)])
+
+
+@pytest.mark.parametrize(
+    ("what", "first", "second"),
+    [
+        ("op differs", {}, {"op": "broadcast", "root": 0}),
+        ("reduce op differs", {"reduce_op": "SUM"}, {"reduce_op": "MAX"}),
+        ("root differs", {"op": "broadcast", "root": 0}, {"op": "broadcast", "root": 1}),
+        ("dtype differs", {}, {"dtypes": ("int32",)}),
+        ("shape differs", {}, {"shapes": ((3, 1),)}),
+        ("shape differs", {}, {"shapes": ((3,), (3,)), "dtypes": ("float32", "float32")}),
+    ],
+)
+def test_property(what: str, first: dict[str, Any], second: dict[str, Any]) -> None:
+    found = disagreement(both(first, second))
+    assert found is not None
+    assert (found.what, found.row.rank, list(found.others)) == (what, 1, [0])
+    assert "scheme.py:10" in str(found)
+    assert "scheme.py:0" in found.others[0]
+
+
+def test_phase_source_async_and_bytes_may_differ() -> None:
+    assert disagreement(both({"phase": "fwd"}, {"phase": "bwd", "is_async": True, "source": "other.py:1"})) is None
+
+
+def test_the_odd_one_out_is_named() -> None:
+    shapes = [(3,), (2,), (3,), (3,)]
+    found = disagreement(Ledger([row(r, shapes=(s,), group=(0, 1, 2, 3)) for r, s in enumerate(shapes)]))
+    assert found is not None
+    assert (found.row.rank, sorted(found.others)) == (1, [0, 2, 3])
+
+
+def test_the_first_in_the_order_of_issue_is_found() -> None:
+    rows = [
+        row(0, group_name="cp", reduce_op="SUM"),
+        row(0, reduce_op="SUM"),
+        row(1, group_name="cp", reduce_op="MAX"),
+        row(1, reduce_op="MAX"),
+    ]
+    found = disagreement(Ledger(rows[1::2] + rows[::2]))
+    assert found is not None
+    assert found.row.group_name == "tp"
+    found = disagreement(Ledger(rows))
+    assert found is not None
+    assert found.row.group_name == "cp"
+
+
+def test_rows_left_over_count_only_when_all_have_finished() -> None:
+    ledger = Ledger([row(0), row(0, 1), row(1)])
+    assert disagreement(ledger, complete=False) is None
+    found = disagreement(ledger)
+    assert found is not None
+    assert found.what == "not all ranks took part"
+    assert found.others[1].startswith("rank 1 issued nothing more in this group after all_reduce")
+
+
+def test_a_rank_without_a_row_has_not_taken_part() -> None:
+    found = disagreement(Ledger([row(0)]))
+    assert found is not None
+    assert found.others == {1: "rank 1 issued nothing in this group"}
+
+
+def test_splits_are_checked_in_pairs() -> None:
+    fits = [((1, 2), (1, 3)), ((3, 4), (2, 4))]
+    assert disagreement(both(*({"op": "all_to_all", "splits": s} for s in fits))) is None
+    fits[1] = ((3, 4), (1, 4))
+    found = disagreement(both(*({"op": "all_to_all", "splits": s} for s in fits)))
+    assert found is not None
+    assert found.what == "splits differ: rank 0 sends 2 rows to rank 1, which expects 1"
+
+
+def test_a_scatter_has_inputs_on_its_root_only() -> None:
+    root = {"op": "scatter", "root": 0, "dtypes": ("float32",) * 2, "shapes": ((3,), (3,))}
+    other = {"op": "scatter", "root": 0, "dtypes": (), "shapes": (), "bytes_in": 0}
+    assert disagreement(both(root, other)) is None
+    found = disagreement(both(root, other | {"bytes_out": 8}))
+    assert found is not None
+    assert found.what == "size differs: rank 1 expects 8 bytes of the scatter"
+
+
+def test_messages_are_matched_by_pair_and_tag() -> None:
+    def message(rank: int, op: str, seq: int = 0, tag: int = 0, size: int = 4) -> Row:
+        return row(rank, seq, op, peer=1 - rank, tag=tag, shapes=((size,),))
+
+    crossed_tags = [
+        message(0, "send", 0, 1),
+        message(0, "send", 1, 2),
+        message(1, "recv", 0, 2),
+        message(1, "recv", 1, 1),
+    ]
+    assert disagreement(Ledger(crossed_tags)) is None
+    found = disagreement(Ledger([message(0, "send"), message(1, "recv", size=2)]))
+    assert found is not None
+    assert (found.what, found.row.op) == ("shape differs", "recv")
+    for alone, silent in (
+        (message(0, "send"), "rank 1 posted no recv for it"),
+        (message(0, "recv"), "rank 1 sent nothing for it"),
+    ):
+        found = disagreement(Ledger([alone]))
+        assert found is not None
+        assert found.others == {1: silent}
+        assert disagreement(Ledger([alone]), complete=False) is None
+
+
+def test_a_recv_from_anyone_takes_any_send() -> None:
+    assert disagreement(Ledger([row(0, op="send", peer=1), row(1, op="recv", peer=None)])) is None
+
+
+def test_waiting_in_two_groups_of_the_same_ranks_is_final() -> None:
+    found = crossed({0: row(0), 1: row(1, group_name="world")})
+    assert found is not None
+    assert found.what == "group differs"
+    assert crossed({0: row(0), 1: row(1, group=(1, 2), group_name="world")}) is None
+    assert crossed({0: row(0), 1: row(1, 1)}) is None

@@ -1,0 +1,62 @@
+"""When nothing moves: the board and the processor time of ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+from parity_tests.harness.engines.board import COMPUTING, SLOT, WAITING, Board
+from parity_tests.harness.engines.watch import _Stillness
+
+
+def after_steps(code: str, board: Board) -> _Stillness:
+    """Stillness after ten steps beside a process that runs this code."""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        process.stdout.read(1)
+        still = _Stillness(board)
+        still.step(1.0, [SimpleNamespace(pid=process.pid)])
+        for _ in range(10):
+            time.sleep(0.05)
+            still.step(1.0, [SimpleNamespace(pid=process.pid)])
+        process.kill()
+    return still
+
+
+def test_a_rank_at_work_is_not_idle() -> None:
+    still = after_steps("print(1, flush=True)\nwhile True: pass", Board(None, 2))
+    assert still.seconds == 11
+    assert still.idle_seconds < 10
+
+
+def test_a_rank_asleep_is_idle() -> None:
+    still = after_steps("import time\nprint(1, flush=True)\ntime.sleep(60)", Board(None, 2))
+    assert still.seconds == 11
+    assert still.idle_seconds >= 8  # its last words may fall into the first steps
+
+
+def test_a_change_on_the_board_starts_the_clock_anew() -> None:
+    board = Board(None, 2)
+    still = _Stillness(board)
+    still.step(1.0, [])
+    board.slot(1).enter(WAITING)
+    still.step(1.0, [])
+    assert (still.seconds, still.idle_seconds) == (0.0, 0.0)
+    still.step(1.0, [])
+    assert (still.seconds, still.idle_seconds) == (1.0, 1.0)
+
+
+def test_a_slot_holds_the_last_collective_and_no_more_than_its_size() -> None:
+    board = Board(None, 2)
+    assert str(board.status(1)) == "starts"
+    first, second = board.slot(0), board.slot(1)
+    second.issue("", COMPUTING)
+    assert str(board.status(1)) == "computes, nothing issued yet"
+    first.issue("x" * 2 * SLOT)
+    second.issue("all_reduce float32[3]")
+    assert str(board.status(1)) == "waits in all_reduce float32[3]"
+    second.enter(COMPUTING)
+    assert str(board.status(1)) == "computes; its last was all_reduce float32[3]"
+    assert len(board.status(0).text) < SLOT
+    assert board.writes() == (1, 3)
