@@ -16,7 +16,7 @@ from numpy.random import Generator
 
 from parity_tests.harness.case import CaseSpec
 
-FLOAT_KINDS = ("normal", "zeros", "ones", "iota", "ties", "huge", "large", "tiny", "neg_inf_mask")
+FLOAT_KINDS = ("normal", "zeros", "ones", "iota", "ties", "huge", "large", "tiny", "peaked", "neg_inf_mask")
 PLACES = ("first", "middle", "last", "before", "after")
 _RANGE = {"float64": 1e300, "float32": 3e38, "bfloat16": 3e38, "float16": 6e4}
 _TINY = {"float64": 1e-290, "float32": 1e-30, "bfloat16": 1e-30, "float16": 1e-3}
@@ -116,6 +116,10 @@ def _floats(kind: str, shape: tuple[int, ...], rng: Generator, dtype: str, full_
         return normal * 10.0 ** rng.uniform(0.0, math.log10(math.sqrt(_RANGE[dtype]) / 64.0), shape)
     if kind == "tiny":
         return normal * _TINY[dtype]
+    if kind == "peaked" and normal.ndim:
+        # One nearly certain answer per row, as a trained model gives: 1 - p is tiny and must be right all the same.
+        peak = rng.integers(0, max(shape[-1], 1), size=shape[:-1])
+        return np.where(np.arange(shape[-1]) == peak[..., None], normal + 24.0, normal)
     if kind == "neg_inf_mask" and normal.ndim:
         masked = rng.random(shape) < 0.4
         if not full_rows:

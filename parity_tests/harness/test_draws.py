@@ -85,7 +85,7 @@ def test_integers_reach_both_ends():
 def test_every_kind_is_drawn():
     assert {case.values["logits"]["kind"] for case in cases(tokens, 200)} == set(FLOAT_KINDS)
     assert set(FLOAT_KINDS) == {
-        "zeros", "ones", "iota", "normal", "large", "huge", "ties", "neg_inf_mask", "tiny"
+        "zeros", "ones", "iota", "normal", "large", "huge", "ties", "neg_inf_mask", "tiny", "peaked"
     }  # fmt: skip
 
 

@@ -49,7 +49,7 @@ def evidence(
         loose_budget=row.loose_budgets,
         dtype=COARSER[case.dtype],
         largest=torch.finfo(getattr(torch, case.dtype)).max,
-        poison=next((f"{r.op} at {r.source}" for r in ledger.rows if r.is_async), None),
+        poison=next((f"{r.op} at {r.source}" for r in ledger.rows if r.is_async or r.op == "recv"), None),
         backward=next((f"{r.op} at {r.source} [bwd]" for r in ledger.rows if r.phase == "bwd"), None),
         first_divergence=protocol[0] if protocol else None,
     )
