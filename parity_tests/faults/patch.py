@@ -1,0 +1,174 @@
+"""Plant one fault: import the code under test anew from patched text, in memory; the tree is never written.
+
+A plot holds its own copies of torch_impl and of the parity tests that use it. Inside `with plot:` they stand in
+sys.modules and in the harness; outside, the healthy ones do. To ranks in other processes the patch travels by
+value, and each of them imports its own copies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+if TYPE_CHECKING:
+    from parity_tests.faults.fault import Fault
+
+ROOT = Path(__file__).resolve().parents[2]
+HARNESS_FOLDERS = ("harness", "faults", "benchmarks")
+
+
+class StaleFault(ValueError):
+    """The text that a fault replaces is not in its file exactly once."""
+
+
+def patched_text(fault: Fault) -> str:
+    """The text of the fault's file with the fault in it. Errors: StaleFault."""
+    text = (ROOT / fault.file).read_text()
+    count = text.count(fault.old)
+    if count != 1:
+        raise StaleFault(f"fault {fault.name!r} is stale: its old text occurs {count} times in {fault.file}, not once")
+    return text.replace(fault.old, fault.new)
+
+
+class Plot:
+    """The modules of one fault, swapped in and out as a whole.
+
+    `names` are imported under the patch at once; what else of the code under test is imported inside the block
+    belongs to the plot too.
+    """
+
+    def __init__(self, file: str, text: str, names: Iterable[str] = ()) -> None:
+        self.file, self.text = file, text
+        self._own: dict[str, ModuleType] = {}
+        self._away: dict[str, ModuleType] = {}
+        self._bound: list[tuple[dict[str, Any], str, Any]] = []
+        self._finder = _Finder(str(ROOT / file), text)
+        with self:
+            self.modules = [importlib.import_module(name) for name in names]
+
+    @classmethod
+    def of(cls, fault: Fault, names: Iterable[str] = ()) -> Plot:
+        return cls(fault.file, patched_text(fault), names)
+
+    def __enter__(self) -> Plot:
+        self._away = _taken()
+        _put(self._own)
+        sys.meta_path.insert(0, self._finder)
+        self._bound = list(_bindings(self._away))
+        for namespace, name, value in self._bound:
+            namespace[name] = _counterpart(value)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for namespace, name, value in self._bound:
+            namespace[name] = value
+        sys.meta_path.remove(self._finder)
+        self._own = _taken()
+        _put(self._away)
+
+    @contextlib.contextmanager
+    def lifted(self) -> Iterator[None]:
+        """The healthy modules for a while, from inside the block."""
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+    def ship(self, job: Callable[..., Any]) -> Callable[..., Any]:
+        """A job of this plot's code that travels with the patch. To be pickled inside the block."""
+        return Shipped(job, self)
+
+
+class Shipped:
+    """A job that is unpickled and run under its patch, in whatever process it arrives."""
+
+    def __init__(self, job: Callable[..., Any], plot: Plot) -> None:
+        self.fn = getattr(job, "fn", job)  # whom the harness asks whether it can travel
+        self._job, self._plot = job, plot
+
+    def __call__(self, *args: Any) -> Any:
+        with self._plot:
+            return self._job(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrived, (self._plot.file, self._plot.text, cloudpickle.dumps(self._job))
+
+
+def _arrived(file: str, text: str, job: bytes) -> Shipped:
+    plot = Plot(file, text)
+    with plot:
+        return Shipped(cloudpickle.loads(job), plot)
+
+
+class _Finder:
+    """Finds one module, the patched one, with its text in place of its file's."""
+
+    def __init__(self, path: str, text: str) -> None:
+        self._path, self._text = path, text
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: Any = None) -> ModuleSpec | None:
+        if not _is_under_test(name):
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.origin == self._path:
+            spec.loader = _Loader(name, self._path, self._text)
+        return spec
+
+
+class _Loader(SourceFileLoader):
+    """Compiles the given text and asks no cache of bytecode."""
+
+    def __init__(self, name: str, path: str, text: str) -> None:
+        super().__init__(name, path)
+        self._text = text
+
+    def get_code(self, fullname: str) -> CodeType:
+        return compile(self._text, self.path, "exec", dont_inherit=True)
+
+
+def _is_under_test(name: str) -> bool:
+    """Production, and the parity tests of components; the harness judges and stays as it is."""
+    package, _, rest = name.partition(".")
+    if package == "torch_impl":
+        return True
+    return package == "parity_tests" and "." in rest and rest.split(".")[0] not in HARNESS_FOLDERS
+
+
+def _taken() -> dict[str, ModuleType]:
+    """Take the modules under test out of sys.modules."""
+    return {name: sys.modules.pop(name) for name in list(sys.modules) if _is_under_test(name)}
+
+
+def _put(modules: dict[str, ModuleType]) -> None:
+    """Put modules into sys.modules, and into the packages that stay, where imports leave them too."""
+    sys.modules.update(modules)
+    for name, module in modules.items():
+        package, _, child = name.rpartition(".")
+        if package in sys.modules and package not in modules:
+            setattr(sys.modules[package], child, module)
+
+
+def _bindings(away: dict[str, ModuleType]) -> Iterable[tuple[dict[str, Any], str, Any]]:
+    """Where the harness itself holds modules, classes or functions of production."""
+    for module in [sys.modules[name] for name in list(sys.modules) if name.startswith("parity_tests.harness.")]:
+        for name, value in list(vars(module).items()):
+            home = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+            if isinstance(home, str) and home in away and home.startswith("torch_impl"):
+                yield vars(module), name, value
+
+
+def _counterpart(value: Any) -> Any:
+    """The same thing in the modules that stand in sys.modules now."""
+    if isinstance(value, ModuleType):
+        return importlib.import_module(value.__name__)
+    return getattr(importlib.import_module(value.__module__), getattr(value, "__qualname__", ""), value)

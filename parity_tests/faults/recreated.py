@@ -1,0 +1,199 @@
+"""Mistakes that were made elsewhere, re-created on our components.
+
+The classes of TrainVerify's artifact, and those findings of NVIDIA/Megatron-LM #7452 for which
+there is a component. Where theirs stood in a component that is not here, the nearest of ours carries it.
+"""
+
+from parity_tests.faults.fault import Fault
+
+PLAIN = "torch_impl/collectives/plain.py"
+ALL_GATHER = "torch_impl/collectives/all_gather.py"
+ALL_REDUCE = "torch_impl/collectives/all_reduce.py"
+RING_SHIFT = "torch_impl/collectives/ring_shift.py"
+JOINT = "torch_impl/vocab_parallel/joint.py"
+ROWS = "torch_impl/vocab_parallel/rows.py"
+STATISTICS = "torch_impl/vocab_parallel/statistics.py"
+
+TRAIN_VERIFY = (
+    Fault(
+        name="all-reduce missing, data flow intact",
+        kind="reduction",
+        file=ALL_REDUCE,
+        old="ctx.group, ctx.out = group, out\n        return summed(x, group)",
+        new="ctx.group, ctx.out = group, out\n        return x.clone()",
+        expect="value: missing a sum over tp",
+    ),
+    Fault(
+        name="all-reduce there, its result lost",
+        kind="reduction",
+        file=PLAIN,
+        old="dist.all_reduce(total, op=",
+        new="dist.all_reduce(total.clone(), op=",
+        expect="value: missing a sum over tp",
+    ),
+    Fault(
+        name="all-gather for all-reduce",
+        kind="reduction",
+        file=ALL_REDUCE,
+        old="from torch_impl.collectives.plain import summed",
+        new="from torch_impl.collectives.plain import gathered\n\n\n"
+        "def summed(x, group):\n    return gathered(x.unsqueeze(0), group, 0, [1] * group.size())[0]",
+        expect="cost: all_gather: declared 0 calls",
+    ),
+    Fault(
+        name="all-reduce for all-gather",
+        kind="reduction",
+        file=STATISTICS,
+        old="return gathered(statistics.unsqueeze(0), group, 0, [1] * group.size())",
+        new="from torch_impl.collectives.plain import summed\n\n"
+        "    return summed(statistics, group).expand(group.size(), *statistics.shape)",
+        expect="cost: all_gather: declared 1 calls",
+    ),
+    Fault(
+        name="reduction missing in a fused backward",
+        kind="reduction",
+        file=ALL_GATHER,
+        old='if ctx.out == "R":',
+        new='if ctx.out == "none":',
+        expect="gradient: ",
+    ),
+    Fault(
+        name="wrong neighbour",
+        kind="schedule",
+        file=RING_SHIFT,
+        old="to, source = (rank + shift) % world, (rank - shift) % world",
+        new="to, source = (rank - shift) % world, (rank + shift) % world",
+        expect="value: ",
+    ),
+    Fault(
+        name="one rank sends to another than the others do",
+        kind="schedule",
+        file=RING_SHIFT,
+        old="to, source = (rank + shift) % world, (rank - shift) % world",
+        new="to, source = (rank + (shift if rank else -shift)) % world, (rank - shift) % world",
+        expect="value: wrong only where tp rank",
+    ),
+    Fault(
+        name="one rank has another constant",
+        kind="scale",
+        file=JOINT,
+        old="statistics[:, part] = local(block, block_column, plan.temperature,",
+        new="statistics[:, part] = local(block, block_column, plan.temperature * (1 + (plan.group.rank() == 1)),",
+        expect="value: ",
+    ),
+    Fault(
+        name="one rank has another exponent",
+        kind="scale",
+        file=JOINT,
+        old="statistics[:, part] = local(block, block_column,",
+        new="statistics[:, part] = local(block * (0.6931 if plan.group.rank() == 1 else 1.0), block_column,",
+        expect="value: ",
+    ),
+    Fault(
+        name="ranks have inconsistent constants",
+        kind="scale",
+        file=JOINT,
+        old="write(out, block, plan.temperature, *",
+        new="write(out, block, plan.temperature * (1 + plan.group.rank()), *",
+        expect="gradient: ",
+    ),
+    Fault(
+        name="one rank's backward takes the wrong tensors",
+        kind="buffer",
+        file=JOINT,
+        old="logits, largest, log_total, column, depth = ctx.saved_tensors\n",
+        new="logits, largest, log_total, column, depth = ctx.saved_tensors\n"
+        "    if plan.group.rank() == 1:\n        largest, log_total = log_total, largest\n",
+        expect="gradient: wrong only where tp rank 1 owns",
+    ),
+    Fault(
+        name="backward reversed on one rank",
+        kind="schedule",
+        file=RING_SHIFT,
+        old="_shifted(cotangent, ctx.group, -ctx.shift)",
+        new="_shifted(cotangent, ctx.group, ctx.shift if ctx.group.rank() == 1 else -ctx.shift)",
+        expect="deadlock: ",
+    ),
+    Fault(
+        name="gradient divided by the number of ranks",
+        kind="scale",
+        file=ALL_REDUCE,
+        old='gradient = summed(cotangent, ctx.group) if ctx.out == "R" else cotangent',
+        new='gradient = summed(cotangent, ctx.group) / ctx.group.size() if ctx.out == "R" else cotangent',
+        expect="gradient: off by the constant factor",
+    ),
+    Fault(
+        name="backward scaled otherwise than forward",
+        kind="scale",
+        file=JOINT,
+        old="out.copy_(gradient if temperature == 1.0 else gradient / temperature)",
+        new="out.copy_(gradient if temperature == 1.0 else gradient / temperature**2)",
+        expect="gradient: off by the constant factor",
+    ),
+    Fault(
+        name="last operation of the last block missing",
+        kind="schedule",
+        file=JOINT,
+        old="        write(out, block, plan.temperature,",
+        new="        if part.start and part.stop == largest.numel():\n            out.zero_()\n            continue\n"
+        "        write(out, block, plan.temperature,",
+        expect="gradient: ",
+    ),
+)
+
+MEGATRON = (
+    Fault(
+        name="cross entropy on gathered logits",
+        kind="statistic",
+        file=STATISTICS,
+        old="return Normaliser(largest.squeeze(0), rest.log1p())",
+        new="return Normaliser(largest.squeeze(0), rest.log1p() + math.log(len(m_r)))",
+        expect="value: log tp",
+    ),
+    Fault(
+        name="entropy from one rank's statistics",
+        kind="statistic",
+        file=STATISTICS,
+        old="return torch.where(weight == 0, 0.0, weight * (d_r + above)).sum(0)",
+        new="return torch.where(weight == 0, 0.0, weight * (d_r + above))[0]",
+        expect="value: ",
+    ),
+    Fault(
+        name="statistics exchanged over the global group",
+        kind="group",
+        file=JOINT,
+        old="st.exchanged(_local_statistics(logits, column, plan), plan.group)",
+        new="st.exchanged(_local_statistics(logits, column, plan), torch.distributed.group.WORLD)",
+        expect="hygiene: the default group is used inside a sub-group",
+    ),
+    Fault(
+        name="padding mask from the rank's own targets",
+        kind="group",
+        file=JOINT,
+        old="torch.where(z_t.view(-1) == math.inf, st.NOBODYS, column)",
+        new="torch.where(column == st.NOT_HERE, st.NOBODYS, column)",
+        expect="gradient: ",
+    ),
+    Fault(
+        name="replicated value with a partial gradient",
+        kind="tied",
+        file=ALL_REDUCE,
+        old='gradient = summed(cotangent, ctx.group) if ctx.out == "R" else cotangent',
+        new="gradient = cotangent",
+        expect="gradient: ",
+    ),
+    Fault(
+        name="replicated gradient counted once per rank",
+        kind="tied",
+        file=ALL_REDUCE,
+        old='gradient = summed(cotangent, ctx.group) if ctx.out == "R" else cotangent',
+        new="gradient = summed(cotangent, ctx.group)",
+        expect="gradient: off by the constant factor",
+    ),
+)
+
+FAULTS = tuple(
+    Fault(**{**vars(fault), "source": source})
+    for source, faults in (("TrainVerify", TRAIN_VERIFY), ("NVIDIA/Megatron-LM #7452", MEGATRON))
+    for fault in faults
+)

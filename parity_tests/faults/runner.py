@@ -1,0 +1,178 @@
+"""The killing run: every fault on drawn cases of the schemes that it concerns, until an oracle sees it.
+
+A round is one example of each scheme that runs code of the fault's file. The baseline beside it is a parity test as
+it is often written: two ranks, one shape, equal shards, three seeds, the same budgets.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from parity_tests.faults.fault import Fault
+from parity_tests.faults.patch import Plot
+from parity_tests.faults.trials import Course, Trial
+from parity_tests.harness import bridge, discover
+from parity_tests.harness.report import Report
+from parity_tests.harness.scheme import TABLE, Scheme
+
+EXAMPLES = 40
+MORE_ROUNDS = 5  # after the first catch: their words too are compared with what the fault expects
+NOT_TRIED = {"compiled_logprob": "would be compiled anew for each fault and shape; its eager twin is tried"}
+
+
+class FalseAlarm(RuntimeError):
+    """A scheme that is not equal to its reference on a case without any fault: no kill can be told from it."""
+
+
+@dataclass(frozen=True)
+class Catch:
+    """One report that was not equal: whose, in which round, which oracles spoke and in what words."""
+
+    scheme: str
+    example: int
+    oracles: tuple[str, ...]
+    words: str
+
+    @property
+    def by_value(self) -> bool:
+        """Whether a comparison of values alone, or a failed rank, would have seen it."""
+        return not set(self.oracles) <= {"protocol", "cost", "hygiene"}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one fault. `baseline` counts values and failed ranks alone, `baseline_conduct` all oracles."""
+
+    fault: Fault
+    concerned: int
+    judged: int
+    catches: tuple[Catch, ...]
+    baseline: bool
+    baseline_conduct: bool
+    seconds: float
+
+    @property
+    def killed(self) -> bool:
+        return bool(self.catches)
+
+    @property
+    def examples(self) -> int | None:
+        """Examples to kill: of the scheme that saw it first."""
+        return self.catches[0].example if self.catches else None
+
+    @property
+    def examples_by_value(self) -> int | None:
+        """Examples until values alone, or a failed rank, give it away."""
+        return next((catch.example for catch in self.catches if catch.by_value), None)
+
+    @property
+    def note(self) -> str | None:
+        """`first` if the first catch says what is expected, `later` if one of the next does, `wrong` if none."""
+        if not self.catches:
+            return None
+        said = [is_said(self.fault.expect, catch) for catch in self.catches]
+        return "first" if said[0] else "later" if any(said) else "wrong"
+
+
+class Range:
+    """The healthy schemes and their trials, shared by all faults."""
+
+    def __init__(self, examples: int = EXAMPLES, engine: str = "lockstep", schemes: Sequence[Scheme] = ()) -> None:
+        bridge.start()
+        self.engine = engine
+        tried = schemes or [made for made in discover.built_in() if made.name not in NOT_TRIED]
+        self.courses = [Course(made, examples, engine) for made in tried if engine in made.engines]
+
+    def concerned(self, fault: Fault) -> list[Course]:
+        return [course for course in self.courses if fault.file in course.files]
+
+    def outcome(self, fault: Fault) -> Outcome:
+        """Try one fault. Errors: StaleFault."""
+        start = time.perf_counter()
+        concerned = self.concerned(fault)
+        plot, patched = planted(fault, [course.scheme for course in concerned])
+        with plot:
+            judged, catches = 0, []
+            for example, trial in _rounds(concerned):
+                if any(catch.by_value for catch in catches) and example > catches[0].example + MORE_ROUNDS:
+                    break
+                judged += not catches
+                catches += self._catch(trial, patched, plot, example)
+            fixed = [t.on(patched[t.scheme.key]) for course in concerned for t in course.fixed]
+        values = any(report.failure or not all(row.ok for row in report.rows) for report in fixed)
+        conduct = any(not report.ok for report in fixed)
+        return Outcome(fault, len(concerned), judged, tuple(catches), values, conduct, time.perf_counter() - start)
+
+    def _catch(self, trial: Trial, patched: dict[str, Scheme], plot: Plot, example: int) -> list[Catch]:
+        report = trial.on(patched[trial.scheme.key], plot.ship if self.engine != "lockstep" else None)
+        if report.ok:
+            return []
+        with plot.lifted():
+            healthy = trial.healthy
+        if not healthy.ok:
+            raise FalseAlarm(
+                f"scheme {trial.scheme.name!r} fails without any fault: {words(healthy)}\n{trial.case.json}"
+            )
+        return [Catch(trial.scheme.name, example, oracles(report), words(report))]
+
+
+def planted(fault: Fault, schemes: Iterable[Scheme]) -> tuple[Plot, dict[str, Scheme]]:
+    """The fault's plot, and the schemes declared anew in it; the table keeps the healthy ones."""
+    keys = [made.key for made in schemes]
+    healthy = dict(TABLE)
+    try:
+        plot = Plot.of(fault, dict.fromkeys(key.partition(":")[0] for key in keys))
+        return plot, {key: TABLE[key] for key in keys}
+    finally:
+        TABLE.clear()
+        TABLE.update(healthy)
+
+
+def oracles(report: Report) -> tuple[str, ...]:
+    """Which oracles spoke: a failed rank's cause, or any of value, gradient, protocol, cost and hygiene."""
+    if report.failure is not None:
+        return (report.failure.cause,)
+    spoke = {
+        "value": any(not row.ok for row in report.rows if row.role == "output"),
+        "gradient": any(not row.ok for row in report.rows if row.role == "gradient"),
+        "protocol": report.protocol,
+        "cost": report.cost,
+        "hygiene": report.hygiene,
+    }
+    return tuple(name for name, found in spoke.items() if found)
+
+
+def words(report: Report) -> str:
+    """All that the report says about what is wrong."""
+    notes = [note for found in report.notes.values() for note in found]
+    failure = [] if report.failure is None else [str(report.failure)]
+    return "\n".join([*failure, *notes, *report.protocol, *report.cost, *report.hygiene])
+
+
+def is_said(expect: str, catch: Catch) -> bool:
+    """Whether the oracle that is expected spoke, with the words that are expected."""
+    oracle, _, piece = expect.partition(":")
+    return oracle.strip() in catch.oracles and piece.strip() in catch.words
+
+
+def killing_run(
+    faults: Sequence[Fault], ranges: Range, progress: Callable[[int, Outcome], Any] | None = None
+) -> list[Outcome]:
+    """Try all faults in turn; `progress(done, outcome)` is called after each."""
+    outcomes = []
+    for fault in faults:
+        outcomes.append(ranges.outcome(fault))
+        if progress:
+            progress(len(outcomes), outcomes[-1])
+    return outcomes
+
+
+def _rounds(courses: Sequence[Course]) -> Iterator[tuple[int, Trial]]:
+    """Example after example, each of every scheme."""
+    for i in range(max((len(course.drawn) for course in courses), default=0)):
+        for course in courses:
+            if i < len(course.drawn):
+                yield i + 1, course.drawn[i]

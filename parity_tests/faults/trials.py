@@ -1,0 +1,138 @@
+"""What a fault is tried on: drawn cases of healthy schemes with their references, made once and used for all faults.
+
+Production never enters the reference, so that one evaluation serves every fault.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cached_property
+from types import FrameType
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import seed as hypothesis_seed
+
+from parity_tests.faults.patch import ROOT
+from parity_tests.harness import menu, oracle
+from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.conduct import SPARE
+from parity_tests.harness.drawing import draw_case
+from parity_tests.harness.engines.run import run
+from parity_tests.harness.judge import judge
+from parity_tests.harness.report import Report
+from parity_tests.harness.scheme import Scheme
+from parity_tests.harness.strategy import every_case
+
+FIXED_WORLD = 2
+FIXED_SEEDS = (0, 1, 2)
+IN_A_SUBGROUP = 4  # every fourth drawn case stands inside sub-groups of a world twice as large
+
+
+class Trial:
+    """One case of a healthy scheme; its reference is evaluated when it is first asked for."""
+
+    def __init__(self, scheme: Scheme, case: CaseSpec) -> None:
+        self.scheme, self.case = scheme, case
+
+    @cached_property
+    def reference(self) -> oracle.Reference:
+        return oracle.evaluate(self.scheme, self.scheme.program(), self.case)
+
+    @cached_property
+    def healthy(self) -> Report:
+        """The report without any fault."""
+        return judge(self.scheme, self.case, reference=self.reference)
+
+    def on(self, patched: Scheme, ship: Callable[..., Any] | None = None) -> Report:
+        """The report of the same case on a scheme whose code has a fault."""
+        return judge(patched, self.case, reference=self.reference, ship=ship)
+
+
+class Course:
+    """The trials of one scheme: `drawn` as its parity test draws them, `fixed` as a test of one shape has them."""
+
+    def __init__(self, scheme: Scheme, examples: int, engine: str = "lockstep") -> None:
+        self.scheme = scheme
+        cases = drawn_cases(scheme, examples, engine)
+        self.drawn = [Trial(scheme, inside(case, i)) for i, case in enumerate(cases)]
+        self.fixed = [Trial(scheme, case) for case in fixed_cases(scheme)]
+
+    @cached_property
+    def files(self) -> frozenset[str]:
+        """Files of production whose functions the scheme's first cases run, relative to the root."""
+        return files_run(self.scheme, [trial.case for trial in (*self.drawn[:6], *self.fixed[:1])])
+
+
+def drawn_cases(scheme: Scheme, examples: int, engine: str) -> list[CaseSpec]:
+    """The cases that a parity test of so many examples would judge, the simplest first."""
+    cases: list[CaseSpec] = []
+
+    @hypothesis_seed(0)
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(every_case(scheme, engine=engine))
+    def collect(case: CaseSpec) -> None:
+        cases.append(case)
+
+    collect()
+    return cases
+
+
+def inside(case: CaseSpec, number: int) -> CaseSpec:
+    """Every fourth case twice over in a larger world: its groups are blocks of ranks, or every other rank."""
+    if (number + 1) % IN_A_SUBGROUP:
+        return case
+    outermost = (number + 1) % (2 * IN_A_SUBGROUP)
+    return case.replace(mesh={SPARE: 2, **case.mesh} if outermost else {**case.mesh, SPARE: 2})
+
+
+def fixed_cases(scheme: Scheme) -> list[CaseSpec]:
+    """World 2, one shape of the menu, equal shards, normal values, three seeds: a parity test as it is often written.
+
+    None where the scheme has no mesh of two ranks.
+    """
+    tried = menu.meshes(scheme, {}, FIXED_WORLD)
+    if not tried:
+        return []
+    arguments = (*scheme.inputs, *scheme.outputs)
+    shapes = [s for s in menu.shapes(scheme, {}, tried, limit=5) if menu.compatible(arguments, s, tried[0])]
+    case = draw_case(scheme, _first, {**tried[0], **shapes[len(shapes) // 2]}, dtype="float32", seed=0)
+    anywhere = {
+        arg.name: {**case.values[arg.name], "picks": [[0, "anywhere"]]}
+        for arg in scheme.inputs
+        if scheme.draws[arg.name].kind == "ids"
+    }
+    return [case.replace(values={**case.values, **anywhere}, seed=seed) for seed in FIXED_SEEDS]
+
+
+def files_run(scheme: Scheme, cases: list[CaseSpec]) -> frozenset[str]:
+    """Files of production in which some function runs, forward or backward, on any rank."""
+    production, seen = str(ROOT / "torch_impl"), set()
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        if frame.f_code.co_filename.startswith(production):
+            seen.add(frame.f_code.co_filename)
+
+    def traced(mesh: Any, case: CaseSpec) -> Any:
+        before = sys.gettrace()
+        sys.settrace(note)
+        try:
+            return program(mesh, case)
+        finally:
+            sys.settrace(before)
+
+    program = scheme.program()
+    for case in cases:
+        run(traced, case.replace(engine="lockstep"), "lockstep")
+    return frozenset(file.removeprefix(f"{ROOT}/") for file in seen)
+
+
+def _first(options: Any) -> Any:
+    return options[0]
