@@ -192,7 +192,8 @@ def _rms(derivatives: Any) -> np.ndarray:
     array = np.asarray(derivatives, dtype=np.float64)
     finite = np.isfinite(array)
     array = np.where(finite, array, 0.0)
-    scale = float(np.abs(array).max(initial=0.0)) or 1.0  # squares of large derivatives would overflow
+    largest = np.abs(array).max(axis=0, initial=0.0)
+    scale = np.where(largest > 0, largest, 1.0)  # squares would overflow, or vanish, of each element alone
     return scale * np.sqrt(((array / scale) ** 2).sum(0) / np.maximum(finite.sum(0), 1))
 
 

@@ -1,0 +1,226 @@
+"""The reference: gradients against those derived by hand, spreads against those computed by hand."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from parity_tests import integers, scheme, token_below, values
+from parity_tests.harness import inputs, oracle
+from parity_tests.harness.oracle import UNIT_ROUNDOFF, ReferenceFailure
+
+U = UNIT_ROUNDOFF["float32"]
+
+
+def product(x, w):
+    return x @ w
+
+
+def scaled(x, scale):
+    return x * scale
+
+
+@scheme(
+    reference=product,
+    mesh={"tp": (1, 2)},
+    inputs={"x": "b d tp=R", "w": "d f/tp"},
+    outputs="b f/tp",
+    draw={"x": values("normal"), "w": values("normal")},
+)
+def matmul(mesh, x, w):
+    return x @ w
+
+
+@scheme(
+    reference=scaled,
+    mesh={"tp": (1, 2)},
+    inputs={"x": "b/tp"},
+    outputs="b/tp",
+    draw={"x": values("normal")},
+    options={"scale": (1.0, 2.5)},
+)
+def times(mesh, x, scale):
+    return x * scale
+
+
+@scheme(reference=lambda x: x * 1.0, mesh={"tp": (4,)}, inputs={"x": "b tp=P"}, outputs="b tp=R")
+def partial_to_replicated(mesh, x):
+    return x
+
+
+def evaluated(made, case, **given):
+    return oracle.evaluate(made, made.program(**given), case)
+
+
+def drawn(made, case):
+    return {arg.name: inputs.whole(arg, made.draws[arg.name], case) for arg in made.inputs}
+
+
+def signs(case, name, shape):
+    """The same random signs as the oracle's, which are part of the meaning of a case."""
+    return 2.0 * inputs.generator(case, f"direction {name}").integers(0, 2, size=(8, *shape)) - 1.0
+
+
+def within_rounding(got, want):
+    """Equal but for the order in which float64 was summed."""
+    return bool((np.abs(got - want) <= 64 * 2.0**-53 * np.abs(want).max()).all())
+
+
+def test_gradients_of_a_product():
+    case = matmul.case(tp=2, b=3, d=4, f=6, dtype="float32")
+    found, given = evaluated(matmul, case), drawn(matmul, case)
+    c = inputs.cotangent(matmul.outputs[0], case)
+    assert within_rounding(found.outputs["out"], given["x"] @ given["w"])
+    assert within_rounding(found.gradients["x"], c @ given["w"].T)
+    assert within_rounding(found.gradients["w"], given["x"].T @ c)
+
+
+def test_gradient_of_a_log_softmax():
+    """d/dz of sum_s c_s log p_s[t_s] is c_s (1[v = t_s] - p_s), derived by hand."""
+
+    def logprob(logits, target):
+        shifted = logits - logits.max(-1, keepdims=True)
+        log_p = shifted - jnp.log(jnp.exp(shifted).sum(-1, keepdims=True))
+        return jnp.take_along_axis(log_p, target[:, None], -1)[:, 0]
+
+    def on_ranks(mesh, logits, target): ...
+
+    made = scheme(
+        reference=logprob, mesh={"tp": (2,)}, inputs={"logits": "s v/tp", "target": "s"}, outputs="s tp=I",
+        draw={"logits": values("normal"), "target": token_below("v")},
+    )(on_ranks)  # fmt: skip
+    case = made.case(s=5, v=6)
+    found, given = evaluated(made, case), drawn(made, case)
+    p = np.exp(given["logits"]) / np.exp(given["logits"]).sum(-1, keepdims=True)
+    hit = np.eye(6)[given["target"]]
+    c = inputs.cotangent(made.outputs[0], case)[:, None]
+    assert within_rounding(found.gradients["logits"], c * (hit - p))
+    assert set(found.gradients) == {"logits"}
+
+
+def test_spread_of_a_linear_map():
+    """F(x) = a x is linear: D is a u |x|, whatever the signs; and that of the gradient is a u |c|."""
+    case = times.case(tp=1, b=7, scale=2.5, dtype="float32")
+    found, x = evaluated(times, case), drawn(times, case)["x"]
+    c = inputs.cotangent(times.outputs[0], case)
+    assert within_rounding(found.output_spread["out"], 2.5 * U * np.abs(x))
+    assert within_rounding(found.gradient_spread["x"], 2.5 * U * np.abs(c))
+
+
+def test_spread_of_a_product():
+    """By the product rule, with the oracle's signs: the root mean square over eight directions."""
+    case = matmul.case(tp=1, b=2, d=3, f=2, dtype="bfloat16")
+    u = UNIT_ROUNDOFF["bfloat16"]
+    found, given = evaluated(matmul, case), drawn(matmul, case)
+    x, w, c = given["x"], given["w"], inputs.cotangent(matmul.outputs[0], case)
+    dx, dw = (u * np.abs(given[name]) * signs(case, name, given[name].shape) for name in ("x", "w"))
+    dc = u * np.abs(c) * signs(case, "c out", c.shape)
+    d_out = np.stack([dx[i] @ w + x @ dw[i] for i in range(8)])
+    d_x = np.stack([dc[i] @ w.T + c @ dw[i].T for i in range(8)])
+    assert within_rounding(found.output_spread["out"], np.sqrt((d_out**2).mean(0)))
+    assert within_rounding(found.gradient_spread["x"], np.sqrt((d_x**2).mean(0)))
+
+
+def test_addends_move_the_reference_as_far_as_they_are_large():
+    """Their cancellation is the harness's doing: u times the sum of |addends| stands where u |x| stood."""
+    case = partial_to_replicated.case(tp=4, b=5, dtype="float32")
+    [x], [out] = partial_to_replicated.inputs, partial_to_replicated.outputs
+    found = evaluated(partial_to_replicated, case)
+    terms = inputs.addends(x, drawn(partial_to_replicated, case)["x"], case, "input")
+    fed_back = inputs.addends(out, inputs.cotangent(out, case), case, "cotangent")
+    assert within_rounding(found.outputs["out"], terms.sum(0))
+    assert within_rounding(found.output_spread["out"], U * np.abs(terms).sum(0))
+    assert within_rounding(found.gradients["x"], fed_back.sum(0))
+    assert within_rounding(found.gradient_spread["x"], U * np.abs(fed_back).sum(0))
+
+
+def test_inputs_without_a_gradient_are_rounded_all_the_same():
+    def weighted(mesh, x, w): ...
+
+    made = scheme(
+        reference=lambda x, w: x * w, mesh={"tp": (1,)}, inputs={"x": "b/tp", "w": "b/tp"}, outputs="b/tp",
+        draw={"x": values("normal"), "w": values("normal")}, nograd=("x", "w"),
+    )(weighted)  # fmt: skip
+    case = made.case(b=4, dtype="float32")
+    found, given = evaluated(made, case), drawn(made, case)
+    x, w = given["x"], given["w"]
+    moved = U * (np.abs(x) * signs(case, "x", (4,)) * w + np.abs(w) * signs(case, "w", (4,)) * x)
+    assert found.gradients == {}
+    assert within_rounding(found.output_spread["out"], np.sqrt((moved**2).mean(0)))
+
+
+def test_a_masked_entry_does_not_move():
+    def exponential(mesh, x): ...
+
+    made = scheme(
+        reference=lambda x: jnp.exp(x), mesh={"tp": (1,)}, inputs={"x": "b s/tp"}, outputs="b s/tp",
+        draw={"x": values("neg_inf_mask")},
+    )(exponential)  # fmt: skip
+    case = made.case(b=20, s=3, dtype="float32")
+    found, x = evaluated(made, case), drawn(made, case)["x"]
+    masked = np.isneginf(x)
+    assert masked.any()
+    assert (found.output_spread["out"][masked] == 0).all()
+    assert within_rounding(found.output_spread["out"][~masked], U * np.abs(x[~masked] * np.exp(x[~masked])))
+
+
+def test_a_direction_without_a_derivative_is_left_out():
+    derivatives = np.array([[3.0, np.nan], [4.0, np.nan], [np.nan, np.nan], [np.inf, 1e200]])
+    spread = oracle._rms(derivatives)
+    assert within_rounding(spread[:1], np.sqrt([12.5])) and spread[1] == 1e200
+    assert oracle._rms(np.full((4, 1), np.nan)).tolist() == [0.0]
+    assert oracle._rms(np.full((8, 2), 1e200)).tolist() == [1e200, 1e200]
+    assert oracle._rms(np.zeros((8, 0))).tolist() == []
+
+
+def test_options_reach_the_reference():
+    cases = [times.case(tp=1, b=7, scale=scale, dtype="float32") for scale in (1.0, 2.5, -3.0)]
+    outputs = [evaluated(times, case).outputs["out"] for case in cases]
+    x = drawn(times, cases[0])["x"]
+    assert [within_rounding(y, s * x) for y, s in zip(outputs, (1.0, 2.5, -3.0), strict=True)] == [True] * 3
+
+
+def test_the_reference_does_not_depend_on_dtype_mesh_or_engine():
+    base = times.case(tp=1, b=4, scale=2.5, dtype="float32")
+    same = [base, base.replace(mesh={"tp": 2}), base.replace(engine="gloo"), base.replace(schedule=5)]
+    assert len({evaluated(times, case).outputs["out"].tobytes() for case in same}) == 1
+
+
+def test_one_compilation_for_each_shape_and_option():
+    def fresh(mesh, x, scale): ...
+
+    made = scheme(
+        reference=scaled, mesh={"tp": (1, 2)}, inputs={"x": "b/tp"}, outputs="b/tp", options={"scale": (1.0, 2.0)}
+    )(fresh)
+    before = oracle.CLOCK.count
+    for seed in range(3):
+        for dtype in ("float32", "bfloat16", "float64"):
+            evaluated(made, made.case(tp=1, b=4, scale=1.0, seed=seed, dtype=dtype))
+    assert oracle.CLOCK.count == before + 1
+    evaluated(made, made.case(tp=1, b=4, scale=2.0))
+    evaluated(made, made.case(tp=2, b=6, scale=1.0))
+    assert oracle.CLOCK.count == before + 3
+    assert oracle.CLOCK.seconds > 0
+
+
+def test_arrays_given_by_hand_take_the_place_of_drawn_ones():
+    case = times.case(tp=2, b=4, scale=2.5)
+    x, c = np.array([1.0, 2.0, 3.0, 4.0]), np.array([1.0, 0.0, 0.0, 2.0])
+    found = evaluated(times, case, arrays={"x": x}, cotangents={"out": c})
+    assert found.outputs["out"].tolist() == [2.5, 5.0, 7.5, 10.0]
+    assert found.gradients["x"].tolist() == [2.5, 0.0, 0.0, 5.0]
+
+
+def test_an_error_of_the_reference_is_one_sentence():
+    def broken(x, n):
+        raise RuntimeError(f"no mathematics for {x.shape}\nand a second line")
+
+    def on_ranks(mesh, x, n): ...
+
+    made = scheme(
+        reference=broken, mesh={"tp": (1,)}, inputs={"x": "b/tp", "n": "b/tp"}, outputs="b/tp",
+        draw={"n": integers(0, 3)},
+    )(on_ranks)  # fmt: skip
+    with pytest.raises(ReferenceFailure) as caught:
+        evaluated(made, made.case(b=4))
+    assert str(caught.value) == ("scheme 'on_ranks': reference broken raised RuntimeError: no mathematics for (4,)")
+    assert isinstance(caught.value.__cause__, RuntimeError)
