@@ -23,7 +23,7 @@ def judge(
     scheme: Scheme,
     case: CaseSpec,
     *,
-    quiet_s: float = 10.0,
+    quiet_s: float | None = None,
     reference: oracle.Reference | None = None,
     ship: Callable[[Program], Callable[..., Any]] | None = None,
     **given: Any,

@@ -17,6 +17,7 @@ from parity_tests.harness import inputs, menu, oracle
 from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.compare import stitch
 from parity_tests.harness.drawing import draw_case, seeded_chooser
+from parity_tests.harness.engines.failure import Stalled
 from parity_tests.harness.engines.run import ENGINES, run
 from parity_tests.harness.judge import judge
 from parity_tests.harness.replay import write_replay
@@ -89,6 +90,8 @@ def _search(
     )
     @given(every_case(scheme, engine=engine, dtype=dtype, world=world, **names))
     def example(case: CaseSpec) -> None:
+        if failing and isinstance(failing[-1].failure, Stalled):
+            return  # every further example would wait as long; the search ends without a smaller case
         report = judge(scheme, case)
         (reports if report.ok else failing).append(report)
         if progress and not failing:

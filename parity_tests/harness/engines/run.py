@@ -11,6 +11,7 @@ from parity_tests.harness.engines.ledger import Ledger
 
 ENGINES = ("lockstep", "gloo", "nccl", "torchrun")
 LARGEST_WORLD = 64
+LOCKSTEP_QUIET_S, PROCESS_QUIET_S = 30.0, 10.0
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,13 @@ class Ranks:
 
 
 def run(
-    fn: Callable[[Any, CaseSpec], Any], case: CaseSpec, engine: str = "lockstep", *, quiet_s: float = 10.0
+    fn: Callable[[Any, CaseSpec], Any], case: CaseSpec, engine: str = "lockstep", *, quiet_s: float | None = None
 ) -> Ranks:
     """Run `fn(mesh, case)` on every rank of `case.mesh`; `mesh` is a torch_impl.collectives.MeshView.
 
-    A result must be picklable and hold no tensor (NumPy arrays travel as bytes). `quiet_s` is how long a
-    process engine lets a rank compute without a sign of life; lockstep needs no clock.
+    A result must be picklable and hold no tensor (NumPy arrays travel as bytes). `quiet_s` is how long a rank
+    may compute without a sign of life: by default 10 s in processes, 30 s on lockstep, which needs a clock for
+    nothing but a loop without end.
 
     Errors: ValueError for an unknown engine or a world above the limit; RankFailure, one subclass per cause.
     """
@@ -39,11 +41,11 @@ def run(
     if engine == "lockstep":
         from parity_tests.harness.engines import lockstep
 
-        return lockstep.run(fn, case)
+        return lockstep.run(fn, case, quiet_s=quiet_s or LOCKSTEP_QUIET_S)
     if engine == "torchrun":
         from parity_tests.harness.engines import launch
 
-        return launch.run(fn, case)
+        return launch.run(fn, case, quiet_s=quiet_s or PROCESS_QUIET_S)
     from parity_tests.harness.engines import pool
 
-    return pool.run(fn, case, backend=engine, quiet_s=quiet_s)
+    return pool.run(fn, case, backend=engine, quiet_s=quiet_s or PROCESS_QUIET_S)
