@@ -44,7 +44,7 @@ class HygieneViolation(VerdictError):
     """Something was modified, left un-waited, or differs between replicas."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """What one scheme's verification found: `rows` is the worst of each tensor, `notes` what kind of mistake it is."""
 
@@ -137,8 +137,13 @@ class Report:
 
     def __str__(self) -> str:
         out = io.StringIO()
-        Console(file=out, width=PLAIN_WIDTH, color_system=None, legacy_windows=False).print(self.__rich__())
+        # In a notebook, rich would show the table there and then instead of writing it.
+        plain = Console(file=out, width=PLAIN_WIDTH, color_system=None, legacy_windows=False, force_jupyter=False)
+        plain.print(self.__rich__())
         return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())
+
+    def __repr__(self) -> str:
+        return f"<report {self.scheme.rpartition(':')[2]}: {self.verdict}, {sizes(self.case)}>"
 
     def __rich__(self) -> RenderableType:
         parts: list[RenderableType] = [Text(self._heading(), style="bold")]

@@ -1,0 +1,30 @@
+"""A report as a notebook shows it: its text and its figure once, and nothing besides."""
+
+import pytest
+import rich.console
+
+from parity_tests.faults.planted import PLANTED, gather_that_keeps_the_layout
+from parity_tests.harness.judge import judge
+
+
+@pytest.fixture(scope="module")
+def report():
+    return judge(gather_that_keeps_the_layout, gather_that_keeps_the_layout.case(b=1, s=16, dtype="float32"))
+
+
+def test_the_text_is_the_same_in_a_notebook(report, monkeypatch, capsys):
+    outside = str(report)
+    monkeypatch.setattr(rich.console, "_is_jupyter", lambda: True)
+    assert str(report) == outside
+    assert capsys.readouterr().out == ""
+
+
+def test_the_page_has_text_and_figure(report):
+    page = report._repr_html_()
+    assert PLANTED[2].expect in page
+    assert page.count("<pre>") == 1
+    assert page.count('src="data:image/png;base64,iVBOR') == 1
+
+
+def test_the_representation_is_one_line(report):
+    assert repr(report) == "<report gather_that_keeps_the_layout: mismatch, cp=4 b=1 s=16 float32 seed=0>"
