@@ -1,7 +1,8 @@
 """The lockstep engine: every rank a thread of this process, one running at a time, nothing left to chance.
 
 A session holds the threads, groups and meshes of one mesh and serves example after example; after a failure it is
-thrown away. Threads cannot be killed: a rank in a loop without end is reported and left behind.
+thrown away. Threads cannot be killed: a rank in a loop without end is reported and interrupted in its Python code,
+or left behind in a C call.
 
 Blind spot: ranks share module globals, so a cache filled by one rank looks right to all; also the generators of
 Python and NumPy (torch's are each rank's own). Processes share nothing.
@@ -9,6 +10,7 @@ Python and NumPy (torch's are each rank's own). Processes share nothing.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 import time
@@ -28,6 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.engines import group, world
 from parity_tests.harness.engines.baton import Baton, Halt
+from parity_tests.harness.engines.ledger import is_plumbing
 from parity_tests.harness.engines.run import Ranks
 from parity_tests.harness.engines.traffic import Traffic
 from torch_impl.collectives.mesh import MeshView
@@ -120,9 +123,11 @@ class Session:
             if self._baton.moves != moves:
                 moves, since = self._baton.moves, time.monotonic()
             elif time.monotonic() - since >= quiet_s:
-                frame = sys._current_frames().get(self._threads[self._baton.running].ident or 0)
-                stack = "".join(traceback.format_stack(frame)).rstrip()
-                self._baton.failure = self._baton.failure or self._traffic.stalled(stack, quiet_s)
+                thread = self._threads[self._baton.running].ident or 0
+                stalled = self._traffic.stalled(_users_stack(thread), quiet_s)
+                self._baton.failure = self._baton.failure or stalled
+                # Takes effect at the thread's next Python instruction; one inside a C call is left behind.
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Halt))
                 return
 
     # What follows runs in the ranks' threads.
@@ -165,6 +170,13 @@ class Session:
         device_mesh = init_device_mesh("cpu", tuple(self._axes.values()), mesh_dim_names=tuple(self._axes))
         self._meshes[rank] = MeshView(device_mesh)
         self._worlds[rank].mark()
+
+
+def _users_stack(thread: int) -> str:
+    """The stack of a thread from the user's first line on."""
+    frames = traceback.extract_stack(sys._current_frames().get(thread))
+    first = next((i for i, frame in enumerate(frames) if not is_plumbing(frame.filename)), 0)
+    return "".join(traceback.format_list(frames[first:])).rstrip()
 
 
 def rank_seed(case: CaseSpec, rank: int) -> int:
