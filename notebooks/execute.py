@@ -1,0 +1,31 @@
+"""Execute the notebooks: `python notebooks/execute.py` writes each numbered script's .ipynb with its outputs."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jupytext
+import nbformat
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).resolve().parent
+SCRIPTS = sorted(FOLDER.glob("[0-9]*.py"))
+PATIENCE = 60  # seconds for one cell
+
+
+def executed(script: Path) -> Any:
+    """The notebook of a script with the outputs of a fresh run, in a folder of its own. Errors: CellExecutionError."""
+    notebook = jupytext.read(script)
+    with tempfile.TemporaryDirectory() as folder:
+        resources = {"metadata": {"path": folder}}
+        NotebookClient(notebook, timeout=PATIENCE, record_timing=False, resources=resources).execute()
+    for number, cell in enumerate(notebook.cells):
+        cell.id = f"cell-{number}"  # random ids would differ at each run
+    return notebook
+
+
+if __name__ == "__main__":
+    for script in SCRIPTS:
+        nbformat.write(executed(script), script.with_suffix(".ipynb"))

@@ -1,0 +1,49 @@
+"""Every notebook runs in under a minute, and what is committed is the script with the outputs of a run."""
+
+import importlib.util
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("nbclient", reason="needs pip install 'shardproof[notebooks]'")
+jupytext = pytest.importorskip("jupytext", reason="needs pip install 'shardproof[notebooks]'")
+
+ROOT = Path(__file__).resolve().parents[1]
+SECONDS = 60
+
+
+def loaded(file):
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+execute = loaded(ROOT / "notebooks" / "execute.py")
+
+
+def sources(notebook):
+    return [(cell.cell_type, cell.source) for cell in notebook.cells]
+
+
+def kinds(notebook):
+    """What each cell shows, without what it says: text, figures, pages."""
+    return [
+        [sorted(output.get("data", {"text/plain": ""})) for output in cell.get("outputs", [])]
+        for cell in notebook.cells
+    ]
+
+
+@pytest.mark.parametrize("script", execute.SCRIPTS, ids=lambda script: script.stem)
+def test_a_notebook_runs_and_is_committed_as_it_runs(script):
+    start = time.perf_counter()
+    fresh = execute.executed(script)
+    assert time.perf_counter() - start < SECONDS
+    committed = jupytext.read(script.with_suffix(".ipynb"))
+    assert sources(committed) == sources(fresh)
+    assert kinds(committed) == kinds(fresh)
+
+
+def test_there_are_notebooks():
+    assert execute.SCRIPTS

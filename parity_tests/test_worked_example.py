@@ -1,0 +1,72 @@
+"""The worked file of the documentation is right as it stands, and each of its six mistakes is called by its name."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from parity_tests.harness.discover import schemes_of_file
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "docs" / "examples"
+LONGEST = 60  # lines of a working file
+
+
+def loaded(file):
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+mistakes = loaded(EXAMPLES / "mistakes.py")
+
+
+def shardproof(*arguments, folder):
+    command = [sys.executable, "-m", "parity_tests.harness", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def said(printed):
+    """What was printed as one line: a terminal's width breaks sentences anywhere."""
+    return " ".join(printed.split())
+
+
+def test_the_file_is_short():
+    assert len(mistakes.RIGHT.read_text().splitlines()) < LONGEST
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+def test_the_file_is_right(engine):
+    (scheme,) = schemes_of_file(str(mistakes.RIGHT))
+    scheme.verify(engine=engine, examples=20).raise_if_failed()
+
+
+@pytest.mark.parametrize("mistake", mistakes.MISTAKES, ids=lambda mistake: mistake.title)
+def test_a_mistake_is_explained(mistake):
+    report = mistake.report()
+    printed = said(str(report))
+    assert not report.ok
+    assert [words for words in mistake.says if words not in printed] == []
+    assert mistake.place is None or mistake.place in printed
+
+
+def test_the_command_says_equal(tmp_path):
+    done = shardproof("verify", str(mistakes.RIGHT), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "1 scheme, 0 mismatches, 0 not run." in done.stdout
+
+
+@pytest.mark.parametrize(("mistake", "status"), [(mistakes.DROPPED, 1), (mistakes.RAISES, 3)])
+def test_the_command_says_what_is_wrong(mistake, status, tmp_path):
+    (tmp_path / "my_scheme.py").write_text(mistake.source)
+    done = shardproof("verify", "my_scheme.py", folder=tmp_path)
+    assert done.returncode == status
+    assert mistake.says[0] in said(done.stdout)
+    (replay,) = tmp_path.glob("replay_*.py")
+    again = subprocess.run([sys.executable, replay.name], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert again.returncode == status
+    assert mistake.says[0] in said(again.stdout)
