@@ -112,11 +112,10 @@ class Pool:
             self.kill()
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self.kill)
-            if not self._seats:
-                self._fork()
+            board = self._board or self._fork()
             start = time.monotonic()
             self._send(function, case)
-            outcomes, quiet = Watch(self._seats, self._server, self._board).outcomes(quiet_s)
+            outcomes, quiet = Watch(self._seats, self._server, board).outcomes(quiet_s)
             seconds = time.monotonic() - start
             failure = verdict(outcomes, case, quiet)
             if failure is not None:
@@ -137,7 +136,7 @@ class Pool:
             self._board.close()
         self._seats, self._board = [], None
 
-    def _fork(self) -> None:
+    def _fork(self) -> Board:
         self.generation += 1
         self._known.clear()
         folder = tempfile.mkdtemp(prefix=f"{self.backend}{self.world}_", dir=self._server.folder)
@@ -145,6 +144,7 @@ class Pool:
         for rank in range(self.world):
             seat = self._server.fork(rank=rank, world=self.world, backend=self.backend, folder=folder)
             self._seats.append(Seat(rank, *seat))
+        return self._board
 
     def _send(self, function: bytes, case: CaseSpec) -> None:
         key = hashlib.sha256(function).hexdigest()

@@ -47,12 +47,16 @@ def disagreement(ledger: Ledger, *, complete: bool = True) -> Disagreement | Non
     return min(found, key=lambda d: (place[id(d.row)], d.row.rank), default=None)
 
 
-def crossed(waiting: Mapping[int, Row]) -> Disagreement | None:
-    """Of ranks that wait, two in different groups to which both belong: neither can ever go on."""
+def crossed(waiting: Mapping[int, Row], ledger: Ledger) -> Disagreement | None:
+    """Of ranks that wait: two in different groups of both, and neither has issued what the other waits for."""
+    issued = Counter((row.rank, row.group, row.group_name) for row in ledger.rows if row.op not in _P2P)
+
+    def lacks(rank: int, row: Row) -> bool:
+        return row.op not in _P2P and rank in row.group and issued[rank, row.group, row.group_name] <= row.seq
+
     for rank, row in waiting.items():
         for other, its in waiting.items():
-            same = (row.group, row.group_name) == (its.group, its.group_name)
-            if not same and {row.op, its.op}.isdisjoint(_P2P) and {rank, other} <= {*row.group} & {*its.group}:
+            if lacks(other, row) and lacks(rank, its):
                 return _against("group differs", its, [row, its])
     return None
 
@@ -97,7 +101,9 @@ def _splits(rows: Sequence[Row]) -> Disagreement | None:
     """All pairs: what i sends to j is what j expects of i."""
     for a in rows:
         for b in rows:
-            sent, expected = a.splits[0][a.group.index(b.rank)], b.splits[1][a.group.index(a.rank)]
+            if a.splits is None or b.splits is None:
+                continue
+            sent, expected = a.splits[0][a.group.index(b.rank)], b.splits[1][b.group.index(a.rank)]
             if sent != expected:
                 what = f"splits differ: rank {a.rank} sends {sent} rows to rank {b.rank}, which expects {expected}"
                 return _against(what, a, rows)

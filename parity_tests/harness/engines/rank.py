@@ -42,7 +42,7 @@ class Rank:
         self._meshes: dict[tuple, MeshView] = {}
         self._kept = _groups()
 
-    def run(self, job: Job, ready: Callable[[], None]) -> Outcome:
+    def run(self, job: Job, ready: Callable[[], object]) -> Outcome:
         """One job; `ready` is called when function and mesh are there, so that a slow import counts for nobody."""
         key, function, path, text = job
         self._settle()

@@ -133,9 +133,13 @@ def test_a_recv_from_anyone_takes_any_send() -> None:
     assert disagreement(Ledger([row(0, op="send", peer=1), row(1, op="recv", peer=None)])) is None
 
 
-def test_waiting_in_two_groups_of_the_same_ranks_is_final() -> None:
-    found = crossed({0: row(0), 1: row(1, group_name="world")})
+def test_waiting_in_two_groups_for_each_other_is_final() -> None:
+    here, there = row(0), row(1, group_name="world")
+    found = crossed({0: here, 1: there}, Ledger([here, there]))
     assert found is not None
     assert found.what == "group differs"
-    assert crossed({0: row(0), 1: row(1, group=(1, 2), group_name="world")}) is None
-    assert crossed({0: row(0), 1: row(1, 1)}) is None
+    assert crossed({0: here, 1: there}, Ledger([here, there, row(1)])) is None  # rank 1 has done its part: 0 goes on
+    others = row(1, group=(1, 2), group_name="world")
+    assert crossed({0: here, 1: others}, Ledger([here, others])) is None
+    late = row(1, 0)
+    assert crossed({0: here, 1: late}, Ledger([here, late])) is None

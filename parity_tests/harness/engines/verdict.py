@@ -84,8 +84,9 @@ def verdict(
         return _blame(own[0], _CAUSES[own[0].cause], outcomes, case, ledger)
     for dead in (o for o in outcomes if o.kind == DIED):
         return _blame(dead, failure.Died, outcomes, case, ledger)
-    waiting = {o.rank: o.last for o in outcomes if o.is_waiting and o.last}
-    problem = disagreement(ledger, complete=all(o.kind == DONE for o in outcomes)) or crossed(waiting)
+    problem = disagreement(ledger, complete=all(o.kind == DONE for o in outcomes))
+    if problem is None and quiet is not None:
+        problem = crossed({o.rank: o.last for o in outcomes if o.is_waiting and o.last}, ledger)
     if problem is not None:
         return problem.failure(case, ledger, {o.rank: str(o) for o in outcomes})
     for source in sorted(raised, key=lambda o: o.is_victim):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from parity_tests.harness.engines.board import COMPUTING, STARTING, WAITING, Board
 from parity_tests.harness.engines.forks import ForkServer
+from parity_tests.harness.engines.ledger import Row
 from parity_tests.harness.engines.verdict import DIED, DONE, RUNNING, Outcome, verdict
 
 TICK_S = 0.05
@@ -27,6 +28,20 @@ class Seat:
         self.rank, self.pid, self.work, self.control = rank, pid, work, control
         self.is_ready = self.is_gone = False
         self.outcome: Outcome | None = None
+        self._questions = 0
+
+    def rows_so_far(self) -> tuple[Row, ...]:
+        """What the rank has issued, also while it hangs; nothing if it does not answer in time."""
+        self._questions += 1
+        try:
+            self.control.send(self._questions)
+            while self.control.poll(ANSWER_S):
+                question, rows = self.control.recv()
+                if question == self._questions:  # an answer that came too late for an earlier one is passed over
+                    return rows
+        except (EOFError, OSError):
+            pass  # it died just now; the board has its last row
+        return ()
 
     def close(self) -> None:
         self.work.close()
@@ -115,23 +130,26 @@ class Watch:
         return verdict(self._collected(), None) is not None
 
     def _receive(self, timeout: float) -> None:
-        by_connection = {seat.work: seat for seat in self._pending()}
-        for connection in wait([*by_connection, self._server], timeout):
-            if connection is self._server:
-                self._server.read()
-                continue
-            seat = by_connection[connection]
-            try:
-                message = connection.recv()
-            except (EOFError, ConnectionError):
-                seat.is_gone = True
-                continue
-            if isinstance(message, Outcome):
-                seat.outcome = message
-            else:
-                seat.is_ready = True
+        pending = self._pending()
+        moved = wait([*(seat.work for seat in pending), self._server.fileno()], timeout)
+        if self._server.fileno() in moved:
+            self._server.read()
+        for seat in pending:
+            if seat.work in moved:
+                self._hear(seat)
         for seat in self._pending():  # a child of the rank may hold its socket open
             seat.is_gone = self._server.exit_code(seat.pid) is not None and not seat.work.poll()
+
+    def _hear(self, seat: Seat) -> None:
+        try:
+            message = seat.work.recv()
+        except (EOFError, ConnectionError):
+            seat.is_gone = True
+            return
+        if isinstance(message, Outcome):
+            seat.outcome = message
+        else:
+            seat.is_ready = True
 
     def _collected(self) -> list[Outcome]:
         return [seat.outcome or self._last_seen(seat) for seat in self._seats]
@@ -140,11 +158,5 @@ class Watch:
         status = self._board.status(seat.rank)
         if seat.is_gone:
             return Outcome(seat.rank, DIED, state=str(status), exit_code=self._server.exit_code(seat.pid, REAP_S))
-        rows = ()
-        try:
-            seat.control.send("rows")
-            if seat.control.poll(ANSWER_S):
-                rows = seat.control.recv()
-        except (EOFError, OSError):
-            pass  # it died just now; the board has its last row
+        rows = seat.rows_so_far()
         return Outcome(seat.rank, RUNNING, rows, state=str(status), is_waiting=status.state == WAITING)

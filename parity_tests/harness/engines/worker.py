@@ -31,10 +31,10 @@ def main(work_fd: int, control_fd: int, *, rank: int, world: int, backend: str, 
 
 
 def _answer(control: Connection) -> None:
-    """Send the rows issued so far for each message; leave without a word when the parent does."""
+    """Answer each question with the rows issued so far; leave without a word when the parent does."""
     while True:
         try:
-            control.recv()
-            control.send(rows_so_far())
+            question = control.recv()
+            control.send((question, rows_so_far()))
         except (EOFError, OSError):
             os._exit(0)
