@@ -17,6 +17,7 @@ from parity_tests.harness.engines.recorder import Recorder
 
 NEEDED = (
     "parity_tests.harness.engines.worker",
+    "parity_tests.harness.program",
     "torch.distributed.fsdp",
     "torch.distributed.nn.functional",
     "torch.distributed.tensor",
