@@ -3,6 +3,11 @@
 from torch_impl.vocab_parallel.logprob import ChunkedDistributedLogprob as ChunkedDistributedLogprob
 from torch_impl.vocab_parallel.logprob import DistributedLogprob as DistributedLogprob
 from torch_impl.vocab_parallel.logprob import vocab_parallel_logprob as vocab_parallel_logprob
+from torch_impl.vocab_parallel.sequence_gather import AllGatherCPTensor as AllGatherCPTensor
+from torch_impl.vocab_parallel.sequence_gather import (
+    _get_tokens_on_this_cp_rank as _get_tokens_on_this_cp_rank,
+)
+from torch_impl.vocab_parallel.sequence_gather import allgather_cp_sharded_tensor as allgather_cp_sharded_tensor
 from torch_impl.vocab_parallel.softmax import (
     _compute_distributed_log_softmax as _compute_distributed_log_softmax,
 )

@@ -1,0 +1,177 @@
+"""Parity of vocab_parallel.sequence_gather."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from jax_ref.vocab_parallel.sequence_gather import sequence
+from parity_tests import CaseSpec, Cost, check, every_case, scheme
+from parity_tests.harness.engines.run import run
+from torch_impl import vocab_parallel as vp
+
+RANKS = {"cp": (1, 2, 3, 4)}
+DTYPES = ("float32", "bfloat16", "float64", "float16")
+SEQ_DIMS = {"seq_dim": (1, -2, 0, 2, -1, -3)}
+
+
+def gather_cost(case):
+    """One all_gather of the shard; backward one reduce_scatter of the whole."""
+    whole = case.b * case.s * case.d
+    return Cost(
+        forward={"all_gather": (1, whole // case.cp * case.itemsize)},
+        backward={"reduce_scatter": (1, whole * case.accumulator_itemsize)},
+    )
+
+
+@scheme(
+    reference=sequence,
+    mesh=RANKS,
+    inputs={"x": "b s/cp:dual_chunk_swap d"},
+    outputs="b s d cp=R",
+    rank_options=SEQ_DIMS,
+    dtypes=DTYPES,
+    cost=gather_cost,
+)
+def gathered_sequence(mesh, x, seq_dim):
+    return vp.allgather_cp_sharded_tensor(x.movedim(1, seq_dim), mesh["cp"], seq_dim).movedim(seq_dim, 1)
+
+
+@scheme(
+    reference=sequence,
+    mesh=RANKS,
+    inputs={"x": "b s d cp=R"},
+    outputs="b s/cp:dual_chunk_swap d",
+    rank_options=SEQ_DIMS,
+    dtypes=DTYPES,
+    cost=lambda case: Cost(),
+)
+def cut_sequence(mesh, x, seq_dim):
+    moved = x.movedim(1, seq_dim)
+    return vp._get_tokens_on_this_cp_rank(moved, mesh.rank("cp"), mesh.size("cp"), seq_dim).movedim(seq_dim, 1)
+
+
+@pytest.mark.parametrize("declared", [gathered_sequence, cut_sequence], ids=lambda declared: declared.name)
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+def test_parity(declared, engine):
+    @settings(max_examples=20 if engine == "lockstep" else 6)
+    @given(every_case(declared, engine=engine))
+    def example(case):
+        check(case)
+
+    example()
+
+
+def on_ranks(cp, body):
+    return run(body, CaseSpec(scheme="vocab_parallel", mesh={"cp": cp})).results
+
+
+@pytest.mark.parametrize("cp", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8])
+def test_pieces_are_a_partition_and_gather_to_the_whole(cp, dtype):
+    whole = torch.arange(2 * 12 * cp).view(2, -1).to(dtype)
+
+    def body(mesh, case):
+        piece = vp._get_tokens_on_this_cp_rank(whole, mesh.rank("cp"), cp)
+        again = vp.allgather_cp_sharded_tensor(piece, mesh["cp"])
+        return piece.numpy(), again.numpy(), again.dtype == dtype
+
+    results = on_ranks(cp, body)
+    for _, again, same_dtype in results:
+        np.testing.assert_array_equal(again, whole.numpy())
+        assert same_dtype
+    together = np.concatenate([piece for piece, _, _ in results], axis=1)
+    np.testing.assert_array_equal(np.sort(together, axis=1), np.sort(whole.numpy(), axis=1))
+
+
+def test_one_rank_holds_any_length_and_the_same_object():
+    x = torch.arange(5.0)[None]
+    assert vp._get_tokens_on_this_cp_rank(x, 0, 1) is x
+
+    def body(mesh, case):
+        leaf = x.clone().requires_grad_()
+        y = vp.allgather_cp_sharded_tensor(leaf, mesh["cp"])
+        y.backward(2 * x)
+        return y.tolist(), leaf.grad.tolist()
+
+    assert on_ranks(1, body) == ((x.tolist(), (2 * x).tolist()),)
+
+
+def test_an_expanded_cotangent_is_summed_and_left_alone():
+    def body(mesh, case):
+        leaf = torch.zeros(1, 4, 2, requires_grad=True)
+        y = vp.AllGatherCPTensor.apply(leaf, mesh["cp"])
+        ones = torch.ones(()).expand_as(y)
+        y.backward(ones, retain_graph=True)
+        y.sum().backward()
+        return leaf.grad.tolist(), ones.tolist(), ones.stride()
+
+    four = np.full((1, 4, 2), 4.0).tolist()
+    assert on_ranks(2, body) == ((four, np.ones((1, 8, 2)).tolist(), (0, 0, 0)),) * 2
+
+
+@pytest.mark.parametrize("seq_dim", range(-3, 3))
+def test_gather_and_scattered_sum_are_adjoint(seq_dim):
+    """<A x, y> = <x, A^T y>, both sums over all ranks, in whole numbers, where they are exact."""
+
+    def body(mesh, case):
+        rng = np.random.Generator(np.random.Philox(key=[seq_dim + 3, mesh.rank("cp")]))
+        x = torch.from_numpy(rng.integers(-9, 9, (4, 4, 4)).astype(float)).requires_grad_()
+        gathered = vp.allgather_cp_sharded_tensor(x, mesh["cp"], seq_dim)
+        y = torch.from_numpy(rng.integers(-9, 9, gathered.shape).astype(float))
+        (back,) = torch.autograd.grad(gathered, x, y)
+        return (gathered * y).sum().item(), (x * back).sum().item()
+
+    forward, backward = zip(*on_ranks(2, body), strict=True)
+    assert sum(forward) == sum(backward)
+
+
+CUT, GATHER = "vocab_parallel._get_tokens_on_this_cp_rank", "vocab_parallel.AllGatherCPTensor"
+GROUP = "pass a ProcessGroup (a group of size 1 for no context parallelism)"
+REFUSED = [
+    (
+        lambda g: vp._get_tokens_on_this_cp_rank(torch.zeros(1, 9), g.rank(), 2),
+        ValueError,
+        f"{CUT}: s=9 cannot be cut by dual_chunk_swap over cp=2 (needs a multiple of 4); pad to 12",
+    ),
+    (
+        lambda g: vp._get_tokens_on_this_cp_rank(torch.zeros(1, 8), 4, 4),
+        ValueError,
+        f"{CUT}: cp_rank=4 is outside cp_size=4",
+    ),
+    (
+        lambda g: vp._get_tokens_on_this_cp_rank(torch.zeros(8), 0, 2),
+        ValueError,
+        f"{CUT}: seq_dim=1 is outside a tensor of 1 dims",
+    ),
+    (
+        lambda g: vp.allgather_cp_sharded_tensor(torch.zeros(1, 5), g),
+        ValueError,
+        f"{GATHER}: tensor has 5 positions per rank along seq_dim=1; "
+        "dual_chunk_swap over cp=2 needs an even number; pad s to 12",
+    ),
+    (
+        lambda g: vp.allgather_cp_sharded_tensor(torch.zeros(4), g, -2),
+        ValueError,
+        f"{GATHER}: seq_dim=-2 is outside a tensor of 1 dims",
+    ),
+    (
+        lambda g: vp.allgather_cp_sharded_tensor(torch.zeros(1, 4), None),
+        TypeError,
+        f"{GATHER}: cp_group is None; {GROUP}",
+    ),
+    (lambda g: vp.AllGatherCPTensor.apply(torch.zeros(1, 4), 2), TypeError, f"{GATHER}: cp_group is a int; {GROUP}"),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "text"), REFUSED, ids=[row[2][15:70] for row in REFUSED])
+def test_refusal(call, kind, text):
+    def body(mesh, case):
+        try:
+            call(mesh["cp"])
+        except kind as error:
+            return str(error)
+
+    ranks = run(body, CaseSpec(scheme="vocab_parallel", mesh={"cp": 2}))
+    assert ranks.results == (text, text)
+    assert ranks.ledger.rows == []
