@@ -47,9 +47,7 @@ def test_the_file_is_right(engine):
 
 @pytest.mark.parametrize("mistake", mistakes.MISTAKES, ids=lambda mistake: mistake.title)
 def test_a_mistake_is_explained(mistake):
-    report = mistake.report()
-    printed = said(str(report))
-    assert not report.ok
+    printed = said(mistake.printed())
     assert [words for words in mistake.says if words not in printed] == []
     assert mistake.place is None or mistake.place in printed
 

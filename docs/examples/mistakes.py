@@ -8,7 +8,6 @@ from pathlib import Path
 
 from parity_tests.harness.discover import schemes_of_file
 from parity_tests.harness.judge import judge
-from parity_tests.harness.report import Report
 from parity_tests.harness.verify import verify
 
 RIGHT = Path(__file__).with_name("my_scheme.py")
@@ -41,16 +40,25 @@ class Mistake:
         (number,) = [n for n, line in enumerate(lines, 1) if self.at in line]
         return f"{RIGHT.name}:{number}"
 
-    def report(self) -> Report:
-        """What `shardproof verify` finds in the wrong file; it is given up where nothing has moved for 1.5 s."""
+    @property
+    def difference(self) -> str:
+        """The line as it is in the right file and in the wrong one."""
+        pairs = zip(RIGHT.read_text().splitlines(), self.source.splitlines(), strict=False)
+        old, new = next(pair for pair in pairs if pair[0] != pair[1])
+        return f"- {old.strip()}" + (f"\n+ {new.strip()}" if self.new else "")
+
+    def printed(self) -> str:
+        """What `shardproof verify` says of the wrong file; it is given up where nothing has moved for 1.5 s."""
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / RIGHT.name
             file.write_text(self.source)
             (scheme,) = schemes_of_file(str(file))
             if self.engine == "lockstep":
-                return verify(scheme, replay_folder=folder)
-            case = scheme.case(cp=1, tp=2, b=1, s=4, d=2, v=4, dtype="float32", engine=self.engine)
-            return judge(scheme, case, quiet_s=1.5)
+                report = verify(scheme, replay_folder=folder)
+            else:
+                case = scheme.case(cp=1, tp=2, b=1, s=4, d=2, v=4, dtype="float32", engine=self.engine)
+                report = judge(scheme, case, quiet_s=1.5)
+            return str(report).replace(f"{folder}/", "")
 
 
 DROPPED = Mistake(

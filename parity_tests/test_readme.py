@@ -1,0 +1,73 @@
+"""What the README shows is what happens: its scheme, its two reports, its commands, its links."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+ROW = re.compile(r"^  (?P<label>\S.*?)  +\d\.\de[+-]\d\d .*?(?P<verdict>MISMATCH)?$")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def shape(printed: str) -> list[str]:
+    """Lines without what differs from machine to machine: of a tensor's row only its name and verdict stay."""
+    lines = [re.sub(r"replay_[0-9a-f]{8}", "replay_#", line.rstrip()) for line in printed.strip("\n").splitlines()]
+    rows = [ROW.match(line) for line in lines]
+    return [f"{row['label']} {row['verdict']}" if row else line for line, row in zip(lines, rows, strict=True)]
+
+
+def console(block: str, folder: Path) -> tuple[list[str], list[str]]:
+    """(what is printed, what the README says is printed) for a block of one command and its output."""
+    command, said = block.split("\n", 1)
+    program, *arguments = command.removeprefix("$ ").split()
+    assert program == "shardproof"
+    done = subprocess.run(
+        [sys.executable, "-m", "parity_tests.harness", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return shape(done.stdout), shape(said)
+
+
+def test_the_scheme_and_its_reports(tmp_path):
+    (source,), (difference,), (right, wrong) = blocks("python"), blocks("diff"), blocks("console")
+    file = tmp_path / "my_scheme.py"
+    file.write_text(source)
+    printed, said = console(right, tmp_path)
+    assert printed == said
+    old, new = (line[1:] for line in difference.splitlines())
+    assert source.count(old + "\n") == 1
+    file.write_text(source.replace(old, new))
+    printed, said = console(wrong, tmp_path)
+    assert printed == said
+
+
+def test_a_row_is_told_from_a_sentence():
+    assert shape("  out   6.5e-08  2.4e-07  0.27  4x  (0,1) float32\n") == ["out None"]
+    assert shape("  d/d x  6.5e-08  2.4e-07  0.27  -  (0,1) float32   MISMATCH") == ["d/d x MISMATCH"]
+    assert shape("    out: off by 2\nreplay: replay_00ff00ff.py") == ["out: off by 2", "replay: replay_#.py"]
+
+
+def test_its_commands_are_targets():
+    (commands,) = blocks("sh")
+    makefile = (ROOT / "Makefile").read_text()
+    targets = re.findall(r"^make (\w+)", commands, re.MULTILINE)
+    assert targets == ["verify", "test"]
+    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
+
+
+LINKS = re.findall(r"\]\(([^)#]+)\)", README)
+
+
+@pytest.mark.parametrize("link", sorted(set(LINKS)))
+def test_its_links_lead_somewhere(link):
+    assert (ROOT / link).exists()
