@@ -66,13 +66,14 @@ class Program:
     def __call__(self, mesh: Any, case: CaseSpec) -> RankResult:
         view = self._bind(mesh, case)
         coords = {axis: view.rank(axis) for axis in self.mesh_axes}
-        leaves = {arg.name: self._leaf(arg, case, coords) for arg in self.inputs}
+        device = view.device_mesh.device_type
+        leaves = {arg.name: self._leaf(arg, case, coords, device) for arg in self.inputs}
         before = {name: leaf.detach().clone() for name, leaf in leaves.items()}
         generator = torch.get_rng_state()
         returned = self.fn(view, **inputs.nested(leaves), **case.options)
         outputs = self._flatten(returned, case, view, coords)
         wanted = [arg for arg in self.outputs if arg.differentiable and outputs[arg.name].requires_grad]
-        fed = [self._cotangent(arg, case, coords) for arg in wanted]
+        fed = [self._cotangent(arg, case, coords).to(device) for arg in wanted]
         drawn = [c.clone() for c in fed]
         gradients = self._backward([outputs[arg.name] for arg in wanted], fed, leaves)
         findings = _modified("input", before, leaves)
@@ -103,14 +104,14 @@ class Program:
         lengths = inputs.cut_lengths(case, dim, cut)
         return inputs.layout_function(cut.layout, lengths, self.layouts, trusted=False)
 
-    def _leaf(self, arg: Argument, case: CaseSpec, coords: Mapping[str, int]) -> torch.Tensor:
+    def _leaf(self, arg: Argument, case: CaseSpec, coords: Mapping[str, int], device: str) -> torch.Tensor:
         whole = self.arrays[arg.name] if self.arrays else inputs.whole(arg, self.draws[arg.name], case)
         if arg.is_integer:
-            return torch.from_numpy(inputs.piece(arg, whole, case, coords, self.layouts).copy())
+            return torch.from_numpy(inputs.piece(arg, whole, case, coords, self.layouts).copy()).to(device)
         terms = inputs.addends(arg, whole, case, kind="input")
         term = inputs.own_term(arg, terms, case, coords, kind="input")
         local = inputs.piece(arg, term, case, coords, self.layouts)
-        leaf = torch.from_numpy(local.copy()).to(getattr(torch, case.dtype))
+        leaf = torch.from_numpy(local.copy()).to(device, getattr(torch, case.dtype))
         return leaf.requires_grad_(arg.differentiable)
 
     def _cotangent(self, arg: Argument, case: CaseSpec, coords: Mapping[str, int]) -> torch.Tensor:
@@ -194,7 +195,7 @@ def _sizes(arg: Argument, case: CaseSpec) -> str:
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     """float64 copy of a floating tensor (exact), plain copy of any other."""
-    tensor = tensor.detach()
+    tensor = tensor.detach().cpu()
     return (tensor.double() if tensor.is_floating_point() else tensor).contiguous().numpy().copy()
 
 

@@ -55,9 +55,10 @@ class MeshView:
         if dim not in self._cuts:
             raise ValueError(f"mesh: dim {dim!r} is not known here ({', '.join(self._cuts) or 'none is'})")
         size, cuts = self._cuts[dim]
-        ids = torch.arange(size)
+        device = self.device_mesh.device_type
+        ids = torch.arange(size, device=device)
         for axis, layout in cuts:
-            ids = ids[torch.as_tensor(layout(len(ids), self.size(axis))[self.rank(axis)])]
+            ids = ids[torch.as_tensor(layout(len(ids), self.size(axis))[self.rank(axis)], device=device)]
         return ids
 
     def _check(self, axis: str) -> None:
