@@ -7,6 +7,7 @@ read of the logits, one all_gather. Backward: one read, one write, no collective
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -64,14 +65,14 @@ def forward(ctx: Any, logits: Tensor, target: Tensor | None, plan: Plan) -> tupl
     column = None if target is None else st.local_column(target.reshape(-1), plan.vocab_start, plan.vocab_end)
     parts = st.exchanged(_local_statistics(logits, column, plan), plan.group)
     m_r, rest_r, *further = parts.view(*parts.shape[:2], *logits.shape[:-1]).unbind(1)
-    whole = st.merged_normaliser(m_r, rest_r)
+    whole = st.merged_normaliser(m_r, rest_r, plan.temperature)
     outputs, depth = [], None
     if column is not None:
         z_t = st.merged_target(further[0])
         column = torch.where(z_t.view(-1) == math.inf, st.NOBODYS, column)
-        outputs.append(st.logprob_of(z_t, whole))
+        outputs.append(st.logprob_of(z_t, whole, plan.temperature))
     if plan.with_entropy:
-        depth = st.merged_depth(m_r, rest_r, further[-1], whole)
+        depth = st.merged_depth(m_r, rest_r, further[-1], whole, plan.temperature)
         outputs.append(depth - whole.log_total)
     ctx.plan = plan
     ctx.set_materialize_grads(False)
@@ -111,19 +112,19 @@ def write_gradient(
 ) -> None:
     """out = (g_lp (1[v=t] - p) + g_h p (log p - h)) / temperature; out may be the block.
 
-    log p - h is written as (z - m) - d: a row of equal logits has no slope, to the bit.
+    log p - h is written as (z - m) / temperature - d: a row of equal logits has no slope, to the bit.
     """
     if block.shape[-1] == 0:
         return
-    below = st.scaled(block, temperature) - largest.unsqueeze(-1)
-    log_p = below - log_total.unsqueeze(-1)
+    depths = st.below(block, largest.unsqueeze(-1), temperature)
+    log_p = depths - log_total.unsqueeze(-1)
     p = log_p.exp()
     gradient = torch.zeros_like(p)
     if g_logprob is not None and column is not None:
         gradient = p * -g_logprob.unsqueeze(-1)
         _at_target(gradient, log_p, column, g_logprob)
     if g_entropy is not None and depth is not None:
-        slope = p * (st.without_minus_infinity(below) - depth.unsqueeze(-1))
+        slope = p * (st.without_minus_infinity(depths) - depth.unsqueeze(-1))
         gradient += slope * g_entropy.unsqueeze(-1)
     out.copy_(gradient if temperature == 1.0 else gradient / temperature)
 
@@ -142,8 +143,12 @@ def _at_target(
 
 @functools.cache
 def in_backend(f: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    """A function of row blocks, as it is or compiled once for blocks of any shape."""
-    return torch.compile(f, dynamic=True, fullgraph=True) if backend == "compile" else f
+    """A function of row blocks, as it is or compiled: once for each dtype and set of outputs."""
+    if backend == "eager":
+        return f
+    # One row or column is a shape of its own to the compiler, and with all else that is more than its usual 8.
+    room = {"recompile_limit": 64} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
+    return torch.compile(f, dynamic=True, fullgraph=True, **room)
 
 
 def _local_statistics(logits: Tensor, column: Tensor | None, plan: Plan) -> Tensor:

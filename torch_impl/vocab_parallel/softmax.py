@@ -10,13 +10,7 @@ from torch.distributed import ProcessGroup
 from torch_impl.collectives import accumulator
 from torch_impl.vocab_parallel.arguments import check_logits, checked_tp_group
 from torch_impl.vocab_parallel.rows import block_rows, row_blocks
-from torch_impl.vocab_parallel.statistics import (
-    Normaliser,
-    exchanged,
-    local_statistics,
-    merged_normaliser,
-    scaled,
-)
+from torch_impl.vocab_parallel.statistics import Normaliser, below, exchanged, local_statistics, merged_normaliser
 
 
 @torch.no_grad()
@@ -38,7 +32,7 @@ def _compute_distributed_log_softmax(
     result = torch.empty_like(logits, memory_format=torch.contiguous_format)
     rows = result.view(len(whole.largest), logits.shape[-1])
     for part, block in row_blocks(logits, block_rows(logits, None)):
-        rows[part] = _part(whole, part).log_p(scaled(block, 1.0)).to(result.dtype)
+        rows[part] = _log_p(block, whole, part).to(result.dtype)
     return result
 
 
@@ -61,7 +55,7 @@ def _compute_distributed_softmax(
     result = torch.empty_like(logits, memory_format=torch.contiguous_format)
     rows = result.view(len(whole.largest), logits.shape[-1])
     for part, block in row_blocks(logits, block_rows(logits, None)):
-        rows[part] = _part(whole, part).log_p(scaled(block, 1.0)).exp().to(result.dtype)
+        rows[part] = _log_p(block, whole, part).exp().to(result.dtype)
     return result
 
 
@@ -73,8 +67,9 @@ def _normaliser(function: str, logits: Tensor, group: ProcessGroup) -> Normalise
     local = torch.empty(2, n, dtype=accumulator(logits.dtype), device=logits.device)
     for part, block in row_blocks(logits, block_rows(logits, None)):
         local[:, part] = local_statistics(block, None, 1.0, False)
-    return merged_normaliser(*exchanged(local, group).unbind(1))
+    return merged_normaliser(*exchanged(local, group).unbind(1), 1.0)
 
 
-def _part(whole: Normaliser, part: slice) -> Normaliser:
-    return Normaliser(whole.largest[part], whole.log_total[part])
+def _log_p(block: Tensor, whole: Normaliser, part: slice) -> Tensor:
+    """Log-probabilities of one row block, in the accumulation dtype."""
+    return below(block, whole.largest[part].unsqueeze(-1), 1.0).sub_(whole.log_total[part].unsqueeze(-1))

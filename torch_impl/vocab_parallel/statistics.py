@@ -3,9 +3,9 @@
 Every rank holds V_l columns of each row. It reads them once and keeps, per row and in float32 or wider,
 
     m_r = max_v z_v                       -inf for an empty or fully masked shard
-    R_r = sum_v exp(z_v - m_r) - 1        all terms but that of the largest, which is exactly 1
+    R_r = sum_v exp(b_v) - 1              b_v = (z_v - m_r) / temperature: all terms but the largest, which is 1
     z_t                                   the target's logit if this rank owns the target, else +inf
-    d_r = sum_v p_v (z_v - m_r)           over the local softmax; 0 for an empty shard
+    d_r = sum_v p_v b_v                   over the local softmax; 0 for an empty shard
 
 One all_gather brings the ranks' numbers together, and every rank merges them by the same arithmetic in the
 same order, so that the results are equal to the bit. The normaliser lse = m + log(1 + R) is kept as m and
@@ -30,14 +30,10 @@ NOBODYS = -2  # column of a target that no rank owns
 
 
 class Normaliser(NamedTuple):
-    """lse = largest + log_total of each row, the two kept apart."""
+    """What turns logits into log-probabilities, log p = (z - largest) / temperature - log_total."""
 
     largest: Float[Tensor, "*a"]
     log_total: Float[Tensor, "*a"]
-
-    def log_p(self, z: Float[Tensor, "... v"]) -> Float[Tensor, "... v"]:
-        """Log-probabilities of logits: z - lse."""
-        return (z - self.largest.unsqueeze(-1)).sub_(self.log_total.unsqueeze(-1))
 
 
 def local_column(target: Int[Tensor, " n"], start: int, end: int) -> Int[Tensor, " n"]:
@@ -46,10 +42,10 @@ def local_column(target: Int[Tensor, " n"], start: int, end: int) -> Int[Tensor,
     return torch.where(owned, target - start, NOT_HERE).to(torch.int32)
 
 
-def scaled(block: Float[Tensor, "n v"], temperature: float) -> Float[Tensor, "n v"]:
-    """The logits over the temperature, in float32 or wider. May be the block itself: not to be written to."""
-    z = block.to(accumulator(block.dtype))
-    return z if temperature == 1.0 else z / temperature
+def below(z: Float[Tensor, "... v"], largest: Float[Tensor, "... 1"], temperature: float) -> Float[Tensor, "... v"]:
+    """(z - m) / temperature, in float32 or wider."""
+    difference = z.to(accumulator(z.dtype)) - largest
+    return difference if temperature == 1.0 else difference.div_(temperature)
 
 
 def local_statistics(
@@ -58,18 +54,18 @@ def local_statistics(
     """Rows m_r and R_r, then z_t if there is a column, then d_r if asked for."""
     if block.shape[-1] == 0:
         return _of_an_empty_shard(block, column, with_entropy)
-    z = scaled(block, temperature)
-    at_largest = z.argmax(-1, keepdim=True)
-    largest = z.gather(-1, at_largest)
-    below = z - torch.where(largest.isfinite(), largest, 0.0)  # a row of -inf: -inf - -inf would be NaN
-    terms = below.exp()
+    at_largest = block.argmax(-1, keepdim=True)
+    largest = block.gather(-1, at_largest).to(accumulator(block.dtype))
+    shift = torch.where(largest.isfinite(), largest, 0.0)  # a row of -inf: -inf - -inf would be NaN
+    depths = below(block, shift, temperature)
+    terms = depths.exp()
     rest = terms.scatter(-1, at_largest, 0.0).sum(-1)
     rows = [largest.squeeze(-1), rest]
     if column is not None:
-        looked_up = z.gather(-1, column.clamp_min(0).long().unsqueeze(-1)).squeeze(-1)
-        rows.append(torch.where(column >= 0, looked_up, math.inf))
+        looked_up = block.gather(-1, column.clamp_min(0).long().unsqueeze(-1)).squeeze(-1)
+        rows.append(torch.where(column >= 0, looked_up.to(rest.dtype), math.inf))
     if with_entropy:
-        rows.append((terms * without_minus_infinity(below)).sum(-1) / (1.0 + rest))
+        rows.append((terms * without_minus_infinity(depths)).sum(-1) / (1.0 + rest))
     return torch.stack(rows)
 
 
@@ -78,10 +74,10 @@ def exchanged(statistics: Float[Tensor, "f n"], group: ProcessGroup) -> Float[Te
     return gathered(statistics.unsqueeze(0), group, 0, [1] * group.size())
 
 
-def merged_normaliser(m_r: Float[Tensor, "r ..."], rest_r: Float[Tensor, "r ..."]) -> Normaliser:
-    """m = max_r m_r,   R = sum_r w_r (1 + R_r) - 1,   w_r = exp(m_r - m)."""
+def merged_normaliser(m_r: Float[Tensor, "r ..."], rest_r: Float[Tensor, "r ..."], temperature: float) -> Normaliser:
+    """m = max_r m_r,   R = sum_r w_r (1 + R_r) - 1,   w_r = exp((m_r - m) / temperature)."""
     largest, first = m_r.max(0, keepdim=True)
-    weight = (m_r - largest).exp()
+    weight = below(m_r, largest, temperature).exp()
     rest = (weight * rest_r).sum(0) + weight.scatter(0, first, 0.0).sum(0)
     return Normaliser(largest.squeeze(0), rest.log1p())
 
@@ -92,23 +88,27 @@ def merged_target(z_t: Float[Tensor, "r ..."]) -> Float[Tensor, "*a"]:
 
 
 def merged_depth(
-    m_r: Float[Tensor, "r ..."], rest_r: Float[Tensor, "r ..."], d_r: Float[Tensor, "r ..."], whole: Normaliser
+    m_r: Float[Tensor, "r ..."],
+    rest_r: Float[Tensor, "r ..."],
+    d_r: Float[Tensor, "r ..."],
+    whole: Normaliser,
+    temperature: float,
 ) -> Float[Tensor, "*a"]:
-    """d = sum_v p_v (z_v - m) = sum_r w_r (d_r + m_r - m),   w_r = exp(lse_r - lse)."""
-    above = m_r - whole.largest
+    """d = sum_v p_v b_v = sum_r w_r (d_r + a_r),   a_r = (m_r - m) / temperature,   w_r = the share of rank r."""
+    above = below(m_r, whole.largest, temperature)
     weight = (above + (rest_r.log1p() - whole.log_total)).exp()
     return torch.where(weight == 0, 0.0, weight * (d_r + above)).sum(0)
 
 
-def logprob_of(z_t: Float[Tensor, "*a"], whole: Normaliser) -> Float[Tensor, "*a"]:
-    """z_t - lse; 0 where nobody owns the target; NaN where the row itself is NaN or +inf."""
+def logprob_of(z_t: Float[Tensor, "*a"], whole: Normaliser, temperature: float) -> Float[Tensor, "*a"]:
+    """log p[t]; 0 where nobody owns the target; NaN where the row itself is NaN or +inf."""
     nobodys = torch.where(whole.largest < math.inf, 0.0, math.nan)
-    return torch.where(z_t < math.inf, (z_t - whole.largest) - whole.log_total, nobodys)
+    return torch.where(z_t < math.inf, below(z_t, whole.largest, temperature) - whole.log_total, nobodys)
 
 
-def without_minus_infinity(below: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]:
-    """z - m with a finite floor, so that 0 log 0 is 0."""
-    return below.clamp_min(torch.finfo(below.dtype).min)
+def without_minus_infinity(depths: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]:
+    """Depths with a finite floor, so that 0 log 0 is 0."""
+    return depths.clamp_min(torch.finfo(depths.dtype).min)
 
 
 def _of_an_empty_shard(block: Tensor, column: Tensor | None, with_entropy: bool) -> Tensor:
