@@ -29,7 +29,7 @@ lint: $(VENV)/with-test ## ruff, check and format
 	$(BIN)/ruff format --check .
 
 types: $(VENV)/with-test ## basedpyright
-	$(BIN)/basedpyright
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 imports: $(VENV)/with-test ## the contracts between packages
 	$(BIN)/lint-imports

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax.numpy as jnp
 import torch
@@ -24,7 +25,7 @@ class Planted:
     scheme: Scheme
     mistake: str
     expect: str
-    sizes: Mapping[str, int] = field(default_factory=dict)
+    sizes: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _projected(hidden, weight):

@@ -79,7 +79,7 @@ class Draw:
         out = rng.integers(0, max(size, 1), size=math.prod(shape))
         for i in range(len(out)):
             shard, place = picks[i % len(picks)]
-            if place == "ignore":
+            if place == "ignore" and self.ignore is not None:
                 out[i] = self.ignore
             elif place != "anywhere":
                 first, last = borders[shard % len(borders)]

@@ -57,7 +57,7 @@ def record(made: Scheme) -> dict[str, Any]:
     }
 
 
-def pictures(target: str, sizes: Mapping[str, int], svg: str | None) -> None:
+def pictures(target: str, sizes: Mapping[str, Any], svg: str | None) -> None:
     """Print the picture of every scheme of a target; the first one's goes to `svg` as well."""
     schemes = discover.find([target])
     for made in schemes:

@@ -39,8 +39,8 @@ def _marked(scheme: Scheme, case: CaseSpec, dim: str, ids: np.ndarray) -> dict[s
     masks = {"is owned by nobody": (ids < 0) | (ids >= size)}
     for axis, owner in _owners_of(scheme, case, dim).items():
         change = np.flatnonzero(np.diff(owner)) + 1
-        masks["is the first id of a shard"] = np.isin(ids, [0, *change])
-        masks["is the last id of a shard"] = np.isin(ids, [*(change - 1), size - 1])
+        masks["is the first id of a shard"] = np.isin(ids, np.append(change, 0))
+        masks["is the last id of a shard"] = np.isin(ids, np.append(change, size) - 1)
         inside = np.where((ids >= 0) & (ids < size), ids, 0)
         for rank in range(case.mesh[axis]):
             masks[f"belongs to {axis} rank {rank}"] = (owner[inside] == rank) & ~masks["is owned by nobody"]

@@ -147,7 +147,7 @@ class Program:
                 f"scheme '{self.name}': rank {rank} returned {type(part).__name__} for '{arg.name}'; return a tensor"
             )
         if hasattr(part, "to_local"):
-            part = part.to_local()
+            part = part.to_local()  # pyright: ignore[reportAttributeAccessIssue]
         want = inputs.local_shape(arg, case, coords, self.layouts)
         if tuple(part.shape) != want:
             raise RankFault(

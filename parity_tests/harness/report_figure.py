@@ -36,7 +36,7 @@ def figure(report: Report) -> Any:
     rows = [row for row in report.rows if row.want.size]
     canvas = Figure(figsize=(3.4 * len(rows) + 1.0, 2.9), layout="constrained")
     axes = np.atleast_1d(np.asarray(canvas.subplots(1, len(rows))))
-    image = None
+    image: Any = None
     for panel, row in zip(axes, rows, strict=True):
         image = _panel(panel, row)
     bar = canvas.colorbar(image, ax=list(axes), shrink=0.9)

@@ -107,7 +107,7 @@ class Scheme:
 
         return run_whole(self, whole_arrays, engine, grad, mesh_and_options)
 
-    def draw(self, **sizes: int) -> str:
+    def draw(self, **sizes: Any) -> str:
         """Picture: the ownership strip of every cut dim, the type of every other axis."""
         from parity_tests.harness.picture import scheme_picture
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -19,7 +20,7 @@ def checked_group(function: str, name: str, group: object, hint: str = "") -> Pr
     return group
 
 
-def checked_type(function: str, out: str) -> str:
+def checked_type(function: str, out: Literal["R", "I"]) -> Literal["R", "I"]:
     """`out` itself, 'R' or 'I'."""
     if out not in TYPES:
         choice = " or ".join(f"{letter!r} ({meaning})" for letter, meaning in TYPES.items())

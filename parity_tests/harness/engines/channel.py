@@ -48,8 +48,9 @@ class Channel:
         data = pickle.dumps(message)
         pieces = [data[i : i + PIECE] for i in range(0, len(data), PIECE)]
         for i, piece in enumerate(pieces[1:], 1):
-            self._store.set(f"{name}/{i}", piece)
-        self._store.set(name, len(pieces).to_bytes(4, "big") + pieces[0])
+            self._store.set(f"{name}/{i}", piece)  # pyright: ignore[reportArgumentType]  (stubs know text only)
+        head = len(pieces).to_bytes(4, "big") + pieces[0]
+        self._store.set(name, head)  # pyright: ignore[reportArgumentType]
 
     def has(self, name: str) -> bool:
         return self._store.check([name])

@@ -117,7 +117,7 @@ def issue(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Issue:
 def _group(call: Mapping[str, Any]) -> dist.ProcessGroup:
     held = call.get("process_group", call.get("group_name"))
     if isinstance(held, str):
-        return torch._C._distributed_c10d._resolve_process_group(held)
+        return torch._C._distributed_c10d._resolve_process_group(held)  # pyright: ignore[reportAttributeAccessIssue]
     return held if isinstance(held, dist.ProcessGroup) else dist.ProcessGroup.unbox(held)
 
 
