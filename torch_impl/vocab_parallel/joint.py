@@ -31,7 +31,7 @@ class Plan:
     """Everything but the tensors. `function` and `group_name` are what an error calls things."""
 
     function: str
-    group: ProcessGroup
+    group: ProcessGroup | None  # None is for whole rows only
     vocab_start: int = 0
     vocab_end: int = 0
     temperature: float = 1.0
@@ -41,12 +41,14 @@ class Plan:
     inplace_gradient: bool = False
     backend: str = "auto"
     group_name: str = "tp_group"
+    whole_rows: bool = False
 
 
 def check(plan: Plan, logits: Tensor, target: Tensor | None) -> None:
     """Refuse what cannot be, before any collective."""
     name = "vocab_parallel_logits"
-    a.checked_tp_group(plan.function, plan.group_name, plan.group)
+    if not plan.whole_rows:
+        a.checked_tp_group(plan.function, plan.group_name, plan.group)
     a.check_logits(plan.function, name, logits)
     if target is not None:
         a.check_ids(plan.function, "target", target)

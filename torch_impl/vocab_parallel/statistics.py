@@ -69,8 +69,10 @@ def local_statistics(
     return torch.stack(rows)
 
 
-def exchanged(statistics: Float[Tensor, "f n"], group: ProcessGroup) -> Float[Tensor, "r f n"]:
-    """The statistics of every rank, in rank order. The one collective."""
+def exchanged(statistics: Float[Tensor, "f n"], group: ProcessGroup | None) -> Float[Tensor, "r f n"]:
+    """The statistics of every rank, in rank order. The one collective; none where the rows are whole."""
+    if group is None:
+        return statistics.unsqueeze(0)
     return gathered(statistics.unsqueeze(0), group, 0, [1] * group.size())
 
 
