@@ -25,7 +25,7 @@ FAULTS = (
         file="torch_impl/layouts/ragged.py",
         old=".tensor_split(bounds[1:-1])",
         new=".tensor_split(bounds[:-2])",
-        expect="raised: ",
+        expect="raised: says (1, 1)",
     ),
     Fault(
         name="second chunk not mirrored",

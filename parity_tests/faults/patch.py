@@ -63,13 +63,19 @@ class Plot:
         self._away = _taken()
         _put(self._own)
         sys.meta_path.insert(0, self._finder)
-        self._bound = list(_bindings(self._away))
-        for namespace, name, value in self._bound:
-            namespace[name] = _counterpart(value)
+        try:
+            for namespace, name, value in list(_bindings(self._away)):
+                planted = _counterpart(value)
+                self._bound.append((namespace, name, value))
+                namespace[name] = planted
+        except BaseException:  # a patch that cannot be imported
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        for namespace, name, value in self._bound:
+        while self._bound:
+            namespace, name, value = self._bound.pop()
             namespace[name] = value
         sys.meta_path.remove(self._finder)
         self._own = _taken()

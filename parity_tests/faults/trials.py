@@ -75,7 +75,7 @@ def drawn_cases(scheme: Scheme, examples: int, engine: str) -> list[CaseSpec]:
         deadline=None,
         database=None,
         phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck.__members__.values()),
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
     )
     @given(every_case(scheme, engine=engine))
     def collect(case: CaseSpec) -> None:

@@ -1,0 +1,50 @@
+"""The catalogue is not stale, and the drawn examples catch what is in it."""
+
+import ast
+from collections import Counter
+
+import pytest
+
+from parity_tests.faults import report
+from parity_tests.faults.catalogue import APPLICABLE, CATALOGUE
+from parity_tests.faults.patch import patched_text
+from parity_tests.faults.runner import EXAMPLES, Range, killing_run
+
+COUNTED = [fault for fault in CATALOGUE if not fault.equivalent]
+PROMISED = 0.95
+
+
+@pytest.mark.parametrize("fault", CATALOGUE, ids=lambda fault: fault.name)
+def test_a_fault_is_not_stale_and_can_be_compiled(fault):
+    assert fault.new != fault.old
+    ast.parse(patched_text(fault))
+
+
+def test_every_fault_has_a_name_of_its_own():
+    assert [name for name, count in Counter(fault.name for fault in CATALOGUE).items() if count > 1] == []
+
+
+def test_there_are_a_hundred_faults_and_three_of_each_kind():
+    kinds = Counter(fault.kind for fault in COUNTED)
+    assert len(COUNTED) >= 100
+    assert [kind for kind in APPLICABLE if kinds[kind] < 3] == []
+
+
+def test_what_was_made_elsewhere_is_here():
+    assert {fault.source for fault in CATALOGUE} == {None, "TrainVerify", "NVIDIA/Megatron-LM #7452"}
+
+
+def test_an_expectation_names_an_oracle():
+    known = {"value", "gradient", "protocol", "cost", "hygiene", "raised", "mismatch", "deadlock", "unwaited"}
+    assert {fault.expect.partition(":")[0] for fault in CATALOGUE} <= known
+
+
+@pytest.mark.timeout(900)
+def test_drawn_examples_kill_the_faults(tmp_path):
+    outcomes = killing_run(CATALOGUE, Range())
+    said = "\n".join(report.closing(outcomes, EXAMPLES))
+    those = report.counted(outcomes)
+    assert all(outcome.concerned for outcome in outcomes), "a fault stands in code that no scheme runs"
+    assert sum(outcome.killed for outcome in those) >= PROMISED * len(those), said
+    assert [outcome.fault.name for outcome in outcomes if outcome.fault.equivalent and outcome.killed] == [], said
+    assert sum(o.killed for o in those) > sum(o.baseline_conduct for o in those), said
