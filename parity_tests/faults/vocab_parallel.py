@@ -332,7 +332,7 @@ PRECISION = (
         file=STATISTICS,
         old="difference = z.to(accumulator(z.dtype)) - largest",
         new="difference = z - largest.to(z.dtype)",
-        expect="mismatch: dtypes differ",
+        expect="value: looks like bfloat16 accumulation",
     ),
     Fault(
         name="float64 narrowed to float32",
