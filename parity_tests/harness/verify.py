@@ -86,7 +86,7 @@ def _search(
         phases=phases,
         report_multiple_bugs=False,
         print_blob=False,
-        suppress_health_check=list(HealthCheck.__members__.values()),
+        suppress_health_check=list(HealthCheck),  # pyright: ignore[reportArgumentType]
     )
     @given(every_case(scheme, engine=engine, dtype=dtype, world=world, **names))
     def example(case: CaseSpec) -> None:
