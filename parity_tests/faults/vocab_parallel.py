@@ -23,9 +23,8 @@ STATISTIC = (
         name="softmax of the own shard",
         kind="statistic",
         file=SOFTMAX,
-        old="return merged_normaliser(*exchanged(local, group).unbind(1), 1.0)",
-        new="own = exchanged(local, group)[group.rank() : group.rank() + 1]\n"
-        "    return merged_normaliser(*own.unbind(1), 1.0)",
+        old="m_r, rest_r = exchanged(local, group).unbind(1)",
+        new="m_r, rest_r = exchanged(local, group)[group.rank() : group.rank() + 1].unbind(1)",
         expect="value: ",
     ),
     Fault(

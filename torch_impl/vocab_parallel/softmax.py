@@ -67,7 +67,8 @@ def _normaliser(function: str, logits: Tensor, group: ProcessGroup) -> Normalise
     local = torch.empty(2, n, dtype=accumulator(logits.dtype), device=logits.device)
     for part, block in row_blocks(logits, block_rows(logits, None)):
         local[:, part] = local_statistics(block, None, 1.0, False)
-    return merged_normaliser(*exchanged(local, group).unbind(1), 1.0)
+    m_r, rest_r = exchanged(local, group).unbind(1)
+    return merged_normaliser(m_r, rest_r, 1.0)
 
 
 def _log_p(block: Tensor, whole: Normaliser, part: slice) -> Tensor:
