@@ -22,6 +22,7 @@ WITHOUT_A_REFERENCE = {
     "*/arguments.py": "what a folder refuses; the reference takes whole arrays and refuses nothing",
     "vocab_parallel/rows.py": "the order in which memory is read, which the mathematics does not know",
     "vocab_parallel/joint.py": "one gradient for log-probability and entropy, whose references are their own",
+    "vocab_parallel/asked.py": "sums of cotangents by id, one step of that gradient",
 }
 WITHOUT_PRODUCTION = {
     "layouts/partition.py": "checks layouts that users write, which only the harness accepts",
@@ -31,6 +32,7 @@ WITHOUT_A_TEST_OF_ITS_OWN = {
     "*/arguments.py": "each refusal is tested with the function that makes it",
     "vocab_parallel/rows.py": "read by every function there, tested through them",
     "vocab_parallel/joint.py": "tested through log-probability and entropy",
+    "vocab_parallel/asked.py": "tested through log-probability at several ids",
 }
 TESTS_OF_NO_SINGLE_FILE = {
     "vocab_parallel/real_text.py": "the log-probabilities on a text, which is input and no component",

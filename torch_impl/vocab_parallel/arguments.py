@@ -34,11 +34,15 @@ def check_ids(function: str, name: str, ids: Tensor) -> None:
         raise TypeError(f"{function}: {name} is {_dtype(ids)}; token ids must be int64")
 
 
-def check_leading(function: str, name: str, shape: tuple[int, ...], logits_name: str, logits: Tensor) -> None:
-    """One entry for each row of the logits."""
-    if tuple(shape) != tuple(logits.shape[:-1]):
+def check_leading(
+    function: str, name: str, shape: tuple[int, ...], logits_name: str, logits: Tensor, several: bool = False
+) -> None:
+    """One entry for each row of the logits, or several along a last dim of their own."""
+    leading = list(shape)[:-1] if several else list(shape)
+    if leading != list(logits.shape[:-1]) or (several and not shape):
+        wanted = "; its last dim must hold the k ids of each row" if several and len(shape) != logits.ndim else ""
         raise ValueError(
-            f"{function}: {name} is {list(shape)} but {logits_name} has leading shape {list(logits.shape[:-1])}"
+            f"{function}: {name} is {list(shape)} but {logits_name} has leading shape {list(logits.shape[:-1])}{wanted}"
         )
 
 

@@ -1,7 +1,8 @@
 """Log-probability and negative entropy of whole rows, with one joint gradient.
 
-Rank r holds columns [vocab_start, vocab_end) of each row, and every rank has every target. Forward: one
-read of the logits, one all_gather. Backward: one read, one write, no collective.
+Rank r holds columns [vocab_start, vocab_end) of each row, and every rank has the ids that are looked up: one
+target of a row, or k of them. Forward: one read of the logits, one all_gather. Backward: one read, one write,
+no collective.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.distributed import ProcessGroup
 from torch_impl.collectives import accumulator
 from torch_impl.vocab_parallel import arguments as a
 from torch_impl.vocab_parallel import statistics as st
+from torch_impl.vocab_parallel.asked import Asked, asked_of
 from torch_impl.vocab_parallel.rows import block_rows, row_blocks
 
 SPENT = "inference_only=True saved nothing for backward; call with inference_only=False"
@@ -28,7 +30,10 @@ SPENT = "inference_only=True saved nothing for backward; call with inference_onl
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything but the tensors. `function` and `group_name` are what an error calls things."""
+    """Everything but the tensors. `function` and `group_name` are what an error calls things.
+
+    `several` ids of each row are looked up, not one. They come as logits where they are not `normalised`.
+    """
 
     function: str
     group: ProcessGroup | None  # None is for whole rows only
@@ -42,6 +47,12 @@ class Plan:
     backend: str = "auto"
     group_name: str = "tp_group"
     whole_rows: bool = False
+    several: bool = False
+    normalised: bool = True
+
+    @property
+    def ids_name(self) -> str:
+        return "global_indices" if self.several else "target"
 
 
 def check(plan: Plan, logits: Tensor, target: Tensor | None) -> None:
@@ -51,8 +62,8 @@ def check(plan: Plan, logits: Tensor, target: Tensor | None) -> None:
         a.checked_tp_group(plan.function, plan.group_name, plan.group)
     a.check_logits(plan.function, name, logits)
     if target is not None:
-        a.check_ids(plan.function, "target", target)
-        a.check_leading(plan.function, "target", target.shape, name, logits)
+        a.check_ids(plan.function, plan.ids_name, target)
+        a.check_leading(plan.function, plan.ids_name, target.shape, name, logits, plan.several)
         a.check_range(plan.function, plan.vocab_start, plan.vocab_end, name, logits)
     a.check_chunk_size(plan.function, plan.chunk_size)
     a.check_temperature(plan.function, plan.temperature)
@@ -62,17 +73,17 @@ def check(plan: Plan, logits: Tensor, target: Tensor | None) -> None:
 
 
 def forward(ctx: Any, logits: Tensor, target: Tensor | None, plan: Plan) -> tuple[Tensor, ...]:
-    """(logprob if there is a target, sum p log p if asked for), each of the logits' leading shape."""
+    """(logprob of the target's shape if there is one, sum p log p of the logits' leading shape if asked for)."""
     check(plan, logits, target)
-    column = None if target is None else st.local_column(target.reshape(-1), plan.vocab_start, plan.vocab_end)
+    column = None if target is None else _columns(target, logits, plan)
     parts = st.exchanged(_local_statistics(logits, column, plan), plan.group)
     m_r, rest_r, *further = parts.view(*parts.shape[:2], *logits.shape[:-1]).unbind(1)
     whole = st.merged_normaliser(m_r, rest_r, plan.temperature)
     outputs, depth = [], None
-    if column is not None:
-        z_t = st.merged_target(further[0])
-        column = torch.where(z_t.view(-1) == math.inf, st.NOBODYS, column)
-        outputs.append(st.logprob_of(z_t, whole, plan.temperature))
+    if target is not None and column is not None:
+        z_t = st.merged_target(parts[:, 2 : 2 + column.shape[-1]]).mT
+        column = torch.where(z_t == math.inf, st.NOBODYS, column)
+        outputs.append(_looked_up(z_t.reshape(target.shape), whole, plan))
     if plan.with_entropy:
         depth = st.merged_depth(m_r, rest_r, further[-1], whole, plan.temperature)
         outputs.append(depth - whole.log_total)
@@ -93,11 +104,13 @@ def backward(ctx: Any, *cotangents: Tensor | None) -> Tensor:
     gradient = None if plan.inplace_gradient else logits.new_empty(largest.numel(), logits.shape[-1])
     g_logprob = None if column is None else cotangents[0]
     g_entropy = cotangents[-1] if plan.with_entropy else None
-    per_row = [None if x is None else x.reshape(-1) for x in (largest, log_total, column, g_logprob, depth, g_entropy)]
+    asked = None if g_logprob is None or not column.numel() else asked_of(column, g_logprob.reshape(column.shape))
+    per_row = [None if x is None else x.reshape(-1) for x in (largest, log_total, depth, g_entropy)]
     write = in_backend(write_gradient, a.checked_backend(plan.function, plan.backend))
     for part, block in row_blocks(logits, block_rows(logits, plan.chunk_size)):
         out = block if gradient is None else gradient[part]
-        write(out, block, plan.temperature, *(None if x is None else x[part] for x in per_row))
+        rows = (None if x is None else x[part] for x in per_row)
+        write(out, block, plan.temperature, plan.normalised, None if asked is None else asked.rows(part), *rows)
     return logits if gradient is None else gradient.view(logits.shape)
 
 
@@ -105,16 +118,17 @@ def write_gradient(
     out: Float[Tensor, "n v"],
     block: Float[Tensor, "n v"],
     temperature: float,
+    normalised: bool,
+    asked: Asked | None,
     largest: Float[Tensor, " n"],
     log_total: Float[Tensor, " n"],
-    column: Int[Tensor, " n"] | None,
-    g_logprob: Float[Tensor, " n"] | None,
     depth: Float[Tensor, " n"] | None,
     g_entropy: Float[Tensor, " n"] | None,
 ) -> None:
-    """out = (g_lp (1[v=t] - p) + g_h p (log p - h)) / temperature; out may be the block.
+    """out = (sum_t g_t (1[v=t] - p) + g_h p (log p - h)) / temperature; out may be the block.
 
-    log p - h is written as (z - m) / temperature - d: a row of equal logits has no slope, to the bit.
+    Looked-up logits that are not normalised have no `- p`. log p - h is written as (z - m) / temperature - d: a
+    row of equal logits has no slope, to the bit.
     """
     if block.shape[-1] == 0:
         return
@@ -122,25 +136,42 @@ def write_gradient(
     log_p = depths - log_total.unsqueeze(-1)
     p = log_p.exp()
     gradient = torch.zeros_like(p)
-    if g_logprob is not None and column is not None:
-        gradient = p * -g_logprob.unsqueeze(-1)
-        _at_target(gradient, log_p, column, g_logprob)
+    if asked is not None:
+        if normalised:
+            gradient = p * -asked.total.unsqueeze(-1)
+        _at_ids(gradient, log_p, asked, normalised)
     if g_entropy is not None and depth is not None:
         slope = p * (st.without_minus_infinity(depths) - depth.unsqueeze(-1))
         gradient += slope * g_entropy.unsqueeze(-1)
     out.copy_(gradient if temperature == 1.0 else gradient / temperature)
 
 
-def _at_target(
-    gradient: Float[Tensor, "n v"], log_p: Float[Tensor, "n v"], column: Int[Tensor, " n"], g: Float[Tensor, " n"]
-) -> None:
-    """Put g (1 - p) where this rank owns the target, and 0 in the rows that nobody asks for."""
-    here = column.clamp_min(0).long().unsqueeze(-1)
-    # -expm1(log p), not 1 - p: where p = 1 - tiny the difference is all there is
-    others = -torch.expm1(log_p.gather(-1, here)) * g.unsqueeze(-1)
-    kept = torch.where((column >= 0).unsqueeze(-1), others, gradient.gather(-1, here))
+def _at_ids(gradient: Float[Tensor, "n v"], log_p: Float[Tensor, "n v"], asked: Asked, normalised: bool) -> None:
+    """Put own (1 - p) - p others at the ids that this rank owns, and 0 in the rows of which nobody's are asked."""
+    here = asked.column.clamp_min(0).long()
+    term = asked.own
+    if normalised:
+        log_p_here = log_p.gather(-1, here)
+        # -expm1(log p), not 1 - p: where p = 1 - tiny the difference is all there is
+        term = -torch.expm1(log_p_here) * asked.own
+        if asked.others is not None:
+            term = term - log_p_here.exp() * asked.others
+    kept = torch.where(asked.column >= 0, term, gradient.gather(-1, here))
     gradient.scatter_(-1, here, kept)
-    gradient.masked_fill_((column == st.NOBODYS).unsqueeze(-1), 0.0)  # selected, since 0 * NaN is no zero
+    nobodys = (asked.column == st.NOBODYS).all(-1, keepdim=True)
+    gradient.masked_fill_(nobodys, 0.0)  # selected, since 0 * NaN is no zero
+
+
+def _columns(ids: Tensor, logits: Tensor, plan: Plan) -> Int[Tensor, "n k"]:
+    """This rank's column of each id; a target is a row's only one."""
+    of_rows = ids.reshape(logits.shape[:-1].numel(), ids.shape[-1] if plan.several else 1)
+    return st.local_column(of_rows, plan.vocab_start, plan.vocab_end)
+
+
+def _looked_up(z_t: Float[Tensor, "*b"], whole: st.Normaliser, plan: Plan) -> Float[Tensor, "*b"]:
+    """Log-probabilities of the looked-up logits, or those themselves; 0 where nobody owns the id."""
+    of_row = st.Normaliser(*(x.unsqueeze(-1) for x in whole)) if plan.several else whole
+    return st.logprob_of(z_t, of_row, plan.temperature) if plan.normalised else st.owned_or_nothing(z_t, z_t, of_row)
 
 
 @functools.cache
@@ -155,7 +186,8 @@ def in_backend(f: Callable[..., Any], backend: str) -> Callable[..., Any]:
 
 def _local_statistics(logits: Tensor, column: Tensor | None, plan: Plan) -> Tensor:
     """Statistics of this rank's columns of every row, one row block at a time."""
-    n, count = math.prod(logits.shape[:-1]), 2 + (column is not None) + plan.with_entropy
+    n, looked_up = math.prod(logits.shape[:-1]), 0 if column is None else column.shape[-1]
+    count = 2 + looked_up + plan.with_entropy
     statistics = torch.empty(count, n, dtype=accumulator(logits.dtype), device=logits.device)
     local = in_backend(st.local_statistics, a.checked_backend(plan.function, plan.backend))
     for part, block in row_blocks(logits, block_rows(logits, plan.chunk_size)):

@@ -4,7 +4,8 @@ Every rank holds V_l columns of each row. It reads them once and keeps, per row 
 
     m_r = max_v z_v                       -inf for an empty or fully masked shard
     R_r = sum_v exp(b_v) - 1              b_v = (z_v - m_r) / temperature: all terms but the largest, which is 1
-    z_t                                   the target's logit if this rank owns the target, else +inf
+    z_t                                   the target's logit if this rank owns the target, else +inf; for each
+                                          of the ids, where several are looked up
     d_r = sum_v p_v b_v                   over the local softmax; 0 for an empty shard
 
 One all_gather brings the ranks' numbers together, and every rank merges them by the same arithmetic in the
@@ -36,7 +37,7 @@ class Normaliser(NamedTuple):
     log_total: Float[Tensor, "*a"]
 
 
-def local_column(target: Int[Tensor, " n"], start: int, end: int) -> Int[Tensor, " n"]:
+def local_column(target: Int[Tensor, "n k"], start: int, end: int) -> Int[Tensor, "n k"]:
     """Column of each target within this rank's ids [start, end), or NOT_HERE."""
     owned = (target >= start) & (target < end)
     return torch.where(owned, target - start, NOT_HERE).to(torch.int32)
@@ -49,9 +50,9 @@ def below(z: Float[Tensor, "... v"], largest: Float[Tensor, "... 1"], temperatur
 
 
 def local_statistics(
-    block: Float[Tensor, "n v"], column: Int[Tensor, " n"] | None, temperature: float, with_entropy: bool
+    block: Float[Tensor, "n v"], column: Int[Tensor, "n k"] | None, temperature: float, with_entropy: bool
 ) -> Float[Tensor, "f n"]:
-    """Rows m_r and R_r, then z_t if there is a column, then d_r if asked for."""
+    """Rows m_r and R_r, then k rows z_t if there are columns, then d_r if asked for."""
     if block.shape[-1] == 0:
         return _of_an_empty_shard(block, column, with_entropy)
     at_largest = block.argmax(-1, keepdim=True)
@@ -60,13 +61,13 @@ def local_statistics(
     depths = below(block, shift, temperature)
     terms = depths.exp()
     rest = terms.scatter(-1, at_largest, 0.0).sum(-1)
-    rows = [largest.squeeze(-1), rest]
+    rows = [largest.mT, rest.unsqueeze(0)]
     if column is not None:
-        looked_up = block.gather(-1, column.clamp_min(0).long().unsqueeze(-1)).squeeze(-1)
-        rows.append(torch.where(column >= 0, looked_up.to(rest.dtype), math.inf))
+        looked_up = block.gather(-1, column.clamp_min(0).long())
+        rows.append(torch.where(column >= 0, looked_up.to(rest.dtype), math.inf).mT)
     if with_entropy:
-        rows.append((terms * without_minus_infinity(depths)).sum(-1) / (1.0 + rest))
-    return torch.stack(rows)
+        rows.append(((terms * without_minus_infinity(depths)).sum(-1) / (1.0 + rest)).unsqueeze(0))
+    return torch.cat(rows)
 
 
 def exchanged(statistics: Float[Tensor, "f n"], group: ProcessGroup | None) -> Float[Tensor, "r f n"]:
@@ -104,8 +105,13 @@ def merged_depth(
 
 def logprob_of(z_t: Float[Tensor, "*a"], whole: Normaliser, temperature: float) -> Float[Tensor, "*a"]:
     """log p[t]; 0 where nobody owns the target; NaN where the row itself is NaN or +inf."""
+    return owned_or_nothing(z_t, below(z_t, whole.largest, temperature) - whole.log_total, whole)
+
+
+def owned_or_nothing(z_t: Float[Tensor, "*a"], found: Float[Tensor, "*a"], whole: Normaliser) -> Float[Tensor, "*a"]:
+    """`found` where somebody owns the id, 0 where nobody does, NaN where the row itself is NaN or +inf."""
     nobodys = torch.where(whole.largest < math.inf, 0.0, math.nan)
-    return torch.where(z_t < math.inf, below(z_t, whole.largest, temperature) - whole.log_total, nobodys)
+    return torch.where(z_t < math.inf, found, nobodys)
 
 
 def without_minus_infinity(depths: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]:
@@ -114,6 +120,6 @@ def without_minus_infinity(depths: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]
 
 
 def _of_an_empty_shard(block: Tensor, column: Tensor | None, with_entropy: bool) -> Tensor:
-    neutral = [-math.inf, 0.0] + [math.inf] * (column is not None) + [0.0] * with_entropy
+    neutral = [-math.inf, 0.0] + [math.inf] * (0 if column is None else column.shape[-1]) + [0.0] * with_entropy
     rows = torch.tensor(neutral, dtype=accumulator(block.dtype), device=block.device)
     return rows.unsqueeze(-1).expand(-1, len(block))
