@@ -73,7 +73,6 @@ class TensorRow:
     budgets: np.ndarray
     loose_budgets: np.ndarray  # the same, had sums been accumulated in COARSER[tested dtype]
     owners: Mapping[str, np.ndarray]  # for each axis that cuts it: which coordinate holds each element
-    missing: bool = False  # no rank returned a gradient
 
     @property
     def ok(self) -> bool:
@@ -115,8 +114,11 @@ def compare(scheme: Scheme, case: CaseSpec, results: Sequence[RankResult], refer
         stitched = stitch(arg, pieces, case, scheme.layouts, "gradient")
         count = _terms(scheme, case, arg, "gradient") * stitched.summed_ranks
         want, spread = reference.gradients[arg.name], reference.gradient_spread[arg.name]
-        missing = all(piece is None for piece in found)
-        rows.append(_judged(scheme, case, arg, "gradient", stitched, want, spread, count, case.dtype, missing))
+        reached = [
+            np.zeros_like(zero) if piece is None else zero + 1.0 for piece, zero in zip(found, zeros, strict=True)
+        ]
+        absent = stitch(arg, reached, case, scheme.layouts, "gradient").copies == 0.0
+        rows.append(_judged(scheme, case, arg, "gradient", stitched, want, spread, count, case.dtype, absent))
     return rows
 
 
@@ -153,7 +155,9 @@ def budget(
     size = np.where(np.isfinite(want), np.abs(want), 0.0)
     moved = np.maximum(spread, float(np.median(spread)) if spread.size else 0.0)
     scale = np.maximum(size, moved / u)
-    summation = C * accumulator * math.sqrt(max(terms, 1)) * scale + UNIT_ROUNDOFF[out_dtype] * size
+    # An output wider than the tested dtype has less to round; a narrower one was not asked for and gets no more.
+    last_rounding = min(UNIT_ROUNDOFF[out_dtype], max(u, accumulator)) * size
+    summation = C * accumulator * math.sqrt(max(terms, 1)) * scale + last_rounding
     tiny = torch.finfo(getattr(torch, dtype)).tiny
     return np.maximum(summation, K * math.sqrt(roundings) * moved) + max(terms, 1) * tiny
 
@@ -178,8 +182,9 @@ def _judged(
     spread: np.ndarray,
     terms: int,
     out_dtype: str,
-    missing: bool = False,
+    absent: np.ndarray | None = None,  # where no rank returned a gradient
 ) -> TensorRow:
+    """Hold every element against its budget. A gradient that nobody returned is right only where it is exactly zero."""
     u = UNIT_ROUNDOFF[case.dtype]
     narrow = min(u, UNIT_ROUNDOFF["float32"])
     allowed = budget(want, spread, terms, case.dtype, out_dtype, scheme.roundings, narrow)
@@ -188,6 +193,8 @@ def _judged(
     loose = budget(want, spread * (wide / u), terms, coarse, coarse, max(scheme.roundings, 1), wide)
     wrong = errors(stitched.copies, want[None], out_dtype)
     ratios = wrong / allowed[None]
+    if absent is not None:
+        ratios = np.where(absent & (want[None] != 0.0), np.inf, ratios)
     copy, where, ratio, error, limit = 0, (), 0.0, 0.0, float(allowed.max(initial=0.0))
     if ratios.size:
         worst = np.unravel_index(int(np.argmax(ratios)), ratios.shape)
@@ -208,7 +215,6 @@ def _judged(
         budgets=allowed,
         loose_budgets=loose,
         owners=owners(arg, case, scheme.layouts),
-        missing=missing,
     )
 
 
@@ -250,14 +256,17 @@ def _exact(arg: Argument, stitched: Stitched, want: np.ndarray, held: Mapping[st
 
 
 def _terms(scheme: Scheme, case: CaseSpec, arg: Argument, role: str) -> int:
-    """How many terms are summed into one element: the declared reduction, else every dim that is absent here."""
+    """How many terms are summed into one element: the declared reduction, else what the shapes allow.
+
+    That is every dim which is absent here, or one which is present, summed over and put back, as in a softmax.
+    """
     if scheme.reduction is not None and role == "output":
         return math.prod(case.dims[name] for name in scheme.reduction)
     others = scheme.inputs if role == "output" else (*scheme.inputs, *scheme.outputs)
     names = {name for other in others for name in other.spec.dim_names if name != "1"}
-    # What the forward sums over (the v of a normaliser), its gradient sums over too, also where v is its own dim.
-    summed = (names - set(arg.spec.dim_names)) | set(scheme.reduction or ())
-    return math.prod(case.dims[name] for name in summed)
+    names |= set(scheme.reduction or ())
+    absent = math.prod(case.dims[name] for name in names - set(arg.spec.dim_names))
+    return max([absent, *(case.dims[name] for name in names & set(arg.spec.dim_names))])
 
 
 def _ranks(case: CaseSpec) -> Sequence[Mapping[str, int]]:

@@ -18,7 +18,8 @@ from parity_tests.harness.case import CaseSpec
 
 FLOAT_KINDS = ("normal", "zeros", "ones", "iota", "ties", "huge", "large", "tiny", "peaked", "neg_inf_mask")
 PLACES = ("first", "middle", "last", "before", "after")
-_RANGE = {"float64": 1e300, "float32": 3e38, "bfloat16": 3e38, "float16": 6e4}
+# float64's is narrowed: the reference is in float64, too, and needs room for what the formula does between.
+_RANGE = {"float64": 1e120, "float32": 3e38, "bfloat16": 3e38, "float16": 6e4}
 _TINY = {"float64": 1e-290, "float32": 1e-30, "bfloat16": 1e-30, "float16": 1e-3}
 
 

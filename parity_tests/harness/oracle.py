@@ -17,6 +17,7 @@ import numpy as np
 from parity_tests.harness import bridge, inputs
 from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.program import Argument, Program
+from parity_tests.harness.rounding import POOL, derivative_with_rounding
 
 if TYPE_CHECKING:
     from parity_tests.harness.scheme import Scheme
@@ -84,7 +85,7 @@ def evaluate(scheme: Scheme, program: Program, case: CaseSpec) -> Reference:
     x = {name: bridge.to_jax(name, item.total) for name, item in floating.items()}
     c = {name: bridge.to_jax(name, item.total) for name, item in cotangents.items()}
     directions = _directions(case, "", floating), _directions(case, "c ", cotangents)
-    ((y, g), aux), (dy, dg) = _call(scheme, case, fixed, x, c, directions)
+    ((y, g), aux), (dy, dg) = _call(scheme, case, fixed, x, c, directions, *_rounding(scheme, case))
     return Reference(
         {name: bridge.from_jax(f"output '{name}'", value) for name, value in {**y, **aux}.items()},
         {name: bridge.from_jax(f"gradient of '{name}'", value) for name, value in g.items()},
@@ -93,19 +94,20 @@ def evaluate(scheme: Scheme, program: Program, case: CaseSpec) -> Reference:
     )
 
 
-def _call(scheme: Scheme, case: CaseSpec, fixed: Any, x: Any, c: Any, directions: Any) -> Any:
+def _call(scheme: Scheme, case: CaseSpec, *given: Any) -> Any:
     """The compiled function of this signature, timed on its first call."""
     options = {name: case.options[name] for name in scheme.options if name in case.options}
     wanted = {arg.name: arg.shape(case) for arg in scheme.outputs}
+    fixed, x, *_ = given
     shapes = tuple((name, a.shape, str(a.dtype)) for name, a in {**fixed, **x}.items())
     signature = (shapes, tuple(wanted.values()), tuple(sorted((k, repr(v)) for k, v in options.items())))
     cache = _COMPILED.setdefault(scheme, {})
     if signature in cache:
-        return cache[signature](fixed, x, c, directions)
+        return cache[signature](*given)
     start = time.perf_counter()
     compiled = _build(scheme, options, wanted)
     try:
-        result = compiled(fixed, x, c, directions)
+        result = compiled(*given)
     except ReferenceFailure:
         raise
     except Exception as error:
@@ -117,7 +119,7 @@ def _call(scheme: Scheme, case: CaseSpec, fixed: Any, x: Any, c: Any, directions
 
 
 def _build(scheme: Scheme, options: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...]]) -> Any:
-    """(fixed, x, c, directions) -> (((outputs, gradients), integer outputs), their derivative along each direction)."""
+    """(fixed, x, c, ...) -> (((outputs, gradients), integer outputs), how far each direction moves the former)."""
     import jax
 
     active = [arg.name for arg in scheme.inputs if arg.differentiable]
@@ -132,14 +134,17 @@ def _build(scheme: Scheme, options: Mapping[str, Any], wanted: Mapping[str, tupl
         y, pullback, aux = jax.vjp(lambda moving: split({**fixed, **x, **moving}), moving, has_aux=True)
         return (y, pullback(c)[0]), aux
 
-    def everything(fixed: Any, x: Any, c: Any, directions: Any) -> Any:
-        def along(direction: Any) -> Any:
-            return jax.jvp(lambda x, c: value_and_gradient(fixed, x, c)[0], (x, c), direction)[1]
+    def everything(fixed: Any, x: Any, c: Any, directions: Any, unit: Any, signs: Any) -> Any:
+        def moving(x: Any, c: Any) -> Any:
+            return value_and_gradient(fixed, x, c)[0]
 
-        moved = jax.vmap(along)(directions) if x or c else ({}, {})
-        return value_and_gradient(fixed, x, c), moved
+        def along(direction: Any, row: Any) -> Any:
+            return derivative_with_rounding(moving, (x, c), direction, unit, row)
 
-    return jax.jit(everything)
+        return value_and_gradient(fixed, x, c), jax.vmap(along)(directions, signs)
+
+    # The arrays are small and compiled for each shape: optimizing would cost more than it saves.
+    return jax.jit(everything, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def _named(scheme: Scheme, wanted: Mapping[str, tuple[int, ...]], returned: Any) -> dict[str, Any]:
@@ -185,6 +190,16 @@ def _directions(case: CaseSpec, prefix: str, fed: Mapping[str, Fed]) -> dict[str
         signs = inputs.generator(case, f"direction {prefix}{name}").integers(0, 2, size=(DIRECTIONS, *step.shape))
         found[name] = bridge.to_jax(name, (2.0 * signs - 1.0) * step)
     return found
+
+
+def _rounding(scheme: Scheme, case: CaseSpec) -> tuple[float, np.ndarray]:
+    """The error of one operation, and the signs of such errors for each direction.
+
+    Intermediates are held in the accumulation dtype, unless the scheme says that some are stored in the tested one.
+    """
+    u = UNIT_ROUNDOFF[case.dtype]
+    unit = u if scheme.roundings > 1 else min(u, UNIT_ROUNDOFF["float32"])
+    return unit, 2.0 * inputs.generator(case, "rounding").integers(0, 2, size=(DIRECTIONS, POOL)) - 1.0
 
 
 def _rms(derivatives: Any) -> np.ndarray:
