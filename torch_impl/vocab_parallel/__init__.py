@@ -3,6 +3,16 @@
 from torch_impl.vocab_parallel.logprob import ChunkedDistributedLogprob as ChunkedDistributedLogprob
 from torch_impl.vocab_parallel.logprob import DistributedLogprob as DistributedLogprob
 from torch_impl.vocab_parallel.logprob import vocab_parallel_logprob as vocab_parallel_logprob
+from torch_impl.vocab_parallel.next_token import (
+    dtensor_from_parallel_logits_to_logprobs as dtensor_from_parallel_logits_to_logprobs,
+)
+from torch_impl.vocab_parallel.next_token import from_parallel_logits_to_logprobs as from_parallel_logits_to_logprobs
+from torch_impl.vocab_parallel.next_token import (
+    get_logprobs_from_vocab_parallel_logits as get_logprobs_from_vocab_parallel_logits,
+)
+from torch_impl.vocab_parallel.next_token import (
+    get_next_token_logprobs_from_logits as get_next_token_logprobs_from_logits,
+)
 from torch_impl.vocab_parallel.sequence_gather import AllGatherCPTensor as AllGatherCPTensor
 from torch_impl.vocab_parallel.sequence_gather import (
     _get_tokens_on_this_cp_rank as _get_tokens_on_this_cp_rank,
