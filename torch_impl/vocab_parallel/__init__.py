@@ -1,5 +1,8 @@
 """Functions of logits whose vocabulary is cut over the ranks of a group."""
 
+from torch_impl.vocab_parallel.cross_entropy import DistributedCrossEntropy as DistributedCrossEntropy
+from torch_impl.vocab_parallel.entropy import ChunkedDistributedEntropy as ChunkedDistributedEntropy
+from torch_impl.vocab_parallel.gather_logprob import ChunkedDistributedGatherLogprob as ChunkedDistributedGatherLogprob
 from torch_impl.vocab_parallel.logprob import ChunkedDistributedLogprob as ChunkedDistributedLogprob
 from torch_impl.vocab_parallel.logprob import DistributedLogprob as DistributedLogprob
 from torch_impl.vocab_parallel.logprob import vocab_parallel_logprob as vocab_parallel_logprob
@@ -13,6 +16,13 @@ from torch_impl.vocab_parallel.next_token import (
 from torch_impl.vocab_parallel.next_token import (
     get_next_token_logprobs_from_logits as get_next_token_logprobs_from_logits,
 )
+from torch_impl.vocab_parallel.row_exchange import all_to_all_sq2vp as all_to_all_sq2vp
+from torch_impl.vocab_parallel.row_exchange import all_to_all_vp2sq as all_to_all_vp2sq
+from torch_impl.vocab_parallel.sampling import (
+    ChunkedDistributedLogprobWithSampling as ChunkedDistributedLogprobWithSampling,
+)
+from torch_impl.vocab_parallel.sampling import DistributedLogprobWithSampling as DistributedLogprobWithSampling
+from torch_impl.vocab_parallel.sampling_params import TrainingSamplingParams as TrainingSamplingParams
 from torch_impl.vocab_parallel.sequence_gather import AllGatherCPTensor as AllGatherCPTensor
 from torch_impl.vocab_parallel.sequence_gather import (
     _get_tokens_on_this_cp_rank as _get_tokens_on_this_cp_rank,

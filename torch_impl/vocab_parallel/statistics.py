@@ -78,11 +78,22 @@ def exchanged(statistics: Float[Tensor, "f n"], group: ProcessGroup | None) -> F
 
 
 def merged_normaliser(m_r: Float[Tensor, "r ..."], rest_r: Float[Tensor, "r ..."], temperature: float) -> Normaliser:
-    """m = max_r m_r,   R = sum_r w_r (1 + R_r) - 1,   w_r = exp((m_r - m) / temperature)."""
+    """m and log(1 + R)."""
+    largest, rest, _ = merged_rest(m_r, rest_r, temperature)
+    return Normaliser(largest, rest.log1p())
+
+
+def merged_rest(
+    m_r: Float[Tensor, "r ..."], rest_r: Float[Tensor, "r ..."], temperature: float
+) -> tuple[Float[Tensor, "*a"], Float[Tensor, "*a"], Int[Tensor, "*a"]]:
+    """(m, R, rank): m = max_r m_r,   R = sum_r w_r (1 + R_r) - 1,   w_r = exp((m_r - m) / temperature).
+
+    The 1 that is left out of R is the term of that rank's largest logit.
+    """
     largest, first = m_r.max(0, keepdim=True)
     weight = below(m_r, largest, temperature).exp()
     rest = (weight * rest_r).sum(0) + weight.scatter(0, first, 0.0).sum(0)
-    return Normaliser(largest.squeeze(0), rest.log1p())
+    return largest.squeeze(0), rest, first.squeeze(0)
 
 
 def merged_target(z_t: Float[Tensor, "r ..."]) -> Float[Tensor, "*a"]:

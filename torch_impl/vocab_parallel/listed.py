@@ -1,0 +1,118 @@
+"""A short top-k, and top-p within it, from each rank's list of its k largest logits.
+
+The k largest of all ranks are among the lists, so that one exchange decides everything: the k-th largest, how
+many logits equal it, and what the kept tokens add up to.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from torch_impl.collectives import accumulator
+from torch_impl.vocab_parallel import statistics as st
+from torch_impl.vocab_parallel.joint import Plan
+from torch_impl.vocab_parallel.prefix import Prefix, Ties, room_for, ties_within, weight_of
+from torch_impl.vocab_parallel.rows import block_rows, row_blocks
+from torch_impl.vocab_parallel.sampling_params import Limits
+
+# Bytes of lists that are merged at a time: sorting them takes several copies.
+MERGED_BYTES = 1 << 22
+
+
+class Lists(NamedTuple):
+    """What every rank tells of its columns."""
+
+    largest: Float[Tensor, "r k n"]  # descending, padded by -inf
+    last_count: Float[Tensor, "r n"]  # how many of the rank's logits equal the last of its list
+    z_t: Float[Tensor, "r n"]  # the target's logit where the rank owns it, else +inf
+    place: Float[Tensor, "r n"] | None  # how many logits of the rank equal the target's and precede it, else +inf
+
+
+def cut_by_lists(
+    logits: Float[Tensor, "*a v"], column: Int[Tensor, "n 1"], plan: Plan, limits: Limits
+) -> tuple[Prefix, Ties | None, Float[Tensor, " n"]]:
+    """(prefix, ties unless all of them are kept, the target's logit). One all_gather of k + 2 numbers, with
+    top-p k + 3."""
+    k, n = limits.top_k or 0, len(column)
+    told = torch.empty(k + 2 + (limits.top_p is not None), n, dtype=accumulator(logits.dtype), device=logits.device)
+    for part, block in row_blocks(logits, block_rows(logits, plan.chunk_size)):
+        told[:, part] = _told(block, column[part], k, limits.top_p is not None)
+    everyone = st.exchanged(told, plan.group)
+    lists = Lists(everyone[:, :k], everyone[:, k], everyone[:, k + 1], *everyone[:, k + 2 :].unbind(1) or (None,))
+    prefix, counts = _merged(lists, plan.temperature, limits.top_p)
+    ties = None if lists.place is None else Ties(counts, lists.place)
+    return prefix, ties, st.merged_target(lists.z_t)
+
+
+def _told(block: Float[Tensor, "n v"], column: Int[Tensor, "n 1"], k: int, with_place: bool) -> Float[Tensor, "f n"]:
+    """This rank's part of the message, of one row block."""
+    dtype, width = accumulator(block.dtype), block.shape[-1]
+    largest = F.pad(block.topk(min(k, width)).values.to(dtype), (0, max(k - width, 0)), value=-math.inf)
+    rows = [largest.mT, (block == largest[:, -1:]).sum(-1).to(dtype).unsqueeze(0)]
+    z_t = torch.full_like(largest[:, :1], math.inf)
+    if width:
+        looked_up = block.gather(-1, column.clamp_min(0).long())
+        z_t = torch.where(column >= 0, looked_up.to(dtype), math.inf)
+    rows.append(z_t.mT)
+    if with_place:
+        columns = torch.arange(width, dtype=column.dtype, device=column.device)
+        before = ((block == z_t) & (columns < column)).sum(-1, keepdim=True)
+        rows.append(torch.where(column >= 0, before.to(dtype), math.inf).mT)
+    return torch.cat(rows)
+
+
+def _merged(lists: Lists, temperature: float, top_p: float | None) -> tuple[Prefix, Float[Tensor, "r n"]]:
+    """The prefix that all ranks' lists amount to, and how many logits of each rank equal its threshold."""
+    world, k, n = lists.largest.shape
+    columns = max(1, MERGED_BYTES // (world * k * lists.largest.itemsize))
+    parts = []
+    for start in range(0, max(n, 1), columns):
+        part = slice(start, start + columns)
+        largest, last_count = lists.largest[..., part], lists.last_count[:, part]
+        k_largest = largest.permute(2, 0, 1).flatten(1).topk(k).values
+        ties = _equal_to(k_largest[:, -1], largest, last_count).sum(0)
+        prefix = _prefix(k_largest, ties, temperature, top_p)
+        parts.append((*prefix, _equal_to(prefix.threshold, largest, last_count)))
+    *fields, counts = (torch.cat(pieces, dim=-1) for pieces in zip(*parts, strict=True))
+    return Prefix(*fields), counts
+
+
+def _equal_to(
+    z: Float[Tensor, " n"], largest: Float[Tensor, "r k n"], last_count: Float[Tensor, "r n"]
+) -> Float[Tensor, "r n"]:
+    """How many logits of each rank equal z, which is no smaller than the k-th largest of all."""
+    listed = (largest == z).sum(1).to(last_count.dtype)
+    return torch.where(largest[:, -1] == z, last_count, listed)
+
+
+def _prefix(
+    k_largest: Float[Tensor, "n k"], ties: Float[Tensor, " n"], temperature: float, top_p: float | None
+) -> Prefix:
+    """The kept tokens among the k largest and `ties` logits that equal the last of them."""
+    largest, kth = k_largest[:, :1], k_largest[:, -1:]
+    is_above = k_largest > kth
+    is_above[:, 0] = False  # the first is no part of the rest
+    weights = torch.where(is_above, weight_of(k_largest, largest, temperature), 0.0)
+    upto = weights.cumsum(-1)
+    weight, first_is_tie = weight_of(kth, largest, temperature), kth == largest
+    others = ties.unsqueeze(-1) - first_is_tie.to(ties.dtype)
+    rest = upto[:, -1:] + others * torch.where(others > 0, weight, 0.0)
+    # A row with an infinite largest logit has no softmax.
+    rest = torch.where(largest.isfinite(), rest, math.nan)
+    if top_p is None:
+        return Prefix(*(x.squeeze(-1) for x in (largest, rest, kth, ties.unsqueeze(-1))))
+    room = room_for(rest, top_p)
+    is_kept = is_above & (upto - weights < room)
+    more = ties_within(room - upto[:, -1:], weight, others)
+    is_kept[:, 0] = True
+    threshold = torch.where(more > 0, kth, k_largest.gather(-1, is_kept.sum(-1, keepdim=True) - 1))
+    kept = (is_kept & (k_largest == threshold)).sum(-1, keepdim=True) + more
+    kept_rest = torch.where(is_kept & is_above, weights, 0.0).sum(-1, keepdim=True) + more * weight
+    kept_rest = torch.where(rest.isnan(), rest, kept_rest)
+    return Prefix(*(x.squeeze(-1) for x in (largest, kept_rest, threshold, kept)))

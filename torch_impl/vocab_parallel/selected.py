@@ -1,0 +1,117 @@
+"""A long top-k, and top-p without a short one, by radix selection over the ranks' columns.
+
+The k-th largest logit is selected by counts of all columns; the last token of top-p by the masses of those that
+can be kept. A token of a probability below (1 - p) / V cannot: all tokens of such probabilities together have
+less than 1 - p.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from torch_impl.collectives import accumulator
+from torch_impl.collectives.plain import gathered
+from torch_impl.vocab_parallel import statistics as st
+from torch_impl.vocab_parallel.candidates import Candidates, Found, counted, ordinals
+from torch_impl.vocab_parallel.joint import Plan
+from torch_impl.vocab_parallel.prefix import Prefix, Ties, room_for, ties_within, weight_of
+from torch_impl.vocab_parallel.radix import last_kept
+from torch_impl.vocab_parallel.rows import block_rows, row_blocks
+from torch_impl.vocab_parallel.sampling_params import Limits
+
+# The bound on a kept token's probability is halved: sums of that many rounded terms decide, not exact ones.
+SLACK = 0.5
+
+
+def cut_by_selection(
+    logits: Float[Tensor, "*a v"], column: Int[Tensor, "n 1"], plan: Plan, limits: Limits
+) -> tuple[Prefix, Ties | None, Float[Tensor, " n"]]:
+    """(prefix, ties unless all of them are kept, the target's logit)."""
+    kth = torch.full((len(column),), -math.inf, dtype=accumulator(logits.dtype), device=logits.device)
+    if limits.top_k is not None:
+        kth = _kth_largest(logits, kth, limits.top_k, plan)
+    m_r, rest_r, z_t = st.exchanged(_survivors(logits, column, kth, plan), plan.group).unbind(1)
+    largest, rest, first = st.merged_rest(m_r, rest_r, plan.temperature)
+    z_t = st.merged_target(z_t)
+    if limits.top_p is None:
+        return Prefix(largest, rest, kth, torch.full_like(kth, math.inf)), None, z_t
+    prefix, ties = _top_p(logits, column, kth, Prefix(largest, rest, kth, kth), first, plan, limits.top_p)
+    return prefix, ties, z_t
+
+
+def _kth_largest(logits: Float[Tensor, "*a v"], low: Float[Tensor, " n"], k: int, plan: Plan) -> Float[Tensor, " n"]:
+    """The k-th largest logit of each row, of fewer than k the smallest. R all_reduce."""
+
+    def one(part: slice, found: Found) -> Tensor:
+        return torch.ones(found.rows.shape, dtype=low.dtype, device=low.device)
+
+    return last_kept(Candidates(logits, plan.chunk_size), low, torch.full_like(low, k), one, plan.group)[0]
+
+
+def _survivors(
+    logits: Float[Tensor, "*a v"], column: Int[Tensor, "n 1"], kth: Float[Tensor, " n"], plan: Plan
+) -> Float[Tensor, "f n"]:
+    """This rank's statistics of the logits that are not below the k-th largest."""
+    statistics = torch.empty(3, len(column), dtype=kth.dtype, device=kth.device)
+    for part, block in row_blocks(logits, block_rows(logits, plan.chunk_size)):
+        left = block.masked_fill(block < kth[part].unsqueeze(-1), -math.inf)
+        statistics[:, part] = st.local_statistics(left, column[part], plan.temperature, False)
+    return statistics
+
+
+def _top_p(
+    logits: Float[Tensor, "*a v"],
+    column: Int[Tensor, "n 1"],
+    kth: Float[Tensor, " n"],
+    survivors: Prefix,
+    first: Int[Tensor, " n"],
+    plan: Plan,
+    top_p: float,
+) -> tuple[Prefix, Ties]:
+    """What top-p keeps of the survivors. 2 all_gather, R all_reduce. `first` is the rank of the largest logit."""
+    largest, rest, temperature = survivors.largest, survivors.rest, plan.temperature
+    is_mine = first == (0 if plan.group is None else plan.group.rank())
+
+    def mass(part: slice, found: Found) -> Tensor:
+        """Of each entry but the row's first, whose mass is the 1 of 1 + R."""
+        m = largest[part][found.rows]
+        is_largest = (found.logits == m) & is_mine[part][found.rows]
+        is_first = is_largest & (ordinals(is_largest, found.rows, part.stop - part.start) == 0)
+        return torch.where(is_first, 0.0, weight_of(found.logits, m, temperature))
+
+    likely = (SLACK * (1.0 - top_p) / _columns_of_all(logits, plan)).log()
+    low = largest + temperature * (likely.to(rest.dtype) + rest.log1p())
+    candidates, room = Candidates(logits, plan.chunk_size), room_for(rest, top_p)
+    selected, above = last_kept(candidates, torch.maximum(low, kth), room, mass, plan.group)
+    is_alone = room <= 0
+    threshold = torch.where(is_alone, largest, selected)
+    ties = _ties(candidates, column, threshold, plan)
+    first_is_tie = (threshold == largest).to(rest.dtype)
+    weight = weight_of(threshold, largest, temperature)
+    more = ties_within(room - above, weight, ties.counts.sum(0) - first_is_tie)
+    more, above = torch.where(is_alone, 0.0, more), torch.where(is_alone, 0.0, above)
+    kept_rest = torch.where(rest.isnan(), rest, above + more * weight)
+    return Prefix(largest, kept_rest, threshold, more + first_is_tie), ties
+
+
+def _ties(candidates: Candidates, column: Int[Tensor, "n 1"], threshold: Float[Tensor, " n"], plan: Plan) -> Ties:
+    """How many logits equal the threshold, and how many of them precede the target. One all_gather."""
+    told = torch.empty(2, len(threshold), dtype=threshold.dtype, device=threshold.device)
+    for part, n, found in candidates.between(threshold, threshold):
+        is_tie = found.logits == threshold[part][found.rows]
+        target = column[part].squeeze(-1)
+        is_before = is_tie & (found.columns < target[found.rows])
+        told[0, part] = counted(is_tie, found.rows, n).to(told.dtype)
+        told[1, part] = torch.where(target >= 0, counted(is_before, found.rows, n).to(told.dtype), math.inf)
+    return Ties(*st.exchanged(told, plan.group).unbind(1))
+
+
+def _columns_of_all(logits: Float[Tensor, "*a v"], plan: Plan) -> Float[Tensor, ""]:
+    """V, the columns of all ranks. One all_gather of one integer; it stays on the device."""
+    own = torch.tensor([logits.shape[-1]], device=logits.device)
+    everyone = own if plan.group is None else gathered(own, plan.group, 0, [1] * plan.group.size())
+    return everyone.sum().double()
