@@ -68,3 +68,15 @@ def test_the_command_says_what_is_wrong(mistake, status, tmp_path):
     again = subprocess.run([sys.executable, replay.name], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert again.returncode == status
     assert mistake.says[0] in said(again.stdout)
+
+
+@pytest.mark.parametrize(("mistake", "status"), [(None, 0), (mistakes.DROPPED, 1), (mistakes.RAISES, 3)])
+def test_the_same_file_under_torchrun(mistake, status, tmp_path):
+    (tmp_path / "my_scheme.py").write_text(mistake.source if mistake else mistakes.RIGHT.read_text())
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    verify = ["-m", "parity_tests.harness", "verify", "my_scheme.py", "--engine", "torchrun", "--examples", "6"]
+    done = subprocess.run([*launch, *verify], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode == 0) == (status == 0), done.stderr
+    assert f"exitcode  : {status}" in done.stderr or status == 0
+    assert said(done.stdout).count("sharded_logprob cp=") == 1  # rank 0 alone speaks
+    assert mistake is None or mistake.says[0] in said(done.stdout)
