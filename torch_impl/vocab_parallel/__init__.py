@@ -16,6 +16,9 @@ from torch_impl.vocab_parallel.next_token import (
 from torch_impl.vocab_parallel.next_token import (
     get_next_token_logprobs_from_logits as get_next_token_logprobs_from_logits,
 )
+from torch_impl.vocab_parallel.packed import (
+    from_parallel_logits_to_logprobs_packed_sequences as from_parallel_logits_to_logprobs_packed_sequences,
+)
 from torch_impl.vocab_parallel.row_exchange import all_to_all_sq2vp as all_to_all_sq2vp
 from torch_impl.vocab_parallel.row_exchange import all_to_all_vp2sq as all_to_all_vp2sq
 from torch_impl.vocab_parallel.sampling import (
