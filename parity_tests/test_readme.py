@@ -54,7 +54,7 @@ def test_the_scheme_and_its_reports(tmp_path):
 def test_a_row_is_told_from_a_sentence():
     assert shape("  out   6.5e-08  2.4e-07  0.27  4x  (0,1) float32\n") == ["out None"]
     assert shape("  d/d x  6.5e-08  2.4e-07  0.27  -  (0,1) float32   MISMATCH") == ["d/d x MISMATCH"]
-    assert shape("    out: off by 2\nreplay: replay_00ff00ff.py") == ["out: off by 2", "replay: replay_#.py"]
+    assert shape("    out: off by 2\nreplay: replay_00ff00ff.py") == ["    out: off by 2", "replay: replay_#.py"]
 
 
 def test_its_commands_are_targets():

@@ -38,6 +38,7 @@ def verify(
     given_names: Mapping[str, Any] | None = None,
     *,
     world: int | None = None,
+    inside_subgroup: bool = False,
     progress: Progress | None = None,
     replay_folder: str = ".",
 ) -> Report:
@@ -49,13 +50,14 @@ def verify(
         raise ValueError(f"scheme '{scheme.name}': is declared for {', '.join(scheme.engines)} only, not {engine}")
     if examples is not None and (not isinstance(examples, int) or examples < 1):
         raise ValueError(f"scheme '{scheme.name}': examples={examples!r}; give 1 or more")
-    drawn = draw_case(scheme, seeded_chooser(seed), names, dtype=dtype, engine=engine, seed=seed, world=world)
+    how = {"dtype": dtype, "engine": engine, "world": world, "inside_subgroup": inside_subgroup}
+    drawn = draw_case(scheme, seeded_chooser(seed), names, seed=seed, **how)
     total = examples or (1 if all(dim in names for dim in menu.free_dims(scheme)) else EXAMPLES[profile()])
     compiled = oracle.CLOCK.seconds
     if total == 1:
         reports = [judge(scheme, drawn)]
     else:
-        reports = _search(scheme, names, engine, dtype, world, seed, total, progress)
+        reports = _search(scheme, names, how, seed, total, progress)
     report = replace(merged(reports), compile_seconds=oracle.CLOCK.seconds - compiled)
     if report.ok:
         return report
@@ -65,9 +67,7 @@ def verify(
 def _search(
     scheme: Scheme,
     names: Mapping[str, Any],
-    engine: str,
-    dtype: str | None,
-    world: int | None,
+    how: Mapping[str, Any],
     seed: int,
     total: int,
     progress: Progress | None,
@@ -76,7 +76,7 @@ def _search(
     reports: list[Report] = []
     failing: list[Report] = []
     # Shrinking against process engines costs a respawn for each failing example.
-    phases = [Phase.generate, Phase.shrink] if engine == "lockstep" else [Phase.generate]
+    phases = [Phase.generate, Phase.shrink] if how["engine"] == "lockstep" else [Phase.generate]
 
     @hypothesis_seed(seed)
     @settings(
@@ -88,7 +88,7 @@ def _search(
         print_blob=False,
         suppress_health_check=list(HealthCheck),  # pyright: ignore[reportArgumentType]
     )
-    @given(every_case(scheme, engine=engine, dtype=dtype, world=world, **names))
+    @given(every_case(scheme, **how, **names))
     def example(case: CaseSpec) -> None:
         if failing and isinstance(failing[-1].failure, Stalled):
             return  # every further example would wait as long; the search ends without a smaller case
@@ -106,18 +106,20 @@ def _search(
         if not failing:
             raise
         smallest, others = failing[-1], failing[:-1]
-        if engine == "lockstep" and any(_is_vague(said) for said in smallest.notes.values()):
-            others = [*others, *_larger_failures(scheme, smallest, names, world)]
+        if how["engine"] == "lockstep" and any(_is_vague(said) for said in smallest.notes.values()):
+            others = [*others, *_larger_failures(scheme, smallest, names, how)]
         return [*reports, telling(smallest, others)]
     return reports
 
 
-def _larger_failures(scheme: Scheme, smallest: Report, names: Mapping[str, Any], world: int | None) -> list[Report]:
+def _larger_failures(
+    scheme: Scheme, smallest: Report, names: Mapping[str, Any], how: Mapping[str, Any]
+) -> list[Report]:
     """Failing reports of some drawn cases with plain values, which have more to show than the smallest."""
     found = []
     for seed in range(1, PROBES + 1):
-        chooser, dtype = seeded_chooser(seed), smallest.case.dtype
-        case = draw_case(scheme, chooser, names, dtype=dtype, engine=smallest.case.engine, seed=seed, world=world)
+        drawn = {**how, "dtype": smallest.case.dtype}
+        case = draw_case(scheme, seeded_chooser(seed), names, seed=seed, **drawn)
         plain = {
             name: {"kind": "normal"} if scheme.draws[name].kind == "float" else v for name, v in case.values.items()
         }
