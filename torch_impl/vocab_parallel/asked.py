@@ -35,6 +35,7 @@ def asked_of(column: Int[Tensor, "n k"], g: Float[Tensor, "n k"]) -> Asked:
     g = torch.where(column == NOBODYS, 0.0, g)
     if column.shape[-1] == 1:
         return Asked(column, g, None, g.squeeze(-1))
+    column = column.contiguous()
     in_order, order = column.sort(-1)
     first = torch.searchsorted(in_order, column)
     past = torch.searchsorted(in_order, column, right=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from jaxtyping import Float
 from torch import Tensor
@@ -25,20 +25,27 @@ def block_rows(logits: Float[Tensor, "*a v"], chunk_size: int | None) -> int:
 
 def row_blocks(x: Float[Tensor, "*a v"], rows: int) -> Iterator[tuple[slice, Float[Tensor, "n v"]]]:
     """Views of at most `rows` rows that cover x in order, each with the slice of rows that it is."""
+    for part, (view,) in rows_together((x,), rows):
+        yield part, view
+
+
+def rows_together(xs: Sequence[Tensor], rows: int) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
+    """`row_blocks` of tensors of one shape but any strides: the same rows of each."""
     done = 0
-    for view in _row_views(x, rows):
-        yield slice(done, done + len(view)), view
+    for views in _row_views(xs, rows):
+        view = views[0]
+        yield slice(done, done + len(view)), views
         done += len(view)
 
 
-def _row_views(x: Tensor, rows: int) -> Iterator[Tensor]:
-    if x.ndim == 1:
-        yield x.unsqueeze(0)
+def _row_views(xs: Sequence[Tensor], rows: int) -> Iterator[tuple[Tensor, ...]]:
+    if xs[0].ndim == 1:
+        yield tuple(x.unsqueeze(0) for x in xs)
         return
     try:
-        flat = x.view(math.prod(x.shape[:-1]), x.shape[-1])
+        flat = [x.view(math.prod(x.shape[:-1]), x.shape[-1]) for x in xs]
     except RuntimeError:  # no flat view has these strides, as for z[:, :-1]: one leading index at a time
-        for part in x.unbind(0):
-            yield from _row_views(part, rows)
+        for parts in zip(*(x.unbind(0) for x in xs), strict=True):
+            yield from _row_views(parts, rows)
     else:
-        yield from flat.split(rows)
+        yield from zip(*(x.split(rows) for x in flat), strict=True)

@@ -7,6 +7,7 @@ Every rank holds V_l columns of each row. It reads them once and keeps, per row 
     z_t                                   the target's logit if this rank owns the target, else +inf; for each
                                           of the ids, where several are looked up
     d_r = sum_v p_v b_v                   over the local softmax; 0 for an empty shard
+    x_r = sum_v p_v b^q_v                 p of one's logits, b of another's q; -inf where p > 0 meets q = 0
 
 One all_gather brings the ranks' numbers together, and every rank merges them by the same arithmetic in the
 same order, so that the results are equal to the bit. The normaliser lse = m + log(1 + R) is kept as m and
@@ -70,6 +71,23 @@ def local_statistics(
     return torch.cat(rows)
 
 
+def local_cross_depth(
+    q_block: Float[Tensor, "n v"],
+    p_block: Float[Tensor, "n v"],
+    m_q: Float[Tensor, " n"],
+    m_p: Float[Tensor, " n"],
+    rest_p: Float[Tensor, " n"],
+) -> Float[Tensor, " n"]:
+    """x_r: the depth of q's logits below their largest, under the local softmax of p's; 0 for an empty shard."""
+    m_q, m_p = (torch.where(m.isfinite(), m, 0.0).unsqueeze(-1) for m in (m_q, m_p))
+    depths, terms = below(q_block, m_q, 1.0), below(p_block, m_p, 1.0).exp()
+    masked = depths == -math.inf
+    found = (terms * depths.masked_fill(masked, 0.0)).sum(-1) / (1.0 + rest_p)
+    # Of the logits, not of p: a p that underflows is not 0, and float64 would disagree with float32 about it.
+    is_impossible = (masked & (p_block > -math.inf)).any(-1)
+    return torch.where(is_impossible, -math.inf, found)
+
+
 def exchanged(statistics: Float[Tensor, "f n"], group: ProcessGroup | None) -> Float[Tensor, "r f n"]:
     """The statistics of every rank, in rank order. The one collective; none where the rows are whole."""
     if group is None:
@@ -112,6 +130,21 @@ def merged_depth(
     above = below(m_r, whole.largest, temperature)
     weight = (above + (rest_r.log1p() - whole.log_total)).exp()
     return torch.where(weight == 0, 0.0, weight * (d_r + above)).sum(0)
+
+
+def merged_cross_depth(
+    m_q: Float[Tensor, "r ..."],
+    m_p: Float[Tensor, "r ..."],
+    rest_p: Float[Tensor, "r ..."],
+    x_r: Float[Tensor, "r ..."],
+    q: Normaliser,
+    p: Normaliser,
+) -> Float[Tensor, "*a"]:
+    """x = sum_v p_v b^q_v = sum_r w_r (x_r + m^q_r - m^q),   w_r = the share of rank r in p; -inf stays."""
+    depth = x_r + (m_q - q.largest)
+    weight = ((m_p - p.largest) + (rest_p.log1p() - p.log_total)).exp()
+    of_no_weight = torch.where((depth == -math.inf) & (m_p > -math.inf), -math.inf, 0.0)
+    return torch.where(weight == 0, of_no_weight, weight * depth).sum(0)
 
 
 def logprob_of(z_t: Float[Tensor, "*a"], whole: Normaliser, temperature: float) -> Float[Tensor, "*a"]:

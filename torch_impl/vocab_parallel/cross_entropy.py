@@ -1,0 +1,103 @@
+"""Vocab-parallel cross entropy of a student's distribution under a target distribution.
+
+Every rank of the group holds the same columns of both logits of every token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from torch_impl.collectives import accumulator
+from torch_impl.vocab_parallel import statistics as st
+from torch_impl.vocab_parallel.arguments import check_logits, checked_tp_group
+from torch_impl.vocab_parallel.joint import SPENT
+from torch_impl.vocab_parallel.rows import block_rows, rows_together
+
+FUNCTION = "vocab_parallel.DistributedCrossEntropy"
+
+
+class DistributedCrossEntropy(torch.autograd.Function):
+    """Soft-target cross entropy H(p, q) of each token, for `.apply`.
+
+        student_logits  "b s v/tp"     target_logits  "b s v/tp"     ->   "b s tp=I"
+
+    H = -sum_v p_v log q_v,   p = softmax(target_logits),   q = softmax(student_logits)
+    d student = g (q - p);    the target has no gradient
+
+    Any leading dims and strides. A column masked in the target (-inf) adds nothing; one masked in the student
+    alone makes H +inf, with the same gradient. The two dtypes may differ, and the sums run in the wider, float32
+    at least, which is the result's; the gradient has the student's dtype. Every tp rank passes the same cotangent.
+
+    Cost:   forward 1 all_gather, 5 * b*s numbers of 4 bytes per rank (float64: 8); backward none. Saves both
+            logits by reference and 16 bytes per token.
+    Errors: TypeError if group is None or no ProcessGroup, or logits are not floating; ValueError if the two
+            disagree in shape; RuntimeError in backward after inference_only=True.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        student_logits: Float[Tensor, "*a v"],
+        target_logits: Float[Tensor, "*a v"],
+        group: ProcessGroup,
+        inference_only: bool = False,
+    ) -> Float[Tensor, "*a"]:
+        _check(student_logits, target_logits, group)
+        parts = st.exchanged(_local_statistics(student_logits, target_logits), group)
+        m_q, rest_q, m_p, rest_p, x_r = parts.view(*parts.shape[:2], *student_logits.shape[:-1]).unbind(1)
+        q, p = st.merged_normaliser(m_q, rest_q, 1.0), st.merged_normaliser(m_p, rest_p, 1.0)
+        ctx.inference_only = inference_only
+        if not inference_only:
+            ctx.save_for_backward(student_logits, target_logits, *q, *p)
+        return q.log_total - st.merged_cross_depth(m_q, m_p, rest_p, x_r, q, p)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.inference_only:
+            raise RuntimeError(SPENT)
+        student, target, *per_row = ctx.saved_tensors
+        gradient = student.new_empty(per_row[0].numel(), student.shape[-1])
+        per_row = [x.reshape(-1, 1) for x in (*per_row, *grad_outputs)]
+        for part, (student_block, target_block) in rows_together((student, target), block_rows(student, None)):
+            m_q, log_total_q, m_p, log_total_p, g = (x[part] for x in per_row)
+            log_q = st.below(student_block.to(g.dtype), m_q, 1.0) - log_total_q
+            log_p = st.below(target_block.to(g.dtype), m_p, 1.0) - log_total_p
+            gradient[part] = (_difference(log_q, log_p) * g).to(student.dtype)
+        return gradient.view(student.shape), None, None, None
+
+
+def _difference(log_q: Float[Tensor, "n v"], log_p: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]:
+    """q - p = +-max(q, p) (1 - exp(-|log q - log p|)), which keeps its digits where both are all but 1."""
+    log_q, log_p = st.without_minus_infinity(log_q), st.without_minus_infinity(log_p)
+    gap = log_q - log_p
+    return torch.copysign(torch.maximum(log_q, log_p).exp() * -torch.expm1(-gap.abs()), gap)
+
+
+def _local_statistics(student: Float[Tensor, "*a v"], target: Float[Tensor, "*a v"]) -> Float[Tensor, "f n"]:
+    """Rows m_r and R_r of the student, then of the target, and the cross depth, one row block at a time."""
+    dtype = torch.promote_types(accumulator(student.dtype), accumulator(target.dtype))
+    statistics = torch.empty(5, student.shape[:-1].numel(), dtype=dtype, device=student.device)
+    for part, blocks in rows_together((student, target), block_rows(student, None)):
+        q_block, p_block = (block.to(dtype) for block in blocks)
+        q, p = (st.local_statistics(block, None, 1.0, False) for block in (q_block, p_block))
+        x_r = st.local_cross_depth(q_block, p_block, q[0], p[0], p[1])
+        statistics[:, part] = torch.cat([q, p, x_r.unsqueeze(0)])
+    return statistics
+
+
+def _check(student: Tensor, target: Tensor, group: object) -> None:
+    """Refuse what cannot be, before any collective."""
+    checked_tp_group(FUNCTION, "group", group)
+    check_logits(FUNCTION, "student_logits", student)
+    check_logits(FUNCTION, "target_logits", target)
+    if student.shape != target.shape:
+        raise ValueError(
+            f"{FUNCTION}: target_logits is {list(target.shape)} but student_logits is {list(student.shape)}"
+        )
