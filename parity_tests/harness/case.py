@@ -15,6 +15,7 @@ from typing import Any
 
 FORMAT = 1
 DTYPES = ("float64", "float32", "bfloat16", "float16")
+SPARE = "spare"  # the axis that stands around a scheme's own mesh where it runs inside a sub-group
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.case import SPARE, CaseSpec
 from parity_tests.harness.compare import TensorRow
 from parity_tests.harness.engines.ledger import Ledger
 from parity_tests.harness.engines.protocol import disagreement
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from parity_tests.harness.scheme import Scheme
 
 PHASES = {"forward": "fwd", "backward": "bwd"}
-SPARE = "spare"  # the axis that verify(inside_subgroup=True) puts around a scheme's own mesh
 
 
 def protocol(ledger: Ledger) -> tuple[str, ...]:
@@ -52,11 +51,22 @@ def cost(scheme: Scheme, case: CaseSpec, ledger: Ledger) -> tuple[str, ...]:
 def hygiene(
     scheme: Scheme, case: CaseSpec, results: Sequence[RankResult], rows: Iterable[TensorRow], ledger: Ledger
 ) -> tuple[str, ...]:
-    """Inputs and cotangents untouched, replicas bit-equal, no group used that is none of the mesh's."""
+    """Inputs and cotangents untouched, replicas bit-equal, one dtype, no group used that is none of the mesh's."""
     findings = [f"rank {rank}: {text}" for rank, result in enumerate(results) for text in result.findings]
+    findings += _unlike_dtypes(results)
     if scheme.replicas == "bitwise":
         findings += [text for row in rows for text in _replicas(row)]
     return tuple(findings + _foreign_groups(case, ledger))
+
+
+def _unlike_dtypes(results: Sequence[RankResult]) -> list[str]:
+    first = results[0].dtypes
+    return [
+        f"rank {rank}: '{name}' is {dtype}, on rank 0 it is {first[name]}"
+        for rank, result in enumerate(results)
+        for name, dtype in result.dtypes.items()
+        if dtype != first[name]
+    ]
 
 
 def _replicas(row: TensorRow) -> list[str]:

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from parity_tests.harness import menu
-from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.case import SPARE, CaseSpec
 from parity_tests.harness.draws import Chooser
 from parity_tests.harness.engines.run import LARGEST_WORLD
 
@@ -38,8 +38,11 @@ def draw_case(
     seed: int | None = None,
     world: int | None = None,
     limit: int = DEFAULT_LIMIT,
+    inside_subgroup: bool = False,
 ) -> CaseSpec:
-    """Draw what is not given. Errors: ValueError for an unknown name, an uncuttable size, a menu that is empty."""
+    """Draw what is not given; inside a sub-group, the mesh has an axis more that the scheme does not see.
+
+    Errors: ValueError for an unknown name, an uncuttable size, a menu that is empty."""
     sizes, options = _sorted_out(scheme, given)
     served = _SERVED.setdefault(scheme, {})
     asked = tuple(sorted(sizes.items())), world, limit
@@ -58,7 +61,7 @@ def draw_case(
     }
     return CaseSpec(
         scheme=scheme.key,
-        mesh=mesh,
+        mesh={SPARE: 2, **mesh} if inside_subgroup else mesh,
         dims=shape,
         dtype=dtype or choose(scheme.dtypes),
         layouts=layouts,

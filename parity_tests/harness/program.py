@@ -18,6 +18,7 @@ from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.draws import Draw
 from parity_tests.harness.engines.failure import RankFault
 from parity_tests.harness.spec import Cut, Spec
+from torch_impl.collectives.mesh import MeshView
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,9 @@ class Program:
         )
 
     def _bind(self, mesh: Any, case: CaseSpec) -> Any:
+        """The mesh as the scheme sees it: its own axes, and the global ids of this example's dims."""
+        if mesh.axes != self.mesh_axes:  # inside a sub-group
+            mesh = MeshView(mesh.device_mesh[self.mesh_axes])
         cuts = {}
         for arg in (*self.inputs, *self.outputs):
             for dim in arg.spec.dims:
@@ -203,7 +207,9 @@ def _modified(role: str, before: Mapping[str, torch.Tensor], after: Mapping[str,
     findings = []
     for name, old in before.items():
         new = after[name].detach()
-        different = (new != old) & ~(new.isnan() & old.isnan()) if new.is_floating_point() else new != old
+        different = new != old
+        if new.is_floating_point():  # bit by bit, but for the kinds of NaN
+            different = (different & ~(new.isnan() & old.isnan())) | (new.signbit() != old.signbit())
         if bool(different.any()):
             first = tuple(int(i) for i in different.nonzero()[0])
             findings.append(f"{role} '{name}' was modified, first at {first}")

@@ -86,17 +86,19 @@ class Scheme:
         examples: int | None = None,
         seed: int = 0,
         dtype: str | None = None,
+        inside_subgroup: bool = False,
         **sizes_and_options: Any,
     ) -> Report:
         """Draw cases, run each on the ranks and against the reference, and report the worst of each tensor.
 
         Names resolve to mesh axes, dims and options; what is not given is drawn. `examples=None` is 1 where all
         dims are given, else the Hypothesis profile's. Errors: ValueError for an unknown name or an uncuttable
-        size. A mismatch is in the report, not raised; see Report.raise_if_failed.
+        size. `inside_subgroup` makes the world twice as large and runs the scheme in each half of it, which finds
+        what speaks to the default group. A mismatch is in the report, not raised; see Report.raise_if_failed.
         """
         from parity_tests.harness.verify import verify
 
-        return verify(self, engine, examples, seed, dtype, sizes_and_options)
+        return verify(self, engine, examples, seed, dtype, sizes_and_options, inside_subgroup=inside_subgroup)
 
     def run(self, *whole_arrays: Any, engine: str = "lockstep", grad: Any = None, **mesh_and_options: Any) -> Any:
         """Stitched outputs for the given whole arrays, in the order of `inputs`; nothing is compared.

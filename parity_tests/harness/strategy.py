@@ -38,6 +38,7 @@ def every_case(
     engine: str = "lockstep",
     dtype: str | None = None,
     world: int | None = None,
+    inside_subgroup: bool = False,
     **given: Any,
 ) -> SearchStrategy[CaseSpec]:
     """Cases of a scheme; what is given (mesh axes, dims, options) is kept, the rest is drawn."""
@@ -53,6 +54,7 @@ def every_case(
             engine=engine,
             world=world,
             limit=limit,
+            inside_subgroup=inside_subgroup,
         )
 
     return cases()

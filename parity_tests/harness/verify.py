@@ -54,10 +54,7 @@ def verify(
     drawn = draw_case(scheme, seeded_chooser(seed), names, seed=seed, **how)
     total = examples or (1 if all(dim in names for dim in menu.free_dims(scheme)) else EXAMPLES[profile()])
     compiled = oracle.CLOCK.seconds
-    if total == 1:
-        reports = [judge(scheme, drawn)]
-    else:
-        reports = _search(scheme, names, how, seed, total, progress)
+    reports = [judge(scheme, drawn)] if total == 1 else _search(scheme, names, how, seed, total, progress)
     report = replace(merged(reports), compile_seconds=oracle.CLOCK.seconds - compiled)
     if report.ok:
         return report

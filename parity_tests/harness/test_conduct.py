@@ -1,0 +1,135 @@
+"""Protocol and cost: each turns red for a small scheme that breaks it, and says so."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parity_tests import Cost, scheme, values
+from parity_tests.harness import conduct
+from parity_tests.harness.engines.ledger import Ledger, Row
+from parity_tests.harness.report import CostMismatch, HygieneViolation, ProtocolMismatch, Report
+
+
+def summed(x, group):
+    """The sum over a group, whose backward is the identity."""
+
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            total = x.clone()
+            dist.all_reduce(total, group=group)
+            return total
+
+        @staticmethod
+        def backward(ctx, cotangent):
+            return cotangent
+
+    return Sum.apply(x)
+
+
+def declared(function, reference=lambda x: x * 2.0, inputs=None, outputs="b/tp", **more):
+    return scheme(
+        **{
+            "reference": reference, "mesh": {"tp": (2, 4)}, "inputs": inputs or {"x": "b/tp"}, "outputs": outputs,
+            "draw": {"x": values("normal")}, "dtypes": ("float32",), **more,
+        }
+    )(function)  # fmt: skip
+
+
+# Cost
+
+
+def total(mesh, x):
+    return summed(x, mesh["tp"])
+
+
+def costs(cost):
+    return declared(total, lambda x: x * 1.0, {"x": "b tp=P"}, "b tp=I", cost=cost).verify(tp=2, b=3)
+
+
+@pytest.mark.parametrize(
+    ("cost", "found"),
+    [
+        (lambda c: Cost(forward={"all_reduce": (1, 4 * c.b)}), ()),
+        (
+            lambda c: Cost(forward={"all_reduce": (2, 4 * c.b)}),
+            ("forward all_reduce: declared 2 calls of 12 bytes, rank 0 issued 1 of 12",),
+        ),
+        (
+            lambda c: Cost(forward={"all_reduce": (1, 4 * c.b + 1)}),
+            ("forward all_reduce: declared 1 calls of 13 bytes, rank 0 issued 1 of 12",),
+        ),
+        (lambda c: Cost(), ("forward all_reduce: declared 0 calls of 0 bytes, rank 0 issued 1 of 12",)),
+        (
+            lambda c: Cost(forward={"all_reduce": (1, 12), "barrier": (1, 0)}),
+            ("forward barrier: declared 1 calls of 0 bytes, rank 0 issued 0 of 0",),
+        ),
+        (
+            lambda c: Cost(forward={"all_reduce": (1, 12)}, backward={"all_reduce": (1, 12)}),
+            ("backward all_reduce: declared 1 calls of 12 bytes, rank 0 issued 0 of 0",),
+        ),
+    ],
+)
+def test_cost(cost, found):
+    report = costs(cost)
+    assert report.cost == found
+    assert report.verdict == ("cost" if found else "equal")
+
+
+def test_cost_of_one_rank():
+    def uneven(mesh, x):
+        if mesh.rank("tp") == 1:
+            dist.all_reduce(x.detach().clone(), group=dist.new_group([1], use_local_synchronization=True))
+        return summed(x, mesh["tp"])
+
+    made = declared(
+        uneven, lambda x: x * 1.0, {"x": "b tp=P"}, "b tp=I", cost=lambda c: Cost(forward={"all_reduce": (1, 4 * c.b)})
+    )  # fmt: skip
+    assert made.verify(tp=2, b=3).cost == ("forward all_reduce: declared 1 calls of 12 bytes, rank 1 issued 2 of 24",)
+
+
+# Protocol
+
+
+def a_row(rank, **changes):
+    record = dict(
+        rank=rank, seq=0, op="all_reduce", group=(0, 1), group_name="tp", dtypes=("float32",), shapes=((3,),),
+        bytes_in=12, bytes_out=12, reduce_op="SUM", source=f"scheme.py:{rank}",
+    )  # fmt: skip
+    return Row(**{**record, **changes})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"op": "broadcast", "reduce_op": None, "root": 0},
+        {"dtypes": ("int32",)},
+        {"shapes": ((1, 3),)},
+        {"reduce_op": "MAX"},
+    ],
+)
+def test_ledgers_that_disagree_although_all_ranks_finished(change):
+    """As on a backend that gives wrong numbers without an error."""
+    assert conduct.protocol(Ledger([a_row(0), a_row(1)])) == ()
+    [said] = conduct.protocol(Ledger([a_row(0), a_row(1, **change)]))
+    assert "rank" in said and "scheme.py:" in said
+
+
+def test_a_row_left_over():
+    [said] = conduct.protocol(Ledger([a_row(0), a_row(1), a_row(1, seq=1)]))
+    assert "#1" in said
+
+
+# What a report makes of them
+
+
+@pytest.mark.parametrize(
+    ("finding", "raised"),
+    [("protocol", ProtocolMismatch), ("cost", CostMismatch), ("hygiene", HygieneViolation)],
+)
+def test_each_oracle_has_its_exception(finding, raised):
+    report = Report("m:f", declared(total, lambda x: x * 1.0, {"x": "b tp=P"}, "b tp=I").case(), **{finding: ("so",)})
+    assert not report.ok and report.verdict == finding
+    with pytest.raises(raised):
+        report.raise_if_failed()
+    assert f"{finding}: so" in str(report)

@@ -1,0 +1,206 @@
+"""Hygiene: whatever is touched, left different or drawn turns a small scheme red although its values are right."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parity_tests import integers, scheme, values
+
+
+def summed(x, group):
+    """The sum over a group, whose backward is the identity."""
+
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            total = x.clone()
+            dist.all_reduce(total, group=group)
+            return total
+
+        @staticmethod
+        def backward(ctx, cotangent):
+            return cotangent
+
+    return Sum.apply(x)
+
+
+def declared(function, reference=lambda x: x * 2.0, inputs=None, outputs="b/tp", **more):
+    return scheme(
+        **{
+            "reference": reference, "mesh": {"tp": (2, 4)}, "inputs": inputs or {"x": "b/tp"}, "outputs": outputs,
+            "draw": {"x": values("normal")}, "dtypes": ("float32",), **more,
+        }
+    )(function)  # fmt: skip
+
+
+def findings(function, tp=2, b=4, **more):
+    """The one oracle's sentences; the values are right."""
+    report = declared(function, **more).verify(tp=tp, b=b)
+    assert report.failure is None and all(row.ok for row in report.rows), str(report)
+    return report
+
+
+def test_a_clean_scheme_has_no_findings():
+    def doubled(mesh, x):
+        return x * 2
+
+    report = findings(doubled)
+    assert (report.protocol, report.cost, report.hygiene) == ((), (), ())
+
+
+def test_an_input_that_is_modified():
+    def doubled(mesh, x):
+        y = x * 2
+        if mesh.rank("tp") == 1:
+            x.data[1] += 1.0
+        return y
+
+    assert findings(doubled).hygiene == ("rank 1: input 'x' was modified, first at (1,)",)
+
+
+@pytest.mark.parametrize(("name", "found"), [("neg_", 2), ("exp_", 2), ("zero_", 0)])
+def test_zeros_that_are_modified(name, found):
+    """Also where the new bits are equal in value, as -0 is to 0; what leaves all bits as they were is no change."""
+
+    def doubled(mesh, x):
+        y = x * 2
+        getattr(x.data, name)()
+        return y
+
+    assert len(findings(doubled, draw={"x": values("zeros")}).hygiene) == found
+
+
+def test_an_integer_input_that_is_modified():
+    def picked(mesh, x, index):
+        y = x * (index + 1).to(x.dtype)
+        index.clamp_(max=0)
+        return y
+
+    report = declared(
+        picked, lambda x, index: x * (index + 1).astype(x.dtype), {"x": "b/tp", "index": "b/tp"},
+        draw={"x": values("normal"), "index": integers(1, 3)},
+    ).verify(tp=2, b=4)  # fmt: skip
+    assert report.hygiene == tuple(f"rank {rank}: input 'index' was modified, first at (0,)" for rank in (0, 1))
+
+
+def test_a_cotangent_that_is_modified():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, cotangent):
+            return cotangent.mul_(2)
+
+    def doubled(mesh, x):
+        return Double.apply(x)
+
+    assert findings(doubled).hygiene == tuple(
+        f"rank {rank}: cotangent 'out' was modified, first at (0,)" for rank in (0, 1)
+    )
+
+
+def test_replicas_that_differ_in_the_last_bit():
+    def doubled(mesh, x):
+        y = x * 2
+        above = torch.nextafter(y, torch.full_like(y, 9.0))
+        return y + (above - y).detach() if mesh.rank("tp") == 1 else y
+
+    made = declared(doubled, inputs={"x": "b tp=R"}, outputs="b tp=I", draw={"x": values("ones")}, mesh={"tp": (2,)})
+    report = made.verify(tp=2, b=3)
+    assert all(row.ok for row in report.rows if row.role == "output")
+    assert report.hygiene == ("out differs between replicas: at tp=1 from the first, at (0,)",)
+    loose = declared(
+        doubled, inputs={"x": "b tp=R"}, outputs="b tp=I", draw={"x": values("ones")}, replicas="budget"
+    )  # fmt: skip
+    assert loose.verify(tp=2, b=3).hygiene == ()
+
+
+def test_replicas_of_a_gradient():
+    class Slightly(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, rank):
+            ctx.rank = rank
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, cotangent):
+            return 2 * cotangent * (1 + ctx.rank * 2.0**-23), None
+
+    def doubled(mesh, x):
+        return Slightly.apply(x, mesh.rank("tp"))
+
+    report = findings(doubled, inputs={"x": "b tp=I"}, outputs="b tp=I")
+    assert report.hygiene == ("d/d x differs between replicas: at tp=1 from the first, at (0,)",)
+
+
+def test_infinite_replicas_are_equal():
+    def logarithm(mesh, x):
+        return torch.log(x * 0)
+
+    report = findings(
+        logarithm, reference=lambda x: x * 0.0 - float("inf"), inputs={"x": "b tp=I"}, outputs="b tp=I", nograd=("x",)
+    )
+    assert report.hygiene == ()
+
+
+def test_random_numbers():
+    def doubled(mesh, x):
+        torch.rand(1)
+        return x * 2
+
+    moved = "the random state moved; declare random=True if the scheme draws"
+    assert findings(doubled).hygiene == (f"rank 0: {moved}", f"rank 1: {moved}")
+    assert findings(doubled, random=True).hygiene == ()
+
+
+def test_ranks_of_unlike_dtype():
+    def doubled(mesh, x):
+        return (x * 2).double() if mesh.rank("tp") == 1 else x * 2
+
+    assert findings(doubled).hygiene == ("rank 1: 'out' is float64, on rank 0 it is float32",)
+
+
+def test_the_default_group_inside_a_sub_group():
+    def total(mesh, x):
+        return summed(x, None)
+
+    made = declared(total, lambda x: x * 1.0, {"x": "b tp=P"}, "b tp=I")
+    assert made.verify(tp=2, b=3).ok  # where the mesh is the world, nothing is wrong
+    report = made.verify(tp=2, b=3, inside_subgroup=True)
+    assert report.case.mesh == {"spare": 2, "tp": 2}
+    assert report.verdict == "mismatch"  # twice too much
+    [found] = report.hygiene
+    assert found.startswith("the default group is used inside a sub-group: rank 0, all_reduce float32[3] SUM (group ")
+
+    def well_behaved(mesh, x):
+        return summed(x, mesh["tp"])
+
+    assert (
+        declared(well_behaved, lambda x: x * 1.0, {"x": "b tp=P"}, "b tp=I").verify(examples=5, inside_subgroup=True).ok
+    )
+
+
+def test_global_ranks_inside_a_sub_group():
+    """A root that is a rank of the group, taken for one of the world: right in the first half, refused in the other."""
+
+    def shared(mesh, x):
+        y = x.detach() * 1
+        dist.broadcast(y, src=0, group=mesh["tp"])
+        return x + (y - x).detach()
+
+    made = declared(shared, lambda x: x * 1.0, {"x": "b tp=I"}, "b tp=I")
+    assert made.verify(tp=2, b=3).ok
+    assert made.verify(tp=2, b=3, inside_subgroup=True).failure is not None
+
+
+def test_a_scheme_sees_its_own_axes_alone():
+    seen = []
+
+    def doubled(mesh, x):
+        seen.append((mesh.axes, mesh.size("tp"), mesh.rank("tp"), dist.get_world_size(mesh["tp"])))
+        return x * 2
+
+    assert declared(doubled).verify(tp=2, b=4, inside_subgroup=True).ok
+    assert sorted(seen) == [(("tp",), 2, 0, 2)] * 2 + [(("tp",), 2, 1, 2)] * 2

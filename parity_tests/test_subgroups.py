@@ -1,0 +1,14 @@
+"""Every built-in scheme inside a sub-group: whoever speaks to the default group there is found."""
+
+import pytest
+
+from parity_tests.harness.discover import built_in
+
+SCHEMES = {made.key: made for made in built_in()}
+
+
+@pytest.mark.parametrize("key", SCHEMES)
+def test_a_scheme_knows_no_world_but_its_mesh(key):
+    report = SCHEMES[key].verify(examples=3, inside_subgroup=True)
+    assert report.ok, str(report)
+    assert all(mesh.startswith("spare=2,") for mesh in report.meshes)
