@@ -1,0 +1,87 @@
+"""`python -m parity_tests.benchmarks`, or `make bench`: measure the promised figures, write docs/benchmarks.md.
+
+A promise that is missed is printed as missed. With --only the page is not written.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one thread for each rank
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from parity_tests.benchmarks.figure import Figure
+
+SECTIONS = {
+    "engines": "Engines",
+    "survivors": "Ends and stalls",
+    "alarms": "False alarms, bytes, compilation",
+    "sensitivity": "Sensitivity",
+    "faults": "Planted faults",
+    "peers": "Log-probability beside its peers",
+}
+
+
+def main(
+    only: Annotated[str | None, typer.Option(help=f"One section: {', '.join(SECTIONS)}.")] = None,
+    alarm_seconds: Annotated[float, typer.Option(help="How long to look for false alarms.")] = 90.0,
+    stall_seconds: Annotated[float, typer.Option(help="How long to look for false stalls.")] = 40.0,
+    page: Annotated[Path, typer.Option(help="Where the page goes.")] = Path("docs/benchmarks.md"),
+) -> None:
+    """Measure, print and, for all sections, write the page."""
+    from parity_tests.benchmarks.page import machine, text
+
+    if only is not None and only not in SECTIONS:
+        raise typer.BadParameter(f"--only {only!r} is not one of {', '.join(SECTIONS)}")
+    console, on, start = Console(soft_wrap=True, highlight=False), machine(), time.perf_counter()
+    console.print(on, markup=False)
+    sections = []
+    for name, title in SECTIONS.items():
+        if only in (None, name):
+            figures = []
+            for figure in _figures(name, alarm_seconds, stall_seconds)():
+                console.print(f"{figure.verdict:6}  {figure.name}: {figure.measured}", markup=False)
+                console.print(f"        promised {figure.promised}; {figure.how}", markup=False, style="dim")
+                figures.append(figure)
+            sections.append((title, figures))
+    if only is None:
+        page.write_text(text(sections, on, time.perf_counter() - start))
+        console.print(f"written: {page}")
+
+
+def _figures(name: str, alarm_seconds: float, stall_seconds: float) -> Callable[[], Iterator[Figure]]:
+    """The figures of a section, its modules imported only now: the engines are timed before JAX has threads."""
+    if name == "engines":
+        from parity_tests.benchmarks import engines
+
+        return engines.figures
+    if name == "survivors":
+        from parity_tests.benchmarks import survivors
+
+        return lambda: survivors.figures(stall_seconds)
+    if name == "alarms":
+        from parity_tests.benchmarks import alarms
+
+        return lambda: alarms.figures(alarm_seconds)
+    if name == "sensitivity":
+        from parity_tests.benchmarks import sensitivity
+
+        return sensitivity.figures
+    if name == "faults":
+        from parity_tests.benchmarks import kills
+
+        return kills.figures
+    from parity_tests.benchmarks import peers
+
+    return peers.figures
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,81 @@
+"""False alarms over the built-in schemes, bytes against closed forms, share of compilation."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+from parity_tests.benchmarks.figure import Figure
+from parity_tests.faults.runner import NOT_TRIED
+from parity_tests.harness import bridge, discover, oracle
+from parity_tests.harness.drawing import draw_case, seeded_chooser
+from parity_tests.harness.judge import judge
+from parity_tests.harness.report import Report
+from parity_tests.harness.scheme import Scheme
+
+DTYPES = ("float32", "bfloat16")
+SECONDS = 100.0
+
+
+def figures(seconds: float = SECONDS) -> Iterator[Figure]:
+    yield from false_alarms(seconds)
+
+
+def schemes() -> list[Scheme]:
+    return [made for made in discover.built_in() if made.name not in NOT_TRIED]
+
+
+def false_alarms(seconds: float) -> Iterator[Figure]:
+    """Judge drawn healthy examples of all schemes in turn until the time is up."""
+    bridge.start()
+    counts: Counter[str] = Counter()
+    alarms: list[str] = []
+    worst: dict[str, float] = dict.fromkeys(DTYPES, 0.0)
+    priced = mispriced = 0
+    compiled, start = oracle.CLOCK.seconds, time.perf_counter()
+    tried = [made for made in schemes() if set(DTYPES) & set(made.dtypes)]
+    for seed, made in itertools.product(itertools.count(), tried):
+        if time.perf_counter() - start > seconds:
+            break
+        for dtype in DTYPES:
+            report = judge(made, draw_case(made, seeded_chooser(seed), {}, dtype=dtype, seed=seed))
+            counts[dtype] += 1
+            worst[dtype] = max([worst[dtype], *(row.ratio for row in report.rows)])
+            priced += made.cost is not None
+            mispriced += bool(report.cost)
+            if not report.ok:
+                alarms.append(_said(report))
+    took = time.perf_counter() - start
+    total = counts.total()
+    yield Figure(
+        "false alarms, float32 and bfloat16",
+        "0 in 100,000 examples",
+        f"{len(alarms)} in {total} examples ({', '.join(f'{n} {d}' for d, n in counts.items())}); greatest error "
+        + ", ".join(f"{ratio:.2g} budgets in {dtype}" for dtype, ratio in worst.items()),
+        not alarms if total >= 100_000 or alarms else None,
+        f"{len(tried)} schemes in turn, {took:.0f} s, nothing extrapolated"
+        + "".join(f"; {said}" for said in alarms[:5]),
+    )
+    yield Figure(
+        "measured bytes less closed form",
+        "0, forward and backward",
+        f"0 in {priced - mispriced} of {priced} examples",
+        priced > 0 and not mispriced,
+        "every rank and both phases of each of these examples whose scheme declares a cost",
+    )
+    share = (oracle.CLOCK.seconds - compiled) / took
+    yield Figure(
+        "share of JAX compilation",
+        "<= 30 % (of the merge-gate suite)",
+        f"{share:.0%} of these {total} examples",
+        None,
+        f"{total / took:.0f} judged examples/s, without the compilation cache; the suite itself is not run here",
+    )
+
+
+def _said(report: Report) -> str:
+    row = max(report.rows, key=lambda row: row.ratio, default=None)
+    ratio = f" {row.label} at {row.ratio:.2g} budgets" if row else ""
+    return f"{report.scheme.rpartition(':')[2]} {report.case.id} {report.verdict}{ratio}"

@@ -1,0 +1,28 @@
+"""A figure: what was promised, what this run measured, and whether the promise held."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Figure:
+    """`held` is None where nothing was promised. `how` says what was run, with its numbers."""
+
+    name: str
+    promised: str
+    measured: str
+    held: bool | None
+    how: str
+
+    @property
+    def verdict(self) -> str:
+        return {True: "held", False: "MISSED", None: "-"}[self.held]
+
+
+def spread(values: Sequence[float], unit: str = "", digits: int = 3) -> str:
+    """Median with least and greatest."""
+    middle, least, most = statistics.median(values), min(values), max(values)
+    return f"{middle:.{digits}g}{unit} ({least:.{digits}g} to {most:.{digits}g})"

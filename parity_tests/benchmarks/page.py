@@ -1,0 +1,51 @@
+"""docs/benchmarks.md: the figures of one run, with the machine and the versions they were measured on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+from parity_tests.benchmarks.figure import Figure
+
+HEAD = """# Benchmarks
+
+Every promised figure beside what one run measured, kept or missed. Ratios are taken between arms of the same run, in
+turn, so that the machine's load meets both; absolute times are this machine's. Written by `make bench`.
+
+{machine}
+
+"""
+
+
+def machine() -> str:
+    """What the figures were measured on, in one sentence."""
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "jax", "numpy", "hypothesis"))
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    return (
+        f"{date.today().isoformat()}: {_processor()}, {os.cpu_count()} cores, {platform.system()}; "
+        f"Python {platform.python_version()}, {versions}. Load average at the start over 1, 5 and 15 minutes: {load}."
+    )
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
+
+
+def text(sections: Sequence[tuple[str, Sequence[Figure]]], on: str, seconds: float) -> str:
+    """The whole page."""
+    parts = [HEAD.format(machine=on)]
+    for title, figures in sections:
+        parts.append(f"## {title}\n\n| figure | promised | measured | |\n| --- | --- | --- | --- |\n")
+        parts += [f"| {f.name} | {f.promised} | {f.measured} | {f.verdict} |\n" for f in figures]
+        parts.append("\n" + "".join(f"- {f.name}: {f.how}.\n" for f in figures) + "\n")
+    parts.append(f"The run took {seconds:.0f} s.\n")
+    return "".join(parts)

@@ -1,0 +1,133 @@
+"""The smallest mistake that is seen: in one element of a result, and in what one rank works with."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from parity_tests.benchmarks.figure import Figure, spread
+from parity_tests.harness import bridge, compare, inputs, oracle
+from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.drawing import draw_case, seeded_chooser
+from parity_tests.harness.engines.run import run
+from parity_tests.harness.judge import judge
+from parity_tests.harness.program import RankResult
+from parity_tests.harness.scheme import Scheme, lookup
+
+DTYPES = ("float32", "bfloat16")
+HOME = "parity_tests.vocab_parallel.test_logprob"
+TRIED = ("vocab_parallel_logprob", "logprob_with_entropy")
+MULTIPLES = (0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
+PLANTED_IN = 30
+ROUNDINGS = (1, 2, 4, 8, 16, 32, 64, 128)
+EXAMPLES = 40
+
+
+def figures() -> Iterator[Figure]:
+    bridge.start()
+    yield in_one_element()
+    yield in_one_rank()
+
+
+def _tried() -> list[Scheme]:
+    return [lookup(f"{HOME}:{name}") for name in TRIED]
+
+
+def in_one_rank() -> Figure:
+    """Let one rank of several see its logits off by a relative error of so many unit roundoffs of float32."""
+    made = _tried()[0]
+    cases = [
+        draw_case(made, seeded_chooser(seed), {"tp": 2 + seed % 3}, dtype="float32", seed=seed)
+        for seed in range(EXAMPLES)
+    ]
+    references = [oracle.evaluate(made, made.program(), case) for case in cases]
+    caught = {}
+    for count in ROUNDINGS:
+        wrong = replace(made, fn=_off_on_one_rank(made.fn, count * oracle.UNIT_ROUNDOFF["float32"]))
+        reports = [judge(wrong, case, reference=reference) for case, reference in zip(cases, references, strict=True)]
+        caught[count] = sum(not report.ok for report in reports)
+    smallest = min((count for count, seen in caught.items() if seen), default=None)
+    return Figure(
+        "smallest relative error of one rank's logits that is caught, float32",
+        "-",
+        f"{smallest} unit roundoffs (of 6e-8); caught: "
+        + ", ".join(f"{count} u in {seen} of {EXAMPLES}" for count, seen in caught.items()),
+        None,
+        f"{made.name}, {EXAMPLES} drawn examples of 2 to 4 ranks; examples of zeros or masks hide it by nature",
+    )
+
+
+def _off_on_one_rank(fn: Callable[..., Any], error: float) -> Callable[..., Any]:
+    def off(mesh: Any, **given: Any) -> Any:
+        if mesh.rank("tp") == 1:
+            given["logits"] = given["logits"] * (1.0 + error)
+        return fn(mesh, **given)
+
+    return off
+
+
+def in_one_element() -> Figure:
+    """Add an error of so many budgets to one element of what a healthy scheme returned."""
+    tried = _tried()
+    caught: Counter[float] = Counter()
+    relative: list[float] = []
+    planted = 0
+    for made, seed in itertools.product(tried, range(PLANTED_IN)):
+        case = draw_case(made, seeded_chooser(seed), {}, dtype=DTYPES[seed % 2], seed=seed)
+        reference = oracle.evaluate(made, made.program(), case)
+        results = run(made.program(), case, "lockstep").results
+        for row in compare.compare(made, case, results, reference):
+            place = _place(row, seed)
+            if place is None:
+                continue
+            planted += 1
+            relative.append(row.budgets[place] / abs(row.want[place]))
+            for multiple in MULTIPLES:
+                worse = _with_error(made, case, results, row, place, multiple * row.budgets[place])
+                judged = compare.compare(made, case, worse, reference)
+                caught[multiple] += not all(other.ok for other in judged)
+    always = min((m for m in MULTIPLES if caught[m] == planted), default=float("inf"))
+    each = ", ".join(f"{m:g} budgets {caught[m] / planted:.0%}" for m in MULTIPLES)
+    return Figure(
+        "smallest planted error that is always caught",
+        "<= 10 budgets",
+        f"{always:g} budgets; caught: {each}",
+        always <= 10,
+        f"{planted} elements of outputs and gradients of {len(tried)} schemes, float32 and bfloat16; "
+        f"a budget is {spread(relative)} of its element",
+    )
+
+
+def _place(row: compare.TensorRow, seed: int) -> tuple[int, ...] | None:
+    """A random element that is finite and not zero."""
+    places = np.argwhere(np.isfinite(row.want) & (row.want != 0))
+    rng = np.random.Generator(np.random.Philox(key=[seed, 1]))
+    return tuple(int(i) for i in places[rng.integers(len(places))]) if len(places) else None
+
+
+def _with_error(
+    made: Scheme,
+    case: CaseSpec,
+    results: Sequence[RankResult],
+    row: compare.TensorRow,
+    place: tuple[int, ...],
+    error: float,
+) -> list[RankResult]:
+    """The results with `error` added to the element on every rank that holds it."""
+    worse = []
+    for at, result in zip(inputs.coordinates(case.mesh), results, strict=True):
+        side = "outputs" if row.role == "output" else "gradients"
+        held = inputs.positions(row.argument, case, at, made.layouts)
+        local = [np.flatnonzero(np.asarray(ids) == index) for ids, index in zip(held, place, strict=True)]
+        array = getattr(result, side)[row.name]
+        if array is not None and all(len(found) for found in local):
+            array = array.copy()
+            array[tuple(int(found[0]) for found in local)] += error
+            result = replace(result, **{side: {**getattr(result, side), row.name: array}})
+        worse.append(result)
+    return worse

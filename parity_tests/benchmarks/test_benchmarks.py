@@ -1,0 +1,58 @@
+"""What the benchmarks measure with: the toy runs and fails as it should, and a page says what was measured."""
+
+import pytest
+
+from parity_tests.benchmarks.figure import Figure, spread
+from parity_tests.benchmarks.page import machine, text
+from parity_tests.benchmarks.survivors import PARENT
+from parity_tests.benchmarks.toy import FAILING, killed, toy, toy_case
+from parity_tests.harness.engines.failure import Deadlock, Died, Mismatch, Raised, RankFailure, Stalled
+from parity_tests.harness.engines.run import run
+
+CAUSES = {
+    "raises": (Raised, Raised),
+    "other shape": (Mismatch, Mismatch),
+    "other operation": (Mismatch, Mismatch),
+    "collective left out": (Deadlock, Stalled),
+    "killed": (None, Died),
+}
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+def test_the_toy_is_the_same_on_every_engine(engine):
+    case = toy_case(2, engine)
+    assert run(toy, case, engine).results == run(toy, case, "lockstep").results
+
+
+@pytest.mark.parametrize("name", FAILING)
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+def test_what_should_fail_fails_for_its_cause(name, engine):
+    job = FAILING[name]
+    if job is killed and engine == "lockstep":
+        return  # it would kill this process
+    with pytest.raises(RankFailure) as failure:
+        run(job, toy_case(2, engine), engine)
+    assert type(failure.value) is CAUSES[name][engine == "gloo"]
+
+
+@pytest.mark.parametrize("state", ["idle", "collective", "loop"])
+def test_the_parent_that_is_killed_is_a_program(state):
+    compile(PARENT.format(state=state), "parent", "exec")
+
+
+def test_a_spread_is_median_least_and_greatest():
+    assert spread([3.0, 1.0, 2.0], " s") == "2 s (1 to 3)"
+
+
+def test_a_page_says_kept_missed_and_unpromised():
+    figures = [
+        Figure("kept", "<= 2 s", "1 s", True, "once"),
+        Figure("late", "<= 2 s", "3 s", False, "twice"),
+        Figure("free", "-", "4 s", None, "thrice"),
+    ]
+    page = text([("Times", figures)], machine(), 7.0)
+    assert "| kept | <= 2 s | 1 s | held |" in page
+    assert "| late | <= 2 s | 3 s | MISSED |" in page
+    assert "| free | - | 4 s | - |" in page
+    assert "- late: twice.\n" in page
+    assert page.endswith("The run took 7 s.\n")
