@@ -160,12 +160,21 @@ BORDER = (
         expect="value: ",
     ),
     Fault(
+        name="nobody's target taken for another rank's",
+        kind="border",
+        file=JOINT,
+        old="column = torch.where(z_t == math.inf, st.NOBODYS, column)",
+        new="pass",
+        expect="gradient: owned by nobody",
+    ),
+    Fault(
         name="gradient of nobody's target",
         kind="border",
         file=JOINT,
         old="nobodys = (asked.column == st.NOBODYS).all(-1, keepdim=True)",
         new="nobodys = (asked.column < st.NOBODYS).all(-1, keepdim=True)",
         expect="gradient: owned by nobody",
+        equivalent="its cotangents are zero already; a row of NaN tells, which is drawn by no scheme but has a test",
     ),
     Fault(
         name="nobody's target scored by its lookup",
@@ -369,8 +378,8 @@ PRECISION = (
         name="logarithm with an epsilon inside",
         kind="precision",
         file=STATISTICS,
-        old="return Normaliser(largest.squeeze(0), rest.log1p())",
-        new="return Normaliser(largest.squeeze(0), (rest + 1e-5).log1p())",
+        old="rest = (weight * rest_r).sum(0) +",
+        new="rest = 1e-5 + (weight * rest_r).sum(0) +",
         expect="value: ",
     ),
 )
