@@ -3,6 +3,7 @@
 import importlib.util
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,12 @@ def test_the_command_says_equal(tmp_path):
     done = shardproof("verify", str(mistakes.RIGHT), folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "1 scheme, 0 mismatches, 0 not run." in done.stdout
+
+
+def test_a_loop_without_end_is_given_up_on_lockstep_too():
+    printed = said(replace(mistakes.HANGS, engine="lockstep").printed())
+    assert "stalled: rank 1 has reached no collective" in printed
+    assert "my_scheme.py" in printed
 
 
 @pytest.mark.parametrize(("mistake", "status"), [(mistakes.DROPPED, 1), (mistakes.RAISES, 3)])
