@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from parity_tests.harness.case import CaseSpec
@@ -18,6 +17,7 @@ from parity_tests.harness.engines.failure import RankFailure
 from parity_tests.harness.engines.ledger import Ledger
 
 PLAIN_WIDTH = 132
+COLUMNS = ("tensor", "worst error", "budget", "ratio", "headroom", "where")
 
 
 class VerdictError(AssertionError):
@@ -150,7 +150,7 @@ class Report:
         if self.failure is not None:
             parts.append(Text("\n".join("  " + line for line in str(self.failure).splitlines()), style="red"))
         else:
-            parts += [self._table(), *self._notes(), Text("  " + self._conduct())]
+            parts += [*self._table(), Text("  " + self._conduct())]
         if not self.ok:
             parts.append(
                 Text(
@@ -171,29 +171,25 @@ class Report:
         meshes = " ".join(self.meshes) or mesh_text(self.case)
         return f"{name}    {meshes}   {self.case.engine}   {count}   {' '.join(self.dtypes or (self.case.dtype,))}"
 
-    def _table(self) -> Table:
-        table = Table(box=None, pad_edge=True, padding=(0, 2, 0, 0), show_edge=False)
-        for column in ("  tensor", "worst error", "budget", "ratio", "headroom", "where"):
-            table.add_column(column, no_wrap=True, header_style="dim")
-        for row in self.rows:
-            style = "" if row.ok else "red"
-            table.add_row(f"  {row.label}", *self._cells(row), style=style)
+    def _table(self) -> list[Text]:
+        """One line for each tensor, its notes under it."""
+        cells = [COLUMNS, *((row.label, *self._cells(row)) for row in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ["  " + "   ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
+        table = [Text(lines[0], style="dim")]
+        for row, line in zip(self.rows, lines[1:], strict=True):
+            table.append(Text(line, style="" if row.ok else "red"))
+            table += [Text(f"    {note}") for note in self.notes.get(row.label, ())]
         return table
 
     def _cells(self, row: TensorRow) -> list[str]:
-        dtype = self.row_cases.get(row.label, self.case).dtype
-        where = f"{_place(row.where)} {dtype}"
+        case = self.row_cases.get(row.label, self.case)
+        where = f"{_place(row.where)} {case.dtype}"
         if not row.ok:
-            where += "   MISMATCH"
+            owner = [f"{axis} {held[row.where]}" for axis, held in row.owners.items() if case.mesh[axis] > 1]
+            where += (f", owner {' '.join(owner)}" if owner else "") + "   MISMATCH"
         headroom = f"{row.headroom:.0f}x" if row.ok and math.isfinite(row.headroom) else "exact" if row.ok else "-"
-        return [f"{row.error:.1e}", f"{row.budget:.1e}", f"{row.ratio:.2g}", headroom, where]
-
-    def _notes(self) -> list[Text]:
-        return [
-            Text(f"    {label}: {note}" if i == 0 else f"      {note}")
-            for label, notes in self.notes.items()
-            for i, note in enumerate(notes)
-        ]
+        return [f"{row.error:.1e}", f"{row.budget:.1e}", _short(row.ratio), headroom, where]
 
     def _conduct(self) -> str:
         cost = "cost as declared, forward and backward" if self.cost_declared else "cost not declared"
@@ -239,6 +235,11 @@ def sizes(case: CaseSpec) -> str:
 
 def _place(where: tuple[int, ...]) -> str:
     return "(" + ",".join(map(str, where)) + ")"
+
+
+def _short(value: float) -> str:
+    """Two digits, `8.9e5` for 8.9e+05."""
+    return f"{value:.2g}".replace("e+0", "e").replace("e+", "e").replace("e-0", "e-")
 
 
 def _number(value: float) -> float | str:

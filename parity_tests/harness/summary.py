@@ -101,7 +101,12 @@ def as_json(outcome: Outcome) -> str:
 
 def as_junit(outcome: Outcome) -> str:
     """JUnit XML: a test case for each scheme, its notes as the failure's text."""
-    suite = ElementTree.Element("testsuite", name="shardproof", tests=str(len(outcome.reports) + len(outcome.not_run)))
+    counts = {
+        "tests": len(outcome.reports) + len(outcome.not_run),
+        "failures": sum(not report.ok for report in outcome.reports),
+        "skipped": len(outcome.not_run),
+    }
+    suite = ElementTree.Element("testsuite", {"name": "shardproof", **{what: str(n) for what, n in counts.items()}})
     for report in outcome.reports:
         name = report.scheme.rpartition(":")[2]
         item = ElementTree.SubElement(suite, "testcase", name=name, time=f"{outcome.seconds.get(name, 0.0):.3f}")

@@ -1,0 +1,182 @@
+"""What a verdict looks like: as text, as HTML, as JSON and JUnit, and as an exception."""
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+
+from parity_tests import scheme, values
+from parity_tests.harness import summary
+from parity_tests.harness.engines.failure import Raised
+from parity_tests.harness.judge import judge
+from parity_tests.harness.report import GradientMismatch, ValueMismatch, merged
+from parity_tests.harness.session import Outcome
+
+
+def identity(x):
+    return x
+
+
+def of_ones(function, **more):
+    """Ones, so that every number of the report can be computed by hand."""
+    return scheme(
+        **{
+            "reference": identity, "mesh": {"tp": (1, 2)}, "inputs": {"x": "b/tp"}, "outputs": "b/tp",
+            "draw": {"x": values("ones")}, "nograd": ("x",), "dtypes": ("float32",), **more,
+        }
+    )(function)  # fmt: skip
+
+
+def doubled(mesh, x):
+    return x + x
+
+
+def tripled_on_rank_1(mesh, x):
+    return x * (3.0 if mesh.rank("tp") == 1 else 1.0)
+
+
+def unharmed(mesh, x):
+    return x * 1
+
+
+def broken(mesh, x):
+    raise ValueError("no such thing")
+
+
+def report_of(function, b=4, **more):
+    made = of_ones(function, **more)
+    return judge(made, made.case(tp=2, b=b, dtype="float32"))
+
+
+# The budget of 1, where four elements stand for four terms: 4 u sqrt(4) 1 + u 1 = 9 u = 5.4e-7, u = 2^-24.
+DOUBLED = """\
+doubled    tp=2   lockstep   1 example   float32
+  tensor   worst error   budget    ratio   headroom   where
+  out      1.0e+00       5.4e-07   1.9e6   -          (0) float32, owner tp 0   MISMATCH
+    off by the constant factor 2 (= tp): a reduction is missing or repeated
+  protocol ok   cost not declared   hygiene ok
+smallest case: tp=2 b=4 float32 seed=0"""
+
+UNHARMED = """\
+unharmed    tp=2   lockstep   1 example   float32
+  tensor   worst error   budget    ratio   headroom   where
+  out      0.0e+00       5.4e-07   0       exact      (0) float32
+  protocol ok   cost not declared   hygiene ok"""
+
+
+def test_text():
+    assert str(report_of(doubled)) == DOUBLED
+    assert str(report_of(unharmed)) == UNHARMED
+
+
+def test_text_names_the_owner_of_the_worst_element():
+    line = str(report_of(tripled_on_rank_1)).splitlines()[2]
+    assert line == "  out      2.0e+00       5.4e-07   3.7e6   -          (2) float32, owner tp 1   MISMATCH"
+
+
+def test_text_of_a_failed_rank():
+    lines = str(report_of(broken)).splitlines()
+    assert lines[0] == "broken    tp=2   lockstep   1 example   float32"
+    assert lines[1].startswith("  raised: rank ") and lines[1].endswith(" raised ValueError: no such thing")
+    assert lines[-1] == "smallest case: tp=2 b=4 float32 seed=0"
+
+
+def test_findings_stand_on_lines_of_their_own():
+    def noisy(mesh, x):
+        x.data.add_(1)
+        return x - 1
+
+    assert str(report_of(noisy)).splitlines()[3:6] == [
+        "  protocol ok",
+        "  cost not declared",
+        "  hygiene: rank 0: input 'x' was modified, first at (0,); rank 1: input 'x' was modified, first at (0,)",
+    ]
+
+
+def test_verdicts_and_exceptions():
+    assert [report_of(f).verdict for f in (unharmed, doubled, broken)] == ["equal", "mismatch", "raised"]
+    report_of(unharmed).raise_if_failed()
+    with pytest.raises(ValueMismatch) as caught:
+        report_of(doubled).raise_if_failed()
+    assert str(caught.value) == "\n" + DOUBLED
+    with pytest.raises(Raised):
+        report_of(broken).raise_if_failed()
+
+    def wrong_backwards(mesh, x):
+        return x.detach() * 1 + 0 * x
+
+    with pytest.raises(GradientMismatch):
+        report_of(wrong_backwards, nograd=()).raise_if_failed()
+
+
+def test_short_numbers():
+    row = report_of(doubled).rows[0]
+    assert (row.error, row.where, row.label, row.dtype) == (1.0, (0,), "out", "float32")
+    assert row.ratio == row.error / row.budget == 1 / row.headroom
+    assert row.budget == 9 * 2.0**-24 + 4 * 2.0**-126
+
+
+def test_html():
+    html = report_of(doubled)._repr_html_()
+    assert html.startswith("<pre>doubled    tp=2   lockstep") and "MISMATCH" in html
+    assert html.count('src="data:image/png;base64,') == 1
+    named = report_of(broken)._repr_html_()
+    assert "<img" not in named and "raised ValueError: no such thing" in named
+
+
+def test_html_is_escaped():
+    def angry(mesh, x):
+        raise ValueError("<b>x</b>")
+
+    html = report_of(angry)._repr_html_()
+    assert "&lt;b&gt;x" in html and "<b>" not in html
+
+
+def test_trace_has_a_line_for_each_collective():
+    def total(mesh, x):
+        import torch.distributed as dist
+
+        y = x.clone()
+        dist.all_reduce(y, group=mesh["tp"])
+        return y
+
+    report = report_of(total, inputs={"x": "b tp=P"}, outputs="b tp=I")
+    ranks = sorted(line.partition(":")[0] for line in report.trace().splitlines())
+    assert ranks == ["rank 0", "rank 1"]
+    assert "all_reduce float32[4] SUM (group tp, #0) at test_report.py:" in report.trace()
+    assert report_of(unharmed).trace() == ""
+
+
+def test_json():
+    record = json.loads(json.dumps(report_of(doubled).to_dict()))
+    assert record["verdict"] == "mismatch" and record["ok"] is False
+    assert record["case"]["mesh"] == {"tp": 2}
+    [row] = record["rows"]
+    assert (row["tensor"], row["error"], row["where"], row["ok"]) == ("out", 1.0, [0], False)
+    assert row["notes"] == ["off by the constant factor 2 (= tp): a reduction is missing or repeated"]
+    assert json.loads(json.dumps(report_of(broken).to_dict()))["failure"].startswith("raised: rank ")
+
+
+def test_junit():
+    reports = [report_of(f) for f in (unharmed, doubled, broken)]
+    outcome = Outcome(reports, {"absent": "has no GPU"}, {"unharmed": 1.25})
+    suite = ElementTree.fromstring(summary.as_junit(outcome))
+    assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("4", "2", "1")
+    passed, mismatch, failed, skipped = suite.findall("testcase")
+    assert (passed.get("name"), passed.get("time"), passed.find("failure")) == ("unharmed", "1.250", None)
+    assert {p.get("name") for p in passed.iter("property")} == {"ratio", "examples", "compile_seconds"}
+    assert mismatch.find("failure").get("message") == "mismatch"
+    assert "off by the constant factor 2" in mismatch.find("failure").text
+    assert failed.find("failure").get("message") == "raised"
+    assert skipped.find("skipped").get("message") == "has no GPU"
+
+
+def test_many_examples_become_one_report():
+    made = of_ones(unharmed, draw={"x": values("normal")})
+    reports = [judge(made, made.case(seed=seed, dtype="float32")) for seed in range(5)]
+    report = merged(reports)
+    assert report.ok and report.examples == 5 and report.meshes == ("tp=1", "tp=2")
+    assert report.rows[0].ratio == max(r.rows[0].ratio for r in reports)
+    failing = merged([*reports, report_of(doubled)])
+    assert failing.examples == 6 and failing.meshes == ("tp=2",)
+    assert failing.rows[0].error == 1.0 and not failing.ok
