@@ -23,6 +23,9 @@ WITHOUT_A_REFERENCE = {
     "vocab_parallel/rows.py": "the order in which memory is read, which the mathematics does not know",
     "vocab_parallel/joint.py": "one gradient for log-probability and entropy, whose references are their own",
     "vocab_parallel/asked.py": "sums of cotangents by id, one step of that gradient",
+    "vocab_parallel/packed_slots.py": "index arrays for a whole batch; the reference takes one sequence at a time",
+    "vocab_parallel/scoring.py": "which of the functions scores a row; the reference calls it",
+    "vocab_parallel/vocab_range.py": "which ids a rank owns; one device owns them all",
 }
 WITHOUT_PRODUCTION = {
     "layouts/partition.py": "checks layouts that users write, which only the harness accepts",
@@ -33,6 +36,7 @@ WITHOUT_A_TEST_OF_ITS_OWN = {
     "vocab_parallel/rows.py": "read by every function there, tested through them",
     "vocab_parallel/joint.py": "tested through log-probability and entropy",
     "vocab_parallel/asked.py": "tested through log-probability at several ids",
+    "vocab_parallel/packed_slots.py": "tested through packed sequences and hidden states",
 }
 TESTS_OF_NO_SINGLE_FILE = {
     "vocab_parallel/real_text.py": "the log-probabilities on a text, which is input and no component",

@@ -1,16 +1,16 @@
 """Parity of vocab_parallel.next_token."""
 
-from types import SimpleNamespace
-
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
-from jax_ref.vocab_parallel.next_token import next_token_logprob, next_token_logprob_of_stored
-from parity_tests import Cost, check, every_case, ids, integers, scheme
+from jax_ref.vocab_parallel.next_token import next_token_logprob
+from parity_tests import CaseSpec, Cost, check, every_case, ids, scheme
+from parity_tests.harness.engines.run import run
+from parity_tests.harness.judge import judge
+from parity_tests.vocab_parallel.decided_rows import decided_rows
 from parity_tests.vocab_parallel.shard import owned_range
 from torch_impl import vocab_parallel as vp
 
@@ -22,24 +22,14 @@ CUT = dict(
     draw={"target": ids("v", ignore=-100)},
     options={"temperature": (1.0, 0.7)},
     rank_options={"chunk_size": (None, 1, 2, 5)},
-    dtypes=("float32", "bfloat16", "float64"),
+    dtypes=("float32", "bfloat16", "float64", "float16"),
     reduction=("v",),
 )
-STORED = dict(
-    mesh={"cp": (1, 2, 3), "tp": (1, 2, 4)},
-    outputs="b u tp=I cp=I",
-    dims={"u": "s-1"},
-    draw={"target": ids("v", ignore=-100), "keys": integers(0, 9)},
-    options={"temperature": (1.0, 0.7)},
-    dtypes=("float32", "bfloat16", "float64"),
-    reduction=("v",),
-)
-
-
-def ceil(size, world):
-    """DTensor's blocks."""
-    block = -(-size // world)
-    return [np.arange(size)[rank * block : (rank + 1) * block] for rank in range(world)]
+FILTERED = {
+    **CUT,
+    "draw": {**CUT["draw"], "logits": decided_rows()},
+    "options": {"top_k": (None, 3, 1), "top_p": (1.0, 0.75, 0.0), "temperature": (1.0, 0.5)},
+}
 
 
 def over_cp(c):
@@ -57,104 +47,81 @@ def over_cp_by_width(c):
     return Cost(forward={"all_gather": (calls + 1, numbers + 8)}, backward=over_cp(c).backward)
 
 
-def in_stored_order(c):
-    """Ids over cp, the core's exchange over tp, scores over cp; nothing backward."""
-    n = c.b * c.s // c.cp
-    return Cost(forward={"all_gather": (3, 8 * n + (3 * n + n) * c.accumulator_itemsize)})
-
-
-def params(temperature):
-    return SimpleNamespace(top_k=None, top_p=1.0, temperature=temperature)
+def of_groups(mesh, logits, target, chunk_size, **params):
+    return vp.from_parallel_logits_to_logprobs(
+        logits,
+        target,
+        *owned_range(mesh),
+        mesh["tp"],
+        cp_group=mesh["cp"],
+        chunk_size=chunk_size,
+        sampling_params=vp.TrainingSamplingParams(**params),
+    )
 
 
 @scheme(reference=next_token_logprob, cost=over_cp, **CUT)
 def next_tokens(mesh, logits, target, temperature, chunk_size):
-    return vp.from_parallel_logits_to_logprobs(
-        logits,
-        target,
-        *owned_range(mesh),
-        mesh["tp"],
-        cp_group=mesh["cp"],
-        chunk_size=chunk_size,
-        sampling_params=params(temperature),
-    )
+    return of_groups(mesh, logits, target, chunk_size, temperature=temperature)
 
 
-@scheme(
-    reference=next_token_logprob,
-    cost=over_cp,
-    **{**CUT, "inputs": {**CUT["inputs"], "target": "b n"}, "dims": {"n": "s-3", "u": "n-1"}},
-)
+PADDED = {**CUT, "inputs": {**CUT["inputs"], "target": "b n"}, "dims": {"n": "s-3", "u": "n-1"}}
+
+
+@scheme(reference=next_token_logprob, cost=over_cp, **PADDED)
 def next_tokens_with_padding(mesh, logits, target, temperature, chunk_size):
-    return vp.from_parallel_logits_to_logprobs(
-        logits,
-        target,
-        *owned_range(mesh),
-        mesh["tp"],
-        cp_group=mesh["cp"],
-        chunk_size=chunk_size,
-        sampling_params=params(temperature),
-    )
+    return of_groups(mesh, logits, target, chunk_size, temperature=temperature)
+
+
+@scheme(reference=next_token_logprob, **FILTERED)  # what a filter costs is declared with the filter
+def next_tokens_as_sampled(mesh, logits, target, top_k, top_p, temperature, chunk_size):
+    return of_groups(mesh, logits, target, chunk_size, top_k=top_k, top_p=top_p, temperature=temperature)
 
 
 @scheme(reference=next_token_logprob, cost=over_cp_by_width, **CUT)
-def next_tokens_by_group(mesh, logits, target, temperature, chunk_size):
+def next_tokens_by_rank(mesh, logits, target, temperature, chunk_size):
     return vp.get_next_token_logprobs_from_logits(
         target,
         logits,
         vocab_parallel_rank=mesh.rank("tp"),
         vocab_parallel_group=mesh["tp"],
         context_parallel_group=mesh["cp"],
-        sampling_params=params(temperature),
+        sampling_params=vp.TrainingSamplingParams(temperature=temperature),
         chunk_size=chunk_size,
     )
 
 
-def of_keys(logits, target, keys, temperature):
-    return next_token_logprob_of_stored(logits, target, jnp.argsort(keys), temperature)
+WHOLE = {
+    **FILTERED,
+    "mesh": {"cp": (1, 2, 3)},
+    "inputs": {"logits": "b s/cp:dual_chunk_swap v", "target": "b s"},
+    "outputs": "b u cp=R",
+    "dims": {"u": "s-1", "b": (1, 2, 3)},
+}
 
 
-@scheme(
-    reference=of_keys,
-    inputs={"logits": "b s/cp v/tp:ragged", "target": "b s/cp", "keys": "s"},
-    cost=in_stored_order,
-    **STORED,
-)
-def stored_next_tokens(mesh, logits, target, keys, temperature):
-    target = DTensor.from_local(target, mesh.device_mesh["cp"], [Shard(1)])
-    return vp.dtensor_from_parallel_logits_to_logprobs(
-        logits,
+def over_cp_alone(c):
+    size = c.b * c.s * c.accumulator_itemsize
+    return Cost(forward={"all_gather": (1, size // c.cp)}, backward={"reduce_scatter": (1, size)})
+
+
+@scheme(reference=next_token_logprob, cost=over_cp_alone, **WHOLE)
+def next_tokens_of_whole_rows(mesh, logits, target, top_k, top_p, temperature, chunk_size):
+    return vp.get_next_token_logprobs_from_logits(
         target,
-        *owned_range(mesh),
-        mesh["tp"],
-        seq_index=keys.argsort(stable=True),
-        sampling_params=params(temperature),
+        logits,
+        context_parallel_group=mesh["cp"],
+        sampling_params=vp.TrainingSamplingParams(top_k=top_k, top_p=top_p, temperature=temperature),
+        chunk_size=chunk_size,
     )
 
 
-def of_keys_beside(logits, target, keys, beside, temperature):
-    return of_keys(logits, target, keys, temperature)
-
-
-@scheme(
-    reference=of_keys_beside,
-    inputs={"logits": "b s/cp v/tp:ceil", "target": "b s/cp", "keys": "s", "beside": "v"},
-    layouts={"ceil": ceil},
-    cost=in_stored_order,
-    **{**STORED, "draw": {**STORED["draw"], "beside": integers(0, 1)}},
+SCHEMES = (
+    next_tokens,
+    next_tokens_with_padding,
+    next_tokens_as_sampled,
+    next_tokens_by_rank,
+    next_tokens_of_whole_rows,
 )
-def next_tokens_of_a_dtensor(mesh, logits, target, keys, beside, temperature):
-    b, s, v = len(logits), len(keys), len(beside)
-    whole = dict(shape=torch.Size((b, s, v)), stride=(s * v, v, 1))
-    return vp.get_logprobs_from_vocab_parallel_logits(
-        DTensor.from_local(logits, mesh.device_mesh, [Shard(1), Shard(2)], **whole),
-        DTensor.from_local(target, mesh.device_mesh, [Shard(1), Replicate()]),
-        seq_index=keys.argsort(stable=True),
-        sampling_params=params(temperature),
-    )
-
-
-SCHEMES = (next_tokens, next_tokens_with_padding, next_tokens_by_group, stored_next_tokens, next_tokens_of_a_dtensor)
 
 
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
@@ -166,3 +133,100 @@ def test_parity(declared, engine):
         check(case)
 
     example()
+
+
+def on_mesh(body, **mesh):
+    return run(body, CaseSpec(scheme="vocab_parallel", mesh=mesh))
+
+
+B, S, V = 2, 8, 6
+LOGITS = torch.linspace(-2, 3, B * S * V, dtype=torch.float64).sin().view(B, S, V) * 4
+IDS = torch.arange(B * S).view(B, S) * 5 % V
+
+
+def shard(mesh, logits=LOGITS):
+    """This rank's part of whole logits."""
+    part = vp._get_tokens_on_this_cp_rank(logits, mesh.rank("cp"), mesh.size("cp"))
+    return part.chunk(mesh.size("tp"), -1)[mesh.rank("tp")].clone()
+
+
+def scored(mesh, logits, target=IDS, **further):
+    width = logits.shape[-1]
+    start = mesh.rank("tp") * width
+    return vp.from_parallel_logits_to_logprobs(
+        logits, target, start, start + width, mesh["tp"], cp_group=mesh["cp"], **further
+    )
+
+
+def test_the_routes_agree_on_values_and_gradients():
+    """A loss on each cp rank gives cp times the gradient where the type is R, and once where it is I."""
+
+    def block(mesh, whole):
+        return whole.chunk(2, 1)[mesh.rank("cp")].chunk(2, -1)[mesh.rank("tp")].clone()
+
+    def body(mesh, case):
+        own, stored, whole = (x.requires_grad_() for x in (shard(mesh), block(mesh, LOGITS), LOGITS.clone()))
+        cut = DTensor.from_local(IDS.chunk(2, 1)[mesh.rank("cp")], mesh.device_mesh["cp"], [Shard(1)])
+        start, order = 3 * mesh.rank("tp"), torch.arange(S)
+        by_dtensor = vp.dtensor_from_parallel_logits_to_logprobs(
+            stored, cut, start, start + 3, mesh["tp"], seq_index=order
+        )
+        scores = scored(mesh, own), by_dtensor, vp.get_next_token_logprobs_from_logits(IDS, whole)
+        for y in scores:
+            y.sum().backward()
+        gradients = own.grad, 2 * shard(mesh, whole.grad), stored.grad, block(mesh, whole.grad)
+        return [x.detach().float().numpy() for x in (*scores, *gradients)]
+
+    for by_group, by_dtensor, plain, of_r, twice, of_i, once in on_mesh(body, cp=2, tp=2).results:
+        np.testing.assert_array_equal(by_group, by_dtensor)
+        np.testing.assert_array_equal(by_group, plain)
+        np.testing.assert_array_equal(of_r, twice)
+        np.testing.assert_array_equal(of_i, once)
+
+
+def test_the_first_id_and_the_last_row_reach_nothing():
+    def body(mesh, case):
+        last_is_nan = LOGITS.clone()
+        last_is_nan[:, -1] = torch.nan
+        other_first = torch.cat([IDS[:, :1] + 1, IDS[:, 1:]], dim=1)
+        results = []
+        for logits, target in ((LOGITS, IDS), (last_is_nan, other_first)):
+            leaf = shard(mesh, logits).requires_grad_()
+            y = scored(mesh, leaf, target)
+            y.sum().backward()
+            results.append((y.detach(), leaf.grad))
+        return [torch.equal(a, b) for a, b in zip(*results, strict=True)]
+
+    assert on_mesh(body, cp=2, tp=2).results == ([True, True],) * 4
+
+
+@pytest.mark.parametrize("pad", range(6))
+def test_positions_past_the_ids_change_no_score(pad):
+    def body(mesh, case):
+        leaf = shard(mesh).requires_grad_()
+        y = scored(mesh, leaf, IDS[:, : S - pad])
+        y.sum().backward()
+        padding = vp.allgather_cp_sharded_tensor(leaf.grad, mesh["cp"])[:, max(S - pad - 1, 0) :]
+        return torch.equal(y, scored(mesh, shard(mesh))[:, : S - pad - 1]), bool((padding == 0).all())
+
+    assert on_mesh(body, cp=2, tp=1).results == ((True, True),) * 2
+
+
+def test_one_rank_alone_needs_no_group_and_any_length():
+    logits, target = LOGITS[:, :5].float(), IDS[:, :5]
+    y = vp.get_next_token_logprobs_from_logits(target, logits)
+    picked = logits.double().log_softmax(-1)[:, :4].gather(-1, target[:, 1:, None])[..., 0]
+    np.testing.assert_array_equal(np.float16(y.numpy()), np.float16(picked.numpy()))
+    assert vp.get_next_token_logprobs_from_logits(target[:, :1], logits).shape == (2, 0)
+    assert vp.get_next_token_logprobs_from_logits(target[:, :0], logits[:, :0]).shape == (2, 0)
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+def test_no_chunk_size_changes_the_ledger(engine):
+    rows = set()
+    for chunk_size in (None, 1, 3, 9):
+        case = next_tokens.case(cp=2, tp=2, b=2, s=8, v=6, seed=3, chunk_size=chunk_size, engine=engine)
+        report = judge(next_tokens, case)
+        report.raise_if_failed()
+        rows.add(tuple((row.rank, row.op, row.dtypes, row.shapes, row.phase) for row in report.ledger.rows))
+    assert len(rows) == 1

@@ -7,15 +7,17 @@ against id t + 1. The last position, and any that lies past the ids, is scored a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from torch_impl.vocab_parallel import arguments as a
-from torch_impl.vocab_parallel import joint
-from torch_impl.vocab_parallel.logprob import _VocabParallelLogprob
+from torch_impl.vocab_parallel import joint, sampling
+from torch_impl.vocab_parallel.sampling_params import Limits, TrainingSamplingParams, checked_limits
 from torch_impl.vocab_parallel.sequence_gather import (
     _get_tokens_on_this_cp_rank,
     allgather_cp_sharded_tensor,
@@ -24,14 +26,6 @@ from torch_impl.vocab_parallel.sequence_gather import (
 )
 
 NO_ID = -100  # a target that no rank owns
-
-
-class SamplingParams(Protocol):
-    """What `sampling_params` must have; TrainingSamplingParams is one."""
-
-    top_k: int | None
-    top_p: float | None
-    temperature: float
 
 
 @dataclass(frozen=True)
@@ -44,7 +38,7 @@ class Scoring:
     vocab_end: int
     inference_only: bool = False
     chunk_size: int | None = None
-    sampling_params: SamplingParams | None = None
+    sampling_params: TrainingSamplingParams | None = None
     group_name: str = "tp_group"
     logits_name: str = "vocab_parallel_logits"
     ids_name: str = "target"
@@ -65,9 +59,15 @@ class Scoring:
             whole_rows=self.whole_rows,
         )
 
+    @property
+    def limits(self) -> Limits:
+        params = self.sampling_params
+        return Limits(None, None) if params is None else checked_limits(self.function, params.top_k, params.top_p)
+
     def check(self, logits: Tensor, ids: Tensor) -> None:
         """Refuse what cannot be scored, before any collective."""
         joint.check(self.plan, logits, None)
+        _ = self.limits
         a.check_ids(self.function, self.ids_name, ids)
         a.check_range(self.function, self.vocab_start, self.vocab_end, self.logits_name, logits)
         if logits.ndim != 3 or ids.ndim != 2 or len(ids) != len(logits):
@@ -87,7 +87,18 @@ class Scoring:
 
     def scores(self, logits: Float[Tensor, "b s v"], target: Int[Tensor, "b s"]) -> Float[Tensor, "b s"]:
         """log p of targets that are shifted already, on this rank's positions."""
-        return _VocabParallelLogprob.apply(logits, target, self.plan)[0]
+        return _Scores.apply(logits, target, self.plan, self.limits)
+
+
+class _Scores(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, plan: joint.Plan, limits: Limits) -> Tensor:
+        return sampling.forward(ctx, logits, target, plan, limits)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        return sampling.backward(ctx, cotangent), None, None, None
 
 
 def next_ids(ids: Int[Tensor, "b s"], size: int) -> Int[Tensor, "b size"]:

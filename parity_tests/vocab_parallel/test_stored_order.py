@@ -1,0 +1,252 @@
+"""Parity of vocab_parallel.stored_order: ids and logits as DTensors, in an order of their own."""
+
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from jax_ref.vocab_parallel.stored_order import next_token_logprob_of_stored
+from parity_tests import CaseSpec, Cost, check, every_case, ids, integers, scheme
+from parity_tests.harness.engines.run import run
+from parity_tests.harness.judge import judge
+from parity_tests.vocab_parallel.shard import owned_range
+from torch_impl import vocab_parallel as vp
+
+STORED = dict(
+    mesh={"cp": (1, 2, 3), "tp": (1, 2, 4)},
+    outputs="b u tp=I cp=I",
+    dims={"u": "s-1"},
+    draw={"target": ids("v", ignore=-100), "keys": integers(0, 9), "columns": integers(0, 0)},
+    options={"temperature": (1.0, 0.7)},
+    rank_options={"chunk_size": (None, 2)},
+    dtypes=("float32", "bfloat16", "float64"),
+    reduction=("v",),
+)
+
+
+def ceil(size, world):
+    """DTensor's blocks."""
+    block = -(-size // world)
+    return [np.arange(size)[rank * block : (rank + 1) * block] for rank in range(world)]
+
+
+def in_stored_order(c):
+    """Ids over cp, the core's exchange over tp, scores over cp; nothing backward."""
+    n = c.b * c.s // c.cp
+    return Cost(forward={"all_gather": (3, 8 * n + (3 * n + n) * c.accumulator_itemsize)})
+
+
+def params(temperature):
+    return SimpleNamespace(top_k=None, top_p=None, temperature=temperature)  # any object with these three
+
+
+def of_keys(logits, target, keys, columns, temperature):
+    return next_token_logprob_of_stored(logits, target, jnp.argsort(keys), temperature)
+
+
+@scheme(
+    reference=of_keys,
+    inputs={"logits": "b s/cp v/tp:ragged", "target": "b s/cp", "keys": "s", "columns": "v"},
+    cost=in_stored_order,
+    **STORED,
+)
+def stored_next_tokens(mesh, logits, target, keys, columns, temperature, chunk_size):
+    return vp.dtensor_from_parallel_logits_to_logprobs(
+        logits,
+        DTensor.from_local(target, mesh.device_mesh["cp"], [Shard(1)]),
+        *owned_range(mesh),
+        mesh["tp"],
+        seq_index=keys.argsort(stable=True),
+        chunk_size=chunk_size,
+        sampling_params=params(temperature),
+    )
+
+
+def cut_logits(mesh, logits, s, v):
+    """The DTensor of these shards, which may be uneven."""
+    whole = dict(shape=torch.Size((len(logits), s, v)), stride=(s * v, v, 1))
+    return DTensor.from_local(logits, mesh.device_mesh, [Shard(1), Shard(2)], **whole)
+
+
+@scheme(
+    reference=of_keys,
+    inputs={"logits": "b s/cp v/tp:ceil", "target": "b s/cp", "keys": "s", "columns": "v"},
+    layouts={"ceil": ceil},
+    cost=in_stored_order,
+    **STORED,
+)
+def next_tokens_of_a_dtensor(mesh, logits, target, keys, columns, temperature, chunk_size):
+    return vp.get_logprobs_from_vocab_parallel_logits(
+        cut_logits(mesh, logits, len(keys), len(columns)),
+        DTensor.from_local(target, mesh.device_mesh, [Shard(1), Replicate()]),
+        seq_index=keys.argsort(stable=True),
+        chunk_size=chunk_size,
+        sampling_params=params(temperature),
+    )
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+@pytest.mark.parametrize("declared", [stored_next_tokens, next_tokens_of_a_dtensor], ids=lambda s: s.name)
+def test_parity(declared, engine):
+    @settings(max_examples=20 if engine == "lockstep" else 4)
+    @given(every_case(declared, engine=engine))
+    def example(case):
+        check(case)
+
+    example()
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("v", [5, 7, 16])
+def test_uneven_shards_follow_the_ceil_rule(v, tp):
+    for cp in (1, 2):
+        case = next_tokens_of_a_dtensor.case(cp=cp, tp=tp, b=2, s=6, v=v, dtype="float32", seed=v)
+        judge(next_tokens_of_a_dtensor, case).raise_if_failed()
+
+
+def on_mesh(body, **mesh):
+    return run(body, CaseSpec(scheme="vocab_parallel", mesh=mesh or {"cp": 2, "tp": 2})).results
+
+
+LOGITS = torch.linspace(-2, 3, 2 * 8 * 6, dtype=torch.float64).sin().view(2, 8, 6) * 4
+IDS = torch.arange(16).view(2, 8) * 5 % 6
+ORDER = torch.tensor([3, 0, 7, 4, 1, 6, 5, 2])
+
+
+def test_the_gradient_is_a_dtensor_with_the_placements_of_the_logits():
+    def body(mesh, case):
+        part = LOGITS.chunk(2, 1)[mesh.rank("cp")].chunk(2, 2)[mesh.rank("tp")].contiguous()
+        logits = DTensor.from_local(part, mesh.device_mesh, [Shard(1), Shard(2)]).requires_grad_()
+        target = DTensor.from_local(IDS.chunk(2, 1)[mesh.rank("cp")], mesh.device_mesh["cp"], [Shard(1)])
+        y = vp.get_logprobs_from_vocab_parallel_logits(logits, target, ORDER)
+        with torch.no_grad():
+            silent = vp.get_logprobs_from_vocab_parallel_logits(logits, target, ORDER)
+        y.sum().backward()
+        gradient = logits.grad
+        return gradient.placements == logits.placements, silent.requires_grad, torch.equal(silent, y)
+
+    assert on_mesh(body) == ((True, False, True),) * 4
+
+
+def test_no_order_of_storage_changes_a_score():
+    def body(mesh, case):
+        def scored(order):
+            part = LOGITS[:, order].chunk(2, 1)[mesh.rank("cp")]
+            own = IDS[:, order].chunk(2, 1)[mesh.rank("cp")]
+            target = DTensor.from_local(own, mesh.device_mesh["cp"], [Shard(1)])
+            return vp.dtensor_from_parallel_logits_to_logprobs(part, target, 0, 6, mesh["tp"], seq_index=order)
+
+        return torch.equal(scored(ORDER), scored(torch.arange(8)))
+
+    assert on_mesh(body, cp=2, tp=1) == (True, True)
+
+
+def test_ids_may_be_whole_on_each_cp_rank_or_on_a_mesh_without_cp():
+    def body(mesh, case):
+        part = LOGITS[:, ORDER].chunk(2, 1)[mesh.rank("cp")]
+        replicated = DTensor.from_local(IDS[:, ORDER], mesh.device_mesh["cp"], [Replicate()])
+        stored = vp.dtensor_from_parallel_logits_to_logprobs(part, replicated, 0, 6, mesh["tp"], seq_index=ORDER)
+        on_tp = DTensor.from_local(IDS, mesh.device_mesh["tp"], [Replicate()])
+        whole = vp.dtensor_from_parallel_logits_to_logprobs(LOGITS, on_tp, 0, 6, mesh["tp"])
+        plain = vp.dtensor_from_parallel_logits_to_logprobs(LOGITS, IDS, 0, 6, mesh["tp"])
+        return torch.equal(stored, whole), torch.equal(plain, whole)
+
+    assert on_mesh(body, cp=2, tp=1) == ((True, True), (True, True))
+
+
+def cut_ids(mesh, axis="cp", placement=None):
+    own = IDS.chunk(2, 1)[mesh.rank(axis)] if placement is None else IDS
+    return DTensor.from_local(own, mesh.device_mesh[axis], [placement or Shard(1)])
+
+
+def local(mesh, target, seq_index=None, logits=LOGITS[:, :4]):
+    return vp.dtensor_from_parallel_logits_to_logprobs(logits, target, 0, 6, mesh["tp"], seq_index=seq_index)
+
+
+CUT_OVER_TP = (Replicate(), Shard(2))
+
+
+def of_dtensor(mesh, ids=IDS, placements=CUT_OVER_TP, seq_index=None, axes=("cp", "tp")):
+    device_mesh = mesh.device_mesh[axes] if len(axes) == 1 else mesh.device_mesh
+    logits = DTensor.from_local(LOGITS[:, :4], device_mesh, placements)
+    return vp.get_logprobs_from_vocab_parallel_logits(logits, ids, seq_index)
+
+
+LOCAL, GLOBAL = (
+    f"vocab_parallel.{name}"
+    for name in ("dtensor_from_parallel_logits_to_logprobs", "get_logprobs_from_vocab_parallel_logits")
+)
+REFUSED = [
+    (
+        lambda m: local(m, cut_ids(m)),
+        f"{LOCAL}: seq_index is None but target is cut over cp=2; pass the [s] index of stored positions",
+    ),
+    (
+        lambda m: local(m, cut_ids(m), torch.tensor([0, 1, 2, 3, 4, 5, 6, 6])),
+        f"{LOCAL}: seq_index is not a permutation of 0..7",
+    ),
+    (lambda m: local(m, cut_ids(m), torch.arange(7)), f"{LOCAL}: seq_index is not a permutation of 0..7"),
+    (
+        lambda m: local(m, IDS[:, :4], torch.arange(4)),
+        f"{LOCAL}: seq_index is given but target has no mesh dim 'cp'; pass it as a DTensor of such a mesh, "
+        "or no seq_index",
+    ),
+    (
+        lambda m: local(m, cut_ids(m), torch.arange(10), LOGITS[:, :5]),
+        f"{LOCAL}: target has 8 positions but vocab_parallel_logits covers 10; a stored order is not padded",
+    ),
+    (
+        lambda m: local(m, cut_ids(m), ORDER, LOGITS[:, :3]),
+        f"{LOCAL}: target has 8 positions but vocab_parallel_logits covers 6 (3 per rank, cp=2)",
+    ),
+    (
+        lambda m: local(m, cut_ids(m, "tp"), ORDER),
+        f"{LOCAL}: target is Shard(dim=1) over tp; redistribute to Shard(0) or Replicate",
+    ),
+    (
+        lambda m: local(m, cut_ids(m, placement=Partial()), ORDER),
+        f"{LOCAL}: target is Partial(sum) over cp; redistribute to Shard(1) or Replicate",
+    ),
+    (
+        lambda m: of_dtensor(m, axes=("cp",), placements=[Shard(1)]),
+        f"{GLOBAL}: vocab_parallel_logits has no mesh dim 'tp' (mesh dims: cp)",
+    ),
+    (
+        lambda m: of_dtensor(m, placements=(Replicate(), Replicate())),
+        f"{GLOBAL}: vocab_parallel_logits is Replicate over tp; redistribute to Shard(-1)",
+    ),
+    (
+        lambda m: of_dtensor(m, placements=(Partial(), Shard(2))),
+        f"{GLOBAL}: vocab_parallel_logits is Partial(sum) over cp; redistribute to Shard(1) or Replicate",
+    ),
+    (
+        lambda m: of_dtensor(m, placements=(Shard(1), Shard(2)), seq_index=ORDER),
+        f"{GLOBAL}: vocab_parallel_logits is cut over cp but input_ids is a plain tensor; pass a DTensor",
+    ),
+    (
+        lambda m: of_dtensor(m, axes=("tp",), placements=[Shard(2)], seq_index=ORDER),
+        f"{GLOBAL}: seq_index is given but the mesh has no dim 'cp' (mesh dims: tp)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "text"), REFUSED, ids=[text[15:90] for _, text in REFUSED])
+def test_refusal(call, text):
+    def body(mesh, case):
+        with pytest.raises(ValueError) as caught:
+            call(mesh)
+        return str(caught.value)
+
+    ranks = run(body, CaseSpec(scheme="vocab_parallel", mesh={"cp": 2, "tp": 2}))
+    assert ranks.results == (text,) * 4
+    assert ranks.ledger.rows == []
+
+
+def test_logits_that_are_no_dtensor_are_refused():
+    with pytest.raises(TypeError) as caught:
+        vp.get_logprobs_from_vocab_parallel_logits(LOGITS, IDS)
+    assert str(caught.value) == (f"{GLOBAL}: vocab_parallel_logits is a Tensor; pass a DTensor with a mesh dim 'tp'")

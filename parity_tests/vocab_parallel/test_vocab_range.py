@@ -1,0 +1,31 @@
+"""Which ids a rank owns: counted off from the widths, or by DTensor's rule."""
+
+import pytest
+import torch
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from parity_tests import CaseSpec
+from parity_tests.harness.engines.run import run
+from torch_impl.vocab_parallel.vocab_range import ceil_range, gathered_range
+
+
+@pytest.mark.parametrize("widths", [(3, 1, 4), (0, 5, 0), (0, 0, 0)])
+def test_ranges_follow_one_another(widths):
+    def body(mesh, case):
+        return gathered_range(widths[mesh.rank("tp")], mesh["tp"], torch.device("cpu"))
+
+    ranks = run(body, CaseSpec(scheme="vocab_parallel", mesh={"tp": 3}))
+    ends = [sum(widths[: rank + 1]) for rank in range(3)]
+    assert ranks.results == tuple(zip([0, *ends[:2]], ends, strict=True))
+    assert [(row.op, row.bytes_in) for row in ranks.ledger.rows] == [("all_gather", 8)] * 3
+
+
+@pytest.mark.parametrize("size", [1, 5, 7, 16])
+def test_the_ceil_rule_is_that_of_dtensor(size):
+    def body(mesh, case):
+        whole = torch.arange(size)
+        own = distribute_tensor(whole, mesh.device_mesh, [Shard(0)], src_data_rank=None).to_local()
+        start, end = ceil_range(size, mesh.size("tp"), mesh.rank("tp"))
+        return own.tolist() == list(range(start, end))
+
+    assert run(body, CaseSpec(scheme="vocab_parallel", mesh={"tp": 4})).results == (True,) * 4
