@@ -35,3 +35,5 @@ from torch_impl.vocab_parallel.softmax import (
     _compute_distributed_log_softmax as _compute_distributed_log_softmax,
 )
 from torch_impl.vocab_parallel.softmax import _compute_distributed_softmax as _compute_distributed_softmax
+from torch_impl.vocab_parallel.topk import distributed_vocab_topk as distributed_vocab_topk
+from torch_impl.vocab_parallel.topk import gather_logits_at_global_indices as gather_logits_at_global_indices

@@ -1,0 +1,156 @@
+"""The k largest logits of a vocabulary that is cut over the ranks, and logits at given ids.
+
+Rank r of tp holds columns [vocab_start_index, vocab_end_index) of the logits of each of its tokens. Shards are in
+rank order; they may differ in width and be empty.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float, Int, Int64
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from torch_impl.collectives import accumulator
+from torch_impl.collectives.plain import gathered
+from torch_impl.vocab_parallel import arguments as a
+from torch_impl.vocab_parallel.logits_at import LogitsAt, check_positions, ids_held
+from torch_impl.vocab_parallel.rows import block_rows, row_blocks
+from torch_impl.vocab_parallel.sequence_gather import allgather_cp_sharded_tensor
+
+LOGITS = "vocab_parallel_logits"
+NO_CANDIDATE = -1  # in place of an id: the rank has fewer columns than k
+MERGED_BYTES = 1 << 22  # of candidates that are sorted at a time
+
+
+@torch.no_grad()
+def distributed_vocab_topk(
+    vocab_parallel_logits: Float[Tensor, "*a v"],
+    k: int,
+    tp_group: ProcessGroup,
+    *,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    chunk_size: int | None = None,
+) -> tuple[Float[Tensor, "*a k"], Int64[Tensor, "*a k"]]:
+    """The k largest logits of each token, descending, and their ids; of equal ones the lowest id first.
+
+        vocab_parallel_logits  "b s v/tp"   ->   "b s k", "b s k" (no gradient),   k = min(k, v)
+
+    Values are float32, for float64 logits float64. Columns past this rank's range are no candidates; masked ones
+    (-inf) are, after all others; NaN counts as +inf. Neither tp nor `chunk_size` changes the result.
+
+    Cost:   1 all_gather of k pairs (value, id) per token, 8 bytes each (float64: 16), and one number more. A
+            host read where k exceeds this rank's range. Memory: one row block, tp*k pairs per token.
+    Errors: TypeError if tp_group is None or no ProcessGroup, or the logits are not floating; ValueError if k is
+            negative, the range does not fit the shard, or chunk_size is below 1.
+    """
+    function, logits = "vocab_parallel.distributed_vocab_topk", vocab_parallel_logits
+    a.checked_tp_group(function, "tp_group", tp_group)
+    a.check_logits(function, LOGITS, logits)
+    a.check_range(function, vocab_start_index, vocab_end_index, LOGITS, logits)
+    a.check_chunk_size(function, chunk_size)
+    if k < 0:
+        raise ValueError(f"{function}: k={k} must not be negative")
+    n, width = logits.shape[:-1].numel(), vocab_end_index - vocab_start_index
+    values = torch.zeros(n, k, dtype=accumulator(logits.dtype), device=logits.device)
+    ids = torch.full((n, k), NO_CANDIDATE, device=logits.device)
+    owned = min(k, width)
+    for part, block in row_blocks(logits, block_rows(logits, chunk_size)):
+        columns = _largest_columns(block[:, :width], owned)
+        values[part, :owned] = block.gather(-1, columns).to(values.dtype)
+        ids[part, :owned] = columns + vocab_start_index
+    values_of, ids_of, sizes = _exchanged(values, ids, width, tp_group)
+    found = k if k <= width else min(k, int(sizes.sum()))
+    values, ids = _merged(values_of, ids_of, found)
+    return values.view(*logits.shape[:-1], found), ids.view(*logits.shape[:-1], found)
+
+
+def gather_logits_at_global_indices(
+    vocab_parallel_logits: Float[Tensor, "b l v"],
+    global_indices: Int[Tensor, "b s k"],
+    tp_group: ProcessGroup | None = None,
+    cp_group: ProcessGroup | None = None,
+    *,
+    vocab_start_index: int,
+    vocab_end_index: int,
+    chunk_size: int | None = None,
+) -> Float[Tensor, "b s k"]:
+    """The logits at k ids of each position of the whole sequence.
+
+        vocab_parallel_logits  "b s/cp:dual_chunk_swap v/tp"     global_indices  "b s k"     ->   "b s k tp=I cp=R"
+
+    out[..., j] = z[idx_j];   0.0 and no gradient where nobody owns the id
+
+    `tp_group=None` is for a whole vocabulary, `cp_group=None` for a whole sequence. The logits may cover more
+    positions than the ids (padding). Results are float32, for float64 logits float64; the gradient has the logits'
+    dtype, and duplicates add up in it. `chunk_size` (positions of s per block; None: chosen here) bounds the
+    working set of backward; forward reads the logits at the ids alone.
+    Cotangents are summed over cp: a loss repeated on each cp rank gives cp times the gradient; divide by cp or
+    let each rank own a share.
+
+    Cost:   forward 1 all_reduce of k * b*s/cp numbers over tp, 1 all_gather of as many over cp; backward none over
+            tp, 1 reduce_scatter of k * b*s numbers over cp. Saves 4 bytes of each of this rank's ids.
+    Errors: TypeError for a group that is none, ids that are no integers, logits not floating; ValueError if
+            shapes disagree, the ids cover more positions than the logits, s cannot be cut over cp, or the range or
+            chunk_size do not fit.
+    """
+    function, logits = "vocab_parallel.gather_logits_at_global_indices", vocab_parallel_logits
+    if tp_group is not None:
+        a.checked_tp_group(function, "tp_group", tp_group)
+    a.check_logits(function, LOGITS, logits)
+    a.check_ids(function, "global_indices", global_indices)
+    a.check_range(function, vocab_start_index, vocab_end_index, LOGITS, logits)
+    a.check_chunk_size(function, chunk_size)
+    check_positions(function, "global_indices", global_indices, LOGITS, logits, cp_group)
+    own = ids_held(global_indices.to(logits.device), logits.shape[1], cp_group)
+    found = LogitsAt.apply(logits, own, vocab_start_index, vocab_end_index, tp_group, chunk_size)
+    if cp_group is not None:
+        found = allgather_cp_sharded_tensor(found, cp_group)
+    return found[:, : global_indices.shape[1]]
+
+
+def _largest_columns(block: Float[Tensor, "n v"], k: int) -> Int64[Tensor, "n k"]:
+    """Columns of the k <= v largest, descending, of equal ones the lowest first: torch.topk takes any of them."""
+    if k == 0:
+        return torch.empty(len(block), 0, dtype=torch.int64, device=block.device)
+    z, width = torch.where(block.isnan(), math.inf, block), block.shape[-1]
+    least = z.topk(k).values[:, -1:]
+    # All that exceed the k-th largest, and the lowest of those that equal it: no two of them have one score.
+    score = torch.arange(width, 0, -1, dtype=torch.int32, device=z.device)
+    score = torch.where(z > least, score + width, torch.where(z == least, score, 0))
+    columns = score.topk(k).indices
+    return columns.gather(-1, z.gather(-1, columns).sort(dim=-1, descending=True, stable=True).indices)
+
+
+def _exchanged(
+    values: Float[Tensor, "n k"], ids: Int64[Tensor, "n k"], width: int, group: ProcessGroup
+) -> tuple[Float[Tensor, "n r k"], Int64[Tensor, "n r k"], Int[Tensor, " r"]]:
+    """Values, ids and widths of all ranks. One all_gather: numbers of one size travel as each other's bits."""
+    bits = torch.int32 if values.itemsize == 4 else torch.int64
+    own = torch.tensor([width], dtype=bits, device=values.device)
+    message = torch.cat([values.view(bits).flatten(), ids.to(bits).flatten(), own])
+    everyone = gathered(message.unsqueeze(0), group, 0, [1] * group.size())
+    pairs = everyone[:, :-1].view(len(everyone), 2, *values.shape).movedim(0, 2)
+    return pairs[0].view(values.dtype), pairs[1].long(), everyone[:, -1]
+
+
+def _merged(
+    values: Float[Tensor, "n r k"], ids: Int64[Tensor, "n r k"], k: int
+) -> tuple[Float[Tensor, "n k"], Int64[Tensor, "n k"]]:
+    """The k largest of all ranks' candidates, of which there are so many. Ranks are in the order of their ids."""
+    rows = max(1, MERGED_BYTES // max(1, values[:1].nbytes))
+    parts = [_sorted(v.flatten(1), i.flatten(1), k) for v, i in zip(values.split(rows), ids.split(rows), strict=True)]
+    return torch.cat([v for v, _ in parts]), torch.cat([i for _, i in parts])
+
+
+def _sorted(
+    values: Float[Tensor, "n c"], ids: Int64[Tensor, "n c"], k: int
+) -> tuple[Float[Tensor, "n k"], Int64[Tensor, "n k"]]:
+    largest_first = -torch.where(values.isnan(), math.inf, values)
+    # NaN is last of all, after a real -inf too.
+    key = torch.where(ids == NO_CANDIDATE, math.nan, largest_first)
+    order = key.sort(dim=-1, stable=True).indices[:, :k]
+    return values.gather(-1, order), ids.gather(-1, order)
