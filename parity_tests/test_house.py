@@ -36,7 +36,6 @@ WITHOUT_A_TEST_OF_ITS_OWN = {
     "vocab_parallel/rows.py": "read by every function there, tested through them",
     "vocab_parallel/joint.py": "tested through log-probability and entropy",
     "vocab_parallel/asked.py": "tested through log-probability at several ids",
-    "vocab_parallel/packed_slots.py": "tested through packed sequences and hidden states",
 }
 TESTS_OF_NO_SINGLE_FILE = {
     "vocab_parallel/real_text.py": "the log-probabilities on a text, which is input and no component",

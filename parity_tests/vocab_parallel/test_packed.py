@@ -1,15 +1,19 @@
 """Parity of vocab_parallel.packed."""
 
+import time
 from types import SimpleNamespace
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from jax_ref.layouts import dual_chunk_swap
 from jax_ref.vocab_parallel.packed import packed_next_token_logprob
-from parity_tests import Cost, check, every_case, ids, integers, offsets, scheme
+from parity_tests import CaseSpec, Cost, check, every_case, ids, integers, offsets, scheme
+from parity_tests.harness.engines.run import run
 from parity_tests.vocab_parallel.shard import owned_range
 from torch_impl import vocab_parallel as vp
 
@@ -99,3 +103,151 @@ def test_parity(declared, engine):
         check(case)
 
     example()
+
+
+V, LENGTHS = 6, [8, 0, 4, 12]
+T = sum(LENGTHS)
+STREAM = torch.linspace(-2, 3, (T + 4) * V, dtype=torch.float64).sin().view(1, T + 4, V) * 4
+IDS = (torch.arange(T + 4) * 5 % V)[None]
+
+
+def starts(lengths):
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+def on_ranks(body, cp=2):
+    return run(body, CaseSpec(scheme="vocab_parallel", mesh={"cp": cp, "tp": 1})).results
+
+
+def cut(mesh, lengths, stream=STREAM, tail=4):
+    """This rank's share of each sequence, and of the padding behind the last."""
+    cp, rank, offset, pieces = mesh.size("cp"), mesh.rank("cp"), 0, [stream[:, :0]]
+    for length in (*lengths, tail):
+        pieces.append(stream[:, offset : offset + length][:, dual_chunk_swap(length, cp)[rank]])
+        offset += length
+    return torch.cat(pieces, dim=1)
+
+
+def rows(mesh, logits, target=IDS, lengths=LENGTHS, unpacked_seqlen=12, **further):
+    return vp.from_parallel_logits_to_logprobs_packed_sequences(
+        logits, target, starts(lengths), unpacked_seqlen, 0, V, mesh["tp"], cp_group=mesh["cp"], **further
+    )
+
+
+def values_and_gradient(mesh, stream=STREAM, target=IDS, **further):
+    leaf = cut(mesh, LENGTHS, stream).requires_grad_()
+    y = rows(mesh, leaf, target, **further)
+    y.sum().backward()
+    return y.detach().numpy(), leaf.grad.numpy()
+
+
+@pytest.mark.parametrize("unpacked_seqlen", [1, 6, 12, 20])
+def test_a_row_is_its_sequence_alone(unpacked_seqlen):
+    """Cut off where the rows are short, 0 where they are long; the padding behind the last is nobody's."""
+
+    def body(mesh, case):
+        return values_and_gradient(mesh, unpacked_seqlen=unpacked_seqlen)
+
+    expected = np.zeros((len(LENGTHS), unpacked_seqlen - 1))
+    for row, start, length in zip(expected, starts(LENGTHS).tolist(), LENGTHS, strict=False):
+        own = slice(start, start + length)
+        alone = vp.get_next_token_logprobs_from_logits(IDS[:, own], STREAM[:, own])[0].numpy()
+        row[: len(alone)] = alone[: len(row)]
+    for y, gradient in on_ranks(body):
+        np.testing.assert_array_equal(y, expected)
+        assert not gradient[:, T // 2 :].any()
+
+
+def test_two_sequences_never_see_each_other():
+    def body(mesh, case):
+        edited, other = STREAM.clone(), IDS.clone()
+        edited[:, 8:12] *= 1.5  # sequence 2 of LENGTHS
+        edited[:, 7] = torch.nan  # the last position of sequence 0
+        other[:, 8:12] = 3
+        return values_and_gradient(mesh), values_and_gradient(mesh, edited, other)
+
+    for (y, _), (edited, gradient) in on_ranks(body):
+        np.testing.assert_array_equal(y[[0, 1, 3]], edited[[0, 1, 3]])
+        assert (y[2, :3] != edited[2, :3]).all() and np.isfinite(gradient).all()
+
+
+def test_a_target_rolled_before_is_the_same_to_the_bit():
+    def body(mesh, case):
+        padded = starts([*LENGTHS, 4])
+        own = rolled_and_cut(IDS, padded, mesh.size("cp"), mesh.rank("cp"))
+        return values_and_gradient(mesh), values_and_gradient(mesh, target=own, target_is_pre_rolled=True)
+
+    for raw, rolled in on_ranks(body):
+        for a, b in zip(raw, rolled, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_one_rank_takes_any_length():
+    def body(mesh, case):
+        lengths = [3, 1, 5]
+        y = rows(mesh, STREAM[:, :9], IDS[:, :9], lengths, 5)
+        without = vp.from_parallel_logits_to_logprobs_packed_sequences(
+            STREAM[:, :9], IDS[:, :9], starts(lengths).int(), 5, 0, V, mesh["tp"]
+        )
+        return torch.equal(y, without), (y != 0).sum(1).tolist()
+
+    assert on_ranks(body, cp=1) == ((True, [2, 0, 4]),)
+
+
+def test_a_filter_reaches_packed_rows():
+    def body(mesh, case):
+        params = vp.TrainingSamplingParams(top_k=1)
+        y = rows(mesh, cut(mesh, LENGTHS), sampling_params=params)
+        return sorted(set(y.flatten().tolist()))
+
+    assert on_ranks(body) == ([-np.inf, 0.0],) * 2
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+def test_no_number_of_sequences_changes_the_ledger(engine):
+    def ledger(lengths):
+        def body(mesh, case):
+            leaf = torch.zeros(1, sum(lengths) // 2, V, requires_grad=True)
+            y = rows(mesh, leaf, torch.zeros(1, sum(lengths), dtype=torch.int64), lengths, 5)
+            y.sum().backward()
+
+        ranks = run(body, CaseSpec(scheme="vocab_parallel", mesh={"cp": 2, "tp": 1}, engine=engine), engine)
+        return [(row.rank, row.op, row.dtypes, row.shapes, row.phase) for row in ranks.ledger.rows]
+
+    assert ledger([200]) == ledger([120, 80]) == ledger([4] * 50)
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is sent to the device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_cost_per_token_is_flat_in_the_number_of_sequences():
+    """As many operations for 10, 1,000 and 100,000 sequences of one stream, and no more than twice the time."""
+
+    def body(mesh, case):
+        tokens, found = 400_000, {}
+        logits = torch.zeros(1, tokens // 2, 2)
+        ids = torch.zeros(1, tokens, dtype=torch.int64)
+        for _ in range(3):
+            for count in (10, 1_000, 100_000):
+                length = tokens // count
+                leaf, offsets = logits.clone().requires_grad_(), torch.arange(0, tokens + 1, length)
+                began = time.thread_time()
+                with Operations() as operations:
+                    y = vp.from_parallel_logits_to_logprobs_packed_sequences(
+                        leaf, ids, offsets, length, 0, 2, mesh["tp"], cp_group=mesh["cp"]
+                    )
+                    y.backward(torch.ones_like(y))
+                found.setdefault(count, []).append((time.thread_time() - began, operations.count))
+        return {count: (min(seconds for seconds, _ in runs), runs[0][1]) for count, runs in found.items()}
+
+    for found in on_ranks(body):
+        seconds, operations = zip(*found.values(), strict=True)
+        assert len(set(operations)) == 1
+        assert max(seconds) < 2 * min(seconds), found

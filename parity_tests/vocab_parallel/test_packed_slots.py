@@ -1,0 +1,109 @@
+"""What a packed stream refuses, and where its slots stand."""
+
+import pytest
+import torch
+
+from jax_ref.layouts import packed as reference
+from parity_tests import CaseSpec
+from parity_tests.harness.engines.run import run
+from torch_impl import vocab_parallel as vp
+from torch_impl.vocab_parallel.packed_slots import packed_slots
+
+IDS = (torch.arange(24) % 3)[None]
+
+
+@pytest.mark.parametrize("cp", [1, 2, 3])
+def test_slots_are_the_layout_read_three_ways(cp):
+    offsets = [0, 4 * cp, 4 * cp, 6 * cp, 12 * cp]
+    slots = packed_slots(torch.tensor(offsets), None, cp, torch.device("cpu"))
+    for rank, held in enumerate(reference(offsets[-1], cp, offsets)):
+        assert slots.position[rank].tolist() == held.tolist()
+        for i, position in enumerate(held.tolist()):
+            start, stop = offsets[slots.sequence[i]], offsets[slots.sequence[i] + 1]
+            assert start <= position < stop
+            assert slots.place[rank, i] == position - start
+            assert slots.has_next[rank, i] == (position + 1 < stop)
+
+
+def test_true_lengths_end_a_sequence_early():
+    slots = packed_slots(torch.tensor([0, 4, 8]), torch.tensor([0, 3, 3]), 1, torch.device("cpu"))
+    assert slots.has_next.tolist() == [[True, True, False, False, False, False, False, False]]
+    assert slots.next_ids(IDS, 0).tolist() == [[1, 2, -100, -100, -100, -100, -100, -100]]
+
+
+NAME = "vocab_parallel.from_parallel_logits_to_logprobs_packed_sequences"
+LOCAL = torch.zeros(1, 8, 3)
+
+
+def packed(mesh, offsets=(0, 8, 16), logits=LOCAL, target=IDS[:, :16], size=5, group="tp", true=None, **further):
+    group = mesh[group] if group else None
+    true = None if true is None else torch.tensor(true)
+    return vp.from_parallel_logits_to_logprobs_packed_sequences(
+        logits, target, torch.tensor(offsets), size, 0, 3, group, cp_group=mesh["cp"], cu_seqlens=true, **further
+    )
+
+
+REFUSED = [
+    (
+        lambda m: packed(m, group=None),
+        TypeError,
+        "group is None; pass a ProcessGroup (a group of size 1 for no tensor parallelism)",
+    ),
+    (lambda m: packed(m, [0.0, 16.0]), TypeError, "cu_seqlens_padded is float32; offsets are integers"),
+    (lambda m: packed(m, true=[0.0, 1.0, 2.0]), TypeError, "cu_seqlens is float32; offsets are integers"),
+    (
+        lambda m: packed(m, [[0, 16]]),
+        ValueError,
+        "cu_seqlens_padded is [1, 2]; offsets are one row of [batch + 1], as many in each",
+    ),
+    (
+        lambda m: packed(m, true=[0, 16]),
+        ValueError,
+        "cu_seqlens is [2]; offsets are one row of [batch + 1], as many in each",
+    ),
+    (lambda m: packed(m, [4, 16]), ValueError, "cu_seqlens_padded starts at 4; offsets start at 0"),
+    (
+        lambda m: packed(m, [0, 8, 4, 16]),
+        ValueError,
+        "cu_seqlens_padded runs from 8 back to 4 at sequence 1; offsets never decrease",
+    ),
+    (
+        lambda m: packed(m, [0, 4, 4, 14]),
+        ValueError,
+        "cu_seqlens_padded[3] - cu_seqlens_padded[2] = 10 is not a multiple of 2*cp = 4; pad sequence 2 to 12",
+    ),
+    (
+        lambda m: packed(m, true=[0, 8, 17]),
+        ValueError,
+        "cu_seqlens gives sequence 1 9 tokens but its padded slot has 8",
+    ),
+    (lambda m: packed(m, [0, 8, 20]), ValueError, "cu_seqlens_padded ends at 20 but target covers 16"),
+    (
+        lambda m: packed(m, target=IDS[:, :20]),
+        ValueError,
+        "target has 20 positions but vocab_parallel_logits covers 16 (8 per rank, cp=2)",
+    ),
+    (
+        lambda m: packed(m, target=IDS[:, :16], target_is_pre_rolled=True),
+        ValueError,
+        "target has 16 positions but vocab_parallel_logits covers 8",
+    ),
+    (
+        lambda m: packed(m, logits=LOCAL.expand(2, 8, 3), target=IDS[:, :16].expand(2, 16)),
+        ValueError,
+        "vocab_parallel_logits is [2, 8, 3]; a stream is [1, t, v]",
+    ),
+    (lambda m: packed(m, size=0), ValueError, "unpacked_seqlen=0 must be at least 1"),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "text"), REFUSED, ids=[text[:60] for _, _, text in REFUSED])
+def test_refusal(call, kind, text):
+    def body(mesh, case):
+        with pytest.raises(kind) as caught:
+            call(mesh)
+        return str(caught.value)
+
+    ranks = run(body, CaseSpec(scheme="vocab_parallel", mesh={"cp": 2, "tp": 1}))
+    assert ranks.results == (f"{NAME}: {text}",) * 2
+    assert ranks.ledger.rows == []
