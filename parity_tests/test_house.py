@@ -23,8 +23,14 @@ WITHOUT_A_REFERENCE = {
     "vocab_parallel/rows.py": "the order in which memory is read, which the mathematics does not know",
     "vocab_parallel/joint.py": "one gradient for log-probability and entropy, whose references are their own",
     "vocab_parallel/asked.py": "sums of cotangents by id, one step of that gradient",
+    "vocab_parallel/candidates.py": "columns between two bounds; the reference sorts whole rows",
+    "vocab_parallel/listed.py": "a row's end from the ranks' lists; the reference sorts whole rows",
     "vocab_parallel/packed_slots.py": "index arrays for a whole batch; the reference takes one sequence at a time",
+    "vocab_parallel/prefix.py": "where a row's kept tokens end, which the reference sees by sorting",
+    "vocab_parallel/radix.py": "a selection without a sort; the reference sorts whole rows",
+    "vocab_parallel/sampling_params.py": "settings; the reference takes three numbers",
     "vocab_parallel/scoring.py": "which of the functions scores a row; the reference calls it",
+    "vocab_parallel/selected.py": "a row's end by radix selection; the reference sorts whole rows",
     "vocab_parallel/vocab_range.py": "which ids a rank owns; one device owns them all",
 }
 WITHOUT_PRODUCTION = {
@@ -36,6 +42,8 @@ WITHOUT_A_TEST_OF_ITS_OWN = {
     "vocab_parallel/rows.py": "read by every function there, tested through them",
     "vocab_parallel/joint.py": "tested through log-probability and entropy",
     "vocab_parallel/asked.py": "tested through log-probability at several ids",
+    "vocab_parallel/listed.py": "one of two ways to a kept set, tested through it",
+    "vocab_parallel/selected.py": "one of two ways to a kept set, tested through it",
 }
 TESTS_OF_NO_SINGLE_FILE = {
     "vocab_parallel/real_text.py": "the log-probabilities on a text, which is input and no component",

@@ -55,7 +55,7 @@ def kept_set(logits: Float[Tensor, "*a v"], column: Int[Tensor, "n 1"], plan: Pl
     own = torch.minimum((prefix.ties - before[rank]).clamp_min(0), ties.counts[rank])
     is_early = (before + ties.places).amin(0) < prefix.ties
     has_target = (z_t > prefix.threshold) | ((z_t == prefix.threshold) & is_early)
-    last_tie = _column_of_tie(logits, prefix.threshold, own, plan.chunk_size)
+    last_tie = _column_of_tie(ties.candidates, prefix.threshold, own)
     return KeptSet(normaliser, prefix.threshold, last_tie, z_t, has_target)
 
 
@@ -69,13 +69,14 @@ def is_kept(
 
 
 def _column_of_tie(
-    logits: Float[Tensor, "*a v"], threshold: Float[Tensor, " n"], count: Float[Tensor, " n"], chunk_size: int | None
+    candidates: Candidates, threshold: Float[Tensor, " n"], count: Float[Tensor, " n"]
 ) -> Int[Tensor, " n"]:
     """Column of the count-th logit that equals the threshold, -1 where the count is 0."""
     last = torch.full(threshold.shape, -1, dtype=torch.int32, device=threshold.device)
     wanted = torch.where(count > 0, threshold, math.nan)  # nothing equals NaN: no list for rows without a kept tie
-    for part, n, found in Candidates(logits, chunk_size).between(wanted, wanted):
-        is_last = ordinals(torch.ones_like(found.rows, dtype=torch.bool), found.rows, n) == count[part][found.rows] - 1
+    for part, n, found in candidates.between(wanted, wanted):
+        is_tie = found.logits == wanted[part][found.rows]
+        is_last = is_tie & (ordinals(is_tie, found.rows, n) == count[part][found.rows] - 1)
         columns = torch.where(is_last, found.columns, -1).to(last.dtype)
         last[part] = last[part].scatter_reduce(0, found.rows, columns, "amax")
     return last

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torch_impl.collectives import accumulator
 from torch_impl.vocab_parallel import statistics as st
+from torch_impl.vocab_parallel.candidates import Candidates
 from torch_impl.vocab_parallel.joint import Plan
 from torch_impl.vocab_parallel.prefix import Prefix, Ties, room_for, ties_within, weight_of
 from torch_impl.vocab_parallel.rows import block_rows, row_blocks
@@ -46,7 +47,7 @@ def cut_by_lists(
     everyone = st.exchanged(told, plan.group)
     lists = Lists(everyone[:, :k], everyone[:, k], everyone[:, k + 1], *everyone[:, k + 2 :].unbind(1) or (None,))
     prefix, counts = _merged(lists, plan.temperature, limits.top_p)
-    ties = None if lists.place is None else Ties(counts, lists.place)
+    ties = None if lists.place is None else Ties(counts, lists.place, Candidates(logits, plan.chunk_size))
     return prefix, ties, st.merged_target(lists.z_t)
 
 

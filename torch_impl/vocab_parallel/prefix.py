@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from torch_impl.vocab_parallel.candidates import Candidates
 from torch_impl.vocab_parallel.statistics import below
 
 
@@ -21,10 +22,11 @@ class Prefix(NamedTuple):
 
 
 class Ties(NamedTuple):
-    """Of each rank: how many of its logits equal the threshold, and how many of them precede the target."""
+    """Logits that equal the threshold, where not all of them are kept."""
 
-    counts: Float[Tensor, "r n"]
-    places: Float[Tensor, "r n"]  # +inf where the rank does not own the target
+    counts: Float[Tensor, "r n"]  # how many each rank has
+    places: Float[Tensor, "r n"]  # how many of the rank precede the target; +inf where it does not own it
+    candidates: Candidates  # where this rank's are looked for
 
 
 def room_for(rest: Float[Tensor, " n"], top_p: float) -> Float[Tensor, " n"]:

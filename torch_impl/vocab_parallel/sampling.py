@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from torch_impl.vocab_parallel import joint
 from torch_impl.vocab_parallel import statistics as st
+from torch_impl.vocab_parallel.arguments import checked_tp_group
 from torch_impl.vocab_parallel.asked import asked_of
 from torch_impl.vocab_parallel.joint import Plan
 from torch_impl.vocab_parallel.kept_set import is_kept, kept_set
@@ -162,5 +163,6 @@ def _with_range(plan: Plan, logits: Tensor, target: Tensor, start: int | None, e
     if start is not None and end is not None:
         return dataclasses.replace(plan, vocab_start=start, vocab_end=end)
     joint.check(plan, logits, target)
-    start, end = gathered_range(logits.shape[-1], plan.group, logits.device)
+    group = checked_tp_group(plan.function, plan.group_name, plan.group)
+    start, end = gathered_range(logits.shape[-1], group, logits.device)
     return dataclasses.replace(plan, vocab_start=start, vocab_end=end)

@@ -75,25 +75,27 @@ def _top_p(
     """What top-p keeps of the survivors. 2 all_gather, R all_reduce. `first` is the rank of the largest logit."""
     largest, rest, temperature = survivors.largest, survivors.rest, plan.temperature
     is_mine = first == (0 if plan.group is None else plan.group.rank())
+    room = room_for(rest, top_p)
+    is_alone = room <= 0  # the first token is enough; the rounds are to end at its logit
 
     def mass(part: slice, found: Found) -> Tensor:
         """Of each entry but the row's first, whose mass is the 1 of 1 + R."""
         m = largest[part][found.rows]
-        is_largest = (found.logits == m) & is_mine[part][found.rows]
-        is_first = is_largest & (ordinals(is_largest, found.rows, part.stop - part.start) == 0)
-        return torch.where(is_first, 0.0, weight_of(found.logits, m, temperature))
+        is_largest = found.logits == m
+        is_first = is_largest & is_mine[part][found.rows]
+        is_first &= ordinals(is_first, found.rows, part.stop - part.start) == 0
+        others = torch.where(is_first, 0.0, weight_of(found.logits, m, temperature))
+        return torch.where(is_alone[part][found.rows], is_largest.to(m.dtype), others)
 
     likely = (SLACK * (1.0 - top_p) / _columns_of_all(logits, plan)).log()
     low = largest + temperature * (likely.to(rest.dtype) + rest.log1p())
-    candidates, room = Candidates(logits, plan.chunk_size), room_for(rest, top_p)
-    selected, above = last_kept(candidates, torch.maximum(low, kth), room, mass, plan.group)
-    is_alone = room <= 0
-    threshold = torch.where(is_alone, largest, selected)
+    candidates = Candidates(logits, plan.chunk_size)
+    some_room = torch.where(is_alone, 1.0, room)
+    threshold, above = last_kept(candidates, torch.maximum(low, kth), some_room, mass, plan.group)
     ties = _ties(candidates, column, threshold, plan)
     first_is_tie = (threshold == largest).to(rest.dtype)
     weight = weight_of(threshold, largest, temperature)
     more = ties_within(room - above, weight, ties.counts.sum(0) - first_is_tie)
-    more, above = torch.where(is_alone, 0.0, more), torch.where(is_alone, 0.0, above)
     kept_rest = torch.where(rest.isnan(), rest, above + more * weight)
     return Prefix(largest, kept_rest, threshold, more + first_is_tie), ties
 
@@ -107,7 +109,7 @@ def _ties(candidates: Candidates, column: Int[Tensor, "n 1"], threshold: Float[T
         is_before = is_tie & (found.columns < target[found.rows])
         told[0, part] = counted(is_tie, found.rows, n).to(told.dtype)
         told[1, part] = torch.where(target >= 0, counted(is_before, found.rows, n).to(told.dtype), math.inf)
-    return Ties(*st.exchanged(told, plan.group).unbind(1))
+    return Ties(*st.exchanged(told, plan.group).unbind(1), candidates)
 
 
 def _columns_of_all(logits: Float[Tensor, "*a v"], plan: Plan) -> Float[Tensor, ""]:

@@ -1,0 +1,56 @@
+"""Lists of columns between bounds that close in."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torch_impl.vocab_parallel import candidates as c
+
+
+def within(candidates, low, high, logits):
+    """{(row, column): logit} of what is listed and within the bounds, checked to be in order and true."""
+    rows = logits.reshape(-1, logits.shape[-1])
+    entries = {}
+    for part, n, found in candidates.between(low, high):
+        places = list(zip((found.rows + part.start).tolist(), found.columns.tolist(), strict=True))
+        assert places == sorted(places) and n == part.stop - part.start
+        for (row, column), logit in zip(places, found.logits.tolist(), strict=True):
+            assert rows[row, column].item() == logit
+            if low[row] <= logit <= high[row]:
+                entries[row, column] = logit
+    return entries
+
+
+@given(seed=st.integers(0, 2**16), wide=st.booleans(), chunk_size=st.sampled_from([None, 1, 40]))
+def test_every_column_within_the_bounds_is_found_in_every_round(seed, wide, chunk_size):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(3, 4, 1200 if wide else 7, generator=generator)[:, 1:]  # no flat view has these strides
+    rows = logits.reshape(9, -1)
+    candidates = c.Candidates(logits, chunk_size)
+    low, high = torch.full((9,), -torch.inf), torch.full((9,), torch.inf)
+    for width in (torch.inf, 1.0, 0.25, 0.0):
+        centre = rows[:, 2]
+        low, high = torch.maximum(low, centre - width), torch.minimum(high, centre + width)
+        inside = (rows >= low[:, None]) & (rows <= high[:, None])
+        want = {(i, j): rows[i, j].item() for i, j in inside.nonzero().tolist()}
+        assert within(candidates, low, high, logits) == want
+
+
+def test_a_short_list_is_kept_and_a_long_one_is_not():
+    logits = torch.zeros(2, 200)
+    candidates = c.Candidates(logits, 1)
+    everything = torch.full((2,), -torch.inf), torch.full((2,), torch.inf)
+    assert [len(found.rows) for _, _, found in candidates.between(*everything)] == [200, 200]
+    logits[0] = 1.0  # only a block that is read again shows it
+    logits[1, :190] = -1.0
+    only_zero = torch.zeros(2), torch.zeros(2)
+    assert [len(found.rows) for _, _, found in candidates.between(*only_zero)] == [0, 10]
+    logits.zero_()
+    assert [len(found.rows) for _, _, found in candidates.between(*only_zero)] == [0, 10]
+
+
+def test_ordinals_count_the_flagged_entries_of_a_row():
+    rows = torch.tensor([0, 0, 0, 2, 2, 3])
+    flags = torch.tensor([True, False, True, False, True, True])
+    assert c.ordinals(flags, rows, 4)[flags].tolist() == [0, 1, 0, 0]
+    assert c.counted(flags, rows, 4).tolist() == [2, 0, 1, 1]

@@ -1,0 +1,152 @@
+"""Parity of vocab_parallel.kept_set: which tokens stay, token by token."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from jaxtyping import Bool
+from torch import Tensor
+
+from jax_ref.vocab_parallel.kept_set import kept_set as reference
+from parity_tests import CaseSpec, check, every_case, scheme
+from parity_tests.harness.engines.run import run
+from parity_tests.harness.judge import judge
+from parity_tests.vocab_parallel.decided_rows import decided_rows
+from torch_impl.vocab_parallel.joint import Plan
+from torch_impl.vocab_parallel.kept_set import is_kept, kept_set
+from torch_impl.vocab_parallel.sampling_params import checked_limits
+from torch_impl.vocab_parallel.statistics import NOT_HERE
+
+
+def kept_columns(group, logits, top_k, top_p, temperature):
+    """Which of this rank's columns are kept; the limits are on."""
+    plan = Plan("kept_set", group, temperature=temperature)
+    nobodys = torch.full((logits.shape[:-1].numel(), 1), NOT_HERE, dtype=torch.int32)
+    kept = kept_set(logits, nobodys, plan, checked_limits("kept_set", top_k, top_p))
+    rows = logits.reshape(len(nobodys), logits.shape[-1])
+    return is_kept(rows, kept.threshold, kept.last_tie).view(logits.shape)
+
+
+DECLARED = dict(
+    reference=reference,
+    inputs={"logits": "b s v/tp:ragged"},
+    outputs="b s v/tp:ragged",
+    nograd=("logits",),
+    draw={"logits": decided_rows()},
+    dtypes=("float32", "bfloat16", "float64", "float16"),
+)
+
+
+@scheme(
+    mesh={"tp": (1, 2, 3, 4)},
+    dims={"b": (1, 2), "s": (1, 3), "v": (2, 7, 12, 24)},
+    options={"top_k": (2, 5, 30), "top_p": (1.0, 0.5, 0.9, 0.0), "temperature": (1.0, 0.7)},
+    **DECLARED,
+)
+def kept_by_lists(mesh, logits, top_k, top_p, temperature) -> Bool[Tensor, "b s v"]:
+    return kept_columns(mesh["tp"], logits, top_k, top_p, temperature)
+
+
+@scheme(
+    mesh={"tp": (1, 2, 3, 4)},
+    dims={"b": (1, 2), "s": (1, 3), "v": (2, 7, 12, 24)},
+    options={"top_k": (None,), "top_p": (0.5, 0.9, 0.99, 0.0), "temperature": (1.0, 0.7, 2.0)},
+    **DECLARED,
+)
+def kept_by_mass(mesh, logits, top_k, top_p, temperature) -> Bool[Tensor, "b s v"]:
+    return kept_columns(mesh["tp"], logits, top_k, top_p, temperature)
+
+
+@scheme(
+    mesh={"tp": (1, 2, 4)},
+    dims={"b": (1,), "s": (2,), "v": (1030, 2100)},
+    options={"top_k": (1025, 2000, 2100), "top_p": (1.0, 0.5, 0.9), "temperature": (1.0, 0.7)},
+    **DECLARED,
+)
+def kept_by_count(mesh, logits, top_k, top_p, temperature) -> Bool[Tensor, "b s v"]:
+    return kept_columns(mesh["tp"], logits, top_k, top_p, temperature)
+
+
+@given(every_case(kept_by_lists))
+def test_a_short_top_k(case):
+    check(case)
+
+
+@given(every_case(kept_by_mass))
+def test_top_p_alone(case):
+    check(case)
+
+
+@given(every_case(kept_by_count))
+@settings(max_examples=10)
+def test_a_long_top_k(case):
+    check(case)
+
+
+@pytest.mark.parametrize(("top_k", "width"), [(1024, "list"), (1025, "rounds")])
+def test_both_routes_meet_at_the_longest_list(top_k, width):
+    made = kept_by_lists if width == "list" else kept_by_count
+    case = made.case(tp=4, b=1, s=2, v=2100, top_k=1025, top_p=0.9, temperature=1.0, dtype="float32", seed=4)
+    report = judge(made, case.replace(options={**case.options, "top_k": top_k}))
+    report.raise_if_failed()
+    assert {row.op for row in report.ledger.rows} == {"list": {"all_gather"}, "rounds": {"all_gather", "all_reduce"}}[
+        width
+    ]
+
+
+def kept_over(widths, whole, top_k, top_p, temperature=1.0):
+    """Kept tokens of whole rows [n, v], cut into shards of the given widths."""
+
+    def body(mesh, case):
+        rank = mesh.rank("tp")
+        own = whole[:, sum(widths[:rank]) : sum(widths[: rank + 1])]
+        return kept_columns(mesh["tp"], own, top_k, top_p, temperature).numpy()
+
+    ranks = run(body, CaseSpec(scheme="kept_set", mesh={"tp": len(widths)}))
+    return np.concatenate(ranks.results, axis=-1)
+
+
+CUTS = [[8], [4, 4], [3, 0, 4, 1], [0, 0, 8, 0]]
+
+
+@pytest.mark.parametrize("widths", CUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_of_equal_logits_top_k_keeps_all_and_top_p_the_lowest_ids(widths, dtype):
+    for value in (0.0, 7.0, -3.5e4):
+        equal = torch.full((2, 8), value, dtype=dtype)
+        assert kept_over(widths, equal, 2, 1.0).all()
+        for top_k in (None, 2):
+            half = kept_over(widths, equal, top_k, 0.5)
+            np.testing.assert_array_equal(half, [[True] * 4 + [False] * 4] * 2)
+            first = kept_over(widths, equal, top_k, 0.0)
+            np.testing.assert_array_equal(first, [[True] + [False] * 7] * 2)
+
+
+@pytest.mark.parametrize("widths", CUTS)
+@pytest.mark.parametrize("top_k", [None, 6])
+def test_a_tie_at_the_end_is_split_by_id_across_ranks(widths, top_k):
+    # Masses before the zeros, in id order: 4/8, 5/8, 6/8, 7/8 of the eight halves that this row is made of.
+    row = torch.tensor([[0.0, 0.0, 2.0, 0.0, -torch.inf, 0.0, -torch.inf, -torch.inf]], dtype=torch.float64)
+    row[0, 2] = torch.tensor(4.0, dtype=torch.float64).log()
+    got = kept_over(widths, row, top_k, 0.7)
+    np.testing.assert_array_equal(got, [[True, True, True, False, False, False, False, False]])
+
+
+@pytest.mark.parametrize("top_k", [None, 2])
+def test_the_two_zeros_are_one_logit(top_k):
+    zeros = torch.tensor([[0.0, -0.0, -0.0, 0.0, -torch.inf, -torch.inf, -torch.inf, -0.0]])
+    for widths in CUTS:
+        got = kept_over(widths, zeros, top_k, 0.5)  # five equal ones: 0, 1/5 and 2/5 are below a half
+        np.testing.assert_array_equal(got, [[True, True, True, False, False, False, False, False]])
+    if top_k:
+        np.testing.assert_array_equal(kept_over([4, 4], zeros, 1, 1.0), zeros.numpy() == 0)
+
+
+@pytest.mark.parametrize("top_k", [None, 8])
+def test_nearly_all_of_a_certain_row(top_k):
+    # R = 7 exp(-24) is far below one rounding of 1, and top_p reaches into it.
+    row = torch.full((1, 8), -24.0)
+    row[0, 5] = 0.0
+    rest = 7 * np.exp(-24.0)
+    got = kept_over([3, 0, 4, 1], row, top_k, 1.0 - rest * 4.5 / 7)
+    np.testing.assert_array_equal(got, [[True, True, True, False, False, True, False, False]])

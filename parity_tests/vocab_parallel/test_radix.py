@@ -1,0 +1,96 @@
+"""Radix selection finds what a sort would."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parity_tests import CaseSpec
+from parity_tests.harness.engines.run import run
+from torch_impl.vocab_parallel.candidates import Candidates
+from torch_impl.vocab_parallel.radix import float_of, last_kept, ordered
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_integers_are_in_the_order_of_the_floats(dtype):
+    info = torch.finfo(dtype)
+    steps = [0.0, info.smallest_normal / 2, info.smallest_normal, 1.0 - info.eps / 2, 1.0, 1.0 + info.eps, info.max]
+    ascending = torch.tensor([-math.inf, *(-x for x in steps[:0:-1]), *steps, math.inf], dtype=torch.float64).to(dtype)
+    keys = ordered(ascending)
+    assert (keys.diff() > 0).all()
+    assert torch.equal(float_of(keys, dtype), ascending)
+    assert ordered(torch.tensor(-0.0, dtype=dtype)) == ordered(torch.tensor(0.0, dtype=dtype))
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False), min_size=2), st.sampled_from(DTYPES))
+def test_any_floats_are_ordered(values, dtype):
+    floats = torch.tensor(values, dtype=torch.float64).to(dtype)
+    for a, b in ((floats[:-1], floats[1:]), (floats, floats)):
+        assert torch.equal(ordered(a) < ordered(b), a < b) and torch.equal(ordered(a) == ordered(b), a == b)
+
+
+def sorted_out(row, weights, low, room):
+    """(z, weight above z) by sorting: the smallest z >= low of positive weight with less than `room` above it."""
+    keeps = [(z, weights[row > z].sum()) for z in np.unique(row[(row >= low) & (weights > 0)])]
+    return min((z, above) for z, above in keeps if above < room)
+
+
+@given(
+    seed=st.integers(0, 2**16),
+    kind=st.sampled_from(["normal", "ties", "large", "flat"]),
+    tp=st.sampled_from([1, 2, 3]),
+    size=st.sampled_from([1, 9, 700]),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_selection_equals_a_sort(seed, kind, tp, size, dtype):
+    rng = np.random.Generator(np.random.Philox(key=[seed, 1]))
+    z = {
+        "normal": rng.standard_normal((3, size)),
+        "ties": np.rint(2 * rng.standard_normal((3, size))),
+        "large": rng.standard_normal((3, size)) * 10.0 ** rng.uniform(-4, 4, (3, size)),
+        "flat": np.full((3, size), -2.5),
+    }[kind]
+    rows = torch.from_numpy(z).to(dtype)
+    weights = torch.from_numpy(rng.integers(1, 4, (3, size))).double()  # whole numbers: every sum is exact
+    room = torch.tensor([1.0, float(rng.integers(1, 2 * size + 1)), math.inf]).to(
+        torch.promote_types(dtype, torch.float32)
+    )
+    low = torch.full_like(room, -math.inf)
+    low[1] = rows[1].max()
+
+    def body(mesh, case):
+        own = torch.arange(size).tensor_split(tp)[mesh.rank("tp")]
+
+        def weigh(part, found):
+            return weights[:, own][part][found.rows, found.columns].to(room.dtype)
+
+        candidates = Candidates(rows[:, own], chunk_size=1)
+        return [x.double().numpy() for x in last_kept(candidates, low, room, weigh, mesh["tp"])]
+
+    for value, above in run(body, CaseSpec(scheme="radix", mesh={"tp": tp})).results:
+        for i, row in enumerate(rows.double().numpy()):
+            assert (value[i], above[i]) == sorted_out(row, weights[i].numpy(), float(low[i]), float(room[i]))
+
+
+@pytest.mark.parametrize(("dtype", "rounds"), [(torch.bfloat16, 2), (torch.float32, 4), (torch.float64, 8)])
+def test_a_round_for_each_byte_and_none_without_a_group(dtype, rounds):
+    row = torch.arange(8.0).view(1, 8).to(dtype)
+    room = torch.tensor([3.0], dtype=torch.promote_types(dtype, torch.float32))
+
+    def one(part, found):
+        return torch.ones_like(found.rows, dtype=room.dtype)
+
+    def body(mesh, case):
+        return last_kept(Candidates(row, None), torch.full_like(room, -math.inf), room, one, mesh["tp"])[0].item()
+
+    ranks = run(body, CaseSpec(scheme="radix", mesh={"tp": 2}))
+    assert ranks.results == (6.0, 6.0)  # 7, 7, 6, 6
+    sent = [row.bytes_in for row in ranks.ledger.rows if row.rank == 0]
+    assert sent == [256 * room.itemsize] * rounds
+    alone, above = last_kept(Candidates(row, None), torch.full_like(room, -math.inf), room, one, None)
+    assert (alone.item(), above.item()) == (5.0, 2.0)

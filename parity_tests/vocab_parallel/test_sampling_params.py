@@ -1,0 +1,107 @@
+"""Every sentence with which sampling refuses, in full, on every rank and before anything is sent."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.engines.run import run
+from torch_impl import vocab_parallel as vp
+from torch_impl.vocab_parallel.sampling_params import checked_limits
+
+LOGITS = torch.zeros(2, 8, 8)
+TARGET = torch.zeros(2, 8, dtype=torch.int64)
+HINT = "pass a ProcessGroup (a group of size 1 for no tensor parallelism)"
+PLAIN = "vocab_parallel.DistributedLogprobWithSampling"
+CHUNKED = "vocab_parallel.ChunkedDistributedLogprobWithSampling"
+PARAMS = "vocab_parallel.TrainingSamplingParams"
+
+
+def plain(group, logits=LOGITS, target=TARGET, top_k=None, top_p=0.9, temperature=1.0, start=None, end=None):
+    return vp.DistributedLogprobWithSampling.apply(logits, target, group, top_k, top_p, False, temperature, start, end)
+
+
+def chunked(group, chunk_size=1, top_k=2, top_p=1.0, temperature=1.0):
+    return vp.ChunkedDistributedLogprobWithSampling.apply(
+        LOGITS, TARGET, group, top_k, top_p, chunk_size, False, temperature
+    )
+
+
+TYPE_ERRORS = [
+    (lambda g: plain(None), f"{PLAIN}: tp_group is None; {HINT}"),
+    (lambda g: plain("tp"), f"{PLAIN}: tp_group is a str; {HINT}"),
+    (lambda g: chunked(None), f"{CHUNKED}: tp_group is None; {HINT}"),
+    (lambda g: plain(g, target=TARGET.float()), f"{PLAIN}: target is float32; token ids must be int64"),
+    (lambda g: plain(g, logits=LOGITS.int()), f"{PLAIN}: vocab_parallel_logits is int32; logits must be floating"),
+    (lambda g: plain(g, top_k=2.0), f"{PLAIN}: top_k=2.0 must be an integer (None turns it off)"),
+    (lambda g: chunked(g, top_k=True), f"{CHUNKED}: top_k=True must be an integer (None turns it off)"),
+    (
+        lambda g: vp.TrainingSamplingParams(top_k="all"),
+        f"{PARAMS}: top_k='all' must be an integer (None turns it off)",
+    ),
+]
+VALUE_ERRORS = [
+    (
+        lambda g: plain(g, target=TARGET[:, :7]),
+        f"{PLAIN}: target is [2, 7] but vocab_parallel_logits has leading shape [2, 8]",
+    ),
+    (lambda g: plain(g, top_p=90), f"{PLAIN}: top_p=90 must lie in [0, 1] (1.0 turns it off)"),
+    (lambda g: chunked(g, top_p=-0.5), f"{CHUNKED}: top_p=-0.5 must lie in [0, 1] (1.0 turns it off)"),
+    (lambda g: plain(g, top_p=float("nan")), f"{PLAIN}: top_p=nan must lie in [0, 1] (1.0 turns it off)"),
+    (lambda g: vp.TrainingSamplingParams(top_p=1.5), f"{PARAMS}: top_p=1.5 must lie in [0, 1] (1.0 turns it off)"),
+    (lambda g: plain(g, temperature=0.0), f"{PLAIN}: temperature=0.0 must be positive"),
+    (lambda g: chunked(g, temperature=-1.0), f"{CHUNKED}: temperature=-1.0 must be positive"),
+    (lambda g: vp.TrainingSamplingParams(temperature=0.0), f"{PARAMS}: temperature=0.0 must be positive"),
+    (
+        lambda g: chunked(g, chunk_size=0),
+        f"{CHUNKED}: chunk_size=0 must be at least 1, or None for automatic blocks",
+    ),
+    (
+        lambda g: chunked(g, chunk_size=-2, top_k=None),
+        f"{CHUNKED}: chunk_size=-2 must be at least 1, or None for automatic blocks",
+    ),
+    (
+        lambda g: plain(g, start=0, end=16),
+        f"{PLAIN}: vocab range [0, 16) has 16 ids but vocab_parallel_logits has 8 columns",
+    ),
+    (lambda g: plain(g, start=-8, end=0), f"{PLAIN}: vocab range [-8, 0) starts below 0"),
+    (
+        lambda g: plain(g, start=8),
+        f"{PLAIN}: vocab_start_index=8 but vocab_end_index=None; pass both, or neither to count ids in rank order",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "call", "text"),
+    [(TypeError, *row) for row in TYPE_ERRORS] + [(ValueError, *row) for row in VALUE_ERRORS],
+    ids=lambda value: value[15:75] if isinstance(value, str) else "",
+)
+def test_refusal(kind, call, text):
+    def body(mesh, case):
+        try:
+            call(mesh["tp"])
+        except kind as error:
+            return str(error)
+
+    ranks = run(body, CaseSpec(scheme="sampling_params", mesh={"tp": 2}))
+    assert ranks.results == (text, text)
+    assert ranks.ledger.rows == []
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "limits"),
+    [(None, 1.0, (None, None)), (0, None, (None, None)), (-1, 1, (None, None)), (5, 0, (5, 0.0)), (1, 0.5, (1, 0.5))],
+)
+def test_what_is_off(top_k, top_p, limits):
+    found = checked_limits("f", top_k, top_p)
+    assert found == limits and found.are_off == (limits == (None, None))
+
+
+def test_the_parameters_are_values():
+    params = vp.TrainingSamplingParams()
+    assert (params.top_k, params.top_p, params.temperature) == (None, 1.0, 1.0)
+    assert vp.TrainingSamplingParams(5, 0.9, 0.7) == vp.TrainingSamplingParams(top_k=5, top_p=0.9, temperature=0.7)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.top_k = 3
