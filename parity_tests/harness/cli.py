@@ -11,7 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one t
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -149,17 +149,32 @@ def replay_arguments(arguments: Sequence[str]) -> tuple[str | None, int]:
 
 
 def main() -> None:
-    """Run a verb; a user's mistake is one sentence on standard error and status 2, never a traceback."""
+    """Run a verb; a user's mistake is one sentence on standard error and a status, never a traceback."""
+    sys.exit(guarded(app))
+
+
+def guarded(call: Callable[[], Any]) -> int:
+    """The status that a call returns; 2 for a user's mistake and 4 for what is absent here, each said in a sentence."""
     from parity_tests.harness.discover import UnusableTarget
+    from parity_tests.harness.engines.failure import NotRun
     from parity_tests.harness.oracle import ReferenceFailure
 
     try:
-        app()
+        return call() or EQUAL
+    except NotRun as reason:
+        _complain(f"not run: {reason}")
+        return NOTHING
+    except OSError as error:
+        _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except (UnusableTarget, ReferenceFailure, ValueError, TypeError, ImportError) as error:
-        Console(stderr=True, soft_wrap=True).print(f"shardproof: {error}", style="red", markup=False, highlight=False)
-        sys.exit(USAGE)
+        _complain(str(error))
     except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        return INTERRUPTED
+    return USAGE
+
+
+def _complain(sentence: str) -> None:
+    Console(stderr=True, soft_wrap=True).print(f"shardproof: {sentence}", style="red", markup=False, highlight=False)
 
 
 def _sizes(given: Sequence[str] | None, flag: str) -> dict[str, int]:

@@ -14,10 +14,10 @@ from rich.table import Table
 
 from parity_tests.harness import discover, picture
 from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.cli import EQUAL, FAILED, MISMATCH
+from parity_tests.harness.cli import EQUAL
 from parity_tests.harness.engines.ledger import Ledger
 from parity_tests.harness.judge import judge
-from parity_tests.harness.replay import load_scheme
+from parity_tests.harness.replay import load_scheme, rerun
 from parity_tests.harness.report import PLAIN_WIDTH, Report
 from parity_tests.harness.scheme import Scheme
 
@@ -68,12 +68,7 @@ def pictures(target: str, sizes: Mapping[str, Any], svg: str | None) -> None:
 
 def replay_file(file: str, engine: str | None, repeat: int) -> int:
     """Run the case of a replay file; returns the exit status."""
-    status = EQUAL
-    for _ in range(repeat):
-        report = _replayed(file, engine)
-        print(report)
-        status = max(status, FAILED if report.failure is not None else EQUAL if report.ok else MISMATCH)
-    return status
+    return rerun(*_recorded(file), file, engine, repeat)
 
 
 def timeline(file: str, out: str) -> int:
@@ -126,7 +121,8 @@ def _recorded(file: str) -> tuple[CaseSpec, str]:
     try:
         body = ast.parse(Path(file).read_text()).body
     except (OSError, SyntaxError) as error:
-        raise discover.UnusableTarget(f"cannot read {file}: {error}") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise discover.UnusableTarget(f"cannot read {file}: {why}") from None
     found = {
         node.targets[0].id: ast.literal_eval(node.value)
         for node in body

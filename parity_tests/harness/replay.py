@@ -59,7 +59,8 @@ def write_replay(scheme: Scheme, report: Report, folder: str = ".", replaces: st
         source=source,
     )
     if replaces and replaces != str(path):
-        Path(replaces).unlink(missing_ok=True)
+        for suffix in (".py", ".pkl"):
+            Path(replaces).with_suffix(suffix).unlink(missing_ok=True)
     path.write_text(text)
     return str(path)
 
@@ -85,18 +86,26 @@ def load_scheme(case: CaseSpec, source: str, beside: str) -> Scheme:
 def replay(case_json: str, source: str, file: str, arguments: Sequence[str] | None = None) -> int:
     """Run one recorded case and print its report; returns the exit status.
 
-    The status is 0 where all is equal, 1 for a mismatch, 3 where a rank failed.
+    The status is 0 where all is equal, 1 for a mismatch, 2 where it cannot be run, 3 where a rank failed, 4 where
+    this machine lacks what the engine needs.
     """
-    from parity_tests.harness.cli import replay_arguments
-    from parity_tests.harness.judge import judge
+    from parity_tests.harness.cli import guarded, replay_arguments
 
     engine, repeat = replay_arguments(sys.argv[1:] if arguments is None else arguments)
-    case = CaseSpec.from_json(case_json)
-    case = case.replace(engine=engine or case.engine)
+    return guarded(lambda: rerun(CaseSpec.from_json(case_json), source, file, engine, repeat))
+
+
+def rerun(case: CaseSpec, source: str, file: str, engine: str | None, repeat: int) -> int:
+    """Judge a recorded case so many times and print each report; returns the worst status."""
+    from parity_tests.harness.cli import EQUAL, FAILED, MISMATCH
+    from parity_tests.harness.judge import judge
+
     scheme = load_scheme(case, source, file)
-    status = 0
+    if (engine or case.engine) not in scheme.engines:
+        raise ValueError(f"scheme '{scheme.name}': is declared for {', '.join(scheme.engines)} only, not {engine}")
+    status = EQUAL
     for _ in range(repeat):
-        report = judge(scheme, case)
+        report = judge(scheme, case.replace(engine=engine or case.engine))
         print(report)
-        status = max(status, 3 if report.failure is not None else 0 if report.ok else 1)
+        status = max(status, FAILED if report.failure is not None else EQUAL if report.ok else MISMATCH)
     return status

@@ -16,7 +16,7 @@ from parity_tests.harness import bridge, discover, menu, strategy, summary
 from parity_tests.harness.case import DTYPES
 from parity_tests.harness.cli import EQUAL, FAILED, MISMATCH, NOTHING, write_text
 from parity_tests.harness.engines.failure import NotRun
-from parity_tests.harness.engines.run import ENGINES, LARGEST_WORLD
+from parity_tests.harness.engines.run import ENGINES
 from parity_tests.harness.report import PLAIN_WIDTH, Report
 from parity_tests.harness.scheme import Scheme
 from parity_tests.harness.verify import verify as verify_scheme
@@ -149,9 +149,9 @@ def _check(wanted: Wanted) -> None:
         raise ValueError(f"--profile {wanted.profile!r} is not one of {', '.join(strategy.EXAMPLES)}")
     if wanted.dtype is not None and wanted.dtype not in DTYPES:
         raise ValueError(f"--dtype {wanted.dtype!r} is not one of {', '.join(DTYPES)}")
-    for name, size in wanted.names.items():
-        if isinstance(size, int) and name in ("tp", "cp", "dp", "pp", "ep") and size > LARGEST_WORLD:
-            raise ValueError(f"--mesh {name}={size}: the limit is {LARGEST_WORLD} ranks")
+    for flag, path in (("--json", wanted.json), ("--junit", wanted.junit)):
+        if path and path != "-" and not Path(path).absolute().parent.is_dir():
+            raise ValueError(f"{flag} {path}: there is no folder {Path(path).parent}")
 
 
 def _bar(quiet: bool) -> Progress:

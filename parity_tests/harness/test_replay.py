@@ -1,0 +1,168 @@
+"""Replay files: written on a failure, run alone in a fresh process with the same row and the same status."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from parity_tests import check, scheme, values
+from parity_tests.harness import cli, listing
+from parity_tests.harness.discover import UnusableTarget, schemes_of_file
+from parity_tests.harness.replay import write_replay
+from parity_tests.harness.report import ValueMismatch
+from parity_tests.harness.scheme import TABLE
+
+SOURCE = """
+from parity_tests import scheme, values
+
+def reference(x):
+    return 2.0 * x
+
+@scheme(reference=reference, mesh={"tp": (1, 2)}, inputs={"x": "b/tp"}, outputs="b/tp", draw={"x": values("normal")})
+def twice(mesh, x):
+    return x * FACTOR
+"""
+
+
+def declared(factor="(2.0 + 1.0 * mesh.rank('tp'))", file="twice.py"):
+    """The path of a file with a scheme of that factor, and the scheme."""
+    path = Path(file).resolve()
+    path.write_text(SOURCE.replace("FACTOR", factor))
+    [made] = schemes_of_file(str(path))
+    return path, made
+
+
+def forget(made):
+    """As a process that has not seen the scheme."""
+    del TABLE[made.key]
+    sys.modules.pop(made.fn.__module__)
+
+
+def status_of(file, engine=None, repeat=1):
+    return cli.guarded(lambda: listing.replay_file(str(file), engine, repeat))
+
+
+def rows(text):
+    """The lines of a report that tell of a tensor."""
+    return [line for line in text.splitlines() if line.startswith(("  out ", "  d/d "))]
+
+
+def alone(file, *arguments):
+    """A replay file in a process of its own: status, report."""
+    run = subprocess.run([sys.executable, file, *arguments], capture_output=True, text=True, check=False)
+    return run.returncode, run.stdout, run.stderr
+
+
+def test_a_replay_file_runs_alone():
+    path, made = declared()
+    report = made.verify(tp=2, b=4)
+    assert not report.ok and Path(report.replay) == Path(f"replay_{report.case.id}.py")
+    text = Path(report.replay).read_text()
+    assert text.startswith('"""twice: mismatch\n')
+    assert str(report).splitlines()[2] in text and "torch " in text and "jax " in text
+    assert f"SOURCE = {str(path)!r}" in text
+    assert str(report).splitlines()[-1].endswith(f"      replay: python {report.replay}")
+    status, said, complaint = alone(report.replay, "--repeat", "2")
+    assert (status, complaint) == (1, "")
+    assert rows(said) == 2 * rows(str(report))
+
+
+def test_a_mended_scheme_passes_its_replay():
+    path, made = declared(file="mended.py")
+    report = made.verify(tp=2, b=4)
+    forget(made)
+    path.write_text(SOURCE.replace("FACTOR", "2.0"))
+    assert status_of(report.replay) == 0
+
+
+def test_no_file_is_written_where_all_is_equal():
+    _, made = declared("2.0", "right.py")
+    assert made.verify(tp=2, b=4).replay is None
+    assert list(Path().glob("replay_*")) == []
+
+
+@pytest.mark.parametrize("file", ["<ipython-input-3-0a1b2c>", "/tmp/ipykernel_31/4231.py"])
+def test_a_function_of_a_notebook_travels_in_a_pickle(file):
+    """The cell's namespace is `__main__`, as a kernel's is, and nothing of it can be imported again."""
+    cell = SOURCE.replace("FACTOR", "(SHIFT + 1.0 * mesh.rank('tp'))")
+    space = {"__name__": "__main__", "SHIFT": 2.0}
+    exec(compile(cell, file, "exec"), space)
+    report = space["twice"].verify(tp=2, b=4)
+    pickle = Path(report.replay).with_suffix(".pkl")
+    assert pickle.is_file()
+    text = Path(report.replay).read_text()
+    assert f"it lies beside this file as {pickle.name}. A pickle runs code when it is read:" in text
+    assert listing.replay_file(report.replay, None, 1) == cli.MISMATCH
+    if file.startswith("<"):
+        status, said, complaint = alone(report.replay, "--engine", "gloo")
+        assert (status, complaint) == (1, "")
+        assert rows(said) == rows(str(report))
+    del TABLE["__main__:twice"]
+
+
+def test_replays_are_deterministic():
+    _, made = declared(file="again.py")
+    first, second = (made.verify(tp=2, b=4, seed=3) for _ in range(2))
+    assert first.replay == second.replay
+    assert [row.ratio for row in first.rows] == [row.ratio for row in second.rows]
+    assert str(first) == str(second)
+
+
+def test_check_leaves_the_file_of_the_last_failure_only():
+    @scheme(
+        reference=lambda x: x * 2.0, mesh={"tp": (2,)}, inputs={"x": "b/tp"}, outputs="b/tp", draw={"x": values("ones")}
+    )
+    def tripled(mesh, x):
+        return x * 3
+
+    for b in (8, 4, 2):
+        with pytest.raises(ValueMismatch) as caught:
+            check(tripled.case(b=b))
+    [left] = Path().glob("replay_*")
+    assert f"replay: python {left.name}" in str(caught.value)
+    assert json.loads(listing._recorded(str(left))[0].json)["dims"] == {"b": 2}
+
+
+def test_a_report_full_of_quotes_is_still_a_file():
+    path, made = declared("(1 / 0)", file="quotes.py")
+    report = made.verify(tp=2, b=2)
+    object.__setattr__(report, "notes", {})
+    object.__setattr__(report.failure, "args", ('say """no""" \\ to \\n it\'s',))
+    file = write_replay(made, report)
+    assert listing._recorded(file) == (report.case, str(path))
+    compile(Path(file).read_text(), file, "exec")
+
+
+def test_statuses(capsys):
+    _, made = declared("(1 / 0)", file="raises.py")
+    report = made.verify(tp=2, b=2)
+    assert status_of(report.replay) == 3
+    assert status_of(report.replay, "nccl") == 4
+    assert capsys.readouterr().err == "shardproof: not run: nccl needs 2 GPUs, 0 are here; not run\n"
+    assert status_of(report.replay, "mpi") == 2
+    assert status_of("nothing.py") == 2
+    assert capsys.readouterr().err == (
+        "shardproof: scheme 'twice': is declared for lockstep, gloo, nccl, torchrun only, not mpi\n"
+        "shardproof: cannot read nothing.py: No such file or directory\n"
+    )
+
+
+def test_a_file_that_is_no_replay():
+    Path("other.py").write_text("CASE = 1\n")
+    with pytest.raises(UnusableTarget) as caught:
+        listing.replay_file("other.py", None, 1)
+    assert str(caught.value) == "other.py: is no replay file (it has no CASE and SOURCE)"
+
+
+def test_a_scheme_that_is_gone(capsys):
+    path, made = declared(file="gone.py")
+    report = made.verify(tp=2, b=2)
+    forget(made)
+    path.write_text(SOURCE.replace("FACTOR", "2.0").replace("twice", "renamed"))
+    assert status_of(report.replay) == 2
+    assert capsys.readouterr().err == f"shardproof: replay: {path} no longer declares scheme 'twice'\n"
+    path.unlink()
+    assert status_of(report.replay) == 2
+    assert capsys.readouterr().err == f"shardproof: {path}: no such file\n"
