@@ -1,9 +1,13 @@
 """Parity of vocab_parallel.sampling: log-probabilities and gradients among the kept tokens."""
 
+import numpy as np
+import pytest
+import torch
 from hypothesis import given, settings
 
 from jax_ref.vocab_parallel.sampling import sampled_logprob
-from parity_tests import Cost, check, every_case, ids, scheme
+from parity_tests import CaseSpec, Cost, check, every_case, ids, scheme
+from parity_tests.harness.engines.run import run
 from parity_tests.harness.judge import judge
 from parity_tests.vocab_parallel.decided_rows import decided_rows
 from parity_tests.vocab_parallel.shard import owned_range
@@ -107,3 +111,188 @@ def test_no_chunk_size_changes_the_ledger():
             report.raise_if_failed()
             rows.add(tuple((row.rank, row.op, row.dtypes, row.shapes, row.phase) for row in report.ledger.rows))
         assert len(rows) == 1 and {row[-1] for row in next(iter(rows))} == {"fwd"}
+
+
+LIMITS = {"top-k": (3, 1.0), "top-p": (None, 0.7), "both": (4, 0.7), "long top-k": (2000, 1.0), "all": (2000, 0.7)}
+every_limit = pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
+
+
+def on_ranks(body, tp=2):
+    return run(body, CaseSpec(scheme="sampling", mesh={"tp": tp})).results
+
+
+def normal(*shape):
+    return torch.from_numpy(np.random.Generator(np.random.Philox(key=[7, 0])).standard_normal(shape))
+
+
+def shard(mesh, whole):
+    """This rank's equal share of the columns, a leaf of its own."""
+    return whole.chunk(mesh.size("tp"), dim=-1)[mesh.rank("tp")].clone().requires_grad_()
+
+
+def score(mesh, own, target, limits, **options):
+    start = mesh.rank("tp") * own.shape[-1]
+    options = {"inference_only": False, "temperature": 1.0} | options
+    owned = start, start + own.shape[-1]
+    return vp.DistributedLogprobWithSampling.apply(own, target, mesh["tp"], *limits, *options.values(), *owned)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_without_limits_it_is_the_plain_function_to_the_bit(temperature):
+    target = torch.tensor([[0, 3, 7, -100]])
+
+    def body(mesh, case):
+        own, rank = shard(mesh, normal(1, 4, 8).float()), mesh.rank("tp")
+        pairs = []
+        for off in ((None, 1.0), (0, None), (-1, 1)):
+            y = score(mesh, own, target, off, temperature=temperature)
+            pairs.append([y, *torch.autograd.grad(y.sum(), own)])
+        y = vp.DistributedLogprob.apply(own, target, 4 * rank, 4 * rank + 4, mesh["tp"], False, temperature)
+        plain = [y, *torch.autograd.grad(y.sum(), own)]
+        return all(torch.equal(a, b) for pair in pairs for a, b in zip(pair, plain, strict=True))
+
+    ranks = run(body, CaseSpec(scheme="sampling", mesh={"tp": 2}))
+    assert all(ranks.results)
+    assert len({(row.op, row.shapes) for row in ranks.ledger.rows}) == 1
+
+
+@every_limit
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_targets_kept_filtered_and_nobodys(tp, limits):
+    # Id 7 is kept by all limits, 0 to 2 by none but a top-k of more than there are.
+    target = torch.tensor([[7, 6, 5, 0, 1, 2, -100, 8, 15, 2**40]])
+    whole = (2.0 * torch.arange(8.0)).expand(1, 10, 8)
+    kept, filtered, nobodys = slice(0, 1), slice(3, 6), slice(6, 10)
+    if limits[0] == 2000 and limits[1] == 1.0:
+        kept, filtered = slice(0, 6), slice(0, 0)
+
+    def body(mesh, case):
+        own = shard(mesh, whole)
+        y = score(mesh, own, target, limits)
+        (slope,) = torch.autograd.grad(y, own, torch.ones_like(y))
+        return y.detach().numpy()[0], slope.numpy()[0]
+
+    results = on_ranks(body, tp)
+    slopes = np.concatenate([slope for _, slope in results], axis=-1)
+    for y, _ in results:
+        np.testing.assert_array_equal(y, results[0][0])
+        assert np.isfinite(y[kept]).all()
+        assert (y[filtered] == -np.inf).all() and (y[nobodys] == 0.0).all()
+    assert (slopes[nobodys] == 0.0).all()
+    assert (slopes[filtered] <= 0.0).all() and (slopes[filtered, :3] == 0.0).all()  # -p g on kept columns alone
+    assert (slopes[filtered, 7] < -0.5).all()
+
+
+@every_limit
+@pytest.mark.parametrize("mask", [[0, 3, 4, 7], [0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3, 4, 6, 7]])
+def test_masked_columns(mask, limits):
+    whole = normal(1, 8, 8).float()
+    whole[..., mask] = -torch.inf
+
+    def body(mesh, case):
+        own = shard(mesh, whole)
+        y = score(mesh, own, torch.arange(8).view(1, 8), limits)
+        (slope,) = torch.autograd.grad(y, own, torch.ones_like(y))
+        return y.detach().numpy()[0], slope.numpy()
+
+    for y, slope in on_ranks(body):
+        assert not np.isnan(y).any() and not np.isnan(slope).any()
+        assert (y[mask] == -np.inf).all()
+
+
+@every_limit
+def test_what_has_no_softmax_stays_visible(limits):
+    whole = normal(1, 4, 8).float()
+    whole[0, 0], whole[0, 1, 6], whole[0, 2, 1] = -torch.inf, torch.nan, torch.inf
+
+    def body(mesh, case):
+        own = shard(mesh, whole)
+        y = score(mesh, own, torch.tensor([[0, 0, 0, 0]]), limits)
+        (slope,) = torch.autograd.grad(y, own, torch.ones_like(y))
+        return np.isnan(y.detach().numpy()[0]).tolist(), np.isnan(slope.numpy()[0]).all(-1).tolist()
+
+    assert on_ranks(body) == (([True, True, True, False],) * 2,) * 2
+
+
+@every_limit
+def test_any_strides_and_an_expanded_cotangent(limits):
+    def body(mesh, case):
+        rank = mesh.rank("tp")
+        wide = normal(3, 5, 2, 16).float()[:, 1:, 0, 4 * rank : 4 * rank + 4]
+        target = torch.arange(12).remainder(8).view(4, 3).t()
+        found = []
+        for own, ids_ in (
+            (wide, target),
+            (wide.contiguous(), target.contiguous()),
+            (wide.flatten(0, 1), target.reshape(12)),
+        ):
+            own = own.detach().requires_grad_()
+            before = own.detach().clone()
+            y = score(mesh, own, ids_, limits)
+            (slope,) = torch.autograd.grad(y, own, torch.ones(()).expand(y.shape))
+            assert torch.equal(own, before)
+            found.append((y.reshape(-1), slope.reshape(12, 4)))
+        return all(torch.equal(a, b) for one in found[1:] for a, b in zip(one, found[0], strict=True))
+
+    assert all(on_ranks(body))
+
+
+@every_limit
+def test_no_tokens_and_no_columns(limits):
+    def body(mesh, case):
+        empty = torch.zeros(2, 0, 4, requires_grad=True)
+        y = score(mesh, empty, torch.zeros(2, 0, dtype=torch.int64), limits)
+        y.sum().backward()
+        nothing = vp.DistributedLogprobWithSampling.apply(torch.zeros(3, 0), torch.arange(3), mesh["tp"], *limits)
+        return tuple(y.shape), tuple(empty.grad.shape), nothing.tolist()
+
+    assert on_ranks(body) == (((2, 0), (2, 0, 4), [0.0, 0.0, 0.0]),) * 2
+
+
+@every_limit
+def test_five_numbers_per_token_are_saved_beside_the_logits(limits):
+    def body(mesh, case):
+        own, saved = shard(mesh, normal(2, 3, 40)), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+            score(mesh, own, torch.zeros(2, 3, dtype=torch.int64), limits)
+        others = [x for x in saved if x.data_ptr() != own.data_ptr()]
+        return len(saved) - len(others), sum(x.numel() for x in others)
+
+    assert on_ranks(body) == ((1, 5 * 6),) * 2
+
+
+@every_limit
+def test_no_backward_after_inference_or_an_edit_of_the_logits(limits):
+    def body(mesh, case):
+        own, target = shard(mesh, normal(2, 3, 40)), torch.zeros(2, 3, dtype=torch.int64)
+        with pytest.raises(RuntimeError, match="inference_only=True saved nothing for backward"):
+            score(mesh, own, target, limits, inference_only=True).sum().backward()
+        y = score(mesh, own, target, limits)
+        with torch.no_grad():
+            own += 1.0
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+        return own.grad is None
+
+    assert all(on_ranks(body))
+
+
+@every_limit
+def test_gradcheck(limits):
+    target = torch.tensor([[4, 0, -100], [2, 2, 1]])
+    whole = normal(2, 3, 5)
+    target[0, 0], target[1, 1] = whole[0, 0].argmax(), whole[1, 1].argmax()
+    target[target >= 0] = whole.argmax(-1)[target >= 0]  # filtered ones are -inf, and have no difference quotient
+
+    def body(mesh, case):
+        own = whole.clone().requires_grad_()
+        return torch.autograd.gradcheck(lambda z: score(mesh, z, target, limits, temperature=0.7), own)
+
+    assert on_ranks(body, tp=1) == (True,)
+
+
+def test_tokens_need_not_be_shared_equally():
+    for made in (logprob_with_sampling, chunked_logprob_with_sampling):
+        for limits in ({"top_k": None, "top_p": 0.5}, {"top_k": 5, "top_p": 0.9}):
+            known = {name: value for name, value in limits.items() if value in made.options[name]}
+            judge(made, made.case(tp=4, b=1, s=3, v=12, dtype="float32", **known)).raise_if_failed()
