@@ -27,7 +27,8 @@ class Asked(NamedTuple):
 
     def rows(self, part: slice) -> Asked:
         """Some of the rows."""
-        return Asked(*(None if x is None else x[part] for x in self))
+        others = None if self.others is None else self.others[part]
+        return Asked(self.column[part], self.own[part], others, self.total[part])
 
 
 def asked_of(column: Int[Tensor, "n k"], g: Float[Tensor, "n k"]) -> Asked:

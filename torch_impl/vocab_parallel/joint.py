@@ -104,7 +104,9 @@ def backward(ctx: Any, *cotangents: Tensor | None) -> Tensor:
     gradient = None if plan.inplace_gradient else logits.new_empty(largest.numel(), logits.shape[-1])
     g_logprob = None if column is None else cotangents[0]
     g_entropy = cotangents[-1] if plan.with_entropy else None
-    asked = None if g_logprob is None or not column.numel() else asked_of(column, g_logprob.reshape(column.shape))
+    asked = None
+    if g_logprob is not None and column is not None and column.numel():
+        asked = asked_of(column, g_logprob.reshape(column.shape))
     per_row = [None if x is None else x.reshape(-1) for x in (largest, log_total, depth, g_entropy)]
     write = in_backend(write_gradient, a.checked_backend(plan.function, plan.backend))
     for part, block in row_blocks(logits, block_rows(logits, plan.chunk_size)):
@@ -180,7 +182,8 @@ def in_backend(f: Callable[..., Any], backend: str) -> Callable[..., Any]:
     if backend == "eager":
         return f
     # One row or column is a shape of its own to the compiler, and with all else that is more than its usual 8.
-    room = {"recompile_limit": 64} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
+    is_limited = "recompile_limit" in inspect.signature(torch.compile).parameters
+    room: dict[str, Any] = {"recompile_limit": 64} if is_limited else {}
     return torch.compile(f, dynamic=True, fullgraph=True, **room)
 
 

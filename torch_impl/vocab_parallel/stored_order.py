@@ -57,7 +57,7 @@ def stored_ids(function: str, name: str, ids: Tensor | DTensor) -> StoredIds:
     names = ids.device_mesh.mesh_dim_names or ()
     group = ids.device_mesh.get_group("cp") if "cp" in names else None
     is_cut = group is not None and ids.placements[names.index("cp")].is_shard(1)
-    if is_cut and ids.shape[1] % group.size():
+    if group is not None and is_cut and ids.shape[1] % group.size():
         world = group.size()
         padded = -(-ids.shape[1] // world) * world
         raise ValueError(
