@@ -14,11 +14,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torch_impl.vocab_parallel.arguments import check_logits, checked_tp_group
+from torch_impl.vocab_parallel.arguments import check_logits
 from torch_impl.vocab_parallel.sampling_params import TrainingSamplingParams
 from torch_impl.vocab_parallel.scoring import Scoring, check_over_cp, scored_over_cp
 from torch_impl.vocab_parallel.stored_order import check_placements, scored_in_stored_order, stored_ids
-from torch_impl.vocab_parallel.vocab_range import ceil_range, gathered_range
+from torch_impl.vocab_parallel.vocab_range import check_own_rank, gathered_range, range_of_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -166,7 +166,7 @@ def get_next_token_logprobs_from_logits(
     if seq_index is not None:
         raise ValueError(f"{function}: seq_index is given but {name} is no DTensor; drop it or pass a DTensor")
     if vocab_parallel_group is not None:
-        _check_rank(function, vocab_parallel_rank, vocab_parallel_group)
+        check_own_rank(function, vocab_parallel_rank, vocab_parallel_group)
     check_logits(function, name, next_token_logits)
     width = next_token_logits.shape[-1]
     scoring = Scoring(
@@ -202,24 +202,16 @@ def _of_dtensor(
 
     if not isinstance(logits, DTensor):
         raise TypeError(f"{function}: {name} is a {type(logits).__name__}; pass a DTensor with a mesh dim 'tp'")
-    mesh, vocab = logits.device_mesh, logits.ndim - 1
-    axes = mesh.mesh_dim_names or ()
-    if "tp" not in axes:
-        raise ValueError(f"{function}: {name} has no mesh dim 'tp' (mesh dims: {', '.join(axes) or 'unnamed'})")
-    placement = logits.placements[axes.index("tp")]
-    if not placement.is_shard(vocab):
-        said = repr(placement).removesuffix("()")
-        raise ValueError(f"{function}: {name} is {said} over tp; redistribute to Shard(-1)")
-    check_placements(function, name, logits, {"cp": 1, "tp": vocab})
+    group, start, end = range_of_dtensor(function, name, logits)
+    axes = logits.device_mesh.mesh_dim_names or ()
+    check_placements(function, name, logits, {"cp": 1, "tp": logits.ndim - 1})
     if "cp" in axes and not isinstance(input_ids, DTensor) and logits.placements[axes.index("cp")].is_shard():
         raise ValueError(f"{function}: {name} is cut over cp but input_ids is a plain tensor; pass a DTensor")
     if seq_index is not None and "cp" not in axes:
         raise ValueError(f"{function}: seq_index is given but the mesh has no dim 'cp' (mesh dims: {', '.join(axes)})")
-    tp = axes.index("tp")
-    start, end = ceil_range(logits.shape[-1], mesh.size(tp), mesh.get_local_rank(tp))
     scoring = Scoring(
         function,
-        mesh.get_group("tp"),
+        group,
         start,
         end,
         inference_only=not torch.is_grad_enabled(),
@@ -229,14 +221,3 @@ def _of_dtensor(
         ids_name="input_ids",
     )
     return scored_in_stored_order(scoring, logits.to_local(), stored_ids(function, "input_ids", input_ids), seq_index)
-
-
-def _check_rank(function: str, rank: int | None, group: ProcessGroup) -> None:
-    """The rank that was given is this rank's own in the group."""
-    group = checked_tp_group(function, "vocab_parallel_group", group)
-    if rank is None:
-        raise ValueError(f"{function}: vocab_parallel_rank is None but vocab_parallel_group is given; pass both")
-    if rank != group.rank():
-        raise ValueError(
-            f"{function}: vocab_parallel_rank={rank} but this is rank {group.rank()} of vocab_parallel_group"
-        )
