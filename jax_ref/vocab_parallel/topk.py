@@ -7,7 +7,8 @@ from jaxtyping import Array, Float, Int
 
 def topk(logits: Float[Array, "*a v"], k: int) -> tuple[Float[Array, "*a k"], Int[Array, "*a k"]]:
     """(values, ids), descending, of equal values the lowest id first; min(k, V) of them. -0 equals 0."""
-    return tuple(lax.top_k(jnp.where(logits == 0, 0, logits), min(k, logits.shape[-1])))
+    values, ids = lax.top_k(jnp.where(logits == 0, 0, logits), min(k, logits.shape[-1]))
+    return values, ids
 
 
 def logits_at(logits: Float[Array, "*a v"], ids: Int[Array, "*a k"]) -> Float[Array, "*a k"]:
