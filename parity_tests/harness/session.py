@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,11 +83,9 @@ def verify(targets: list[str], wanted: Wanted) -> int:
 def run(schemes: list[Scheme], wanted: Wanted) -> Outcome:
     """Verify schemes in turn with a progress bar on standard error."""
     bridge.start(wanted.jax_cache)
-    strategy.register_profiles()
-    settings.load_profile(wanted.profile)
     outcome = Outcome()
     several = len(schemes) > 1
-    with _bar(wanted.quiet) as bar:
+    with _profile(wanted.profile), _bar(wanted.quiet) as bar:
         task = bar.add_task("", total=len(schemes))
         for made in schemes:
             bar.update(task, description=made.name)
@@ -99,6 +98,18 @@ def run(schemes: list[Scheme], wanted: Wanted) -> Outcome:
             if wanted.fail_fast and outcome.status != EQUAL and outcome.reports:
                 break
     return outcome
+
+
+@contextlib.contextmanager
+def _profile(name: str) -> Iterator[None]:
+    """A Hypothesis profile, for the time of a run."""
+    before = settings.get_current_profile_name()
+    strategy.register_profiles()
+    settings.load_profile(name)
+    try:
+        yield
+    finally:
+        settings.load_profile(before)
 
 
 def _one(made: Scheme, wanted: Wanted, outcome: Outcome) -> None:

@@ -1,0 +1,152 @@
+"""shardproof: every verb, every exit status."""
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+from hypothesis import settings
+
+from parity_tests.harness import session
+from parity_tests.harness.user_files import RAISING, RIGHT, SCALED, WRONG, written
+
+
+def closing(out):
+    return out.rstrip().splitlines()[-1]
+
+
+# Exit statuses
+
+
+def test_0_all_equal(shardproof):
+    status, out, err = shardproof("verify", written("right.py", RIGHT), "--examples", "5")
+    assert (status, err) == (0, "")
+    assert out.startswith("right    tp=1 tp=2   lockstep   5 examples   float32")
+    assert closing(out) == "1 scheme, 0 mismatches, 0 not run."
+
+
+def test_1_a_mismatch(shardproof):
+    status, out, err = shardproof("verify", written("wrong.py", RIGHT, WRONG), "--examples", "5")
+    assert (status, err) == (1, "")
+    assert closing(out) == "2 schemes, 1 mismatch, 0 not run."
+    [replay] = [path.name for path in Path().glob("replay_*.py")]
+    assert f"replay: python {replay}" in out
+    assert ("MISMATCH" in out and "off by the constant factor 3/2" in out) or "1.5" in out
+
+
+def test_3_a_rank_that_fails_is_worse_than_a_mismatch(shardproof):
+    status, out, _ = shardproof("verify", written("raises.py", RAISING, WRONG, RIGHT), "--examples", "2")
+    assert status == 3
+    assert "RuntimeError: no such thing" in out
+    assert closing(out) == "3 schemes, 1 mismatch, 1 failed, 0 not run."
+
+
+def test_4_nothing_ran(shardproof):
+    status, out, err = shardproof("verify", written("gpus.py", RIGHT), "--engine", "nccl", "--mesh", "tp=2")
+    assert (status, err) == (4, "")
+    assert out.splitlines() == [
+        "not run: right: nccl needs 2 GPUs, 0 are here; not run",
+        "0 schemes, 0 mismatches, 1 not run.",
+    ]
+
+
+def test_what_was_not_run_is_said_beside_what_was(shardproof):
+    narrow = RIGHT.replace("right", "narrow").replace("(narrow)", "(narrow, engines=('gloo',))")
+    status, out, _ = shardproof("verify", written("engines.py", RIGHT, narrow, SCALED), "--option", "scale=3.0")
+    assert status == 0
+    assert "not run: right: has no mesh axis, dim or option 'scale'" in out
+    assert "not run: narrow: has no mesh axis, dim or option 'scale'" in out
+    assert closing(out) == "1 scheme, 0 mismatches, 2 not run."
+    assert "not run: narrow: is declared for gloo only" in shardproof("verify", "engines.py", "--examples", "1")[1]
+
+
+def test_130_interrupted(shardproof, monkeypatch):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session, "verify", interrupt)
+    assert shardproof("verify", "right.py")[0] == 130
+
+
+# Options of verify
+
+
+def test_seed_and_examples(shardproof):
+    written("right.py", RIGHT)
+    run = ("verify", "right.py", "--examples", "4", "--dtype", "float64", "--mesh", "tp=2")
+    outs = [shardproof(*run, "--seed", seed)[1] for seed in ("1", "1", "2")]
+    assert outs[0] == outs[1] != outs[2]
+    assert "tp=2   lockstep   4 examples   float64" in outs[0]
+
+
+def test_sizes_options_and_quiet(shardproof):
+    status, out, _ = shardproof(
+        "verify", written("scaled.py", SCALED), "--mesh", "tp=2", "--dim", "b=6", "--option", "scale=3.5", "--quiet"
+    )
+    assert (status, out) == (0, "1 scheme, 0 mismatches, 0 not run.\n")
+
+
+def test_fail_fast(shardproof):
+    written("order.py", WRONG, RIGHT)
+    assert closing(shardproof("verify", "order.py", "--examples", "1", "--fail-fast")[1]).startswith("1 scheme, 1 ")
+    assert closing(shardproof("verify", "order.py", "--examples", "1")[1]).startswith("2 schemes, 1 ")
+
+
+def test_json_and_junit(shardproof):
+    written("both.py", RIGHT, WRONG)
+    status, _, _ = shardproof(
+        "verify", "both.py", "--examples", "1", "--mesh", "tp=2", "--json", "out.json", "--junit", "out.xml"
+    )
+    assert status == 1
+    record = json.loads(Path("out.json").read_text())
+    assert record["status"] == 1 and [r["verdict"] for r in record["reports"]] == ["equal", "mismatch"]
+    suite = ElementTree.parse("out.xml").getroot()
+    assert (suite.get("tests"), suite.get("failures")) == ("2", "1")
+    out = shardproof("verify", "both.py", "--examples", "1", "--json", "-", "--quiet")[1]
+    assert json.loads(out[out.index("{\n") : out.rindex("}") + 1])["status"] == 1
+
+
+def test_a_folder(shardproof):
+    Path("many/deep").mkdir(parents=True)
+    written("many/right.py", RIGHT, "# @scheme\n")
+    written("many/deep/scaled.py", SCALED, "# @scheme\n")
+    Path("many/notes.py").write_text("1 / 0\n")
+    assert closing(shardproof("verify", "many", "--examples", "1")[1]) == "2 schemes, 0 mismatches, 0 not run."
+
+
+def test_a_run_leaves_the_profile_as_it_was(shardproof):
+    before = settings.get_current_profile_name()
+    shardproof("verify", written("right.py", RIGHT), "--examples", "1", "--profile", "nightly")
+    assert settings.get_current_profile_name() == before
+
+
+# The other verbs
+
+
+def test_list(shardproof):
+    status, out, _ = shardproof("list", "vocab_parallel_logprob")
+    assert status == 0
+    assert "vocab_parallel_logprob" in out and "b s v/tp:ragged" in out
+    [record] = json.loads(shardproof("list", "vocab_parallel_logprob", "--json")[1])
+    assert record["inputs"]["logits"] == "b s v/tp:ragged"
+
+
+def test_draw(shardproof):
+    status, out, _ = shardproof(
+        "draw", written("right.py", RIGHT), "--mesh", "tp=2", "--dim", "b=4", "--svg", "out.svg"
+    )
+    assert status == 0
+    assert out == "right\nmesh tp=2\nx  b/tp\n  b/tp  0011\n-> out  b/tp\n  b/tp  0011\n\n"
+    assert "<svg" in Path("out.svg").read_text()
+
+
+def test_replay_and_timeline(shardproof):
+    shardproof("verify", written("wrong.py", WRONG), "--mesh", "tp=2", "--dim", "b=4")
+    [replay] = [path.name for path in Path().glob("replay_*.py")]
+    status, out, _ = shardproof("replay", replay, "--repeat", "2")
+    assert status == 1 and out.count("MISMATCH") == 4
+    assert shardproof("replay", replay, "--engine", "nccl")[0] == 4
+    status, out, _ = shardproof("timeline", replay, "--out", "trace.json")
+    assert (status, out) == (0, "0 collectives of 2 ranks written to trace.json\n")
+    assert json.loads(Path("trace.json").read_text()) == {"traceEvents": []}
+    status, _, err = shardproof("timeline", replay, "--out", "no/such/trace.json")
+    assert (status, err) == (2, "shardproof: no/such/trace.json: No such file or directory\n")

@@ -1,0 +1,124 @@
+"""shardproof: bad input of every kind ends in one sentence on standard error and status 2."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from parity_tests.harness.user_files import RIGHT, written
+
+MISTAKES = {
+    "axis": (
+        RIGHT.replace("(right)", "(right, inputs={'x': 'b/tq'})"),
+        "cannot import bad.py: scheme 'right': spec 'b/tq' (input 'x'): axis 'tq' is not in mesh (tp); "
+        "did you mean 'tp'? (line 9)",
+    ),
+    "gradient type": (
+        RIGHT.replace("(right)", "(right, outputs='b')"),
+        "cannot import bad.py: scheme 'right': spec 'b' (output 'out'): axis 'tp' cuts no dim and has no type; "
+        "write tp=R (gradients add up), tp=I (same gradient) or tp=P (values add up) (line 9)",
+    ),
+    "arity": (
+        RIGHT.replace("(right)", "(right, reference=lambda x, y: x)"),
+        "cannot import bad.py: scheme 'right': takes (x) but reference <lambda> takes (x, y); "
+        "add 'y' to inputs (line 9)",
+    ),
+    "float32": (
+        RIGHT.replace("(right)", "(right, reference=lambda x: x.astype(jnp.float32))"),
+        "scheme 'right': reference <lambda> returned float32 for 'out' from float64 inputs; "
+        "drop the cast, the reference states the mathematics in float64",
+    ),
+    "reference raises": (
+        RIGHT.replace("(right)", "(right, reference=lambda x: x + nothing)"),
+        "scheme 'right': reference <lambda> raised NameError: name 'nothing' is not defined",
+    ),
+    "syntax": ("def f(:\n", "cannot import bad.py: SyntaxError: invalid syntax (line 12)"),
+    "import": (
+        "import not_installed\n",
+        "cannot import bad.py: ModuleNotFoundError: No module named 'not_installed' (line 12)",
+    ),
+    "exception": ("1 / 0\n", "cannot import bad.py: ZeroDivisionError: division by zero (line 12)"),
+    "nothing": ("", "bad.py: declares no scheme; decorate a function with @scheme"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_file_that_is_wrong(shardproof, mistake):
+    body, sentence = MISTAKES[mistake]
+    status, out, err = shardproof("verify", written("bad.py", body), "--examples", "2")
+    assert (status, out, err) == (2, "", f"shardproof: {sentence}\n")
+
+
+SIZES = "scheme 'right': "
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--mesh", "tp=x"), "--mesh 'tp=x' is not NAME=NUMBER, such as tp=4"),
+        (("--mesh", "tp"), "--mesh 'tp' is not NAME=NUMBER, such as tp=4"),
+        (("--mesh", "tp=-1"), "--mesh 'tp=-1' is not NAME=NUMBER, such as tp=4"),
+        (("--mesh", "tp=0"), SIZES + "tp=0; sizes are integers >= 1"),
+        (("--mesh", "tq=2"), SIZES + "'tq' is no mesh axis, dim or option (tp, b)"),
+        (("--mesh", "tp=65"), SIZES + "no mesh of {'tp': 65} has 64 ranks or fewer, which is the limit"),
+        (("--dim", "b=1.5"), "--dim 'b=1.5' is not NAME=NUMBER, such as tp=4"),
+        (
+            ("--mesh", "tp=2", "--dim", "b=3"),
+            SIZES + "b=3 cannot be cut by contiguous over tp=2 (needs a multiple of 2); pad to 4",
+        ),
+        (("--option", "scale"), "--option 'scale' is not NAME=VALUE, such as temperature=2.0"),
+        (("--option", "scale=2"), SIZES + "'scale' is no mesh axis, dim or option (tp, b)"),
+        (("--engine", "mpi"), "--engine 'mpi' is not one of lockstep, gloo, nccl, torchrun"),
+        (("--profile", "long"), "--profile 'long' is not one of dev, ci, nightly"),
+        (("--dtype", "float8"), "--dtype 'float8' is not one of float64, float32, bfloat16, float16"),
+        (("--json", "no/such/out.json"), "--json no/such/out.json: there is no folder no/such"),
+        (("--junit", "no/such/out.xml"), "--junit no/such/out.xml: there is no folder no/such"),
+    ],
+)
+def test_arguments_that_are_wrong(shardproof, arguments, sentence):
+    status, out, err = shardproof("verify", written("right.py", RIGHT), *arguments)
+    assert (status, out, err) == (2, "", f"shardproof: {sentence}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("verify", "none.py"), "none.py: no such file"),
+        (("verify", "empty"), "empty: no file below declares a scheme (none has '@scheme')"),
+        (
+            ("verify", "no_such_scheme"),
+            "no_such_scheme: no file and no scheme of this name (shardproof list shows all)",
+        ),
+        (("list", "no_such_*"), "no_such_*: no scheme of this name (shardproof list shows all)"),
+        (("draw", "none.py"), "none.py: no such file"),
+        (("replay", "none.py"), "cannot read none.py: No such file or directory"),
+        (("timeline", "none.py"), "cannot read none.py: No such file or directory"),
+    ],
+)  # fmt: skip
+def test_targets_that_are_not_there(shardproof, arguments, sentence, monkeypatch):
+    Path("empty").mkdir()
+    monkeypatch.setattr("parity_tests.harness.discover.built_in", lambda: [])
+    status, out, err = shardproof(*arguments)
+    assert (status, out, err) == (2, "", f"shardproof: {sentence}\n")
+
+
+@pytest.mark.parametrize("arguments", [("frobnicate",), ("verify", "--examples", "0"), ("verify", "--examples", "x")])
+def test_usage_errors_of_the_parser(shardproof, arguments):
+    status, _, err = shardproof(*arguments)
+    assert status == 2
+    assert err.startswith("Usage: ") and "Error: " in err
+
+
+# In a process of its own
+
+
+def test_the_module_is_the_command():
+    written("bad.py", MISTAKES["axis"][0])
+    run = subprocess.run(
+        [sys.executable, "-m", "parity_tests.harness", "verify", "bad.py"],
+        capture_output=True, text=True, check=False, env={**os.environ, "NO_COLOR": "1"},
+    )  # fmt: skip
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr == f"shardproof: {MISTAKES['axis'][1]}\n"

@@ -1,0 +1,41 @@
+"""Files as a user would write them, right and wrong, for the tests of the command."""
+
+from pathlib import Path
+
+HEAD = """
+import jax.numpy as jnp
+from parity_tests import scheme, token_below, values
+
+def double(x):
+    return 2.0 * x
+
+def declare(function, **changes):
+    return scheme(**{
+        "reference": double, "mesh": {"tp": (1, 2)}, "inputs": {"x": "b/tp"}, "outputs": "b/tp",
+        "draw": {"x": values("normal")}, **changes})(function)
+"""
+RIGHT = """
+def right(mesh, x):
+    return x * 2
+declare(right)
+"""
+WRONG = """
+def wrong(mesh, x):
+    return x * 3
+declare(wrong)
+"""
+RAISING = """
+def raising(mesh, x):
+    raise RuntimeError("no such thing")
+declare(raising)
+"""
+SCALED = """
+def scaled(mesh, x, scale):
+    return x * scale
+declare(scaled, reference=lambda x, scale: x * scale, options={"scale": (1.0, 2.0)}, dims={"b": (4, 8)})
+"""
+
+
+def written(name, *parts):
+    Path(name).write_text(HEAD + "".join(parts))
+    return name
