@@ -1,8 +1,17 @@
 """Functions of logits whose vocabulary is cut over the ranks of a group."""
 
 from torch_impl.vocab_parallel.cross_entropy import DistributedCrossEntropy as DistributedCrossEntropy
+from torch_impl.vocab_parallel.distillation import (
+    get_distillation_topk_logprobs_from_logits as get_distillation_topk_logprobs_from_logits,
+)
 from torch_impl.vocab_parallel.entropy import ChunkedDistributedEntropy as ChunkedDistributedEntropy
 from torch_impl.vocab_parallel.gather_logprob import ChunkedDistributedGatherLogprob as ChunkedDistributedGatherLogprob
+from torch_impl.vocab_parallel.linear_logprob import (
+    ChunkedDistributedHiddenStatesToLogprobs as ChunkedDistributedHiddenStatesToLogprobs,
+)
+from torch_impl.vocab_parallel.linear_logprob import (
+    from_parallel_hidden_states_to_logprobs as from_parallel_hidden_states_to_logprobs,
+)
 from torch_impl.vocab_parallel.logprob import ChunkedDistributedLogprob as ChunkedDistributedLogprob
 from torch_impl.vocab_parallel.logprob import DistributedLogprob as DistributedLogprob
 from torch_impl.vocab_parallel.logprob import vocab_parallel_logprob as vocab_parallel_logprob

@@ -1,0 +1,136 @@
+"""Chunks of logits: how many are alive, what they add up to, and what is left out when nothing is asked of it."""
+
+import weakref
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parity_tests import CaseSpec
+from parity_tests.harness.engines.run import run
+from parity_tests.harness.judge import judge
+from parity_tests.vocab_parallel.test_linear_logprob import SCHEMES, linear_logprobs
+from torch_impl import vocab_parallel as vp
+from torch_impl.vocab_parallel.linear_chunks import chunk_positions
+
+
+def on_ranks(body, tp=2):
+    return run(body, CaseSpec(scheme="vocab_parallel", mesh={"cp": 1, "tp": tp})).results
+
+
+def scored(mesh, hidden, weight, target, chunk_size=None, **further):
+    rows = len(weight)
+    start = mesh.rank("tp") * rows
+    return vp.ChunkedDistributedHiddenStatesToLogprobs.apply(
+        hidden, target, weight, start, start + rows, chunk_size, mesh["tp"], **further
+    )
+
+
+def tensors(s, b, v, d, dtype=torch.float32):
+    """Hidden states, a rank's weight, and targets of two ranks."""
+    hidden = torch.linspace(-2, 3, s * b * d, dtype=torch.float64).sin().view(s, b, d)
+    weight = torch.linspace(-3, 2, v * d, dtype=torch.float64).cos().view(v, d)
+    target = (torch.arange(b * s) * 7 % (2 * v)).view(b, s)
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), target
+
+
+class Alive(TorchDispatchMode):
+    """The most elements of tensors with rows of `width` that were ever alive at once, and all shapes made."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.width, self.most, self.shapes, self._alive = width, 0, set(), []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, list | tuple) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                self._note(tensor)
+        return out
+
+    def _note(self, tensor):
+        self.shapes.add(tuple(tensor.shape))
+        if tensor.shape[-1:] == (self.width,):
+            self._alive.append(weakref.ref(tensor))
+        self._alive = [held for held in self._alive if held() is not None]
+        storages = [(held().untyped_storage(), held().element_size()) for held in self._alive]
+        sizes = {storage.data_ptr(): storage.nbytes() // size for storage, size in storages}
+        self.most = max(self.most, sum(sizes.values()))
+
+
+def test_one_chunk_of_logits_is_alive_and_no_more():
+    """A chunk in the input dtype and as much in float32 again, of four that there are."""
+    v, s, chunk = 8192, 1024, 256
+
+    def body(mesh, case):
+        hidden, weight, target = tensors(s, 1, v, 2)
+        with Alive(v) as forward:
+            y = scored(mesh, hidden, weight, target, chunk)
+        with Alive(v) as backward:
+            torch.autograd.grad(y, [hidden, weight], torch.ones_like(y))
+        return forward.most, backward.most
+
+    ((forward, backward),) = on_ranks(body, tp=1)
+    assert chunk * v <= forward <= 2 * chunk * v
+    assert chunk * v <= backward <= 2 * chunk * v
+
+
+def test_a_frozen_weight_or_frozen_states_make_no_buffer():
+    v, s, d = 7, 6, 5
+
+    def body(mesh, case):
+        found = []
+        for frozen in (0, 1):
+            leaves = list(tensors(s, 2, v, d))
+            leaves[frozen] = leaves[frozen].detach()
+            y = scored(mesh, *leaves, 2)
+            with Alive(v) as backward:
+                y.sum().backward()
+            found.append((backward.shapes, leaves[frozen].grad, leaves[1 - frozen].grad is not None))
+        (states_frozen, no_states, has_weight), (weight_frozen, no_weight, has_states) = found
+        assert no_states is None and no_weight is None and has_weight and has_states
+        return (v, d) in states_frozen, (v, d) in weight_frozen, (s, 2, d) in weight_frozen
+
+    assert on_ranks(body) == ((True, False, True),) * 2
+
+
+def test_frozen_states_need_no_collective_back():
+    def body(mesh, case):
+        hidden, weight, target = tensors(6, 2, 7, 5)
+        scored(mesh, hidden.detach(), weight, target, 2).sum().backward()
+
+    ranks = run(body, CaseSpec(scheme="vocab_parallel", mesh={"tp": 2}))
+    assert [(row.op, row.phase) for row in ranks.ledger.rows] == [("all_gather", "fwd")] * 2
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 64, None])
+def test_many_small_chunks_are_as_good_as_one(chunk_size):
+    """The same case, hence the same budget, for d weight as the sum of 64 terms and of one."""
+    case = linear_logprobs.case(tp=2, s=64, b=1, d=3, v=8, dtype="bfloat16", seed=5, chunk_size=chunk_size)
+    judge(linear_logprobs, case).raise_if_failed()
+
+
+@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
+def test_no_chunk_size_changes_the_ledger(declared):
+    rows = set()
+    for chunk_size in (None, 1, 2, 5):
+        sizes = {axis: 2 for axis in declared.mesh}
+        report = judge(declared, declared.case(**sizes, s=8, b=2, d=3, v=6, seed=3, chunk_size=chunk_size))
+        rows.add(tuple((row.rank, row.op, row.dtypes, row.shapes, row.phase) for row in report.ledger.rows))
+    assert len(rows) == 1
+
+
+def test_the_automatic_chunk_is_a_power_of_two_within_its_memory():
+    def rows(s, b, v, chunk_size=None):
+        return chunk_positions(torch.empty(s, b, 1), v, chunk_size)
+
+    assert rows(10**6, 1, 32768) == 256  # 32 MiB of float32
+    assert rows(10**6, 1, 32767) == 256
+    assert rows(10**6, 1, 32769) == 128
+    assert rows(10**6, 1, 10**6) == 128  # never fewer rows
+    assert rows(10**6, 4, 10**6) == 32
+    assert rows(10**6, 2, 32768) == 128
+    assert rows(100, 1, 8) == 100
+    assert rows(100, 1, 8, 7) == 7
+    assert rows(3, 1, 8, 7) == 3
+    assert rows(0, 1, 8) == 1

@@ -1,0 +1,61 @@
+"""The output layer as a rank holds it, and what it refuses before anything is sent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from torch_impl.vocab_parallel import arguments as a
+
+HIDDEN, WEIGHT = "tensor_parallel_hidden_states", "output_weight_layer"
+
+
+@dataclass(frozen=True)
+class LinearHead:
+    """Rows [vocab_start, vocab_end) of the weight; `function` is what an error calls the caller."""
+
+    function: str
+    group: ProcessGroup
+    vocab_start: int
+    vocab_end: int
+    chunk_size: int | None
+
+    def check(self, hidden: Float[Tensor, "l b d"], weight: Float[Tensor, "v d"], ids: Int[Tensor, "b s"]) -> None:
+        """Refuse tensors that do not fit each other or the range."""
+        a.checked_tp_group(self.function, "tp_group", self.group)
+        a.check_logits(self.function, HIDDEN, hidden)
+        a.check_logits(self.function, WEIGHT, weight)
+        a.check_ids(self.function, "target", ids)
+        a.check_chunk_size(self.function, self.chunk_size)
+        if hidden.ndim != 3 or ids.ndim != 2 or hidden.shape[1] != len(ids):
+            raise ValueError(
+                f"{self.function}: {HIDDEN} is {list(hidden.shape)} but target is {list(ids.shape)}; "
+                "they must be [s, b, d] and [b, s]"
+            )
+        if weight.ndim != 2 or weight.shape[1] != hidden.shape[2]:
+            raise ValueError(
+                f"{self.function}: {WEIGHT} is {list(weight.shape)} but hidden states have d={hidden.shape[2]}"
+            )
+        if weight.dtype != hidden.dtype:
+            names = (str(x.dtype).removeprefix("torch.") for x in (weight, hidden))
+            raise ValueError(f"{self.function}: {WEIGHT} is {next(names)} but hidden states are {next(names)}")
+        a.check_range(self.function, self.vocab_start, self.vocab_end, WEIGHT, weight.T)
+
+    def is_sequence_parallel(self, held: int, s: int, cp: int) -> bool:
+        """Whether `held` positions are a block over tp of this rank's share of s, and not all of it."""
+        local, tp = s // cp, self.group.size()
+        if held == local:
+            return False
+        if local % tp == 0 and held == local // tp:
+            return True
+        cut = (
+            f"{local} (replicated) or {local // tp} (sequence-parallel)"
+            if local % tp == 0
+            else f"{local} (replicated); {local} is no multiple of tp={tp}, so they cannot be sequence-parallel"
+        )
+        raise ValueError(
+            f"{self.function}: {HIDDEN} has {held} positions; with s={s}, cp={cp}, tp={tp} it must have {cut}"
+        )
