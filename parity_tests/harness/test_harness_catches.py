@@ -1,0 +1,164 @@
+"""A wrong harness passes everything: each fault planted in the harness lets a mistake through that the harness catches.
+
+A sentinel is a scheme with one mistake. The harness as it is must turn it red for the right reason; with the fault
+planted it must not, which shows that nothing else stands in for the part that is broken.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from parity_tests.harness import compare, conduct, inputs, judge, oracle, program
+from parity_tests.harness.sentinels import SENTINELS
+
+VERDICTS = {"cotangent": "hygiene", "input": "hygiene", "last bit": "hygiene", "cost": "cost"}
+
+
+def verdict(name):
+    made = SENTINELS[name]
+    return judge.judge(made, made.case(b=4, seed=7))
+
+
+@pytest.mark.parametrize("name", SENTINELS)
+def test_the_harness_catches_the_sentinel(name):
+    report = verdict(name)
+    assert report.failure is None
+    assert report.verdict == VERDICTS.get(name, "mismatch"), str(report)
+
+
+# Faults: each takes pytest's monkeypatch and breaks one thing.
+
+
+def comparison_that_is_always_content(patch):
+    patch.setattr(compare, "errors", lambda got, want, dtype: np.zeros(np.broadcast_shapes(got.shape, want.shape)))
+
+
+def budget_without_end(patch):
+    patch.setattr(compare, "K", 1e9)
+
+
+def dropped_cotangent(patch):
+    """Gradients are zero on both sides."""
+    drawn = inputs.cotangent
+    patch.setattr(inputs, "cotangent", lambda arg, case: 0.0 * drawn(arg, case))
+
+
+def skipped_gradients(patch):
+    rows = compare.compare
+    patch.setattr(compare, "compare", lambda *given: [row for row in rows(*given) if row.role == "output"])
+
+
+def skipped_second_output(patch):
+    rows = compare.compare
+    patch.setattr(compare, "compare", lambda *given: [row for row in rows(*given) if row.name != "out[1]"])
+
+
+def missing_gradient_taken_for_right(patch):
+    """A None becomes whatever the reference says."""
+    judged = compare._judged
+
+    def lenient(scheme, case, arg, role, stitched, want, spread, terms, dtype, absent=None):
+        if absent is not None and absent.all():
+            stitched = replace(stitched, copies=np.broadcast_to(want, stitched.copies.shape))
+            absent = None
+        return judged(scheme, case, arg, role, stitched, want, spread, terms, dtype, absent)
+
+    patch.setattr(compare, "_judged", lenient)
+
+
+def addends_not_drawn(patch):
+    """Each rank is fed the whole: then a sum that is never taken is right."""
+    patch.setattr(inputs, "addends", lambda arg, array, case, kind: array[None])
+    patch.setattr(inputs, "own_term", lambda arg, terms, case, coords, kind: terms[0])
+
+
+def addends_not_summed(patch):
+    """A partial output is judged by its first rank's term."""
+    patch.setattr(compare, "SUMMED", {"output": "none", "gradient": "R"})
+    first_copy_alone(patch)
+
+
+def first_copy_alone(patch):
+    stitch = compare.stitch
+
+    def first(*given):
+        found = stitch(*given)
+        return replace(found, copies=found.copies[:1], coordinates=found.coordinates[:1])
+
+    patch.setattr(compare, "stitch", first)
+
+
+def stitch_with_the_wrong_layout(patch):
+    """The ranks are cut by one layout and the reference is told another, which undoes the mistake."""
+    own = inputs.layout_function
+
+    def contiguous(name, lengths, custom, trusted):
+        return own("contiguous" if name == "striped" else name, lengths, custom, trusted)
+
+    patch.setattr(inputs, "layout_function", contiguous)
+
+
+def nothing_is_modified(patch):
+    patch.setattr(program, "_modified", lambda role, before, after: [])
+
+
+def cost_of_nothing(patch):
+    patch.setattr(conduct, "PHASES", {})
+
+
+def replicas_are_never_compared(patch):
+    patch.setattr(conduct, "_replicas", lambda row: [])
+
+
+def not_a_number_is_close(patch):
+    wrong = compare.errors
+    patch.setattr(compare, "errors", lambda got, want, dtype: np.where(np.isnan(got), 0.0, wrong(got, want, dtype)))
+
+
+def reference_that_echoes_the_ranks(patch):
+    """The ranks' own answer stands in for the reference's: a test of a thing against itself."""
+    evaluated = oracle.evaluate
+
+    def echo(scheme, given, case):
+        found = evaluated(scheme, given, case)
+        results = judge.run(given, case, case.engine).results
+        outputs = {
+            arg.name: compare.stitch(arg, [r.outputs[arg.name] for r in results], case, {}, "output").copies[0]
+            for arg in scheme.outputs
+        }
+        return replace(found, outputs=outputs)
+
+    patch.setattr(oracle, "evaluate", echo)
+
+
+FAULTS = [
+    (comparison_that_is_always_content, "value"),
+    (comparison_that_is_always_content, "gradient"),
+    (budget_without_end, "value"),
+    (dropped_cotangent, "gradient"),
+    (skipped_gradients, "gradient"),
+    (skipped_second_output, "second output"),
+    (missing_gradient_taken_for_right, "no gradient"),
+    (addends_not_drawn, "sum"),
+    (addends_not_summed, "doubled sum"),
+    (first_copy_alone, "copy"),
+    (stitch_with_the_wrong_layout, "order"),
+    (nothing_is_modified, "cotangent"),
+    (nothing_is_modified, "input"),
+    (cost_of_nothing, "cost"),
+    (replicas_are_never_compared, "last bit"),
+    (not_a_number_is_close, "not a number"),
+    (reference_that_echoes_the_ranks, "value"),
+]
+
+
+@pytest.mark.parametrize(("fault", "name"), FAULTS, ids=[f"{fault.__name__}-{name}" for fault, name in FAULTS])
+def test_a_broken_harness_lets_the_sentinel_pass(fault, name, monkeypatch):
+    fault(monkeypatch)
+    report = verdict(name)
+    assert report.verdict == "equal", str(report)
+
+
+def test_every_sentinel_guards_something():
+    assert {name for _, name in FAULTS} == set(SENTINELS)
