@@ -1,12 +1,17 @@
 """Parity of vocab_parallel.linear_logprob."""
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 
+from jax_ref.layouts import dual_chunk_swap
 from jax_ref.vocab_parallel.linear_logprob import linear_logprob, linear_next_token_logprob
-from parity_tests import Cost, check, every_case, ids, scheme, values
+from parity_tests import CaseSpec, Cost, check, every_case, ids, scheme, values
+from parity_tests.harness.engines.run import run
 from parity_tests.vocab_parallel.shard import owned_range
 from torch_impl import vocab_parallel as vp
+from torch_impl.collectives import all_gather, all_reduce
 
 FLOATS = values("normal", "zeros", "ones", "iota", "ties", "tiny")
 DECLARED = dict(
@@ -119,3 +124,130 @@ def test_parity(declared, engine):
         check(case)
 
     example()
+
+
+D, V, S = 5, 6, 8
+HIDDEN = torch.linspace(-2, 3, S * 2 * D, dtype=torch.float64).sin().view(S, 2, D)
+WEIGHT = torch.linspace(-3, 2, V * D, dtype=torch.float64).cos().view(V, D) * 2
+IDS = (torch.arange(2 * S) * 5 % V).view(2, S)
+
+
+def on_mesh(body, **mesh):
+    return run(body, CaseSpec(scheme="vocab_parallel", mesh=mesh)).results
+
+
+def of_rank(mesh, hidden=HIDDEN, cut=False, layout=None):
+    """This rank's hidden states, and its rows of the weight, as leaves."""
+    cp, tp, r = mesh.size("cp"), mesh.size("tp"), mesh.rank("tp")
+    held = dual_chunk_swap(len(hidden), cp)[mesh.rank("cp")] if layout is None else layout
+    states = hidden[held]
+    own = states.chunk(tp)[r] if cut else states
+    return own.clone().requires_grad_(), WEIGHT.chunk(tp)[r].clone().requires_grad_()
+
+
+def next_of_rank(mesh, hidden, weight, target=IDS, **further):
+    start, rows = mesh.rank("tp") * len(weight), len(weight)
+    return vp.from_parallel_hidden_states_to_logprobs(
+        hidden, weight, None, False, target, start, start + rows, mesh["tp"], cp_group=mesh["cp"], **further
+    )
+
+
+def rounded(*tensors):
+    return [x.detach().float().numpy() for x in tensors]
+
+
+def test_it_is_the_product_and_then_the_scores():
+    """Both layouts of the hidden states, against logits that are made whole; gradients of all ranks together."""
+
+    def body(mesh, case):
+        found = []
+        for cut in (False, True):
+            hidden, weight = of_rank(mesh, cut=cut)
+            y = next_of_rank(mesh, hidden, weight)
+            y.sum().backward()
+            d_hidden = all_gather(hidden.grad, mesh["tp"], out="I") if cut else hidden.grad
+            found.append(rounded(y, d_hidden, weight.grad))
+        whole, weight = of_rank(mesh)
+        logits = torch.einsum("sbd,vd->bsv", whole, weight)
+        start = mesh.rank("tp") * len(weight)
+        y = vp.from_parallel_logits_to_logprobs(
+            logits, IDS, start, start + len(weight), mesh["tp"], cp_group=mesh["cp"]
+        )
+        y.sum().backward()
+        return *found, rounded(y, all_reduce(whole.grad, mesh["tp"]), weight.grad)
+
+    for replicated, cut, expected in on_mesh(body, cp=2, tp=2):
+        for a, b, c in zip(replicated, cut, expected, strict=True):
+            np.testing.assert_array_equal(a, c)
+            np.testing.assert_array_equal(b, c)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_packed_is_sequence_by_sequence(cut):
+    """Each sequence alone, on one rank; the end of each scores 0, and no row of padding has a gradient."""
+    lengths, stream, ids = [8, 0, 12], torch.cat([HIDDEN, HIDDEN.flip(0), HIDDEN])[:, :1], torch.arange(24)[None] % V
+    offsets = torch.tensor([0, 8, 8, 20])
+
+    def body(mesh, case):
+        held = torch.cat([torch.tensor(x) for x in cut_positions([*lengths, 4], mesh)])
+        hidden, weight = of_rank(mesh, stream, cut, held)
+        y = next_of_rank(mesh, hidden, weight, ids, cu_seqlens_padded=offsets, chunk_size=3)
+        y.sum().backward()
+        return y.detach().numpy(), all_gather(hidden.grad, mesh["tp"], out="I").numpy()[10:12] if cut else None
+
+    def cut_positions(sizes, mesh):
+        starts = np.cumsum([0, *sizes])
+        return [start + dual_chunk_swap(n, 2)[mesh.rank("cp")] for start, n in zip(starts, sizes, strict=False)]
+
+    expected = np.zeros((1, 23))
+    for start, length in zip(offsets.tolist(), lengths, strict=False):
+        part = slice(start, start + length)
+        logits = torch.einsum("sbd,vd->bsv", stream[part], WEIGHT)
+        expected[:, start : start + max(length - 1, 0)] = vp.get_next_token_logprobs_from_logits(ids[:, part], logits)
+    for y, padding in on_mesh(body, cp=2, tp=2):
+        np.testing.assert_array_equal(np.float32(y), np.float32(expected))
+        assert padding is None or not padding.any()
+
+
+def test_autocast_changes_nothing():
+    def body(mesh, case):
+        hidden, weight = (x.detach().float().requires_grad_() for x in of_rank(mesh))
+        plain = next_of_rank(mesh, hidden, weight)
+        gradients = torch.autograd.grad(plain.sum(), [hidden, weight])
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = next_of_rank(mesh, hidden, weight)
+            again = torch.autograd.grad(y.sum(), [hidden, weight])
+        return [torch.equal(a, b) for a, b in zip((plain, *gradients), (y, *again), strict=True)]
+
+    assert on_mesh(body, cp=1, tp=2) == ([True] * 3,) * 2
+
+
+def test_strides_and_empty_streams():
+    def body(mesh, case):
+        hidden, weight = of_rank(mesh)
+        transposed = hidden.detach().transpose(0, 1).contiguous().transpose(0, 1)
+        same = torch.equal(next_of_rank(mesh, transposed, weight), next_of_rank(mesh, hidden, weight))
+        empty = next_of_rank(mesh, hidden[:0], weight, IDS[:, :0])
+        empty.sum().backward()
+        return same, tuple(empty.shape), weight.grad.abs().sum().item()
+
+    assert on_mesh(body, cp=1, tp=2) == ((True, (2, 0), 0.0),) * 2
+
+
+def test_gradcheck():
+    def body(mesh, case):
+        hidden, weight = of_rank(mesh)
+        return torch.autograd.gradcheck(lambda h, w: next_of_rank(mesh, h, w, chunk_size=3), (hidden, weight))
+
+    assert on_mesh(body, cp=1, tp=1) == (True,)
+
+
+def test_after_inference_there_is_nothing_to_go_back_to():
+    def body(mesh, case):
+        y = next_of_rank(mesh, *of_rank(mesh), inference_only=True)
+        with pytest.raises(RuntimeError) as caught:
+            y.sum().backward()
+        return str(caught.value)
+
+    sentence = "inference_only=True saved nothing for backward; call with inference_only=False"
+    assert on_mesh(body, cp=1, tp=2) == (sentence,) * 2

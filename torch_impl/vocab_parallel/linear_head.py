@@ -26,8 +26,9 @@ class LinearHead:
     def check(self, hidden: Float[Tensor, "l b d"], weight: Float[Tensor, "v d"], ids: Int[Tensor, "b s"]) -> None:
         """Refuse tensors that do not fit each other or the range."""
         a.checked_tp_group(self.function, "tp_group", self.group)
-        a.check_logits(self.function, HIDDEN, hidden)
-        a.check_logits(self.function, WEIGHT, weight)
+        for name, tensor in ((HIDDEN, hidden), (WEIGHT, weight)):
+            if not tensor.dtype.is_floating_point:
+                raise TypeError(f"{self.function}: {name} is {_dtype(tensor)}; it must be floating")
         a.check_ids(self.function, "target", ids)
         a.check_chunk_size(self.function, self.chunk_size)
         if hidden.ndim != 3 or ids.ndim != 2 or hidden.shape[1] != len(ids):
@@ -40,9 +41,12 @@ class LinearHead:
                 f"{self.function}: {WEIGHT} is {list(weight.shape)} but hidden states have d={hidden.shape[2]}"
             )
         if weight.dtype != hidden.dtype:
-            names = (str(x.dtype).removeprefix("torch.") for x in (weight, hidden))
-            raise ValueError(f"{self.function}: {WEIGHT} is {next(names)} but hidden states are {next(names)}")
-        a.check_range(self.function, self.vocab_start, self.vocab_end, WEIGHT, weight.T)
+            raise ValueError(f"{self.function}: {WEIGHT} is {_dtype(weight)} but hidden states are {_dtype(hidden)}")
+        if not 0 <= self.vocab_start <= self.vocab_end <= self.vocab_start + len(weight):
+            raise ValueError(
+                f"{self.function}: vocab range [{self.vocab_start}, {self.vocab_end}) does not fit "
+                f"the {len(weight)} rows of {WEIGHT}"
+            )
 
     def is_sequence_parallel(self, held: int, s: int, cp: int) -> bool:
         """Whether `held` positions are a block over tp of this rank's share of s, and not all of it."""
@@ -59,3 +63,7 @@ class LinearHead:
         raise ValueError(
             f"{self.function}: {HIDDEN} has {held} positions; with s={s}, cp={cp}, tp={tp} it must have {cut}"
         )
+
+
+def _dtype(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")

@@ -1,0 +1,112 @@
+"""What the output layer refuses: every sentence in full, on every rank, before anything is sent."""
+
+import pytest
+import torch
+
+from parity_tests import CaseSpec
+from parity_tests.harness.engines.run import run
+from torch_impl import vocab_parallel as vp
+
+HIDDEN, WEIGHT = torch.zeros(8, 2, 4), torch.zeros(3, 4)
+IDS = torch.zeros(2, 16, dtype=torch.int64)
+FACE = "vocab_parallel.from_parallel_hidden_states_to_logprobs"
+FUNCTION = "vocab_parallel.ChunkedDistributedHiddenStatesToLogprobs"
+NO_TP = "pass a ProcessGroup (a group of size 1 for no tensor parallelism)"
+NO_CP = "pass a ProcessGroup (a group of size 1 for no context parallelism)"
+
+
+def face(mesh, hidden=HIDDEN, weight=WEIGHT, target=IDS, end=3, tp="tp", cp="cp", **further):
+    tp, cp = (mesh[group] if isinstance(group, str) else group for group in (tp, cp))
+    return vp.from_parallel_hidden_states_to_logprobs(
+        hidden, weight, None, True, target, 0, end, tp, cp_group=cp, **further
+    )
+
+
+def function(mesh, hidden=HIDDEN, weight=WEIGHT, target=IDS, chunk_size=2):
+    return vp.ChunkedDistributedHiddenStatesToLogprobs.apply(hidden, target, weight, 0, 3, chunk_size, mesh["tp"])
+
+
+REFUSED = [
+    (lambda m: face(m, tp=None), TypeError, f"{FACE}: tp_group is None; {NO_TP}"),
+    (lambda m: face(m, cp=1), TypeError, f"{FACE}: cp_group is a int; {NO_CP}"),
+    (lambda m: face(m, target=IDS.bool()), TypeError, f"{FACE}: target is bool; token ids must be int64"),
+    (
+        lambda m: face(m, hidden=HIDDEN.long()),
+        TypeError,
+        f"{FACE}: tensor_parallel_hidden_states is int64; it must be floating",
+    ),
+    (
+        lambda m: face(m, weight=None),
+        ValueError,
+        f"{FACE}: output_weight_layer and output_weight are both None; pass the [v, d] weight",
+    ),
+    (
+        lambda m: face(m, weight=torch.zeros(3, 5)),
+        ValueError,
+        f"{FACE}: output_weight_layer is [3, 5] but hidden states have d=4",
+    ),
+    (
+        lambda m: face(m, weight=WEIGHT.bfloat16()),
+        ValueError,
+        f"{FACE}: output_weight_layer is bfloat16 but hidden states are float32",
+    ),
+    (
+        lambda m: face(m, target=IDS[:1]),
+        ValueError,
+        f"{FACE}: tensor_parallel_hidden_states is [8, 2, 4] but target is [1, 16]; they must be [s, b, d] and [b, s]",
+    ),
+    (
+        lambda m: face(m, end=4),
+        ValueError,
+        f"{FACE}: vocab range [0, 4) does not fit the 3 rows of output_weight_layer",
+    ),
+    (
+        lambda m: face(m, chunk_size=0),
+        ValueError,
+        f"{FACE}: chunk_size=0 must be at least 1, or None for automatic blocks",
+    ),
+    (
+        lambda m: face(m, target=IDS[:, :10]),
+        ValueError,
+        f"{FACE}: s=10 cannot be cut by dual_chunk_swap over cp=2 (needs a multiple of 4); pad to 12",
+    ),
+    (
+        lambda m: face(m, hidden=HIDDEN[:6]),
+        ValueError,
+        f"{FACE}: tensor_parallel_hidden_states has 6 positions; with s=16, cp=2, tp=2 it must have "
+        "8 (replicated) or 4 (sequence-parallel)",
+    ),
+    (
+        lambda m: face(m, cu_seqlens_padded=torch.tensor([0, 6])),
+        ValueError,
+        f"{FACE}: cu_seqlens_padded[1] - cu_seqlens_padded[0] = 6 is not a multiple of 2*cp = 4; pad sequence 0 to 8",
+    ),
+    (
+        lambda m: face(m, cu_seqlens_padded=torch.tensor([0, 20])),
+        ValueError,
+        f"{FACE}: cu_seqlens_padded ends at 20 but target covers 16",
+    ),
+    (
+        lambda m: function(m, target=IDS[:, :7], hidden=HIDDEN[:5]),
+        ValueError,
+        f"{FUNCTION}: tensor_parallel_hidden_states has 5 positions; with s=7, cp=1, tp=2 it must have "
+        "7 (replicated); 7 is no multiple of tp=2, so they cannot be sequence-parallel",
+    ),
+    (
+        lambda m: function(m, target=IDS[:, :8], chunk_size=-1),
+        ValueError,
+        f"{FUNCTION}: chunk_size=-1 must be at least 1, or None for automatic blocks",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "text"), REFUSED, ids=[text[15:100] for _, _, text in REFUSED])
+def test_refusal(call, kind, text):
+    def body(mesh, case):
+        with pytest.raises(kind) as caught:
+            call(mesh)
+        return str(caught.value)
+
+    ranks = run(body, CaseSpec(scheme="vocab_parallel", mesh={"cp": 2, "tp": 2}))
+    assert ranks.results == (text,) * 4
+    assert ranks.ledger.rows == []
