@@ -105,7 +105,7 @@ class Scheme:
 
         With `grad`, cotangents for the outputs, returns (outputs, {input: gradient}).
         """
-        from parity_tests.harness.verify import run_whole
+        from parity_tests.harness.whole import run_whole
 
         return run_whole(self, whole_arrays, engine, grad, mesh_and_options)
 

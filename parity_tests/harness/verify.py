@@ -9,20 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as hypothesis_seed
 
-from parity_tests.harness import inputs, menu, oracle
+from parity_tests.harness import menu, oracle
 from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.compare import stitch
 from parity_tests.harness.drawing import draw_case, seeded_chooser
 from parity_tests.harness.engines.failure import Stalled
-from parity_tests.harness.engines.run import ENGINES, run
+from parity_tests.harness.engines.run import ENGINES
 from parity_tests.harness.judge import judge
 from parity_tests.harness.replay import write_replay
 from parity_tests.harness.report import Report, merged, sizes
-from parity_tests.harness.scheme import Scheme, as_array, lookup
+from parity_tests.harness.scheme import Scheme, lookup
 from parity_tests.harness.strategy import EXAMPLES, every_case, profile
 
 Progress = Callable[[int, int], None]
@@ -159,75 +157,3 @@ def check(case: CaseSpec) -> Report:
         _LAST_REPLAY[scheme.key] = path
         replace(report, replay=path).raise_if_failed()
     return report
-
-
-def run_whole(
-    scheme: Scheme, arrays: tuple[Any, ...], engine: str, grad: Any, mesh_and_options: Mapping[str, Any]
-) -> Any:
-    """See Scheme.run."""
-    whole, dtype = _given_arrays(scheme, arrays)
-    dims = _given_dims(scheme, whole)
-    case = draw_case(scheme, seeded_chooser(0), {**dims, **mesh_and_options}, dtype=dtype, engine=engine, seed=0)
-    cotangents = None
-    if grad is not None:
-        given_cotangents = grad if isinstance(grad, tuple | list) else (grad,)
-        wanted = [arg.name for arg in scheme.outputs if arg.differentiable]
-        if len(given_cotangents) != len(wanted):
-            raise ValueError(
-                f"scheme '{scheme.name}': grad has {len(given_cotangents)} cotangents for {len(wanted)} outputs"
-            )
-        cotangents = {
-            n: np.asarray(as_array(c), dtype=np.float64) for n, c in zip(wanted, given_cotangents, strict=True)
-        }
-    ranks = run(scheme.program(arrays=whole, cotangents=cotangents), case, engine)
-    outputs = []
-    for arg in scheme.outputs:
-        pieces = [result.outputs[arg.name] for result in ranks.results]
-        outputs.append(stitch(arg, pieces, case, scheme.layouts, "output").copies[0])
-    shaped = outputs[0] if scheme.output_form == "one" else tuple(outputs)
-    if scheme.output_form == "dict":
-        shaped = {arg.name: value for arg, value in zip(scheme.outputs, outputs, strict=True)}
-    if grad is None:
-        return shaped
-    return shaped, {
-        arg.name: _gradient(scheme, arg, ranks.results, case) for arg in scheme.inputs if arg.differentiable
-    }
-
-
-def _gradient(scheme: Scheme, arg: Any, results: Any, case: CaseSpec) -> np.ndarray:
-    pieces = []
-    for at, result in zip(inputs.coordinates(case.mesh), results, strict=True):
-        piece = result.gradients[arg.name]
-        pieces.append(np.zeros(inputs.local_shape(arg, case, at, scheme.layouts)) if piece is None else piece)
-    return stitch(arg, pieces, case, scheme.layouts, "gradient").copies[0]
-
-
-def _given_arrays(scheme: Scheme, arrays: tuple[Any, ...]) -> tuple[dict[str, np.ndarray], str]:
-    heads = list(dict.fromkeys(arg.name.partition(".")[0] for arg in scheme.inputs))
-    if len(arrays) != len(heads):
-        raise ValueError(f"scheme '{scheme.name}': takes ({', '.join(heads)}), got {len(arrays)} arrays")
-    by_head = dict(zip(heads, arrays, strict=True))
-    found, dtype = {}, "float64"
-    for arg in scheme.inputs:
-        head, _, tail = arg.name.partition(".")
-        value = by_head[head]
-        for key in tail.split(".") if tail else ():
-            value = value[key]
-        if not arg.is_integer:
-            name = str(getattr(value, "dtype", "float64")).removeprefix("torch.")
-            dtype = name if name in ("float64", "float32", "bfloat16", "float16") else "float64"
-        found[arg.name] = as_array(value) if arg.is_integer else np.asarray(as_array(value), dtype=np.float64)
-    return found, dtype
-
-
-def _given_dims(scheme: Scheme, whole: Mapping[str, np.ndarray]) -> dict[str, int]:
-    dims: dict[str, int] = {}
-    for arg in scheme.inputs:
-        shape = whole[arg.name].shape
-        if len(shape) != len(arg.spec.dims):
-            raise ValueError(f"scheme '{scheme.name}': '{arg.name}' is {shape}, its spec is '{arg.spec}'")
-        for dim, size in zip(arg.spec.dims, shape, strict=True):
-            if dims.setdefault(dim.name, size) != size:
-                raise ValueError(f"scheme '{scheme.name}': {dim.name} is {dims[dim.name]} and {size} ('{arg.name}')")
-    dims.pop("1", None)
-    return dims

@@ -1,0 +1,109 @@
+"""Run a scheme on whole arrays given by hand and stitch what the ranks return; nothing is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from parity_tests.harness import inputs
+from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.compare import stitch
+from parity_tests.harness.drawing import draw_case, seeded_chooser
+from parity_tests.harness.engines.run import run
+from parity_tests.harness.scheme import Scheme, as_array
+
+
+def run_whole(
+    scheme: Scheme, arrays: tuple[Any, ...], engine: str, grad: Any, mesh_and_options: Mapping[str, Any]
+) -> Any:
+    """See Scheme.run."""
+    whole, dtype = _given_arrays(scheme, arrays)
+    dims = _given_dims(scheme, whole)
+    case = draw_case(scheme, seeded_chooser(0), {**dims, **mesh_and_options}, dtype=dtype, engine=engine, seed=0)
+    case = case.replace(lengths=_given_lengths(scheme, whole, case))
+    cotangents = None if grad is None else _given_cotangents(scheme, grad, case)
+    ranks = run(scheme.program(arrays=whole, cotangents=cotangents), case, engine)
+    outputs = []
+    for arg in scheme.outputs:
+        pieces = [result.outputs[arg.name] for result in ranks.results]
+        outputs.append(stitch(arg, pieces, case, scheme.layouts, "output").copies[0])
+    shaped = outputs[0] if scheme.output_form == "one" else tuple(outputs)
+    if scheme.output_form == "dict":
+        shaped = {arg.name: value for arg, value in zip(scheme.outputs, outputs, strict=True)}
+    if grad is None:
+        return shaped
+    return shaped, {
+        arg.name: _gradient(scheme, arg, ranks.results, case) for arg in scheme.inputs if arg.differentiable
+    }
+
+
+def _gradient(scheme: Scheme, arg: Any, results: Any, case: CaseSpec) -> np.ndarray:
+    pieces = []
+    for at, result in zip(inputs.coordinates(case.mesh), results, strict=True):
+        piece = result.gradients[arg.name]
+        pieces.append(np.zeros(inputs.local_shape(arg, case, at, scheme.layouts)) if piece is None else piece)
+    return stitch(arg, pieces, case, scheme.layouts, "gradient").copies[0]
+
+
+def _given_arrays(scheme: Scheme, arrays: tuple[Any, ...]) -> tuple[dict[str, np.ndarray], str]:
+    heads = list(dict.fromkeys(arg.name.partition(".")[0] for arg in scheme.inputs))
+    if len(arrays) != len(heads):
+        raise ValueError(f"scheme '{scheme.name}': takes ({', '.join(heads)}), got {len(arrays)} arrays")
+    by_head = dict(zip(heads, arrays, strict=True))
+    found, dtype = {}, "float64"
+    for arg in scheme.inputs:
+        head, _, tail = arg.name.partition(".")
+        value = by_head[head]
+        for key in tail.split(".") if tail else ():
+            value = value[key]
+        if not arg.is_integer:
+            name = str(getattr(value, "dtype", "float64")).removeprefix("torch.")
+            dtype = name if name in ("float64", "float32", "bfloat16", "float16") else "float64"
+        found[arg.name] = as_array(value) if arg.is_integer else np.asarray(as_array(value), dtype=np.float64)
+    return found, dtype
+
+
+def _given_cotangents(scheme: Scheme, grad: Any, case: CaseSpec) -> dict[str, np.ndarray]:
+    given = grad if isinstance(grad, tuple | list) else (grad,)
+    wanted = [arg for arg in scheme.outputs if arg.differentiable]
+    if len(given) != len(wanted):
+        raise ValueError(f"scheme '{scheme.name}': grad has {len(given)} cotangents for {len(wanted)} outputs")
+    found = {}
+    for arg, value in zip(wanted, given, strict=True):
+        found[arg.name] = np.asarray(as_array(value), dtype=np.float64)
+        if found[arg.name].shape != arg.shape(case):
+            shapes = f"{found[arg.name].shape}, '{arg.spec}' says {arg.shape(case)}"
+            raise ValueError(f"scheme '{scheme.name}': grad of '{arg.name}' is {shapes}")
+    return found
+
+
+def _given_lengths(scheme: Scheme, whole: Mapping[str, np.ndarray], case: CaseSpec) -> dict[str, dict[str, list[int]]]:
+    """Lengths of the packed sequences that were given; where only true or only padded ones were, these are both."""
+    found: dict[str, dict[str, list[int]]] = {dim: dict(drawn) for dim, drawn in case.lengths.items()}
+    for dim, record in found.items():
+        given = {}
+        for arg in scheme.inputs:
+            how = scheme.draws[arg.name]
+            if how.dim == dim and how.kind in ("offsets", "lengths"):
+                array = whole[arg.name]
+                given["padded" if how.padded else "true"] = (
+                    np.diff(array) if how.kind == "offsets" else array
+                ).tolist()
+        for one, other in (("padded", "true"), ("true", "padded")):
+            record[one] = given.get(one) or given.get(other) or record[one]
+    return found
+
+
+def _given_dims(scheme: Scheme, whole: Mapping[str, np.ndarray]) -> dict[str, int]:
+    dims: dict[str, int] = {}
+    for arg in scheme.inputs:
+        shape = whole[arg.name].shape
+        if len(shape) != len(arg.spec.dims):
+            raise ValueError(f"scheme '{scheme.name}': '{arg.name}' is {shape}, its spec is '{arg.spec}'")
+        for dim, size in zip(arg.spec.dims, shape, strict=True):
+            if dims.setdefault(dim.name, size) != size:
+                raise ValueError(f"scheme '{scheme.name}': {dim.name} is {dims[dim.name]} and {size} ('{arg.name}')")
+    dims.pop("1", None)
+    return dims
