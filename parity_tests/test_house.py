@@ -25,6 +25,7 @@ WITHOUT_A_REFERENCE = {
     "vocab_parallel/asked.py": "sums of cotangents by id, one step of that gradient",
     "vocab_parallel/candidates.py": "columns between two bounds; the reference sorts whole rows",
     "vocab_parallel/listed.py": "a row's end from the ranks' lists; the reference sorts whole rows",
+    "vocab_parallel/gpt_patch.py": "an adapter for one library's model class",
     "vocab_parallel/linear_chunks.py": "the order in which logits are made, which the mathematics does not know",
     "vocab_parallel/linear_head.py": "what the output layer refuses; the reference refuses nothing",
     "vocab_parallel/packed_slots.py": "index arrays for a whole batch; the reference takes one sequence at a time",

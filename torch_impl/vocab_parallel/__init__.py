@@ -6,6 +6,12 @@ from torch_impl.vocab_parallel.distillation import (
 )
 from torch_impl.vocab_parallel.entropy import ChunkedDistributedEntropy as ChunkedDistributedEntropy
 from torch_impl.vocab_parallel.gather_logprob import ChunkedDistributedGatherLogprob as ChunkedDistributedGatherLogprob
+from torch_impl.vocab_parallel.gpt_patch import (
+    _gpt_forward_with_linear_ce_fusion as _gpt_forward_with_linear_ce_fusion,
+)
+from torch_impl.vocab_parallel.gpt_patch import (
+    patch_gpt_model_forward_for_linear_ce_fusion as patch_gpt_model_forward_for_linear_ce_fusion,
+)
 from torch_impl.vocab_parallel.linear_logprob import (
     ChunkedDistributedHiddenStatesToLogprobs as ChunkedDistributedHiddenStatesToLogprobs,
 )

@@ -1,0 +1,249 @@
+"""Megatron's GPTModel, taught to return log-probabilities without ever making its logits whole.
+
+The patched forward is the original one until it is asked for log-probabilities. Weight rows lie over tp in rank
+order; labels are whole and unshifted on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from torch_impl.vocab_parallel.arguments import check_chunk_size
+from torch_impl.vocab_parallel.linear_logprob import from_parallel_hidden_states_to_logprobs
+
+FUSION = "_linear_ce_fusion"  # the one attribute, besides forward, that a patch sets on a class
+PATCH = "vocab_parallel.patch_gpt_model_forward_for_linear_ce_fusion"
+FORWARD = "vocab_parallel._gpt_forward_with_linear_ce_fusion"
+
+
+@dataclass
+class Fusion:
+    """What a patched class had before: its own `forward` (None where it inherited one), and what runs unfused."""
+
+    own_forward: Callable[..., Any] | None
+    original: Callable[..., Any]
+    chunk_size: int | None
+
+
+class Patch:
+    """A patched class; `unpatch`, or leaving the `with` block, makes it what it was. Twice does no harm."""
+
+    def __init__(self, model_class: type) -> None:
+        self.model_class = model_class
+
+    def unpatch(self) -> None:
+        """Restore the original function object and remove what was set.
+
+        Errors: RuntimeError if `forward` was replaced again since.
+        """
+        fusion = vars(self.model_class).get(FUSION)
+        if fusion is None:
+            return
+        if vars(self.model_class).get("forward") is not _gpt_forward_with_linear_ce_fusion:
+            raise RuntimeError(
+                f"{PATCH}: {self.model_class.__name__}.forward was replaced after the patch; undo that first"
+            )
+        if fusion.own_forward is None:
+            del self.model_class.forward
+        else:
+            self.model_class.forward = fusion.own_forward
+        delattr(self.model_class, FUSION)
+
+    def __enter__(self) -> Patch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.unpatch()
+
+
+def patch_gpt_model_forward_for_linear_ce_fusion(*, chunk_size: int | None, model_class: type | None = None) -> Patch:
+    """Replace `forward` of Megatron's GPTModel, or of `model_class`, by `_gpt_forward_with_linear_ce_fusion`.
+
+    A class that is patched already only gets the chunk size. Two classes do not interfere.
+
+    Errors: ValueError if chunk_size is below 1; ImportError without Megatron-core, unless a class is given.
+    """
+    check_chunk_size(PATCH, chunk_size)
+    model_class = _gpt_model() if model_class is None else model_class
+    fusion = vars(model_class).get(FUSION)
+    if fusion is not None:
+        fusion.chunk_size = chunk_size
+        return Patch(model_class)
+    original = model_class.forward
+    if original is _gpt_forward_with_linear_ce_fusion:  # inherited from a class that is patched
+        original = getattr(model_class, FUSION).original
+    setattr(model_class, FUSION, Fusion(vars(model_class).get("forward"), original, chunk_size))
+    model_class.forward = _gpt_forward_with_linear_ce_fusion
+    return Patch(model_class)
+
+
+def _gpt_forward_with_linear_ce_fusion(
+    self: Any,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    attention_mask: Tensor,
+    decoder_input: Tensor | None = None,
+    labels: Int[Tensor, "b s"] | None = None,
+    inference_context: Any = None,
+    packed_seq_params: Any = None,
+    extra_block_kwargs: dict[str, Any] | None = None,
+    runtime_gather_output: bool | None = None,
+    *,
+    inference_params: Any = None,
+    loss_mask: Tensor | None = None,
+    padding_mask: Tensor | None = None,
+    return_logprobs_for_linear_ce_fusion: bool = False,
+    is_spec_decode: bool | None = None,
+    **later_keywords: Any,
+) -> Any:
+    """The original forward; with the flag, log-probabilities of the unshifted labels instead of logits.
+
+        labels  "b s"   ->   "b u tp=I cp=R",   u = s - 1
+
+    Other stages than the last return hidden states. Rows of the weight are counted in rank order, padded ones
+    included, so that the softmax is that of the model's own logits. With `packed_seq_params` the shift stays
+    inside each sequence and the end of each scores 0.0. With an inference context, outside training, nothing
+    is saved. Layers of multi-token prediction are left out: they have no part in these scores.
+    Cotangents are summed over cp: a loss repeated on each cp rank gives cp times the gradient; divide by cp
+    or let each rank own a share.
+
+    Cost:   that of `from_parallel_hidden_states_to_logprobs`.
+    Errors: with the flag ValueError if labels are None on the last stage, or logits are more than a product
+            (a bias, a scale); TypeError for a keyword that only the original knows.
+    """
+    if not return_logprobs_for_linear_ce_fusion:
+        keywords = dict(
+            inference_params=inference_params,
+            loss_mask=loss_mask,
+            padding_mask=padding_mask,
+            is_spec_decode=is_spec_decode,
+        )
+        given = {name: value for name, value in keywords.items() if value is not None}
+        return getattr(self, FUSION).original(
+            self,
+            input_ids,
+            position_ids,
+            attention_mask,
+            decoder_input,
+            labels,
+            inference_context,
+            packed_seq_params,
+            extra_block_kwargs,
+            runtime_gather_output,
+            **given,
+            **later_keywords,
+        )
+    _check(self, labels, later_keywords)
+    if getattr(self.config, "fine_grained_activation_offloading", False):
+        self.preprocess_for_fine_grained_offloading()
+    inference_context = inference_params if inference_context is None else inference_context
+    inputs = dict(inference_context=inference_context, packed_seq_params=packed_seq_params)
+    made = self._preprocess(
+        input_ids=input_ids,
+        position_ids=position_ids,
+        decoder_input=decoder_input,
+        padding_mask=padding_mask,
+        **inputs,
+    )
+    hidden = _decoded(self, made, attention_mask, inputs, extra_block_kwargs or {})
+    if not self.post_process:
+        return hidden
+    is_inference = inference_context is not None and not self.training
+    return _scored(self, hidden, labels, runtime_gather_output, packed_seq_params, is_inference)
+
+
+def _decoded(
+    model: Any, made: tuple[Any, ...], attention_mask: Tensor, inputs: dict[str, Any], extra: dict[str, Any]
+) -> Float[Tensor, "l b d"]:
+    """Hidden states, from the 6 or 7 things that `_preprocess` makes."""
+    decoder_input, rotary_pos_emb, rotary_pos_cos, rotary_pos_sin, sequence_len_offset, padding_mask, *last = made
+    return model.decoder(
+        hidden_states=decoder_input,
+        attention_mask=attention_mask,
+        rotary_pos_emb=rotary_pos_emb,
+        rotary_pos_cos=rotary_pos_cos,
+        rotary_pos_sin=rotary_pos_sin,
+        rotary_pos_cos_sin=last[0] if last else None,
+        sequence_len_offset=sequence_len_offset,
+        padding_mask=padding_mask,
+        **inputs,
+        **extra,
+    )
+
+
+def _scored(
+    model: Any,
+    hidden: Float[Tensor, "l b d"],
+    labels: Int[Tensor, "b s"],
+    runtime_gather_output: bool | None,
+    packed: Any,
+    inference_only: bool,
+) -> Float[Tensor, "b u"]:
+    """Log-probabilities of the labels by the model's own weight and groups."""
+    is_tied = model.share_embeddings_and_output_weights
+    weight = model.shared_embedding_or_output_weight() if is_tied else model.output_layer.weight
+    tp_group, cp_group = _groups(model)
+    start = tp_group.rank() * len(weight)
+    offsets = [getattr(packed, name, None) for name in ("cu_seqlens_q_padded", "cu_seqlens_q")]
+    return from_parallel_hidden_states_to_logprobs(
+        hidden,
+        weight,
+        None,
+        bool(runtime_gather_output),
+        labels,
+        start,
+        start + len(weight),
+        tp_group,
+        inference_only=inference_only,
+        cp_group=cp_group,
+        chunk_size=getattr(model, FUSION).chunk_size,
+        cu_seqlens_padded=next((given for given in offsets if given is not None), None),
+    )
+
+
+def _check(model: Any, labels: Tensor | None, later_keywords: dict[str, Any]) -> None:
+    """Refuse what has no meaning together with the flag."""
+    flag = "return_logprobs_for_linear_ce_fusion=True"
+    for name in later_keywords:
+        raise TypeError(f"{FORWARD}: {name} is not known together with {flag}; drop it")
+    if not model.post_process:
+        return
+    if labels is None:
+        raise ValueError(f"{FORWARD}: labels is None; {flag} needs the unshifted labels")
+    if getattr(model.output_layer, "bias", None) is not None:
+        raise ValueError(f"{FORWARD}: output_layer has a bias, which {flag} does not add; build it without")
+    if getattr(model.config, "use_mup", False):
+        raise ValueError(f"{FORWARD}: config.use_mup scales the logits, which {flag} does not; turn it off")
+
+
+def _groups(model: Any) -> tuple[ProcessGroup, ProcessGroup | None]:
+    """The groups of tp and cp, from the model or else from Megatron's parallel state."""
+    collection = getattr(model, "pg_collection", None)
+    if collection is not None:
+        return collection.tp, getattr(collection, "cp", None)
+    try:
+        from megatron.core import parallel_state
+    except ImportError:
+        raise _missing(FORWARD) from None
+    return parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
+
+
+def _gpt_model() -> type:
+    try:
+        from megatron.core.models.gpt import GPTModel
+    except ImportError:
+        raise _missing(PATCH) from None
+    return GPTModel
+
+
+def _missing(function: str) -> ImportError:
+    return ImportError(f"{function}: linear CE fusion needs Megatron-core; pip install 'shardproof[megatron]'")
