@@ -5,7 +5,8 @@
     A_i      = C * u_acc * sqrt(n) * S_i + u_out * |ref_i|   a sum of n terms, and the final rounding
     budget_i = max( A_i , K * sqrt(roundings) * D_i ) + n * tiny
 
-D_i is the root mean square of what a random rounding of inputs and cotangents does to element i.
+D_i is the root mean square of what random rounding does to element i: of inputs and cotangents in the tested dtype,
+and of every operation of the reference in the dtype that intermediates are kept in (see rounding.py).
 """
 
 from __future__ import annotations
