@@ -1,0 +1,50 @@
+"""Rows of a tensor taken in the order of an index array: what cutting, packing and gathering a sequence come to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Int, Shaped
+from torch import Tensor
+
+from torch_impl.kernels.backend import checked_backend, compiled
+
+
+def rows_at(
+    x: Shaped[Tensor, "*a"], index: Int[Tensor, " m"], dim: int = 0, *, backend: str = "auto"
+) -> Shaped[Tensor, "*b"]:
+    """x[..., index, ...] along one dim, as a contiguous tensor; differentiable.
+
+    Any dtype and strides; a row may be taken several times, its cotangents then add up in x's dtype.
+    `backend`: "auto" is Triton on CUDA and eager elsewhere; "eager", "compile" and "triton" force one.
+
+    Cost:   reads and writes each row that is taken once, no collective; the Triton kernel copies x where its
+            dims before or after `dim` cannot be flattened without. Backward zeroes and adds. Saves the index.
+    Errors: ValueError for another backend, or Triton for a tensor that is not on CUDA; ImportError without
+            Triton; IndexError for an index outside the dim (on CUDA the device's own assertion).
+    """
+    chosen = checked_backend("kernels.rows_at", backend, "x", x)
+    if chosen == "triton":
+        return _RowsAt.apply(x, index, dim % x.ndim)
+    return (_selected if chosen == "eager" else compiled(_selected))(x, index, dim)
+
+
+def _selected(x: Tensor, index: Tensor, dim: int) -> Tensor:
+    """The eager twin of the kernel."""
+    return x.index_select(dim, index)
+
+
+class _RowsAt(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, dim: int) -> Tensor:
+        from torch_impl.kernels.row_gather import gathered_rows  # here: only it needs triton
+
+        ctx.save_for_backward(index)
+        ctx.dim, ctx.shape = dim, x.shape
+        return gathered_rows(x, index, dim)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        (index,) = ctx.saved_tensors
+        return cotangent.new_zeros(ctx.shape).index_add(ctx.dim, index, cotangent), None, None

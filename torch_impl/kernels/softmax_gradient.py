@@ -1,0 +1,202 @@
+"""Triton kernel: the joint gradient of log-probability and negative entropy, in one read and one write.
+
+A program computes some columns of one row; where several ids of a row are looked up, a second, small kernel writes
+the gradient at those. The eager twin is `vocab_parallel.joint.write_gradient`, which also states the formula.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
+
+STEP = 4096  # columns of a program
+WARPS = 8
+IDS = 64  # ids that a program takes at a time
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # a finite floor for depths, so that 0 log 0 is 0
+NOT_HERE = tl.constexpr(-1)  # a column below this is an id that no rank owns
+
+
+class Asked(Protocol):
+    """`vocab_parallel.asked.Asked`: columns that are looked up, and sums of their cotangents."""
+
+    @property
+    def column(self) -> Int[Tensor, "n k"]: ...
+    @property
+    def own(self) -> Float[Tensor, "n k"]: ...
+    @property
+    def others(self) -> Float[Tensor, "n k"] | None: ...
+    @property
+    def total(self) -> Float[Tensor, " n"]: ...
+
+
+def write_gradient(
+    out: Float[Tensor, "n v"],
+    block: Float[Tensor, "n v"],
+    temperature: float,
+    normalised: bool,
+    asked: Asked | None,
+    largest: Float[Tensor, " n"],
+    log_total: Float[Tensor, " n"],
+    depth: Float[Tensor, " n"] | None,
+    g_entropy: Float[Tensor, " n"] | None,
+    step: int = STEP,
+) -> None:
+    """out = (sum_t g_t (1[v=t] - p) + g_h p (log p - h)) / temperature; out may be the block."""
+    n, v = block.shape
+    if not n or not v:  # a grid of no programs
+        return
+    nothing = largest  # in the place of what is not there, and not read
+    k = 0 if asked is None else asked.column.shape[-1]
+    column, own, total = (nothing,) * 3 if asked is None else (asked.column, asked.own, asked.total)
+    with_entropy = depth is not None and g_entropy is not None
+    slope = (depth, g_entropy) if with_entropy else (nothing, nothing)
+    heat = torch.full((1,), temperature, dtype=largest.dtype, device=largest.device)
+    of_rows = [x.contiguous() for x in (largest, log_total, *slope, column, own)]
+    settings = dict(IS_HEATED=temperature != 1.0, IS_NORMALISED=normalised, WITH_ENTROPY=with_entropy)
+    width = min(step, triton.next_power_of_2(v))
+    with torch.cuda.device_of(block):
+        looked_up = block.gather(-1, column.clamp_min(0).long()) if k > 1 else None  # before out is written
+        _gradient[(n, triton.cdiv(v, width))](
+            out,
+            block,
+            heat,
+            *of_rows,
+            total.contiguous(),
+            v,
+            k,
+            *out.stride(),
+            *block.stride(),
+            STEP=width,
+            IDS=min(IDS, triton.next_power_of_2(k)) if k else 0,
+            num_warps=WARPS,
+            **settings,
+        )
+        if asked is not None and asked.others is not None and looked_up is not None:
+            width = min(IDS, triton.next_power_of_2(k))
+            _gradient_at_ids[(n, triton.cdiv(k, width))](
+                out, looked_up, heat, *of_rows, asked.others.contiguous(), k, *out.stride(), IDS=width, **settings
+            )
+    torch.autograd.graph.increment_version(out)  # the kernel wrote behind autograd's back
+
+
+@triton.jit
+def _gradient(
+    out,
+    logits,
+    temperature,
+    largest,
+    log_total,
+    depth,
+    g_entropy,
+    ids,
+    own,
+    total,
+    v,
+    k,
+    out_row_stride,
+    out_column_stride,
+    row_stride,
+    column_stride,
+    IS_HEATED: tl.constexpr,
+    IS_NORMALISED: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr,
+    STEP: tl.constexpr,
+    IDS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1) * STEP
+    columns = start + tl.arange(0, STEP)
+    inside = columns < v
+    places = columns.to(tl.int64)
+    heat = tl.load(temperature)
+    z = tl.load(logits + row * row_stride + places * column_stride, mask=inside, other=float("-inf")).to(heat.dtype)
+    depths = z - tl.load(largest + row)
+    if IS_HEATED:
+        depths = depths / heat
+    log_p = depths - tl.load(log_total + row)
+    p = tl.exp(log_p)
+    gradient = tl.zeros((STEP,), heat.dtype)
+    if IDS > 0:
+        if IS_NORMALISED:
+            gradient = p * -tl.load(total + row)
+        if IDS == 1:
+            column = tl.load(ids + row)
+            if (column >= start) & (column < start + STEP):
+                g = tl.load(own + row)
+                at_id = tl.zeros((STEP,), heat.dtype) + g
+                if IS_NORMALISED:
+                    at_id = _one_minus_exp(log_p) * g
+                gradient = tl.where(columns == column, at_id, gradient)
+            is_nobodys = column < NOT_HERE
+        else:
+            best = tl.full((), -2147483648, tl.int32)
+            for first in range(0, k, IDS):
+                slot = first + tl.arange(0, IDS)
+                found = tl.load(ids + row * k + slot, mask=slot < k, other=-2147483648)
+                best = tl.maximum(best, tl.max(found, 0))
+            is_nobodys = best < NOT_HERE
+        gradient = tl.where(is_nobodys, 0.0, gradient)  # selected, since 0 * NaN is no zero
+    if WITH_ENTROPY:
+        slope = p * (tl.maximum(depths, LOWEST) - tl.load(depth + row))
+        gradient += slope * tl.load(g_entropy + row)
+    if IS_HEATED:
+        gradient = gradient / heat
+    written_to = out + row * out_row_stride + places * out_column_stride
+    tl.store(written_to, gradient.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gradient_at_ids(
+    out,
+    looked_up,
+    temperature,
+    largest,
+    log_total,
+    depth,
+    g_entropy,
+    ids,
+    own,
+    others,
+    k,
+    out_row_stride,
+    out_column_stride,
+    IS_HEATED: tl.constexpr,
+    IS_NORMALISED: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr,
+    IDS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.program_id(1) * IDS + tl.arange(0, IDS)
+    at = row * k + slot
+    heat = tl.load(temperature)
+    column = tl.load(ids + at, mask=slot < k, other=-1).to(tl.int64)
+    gradient = tl.load(own + at, mask=slot < k, other=0.0)
+    depths = tl.load(looked_up + at, mask=slot < k, other=float("-inf")).to(heat.dtype) - tl.load(largest + row)
+    if IS_HEATED:
+        depths = depths / heat
+    log_p = depths - tl.load(log_total + row)
+    p = tl.exp(log_p)
+    if IS_NORMALISED:
+        gradient = _one_minus_exp(log_p) * gradient - p * tl.load(others + at, mask=slot < k, other=0.0)
+    if WITH_ENTROPY:
+        slope = p * (tl.maximum(depths, LOWEST) - tl.load(depth + row))
+        gradient += slope * tl.load(g_entropy + row)
+    if IS_HEATED:
+        gradient = gradient / heat
+    # Equal ids write equal numbers, in whatever order.
+    written_to = out + row * out_row_stride + column * out_column_stride
+    tl.store(written_to, gradient.to(out.dtype.element_ty), mask=column >= 0)
+
+
+@triton.jit
+def _one_minus_exp(x):
+    """-expm1(x) of x <= 0: the power series where 1 - exp(x) would cancel, to the last digit of float64."""
+    series = tl.zeros_like(x) + 1.0
+    for i in tl.static_range(15):
+        series = 1.0 + series * x / (16 - i)
+    return tl.where(x > -0.5, -x * series, 1.0 - tl.exp(x))
