@@ -92,7 +92,8 @@ VALUE_ERRORS = [
     ),
     (
         lambda g: face(g, backend="triton"),
-        "vocab_parallel.logprob: backend='triton' has no kernels in this build; use 'auto', 'eager' or 'compile'",
+        "vocab_parallel.logprob: backend='triton' runs on CUDA but vocab_parallel_logits is on cpu; use 'auto', "
+        "'eager' or 'compile', or set TRITON_INTERPRET=1 before triton is first imported",
     ),
     (
         lambda g: face(g, logits=LOGITS[:1].expand(2, 8, 8), inplace_gradient=True),

@@ -12,8 +12,6 @@ from torch.distributed import ProcessGroup
 
 from torch_impl.collectives.arguments import checked_group
 
-BACKENDS = ("auto", "eager", "compile", "triton")
-
 
 def checked_tp_group(function: str, name: str, group: object) -> ProcessGroup:
     """`group` itself, a ProcessGroup."""
@@ -78,15 +76,6 @@ def check_overwritable(function: str, name: str, logits: Tensor) -> None:
             f"{function}: inplace_gradient=True writes over {name}, but they are expanded and share memory; "
             f"pass {name}.contiguous() or inplace_gradient=False"
         )
-
-
-def checked_backend(function: str, backend: str) -> str:
-    """'eager' or 'compile'; a backend that is missing is an error, never a silent fall back to another."""
-    if backend not in BACKENDS:
-        raise ValueError(f"{function}: backend={backend!r} is not one of {', '.join(BACKENDS)}")
-    if backend == "triton":
-        raise ValueError(f"{function}: backend='triton' has no kernels in this build; use 'auto', 'eager' or 'compile'")
-    return "eager" if backend == "auto" else backend
 
 
 def _dtype(x: Tensor) -> str:

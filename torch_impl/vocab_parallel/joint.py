@@ -7,8 +7,6 @@ no collective.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from torch_impl import kernels
 from torch_impl.collectives import accumulator
 from torch_impl.vocab_parallel import arguments as a
 from torch_impl.vocab_parallel import statistics as st
@@ -67,7 +66,7 @@ def check(plan: Plan, logits: Tensor, target: Tensor | None) -> None:
         a.check_range(plan.function, plan.vocab_start, plan.vocab_end, name, logits)
     a.check_chunk_size(plan.function, plan.chunk_size)
     a.check_temperature(plan.function, plan.temperature)
-    a.checked_backend(plan.function, plan.backend)
+    _backend(plan, logits)
     if plan.inplace_gradient:
         a.check_overwritable(plan.function, name, logits)
 
@@ -108,8 +107,8 @@ def backward(ctx: Any, *cotangents: Tensor | None) -> Tensor:
     if g_logprob is not None and column is not None and column.numel():
         asked = asked_of(column, g_logprob.reshape(column.shape))
     per_row = [None if x is None else x.reshape(-1) for x in (largest, log_total, depth, g_entropy)]
-    write = in_backend(write_gradient, a.checked_backend(plan.function, plan.backend))
-    for part, block in row_blocks(logits, block_rows(logits, plan.chunk_size)):
+    write = in_backend(write_gradient, _backend(plan, logits))
+    for part, block in row_blocks(logits, _rows_at_once(plan, logits)):
         out = block if gradient is None else gradient[part]
         rows = (None if x is None else x[part] for x in per_row)
         write(out, block, plan.temperature, plan.normalised, None if asked is None else asked.rows(part), *rows)
@@ -176,15 +175,27 @@ def _looked_up(z_t: Float[Tensor, "*b"], whole: st.Normaliser, plan: Plan) -> Fl
     return st.logprob_of(z_t, of_row, plan.temperature) if plan.normalised else st.owned_or_nothing(z_t, z_t, of_row)
 
 
-@functools.cache
 def in_backend(f: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    """A function of row blocks, as it is or compiled: once for each dtype and set of outputs."""
-    if backend == "eager":
-        return f
-    # One row or column is a shape of its own to the compiler, and with all else that is more than its usual 8.
-    is_limited = "recompile_limit" in inspect.signature(torch.compile).parameters
-    room: dict[str, Any] = {"recompile_limit": 64} if is_limited else {}
-    return torch.compile(f, dynamic=True, fullgraph=True, **room)
+    """A function of row blocks, as it is or compiled, or its Triton kernel."""
+    if backend != "triton":
+        return f if backend == "eager" else kernels.compiled(f)
+    from torch_impl.kernels import softmax_gradient, softmax_statistics  # here: only they need triton
+
+    return {
+        st.local_statistics: softmax_statistics.local_statistics,
+        write_gradient: softmax_gradient.write_gradient,
+    }[f]
+
+
+def _backend(plan: Plan, logits: Tensor) -> str:
+    return kernels.checked_backend(plan.function, plan.backend, "vocab_parallel_logits", logits)
+
+
+def _rows_at_once(plan: Plan, logits: Tensor) -> int:
+    """Rows of one block; a kernel has no working set to bound and takes them all."""
+    if _backend(plan, logits) == "triton":
+        return max(1, math.prod(logits.shape[:-1]))
+    return block_rows(logits, plan.chunk_size)
 
 
 def _local_statistics(logits: Tensor, column: Tensor | None, plan: Plan) -> Tensor:
@@ -192,8 +203,8 @@ def _local_statistics(logits: Tensor, column: Tensor | None, plan: Plan) -> Tens
     n, looked_up = math.prod(logits.shape[:-1]), 0 if column is None else column.shape[-1]
     count = 2 + looked_up + plan.with_entropy
     statistics = torch.empty(count, n, dtype=accumulator(logits.dtype), device=logits.device)
-    local = in_backend(st.local_statistics, a.checked_backend(plan.function, plan.backend))
-    for part, block in row_blocks(logits, block_rows(logits, plan.chunk_size)):
+    local = in_backend(st.local_statistics, _backend(plan, logits))
+    for part, block in row_blocks(logits, _rows_at_once(plan, logits)):
         block_column = None if column is None else column[part]
         statistics[:, part] = local(block, block_column, plan.temperature, plan.with_entropy)
     return statistics

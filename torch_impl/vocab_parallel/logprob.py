@@ -45,14 +45,14 @@ def vocab_parallel_logprob(
     `chunk_size` (positions of s per block; None: chosen here) bounds the working set and may differ by rank.
     `inplace_gradient` writes the gradient over the logits, and any other use of them is then autograd's
     error.
-    `backend` is "eager" or "compile" ("auto": eager); "triton" is refused until there are kernels.
+    `backend`: "auto" is Triton on CUDA and eager elsewhere; "eager", "compile" and "triton" force one.
 
     Cost:   forward 1 all_gather, 3 * b*s numbers of 4 bytes per rank (float64: 8; with entropy 4 * b*s);
             backward none. Saves the logits by reference and 12 bytes per token (with entropy 16).
     Errors: TypeError if tp_group is None or no ProcessGroup, ids are not integers, logits not floating;
             ValueError if target and logits disagree in shape, the range does not fit the shard, or
-            chunk_size, temperature or backend are out of range; RuntimeError in backward after
-            inference_only=True.
+            chunk_size, temperature or backend are out of range; ImportError if backend needs triton;
+            RuntimeError in backward after inference_only=True.
     Source: arXiv 1805.02867 (online softmax), arXiv 1909.08053 (vocab-parallel cross entropy).
     """
     plan = Plan(
