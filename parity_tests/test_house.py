@@ -23,6 +23,7 @@ WITHOUT_A_REFERENCE = {
     "vocab_parallel/rows.py": "the order in which memory is read, which the mathematics does not know",
     "vocab_parallel/joint.py": "one gradient for log-probability and entropy, whose references are their own",
     "vocab_parallel/asked.py": "sums of cotangents by id, one step of that gradient",
+    "vocab_parallel/logits_at.py": "logits at ids, whose reference stands beside that of top-k",
     "vocab_parallel/candidates.py": "columns between two bounds; the reference sorts whole rows",
     "vocab_parallel/listed.py": "a row's end from the ranks' lists; the reference sorts whole rows",
     "vocab_parallel/gpt_patch.py": "an adapter for one library's model class",
@@ -45,6 +46,7 @@ WITHOUT_A_TEST_OF_ITS_OWN = {
     "vocab_parallel/rows.py": "read by every function there, tested through them",
     "vocab_parallel/joint.py": "tested through log-probability and entropy",
     "vocab_parallel/asked.py": "tested through log-probability at several ids",
+    "vocab_parallel/logits_at.py": "tested through top-k and distillation",
     "vocab_parallel/listed.py": "one of two ways to a kept set, tested through it",
     "vocab_parallel/selected.py": "one of two ways to a kept set, tested through it",
 }

@@ -1,0 +1,265 @@
+"""Parity of vocab_parallel.distillation: two choices of the softmax, with and without entropy, over five routes."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from jax_ref.vocab_parallel.distillation import distillation
+from parity_tests import CaseSpec, Cost, check, every_case, ids, scheme
+from parity_tests.harness.engines.run import run
+from parity_tests.harness.judge import judge
+from torch_impl import vocab_parallel as vp
+
+
+def whole_distillation(student, teacher, ids, zero_outside_topk, calculate_entropy):
+    """The reference, with zeros in place of an entropy that is not asked for: a scheme's outputs are of one number."""
+    s, t, h = distillation(student, teacher, ids, zero_outside_topk, calculate_entropy)
+    return s, t, jnp.zeros(s.shape[:2]) if h is None else h
+
+
+def three(student, teacher, ids, zero_outside_topk, calculate_entropy, *groups):
+    s, t, h = vp.get_distillation_topk_logprobs_from_logits(
+        student, teacher, ids, zero_outside_topk, calculate_entropy, *groups
+    )
+    assert (h is None) != calculate_entropy
+    return s, t, s.new_zeros(s.shape[:2]) if h is None else h
+
+
+def cost(has_group, has_cp, asks_widths):
+    """One exchange over tp, the widths, and one gather over cp whose adjoint is the one collective of backward."""
+
+    def of(c):
+        n, k, a = c.b * c.f // getattr(c, "cp", 1), c.k, c.accumulator_itemsize
+        reads_all = c.zero_outside_topk or c.calculate_entropy
+        gathers = [8] * asks_widths + [(k + 2 + c.calculate_entropy) * n * a] * (has_group and reads_all)
+        gathers += [(k + c.calculate_entropy) * n * a] * has_cp
+        forward = {"all_gather": (len(gathers), sum(gathers))} if gathers else {}
+        if has_group and not reads_all:
+            forward["all_reduce"] = (1, k * n * a)
+        whole = (k + c.calculate_entropy) * n * getattr(c, "cp", 1) * a
+        return Cost(forward=forward, backward={"reduce_scatter": (1, whole)} if has_cp else {})
+
+    return of
+
+
+DECLARED = dict(
+    reference=whole_distillation,
+    draw={"ids": ids("v", ignore=-100)},
+    dims={"k": (1, 2, 3, 8), "f": "s+e", "e": (0, 1, 2, 3), "u": "s-1"},
+    options={"zero_outside_topk": (True, False), "calculate_entropy": (True, False)},
+    dtypes=("float32", "float64", "bfloat16"),
+    roundings=3,  # log total, depth, gradient
+)
+
+
+def specs(student, types):
+    return dict(
+        inputs={"student": student, "teacher": f"b s k {types}", "ids": "b s k"},
+        outputs=(f"b u k {types}", f"b u k {types}", f"b u {types}"),
+    )
+
+
+OVER_CP = "b f/cp:dual_chunk_swap"
+
+
+@scheme(mesh={"tp": (1,)}, **specs("b f v tp=I", "tp=I"), cost=cost(False, False, False), **DECLARED)
+def distillation_alone(mesh, student, teacher, ids, zero_outside_topk, calculate_entropy):
+    return three(student, teacher, ids, zero_outside_topk, calculate_entropy)
+
+
+@scheme(mesh={"tp": (1, 2, 3, 4)}, **specs("b f v/tp:ragged", "tp=I"), cost=cost(True, False, True), **DECLARED)
+def distillation_over_tp(mesh, student, teacher, ids, zero_outside_topk, calculate_entropy):
+    groups = mesh.rank("tp"), mesh["tp"]
+    return three(student, teacher, ids, zero_outside_topk, calculate_entropy, *groups)
+
+
+@scheme(mesh={"cp": (1, 2, 4)}, **specs(f"{OVER_CP} v", "cp=R"), cost=cost(False, True, False), **DECLARED)
+def distillation_over_cp(mesh, student, teacher, ids, zero_outside_topk, calculate_entropy):
+    return three(student, teacher, ids, zero_outside_topk, calculate_entropy, None, None, mesh["cp"])
+
+
+@scheme(
+    mesh={"cp": (1, 2), "tp": (1, 2, 4)},
+    **specs(f"{OVER_CP} v/tp:ragged", "tp=I cp=R"),
+    cost=cost(True, True, True),
+    **DECLARED,
+)
+def distillation_over_tp_and_cp(mesh, student, teacher, ids, zero_outside_topk, calculate_entropy):
+    groups = mesh.rank("tp"), mesh["tp"], mesh["cp"]
+    return three(student, teacher, ids, zero_outside_topk, calculate_entropy, *groups)
+
+
+def as_dtensor(mesh, local, v):
+    """The local logits as a DTensor of the whole mesh, sequence and vocabulary cut."""
+    cuts = {"cp": Shard(1), "tp": Shard(2)}
+    placements = [cuts.get(axis, Replicate()) for axis in mesh.axes]
+    shape = (local.shape[0], local.shape[1] * (mesh.size("cp") if "cp" in mesh.axes else 1), v)
+    stride = (shape[1] * v, v, 1)
+    return DTensor.from_local(local, mesh.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+@scheme(
+    mesh={"cp": (1, 2), "tp": (1, 2, 4)},
+    **specs(f"{OVER_CP} v/tp", "tp=I cp=R"),
+    cost=cost(True, True, False),
+    **DECLARED,
+)
+def distillation_of_dtensor(mesh, student, teacher, ids, zero_outside_topk, calculate_entropy):
+    logits = as_dtensor(mesh, student, student.shape[-1] * mesh.size("tp"))
+    return three(logits, teacher, ids, zero_outside_topk, calculate_entropy)
+
+
+ROUTES = (
+    distillation_alone,
+    distillation_over_tp,
+    distillation_over_cp,
+    distillation_over_tp_and_cp,
+    distillation_of_dtensor,
+)
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.name)
+def test_parity(route):
+    @given(every_case(route))
+    @settings(max_examples=settings().max_examples // 2)
+    def every(case):
+        check(case)
+
+    every()
+
+
+@pytest.mark.parametrize("calculate_entropy", [True, False])
+@pytest.mark.parametrize("zero_outside_topk", [True, False])
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.name)
+def test_every_combination(route, zero_outside_topk, calculate_entropy):
+    sizes = {axis: max(size for size in menu if size <= 2) for axis, menu in route.mesh.items()}
+    options = dict(zero_outside_topk=zero_outside_topk, calculate_entropy=calculate_entropy)
+    e = (ROUTES.index(route) + zero_outside_topk) % 4  # tokens of padding
+    for dtype in ("float32", "bfloat16"):
+        judge(
+            route, route.case(seed=e, dtype=dtype, b=2, s=8 - e, e=e, v=12, k=3, **sizes, **options)
+        ).raise_if_failed()
+
+
+@given(every_case(distillation_over_tp_and_cp, engine="gloo"))
+@settings(max_examples=5)
+def test_parity_on_gloo(case):
+    check(case)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("v", [5, 7])
+def test_dtensor_cuts_that_are_uneven(v, tp):
+    """Declared here: only DTensor's own cut can be said by a DTensor, which no draw of lengths knows."""
+
+    @scheme(mesh={"tp": (2, 4)}, **specs("b f v/tp:ragged", "tp=I"), cost=cost(True, False, False), **DECLARED)
+    def distillation_of_uneven_dtensor(mesh, student, teacher, ids, zero_outside_topk, calculate_entropy):
+        return three(as_dtensor(mesh, student, v), teacher, ids, zero_outside_topk, calculate_entropy)
+
+    block = -(-v // tp)
+    lengths = [max(0, min(block, v - rank * block)) for rank in range(tp)]
+    for seed in range(4):
+        case = distillation_of_uneven_dtensor.case(seed=seed, tp=tp, b=1, s=4, e=0, v=v, k=3)
+        case = case.replace(layouts={"v/tp": {"name": "ragged", "lengths": lengths}})
+        judge(distillation_of_uneven_dtensor, case).raise_if_failed()
+
+
+def normal(*shape, key=17):
+    return np.random.Generator(np.random.Philox(key=[key, 0])).standard_normal(shape)
+
+
+def alone(*tensors, zero_outside_topk=True, calculate_entropy=True):
+    return vp.get_distillation_topk_logprobs_from_logits(*tensors, zero_outside_topk, calculate_entropy)
+
+
+@pytest.mark.parametrize("route", [distillation_over_tp, distillation_over_tp_and_cp], ids=lambda route: route.name)
+@pytest.mark.parametrize("zero_outside_topk", [True, False])
+def test_masked_columns_and_nobodys_ids(route, zero_outside_topk):
+    student, teacher = normal(1, 8, 8), normal(1, 8, 3, key=18)
+    student[..., [0, 3, 4, 7]] = -np.inf  # the borders of two shards
+    teacher[..., 2] = -np.inf
+    asked = np.stack([[i, (i + 2) % 8, (-100, 8, 2**40)[i % 3]] for i in range(8)])[None]
+    cuts = {"tp": 2, "cp": 2} if "cp" in route.mesh else {"tp": 2}
+    sizes = dict(b=1, s=8, e=0, v=8, k=3, dtype="float32", calculate_entropy=True)
+    case = route.case(**cuts, **sizes, zero_outside_topk=zero_outside_topk)
+    report = judge(route, case, arrays={"student": student, "teacher": teacher, "ids": asked})
+    report.raise_if_failed()
+    for row in report.rows:
+        assert not np.isnan(row.got).any()
+    scores = next(row for row in report.rows if row.name == "out[0]")
+    np.testing.assert_array_equal(scores.got[..., 2], np.zeros((1, 7)))
+
+
+def test_over_all_ids_both_choices_are_one():
+    """k = V: the sum over the k ids is that over the whole vocabulary, term by term in the same order."""
+    student, teacher = torch.from_numpy(normal(2, 4, 6)).float(), torch.from_numpy(normal(2, 4, 6, key=18)).float()
+    asked = torch.arange(6).expand(2, 4, 6)
+    inside, outside = (alone(student, teacher, asked, zero_outside_topk=choice) for choice in (False, True))
+    for a, b in zip(inside, outside, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_over_k_the_probabilities_add_up_to_one():
+    """Logits of 0 and of -inf: the probabilities are powers of two, and so exact."""
+    student = torch.zeros(1, 3, 8)
+    student[..., 5] = -torch.inf
+    asked = torch.tensor([[[0, 1, 2, 3, 5], [4, 6, 7, 0, -100], [0, 0, 0, 0, 0]]])
+    scores, teacher, _ = alone(student, torch.zeros(1, 3, 5), asked, zero_outside_topk=False)
+    p = torch.where(asked[:, :-1] == -100, 0.0, scores.exp())
+    assert torch.equal(p.sum(-1), torch.ones(1, 2)) and torch.equal(scores[0, 1, 4], torch.tensor(0.0))
+    np.testing.assert_array_equal(teacher, np.full((1, 2, 5), -np.log1p(np.float32(4))))
+
+
+def test_the_last_position_has_no_part():
+    student, teacher = (torch.from_numpy(normal(1, 5, k, key=k)).requires_grad_() for k in (8, 3))
+    asked = torch.from_numpy(np.arange(15).reshape(1, 5, 3) % 8)
+    before = alone(student, teacher, asked)
+    gradients = torch.autograd.grad([x.sum() for x in before], [student, teacher])
+    assert all((g[:, -1] == 0).all() and (g[:, :-1] != 0).any() for g in gradients)
+    with torch.no_grad():
+        student[:, -1], teacher[:, -1], asked[:, -1] = 7.0, -7.0, 0
+    for a, b in zip(before, alone(student, teacher, asked), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("zero_outside_topk", [True, False])
+def test_gradcheck(zero_outside_topk):
+    student, teacher = (torch.from_numpy(normal(1, 4, k, key=k)).requires_grad_() for k in (6, 3))
+    asked = torch.tensor([[[0, 5, -100], [1, 1, 2], [3, 4, 5], [0, 0, 0]]])
+    assert torch.autograd.gradcheck(
+        lambda z, t: alone(z, t, asked, zero_outside_topk=zero_outside_topk), (student, teacher)
+    )
+
+
+def test_dtypes():
+    for dtype, result in ((torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float64,) * 2):
+        student, teacher = torch.zeros(1, 2, 4, dtype=dtype, requires_grad=True), torch.zeros(1, 2, 2, dtype=dtype)
+        outputs = alone(student, teacher.requires_grad_(), torch.zeros(1, 2, 2, dtype=torch.int32))
+        assert {x.dtype for x in outputs} == {result}
+        sum(x.sum() for x in outputs).backward()
+        assert student.grad.dtype == teacher.grad.dtype == dtype
+
+
+@pytest.mark.parametrize("v", [64, 4096])
+@pytest.mark.parametrize("zero_outside_topk", [True, False])
+@pytest.mark.parametrize("calculate_entropy", [True, False])
+def test_keeps_the_logits_by_reference_and_nothing_else_of_their_size(v, zero_outside_topk, calculate_entropy):
+    def body(mesh, case):
+        z, saved = torch.zeros(2, 4, v, requires_grad=True), []
+        teacher, asked = torch.zeros(2, 4, 3), torch.zeros(2, 4, 3, dtype=torch.int64)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+            vp.get_distillation_topk_logprobs_from_logits(
+                z, teacher, asked, zero_outside_topk, calculate_entropy, 0, mesh["tp"]
+            )
+        kept = {x.data_ptr(): x.nbytes for x in saved if x.data_ptr() != z.data_ptr()}
+        return len([x for x in saved if x.data_ptr() == z.data_ptr()]), sum(kept.values())
+
+    ((references, kept),) = run(body, CaseSpec(scheme="distillation", mesh={"tp": 1})).results
+    joint = 2 * 4 * (8 + 4 * 3 + 4 * calculate_entropy)
+    over_k = 2 * 4 * (4 * 3 + 8 + 4 * 3)  # its own k logits, their normaliser and their slots
+    selected = 2 * 4 * 3  # which of them are asked for
+    assert references == (zero_outside_topk or calculate_entropy)
+    assert kept <= joint + (0 if zero_outside_topk else over_k + selected)
