@@ -51,7 +51,9 @@ WITHOUT_A_TEST_OF_ITS_OWN = {
     "vocab_parallel/selected.py": "one of two ways to a kept set, tested through it",
 }
 TESTS_OF_NO_SINGLE_FILE = {
+    "vocab_parallel/outside_oracles.py": "several functions against other libraries' on fixed cases",
     "vocab_parallel/real_text.py": "the log-probabilities on a text, which is input and no component",
+    "vocab_parallel/refusals.py": "what several functions refuse, in one table",
 }
 # Folders of parity_tests that are about the harness and not about a component.
 HARNESS_FOLDERS = {"harness", "faults", "benchmarks"}
