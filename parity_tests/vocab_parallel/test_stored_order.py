@@ -19,7 +19,7 @@ from torch_impl import vocab_parallel as vp
 STORED = dict(
     mesh={"cp": (1, 2, 3), "tp": (1, 2, 4)},
     outputs="b u tp=I cp=I",
-    dims={"u": "s-1"},
+    dims={"u": "s-1", "v": (8, 4, 12)},
     draw={"target": ids("v", ignore=-100), "keys": integers(0, 9), "columns": integers(0, 0)},
     options={"temperature": (1.0, 0.7)},
     rank_options={"chunk_size": (None, 2)},
