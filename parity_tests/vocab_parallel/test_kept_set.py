@@ -94,6 +94,13 @@ def test_both_routes_meet_at_the_longest_list(top_k, width):
     ]
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("kind", ["normal", "ties", "neg_inf_mask", "zeros"])
+def test_a_long_top_k_of_a_vocabulary_much_longer(kind, tp):
+    case = kept_by_count.case(tp=tp, b=1, s=2, v=8300, top_k=1025, top_p=1.0, temperature=1.0, dtype="float32", seed=9)
+    judge(kept_by_count, case.replace(values={"logits": {"kind": kind}})).raise_if_failed()
+
+
 def kept_over(widths, whole, top_k, top_p, temperature=1.0):
     """Kept tokens of whole rows [n, v], cut into shards of the given widths."""
 

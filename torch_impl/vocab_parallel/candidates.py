@@ -16,14 +16,16 @@ from torch import Tensor
 
 from torch_impl.vocab_parallel.rows import block_rows, row_blocks
 
-# A list of m entries takes about 24 m bytes; so many entries keep all lists within a tenth of the logits.
-SHORT, SHARE = 64, 512
+# An entry takes 8 bytes and its logit; so many entries keep all lists within a tenth of the logits.
+SHORT, SHARE = 64, 64
+# Entries that are looked at together.
+JOINED = 1 << 16
 # A list of all columns of a block takes several times the block's memory.
 FINER = 8
 
 
 class Found(NamedTuple):
-    """Entries of one row block, ordered by row (of the block), then by column."""
+    """Entries of some rows, ordered by row (counted from the first of them), then by column."""
 
     rows: Int[Tensor, " m"]
     columns: Int[Tensor, " m"]
@@ -37,20 +39,25 @@ class Candidates:
         rows = max(1, block_rows(logits, chunk_size) // FINER)
         self.dtype, self.device = logits.dtype, logits.device
         self._blocks = list(row_blocks(logits, rows))
-        self._lists: list[Found | None] = [None] * len(self._blocks)
+        self._lists: list[tuple[slice, Found]] = []
 
-    def between(self, low: Float[Tensor, " n"], high: Float[Tensor, " n"]) -> Iterator[tuple[slice, int, Found]]:
-        """For each row block its slice of rows, their number, and at least its columns with low <= z <= high.
+    def between(self, low: Float[Tensor, " n"], high: Float[Tensor, " n"]) -> Iterator[tuple[slice, Found]]:
+        """Some rows at a time: their slice, and at least their columns with low <= z <= high.
 
-        A list kept from an earlier round has columns outside the bounds too: whoever reads it selects.
+        A list kept from an earlier round has columns outside the bounds too: whoever reads it selects. Slices may
+        overlap, but no entry comes twice.
         """
-        for i, (part, block) in enumerate(self._blocks):
-            found = self._lists[i]
-            if found is None:
-                found = _found(block, low[part], high[part])
-                if len(found.rows) <= SHORT + block.numel() // SHARE:
-                    self._lists[i] = found
-            yield part, len(block), found
+        short, long = [], []
+        for part, block in self._blocks:
+            found = _found(block, low[part], high[part])
+            if len(found.rows) > SHORT + block.numel() // SHARE:
+                long.append((part, block))
+                yield part, found
+            else:
+                short.append((part, found))
+        self._blocks = long
+        self._lists += _joined(short)
+        yield from self._lists
 
 
 def ordinals(flags: Bool[Tensor, " m"], rows: Int[Tensor, " m"], n: int) -> Int[Tensor, " m"]:
@@ -65,7 +72,26 @@ def counted(flags: Bool[Tensor, " m"], rows: Int[Tensor, " m"], n: int) -> Int[T
     return torch.zeros(n, dtype=torch.int64, device=flags.device).index_add_(0, rows, flags.long())
 
 
+def _joined(lists: list[tuple[slice, Found]]) -> list[tuple[slice, Found]]:
+    """Lists in order of their rows as few longer ones: each costs many small operations, however short it is."""
+    groups: list[list[tuple[slice, Found]]] = []
+    total = 0
+    for part, found in lists:
+        if not groups or total + len(found.rows) > JOINED:
+            groups.append([])
+            total = 0
+        groups[-1].append((part, found))
+        total += len(found.rows)
+    joined = []
+    for group in groups:
+        start = group[0][0].start
+        rows = torch.cat([found.rows + (part.start - start) for part, found in group])
+        columns, logits = (torch.cat([found[i] for _, found in group]) for i in (1, 2))
+        joined.append((slice(start, group[-1][0].stop), Found(rows, columns, logits)))
+    return joined
+
+
 def _found(block: Float[Tensor, "n v"], low: Float[Tensor, " n"], high: Float[Tensor, " n"]) -> Found:
     inside = (block >= low.unsqueeze(-1)) & (block <= high.unsqueeze(-1))
     rows, columns = inside.nonzero(as_tuple=True)
-    return Found(rows, columns, block[rows, columns])
+    return Found(rows.int(), columns.int(), block[rows, columns])

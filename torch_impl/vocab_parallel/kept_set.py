@@ -74,9 +74,9 @@ def _column_of_tie(
     """Column of the count-th logit that equals the threshold, -1 where the count is 0."""
     last = torch.full(threshold.shape, -1, dtype=torch.int32, device=threshold.device)
     wanted = torch.where(count > 0, threshold, math.nan)  # nothing equals NaN: no list for rows without a kept tie
-    for part, n, found in candidates.between(wanted, wanted):
+    for part, found in candidates.between(wanted, wanted):
         is_tie = found.logits == wanted[part][found.rows]
-        is_last = is_tie & (ordinals(is_tie, found.rows, n) == count[part][found.rows] - 1)
+        is_last = is_tie & (ordinals(is_tie, found.rows, len(count[part])) == count[part][found.rows] - 1)
         columns = torch.where(is_last, found.columns, -1).to(last.dtype)
-        last[part] = last[part].scatter_reduce(0, found.rows, columns, "amax")
+        last[part] = last[part].scatter_reduce(0, found.rows.long(), columns, "amax")
     return last

@@ -77,15 +77,15 @@ def _bins(
     weigh: Weigh,
 ) -> Float[Tensor, "n bins"]:
     """Weight of this rank's candidates whose leading digits are the row's, by their next digit."""
-    bins = torch.empty(len(base), BINS, dtype=accumulator(candidates.dtype), device=candidates.device)
-    for part, n, found in candidates.between(low, high):
+    bins = torch.zeros(len(base), BINS, dtype=accumulator(candidates.dtype), device=candidates.device)
+    for part, found in candidates.between(low, high):
         digit = (ordered(found.logits) >> shift) - base[part][found.rows]
         inside = (digit >= 0) & (digit < BINS)
         weight = torch.where(inside, weigh(part, found), 0.0)
-        place = found.rows * BINS + torch.where(inside, digit, 0)
+        place = found.rows.long() * BINS + torch.where(inside, digit, 0)
         # float64: thousands of terms may fall into one bin, one after the other
-        sums = torch.zeros(n * BINS, dtype=torch.float64, device=bins.device).index_add_(0, place, weight.double())
-        bins[part] = sums.view(n, BINS)
+        sums = torch.zeros(bins[part].numel(), dtype=torch.float64, device=bins.device)
+        bins[part] += sums.index_add_(0, place, weight.double()).view(-1, BINS)
     return bins
 
 

@@ -25,40 +25,54 @@ from torch_impl.vocab_parallel.sampling_params import Limits
 
 # The bound on a kept token's probability is halved: sums of that many rounded terms decide, not exact ones.
 SLACK = 0.5
+# Groups of columns for each of the k largest: with fewer their k-th largest maximum is no good bound.
+FEWEST_GROUPS = 2
 
 
 def cut_by_selection(
     logits: Float[Tensor, "*a v"], column: Int[Tensor, "n 1"], plan: Plan, limits: Limits
 ) -> tuple[Prefix, Ties | None, Float[Tensor, " n"]]:
     """(prefix, ties unless all of them are kept, the target's logit)."""
-    kth = torch.full((len(column),), -math.inf, dtype=accumulator(logits.dtype), device=logits.device)
-    if limits.top_k is not None:
-        kth = _kth_largest(logits, kth, limits.top_k, plan)
+    kth = None if limits.top_k is None else _kth_largest(logits, limits.top_k, plan)
     m_r, rest_r, z_t = st.exchanged(_survivors(logits, column, kth, plan), plan.group).unbind(1)
     largest, rest, first = st.merged_rest(m_r, rest_r, plan.temperature)
-    z_t = st.merged_target(z_t)
+    kth = torch.full_like(largest, -math.inf) if kth is None else kth
+    survivors, z_t = Prefix(largest, rest, kth, torch.full_like(kth, math.inf)), st.merged_target(z_t)
     if limits.top_p is None:
-        return Prefix(largest, rest, kth, torch.full_like(kth, math.inf)), None, z_t
-    prefix, ties = _top_p(logits, column, kth, Prefix(largest, rest, kth, kth), first, plan, limits.top_p)
+        return survivors, None, z_t
+    prefix, ties = _top_p(logits, column, survivors, first, plan, limits.top_p)
     return prefix, ties, z_t
 
 
-def _kth_largest(logits: Float[Tensor, "*a v"], low: Float[Tensor, " n"], k: int, plan: Plan) -> Float[Tensor, " n"]:
+def _kth_largest(logits: Float[Tensor, "*a v"], k: int, plan: Plan) -> Float[Tensor, " n"]:
     """The k-th largest logit of each row, of fewer than k the smallest. R all_reduce."""
+    dtype = accumulator(logits.dtype)
+    low = torch.full((logits.shape[:-1].numel(),), -math.inf, dtype=dtype, device=logits.device)
+    group_size = logits.shape[-1] // (FEWEST_GROUPS * k)
+    if group_size > 1:
+        for part, block in row_blocks(logits, block_rows(logits, plan.chunk_size)):
+            low[part] = _kth_largest_of_groups(block, k, group_size).to(dtype)
 
     def one(part: slice, found: Found) -> Tensor:
-        return torch.ones(found.rows.shape, dtype=low.dtype, device=low.device)
+        return torch.ones(found.rows.shape, dtype=dtype, device=low.device)
 
     return last_kept(Candidates(logits, plan.chunk_size), low, torch.full_like(low, k), one, plan.group)[0]
 
 
+def _kth_largest_of_groups(block: Float[Tensor, "n v"], k: int, group_size: int) -> Float[Tensor, " n"]:
+    """The k-th largest of the groups' maxima: k columns of this rank reach it, so the k-th largest of all does too."""
+    groups = block.shape[-1] // group_size
+    maxima = block[:, : groups * group_size].unflatten(-1, (groups, group_size)).amax(-1)
+    return maxima.topk(k).values[:, -1]
+
+
 def _survivors(
-    logits: Float[Tensor, "*a v"], column: Int[Tensor, "n 1"], kth: Float[Tensor, " n"], plan: Plan
+    logits: Float[Tensor, "*a v"], column: Int[Tensor, "n 1"], kth: Float[Tensor, " n"] | None, plan: Plan
 ) -> Float[Tensor, "f n"]:
-    """This rank's statistics of the logits that are not below the k-th largest."""
-    statistics = torch.empty(3, len(column), dtype=kth.dtype, device=kth.device)
+    """This rank's statistics of the logits that are not below the k-th largest, if there is one."""
+    statistics = torch.empty(3, len(column), dtype=accumulator(logits.dtype), device=logits.device)
     for part, block in row_blocks(logits, block_rows(logits, plan.chunk_size)):
-        left = block.masked_fill(block < kth[part].unsqueeze(-1), -math.inf)
+        left = block if kth is None else block.masked_fill(block < kth[part].unsqueeze(-1), -math.inf)
         statistics[:, part] = st.local_statistics(left, column[part], plan.temperature, False)
     return statistics
 
@@ -66,7 +80,6 @@ def _survivors(
 def _top_p(
     logits: Float[Tensor, "*a v"],
     column: Int[Tensor, "n 1"],
-    kth: Float[Tensor, " n"],
     survivors: Prefix,
     first: Int[Tensor, " n"],
     plan: Plan,
@@ -83,7 +96,7 @@ def _top_p(
         m = largest[part][found.rows]
         is_largest = found.logits == m
         is_first = is_largest & is_mine[part][found.rows]
-        is_first &= ordinals(is_first, found.rows, part.stop - part.start) == 0
+        is_first &= ordinals(is_first, found.rows, len(largest[part])) == 0
         others = torch.where(is_first, 0.0, weight_of(found.logits, m, temperature))
         return torch.where(is_alone[part][found.rows], is_largest.to(m.dtype), others)
 
@@ -91,7 +104,7 @@ def _top_p(
     low = largest + temperature * (likely.to(rest.dtype) + rest.log1p())
     candidates = Candidates(logits, plan.chunk_size)
     some_room = torch.where(is_alone, 1.0, room)
-    threshold, above = last_kept(candidates, torch.maximum(low, kth), some_room, mass, plan.group)
+    threshold, above = last_kept(candidates, torch.maximum(low, survivors.threshold), some_room, mass, plan.group)
     ties = _ties(candidates, column, threshold, plan)
     first_is_tie = (threshold == largest).to(rest.dtype)
     weight = weight_of(threshold, largest, temperature)
@@ -102,13 +115,15 @@ def _top_p(
 
 def _ties(candidates: Candidates, column: Int[Tensor, "n 1"], threshold: Float[Tensor, " n"], plan: Plan) -> Ties:
     """How many logits equal the threshold, and how many of them precede the target. One all_gather."""
-    told = torch.empty(2, len(threshold), dtype=threshold.dtype, device=threshold.device)
-    for part, n, found in candidates.between(threshold, threshold):
+    told = torch.zeros(2, len(threshold), dtype=threshold.dtype, device=threshold.device)
+    target = column.squeeze(-1)
+    for part, found in candidates.between(threshold, threshold):
         is_tie = found.logits == threshold[part][found.rows]
-        target = column[part].squeeze(-1)
-        is_before = is_tie & (found.columns < target[found.rows])
-        told[0, part] = counted(is_tie, found.rows, n).to(told.dtype)
-        told[1, part] = torch.where(target >= 0, counted(is_before, found.rows, n).to(told.dtype), math.inf)
+        is_before = is_tie & (found.columns < target[part][found.rows])
+        n = len(threshold[part])
+        told[0, part] += counted(is_tie, found.rows, n)
+        told[1, part] += counted(is_before, found.rows, n)
+    told[1].masked_fill_(target < 0, math.inf)
     return Ties(*st.exchanged(told, plan.group).unbind(1), candidates)
 
 
