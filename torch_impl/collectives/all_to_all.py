@@ -99,8 +99,11 @@ def _exchanged(
         shape[concat_dim] = length  # after the line above: with equal dims what arrives is as long as `received` says
         shapes.append(shape)
     sizes = [math.prod(shape) for shape in shapes]
-    outbox = torch.cat([piece.reshape(-1) for piece in pieces])
+    # Pieces along dim 0 lie one after another: cut there, x is the message; joined there, the message is the result.
+    outbox = x.reshape(-1) if split_dim == 0 else torch.cat([piece.reshape(-1) for piece in pieces])
     inbox = outbox.new_empty(sum(sizes))
     dist.all_to_all_single(inbox, outbox, sizes, [piece.numel() for piece in pieces], group=group)
+    if concat_dim == 0:
+        return inbox.view(sum(received), *shapes[0][1:])
     arrived = [flat.view(shape) for flat, shape in zip(inbox.split(sizes), shapes, strict=True)]
     return torch.cat(arrived, dim=concat_dim)
