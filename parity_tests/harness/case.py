@@ -46,11 +46,11 @@ class CaseSpec:
             raise ValueError(f"case: format {self.format} is not {FORMAT}; this file was written by another version")
 
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith("_"):
-            for table in (self.dims, self.mesh, self.options):
-                if name in table:
-                    return table[name]
-        raise AttributeError(f"case {self.scheme!r} has no dim, mesh axis or option {name!r}")
+        held = self.__dict__  # while one is unpickled, nothing is there yet
+        for table in ("dims", "mesh", "options"):
+            if name in held.get(table, {}):
+                return held[table][name]
+        raise AttributeError(f"case {held.get('scheme')!r} has no dim, mesh axis or option {name!r}")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CaseSpec) and self.json == other.json

@@ -42,7 +42,9 @@ def verify(
     targets: Targets = None,
     engine: Annotated[str, typer.Option(help="lockstep, gloo, nccl or torchrun.")] = "lockstep",
     examples: Annotated[int | None, typer.Option(min=1, help="Cases per scheme; default: the profile's.")] = None,
-    profile: Annotated[str, typer.Option(help="dev (20 cases), ci (60) or nightly (2000).")] = "dev",
+    profile: Annotated[
+        str, typer.Option(help="quick (8 cases of one shape), dev (20), ci (60) or nightly (2000).")
+    ] = "dev",
     seed: Annotated[int, typer.Option(min=0)] = 0,
     mesh: Mesh = None,
     dim: Dims = None,

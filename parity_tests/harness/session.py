@@ -85,7 +85,7 @@ def run(schemes: list[Scheme], wanted: Wanted) -> Outcome:
     bridge.start(wanted.jax_cache)
     outcome = Outcome()
     several = len(schemes) > 1
-    with _profile(wanted.profile), _bar(wanted.quiet) as bar:
+    with _profile(wanted.profile), progress_bar(wanted.quiet) as bar:
         task = bar.add_task("", total=len(schemes))
         for made in schemes:
             bar.update(task, description=made.name)
@@ -165,7 +165,8 @@ def _check(wanted: Wanted) -> None:
             raise ValueError(f"{flag} {path}: there is no folder {Path(path).parent}")
 
 
-def _bar(quiet: bool) -> Progress:
+def progress_bar(quiet: bool = False) -> Progress:
+    """On standard error, and only on a terminal."""
     columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}"))
     stderr = Console(stderr=True)
     return Progress(*columns, console=stderr, transient=True, disable=quiet or not stderr.is_terminal)

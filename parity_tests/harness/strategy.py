@@ -14,13 +14,14 @@ from parity_tests.harness.drawing import draw_case
 if TYPE_CHECKING:
     from parity_tests.harness.scheme import Scheme
 
-EXAMPLES = {"dev": 20, "ci": 60, "nightly": 2000}
-SHAPES = {"dev": 8, "ci": 12, "nightly": 48}
+EXAMPLES = {"quick": 8, "dev": 20, "ci": 60, "nightly": 2000}
+SHAPES = {"quick": 1, "dev": 8, "ci": 12, "nightly": 48}
 
 
 def register_profiles() -> None:
-    """Register `dev`, `ci` and `nightly` with Hypothesis; a conftest loads one by `--hypothesis-profile`."""
+    """Register `quick`, `dev`, `ci` and `nightly` with Hypothesis; a conftest loads one by `--hypothesis-profile`."""
     quiet = {"deadline": None, "print_blob": True, "suppress_health_check": list(HealthCheck)}
+    settings.register_profile("quick", max_examples=EXAMPLES["quick"], **quiet)
     settings.register_profile("dev", max_examples=EXAMPLES["dev"], **quiet)
     settings.register_profile("ci", max_examples=EXAMPLES["ci"], derandomize=True, database=None, **quiet)
     settings.register_profile("nightly", max_examples=EXAMPLES["nightly"], **quiet)

@@ -49,7 +49,7 @@ def table(outcome: Outcome) -> Table:
         ("bytes/rank", "right"),
         ("verdict", "left"),
     ):
-        grid.add_column(column, justify=justify, no_wrap=column != "mesh")  # type: ignore[arg-type]
+        grid.add_column(column, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     for report in outcome.reports:
         forward, backward = report.worst("output"), report.worst("gradient")
         ratio = max((row.ratio for row in report.rows), default=float("nan"))
@@ -127,11 +127,11 @@ def as_junit(outcome: Outcome) -> str:
 
 
 def _meshes(meshes: Sequence[str]) -> str:
-    """`tp=1,2,4` of meshes of one axis, else each as it is."""
-    axes = {mesh.partition("=")[0] for mesh in meshes}
-    if len(axes) > 1 or any("," in mesh for mesh in meshes):
-        return " ".join(meshes)
-    return "".join(f"{axis}=" for axis in axes) + ",".join(mesh.partition("=")[2] for mesh in meshes)
+    """The sizes of each axis that were tried: `cp=1,2 tp=1,2,4`."""
+    sizes: dict[str, set[int]] = {}
+    for axis, _, size in (part.partition("=") for mesh in meshes for part in mesh.split(",") if part):
+        sizes.setdefault(axis, set()).add(int(size))
+    return " ".join(f"{axis}={','.join(map(str, sorted(tried)))}" for axis, tried in sizes.items())
 
 
 def _error(row: TensorRow | None) -> str:

@@ -15,13 +15,13 @@ from importlib.metadata import version
 from rich.console import Console
 from rich.table import Table
 
-from parity_tests.harness import discover, real_text, session, summary, tour_figure
+from parity_tests.harness import discover, real_text, several, summary, tour_figure
 from parity_tests.harness.cli import EQUAL, MISMATCH
 from parity_tests.harness.judge import judge
-from parity_tests.harness.report import PLAIN_WIDTH
 
 READER = "vocab_parallel_logprob"  # the scheme that reads the text
 READERS_TP = (1, 2, 4)
+WIDTH = 150  # of the table where there is no terminal to ask
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Tour:
 def run(figure_path: str, examples: int) -> int:
     """The whole tour; returns the exit status."""
     start = time.perf_counter()
-    tour = Tour(Console(width=None if Console().is_terminal else PLAIN_WIDTH))
+    tour = Tour(Console(width=None if Console().is_terminal else WIDTH))
     status = _schemes(tour, examples)
     _text(tour)
     _bugs(tour)
@@ -56,7 +56,7 @@ def run(figure_path: str, examples: int) -> int:
 
 def _schemes(tour: Tour, examples: int) -> int:
     tour.heading("Every built-in scheme against its reference: forward, gradient, collectives, bytes")
-    outcome = session.run(discover.built_in(), session.Wanted(examples=examples))
+    outcome = several.verified(discover.built_in(), examples)
     tour.console.print(summary.table(outcome))
     for report in outcome.reports:
         name = report.scheme.rpartition(":")[2]

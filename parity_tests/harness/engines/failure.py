@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.engines.ledger import Ledger
@@ -39,6 +41,11 @@ class RankFailure(Exception):
         super().__init__(message)
         self.rank, self.op, self.source = rank, op, source
         self.case, self.others, self.ledger = case, tuple(others), ledger
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # An exception is pickled as its type and its positional arguments, and this one has others.
+        known = {name: getattr(self, name) for name in ("rank", "op", "source", "case", "others", "ledger")}
+        return partial(type(self), **known), self.args
 
     def __str__(self) -> str:
         untold = (f"  {line}" for line in self.others if line not in self.args[0])

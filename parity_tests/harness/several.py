@@ -1,0 +1,44 @@
+"""Verify schemes side by side, each in whichever process is free: what costs time is compiling references.
+
+A worker imports the file that declares a scheme, verifies it as `shardproof verify --profile quick` does, and sends
+its outcome back.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+
+from parity_tests.harness import discover, session
+from parity_tests.harness.scheme import Scheme
+
+MOST = 4  # processes; each holds torch and JAX
+
+
+def verified(schemes: Sequence[Scheme], examples: int) -> session.Outcome:
+    """The outcome of all schemes in the order given, with a progress bar on standard error."""
+    count = max(min(MOST, os.cpu_count() or 1, len(schemes)), 1)
+    found: dict[str, session.Outcome] = {}
+    with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as workers, session.progress_bar() as bar:
+        task = bar.add_task("", total=len(schemes))
+        waiting = {workers.submit(_one, made.file, made.name, examples): made for made in schemes}
+        for done in as_completed(waiting):
+            found[waiting[done].key] = done.result()
+            bar.update(task, advance=1, description=waiting[done].name)
+    return _joined([found[made.key] for made in schemes])
+
+
+def _one(file: str, name: str, examples: int) -> session.Outcome:
+    scheme = next(made for made in discover.schemes_of_file(file) if made.name == name)
+    return session.run([scheme], session.Wanted(examples=examples, profile="quick", quiet=True))
+
+
+def _joined(outcomes: Sequence[session.Outcome]) -> session.Outcome:
+    whole = session.Outcome()
+    for outcome in outcomes:
+        whole.reports += outcome.reports
+        whole.not_run |= outcome.not_run
+        whole.seconds |= outcome.seconds
+    return whole
