@@ -113,29 +113,7 @@ def linear_next_tokens_of_cut_states(mesh, hidden, weight, target, chunk_size):
     return next_scored(mesh, hidden, weight, target, chunk_size, tied=True)
 
 
-LONG = {
-    **SHIFTED,
-    "mesh": {"tp": (1, 2)},
-    "dims": {"s": (4096,), "b": (1,), "d": (2,), "v": (4,)},
-    "draw": {"hidden": values("ones"), "weight": values("zeros"), "target": ids("v")},
-    "rank_options": {"chunk_size": (4, 64)},
-    "dtypes": ("bfloat16",),
-    "roundings": 2,  # the logits are exact; d logits and the product of a chunk are stored
-}
-
-
-@scheme(inputs={"hidden": "s b d tp=I", "weight": "v/tp:ragged d", "target": "b s"}, cost=replicated_cost, **LONG)
-def linear_logprobs_in_many_chunks(mesh, hidden, weight, target, chunk_size):
-    return scored(mesh, hidden, weight, target, chunk_size)
-
-
-SCHEMES = (
-    linear_logprobs,
-    linear_logprobs_of_cut_states,
-    linear_next_tokens,
-    linear_next_tokens_of_cut_states,
-    linear_logprobs_in_many_chunks,
-)
+SCHEMES = (linear_logprobs, linear_logprobs_of_cut_states, linear_next_tokens, linear_next_tokens_of_cut_states)
 
 
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])

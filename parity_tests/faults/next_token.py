@@ -1,0 +1,229 @@
+"""Faults of scores of a sequence: whose id comes next, whose ids these are, and where they are stored."""
+
+from parity_tests.faults.fault import Fault
+
+SCORING = "torch_impl/vocab_parallel/scoring.py"
+RANGE = "torch_impl/vocab_parallel/vocab_range.py"
+STORED = "torch_impl/vocab_parallel/stored_order.py"
+
+SHIFT = (
+    Fault(
+        name="ids not shifted",
+        kind="sequence",
+        file=SCORING,
+        old="shifted[:, : max(ids.shape[1] - 1, 0)] = ids[:, 1:]",
+        new="shifted[:, : ids.shape[1]] = ids",
+        expect="value: ",
+    ),
+    Fault(
+        name="ids shifted in this rank's share",
+        kind="sequence",
+        file=SCORING,
+        old="scores = scoring.scores(logits, _get_tokens_on_this_cp_rank(target, rank, cp))",
+        new="own = _get_tokens_on_this_cp_rank(target.roll(1, 1), rank, cp)\n"
+        "    scores = scoring.scores(logits, own.roll(-1, 1))",
+        expect="value: ",
+    ),
+    Fault(
+        name="ids shifted the other way",
+        kind="sequence",
+        file=SCORING,
+        old="shifted[:, : max(ids.shape[1] - 1, 0)] = ids[:, 1:]",
+        new="shifted[:, 1 : ids.shape[1]] = ids[:, :-1]",
+        expect="value: ",
+    ),
+    Fault(
+        name="first id after the last",
+        kind="sequence",
+        file=SCORING,
+        old="    return shifted\n",
+        new="    shifted[:, ids.shape[1] - 1 : ids.shape[1]] = ids[:, :1]\n    return shifted\n",
+        expect="value: ",
+        equivalent="what this position scores is dropped, and only a row that is NaN has a gradient where "
+        "the cotangent is 0; test_next_token.py asks that of it",
+    ),
+    Fault(
+        name="padding that is token 0",
+        kind="border",
+        file=SCORING,
+        old="NO_ID = -100",
+        new="NO_ID = 0",
+        expect="value: ",
+        equivalent="what this position scores is dropped, and only a row that is NaN has a gradient where "
+        "the cotangent is 0; test_next_token.py asks that of it",
+    ),
+    Fault(
+        name="scores not gathered in order",
+        kind="order",
+        file=SCORING,
+        old="scores = allgather_cp_sharded_tensor(scores, cp_group)",
+        new="from torch_impl.collectives import all_gather\n\n"
+        "        scores = all_gather(scores, cp_group, out='R', dim=1)",
+        expect="value: ",
+    ),
+    Fault(
+        name="scores gathered as if all cotangents were one",
+        kind="reduction",
+        file=SCORING,
+        old="scores = allgather_cp_sharded_tensor(scores, cp_group)",
+        new="whole = allgather_cp_sharded_tensor(scores.detach(), cp_group)\n"
+        "        own = _get_tokens_on_this_cp_rank(torch.arange(whole.shape[1], "
+        "device=whole.device)[None], rank, cp)[0]\n"
+        "        scores = whole.index_copy(1, own, scores)",
+        expect="gradient: ",
+    ),
+    Fault(
+        name="last position kept, first dropped",
+        kind="sequence",
+        file=SCORING,
+        old="return scores[:, : max(ids.shape[1] - 1, 0)]",
+        new="return scores[:, 1 : ids.shape[1]]",
+        expect="value: ",
+    ),
+    Fault(
+        name="temperature forgotten",
+        kind="scale",
+        file=SCORING,
+        old="temperature=1.0 if params is None else params.temperature",
+        new="temperature=1.0",
+        expect="value: ",
+    ),
+    Fault(
+        name="temperature turned over",
+        kind="scale",
+        file=SCORING,
+        old="1.0 if params is None else params.temperature",
+        new="1.0 if params is None else 1.0 / params.temperature",
+        expect="value: ",
+    ),
+    Fault(
+        name="filter forgotten",
+        kind="statistic",
+        file=SCORING,
+        old="return Limits(None, None) if params is None else checked_limits(self.function, "
+        "params.top_k, params.top_p)",
+        new="return Limits(None, None)",
+        expect="value: ",
+    ),
+    Fault(
+        name="top-p forgotten where there is a top-k",
+        kind="statistic",
+        file=SCORING,
+        old="checked_limits(self.function, params.top_k, params.top_p)",
+        new="checked_limits(self.function, params.top_k, params.top_p if (params.top_k or 0) < 1 else 1.0)",
+        expect="value: ",
+    ),
+    Fault(
+        name="scores in the logits' dtype",
+        kind="precision",
+        file=SCORING,
+        old="return sampling.forward(ctx, logits, target, plan, limits)",
+        new="return sampling.forward(ctx, logits, target, plan, limits).to(logits.dtype).float()",
+        expect="value: ",
+    ),
+)
+
+OWNED = (
+    Fault(
+        name="ids counted as if all shards were as wide",
+        kind="border",
+        file=RANGE,
+        old="end = ends[group.rank()]\n",
+        new="end = (group.rank() + 1) * width\n",
+        expect="value: ",
+    ),
+    Fault(
+        name="ids counted from the end of the next",
+        kind="border",
+        file=RANGE,
+        old="return end - width, end, ends[-1]",
+        new="return end, end + width, ends[-1]",
+        expect="value: ",
+    ),
+    Fault(
+        name="DTensor's blocks rounded down",
+        kind="border",
+        file=RANGE,
+        old="block = -(-size // world)\n    return",
+        new="block = size // world\n    return",
+        expect="value: ",
+        equivalent="drawn shards of a DTensor are even; uneven ones are judged case by case in test_stored_order.py",
+    ),
+    Fault(
+        name="DTensor's blocks of the wrong rank",
+        kind="border",
+        file=RANGE,
+        old="ceil_range(logits.shape[-1], mesh.size(tp), mesh.get_local_rank(tp))",
+        new="ceil_range(logits.shape[-1], mesh.size(tp), mesh.size(tp) - 1 - mesh.get_local_rank(tp))",
+        expect="value: ",
+    ),
+)
+
+STORED_ORDER = (
+    Fault(
+        name="stored ids shifted as they lie",
+        kind="sequence",
+        file=STORED,
+        old="target = next_ids(ids.whole().to(logits.device)[:, original], size)[:, stored]",
+        new="target = next_ids(ids.whole().to(logits.device), size)",
+        expect="value: ",
+    ),
+    Fault(
+        name="shifted ids not put back in stored order",
+        kind="order",
+        file=STORED,
+        old="[:, original], size)[:, stored]",
+        new="[:, original], size)",
+        expect="value: ",
+    ),
+    Fault(
+        name="the order of storage taken for its inverse",
+        kind="order",
+        file=STORED,
+        old="original = inverse([stored])",
+        new="original, stored = stored, inverse([stored])",
+        expect="value: ",
+    ),
+    Fault(
+        name="scores left in stored order",
+        kind="order",
+        file=STORED,
+        old='out="I", dim=1)[:, original]',
+        new='out="I", dim=1)',
+        expect="value: ",
+    ),
+    Fault(
+        name="stored scores with cp times the gradient",
+        kind="scale",
+        file=STORED,
+        old='scores, cp_group, out="I", dim=1',
+        new='scores, cp_group, out="R", dim=1',
+        expect="gradient: off by the constant factor",
+    ),
+    Fault(
+        name="targets of the first cp rank on all",
+        kind="group",
+        file=STORED,
+        old="target.chunk(ids.cp, dim=1)[cp_group.rank()]",
+        new="target.chunk(ids.cp, dim=1)[0]",
+        expect="value: ",
+    ),
+    Fault(
+        name="this rank's ids for all ids",
+        kind="group",
+        file=STORED,
+        old="return gathered(self.local, self.cp_group, 1, [self.local.shape[1]] * self.cp)",
+        new="return self.local.repeat(1, self.cp)",
+        expect="value: ",
+    ),
+    Fault(
+        name="all cp ranks' ids by their world rank",
+        kind="group",
+        file=STORED,
+        old="target.chunk(ids.cp, dim=1)[cp_group.rank()]",
+        new="target.chunk(ids.cp, dim=1)[torch.distributed.get_rank() % ids.cp]",
+        expect="value: ",
+    ),
+)
+
+FAULTS = (*SHIFT, *OWNED, *STORED_ORDER)
