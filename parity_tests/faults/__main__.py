@@ -23,6 +23,7 @@ def main(
     examples: Annotated[int, typer.Option(min=1, help="Drawn examples of each scheme.")] = 40,
     engine: Annotated[str, typer.Option(help="lockstep, or gloo: the patch travels to the ranks.")] = "lockstep",
     json: Annotated[Path | None, typer.Option(help="Write what was found as JSON.")] = None,
+    jax_cache: Annotated[str, typer.Option(help="Folder that keeps JAX's compiled references.")] = ".jax_cache",
     page: Annotated[Path | None, typer.Option(help="Write faults.md and its figure into this folder.")] = None,
 ) -> None:
     """Plant every fault of the catalogue in turn and say which oracle sees it, after how many examples."""
@@ -40,7 +41,7 @@ def main(
         if progress.is_terminal:
             progress.print(f"{done}/{len(chosen)} {outcome.fault.name}", end="\r", soft_wrap=True)
 
-    outcomes = killing_run(chosen, Range(examples, engine), show)
+    outcomes = killing_run(chosen, Range(examples, engine, cache=jax_cache), show)
     console.print(report.table(outcomes))
     for line in report.closing(outcomes, examples):
         console.print(line, highlight=False, soft_wrap=True)

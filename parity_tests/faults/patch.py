@@ -39,6 +39,14 @@ def patched_text(fault: Fault) -> str:
     return text.replace(fault.old, fault.new)
 
 
+def patched_lines(fault: Fault) -> tuple[int, int]:
+    """First and last line of the file that the patch replaces. Errors: StaleFault."""
+    patched_text(fault)
+    text = (ROOT / fault.file).read_text()
+    first = 1 + text.count("\n", 0, text.index(fault.old))
+    return first, first + fault.old.rstrip("\n").count("\n")
+
+
 class Plot:
     """The modules of one fault, swapped in and out as a whole.
 

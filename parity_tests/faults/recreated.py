@@ -146,8 +146,8 @@ MEGATRON = (
         name="cross entropy on gathered logits",
         kind="statistic",
         file=STATISTICS,
-        old="return Normaliser(largest.squeeze(0), rest.log1p())",
-        new="return Normaliser(largest.squeeze(0), rest.log1p() + math.log(len(m_r)))",
+        old="return Normaliser(largest, rest.log1p())",
+        new="return Normaliser(largest, rest.log1p() + math.log(len(m_r)))",
         expect="value: log tp",
     ),
     Fault(

@@ -1,24 +1,27 @@
 """The killing run: every fault on drawn cases of the schemes that it concerns, until an oracle sees it.
 
-A round is one example of each scheme that runs code of the fault's file. The baseline beside it is a parity test as
-it is often written: two ranks, one shape, equal shards, three seeds, the same budgets.
+A scheme is concerned if it runs a function that has the fault in it. A round is one example of each of the nearest
+schemes concerned, those that run the fewest functions; the others are asked only where these see nothing. The baseline beside it
+is a parity test as it is often written: two ranks, one shape, equal shards, three seeds, the same budgets.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from parity_tests.faults.fault import Fault
-from parity_tests.faults.patch import Plot
+from parity_tests.faults.patch import Plot, patched_lines
 from parity_tests.faults.trials import Course, Trial
 from parity_tests.harness import bridge, discover
 from parity_tests.harness.report import Report
 from parity_tests.harness.scheme import TABLE, Scheme
 
 EXAMPLES = 40
+NEAREST = 5
 MORE_ROUNDS = 5  # after the first catch: their words too are compared with what the fault expects
 NOT_TRIED = {"compiled_logprob": "would be compiled anew for each fault and shape; its eager twin is tried"}
 
@@ -80,31 +83,51 @@ class Outcome:
 class Range:
     """The healthy schemes and their trials, shared by all faults."""
 
-    def __init__(self, examples: int = EXAMPLES, engine: str = "lockstep", schemes: Sequence[Scheme] = ()) -> None:
-        bridge.start()
+    def __init__(
+        self,
+        examples: int = EXAMPLES,
+        engine: str = "lockstep",
+        schemes: Sequence[Scheme] = (),
+        cache: str | None = None,
+    ) -> None:
+        bridge.start(cache)
         self.engine = engine
         tried = schemes or [made for made in discover.built_in() if made.name not in NOT_TRIED]
         self.courses = [Course(made, examples, engine) for made in tried if engine in made.engines]
 
     def concerned(self, fault: Fault) -> list[Course]:
-        return [course for course in self.courses if fault.file in course.files]
+        """Courses of the schemes that run a function with the fault in it, the nearest first."""
+        lines = patched_lines(fault)
+        those = [course for course in self.courses if course.runs(fault.file, *lines)]
+        if not those:  # outside of functions: whoever runs anything of the file
+            those = [course for course in self.courses if course.runs(fault.file, 1, sys.maxsize)]
+        return sorted(those, key=lambda course: len(course.functions))
 
     def outcome(self, fault: Fault) -> Outcome:
-        """Try one fault. Errors: StaleFault."""
+        """Try one fault. Errors: StaleFault; FalseAlarm for a scheme that fails without it."""
         start = time.perf_counter()
         concerned = self.concerned(fault)
         plot, patched = planted(fault, [course.scheme for course in concerned])
+        nearest, others = concerned[:NEAREST], concerned[NEAREST:]
         with plot:
-            judged, catches = 0, []
-            for example, trial in _rounds(concerned):
-                if any(catch.by_value for catch in catches) and example > catches[0].example + MORE_ROUNDS:
-                    break
-                judged += not catches
-                catches += self._catch(trial, patched, plot, example)
-            fixed = [t.on(patched[t.scheme.key]) for course in concerned for t in course.fixed]
+            catches, judged = self._hunt(nearest, patched, plot)
+            if not catches:
+                catches, more = self._hunt(others, patched, plot)
+                judged += more
+            fixed = [t.on(patched[t.scheme.key]) for course in nearest for t in course.fixed]
         values = any(report.failure or not all(row.ok for row in report.rows) for report in fixed)
         conduct = any(not report.ok for report in fixed)
         return Outcome(fault, len(concerned), judged, tuple(catches), values, conduct, time.perf_counter() - start)
+
+    def _hunt(self, courses: Sequence[Course], patched: dict[str, Scheme], plot: Plot) -> tuple[list[Catch], int]:
+        """Catches in rounds until some rounds after the first, and until values give it away; examples to the first."""
+        judged, catches = 0, []
+        for example, trial in _rounds(courses):
+            if any(catch.by_value for catch in catches) and example > catches[0].example + MORE_ROUNDS:
+                break
+            judged += not catches
+            catches += self._catch(trial, patched, plot, example)
+        return catches, judged
 
     def _catch(self, trial: Trial, patched: dict[str, Scheme], plot: Plot, example: int) -> list[Catch]:
         report = trial.on(patched[trial.scheme.key], plot.ship if self.engine != "lockstep" else None)

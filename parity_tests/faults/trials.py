@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import cached_property
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, settings
@@ -60,9 +60,16 @@ class Course:
         self.fixed = [Trial(scheme, case) for case in fixed_cases(scheme)]
 
     @cached_property
-    def files(self) -> frozenset[str]:
-        """Files of production whose functions the scheme's first cases run, relative to the root."""
-        return files_run(self.scheme, [trial.case for trial in (*self.drawn[:6], *self.fixed[:1])])
+    def functions(self) -> frozenset[CodeType]:
+        """Functions of production that the scheme's first cases run."""
+        return functions_run(self.scheme, [trial.case for trial in (*self.drawn[:6], *self.fixed[:1])])
+
+    def runs(self, file: str, first: int, last: int) -> bool:
+        """Whether one of these functions has one of the lines first to last of a file."""
+        return any(
+            code.co_filename == str(ROOT / file) and code.co_firstlineno <= last and first <= _last_line(code)
+            for code in self.functions
+        )
 
 
 def drawn_cases(scheme: Scheme, examples: int, engine: str) -> list[CaseSpec]:
@@ -112,13 +119,14 @@ def fixed_cases(scheme: Scheme) -> list[CaseSpec]:
     return [case.replace(values={**case.values, **anywhere}, seed=seed) for seed in FIXED_SEEDS]
 
 
-def files_run(scheme: Scheme, cases: list[CaseSpec]) -> frozenset[str]:
-    """Files of production in which some function runs, forward or backward, on any rank."""
-    production, seen = str(ROOT / "torch_impl"), set()
+def functions_run(scheme: Scheme, cases: list[CaseSpec]) -> frozenset[CodeType]:
+    """Functions of production that run, forward or backward, on any rank."""
+    production = str(ROOT / "torch_impl")
+    seen: set[CodeType] = set()
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
         if frame.f_code.co_filename.startswith(production):
-            seen.add(frame.f_code.co_filename)
+            seen.add(frame.f_code)
 
     def traced(mesh: Any, case: CaseSpec) -> Any:
         before = sys.gettrace()
@@ -131,7 +139,11 @@ def files_run(scheme: Scheme, cases: list[CaseSpec]) -> frozenset[str]:
     program = scheme.program()
     for case in cases:
         run(traced, case.replace(engine="lockstep"), "lockstep")
-    return frozenset(file.removeprefix(f"{ROOT}/") for file in seen)
+    return frozenset(seen)
+
+
+def _last_line(code: CodeType) -> int:
+    return max((line for *_, line in code.co_lines() if line), default=code.co_firstlineno)
 
 
 def _first(options: Any) -> Any:
