@@ -2,11 +2,15 @@
 
 from parity_tests.faults import (
     collectives,
+    kept_set,
     layouts,
     linear_logprob,
     next_token,
     packed,
+    radix,
     recreated,
+    row_exchange,
+    sampling,
     sequence_gather,
     vocab_parallel,
 )
@@ -14,10 +18,14 @@ from parity_tests.faults.fault import KINDS
 
 CATALOGUE = (
     *collectives.FAULTS,
+    *kept_set.FAULTS,
     *layouts.FAULTS,
     *linear_logprob.FAULTS,
     *next_token.FAULTS,
     *packed.FAULTS,
+    *radix.FAULTS,
+    *row_exchange.FAULTS,
+    *sampling.FAULTS,
     *sequence_gather.FAULTS,
     *vocab_parallel.FAULTS,
     *recreated.FAULTS,
