@@ -68,7 +68,7 @@ def get_distillation_topk_logprobs_from_logits(
     shard = _shard_of(student_logits, vocab_parallel_rank, vocab_parallel_group, context_parallel_group)
     _check(shard, teacher_topk_logits, teacher_topk_indices)
     logits, group, cp_group = shard.logits, shard.group, shard.cp_group
-    start, end, size = shard.owned or gathered_range_and_size(logits.shape[-1], group, logits.device)
+    start, end, size = shard.owned or gathered_range_and_size(logits.shape[-1], group, logits.device)  # pyright: ignore[reportArgumentType]
     k, u = teacher_topk_indices.shape[-1], max(teacher_topk_indices.shape[1] - 1, 0)
     ids = ids_held(teacher_topk_indices.to(logits.device), logits.shape[1], cp_group, positions=u)
     plan = Plan(

@@ -158,7 +158,7 @@ def _gpt_forward_with_linear_ce_fusion(
     if not self.post_process:
         return hidden
     is_inference = inference_context is not None and not self.training
-    return _scored(self, hidden, labels, runtime_gather_output, packed_seq_params, is_inference)
+    return _scored(self, hidden, labels, runtime_gather_output, packed_seq_params, is_inference)  # pyright: ignore[reportArgumentType]
 
 
 def _decoded(

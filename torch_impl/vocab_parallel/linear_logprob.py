@@ -154,6 +154,7 @@ def from_parallel_hidden_states_to_logprobs(
     check_cut_over_cp(function, s, cp)
     head.is_sequence_parallel(len(tensor_parallel_hidden_states), s, cp)
     owned = (vocab_start_index, vocab_end_index, chunk_size, tp_group, inference_only)
+    slots = None
     if cu_seqlens_padded is None:
         own = _get_tokens_on_this_cp_rank(next_ids(ids, s), rank, cp)
     else:
@@ -161,7 +162,7 @@ def from_parallel_hidden_states_to_logprobs(
         slots = packed_slots(padded, None, cp, ids.device)
         own = F.pad(slots.next_ids(ids, rank), (0, s // cp - len(slots.sequence)), value=NO_ID)
     scores = ChunkedDistributedHiddenStatesToLogprobs.apply(tensor_parallel_hidden_states, own, weight, *owned)
-    if cu_seqlens_padded is not None:
+    if slots is not None:
         return slots.spread(scores, slots.position, max(s - 1, 0), cp_group)
     if cp_group is not None:
         scores = allgather_cp_sharded_tensor(scores, cp_group)

@@ -124,7 +124,8 @@ def _ties(candidates: Candidates, column: Int[Tensor, "n 1"], threshold: Float[T
         told[0, part] += counted(is_tie, found.rows, n)
         told[1, part] += counted(is_before, found.rows, n)
     told[1].masked_fill_(target < 0, math.inf)
-    return Ties(*st.exchanged(told, plan.group).unbind(1), candidates)
+    ties, before = st.exchanged(told, plan.group).unbind(1)
+    return Ties(ties, before, candidates)
 
 
 def _columns_of_all(logits: Float[Tensor, "*a v"], plan: Plan) -> Float[Tensor, ""]:
