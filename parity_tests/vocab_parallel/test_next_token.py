@@ -54,7 +54,7 @@ def of_groups(mesh, logits, target, chunk_size, **params):
         *owned_range(mesh),
         mesh["tp"],
         cp_group=mesh["cp"],
-        chunk_size=chunk_size,
+        chunk_size=chunk_size and chunk_size + mesh.rank("tp"),  # each rank its own
         sampling_params=vp.TrainingSamplingParams(**params),
     )
 
