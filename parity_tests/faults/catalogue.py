@@ -2,6 +2,8 @@
 
 from parity_tests.faults import (
     collectives,
+    distillation,
+    entropies,
     kept_set,
     layouts,
     linear_logprob,
@@ -12,12 +14,16 @@ from parity_tests.faults import (
     row_exchange,
     sampling,
     sequence_gather,
+    several_ids,
+    topk,
     vocab_parallel,
 )
 from parity_tests.faults.fault import KINDS
 
 CATALOGUE = (
     *collectives.FAULTS,
+    *distillation.FAULTS,
+    *entropies.FAULTS,
     *kept_set.FAULTS,
     *layouts.FAULTS,
     *linear_logprob.FAULTS,
@@ -27,6 +33,8 @@ CATALOGUE = (
     *row_exchange.FAULTS,
     *sampling.FAULTS,
     *sequence_gather.FAULTS,
+    *several_ids.FAULTS,
+    *topk.FAULTS,
     *vocab_parallel.FAULTS,
     *recreated.FAULTS,
 )

@@ -89,7 +89,7 @@ CASES = [
     (gathered_logprob, GATHER_LOGPROB, dict(**SIZES, s=5, k=4)),
     (chunked_distributed_entropy, ENTROPY, dict(**SIZES, s=5)),
     (distributed_cross_entropy, CROSS_ENTROPY, dict(**SIZES, s=5)),
-    (gathered_logits, LOGITS_AT, dict(**SIZES, cp=2, s=8, k=4)),
+    (gathered_logits, LOGITS_AT, dict(**SIZES, cp=2, s=8, e=0, k=4)),
     (
         distillation_over_tp_and_cp,
         DISTILLATION,

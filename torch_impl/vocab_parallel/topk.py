@@ -113,7 +113,7 @@ def gather_logits_at_global_indices(
 
 
 def _largest_columns(block: Float[Tensor, "n v"], k: int) -> Int64[Tensor, "n k"]:
-    """Columns of the k <= v largest, descending, of equal ones the lowest first: torch.topk takes any of them."""
+    """Columns of the k <= v largest, of equal ones the lowest, which come first; torch.topk takes any of them."""
     if k == 0:
         return torch.empty(len(block), 0, dtype=torch.int64, device=block.device)
     z, width = torch.where(block.isnan(), math.inf, block), block.shape[-1]
@@ -121,8 +121,7 @@ def _largest_columns(block: Float[Tensor, "n v"], k: int) -> Int64[Tensor, "n k"
     # All that exceed the k-th largest, and the lowest of those that equal it: no two of them have one score.
     score = torch.arange(width, 0, -1, dtype=torch.int32, device=z.device)
     score = torch.where(z > least, score + width, torch.where(z == least, score, 0))
-    columns = score.topk(k).indices
-    return columns.gather(-1, z.gather(-1, columns).sort(dim=-1, descending=True, stable=True).indices)
+    return score.topk(k).indices
 
 
 def _exchanged(
@@ -140,7 +139,7 @@ def _exchanged(
 def _merged(
     values: Float[Tensor, "n r k"], ids: Int64[Tensor, "n r k"], k: int
 ) -> tuple[Float[Tensor, "n k"], Int64[Tensor, "n k"]]:
-    """The k largest of all ranks' candidates, of which there are so many. Ranks are in the order of their ids."""
+    """The k largest of all ranks' candidates, descending. Equal ones are in the order of their ids already."""
     rows = max(1, MERGED_BYTES // max(1, values[:1].nbytes))
     parts = [_sorted(v.flatten(1), i.flatten(1), k) for v, i in zip(values.split(rows), ids.split(rows), strict=True)]
     return torch.cat([v for v, _ in parts]), torch.cat([i for _, i in parts])
