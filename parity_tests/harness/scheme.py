@@ -160,7 +160,8 @@ def scheme(
     tree of parameters. `dims` narrows a dim to a menu or ties it to others ("2*g"). `options` go to both sides,
     `rank_options` to the ranks alone. `reduction` names the dims that are summed over, `roundings` how often a
     value is stored in the tested dtype on its way: 1 where sums and intermediates are kept in float32 or wider, more
-    where a softmax, a product or a norm is stored in bfloat16 and used again. `random=True` says that the function draws random numbers.
+    where a softmax, a product or a norm is stored in bfloat16 and used again. `random=True` says that the function
+    draws random numbers.
 
     Errors: ValueError at declaration, `scheme '<name>': ...`, for whatever can be known to be wrong.
     """
