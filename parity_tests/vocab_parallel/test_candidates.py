@@ -7,18 +7,16 @@ from hypothesis import strategies as st
 from torch_impl.vocab_parallel import candidates as c
 
 
-def within(candidates, low, high, logits):
-    """{(row, column): logit} of what is listed and within the bounds, checked to be in order and true."""
-    rows = logits.reshape(-1, logits.shape[-1])
-    entries = {}
+def within(candidates, low, high, rows):
+    """Flat places of what is listed and within the bounds, each list checked to be in order and true."""
+    places = []
     for part, found in candidates.between(low, high):
-        places = list(zip((found.rows + part.start).tolist(), found.columns.tolist(), strict=True))
-        assert places == sorted(places)
-        for (row, column), logit in zip(places, found.logits.tolist(), strict=True):
-            assert rows[row, column].item() == logit
-            if low[row] <= logit <= high[row]:
-                entries[row, column] = logit
-    return entries
+        flat = (found.rows + part.start) * rows.shape[1] + found.columns
+        assert (flat.diff() > 0).all() and (found.rows < part.stop - part.start).all()
+        assert torch.equal(rows.flatten()[flat], found.logits)
+        inside = (found.logits >= low[part][found.rows]) & (found.logits <= high[part][found.rows])
+        places.append(flat[inside])
+    return torch.cat(places).sort().values
 
 
 @given(seed=st.integers(0, 2**16), wide=st.booleans(), chunk_size=st.sampled_from([None, 1, 40]))
@@ -29,11 +27,9 @@ def test_every_column_within_the_bounds_is_found_in_every_round(seed, wide, chun
     candidates = c.Candidates(logits, chunk_size)
     low, high = torch.full((9,), -torch.inf), torch.full((9,), torch.inf)
     for width in (torch.inf, 1.0, 0.25, 0.0):
-        centre = rows[:, 2]
-        low, high = torch.maximum(low, centre - width), torch.minimum(high, centre + width)
+        low, high = torch.maximum(low, rows[:, 2] - width), torch.minimum(high, rows[:, 2] + width)
         inside = (rows >= low[:, None]) & (rows <= high[:, None])
-        want = {(i, j): rows[i, j].item() for i, j in inside.nonzero().tolist()}
-        assert within(candidates, low, high, logits) == want
+        assert torch.equal(within(candidates, low, high, rows), inside.flatten().nonzero().squeeze(-1).int())
 
 
 def test_a_short_list_is_kept_and_a_long_one_is_not():

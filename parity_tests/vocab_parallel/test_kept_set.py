@@ -40,7 +40,7 @@ DECLARED = dict(
 @scheme(
     mesh={"tp": (1, 2, 3, 4)},
     dims={"b": (1, 2), "s": (1, 3), "v": (2, 7, 12, 24)},
-    options={"top_k": (2, 5, 30), "top_p": (1.0, 0.5, 0.9, 0.0), "temperature": (1.0, 0.7)},
+    options={"top_k": (2, 5, 30), "top_p": (1.0, 0.5, 0.9), "temperature": (1.0, 0.7)},
     **DECLARED,
 )
 def kept_by_lists(mesh, logits, top_k, top_p, temperature) -> Bool[Tensor, "b s v"]:
@@ -50,7 +50,7 @@ def kept_by_lists(mesh, logits, top_k, top_p, temperature) -> Bool[Tensor, "b s 
 @scheme(
     mesh={"tp": (1, 2, 3, 4)},
     dims={"b": (1, 2), "s": (1, 3), "v": (2, 7, 12, 24)},
-    options={"top_k": (None,), "top_p": (0.5, 0.9, 0.99, 0.0), "temperature": (1.0, 0.7, 2.0)},
+    options={"top_k": (None,), "top_p": (0.5, 0.9, 0.0), "temperature": (1.0, 2.0)},
     **DECLARED,
 )
 def kept_by_mass(mesh, logits, top_k, top_p, temperature) -> Bool[Tensor, "b s v"]:
