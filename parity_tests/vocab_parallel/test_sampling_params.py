@@ -105,3 +105,17 @@ def test_the_parameters_are_values():
     assert vp.TrainingSamplingParams(5, 0.9, 0.7) == vp.TrainingSamplingParams(top_k=5, top_p=0.9, temperature=0.7)
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.top_k = 3
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (None, 0.4), (16, 0.4)])
+def test_columns_past_the_range_take_part_and_are_no_target(top_k, top_p):
+    def body(mesh, case):
+        start = 5 * mesh.rank("tp")  # 5 ids and 3 more columns on each rank
+        target = torch.tensor([4, 9, 10], dtype=torch.int32)  # the last id of each rank, and nobody's
+        own = torch.arange(8.0).expand(3, 8)
+        return plain(mesh["tp"], own, target, top_k, top_p, start=start, end=start + 5).tolist()
+
+    # The two largest logits, 7 and 7, are past the ranges; they alone have more than 0.4 of the mass, or are kept
+    # by three with the two sixes: ids 4 and 9 of logit 4 are filtered.
+    scores = [-torch.inf, -torch.inf, 0.0]
+    assert run(body, CaseSpec(scheme="sampling_params", mesh={"tp": 2})).results == (scores, scores)
