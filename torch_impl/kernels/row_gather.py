@@ -27,6 +27,8 @@ def gathered_rows(
         return out
     source = x.reshape(x.shape[:dim].numel(), x.shape[dim], x.shape[dim + 1 :].numel())
     outer, rows, inner = source.shape
+    if not index.is_cuda and not bool(((index >= 0) & (index < rows)).all()):  # on CUDA the kernel asserts it
+        raise IndexError(f"kernels.rows_at: index has entries outside [0, {rows}), the rows along dim {dim}")
     columns = min(triton.next_power_of_2(inner), tile)
     height = min(triton.next_power_of_2(taken), max(tile // columns, 1))
     grid = (outer * triton.cdiv(taken, height), triton.cdiv(inner, columns))

@@ -14,7 +14,7 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-STEP = 4096  # columns of a program
+STEP = 2048  # columns of a program
 WARPS = 8
 IDS = 64  # ids that a program takes at a time
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # a finite floor for depths, so that 0 log 0 is 0
@@ -115,15 +115,11 @@ def _gradient(
     places = columns.to(tl.int64)
     heat = tl.load(temperature)
     z = tl.load(logits + row * row_stride + places * column_stride, mask=inside, other=float("-inf")).to(heat.dtype)
-    depths = z - tl.load(largest + row)
-    if IS_HEATED:
-        depths = depths / heat
-    log_p = depths - tl.load(log_total + row)
-    p = tl.exp(log_p)
+    log_p, slope = _log_p_and_slope(z, row, heat, largest, log_total, depth, g_entropy, IS_HEATED, WITH_ENTROPY)
     gradient = tl.zeros((STEP,), heat.dtype)
     if IDS > 0:
         if IS_NORMALISED:
-            gradient = p * -tl.load(total + row)
+            gradient = tl.exp(log_p) * -tl.load(total + row)
         if IDS == 1:
             column = tl.load(ids + row)
             if (column >= start) & (column < start + STEP):
@@ -142,8 +138,7 @@ def _gradient(
             is_nobodys = best < NOT_HERE
         gradient = tl.where(is_nobodys, 0.0, gradient)  # selected, since 0 * NaN is no zero
     if WITH_ENTROPY:
-        slope = p * (tl.maximum(depths, LOWEST) - tl.load(depth + row))
-        gradient += slope * tl.load(g_entropy + row)
+        gradient += slope
     if IS_HEATED:
         gradient = gradient / heat
     written_to = out + row * out_row_stride + places * out_column_stride
@@ -176,21 +171,33 @@ def _gradient_at_ids(
     heat = tl.load(temperature)
     column = tl.load(ids + at, mask=slot < k, other=-1).to(tl.int64)
     gradient = tl.load(own + at, mask=slot < k, other=0.0)
-    depths = tl.load(looked_up + at, mask=slot < k, other=float("-inf")).to(heat.dtype) - tl.load(largest + row)
-    if IS_HEATED:
-        depths = depths / heat
-    log_p = depths - tl.load(log_total + row)
-    p = tl.exp(log_p)
+    z = tl.load(looked_up + at, mask=slot < k, other=float("-inf")).to(heat.dtype)
+    log_p, slope = _log_p_and_slope(z, row, heat, largest, log_total, depth, g_entropy, IS_HEATED, WITH_ENTROPY)
     if IS_NORMALISED:
-        gradient = _one_minus_exp(log_p) * gradient - p * tl.load(others + at, mask=slot < k, other=0.0)
+        of_others = tl.exp(log_p) * tl.load(others + at, mask=slot < k, other=0.0)
+        gradient = _one_minus_exp(log_p) * gradient - of_others
     if WITH_ENTROPY:
-        slope = p * (tl.maximum(depths, LOWEST) - tl.load(depth + row))
-        gradient += slope * tl.load(g_entropy + row)
+        gradient += slope
     if IS_HEATED:
         gradient = gradient / heat
     # Equal ids write equal numbers, in whatever order.
     written_to = out + row * out_row_stride + column * out_column_stride
     tl.store(written_to, gradient.to(out.dtype.element_ty), mask=column >= 0)
+
+
+@triton.jit
+def _log_p_and_slope(
+    z, row, heat, largest, log_total, depth, g_entropy, IS_HEATED: tl.constexpr, WITH_ENTROPY: tl.constexpr
+):
+    """(log p, the entropy's part of the gradient) at some logits of a row."""
+    depths = z - tl.load(largest + row)
+    if IS_HEATED:
+        depths = depths / heat
+    log_p = depths - tl.load(log_total + row)
+    slope = tl.zeros_like(z)
+    if WITH_ENTROPY:
+        slope = tl.exp(log_p) * (tl.maximum(depths, LOWEST) - tl.load(depth + row)) * tl.load(g_entropy + row)
+    return log_p, slope
 
 
 @triton.jit

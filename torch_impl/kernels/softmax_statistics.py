@@ -96,7 +96,7 @@ def _statistics(
         tops = tl.sum(tl.where(z == top, terms, 0.0), 0)
         others = tl.sum(tl.where(z == top, 0.0, terms), 0)
         if WITH_ENTROPY:
-            lowered = tl.where(largest > float("-inf"), above, 0.0)
+            lowered = tl.where(weight > 0.0, above, 0.0)  # 0 * -inf is no zero
             depth = weight * (depth + (1.0 + rest) * lowered) + tl.sum(terms * tl.maximum(depths, LOWEST), 0)
         # The 1 that was left out counts for its weight once another term is the largest.
         rest = weight * rest + others + tl.where(top > largest, (tops - 1.0) + weight, tops)

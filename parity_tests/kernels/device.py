@@ -1,0 +1,43 @@
+"""Where kernels run in this process: on CUDA, or on a CPU in Triton's interpreter, which is chosen by
+TRITON_INTERPRET=1 before triton is first imported.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from torch_impl.kernels.row_gather import gather_kernel
+
+INTERPRETED = not isinstance(gather_kernel, triton.JITFunction)
+DEVICE = "cpu" if INTERPRETED else "cuda"
+REASON = "not run: needs CUDA, or TRITON_INTERPRET=1 before triton is first imported"
+
+
+def is_here() -> bool:
+    return INTERPRETED or torch.cuda.is_available()
+
+
+def round_as_a_gpu_does() -> None:
+    """The interpreter cuts float32 off to bfloat16 where a GPU rounds to the nearest; let it round."""
+    from triton.runtime import interpreter
+
+    cut_off: Any = interpreter._convert_float
+    if cut_off.__module__ != interpreter.__name__:  # it does already
+        return
+
+    def rounded(x: np.ndarray, of: Any, to: Any, mode: Any) -> np.ndarray:
+        if (of, to) != (tl.float32, tl.bfloat16):
+            return cut_off(x, of, to, mode)
+        narrow = torch.from_numpy(np.ascontiguousarray(x)).bfloat16()
+        return narrow.view(torch.uint16).numpy().reshape(x.shape)
+
+    interpreter._convert_float = rounded
+
+
+if INTERPRETED:
+    round_as_a_gpu_does()

@@ -1,0 +1,152 @@
+"""Functions of production that run on kernels, as schemes: in Triton's interpreter, whose tensors are on the CPU.
+
+They stand in no test file, since only a process of that interpreter can run them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from jax_ref.vocab_parallel.gather_logprob import gather_logprob
+from jax_ref.vocab_parallel.logprob import logprob, logprob_and_negative_entropy
+from jax_ref.vocab_parallel.sequence_gather import sequence
+from parity_tests import Cost, ids, scheme
+from parity_tests.kernels import device as device  # rounds as a GPU does
+from parity_tests.vocab_parallel.shard import owned_range
+from torch_impl.kernels import rows_at
+from torch_impl.kernels.softmax_gradient import write_gradient
+from torch_impl.kernels.softmax_statistics import local_statistics
+from torch_impl.layouts import dual_chunk_swap
+from torch_impl.vocab_parallel import joint, vocab_parallel_logprob
+from torch_impl.vocab_parallel import statistics as st
+from torch_impl.vocab_parallel.asked import asked_of
+
+STEP = 2  # columns: a row of five has three blocks
+DECLARED: dict[str, Any] = dict(
+    mesh={"tp": (1, 2, 3)},
+    inputs={"logits": "b s v/tp:ragged", "target": "b s"},
+    draw={"target": ids("v", ignore=-100)},
+    options={"temperature": (1.0, 0.7)},
+    reduction=("v",),
+    engines=("lockstep",),  # the interpreter is this process's
+)
+
+
+def one_exchange(numbers):
+    """One all_gather of so many numbers per token forward, nothing backward."""
+    return lambda c: Cost(forward={"all_gather": (1, numbers * c.b * c.s * c.accumulator_itemsize)})
+
+
+@scheme(
+    reference=logprob,
+    outputs="b s tp=I",
+    dtypes=("float32", "float64", "bfloat16", "float16"),
+    cost=one_exchange(3),
+    **DECLARED,
+)
+def triton_logprob(mesh, logits, target, temperature):
+    return _logprob(mesh, logits, target, temperature, False)
+
+
+@scheme(
+    reference=logprob_and_negative_entropy,
+    outputs=("b s tp=I", "b s tp=I"),
+    dtypes=("float32", "bfloat16"),
+    roundings=3,  # log total, depth, gradient
+    cost=one_exchange(4),
+    **DECLARED,
+)
+def triton_logprob_with_entropy(mesh, logits, target, temperature):
+    return _logprob(mesh, logits, target, temperature, True)
+
+
+def _logprob(mesh, logits, target, temperature, with_entropy):
+    start, end = owned_range(mesh)
+    owned = dict(vocab_start_index=start, vocab_end_index=end)
+    options = dict(temperature=temperature, with_entropy=with_entropy, backend="triton")
+    return vocab_parallel_logprob(logits, target, mesh["tp"], **owned, **options)
+
+
+@scheme(
+    reference=gather_logprob,
+    outputs="b s k tp=I",
+    dims={"k": (1, 2, 3, 8, 0)},
+    dtypes=("float32", "float64", "bfloat16"),
+    cost=lambda c: Cost(forward={"all_gather": (1, (2 + c.k) * c.b * c.s * c.accumulator_itemsize)}),
+    **{
+        **DECLARED,
+        "inputs": {"logits": "b s v/tp:ragged", "ids": "b s k"},
+        "draw": {"ids": ids("v", ignore=-100)},
+        "options": {},
+    },
+)
+def triton_gather_logprob(mesh, logits, ids):
+    plan = joint.Plan("test", mesh["tp"], *owned_range(mesh), several=True, backend="triton")
+    return _Joint.apply(logits, ids, plan)
+
+
+class _Joint(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, ids, plan):
+        return joint.forward(ctx, logits, ids, plan)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *cotangents):
+        return joint.backward(ctx, *cotangents), None, None
+
+
+@scheme(
+    reference=logprob_and_negative_entropy,
+    outputs=("b s tp=I", "b s tp=I"),
+    dtypes=("float32", "bfloat16"),
+    roundings=3,
+    cost=one_exchange(4),
+    **DECLARED,
+)
+def logprob_in_steps(mesh, logits, target, temperature):
+    return _InSteps.apply(logits, target, *owned_range(mesh), mesh["tp"], temperature)
+
+
+class _InSteps(torch.autograd.Function):
+    """The kernels as production calls them, but with blocks of `STEP` columns."""
+
+    @staticmethod
+    def forward(ctx, logits, target, start, end, group, temperature):
+        rows = logits.flatten(0, 1)
+        column = st.local_column(target.reshape(-1, 1), start, end)
+        m_r, rest_r, z_r, d_r = st.exchanged(local_statistics(rows, column, temperature, True, STEP), group).unbind(1)
+        whole, z_t = st.merged_normaliser(m_r, rest_r, temperature), st.merged_target(z_r)
+        depth = st.merged_depth(m_r, rest_r, d_r, whole, temperature)
+        column = torch.where(z_t.unsqueeze(-1) == torch.inf, st.NOBODYS, column)
+        ctx.save_for_backward(logits, *whole, column, depth)
+        ctx.temperature = temperature
+        scores = st.logprob_of(z_t, whole, temperature), depth - whole.log_total
+        return tuple(x.view(target.shape) for x in scores)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g_logprob, g_entropy):
+        logits, *whole, column, depth = ctx.saved_tensors
+        rows = logits.flatten(0, 1)
+        gradient, asked = torch.empty_like(rows), asked_of(column, g_logprob.reshape(-1, 1))
+        write_gradient(gradient, rows, ctx.temperature, True, asked, *whole, depth, g_entropy.reshape(-1), STEP)
+        return gradient.view(logits.shape), None, None, None, None, None
+
+
+@scheme(
+    reference=sequence,
+    mesh={"cp": (1, 2, 3)},
+    inputs={"x": "b s d cp=R"},
+    outputs="b s/cp:dual_chunk_swap d",
+    dtypes=("float32", "float64", "bfloat16", "float16"),
+    cost=lambda c: Cost(),
+    engines=("lockstep",),  # the interpreter is this process's
+)
+def triton_cut_sequence(mesh, x):
+    cp = mesh.size("cp")
+    held = dual_chunk_swap(x.shape[1], cp)[mesh.rank("cp")]
+    return rows_at(x, held, 1, backend="triton")

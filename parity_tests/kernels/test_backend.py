@@ -1,0 +1,74 @@
+"""Which backend is chosen, for what device, and what is refused."""
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from torch_impl.kernels import backend, checked_backend, rows_at
+
+pytest.importorskip("triton", reason="not run: needs triton; pip install 'shardproof[triton]'")
+ON_CPU = torch.ones(2)
+
+
+class OnCuda:
+    """What is asked of a tensor on a GPU."""
+
+    is_cuda, device = True, torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("asked", "x", "chosen"),
+    [
+        ("auto", ON_CPU, "eager"),
+        ("eager", ON_CPU, "eager"),
+        ("compile", ON_CPU, "compile"),
+        ("auto", OnCuda, "triton"),
+        ("triton", OnCuda, "triton"),
+        ("eager", OnCuda, "eager"),
+        ("compile", OnCuda, "compile"),
+    ],
+)
+def test_the_device_decides_where_nothing_is_asked_for(asked, x, chosen):
+    assert checked_backend("f", asked, "x", x) == chosen
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ("cuda", "kernels.rows_at: backend='cuda' is not one of auto, eager, compile, triton"),
+        (
+            "triton",
+            "kernels.rows_at: backend='triton' runs on CUDA but x is on cpu; use 'auto', 'eager' or 'compile', or set "
+            "TRITON_INTERPRET=1 before triton is first imported",
+        ),
+    ],
+)
+def test_refusals(asked, text):
+    with pytest.raises(ValueError) as caught:
+        rows_at(ON_CPU, torch.tensor([0]), backend=asked)
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize(("asked", "x"), [("triton", ON_CPU), ("auto", OnCuda)])
+def test_without_triton_the_extra_is_named(asked, x, monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(ImportError) as caught:
+        checked_backend("vocab_parallel.logprob", asked, "vocab_parallel_logits", x)
+    assert str(caught.value) == (
+        "vocab_parallel.logprob: backend='triton' needs triton; pip install 'shardproof[triton]', or use 'eager' or "
+        "'compile'"
+    )
+
+
+def test_triton_is_imported_by_who_asks_for_it():
+    program = "import sys, torch_impl.vocab_parallel, torch_impl.kernels; sys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_no_environment_variable_is_read():
+    files = Path(inspect.getfile(backend)).parent.glob("*.py")
+    assert [file.name for file in files if "import os" in file.read_text()] == []

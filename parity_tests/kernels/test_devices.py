@@ -1,0 +1,53 @@
+"""The tests that call kernels, each way in a process of its own: in Triton's interpreter, and on CUDA if there is one.
+
+Triton decides between the two when it is first imported, which in an ordinary test process is too late to choose.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from parity_tests.harness import strategy
+from parity_tests.kernels.files import ON_A_DEVICE
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[1]
+# The interpreter computes with NumPy, which warns of what a GPU computes silently: exp of much, -inf - -inf.
+QUIET = ("-W", "ignore::RuntimeWarning")
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None, reason="not run: needs triton; pip install 'shardproof[triton]'"
+    ),
+    pytest.mark.timeout(1200),
+]
+
+
+def in_a_process_of_its_own(file, interpret):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *QUIET]
+    command += [f"--hypothesis-profile={strategy.profile()}", str(FOLDER / file)]
+    run = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": interpret},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-20000:] + run.stderr[-2000:]
+
+
+@pytest.mark.parametrize("file", ON_A_DEVICE)
+def test_in_the_interpreter(file):
+    in_a_process_of_its_own(file, "1")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="not run: needs CUDA")
+@pytest.mark.parametrize("file", [file for file in ON_A_DEVICE if file not in ("test_kills.py", "test_wiring.py")])
+def test_on_cuda(file):
+    in_a_process_of_its_own(file, "0")

@@ -1,0 +1,26 @@
+"""Faults planted in the kernels are caught by the drawn examples of the schemes that run on them."""
+
+import pytest
+
+from parity_tests.faults import report
+from parity_tests.faults.kernels import FAULTS
+from parity_tests.faults.runner import Range, killing_run
+from parity_tests.kernels import schemes
+from parity_tests.kernels.device import INTERPRETED
+
+EXAMPLES = 20
+SCHEMES = (
+    schemes.logprob_in_steps,
+    schemes.triton_logprob,
+    schemes.triton_gather_logprob,
+    schemes.triton_cut_sequence,
+)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="not run: a rank's tensors are on the CPU")
+@pytest.mark.timeout(900)
+def test_drawn_examples_kill_the_faults():
+    outcomes = killing_run(FAULTS, Range(EXAMPLES, schemes=SCHEMES))
+    said = "\n".join(report.closing(outcomes, EXAMPLES))
+    assert [outcome.fault.name for outcome in outcomes if not outcome.killed] == [], said
+    assert [outcome.fault.name for outcome in outcomes if outcome.note == "wrong"] == [], said

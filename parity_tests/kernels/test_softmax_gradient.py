@@ -1,0 +1,144 @@
+"""The kernel of the joint gradient beside its eager twin, and through log-probability beside the reference."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+
+from parity_tests import check, every_case
+from parity_tests.kernels.device import DEVICE, INTERPRETED, REASON, is_here
+from parity_tests.kernels.rows import DTYPES, KINDS, NOBODYS, STRIDES, columns, logits, normal
+from parity_tests.kernels.schemes import triton_gather_logprob, triton_logprob_with_entropy
+from parity_tests.kernels.twin import worst_ratio
+from torch_impl.collectives import accumulator
+from torch_impl.kernels.softmax_gradient import write_gradient
+from torch_impl.vocab_parallel import joint
+from torch_impl.vocab_parallel import statistics as st
+from torch_impl.vocab_parallel.asked import asked_of
+
+pytestmark = pytest.mark.skipif(not is_here(), reason=REASON)
+if INTERPRETED:  # a rank's tensors are on the CPU
+
+    @given(every_case(triton_logprob_with_entropy))
+    def test_parity(case):
+        check(case)
+
+    @given(every_case(triton_gather_logprob))
+    def test_parity_at_several_ids(case):
+        check(case)
+
+
+def given_to(z, k, temperature=1.0, with_entropy=True):
+    """(columns, floating arguments) of a gradient: m, log(1 + R), d and the cotangents."""
+    m, rest, d = st.local_statistics(z, None, temperature, True)
+    g, g_entropy = (normal(*shape, seed=9).to(z.device, m.dtype) for shape in ((len(z), max(k, 1)), (len(z),)))
+    entropy = (d, g_entropy) if with_entropy else (None, None)
+    return (columns(z, k) if k else None), (g, m, rest.log1p(), *entropy)
+
+
+def by_kernel(z, column, floats, temperature=1.0, normalised=True, step=4, dtype=None):
+    g, *rest = floats
+    out = torch.empty(z.shape, dtype=dtype or z.dtype, device=z.device)
+    asked = None if column is None else asked_of(column, g)
+    write_gradient(out, z, temperature, normalised, asked, *rest, step=step)
+    return out
+
+
+def held(z, k, temperature, normalised, with_entropy, step):
+    """The worst error over budget in the accumulation dtype; in the logits' it is that, rounded once."""
+    column, floats = given_to(z, k, temperature, with_entropy)
+    got = by_kernel(z, column, floats, temperature, normalised, step, accumulator(z.dtype))
+    narrow = by_kernel(z, column, floats, temperature, normalised, step)
+    assert narrow.dtype == z.dtype and torch.equal(narrow.nan_to_num(7.0), got.to(z.dtype).nan_to_num(7.0))
+
+    def twin(x, g, *rest):
+        out = torch.empty_like(x)
+        asked = None if column is None else asked_of(column.cpu(), g)
+        joint.write_gradient(out, x, temperature, normalised, asked, *rest)
+        return out
+
+    return worst_ratio(got, twin, (z, *floats), 1 if column is None else column.shape[-1])
+
+
+@pytest.mark.parametrize("step", [4, 16])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_is_its_twins(dtype, kind, step):
+    z = logits(kind, dtype, DEVICE)
+    assert held(z, 1, 1.0, True, True, step) <= 1
+    assert held(z, 3, 0.7, True, True, step) <= 1
+
+
+@pytest.mark.parametrize("k", [0, 1, 2, 70])
+@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize("with_entropy", [True, False])
+def test_every_set_of_cotangents(k, normalised, with_entropy):
+    z = logits("masked borders", torch.float32, DEVICE)
+    assert held(z, k, 2.0, normalised, with_entropy, 4) <= 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_wide_row_is_written_in_several_blocks(dtype):
+    z = logits("normal", dtype, DEVICE, n=4, v=4999)
+    assert held(z, 1, 1.0, True, True, 2048) <= 1
+    assert held(z, 5, 1.0, True, False, 2048) <= 1
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("strides", STRIDES)
+def test_strides_change_nothing(strides, k):
+    z = normal(4, 11).float().to(DEVICE)
+    column, floats = given_to(z, k)
+    results = [by_kernel(x, column, floats) for x in (STRIDES[strides](z), z)]
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("strides", [*STRIDES, None])
+def test_in_place_is_the_same_and_is_seen_by_autograd(strides, k):
+    z = normal(4, 11).float().to(DEVICE)
+    column, (g, *rest) = given_to(z, k)
+    want = by_kernel(z, column, (g, *rest))
+    over = z.clone() if strides is None else STRIDES[strides](z)
+    version = over._version
+    write_gradient(over, over, 1.0, True, asked_of(column, g), *rest, step=4)
+    assert torch.equal(over, want) and over._version > version
+
+
+def test_only_its_own_columns_are_written():
+    z = normal(4, 11).float().to(DEVICE)
+    column, (g, *rest) = given_to(z, 3)
+    around = torch.full((4, 20), 5.0, device=DEVICE)
+    write_gradient(around[:, 4:15], z, 1.0, True, asked_of(column, g), *rest, step=4)
+    assert torch.equal(around[:, :4], torch.full((4, 4), 5.0, device=DEVICE))
+    assert torch.equal(around[:, 15:], torch.full((4, 5), 5.0, device=DEVICE))
+
+
+@pytest.mark.parametrize("shape", [(4, 0), (0, 5)])
+def test_an_empty_shard_has_nothing_to_write(shape):
+    z = torch.empty(shape, device=DEVICE)
+    rows = [torch.zeros(shape[0], device=DEVICE)] * 2
+    column = torch.full((shape[0], 1), -1, dtype=torch.int32, device=DEVICE)
+    out = torch.empty_like(z)
+    write_gradient(out, z, 1.0, True, asked_of(column, torch.ones(shape[0], 1, device=DEVICE)), *rows, None, None)
+    assert out.shape == shape
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_nan_row_that_nobody_asks_for_has_no_gradient(k):
+    z = normal(4, 6).float().to(DEVICE)
+    column, (g, m, log_total, *_) = given_to(z, k, with_entropy=False)
+    column[3] = NOBODYS
+    z[3, 2], m[3] = math.nan, math.nan
+    gradient = by_kernel(z, column, (g, m, log_total, None, None))
+    assert gradient[3].tolist() == [0.0] * 6 and gradient[:3].isfinite().all()
+
+
+def test_a_target_that_is_all_but_certain_keeps_its_digits():
+    """1 - p is 1e-9, which float32 has no 1 - x for."""
+    z = torch.tensor([[0.0, -20.7]], device=DEVICE)
+    m, rest = st.local_statistics(z, None, 1.0, False)
+    column, g = torch.tensor([[0]], dtype=torch.int32, device=DEVICE), torch.ones(1, 1, device=DEVICE)
+    gradient = by_kernel(z, column, (g, m, rest.log1p(), None, None))
+    assert 0.0 < gradient[0, 0] == -gradient[0, 1]

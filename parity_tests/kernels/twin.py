@@ -1,0 +1,40 @@
+"""A kernel held against its eager twin: what the twin gives in float64, and the harness' budget for each element.
+
+The budget's spread is what random roundings of the inputs to the accumulation dtype do to the twin. The inputs
+themselves are given, and exact to both, however narrow they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from parity_tests.harness import compare
+from parity_tests.harness.oracle import UNIT_ROUNDOFF
+
+DIRECTIONS = 8
+ROUNDINGS = 3  # depth, log-probability, result
+
+
+def worst_ratio(got: Tensor, twin: Callable[..., Tensor], floats: Sequence[Tensor | None], terms: int) -> float:
+    """The largest error over budget, of a result in the accumulation dtype; `floats` are the twin's inputs."""
+    dtype = str(got.dtype).removeprefix("torch.")
+    unit = UNIT_ROUNDOFF[dtype]
+    wide = [None if x is None else x.double().cpu() for x in floats]
+    want = twin(*wide).numpy()
+    nearby = [[None if x is None else _rounded(x, unit, seed) for x in wide] for seed in range(DIRECTIONS)]
+    moved = [twin(*inputs).numpy() for inputs in nearby]
+    with np.errstate(invalid="ignore"):
+        distances = np.nan_to_num(np.stack(moved) - want, nan=0.0, posinf=0.0, neginf=0.0)
+    spread = np.sqrt((distances**2).mean(0))
+    allowed = compare.budget(want, spread, terms, dtype, dtype, ROUNDINGS, unit)
+    ratios = compare.errors(got.double().cpu().numpy(), want, dtype) / allowed
+    return float(ratios.max(initial=0.0))
+
+
+def _rounded(x: Tensor, unit: float, seed: int) -> Tensor:
+    signs = np.random.Generator(np.random.Philox(key=[seed, x.numel()])).integers(0, 2, tuple(x.shape)) * 2 - 1
+    return x * (1.0 + unit * torch.from_numpy(signs))
