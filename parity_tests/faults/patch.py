@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import linecache
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
@@ -71,6 +72,9 @@ class Plot:
         self._away = _taken()
         _put(self._own)
         sys.meta_path.insert(0, self._finder)
+        lines = self.text.splitlines(keepends=True)
+        # Triton does not run a kernel's code but what `inspect` reads; without a date the disk is not looked at.
+        linecache.cache[str(ROOT / self.file)] = (len(self.text), None, lines, str(ROOT / self.file))
         try:
             for namespace, name, value in list(_bindings(self._away)):
                 planted = _counterpart(value)
@@ -86,6 +90,7 @@ class Plot:
             namespace, name, value = self._bound.pop()
             namespace[name] = value
         sys.meta_path.remove(self._finder)
+        linecache.cache.pop(str(ROOT / self.file), None)
         self._own = _taken()
         _put(self._away)
 

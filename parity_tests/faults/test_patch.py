@@ -1,5 +1,6 @@
 """A fault lives in memory only, while it is planted; ranks in other processes get it by value."""
 
+import inspect
 import subprocess
 import sys
 
@@ -33,6 +34,13 @@ def test_a_planted_module_stands_in_for_the_healthy_one_and_leaves():
             assert sys.modules["torch_impl.collectives.plain"] is healthy
         assert sys.modules["torch_impl.collectives.plain"] is patched
     assert sys.modules["torch_impl.collectives.plain"] is healthy
+
+
+def test_who_reads_the_source_reads_the_patched_text():
+    healthy = inspect.getsource(torch_impl.collectives.plain.summed)
+    with Plot.of(HALVED, ["torch_impl.collectives.plain"]) as plot:
+        assert inspect.getsource(plot.modules[0].summed) == healthy.replace(HALVED.old, HALVED.new) != healthy
+    assert inspect.getsource(torch_impl.collectives.plain.summed) == healthy
 
 
 def test_the_harness_uses_the_planted_code_while_it_is_there():
