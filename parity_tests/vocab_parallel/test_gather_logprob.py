@@ -181,3 +181,30 @@ def test_inference_only_saves_nothing():
 
     told = "inference_only=True saved nothing for backward; call with inference_only=False"
     assert run(body, CaseSpec(scheme="gather_logprob", mesh={"tp": 1})).results == ((0, told),)
+
+
+STRIDES = {
+    "short": lambda z: z[:, :-1],
+    "transposed": lambda z: z.transpose(0, 1),
+    "columns first": lambda z: z.permute(2, 0, 1),
+    "one token": lambda z: z[1, 1],
+    "four dims": lambda z: z.unflatten(1, (1, 5)),
+    "no token": lambda z: z[:, :0],
+}
+
+
+@pytest.mark.parametrize("strides", STRIDES)
+def test_leading_dims_strides_and_expanded_cotangents_change_nothing(strides):
+    def body(mesh, case):
+        z = STRIDES[strides](torch.from_numpy(normal(2, 5, 6)))
+        v = z.shape[-1]
+        ids = (torch.arange(z.shape[:-1].numel() * 3) % v).view(*z.shape[:-1], 3)
+        results = []
+        for own, asked in ((z, ids.repeat_interleave(2, -1)[..., ::2]), (z.contiguous(), ids)):
+            leaf = own.detach().requires_grad_()
+            y = vp.ChunkedDistributedGatherLogprob.apply(leaf, asked, 0, v, 1, mesh["tp"])
+            (gradient,) = torch.autograd.grad(y, leaf, torch.tensor(0.5).double().expand(y.shape))
+            results.append((y, gradient))
+        return all(torch.equal(a, b) for a, b in zip(*results, strict=True)) and results[0][1].shape == z.shape
+
+    assert run(body, CaseSpec(scheme="gather_logprob", mesh={"tp": 1})).results == (True,)
