@@ -1,13 +1,12 @@
 """The killing run: every fault on drawn cases of the schemes that it concerns, until an oracle sees it.
 
-A scheme is concerned if it runs a function that has the fault in it. A round is one example of each of the nearest
-schemes concerned, those that run the fewest functions; the others are asked only where these see nothing. The baseline beside it
-is a parity test as it is often written: two ranks, one shape, equal shards, three seeds, the same budgets.
+A scheme is concerned if it runs a line of the fault. A round is one example of each of the nearest schemes concerned,
+those that run the fewest lines; the others are asked only where these see nothing. The baseline beside it is a parity
+test as it is often written: two ranks, one shape, equal shards, three seeds, the same budgets.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from parity_tests.harness.report import Report
 from parity_tests.harness.scheme import TABLE, Scheme
 
 EXAMPLES = 40
-NEAREST = 5
+NEAREST, FARTHEST = 5, 15  # of the schemes concerned: asked first, and asked at all
 MORE_ROUNDS = 5  # after the first catch: their words too are compared with what the fault expects
 NOT_TRIED = {"compiled_logprob": "would be compiled anew for each fault and shape; its eager twin is tried"}
 
@@ -96,22 +95,22 @@ class Range:
         self.courses = [Course(made, examples, engine) for made in tried if engine in made.engines]
 
     def concerned(self, fault: Fault) -> list[Course]:
-        """Courses of the schemes that run a function with the fault in it, the nearest first."""
+        """Courses of the schemes that run a line of the fault, the nearest first."""
         lines = patched_lines(fault)
         those = [course for course in self.courses if course.runs(fault.file, *lines)]
-        if not those:  # outside of functions: whoever runs anything of the file
-            those = [course for course in self.courses if course.runs(fault.file, 1, sys.maxsize)]
-        return sorted(those, key=lambda course: len(course.functions))
+        if not those:  # outside of functions, or where the first cases do not come: whoever runs anything of the file
+            those = [course for course in self.courses if fault.file in course.files]
+        return sorted(those, key=lambda course: len(course.lines))
 
     def outcome(self, fault: Fault) -> Outcome:
         """Try one fault. Errors: StaleFault; FalseAlarm for a scheme that fails without it."""
         start = time.perf_counter()
         concerned = self.concerned(fault)
         plot, patched = planted(fault, [course.scheme for course in concerned])
-        nearest, others = concerned[:NEAREST], concerned[NEAREST:]
+        nearest, others = concerned[:NEAREST], concerned[NEAREST:FARTHEST]
         with plot:
             catches, judged = self._hunt(nearest, patched, plot)
-            if not catches:
+            if not catches and not fault.equivalent:
                 catches, more = self._hunt(others, patched, plot)
                 judged += more
             fixed = [t.on(patched[t.scheme.key]) for course in nearest for t in course.fixed]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import cached_property
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, settings
@@ -25,6 +25,7 @@ from parity_tests.harness.report import Report
 from parity_tests.harness.scheme import Scheme
 from parity_tests.harness.strategy import every_case
 
+TRACED = 8  # drawn cases that tell which lines a scheme runs
 FIXED_WORLD = 2
 FIXED_SEEDS = (0, 1, 2)
 IN_A_SUBGROUP = 4  # every fourth drawn case stands inside sub-groups of a world twice as large
@@ -60,16 +61,17 @@ class Course:
         self.fixed = [Trial(scheme, case) for case in fixed_cases(scheme)]
 
     @cached_property
-    def functions(self) -> frozenset[CodeType]:
-        """Functions of production that the scheme's first cases run."""
-        return functions_run(self.scheme, [trial.case for trial in (*self.drawn[:6], *self.fixed[:1])])
+    def lines(self) -> frozenset[tuple[str, int]]:
+        """Lines of production, as (file, number), that the scheme's first cases run."""
+        return lines_run(self.scheme, [trial.case for trial in (*self.drawn[:TRACED], *self.fixed[:1])])
+
+    @cached_property
+    def files(self) -> frozenset[str]:
+        return frozenset(file for file, _ in self.lines)
 
     def runs(self, file: str, first: int, last: int) -> bool:
-        """Whether one of these functions has one of the lines first to last of a file."""
-        return any(
-            code.co_filename == str(ROOT / file) and code.co_firstlineno <= last and first <= _last_line(code)
-            for code in self.functions
-        )
+        """Whether it runs one of the lines first to last of a file."""
+        return any((file, number) in self.lines for number in range(first, last + 1))
 
 
 def drawn_cases(scheme: Scheme, examples: int, engine: str) -> list[CaseSpec]:
@@ -119,14 +121,16 @@ def fixed_cases(scheme: Scheme) -> list[CaseSpec]:
     return [case.replace(values={**case.values, **anywhere}, seed=seed) for seed in FIXED_SEEDS]
 
 
-def functions_run(scheme: Scheme, cases: list[CaseSpec]) -> frozenset[CodeType]:
-    """Functions of production that run, forward or backward, on any rank."""
+def lines_run(scheme: Scheme, cases: list[CaseSpec]) -> frozenset[tuple[str, int]]:
+    """Lines of production that run, forward or backward, on any rank; files relative to the root."""
     production = str(ROOT / "torch_impl")
-    seen: set[CodeType] = set()
+    seen: set[tuple[str, int]] = set()
 
-    def note(frame: FrameType, event: str, argument: Any) -> None:
-        if frame.f_code.co_filename.startswith(production):
-            seen.add(frame.f_code)
+    def note(frame: FrameType, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(production):
+            return None
+        seen.add((frame.f_code.co_filename, frame.f_lineno))
+        return note
 
     def traced(mesh: Any, case: CaseSpec) -> Any:
         before = sys.gettrace()
@@ -139,11 +143,7 @@ def functions_run(scheme: Scheme, cases: list[CaseSpec]) -> frozenset[CodeType]:
     program = scheme.program()
     for case in cases:
         run(traced, case.replace(engine="lockstep"), "lockstep")
-    return frozenset(seen)
-
-
-def _last_line(code: CodeType) -> int:
-    return max((line for *_, line in code.co_lines() if line), default=code.co_firstlineno)
+    return frozenset((file.removeprefix(f"{ROOT}/"), number) for file, number in seen)
 
 
 def _first(options: Any) -> Any:
