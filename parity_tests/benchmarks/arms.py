@@ -40,9 +40,11 @@ Arm = Callable[[Tensor, Tensor, Tensor, Tensor, DeviceMesh], tuple[Tensor, Tenso
 
 def ours(whole: Tensor, own: Tensor, target: Tensor, cotangent: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
     start = mesh.get_local_rank() * own.shape[-1]
-    owned = {"vocab_start_index": start, "vocab_end_index": start + own.shape[-1]}
     logits = own.detach().requires_grad_()
-    out = vocab_parallel_logprob(logits, target, mesh.get_group(), **owned)
+    out = vocab_parallel_logprob(
+        logits, target, mesh.get_group(), vocab_start_index=start, vocab_end_index=start + own.shape[-1]
+    )
+    assert isinstance(out, Tensor)  # a pair with entropy only
     return out.detach(), torch.autograd.grad(out, logits, cotangent.to(out.dtype))[0]
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from parity_tests.benchmarks.figure import Figure, spread
 from parity_tests.harness import bridge, compare, inputs, oracle
+from parity_tests.harness.drawing import draw_case, seeded_chooser
 from parity_tests.harness.engines.run import run
 from parity_tests.harness.scheme import lookup
 
@@ -71,7 +72,7 @@ def _draw(folder: Path) -> None:
     made = lookup(SCHEME)
     arrays: dict[str, np.ndarray] = {}
     for dtype in DTYPES:
-        case = made.case(dtype=dtype, tp=2, temperature=1.0, **SIZES)
+        case = draw_case(made, seeded_chooser(0), {"tp": 2, "temperature": 1.0, **SIZES}, dtype=dtype, seed=0)
         half = SIZES["v"] // 2
         anywhere = {"kind": "ids", "dim": "v", "picks": [[0, "anywhere"]]}
         case = case.replace(
@@ -91,4 +92,4 @@ def _draw(folder: Path) -> None:
             f"{dtype} gradient": gradient.want,
             f"{dtype} gradient budget": gradient.budgets,
         }
-    np.savez(folder / "drawn.npz", **arrays)
+    np.savez(folder / "drawn.npz", allow_pickle=False, **arrays)

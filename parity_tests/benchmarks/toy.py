@@ -20,8 +20,10 @@ def toy(mesh: Any, case: CaseSpec) -> float:
     rank = mesh.rank("tp")
     logits = torch.arange(ROWS * COLUMNS, dtype=torch.float32).cos().view(ROWS, COLUMNS).requires_grad_()
     target = torch.arange(ROWS) % (COLUMNS * mesh.size("tp"))
-    owned = {"vocab_start_index": rank * COLUMNS, "vocab_end_index": (rank + 1) * COLUMNS}
-    out = vocab_parallel_logprob(logits, target, mesh["tp"], **owned)
+    out = vocab_parallel_logprob(
+        logits, target, mesh["tp"], vocab_start_index=rank * COLUMNS, vocab_end_index=(rank + 1) * COLUMNS
+    )
+    assert isinstance(out, torch.Tensor)  # a pair with entropy only
     (gradient,) = torch.autograd.grad(out, logits, torch.ones_like(out))
     return float(gradient.sum())
 
