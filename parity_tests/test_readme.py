@@ -17,10 +17,11 @@ def blocks(language: str) -> list[str]:
 
 
 def shape(printed: str) -> list[str]:
-    """Lines without what differs from machine to machine: of a tensor's row only its name and verdict stay."""
+    """Lines without what differs by machine: widths, ids, and of a tensor's row all but name and verdict."""
     lines = [re.sub(r"replay_[0-9a-f]{8}", "replay_#", line.rstrip()) for line in printed.strip("\n").splitlines()]
     rows = [ROW.match(line) for line in lines]
-    return [f"{row['label']} {row['verdict']}" if row else line for line, row in zip(lines, rows, strict=True)]
+    told = [f"{row['label']} {row['verdict']}" if row else line for line, row in zip(lines, rows, strict=True)]
+    return [re.sub(r"(?<=\S) +", " ", line) for line in told]
 
 
 def console(block: str, folder: Path) -> tuple[list[str], list[str]]:

@@ -66,19 +66,19 @@ DROPPED = Mistake(
     "a dropped all-reduce in the backward",
     old="        dist.all_reduce(gradient, group=ctx.group)\n",
     new="",
-    says=("d/d hidden: gradient missing a sum over tp: the ranks' gradients add up to the reference",),
+    says=("gradient missing a sum over tp: the ranks' gradients add up to the reference",),
 )
 OFFSET = Mistake(
     "a wrong shard offset",
     old='first = mesh.rank("tp") * logits.shape[-1]',
     new='first = mesh.rank("tp") * logits.shape[-1] + 1',
-    says=("d/d weight: a term sits 1 place off along v: an offset is wrong by 1",),
+    says=("a term sits 1 place off along v: an offset is wrong by 1",),
 )
 LAYOUT = Mistake(
     "a layout that is not undone",
     old="return logprob[:, order]",
     new="return logprob",
-    says=("out: same values in another order: a layout is not undone", "s is still in dual_chunk_swap order over cp"),
+    says=("same values in another order: a layout is not undone", "s is still in dual_chunk_swap order over cp"),
 )
 COLLECTIVE = Mistake(
     "a mismatched collective",
