@@ -193,7 +193,8 @@ def _judged(
     wide = UNIT_ROUNDOFF[coarse]
     loose = budget(want, spread * (wide / u), terms, coarse, coarse, max(scheme.roundings, 1), wide)
     wrong = errors(stitched.copies, want[None], out_dtype)
-    ratios = wrong / allowed[None]
+    with np.errstate(over="ignore"):  # an error beyond all measure is an infinite number of budgets
+        ratios = wrong / allowed[None]
     if absent is not None:
         ratios = np.where(absent & (want[None] != 0.0), np.inf, ratios)
     copy, where, ratio, error, limit = 0, (), 0.0, 0.0, float(allowed.max(initial=0.0))

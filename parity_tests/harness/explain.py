@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from parity_tests.harness.clues import places, sums
 from parity_tests.harness.clues.arithmetic import fitted_number, known_number
 from parity_tests.harness.clues.displaced import displaced
@@ -20,7 +22,8 @@ def explain(evidence: Evidence) -> tuple[str, ...]:
     """Notes on one tensor, the headline first; none if nothing is wrong with it."""
     if not evidence.bad.any():
         return ()
-    notes = [sentence for clue in CLUES for sentence in clue(evidence)]
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # what came may be beyond all measure
+        notes = [sentence for clue in CLUES for sentence in clue(evidence)]
     return tuple(notes) or (places.worst(evidence),)
 
 

@@ -166,6 +166,14 @@ def test_one_number_that_is_not_finite_is_caught(value, rank):
     assert row.ratio == np.inf and row.where == (2, 2 * rank + 1)
 
 
+def test_an_error_beyond_all_measure_is_an_infinite_number_of_budgets():
+    def spoil(results):
+        results[0].outputs["out[0]"][0, 0] = 1e305
+
+    row = rows_of(product_and_sum, CASE, spoil)["out[0]"]
+    assert row.ratio == np.inf and row.where == (0, 0)
+
+
 def test_the_worst_copy_of_a_replicated_tensor_is_told():
     @scheme(reference=lambda x: x * 2.0, mesh={"tp": (4,)}, inputs={"x": "b tp=I"}, outputs="b tp=I")
     def doubled(mesh, x):

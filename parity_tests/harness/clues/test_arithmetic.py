@@ -133,3 +133,9 @@ def test_another_constant_on_each_rank():
     assert headline(got, want, owners={"cp": owners}) == (
         "off by an added constant on each cp rank (0.5, -1.25): a local statistic stands for the global one"
     )
+
+
+def test_what_is_beyond_all_measure_has_no_factor():
+    want = numbers(4) * 1e-20
+    got = np.array([1e308, -1e308, 1e308, 1e308])
+    assert not headline(got, want).startswith("off by")
