@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -100,10 +101,12 @@ def _call(scheme: Scheme, case: CaseSpec, *given: Any) -> Any:
     wanted = {arg.name: arg.shape(case) for arg in scheme.outputs}
     fixed, x, *_ = given
     shapes = tuple((name, a.shape, str(a.dtype)) for name, a in {**fixed, **x}.items())
-    signature = (shapes, tuple(wanted.values()), tuple(sorted((k, repr(v)) for k, v in options.items())))
-    cache = _COMPILED.setdefault(scheme, {})
-    if signature in cache:
-        return cache[signature](*given)
+    roles = tuple((arg.name, arg.differentiable) for arg in (*scheme.inputs, *scheme.outputs)), scheme.output_form
+    chosen = tuple(sorted((name, repr(value)) for name, value in options.items()))
+    signature = roles, shapes, tuple(wanted.values()), chosen
+    known = _COMPILED.setdefault(scheme.reference, {})  # schemes of one reference share what is compiled
+    if signature in known:
+        return known[signature](*given)
     start = time.perf_counter()
     compiled = _build(scheme, options, wanted)
     try:
@@ -112,7 +115,7 @@ def _call(scheme: Scheme, case: CaseSpec, *given: Any) -> Any:
         raise
     except Exception as error:
         raise _failure(scheme, f"raised {type(error).__name__}: {_first_line(error)}") from error
-    cache[signature] = compiled
+    known[signature] = compiled
     CLOCK.seconds += time.perf_counter() - start
     CLOCK.count += 1
     return result
@@ -143,8 +146,22 @@ def _build(scheme: Scheme, options: Mapping[str, Any], wanted: Mapping[str, tupl
 
         return value_and_gradient(fixed, x, c), jax.vmap(along)(directions, signs)
 
-    # The arrays are small and compiled for each shape: optimizing would cost more than it saves.
-    return jax.jit(everything, compiler_options={"xla_backend_optimization_level": 0})
+    return jax.jit(everything, compiler_options=_compiler_options())
+
+
+@cache
+def _compiler_options() -> dict[str, Any]:
+    """Options that this XLA knows: arrays are small and every shape compiles, optimizing costs more than it saves."""
+    import jax
+
+    found: dict[str, Any] = {}
+    for option in ({"xla_backend_optimization_level": 0}, {"xla_cpu_use_fusion_emitters": False}):
+        try:
+            jax.jit(lambda x: x, compiler_options=option)(0.0)
+        except Exception:  # its type has changed between versions; an unknown option is left out
+            continue
+        found |= option
+    return found
 
 
 def _named(scheme: Scheme, wanted: Mapping[str, tuple[int, ...]], returned: Any) -> dict[str, Any]:
