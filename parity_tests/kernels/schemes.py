@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from jax_ref.vocab_parallel.gather_logprob import gather_logprob
 from jax_ref.vocab_parallel.logprob import logprob, logprob_and_negative_entropy
 from jax_ref.vocab_parallel.sequence_gather import sequence
-from parity_tests import Cost, ids, scheme
+from parity_tests import Cost, ids, scheme, values
 from parity_tests.kernels import device as device  # rounds as a GPU does
 from parity_tests.vocab_parallel.shard import owned_range
 from torch_impl.kernels import rows_at
@@ -24,12 +24,14 @@ from torch_impl.vocab_parallel import joint, vocab_parallel_logprob
 from torch_impl.vocab_parallel import statistics as st
 from torch_impl.vocab_parallel.asked import asked_of
 
+KINDS = values("peaked", "neg_inf_mask", "normal", "ties", "huge")
 STEP = 2  # columns: a row of five has three blocks
 DECLARED: dict[str, Any] = dict(
     mesh={"tp": (1, 2, 3)},
     inputs={"logits": "b s v/tp:ragged", "target": "b s"},
     draw={"target": ids("v", ignore=-100)},
-    options={"temperature": (1.0, 0.7)},
+    dims={"b": (1, 2), "s": (1, 2, 3), "v": (4, 7, 12, 1)},  # the interpreter takes milliseconds a program
+    options={"temperature": (0.7, 1.0)},
     reduction=("v",),
     engines=("lockstep",),  # the interpreter is this process's
 )
@@ -73,13 +75,13 @@ def _logprob(mesh, logits, target, temperature, with_entropy):
 @scheme(
     reference=gather_logprob,
     outputs="b s k tp=I",
-    dims={"k": (1, 2, 3, 8, 0)},
     dtypes=("float32", "float64", "bfloat16"),
     cost=lambda c: Cost(forward={"all_gather": (1, (2 + c.k) * c.b * c.s * c.accumulator_itemsize)}),
     **{
         **DECLARED,
         "inputs": {"logits": "b s v/tp:ragged", "ids": "b s k"},
-        "draw": {"ids": ids("v", ignore=-100)},
+        "draw": {"ids": ids("v", ignore=-100), "logits": KINDS},
+        "dims": {**DECLARED["dims"], "k": (2, 3, 1, 8, 0)},
         "options": {},
     },
 )
@@ -105,7 +107,7 @@ class _Joint(torch.autograd.Function):
     dtypes=("float32", "bfloat16"),
     roundings=3,
     cost=one_exchange(4),
-    **DECLARED,
+    **{**DECLARED, "draw": {**DECLARED["draw"], "logits": KINDS}},
 )
 def logprob_in_steps(mesh, logits, target, temperature):
     return _InSteps.apply(logits, target, *owned_range(mesh), mesh["tp"], temperature)

@@ -31,14 +31,8 @@ pytestmark = [
 def in_a_process_of_its_own(file, interpret):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *QUIET]
     command += [f"--hypothesis-profile={strategy.profile()}", str(FOLDER / file)]
-    run = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": interpret},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = {**os.environ, "TRITON_INTERPRET": interpret}
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-20000:] + run.stderr[-2000:]
 
 

@@ -8,10 +8,9 @@ from parity_tests.faults.runner import Range, killing_run
 from parity_tests.kernels import schemes
 from parity_tests.kernels.device import INTERPRETED
 
-EXAMPLES = 20
+EXAMPLES = 16
 SCHEMES = (
     schemes.logprob_in_steps,
-    schemes.triton_logprob,
     schemes.triton_gather_logprob,
     schemes.triton_cut_sequence,
 )

@@ -7,6 +7,7 @@ from parity_tests.kernels.rows import normal
 from torch_impl.kernels import rows_at
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("dim", [0, 1, -1])
 @pytest.mark.parametrize("backend", ["auto", "eager", "compile"])
 def test_rows_are_taken_and_their_cotangents_add_up(backend, dim):
