@@ -26,7 +26,8 @@ class Fault:
 
     `expect` names the oracle and a piece of its words, as `gradient: off by the constant factor`; the oracle is
     value, gradient, protocol, cost, hygiene or the cause of a failed rank. `source` says where the mistake was
-    made before. `equivalent` says why nothing observable changes; such a fault is listed, not counted.
+    made before. `equivalent` says why nothing observable changes; such a fault is listed, not counted. `survives`
+    says why the drawn examples do not see a change that is there; such a fault is counted, as not killed.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Fault:
     expect: str
     source: str | None = None
     equivalent: str | None = None
+    survives: str | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

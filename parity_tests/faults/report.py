@@ -69,7 +69,11 @@ def closing(outcomes: Sequence[Outcome], examples: int) -> list[str]:
         f"{share(sum(o.note != 'wrong' for o in others), len(others))} of the other killed are seen by the oracle that "
         "the catalogue names.",
     ]
-    lines += [f"survived: {outcome.fault.name}" for outcome in those if not outcome.killed]
+    lines += [
+        f"survived: {outcome.fault.name}: {outcome.fault.survives or 'NOT EXPLAINED'}"
+        for outcome in those
+        if not outcome.killed
+    ]
     lines += [f"equivalent: {o.fault.name}: {o.fault.equivalent}" for o in outcomes if o.fault.equivalent]
     lines += [f"killed although equivalent: {o.fault.name}" for o in outcomes if o.fault.equivalent and o.killed]
     lines += [f"not tried on {name}: {why}" for name, why in NOT_TRIED.items()]

@@ -47,5 +47,6 @@ def test_drawn_examples_kill_the_faults(tmp_path):
     those = report.counted(outcomes)
     assert all(outcome.concerned for outcome in outcomes), "a fault stands in code that no scheme runs"
     assert sum(outcome.killed for outcome in those) >= PROMISED * len(those), said
+    assert [outcome.fault.name for outcome in those if not (outcome.killed or outcome.fault.survives)] == [], said
     assert [outcome.fault.name for outcome in outcomes if outcome.fault.equivalent and outcome.killed] == [], said
     assert sum(o.killed for o in those) > sum(o.baseline_conduct for o in those), said
