@@ -19,6 +19,7 @@ NAMELESS = {"utils", "util", "common", "helpers", "helper", "misc"}
 # Paths (glob patterns) that have no twin in some tree, and why.
 WITHOUT_A_REFERENCE = {
     "collectives/*": "one device has no collectives; their law is the adjoint identity",
+    "kernels/*": "how a function is computed; what it means is stated by the component that it serves",
     "*/arguments.py": "what a folder refuses; the reference takes whole arrays and refuses nothing",
     "vocab_parallel/rows.py": "the order in which memory is read, which the mathematics does not know",
     "vocab_parallel/joint.py": "one gradient for log-probability and entropy, whose references are their own",
@@ -51,6 +52,10 @@ WITHOUT_A_TEST_OF_ITS_OWN = {
     "vocab_parallel/selected.py": "one of two ways to a kept set, tested through it",
 }
 TESTS_OF_NO_SINGLE_FILE = {
+    "kernels/compilation.py": "every kernel, compiled for GPUs that are not there",
+    "kernels/devices.py": "runs the tests that call a kernel, each way in a process of its own",
+    "kernels/kills.py": "faults planted in any of the kernels",
+    "kernels/wiring.py": "log-probability on the kernels",
     "vocab_parallel/outside_oracles.py": "several functions against other libraries' on fixed cases",
     "vocab_parallel/real_text.py": "the log-probabilities on a text, which is input and no component",
     "vocab_parallel/refusals.py": "what several functions refuse, in one table",

@@ -53,11 +53,10 @@ def write_gradient(
     nothing = largest  # in the place of what is not there, and not read
     k = 0 if asked is None else asked.column.shape[-1]
     column, own, total = (nothing,) * 3 if asked is None else (asked.column, asked.own, asked.total)
-    with_entropy = depth is not None and g_entropy is not None
-    slope = (depth, g_entropy) if with_entropy else (nothing, nothing)
+    slope = (nothing, nothing) if depth is None or g_entropy is None else (depth, g_entropy)
     heat = torch.full((1,), temperature, dtype=largest.dtype, device=largest.device)
     of_rows = [x.contiguous() for x in (largest, log_total, *slope, column, own)]
-    settings = dict(IS_HEATED=temperature != 1.0, IS_NORMALISED=normalised, WITH_ENTROPY=with_entropy)
+    settings = dict(IS_HEATED=temperature != 1.0, IS_NORMALISED=normalised, WITH_ENTROPY=slope[0] is not nothing)
     width = min(step, triton.next_power_of_2(v))
     with torch.cuda.device_of(block):
         looked_up = block.gather(-1, column.clamp_min(0).long()) if k > 1 else None  # before out is written

@@ -1,0 +1,105 @@
+"""Every kernel compiles to machine code for the GPUs at hand elsewhere, keeps its tile in registers, reads 16 bytes
+at once. What only a run on a GPU shows, its numbers and its speed, is for `test_devices.py` and the benchmarks.
+"""
+
+import re
+import subprocess
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="not run: needs triton; pip install 'shardproof[triton]'")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from torch_impl.kernels import row_gather, softmax_gradient, softmax_statistics
+
+ARCHITECTURES = (80, 90)
+ALIGNED = [["tt.divisibility", 16]]
+SETTINGS = dict(IS_HEATED=True, WITH_ENTROPY=True)
+NUMBERS = "n v k rows taken inner entropy_at row_stride out_row_stride outer_stride"
+ACCUMULATED = "temperature largest log_total depth g_entropy own total others"
+
+
+def compiled(kernel, architecture, logits, accumulator, constants, **options):
+    """The kernel for pointers to such dtypes, all aligned; what is no pointer nor constant is an int32."""
+    names = kernel.arg_names
+    types = dict.fromkeys(NUMBERS.split(), "i32") | dict.fromkeys(ACCUMULATED.split(), f"*{accumulator}")
+    types |= dict.fromkeys(("logits", "looked_up", "source", "out"), f"*{logits}") | {"ids": "*i32", "index": "*i64"}
+    if kernel is softmax_statistics._statistics:
+        types["out"] = f"*{accumulator}"
+    signature = {name: "constexpr" if name in constants else types[name] for name in names}
+    source = ASTSource(
+        kernel,
+        signature,
+        {(names.index(name),): value for name, value in constants.items()},
+        {(i,): ALIGNED for i, name in enumerate(names) if name not in constants and name not in ("ids", "k")},
+    )
+    return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+
+
+KERNELS = {
+    "statistics": (
+        softmax_statistics._statistics,
+        dict(SETTINGS, column_stride=1, STEP=softmax_statistics.STEP, IDS=1),
+        softmax_statistics.WARPS,
+    ),
+    "gradient": (
+        softmax_gradient._gradient,
+        dict(SETTINGS, IS_NORMALISED=True, column_stride=1, out_column_stride=1, STEP=softmax_gradient.STEP, IDS=1),
+        softmax_gradient.WARPS,
+    ),
+    "gradient, several ids": (
+        softmax_gradient._gradient,
+        dict(SETTINGS, IS_NORMALISED=True, column_stride=1, out_column_stride=1, STEP=softmax_gradient.STEP, IDS=4),
+        softmax_gradient.WARPS,
+    ),
+    "gradient at ids": (
+        softmax_gradient._gradient_at_ids,
+        dict(SETTINGS, IS_NORMALISED=True, out_column_stride=1, IDS=4),
+        4,
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+
+
+def stack_bytes(binary, folder):
+    """Bytes of local memory a thread needs beyond its registers."""
+    file = Path(folder) / "kernel.cubin"
+    file.write_bytes(binary)
+    tool = resources.files(triton) / "backends" / "nvidia" / "bin" / "cuobjdump"
+    said = subprocess.run([str(tool), "-res-usage", str(file)], capture_output=True, text=True, check=True)
+    return [int(size) for size in re.findall(r"(?:STACK|LOCAL):(\d+)", said.stdout + said.stderr)]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("logits", "accumulator"), [("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "fp32")])
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_spills_nothing_and_moves_16_bytes_at_once(name, logits, accumulator, architecture, tmp_path):
+    kernel, constants, warps = KERNELS[name]
+    made = compiled(kernel, architecture, logits, accumulator, constants, num_warps=warps)
+    sizes = stack_bytes(made.asm["cubin"], tmp_path)
+    assert sizes and set(sizes) == {0}
+    if name != "gradient at ids":
+        assert re.search(r"ld\.global\S*\.v4\.b32", made.asm["ptx"])
+    if name.startswith("gradient") and name != "gradient at ids":
+        assert re.search(r"st\.global\S*\.v4\.b32", made.asm["ptx"])
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_compiles_for_float64(name):
+    kernel, constants, warps = KERNELS[name]
+    assert compiled(kernel, 90, "fp64", "fp64", constants, num_warps=warps).asm["cubin"]
+
+
+def test_the_gather_asserts_on_the_device_that_an_index_is_inside():
+    constants = dict(column_stride=1, HEIGHT=4, COLUMNS=1024)
+    made = compiled(row_gather.gather_kernel, 90, "i32", "i32", constants, debug=True, sanitize_overflow=False)
+    assert "__assertfail" in made.asm["ptx"]
