@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from torch_impl.collectives.arguments import checked_dim, checked_group
 from torch_impl.collectives.plain import gathered, scattered_sum
+from torch_impl.kernels import rows_at
 from torch_impl.layouts import contiguous, dual_chunk_swap, inverse, uncuttable
 
 
@@ -39,7 +40,7 @@ def _get_tokens_on_this_cp_rank(
     check_cut_over_cp(function, input_ids.shape[dim], cp_size)
     if cp_size == 1:
         return input_ids
-    return input_ids.index_select(dim, held(input_ids.shape[dim], cp_size, input_ids.device)[cp_rank])
+    return rows_at(input_ids, held(input_ids.shape[dim], cp_size, input_ids.device)[cp_rank], dim)
 
 
 def allgather_cp_sharded_tensor(
@@ -82,13 +83,13 @@ class AllGatherCPTensor(torch.autograd.Function):
                 f"dual_chunk_swap over cp={cp} needs an even number; pad s to {(local + 1) * cp}"
             )
         rank_major = gathered(tensor, cp_group, ctx.dim, [local] * cp)
-        return rank_major.index_select(ctx.dim, inverse(held(local * cp, cp, tensor.device)))
+        return rows_at(rank_major, inverse(held(local * cp, cp, tensor.device)), ctx.dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
         size, cp = grad_output.shape[ctx.dim], ctx.group.size()
-        rank_major = grad_output.index_select(ctx.dim, torch.cat(held(size, cp, grad_output.device)))
+        rank_major = rows_at(grad_output, torch.cat(held(size, cp, grad_output.device)), ctx.dim)
         return scattered_sum(rank_major, ctx.group, ctx.dim, [size // cp] * cp), None, None
 
 
