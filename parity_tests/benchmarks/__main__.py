@@ -26,6 +26,7 @@ SECTIONS = {
     "sensitivity": "Sensitivity",
     "faults": "Planted faults",
     "peers": "Log-probability beside its peers",
+    "kernels": "Kernels on a GPU",
 }
 
 
@@ -78,6 +79,10 @@ def _figures(name: str, alarm_seconds: float, stall_seconds: float) -> Callable[
         from parity_tests.benchmarks import kills
 
         return kills.figures
+    if name == "kernels":
+        from parity_tests.benchmarks import kernels
+
+        return kernels.figures
     from parity_tests.benchmarks import peers
 
     return peers.figures

@@ -1,0 +1,207 @@
+"""The Triton kernels on a GPU, beside the copy of as many bytes: what fraction of the memory's speed they reach.
+
+One read of the logits forward, one read and one write backward: half a copy and a copy. The arms are first held
+against their budgets, then timed in turn, so that the clocks of the GPU meet all of them alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity_tests.benchmarks.figure import Figure, spread
+from torch_impl.kernels import rows_at
+from torch_impl.layouts import dual_chunk_swap
+from torch_impl.vocab_parallel import joint
+from torch_impl.vocab_parallel import statistics as st
+from torch_impl.vocab_parallel.asked import asked_of
+
+ROWS, COLUMNS = 4096, 131072  # 1 GiB in bfloat16
+ROUNDS, WARM = 21, 3
+NOT_RUN = "not run: needs CUDA"
+BACKENDS = ("triton", "compile", "eager")
+PROMISED_FRACTION, PROMISED_ENTROPY, PROMISED_MEMORY = 0.85, 1.15, {"apart": 1.05, "in place": 0.05}
+PROMISES = {
+    "logprob forward and backward, triton": f">= {PROMISED_FRACTION:.0%} of the copy bound on one H100",
+    "logprob with entropy over logprob alone": f"<= {PROMISED_ENTROPY}",
+    "extra memory, gradient apart": f"<= {PROMISED_MEMORY['apart']} of the logits",
+    "extra memory, gradient in place": f"<= {PROMISED_MEMORY['in place']} of the logits",
+}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """`copies`: what it must read and write, in copies of the logits."""
+
+    job: Callable[[], Any]
+    copies: float
+
+
+def figures() -> Iterator[Figure]:
+    """Measured where there is CUDA; where not, every promise is named and said to be not run."""
+    if torch.cuda.is_available():
+        yield from measured(torch.device("cuda"), ROWS, COLUMNS, BACKENDS, ROUNDS)
+        return
+    for name, promised in PROMISES.items():
+        yield Figure(name, promised, NOT_RUN, None, f"{ROWS} x {COLUMNS} bfloat16 on one GPU; not yet measured")
+
+
+def measured(device: torch.device, rows: int, columns: int, backends: tuple[str, ...], rounds: int) -> Iterator[Figure]:
+    """The figures of one device; the first backend is the one that promises are about."""
+    logits = _logits(device, rows, columns)
+    check(logits, backends)
+    arms = arms_of(logits, backends)
+    seconds = in_turn(arms, device, rounds)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    how = f"{rows} x {columns} bfloat16 on {name}, {rounds} rounds in turn; median (least to greatest)"
+    copied = 2 * logits.nbytes / min(seconds["copy"]) / 1e9
+    yield Figure("copy of the logits", "-", f"{spread([1e3 * s for s in seconds['copy']])} ms", None, how)
+    for arm, times in seconds.items():
+        if arm != "copy":
+            fractions = [arms[arm].copies * a / b for a, b in zip(seconds["copy"], times, strict=True)]
+            shown = f"{spread(fractions)} of the copy bound; {spread([1e3 * s for s in times])} ms"
+            promised = PROMISES.get(arm)
+            kept = sorted(fractions)[rounds // 2] >= PROMISED_FRACTION if promised else None
+            yield Figure(arm, promised or "-", shown, kept, f"{how}; a copy moves {copied:.0f} GB/s at best")
+    first = backends[0]
+    pairs = zip(seconds[f"logprob and entropy, {first}"], seconds[_both(first)], strict=True)
+    ratios = [with_entropy / alone for with_entropy, alone in pairs]
+    kept = sorted(ratios)[rounds // 2] <= PROMISED_ENTROPY
+    title = "logprob with entropy over logprob alone"
+    yield Figure(title, PROMISES[title], spread(ratios), kept, how)
+    if device.type == "cuda":
+        yield from memory(logits, first)
+
+
+def memory(logits: Tensor, backend: str) -> Iterator[Figure]:
+    """The allocator's peak above what was there, in units of the logits."""
+    for name, promised in PROMISED_MEMORY.items():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        own = logits.clone()
+        logprob_and_gradient(own, backend, inplace_gradient=name == "in place")
+        torch.cuda.synchronize()
+        extra = (torch.cuda.max_memory_allocated() - before) / logits.nbytes - 1.0
+        title = f"extra memory, gradient {name}"
+        yield Figure(title, PROMISES[title], f"{extra:.3f}", extra <= promised, f"peak of the allocator, {backend}")
+
+
+def arms_of(logits: Tensor, backends: tuple[str, ...]) -> dict[str, Arm]:
+    into, over = torch.empty_like(logits), logits.clone()
+    arms = {"copy": Arm(lambda: into.copy_(logits), 1.0)}
+    for backend in backends:
+        arms[_both(backend)] = Arm(partial(logprob_and_gradient, logits, backend), 1.5)
+    first = backends[0]
+    arms[f"logprob and entropy, {first}"] = Arm(partial(logprob_and_gradient, logits, first, with_entropy=True), 1.5)
+    arms[f"logprob, gradient in place, {first}"] = Arm(
+        partial(logprob_and_gradient, over, first, inplace_gradient=True), 1.5
+    )
+    column, own, given = _given(logits)
+    for backend in backends:
+        local = joint.in_backend(st.local_statistics, backend)
+        write = joint.in_backend(joint.write_gradient, backend)
+        arms[f"statistics, {backend}"] = Arm(partial(local, logits, column, 1.0, False), 0.5)
+        arms[f"gradient, {backend}"] = Arm(partial(write, into, logits, 1.0, True, own, *given, None, None), 1.0)
+    order = torch.cat(dual_chunk_swap(len(logits), 2, device=logits.device))
+    for backend in backends:
+        arms[f"rows in DualChunkSwap order, {backend}"] = Arm(partial(rows_at, logits, order, backend=backend), 1.0)
+    return arms
+
+
+def check(logits: Tensor, backends: tuple[str, ...]) -> None:
+    """Some rows of every backend against the eager twin in float64. Errors: RuntimeError for what must not be timed."""
+    from parity_tests.kernels.twin import worst_ratio
+
+    some = logits[:4]
+    column, own, given = _given(some)
+
+    def sums(x: Tensor) -> Tensor:
+        return st.local_statistics(x, None, 1.0, True)[1:]
+
+    def gradient(x: Tensor, g: Tensor, *rest: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        joint.write_gradient(out, x, 1.0, True, asked_of(column.to(x.device), g), *rest, None, None)
+        return out
+
+    for backend in backends:
+        found = joint.in_backend(st.local_statistics, backend)(some, None, 1.0, True)[1:]
+        out = torch.empty(some.shape, device=some.device)
+        joint.in_backend(joint.write_gradient, backend)(out, some, 1.0, True, own, *given, None, None)
+        worst = max(
+            worst_ratio(found, sums, (some,), some.shape[-1]),
+            worst_ratio(out, gradient, (some, own.own, *given), 1),
+        )
+        if not worst <= 1:
+            raise RuntimeError(f"benchmarks: {backend} is {worst:.2g} budgets off its twin; it is not timed")
+
+
+def in_turn(arms: Mapping[str, Arm], device: torch.device, rounds: int) -> dict[str, list[float]]:
+    """Seconds of every arm in every round, after some rounds to compile and warm up."""
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    for turn in range(WARM + rounds):
+        for name, arm in arms.items():
+            taken = _seconds(arm.job, device)
+            if turn >= WARM:
+                seconds[name].append(taken)
+    return seconds
+
+
+def _seconds(job: Callable[[], Any], device: torch.device) -> float:
+    if device.type != "cuda":
+        start = time.perf_counter()
+        job()
+        return time.perf_counter() - start
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    before.record()
+    job()
+    after.record()
+    after.synchronize()
+    return before.elapsed_time(after) / 1e3
+
+
+class _WholeRows(torch.autograd.Function):
+    """Log-probability of rows that are whole on this device: no group, no collective."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, plan: joint.Plan) -> tuple[Tensor, ...]:
+        return joint.forward(ctx, logits, target, plan)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        return joint.backward(ctx, *cotangents), None, None
+
+
+def logprob_and_gradient(logits: Tensor, backend: str, **options: bool) -> Tensor:
+    plan = joint.Plan("benchmark", None, 0, logits.shape[-1], whole_rows=True, backend=backend, **options)
+    z = logits.detach().requires_grad_()
+    outputs = _WholeRows.apply(z, _target(logits), plan)
+    return torch.autograd.grad(outputs, z, [torch.ones_like(output) for output in outputs])[0]
+
+
+def _logits(device: torch.device, rows: int, columns: int) -> Tensor:
+    drawn = torch.Generator(device).manual_seed(0)
+    return torch.randn(rows, columns, generator=drawn, device=device, dtype=torch.bfloat16)
+
+
+def _target(logits: Tensor) -> Tensor:
+    return torch.arange(len(logits), device=logits.device) * 7919 % logits.shape[-1]
+
+
+def _given(logits: Tensor) -> tuple[Tensor, Any, tuple[Tensor, Tensor]]:
+    """(columns, what is asked of them, m and log(1 + R))."""
+    column = st.local_column(_target(logits).unsqueeze(-1), 0, logits.shape[-1])
+    largest = logits.amax(-1).float()
+    log_total = torch.stack([(row.float() - m).exp().sum().log() for row, m in zip(logits, largest, strict=True)])
+    return column, asked_of(column, torch.ones(column.shape, device=logits.device)), (largest, log_total)
+
+
+def _both(backend: str) -> str:
+    return f"logprob forward and backward, {backend}"

@@ -1,0 +1,35 @@
+"""The benchmark of the kernels says what it did not run, and measures what it can on any device."""
+
+import torch
+
+from parity_tests.benchmarks import kernels
+
+
+def test_without_a_gpu_every_promise_is_said_to_be_not_run(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    figures = list(kernels.figures())
+    assert {figure.name: figure.promised for figure in figures} == kernels.PROMISES
+    assert {(figure.measured, figure.held) for figure in figures} == {("not run: needs CUDA", None)}
+
+
+def test_arms_are_checked_and_timed_in_turn_on_whatever_there_is():
+    figures = list(kernels.measured(torch.device("cpu"), 8, 64, ("eager",), rounds=3))
+    assert figures[0].name == "copy of the logits"
+    assert {"statistics, eager", "gradient, eager", "rows in DualChunkSwap order, eager"} <= {f.name for f in figures}
+    assert all("to" in figure.measured for figure in figures)
+
+
+def test_an_arm_that_is_wrong_is_not_timed(monkeypatch):
+    healthy = kernels.joint.in_backend
+    monkeypatch.setattr(kernels.joint, "in_backend", lambda f, b: lambda *a, **k: wrong(healthy(f, b)(*a, **k)))
+
+    def wrong(found):
+        return None if found is None else found * 2
+
+    logits = torch.randn(4, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    try:
+        kernels.check(logits, ("eager",))
+    except RuntimeError as error:
+        assert "budgets off its twin; it is not timed" in str(error)
+    else:
+        raise AssertionError("a wrong arm was let pass")
