@@ -1,6 +1,7 @@
 """The tests that call kernels, each way in a process of its own: in Triton's interpreter, and on CUDA if there is one.
 
 Triton decides between the two when it is first imported, which in an ordinary test process is too late to choose.
+One file alone: `TRITON_INTERPRET=1 python -m pytest -W ignore::RuntimeWarning parity_tests/kernels/test_wiring.py`.
 """
 
 import importlib.util
