@@ -53,10 +53,12 @@ def verify(
     total = examples or (1 if all(dim in names for dim in menu.free_dims(scheme)) else EXAMPLES[profile()])
     compiled = oracle.CLOCK.seconds
     reports = [judge(scheme, drawn)] if total == 1 else _search(scheme, names, how, seed, total, progress)
+    if all(r.ok and not any(row.want.size for row in r.rows) for r in reports):
+        raise ValueError(f"scheme '{scheme.name}': every tensor is empty at {sizes(drawn)}; nothing was compared")
     report = replace(merged(reports), compile_seconds=oracle.CLOCK.seconds - compiled)
     if report.ok:
         return report
-    return replace(report, replay=write_replay(scheme, report, replay_folder))
+    return replace(report, replay=_written(scheme, report, replay_folder))
 
 
 def _search(
@@ -153,7 +155,16 @@ def check(case: CaseSpec) -> Report:
     report = judge(scheme, case)
     if not report.ok:
         old = _LAST_REPLAY.get(scheme.key)
-        path = write_replay(scheme, report, ".", replaces=old)
-        _LAST_REPLAY[scheme.key] = path
+        path = _written(scheme, report, ".", replaces=old)
+        if path:
+            _LAST_REPLAY[scheme.key] = path
         replace(report, replay=path).raise_if_failed()
     return report
+
+
+def _written(scheme: Scheme, report: Report, folder: str, replaces: str | None = None) -> str | None:
+    """The replay file's path; None where the folder takes none, since the verdict matters more."""
+    try:
+        return write_replay(scheme, report, folder, replaces)
+    except OSError:
+        return None

@@ -57,6 +57,8 @@ def _given_arrays(scheme: Scheme, arrays: tuple[Any, ...]) -> tuple[dict[str, np
         head, _, tail = arg.name.partition(".")
         value = by_head[head]
         for key in tail.split(".") if tail else ():
+            if key not in value:
+                raise ValueError(f"scheme '{scheme.name}': '{head}' has no {key!r}; the scheme takes '{arg.name}'")
             value = value[key]
         if not arg.is_integer:
             name = str(getattr(value, "dtype", "float64")).removeprefix("torch.")

@@ -64,7 +64,7 @@ def _placed(scheme: Scheme, case: CaseSpec, row: TensorRow) -> tuple[Placed, ...
             lengths = inputs.cut_lengths(case, dim.name, cut)
             layout = inputs.layout_function(cut.layout, lengths, scheme.layouts, trusted=True)
             size = row.want.shape[index]
-            positions = [np.asarray(held) for held in layout(size, case.mesh[cut.axis])]
+            positions = [np.asarray(held, dtype=np.int64) for held in layout(size, case.mesh[cut.axis])]
             found.append(Placed(index, cut.axis, cut.layout, positions))
     return tuple(found)
 

@@ -56,7 +56,7 @@ def _streams(evidence: Evidence, size: int, axis: str, world: int) -> dict[str, 
         if name not in pieces and uncuttable("size", size, axis, world, name) is None:
             with suppress(Exception):  # a custom layout may refuse a size in its own way; then it explains nothing
                 pieces[name] = layout(size, world)
-    streams = {name: np.concatenate(list(held)) for name, held in pieces.items()}
+    streams = {name: np.concatenate([np.asarray(h, np.int64) for h in held]) for name, held in pieces.items()}
     return {name: stream for name, stream in streams.items() if np.array_equal(np.sort(stream), np.arange(size))}
 
 
