@@ -278,4 +278,4 @@ def test_parity_of_the_compiled_backend():
 
     for seed, sizes in enumerate([{"tp": 2, "b": 2, "s": 3, "v": 12}, {"tp": 3, "b": 1, "s": 5, "v": 20}]):
         case = compiled_logprob.case(seed=seed, dtype="float32", temperature=0.7, **sizes)
-        judge(compiled_logprob, case).raise_if_failed()
+        judge(compiled_logprob, case, quiet_s=240.0).raise_if_failed()
