@@ -83,7 +83,7 @@ def test_no_file_is_written_where_all_is_equal():
     assert list(Path().glob("replay_*")) == []
 
 
-@pytest.mark.parametrize("file", ["<ipython-input-3-0a1b2c>", "/tmp/ipykernel_31/4231.py"])
+@pytest.mark.parametrize("file", ["<ipython-input-3-0a1b2c>", "/var/ipykernel_31/4231.py"])
 def test_a_function_of_a_notebook_travels_in_a_pickle(file):
     """The cell's namespace is `__main__`, as a kernel's is, and nothing of it can be imported again."""
     cell = SOURCE.replace("FACTOR", "(SHIFT + 1.0 * mesh.rank('tp'))")

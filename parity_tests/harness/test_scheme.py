@@ -233,7 +233,7 @@ def test_the_table_keeps_one_scheme_of_a_name():
     del TABLE["somebodys_module:doubled"]
 
 
-@pytest.mark.parametrize("file", ["<ipython-input-3-5e1b>", "/tmp/ipykernel_17/22.py"])
+@pytest.mark.parametrize("file", ["<ipython-input-3-5e1b>", "/var/ipykernel_17/22.py"])
 def test_a_cell_run_again_replaces_its_scheme(file):
     doubled_scheme(compiled_from(file))
     again = doubled_scheme(compiled_from(file.replace("3", "4").replace("22", "23")))
