@@ -1,14 +1,17 @@
-"""The catalogue is not stale; `make faults` plants what is in it and counts what is caught."""
+"""The catalogue is not stale, and the drawn examples catch what is in it."""
 
 import ast
 from collections import Counter
 
 import pytest
 
+from parity_tests.faults import report
 from parity_tests.faults.catalogue import APPLICABLE, CATALOGUE
 from parity_tests.faults.patch import patched_text
+from parity_tests.faults.runner import EXAMPLES, Range, killing_run
 
 COUNTED = [fault for fault in CATALOGUE if not fault.equivalent]
+PROMISED = 0.95
 
 
 @pytest.mark.parametrize("fault", CATALOGUE, ids=lambda fault: fault.name)
@@ -34,3 +37,16 @@ def test_what_was_made_elsewhere_is_here():
 def test_an_expectation_names_an_oracle():
     known = {"value", "gradient", "protocol", "cost", "hygiene", "raised", "mismatch", "deadlock", "unwaited"}
     assert {fault.expect.partition(":")[0] for fault in CATALOGUE} <= known
+
+
+@pytest.mark.timeout(900)
+def test_drawn_examples_kill_the_faults(tmp_path):
+    """Every third fault; `make faults` plants them all and writes the page."""
+    outcomes = killing_run(CATALOGUE[::3], Range())
+    said = "\n".join(report.closing(outcomes, EXAMPLES))
+    those = report.counted(outcomes)
+    assert all(outcome.concerned for outcome in outcomes), "a fault stands in code that no scheme runs"
+    assert sum(outcome.killed for outcome in those) >= PROMISED * len(those), said
+    assert [outcome.fault.name for outcome in those if not (outcome.killed or outcome.fault.survives)] == [], said
+    assert [outcome.fault.name for outcome in outcomes if outcome.fault.equivalent and outcome.killed] == [], said
+    assert sum(o.killed for o in those) > sum(o.baseline_conduct for o in those), said

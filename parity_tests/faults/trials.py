@@ -5,25 +5,25 @@ Production never enters the reference, so that one evaluation serves every fault
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from functools import cached_property
 from types import FrameType
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import seed as hypothesis_seed
+import numpy as np
 
 from parity_tests.faults.patch import ROOT
 from parity_tests.harness import menu, oracle
 from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.conduct import SPARE
 from parity_tests.harness.drawing import draw_case
+from parity_tests.harness.draws import Chooser
 from parity_tests.harness.engines.run import run
 from parity_tests.harness.judge import judge
 from parity_tests.harness.report import Report
 from parity_tests.harness.scheme import Scheme
-from parity_tests.harness.strategy import every_case
 
 TRACED = 8  # drawn cases that tell which lines a scheme runs
 FIXED_WORLD = 2
@@ -52,7 +52,7 @@ class Trial:
 
 
 class Course:
-    """The trials of one scheme: `drawn` as its parity test draws them, `fixed` as a test of one shape has them."""
+    """The trials of one scheme: `drawn` from the menus of its parity test, `fixed` as a test of one shape has them."""
 
     def __init__(self, scheme: Scheme, examples: int, engine: str = "lockstep") -> None:
         self.scheme = scheme
@@ -75,23 +75,26 @@ class Course:
 
 
 def drawn_cases(scheme: Scheme, examples: int, engine: str) -> list[CaseSpec]:
-    """The cases that a parity test of so many examples would judge, the simplest first."""
-    cases: list[CaseSpec] = []
+    """Cases from the menus of the scheme's parity test, the simplest first, each menu gone through evenly.
 
-    @hypothesis_seed(0)
-    @settings(
-        max_examples=examples,
-        deadline=None,
-        database=None,
-        phases=[Phase.generate],
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
-    )
-    @given(every_case(scheme, engine=engine))
-    def collect(case: CaseSpec) -> None:
-        cases.append(case)
+    Not Hypothesis's own choices: these follow what happens to be imported, and a count should repeat.
+    """
+    return [draw_case(scheme, even_chooser(number), {}, engine=engine) for number in range(examples)]
 
-    collect()
-    return cases
+
+def even_chooser(number: int) -> Chooser:
+    """The choices of one example: the n-th question takes its options in shuffled rounds, one option an example."""
+    question = itertools.count()
+
+    def choose(options: Any) -> Any:
+        asked = next(question)
+        if not number:
+            return options[0]
+        turn, place = divmod(number, len(options))
+        rng = np.random.Generator(np.random.Philox(key=[asked, turn]))
+        return options[int(rng.permutation(len(options))[place])]
+
+    return choose
 
 
 def inside(case: CaseSpec, number: int) -> CaseSpec:

@@ -4,11 +4,11 @@ import pytest
 
 from parity_tests.faults import report
 from parity_tests.faults.kernels import FAULTS
-from parity_tests.faults.runner import Range, killing_run
+from parity_tests.faults.runner import EXAMPLES, Range, killing_run
 from parity_tests.kernels import schemes
 from parity_tests.kernels.device import INTERPRETED
 
-EXAMPLES = 16
+
 SCHEMES = (
     schemes.logprob_in_steps,
     schemes.triton_gather_logprob,
