@@ -8,7 +8,6 @@ from parity_tests.faults.runner import EXAMPLES, Range, killing_run
 from parity_tests.kernels import schemes
 from parity_tests.kernels.device import INTERPRETED
 
-
 SCHEMES = (
     schemes.logprob_in_steps,
     schemes.triton_gather_logprob,
