@@ -20,6 +20,8 @@ NAMELESS = {"utils", "util", "common", "helpers", "helper", "misc"}
 WITHOUT_A_REFERENCE = {
     "collectives/*": "one device has no collectives; their law is the adjoint identity",
     "kernels/*": "how a function is computed; what it means is stated by the component that it serves",
+    "layouts/remembered.py": "a memo of layouts, which changes no result",
+    "layouts/token_index.py": "index arrays for a whole batch; the reference takes one sequence at a time",
     "*/arguments.py": "what a folder refuses; the reference takes whole arrays and refuses nothing",
     "vocab_parallel/rows.py": "the order in which memory is read, which the mathematics does not know",
     "vocab_parallel/joint.py": "one gradient for log-probability and entropy, whose references are their own",
@@ -44,6 +46,8 @@ WITHOUT_PRODUCTION = {
 WITHOUT_A_TEST_OF_ITS_OWN = {
     "collectives/*": "tested by law across files, not file by file",
     "*/arguments.py": "each refusal is tested with the function that makes it",
+    "layouts/remembered.py": "tested through the layout that it remembers",
+    "layouts/token_index.py": "the fields of the layout, tested through it",
     "vocab_parallel/rows.py": "read by every function there, tested through them",
     "vocab_parallel/joint.py": "tested through log-probability and entropy",
     "vocab_parallel/asked.py": "tested through log-probability at several ids",

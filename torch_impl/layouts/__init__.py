@@ -9,6 +9,7 @@ from torch_impl.layouts.needs import uncuttable as uncuttable
 from torch_impl.layouts.packed import packed as packed
 from torch_impl.layouts.ragged import ragged as ragged
 from torch_impl.layouts.striped import striped as striped
+from torch_impl.layouts.token_layout import TokenLayout as TokenLayout
 
 BUILTIN = {
     "contiguous": contiguous,

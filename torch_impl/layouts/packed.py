@@ -22,7 +22,7 @@ def positions(
 ) -> Int64[Tensor, " local"]:
     """Global positions that one rank holds: its share of sequence 0, then of sequence 1, ..."""
     check_cut("packed", size, world, rank)
-    return _index(_checked(cu_seqlens, size, world).to(_home(cu_seqlens, device)), size, world, rank)
+    return rows(checked_offsets(cu_seqlens, size, world).to(_home(cu_seqlens, device)), size, world, rank)
 
 
 def packed(
@@ -42,11 +42,11 @@ def packed(
             2 * world; TypeError if they are no integers.
     """
     check_cut("packed", size, world)
-    offsets = _checked(cu_seqlens, size, world).to(_home(cu_seqlens, device))
-    return list(_index(offsets, size, world, torch.arange(world, device=offsets.device)[:, None]).unbind())
+    offsets = checked_offsets(cu_seqlens, size, world).to(_home(cu_seqlens, device))
+    return list(rows(offsets, size, world, torch.arange(world, device=offsets.device)[:, None]).unbind())
 
 
-def _index(offsets: Int64[Tensor, " offsets"], size: int, world: int, rank: int | Tensor) -> Tensor:
+def rows(offsets: Int64[Tensor, " offsets"], size: int, world: int, rank: int | Tensor) -> Tensor:
     """index[r, t] = i + world * start + half * (r if i < half else 2 * (world - 1) - r).
 
     `start` is the local start of the sequence at slot t, `i = t - start`, `half` half its local length.
@@ -64,31 +64,47 @@ def _home(cu_seqlens: Tensor | Sequence[int], device: torch.device | str | None)
     return cu_seqlens.device if device is None and isinstance(cu_seqlens, Tensor) else device
 
 
-def _checked(cu_seqlens: Tensor | Sequence[int], size: int, world: int) -> Int64[Tensor, " offsets"]:
-    """The offsets on the host as int64, or the reason why they cut nothing."""
-    given = torch.as_tensor(cu_seqlens).cpu()
-    if given.dim() != 1 or not len(given):
-        raise ValueError(f"cu_seqlens: shape is {tuple(given.shape)}; offsets are one row of at least [0]")
-    if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
-        raise TypeError(f"cu_seqlens: dtype is {str(given.dtype).removeprefix('torch.')}; offsets are integers")
-    offsets = given.long()
-    if offsets[0] != 0:
-        raise ValueError(f"cu_seqlens: starts at {offsets[0]}; offsets start at 0")
-    lengths = offsets.diff()
-    for j in _first(lengths < 0):
-        back = f"from {offsets[j]} back to {offsets[j + 1]}"
-        raise ValueError(f"cu_seqlens: sequence {j} runs {back}; offsets never decrease")
-    if offsets[-1] != size:
+def checked_offsets(
+    cu_seqlens: Tensor | Sequence[int],
+    size: int | None,
+    world: int,
+    *,
+    axis: str = "world",
+    multiple: int | None = None,
+) -> Int64[Tensor, " offsets"]:
+    """The offsets on the host as int64, from 0 up to `size` (wherever they end, if None), or why they cut nothing.
+
+    Each length must be a multiple of `multiple`, which is DualChunkSwap's over `axis` if not said.
+    """
+    offsets = host_offsets(cu_seqlens, "cu_seqlens")
+    if size is not None and offsets[-1] != size:
         short = f"ends at {offsets[-1]} but the stream holds {size} tokens"
         raise ValueError(f"cu_seqlens {short}; pass the padded offsets")
-    multiple = needs("dual_chunk_swap", world)
-    for j in _first(lengths % multiple != 0):
-        rule = f"dual_chunk_swap over world={world} needs a multiple of {multiple}"
+    lengths = offsets.diff()
+    multiple = needs("dual_chunk_swap", world) if multiple is None else multiple
+    for j in first(lengths % multiple != 0):
+        rule = f"dual_chunk_swap over {axis}={world} needs a multiple of {multiple}"
         padded = lengths[j] + -lengths[j] % multiple
         raise ValueError(f"cu_seqlens: sequence {j} has padded length {lengths[j]}, {rule}; pad it to {padded}")
     return offsets
 
 
-def _first(wrong: Tensor) -> list[int]:
+def host_offsets(given: Tensor | Sequence[int], name: str) -> Int64[Tensor, " offsets"]:
+    """Integers in one row that start at 0 and never decrease, on the host."""
+    given = torch.as_tensor(given).cpu()
+    if given.dim() != 1 or not len(given):
+        raise ValueError(f"{name}: shape is {tuple(given.shape)}; offsets are one row of at least [0]")
+    if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
+        raise TypeError(f"{name}: dtype is {str(given.dtype).removeprefix('torch.')}; offsets are integers")
+    offsets = given.long()
+    if offsets[0] != 0:
+        raise ValueError(f"{name}: starts at {offsets[0]}; offsets start at 0")
+    for j in first(offsets.diff() < 0):
+        back = f"from {offsets[j]} back to {offsets[j + 1]}"
+        raise ValueError(f"{name}: sequence {j} runs {back}; offsets never decrease")
+    return offsets
+
+
+def first(wrong: Tensor) -> list[int]:
     """The first sequence that is wrong, if any."""
     return wrong.nonzero()[:1].flatten().tolist()

@@ -1,0 +1,227 @@
+"""Where the tokens of one batch live: the positions of every rank, sequences and padding, built once and used by all.
+
+`index[r]` are the global positions that cp rank r holds, in its local order. Sequence j stands at
+`cu_padded[j]:cu_padded[j + 1]` of the global stream, and its first `cu_real[j + 1] - cu_real[j]` tokens are real.
+A dense row is one sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Int32, Int64, Shaped
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from torch_impl.collectives import all_gather
+from torch_impl.collectives.arguments import checked_dim, checked_group, checked_type
+from torch_impl.kernels import rows_at
+from torch_impl.layouts.draw import ALPHABET
+from torch_impl.layouts.inverse import inverse
+from torch_impl.layouts.remembered import remembered
+from torch_impl.layouts.token_index import dense_cut, packed_cut, recut
+
+
+@dataclass(frozen=True, eq=False)
+class TokenLayout:
+    """The positions that each of `cp_size` ranks holds, and what stands there; `cp_rank` is the one asking.
+
+    `total` counts global tokens, padding included; `counts` those of each rank; a row of `index` beyond its count
+    (ragged only) is -1. All tensors stand on one device; what is derived is built on first use and kept.
+
+    >>> layout = TokenLayout.packed([0, 4, 12], cp_size=2, cp_rank=0)
+    >>> layout.index.tolist()
+    [[0, 3, 4, 5, 10, 11], [1, 2, 6, 7, 8, 9]]
+    >>> layout.draw()
+    '0110|00111100'
+    """
+
+    kind: str
+    cp_size: int
+    cp_rank: int
+    total: int
+    index: Int64[Tensor, "n local"]
+    cu_padded: Int32[Tensor, " offsets"]
+    cu_real: Int32[Tensor, " offsets"]
+    counts: tuple[int, ...]
+
+    @staticmethod
+    def dense(
+        kind: str,
+        length: int,
+        *,
+        cp_size: int,
+        cp_rank: int,
+        device: torch.device | str | None = None,
+        real_length: int | None = None,
+        counts: Sequence[int] | None = None,
+    ) -> TokenLayout:
+        """One sequence of `length` tokens, the first `real_length` of them real (all, if not said).
+
+        `kind` is contiguous, ragged, dual_chunk_swap or striped; `counts` are the tokens of each rank, for ragged
+        only (DTensor's ceil rule, if not said). One rank alone takes any length.
+
+        >>> TokenLayout.dense("dual_chunk_swap", 8, cp_size=2, cp_rank=0).local_index
+        tensor([0, 1, 6, 7])
+
+        Errors: ValueError for another kind, a rank that is none, a length that cannot be cut, or counts that do
+                not add up.
+        """
+        return TokenLayout(*dense_cut(kind, length, cp_size, cp_rank, device, real_length, counts))
+
+    @staticmethod
+    def packed(
+        cu_padded: Tensor | Sequence[int],
+        cu_real: Tensor | Sequence[int] | None = None,
+        *,
+        cp_size: int,
+        cp_rank: int,
+        kind: str = "packed",
+        total: int | None = None,
+        validate: bool = True,
+    ) -> TokenLayout:
+        """Sequences one after another: `cu_padded` are their offsets in the stream, `cu_real` sums of real lengths.
+
+        `kind` packed cuts each sequence by DualChunkSwap; contiguous and striped cut the stream and ignore where
+        sequences end. Offsets may be filled on the right with any negative number. Stands where the offsets do.
+
+        >>> TokenLayout.packed([0, 4, 6, 12], [0, 3, 5, 11], cp_size=1, cp_rank=0).padding_mask.nonzero().flatten()
+        tensor([3])
+
+        Cost:   one copy of the offsets to the host; with `total` and `validate=False` none, and nothing is checked.
+                Asked again for the same unchanged tensors it returns the same object.
+        Errors: ValueError for another kind, a rank that is none, offsets that do not rise from 0 to total, a real
+                length above its padded one, a padded length that cannot be cut; TypeError for offsets of no integers.
+        """
+
+        def built() -> TokenLayout:
+            return TokenLayout(*packed_cut(kind, cu_padded, cu_real, cp_size, cp_rank, total, validate))
+
+        return remembered(built, cu_padded, cu_real, (kind, cp_size, cp_rank, total, validate))
+
+    @cached_property
+    def local_index(self) -> Int64[Tensor, " local"]:
+        """Global positions that this rank holds, in local order."""
+        return self.index[self.cp_rank, : self.counts[self.cp_rank]]
+
+    @cached_property
+    def inverse(self) -> Int64[Tensor, " total"]:
+        """Row of each position in cat(rank 0, rank 1, ...): `sequential = rank_major[inverse]`."""
+        return inverse([self._everywhere if self.is_identity else self.index.flatten()])
+
+    @cached_property
+    def sequence_ids(self) -> Int64[Tensor, " total"]:
+        """The sequence of each global position."""
+        return torch.searchsorted(self.cu_padded[1:].long(), self._everywhere, right=True)
+
+    @cached_property
+    def position_ids(self) -> Int64[Tensor, " total"]:
+        """Place of each global position inside its sequence; runs on through the padding."""
+        return self._everywhere - self.cu_padded.long()[self.sequence_ids]
+
+    @cached_property
+    def padding_mask(self) -> Bool[Tensor, " total"]:
+        """True where a global position is padding."""
+        return self.position_ids >= self.cu_real.diff()[self.sequence_ids]
+
+    @cached_property
+    def local_cu(self) -> Int32[Tensor, " offsets"]:
+        """Offsets of the sequences in this rank's own stream, padding included."""
+        own = self.sequence_ids[self.local_index]
+        each = torch.arange(len(self.cu_padded), device=own.device)
+        return torch.searchsorted(own, each, out_int32=True)
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether the ranks' streams, laid end to end, are the global stream."""
+        return self.cp_size == 1 or self.kind in ("contiguous", "ragged")
+
+    @cached_property
+    def original_length(self) -> int:
+        """Global positions up to the last real token. One read of the offsets."""
+        ends = self.cu_padded[:-1] + self.cu_real.diff()
+        return max(torch.where(self.cu_real.diff() > 0, ends, 0).tolist(), default=0)
+
+    @cached_property
+    def _everywhere(self) -> Int64[Tensor, " total"]:
+        return torch.arange(self.total, device=self.index.device)
+
+    def shard(self, x: Shaped[Tensor, "*a"], dim: int) -> Shaped[Tensor, "*b"]:
+        """This rank's rows of a whole tensor, along `dim`.
+
+            x  "t cp=R"   ->   "t/cp:LAYOUT"
+
+        Any dtype, which is kept; differentiable.
+
+        Cost:   no collective; one copy of the shard.
+        Errors: ValueError if x lacks the dim or has not `total` rows along it.
+        """
+        dim = checked_dim("TokenLayout.shard", "dim", dim, x)
+        self._check_rows("shard", x, dim, self.total, "global")
+        return rows_at(x, self.local_index, dim)
+
+    def unshard(
+        self,
+        x: Shaped[Tensor, "*a"],
+        dim: int,
+        group: ProcessGroup,
+        *,
+        trim: bool = False,
+        gradient: Literal["R", "I"] = "R",
+    ) -> Shaped[Tensor, "*b"]:
+        """The whole tensor, in global order along `dim`; with `trim` without the padding at its end.
+
+            x  "t/cp:LAYOUT"   ->   "t cp=R"  or, with gradient="I",  "t cp=I"
+
+        With R cotangents are addends: each rank's rows of their sum over cp. With I they are equal: its own rows.
+
+        Cost:   forward 1 all_gather of the longest shard; backward 1 reduce_scatter (R, summed in float32 or
+                wider) or none (I). Saves the index.
+        Errors: TypeError if group is no ProcessGroup; ValueError for another gradient type, a group of other ranks
+                than the layout's, or rows that are not this rank's.
+        """
+        function = "TokenLayout.unshard"
+        group, gradient = checked_group(function, "group", group), checked_type(function, gradient)
+        if (group.size(), group.rank()) != (self.cp_size, self.cp_rank):
+            raise ValueError(
+                f"{function}: group has cp={group.size()} and rank {group.rank()}, "
+                f"the layout is for cp={self.cp_size} and rank {self.cp_rank}; rebind it"
+            )
+        dim = checked_dim(function, "dim", dim, x)
+        self._check_rows("unshard", x, dim, self.counts[self.cp_rank], "local")
+        rank_major = all_gather(x, group, out=gradient, dim=dim, lengths=self.counts)
+        whole = rows_at(rank_major, self.inverse, dim)
+        return whole.narrow(dim, 0, self.original_length) if trim else whole
+
+    def draw(self) -> str:
+        """The rank that holds each position, in base 36 (`?` from rank 36), with `|` between sequences."""
+        ranks = torch.arange(self.cp_size).repeat_interleave(torch.tensor(self.counts), output_size=self.total)
+        owners = ranks[self.inverse.cpu()].tolist()
+        text = "".join(ALPHABET[rank] if rank < len(ALPHABET) else "?" for rank in owners)
+        cu = self.cu_padded.tolist()
+        return "|".join(text[start:stop] for start, stop in pairwise(cu))
+
+    def on(self, device: torch.device | str) -> TokenLayout:
+        """The same layout with its tensors on another device."""
+        index, padded, real = self.index.to(device), self.cu_padded.to(device), self.cu_real.to(device)
+        return replace(self, index=index, cu_padded=padded, cu_real=real)
+
+    def rebind(self, cp_size: int, cp_rank: int) -> TokenLayout:
+        """The same tokens cut over another group; ragged counts follow DTensor's ceil rule.
+
+        Errors: ValueError for a rank that is none, or a length that cannot be cut over `cp_size`.
+        """
+        cut = recut(self.kind, self.total, cp_size, cp_rank, self.cu_padded, self.cu_real)
+        return TokenLayout(*cut)
+
+    def _check_rows(self, function: str, x: Tensor, dim: int, rows: int, where: str) -> None:
+        if x.shape[dim] != rows:
+            raise ValueError(
+                f"TokenLayout.{function}: x has {x.shape[dim]} rows along dim {dim}, the layout {rows} {where} ones; "
+                "pass the tensor it was made for"
+            )
