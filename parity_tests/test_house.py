@@ -59,6 +59,7 @@ TESTS_OF_NO_SINGLE_FILE = {
     "kernels/compilation.py": "every kernel, compiled for GPUs that are not there",
     "kernels/devices.py": "runs the tests that call a kernel, each way in a process of its own",
     "kernels/kills.py": "faults planted in any of the kernels",
+    "kernels/compositions.py": "every component that is made of the core, on the kernels",
     "kernels/wiring.py": "log-probability on the kernels",
     "vocab_parallel/outside_oracles.py": "several functions against other libraries' on fixed cases",
     "vocab_parallel/real_text.py": "the log-probabilities on a text, which is input and no component",

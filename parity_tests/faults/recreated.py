@@ -162,8 +162,8 @@ MEGATRON = (
         name="statistics exchanged over the global group",
         kind="group",
         file=JOINT,
-        old="st.exchanged(_local_statistics(logits, column, plan), plan.group)",
-        new="st.exchanged(_local_statistics(logits, column, plan), torch.distributed.group.WORLD)",
+        old="st.exchanged(statistics_of(logits, column, plan), plan.group)",
+        new="st.exchanged(statistics_of(logits, column, plan), torch.distributed.group.WORLD)",
         expect="hygiene: the default group is used inside a sub-group",
     ),
     Fault(

@@ -143,8 +143,8 @@ SCORES = (
         name="sampled gradient without the temperature",
         kind="scale",
         file=SAMPLING,
-        old="joint.write_gradient(gradient[part], masked, plan.temperature, True,",
-        new="joint.write_gradient(gradient[part], masked, 1.0, True,",
+        old="write(gradient[part], masked, plan.temperature, True,",
+        new="write(gradient[part], masked, 1.0, True,",
         expect="gradient: ",
     ),
     Fault(

@@ -133,8 +133,8 @@ FAULTS = (
         name="slots exchanged one by one",
         kind="reduction",
         file=JOINT,
-        old="parts = st.exchanged(_local_statistics(logits, column, plan), plan.group)",
-        new="local = _local_statistics(logits, column, plan)\n"
+        old="parts = st.exchanged(statistics_of(logits, column, plan), plan.group)",
+        new="local = statistics_of(logits, column, plan)\n"
         "    parts = torch.cat([st.exchanged(x, plan.group) for x in local.split(3 if plan.several else 99)], 1)",
         expect="cost: forward all_gather",
     ),

@@ -104,8 +104,8 @@ STATISTIC = (
         name="statistics exchanged chunk by chunk",
         kind="reduction",
         file=JOINT,
-        old="st.exchanged(_local_statistics(logits, column, plan), plan.group)",
-        new="torch.cat([st.exchanged(x, plan.group) for x in _local_statistics(logits, column, plan).split(2, 1)], 2)",
+        old="st.exchanged(statistics_of(logits, column, plan), plan.group)",
+        new="torch.cat([st.exchanged(x, plan.group) for x in statistics_of(logits, column, plan).split(2, 1)], 2)",
         expect="cost: forward all_gather",
     ),
     Fault(

@@ -5,5 +5,6 @@ ON_A_DEVICE = (
     "test_softmax_gradient.py",
     "test_row_gather.py",
     "test_wiring.py",
+    "test_compositions.py",
     "test_kills.py",
 )

@@ -20,6 +20,7 @@ FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 # The interpreter computes with NumPy, which warns of what a GPU computes silently: exp of much, -inf - -inf.
 QUIET = ("-W", "ignore::RuntimeWarning")
+IN_THE_INTERPRETER = ("test_kills.py", "test_wiring.py", "test_compositions.py")  # alone: their ranks are on the CPU
 
 pytestmark = [
     pytest.mark.skipif(
@@ -43,6 +44,6 @@ def test_in_the_interpreter(file):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="not run: needs CUDA")
-@pytest.mark.parametrize("file", [file for file in ON_A_DEVICE if file not in ("test_kills.py", "test_wiring.py")])
+@pytest.mark.parametrize("file", [file for file in ON_A_DEVICE if file not in IN_THE_INTERPRETER])
 def test_on_cuda(file):
     in_a_process_of_its_own(file, "0")

@@ -86,6 +86,22 @@ def test_strides_and_chunks_change_nothing(view):
     assert on_two_ranks(body) == ([True, True],) * 2
 
 
+def test_an_entropy_that_nobody_uses_has_no_slope_on_either():
+    def body(mesh, case):
+        z = logits(mesh.rank("tp")).detach()
+        z[0, 2] = math.nan  # nobody's target
+        found = []
+        for backend in ("triton", "eager"):
+            x = z.clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(
+                logprob(mesh, x, backend=backend, with_entropy=True), x, [torch.ones(B, S), (TARGET >= 0).float()]
+            )
+            found.append(bool((gradient[0, 2] == 0).all()) and not gradient.isnan().any())
+        return found
+
+    assert on_two_ranks(body) == ([True, True],) * 2
+
+
 def test_a_row_that_is_no_number_is_none_on_both():
     def body(mesh, case):
         z = logits(mesh.rank("tp")).detach()

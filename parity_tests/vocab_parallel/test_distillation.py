@@ -225,6 +225,30 @@ def test_the_last_position_has_no_part():
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("calculate_entropy", [True, False])
+@pytest.mark.parametrize("zero_outside_topk", [True, False])
+@pytest.mark.parametrize(("cp", "tp"), [(1, 2), (2, 1), (2, 2)])
+def test_a_dropped_row_of_nan_reaches_no_gradient(cp, tp, zero_outside_topk, calculate_entropy):
+    whole, teacher = torch.from_numpy(normal(1, 8, 6 * tp)), torch.from_numpy(normal(1, 8, 2, key=18))
+    whole[:, -2:] = torch.nan  # the last position of the ids, and one of padding
+    asked = torch.arange(14).view(1, 7, 2) * 5 % (6 * tp)
+
+    def body(mesh, case):
+        held = vp._get_tokens_on_this_cp_rank(whole, mesh.rank("cp"), cp)
+        student = held[..., 6 * mesh.rank("tp") : 6 * mesh.rank("tp") + 6].clone().requires_grad_()
+        groups = mesh.rank("tp"), mesh["tp"], mesh["cp"]
+        made = vp.get_distillation_topk_logprobs_from_logits(
+            student, teacher[:, :7], asked, zero_outside_topk, calculate_entropy, *groups
+        )
+        used = [x for x in (made[0], made[2]) if x is not None]
+        (gradient,) = torch.autograd.grad(used, student, [torch.ones_like(x) for x in used])
+        is_dropped = held[..., 0].isnan()
+        return bool((gradient[is_dropped] == 0).all()), bool((gradient[~is_dropped] != 0).any())
+
+    results = run(body, CaseSpec(scheme="vocab_parallel", mesh={"cp": cp, "tp": tp})).results
+    assert results == ((True, True),) * (cp * tp)
+
+
 @pytest.mark.parametrize("zero_outside_topk", [True, False])
 def test_gradcheck(zero_outside_topk):
     student, teacher = (torch.from_numpy(normal(1, 4, k, key=k)).requires_grad_() for k in (6, 3))

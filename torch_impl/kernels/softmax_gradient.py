@@ -195,7 +195,9 @@ def _log_p_and_slope(
     log_p = depths - tl.load(log_total + row)
     slope = tl.zeros_like(z)
     if WITH_ENTROPY:
-        slope = tl.exp(log_p) * (tl.maximum(depths, LOWEST) - tl.load(depth + row)) * tl.load(g_entropy + row)
+        g = tl.load(g_entropy + row)
+        slope = tl.exp(log_p) * (tl.maximum(depths, LOWEST) - tl.load(depth + row)) * g
+        slope = tl.where(g == 0.0, 0.0, slope)  # selected, since 0 * NaN is no zero
     return log_p, slope
 
 

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from torch_impl.collectives import accumulator
 from torch_impl.vocab_parallel import statistics as st
 from torch_impl.vocab_parallel.arguments import check_logits, checked_tp_group
-from torch_impl.vocab_parallel.joint import SPENT
+from torch_impl.vocab_parallel.joint import SPENT, Plan, chosen
 from torch_impl.vocab_parallel.rows import block_rows, rows_together
 
 FUNCTION = "vocab_parallel.DistributedCrossEntropy"
@@ -84,9 +84,10 @@ def _local_statistics(student: Float[Tensor, "*a v"], target: Float[Tensor, "*a 
     """Rows m_r and R_r of the student, then of the target, and the cross depth, one row block at a time."""
     dtype = torch.promote_types(accumulator(student.dtype), accumulator(target.dtype))
     statistics = torch.empty(5, student.shape[:-1].numel(), dtype=dtype, device=student.device)
+    local = chosen(st.local_statistics, Plan(FUNCTION, None), student)
     for part, blocks in rows_together((student, target), block_rows(student, None)):
         q_block, p_block = (block.to(dtype) for block in blocks)
-        q, p = (st.local_statistics(block, None, 1.0, False) for block in (q_block, p_block))
+        q, p = (local(block, None, 1.0, False) for block in (q_block, p_block))
         x_r = st.local_cross_depth(q_block, p_block, q[0], p[0], p[1])
         statistics[:, part] = torch.cat([q, p, x_r.unsqueeze(0)])
     return statistics

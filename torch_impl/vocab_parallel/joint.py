@@ -75,7 +75,7 @@ def forward(ctx: Any, logits: Tensor, target: Tensor | None, plan: Plan) -> tupl
     """(logprob of the target's shape if there is one, sum p log p of the logits' leading shape if asked for)."""
     check(plan, logits, target)
     column = None if target is None else _columns(target, logits, plan)
-    parts = st.exchanged(_local_statistics(logits, column, plan), plan.group)
+    parts = st.exchanged(statistics_of(logits, column, plan), plan.group)
     m_r, rest_r, *further = parts.view(*parts.shape[:2], *logits.shape[:-1]).unbind(1)
     whole = st.merged_normaliser(m_r, rest_r, plan.temperature)
     outputs, depth = [], None
@@ -107,8 +107,8 @@ def backward(ctx: Any, *cotangents: Tensor | None) -> Tensor:
     if g_logprob is not None and column is not None and column.numel():
         asked = asked_of(column, g_logprob.reshape(column.shape))
     per_row = [None if x is None else x.reshape(-1) for x in (largest, log_total, depth, g_entropy)]
-    write = in_backend(write_gradient, _backend(plan, logits))
-    for part, block in row_blocks(logits, _rows_at_once(plan, logits)):
+    write = chosen(write_gradient, plan, logits)
+    for part, block in row_blocks(logits, rows_at_once(plan, logits)):
         out = block if gradient is None else gradient[part]
         rows = (None if x is None else x[part] for x in per_row)
         write(out, block, plan.temperature, plan.normalised, None if asked is None else asked.rows(part), *rows)
@@ -143,7 +143,8 @@ def write_gradient(
         _at_ids(gradient, log_p, asked, normalised)
     if g_entropy is not None and depth is not None:
         slope = p * (st.without_minus_infinity(depths) - depth.unsqueeze(-1))
-        gradient += slope * g_entropy.unsqueeze(-1)
+        # Selected too: an entropy that nobody uses, as at a dropped position, has no slope, be its row NaN.
+        gradient += torch.where(g_entropy.unsqueeze(-1) == 0, 0.0, slope * g_entropy.unsqueeze(-1))
     out.copy_(gradient if temperature == 1.0 else gradient / temperature)
 
 
@@ -175,6 +176,30 @@ def _looked_up(z_t: Float[Tensor, "*b"], whole: st.Normaliser, plan: Plan) -> Fl
     return st.logprob_of(z_t, of_row, plan.temperature) if plan.normalised else st.owned_or_nothing(z_t, z_t, of_row)
 
 
+def chosen(f: Callable[..., Any], plan: Plan, logits: Tensor) -> Callable[..., Any]:
+    """A function of row blocks as the plan and the logits' device want it: every composition of the core asks here."""
+    return in_backend(f, _backend(plan, logits))
+
+
+def rows_at_once(plan: Plan, logits: Tensor) -> int:
+    """Rows of one block; a kernel has no working set to bound and takes them all."""
+    if _backend(plan, logits) == "triton":
+        return max(1, math.prod(logits.shape[:-1]))
+    return block_rows(logits, plan.chunk_size)
+
+
+def statistics_of(logits: Tensor, column: Tensor | None, plan: Plan) -> Float[Tensor, "f n"]:
+    """Statistics of this rank's columns of every row, one row block at a time."""
+    n, looked_up = math.prod(logits.shape[:-1]), 0 if column is None else column.shape[-1]
+    count = 2 + looked_up + plan.with_entropy
+    statistics = torch.empty(count, n, dtype=accumulator(logits.dtype), device=logits.device)
+    local = chosen(st.local_statistics, plan, logits)
+    for part, block in row_blocks(logits, rows_at_once(plan, logits)):
+        block_column = None if column is None else column[part]
+        statistics[:, part] = local(block, block_column, plan.temperature, plan.with_entropy)
+    return statistics
+
+
 def in_backend(f: Callable[..., Any], backend: str) -> Callable[..., Any]:
     """A function of row blocks, as it is or compiled, or its Triton kernel."""
     if backend != "triton":
@@ -189,22 +214,3 @@ def in_backend(f: Callable[..., Any], backend: str) -> Callable[..., Any]:
 
 def _backend(plan: Plan, logits: Tensor) -> str:
     return kernels.checked_backend(plan.function, plan.backend, "vocab_parallel_logits", logits)
-
-
-def _rows_at_once(plan: Plan, logits: Tensor) -> int:
-    """Rows of one block; a kernel has no working set to bound and takes them all."""
-    if _backend(plan, logits) == "triton":
-        return max(1, math.prod(logits.shape[:-1]))
-    return block_rows(logits, plan.chunk_size)
-
-
-def _local_statistics(logits: Tensor, column: Tensor | None, plan: Plan) -> Tensor:
-    """Statistics of this rank's columns of every row, one row block at a time."""
-    n, looked_up = math.prod(logits.shape[:-1]), 0 if column is None else column.shape[-1]
-    count = 2 + looked_up + plan.with_entropy
-    statistics = torch.empty(count, n, dtype=accumulator(logits.dtype), device=logits.device)
-    local = in_backend(st.local_statistics, _backend(plan, logits))
-    for part, block in row_blocks(logits, _rows_at_once(plan, logits)):
-        block_column = None if column is None else column[part]
-        statistics[:, part] = local(block, block_column, plan.temperature, plan.with_entropy)
-    return statistics

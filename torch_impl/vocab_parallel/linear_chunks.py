@@ -13,16 +13,17 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from torch_impl.collectives import accumulator
-from torch_impl.kernels import checked_backend
 from torch_impl.vocab_parallel import statistics as st
 from torch_impl.vocab_parallel.asked import Asked
-from torch_impl.vocab_parallel.joint import in_backend, write_gradient
-from torch_impl.vocab_parallel.rows import block_rows, row_blocks
+from torch_impl.vocab_parallel.joint import Plan, chosen, rows_at_once, write_gradient
+from torch_impl.vocab_parallel.rows import row_blocks
 
 # Logits of an automatic chunk, counted in float32; it has so many rows at least, for the sake of the products.
 CHUNK_BYTES = {"cpu": 32 << 20}
 CHUNK_BYTES_ELSEWHERE = 256 << 20
 FEWEST_ROWS = 128
+# A chunk's rows are whole as far as a rank goes: what the ranks tell each other is exchanged once, after all chunks.
+PLAN = Plan("vocab_parallel.linear_logprob", None, whole_rows=True)
 
 
 def chunk_positions(hidden: Float[Tensor, "s b d"], width: int, chunk_size: int | None) -> int:
@@ -74,17 +75,15 @@ def _put_statistics(
     found: Float[Tensor, "3 n"], logits: Float[Tensor, "m v"], column: Int[Tensor, "n 1"], part: slice
 ) -> None:
     """Statistics of a chunk's rows."""
-    backend = _backend(logits)
-    local = in_backend(st.local_statistics, backend)
-    for own, block in _blocks(logits, part, backend):
+    local = chosen(st.local_statistics, PLAN, logits)
+    for own, block in _blocks(logits, part):
         found[:, own] = local(block, column[own], 1.0, False)
 
 
 def _turn_into_gradient(logits: Float[Tensor, "m v"], asked: Asked, whole: st.Normaliser, part: slice) -> None:
     """Logits of a chunk, overwritten by their gradient, which is rounded once."""
-    backend = _backend(logits)
-    write = in_backend(write_gradient, backend)
-    for own, block in _blocks(logits, part, backend):
+    write = chosen(write_gradient, PLAN, logits)
+    for own, block in _blocks(logits, part):
         write(block, block, 1.0, True, asked.rows(own), whole.largest[own], whole.log_total[own], None, None)
 
 
@@ -107,15 +106,10 @@ def _chunks(hidden: Float[Tensor, "s b d"], positions: int) -> Iterator[tuple[sl
         done += len(rows)
 
 
-def _blocks(logits: Float[Tensor, "m v"], part: slice, backend: str) -> Iterator[tuple[slice, Float[Tensor, "n v"]]]:
-    """Row blocks of a chunk's logits, each with the slice of all rows that it is; a kernel takes all at once."""
-    rows = max(1, len(logits)) if backend == "triton" else block_rows(logits, None)
-    for own, block in row_blocks(logits, rows):
+def _blocks(logits: Float[Tensor, "m v"], part: slice) -> Iterator[tuple[slice, Float[Tensor, "n v"]]]:
+    """Row blocks of a chunk's logits, each with the slice of all rows that it is."""
+    for own, block in row_blocks(logits, rows_at_once(PLAN, logits)):
         yield slice(part.start + own.start, part.start + own.stop), block
-
-
-def _backend(logits: Tensor) -> str:
-    return checked_backend("vocab_parallel.linear_logprob", "auto", "hidden states", logits)
 
 
 def _limit(device: torch.device) -> int:

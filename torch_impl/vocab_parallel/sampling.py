@@ -145,11 +145,12 @@ def backward(ctx: Any, cotangent: Tensor) -> Float[Tensor, "*a v"]:
     logits, largest, log_total, column, threshold, last_tie = ctx.saved_tensors
     gradient = logits.new_empty(len(column), logits.shape[-1])
     asked = asked_of(column.unsqueeze(-1), cotangent.reshape(-1, 1))
+    write = joint.chosen(joint.write_gradient, plan, logits)
     for part, block in row_blocks(logits.detach(), block_rows(logits, plan.chunk_size)):
         kept = is_kept(block, threshold[part], last_tie[part])
         masked = block.masked_fill(~kept, -math.inf)
         rows = largest[part], log_total[part], None, None
-        joint.write_gradient(gradient[part], masked, plan.temperature, True, asked.rows(part), *rows)
+        write(gradient[part], masked, plan.temperature, True, asked.rows(part), *rows)
     return gradient.view(logits.shape)
 
 

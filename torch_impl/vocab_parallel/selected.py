@@ -17,7 +17,7 @@ from torch_impl.collectives import accumulator
 from torch_impl.collectives.plain import gathered
 from torch_impl.vocab_parallel import statistics as st
 from torch_impl.vocab_parallel.candidates import Candidates, Found, counted, ordinals
-from torch_impl.vocab_parallel.joint import Plan
+from torch_impl.vocab_parallel.joint import Plan, chosen, statistics_of
 from torch_impl.vocab_parallel.prefix import Prefix, Ties, room_for, ties_within, weight_of
 from torch_impl.vocab_parallel.radix import last_kept
 from torch_impl.vocab_parallel.rows import block_rows, row_blocks
@@ -70,10 +70,13 @@ def _survivors(
     logits: Float[Tensor, "*a v"], column: Int[Tensor, "n 1"], kth: Float[Tensor, " n"] | None, plan: Plan
 ) -> Float[Tensor, "f n"]:
     """This rank's statistics of the logits that are not below the k-th largest, if there is one."""
+    if kth is None:
+        return statistics_of(logits, column, plan)
     statistics = torch.empty(3, len(column), dtype=accumulator(logits.dtype), device=logits.device)
+    local = chosen(st.local_statistics, plan, logits)
     for part, block in row_blocks(logits, block_rows(logits, plan.chunk_size)):
-        left = block if kth is None else block.masked_fill(block < kth[part].unsqueeze(-1), -math.inf)
-        statistics[:, part] = st.local_statistics(left, column[part], plan.temperature, False)
+        left = block.masked_fill(block < kth[part].unsqueeze(-1), -math.inf)
+        statistics[:, part] = local(left, column[part], plan.temperature, False)
     return statistics
 
 

@@ -1,0 +1,58 @@
+"""Every composition of the core on the kernels: the device is asked in one place, so there it is told otherwise."""
+
+import pytest
+
+from parity_tests.harness.drawing import draw_case, seeded_chooser
+from parity_tests.harness.judge import judge
+from parity_tests.kernels.device import INTERPRETED
+from parity_tests.vocab_parallel.test_cross_entropy import distributed_cross_entropy
+from parity_tests.vocab_parallel.test_distillation import distillation_over_tp
+from parity_tests.vocab_parallel.test_entropy import chunked_distributed_entropy
+from parity_tests.vocab_parallel.test_gather_logprob import gathered_logprob
+from parity_tests.vocab_parallel.test_linear_logprob import linear_logprobs
+from parity_tests.vocab_parallel.test_logprob import distributed_logprob
+from parity_tests.vocab_parallel.test_next_token import next_tokens
+from parity_tests.vocab_parallel.test_sampling import logprob_with_sampling
+from parity_tests.vocab_parallel.test_softmax import vocab_parallel_log_softmax, vocab_parallel_softmax
+from torch_impl.kernels import softmax_gradient, softmax_statistics
+from torch_impl.vocab_parallel import joint
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="not run: a rank's tensors are on the CPU")
+
+STATISTICS, GRADIENT = "local_statistics", "write_gradient"
+OF_RADIX = {"top_k": None, "top_p": 0.6}  # a short top-k comes from lists, without statistics
+COMPOSITIONS = [
+    (distributed_logprob, {}, {STATISTICS, GRADIENT}),
+    (chunked_distributed_entropy, {}, {STATISTICS, GRADIENT}),
+    (gathered_logprob, {"k": 2}, {STATISTICS, GRADIENT}),
+    (vocab_parallel_log_softmax, {}, {STATISTICS}),
+    (vocab_parallel_softmax, {}, {STATISTICS}),
+    (distributed_cross_entropy, {}, {STATISTICS}),
+    (logprob_with_sampling, OF_RADIX, {STATISTICS, GRADIENT}),
+    (logprob_with_sampling, {"top_k": 2, "top_p": 1.0}, {GRADIENT}),
+    (next_tokens, {"cp": 1}, {STATISTICS, GRADIENT}),
+    (linear_logprobs, {}, {STATISTICS, GRADIENT}),
+    (distillation_over_tp, {"zero_outside_topk": True, "calculate_entropy": True}, {STATISTICS, GRADIENT}),
+]
+
+
+@pytest.mark.parametrize(("declared", "sizes", "kernels"), COMPOSITIONS, ids=lambda x: getattr(x, "name", None))
+def test_the_kernels_compute_it(declared, sizes, kernels, monkeypatch):
+    called = set()
+
+    def noted(name, f):
+        def kernel(*args, **options):
+            called.add(name)
+            return f(*args, **options)
+
+        return kernel
+
+    for module, name in ((softmax_statistics, STATISTICS), (softmax_gradient, GRADIENT)):
+        monkeypatch.setattr(module, name, noted(name, getattr(module, name)))
+    monkeypatch.setattr(joint, "_backend", lambda plan, logits: "triton")
+    for seed in range(3):
+        case = draw_case(
+            declared, seeded_chooser(seed), {"tp": 2, **sizes}, dtype="float32", seed=seed, engine="lockstep"
+        )
+        judge(declared, case).raise_if_failed()
+    assert called == kernels
