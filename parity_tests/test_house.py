@@ -46,8 +46,6 @@ WITHOUT_PRODUCTION = {
 WITHOUT_A_TEST_OF_ITS_OWN = {
     "collectives/*": "tested by law across files, not file by file",
     "*/arguments.py": "each refusal is tested with the function that makes it",
-    "layouts/remembered.py": "tested through the layout that it remembers",
-    "layouts/token_index.py": "the fields of the layout, tested through it",
     "vocab_parallel/rows.py": "read by every function there, tested through them",
     "vocab_parallel/joint.py": "tested through log-probability and entropy",
     "vocab_parallel/asked.py": "tested through log-probability at several ids",

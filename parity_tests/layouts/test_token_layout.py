@@ -2,15 +2,21 @@
 
 from itertools import accumulate
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import Array
+from jaxtyping import Bool, Int
+from torch import Tensor
 
 from jax_ref.layouts import BUILTIN as REFERENCES
 from jax_ref.layouts import ceil_lengths, check_partition
 from jax_ref.layouts import token_layout as reference
+from parity_tests import CaseSpec, Cost, check, every_case, integers, offsets, scheme
+from parity_tests.harness.engines.run import run
 from torch_impl.layouts import TokenLayout
 
 worlds = st.sampled_from([1, 2, 3, 4, 8])
@@ -103,3 +109,152 @@ def test_packed_is_the_reference_and_a_partition(chunks, n, kind):
     assert layout.position_ids.tolist() == reference.position_ids(cu).tolist()
     assert layout.padding_mask.tolist() == reference.padding_mask(cu, real).tolist()
     assert np.concatenate(expected)[layout.inverse.numpy()].tolist() == list(range(total))
+
+
+PACKED = dict(
+    mesh={"cp": (1, 2, 4)},
+    dims={"n": (4, 6, 3), "t": (24, 40, 16), "b": (2, 1)},
+    draw={"padded": offsets("t", padded=True), "true": offsets("t")},
+)
+DTYPES = ("float32", "bfloat16", "float64")
+
+
+def packed_layout(mesh, padded, true=None, kind="packed"):
+    return TokenLayout.packed(padded, true, cp_size=mesh.size("cp"), cp_rank=mesh.rank("cp"), kind=kind)
+
+
+def first(x, padded):
+    return x
+
+
+@scheme(
+    reference=first,
+    inputs={"x": "b t d cp=R", "padded": "n"},
+    outputs="b t/cp:packed d",
+    dtypes=DTYPES,
+    cost=lambda c: Cost(),
+    **{**PACKED, "draw": {"padded": offsets("t", padded=True)}},
+)
+def cut_by_layout(mesh, x, padded):
+    return packed_layout(mesh, padded).shard(x, 1)
+
+
+def gather_cost(gradient):
+    def cost(c):
+        whole = c.b * c.t * c.d
+        back = {"reduce_scatter": (1, whole * c.accumulator_itemsize)} if gradient == "R" else {}
+        return Cost(forward={"all_gather": (1, whole // c.cp * c.itemsize)}, backward=back)
+
+    return cost
+
+
+@scheme(
+    reference=first,
+    inputs={"x": "b t/cp:packed d", "padded": "n"},
+    outputs="b t d cp=R",
+    dtypes=DTYPES,
+    cost=gather_cost("R"),
+    **{**PACKED, "draw": {"padded": offsets("t", padded=True)}},
+)
+def gathered_by_layout(mesh, x, padded):
+    return packed_layout(mesh, padded).unshard(x, 1, mesh["cp"])
+
+
+@scheme(
+    reference=first,
+    inputs={"x": "b t/cp:packed d", "padded": "n"},
+    outputs="b t d cp=I",
+    dtypes=DTYPES,
+    cost=gather_cost("I"),
+    **{**PACKED, "draw": {"padded": offsets("t", padded=True)}},
+)
+def gathered_by_layout_with_one_gradient(mesh, x, padded):
+    return packed_layout(mesh, padded).unshard(x, -2, mesh["cp"], gradient="I")
+
+
+def tables(ids, padded, true) -> tuple[Array, Array, Array]:
+    """Position g stands in the sequence that as many ends lie at or before."""
+    g = jnp.arange(ids.shape[1])
+    sequence = (padded[1:][None, :] <= g[:, None]).sum(1)
+    position = g - padded[sequence]
+    return position, sequence, position >= jnp.diff(true)[sequence]
+
+
+@scheme(
+    reference=tables,
+    inputs={"ids": "b t", "padded": "n", "true": "n"},
+    outputs=("t/cp:packed",) * 3,
+    **{**PACKED, "draw": {**PACKED["draw"], "ids": integers(0, 9)}},
+)
+def tables_of_layout(mesh, ids, padded, true) -> tuple[Int[Tensor, " t"], Int[Tensor, " t"], Bool[Tensor, " t"]]:
+    layout = packed_layout(mesh, padded, true)
+    return tuple(layout.shard(x, 0) for x in (layout.position_ids, layout.sequence_ids, layout.padding_mask))
+
+
+SCHEMES = (cut_by_layout, gathered_by_layout, gathered_by_layout_with_one_gradient, tables_of_layout)
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
+def test_parity(declared, engine):
+    @settings(max_examples=15 if engine == "lockstep" else 3)
+    @given(every_case(declared, engine=engine))
+    def example(case):
+        check(case)
+
+    example()
+
+
+def on_ranks(cp, body):
+    return run(body, CaseSpec(scheme="layouts", mesh={"cp": cp})).results
+
+
+@pytest.mark.parametrize(
+    ("kind", "length"), [("contiguous", 9), ("striped", 9), ("ragged", 7), ("dual_chunk_swap", 12)]
+)
+@pytest.mark.parametrize("gradient", ["R", "I"])
+def test_dense_comes_back_bitwise_with_its_gradient(kind, length, gradient):
+    def body(mesh, case):
+        rank, real = mesh.rank("cp"), length - 2
+        layout = TokenLayout.dense(kind, length, cp_size=3, cp_rank=rank, real_length=real)
+        x = torch.arange(2.0 * length).view(2, length)
+        local = layout.shard(x, 1).requires_grad_()
+        back = layout.unshard(local, 1, mesh["cp"], gradient=gradient)
+        back.backward(x if gradient == "I" else x * (rank + 1))
+        trimmed = layout.unshard(local, -1, mesh["cp"], trim=True)
+        times = 6 if gradient == "R" else 1  # 1 + 2 + 3
+        return (
+            torch.equal(back, x),
+            torch.equal(trimmed, x[:, :real]),
+            torch.equal(local.grad, times * layout.shard(x, 1)),
+        )
+
+    assert on_ranks(3, body) == ((True, True, True),) * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8])
+def test_any_dtype_comes_back(dtype):
+    def body(mesh, case):
+        layout = packed_layout(mesh, torch.tensor([0, 4, 4, 12]), torch.tensor([0, 3, 3, 6]))
+        x = torch.arange(12).to(dtype)
+        back = layout.unshard(layout.shard(x, 0), 0, mesh["cp"], trim=True)
+        return torch.equal(back, x[:7])  # up to the last real token
+
+    assert on_ranks(2, body) == (True, True)
+
+
+def test_another_group_and_another_device():
+    layout = TokenLayout.packed([0, 8, 24], [0, 5, 16], cp_size=2, cp_rank=1)
+    again = layout.rebind(4, 3)
+    assert held(again) == [piece.tolist() for piece in REFERENCES["packed"](24, 4, [0, 8, 24])]
+    assert (again.cp_rank, again.cu_real.tolist()) == (3, [0, 5, 16])
+    dense = TokenLayout.dense("dual_chunk_swap", 8, cp_size=2, cp_rank=0, real_length=6).rebind(4, 1)
+    assert (dense.draw(), dense.original_length) == ("01233210", 6)
+    assert TokenLayout.dense("ragged", 7, cp_size=2, cp_rank=0).rebind(3, 2).draw() == "0001112"
+    assert layout.on("meta").index.is_meta
+
+
+def test_what_needs_no_reordering_says_so():
+    assert TokenLayout.dense("contiguous", 8, cp_size=2, cp_rank=0).is_identity
+    assert TokenLayout.packed([0, 3, 5], cp_size=1, cp_rank=0).is_identity
+    assert not TokenLayout.dense("striped", 8, cp_size=2, cp_rank=0).is_identity

@@ -1,0 +1,218 @@
+"""What a TokenLayout refuses, fill that is stripped, and offsets that are taken on trust."""
+
+import pytest
+import torch
+
+from parity_tests import CaseSpec
+from parity_tests.harness.engines.run import run
+from torch_impl.layouts import TokenLayout
+
+
+def dense(kind, length, n=2, rank=0, **further):
+    return TokenLayout.dense(kind, length, cp_size=n, cp_rank=rank, **further)
+
+
+def packed(cu, real=None, n=2, rank=0, **further):
+    return TokenLayout.packed(cu, real, cp_size=n, cp_rank=rank, **further)
+
+
+REFUSED = [
+    (
+        lambda: dense("dual_chunk_swap", 30, 4),
+        ValueError,
+        "s=30 cannot be cut by dual_chunk_swap over cp=4 (needs a multiple of 8); pad to 32",
+    ),
+    (
+        lambda: dense("striped", 7, 3),
+        ValueError,
+        "s=7 cannot be cut by striped over cp=3 (needs a multiple of 3); pad to 9",
+    ),
+    (lambda: dense("contiguous", -4), ValueError, "s=-4 is not a size; sizes are 0 or more"),
+    (
+        lambda: dense("packed", 8),
+        ValueError,
+        "TokenLayout.dense: kind='packed' is not one of contiguous, dual_chunk_swap, ragged, striped",
+    ),
+    (
+        lambda: packed([0, 8], kind="ragged"),
+        ValueError,
+        "TokenLayout.packed: kind='ragged' is not one of contiguous, packed, striped",
+    ),
+    (lambda: dense("striped", 8, 2, 2), ValueError, "cp_rank=2 is not in cp=2; ranks are 0 to 1"),
+    (lambda: packed([0, 8], rank=-1), ValueError, "cp_rank=-1 is not in cp=2; ranks are 0 to 1"),
+    (lambda: packed([0, 8], n=0), ValueError, "cp=0 is not a number of ranks; it is 1 or more"),
+    (
+        lambda: dense("striped", 8, real_length=9),
+        ValueError,
+        "real_length=9 is outside s=8; it counts the tokens that are no padding",
+    ),
+    (
+        lambda: dense("striped", 8, counts=[4, 4]),
+        ValueError,
+        "counts=[4, 4] are for ragged, the layout is striped; leave them out",
+    ),
+    (
+        lambda: dense("ragged", 8, counts=[4, 5]),
+        ValueError,
+        "ragged: lengths (4, 5) add up to 9, size=8; they must be equal",
+    ),
+    (
+        lambda: packed([0, 4, 8, 12, 18]),
+        ValueError,
+        "cu_seqlens: sequence 3 has padded length 6, dual_chunk_swap over cp=2 needs a multiple of 4; pad it to 8",
+    ),
+    (
+        lambda: packed([0, 3, 7], kind="striped"),
+        ValueError,
+        "t=7 cannot be cut by striped over cp=2 (needs a multiple of 2); pad to 8",
+    ),
+    (lambda: packed([4, 8]), ValueError, "cu_seqlens: starts at 4; offsets start at 0"),
+    (lambda: packed([-1000, -1000]), ValueError, "cu_seqlens: starts at -1000; offsets start at 0"),
+    (
+        lambda: packed([0, 8, 4]),
+        ValueError,
+        "cu_seqlens: sequence 1 runs from 8 back to 4; offsets never decrease",
+    ),
+    (
+        lambda: packed([0, -1, 8]),
+        ValueError,
+        "cu_seqlens: sequence 0 runs from 0 back to -1; offsets never decrease",
+    ),
+    (
+        lambda: packed([0, 4, 13], total=16),
+        ValueError,
+        "cu_seqlens ends at 13 but the stream holds 16 tokens; pass the padded offsets",
+    ),
+    (
+        lambda: packed([0, 4, 8], [0, 3, 8]),
+        ValueError,
+        "cu_real: sequence 1: real length 5 exceeds its padded length 4",
+    ),
+    (
+        lambda: packed([0, 4, 8], [0, 3]),
+        ValueError,
+        "cu_real: 1 sequences, the padded offsets have 2; give one length for each",
+    ),
+    (
+        lambda: packed([0, 4, 8], [0, 4, 3]),
+        ValueError,
+        "cu_real: sequence 1 runs from 4 back to 3; offsets never decrease",
+    ),
+    (lambda: packed([[0, 4]]), ValueError, "cu_seqlens: shape is (1, 2); offsets are one row of at least [0]"),
+    (lambda: packed([]), ValueError, "cu_seqlens: shape is (0,); offsets are one row of at least [0]"),
+    (lambda: packed([0.0, 4.0]), TypeError, "cu_seqlens: dtype is float32; offsets are integers"),
+    (lambda: packed([False, True]), TypeError, "cu_seqlens: dtype is bool; offsets are integers"),
+    (lambda: packed([0, 4], [0.0, 4.0]), TypeError, "cu_real: dtype is float32; offsets are integers"),
+    (
+        lambda: dense("striped", 8).shard(torch.zeros(2, 7), 1),
+        ValueError,
+        "TokenLayout.shard: x has 7 rows along dim 1, the layout 8 global ones; pass the tensor it was made for",
+    ),
+    (
+        lambda: dense("striped", 8).shard(torch.zeros(8), 1),
+        ValueError,
+        "TokenLayout.shard: dim=1 is outside a tensor of 1 dims",
+    ),
+    (
+        lambda: dense("dual_chunk_swap", 8).rebind(3, 0),
+        ValueError,
+        "s=8 cannot be cut by dual_chunk_swap over cp=3 (needs a multiple of 6); pad to 12",
+    ),
+    (
+        lambda: packed([0, 4, 12]).rebind(3, 0),
+        ValueError,
+        "cu_seqlens: sequence 0 has padded length 4, dual_chunk_swap over cp=3 needs a multiple of 6; pad it to 6",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "sentence"), REFUSED, ids=[text[:60] for _, _, text in REFUSED])
+def test_refusal(call, kind, sentence):
+    with pytest.raises(kind) as caught:
+        call()
+    assert str(caught.value) == sentence
+
+
+OF_A_GROUP = [
+    (
+        lambda m: dense("striped", 9, 3).unshard(torch.zeros(3), 0, m["cp"]),
+        ValueError,
+        "TokenLayout.unshard: group has cp=2 and rank {}, the layout is for cp=3 and rank 0; rebind it",
+    ),
+    (
+        lambda m: dense("striped", 8, 2, 1 - m.rank("cp")).unshard(torch.zeros(4), 0, m["cp"]),
+        ValueError,
+        "TokenLayout.unshard: group has cp=2 and rank {}, the layout is for cp=2 and rank {other}; rebind it",
+    ),
+    (
+        lambda m: dense("striped", 8, 2, m.rank("cp")).unshard(torch.zeros(5), 0, m["cp"]),
+        ValueError,
+        "TokenLayout.unshard: x has 5 rows along dim 0, the layout 4 local ones; pass the tensor it was made for",
+    ),
+    (
+        lambda m: dense("striped", 8).unshard(torch.zeros(4), 0, None),
+        TypeError,
+        "TokenLayout.unshard: group is None; pass a ProcessGroup",
+    ),
+    (
+        lambda m: dense("striped", 8, 2, m.rank("cp")).unshard(torch.zeros(4), 0, m["cp"], gradient="P"),
+        ValueError,
+        "TokenLayout.unshard: out='P' is not the type of a whole result; write 'R' (gradients add up) or "
+        "'I' (same gradient)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "sentence"), OF_A_GROUP, ids=[text[:60] for _, _, text in OF_A_GROUP])
+def test_refusal_on_every_rank_before_any_collective(call, kind, sentence):
+    def body(mesh, case):
+        with pytest.raises(kind) as caught:
+            call(mesh)
+        return str(caught.value)
+
+    ranks = run(body, CaseSpec(scheme="layouts", mesh={"cp": 2}))
+    assert ranks.results == tuple(sentence.format(rank, other=1 - rank) for rank in range(2))
+    assert ranks.ledger.rows == []
+
+
+@pytest.mark.parametrize("fill", [-1, -1000])
+def test_fill_on_the_right_is_stripped(fill):
+    clean = packed(torch.tensor([0, 4, 12]), torch.tensor([0, 3, 10]))
+    filled = packed(torch.tensor([0, 4, 12, fill, fill]), torch.tensor([0, 3, 10, fill, fill]))
+    for name in ("index", "cu_padded", "cu_real", "padding_mask", "local_cu"):
+        assert torch.equal(getattr(clean, name), getattr(filled, name))
+
+
+class Read(Exception):
+    """The host looked at a value."""
+
+
+class OnDevice(torch.Tensor):
+    """Offsets whose values nobody on the host may look at."""
+
+    def cpu(self):
+        raise Read
+
+    tolist = item = __bool__ = __int__ = __index__ = cpu
+
+
+def test_offsets_taken_on_trust_are_never_read_by_the_host():
+    cu, real = torch.tensor([0, 4, 12, -1]), torch.tensor([0, 3, 10, -1])
+    trusted = packed(cu.as_subclass(OnDevice), real.as_subclass(OnDevice), total=12, validate=False)
+    read = packed(cu, real)
+    for name in ("index", "inverse", "position_ids", "sequence_ids", "padding_mask"):
+        assert getattr(trusted, name).as_subclass(torch.Tensor).tolist() == getattr(read, name).tolist()
+    with pytest.raises(Read):
+        packed(cu.as_subclass(OnDevice), real.as_subclass(OnDevice), total=12)
+
+
+def test_one_rank_takes_any_length():
+    assert packed([0, 3, 3, 4, 9], n=1).index.tolist() == [list(range(9))]
+    for kind in ("contiguous", "dual_chunk_swap", "ragged", "striped"):
+        assert dense(kind, 5, 1).index.tolist() == [[0, 1, 2, 3, 4]]
+
+
+def test_no_sequence_and_no_token():
+    layout = packed([0])
+    assert layout.index.shape == (2, 0) and layout.total == layout.original_length == 0
+    assert layout.local_cu.tolist() == [0] and layout.padding_mask.tolist() == []
