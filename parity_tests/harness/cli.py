@@ -170,7 +170,10 @@ def guarded(call: Callable[[], Any]) -> int:
         _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except (UnusableTarget, ReferenceFailure, ValueError, TypeError, ImportError) as error:
         _complain(str(error))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as stop:  # typer makes an exit of the first
+        if isinstance(stop, SystemExit) and stop.code != INTERRUPTED:
+            raise
+        _complain("interrupted; what was not printed was not judged")
         return INTERRUPTED
     return USAGE
 

@@ -75,6 +75,8 @@ def _named(pattern: str) -> list[Scheme]:
 def _imported(path: Path) -> ModuleType:
     if path.is_relative_to(PACKAGE):
         return importlib.import_module(".".join(["parity_tests", *path.relative_to(PACKAGE).with_suffix("").parts]))
+    if (path.parent / "__init__.py").is_file():
+        return _imported_with_package(path)
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:6]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -93,6 +95,22 @@ def _imported(path: Path) -> ModuleType:
     finally:
         sys.path.remove(str(path.parent))
     travel.BROUGHT |= {name} | {new for new in set(sys.modules) - before if _beside(new, path.parent)}
+    return module
+
+
+def _imported_with_package(path: Path) -> ModuleType:
+    """A file of a package, under its dotted name: what it imports relatively is found."""
+    root = next(folder for folder in path.parents if not (folder / "__init__.py").is_file())
+    name = ".".join(path.relative_to(root).with_suffix("").parts)
+    before = set(sys.modules)
+    sys.path.insert(0, str(root))
+    try:
+        module = importlib.import_module(name)
+    finally:
+        sys.path.remove(str(root))
+    if Path(module.__file__ or "").resolve() != path:
+        raise ImportError(f"another package {name.partition('.')[0]!r} is already imported; rename this one")
+    travel.BROUGHT |= {new for new in set(sys.modules) - before if _beside(new, root)}
     return module
 
 

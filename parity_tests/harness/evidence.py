@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+THIN = "; only one element tells"
 Layout = Callable[[int, int], Sequence[np.ndarray]]
 
 
@@ -52,10 +53,12 @@ class Evidence:
     pieces: Mapping[str, np.ndarray] = field(default_factory=dict)  # axis -> [ranks of the axis, *shape]
     outputs_pass: bool = False
     loose_budget: np.ndarray | None = None  # had sums been accumulated in the tested dtype
+    stored_budgets: Mapping[int, np.ndarray] = field(default_factory=dict)  # had so many roundings been declared
     dtype: str = "bfloat16"
     largest: float = np.inf  # of the dtype: beyond it an infinity of the same sign is right
     poison: str | None = None  # the asynchronous collective whose buffer is NaN until its wait, if there is one
     backward: str | None = None  # the collective of the backward that is suspected, as op at file:line
+    over_all: str | None = None  # a collective of all ranks of a mesh of several axes, as op at file:line
     first_divergence: str | None = None  # where the ranks' ledgers part, as #n op at file:line
 
     def __post_init__(self) -> None:
@@ -71,6 +74,11 @@ class Evidence:
     @property
     def wrong(self) -> int:
         return int(self.bad.sum())
+
+    @property
+    def thin(self) -> str:
+        """What a claim about one element ends in: it fits much."""
+        return THIN if self.got.size == 1 or self.wrong == 1 else ""
 
     def differs(self, expected: np.ndarray, slack: float = 1.0, *, got: np.ndarray | None = None) -> np.ndarray:
         """Where `got` is not `expected` within `slack` budgets; a NaN equals a NaN, an infinity its like."""
@@ -97,6 +105,7 @@ class Evidence:
             addends={},
             pieces={},
             loose_budget=None,
+            stored_budgets={},
         )
 
     def dim(self, number: int) -> str:

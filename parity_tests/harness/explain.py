@@ -6,11 +6,12 @@ is the order of what they explain, from one number that explains everything to o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
 
-from parity_tests.harness.clues import places, sums
+from parity_tests.harness.clues import places, precision, sums
 from parity_tests.harness.clues.arithmetic import fitted_number, known_number
 from parity_tests.harness.clues.displaced import displaced
 from parity_tests.harness.clues.order import another_order
@@ -27,16 +28,15 @@ def explain(evidence: Evidence) -> tuple[str, ...]:
     return tuple(notes) or (places.worst(evidence),)
 
 
-def _narrow_sums(evidence: Evidence) -> Iterator[str]:
-    if evidence.loose_budget is not None:
-        looser = Evidence(evidence.name, evidence.role, evidence.got, evidence.want, evidence.loose_budget)
-        if looser.wrong == 0:
-            yield f"looks like {evidence.dtype} accumulation"
-
-
 def _backward(evidence: Evidence) -> Iterator[str]:
     if evidence.role == "gradient" and evidence.outputs_pass:
         yield f"forward equal, gradient not: {evidence.backward or 'a collective without its backward'}"
+
+
+def _over_all(evidence: Evidence) -> Iterator[str]:
+    if evidence.over_all is not None:
+        size = math.prod(evidence.axes.values())
+        yield f"{evidence.over_all} is over all {size} ranks, which is no one axis: pass group=mesh[axis]"
 
 
 def _divergence(evidence: Evidence) -> Iterator[str]:
@@ -44,19 +44,22 @@ def _divergence(evidence: Evidence) -> Iterator[str]:
         yield f"first diverging collective: {evidence.first_divergence}"
 
 
+# What declared roundings would cover is no mistake yet.
 # Rounding puts its errors anywhere, often in one place only and near a fitted line: it is looked for before both.
 CLUES = (
     places.not_finite,
+    precision.stored,
     known_number,
     sums.terms,
     sums.sums,
     displaced,
     another_order,
-    _narrow_sums,
+    precision.narrow_sums,
     fitted_number,
     sums.copies,
     places.narrowest,
     sums.silent,
     _backward,
+    _over_all,
     _divergence,
 )

@@ -117,6 +117,14 @@ def positions(arg: Argument, case: CaseSpec, coords: Mapping[str, int], custom: 
     return held
 
 
+def check_custom_layouts(arguments: Sequence[Argument], case: CaseSpec, custom: Layouts) -> None:
+    """ValueError for a user's layout that leaves out, repeats or makes up positions."""
+    for arg in arguments:
+        if any(cut.layout in custom for dim in arg.spec.dims for cut in dim.cuts):
+            for coords in coordinates(case.mesh):
+                positions(arg, case, coords, custom)
+
+
 def piece(arg: Argument, array: np.ndarray, case: CaseSpec, coords: Mapping[str, int], custom: Layouts) -> np.ndarray:
     """The part of a whole array that one rank holds."""
     return array[np.ix_(*positions(arg, case, coords, custom))] if arg.spec.dims else array

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from parity_tests.harness import compare, conduct, oracle
+from parity_tests.harness import compare, conduct, inputs, oracle
 from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.engines.failure import RankFailure
 from parity_tests.harness.engines.ledger import Ledger
@@ -15,8 +16,13 @@ from parity_tests.harness.report import Report
 from parity_tests.harness.witness import evidence
 
 if TYPE_CHECKING:
-    from parity_tests.harness.program import Program
+    import numpy as np
+
+    from parity_tests.harness.program import Program, RankResult
     from parity_tests.harness.scheme import Scheme
+
+NARROW = ("bfloat16", "float16")
+MORE_ROUNDINGS = (2, 4)  # times the declared ones; beyond, it is no matter of storage
 
 
 def judge(
@@ -31,8 +37,10 @@ def judge(
     """The report of one case; `given` may carry `arrays` and `cotangents` to use in place of drawn ones.
 
     `reference` spares evaluating it again; `ship` wraps what travels to the ranks. A failed rank is in the report,
-    not raised. Errors: ReferenceFailure where the reference cannot be evaluated.
+    not raised. Errors: ReferenceFailure where the reference cannot be evaluated; ValueError for
+    a layout of the user's that is no partition.
     """
+    inputs.check_custom_layouts((*scheme.inputs, *scheme.outputs), case, scheme.layouts)
     program = scheme.program(**given)
     reference = reference or oracle.evaluate(scheme, program, case)
     try:
@@ -42,8 +50,20 @@ def judge(
     rows = compare.compare(scheme, case, ranks.results, reference)
     protocol = conduct.protocol(ranks.ledger)
     outputs_pass = all(row.ok for row in rows if row.role == "output")
+    looser = {} if all(row.ok for row in rows) else _stored_budgets(scheme, program, case, ranks.results)
     notes = {
-        row.label: explain(evidence(scheme, program, case, row, outputs_pass, ranks.ledger, protocol))
+        row.label: explain(
+            evidence(
+                scheme,
+                program,
+                case,
+                row,
+                outputs_pass,
+                ranks.ledger,
+                protocol,
+                {count: budgets[row.label] for count, budgets in looser.items()},
+            )
+        )
         for row in rows
         if not row.ok
     }
@@ -59,3 +79,17 @@ def judge(
         cost_declared=scheme.cost is not None,
         seconds=ranks.seconds,
     )
+
+
+def _stored_budgets(
+    scheme: Scheme, program: Program, case: CaseSpec, results: Sequence[RankResult]
+) -> dict[int, dict[str, np.ndarray]]:
+    """The budgets of every tensor had the scheme declared some more roundings to its narrow dtype."""
+    if case.dtype not in NARROW:
+        return {}
+    found = {}
+    for count in (times * max(scheme.roundings, 1) for times in MORE_ROUNDINGS):
+        looser = replace(scheme, roundings=count)
+        rows = compare.compare(looser, case, results, oracle.evaluate(looser, program, case))
+        found[count] = {row.label: row.budgets for row in rows}
+    return found

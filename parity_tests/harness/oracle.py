@@ -195,8 +195,10 @@ def _check_output(scheme: Scheme, arg: Argument, part: Any, shape: tuple[int, ..
             "drop the cast, the reference states the mathematics in float64",
         )
     if is_floating == arg.is_integer:
-        kind = "is declared as an integer" if arg.is_integer else "is declared as floating"
-        raise _failure(scheme, f"returned {part.dtype} for '{arg.name}', which {kind} by the return annotation")
+        kind = "integer by" if arg.is_integer else "floating without Int or Bool in"
+        raise _failure(
+            scheme, f"returned {part.dtype} for '{arg.name}', which is {kind} the scheme's return annotation"
+        )
 
 
 def _directions(case: CaseSpec, prefix: str, fed: Mapping[str, Fed]) -> dict[str, Any]:

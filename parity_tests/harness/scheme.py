@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -91,8 +92,8 @@ class Scheme:
     ) -> Report:
         """Draw cases, run each on the ranks and against the reference, and report the worst of each tensor.
 
-        Names resolve to mesh axes, dims and options; what is not given is drawn. `examples=None` is 1 where all
-        dims are given, else the Hypothesis profile's. Errors: ValueError for an unknown name or an uncuttable
+        Names resolve to mesh axes, dims and options; what is not given is drawn. `examples=None` is 1 of each dtype
+        where all dims are given, else the Hypothesis profile's. Errors: ValueError for an unknown name or an uncuttable
         size. `inside_subgroup` makes the world twice as large and runs the scheme in each half of it, which finds
         what speaks to the default group. A mismatch is in the report, not raised; see Report.raise_if_failed.
         """
@@ -216,9 +217,19 @@ def scheme(
 def _enter(made: Scheme, say: Callable[[str], ValueError]) -> None:
     """Put a scheme in the table; the same file, or a notebook cell run again, replaces its own entry."""
     old = TABLE.get(made.key)
-    if old is not None and old.file != made.file and not _is_cell(old.file):
-        raise say(f"is already declared in {old.file}:{old.line}")
+    if old is not None and not _is_cell(old.file):
+        if old.file != made.file:
+            raise say(f"is already declared in {old.file}:{old.line}")
+        if old.line != made.line and _is_defined_twice(made):
+            raise say(f"is defined in line {old.line} and again in line {made.line}; give one another name")
     TABLE[made.key] = made
+
+
+def _is_defined_twice(made: Scheme) -> bool:
+    """Whether its file has two functions of that name; one that moved since the last import is not meant."""
+    linecache.checkcache(made.file)
+    starts = f"def {made.name}("
+    return sum(line.startswith(starts) for line in linecache.getlines(made.file)) > 1
 
 
 def _is_cell(file: str) -> bool:

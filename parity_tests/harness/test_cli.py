@@ -64,7 +64,8 @@ def test_130_interrupted(shardproof, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(session, "verify", interrupt)
-    assert shardproof("verify", "right.py")[0] == 130
+    status, _, err = shardproof("verify", "right.py")
+    assert (status, err) == (130, "shardproof: interrupted; what was not printed was not judged\n")
 
 
 # Options of verify
@@ -111,6 +112,17 @@ def test_a_folder(shardproof):
     written("many/deep/scaled.py", SCALED, "# @scheme\n")
     Path("many/notes.py").write_text("1 / 0\n")
     assert closing(shardproof("verify", "many", "--examples", "1")[1]) == "2 schemes, 0 mismatches, 0 not run."
+
+
+def test_a_file_of_a_package_imports_its_neighbours(shardproof):
+    package = Path("its_own_package")
+    package.mkdir()
+    for name in ("__init__.py", "numbers.py"):
+        (package / name).write_text("TWO = 2\n")
+    file = written(package / "right.py", "from .numbers import TWO\n", RIGHT.replace("x * 2", "x * TWO"))
+    status, out, err = shardproof("verify", str(file), "--examples", "2")
+    assert (status, err) == (0, ""), out
+    assert shardproof("verify", str(file), "--engine", "gloo", "--examples", "1", "--mesh", "tp=2")[0] == 0
 
 
 def test_a_run_leaves_the_profile_as_it_was(shardproof):

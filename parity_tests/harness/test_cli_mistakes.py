@@ -34,6 +34,18 @@ MISTAKES = {
         RIGHT.replace("(right)", "(right, reference=lambda x: x + nothing)"),
         "scheme 'right': reference <lambda> raised NameError: name 'nothing' is not defined",
     ),
+    "two of one name": (
+        RIGHT + RIGHT.replace("x * 2", "x * 3"),
+        "cannot import bad.py: scheme 'right': is defined in line 13 and again in line 17; "
+        "give one another name (line 9)",
+    ),
+    "layout": (
+        RIGHT.replace(
+            "(right)",
+            "(right, inputs={'x': 'b/tp:lost'}, outputs='b/tp:lost', layouts={'lost': lambda n, w: [[0]] * w})",
+        ),
+        "layout 'lost' is not a partition of 2 positions over 1 rank: missing [1]",
+    ),
     "syntax": ("def f(:\n", "cannot import bad.py: SyntaxError: invalid syntax (line 12)"),
     "import": (
         "import not_installed\n",

@@ -51,6 +51,13 @@ def test_the_report_of_the_manual():
     )
 
 
+def test_a_collective_of_the_whole_mesh():
+    want, other = numbers(5), numbers(5, seed=1)
+    told = {"axes": {"dp": 2, "tp": 4}, "over_all": "all_reduce at my_scheme.py:9"}
+    said = "all_reduce at my_scheme.py:9 is over all 8 ranks, which is no one axis: pass group=mesh[axis]"
+    assert said in explain(evidence(other, want, **told))
+
+
 def test_accumulation_in_the_narrow_dtype():
     want = numbers(40)
     got = want.copy()

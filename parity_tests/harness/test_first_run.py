@@ -94,7 +94,7 @@ def same(mesh, x):
         ),
         (
             lambda x: x.astype(jnp.int64),
-            "returned int64 for 'out', which is declared as floating by the return annotation",
+            "returned int64 for 'out', which is floating without Int or Bool in the scheme's return annotation",
         ),
         (lambda x: (x, x), "returned 2 outputs, outputs has 1"),
         (lambda x: x.sum(-1), "returned (2,) for 'out', 'b s/cp' says (2, 8)"),

@@ -204,3 +204,13 @@ def test_a_scheme_sees_its_own_axes_alone():
 
     assert declared(doubled).verify(tp=2, b=4, inside_subgroup=True).ok
     assert sorted(seen) == [(("tp",), 2, 0, 2)] * 2 + [(("tp",), 2, 1, 2)] * 2
+
+
+def test_the_default_group_on_a_mesh_of_two_axes_is_named():
+    def both(mesh, x):
+        return summed(x, None)
+
+    declared_on = {"mesh": {"dp": (2,), "tp": (2,)}, "inputs": {"x": "b/dp tp=P"}, "outputs": "b/dp tp=I"}
+    report = declared(both, lambda x: x * 1.0, **declared_on).verify(b=6)
+    said = [note for notes in report.notes.values() for note in notes]
+    assert any("is over all 4 ranks, which is no one axis: pass group=mesh[axis]" in note for note in said), said

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,6 +28,7 @@ def evidence(
     outputs_pass: bool,
     ledger: Ledger,
     protocol: Sequence[str],
+    stored_budgets: Mapping[int, np.ndarray],
 ) -> Evidence:
     """All that one run says about one tensor."""
     at = row.stitched.coordinates[row.copy]
@@ -47,12 +48,22 @@ def evidence(
         pieces={axis: row.stitched.pieces(axis, at) for axis in row.stitched.part_axes if case.mesh[axis] > 1},
         outputs_pass=outputs_pass,
         loose_budget=row.loose_budgets,
+        stored_budgets=stored_budgets,
         dtype=COARSER[case.dtype],
         largest=torch.finfo(getattr(torch, case.dtype)).max,
         poison=next((f"{r.op} at {r.source}" for r in ledger.rows if r.is_async or r.op == "recv"), None),
         backward=next((f"{r.op} at {r.source} [bwd]" for r in ledger.rows if r.phase == "bwd"), None),
+        over_all=_over_all(case, ledger),
         first_divergence=protocol[0] if protocol else None,
     )
+
+
+def _over_all(case: CaseSpec, ledger: Ledger) -> str | None:
+    """A collective of the whole mesh, where no one axis is all of it."""
+    everyone = tuple(range(case.world))
+    if case.world in case.mesh.values():
+        return None
+    return next((f"{r.op} at {r.source}" for r in ledger.rows if r.group == everyone), None)
 
 
 def _placed(scheme: Scheme, case: CaseSpec, row: TensorRow) -> tuple[Placed, ...]:

@@ -30,7 +30,7 @@ def fitted_number(evidence: Evidence) -> Iterator[str]:
 def _zero(evidence: Evidence) -> str | None:
     if evidence.got.any():
         return None
-    return f"{evidence.role} is zero: {_REACH[evidence.role]}"
+    return f"{evidence.role} is zero: {_REACH[evidence.role]}{evidence.thin if evidence.got.size == 1 else ''}"
 
 
 def _named_factor(evidence: Evidence) -> str | None:
@@ -39,11 +39,11 @@ def _named_factor(evidence: Evidence) -> str | None:
         return None
     named, value = found
     name = f"-{named}" if value < 0 else str(named)
-    return f"off by the constant factor {shown(value)} (= {name}): a reduction is missing or repeated{_thin(evidence)}"
+    return f"off by the constant factor {shown(value)} (= {name}): a reduction is missing or repeated{evidence.thin}"
 
 
 def _opposite(evidence: Evidence) -> str | None:
-    return "opposite sign" + _thin(evidence) if evidence.fits(-evidence.want) else None
+    return "opposite sign" + evidence.thin if evidence.fits(-evidence.want) else None
 
 
 def _named_constant(evidence: Evidence) -> str | None:
@@ -56,7 +56,7 @@ def _named_constant(evidence: Evidence) -> str | None:
     logs = " or ".join(
         f"{sign}log({name})" if "*" in name or "/" in name else f"{sign}log {name}" for name in named.names
     )
-    return f"off by the added constant {sign}log {shown(named.value)} (= {logs}){_thin(evidence)}"
+    return f"off by the added constant {sign}log {shown(named.value)} (= {logs}){evidence.thin}"
 
 
 def _plain_factor(evidence: Evidence) -> str | None:
@@ -176,7 +176,3 @@ def _weights(evidence: Evidence, told: np.ndarray) -> np.ndarray:
     """How much each telling element counts, at most 1: the finer its budget, the more."""
     budget = np.maximum(evidence.budget[told], np.finfo(np.float64).tiny)
     return budget.min() / budget
-
-
-def _thin(evidence: Evidence) -> str:
-    return "; only one element tells" if evidence.wrong == 1 else ""

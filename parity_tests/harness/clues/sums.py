@@ -27,9 +27,11 @@ def sums(evidence: Evidence) -> Iterator[str]:
     for axis, pieces in _shared(evidence):
         if axis not in evidence.at:
             if all(_is_right(evidence, piece) for piece in pieces):
-                yield f"{evidence.role} summed over {axis} once too often: each rank already has the reference"
+                often = f"{evidence.role} summed over {axis} once too often"
+                yield f"{often}: each rank already has the reference{evidence.thin}"
         elif _adds_up(evidence, pieces):
-            yield f"{evidence.role} missing a sum over {axis}: the ranks' {evidence.role}s add up to the reference"
+            role = evidence.role
+            yield f"{role} missing a sum over {axis}: the ranks' {role}s add up to the reference{evidence.thin}"
 
 
 def copies(evidence: Evidence) -> Iterator[str]:

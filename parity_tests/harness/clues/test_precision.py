@@ -1,0 +1,44 @@
+"""Errors of the size of roundings: more of them than declared, or sums kept in a coarser dtype."""
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from parity_tests import scheme, values
+from parity_tests.harness.clues.by_hand import evidence, headline, numbers
+from parity_tests.harness.explain import explain
+
+
+def test_a_few_roundings_more():
+    want = numbers(9)
+    got = want + np.linspace(1e-2, 2e-2, 9)
+    budgets = {2: np.full(9, 1e-2), 3: np.full(9, 3e-2), 4: np.full(9, 5e-2)}
+    told = {"stored_budgets": budgets, "loose_budget": np.full(9, 5e-2)}
+    assert explain(evidence(got, want, **told))[:2] == (
+        "within what 3 roundings to bfloat16 may do: declare roundings=3 if they are meant",
+        "looks like bfloat16 accumulation",
+    )
+    assert headline(got + 1.0, want, **told).startswith("no pattern")
+
+
+def test_one_element_says_so():
+    said = headline([2.01], [2.0], loose_budget=np.array([0.1]))
+    assert said == "looks like bfloat16 accumulation; only one element tells"
+
+
+def test_a_norm_whose_input_is_cast_twice():
+    """At d=1 the two gradients of x cancel but for their roundings to bfloat16."""
+
+    def norm(mesh, x):
+        return (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+    def reference(x):
+        return x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-6)
+
+    declared = dict(reference=reference, mesh={"tp": (2,)}, inputs={"x": "b/tp d"}, outputs="b/tp d")
+    more = dict(dims={"d": (1,)}, draw={"x": values("normal")}, dtypes=("bfloat16",))
+    report = scheme(**declared, **more)(norm).verify(tp=2, b=4)
+    assert report.notes["d/d x"][0] == (
+        "within what 2 roundings to bfloat16 may do: declare roundings=2 if they are meant"
+    )
+    assert scheme(**declared, **more, roundings=2)(norm).verify(tp=2, b=4).ok

@@ -1,0 +1,37 @@
+"""What `verify` draws when little or much is given."""
+
+import torch
+
+from parity_tests import scheme, values
+
+
+def declared(function, **more):
+    return scheme(
+        **{
+            "reference": lambda x: x * 3.0, "mesh": {"tp": (2,)}, "inputs": {"x": "b/tp"}, "outputs": "b/tp",
+            "draw": {"x": values("normal")}, "dtypes": ("float32", "bfloat16"), **more,
+        }
+    )(function)  # fmt: skip
+
+
+def wrong_in_bfloat16(mesh, x):
+    return x * (3 if x.dtype != torch.bfloat16 else 2)
+
+
+def test_where_all_dims_are_given_each_dtype_is_tried():
+    made = declared(wrong_in_bfloat16)
+    assert made.verify(tp=2, b=6, dtype="float32").ok
+    report = made.verify(tp=2, b=6)
+    assert not report.ok and report.case.dtype == "bfloat16"
+    assert made.verify(tp=2, b=6, examples=1).examples == 1
+
+
+def test_a_note_on_one_element_comes_from_a_larger_case():
+    def doubled_besides(mesh, x):
+        return x * 6
+
+    report = declared(doubled_besides, inputs={"x": "b tp=I"}, outputs="b tp=I", dtypes=("float32",)).verify()
+    assert report.notes["out"][0].startswith(
+        "off by the constant factor 2 (= tp): a reduction is missing or repeated (at "
+    )
+    assert report.notes["out"][1].endswith("repeated; only one element tells")
