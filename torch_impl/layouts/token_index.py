@@ -79,11 +79,11 @@ def packed_cut(
         real = padded if cu_real is None else _unfilled(torch.as_tensor(cu_real), None)
         return _cut(kind, total, cp_size, cp_rank, padded, real.to(padded.device))
     multiple = _multiple(kind, cp_size) if kind == "packed" else 1
-    padded = checked_offsets(_stripped(cu_padded), total, cp_size, axis="cp", multiple=multiple)
+    padded = checked_offsets(stripped(cu_padded), total, cp_size, axis="cp", multiple=multiple)
     size = int(padded[-1])
     if reason := uncuttable("t", size, "cp", cp_size, kind):
         raise ValueError(reason)
-    real = padded if cu_real is None else _checked_real(_stripped(cu_real), padded)
+    real = padded if cu_real is None else _checked_real(stripped(cu_real), padded)
     device = cu_padded.device if isinstance(cu_padded, Tensor) else None
     return _cut(kind, size, cp_size, cp_rank, padded.to(device), real.to(device))
 
@@ -114,7 +114,7 @@ def _multiple(kind: str, cp_size: int) -> int:
     return needs("dual_chunk_swap", cp_size) if kind == "packed" else needs(kind, cp_size)
 
 
-def _stripped(offsets: Tensor | Sequence[int]) -> Tensor:
+def stripped(offsets: Tensor | Sequence[int]) -> Tensor:
     """The offsets on the host, without the negative fill on their right."""
     host = torch.as_tensor(offsets).cpu()
     if host.dim() != 1 or host.dtype == torch.bool or host.is_floating_point() or not len(host):

@@ -1,0 +1,270 @@
+"""Whole streams put from one order into another: goldens, the reference, round trips, gradients, refusals."""
+
+from itertools import accumulate
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jax_ref.layouts import reorder as reference
+from parity_tests import Cost, check, every_case, offsets, scheme
+from torch_impl.collectives import all_gather
+from torch_impl.layouts import TokenLayout
+from torch_impl.layouts.reorder import (
+    _deinterleave_packed_seqs,
+    _redo_attention_load_balancing,
+    _reinterleave_packed_seqs,
+    _reorder_chunks,
+    _undo_attention_load_balancing,
+)
+
+MENU = dict(mesh={"cp": (1, 2, 3)}, dtypes=("float32", "float64"))
+PACKED = dict(MENU, dims={"n": (4, 6, 3), "t": (24, 36, 12)}, draw={"padded": offsets("t", padded=True)})
+
+
+def whole(x, padded):
+    return x
+
+
+def gather_cost(of):
+    def cost(case):
+        size = of(case)
+        return Cost(
+            forward={"all_gather": (1, size // case.cp * case.itemsize)},
+            backward={"reduce_scatter": (1, size * case.accumulator_itemsize)},
+        )
+
+    return cost
+
+
+@scheme(
+    reference=whole,
+    inputs={"x": "t/cp:packed d", "padded": "n"},
+    outputs="t d cp=R",
+    cost=gather_cost(lambda c: c.t * c.d),
+    **PACKED,
+)
+def gathered_and_put_in_order(mesh, x, padded):
+    n = mesh.size("cp")
+    rank_major = all_gather(x, mesh["cp"], out="R")
+    return _undo_attention_load_balancing(_deinterleave_packed_seqs(rank_major, padded // n, n), n, padded)
+
+
+@scheme(
+    reference=whole,
+    inputs={"x": "t d cp=R", "padded": "n"},
+    outputs="t/cp:packed d",
+    cost=lambda c: Cost(),
+    **PACKED,
+)
+def put_in_rank_order_and_cut(mesh, x, padded):
+    n = mesh.size("cp")
+    rank_major = _reinterleave_packed_seqs(_redo_attention_load_balancing(x, n, padded), padded // n, n)
+    return rank_major.chunk(n)[mesh.rank("cp")]
+
+
+@scheme(
+    reference=lambda x: x,
+    inputs={"x": "b s/cp:dual_chunk_swap d"},
+    outputs="b s d cp=R",
+    cost=gather_cost(lambda c: c.b * c.s * c.d),
+    **MENU,
+)
+def gathered_dense_and_put_in_order(mesh, x):
+    rank_major = all_gather(x, mesh["cp"], out="R", dim=1)
+    return _undo_attention_load_balancing(rank_major, mesh.size("cp"))
+
+
+@scheme(
+    reference=lambda x: x,
+    inputs={"x": "b s d cp=R"},
+    outputs="b s/cp:dual_chunk_swap d",
+    cost=lambda c: Cost(),
+    **MENU,
+)
+def put_in_rank_order_and_cut_dense(mesh, x):
+    return _redo_attention_load_balancing(x, mesh.size("cp")).chunk(mesh.size("cp"), 1)[mesh.rank("cp")]
+
+
+SCHEMES = (
+    gathered_and_put_in_order,
+    put_in_rank_order_and_cut,
+    gathered_dense_and_put_in_order,
+    put_in_rank_order_and_cut_dense,
+)
+
+
+@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
+def test_parity(declared):
+    @settings(max_examples=15)
+    @given(every_case(declared))
+    def example(case):
+        check(case)
+
+    example()
+
+
+def rows(count):
+    return torch.arange(count)[:, None]
+
+
+def cu(*offsets):
+    return torch.tensor(offsets)
+
+
+def flat(x):
+    return x.flatten().tolist()
+
+
+def test_golden():
+    assert flat(_reorder_chunks(rows(6), [1, 0], cu(0, 2, 6))) == [1, 0, 4, 5, 2, 3]
+    assert flat(_deinterleave_packed_seqs(rows(12), cu(0, 2, 6), 2)) == [0, 1, 6, 7, 2, 3, 4, 5, 8, 9, 10, 11]
+    assert flat(_reinterleave_packed_seqs(rows(12), cu(0, 2, 6), 2)) == [0, 1, 4, 5, 6, 7, 2, 3, 8, 9, 10, 11]
+    assert flat(_undo_attention_load_balancing(rows(6)[None], 3)) == [0, 2, 4, 5, 3, 1]
+    assert flat(_redo_attention_load_balancing(rows(6)[None], 3)) == [0, 5, 1, 4, 2, 3]
+    assert flat(_undo_attention_load_balancing(rows(4), 1, cu(0, 2, 4))) == [0, 1, 2, 3]
+
+
+chunk_counts = st.lists(st.integers(0, 3), max_size=5)
+sizes = st.sampled_from([1, 2, 3, 4])
+
+
+@given(chunk_counts, st.permutations(range(4)), st.integers(1, 4))
+def test_chunks_are_the_reference(counts, order, m):
+    order = sorted(order[:m], key=order[:m].index)
+    order = [sorted(order).index(j) for j in order]
+    offsets = [0, *accumulate(m * count for count in counts)]
+    x = rows(offsets[-1])
+    assert flat(_reorder_chunks(x, order, torch.tensor(offsets))) == flat(
+        reference.reorder_chunks(x.numpy(), order, offsets)
+    )
+    dense = torch.arange(2 * m * 3).view(2, 3 * m, 1)
+    assert flat(_reorder_chunks(dense, order)) == flat(reference.reorder_chunks(dense.numpy(), order))
+
+
+@given(chunk_counts, sizes)
+def test_balancing_and_interleaving_are_the_reference_and_each_other_undone(counts, n):
+    offsets = [0, *accumulate(2 * n * count for count in counts)]
+    local = [offset // n for offset in offsets]
+    x, whole, own = rows(offsets[-1]), torch.tensor(offsets), torch.tensor(local)
+    pairs = [
+        (_undo_attention_load_balancing, _redo_attention_load_balancing, (n, whole), (n, offsets)),
+        (_deinterleave_packed_seqs, _reinterleave_packed_seqs, (own, n), (local, n)),
+    ]
+    for there, back, args, plain in pairs:
+        for function in (there, back):
+            stated = getattr(reference, function.__name__.removeprefix("_"))(x.numpy(), *plain)
+            assert flat(function(x, *args)) == flat(stated)
+        assert torch.equal(back(there(x, *args), *args), x)
+        assert torch.equal(there(back(x, *args), *args), x)
+    layout = TokenLayout.packed(whole, cp_size=n, cp_rank=0)
+    rank_major = layout.index.reshape(-1, 1)
+    assert torch.equal(_undo_attention_load_balancing(_deinterleave_packed_seqs(rank_major, own, n), n, whole), x)
+
+
+def test_one_sequence_is_together_in_rank_order():
+    assert flat(_deinterleave_packed_seqs(rows(8), cu(0, 4), 2)) == list(range(8))
+    assert flat(_deinterleave_packed_seqs(rows(0), cu(0), 2)) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.bfloat16])
+def test_any_dtype_and_strides(dtype):
+    x = torch.arange(24).view(2, 12).T.to(dtype)
+    y = _reorder_chunks(x, [1, 0], cu(0, 4, 12))
+    assert y.dtype == dtype
+    np.testing.assert_array_equal(y.float(), x.float()[[2, 3, 0, 1, 8, 9, 10, 11, 4, 5, 6, 7]])
+
+
+def test_it_differentiates_twice():
+    x = torch.arange(6.0, dtype=torch.float64)[:, None].requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda x: _reorder_chunks(x, [1, 2, 0], cu(0, 3, 6)) ** 2, x)
+
+
+def wide(rows):
+    return torch.zeros(rows, 2)
+
+
+REFUSED = [
+    (
+        lambda: _reorder_chunks(wide(6), [0, 2], cu(0, 6)),
+        ValueError,
+        "layouts._reorder_chunks: order=[0, 2] is not a permutation of 0..1",
+    ),
+    (
+        lambda: _reorder_chunks(wide(6), [], cu(0, 6)),
+        ValueError,
+        "layouts._reorder_chunks: order=[] is not a permutation of 0..-1",
+    ),
+    (
+        lambda: _undo_attention_load_balancing(wide(10)[None], 2),
+        ValueError,
+        "layouts._undo_attention_load_balancing: s=10 is not a multiple of 4 chunks; pad to 12",
+    ),
+    (
+        lambda: _redo_attention_load_balancing(wide(3)[None], 2),
+        ValueError,
+        "layouts._redo_attention_load_balancing: s=3 is not a multiple of 4 chunks; pad to 4",
+    ),
+    (
+        lambda: _undo_attention_load_balancing(wide(14), 2, cu(0, 8, 14)),
+        ValueError,
+        "layouts._undo_attention_load_balancing: sequence 1 has length 6, which is not a multiple of 4 chunks; "
+        "pad to 8",
+    ),
+    (
+        lambda: _undo_attention_load_balancing(wide(12), 2, cu(0, 8)),
+        ValueError,
+        "layouts._undo_attention_load_balancing: cu_seqlens ends at 8 but input_ has 12 rows; "
+        "this function takes the padded offsets of the whole stream",
+    ),
+    (
+        lambda: _deinterleave_packed_seqs(wide(12), cu(0, 4, 12), 2),
+        ValueError,
+        "layouts._deinterleave_packed_seqs: cu_seqlens ends at 12 = the whole stream; "
+        "this function takes local offsets (global // 2)",
+    ),
+    (
+        lambda: _reinterleave_packed_seqs(wide(12), cu(0, 5), 2),
+        ValueError,
+        "layouts._reinterleave_packed_seqs: cu_seqlens ends at 5, 10 rows over cp=2, not 12; "
+        "this function takes local offsets (global // 2)",
+    ),
+    (
+        lambda: _reorder_chunks(wide(6)[None], [0, 1], cu(0, 6)),
+        ValueError,
+        "layouts._reorder_chunks: input_ is [1, 6, 2]; [t, w] goes with cu_seqlens",
+    ),
+    (
+        lambda: _reorder_chunks(wide(6), [0, 1]),
+        ValueError,
+        "layouts._reorder_chunks: input_ is [6, 2]; [b, s, w] goes without cu_seqlens",
+    ),
+    (
+        lambda: _undo_attention_load_balancing(wide(6), 0, cu(0, 6)),
+        ValueError,
+        "layouts._undo_attention_load_balancing: cp_size=0 is not a number of ranks; it is 1 or more",
+    ),
+    (
+        lambda: _reorder_chunks(wide(6), [0, 1], torch.tensor([0.0, 6.0])),
+        TypeError,
+        "layouts._reorder_chunks: cu_seqlens: dtype is float32; offsets are integers",
+    ),
+    (
+        lambda: _reorder_chunks(wide(6), [0, 1], cu(0, 4, 2, 6)),
+        ValueError,
+        "layouts._reorder_chunks: cu_seqlens: sequence 1 runs from 4 back to 2; offsets never decrease",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "sentence"), REFUSED, ids=[text[:70] for _, _, text in REFUSED])
+def test_refusal(call, kind, sentence):
+    with pytest.raises(kind) as caught:
+        call()
+    assert str(caught.value) == sentence
+
+
+def test_filled_offsets_are_stripped():
+    assert flat(_reorder_chunks(rows(6), [1, 0], cu(0, 2, 6, -1000, -1000))) == [1, 0, 4, 5, 2, 3]

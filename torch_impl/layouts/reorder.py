@@ -1,0 +1,201 @@
+"""Whole streams put from one order into another: chunks of each sequence, and ranks against sequences.
+
+Each function is one gather of rows by an index array, and its backward the gather by the inverse. *Rank-major* is
+cat(rank 0, rank 1, ...), as an all-gather leaves it; *sequence-major* has each sequence together, the ranks' shares
+of it one after another; *sequential* is the order of positions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Int, Int64, Shaped
+from torch import Tensor
+
+from torch_impl.kernels import rows_at
+from torch_impl.layouts.inverse import inverse
+from torch_impl.layouts.packed import first, host_offsets
+from torch_impl.layouts.remembered import remembered
+from torch_impl.layouts.token_index import stripped
+
+
+def _reorder_chunks(
+    input_: Shaped[Tensor, "*a"], order: list[int], cu_seqlens: Int[Tensor, " offsets"] | None = None
+) -> Shaped[Tensor, "*a"]:
+    """Output chunk j is input chunk `order[j]`, of `len(order)` equal ones: of dim 1, or of each sequence of dim 0.
+
+        input_  "b s w"  or, with offsets of the whole stream,  "t w"   ->   the same
+
+    >>> _reorder_chunks(torch.arange(6)[:, None], [1, 0], torch.tensor([0, 2, 6])).flatten()
+    tensor([1, 0, 4, 5, 2, 3])
+
+    Cost:   no collective; one copy forward, one backward. One host read of the offsets, none for the same unchanged
+            tensor. Saves the index.
+    Errors: ValueError if `order` is no permutation, a length is no multiple of its size, the offsets do not rise
+            from 0 to the rows, or input_ has other dims; TypeError for offsets of no integers.
+    """
+    return _chunks("layouts._reorder_chunks", input_, order, cu_seqlens)
+
+
+def _undo_attention_load_balancing(
+    input_: Shaped[Tensor, "*a"], cp_size: int, cu_seqlens: Int[Tensor, " offsets"] | None = None
+) -> Shaped[Tensor, "*a"]:
+    """Sequence-major DualChunkSwap order to sequential order; shapes, cost and errors as `_reorder_chunks`.
+
+    >>> _undo_attention_load_balancing(torch.arange(6).view(1, 6, 1), 3).flatten()
+    tensor([0, 2, 4, 5, 3, 1])
+    """
+    function = "layouts._undo_attention_load_balancing"
+    chunks = range(2 * _checked_size(function, cp_size))
+    return _chunks(function, input_, [*chunks[::2], *chunks[::-2]], cu_seqlens)
+
+
+def _redo_attention_load_balancing(
+    input_: Shaped[Tensor, "*a"], cp_size: int, cu_seqlens: Int[Tensor, " offsets"] | None = None
+) -> Shaped[Tensor, "*a"]:
+    """Sequential order to sequence-major DualChunkSwap order; shapes, cost and errors as `_reorder_chunks`.
+
+    >>> _redo_attention_load_balancing(torch.arange(6).view(1, 6, 1), 3).flatten()
+    tensor([0, 5, 1, 4, 2, 3])
+    """
+    function = "layouts._redo_attention_load_balancing"
+    last = 2 * _checked_size(function, cp_size) - 1
+    order = [chunk for rank in range(cp_size) for chunk in (rank, last - rank)]
+    return _chunks(function, input_, order, cu_seqlens)
+
+
+def _deinterleave_packed_seqs(
+    input_: Shaped[Tensor, "t w"], cu_seqlens: Int[Tensor, " offsets"], cp_size: int
+) -> Shaped[Tensor, "t w"]:
+    """Rank-major rows to sequence-major ones. `cu_seqlens` are the offsets in one rank's stream (global // cp_size).
+
+    >>> _deinterleave_packed_seqs(torch.arange(12)[:, None], torch.tensor([0, 2, 6]), 2).flatten()
+    tensor([ 0,  1,  6,  7,  2,  3,  4,  5,  8,  9, 10, 11])
+
+    Cost:   as `_reorder_chunks`.
+    Errors: ValueError if the offsets do not rise from 0 to rows / cp_size, or input_ is not 2-D; TypeError for
+            offsets of no integers.
+    """
+    function = "layouts._deinterleave_packed_seqs"
+    return _permuted(input_, _interleaving(function, input_, cu_seqlens, cp_size), 0)
+
+
+def _reinterleave_packed_seqs(
+    input_: Shaped[Tensor, "t w"], cu_seqlens: Int[Tensor, " offsets"], cp_size: int
+) -> Shaped[Tensor, "t w"]:
+    """Sequence-major rows to rank-major ones, the inverse of `_deinterleave_packed_seqs`; cost and errors as there.
+
+    >>> _reinterleave_packed_seqs(torch.arange(12)[:, None], torch.tensor([0, 2, 6]), 2).flatten()
+    tensor([ 0,  1,  4,  5,  6,  7,  2,  3,  8,  9, 10, 11])
+    """
+    function = "layouts._reinterleave_packed_seqs"
+    there, back = _interleaving(function, input_, cu_seqlens, cp_size)
+    return _permuted(input_, (back, there), 0)
+
+
+Both = tuple[Int64[Tensor, " rows"], Int64[Tensor, " rows"]]  # an index array and its inverse
+
+
+def _chunks(function: str, x: Tensor, order: list[int], cu_seqlens: Tensor | None) -> Tensor:
+    if sorted(order) != list(range(len(order))) or not order:
+        raise ValueError(f"{function}: order={order} is not a permutation of 0..{len(order) - 1}")
+    dim = _checked_dim(function, x, cu_seqlens is not None)
+    rows = x.shape[dim]
+
+    def built() -> Both:
+        host = torch.tensor([0, rows]) if cu_seqlens is None else _offsets(function, cu_seqlens)
+        if host[-1] != rows:
+            raise ValueError(
+                f"{function}: cu_seqlens ends at {host[-1]} but input_ has {rows} rows; "
+                "this function takes the padded offsets of the whole stream"
+            )
+        for j in first(host.diff() % len(order) != 0):
+            length = int(host.diff()[j])
+            what = f"s={length}" if cu_seqlens is None else f"sequence {j} has length {length}, which"
+            raise ValueError(
+                f"{function}: {what} is not a multiple of {len(order)} chunks; pad to {length + -length % len(order)}"
+            )
+        return _with_inverse(_chunk_rows(host.to(x.device), rows, order))
+
+    if cu_seqlens is None:
+        return _permuted(x, built(), dim)
+    return _permuted(x, remembered(built, cu_seqlens, None, ("chunks", rows, *order, x.device)), dim)
+
+
+def _chunk_rows(offsets: Tensor, rows: int, order: list[int]) -> Int64[Tensor, " rows"]:
+    """Row of output slot i of a sequence: start + order[i // c] * c + i % c, c a chunk of the sequence."""
+    lengths = offsets.diff()
+    start = offsets[:-1].repeat_interleave(lengths, output_size=rows)
+    chunk = (lengths // len(order)).repeat_interleave(lengths, output_size=rows)
+    i = torch.arange(rows, device=offsets.device) - start
+    return start + torch.tensor(order, device=offsets.device)[i // chunk] * chunk + i % chunk
+
+
+def _interleaving(function: str, x: Tensor, cu_seqlens: Tensor, cp_size: int) -> Both:
+    """Rank-major row of each sequence-major one, and back."""
+    _checked_size(function, cp_size)
+    rows = x.shape[_checked_dim(function, x, True)]
+
+    def built() -> Both:
+        host = _offsets(function, cu_seqlens)
+        ends = int(host[-1])
+        if ends * cp_size != rows:
+            told = "= the whole stream" if ends == rows else f", {ends * cp_size} rows over cp={cp_size}, not {rows}"
+            raise ValueError(
+                f"{function}: cu_seqlens ends at {ends}{' ' * (ends == rows)}{told}; "
+                f"this function takes local offsets (global // {cp_size})"
+            )
+        return _with_inverse(_sequence_major(host.to(x.device), rows, cp_size))
+
+    return remembered(built, cu_seqlens, None, ("interleaving", rows, cp_size, x.device))
+
+
+def _sequence_major(local: Tensor, rows: int, cp_size: int) -> Int64[Tensor, " rows"]:
+    """Slot i of a sequence of local length l is of rank i // l: row rank * (rows / cp_size) + start + i % l."""
+    spread = local.diff() * cp_size
+    start = local[:-1].repeat_interleave(spread, output_size=rows)
+    length = local.diff().repeat_interleave(spread, output_size=rows)
+    i = torch.arange(rows, device=local.device) - start * cp_size
+    return i // length * (rows // cp_size) + start + i % length
+
+
+def _with_inverse(index: Tensor) -> Both:
+    return index, inverse([index])
+
+
+def _permuted(x: Tensor, index: Both, dim: int) -> Tensor:
+    return _Permuted.apply(x, *index, dim)
+
+
+class _Permuted(torch.autograd.Function):
+    """Rows in another order, each once: the cotangent needs no sum, only the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, back: Tensor, dim: int) -> Tensor:
+        ctx.save_for_backward(index, back)
+        ctx.dim = dim
+        return rows_at(x, index, dim)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        index, back = ctx.saved_tensors
+        return _Permuted.apply(cotangent, back, index, ctx.dim), None, None, None
+
+
+def _offsets(function: str, cu_seqlens: Tensor) -> Int64[Tensor, " offsets"]:
+    return host_offsets(stripped(cu_seqlens), f"{function}: cu_seqlens")
+
+
+def _checked_dim(function: str, x: Tensor, is_packed: bool) -> int:
+    """The dim of the tokens: 0 of [t, w] with offsets, 1 of [b, s, w] without."""
+    if x.ndim != (2 if is_packed else 3):
+        want = "[t, w] goes with cu_seqlens" if is_packed else "[b, s, w] goes without cu_seqlens"
+        raise ValueError(f"{function}: input_ is {list(x.shape)}; {want}")
+    return 0 if is_packed else 1
+
+
+def _checked_size(function: str, cp_size: int) -> int:
+    if cp_size < 1:
+        raise ValueError(f"{function}: cp_size={cp_size} is not a number of ranks; it is 1 or more")
+    return cp_size
