@@ -20,6 +20,8 @@ NAMELESS = {"utils", "util", "common", "helpers", "helper", "misc"}
 WITHOUT_A_REFERENCE = {
     "collectives/*": "one device has no collectives; their law is the adjoint identity",
     "kernels/*": "how a function is computed; what it means is stated by the component that it serves",
+    "context_parallel/slots.py": "lengths of a whole batch at once; the reference takes one sequence at a time",
+    "context_parallel/te_adapter.py": "an adapter for one library",
     "layouts/remembered.py": "a memo of layouts, which changes no result",
     "layouts/token_index.py": "index arrays for a whole batch; the reference takes one sequence at a time",
     "*/arguments.py": "what a folder refuses; the reference takes whole arrays and refuses nothing",
@@ -45,6 +47,7 @@ WITHOUT_PRODUCTION = {
 }
 WITHOUT_A_TEST_OF_ITS_OWN = {
     "collectives/*": "tested by law across files, not file by file",
+    "context_parallel/slots.py": "tested through the streams that are made of them",
     "*/arguments.py": "each refusal is tested with the function that makes it",
     "vocab_parallel/rows.py": "read by every function there, tested through them",
     "vocab_parallel/joint.py": "tested through log-probability and entropy",

@@ -1,0 +1,191 @@
+"""Rows of packed sequences as one stream: worked examples, the reference, what is never lost, what is refused."""
+
+import pytest
+import torch
+from hypothesis import given
+
+from jax_ref.context_parallel import thd as reference
+from parity_tests.context_parallel.drawn_rows import FILL, batch_of, drawn_rows
+from torch_impl.context_parallel import process_input_for_thd, split_batch_into_thd_chunks
+
+
+def batch(real, padded, size, ids=None, **further):
+    rows = len(real)
+    ids = torch.arange(rows * size).view(rows, size) if ids is None else ids
+    return {"input_ids": ids, "seq_lens": torch.tensor(real), "seq_lens_padded": torch.tensor(padded), **further}
+
+
+def lists(out):
+    return {name: value.tolist() for name, value in out.items() if isinstance(value, torch.Tensor)}
+
+
+def test_padding_inside_a_row():
+    out = lists(process_input_for_thd(batch([[3, 2], [6, FILL]], [[4, 2], [6, FILL]], 6)))
+    assert out["cu_seqlens"] == [0, 3, 5, 11]
+    assert out["cu_seqlens_padded"] == [0, 4, 6, 12]
+    assert out["position_ids"] == [0, 1, 2, 3, 0, 1, 0, 1, 2, 3, 4, 5]
+    assert [i for i, masked in enumerate(out["padding_mask"]) if masked] == [3]
+    assert out["max_seqlen"] == 6
+    assert out["input_ids"] == list(range(12))
+
+
+def test_a_tail_joins_the_last_slot_of_its_row():
+    out = lists(process_input_for_thd(batch([[4, 2], [8, FILL]], [[4, 2], [8, FILL]], 8)))
+    assert out["cu_seqlens_padded"] == [0, 4, 8, 16]
+    assert out["cu_seqlens"] == [0, 4, 6, 14]
+    assert [i for i, masked in enumerate(out["padding_mask"]) if masked] == [6, 7]
+
+
+def test_every_key():
+    b, s = 2, 4
+    given = batch([[4], [3]], [[4], [4]], s)
+    given |= {
+        "labels": torch.arange(8).view(b, s),
+        "loss_mask": torch.ones(b, s, dtype=torch.bool),
+        "position_ids": torch.arange(3 * b * s).view(3, b, s),
+        "attention_mask": torch.ones(b, s),
+        "padding_mask": torch.ones(b, s, dtype=torch.bool),
+        "cu_seqlens": torch.tensor([0, 99]),
+        "rewards": torch.tensor([0.5, 1.5]),
+        "table": torch.ones(8, 3),
+        "name": "any",
+    }
+    out = process_input_for_thd(given)
+    assert {name: tuple(value.shape) for name, value in out.items() if isinstance(value, torch.Tensor)} == {
+        "input_ids": (8,),
+        "labels": (8,),
+        "loss_mask": (8,),
+        "position_ids": (3, 1, 8),
+        "padding_mask": (8,),
+        "rewards": (2,),
+        "table": (8, 3),
+        "cu_seqlens": (3,),
+        "cu_seqlens_padded": (3,),
+        "max_seqlen": (),
+    }
+    assert out["name"] == "any" and out["rewards"] is given["rewards"] and out["table"] is given["table"]
+    assert torch.equal(out["position_ids"][:, 0], given["position_ids"].view(3, 8))
+    assert out["padding_mask"].tolist() == [False] * 7 + [True]
+
+
+def test_floats_keep_bits_width_and_gradient():
+    x = torch.rand(2, 4, 1, requires_grad=True)
+    out = process_input_for_thd(batch([[4], [4]], [[4], [4]], 4, x))
+    assert torch.equal(out["input_ids"], x.view(8, 1)) and out["padding_mask"].shape == (8,)
+    out["input_ids"].sum().backward()
+    assert x.grad.flatten().tolist() == [1.0] * 8
+
+
+def test_positions_of_one_kind_are_kept():
+    out = process_input_for_thd(batch([[4]], [[4]], 4, position_ids=torch.tensor([[5, 6, 7, 8]])))
+    assert out["position_ids"].tolist() == [5, 6, 7, 8]
+
+
+@given(drawn_rows())
+def test_the_stream_is_the_reference(rows):
+    given = batch_of(rows, 1)
+    ids = given["input_ids"]
+    found = reference.slots(ids.shape[1], given["seq_lens"].tolist(), given["seq_lens_padded"].tolist(), FILL)
+    expected = reference.stream(found)
+    out = process_input_for_thd(given)
+    assert {name: out[name].tolist() for name in expected} == expected
+    assert int(out["max_seqlen"]) == max((slot for _, slot in found), default=0)
+    assert torch.equal(out["input_ids"], ids.flatten()) and torch.equal(out["labels"], given["labels"].flatten())
+
+
+@given(drawn_rows())
+def test_a_chunk_is_its_rows_alone(rows):
+    given, m = batch_of(rows, 1), rows.chunks
+    given |= {"rewards": torch.arange(len(given["labels"])), "name": "any"}
+    given["position_ids"] = torch.arange(2 * given["labels"].numel()).view(2, *given["labels"].shape)
+    stacked = split_batch_into_thd_chunks(given, m)
+    each = len(given["labels"]) // m
+    for i in range(m if m > 1 else 0):
+        own = slice(i * each, (i + 1) * each)
+        block = {name: x[own] if isinstance(x, torch.Tensor) else x for name, x in given.items()}
+        block["position_ids"] = given["position_ids"][:, own]
+        alone = process_input_for_thd(block)
+        assert alone.keys() == stacked.keys()
+        for name, value in alone.items():
+            there = stacked[name] if name == "name" else stacked[name][i]
+            if name.startswith("cu_"):
+                assert set(there[len(value) :].tolist()) <= {FILL}
+                there = there[: len(value)]
+            assert there == value if name == "name" else torch.equal(there, value)
+
+
+def thd(real, padded, size=8, fill=FILL, **further):
+    return process_input_for_thd(batch(real, padded, size, **further), fill)
+
+
+def chunks(rows, m, **further):
+    return split_batch_into_thd_chunks(batch([[8]] * rows, [[8]] * rows, 8, **further), m)
+
+
+REFUSED = [
+    (lambda: thd([[9]], [[9]]), "row 0: seq_lens_padded adds up to 9, the row has 8 tokens; shorten it"),
+    (
+        lambda: thd([[8], [FILL]], [[8], [FILL]]),
+        "row 1 has no sequence; give it seq_lens 0 and seq_lens_padded 8",
+    ),
+    (
+        lambda: thd([[4, 4], [5, 3]], [[4, 4], [4, 4]]),
+        "row 1, sequence 0: seq_lens is 5 and seq_lens_padded 4; a real length exceeds its padded one; "
+        "lengthen the slot",
+    ),
+    (
+        lambda: thd([[4, FILL]], [[4, 4]]),
+        "row 0, sequence 1: seq_lens is -1000 and seq_lens_padded 4; both or neither are -1000; fill both",
+    ),
+    (
+        lambda: thd([[4, -1]], [[4, 4]]),
+        "row 0, sequence 1: seq_lens is -1 and seq_lens_padded 4; lengths are 0 or more, or -1000 for none",
+    ),
+    (lambda: thd([[8]], [[8]], fill=0), "seq_lens_padding_value=0 could be a length; use a negative one"),
+    (
+        lambda: thd([[8, 0]], [[8]]),
+        "seq_lens is [1, 2], seq_lens_padded is [1, 1]; give a padded length for each length",
+    ),
+    (lambda: thd([8], [8]), "seq_lens is [1]; it has a row for each of 1 rows of tokens"),
+    (
+        lambda: thd([[8]], [[8]], labels=torch.zeros(1, 7)),
+        "labels is [1, 7], input_ids has [1, 8] tokens; give one for each",
+    ),
+    (
+        lambda: thd([[8]], [[8]], position_ids=torch.zeros(2, 8)),
+        "position_ids is [2, 8], input_ids has [1, 8] tokens; give one for each",
+    ),
+    (lambda: thd([[8]], [[8]], ids=torch.zeros(8)), "input_ids is [8]; it is [b, s] or [b, s, d]"),
+    (lambda: chunks(3, 2), "num_chunks=2 does not divide the batch of 3 rows; drop or add a row"),
+    (lambda: chunks(2, 4), "num_chunks=4 does not divide the batch of 2 rows; drop or add a row"),
+    (
+        lambda: chunks(2, 2, table=torch.zeros(3)),
+        "table is [3], which has no dim of 2 rows to split into num_chunks=2; take it out of the batch",
+    ),
+    (
+        lambda: chunks(2, 2, scale=torch.tensor(1.0)),
+        "scale is [], which has no dim of 2 rows to split into num_chunks=2; take it out of the batch",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "sentence"), REFUSED, ids=[text[:70] for _, text in REFUSED])
+def test_refusal(call, sentence):
+    with pytest.raises(ValueError) as caught:
+        call()
+    assert str(caught.value) == f"context_parallel.thd: {sentence}"
+
+
+def test_lengths_are_integers():
+    with pytest.raises(TypeError) as caught:
+        thd([[8.0]], [[8.0]])
+    assert str(caught.value) == "context_parallel.thd: seq_lens is float32; lengths are integers"
+
+
+@pytest.mark.parametrize("name", ["input_ids", "seq_lens", "seq_lens_padded"])
+def test_what_must_be_there(name):
+    given = batch([[8]], [[8]], 8)
+    del given[name]
+    with pytest.raises(KeyError) as caught:
+        process_input_for_thd(given)
+    assert caught.value.args == (f"context_parallel.thd: batch has no '{name}'; it has {', '.join(given)}",)

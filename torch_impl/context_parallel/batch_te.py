@@ -1,0 +1,139 @@
+"""Batches for Transformer Engine: rows of packed sequences as one stream, of which each cp rank takes its share.
+
+Rank r of cp holds its DualChunkSwap share of sequence 0, then of sequence 1, ... The offsets in the batch are those
+of the whole stream; a kernel that is fed one rank's stream takes `cu_seqlens_padded // cp_size`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from torch_impl.context_parallel.te_adapter import local_index
+from torch_impl.context_parallel.thd import TABLES, by_chunk, stream
+from torch_impl.kernels import rows_at
+from torch_impl.layouts import TokenLayout, needs
+from torch_impl.layouts.packed import checked_offsets
+from torch_impl.layouts.token_index import stripped
+
+IDS = ("input_ids", "labels", "position_ids")
+
+
+def make_cp_batch_for_te(
+    cp_mesh: DeviceMesh | None,
+    batch: dict[str, Any],
+    qkv_format: str = "thd",
+    padding_token_id: int = 0,
+    num_chunks: int = 1,
+    seq_lens_padding_value: int = -1000,
+) -> dict[str, Any]:
+    """This cp rank's share of a batch of packed rows, as one stream or stacked in `num_chunks` of them.
+
+        input_ids  "b s cp=R" or "b s d cp=R"   ->   "t/cp:packed" or "t/cp:packed d",   t = b s
+        with m chunks                           ->   "m t/cp:packed" or "m t/cp:packed d",   t = b s / m
+
+    labels, position_ids, padding_mask (True for padding) and whatever else is by token go with them. Offsets
+    `cu_seqlens` (real), `cu_seqlens_padded` and `max_seqlen` are those of the whole stream, int32. The keys are the
+    same at every cp size, and without a mesh. Batches are as `process_input_for_thd` takes them.
+
+    >>> batch = {"input_ids": torch.tensor([[1, 2, 3, 4]]), "labels": torch.tensor([[2, 3, 4, 5]])}
+    >>> batch |= {"seq_lens": torch.tensor([[4]]), "seq_lens_padded": torch.tensor([[4]])}
+    >>> make_cp_batch_for_te(None, batch)["input_ids"].shape
+    torch.Size([4])
+
+    Cost:   no collective; one copy of the share for each key, one host copy of the lengths.
+    Errors: ValueError for another qkv_format, or a slot that is no multiple of 2 * cp over two ranks or more;
+            else as `split_batch_into_thd_chunks`.
+    """
+    _check_format(qkv_format)
+    made = stream(batch, num_chunks, seq_lens_padding_value)
+    cp_size, cp_rank = _place(cp_mesh)
+    checked_offsets(made.slots.offsets[0], made.slots.total, cp_size, axis="cp", multiple=_multiple(cp_size))
+    layout = made.layout(cp_size, cp_rank)
+    cut = _cut(made.tokens, layout)
+    if made.chunks > 1:
+        others = {name: made.stacked(name, value) for name, value in made.others.items()}
+        cut = {name: by_chunk(name, x, made.chunks) for name, x in cut.items()}
+    else:
+        others = made.others
+    return {**cut, **others, **made.tables(), **_told(layout)}
+
+
+def _shard_thd_chunk_for_te(
+    batch: dict[str, Any],
+    cp_mesh: DeviceMesh | None,
+    qkv_format: str,
+    seq_lens_padding_value: int,
+    padding_token_id: int,
+) -> dict[str, Any]:
+    """This cp rank's share of one stream, as `process_input_for_thd` returns it or a row of the stacked ones.
+
+        input_ids  "t cp=R"   ->   "t/cp:packed"
+
+    The stream is cut by `cu_seqlens_padded`, or `cu_seqlens` if that is all there is; fill on their right is
+    stripped. A padding mask that is absent comes from the two offsets. What has one entry for each token is cut.
+
+    Cost:   no collective; one copy of the share for each key, one host copy of the offsets.
+    Errors: ValueError without cu_seqlens or input_ids, for another qkv_format, offsets that do not end where the
+            stream does, or a slot that is no multiple of 2 * cp over two ranks or more.
+    """
+    _check_format(qkv_format)
+    for name in ("cu_seqlens", "input_ids"):
+        if name not in batch:
+            raise ValueError(f"context_parallel.te: batch has no {name!r}; pass a result of process_input_for_thd")
+    cp_size, cp_rank = _place(cp_mesh)
+    real = stripped(batch["cu_seqlens"])
+    padded = stripped(batch["cu_seqlens_padded"]) if "cu_seqlens_padded" in batch else real
+    total, device = len(batch["input_ids"]), batch["input_ids"].device
+    made = TokenLayout.packed(padded, real, cp_size=cp_size, cp_rank=cp_rank, total=total)
+    layout = made.on(device)
+    tokens = {name: x for name, x in batch.items() if _is_by_token(name, x, total)}
+    others = {name: x for name, x in batch.items() if name not in (*tokens, *TABLES)}
+    longest = batch.get("max_seqlen", torch.tensor(max(padded.diff().tolist(), default=0)))
+    tables = {"cu_seqlens": layout.cu_real, "cu_seqlens_padded": layout.cu_padded, "max_seqlen": longest.to(device)}
+    return {
+        **_cut(tokens, layout),
+        **others,
+        **{name: x.to(torch.int32) for name, x in tables.items()},
+        **_told(layout),
+    }
+
+
+def _cut(tokens: Mapping[str, Tensor], layout: TokenLayout) -> dict[str, Tensor]:
+    """Every tensor by token, and positions and mask where they were not given, by one index."""
+    index = local_index(layout)
+    derived = {name: getattr(layout, name) for name in ("position_ids", "padding_mask") if name not in tokens}
+    cut = {}
+    for name, x in {**tokens, **derived}.items():
+        share = rows_at(x, index, 2 if name == "position_ids" and x.ndim == 3 else 0)
+        cut[name] = share.long() if name in IDS and not share.is_floating_point() else share
+    return cut
+
+
+def _told(layout: TokenLayout) -> dict[str, Any]:
+    return {"qkv_format": "thd", "cp_size": layout.cp_size, "cp_rank": layout.cp_rank}
+
+
+def _is_by_token(name: str, value: Any, total: int) -> bool:
+    if not isinstance(value, Tensor) or name in TABLES or not value.ndim:
+        return False
+    return value.shape[2 if name == "position_ids" and value.ndim == 3 else 0] == total
+
+
+def _place(cp_mesh: DeviceMesh | None) -> tuple[int, int]:
+    """How many cp ranks there are, and which this one is; without a mesh it is the only one."""
+    return (1, 0) if cp_mesh is None else (cp_mesh.size(), cp_mesh.get_group().rank())
+
+
+def _multiple(cp_size: int) -> int:
+    """One rank alone holds slots of any length."""
+    return needs("dual_chunk_swap", cp_size) if cp_size > 1 else 1
+
+
+def _check_format(qkv_format: str) -> None:
+    if qkv_format != "thd":
+        raise ValueError(f"context_parallel.te: qkv_format={qkv_format!r} is not supported; pass 'thd'")

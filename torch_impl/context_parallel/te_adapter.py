@@ -1,0 +1,74 @@
+"""Transformer Engine, where it is installed and the tensors are on CUDA; nothing here imports it otherwise."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from types import ModuleType
+from typing import Any
+
+from jaxtyping import Int, Int64
+from torch import Tensor
+
+from torch_impl.layouts import TokenLayout
+
+EXTENSION = "transformer_engine_torch"
+
+
+def local_index(layout: TokenLayout) -> Int64[Tensor, " local"]:
+    """The positions that a rank holds: Transformer Engine's where it can compute them, else the layout's own.
+
+    They are equal. The layout's lengths have been checked before: a length that does not divide is an assertion on
+    the device there, which ends the process or is silent.
+    """
+    if layout.cu_padded.is_cuda and layout.cp_size > 1 and importlib.util.find_spec(EXTENSION):
+        return partitioned_indices(layout.cu_padded, layout.total, layout.cp_size, layout.cp_rank)
+    return layout.local_index
+
+
+def partitioned_indices(
+    cu_seqlens_padded: Int[Tensor, " offsets"], total: int, cp_size: int, cp_rank: int
+) -> Int64[Tensor, " local"]:
+    """Transformer Engine's own index of a rank's positions.
+
+    Errors: ImportError without it; ValueError for offsets that are not on CUDA.
+    """
+    extension = _extension()
+    if not cu_seqlens_padded.is_cuda:
+        raise ValueError(
+            f"context_parallel.te: cu_seqlens_padded is on {cu_seqlens_padded.device}, "
+            "transformer-engine needs CUDA; use TokenLayout.local_index"
+        )
+    return extension.thd_get_partitioned_indices(cu_seqlens_padded.int(), total, cp_size, cp_rank).long()
+
+
+def attention_kwargs(batch: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of Transformer Engine's attention for a batch of one chunk, as `make_cp_batch_for_te` returns it.
+
+    Under cp the padded offsets stand in both places: no release is known to place real lengths rightly there
+    (NVIDIA/TransformerEngine #1929, #1930, #3331, #3487), and causal attention never sees padding on the right.
+
+    Cost:   one host read of max_seqlen.
+    Errors: ValueError for a batch of several chunks.
+    """
+    if batch["cu_seqlens_padded"].ndim != 1:
+        chunks = len(batch["cu_seqlens_padded"])
+        raise ValueError(f"context_parallel.te: batch holds {chunks} chunks; pass one of them")
+    padded, longest = batch["cu_seqlens_padded"], int(batch["max_seqlen"])
+    real = padded if batch["cp_size"] > 1 else batch["cu_seqlens"]
+    return {
+        "qkv_format": "thd",
+        "cu_seqlens_q": real,
+        "cu_seqlens_kv": real,
+        "cu_seqlens_q_padded": padded,
+        "cu_seqlens_kv_padded": padded,
+        "max_seqlen_q": longest,
+        "max_seqlen_kv": longest,
+    }
+
+
+def _extension() -> ModuleType:
+    try:
+        return importlib.import_module(EXTENSION)
+    except ImportError as error:
+        raise ImportError("context_parallel.te: needs transformer-engine; pip install 'shardproof[te]'") from error

@@ -1,0 +1,166 @@
+"""Rows of packed sequences as one stream of tokens (THD), and such streams in equal chunks.
+
+`input_ids` are [B, S] or [B, S, d]. Row b holds sequences one after another: sequence j has `seq_lens[b, j]` real
+tokens in a slot of `seq_lens_padded[b, j]`; entries equal to a negative value of the caller's say there is none.
+Memory is indexed by `cu_seqlens_padded` alone; `cu_seqlens` sums up real lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_impl.context_parallel.slots import Slots, checked_slots
+from torch_impl.layouts import TokenLayout
+
+TABLES = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+CONSUMED = ("attention_mask", "padding_mask", "seq_lens", "seq_lens_padded", *TABLES)  # some to be made anew
+
+
+def process_input_for_thd(
+    batch: dict[str, Any], seq_lens_padding_value: int = -1000, padding_token_id: int = 0
+) -> dict[str, Any]:
+    """One stream of all rows, with its offsets, positions and padding mask.
+
+        input_ids  "b s" or "b s d"   ->   "b*s" or "b*s d";   position_ids  "k b s"   ->   "k 1 b*s"
+
+    Every tensor that starts with [B, S] is flattened so; `attention_mask`, `seq_lens` and `seq_lens_padded` are
+    consumed, and all else is passed on. A tail that a row's padded lengths leave over joins the slot of its last
+    sequence as padding. Positions restart in each slot, unless given. The mask comes from the lengths, never from
+    token ids, so that `padding_token_id` is not looked at: nothing is padded here.
+
+    >>> ids, lengths = torch.arange(12).view(2, 6), torch.tensor([[3, 2], [6, -1000]])
+    >>> slots = torch.tensor([[4, 2], [6, -1000]])
+    >>> out = process_input_for_thd({"input_ids": ids, "seq_lens": lengths, "seq_lens_padded": slots})
+    >>> out["cu_seqlens"].tolist(), out["cu_seqlens_padded"].tolist()
+    ([0, 3, 5, 11], [0, 4, 6, 12])
+
+    Cost:   no collective; views, and one host copy of the lengths.
+    Errors: KeyError without input_ids, seq_lens or seq_lens_padded; ValueError for lengths that do not fit the rows
+            or each other, a row without any sequence, or a fill that could be a length; TypeError for lengths of no
+            integers.
+    """
+    return stream(batch, 1, seq_lens_padding_value).processed()
+
+
+def split_batch_into_thd_chunks(
+    batch: dict[str, Any], num_chunks: int, seq_lens_padding_value: int = -1000, padding_token_id: int = 0
+) -> dict[str, Any]:
+    """`process_input_for_thd` of `num_chunks` equal blocks of rows, stacked.
+
+        input_ids  "b s d"   ->   "m b*s/m d"
+
+    Offsets are filled on the right with `seq_lens_padding_value`, and stand nowhere else. A tensor [B, ...] that is
+    not by token is split by rows. `num_chunks` of 1 or less is `process_input_for_thd`.
+
+    Cost:   as `process_input_for_thd`.
+    Errors: as there; besides ValueError if num_chunks does not divide the rows, or a tensor has other first dims.
+    """
+    if num_chunks <= 1:
+        return process_input_for_thd(batch, seq_lens_padding_value, padding_token_id)
+    made = stream(batch, num_chunks, seq_lens_padding_value)
+    return {name: made.stacked(name, value) for name, value in made.processed().items()}
+
+
+@dataclass(frozen=True)
+class Stream:
+    """All rows of a batch as one stream. `tokens` are by position of it; `others` are not. Chunks are blocks of it."""
+
+    tokens: Mapping[str, Tensor]
+    others: Mapping[str, Any]
+    slots: Slots
+    chunks: int
+    fill: int
+
+    def layout(self, cp_size: int, cp_rank: int) -> TokenLayout:
+        """The layout of the stream over a group: since no slot crosses a chunk, the chunks' layouts end to end."""
+        cu_padded, cu_real = self.slots.offsets.to(self.tokens["input_ids"].device)
+        total = self.slots.total
+        return TokenLayout.packed(cu_padded, cu_real, cp_size=cp_size, cp_rank=cp_rank, total=total, validate=False)
+
+    def processed(self) -> dict[str, Any]:
+        """The stream uncut."""
+        layout = self.layout(1, 0)
+        positions = {} if "position_ids" in self.tokens else {"position_ids": layout.position_ids}
+        tokens = {**self.tokens, **positions, "padding_mask": layout.padding_mask}
+        return {**tokens, **self.others, **self.tables()}
+
+    def tables(self) -> dict[str, Tensor]:
+        """Offsets and the longest slot of each chunk; of one chunk without the dim of chunks."""
+        made = self.slots.tables(self.chunks, self.fill)
+        device = self.tokens["input_ids"].device
+        return {name: (x if self.chunks > 1 else x[0]).to(device, torch.int32) for name, x in made.items()}
+
+    def stacked(self, name: str, value: Any) -> Any:
+        """A value with the dim of chunks in front."""
+        if name in self.others:
+            return self._split_rows(name, value)
+        if name in TABLES:
+            return value
+        return by_chunk(name, value, self.chunks)
+
+    def _split_rows(self, name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        rows = self.slots.rows
+        if not value.ndim or len(value) != rows:
+            raise ValueError(
+                f"context_parallel.thd: {name} is {list(value.shape)}, which has no dim of {rows} rows to split into "
+                f"num_chunks={self.chunks}; take it out of the batch"
+            )
+        return value.unflatten(0, (self.chunks, rows // self.chunks))
+
+
+def by_chunk(name: str, x: Tensor, chunks: int) -> Tensor:
+    """A per-token tensor in equal chunks of its stream, the dim of chunks in front."""
+    if name == "position_ids" and x.ndim == 3:
+        return x.unflatten(2, (chunks, x.shape[2] // chunks)).movedim(2, 0)
+    return x.unflatten(0, (chunks, len(x) // chunks))
+
+
+def stream(batch: Mapping[str, Any], chunks: int, fill: int) -> Stream:
+    """The stream of a batch whose lengths and shapes are known to fit."""
+    for name in ("input_ids", "seq_lens", "seq_lens_padded"):
+        if name not in batch:
+            raise KeyError(f"context_parallel.thd: batch has no {name!r}; it has {', '.join(batch)}")
+    ids = batch["input_ids"]
+    if ids.ndim not in (2, 3):
+        raise ValueError(f"context_parallel.thd: input_ids is {list(ids.shape)}; it is [b, s] or [b, s, d]")
+    rows, size = ids.shape[:2]
+    if chunks > 1 and rows % chunks:
+        raise ValueError(
+            f"context_parallel.thd: num_chunks={chunks} does not divide the batch of {rows} rows; drop or add a row"
+        )
+    slots = checked_slots(batch["seq_lens"], batch["seq_lens_padded"], rows, size, fill)
+    tokens, others = {}, {}
+    for name, value in batch.items():
+        if name in CONSUMED:
+            continue
+        (tokens if _is_by_token(name, value, rows, size) else others)[name] = value
+    flat = {name: _flattened(name, x) for name, x in tokens.items()}
+    return Stream(flat, others, slots, max(chunks, 1), fill)
+
+
+def _is_by_token(name: str, value: Any, rows: int, size: int) -> bool:
+    """Whether a value has one entry for each token; ValueError for labels or positions that have not."""
+    if not isinstance(value, Tensor):
+        return False
+    if name == "position_ids" and value.ndim == 3 and value.shape[1:] == (rows, size):
+        return True
+    if value.shape[:2] == (rows, size):
+        return True
+    if name in ("labels", "position_ids"):
+        raise ValueError(
+            f"context_parallel.thd: {name} is {list(value.shape)}, input_ids has [{rows}, {size}] tokens; "
+            "give one for each"
+        )
+    return False
+
+
+def _flattened(name: str, x: Tensor) -> Tensor:
+    """Rows end to end; positions of several kinds [k, B, S] stay by kind."""
+    return x.flatten(1, 2)[:, None] if name == "position_ids" and x.ndim == 3 else x.flatten(0, 1)
