@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parity_tests.harness.case import CaseSpec as CaseSpec
+    from parity_tests.harness.declared import Cost as Cost
     from parity_tests.harness.draws import ids as ids
     from parity_tests.harness.draws import integers as integers
     from parity_tests.harness.draws import lengths as lengths
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from parity_tests.harness.draws import token_below as token_below
     from parity_tests.harness.draws import values as values
     from parity_tests.harness.replay import replay as replay
-    from parity_tests.harness.scheme import Cost as Cost
     from parity_tests.harness.scheme import Scheme as Scheme
     from parity_tests.harness.scheme import scheme as scheme
     from parity_tests.harness.strategy import every_case as every_case
@@ -26,7 +26,8 @@ _HOME = {
     "case": ("CaseSpec",),
     "draws": ("ids", "integers", "lengths", "mask", "offsets", "token_below", "values"),
     "replay": ("replay",),
-    "scheme": ("Cost", "Scheme", "scheme"),
+    "declared": ("Cost",),
+    "scheme": ("Scheme", "scheme"),
     "strategy": ("every_case",),
     "verify": ("check",),
 }

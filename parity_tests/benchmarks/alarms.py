@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from parity_tests.benchmarks.figure import Figure
 from parity_tests.faults.runner import NOT_TRIED
 from parity_tests.harness import bridge, discover, oracle
+from parity_tests.harness.declared import Declared
 from parity_tests.harness.drawing import draw_case, seeded_chooser
 from parity_tests.harness.judge import judge
 from parity_tests.harness.report import Report
-from parity_tests.harness.scheme import Scheme
 
 DTYPES = ("float32", "bfloat16")
 SECONDS = 100.0
@@ -25,7 +25,7 @@ def figures(seconds: float = SECONDS) -> Iterator[Figure]:
     yield from false_alarms(seconds)
 
 
-def schemes() -> list[Scheme]:
+def schemes() -> list[Declared]:
     return [made for made in discover.built_in() if made.name not in NOT_TRIED]
 
 

@@ -17,7 +17,7 @@ from parity_tests.benchmarks.figure import Figure, spread
 from parity_tests.harness import bridge, compare, inputs, oracle
 from parity_tests.harness.drawing import draw_case, seeded_chooser
 from parity_tests.harness.engines.run import run
-from parity_tests.harness.scheme import lookup
+from parity_tests.harness.table import lookup
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = {"b": 1, "s": 128, "v": 16384}

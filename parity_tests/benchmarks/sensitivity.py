@@ -13,11 +13,12 @@ import numpy as np
 from parity_tests.benchmarks.figure import Figure, spread
 from parity_tests.harness import bridge, compare, inputs, oracle
 from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.declared import Declared
 from parity_tests.harness.drawing import draw_case, seeded_chooser
 from parity_tests.harness.engines.run import run
 from parity_tests.harness.judge import judge
 from parity_tests.harness.program import RankResult
-from parity_tests.harness.scheme import Scheme, lookup
+from parity_tests.harness.table import lookup
 
 DTYPES = ("float32", "bfloat16")
 HOME = "parity_tests.vocab_parallel.test_logprob"
@@ -34,7 +35,7 @@ def figures() -> Iterator[Figure]:
     yield in_one_rank()
 
 
-def _tried() -> list[Scheme]:
+def _tried() -> list[Declared]:
     return [lookup(f"{HOME}:{name}") for name in TRIED]
 
 
@@ -111,7 +112,7 @@ def _place(row: compare.TensorRow, seed: int) -> tuple[int, ...] | None:
 
 
 def _with_error(
-    made: Scheme,
+    made: Declared,
     case: CaseSpec,
     results: Sequence[RankResult],
     row: compare.TensorRow,

@@ -16,8 +16,9 @@ from parity_tests.faults.fault import Fault
 from parity_tests.faults.patch import Plot, patched_lines
 from parity_tests.faults.trials import Course, Trial
 from parity_tests.harness import bridge, discover
+from parity_tests.harness.declared import Declared
 from parity_tests.harness.report import Report
-from parity_tests.harness.scheme import TABLE, Scheme
+from parity_tests.harness.table import TABLE
 
 EXAMPLES = 40
 NEAREST, FARTHEST = 5, 15  # of the schemes concerned: asked first, and asked at all
@@ -86,7 +87,7 @@ class Range:
         self,
         examples: int = EXAMPLES,
         engine: str = "lockstep",
-        schemes: Sequence[Scheme] = (),
+        schemes: Sequence[Declared] = (),
         cache: str | None = None,
     ) -> None:
         bridge.start(cache)
@@ -118,7 +119,7 @@ class Range:
         conduct = any(not report.ok for report in fixed)
         return Outcome(fault, len(concerned), judged, tuple(catches), values, conduct, time.perf_counter() - start)
 
-    def _hunt(self, courses: Sequence[Course], patched: dict[str, Scheme], plot: Plot) -> tuple[list[Catch], int]:
+    def _hunt(self, courses: Sequence[Course], patched: dict[str, Declared], plot: Plot) -> tuple[list[Catch], int]:
         """Catches in rounds until some rounds after the first, and until values give it away; examples to the first."""
         judged, catches = 0, []
         for example, trial in _rounds(courses):
@@ -128,7 +129,7 @@ class Range:
             catches += self._catch(trial, patched, plot, example)
         return catches, judged
 
-    def _catch(self, trial: Trial, patched: dict[str, Scheme], plot: Plot, example: int) -> list[Catch]:
+    def _catch(self, trial: Trial, patched: dict[str, Declared], plot: Plot, example: int) -> list[Catch]:
         report = trial.on(patched[trial.scheme.key], plot.ship if self.engine != "lockstep" else None)
         if report.ok:
             return []
@@ -141,7 +142,7 @@ class Range:
         return [Catch(trial.scheme.name, example, oracles(report), words(report))]
 
 
-def planted(fault: Fault, schemes: Iterable[Scheme]) -> tuple[Plot, dict[str, Scheme]]:
+def planted(fault: Fault, schemes: Iterable[Declared]) -> tuple[Plot, dict[str, Declared]]:
     """The fault's plot, and the schemes declared anew in it; the table keeps the healthy ones."""
     keys = [made.key for made in schemes]
     healthy = dict(TABLE)

@@ -13,7 +13,7 @@ from parity_tests.faults.patch import ROOT, Plot, StaleFault, patched_text
 from parity_tests.faults.runner import Range, oracles, planted
 from parity_tests.harness import inputs
 from parity_tests.harness.engines import lockstep
-from parity_tests.harness.scheme import TABLE
+from parity_tests.harness.table import TABLE
 
 HALVED = Fault(
     name="sum halved",

@@ -18,12 +18,12 @@ from parity_tests.faults.patch import ROOT
 from parity_tests.harness import menu, oracle
 from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.conduct import SPARE
+from parity_tests.harness.declared import Declared
 from parity_tests.harness.drawing import draw_case
 from parity_tests.harness.draws import Chooser
 from parity_tests.harness.engines.run import run
 from parity_tests.harness.judge import judge
 from parity_tests.harness.report import Report
-from parity_tests.harness.scheme import Scheme
 
 TRACED = 8  # drawn cases that tell which lines a scheme runs
 FIXED_WORLD = 2
@@ -34,7 +34,7 @@ IN_A_SUBGROUP = 4  # every fourth drawn case stands inside sub-groups of a world
 class Trial:
     """One case of a healthy scheme; its reference is evaluated when it is first asked for."""
 
-    def __init__(self, scheme: Scheme, case: CaseSpec) -> None:
+    def __init__(self, scheme: Declared, case: CaseSpec) -> None:
         self.scheme, self.case = scheme, case
 
     @cached_property
@@ -46,7 +46,7 @@ class Trial:
         """The report without any fault."""
         return judge(self.scheme, self.case, reference=self.reference)
 
-    def on(self, patched: Scheme, ship: Callable[..., Any] | None = None) -> Report:
+    def on(self, patched: Declared, ship: Callable[..., Any] | None = None) -> Report:
         """The report of the same case on a scheme whose code has a fault."""
         return judge(patched, self.case, reference=self.reference, ship=ship)
 
@@ -54,7 +54,7 @@ class Trial:
 class Course:
     """The trials of one scheme: `drawn` from the menus of its parity test, `fixed` as a test of one shape has them."""
 
-    def __init__(self, scheme: Scheme, examples: int, engine: str = "lockstep") -> None:
+    def __init__(self, scheme: Declared, examples: int, engine: str = "lockstep") -> None:
         self.scheme = scheme
         cases = drawn_cases(scheme, examples, engine)
         self.drawn = [Trial(scheme, inside(case, i)) for i, case in enumerate(cases)]
@@ -74,7 +74,7 @@ class Course:
         return any((file, number) in self.lines for number in range(first, last + 1))
 
 
-def drawn_cases(scheme: Scheme, examples: int, engine: str) -> list[CaseSpec]:
+def drawn_cases(scheme: Declared, examples: int, engine: str) -> list[CaseSpec]:
     """Cases from the menus of the scheme's parity test, the simplest first, each menu gone through evenly.
 
     Not Hypothesis's own choices: these follow what happens to be imported, and a count should repeat.
@@ -105,7 +105,7 @@ def inside(case: CaseSpec, number: int) -> CaseSpec:
     return case.replace(mesh={SPARE: 2, **case.mesh} if outermost else {**case.mesh, SPARE: 2})
 
 
-def fixed_cases(scheme: Scheme) -> list[CaseSpec]:
+def fixed_cases(scheme: Declared) -> list[CaseSpec]:
     """World 2, one shape of the menu, equal shards, normal values, three seeds: a parity test as it is often written.
 
     None where the scheme has no mesh of two ranks.
@@ -124,7 +124,7 @@ def fixed_cases(scheme: Scheme) -> list[CaseSpec]:
     return [case.replace(values={**case.values, **anywhere}, seed=seed) for seed in FIXED_SEEDS]
 
 
-def lines_run(scheme: Scheme, cases: list[CaseSpec]) -> frozenset[tuple[str, int]]:
+def lines_run(scheme: Declared, cases: list[CaseSpec]) -> frozenset[tuple[str, int]]:
     """Lines of production that run, forward or backward, on any rank; files relative to the root."""
     production = str(ROOT / "torch_impl")
     seen: set[tuple[str, int]] = set()

@@ -1,6 +1,6 @@
 """shardproof: the command. Each verb reads its arguments, calls one function, and turns the outcome into a status.
 
-Exit status: 0 all equal; 1 a mismatch; 2 usage or declaration; 3 a rank failed; 4 nothing ran; 130 interrupted.
+What a status means stands in status.py.
 """
 
 from __future__ import annotations
@@ -9,16 +9,13 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one thread for each rank
 
-import argparse
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-EQUAL, MISMATCH, USAGE, FAILED, NOTHING, INTERRUPTED = 0, 1, 2, 3, 4, 130
+from parity_tests.harness.status import guarded
 
 app = typer.Typer(
     add_completion=True,
@@ -141,45 +138,9 @@ def tour(
     raise typer.Exit(first_run.run(figure, examples))
 
 
-def replay_arguments(arguments: Sequence[str]) -> tuple[str | None, int]:
-    """The options of a replay file run by hand: --engine NAME, --repeat N."""
-    parser = argparse.ArgumentParser(description="Run one recorded case again.")
-    parser.add_argument("--engine", choices=("lockstep", "gloo", "nccl", "torchrun"))
-    parser.add_argument("--repeat", type=int, default=1)
-    parsed = parser.parse_args(arguments)
-    return parsed.engine, max(parsed.repeat, 1)
-
-
 def main() -> None:
     """Run a verb; a user's mistake is one sentence on standard error and a status, never a traceback."""
     sys.exit(guarded(app))
-
-
-def guarded(call: Callable[[], Any]) -> int:
-    """The status that a call returns; 2 for a user's mistake and 4 for what is absent here, each said in a sentence."""
-    from parity_tests.harness.discover import UnusableTarget
-    from parity_tests.harness.engines.failure import NotRun
-    from parity_tests.harness.oracle import ReferenceFailure
-
-    try:
-        return call() or EQUAL
-    except NotRun as reason:
-        _complain(f"not run: {reason}")
-        return NOTHING
-    except OSError as error:
-        _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error))
-    except (UnusableTarget, ReferenceFailure, ValueError, TypeError, ImportError) as error:
-        _complain(str(error))
-    except (KeyboardInterrupt, SystemExit) as stop:  # typer makes an exit of the first
-        if isinstance(stop, SystemExit) and stop.code != INTERRUPTED:
-            raise
-        _complain("interrupted; what was not printed was not judged")
-        return INTERRUPTED
-    return USAGE
-
-
-def _complain(sentence: str) -> None:
-    Console(stderr=True, soft_wrap=True).print(f"shardproof: {sentence}", style="red", markup=False, highlight=False)
 
 
 def _sizes(given: Sequence[str] | None, flag: str) -> dict[str, int]:
@@ -206,14 +167,6 @@ def _options(given: Sequence[str] | None) -> dict[str, Any]:
         except (ValueError, SyntaxError):
             options[name] = value
     return options
-
-
-def write_text(path: str, text: str) -> None:
-    """To a file, or to standard output for `-`."""
-    if path == "-":
-        print(text)
-    else:
-        Path(path).write_text(text)
 
 
 if __name__ == "__main__":

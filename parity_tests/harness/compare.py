@@ -14,18 +14,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from parity_tests.harness import inputs
+from parity_tests.harness.argument import Argument
 from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.declared import Declared
 from parity_tests.harness.oracle import UNIT_ROUNDOFF, Reference
-from parity_tests.harness.program import Argument, RankResult
-
-if TYPE_CHECKING:
-    from parity_tests.harness.scheme import Scheme
+from parity_tests.harness.program import RankResult
 
 # The two constants of every budget. They change only together with a rerun of the false-alarm and kill figures.
 C = 4.0
@@ -92,7 +90,7 @@ class TensorRow:
         return f"d/d {self.name}" if self.role == "gradient" else self.name
 
 
-def compare(scheme: Scheme, case: CaseSpec, results: Sequence[RankResult], reference: Reference) -> list[TensorRow]:
+def compare(scheme: Declared, case: CaseSpec, results: Sequence[RankResult], reference: Reference) -> list[TensorRow]:
     """One row for each output and each gradient."""
     rows = []
     for arg in scheme.outputs:
@@ -174,7 +172,7 @@ def errors(got: np.ndarray, want: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _judged(
-    scheme: Scheme,
+    scheme: Declared,
     case: CaseSpec,
     arg: Argument,
     role: str,
@@ -257,7 +255,7 @@ def _exact(arg: Argument, stitched: Stitched, want: np.ndarray, held: Mapping[st
     )
 
 
-def _terms(scheme: Scheme, case: CaseSpec, arg: Argument, role: str) -> int:
+def _terms(scheme: Declared, case: CaseSpec, arg: Argument, role: str) -> int:
     """How many terms are summed into one element: the declared reduction, else what the shapes allow.
 
     That is every dim which is absent here, or one which is present, summed over and put back, as in a softmax.

@@ -6,18 +6,15 @@ Each returns sentences; none means the oracle is content.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from parity_tests.harness.case import SPARE, CaseSpec
 from parity_tests.harness.compare import TensorRow
+from parity_tests.harness.declared import Declared
 from parity_tests.harness.engines.ledger import Ledger
 from parity_tests.harness.engines.protocol import disagreement
 from parity_tests.harness.program import RankResult
-
-if TYPE_CHECKING:
-    from parity_tests.harness.scheme import Scheme
 
 PHASES = {"forward": "fwd", "backward": "bwd"}
 
@@ -28,7 +25,7 @@ def protocol(ledger: Ledger) -> tuple[str, ...]:
     return () if found is None else (str(found),)
 
 
-def cost(scheme: Scheme, case: CaseSpec, ledger: Ledger) -> tuple[str, ...]:
+def cost(scheme: Declared, case: CaseSpec, ledger: Ledger) -> tuple[str, ...]:
     """Calls and bytes per op and phase equal the declared closed form, on every rank."""
     if scheme.cost is None:
         return ()
@@ -49,7 +46,7 @@ def cost(scheme: Scheme, case: CaseSpec, ledger: Ledger) -> tuple[str, ...]:
 
 
 def hygiene(
-    scheme: Scheme, case: CaseSpec, results: Sequence[RankResult], rows: Iterable[TensorRow], ledger: Ledger
+    scheme: Declared, case: CaseSpec, results: Sequence[RankResult], rows: Iterable[TensorRow], ledger: Ledger
 ) -> tuple[str, ...]:
     """Inputs and cotangents untouched, replicas bit-equal, one dtype, no group used that is none of the mesh's."""
     findings = [f"rank {rank}: {text}" for rank, result in enumerate(results) for text in result.findings]

@@ -6,10 +6,10 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args, get_origin
 
+from parity_tests.harness.argument import Argument
 from parity_tests.harness.case import DTYPES
 from parity_tests.harness.draws import Draw
-from parity_tests.harness.engines.run import ENGINES
-from parity_tests.harness.program import Argument
+from parity_tests.harness.engines.ranks import ENGINES
 from parity_tests.harness.spec import BUILTIN, Spec, parse
 
 Say = Callable[[str], ValueError]

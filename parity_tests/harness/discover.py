@@ -13,7 +13,8 @@ from types import ModuleType
 
 import parity_tests
 from parity_tests.harness import travel
-from parity_tests.harness.scheme import TABLE, Scheme
+from parity_tests.harness.declared import Declared
+from parity_tests.harness.table import TABLE
 
 PACKAGE = Path(parity_tests.__file__).resolve().parent
 NOT_COMPONENTS = ("harness", "faults", "benchmarks")
@@ -23,9 +24,9 @@ class UnusableTarget(Exception):
     """A target that names no scheme, or a file that cannot be imported; the message is for the user."""
 
 
-def find(targets: list[str]) -> list[Scheme]:
+def find(targets: list[str]) -> list[Declared]:
     """Schemes of all targets: files, folders, names or globs; all built-in schemes if there is none."""
-    found: dict[str, Scheme] = {}
+    found: dict[str, Declared] = {}
     for target in targets or ["*"]:
         path = Path(target)
         if path.is_dir():
@@ -41,13 +42,13 @@ def find(targets: list[str]) -> list[Scheme]:
     return list(found.values())
 
 
-def built_in() -> list[Scheme]:
+def built_in() -> list[Declared]:
     """Every scheme that the parity tests declare, in order of file and line."""
     files = [p for p in sorted(PACKAGE.glob("*/test_*.py")) if p.parent.name not in NOT_COMPONENTS]
     return [made for file in files if "@scheme" in file.read_text() for made in schemes_of_file(str(file))]
 
 
-def schemes_of_file(file: str) -> list[Scheme]:
+def schemes_of_file(file: str) -> list[Declared]:
     """Import a file, by value for the ranks, and return the schemes it declares. Errors: UnusableTarget."""
     path = Path(file).resolve()
     if not path.is_file():
@@ -62,7 +63,7 @@ def schemes_of_file(file: str) -> list[Scheme]:
     return sorted(found, key=lambda made: made.line)
 
 
-def _named(pattern: str) -> list[Scheme]:
+def _named(pattern: str) -> list[Declared]:
     schemes = built_in()
     found = [made for made in schemes if fnmatch.fnmatch(made.name, pattern) or made.key == pattern]
     if not found:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from parity_tests.harness import menu
 from parity_tests.harness.case import SPARE, CaseSpec
+from parity_tests.harness.declared import Declared
 from parity_tests.harness.draws import Chooser
-from parity_tests.harness.engines.run import LARGEST_WORLD
-
-if TYPE_CHECKING:
-    from parity_tests.harness.scheme import Scheme
+from parity_tests.harness.engines.ranks import LARGEST_WORLD
 
 DEFAULT_LIMIT = 8
 Served = list[tuple[dict[str, int], list[dict[str, int]]]]
 # What can be drawn, for each scheme and what was asked of it: it takes longer to find than an example to run.
-_SERVED: WeakKeyDictionary[Scheme, dict[Any, Served]] = WeakKeyDictionary()
+_SERVED: WeakKeyDictionary[Declared, dict[Any, Served]] = WeakKeyDictionary()
 
 
 def seeded_chooser(seed: int) -> Chooser:
@@ -28,8 +26,15 @@ def seeded_chooser(seed: int) -> Chooser:
     return lambda options: options[int(rng.integers(len(options)))]
 
 
+def one_case(
+    scheme: Declared, *, seed: int = 0, engine: str = "lockstep", dtype: str | None = None, **given: Any
+) -> CaseSpec:
+    """The case of a seed; see Scheme.case."""
+    return draw_case(scheme, seeded_chooser(seed), given, dtype=dtype, engine=engine, seed=seed)
+
+
 def draw_case(
-    scheme: Scheme,
+    scheme: Declared,
     choose: Chooser,
     given: Mapping[str, Any],
     *,
@@ -74,7 +79,7 @@ def draw_case(
     )
 
 
-def _served(scheme: Scheme, sizes: Mapping[str, int], world: int | None, limit: int) -> Served:
+def _served(scheme: Declared, sizes: Mapping[str, int], world: int | None, limit: int) -> Served:
     """The meshes that can be tried, each with the shapes that it can cut."""
 
     def refusal(why: str) -> ValueError:
@@ -103,7 +108,7 @@ def _served(scheme: Scheme, sizes: Mapping[str, int], world: int | None, limit: 
     return served
 
 
-def _sorted_out(scheme: Scheme, given: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any]]:
+def _sorted_out(scheme: Declared, given: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any]]:
     """Split what the caller gave into sizes (mesh axes and dims) and options."""
     dims = {*menu.free_dims(scheme), *scheme.dims}
     options = {**scheme.options, **scheme.rank_options}
@@ -122,7 +127,7 @@ def _sorted_out(scheme: Scheme, given: Mapping[str, Any]) -> tuple[dict[str, int
     return sizes, chosen
 
 
-def _shards(scheme: Scheme, mesh: Mapping[str, int], name: str | None) -> int:
+def _shards(scheme: Declared, mesh: Mapping[str, int], name: str | None) -> int:
     count = 1
     for arg in (*scheme.inputs, *scheme.outputs):
         for dim in arg.spec.dims:
@@ -132,7 +137,7 @@ def _shards(scheme: Scheme, mesh: Mapping[str, int], name: str | None) -> int:
 
 
 def _layouts(
-    scheme: Scheme, mesh: Mapping[str, int], shape: Mapping[str, int], choose: Chooser
+    scheme: Declared, mesh: Mapping[str, int], shape: Mapping[str, int], choose: Chooser
 ) -> dict[str, dict[str, Any]]:
     """The layout of every cut, with drawn shard lengths where it is ragged."""
     records: dict[str, dict[str, Any]] = {}
@@ -158,7 +163,7 @@ def _ragged(size: int, world: int, choose: Chooser) -> list[int]:
 
 
 def _lengths(
-    scheme: Scheme, mesh: Mapping[str, int], shape: Mapping[str, int], choose: Chooser
+    scheme: Declared, mesh: Mapping[str, int], shape: Mapping[str, int], choose: Chooser
 ) -> dict[str, dict[str, list[int]]]:
     """True and padded lengths of the sequences of every packed dim: uneven, some empty, some of one token."""
     drawn: dict[str, dict[str, list[int]]] = {}
@@ -175,18 +180,18 @@ def _lengths(
     return drawn
 
 
-def _packed_dims(scheme: Scheme) -> Sequence[str]:
+def _packed_dims(scheme: Declared) -> Sequence[str]:
     cut = [dim.name for arg in scheme.inputs for dim in arg.spec.dims if any(c.layout == "packed" for c in dim.cuts)]
     asked = [draw.dim for draw in scheme.draws.values() if draw.kind in ("offsets", "lengths") and draw.dim]
     return list(dict.fromkeys([*cut, *asked]))
 
 
-def _is_packed(scheme: Scheme, name: str) -> bool:
+def _is_packed(scheme: Declared, name: str) -> bool:
     arguments = (*scheme.inputs, *scheme.outputs)
     return any(c.layout == "packed" for a in arguments for d in a.spec.dims if d.name == name for c in d.cuts)
 
 
-def _sequence_count(scheme: Scheme, name: str, shape: Mapping[str, int]) -> int | None:
+def _sequence_count(scheme: Declared, name: str, shape: Mapping[str, int]) -> int | None:
     """How many sequences an input of offsets or lengths has room for; None leaves it to the draw."""
     for arg in scheme.inputs:
         how = scheme.draws[arg.name]

@@ -22,7 +22,7 @@ from parity_tests.harness.draws import Draw
 from parity_tests.harness.spec import Cut
 
 if TYPE_CHECKING:
-    from parity_tests.harness.program import Argument
+    from parity_tests.harness.argument import Argument
 
 Layouts = Mapping[str, Callable[..., Any]]
 # A partial value is cut over the axes of this type; its dual is what the gradient of the other side has.

@@ -18,15 +18,15 @@ from parity_tests.harness.witness import evidence
 if TYPE_CHECKING:
     import numpy as np
 
+    from parity_tests.harness.declared import Declared
     from parity_tests.harness.program import Program, RankResult
-    from parity_tests.harness.scheme import Scheme
 
 NARROW = ("bfloat16", "float16")
 MORE_ROUNDINGS = (2, 4)  # times the declared ones; beyond, it is no matter of storage
 
 
 def judge(
-    scheme: Scheme,
+    scheme: Declared,
     case: CaseSpec,
     *,
     quiet_s: float | None = None,
@@ -82,7 +82,7 @@ def judge(
 
 
 def _stored_budgets(
-    scheme: Scheme, program: Program, case: CaseSpec, results: Sequence[RankResult]
+    scheme: Declared, program: Program, case: CaseSpec, results: Sequence[RankResult]
 ) -> dict[int, dict[str, np.ndarray]]:
     """The budgets of every tensor had the scheme declared some more roundings to its narrow dtype."""
     if case.dtype not in NARROW:

@@ -14,12 +14,13 @@ from rich.table import Table
 
 from parity_tests.harness import discover, picture
 from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.cli import EQUAL
+from parity_tests.harness.declared import Declared
+from parity_tests.harness.drawing import one_case
 from parity_tests.harness.engines.ledger import Ledger
 from parity_tests.harness.judge import judge
 from parity_tests.harness.replay import load_scheme, rerun
 from parity_tests.harness.report import PLAIN_WIDTH, Report
-from parity_tests.harness.scheme import Scheme
+from parity_tests.harness.status import EQUAL
 
 
 def show(pattern: str, as_json: bool) -> None:
@@ -42,7 +43,7 @@ def show(pattern: str, as_json: bool) -> None:
     Console(width=None if Console().is_terminal else PLAIN_WIDTH).print(table, highlight=False)
 
 
-def record(made: Scheme) -> dict[str, Any]:
+def record(made: Declared) -> dict[str, Any]:
     """A scheme as JSON."""
     reference = getattr(made.reference, "__name__", type(made.reference).__name__)
     return {
@@ -61,9 +62,9 @@ def pictures(target: str, sizes: Mapping[str, Any], svg: str | None) -> None:
     """Print the picture of every scheme of a target; the first one's goes to `svg` as well."""
     schemes = discover.find([target])
     for made in schemes:
-        print(f"{made.name}\n{made.draw(**sizes)}\n")
+        print(f"{made.name}\n{picture.scheme_picture(made, one_case(made, **sizes))}\n")
     if svg:
-        picture.scheme_figure(schemes[0], schemes[0].case(**sizes)).savefig(svg)
+        picture.scheme_figure(schemes[0], one_case(schemes[0], **sizes)).savefig(svg)
 
 
 def replay_file(file: str, engine: str | None, repeat: int) -> int:

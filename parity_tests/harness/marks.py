@@ -5,21 +5,18 @@ A vocab-parallel mistake is often right for most targets and wrong for those of 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from parity_tests.harness import inputs
+from parity_tests.harness.argument import Argument
 from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.compare import TensorRow, owners
-from parity_tests.harness.program import Argument, Program
+from parity_tests.harness.declared import Declared
+from parity_tests.harness.program import Program
 from parity_tests.harness.spec import Spec
 
-if TYPE_CHECKING:
-    from parity_tests.harness.scheme import Scheme
 
-
-def id_marks(scheme: Scheme, program: Program, case: CaseSpec, row: TensorRow) -> dict[str, np.ndarray]:
+def id_marks(scheme: Declared, program: Program, case: CaseSpec, row: TensorRow) -> dict[str, np.ndarray]:
     """Name -> mask, for every id input whose dims lead this tensor's."""
     found: dict[str, np.ndarray] = {}
     for arg in scheme.inputs:
@@ -34,7 +31,7 @@ def id_marks(scheme: Scheme, program: Program, case: CaseSpec, row: TensorRow) -
     return found
 
 
-def _marked(scheme: Scheme, case: CaseSpec, dim: str, ids: np.ndarray) -> dict[str, np.ndarray]:
+def _marked(scheme: Declared, case: CaseSpec, dim: str, ids: np.ndarray) -> dict[str, np.ndarray]:
     size = case.dims[dim]
     masks = {"is owned by nobody": (ids < 0) | (ids >= size)}
     for axis, owner in _owners_of(scheme, case, dim).items():
@@ -47,7 +44,7 @@ def _marked(scheme: Scheme, case: CaseSpec, dim: str, ids: np.ndarray) -> dict[s
     return {text: mask for text, mask in masks.items() if mask.any()}
 
 
-def _owners_of(scheme: Scheme, case: CaseSpec, dim: str) -> dict[str, np.ndarray]:
+def _owners_of(scheme: Declared, case: CaseSpec, dim: str) -> dict[str, np.ndarray]:
     """For each axis that cuts a dim: which of its coordinates holds each position, by the first spec that cuts it."""
     for arg in (*scheme.inputs, *scheme.outputs):
         for part in arg.spec.dims:

@@ -5,23 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from jax_ref.layouts import needs, uncuttable
-from parity_tests.harness.engines.run import LARGEST_WORLD
-from parity_tests.harness.program import Argument
+from parity_tests.harness.argument import Argument
+from parity_tests.harness.declared import Declared
+from parity_tests.harness.engines.ranks import LARGEST_WORLD
 from parity_tests.harness.relations import names_in, related
 from parity_tests.harness.spec import Dim
-
-if TYPE_CHECKING:
-    from parity_tests.harness.scheme import Scheme
 
 LOCAL = (1, 2, 3, 5, 8)
 TURNS = len(LOCAL) ** 2  # after which rounds bring little that is new
 FACTORS = range(1, 65)  # tried on dims in relations until what follows from them can be cut
 
 
-def meshes(scheme: Scheme, fixed: Mapping[str, int], world: int | None) -> list[dict[str, int]]:
+def meshes(scheme: Declared, fixed: Mapping[str, int], world: int | None) -> list[dict[str, int]]:
     """Mesh sizes to try, smallest world first, none above the limit; `world` keeps those whose product equals it."""
     sizes = [(fixed[axis],) if axis in fixed else menu for axis, menu in scheme.mesh.items()]
     tried = [dict(zip(scheme.mesh, combination, strict=True)) for combination in itertools.product(*sizes)]
@@ -34,7 +31,7 @@ def meshes(scheme: Scheme, fixed: Mapping[str, int], world: int | None) -> list[
 
 
 def shapes(
-    scheme: Scheme, fixed: Mapping[str, int], tried: Sequence[Mapping[str, int]], limit: int
+    scheme: Declared, fixed: Mapping[str, int], tried: Sequence[Mapping[str, int]], limit: int
 ) -> list[dict[str, int]]:
     """At most `limit` shape tuples, simplest first, every mesh served by one at least.
 
@@ -73,7 +70,7 @@ def objection(arguments: Sequence[Argument], shape: Mapping[str, int], mesh: Map
     return None
 
 
-def free_dims(scheme: Scheme) -> list[str]:
+def free_dims(scheme: Declared) -> list[str]:
     """Dims that a shape chooses: all but size-one dims and those given by a relation."""
     names: dict[str, None] = {}
     for arg in (*scheme.inputs, *scheme.outputs):
@@ -86,7 +83,7 @@ def free_dims(scheme: Scheme) -> list[str]:
     return list(names)
 
 
-def _shape(scheme: Scheme, fixed: Mapping[str, int], unit: Mapping[str, int], turn: int) -> dict[str, int] | None:
+def _shape(scheme: Declared, fixed: Mapping[str, int], unit: Mapping[str, int], turn: int) -> dict[str, int] | None:
     """The shape of one turn for a mesh with these units, or None where the menus have none that it can cut."""
     shape = {}
     for index, name in enumerate(free_dims(scheme)):
@@ -106,7 +103,7 @@ def _shape(scheme: Scheme, fixed: Mapping[str, int], unit: Mapping[str, int], tu
 
 
 def _tied(
-    scheme: Scheme, fixed: Mapping[str, int], unit: Mapping[str, int], shape: Mapping[str, int]
+    scheme: Declared, fixed: Mapping[str, int], unit: Mapping[str, int], shape: Mapping[str, int]
 ) -> dict[str, int] | None:
     """The shape with the dims that follow from others, these made larger until all can be cut."""
     named = {name for rule in scheme.dims.values() if isinstance(rule, str) for name in names_in(rule)}
@@ -120,7 +117,7 @@ def _tied(
     return None
 
 
-def _offsets_dims(scheme: Scheme) -> set[str]:
+def _offsets_dims(scheme: Declared) -> set[str]:
     """Dims that count the offsets of sequences: one more than the sequences, of which there is one at least."""
     return {arg.spec.dims[0].name for arg in scheme.inputs if scheme.draws[arg.name].kind == "offsets"}
 

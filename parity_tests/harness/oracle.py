@@ -10,18 +10,17 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from parity_tests.harness import bridge, inputs
+from parity_tests.harness.argument import Argument
 from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.program import Argument, Program
+from parity_tests.harness.declared import Declared
+from parity_tests.harness.program import Program
 from parity_tests.harness.rounding import POOL, derivative_with_rounding
-
-if TYPE_CHECKING:
-    from parity_tests.harness.scheme import Scheme
 
 DIRECTIONS = 8
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -69,7 +68,7 @@ def feed(arg: Argument, array: np.ndarray, case: CaseSpec, kind: str) -> Fed:
     return Fed(total, np.where(np.isfinite(magnitude), magnitude, 0.0))
 
 
-def evaluate(scheme: Scheme, program: Program, case: CaseSpec) -> Reference:
+def evaluate(scheme: Declared, program: Program, case: CaseSpec) -> Reference:
     """The reference's verdict on one case. Errors: ReferenceFailure with the reference's own exception inside."""
     bridge.start()
     arrays = {
@@ -95,7 +94,7 @@ def evaluate(scheme: Scheme, program: Program, case: CaseSpec) -> Reference:
     )
 
 
-def _call(scheme: Scheme, case: CaseSpec, *given: Any) -> Any:
+def _call(scheme: Declared, case: CaseSpec, *given: Any) -> Any:
     """The compiled function of this signature, timed on its first call."""
     options = {name: case.options[name] for name in scheme.options if name in case.options}
     wanted = {arg.name: arg.shape(case) for arg in scheme.outputs}
@@ -121,7 +120,7 @@ def _call(scheme: Scheme, case: CaseSpec, *given: Any) -> Any:
     return result
 
 
-def _build(scheme: Scheme, options: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...]]) -> Any:
+def _build(scheme: Declared, options: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...]]) -> Any:
     """(fixed, x, c, ...) -> (((outputs, gradients), integer outputs), how far each direction moves the former)."""
     import jax
 
@@ -164,7 +163,7 @@ def _compiler_options() -> dict[str, Any]:
     return found
 
 
-def _named(scheme: Scheme, wanted: Mapping[str, tuple[int, ...]], returned: Any) -> dict[str, Any]:
+def _named(scheme: Declared, wanted: Mapping[str, tuple[int, ...]], returned: Any) -> dict[str, Any]:
     """The reference's outputs by name, their number, kind and shape checked."""
     if scheme.output_form == "dict":
         if not isinstance(returned, dict) or sorted(returned) != sorted(wanted):
@@ -179,7 +178,7 @@ def _named(scheme: Scheme, wanted: Mapping[str, tuple[int, ...]], returned: Any)
     return dict(zip(wanted, parts, strict=True))
 
 
-def _check_output(scheme: Scheme, arg: Argument, part: Any, shape: tuple[int, ...]) -> None:
+def _check_output(scheme: Declared, arg: Argument, part: Any, shape: tuple[int, ...]) -> None:
     import jax
     import jax.numpy as jnp
 
@@ -211,7 +210,7 @@ def _directions(case: CaseSpec, prefix: str, fed: Mapping[str, Fed]) -> dict[str
     return found
 
 
-def _rounding(scheme: Scheme, case: CaseSpec) -> tuple[float, np.ndarray]:
+def _rounding(scheme: Declared, case: CaseSpec) -> tuple[float, np.ndarray]:
     """The error of one operation, and the signs of such errors for each direction.
 
     Intermediates are held in the accumulation dtype, unless the scheme says that some are stored in the tested one.
@@ -231,11 +230,11 @@ def _rms(derivatives: Any) -> np.ndarray:
     return scale * np.sqrt(((array / scale) ** 2).sum(0) / np.maximum(finite.sum(0), 1))
 
 
-def _failure(scheme: Scheme, said: str) -> ReferenceFailure:
+def _failure(scheme: Declared, said: str) -> ReferenceFailure:
     return ReferenceFailure(f"scheme '{scheme.name}': reference {_shown(scheme)} {said}")
 
 
-def _shown(scheme: Scheme) -> str:
+def _shown(scheme: Declared) -> str:
     return getattr(scheme.reference, "__name__", type(scheme.reference).__name__)
 
 

@@ -19,7 +19,7 @@ from parity_tests.harness.spec import Spec
 
 if TYPE_CHECKING:
     from parity_tests.harness.case import CaseSpec
-    from parity_tests.harness.scheme import Scheme
+    from parity_tests.harness.declared import Declared
 
 PROMISES = {
     "R": "same value, gradients add up",
@@ -148,7 +148,7 @@ def _draw_strip(panel: Any, owners: np.ndarray, height: float) -> None:
         left += length
 
 
-def scheme_picture(scheme: Scheme, case: CaseSpec) -> str:
+def scheme_picture(scheme: Declared, case: CaseSpec) -> str:
     """The mesh, then each input and output of a scheme with its strips."""
     lines = ["mesh " + " ".join(f"{axis}={size}" for axis, size in case.mesh.items())]
     for name, spec in _tensors(scheme).items():
@@ -158,18 +158,18 @@ def scheme_picture(scheme: Scheme, case: CaseSpec) -> str:
     return "\n".join(lines)
 
 
-def scheme_figure(scheme: Scheme, case: CaseSpec) -> Any:
+def scheme_figure(scheme: Declared, case: CaseSpec) -> Any:
     """The same as a matplotlib figure."""
     tensors = _tensors(scheme)
     return figure(tensors, case.dims, case.mesh, lambda name: _bound(scheme, case, tensors[name]))
 
 
-def _tensors(scheme: Scheme) -> dict[str, Spec]:
+def _tensors(scheme: Declared) -> dict[str, Spec]:
     inputs = {arg.name: arg.spec for arg in scheme.inputs}
     return inputs | {f"-> {arg.name}": arg.spec for arg in scheme.outputs}
 
 
-def _bound(scheme: Scheme, case: CaseSpec, spec: Spec) -> Layouts:
+def _bound(scheme: Declared, case: CaseSpec, spec: Spec) -> Layouts:
     """The layout of each cut of a spec with the lengths of this case bound, by `dim/axis`."""
     from parity_tests.harness.inputs import cut_lengths, layout_function
 

@@ -14,28 +14,12 @@ import numpy as np
 import torch
 
 from parity_tests.harness import inputs
+from parity_tests.harness.argument import Argument
 from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.draws import Draw
 from parity_tests.harness.engines.failure import RankFault
-from parity_tests.harness.spec import Cut, Spec
+from parity_tests.harness.spec import Cut
 from torch_impl.collectives.mesh import MeshView
-
-
-@dataclass(frozen=True)
-class Argument:
-    """One tensor of a scheme: an input by its path (`params.weight`), or an output."""
-
-    name: str
-    spec: Spec
-    is_integer: bool = False
-    nograd: bool = False
-
-    @property
-    def differentiable(self) -> bool:
-        return not (self.is_integer or self.nograd)
-
-    def shape(self, case: CaseSpec) -> tuple[int, ...]:
-        return tuple(1 if dim.name == "1" else case.dims[dim.name] for dim in self.spec.dims)
 
 
 @dataclass(frozen=True)

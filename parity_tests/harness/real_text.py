@@ -13,10 +13,11 @@ from functools import cache
 import numpy as np
 
 from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.declared import Declared
+from parity_tests.harness.drawing import one_case
 from parity_tests.harness.inputs import rounded
 from parity_tests.harness.judge import judge
 from parity_tests.harness.report import Report
-from parity_tests.harness.scheme import Scheme
 
 BYTES = 256
 ROWS, LENGTH = 4, 64  # passages, and bytes of each
@@ -57,7 +58,7 @@ class Reading:
         return self.report.ok and self.perplexity == self.reference
 
 
-def read_with(scheme: Scheme, tp: int, dtype: str, engine: str = "lockstep") -> Reading:
+def read_with(scheme: Declared, tp: int, dtype: str, engine: str = "lockstep") -> Reading:
     """Verify a scheme of `logits` "b s v/tp" and `target` "b s" whose output is the log-probability, on the text."""
     case = reading_case(scheme, tp, dtype, engine)
     logits, target = passages()
@@ -68,8 +69,8 @@ def read_with(scheme: Scheme, tp: int, dtype: str, engine: str = "lockstep") -> 
     return Reading(report, perplexity(found.got), perplexity(found.want))
 
 
-def reading_case(scheme: Scheme, tp: int, dtype: str, engine: str = "lockstep") -> CaseSpec:
-    return scheme.case(tp=tp, b=ROWS, s=LENGTH, v=BYTES, temperature=1.0, dtype=dtype, engine=engine)
+def reading_case(scheme: Declared, tp: int, dtype: str, engine: str = "lockstep") -> CaseSpec:
+    return one_case(scheme, tp=tp, b=ROWS, s=LENGTH, v=BYTES, temperature=1.0, dtype=dtype, engine=engine)
 
 
 def perplexity(logprob: np.ndarray) -> str:

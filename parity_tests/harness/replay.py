@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.status import EQUAL, FAILED, MISMATCH, guarded
+from parity_tests.harness.table import TABLE
 
 if TYPE_CHECKING:
+    from parity_tests.harness.declared import Declared
     from parity_tests.harness.report import Report
-    from parity_tests.harness.scheme import Scheme
 
 TEMPLATE = '''"""{verdict}
 
@@ -34,7 +37,7 @@ The function was defined in a notebook; it lies beside this file as {pickle}. A 
 open it only if you trust where it came from."""
 
 
-def write_replay(scheme: Scheme, report: Report, folder: str = ".", replaces: str | None = None) -> str:
+def write_replay(scheme: Declared, report: Report, folder: str = ".", replaces: str | None = None) -> str:
     """Write `replay_<id>.py` for a failed report, returning its path; `replaces` is an older one to remove."""
     import jax
     import torch
@@ -65,10 +68,9 @@ def write_replay(scheme: Scheme, report: Report, folder: str = ".", replaces: st
     return str(path)
 
 
-def load_scheme(case: CaseSpec, source: str, beside: str) -> Scheme:
+def load_scheme(case: CaseSpec, source: str, beside: str) -> Declared:
     """The scheme of a replay: from its pickle, or from the file that declares it."""
     from parity_tests.harness.discover import schemes_of_file
-    from parity_tests.harness.scheme import TABLE
 
     name = case.scheme.rpartition(":")[2]
     if source.endswith(".pkl"):
@@ -83,21 +85,27 @@ def load_scheme(case: CaseSpec, source: str, beside: str) -> Scheme:
     raise ValueError(f"replay: {source} no longer declares scheme {name!r}")
 
 
+def _arguments(arguments: Sequence[str]) -> tuple[str | None, int]:
+    """The options of a replay file run by hand: --engine NAME, --repeat N."""
+    parser = argparse.ArgumentParser(description="Run one recorded case again.")
+    parser.add_argument("--engine", choices=("lockstep", "gloo", "nccl", "torchrun"))
+    parser.add_argument("--repeat", type=int, default=1)
+    parsed = parser.parse_args(arguments)
+    return parsed.engine, max(parsed.repeat, 1)
+
+
 def replay(case_json: str, source: str, file: str, arguments: Sequence[str] | None = None) -> int:
     """Run one recorded case and print its report; returns the exit status.
 
     The status is 0 where all is equal, 1 for a mismatch, 2 where it cannot be run, 3 where a rank failed, 4 where
     this machine lacks what the engine needs.
     """
-    from parity_tests.harness.cli import guarded, replay_arguments
-
-    engine, repeat = replay_arguments(sys.argv[1:] if arguments is None else arguments)
+    engine, repeat = _arguments(sys.argv[1:] if arguments is None else arguments)
     return guarded(lambda: rerun(CaseSpec.from_json(case_json), source, file, engine, repeat))
 
 
 def rerun(case: CaseSpec, source: str, file: str, engine: str | None, repeat: int) -> int:
     """Judge a recorded case so many times and print each report; returns the worst status."""
-    from parity_tests.harness.cli import EQUAL, FAILED, MISMATCH
     from parity_tests.harness.judge import judge
 
     scheme = load_scheme(case, source, file)

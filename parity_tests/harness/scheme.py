@@ -1,85 +1,30 @@
-"""@scheme: one declaration that says what a per-rank function means, and the table of all of them."""
+"""@scheme: one declaration that says what a per-rank function means, and what can be asked of it."""
 
 from __future__ import annotations
 
-import linecache
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from parity_tests.harness import declaration, relations, travel
+from parity_tests.harness import declaration, relations, table
 from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.declared import Cost, Declared
 from parity_tests.harness.draws import Draw, values
-from parity_tests.harness.program import Argument, Program
 
 if TYPE_CHECKING:
     from parity_tests.harness.report import Report
 
 
-@dataclass(frozen=True)
-class Cost:
-    """What a scheme promises to send: per phase, op -> (calls, bytes per rank)."""
-
-    forward: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    backward: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, eq=False)
-class Scheme:
-    """A per-rank function with its reference. Calling it calls the function."""
-
-    name: str
-    fn: Callable[..., Any]
-    reference: Callable[..., Any]
-    mesh: Mapping[str, tuple[int, ...]]
-    inputs: tuple[Argument, ...]
-    outputs: tuple[Argument, ...]
-    output_form: str
-    draws: Mapping[str, Draw]
-    dims: Mapping[str, tuple[int, ...] | str]
-    layouts: Mapping[str, Callable[..., Any]]
-    options: Mapping[str, tuple[Any, ...]]
-    rank_options: Mapping[str, tuple[Any, ...]]
-    dtypes: tuple[str, ...]
-    reduction: tuple[str, ...] | None
-    roundings: int
-    cost: Callable[[CaseSpec], Cost] | None
-    engines: tuple[str, ...]
-    replicas: str
-    random: bool
-    file: str
-    line: int
+class Scheme(Declared):
+    """A declared scheme. Calling it calls the function; what else it can do is loaded when asked for."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.fn(*args, **kwargs)
 
-    @property
-    def key(self) -> str:
-        """`module:name`, what a CaseSpec calls it by."""
-        return f"{self.fn.__module__}:{self.name}"
-
-    def program(self, **given: Any) -> Program:
-        """The half that travels to the ranks."""
-        return Program(
-            self.name,
-            travel.bare(self.fn),
-            tuple(self.mesh),
-            self.inputs,
-            self.outputs,
-            self.output_form,
-            self.draws,
-            self.layouts,
-            self.random,
-            **given,
-        )
-
     def case(self, *, seed: int = 0, engine: str = "lockstep", dtype: str | None = None, **given: Any) -> CaseSpec:
         """One CaseSpec: mesh axes, dims and options by name; what is not given is drawn from the seed."""
-        from parity_tests.harness.drawing import draw_case, seeded_chooser
+        from parity_tests.harness.drawing import one_case
 
-        return draw_case(self, seeded_chooser(seed), given, dtype=dtype, engine=engine, seed=seed)
+        return one_case(self, seed=seed, engine=engine, dtype=dtype, **given)
 
     def verify(
         self,
@@ -125,9 +70,6 @@ class Scheme:
     def __repr__(self) -> str:
         specs = ", ".join(f"{arg.name} '{arg.spec}'" for arg in self.inputs)
         return f"<scheme {self.name}: {specs} -> {', '.join(repr(str(a.spec)) for a in self.outputs)}>"
-
-
-TABLE: dict[str, Scheme] = {}
 
 
 def scheme(
@@ -208,45 +150,7 @@ def scheme(
             file=fn.__code__.co_filename,
             line=fn.__code__.co_firstlineno,
         )
-        _enter(made, say)
+        table.enter(made, say)
         return made
 
     return declare
-
-
-def _enter(made: Scheme, say: Callable[[str], ValueError]) -> None:
-    """Put a scheme in the table; the same file, or a notebook cell run again, replaces its own entry."""
-    old = TABLE.get(made.key)
-    if old is not None and not _is_cell(old.file):
-        if old.file != made.file:
-            raise say(f"is already declared in {old.file}:{old.line}")
-        if old.line != made.line and _is_defined_twice(made):
-            raise say(f"is defined in line {old.line} and again in line {made.line}; give one another name")
-    TABLE[made.key] = made
-
-
-def _is_defined_twice(made: Scheme) -> bool:
-    """Whether its file has two functions of that name; one that moved since the last import is not meant."""
-    linecache.checkcache(made.file)
-    starts = f"def {made.name}("
-    return sum(line.startswith(starts) for line in linecache.getlines(made.file)) > 1
-
-
-def _is_cell(file: str) -> bool:
-    return file.startswith("<") or "ipykernel" in file
-
-
-def lookup(key: str) -> Scheme:
-    """The scheme of a CaseSpec, importing its module if need be."""
-    if key not in TABLE:
-        import importlib
-
-        importlib.import_module(key.partition(":")[0])
-    return TABLE[key]
-
-
-def as_array(value: Any) -> np.ndarray:
-    """A NumPy array from NumPy, torch or JAX."""
-    if hasattr(value, "detach"):
-        value = value.detach().double() if value.is_floating_point() else value.detach()
-    return np.asarray(value)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from hypothesis import settings
 from rich.console import Console
@@ -15,47 +13,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from parity_tests.harness import bridge, discover, menu, strategy, summary
 from parity_tests.harness.case import DTYPES
-from parity_tests.harness.cli import EQUAL, FAILED, MISMATCH, NOTHING, write_text
+from parity_tests.harness.declared import Declared
 from parity_tests.harness.engines.failure import NotRun
-from parity_tests.harness.engines.run import ENGINES
-from parity_tests.harness.report import PLAIN_WIDTH, Report
-from parity_tests.harness.scheme import Scheme
+from parity_tests.harness.engines.ranks import ENGINES
+from parity_tests.harness.outcome import Outcome, Wanted
+from parity_tests.harness.report import PLAIN_WIDTH
+from parity_tests.harness.status import EQUAL
 from parity_tests.harness.verify import verify as verify_scheme
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What the command line asked for."""
-
-    engine: str = "lockstep"
-    examples: int | None = None
-    profile: str = "dev"
-    seed: int = 0
-    names: Mapping[str, Any] = field(default_factory=dict)
-    dtype: str | None = None
-    fail_fast: bool = False
-    jax_cache: str | None = None
-    json: str | None = None
-    junit: str | None = None
-    quiet: bool = False
-    verbose: bool = False
-
-
-@dataclass
-class Outcome:
-    """Reports by scheme, and the schemes that were not run with the reason."""
-
-    reports: list[Report] = field(default_factory=list)
-    not_run: dict[str, str] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def status(self) -> int:
-        if any(report.failure is not None for report in self.reports):
-            return FAILED
-        if any(not report.ok for report in self.reports):
-            return MISMATCH
-        return EQUAL if self.reports else NOTHING
 
 
 def verify(targets: list[str], wanted: Wanted) -> int:
@@ -70,7 +34,7 @@ def verify(targets: list[str], wanted: Wanted) -> int:
     console = Console(width=None if Console().is_terminal else PLAIN_WIDTH)
     summary.show(console, outcome, wanted)
     if wanted.json:
-        write_text(wanted.json, summary.as_json(outcome))
+        _write_text(wanted.json, summary.as_json(outcome))
     if wanted.junit:
         Path(wanted.junit).write_text(summary.as_junit(outcome))
     if wanted.engine == "torchrun":
@@ -80,7 +44,7 @@ def verify(targets: list[str], wanted: Wanted) -> int:
     return outcome.status
 
 
-def run(schemes: list[Scheme], wanted: Wanted) -> Outcome:
+def run(schemes: list[Declared], wanted: Wanted) -> Outcome:
     """Verify schemes in turn with a progress bar on standard error."""
     bridge.start(wanted.jax_cache)
     outcome = Outcome()
@@ -112,7 +76,7 @@ def _profile(name: str) -> Iterator[None]:
         settings.load_profile(before)
 
 
-def _one(made: Scheme, wanted: Wanted, outcome: Outcome) -> None:
+def _one(made: Declared, wanted: Wanted, outcome: Outcome) -> None:
     start = time.perf_counter()
     try:
         report = verify_scheme(
@@ -139,7 +103,7 @@ def _fixed_world(engine: str) -> int | None:
     return launch.world_size()
 
 
-def _not_applicable(made: Scheme, wanted: Wanted) -> str | None:
+def _not_applicable(made: Declared, wanted: Wanted) -> str | None:
     """Why a scheme is left out of a run of several: it lacks a name that was given, or the engine."""
     known = {*made.mesh, *menu.free_dims(made), *made.dims, *made.options, *made.rank_options}
     foreign = [name for name in wanted.names if name not in known]
@@ -170,3 +134,11 @@ def progress_bar(quiet: bool = False) -> Progress:
     columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}"))
     stderr = Console(stderr=True)
     return Progress(*columns, console=stderr, transient=True, disable=quiet or not stderr.is_terminal)
+
+
+def _write_text(path: str, text: str) -> None:
+    """To a file, or to standard output for `-`."""
+    if path == "-":
+        print(text)
+    else:
+        Path(path).write_text(text)

@@ -12,12 +12,12 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 
 from parity_tests.harness import discover, session
-from parity_tests.harness.scheme import Scheme
+from parity_tests.harness.declared import Declared
 
 MOST = 4  # processes; each holds torch and JAX
 
 
-def verified(schemes: Sequence[Scheme], examples: int) -> session.Outcome:
+def verified(schemes: Sequence[Declared], examples: int) -> session.Outcome:
     """The outcome of all schemes in the order given, with a progress bar on standard error."""
     count = max(min(MOST, os.cpu_count() or 1, len(schemes)), 1)
     found: dict[str, session.Outcome] = {}

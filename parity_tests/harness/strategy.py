@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
 from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.declared import Declared
 from parity_tests.harness.drawing import draw_case
-
-if TYPE_CHECKING:
-    from parity_tests.harness.scheme import Scheme
 
 EXAMPLES = {"quick": 8, "dev": 20, "ci": 60, "nightly": 2000}
 SHAPES = {"quick": 1, "dev": 8, "ci": 12, "nightly": 48}
@@ -34,7 +32,7 @@ def profile() -> str:
 
 
 def every_case(
-    scheme: Scheme,
+    scheme: Declared,
     *,
     engine: str = "lockstep",
     dtype: str | None = None,

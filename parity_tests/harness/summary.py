@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 from rich.console import Console
 from rich.table import Table
 
 from parity_tests.harness.compare import TensorRow
+from parity_tests.harness.outcome import Outcome, Wanted
 from parity_tests.harness.report import Report
-
-if TYPE_CHECKING:
-    from parity_tests.harness.session import Outcome, Wanted
 
 SLOWEST = 5
 

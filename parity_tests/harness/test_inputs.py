@@ -9,10 +9,10 @@ import torch
 from jax_ref.layouts import BUILTIN
 from parity_tests import values
 from parity_tests.harness import inputs
+from parity_tests.harness.argument import Argument
 from parity_tests.harness.case import DTYPES, CaseSpec
 from parity_tests.harness.compare import stitch
 from parity_tests.harness.oracle import feed
-from parity_tests.harness.program import Argument
 from parity_tests.harness.spec import parse
 
 MESH = {"dp": 2, "cp": 2, "tp": 3}

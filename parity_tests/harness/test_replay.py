@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from parity_tests import check, scheme, values
-from parity_tests.harness import cli, listing
+from parity_tests.harness import listing
 from parity_tests.harness.discover import UnusableTarget, schemes_of_file
 from parity_tests.harness.replay import write_replay
 from parity_tests.harness.report import ValueMismatch
-from parity_tests.harness.scheme import TABLE
+from parity_tests.harness.status import MISMATCH, guarded
+from parity_tests.harness.table import TABLE
 
 SOURCE = """
 from parity_tests import scheme, values
@@ -41,7 +42,7 @@ def forget(made):
 
 
 def status_of(file, engine=None, repeat=1):
-    return cli.guarded(lambda: listing.replay_file(str(file), engine, repeat))
+    return guarded(lambda: listing.replay_file(str(file), engine, repeat))
 
 
 def rows(text):
@@ -94,7 +95,7 @@ def test_a_function_of_a_notebook_travels_in_a_pickle(file):
     assert pickle.is_file()
     text = Path(report.replay).read_text()
     assert f"it lies beside this file as {pickle.name}. A pickle runs code when it is read:" in text
-    assert listing.replay_file(report.replay, None, 1) == cli.MISMATCH
+    assert listing.replay_file(report.replay, None, 1) == MISMATCH
     if file.startswith("<"):
         status, said, complaint = alone(report.replay, "--engine", "gloo")
         assert (status, complaint) == (1, "")

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from parity_tests import integers, mask, offsets, scheme, token_below
-from parity_tests.harness.scheme import TABLE, lookup
+from parity_tests.harness.table import TABLE, lookup
 
 
 def logprob(logits, target):

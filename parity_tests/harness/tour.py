@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from parity_tests.harness import discover, real_text, several, summary, tour_figure
-from parity_tests.harness.cli import EQUAL, MISMATCH
 from parity_tests.harness.judge import judge
+from parity_tests.harness.status import EQUAL, MISMATCH
 
 READER = "vocab_parallel_logprob"  # the scheme that reads the text
 READERS_TP = (1, 2, 4)

@@ -15,22 +15,23 @@ from hypothesis import seed as hypothesis_seed
 from parity_tests.harness import menu, oracle
 from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.clues.precision import STORED
+from parity_tests.harness.declared import Declared
 from parity_tests.harness.drawing import draw_case, seeded_chooser
 from parity_tests.harness.engines.failure import Stalled
-from parity_tests.harness.engines.run import ENGINES
+from parity_tests.harness.engines.ranks import ENGINES
 from parity_tests.harness.evidence import THIN
 from parity_tests.harness.judge import judge
 from parity_tests.harness.replay import write_replay
 from parity_tests.harness.report import Report, merged, sizes
-from parity_tests.harness.scheme import Scheme, lookup
 from parity_tests.harness.strategy import EXAMPLES, every_case, profile
+from parity_tests.harness.table import lookup
 
 Progress = Callable[[int, int], None]
 PROBES = 12  # cases drawn to explain a failure whose smallest case shows no pattern
 
 
 def verify(
-    scheme: Scheme,
+    scheme: Declared,
     engine: str = "lockstep",
     examples: int | None = None,
     seed: int = 0,
@@ -67,7 +68,7 @@ def verify(
     return replace(report, replay=_written(scheme, report, replay_folder))
 
 
-def _each_dtype(scheme: Scheme, case: CaseSpec, dtypes: Sequence[str]) -> list[Report]:
+def _each_dtype(scheme: Declared, case: CaseSpec, dtypes: Sequence[str]) -> list[Report]:
     """One case in each dtype until one fails: a mistake in one alone is common, such as a sum kept in bfloat16."""
     reports: list[Report] = []
     for name in dtypes:
@@ -77,7 +78,7 @@ def _each_dtype(scheme: Scheme, case: CaseSpec, dtypes: Sequence[str]) -> list[R
 
 
 def _search(
-    scheme: Scheme,
+    scheme: Declared,
     names: Mapping[str, Any],
     how: Mapping[str, Any],
     seed: int,
@@ -125,7 +126,7 @@ def _search(
 
 
 def _larger_failures(
-    scheme: Scheme, smallest: Report, names: Mapping[str, Any], how: Mapping[str, Any]
+    scheme: Declared, smallest: Report, names: Mapping[str, Any], how: Mapping[str, Any]
 ) -> list[Report]:
     """Failing reports of some drawn cases with plain values, which have more to show than the smallest."""
     found = []
@@ -177,7 +178,7 @@ def check(case: CaseSpec) -> Report:
     return report
 
 
-def _written(scheme: Scheme, report: Report, folder: str, replaces: str | None = None) -> str | None:
+def _written(scheme: Declared, report: Report, folder: str, replaces: str | None = None) -> str | None:
     """The replay file's path; None where the folder takes none, since the verdict matters more."""
     try:
         return write_replay(scheme, report, folder, replaces)

@@ -10,13 +10,13 @@ import numpy as np
 from parity_tests.harness import inputs
 from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.compare import stitch
+from parity_tests.harness.declared import Declared
 from parity_tests.harness.drawing import draw_case, seeded_chooser
 from parity_tests.harness.engines.run import run
-from parity_tests.harness.scheme import Scheme, as_array
 
 
 def run_whole(
-    scheme: Scheme, arrays: tuple[Any, ...], engine: str, grad: Any, mesh_and_options: Mapping[str, Any]
+    scheme: Declared, arrays: tuple[Any, ...], engine: str, grad: Any, mesh_and_options: Mapping[str, Any]
 ) -> Any:
     """See Scheme.run."""
     whole, dtype = _given_arrays(scheme, arrays)
@@ -39,7 +39,7 @@ def run_whole(
     }
 
 
-def _gradient(scheme: Scheme, arg: Any, results: Any, case: CaseSpec) -> np.ndarray:
+def _gradient(scheme: Declared, arg: Any, results: Any, case: CaseSpec) -> np.ndarray:
     pieces = []
     for at, result in zip(inputs.coordinates(case.mesh), results, strict=True):
         piece = result.gradients[arg.name]
@@ -47,7 +47,7 @@ def _gradient(scheme: Scheme, arg: Any, results: Any, case: CaseSpec) -> np.ndar
     return stitch(arg, pieces, case, scheme.layouts, "gradient").copies[0]
 
 
-def _given_arrays(scheme: Scheme, arrays: tuple[Any, ...]) -> tuple[dict[str, np.ndarray], str]:
+def _given_arrays(scheme: Declared, arrays: tuple[Any, ...]) -> tuple[dict[str, np.ndarray], str]:
     heads = list(dict.fromkeys(arg.name.partition(".")[0] for arg in scheme.inputs))
     if len(arrays) != len(heads):
         raise ValueError(f"scheme '{scheme.name}': takes ({', '.join(heads)}), got {len(arrays)} arrays")
@@ -63,25 +63,27 @@ def _given_arrays(scheme: Scheme, arrays: tuple[Any, ...]) -> tuple[dict[str, np
         if not arg.is_integer:
             name = str(getattr(value, "dtype", "float64")).removeprefix("torch.")
             dtype = name if name in ("float64", "float32", "bfloat16", "float16") else "float64"
-        found[arg.name] = as_array(value) if arg.is_integer else np.asarray(as_array(value), dtype=np.float64)
+        found[arg.name] = _as_array(value) if arg.is_integer else np.asarray(_as_array(value), dtype=np.float64)
     return found, dtype
 
 
-def _given_cotangents(scheme: Scheme, grad: Any, case: CaseSpec) -> dict[str, np.ndarray]:
+def _given_cotangents(scheme: Declared, grad: Any, case: CaseSpec) -> dict[str, np.ndarray]:
     given = grad if isinstance(grad, tuple | list) else (grad,)
     wanted = [arg for arg in scheme.outputs if arg.differentiable]
     if len(given) != len(wanted):
         raise ValueError(f"scheme '{scheme.name}': grad has {len(given)} cotangents for {len(wanted)} outputs")
     found = {}
     for arg, value in zip(wanted, given, strict=True):
-        found[arg.name] = np.asarray(as_array(value), dtype=np.float64)
+        found[arg.name] = np.asarray(_as_array(value), dtype=np.float64)
         if found[arg.name].shape != arg.shape(case):
             shapes = f"{found[arg.name].shape}, '{arg.spec}' says {arg.shape(case)}"
             raise ValueError(f"scheme '{scheme.name}': grad of '{arg.name}' is {shapes}")
     return found
 
 
-def _given_lengths(scheme: Scheme, whole: Mapping[str, np.ndarray], case: CaseSpec) -> dict[str, dict[str, list[int]]]:
+def _given_lengths(
+    scheme: Declared, whole: Mapping[str, np.ndarray], case: CaseSpec
+) -> dict[str, dict[str, list[int]]]:
     """Lengths of the packed sequences that were given; where only true or only padded ones were, these are both."""
     found: dict[str, dict[str, list[int]]] = {dim: dict(drawn) for dim, drawn in case.lengths.items()}
     for dim, record in found.items():
@@ -98,7 +100,7 @@ def _given_lengths(scheme: Scheme, whole: Mapping[str, np.ndarray], case: CaseSp
     return found
 
 
-def _given_dims(scheme: Scheme, whole: Mapping[str, np.ndarray]) -> dict[str, int]:
+def _given_dims(scheme: Declared, whole: Mapping[str, np.ndarray]) -> dict[str, int]:
     dims: dict[str, int] = {}
     for arg in scheme.inputs:
         shape = whole[arg.name].shape
@@ -109,3 +111,10 @@ def _given_dims(scheme: Scheme, whole: Mapping[str, np.ndarray]) -> dict[str, in
                 raise ValueError(f"scheme '{scheme.name}': {dim.name} is {dims[dim.name]} and {size} ('{arg.name}')")
     dims.pop("1", None)
     return dims
+
+
+def _as_array(value: Any) -> np.ndarray:
+    """A NumPy array from NumPy, torch or JAX."""
+    if hasattr(value, "detach"):
+        value = value.detach().double() if value.is_floating_point() else value.detach()
+    return np.asarray(value)

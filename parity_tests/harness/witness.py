@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,17 +10,15 @@ import torch
 from parity_tests.harness import inputs
 from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.compare import COARSER, TensorRow
+from parity_tests.harness.declared import Declared
 from parity_tests.harness.engines.ledger import Ledger
 from parity_tests.harness.evidence import Evidence, Placed
 from parity_tests.harness.marks import id_marks
 from parity_tests.harness.program import Program
 
-if TYPE_CHECKING:
-    from parity_tests.harness.scheme import Scheme
-
 
 def evidence(
-    scheme: Scheme,
+    scheme: Declared,
     program: Program,
     case: CaseSpec,
     row: TensorRow,
@@ -66,7 +63,7 @@ def _over_all(case: CaseSpec, ledger: Ledger) -> str | None:
     return next((f"{r.op} at {r.source}" for r in ledger.rows if r.group == everyone), None)
 
 
-def _placed(scheme: Scheme, case: CaseSpec, row: TensorRow) -> tuple[Placed, ...]:
+def _placed(scheme: Declared, case: CaseSpec, row: TensorRow) -> tuple[Placed, ...]:
     """The cuts of dims that are cut once: of a second cut, the positions are not a layout of the whole dim."""
     found = []
     for index, dim in enumerate(row.argument.spec.dims):

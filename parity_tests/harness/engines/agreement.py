@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.engines.run import Ranks, run
+from parity_tests.harness.engines.ranks import Ranks
+from parity_tests.harness.engines.run import run
 
 Pairs = Iterator[tuple[Any, Any]]
 Body = Callable[[Any, CaseSpec], Pairs]

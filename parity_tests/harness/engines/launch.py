@@ -32,7 +32,7 @@ from parity_tests.harness.engines.channel import place
 from parity_tests.harness.engines.failure import NotRun, RankFailure
 from parity_tests.harness.engines.ledger import Ledger
 from parity_tests.harness.engines.member import Follower, Leader
-from parity_tests.harness.engines.run import Ranks
+from parity_tests.harness.engines.ranks import Ranks
 from parity_tests.harness.engines.verdict import verdict
 from parity_tests.harness.travel import dumps
 

@@ -31,7 +31,7 @@ from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.engines import group, world
 from parity_tests.harness.engines.baton import Baton, Halt
 from parity_tests.harness.engines.ledger import is_plumbing
-from parity_tests.harness.engines.run import Ranks
+from parity_tests.harness.engines.ranks import Ranks
 from parity_tests.harness.engines.traffic import Traffic
 from torch_impl.collectives.mesh import MeshView
 

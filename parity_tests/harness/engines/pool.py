@@ -26,7 +26,7 @@ from parity_tests.harness.engines.board import Board
 from parity_tests.harness.engines.failure import NotRun
 from parity_tests.harness.engines.forks import ForkServer
 from parity_tests.harness.engines.ledger import Ledger
-from parity_tests.harness.engines.run import Ranks
+from parity_tests.harness.engines.ranks import Ranks
 from parity_tests.harness.engines.verdict import verdict
 from parity_tests.harness.engines.watch import Seat, Watch
 from parity_tests.harness.travel import dumps

@@ -3,24 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.engines.ledger import Ledger
-
-ENGINES = ("lockstep", "gloo", "nccl", "torchrun")
-LARGEST_WORLD = 64
-LOCKSTEP_QUIET_S, PROCESS_QUIET_S = 30.0, 10.0
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """What each rank returned, every collective it issued, and the seconds between start and last result."""
-
-    results: tuple[Any, ...]
-    ledger: Ledger
-    seconds: float
+from parity_tests.harness.engines.ranks import ENGINES, LARGEST_WORLD, LOCKSTEP_QUIET_S, PROCESS_QUIET_S, Ranks
 
 
 def run(

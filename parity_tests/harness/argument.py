@@ -1,0 +1,25 @@
+"""Argument: one tensor of a scheme, by name and spec."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.spec import Spec
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One tensor of a scheme: an input by its path (`params.weight`), or an output."""
+
+    name: str
+    spec: Spec
+    is_integer: bool = False
+    nograd: bool = False
+
+    @property
+    def differentiable(self) -> bool:
+        return not (self.is_integer or self.nograd)
+
+    def shape(self, case: CaseSpec) -> tuple[int, ...]:
+        return tuple(1 if dim.name == "1" else case.dims[dim.name] for dim in self.spec.dims)
