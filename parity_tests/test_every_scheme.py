@@ -1,4 +1,4 @@
-"""Every built-in scheme inside a sub-group: whoever speaks to the default group there is found."""
+"""Every built-in scheme where its own tests need not look: inside a sub-group, and on processes that really send."""
 
 import pytest
 
@@ -12,3 +12,9 @@ def test_a_scheme_knows_no_world_but_its_mesh(key):
     report = SCHEMES[key].verify(examples=3, inside_subgroup=True)
     assert report.ok, str(report)
     assert all(mesh.startswith("spare=2,") for mesh in report.meshes)
+
+
+@pytest.mark.parametrize("key", SCHEMES)
+def test_a_scheme_on_gloo(key):
+    report = SCHEMES[key].verify(engine="gloo", examples=4)
+    assert report.ok, str(report)
