@@ -23,7 +23,7 @@ def all_gather(
     out: Literal["R", "I"],
     dim: int = 0,
     lengths: Sequence[int] | None = None,
-) -> Shaped[Tensor, "*a"]:
+) -> Shaped[Tensor, "*b"]:
     """The pieces of all ranks, joined along `dim` in rank order.
 
         x  "a/axis ..."   ->   "a ... axis=R"  or  "a ... axis=I"

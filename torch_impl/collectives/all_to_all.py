@@ -31,7 +31,7 @@ def all_to_all(
     concat_dim: int,
     split_lengths: Sequence[int] | None = None,
     concat_lengths: Sequence[int] | None = None,
-) -> Shaped[Tensor, "*a"]:
+) -> Shaped[Tensor, "*b"]:
     """Cut x along `split_dim`, send piece j to rank j, join what arrives along `concat_dim` in rank order.
 
         x  "a/axis b ..."   ->   "a b/axis ..."        for split_dim=1, concat_dim=0

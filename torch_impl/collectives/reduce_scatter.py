@@ -18,7 +18,7 @@ from torch_impl.collectives.plain import gathered, scattered_sum
 # reduce_scatter: P -> V
 def reduce_scatter(
     x: Shaped[Tensor, "*a"], group: ProcessGroup, *, dim: int = 0, lengths: Sequence[int] | None = None
-) -> Shaped[Tensor, "*a"]:
+) -> Shaped[Tensor, "*b"]:
     """Sum over the ranks of a group, cut along `dim` in rank order.
 
         x  "a ... axis=P"   ->   "a/axis ..."

@@ -34,7 +34,7 @@ def room_for(rest: Float[Tensor, " n"], top_p: float) -> Float[Tensor, " n"]:
     return top_p * rest - (1.0 - top_p)
 
 
-def weight_of(z: Float[Tensor, " n"], largest: Float[Tensor, " n"], temperature: float) -> Float[Tensor, " n"]:
+def weight_of(z: Float[Tensor, "..."], largest: Float[Tensor, "..."], temperature: float) -> Float[Tensor, "..."]:
     """exp((z - m) / temperature)."""
     return below(z, largest, temperature).exp()
 
