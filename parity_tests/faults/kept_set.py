@@ -127,7 +127,7 @@ SELECTION = (
         name="statistics of all logits for the survivors'",
         kind="statistic",
         file=SELECTED,
-        old="left = block if kth is None else block.masked_fill(block < kth[part].unsqueeze(-1), -math.inf)",
+        old="left = block.masked_fill(block < kth[part].unsqueeze(-1), -math.inf)",
         new="left = block",
         expect="value: ",
     ),

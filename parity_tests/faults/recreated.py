@@ -126,7 +126,7 @@ TRAIN_VERIFY = (
         name="backward scaled otherwise than forward",
         kind="scale",
         file=JOINT,
-        old="out.copy_(gradient if temperature == 1.0 else gradient / temperature)",
+        old="out.copy_(gradient if temperature == 1.0 else gradient.div_(temperature))",
         new="out.copy_(gradient if temperature == 1.0 else gradient / temperature**2)",
         expect="gradient: off by the constant factor",
     ),

@@ -19,8 +19,8 @@ OF_TOPK = (
         name="of equal logits the highest ids",
         kind="order",
         file=TOPK,
-        old="score = torch.arange(width, 0, -1, dtype=torch.int32, device=z.device)",
-        new="score = torch.arange(1, width + 1, dtype=torch.int32, device=z.device)",
+        old="torch.arange(width, 0, -1, dtype=torch.int32, device=z.device)",
+        new="torch.arange(1, width + 1, dtype=torch.int32, device=z.device)",
         expect="value: ",
     ),
     Fault(
@@ -67,8 +67,8 @@ OF_TOPK = (
         name="the k-th largest left out",
         kind="border",
         file=TOPK,
-        old="score = torch.where(z > least, score + width, torch.where(z == least, score, 0))",
-        new="score = torch.where(z > least, score + width, torch.where(z < least, score, 0))",
+        old="score = torch.where(z >= least,",
+        new="score = torch.where(z != least,",
         expect="value: ",
     ),
     Fault(

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from torch_impl.vocab_parallel.rows import block_rows, row_blocks
 
-# An entry takes 8 bytes and its logit; so many entries keep all lists within a tenth of the logits.
-SHORT, SHARE = 64, 64
-# Entries that are looked at together.
-JOINED = 1 << 16
+# An entry takes 8 bytes and its logit; so many entries keep all lists within a twentieth of the logits.
+SHORT, SHARE = 64, 128
+# Entries that are looked at together, and rows: each entry takes a few integers more then, each row 256 sums.
+JOINED, JOINED_ROWS = 1 << 14, 256
 # A list of all columns of a block takes several times the block's memory.
 FINER = 8
 
@@ -47,16 +47,20 @@ class Candidates:
         A list kept from an earlier round has columns outside the bounds too: whoever reads it selects. Slices may
         overlap, but no entry comes twice.
         """
-        short, long = [], []
+        long, joined, group, entries = [], [], [], 0
         for part, block in self._blocks:
             found = _found(block, low[part], high[part])
             if len(found.rows) > SHORT + block.numel() // SHARE:
                 long.append((part, block))
                 yield part, found
-            else:
-                short.append((part, found))
+                continue
+            entries += len(found.rows)
+            if group and (entries > JOINED or part.stop - group[0][0].start > JOINED_ROWS):
+                joined.append(_joined(group))
+                group, entries = [], len(found.rows)
+            group.append((part, found))
         self._blocks = long
-        self._lists += _joined(short)
+        self._lists += [*joined, _joined(group)] if group else joined
         yield from self._lists
 
 
@@ -72,23 +76,12 @@ def counted(flags: Bool[Tensor, " m"], rows: Int[Tensor, " m"], n: int) -> Int[T
     return torch.zeros(n, dtype=torch.int64, device=flags.device).index_add_(0, rows, flags.long())
 
 
-def _joined(lists: list[tuple[slice, Found]]) -> list[tuple[slice, Found]]:
-    """Lists in order of their rows as few longer ones: each costs many small operations, however short it is."""
-    groups: list[list[tuple[slice, Found]]] = []
-    total = 0
-    for part, found in lists:
-        if not groups or total + len(found.rows) > JOINED:
-            groups.append([])
-            total = 0
-        groups[-1].append((part, found))
-        total += len(found.rows)
-    joined = []
-    for group in groups:
-        start = group[0][0].start
-        rows = torch.cat([found.rows + (part.start - start) for part, found in group])
-        columns, logits = (torch.cat([found[i] for _, found in group]) for i in (1, 2))
-        joined.append((slice(start, group[-1][0].stop), Found(rows, columns, logits)))
-    return joined
+def _joined(group: list[tuple[slice, Found]]) -> tuple[slice, Found]:
+    """Lists in order of their rows as one: each costs many small operations, however short it is."""
+    start = group[0][0].start
+    rows = torch.cat([found.rows + (part.start - start) for part, found in group])
+    columns, logits = (torch.cat([found[i] for _, found in group]) for i in (1, 2))
+    return slice(start, group[-1][0].stop), Found(rows, columns, logits)
 
 
 def _found(block: Float[Tensor, "n v"], low: Float[Tensor, " n"], high: Float[Tensor, " n"]) -> Found:

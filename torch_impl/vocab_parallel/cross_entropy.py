@@ -67,17 +67,24 @@ class DistributedCrossEntropy(torch.autograd.Function):
         per_row = [x.reshape(-1, 1) for x in (*per_row, *grad_outputs)]
         for part, (student_block, target_block) in rows_together((student, target), block_rows(student, None)):
             m_q, log_total_q, m_p, log_total_p, g = (x[part] for x in per_row)
-            log_q = st.below(student_block.to(g.dtype), m_q, 1.0) - log_total_q
-            log_p = st.below(target_block.to(g.dtype), m_p, 1.0) - log_total_p
-            gradient[part] = (_difference(log_q, log_p) * g).to(student.dtype)
+            log_q = st.below(_no_narrower(student_block, g.dtype), m_q, 1.0).sub_(log_total_q)
+            log_p = st.below(_no_narrower(target_block, g.dtype), m_p, 1.0).sub_(log_total_p)
+            gradient[part] = _difference(log_q, log_p).mul_(g)
         return gradient.view(student.shape), None, None, None
 
 
 def _difference(log_q: Float[Tensor, "n v"], log_p: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]:
-    """q - p = +-max(q, p) (1 - exp(-|log q - log p|)), which keeps its digits where both are all but 1."""
+    """q - p = +-max(q, p) (1 - exp(-|log q - log p|)), which keeps its digits where both are all but 1; in place."""
     log_q, log_p = st.without_minus_infinity(log_q), st.without_minus_infinity(log_p)
     gap = log_q - log_p
-    return torch.copysign(torch.maximum(log_q, log_p).exp() * -torch.expm1(-gap.abs()), gap)
+    larger = torch.maximum(log_q, log_p, out=log_q).exp_()
+    share = torch.abs(gap, out=log_p).neg_().expm1_().neg_()
+    return larger.mul_(share).copysign_(gap)
+
+
+def _no_narrower(block: Tensor, dtype: torch.dtype) -> Tensor:
+    """A block whose sums run in `dtype`: a copy only where its own would be narrower."""
+    return block if accumulator(block.dtype) == dtype else block.to(dtype)
 
 
 def _local_statistics(student: Float[Tensor, "*a v"], target: Float[Tensor, "*a v"]) -> Float[Tensor, "f n"]:
@@ -86,7 +93,7 @@ def _local_statistics(student: Float[Tensor, "*a v"], target: Float[Tensor, "*a 
     statistics = torch.empty(5, student.shape[:-1].numel(), dtype=dtype, device=student.device)
     local = chosen(st.local_statistics, Plan(FUNCTION, None), student)
     for part, blocks in rows_together((student, target), block_rows(student, None)):
-        q_block, p_block = (block.to(dtype) for block in blocks)
+        q_block, p_block = (_no_narrower(block, dtype) for block in blocks)
         q, p = (local(block, None, 1.0, False) for block in (q_block, p_block))
         x_r = st.local_cross_depth(q_block, p_block, q[0], p[0], p[1])
         statistics[:, part] = torch.cat([q, p, x_r.unsqueeze(0)])

@@ -134,30 +134,37 @@ def write_gradient(
     if block.shape[-1] == 0:
         return
     depths = st.below(block, largest.unsqueeze(-1), temperature)
-    log_p = depths - log_total.unsqueeze(-1)
-    p = log_p.exp()
-    gradient = torch.zeros_like(p)
-    if asked is not None:
-        if normalised:
-            gradient = p * -asked.total.unsqueeze(-1)
-        _at_ids(gradient, log_p, asked, normalised)
+    log_p = (depths if g_entropy is None else depths.clone()).sub_(log_total.unsqueeze(-1))
+    term = None if asked is None else _terms_at_ids(log_p, asked, normalised)
+    p = log_p.exp_()
+    slope = None
     if g_entropy is not None and depth is not None:
-        slope = p * (st.without_minus_infinity(depths) - depth.unsqueeze(-1))
+        slope = st.without_minus_infinity(depths).sub_(depth.unsqueeze(-1)).mul_(p)
+    gradient = p.zero_() if asked is None or not normalised else p.mul_(-asked.total.unsqueeze(-1))
+    if asked is not None and term is not None:
+        _put_at_ids(gradient, term, asked)
+    if slope is not None and g_entropy is not None:
+        g = g_entropy.unsqueeze(-1)
         # Selected too: an entropy that nobody uses, as at a dropped position, has no slope, be its row NaN.
-        gradient += torch.where(g_entropy.unsqueeze(-1) == 0, 0.0, slope * g_entropy.unsqueeze(-1))
-    out.copy_(gradient if temperature == 1.0 else gradient / temperature)
+        gradient += slope.mul_(g).masked_fill_(g == 0, 0.0)
+    out.copy_(gradient if temperature == 1.0 else gradient.div_(temperature))
 
 
-def _at_ids(gradient: Float[Tensor, "n v"], log_p: Float[Tensor, "n v"], asked: Asked, normalised: bool) -> None:
-    """Put own (1 - p) - p others at the ids that this rank owns, and 0 in the rows of which nobody's are asked."""
-    here = asked.column.clamp_min(0).long()
+def _terms_at_ids(log_p: Float[Tensor, "n v"], asked: Asked, normalised: bool) -> Float[Tensor, "n k"]:
+    """own (1 - p) - p others at each id."""
     term = asked.own
     if normalised:
-        log_p_here = log_p.gather(-1, here)
+        log_p_here = log_p.gather(-1, asked.column.clamp_min(0).long())
         # -expm1(log p), not 1 - p: where p = 1 - tiny the difference is all there is
         term = -torch.expm1(log_p_here) * asked.own
         if asked.others is not None:
             term = term - log_p_here.exp() * asked.others
+    return term
+
+
+def _put_at_ids(gradient: Float[Tensor, "n v"], term: Float[Tensor, "n k"], asked: Asked) -> None:
+    """Put the terms at the ids that this rank owns, and 0 in the rows of which nobody's are asked."""
+    here = asked.column.clamp_min(0).long()
     kept = torch.where(asked.column >= 0, term, gradient.gather(-1, here))
     gradient.scatter_(-1, here, kept)
     nobodys = (asked.column == st.NOBODYS).all(-1, keepdim=True)

@@ -18,9 +18,11 @@ from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import accumulator
 from torch_impl.vocab_parallel.candidates import Candidates, Found
+from torch_impl.vocab_parallel.rows import row_blocks
 
 BITS = 8
 BINS = 1 << BITS
+ROWS = 256  # rows whose bins are added up at a time
 INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # Weight of each entry of a row block; the slice says which rows the block is.
@@ -59,11 +61,8 @@ def last_kept(
         bins = _bins(candidates, lowest, highest, base, shift, weigh)
         if group is not None:
             dist.all_reduce(bins, group=group)
-        before = above.unsqueeze(-1) + _above_each(bins)
-        goes_on = (bins > 0) & (before < room.unsqueeze(-1))
-        digit = goes_on.to(torch.uint8).argmax(-1, keepdim=True)  # the first of the largest: the lowest bin
-        above = before.gather(-1, digit).squeeze(-1)
-        prefix = base + digit.squeeze(-1)
+        digit, above = _lowest_with_room(bins, above, room)
+        prefix = base + digit
         lowest, highest = _bounds(prefix, shift, dtype, low)
     return float_of(prefix, dtype).to(above.dtype), above
 
@@ -87,6 +86,19 @@ def _bins(
         sums = torch.zeros(bins[part].numel(), dtype=torch.float64, device=bins.device)
         bins[part] += sums.index_add_(0, place, weight.double()).view(-1, BINS)
     return bins
+
+
+def _lowest_with_room(
+    bins: Float[Tensor, "n bins"], above: Float[Tensor, " n"], room: Float[Tensor, " n"]
+) -> tuple[Int[Tensor, " n"], Float[Tensor, " n"]]:
+    """(bin, weight above it): the lowest bin of some weight that has less than `room` above it; some rows at a time."""
+    lowest, weight = torch.empty(len(above), dtype=torch.int64, device=above.device), torch.empty_like(above)
+    for part, rows in row_blocks(bins, ROWS):
+        before = above[part].unsqueeze(-1) + _above_each(rows)
+        goes_on = (rows > 0) & (before < room[part].unsqueeze(-1))
+        digit = goes_on.to(torch.uint8).argmax(-1, keepdim=True)  # the first of the largest: the lowest bin
+        lowest[part], weight[part] = digit.squeeze(-1), before.gather(-1, digit).squeeze(-1)
+    return lowest, weight
 
 
 def _above_each(bins: Float[Tensor, "n bins"]) -> Float[Tensor, "n bins"]:

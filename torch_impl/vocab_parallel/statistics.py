@@ -46,7 +46,8 @@ def local_column(target: Int[Tensor, "n k"], start: int, end: int) -> Int[Tensor
 
 def below(z: Float[Tensor, "... v"], largest: Float[Tensor, "... 1"], temperature: float) -> Float[Tensor, "... v"]:
     """(z - m) / temperature, in float32 or wider."""
-    difference = z.to(accumulator(z.dtype)) - largest
+    wide = z.to(accumulator(z.dtype))
+    difference = wide - largest if wide.dtype == z.dtype else wide.sub_(largest)  # a copy is not copied again
     return difference if temperature == 1.0 else difference.div_(temperature)
 
 
@@ -60,14 +61,15 @@ def local_statistics(
     largest = block.gather(-1, at_largest).to(accumulator(block.dtype))
     shift = torch.where(largest.isfinite(), largest, 0.0)  # a row of -inf: -inf - -inf would be NaN
     depths = below(block, shift, temperature)
-    terms = depths.exp()
-    rest = terms.scatter(-1, at_largest, 0.0).sum(-1)
+    terms = depths.exp() if with_entropy else depths.exp_()
+    rest = terms.scatter_(-1, at_largest, 0.0).sum(-1)
     rows = [largest.mT, rest.unsqueeze(0)]
     if column is not None:
         looked_up = block.gather(-1, column.clamp_min(0).long())
         rows.append(torch.where(column >= 0, looked_up.to(rest.dtype), math.inf).mT)
     if with_entropy:
-        rows.append(((terms * without_minus_infinity(depths)).sum(-1) / (1.0 + rest)).unsqueeze(0))
+        # The largest's own term is 0 here too: its depth is.
+        rows.append((terms.mul_(without_minus_infinity(depths)).sum(-1) / (1.0 + rest)).unsqueeze(0))
     return torch.cat(rows)
 
 
@@ -80,9 +82,9 @@ def local_cross_depth(
 ) -> Float[Tensor, " n"]:
     """x_r: the depth of q's logits below their largest, under the local softmax of p's; 0 for an empty shard."""
     m_q, m_p = (torch.where(m.isfinite(), m, 0.0).unsqueeze(-1) for m in (m_q, m_p))
-    depths, terms = below(q_block, m_q, 1.0), below(p_block, m_p, 1.0).exp()
+    depths, terms = below(q_block, m_q, 1.0), below(p_block, m_p, 1.0).exp_()
     masked = depths == -math.inf
-    found = (terms * depths.masked_fill(masked, 0.0)).sum(-1) / (1.0 + rest_p)
+    found = terms.mul_(depths.masked_fill_(masked, 0.0)).sum(-1) / (1.0 + rest_p)
     # Of the logits, not of p: a p that underflows is not 0, and float64 would disagree with float32 about it.
     is_impossible = (masked & (p_block > -math.inf)).any(-1)
     return torch.where(is_impossible, -math.inf, found)
@@ -159,8 +161,8 @@ def owned_or_nothing(z_t: Float[Tensor, "*a"], found: Float[Tensor, "*a"], whole
 
 
 def without_minus_infinity(depths: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]:
-    """Depths with a finite floor, so that 0 log 0 is 0."""
-    return depths.clamp_min(torch.finfo(depths.dtype).min)
+    """Depths with a finite floor, so that 0 log 0 is 0; in place."""
+    return depths.clamp_min_(torch.finfo(depths.dtype).min)
 
 
 def _of_an_empty_shard(block: Tensor, column: Tensor | None, with_entropy: bool) -> Tensor:

@@ -119,8 +119,8 @@ def _largest_columns(block: Float[Tensor, "n v"], k: int) -> Int64[Tensor, "n k"
     z, width = torch.where(block.isnan(), math.inf, block), block.shape[-1]
     least = z.topk(k).values[:, -1:]
     # All that exceed the k-th largest, and the lowest of those that equal it: no two of them have one score.
-    score = torch.arange(width, 0, -1, dtype=torch.int32, device=z.device)
-    score = torch.where(z > least, score + width, torch.where(z == least, score, 0))
+    score = torch.where(z >= least, torch.arange(width, 0, -1, dtype=torch.int32, device=z.device), 0)
+    score.add_(z > least, alpha=width)
     return score.topk(k).indices
 
 

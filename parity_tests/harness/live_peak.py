@@ -1,0 +1,47 @@
+"""How much memory a piece of torch code holds at its worst: bytes of the storages that its operations made.
+
+What there was before is not counted, and neither is what an operation uses and gives back within itself.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LivePeak(TorchDispatchMode):
+    """Within it, on this thread: `now` bytes are alive of what was made since, and at worst `most` were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.most = 0, 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in tree_leaves((args, kwargs)):
+            self._note(tensor, was_before=True)
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            self._note(tensor, was_before=False)
+        return out
+
+    def _note(self, tensor: Any, was_before: bool) -> None:
+        if not isinstance(tensor, Tensor):
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        self._known.add(key)
+        size = 0 if was_before else storage.nbytes()
+        weakref.finalize(storage, self._forget, key, size)
+        self.now += size
+        self.most = max(self.most, self.now)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size

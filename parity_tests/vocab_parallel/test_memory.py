@@ -1,0 +1,160 @@
+"""Memory beside the logits, at its worst: live tensors of forward and backward, in units of one rank's logits.
+
+The first of two ranks has 64 MiB of logits, of which a block of rows, of one size whatever the logits', is a part;
+the second has next to none, for the sake of time.
+"""
+
+import functools
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+
+from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.engines.run import run
+from parity_tests.harness.live_peak import LivePeak
+from torch_impl import vocab_parallel as vp
+
+SIZE = 64 << 20
+COLUMNS, OTHERS = 1 << 15, 1 << 6  # of the two ranks
+K = 16
+SHARE, FILTERED_SHARE = 0.05, 0.1
+DTYPES = (torch.float32, torch.bfloat16)
+BOTH = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a function is called with: this rank's logits, all targets and the ids that the rank owns."""
+
+    mesh: object
+    logits: torch.Tensor
+    target: torch.Tensor
+    start: int
+    end: int
+
+    @property
+    def group(self):
+        return self.mesh["tp"]
+
+    @property
+    def ids(self):
+        return (self.target.unsqueeze(-1) + torch.arange(K) * 1000) % (COLUMNS + OTHERS)
+
+
+@functools.cache
+def drawn(dtype, kind, columns):
+    rows = SIZE // dtype.itemsize // COLUMNS
+    normal = torch.randn(1, rows, columns, generator=torch.Generator().manual_seed(columns))
+    return normal.mul_({"flat": 1.0, "peaked": 8.0}[kind]).to(dtype)
+
+
+def of_rank(mesh, dtype, kind="flat"):
+    start, end = (0, COLUMNS) if mesh.rank("tp") == 0 else (COLUMNS, COLUMNS + OTHERS)
+    logits = drawn(dtype, kind, end - start).clone().requires_grad_()
+    target = torch.arange(logits.shape[1]).unsqueeze(0) * 7919 % (COLUMNS + OTHERS)
+    return Rank(mesh, logits, target, start, end)
+
+
+def peaks(call, dtype, kind="flat"):
+    """(forward, backward) of the first rank, in units of its logits."""
+
+    def body(mesh, case):
+        rank = of_rank(mesh, dtype, kind)
+        with LivePeak() as forward:
+            made = call(rank)
+        outputs = [x for x in (made if isinstance(made, tuple) else (made,)) if x is not None and x.requires_grad]
+        cotangents = [torch.ones_like(x) for x in outputs]
+        with LivePeak() as backward:
+            if outputs:
+                torch.autograd.grad(outputs, rank.logits, cotangents)
+        return forward.most / rank.logits.nbytes, backward.most / rank.logits.nbytes
+
+    return run(body, CaseSpec(scheme="memory", mesh={"tp": 2})).results[0]
+
+
+def logprob(rank, **options):
+    owned = dict(vocab_start_index=rank.start, vocab_end_index=rank.end)
+    return vp.vocab_parallel_logprob(rank.logits, rank.target, rank.group, **owned, **options)
+
+
+def chunked(rank, chunk_size=None):
+    return vp.ChunkedDistributedLogprob.apply(rank.logits, rank.target, rank.start, rank.end, chunk_size, rank.group)
+
+
+def distilled(rank, zero_outside_topk):
+    teacher = rank.ids.float()
+    groups = rank.mesh.rank("tp"), rank.group
+    student, _, entropy = vp.get_distillation_topk_logprobs_from_logits(
+        rank.logits, teacher, rank.ids, zero_outside_topk, True, *groups
+    )
+    return student, entropy
+
+
+WITH_GRADIENT = {
+    "logprob": lambda r: vp.DistributedLogprob.apply(r.logits, r.target, r.start, r.end, r.group),
+    "logprob in chunks chosen here": chunked,
+    "logprob in chunks of 4": partial(chunked, chunk_size=4),
+    "logprob with entropy": partial(logprob, with_entropy=True),
+    "logprob, heated": partial(logprob, temperature=0.7),
+    "entropy": lambda r: vp.ChunkedDistributedEntropy.apply(r.logits, None, r.group),
+    "logprobs at ids": lambda r: vp.ChunkedDistributedGatherLogprob.apply(
+        r.logits, r.ids, r.start, r.end, None, r.group
+    ),
+    "cross entropy": lambda r: vp.DistributedCrossEntropy.apply(r.logits, r.logits.detach(), r.group),
+    "next tokens": lambda r: vp.from_parallel_logits_to_logprobs(r.logits, r.target, r.start, r.end, r.group),
+    "distillation over all": partial(distilled, zero_outside_topk=True),
+    "distillation over k": partial(distilled, zero_outside_topk=False),
+    "logits at ids": lambda r: vp.gather_logits_at_global_indices(
+        r.logits, r.ids, r.group, vocab_start_index=r.start, vocab_end_index=r.end
+    ),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("name", WITH_GRADIENT)
+def test_a_gradient_and_little_more(name, dtype):
+    forward, backward = peaks(WITH_GRADIENT[name], dtype)
+    assert forward <= SHARE
+    assert 1.0 <= backward <= 1.0 + SHARE
+
+
+@BOTH
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_next_to_nothing_in_place(with_entropy, dtype):
+    forward, backward = peaks(partial(logprob, with_entropy=with_entropy, inplace_gradient=True), dtype)
+    assert forward <= SHARE and backward <= SHARE
+
+
+@BOTH
+@pytest.mark.parametrize("f", [vp._compute_distributed_softmax, vp._compute_distributed_log_softmax])
+def test_a_softmax_and_little_more(f, dtype):
+    forward, _ = peaks(lambda rank: f(rank.logits, rank.group), dtype)
+    assert 1.0 <= forward <= 1.0 + SHARE
+
+
+@BOTH
+@pytest.mark.parametrize("kind", ["flat", "peaked"])
+@pytest.mark.parametrize(("top_k", "top_p"), [(50, 1.0), (50, 0.9), (None, 0.95), (2000, 0.95)], ids=str)
+def test_a_filter_takes_a_tenth_and_its_lists_or_sums(top_k, top_p, kind, dtype):
+    def call(rank):
+        options = False, 1.0, rank.start, rank.end
+        return vp.DistributedLogprobWithSampling.apply(rank.logits, rank.target, rank.group, top_k, top_p, *options)
+
+    forward, backward = peaks(call, dtype, kind)
+    in_lists = top_k is not None and top_k <= 1024
+    numbers = 2 * (top_k + 2) if in_lists else 256  # of each row, in float32
+    assert forward <= FILTERED_SHARE + numbers * 4 / (COLUMNS * dtype.itemsize)
+    assert 1.0 <= backward <= 1.0 + SHARE
+
+
+@BOTH
+def test_the_largest_logits_take_a_block_and_their_pairs(dtype):
+    def call(rank):
+        owned = dict(vocab_start_index=rank.start, vocab_end_index=rank.end)
+        return vp.distributed_vocab_topk(rank.logits, K, rank.group, **owned)
+
+    forward, _ = peaks(call, dtype)
+    pairs = 2 * K * 12  # of both ranks, for each row: a float32 and an int64
+    assert forward <= SHARE + pairs / (COLUMNS * dtype.itemsize)
