@@ -1,0 +1,150 @@
+"""Parity of context_parallel.attention on dense sequences, for every exchange and order of tokens."""
+
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+
+from jax_ref.context_parallel.attention import attention, dense_attention, seen_pairs
+from jax_ref.layouts import ceil_lengths, ragged
+from parity_tests import check, every_case, scheme
+from parity_tests.context_parallel.attention_schemes import (
+    DTYPES,
+    HEADS,
+    ROUNDINGS,
+    RULES,
+    cost,
+    gathered_cost,
+    ring_cost,
+    rules,
+    usp_cost,
+)
+from torch_impl.context_parallel import context_parallel_attention
+from torch_impl.layouts import TokenLayout
+
+
+def by_rules(q, k, v, causal, window):
+    token = jnp.arange(q.shape[2])
+    near = jnp.where(window[0] == 0, len(token), window[0])
+    return attention(q, k, v, seen_pairs(0 * token, token, token >= 0, causal[0] == 1, near))
+
+
+EXCHANGES = ("ring", "all_gather", "ulysses")
+DECLARED = dict(draw={**HEADS, **RULES}, dtypes=DTYPES, reduction=("s", "p"), roundings=ROUNDINGS)
+SIZES = {"b": (2,), "h": (12,), "g": (12, 1), "s": (24,), "p": (4,), "one": (1,)}
+
+
+def specs(cut):
+    heads = {"q": f"b h {cut} p", "k": f"b g {cut} p", "v": f"b g {cut} p"}
+    return dict(inputs={**heads, "causal": "one", "window": "one"}, outputs=f"b h {cut} p", reference=by_rules)
+
+
+DENSE = dict(mesh={"cp": (1, 2, 3, 4)}, dims=SIZES, rank_options={"exchange": EXCHANGES}, cost=cost, **DECLARED)
+
+
+@scheme(**specs("s/cp:dual_chunk_swap"), **DENSE)
+def attention_in_dual_chunk_swap(mesh, q, k, v, causal, window, exchange):
+    return context_parallel_attention(
+        q, k, v, group=mesh["cp"], layout="dual_chunk_swap", exchange=exchange, **rules(causal, window)
+    )
+
+
+@scheme(**specs("s/cp:striped"), **DENSE)
+def attention_in_stripes(mesh, q, k, v, causal, window, exchange):
+    return context_parallel_attention(
+        q, k, v, group=mesh["cp"], layout="striped", exchange=exchange, **rules(causal, window)
+    )
+
+
+def contiguous_cost(c):
+    if c.exchange != "ring" or c.window is None or not c.causal:
+        return cost(c)
+    rows = c.s // c.cp
+    reach = -(-(c.window - 1) // rows)
+    return ring_cost(c, min(c.cp - 1, reach), rows, c.g)
+
+
+@scheme(
+    reference=dense_attention,
+    mesh={"cp": (1, 2, 3, 4)},
+    inputs={"q": "b h s/cp p", "k": "b g s/cp p", "v": "b g s/cp p"},
+    outputs="b h s/cp p",
+    dims={"b": (1,), "h": (12,), "g": (1,), "s": (24,), "p": (4,)},
+    draw=HEADS,
+    dtypes=DTYPES,
+    reduction=("s", "p"),
+    roundings=ROUNDINGS,
+    options={"causal": (True, False), "window": (None, 1, 8)},
+    rank_options={"exchange": EXCHANGES},
+    cost=contiguous_cost,
+)
+def attention_in_order(mesh, q, k, v, causal, window, exchange):
+    return context_parallel_attention(
+        q, k, v, group=mesh["cp"], layout="contiguous", exchange=exchange, causal=causal, window=window
+    )
+
+
+def uneven(size, world):
+    return ragged(size, world, ceil_lengths(size, world))
+
+
+@scheme(
+    **specs("s/cp:uneven"),
+    mesh={"cp": (1, 2, 3, 4)},
+    layouts={"uneven": uneven},
+    dims={**SIZES, "s": (5,), "h": (4,), "g": (2,)},
+    cost=lambda c: gathered_cost(c, -(-c.s // c.cp)),
+    **DECLARED,
+)
+def attention_of_uneven_shares(mesh, q, k, v, causal, window):
+    shares = TokenLayout.dense("ragged", 5, cp_size=mesh.size("cp"), cp_rank=mesh.rank("cp"))
+    return context_parallel_attention(
+        q, k, v, group=mesh["cp"], layout=shares, exchange="all_gather", **rules(causal, window)
+    )
+
+
+@scheme(
+    **specs("s/ring:dual_chunk_swap/heads:dual_chunk_swap"),
+    mesh={"ring": (1, 2), "heads": (1, 2)},
+    dims=SIZES,
+    cost=usp_cost,
+    **DECLARED,
+)
+def attention_over_two_axes(mesh, q, k, v, causal, window):
+    return context_parallel_attention(
+        q, k, v, mesh=mesh.device_mesh, layout="dual_chunk_swap", exchange="usp", **rules(causal, window)
+    )
+
+
+SCHEMES = (
+    attention_in_dual_chunk_swap,
+    attention_in_stripes,
+    attention_in_order,
+    attention_of_uneven_shares,
+    attention_over_two_axes,
+)
+
+
+@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
+def test_parity(declared):
+    @settings(max_examples=30)
+    @given(every_case(declared))
+    def example(case):
+        check(case)
+
+    example()
+
+
+@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
+def test_parity_on_processes(declared):
+    @settings(max_examples=5)
+    @given(every_case(declared, engine="gloo"))
+    def example(case):
+        check(case)
+
+    example()
+
+
+@settings(max_examples=8)
+@given(every_case(attention_in_dual_chunk_swap, inside_subgroup=True))
+def test_parity_inside_a_subgroup(case):
+    check(case)

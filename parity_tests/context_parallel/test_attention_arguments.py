@@ -1,0 +1,171 @@
+"""Every sentence with which attention refuses, in full, on every rank and before anything is sent."""
+
+import pytest
+import torch
+
+from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.engines.run import run
+from torch_impl.context_parallel import context_parallel_attention
+from torch_impl.layouts import TokenLayout
+
+NAME = "context_parallel.context_parallel_attention"
+Q, KV = torch.zeros(1, 4, 8, 2), torch.zeros(1, 2, 8, 2)
+
+
+def attend(ranks, q=Q, k=KV, v=None, layout="dual_chunk_swap", **options):
+    options = {"group": ranks["cp"], **options} if "mesh" not in options else options
+    return context_parallel_attention(q, k, k if v is None else v, layout=layout, **options)
+
+
+def layout_of(mesh, length=16, kind="dual_chunk_swap", rank=None, **options):
+    rank = mesh.rank("cp") if rank is None else rank
+    return TokenLayout.dense(kind, length, cp_size=mesh.size("cp"), cp_rank=rank, **options)
+
+
+def stream_of(mesh):
+    return TokenLayout.packed(torch.tensor([0, 4, 16]), cp_size=2, cp_rank=mesh.rank("cp"))
+
+
+VALUE_ERRORS = [
+    (
+        lambda m: attend(m, exchange="tree"),
+        "exchange='tree' is not known; it is one of ring, all_gather, ulysses, usp",
+    ),
+    (lambda m: attend(m, group=None), "mesh and group are neither given; pass one of them"),
+    (lambda m: attend(m, mesh=m.device_mesh, group=m["cp"]), "mesh and group are both given; pass one of them"),
+    (lambda m: attend(m, exchange="usp"), "exchange='usp' needs a mesh of 2 dims, ring and heads; pass mesh"),
+    (
+        lambda m: attend(m, exchange="usp", mesh=m.device_mesh),
+        "mesh has 1 dims, exchange='usp' needs 2; pass a mesh of that many",
+    ),
+    (lambda m: attend(m, q=Q[0]), "q is [4, 8, 2], k [1, 2, 8, 2], v [1, 2, 8, 2]; each is [b, h, s, p]"),
+    (
+        lambda m: attend(m, v=KV[:, :1]),
+        "q is [1, 4, 8, 2], k [1, 2, 8, 2], v [1, 1, 8, 2]; they differ in heads only, and k and v not at all",
+    ),
+    (
+        lambda m: attend(m, q=Q[:, :, :6]),
+        "q is [1, 4, 6, 2], k [1, 2, 8, 2], v [1, 2, 8, 2]; they differ in heads only, and k and v not at all",
+    ),
+    (lambda m: attend(m, q=Q[:, :3]), "h=3 query heads cannot share hk=2 KV heads (needs a multiple)"),
+    (lambda m: attend(m, window=0), "window=0 must be at least 1, the query itself; None sees all"),
+    (
+        lambda m: attend(m, layout="zigzag"),
+        "layout='zigzag' is not one of contiguous, dual_chunk_swap, striped, or a TokenLayout",
+    ),
+    (
+        lambda m: attend(m, layout="packed"),
+        "layout='packed' is not one of contiguous, dual_chunk_swap, striped, or a TokenLayout; pass cu_seqlens",
+    ),
+    (
+        lambda m: attend(m, layout=layout_of(m, 20)),
+        "q, k, v have s=8 rows here, the layout gives this rank 10 of 20; cut them by layout.shard",
+    ),
+    (
+        lambda m: attend(m, layout=layout_of(m, rank=0).rebind(4, 3)),
+        "the layout is for rank 3 of cp=4, this is rank {rank} of cp=2; rebind it",
+    ),
+    (
+        lambda m: attend(m, q=Q.repeat(2, 1, 1, 1), k=KV.repeat(2, 1, 1, 1), layout=stream_of(m)),
+        "b=2 but packed sequences are one stream; pass b=1",
+    ),
+    (
+        lambda m: attend(m, layout=stream_of(m), cu_seqlens=torch.tensor([0, 8, 16])),
+        "cu_seqlens differ from the layout's; pass one of them",
+    ),
+    (
+        lambda m: attend(m, layout=layout_of(m, kind="ragged", counts=[8, 8])),
+        "exchange='ring' needs as many rows on each rank, which ragged has not; use all_gather",
+    ),
+    (
+        lambda m: attend(m, q=Q[:, :3], k=KV[:, :1], exchange="ulysses"),
+        "exchange='ulysses' cannot cut h=3, hk=1 over 2 ranks (needs h % n == 0, and hk % n == 0 or n % hk == 0); "
+        "use ring or all_gather",
+    ),
+    (
+        lambda m: attend(m, q=torch.zeros(1, 6, 8, 2), k=torch.zeros(1, 3, 8, 2), exchange="ulysses"),
+        "exchange='ulysses' cannot cut h=6, hk=3 over 2 ranks (needs h % n == 0, and hk % n == 0 or n % hk == 0); "
+        "use ring or all_gather",
+    ),
+]
+TYPE_ERRORS = [
+    (lambda m: attend(m, group="cp"), "group is a str; pass a ProcessGroup"),
+    (lambda m: attend(m, mesh="cp"), "mesh is a str; pass a DeviceMesh"),
+    (lambda m: attend(m, k=KV.double()), "q, k, v are float32, float64, float64; pass one floating dtype"),
+    (lambda m: attend(m, q=Q.int(), k=KV.int()), "q, k, v are int32, int32, int32; pass one floating dtype"),
+    (
+        lambda m: attend(m, layout=None),
+        "layout is a NoneType; pass a TokenLayout, or one of contiguous, dual_chunk_swap, striped",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "call", "text"),
+    [(TypeError, *row) for row in TYPE_ERRORS] + [(ValueError, *row) for row in VALUE_ERRORS],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+def test_refusal(kind, call, text):
+    def body(mesh, case):
+        try:
+            call(mesh)
+        except kind as error:
+            return str(error)
+
+    ranks = run(body, CaseSpec(scheme="context_parallel", mesh={"cp": 2}))
+    assert ranks.results == tuple(f"{NAME}: {text.format(rank=rank)}" for rank in range(2))
+    assert ranks.ledger.rows == []
+
+
+USP = [
+    (
+        dict(layout="striped"),
+        "exchange='usp' cannot join striped rows; use ring, all_gather or ulysses, or another layout",
+    ),
+    (
+        dict(q=Q[:, :3], k=KV[:, :1]),
+        "exchange='usp' cannot cut h=3, hk=1 over 2 ranks (needs h % n == 0, and hk % n == 0 or n % hk == 0); "
+        "use ring or all_gather",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "text"), USP, ids=["striped", "heads"])
+def test_refusal_of_two_axes(given, text):
+    def body(mesh, case):
+        try:
+            attend(mesh, mesh=mesh.device_mesh, exchange="usp", **given)
+        except ValueError as error:
+            return str(error)
+
+    ranks = run(body, CaseSpec(scheme="context_parallel", mesh={"ring": 2, "heads": 2}))
+    assert ranks.results == (f"{NAME}: {text}",) * 4 and ranks.ledger.rows == []
+
+
+def test_a_mesh_of_two_dims_has_the_heads_within():
+    """A layout that counts ranks the other way round is refused where the two counts differ."""
+
+    def body(mesh, case):
+        rank = 2 * mesh.rank("heads") + mesh.rank("ring")
+        layout = TokenLayout.dense("contiguous", 32, cp_size=4, cp_rank=rank)
+        if rank in (0, 3):
+            return None  # both counts agree
+        try:
+            attend(mesh, mesh=mesh.device_mesh, exchange="usp", layout=layout)
+        except ValueError as error:
+            return str(error)
+
+    found = run(body, CaseSpec(scheme="context_parallel", mesh={"ring": 2, "heads": 2}))
+    sentence = f"{NAME}: the layout is for rank {{}} of cp=4, this is rank {{}} of cp=4; rebind it"
+    assert found.results == (None, sentence.format(2, 1), sentence.format(1, 2), None)
+
+
+def test_attention_has_no_dropout():
+    def body(mesh, case):
+        try:
+            attend(mesh, dropout=0.1)
+        except TypeError as error:
+            return str(error)
+
+    (text,) = set(run(body, CaseSpec(scheme="context_parallel", mesh={"cp": 2})).results)
+    assert text.endswith("unexpected keyword argument 'dropout'")

@@ -1,0 +1,232 @@
+"""Which queries meet which keys: packed sequences for every exchange and order, and the pairs themselves."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from jax_ref.context_parallel.attention import packed_attention, seen_pairs
+from jax_ref.layouts import packed
+from parity_tests import check, every_case, offsets, scheme
+from parity_tests.context_parallel.attention_schemes import DTYPES, HEADS, ROUNDINGS, RULES, cost, rules, usp_cost
+from torch_impl.context_parallel import context_parallel_attention
+from torch_impl.context_parallel.pairs import MOST_LENGTHS, pairs_of
+from torch_impl.layouts import TokenLayout
+
+
+def by_rules(q, k, v, padded, real, causal, window):
+    near = jnp.where(window[0] == 0, q.shape[2], window[0])
+    return packed_attention(q, k, v, padded, real, causal[0] == 1, near)
+
+
+def declared(cut, ranks, exchanges):
+    return dict(
+        reference=by_rules,
+        mesh={"cp": ranks},
+        inputs={
+            "q": f"b h {cut} p",
+            "k": f"b g {cut} p",
+            "v": f"b g {cut} p",
+            "padded": "n",
+            "real": "n",
+            "causal": "one",
+            "window": "one",
+        },
+        outputs=f"b h {cut} p",
+        dims={"b": (1,), "h": (12,), "g": (4,), "s": (48,), "p": (2,), "n": (5,), "one": (1,)},
+        draw={**HEADS, **RULES, "padded": offsets("s", padded=True), "real": offsets("s")},
+        rank_options={"exchange": exchanges},
+        dtypes=DTYPES,
+        reduction=("s", "p"),
+        roundings=ROUNDINGS,
+        cost=cost,
+    )
+
+
+def attended(mesh, q, k, v, padded, real, causal, window, exchange, kind):
+    stream = TokenLayout.packed(padded, real, cp_size=mesh.size("cp"), cp_rank=mesh.rank("cp"), kind=kind)
+    return context_parallel_attention(
+        q, k, v, group=mesh["cp"], layout=stream, exchange=exchange, **rules(causal, window)
+    )
+
+
+@scheme(**declared("s/cp:packed", (1, 2, 3, 4), ("ring", "all_gather")))
+def packed_attention_by_keys(mesh, q, k, v, padded, real, causal, window, exchange):
+    return attended(mesh, q, k, v, padded, real, causal, window, exchange, "packed")
+
+
+@scheme(**declared("s/cp:packed", (1, 2, 4), ("ulysses",)))
+def packed_attention_by_heads(mesh, q, k, v, padded, real, causal, window, exchange):
+    return attended(mesh, q, k, v, padded, real, causal, window, exchange, "packed")
+
+
+@scheme(**declared("s/cp:striped", (1, 2, 4), ("ring", "all_gather", "ulysses")))
+def packed_attention_in_stripes(mesh, q, k, v, padded, real, causal, window, exchange):
+    return attended(mesh, q, k, v, padded, real, causal, window, exchange, "striped")
+
+
+@scheme(**declared("s/cp", (1, 2, 4), ("all_gather", "ulysses")))
+def packed_attention_in_order(mesh, q, k, v, padded, real, causal, window, exchange):
+    return attended(mesh, q, k, v, padded, real, causal, window, exchange, "contiguous")
+
+
+DOCUMENTS = np.array([0, 8, 8, 32, 48])
+WRITTEN = np.array([0, 6, 6, 30, 31])
+
+
+def documents(size, world):
+    """The packed cut of these documents, or of a rank's share of them."""
+    return packed(size, world, DOCUMENTS * size // DOCUMENTS[-1])
+
+
+def of_documents(q, k, v, causal, window):
+    return by_rules(q, k, v, jnp.array(DOCUMENTS), jnp.array(WRITTEN), causal, window)
+
+
+@scheme(
+    reference=of_documents,
+    mesh={"ring": (1, 2), "heads": (1, 2)},
+    layouts={"documents": documents},
+    inputs={
+        **{
+            name: f"b {heads} s/ring:documents/heads:documents p"
+            for name, heads in (("q", "h"), ("k", "g"), ("v", "g"))
+        },
+        "causal": "one",
+        "window": "one",
+    },
+    outputs="b h s/ring:documents/heads:documents p",
+    dims={"b": (1,), "h": (12,), "g": (4,), "s": (48,), "p": (2,), "one": (1,)},
+    draw={**HEADS, **RULES},
+    dtypes=DTYPES,
+    reduction=("s", "p"),
+    roundings=ROUNDINGS,
+    cost=usp_cost,
+)
+def packed_attention_over_two_axes(mesh, q, k, v, causal, window):
+    ring, heads = mesh.size("ring"), mesh.size("heads")
+    rank = mesh.rank("ring") * heads + mesh.rank("heads")
+    stream = TokenLayout.packed(DOCUMENTS.tolist(), WRITTEN.tolist(), cp_size=ring * heads, cp_rank=rank)
+    return context_parallel_attention(
+        q, k, v, mesh=mesh.device_mesh, layout=stream, exchange="usp", **rules(causal, window)
+    )
+
+
+SCHEMES = (
+    packed_attention_over_two_axes,
+    packed_attention_by_keys,
+    packed_attention_by_heads,
+    packed_attention_in_stripes,
+    packed_attention_in_order,
+)
+
+
+@pytest.mark.parametrize("stated", SCHEMES, ids=lambda stated: stated.name)
+def test_parity(stated):
+    @settings(max_examples=30)
+    @given(every_case(stated))
+    def example(case):
+        check(case)
+
+    example()
+
+
+@settings(max_examples=5)
+@given(every_case(packed_attention_by_keys, engine="gloo"))
+def test_parity_on_processes(case):
+    check(case)
+
+
+LENGTHS = {
+    "one": [24],
+    "with an empty one": [8, 0, 16, 8],
+    "of many lengths": [8 * length for length in (1, 9, 2, 17, 3, 5, 4, 6, 7, 11, 13, 33)],
+    "many": [8, 16, 8] * 50,
+}
+KINDS = ("packed", "contiguous", "striped")
+
+
+def streams(lengths, kind, cp):
+    """The layout of every rank, with a padding token at the end of each sequence of 16."""
+    padded = np.cumsum([0, *lengths])
+    real = np.cumsum([0, *(length - (length == 16) for length in lengths)])
+    return [TokenLayout.packed(padded.tolist(), real.tolist(), cp_size=cp, cp_rank=r, kind=kind) for r in range(cp)]
+
+
+def times_seen(layout, causal, window):
+    """How often each query of a rank meets each key of the stream."""
+    counts = np.zeros((layout.total, layout.total), np.int64)
+    for source, blocks in enumerate(pairs_of(layout, causal, window).blocks):
+        for block in blocks:
+            queries, keys = (
+                torch.arange(layout.total)[rows][None] if isinstance(rows, slice) else rows
+                for rows in (block.queries, block.keys)
+            )
+            for run in range(len(queries)):
+                seen = np.ones((queries.shape[1], keys.shape[1]), bool)
+                if block.is_causal:
+                    seen = np.tril(seen)
+                if block.mask is not None:
+                    seen &= block.mask[run, 0].numpy()
+                if block.own_queries is not None:
+                    seen &= block.own_queries[run].numpy()[:, None]
+                i = layout.index[layout.cp_rank][queries[run]].numpy()
+                j = layout.index[source][keys[run]].numpy()
+                np.add.at(counts, (i[:, None], j[None, :]), seen)
+    return counts
+
+
+@pytest.mark.parametrize("window", [None, 1, 5])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", LENGTHS)
+def test_every_pair_meets_once_on_one_rank(name, kind, causal, window):
+    layouts = streams(LENGTHS[name], kind, 4)
+    whole = layouts[0]
+    places = [x.numpy() for x in (whole.sequence_ids, whole.position_ids, ~whole.padding_mask)]
+    expected = np.asarray(seen_pairs(*places, causal, window))
+    np.testing.assert_array_equal(sum(times_seen(layout, causal, window) for layout in layouts), expected)
+
+
+def test_without_a_window_no_mask_is_made():
+    for kind in KINDS:
+        for layout in streams(LENGTHS["many"], kind, 4):
+            blocks = [block for of_rank in pairs_of(layout, True, None).blocks for block in of_rank]
+            assert not any(block.mask is not None for block in blocks)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_calls_do_not_grow_with_the_sequences(kind, causal):
+    """One block for each length, and fewer than lengths where many differ."""
+
+    def calls(lengths):
+        return [len(blocks) for blocks in pairs_of(streams(lengths, kind, 2)[1], causal, None).blocks]
+
+    assert max(calls([4, 16, 8, 8] * 300)) <= 4
+    assert max(calls([4 * length for length in range(1, 120)])) <= 3 * MOST_LENGTHS
+
+
+def test_a_shape_is_asked_for_once():
+    layout = streams([8, 16], "packed", 2)[0]
+    assert pairs_of(layout, True, None) is pairs_of(layout, True, None)
+    assert pairs_of(layout, True, 3) is not pairs_of(layout, True, None)
+
+
+@pytest.mark.parametrize(("window", "hops"), [(None, 3), (1, 0), (2, 1), (7, 1), (8, 2), (13, 2), (14, 3), (99, 3)])
+def test_keys_travel_as_far_as_the_window_reaches(window, hops):
+    def travelled(kind, causal):
+        return pairs_of(TokenLayout.dense(kind, 24, cp_size=4, cp_rank=2), causal, window).hops
+
+    assert travelled("contiguous", True) == hops
+    assert travelled("contiguous", False) == travelled("striped", True) == travelled("dual_chunk_swap", True) == 3
+
+
+def test_dual_chunk_swap_gives_every_rank_the_same_work():
+    def work(rank):
+        blocks = pairs_of(TokenLayout.dense("dual_chunk_swap", 48, cp_size=4, cp_rank=rank), True, None).blocks
+        sizes = [(b.queries.stop - b.queries.start) * (b.keys.stop - b.keys.start) for (b,) in blocks]
+        return sorted(sizes)
+
+    assert [work(rank) for rank in range(4)] == [[72, 72, 72, 144]] * 4

@@ -1,0 +1,139 @@
+"""What the mathematics of attention promises beyond equality, for every exchange and on both engines."""
+
+import numpy as np
+import pytest
+import torch
+
+from parity_tests import CaseSpec
+from parity_tests.harness.engines.run import run
+from torch_impl.context_parallel import context_parallel_attention
+from torch_impl.layouts import TokenLayout
+
+EXCHANGES = ("ring", "all_gather", "ulysses")
+S, H, HK, P = 32, 4, 2, 4
+PADDED, REAL = [0, 16, 16, 32], [0, 13, 13, 14]  # a sequence of one token: three of four ranks hold its padding only
+generator = torch.Generator().manual_seed(0)
+Q, K, V, COTANGENT = (torch.randn(1, heads, S, P, generator=generator, dtype=torch.float64) for heads in (H, HK, HK, H))
+
+
+def on_ranks(body, cp=4, engine="lockstep"):
+    return run(body, CaseSpec(scheme="context_parallel", mesh={"cp": cp}, engine=engine), engine)
+
+
+def layout_of(mesh, kind):
+    given = dict(cp_size=mesh.size("cp"), cp_rank=mesh.rank("cp"))
+    if kind == "packed":
+        return TokenLayout.packed(torch.tensor(PADDED), torch.tensor(REAL), **given)
+    return TokenLayout.dense(kind, S, **given)
+
+
+def attended(mesh, kind, exchange, tensors=(Q, K, V), cotangent=COTANGENT, **rules):
+    """Whole output and gradients, put together from what this rank and the others hold."""
+    layout = layout_of(mesh, kind)
+    own = [layout.shard(x, 2).requires_grad_() for x in tensors]
+    out = context_parallel_attention(*own, group=mesh["cp"], layout=layout, exchange=exchange, **rules)
+    gradients = torch.autograd.grad(out, own, layout.shard(cotangent, 2))
+    whole = [layout.unshard(x.detach(), 2, mesh["cp"], gradient="I").numpy() for x in (out, *gradients)]
+    return dict(zip(("out", "q", "k", "v"), whole, strict=True))
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("kind", ["packed", "dual_chunk_swap", "contiguous", "striped"])
+def test_a_token_changes_nothing_before_it_nor_in_another_sequence(kind, exchange):
+    tokens = (3, 12, 16) if kind == "packed" else (5, 31)
+
+    def body(mesh, case):
+        whole = attended(mesh, kind, exchange)["out"]
+        found = []
+        for token in tokens:
+            moved = [x.clone() for x in (Q, K, V)]
+            for x in moved:
+                x[:, :, token] += 1.0
+            found.append((attended(mesh, kind, exchange, moved)["out"] != whole).any((0, 1, 3)))
+        return found
+
+    for changed in on_ranks(body).results:
+        for token, rows in zip(tokens, changed, strict=True):
+            end = next((stop for stop in PADDED if stop > token), S) if kind == "packed" else S
+            real = min(end, 13 if token < 16 else 17) if kind == "packed" else S
+            np.testing.assert_array_equal(rows.nonzero()[0], np.arange(token, real))
+
+
+@pytest.mark.parametrize("kind", ["packed", "dual_chunk_swap", "contiguous", "striped"])
+def test_padding_gives_nothing_and_gets_nothing_whatever_it_holds(kind):
+    """Not a number in every padding row: outputs and gradients are those of zeros there."""
+
+    def body(mesh, case):
+        padding = layout_of(mesh, kind).padding_mask[:, None]
+        spoilt = [x.masked_fill(padding, torch.nan) for x in (Q, K, V, COTANGENT)]
+        clean = [x.masked_fill(padding, 0.0) for x in (Q, K, V, COTANGENT)]
+        found = []
+        for exchange in EXCHANGES:
+            for causal in (True, False):
+                a, b = (attended(mesh, kind, exchange, x[:3], x[3], causal=causal) for x in (spoilt, clean))
+                found.append((a, b, padding[:, 0].numpy()))
+        return found
+
+    for found in on_ranks(body).results:
+        for spoilt, clean, padding in found:
+            for name in clean:
+                np.testing.assert_array_equal(spoilt[name], clean[name])
+                assert not clean[name][:, :, padding].any()
+                assert np.isfinite(clean[name]).all() and clean[name].any()
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+def test_every_rank_sends_the_same_whatever_it_holds(engine):
+    def body(mesh, case):
+        for exchange in EXCHANGES:
+            attended(mesh, "packed", exchange)
+
+    ledger = on_ranks(body, engine=engine).ledger
+    rows = [[(row.op, row.dtypes, row.shapes, row.phase) for row in ledger.of(rank)] for rank in range(4)]
+    assert rows[0] and all(of_rank == rows[0] for of_rank in rows)
+
+
+def test_more_sequences_send_no_more():
+    def ledger(lengths):
+        def body(mesh, case):
+            cu = torch.tensor([0, *lengths]).cumsum(0)
+            own = [x[:, :, : S // 2].clone().requires_grad_() for x in (Q, K, V)]
+            out = context_parallel_attention(*own, group=mesh["cp"], layout="dual_chunk_swap", cu_seqlens=cu)
+            out.sum().backward()
+
+        return [(row.op, row.shapes, row.phase) for row in on_ranks(body, cp=2).ledger.rows]
+
+    assert ledger([32]) == ledger([4] * 8) == ledger([16, 0, 12, 4])
+
+
+def test_one_layout_serves_every_layer_and_each_spelling():
+    """A group or a mesh, a name or a layout, offsets apart or carried: the same bits."""
+
+    def body(mesh, case):
+        layout = layout_of(mesh, "packed")
+        own = [layout.shard(x, 2) for x in (Q, K, V)]
+        dense = TokenLayout.packed(torch.tensor(PADDED), cp_size=4, cp_rank=mesh.rank("cp"))
+        ways = (
+            dict(group=mesh["cp"], layout=dense),
+            dict(mesh=mesh.device_mesh, layout=dense),
+            dict(group=mesh["cp"], layout="packed", cu_seqlens=torch.tensor(PADDED)),
+            dict(group=mesh["cp"], layout=dense, cu_seqlens=torch.tensor([*PADDED, -1000])),
+            dict(group=mesh["cp"], layout="dual_chunk_swap", cu_seqlens=torch.tensor(PADDED), scale=P**-0.5),
+        )
+        outs = [context_parallel_attention(*own, **way) for way in ways]
+        return [torch.equal(out, outs[0]) for out in outs]
+
+    assert all(map(all, on_ranks(body).results))
+
+
+def test_a_rank_that_needs_no_gradient_of_keys_still_takes_part():
+    def body(mesh, case):
+        layout = layout_of(mesh, "dual_chunk_swap")
+        q, k, v = (layout.shard(x, 2) for x in (Q, K, V))
+        q.requires_grad_()
+        out = context_parallel_attention(q, k, v, group=mesh["cp"], layout=layout)
+        (alone,) = torch.autograd.grad(out, q, layout.shard(COTANGENT, 2))
+        whole = layout.unshard(alone, 2, mesh["cp"], gradient="I").numpy()
+        return np.array_equal(whole, attended(mesh, "dual_chunk_swap", "ring")["q"])
+
+    assert all(on_ranks(body).results)

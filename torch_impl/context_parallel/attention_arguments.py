@@ -1,0 +1,149 @@
+"""What attention checks before it sends anything: groups, shapes, the layout, and whether the exchange can cut them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from torch_impl.collectives.arguments import checked_group
+from torch_impl.layouts.token_layout import TokenLayout
+
+EXCHANGES = ("ring", "all_gather", "ulysses", "usp")
+DENSE = ("contiguous", "dual_chunk_swap", "striped")
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The ranks of cp: `heads` exchange heads, `ring` keys. Only usp has both with more than one rank in common."""
+
+    ring: ProcessGroup
+    heads: ProcessGroup
+    size: int
+    rank: int
+
+
+def checked_groups(function: str, mesh: DeviceMesh | None, group: ProcessGroup | None, exchange: str) -> Groups:
+    """The groups of an exchange, from a group or a mesh."""
+    if exchange not in EXCHANGES:
+        raise ValueError(f"{function}: exchange={exchange!r} is not known; it is one of {', '.join(EXCHANGES)}")
+    if (mesh is None) == (group is None):
+        both = "both" if group is not None else "neither"
+        raise ValueError(f"{function}: mesh and group are {both} given; pass one of them")
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"{function}: mesh is a {type(mesh).__name__}; pass a DeviceMesh")
+    dims = 2 if exchange == "usp" else 1
+    if mesh is None and dims == 2:
+        raise ValueError(f"{function}: exchange='usp' needs a mesh of 2 dims, ring and heads; pass mesh")
+    if mesh is None:
+        group = checked_group(function, "group", group)
+        return Groups(group, group, group.size(), group.rank())
+    if mesh.ndim != dims:
+        raise ValueError(
+            f"{function}: mesh has {mesh.ndim} dims, exchange={exchange!r} needs {dims}; pass a mesh of that many"
+        )
+    ring, heads = mesh.get_group(0), mesh.get_group(dims - 1)
+    if dims == 1:
+        return Groups(ring, heads, ring.size(), ring.rank())
+    return Groups(ring, heads, ring.size() * heads.size(), ring.rank() * heads.size() + heads.rank())
+
+
+def check_tensors(function: str, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> None:
+    """Shapes and dtypes that fit each other."""
+    shapes = f"q is {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    if not (q.ndim == k.ndim == v.ndim == 4):
+        raise ValueError(f"{function}: {shapes}; each is [b, h, s, p]")
+    if k.shape != v.shape or any(q.shape[dim] != k.shape[dim] for dim in (0, 2, 3)):
+        raise ValueError(f"{function}: {shapes}; they differ in heads only, and k and v not at all")
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"{function}: h={heads} query heads cannot share hk={kv_heads} KV heads (needs a multiple)")
+    if not q.dtype.is_floating_point or not (q.dtype == k.dtype == v.dtype):
+        dtypes = ", ".join(str(x.dtype).removeprefix("torch.") for x in (q, k, v))
+        raise TypeError(f"{function}: q, k, v are {dtypes}; pass one floating dtype")
+    if not (q.device == k.device == v.device):
+        raise ValueError(f"{function}: q, k, v are on {q.device}, {k.device}, {v.device}; pass one device")
+    if window is not None and window < 1:
+        raise ValueError(f"{function}: window={window} must be at least 1, the query itself; None sees all")
+
+
+def checked_layout(
+    function: str, layout: TokenLayout | str, cu_seqlens: Tensor | None, cp: Groups, q: Tensor
+) -> TokenLayout:
+    """The layout, made from its name if need be, known to be that of these ranks and rows."""
+    local = q.shape[2]
+    if isinstance(layout, str):
+        found = _named(function, layout, cu_seqlens, cp, local * cp.size, q.device)
+    elif isinstance(layout, TokenLayout):
+        found = layout
+        _check_same_offsets(function, layout, cu_seqlens)
+    else:
+        known = ", ".join(DENSE)
+        raise TypeError(f"{function}: layout is a {type(layout).__name__}; pass a TokenLayout, or one of {known}")
+    if (found.cp_size, found.cp_rank) != (cp.size, cp.rank):
+        raise ValueError(
+            f"{function}: the layout is for rank {found.cp_rank} of cp={found.cp_size}, this is rank {cp.rank} of "
+            f"cp={cp.size}; rebind it"
+        )
+    if local != found.counts[cp.rank]:
+        raise ValueError(
+            f"{function}: q, k, v have s={local} rows here, the layout gives this rank {found.counts[cp.rank]} of "
+            f"{found.total}; cut them by layout.shard"
+        )
+    if len(found.cu_padded) > 2 and q.shape[0] != 1:
+        raise ValueError(f"{function}: b={q.shape[0]} but packed sequences are one stream; pass b=1")
+    return found if found.index.device == q.device else _on(found, q.device)
+
+
+def check_exchange(function: str, exchange: str, cp: Groups, layout: TokenLayout, heads: int, kv_heads: int) -> None:
+    """Whether the exchange can cut these heads, and rows in this order."""
+    if layout.kind == "ragged" and exchange != "all_gather":
+        raise ValueError(
+            f"{function}: exchange={exchange!r} needs as many rows on each rank, which ragged has not; use all_gather"
+        )
+    if exchange == "usp" and layout.kind == "striped":
+        raise ValueError(
+            f"{function}: exchange='usp' cannot join striped rows; use ring, all_gather or ulysses, or another layout"
+        )
+    a = cp.heads.size()
+    if exchange in ("ulysses", "usp") and (heads % a or (kv_heads % a and a % kv_heads)):
+        raise ValueError(
+            f"{function}: exchange={exchange!r} cannot cut h={heads}, hk={kv_heads} over {a} ranks "
+            "(needs h % n == 0, and hk % n == 0 or n % hk == 0); use ring or all_gather"
+        )
+
+
+def _named(
+    function: str, kind: str, cu_seqlens: Tensor | None, cp: Groups, total: int, device: torch.device
+) -> TokenLayout:
+    if cu_seqlens is not None:
+        kind = "packed" if kind == "dual_chunk_swap" else kind
+        return TokenLayout.packed(cu_seqlens, cp_size=cp.size, cp_rank=cp.rank, kind=kind, total=total)
+    if kind not in DENSE:
+        packed = "; pass cu_seqlens" if kind == "packed" else ""
+        raise ValueError(f"{function}: layout={kind!r} is not one of {', '.join(DENSE)}, or a TokenLayout{packed}")
+    return _dense(kind, total, cp.size, cp.rank, device)
+
+
+@lru_cache(maxsize=64)
+def _dense(kind: str, total: int, size: int, rank: int, device: torch.device) -> TokenLayout:
+    """One object for all calls of one shape, so that what is derived from it is derived once: a memo."""
+    return TokenLayout.dense(kind, total, cp_size=size, cp_rank=rank, device=device)
+
+
+@lru_cache(maxsize=8)
+def _on(layout: TokenLayout, device: torch.device) -> TokenLayout:
+    """One copy for all layers of a batch whose layout was made elsewhere: a memo."""
+    return layout.on(device)
+
+
+def _check_same_offsets(function: str, layout: TokenLayout, cu_seqlens: Tensor | None) -> None:
+    if cu_seqlens is None or cu_seqlens is layout.cu_padded:
+        return
+    given, own = (x.cpu().long() for x in (cu_seqlens, layout.cu_padded))
+    if not torch.equal(given[given >= 0], own):
+        raise ValueError(f"{function}: cu_seqlens differ from the layout's; pass one of them")

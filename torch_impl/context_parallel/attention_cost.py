@@ -1,0 +1,98 @@
+"""What each exchange of attention sends, in closed form, and which sends least.
+
+Bytes are those that one rank sends to others, forward and backward; every rank sends as many.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that a rank sends with one exchange; `heads_size` is a, the ranks that exchange heads (usp: inner dim)."""
+
+    exchange: str
+    heads_size: int
+    forward: int
+    backward: int
+
+    @property
+    def total(self) -> int:
+        return self.forward + self.backward
+
+
+def attention_bytes(
+    *,
+    b: int,
+    s: int,
+    h: int,
+    hk: int,
+    p: int,
+    cp_size: int,
+    itemsize: int,
+    layout: str = "dual_chunk_swap",
+    causal: bool = True,
+    window: int | None = None,
+) -> list[Traffic]:
+    """What each exchange that can cut these shapes sends, ring first; usp once for each way to write n = a * m.
+
+        q "b h s/cp:LAYOUT p", k, v "b hk s/cp:LAYOUT p"   with s global rows, n = cp_size
+
+    With kv = 2 * hk * p * e, e = itemsize, t = s / n rows a rank, f = max(e, 4) for gradients of keys:
+
+        ring        b (n-1) t kv                                  b (n-1) t kv (1 + f / e)
+        all_gather  the same                                      the same
+        ulysses     b (n-1)/n t p e (2 h + 2 max(hk, n))          the same
+        usp         ulysses of a and ring of m with kv max(hk, a) / hk, over the a t rows of a group
+
+    A causal window over contiguous rows makes ceil((window - 1) / t) hops of the ring, if fewer. Ulysses needs
+    h % a == 0 and hk % a == 0 or a % hk == 0, usp a layout that is not striped; ragged rows are for all_gather alone.
+
+    >>> [(t.exchange, t.total) for t in attention_bytes(b=1, s=8, h=4, hk=2, p=1, cp_size=2, itemsize=2)]
+    [('ring', 128), ('all_gather', 128), ('ulysses', 96)]
+
+    Errors: ValueError for a size below 1, or query heads that are no multiple of KV heads.
+    """
+    function = "context_parallel.attention_bytes"
+    sizes = {"b": b, "s": s, "h": h, "hk": hk, "p": p, "cp_size": cp_size, "itemsize": itemsize}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{function}: {name}={size} must be at least 1")
+    if h % hk:
+        raise ValueError(f"{function}: h={h} query heads cannot share hk={hk} KV heads (needs a multiple)")
+    rows, wide, n = -(-s // cp_size), max(itemsize, 4), cp_size
+    token = 2 * p * b * rows  # numbers of K and V of one head
+
+    def keys(hops: int, heads: int) -> tuple[int, int]:
+        sent = hops * token * heads
+        return sent * itemsize, sent * (itemsize + wide)
+
+    def mixed(a: int) -> int:
+        return (a - 1) * token * (h + max(hk, a)) * itemsize // a
+
+    near = layout == "contiguous" and causal and window is not None
+    hops = min(n - 1, -(-((window or 1) - 1) // rows)) if near else n - 1
+    found = [] if layout == "ragged" else [Traffic("ring", 1, *keys(hops, hk))]
+    found.append(Traffic("all_gather", 1, *keys(n - 1, hk)))
+    cuts = [a for a in range(1, n + 1) if n % a == 0 and h % a == 0 and (hk % a == 0 or a % hk == 0)]
+    for a in cuts if layout != "ragged" else ():
+        if a == n:
+            found.append(Traffic("ulysses", a, mixed(a), mixed(a)))
+        elif a > 1 and layout != "striped":
+            far = min(n // a - 1, -(-((window or 1) - 1) // (a * rows))) if near else n // a - 1
+            forward, backward = keys(far, max(hk, a))  # a times the rows, an a-th of the heads
+            found.append(Traffic("usp", a, mixed(a) + forward, mixed(a) + backward))
+    return found
+
+
+def fewest_bytes(**shapes: Any) -> Traffic:
+    """The exchange that sends least, forward and backward together; of equals the first of ring, all_gather, ...
+
+    Takes what `attention_bytes` takes.
+
+    >>> fewest_bytes(b=1, s=8, h=4, hk=2, p=1, cp_size=2, itemsize=2).exchange
+    'ulysses'
+    """
+    return min(attention_bytes(**shapes), key=lambda traffic: traffic.total)

@@ -1,0 +1,133 @@
+"""Attention of one block of queries and keys, and the running result that blocks are merged into.
+
+A block gives its own softmax over its own keys with the logarithm of its sum (lse). Merged,
+
+    lse = logaddexp_i lse_i,    out = sum_i exp(lse_i - lse) out_i,
+
+and with this global lse and out each block's backward is exact by itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from torch_impl.collectives import accumulator
+from torch_impl.context_parallel import cuda_blocks
+from torch_impl.context_parallel.pairs import Block, Rows
+
+Heads = Float[Tensor, "b h s p"]
+KVHeads = Float[Tensor, "b hk keys p"]
+Keys = Float[Tensor, "2 b hk keys p"]  # K and V
+_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+class Running:
+    """Output and lse of this rank's queries over the keys seen so far, in float32 or wider."""
+
+    def __init__(self, q: Heads) -> None:
+        self.out = row_major_zeros(q)
+        self.lse = self.out.new_full(q.shape[:-1], -torch.inf)
+
+    def add(self, q: Heads, keys: Keys, block: Block, scale: float) -> None:
+        """Merge one block in."""
+        k, v = keys.unbind()
+        out, lse = _forward(taken(q, block.queries), taken(k, block.keys), taken(v, block.keys), block, scale)
+        if block.blind is not None:  # of a row without a key the op says 0
+            lse = lse.masked_fill(block.blind, -torch.inf)
+        if isinstance(block.queries, slice):
+            _merge(self.out[:, :, block.queries], self.lse[:, :, block.queries], out, lse)
+            return
+        own = slice(None) if block.own_queries is None else block.own_queries.flatten()
+        rows = _flat(block.queries, block.own_queries)
+        out, lse = (x.transpose(0, 1).flatten(1, 2)[:, own] for x in (out, lse))
+        merged, total = self.out[0, :, rows], self.lse[0, :, rows]
+        _merge(merged, total, out, lse)
+        self.out[0, :, rows], self.lse[0, :, rows] = merged, total
+
+    def for_backward(self) -> Tensor:
+        """The lse with +inf where no key was seen: probabilities and gradients are then exactly 0."""
+        return self.lse.masked_fill(self.lse == -torch.inf, torch.inf)
+
+
+def _merge(merged: Tensor, total: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Merge `out` and `lse` into the first two."""
+    together = torch.logaddexp(total, lse)
+    weight = (lse - together).exp_().nan_to_num_(nan=0.0)  # -inf less -inf: no key so far
+    merged.lerp_(out.to(merged.dtype), weight.unsqueeze(-1))
+    total.copy_(together)
+
+
+def add_gradients(
+    dq: Heads, dkeys: Keys, cotangent: Heads, saved: tuple[Tensor, ...], keys: Keys, block: Block, scale: float
+) -> None:
+    """Add one block's share to the gradients. `saved` are the queries with their global output and lse."""
+    (q, out, lse), (k, v), (dk, dv) = saved, keys.unbind(), dkeys.unbind()
+    given = [taken(x, block.queries) for x in (cotangent, q, out)]
+    own_lse = taken(lse.unsqueeze(-1), block.queries).squeeze(-1)
+    if block.own_queries is not None:
+        own_lse = own_lse.masked_fill(~block.own_queries[:, None], torch.inf)
+    shares = _backward(given, taken(k, block.keys), taken(v, block.keys), own_lse.contiguous(), block, scale)
+    for total, share, rows, own in (
+        (dq, shares[0], block.queries, block.own_queries),
+        (dk, shares[1], block.keys, block.own_keys),
+        (dv, shares[2], block.keys, block.own_keys),
+    ):
+        if isinstance(rows, slice):
+            total[:, :, rows] += share
+        else:
+            flat = share.transpose(0, 1).flatten(1, 2)
+            flat = flat if own is None else flat[:, own.flatten()]
+            total[0].index_add_(1, _flat(rows, own), flat.to(total.dtype))
+
+
+def buffer_of(k: KVHeads, v: KVHeads) -> Float[Tensor, "keys 2 b hk p"]:
+    """K and V in one piece that travels, cut by rows without a copy."""
+    return torch.stack([x.permute(2, 0, 1, 3) for x in (k, v)], 1)
+
+
+def keys_in(buffer: Float[Tensor, "keys 2 b hk p"]) -> Keys:
+    """K and V of a buffer, as a view."""
+    return buffer.permute(1, 2, 3, 0, 4)
+
+
+def row_major_zeros(x: Heads) -> Heads:
+    """Zeros in the accumulator's dtype, the heads of a row side by side as the ops return theirs."""
+    b, h, s, p = x.shape
+    return torch.zeros(b, s, h, p, dtype=accumulator(x.dtype), device=x.device).transpose(1, 2)
+
+
+def taken(x: Heads, rows: Rows) -> Heads:
+    """The rows of a block: a view of all of the batch, or a run in each entry of a new batch."""
+    if isinstance(rows, slice):
+        return x[:, :, rows]
+    return x[0][:, rows].transpose(0, 1)
+
+
+def _flat(rows: Tensor, own: Tensor | None) -> Tensor:
+    """Where the rows of a block go back to."""
+    return rows.flatten() if own is None else rows[own]
+
+
+def _forward(q: Heads, k: KVHeads, v: KVHeads, block: Block, scale: float) -> tuple[Heads, Tensor]:
+    if q.is_cuda:
+        return cuda_blocks.forward(q, k, v, block.mask, block.is_causal, scale)
+    return _CPU(q, k, v, 0.0, block.is_causal, attn_mask=_additive(block.mask, q), scale=scale)
+
+
+def _backward(
+    given: list[Tensor], k: KVHeads, v: KVHeads, lse: Tensor, block: Block, scale: float
+) -> tuple[Tensor, ...]:
+    cotangent, q, out = given
+    if q.is_cuda:
+        return cuda_blocks.backward(cotangent, q, k, v, out, lse, block.mask, block.is_causal, scale)
+    mask = _additive(block.mask, q)
+    return _CPU_BACKWARD(cotangent, q, k, v, out, lse, 0.0, block.is_causal, attn_mask=mask, scale=scale)
+
+
+def _additive(mask: Tensor | None, q: Heads) -> Tensor | None:
+    if mask is None:
+        return None
+    return torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)

@@ -1,0 +1,82 @@
+"""One block on CUDA by the operations that return the logarithm of the softmax's sum: flash, or memory-efficient.
+
+Flash takes half precision without a mask; memory-efficient attention takes the rest. The latter knows no grouped
+heads and pads its lse to a multiple of 32 rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+Heads = Float[Tensor, "b h s p"]
+KVHeads = Float[Tensor, "b hk keys p"]
+_aten = torch.ops.aten
+FLASH, FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention, _aten._scaled_dot_product_flash_attention_backward
+OTHER, OTHER_BACKWARD = (
+    _aten._scaled_dot_product_efficient_attention,
+    _aten._scaled_dot_product_efficient_attention_backward,
+)
+HALF = (torch.float16, torch.bfloat16)
+LSE_ROWS, BIAS_COLUMNS = 32, 16
+LARGEST_FLASH_WIDTH = 256
+
+
+def forward(
+    q: Heads, k: KVHeads, v: KVHeads, mask: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Heads, Tensor]:
+    """Output and lse of one block; causal is from the top left."""
+    if _flash_takes(q, k, mask, is_causal):
+        out, lse, *_ = FLASH(q, k, v, 0.0, is_causal, False, scale=scale)
+        return out, lse
+    wide = [_every_head(x, q.shape[1]) for x in (k, v)]
+    out, lse, *_ = OTHER(q, *wide, _bias(q, k, mask, is_causal), True, 0.0, False, scale=scale)
+    return out, lse[..., : q.shape[2]]
+
+
+def backward(
+    cotangent: Heads,
+    q: Heads,
+    k: KVHeads,
+    v: KVHeads,
+    out: Heads,
+    lse: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Heads, KVHeads, KVHeads]:
+    """Gradients of one block, by the global out and lse."""
+    unused = torch.zeros((), dtype=torch.int64, device=q.device)  # seed and offset of dropout, of which there is none
+    if _flash_takes(q, k, mask, is_causal):
+        given = cotangent, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, is_causal, unused, unused
+        return FLASH_BACKWARD(*given, scale=scale)
+    wide, bias = [_every_head(x, q.shape[1]) for x in (k, v)], _bias(q, k, mask, is_causal)
+    lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % LSE_ROWS), value=torch.inf)
+    given = cotangent, q, *wide, bias, out, lse, unused, unused, 0.0, [True, True, True, False]
+    dq, dk, dv, _ = OTHER_BACKWARD(*given, False, scale=scale)
+    heads = k.shape[1], -1
+    return dq, dk.unflatten(1, heads).sum(2), dv.unflatten(1, heads).sum(2)
+
+
+def _flash_takes(q: Heads, k: KVHeads, mask: Tensor | None, is_causal: bool) -> bool:
+    """Its causal mask is from the bottom right, the same only for as many queries as keys."""
+    width = q.shape[-1]
+    square = not is_causal or q.shape[2] == k.shape[2]
+    return q.dtype in HALF and mask is None and square and width % 8 == 0 and width <= LARGEST_FLASH_WIDTH
+
+
+def _every_head(x: Heads, heads: int) -> Heads:
+    return x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def _bias(q: Heads, k: KVHeads, mask: Tensor | None, is_causal: bool) -> Tensor | None:
+    """The mask as addends, rows aligned as the operation asks."""
+    if mask is None and not is_causal:
+        return None
+    if mask is None:
+        mask = torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    columns = mask.shape[-1]
+    aligned = torch.zeros(*mask.shape[:-1], columns + -columns % BIAS_COLUMNS, dtype=q.dtype, device=q.device)
+    aligned[..., :columns].masked_fill_(~mask, -torch.inf)
+    return aligned[..., :columns].expand(len(q), q.shape[1], q.shape[2], -1)

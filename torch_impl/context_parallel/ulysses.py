@@ -1,0 +1,62 @@
+"""Heads exchanged for positions: each rank gets some heads of all positions, attends, and gives the rows back.
+
+Rank `ring_rank * a + heads_rank` holds its positions. The a ranks of one `heads` group give each other heads, so that
+each then holds the positions of all of them; what is left of the sequence is cut over the ring (usp), or nothing is
+(Ulysses).
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from torch_impl.collectives import all_to_all
+from torch_impl.context_parallel.pairs import pairs_of
+from torch_impl.context_parallel.ring import ring_attention
+from torch_impl.layouts.token_layout import TokenLayout
+
+Heads = Float[Tensor, "b h s p"]
+KVHeads = Float[Tensor, "b hk s p"]
+HEAD, ROW = 1, 2
+
+
+# V -> V
+def head_parallel_attention(
+    q: Heads,
+    k: KVHeads,
+    v: KVHeads,
+    layout: TokenLayout,
+    heads: ProcessGroup,
+    ring: ProcessGroup,
+    causal: bool,
+    window: int | None,
+    scale: float,
+) -> Heads:
+    """Attention with heads cut over `heads` and what is left of the positions over `ring`.
+
+        q "b h s/cp p", k, v "b hk s/cp p"   ->   "b h s/cp p"
+
+    Where there are fewer KV heads than ranks of `heads`, each is sent to several.
+
+    Cost:   forward 1 all_to_all of q, k and v together and 1 of the output, backward the same; besides what the ring
+            costs, with the rows of `a` ranks and the heads of one.
+    """
+    a, m = heads.size(), layout.cp_size // heads.size()
+    inner = layout.rebind(m, layout.cp_rank // a)
+    rows = layout.index[inner.cp_rank * a : (inner.cp_rank + 1) * a].flatten()
+    in_order = rows.argsort()
+    held = [_for_each_rank(x, a) for x in (q, k, v)]
+    widths = [x.shape[2] for x in held]
+    mixed = all_to_all(torch.cat(held, 2).flatten(1, 2), heads, split_dim=HEAD, concat_dim=ROW)
+    whole_q, whole_k, whole_v = mixed[:, :, in_order].split(widths, HEAD)
+    out = ring_attention(whole_q, whole_k, whole_v, pairs_of(inner, causal, window), ring, scale)
+    return all_to_all(out[:, :, in_order.argsort()], heads, split_dim=ROW, concat_dim=HEAD)
+
+
+def _for_each_rank(x: Heads, a: int) -> Float[Tensor, "b a h s p"]:
+    """Heads by the rank that gets them; a KV head that several ranks need is there once for each."""
+    if x.shape[1] % a:
+        x = x.unsqueeze(2).expand(-1, -1, a // x.shape[1], -1, -1).flatten(1, 2)
+    return x.unflatten(1, (a, -1))
