@@ -21,7 +21,7 @@ DECLARED = dict(
     reference=packed_batch,
     mesh={"cp": (1, 2, 4)},
     inputs={"x": "b t d cp=R", "labels": "b t", "padded": "q", "real": "q"},
-    outputs=("b t/cp:packed d",) + 3 * ("b t/cp:packed",),
+    outputs=("b t/cp:packed d",) + 3 * ("b t/cp:packed",) + 2 * ("b q",),
     dims={"b": (2, 4), "q": (3, 5, 2), "t": (24, 40, 16), "d": (2, 1, 5)},
     draw={
         "labels": integers(-100, 9),
@@ -32,7 +32,9 @@ DECLARED = dict(
     dtypes=("float32", "bfloat16", "float64"),
     cost=lambda c: Cost(),
 )
-Returned = tuple[Float[Tensor, "b l d"], Int[Tensor, "b l"], Int[Tensor, "b l"], Bool[Tensor, "b l"]]
+ByToken = Int[Tensor, "b l"]
+Lengths = Int[Tensor, "b q"]
+Returned = tuple[Float[Tensor, "b l d"], ByToken, ByToken, Bool[Tensor, "b l"], Lengths, Lengths]
 
 
 def given_rows(x, labels, padded, real, tail):
@@ -43,9 +45,10 @@ def given_rows(x, labels, padded, real, tail):
 
 
 def rows_of(out, b):
-    """What was stacked or laid end to end, as rows."""
+    """What was stacked or laid end to end, as rows; offsets as the lengths that they sum up."""
     names = ("input_ids", "labels", "position_ids", "padding_mask")
     flat = [out[name].flatten(0, int(out["cu_seqlens"].ndim > 1) and 1) for name in names]
+    flat += [out[name].long().diff().flatten() for name in ("cu_seqlens", "cu_seqlens_padded")]
     return tuple(each.unflatten(0, (b, len(each) // b)) for each in flat)
 
 
@@ -61,7 +64,7 @@ def shares_of_chunks(mesh, x, labels, padded, real, num_chunks, tail) -> Returne
     stacked = cp.split_batch_into_thd_chunks(given_rows(x, labels, padded, real, tail), num_chunks)
     chunks = [stacked] if num_chunks == 1 else [{k: v[i] for k, v in stacked.items()} for i in range(num_chunks)]
     shares = [cp._shard_thd_chunk_for_te(chunk, mesh.device_mesh["cp"], "thd", FILL, 0) for chunk in chunks]
-    names = ("input_ids", "labels", "position_ids", "padding_mask", "cu_seqlens")
+    names = ("input_ids", "labels", "position_ids", "padding_mask", "cu_seqlens", "cu_seqlens_padded")
     return rows_of({name: torch.stack([share[name] for share in shares]) for name in names}, len(x))
 
 
