@@ -20,6 +20,10 @@ NAMELESS = {"utils", "util", "common", "helpers", "helper", "misc"}
 WITHOUT_A_REFERENCE = {
     "collectives/*": "one device has no collectives; their law is the adjoint identity",
     "kernels/*": "how a function is computed; what it means is stated by the component that it serves",
+    "context_parallel/attention_mask.py": "what a mask is refused for; the reference refuses nothing",
+    "context_parallel/sdpa_mode.py": "an adapter for torch's attention function",
+    "context_parallel/sequence_context.py": "whose memory a tensor has; what is computed inside has its own reference",
+    "context_parallel/train_context.py": "contexts that are entered; they compute nothing",
     "context_parallel/slots.py": "lengths of a whole batch at once; the reference takes one sequence at a time",
     "context_parallel/te_adapter.py": "an adapter for one library",
     "layouts/remembered.py": "a memo of layouts, which changes no result",
@@ -55,6 +59,7 @@ WITHOUT_PRODUCTION = {
 }
 WITHOUT_A_TEST_OF_ITS_OWN = {
     "collectives/*": "tested by law across files, not file by file",
+    "context_parallel/sdpa_mode.py": "tested through the contexts that enter it",
     "context_parallel/slots.py": "tested through the streams that are made of them",
     "*/arguments.py": "each refusal is tested with the function that makes it",
     "context_parallel/blocks.py": "every exchange is made of them, tested through attention",

@@ -1,6 +1,7 @@
 """All faults, and the kinds that have a component to live in."""
 
 from parity_tests.faults import (
+    batches,
     collectives,
     distillation,
     entropies,
@@ -15,12 +16,14 @@ from parity_tests.faults import (
     sampling,
     sequence_gather,
     several_ids,
+    token_layout,
     topk,
     vocab_parallel,
 )
 from parity_tests.faults.fault import KINDS
 
 CATALOGUE = (
+    *batches.FAULTS,
     *collectives.FAULTS,
     *distillation.FAULTS,
     *entropies.FAULTS,
@@ -34,6 +37,7 @@ CATALOGUE = (
     *sampling.FAULTS,
     *sequence_gather.FAULTS,
     *several_ids.FAULTS,
+    *token_layout.FAULTS,
     *topk.FAULTS,
     *vocab_parallel.FAULTS,
     *recreated.FAULTS,

@@ -1,0 +1,103 @@
+"""What an attention mask may say under cp: nothing, or padding on the right; the rest is refused."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from parity_tests import CaseSpec
+from parity_tests.harness.engines.run import run
+from torch_impl.context_parallel import make_cp_batch_and_ctx
+from torch_impl.context_parallel.attention_mask import padding_of, restarts
+
+
+def on_ranks(n, body):
+    ranks = run(body, CaseSpec(scheme="attention_mask", mesh={"cp": n}))
+    assert ranks.ledger.rows == []
+    return ranks.results
+
+
+rows = st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=1, max_size=3)
+
+
+@given(rows, st.sampled_from([torch.bool, torch.int64, torch.float32]))
+def test_a_mask_is_let_pass_if_its_zeros_are_behind(mask, dtype):
+    is_right = all(sorted(row, reverse=True) == row for row in mask)
+    with nullcontext() if is_right else pytest.raises(ValueError, match=r"left padding|holes"):
+        found = padding_of("here", torch.tensor(mask).to(dtype))
+        padding = torch.zeros(len(mask), 6, dtype=torch.bool) if found is None else found
+        assert padding.tolist() == [[not kept for kept in row] for row in mask]
+        assert (found is None) == all(all(row) for row in mask)
+
+
+def test_what_is_dropped_becomes_a_padding_mask():
+    def body(mesh, case):
+        mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
+        batch = {"input_ids": torch.zeros(2, 6, dtype=torch.int64), "attention_mask": mask}
+        _, padded = make_cp_batch_and_ctx(mesh.device_mesh["cp"], batch)
+        assert "attention_mask" not in padded
+        return padded["padding_mask"].int().tolist()
+
+    assert on_ranks(2, body) == ([[0, 0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 1, 1]],) * 2
+
+
+def test_a_given_padding_mask_is_kept_beside_the_dropped_one():
+    def body(mesh, case):
+        batch = {
+            "input_ids": torch.zeros(1, 4, dtype=torch.int64),
+            "attention_mask": torch.tensor([[1, 1, 1, 0]]),
+            "padding_mask": torch.tensor([[True, False, False, False]]),
+        }
+        return make_cp_batch_and_ctx(mesh.device_mesh["cp"], batch)[1]["padding_mask"].tolist()
+
+    assert on_ranks(2, body) == ([[True, False, False, True]],) * 2
+
+
+def test_positions_that_start_anew():
+    assert restarts(torch.tensor([[0, 1, 0, 1]])) and restarts(torch.tensor([[0, 0, 0, 0]]))
+    assert not restarts(torch.tensor([[3, 4, 5, 9]]))
+    assert not restarts(torch.zeros(3, 1, 4))  # several kinds of positions may stand still
+
+
+def make(mesh, mask):
+    batch = {"input_ids": torch.zeros(3, 4, dtype=torch.int64), "attention_mask": torch.tensor(mask)}
+    return make_cp_batch_and_ctx(mesh.device_mesh["cp"], batch)
+
+
+ONES = [1, 1, 1, 1]
+REFUSED = [
+    (
+        lambda m: make(m, [ONES, ONES, [0, 0, 0, 1]]),
+        "attention_mask: row 2 starts with 3 zeros; left padding is lost under cp; pad on the right",
+    ),
+    (
+        lambda m: make(m, [ONES, [1, 0, 1, 0], ONES]),
+        "attention_mask: row 1 has zeros between ones; holes are lost under cp; pad on the right",
+    ),
+    (
+        lambda m: make(m, [[1, 1, 2, 2], ONES, ONES]),
+        "attention_mask: row 0 has 2, an id of packed sequences; pass use_te=True with seq_lens, where cu_seqlens "
+        "keep them apart",
+    ),
+    (
+        lambda m: make(m, [ONES, [0.0, 0.0, -1e9, -1e9], ONES]),
+        "attention_mask: row 1 has a negative entry; pass ones, and zeros for padding",
+    ),
+    (
+        lambda m: make(m, [[[[1]]]]),
+        "attention_mask is [1, 1, 1, 1]; it is [b, s] under cp, and packed sequences go with use_te=True, where "
+        "cu_seqlens keep them apart",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "sentence"), REFUSED, ids=[text[:60] for _, text in REFUSED])
+def test_refusal_on_every_rank_before_any_collective(call, sentence):
+    def body(mesh, case):
+        with pytest.raises(ValueError) as caught:
+            call(mesh)
+        return str(caught.value)
+
+    assert on_ranks(2, body) == (f"context_parallel.batch: {sentence}",) * 2

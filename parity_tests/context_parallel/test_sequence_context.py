@@ -1,0 +1,236 @@
+"""Parity of attention inside a context, and its buffers: shares inside, whole after, entered any number of times."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from torch.distributed.tensor.experimental._context_parallel._attention import _cp_options
+
+from jax_ref.context_parallel.attention import dense_attention
+from parity_tests import CaseSpec, check, every_case, scheme, values
+from parity_tests.harness.engines.run import run
+from torch_impl.context_parallel import create_context_parallel_ctx, make_cp_batch_and_ctx
+
+BOUND = functools.partial(F.scaled_dot_product_attention, enable_gqa=True)  # before any context is entered
+
+
+def attended(q, k, v, causal):
+    return dense_attention(q, k, v, causal)
+
+
+@scheme(
+    reference=attended,
+    mesh={"cp": (1, 2, 4)},
+    inputs={"q": "b h s/cp:dual_chunk_swap p", **{x: "b g s/cp:dual_chunk_swap p" for x in ("k", "v")}},
+    outputs="b h s/cp:dual_chunk_swap p",
+    dims={"b": (1, 2), "g": (2, 1), "h": (2, 4), "p": (4, 8), "s": (16, 8)},
+    draw={name: values("normal", "ties") for name in ("q", "k", "v")},
+    options={"causal": (True, False)},
+    rank_options={"rotate": ("allgather", "alltoall", "addtoall", None)},
+    reduction=("s", "p"),
+    dtypes=("float32", "float64"),
+)
+def attention_inside(mesh, q, k, v, causal, rotate):
+    buffer = torch.zeros(q.shape[2] * mesh.size("cp"))
+    with create_context_parallel_ctx(mesh.device_mesh["cp"], [buffer], [0], set(), rotate):
+        return BOUND(q, k, v, is_causal=causal)
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+def test_parity(engine):
+    @settings(max_examples=15 if engine == "lockstep" else 3)
+    @given(every_case(attention_inside, engine=engine))
+    def example(case):
+        check(case)
+
+    example()
+
+
+def on_ranks(n, body):
+    return run(body, CaseSpec(scheme="train_context", mesh={"cp": n}))
+
+
+def context(mesh, buffers, dims=None, kept=(), rotate="allgather"):
+    dims = [0] * len(buffers) if dims is None else dims
+    return create_context_parallel_ctx(mesh.device_mesh["cp"], buffers, dims, set(kept), rotate)
+
+
+def test_buffers_are_shares_inside_and_whole_after():
+    def body(mesh, case):
+        ids, wide = torch.arange(16).view(2, 8), torch.arange(24.0).view(3, 8).T  # not contiguous
+        kept = torch.arange(8)
+        before = [(x.clone(), x.stride()) for x in (ids, wide, kept)]
+        made, seen = context(mesh, [ids, wide, kept], [1, 0, -1], {kept}), []
+        for _ in range(2):
+            with made as entered:
+                layout = entered.layout
+                whole = [layout.shard(x, dim) for (x, _), dim in zip(before, [1, 0, 0], strict=True)]
+                assert all(torch.equal(x, y) for x, y in zip((ids, wide, kept), whole, strict=True))
+                seen.append([x.tolist() for x in (ids, wide, kept)])
+                ids.fill_(0)  # what is written inside is not what comes back
+            for x, (value, stride) in zip((ids, wide), before, strict=False):
+                assert torch.equal(x, value) and x.stride() == stride
+            assert torch.equal(kept, whole[2])
+        assert seen[0] == seen[1]
+        return seen[0][0]
+
+    ranks = on_ranks(2, body)
+    assert ranks.results == ([[0, 1, 6, 7], [8, 9, 14, 15]], [[2, 3, 4, 5], [10, 11, 12, 13]])
+    assert ranks.ledger.rows == []
+
+
+def test_a_kept_buffer_that_was_given_anew_is_taken_as_it_is():
+    def body(mesh, case):
+        kept = torch.arange(8)
+        made = context(mesh, [kept], kept={kept})
+        with made:
+            pass
+        kept.data = torch.arange(8) + 100
+        with made:
+            return kept.tolist()
+
+    assert on_ranks(2, body).results[0] == [100, 101, 106, 107]
+
+
+def test_backward_of_what_was_saved_inside_refuses_to_run_outside():
+    def body(mesh, case):
+        weight, cosine = torch.ones(4, requires_grad=True), torch.arange(8.0)
+        with context(mesh, [cosine]):
+            y = (weight * cosine).sum()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward()
+
+    on_ranks(2, body)
+
+
+def test_after_an_exception_everything_is_whole_and_attention_is_torchs():
+    def body(mesh, case):
+        ids, q = torch.arange(8), torch.rand(1, 1, 8, 4)
+        plain = F.scaled_dot_product_attention(q, q, q)
+        made = context(mesh, [ids])
+        with pytest.raises(KeyError), made:
+            raise KeyError
+        assert ids.tolist() == list(range(8))
+        with made:
+            pass
+        return torch.equal(F.scaled_dot_product_attention(q, q, q), plain)
+
+    assert on_ranks(2, body).results == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("rotate", "used"),
+    [
+        ("allgather", {"all_gather"}),
+        ("alltoall", {"send", "recv"}),
+        ("addtoall", {"send", "recv"}),
+        (None, {"all_gather"}),
+    ],
+)
+def test_how_keys_travel_and_torchs_setting_stays(rotate, used):
+    before = _cp_options.rotate_method
+
+    def body(mesh, case):
+        x = torch.rand(1, 1, 4, 4)
+        with context(mesh, [torch.zeros(8)], rotate=rotate):
+            BOUND(x, x, x, is_causal=True)
+            assert _cp_options.rotate_method == before
+
+    assert {row.op for row in on_ranks(2, body).ledger.rows} == used
+    assert _cp_options.rotate_method == before
+
+
+def padded(mesh):
+    batch = {"input_ids": torch.zeros(1, 8, dtype=torch.int64), "attention_mask": torch.tensor([[1] * 6 + [0] * 2])}
+    return make_cp_batch_and_ctx(mesh.device_mesh["cp"], batch)[0]()
+
+
+def attend(made, heads=1, **further):
+    x = torch.rand(1, 1, 4, 4)
+    with made:
+        F.scaled_dot_product_attention(x.expand(1, heads, 4, 4), x, x, **further)
+
+
+def tensors(*sizes):
+    return [torch.zeros(size) for size in sizes]
+
+
+CREATE = "context_parallel.create_context_parallel_ctx: "
+REFUSED = [
+    (lambda m: context(m, []), CREATE + "cp_buffers is empty; pass the tensors to cut"),
+    (
+        lambda m: context(m, tensors(8), [0, 0]),
+        CREATE + "cp_seq_dims has 2 entries for 1 buffers; give one for each",
+    ),
+    (
+        lambda m: context(m, tensors(8), kept=tensors(8)),
+        CREATE + "cp_no_restore_buffers has a tensor that is not in cp_buffers; add it there",
+    ),
+    (
+        lambda m: context(m, tensors(8, 16)),
+        CREATE + "cp_buffers[1] has 16 positions along dim 0, cp_buffers[0] has 8; pass whole tensors of one length",
+    ),
+    (lambda m: context(m, tensors(8), [1]), CREATE + "cp_seq_dims[0]=1 is outside a tensor of 1 dims"),
+    (
+        lambda m: context(m, tensors(18)),
+        CREATE + "s=18 cannot be cut by dual_chunk_swap over cp=2 (needs a multiple of 4); pad to 20",
+    ),
+    (
+        lambda m: context(m, tensors(8), rotate="ring"),
+        CREATE + "cp_rotate_method='ring' is not one of 'allgather', 'alltoall', 'addtoall' or None",
+    ),
+    (
+        lambda m: context(m, [torch.zeros(8, requires_grad=True)]),
+        CREATE + "cp_buffers[0] requires a gradient; cut it by layout.shard instead",
+    ),
+    (
+        lambda m: context(m, [torch.zeros(8), torch.nn.Parameter(torch.zeros(8))]),
+        CREATE + "cp_buffers[1] is an nn.Parameter; cut it by layout.shard instead",
+    ),
+    (
+        lambda m: context(m, [torch.zeros(1, 8).expand(2, 8)], [1]),
+        CREATE + "cp_buffers[0] is an expanded view, which cannot be written in place; cut it by layout.shard instead",
+    ),
+    (
+        lambda m: attend(context(m, tensors(8)), attn_mask=torch.zeros(4, 4)),
+        "context_parallel.sdpa: attn_mask is [4, 4], whose columns are not cut over cp; "
+        "pass is_causal=True and no mask",
+    ),
+    (
+        lambda m: attend(context(m, tensors(8)), dropout_p=0.1),
+        "context_parallel.sdpa: dropout_p=0.1 would differ over cp; pass 0.0",
+    ),
+    (
+        lambda m: attend(context(m, tensors(8)), heads=2, is_causal=True),
+        "context_parallel.sdpa: query has 2 heads and key 1; pass enable_gqa=True",
+    ),
+    (
+        lambda m: attend(padded(m)),
+        "context_parallel.sdpa: is_causal=False would see the padding of a dropped attention_mask; pass is_causal=True",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "sentence"), REFUSED, ids=[text[:80] for _, text in REFUSED])
+def test_refusal_on_every_rank_before_any_collective(call, sentence):
+    def body(mesh, case):
+        with pytest.raises(ValueError) as caught:
+            call(mesh)
+        return str(caught.value)
+
+    ranks = on_ranks(2, body)
+    assert ranks.results == (sentence,) * 2
+    assert ranks.ledger.rows == []
+
+
+def test_a_context_is_not_entered_inside_itself():
+    def body(mesh, case):
+        made = context(mesh, tensors(8))
+        with pytest.raises(RuntimeError) as caught, made, made:
+            pass
+        return str(caught.value)
+
+    sentence = "context_parallel: this context is entered already; leave it first, or make another"
+    assert on_ranks(2, body).results == (sentence,) * 2

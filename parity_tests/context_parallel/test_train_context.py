@@ -1,0 +1,96 @@
+"""Contexts of a training step: the order of their parts, and entering them again."""
+
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
+
+from parity_tests import CaseSpec
+from parity_tests.harness.engines.run import run
+from torch_impl.context_parallel import create_context_parallel_ctx, get_train_context
+from torch_impl.context_parallel import train_context as module
+
+NAMES = ("loss", "compiled", "kernel", "cp")
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Every part of a train context writes down when it is entered and left."""
+    events = []
+
+    def part(name):
+        @contextmanager
+        def entered(*args):
+            events.append(f"+{name}")
+            try:
+                yield
+            finally:
+                events.append(f"-{name}")
+
+        return entered
+
+    monkeypatch.setattr(module, "loss_parallel", part("loss"))
+    monkeypatch.setattr(torch._dynamo.utils, "maybe_enable_compiled_autograd", part("compiled"))
+    monkeypatch.setattr(module, "sdpa_kernel", part("kernel"))
+    return events, part("cp")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("flags", [(a, b, c) for a in (0, 1) for b in (0, 1) for c in (0, 1)])
+def test_parts_are_left_in_the_reverse_order(recorded, flags, fails):
+    events, cp = recorded
+    loss, compiled, parallel = flags
+    on = [name for name, flag in zip(NAMES, (loss, compiled, parallel, parallel), strict=True) if flag]
+    factory = get_train_context(bool(loss), bool(compiled), cp if parallel else None)
+    for _ in range(2):
+        events.clear()
+        with pytest.raises(KeyError) if fails else nullcontext(), factory():
+            events.append("step")
+            if fails:
+                raise KeyError
+        assert events == [*(f"+{name}" for name in on), "step", *(f"-{name}" for name in reversed(on))]
+
+
+def test_a_context_that_can_be_entered_once_says_so(recorded):
+    events, cp = recorded
+    factory = get_train_context(False, False, cp())
+    with factory():
+        pass
+    events.clear()
+    with pytest.raises(RuntimeError) as caught, factory():
+        pass
+    assert str(caught.value) == (
+        "context_parallel.train_context: cp_context _GeneratorContextManager can be entered only once; "
+        "pass a function that makes one, or create_context_parallel_ctx(...)"
+    )
+    assert events == ["+kernel", "-kernel"]
+
+
+def test_a_train_context_is_not_entered_inside_itself(recorded):
+    factory = get_train_context(False, False, nullcontext())
+    with pytest.raises(RuntimeError) as caught, factory(), factory():
+        pass
+    assert str(caught.value) == (
+        "context_parallel.train_context: cp_context nullcontext is entered already; leave it first"
+    )
+    with factory():
+        pass
+
+
+def test_the_real_parts():
+    """On one rank, since the parts are settings of the whole process."""
+
+    def body(mesh, case):
+        ids, q = torch.arange(6), torch.rand(1, 1, 6, 4, requires_grad=True)
+        factory = get_train_context(True, True, create_context_parallel_ctx(mesh.device_mesh["cp"], [ids], [0], set()))
+        for _ in range(2):
+            with factory():
+                assert not torch.backends.cuda.math_sdp_enabled()
+                out = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+            assert torch.backends.cuda.math_sdp_enabled()
+        return tuple(out.shape), SDPBackend.MATH in module.fused_backends()
+
+    ranks = run(body, CaseSpec(scheme="train_context", mesh={"cp": 1}))
+    assert ranks.results == (((1, 1, 6, 4), False),)

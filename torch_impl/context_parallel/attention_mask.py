@@ -1,0 +1,58 @@
+"""What an attention mask says of a dense batch: padding on the right, which causal attention never sees, or more.
+
+Under cp a mask's columns would have to be cut with the keys, so a mask is read once, on the whole batch, and dropped.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Shaped
+from torch import Tensor
+
+from torch_impl.layouts.packed import first
+
+
+def padding_of(function: str, attention_mask: Shaped[Tensor, "*a"]) -> Bool[Tensor, "b s"] | None:
+    """True where a mask has padding on the right; None for all ones. One read by the host.
+
+    Errors: ValueError for left padding, holes, packing ids or a mask that is not [b, s].
+    """
+    if attention_mask.ndim != 2:
+        raise ValueError(
+            f"{function}: attention_mask is {list(attention_mask.shape)}; it is [b, s] under cp, and packed sequences "
+            "go with use_te=True, where cu_seqlens keep them apart"
+        )
+    zeros = attention_mask == 0
+    real = (~zeros).sum(1)
+    leading = zeros.long().cumprod(1).sum(1)
+    behind = torch.arange(zeros.shape[1], device=zeros.device) >= real[:, None]
+    least, most = attention_mask.aminmax(dim=1) if zeros.shape[1] else (real, real)
+    facts = torch.stack([real, leading, (zeros != behind).any(1).long(), least < 0, most.long()]).cpu()
+    _refuse(function, facts, zeros.shape[1])
+    return behind if bool((facts[0] < zeros.shape[1]).any()) else None
+
+
+def restarts(position_ids: Tensor) -> bool:
+    """Whether positions start anew inside a row. One read by the host."""
+    return position_ids.ndim == 2 and bool((position_ids.diff() <= 0).any())
+
+
+def _refuse(function: str, facts: Tensor, size: int) -> None:
+    """`facts` by row: ones, zeros before the first, whether a zero is not behind or an entry negative, the largest."""
+    leading, is_odd, is_additive, largest = facts[1:]
+    for b in first(is_additive > 0):
+        raise ValueError(f"{function}: attention_mask: row {b} has a negative entry; pass ones, and zeros for padding")
+    for b in first(largest > 1):
+        raise ValueError(
+            f"{function}: attention_mask: row {b} has {int(largest[b])}, an id of packed sequences; pass use_te=True "
+            "with seq_lens, where cu_seqlens keep them apart"
+        )
+    for b in first((leading > 0) & (leading < size)):
+        raise ValueError(
+            f"{function}: attention_mask: row {b} starts with {int(leading[b])} zeros; left padding is lost under cp; "
+            "pad on the right"
+        )
+    for b in first(is_odd > 0):
+        raise ValueError(
+            f"{function}: attention_mask: row {b} has zeros between ones; holes are lost under cp; pad on the right"
+        )

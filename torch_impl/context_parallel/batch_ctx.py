@@ -1,0 +1,208 @@
+"""Dense batches: rows padded to what cp ranks can share, cut while a context is entered, whole outside of it.
+
+Rank r of cp holds chunks r and 2 cp - 1 - r of 2 cp equal chunks of every row (DualChunkSwap).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from torch_impl.context_parallel.attention_mask import padding_of, restarts
+from torch_impl.context_parallel.batch_te import make_cp_batch_for_te
+from torch_impl.context_parallel.sequence_context import SequenceContext
+from torch_impl.context_parallel.slots import checked_slots
+from torch_impl.layouts import TokenLayout, needs
+
+FUNCTION = "context_parallel.batch"
+BY_TOKEN = ("input_ids", "inputs_embeds", "labels", "position_ids", "loss_mask", "padding_mask")
+FILLS = {"labels": -100, "padding_mask": True}  # input_ids have the caller's, all else 0
+NONE = -1000
+
+
+@dataclass(frozen=True)
+class BatchContext:
+    """Called, it gives the context in which the batch is cut; any number of times.
+
+    `layout.unshard(x, dim, group, trim=True)` gives back a result without the padding.
+    """
+
+    context: SequenceContext
+    layout: TokenLayout
+    original_length: int
+    padded_length: int
+
+    def __call__(self) -> AbstractContextManager[Any]:
+        return self.context
+
+
+def make_cp_batch_and_ctx(
+    device_mesh: DeviceMesh | None,
+    batch: dict[str, Any],
+    loss_mask: Tensor | None = None,
+    use_te: bool = False,
+    padding_token_id: int = 0,
+    num_chunks: int = 1,
+    seq_lens_padding_value: int = -1000,
+) -> tuple[Callable[[], AbstractContextManager[Any]], dict[str, Any]]:
+    """What makes the context of a step, and the batch for it: `with factory():`.
+
+        input_ids  "b s"   ->   inside  "b s/cp:dual_chunk_swap",   s padded to a multiple of 2 * cp
+
+    One rank, or a mesh without `cp`, gives back the batch itself. With `use_te` the batch is that of
+    `make_cp_batch_for_te`. Else it is a new dict of new tensors, padded on the right: ids by `padding_token_id`, labels
+    by -100, masks and floats by 0, positions run on. Everything [b, s, ...] is cut on entering and whole on leaving;
+    what needs a gradient is cut here and stays so. `loss_mask` joins the batch, and the caller's own object follows it.
+    Labels must be shifted before this call: inside, the next token is on another rank.
+
+    `attention_mask` is dropped where it is all ones or padding on the right, which becomes `padding_mask` (True) and
+    binds attention inside to causal.
+
+    Cost:   no collective; two copies of each tensor, and one host read of the mask and positions.
+    Errors: ValueError for left padding, holes, packing ids, a mask that is not [b, s], a tensor by token of another
+            size, or a batch without input_ids and inputs_embeds. RuntimeWarning for positions that start anew inside
+            a row without a mask: those sequences see each other.
+    """
+    cp_mesh = _cp_mesh(device_mesh)
+    if use_te:
+        given = batch if loss_mask is None else {**batch, "loss_mask": loss_mask}
+        made = make_cp_batch_for_te(
+            cp_mesh,
+            given,
+            padding_token_id=padding_token_id,
+            num_chunks=num_chunks,
+            seq_lens_padding_value=seq_lens_padding_value,
+        )
+        return nullcontext, made
+    if cp_mesh is None or cp_mesh.size() == 1:
+        return nullcontext, batch
+    return _cut_inside(cp_mesh, batch, loss_mask, padding_token_id)
+
+
+def _build_position_ids(batch: dict[str, Any], device: torch.device | str) -> dict[str, Any]:
+    """The same dict, with `position_ids` 0, 1, 2, ... of each row, "b s", unless it has them.
+
+    With `seq_lens_padded` they start anew in each slot.
+
+    Cost:   no collective; with seq_lens_padded one host copy of them.
+    Errors: ValueError without input_ids and inputs_embeds, or for slots that do not fit the rows.
+    """
+    if batch.get("position_ids") is not None:
+        return batch
+    rows, size = _shape(batch)
+    if "seq_lens_padded" in batch:
+        padded = batch["seq_lens_padded"]
+        padded = torch.where(padded < 0, NONE, padded)
+        slots = checked_slots(padded, padded, rows, size, NONE)
+        layout = TokenLayout.packed(slots.offsets[0], cp_size=1, cp_rank=0)
+        batch["position_ids"] = layout.position_ids.view(rows, size).to(device)
+    else:
+        batch["position_ids"] = torch.arange(size, device=device).repeat(rows, 1)
+    return batch
+
+
+def _cut_inside(
+    cp_mesh: DeviceMesh, batch: dict[str, Any], loss_mask: Tensor | None, padding_token_id: int
+) -> tuple[BatchContext, dict[str, Any]]:
+    """The batch padded, and the context that cuts it."""
+    shape = _shape(batch)
+    size = shape[1]
+    cp_size, cp_rank = cp_mesh.size(), cp_mesh.get_group().rank()
+    multiple = needs("dual_chunk_swap", cp_size)
+    more = -size % multiple
+    device = next(batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None).device
+    full, masked = _completed(batch, loss_mask, shape, more, device)
+    padded = {name: _padded(name, x, shape, more, padding_token_id) for name, x in full.items()}
+    layout = TokenLayout.dense(
+        "dual_chunk_swap", size + more, cp_size=cp_size, cp_rank=cp_rank, device=device, real_length=size
+    )
+    buffers: list[tuple[Tensor, int, Tensor | None]] = []
+    for name, x in padded.items():
+        dim = _dim(name, full[name], shape)
+        if dim is not None and x.requires_grad:
+            padded[name] = layout.shard(x, dim)
+        elif dim is not None:
+            buffers.append((x, dim, None))
+    if loss_mask is not None:
+        buffers.append((loss_mask, 1, padded["loss_mask"]))
+    own, dims, wholes = zip(*buffers, strict=True) if buffers else ((), (), ())
+    why = "would see the padding of a dropped attention_mask" if masked else None
+    context = SequenceContext(cp_mesh.get_group(), layout, None, own, dims, [False] * len(own), wholes, causal_only=why)
+    return BatchContext(context, layout, size, size + more), padded
+
+
+def _completed(
+    batch: dict[str, Any], loss_mask: Tensor | None, shape: tuple[int, int], more: int, device: torch.device
+) -> tuple[dict[str, Any], bool]:
+    """The batch without its attention mask, with positions and padding mask; and whether a mask had padding."""
+    full = {name: x for name, x in batch.items() if name != "attention_mask" and x is not None}
+    if loss_mask is not None:
+        if full.get("loss_mask", loss_mask) is not loss_mask:
+            raise ValueError(f"{FUNCTION}: loss_mask is given and another is in the batch; leave one out")
+        full["loss_mask"] = loss_mask
+    for name in BY_TOKEN:
+        if name in full and _dim(name, full[name], shape) is None:
+            raise ValueError(
+                f"{FUNCTION}: {name} is {list(full[name].shape)}, the batch has {list(shape)} tokens; give one for each"
+            )
+    mask = batch.get("attention_mask")
+    behind = None if mask is None else padding_of(FUNCTION, mask)
+    has_own = "position_ids" in full or "seq_lens_padded" in full
+    _build_position_ids(full, device)
+    if mask is None and has_own and restarts(full["position_ids"]):
+        warnings.warn(
+            f"{FUNCTION}: position_ids start anew inside a row and there is no mask, so that its documents attend to "
+            "each other; pass use_te=True with seq_lens",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    if mask is not None or more or "padding_mask" in full:
+        padding = full.get("padding_mask", torch.zeros(shape, dtype=torch.bool, device=device))
+        full["padding_mask"] = padding if behind is None else padding | behind
+    return full, behind is not None
+
+
+def _padded(name: str, x: Any, shape: tuple[int, int], more: int, padding_token_id: int) -> Any:
+    """A tensor of its own with `more` positions on the right; whatever is not by token is passed on."""
+    dim = _dim(name, x, shape)
+    if dim is None:
+        return x
+    if name == "position_ids":
+        further = torch.arange(1, more + 1, device=x.device)
+        last = x[..., -1:] if shape[1] else x.new_full((*x.shape[:-1], 1), -1)
+        return torch.cat([x, last + further], -1).expand(*x.shape[:-2], shape[0], -1).contiguous()
+    fill = padding_token_id if name == "input_ids" else FILLS.get(name, 0)
+    behind = [0, 0] * (x.ndim - 1 - dim)
+    return F.pad(x, [*behind, 0, more], value=fill) if more else x.clone()
+
+
+def _dim(name: str, x: Any, shape: tuple[int, int]) -> int | None:
+    """The dim of the sequence, or None for what is not by token."""
+    if not isinstance(x, Tensor):
+        return None
+    if name == "position_ids":
+        fits = x.shape[-1:] == shape[1:] and x.ndim in (2, 3) and x.shape[-2] in (1, shape[0])
+        return x.ndim - 1 if fits else None
+    return 1 if x.shape[:2] == shape else None
+
+
+def _shape(batch: dict[str, Any]) -> tuple[int, int]:
+    """Rows and tokens of each."""
+    for name in ("input_ids", "inputs_embeds"):
+        if batch.get(name) is not None:
+            return batch[name].shape[0], batch[name].shape[1]
+    raise ValueError(f"{FUNCTION}: batch has neither input_ids nor inputs_embeds; it has {', '.join(batch)}")
+
+
+def _cp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """The submesh `cp`; None where there is none."""
+    has_cp = device_mesh is not None and "cp" in (device_mesh.mesh_dim_names or ())
+    return device_mesh["cp"] if device_mesh is not None and has_cp else None
