@@ -12,6 +12,7 @@ from parity_tests.context_parallel.attention_schemes import (
     HEADS,
     ROUNDINGS,
     RULES,
+    SCALE,
     cost,
     gathered_cost,
     ring_cost,
@@ -25,7 +26,7 @@ from torch_impl.layouts import TokenLayout
 def by_rules(q, k, v, causal, window):
     token = jnp.arange(q.shape[2])
     near = jnp.where(window[0] == 0, len(token), window[0])
-    return attention(q, k, v, seen_pairs(0 * token, token, token >= 0, causal[0] == 1, near))
+    return attention(q, k, v, seen_pairs(0 * token, token, token >= 0, causal[0] == 1, near), SCALE)
 
 
 EXCHANGES = ("ring", "all_gather", "ulysses")

@@ -9,7 +9,16 @@ from hypothesis import given, settings
 from jax_ref.context_parallel.attention import packed_attention, seen_pairs
 from jax_ref.layouts import packed
 from parity_tests import check, every_case, offsets, scheme
-from parity_tests.context_parallel.attention_schemes import DTYPES, HEADS, ROUNDINGS, RULES, cost, rules, usp_cost
+from parity_tests.context_parallel.attention_schemes import (
+    DTYPES,
+    HEADS,
+    ROUNDINGS,
+    RULES,
+    SCALE,
+    cost,
+    rules,
+    usp_cost,
+)
 from torch_impl.context_parallel import context_parallel_attention
 from torch_impl.context_parallel.pairs import MOST_LENGTHS, pairs_of
 from torch_impl.layouts import TokenLayout
@@ -17,10 +26,10 @@ from torch_impl.layouts import TokenLayout
 
 def by_rules(q, k, v, padded, real, causal, window):
     near = jnp.where(window[0] == 0, q.shape[2], window[0])
-    return packed_attention(q, k, v, padded, real, causal[0] == 1, near)
+    return packed_attention(q, k, v, padded, real, causal[0] == 1, near, SCALE)
 
 
-def declared(cut, ranks, exchanges):
+def declared(cut, ranks, exchanges, **sizes):
     return dict(
         reference=by_rules,
         mesh={"cp": ranks},
@@ -34,7 +43,7 @@ def declared(cut, ranks, exchanges):
             "window": "one",
         },
         outputs=f"b h {cut} p",
-        dims={"b": (1,), "h": (12,), "g": (4,), "s": (48,), "p": (2,), "n": (5,), "one": (1,)},
+        dims={"b": (1,), "h": (12,), "g": (2,), "s": (48,), "p": (2,), "n": (5,), "one": (1,), **sizes},
         draw={**HEADS, **RULES, "padded": offsets("s", padded=True), "real": offsets("s")},
         rank_options={"exchange": exchanges},
         dtypes=DTYPES,
@@ -71,6 +80,14 @@ def packed_attention_in_order(mesh, q, k, v, padded, real, causal, window, excha
     return attended(mesh, q, k, v, padded, real, causal, window, exchange, "contiguous")
 
 
+MANY = declared("s/cp:packed", (1, 2), ("ring", "ulysses"), h=(2,), g=(1,), s=(160,), n=(15,))
+
+
+@scheme(**MANY)
+def packed_attention_of_many_lengths(mesh, q, k, v, padded, real, causal, window, exchange):
+    return attended(mesh, q, k, v, padded, real, causal, window, exchange, "packed")
+
+
 DOCUMENTS = np.array([0, 8, 8, 32, 48])
 WRITTEN = np.array([0, 6, 6, 30, 31])
 
@@ -97,7 +114,7 @@ def of_documents(q, k, v, causal, window):
         "window": "one",
     },
     outputs="b h s/ring:documents/heads:documents p",
-    dims={"b": (1,), "h": (12,), "g": (4,), "s": (48,), "p": (2,), "one": (1,)},
+    dims={"b": (1,), "h": (12,), "g": (2,), "s": (48,), "p": (2,), "one": (1,)},
     draw={**HEADS, **RULES},
     dtypes=DTYPES,
     reduction=("s", "p"),
@@ -114,6 +131,7 @@ def packed_attention_over_two_axes(mesh, q, k, v, causal, window):
 
 
 SCHEMES = (
+    packed_attention_of_many_lengths,
     packed_attention_over_two_axes,
     packed_attention_by_keys,
     packed_attention_by_heads,

@@ -25,7 +25,10 @@ _CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backw
 
 
 class Running:
-    """Output and lse of this rank's queries over the keys seen so far, in float32 or wider."""
+    """Output and lse of this rank's queries over the keys seen so far, in float32 or wider.
+
+    A row that no block has, which is padding, keeps output 0 and lse -inf; backward never reads it.
+    """
 
     def __init__(self, q: Heads) -> None:
         self.out = row_major_zeros(q)
@@ -46,10 +49,6 @@ class Running:
         merged, total = self.out[0, :, rows], self.lse[0, :, rows]
         _merge(merged, total, out, lse)
         self.out[0, :, rows], self.lse[0, :, rows] = merged, total
-
-    def for_backward(self) -> Tensor:
-        """The lse with +inf where no key was seen: probabilities and gradients are then exactly 0."""
-        return self.lse.masked_fill(self.lse == -torch.inf, torch.inf)
 
 
 def _merge(merged: Tensor, total: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -99,7 +98,7 @@ def row_major_zeros(x: Heads) -> Heads:
     return torch.zeros(b, s, h, p, dtype=accumulator(x.dtype), device=x.device).transpose(1, 2)
 
 
-def taken(x: Heads, rows: Rows) -> Heads:
+def taken(x: Heads, rows: Rows) -> Float[Tensor, "m h i p"]:
     """The rows of a block: a view of all of the batch, or a run in each entry of a new batch."""
     if isinstance(rows, slice):
         return x[:, :, rows]

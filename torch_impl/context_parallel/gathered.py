@@ -42,7 +42,7 @@ class _GatheredAttention(torch.autograd.Function):
             for block in blocks:
                 running.add(q, keys_in(keys), block, scale)
         out = running.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, running.for_backward())
+        ctx.save_for_backward(q, k, v, out, running.lse)
         ctx.pairs, ctx.group, ctx.scale = pairs, group, scale
         return out
 

@@ -77,7 +77,7 @@ class _RingAttention(torch.autograd.Function):
             for block in pairs.blocks[_source(pairs, hop)]:
                 running.add(q, keys_in(here), block, scale)
         out = running.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, running.for_backward())
+        ctx.save_for_backward(q, k, v, out, running.lse)
         ctx.pairs, ctx.group, ctx.scale = pairs, group, scale
         return out
 

@@ -55,7 +55,7 @@ def head_parallel_attention(
     return all_to_all(out[:, :, in_order.argsort()], heads, split_dim=ROW, concat_dim=HEAD)
 
 
-def _for_each_rank(x: Heads, a: int) -> Float[Tensor, "b a h s p"]:
+def _for_each_rank(x: Heads, a: int) -> Float[Tensor, "b a share s p"]:
     """Heads by the rank that gets them; a KV head that several ranks need is there once for each."""
     if x.shape[1] % a:
         x = x.unsqueeze(2).expand(-1, -1, a // x.shape[1], -1, -1).flatten(1, 2)
