@@ -92,17 +92,24 @@ def phase() -> str:
 
 
 def call_site() -> str:
-    """file:line of the first frame outside torch, Python's library, the harness and the collectives' own folder."""
-    inner = "?"
+    """file:line of the first frame outside torch, Python's library, the harness and the collectives' own folder.
+
+    The backward of a collective is called by autograd alone; its node remembers who called the forward.
+    """
+    inner, node = "?", None
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(_COLLECTIVES):
-            inner = f"{_base(name)}:{frame.f_lineno}" if inner == "?" else inner
+            inner = f"{_base(name)}:{frame.f_lineno}"
+            node = frame.f_locals.get("ctx", node)
         elif not is_plumbing(name):
-            return f"{_base(name)}:{frame.f_lineno}"
+            source = f"{_base(name)}:{frame.f_lineno}"
+            if node is not None and not hasattr(node, "called_at"):
+                node.called_at = source
+            return getattr(node, "called_at", source)
         frame = frame.f_back
-    return inner
+    return getattr(node, "called_at", inner)
 
 
 def group_label(description: str, ranks: Sequence[int], axes: Mapping[str, int]) -> str:
@@ -126,4 +133,4 @@ def is_plumbing(name: str) -> bool:
 
 
 def _base(name: str) -> str:
-    return name.rpartition("/")[2]
+    return "cell" if "ipykernel" in name or name.startswith("<ipython") else name.rpartition("/")[2]
