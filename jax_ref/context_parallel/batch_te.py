@@ -5,7 +5,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_ref.context_parallel.thd import tables
 
-
 ByToken = Int[Array, "b t"]
 Lengths = Int[Array, "b q"]
 
@@ -15,5 +14,5 @@ def packed_batch(
 ) -> tuple[Float[Array, "b t d"], ByToken, ByToken, Bool[Array, "b t"], Lengths, Lengths]:
     """Embeddings, labels, positions, padding mask, and the lengths of each row, real and padded."""
     positions, mask = (jnp.broadcast_to(table, labels.shape) for table in tables(labels.shape[1], padded, real))
-    lengths = (jnp.broadcast_to(each, (len(labels), len(each))) for each in (real, padded))
-    return x, labels, positions, mask, *lengths
+    real_lengths, slots = (jnp.broadcast_to(each, (len(labels), len(each))) for each in (real, padded))
+    return x, labels, positions, mask, real_lengths, slots

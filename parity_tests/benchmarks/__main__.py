@@ -26,6 +26,7 @@ SECTIONS = {
     "sensitivity": "Sensitivity",
     "faults": "Planted faults",
     "peers": "Log-probability beside its peers",
+    "layouts": "Index arrays of packed batches",
     "kernels": "Kernels on a GPU",
 }
 
@@ -79,6 +80,10 @@ def _figures(name: str, alarm_seconds: float, stall_seconds: float) -> Callable[
         from parity_tests.benchmarks import kills
 
         return kills.figures
+    if name == "layouts":
+        from parity_tests.benchmarks import layouts
+
+        return layouts.figures
     if name == "kernels":
         from parity_tests.benchmarks import kernels
 

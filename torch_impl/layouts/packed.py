@@ -47,17 +47,16 @@ def packed(
 
 
 def rows(offsets: Int64[Tensor, " offsets"], size: int, world: int, rank: int | Tensor) -> Tensor:
-    """index[r, t] = i + world * start + half * (r if i < half else 2 * (world - 1) - r).
-
-    `start` is the local start of the sequence at slot t, `i = t - start`, `half` half its local length.
-    """
-    starts = offsets // world
+    """Slot t of a rank holds position t + shift, with one shift for the early chunk of a sequence, one for the late."""
+    starts = offsets // world  # of the sequences in a rank's own stream
     lengths = starts.diff()
-    local = size // world
-    start = starts[:-1].repeat_interleave(lengths, output_size=local)
-    half = (lengths // 2).repeat_interleave(lengths, output_size=local)
-    i = torch.arange(local, device=offsets.device) - start
-    return i + world * start + half * torch.where(i < half, rank, 2 * (world - 1) - rank)
+    half = lengths // 2
+    before = offsets[:-1] - starts[:-1]
+    early, late = before + half * rank, before + half * (2 * (world - 1) - rank)
+    shift = torch.stack([early, late], -1).flatten(-2)
+    each, local = torch.stack([half, lengths - half], -1).flatten(), size // world
+    chunk = torch.repeat_interleave(each, output_size=local)
+    return shift.gather(-1, chunk.expand(*shift.shape[:-1], -1)).add_(torch.arange(local, device=offsets.device))
 
 
 def _home(cu_seqlens: Tensor | Sequence[int], device: torch.device | str | None) -> torch.device | str | None:

@@ -1,0 +1,78 @@
+"""The index of a packed batch beside the loop over sequences that it replaces, on one core.
+
+The loop makes two ranges for each sequence and joins them, as one rank of four needs them, from offsets that are on the
+host already. Beside it stand the index of one rank, and a whole layout, which has every rank's. All are first compared,
+then timed in turn.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity_tests.benchmarks.figure import Figure, spread
+from torch_impl.layouts import TokenLayout
+from torch_impl.layouts.packed import positions
+
+CP, RANK = 4, 1
+SEQUENCES = (1_000, 100_000)
+ROUNDS, PROMISED = 7, 20.0
+
+
+def figures(sequences: tuple[int, ...] = SEQUENCES, rounds: int = ROUNDS) -> Iterator[Figure]:
+    """How many times faster, for each number of sequences."""
+    for count in sequences:
+        offsets = drawn_offsets(count)
+        for job in ARMS.values():
+            if not torch.equal(job(offsets), by_loop(offsets)):
+                raise RuntimeError(f"benchmarks: two indices of {count} sequences differ; they are not timed")
+        loop = [_seconds(by_loop, offsets) for _ in range(rounds)]
+        how = f"{int(offsets[-1])} tokens, cp={CP}, {rounds} rounds, seconds of one core; median (least to greatest)"
+        for name, job in ARMS.items():
+            own = [_seconds(job, offsets) for _ in range(rounds)]
+            ratios = [a / b for a, b in zip(loop, own, strict=True)]
+            shown = f"{spread(ratios)} times faster; {spread([1e3 * seconds for seconds in own])} ms"
+            kept = sorted(ratios)[rounds // 2] >= PROMISED if name in PROMISING else None
+            promised = f">= {PROMISED:.0f} times a loop" if name in PROMISING else "-"
+            yield Figure(f"{name}, {count} sequences", promised, shown, kept, how)
+
+
+def drawn_offsets(count: int) -> Tensor:
+    """Sequences of none to eight units of 2 * cp tokens."""
+    units = torch.randint(0, 9, (count,), generator=torch.Generator().manual_seed(0))
+    return torch.nn.functional.pad((2 * CP * units).cumsum(0), (1, 0)).int()
+
+
+def one_rank(offsets: Tensor) -> Tensor:
+    """What the loop gives, offsets checked."""
+    return positions(int(offsets[-1]), CP, RANK, offsets)
+
+
+def whole_layout(offsets: Tensor) -> Tensor:
+    """As a batch asks for it the first time: a tensor that no layout was made for."""
+    return TokenLayout.packed(offsets.clone(), cp_size=CP, cp_rank=RANK).local_index
+
+
+def by_loop(offsets: Tensor) -> Tensor:
+    """Chunk r and chunk 2 * cp - 1 - r of each sequence, one after another."""
+    pieces = []
+    for start, stop in pairwise(offsets.tolist()):
+        chunk = (stop - start) // (2 * CP)
+        for own in (RANK, 2 * CP - 1 - RANK):
+            pieces.append(torch.arange(start + own * chunk, start + (own + 1) * chunk))
+    return torch.cat(pieces)
+
+
+ARMS = {"index of one rank": one_rank, "layout of all ranks": whole_layout}
+PROMISING = ("index of one rank",)
+
+
+def _seconds(job: Callable[[Tensor], Any], offsets: Tensor) -> float:
+    start = time.thread_time()  # the core's own time: other programs may run beside
+    job(offsets)
+    return time.thread_time() - start
