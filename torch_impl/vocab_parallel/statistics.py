@@ -57,10 +57,12 @@ def local_statistics(
     """Rows m_r and R_r, then k rows z_t if there are columns, then d_r if asked for."""
     if block.shape[-1] == 0:
         return _of_an_empty_shard(block, column, with_entropy)
-    at_largest = block.argmax(-1, keepdim=True)
-    largest = block.gather(-1, at_largest).to(accumulator(block.dtype))
+    wide = block.to(accumulator(block.dtype))  # first: on a CPU argmax of bfloat16 takes several times as long
+    at_largest = wide.argmax(-1, keepdim=True)
+    largest = wide.gather(-1, at_largest)
     shift = torch.where(largest.isfinite(), largest, 0.0)  # a row of -inf: -inf - -inf would be NaN
-    depths = below(block, shift, temperature)
+    depths = below(wide, shift, temperature)
+    del wide  # a block less beside the next
     terms = depths.exp() if with_entropy else depths.exp_()
     rest = terms.scatter_(-1, at_largest, 0.0).sum(-1)
     rows = [largest.mT, rest.unsqueeze(0)]
