@@ -22,67 +22,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import loss_parallel
-from torch.nn.functional import cross_entropy, log_softmax
 
+from parity_tests.benchmarks.peer_arms import COMPILED, HEAD, LOGPROB, Arm, Given, missing
 from parity_tests.harness.engines.recorder import Recorder
-from torch_impl.collectives.plain import gathered
-from torch_impl.vocab_parallel.logprob import vocab_parallel_logprob
+from parity_tests.harness.live_peak import LivePeak
 
 WORLD = 2
-ROUNDS, WARM = 9, 2
-
-# An arm takes (whole logits, this rank's columns of them, targets, cotangent, mesh); it returns the log-probabilities
-# and the gradient of whichever logits it was differentiated by.
-Arm = Callable[[Tensor, Tensor, Tensor, Tensor, DeviceMesh], tuple[Tensor, Tensor]]
-
-
-def ours(whole: Tensor, own: Tensor, target: Tensor, cotangent: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
-    start = mesh.get_local_rank() * own.shape[-1]
-    logits = own.detach().requires_grad_()
-    out = vocab_parallel_logprob(
-        logits, target, mesh.get_group(), vocab_start_index=start, vocab_end_index=start + own.shape[-1]
-    )
-    assert isinstance(out, Tensor)  # a pair with entropy only
-    return out.detach(), torch.autograd.grad(out, logits, cotangent.to(out.dtype))[0]
-
-
-def whole_vocabulary(
-    whole: Tensor, own: Tensor, target: Tensor, cotangent: Tensor, mesh: DeviceMesh
-) -> tuple[Tensor, Tensor]:
-    """Every rank has all logits and does all the work."""
-    logits = whole.detach().requires_grad_()
-    out = log_softmax(logits.float(), -1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
-    return out.detach(), torch.autograd.grad(out, logits, cotangent.to(out.dtype))[0]
-
-
-def gathered_vocabulary(
-    whole: Tensor, own: Tensor, target: Tensor, cotangent: Tensor, mesh: DeviceMesh
-) -> tuple[Tensor, Tensor]:
-    """The same, on logits that are first gathered from the ranks."""
-    joined = gathered(own, mesh.get_group(), own.ndim - 1, [own.shape[-1]] * WORLD)
-    out, gradient = whole_vocabulary(joined, own, target, cotangent, mesh)
-    return out, gradient.chunk(WORLD, -1)[mesh.get_local_rank()].contiguous()
-
-
-def dtensor(whole: Tensor, own: Tensor, target: Tensor, cotangent: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
-    """torch's own: a DTensor cut over the vocabulary, cross_entropy under loss_parallel."""
-    local = own.detach().requires_grad_()
-    with loss_parallel():
-        logits = DTensor.from_local(local, mesh, [Shard(own.ndim - 1)], run_check=False)
-        loss = cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view(target.shape)
-        out = -(loss.full_tensor() if isinstance(loss, DTensor) else loss)
-        (gradient,) = torch.autograd.grad(out, local, cotangent.to(out.dtype))
-    return out.detach(), gradient
-
-
-ARMS: dict[str, Arm] = {
-    "ours": ours,
-    "whole vocabulary on each rank": whole_vocabulary,
-    "logits gathered, then whole": gathered_vocabulary,
-    "DTensor loss_parallel": dtensor,
-}
+DTYPES = ("float32", "bfloat16")
+ROUNDS, WARM = 7, 2
+BOUND = "bound"
 
 
 def main(rank: int, folder: Path) -> None:
@@ -90,45 +38,93 @@ def main(rank: int, folder: Path) -> None:
     store = dist.FileStore(str(folder / "store"), WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
-    with np.load(folder / "drawn.npz") as drawn:
-        arrays = {name: torch.from_numpy(drawn[name]) for name in drawn.files}
     found: dict[str, Any] = {}
-    for dtype in ("float32", "bfloat16"):
-        found[dtype] = _of_dtype(rank, mesh, arrays, dtype)
+    for topic, arms in (("logprob", LOGPROB), ("head", HEAD)):
+        for dtype in DTYPES:
+            with np.load(folder / f"{topic}_{dtype}.npz") as drawn:
+                arrays = {name: torch.from_numpy(drawn[name]) for name in drawn.files}
+            found[f"{topic} {dtype}"] = _compared(rank, mesh, arrays, arms, getattr(torch, dtype))
     (folder / f"found_{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _of_dtype(rank: int, mesh: DeviceMesh, arrays: dict[str, Tensor], dtype: str) -> dict[str, Any]:
-    whole = arrays[f"{dtype} logits"].to(getattr(torch, dtype))
-    given = (whole, whole.chunk(WORLD, -1)[rank].contiguous(), arrays["target"], arrays[f"{dtype} cotangent"], mesh)
-    found: dict[str, Any] = {}
-    for name, arm in ARMS.items():
-        out, gradient = arm(*given)
-        errors = {"out": (out, 0), "gradient": (gradient, rank)}
-        ratios = {}
-        for what, (got, part) in errors.items():
-            want, budget = arrays[f"{dtype} {what}"], arrays[f"{dtype} {what} budget"]
-            if got.shape != want.shape:
-                want, budget = want.chunk(WORLD, -1)[part], budget.chunk(WORLD, -1)[part]
-            ratios[what] = float(((got.double() - want).abs() / budget).max())
-        with Recorder() as recorder:
-            arm(*given)
-        found[name] = {
-            "ratios": ratios,
-            "collectives": [row.op for row in recorder.rows],
-            "bytes": sum(row.payload for row in recorder.rows),
-            "seconds": [],
-        }
+def _given(rank: int, mesh: DeviceMesh, arrays: dict[str, Tensor], dtype: torch.dtype) -> Given:
+    """The part of the logits is columns of them, that of the weight rows."""
+    has_head = "weight" in arrays
+    whole = arrays["weight" if has_head else "logits"].to(dtype)
+    own = whole.chunk(WORLD, 0 if has_head else -1)[rank].contiguous()
+    hidden = arrays["hidden"].to(dtype) if has_head else whole[:0]
+    return Given(whole, own, arrays["target"], arrays["cotangent"], mesh, hidden)
+
+
+def _compared(
+    rank: int, mesh: DeviceMesh, arrays: dict[str, Tensor], arms: dict[str, Arm], dtype: torch.dtype
+) -> dict[str, Any]:
+    given = _given(rank, mesh, arrays, dtype)
+    reasons = {name: missing(name) for name in arms}
+    found: dict[str, Any] = {name: {"missing": reason} for name, reason in reasons.items() if reason}
+    running = {name: arm for name, arm in arms.items() if not reasons[name]}
+    for name, arm in running.items():
+        found[name] = {"ratio": _worst(arm(_fresh(given)), arrays, rank)}
+        if name not in COMPILED:
+            found[name] |= _sent_and_kept(arm, given)
+    jobs: dict[str, Callable[[Given], Any]] = {BOUND: _bound(given), **running}
+    times = {name: {"wall": [], "cpu": []} for name in jobs}
     for turn in range(WARM + ROUNDS):
-        for name, arm in ARMS.items():
+        for name, job in jobs.items():
+            fresh = _fresh(given)
             dist.barrier()
-            start = time.perf_counter()
-            arm(*given)
+            wall, cpu = time.perf_counter(), time.process_time()
+            job(fresh)
+            taken = time.perf_counter() - wall, time.process_time() - cpu
             if turn >= WARM:
-                found[name]["seconds"].append(time.perf_counter() - start)
-    return found
+                times[name]["wall"].append(taken[0])
+                times[name]["cpu"].append(taken[1])
+    return {name: {**found.get(name, {}), **times.get(name, {})} for name in (*jobs, *found)}
+
+
+def _fresh(given: Given) -> Given:
+    """Copies of what an arm may overwrite, made outside of its time."""
+    return Given(given.whole, given.own.clone(), given.target, given.cotangent, given.mesh, given.hidden.clone())
+
+
+def _worst(made: list[Tensor], arrays: dict[str, Tensor], rank: int) -> float:
+    """The worst error of an arm's results, in budgets of the reference's."""
+    ratios = []
+    for i, got in enumerate(made):
+        want, budget = arrays[f"want {i}"], arrays[f"budget {i}"]
+        for dim in range(got.ndim):
+            if got.shape[dim] != want.shape[dim]:
+                want, budget = (x.chunk(WORLD, dim)[rank] for x in (want, budget))
+        ratios.append(float(((got.detach().double() - want).abs() / budget).max()))
+    return max(ratios)
+
+
+def _sent_and_kept(arm: Arm, given: Given) -> dict[str, Any]:
+    """Collectives and bytes of one run, and the live memory of another in parts of this rank's part."""
+    recorded, kept = _fresh(given), _fresh(given)
+    with Recorder() as recorder:
+        arm(recorded)
+    with LivePeak() as peak:
+        arm(kept)
+    return {
+        "collectives": [row.op for row in recorder.rows],
+        "bytes": sum(row.payload for row in recorder.rows),
+        "memory": peak.most,
+        "part": given.own.nbytes,
+    }
+
+
+def _bound(given: Given) -> Callable[[Given], Any]:
+    """What no implementation can do without: of logits one and a half copies, of a head four products."""
+    if not given.hidden.numel():
+        into = torch.empty_like(given.own)
+        half = given.own.flatten()[: given.own.numel() // 2]
+        return lambda fresh: (into.copy_(fresh.own), into.view(-1)[: len(half)].copy_(half))
+    states = given.hidden.flatten(0, 1)
+    logits = states @ given.own.T
+    return lambda fresh: (states @ given.own.T, states @ given.own.T, logits @ given.own, logits.T @ states)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import weakref
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
 
@@ -22,6 +22,8 @@ class LivePeak(TorchDispatchMode):
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # a DTensor runs first and comes back here with its local tensors
         for tensor in tree_leaves((args, kwargs)):
             self._note(tensor, was_before=True)
         out = func(*args, **(kwargs or {}))
