@@ -2,14 +2,18 @@
 
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from torch_impl.context_parallel import make_cp_batch_for_te, te_adapter
 from torch_impl.layouts import TokenLayout
 
+HAS_BOTH = torch.cuda.is_available() and find_spec(te_adapter.EXTENSION) is not None
 LAYOUT = TokenLayout.packed([0, 4, 12], [0, 3, 11], cp_size=2, cp_rank=1)
 
 
@@ -71,3 +75,12 @@ def test_attention_takes_one_chunk():
     with pytest.raises(ValueError) as caught:
         te_adapter.attention_kwargs(make_cp_batch_for_te(None, batch, num_chunks=2))
     assert str(caught.value) == "context_parallel.te: batch holds 2 chunks; pass one of them"
+
+
+@pytest.mark.skipif(not HAS_BOTH, reason="not run: needs CUDA and transformer-engine")
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.sampled_from([2, 4]))
+def test_both_indices_are_one(counts, n):
+    cu = torch.tensor([0, *counts], device="cuda").cumsum(0).int() * 2 * n
+    for rank in range(n):
+        layout = TokenLayout.packed(cu, cp_size=n, cp_rank=rank)
+        assert torch.equal(te_adapter.local_index(layout), layout.local_index)

@@ -1,6 +1,7 @@
 """A memo of layouts by the tensor of offsets they were asked for, so that every layer of a model shares one.
 
-It never changes a result. It holds no tensor alive: an entry goes when its offsets do.
+It never changes a result, as long as offsets are written to by torch, which counts versions: a NumPy array that shares
+their memory is not looked at again. It holds no tensor alive: an entry goes when its offsets do.
 """
 
 from __future__ import annotations
