@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 
 from jax_ref.context_parallel.attention import attention, dense_attention, seen_pairs
-from jax_ref.layouts import ceil_lengths, ragged
+from jax_ref.layouts import ragged
 from parity_tests import check, every_case, scheme
 from parity_tests.context_parallel.attention_schemes import (
     DTYPES,
@@ -25,7 +25,7 @@ from torch_impl.layouts import TokenLayout
 
 def by_rules(q, k, v, causal, window):
     token = jnp.arange(q.shape[2])
-    near = jnp.where(window[0] == 0, len(token), window[0])
+    near = jnp.where(window[0] == 0, len(token), window[0] + 1)
     return attention(q, k, v, seen_pairs(0 * token, token, token >= 0, causal[0] == 1, near), SCALE)
 
 
@@ -64,7 +64,7 @@ def contiguous_cost(c):
     return ring_cost(c, min(c.cp - 1, reach), rows, c.g)
 
 
-@scheme(
+IN_ORDER = dict(
     reference=dense_attention,
     mesh={"cp": (1, 2, 3, 4)},
     inputs={"q": "b h s/cp p", "k": "b g s/cp p", "v": "b g s/cp p"},
@@ -74,32 +74,46 @@ def contiguous_cost(c):
     dtypes=DTYPES,
     reduction=("s", "p"),
     roundings=ROUNDINGS,
-    options={"causal": (True, False), "window": (None, 1, 8)},
-    rank_options={"exchange": EXCHANGES},
     cost=contiguous_cost,
 )
+
+
+@scheme(options={"causal": (True, False), "window": (None, 2, 8)}, rank_options={"exchange": EXCHANGES}, **IN_ORDER)
 def attention_in_order(mesh, q, k, v, causal, window, exchange):
     return context_parallel_attention(
         q, k, v, group=mesh["cp"], layout="contiguous", exchange=exchange, causal=causal, window=window
     )
 
 
+@scheme(options={"causal": (True,), "window": (8, 2)}, rank_options={"exchange": ("ring",)}, **IN_ORDER)
+def attention_to_a_halo(mesh, q, k, v, causal, window, exchange):
+    return context_parallel_attention(
+        q, k, v, group=mesh["cp"], layout="contiguous", exchange=exchange, causal=causal, window=window
+    )
+
+
+def shares(size, world):
+    """None for the first rank, and for each other as much again."""
+    return [size * rank * 2 // (world * (world - 1)) for rank in range(world)] if world > 1 else [size]
+
+
 def uneven(size, world):
-    return ragged(size, world, ceil_lengths(size, world))
+    return ragged(size, world, shares(size, world))
 
 
 @scheme(
     **specs("s/cp:uneven"),
     mesh={"cp": (1, 2, 3, 4)},
     layouts={"uneven": uneven},
-    dims={**SIZES, "s": (5,), "h": (4,), "g": (2,)},
-    cost=lambda c: gathered_cost(c, -(-c.s // c.cp)),
+    dims={**SIZES, "s": (12,), "h": (4,), "g": (2,)},
+    cost=lambda c: gathered_cost(c, max(shares(c.s, c.cp))),
     **DECLARED,
 )
 def attention_of_uneven_shares(mesh, q, k, v, causal, window):
-    shares = TokenLayout.dense("ragged", 5, cp_size=mesh.size("cp"), cp_rank=mesh.rank("cp"))
+    cp = mesh.size("cp")
+    ragged_rows = TokenLayout.dense("ragged", 12, cp_size=cp, cp_rank=mesh.rank("cp"), counts=shares(12, cp))
     return context_parallel_attention(
-        q, k, v, group=mesh["cp"], layout=shares, exchange="all_gather", **rules(causal, window)
+        q, k, v, group=mesh["cp"], layout=ragged_rows, exchange="all_gather", **rules(causal, window)
     )
 
 
@@ -120,6 +134,7 @@ SCHEMES = (
     attention_in_dual_chunk_swap,
     attention_in_stripes,
     attention_in_order,
+    attention_to_a_halo,
     attention_of_uneven_shares,
     attention_over_two_axes,
 )

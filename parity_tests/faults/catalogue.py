@@ -1,6 +1,7 @@
 """All faults, and the kinds that have a component to live in."""
 
 from parity_tests.faults import (
+    attention,
     batches,
     collectives,
     distillation,
@@ -23,6 +24,7 @@ from parity_tests.faults import (
 from parity_tests.faults.fault import KINDS
 
 CATALOGUE = (
+    *attention.FAULTS,
     *batches.FAULTS,
     *collectives.FAULTS,
     *distillation.FAULTS,
