@@ -1,0 +1,249 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # From softmax to a chunked vocab-parallel log-probability
+#
+# The last layer of a language model makes the largest tensor of a training step: one logit for each token and each of
+# 100,000 and more ids. Its columns are cut over the ranks. This notebook takes the log-probability of a token apart
+# into what one rank can know alone and what the ranks must tell each other, puts it together again in one collective,
+# finds a wrong gradient, and counts what all of it costs.
+
+# %%
+# %matplotlib inline
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: one thread for each rank
+
+import jax
+import jax.numpy as jnp
+import torch
+from IPython.display import Markdown
+
+from parity_tests import CaseSpec, Cost, ids, scheme, values
+from parity_tests.harness import picture
+from parity_tests.harness.engines.run import run
+from parity_tests.harness.live_peak import LivePeak
+from parity_tests.harness.spec import parse
+from torch_impl.collectives import all_gather, all_reduce, all_reduce_max
+from torch_impl.vocab_parallel import vocab_parallel_logprob
+
+# %% [markdown]
+# ## Who owns which column
+#
+# Each rank of `tp` has all tokens and some columns of their logits. A target is an id, which exactly one rank owns, or,
+# for padding, none. The log-probability is the same number on every rank, and so is its gradient: `tp=I`.
+
+# %%
+axes = ("tp",)
+tensors = {"logits": parse("b s v/tp", axes), "-> logprob": parse("b s tp=I", axes)}
+picture.figure(tensors, {"b": 1, "s": 6, "v": 16}, {"tp": 4})
+
+# %% [markdown]
+# ## A softmax in pieces
+#
+# $$\log p_t = z_t - \mathrm{lse}, \qquad \mathrm{lse} = \log \sum_v e^{z_v}$$
+#
+# A rank that has some of the columns knows the largest of them, $m_r$, and $R_r = \sum_v e^{z_v - m_r} - 1$, the sum
+# of all other terms. From everyone's $m_r$ and $R_r$ anyone can work out the whole:
+#
+# $$m = \max_r m_r, \qquad 1 + R = \sum_r e^{m_r - m} (1 + R_r), \qquad \mathrm{lse} = m + \log(1 + R)$$
+
+# %%
+row = torch.tensor([0.3, 2.0, -1.0, 0.0, 5.0, 1.0, 5.0, -2.0, 0.5, 0.5, 0.5, 0.5, -torch.inf, 1.0, 4.0, 3.0])
+m_r = torch.stack([part.max() for part in row.chunk(4)])
+rest_r = torch.stack([(part - part.max()).exp().sum() - 1 for part in row.chunk(4)])
+m = m_r.max()
+merged = m + ((m_r - m).exp() * (1 + rest_r)).sum().log()
+print("m_r        ", m_r.tolist())
+print("merged lse ", merged.item())
+print("whole lse  ", row.logsumexp(0).item())
+
+# %% [markdown]
+# ## The reference
+#
+# JAX, whole arrays, no rank in sight. An id that nobody owns, as -100 for padding, scores 0 and has no gradient.
+
+
+# %%
+def reference(logits, target):
+    inside = (target >= 0) & (target < logits.shape[-1])
+    logprob = jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.where(inside, target, 0)[..., None], -1)[..., 0]
+    return jnp.where(inside, logprob, 0.0)
+
+
+# %% [markdown]
+# ## In chunks, with one collective
+#
+# Three numbers of each token travel: $m_r$, $R_r$ and the target's logit from its owner. They are gathered once, after
+# the last chunk. Backward needs no collective at all: with the saved lse every rank computes the softmax of its own
+# columns again, $\partial z = g\,(1[v = t] - p)$, a chunk at a time.
+
+
+# %%
+class ChunkedLogprob(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, target, start, chunk_size, group):
+        width, told = logits.shape[-1], []
+        column = target - start
+        owned = (column >= 0) & (column < width)
+        for z, t, own in zip(*(x.split(chunk_size, 1) for x in (logits.float(), column, owned)), strict=True):
+            m = z.amax(-1)
+            rest = (z - m[..., None]).exp().sum(-1) - 1
+            z_t = z.gather(-1, t.clamp(0, width - 1)[..., None])[..., 0]
+            told.append(torch.stack([m, rest, torch.where(own, z_t, torch.inf)]))
+        everyone = all_gather(torch.cat(told, 2)[None], group, out="I", dim=0)  # the only collective
+        m_r, rest_r, z_t = everyone.unbind(1)
+        m = m_r.amax(0)
+        lse = m + ((m_r - m).exp() * (1 + rest_r)).sum(0).log()
+        z_t = z_t.amin(0)
+        column = torch.where(owned, column, -1)
+        column = torch.where(z_t == torch.inf, -2, column)  # nobody's
+        ctx.save_for_backward(logits, column, lse)
+        ctx.chunk_size = chunk_size
+        return torch.where(z_t == torch.inf, 0.0, z_t - lse)
+
+    @staticmethod
+    def backward(ctx, g):
+        logits, column, lse = ctx.saved_tensors
+        gradient = torch.empty_like(logits)
+        parts = zip(*(x.split(ctx.chunk_size, 1) for x in (gradient, logits, column, lse, g)), strict=True)
+        for out, z, t, lse_, g_ in parts:
+            ours = torch.arange(z.shape[-1]) == t[..., None]
+            dz = (ours.float() - (z.float() - lse_[..., None]).exp()) * g_[..., None]
+            out.copy_(torch.where(t[..., None] == -2, 0.0, dz))
+        return gradient, None, None, None, None
+
+
+declared = dict(
+    reference=reference,
+    mesh={"tp": (1, 2, 4)},
+    inputs={"logits": "b s v/tp", "target": "b s"},
+    outputs="b s tp=I",
+    draw={"logits": values("normal", "ties"), "target": ids("v", ignore=-100)},
+    rank_options={"chunk_size": (1, 2, 5)},  # each rank its own
+    reduction=("v",),
+    cost=lambda c: Cost(forward={"all_gather": (1, 3 * c.b * c.s * 4)}),
+)
+
+
+@scheme(**declared)
+def chunked_logprob(mesh, logits, target, chunk_size):
+    start = mesh.rank("tp") * logits.shape[-1]
+    return ChunkedLogprob.apply(logits, target, start, chunk_size, mesh["tp"])
+
+
+chunked_logprob.verify(examples=10)
+
+# %% [markdown]
+# The chunk size is nobody else's business: every rank draws its own, and the collectives stay the one that is declared.
+
+# %%
+for chunk_size in (1, 2, 5):
+    report = chunked_logprob.verify(tp=2, b=1, s=8, v=8, chunk_size=chunk_size, dtype="float32")
+    print(f"chunk_size={chunk_size}:", "; ".join(str(row) for row in report.ledger.of(0)))
+
+# %% [markdown]
+# ## A wrong gradient
+#
+# Many implementations mask the one-hot of a target that a rank does not own and are done. For a token whose target
+# *nobody* owns, the term $-p$ then stays: every padded position pushes all logits down. Its value is masked later, so
+# that no loss shows it.
+
+
+# %%
+class PaddingPushes(ChunkedLogprob):
+    @staticmethod
+    def backward(ctx, g):
+        logits, column, lse = ctx.saved_tensors
+        one_hot = torch.arange(logits.shape[-1]) == column[..., None]
+        p = (logits.float() - lse[..., None]).exp()
+        return ((one_hot.float() - p) * g[..., None]).to(logits.dtype), None, None, None, None
+
+
+@scheme(**declared)
+def padding_pushes(mesh, logits, target, chunk_size):
+    start = mesh.rank("tp") * logits.shape[-1]
+    return PaddingPushes.apply(logits, target, start, chunk_size, mesh["tp"])
+
+
+padding_pushes.verify(examples=10)
+
+# %% [markdown]
+# Found at the first padded token that was drawn, with the output right and its gradient not.
+#
+# ## What it costs
+#
+# Four ways to the same number, forward and backward, on two ranks. Memory is what lives at the worst moment beside the
+# inputs, in units of one rank's logits: 4 MiB of bfloat16.
+
+
+# %%
+def gathered_logits(mesh, logits, target):
+    whole = all_gather(logits, mesh["tp"], out="I", dim=2)
+    return torch.log_softmax(whole.float(), -1).gather(-1, target[..., None])[..., 0]
+
+
+def three_reductions(mesh, logits, target):
+    peak = all_reduce_max(logits.float().amax(-1), mesh["tp"])
+    shifted = logits.float() - peak[..., None]
+    own = target[..., None] == mesh.rank("tp") * logits.shape[-1] + torch.arange(logits.shape[-1])
+    score = all_reduce(torch.where(own, shifted, 0.0).sum(-1), mesh["tp"])
+    return score - all_reduce(shifted.exp().sum(-1), mesh["tp"]).log()
+
+
+def ours(mesh, logits, target, **options):
+    start = mesh.rank("tp") * logits.shape[-1]
+    owned = dict(vocab_start_index=start, vocab_end_index=start + logits.shape[-1])
+    return vocab_parallel_logprob(logits, target, mesh["tp"], chunk_size=2, **owned, **options)
+
+
+def in_place(mesh, logits, target):
+    return ours(mesh, logits, target, inplace_gradient=True)
+
+
+def peak(way):
+    def body(mesh, case):
+        drawn = torch.Generator().manual_seed(mesh.rank("tp"))
+        logits = torch.randn(1, 256, 8192, generator=drawn).bfloat16().requires_grad_()
+        target = torch.arange(256)[None] * 61 % (2 * logits.shape[-1])
+        with LivePeak() as memory:
+            logprob = way(mesh, logits, target)
+            torch.autograd.grad(logprob, logits, torch.ones_like(logprob))
+        return memory.most / logits.nbytes
+
+    ranks = run(body, CaseSpec(scheme="cost", mesh={"tp": 2}))
+    rows = ranks.ledger.of(0)
+    return max(ranks.results), rows
+
+
+def line(name, way):
+    memory, rows = peak(way)
+    of_phase = {phase: [row for row in rows if row.phase == phase] for phase in ("fwd", "bwd")}
+    told = [", ".join(row.op for row in rows) or "none" for rows in of_phase.values()]
+    return f"| {name} | {told[0]} | {told[1]} | {sum(row.payload for row in rows):,} | {memory:.2f} |"
+
+
+ways = {
+    "logits gathered, then whole": gathered_logits,
+    "three reductions": three_reductions,
+    "vocab_parallel_logprob": ours,
+    "the same, gradient in place": in_place,
+}
+head = "| | forward | backward | bytes of a rank | memory |\n|---|---|---|---|---|\n"
+Markdown(head + "\n".join(line(name, way) for name, way in ways.items()))
+
+# %% [markdown]
+# One collective of three numbers for each token, none backward, and no memory but the gradient: the logits are read
+# once forward, read and written once backward. Entropy, log-probabilities at several ids, cross entropy, sampling
+# filters, distillation and hidden states to log-probabilities are made of the same core; `shardproof list` has them.
