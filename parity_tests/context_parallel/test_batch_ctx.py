@@ -211,6 +211,14 @@ def test_embeddings_that_need_a_gradient_are_cut_at_the_call():
     assert on_ranks(2, body) == (((1, 4, 2), [1, 1, 0, 0, 0, 0]), ((1, 4, 2), [0, 0, 1, 1, 1, 1]))
 
 
+def test_one_row_of_positions_is_that_of_every_row():
+    def body(mesh, case):
+        batch = {"input_ids": torch.zeros(3, 4, dtype=torch.int64), "position_ids": torch.tensor([[2, 3, 4, 5]])}
+        return cp.make_cp_batch_and_ctx(mesh_of(mesh), batch)[1]["position_ids"].tolist()
+
+    assert on_ranks(2, body) == ([[2, 3, 4, 5]] * 3,) * 2
+
+
 def test_positions_are_built_once_and_kept():
     batch = {"input_ids": torch.zeros(2, 3)}
     assert cp._build_position_ids(batch, "cpu") is batch

@@ -140,6 +140,7 @@ def test_the_ranks_together_are_the_whole_stream(rows, n, has_positions):
     whole = cp.make_cp_batch_for_te(None, batch, num_chunks=m)
     shares = [cp.make_cp_batch_for_te(Mesh(n, rank), batch, num_chunks=m) for rank in range(n)]
     assert [share.keys() for share in shares] == [whole.keys()] * n
+    assert whole.keys() == cp.make_cp_batch_for_te(None, batch).keys()
     assert {key: whole[key].dtype for key in KEYS} == {key: shares[0][key].dtype for key in KEYS} == KEYS
     assert [(share["cp_size"], share["cp_rank"], share["name"]) for share in shares] == [
         (n, r, "any") for r in range(n)
@@ -195,16 +196,12 @@ def test_a_mask_comes_from_the_offsets_unless_given():
     assert shard(alone)["max_seqlen"].tolist() == 4
 
 
-def test_nothing_in_a_stream():
-    out = cp.make_cp_batch_for_te(
-        Mesh(2, 1),
-        {
-            "input_ids": torch.zeros(2, 0, dtype=torch.int64),
-            "seq_lens": torch.full((2, 1), FILL),
-            "seq_lens_padded": torch.full((2, 1), FILL),
-        },
-    )
-    assert (out["cu_seqlens"].tolist(), out["max_seqlen"].tolist(), out["input_ids"].tolist()) == ([0], 0, [])
+@pytest.mark.parametrize("shape", [(2, 0), (0, 4)])
+def test_nothing_in_a_stream(shape):
+    none = torch.full((shape[0], 1), FILL)
+    batch = {"input_ids": torch.zeros(shape), "seq_lens": none, "seq_lens_padded": none}
+    out = cp.make_cp_batch_for_te(Mesh(2, 1), batch)
+    assert (out["cu_seqlens"].tolist(), out["max_seqlen"].tolist(), out["position_ids"].tolist()) == ([0], 0, [])
 
 
 def test_one_rank_takes_odd_and_single_tokens():
@@ -230,6 +227,17 @@ def make(mesh=None, qkv_format="thd", **further):
     six = torch.tensor([[4, 6]])
     batch = {"input_ids": torch.arange(10)[None], "seq_lens": six, "seq_lens_padded": six}
     return cp.make_cp_batch_for_te(mesh, batch, qkv_format, **further)
+
+
+def test_a_mesh_of_several_dims_is_refused():
+    def body(mesh, case):
+        with pytest.raises(ValueError) as caught:
+            make(mesh.device_mesh)
+        return str(caught.value)
+
+    ranks = run(body, CaseSpec(scheme="batch_te", mesh={"cp": 2, "tp": 1}))
+    sentence = "context_parallel.te: cp_mesh has 2 dims; pass the one that cuts the sequence, mesh['cp']"
+    assert ranks.results == (sentence,) * 2
 
 
 REFUSED = [

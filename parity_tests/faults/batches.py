@@ -5,6 +5,7 @@ from parity_tests.faults.fault import Fault
 THD = "torch_impl/context_parallel/thd.py"
 SLOTS = "torch_impl/context_parallel/slots.py"
 TE = "torch_impl/context_parallel/batch_te.py"
+PLACE = "torch_impl/context_parallel/arguments.py"
 DENSE = "torch_impl/context_parallel/batch_ctx.py"
 MODE = "torch_impl/context_parallel/sdpa_mode.py"
 CONTEXT = "torch_impl/context_parallel/sequence_context.py"
@@ -39,9 +40,9 @@ STREAMS = (
     Fault(
         name="the share of another rank",
         kind="group",
-        file=TE,
-        old="(cp_mesh.size(), cp_mesh.get_group().rank())",
-        new="(cp_mesh.size(), cp_mesh.size() - 1 - cp_mesh.get_group().rank())",
+        file=PLACE,
+        old="cp_mesh.get_group().rank()",
+        new="cp_mesh.size() - 1 - cp_mesh.get_group().rank()",
         expect="value: ",
     ),
     Fault(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from torch_impl.context_parallel.arguments import checked_place
 from torch_impl.context_parallel.te_adapter import local_index
 from torch_impl.context_parallel.thd import TABLES, by_chunk, stream
 from torch_impl.kernels import rows_at
@@ -46,12 +47,12 @@ def make_cp_batch_for_te(
     torch.Size([4])
 
     Cost:   no collective; one copy of the share for each key, one host copy of the lengths.
-    Errors: ValueError for another qkv_format, or a slot that is no multiple of 2 * cp over two ranks or more;
-            else as `split_batch_into_thd_chunks`.
+    Errors: ValueError for another qkv_format, a mesh of several dims, or a slot that is no multiple of 2 * cp over two
+            ranks or more; else as `split_batch_into_thd_chunks`.
     """
     _check_format(qkv_format)
-    made = stream(batch, num_chunks, seq_lens_padding_value)
     cp_size, cp_rank = _place(cp_mesh)
+    made = stream(batch, num_chunks, seq_lens_padding_value)
     checked_offsets(made.slots.offsets[0], made.slots.total, cp_size, axis="cp", multiple=_multiple(cp_size))
     layout = made.layout(cp_size, cp_rank)
     cut = _cut(made.tokens, layout)
@@ -125,8 +126,8 @@ def _is_by_token(name: str, value: Any, total: int) -> bool:
 
 
 def _place(cp_mesh: DeviceMesh | None) -> tuple[int, int]:
-    """How many cp ranks there are, and which this one is; without a mesh it is the only one."""
-    return (1, 0) if cp_mesh is None else (cp_mesh.size(), cp_mesh.get_group().rank())
+    """As `checked_place`; without a mesh this rank is the only one."""
+    return (1, 0) if cp_mesh is None else checked_place("context_parallel.te", cp_mesh)
 
 
 def _multiple(cp_size: int) -> int:

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_impl.collectives.arguments import checked_dim
+from torch_impl.context_parallel.arguments import checked_place
 from torch_impl.context_parallel.sdpa_mode import SequenceAttention
 from torch_impl.layouts import TokenLayout, uncuttable
 
@@ -103,7 +104,7 @@ def checked_buffers(
                 f"{function}: cp_buffers[{i}] has {length} positions along dim {dims[i]}, cp_buffers[0] has "
                 f"{lengths[0]}; pass whole tensors of one length"
             )
-    cp_size, cp_rank = mesh.size(), mesh.get_group().rank()
+    cp_size, cp_rank = checked_place(function, mesh)
     reason = uncuttable("s", lengths[0], "cp", cp_size, "dual_chunk_swap") if cp_size > 1 else None
     if reason:
         raise ValueError(f"{function}: {reason}")
