@@ -1,9 +1,13 @@
-"""Sphinx: MyST pages, those with code cells executed at each build, in the furo theme."""
+"""Sphinx: MyST pages, those with code cells executed at each build, and docstrings as they are, in the furo theme."""
+
+import inspect
+
+import torch
 
 project = "Shardproof"
 author = "The Shardproof developers"
 copyright = "The Shardproof developers"
-extensions = ["myst_nb"]
+extensions = ["myst_nb", "sphinx.ext.autodoc"]
 source_suffix = {".md": "myst-nb"}
 exclude_patterns = ["_build", "jupyter_execute", "examples", "images"]
 html_theme = "furo"
@@ -14,3 +18,36 @@ nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120
 nb_execution_show_tb = True
+autodoc_typehints = "signature"
+autodoc_member_order = "bysource"
+
+
+def as_it_is(app, what, name, of, options, lines):
+    """Docstrings are laid out by hand: formulas, spec strings and costs in columns."""
+    if what != "module":
+        lines[:] = [".. code-block:: text", "", *(f"   {line}" for line in lines), ""]
+
+
+def of_apply(app, what, name, of, options, signature, returned):
+    """An autograd Function is called with the arguments of its forward but the context."""
+    if not (inspect.isclass(of) and issubclass(of, torch.autograd.Function)):
+        return None
+    forward = inspect.signature(of.forward)
+    shown = [
+        f"{x.name}: {x.annotation}" + ("" if x.default is x.empty else f" = {x.default}")
+        for x in list(forward.parameters.values())[1:]
+    ]
+    return f"({', '.join(shown)})", forward.return_annotation
+
+
+def is_left_out(app, what, name, of, skip, options):
+    """What is called through `apply`, what Python adds, and what a module only has for itself."""
+    if name.startswith("__") or name in ("forward", "backward"):
+        return True
+    return None if what == "class" else not getattr(of, "__module__", "").startswith("torch_impl.")
+
+
+def setup(app):
+    app.connect("autodoc-process-docstring", as_it_is)
+    app.connect("autodoc-process-signature", of_apply)
+    app.connect("autodoc-skip-member", is_left_out)
