@@ -27,6 +27,7 @@ SECTIONS = {
     "faults": "Planted faults",
     "peers": "Log-probability beside its peers",
     "layouts": "Index arrays of packed batches",
+    "attention": "Ring attention beside one process",
     "kernels": "Kernels on a GPU",
 }
 
@@ -84,6 +85,10 @@ def _figures(name: str, alarm_seconds: float, stall_seconds: float) -> Callable[
         from parity_tests.benchmarks import layouts
 
         return layouts.figures
+    if name == "attention":
+        from parity_tests.benchmarks import attention
+
+        return attention.figures
     if name == "kernels":
         from parity_tests.benchmarks import kernels
 

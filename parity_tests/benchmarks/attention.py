@@ -1,0 +1,127 @@
+"""Ring attention over gloo processes beside one process's scaled_dot_product_attention: CPU time of all ranks together.
+
+Run as `python -m parity_tests.benchmarks.attention RANK WORLD FOLDER` it is one rank; no JAX is loaded there. Rank 0
+also has the whole sequence, on which it runs torch's own in turn with the ring, while the others wait.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one thread for each rank
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from parity_tests.benchmarks.figure import Figure, spread
+from torch_impl.context_parallel import context_parallel_attention
+from torch_impl.layouts import TokenLayout
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPE = (1, 4, 8192, 64)  # b h s p
+WORLDS = (2, 4)
+ROUNDS, WARM, PROMISED = 7, 1, 1.15
+NOT_FURTHER_OFF = 4.0  # times torch's own error, before anything is timed
+
+
+def figures(shape: tuple[int, ...] = SHAPE, worlds: tuple[int, ...] = WORLDS, rounds: int = ROUNDS) -> Iterator[Figure]:
+    """CPU time over torch's own, for each number of ranks."""
+    for world in worlds:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            (folder / "asked.json").write_text(json.dumps({"shape": shape, "rounds": rounds}))
+            command = [sys.executable, "-m", "parity_tests.benchmarks.attention"]
+            ranks = [subprocess.Popen([*command, str(rank), str(world), name], cwd=ROOT) for rank in range(world)]
+            if any([rank.wait(timeout=600) for rank in ranks]):
+                raise RuntimeError("benchmarks: a rank of attention failed")
+            found = [json.loads((folder / f"found_{rank}.json").read_text()) for rank in range(world)]
+        yield _figure(shape, found)
+
+
+def _figure(shape: tuple[int, ...], ranks: list[dict[str, Any]]) -> Figure:
+    ring = [sum(seconds) for seconds in zip(*(rank["ring"] for rank in ranks), strict=True)]
+    own = ranks[0]["whole"]
+    ratios = [ours / theirs for ours, theirs in zip(ring, own, strict=True)]
+    names = " ".join(f"{name}={size}" for name, size in zip("bhsp", shape, strict=True))
+    return Figure(
+        f"ring attention over {len(ranks)} ranks, CPU time of all",
+        f"<= {PROMISED} times SDPA's in one process",
+        f"{spread(ratios)} times; {spread(ring)} s beside {spread(own)} s",
+        sorted(ratios)[len(ratios) // 2] <= PROMISED,
+        f"{names} float32, causal, dual_chunk_swap, forward and backward, {len(ratios)} rounds in turn on gloo, one "
+        f"thread a rank; error {ranks[0]['error']:.2g} times SDPA's; median (least to greatest)",
+    )
+
+
+def main(rank: int, world: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), world), rank=rank, world_size=world)
+    asked = json.loads((folder / "asked.json").read_text())
+    b, h, s, p = asked["shape"]
+    group = dist.new_group(list(range(world)))
+    layout = TokenLayout.dense("dual_chunk_swap", s, cp_size=world, cp_rank=rank)
+    drawn = torch.Generator().manual_seed(0)
+    whole = [torch.randn(b, s, h, p, generator=drawn).transpose(1, 2) for _ in range(4)]  # q, k, v, cotangent
+    share = [layout.shard(x.transpose(1, 2), 1).transpose(1, 2) for x in whole]
+
+    def ring() -> tuple[Tensor, ...]:
+        return _differentiated(lambda *x: context_parallel_attention(*x, group=group, layout=layout), share)
+
+    def alone() -> tuple[Tensor, ...]:
+        return _differentiated(_sdpa, whole)
+
+    gathered = [layout.unshard(x.detach(), 2, group, gradient="I") for x in ring()]
+    found: dict[str, Any] = {"ring": [], "whole": [], "error": _relative_error(gathered, whole) if rank == 0 else 0.0}
+    for turn in range(WARM + asked["rounds"]):
+        for name, job, takes_part in (("ring", ring, True), ("whole", alone, rank == 0)):
+            dist.barrier(group)
+            seconds = _cpu_seconds(job) if takes_part else 0.0
+            if turn >= WARM:
+                found[name].append(seconds)
+    (folder / f"found_{rank}.json").write_text(json.dumps(found))
+    dist.barrier(group)
+    dist.destroy_process_group()
+
+
+def _differentiated(attention: Callable[..., Tensor], given: list[Tensor]) -> tuple[Tensor, ...]:
+    """Output, and the gradients of q, k and v."""
+    leaves = [x.detach().requires_grad_() for x in given[:3]]
+    out = attention(*leaves)
+    return out.detach(), *torch.autograd.grad(out, leaves, given[3])
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def _relative_error(ring: list[Tensor], whole: list[Tensor]) -> float:
+    """The ring's largest error over that of torch's own in the same dtype. Errors: RuntimeError if it is far larger."""
+    exact = _differentiated(_sdpa, [x.double() for x in whole])
+    own = _differentiated(_sdpa, whole)
+    errors = [[float((x.double() - y).abs().max()) for x, y in zip(got, exact, strict=True)] for got in (ring, own)]
+    worst = max(ours / max(theirs, 1e-30) for ours, theirs in zip(*errors, strict=True))
+    if not worst <= NOT_FURTHER_OFF:
+        raise RuntimeError(f"benchmarks: the ring is {worst:.2g} times as far off as SDPA; it is not timed")
+    return worst
+
+
+def _cpu_seconds(job: Callable[[], Any]) -> float:
+    """CPU time of this process, the threads of the messages included."""
+    start = time.process_time()
+    job()
+    return time.process_time() - start
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,19 @@
+"""The benchmark of attention runs on few tokens, compares first, and says what it found."""
+
+import pytest
+import torch
+
+from parity_tests.benchmarks import attention
+
+
+def test_a_figure_of_few_tokens():
+    (figure,) = attention.figures((1, 2, 16, 8), (2,), rounds=1)
+    assert figure.name == "ring attention over 2 ranks, CPU time of all"
+    assert " times; " in figure.measured and "b=1 h=2 s=16 p=8" in figure.how and figure.held is not None
+
+
+def test_a_ring_that_is_wrong_is_not_timed():
+    whole = list(torch.ones(4, 1, 1, 4, 8))
+    wrong = [x + 1.0 for x in attention._differentiated(attention._sdpa, whole)]
+    with pytest.raises(RuntimeError, match="it is not timed"):
+        attention._relative_error(wrong, whole)
