@@ -25,7 +25,7 @@ from torch_impl.layouts import TokenLayout
 
 def by_rules(q, k, v, causal, window):
     token = jnp.arange(q.shape[2])
-    near = jnp.where(window[0] == 0, len(token), window[0] + 1)
+    near = jnp.where(window[0] == 0, len(token), window[0] + 2)
     return attention(q, k, v, seen_pairs(0 * token, token, token >= 0, causal[0] == 1, near), SCALE)
 
 
@@ -78,14 +78,14 @@ IN_ORDER = dict(
 )
 
 
-@scheme(options={"causal": (True, False), "window": (None, 2, 8)}, rank_options={"exchange": EXCHANGES}, **IN_ORDER)
+@scheme(options={"causal": (True, False), "window": (None, 3, 8)}, rank_options={"exchange": EXCHANGES}, **IN_ORDER)
 def attention_in_order(mesh, q, k, v, causal, window, exchange):
     return context_parallel_attention(
         q, k, v, group=mesh["cp"], layout="contiguous", exchange=exchange, causal=causal, window=window
     )
 
 
-@scheme(options={"causal": (True,), "window": (8, 2)}, rank_options={"exchange": ("ring",)}, **IN_ORDER)
+@scheme(options={"causal": (True,), "window": (8, 3)}, rank_options={"exchange": ("ring",)}, **IN_ORDER)
 def attention_to_a_halo(mesh, q, k, v, causal, window, exchange):
     return context_parallel_attention(
         q, k, v, group=mesh["cp"], layout="contiguous", exchange=exchange, causal=causal, window=window
