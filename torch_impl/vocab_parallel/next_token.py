@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torch_impl.vocab_parallel.arguments import check_logits
-from torch_impl.vocab_parallel.sampling_params import TrainingSamplingParams
+from torch_impl.vocab_parallel.sampling_params import SamplingParams
 from torch_impl.vocab_parallel.scoring import Scoring, check_over_cp, scored_over_cp
 from torch_impl.vocab_parallel.stored_order import check_placements, scored_in_stored_order, stored_ids
 from torch_impl.vocab_parallel.vocab_range import check_own_rank, gathered_range, range_of_dtensor
@@ -33,7 +33,7 @@ def from_parallel_logits_to_logprobs(
     inference_only: bool = False,
     cp_group: ProcessGroup | None = None,
     chunk_size: int | None = None,
-    sampling_params: TrainingSamplingParams | None = None,
+    sampling_params: SamplingParams | None = None,
 ) -> Float[Tensor, "b u"]:
     """Log-probability of each next token; positions cut over cp by DualChunkSwap, `target` whole and unshifted.
 
@@ -73,7 +73,7 @@ def dtensor_from_parallel_logits_to_logprobs(
     inference_only: bool = False,
     seq_index: Int[Tensor, " s"] | None = None,
     chunk_size: int | None = None,
-    sampling_params: TrainingSamplingParams | None = None,
+    sampling_params: SamplingParams | None = None,
 ) -> Float[Tensor, "b u"]:
     """Log-probability of each next token, of local logits and a target that may be a DTensor.
 
@@ -107,7 +107,7 @@ def get_logprobs_from_vocab_parallel_logits(
     input_ids: Int[Tensor, "b s"] | DTensor,
     seq_index: Int[Tensor, " s"] | None = None,
     chunk_size: int | None = None,
-    sampling_params: TrainingSamplingParams | None = None,
+    sampling_params: SamplingParams | None = None,
 ) -> Float[Tensor, "b u"]:
     """Log-probability of each next token, of logits that are a DTensor cut by Shard(-1) over the mesh dim `tp`.
 
@@ -138,7 +138,7 @@ def get_next_token_logprobs_from_logits(
     vocab_parallel_rank: int | None = None,
     vocab_parallel_group: ProcessGroup | None = None,
     context_parallel_group: ProcessGroup | None = None,
-    sampling_params: TrainingSamplingParams | None = None,
+    sampling_params: SamplingParams | None = None,
     chunk_size: int | None = None,
 ) -> Float[Tensor, "b u"]:
     """Log-probability of each next token, by the route that the arguments name.
@@ -195,7 +195,7 @@ def _of_dtensor(
     input_ids: Tensor | DTensor,
     seq_index: Tensor | None,
     chunk_size: int | None,
-    sampling_params: TrainingSamplingParams | None,
+    sampling_params: SamplingParams | None,
 ) -> Float[Tensor, "b u"]:
     """Scores by the DTensor route, group and range taken from the mesh of the logits."""
     from torch.distributed.tensor import DTensor

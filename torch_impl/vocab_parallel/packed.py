@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torch_impl.vocab_parallel.packed_slots import checked_offsets, packed_slots
-from torch_impl.vocab_parallel.sampling_params import TrainingSamplingParams
+from torch_impl.vocab_parallel.sampling_params import SamplingParams
 from torch_impl.vocab_parallel.scoring import NO_ID, Scoring
 from torch_impl.vocab_parallel.sequence_gather import checked_cp_group
 
@@ -29,7 +29,7 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     inference_only: bool = False,
     cp_group: ProcessGroup | None = None,
     chunk_size: int | None = None,
-    sampling_params: TrainingSamplingParams | None = None,
+    sampling_params: SamplingParams | None = None,
     target_is_pre_rolled: bool = False,
     cu_seqlens: Int[Tensor, " n"] | None = None,
 ) -> Float[Tensor, "b u"]:

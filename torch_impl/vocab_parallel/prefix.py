@@ -29,19 +29,19 @@ class Ties(NamedTuple):
     candidates: Candidates  # where this rank's are looked for
 
 
-def room_for(rest: Float[Tensor, " n"], top_p: float) -> Float[Tensor, " n"]:
+def room_for(rest: Float[Tensor, "*n"], top_p: float) -> Float[Tensor, "*n"]:
     """What may lie before a kept token besides the first: less than p (1 + R) - 1, without cancellation as p -> 1."""
     return top_p * rest - (1.0 - top_p)
 
 
-def weight_of(z: Float[Tensor, "..."], largest: Float[Tensor, "..."], temperature: float) -> Float[Tensor, "..."]:
+def weight_of(z: Float[Tensor, "*n"], largest: Float[Tensor, "*#n"], temperature: float) -> Float[Tensor, "*n"]:
     """exp((z - m) / temperature)."""
     return below(z, largest, temperature).exp()
 
 
 def ties_within(
-    room: Float[Tensor, " n"], weight: Float[Tensor, " n"], count: Float[Tensor, " n"]
-) -> Float[Tensor, " n"]:
+    room: Float[Tensor, "*n"], weight: Float[Tensor, "*n"], count: Float[Tensor, "*n"]
+) -> Float[Tensor, "*n"]:
     """How many of `count` equal weights, one after another, have less than `room` before them."""
     fitting = torch.where(weight == 0, 0.0, torch.ceil(room / weight))
     return torch.minimum(fitting.clamp_min(0.0), count)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from numbers import Integral
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch_impl.vocab_parallel.arguments import check_temperature
 
@@ -21,6 +21,20 @@ class Limits(NamedTuple):
     @property
     def are_off(self) -> bool:
         return self.top_k is None and self.top_p is None
+
+
+@runtime_checkable
+class SamplingParams(Protocol):
+    """What may stand where `sampling_params` does: any object with these three attributes."""
+
+    @property
+    def top_k(self) -> int | None: ...
+
+    @property
+    def top_p(self) -> float | None: ...
+
+    @property
+    def temperature(self) -> float: ...
 
 
 @dataclass(frozen=True)

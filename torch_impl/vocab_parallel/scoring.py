@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from torch_impl.vocab_parallel import arguments as a
 from torch_impl.vocab_parallel import joint, sampling
-from torch_impl.vocab_parallel.sampling_params import Limits, TrainingSamplingParams, checked_limits
+from torch_impl.vocab_parallel.sampling_params import Limits, SamplingParams, checked_limits
 from torch_impl.vocab_parallel.sequence_gather import (
     _get_tokens_on_this_cp_rank,
     allgather_cp_sharded_tensor,
@@ -38,7 +38,7 @@ class Scoring:
     vocab_end: int
     inference_only: bool = False
     chunk_size: int | None = None
-    sampling_params: TrainingSamplingParams | None = None
+    sampling_params: SamplingParams | None = None
     group_name: str = "tp_group"
     logits_name: str = "vocab_parallel_logits"
     ids_name: str = "target"

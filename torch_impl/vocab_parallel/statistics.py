@@ -38,13 +38,13 @@ class Normaliser(NamedTuple):
     log_total: Float[Tensor, "*a"]
 
 
-def local_column(target: Int[Tensor, "n k"], start: int, end: int) -> Int[Tensor, "n k"]:
+def local_column(target: Int[Tensor, "*n"], start: int, end: int) -> Int[Tensor, "*n"]:
     """Column of each target within this rank's ids [start, end), or NOT_HERE."""
     owned = (target >= start) & (target < end)
     return torch.where(owned, target - start, NOT_HERE).to(torch.int32)
 
 
-def below(z: Float[Tensor, "... v"], largest: Float[Tensor, "... 1"], temperature: float) -> Float[Tensor, "... v"]:
+def below(z: Float[Tensor, "*n"], largest: Float[Tensor, "*#n"], temperature: float) -> Float[Tensor, "*n"]:
     """(z - m) / temperature, in float32 or wider."""
     wide = z.to(accumulator(z.dtype))
     difference = wide - largest if wide.dtype == z.dtype else wide.sub_(largest)  # a copy is not copied again
