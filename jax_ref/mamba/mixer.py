@@ -1,0 +1,82 @@
+"""The Mamba2 mixer: a projection, a short convolution, the recurrence, a gated norm, a projection."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jax_ref.mamba.conv import causal_conv
+from jax_ref.mamba.scan import scan
+
+
+class GatedNorm(nnx.Module):
+    """y * silu(z), over its root mean square in each of `groups` equal parts, times a weight."""
+
+    def __init__(self, width: int, groups: int, eps: float):
+        self.groups, self.eps = groups, eps
+        self.weight = nnx.Param(jnp.ones(width))
+
+    def __call__(self, y: Float[Array, "b s i"], z: Float[Array, "b s i"]) -> Float[Array, "b s i"]:
+        gated = y * jax.nn.silu(z)
+        parts = gated.reshape(*gated.shape[:-1], self.groups, gated.shape[-1] // self.groups)
+        mean_square = jnp.mean(parts**2, axis=-1, keepdims=True)
+        return (parts / jnp.sqrt(mean_square + self.eps)).reshape(gated.shape) * self.weight[...][None, None, :]
+
+
+class Conv(nnx.Module):
+    """The weights of a depthwise convolution."""
+
+    def __init__(self, width: int, channels: int, use_bias: bool):
+        self.kernel = nnx.Param(jnp.zeros((width, channels)))
+        self.bias = nnx.Param(jnp.zeros(channels)) if use_bias else None
+
+
+class Mamba2(nnx.Module):
+    """z|x|B|C|dt = in_proj(u);  x|B|C = conv;  dt = softplus(dt + dt_bias);  y = scan;  out = out_proj(norm(y, z)).
+
+    Source: arXiv 2405.21060.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        num_heads: int,
+        head_dim: int,
+        n_groups: int,
+        d_state: int,
+        d_conv: int = 4,
+        conv_bias: bool = True,
+        bias: bool = False,
+        norm_eps: float = 1e-5,
+        norm_groups: int | None = None,
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        rngs: nnx.Rngs,
+    ):
+        inner, shared = num_heads * head_dim, n_groups * d_state
+        self.sizes, self.dt_limit = (num_heads, head_dim, n_groups, d_state), dt_limit
+        self.in_proj = nnx.Linear(d_model, 2 * inner + 2 * shared + num_heads, use_bias=bias, rngs=rngs)
+        self.conv1d = Conv(d_conv, inner + 2 * shared, conv_bias)
+        self.dt_bias = nnx.Param(jnp.zeros(num_heads))
+        self.A_log = nnx.Param(jnp.zeros(num_heads))
+        self.D = nnx.Param(jnp.ones(num_heads))
+        self.norm = GatedNorm(inner, n_groups if norm_groups is None else norm_groups, norm_eps)
+        self.out_proj = nnx.Linear(inner, d_model, use_bias=bias, rngs=rngs)
+
+    def __call__(self, u: Float[Array, "b s d"], cu_seqlens: Int[Array, " q"] | None = None) -> Float[Array, "b s d"]:
+        """`cu_seqlens` are the offsets of the sequences in one row of u."""
+        h, p, g, n = self.sizes
+        z, x, B, C, dt = jnp.split(self.in_proj(u), _ends(h * p, h * p, g * n, g * n), axis=-1)
+        first = None if cu_seqlens is None else jnp.zeros(u.shape[1], bool).at[cu_seqlens[:-1]].set(True, mode="drop")
+        bias = None if self.conv1d.bias is None else self.conv1d.bias[...]
+        mixed = causal_conv(jnp.concatenate([x, B, C], -1), self.conv1d.kernel[...], bias, first)
+        x, B, C = jnp.split(mixed, _ends(h * p, g * n), axis=-1)
+        dt = jnp.clip(jax.nn.softplus(dt + self.dt_bias[...][None, None, :]), *self.dt_limit)
+        B, C = (each.reshape(*each.shape[:2], g, n) for each in (B, C))
+        heads = x.reshape(*x.shape[:2], h, p)
+        y, _ = scan(heads, dt, -jnp.exp(self.A_log[...]), B, C, self.D[...], first)
+        return self.out_proj(self.norm(y.reshape(x.shape), z))
+
+
+def _ends(*sizes: int) -> list[int]:
+    return [sum(sizes[: i + 1]) for i in range(len(sizes))]

@@ -1,0 +1,37 @@
+"""The parameters of a Mamba2 mixer, from mamba-ssm's names to those of the flax module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_ref.mamba.mixer import Mamba2
+
+RENAMED = {"in_proj.weight": "in_proj.kernel", "out_proj.weight": "out_proj.kernel", "conv1d.weight": "conv1d.kernel"}
+TURNED = {
+    "in_proj.weight": jnp.transpose,
+    "out_proj.weight": jnp.transpose,
+    "conv1d.weight": lambda weight: weight[:, 0].T,  # [c, 1, k] -> [k, c]
+}
+
+
+def flax_mixer(parameters: Mapping[str, Any], **settings: Any) -> Mamba2:
+    """The module with these parameters. Errors: KeyError for a name that either side lacks."""
+    empty = nnx.eval_shape(lambda: Mamba2(**settings, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(empty)
+    wanted = {".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)}
+    given = {RENAMED.get(name, name): TURNED.get(name, jnp.asarray)(x) for name, x in flat(parameters).items()}
+    if wanted != set(given):
+        raise KeyError(f"parameters: {sorted(wanted - set(given))} are missing, {sorted(set(given) - wanted)} unknown")
+    leaves = [(path, leaf.replace(given[".".join(map(str, path))])) for path, leaf in nnx.to_flat_state(state)]
+    return nnx.merge(graph, nnx.from_flat_state(leaves))
+
+
+def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"conv1d": {"bias": x}}` as `{"conv1d.bias": x}`."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {".".join(key.key for key in path): leaf for path, leaf in leaves}

@@ -1,0 +1,83 @@
+"""Parity of mamba.conv."""
+
+import jax.numpy as jnp
+import pytest
+import torch
+from hypothesis import given, settings
+
+from jax_ref.mamba.conv import causal_conv as reference
+from parity_tests import check, every_case, offsets, scheme, values
+from torch_impl.layouts import TokenLayout
+from torch_impl.mamba.conv import causal_conv
+
+
+def packed_reference(x, weight, bias, cu):
+    first = jnp.zeros(x.shape[1], bool).at[cu[:-1]].set(True, mode="drop")
+    return reference(x, weight.T, bias, first)
+
+
+@scheme(
+    reference=packed_reference,
+    mesh={"cp": (1,)},
+    inputs={"x": "b s c cp=R", "weight": "c k cp=R", "bias": "c cp=R", "cu": "q"},
+    outputs="b s c cp=R",
+    dims={"b": (2,), "s": (9, 2), "c": (3,), "k": (4, 1), "q": (4,)},
+    draw={
+        "x": values("normal", "iota"),
+        "weight": values("normal"),
+        "bias": values("normal", "zeros"),
+        "cu": offsets("s", padded=True),
+    },
+    dtypes=("float32", "bfloat16", "float64"),
+    reduction=("k",),
+    roundings=2,
+)
+def convolved(mesh, x, weight, bias, cu):
+    ids = TokenLayout.packed(cu, cp_size=1, cp_rank=0).sequence_ids
+    return causal_conv(x, weight, bias, ids.expand(x.shape[:2]))
+
+
+@settings(max_examples=20)
+@given(every_case(convolved))
+def test_parity(case):
+    check(case)
+
+
+X = torch.linspace(-1, 2, 2 * 7 * 3, dtype=torch.float64).sin().view(2, 7, 3)
+WEIGHT = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
+
+
+def test_one_sequence_needs_no_index():
+    one = torch.zeros(2, 7, dtype=torch.long)
+    assert torch.equal(causal_conv(X, WEIGHT), causal_conv(X, WEIGHT, seq_idx=one))
+    assert torch.equal(causal_conv(X, WEIGHT), causal_conv(X, WEIGHT, torch.zeros(3, dtype=torch.float64)))
+
+
+@pytest.mark.parametrize("cut", range(8))
+def test_a_token_is_seen_by_itself_and_after_it_in_its_sequence(cut):
+    ids = (torch.arange(7) >= cut).long().expand(2, 7)
+    for t in range(7):
+        edited = X.clone()
+        edited[:, t] += 1
+        moved = (causal_conv(X, WEIGHT, seq_idx=ids) != causal_conv(edited, WEIGHT, seq_idx=ids)).any(0).any(-1)
+        own = [t <= u < t + 4 and (u >= cut) == (t >= cut) for u in range(7)]
+        assert moved.tolist() == own
+
+
+def test_no_token_gives_none():
+    assert causal_conv(X[:, :0], WEIGHT).shape == (2, 0, 3)
+
+
+REFUSED = [
+    (lambda: causal_conv(X[0], WEIGHT), "x is [7, 3], weight is [3, 4]; they are [b, s, c], [c, k]"),
+    (lambda: causal_conv(X, WEIGHT[:2]), "x is [2, 7, 3], weight is [2, 4]; they are [b, s, c], [c, k]"),
+    (lambda: causal_conv(X, WEIGHT, WEIGHT[:, :2]), "bias is [3, 2]; x has 3 channels"),
+    (lambda: causal_conv(X, WEIGHT, seq_idx=torch.zeros(7)), "seq_idx is [7]; x has [2, 7] tokens"),
+]
+
+
+@pytest.mark.parametrize(("call", "text"), REFUSED)
+def test_refusal(call, text):
+    with pytest.raises(ValueError) as caught:
+        call()
+    assert str(caught.value) == f"mamba.causal_conv: {text}"

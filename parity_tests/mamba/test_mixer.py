@@ -1,0 +1,143 @@
+"""Parity of mamba.mixer."""
+
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch.func import functional_call
+
+from parity_tests import check, every_case, offsets, scheme, values
+from parity_tests.mamba.by_name import flat, flax_mixer
+from parity_tests.mamba.parameters import DRAW, SIZES, SPECS, settings_of
+from torch_impl.mamba import Mamba2Mixer
+
+ROUNDINGS = 6  # in_proj, the convolution, y, the gate, the norm, out_proj
+
+
+VARIANTS = ({}, {"norm_groups": 1, "dt_limit": (0.3, 0.8)})
+
+
+def reference(u, parameters, groups, cu, variant):
+    return flax_mixer(parameters, **settings_of(parameters, groups), **variant)(u, cu)
+
+
+@scheme(
+    reference=reference,
+    mesh={"cp": (1,)},
+    inputs={"u": "b s d cp=R", "parameters": SPECS, "groups": "g", "cu": "q"},
+    outputs="b s d cp=R",
+    dims={**SIZES, "b": (1,), "s": (9,), "q": (4,)},
+    draw={**DRAW, "u": values("normal", "ties"), "cu": offsets("s", padded=True)},
+    options={"variant": VARIANTS},
+    rank_options={"chunk_size": (4, 1, 256)},
+    dtypes=("float32", "bfloat16", "float64"),
+    reduction=("s", "i"),
+    roundings=ROUNDINGS,
+)
+def mamba2(mesh, u, parameters, groups, cu, variant, chunk_size):
+    chosen = {**settings_of(parameters, groups), **variant, "chunk_size": chunk_size}
+    module = Mamba2Mixer(**chosen, device="meta", dtype=u.dtype)
+    return functional_call(module, flat(parameters), (u, cu), strict=True)
+
+
+@settings(max_examples=20)
+@given(every_case(mamba2))
+def test_parity(case):
+    check(case)
+
+
+GIVEN = {"d_model": 5, "num_heads": 4, "head_dim": 3, "n_groups": 2, "d_state": 2}
+U = torch.linspace(-1, 2, 11 * 5, dtype=torch.float64).sin().view(11, 5)
+
+
+def made(**further):
+    """A mixer whose parameters are all different and all seen."""
+    module = Mamba2Mixer(**{**GIVEN, "chunk_size": 4, "dtype": torch.float64, **further})
+    with torch.no_grad():
+        for k, parameter in enumerate(module.parameters(), 2):
+            parameter.copy_(torch.linspace(-1, k, parameter.numel()).sin().view(parameter.shape))
+    return module
+
+
+def test_a_token_changes_what_follows_in_its_sequence_alone():
+    module, cu = made(), torch.tensor([0, 3, 3, 4, 11])
+    sequence = torch.searchsorted(cu[1:], torch.arange(11), right=True)
+    y = module(U, cu)
+    for t in range(11):
+        edited = U.clone()
+        edited[t] += 0.5
+        moved = (module(edited, cu) != y).any(-1)
+        assert moved.tolist() == [u >= t and sequence[u] == sequence[t] for u in range(11)]
+
+
+def test_one_stream_is_one_row():
+    module, cu = made(), torch.tensor([0, 4, 11])
+    assert torch.equal(module(U[None], cu), module(U, cu)[None])
+    assert torch.equal(module(U, torch.tensor([0, 11])), module(U[None])[0])
+
+
+def test_padding_changes_no_real_token():
+    module = made()
+    other = U.clone()
+    other[9:] = 7
+    assert torch.equal(module(U[None])[:, :9], module(other[None])[:, :9])
+
+
+def test_names_and_dtypes_are_those_of_mamba_ssm():
+    module = Mamba2Mixer(**GIVEN, dtype=torch.bfloat16)
+    found = {name: (list(x.shape), x.dtype) for name, x in module.state_dict().items()}
+    narrow, wide = torch.bfloat16, torch.float32
+    assert found == {
+        "dt_bias": ([4], wide),
+        "A_log": ([4], wide),
+        "D": ([4], wide),
+        "in_proj.weight": ([36, 5], narrow),
+        "conv1d.weight": ([20, 1, 4], narrow),
+        "conv1d.bias": ([20], narrow),
+        "norm.weight": ([12], narrow),
+        "out_proj.weight": ([5, 12], narrow),
+    }
+    assert "conv1d.bias" not in Mamba2Mixer(**GIVEN, conv_bias=False).state_dict()
+    assert Mamba2Mixer(**GIVEN, bias=True).state_dict()["in_proj.bias"].shape == (36,)
+
+
+def test_the_first_steps_and_decays_are_in_their_ranges():
+    module = Mamba2Mixer(**{**GIVEN, "num_heads": 400}, dtype=torch.float64)
+    dt, decay = torch.nn.functional.softplus(module.dt_bias), module.A_log.exp()
+    assert 1e-3 <= dt.min() < 2e-3 and 5e-2 < dt.max() <= 1e-1
+    assert 1 <= decay.min() < 2 and 15 < decay.max() <= 16
+
+
+def test_a_name_that_either_side_lacks_is_refused():
+    parameters = {name: x.detach().numpy() for name, x in made().named_parameters()}
+    with pytest.raises(KeyError, match=re.escape("['gate'] unknown")):
+        flax_mixer({**parameters, "gate": parameters["D"]}, **GIVEN)
+    with pytest.raises(KeyError, match=re.escape("['conv1d.bias'] are missing")):
+        flax_mixer({name: x for name, x in parameters.items() if name != "conv1d.bias"}, **GIVEN)
+
+
+REFUSED = [
+    (lambda: Mamba2Mixer(**{**GIVEN, "num_heads": 6, "n_groups": 4}), "num_heads=6 must be divisible by n_groups=4"),
+    (lambda: Mamba2Mixer(**{**GIVEN, "d_state": 0}), "d_state=0 is not a size; it is 1 or more"),
+    (lambda: Mamba2Mixer(**GIVEN, d_conv=0), "d_conv=0 is not a size; it is 1 or more"),
+    (lambda: Mamba2Mixer(**GIVEN, norm_groups=5), "norm_groups=5 must divide num_heads * head_dim = 12"),
+    (lambda: made()(U), "input is [11, 36] without cu_seqlens; pass them, or [b, s, w]"),
+    (
+        lambda: made()(U[None].expand(2, 11, 5), torch.tensor([0, 11])),
+        "input is [2, 11, 36] with cu_seqlens; one stream is [t, w] or [1, t, w]",
+    ),
+    (lambda: made()(U[0]), "input is [36]; it is [b, s, w], or [t, w] with cu_seqlens"),
+]
+
+
+@pytest.mark.parametrize(("call", "text"), REFUSED)
+def test_refusal(call, text):
+    with pytest.raises(ValueError) as caught:
+        call()
+    assert str(caught.value) == f"mamba.Mamba2Mixer: {text}"
+
+
+def test_offsets_that_end_elsewhere_are_refused():
+    with pytest.raises(ValueError, match="cu_seqlens ends at 10 but the stream holds 11 tokens; pass the padded"):
+        made()(U, torch.tensor([0, 10]))

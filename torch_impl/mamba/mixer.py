@@ -1,0 +1,223 @@
+"""The Mamba2 mixer, with the names of mamba-ssm's parameters.
+
+Alone it holds whole sequences. With `context_parallel` a rank holds its tokens of them: projections and norm work on
+those, and all between the projections is that strategy's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from torch_impl.collectives import accumulator
+from torch_impl.layouts import TokenLayout
+from torch_impl.layouts.columns import MambaSizes
+from torch_impl.mamba.conv import causal_conv
+from torch_impl.mamba.scan import chunked_scan
+
+STEPS = (1e-3, 1e-1)  # the range that dt is drawn from, evenly in its logarithm
+DECAYS = (1.0, 16.0)  # the range of -A
+
+
+class Strategy(Protocol):
+    """What a mixer over context-parallel ranks is given: `mix` takes in_proj's output, returns norm's input."""
+
+    def mix(self, projected_states: Tensor, cu_seqlens: Tensor | None = None) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class SsmParameters:
+    """What stands between the projections: whole, or the share of one rank."""
+
+    conv_weight: Float[Tensor, "c k"]
+    conv_bias: Float[Tensor, " c"] | None
+    dt_bias: Float[Tensor, " h"]
+    A_log: Float[Tensor, " h"]
+    D: Float[Tensor, "*e"]
+
+
+def mixed(
+    projected: Float[Tensor, "b s w"],
+    sizes: MambaSizes,
+    parameters: SsmParameters,
+    seq_idx: Int[Tensor, "b s"] | None = None,
+    *,
+    chunk_size: int = 256,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+) -> Float[Tensor, "b s i"]:
+    """y * silu(z): convolution, recurrence and gate of in_proj's columns z|x|B|C|dt; `seq_idx` as in the scan.
+
+    Cost: no collective; that of `causal_conv` and `chunked_scan`.
+    """
+    z, convolved, dt = projected.split([sizes.inner, sizes.channels, sizes.num_heads], dim=-1)
+    convolved = causal_conv(convolved, parameters.conv_weight, parameters.conv_bias, seq_idx)
+    x, B, C = convolved.split([sizes.inner, sizes.shared, sizes.shared], dim=-1)
+    y, _ = chunked_scan(
+        x.unflatten(-1, (sizes.num_heads, sizes.head_dim)),
+        steps(dt, parameters.dt_bias, dt_limit),
+        decays(parameters.A_log),
+        B.unflatten(-1, (sizes.n_groups, sizes.d_state)),
+        C.unflatten(-1, (sizes.n_groups, sizes.d_state)),
+        parameters.D,
+        chunk_size=chunk_size,
+        seq_idx=seq_idx,
+    )
+    return gated(y.flatten(-2), z)
+
+
+def steps(dt: Tensor, dt_bias: Tensor, dt_limit: tuple[float, float]) -> Tensor:
+    """clamp(softplus(dt + dt_bias)), in float32 or wider."""
+    wide = accumulator(dt.dtype)
+    return F.softplus(dt.to(wide) + dt_bias.to(wide)).clamp(*dt_limit)
+
+
+def decays(A_log: Tensor) -> Tensor:
+    """A = -exp(A_log), in float32 or wider."""
+    return -A_log.to(accumulator(A_log.dtype)).exp()
+
+
+def gated(y: Tensor, z: Tensor) -> Tensor:
+    """y * silu(z)."""
+    return (y.to(accumulator(y.dtype)) * F.silu(z.to(accumulator(z.dtype)))).to(y.dtype)
+
+
+class GroupedNorm(nn.Module):
+    """Over the root mean square in each of `groups` equal parts of the last dim, times a weight."""
+
+    def __init__(self, width: int, groups: int, eps: float, *, device: Any = None, dtype: Any = None) -> None:
+        super().__init__()
+        self.groups, self.eps = groups, eps
+        self.weight = nn.Parameter(torch.ones(width, device=device, dtype=dtype))
+
+    def forward(self, y: Float[Tensor, "*a i"]) -> Float[Tensor, "*a i"]:
+        parts = y.to(accumulator(y.dtype)).unflatten(-1, (self.groups, -1))
+        normed = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + self.eps)
+        return (normed.flatten(-2) * self.weight).to(y.dtype)
+
+
+class Mamba2Mixer(nn.Module):
+    """The Mamba2 layer between two residuals.
+
+        x  "b s d"  or, packed,  "t d"     ->   the same     (s, t cut over cp where `context_parallel` says how)
+        parameters  "... cp=R": whole on each rank; their full gradient is the SUM over cp
+
+    z|x|B|C|dt = in_proj(x);  x|B|C = silu(conv(x|B|C));  dt = clamp(softplus(dt + dt_bias));  A = -exp(A_log)
+    S[t] = exp(dt[t] A) S[t-1] + dt[t] x[t] B[t]^T;  y[t] = S[t] C[t] + D x[t];  out_proj(norm(y * silu(z)))
+
+    `context_parallel` is a function from the mixer to its strategy: an object with `mix`. Offsets `cu_seqlens` are
+    those of the whole padded stream. dt_bias, A_log and D are created in float32, or float64 if the rest is.
+
+    Cost:   no collective of its own.
+    Errors: ValueError for sizes below 1, num_heads that n_groups does not divide, a width that norm_groups does not
+            divide, [t, d] without cu_seqlens or [b, s, d] with it and b > 1, offsets that do not rise from 0 to t.
+    Source: arXiv 2405.21060; the names are those of mamba-ssm's Mamba2.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        *,
+        num_heads: int,
+        head_dim: int,
+        n_groups: int,
+        d_state: int,
+        d_conv: int = 4,
+        chunk_size: int = 256,
+        conv_bias: bool = True,
+        bias: bool = False,
+        norm_eps: float = 1e-5,
+        norm_groups: int | None = None,
+        dt_limit: tuple[float, float] = (0.0, math.inf),
+        context_parallel: Callable[[Mamba2Mixer], Strategy] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.sizes = checked_sizes("Mamba2Mixer", num_heads, head_dim, n_groups, d_state)
+        norm_groups = n_groups if norm_groups is None else norm_groups
+        for name, size in {"d_model": d_model, "d_conv": d_conv, "norm_groups": norm_groups}.items():
+            check_positive("Mamba2Mixer", name, size)
+        if self.sizes.inner % norm_groups:
+            raise ValueError(
+                f"mamba.Mamba2Mixer: norm_groups={norm_groups} must divide num_heads * head_dim = {self.sizes.inner}"
+            )
+        self.d_model, self.d_conv, self.chunk_size, self.dt_limit = d_model, d_conv, chunk_size, dt_limit
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        sums: dict[str, Any] = {"device": device, "dtype": accumulator(dtype or torch.get_default_dtype())}
+        channels = self.sizes.channels
+        self.in_proj = nn.Linear(d_model, self.sizes.width, bias=bias, **made)
+        self.conv1d = nn.Conv1d(channels, channels, d_conv, groups=channels, bias=conv_bias, **made)
+        self.dt_bias = nn.Parameter(torch.empty(num_heads, **sums))
+        self.A_log = nn.Parameter(torch.empty(num_heads, **sums))
+        self.D = nn.Parameter(torch.ones(num_heads, **sums))
+        self.norm = GroupedNorm(self.sizes.inner, norm_groups, norm_eps, **made)
+        self.out_proj = nn.Linear(self.sizes.inner, d_model, bias=bias, **made)
+        self.reset_parameters()
+        self.context_parallel = None if context_parallel is None else context_parallel(self)
+
+    def reset_parameters(self) -> None:
+        """dt_bias and A_log drawn as the paper does; the projections and the convolution draw their own."""
+        with torch.no_grad():
+            low, high = map(math.log, STEPS)
+            dt = torch.empty_like(self.dt_bias).uniform_(low, high).exp()
+            self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # so that softplus gives dt
+            self.A_log.uniform_(*DECAYS).log_()
+            self.D.fill_(1.0)
+
+    def forward(
+        self, x: Float[Tensor, "*a d"], cu_seqlens: Int[Tensor, " offsets"] | None = None
+    ) -> Float[Tensor, "*a d"]:
+        """See the class."""
+        strategy = self if self.context_parallel is None else self.context_parallel
+        return self.out_proj(self.norm(strategy.mix(self.in_proj(x), cu_seqlens)))
+
+    def mix(
+        self, projected_states: Float[Tensor, "*a w"], cu_seqlens: Int[Tensor, " offsets"] | None = None
+    ) -> Float[Tensor, "*a i"]:
+        """All between in_proj and norm, of whole sequences."""
+        check_stream("Mamba2Mixer", projected_states, cu_seqlens)
+        rows = projected_states if projected_states.ndim == 3 else projected_states[None]
+        ids = None
+        if cu_seqlens is not None:
+            layout = TokenLayout.packed(cu_seqlens, cp_size=1, cp_rank=0, total=rows.shape[1])
+            ids = layout.sequence_ids.to(rows.device)[None]
+        out = mixed(rows, self.sizes, self.ssm_parameters(), ids, chunk_size=self.chunk_size, dt_limit=self.dt_limit)
+        return out if projected_states.ndim == 3 else out[0]
+
+    def ssm_parameters(self) -> SsmParameters:
+        """What stands between the projections, whole."""
+        return SsmParameters(self.conv1d.weight[:, 0], self.conv1d.bias, self.dt_bias, self.A_log, self.D)
+
+
+def checked_sizes(function: str, num_heads: int, head_dim: int, n_groups: int, d_state: int) -> MambaSizes:
+    """The sizes, each 1 or more, of heads that the groups share equally."""
+    named = {"num_heads": num_heads, "head_dim": head_dim, "n_groups": n_groups, "d_state": d_state}
+    for name, size in named.items():
+        check_positive(function, name, size)
+    if num_heads % n_groups:
+        raise ValueError(f"mamba.{function}: num_heads={num_heads} must be divisible by n_groups={n_groups}")
+    return MambaSizes(**named)
+
+
+def check_positive(function: str, name: str, size: int) -> None:
+    if size < 1:
+        raise ValueError(f"mamba.{function}: {name}={size} is not a size; it is 1 or more")
+
+
+def check_stream(function: str, x: Tensor, cu_seqlens: Tensor | None) -> None:
+    """[b, s, w] of whole rows, or one stream, [t, w] or [1, t, w], with the offsets of its sequences."""
+    if x.ndim not in (2, 3):
+        raise ValueError(f"mamba.{function}: input is {list(x.shape)}; it is [b, s, w], or [t, w] with cu_seqlens")
+    if cu_seqlens is None and x.ndim == 2:
+        raise ValueError(f"mamba.{function}: input is {list(x.shape)} without cu_seqlens; pass them, or [b, s, w]")
+    if cu_seqlens is not None and x.ndim == 3 and len(x) != 1:
+        raise ValueError(
+            f"mamba.{function}: input is {list(x.shape)} with cu_seqlens; one stream is [t, w] or [1, t, w]"
+        )
