@@ -40,7 +40,7 @@ notebooks: $(VENV)/with-test $(VENV)/with-notebooks ## execute the notebooks and
 docs: $(VENV)/with-docs ## build the pages into docs/_build
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
-bench: $(VENV)/with-test ## measure the promised figures and write docs/benchmarks.md
+bench: $(VENV)/with-test $(VENV)/with-bench ## measure the promised figures and write docs/benchmarks.md
 	$(BIN)/python -m parity_tests.benchmarks
 
 faults: $(VENV)/with-test ## plant every fault of the catalogue and count what is caught

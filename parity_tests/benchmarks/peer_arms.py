@@ -166,7 +166,7 @@ HEAD: dict[str, Arm] = {
 }
 COMPILED = ("ours, compiled", "cut-cross-entropy, torch.compile")  # which no recorder can look into
 NEEDS = {
-    "megatron-core": ("megatron.core", "megatron"),
+    "megatron-core": ("megatron.core", "bench"),
     "cut-cross-entropy, torch.compile": ("cut_cross_entropy", "bench"),
 }
 
