@@ -1,0 +1,69 @@
+"""The comparison with peers: what is not installed is said to be not run, and what is shown is what was found."""
+
+import pytest
+import torch
+
+from parity_tests import CaseSpec
+from parity_tests.benchmarks import peer_arms
+from parity_tests.benchmarks.arms import BOUND
+from parity_tests.benchmarks.peer_arms import HEAD, LOGPROB, Given, missing
+from parity_tests.benchmarks.peers import _compared
+from parity_tests.harness.engines.run import run
+
+TIMES = {"cpu": [0.002] * 3, "wall": [0.004] * 3}
+ONE_SWITCH = ("DTensor loss_parallel",)  # of the whole process, of which ranks are threads here
+FOUND = {"ratio": 0.5, "collectives": ["all_gather"], "bytes": 12, "memory": 105, "part": 100}
+
+
+def figures(**arms):
+    ranks = [{BOUND: {"cpu": [0.001] * 3, "wall": [0.001] * 3}, "ours": {**FOUND, **TIMES}, **arms}] * 2
+    return {figure.name: figure for figure in _compared("logprob", "float32", ranks)}
+
+
+def test_a_figure_says_what_was_found():
+    figure = figures()["logprob, float32: ours"]
+    assert figure.held and figure.measured == (
+        "error 0.5 budgets; 1 all_gather, 12 bytes per rank; memory 1.05; 2 (2 to 2) ms CPU, 4 (4 to 4) ms wall; "
+        "0.5 (0.5 to 0.5) of the copy bound"
+    )
+
+
+def test_an_arm_is_shown_as_a_ratio_to_ours_and_a_promise_as_missed():
+    slow = {**FOUND, "cpu": [0.006] * 3, "wall": [0.006] * 3}
+    shown = figures(**{"megatron-core": slow, "ours, with entropy": slow})
+    assert shown["logprob, float32: megatron-core"].measured.endswith("3 (3 to 3) times ours")
+    assert shown["logprob, float32: megatron-core"].held is None
+    assert shown["logprob, float32: ours, with entropy"].held is False
+
+
+def test_what_is_not_installed_is_not_run(monkeypatch):
+    monkeypatch.setitem(peer_arms.NEEDS, "megatron-core", ("no_such_package", "bench"))
+    reason = missing("megatron-core")
+    assert reason == "not run: pip install 'shardproof[bench]' (No module named 'no_such_package')"
+    assert figures(**{"megatron-core": {"missing": reason}})["logprob, float32: megatron-core"].measured == reason
+
+
+@pytest.mark.parametrize("arms", [LOGPROB, HEAD], ids=["logprob", "head"])
+def test_the_arms_mean_the_same(arms):
+    """Logits of 0 and a weight of 0: every probability is a power of two, and no arm rounds."""
+    is_head = arms is HEAD
+
+    def body(mesh, case):
+        hidden = torch.ones(3, 1, 4) if is_head else torch.zeros(0)
+        whole = torch.zeros(8, 4) if is_head else torch.zeros(1, 3, 8)
+        dim, rank = 0 if is_head else -1, mesh.rank("tp")
+        own = whole.chunk(2, dim)[rank].clone()
+        given = Given(whole, own, torch.tensor([[0, 5, 7]]), torch.tensor([[1.0, 2.0, 4.0]]), mesh.device_mesh, hidden)
+        results = {}
+        for name in [name for name in arms if not missing(name) and name not in (*peer_arms.COMPILED, *ONE_SWITCH)]:
+            out, *gradients = arms[name](given)
+            if gradients[-1].shape == whole.shape:
+                gradients[-1] = gradients[-1].chunk(2, dim)[rank]
+            results[name] = [out.tolist(), *(x.tolist() for x in gradients)]
+            own.zero_()
+        return results
+
+    for results in run(body, CaseSpec(scheme="arms", mesh={"tp": 2})).results:
+        assert len(results) >= 2
+        first = results.pop("ours")
+        assert all(found == first for found in results.values()), results
