@@ -20,7 +20,8 @@ from parity_tests.context_parallel.attention_schemes import (
     usp_cost,
 )
 from torch_impl.context_parallel import context_parallel_attention
-from torch_impl.context_parallel.pairs import MOST_LENGTHS, pairs_of
+from torch_impl.context_parallel.blocks import Running
+from torch_impl.context_parallel.pairs import MOST_LENGTHS, Block, pairs_of
 from torch_impl.layouts import TokenLayout
 
 
@@ -248,3 +249,11 @@ def test_dual_chunk_swap_gives_every_rank_the_same_work():
         return sorted(sizes)
 
     assert [work(rank) for rank in range(4)] == [[72, 72, 72, 144]] * 4
+
+
+def test_a_block_without_keys_is_refused_before_it_ends_the_process():
+    q, keys = torch.zeros(1, 1, 2, 4), torch.zeros(2, 1, 1, 0, 4)
+    with pytest.raises(RuntimeError) as refused:
+        Running(q).add(q, keys, Block(slice(0, 2), slice(0, 2)), 1.0)
+    sentence = "context_parallel.blocks: a block has queries and no keys; leave it out of the pairs"
+    assert str(refused.value) == sentence

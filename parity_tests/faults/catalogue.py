@@ -2,6 +2,7 @@
 
 from parity_tests.faults import (
     attention,
+    attention_exchanges,
     batches,
     collectives,
     distillation,
@@ -25,6 +26,7 @@ from parity_tests.faults.fault import KINDS
 
 CATALOGUE = (
     *attention.FAULTS,
+    *attention_exchanges.FAULTS,
     *batches.FAULTS,
     *collectives.FAULTS,
     *distillation.FAULTS,

@@ -40,11 +40,10 @@ class Running:
         out, lse = _forward(taken(q, block.queries), taken(k, block.keys), taken(v, block.keys), block, scale)
         if block.blind is not None:  # of a row without a key the op says 0
             lse = lse.masked_fill(block.blind, -torch.inf)
-        if isinstance(block.queries, slice):
+        if block.query_places is None:
             _merge(self.out[:, :, block.queries], self.lse[:, :, block.queries], out, lse)
             return
-        own = slice(None) if block.own_queries is None else block.own_queries.flatten()
-        rows = _flat(block.queries, block.own_queries)
+        own, rows = block.query_places
         out, lse = (x.transpose(0, 1).flatten(1, 2)[:, own] for x in (out, lse))
         merged, total = self.out[0, :, rows], self.lse[0, :, rows]
         _merge(merged, total, out, lse)
@@ -69,17 +68,16 @@ def add_gradients(
     if block.own_queries is not None:
         own_lse = own_lse.masked_fill(~block.own_queries[:, None], torch.inf)
     shares = _backward(given, taken(k, block.keys), taken(v, block.keys), own_lse.contiguous(), block, scale)
-    for total, share, rows, own in (
-        (dq, shares[0], block.queries, block.own_queries),
-        (dk, shares[1], block.keys, block.own_keys),
-        (dv, shares[2], block.keys, block.own_keys),
+    for total, share, rows, places in (
+        (dq, shares[0], block.queries, block.query_places),
+        (dk, shares[1], block.keys, block.key_places),
+        (dv, shares[2], block.keys, block.key_places),
     ):
-        if isinstance(rows, slice):
+        if places is None:
             total[:, :, rows] += share
         else:
-            flat = share.transpose(0, 1).flatten(1, 2)
-            flat = flat if own is None else flat[:, own.flatten()]
-            total[0].index_add_(1, _flat(rows, own), flat.to(total.dtype))
+            own, at = places
+            total[0].index_add_(1, at, share.transpose(0, 1).flatten(1, 2)[:, own].to(total.dtype))
 
 
 def buffer_of(k: KVHeads, v: KVHeads) -> Float[Tensor, "keys 2 b hk p"]:
@@ -105,12 +103,9 @@ def taken(x: Heads, rows: Rows) -> Float[Tensor, "m h i p"]:
     return x[0][:, rows].transpose(0, 1)
 
 
-def _flat(rows: Tensor, own: Tensor | None) -> Tensor:
-    """Where the rows of a block go back to."""
-    return rows.flatten() if own is None else rows[own]
-
-
 def _forward(q: Heads, k: KVHeads, v: KVHeads, block: Block, scale: float) -> tuple[Heads, Tensor]:
+    if not k.shape[2]:  # the CPU's op would divide by it and end the process
+        raise RuntimeError("context_parallel.blocks: a block has queries and no keys; leave it out of the pairs")
     if q.is_cuda:
         return cuda_blocks.forward(q, k, v, block.mask, block.is_causal, scale)
     return _CPU(q, k, v, 0.0, block.is_causal, attn_mask=_additive(block.mask, q), scale=scale)

@@ -8,6 +8,7 @@ or none: no mask, except for a window.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,6 +19,9 @@ from torch_impl.layouts.token_layout import TokenLayout
 
 Rows = slice | Tensor
 MOST_LENGTHS = 8  # distinct lengths of sequences; where there are more, lengths are rounded up to powers of two
+
+
+Places = tuple[slice | Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,15 @@ class Block:
     blind: Bool[Tensor, "m 1 i"] | None = None
     own_queries: Bool[Tensor, "m i"] | None = None
     own_keys: Bool[Tensor, "m j"] | None = None
+
+    @cached_property
+    def query_places(self) -> Places | None:
+        """Where the queries of runs come from: their places among all of the block, and their rows."""
+        return _places(self.queries, self.own_queries)
+
+    @cached_property
+    def key_places(self) -> Places | None:
+        return _places(self.keys, self.own_keys)
 
 
 @dataclass(frozen=True)
@@ -182,6 +195,17 @@ def _filled(start: Tensor, length: Tensor, longest: int) -> tuple[Int64[Tensor, 
     """The rows of every run, the last one repeated up to the longest, and which of them are no such repetition."""
     i = torch.arange(longest)
     return start[:, None] + torch.minimum(i, length[:, None] - 1), i < length[:, None]
+
+
+def _places(rows: Rows, own: Bool[Tensor, "m i"] | None) -> Places | None:
+    """Found once for each block, since it takes a look at the values; None for a slice."""
+    if isinstance(rows, slice):
+        return None
+    flat = rows.flatten()
+    if own is None:
+        return slice(None), flat
+    kept = own.flatten().nonzero().squeeze(1)
+    return kept, flat[kept]
 
 
 def _rows(rows: Int64[Tensor, "m i"], own: Bool[Tensor, "m i"], device: torch.device) -> Rows:
