@@ -52,6 +52,16 @@ def scattered_sum(x: Tensor, group: ProcessGroup, dim: int, lengths: Sequence[in
     return total[: lengths[group.rank()]].to(x.dtype).movedim(0, dim).contiguous()
 
 
+def exchanged(x: Tensor, group: ProcessGroup) -> Tensor:
+    """Equal blocks of dim 0, one to each rank, and theirs in rank order. One all_to_all; x itself in a group of one."""
+    if group.size() == 1:
+        return x
+    x = x.contiguous()
+    arriving = torch.empty_like(x)
+    dist.all_to_all_single(arriving, x, group=group)
+    return arriving
+
+
 def _padded(piece: Tensor, longest: int) -> Tensor:
     """`piece`, contiguous, with rows of zeros up to `longest` rows."""
     if len(piece) == longest:

@@ -1,3 +1,13 @@
 """Mamba2: the mixer, and context parallelism for it."""
 
+from torch_impl.layouts import _deinterleave_packed_seqs as _deinterleave_packed_seqs
+from torch_impl.layouts import _redo_attention_load_balancing as _redo_attention_load_balancing
+from torch_impl.layouts import _reinterleave_packed_seqs as _reinterleave_packed_seqs
+from torch_impl.layouts import _reorder_chunks as _reorder_chunks
+from torch_impl.layouts import _undo_attention_load_balancing as _undo_attention_load_balancing
+from torch_impl.mamba.all_to_all import _all_to_all as _all_to_all
+from torch_impl.mamba.all_to_all import _all_to_all_cp2hp as _all_to_all_cp2hp
+from torch_impl.mamba.all_to_all import _all_to_all_hp2cp as _all_to_all_hp2cp
+from torch_impl.mamba.all_to_all import _AllToAll as _AllToAll
+from torch_impl.mamba.hidden_parallel import MambaContextParallel as MambaContextParallel
 from torch_impl.mamba.mixer import Mamba2Mixer as Mamba2Mixer

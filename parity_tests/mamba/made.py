@@ -1,0 +1,30 @@
+"""A mixer with parameters that are all different, a strategy for it, and what in_proj might give it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torch_impl.mamba import Mamba2Mixer, MambaContextParallel
+
+GIVEN: dict[str, Any] = {"num_heads": 4, "head_dim": 2, "n_groups": 2, "d_state": 3}
+W, T, CU = 32, 24, [0, 8, 8, 24]
+
+
+def made(mesh, mixer=None, **further):
+    given = {**GIVEN, **{name: further.pop(name) for name in GIVEN if name in further}}
+    mixer = Mamba2Mixer(5, **GIVEN, dtype=torch.float64) if mixer is None else mixer
+    return MambaContextParallel(mesh["cp"], **given, mixer=mixer, **further)
+
+
+def filled():
+    """A mixer whose parameters are all different."""
+    mixer = Mamba2Mixer(5, **GIVEN, dtype=torch.float64)
+    with torch.no_grad():
+        for k, parameter in enumerate(mixer.parameters(), 2):
+            parameter.copy_(torch.linspace(-1, k, parameter.numel()).sin().view(parameter.shape))
+    return mixer
+
+
+PROJECTED = torch.linspace(-2, 3, 2 * T * W, dtype=torch.float64).sin().view(2, T, W)

@@ -1,0 +1,213 @@
+"""Parity of mamba.hidden_parallel."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch.func import functional_call
+
+from jax_ref.layouts import BUILTIN as dense_layouts
+from jax_ref.layouts import packed as packed_layout
+from jax_ref.layouts.columns import conv_channels as reference_channels
+from jax_ref.layouts.columns import projection_columns as reference_columns
+from parity_tests import CaseSpec, Cost, check, every_case, offsets, scheme, values
+from parity_tests.harness.engines.run import run
+from parity_tests.mamba.by_name import flat, flax_mixer
+from parity_tests.mamba.made import CU, PROJECTED, T, filled, made
+from parity_tests.mamba.parameters import DRAW, SPECS, settings_of, sizes_of
+from torch_impl.layouts import TokenLayout
+from torch_impl.mamba import Mamba2Mixer, MambaContextParallel
+
+# Groups: 2 are fewer than four ranks and as many as two; 8 are more.
+SIZES = {"h": (8,), "g": (2, 8), "p": (2,), "n": (2,), "d": (2,), "k": (4,)}
+FOLLOW = {"i": "h*p", "c": "h*p+2*g*n", "w": "2*h*p+2*g*n+h"}
+
+
+def cost(c):
+    if c.cp == 1:
+        return Cost()
+    columns = 3 * c.h * c.p + 2 * max(c.g, c.cp) * c.n + c.h
+    moved = {"all_to_all": (2 if c.fused else 6, c.dims.get("b", 1) * c.t * c.itemsize * columns // c.cp)}
+    return Cost(forward=moved, backward=moved)
+
+
+DECLARED = dict(
+    mesh={"cp": (1, 2, 4)},
+    draw={**DRAW, "u": values("normal", "ties")},
+    rank_options={"fused": (True, False)},
+    dtypes=("float32", "bfloat16", "float64"),
+    reduction=("t", "i"),
+    roundings=8,  # those of the mixer; a term of each rank in the gradients
+    cost=cost,
+)
+
+
+def dense(u, parameters, groups):
+    return flax_mixer(parameters, **settings_of(parameters, groups))(u)
+
+
+def packed(u, parameters, groups, cu):
+    return flax_mixer(parameters, **settings_of(parameters, groups))(u, cu)
+
+
+def parallel(mesh, u, parameters, groups, cu=None, **chosen):
+    def strategy(mixer):
+        return MambaContextParallel(mesh["cp"], **sizes_of(parameters, groups), mixer=mixer, **chosen)
+
+    module = Mamba2Mixer(
+        **settings_of(parameters, groups), chunk_size=4, context_parallel=strategy, device="meta", dtype=u.dtype
+    )
+    return functional_call(module, flat(parameters), (u, cu), strict=True)
+
+
+@scheme(
+    reference=dense,
+    inputs={"u": "b t/cp:dual_chunk_swap d", "parameters": SPECS, "groups": "g"},
+    outputs="b t/cp:dual_chunk_swap d",
+    dims={**SIZES, **FOLLOW, "b": (2,), "t": (16,)},
+    **DECLARED,
+)
+def hidden_parallel(mesh, u, parameters, groups, fused):
+    return parallel(mesh, u, parameters, groups, fused=fused)
+
+
+@scheme(
+    reference=dense,
+    inputs={"u": "b t/cp d", "parameters": SPECS, "groups": "g"},
+    outputs="b t/cp d",
+    dims={**SIZES, **FOLLOW, "b": (2,), "t": (16,)},
+    **DECLARED,
+)
+def hidden_parallel_contiguous(mesh, u, parameters, groups, fused):
+    return parallel(mesh, u, parameters, groups, fused=fused, layout="contiguous")
+
+
+@scheme(
+    reference=packed,
+    inputs={"u": "1 t/cp:packed d", "parameters": SPECS, "groups": "g", "cu": "q"},
+    outputs="1 t/cp:packed d",
+    dims={**SIZES, **FOLLOW, "t": (24,), "q": (4,)},
+    **{**DECLARED, "draw": {**DECLARED["draw"], "cu": offsets("t", padded=True)}},
+)
+def hidden_parallel_packed(mesh, u, parameters, groups, cu, fused):
+    return parallel(mesh, u, parameters, groups, cu, fused=fused)
+
+
+SCHEMES = (hidden_parallel, hidden_parallel_contiguous, hidden_parallel_packed)
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
+def test_parity(declared, engine):
+    @settings(max_examples=12 if engine == "lockstep" else 3)
+    @given(every_case(declared, engine=engine))
+    def example(case):
+        check(case)
+
+    example()
+
+
+def own(mesh, x, layout="dual_chunk_swap", cu=None):
+    """This rank's tokens of a whole [b, s, w]."""
+    held = packed_layout(T, mesh.size("cp"), cu) if cu else dense_layouts[layout](x.shape[1], mesh.size("cp"))
+    return x[:, torch.tensor(held[mesh.rank("cp")])]
+
+
+def on_ranks(body, cp=2):
+    return run(body, CaseSpec(scheme="mamba", mesh={"cp": cp})).results
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_rows_are_in_order_and_columns_those_of_the_rank(cp):
+    def body(mesh, case):
+        strategy = made(mesh)
+        pre = strategy.pre_conv_ssm(own(mesh, PROJECTED))
+        columns = torch.tensor(reference_columns(4, 2, 2, 3, cp)[mesh.rank("cp")])
+        back = strategy.post_conv_ssm(pre[..., : strategy.d_inner_local])
+        return torch.equal(pre, PROJECTED[..., columns]), torch.equal(back, own(mesh, PROJECTED[..., :8]))
+
+    assert on_ranks(body, cp) == ((True, True),) * cp
+
+
+@pytest.mark.parametrize("cu", [None, CU])
+@pytest.mark.parametrize("cp", [2, 4])
+def test_fused_is_unfused_to_the_bit(cp, cu):
+    def body(mesh, case):
+        x = own(mesh, PROJECTED[:1], cu=cu).requires_grad_()
+        offsets = None if cu is None else torch.tensor(cu)
+        found = []
+        for fused in (True, False):
+            strategy = made(mesh, fused=fused)
+            pre = strategy.pre_conv_ssm(x, offsets)
+            post = strategy.post_conv_ssm(pre[..., : strategy.d_inner_local] * 3, offsets)
+            (gradient,) = torch.autograd.grad(post, x, post.detach())
+            found.append((pre, post, gradient))
+        return [torch.equal(a, b) for a, b in zip(*found, strict=True)]
+
+    assert on_ranks(body, cp) == ([True] * 3,) * cp
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_a_layout_is_data(cp):
+    """Striped, which no name of an order says, and a packed layout without its offsets."""
+
+    def body(mesh, case):
+        striped = TokenLayout.dense("striped", T, cp_size=cp, cp_rank=mesh.rank("cp"))
+        packed = TokenLayout.packed(CU, cp_size=cp, cp_rank=mesh.rank("cp"))
+        columns, found = torch.tensor(reference_columns(4, 2, 2, 3, cp)[mesh.rank("cp")]), []
+        for layout, x in ((striped, PROJECTED), (packed, PROJECTED), (packed, PROJECTED[0])):
+            for fused in (True, False):
+                strategy = made(mesh, layout=layout, fused=fused)
+                pre = strategy.pre_conv_ssm(layout.shard(x, -2))
+                post = strategy.post_conv_ssm(pre[..., : strategy.d_inner_local])
+                found += [torch.equal(pre, x[..., columns]), torch.equal(post, layout.shard(x[..., :8], -2))]
+        return found
+
+    assert on_ranks(body, cp) == ([True] * 12,) * cp
+
+
+def test_one_rank_gets_the_same_object_and_sends_nothing():
+    def body(mesh, case):
+        strategy, x = made(mesh), PROJECTED[:, :7]
+        y = torch.zeros(2, 7, 8, dtype=torch.float64)
+        return strategy.pre_conv_ssm(x) is x, strategy.post_conv_ssm(y) is y
+
+    ranks = run(body, CaseSpec(scheme="mamba", mesh={"cp": 1}))
+    assert ranks.results == ((True, True),) and ranks.ledger.rows == []
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+def test_a_token_changes_what_follows_in_its_sequence_alone(cp):
+    cu, sequence = torch.tensor(CU), torch.searchsorted(torch.tensor(CU[1:]), torch.arange(T), right=True)
+
+    def body(mesh, case):
+        strategy, moved = made(mesh, filled()), []
+        y = strategy.mix(own(mesh, PROJECTED[:1], cu=CU), cu)
+        for t in range(T):
+            edited = PROJECTED[:1].clone()
+            edited[:, t, 8:] += 0.5
+            moved.append((strategy.mix(own(mesh, edited, cu=CU), cu) != y)[0].any(-1).tolist())
+        return moved
+
+    for rank, moved in enumerate(on_ranks(body, cp)):
+        held = packed_layout(T, cp, CU)[rank]
+        assert moved == [[u >= t and bool(sequence[u] == sequence[t]) for u in held] for t in range(T)]
+
+
+def test_getters_give_what_a_rank_holds():
+    def body(mesh, case):
+        mixer = filled()
+        strategy, rank = made(mesh, mixer), mesh.rank("cp")
+        held = torch.tensor(reference_channels(4, 2, 2, 3, 4)[rank])
+        twice = strategy._repeat_group_state(torch.arange(6.0).view(1, 6))
+        strategy.mixer.D = torch.nn.Parameter(torch.arange(8.0))
+        return (
+            torch.equal(strategy.get_conv1d_weight(), mixer.conv1d.weight[held, 0]),
+            torch.equal(strategy.get_conv1d_bias(), mixer.conv1d.bias[held]),
+            torch.equal(strategy.get_dt_bias(), mixer.dt_bias[rank : rank + 1]),
+            torch.equal(strategy.get_A_log(), mixer.A_log[rank : rank + 1]),
+            strategy.get_D().tolist() == [2 * rank, 2 * rank + 1],
+            twice.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4, 5, 3, 4, 5]],
+            (strategy.num_heads_local, strategy.n_groups_local, strategy.group_repeat_count) == (1, 1, 2),
+        )
+
+    assert on_ranks(body, 4) == ((True,) * 7,) * 4

@@ -1,0 +1,77 @@
+"""What the hidden-parallel strategy refuses, on every rank and before anything is sent."""
+
+import pytest
+import torch
+
+from parity_tests import CaseSpec
+from parity_tests.harness.engines.run import run
+from parity_tests.mamba.made import CU, PROJECTED, T, filled, made
+from torch_impl.layouts import TokenLayout
+from torch_impl.mamba import MambaContextParallel
+
+X, STREAM = PROJECTED[:, :12], PROJECTED[0, :12]
+LAYOUT = TokenLayout.dense("striped", T, cp_size=4, cp_rank=0)
+REFUSED = [
+    (lambda m: made(m, num_heads=6, n_groups=4), "num_heads=6 must be divisible by n_groups=4"),
+    (lambda m: made(m, head_dim=0), "head_dim=0 is not a size; it is 1 or more"),
+    (lambda m: made(m, num_heads=5, n_groups=1), "num_heads=5 must be divisible by cp_size=2; use MambaStatePassing"),
+    (lambda m: made(m, num_heads=6, n_groups=3), "n_groups=3 must be divisible by cp_size=2"),
+    (lambda m: made(m, num_heads=8), "conv1d.weight is [20, 1, 4]; these sizes give it 28 rows"),
+    (lambda m: made(m, torch.nn.Linear(1, 1)), "the mixer has no conv1d.weight"),
+    (
+        lambda m: made(m, layout="striped").pre_conv_ssm(X),
+        "layout='striped' is not contiguous, dual_chunk_swap or a TokenLayout",
+    ),
+    (
+        lambda m: made(m).pre_conv_ssm(X, layout=LAYOUT),
+        "layout is for cp=4 and rank 0, cp_group has cp=2 and rank {rank}; rebind it",
+    ),
+    (
+        lambda m: made(m).pre_conv_ssm(X[:, :6], layout=LAYOUT.rebind(2, m.rank("cp"))),
+        "layout has 24 tokens, the ranks hold 12",
+    ),
+    (lambda m: made(m).pre_conv_ssm(X[..., 1:]), "projected_states is [2, 12, 31]; in_proj has 32 columns"),
+    (lambda m: made(m).post_conv_ssm(X), "output is [2, 12, 32]; 2 of 4 heads have 4 columns"),
+    (lambda m: made(m).pre_conv_ssm(STREAM), "input is [12, 32] without cu_seqlens; pass them, or [b, s, w]"),
+    (
+        lambda m: made(m).pre_conv_ssm(X, torch.tensor(CU)),
+        "input is [2, 12, 32] with cu_seqlens; one stream is [t, w] or [1, t, w]",
+    ),
+    (lambda m: made(m)._slice_vector_param(torch.zeros(7)), "param is [7]; there are 4 heads"),
+    (lambda m: made(m)._slice_conv_param(torch.zeros(7)), "param is [7]; the convolution has 20 channels"),
+]
+OFFSETS = [  # real ones, those of one rank, and lengths that two ranks cannot share
+    ([0, 7, 22], "cu_seqlens ends at 22 but the stream holds 24 tokens; pass the padded offsets"),
+    ([0, 4, 12], "cu_seqlens ends at 12 but the stream holds 24 tokens; pass the padded offsets"),
+    (
+        [0, 6, 24],
+        "cu_seqlens: sequence 0 has padded length 6, dual_chunk_swap over cp=2 needs a multiple of 4; pad it to 8",
+    ),
+]
+
+
+def refused(call):
+    def body(mesh, case):
+        with pytest.raises(ValueError) as caught:
+            call(mesh)
+        return str(caught.value)
+
+    ranks = run(body, CaseSpec(scheme="mamba", mesh={"cp": 2}))
+    assert ranks.ledger.rows == []
+    return ranks.results
+
+
+@pytest.mark.parametrize(("call", "text"), REFUSED, ids=[text[:40] for _, text in REFUSED])
+def test_refusal(call, text):
+    assert refused(call) == tuple(f"mamba.MambaContextParallel: {text.format(rank=rank)}" for rank in range(2))
+
+
+@pytest.mark.parametrize(("cu", "text"), OFFSETS)
+def test_refused_offsets(cu, text):
+    assert refused(lambda mesh: made(mesh).pre_conv_ssm(STREAM, torch.tensor(cu))) == (text,) * 2
+    assert refused(lambda mesh: made(mesh).pre_conv_ssm(X[:, :11]))[0].startswith("s=22 cannot be cut by")
+
+
+def test_no_group_is_refused():
+    with pytest.raises(TypeError, match=r"cp_group is None; pass a ProcessGroup or a 1-D DeviceMesh"):
+        MambaContextParallel(None, 4, 2, 2, 3, filled())

@@ -1,0 +1,62 @@
+"""The order in which a strategy's tokens are cut over cp, as a TokenLayout of one batch."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from torch_impl.collectives.arguments import checked_group
+from torch_impl.layouts import TokenLayout
+
+Order = str | TokenLayout
+PACKED = {"contiguous": "contiguous", "dual_chunk_swap": "packed"}  # how each order cuts a packed stream
+
+
+def checked_group_of(function: str, cp_group: ProcessGroup | DeviceMesh) -> ProcessGroup:
+    """The group itself, or that of a mesh of one dim."""
+    if isinstance(cp_group, DeviceMesh):
+        if cp_group.ndim != 1:
+            names = cp_group.mesh_dim_names or ()
+            raise ValueError(f"mamba.{function}: cp_group is a mesh of {cp_group.ndim} dims {names}; pass its cp dim")
+        cp_group = cp_group.get_group()
+    return checked_group(f"mamba.{function}", "cp_group", cp_group, " or a 1-D DeviceMesh")
+
+
+def token_layout(
+    function: str, order: Order, total: int, cu_seqlens: Tensor | None, group: ProcessGroup, device: torch.device
+) -> TokenLayout:
+    """Where the `total` tokens of one batch live.
+
+    Cost:   one host read of the offsets, none for the same unchanged tensor.
+    Errors: ValueError for another order, a layout of other tokens or ranks or of unequal shares, offsets that do not
+            rise from 0 to total.
+    """
+    if isinstance(order, TokenLayout):
+        _check(function, order, total, group)
+        return order
+    if order not in PACKED:
+        raise ValueError(f"mamba.{function}: layout={order!r} is not contiguous, dual_chunk_swap or a TokenLayout")
+    if cu_seqlens is None:
+        return _dense(order, total, group.size(), group.rank(), device)
+    return TokenLayout.packed(cu_seqlens, cp_size=group.size(), cp_rank=group.rank(), kind=PACKED[order], total=total)
+
+
+@lru_cache(maxsize=16)
+def _dense(order: str, total: int, cp_size: int, cp_rank: int, device: torch.device) -> TokenLayout:
+    return TokenLayout.dense(order, total, cp_size=cp_size, cp_rank=cp_rank, device=device)
+
+
+def _check(function: str, layout: TokenLayout, total: int, group: ProcessGroup) -> None:
+    if (layout.cp_size, layout.cp_rank) != (group.size(), group.rank()):
+        raise ValueError(
+            f"mamba.{function}: layout is for cp={layout.cp_size} and rank {layout.cp_rank}, "
+            f"cp_group has cp={group.size()} and rank {group.rank()}; rebind it"
+        )
+    if layout.total != total:
+        raise ValueError(f"mamba.{function}: layout has {layout.total} tokens, the ranks hold {total}")
+    if len(set(layout.counts)) > 1:
+        raise ValueError(f"mamba.{function}: layout gives the ranks {layout.counts} tokens; they must be equal")
