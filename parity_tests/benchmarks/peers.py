@@ -36,6 +36,7 @@ TOPICS: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 BOUNDS = {"logprob": "the copy bound", "head": "four products"}
 TITLES = {"logprob": "logprob", "head": "hidden states to logprob"}
+NOTES = {("logprob", "megatron-core"): "; it overwrites float32 logits"}
 PROMISED_ENTROPY = 1.15
 ON_CUDA = ("liger-kernel", "cut-cross-entropy, its kernels")
 
@@ -82,6 +83,7 @@ def _compared(topic: str, dtype: str, ranks: list[Mapping[str, Any]]) -> Iterato
         over = [theirs / ours for theirs, ours in zip(_slowest(ranks, name, "cpu"), own, strict=True)]
         measured = f"error {ratio:.2g} budgets; {_sent(ranks[0][name])}; {_times(topic, ranks, name)}"
         measured += "" if name == "ours" else f"; {spread(over)} times ours"
+        measured += NOTES.get((topic, name), "")
         promised, held = "-", None
         if name.startswith("ours"):
             promised, held = "error <= 1 budget", ratio <= 1

@@ -32,7 +32,9 @@ def test_a_figure_says_what_was_found():
 def test_an_arm_is_shown_as_a_ratio_to_ours_and_a_promise_as_missed():
     slow = {**FOUND, "cpu": [0.006] * 3, "wall": [0.006] * 3}
     shown = figures(**{"megatron-core": slow, "ours, with entropy": slow})
-    assert shown["logprob, float32: megatron-core"].measured.endswith("3 (3 to 3) times ours")
+    assert shown["logprob, float32: megatron-core"].measured.endswith(
+        "3 (3 to 3) times ours; it overwrites float32 logits"
+    )
     assert shown["logprob, float32: megatron-core"].held is None
     assert shown["logprob, float32: ours, with entropy"].held is False
 
