@@ -7,8 +7,8 @@ from parity_tests.benchmarks import attention
 
 
 def test_a_figure_of_few_tokens():
-    (figure,) = attention.figures((1, 2, 16, 8), (2,), rounds=1)
-    assert figure.name == "ring attention over 2 ranks, CPU time of all"
+    figure = attention.figure_of((1, 2, 16, 8), 2, 1, True)
+    assert figure.name == "ring attention over 2 ranks, s=16, CPU time of all"
     assert " times; " in figure.measured and "b=1 h=2 s=16 p=8" in figure.how and figure.held is not None
 
 
