@@ -118,8 +118,8 @@ PRECISION = (
         name="row statistics in the logits' own dtype",
         kind="precision",
         file=STATISTICS,
-        old="difference = wide - largest if wide.dtype == z.dtype else wide.sub_(largest)",
-        new="difference = z - largest.to(z.dtype)",
+        old="depths = below(wide, shift, temperature)",
+        new="depths = (block - shift.to(block.dtype)) / temperature",
         expect="value: looks like bfloat16 accumulation",
     ),
     Fault(
