@@ -28,3 +28,4 @@ def filled():
 
 
 PROJECTED = torch.linspace(-2, 3, 2 * T * W, dtype=torch.float64).sin().view(2, T, W)
+U = torch.linspace(-1, 2, 2 * T * 5, dtype=torch.float64).sin().view(2, T, 5)

@@ -3,7 +3,9 @@
 import pytest
 import torch
 from hypothesis import given, settings
+from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from jax_ref.layouts import BUILTIN as dense_layouts
 from jax_ref.layouts import packed as packed_layout
@@ -12,8 +14,9 @@ from jax_ref.layouts.columns import projection_columns as reference_columns
 from parity_tests import CaseSpec, Cost, check, every_case, offsets, scheme, values
 from parity_tests.harness.engines.run import run
 from parity_tests.mamba.by_name import flat, flax_mixer
-from parity_tests.mamba.made import CU, PROJECTED, T, filled, made
+from parity_tests.mamba.made import CU, PROJECTED, T, U, W, filled, made
 from parity_tests.mamba.parameters import DRAW, SPECS, settings_of, sizes_of
+from torch_impl.collectives import all_reduce
 from torch_impl.layouts import TokenLayout
 from torch_impl.mamba import Mamba2Mixer, MambaContextParallel
 
@@ -211,3 +214,55 @@ def test_getters_give_what_a_rank_holds():
         )
 
     assert on_ranks(body, 4) == ((True,) * 7,) * 4
+
+
+def test_fully_sharded_parameters_are_read_when_they_are_whole():
+    """FSDP2 over the same two ranks: its mean of the gradients is half their sum, to the bit."""
+
+    def body(mesh, case):
+        found = []
+        for is_sharded in (False, True):
+            mixer = filled()
+            mixer.context_parallel = strategy = made(mesh, mixer)
+            if is_sharded:
+                fully_shard(mixer, mesh=mesh.device_mesh)
+                with pytest.raises(ValueError, match=r"A_log is .*Shard.*; unshard it first"):
+                    strategy.get_A_log()
+            y = mixer(own(mesh, U))
+            y.backward(y.detach())
+            found.append([y, *(parameter.grad for parameter in mixer.parameters())])
+        alone, sharded = found
+        means = [alone[0], *(all_reduce(gradient, mesh["cp"]) / 2 for gradient in alone[1:])]
+        whole = [sharded[0], *(gradient.full_tensor() for gradient in sharded[1:])]
+        return [torch.equal(a, b) for a, b in zip(means, whole, strict=True)]
+
+    assert on_ranks(body) == ([True] * 9,) * 2
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is sent to the device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_number_of_sequences_changes_what_is_done():
+    """As many operations for 1, 10 and 1,000 sequences, and for a second layer none for the index."""
+
+    def body(mesh, case):
+        strategy, x, found = made(mesh), torch.zeros(4000, W, requires_grad=True), []
+        strategy.pre_conv_ssm(x, torch.tensor([0, 8000]))  # the columns are found once
+        for count in (1, 10, 1000):
+            cu = torch.arange(0, 8001, 8000 // count)
+            for _ in range(2):
+                with Operations() as operations:
+                    y = strategy.post_conv_ssm(strategy.pre_conv_ssm(x, cu)[:, :4], cu)
+                    torch.autograd.grad(y, x, torch.ones_like(y))
+                found.append(operations.count)
+        return found
+
+    for first, second, *others in on_ranks(body):
+        assert second < first and others == [first, second] * 2
