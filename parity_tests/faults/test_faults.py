@@ -36,7 +36,7 @@ def test_what_was_made_elsewhere_is_here():
 
 
 def test_an_expectation_names_an_oracle():
-    known = {"value", "gradient", "protocol", "cost", "hygiene", "raised", "mismatch", "deadlock", "unwaited"}
+    known = {"value", "gradient", "protocol", "cost", "hygiene", "raised", "mismatch", "deadlock", "unwaited", "modified"}
     assert {fault.expect.partition(":")[0] for fault in CATALOGUE} <= known
 
 
