@@ -46,6 +46,7 @@ class Declared:
     random: bool
     file: str
     line: int
+    of_module: bool  # declared while its module was executed, not by a function that was called later
 
     @property
     def key(self) -> str:

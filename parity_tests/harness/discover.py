@@ -57,7 +57,7 @@ def schemes_of_file(file: str) -> list[Declared]:
         module = _imported(path)
     except Exception as error:
         raise UnusableTarget(f"cannot import {file}: {_said(error, path)}") from error
-    found = [made for made in TABLE.values() if made.fn.__module__ == module.__name__]
+    found = [made for made in TABLE.values() if made.of_module and made.fn.__module__ == module.__name__]
     if not found:
         raise UnusableTarget(f"{file}: declares no scheme; decorate a function with @scheme")
     return sorted(found, key=lambda made: made.line)

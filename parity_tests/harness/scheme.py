@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -149,8 +150,18 @@ def scheme(
             random=random,
             file=fn.__code__.co_filename,
             line=fn.__code__.co_firstlineno,
+            of_module=_is_being_executed(fn.__module__),
         )
         table.enter(made, say)
         return made
 
     return declare
+
+
+def _is_being_executed(module: str) -> bool:
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == module:
+            return True
+        frame = frame.f_back
+    return False

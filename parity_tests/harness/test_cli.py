@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 from hypothesis import settings
 
 from parity_tests.harness import session
+from parity_tests.harness.discover import schemes_of_file
 from parity_tests.harness.user_files import RAISING, RIGHT, SCALED, WRONG, written
 
 
@@ -123,6 +124,15 @@ def test_a_file_of_a_package_imports_its_neighbours(shardproof):
     status, out, err = shardproof("verify", str(file), "--examples", "2")
     assert (status, err) == (0, ""), out
     assert shardproof("verify", str(file), "--engine", "gloo", "--examples", "1", "--mesh", "tp=2")[0] == 0
+
+
+def test_what_a_test_declares_later_is_not_of_the_file(shardproof):
+    file = written(
+        "later.py", RIGHT, "\n\ndef test_more():\n    def within(mesh, x):\n        return x * 2\n    declare(within)\n"
+    )
+    (first,) = schemes_of_file(file)
+    first.fn.__globals__["test_more"]()
+    assert schemes_of_file(file) == [first]
 
 
 def test_a_run_leaves_the_profile_as_it_was(shardproof):

@@ -25,16 +25,20 @@ def worst_ratio(got: Tensor, twin: Callable[..., Tensor], floats: Sequence[Tenso
     unit = UNIT_ROUNDOFF[dtype]
     wide = [None if x is None else x.double().cpu() for x in floats]
     want = twin(*wide).numpy()
-    nearby = [[None if x is None else _rounded(x, unit, seed) for x in wide] for seed in range(DIRECTIONS)]
+    # Twice as far, then halved: 1 + 2**-53 is 1 in float64 too.
+    nearby = [
+        [None if x is None else _moved(x, 2 * unit, (seed, place)) for place, x in enumerate(wide)]
+        for seed in range(DIRECTIONS)
+    ]
     moved = [twin(*inputs).numpy() for inputs in nearby]
     with np.errstate(invalid="ignore"):
-        distances = np.nan_to_num(np.stack(moved) - want, nan=0.0, posinf=0.0, neginf=0.0)
+        distances = np.nan_to_num(np.stack(moved) - want, nan=0.0, posinf=0.0, neginf=0.0) / 2
     spread = np.sqrt((distances**2).mean(0))
     allowed = compare.budget(want, spread, terms, dtype, dtype, ROUNDINGS, unit)
     ratios = compare.errors(got.double().cpu().numpy(), want, dtype) / allowed
     return float(ratios.max(initial=0.0))
 
 
-def _rounded(x: Tensor, unit: float, seed: int) -> Tensor:
-    signs = np.random.Generator(np.random.Philox(key=[seed, x.numel()])).integers(0, 2, tuple(x.shape)) * 2 - 1
-    return x * (1.0 + unit * torch.from_numpy(signs))
+def _moved(x: Tensor, far: float, key: tuple[int, int]) -> Tensor:
+    signs = np.random.Generator(np.random.Philox(key=list(key))).integers(0, 2, tuple(x.shape)) * 2 - 1
+    return x * (1.0 + far * torch.from_numpy(signs).double())
