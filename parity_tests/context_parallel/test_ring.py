@@ -137,3 +137,76 @@ def test_a_rank_that_needs_no_gradient_of_keys_still_takes_part():
         return np.array_equal(whole, attended(mesh, "dual_chunk_swap", "ring")["q"])
 
     assert all(on_ranks(body).results)
+
+
+STRIDED = {
+    "every other number": lambda x: torch.stack([x, -x], -1).flatten(3)[..., ::2],
+    "rows across": lambda x: x.mT.contiguous().mT,
+    "one number for all": lambda x: x[..., :1].expand(-1, -1, -1, x.shape[-1]),
+}
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("way", STRIDED)
+def test_queries_of_any_strides(way, exchange):
+    """Strides that lead elsewhere than the numbers: the same bits as of queries side by side."""
+
+    def body(mesh, case):
+        q, *keys = (x[:, :, :8] for x in (Q, K, V))
+        found = []
+        for kind in ("dual_chunk_swap", "packed"):
+            layout = TokenLayout.dense("dual_chunk_swap", 16, cp_size=2, cp_rank=mesh.rank("cp"))
+            if kind == "packed":
+                layout = TokenLayout.packed([0, 4, 16], cp_size=2, cp_rank=mesh.rank("cp"))
+            strided = STRIDED[way](q)
+            for given in (strided, strided.clone(memory_format=torch.contiguous_format)):
+                own = [x.detach().requires_grad_() for x in (given, *keys)]
+                out = context_parallel_attention(*own, group=mesh["cp"], layout=layout, exchange=exchange)
+                found.append([x.numpy() for x in (out.detach(), *torch.autograd.grad(out, own, COTANGENT[:, :, :8]))])
+        return found
+
+    for found in on_ranks(body, cp=2).results:
+        for given, clean in (found[:2], found[2:]):
+            for x, y in zip(given, clean, strict=True):
+                np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("way", ["every other number", "rows across"])
+def test_queries_of_any_strides_that_choose_one_key(way, exchange):
+    """Of queries that each want one key alone the output is that key's value, exactly."""
+    wanted = torch.randperm(16, generator=torch.Generator().manual_seed(1))
+    values = torch.randn(1, 2, 16, 16, generator=generator)
+
+    def body(mesh, case):
+        layout = TokenLayout.dense("contiguous", 16, cp_size=2, cp_rank=mesh.rank("cp"))
+        q, k = (x.expand(1, 2, 16, 16) for x in (1e4 * torch.eye(16)[wanted], torch.eye(16)))
+        own = STRIDED[way](layout.shard(q, 2)), layout.shard(k, 2), layout.shard(values, 2)
+        out = context_parallel_attention(
+            *own, group=mesh["cp"], layout=layout, exchange=exchange, causal=False, scale=1.0
+        )
+        return torch.equal(out, layout.shard(values[:, :, wanted], 2))
+
+    assert all(on_ranks(body, cp=2).results)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_an_output_may_be_written_to(exchange):
+    """It is no view; where it was saved, a gradient that would be wrong is refused, as of torch's own attention."""
+
+    def body(mesh, case):
+        def attend(q):
+            keys = (x[:, :, :8] for x in (K, V))
+            return context_parallel_attention(q, *keys, group=mesh["cp"], layout="contiguous", exchange=exchange)
+
+        q = Q[:, :, :8].clone().requires_grad_()
+        out, twice = attend(q), attend(q).mul_(2)
+        assert not out._is_view() and torch.equal(twice, 2 * out)
+        (wanted,) = torch.autograd.grad(2 * out, q, COTANGENT[:, :, :8])
+        try:
+            (found,) = torch.autograd.grad(twice, q, COTANGENT[:, :, :8])
+        except RuntimeError as error:
+            return "modified by an inplace operation" in str(error)
+        return torch.equal(found, wanted)
+
+    assert all(on_ranks(body, cp=2).results)

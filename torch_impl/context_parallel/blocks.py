@@ -91,9 +91,15 @@ def keys_in(buffer: Float[Tensor, "keys 2 b hk p"]) -> Keys:
 
 
 def row_major_zeros(x: Heads) -> Heads:
-    """Zeros in the accumulator's dtype, the heads of a row side by side as the ops return theirs."""
-    b, h, s, p = x.shape
-    return torch.zeros(b, s, h, p, dtype=accumulator(x.dtype), device=x.device).transpose(1, 2)
+    """Zeros in the accumulator's dtype, the heads of a row side by side as the ops return theirs; a view of nothing."""
+    h, s, p = x.shape[1:]
+    strides = s * h * p, p, h * p, 1
+    return torch.empty_strided(x.shape, strides, dtype=accumulator(x.dtype), device=x.device).zero_()
+
+
+def with_whole_rows(q: Heads) -> Heads:
+    """Queries whose numbers of a head stand side by side: the CPU's op reads them so, whatever the strides say."""
+    return q if q.stride(-1) == 1 else q.contiguous()
 
 
 def taken(x: Heads, rows: Rows) -> Float[Tensor, "m h i p"]:

@@ -14,7 +14,14 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives.plain import gathered, scattered_sum
-from torch_impl.context_parallel.blocks import Running, add_gradients, buffer_of, keys_in, row_major_zeros
+from torch_impl.context_parallel.blocks import (
+    Running,
+    add_gradients,
+    buffer_of,
+    keys_in,
+    row_major_zeros,
+    with_whole_rows,
+)
 from torch_impl.context_parallel.pairs import Pairs
 
 Heads = Float[Tensor, "b h s p"]
@@ -30,7 +37,7 @@ def gathered_attention(q: Heads, k: KVHeads, v: KVHeads, pairs: Pairs, group: Pr
     Cost:   forward 1 all_gather of K and V; backward the same again and 1 reduce_scatter of their gradients in
             float32 or wider. Saves what the ring does, nothing of whole length.
     """
-    return _GatheredAttention.apply(q, k, v, pairs, group, scale)
+    return _GatheredAttention.apply(with_whole_rows(q), k, v, pairs, group, scale)
 
 
 class _GatheredAttention(torch.autograd.Function):

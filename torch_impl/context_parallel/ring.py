@@ -16,7 +16,14 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup, Work
 
 from torch_impl.collectives import start_ring_shift
-from torch_impl.context_parallel.blocks import Running, add_gradients, buffer_of, keys_in, row_major_zeros
+from torch_impl.context_parallel.blocks import (
+    Running,
+    add_gradients,
+    buffer_of,
+    keys_in,
+    row_major_zeros,
+    with_whole_rows,
+)
 from torch_impl.context_parallel.pairs import Pairs
 
 Heads = Float[Tensor, "b h s p"]
@@ -34,7 +41,7 @@ def ring_attention(q: Heads, k: KVHeads, v: KVHeads, pairs: Pairs, group: Proces
     Cost:   forward `hops` shifts of K and V together; backward as many of K and V, and of their gradients in
             float32 or wider. Saves q, k, v, the output and one number per query and head.
     """
-    return _RingAttention.apply(q, k, v, pairs, group, scale)
+    return _RingAttention.apply(with_whole_rows(q), k, v, pairs, group, scale)
 
 
 @dataclass(frozen=True)
