@@ -49,6 +49,29 @@ VALUE_ERRORS = [
     ),
     (lambda m: attend(m, q=Q[:, :3]), "h=3 query heads cannot share hk=2 KV heads (needs a multiple)"),
     (lambda m: attend(m, window=0), "window=0 must be at least 1, the query itself; None sees all"),
+    *[
+        (
+            lambda m, scale=scale: attend(m, scale=scale),
+            f"scale={scale} must be positive and finite; scale q to turn signs round",
+        )
+        for scale in (0.0, -1, float("inf"), float("nan"))
+    ],
+    (
+        lambda m: attend(m, q=Q[..., :0], k=KV[..., :0]),
+        "q is [1, 4, 8, 0], k [1, 2, 8, 0], v [1, 2, 8, 0]; p must be at least 1",
+    ),
+    *[
+        (lambda m, cu=cu: attend(m, layout=stream_of(m), cu_seqlens=cu), f"cu_seqlens: {wrong}")
+        for cu, wrong in (
+            ([0, 16, 4], "sequence 1 runs from 16 back to 4; offsets never decrease"),
+            ([0, -5, 4, 16], "sequence 0 runs from 0 back to -5; offsets never decrease"),
+            ([[0, 4, 16]], "shape is (1, 3); offsets are one row of at least [0]"),
+        )
+    ],
+    (
+        lambda m: attend(m, layout=stream_of(m), cu_seqlens=[0, 16]),
+        "cu_seqlens differ from the layout's; pass one of them",
+    ),
     (
         lambda m: attend(m, layout="zigzag"),
         "layout='zigzag' is not one of contiguous, dual_chunk_swap, striped, or a TokenLayout",
@@ -88,11 +111,24 @@ VALUE_ERRORS = [
         "use ring or all_gather",
     ),
 ]
+ONE_DTYPE = "pass one dtype of float16, bfloat16, float32, float64"
+NARROW, FP8 = torch.float8_e4m3fn, "float8_e4m3fn"
 TYPE_ERRORS = [
     (lambda m: attend(m, group="cp"), "group is a str; pass a ProcessGroup"),
     (lambda m: attend(m, mesh="cp"), "mesh is a str; pass a DeviceMesh"),
-    (lambda m: attend(m, k=KV.double()), "q, k, v are float32, float64, float64; pass one floating dtype"),
-    (lambda m: attend(m, q=Q.int(), k=KV.int()), "q, k, v are int32, int32, int32; pass one floating dtype"),
+    (lambda m: attend(m, k=KV.double()), f"q, k, v are float32, float64, float64; {ONE_DTYPE}"),
+    (lambda m: attend(m, q=Q.int(), k=KV.int()), f"q, k, v are int32, int32, int32; {ONE_DTYPE}"),
+    (lambda m: attend(m, q=Q.to(NARROW), k=KV.to(NARROW)), f"q, k, v are {', '.join([FP8] * 3)}; {ONE_DTYPE}"),
+    (lambda m: attend(m, q=Q.numpy()), "q is a ndarray; pass a Tensor"),
+    (lambda m: attend(m, window=2.5), "window is a float; pass an int, or None to see all"),
+    (lambda m: attend(m, window=True), "window is a bool; pass an int, or None to see all"),
+    (lambda m: attend(m, causal=None), "causal is a NoneType; pass True or False"),
+    (lambda m: attend(m, causal=1), "causal is a int; pass True or False"),
+    (lambda m: attend(m, scale="1"), "scale is a str; pass a float, or None for p ** -0.5"),
+    (
+        lambda m: attend(m, layout=stream_of(m), cu_seqlens=[0.0, 4.0, 16.0]),
+        "cu_seqlens: dtype is float32; offsets are integers",
+    ),
     (
         lambda m: attend(m, layout=None),
         "layout is a NoneType; pass a TokenLayout, or one of contiguous, dual_chunk_swap, striped",

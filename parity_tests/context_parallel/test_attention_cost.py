@@ -76,7 +76,7 @@ def test_what_can_cut_the_heads_and_the_layout():
     assert exchanges(h=7, hk=7) == keys
     assert exchanges(layout="striped") == [*keys, ("ulysses", 8)]
     assert exchanges(layout="ragged") == [("all_gather", 1)]
-    assert exchanges(hk=3, h=6, cp_size=6) == [*keys, ("usp", 3), ("ulysses", 6)]
+    assert exchanges(s=4104, hk=3, h=6, cp_size=6) == [*keys, ("usp", 3), ("ulysses", 6)]
 
 
 def test_fewest():
@@ -99,20 +99,43 @@ def test_the_exchange_of_heads_shrinks_with_the_ranks_and_the_ring_does_not():
     assert by_exchange[2]["ring"] == 2 * by_exchange[2]["ulysses"]
 
 
+@pytest.mark.parametrize("function", [attention_bytes, fewest_bytes])
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("wrong", "kind", "message"),
     [
-        ({"p": 0}, "context_parallel.attention_bytes: p=0 must be at least 1"),
+        ({"p": 0}, ValueError, "p=0 must be at least 1"),
+        ({"h": 6, "hk": 4}, ValueError, "h=6 query heads cannot share hk=4 KV heads (needs a multiple)"),
+        ({"window": 0}, ValueError, "window=0 must be at least 1, the query itself; None sees all"),
+        ({"window": -9}, ValueError, "window=-9 must be at least 1, the query itself; None sees all"),
+        ({"window": 2.5}, TypeError, "window is a float; pass an int, or None to see all"),
+        ({"causal": None}, TypeError, "causal is a NoneType; pass True or False"),
+        ({"s": 8.5}, TypeError, "s is a float; pass an int"),
+        ({"cp_size": True}, TypeError, "cp_size is a bool; pass an int"),
         (
-            {"h": 6, "hk": 4},
-            "context_parallel.attention_bytes: h=6 query heads cannot share hk=4 KV heads (needs a multiple)",
+            {"layout": "zigzag"},
+            ValueError,
+            "layout='zigzag' is not one of contiguous, dual_chunk_swap, packed, ragged, striped",
+        ),
+        ({"s": 6}, ValueError, "s=6 cannot be cut by dual_chunk_swap over cp=2 (needs a multiple of 4); pad to 8"),
+        (
+            {"s": 7, "layout": "striped"},
+            ValueError,
+            "s=7 cannot be cut by striped over cp=2 (needs a multiple of 2); pad to 8",
         ),
     ],
 )
-def test_refusals(wrong, message):
-    with pytest.raises(ValueError) as refused:
-        attention_bytes(**{**dict(b=1, s=8, h=4, hk=4, p=2, cp_size=2, itemsize=4), **wrong})
-    assert str(refused.value) == message
+def test_refusals(wrong, kind, message, function):
+    with pytest.raises(kind) as refused:
+        function(**{**dict(b=1, s=8, h=4, hk=4, p=2, cp_size=2, itemsize=4), **wrong})
+    assert str(refused.value) == f"context_parallel.attention_bytes: {message}"
+
+
+def test_ragged_rows_and_one_rank_take_any_length():
+    shapes = dict(b=1, h=4, hk=4, p=2, itemsize=4)
+    assert [traffic.exchange for traffic in attention_bytes(s=7, cp_size=2, layout="ragged", **shapes)] == [
+        "all_gather"
+    ]
+    assert all(traffic.total == 0 for traffic in attention_bytes(s=7, cp_size=1, **shapes))
 
 
 def test_what_the_docstrings_show():

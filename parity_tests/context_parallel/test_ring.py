@@ -118,6 +118,8 @@ def test_one_layout_serves_every_layer_and_each_spelling():
             dict(mesh=mesh.device_mesh, layout=dense),
             dict(group=mesh["cp"], layout="packed", cu_seqlens=torch.tensor(PADDED)),
             dict(group=mesh["cp"], layout=dense, cu_seqlens=torch.tensor([*PADDED, -1000])),
+            dict(group=mesh["cp"], layout=dense, cu_seqlens=PADDED),
+            dict(group=mesh["cp"], layout="packed", cu_seqlens=PADDED),
             dict(group=mesh["cp"], layout="dual_chunk_swap", cu_seqlens=torch.tensor(PADDED), scale=P**-0.5),
         )
         outs = [context_parallel_attention(*own, **way) for way in ways]

@@ -6,6 +6,8 @@ ranks let each other see their keys is the exchange: `ring`, `all_gather`, `ulys
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -32,7 +34,7 @@ def context_parallel_attention(
     layout: TokenLayout | str,
     causal: bool = True,
     exchange: str = "ring",
-    cu_seqlens: Int[Tensor, " offsets"] | None = None,
+    cu_seqlens: Int[Tensor, " offsets"] | Sequence[int] | None = None,
     window: int | None = None,
     scale: float | None = None,
 ) -> Float[Tensor, "b h s p"]:
@@ -43,7 +45,8 @@ def context_parallel_attention(
     out[i] = sum_j softmax_j(scale * q[i] . k[j]) v[j];   query head i uses KV head i * hk // h
 
     Query i sees key j if both are real tokens of one sequence and j is not behind i (causal) nor `window` or more away,
-    in positions inside the sequence. Padding gives 0 and gets gradient 0. `scale` is p ** -0.5 if not said.
+    in positions inside the sequence. Padding gives 0 and gets gradient 0. `scale` is p ** -0.5 if not
+    said, else positive and finite, since of others the operations make NaN where keys are hidden.
 
     `layout` is a TokenLayout, or contiguous, dual_chunk_swap or striped; `cu_seqlens` are the padded offsets of
     packed sequences in the whole stream, for a batch of one, where the layout does not carry them; dual_chunk_swap then
@@ -56,19 +59,23 @@ def context_parallel_attention(
         all_gather  1 all_gather of K and V; the same and 1 reduce_scatter of their gradients.
         ulysses     2 all_to_alls: q, k, v with max(hk, n) KV heads, and out; the same.
         usp         2 all_to_alls over a, and a ring over m = n / a; the same.
-    `attention_bytes` gives the bytes. Saves q, k, v, the output and one number per query and head. Every rank makes
-    the same calls, whatever it holds; every rank must run its backward.
+    `attention_bytes` gives the bytes. Saves q (a copy, if its last dim has a stride), k, v, the output and one number
+    per query and head. Every rank makes the same calls, whatever it holds and whichever of q, k, v needs a gradient:
+    gradients of keys are computed and sent even for q alone. Every rank must run its backward.
 
-    Errors: TypeError if group or mesh is of another kind or dtypes differ; ValueError for shapes that do not fit, heads
-            that are no multiple, an unknown exchange or one that cannot cut these heads or this layout, a window
-            below 1, offsets that differ from the layout's, a batch of packed rows, a layout of other ranks.
+    Errors: TypeError if group, mesh, causal, window, scale or offsets are of another kind, dtypes differ or are none of
+            float16, bfloat16, float32, float64; ValueError for shapes that do not fit, heads that are no multiple, an
+            unknown exchange or one that cannot cut these heads or this layout, a window below 1, a scale that is not
+            positive and finite, offsets that cut nothing or differ from the layout's, a batch of packed rows, a layout
+            of other ranks.
     Source: arXiv 2310.01889 (ring), 2309.14509 (Ulysses), 2405.07719 (usp).
     """
     cp = arguments.checked_groups(FUNCTION, mesh, group, exchange)
-    arguments.check_tensors(FUNCTION, q, k, v, window)
+    arguments.check_tensors(FUNCTION, q, k, v)
+    arguments.check_rules(FUNCTION, causal, window, scale)
     found = arguments.checked_layout(FUNCTION, layout, cu_seqlens, cp, q)
     arguments.check_exchange(FUNCTION, exchange, cp, found, q.shape[1], k.shape[1])
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if exchange in ("ulysses", "usp"):
         return head_parallel_attention(q, k, v, found, cp.heads, cp.ring, causal, window, factor)
     attention = ring_attention if exchange == "ring" else gathered_attention

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -11,10 +14,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_impl.collectives.arguments import checked_group
+from torch_impl.layouts.packed import host_offsets
+from torch_impl.layouts.token_index import stripped
 from torch_impl.layouts.token_layout import TokenLayout
 
 EXCHANGES = ("ring", "all_gather", "ulysses", "usp")
 DENSE = ("contiguous", "dual_chunk_swap", "striped")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -52,27 +58,45 @@ def checked_groups(function: str, mesh: DeviceMesh | None, group: ProcessGroup |
     return Groups(ring, heads, ring.size() * heads.size(), ring.rank() * heads.size() + heads.rank())
 
 
-def check_tensors(function: str, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> None:
+def check_tensors(function: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Shapes and dtypes that fit each other."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{function}: {name} is a {type(x).__name__}; pass a Tensor")
     shapes = f"q is {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if not (q.ndim == k.ndim == v.ndim == 4):
         raise ValueError(f"{function}: {shapes}; each is [b, h, s, p]")
     if k.shape != v.shape or any(q.shape[dim] != k.shape[dim] for dim in (0, 2, 3)):
         raise ValueError(f"{function}: {shapes}; they differ in heads only, and k and v not at all")
+    if not q.shape[3]:
+        raise ValueError(f"{function}: {shapes}; p must be at least 1")
     heads, kv_heads = q.shape[1], k.shape[1]
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"{function}: h={heads} query heads cannot share hk={kv_heads} KV heads (needs a multiple)")
-    if not q.dtype.is_floating_point or not (q.dtype == k.dtype == v.dtype):
-        dtypes = ", ".join(str(x.dtype).removeprefix("torch.") for x in (q, k, v))
-        raise TypeError(f"{function}: q, k, v are {dtypes}; pass one floating dtype")
+    if q.dtype not in DTYPES or not (q.dtype == k.dtype == v.dtype):
+        given = [x.dtype for x in (q, k, v)]
+        dtypes, known = (", ".join(str(x).removeprefix("torch.") for x in found) for found in (given, DTYPES))
+        raise TypeError(f"{function}: q, k, v are {dtypes}; pass one dtype of {known}")
     if not (q.device == k.device == v.device):
         raise ValueError(f"{function}: q, k, v are on {q.device}, {k.device}, {v.device}; pass one device")
+
+
+def check_rules(function: str, causal: bool, window: int | None, scale: float | None = None) -> None:
+    """What a query sees, and how much of it."""
+    if not isinstance(causal, bool):
+        raise TypeError(f"{function}: causal is a {type(causal).__name__}; pass True or False")
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int)):
+        raise TypeError(f"{function}: window is a {type(window).__name__}; pass an int, or None to see all")
     if window is not None and window < 1:
         raise ValueError(f"{function}: window={window} must be at least 1, the query itself; None sees all")
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, Real)):
+        raise TypeError(f"{function}: scale is a {type(scale).__name__}; pass a float, or None for p ** -0.5")
+    if scale is not None and not 0 < scale < math.inf:
+        raise ValueError(f"{function}: scale={scale} must be positive and finite; scale q to turn signs round")
 
 
 def checked_layout(
-    function: str, layout: TokenLayout | str, cu_seqlens: Tensor | None, cp: Groups, q: Tensor
+    function: str, layout: TokenLayout | str, cu_seqlens: Tensor | Sequence[int] | None, cp: Groups, q: Tensor
 ) -> TokenLayout:
     """The layout, made from its name if need be, known to be that of these ranks and rows."""
     local = q.shape[2]
@@ -118,7 +142,7 @@ def check_exchange(function: str, exchange: str, cp: Groups, layout: TokenLayout
 
 
 def _named(
-    function: str, kind: str, cu_seqlens: Tensor | None, cp: Groups, total: int, device: torch.device
+    function: str, kind: str, cu_seqlens: Tensor | Sequence[int] | None, cp: Groups, total: int, device: torch.device
 ) -> TokenLayout:
     if cu_seqlens is not None:
         kind = "packed" if kind == "dual_chunk_swap" else kind
@@ -141,9 +165,9 @@ def _on(layout: TokenLayout, device: torch.device) -> TokenLayout:
     return layout.on(device)
 
 
-def _check_same_offsets(function: str, layout: TokenLayout, cu_seqlens: Tensor | None) -> None:
+def _check_same_offsets(function: str, layout: TokenLayout, cu_seqlens: Tensor | Sequence[int] | None) -> None:
     if cu_seqlens is None or cu_seqlens is layout.cu_padded:
         return
-    given, own = (x.cpu().long() for x in (cu_seqlens, layout.cu_padded))
-    if not torch.equal(given[given >= 0], own):
+    given = host_offsets(stripped(cu_seqlens), f"{function}: cu_seqlens")
+    if not torch.equal(given, layout.cu_padded.cpu().long()):
         raise ValueError(f"{function}: cu_seqlens differ from the layout's; pass one of them")

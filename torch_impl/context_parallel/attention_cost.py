@@ -8,6 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from torch_impl.context_parallel.attention_arguments import check_rules
+from torch_impl.layouts.needs import uncuttable
+
+LAYOUTS = ("contiguous", "dual_chunk_swap", "packed", "ragged", "striped")
+CUT = {"packed": "dual_chunk_swap"}  # which cuts each sequence so, hence all of them
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -53,15 +59,11 @@ def attention_bytes(
     >>> [(t.exchange, t.total) for t in attention_bytes(b=1, s=8, h=4, hk=2, p=1, cp_size=2, itemsize=2)]
     [('ring', 128), ('all_gather', 128), ('ulysses', 96)]
 
-    Errors: ValueError for a size below 1, or query heads that are no multiple of KV heads.
+    Errors: ValueError for a size below 1, query heads that are no multiple of KV heads, a window below 1, a layout
+            that is not known or cannot cut s; TypeError for a size or window that is no int, a causal that is no bool.
     """
-    function = "context_parallel.attention_bytes"
     sizes = {"b": b, "s": s, "h": h, "hk": hk, "p": p, "cp_size": cp_size, "itemsize": itemsize}
-    for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{function}: {name}={size} must be at least 1")
-    if h % hk:
-        raise ValueError(f"{function}: h={h} query heads cannot share hk={hk} KV heads (needs a multiple)")
+    _check(sizes, layout, causal, window)
     rows, wide, n = -(-s // cp_size), max(itemsize, 4), cp_size
     token = 2 * p * b * rows  # numbers of K and V of one head
 
@@ -85,6 +87,25 @@ def attention_bytes(
             forward, backward = keys(far, max(hk, a))  # a times the rows, an a-th of the heads
             found.append(Traffic("usp", a, mixed(a) + forward, mixed(a) + backward))
     return found
+
+
+def _check(sizes: dict[str, int], layout: str, causal: bool, window: int | None) -> None:
+    """What attention itself would refuse, and sizes that are none."""
+    function = "context_parallel.attention_bytes"
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"{function}: {name} is a {type(size).__name__}; pass an int")
+        if size < 1:
+            raise ValueError(f"{function}: {name}={size} must be at least 1")
+    if sizes["h"] % sizes["hk"]:
+        heads, kv_heads = sizes["h"], sizes["hk"]
+        raise ValueError(f"{function}: h={heads} query heads cannot share hk={kv_heads} KV heads (needs a multiple)")
+    check_rules(function, causal, window)
+    if layout not in LAYOUTS:
+        raise ValueError(f"{function}: layout={layout!r} is not one of {', '.join(LAYOUTS)}")
+    s, n = sizes["s"], sizes["cp_size"]
+    if n > 1 and (reason := uncuttable("s", s, "cp", n, CUT.get(layout, layout))):
+        raise ValueError(f"{function}: {reason}")
 
 
 def fewest_bytes(**shapes: Any) -> Traffic:
