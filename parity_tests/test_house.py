@@ -63,7 +63,6 @@ WITHOUT_PRODUCTION = {
 }
 WITHOUT_A_TEST_OF_ITS_OWN = {
     "collectives/*": "tested by law across files, not file by file",
-    "context_parallel/sdpa_mode.py": "tested through the contexts that enter it",
     "context_parallel/slots.py": "tested through the streams that are made of them",
     "*/arguments.py": "each refusal is tested with the function that makes it",
     "context_parallel/blocks.py": "every exchange is made of them, tested through attention",

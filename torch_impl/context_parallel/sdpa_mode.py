@@ -1,13 +1,19 @@
 """scaled_dot_product_attention of a rank's own tokens, sent to attention over the whole sequence.
 
-A mode sees every call on this thread, of functions too that were bound before it was entered.
+A mode sees the calls of this thread, of functions too that were bound before it was entered. A torch function written
+in Python, as multi_head_attention_forward, runs with the mode off, and so do recomputations that backward starts, and
+other threads: these call torch.nn.functional by name, where our functions stand while any context is open.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
+from threading import Lock, local
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -30,14 +36,22 @@ class SequenceAttention(TorchFunctionMode):
         super().__init__()
         self.group, self.layout, self.exchange, self.causal_only = group, layout, exchange, causal_only
 
+    def __enter__(self) -> SequenceAttention:
+        _OPEN.add(self)
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        _OPEN.remove()
+        super().__exit__(*raised)
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         if func is SDPA:
-            return self._attention(*args, **(kwargs or {}))
+            return self.attention(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
-    def _attention(
+    def attention(
         self,
         query: Tensor,
         key: Tensor,
@@ -48,6 +62,7 @@ class SequenceAttention(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
+        """SDPA's arguments, and what it gives, under autocast too."""
         if attn_mask is not None:
             raise ValueError(
                 f"{FUNCTION}: attn_mask is {list(attn_mask.shape)}, whose columns are not cut over cp; "
@@ -61,13 +76,122 @@ class SequenceAttention(TorchFunctionMode):
             raise ValueError(
                 f"{FUNCTION}: query has {query.shape[-3]} heads and key {key.shape[-3]}; pass enable_gqa=True"
             )
+        q, k, v = (_autocast(x) for x in (query, key, value))
         return context_parallel_attention(
-            query,
-            key,
-            value,
+            q,
+            k,
+            v,
             group=self.group,
             layout=self.layout,
             causal=is_causal,
             exchange=self.exchange,
             scale=scale,
         )
+
+
+class _OpenContexts:
+    """The contexts of all threads, and our functions in torch's place while there are any.
+
+    Fused inference of whole layers is off meanwhile: it has attention inside, and asks nobody.
+    """
+
+    def __init__(self) -> None:
+        self.lock = Lock()
+        self.own = local()  # .contexts of the calling thread, the innermost last
+        self.threads: list[list[SequenceAttention]] = []  # those of all threads that have any
+        self.replaced: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}  # name -> (torch's, ours)
+        self.was_fused = True
+
+    def add(self, context: SequenceAttention) -> None:
+        with self.lock:
+            if not self.threads:
+                self._replace()
+            if not self._own():
+                self.own.contexts = []
+                self.threads.append(self.own.contexts)
+            self.own.contexts.append(context)
+
+    def remove(self) -> None:
+        with self.lock:
+            self.own.contexts.pop()
+            self.threads = [held for held in self.threads if held]
+            if not self.threads:
+                self._put_back()
+
+    def here(self) -> SequenceAttention | None:
+        """The calling thread's context, or the only one that it can belong to; None outside of any.
+
+        A thread that has process groups and not the context's is another rank. Autograd's threads have their caller's.
+        """
+        own = self._own()
+        if own:
+            return own[-1]
+        with self.lock:
+            others = [held[-1] for held in self.threads if _is_known(held[-1].group)]
+        if len(others) > 1:
+            raise RuntimeError(
+                f"{FUNCTION}: this thread has no context and {len(others)} are open in other threads; enter one here"
+            )
+        return others[0] if others else None
+
+    def _own(self) -> list[SequenceAttention]:
+        return getattr(self.own, "contexts", [])
+
+    def _replace(self) -> None:
+        sdpa, mha = F.scaled_dot_product_attention, F.multi_head_attention_forward
+        self.replaced = {sdpa.__name__: (sdpa, _attending(sdpa)), mha.__name__: (mha, _without_weights(mha))}
+        for name, (_, ours) in self.replaced.items():
+            setattr(F, name, ours)
+        self.was_fused = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+
+    def _put_back(self) -> None:
+        for name, (torchs, ours) in self.replaced.items():
+            if getattr(F, name) is ours:  # and not what somebody else has put there since
+                setattr(F, name, torchs)
+        torch.backends.mha.set_fastpath_enabled(self.was_fused)
+
+
+_OPEN = _OpenContexts()
+
+
+def _attending(torchs: Callable[..., Any]) -> Callable[..., Any]:
+    """scaled_dot_product_attention by name."""
+
+    @wraps(torchs)
+    def attention(*args: Any, **kwargs: Any) -> Any:
+        context = _OPEN.here()
+        return torchs(*args, **kwargs) if context is None else context.attention(*args, **kwargs)
+
+    return attention
+
+
+def _without_weights(torchs: Callable[..., Any]) -> Callable[..., Any]:
+    """multi_head_attention_forward by name; weights are asked for unless it is told otherwise."""
+
+    @wraps(torchs)
+    def forward(*args: Any, need_weights: bool = True, **kwargs: Any) -> Any:
+        if need_weights and _OPEN.here() is not None:
+            raise ValueError(
+                f"{FUNCTION}: need_weights=True would be weights of this rank's keys alone; pass need_weights=False"
+            )
+        return torchs(*args, need_weights=need_weights, **kwargs)
+
+    return forward
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """What autocast makes of an argument of SDPA, which it runs in the lower precision."""
+    kind = x.device.type
+    is_cast = torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(kind)) if is_cast else x
+
+
+def _is_known(group: ProcessGroup) -> bool:
+    """Whether the calling thread can be one of the group's ranks: it has the group, or none at all."""
+    if not dist.is_initialized():
+        return True
+    try:
+        return bool(dist.get_process_group_ranks(group))
+    except KeyError:
+        return False

@@ -107,12 +107,15 @@ def create_context_parallel_ctx(
     On leaving, buffers become what they were, but those in `cp_no_restore_buffers`. It can be entered any number of
     times. `F.scaled_dot_product_attention` inside is `context_parallel_attention`: with "allgather" by one gather of
     keys, with "alltoall" (or "addtoall") around the ring, with None as torch's own rotate method says, which is
-    left alone.
+    left alone. So it is in modules (MultiheadAttention with need_weights=False, Transformer layers), in what backward
+    recomputes inside, and in threads without a context of their own, as long as one is open. What was imported from
+    `torch.nn.functional` before is seen on this thread alone, and not in what backward recomputes: call it by name.
 
     Cost:   no collective to enter and leave, one copy of the share for each buffer; attention as it says there.
     Errors: ValueError for no buffers, collections that do not fit, a length that cannot be cut, another rotate
-            method, or a buffer that needs a gradient or is an expanded view; in attention inside, for a mask or
-            dropout. RuntimeError if entered inside itself.
+            method, or a buffer that needs a gradient or is an expanded view; in attention inside, for a mask,
+            dropout or need_weights. RuntimeError if entered inside itself, or for attention in a thread without a
+            context while several are open.
     """
     function = "context_parallel.create_context_parallel_ctx"
     exchange = checked_exchange(function, cp_rotate_method)

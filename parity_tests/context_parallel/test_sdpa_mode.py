@@ -1,0 +1,258 @@
+"""Attention inside a context sees the whole sequence by whatever way it is called: modules, recomputation, threads."""
+
+import functools
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention as imported
+from torch.utils.checkpoint import checkpoint
+
+from parity_tests import CaseSpec
+from parity_tests.harness.engines.run import run
+from torch_impl.context_parallel import create_context_parallel_ctx
+
+SDPA, MHA = F.scaled_dot_product_attention, F.multi_head_attention_forward
+BOUND = functools.partial(MHA, need_weights=False)  # before any context is entered
+B, S, HEADS, SIZE = 2, 4, 2, 4
+
+
+def on_ranks(n, body, engine="lockstep"):
+    results = run(body, CaseSpec(scheme="sdpa_mode", mesh={"cp": n}), engine=engine).results
+    assert F.scaled_dot_product_attention is SDPA and F.multi_head_attention_forward is MHA
+    assert torch.backends.mha.get_fastpath_enabled()
+    return results
+
+
+def context(mesh):
+    return create_context_parallel_ctx(mesh.device_mesh["cp"], [torch.zeros(8)], [0], set(), "allgather")
+
+
+def drawn(mesh):
+    generator = torch.Generator().manual_seed(dist.get_rank(mesh["cp"]))
+    return torch.randn(B, S, HEADS * SIZE, generator=generator)
+
+
+def by_heads(x):
+    return x.unflatten(-1, (HEADS, SIZE)).transpose(1, 2)
+
+
+def attended(x, **further):
+    q = by_heads(x)
+    return SDPA(q, q, q, **further).transpose(1, 2).flatten(2)
+
+
+def identity(attention):
+    """Projections that leave every bit as it is."""
+    with torch.no_grad():
+        attention.in_proj_weight.copy_(torch.eye(HEADS * SIZE).repeat(3, 1))
+        attention.out_proj.weight.copy_(torch.eye(HEADS * SIZE))
+    return attention
+
+
+def mha():
+    return identity(nn.MultiheadAttention(HEADS * SIZE, HEADS, bias=False, batch_first=True))
+
+
+def layer(dropout=0.0):
+    made = nn.TransformerEncoderLayer(HEADS * SIZE, HEADS, 4, dropout, batch_first=True, norm_first=True)
+    identity(made.self_attn)
+    for zeros in (made.linear2.weight, made.linear2.bias, made.self_attn.in_proj_bias, made.self_attn.out_proj.bias):
+        nn.init.zeros_(zeros)
+    return made
+
+
+def bound(x):
+    made, x = mha(), x.transpose(0, 1)
+    weights = made.in_proj_weight, None, None, None, False, 0.0, made.out_proj.weight, None
+    return BOUND(x, x, x, HEADS * SIZE, HEADS, *weights)[0].transpose(0, 1)
+
+
+def without_gradient(module, x):
+    with torch.no_grad():
+        return module.eval()(x)
+
+
+def normed(x):
+    return F.layer_norm(x, (HEADS * SIZE,))
+
+
+CAUSAL = torch.ones(S, S).triu(1).bool()
+WAYS = {
+    "MultiheadAttention": (lambda x: mha()(x, x, x, need_weights=False)[0], attended),
+    "causal MultiheadAttention": (
+        lambda x: mha()(x, x, x, need_weights=False, attn_mask=CAUSAL, is_causal=True)[0],
+        lambda x: attended(x, is_causal=True),
+    ),
+    "multi_head_attention_forward bound before": (bound, attended),
+    "a layer in training": (lambda x: layer()(x), lambda x: x + attended(normed(x))),
+    "a layer in inference": (lambda x: without_gradient(layer(), x), lambda x: x + attended(normed(x))),
+    "a function imported before": (lambda x: imported(*3 * [by_heads(x)]).transpose(1, 2).flatten(2), attended),
+}
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+@pytest.mark.parametrize("way", WAYS)
+def test_modules_see_the_whole_sequence(way, engine):
+    def body(mesh, case):
+        (called, expected), x = WAYS[way], drawn(mesh)
+        with context(mesh):
+            return torch.equal(called(x), expected(x))
+
+    assert on_ranks(2, body, engine) == (True, True)
+
+
+ATTENTIONS = {
+    "by name": lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True),
+    "a module": lambda q: by_heads(mha()(*3 * [q.transpose(1, 2).flatten(2)], need_weights=False)[0]),
+}
+BACKWARDS = {"Tensor.backward": torch.Tensor.backward, "autograd.backward": torch.autograd.backward}
+
+
+def gradient(attention, backward, q):
+    q = q.clone().requires_grad_()
+    backward(attention(q * 1).square().sum())
+    return q.grad
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_what_backward_recomputes_sees_the_whole_sequence(use_reentrant, engine):
+    def body(mesh, case):
+        q = by_heads(drawn(mesh))
+        with context(mesh):
+            return [
+                torch.equal(
+                    gradient(attention, backward, q),
+                    gradient(lambda x, f=attention: checkpoint(f, x, use_reentrant=use_reentrant), backward, q),
+                )
+                for attention in ATTENTIONS.values()
+                for backward in BACKWARDS.values()
+            ]
+
+    assert on_ranks(2, body, engine) == ([True] * 4,) * 2
+
+
+def in_a_thread(f):
+    got = []
+    thread = threading.Thread(target=lambda: got.append(f()))
+    thread.start()
+    thread.join()
+    return got[0]
+
+
+def test_a_thread_without_a_context_has_the_only_one():
+    def body(mesh, case):
+        x = drawn(mesh)
+        with context(mesh):
+            inferred = in_a_thread(lambda: without_gradient(layer(), x))
+            return torch.equal(inferred, x + attended(normed(x)))
+
+    assert on_ranks(2, body, "gloo") == (True, True)
+
+
+def test_a_thread_without_a_context_is_told_of_several():
+    def refused(q):
+        with pytest.raises(RuntimeError) as caught:
+            F.scaled_dot_product_attention(q, q, q)
+        return str(caught.value)
+
+    def body(mesh, case):
+        q = by_heads(drawn(mesh))
+        with context(mesh):
+            dist.barrier(mesh["cp"])
+            said = in_a_thread(lambda: refused(q))
+            dist.barrier(mesh["cp"])
+        return said
+
+    sentence = "this thread has no context and 2 are open in other threads; enter one here"
+    assert on_ranks(2, body) == (f"context_parallel.sdpa: {sentence}",) * 2
+
+
+def test_a_rank_outside_has_torchs_attention_while_another_is_inside():
+    def body(mesh, case):
+        x = drawn(mesh)
+        q, group = by_heads(x), mesh["cp"]
+        plain = SDPA(q, q, q)
+        if dist.get_rank(group) == 0:
+            with context(mesh):
+                dist.barrier(group)
+                dist.barrier(group)
+        else:
+            dist.barrier(group)
+            assert F.scaled_dot_product_attention is not SDPA
+            assert torch.equal(F.scaled_dot_product_attention(q, q, q), plain)
+            assert mha()(x, x, x)[1].shape == (B, S, S)
+            dist.barrier(group)
+
+    on_ranks(2, body)
+
+
+def test_the_inner_one_of_two_contexts_is_meant():
+    def body(mesh, case):
+        q = by_heads(drawn(mesh))
+        with context(mesh) as outer, context(mesh) as inner:
+            inner.layout = outer.layout
+            both = F.scaled_dot_product_attention(q, q, q)
+        with context(mesh):
+            return torch.equal(F.scaled_dot_product_attention(q, q, q), both)
+
+    assert on_ranks(2, body) == (True, True)
+
+
+def test_what_somebody_else_puts_in_torchs_place_stays(monkeypatch):
+    def body(mesh, case):
+        with context(mesh):
+            monkeypatch.setattr(F, "scaled_dot_product_attention", imported_too)
+        found = F.scaled_dot_product_attention is imported_too
+        monkeypatch.undo()
+        F.scaled_dot_product_attention = SDPA
+        return found
+
+    imported_too = functools.partial(SDPA)
+    assert on_ranks(1, body) == (True,)
+
+
+def test_autocast_casts_as_it_does_outside():
+    def body(mesh, case):
+        q = by_heads(drawn(mesh))
+        half, double = q.bfloat16(), q.double()
+        with context(mesh):
+            expected = SDPA(half, half, half)
+            with torch.autocast("cpu", torch.bfloat16):
+                mixed = [F.scaled_dot_product_attention(q, half, q), imported(half, q, half)]
+                wide = F.scaled_dot_product_attention(double, double, double)
+            return [torch.equal(x, expected) for x in mixed], torch.equal(wide, SDPA(double, double, double))
+
+    assert on_ranks(2, body) == (([True, True], True),) * 2
+
+
+REFUSED = [
+    (
+        lambda x: mha()(x, x, x),
+        "need_weights=True would be weights of this rank's keys alone; pass need_weights=False",
+    ),
+    (
+        lambda x: mha()(x, x, x, need_weights=False, attn_mask=CAUSAL),
+        "attn_mask is [1, 1, 4, 4], whose columns are not cut over cp; pass is_causal=True and no mask",
+    ),
+    (
+        lambda x: layer()(x, src_key_padding_mask=torch.zeros(B, S)),
+        "attn_mask is [2, 2, 1, 4], whose columns are not cut over cp; pass is_causal=True and no mask",
+    ),
+    (lambda x: layer(0.1)(x), "dropout_p=0.1 would differ over cp; pass 0.0"),
+]
+
+
+@pytest.mark.parametrize(("call", "sentence"), REFUSED, ids=[text[:60] for _, text in REFUSED])
+def test_modules_are_refused_what_attention_is(call, sentence):
+    def body(mesh, case):
+        x = drawn(mesh)
+        with pytest.raises(ValueError) as caught, context(mesh):
+            call(x)
+        return str(caught.value)
+
+    assert on_ranks(2, body) == (f"context_parallel.sdpa: {sentence}",) * 2
