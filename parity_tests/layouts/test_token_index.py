@@ -39,6 +39,20 @@ REFUSED = [
         "TokenLayout.packed: kind='ragged' is not one of contiguous, packed, striped",
     ),
     (lambda: dense("striped", 8, 2, 2), ValueError, "cp_rank=2 is not in cp=2; ranks are 0 to 1"),
+    (lambda: dense("contiguous", 8, rank=0.0), TypeError, "cp_rank=0.0 is a float; pass an int"),
+    (lambda: packed([0, 8], n=True), TypeError, "cp=True is a bool; pass an int"),
+    (lambda: dense("contiguous", 8.0), TypeError, "s=8.0 is a float; pass an int"),
+    (lambda: dense("contiguous", 8, real_length="4"), TypeError, "real_length='4' is a str; pass an int"),
+    (
+        lambda: packed([0, 4, 8], total=12, validate=False),
+        ValueError,
+        "cu_seqlens ends at 8 but the stream holds 12 tokens; pass the padded offsets",
+    ),
+    (
+        lambda: packed(torch.tensor([0, 4, 8]), torch.tensor([0, 3]), total=8, validate=False),
+        ValueError,
+        "cu_real: 2 offsets, the padded ones are 3; give as many",
+    ),
     (lambda: packed([0, 8], rank=-1), ValueError, "cp_rank=-1 is not in cp=2; ranks are 0 to 1"),
     (lambda: packed([0, 8], n=0), ValueError, "cp=0 is not a number of ranks; it is 1 or more"),
     (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -47,6 +48,8 @@ def dense_cut(
     _check_kind("dense", kind, DENSE)
     _check_rank(cp_size, cp_rank)
     real = length if real_length is None else real_length
+    _check_whole("s", length)
+    _check_whole("real_length", real)
     if reason := uncuttable("s", length, "cp", cp_size, kind) if _multiple(kind, cp_size) > 1 or length < 0 else None:
         raise ValueError(reason)
     if not 0 <= real <= length:
@@ -74,9 +77,11 @@ def packed_cut(
     """Sequences by their offsets."""
     _check_kind("packed", kind, PACKED)
     _check_rank(cp_size, cp_rank)
-    if not validate and total is not None:
-        padded = _unfilled(torch.as_tensor(cu_padded), total)
+    if not validate and total is not None and isinstance(cu_padded, Tensor):  # a list is on the host, to be checked
+        padded = _unfilled(cu_padded, total)
         real = padded if cu_real is None else _unfilled(torch.as_tensor(cu_real), None)
+        if real.shape != padded.shape:
+            raise ValueError(f"cu_real: {len(real)} offsets, the padded ones are {len(padded)}; give as many")
         return _cut(kind, total, cp_size, cp_rank, padded, real.to(padded.device))
     multiple = _multiple(kind, cp_size) if kind == "packed" else 1
     padded = checked_offsets(stripped(cu_padded), total, cp_size, axis="cp", multiple=multiple)
@@ -147,7 +152,14 @@ def _check_kind(constructor: str, kind: str, known: tuple[str, ...]) -> None:
         raise ValueError(f"TokenLayout.{constructor}: kind={kind!r} is not one of {', '.join(known)}")
 
 
+def _check_whole(name: str, size: int) -> None:
+    if isinstance(size, bool) or not isinstance(size, Integral):
+        raise TypeError(f"{name}={size!r} is a {type(size).__name__}; pass an int")
+
+
 def _check_rank(cp_size: int, cp_rank: int) -> None:
+    _check_whole("cp", cp_size)
+    _check_whole("cp_rank", cp_rank)
     if cp_size < 1:
         raise ValueError(f"cp={cp_size} is not a number of ranks; it is 1 or more")
     if not 0 <= cp_rank < cp_size:

@@ -7,11 +7,11 @@ A dense row is one sequence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from jaxtyping import Bool, Int32, Int64, Shaped
@@ -25,6 +25,15 @@ from torch_impl.layouts.draw import ALPHABET
 from torch_impl.layouts.inverse import inverse
 from torch_impl.layouts.remembered import remembered
 from torch_impl.layouts.token_index import dense_cut, packed_cut, recut
+
+Found = TypeVar("Found")
+# Tensors made while inference asks are such as training takes too, since a layout serves both.
+_for_training = torch.inference_mode(False)
+
+
+def _kept(derived: Callable[[TokenLayout], Found]) -> cached_property[Found]:
+    """Derived on first use, and kept."""
+    return cached_property(_for_training(derived))
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +60,7 @@ class TokenLayout:
     counts: tuple[int, ...]
 
     @staticmethod
+    @_for_training
     def dense(
         kind: str,
         length: int,
@@ -70,11 +80,12 @@ class TokenLayout:
         tensor([0, 1, 6, 7])
 
         Errors: ValueError for another kind, a rank that is none, a length that cannot be cut, or counts that do
-                not add up.
+                not add up; TypeError for a length, size or rank that is no integer.
         """
         return TokenLayout(*dense_cut(kind, length, cp_size, cp_rank, device, real_length, counts))
 
     @staticmethod
+    @_for_training
     def packed(
         cu_padded: Tensor | Sequence[int],
         cu_real: Tensor | Sequence[int] | None = None,
@@ -93,10 +104,12 @@ class TokenLayout:
         >>> TokenLayout.packed([0, 4, 6, 12], [0, 3, 5, 11], cp_size=1, cp_rank=0).padding_mask.nonzero().flatten()
         tensor([3])
 
-        Cost:   one copy of the offsets to the host; with `total` and `validate=False` none, and nothing is checked.
-                Asked again for the same unchanged tensors it returns the same object.
+        Cost:   one copy of the offsets to the host; of tensors with `total` and `validate=False` none, and of what they
+                hold nothing is checked: a total that is not their last makes rows without meaning. Asked again for the
+                same unchanged tensors it returns the same object.
         Errors: ValueError for another kind, a rank that is none, offsets that do not rise from 0 to total, a real
-                length above its padded one, a padded length that cannot be cut; TypeError for offsets of no integers.
+                length above its padded one, a padded length that cannot be cut, real lengths of other sequences;
+                TypeError for offsets of no integers, or a size or rank that is none.
         """
 
         def built() -> TokenLayout:
@@ -104,32 +117,32 @@ class TokenLayout:
 
         return remembered(built, cu_padded, cu_real, (kind, cp_size, cp_rank, total, validate))
 
-    @cached_property
+    @_kept
     def local_index(self) -> Int64[Tensor, " local"]:
         """Global positions that this rank holds, in local order."""
         return self.index[self.cp_rank, : self.counts[self.cp_rank]]
 
-    @cached_property
+    @_kept
     def inverse(self) -> Int64[Tensor, " total"]:
         """Row of each position in cat(rank 0, rank 1, ...): `sequential = rank_major[inverse]`."""
         return inverse([self._everywhere if self.is_identity else self.index.flatten()])
 
-    @cached_property
+    @_kept
     def sequence_ids(self) -> Int64[Tensor, " total"]:
         """The sequence of each global position."""
         return torch.searchsorted(self.cu_padded[1:].long(), self._everywhere, right=True)
 
-    @cached_property
+    @_kept
     def position_ids(self) -> Int64[Tensor, " total"]:
         """Place of each global position inside its sequence; runs on through the padding."""
         return self._everywhere - self.cu_padded.long()[self.sequence_ids]
 
-    @cached_property
+    @_kept
     def padding_mask(self) -> Bool[Tensor, " total"]:
         """True where a global position is padding."""
         return self.position_ids >= self.cu_real.diff()[self.sequence_ids]
 
-    @cached_property
+    @_kept
     def local_cu(self) -> Int32[Tensor, " offsets"]:
         """Offsets of the sequences in this rank's own stream, padding included."""
         own = self.sequence_ids[self.local_index]
@@ -141,13 +154,13 @@ class TokenLayout:
         """Whether the ranks' streams, laid end to end, are the global stream."""
         return self.cp_size == 1 or self.kind in ("contiguous", "ragged")
 
-    @cached_property
+    @_kept
     def original_length(self) -> int:
         """Global positions up to the last real token. One read of the offsets."""
         ends = self.cu_padded[:-1] + self.cu_real.diff()
         return max(torch.where(self.cu_real.diff() > 0, ends, 0).tolist(), default=0)
 
-    @cached_property
+    @_kept
     def _everywhere(self) -> Int64[Tensor, " total"]:
         return torch.arange(self.total, device=self.index.device)
 
@@ -206,11 +219,13 @@ class TokenLayout:
         cu = self.cu_padded.tolist()
         return "|".join(text[start:stop] for start, stop in pairwise(cu))
 
+    @_for_training
     def on(self, device: torch.device | str) -> TokenLayout:
         """The same layout with its tensors on another device."""
         index, padded, real = self.index.to(device), self.cu_padded.to(device), self.cu_real.to(device)
         return replace(self, index=index, cu_padded=padded, cu_real=real)
 
+    @_for_training
     def rebind(self, cp_size: int, cp_rank: int) -> TokenLayout:
         """The same tokens cut over another group; ragged counts follow DTensor's ceil rule.
 
