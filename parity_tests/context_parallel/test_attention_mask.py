@@ -1,5 +1,6 @@
 """What an attention mask may say under cp: nothing, or padding on the right; the rest is refused."""
 
+import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -26,7 +27,7 @@ rows = st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=1, max
 def test_a_mask_is_let_pass_if_its_zeros_are_behind(mask, dtype):
     is_right = all(sorted(row, reverse=True) == row for row in mask)
     with nullcontext() if is_right else pytest.raises(ValueError, match=r"left padding|holes"):
-        found = padding_of("here", torch.tensor(mask).to(dtype))
+        found = padding_of("here", torch.tensor(mask).to(dtype), (len(mask), 6))
         padding = torch.zeros(len(mask), 6, dtype=torch.bool) if found is None else found
         assert padding.tolist() == [[not kept for kept in row] for row in mask]
         assert (found is None) == all(all(row) for row in mask)
@@ -86,6 +87,21 @@ REFUSED = [
         "attention_mask: row 1 has a negative entry; pass ones, and zeros for padding",
     ),
     (
+        lambda m: make(m, [ONES, ONES, [1.0, 1.0, 0.5, 0.0]]),
+        "attention_mask: row 2 has an entry other than 0 and 1; pass ones, and zeros for padding",
+    ),
+    (
+        lambda m: make(m, [ONES, [1.0, 1.0, 1.0, float("inf")], ONES]),
+        "attention_mask: row 1 has an entry other than 0 and 1; pass ones, and zeros for padding",
+    ),
+    *[
+        (
+            lambda m, shape=shape: make(m, torch.ones(shape).tolist()),
+            f"attention_mask is {shape}, the batch has [3, 4] tokens; give one for each",
+        )
+        for shape in ([1, 4], [3, 3], [5, 4])
+    ],
+    (
         lambda m: make(m, [[[[1]]]]),
         "attention_mask is [1, 1, 1, 1]; it is [b, s] under cp, and packed sequences go with use_te=True, where "
         "cu_seqlens keep them apart",
@@ -101,3 +117,21 @@ def test_refusal_on_every_rank_before_any_collective(call, sentence):
         return str(caught.value)
 
     assert on_ranks(2, body) == (f"context_parallel.batch: {sentence}",) * 2
+
+
+@pytest.mark.parametrize(
+    "further", [{"position_ids": torch.tensor([[0, 1, 0, 1]] * 3)}, {"seq_lens_padded": [[2, 2]] * 3}]
+)
+def test_documents_in_a_row_without_a_mask_are_told_of(further):
+    def body(mesh, case):
+        given_here = {name: torch.as_tensor(x) for name, x in further.items()}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            make_cp_batch_and_ctx(mesh.device_mesh["cp"], {"input_ids": torch.zeros(3, 4), **given_here})
+        return [(entry.category, str(entry.message)) for entry in caught]
+
+    sentence = (
+        "context_parallel.batch: position_ids start anew inside a row and there is no mask, so that "
+        "its documents attend to each other; pass use_te=True with seq_lens"
+    )
+    assert run(body, CaseSpec(scheme="batch_ctx", mesh={"cp": 2})).results[0] == [(RuntimeWarning, sentence)]

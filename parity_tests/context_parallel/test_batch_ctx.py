@@ -1,6 +1,5 @@
 """Parity of context_parallel.batch_ctx."""
 
-import warnings
 from contextlib import nullcontext
 
 import numpy as np
@@ -10,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from jax_ref.context_parallel.batch_ctx import padded_batch
 from jax_ref.layouts import dual_chunk_swap
@@ -164,7 +164,7 @@ def test_one_rank_gets_its_own_batch_back(mesh):
         whole = view.device_mesh
         given_mesh = {
             None: None,
-            "nameless": torch.distributed.device_mesh.DeviceMesh("cpu", [0], _init_backend=False),
+            "nameless": DeviceMesh("cpu", [0], _init_backend=False),
             "without cp": whole["tp"],
             "one": whole,
         }[mesh]
@@ -263,6 +263,14 @@ REFUSED = [
         lambda m: cp.make_cp_batch_and_ctx(mesh_of(m), {"labels": torch.zeros(1, 4)}),
         "batch has neither input_ids nor inputs_embeds; it has labels",
     ),
+    (
+        lambda m: cp.make_cp_batch_and_ctx(mesh_of(m), {"input_ids": torch.arange(8)}),
+        "input_ids is [8]; it is [b, s], one row for each sequence",
+    ),
+    (
+        lambda m: cp._build_position_ids({"inputs_embeds": torch.zeros(8, 2)}, "cpu"),
+        "inputs_embeds is [8, 2]; it is [b, s, d], one row for each sequence",
+    ),
 ]
 
 
@@ -276,19 +284,15 @@ def test_refusal_on_every_rank_before_any_collective(call, sentence):
     assert on_ranks(2, body) == (f"context_parallel.batch: {sentence}",) * 2
 
 
-@pytest.mark.parametrize(
-    "further", [{"position_ids": torch.tensor([[0, 1, 0, 1]] * 3)}, {"seq_lens_padded": [[2, 2]] * 3}]
-)
-def test_documents_in_a_row_without_a_mask_are_told_of(further):
+def test_a_mesh_without_names_is_told_of():
     def body(mesh, case):
-        given_here = {name: torch.as_tensor(x) for name, x in further.items()}
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            make(mesh, **given_here)
-        return [(entry.category, str(entry.message)) for entry in caught]
+        nameless, batch = DeviceMesh("cpu", [0, 1], _init_backend=False), {"input_ids": torch.zeros(1, 4)}
+        with pytest.warns(RuntimeWarning) as caught:
+            factory, same = cp.make_cp_batch_and_ctx(nameless, batch)
+        return same is batch and factory is nullcontext, [str(entry.message) for entry in caught], caught[0].filename
 
     sentence = (
-        "context_parallel.batch: position_ids start anew inside a row and there is no mask, so that "
-        "its documents attend to each other; pass use_te=True with seq_lens"
+        "context_parallel.batch: the mesh of 2 ranks has no names, so that none of its dims cuts the sequence; "
+        'pass one with mesh_dim_names=("cp",)'
     )
-    assert run(body, CaseSpec(scheme="batch_ctx", mesh={"cp": 2})).results[0] == [(RuntimeWarning, sentence)]
+    assert run(body, CaseSpec(scheme="batch_ctx", mesh={"cp": 2})).results[0] == (True, [sentence], __file__)

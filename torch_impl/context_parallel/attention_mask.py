@@ -12,22 +12,32 @@ from torch import Tensor
 from torch_impl.layouts.packed import first
 
 
-def padding_of(function: str, attention_mask: Shaped[Tensor, "*a"]) -> Bool[Tensor, "b s"] | None:
-    """True where a mask has padding on the right; None for all ones. One read by the host.
+def padding_of(
+    function: str, attention_mask: Shaped[Tensor, "*a"], shape: tuple[int, int]
+) -> Bool[Tensor, "b s"] | None:
+    """True where a mask of `shape` has padding on the right; None for all ones. One read by the host.
 
-    Errors: ValueError for left padding, holes, packing ids or a mask that is not [b, s].
+    Errors: ValueError for left padding, holes, packing ids, other entries than 0 and 1, or a mask of another shape.
     """
     if attention_mask.ndim != 2:
         raise ValueError(
             f"{function}: attention_mask is {list(attention_mask.shape)}; it is [b, s] under cp, and packed sequences "
             "go with use_te=True, where cu_seqlens keep them apart"
         )
+    if attention_mask.shape != shape:
+        raise ValueError(
+            f"{function}: attention_mask is {list(attention_mask.shape)}, the batch has {list(shape)} tokens; "
+            "give one for each"
+        )
     zeros = attention_mask == 0
+    entries = attention_mask.double()
+    is_fraction = ((entries != entries.trunc()) | entries.isinf()).any(1)
     real = (~zeros).sum(1)
     leading = zeros.long().cumprod(1).sum(1)
     behind = torch.arange(zeros.shape[1], device=zeros.device) >= real[:, None]
     least, most = attention_mask.aminmax(dim=1) if zeros.shape[1] else (real, real)
-    facts = torch.stack([real, leading, (zeros != behind).any(1).long(), least < 0, most.long()]).cpu()
+    is_odd = (zeros != behind).any(1)
+    facts = torch.stack([real, leading, is_odd, least < 0, most.long(), is_fraction]).cpu()
     _refuse(function, facts, zeros.shape[1])
     return behind if bool((facts[0] < zeros.shape[1]).any()) else None
 
@@ -38,10 +48,15 @@ def restarts(position_ids: Tensor) -> bool:
 
 
 def _refuse(function: str, facts: Tensor, size: int) -> None:
-    """`facts` by row: ones, zeros before the first, whether a zero is not behind or an entry negative, the largest."""
-    leading, is_odd, is_additive, largest = facts[1:]
+    """`facts` by row: ones, zeros before the first, whether a zero is not behind or an entry negative, the largest,
+    and whether an entry is no finite integer."""
+    leading, is_odd, is_additive, largest, is_fraction = facts[1:]
     for b in first(is_additive > 0):
         raise ValueError(f"{function}: attention_mask: row {b} has a negative entry; pass ones, and zeros for padding")
+    for b in first(is_fraction > 0):
+        raise ValueError(
+            f"{function}: attention_mask: row {b} has an entry other than 0 and 1; pass ones, and zeros for padding"
+        )
     for b in first(largest > 1):
         raise ValueError(
             f"{function}: attention_mask: row {b} has {int(largest[b])}, an id of packed sequences; pass use_te=True "

@@ -57,7 +57,8 @@ def make_cp_batch_and_ctx(
 
         input_ids  "b s"   ->   inside  "b s/cp:dual_chunk_swap",   s padded to a multiple of 2 * cp
 
-    One rank, or a mesh without `cp`, gives back the batch itself. With `use_te` the batch is that of
+    One rank, or a mesh without `cp`, gives back the batch itself; so does a mesh without names, which has no `cp`
+    that could be known, with a RuntimeWarning if it has several ranks. With `use_te` the batch is that of
     `make_cp_batch_for_te`. Else it is a new dict of new tensors, padded on the right: ids by `padding_token_id`, labels
     by -100, masks and floats by 0, positions run on. Everything [b, s, ...] is cut on entering and whole on leaving;
     what needs a gradient is cut here and stays so. `loss_mask` joins the batch, and the caller's own object follows it.
@@ -67,9 +68,9 @@ def make_cp_batch_and_ctx(
     binds attention inside to causal.
 
     Cost:   no collective; two copies of each tensor, and one host read of the mask and positions.
-    Errors: ValueError for left padding, holes, packing ids, a mask that is not [b, s], a tensor by token of another
-            size, or a batch without input_ids and inputs_embeds. RuntimeWarning for positions that start anew inside
-            a row without a mask: those sequences see each other.
+    Errors: ValueError for left padding, holes, packing ids, other entries than 0 and 1, a mask or a tensor by token of
+            another shape, input_ids that are not [b, s], or a batch without input_ids and inputs_embeds.
+            RuntimeWarning for positions that start anew inside a row without a mask: those sequences see each other.
     """
     cp_mesh = _cp_mesh(device_mesh)
     if use_te:
@@ -93,7 +94,7 @@ def _build_position_ids(batch: dict[str, Any], device: torch.device | str) -> di
     With `seq_lens_padded` they start anew in each slot.
 
     Cost:   no collective; with seq_lens_padded one host copy of them.
-    Errors: ValueError without input_ids and inputs_embeds, or for slots that do not fit the rows.
+    Errors: ValueError without input_ids [b, s] and inputs_embeds [b, s, d], or for slots that do not fit the rows.
     """
     if batch.get("position_ids") is not None:
         return batch
@@ -154,7 +155,7 @@ def _completed(
                 f"{FUNCTION}: {name} is {list(full[name].shape)}, the batch has {list(shape)} tokens; give one for each"
             )
     mask = batch.get("attention_mask")
-    behind = None if mask is None else padding_of(FUNCTION, mask)
+    behind = None if mask is None else padding_of(FUNCTION, mask, shape)
     has_own = "position_ids" in full or "seq_lens_padded" in full
     _build_position_ids(full, device)
     if mask is None and has_own and restarts(full["position_ids"]):
@@ -196,13 +197,24 @@ def _dim(name: str, x: Any, shape: tuple[int, int]) -> int | None:
 
 def _shape(batch: dict[str, Any]) -> tuple[int, int]:
     """Rows and tokens of each."""
-    for name in ("input_ids", "inputs_embeds"):
+    for name, least in (("input_ids", 2), ("inputs_embeds", 3)):
         if batch.get(name) is not None:
-            return batch[name].shape[0], batch[name].shape[1]
+            shape = batch[name].shape
+            if len(shape) < least:
+                dims = "[b, s, d]" if least > 2 else "[b, s]"
+                raise ValueError(f"{FUNCTION}: {name} is {list(shape)}; it is {dims}, one row for each sequence")
+            return shape[0], shape[1]
     raise ValueError(f"{FUNCTION}: batch has neither input_ids nor inputs_embeds; it has {', '.join(batch)}")
 
 
 def _cp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
     """The submesh `cp`; None where there is none."""
+    if device_mesh is not None and not device_mesh.mesh_dim_names and device_mesh.size() > 1:
+        warnings.warn(
+            f"{FUNCTION}: the mesh of {device_mesh.size()} ranks has no names, so that none of its dims cuts the "
+            'sequence; pass one with mesh_dim_names=("cp",)',
+            RuntimeWarning,
+            stacklevel=3,
+        )
     has_cp = device_mesh is not None and "cp" in (device_mesh.mesh_dim_names or ())
     return device_mesh["cp"] if device_mesh is not None and has_cp else None
