@@ -194,6 +194,15 @@ REFUSED = [
         CREATE + "cp_buffers[0] is an expanded view, which cannot be written in place; cut it by layout.shard instead",
     ),
     (
+        lambda m: context(m, [torch.zeros(9).as_strided((8, 2), (1, 1))]),
+        CREATE + "cp_buffers[0] is a view whose entries overlap, which cannot be written in place; "
+        "cut it by layout.shard instead",
+    ),
+    (
+        lambda m: context(m, 2 * tensors(8)),
+        CREATE + "cp_buffers[1] is cp_buffers[0] again; give each tensor once",
+    ),
+    (
         lambda m: attend(context(m, tensors(8)), attn_mask=torch.zeros(4, 4)),
         "context_parallel.sdpa: attn_mask is [4, 4], whose columns are not cut over cp; "
         "pass is_causal=True and no mask",
@@ -223,6 +232,23 @@ def test_refusal_on_every_rank_before_any_collective(call, sentence):
     ranks = on_ranks(2, body)
     assert ranks.results == (sentence,) * 2
     assert ranks.ledger.rows == []
+
+
+def test_a_view_whose_entries_lie_apart_is_cut():
+    def body(mesh, case):
+        apart = torch.arange(48).view(2, 8, 3)[:, :, ::2].transpose(0, 2)
+        whole = apart.clone()
+        with context(mesh, [apart, torch.zeros(8, 0)], [1, 0]) as entered:
+            cut = torch.equal(apart, entered.layout.shard(whole, 1))
+        return cut and torch.equal(apart, whole)
+
+    assert on_ranks(2, body).results == (True, True)
+
+
+def test_no_mesh_is_refused():
+    with pytest.raises(TypeError) as caught:
+        create_context_parallel_ctx(None, tensors(8), [0], set())  # pyright: ignore
+    assert str(caught.value) == CREATE + "cp_mesh is None; pass the DeviceMesh that cuts the sequence, mesh['cp']"
 
 
 def test_a_context_is_not_entered_inside_itself():

@@ -1,12 +1,14 @@
 """Rows of packed sequences as one stream: worked examples, the reference, what is never lost, what is refused."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
 
 from jax_ref.context_parallel import thd as reference
 from parity_tests.context_parallel.drawn_rows import FILL, batch_of, drawn_rows
-from torch_impl.context_parallel import process_input_for_thd, split_batch_into_thd_chunks
+from torch_impl.context_parallel import make_cp_batch_for_te, process_input_for_thd, split_batch_into_thd_chunks
 
 
 def batch(real, padded, size, ids=None, **further):
@@ -34,6 +36,12 @@ def test_a_tail_joins_the_last_slot_of_its_row():
     assert out["cu_seqlens_padded"] == [0, 4, 8, 16]
     assert out["cu_seqlens"] == [0, 4, 6, 14]
     assert [i for i, masked in enumerate(out["padding_mask"]) if masked] == [6, 7]
+
+
+@pytest.mark.parametrize("made", [process_input_for_thd, partial(make_cp_batch_for_te, None)])
+def test_a_mask_that_is_given_is_replaced(made):
+    out = made(batch([[3]], [[4]], 4, padding_mask=torch.tensor([[True, True, False, False]])))
+    assert out["padding_mask"].tolist() == [False, False, False, True]
 
 
 def test_every_key():
@@ -189,3 +197,10 @@ def test_what_must_be_there(name):
     with pytest.raises(KeyError) as caught:
         process_input_for_thd(given)
     assert caught.value.args == (f"context_parallel.thd: batch has no '{name}'; it has {', '.join(given)}",)
+
+
+@pytest.mark.parametrize("made", [split_batch_into_thd_chunks, partial(make_cp_batch_for_te, None)])
+def test_a_number_of_chunks_is_an_integer(made):
+    with pytest.raises(TypeError) as caught:
+        made(batch([[8]], [[8]], 8), num_chunks=1.0)
+    assert str(caught.value) == "context_parallel.thd: num_chunks=1.0 is a float; pass an int"

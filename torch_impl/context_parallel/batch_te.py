@@ -37,7 +37,8 @@ def make_cp_batch_for_te(
         input_ids  "b s cp=R" or "b s d cp=R"   ->   "t/cp:packed" or "t/cp:packed d",   t = b s
         with m chunks                           ->   "m t/cp:packed" or "m t/cp:packed d",   t = b s / m
 
-    labels, position_ids, padding_mask (True for padding) and whatever else is by token go with them. Offsets
+    labels, position_ids, padding_mask (True for padding) and whatever else is by token go with them. The mask is that
+    of the lengths: a `padding_mask` in the batch is replaced. Offsets
     `cu_seqlens` (real), `cu_seqlens_padded` and `max_seqlen` are those of the whole stream, int32. The keys are the
     same at every cp size, and without a mesh. Batches are as `process_input_for_thd` takes them.
 

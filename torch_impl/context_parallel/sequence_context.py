@@ -82,9 +82,9 @@ class SequenceContext:
 
 
 def checked_buffers(
-    function: str, mesh: DeviceMesh, buffers: Sequence[Tensor], dims: Sequence[int], kept: set[Tensor]
+    function: str, mesh: DeviceMesh | None, buffers: Sequence[Tensor], dims: Sequence[int], kept: set[Tensor]
 ) -> TokenLayout:
-    """The layout that cuts all buffers; ValueError where there is none."""
+    """The layout that cuts all buffers; ValueError where there is none, TypeError without a mesh."""
     if not buffers:
         raise ValueError(f"{function}: cp_buffers is empty; pass the tensors to cut")
     if len(dims) != len(buffers):
@@ -94,7 +94,10 @@ def checked_buffers(
     known = {id(buffer) for buffer in buffers}
     if any(id(buffer) not in known for buffer in kept):
         raise ValueError(f"{function}: cp_no_restore_buffers has a tensor that is not in cp_buffers; add it there")
+    places: dict[int, int] = {}
     for i, buffer in enumerate(buffers):
+        if (before := places.setdefault(id(buffer), i)) < i:
+            raise ValueError(f"{function}: cp_buffers[{i}] is cp_buffers[{before}] again; give each tensor once")
         if why := _unfit(buffer):
             raise ValueError(f"{function}: cp_buffers[{i}] {why}; cut it by layout.shard instead")
     lengths = [x.shape[checked_dim(function, f"cp_seq_dims[{i}]", dims[i], x)] for i, x in enumerate(buffers)]
@@ -136,6 +139,11 @@ def _unfit(buffer: Tensor) -> str | None:
         return "requires a gradient"
     if any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
         return "is an expanded view, which cannot be written in place"
+    reach = 0  # of the dims with smaller strides
+    for stride, size in sorted(zip(buffer.stride(), buffer.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return "is a view whose entries overlap, which cannot be written in place"
+        reach += max(size - 1, 0) * stride
     return None
 
 

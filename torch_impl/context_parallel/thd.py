@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 import torch
@@ -29,9 +30,10 @@ def process_input_for_thd(
         input_ids  "b s" or "b s d"   ->   "b*s" or "b*s d";   position_ids  "k b s"   ->   "k 1 b*s"
 
     Every tensor that starts with [B, S] is flattened so; `attention_mask`, `seq_lens` and `seq_lens_padded` are
-    consumed, and all else is passed on. A tail that a row's padded lengths leave over joins the slot of its last
-    sequence as padding. Positions restart in each slot, unless given. The mask comes from the lengths, never from
-    token ids, so that `padding_token_id` is not looked at: nothing is padded here.
+    consumed, a `padding_mask` is replaced by that of the lengths, and all else is passed on. A tail that a row's
+    padded lengths leave over joins the slot of its last sequence as padding. Positions restart in each slot, unless
+    given. The mask comes from the lengths, never from token ids, so that `padding_token_id` is not looked at: nothing
+    is padded here.
 
     >>> ids, lengths = torch.arange(12).view(2, 6), torch.tensor([[3, 2], [6, -1000]])
     >>> slots = torch.tensor([[4, 2], [6, -1000]])
@@ -58,9 +60,10 @@ def split_batch_into_thd_chunks(
     not by token is split by rows. `num_chunks` of 1 or less is `process_input_for_thd`.
 
     Cost:   as `process_input_for_thd`.
-    Errors: as there; besides ValueError if num_chunks does not divide the rows, or a tensor has other first dims.
+    Errors: as there; besides ValueError if num_chunks does not divide the rows, or a tensor has other first dims;
+            TypeError if it is no integer.
     """
-    if num_chunks <= 1:
+    if checked_chunks(num_chunks) == 1:
         return process_input_for_thd(batch, seq_lens_padding_value, padding_token_id)
     made = stream(batch, num_chunks, seq_lens_padding_value)
     return {name: made.stacked(name, value) for name, value in made.processed().items()}
@@ -130,6 +133,7 @@ def stream(batch: Mapping[str, Any], chunks: int, fill: int) -> Stream:
     ids = batch["input_ids"]
     if ids.ndim not in (2, 3):
         raise ValueError(f"context_parallel.thd: input_ids is {list(ids.shape)}; it is [b, s] or [b, s, d]")
+    chunks = checked_chunks(chunks)
     rows, size = ids.shape[:2]
     if chunks > 1 and rows % chunks:
         raise ValueError(
@@ -142,7 +146,16 @@ def stream(batch: Mapping[str, Any], chunks: int, fill: int) -> Stream:
             continue
         (tokens if _is_by_token(name, value, rows, size) else others)[name] = value
     flat = {name: _flattened(name, x) for name, x in tokens.items()}
-    return Stream(flat, others, slots, max(chunks, 1), fill)
+    return Stream(flat, others, slots, chunks, fill)
+
+
+def checked_chunks(num_chunks: int) -> int:
+    """How many chunks: one, if it says less; TypeError for what is no integer."""
+    try:
+        return max(index(num_chunks), 1)
+    except TypeError:
+        kind = type(num_chunks).__name__
+        raise TypeError(f"context_parallel.thd: num_chunks={num_chunks!r} is a {kind}; pass an int") from None
 
 
 def _is_by_token(name: str, value: Any, rows: int, size: int) -> bool:

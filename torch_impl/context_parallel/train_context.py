@@ -113,9 +113,9 @@ def create_context_parallel_ctx(
 
     Cost:   no collective to enter and leave, one copy of the share for each buffer; attention as it says there.
     Errors: ValueError for no buffers, collections that do not fit, a length that cannot be cut, another rotate
-            method, or a buffer that needs a gradient or is an expanded view; in attention inside, for a mask,
-            dropout or need_weights. RuntimeError if entered inside itself, or for attention in a thread without a
-            context while several are open.
+            method, or a buffer that stands twice, needs a gradient or is a view of overlapping entries; in attention
+            inside, for a mask, dropout or need_weights. TypeError without a mesh. RuntimeError if entered inside
+            itself, or for attention in a thread without a context while several are open.
     """
     function = "context_parallel.create_context_parallel_ctx"
     exchange = checked_exchange(function, cp_rotate_method)
