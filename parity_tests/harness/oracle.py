@@ -23,6 +23,7 @@ from parity_tests.harness.program import Program
 from parity_tests.harness.rounding import POOL, derivative_with_rounding
 
 DIRECTIONS = 8
+MOST_COMPILED = 250
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 
@@ -107,6 +108,7 @@ def _call(scheme: Declared, case: CaseSpec, *given: Any) -> Any:
     if signature in known:
         return known[signature](*given)
     start = time.perf_counter()
+    _make_room()
     compiled = _build(scheme, options, wanted)
     try:
         result = compiled(*given)
@@ -114,10 +116,22 @@ def _call(scheme: Declared, case: CaseSpec, *given: Any) -> Any:
         raise
     except Exception as error:
         raise _failure(scheme, f"raised {type(error).__name__}: {_first_line(error)}") from error
-    known[signature] = compiled
+    _COMPILED.setdefault(scheme.reference, {})[signature] = compiled
     CLOCK.seconds += time.perf_counter() - start
     CLOCK.count += 1
     return result
+
+
+def _make_room() -> None:
+    """Drop all that is compiled once there is much of it: each takes some 80 memory maps and 10 MB.
+
+    Linux allows a process 65,530 maps; XLA ends it with a segmentation fault where it gets no more.
+    """
+    if sum(map(len, _COMPILED.values())) >= MOST_COMPILED:
+        import jax
+
+        _COMPILED.clear()
+        jax.clear_caches()
 
 
 def _build(scheme: Declared, options: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...]]) -> Any:

@@ -209,6 +209,17 @@ def test_one_compilation_for_each_shape_and_option():
     assert oracle.CLOCK.seconds > 0
 
 
+def test_what_is_compiled_does_not_pile_up(monkeypatch):
+    """Linux counts a process's memory maps, of which every compilation takes some dozens."""
+    monkeypatch.setattr(oracle, "MOST_COMPILED", 3)
+    cases = [matmul.case(tp=1, b=b, d=2, f=2) for b in range(1, 9)]
+    before = oracle.CLOCK.count
+    first, again = ([evaluated(matmul, case).outputs["out"] for case in cases] for _ in range(2))
+    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+    assert oracle.CLOCK.count == before + 2 * len(cases)  # the second round found none of the first
+    assert len(oracle._COMPILED[product]) <= 3
+
+
 def test_arrays_given_by_hand_take_the_place_of_drawn_ones():
     case = times.case(tp=2, b=4, scale=2.5)
     x, c = np.array([1.0, 2.0, 3.0, 4.0]), np.array([1.0, 0.0, 0.0, 2.0])

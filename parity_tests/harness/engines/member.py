@@ -197,5 +197,6 @@ class Follower(Member):
             self.leave_groups()
 
     def _answer(self, content: Any) -> None:
-        self.channel.put(f"done/{self.number}/{self.rank}", content)
+        # The message last: rank 0, which holds the store, may leave once it has the answer to its finish.
         self.channel.add(f"done/{self.number}")
+        self.channel.put(f"done/{self.number}/{self.rank}", content)
