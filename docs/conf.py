@@ -44,7 +44,7 @@ def is_left_out(app, what, name, of, skip, options):
     """What is called through `apply`, what Python adds, and what a module only has for itself."""
     if name.startswith("__") or name in ("forward", "backward"):
         return True
-    return None if what == "class" else not getattr(of, "__module__", "").startswith("torch_impl.")
+    return None if what == "class" else skip or not getattr(of, "__module__", "").startswith("torch_impl.")
 
 
 def setup(app):
