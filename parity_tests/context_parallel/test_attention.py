@@ -130,6 +130,23 @@ def attention_over_two_axes(mesh, q, k, v, causal, window):
     )
 
 
+LONG = {**IN_ORDER, "mesh": {"cp": (2,)}, "dims": {**IN_ORDER["dims"], "h": (2,), "s": (640,)}}
+
+
+@scheme(options={"causal": (True, False), "window": (20, 300)}, rank_options={"exchange": ("ring",)}, **LONG)
+def attention_of_runs_of_queries(mesh, q, k, v, causal, window, exchange):
+    """Rows of a rank that are more than the queries of a window that are taken together."""
+    return context_parallel_attention(
+        q, k, v, group=mesh["cp"], layout="contiguous", exchange=exchange, causal=causal, window=window
+    )
+
+
+@settings(max_examples=4)
+@given(every_case(attention_of_runs_of_queries))
+def test_parity_of_runs_of_queries(case):
+    check(case)
+
+
 SCHEMES = (
     attention_in_dual_chunk_swap,
     attention_in_stripes,

@@ -1,11 +1,15 @@
 """Every sentence with which attention refuses, in full, on every rank and before anything is sent."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
 from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.engines.run import run
-from torch_impl.context_parallel import context_parallel_attention
+from torch_impl.context_parallel import attention_arguments, context_parallel_attention
+from torch_impl.context_parallel.pairs import pairs_of
 from torch_impl.layouts import TokenLayout
 
 NAME = "context_parallel.context_parallel_attention"
@@ -205,3 +209,21 @@ def test_attention_has_no_dropout():
 
     (text,) = set(run(body, CaseSpec(scheme="context_parallel", mesh={"cp": 2})).results)
     assert text.endswith("unexpected keyword argument 'dropout'")
+
+
+def test_masks_go_with_their_layout():
+    layout = TokenLayout.dense("contiguous", 64, cp_size=1, cp_rank=0)
+    mask = weakref.ref(pairs_of(layout, True, 5).blocks[0][0].mask)
+    assert mask() is not None
+    del layout
+    gc.collect()
+    assert mask() is None
+
+
+def test_a_copy_on_another_device_goes_with_its_layout():
+    layout = TokenLayout.dense("contiguous", 64, cp_size=1, cp_rank=0)
+    made = weakref.ref(layout), weakref.ref(attention_arguments._on(layout, torch.device("meta")))
+    assert attention_arguments._on(layout, torch.device("meta")) is made[1]()
+    del layout
+    gc.collect()
+    assert [found() for found in made] == [None, None]

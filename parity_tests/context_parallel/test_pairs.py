@@ -19,9 +19,10 @@ from parity_tests.context_parallel.attention_schemes import (
     rules,
     usp_cost,
 )
+from parity_tests.context_parallel.met_pairs import KINDS, streams, times_seen
 from torch_impl.context_parallel import context_parallel_attention
 from torch_impl.context_parallel.blocks import Running
-from torch_impl.context_parallel.pairs import MOST_LENGTHS, Block, pairs_of
+from torch_impl.context_parallel.pairs import MOST_LENGTHS, TILE, Block, pairs_of
 from torch_impl.layouts import TokenLayout
 
 
@@ -163,37 +164,6 @@ LENGTHS = {
     "of many lengths": [8 * length for length in (1, 9, 2, 17, 3, 5, 4, 6, 7, 11, 13, 33)],
     "many": [8, 16, 8] * 50,
 }
-KINDS = ("packed", "contiguous", "striped")
-
-
-def streams(lengths, kind, cp):
-    """The layout of every rank, with a padding token at the end of each sequence of 16."""
-    padded = np.cumsum([0, *lengths])
-    real = np.cumsum([0, *(length - (length == 16) for length in lengths)])
-    return [TokenLayout.packed(padded.tolist(), real.tolist(), cp_size=cp, cp_rank=r, kind=kind) for r in range(cp)]
-
-
-def times_seen(layout, causal, window):
-    """How often each query of a rank meets each key of the stream."""
-    counts = np.zeros((layout.total, layout.total), np.int64)
-    for source, blocks in enumerate(pairs_of(layout, causal, window).blocks):
-        for block in blocks:
-            queries, keys = (
-                torch.arange(layout.total)[rows][None] if isinstance(rows, slice) else rows
-                for rows in (block.queries, block.keys)
-            )
-            for run in range(len(queries)):
-                seen = np.ones((queries.shape[1], keys.shape[1]), bool)
-                if block.is_causal:
-                    seen = np.tril(seen)
-                if block.mask is not None:
-                    seen &= block.mask[run, 0].numpy()
-                if block.own_queries is not None:
-                    seen &= block.own_queries[run].numpy()[:, None]
-                i = layout.index[layout.cp_rank][queries[run]].numpy()
-                j = layout.index[source][keys[run]].numpy()
-                np.add.at(counts, (i[:, None], j[None, :]), seen)
-    return counts
 
 
 @pytest.mark.parametrize("window", [None, 1, 5])
@@ -206,6 +176,62 @@ def test_every_pair_meets_once_on_one_rank(name, kind, causal, window):
     places = [x.numpy() for x in (whole.sequence_ids, whole.position_ids, ~whole.padding_mask)]
     expected = np.asarray(seen_pairs(*places, causal, window))
     np.testing.assert_array_equal(sum(times_seen(layout, causal, window) for layout in layouts), expected)
+
+
+LONG = {"one": [2400], "several": [1200, 0, 8, 1232]}
+
+
+@pytest.mark.parametrize("window", [3, TILE - 1, TILE, TILE + 44, 2 * TILE + 3])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kind", [*KINDS, "dual_chunk_swap", "ragged"])
+@pytest.mark.parametrize("name", LONG)
+def test_every_pair_of_long_sequences_meets_once(name, kind, causal, window):
+    """The queries of a long sequence are cut into runs; the rank at the end of it or in its midst sees as it should."""
+    if kind in KINDS:
+        layout = streams(LONG[name], kind, 2)[1]
+    else:
+        layout = TokenLayout.dense(kind, sum(LONG[name]), cp_size=2, cp_rank=1, real_length=2400)
+    places = [x.numpy() for x in (layout.sequence_ids, layout.position_ids, ~layout.padding_mask)]
+    expected = np.asarray(seen_pairs(*places, causal, window)).copy()
+    expected[np.setdiff1d(np.arange(layout.total), layout.local_index.numpy())] = False
+    np.testing.assert_array_equal(times_seen(layout, causal, window), expected)
+
+
+def area(blocks):
+    """Pairs of queries and keys that blocks compute, and the bytes of their masks, each counted once."""
+    masks = {block.mask.data_ptr(): block.mask.numel() for block in blocks if block.mask is not None}
+    pairs = sum((b.queries.stop - b.queries.start) * (b.keys.stop - b.keys.start) for b in blocks)
+    return pairs, sum(masks.values())
+
+
+@pytest.mark.parametrize("window", [16, 300, 1000])
+@pytest.mark.parametrize("kind", ["contiguous", "dual_chunk_swap", "striped"])
+def test_a_window_costs_its_width_for_each_token(kind, window):
+    def measured(length):
+        layout = TokenLayout.dense(kind, length, cp_size=2, cp_rank=0)
+        return area([block for of_rank in pairs_of(layout, True, window).blocks for block in of_rank])
+
+    (short, few), (long, many) = measured(8192), measured(32768)
+    assert long <= 32768 * (window + 2 * TILE) and long <= 5 * short
+    assert many <= 12 * TILE * TILE and many <= 2 * few
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_window_that_sees_all_is_none(kind, causal):
+    for lengths, window in (([24], 24), ([8, 16, 8], 15)):  # of 16 the last is padding
+        layout = streams(lengths, kind, 2)[0]
+        wide, whole = (pairs_of(layout, causal, near).blocks for near in (window, None))
+        for found, wanted in zip(wide, whole, strict=True):
+            assert [(b.is_causal, b.mask is None) for b in found] == [(b.is_causal, b.mask is None) for b in wanted]
+
+
+def test_a_long_sequence_among_short_ones_is_not_filled():
+    layout = TokenLayout.packed(np.cumsum([0, 1025, 3, 4, 5, 6, 7, 8, 9, 10]).tolist(), cp_size=1, cp_rank=0)
+    (blocks,) = pairs_of(layout, True, None).blocks
+    longest = max(blocks, key=lambda block: block.keys.stop - block.keys.start if type(block.keys) is slice else 0)
+    assert (longest.queries, longest.keys, longest.is_causal) == (slice(0, 1025), slice(0, 1025), True)
+    assert len(blocks) < MOST_LENGTHS and longest.own_queries is None
 
 
 def test_without_a_window_no_mask_is_made():

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Real
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from torch_impl.layouts.token_layout import TokenLayout
 EXCHANGES = ("ring", "all_gather", "ulysses", "usp")
 DENSE = ("contiguous", "dual_chunk_swap", "striped")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_MOVED: WeakKeyDictionary[TokenLayout, dict[torch.device, TokenLayout]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -153,16 +155,18 @@ def _named(
     return _dense(kind, total, cp.size, cp.rank, device)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def _dense(kind: str, total: int, size: int, rank: int, device: torch.device) -> TokenLayout:
     """One object for all calls of one shape, so that what is derived from it is derived once: a memo."""
     return TokenLayout.dense(kind, total, cp_size=size, cp_rank=rank, device=device)
 
 
-@lru_cache(maxsize=8)
 def _on(layout: TokenLayout, device: torch.device) -> TokenLayout:
-    """One copy for all layers of a batch whose layout was made elsewhere: a memo."""
-    return layout.on(device)
+    """One copy for all layers of a batch whose layout was made elsewhere: a memo, for as long as the layout lives."""
+    known = _MOVED.setdefault(layout, {})
+    if device not in known:
+        known[device] = layout.on(device)
+    return known[device]
 
 
 def _check_same_offsets(function: str, layout: TokenLayout, cu_seqlens: Tensor | Sequence[int] | None) -> None:

@@ -2,13 +2,14 @@
 
 Every layout keeps the tokens of a sequence in order on each rank, so a rank's share of a sequence is one run of rows,
 its real tokens first. Of the queries of one rank and the keys of another all pairs count, or those below a diagonal,
-or none: no mask, except for a window.
+or none: no mask, except at the edges of a window, for which queries are cut into short runs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,7 +19,8 @@ from torch import Tensor
 from torch_impl.layouts.token_layout import TokenLayout
 
 Rows = slice | Tensor
-MOST_LENGTHS = 8  # distinct lengths of sequences; where there are more, lengths are rounded up to powers of two
+MOST_LENGTHS = 8  # distinct lengths of sequences; where there are more, those up to one power of two share a block
+TILE = 256  # queries that meet the keys of their window together
 
 
 Places = tuple[slice | Tensor, Tensor]
@@ -67,7 +69,9 @@ _KNOWN: WeakKeyDictionary[TokenLayout, dict[tuple[bool, int | None], Pairs]] = W
 def pairs_of(layout: TokenLayout, causal: bool, window: int | None) -> Pairs:
     """The pairs of one rank. All layers that share a layout share them: a memo, which changes no result.
 
-    Cost:   one copy of two numbers per rank and sequence to the host.
+    Cost:   one copy of two numbers per rank and sequence to the host. With a window that does not see all anyway, the
+            positions too; work grows with tokens times window + TILE, and masks are of the runs at a window's edges,
+            at most 2 * TILE keys each, one for all that are alike. Kept as long as the layout is.
     """
     known = _KNOWN.setdefault(layout, {})
     if (causal, window) not in known:
@@ -79,7 +83,8 @@ def _pairs(layout: TokenLayout, causal: bool, window: int | None) -> Pairs:
     runs = _Runs.of(layout)
     sources = range(layout.cp_size)
     met = [_met(layout.kind, runs, layout.cp_rank, source, causal) for source in sources]
-    blocks = [_blocks(layout, *met[source], source, causal, window) for source in sources]
+    near = window if window is not None and window < max(runs.real.sum(0).tolist(), default=0) else None
+    blocks = [_blocks(_Asked(layout, source, causal, near), *met[source]) for source in sources]
     return Pairs(layout.cp_rank, layout.counts, tuple(blocks), _hops(layout, causal, window))
 
 
@@ -102,8 +107,7 @@ class _Runs:
 
     @staticmethod
     def of(layout: TokenLayout) -> _Runs:
-        cu = layout.cu_padded.long()
-        rows = torch.where(layout.index < 0, layout.total, layout.index)  # what fills a ragged row stands behind it
+        cu, rows = layout.cu_padded.long(), _rising(layout)
         n, ends = len(rows), cu[:-1] + layout.cu_real.long().diff()
 
         def row_of(position: Tensor) -> Tensor:
@@ -124,6 +128,9 @@ class _Met:
     key: Int64[Tensor, " q"]
     keys: Int64[Tensor, " q"]
 
+    def of(self, which: Bool[Tensor, " q"]) -> _Met:
+        return _Met(self.query[which], self.queries[which], self.key[which], self.keys[which])
+
 
 def _met(kind: str, runs: _Runs, rank: int, source: int, causal: bool) -> tuple[_Met, bool]:
     """What of `source` the queries of `rank` see, and whether only below the diagonal."""
@@ -143,52 +150,122 @@ def _met(kind: str, runs: _Runs, rank: int, source: int, causal: bool) -> tuple[
     return _Met(query + early, (queries - early).clamp(min=0), key, keys), False
 
 
-def _blocks(
-    layout: TokenLayout, met: _Met, is_causal: bool, source: int, causal: bool, window: int | None
-) -> tuple[Block, ...]:
-    """One block for each pair of lengths that occurs, however many sequences have it."""
-    some = (met.queries > 0) & (met.keys > 0)
-    met = _Met(met.query[some], met.queries[some], met.key[some], met.keys[some])
+def _rising(layout: TokenLayout) -> Int64[Tensor, "n local"]:
+    """The positions of every rank; what fills a ragged row stands behind it."""
+    return torch.where(layout.index < 0, layout.total, layout.index)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """Whose keys are asked about, and by which rules they are seen."""
+
+    layout: TokenLayout
+    source: int
+    causal: bool
+    window: int | None
+
+
+def _blocks(asked: _Asked, met: _Met, is_causal: bool) -> tuple[Block, ...]:
+    """All blocks of one source: of the edges of windows, and of what stands between them, which all queries see."""
+    if asked.window is None:
+        return _of_lengths(asked, met, is_causal)
+    early, between, late = _cut_by_window(asked, met, asked.window)  # apart, since a block has a query once
+    edges = _of_lengths(asked, early, False) + _of_lengths(asked, late, False)
+    return edges + _of_lengths(replace(asked, window=None), between, False)
+
+
+def _cut_by_window(asked: _Asked, met: _Met, window: int) -> tuple[_Met, _Met, _Met]:
+    """Runs of TILE queries: with keys that the late ones of a run do not see, that all see, that early ones do not."""
+    rows = _rising(asked.layout).cpu()
+    of_queries, of_keys = rows[asked.layout.cp_rank], rows[asked.source]
+    tiles = -(-met.queries // TILE)
+    each = torch.repeat_interleave(tiles)
+    begin = (torch.arange(len(each)) - (tiles.cumsum(0) - tiles)[each]) * TILE
+    query, queries = met.query[each] + begin, (met.queries[each] - begin).clamp(max=TILE)
+    first, last = of_queries[query], of_queries[query + queries - 1]
+    key, end = met.key[each], (met.key + met.keys)[each]
+
+    def key_at(position: Tensor) -> Tensor:
+        return torch.searchsorted(of_keys, position).clamp(key, end)
+
+    behind, ahead = window - 1, 0 if asked.causal else window - 1
+    start, stop = key_at(first - behind), key_at(last + ahead + 1)
+    common, rest = key_at(last - behind), key_at(first + ahead + 1)
+    common, rest = (torch.where(rest > common, x, stop) for x in (common, rest))
+    cuts = (start, common), (common, rest), (rest, stop)
+    early, between, late = (_Met(query, queries, begin, end - begin) for begin, end in cuts)
+    return early, between, late
+
+
+def _of_lengths(asked: _Asked, met: _Met, is_causal: bool) -> tuple[Block, ...]:
+    """One block for each pair of lengths that occurs, however many runs have it; of one sequence one for each run."""
+    met = met.of((met.queries > 0) & (met.keys > 0))
     lengths = torch.stack([met.queries, met.keys], 1)
-    distinct = lengths.unique(dim=0)
-    if len(distinct) > MOST_LENGTHS:
-        lengths = 2 ** ((lengths - 1).clamp(min=1).double().log2().floor().long() + (lengths > 1))
-        distinct = lengths.unique(dim=0)
+    alike = torch.arange(len(lengths)) if len(asked.layout.cu_padded) == 2 else _alike(lengths)
+    known: dict[Any, tuple[Tensor, Tensor | None]] = {}
     found = []
-    for shape in distinct:
-        chosen = (lengths == shape).all(1)
-        one = _Met(met.query[chosen], met.queries[chosen], met.key[chosen], met.keys[chosen])
-        found.append(_block(layout, one, shape.tolist(), is_causal, source, causal, window))
+    for group in range(max(alike.tolist(), default=-1) + 1):
+        chosen = alike == group
+        found.append(_block(asked, met.of(chosen), lengths[chosen].amax(0).tolist(), is_causal, known))
     return tuple(block for block in found if block is not None)
 
 
+def _alike(lengths: Int64[Tensor, "m 2"]) -> Int64[Tensor, " m"]:
+    """The number of the block that each run of queries and keys is in."""
+    distinct, alike = lengths.unique(dim=0, return_inverse=True)
+    if len(distinct) > MOST_LENGTHS:
+        powers = (lengths - 0.5).log2().floor()  # one for those up to each power of two
+        alike = powers.unique(dim=0, return_inverse=True)[1]
+    return alike
+
+
 def _block(
-    layout: TokenLayout, met: _Met, shape: list[int], is_causal: bool, source: int, causal: bool, window: int | None
+    asked: _Asked, met: _Met, shape: list[int], is_causal: bool, known: dict[Any, tuple[Tensor, Tensor | None]]
 ) -> Block | None:
     """The runs of one shape; None if the window hides all keys."""
-    device = layout.index.device
+    device = asked.layout.index.device
     queries, own_queries = _filled(met.query, met.queries, shape[0])
     keys, own_keys = _filled(met.key, met.keys, shape[1])
     fill_is_seen = not is_causal or bool((met.keys < met.queries).any())
-    mask = None
-    if window is not None or (fill_is_seen and not own_keys.all()):
-        index = layout.index.cpu()
-        mask = own_keys[:, None]
-        ahead = index[layout.cp_rank][queries][:, :, None] - index[source][keys][:, None, :]
-        mask = mask & (ahead >= 0) if causal else mask
-        mask = mask & (ahead.abs() < window) if window is not None else mask
-        if not mask.any():
+    mask = blind = None
+    if asked.window is not None or (fill_is_seen and not own_keys.all()):
+        seen = _seen(asked, queries, keys, own_keys, is_causal)
+        if not seen.any():
             return None
-        mask = mask[:, None].to(device)
+        mask, blind = _kept_once(seen, known, device)
     return Block(
         _rows(queries, own_queries, device),
         _rows(keys, own_keys, device),
         is_causal and mask is None,
         mask,
-        None if mask is None else ~mask.any(-1),
+        blind,
         None if own_queries.all() else own_queries.to(device),
         None if own_keys.all() else own_keys.to(device),
     )
+
+
+def _seen(asked: _Asked, queries: Tensor, keys: Tensor, own_keys: Tensor, is_causal: bool) -> Bool[Tensor, "m i j"]:
+    """Which of its keys each query of a run sees; i is 1 where all see the same."""
+    mask = own_keys[:, None]
+    if asked.window is None and not is_causal:
+        return mask
+    index = asked.layout.index.cpu().int()
+    ahead = index[asked.layout.cp_rank][queries][:, :, None] - index[asked.source][keys][:, None, :]
+    mask = mask & (ahead >= 0) if asked.causal else mask
+    return mask & (ahead.abs() < asked.window) if asked.window is not None else mask
+
+
+def _kept_once(
+    seen: Bool[Tensor, "m i j"], known: dict[Any, tuple[Tensor, Tensor | None]], device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """A mask and the queries it leaves blind: one for all runs of a block, and for all blocks, that have the same."""
+    if (seen == seen[:1]).all():
+        seen = seen[:1]
+    key = seen.shape, seen.numpy().tobytes()
+    if key not in known:
+        blind = ~seen.any(-1)
+        known[key] = seen[:, None].to(device), blind[:, None].to(device) if blind.any() else None
+    return known[key]
 
 
 def _filled(start: Tensor, length: Tensor, longest: int) -> tuple[Int64[Tensor, "m i"], Bool[Tensor, "m i"]]:

@@ -1,0 +1,39 @@
+"""The pairs of queries and keys that blocks meet, counted one by one."""
+
+import numpy as np
+import torch
+
+from torch_impl.context_parallel.pairs import pairs_of
+from torch_impl.layouts import TokenLayout
+
+KINDS = ("packed", "contiguous", "striped")
+
+
+def streams(lengths, kind, cp):
+    """The layout of every rank, with a padding token at the end of each sequence of 16."""
+    padded = np.cumsum([0, *lengths])
+    real = np.cumsum([0, *(length - (length == 16) for length in lengths)])
+    return [TokenLayout.packed(padded.tolist(), real.tolist(), cp_size=cp, cp_rank=r, kind=kind) for r in range(cp)]
+
+
+def times_seen(layout, causal, window):
+    """How often each query of a rank meets each key of the stream."""
+    counts = np.zeros((layout.total, layout.total), np.int64)
+    for source, blocks in enumerate(pairs_of(layout, causal, window).blocks):
+        for block in blocks:
+            queries, keys = (
+                torch.arange(layout.total)[rows][None] if isinstance(rows, slice) else rows
+                for rows in (block.queries, block.keys)
+            )
+            for run in range(len(queries)):
+                seen = np.ones((queries.shape[1], keys.shape[1]), bool)
+                if block.is_causal:
+                    seen = np.tril(seen)
+                if block.mask is not None:
+                    seen &= block.mask.expand(len(queries), -1, -1, -1)[run, 0].numpy()
+                if block.own_queries is not None:
+                    seen &= block.own_queries[run].numpy()[:, None]
+                i = layout.index[layout.cp_rank][queries[run]].numpy()
+                j = layout.index[source][keys[run]].numpy()
+                np.add.at(counts, (i[:, None], j[None, :]), seen)
+    return counts
