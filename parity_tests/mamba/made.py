@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torch_impl.mamba import Mamba2Mixer, MambaContextParallel
+from torch_impl.mamba import Mamba2Mixer, MambaContextParallel, MambaStatePassing
 
 GIVEN: dict[str, Any] = {"num_heads": 4, "head_dim": 2, "n_groups": 2, "d_state": 3}
 W, T, CU = 32, 24, [0, 8, 8, 24]
@@ -16,6 +16,12 @@ def made(mesh, mixer=None, **further):
     given = {**GIVEN, **{name: further.pop(name) for name in GIVEN if name in further}}
     mixer = Mamba2Mixer(5, **GIVEN, dtype=torch.float64) if mixer is None else mixer
     return MambaContextParallel(mesh["cp"], **given, mixer=mixer, **further)
+
+
+def passing(mesh, mixer=None, **further):
+    """The strategy that passes states, of a mixer whose parameters are all different."""
+    given = {**GIVEN, **{name: further.pop(name) for name in GIVEN if name in further}}
+    return MambaStatePassing(mesh["cp"], **given, mixer=filled() if mixer is None else mixer, **further)
 
 
 def filled():

@@ -5,7 +5,6 @@ import torch
 from hypothesis import given, settings
 from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from jax_ref.layouts import BUILTIN as dense_layouts
 from jax_ref.layouts import packed as packed_layout
@@ -15,6 +14,7 @@ from parity_tests import CaseSpec, Cost, check, every_case, offsets, scheme, val
 from parity_tests.harness.engines.run import run
 from parity_tests.mamba.by_name import flat, flax_mixer
 from parity_tests.mamba.made import CU, PROJECTED, T, U, W, filled, made
+from parity_tests.mamba.operations import Operations
 from parity_tests.mamba.parameters import DRAW, SPECS, settings_of, sizes_of
 from torch_impl.collectives import all_reduce
 from torch_impl.layouts import TokenLayout
@@ -237,16 +237,6 @@ def test_fully_sharded_parameters_are_read_when_they_are_whole():
         return [torch.equal(a, b) for a, b in zip(means, whole, strict=True)]
 
     assert on_ranks(body) == ([True] * 9,) * 2
-
-
-class Operations(TorchDispatchMode):
-    """Counts what is sent to the device."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
-        return func(*args, **(kwargs or {}))
 
 
 def test_no_number_of_sequences_changes_what_is_done():

@@ -1,11 +1,11 @@
-"""What the hidden-parallel strategy refuses, on every rank and before anything is sent."""
+"""What the two strategies refuse, on every rank and before anything is sent."""
 
 import pytest
 import torch
 
 from parity_tests import CaseSpec
 from parity_tests.harness.engines.run import run
-from parity_tests.mamba.made import CU, PROJECTED, T, filled, made
+from parity_tests.mamba.made import CU, PROJECTED, T, filled, made, passing
 from torch_impl.layouts import TokenLayout
 from torch_impl.mamba import MambaContextParallel
 
@@ -40,6 +40,28 @@ REFUSED = [
     (lambda m: made(m)._slice_vector_param(torch.zeros(7)), "param is [7]; there are 4 heads"),
     (lambda m: made(m)._slice_conv_param(torch.zeros(7)), "param is [7]; the convolution has 20 channels"),
 ]
+PASSING = [
+    (lambda m: passing(m, n_groups=3), "num_heads=4 must be divisible by n_groups=3"),
+    (lambda m: passing(m, num_heads=8), "conv1d.weight is [20, 1, 4]; these sizes give it 28 rows"),
+    (
+        lambda m: passing(m, layout="striped").mix(X),
+        "layout='striped' is not contiguous, dual_chunk_swap or a TokenLayout",
+    ),
+    (
+        lambda m: passing(m, layout=LAYOUT.rebind(2, m.rank("cp"))).mix(X),
+        "layout='striped' cuts sequences into more than two runs a rank; use contiguous or dual_chunk_swap",
+    ),
+    (
+        lambda m: passing(m, layout=LAYOUT.rebind(2, m.rank("cp"))).mix(X[:, :6]),
+        "layout has 24 tokens, the ranks hold 12",
+    ),
+    (lambda m: passing(m).mix(X[..., 1:]), "projected_states is [2, 12, 31]; in_proj has 32 columns"),
+    (lambda m: passing(m).mix(STREAM), "input is [12, 32] without cu_seqlens; pass them, or [b, s, w]"),
+    (
+        lambda m: passing(m).mix(X, torch.tensor(CU)),
+        "input is [2, 12, 32] with cu_seqlens; one stream is [t, w] or [1, t, w]",
+    ),
+]
 OFFSETS = [  # real ones, those of one rank, and lengths that two ranks cannot share
     ([0, 7, 22], "cu_seqlens ends at 22 but the stream holds 24 tokens; pass the padded offsets"),
     ([0, 4, 12], "cu_seqlens ends at 12 but the stream holds 24 tokens; pass the padded offsets"),
@@ -66,9 +88,15 @@ def test_refusal(call, text):
     assert refused(call) == tuple(f"mamba.MambaContextParallel: {text.format(rank=rank)}" for rank in range(2))
 
 
+@pytest.mark.parametrize(("call", "text"), PASSING, ids=[text[:40] for _, text in PASSING])
+def test_refusal_to_pass_states(call, text):
+    assert refused(call) == (f"mamba.MambaStatePassing: {text}",) * 2
+
+
 @pytest.mark.parametrize(("cu", "text"), OFFSETS)
 def test_refused_offsets(cu, text):
     assert refused(lambda mesh: made(mesh).pre_conv_ssm(STREAM, torch.tensor(cu))) == (text,) * 2
+    assert refused(lambda mesh: passing(mesh).mix(STREAM, torch.tensor(cu))) == (text,) * 2
     assert refused(lambda mesh: made(mesh).pre_conv_ssm(X[:, :11]))[0].startswith("s=22 cannot be cut by")
 
 

@@ -9,5 +9,8 @@ from torch_impl.mamba.all_to_all import _all_to_all as _all_to_all
 from torch_impl.mamba.all_to_all import _all_to_all_cp2hp as _all_to_all_cp2hp
 from torch_impl.mamba.all_to_all import _all_to_all_hp2cp as _all_to_all_hp2cp
 from torch_impl.mamba.all_to_all import _AllToAll as _AllToAll
+from torch_impl.mamba.cost import MambaCost as MambaCost
+from torch_impl.mamba.cost import mamba_cp_bytes as mamba_cp_bytes
 from torch_impl.mamba.hidden_parallel import MambaContextParallel as MambaContextParallel
 from torch_impl.mamba.mixer import Mamba2Mixer as Mamba2Mixer
+from torch_impl.mamba.state_passing import MambaStatePassing as MambaStatePassing

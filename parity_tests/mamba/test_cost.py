@@ -1,0 +1,54 @@
+"""mamba.cost: which strategy sends less, and from how many tokens on."""
+
+import pytest
+
+from torch_impl.mamba import mamba_cp_bytes
+
+LARGE = {"num_heads": 128, "head_dim": 64, "n_groups": 8, "d_state": 128, "d_conv": 4, "element_size": 2}
+SMALL = {"num_heads": 8, "head_dim": 2, "n_groups": 4, "d_state": 4, "d_conv": 4, "element_size": 8}
+
+
+def test_the_worked_examples():
+    swapped = mamba_cp_bytes(tokens=131072, cp_size=8, **LARGE)
+    contiguous = mamba_cp_bytes(tokens=131072, cp_size=8, segments=1, **LARGE)
+    assert swapped.hidden_parallel == contiguous.hidden_parallel == 7 * 131072 * 2 * 26752 // 64
+    assert swapped.state_passing == 2 * contiguous.state_passing == 2 * 7 * (3 * 10240 * 2 + 128 * 8193 * 4)
+    assert (swapped.cheaper, swapped.crossover_tokens) == ("state_passing", 1272)
+    assert mamba_cp_bytes(tokens=32, cp_size=2, **SMALL).hidden_parallel == 5632
+
+
+@pytest.mark.parametrize(("cp", "segments"), [(2, 1), (2, 6), (4, 2), (8, 2)])
+def test_state_passing_is_cheaper_just_above_the_crossover(cp, segments):
+    at = mamba_cp_bytes(tokens=cp, cp_size=cp, segments=segments, **SMALL).crossover_tokens
+    found = [mamba_cp_bytes(tokens=cp * t, cp_size=cp, segments=segments, **SMALL).cheaper for t in (at, at + 1)]
+    assert found == ["hidden_parallel", "state_passing"]
+
+
+def test_many_sequences_want_hidden_parallel():
+    found = [mamba_cp_bytes(tokens=131072, cp_size=8, segments=2 * q, **LARGE).cheaper for q in (1, 12, 13, 1000)]
+    assert found == ["state_passing"] * 2 + ["hidden_parallel"] * 2
+
+
+def test_where_heads_cannot_be_shared_one_strategy_is_left():
+    found = mamba_cp_bytes(tokens=3, cp_size=3, **SMALL)
+    assert (found.hidden_parallel, found.cheaper, found.crossover_tokens) == (None, "state_passing", 0)
+    assert found.state_passing == 2 * 2 * (3 * 48 * 8 + 8 * 9 * 8)
+
+
+def test_one_rank_sends_nothing():
+    found = mamba_cp_bytes(tokens=7, cp_size=1, **SMALL)
+    assert (found.hidden_parallel, found.state_passing, found.cheaper) == (0, 0, "hidden_parallel")
+
+
+REFUSED = [
+    ({"tokens": 7}, "tokens=7 must be divisible by cp_size=2; pad them"),
+    ({"segments": 0}, "segments=0 is not a size; it is 1 or more"),
+    ({"n_groups": 3}, "num_heads=8 must be divisible by n_groups=3"),
+]
+
+
+@pytest.mark.parametrize(("given", "text"), REFUSED)
+def test_refusal(given, text):
+    with pytest.raises(ValueError) as caught:
+        mamba_cp_bytes(**{"tokens": 8, "cp_size": 2, **SMALL, **given})
+    assert str(caught.value) == f"mamba.mamba_cp_bytes: {text}"

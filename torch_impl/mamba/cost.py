@@ -1,0 +1,73 @@
+"""Bytes that the two strategies of a Mamba2 mixer over cp ranks send, so that the cheaper one can be chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch_impl.mamba.mixer import check_positive, checked_sizes
+
+NAME = "mamba_cp_bytes"
+
+
+@dataclass(frozen=True)
+class MambaCost:
+    """Bytes that a rank sends for one layer forward; as many backward, where summed in the dtype of the inputs.
+
+    `hidden_parallel` is None where ranks cannot share the heads or the groups. `crossover_tokens` are local tokens:
+    with more of them state passing is `cheaper`; 0 where it is the only one.
+    """
+
+    hidden_parallel: int | None
+    state_passing: int
+    cheaper: Literal["hidden_parallel", "state_passing"]
+    crossover_tokens: int
+
+
+def mamba_cp_bytes(
+    *,
+    tokens: int,
+    cp_size: int,
+    num_heads: int,
+    head_dim: int,
+    n_groups: int,
+    d_state: int,
+    d_conv: int,
+    element_size: int,
+    segments: int = 2,
+) -> MambaCost:
+    """Which strategy sends less for `tokens` tokens over cp_size ranks, all rows of the batch together.
+
+        hidden-parallel  tokens * e * (n - 1) / n^2 * (3 H P + 2 max(G, n) N + H),  e = element_size
+        state passing    (n - 1) * segments * ((K - 1) (H P + 2 G N) e + H (P N + 1) max(e, 4))
+
+    `segments` are those that a rank hands on: 1 in each contiguous row or stream, 2 in each row under
+    dual_chunk_swap, 2 in each sequence of such a packed stream. So the first grows with the tokens and the second
+    with the sequences: many short ones want hidden-parallel, which is also named where both send as much.
+
+    >>> sizes = dict(num_heads=128, head_dim=64, n_groups=8, d_state=128, d_conv=4, element_size=2)
+    >>> mamba_cp_bytes(tokens=131072, cp_size=8, **sizes)
+    MambaCost(hidden_parallel=766935040, state_passing=59587584, cheaper='state_passing', crossover_tokens=1272)
+
+    Errors: ValueError for sizes below 1, tokens that the ranks cannot share equally, num_heads that n_groups does not
+            divide.
+    """
+    sizes = checked_sizes(NAME, num_heads, head_dim, n_groups, d_state)
+    given = {"tokens": tokens, "cp_size": cp_size, "d_conv": d_conv, "element_size": element_size, "segments": segments}
+    for name, size in given.items():
+        check_positive(NAME, name, size)
+    if tokens % cp_size:
+        raise ValueError(f"mamba.{NAME}: tokens={tokens} must be divisible by cp_size={cp_size}; pad them")
+    state = num_heads * (head_dim * d_state + 1) * max(element_size, 4)
+    segment = (d_conv - 1) * sizes.channels * element_size + state
+    state_passing = (cp_size - 1) * segments * segment
+    if sizes.uncuttable(cp_size):
+        return MambaCost(None, state_passing, "state_passing", 0)
+    columns = 3 * sizes.inner + 2 * max(n_groups, cp_size) * d_state + num_heads
+    hidden_parallel = tokens // cp_size * element_size * (cp_size - 1) * columns // cp_size
+    return MambaCost(
+        hidden_parallel,
+        state_passing,
+        "state_passing" if state_passing < hidden_parallel else "hidden_parallel",
+        cp_size * segments * segment // (element_size * columns),
+    )
