@@ -47,7 +47,7 @@ def mamba_cp_bytes(
 
     >>> sizes = dict(num_heads=128, head_dim=64, n_groups=8, d_state=128, d_conv=4, element_size=2)
     >>> mamba_cp_bytes(tokens=131072, cp_size=8, **sizes)
-    MambaCost(hidden_parallel=766935040, state_passing=59587584, cheaper='state_passing', crossover_tokens=1272)
+    MambaCost(hidden_parallel=767033344, state_passing=59587584, cheaper='state_passing', crossover_tokens=1272)
 
     Errors: ValueError for sizes below 1, tokens that the ranks cannot share equally, num_heads that n_groups does not
             divide.
