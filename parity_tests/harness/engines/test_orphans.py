@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 GONE_S = 0.5
+ENDING_S = 5.0  # that the server has before it is killed
 LOADED = 2.0  # how much slower a machine may be that runs other work beside these tests
 
 # A user's script: no guard around what runs, functions in __main__.
@@ -71,8 +73,13 @@ def test_parent_is_killed(start: Callable[..., Parent], what: str) -> None:
 
 def test_parent_is_interrupted(start: Callable[..., Parent]) -> None:
     parent = start("in_a_loop")
-    parent.process.send_signal(signal.SIGINT)
-    assert parent.process.wait(30) == -signal.SIGINT
+    # Python drops an interrupt that comes while a destructor runs; whoever sees nothing happen presses the key again.
+    deadline = time.monotonic() + 30
+    while parent.process.poll() is None and time.monotonic() < deadline:
+        parent.process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            parent.process.wait(2 * ENDING_S)  # an interrupt while it ends would leave something behind
+    assert parent.process.poll() == -signal.SIGINT
     parent.assert_nothing_left()
 
 
