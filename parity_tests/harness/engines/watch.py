@@ -13,7 +13,7 @@ from parity_tests.harness.engines.ledger import Row
 from parity_tests.harness.engines.verdict import DIED, DONE, RUNNING, Outcome, verdict
 
 TICK_S = 0.05
-STALL_S = 1.5  # all ranks wait or are done, and nothing moves
+STALL_S = 1.25  # all ranks wait or are done, and nothing moves
 START_S = 120.0  # ranks are up and the function is loaded
 PROBE_S = 0.3  # after which their ledgers are compared
 COLLECT_S = 0.25  # for the others, after the first failure
