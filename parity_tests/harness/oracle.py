@@ -159,11 +159,11 @@ def _build(scheme: Declared, options: Mapping[str, Any], wanted: Mapping[str, tu
 
         return value_and_gradient(fixed, x, c), jax.vmap(along)(directions, signs)
 
-    return jax.jit(everything, compiler_options=_compiler_options())
+    return jax.jit(everything, compiler_options=compiler_options())
 
 
 @cache
-def _compiler_options() -> dict[str, Any]:
+def compiler_options() -> dict[str, Any]:
     """Options that this XLA knows: arrays are small and every shape compiles, optimizing costs more than it saves."""
     import jax
 

@@ -1,0 +1,96 @@
+"""Small random models of each family, as transformers builds them, and batches for them."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from parity_tests.parallelizer.float64 import Float64Throughout
+
+IGNORED = -100
+# Four heads of four columns that share two KV heads; no vocabulary here divides by two ranks and by four.
+SIZES: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "vocab_size": 31,
+    "max_position_embeddings": 32,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+OWN: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "qwen2": {},
+    "qwen3": {"head_dim": 8},
+    "mistral": {"sliding_window": 3},
+    "gemma": {"vocab_size": 67},
+    "phi3": {"num_hidden_layers": 3, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+}
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A family, whether its head is tied, and what else its configuration is told."""
+
+    family: str
+    tied: bool = False
+    further: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def config(self) -> Any:
+        from transformers import AutoConfig
+
+        told = {**SIZES, **OWN[self.family], **dict(self.further), "tie_word_embeddings": self.tied}
+        return AutoConfig.for_model(self.family, **told)
+
+
+def empty(chosen: Chosen, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Any:
+    """The model of a configuration, its buffers as transformers makes them."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(chosen.config, dtype=dtype)
+    return model.train()
+
+
+@cache
+def arrays(chosen: Chosen) -> dict[str, np.ndarray]:
+    """Float64 values for each parameter, from its name alone; a tied head is left out."""
+    drawn = {}
+    for name, parameter in empty(chosen, device="meta").named_parameters():
+        rng = np.random.Generator(np.random.Philox(key=[zlib.crc32(name.encode()), 0]))
+        values = rng.standard_normal(tuple(parameter.shape))
+        drawn[name] = values / np.sqrt(values.shape[-1]) if values.ndim == 2 else 1.0 + values / 4
+    return drawn
+
+
+def made(chosen: Chosen, dtype: torch.dtype = torch.float64) -> Any:
+    """The model with the values of `arrays`; in float64 without one number of float32 inside."""
+    if dtype == torch.float64:
+        with Float64Throughout():
+            model = empty(chosen, dtype)
+    else:
+        model = empty(chosen, dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.from_numpy(arrays(chosen)[name]))
+    return model
+
+
+def batch(chosen: Chosen, rows: int, length: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Ids, and the next id of each; some rows are shorter, and no row but the first is as long as another."""
+    rng = np.random.Generator(np.random.Philox(key=[seed, 1]))
+    ids = rng.integers(0, chosen.config.vocab_size, size=(rows, length + 1))
+    targets = ids[:, 1:].copy()
+    for row in range(1, rows):
+        targets[row, max(1, length - row) :] = IGNORED
+    return ids[:, :-1].copy(), targets

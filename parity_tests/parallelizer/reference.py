@@ -1,0 +1,24 @@
+"""The JAX reference of a small model's training, compiled once for each configuration and shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from jax_ref.parallelizer.train_step import Trained, step, train
+from parity_tests.harness import bridge, oracle
+from parity_tests.parallelizer.families import Chosen, arrays
+from parity_tests.parallelizer.whole_model import ADAMW
+
+
+def reference(chosen: Chosen, batches: Sequence[tuple[np.ndarray, np.ndarray]]) -> Trained:
+    """Steps on whole batches, and the weights after them."""
+    return train(chosen.config, arrays(chosen), batches, **ADAMW, compiled=_compiled())
+
+
+@cache
+def _compiled() -> Any:
+    return bridge.start().jit(step, static_argnums=0, compiler_options=oracle.compiler_options())
