@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from parity_tests.harness.clues import places, precision, sums
+from parity_tests.harness.clues.added import added
 from parity_tests.harness.clues.arithmetic import fitted_number, known_number
 from parity_tests.harness.clues.displaced import displaced
 from parity_tests.harness.clues.order import another_order
@@ -52,6 +53,7 @@ CLUES = (
     known_number,
     sums.terms,
     sums.sums,
+    added,
     displaced,
     another_order,
     precision.narrow_sums,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from parity_tests.harness import inputs
 from parity_tests.harness.argument import Argument
 from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.compare import TensorRow, owners
@@ -24,8 +23,7 @@ def id_marks(scheme: Declared, program: Program, case: CaseSpec, row: TensorRow)
         names = arg.spec.dim_names
         if how.kind != "ids" or how.dim is None or row.argument.spec.dim_names[: len(names)] != names:
             continue
-        ids = program.arrays[arg.name] if program.arrays else inputs.whole(arg, how, case)
-        for text, mask in _marked(scheme, case, how.dim, np.asarray(ids)).items():
+        for text, mask in _marked(scheme, case, how.dim, program.whole(arg, case)).items():
             padded = mask.reshape(mask.shape + (1,) * (row.want.ndim - mask.ndim))
             found[f"positions whose {arg.name} {text}"] = np.broadcast_to(padded, row.want.shape)
     return found

@@ -72,10 +72,7 @@ def feed(arg: Argument, array: np.ndarray, case: CaseSpec, kind: str) -> Fed:
 def evaluate(scheme: Declared, program: Program, case: CaseSpec) -> Reference:
     """The reference's verdict on one case. Errors: ReferenceFailure with the reference's own exception inside."""
     bridge.start()
-    arrays = {
-        arg.name: program.arrays[arg.name] if program.arrays else inputs.whole(arg, scheme.draws[arg.name], case)
-        for arg in scheme.inputs
-    }
+    arrays = {arg.name: program.whole(arg, case) for arg in scheme.inputs}
     floating = {a.name: feed(a, arrays[a.name], case, "input") for a in scheme.inputs if not a.is_integer}
     cotangents = {
         arg.name: feed(arg, (program.cotangents or {}).get(arg.name, inputs.cotangent(arg, case)), case, "cotangent")

@@ -76,6 +76,10 @@ class Program:
             tuple(findings),
         )
 
+    def whole(self, arg: Argument, case: CaseSpec) -> np.ndarray:
+        """An input as given by hand, or as drawn."""
+        return self.arrays[arg.name] if self.arrays else inputs.whole(arg, self.draws[arg.name], case)
+
     def _bind(self, mesh: Any, case: CaseSpec) -> Any:
         """The mesh as the scheme sees it: its own axes, and the global ids of this example's dims."""
         if mesh.axes != self.mesh_axes:  # inside a sub-group
@@ -93,7 +97,7 @@ class Program:
         return inputs.layout_function(cut.layout, lengths, self.layouts, trusted=False)
 
     def _leaf(self, arg: Argument, case: CaseSpec, coords: Mapping[str, int], device: str) -> torch.Tensor:
-        whole = self.arrays[arg.name] if self.arrays else inputs.whole(arg, self.draws[arg.name], case)
+        whole = self.whole(arg, case)
         if arg.is_integer:
             return torch.from_numpy(inputs.piece(arg, whole, case, coords, self.layouts).copy()).to(device)
         terms = inputs.addends(arg, whole, case, kind="input")

@@ -34,4 +34,4 @@ def test_a_note_on_one_element_comes_from_a_larger_case():
     assert report.notes["out"][0].startswith(
         "off by the constant factor 2 (= tp): a reduction is missing or repeated (at "
     )
-    assert report.notes["out"][1].endswith("repeated; only one element tells")
+    assert len(report.notes["out"]) == 1

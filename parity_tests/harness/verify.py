@@ -153,7 +153,8 @@ def telling(smallest: Report, others: Sequence[Report]) -> Report:
         for other in larger if _is_vague(said) else ():
             found = other.notes.get(label, ())
             if found and not _is_vague(found):
-                notes[label] = (f"{found[0]} (at {sizes(other.case)})", *said)
+                kept = [note for note in said if note.removesuffix(THIN) != found[0]]
+                notes[label] = (f"{found[0]} (at {sizes(other.case)})", *kept)
                 break
     return replace(smallest, notes=notes)
 

@@ -42,6 +42,7 @@ def evidence(
         layouts=_placed(scheme, case, row),
         candidates=scheme.layouts,
         borders={**_borders(case, row), **id_marks(scheme, program, case, row)},
+        inputs=_addable(scheme, program, case, row),
         pieces={axis: row.stitched.pieces(axis, at) for axis in row.stitched.part_axes if case.mesh[axis] > 1},
         outputs_pass=outputs_pass,
         loose_budget=row.loose_budgets,
@@ -61,6 +62,22 @@ def _over_all(case: CaseSpec, ledger: Ledger) -> str | None:
     if case.world in case.mesh.values():
         return None
     return next((f"{r.op} at {r.source}" for r in ledger.rows if r.group == everyone), None)
+
+
+def _addable(scheme: Declared, program: Program, case: CaseSpec, row: TensorRow) -> dict[str, np.ndarray]:
+    """Floating inputs with no dim that an output lacks, in the output's shape."""
+    names = row.argument.spec.dim_names
+    if row.role != "output" or len(set(names)) < len(names):
+        return {}
+    found = {}
+    for arg in scheme.inputs:
+        own = arg.spec.dim_names
+        if scheme.draws[arg.name].kind == "float" and own and set(own) <= set(names) and len(set(own)) == len(own):
+            x = program.whole(arg, case)
+            ordered = x.transpose(sorted(range(x.ndim), key=lambda index: names.index(own[index])))
+            shape = [row.want.shape[index] if name in own else 1 for index, name in enumerate(names)]
+            found[arg.name] = np.broadcast_to(ordered.reshape(shape), row.want.shape)
+    return found
 
 
 def _placed(scheme: Declared, case: CaseSpec, row: TensorRow) -> tuple[Placed, ...]:

@@ -1,0 +1,26 @@
+"""An input that is added on every rank, or on none."""
+
+import numpy as np
+
+from parity_tests.harness.clues.by_hand import headline, numbers
+
+BIAS = np.broadcast_to(numbers(5, seed=3), (4, 5))
+
+
+def test_an_input_added_by_each_rank():
+    want = numbers(4, 5)
+    assert headline(want + 3 * BIAS, want, inputs={"bias": BIAS}) == (
+        "bias is counted 4 times (= tp): each rank adds it before the sum"
+    )
+    assert headline(want + BIAS, want, inputs={"bias": BIAS}, axes={"tp": 4}) == "bias is added once too often"
+
+
+def test_an_input_that_nobody_adds():
+    want = numbers(4, 5)
+    assert headline(want - BIAS, want, inputs={"bias": BIAS}) == "bias is left out"
+
+
+def test_no_claim_without_a_fit():
+    want = numbers(4, 5)
+    assert headline(want + 2.5 * BIAS, want, inputs={"bias": BIAS}).startswith("no pattern")
+    assert headline(want + numbers(4, 5, seed=9), want, inputs={"bias": 0 * BIAS}).startswith("no pattern")
