@@ -1,0 +1,7 @@
+"""Tensor plans, fully sharded data parallelism, and what stands around them."""
+
+from torch_impl.parallelizer.import_classes import import_classes_from_paths as import_classes_from_paths
+from torch_impl.parallelizer.process_group import _destroy_dist_connection as _destroy_dist_connection
+from torch_impl.parallelizer.to_cpu import to_cpu as to_cpu
+from torch_impl.parallelizer.tp_plan import get_hf_tp_shard_plan as get_hf_tp_shard_plan
+from torch_impl.parallelizer.tp_styles import translate_to_torch_parallel_style as translate_to_torch_parallel_style

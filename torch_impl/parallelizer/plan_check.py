@@ -1,0 +1,138 @@
+"""What a tensor-parallel plan is refused for, before anything of the model is changed and anything is sent."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from torch_impl.parallelizer.packed_styles import halves
+from torch_impl.parallelizer.placements import placements_of
+from torch_impl.parallelizer.plan_keys import styled_modules
+
+HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads", "v_proj": "num_key_value_heads"}
+NORMS = {"q_norm": "q_proj", "k_norm": "k_proj"}  # of each head, behind the projection that makes the heads
+Styled = Mapping[str, tuple[str, Any]]
+
+
+def check_plan(
+    model: nn.Module, plan: Mapping[str, ParallelStyle] | None, tp_mesh: DeviceMesh, *, fsdp_size: int = 1
+) -> None:
+    """Refuse a plan that cannot be applied, or would be wrong. Nothing is changed or sent.
+
+    `fsdp_size` is the number of ranks that FSDP shards over afterwards.
+
+    Errors: TypeError for a model, plan, key, style or mesh of another kind. ValueError for an empty plan or none over
+            several ranks, a key that matches nothing, a module that two keys mean or that is already cut, a style
+            that cannot cut its module, heads that the ranks cannot share, a shared parameter cut in two ways, and
+            packed halves under FSDP over several ranks. A norm of heads that the plan leaves out is a UserWarning.
+    """
+    refuse(model, plan, tp_mesh, fsdp_size)
+    if tp_mesh.size() > 1:
+        _warn_of_norms(model, styled_modules(model, plan or {}))
+
+
+def refuse(model: nn.Module, plan: Mapping[str, ParallelStyle] | None, tp_mesh: DeviceMesh, fsdp_size: int = 1) -> None:
+    """What `check_plan` raises."""
+    _check_kinds(model, plan, tp_mesh)
+    plan, tp = plan or {}, tp_mesh.size()
+    if not plan and tp > 1:
+        raise ValueError(
+            f"tp_shard_plan: has no entry for tp={tp}, so that each rank would compute the same; "
+            "pass get_hf_tp_shard_plan(model), or a mesh without tp"
+        )
+    styled = styled_modules(model, plan)
+    placements: dict[str, Placement] = {}
+    for name, (key, style) in styled.items():
+        placements |= _module_placements(model, name, key, style)
+    _check_heads(model, styled, tp)
+    _check_ties(model, placements)
+    _check_packed(placements, fsdp_size)
+
+
+def _check_kinds(model: Any, plan: Any, tp_mesh: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: is a {type(model).__name__}; pass a torch.nn.Module")
+    if not isinstance(tp_mesh, DeviceMesh):
+        raise TypeError(f"tp_mesh: is a {type(tp_mesh).__name__}; pass a 1-D DeviceMesh")
+    if tp_mesh.ndim != 1:
+        raise ValueError(f"tp_mesh: has {tp_mesh.ndim} axes {tp_mesh.mesh_dim_names}; pass the tensor-parallel one")
+    if plan is not None and not isinstance(plan, Mapping):
+        raise TypeError(f"tp_shard_plan: is a {type(plan).__name__}; pass a dict of module name -> ParallelStyle")
+    for key, style in (plan or {}).items():
+        if not isinstance(key, str):
+            raise TypeError(f"tp_shard_plan: key {key!r} is a {type(key).__name__}; keys are names of modules")
+        if not isinstance(style, ParallelStyle):
+            hint = "; translate_to_torch_parallel_style makes one of a name" if isinstance(style, str) else ""
+            raise TypeError(f"tp_shard_plan: the value of {key!r} is {style!r}, not a ParallelStyle{hint}")
+
+
+def _module_placements(model: nn.Module, name: str, key: str, style: ParallelStyle) -> dict[str, Placement]:
+    module = model.get_submodule(name)
+    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        raise ValueError(f"tp_shard_plan: {name!r} already has DTensor parameters; apply a plan once, before FSDP")
+    try:
+        own = placements_of(style, module)
+    except ValueError as error:
+        raise ValueError(f"tp_shard_plan: key {key!r}: {error}") from None
+    return {f"{name}.{leaf}" if name else leaf: placement for leaf, placement in own.items()}
+
+
+def _check_heads(model: nn.Module, styled: Styled, tp: int) -> None:
+    config = getattr(model, "config", None)
+    text: Any = getattr(config, "get_text_config", lambda: config)()
+    for name, (key, style) in styled.items():
+        count = HEADS.get(name.rpartition(".")[2])
+        if count is None or not _leaves_heads_cut(style):
+            continue
+        heads = getattr(text, count, None) or getattr(text, "num_attention_heads", None)
+        for number in heads if isinstance(heads, list | tuple) else [heads]:
+            if isinstance(number, int) and number % tp:
+                raise ValueError(
+                    f"tp_shard_plan: key {key!r} cuts heads, and {count}={number} does not divide by tp={tp}; "
+                    f"use a tp that divides it, or leave attention out of the plan"
+                )
+
+
+def _leaves_heads_cut(style: Any) -> bool:
+    return isinstance(style, ColwiseParallel) and style.output_layouts == (Shard(-1),)
+
+
+def _check_ties(model: nn.Module, placements: Mapping[str, Placement]) -> None:
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        other = first.setdefault(id(parameter), name)
+        one, two = placements.get(other), placements.get(name)
+        if one != two:
+            said = f"{other!r} is {one or 'not in the plan'} and {name!r} is {two or 'not in the plan'}"
+            raise ValueError(f"tp_shard_plan: {said}, but they share one parameter; give both the same placement")
+
+
+def _check_packed(placements: Mapping[str, Placement], fsdp_size: int) -> None:
+    packed = [name for name, placement in placements.items() if type(placement) is type(halves(0))]
+    if packed and fsdp_size > 1:
+        raise ValueError(
+            f"tp_shard_plan: {packed[0]!r} is packed and FSDP would shard it over {fsdp_size} ranks, from which torch "
+            "puts its rows together in another order; use data_parallel_sharding_strategy='no_shard', or tp alone"
+        )
+
+
+def _warn_of_norms(model: nn.Module, styled: Styled) -> None:
+    """A norm behind heads that are cut, left out of the plan, gets the gradient of this rank's heads alone."""
+    for name, module in model.named_modules():
+        path, _, leaf = name.rpartition(".")
+        key, style = styled.get(f"{path}.{NORMS.get(leaf)}", (None, None))
+        if name not in styled and _leaves_heads_cut(style) and next(module.parameters(), None) is not None:
+            warnings.warn(
+                f"tp_shard_plan: {name!r} is not in the plan while {key!r} cuts the heads before it, so its gradient "
+                "is that of this rank's heads; add it as replicated_with_grad_allreduce",
+                UserWarning,
+                stacklevel=3,
+            )
+            return

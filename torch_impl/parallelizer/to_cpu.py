@@ -1,0 +1,41 @@
+"""A tensor on the CPU, whole if it was distributed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+NAME = "parallelizer.to_cpu"
+DEVICES = ("cuda", "cpu")
+
+
+def to_cpu(v: Any, *, local: bool = False) -> Any:
+    """v on the CPU: the full value of a DTensor, whatever its placements; what is no tensor comes back as it is.
+
+        DTensor  any placements   ->   "..." the same on each rank of its mesh, detached
+
+    With `local=True`, this rank's shard of a DTensor. A Tensor that is on the CPU comes back as the same object. Lists
+    and dicts are not walked.
+
+    Cost:   for a DTensor 1 all_gather for each axis that cuts it and 1 all_reduce for each that has addends; all ranks
+            of its mesh call this. None with `local=True`.
+    Errors: ValueError for a DTensor on another device than cuda or cpu, or for `local=True` where the ranks hold
+            addends.
+    """
+    if not isinstance(v, Tensor):
+        return v
+    if not isinstance(v, DTensor):
+        return v.cpu()
+    if v.device.type not in DEVICES:
+        why = ", which holds no values" if v.device.type == "meta" else f"; only {' and '.join(DEVICES)} are known"
+        raise ValueError(f"{NAME}: v is a DTensor on {v.device.type!r}{why}")
+    if not local:
+        with torch.no_grad():
+            return v.full_tensor().cpu()
+    if any(placement.is_partial() for placement in v.placements):
+        raise ValueError(f"{NAME}: v is {v.placements}, so that a rank holds an addend and no shard; drop local=True")
+    with torch.no_grad():
+        return v.to_local().cpu()
