@@ -1,0 +1,81 @@
+"""The parameters of a hybrid model of two layers as a scheme draws them, and the model that their shapes tell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from parity_tests import values
+from parity_tests.models.tree import flat, nested
+
+# How tp cuts each parameter, by the plan; what it does not cut has the same gradient on each of its ranks.
+ATTENTION = {
+    "input_layernorm.weight": "d tp=I",
+    "self_attn.q_proj.weight": "w/tp d",
+    "self_attn.k_proj.weight": "x/tp d",
+    "self_attn.v_proj.weight": "x/tp d",
+    "self_attn.o_proj.weight": "d w/tp",
+    "post_attention_layernorm.weight": "d tp=I",
+    "mlp.gate_proj.weight": "f/tp d",
+    "mlp.up_proj.weight": "f/tp d",
+    "mlp.down_proj.weight": "d f/tp",
+}
+MAMBA = {
+    "input_layernorm.weight": "d tp=I",
+    "mixer.in_proj.weight": "u d tp=I",
+    "mixer.conv1d.weight": "c 1 k tp=I",
+    "mixer.conv1d.bias": "c tp=I",
+    "mixer.dt_bias": "r tp=I",
+    "mixer.A_log": "r tp=I",
+    "mixer.D": "r tp=I",
+    "mixer.norm.weight": "i tp=I",
+    "mixer.out_proj.weight": "d i tp=I",
+}
+TIED = {
+    "embed_tokens.weight": "v/tp d",
+    **{f"layers.0.{name}": spec for name, spec in ATTENTION.items()},
+    **{f"layers.1.{name}": spec for name, spec in MAMBA.items()},
+    "norm.weight": "d tp=I",
+}
+UNTIED = {**TIED, "lm_head.weight": "v/tp d"}
+# h query heads of p columns share g KV heads; r Mamba heads of e columns, j groups, n states.
+RELATED = {"w": "h*p", "x": "g*p", "i": "r*e", "c": "r*e+2*j*n", "u": "2*r*e+2*j*n+r"}
+SIZES = {"v": (12,), "d": (4,), "p": (2,), "f": (6,), "e": (2,), "n": (2,), "k": (4,)}
+# Stored in the dtype and used again: about a dozen in each layer, the embedding, the last norm and the head.
+ROUNDINGS = 27
+
+
+def specs(parameters: Mapping[str, str], summed: str) -> dict[str, Any]:
+    """The tree of specs; `summed` types the axes over which gradients add up, as `cp=R`."""
+    return nested({name: f"{spec} {summed}" for name, spec in parameters.items()})
+
+
+def drawn(parameters: Mapping[str, str]) -> dict[str, Any]:
+    return {f"parameters.{name}": values("normal") for name in parameters}
+
+
+def config_of(case: Mapping[str, int], parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """What both sides' configs are made with, from the sizes that no shape tells and whole parameters' shapes."""
+    leaves = flat(parameters)
+    head_dim, groups, heads = case["p"], case["j"], leaves["layers.1.mixer.dt_bias"].shape[0]
+    inner = leaves["layers.1.mixer.norm.weight"].shape[0]
+    channels, _, width = leaves["layers.1.mixer.conv1d.weight"].shape
+    tp = case["tp"]
+    return {
+        "vocab_size": leaves["embed_tokens.weight"].shape[0] * tp,
+        "hidden_size": leaves["norm.weight"].shape[0],
+        "layers": ("attention", "mamba"),
+        "num_attention_heads": leaves["layers.0.self_attn.q_proj.weight"].shape[0] * tp // head_dim,
+        "num_key_value_heads": leaves["layers.0.self_attn.k_proj.weight"].shape[0] * tp // head_dim,
+        "head_dim": head_dim,
+        "intermediate_size": leaves["layers.0.mlp.up_proj.weight"].shape[0] * tp,
+        "mamba_heads": heads,
+        "mamba_head_dim": inner // heads,
+        "mamba_groups": groups,
+        "state_size": (channels - inner) // (2 * groups),
+        "conv_width": width,
+        "chunk_size": 4,
+        "rope_base": 100.0,
+        "norm_eps": 1e-5,
+        "is_tied": "lm_head.weight" not in leaves,
+    }

@@ -1,0 +1,63 @@
+"""Parity of models.batch: what each token predicts, and which rank has it."""
+
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from jax_ref.layouts import packed
+from jax_ref.models.batch import next_ids as reference
+from torch_impl.models import NOBODY, Stream, own_streams, rank_stream
+
+T = 24
+DOCUMENTS = [
+    ([0, 24], [0, 24]),
+    ([0, 8, 8, 24], [0, 7, 7, 19]),  # padding inside, and a document of no token
+    ([0, 8, 16, 24], [0, 1, 1, 9]),  # one token, none, all
+]
+
+
+def stream(padded, real, keep=None):
+    return Stream(torch.arange(T) * 7 % 11, torch.tensor(padded), torch.tensor(real), keep)
+
+
+@pytest.mark.parametrize(("padded", "real"), DOCUMENTS)
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_a_rank_has_its_share_of_what_is_to_predict(cp, padded, real):
+    whole = stream(padded, real, keep=torch.arange(T) % 5 != 3)
+    targets, is_there = reference(jnp.asarray(whole.ids.numpy()), jnp.array(padded), jnp.array(real))
+    wanted = np.where(np.asarray(is_there) & whole.keep.numpy(), np.asarray(targets), NOBODY)
+    for rank, held in enumerate(packed(T, cp, np.array(padded))):
+        found = rank_stream(whole, cp, rank)
+        assert found.ids.tolist() == [whole.ids[held].tolist()]
+        assert found.targets.tolist() == [wanted[held].tolist()]
+
+
+@pytest.mark.parametrize(("padded", "real"), DOCUMENTS)
+def test_the_last_token_of_a_document_predicts_nothing(padded, real):
+    targets = rank_stream(stream(padded, real), 1, 0).targets[0]
+    counted = sum(max(count - 1, 0) for count in np.diff(real))
+    assert int((targets != NOBODY).sum()) == counted
+
+
+def test_contiguous_cuts_the_stream_where_documents_do_not_end():
+    whole = stream([0, 5, 24], [0, 5, 24])
+    assert [rank_stream(whole, 3, rank, "contiguous").ids.shape for rank in range(3)] == [(1, 8)] * 3
+
+
+def test_dp_ranks_share_the_streams():
+    streams = [stream([0, T], [0, T]) for _ in range(4)]
+    shares = [own_streams(streams, 2, rank) for rank in range(2)]
+    assert all(a is b for a, b in zip(shares[0] + shares[1], streams[::2] + streams[1::2], strict=True))
+    with pytest.raises(ValueError, match=re.escape("4 streams cannot be shared by dp=3; pass a multiple")):
+        own_streams(streams, 3, 0)
+
+
+@pytest.mark.parametrize("name", ["ids", "keep"])
+def test_what_is_not_as_long_as_the_stream_is_refused(name):
+    held = {"ids": torch.arange(T), "keep": torch.ones(T, dtype=torch.bool), name: torch.arange(T - 1) > 0}
+    whole = Stream(cu_padded=torch.tensor([0, T]), cu_real=torch.tensor([0, T]), **held)
+    with pytest.raises(ValueError, match=re.escape(f"{name} is [23] but cu_padded ends at 24; pass all of t")):
+        rank_stream(whole, 2, 0)

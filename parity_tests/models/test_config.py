@@ -1,0 +1,48 @@
+"""What a config of models refuses, and a placement."""
+
+from dataclasses import asdict
+
+import pytest
+
+from jax_ref.models.config import Config
+from parity_tests import CaseSpec
+from parity_tests.harness.engines.run import run
+from torch_impl.models import HybridConfig, Placement
+
+REFUSED = [
+    ({"hidden_size": 0}, "hidden_size=0 is not a size; it is 1 or more"),
+    ({"layers": ("attention", "rnn")}, "layers has 'rnn'; a layer is one of attention, mamba"),
+    ({"head_dim": 3}, "head_dim=3 must be even, since positions turn pairs"),
+    ({"num_key_value_heads": 3}, "num_attention_heads=4 must be divisible by num_key_value_heads=3"),
+    ({"mamba_groups": 3}, "mamba_heads=4 must be divisible by mamba_groups=3"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "text"), REFUSED)
+def test_refusal(sizes, text):
+    with pytest.raises(ValueError) as caught:
+        HybridConfig(**sizes)
+    assert str(caught.value) == f"models.HybridConfig: {text}"
+
+
+PLACED = [
+    ({"exchange": "rings"}, "exchange='rings' is not known; it is one of ring, all_gather, ulysses, usp"),
+    ({"mamba": "both"}, "mamba='both' is not known; it is one of hidden, state"),
+    ({"order": "striped"}, "order='striped' is not known; it is one of dual_chunk_swap, contiguous"),
+]
+
+
+@pytest.mark.parametrize(("chosen", "text"), PLACED)
+def test_a_placement_refuses(chosen, text):
+    def body(mesh, case):
+        with pytest.raises(ValueError) as caught:
+            Placement(mesh["cp"], mesh["cp"], **chosen)
+        with pytest.raises(TypeError):
+            Placement(None, mesh["cp"])
+        return str(caught.value)
+
+    assert run(body, CaseSpec(scheme="models", mesh={"cp": 2})).results == (f"models.Placement: {text}",) * 2
+
+
+def test_both_sides_have_the_same_sizes():
+    assert asdict(Config(**asdict(HybridConfig()))) == asdict(HybridConfig())

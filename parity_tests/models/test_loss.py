@@ -1,0 +1,128 @@
+"""Parity of models.loss: one loss for every way to cut an optimiser step, and with it every parameter's gradient."""
+
+import jax.numpy as jnp
+import pytest
+import torch
+from hypothesis import given, settings
+
+from jax_ref.models.batch import next_ids
+from jax_ref.models.config import Config
+from jax_ref.models.loss import normalised as whole_normalised
+from jax_ref.models.loss import token_losses as whole_token_losses
+from parity_tests import CaseSpec, check, every_case, integers, mask, offsets, scheme, token_below
+from parity_tests.harness.engines.run import run
+from parity_tests.models.by_name import flax_model
+from parity_tests.models.parameters import RELATED, ROUNDINGS, SIZES, TIED, UNTIED, config_of, drawn, specs
+from parity_tests.models.schemes import DTYPES, HEAD_DIM, rank_logits
+from torch_impl.models import NOBODY, Stream, normalised, own_streams, rank_stream, token_losses, valid_count
+
+# Two streams of unequal documents, padding inside; tokens whose prediction does not count.
+STREAMS = {
+    **{"ids": "t", "cu_padded": "q", "cu_real": "q", "keep": "t"},
+    **{"other_ids": "o", "other_padded": "q", "other_real": "q", "other_keep": "o"},
+}
+DRAW = {
+    **{"ids": token_below("v"), "cu_padded": offsets("t", padded=True), "cu_real": offsets("t"), "keep": mask("t")},
+    **{"other_ids": token_below("v"), "other_padded": offsets("o", padded=True), "other_real": offsets("o")},
+    **{"other_keep": mask("o"), "groups": integers(0, 0)},
+}
+
+
+def whole_loss(ids, cu_padded, cu_real, keep, other_ids, other_padded, other_real, other_keep, groups, parameters):
+    model = flax_model(Config(**config_of({"p": HEAD_DIM, "j": len(groups), "tp": 1}, parameters)), parameters)
+    losses, counted = [], []
+    for row in ((ids, cu_padded, cu_real, keep), (other_ids, other_padded, other_real, other_keep)):
+        targets, is_there = next_ids(*row[:3])
+        counted.append(is_there & row[3])
+        losses.append(whole_token_losses(model(row[0][None], *row[1:3])[0], targets, counted[-1]))
+    return {"loss": whole_normalised(losses, counted), "first": losses[0], "second": losses[1]}
+
+
+def declared(parameters, **sizes):
+    return dict(
+        reference=whole_loss,
+        inputs={**STREAMS, "groups": "j", "parameters": specs(parameters, "dp=R cp=R")},
+        outputs={"loss": "dp=P cp=P tp=I", "first": "t/cp:packed dp=P tp=I", "second": "o/cp:packed dp=P tp=I"},
+        dims={**SIZES, **RELATED, "t": (16,), "o": "t", "q": (4,), **sizes},
+        draw={**DRAW, **drawn(parameters)},
+        dtypes=DTYPES,
+        reduction=("t", "f"),
+        roundings=ROUNDINGS,
+    )
+
+
+def parallel_loss(mesh, streams, groups, parameters, **chosen):
+    dp, cp = (mesh.size(axis) for axis in ("dp", "cp"))
+    own = [rank_stream(each, cp, mesh.rank("cp")) for each in own_streams(streams, dp, mesh.rank("dp"))]
+    count = valid_count([each.targets for each in own], [mesh["dp"], mesh["cp"]])
+    vocab_size = parameters["embed_tokens"]["weight"].shape[0] * mesh.size("tp")
+    losses = [
+        token_losses(rank_logits(mesh, each, parameters, groups, **chosen), each.targets, mesh["tp"], vocab_size)
+        for each in own
+    ]
+    everyone = [torch.zeros_like(losses[0][0]) for _ in streams]
+    everyone[mesh.rank("dp") :: dp] = [each[0] for each in losses]
+    loss = sum(normalised(each, count) for each in losses)
+    return {"loss": loss, "first": everyone[0], "second": everyone[1]}
+
+
+@scheme(
+    mesh={"dp": (1, 2), "cp": (1, 2), "tp": (1, 2)},
+    rank_options={"mamba": ("state", "hidden")},
+    **declared(UNTIED, h=(4,), g=(2,), r=(4,), j=(2,)),
+)
+def hybrid_loss(
+    mesh, ids, cu_padded, cu_real, keep, other_ids, other_padded, other_real, other_keep, groups, parameters, mamba
+):
+    streams = [Stream(ids, cu_padded, cu_real, keep), Stream(other_ids, other_padded, other_real, other_keep)]
+    return parallel_loss(mesh, streams, len(groups), parameters, mamba=mamba)
+
+
+@scheme(
+    mesh={"dp": (1, 2), "cp": (1, 2), "tp": (1,)},
+    rank_options={"exchange": ("ulysses", "ring", "all_gather")},
+    **declared(TIED, h=(4,), g=(2,), r=(4,), j=(2,)),
+)
+def hybrid_tied_loss(
+    mesh, ids, cu_padded, cu_real, keep, other_ids, other_padded, other_real, other_keep, groups, parameters, exchange
+):
+    streams = [Stream(ids, cu_padded, cu_real, keep), Stream(other_ids, other_padded, other_real, other_keep)]
+    return parallel_loss(mesh, streams, len(groups), parameters, exchange=exchange)
+
+
+SCHEMES = (hybrid_loss, hybrid_tied_loss)
+
+
+@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
+def test_parity(declared):
+    @settings(max_examples=6)
+    @given(every_case(declared))
+    def example(case):
+        check(case)
+
+    example()
+
+
+def test_means_of_ranks_are_another_number():
+    """Where ranks have unlike counts; the rule gives the same number however the tokens are cut."""
+    losses = torch.arange(6.0, dtype=torch.float64)
+    targets = torch.tensor([1, NOBODY, 1, NOBODY, NOBODY, 1])
+
+    def body(mesh, case):
+        dp, rank = mesh.size("dp"), mesh.rank("dp")
+        own, mine = losses.tensor_split(dp)[rank], targets.tensor_split(dp)[rank]
+        kept = own * (mine != NOBODY)
+        count = valid_count([mine], [mesh["dp"]])
+        averaged = normalised(kept, count, averaged_over=dp)
+        return float(normalised(kept, count)), float(averaged), float(kept.sum() / (mine != NOBODY).sum()), int(count)
+
+    found = {dp: run(body, CaseSpec(scheme="loss", mesh={"dp": dp})).results for dp in (1, 2, 3)}
+    assert {dp: sum(each[0] for each in ranks) for dp, ranks in found.items()} == dict.fromkeys((1, 2, 3), 7 / 3)
+    assert {dp: sum(each[1] for each in ranks) / dp for dp, ranks in found.items()} == dict.fromkeys((1, 2, 3), 7 / 3)
+    assert sum(each[2] for each in found[2]) / 2 == 3.0
+    assert {each[3] for ranks in found.values() for each in ranks} == {3}
+
+
+def test_a_step_without_tokens_has_no_loss():
+    assert normalised(torch.zeros(1, 4), torch.tensor(0)).item() == 0.0
+    assert whole_normalised([jnp.zeros(4)], [jnp.zeros(4, bool)]) == 0.0

@@ -1,0 +1,14 @@
+"""A small hybrid language model made of the components, and the loss that every mesh gives alike."""
+
+from torch_impl.models.batch import RankStream as RankStream
+from torch_impl.models.batch import Stream as Stream
+from torch_impl.models.batch import own_streams as own_streams
+from torch_impl.models.batch import rank_stream as rank_stream
+from torch_impl.models.config import HybridConfig as HybridConfig
+from torch_impl.models.hybrid import HybridLM as HybridLM
+from torch_impl.models.loss import NOBODY as NOBODY
+from torch_impl.models.loss import normalised as normalised
+from torch_impl.models.loss import token_losses as token_losses
+from torch_impl.models.loss import valid_count as valid_count
+from torch_impl.models.placement import Placement as Placement
+from torch_impl.models.tensor_parallel import tensor_parallel_plan as tensor_parallel_plan

@@ -1,0 +1,59 @@
+"""The loss of next tokens, and its one normalisation: the sum of token losses over the global count of valid tokens.
+
+The count is that of the whole optimiser step: all ranks, all microbatches. So the gradient is that of one number,
+however the step is cut into ranks and microbatches, and no other divisor is due anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from torch_impl.vocab_parallel import DistributedLogprob
+from torch_impl.vocab_parallel.vocab_range import ceil_range
+
+NOBODY = -100  # the target of a token whose loss does not count
+
+
+def token_losses(
+    logits: Float[Tensor, "b s v"], targets: Int[Tensor, "b s"], tp: ProcessGroup, vocab_size: int
+) -> Float[Tensor, "b s"]:
+    """-log p(target) of each token, 0 where the target is nobody's.
+
+        logits  "b s/cp v/tp"   targets  "b s/cp"   ->   "b s/cp tp=I"
+
+    Cost, errors: those of `DistributedLogprob`; the vocabulary is cut by DTensor's ceil rule.
+    """
+    start, end = ceil_range(vocab_size, tp.size(), tp.rank())
+    return -DistributedLogprob.apply(logits, targets, start, end, tp)
+
+
+def valid_count(targets: Sequence[Int[Tensor, "b s"]], groups: Sequence[ProcessGroup]) -> Int[Tensor, ""]:
+    """How many tokens of an optimiser step count: in all its microbatches here, summed over the ranks of all groups.
+
+        targets  "b s/cp" of each microbatch   ->   a number, the same on every rank
+
+    `groups` are those that cut the batch (dp, cp), each rank in one group of each.
+
+    Cost: 1 all_reduce of one int64 for each group.
+    """
+    count = torch.stack([(each != NOBODY).sum() for each in targets]).sum()
+    for group in groups:
+        dist.all_reduce(count, group=group)
+    return count
+
+
+def normalised(losses: Float[Tensor, "b s"], count: Int[Tensor, ""], averaged_over: int = 1) -> Float[Tensor, ""]:
+    """This rank's share of the loss: the sum of its token losses over the global count, 0 of a step without tokens.
+
+        losses  "b s/cp"   count  one number   ->   "dp=P cp=P"
+
+    `averaged_over` is how many ranks the gradients are averaged over afterwards: dp * cp under FSDP, 1 where they are
+    summed.
+    """
+    return losses.sum() * averaged_over / count.clamp_min(1)
