@@ -13,7 +13,7 @@ NEEDS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help verify test lint types imports notebooks docs bench faults clean
+.PHONY: help verify test oracles lint types imports notebooks docs bench faults clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -21,8 +21,10 @@ help: ## list the targets
 verify: $(VENV)/with-core ## verify every built-in scheme on this CPU, real text and three planted bugs
 	$(BIN)/shardproof tour
 
-test: $(VENV)/with-test ## run the tests on two processes
+test: $(VENV)/with-test $(VENV)/with-oracles ## run the tests on two processes
 	$(BIN)/python -m pytest -n 2 --dist loadfile --hypothesis-profile=ci
+
+oracles: $(VENV)/with-oracles ## install what some tests compare with, built without CUDA
 
 lint: $(VENV)/with-test ## ruff, check and format
 	$(BIN)/ruff check .
@@ -57,6 +59,14 @@ $(VENV)/bin/python:
 
 $(VENV)/with-core: $(NEEDS) | $(VENV)/bin/python
 	$(PIP) -e .
+	@touch $@
+
+# mamba-ssm and causal-conv1d without CUDA, for their functions in plain torch. They build with the torch that is
+# there, and what else they ask for serves their kernels, of which triton alone is used here.
+$(VENV)/with-oracles: $(NEEDS) | $(VENV)/with-test
+	$(PIP) setuptools wheel
+	MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE CAUSAL_CONV1D_FORCE_BUILD=TRUE CAUSAL_CONV1D_SKIP_CUDA_BUILD=TRUE \
+		$(PIP) --no-build-isolation --no-deps mamba-ssm causal-conv1d
 	@touch $@
 
 $(VENV)/with-%: $(NEEDS) | $(VENV)/bin/python

@@ -21,19 +21,19 @@ def packed_reference(x, dt, A, B, C, D, entering, cu):
     return reference(x, jnp.exp(dt), -jnp.exp(A), B, C, D, first, entering)
 
 
-@scheme(
+TENSORS = {
+    "x": "b s h p cp=R",
+    "dt": "b s h cp=R",
+    "A": "h cp=R",
+    "B": "b s g n cp=R",
+    "C": "b s g n cp=R",
+    "D": "h cp=R",
+    "entering": "b h p n cp=R",
+}
+DECLARED = dict(
     reference=packed_reference,
     mesh={"cp": (1,)},
-    inputs={
-        "x": "b s h p cp=R",
-        "dt": "b s h cp=R",
-        "A": "h cp=R",
-        "B": "b s g n cp=R",
-        "C": "b s g n cp=R",
-        "D": "h cp=R",
-        "entering": "b h p n cp=R",
-        "cu": "q",
-    },
+    inputs={**TENSORS, "cu": "q"},
     outputs=("b s h p cp=R", "b h p n cp=R"),
     dims={"b": (2,), "s": (9, 2), "h": "2*g", "g": (2, 1), "p": (2,), "n": (3,), "q": (4,)},
     draw={
@@ -42,10 +42,15 @@ def packed_reference(x, dt, A, B, C, D, entering, cu):
         "A": values("normal", "zeros"),
         "cu": offsets("s", padded=True),
     },
-    rank_options={"chunk_size": (1, 2, 3, 4, 9, 256), "split": (0, 1, 2, 3)},
-    dtypes=("float32", "float64"),
     reduction=("s", "n"),
     roundings=4,  # the step, its logarithm, what enters a chunk, the result
+)
+
+
+@scheme(
+    rank_options={"chunk_size": (1, 2, 3, 4, 9, 256), "split": (0, 1, 2, 3)},
+    dtypes=("float32", "float64"),
+    **DECLARED,
 )
 def scanned(mesh, x, dt, A, B, C, D, entering, cu, chunk_size, split):
     """The whole in one, or in two of which the second begins with what the first leaves."""

@@ -1,19 +1,16 @@
 """Causal depthwise convolution along the sequence, which starts anew with each sequence of a stream.
 
-causal-conv1d's kernel computes it where that package is installed and the tensor is on CUDA.
+causal-conv1d's kernel computes it where `outside_kernels` finds it.
 """
 
 from __future__ import annotations
-
-from importlib.util import find_spec
 
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from torch_impl.collectives import accumulator
-
-WIDTHS = (2, 3, 4)  # that the kernel has
+from torch_impl.mamba.outside_kernels import conv_kernel, convolved
 
 
 def causal_conv(
@@ -35,9 +32,8 @@ def causal_conv(
     _check(x, weight, bias, seq_idx)
     if not x.shape[1]:
         return x
-    has_width = weight.shape[1] in WIDTHS and x.shape[-1] % 8 == 0  # the kernel's own rules
-    if x.is_cuda and has_width and find_spec("causal_conv1d"):
-        return _kernel(x, weight, bias, seq_idx)
+    if kernel := conv_kernel(x, weight):
+        return convolved(kernel, x, weight, bias, seq_idx)
     wide, k = accumulator(x.dtype), weight.shape[1]
     taps = F.pad(x.to(wide), (0, 0, k - 1, 0)).unfold(1, k, 1)  # [b s c k], the last is the token itself
     if seq_idx is not None:
@@ -45,16 +41,6 @@ def causal_conv(
         taps = taps.masked_fill((before != seq_idx[..., None])[:, :, None], 0.0)
     total = (taps * weight.to(wide)).sum(-1)
     return F.silu(total if bias is None else total + bias.to(wide)).to(x.dtype)
-
-
-def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None) -> Tensor:
-    from causal_conv1d import causal_conv1d_fn
-
-    # Channels last in memory, which the kernel asks for where sequences are packed.
-    channels = x.contiguous().transpose(1, 2)
-    index = None if seq_idx is None else seq_idx.int().contiguous()
-    y = causal_conv1d_fn(channels, weight.contiguous(), bias, seq_idx=index, activation="silu")
-    return y.transpose(1, 2)
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None) -> None:

@@ -2,12 +2,10 @@
 
 All decays are exponentials of sums of logarithms, of which none is positive: nothing overflows and nothing is a
 quotient. Where a sequence ends inside a chunk, the matrix of decays is 0 across the border.
-mamba-ssm's kernels compute the same where that package is installed and the tensors are on CUDA.
+mamba-ssm's kernels compute the same where `outside_kernels` finds them.
 """
 
 from __future__ import annotations
-
-from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from torch_impl.collectives import accumulator
+from torch_impl.mamba.outside_kernels import scan_kernel, scanned
 
 NEVER = float("-inf")  # the logarithm of no decay at all
 
@@ -46,8 +45,8 @@ def chunked_scan(
     Source: arXiv 2405.21060, section 6.
     """
     _check(x, dt, A, B, C, chunk_size, seq_idx, initial_states)
-    if x.is_cuda and x.shape[1] and find_spec("mamba_ssm"):
-        return _kernel(x, dt, A, B, C, D, chunk_size, seq_idx, initial_states)
+    if kernel := scan_kernel(x, B, C):
+        return scanned(kernel, x, dt, A, B, C, D, chunk_size, seq_idx, initial_states)
     wide = accumulator(x.dtype)
     each = x.shape[2] // B.shape[2]  # heads of one group
     entering = x.new_zeros(len(x), *x.shape[2:], B.shape[3], dtype=wide)
@@ -97,23 +96,6 @@ def _cut(x: Tensor, size: int) -> Tensor:
     fill = -x.shape[1] % size
     padded = F.pad(x, (0, 0) * (x.ndim - 2) + (0, fill)) if fill else x
     return padded.unflatten(1, (-1, size))
-
-
-def _kernel(x, dt, A, B, C, D, chunk_size, seq_idx, initial_states) -> tuple[Tensor, Tensor]:
-    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
-
-    return mamba_chunk_scan_combined(
-        x.contiguous(),
-        dt,
-        A.float(),
-        B.contiguous(),
-        C.contiguous(),
-        chunk_size,
-        D=D,
-        seq_idx=None if seq_idx is None else (seq_idx - seq_idx[:, :1]).int(),  # the initial state is sequence 0's
-        initial_states=initial_states,
-        return_final_states=True,
-    )
 
 
 def _check(x, dt, A, B, C, chunk_size: int, seq_idx: Tensor | None, initial_states: Tensor | None) -> None:

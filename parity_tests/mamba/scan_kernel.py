@@ -1,0 +1,50 @@
+"""`python -m parity_tests.mamba.scan_kernel`: mamba-ssm's Triton kernels, as `chunked_scan` calls them on CUDA.
+
+On CUDA if there is one, else in Triton's interpreter, which TRITON_INTERPRET=1 chooses before triton is imported; there
+MAMBA_DETERMINISTIC=1 says that blocks are not to be timed. A process of its own, since both are read once.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import torch
+
+from parity_tests import scheme
+from parity_tests.harness.judge import judge
+from parity_tests.mamba.outside import outside
+from parity_tests.mamba.test_scan import DECLARED
+from torch_impl.layouts import TokenLayout
+from torch_impl.mamba import outside_kernels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SEEDS = 5
+
+
+@scheme(
+    rank_options={"chunk_size": (4, 1, 5, 256)},
+    dtypes=("float32",),
+    **{**DECLARED, "dims": {**DECLARED["dims"], "b": (1,), "s": (9,), "g": (2,)}},
+)
+def scanned_by_kernel(mesh, x, dt, A, B, C, D, entering, cu, chunk_size):
+    ids = TokenLayout.packed(cu, cp_size=1, cp_rank=0).sequence_ids.expand(x.shape[:2])
+    given = [part.to(DEVICE) for part in (x, dt.exp(), -A.exp(), B, C, D)]
+    kernel = outside().scan.mamba_chunk_scan_combined
+    y, state = outside_kernels.scanned(kernel, *given, chunk_size, ids.to(DEVICE), entering.to(DEVICE))
+    return y.to(x.device), state.to(x.device)
+
+
+def on_a_cpu() -> None:
+    """The interpreter needs no device, for which the kernels' callers ask all the same."""
+    torch.cuda.device = lambda _: nullcontext()
+    torch.cuda.get_device_properties = lambda _: SimpleNamespace(multi_processor_count=1)
+
+
+if __name__ == "__main__":
+    if DEVICE == "cpu":
+        on_a_cpu()
+    for seed in range(SEEDS):
+        report = judge(scanned_by_kernel, scanned_by_kernel.case(seed=seed))
+        report.raise_if_failed()
+    print(f"{SEEDS} passed on {DEVICE}")

@@ -1,0 +1,131 @@
+"""mamba.outside_kernels: which kernels are used, and what they are given."""
+
+import importlib
+import inspect
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from parity_tests.mamba.outside import NEEDS, is_installed, outside
+from torch_impl.mamba import outside_kernels
+from torch_impl.mamba.conv import causal_conv
+from torch_impl.mamba.scan import chunked_scan
+
+ROOT = Path(__file__).resolve().parents[2]
+on_the_packages = pytest.mark.skipif(not is_installed(), reason=NEEDS)
+# Whole numbers, whose sums are exact in any order.
+X = (torch.arange(2.0 * 7 * 8) * 5 % 7 - 3).view(2, 7, 8)
+WEIGHT = (torch.arange(8.0 * 4) * 3 % 5 - 2).view(8, 4)
+BIAS = torch.arange(8.0)
+WIDER = torch.cat([X, X[..., :3]], -1)
+IDS = (torch.arange(7) >= 3).long().expand(2, 7)
+
+
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """One that imports and one that does not."""
+    for name, text in {"sound": "def scan(): ...", "broken": "import no_such_module"}.items():
+        (tmp_path / f"{name}_kernels.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    outside_kernels.imported.cache_clear()
+    yield
+    outside_kernels.imported.cache_clear()
+
+
+def test_a_package_is_used_where_it_imports(packages):
+    assert outside_kernels.imported("sound_kernels", "sound_kernels", "scan").__name__ == "scan"
+    assert outside_kernels.imported("absent_kernels", "absent_kernels", "scan") is None
+    with pytest.warns(UserWarning, match="mamba: broken_kernels is installed and does not import .*no_such_module.*"):
+        assert outside_kernels.imported("broken_kernels", "broken_kernels", "scan") is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert outside_kernels.imported("broken_kernels", "broken_kernels", "scan") is None
+
+
+class OnCuda:
+    """Says that it is a CUDA tensor."""
+
+    is_cuda = True
+
+    def __init__(self, shape, dtype=torch.float32):
+        self.shape, self.dtype = torch.Size(shape), dtype
+
+    def numel(self):
+        return self.shape.numel()
+
+
+def test_what_a_kernel_would_narrow_or_refuse_is_not_given_to_it(monkeypatch):
+    monkeypatch.setattr(outside_kernels, "imported", lambda *_: "kernel")
+    x, B = OnCuda((1, 4, 2, 3)), OnCuda((1, 4, 1, 5))
+    scan, conv = outside_kernels.scan_kernel, outside_kernels.conv_kernel
+    assert scan(x, B, B) == "kernel"
+    assert scan(torch.zeros(1, 4, 2, 3), B, B) is None
+    assert scan(OnCuda((1, 0, 2, 3)), B, B) is None
+    assert scan(OnCuda(x.shape, torch.float64), *[OnCuda(B.shape, torch.float64)] * 2) is None
+    assert scan(OnCuda(x.shape, torch.bfloat16), B, B) is None
+    rows, weight = OnCuda((1, 4, 8)), OnCuda((8, 4))
+    assert conv(rows, weight) == "kernel"
+    assert conv(torch.zeros(1, 4, 8), weight) is None
+    assert conv(OnCuda((1, 4, 8), torch.float64), weight) is None
+    assert conv(OnCuda((1, 4, 12)), OnCuda((12, 4))) is None
+    assert conv(rows, OnCuda((8, 5))) is None and conv(rows, OnCuda((8, 1))) is None
+
+
+def conv_that_checks(x, weight, bias=None, seq_idx=None, activation=None):
+    """What causal-conv1d's kernel refuses, then its own plain torch."""
+    assert x.stride(1) == 1 and x.stride(0) % 8 == x.stride(2) % 8 == x.shape[1] % 8 == 0
+    assert x.dtype in outside_kernels.TAKEN and 2 <= weight.shape[1] <= 4
+    assert bias is None or (bias.dtype == weight.dtype and bias.stride(-1) == 1)
+    assert seq_idx is None or (seq_idx.dtype == torch.int32 and seq_idx.is_contiguous())
+    return outside().conv.causal_conv1d_ref(x, weight, bias, seq_idx=seq_idx, activation=activation)
+
+
+@on_the_packages
+@pytest.mark.parametrize("ids", [None, IDS])
+@pytest.mark.parametrize("rows", [X, WIDER[..., :8], WIDER[:1, :1, :8]])
+def test_the_convolution_gets_what_it_takes(rows, ids):
+    ids = None if ids is None else ids[: len(rows), : rows.shape[1]]
+    for bias in (BIAS, None):
+        found = outside_kernels.convolved(conv_that_checks, rows, WEIGHT, bias, ids)
+        assert torch.equal(found, causal_conv(rows, WEIGHT, bias, ids))
+
+
+@on_the_packages
+def test_the_arguments_are_theirs():
+    """Those that the stand-ins here take, in the order in which they are given."""
+    conv = list(inspect.signature(outside().conv.causal_conv1d_fn).parameters)
+    assert conv[:4] == ["x", "weight", "bias", "seq_idx"] and "activation" in conv
+    scan = list(inspect.signature(outside().scan.mamba_chunk_scan_combined).parameters)
+    assert scan[:6] == ["x", "dt", "A", "B", "C", "chunk_size"]
+    assert {"D", "seq_idx", "initial_states", "return_final_states"} <= set(scan)
+
+
+def test_a_number_for_each_channel_is_one_for_each_of_a_head():
+    given = X[..., None].expand(2, 7, 8, 3), X.exp(), -WEIGHT[:, 0].exp(), X[..., None, :2], X[..., None, 2:4]
+    seen = []
+
+    def kernel(*args, D, **further):
+        seen.append(D.shape)
+        return args[0], None
+
+    for D in (BIAS, torch.arange(24.0), torch.arange(24.0).view(8, 3)):
+        outside_kernels.scanned(kernel, *given, D, 4, None, None)
+        assert chunked_scan(*given, D, chunk_size=4)[0].shape == (2, 7, 8, 3)
+    assert seen == [(8,), (8, 3), (8, 3)]
+
+
+@on_the_packages
+@pytest.mark.timeout(600)
+def test_the_kernels_of_the_scan_compute_what_the_reference_says():
+    """On CUDA where there is one, else in Triton's interpreter."""
+    pytest.importorskip("triton", reason="not run: needs triton; pip install 'shardproof[triton]'")
+    settings = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1", "MAMBA_DETERMINISTIC": "1"}
+    command = [sys.executable, "-W", "ignore", "-m", "parity_tests.mamba.scan_kernel"]
+    run = subprocess.run(command, cwd=ROOT, env={**os.environ, **settings}, capture_output=True, text=True, check=False)
+    assert run.returncode == 0 and " passed on " in run.stdout, run.stdout[-5000:] + run.stderr[-5000:]

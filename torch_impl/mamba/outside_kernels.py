@@ -1,0 +1,90 @@
+"""mamba-ssm's scan and causal-conv1d's convolution, where these packages import and take a CUDA tensor as it is.
+
+Both compute in float32: what is wider, or of a size that they have no kernel for, is left to the eager functions.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+TAKEN = (torch.float32, torch.bfloat16, torch.float16)
+WIDTHS = (2, 3, 4)  # of causal-conv1d's kernel, which also wants channels in eights
+
+
+def scan_kernel(x: Tensor, B: Tensor, C: Tensor) -> Callable[..., Any] | None:
+    """mamba-ssm's function for these, or None."""
+    if not (x.is_cuda and x.numel() and x.dtype in TAKEN and x.dtype == B.dtype == C.dtype):
+        return None
+    return imported("mamba_ssm", "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
+
+
+def conv_kernel(x: Tensor, weight: Tensor) -> Callable[..., Any] | None:
+    """causal-conv1d's function for these, or None."""
+    if not (x.is_cuda and x.numel() and x.dtype in TAKEN and weight.dtype in TAKEN):
+        return None
+    if weight.shape[1] not in WIDTHS or x.shape[-1] % 8:
+        return None
+    return imported("causal_conv1d", "causal_conv1d", "causal_conv1d_fn")
+
+
+@cache
+def imported(package: str, module: str, name: str) -> Callable[..., Any] | None:
+    """A function of an optional package. One that is installed and does not import is warned of, once, and None."""
+    if find_spec(package) is None:
+        return None
+    try:
+        return getattr(import_module(module), name)
+    except ImportError as error:
+        warnings.warn(f"mamba: {package} is installed and does not import ({error}); not used", stacklevel=2)
+        return None
+
+
+def scanned(
+    kernel: Callable[..., Any],
+    x: Float[Tensor, "b s h p"],
+    dt: Float[Tensor, "b s h"],
+    A: Float[Tensor, " h"],
+    B: Float[Tensor, "b s g n"],
+    C: Float[Tensor, "b s g n"],
+    D: Float[Tensor, "*e"] | None,
+    chunk_size: int,
+    seq_idx: Int[Tensor, "b s"] | None,
+    initial_states: Float[Tensor, "b h p n"] | None,
+) -> tuple[Float[Tensor, "b s h p"], Float[Tensor, "b h p n"]]:
+    """`chunked_scan` by that kernel, of the same arguments."""
+    return kernel(
+        x.contiguous(),
+        dt.contiguous(),
+        A.float(),
+        B.contiguous(),
+        C.contiguous(),
+        chunk_size,
+        D=D if D is None or D.shape == A.shape else D.reshape(len(A), -1),
+        seq_idx=None if seq_idx is None else (seq_idx - seq_idx[:, :1]).int(),  # the initial state is sequence 0's
+        initial_states=initial_states,
+        return_final_states=True,
+    )
+
+
+def convolved(
+    kernel: Callable[..., Any],
+    x: Float[Tensor, "b s c"],
+    weight: Float[Tensor, "c k"],
+    bias: Float[Tensor, " c"] | None,
+    seq_idx: Int[Tensor, "b s"] | None,
+) -> Float[Tensor, "b s c"]:
+    """`causal_conv` by that kernel, of the same arguments."""
+    # Channels last in memory, which it asks for where sequences are packed, and no stride of a larger tensor's.
+    channels = x.flatten().view(x.shape).transpose(1, 2)
+    index = None if seq_idx is None else seq_idx.int().contiguous()
+    bias = None if bias is None else bias.to(weight.dtype)
+    return kernel(channels, weight.contiguous(), bias, seq_idx=index, activation="silu").transpose(1, 2)
