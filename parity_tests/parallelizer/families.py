@@ -49,7 +49,7 @@ class Chosen:
     def config(self) -> Any:
         from transformers import AutoConfig
 
-        told = {**SIZES, **OWN[self.family], **dict(self.further), "tie_word_embeddings": self.tied}
+        told = {**SIZES, **OWN.get(self.family, {}), **dict(self.further), "tie_word_embeddings": self.tied}
         return AutoConfig.for_model(self.family, **told)
 
 

@@ -1,37 +1,47 @@
 """Whole models under their own tensor-parallel plan, every parameter's gradient; what a plan is refused for."""
 
+import re
+import zlib
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import SequenceParallel
+from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from parity_tests import CaseSpec
+from parity_tests import CaseSpec, Cost, check, every_case, scheme, token_below, values
 from parity_tests.harness.engines.run import run
-from parity_tests.parallelizer.families import IGNORED, OWN, Chosen, batch, made
+from parity_tests.parallelizer import plain_modules as plain
+from parity_tests.parallelizer.families import IGNORED, OWN, Chosen, batch, empty, made
 from parity_tests.parallelizer.float64 import Float64Throughout
+from parity_tests.parallelizer.misuses import MISUSES, QWEN3, TIED, Tied, refusal
 from parity_tests.parallelizer.promise import PROMISED, broken_on_ranks, deviation
 from parity_tests.parallelizer.reference import reference
+from parity_tests.parallelizer.styled import accumulated, styled
 from parity_tests.parallelizer.whole_model import summed_loss
-from torch_impl.parallelizer import get_hf_tp_shard_plan, to_cpu
+from torch_impl.parallelizer import get_hf_tp_shard_plan, to_cpu, translate_to_torch_parallel_style
 from torch_impl.parallelizer.tp_plan import apply_plan, check_plan
 
 FOUR_KV_HEADS = (("num_key_value_heads", 4),)
 MODELS = [Chosen(family, tied) for family in OWN for tied in (False, True)]
+EXPERTS = {
+    "qwen3_moe": (("num_experts", 4), ("moe_intermediate_size", 10), ("num_experts_per_tok", 2)),
+    "mixtral": (("num_local_experts", 4), ("intermediate_size", 10), ("num_experts_per_tok", 2)),
+}
 
 
-def gradients(mesh, case):
+def trained(model, ids, targets, times):
     """Loss, logits and the gradient of every parameter, in `times` backwards of some rows each."""
-    chosen, ids, targets = case.options["model"], *map(torch.from_numpy, case.options["batch"])
-    with Float64Throughout():
-        model = made(chosen)
-        plan = get_hf_tp_shard_plan(model)
-        check_plan(model, plan, mesh.device_mesh)
-        apply_plan(model, plan, mesh.device_mesh)
-        count, loss, logits = int((targets != IGNORED).sum()), 0.0, []
-        for rows, wanted in zip(ids.chunk(case.times), targets.chunk(case.times), strict=True):
-            logits.append(model(input_ids=rows).logits)
-            part = summed_loss(logits[-1], wanted) / count
-            part.backward()
-            loss += part.item()
+    count, loss, logits = int((targets != IGNORED).sum()), 0.0, []
+    for rows, wanted in zip(ids.chunk(times), targets.chunk(times), strict=True):
+        logits.append(model(input_ids=rows).logits)
+        part = summed_loss(logits[-1], wanted) / count
+        part.backward()
+        loss += part.item()
     named = dict(model.named_parameters(remove_duplicate=False))
     found = {name: to_cpu(parameter.grad).numpy() for name, parameter in named.items()}
     return loss, torch.cat(logits).detach().numpy(), found
@@ -40,13 +50,227 @@ def gradients(mesh, case):
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("chosen", MODELS, ids=str)
 def test_every_gradient_is_that_of_the_whole_model(chosen, tp):
-    """Vocabularies of 31 and 67 do not divide, 24 columns do; four ranks need as many KV heads."""
+    """Vocabularies of 31 and 67 do not divide; four ranks need as many KV heads; one, two or three backwards."""
     chosen = Chosen(chosen.family, chosen.tied, FOUR_KV_HEADS) if tp == 4 else chosen
-    given = batch(chosen, 3, 5)
-    (want,) = reference(chosen, [given]).steps
-    case = CaseSpec(scheme="tp", mesh={"tp": tp}, options={"times": {1: 1, 2: 3, 4: 3}[tp]})
-    vars(case)["options"] = {**case.options, "model": chosen, "batch": given}
-    ranks = run(gradients, case).results
+    ids, targets = batch(chosen, 3, 5)
+    (want,) = reference(chosen, [(ids, targets)]).steps
+
+    def body(mesh, case):
+        with Float64Throughout():
+            model = made(chosen)
+            plan = get_hf_tp_shard_plan(model)
+            check_plan(model, plan, mesh.device_mesh)
+            apply_plan(model, plan, mesh.device_mesh)
+            times = {1: 1, 2: 3, 4: 2}[tp]
+            return trained(model, torch.from_numpy(ids), torch.from_numpy(targets), times)
+
+    ranks = on_ranks(body, tp).results
     assert max(deviation(loss, want.loss) for loss, _, _ in ranks) <= PROMISED
     assert max(deviation(logits, want.logits) for _, logits, _ in ranks) <= PROMISED
-    assert broken_on_ranks([found for _, _, found in ranks], want.gradients, case.mesh) == []
+    assert broken_on_ranks([found for _, _, found in ranks], want.gradients, {"tp": tp}) == []
+
+
+@scheme(
+    reference=plain.tied,
+    mesh={"tp": (1, 2, 4)},
+    inputs={"weight": "v d tp=I", "ids": "b", "cotangent": "b v tp=I", "weights": "n tp=I"},
+    outputs=("b v tp=I", "v d tp=I"),
+    dims={"b": (3,), "v": (7,), "d": (3,), "n": (3,)},
+    rank_options={"times": (1, 2, 3)},
+    nograd=("weight", "cotangent", "weights"),
+    draw={"ids": token_below("v"), **dict.fromkeys(("weight", "cotangent", "weights"), values("normal", "ties"))},
+    dtypes=("float64", "float32"),
+    roundings=4,
+)
+def tied_embedding(mesh, weight, ids, cotangent, weights, times):
+    """One gradient for the lookup and the head, and one parameter under two names."""
+    module = styled(mesh, Tied(weight), {"table": "embedding_rowwise", "head": "colwise_gather_output"})
+    y, _, found = accumulated(module, (ids,), cotangent, weights, times)
+    return y, found["head.weight"]
+
+
+def all_are_refused(x):
+    return x * 0.0 + 1.0
+
+
+@scheme(
+    reference=all_are_refused,
+    mesh={"tp": (2, 4)},
+    inputs={"x": "b tp=I"},
+    outputs="b tp=I",
+    dims={"b": (1,)},
+    rank_options={"misuse": tuple(MISUSES)},
+    nograd=("x",),
+    draw={"x": values("ones")},
+    cost=lambda case: Cost(),
+)
+def refused_plans(mesh, x, misuse):
+    """One where a plan is refused as it should be, before anything is sent."""
+    said = MISUSES[misuse].said.format(tp=mesh.size("tp"))
+    return x * float(refusal(mesh, MISUSES[misuse]).startswith(said))
+
+
+@pytest.mark.parametrize("made_scheme", [tied_embedding, refused_plans], ids=lambda made_scheme: made_scheme.name)
+def test_parity(made_scheme):
+    @settings(max_examples=30)
+    @given(every_case(made_scheme))
+    def example(case):
+        check(case)
+
+    example()
+
+
+def on_ranks(body, tp=2, **options):
+    return run(body, CaseSpec(scheme="tp_plan", mesh={"tp": tp}, options=options))
+
+
+@pytest.mark.parametrize("name", MISUSES)
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_plan_is_refused_on_every_rank_before_anything_is_sent(name, tp):
+    ranks = on_ranks(lambda mesh, case: refusal(mesh, MISUSES[name]), tp)
+    assert [said[: len(MISUSES[name].said.format(tp=tp))] for said in ranks.results] == [
+        MISUSES[name].said.format(tp=tp)
+    ] * tp
+    assert ranks.ledger.rows == []
+
+
+@given(st.data())
+@settings(max_examples=40)
+def test_an_edited_key_matches_or_is_refused(data):
+    """A key with a letter taken out, put in or changed is a module's, or an error that names the key."""
+    key = data.draw(st.sampled_from(["model.layers.*.mlp.up_proj", "model.norm", "lm_head"]))
+    at, letter = data.draw(st.integers(0, len(key) - 1)), data.draw(st.sampled_from("ab.*0_"))
+    edited = data.draw(st.sampled_from([key[:at] + key[at + 1 :], key[:at] + letter + key[at:], letter + key[1:]]))
+
+    def body(mesh, case):
+        model = empty(Chosen("llama"), device="meta")
+        try:
+            check_plan(model, {edited: translate_to_torch_parallel_style("replicate")}, mesh.device_mesh)
+        except ValueError as error:
+            return str(error)
+        return [name for name, _ in model.named_modules() if len(name.split(".")) == len(edited.split("."))] != []
+
+    first, second = on_ranks(body).results
+    assert first == second and (first is True or f"key {edited!r} matches no module of LlamaForCausalLM" in first)
+
+
+def test_a_mesh_of_two_axes_and_a_model_of_none_are_refused():
+    def body(mesh, case):
+        plan = {"": translate_to_torch_parallel_style("colwise")}
+        for model, axes, error, said in (
+            (nn.Linear(2, 2), mesh.device_mesh, ValueError, "tp_mesh: has 2 axes ('dp', 'tp')"),
+            ("a model", mesh.device_mesh["tp"], TypeError, "model: is a str; pass a torch.nn.Module"),
+            (nn.Linear(2, 2), None, TypeError, "tp_mesh: is a NoneType; pass a 1-D DeviceMesh"),
+        ):
+            with pytest.raises(error, match=re.escape(said)):
+                check_plan(model, plan, axes)
+        return True
+
+    assert run(body, CaseSpec(scheme="tp_plan", mesh={"dp": 2, "tp": 2})).results == (True,) * 4
+
+
+def test_a_plan_is_applied_once():
+    def body(mesh, case):
+        model = empty(Chosen("llama"), device="meta")
+        apply_plan(model, get_hf_tp_shard_plan(model), mesh.device_mesh)
+        with pytest.raises(ValueError, match=r"'lm_head' already has DTensor parameters; apply a plan once"):
+            apply_plan(model, get_hf_tp_shard_plan(model), mesh.device_mesh)
+        return True
+
+    ranks = on_ranks(body)
+    assert ranks.results == (True, True) and ranks.ledger.rows == []
+
+
+def test_a_norm_of_heads_that_the_plan_leaves_out_is_told():
+    def body(mesh, case):
+        model = empty(QWEN3, device="meta")
+        plan = {key: style for key, style in get_hf_tp_shard_plan(model).items() if "norm" not in key}
+        with pytest.warns(UserWarning, match=r"'model.layers.0.self_attn.q_norm' is not in the plan while"):
+            check_plan(model, plan, mesh.device_mesh)
+        return True
+
+    assert on_ranks(body).results == (True, True)
+
+
+def test_what_a_split_removed_is_no_mistake():
+    def body(mesh, case):
+        model = empty(Chosen("llama"), device="meta")
+        plan = get_hf_tp_shard_plan(model)
+        model.lm_head, model.model.embed_tokens = None, None
+        model.model.layers = nn.ModuleDict({"1": model.model.layers[1]})
+        with pytest.raises(ValueError, match=r"key 'lm_head' matches no module"):
+            check_plan(model, plan, mesh.device_mesh)
+        model.removed_modules = ("lm_head", "model.embed_tokens", "model.layers.0")
+        check_plan(model, plan, mesh.device_mesh)
+        explicit = {"model.layers.0.mlp.up_proj": translate_to_torch_parallel_style("colwise")}
+        check_plan(model, explicit, mesh.device_mesh)
+        with pytest.raises(ValueError, match=r"key 'model.layers.2.mlp.up_proj' matches no module"):
+            check_plan(model, {"model.layers.2.mlp.up_proj": explicit.popitem()[1]}, mesh.device_mesh)
+        return True
+
+    assert on_ranks(body).results == (True, True)
+
+
+def test_what_was_frozen_stays_frozen_and_what_was_shared_stays_shared():
+    def body(mesh, case):
+        model = made(TIED)
+        model.model.norm.weight.requires_grad_(False)
+        model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+        plan = get_hf_tp_shard_plan(model) | {"model.norm": SequenceParallel()}
+        apply_plan(model, plan, mesh.device_mesh)
+        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+        return frozen, model.lm_head.weight is model.model.embed_tokens.weight
+
+    assert on_ranks(body).results == ((["model.layers.0.mlp.up_proj.weight", "model.norm.weight"], True),) * 2
+
+
+class Unknown(ParallelStyle):
+    """A style of a user's own, of which nothing is known before it is applied."""
+
+    def _apply(self, module, device_mesh):
+        cut = distribute_tensor(module.weight, device_mesh, [Shard(1)])
+        module.register_parameter("weight", nn.Parameter(cut))
+        return module
+
+
+def test_a_style_of_ones_own_that_breaks_a_tie_is_told():
+    def body(mesh, case):
+        module = Tied(torch.ones(4, 2))
+        with pytest.raises(ValueError, match=r"'table.weight' and 'head.weight' share a parameter and were cut in two"):
+            apply_plan(module, {"table": Unknown()}, mesh.device_mesh)
+        return True
+
+    assert on_ranks(body).results == (True, True)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_experts_are_those_of_the_whole_model(family, tp):
+    """Loss, every gradient and the state dict, against transformers in one process: JAX has no twin of routing."""
+    chosen, (ids, targets) = Chosen(family, further=(*FOUR_KV_HEADS, *EXPERTS[family])), batch(QWEN3, 2, 5)
+
+    def values_and_gradients(model):
+        found = trained(model, torch.from_numpy(ids), torch.from_numpy(targets), 2)[2]
+        return {name: to_cpu(value).numpy() for name, value in model.state_dict().items()}, found
+
+    def body(mesh, case):
+        with Float64Throughout():
+            model = with_values(empty(chosen))
+            apply_plan(model, get_hf_tp_shard_plan(model), mesh.device_mesh)
+            return values_and_gradients(model)
+
+    with Float64Throughout():
+        whole, gradients = values_and_gradients(with_values(empty(chosen)))
+    ranks = on_ranks(body, tp)
+    assert all(np.array_equal(got[name], whole[name]) for got, _ in ranks.results for name in {**whole, **got})
+    assert broken_on_ranks([found for _, found in ranks.results], gradients, {"tp": tp}) == []
+
+
+def with_values(model):
+    """Values for each parameter, from its name alone; eager experts, which take float64."""
+    model.set_experts_implementation("eager")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            rng = np.random.Generator(np.random.Philox(key=[zlib.crc32(name.encode()), 0]))
+            parameter.copy_(torch.from_numpy(rng.standard_normal(tuple(parameter.shape)) / 2))
+    return model

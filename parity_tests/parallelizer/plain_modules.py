@@ -1,0 +1,71 @@
+"""The plain modules that styles are held against: output and gradients, on whole arrays.
+
+Each takes the arguments of its scheme: what moves, a cotangent, and weights whose sum the cotangent is taken times. The
+ranks add the same sum up in one, two or three backwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from parity_tests.parallelizer.styled import EPS
+
+
+def differentiated(forward: Callable[..., Any], moving: tuple[Any, ...], cotangent: Any, weights: Any) -> Any:
+    """The output, then the gradient of each of the moving."""
+    y, pullback = jax.vjp(forward, *moving)
+    return y, *pullback(cotangent * weights.sum())
+
+
+def linear(x, weight, bias, cotangent, weights):
+    return differentiated(lambda x, w, b: x @ w.T + b[None], (x, weight, bias), cotangent, weights)
+
+
+def gated(x, gate, up, down, bias, cotangent, weights):
+    def forward(x, gate, up, down, bias):
+        return jax.nn.silu(x @ gate.T) * (x @ up.T) @ down.T + bias[None]
+
+    return differentiated(forward, (x, gate, up, down, bias), cotangent, weights)
+
+
+def of_two_halves(left, right, weight, bias, cotangent, weights):
+    def forward(left, right, weight, bias):
+        return jnp.concatenate([left, right], -1) @ weight.T + bias[None]
+
+    return differentiated(forward, (left, right, weight, bias), cotangent, weights)
+
+
+def norm(x, weight, cotangent, weights):
+    def forward(x, weight):
+        return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + EPS) * weight[None, None]
+
+    return differentiated(forward, (x, weight), cotangent, weights)
+
+
+def lookup(weight, ids, cotangent, weights):
+    return differentiated(lambda weight: weight[ids], (weight,), cotangent, weights)
+
+
+def identity(x, cotangent, weights):
+    return differentiated(lambda x: x, (x,), cotangent, weights)
+
+
+def tied(weight, ids, cotangent, weights):
+    """Logits of each id's own vector: the embedding is the head."""
+    return differentiated(lambda weight: weight[ids] @ weight.T, (weight,), cotangent, weights)
+
+
+def experts(x, router, gate, up, down, chosen, cotangent, weights):
+    """Every expert for every token; expert e counts as much as the router gives it in this token's choices."""
+
+    def forward(x, router, gate, up, down):
+        hidden = jax.nn.silu(jnp.einsum("td,efd->tef", x, gate)) * jnp.einsum("td,efd->tef", x, up)
+        every = jnp.einsum("tef,edf->ted", hidden, down)
+        share = jnp.einsum("tk,tke->te", router, jax.nn.one_hot(chosen, gate.shape[0], dtype=x.dtype))
+        return jnp.einsum("te,ted->td", share, every)
+
+    return differentiated(forward, (x, router, gate, up, down), cotangent, weights)

@@ -1,0 +1,113 @@
+"""Modules under a style, on the ranks: made from whole arrays, cut by a plan, run backward one, two or three times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from torch_impl.parallelizer import to_cpu, translate_to_torch_parallel_style
+from torch_impl.parallelizer.moe_styles import Experts
+from torch_impl.parallelizer.tp_plan import apply_plan, check_plan
+
+EPS = 1e-5
+TIMES = {1: (slice(0, 3),), 2: (slice(0, 2), slice(2, 3)), 3: (slice(0, 1), slice(1, 2), slice(2, 3))}
+
+
+def ceil_rule(size: int, world: int) -> list[list[int]]:
+    """Positions of each rank where a dim is cut as DTensor cuts it: all parts but the last are equally long."""
+    step = -(-size // world)
+    return [list(range(min(size, step * rank), min(size, step * (rank + 1)))) for rank in range(world)]
+
+
+def given(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    """A linear layer with these values."""
+    layer = nn.Linear(*reversed(weight.shape), bias=bias is not None, dtype=weight.dtype, device="meta")
+    layer.weight = nn.Parameter(weight.clone())
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.clone())
+    return layer
+
+
+class Norm(nn.Module):
+    """A root-mean-square norm as transformers writes it."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS))
+
+
+class Gated(nn.Module):
+    """A gated MLP, gate and up in one layer or in two."""
+
+    def __init__(self, gate: Tensor, up: Tensor, down: nn.Linear, is_packed: bool) -> None:
+        super().__init__()
+        if is_packed:
+            self.gate_up = given(torch.cat([gate, up]))
+        else:
+            self.gate, self.up = given(gate), given(up)
+        self.down, self.is_packed = down, is_packed
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1) if self.is_packed else (self.gate(x), self.up(x))
+        return self.down(F.silu(gate) * up)
+
+
+class Stacks(nn.Module):
+    """All experts in two stacks, as transformers writes them."""
+
+    def __init__(self, gate: Tensor, up: Tensor, down: Tensor) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.cat([gate, up], 1))
+        self.down_proj = nn.Parameter(down.clone())
+
+    def forward(self, x: Tensor, chosen: Tensor, router: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for expert in range(len(self.down_proj)):
+            token, choice = torch.where(chosen == expert)
+            gate, up = F.linear(x[token], self.gate_up_proj[expert]).chunk(2, -1)
+            each = F.linear(F.silu(gate) * up, self.down_proj[expert])
+            out = out.index_add(0, token, each * router[token, choice, None])
+        return out
+
+
+def styled(mesh: Any, module: nn.Module, plan: Mapping[str, str]) -> nn.Module:
+    """The module under a plan of names. A stack's entry is written `module:parameter`."""
+    styles = {}
+    for key, name in plan.items():
+        path, _, parameter = key.partition(":")
+        if not parameter:
+            styles[path] = translate_to_torch_parallel_style(name)
+    for key, name in plan.items():
+        path, _, parameter = key.partition(":")
+        if parameter:
+            assert isinstance(styles[path], Experts)
+            styles[path].stacks[parameter] = name
+    check_plan(module, styles, mesh.device_mesh)
+    apply_plan(module, styles, mesh.device_mesh)
+    return module
+
+
+def accumulated(
+    module: nn.Module, inputs: tuple[Tensor, ...], cotangent: Tensor, weights: Tensor, times: int
+) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    """Output; gradients of the floating inputs; of the parameters, whole. `times` backwards, all into `.grad`."""
+    leaves = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
+    first: Any = None
+    for part in TIMES[times]:
+        y = module(*leaves)
+        y = y.to_local() if isinstance(y, DTensor) else y
+        first = y.detach() if first is None else first
+        assert torch.equal(y, first)  # no backward changes what the next forward gives
+        y.backward(cotangent * weights[part].sum())
+    named = dict(module.named_parameters(remove_duplicate=False))
+    gradients = {name: to_cpu(parameter.grad) for name, parameter in named.items()}
+    assert all(type(gradient) is Tensor for gradient in gradients.values())
+    return first, [x.grad for x in leaves if x.requires_grad], gradients
