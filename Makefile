@@ -18,7 +18,7 @@ NEEDS := pyproject.toml constraints.txt
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 12
 
-verify: $(VENV)/with-core ## verify every built-in scheme on this CPU, real text and three planted bugs
+verify: $(VENV)/with-hf ## verify every built-in scheme on this CPU, real text and three planted bugs
 	$(BIN)/shardproof tour
 
 test: $(VENV)/with-test $(VENV)/with-oracles ## run the tests on two processes
@@ -56,10 +56,6 @@ clean: ## remove what the other targets made, the virtual environment included
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v < (3, 14) else f"shardproof needs Python 3.11 to 3.13, $(PYTHON) is %d.%d; make PYTHON=python3.12" % v)'
 	$(PYTHON) -m venv $(VENV)
-
-$(VENV)/with-core: $(NEEDS) | $(VENV)/bin/python
-	$(PIP) -e .
-	@touch $@
 
 # mamba-ssm and causal-conv1d without CUDA, for their functions in plain torch. They build with the torch that is
 # there, and what else they ask for serves their kernels, of which triton alone is used here.

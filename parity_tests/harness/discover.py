@@ -18,10 +18,15 @@ from parity_tests.harness.table import TABLE
 
 PACKAGE = Path(parity_tests.__file__).resolve().parent
 NOT_COMPONENTS = ("harness", "faults", "benchmarks")
+EXTRAS = {"transformers": "hf", "safetensors": "hf"}  # packages that some components are about, with the extra of each
 
 
 class UnusableTarget(Exception):
     """A target that names no scheme, or a file that cannot be imported; the message is for the user."""
+
+
+class NeedsExtra(UnusableTarget):
+    """A file about a package that this environment lacks; the message names the extra."""
 
 
 def find(targets: list[str]) -> list[Declared]:
@@ -43,9 +48,26 @@ def find(targets: list[str]) -> list[Declared]:
 
 
 def built_in() -> list[Declared]:
-    """Every scheme that the parity tests declare, in order of file and line."""
-    files = [p for p in sorted(PACKAGE.glob("*/test_*.py")) if p.parent.name not in NOT_COMPONENTS]
-    return [made for file in files if "@scheme" in file.read_text() for made in schemes_of_file(str(file))]
+    """Every scheme that the parity tests declare, in order of file and line, but those of `left_out`."""
+    return [made for file in _declaring() if not _needs(file) for made in schemes_of_file(str(file))]
+
+
+def left_out() -> dict[str, str]:
+    """The files whose schemes are not in `built_in`, each with the extra that it needs."""
+    return {str(file.relative_to(PACKAGE.parent)): why for file in _declaring() if (why := _needs(file))}
+
+
+def _declaring() -> list[Path]:
+    files = (p for p in sorted(PACKAGE.glob("*/test_*.py")) if p.parent.name not in NOT_COMPONENTS)
+    return [file for file in files if "@scheme" in file.read_text()]
+
+
+def _needs(file: Path) -> str | None:
+    try:
+        schemes_of_file(str(file))
+    except NeedsExtra as reason:
+        return str(reason)
+    return None
 
 
 def schemes_of_file(file: str) -> list[Declared]:
@@ -56,6 +78,9 @@ def schemes_of_file(file: str) -> list[Declared]:
     try:
         module = _imported(path)
     except Exception as error:
+        package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        if package in EXTRAS and path.is_relative_to(PACKAGE):
+            raise NeedsExtra(f"needs {package}; pip install 'shardproof[{EXTRAS[package]}]'") from error
         raise UnusableTarget(f"cannot import {file}: {_said(error, path)}") from error
     found = [made for made in TABLE.values() if made.of_module and made.fn.__module__ == module.__name__]
     if not found:

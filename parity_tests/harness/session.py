@@ -31,6 +31,7 @@ def verify(targets: list[str], wanted: Wanted) -> int:
         if not launch.is_rank_zero():
             return launch.serve()
     outcome = run(discover.find(targets), wanted)
+    outcome.not_run |= {} if targets else discover.left_out()
     console = Console(width=None if Console().is_terminal else PLAIN_WIDTH)
     summary.show(console, outcome, wanted)
     if wanted.json:

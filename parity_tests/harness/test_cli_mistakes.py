@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from parity_tests.harness import discover
 from parity_tests.harness.user_files import RIGHT, written
 
 MISTAKES = {
@@ -134,3 +135,15 @@ def test_the_module_is_the_command():
     )  # fmt: skip
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr == f"shardproof: {MISTAKES['axis'][1]}\n"
+
+
+def test_a_component_whose_package_is_missing_is_named_and_left_out(monkeypatch, tmp_path):
+    folder = tmp_path / "parity_tests" / "parallelizer"
+    folder.mkdir(parents=True)
+    (folder / "test_wanting.py").write_text("import transformers.nothing_of_this_name  # @scheme\n")
+    monkeypatch.setattr(discover, "PACKAGE", tmp_path / "parity_tests")
+    monkeypatch.setattr(discover, "_imported", lambda path: exec(path.read_text(), {}))
+    assert discover.built_in() == []
+    assert discover.left_out() == {
+        "parity_tests/parallelizer/test_wanting.py": "needs transformers; pip install 'shardproof[hf]'"
+    }

@@ -68,6 +68,8 @@ def _schemes(tour: Tour, examples: int) -> int:
     for name, why in outcome.not_run.items():
         tour.wrong.append(f"{name} was not run")
         tour.console.print(f"not run: {name}: {why}", markup=False, highlight=False, soft_wrap=True)
+    for file, why in discover.left_out().items():
+        tour.console.print(f"not run: {file}: {why}", markup=False, highlight=False, soft_wrap=True)
     if not outcome.reports:
         tour.wrong.append("there was no scheme to verify")
     tour.console.print(summary.timing(outcome), highlight=False)
