@@ -4,14 +4,14 @@ import pytest
 import torch
 from hypothesis import given as drawn
 from hypothesis import settings
+from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
-from parity_tests import CaseSpec, check, every_case, scheme, token_below, values
-from parity_tests.harness.engines.run import run
+from parity_tests import check, every_case, scheme, token_below, values
 from parity_tests.parallelizer import plain_modules as plain
 from parity_tests.parallelizer.styled import Gated, Norm, Stacks, accumulated, ceil_rule, given, styled
 from torch_impl.parallelizer import translate_to_torch_parallel_style
@@ -19,7 +19,6 @@ from torch_impl.parallelizer.tp_styles import REFUSED, STYLES
 
 WHOLE_OUTPUTS = ("colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep", "replicate")
 ORDINARY = values("normal", "ties")
-PASSES = {"cotangent": ORDINARY, "weights": ORDINARY}  # the cotangent of a pass is the first times its weights
 DECLARED = dict(
     mesh={"tp": (1, 2, 4)},
     layouts={"ceil": ceil_rule},
@@ -219,9 +218,66 @@ SCHEMES = (
 
 @pytest.mark.parametrize("made", SCHEMES, ids=lambda made: made.name)
 def test_parity(made):
-    @settings(max_examples=15)
+    @settings(max_examples=30)
     @drawn(every_case(made))
     def example(case):
         check(case)
 
     example()
+
+
+def test_every_name_that_transformers_registers_is_a_style_or_a_refusal():
+    assert set(ALL_PARALLEL_STYLES.keys()) <= {*STYLES, *REFUSED}
+    assert not set(STYLES) & set(REFUSED)
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_each_call_makes_an_object(name):
+    first, second = translate_to_torch_parallel_style(name), translate_to_torch_parallel_style(name)
+    assert first is not second and type(first) is type(second) and isinstance(first, ParallelStyle)
+
+
+TORCH = {
+    "colwise": ColwiseParallel(),
+    "rowwise": RowwiseParallel(),
+    "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+    "colwise_rep": ColwiseParallel(output_layouts=Replicate()),
+    "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
+    "rowwise_rep": RowwiseParallel(input_layouts=Replicate()),
+    "embedding_rowwise": RowwiseParallel(input_layouts=Replicate()),
+    "embedding_colwise": ColwiseParallel(output_layouts=Replicate()),
+    "sequence_parallel": SequenceParallel(),
+}
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_a_name_that_torch_has_a_style_for(name):
+    found, wanted = translate_to_torch_parallel_style(name), TORCH[name]
+    assert isinstance(found, type(wanted)) and vars(found) == vars(wanted)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refused_name_is_told_why(name):
+    with pytest.raises(ValueError, match=rf"style='{name}' {REFUSED[name][:20]}"):
+        translate_to_torch_parallel_style(name)
+
+
+@drawn(st.text().filter(lambda text: text not in STYLES and text not in REFUSED))
+def test_any_other_text_is_not_known(text):
+    with pytest.raises(ValueError, match="is not known; nearest: '") as caught:
+        translate_to_torch_parallel_style(text)
+    assert f"style={text!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["Colwise", "colwise ", "colwize", "COLWISE"])
+def test_names_are_exact_and_the_nearest_is_told(name):
+    with pytest.raises(ValueError) as caught:
+        translate_to_torch_parallel_style(name)
+    said = f"parallelizer.translate_to_torch_parallel_style: style={name!r} is not known; nearest: 'colwise'"
+    assert str(caught.value) == said if name != "COLWISE" else str(caught.value).startswith(said[:70])
+
+
+@pytest.mark.parametrize("style", [None, 3, b"colwise", ["colwise"], ColwiseParallel()])
+def test_what_is_no_string(style):
+    with pytest.raises(TypeError, match=r"style=.* is a .*; pass the name of a style, a string"):
+        translate_to_torch_parallel_style(style)
