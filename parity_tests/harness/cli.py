@@ -128,6 +128,58 @@ def timeline(
 
 
 @app.command()
+def schedule(
+    target: Annotated[str, typer.Argument(help="A schedule's name or its beginning (zbv), or a .csv file.")],
+    pp: Annotated[int | None, typer.Option(help="Ranks; for a file they are its rows.")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Micro-batches; for a file they are its own.")] = None,
+    stages_per_rank: Annotated[int | None, typer.Option(min=1, help="Default: 2, or what the schedule has.")] = None,
+    times: Annotated[
+        str, typer.Option(help="Forward, input gradient, weight gradient of a chunk.", metavar="F,I,W")
+    ] = "1,1,1",
+    p2p: Annotated[float, typer.Option(help="What a message between ranks takes.")] = 0.0,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    figure: Annotated[str | None, typer.Option(help="Write the picture: a path ending in .png or .svg.")] = None,
+    csv: Annotated[str | None, typer.Option(help="Write the order as a CSV file.")] = None,
+) -> None:
+    """A pipeline schedule run on paper: who computes what and when, bubbles, live activations. Nothing is executed."""
+    from parity_tests.harness import schedule_picture
+    from torch_impl.pipelining.simulate import Times
+
+    given = Times(*_three(times), p2p=p2p)
+    schedule_picture.show(target, pp, microbatches, stages_per_rank, given, json, figure, csv)
+
+
+@app.command()
+def train(
+    mesh: Annotated[
+        list[str] | None,
+        typer.Option(help="A mesh: dp=2,cp=2 of dp_replicate, dp_shard (or dp), cp, tp. Again for a further run."),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 20,
+    dtype: Annotated[str, typer.Option(help="float64 or float32.")] = "float64",
+    mamba: Annotated[str, typer.Option(help="hidden (tokens for heads) or state (states passed on).")] = "hidden",
+    attention: Annotated[str, typer.Option(help="ring, all_gather or ulysses.")] = "ring",
+    tied: Annotated[bool, typer.Option("--tied", help="Share the weight of embedding and head.")] = False,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    engine: Annotated[str, typer.Option(help="gloo, lockstep, nccl or torchrun.")] = "gloo",
+    checkpoint: Annotated[str | None, typer.Option(help="Folder of checkpoints.", metavar="DIR")] = None,
+    every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 5,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    figure: Annotated[str | None, typer.Option(help="Where the figure of the last run goes.")] = None,
+    json: Annotated[str | None, typer.Option(help="Write every step as JSON; - is standard output.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print one line for each run only.")] = False,
+) -> None:
+    """Train a small hybrid language model over a mesh; compare every step with one device."""
+    from parity_tests.training import session
+    from parity_tests.training.run import Run
+
+    settings = {"steps": steps, "seed": seed, "is_tied": tied, "dtype": dtype, "mamba": mamba, "attention": attention}
+    settings |= {"checkpoint": checkpoint, "every": every, "resume": resume}
+    runs = [Run(mesh=_sizes([text], "--mesh"), **settings) for text in mesh or [""]]
+    raise typer.Exit(session.train(runs, session.Wanted(engine, figure, json, quiet)))
+
+
+@app.command()
 def tour(
     figure: Annotated[str, typer.Option(help="Where the figure goes.")] = "shardproof_verify.png",
     examples: Annotated[int, typer.Option(min=1, help="Cases per scheme.")] = 8,
@@ -152,6 +204,17 @@ def _sizes(given: Sequence[str] | None, flag: str) -> dict[str, int]:
             raise ValueError(f"{flag} {text!r} is not NAME=NUMBER, such as tp=4")
         sizes[name.strip()] = int(value)
     return sizes
+
+
+def _three(given: str) -> list[float]:
+    """[1.0, 1.0, 2.0] of "1,1,2"."""
+    try:
+        found = [float(part) for part in given.split(",")]
+    except ValueError:
+        found = []
+    if len(found) != 3:
+        raise ValueError(f"--times {given!r} is not F,I,W, such as 1,1,2")
+    return found
 
 
 def _options(given: Sequence[str] | None) -> dict[str, Any]:

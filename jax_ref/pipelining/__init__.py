@@ -1,0 +1,1 @@
+"""Pipelines as plain definitions: which stage has what, and what schedules cost in closed form."""

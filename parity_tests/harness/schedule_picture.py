@@ -1,0 +1,74 @@
+"""What `shardproof schedule` shows: a schedule by name or file, run on paper, as a grid, JSON or a figure."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import Any
+
+from torch_impl.pipelining.action import Order
+from torch_impl.pipelining.csv_schedule import read_csv, write_csv
+from torch_impl.pipelining.draw import draw
+from torch_impl.pipelining.partition import stage_to_rank
+from torch_impl.pipelining.rules import RULES
+from torch_impl.pipelining.schedule_order import schedule_order
+from torch_impl.pipelining.simulate import Times, simulate
+from torch_impl.pipelining.timeline import Timeline
+
+
+def show(
+    target: str,
+    pp: int | None,
+    microbatches: int | None,
+    stages_per_rank: int | None,
+    times: Times,
+    json: bool,
+    figure: str | None,
+    csv: str | None,
+) -> None:
+    """Print one schedule. Errors: ValueError for a schedule that there is not or that cannot be."""
+    name, order, placed = _found(target, pp, microbatches, stages_per_rank)
+    timeline = simulate(order, placed, times)
+    if csv:
+        write_csv(order, csv)
+    if figure:
+        draw(timeline, name).savefig(figure)
+    print(json_module.dumps(record(name, timeline), indent=2) if json else f"{name}: {timeline}")
+
+
+def record(name: str, timeline: Timeline) -> dict[str, Any]:
+    """A timeline as JSON."""
+    return {
+        "schedule": name,
+        "pp": timeline.pp_size,
+        "stage_to_rank": list(timeline.stage_to_rank),
+        "makespan": timeline.makespan,
+        "ranks": [
+            {
+                "idle": timeline.idle[rank],
+                "bubble": timeline.bubble[rank],
+                "peak_live": timeline.peak_live[rank],
+                "events": [[str(event.action), event.start, event.stop] for event in timeline.of(rank)],
+            }
+            for rank in range(timeline.pp_size)
+        ],
+    }
+
+
+def _found(
+    target: str, pp: int | None, microbatches: int | None, stages_per_rank: int | None
+) -> tuple[str, Order, list[int]]:
+    """Name, order and the rank of each stage, of a file or of a name, which may be cut short."""
+    if target.lower().endswith(".csv"):
+        read = read_csv(target, pp_size=pp, n_microbatches=microbatches, argument="schedule")
+        return Path(target).name, read.order, read.stage_to_rank
+    matches = [name for name in RULES if name.lower() == target.lower()] or [
+        name for name in RULES if target and name.lower().startswith(target.lower())
+    ]
+    if len(matches) != 1:
+        raise ValueError(f"schedule {target!r} is not one of {', '.join(matches or RULES)}, or a .csv file")
+    rule = RULES[matches[0]]
+    if pp is None or microbatches is None:
+        raise ValueError(f"schedule {target!r} needs --pp and --microbatches, such as --pp 4 --microbatches 8")
+    chunks = stages_per_rank or rule.stages or 2
+    return rule.name, schedule_order(rule.name, pp, microbatches, chunks), stage_to_rank(pp, pp * chunks, rule.style)

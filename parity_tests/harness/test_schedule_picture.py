@@ -1,0 +1,62 @@
+"""shardproof schedule: by name, by file, as JSON, and its mistakes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+
+def test_a_schedule_by_the_beginning_of_its_name(shardproof):
+    status, out, err = shardproof("schedule", "zbv", "--pp", "4", "--microbatches", "8")
+    assert (status, err) == (0, "")
+    first, *rows = out.splitlines()
+    assert first == "ZBVZeroBubble: 4 ranks, 8 stages, makespan 51"
+    assert [row.partition("|")[0] for row in rows] == ["rank 0 ", "rank 1 ", "rank 2 ", "rank 3 "]
+    assert all(row.endswith("| idle 5.9%, live 8") for row in rows)
+
+
+def test_a_schedule_as_json(shardproof):
+    status, out, _ = shardproof("schedule", "GPIPE", "--pp", "2", "--microbatches", "1", "--json", "--times", "1,2,3")
+    assert status == 0
+    found = json.loads(out)
+    assert (found["schedule"], found["makespan"], found["stage_to_rank"]) == ("GPipe", 12, [0, 1])
+    assert found["ranks"][0] == {
+        "idle": 6,
+        "bubble": 0.5,
+        "peak_live": 1,
+        "events": [["0F0", 0, 1], ["0B0", 7, 12]],
+    }
+
+
+def test_a_schedule_is_written_and_read_as_a_file(shardproof):
+    sizes = ("--pp", "2", "--microbatches", "4", "--stages-per-rank", "3")
+    _, out, _ = shardproof("schedule", "interleaved1", *sizes, "--csv", "mine.csv", "--figure", "mine.png")
+    assert Path("mine.png").read_bytes().startswith(b"\x89PNG")
+    status, again, err = shardproof("schedule", "mine.csv")
+    assert (status, err) == (0, "")
+    assert again == out.replace("Interleaved1F1B", "mine.csv")
+
+
+def test_a_file_with_a_fault_is_told_with_its_cell(shardproof):
+    Path("mine.csv").write_text("0F0,0B0\n1B0,1F0\n")
+    status, out, err = shardproof("schedule", "mine.csv", "--pp", "2")
+    assert (status, out) == (2, "")
+    assert err == "shardproof: schedule='mine.csv' row 2, column 1: '1B0' stands before '1F0'\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["interleaved", "--pp", "2", "--microbatches", "4"], "is not one of Interleaved1F1B, InterleavedZeroBubble"),
+        (["zbw", "--pp", "2", "--microbatches", "4"], "schedule 'zbw' is not one of GPipe, 1F1B, "),
+        (["zbv", "--pp", "2"], "schedule 'zbv' needs --pp and --microbatches"),
+        (["zbv", "--pp", "2", "--microbatches", "2", "--times", "1,2"], "--times '1,2' is not F,I,W, such as 1,1,2"),
+        (["dualpipev", "--pp", "2", "--microbatches", "3"], "n_microbatches=3 cannot be cut by DualPipeV"),
+        (["none.csv"], "schedule='none.csv' does not exist"),
+    ],
+)
+def test_a_mistake_is_one_sentence(shardproof, given, words):
+    status, out, err = shardproof("schedule", *given)
+    assert (status, out) == (2, "")
+    assert words in err
+    assert len(err.splitlines()) == 1

@@ -1,0 +1,58 @@
+"""Orders drawn for tests: each schedule with legal sizes, and sums over topological orders of one's own."""
+
+from hypothesis import strategies as st
+
+from torch_impl.pipelining import schedule_order, stage_to_rank
+from torch_impl.pipelining.action import Action
+from torch_impl.pipelining.rules import RULES
+
+
+def legal_sizes(name, ranks=range(1, 6), most=12, chunks=(1, 2, 3)):
+    """(p, n, v) that a schedule accepts."""
+    rule = RULES[name]
+    return [
+        (p, n, v)
+        for p in ranks
+        for v in ([rule.stages] if rule.stages else chunks)
+        for n in range(1, most + 1)
+        if rule.accepts(n, p)
+    ]
+
+
+@st.composite
+def named_orders(draw, **limits):
+    """(name, p, n, v, order, rank of each stage)."""
+    name = draw(st.sampled_from(sorted(RULES)))
+    p, n, v = draw(st.sampled_from(legal_sizes(name, **limits)))
+    return name, p, n, v, schedule_order(name, p, n, v), stage_to_rank(p, p * v, RULES[name].style)
+
+
+@st.composite
+def own_orders(draw, ranks=(1, 3), stages=4, most=3):
+    """(order, rank of each stage, n): any order in which everything comes after what it needs."""
+    p = draw(st.integers(*ranks))
+    placed = list(range(p)) + draw(st.lists(st.integers(0, p - 1), max_size=stages - p))
+    placed = list(draw(st.permutations(placed)))
+    n = draw(st.integers(1, most))
+    halved = {(s, m): draw(st.booleans()) for s in range(len(placed)) for m in range(n)}
+    todo = {Action(s, kind, m) for (s, m), cut in halved.items() for kind in ("FIW" if cut else "FB")}
+    done: set[Action] = set()
+    order = [[] for _ in range(p)]
+    while todo:
+        ready = sorted(action for action in todo if needed(action, halved, len(placed)) <= done)
+        action = draw(st.sampled_from(ready))
+        order[placed[action.stage]].append(action)
+        todo.remove(action)
+        done.add(action)
+    return order, placed, n
+
+
+def needed(action, halved, stages):
+    """What an action waits for, of its own stage and of its neighbour."""
+    s, kind, m = action.stage, action.kind, action.microbatch
+    if kind == "W":
+        return {Action(s, "I", m)}
+    if kind == "F":
+        return {Action(s - 1, "F", m)} if s else set()
+    after = {Action(s + 1, "I" if halved[s + 1, m] else "B", m)} if s < stages - 1 else set()
+    return {Action(s, "F", m)} | after

@@ -1,0 +1,195 @@
+"""Parity of pipelining.csv_schedule: what is written is read again, torch's own files, and every fault by its cell."""
+
+import re
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.pipelining.schedules import _Action, _add_reduce_grad, _add_send_recv, _add_unshard_reshard
+
+from parity_tests.pipelining.drawn_orders import named_orders, own_orders
+from torch_impl.pipelining import read_csv, simulate, write_csv
+from torch_impl.pipelining.action import computed, parsed
+
+CELL = re.compile(r"^pipeline_parallel_schedule_csv='[^']*' row [1-9]\d*, column [1-9]\d*: ")
+
+
+def read(text, **sizes):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "s.csv"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return read_csv(path, **sizes)
+
+
+def dumped(order):
+    with tempfile.TemporaryDirectory() as folder:
+        write_csv(order, Path(folder) / "s.csv")
+        return (Path(folder) / "s.csv").read_text()
+
+
+def with_communication(order, placed, n):
+    """What torch makes of an order, as text: what is sent, gathered and reduced."""
+    theirs = {rank: [_Action.from_str(str(a)) for a in actions if a] for rank, actions in enumerate(order)}
+    whole = {rank: _add_reduce_grad(_add_unshard_reshard(actions), n) for rank, actions in theirs.items()}
+    sent = _add_send_recv(whole, lambda stage: placed[stage], len(placed))
+    return [[parsed(str(action)) for action in sent[rank]] for rank in range(len(order))]
+
+
+@given(named_orders(ranks=range(1, 5), most=8))
+def test_a_written_schedule_is_read_again(drawn):
+    _, p, n, _, order, placed = drawn
+    found = read(dumped(order), pp_size=p, n_microbatches=n)
+    assert (found.order, found.stage_to_rank, found.n_microbatches, found.says_all) == (order, placed, n, False)
+
+
+@given(own_orders())
+def test_any_order_that_can_be_is_read(drawn):
+    order, placed, n = drawn
+    found = read(dumped(order))
+    assert (found.order, found.stage_to_rank, found.n_microbatches) == (order, placed, n)
+    assert found.stages_per_rank == [placed.count(rank) for rank in range(len(order))]
+
+
+@given(named_orders(ranks=range(1, 5), most=6))
+def test_what_torch_makes_of_a_schedule_is_read_and_takes_as_long(drawn):
+    name, p, n, _, order, placed = drawn
+    whole = with_communication(order, placed, n)
+    found = read(dumped(whole), pp_size=p, n_microbatches=n)
+    assert (found.order, found.stage_to_rank) == (whole, placed)
+    assert found.says_all
+    told, computed_alone = simulate(whole, placed), simulate(order, placed)
+    if name == "DualPipeV":  # torch sends what a pair makes when both of it are done
+        assert told.makespan >= computed_alone.makespan
+    else:
+        assert told == computed_alone
+
+
+def test_blanks_wait_and_lines_may_end_in_any_way():
+    plain = read("0F0,,0B0\n,1F0,1B0\n")
+    assert plain.order == [[parsed("0F0"), None, parsed("0B0")], [None, parsed("1F0"), parsed("1B0")]]
+    for text in (b"\xef\xbb\xbf0F0,,0B0\r\n,1F0,1B0", '"0F0",,0B0\n, 1F0 ,1B0\n\n,\n'):
+        assert read(text) == plain
+
+
+FAULTS = [
+    ("0F0,0B0,x", "row 1, column 3: 'x' is no action; write <stage><kind><micro-batch>"),
+    ("rank 0\n0F0,0B0", "row 1, column 1: 'rank 0' is no action"),
+    ("0F0,0B-1", "row 1, column 2: '0B-1' is no action"),
+    ("0F0;0B0", "row 1, column 1: '0F0;0B0' is no action"),
+    ("0f0,0B0", "row 1, column 1: '0f0' is no action"),
+    ("0F,0B0", "row 1, column 1: '0F' is no action"),
+    ("0UNSHARD0,0F0,0B0", "row 1, column 1: '0UNSHARD0' is no action"),
+    ("(0F0;0SEND_F0)OVERLAP_F_B,0B0", "row 1, column 1: '(0F0;0SEND_F0)OVERLAP_F_B' is no action"),
+    ("0F0,0B0\n1F0,1B0,1F0", "row 2, column 3: '1F0' stands for the second time"),
+    ("0F0,0B0\n1B0,1F0", "row 2, column 1: '1B0' stands before '1F0'"),
+    ("0F0,0W0,0I0", "row 1, column 2: '0W0' stands before '0I0'"),
+    ("0F0,0I0,0B0,0W0", "row 1, column 3: '0B0' stands beside '0I0'"),
+    ("0F0,0B0\n1F0", "row 2, column 2: the rank ends without '1B0'"),
+    ("0F0,0I0", "row 1, column 3: the rank ends without '0W0'"),
+    ("0F0,0B0,0F1,0B1\n1F0,1B0", "row 2, column 3: the rank ends without '1F1'"),
+    ("0F0,0B0,1F0\n1B0", "row 2, column 1: '1B0' stands on rank 1, but stage 1 is on rank 0"),
+    ("0F0,0B0\n2F0,2B0", "row 2, column 1: '2F0' is of stage 2, but no rank has stage 1"),
+    ("0F0,0B0\n\n1F0,1B0", "row 2, column 1: the row has no action; every rank needs a stage"),
+    ("0F0,0B0,1F1,1B1,1F0,1B0,0F1,0B1", "row 1, column 2: deadlock: rank 0 waits in '0B0'"),
+    ("", "row 1, column 1: is missing"),
+    (b"\xff\xfe0", "row 1, column 1: is no CSV text"),
+]
+SENT = "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n"
+TWO = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1F0,1RECV_F1,1F1,1B0,1SEND_B0,1B1,1SEND_B1\n"
+COMMUNICATION_FAULTS = [
+    (SENT, ",0SEND_F0", "", "row 1, column 4: the rank ends without '0SEND_F0'"),
+    (SENT, "1RECV_F0,", "", "row 2, column 4: the rank ends without '1RECV_F0'"),
+    (SENT, ",1SEND_B0", "", "row 2, column 4: the rank ends without '1SEND_B0'"),
+    (SENT, "0F0,0SEND_F0", "0SEND_F0,0F0", "row 1, column 1: '0SEND_F0' stands before '0F0'"),
+    (SENT, "1RECV_F0,1F0", "1F0,1RECV_F0", "row 2, column 1: '1F0' stands before '1RECV_F0'"),
+    (SENT, "0RECV_B0,0B0", "0B0,0RECV_B0", "row 1, column 3: '0B0' stands before '0RECV_B0'"),
+    (SENT, "0SEND_F0", "0SEND_F0,0SEND_F0", "row 1, column 3: '0SEND_F0' stands for the second time"),
+    (SENT, "1B0", "1SEND_F0,1B0", "row 2, column 3: '1SEND_F0' has no other end on another rank"),
+    (SENT, "0F0,", "0RECV_F0,0F0,", "row 1, column 1: '0RECV_F0' has no other end on another rank"),
+    (SENT, "0F0,", "0RESHARD,0F0,", "row 1, column 1: '0RESHARD' stands where stage 0 is not gathered"),
+    (SENT, "0F0,", "0UNSHARD,0UNSHARD,0F0,", "row 1, column 2: '0UNSHARD' stands where stage 0 is gathered already"),
+    (SENT, "0F0,", "0UNSHARD,0F0,0RESHARD,", "row 1, column 6: '0B0' stands where '0UNSHARD' has not been"),
+    (SENT, "0B0", "0REDUCE_GRAD,0B0", "row 1, column 5: '0B0' stands after '0REDUCE_GRAD'"),
+    (SENT, "0B0", "0B0,0REDUCE_GRAD,0REDUCE_GRAD", "row 1, column 6: '0REDUCE_GRAD' stands for the second time"),
+    (TWO, "0F0,0SEND_F0,0F1,0SEND_F1", "0F0,0F1,0SEND_F1,0SEND_F0", "row 2, column 1: '1RECV_F0' stands where rank 0"),
+    (TWO, "1B0,1SEND_B0,1B1,1SEND_B1", "1B0,1B1,1SEND_B1,1SEND_B0", "row 1, column 5: '0RECV_B0' stands where rank 1"),
+    (TWO, "0SEND_F1,0RECV_B0,0B0,", "0RECV_B0,0B0,0SEND_F1,", "row 1, column 5: deadlock: rank 0 waits in '0B0'"),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), FAULTS)
+def test_a_fault_is_told_with_its_cell(text, words):
+    with pytest.raises(ValueError, match=CELL) as refusal:
+        read(text)
+    assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize(("text", "old", "new", "words"), COMMUNICATION_FAULTS)
+def test_a_fault_of_communication_is_told_with_its_cell(text, old, new, words):
+    assert read(text).says_all
+    assert text.count(old) == 1
+    with pytest.raises(ValueError, match=CELL) as refusal:
+        read(text.replace(old, new))
+    assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"pp_size": 3}, "row 3, column 1: is missing; there must be one row for each of pp_size=3 ranks"),
+        ({"pp_size": 1}, "row 2, column 1: is one row too many; there must be one for each of pp_size=1 ranks"),
+        ({"n_microbatches": 2}, "row 1, column 3: the rank ends without '0F1'"),
+    ],
+)
+def test_a_file_for_other_sizes_is_told_with_its_cell(sizes, words):
+    with pytest.raises(ValueError, match=CELL) as refusal:
+        read("0F0,0B0\n1F0,1B0", **sizes)
+    assert words in str(refusal.value)
+
+
+def test_a_file_that_is_not_there_is_told_with_its_argument(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"pipeline_parallel_schedule_csv='.*none.csv' does not exist"):
+        read_csv(tmp_path / "none.csv")
+    with pytest.raises(ValueError, match=CELL):
+        read_csv(tmp_path)
+
+
+@given(st.data(), named_orders(ranks=range(1, 4), most=4), st.booleans())
+def test_an_edited_file_is_a_schedule_or_refused_with_a_cell(data, drawn, says_all):
+    _, p, n, _, order, placed = drawn
+    rows = with_communication(order, placed, n) if says_all else order
+    cells = [["" if action is None else str(action) for action in actions] for actions in rows]
+    for _ in range(data.draw(st.integers(1, 2))):
+        edited(cells, data)
+    text = "\n".join(",".join(row) for row in cells)
+    try:
+        found = read(text, pp_size=p, n_microbatches=n)
+    except ValueError as refusal:
+        assert CELL.match(str(refusal))
+    else:
+        every = [computed(actions) for actions in found.order]
+        assert [sorted(actions) for actions in every] == [sorted(set(actions)) for actions in every]
+        forwards = sorted(a[::2][:2] for actions in every for a in actions if a.kind == "F")
+        assert forwards == [(s, m) for s in range(len(found.stage_to_rank)) for m in range(n)]
+
+
+def edited(cells, data):
+    """One edit: two cells change places, or one goes, comes twice, or becomes something else."""
+    row = cells[data.draw(st.integers(0, len(cells) - 1))]
+    if not row:
+        return
+    at = data.draw(st.integers(0, len(row) - 1))
+    kind = data.draw(st.sampled_from(["swap", "drop", "twice", "other", "move"]))
+    if kind == "swap":
+        to = data.draw(st.integers(0, len(row) - 1))
+        row[at], row[to] = row[to], row[at]
+    elif kind == "drop":
+        row.pop(at)
+    elif kind == "twice":
+        row.insert(data.draw(st.integers(0, len(row))), row[at])
+    elif kind == "move":
+        cells[data.draw(st.integers(0, len(cells) - 1))].append(row.pop(at))
+    else:
+        row[at] = data.draw(st.sampled_from(["", "0F0", "1B0", "0I0", "0W0", "9F9", "1RECV_F0", "0UNSHARD", "F", "-"]))

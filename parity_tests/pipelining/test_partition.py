@@ -1,0 +1,188 @@
+"""Parity of pipelining.partition: the specified cases by hand, then laws, then what is refused."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
+
+from jax_ref.pipelining import partition as reference
+from torch_impl.pipelining.partition import calculate_virtual_stages, layer_counts, stage_ids_this_rank, stage_to_rank
+
+STYLES = st.sampled_from(["loop", "v"])
+
+
+@pytest.mark.parametrize(
+    ("rank", "ranks", "stages", "style", "ids"),
+    [
+        (0, 2, 4, "loop", (0, 2)),
+        (1, 2, 4, "loop", (1, 3)),
+        (3, 4, 12, "loop", (3, 7, 11)),
+        (0, 4, 4, "loop", (0,)),
+        (0, 1, 3, "loop", (0, 1, 2)),
+        (0, 2, 4, "v", (0, 3)),
+        (1, 2, 4, "v", (1, 2)),
+        (0, 4, 8, "v", (0, 7)),
+        (3, 4, 8, "v", (3, 4)),
+        (1, 2, 6, "v", (1, 2, 5)),
+    ],
+)
+def test_stages_of_a_rank_by_hand(rank, ranks, stages, style, ids):
+    assert (
+        stage_ids_this_rank(rank, ranks, stages, style)
+        == ids
+        == reference.stage_ids_this_rank(*(rank, ranks, stages, style))
+    )
+
+
+@given(st.integers(1, 8), st.integers(1, 5), STYLES)
+def test_stages_are_shared_out_as_torch_shares_them_out(ranks, passes, style):
+    stages = ranks * passes
+    ids = [stage_ids_this_rank(rank, ranks, stages, style) for rank in range(ranks)]
+    assert ids == [reference.stage_ids_this_rank(rank, ranks, stages, style) for rank in range(ranks)]
+    assert sorted(stage for of_rank in ids for stage in of_rank) == list(range(stages))
+    assert all(list(of_rank) == sorted(of_rank) for of_rank in ids)
+    theirs = generate_stage_to_rank_mapping(ranks, stages, style)
+    assert dict(enumerate(stage_to_rank(ranks, stages, style))) == theirs
+    assert style == "loop" or passes != 2 or {sum(of_rank) for of_rank in ids} == {stages - 1}
+
+
+def test_the_default_placement_is_a_loop():
+    assert stage_ids_this_rank(1, 2, 4) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("given_as", "words"),
+    [
+        ((0, 2, 5), "num_stages=5 is not a multiple of pp_size=2; use 6"),
+        ((0, 0, 4), "pp_size=0 must be a positive int"),
+        ((0, 2, 0), "num_stages=0 must be a positive int"),
+        ((5, 2, 4), "pp_rank=5 is no rank of pp_size=2; pass 0 to 1"),
+        ((-1, 2, 4), "pp_rank=-1 is no rank of pp_size=2"),
+        ((0, 2, 4, "zigzag"), "style='zigzag' is not known; use 'loop' or 'v'"),
+        ((0, 2, 4, None), "style=None is not known; use 'loop' or 'v'"),
+    ],
+)
+def test_stages_that_cannot_be_are_refused(given_as, words):
+    with pytest.raises(ValueError, match=r"^pipelining\.stage_ids_this_rank: ") as refusal:
+        stage_ids_this_rank(*given_as)
+    assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize("given_as", [(True, 2, 4), (0, 2.0, 4), (0, 2, "4")])
+def test_a_stage_number_is_an_int(given_as):
+    with pytest.raises(TypeError, match="pass an int"):
+        stage_ids_this_rank(*given_as)
+
+
+@pytest.mark.parametrize(
+    ("stages", "layers", "costs", "counts"),
+    [
+        (1, 2, (0, 0), [2]),
+        (2, 5, (0, 0), [3, 2]),
+        (3, 8, (0, 0), [3, 3, 2]),
+        (4, 32, (0, 0), [8, 8, 8, 8]),
+        (4, 33, (0, 0), [9, 8, 8, 8]),
+        (4, 32, (1, 3), [8, 9, 9, 6]),
+        (3, 3, (50, 9), [1, 1, 1]),
+        (1, 4, (2, 7), [4]),
+    ],
+)
+def test_layers_by_hand(stages, layers, costs, counts):
+    assert layer_counts(stages, layers, *costs) == counts
+
+
+@given(st.data())
+def test_without_costs_the_first_stages_have_one_more(data):
+    stages = data.draw(st.integers(1, 9))
+    layers = data.draw(st.integers(stages, 60))
+    counts = layer_counts(stages, layers)
+    assert counts == reference.layer_counts(stages, layers) == sorted(counts, reverse=True)
+
+
+QUARTERS = st.integers(0, 40).map(lambda quarters: quarters / 4)
+
+
+@given(st.data())
+def test_no_cut_is_more_even(data):
+    stages = data.draw(st.integers(1, 5))
+    layers = data.draw(st.integers(stages, 11))
+    costs = data.draw(QUARTERS), data.draw(QUARTERS)
+    assert layer_counts(stages, layers, *costs) == reference.dearest_stage_first(stages, layers, *costs)
+
+
+@pytest.mark.parametrize(
+    ("given_as", "result"),
+    [
+        ((8, None, 4, True), (4, 1)),
+        ((8, None, 4, False), (8, 2)),
+        ((32, 8, 4, True), (4, 1)),
+        ((32, 4, 4, False), (8, 2)),
+        ((33, 8, 4, True, "down"), (4, 1)),
+        ((33, 4, 4, False, "up"), (12, 3)),
+        ((33, 4, 4, False, "down"), (8, 2)),
+    ],
+)
+def test_virtual_stages_by_hand(given_as, result):
+    assert calculate_virtual_stages(*given_as) == result
+
+
+@pytest.mark.parametrize(
+    ("given_as", "words"),
+    [
+        (
+            (3, None, 4, False),
+            "layers_per_stage=None gives 8 stages for num_layers=3 over pp_size=4, more than there are",
+        ),
+        ((33, 8, 4, True), "layers_per_stage=8 gives 5 stages for num_layers=33 over pp_size=4, not a multiple"),
+        ((33, 8, 4, True, "up"), "gives 8 stages for num_layers=33 over pp_size=4, 2 on each rank where this schedule"),
+        ((7, 1, 4, False, "up"), "gives 8 stages for num_layers=7 over pp_size=4, more than there are layers (7)"),
+        (
+            (7, 1, 4, False, "down"),
+            "gives 4 stages for num_layers=7 over pp_size=4, 1 on each rank where this schedule",
+        ),
+        ((2, 4, 4, True, "down"), "gives 0 stages for num_layers=2 over pp_size=4, 0 on each rank"),
+        ((33, 8, 4, True), "use layers_per_stage=10, or round_to_pp_multiple='down'"),
+        ((2, 4, 4, True, "down"), "none exists for pp_size=4"),
+        ((32, 8, 4, True, "sideways"), "round_to_pp_multiple='sideways' is not known; use 'up', 'down' or None"),
+        ((32, 0, 4, True), "layers_per_stage=0 must be a positive int"),
+        ((32, -1, 4, True), "layers_per_stage=-1 must be a positive int"),
+        ((0, None, 4, True), "num_layers=0 must be a positive int"),
+        ((8, None, 0, True), "pp_size=0 must be a positive int"),
+    ],
+)
+def test_virtual_stages_that_cannot_be_are_refused(given_as, words):
+    with pytest.raises(ValueError, match=r"^pipelining\.calculate_virtual_stages: ") as refusal:
+        calculate_virtual_stages(*given_as)
+    assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize("given_as", [(32, 2.5, 4, True), (True, 8, 4, True), (32, 8, 4, 1), (32, 8, "4", True)])
+def test_virtual_stages_take_ints_and_a_switch(given_as):
+    with pytest.raises(TypeError, match=r"^pipelining\.calculate_virtual_stages: "):
+        calculate_virtual_stages(*given_as)
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 6), st.booleans(), st.sampled_from([None, "up", "down"]))
+def test_virtual_stages_are_as_defined_or_the_advice_works(layers, per_stage, ranks, is_single, rounding):
+    try:
+        stages, each = calculate_virtual_stages(layers, per_stage, ranks, is_single, rounding)
+    except ValueError as refusal:
+        advice = str(refusal).rpartition("; ")[2]
+        legal = [
+            other
+            for other in range(1, layers + 1)
+            if fits(reference.stages_by_search(layers, other, ranks, rounding), layers, ranks, is_single)
+        ]
+        assert per_stage not in legal
+        assert advice.partition(", or ")[0] == f"use layers_per_stage={max(legal)}" if legal else "fewer" in advice
+        for saved in advice.split("round_to_pp_multiple=")[1:]:
+            assert calculate_virtual_stages(layers, per_stage, ranks, is_single, saved.partition(",")[0].strip("'"))
+    else:
+        assert stages == reference.stages_by_search(layers, per_stage, ranks, rounding) == each * ranks
+        assert fits(stages, layers, ranks, is_single)
+        assert sum(layer_counts(stages, layers)) == layers
+
+
+def fits(stages, layers, ranks, is_single):
+    each = stages / ranks
+    return stages <= layers and each == int(each) and (each == 1 if is_single else each >= 2)

@@ -1,0 +1,97 @@
+"""Parity of pipelining.schedule_order: orders by hand, torch's own lists, and what is refused."""
+
+import pytest
+import torch
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from parity_tests.pipelining.drawn_orders import legal_sizes
+from torch_impl.pipelining import schedule_order, stage_to_rank
+from torch_impl.pipelining.rules import RULES
+
+SEVERAL = [name for name, rule in RULES.items() if not rule.is_single]
+
+
+def written(order):
+    return [" ".join("." if action is None else str(action) for action in actions) for actions in order]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "wanted"),
+    [
+        ("GPipe", (2, 3, 1), ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2"]),
+        ("1F1B", (2, 3, 1), ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]),
+        ("1f1b", (1, 2, 1), ["0F0 0B0 0F1 0B1"]),
+        ("LoopedBFS", (1, 2, 2), ["0F0 0F1 1F0 1F1 1B1 1B0 0B1 0B0"]),
+        ("Interleaved1F1B", (1, 2, 2), ["0F0 . 1F0 1B0 0F1 0B0 1F1 1B1 . 0B1"]),
+        ("ZBVZeroBubble", (1, 2, 2), ["0F0 1F0 1I0 1W0 0F1 0I0 0W0 1F1 1I1 1W1 0I1 0W1"]),
+        ("DualPipeV", (1, 2, 2), ["0F0 1F0 0F1 1B0 (1F1;0B0)OVERLAP_F_B 1B1 0I1 0W1"]),
+        (
+            "InterleavedZeroBubble",
+            (2, 2, 1),
+            ["0F0 . 0F1 0I0 0W0 0I1 0W1", ". 1F0 1I0 1F1 1I1 1W0 1W1"],
+        ),
+    ],
+)
+def test_orders_by_hand(name, sizes, wanted):
+    assert written(schedule_order(name, *sizes)) == wanted
+
+
+class Stage:
+    """What torch's constructors read of a stage."""
+
+    def __init__(self, index, stages, ranks):
+        self.stage_index, self.num_stages, self.group_size, self.group_rank = index, stages, ranks, 0
+        self.submod = torch.nn.Identity()
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_orders_are_those_of_torch(name):
+    for p, n, v in legal_sizes(name):
+        stages = [
+            Stage(stage, p * v, p) for stage, rank in enumerate(stage_to_rank(p, p * v, RULES[name].style)) if not rank
+        ]
+        theirs = get_schedule_class(name)(stages, n, loss_fn=lambda output, target: output).pipeline_order
+        assert written(schedule_order(name, p, n, v)) == written([theirs[rank] for rank in range(p)]), (p, n, v)
+
+
+@pytest.mark.parametrize(
+    ("given_as", "words"),
+    [
+        (("Interleaved", 2, 4, 2), "name='Interleaved' is not known; nearest: 'Interleaved1F1B'"),
+        (("PipelineScheduleMulti", 2, 4, 2), "name='PipelineScheduleMulti' is not known"),
+        (("", 2, 4, 2), "name='' is not known"),
+        (("GPipe", 2, 4, 2), "stages_per_rank=2, but GPipe has exactly 1 on each rank; use 1"),
+        (("ZBVZeroBubble", 2, 4, 1), "stages_per_rank=1, but ZBVZeroBubble has exactly 2 on each rank; use 2"),
+        (("1F1B", 4, 3, 1), "n_microbatches=3 cannot be cut by 1F1B over pp_size=4 (n >= pp_size); use 4"),
+        (
+            ("DualPipeV", 2, 3, 2),
+            "n_microbatches=3 cannot be cut by DualPipeV over pp_size=2 (n >= 2 * pp_size); use 4",
+        ),
+        (("Interleaved1F1B", 2, 5, 2), "n_microbatches=5 cannot be cut by Interleaved1F1B over pp_size=2"),
+        (("GPipe", 0, 3, 1), "pp_size=0 must be a positive int"),
+        (("GPipe", 2, 0, 1), "n_microbatches=0 must be a positive int"),
+    ],
+)
+def test_what_a_schedule_cannot_have_is_refused(given_as, words):
+    with pytest.raises(ValueError, match=r"^pipelining\.schedule_order: ") as refusal:
+        schedule_order(*given_as)
+    assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize("given_as", [(None, 2, 4, 2), ("GPipe", 2.0, 4, 1), ("GPipe", 2, True, 1)])
+def test_other_kinds_are_refused(given_as):
+    with pytest.raises(TypeError, match=r"^pipelining\.schedule_order: "):
+        schedule_order(*given_as)
+
+
+@pytest.mark.parametrize("name", list(RULES))
+def test_the_number_that_a_refusal_names_is_accepted(name):
+    rule = RULES[name]
+    for p in range(1, 6):
+        for n in range(1, 16):
+            if not rule.accepts(n, p):
+                with pytest.raises(ValueError, match="use ") as refusal:
+                    schedule_order(name, p, n, rule.stages or 2)
+                larger = int(str(refusal.value).rpartition("use ")[2])
+                assert larger > n
+                assert schedule_order(name, p, larger, rule.stages or 2)
