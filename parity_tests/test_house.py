@@ -49,6 +49,7 @@ WITHOUT_A_REFERENCE = {
     "mamba/state_passing.py": "the mixer over ranks, whose reference is the mixer",
     "mamba/strategy.py": "what both strategies are made with; one device needs none",
     "mamba/token_order.py": "which layout a batch has; the reference has whole sequences",
+    "models/gradient_norm.py": "sums over ranks; the reference has one device",
     "models/placement.py": "which ranks a model is cut over; the reference has one device",
     "models/tensor_parallel.py": "which weights are cut; the reference has them whole",
     "pipelining/action.py": "how an action is written",
@@ -79,6 +80,7 @@ WITHOUT_A_REFERENCE = {
     "vocab_parallel/vocab_range.py": "which ids a rank owns; one device owns them all",
 }
 WITHOUT_PRODUCTION = {
+    "models/train_step.py": "the optimiser's step, which is torch's in production",
     "pipelining/closed_forms.py": "what the simulation must come to",
     "layouts/partition.py": "checks layouts that users write, which only the harness accepts",
     "parallelizer/*": "a whole model and its training, which production takes from transformers and torch",
@@ -96,6 +98,8 @@ WITHOUT_A_TEST_OF_ITS_OWN = {
     "mamba/strategy.py": "tested through both strategies",
     "mamba/token_order.py": "tested through the strategies that ask for it",
     "parallelizer/attention.py": "tested through the decoder",
+    "parallelizer/_torch_compat.py": "tested through the meshes that are made by it",
+    "parallelizer/own_output.py": "tested through the step that returns it",
     "parallelizer/hf_plan.py": "tested through the plans of whole models",
     "parallelizer/plan_*.py": "tested through the plans that are checked",
     "parallelizer/placements.py": "tested through the plans that are checked",
@@ -105,6 +109,7 @@ WITHOUT_A_TEST_OF_ITS_OWN = {
     "parallelizer/layers.py": "tested through the decoder",
     "parallelizer/traits.py": "tested through the decoder",
     "models/attention.py": "tested through the model",
+    "models/train_step.py": "tested through the training run",
     "models/layer.py": "tested through the model",
     "models/placement.py": "what it refuses is tested with the config",
     "models/tensor_parallel.py": "tested through the model",
@@ -134,7 +139,7 @@ TESTS_OF_NO_SINGLE_FILE = {
     "vocab_parallel/refusals.py": "what several functions refuse, in one table",
 }
 # Folders of parity_tests that are about the harness and not about a component.
-HARNESS_FOLDERS = {"harness", "faults", "benchmarks"}
+HARNESS_FOLDERS = {"harness", "faults", "benchmarks", "training"}
 
 
 def python_files(tree: str) -> list[str]:

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from parity_tests.parallelizer.float64 import Float64Throughout
+from parity_tests.parallelizer.float64 import Float64Throughout, keep_float64
 
 IGNORED = -100
-# Four heads of four columns that share two KV heads; no vocabulary here divides by two ranks and by four.
+# Four heads share two KV heads, and no dim is as large as another. No vocabulary here divides by two ranks.
 SIZES: dict[str, Any] = {
-    "hidden_size": 16,
+    "hidden_size": 12,
     "intermediate_size": 24,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -78,6 +78,7 @@ def made(chosen: Chosen, dtype: torch.dtype = torch.float64) -> Any:
     if dtype == torch.float64:
         with Float64Throughout():
             model = empty(chosen, dtype)
+        keep_float64(model)
     else:
         model = empty(chosen, dtype)
     with torch.no_grad():

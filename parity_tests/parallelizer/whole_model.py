@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 
 from parity_tests.parallelizer.families import IGNORED, Chosen, made
-from parity_tests.parallelizer.float64 import Float64Throughout
 
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 
@@ -23,17 +22,16 @@ def summed_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def trained(chosen: Chosen, batches: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
     """Loss, logits and gradients of the first batch, weights after a step of AdamW for each; arrays by name."""
-    with Float64Throughout():
-        model, found = made(chosen), {}
-        named = dict(model.named_parameters(remove_duplicate=False))
-        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-        for ids, targets in batches:
-            optimizer.zero_grad()
-            logits = model(input_ids=torch.from_numpy(ids)).logits
-            loss = summed_loss(logits, torch.from_numpy(targets)) / int((targets != IGNORED).sum())
-            loss.backward()
-            if not found:
-                found = {"loss": loss.item(), "logits": logits.detach().numpy()}
-                found["gradients"] = {name: p.grad.numpy().copy() for name, p in named.items()}
-            optimizer.step()
+    model, found = made(chosen), {}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    for ids, targets in batches:
+        optimizer.zero_grad()
+        logits = model(input_ids=torch.from_numpy(ids)).logits
+        loss = summed_loss(logits, torch.from_numpy(targets)) / int((targets != IGNORED).sum())
+        loss.backward()
+        if not found:
+            found = {"loss": loss.item(), "logits": logits.detach().numpy()}
+            found["gradients"] = {name: p.grad.numpy().copy() for name, p in named.items()}
+        optimizer.step()
     return {**found, "weights": {name: p.detach().numpy() for name, p in named.items()}}

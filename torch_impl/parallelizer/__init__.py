@@ -1,5 +1,6 @@
 """Tensor plans, fully sharded data parallelism, and what stands around them."""
 
+from torch_impl.parallelizer.fsdp2 import fsdp2_strategy_parallelize as fsdp2_strategy_parallelize
 from torch_impl.parallelizer.import_classes import import_classes_from_paths as import_classes_from_paths
 from torch_impl.parallelizer.process_group import _destroy_dist_connection as _destroy_dist_connection
 from torch_impl.parallelizer.to_cpu import to_cpu as to_cpu

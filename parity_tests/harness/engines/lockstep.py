@@ -154,7 +154,7 @@ class Session:
             torch.set_autocast_enabled("cpu", False)
             self._results[rank] = self._job(self._meshes[rank], self._case)
             self._traffic.unwaited(rank)
-            self._worlds[rank].restore()
+            self._worlds[rank].restore(self._meshes[rank] and self._meshes[rank].device_mesh)
         except Halt:
             return False
         except BaseException as error:

@@ -19,6 +19,7 @@ from parity_tests.harness.engines.failure import RankFailure, RankFault
 from parity_tests.harness.engines.ledger import Row, is_plumbing
 from parity_tests.harness.engines.recorder import Recorder, observe_waits
 from parity_tests.harness.engines.verdict import DONE, RAISED, Outcome
+from parity_tests.harness.engines.world import flattened
 from torch_impl.collectives import MeshView
 
 BACKEND_TIMEOUT_S = 30  # the last net, far above every verdict
@@ -29,7 +30,7 @@ _current: Recorder | None = None
 
 
 class Rank:
-    """One member of the default group. Functions are kept by key, meshes by shape; a job's own groups are not kept."""
+    """One member of the default group. Functions are kept by key, meshes by shape; a job's own groups are not."""
 
     def __init__(self, slot: board.Slot, backend: str, store: dist.Store, rank: int, world: int, gpu: int) -> None:
         self._slot, self.rank = slot, rank
@@ -68,13 +69,15 @@ class Rank:
             torch.cuda.set_device(self._gpu)
 
     def _mesh(self, case: CaseSpec) -> MeshView:
+        # Axes that a job flattened are their mesh's, which serves other jobs.
+        self._kept |= {group for view in self._meshes.values() for group in flattened(view.device_mesh)}
         for group in _groups() - self._kept:  # the last job's: they hold sockets, and only now has everybody left them
             dist.destroy_process_group(group)
         shape = tuple(case.mesh.items())
         if shape not in self._meshes:
             names, sizes = zip(*shape, strict=True)
             self._meshes[shape] = MeshView(init_device_mesh(self._device, sizes, mesh_dim_names=names))
-            self._kept = _groups()
+            self._kept |= _groups()
         return self._meshes[shape]
 
 

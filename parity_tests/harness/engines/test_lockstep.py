@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.engines import failure, lockstep
+from parity_tests.harness.engines.run import run
 
 
 def case(world: int, **more: Any) -> CaseSpec:
@@ -109,6 +110,18 @@ def test_groups_made_by_an_example_are_gone_in_the_next():
         return name, len(c10d._world.pg_map)
 
     assert len({lockstep.run(body, case(2)).results for _ in range(3)}) == 1
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+def test_axes_that_an_example_flattened_are_there_in_the_next(engine):
+    def body(mesh: Any, case: CaseSpec) -> float:
+        both = mesh.device_mesh["dp", "tp"]._flatten("both")
+        x = torch.ones(1)
+        dist.all_reduce(x, group=both.get_group())
+        return x.item()
+
+    spec = CaseSpec(scheme="flattened", mesh={"dp": 2, "tp": 2})
+    assert [run(body, spec, engine).results for _ in range(3)] == [(4.0,) * 4] * 3
 
 
 def test_a_destroyed_world_is_back_in_the_next_example():

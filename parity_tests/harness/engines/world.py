@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.device_mesh
 from torch._C import _distributed_c10d as c_api
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 from parity_tests.harness.engines.traffic import Traffic
 
@@ -53,9 +54,14 @@ class RankWorld:
         self._marked_tags = {tag: list(groups) for tag, groups in self.tags_to_pg.items()}
         self._marked_rest = self.default_pg, self.group_count
 
-    def restore(self) -> None:
-        """Groups and names as they were at `mark`, so that the next example finds the same."""
+    def restore(self, mesh: DeviceMesh | None = None) -> None:
+        """Groups and names as they were at `mark`, so that the next example finds the same.
+
+        What an example flattened of the mesh that serves all of them stays: mesh and DTensor's caches go on naming it.
+        """
         self.pg_coalesce_state.clear()
+        if mesh is not None and self.default_pg is self._marked_rest[0]:
+            self._keep(flattened(mesh))
         kept = self._marked["pg_names"]
         if self.pg_names == kept and self._marked_rest == (self.default_pg, self.group_count):
             return
@@ -71,6 +77,18 @@ class RankWorld:
         self.tags_to_pg.clear()
         self.tags_to_pg.update({tag: list(groups) for tag, groups in self._marked_tags.items()})
         self.default_pg, self.group_count = self._marked_rest
+
+    def _keep(self, groups: Iterable[dist.ProcessGroup]) -> None:
+        """Mark these as well; their names are not given again."""
+        new = [group for group in groups if group not in self._marked["pg_names"]]
+        if not new:
+            return
+        for name in _TABLES:
+            table = getattr(self, name)
+            self._marked[name].update({group: table[group] for group in new if group in table})
+        for tag, tagged in self.tags_to_pg.items():
+            self._marked_tags.setdefault(tag, []).extend(group for group in tagged if group in new)
+        self._marked_rest = self.default_pg, self.group_count
 
 
 class _Switchboard:
@@ -98,6 +116,11 @@ class _Identities:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(threading, name)
+
+
+def flattened(mesh: DeviceMesh) -> set[dist.ProcessGroup]:
+    """Groups of the axes that somebody flattened of a root mesh."""
+    return {flat.get_group() for flat in getattr(mesh, "_flatten_mapping", {}).values()}
 
 
 def enter(world: RankWorld) -> None:

@@ -1,0 +1,114 @@
+"""A training step as a scheme: the parameters of a decoder as inputs, the mean loss as output.
+
+A step leaves gradients on a model and returns none, so what stands between is one autograd function: forward it builds
+the model of the given values, cuts it over the mesh and computes the loss of this rank's tokens; backward it runs the
+model's own and returns each parameter's whole gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parity_tests.parallelizer.families import Chosen, empty
+from parity_tests.parallelizer.float64 import Float64Throughout, keep_float64
+from parity_tests.parallelizer.whole_model import summed_loss
+from torch_impl.collectives import all_reduce
+from torch_impl.parallelizer import to_cpu
+from torch_impl.parallelizer.mesh_axes import mesh_axes
+
+Parallelize = Callable[..., nn.Module]
+
+
+def specs(chosen: Chosen, axes: Sequence[str]) -> dict[str, Any]:
+    """The parameters as a tree of specs: whole on each rank, and so are their gradients."""
+    types, letters, tree = " ".join(f"{axis}=I" for axis in axes), _letters(chosen), {}
+    for name, shape in _shapes(chosen).items():
+        *folders, leaf = name.split(".")
+        branch = tree
+        for folder in folders:
+            branch = branch.setdefault(folder, {})
+        branch[leaf] = f"{' '.join(letters[size] for size in shape)} {types}"
+    return tree
+
+
+def dims(chosen: Chosen) -> dict[str, tuple[int, ...]]:
+    """The letters of the specs, each with its one size."""
+    used = {size for shape in _shapes(chosen).values() for size in shape}
+    return {letter: (size,) for size, letter in _letters(chosen).items() if size in used}
+
+
+def paths(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """`{"model": {"norm": x}}` as `{"model.norm": x}`."""
+    found: dict[str, Any] = {}
+    for name, leaf in tree.items():
+        found |= paths(leaf, f"{before}{name}.") if isinstance(leaf, Mapping) else {before + name: leaf}
+    return found
+
+
+def mean_loss(
+    mesh: Any, chosen: Chosen, parameters: Mapping[str, Any], ids: Tensor, targets: Tensor, parallelize: Parallelize,
+    microbatches: int = 1,
+) -> Tensor:  # fmt: skip
+    """The mean loss over the tokens of all ranks, a function of the parameters."""
+    axes, leaves = mesh_axes(mesh.device_mesh), paths(parameters)
+    loss_group = axes.loss_mesh.get_group()
+    tokens = all_reduce((targets >= 0).sum(), loss_group, out="R")
+
+    def local_loss(*values: Tensor) -> tuple[nn.Module, list[Tensor]]:
+        model = parallelize(_filled(chosen, dict(zip(leaves, values, strict=True))), mesh.device_mesh)
+        parts = zip(ids.chunk(microbatches), targets.chunk(microbatches), strict=True)
+        return model, [summed_loss(model(input_ids=i).logits, t) / tokens for i, t in parts]
+
+    return all_reduce(_Step.apply(local_loss, tuple(leaves), axes.data_size, *leaves.values()), loss_group, out="I")
+
+
+class _Step(torch.autograd.Function):
+    """The loss of a rank's tokens forward; backward the gradient that the parallelizer left on each parameter."""
+
+    @staticmethod
+    def forward(ctx, local_loss, names, ranks, *values):
+        with torch.enable_grad():
+            ctx.model, ctx.losses = local_loss(*(value.detach() for value in values))
+        ctx.names, ctx.ranks = names, ranks
+        return torch.stack([loss.detach() for loss in ctx.losses]).sum()
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        for number, loss in enumerate(ctx.losses):
+            ctx.model.set_requires_gradient_sync(number == len(ctx.losses) - 1)
+            loss.backward(ctx.ranks * cotangent)
+        gradients = {name: to_cpu(parameter.grad) for name, parameter in ctx.model.named_parameters()}
+        return None, None, None, *(gradients[name] for name in ctx.names)
+
+
+def _filled(chosen: Chosen, values: Mapping[str, Tensor]) -> Any:
+    """The model with these values, in their dtype."""
+    dtype = next(iter(values.values())).dtype
+    with torch.random.fork_rng(devices=[]):
+        if dtype == torch.float64:
+            with Float64Throughout():
+                model = empty(chosen, dtype)
+            keep_float64(model)
+        else:
+            model = empty(chosen, dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(values[name])
+    return model
+
+
+def _shapes(chosen: Chosen) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(p.shape) for name, p in empty(chosen, device="meta").named_parameters()}
+
+
+def _letters(chosen: Chosen) -> dict[int, str]:
+    """A letter for each size; of two dims that are as large the first has it."""
+    config = chosen.config
+    heads, keys = (n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
+    named = {"v": config.vocab_size, "d": config.hidden_size, "i": config.intermediate_size, "h": heads, "g": keys}
+    named |= {"p": config.head_dim, "q": heads + 2 * keys, "u": 2 * config.intermediate_size}
+    return {size: letter for letter, size in reversed(named.items())}

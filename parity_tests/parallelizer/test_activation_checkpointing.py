@@ -1,0 +1,90 @@
+"""Activation checkpointing: what is computed again, and what it leaves as it was."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from parity_tests.parallelizer.families import OWN, Chosen, batch, made
+from parity_tests.parallelizer.training import accumulated, whole
+from torch_impl.parallelizer.activation_checkpointing import checkpoint_blocks
+
+
+def counted(model, kind):
+    """How often a module whose class is called `kind` computes in one step."""
+    calls = []
+    for module in model.modules():
+        if type(module).__name__.endswith(kind):
+            inner = module.forward
+            module.forward = lambda *a, _inner=inner, **k: calls.append(1) or _inner(*a, **k)
+    return calls
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_gradients_are_the_same_to_the_bit(family):
+    chosen, found = Chosen(family), []
+    for is_recomputed in (False, True):
+        model = made(chosen)
+        names = list(model.state_dict()), [name for name, _ in model.named_modules()]
+        if is_recomputed:
+            checkpoint_blocks(model)
+        assert (list(model.state_dict()), [name for name, _ in model.named_modules()]) == names
+        accumulated(model, *batch(chosen, 2, 5), 0, 1, 1)
+        found.append(whole(model, gradients=True))
+    assert all(np.array_equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_each_block_is_computed_twice():
+    model = made(Chosen("llama"))
+    calls = counted(model, "Attention")
+    checkpoint_blocks(model)
+    accumulated(model, *batch(Chosen("llama"), 2, 5), 0, 1, 1)
+    assert len(calls) == 2 * 2
+
+
+def test_random_numbers_are_drawn_again_alike():
+    chosen, found = Chosen("llama", further=(("attention_dropout", 0.5),)), []
+    for is_recomputed in (False, True):
+        model = made(chosen)
+        if is_recomputed:
+            checkpoint_blocks(model)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(7)
+            accumulated(model, *batch(chosen, 2, 5), 0, 1, 1)
+        found.append(whole(model, gradients=True))
+    assert all(np.array_equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_caches_are_off():
+    model = made(Chosen("llama"))
+    model.config.vision_config = made(Chosen("qwen2")).config
+    assert model.config.use_cache and model.config.vision_config.use_cache
+    checkpoint_blocks(model)
+    assert not model.config.use_cache and not model.config.vision_config.use_cache
+
+
+def test_a_frozen_block_is_not_computed_again():
+    model = made(Chosen("llama"))
+    model.model.layers[0].requires_grad_(False)
+    calls = counted(model, "Attention")
+    checkpoint_blocks(model)
+    accumulated(model, *batch(Chosen("llama"), 2, 5), 0, 1, 1)
+    assert len(calls) == 2 + 1
+
+
+def test_attention_that_shares_keys_is_left_out():
+    model = made(Chosen("llama"))
+    model.config.num_kv_shared_layers = 1
+    attention, mlp = counted(model, "Attention"), counted(model, "MLP")
+    checkpoint_blocks(model)
+    accumulated(model, *batch(Chosen("llama"), 2, 5), 0, 1, 1)
+    assert (len(attention), len(mlp)) == (2, 4)
+
+
+def test_a_model_without_a_configuration():
+    model = nn.Sequential(nn.ModuleList([nn.Linear(2, 2)]))
+    model.forward = lambda x: model[0][0](x)
+    checkpoint_blocks(model)
+    x = torch.ones(1, 2, requires_grad=True)
+    model(x).sum().backward()
+    assert torch.equal(x.grad, model[0][0].weight.detach().sum(0)[None])

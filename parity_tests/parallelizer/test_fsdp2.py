@@ -1,0 +1,220 @@
+"""Parity of parallelizer.fsdp2: a training step on a mesh, and what the mathematics does not say."""
+
+import inspect
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+
+from jax_ref.parallelizer.decoder import from_state_dict
+from jax_ref.parallelizer.train_step import mean_loss as reference_loss
+from parity_tests import CaseSpec, check, every_case, ids, scheme, token_below, values
+from parity_tests.harness.engines.run import run
+from parity_tests.parallelizer.families import Chosen, batch, made
+from parity_tests.parallelizer.steps import dims, mean_loss, paths, specs
+from parity_tests.parallelizer.training import Training, accumulated, on_mesh, whole
+from torch_impl.parallelizer import get_hf_tp_shard_plan
+from torch_impl.parallelizer.fsdp2 import fsdp2_strategy_parallelize
+
+# Norms of each head and a tied head; biases, and two layers of which only the last stays whole; fused projections.
+ONE = (("num_hidden_layers", 1),)
+QWEN3, LLAMA, PHI3 = Chosen("qwen3", True, ONE), Chosen("llama"), Chosen("phi3", True, ONE)
+TENSOR_PARALLEL = {"tp", "tensor_parallel"}
+
+
+def declared(chosen, mesh, **further):
+    """What the schemes have in common: rows over all axes but tp, parameters whole, values that a model may have."""
+    tree, rows = specs(chosen, tuple(mesh)), "".join(f"/{axis}" for axis in mesh if axis not in TENSOR_PARALLEL)
+    ordinary = {f"parameters.{path}": values("normal") for path in paths(tree)}
+    return {
+        "mesh": mesh,
+        "inputs": {"parameters": tree, "token": f"b{rows} s", "target": f"b{rows} s"},
+        "outputs": " ".join(f"{axis}=I" for axis in mesh),
+        "draw": {**ordinary, "token": token_below("v"), "target": ids("v", ignore=-100)},
+        "dims": {**dims(chosen), "b": (8,), "s": (5,)},
+        "dtypes": ("float64", "float32"),
+        "reduction": ("s", "d"),
+        **further,
+    }
+
+
+def step(mesh, chosen, parameters, token, target, policy, microbatches=1, **switches):
+    return mean_loss(mesh, chosen, parameters, token, target, parallelized(policy, **switches), microbatches)
+
+
+def parallelized(policy=None, **switches):
+    def parallelize(model, device_mesh):
+        plan = get_hf_tp_shard_plan(model) if TENSOR_PARALLEL & set(device_mesh.mesh_dim_names) else None
+        return fsdp2_strategy_parallelize(model, device_mesh, policy, plan, **switches)
+
+    return parallelize
+
+
+def own_dtype(parameters):
+    """No policy for float64, which is then float64's own; for float32 the one that changes nothing."""
+    first = next(iter(paths(parameters).values()))
+    return None if first.dtype == torch.float64 else MixedPrecisionPolicy()
+
+
+def loss_of(chosen):
+    def loss(parameters, token, target):
+        return reference_loss(from_state_dict(chosen.config, paths(parameters))(token), target)
+
+    return loss
+
+
+@scheme(
+    reference=loss_of(QWEN3),
+    rank_options={"microbatches": (1, 2), "recomputed": (False, True)},
+    **declared(QWEN3, {"dp_replicate": (1, 2), "dp_shard": (1, 2), "tp": (1, 2)}),
+)
+def fully_sharded_step(mesh, parameters, token, target, microbatches, recomputed):
+    switches = {"activation_checkpointing": recomputed}
+    return step(mesh, QWEN3, parameters, token, target, own_dtype(parameters), microbatches, **switches)
+
+
+@scheme(
+    reference=loss_of(LLAMA),
+    rank_options={"kept": (None, False, True), "offloaded": (False, True)},
+    **declared(LLAMA, {"data_parallel": (1, 2), "context_parallel": (1, 2), "tensor_parallel": (1, 2)}),
+)
+def fully_sharded_step_by_older_names(mesh, parameters, token, target, kept, offloaded):
+    offload = CPUOffloadPolicy() if offloaded else None  # asks for pinned memory, which a CPU has not
+    switches = {"reshard_after_forward": kept, "offload_policy": offload}
+    return step(mesh, LLAMA, parameters, token, target, own_dtype(parameters), **switches)
+
+
+@scheme(
+    reference=loss_of(PHI3),
+    **declared(PHI3, {"dp_shard": (1, 2, 4)}, dtypes=("bfloat16",), roundings=16),
+)
+def fully_sharded_step_in_bfloat16(mesh, parameters, token, target):
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
+    return step(mesh, PHI3, parameters, token, target, policy)
+
+
+SCHEMES = (fully_sharded_step, fully_sharded_step_by_older_names, fully_sharded_step_in_bfloat16)
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
+def test_parity(declared, engine):
+    @settings(max_examples=10 if engine == "lockstep" else 3)
+    @given(every_case(declared, engine=engine))
+    def example(case):
+        check(case)
+
+    example()
+
+
+def test_signature_is_that_of_the_page():
+    parameters = inspect.signature(fsdp2_strategy_parallelize).parameters
+    page = {"mp_policy": None, "tp_shard_plan": None, "offload_policy": None}
+    assert list(parameters)[:5] == ["model", "device_mesh", *page]
+    assert {name: parameters[name].default for name in page} == page
+    assert all(p.kind is p.KEYWORD_ONLY for p in list(parameters.values())[5:])
+
+
+def ended(mesh, chosen, **switches):
+    """Everything that two steps leave on rank 0."""
+    ranks, _ = on_mesh(mesh, Training(chosen, accumulation=2, steps=2), parallelized(**switches))
+    return [ranks[0].losses, *ranks[0].gradients.values(), *ranks[0].weights.values()]
+
+
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"dp_shard": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "switches",
+    [{"activation_checkpointing": True}, {"offload_policy": CPUOffloadPolicy()}],
+    ids=lambda s: next(iter(s)),
+)
+def test_what_saves_memory_changes_no_bit(mesh, switches):
+    plain, saving = ended(mesh, LLAMA), ended(mesh, LLAMA, **switches)
+    assert all(np.array_equal(a, b) for a, b in zip(plain, saving, strict=True))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma"])
+def test_bfloat16_is_that_of_a_bfloat16_copy(family):
+    """Each rank computes with a copy whose parameters are rounded and whose buffers are not; float32 means of both."""
+    chosen = Chosen(family, tied=family != "llama")
+    ids_, targets = batch(chosen, 4, 5)
+
+    def body(mesh, case):
+        model = parallelized()(made(chosen, torch.float32), mesh.device_mesh)
+        accumulated(model, ids_, targets, mesh.rank("dp_shard"), 2, 1)
+        return whole(model, gradients=True)
+
+    found = run(body, CaseSpec(scheme="bfloat16", mesh={"dp_shard": 2})).results[0]
+    means = []
+    for rank in range(2):
+        copy = made(chosen, torch.float32)
+        for parameter in copy.parameters():
+            parameter.data = parameter.data.bfloat16()
+        accumulated(copy, ids_, targets, rank, 2, 1)
+        means.append({name: p.grad.float() for name, p in copy.named_parameters(remove_duplicate=False)})
+    assert all(np.array_equal(((means[0][name] + means[1][name]) / 2).double(), found[name]) for name in found)
+
+
+def test_buffers_and_names_stay_as_they_were():
+    def body(mesh, case):
+        model = made(QWEN3, torch.float32)
+        names, buffers = list(model.state_dict()), {name: b.dtype for name, b in model.named_buffers()}
+        same = parallelized(activation_checkpointing=True)(model, mesh.device_mesh)
+        return (
+            same is model and isinstance(model, FSDPModule),
+            list(model.state_dict()) == names,
+            {name: b.dtype for name, b in model.named_buffers()} == buffers,
+            model.lm_head.weight is model.model.embed_tokens.weight,
+            [type(layer).__name__ for layer in model.model.layers],
+        )
+
+    for mesh in ({"dp_shard": 2}, {"dp_shard": 1, "tp": 2}, {"tp": 2}):
+        results = run(body, CaseSpec(scheme="names", mesh=mesh)).results
+        assert results == ((True, True, True, True, ["FSDPQwen3DecoderLayer"]),) * 2
+
+
+@pytest.mark.parametrize("kept", [None, True, False])
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}], ids=str)
+def test_cost_is_that_of_the_docstring(mesh, kept):
+    """Two blocks and the root, their parameters' first dims rounded up to multiples of two."""
+
+    def body(view, case):
+        model = made(LLAMA)
+        held = [_padded(layer.parameters()) for layer in model.model.layers]
+        held.append(_padded(model.parameters()) - sum(held))
+        parallelized(reshard_after_forward=kept)(model, view.device_mesh)
+        rank = view.rank("dp_shard") + 2 * (view.rank("dp_replicate") if "dp_replicate" in view.axes else 0)
+        accumulated(model, *batch(LLAMA, 4, 5), rank, case.world, 1)
+        return held
+
+    ranks = run(body, CaseSpec(scheme="cost", mesh=mesh, dtype="float64"))
+    first, last, root = (8 * numbers for numbers in ranks.results[0])
+    every, freed = first + last + root, {None: (2, first + root), True: (3, first + last + root), False: (0, 0)}[kept]
+    backward = {"reduce_scatter": (3, every)}
+    if freed[0]:
+        backward["all_gather"] = (freed[0], freed[1] // 2)
+    if "dp_replicate" in mesh:
+        backward["all_reduce"] = (3, every // 2)
+    assert ranks.ledger.cost(0, "fwd") == {"all_gather": (3, every // 2)}
+    assert ranks.ledger.cost(0, "bwd") == backward
+
+
+def _padded(parameters):
+    return sum(-(-len(p) // 2) * 2 * p[0].numel() for p in parameters)
+
+
+def test_what_is_returned_may_be_changed_in_place():
+    """The logits of a tensor-parallel model end in a view, on which FSDP's backward would be lost."""
+
+    def body(mesh, case):
+        ids_, _ = batch(QWEN3, 2, 5)
+        found = []
+        for in_place in (False, True):
+            model = parallelized()(made(QWEN3), mesh.device_mesh)
+            logits = model(input_ids=torch.from_numpy(ids_)).logits
+            (logits.div_(2) if in_place else logits / 2).logsumexp(-1).sum().backward()
+            found.append(whole(model, gradients=True))
+        return all(np.array_equal(found[0][name], found[1][name]) for name in found[0])
+
+    assert all(run(body, CaseSpec(scheme="in place", mesh={"dp_shard": 2, "tp": 2})).results)

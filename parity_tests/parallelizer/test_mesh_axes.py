@@ -1,0 +1,119 @@
+"""Which axis plays which part, in both generations of names."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from parity_tests import CaseSpec
+from parity_tests.harness.engines.run import run
+from torch_impl.parallelizer.mesh_axes import check_one_root, mesh_axes
+
+
+def on_ranks(body, mesh, engine="lockstep"):
+    return run(lambda view, case: body(view.device_mesh), CaseSpec(scheme="axes", mesh=mesh), engine).results
+
+
+def shown(mesh):
+    return None if mesh is None else (mesh.mesh_dim_names, mesh.mesh.tolist())
+
+
+def parts(mesh):
+    axes = mesh_axes(mesh)
+    return shown(axes.fsdp_mesh), shown(axes.tp_mesh), shown(axes.loss_mesh), axes.data_size, axes.shard_size
+
+
+CASES = [
+    # sizes; what rank 0 sees: FSDP's mesh, tp, the loss's ranks, how many ranks of data, of shards
+    ({"dp_shard": 2}, ((("dp_shard",), [0, 1]), None, (("dp_shard",), [0, 1]), 2, 2)),
+    ({"data_parallel": 2}, ((("data_parallel",), [0, 1]), None, (("data_parallel",), [0, 1]), 2, 2)),
+    (
+        {"dp_shard": 2, "cp": 2, "tp": 2},
+        ((("dp_shard_cp",), [0, 2, 4, 6]), (("tp",), [0, 1]), (("dp_cp",), [0, 2, 4, 6]), 4, 4),
+    ),
+    (
+        {"data_parallel": 2, "context_parallel": 2, "tensor_parallel": 1},
+        ((("dp_cp",), [0, 1, 2, 3]), (("tensor_parallel",), [0]), (("dp_cp",), [0, 1, 2, 3]), 4, 4),
+    ),
+    (
+        {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
+        ((("dp_replicate", "dp_shard"), [[0, 2], [4, 6]]), (("tp",), [0, 1]), (("dp_cp",), [0, 2, 4, 6]), 4, 2),
+    ),
+    (
+        {"dp_replicate": 2, "dp_shard": 1, "cp": 2},
+        ((("dp_replicate", "dp_shard_cp"), [[0, 1], [2, 3]]), None, (("dp_cp",), [0, 1, 2, 3]), 4, 2),
+    ),
+    ({"dp_replicate": 1, "dp_shard": 2, "cp": 1}, ((("dp_shard",), [0, 1]), None, (("dp_cp",), [0, 1]), 2, 2)),
+    ({"pp": 2, "cp": 2}, ((("cp",), [0, 1]), None, (("cp",), [0, 1]), 2, 2)),
+    ({"dp_shard_cp": 2, "tp": 2}, ((("dp_shard_cp",), [0, 2]), (("tp",), [0, 1]), (("dp_shard_cp",), [0, 2]), 2, 2)),
+    ({"dp_cp": 2, "tp": 1}, ((("dp_cp",), [0, 1]), (("tp",), [0]), (("dp_cp",), [0, 1]), 2, 2)),
+    ({"tp": 2}, ((("dp_shard_cp",), [0]), (("tp",), [0, 1]), (("dp_shard_cp",), [0]), 1, 1)),
+]
+
+
+@pytest.mark.parametrize(("mesh", "want"), CASES, ids=lambda value: str(value) if isinstance(value, dict) else "")
+def test_parts(mesh, want):
+    assert on_ranks(parts, mesh)[0] == want
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+def test_whoever_flattened_first_is_asked_again(engine):
+    def body(mesh):
+        flat = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+        axes = mesh_axes(mesh)
+        total = torch.ones(1)
+        torch.distributed.all_reduce(total, group=axes.shard_mesh.get_group())
+        return axes.shard_mesh is flat, axes.shard_mesh is axes.shard_mesh, total.item()
+
+    assert on_ranks(body, {"dp_shard": 1, "cp": 2}, engine) == ((True, True, 2.0),) * 2
+
+
+def test_a_name_that_was_given_to_other_axes():
+    def body(mesh):
+        mesh["cp", "tp"]._flatten("dp_shard_cp")
+        with pytest.raises(ValueError) as error:
+            _ = mesh_axes(mesh).shard_mesh
+        return str(error.value)
+
+    said = "axis 'dp_shard_cp' was made of other axes than ['dp_shard', 'cp']; flatten these under this name"
+    assert all(said in each for each in on_ranks(body, {"dp_shard": 2, "cp": 2, "tp": 1}))
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("dp_shard", "tensor_parallel"), "mix older names ['tensor_parallel'] and newer names ['dp_shard']"),
+        (("tp", "tensor_parallel"), "mix older names ['tensor_parallel'] and newer names ['tp']"),
+        (("dp", "tp"), "axis 'dp' of ('dp', 'tp') is not known; known are data_parallel, "),
+        (("dp_shard_cp", "cp"), "axis 'dp_shard_cp' of ('dp_shard_cp', 'cp') stands beside 'cp', which it contains"),
+        (("data_parallel", "dp_cp"), "axis 'dp_cp' of ('data_parallel', 'dp_cp') stands beside 'data_parallel'"),
+        (None, "its 2 axes have no names; name them (data_parallel, "),
+    ],
+)
+def test_axes_that_mean_nothing_certain(names, said):
+    def body(mesh):
+        given = init_device_mesh("cpu", (1, 2), mesh_dim_names=names)
+        with pytest.raises(ValueError) as error:
+            mesh_axes(given)
+        return str(error.value)
+
+    results = run(lambda view, case: body(view.device_mesh), CaseSpec(scheme="axes", mesh={"x": 2}))
+    assert all(each.startswith("device_mesh: ") and said in each for each in results.results)
+    assert results.ledger.rows == []
+
+
+def test_what_is_no_mesh():
+    with pytest.raises(TypeError, match="device_mesh: is a tuple; pass a torch DeviceMesh"):
+        mesh_axes((1, 2))  # pyright: ignore[reportArgumentType]
+
+
+def test_meshes_of_one_root():
+    def body(mesh):
+        check_one_root(world_mesh=mesh, moe_mesh=None)
+        check_one_root(world_mesh=mesh["dp_shard"], moe_mesh=mesh["tp"])
+        other = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+        with pytest.raises(ValueError) as error:
+            check_one_root(world_mesh=mesh["dp_shard"], moe_mesh=other)
+        return str(error.value)
+
+    said = on_ranks(body, {"dp_shard": 1, "tp": 2})
+    assert all(each.startswith("moe_mesh: its root mesh is ") and "slice both from one mesh" in each for each in said)
