@@ -161,8 +161,8 @@ OVER_RANKS = (
         name="rows left in rank-major order",
         kind="order",
         file=HIDDEN,
-        old="sequential = _permuted(arrived.flatten(0, 1), (there, back), 0)",
-        new="sequential = arrived.transpose(0, 1).flatten(0, 2) if len(rows) == 1 else arrived.flatten(0, 1)",
+        old="in_order = _permuted(arrived.flatten(0, 1), (there, back), 0)",
+        new="in_order = arrived.transpose(0, 1).flatten(0, 2) if len(rows) == 1 else arrived.flatten(0, 1)",
         expect="value: ",
     ),
     Fault(
@@ -172,6 +172,35 @@ OVER_RANKS = (
         old="(there, back), 0)",
         new="(back, there), 0)",
         expect="value: ",
+    ),
+    Fault(
+        name="rows sent back in the order in which they are mixed",
+        kind="order",
+        file=HIDDEN,
+        old="send = _permuted(rows.flatten(0, 1), (back, there), 0).unflatten",
+        new="send = rows.flatten(0, 1).unflatten",
+        expect="value: ",
+    ),
+    Fault(
+        name="parts put in order before their ranks are",
+        kind="order",
+        file="torch_impl/mamba/five_exchanges.py",
+        old="        majored = _deinterleave_packed_seqs(arrived, cu_seqlens // tokens.cp_size, tokens.cp_size)\n"
+        "        return _undo_attention_load_balancing(majored, tokens.cp_size, cu_seqlens)[None]",
+        new="        undone = _undo_attention_load_balancing(arrived, tokens.cp_size, cu_seqlens)\n"
+        "        return _deinterleave_packed_seqs(undone, cu_seqlens // tokens.cp_size, tokens.cp_size)[None]",
+        expect="value: ",
+    ),
+    Fault(
+        name="a copied group's gradient from one rank alone",
+        kind="reduction",
+        file=HIDDEN,
+        old="send = rows_at(rows.flatten(0, 1), columns, 1)",
+        new="again = torch.isin(columns, columns[: len(columns) // self.cp_size]) & (columns >= 2 * self.d_inner)\n"
+        "            again[: len(columns) // self.cp_size] = False\n"
+        "            given = rows_at(rows.flatten(0, 1), columns, 1)\n"
+        "            send = torch.where(again, given.detach(), given)",
+        expect="gradient: ",
     ),
     Fault(
         name="rows of a batch taken for one row",

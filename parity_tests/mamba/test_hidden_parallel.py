@@ -3,26 +3,27 @@
 import pytest
 import torch
 from hypothesis import given, settings
-from torch.distributed.fsdp import fully_shard
-from torch.func import functional_call
 
-from jax_ref.layouts import BUILTIN as dense_layouts
-from jax_ref.layouts import packed as packed_layout
 from jax_ref.layouts.columns import conv_channels as reference_channels
 from jax_ref.layouts.columns import projection_columns as reference_columns
-from parity_tests import CaseSpec, Cost, check, every_case, offsets, scheme, values
+from parity_tests import CaseSpec, Cost, check, every_case, scheme
 from parity_tests.harness.engines.run import run
-from parity_tests.mamba.by_name import flat, flax_mixer
-from parity_tests.mamba.made import CU, PROJECTED, T, U, W, filled, made
+from parity_tests.mamba.made import CU, PROJECTED, T, W, filled, made
 from parity_tests.mamba.operations import Operations
-from parity_tests.mamba.parameters import DRAW, SPECS, settings_of, sizes_of
-from torch_impl.collectives import all_reduce
+from parity_tests.mamba.over_ranks import (
+    FOLLOW,
+    check_what_a_token_changes,
+    held,
+    on_ranks,
+    parallel,
+    rows_cut,
+    stream_cut,
+)
 from torch_impl.layouts import TokenLayout
-from torch_impl.mamba import Mamba2Mixer, MambaContextParallel
+from torch_impl.mamba import MambaContextParallel
 
 # Groups: 2 are fewer than four ranks and as many as two; 8 are more.
 SIZES = {"h": (8,), "g": (2, 8), "p": (2,), "n": (2,), "d": (2,), "k": (4,)}
-FOLLOW = {"i": "h*p", "c": "h*p+2*g*n", "w": "2*h*p+2*g*n+h"}
 
 
 def cost(c):
@@ -35,7 +36,6 @@ def cost(c):
 
 DECLARED = dict(
     mesh={"cp": (1, 2, 4)},
-    draw={**DRAW, "u": values("normal", "ties")},
     rank_options={"fused": (True, False)},
     dtypes=("float32", "bfloat16", "float64"),
     reduction=("t", "i"),
@@ -44,55 +44,19 @@ DECLARED = dict(
 )
 
 
-def dense(u, parameters, groups):
-    return flax_mixer(parameters, **settings_of(parameters, groups))(u)
-
-
-def packed(u, parameters, groups, cu):
-    return flax_mixer(parameters, **settings_of(parameters, groups))(u, cu)
-
-
-def parallel(mesh, u, parameters, groups, cu=None, **chosen):
-    def strategy(mixer):
-        return MambaContextParallel(mesh["cp"], **sizes_of(parameters, groups), mixer=mixer, **chosen)
-
-    module = Mamba2Mixer(
-        **settings_of(parameters, groups), chunk_size=4, context_parallel=strategy, device="meta", dtype=u.dtype
-    )
-    return functional_call(module, flat(parameters), (u, cu), strict=True)
-
-
-@scheme(
-    reference=dense,
-    inputs={"u": "b t/cp:dual_chunk_swap d", "parameters": SPECS, "groups": "g"},
-    outputs="b t/cp:dual_chunk_swap d",
-    dims={**SIZES, **FOLLOW, "b": (2,), "t": (16,)},
-    **DECLARED,
-)
+@scheme(dims={**SIZES, **FOLLOW, "b": (2,), "t": (16,)}, **rows_cut(":dual_chunk_swap"), **DECLARED)
 def hidden_parallel(mesh, u, parameters, groups, fused):
-    return parallel(mesh, u, parameters, groups, fused=fused)
+    return parallel(MambaContextParallel, mesh, u, parameters, groups, fused=fused)
 
 
-@scheme(
-    reference=dense,
-    inputs={"u": "b t/cp d", "parameters": SPECS, "groups": "g"},
-    outputs="b t/cp d",
-    dims={**SIZES, **FOLLOW, "b": (2,), "t": (16,)},
-    **DECLARED,
-)
+@scheme(dims={**SIZES, **FOLLOW, "b": (2,), "t": (16,)}, **rows_cut(""), **DECLARED)
 def hidden_parallel_contiguous(mesh, u, parameters, groups, fused):
-    return parallel(mesh, u, parameters, groups, fused=fused, layout="contiguous")
+    return parallel(MambaContextParallel, mesh, u, parameters, groups, fused=fused, layout="contiguous")
 
 
-@scheme(
-    reference=packed,
-    inputs={"u": "1 t/cp:packed d", "parameters": SPECS, "groups": "g", "cu": "q"},
-    outputs="1 t/cp:packed d",
-    dims={**SIZES, **FOLLOW, "t": (24,), "q": (4,)},
-    **{**DECLARED, "draw": {**DECLARED["draw"], "cu": offsets("t", padded=True)}},
-)
+@scheme(dims={**SIZES, **FOLLOW, "t": (24,), "q": (4,)}, **stream_cut(":packed"), **DECLARED)
 def hidden_parallel_packed(mesh, u, parameters, groups, cu, fused):
-    return parallel(mesh, u, parameters, groups, cu, fused=fused)
+    return parallel(MambaContextParallel, mesh, u, parameters, groups, cu, fused=fused)
 
 
 SCHEMES = (hidden_parallel, hidden_parallel_contiguous, hidden_parallel_packed)
@@ -109,14 +73,9 @@ def test_parity(declared, engine):
     example()
 
 
-def own(mesh, x, layout="dual_chunk_swap", cu=None):
+def own(mesh, x, cu=None):
     """This rank's tokens of a whole [b, s, w]."""
-    held = packed_layout(T, mesh.size("cp"), cu) if cu else dense_layouts[layout](x.shape[1], mesh.size("cp"))
-    return x[:, torch.tensor(held[mesh.rank("cp")])]
-
-
-def on_ranks(body, cp=2):
-    return run(body, CaseSpec(scheme="mamba", mesh={"cp": cp})).results
+    return x[:, torch.tensor(held(mesh.size("cp"), "dual_chunk_swap", cu, x.shape[1])[mesh.rank("cp")])]
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
@@ -128,7 +87,7 @@ def test_rows_are_in_order_and_columns_those_of_the_rank(cp):
         back = strategy.post_conv_ssm(pre[..., : strategy.d_inner_local])
         return torch.equal(pre, PROJECTED[..., columns]), torch.equal(back, own(mesh, PROJECTED[..., :8]))
 
-    assert on_ranks(body, cp) == ((True, True),) * cp
+    assert on_ranks(body, cp).results == ((True, True),) * cp
 
 
 @pytest.mark.parametrize("cu", [None, CU])
@@ -146,7 +105,7 @@ def test_fused_is_unfused_to_the_bit(cp, cu):
             found.append((pre, post, gradient))
         return [torch.equal(a, b) for a, b in zip(*found, strict=True)]
 
-    assert on_ranks(body, cp) == ([True] * 3,) * cp
+    assert on_ranks(body, cp).results == ([True] * 3,) * cp
 
 
 @pytest.mark.parametrize("cp", [1, 2])
@@ -165,7 +124,7 @@ def test_a_layout_is_data(cp):
                 found += [torch.equal(pre, x[..., columns]), torch.equal(post, layout.shard(x[..., :8], -2))]
         return found
 
-    assert on_ranks(body, cp) == ([True] * 12,) * cp
+    assert on_ranks(body, cp).results == ([True] * 12,) * cp
 
 
 def test_one_rank_gets_the_same_object_and_sends_nothing():
@@ -178,22 +137,10 @@ def test_one_rank_gets_the_same_object_and_sends_nothing():
     assert ranks.results == ((True, True),) and ranks.ledger.rows == []
 
 
+@pytest.mark.parametrize(("layout", "cu"), [("dual_chunk_swap", CU), ("dual_chunk_swap", None), ("contiguous", None)])
 @pytest.mark.parametrize("cp", [2, 4])
-def test_a_token_changes_what_follows_in_its_sequence_alone(cp):
-    cu, sequence = torch.tensor(CU), torch.searchsorted(torch.tensor(CU[1:]), torch.arange(T), right=True)
-
-    def body(mesh, case):
-        strategy, moved = made(mesh, filled()), []
-        y = strategy.mix(own(mesh, PROJECTED[:1], cu=CU), cu)
-        for t in range(T):
-            edited = PROJECTED[:1].clone()
-            edited[:, t, 8:] += 0.5
-            moved.append((strategy.mix(own(mesh, edited, cu=CU), cu) != y)[0].any(-1).tolist())
-        return moved
-
-    for rank, moved in enumerate(on_ranks(body, cp)):
-        held = packed_layout(T, cp, CU)[rank]
-        assert moved == [[u >= t and bool(sequence[u] == sequence[t]) for u in held] for t in range(T)]
+def test_a_token_changes_what_follows_in_its_sequence_alone(cp, layout, cu):
+    check_what_a_token_changes(lambda mesh, **chosen: made(mesh, filled(), **chosen), cp, layout, cu)
 
 
 def test_getters_give_what_a_rank_holds():
@@ -213,30 +160,20 @@ def test_getters_give_what_a_rank_holds():
             (strategy.num_heads_local, strategy.n_groups_local, strategy.group_repeat_count) == (1, 1, 2),
         )
 
-    assert on_ranks(body, 4) == ((True,) * 7,) * 4
+    assert on_ranks(body, 4).results == ((True,) * 7,) * 4
 
 
-def test_fully_sharded_parameters_are_read_when_they_are_whole():
-    """FSDP2 over the same two ranks: its mean of the gradients is half their sum, to the bit."""
-
+def test_a_stream_without_tokens_sends_nothing():
     def body(mesh, case):
         found = []
-        for is_sharded in (False, True):
-            mixer = filled()
-            mixer.context_parallel = strategy = made(mesh, mixer)
-            if is_sharded:
-                fully_shard(mixer, mesh=mesh.device_mesh)
-                with pytest.raises(ValueError, match=r"A_log is .*Shard.*; unshard it first"):
-                    strategy.get_A_log()
-            y = mixer(own(mesh, U))
-            y.backward(y.detach())
-            found.append([y, *(parameter.grad for parameter in mixer.parameters())])
-        alone, sharded = found
-        means = [alone[0], *(all_reduce(gradient, mesh["cp"]) / 2 for gradient in alone[1:])]
-        whole = [sharded[0], *(gradient.full_tensor() for gradient in sharded[1:])]
-        return [torch.equal(a, b) for a, b in zip(means, whole, strict=True)]
+        for x, cu in ((PROJECTED[:, :0], None), (PROJECTED[0, :0], torch.tensor([0, 0]))):
+            y = made(mesh, filled()).mix(x.clone().requires_grad_(), cu)
+            y.sum().backward()
+            found.append(y.shape)
+        return found
 
-    assert on_ranks(body) == ([True] * 9,) * 2
+    ranks = on_ranks(body)
+    assert ranks.results == ([(2, 0, 8), (0, 8)],) * 2 and ranks.ledger.rows == []
 
 
 def test_no_number_of_sequences_changes_what_is_done():
@@ -254,5 +191,5 @@ def test_no_number_of_sequences_changes_what_is_done():
                 found.append(operations.count)
         return found
 
-    for first, second, *others in on_ranks(body):
+    for first, second, *others in on_ranks(body).results:
         assert second < first and others == [first, second] * 2

@@ -11,6 +11,12 @@ from torch_impl.mamba import MambaContextParallel
 
 X, STREAM = PROJECTED[:, :12], PROJECTED[0, :12]
 LAYOUT = TokenLayout.dense("striped", T, cp_size=4, cp_rank=0)
+
+
+def packed_as(mesh, cu):
+    return TokenLayout.packed(cu, cp_size=2, cp_rank=mesh.rank("cp"))
+
+
 REFUSED = [
     (lambda m: made(m, num_heads=6, n_groups=4), "num_heads=6 must be divisible by n_groups=4"),
     (lambda m: made(m, head_dim=0), "head_dim=0 is not a size; it is 1 or more"),
@@ -29,6 +35,14 @@ REFUSED = [
     (
         lambda m: made(m).pre_conv_ssm(X[:, :6], layout=LAYOUT.rebind(2, m.rank("cp"))),
         "layout has 24 tokens, the ranks hold 12",
+    ),
+    (
+        lambda m: made(m).pre_conv_ssm(X[:1], torch.tensor(CU), layout=packed_as(m, [0, 12, 24])),
+        "cu_seqlens holds 3 sequences, layout 2; pass the layout of this batch, or its offsets alone",
+    ),
+    (
+        lambda m: made(m, layout=packed_as(m, [0, 24])).mix(X[:1], torch.tensor([0, 12])),
+        "cu_seqlens[1] is 12, 24 in layout; pass the layout of this batch, or its offsets alone",
     ),
     (lambda m: made(m).pre_conv_ssm(X[..., 1:]), "projected_states is [2, 12, 31]; in_proj has 32 columns"),
     (lambda m: made(m).post_conv_ssm(X), "output is [2, 12, 32]; 2 of 4 heads have 4 columns"),
@@ -54,6 +68,10 @@ PASSING = [
     (
         lambda m: passing(m, layout=LAYOUT.rebind(2, m.rank("cp"))).mix(X[:, :6]),
         "layout has 24 tokens, the ranks hold 12",
+    ),
+    (
+        lambda m: passing(m, layout=packed_as(m, [0, 12, 24])).mix(X[:1], torch.tensor([0, 8, 24])),
+        "cu_seqlens[1] is 8, 12 in layout; pass the layout of this batch, or its offsets alone",
     ),
     (lambda m: passing(m).mix(X[..., 1:]), "projected_states is [2, 12, 31]; in_proj has 32 columns"),
     (lambda m: passing(m).mix(STREAM), "input is [12, 32] without cu_seqlens; pass them, or [b, s, w]"),

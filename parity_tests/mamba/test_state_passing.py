@@ -3,22 +3,25 @@
 import pytest
 import torch
 from hypothesis import given, settings
-from torch.func import functional_call
 
-from jax_ref.layouts import BUILTIN as dense_layouts
-from jax_ref.layouts import packed as packed_layout
-from parity_tests import CaseSpec, Cost, check, every_case, offsets, scheme, values
-from parity_tests.harness.engines.run import run
-from parity_tests.mamba.by_name import flat, flax_mixer
+from parity_tests import Cost, check, every_case, scheme
 from parity_tests.mamba.made import CU, GIVEN, PROJECTED, T, W, filled, passing
 from parity_tests.mamba.operations import Operations
-from parity_tests.mamba.parameters import DRAW, SPECS, settings_of, sizes_of
-from torch_impl.mamba import Mamba2Mixer, MambaStatePassing, mamba_cp_bytes
+from parity_tests.mamba.over_ranks import (
+    FOLLOW,
+    check_what_a_token_changes,
+    held,
+    offsets_of,
+    on_ranks,
+    parallel,
+    rows_cut,
+    stream_cut,
+)
+from torch_impl.mamba import MambaStatePassing, mamba_cp_bytes
 
 # 3 heads and 1 group, which two and four ranks cannot share, and 6 and 2, which two can; segments shorter than the
 # convolution's reach.
 SIZES = {"r": (3,), "g": (1, 2), "h": "g*r", "p": (2,), "n": (2,), "d": (2,), "k": (6,)}
-FOLLOW = {"i": "h*p", "c": "h*p+2*g*n", "w": "2*h*p+2*g*n+h"}
 
 
 def cost(segments):
@@ -35,77 +38,40 @@ def cost(segments):
 
 DECLARED = dict(
     mesh={"cp": (1, 2, 3, 4)},
-    draw={**DRAW, "u": values("normal", "ties")},
     dtypes=("float32", "bfloat16", "float64"),
     reduction=("t", "i"),
     roundings=9,  # those of the mixer and of what enters; a term of each rank in the gradients
 )
 
 
-def dense(u, parameters, groups):
-    return flax_mixer(parameters, **settings_of(parameters, groups))(u)
-
-
-def packed(u, parameters, groups, cu):
-    return flax_mixer(parameters, **settings_of(parameters, groups))(u, cu)
-
-
-def parallel(mesh, u, parameters, groups, cu=None, **chosen):
-    def strategy(mixer):
-        return MambaStatePassing(mesh["cp"], **sizes_of(parameters, groups), mixer=mixer, **chosen)
-
-    module = Mamba2Mixer(
-        **settings_of(parameters, groups), chunk_size=4, context_parallel=strategy, device="meta", dtype=u.dtype
-    )
-    return functional_call(module, flat(parameters), (u, cu), strict=True)
-
-
 @scheme(
-    reference=dense,
-    inputs={"u": "b t/cp:dual_chunk_swap d", "parameters": SPECS, "groups": "g"},
-    outputs="b t/cp:dual_chunk_swap d",
     dims={**SIZES, **FOLLOW, "b": (2,), "t": (24,)},
     cost=cost(lambda c: 2),
+    **rows_cut(":dual_chunk_swap"),
     **DECLARED,
 )
 def state_passing(mesh, u, parameters, groups):
-    return parallel(mesh, u, parameters, groups)
+    return parallel(MambaStatePassing, mesh, u, parameters, groups)
 
 
-@scheme(
-    reference=dense,
-    inputs={"u": "b t/cp d", "parameters": SPECS, "groups": "g"},
-    outputs="b t/cp d",
-    dims={**SIZES, **FOLLOW, "b": (2,), "t": (12,)},
-    cost=cost(lambda c: 1),
-    **DECLARED,
-)
+@scheme(dims={**SIZES, **FOLLOW, "b": (2,), "t": (12,)}, cost=cost(lambda c: 1), **rows_cut(""), **DECLARED)
 def state_passing_contiguous(mesh, u, parameters, groups):
-    return parallel(mesh, u, parameters, groups, layout="contiguous")
+    return parallel(MambaStatePassing, mesh, u, parameters, groups, layout="contiguous")
 
 
 @scheme(
-    reference=packed,
-    inputs={"u": "1 t/cp:packed d", "parameters": SPECS, "groups": "g", "cu": "q"},
-    outputs="1 t/cp:packed d",
     dims={**SIZES, **FOLLOW, "t": (24,), "q": (4,)},
     cost=cost(lambda c: 2 * (c.q - 1)),
-    **{**DECLARED, "draw": {**DECLARED["draw"], "cu": offsets("t", padded=True)}},
+    **stream_cut(":packed"),
+    **DECLARED,
 )
 def state_passing_packed(mesh, u, parameters, groups, cu):
-    return parallel(mesh, u, parameters, groups, cu)
+    return parallel(MambaStatePassing, mesh, u, parameters, groups, cu)
 
 
-@scheme(
-    reference=packed,
-    inputs={"u": "1 t/cp d", "parameters": SPECS, "groups": "g", "cu": "q"},
-    outputs="1 t/cp d",
-    dims={**SIZES, **FOLLOW, "t": (24,), "q": (4,)},
-    cost=cost(lambda c: 1),
-    **{**DECLARED, "draw": {**DECLARED["draw"], "cu": offsets("t", padded=True)}},
-)
+@scheme(dims={**SIZES, **FOLLOW, "t": (24,), "q": (4,)}, cost=cost(lambda c: 1), **stream_cut(""), **DECLARED)
 def state_passing_stream(mesh, u, parameters, groups, cu):
-    return parallel(mesh, u, parameters, groups, cu, layout="contiguous")
+    return parallel(MambaStatePassing, mesh, u, parameters, groups, cu, layout="contiguous")
 
 
 SCHEMES = (state_passing, state_passing_contiguous, state_passing_packed, state_passing_stream)
@@ -123,38 +89,10 @@ def test_parity(declared, engine):
     example()
 
 
-def held(cp, layout, cu, t=T):
-    """Positions of each rank."""
-    return packed_layout(t, cp, cu) if cu and layout == "dual_chunk_swap" else dense_layouts[layout](t, cp)
-
-
-def offsets_of(cu):
-    return None if cu is None else torch.tensor(cu)
-
-
-def on_ranks(body, cp=2):
-    return run(body, CaseSpec(scheme="mamba", mesh={"cp": cp}))
-
-
 @pytest.mark.parametrize(("layout", "cu"), CUTS)
 @pytest.mark.parametrize("cp", [2, 4])
 def test_a_token_changes_what_follows_in_its_sequence_alone(cp, layout, cu):
-    cuts = [0, T] if cu is None else cu
-    sequence = torch.searchsorted(torch.tensor(cuts[1:]), torch.arange(T), right=True)
-
-    def body(mesh, case):
-        own = torch.tensor(held(cp, layout, cu)[mesh.rank("cp")])
-        strategy, moved = passing(mesh, layout=layout), []
-        y = strategy.mix(PROJECTED[:1, own], offsets_of(cu))
-        for t in range(T):
-            edited = PROJECTED[:1].clone()
-            edited[:, t, 8:] += 0.5
-            moved.append((strategy.mix(edited[:, own], offsets_of(cu)) != y)[0].any(-1).tolist())
-        return moved
-
-    for rank, moved in enumerate(on_ranks(body, cp).results):
-        own = held(cp, layout, cu)[rank]
-        assert moved == [[u >= t and bool(sequence[u] == sequence[t]) for u in own] for t in range(T)]
+    check_what_a_token_changes(passing, cp, layout, cu)
 
 
 @pytest.mark.parametrize(("layout", "cu"), CUTS[2:])

@@ -6,29 +6,22 @@ what is sent does not grow with the sequence. No token is moved.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Tensor, nn
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 
 from torch_impl.collectives import accumulator, all_gather
 from torch_impl.kernels import rows_at
 from torch_impl.mamba.conv import causal_conv
-from torch_impl.mamba.mixer import SsmParameters, check_stream, checked_sizes, decays, gated, steps
+from torch_impl.mamba.mixer import SsmParameters, decays, gated, steps
 from torch_impl.mamba.scan import _log_decays, chunked_scan
 from torch_impl.mamba.segment_states import read_entering, running_sums, states_left, sums_after, with_zeros
 from torch_impl.mamba.segments import Segments, segments_of
-from torch_impl.mamba.shared_parameters import check_parameters, whole
-from torch_impl.mamba.token_order import Order, checked_group_of, token_layout
-
-NAME = "MambaStatePassing"
+from torch_impl.mamba.strategy import MixerStrategy
 
 
-class MambaStatePassing:
+class MambaStatePassing(MixerStrategy):
     """What a Mamba2 mixer does between its projections, over cp ranks that keep their tokens. It owns no parameter.
 
         mix:  projected_states  "b s/cp:LAYOUT w"  or  "t/cp:packed w"   ->   the same with "i" columns
@@ -50,22 +43,7 @@ class MambaStatePassing:
             another layout; TypeError for a cp_group that is neither ProcessGroup nor 1-D DeviceMesh.
     """
 
-    def __init__(
-        self,
-        cp_group: ProcessGroup | DeviceMesh,
-        num_heads: int,
-        head_dim: int,
-        n_groups: int,
-        d_state: int,
-        mixer: nn.Module,
-        *,
-        layout: Order = "dual_chunk_swap",
-    ) -> None:
-        self.cp_group = checked_group_of(NAME, cp_group)
-        self.cp_size, self.cp_rank = self.cp_group.size(), self.cp_group.rank()
-        self.sizes = checked_sizes(NAME, num_heads, head_dim, n_groups, d_state)
-        check_parameters(NAME, mixer, self.sizes)
-        self.mixer, self.layout = mixer, layout
+    name = "MambaStatePassing"
 
     def mix(
         self, projected_states: Float[Tensor, "*a w"], cu_seqlens: Int[Tensor, " offsets"] | None = None
@@ -74,59 +52,27 @@ class MambaStatePassing:
 
         Errors: ValueError for other columns, offsets that do not end at n * rows, a stream without offsets.
         """
-        if projected_states.shape[-1] != self.sizes.width:
-            raise ValueError(
-                f"mamba.{NAME}: projected_states is {list(projected_states.shape)}; "
-                f"in_proj has {self.sizes.width} columns"
-            )
-        if cu_seqlens is not None or isinstance(self.layout, str):
-            check_stream(NAME, projected_states, cu_seqlens)
-        total, device = projected_states.shape[-2] * self.cp_size, projected_states.device
-        tokens = token_layout(NAME, self.layout, total, cu_seqlens, self.cp_group, device)
-        if not total:
+        self._check_width(projected_states)
+        tokens = self._tokens(projected_states, cu_seqlens, self.cp_size)
+        if not tokens.total:
             return projected_states[..., : self.sizes.inner]
-        parameters, chunk_size = self.ssm_parameters(), getattr(self.mixer, "chunk_size", 256)
-        segments = segments_of(tokens, parameters.conv_weight.shape[1], chunk_size, device)
+        parameters = self.ssm_parameters()
+        segments = segments_of(tokens, parameters.conv_weight.shape[1], self.chunk_size, projected_states.device)
         rows = projected_states if projected_states.ndim == 3 else projected_states[None]
-        return self._mixed(rows, parameters, segments, chunk_size).view(*projected_states.shape[:-1], -1)
+        return self._mixed(rows, parameters, segments).view(*projected_states.shape[:-1], self.sizes.inner)
 
-    def ssm_parameters(self) -> SsmParameters:
-        """What the tokens are mixed with."""
-        conv = self.get_conv1d_weight(), self.get_conv1d_bias()
-        return SsmParameters(*conv, self.get_dt_bias(), self.get_A_log(), self.get_D())
-
-    def get_conv1d_weight(self) -> Float[Tensor, "c k"]:
-        """[channels, k]."""
-        return whole(NAME, self.mixer, "conv1d.weight").squeeze(1)
-
-    def get_conv1d_bias(self) -> Float[Tensor, " c"] | None:
-        """[channels], or None."""
-        return whole(NAME, self.mixer, "conv1d.bias")
-
-    def get_dt_bias(self) -> Float[Tensor, " h"]:
-        """[heads]."""
-        return whole(NAME, self.mixer, "dt_bias")
-
-    def get_A_log(self) -> Float[Tensor, " h"]:
-        """[heads]."""
-        return whole(NAME, self.mixer, "A_log")
-
-    def get_D(self) -> Float[Tensor, " h"]:
-        """[heads]; or [heads * head_dim], where D has one number per channel."""
-        return whole(NAME, self.mixer, "D")
-
-    def _mixed(self, rows: Tensor, parameters: SsmParameters, segments: Segments, chunk_size: int) -> Tensor:
+    def _mixed(self, rows: Tensor, parameters: SsmParameters, segments: Segments) -> Tensor:
         """[b, t, w] -> [b, t, i]."""
-        sizes, dt_limit = self.sizes, getattr(self.mixer, "dt_limit", (0.0, math.inf))
+        sizes = self.sizes
         z, convolved, dt = rows.split([sizes.inner, sizes.channels, sizes.num_heads], dim=-1)
         convolved = self._convolved(convolved, parameters, segments)
         x, B, C = convolved.split([sizes.inner, sizes.shared, sizes.shared], dim=-1)
         x = x.unflatten(-1, (sizes.num_heads, sizes.head_dim))
         B, C = (part.unflatten(-1, (sizes.n_groups, sizes.d_state)) for part in (B, C))
-        dt, A = steps(dt, parameters.dt_bias, dt_limit), decays(parameters.A_log)
+        dt, A = steps(dt, parameters.dt_bias, self.dt_limit), decays(parameters.A_log)
         D = parameters.D.reshape(sizes.num_heads, -1)
         ids = segments.ids.expand(len(rows), -1)
-        y, _ = chunked_scan(x, dt, A, B, C, D, chunk_size=chunk_size, seq_idx=ids)
+        y, _ = chunked_scan(x, dt, A, B, C, D, chunk_size=self.chunk_size, seq_idx=ids)
         wide = accumulator(x.dtype)
         logs, u = dt * A, x.to(wide) * dt[..., None]
         since = running_sums(logs, segments.ids)

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_impl.collectives.arguments import checked_group
 from torch_impl.layouts import TokenLayout
+from torch_impl.layouts.remembered import remembered
 
 Order = str | TokenLayout
 PACKED = {"contiguous": "contiguous", "dual_chunk_swap": "packed"}  # how each order cuts a packed stream
@@ -32,11 +33,13 @@ def token_layout(
     """Where the `total` tokens of one batch live.
 
     Cost:   one host read of the offsets, none for the same unchanged tensor.
-    Errors: ValueError for another order, a layout of other tokens or ranks or of unequal shares, offsets that do not
-            rise from 0 to total.
+    Errors: ValueError for another order, a layout of other tokens, sequences or ranks or of unequal shares, offsets
+            that do not rise from 0 to total.
     """
     if isinstance(order, TokenLayout):
         _check(function, order, total, group)
+        if cu_seqlens is not None:
+            remembered(lambda: _has_sequences(function, order, cu_seqlens), cu_seqlens, order.cu_padded, (function,))
         return order
     if order not in PACKED:
         raise ValueError(f"mamba.{function}: layout={order!r} is not contiguous, dual_chunk_swap or a TokenLayout")
@@ -60,3 +63,16 @@ def _check(function: str, layout: TokenLayout, total: int, group: ProcessGroup) 
         raise ValueError(f"mamba.{function}: layout has {layout.total} tokens, the ranks hold {total}")
     if len(set(layout.counts)) > 1:
         raise ValueError(f"mamba.{function}: layout gives the ranks {layout.counts} tokens; they must be equal")
+
+
+def _has_sequences(function: str, layout: TokenLayout, cu_seqlens: Tensor) -> bool:
+    """True: the offsets are those of the layout, whatever fills them on the right."""
+    asked, held = [x for x in cu_seqlens.tolist() if x >= 0], layout.cu_padded.tolist()
+    if asked == held:
+        return True
+    if len(asked) != len(held):
+        what = f"cu_seqlens holds {len(asked) - 1} sequences, layout {len(held) - 1}"
+    else:
+        j = next(j for j, (ours, theirs) in enumerate(zip(asked, held, strict=True)) if ours != theirs)
+        what = f"cu_seqlens[{j}] is {asked[j]}, {held[j]} in layout"
+    raise ValueError(f"mamba.{function}: {what}; pass the layout of this batch, or its offsets alone")

@@ -1,0 +1,88 @@
+"""A mixer over cp ranks, whichever the strategy: what it means, how it is declared, what a token may change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from jax_ref.layouts import BUILTIN as DENSE_LAYOUTS
+from jax_ref.layouts import packed as packed_layout
+from parity_tests import CaseSpec, offsets, values
+from parity_tests.harness.engines.run import Ranks, run
+from parity_tests.mamba.by_name import flat, flax_mixer
+from parity_tests.mamba.made import PROJECTED, T
+from parity_tests.mamba.parameters import DRAW, SPECS, settings_of, sizes_of
+from torch_impl.mamba import Mamba2Mixer
+
+FOLLOW = {"i": "h*p", "c": "h*p+2*g*n", "w": "2*h*p+2*g*n+h"}
+EACH = {**DRAW, "u": values("normal", "ties")}
+
+
+def dense(u, parameters, groups):
+    return flax_mixer(parameters, **settings_of(parameters, groups))(u)
+
+
+def packed(u, parameters, groups, cu):
+    return flax_mixer(parameters, **settings_of(parameters, groups))(u, cu)
+
+
+def rows_cut(cut: str) -> dict[str, Any]:
+    """A declaration of rows that are cut so."""
+    inputs = {"u": f"b t/cp{cut} d", "parameters": SPECS, "groups": "g"}
+    return {"reference": dense, "inputs": inputs, "outputs": f"b t/cp{cut} d", "draw": EACH}
+
+
+def stream_cut(cut: str) -> dict[str, Any]:
+    """A declaration of a stream that is cut so."""
+    inputs = {"u": f"1 t/cp{cut} d", "parameters": SPECS, "groups": "g", "cu": "q"}
+    draw = {**EACH, "cu": offsets("t", padded=True)}
+    return {"reference": packed, "inputs": inputs, "outputs": f"1 t/cp{cut} d", "draw": draw}
+
+
+def parallel(kind: Callable[..., Any], mesh, u, parameters, groups, cu=None, **chosen) -> Tensor:
+    """The mixer over cp with that strategy, in chunks of four tokens."""
+
+    def strategy(mixer):
+        return kind(mesh["cp"], **sizes_of(parameters, groups), mixer=mixer, **chosen)
+
+    module = Mamba2Mixer(
+        **settings_of(parameters, groups), chunk_size=4, context_parallel=strategy, device="meta", dtype=u.dtype
+    )
+    return functional_call(module, flat(parameters), (u, cu), strict=True)
+
+
+def held(cp: int, layout: str, cu: Sequence[int] | None, t: int = T) -> Any:
+    """Positions of each rank."""
+    return packed_layout(t, cp, cu) if cu and layout == "dual_chunk_swap" else DENSE_LAYOUTS[layout](t, cp)
+
+
+def offsets_of(cu: Sequence[int] | None) -> Tensor | None:
+    return None if cu is None else torch.tensor(cu)
+
+
+def on_ranks(body: Callable[..., Any], cp: int = 2) -> Ranks:
+    return run(body, CaseSpec(scheme="mamba", mesh={"cp": cp}))
+
+
+def check_what_a_token_changes(made: Callable[..., Any], cp: int, layout: str, cu: Sequence[int] | None) -> None:
+    """What follows it in its own sequence, and nothing else, on whichever rank."""
+    cuts = [0, T] if cu is None else cu
+    sequence = torch.searchsorted(torch.tensor(cuts[1:]), torch.arange(T), right=True)
+
+    def body(mesh, case):
+        own = torch.tensor(held(cp, layout, cu)[mesh.rank("cp")])
+        strategy, moved = made(mesh, layout=layout), []
+        y = strategy.mix(PROJECTED[:1, own], offsets_of(cu))
+        for t in range(T):
+            edited = PROJECTED[:1].clone()
+            edited[:, t, 8:] += 0.5
+            moved.append((strategy.mix(edited[:, own], offsets_of(cu)) != y)[0].any(-1).tolist())
+        return moved
+
+    for rank, moved in enumerate(on_ranks(body, cp).results):
+        own = held(cp, layout, cu)[rank]
+        assert moved == [[u >= t and bool(sequence[u] == sequence[t]) for u in own] for t in range(T)]
