@@ -5,6 +5,7 @@ from torch_impl.models.batch import Stream as Stream
 from torch_impl.models.batch import own_streams as own_streams
 from torch_impl.models.batch import rank_stream as rank_stream
 from torch_impl.models.config import HybridConfig as HybridConfig
+from torch_impl.models.gradient_norm import gradient_norm as gradient_norm
 from torch_impl.models.hybrid import HybridLM as HybridLM
 from torch_impl.models.loss import NOBODY as NOBODY
 from torch_impl.models.loss import normalised as normalised

@@ -14,18 +14,20 @@ from torch import Tensor, nn
 from torch_impl.layouts import TokenLayout
 from torch_impl.models.config import HybridConfig
 from torch_impl.models.layer import layer_of
+from torch_impl.models.loss import token_losses
 from torch_impl.models.placement import Placement
 
 
 class HybridLM(nn.Module):
-    """logits = lm_head(norm(layers(embed_tokens(ids)))).
+    """logits = lm_head(norm(layers(embed_tokens(ids)))), or with targets the loss of each token.
 
-        ids  "b s/cp:LAYOUT"   ->   "b s/cp:LAYOUT v"      with the plan of `tensor_parallel`  v/tp
+        ids, targets  "b s/cp:LAYOUT"   ->   "b s/cp:LAYOUT v"      with the plan of `tensor_parallel`  v/tp
+                                        or   "b s/cp:LAYOUT tp=I"
         parameters  "... cp=R": whole on each cp rank; their full gradient is the SUM over cp
 
     One row, b = 1, is a packed stream whose documents `layout` knows; several rows are a sequence each.
 
-    Cost:   that of its layers.
+    Cost:   that of its layers, and of `token_losses`.
     Errors: those of attention and of the Mamba strategies.
     """
 
@@ -39,9 +41,12 @@ class HybridLM(nn.Module):
         if config.is_tied:
             self.lm_head.weight = self.embed_tokens.weight
 
-    def forward(self, ids: Int[Tensor, "b s"], layout: TokenLayout) -> Float[Tensor, "b s v"]:
+    def forward(
+        self, ids: Int[Tensor, "b s"], layout: TokenLayout, targets: Int[Tensor, "b s"] | None = None
+    ) -> Float[Tensor, "b s *v"]:
         """See the class."""
         x = self.embed_tokens(ids)
         for layer in self.layers:
             x = layer(x, layout)
-        return self.lm_head(self.norm(x))
+        logits = self.lm_head(self.norm(x))
+        return logits if targets is None else token_losses(logits, targets, self.placement.tp, self.config.vocab_size)

@@ -1,0 +1,58 @@
+"""models.gradient_norm: one number for every way to cut a gradient."""
+
+import re
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from parity_tests import CaseSpec
+from parity_tests.harness.engines.run import run
+from torch_impl.models import gradient_norm
+
+# Squares of whole numbers add up exactly, in any order.
+GRADIENTS = [torch.arange(-4.0, 8.0).view(6, 2), torch.arange(5.0), torch.tensor([[3.0]])]
+SQUARE = sum(Fraction(float(each.square().sum())) for each in GRADIENTS)
+
+
+def parameter(gradient, mesh, placements):
+    made = nn.Parameter(distribute_tensor(torch.zeros_like(gradient), mesh, placements))
+    made.grad = distribute_tensor(gradient, mesh, placements)
+    return made
+
+
+@pytest.mark.parametrize(
+    "placements",
+    [
+        [(Shard(0), Shard(1)), (Shard(0), Replicate()), (Replicate(), Replicate())],
+        [(Replicate(), Shard(0)), (Replicate(), Shard(0)), (Shard(0), Replicate())],
+    ],
+)
+@pytest.mark.parametrize("mesh", [{"dp": 1, "tp": 1}, {"dp": 2, "tp": 2}, {"dp": 1, "tp": 3}])
+def test_what_is_cut_is_summed_and_what_is_repeated_is_not(mesh, placements):
+    def body(mesh, case):
+        cut = [parameter(x, mesh.device_mesh, list(p)) for x, p in zip(GRADIENTS, placements, strict=True)]
+        plain, without = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+        plain.grad = torch.tensor([0.0, 2.0])
+        return gradient_norm([*cut, plain, without]).item()
+
+    found = run(body, CaseSpec(scheme="norm", mesh=mesh)).results
+    assert set(found) == {torch.tensor(float(SQUARE + 4)).sqrt().item()}
+
+
+def test_addends_are_refused():
+    def body(mesh, case):
+        made = nn.Parameter(distribute_tensor(torch.zeros(2), mesh.device_mesh, [Replicate()]))
+        made.grad = DTensor.from_local(torch.ones(2), mesh.device_mesh, [Partial()])
+        with pytest.raises(ValueError, match=re.escape("a gradient is (Partial(sum),); reduce it first")):
+            gradient_norm([made])
+
+    run(body, CaseSpec(scheme="norm", mesh={"tp": 2}))
+
+
+def test_narrow_gradients_are_summed_wide():
+    made = nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16))
+    made.grad = torch.ones_like(made)
+    assert gradient_norm([made]).item() == 64.0
