@@ -28,8 +28,11 @@ def named_orders(draw, **limits):
 
 
 @st.composite
-def own_orders(draw, ranks=(1, 3), stages=4, most=3):
-    """(order, rank of each stage, n): any order in which everything comes after what it needs."""
+def own_orders(draw, ranks=(1, 3), stages=4, most=3, for_torch=False):
+    """(order, rank of each stage, n): any order in which everything comes after what it needs.
+
+    `for_torch` keeps the forwards of the last stage in the order of micro-batches, by which torch knows them.
+    """
     p = draw(st.integers(*ranks))
     placed = list(range(p)) + draw(st.lists(st.integers(0, p - 1), max_size=stages - p))
     placed = list(draw(st.permutations(placed)))
@@ -40,6 +43,10 @@ def own_orders(draw, ranks=(1, 3), stages=4, most=3):
     order = [[] for _ in range(p)]
     while todo:
         ready = sorted(action for action in todo if needed(action, halved, len(placed)) <= done)
+        if for_torch:
+            last = [action for action in ready if action[:2] == (len(placed) - 1, "F")]
+            turn = sum(action[:2] == (len(placed) - 1, "F") for action in done)
+            ready = [action for action in ready if action not in last or action.microbatch == turn]
         action = draw(st.sampled_from(ready))
         order[placed[action.stage]].append(action)
         todo.remove(action)

@@ -44,7 +44,7 @@ def test_a_written_schedule_is_read_again(drawn):
     assert (found.order, found.stage_to_rank, found.n_microbatches, found.says_all) == (order, placed, n, False)
 
 
-@given(own_orders())
+@given(own_orders(for_torch=True))
 def test_any_order_that_can_be_is_read(drawn):
     order, placed, n = drawn
     found = read(dumped(order))
@@ -90,6 +90,8 @@ FAULTS = [
     ("0F0,0I0", "row 1, column 3: the rank ends without '0W0'"),
     ("0F0,0B0,0F1,0B1\n1F0,1B0", "row 2, column 3: the rank ends without '1F1'"),
     ("0F0,0B0,1F0\n1B0", "row 2, column 1: '1B0' stands on rank 1, but stage 1 is on rank 0"),
+    ("0F1,0F0,0B0,0B1", "row 1, column 1: '0F1' stands before '0F0' on the last stage"),
+    ("0F1,0F0,0B0,0B1\n1F1,1F0,1B0,1B1", "row 2, column 1: '1F1' stands before '1F0' on the last stage"),
     ("0F0,0B0\n2F0,2B0", "row 2, column 1: '2F0' is of stage 2, but no rank has stage 1"),
     ("0F0,0B0\n\n1F0,1B0", "row 2, column 1: the row has no action; every rank needs a stage"),
     ("0F0,0B0,1F1,1B1,1F0,1B0,0F1,0B1", "row 1, column 2: deadlock: rank 0 waits in '0B0'"),

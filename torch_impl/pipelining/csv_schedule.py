@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch_impl.pipelining.action import Action, Order, has_communication, parsed
 from torch_impl.pipelining.communication_check import check_communication
-from torch_impl.pipelining.order_check import OrderFault, check_computed, inferred_stage_to_rank
+from torch_impl.pipelining.order_check import OrderFault, check_computed, check_last_forwards, inferred_stage_to_rank
 from torch_impl.pipelining.simulate import simulate
 
 ARGUMENT = "pipeline_parallel_schedule_csv"
@@ -53,7 +53,8 @@ def read_csv(
 
     Errors: FileNotFoundError with the argument's name; ValueError with row and column of the first fault: text that is
             no action, rows that are not one for each rank, a stage on two ranks or none, a micro-batch missing,
-            doubled or out of order, a message without its other end or out of turn, ranks that wait for each other.
+            doubled or out of order, on the last stage also among forwards, a message without its other end or out of
+            turn, ranks that wait for each other.
     """
     rows = _rows(path, argument)
     try:
@@ -67,6 +68,7 @@ def read_csv(
         if says_all:
             check_communication(order, stage_to_rank, n)
         simulate(order, stage_to_rank, n_microbatches=n)
+        check_last_forwards(order, len(stage_to_rank) - 1)
     except OrderFault as fault:
         raise ValueError(
             f"{argument}={os.fspath(path)!r} row {fault.rank + 1}, column {fault.position + 1}: {fault.what}"

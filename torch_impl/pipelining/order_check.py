@@ -57,6 +57,22 @@ def check_computed(order: Order, stage_to_rank: Sequence[int] | Mapping[int, int
     _check_complete(order, ranks, n_microbatches, seen)
 
 
+def check_last_forwards(order: Order, last_stage: int) -> None:
+    """The last stage takes micro-batches as they are numbered: torch keeps losses and outputs in that order, unnamed.
+
+    Errors: OrderFault.
+    """
+    due = 0
+    for rank, position, action in _listed(order):
+        if action.stage == last_stage and action.kind == "F":
+            if action.microbatch != due:
+                wanted = action._replace(microbatch=due)
+                raise OrderFault(
+                    rank, position, f"'{action}' stands before '{wanted}' on the last stage; put that first"
+                )
+            due += 1
+
+
 def _check_place(rank: int, position: int, action: Action, ranks: Mapping[int, int], n_microbatches: int) -> None:
     if action.stage not in ranks:
         raise OrderFault(rank, position, f"'{action}' is of stage {action.stage}; there are {len(ranks)}")

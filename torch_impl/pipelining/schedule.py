@@ -1,0 +1,208 @@
+"""A schedule for the stages of this rank, by name or from a file; everything is refused before torch is asked."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from torch_impl.pipelining._torch_compat import schedule_of_order
+from torch_impl.pipelining.action import Action
+from torch_impl.pipelining.arguments import check_positive, check_switch
+from torch_impl.pipelining.csv_schedule import ARGUMENT, CsvSchedule, read_csv
+from torch_impl.pipelining.partition import stage_to_rank
+from torch_impl.pipelining.rules import Rule, microbatches_fault, rule_of, stages_fault
+
+logger = logging.getLogger(__name__)
+NAME = "build_pipeline_schedule"
+BY_NAME = "pipeline_parallel_schedule"
+
+
+def build_pipeline_schedule(
+    pipeline_parallel_schedule_csv: str | None,
+    pipeline_parallel_schedule: str | None,
+    microbatch_size: int,
+    local_batch_size: int,
+    stages: list[PipelineStage],
+    loss_fn: Callable | None,
+    scale_grads: bool = False,
+) -> Any:
+    """torch's schedule over `stages`, those of this rank, for local_batch_size / microbatch_size micro-batches.
+
+    A file decides where both are given; the name must then fit it. `loss_fn=None` builds a schedule that only runs
+    forward. Gradients are summed over micro-batches; `scale_grads_by_divisor` divides them, once.
+
+        schedule                                stages per rank   placement   n micro-batches
+        GPipe                                   1                 loop        n >= 1
+        1F1B                                    1                 loop        n >= p
+        LoopedBFS                               any               loop        n >= 1
+        Interleaved1F1B, InterleavedZeroBubble  any               loop        n % max(1, n // p) == 0
+        ZBVZeroBubble                           2                 v           n >= 1
+        DualPipeV                               2                 v           n >= 2 p
+
+    Cost:   none; what a step sends are the activations and their gradients between neighbouring stages.
+    Errors: ValueError on every rank, before anything is sent, for sizes that do not divide, a schedule that there is
+            not, stages, placement or micro-batches that it cannot have, a file with a fault (row and column from 1);
+            FileNotFoundError for a file that is not there; TypeError for other kinds.
+    """
+    n = _checked_microbatches(microbatch_size, local_batch_size)
+    check_switch(NAME, "scale_grads", scale_grads)
+    if loss_fn is not None and not callable(loss_fn):
+        raise TypeError(
+            f"pipelining.{NAME}: loss_fn={loss_fn!r} is a {type(loss_fn).__name__}; pass a function or None"
+        )
+    if pipeline_parallel_schedule_csv is None and pipeline_parallel_schedule is None:
+        raise ValueError(f"pipelining.{NAME}: {ARGUMENT}=None and {BY_NAME}=None; pass one of them")
+    rule = None if pipeline_parallel_schedule is None else rule_of(NAME, BY_NAME, pipeline_parallel_schedule)
+    stages = _checked_stages(stages)
+    ranks, count = stages[0].group_size, stages[0].num_stages
+    read = None
+    if pipeline_parallel_schedule_csv is not None:
+        read = _checked_file(pipeline_parallel_schedule_csv, ranks, n, stages)
+    if rule is not None:
+        _check_rule(
+            rule, ranks, count, n, read, f"local_batch_size={local_batch_size}, microbatch_size={microbatch_size}"
+        )
+    placed = read.stage_to_rank if read else stage_to_rank(ranks, count, rule.style)  # pyright: ignore[reportOptionalMemberAccess]
+    _check_placement(stages, placed, read, rule)
+    _tell(read, rule, ranks, count, n, loss_fn, scale_grads)
+    if read:
+        return schedule_of_order(_reducing(read), read.says_all, stages, n, loss_fn, scale_grads)
+    made = get_schedule_class(rule.name)  # pyright: ignore[reportOptionalMemberAccess]
+    given: Any = stages[0] if rule.is_single else stages  # pyright: ignore[reportOptionalMemberAccess]
+    return made(given, n_microbatches=n, loss_fn=loss_fn, scale_grads=scale_grads)
+
+
+def _checked_microbatches(microbatch_size: int, local_batch_size: int) -> int:
+    check_positive(NAME, "microbatch_size", microbatch_size)
+    check_positive(NAME, "local_batch_size", local_batch_size)
+    if local_batch_size % microbatch_size:
+        divisors = [str(size) for size in range(1, local_batch_size + 1) if local_batch_size % size == 0]
+        listed = f"{', '.join(divisors[:-1])} or {divisors[-1]}" if divisors[1:] else divisors[0]
+        raise ValueError(
+            f"pipelining.{NAME}: microbatch_size={microbatch_size} does not divide "
+            f"local_batch_size={local_batch_size}; use {listed}"
+        )
+    return local_batch_size // microbatch_size
+
+
+def _checked_stages(stages: object) -> list[PipelineStage]:
+    """Stages of one pipeline, ascending. Errors: TypeError; ValueError."""
+    if not isinstance(stages, (list, tuple)):
+        raise TypeError(f"pipelining.{NAME}: stages is a {type(stages).__name__}; pass a list of PipelineStage")
+    if not stages:
+        raise ValueError(f"pipelining.{NAME}: stages is empty; pass the stages of this rank")
+    for index, stage in enumerate(stages):
+        if not isinstance(stage, PipelineStage):
+            raise TypeError(f"pipelining.{NAME}: stages[{index}] is a {type(stage).__name__}; pass a PipelineStage")
+    counts = sorted({stage.num_stages for stage in stages})
+    ranks = sorted({stage.group_size for stage in stages})
+    if len(counts) > 1 or len(ranks) > 1:
+        raise ValueError(
+            f"pipelining.{NAME}: stages are of pipelines with {counts} stages over {ranks} ranks; pass those of one"
+        )
+    return sorted(stages, key=lambda stage: stage.stage_index)
+
+
+def _checked_file(path: object, ranks: int, n: int, stages: list[PipelineStage]) -> CsvSchedule:
+    """The schedule of a file, which must hold as many stages as there are, and gather those that are sharded."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"pipelining.{NAME}: {ARGUMENT}={path!r} is a {type(path).__name__}; pass a path")
+    read = read_csv(path, pp_size=ranks, n_microbatches=n)
+    if len(read.stage_to_rank) != stages[0].num_stages:
+        raise ValueError(
+            f"pipelining.{NAME}: {ARGUMENT}={os.fspath(path)!r} has {len(read.stage_to_rank)} stages, the model "
+            f"{stages[0].num_stages}; cut the model into as many as the file has"
+        )
+    gathered = {action.stage for row in read.order for action in row if action and action.kind == "UNSHARD"}
+    for stage in stages:
+        if read.says_all and isinstance(stage.submod, FSDPModule) and stage.stage_index not in gathered:
+            raise ValueError(
+                f"pipelining.{NAME}: {ARGUMENT}={os.fspath(path)!r} has no '{stage.stage_index}UNSHARD', but stage "
+                f"{stage.stage_index} is sharded; add it, or leave all communication to torch"
+            )
+    return read
+
+
+def _check_rule(rule: Rule, ranks: int, count: int, n: int, read: CsvSchedule | None, sizes: str) -> None:
+    """What a named schedule asks of stages and micro-batches, or of the file that it is said to be."""
+    if read:
+        faults = [stages_fault(rule, each) for each in read.stages_per_rank]
+        styled = (
+            None
+            if count % ranks == 0 and read.stage_to_rank == stage_to_rank(ranks, count, rule.style)
+            else (f"{rule.name} places stages as {rule.style!r}, the file as {read.stage_to_rank}")
+        )
+        fault = next(filter(None, [*faults, styled, microbatches_fault(rule, n, ranks)]), None)
+        if fault:
+            raise ValueError(
+                f"pipelining.{NAME}: {BY_NAME}={rule.name!r} does not fit {ARGUMENT}: {fault}, or pass None"
+            )
+        return
+    if count % ranks:
+        raise ValueError(
+            f"pipelining.{NAME}: {BY_NAME}={rule.name!r} with {count} stages over {ranks} ranks; "
+            f"use a multiple of {ranks}"
+        )
+    fault = stages_fault(rule, count // ranks)
+    if fault:
+        raise ValueError(
+            f"pipelining.{NAME}: {BY_NAME}={rule.name!r} with {count // ranks} stages on each rank: {fault}"
+        )
+    fault = microbatches_fault(rule, n, ranks)
+    if fault:
+        raise ValueError(f"pipelining.{NAME}: {sizes}: {BY_NAME}={rule.name!r}: n_microbatches={n} {fault}")
+
+
+def _check_placement(
+    stages: list[PipelineStage], placed: list[int], read: CsvSchedule | None, rule: Rule | None
+) -> None:
+    rank = stages[0].group_rank
+    held = [stage.stage_index for stage in stages]
+    due = [stage for stage, other in enumerate(placed) if other == rank]
+    if held != due:
+        by = ARGUMENT if read else f"{BY_NAME}={rule.name!r} ({rule.style!r} placement)"  # pyright: ignore[reportOptionalMemberAccess]
+        raise ValueError(
+            f"pipelining.{NAME}: stages on rank {rank} of {stages[0].group_size} are {held}, but {by} places {due} "
+            f"there; build the stages by stage_ids_this_rank"
+        )
+
+
+def _tell(
+    read: CsvSchedule | None, rule: Rule | None, ranks: int, count: int, n: int, loss_fn: object, scale: bool
+) -> None:
+    name = "from a file" if read else rule.name  # pyright: ignore[reportOptionalMemberAccess]
+    forward = "" if loss_fn else ", forward only (no loss_fn)"
+    logger.info("schedule %s: %d ranks, %d stages, %d micro-batches%s", name, ranks, count, n, forward)
+    if n < count:
+        logger.warning("%d micro-batches are fewer than the %d stages: ranks will wait; use at least as many", n, count)
+    if scale:
+        warnings.warn(
+            f"pipelining.{NAME}: scale_grads=True divides what has been accumulated at each step, which is wrong for "
+            f"more than one step between zero_grad; use scale_grads_by_divisor once",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def _reducing(read: CsvSchedule) -> list[list[Action | None]]:
+    """An order that says all reduces each stage's gradient once; where a file does not say when, after its last one."""
+    if not read.says_all:
+        return read.order
+    return [_reducing_row(row) for row in read.order]
+
+
+def _reducing_row(row: list[Action | None]) -> list[Action | None]:
+    parts = [(at, part) for at, action in enumerate(row) if action for part in action.parts]
+    last = {part.stage: at for at, part in parts if part.kind in "BW"}
+    told = {part.stage for _, part in parts if part.kind == "REDUCE_GRAD"}
+    whole: list[Action | None] = []
+    for at, action in enumerate(row):
+        whole += [action, *(Action(stage, "REDUCE_GRAD") for stage in last if last[stage] == at and stage not in told)]
+    return whole
