@@ -175,7 +175,7 @@ def train(
 
     settings = {"steps": steps, "seed": seed, "is_tied": tied, "dtype": dtype, "mamba": mamba, "attention": attention}
     settings |= {"checkpoint": checkpoint, "every": every, "resume": resume}
-    runs = [Run(mesh=_sizes([text], "--mesh"), **settings) for text in mesh or [""]]
+    runs = [Run.on(_sizes([text] if text else [], "--mesh"), **settings) for text in mesh or [""]]
     raise typer.Exit(session.train(runs, session.Wanted(engine, figure, json, quiet)))
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from torch_impl.collectives import accumulator
@@ -22,24 +22,24 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Float[Tensor, ""]:
     Cost:   1 all_reduce of one number for each axis of each way in which parameters are cut.
     Errors: ValueError for a gradient that is still a sum of addends.
     """
-    squares: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
+    squares: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}
     for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         squares.setdefault(_cut_by(gradient), []).append(local.to(accumulator(local.dtype)).square().sum())
     total = torch.zeros(())
-    for (mesh, axes), parts in squares.items():
+    for groups, parts in squares.items():
         own = torch.stack(parts).sum()
-        for axis in axes if mesh is not None else ():
-            dist.all_reduce(own, group=mesh.get_group(axis))
+        for group in groups:
+            dist.all_reduce(own, group=group)
         total = total.to(own) + own
     return total.sqrt()
 
 
-def _cut_by(gradient: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
-    """The mesh of a gradient and the axes that cut it."""
+def _cut_by(gradient: Tensor) -> tuple[ProcessGroup, ...]:
+    """The groups of the axes that cut a gradient."""
     if not isinstance(gradient, DTensor):
-        return None, ()
+        return ()
     if any(placement.is_partial() for placement in gradient.placements):
         raise ValueError(f"models.gradient_norm: a gradient is {gradient.placements}; reduce it first")
     cut = [axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate()]
-    return gradient.device_mesh, tuple(cut)
+    return tuple(gradient.device_mesh.get_group(axis) for axis in cut)

@@ -6,13 +6,14 @@ Mamba2 layers and norms stay whole on every tp rank, which all compute the same.
 from __future__ import annotations
 
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
+Style = RowwiseParallel | ColwiseParallel | SequenceParallel
 COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 ROWS = ("self_attn.o_proj", "mlp.down_proj")
 
 
-def tensor_parallel_plan(layers: tuple[str, ...]) -> dict[str, ParallelStyle]:
+def tensor_parallel_plan(layers: tuple[str, ...]) -> dict[str, Style]:
     """Module name -> style, for `parallelize_module` and the strategies of `parallelizer`.
 
         lm_head  "v/tp d"     logits  "b s v/tp": they stay cut, for a vocabulary-parallel loss
@@ -20,7 +21,7 @@ def tensor_parallel_plan(layers: tuple[str, ...]) -> dict[str, ParallelStyle]:
     Each call makes fresh styles. Cost, per layer of attention: forward 2 all_reduces of x over tp, backward as many for
     each input of columns; embedding forward 1 all_reduce.
     """
-    plan: dict[str, ParallelStyle] = {
+    plan: dict[str, Style] = {
         "embed_tokens": RowwiseParallel(input_layouts=Replicate()),
         "lm_head": ColwiseParallel(),
     }

@@ -1,0 +1,73 @@
+"""What a run needs to go on, by torch's distributed checkpoint: weights and the optimizer's state, whatever the mesh.
+
+A checkpoint is a folder `step_N` of its own, and counts once it has the file `done`, which says whose numbers they are.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from parity_tests.training.run import Run
+
+DONE = "done"
+
+
+def save(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """After `step` steps."""
+    folder = _folder(run) / f"step_{step:06d}"
+    if dist.get_rank() == 0:
+        (folder / DONE).unlink(missing_ok=True)  # what was cut short, or is of the time before a resumption, is replaced
+    dcp.save(_state(model, optimizer), storage_writer=dcp.FileSystemWriter(str(folder), overwrite=True))
+    if dist.get_rank() == 0:
+        (folder / DONE).write_text(_owner(run))
+
+
+def load(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """The newest state into model and optimizer, cut as they are; returns how many steps it has behind it.
+
+    Errors: those of `newest`.
+    """
+    step = newest(run)
+    state = _state(model, optimizer)
+    dcp.load(state, checkpoint_id=str(_folder(run) / f"step_{step:06d}"))
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return step
+
+
+def newest(run: Run) -> int:
+    """The steps behind the newest checkpoint that is whole and not past the run's last step.
+
+    Errors: ValueError where there is none, or it is of a run with other numbers.
+    """
+    found = {int(path.parent.name.removeprefix("step_")): path for path in _folder(run).glob(f"step_*/{DONE}")}
+    usable = [step for step in found if step <= run.steps]
+    if not usable:
+        raise ValueError(f"--resume: {run.checkpoint} has no whole checkpoint of {run.steps} steps or fewer")
+    theirs, ours = json.loads(found[max(usable)].read_text()), json.loads(_owner(run))
+    for name, value in ours.items():
+        if theirs.get(name) != value:
+            raise ValueError(f"--resume: {run.checkpoint} is of a run with {name}={theirs.get(name)}, not {value}")
+    return max(usable)
+
+
+def _owner(run: Run) -> str:
+    """What decides the numbers of a run, but for how long it goes on."""
+    return json.dumps({name: value for name, value in asdict(run.numbers).items() if name not in ("steps", "every")})
+
+
+def _folder(run: Run) -> Path:
+    return Path(run.checkpoint or "")
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    of_model, of_optimizer = get_state_dict(model, optimizer)
+    return {"model": of_model, "optimizer": of_optimizer}

@@ -1,0 +1,69 @@
+"""Follow a run while it is under way: each step is judged as soon as the ranks have left its record."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+from parity_tests.training import record, reference
+from parity_tests.training.judged import Judged, judged
+from parity_tests.training.run import Run
+
+PATIENCE_S = 0.05  # between two looks for a record
+
+
+class Known:
+    """The reference's steps, made once for all runs that differ in nothing that it knows of."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[Run, list[reference.Known], Iterator[reference.Known]]] = []
+
+    def steps(self, run: Run) -> Iterator[reference.Known]:
+        """Those of a run, from the first on."""
+        asked = run.numbers
+        if all(known != asked for known, _, _ in self._made):
+            self._made.append((asked, [], reference.steps(asked)))
+        made, rest = next((made, rest) for known, made, rest in self._made if known == asked)
+        for index in range(run.steps):
+            while len(made) <= index:
+                made.append(next(rest))
+            yield made[index]
+
+
+class Follower(threading.Thread):
+    """Judges steps from `first` on and hands each to `show`, until the last one or until `stop` is set."""
+
+    def __init__(self, run: Run, known: Known, folder: str, first: int, show: Callable[[Judged], None]) -> None:
+        super().__init__()
+        self._run, self._known, self._folder, self._first, self._show = run, known, folder, first, show
+        self.stop = threading.Event()
+        self.steps: list[Judged] = []
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            for known in self._known.steps(self._run):
+                if known.step.index >= self._first and not self._judge(known):
+                    return
+        except BaseException as error:  # it is raised where the run was started
+            self.error = error
+
+    def _judge(self, known: reference.Known) -> bool:
+        """Wait for the record of a step and judge it; False if there will be none."""
+        while (found := record.read(self._folder, known.step.index)) is None:
+            if self.stop.wait(PATIENCE_S) and record.read(self._folder, known.step.index) is None:
+                return False
+        self.steps.append(judged(found, known, self._run.dtype))
+        self._show(self.steps[-1])
+        return True
+
+    def end(self) -> None:
+        """There will be no more records: what is there is judged, and the thread has ended."""
+        self.stop.set()
+        self.join()
+
+    def judged(self) -> list[Judged]:
+        """Every step that was judged. Errors: those of the reference."""
+        if self.error is not None:
+            raise self.error
+        return self.steps

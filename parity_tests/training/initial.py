@@ -1,0 +1,74 @@
+"""The weights that a run starts from, by name, the same for either side: drawn from the seed and the names alone."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from typing import Any
+
+import numpy as np
+from numpy.random import Generator, Philox
+
+
+def initial_weights(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
+    """float64 arrays under PyTorch's names and shapes, rounded to float32, so that both dtypes start alike."""
+    weights = {}
+    for name, shape in shapes(config).items():
+        rng = Generator(Philox(key=[seed, zlib.crc32(name.encode())]))
+        weights[name] = _drawn(name, shape, rng).astype(np.float32).astype(np.float64)
+    return weights
+
+
+def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter."""
+    d, vocab = config["hidden_size"], config["vocab_size"]
+    found: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (vocab, d)}
+    for index, kind in enumerate(config["layers"]):
+        layer = _attention(config) if kind == "attention" else _mamba(config)
+        found |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
+    found["norm.weight"] = (d,)
+    return found if config["is_tied"] else {**found, "lm_head.weight": (vocab, d)}
+
+
+def _attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    d, f, p = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    wide, narrow = config["num_attention_heads"] * p, config["num_key_value_heads"] * p
+    return {
+        "input_layernorm.weight": (d,),
+        "self_attn.q_proj.weight": (wide, d),
+        "self_attn.k_proj.weight": (narrow, d),
+        "self_attn.v_proj.weight": (narrow, d),
+        "self_attn.o_proj.weight": (d, wide),
+        "post_attention_layernorm.weight": (d,),
+        "mlp.gate_proj.weight": (f, d),
+        "mlp.up_proj.weight": (f, d),
+        "mlp.down_proj.weight": (d, f),
+    }
+
+
+def _mamba(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    d, heads = config["hidden_size"], config["mamba_heads"]
+    inner, shared = heads * config["mamba_head_dim"], 2 * config["mamba_groups"] * config["state_size"]
+    return {
+        "input_layernorm.weight": (d,),
+        "mixer.dt_bias": (heads,),
+        "mixer.A_log": (heads,),
+        "mixer.D": (heads,),
+        "mixer.in_proj.weight": (2 * inner + shared + heads, d),
+        "mixer.conv1d.weight": (inner + shared, 1, config["conv_width"]),
+        "mixer.conv1d.bias": (inner + shared,),
+        "mixer.norm.weight": (inner,),
+        "mixer.out_proj.weight": (d, inner),
+    }
+
+
+def _drawn(name: str, shape: tuple[int, ...], rng: Generator) -> np.ndarray:
+    if name.endswith(("norm.weight", ".D")):
+        return 1.0 + 0.1 * rng.standard_normal(shape)  # all different, so that none may stand for another
+    if name.endswith("A_log"):
+        return np.log(rng.uniform(1.0, 16.0, shape))
+    if name.endswith("dt_bias"):
+        dt = np.exp(rng.uniform(math.log(1e-3), math.log(1e-1), shape))
+        return dt + np.log(-np.expm1(-dt))  # so that softplus gives dt
+    fan_in = 50 if name.startswith("embed") else int(np.prod(shape[1:])) or shape[0]
+    return rng.standard_normal(shape) / math.sqrt(fan_in)

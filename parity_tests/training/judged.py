@@ -1,0 +1,87 @@
+"""A step of the ranks held against the reference's: the distance of every number, beside what rounding accounts for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from parity_tests.harness.compare import K
+from parity_tests.harness.oracle import UNIT_ROUNDOFF
+from parity_tests.training.record import GRADIENT, WEIGHT, Step
+from parity_tests.training.reference import Known
+
+# No budget of a float64 run is wider than this, relative: the figure that is promised for 20 steps on any mesh.
+PROMISED = 1e-9
+
+
+@dataclass(frozen=True)
+class Row:
+    """Relative distance of one number or one whole tensor from the reference's."""
+
+    error: float
+    budget: float
+
+    @property
+    def ratio(self) -> float:
+        return self.error / self.budget
+
+    @property
+    def ok(self) -> bool:
+        return self.ratio <= 1.0
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One step: rows by name, `loss`, `norm`, `gradient/NAME` and `weight/NAME` in the order of the model."""
+
+    index: int
+    loss: float
+    want: float
+    rows: dict[str, Row]
+
+    @property
+    def ok(self) -> bool:
+        return all(row.ok for row in self.rows.values())
+
+    @property
+    def worst_ratio(self) -> float:
+        return max(row.ratio for row in self.rows.values())
+
+    def worst(self, kind: str) -> tuple[str, Row]:
+        """The row of a kind, gradient or weight, that is nearest its budget or furthest beyond."""
+        those = {name: row for name, row in self.rows.items() if name.startswith(kind)}
+        name = max(those, key=lambda name: those[name].ratio)
+        return name.removeprefix(kind), those[name]
+
+    @property
+    def wrong(self) -> list[str]:
+        return [name for name, row in self.rows.items() if not row.ok]
+
+
+def judged(found: Step, known: Known, dtype: str) -> Judged:
+    """Every number of a step. A name that only one side has is infinitely far away."""
+    want, pairs = known.step, {}
+    pairs["loss"] = np.array(found.loss), np.array(want.loss)
+    pairs["norm"] = np.array(found.norm), np.array(want.norm)
+    for kind, got, wanted in ((GRADIENT, found.gradients, want.gradients), (WEIGHT, found.weights, want.weights)):
+        pairs |= {kind + name: (got.get(name), wanted.get(name)) for name in {**wanted, **got}}
+    rows = {name: Row(distance(*pair), budget(known.spread.get(name, 0.0), dtype)) for name, pair in pairs.items()}
+    return Judged(want.index, found.loss, want.loss, rows)
+
+
+def budget(spread: float, dtype: str) -> float:
+    """K times what rounding moved the reference, and the last rounding of the number itself."""
+    allowed = K * (spread + UNIT_ROUNDOFF[dtype])
+    return min(allowed, PROMISED) if dtype == "float64" else allowed
+
+
+def distance(got: np.ndarray | None, want: np.ndarray | None) -> float:
+    """|got - want| / |want| in the Euclidean norm."""
+    if got is None or want is None or got.shape != want.shape:
+        return math.inf
+    with np.errstate(invalid="ignore", over="ignore"):
+        apart = float(np.linalg.norm(got - want))
+    size = max(float(np.linalg.norm(want)), float(np.finfo(np.float64).tiny))
+    return apart / size if math.isfinite(apart) else math.inf

@@ -1,0 +1,108 @@
+"""The same run on one device: the flax model, optax AdamW, float64, whole batches. And how far rounding moves it.
+
+Beside the run itself go copies of it in which every weight that is read, every gradient and every new weight is off by
+half a unit in the last place of the tested dtype, with random signs, again in every step. How far they part from it is
+how well the numbers of a step can be known in that dtype (perturbation of the reference, as in arXiv 2506.09280).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from parity_tests.harness import bridge
+from parity_tests.harness.oracle import UNIT_ROUNDOFF, compiler_options
+from parity_tests.training.corpus import global_batch
+from parity_tests.training.initial import initial_weights
+from parity_tests.training.record import Step
+from parity_tests.training.run import Run
+
+COPIES = 4
+
+
+@dataclass(frozen=True)
+class Known:
+    """A step of the reference, and for each of its numbers the distance that rounding alone may account for.
+
+    A distance is relative: of norms, the root mean square over the copies.
+    """
+
+    step: Step
+    spread: dict[str, float]
+
+
+def steps(run: Run) -> Iterator[Known]:
+    """Every step of a run from its first weights on, whatever was resumed."""
+    jax = bridge.start()
+    advance, weights, state = _compiled(run)
+    key = jax.random.key(run.seed)
+    for index in range(run.steps):
+        batch = global_batch(run, index)
+        ids, padded, real = (np.stack([getattr(x, name) for x in batch]) for name in ("ids", "padded", "real"))
+        key, own = jax.random.split(key)
+        loss, gradients, weights, state = advance(weights, state, own, ids, padded, real)
+        yield _known(index, np.asarray(loss), _arrays(gradients), _arrays(weights))
+
+
+def _compiled(run: Run) -> tuple[Any, Any, Any]:
+    """(the step of all copies at once, their weights, their optimiser's states); copy 0 is the run itself."""
+    import jax
+    import jax.numpy as jnp
+
+    from jax_ref.models.config import Config
+    from jax_ref.models.train_step import adamw, step_loss
+    from parity_tests.models.by_name import flax_model
+
+    config, optimizer = Config(**run.config), adamw(run.learning_rate, run.weight_decay)
+    units = jnp.array([0.0] + [UNIT_ROUNDOFF[run.dtype]] * COPIES)
+
+    def advance(weights: Any, state: Any, unit: Any, key: Any, ids: Any, padded: Any, real: Any) -> Any:
+        reading, back, writing = jax.random.split(key, 3)
+        read = _off(weights, unit, reading)
+        loss, gradients = jax.value_and_grad(lambda w: step_loss(flax_model(config, w), ids, padded, real))(read)
+        gradients = _off(gradients, unit, back)
+        with jax.numpy_dtype_promotion("standard"):  # optax counts steps in integers
+            updates, state = optimizer.update(gradients, state, weights)
+        new = jax.tree.map(jnp.add, weights, updates)
+        return loss, gradients, _off(new, unit, writing), state
+
+    def of_all(weights: Any, state: Any, key: Any, ids: Any, padded: Any, real: Any) -> Any:
+        keys = jax.random.split(key, len(units))
+        return jax.vmap(advance, (0, 0, 0, 0, None, None, None))(weights, state, units, keys, ids, padded, real)
+
+    first = {name: bridge.to_jax(name, array) for name, array in initial_weights(run.config, run.seed).items()}
+    copies = jax.tree.map(lambda x: jnp.broadcast_to(x, (len(units), *x.shape)), first)
+    return jax.jit(of_all, compiler_options=compiler_options()), copies, jax.vmap(optimizer.init)(copies)
+
+
+def _off(tree: Any, unit: Any, key: Any) -> Any:
+    """Each number times 1 + unit or 1 - unit."""
+    import jax
+
+    leaves, structure = jax.tree.flatten(tree)
+    keys = jax.random.split(key, len(leaves))
+    signs = [jax.random.rademacher(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
+    return jax.tree.unflatten(structure, [x * (1.0 + unit * sign) for x, sign in zip(leaves, signs, strict=True)])
+
+
+def _arrays(tree: Any) -> dict[str, np.ndarray]:
+    return {name: bridge.from_jax(name, array) for name, array in tree.items()}
+
+
+def _known(index: int, loss: np.ndarray, gradients: dict[str, np.ndarray], weights: dict[str, np.ndarray]) -> Known:
+    norms = np.sqrt(sum((x.reshape(len(loss), -1) ** 2).sum(1) for x in gradients.values()))
+    spread = {"loss": _spread(loss[:, None]), "norm": _spread(norms[:, None])}
+    spread |= {f"gradient/{name}": _spread(x) for name, x in gradients.items()}
+    spread |= {f"weight/{name}": _spread(x) for name, x in weights.items()}
+    first = {name: x[0] for name, x in gradients.items()}, {name: x[0] for name, x in weights.items()}
+    return Known(Step(index, float(loss[0]), float(norms[0]), *first), spread)
+
+
+def _spread(copies: np.ndarray) -> float:
+    """Root mean square distance of the other copies from the first, over the first's norm."""
+    flat = copies.reshape(len(copies), -1)
+    distance = np.sqrt((((flat[1:] - flat[0]) ** 2).sum(1)).mean())
+    return float(distance / max(np.linalg.norm(flat[0]), np.finfo(np.float64).tiny))

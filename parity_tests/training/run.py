@@ -1,0 +1,113 @@
+"""One training run: everything that decides its numbers, and what does not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+AXES = ("dp_replicate", "dp_shard", "cp", "tp")
+DTYPES = ("float64", "float32")
+MAMBA = ("hidden", "state")
+ATTENTION = ("ring", "all_gather", "ulysses")
+# Every document is padded to a multiple of this, so that the same batch can be cut over 1, 2, 3 and 4 ranks of cp.
+BLOCK = 24
+# Sizes that 1, 2, 3 and 4 ranks of cp share, with tp up to 2.
+SIZES = {
+    "hidden_size": 16,
+    "layers": ("attention", "mamba", "attention"),
+    "num_attention_heads": 24,
+    "num_key_value_heads": 2,
+    "head_dim": 2,
+    "intermediate_size": 24,
+    "mamba_heads": 12,
+    "mamba_head_dim": 2,
+    "mamba_groups": 1,
+    "state_size": 4,
+    "conv_width": 4,
+    "chunk_size": 16,
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """`mesh` and what follows `learning_rate` change no number beyond rounding; all before does.
+
+    `streams` are the global batch of one step, each of `length` tokens.
+    """
+
+    mesh: Mapping[str, int]
+    steps: int = 20
+    seed: int = 0
+    streams: int = 4
+    length: int = 96
+    is_tied: bool = False
+    sizes: Mapping[str, Any] = field(default_factory=lambda: dict(SIZES))
+    learning_rate: float = 3e-3
+    weight_decay: float = 0.1
+    dtype: str = "float64"
+    mamba: str = "hidden"
+    attention: str = "ring"
+    checkpoint: str | None = None
+    every: int = 5
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        unknown = [axis for axis in self.mesh if axis not in AXES]
+        if "pp" in unknown:
+            raise ValueError("--mesh pp: the training run has no pipeline axis yet; use dp_replicate, dp_shard, cp, tp")
+        if unknown:
+            raise ValueError(f"--mesh {unknown[0]}: no such axis; the axes are {', '.join(AXES)}, and dp for dp_shard")
+        for flag, known in {"dtype": DTYPES, "mamba": MAMBA, "attention": ATTENTION}.items():
+            if getattr(self, flag) not in known:
+                raise ValueError(f"--{flag} {getattr(self, flag)!r} is not one of {', '.join(known)}")
+        if self.steps < 1:
+            raise ValueError(f"--steps {self.steps} must be at least 1")
+        if self.streams % self.dp:
+            raise ValueError(f"--streams {self.streams} cannot be shared by dp={self.dp}; pass a multiple")
+        if BLOCK % (2 * self.size("cp")):
+            raise ValueError(f"--mesh cp={self.size('cp')}: documents are padded for 1, 2, 3, 4, 6 or 12 ranks of cp")
+        if self.resume and self.checkpoint is None:
+            raise ValueError("--resume needs --checkpoint DIR, where the state is")
+
+    @classmethod
+    def on(cls, mesh: Mapping[str, int], **settings: Any) -> Run:
+        """A run on a mesh in which dp may stand for dp_shard."""
+        return cls(mesh={{"dp": "dp_shard"}.get(axis, axis): size for axis, size in mesh.items()}, **settings)
+
+    def size(self, axis: str) -> int:
+        return self.mesh.get(axis, 1)
+
+    @property
+    def dp(self) -> int:
+        return self.size("dp_replicate") * self.size("dp_shard")
+
+    @property
+    def full_mesh(self) -> dict[str, int]:
+        """Every axis, absent ones of size 1."""
+        return {axis: self.size(axis) for axis in AXES}
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What the model's config is made with, on either side."""
+        return {
+            **self.sizes,
+            "layers": tuple(self.sizes["layers"]),
+            "vocab_size": 256,
+            "rope_base": 1000.0,
+            "norm_eps": 1e-5,
+            "is_tied": self.is_tied,
+        }
+
+    @property
+    def numbers(self) -> Run:
+        """This run for the reference, which knows no mesh: equal for all runs whose numbers are to be equal."""
+        plain = {"mamba": "hidden", "attention": "ring", "checkpoint": None, "resume": False}
+        return self.replace(mesh={}, **plain)
+
+    def options(self, **further: Any) -> dict[str, Any]:
+        """What travels to the ranks."""
+        return {"run": asdict(self), **further}
+
+    def replace(self, **changes: Any) -> Run:
+        return replace(self, **changes)

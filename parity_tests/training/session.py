@@ -1,0 +1,104 @@
+"""One call of `shardproof train`: runs on meshes in turn, each followed step by step, and the exit status."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from parity_tests.harness import bridge
+from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.engines.failure import RankFailure
+from parity_tests.harness.engines.ranks import ENGINES
+from parity_tests.harness.engines.run import run as on_ranks
+from parity_tests.harness.status import EQUAL, FAILED, MISMATCH
+from parity_tests.training import checkpoint, show
+from parity_tests.training.body import train as body
+from parity_tests.training.figure import figure
+from parity_tests.training.follow import Follower, Known
+from parity_tests.training.judged import Judged
+from parity_tests.training.run import Run
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the command was asked for, beside the runs."""
+
+    engine: str = "gloo"
+    figure: str | None = None
+    json: str | None = None
+    quiet: bool = False
+
+
+def train(runs: Sequence[Run], wanted: Wanted) -> int:
+    """Every run in turn; returns the exit status, the worst of all."""
+    if wanted.engine not in ENGINES:
+        raise ValueError(f"--engine {wanted.engine!r} is not one of {', '.join(ENGINES)}")
+    for flag, path in (("--json", wanted.json), ("--figure", wanted.figure)):
+        if path and path != "-" and not Path(path).absolute().parent.is_dir():
+            raise ValueError(f"{flag} {path}: there is no folder {Path(path).parent}")
+    if wanted.engine == "torchrun":
+        from parity_tests.harness.engines import launch
+
+        if not launch.is_rank_zero():
+            return launch.serve()
+    status = _all(runs, wanted)
+    if wanted.engine == "torchrun":
+        from parity_tests.harness.engines import launch
+
+        launch.finish(status)
+    return status
+
+
+def _all(runs: Sequence[Run], wanted: Wanted) -> int:
+    console = Console(width=None if Console().is_terminal else show.WIDTH)
+    known, status, done = Known(), EQUAL, []
+    for run in runs:
+        try:
+            steps = followed(run, known, wanted.engine, wanted.quiet)
+        except RankFailure as failure:
+            console.print(f"{show.named(run)}: {failure}", style="red", markup=False, highlight=False, soft_wrap=True)
+            status = FAILED
+            continue
+        done.append((run, steps))
+        if not wanted.quiet and wanted.json != "-":
+            console.print(show.table(steps))
+        if wanted.json != "-":
+            console.print(show.closing(run, steps), style="bold", markup=False, highlight=False, soft_wrap=True)
+        status = max(status, EQUAL if all(step.ok for step in steps) else MISMATCH)
+    _write(done, wanted)
+    return status
+
+
+def followed(run: Run, known: Known, engine: str = "gloo", quiet: bool = True) -> list[Judged]:
+    """A run on its ranks, judged while it goes on.
+
+    Errors: RankFailure, one subclass per cause; ValueError for a run to resume that left nothing.
+    """
+    bridge.start()
+    first = checkpoint.newest(run) if run.resume else 0
+    if first == run.steps:
+        raise ValueError(f"--resume: all {run.steps} steps are done; pass --steps above {first}")
+    with tempfile.TemporaryDirectory() as folder, show.LiveTable(run, first, quiet) as live:
+        options = run.options(folder=folder)
+        case = CaseSpec(scheme="train", mesh=run.full_mesh, dtype=run.dtype, options=options, engine=engine)
+        follower = Follower(run, known, folder, first, live.add)
+        follower.start()
+        try:
+            on_ranks(body, case, engine)
+        finally:
+            follower.end()
+        return follower.judged()
+
+
+def _write(done: Sequence[tuple[Run, Sequence[Judged]]], wanted: Wanted) -> None:
+    if wanted.json == "-":
+        print(show.as_json(done))
+    elif wanted.json:
+        Path(wanted.json).write_text(show.as_json(done))
+    if wanted.figure and done:
+        run, steps = done[-1]
+        figure(steps, show.named(run)).savefig(wanted.figure, dpi=130, metadata={"Software": None})

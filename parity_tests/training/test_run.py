@@ -1,0 +1,31 @@
+"""What a run is, and what it is refused for."""
+
+import re
+
+import pytest
+
+from parity_tests.training.run import Run
+
+REFUSED = [
+    ({"mesh": {"xp": 2}}, "--mesh xp: no such axis; the axes are dp_replicate, dp_shard, cp, tp, and dp for dp_shard"),
+    ({"mesh": {"pp": 2}}, "--mesh pp: the training run has no pipeline axis yet; use dp_replicate, dp_shard, cp, tp"),
+    ({"dtype": "bfloat16"}, "--dtype 'bfloat16' is not one of float64, float32"),
+    ({"mamba": "both"}, "--mamba 'both' is not one of hidden, state"),
+    ({"attention": "usp"}, "--attention 'usp' is not one of ring, all_gather, ulysses"),
+    ({"steps": 0}, "--steps 0 must be at least 1"),
+    ({"mesh": {"dp": 3}}, "--streams 4 cannot be shared by dp=3; pass a multiple"),
+    ({"mesh": {"cp": 5}}, "--mesh cp=5: documents are padded for 1, 2, 3, 4, 6 or 12 ranks of cp"),
+    ({"resume": True}, "--resume needs --checkpoint DIR, where the state is"),
+]
+
+
+@pytest.mark.parametrize(("settings", "text"), REFUSED)
+def test_refusal(settings, text):
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        Run.on(**{"mesh": {}, **settings})
+
+
+def test_the_reference_knows_no_mesh():
+    runs = [Run.on({"dp": 2}), Run.on({"cp": 2}, mamba="state", attention="ulysses", checkpoint="here", resume=True)]
+    assert runs[0].numbers == runs[1].numbers
+    assert all(runs[0].numbers != Run.on({}, **other).numbers for other in ({"seed": 1}, {"dtype": "float32"}))

@@ -1,0 +1,145 @@
+"""Whole runs: the curve of one device on every mesh, a mistake that is seen, and a run that goes on elsewhere."""
+
+import json
+import shutil
+import sys
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from parity_tests.harness import cli
+from parity_tests.training import follow, ranks, record, session, show
+from parity_tests.training.follow import Known
+from parity_tests.training.run import SIZES, Run
+from torch_impl.mamba import MambaContextParallel
+
+SMALL = {"steps": 2, "streams": 2, "length": 48, "sizes": {**SIZES, "layers": ("mamba", "attention")}}
+KNOWN = Known()  # one compiled reference for all runs of the same numbers
+
+
+def small(mesh, **settings):
+    return Run.on(mesh, **{**SMALL, **settings})
+
+
+MESHES = [
+    ({}, {}),
+    ({"dp": 2, "cp": 2}, {"mamba": "state", "attention": "ulysses"}),
+    ({"dp_replicate": 2, "cp": 2}, {}),
+    ({"dp": 2, "tp": 2}, {}),
+    ({"cp": 2, "tp": 2}, {"attention": "ulysses"}),
+    ({"cp": 3}, {"mamba": "state"}),
+    ({"cp": 4}, {"attention": "all_gather"}),
+]
+
+
+@pytest.mark.parametrize(("mesh", "how"), MESHES)
+def test_no_mesh_changes_a_number(mesh, how):
+    steps = session.followed(small(mesh, **how), KNOWN, "lockstep")
+    assert [step.index for step in steps] == [0, 1]
+    assert [step.wrong for step in steps] == [[], []]
+
+
+def test_a_tied_head_in_float32():
+    run = small({"dp": 2, "tp": 2}, is_tied=True, dtype="float32")
+    steps = session.followed(run, KNOWN, "lockstep")
+    assert [step.wrong for step in steps] == [[], []] and "weight/lm_head.weight" not in steps[0].rows
+
+
+def test_processes_give_the_same():
+    steps = session.followed(small({"dp": 2}), KNOWN, "gloo")
+    assert [step.wrong for step in steps] == [[], []]
+
+
+def test_a_count_of_this_rank_alone_is_seen_in_the_first_step(monkeypatch):
+    monkeypatch.setattr(ranks, "valid_count", lambda targets, groups: sum((each >= 0).sum() for each in targets))
+    run = small({"dp": 2})
+    steps = session.followed(run, KNOWN, "lockstep")
+    assert "loss" in steps[0].wrong and not steps[0].ok
+    assert "step 1 is the first to differ; the loss already differs; wrong: " in show.closing(run, steps)
+
+
+def test_a_gradient_that_is_not_summed_is_named(monkeypatch):
+    kept = MambaContextParallel.get_D
+    monkeypatch.setattr(MambaContextParallel, "get_D", lambda self: (kept(self) + kept(self).detach()) / 2)
+    run = small({})
+    steps = session.followed(run, KNOWN, "lockstep")
+    assert set(steps[0].wrong) == {"norm", "gradient/layers.0.mixer.D", "weight/layers.0.mixer.D"}
+    assert "the loss is equal; wrong: gradient/layers.0.mixer.D" in show.closing(run, steps)
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """Every record that the ranks write, by step."""
+    kept, found = record.write, {}
+
+    def write(folder, step):
+        found[step.index] = step
+        kept(folder, step)
+
+    monkeypatch.setattr(record, "write", write)
+    return found
+
+
+def test_a_run_goes_on_to_the_bit_and_on_another_mesh(tmp_path, written):
+    straight = small({"dp": 2, "cp": 2}, steps=3)
+    session.followed(straight, KNOWN, "lockstep")
+    whole = dict(written)
+    kept = small({"dp": 2, "cp": 2}, steps=2, checkpoint=str(tmp_path), every=1)
+    session.followed(kept, KNOWN, "lockstep")
+    written.clear()
+    (last,) = session.followed(kept.replace(steps=3, resume=True, every=3), KNOWN, "lockstep")
+    assert last.index == 2 and last.ok
+    assert all(np.array_equal(written[2].weights[name], array) for name, array in whole[2].weights.items())
+    shutil.rmtree(tmp_path / "step_000003")
+    steps = session.followed(small({"tp": 2}, steps=3, checkpoint=str(tmp_path), resume=True), KNOWN, "lockstep")
+    assert [step.index for step in steps] == [2] and steps[0].ok
+
+
+def test_a_checkpoint_that_was_cut_short_is_passed_over(tmp_path):
+    run = small({}, checkpoint=str(tmp_path), every=1)
+    session.followed(run, KNOWN, "lockstep")
+    (tmp_path / "step_000002" / "done").unlink()
+    steps = session.followed(run.replace(resume=True), KNOWN, "lockstep")
+    assert [step.index for step in steps] == [1] and steps[0].ok
+    with pytest.raises(ValueError, match=r"--resume: all 2 steps are done; pass --steps above 2"):
+        session.followed(run.replace(resume=True), KNOWN, "lockstep")
+    with pytest.raises(ValueError, match=r"--resume: .* is of a run with seed=0, not 1"):
+        session.followed(run.replace(resume=True, seed=1), KNOWN, "lockstep")
+    with pytest.raises(ValueError, match=r"--resume: .* has no whole checkpoint of 2 steps or fewer"):
+        session.followed(run.replace(resume=True, checkpoint=str(tmp_path / "none")), KNOWN, "lockstep")
+
+
+def test_the_command(monkeypatch, capsys):
+    """Its table, its figure, its JSON, and the statuses that it leaves with."""
+    monkeypatch.setattr("parity_tests.training.run.SIZES", SMALL["sizes"])
+    monkeypatch.setattr(session, "Known", lambda: KNOWN)
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["shardproof", "train", "--engine", "lockstep", "--steps", "1", *arguments])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        said = capsys.readouterr()
+        return left.value.code or 0, said.out, said.err
+
+    status, out, _ = call("--mesh", "dp=2", "--figure", "curve.png", "--json", "run.json")
+    assert status == 0 and "1 steps as on one device" in out
+    with open("run.json") as file, open("curve.png", "rb") as picture:
+        (found,) = json.load(file)
+        assert found["mesh"] == {"dp_shard": 2} and found["verdict"] == "equal" and picture.read(4) == b"\x89PNG"
+    assert call("--mesh", "pp=2")[0] == 2
+    monkeypatch.setattr(ranks, "valid_count", lambda targets, groups: targets[0].new_tensor(7))
+    assert call("--mesh", "dp=2", "-q")[0] == 1
+    monkeypatch.setattr(ranks, "valid_count", lambda targets, groups: 1 // (dist.get_rank() - 1))
+    status, out, _ = call("--mesh", "dp=2", "-q")
+    assert status == 3 and "rank 1 raised ZeroDivisionError" in out
+
+
+def test_a_reference_that_fails_is_said(monkeypatch):
+    def steps(run):
+        raise ValueError("there is no reference")
+        yield
+
+    monkeypatch.setattr(follow.reference, "steps", steps)
+    with pytest.raises(ValueError, match="there is no reference"):
+        session.followed(small({}), Known(), "lockstep")
