@@ -122,6 +122,9 @@ REFUSED = [
     (lambda: Mamba2Mixer(**{**GIVEN, "d_state": 0}), "d_state=0 is not a size; it is 1 or more"),
     (lambda: Mamba2Mixer(**GIVEN, d_conv=0), "d_conv=0 is not a size; it is 1 or more"),
     (lambda: Mamba2Mixer(**GIVEN, norm_groups=5), "norm_groups=5 must divide num_heads * head_dim = 12"),
+    (lambda: made(chunk_size=0), "chunk_size=0 is not a size; it is 1 or more"),
+    (lambda: made(dt_limit=(2.0, 1.0)), "dt_limit=(2.0, 1.0) is no range of steps; pass 0 <= low <= high"),
+    (lambda: made(norm_eps=-1e-5), "norm_eps=-1e-05 is added to a mean of squares; it is 0 or more"),
     (lambda: made()(U), "input is [11, 36] without cu_seqlens; pass them, or [b, s, w]"),
     (
         lambda: made()(U[None].expand(2, 11, 5), torch.tensor([0, 11])),
@@ -136,6 +139,13 @@ def test_refusal(call, text):
     with pytest.raises(ValueError) as caught:
         call()
     assert str(caught.value) == f"mamba.Mamba2Mixer: {text}"
+
+
+@pytest.mark.parametrize(("size", "kind"), [(3.0, "float"), ("3", "str"), (None, "NoneType")])
+def test_a_size_that_is_no_integer_is_refused(size, kind):
+    with pytest.raises(TypeError) as caught:
+        Mamba2Mixer(**{**GIVEN, "num_heads": size})
+    assert str(caught.value) == f"mamba.Mamba2Mixer: num_heads={size!r} is a {kind}; it is an integer"
 
 
 def test_offsets_that_end_elsewhere_are_refused():

@@ -118,6 +118,21 @@ def test_refused_offsets(cu, text):
     assert refused(lambda mesh: made(mesh).pre_conv_ssm(X[:, :11]))[0].startswith("s=22 cannot be cut by")
 
 
+@pytest.mark.parametrize(("strategy_of", "name"), [(made, "MambaContextParallel"), (passing, "MambaStatePassing")])
+def test_what_is_of_another_kind_is_refused(strategy_of, name):
+    def body(mesh, case):
+        found = []
+        for call in (lambda: strategy_of(mesh, num_heads=4.0), lambda: strategy_of(mesh).mix([1, 2])):
+            with pytest.raises(TypeError) as caught:
+                call()
+            found.append(str(caught.value))
+        return found
+
+    told = ["num_heads=4.0 is a float; it is an integer", "projected_states is a list; pass a Tensor"]
+    ranks = run(body, CaseSpec(scheme="mamba", mesh={"cp": 2}))
+    assert ranks.results == ([f"mamba.{name}: {text}" for text in told],) * 2 and ranks.ledger.rows == []
+
+
 def test_no_group_is_refused():
     with pytest.raises(TypeError, match=r"cp_group is None; pass a ProcessGroup or a 1-D DeviceMesh"):
         MambaContextParallel(None, 4, 2, 2, 3, filled())

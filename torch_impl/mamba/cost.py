@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from torch_impl.mamba.mixer import check_positive, checked_sizes
+from torch_impl.mamba.arguments import checked_size, checked_sizes
 
 NAME = "mamba_cp_bytes"
 
@@ -49,13 +49,13 @@ def mamba_cp_bytes(
     >>> mamba_cp_bytes(tokens=131072, cp_size=8, **sizes)
     MambaCost(hidden_parallel=767033344, state_passing=59587584, cheaper='state_passing', crossover_tokens=1272)
 
-    Errors: ValueError for sizes below 1, tokens that the ranks cannot share equally, num_heads that n_groups does not
-            divide.
+    Errors: TypeError for sizes that are no integers; ValueError for sizes below 1, tokens that the ranks cannot share
+            equally, num_heads that n_groups does not divide.
     """
     sizes = checked_sizes(NAME, num_heads, head_dim, n_groups, d_state)
     given = {"tokens": tokens, "cp_size": cp_size, "d_conv": d_conv, "element_size": element_size, "segments": segments}
     for name, size in given.items():
-        check_positive(NAME, name, size)
+        checked_size(NAME, name, size)
     if tokens % cp_size:
         raise ValueError(f"mamba.{NAME}: tokens={tokens} must be divisible by cp_size={cp_size}; pad them")
     state = num_heads * (head_dim * d_state + 1) * max(element_size, 4)

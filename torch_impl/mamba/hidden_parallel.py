@@ -194,11 +194,13 @@ def _row_order(
 
 
 @lru_cache(maxsize=16)
+@torch.inference_mode(False)  # kept for training, whoever asks first
 def _columns(sizes: MambaSizes, cp: int, device: torch.device) -> Int64[Tensor, " w"]:
     """Columns of all ranks, one rank after another; every layer of a model has the same."""
     return projection_columns(sizes, cp, device=device).flatten()
 
 
 @lru_cache(maxsize=16)
+@torch.inference_mode(False)
 def _channels(sizes: MambaSizes, cp: int, device: torch.device) -> Int64[Tensor, "n c"]:
     return conv_channels(sizes, cp, device=device)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch_impl.collectives import accumulator
 from torch_impl.layouts import TokenLayout
 from torch_impl.layouts.columns import MambaSizes
+from torch_impl.mamba.arguments import check_limits, check_stream, checked_size, checked_sizes
 from torch_impl.mamba.conv import causal_conv
 from torch_impl.mamba.scan import chunked_scan
 
@@ -115,8 +116,9 @@ class Mamba2Mixer(nn.Module):
     those of the whole padded stream. dt_bias, A_log and D are created in float32, or float64 if the rest is.
 
     Cost:   no collective of its own.
-    Errors: ValueError for sizes below 1, num_heads that n_groups does not divide, a width that norm_groups does not
-            divide, [t, d] without cu_seqlens or [b, s, d] with it and b > 1, offsets that do not rise from 0 to t.
+    Errors: TypeError for sizes that are no integers; ValueError for sizes below 1, num_heads that n_groups does not
+            divide, a width that norm_groups does not divide, a dt_limit that is no range, norm_eps below 0, [t, d]
+            without cu_seqlens or [b, s, d] with it and b > 1, offsets that do not rise from 0 to t.
     Source: arXiv 2405.21060; the names are those of mamba-ssm's Mamba2.
     """
 
@@ -142,8 +144,10 @@ class Mamba2Mixer(nn.Module):
         super().__init__()
         self.sizes = checked_sizes("Mamba2Mixer", num_heads, head_dim, n_groups, d_state)
         norm_groups = n_groups if norm_groups is None else norm_groups
-        for name, size in {"d_model": d_model, "d_conv": d_conv, "norm_groups": norm_groups}.items():
-            check_positive("Mamba2Mixer", name, size)
+        further = {"d_model": d_model, "d_conv": d_conv, "chunk_size": chunk_size, "norm_groups": norm_groups}
+        for name, size in further.items():
+            checked_size("Mamba2Mixer", name, size)
+        check_limits("Mamba2Mixer", dt_limit, norm_eps)
         if self.sizes.inner % norm_groups:
             raise ValueError(
                 f"mamba.Mamba2Mixer: norm_groups={norm_groups} must divide num_heads * head_dim = {self.sizes.inner}"
@@ -194,30 +198,3 @@ class Mamba2Mixer(nn.Module):
     def ssm_parameters(self) -> SsmParameters:
         """What stands between the projections, whole."""
         return SsmParameters(self.conv1d.weight[:, 0], self.conv1d.bias, self.dt_bias, self.A_log, self.D)
-
-
-def checked_sizes(function: str, num_heads: int, head_dim: int, n_groups: int, d_state: int) -> MambaSizes:
-    """The sizes, each 1 or more, of heads that the groups share equally."""
-    named = {"num_heads": num_heads, "head_dim": head_dim, "n_groups": n_groups, "d_state": d_state}
-    for name, size in named.items():
-        check_positive(function, name, size)
-    if num_heads % n_groups:
-        raise ValueError(f"mamba.{function}: num_heads={num_heads} must be divisible by n_groups={n_groups}")
-    return MambaSizes(**named)
-
-
-def check_positive(function: str, name: str, size: int) -> None:
-    if size < 1:
-        raise ValueError(f"mamba.{function}: {name}={size} is not a size; it is 1 or more")
-
-
-def check_stream(function: str, x: Tensor, cu_seqlens: Tensor | None) -> None:
-    """[b, s, w] of whole rows, or one stream, [t, w] or [1, t, w], with the offsets of its sequences."""
-    if x.ndim not in (2, 3):
-        raise ValueError(f"mamba.{function}: input is {list(x.shape)}; it is [b, s, w], or [t, w] with cu_seqlens")
-    if cu_seqlens is None and x.ndim == 2:
-        raise ValueError(f"mamba.{function}: input is {list(x.shape)} without cu_seqlens; pass them, or [b, s, w]")
-    if cu_seqlens is not None and x.ndim == 3 and len(x) != 1:
-        raise ValueError(
-            f"mamba.{function}: input is {list(x.shape)} with cu_seqlens; one stream is [t, w] or [1, t, w]"
-        )

@@ -91,6 +91,7 @@ def segments_of(layout: TokenLayout, d_conv: int, chunk_size: int, device: torch
     return known[key]
 
 
+@torch.inference_mode(False)  # kept for training, whoever asks first
 def _built(layout: TokenLayout, d_conv: int, chunk_size: int) -> Segments:
     local, device = layout.total // layout.cp_size, layout.index.device
     spans = (_whole_runs if layout.kind == "contiguous" else _halves)(layout)

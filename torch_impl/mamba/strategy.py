@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from copy import deepcopy
+from typing import Any, ClassVar, Self
 
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
@@ -11,7 +12,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_impl.layouts import TokenLayout
-from torch_impl.mamba.mixer import SsmParameters, check_stream, checked_sizes
+from torch_impl.mamba.arguments import check_stream, checked_sizes
+from torch_impl.mamba.mixer import SsmParameters
 from torch_impl.mamba.shared_parameters import check_parameters, whole
 from torch_impl.mamba.token_order import Order, checked_group_of, token_layout
 
@@ -22,8 +24,8 @@ class MixerStrategy:
     `mixer` holds conv1d, dt_bias, A_log and D, which are whole on each rank when they are read. What a rank's tokens or
     heads give is the gradient there: the full one is the SUM over cp.
 
-    Errors: ValueError for sizes below 1, num_heads that n_groups does not divide, parameters of other sizes, another
-            layout; TypeError for a cp_group that is neither ProcessGroup nor 1-D DeviceMesh.
+    Errors: TypeError for sizes that are no integers or a cp_group that is neither ProcessGroup nor 1-D DeviceMesh;
+            ValueError for sizes below 1, num_heads that n_groups does not divide, parameters of other sizes.
     """
 
     name: ClassVar[str]
@@ -46,6 +48,12 @@ class MixerStrategy:
             raise ValueError(f"mamba.{self.name}: {reason}")
         check_parameters(self.name, mixer, self.sizes)
         self.mixer, self.layout = mixer, layout
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """For the copy of the mixer that `memo` has, or a new one; groups and layouts are shared."""
+        copy = memo[id(self)] = type(self).__new__(type(self))
+        copy.__dict__.update(self.__dict__, mixer=deepcopy(self.mixer, memo))
+        return copy
 
     def get_conv1d_weight(self) -> Float[Tensor, "c k"]:
         """[channels, k] of this rank's x|B|C."""
@@ -95,7 +103,9 @@ class MixerStrategy:
         return token_layout(self.name, order, x.shape[-2] * ranks, cu_seqlens, self.cp_group, x.device)
 
     def _check_width(self, projected: Tensor) -> None:
-        if projected.shape[-1] != self.sizes.width:
+        if not isinstance(projected, Tensor):
+            raise TypeError(f"mamba.{self.name}: projected_states is a {type(projected).__name__}; pass a Tensor")
+        if not projected.ndim or projected.shape[-1] != self.sizes.width:
             raise ValueError(
                 f"mamba.{self.name}: projected_states is {list(projected.shape)}; "
                 f"in_proj has {self.sizes.width} columns"

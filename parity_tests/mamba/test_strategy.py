@@ -1,0 +1,64 @@
+"""mamba.strategy: what both strategies do with a mixer besides mixing."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+
+from parity_tests.mamba.made import CU, GIVEN, PROJECTED, T, filled, made, passing
+from parity_tests.mamba.over_ranks import held, on_ranks
+
+both = pytest.mark.parametrize("strategy_of", [made, passing])
+
+
+def own(mesh, x):
+    """This rank's tokens of a whole stream."""
+    return x[:, torch.tensor(held(mesh.size("cp"), "dual_chunk_swap", CU)[mesh.rank("cp")])]
+
+
+@both
+def test_a_copied_mixer_has_a_strategy_of_its_own(strategy_of):
+    """As an average of a model's weights is kept: the copy reads the copy's parameters."""
+
+    def body(mesh, case):
+        mixer, x = filled(), own(mesh, PROJECTED[:1])
+        mixer.context_parallel = strategy_of(mesh, mixer)
+        before = mixer.context_parallel.mix(x, torch.tensor(CU))
+        copy = deepcopy(mixer)
+        with torch.no_grad():
+            mixer.A_log.add_(1)
+        after, of_copy = (each.context_parallel.mix(x, torch.tensor(CU)) for each in (mixer, copy))
+        return torch.equal(of_copy, before), not torch.equal(after, before)
+
+    assert on_ranks(body).results == ((True, True),) * 2
+
+
+@both
+def test_what_inference_built_serves_training(strategy_of):
+    """Sizes and a length that no other test has, so that the indices are built here."""
+
+    def body(mesh, case):
+        cu, x = torch.tensor([0, 20, 28]), torch.zeros(14, 44, dtype=torch.float64)
+        mixer = type(filled())(5, **{**GIVEN, "d_state": 6}, dtype=torch.float64)
+        strategy = strategy_of(mesh, mixer, d_state=6)
+        with torch.inference_mode():
+            strategy.mix(x, cu)
+        leaf = x.clone().requires_grad_()
+        strategy.mix(leaf, cu).sum().backward()
+        return leaf.grad.shape
+
+    assert on_ranks(body).results == (torch.Size([14, 44]),) * 2
+
+
+@both
+def test_steps_are_held_in_the_mixers_limits(strategy_of):
+    """A range of one step: no column of dt moves anything."""
+
+    def body(mesh, case):
+        mixer, x = filled(), own(mesh, PROJECTED[:1]).requires_grad_()
+        mixer.dt_limit = (0.5, 0.5)
+        y = strategy_of(mesh, mixer).mix(x, torch.tensor(CU))
+        (gradient,) = torch.autograd.grad(y, x, y.detach())
+        return gradient.shape[1] == T // 2, bool(gradient[..., -4:].any()), bool(gradient[..., :-4].any())
+
+    assert on_ranks(body).results == ((True, False, True),) * 2
