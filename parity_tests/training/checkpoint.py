@@ -6,6 +6,7 @@ A checkpoint is a folder `step_N` of its own, and counts once it has the file `d
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,10 @@ DONE = "done"
 def save(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     """After `step` steps."""
     folder = _folder(run) / f"step_{step:06d}"
-    if dist.get_rank() == 0:
-        (folder / DONE).unlink(missing_ok=True)  # what was cut short, or is of the time before a resumption, is replaced
-    dcp.save(_state(model, optimizer), storage_writer=dcp.FileSystemWriter(str(folder), overwrite=True))
+    if dist.get_rank() == 0 and folder.exists():  # cut short, or of another time
+        shutil.rmtree(folder)
+    dist.barrier()
+    dcp.save(_state(model, optimizer), checkpoint_id=str(folder))
     if dist.get_rank() == 0:
         (folder / DONE).write_text(_owner(run))
 

@@ -68,6 +68,9 @@ def test_a_gradient_that_is_not_summed_is_named(monkeypatch):
     assert "the loss is equal; wrong: gradient/layers.0.mixer.D" in show.closing(run, steps)
 
 
+LEFT = {"steps": 3, "every": 1, "resume": True}
+
+
 @pytest.fixture
 def written(monkeypatch):
     """Every record that the ranks write, by step."""
@@ -82,18 +85,18 @@ def written(monkeypatch):
 
 
 def test_a_run_goes_on_to_the_bit_and_on_another_mesh(tmp_path, written):
-    straight = small({"dp": 2, "cp": 2}, steps=3)
-    session.followed(straight, KNOWN, "lockstep")
-    whole = dict(written)
-    kept = small({"dp": 2, "cp": 2}, steps=2, checkpoint=str(tmp_path), every=1)
-    session.followed(kept, KNOWN, "lockstep")
-    written.clear()
-    (last,) = session.followed(kept.replace(steps=3, resume=True, every=3), KNOWN, "lockstep")
-    assert last.index == 2 and last.ok
-    assert all(np.array_equal(written[2].weights[name], array) for name, array in whole[2].weights.items())
-    shutil.rmtree(tmp_path / "step_000003")
-    steps = session.followed(small({"tp": 2}, steps=3, checkpoint=str(tmp_path), resume=True), KNOWN, "lockstep")
-    assert [step.index for step in steps] == [2] and steps[0].ok
+    run = small({"dp": 2, "cp": 2}, steps=3, checkpoint=str(tmp_path), every=1)
+    session.followed(run, KNOWN, "lockstep")
+    straight = dict(written)
+    for left, meshes in ((2, [{"dp": 2, "cp": 2}, {"tp": 2}]), (1, [{"dp": 2, "cp": 2}])):
+        for mesh in meshes:
+            for step in range(left + 1, 4):
+                shutil.rmtree(tmp_path / f"step_{step:06d}")
+            steps = session.followed(small(mesh, **LEFT, checkpoint=str(tmp_path)), KNOWN, "lockstep")
+            assert [step.index for step in steps] == list(range(left, 3)) and all(step.ok for step in steps)
+            if mesh == {"dp": 2, "cp": 2}:
+                again = [np.array_equal(written[2].weights[name], x) for name, x in straight[2].weights.items()]
+                assert all(again) and len(again) == len(written[2].weights)
 
 
 def test_a_checkpoint_that_was_cut_short_is_passed_over(tmp_path):
