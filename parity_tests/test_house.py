@@ -134,6 +134,8 @@ WITHOUT_A_TEST_OF_ITS_OWN = {
     "vocab_parallel/selected.py": "one of two ways to a kept set, tested through it",
 }
 TESTS_OF_NO_SINGLE_FILE = {
+    "parallelizer/checkpoint.py": "torch's checkpoints of what the strategies cut",
+    "parallelizer/families.py": "every family of models on every kind of mesh, over several steps",
     "kernels/compilation.py": "every kernel, compiled for GPUs that are not there",
     "kernels/devices.py": "runs the tests that call a kernel, each way in a process of its own",
     "kernels/kills.py": "faults planted in any of the kernels",
@@ -141,6 +143,7 @@ TESTS_OF_NO_SINGLE_FILE = {
     "kernels/wiring.py": "log-probability on the kernels",
     "mamba/outside_oracles.py": "the scan, the convolution and the layer against two other libraries",
     "mamba/refusals.py": "what a strategy refuses, in one table",
+    "pipelining/schedule_refusals.py": "what a schedule is refused for, in one table",
     "vocab_parallel/memory.py": "the live memory of every function there",
     "vocab_parallel/outside_oracles.py": "several functions against other libraries' on fixed cases",
     "vocab_parallel/real_text.py": "the log-probabilities on a text, which is input and no component",

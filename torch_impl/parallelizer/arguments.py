@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from torch_impl.parallelizer.mesh_axes import MeshAxes, mesh_axes
-from torch_impl.parallelizer.plan_check import check_plan
+from torch_impl.parallelizer.plan_check import check_kinds, check_plan
 from torch_impl.parallelizer.units import blocks
 
 Plan = Mapping[str, ParallelStyle]
@@ -21,21 +21,16 @@ def checked_axes(
 ) -> MeshAxes:
     """The mesh's axes, the model and the plan having been looked at. Nothing is changed or sent.
 
-    `fsdp_size` is over how many ranks parameters will be sharded; by default the mesh says.
+    Without a tensor-parallel axis a plan cuts nothing. `fsdp_size` is over how many ranks parameters will be sharded;
+    by default the mesh says.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: is a {type(model).__name__}; pass a torch.nn.Module")
+    check_kinds(model, tp_shard_plan)
     axes = mesh_axes(device_mesh)
     taken = next((name for name, module in _own_units(model) if isinstance(module, FSDPModule)), None)
     if taken is not None:
         raise ValueError(f"model: {taken} is already an FSDPModule; parallelize a model once")
     if axes.tp_mesh is not None:
         check_plan(model, tp_shard_plan, axes.tp_mesh, fsdp_size=axes.shard_size if fsdp_size is None else fsdp_size)
-    elif tp_shard_plan:
-        raise ValueError(
-            f"tp_shard_plan: has {len(tp_shard_plan)} entries, and device_mesh {device_mesh.mesh_dim_names} has no "
-            "tensor-parallel axis; add one, of size 1 if need be, or pass no plan"
-        )
     return axes
 
 

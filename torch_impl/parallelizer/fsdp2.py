@@ -52,7 +52,7 @@ def fsdp2_strategy_parallelize(
             `set_requires_gradient_sync(False)` leaves out reduction. On construction, see `apply_plan`.
     Errors: before anything is changed. TypeError for a model, mesh, policy, plan or switch of another kind.
             ValueError for a mesh whose axes are unknown, mixed or have no names; for a model that is parallel already;
-            for what `check_plan` refuses; for a plan without a tensor-parallel axis.
+            for what `check_plan` refuses.
     Source: arXiv 2304.11277 (FSDP), 1909.08053 (tensor parallelism), 1604.06174 (checkpointing).
     """
     checked_bool("activation_checkpointing", activation_checkpointing)

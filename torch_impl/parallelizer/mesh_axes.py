@@ -131,6 +131,7 @@ def _only(names: dict[str, str], others: dict[str, str], seen: tuple[str, ...]) 
 
 
 def _flattened(mesh: DeviceMesh, parts: list[str], name: str) -> DeviceMesh:
+    parts = [axis for axis in mesh.mesh_dim_names or () if axis in parts]  # torch slices in the mesh's own order
     try:
         return flattened(mesh[tuple(parts)], name)
     except ValueError as error:

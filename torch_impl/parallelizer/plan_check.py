@@ -40,7 +40,11 @@ def check_plan(
 
 def refuse(model: nn.Module, plan: Mapping[str, ParallelStyle] | None, tp_mesh: DeviceMesh, fsdp_size: int = 1) -> None:
     """What `check_plan` raises."""
-    _check_kinds(model, plan, tp_mesh)
+    check_kinds(model, plan)
+    if not isinstance(tp_mesh, DeviceMesh):
+        raise TypeError(f"tp_mesh: is a {type(tp_mesh).__name__}; pass a 1-D DeviceMesh")
+    if tp_mesh.ndim != 1:
+        raise ValueError(f"tp_mesh: has {tp_mesh.ndim} axes {tp_mesh.mesh_dim_names}; pass the tensor-parallel one")
     plan, tp = plan or {}, tp_mesh.size()
     if not plan and tp > 1:
         raise ValueError(
@@ -56,13 +60,10 @@ def refuse(model: nn.Module, plan: Mapping[str, ParallelStyle] | None, tp_mesh: 
     _check_packed(placements, fsdp_size)
 
 
-def _check_kinds(model: Any, plan: Any, tp_mesh: Any) -> None:
+def check_kinds(model: Any, plan: Any) -> None:
+    """TypeError for a model, a plan, a key or a style that is none."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: is a {type(model).__name__}; pass a torch.nn.Module")
-    if not isinstance(tp_mesh, DeviceMesh):
-        raise TypeError(f"tp_mesh: is a {type(tp_mesh).__name__}; pass a 1-D DeviceMesh")
-    if tp_mesh.ndim != 1:
-        raise ValueError(f"tp_mesh: has {tp_mesh.ndim} axes {tp_mesh.mesh_dim_names}; pass the tensor-parallel one")
     if plan is not None and not isinstance(plan, Mapping):
         raise TypeError(f"tp_shard_plan: is a {type(plan).__name__}; pass a dict of module name -> ParallelStyle")
     for key, style in (plan or {}).items():

@@ -1,0 +1,113 @@
+"""Checkpoints: what is saved sharded is loaded whole and the other way round, to the bit, under the same names."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+
+from parity_tests import CaseSpec
+from parity_tests.harness.engines.run import run
+from parity_tests.parallelizer.families import Chosen, arrays, batch, made
+from parity_tests.parallelizer.test_fsdp2 import parallelized
+from parity_tests.parallelizer.training import accumulated, whole
+from torch_impl.parallelizer import to_cpu
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as it is where all is loaded whole
+
+MESHES = [{"dp_shard": 2}, {"dp_shard": 2, "tp": 2}]
+CHOSEN = [Chosen("qwen3", tied=True), Chosen("llama")]
+
+
+def moved(chosen):
+    """A model with other values than `arrays` has."""
+    model = made(chosen)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.25)
+    return model
+
+
+def equal(state, chosen, shift=0.0):
+    """Whether a state dict has the values of `arrays`, moved as far, under every name of the whole model."""
+    names, held = list(made(chosen).state_dict()), arrays(chosen)
+    want = {name: held.get(name, held["model.embed_tokens.weight"]) + shift for name in names}
+    return list(state) == names and all(np.array_equal(state[name].numpy(), want[name]) for name in names)
+
+
+def save_whole(model, folder):
+    folder.mkdir()
+    save_file({name: value.clone() for name, value in model.state_dict().items()}, folder / "model.safetensors")
+
+
+def on_ranks(body, mesh, engine):
+    return run(body, CaseSpec(scheme="checkpoint", mesh=mesh), engine).results
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(("chosen", "engine"), [(CHOSEN[0], "lockstep"), (CHOSEN[1], "gloo")], ids=str)
+def test_distributed_checkpoint(chosen, engine, mesh, tmp_path):
+    def save_sharded(view, case):
+        model = parallelized()(moved(chosen), view.device_mesh)
+        dcp.save(model.state_dict(), checkpoint_id=str(tmp_path / "sharded"))
+
+    def load_sharded(view, case):
+        model = parallelized()(made(chosen), view.device_mesh)
+        state = model.state_dict()
+        dcp.load(state, checkpoint_id=str(tmp_path / "whole"))
+        model.load_state_dict(state)
+        return equal({name: to_cpu(value) for name, value in model.state_dict().items()}, chosen, 0.25)
+
+    on_ranks(save_sharded, mesh, engine)
+    model = made(chosen)
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=str(tmp_path / "sharded"), no_dist=True)
+    model.load_state_dict(state)
+    assert equal(model.state_dict(), chosen, 0.25)
+    dcp.save(moved(chosen).state_dict(), checkpoint_id=str(tmp_path / "whole"), no_dist=True)
+    assert all(on_ranks(load_sharded, mesh, engine))
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("chosen", CHOSEN, ids=str)
+def test_safetensors(chosen, mesh, tmp_path):
+    def save_sharded(view, case):
+        model = parallelized()(moved(chosen), view.device_mesh)
+        state = {name: to_cpu(value) for name, value in model.state_dict().items()}
+        if torch.distributed.get_rank() == 0:
+            save_file({name: value.clone() for name, value in state.items()}, tmp_path / "sharded.safetensors")
+
+    def load_sharded(view, case):
+        model = parallelized()(made(chosen), view.device_mesh)
+        state = model.state_dict()
+        dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path / "whole")))
+        model.load_state_dict(state)
+        return equal({name: to_cpu(value) for name, value in model.state_dict().items()}, chosen, 0.25)
+
+    on_ranks(save_sharded, mesh, "lockstep")
+    model = made(chosen)
+    model.load_state_dict(load_file(tmp_path / "sharded.safetensors"))
+    assert equal(model.state_dict(), chosen, 0.25)
+    save_whole(moved(chosen), tmp_path / "whole")
+    assert all(on_ranks(load_sharded, mesh, "lockstep"))
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_a_loaded_model_trains_on(mesh, tmp_path):
+    """Values that are loaded after the model was cut are those that it computes with, under both of a tied name."""
+    chosen = CHOSEN[0]
+    save_whole(made(chosen), tmp_path / "whole")
+
+    def body(view, case):
+        found = []
+        for is_loaded in (False, True):
+            model = parallelized()(moved(chosen) if is_loaded else made(chosen), view.device_mesh)
+            if is_loaded:
+                state = model.state_dict()
+                dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path / "whole")))
+                model.load_state_dict(state)
+            accumulated(model, *batch(chosen, 2, 5), view.rank("dp_shard"), 2, 1)
+            found.append(whole(model, gradients=True))
+        return all(np.array_equal(found[0][name], found[1][name]) for name in found[0])
+
+    assert all(on_ranks(body, mesh, "lockstep"))
