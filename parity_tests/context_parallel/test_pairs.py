@@ -21,8 +21,9 @@ from parity_tests.context_parallel.attention_schemes import (
 )
 from parity_tests.context_parallel.met_pairs import KINDS, streams, times_seen
 from torch_impl.context_parallel import context_parallel_attention
+from torch_impl.context_parallel.block import Block
 from torch_impl.context_parallel.blocks import Running
-from torch_impl.context_parallel.pairs import MOST_LENGTHS, TILE, Block, pairs_of
+from torch_impl.context_parallel.pairs import MOST_LENGTHS, TILE, pairs_of
 from torch_impl.layouts import TokenLayout
 
 
@@ -178,15 +179,15 @@ def test_every_pair_meets_once_on_one_rank(name, kind, causal, window):
     np.testing.assert_array_equal(sum(times_seen(layout, causal, window) for layout in layouts), expected)
 
 
-LONG = {"one": [2400], "several": [1200, 0, 8, 1232]}
+LONG = {"one": [2400], "several": [1200, 0, 8, 1232], "alike": [800, 800, 800]}
 
 
-@pytest.mark.parametrize("window", [3, TILE - 1, TILE, TILE + 44, 2 * TILE + 3])
+@pytest.mark.parametrize("window", [None, 3, TILE - 1, TILE, TILE + 44, 2 * TILE + 3])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kind", [*KINDS, "dual_chunk_swap", "ragged"])
 @pytest.mark.parametrize("name", LONG)
 def test_every_pair_of_long_sequences_meets_once(name, kind, causal, window):
-    """The queries of a long sequence are cut into runs; the rank at the end of it or in its midst sees as it should."""
+    """Long sequences are cut into runs and small triangles; the rank at the end or in the midst sees as it should."""
     if kind in KINDS:
         layout = streams(LONG[name], kind, 2)[1]
     else:

@@ -4,6 +4,7 @@ from parity_tests.faults.fault import Fault
 
 PAIRS = "torch_impl/context_parallel/pairs.py"
 BLOCKS = "torch_impl/context_parallel/blocks.py"
+BLOCK = "torch_impl/context_parallel/block.py"
 EARLIER = "return _Met(query, queries, key, torch.minimum(keys, early)), False"
 LATER = "return _Met(query + early, (queries - early).clamp(min=0), key, keys), False"
 
@@ -190,7 +191,7 @@ MERGING = (
         name="the backward of queries that fill a run",
         kind="border",
         file=BLOCKS,
-        old="own_lse = own_lse.masked_fill(~block.own_queries[:, None], torch.inf)",
+        old="own_lse = own_lse.masked_fill(~part.own_queries[:, None], torch.inf)",
         new="own_lse = own_lse.contiguous()",
         expect="gradient: forward equal, gradient not",
     ),
@@ -212,4 +213,39 @@ MERGING = (
     ),
 )
 
-FAULTS = (*MEETING, *MERGING)
+HALVING = (
+    Fault(
+        name="the square below two triangles left out",
+        kind="border",
+        file=BLOCK,
+        old="self._part(late, early, is_causal=False), ",
+        new="",
+        expect="value: ",
+    ),
+    Fault(
+        name="the square below two triangles made causal",
+        kind="border",
+        file=BLOCK,
+        old="self._part(late, early, is_causal=False)",
+        new="self._part(late, early)",
+        expect="value: ",
+    ),
+    Fault(
+        name="a triangle's late keys one row early",
+        kind="border",
+        file=BLOCK,
+        old="return slice(rows.start + part.start, stop)",
+        new="return slice(rows.start + max(part.start - 1, 0), stop)",
+        expect="value: ",
+    ),
+    Fault(
+        name="the early triangle twice",
+        kind="border",
+        file=BLOCK,
+        old="self._part(late, late)\n",
+        new="self._part(early, early)\n",
+        expect="value: ",
+    ),
+)
+
+FAULTS = (*MEETING, *MERGING, *HALVING)

@@ -14,9 +14,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_impl.context_parallel import attention_arguments as arguments
-from torch_impl.context_parallel.gathered import gathered_attention
+from torch_impl.context_parallel.exchanged import exchanged_attention
+from torch_impl.context_parallel.gathered import Gathered
 from torch_impl.context_parallel.pairs import pairs_of
-from torch_impl.context_parallel.ring import ring_attention
+from torch_impl.context_parallel.ring import Ring
 from torch_impl.context_parallel.ulysses import head_parallel_attention
 from torch_impl.layouts.token_layout import TokenLayout
 
@@ -78,5 +79,5 @@ def context_parallel_attention(
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if exchange in ("ulysses", "usp"):
         return head_parallel_attention(q, k, v, found, cp.heads, cp.ring, causal, window, factor)
-    attention = ring_attention if exchange == "ring" else gathered_attention
-    return attention(q, k, v, pairs_of(found, causal, window), cp.ring, factor)
+    way = Ring(cp.ring) if exchange == "ring" else Gathered(cp.ring)
+    return exchanged_attention(q, k, v, pairs_of(found, causal, window), way, factor)

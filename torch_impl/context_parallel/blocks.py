@@ -9,17 +9,20 @@ and with this global lse and out each block's backward is exact by itself.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from torch_impl.collectives import accumulator
 from torch_impl.context_parallel import cuda_blocks
-from torch_impl.context_parallel.pairs import Block, Rows
+from torch_impl.context_parallel.block import Block, Places, Rows
 
 Heads = Float[Tensor, "b h s p"]
 KVHeads = Float[Tensor, "b hk keys p"]
 Keys = Float[Tensor, "2 b hk keys p"]  # K and V
+Buffer = Float[Tensor, "keys 2 b hk p"]  # the same as they travel
 _CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
@@ -36,6 +39,10 @@ class Running:
 
     def add(self, q: Heads, keys: Keys, block: Block, scale: float) -> None:
         """Merge one block in."""
+        for part in _computed(block, q):
+            self._merge(q, keys, part, scale)
+
+    def _merge(self, q: Heads, keys: Keys, block: Block, scale: float) -> None:
         k, v = keys.unbind()
         out, lse = _forward(taken(q, block.queries), taken(k, block.keys), taken(v, block.keys), block, scale)
         if block.blind is not None:  # of a row without a key the op says 0
@@ -59,33 +66,50 @@ def _merge(merged: Tensor, total: Tensor, out: Tensor, lse: Tensor) -> None:
 
 
 def add_gradients(
-    dq: Heads, dkeys: Keys, cotangent: Heads, saved: tuple[Tensor, ...], keys: Keys, block: Block, scale: float
+    dq: Heads,
+    dkeys: Callable[[], Buffer],
+    cotangent: Heads,
+    saved: tuple[Tensor, ...],
+    keys: Keys,
+    block: Block,
+    scale: float,
 ) -> None:
-    """Add one block's share to the gradients. `saved` are the queries with their global output and lse."""
-    (q, out, lse), (k, v), (dk, dv) = saved, keys.unbind(), dkeys.unbind()
-    given = [taken(x, block.queries) for x in (cotangent, q, out)]
-    own_lse = taken(lse.unsqueeze(-1), block.queries).squeeze(-1)
-    if block.own_queries is not None:
-        own_lse = own_lse.masked_fill(~block.own_queries[:, None], torch.inf)
-    shares = _backward(given, taken(k, block.keys), taken(v, block.keys), own_lse.contiguous(), block, scale)
-    for total, share, rows, places in (
-        (dq, shares[0], block.queries, block.query_places),
-        (dk, shares[1], block.keys, block.key_places),
-        (dv, shares[2], block.keys, block.key_places),
-    ):
-        if places is None:
-            total[:, :, rows] += share
-        else:
-            own, at = places
-            total[0].index_add_(1, at, share.transpose(0, 1).flatten(1, 2)[:, own].to(total.dtype))
+    """Add one block's share to the gradients. `saved` are the queries with their global output and lse.
+
+    `dkeys` gives the sums that gradients of keys are added to; it is asked when there is something to add.
+    """
+    (q, out, lse), (k, v) = saved, keys.unbind()
+    for part in _computed(block, q):
+        given = [taken(x, part.queries) for x in (cotangent, q, out)]
+        own_lse = taken(lse.unsqueeze(-1), part.queries).squeeze(-1)
+        if part.own_queries is not None:
+            own_lse = own_lse.masked_fill(~part.own_queries[:, None], torch.inf)
+        shares = _backward(given, taken(k, part.keys), taken(v, part.keys), own_lse.contiguous(), part, scale)
+        dk, dv = keys_in(dkeys()).unbind()
+        _add(dq, shares[0], part.queries, part.query_places)
+        _add(dk, shares[1], part.keys, part.key_places)
+        _add(dv, shares[2], part.keys, part.key_places)
 
 
-def buffer_of(k: KVHeads, v: KVHeads) -> Float[Tensor, "keys 2 b hk p"]:
+def _add(total: Heads, share: Heads, rows: Rows, places: Places | None) -> None:
+    if places is None:
+        total[:, :, rows] += share
+    else:
+        own, at = places
+        total[0].index_add_(1, at, share.transpose(0, 1).flatten(1, 2)[:, own].to(total.dtype))
+
+
+def _computed(block: Block, q: Heads) -> tuple[Block, ...]:
+    """What the kernel is called for: on CUDA it leaves out by itself what a triangle hides."""
+    return (block,) if q.is_cuda else block.finer
+
+
+def buffer_of(k: KVHeads, v: KVHeads) -> Buffer:
     """K and V in one piece that travels, cut by rows without a copy."""
     return torch.stack([x.permute(2, 0, 1, 3) for x in (k, v)], 1)
 
 
-def keys_in(buffer: Float[Tensor, "keys 2 b hk p"]) -> Keys:
+def keys_in(buffer: Buffer) -> Keys:
     """K and V of a buffer, as a view."""
     return buffer.permute(1, 2, 3, 0, 4)
 

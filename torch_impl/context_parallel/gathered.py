@@ -1,69 +1,34 @@
-"""Attention with the keys of all ranks gathered at once: one message instead of a ring, and shares may be uneven.
+"""The keys of all ranks gathered at once: one message instead of a ring, and shares may be uneven.
 
-Rank r holds the queries and keys of its positions; for the length of a call it holds all keys besides.
+Every rank holds all keys for the length of a call.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives.plain import gathered, scattered_sum
-from torch_impl.context_parallel.blocks import (
-    Running,
-    add_gradients,
-    buffer_of,
-    keys_in,
-    row_major_zeros,
-    with_whole_rows,
-)
+from torch_impl.context_parallel.blocks import Buffer
+from torch_impl.context_parallel.exchanged import AddGradients
 from torch_impl.context_parallel.pairs import Pairs
 
-Heads = Float[Tensor, "b h s p"]
-KVHeads = Float[Tensor, "b hk s p"]
 
+@dataclass(frozen=True)
+class Gathered:
+    """Cost: forward 1 all_gather of K and V; backward the same again and 1 reduce_scatter of their gradients."""
 
-# V -> V
-def gathered_attention(q: Heads, k: KVHeads, v: KVHeads, pairs: Pairs, group: ProcessGroup, scale: float) -> Heads:
-    """Attention of this rank's queries to the keys of all ranks.
+    group: ProcessGroup
 
-        q "b h s/cp p", k, v "b hk s/cp p"   ->   "b h s/cp p"
+    def keys(self, own: Buffer, pairs: Pairs) -> Iterator[tuple[int, Buffer]]:
+        yield from enumerate(gathered(own, self.group, 0, pairs.counts).split(pairs.counts))
 
-    Cost:   forward 1 all_gather of K and V; backward the same again and 1 reduce_scatter of their gradients in
-            float32 or wider. Saves what the ring does, nothing of whole length.
-    """
-    return _GatheredAttention.apply(with_whole_rows(q), k, v, pairs, group, scale)
-
-
-class _GatheredAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Heads, k: KVHeads, v: KVHeads, pairs: Pairs, group: ProcessGroup, scale: float) -> Heads:
-        running = Running(q)
-        everyone = gathered(buffer_of(k, v), group, 0, pairs.counts)
-        for keys, blocks in zip(everyone.split(pairs.counts), pairs.blocks, strict=True):
-            for block in blocks:
-                running.add(q, keys_in(keys), block, scale)
-        out = running.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, running.lse)
-        ctx.pairs, ctx.group, ctx.scale = pairs, group, scale
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, cotangent: Heads) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        pairs, group = ctx.pairs, ctx.group
-        dq = row_major_zeros(q)
-        everyone = gathered(buffer_of(k, v), group, 0, pairs.counts)
-        gradients = torch.zeros_like(everyone, dtype=dq.dtype)
-        pieces = everyone.split(pairs.counts), gradients.split(pairs.counts)
-        for keys, share, blocks in zip(*pieces, pairs.blocks, strict=True):
-            for block in blocks:
-                add_gradients(dq, keys_in(share), cotangent, (q, out, lse), keys_in(keys), block, ctx.scale)
-        own = scattered_sum(gradients, group, 0, pairs.counts)
-        return dq.to(q.dtype), *keys_in(own).to(k.dtype), None, None, None
+    def gradients(self, own: Buffer, pairs: Pairs, dtype: torch.dtype, add: AddGradients) -> Buffer:
+        sums = own.new_zeros(sum(pairs.counts), *own.shape[1:], dtype=dtype)
+        shares = sums.split(pairs.counts)
+        for source, keys in self.keys(own, pairs):
+            add(source, keys, lambda share=shares[source]: share)
+        return scattered_sum(sums, self.group, 0, pairs.counts)

@@ -8,7 +8,6 @@ or none: no mask, except at the edges of a window, for which queries are cut int
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,41 +15,11 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
+from torch_impl.context_parallel.block import Block, Rows
 from torch_impl.layouts.token_layout import TokenLayout
 
-Rows = slice | Tensor
 MOST_LENGTHS = 8  # distinct lengths of sequences; where there are more, those up to one power of two share a block
 TILE = 256  # queries that meet the keys of their window together
-
-
-Places = tuple[slice | Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class Block:
-    """Runs of queries, each with its run of keys.
-
-    Rows are one slice, for all of the batch, or [m, rows]: m runs of a batch of one. `is_causal`: query i of a run sees
-    its keys 0 to i. `mask` [m, 1, queries or 1, keys] is True where a key is seen; `blind` where a query sees none.
-    `own` [m, queries] is False where a shorter run is filled up.
-    """
-
-    queries: Rows
-    keys: Rows
-    is_causal: bool = False
-    mask: Bool[Tensor, "m 1 i j"] | None = None
-    blind: Bool[Tensor, "m 1 i"] | None = None
-    own_queries: Bool[Tensor, "m i"] | None = None
-    own_keys: Bool[Tensor, "m j"] | None = None
-
-    @cached_property
-    def query_places(self) -> Places | None:
-        """Where the queries of runs come from: their places among all of the block, and their rows."""
-        return _places(self.queries, self.own_queries)
-
-    @cached_property
-    def key_places(self) -> Places | None:
-        return _places(self.keys, self.own_keys)
 
 
 @dataclass(frozen=True)
@@ -272,17 +241,6 @@ def _filled(start: Tensor, length: Tensor, longest: int) -> tuple[Int64[Tensor, 
     """The rows of every run, the last one repeated up to the longest, and which of them are no such repetition."""
     i = torch.arange(longest)
     return start[:, None] + torch.minimum(i, length[:, None] - 1), i < length[:, None]
-
-
-def _places(rows: Rows, own: Bool[Tensor, "m i"] | None) -> Places | None:
-    """Found once for each block, since it takes a look at the values; None for a slice."""
-    if isinstance(rows, slice):
-        return None
-    flat = rows.flatten()
-    if own is None:
-        return slice(None), flat
-    kept = own.flatten().nonzero().squeeze(1)
-    return kept, flat[kept]
 
 
 def _rows(rows: Int64[Tensor, "m i"], own: Bool[Tensor, "m i"], device: torch.device) -> Rows:

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import all_to_all
+from torch_impl.context_parallel.exchanged import exchanged_attention
 from torch_impl.context_parallel.pairs import pairs_of
-from torch_impl.context_parallel.ring import ring_attention
+from torch_impl.context_parallel.ring import Ring
 from torch_impl.layouts.token_layout import TokenLayout
 
 Heads = Float[Tensor, "b h s p"]
@@ -51,7 +52,7 @@ def head_parallel_attention(
     widths = [x.shape[2] for x in held]
     mixed = all_to_all(torch.cat(held, 2).flatten(1, 2), heads, split_dim=HEAD, concat_dim=ROW)
     whole_q, whole_k, whole_v = mixed[:, :, in_order].split(widths, HEAD)
-    out = ring_attention(whole_q, whole_k, whole_v, pairs_of(inner, causal, window), ring, scale)
+    out = exchanged_attention(whole_q, whole_k, whole_v, pairs_of(inner, causal, window), Ring(ring), scale)
     return all_to_all(out[:, :, in_order.argsort()], heads, split_dim=ROW, concat_dim=HEAD)
 
 
