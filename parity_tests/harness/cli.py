@@ -166,17 +166,20 @@ def train(
     every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 5,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
     figure: Annotated[str | None, typer.Option(help="Where the figure of the last run goes.")] = None,
+    page: Annotated[str | None, typer.Option(help="Run the built-in list of meshes and write their table.")] = None,
     json: Annotated[str | None, typer.Option(help="Write every step as JSON; - is standard output.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print one line for each run only.")] = False,
 ) -> None:
     """Train a small hybrid language model over a mesh; compare every step with one device."""
+    from parity_tests.training import page as meshes
     from parity_tests.training import session
     from parity_tests.training.run import Run
 
     settings = {"steps": steps, "seed": seed, "is_tied": tied, "dtype": dtype, "mamba": mamba, "attention": attention}
     settings |= {"checkpoint": checkpoint, "every": every, "resume": resume}
-    runs = [Run.on(_sizes([text] if text else [], "--mesh"), **settings) for text in mesh or [""]]
-    raise typer.Exit(session.train(runs, session.Wanted(engine, figure, json, quiet)))
+    given = [_sizes([text] if text else [], "--mesh") for text in mesh or [""]]
+    runs = meshes.runs(steps=steps, seed=seed) if page else [Run.on(sizes, **settings) for sizes in given]
+    raise typer.Exit(session.train(runs, session.Wanted(engine, figure, json, page, quiet)))
 
 
 @app.command()

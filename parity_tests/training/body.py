@@ -10,3 +10,10 @@ def train(mesh: Any, case: Any) -> list[float]:
     from parity_tests.training import ranks
 
     return ranks.train(mesh, case)
+
+
+def trace(mesh: Any, case: Any) -> Any:
+    """See `ranks.trace`."""
+    from parity_tests.training import ranks
+
+    return ranks.trace(mesh, case)

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from parity_tests.tracing.events import Event
+from parity_tests.tracing.torch_side import Recording, recorded
 from parity_tests.training import checkpoint, record
 from parity_tests.training.corpus import Packed, global_batch
 from parity_tests.training.initial import initial_weights
@@ -56,6 +58,22 @@ def train(mesh: Any, case: Any) -> list[float]:
     return losses
 
 
+def trace(mesh: Any, case: Any) -> tuple[Recording, dict[str, Any]]:
+    """What every module of this rank saw in the first step, its calls numbered by stream, and whole gradients."""
+    run = Run(**case.options["run"])
+    model = parallel_model(mesh, run)
+    with recorded(model) as found:
+        gradients_of(mesh, run, model, 0)
+    gradients = whole({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    first, ranks = dp_rank(mesh), run.dp * run.size("cp")
+
+    def placed(arrays: dict[Event, Any], scale: float) -> dict[Event, Any]:
+        return {event._replace(call=first + event.call * run.dp): x * scale for event, x in arrays.items()}
+
+    # Gradients are averaged only where they reach parameters: on their way they are those of `ranks` times the loss.
+    return Recording(placed(found.values, 1.0), placed(found.gradients, 1.0 / ranks)), gradients
+
+
 def parallel_model(mesh: Any, run: Run) -> nn.Module:
     """The model with the run's first weights, cut over the mesh."""
     config, dtype = HybridConfig(**run.config), getattr(torch, run.dtype)
@@ -88,8 +106,13 @@ def gradients_of(mesh: Any, run: Run, model: nn.Module, index: int) -> tuple[flo
 def rank_batch(mesh: Any, run: Run, batch: list[Packed]) -> list[RankStream]:
     """This rank's tokens of its streams."""
     streams = [Stream(torch.from_numpy(x.ids), torch.from_numpy(x.padded), torch.from_numpy(x.real)) for x in batch]
-    rank = mesh.rank("dp_replicate") * mesh.size("dp_shard") + mesh.rank("dp_shard")
-    return [rank_stream(each, mesh.size("cp"), mesh.rank("cp")) for each in own_streams(streams, run.dp, rank)]
+    own = own_streams(streams, run.dp, dp_rank(mesh))
+    return [rank_stream(each, mesh.size("cp"), mesh.rank("cp")) for each in own]
+
+
+def dp_rank(mesh: Any) -> int:
+    """This rank's place among those with streams of their own."""
+    return mesh.rank("dp_replicate") * mesh.size("dp_shard") + mesh.rank("dp_shard")
 
 
 def whole(tensors: dict[str, Tensor]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ SIZES = {
     "hidden_size": 16,
     "layers": ("attention", "mamba", "attention"),
     "num_attention_heads": 24,
-    "num_key_value_heads": 2,
+    "num_key_value_heads": 12,
     "head_dim": 2,
     "intermediate_size": 24,
     "mamba_heads": 12,

@@ -15,7 +15,7 @@ from parity_tests.harness.engines.failure import RankFailure
 from parity_tests.harness.engines.ranks import ENGINES
 from parity_tests.harness.engines.run import run as on_ranks
 from parity_tests.harness.status import EQUAL, FAILED, MISMATCH
-from parity_tests.training import checkpoint, show
+from parity_tests.training import checkpoint, page, show
 from parity_tests.training.body import train as body
 from parity_tests.training.figure import figure
 from parity_tests.training.follow import Follower, Known
@@ -30,6 +30,7 @@ class Wanted:
     engine: str = "gloo"
     figure: str | None = None
     json: str | None = None
+    page: str | None = None
     quiet: bool = False
 
 
@@ -37,7 +38,7 @@ def train(runs: Sequence[Run], wanted: Wanted) -> int:
     """Every run in turn; returns the exit status, the worst of all."""
     if wanted.engine not in ENGINES:
         raise ValueError(f"--engine {wanted.engine!r} is not one of {', '.join(ENGINES)}")
-    for flag, path in (("--json", wanted.json), ("--figure", wanted.figure)):
+    for flag, path in (("--json", wanted.json), ("--figure", wanted.figure), ("--page", wanted.page)):
         if path and path != "-" and not Path(path).absolute().parent.is_dir():
             raise ValueError(f"{flag} {path}: there is no folder {Path(path).parent}")
     if wanted.engine == "torchrun":
@@ -99,6 +100,8 @@ def _write(done: Sequence[tuple[Run, Sequence[Judged]]], wanted: Wanted) -> None
         print(show.as_json(done))
     elif wanted.json:
         Path(wanted.json).write_text(show.as_json(done))
+    if wanted.page and done:
+        page.write(done, wanted.page)
     if wanted.figure and done:
         run, steps = done[-1]
         figure(steps, show.named(run)).savefig(wanted.figure, dpi=130, metadata={"Software": None})

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from parity_tests.harness import cli
-from parity_tests.training import follow, ranks, record, session, show
+from parity_tests.training import follow, page, ranks, record, session, show
 from parity_tests.training.follow import Known
 from parity_tests.training.run import SIZES, Run
 from torch_impl.mamba import MambaContextParallel
@@ -130,6 +130,11 @@ def test_the_command(monkeypatch, capsys):
     with open("run.json") as file, open("curve.png", "rb") as picture:
         (found,) = json.load(file)
         assert found["mesh"] == {"dp_shard": 2} and found["verdict"] == "equal" and picture.read(4) == b"\x89PNG"
+    monkeypatch.setattr(page, "MESHES", (({"cp": 2}, "state", "ring"),))
+    assert call("--page", "page.md")[0] == 0
+    with open("page.md") as file:
+        rows = [line.split(" | ") for line in file if line.startswith("| cp=2")]
+        assert [(row[3], row[-1]) for row in rows] == [("float64", "equal |\n"), ("float32", "equal |\n")]
     assert call("--mesh", "pp=2")[0] == 2
     monkeypatch.setattr(ranks, "valid_count", lambda targets, groups: targets[0].new_tensor(7))
     assert call("--mesh", "dp=2", "-q")[0] == 1

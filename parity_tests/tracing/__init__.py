@@ -1,0 +1,20 @@
+"""Where a model first parts from its reference: every module's input, output and gradients, in the order of execution.
+
+Nothing is loaded before it is asked for: ranks in other processes import this package and must not load JAX.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from parity_tests.tracing.lines import first as first
+    from parity_tests.tracing.pair import Pair as Pair
+    from parity_tests.tracing.pair import trace_pair as trace_pair
+
+_MODULE_OF = {"first": "lines", "Pair": "pair", "trace_pair": "pair"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'parity_tests.tracing' has no attribute {name!r}; it has {', '.join(_MODULE_OF)}")
+    return getattr(import_module(f"parity_tests.tracing.{_MODULE_OF[name]}"), name)

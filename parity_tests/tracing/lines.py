@@ -1,0 +1,164 @@
+"""Hold what ranks recorded against the reference's trace, event by event, in the order of execution."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from parity_tests.harness.compare import K
+from parity_tests.harness.evidence import Evidence
+from parity_tests.harness.explain import explain
+from parity_tests.harness.oracle import UNIT_ROUNDOFF
+from parity_tests.tracing.events import IN, Event
+from parity_tests.tracing.flax_side import Known
+from parity_tests.tracing.torch_side import Recording
+
+Positions = Callable[[int, Event, tuple[int, ...], tuple[int, ...]], Sequence[np.ndarray] | None]
+ELEMENT = 16.0  # by how much one element's error may be above the root mean square of all, where a mistake is named
+
+
+@dataclass(frozen=True)
+class Line:
+    """One tensor: its relative error on the rank where that is largest, the budget, and the ranks that are beyond it.
+
+    `phase` is forward, backward or weight; `home` the module in which it was made.
+    """
+
+    name: str
+    phase: str
+    home: str
+    error: float
+    budget: float
+    ranks: tuple[int, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return not self.ranks
+
+    @property
+    def ratio(self) -> float:
+        return self.error / self.budget
+
+
+@dataclass(frozen=True)
+class Found:
+    """What all ranks recorded, and the gradients of the weights, whole."""
+
+    ranks: Sequence[Recording]
+    of_weights: Mapping[str, np.ndarray]
+
+
+def lines(known: Known, found: Found, positions: Positions, dtype: str, axes: Mapping[str, int]) -> list[Line]:
+    """Forward in order, then backward in the reverse order with each module's weights where it ends.
+
+    `positions(rank, event, whole shape, local shape)` are the indices of each dim that the rank holds of the whole
+    tensor, None if that cannot be. An event that no rank has, or the reference lacks, has no line.
+    """
+    judge = _Judge(known, dtype, axes)
+    events = [event for event in known.values if any(event in rank.values for rank in found.ranks)]
+    made = []
+    for event in events:
+        pieces = {i: rank.values[event] for i, rank in enumerate(found.ranks) if event in rank.values}
+        made.append(judge.event("forward", event, event.home, known.values[event], pieces, positions))
+    for step in _backward(events, list(known.of_weights)):
+        if isinstance(step, Event):
+            pieces = {i: rank.gradients[step] for i, rank in enumerate(found.ranks) if step in rank.gradients}
+            home = step.home_of_gradient
+            if pieces:
+                made.append(judge.event("backward", step, home, known.gradients[step], pieces, positions))
+        elif step in found.of_weights:
+            made.append(judge.weight(step, found.of_weights[step]))
+    return made
+
+
+def first(found: Sequence[Line]) -> Line | None:
+    """The first line that is beyond its budget."""
+    return next((line for line in found if not line.ok), None)
+
+
+def _backward(events: Sequence[Event], weights: Sequence[str]) -> Iterator[Event | str]:
+    """Events from last to first; a weight before its module's first event, one of no module's at the end."""
+    waiting = {weight: _owner(weight, {event.module for event in events}) for weight in weights}
+    entrance = {event.module: event for event in reversed(events)}
+    for event in reversed(events):
+        for weight in [weight for weight, owner in waiting.items() if entrance.get(owner or "") == event]:
+            del waiting[weight]
+            yield weight
+        yield event
+    yield from waiting
+
+
+def _owner(weight: str, modules: set[str]) -> str | None:
+    """The nearest module above a weight that is called."""
+    owner = weight.rpartition(".")[0]
+    while owner and owner not in modules:
+        owner = owner.rpartition(".")[0]
+    return owner or None
+
+
+class _Judge:
+    def __init__(self, known: Known, dtype: str, axes: Mapping[str, int]) -> None:
+        self.known, self.dtype, self.axes = known, dtype, axes
+
+    def event(
+        self,
+        phase: str,
+        event: Event,
+        home: str,
+        want: np.ndarray,
+        pieces: Mapping[int, np.ndarray],
+        positions: Positions,
+    ) -> Line:
+        held = {rank: positions(rank, event, want.shape, piece.shape) for rank, piece in pieces.items()}
+        kind = "value" if phase == "forward" else "gradient"
+        pairs = {
+            rank: (piece, None if at is None else want[np.ix_(*at)])
+            for (rank, piece), at in zip(pieces.items(), held.values(), strict=True)
+        }
+        call = f", call {event.call}" if event.call else ""
+        end = "input" if event.end == IN else "output"
+        side = f"{end} of {event.module}" if phase == "forward" else f"gradient of the {end} of {event.module}"
+        return self._line(side + call, phase, home, pairs, want, self.known.spread[kind, event])
+
+    def weight(self, name: str, got: np.ndarray) -> Line:
+        want = self.known.of_weights[name]
+        pairs = {0: (got, want if got.shape == want.shape else None)}
+        home = name.rpartition(".")[0]
+        return self._line(f"gradient of {name}", "weight", home, pairs, want, self.known.spread["weight", name])
+
+    def _line(
+        self,
+        name: str,
+        phase: str,
+        home: str,
+        pairs: Mapping[int, tuple[np.ndarray, np.ndarray | None]],
+        whole: np.ndarray,
+        spread: float,
+    ) -> Line:
+        budget = K * (spread + UNIT_ROUNDOFF[self.dtype])
+        size = max(float(np.linalg.norm(whole)), float(np.finfo(np.float64).tiny))
+        errors = {rank: _apart(*pair) / size for rank, pair in pairs.items()}
+        wrong = tuple(rank for rank, error in errors.items() if error > budget)
+        notes: tuple[str, ...] = ()
+        if wrong:
+            got, want = pairs[max(wrong, key=lambda rank: errors[rank])]
+            notes = ("has another shape",) if want is None else self._notes(name, phase, got, want, budget)
+        return Line(name, phase, home, max(errors.values()), budget, wrong, notes)
+
+    def _notes(self, name: str, phase: str, got: np.ndarray, want: np.ndarray, budget: float) -> tuple[str, ...]:
+        """What kind of mistake, told from one rank's piece; each element has a share of the tensor's budget."""
+        share = ELEMENT * budget * float(np.linalg.norm(want)) / math.sqrt(max(want.size, 1))
+        role = "output" if phase == "forward" else "gradient"
+        return explain(Evidence(name, role, got, want, np.full(want.shape, share), axes=self.axes, dtype=self.dtype))
+
+
+def _apart(got: np.ndarray, want: np.ndarray | None) -> float:
+    if want is None or got.shape != want.shape:
+        return math.inf
+    with np.errstate(invalid="ignore", over="ignore"):
+        apart = float(np.linalg.norm(got - want))
+    return apart if math.isfinite(apart) else math.inf

@@ -1,0 +1,74 @@
+"""Record a PyTorch model while it runs: hooks on every module, which are gone afterwards."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from parity_tests.tracing.events import IN, OUT, Event
+
+
+@dataclass
+class Recording:
+    """Arrays by event, in float64, as this rank holds them; `values` in the order of execution."""
+
+    values: dict[Event, np.ndarray] = field(default_factory=dict)
+    gradients: dict[Event, np.ndarray] = field(default_factory=dict)
+
+
+@contextmanager
+def recorded(model: nn.Module) -> Iterator[Recording]:
+    """All modules but the model itself, while the context is open."""
+    found, calls, handles = Recording(), Counter[str](), []
+    for name, module in model.named_modules():
+        if name:
+            handles.append(module.register_forward_pre_hook(_entering(name, found, calls), prepend=True))
+            handles.append(module.register_forward_hook(_leaving(name, found, calls)))
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _entering(name: str, found: Recording, calls: Counter[str]) -> Any:
+    def hook(module: nn.Module, given: tuple[Any, ...]) -> Any:
+        calls[name] += 1
+        if not given or not _is_floating(given[0]):
+            return None
+        return (_seen(given[0], Event(name, IN, calls[name] - 1), found), *given[1:])
+
+    return hook
+
+
+def _leaving(name: str, found: Recording, calls: Counter[str]) -> Any:
+    def hook(module: nn.Module, given: Any, returned: Any) -> Any:
+        return _seen(returned, Event(name, OUT, calls[name] - 1), found) if _is_floating(returned) else None
+
+    return hook
+
+
+def _seen(x: Tensor, event: Event, found: Recording) -> Tensor:
+    """The same tensor under a name of its own, so that its gradient is that of this use alone."""
+    found.values[event] = _array(x)
+    if not x.requires_grad:
+        return x
+    alias = x.view_as(x)
+    alias.register_hook(lambda gradient: found.gradients.__setitem__(event, _array(gradient)))
+    return alias
+
+
+def _is_floating(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _array(x: Tensor) -> np.ndarray:
+    local: Any = x.detach()
+    local = local.to_local() if hasattr(local, "to_local") else local
+    return local.double().cpu().numpy().copy()

@@ -1,0 +1,78 @@
+"""The first step of a run, traced on its ranks and on one device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from jax_ref import layouts
+from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.engines.run import run as on_ranks
+from parity_tests.harness.inputs import coordinates
+from parity_tests.tracing.events import IN, Event
+from parity_tests.tracing.flax_side import Known, traced
+from parity_tests.tracing.lines import Found, Line, lines
+from parity_tests.training.body import trace as body
+from parity_tests.training.corpus import global_batch
+from parity_tests.training.initial import initial_weights
+from parity_tests.training.run import Run
+
+# The flax norm of a mixer takes y and z and gates the one by the other; PyTorch's is given what the gate left.
+UNLIKE = ("mixer.norm", IN)
+
+
+def known_of(run: Run) -> Known:
+    """The reference's trace of the first step; a module is called once for each stream."""
+    from jax_ref.models.batch import next_ids
+    from jax_ref.models.config import Config
+    from jax_ref.models.loss import normalised, token_losses
+    from parity_tests.models.by_name import flax_model
+
+    batch, config = global_batch(run, 0), Config(**run.config)
+
+    def loss(model: Any) -> Any:
+        import jax.numpy as jnp
+
+        losses, counted = [], []
+        for stream in batch:
+            ids, padded, real = (jnp.asarray(x) for x in (stream.ids, stream.padded, stream.real))
+            targets, is_valid = next_ids(ids, padded, real)
+            losses.append(token_losses(model(ids[None], padded, real)[0], targets, is_valid))
+            counted.append(is_valid)
+        return normalised(losses, counted)
+
+    known = traced(lambda weights: flax_model(config, weights), loss, initial_weights(run.config, run.seed), run.dtype)
+    module, end = UNLIKE
+    alike = {event: x for event, x in known.values.items() if not (event.module.endswith(module) and event.end == end)}
+    return replace(known, values=alike)
+
+
+def trace(run: Run, known: Known, engine: str = "gloo") -> list[Line]:
+    """Every line of the trace, in the order of execution.
+
+    Errors: RankFailure, one subclass per cause.
+    """
+    case = CaseSpec(scheme="trace", mesh=run.full_mesh, dtype=run.dtype, options=run.options(), engine=engine)
+    results = on_ranks(body, case, engine).results
+    found = Found([recording for recording, _ in results], results[0][1])
+    batch, places = global_batch(run, 0), coordinates(run.full_mesh)
+
+    def positions(rank: int, event: Event, whole: tuple[int, ...], local: tuple[int, ...]) -> list[np.ndarray] | None:
+        return held(whole, local, batch[event.call].padded, places[rank], run)
+
+    return lines(known, found, positions, run.dtype, {axis: size for axis, size in run.mesh.items() if size > 1})
+
+
+def held(
+    whole: tuple[int, ...], local: tuple[int, ...], padded: np.ndarray, at: dict[str, int], run: Run
+) -> list[np.ndarray] | None:
+    """Positions of each dim, [1, tokens, ...]: tokens as cp cuts the stream, the last dim whole or in tp's blocks."""
+    if len(whole) != len(local):
+        return None
+    parts = [np.arange(size) for size in whole]
+    parts[1] = np.asarray(layouts.packed(whole[1], run.size("cp"), padded)[at["cp"]])
+    if local[-1] != whole[-1]:
+        parts[-1] = np.asarray(layouts.contiguous(whole[-1], run.size("tp"))[at["tp"]])
+    return parts if tuple(map(len, parts)) == local else None
