@@ -7,6 +7,7 @@ model's own and returns each parameter's whole gradient.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -47,6 +48,14 @@ def paths(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     for name, leaf in tree.items():
         found |= paths(leaf, f"{before}{name}.") if isinstance(leaf, Mapping) else {before + name: leaf}
     return found
+
+
+def held(chosen: Chosen, ranks: int) -> tuple[int, int, int]:
+    """Numbers in the blocks and in the rest, first dims rounded up to multiples of the ranks; and of parameters."""
+    shapes = _shapes(chosen)
+    padded = {name: -(-shape[0] // ranks) * ranks * math.prod(shape[1:]) for name, shape in shapes.items()}
+    blocks = sum(size for name, size in padded.items() if ".layers." in name)
+    return blocks, sum(padded.values()) - blocks, len(shapes)
 
 
 def mean_loss(

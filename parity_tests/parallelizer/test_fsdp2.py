@@ -10,10 +10,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from jax_ref.parallelizer.decoder import from_state_dict
 from jax_ref.parallelizer.train_step import mean_loss as reference_loss
-from parity_tests import CaseSpec, check, every_case, ids, scheme, token_below, values
+from parity_tests import CaseSpec, Cost, check, every_case, ids, scheme, token_below, values
 from parity_tests.harness.engines.run import run
 from parity_tests.parallelizer.families import Chosen, batch, made
-from parity_tests.parallelizer.steps import dims, mean_loss, paths, specs
+from parity_tests.parallelizer.steps import dims, held, mean_loss, paths, specs
 from parity_tests.parallelizer.training import Training, accumulated, on_mesh, whole
 from torch_impl.parallelizer import get_hf_tp_shard_plan
 from torch_impl.parallelizer.fsdp2 import fsdp2_strategy_parallelize
@@ -86,9 +86,26 @@ def fully_sharded_step_by_older_names(mesh, parameters, token, target, kept, off
     return step(mesh, LLAMA, parameters, token, target, own_dtype(parameters), **switches)
 
 
+def cost(c):
+    """Block and root are gathered forward, the root again backward; the gradients of both are reduced in float32.
+
+    Two sums more are the loss and its tokens; the step's own gathers, one for each gradient, give it whole.
+    """
+    n = c.dp_shard
+    block, root, parameters = held(PHI3, n)
+    sums = {"all_reduce": (2, 8 + 4)}
+    if n == 1:
+        return Cost(forward=sums)
+    gathered = {"all_gather": (1 + parameters, 2 * (root + block + root) // n)}
+    return Cost(
+        forward={**sums, "all_gather": (2, 2 * (block + root) // n)},
+        backward={**gathered, "reduce_scatter": (2, 4 * (block + root))},
+    )
+
+
 @scheme(
     reference=loss_of(PHI3),
-    **declared(PHI3, {"dp_shard": (1, 2, 4)}, dtypes=("bfloat16",), roundings=16),
+    **declared(PHI3, {"dp_shard": (1, 2, 4)}, dtypes=("bfloat16",), roundings=16, cost=cost),
 )
 def fully_sharded_step_in_bfloat16(mesh, parameters, token, target):
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
@@ -154,6 +171,30 @@ def test_bfloat16_is_that_of_a_bfloat16_copy(family):
         accumulated(copy, ids_, targets, rank, 2, 1)
         means.append({name: p.grad.float() for name, p in copy.named_parameters(remove_duplicate=False)})
     assert all(np.array_equal(((means[0][name] + means[1][name]) / 2).double(), found[name]) for name in found)
+
+
+@pytest.mark.parametrize("wanted", [None, torch.float32, torch.float64])
+def test_output_dtype_is_that_of_the_whole_model(wanted):
+    """Of the root alone: a block that returned another dtype would hand it to a head in bfloat16."""
+
+    def body(mesh, case):
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, wanted)
+        model = parallelized(policy)(made(QWEN3, torch.float32), mesh.device_mesh)
+        return str(model(input_ids=torch.zeros(1, 3, dtype=torch.int64)).logits.dtype)
+
+    said = str(wanted or torch.bfloat16)
+    assert run(body, CaseSpec(scheme="output", mesh={"dp_shard": 2})).results == (said,) * 2
+
+
+def test_a_plan_is_applied_before_fsdp():
+    """Cut over tp and then over dp, on the first dim for a column-wise style and on the second for a row-wise one."""
+
+    def body(mesh, case):
+        model = parallelized()(made(LLAMA), mesh.device_mesh)
+        block = model.model.layers[0]
+        return [tuple(p.to_local().shape) for p in (block.mlp.up_proj.weight, block.mlp.down_proj.weight)]
+
+    assert run(body, CaseSpec(scheme="plan", mesh={"dp_shard": 2, "tp": 2})).results == ([(6, 12), (6, 12)],) * 4
 
 
 def test_buffers_and_names_stay_as_they_were():
