@@ -2,14 +2,17 @@
 
 import functools
 import threading
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import flex_attention
+from torch.nn.attention.flex_attention import flex_attention as imported_flex
 from torch.nn.functional import scaled_dot_product_attention as imported
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from parity_tests import CaseSpec
 from parity_tests.harness.engines.run import run
@@ -134,6 +137,67 @@ def test_what_backward_recomputes_sees_the_whole_sequence(use_reentrant, engine)
             ]
 
     assert on_ranks(2, body, engine) == ([True] * 4,) * 2
+
+
+IMPORTED_IN_A_CHECKPOINT = (
+    "context_parallel.sdpa: scaled_dot_product_attention, imported before the context, is inside a checkpoint that "
+    "backward computes again, where it would see this rank's tokens alone; call it as F.scaled_dot_product_attention"
+)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_an_imported_function_that_backward_would_recompute_alone_raises(use_reentrant):
+    """Reentrant by our sentence; otherwise torch finds that it saves something else than before."""
+
+    def body(mesh, case):
+        q = by_heads(drawn(mesh)).requires_grad_()
+        with context(mesh), pytest.raises((ValueError, CheckpointError)) as caught:
+            checkpoint(lambda x: imported(x, x, x), q * 1, use_reentrant=use_reentrant).sum().backward()
+        return type(caught.value), str(caught.value)
+
+    for kind, said in on_ranks(2, body):
+        assert (kind, said) == (ValueError, IMPORTED_IN_A_CHECKPOINT) if use_reentrant else kind is CheckpointError
+
+
+def test_an_imported_function_without_gradients_is_no_checkpoint():
+    def body(mesh, case):
+        q = by_heads(drawn(mesh))
+        with context(mesh), torch.no_grad():
+            return torch.equal(imported(q, q, q), SDPA(q, q, q))
+
+    assert on_ranks(2, body) == (True, True)
+
+
+NO_FLEX = (
+    "context_parallel.sdpa: flex_attention would see this rank's tokens alone, by their places here; "
+    "call F.scaled_dot_product_attention, or context_parallel_attention with cu_seqlens or window"
+)
+
+
+def test_flex_attention_is_refused_by_name_and_by_what_it_calls():
+    def body(mesh, case):
+        q = by_heads(drawn(mesh))
+        before = flex_attention.flex_attention
+        with context(mesh):
+            with pytest.raises(ValueError) as by_name:
+                flex_attention.flex_attention(q, q, q)
+            with pytest.raises(ValueError) as in_a_thread_of_its_own:
+                raise in_a_thread(lambda: error_of(lambda: flex_attention.flex_attention(q, q, q)))
+            with pytest.raises(RuntimeError) as by_operation, warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that it is not compiled
+                imported_flex(q, q, q)
+        assert flex_attention.flex_attention is before
+        return str(by_name.value), str(in_a_thread_of_its_own.value), str(by_operation.value)
+
+    by_name, threaded, by_operation = on_ranks(1, body)[0]
+    assert by_name == threaded == NO_FLEX and NO_FLEX in by_operation
+
+
+def error_of(call):
+    try:
+        return call()
+    except ValueError as error:
+        return error
 
 
 def in_a_thread(f):

@@ -7,6 +7,7 @@ other threads: these call torch.nn.functional by name, where our functions stand
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
 from threading import Lock, local
@@ -16,14 +17,20 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.distributed import ProcessGroup
+from torch.nn.attention import flex_attention
 from torch.overrides import TorchFunctionMode
 
 from torch_impl.context_parallel.attention import context_parallel_attention
 from torch_impl.layouts import TokenLayout
 
-SDPA = F.scaled_dot_product_attention
+SDPA, FLEX = F.scaled_dot_product_attention, flex_attention.flex_attention
 FUNCTION = "context_parallel.sdpa"
+NO_FLEX = (
+    f"{FUNCTION}: flex_attention would see this rank's tokens alone, by their places here; "
+    "call F.scaled_dot_product_attention, or context_parallel_attention with cu_seqlens or window"
+)
 
 
 class SequenceAttention(TorchFunctionMode):
@@ -48,7 +55,10 @@ class SequenceAttention(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         if func is SDPA:
+            check_not_recomputed()
             return self.attention(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") == FLEX.__name__:  # the operation that it calls
+            raise ValueError(NO_FLEX)
         return func(*args, **(kwargs or {}))
 
     def attention(
@@ -99,7 +109,7 @@ class _OpenContexts:
         self.lock = Lock()
         self.own = local()  # .contexts of the calling thread, the innermost last
         self.threads: list[list[SequenceAttention]] = []  # those of all threads that have any
-        self.replaced: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}  # name -> (torch's, ours)
+        self.replaced: list[tuple[Any, Callable[..., Any], Callable[..., Any]]] = []  # (module, torch's, ours)
         self.was_fused = True
 
     def add(self, context: SequenceAttention) -> None:
@@ -139,16 +149,21 @@ class _OpenContexts:
 
     def _replace(self) -> None:
         sdpa, mha = F.scaled_dot_product_attention, F.multi_head_attention_forward
-        self.replaced = {sdpa.__name__: (sdpa, _attending(sdpa)), mha.__name__: (mha, _without_weights(mha))}
-        for name, (_, ours) in self.replaced.items():
-            setattr(F, name, ours)
+        flex = flex_attention.flex_attention
+        self.replaced = [
+            (F, sdpa, _attending(sdpa)),
+            (F, mha, _without_weights(mha)),
+            (flex_attention, flex, _refusing(flex)),
+        ]
+        for module, torchs, ours in self.replaced:
+            setattr(module, torchs.__name__, ours)
         self.was_fused = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
 
     def _put_back(self) -> None:
-        for name, (torchs, ours) in self.replaced.items():
-            if getattr(F, name) is ours:  # and not what somebody else has put there since
-                setattr(F, name, torchs)
+        for module, torchs, ours in self.replaced:
+            if getattr(module, torchs.__name__) is ours:  # and not what somebody else has put there since
+                setattr(module, torchs.__name__, torchs)
         torch.backends.mha.set_fastpath_enabled(self.was_fused)
 
 
@@ -178,6 +193,36 @@ def _without_weights(torchs: Callable[..., Any]) -> Callable[..., Any]:
         return torchs(*args, need_weights=need_weights, **kwargs)
 
     return forward
+
+
+def _refusing(torchs: Callable[..., Any]) -> Callable[..., Any]:
+    """flex_attention by name, whose masks ask for places in the whole sequence."""
+
+    @wraps(torchs)
+    def attention(*args: Any, **kwargs: Any) -> Any:
+        if _OPEN.here() is not None:
+            raise ValueError(NO_FLEX)
+        return torchs(*args, **kwargs)
+
+    return attention
+
+
+def check_not_recomputed() -> None:
+    """Refuse what only the mode sees inside a reentrant checkpoint: backward computes it again, with the mode off.
+
+    Such a checkpoint is an autograd function that computes without gradients; so are those of other libraries.
+    """
+    frame = None if torch.is_grad_enabled() else sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        first = "".join(code.co_varnames[:1])
+        if code.co_name == "forward" and isinstance(frame.f_locals.get(first), FunctionCtx):
+            raise ValueError(
+                f"{FUNCTION}: scaled_dot_product_attention, imported before the context, is inside a checkpoint that "
+                "backward computes again, where it would see this rank's tokens alone; call it as "
+                "F.scaled_dot_product_attention"
+            )
+        frame = frame.f_back
 
 
 def _autocast(x: Tensor) -> Tensor:

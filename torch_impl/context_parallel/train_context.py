@@ -109,7 +109,8 @@ def create_context_parallel_ctx(
     keys, with "alltoall" (or "addtoall") around the ring, with None as torch's own rotate method says, which is
     left alone. So it is in modules (MultiheadAttention with need_weights=False, Transformer layers), in what backward
     recomputes inside, and in threads without a context of their own, as long as one is open. What was imported from
-    `torch.nn.functional` before is seen on this thread alone, and not in what backward recomputes: call it by name.
+    `torch.nn.functional` before is seen on this thread alone, and is refused in what backward would recompute: call it
+    by name. `flex_attention` is refused, whose masks are made of places in the whole sequence.
 
     Cost:   no collective to enter and leave, one copy of the share for each buffer; attention as it says there.
     Errors: ValueError for no buffers, collections that do not fit, a length that cannot be cut, another rotate
