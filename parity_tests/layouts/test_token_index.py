@@ -49,6 +49,16 @@ REFUSED = [
         "cu_seqlens ends at 8 but the stream holds 12 tokens; pass the padded offsets",
     ),
     (
+        lambda: packed(torch.tensor([0, 4, 8, -1]), total=12, validate=False),
+        ValueError,
+        "cu_seqlens ends at 8 but the stream holds 12 tokens; pass the padded offsets",
+    ),
+    (
+        lambda: packed(torch.tensor([0, 4, 8]).as_subclass(OnDevice), total=10, validate=False),
+        ValueError,
+        "total=10 cannot be cut by packed over cp=2 (needs a multiple of 4); pass where the padded offsets end",
+    ),
+    (
         lambda: packed(torch.tensor([0, 4, 8]), torch.tensor([0, 3]), total=8, validate=False),
         ValueError,
         "cu_real: 2 offsets, the padded ones are 3; give as many",

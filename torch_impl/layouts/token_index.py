@@ -78,6 +78,7 @@ def packed_cut(
     _check_kind("packed", kind, PACKED)
     _check_rank(cp_size, cp_rank)
     if not validate and total is not None and isinstance(cu_padded, Tensor):  # a list is on the host, to be checked
+        _check_total(kind, cu_padded, total, cp_size)
         padded = _unfilled(cu_padded, total)
         real = padded if cu_real is None else _unfilled(torch.as_tensor(cu_real), None)
         if real.shape != padded.shape:
@@ -126,6 +127,20 @@ def stripped(offsets: Tensor | Sequence[int]) -> Tensor:
         return host  # refused with its own sentence
     kept = (host >= 0).nonzero().flatten()
     return host[: int(kept[-1]) + 1] if len(kept) else host
+
+
+def _check_total(kind: str, offsets: Tensor, total: int, cp_size: int) -> None:
+    """What can be known of a total without a copy to the host: whether it can be cut; of offsets there, their end."""
+    _check_whole("total", total)
+    multiple = _multiple(kind, cp_size)
+    if total < 0 or total % multiple:
+        raise ValueError(
+            f"total={total} cannot be cut by {kind} over cp={cp_size} (needs a multiple of {multiple}); "
+            "pass where the padded offsets end"
+        )
+    is_here = type(offsets) is Tensor and offsets.device.type == "cpu" and len(offsets) > 0
+    if is_here and (end := int(offsets.max())) != total:
+        raise ValueError(f"cu_seqlens ends at {end} but the stream holds {total} tokens; pass the padded offsets")
 
 
 def _unfilled(offsets: Tensor, end: int | None) -> Tensor:

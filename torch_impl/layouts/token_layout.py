@@ -104,9 +104,9 @@ class TokenLayout:
         >>> TokenLayout.packed([0, 4, 6, 12], [0, 3, 5, 11], cp_size=1, cp_rank=0).padding_mask.nonzero().flatten()
         tensor([3])
 
-        Cost:   one copy of the offsets to the host; of tensors with `total` and `validate=False` none, and of what they
-                hold nothing is checked: a total that is not their last makes rows without meaning. Asked again for the
-                same unchanged tensors it returns the same object.
+        Cost:   one copy of the offsets to the host; of tensors with `total` and `validate=False` none, and of what
+                they hold on a device nothing is checked: there a total that is not their last makes rows without
+                meaning, if it can be cut at all. Asked again for the same unchanged tensors it returns the same object.
         Errors: ValueError for another kind, a rank that is none, offsets that do not rise from 0 to total, a real
                 length above its padded one, a padded length that cannot be cut, real lengths of other sequences;
                 TypeError for offsets of no integers, or a size or rank that is none.
