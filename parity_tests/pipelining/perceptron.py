@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
+from torch.nn.utils import skip_init
 
 from torch_impl.pipelining import stage_to_rank
 from torch_impl.pipelining.action import computed
@@ -19,7 +20,9 @@ WIDTH, PER_MICROBATCH = 3, 2
 
 def part(stage, dtype):
     """One stage: linear, gelu, linear, with values that stage and place decide."""
-    module = nn.Sequential(nn.Linear(WIDTH, 4, dtype=dtype), nn.GELU(), nn.Linear(4, WIDTH, dtype=dtype))
+    sizes = ((WIDTH, 4), (4, WIDTH))
+    first, second = (skip_init(nn.Linear, *size, dtype=dtype) for size in sizes)  # no random state moves
+    module = nn.Sequential(first, nn.GELU(), second)
     source = torch.Generator().manual_seed(100 + stage)
     with torch.no_grad():
         for parameter in module.parameters():

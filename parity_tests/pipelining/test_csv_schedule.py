@@ -4,11 +4,16 @@ import re
 import tempfile
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from jaxtyping import Int
+from torch import Tensor
 from torch.distributed.pipelining.schedules import _Action, _add_reduce_grad, _add_send_recv, _add_unshard_reshard
 
+from parity_tests import check, every_case, scheme, token_below
 from parity_tests.pipelining.drawn_orders import named_orders, own_orders
 from torch_impl.pipelining import read_csv, simulate, write_csv
 from torch_impl.pipelining.action import computed, parsed
@@ -82,6 +87,7 @@ FAULTS = [
     ("0F,0B0", "row 1, column 1: '0F' is no action"),
     ("0UNSHARD0,0F0,0B0", "row 1, column 1: '0UNSHARD0' is no action"),
     ("(0F0;0SEND_F0)OVERLAP_F_B,0B0", "row 1, column 1: '(0F0;0SEND_F0)OVERLAP_F_B' is no action"),
+    ("0F0,0B0,0F0\n1F0,1B0", "row 1, column 3: '0F0' stands for the second time"),
     ("0F0,0B0\n1F0,1B0,1F0", "row 2, column 3: '1F0' stands for the second time"),
     ("0F0,0B0\n1B0,1F0", "row 2, column 1: '1B0' stands before '1F0'"),
     ("0F0,0W0,0I0", "row 1, column 2: '0W0' stands before '0I0'"),
@@ -119,6 +125,50 @@ COMMUNICATION_FAULTS = [
     (TWO, "1B0,1SEND_B0,1B1,1SEND_B1", "1B0,1B1,1SEND_B1,1SEND_B0", "row 1, column 5: '0RECV_B0' stands where rank 1"),
     (TWO, "0SEND_F1,0RECV_B0,0B0,", "0RECV_B0,0B0,0SEND_F1,", "row 1, column 5: deadlock: rank 0 waits in '0B0'"),
 ]
+
+
+WRITTEN = [
+    *FAULTS,
+    *((text.replace(old, new), words) for text, old, new, words in COMMUNICATION_FAULTS),
+    *((text, "row 0, column 0: ") for text in (SENT, TWO, "0F0,0I0,0W0", "0F0,,0B0,0F1,0B1\n1F0,1B0,1F1,,1B1")),
+]
+
+
+def cell(words):
+    """(row, column) of a verdict."""
+    return [int(number) for number in re.findall(r"row (\d+), column (\d+): ", words)[0]]
+
+
+def by_hand(ids):
+    return jnp.asarray([cell(words) for _, words in WRITTEN], ids.dtype) + 0 * ids
+
+
+def verdict(text):
+    try:
+        read(text)
+    except ValueError as refusal:
+        return cell(str(refusal))
+    return [0, 0]
+
+
+@scheme(
+    reference=by_hand,
+    mesh={"pp": (1, 2)},
+    inputs={"ids": "k r/pp"},
+    outputs="k r/pp",
+    dims={"k": (len(WRITTEN),), "r": (2,)},
+    draw={"ids": token_below("r")},
+)
+def verdicts_on_files(mesh, ids) -> Int[Tensor, "k r/pp"]:
+    """Row and column of the fault of each file, 0 where there is none."""
+    found = torch.tensor([verdict(text) for text, _ in WRITTEN], dtype=ids.dtype, device=ids.device)
+    return found[:, mesh.global_ids("r")]
+
+
+@settings(max_examples=3)
+@given(every_case(verdicts_on_files))
+def test_parity(case):
+    check(case)
 
 
 @pytest.mark.parametrize(("text", "words"), FAULTS)

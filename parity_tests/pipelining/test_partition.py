@@ -1,14 +1,57 @@
 """Parity of pipelining.partition: the specified cases by hand, then laws, then what is refused."""
 
+import jax.numpy as jnp
 import pytest
-from hypothesis import given
+import torch
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from jaxtyping import Int
+from torch import Tensor
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
 from jax_ref.pipelining import partition as reference
+from parity_tests import check, every_case, scheme, token_below
 from torch_impl.pipelining.partition import calculate_virtual_stages, layer_counts, stage_ids_this_rank, stage_to_rank
 
 STYLES = st.sampled_from(["loop", "v"])
+
+WIDTH = 12  # numbers in a row of what the scheme compares
+PLACED = [(p, p * passes, style) for p in (1, 2, 4) for passes in (1, 2, 3) for style in ("loop", "v")]
+CUT = [(2, 5, 0, 0), (3, 8, 0, 0), (4, 10, 1, 3), (3, 9, 0, 2.5), (4, 9, 0.5, 0), (1, 4, 1, 1)]
+VIRTUAL = [(33, 4, 4, "up"), (33, 4, 4, "down"), (32, 4, 4, None), (17, 2, 2, "up"), (17, 2, 2, "down")]
+
+
+def row(numbers):
+    return [*numbers, *[-1] * (WIDTH - len(numbers))]
+
+
+def by_definition(ids):
+    placed = [row(reference.stage_ids_this_rank(p - 1, p, stages, style)) for p, stages, style in PLACED]
+    layers = [row(reference.dearest_stage_first(*sizes)) for sizes in CUT]
+    stages = [row([reference.stages_by_search(*sizes)]) for sizes in VIRTUAL]
+    return jnp.asarray([*placed, *layers, *stages], ids.dtype) + 0 * ids
+
+
+@scheme(
+    reference=by_definition,
+    mesh={"pp": (1, 2)},
+    inputs={"ids": "k r/pp"},
+    outputs="k r/pp",
+    dims={"k": (len(PLACED) + len(CUT) + len(VIRTUAL),), "r": (WIDTH,)},
+    draw={"ids": token_below("r")},
+)
+def numbers_of_stages(mesh, ids) -> Int[Tensor, "k r/pp"]:
+    placed = [row(stage_ids_this_rank(p - 1, p, stages, style)) for p, stages, style in PLACED]
+    layers = [row(layer_counts(*sizes)) for sizes in CUT]
+    stages = [row([calculate_virtual_stages(*sizes, False, rounding)[0]]) for *sizes, rounding in VIRTUAL]
+    found = torch.tensor([*placed, *layers, *stages], dtype=ids.dtype, device=ids.device)
+    return found[:, mesh.global_ids("r")]
+
+
+@settings(max_examples=3)
+@given(every_case(numbers_of_stages))
+def test_parity(case):
+    check(case)
 
 
 @pytest.mark.parametrize(
