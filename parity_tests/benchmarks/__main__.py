@@ -28,6 +28,7 @@ SECTIONS = {
     "peers": "Log-probability beside its peers",
     "layouts": "Index arrays of packed batches",
     "attention": "Ring attention beside one process",
+    "mamba": "Mamba2 on packed sequences beside a loop",
     "kernels": "Kernels on a GPU",
 }
 
@@ -89,6 +90,10 @@ def _figures(name: str, alarm_seconds: float, stall_seconds: float) -> Callable[
         from parity_tests.benchmarks import attention
 
         return attention.figures
+    if name == "mamba":
+        from parity_tests.benchmarks import mamba
+
+        return mamba.figures
     if name == "kernels":
         from parity_tests.benchmarks import kernels
 

@@ -195,11 +195,9 @@ OVER_RANKS = (
         name="a copied group's gradient from one rank alone",
         kind="reduction",
         file=HIDDEN,
-        old="send = rows_at(rows.flatten(0, 1), columns, 1)",
-        new="again = torch.isin(columns, columns[: len(columns) // self.cp_size]) & (columns >= 2 * self.d_inner)\n"
-        "            again[: len(columns) // self.cp_size] = False\n"
-        "            given = rows_at(rows.flatten(0, 1), columns, 1)\n"
-        "            send = torch.where(again, given.detach(), given)",
+        old="return groups.repeat_interleave(self.group_repeat_count, dim=-2).flatten(-2)",
+        new="copies = groups.detach()[..., None, :].expand(*groups.shape[:-1], self.group_repeat_count - 1, -1)\n"
+        "        return torch.cat([groups[..., None, :], copies], -2).flatten(-3)",
         expect="gradient: ",
     ),
     Fault(

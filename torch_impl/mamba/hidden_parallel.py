@@ -6,6 +6,7 @@ r * H/n to (r + 1) * H/n and of the groups that they read, one after the gate gi
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -15,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_impl.kernels import rows_at
 from torch_impl.layouts import TokenLayout
 from torch_impl.layouts.columns import MambaSizes, conv_channels, projection_columns
+from torch_impl.layouts.inverse import inverse
 from torch_impl.layouts.reorder import _permuted
 from torch_impl.mamba.all_to_all import _all_to_all
 from torch_impl.mamba.five_exchanges import own_tokens, sequential
@@ -89,14 +90,12 @@ class MambaContextParallel(MixerStrategy):
         rows = _batched(projected_states)
         there, back = _row_order(tokens, len(rows), rows.device)
         if self.fused:
-            columns = _columns(self.sizes, self.cp_size, rows.device)
-            send = rows_at(rows.flatten(0, 1), columns, 1).unflatten(1, (self.cp_size, -1)).transpose(0, 1)
-            arrived = _all_to_all(send, self.cp_group)
+            rows = rows if self.group_repeat_count == 1 else torch.cat(self._repeated(rows), -1)
+            by_rank = _permuted(rows.flatten(0, 1), _columns(self.sizes, self.cp_size, rows.device), 1)
+            arrived = _all_to_all(by_rank.unflatten(1, (self.cp_size, -1)).transpose(0, 1), self.cp_group)
             in_order = _permuted(arrived.flatten(0, 1), (there, back), 0)
         else:
-            z, x, B, C, dt = rows.split(list(self.sizes.blocks), dim=-1)
-            parts = z, x, self._repeat_group_state(B), self._repeat_group_state(C), dt
-            in_order = sequential(parts, cu_seqlens, tokens, self.cp_group)
+            in_order = sequential(self._repeated(rows), cu_seqlens, tokens, self.cp_group)
         return in_order.view(*projected_states.shape[:-2], tokens.total, self.local.width)
 
     def post_conv_ssm(
@@ -151,6 +150,11 @@ class MambaContextParallel(MixerStrategy):
         )
         return self.post_conv_ssm(out.view(*rows.shape[:-1], self.local.inner), cu_seqlens)
 
+    def _repeated(self, rows: Float[Tensor, "b s w"]) -> tuple[Tensor, ...]:
+        """z, x, B, C and dt, each group as often as ranks read it."""
+        z, x, B, C, dt = rows.split(list(self.sizes.blocks), dim=-1)
+        return z, x, self._repeat_group_state(B), self._repeat_group_state(C), dt
+
     def _repeat_group_state(self, state: Shaped[Tensor, "*a c"]) -> Shaped[Tensor, "*a d"]:
         """[.., G * N] -> [.., G * repeat * N]: each group as often as ranks read it, one copy after another."""
         groups = state.unflatten(-1, (self.sizes.n_groups, -1))
@@ -195,9 +199,10 @@ def _row_order(
 
 @lru_cache(maxsize=16)
 @torch.inference_mode(False)  # kept for training, whoever asks first
-def _columns(sizes: MambaSizes, cp: int, device: torch.device) -> Int64[Tensor, " w"]:
-    """Columns of all ranks, one rank after another; every layer of a model has the same."""
-    return projection_columns(sizes, cp, device=device).flatten()
+def _columns(sizes: MambaSizes, cp: int, device: torch.device) -> tuple[Int64[Tensor, " w"], Int64[Tensor, " w"]]:
+    """Columns of all ranks, one rank after another, and back; of a group for each rank, where there are fewer."""
+    there = projection_columns(replace(sizes, n_groups=max(sizes.n_groups, cp)), cp, device=device).flatten()
+    return there, inverse([there])
 
 
 @lru_cache(maxsize=16)

@@ -1,0 +1,174 @@
+"""Hidden-parallel Mamba2 on packed sequences over gloo processes: what goes in and out of the mixer, forward and back.
+
+Beside it stand a loop over the sequences, which slices each from five exchanged tensors and joins the slices, and what
+the exchanges of either take alone. Loop and ours are first compared, then timed in turn: CPU time of all ranks.
+Run as `python -m parity_tests.benchmarks.mamba RANK FOLDER` it is one rank; no JAX is loaded there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one thread for each rank
+
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parity_tests.benchmarks.figure import Figure, spread
+from parity_tests.benchmarks.mamba_loop import loop_post, loop_pre
+from torch_impl.mamba import Mamba2Mixer, MambaContextParallel
+from torch_impl.mamba.all_to_all import _all_to_all
+
+ROOT = Path(__file__).resolve().parents[2]
+WORLD = 2
+SIZES = {"num_heads": 8, "head_dim": 4, "n_groups": 2, "d_state": 4}
+TOKENS, SEQUENCES = 4096, (1, 16, 64, 256, 1000)
+ROUNDS, WARM = 7, 2
+FASTER = {64: 20.0, 256: 60.0}  # times a loop, by the number of sequences
+GROWTH = 1.2  # of 1,000 sequences over one
+
+
+def figures(tokens: int = TOKENS, sequences: tuple[int, ...] = SEQUENCES, rounds: int = ROUNDS) -> Iterator[Figure]:
+    """How many times faster than the loop, with what the exchanges take and without, and how it grows."""
+    found = measured(tokens, sequences, rounds)
+    sizes = " ".join(f"{name}={size}" for name, size in SIZES.items())
+    how = (
+        f"{tokens} tokens in unequal sequences, {sizes}, float32, cp={WORLD} on gloo, one thread a rank, "
+        f"{rounds} rounds in turn; pre_conv_ssm and post_conv_ssm with backward, the index built each time; "
+        "CPU time of both ranks; median (least to greatest)"
+    )
+    for count in sequences:
+        yield from _beside_the_loop(count, found[str(count)], how)
+    most, least = (found[str(count)]["ours"] for count in (sequences[-1], sequences[0]))
+    growth = [a / b for a, b in zip(most, least, strict=True)]
+    yield Figure(
+        f"Mamba2 in and out, {sequences[-1]} sequences over {sequences[0]}",
+        f"<= {GROWTH} times",
+        f"{spread(growth)} times",
+        statistics.median(growth) <= GROWTH,
+        how,
+    )
+
+
+def _beside_the_loop(count: int, seconds: dict[str, list[float]], how: str) -> Iterator[Figure]:
+    ours, loop, wire, wires = (seconds[name] for name in ("ours", "loop", "wire", "wires"))
+    promised = FASTER.get(count)
+    kept = {
+        "with its exchange": [a / b for a, b in zip(loop, ours, strict=True)],
+        "order alone": [
+            (statistics.median(loop) - statistics.median(wires)) / (statistics.median(ours) - statistics.median(wire))
+        ],
+    }
+    bound = statistics.median(loop) / statistics.median(wire)
+    times = {"with its exchange": f"; the exchange alone {bound:.3g}; {spread([1e3 * each for each in ours])} ms"}
+    for name, faster in kept.items():
+        yield Figure(
+            f"Mamba2 in and out, {count} sequences, {name}",
+            "-" if promised is None else f">= {promised:.0f} times a loop",
+            f"{spread(faster)} times faster than a loop" + times.get(name, ""),
+            None if promised is None else statistics.median(faster) >= promised,
+            how if name in times else "as before, less the median of its own exchanges on either side",
+        )
+
+
+def measured(tokens: int, sequences: tuple[int, ...], rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds of both ranks for each arm and round. Errors: RuntimeError if a rank fails."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "asked.json").write_text(json.dumps({"tokens": tokens, "sequences": sequences, "rounds": rounds}))
+        command = [sys.executable, "-m", "parity_tests.benchmarks.mamba"]
+        ranks = [subprocess.Popen([*command, str(rank), name], cwd=ROOT) for rank in range(WORLD)]
+        if any([rank.wait(timeout=900) for rank in ranks]):
+            raise RuntimeError("benchmarks: a rank of mamba failed")
+        found = [json.loads((folder / f"found_{rank}.json").read_text()) for rank in range(WORLD)]
+    return {
+        count: {arm: [sum(both) for both in zip(*(each[count][arm] for each in found), strict=True)] for arm in arms}
+        for count, arms in found[0].items()
+    }
+
+
+def main(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), WORLD), rank=rank, world_size=WORLD)
+    asked, group = json.loads((folder / "asked.json").read_text()), dist.new_group(list(range(WORLD)))
+    strategy = MambaContextParallel(group, **SIZES, mixer=Mamba2Mixer(1, **SIZES))
+    drawn = torch.Generator().manual_seed(rank)
+    x = torch.randn(asked["tokens"] // WORLD, strategy.sizes.width, generator=drawn)
+    y = torch.randn(asked["tokens"], strategy.d_inner_local, generator=drawn)
+    jobs = {count: arms(strategy, x, y, drawn_offsets(asked["tokens"], count)) for count in asked["sequences"]}
+    found: dict[int, dict[str, list[float]]] = {count: {name: [] for name in each} for count, each in jobs.items()}
+    for each in jobs.values():
+        check_alike(each["ours"](), each["loop"]())
+    for turn in range(-WARM, asked["rounds"]):
+        for count, each in jobs.items():
+            for name, job in each.items():
+                if turn < 0 and name == "loop":  # it was warmed by the comparison
+                    continue
+                dist.barrier(group)
+                start = time.process_time()
+                job()
+                if turn >= 0:
+                    found[count][name].append(time.process_time() - start)
+    (folder / f"found_{rank}.json").write_text(json.dumps(found))
+    dist.barrier(group)
+    dist.destroy_process_group()
+
+
+def arms(strategy: MambaContextParallel, x: Tensor, y: Tensor, cu: Tensor) -> dict[str, Callable[[], Any]]:
+    """What is timed, by name: x goes in and y out of the mixer, then their cotangents back."""
+    drawn = torch.Generator().manual_seed(1)
+    widths = strategy.local.width, strategy.d_inner_local
+    cotangents = torch.randn(len(y), widths[0], generator=drawn), torch.randn(len(x), strategy.d_inner, generator=drawn)
+    sent = [torch.ones(len(y), width) for width in widths]
+
+    def both_ways(pre: Callable[..., Tensor], post: Callable[..., Tensor], *further: Any) -> tuple[Tensor, ...]:
+        leaves = x.detach().requires_grad_(), y.detach().requires_grad_()
+        found = pre(leaves[0], *further), post(leaves[1], *further)
+        return *(each.detach() for each in found), *torch.autograd.grad(found, leaves, cotangents)
+
+    def ours() -> tuple[Tensor, ...]:
+        return both_ways(strategy.pre_conv_ssm, strategy.post_conv_ssm, cu.clone())  # as of a new batch
+
+    def loop() -> tuple[Tensor, ...]:
+        return both_ways(loop_pre, loop_post, cu, strategy)
+
+    def wire(sent: list[Tensor]) -> None:
+        for buffer in (*sent, *reversed(sent)):
+            _all_to_all(buffer, strategy.cp_group)
+
+    one_by_one = [*sent[0].split(list(strategy.local.blocks), 1), sent[1]]
+    return {
+        "ours": ours,
+        "loop": loop,
+        "wire": lambda: wire(sent),
+        "wires": lambda: wire([part.contiguous() for part in one_by_one]),
+    }
+
+
+def drawn_offsets(tokens: int, count: int) -> Tensor:
+    """So many unequal sequences, each of one unit of 2 * cp tokens or more."""
+    units = tokens // (2 * WORLD)
+    drawn = torch.Generator().manual_seed(count)
+    inside = torch.randperm(units - 1, generator=drawn)[: count - 1].sort().values + 1
+    return 2 * WORLD * torch.cat([torch.tensor([0]), inside, torch.tensor([units])])
+
+
+def check_alike(ours: tuple[Tensor, ...], loop: tuple[Tensor, ...]) -> None:
+    """Errors: RuntimeError if any of rows, result and gradient differs in a bit."""
+    if not all(torch.equal(a, b) for a, b in zip(ours, loop, strict=True)):
+        raise RuntimeError("benchmarks: the loop over sequences gives something else; it is not timed")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
