@@ -7,8 +7,11 @@ each then holds the positions of all of them; what is left of the sequence is cu
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -44,16 +47,36 @@ def head_parallel_attention(
     Cost:   forward 1 all_to_all of q, k and v together and 1 of the output, backward the same; besides what the ring
             costs, with the rows of `a` ranks and the heads of one.
     """
-    a, m = heads.size(), layout.cp_size // heads.size()
-    inner = layout.rebind(m, layout.cp_rank // a)
-    rows = layout.index[inner.cp_rank * a : (inner.cp_rank + 1) * a].flatten()
-    in_order = rows.argsort()
+    a = heads.size()
+    joined = _joined(layout, a)
     held = [_for_each_rank(x, a) for x in (q, k, v)]
     widths = [x.shape[2] for x in held]
     mixed = all_to_all(torch.cat(held, 2).flatten(1, 2), heads, split_dim=HEAD, concat_dim=ROW)
-    whole_q, whole_k, whole_v = mixed[:, :, in_order].split(widths, HEAD)
-    out = exchanged_attention(whole_q, whole_k, whole_v, pairs_of(inner, causal, window), Ring(ring), scale)
-    return all_to_all(out[:, :, in_order.argsort()], heads, split_dim=ROW, concat_dim=HEAD)
+    whole_q, whole_k, whole_v = mixed[:, :, joined.in_order].split(widths, HEAD)
+    out = exchanged_attention(whole_q, whole_k, whole_v, pairs_of(joined.layout, causal, window), Ring(ring), scale)
+    return all_to_all(out[:, :, joined.by_rank], heads, split_dim=ROW, concat_dim=HEAD)
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """What `a` ranks hold together: rows by rank, which `in_order` sorts by position and `by_rank` puts back."""
+
+    layout: TokenLayout
+    in_order: Int64[Tensor, " rows"]
+    by_rank: Int64[Tensor, " rows"]
+
+
+_KNOWN: WeakKeyDictionary[TokenLayout, dict[int, _Joined]] = WeakKeyDictionary()
+
+
+def _joined(layout: TokenLayout, a: int) -> _Joined:
+    """The cut over the ring. All layers that share a layout share it: a memo, which changes no result."""
+    known = _KNOWN.setdefault(layout, {})
+    if a not in known:
+        inner = layout.rebind(layout.cp_size // a, layout.cp_rank // a)
+        in_order = layout.index[inner.cp_rank * a : (inner.cp_rank + 1) * a].flatten().argsort()
+        known[a] = _Joined(inner, in_order, in_order.argsort())
+    return known[a]
 
 
 def _for_each_rank(x: Heads, a: int) -> Float[Tensor, "b a share s p"]:
