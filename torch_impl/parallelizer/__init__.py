@@ -2,6 +2,8 @@
 
 from torch_impl.parallelizer.fsdp2 import fsdp2_strategy_parallelize as fsdp2_strategy_parallelize
 from torch_impl.parallelizer.import_classes import import_classes_from_paths as import_classes_from_paths
+from torch_impl.parallelizer.nvfsdp import HAVE_NVFSDP as HAVE_NVFSDP
+from torch_impl.parallelizer.nvfsdp import nvfsdp_strategy_parallelize as nvfsdp_strategy_parallelize
 from torch_impl.parallelizer.process_group import _destroy_dist_connection as _destroy_dist_connection
 from torch_impl.parallelizer.to_cpu import to_cpu as to_cpu
 from torch_impl.parallelizer.tp_plan import get_hf_tp_shard_plan as get_hf_tp_shard_plan

@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
-from torch.distributed.tensor.placement_types import _StridedShard
 
+from torch_impl.parallelizer._torch_compat import halved
 from torch_impl.parallelizer.local_forward import LocalForward, as_addends, summed
 
 HALVES = 2
@@ -20,7 +20,7 @@ HALVES = 2
 
 def halves(dim: int) -> Placement:
     """Both halves of a dim cut over the ranks; a rank's parts of the two stand one after the other."""
-    return _StridedShard(dim, split_factor=HALVES)
+    return halved(dim, HALVES)
 
 
 class PackedColwise(LocalForward):

@@ -29,12 +29,17 @@ def apply_plan(model: nn.Module, plan: Plan | None, tp_mesh: DeviceMesh) -> None
     Errors: those of `check_plan`, before anything is changed.
     """
     refuse(model, plan, tp_mesh)
+    cut_modules(model, styled_modules(model, plan or {}), tp_mesh)
+
+
+def cut_modules(model: nn.Module, styled: Mapping[str, tuple[str, ParallelStyle]], tp_mesh: DeviceMesh) -> None:
+    """Cut some modules of a model, each by its style; ties and what is frozen as in `apply_plan`. Checks nothing."""
     ties = tied_names(model)
     frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
-    for name, (_, style) in styled_modules(model, plan or {}).items():
+    for name, (_, style) in styled.items():
         parallelize_module(model.get_submodule(name), tp_mesh, style)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name in frozen:
+        if name in frozen and parameter.requires_grad:
             parameter.requires_grad_(False)
     for first, *others in ties:
         _tie(model, first, others)
@@ -54,6 +59,8 @@ def _tie(model: nn.Module, first: str, others: list[str]) -> None:
     for name in others:
         owner, leaf = owner_of(model, name)
         own = owner.get_parameter(leaf)
+        if own is shared:
+            continue
         if (own.placements if isinstance(own, DTensor) else None) != placements:  # a style of the user's own
             raise ValueError(f"tp_shard_plan: {first!r} and {name!r} share a parameter and were cut in two ways")
         owner.register_parameter(leaf, shared)

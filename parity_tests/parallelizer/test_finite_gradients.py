@@ -1,0 +1,119 @@
+"""A gradient that is not finite on one rank is an error on all of them, if one asks for it."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from parity_tests import CaseSpec, check, every_case, scheme, values
+from parity_tests.harness.engines.run import run
+from parity_tests.parallelizer.small_net import BLOCK, NAMES, Net, net_of, plan
+from torch_impl.parallelizer.nvfsdp import nvfsdp_strategy_parallelize
+from torch_impl.parallelizer.nvfsdp_settings import STRATEGIES
+
+BAD = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
+
+
+def net():
+    """Positive values that are too small to saturate."""
+    sizes = {"up": (4, 3), "down": (3, 4), "head": (2, 3)}
+    return net_of({n: torch.full(sizes[n.split(".")[-2]], 0.1, dtype=torch.float64) for n in NAMES})
+
+
+def found(mesh, rank, bad, strategy="optim_grads_params", **given):
+    """What a backward raises where one rank's cotangent is bad; `rank` None plants nothing."""
+    model = nvfsdp_strategy_parallelize(net(), mesh.device_mesh, [BLOCK], plan(), strategy, **given)
+    y = model(torch.ones(2, 3, dtype=torch.float64))
+    cotangent = torch.ones_like(y)
+    if rank is not None and mesh.rank("dp_shard") == rank[0] and mesh.rank("tp") == rank[1]:
+        cotangent[0, 0] = BAD[bad]
+    try:
+        y.backward(cotangent)
+    except FloatingPointError as error:
+        return str(error)
+    return ""
+
+
+def all_raise(x):
+    return x * 0.0 + 1.0
+
+
+@scheme(
+    reference=all_raise,
+    mesh={"dp_shard": (1, 2), "tp": (1, 2)},
+    inputs={"x": "b dp_shard=I tp=I"},
+    outputs="b dp_shard=I tp=I",
+    dims={"b": (1,)},
+    rank_options={"strategy": STRATEGIES, "bad": tuple(BAD), "place": (0, 1)},
+    nograd=("x",),
+    draw={"x": values("ones")},
+)
+def planted_in_a_gradient(mesh, x, strategy, bad, place):
+    """One where every rank raises, whichever rank has the bad number. The gathered logits reach one tp rank each."""
+    rank = (place % mesh.size("dp_shard"), place % mesh.size("tp"))
+    return x * float(found(mesh, rank, bad, strategy).startswith("check_for_nan_in_grad: the gradient of "))
+
+
+def test_parity():
+    @settings(max_examples=25)
+    @given(every_case(planted_in_a_gradient))
+    def example(case):
+        check(case)
+
+    example()
+
+
+def on_ranks(body, **mesh):
+    return run(body, CaseSpec(scheme="finite", mesh=mesh or {"dp_shard": 2, "tp": 2}))
+
+
+def test_the_first_parameter_by_name_is_told_on_every_rank():
+    said = on_ranks(lambda mesh, case: found(mesh, (1, 0), "nan")).results
+    assert len(set(said)) == 1
+    assert said[0].startswith("check_for_nan_in_grad: the gradient of 'blocks.0.down.weight' is not finite")
+
+
+@pytest.mark.parametrize("rank", [None, (0, 0)])
+def test_nothing_is_raised_where_nothing_is_asked_or_wrong(rank):
+    given = {} if rank is None else {"check_for_nan_in_grad": False}
+    assert on_ranks(lambda mesh, case: found(mesh, rank, "nan", **given)).results == ("",) * 4
+
+
+def test_large_finite_numbers_are_no_alarm():
+    def body(mesh, case):
+        model = nvfsdp_strategy_parallelize(Net(), mesh.device_mesh)
+        (model(torch.ones(2, 3)).sum() * 1e30).backward()
+        return True
+
+    assert on_ranks(body, dp_shard=2).results == (True, True)
+
+
+def test_cost_and_when():
+    """Four bytes for each backward that reduces, over all ranks; none in those that accumulate."""
+
+    def rows(checks, reduces):
+        def body(mesh, case):
+            model = nvfsdp_strategy_parallelize(net(), mesh.device_mesh, None, plan(), check_for_nan_in_grad=checks)
+            model.set_requires_gradient_sync(reduces)
+            model(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
+
+        ledger = on_ranks(body).ledger
+        return [(row.op, row.bytes_in, row.reduce_op, row.group) for row in ledger.of(0) if "int32" in row.dtypes]
+
+    assert rows(True, True) == [("all_reduce", 4, "MAX", (0, 1, 2, 3))]
+    assert rows(False, True) == [] and rows(True, False) == []
+
+
+def test_a_second_backward_is_looked_at_too():
+    def body(mesh, case):
+        model = nvfsdp_strategy_parallelize(net(), mesh.device_mesh, [BLOCK], plan())
+        raised = []
+        for scale in (1.0, float("nan"), 1.0, float("inf")):
+            model.zero_grad()
+            try:
+                (model(torch.ones(2, 3, dtype=torch.float64)).sum() * scale).backward()
+                raised.append(False)
+            except FloatingPointError:
+                raised.append(True)
+        return raised
+
+    assert on_ranks(body).results == ([False, True, False, True],) * 4

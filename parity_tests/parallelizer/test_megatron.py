@@ -1,0 +1,199 @@
+"""Which library a backend means, and what our arguments are called there."""
+
+import sys
+import types
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from parity_tests import CaseSpec
+from parity_tests.harness.engines.run import run
+from parity_tests.parallelizer.small_net import BLOCK, Net
+from torch_impl.parallelizer.megatron import chosen_backend, have, with_megatron_fsdp, with_nvfsdp
+from torch_impl.parallelizer.mesh_axes import mesh_axes
+from torch_impl.parallelizer.nvfsdp import HAVE_NVFSDP, nvfsdp_strategy_parallelize
+from torch_impl.parallelizer.nvfsdp_settings import Settings
+
+GIVEN = Settings("optim", False, True, True, True, False, True, False, True, True, True, False, True, False)
+
+
+def library(name, monkeypatch, **contents):
+    module = types.ModuleType(name)
+    vars(module).update(contents)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_a_library_is_there_if_its_function_can_be_imported(monkeypatch, tmp_path):
+    assert not have("a_library_that_is_not_there", "fully_shard")
+    library("empty_library", monkeypatch)
+    assert not have("empty_library", "fully_shard")
+    library("full_library", monkeypatch, fully_shard=print)
+    assert have("full_library", "fully_shard")
+    for number, line in enumerate(("raise OSError('libcuda.so')", "raise ImportError('torch')")):
+        (tmp_path / f"broken_{number}.py").write_text(line)
+        monkeypatch.syspath_prepend(tmp_path)
+        assert not have(f"broken_{number}", "fully_shard")
+    (tmp_path / "interrupted.py").write_text("raise KeyboardInterrupt")
+    with pytest.raises(KeyboardInterrupt):
+        have("interrupted", "fully_shard")
+    assert have("nvfsdp", "fully_shard") == HAVE_NVFSDP
+
+
+def test_what_a_backend_means(monkeypatch):
+    assert [chosen_backend("auto", device, True) for device in ("cuda", "cpu")] == ["nvfsdp", "native"]
+    assert chosen_backend("native", "cuda", True) == "native"
+    with pytest.raises(ValueError, match="backend='nvfsdp': needs CUDA, and device_mesh is on 'cpu'"):
+        chosen_backend("nvfsdp", "cpu", True)
+    with pytest.raises(ImportError, match=r"backend='nvfsdp': has no nvfsdp\.fully_shard"):
+        chosen_backend("nvfsdp", "cuda", False)
+    monkeypatch.setitem(sys.modules, "megatron_fsdp", None)
+    assert chosen_backend("auto", "cuda", False) == "native"
+    with pytest.raises(ImportError, match=r"needs megatron-fsdp; pip install 'shardproof\[megatron\]'"):
+        chosen_backend("megatron_fsdp", "cuda", False)
+    library("megatron_fsdp", monkeypatch, fully_shard_model=print)
+    assert [chosen_backend("auto", device, False) for device in ("cuda", "cpu")] == ["megatron_fsdp", "native"]
+    with pytest.raises(ValueError, match="backend='megatron_fsdp': needs CUDA"):
+        chosen_backend("megatron_fsdp", "cpu", False)
+
+
+@dataclass
+class Policy:
+    main_params_dtype: torch.dtype | None
+    main_grads_dtype: torch.dtype | None
+    grad_comm_dtype: torch.dtype | None
+
+
+def fully_shard_model(
+    module,
+    device_mesh=None,
+    dp_shard_dim=None,
+    dp_outer_dim=None,
+    tp_dim=None,
+    hybrid_fsdp_group=None,
+    fsdp_unit_modules=None,
+    zero_dp_strategy=3,
+    init_model_with_meta_device=False,
+    mixed_precision_policy=None,
+    overlap_grad_reduce=True,
+    overlap_param_gather=True,
+    report_nan_in_param_grad=False,
+    average_in_collective=False,
+    disable_bucketing=False,
+    calculate_per_token_loss=False,
+    keep_fp8_transpose_cache=False,
+    nccl_ub=False,
+    fsdp_double_buffer=False,
+):
+    """The parameters that megatron-fsdp 0.6.1 has, of those that we pass."""
+    wrapped = nn.Identity()
+    wrapped.told = dict(locals())
+    return wrapped
+
+
+def test_every_argument_reaches_megatron_fsdp(monkeypatch):
+    library("megatron_fsdp", monkeypatch, fully_shard_model=fully_shard_model, MixedPrecisionPolicy=Policy)
+
+    def body(mesh, case):
+        axes, model = mesh_axes(mesh.device_mesh), Net()
+        told = with_megatron_fsdp(model, axes, GIVEN, []).told
+        group = told["hybrid_fsdp_group"]
+        assert told["module"] is model and told["fsdp_unit_modules"] == [Net] and told["device_mesh"] is axes.mesh
+        assert told["mixed_precision_policy"] == Policy(torch.float32, torch.float32, torch.float32)
+        names = ("dp_shard_dim", "dp_outer_dim", "tp_dim", "zero_dp_strategy", "overlap_param_gather", "nccl_ub")
+        names += ("report_nan_in_param_grad", "keep_fp8_transpose_cache", "fsdp_double_buffer", "disable_bucketing")
+        return None if group is None else group.size(), [told[name] for name in names]
+
+    switches = ["optim", False, False, True, True, True, True]
+    replicas = run(body, CaseSpec(scheme="megatron", mesh={"dp_replicate": 2, "dp_shard": 2})).results
+    assert replicas == ((4, ["dp_shard", "dp_replicate", None, *switches]),) * 4
+    flat = run(body, CaseSpec(scheme="megatron", mesh={"dp_shard": 2, "cp": 2, "tp": 1})).results
+    assert flat == ((None, ["dp_shard_cp", None, "tp", *switches]),) * 4
+
+
+def test_every_argument_reaches_nvfsdp(monkeypatch):
+    library("nvfsdp", monkeypatch, fully_shard=lambda **told: told)
+
+    def body(mesh, case):
+        told = with_nvfsdp(Net(), mesh_axes(mesh.device_mesh), GIVEN, [nn.Linear])
+        assert told["fsdp_unit_modules"] == [nn.Linear] and told["data_parallel_sharding_strategy"] == "optim"
+        return told["dp_cp_group"].size(), sum(isinstance(value, bool) for value in told.values())
+
+    assert run(body, CaseSpec(scheme="nvfsdp", mesh={"dp_shard": 2})).results == ((2, 12),) * 2
+
+
+def refused(error, said, model=None, **given):
+    def body(mesh, case):
+        with pytest.raises(error, match=said):
+            nvfsdp_strategy_parallelize(model() if model else Net(), mesh.device_mesh, **given)
+        return True
+
+    ranks = run(body, CaseSpec(scheme="nvfsdp", mesh={"dp_shard": 2}))
+    assert ranks.results == (True, True) and ranks.ledger.rows == []
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.b.weight = self.a.weight
+
+
+def two_dtypes():
+    net = Net()
+    net.head = net.head.bfloat16()
+    return net
+
+
+STRATEGY = (
+    r"data_parallel_sharding_strategy='zero3' is not known; use one of optim_grads_params, optim_grads, optim, no"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "said", "given"),
+    [
+        (ValueError, STRATEGY, {"data_parallel_sharding_strategy": "zero3"}),
+        (TypeError, "data_parallel_sharding_strategy: is 3, a int", {"data_parallel_sharding_strategy": 3}),
+        (ValueError, "backend='cuda' is not known; use one of auto, native", {"backend": "cuda"}),
+        (ImportError, "backend='nvfsdp': has no nvfsdp", {"backend": "nvfsdp"}),
+        (TypeError, "nccl_ub: is 1, a int; pass True or False", {"nccl_ub": 1}),
+        (
+            ValueError,
+            "calculate_per_token_loss=True sums gradients and average_in_collective=True",
+            {"calculate_per_token_loss": True, "average_in_collective": True},
+        ),
+        (ValueError, "has no instance of 'torch.nn.GRU'; it has", {"nvfsdp_unit_modules": [BLOCK, "torch.nn.GRU"]}),
+        (TypeError, "class_paths='torch.nn.Linear' is a str", {"nvfsdp_unit_modules": "torch.nn.Linear"}),
+        (
+            ValueError,
+            "disable_bucketing=True makes a unit of each module, and 'a.weight' and 'b.weight' share",
+            {"disable_bucketing": True, "model": Tied},
+        ),
+        (
+            ValueError,
+            "'blocks.0.up.weight' is torch.float32 and 'head.weight' is torch.bfloat16, both in one unit",
+            {"model": two_dtypes, "preserve_fp32_weights": True},
+        ),
+    ],
+)
+def test_what_is_refused_before_anything_is_sent(error, said, given):
+    refused(error, said, **given)
+
+
+def test_units_of_two_dtypes_are_kept_apart():
+    def body(mesh, case):
+        net = nvfsdp_strategy_parallelize(two_dtypes(), mesh.device_mesh, [BLOCK], preserve_fp32_weights=True)
+        return sorted({str(parameter.dtype) for parameter in net.parameters()})
+
+    assert run(body, CaseSpec(scheme="nvfsdp", mesh={"dp_shard": 2})).results == (["torch.float32"],) * 2
+
+
+def test_the_outermost_instance_is_the_unit():
+    def body(mesh, case):
+        net = nvfsdp_strategy_parallelize(Net(), mesh.device_mesh, ["torch.nn.Linear", BLOCK])
+        return [name for name, module in net.named_modules() if type(module).__name__.startswith("FSDP")]
+
+    want = ["", "blocks.0", "blocks.1", "head"]
+    assert run(body, CaseSpec(scheme="nvfsdp", mesh={"dp_shard": 2})).results == (want,) * 2

@@ -1,0 +1,133 @@
+"""Values for a model on the meta device: the same on every mesh, and nothing left without one."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import nn
+
+from parity_tests import CaseSpec, check, every_case, scheme, values
+from parity_tests.harness.engines.run import run
+from parity_tests.parallelizer.families import Chosen, empty
+from parity_tests.parallelizer.small_net import BLOCK, Net, plan, whole
+from torch_impl.parallelizer import get_hf_tp_shard_plan
+from torch_impl.parallelizer.meta_init import materialize
+from torch_impl.parallelizer.nvfsdp import nvfsdp_strategy_parallelize
+from torch_impl.parallelizer.nvfsdp_settings import STRATEGIES
+
+SEED = 11
+
+
+def net_on_meta():
+    with torch.device("meta"):
+        return Net().double()
+
+
+def alone(model):
+    """What one process gives the model, all at once."""
+    materialize(model, model.named_modules(), torch.device("cpu"), SEED)
+    return dict(model.named_parameters())
+
+
+def all_alike(x):
+    return x * 0.0 + 1.0
+
+
+@scheme(
+    reference=all_alike,
+    mesh={"dp_replicate": (1, 2), "dp_shard": (1, 2), "tp": (1, 2)},
+    inputs={"x": "b dp_replicate=I dp_shard=I tp=I"},
+    outputs="b dp_replicate=I dp_shard=I tp=I",
+    dims={"b": (1,)},
+    rank_options={"strategy": STRATEGIES, "units": ("model", "blocks", "modules")},
+    nograd=("x",),
+    draw={"x": values("ones")},
+    random=True,  # each rank's own generator is read for its seed, and only the first one's counts
+)
+def values_of_a_meta_model(mesh, x, strategy, units):
+    """One where the values on a mesh are those of one process, to the bit."""
+    device_mesh = mesh.device_mesh
+    torch.manual_seed(SEED + torch.distributed.get_rank() - int(device_mesh.mesh.flatten()[0]))
+    net = nvfsdp_strategy_parallelize(
+        net_on_meta(),
+        device_mesh,
+        [BLOCK] if units == "blocks" else None,
+        plan(),
+        strategy,
+        init_nvfsdp_with_meta_device=True,
+        disable_bucketing=units == "modules",
+    )
+    found, wanted = whole(net), alone(net_on_meta())
+    return x * float(all(torch.equal(found[name], wanted[name]) for name in wanted))
+
+
+def test_parity():
+    @settings(max_examples=25)
+    @given(every_case(values_of_a_meta_model))
+    def example(case):
+        check(case)
+
+    example()
+
+
+def on_ranks(body, **mesh):
+    return run(body, CaseSpec(scheme="meta", mesh=mesh or {"dp_shard": 2}))
+
+
+@pytest.mark.parametrize("chosen", [Chosen("qwen3", tied=True), Chosen("gemma"), Chosen("phi3")], ids=str)
+def test_a_model_of_transformers(chosen):
+    """Parameters and buffers, such as the angles of its rotation, as one process initialises them; ties kept."""
+    layer = f"transformers.models.{chosen.family}.modeling_{chosen.family}.{chosen.family.capitalize()}DecoderLayer"
+
+    def body(mesh, case):
+        torch.manual_seed(SEED)
+        model = empty(chosen, device="meta")
+        tensor_plan = get_hf_tp_shard_plan(model)
+        model = nvfsdp_strategy_parallelize(
+            model, mesh.device_mesh, [layer], tensor_plan, init_nvfsdp_with_meta_device=True
+        )
+        single = empty(chosen, device="meta")
+        found, wanted = whole(model), alone(single)
+        made = empty(chosen)
+        buffers = all(torch.equal(a, b) for a, b in zip(model.buffers(), made.buffers(), strict=True))
+        is_tied = (model.lm_head.weight is model.model.embed_tokens.weight) == chosen.tied
+        same = all(torch.equal(found[name], wanted[name]) for name in wanted)
+        return same, buffers, is_tied, all(v.std() > 0 for name, v in found.items() if "proj" in name)
+
+    assert on_ranks(body, dp_shard=2, tp=2).results == ((True,) * 4,) * 4
+
+
+def test_the_process_own_generator_is_left_as_it_was():
+    before = torch.get_rng_state()
+    alone(net_on_meta())
+    assert torch.equal(before, torch.get_rng_state())
+
+
+class Bare(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+
+class Forgets(Bare):
+    def reset_parameters(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("made", "on_meta", "flag", "said"),
+    [
+        (Net, False, True, "init_nvfsdp_with_meta_device=True, and no parameter is on the meta device"),
+        (Net, True, False, "init_nvfsdp_with_meta_device=False, and 'blocks.0.up.weight' is on the meta device"),
+        (Bare, True, True, "init_nvfsdp_with_meta_device: 'Bare' has parameters and no reset_parameters"),
+        (Forgets, True, True, "init_nvfsdp_with_meta_device: '.weight' has no value after the initialisation of"),
+    ],
+)
+def test_what_cannot_be_given_values(made, on_meta, flag, said):
+    def body(mesh, case):
+        with torch.device("meta" if on_meta else "cpu"):
+            model = made()
+        with pytest.raises(ValueError, match=said):
+            nvfsdp_strategy_parallelize(model, mesh.device_mesh, init_nvfsdp_with_meta_device=flag)
+        return True
+
+    assert on_ranks(body).results == (True, True)

@@ -1,0 +1,260 @@
+"""Megatron-FSDP's contract, natively: every strategy and switch gives the gradients and weights of one device."""
+
+import warnings
+
+import jax
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import nn
+
+from parity_tests import CaseSpec, check, every_case, scheme, values
+from parity_tests.harness.engines.run import run
+from parity_tests.parallelizer.families import Chosen
+from parity_tests.parallelizer.reference import reference
+from parity_tests.parallelizer.small_net import BLOCK, NAMES, Net, net_of, plan, whole
+from parity_tests.parallelizer.training import Training, on_mesh, verdict
+from torch_impl.parallelizer import get_hf_tp_shard_plan
+from torch_impl.parallelizer.nvfsdp import nvfsdp_strategy_parallelize
+from torch_impl.parallelizer.nvfsdp_settings import OF_CUDA, OF_THE_PAGE, STRATEGIES
+
+AXES = {"dp_replicate": (1, 2), "dp_shard": (1, 2), "tp": (1, 2)}
+EVERYWHERE = "dp_replicate=I dp_shard=I tp=I"
+WEIGHTS = {
+    "up_0": f"f d {EVERYWHERE}",
+    "down_0": f"d f {EVERYWHERE}",
+    "up_1": f"f d {EVERYWHERE}",
+    "down_1": f"d f {EVERYWHERE}",
+    "head": f"o d {EVERYWHERE}",
+}
+ORDINARY = values("normal", "ties")
+SWITCHES = ("plain", "average_in_collective", "disable_bucketing", "calculate_per_token_loss", "grad_reduce_in_fp32")
+
+
+def trained(x, up_0, down_0, up_1, down_1, head, cotangent):
+    """Output, gradients for the mean over rows, weights after a step against them."""
+
+    def forward(up_0, down_0, up_1, down_1, head):
+        hidden = x + jax.nn.silu(x @ up_0.T) @ down_0.T
+        hidden = hidden + jax.nn.silu(hidden @ up_1.T) @ down_1.T
+        return hidden @ head.T
+
+    weights = (up_0, down_0, up_1, down_1, head)
+    y, pullback = jax.vjp(forward, *weights)
+    gradients = pullback(cotangent / len(x))
+    return y, *gradients, *(w - 0.5 * g for w, g in zip(weights, gradients, strict=True))
+
+
+@scheme(
+    reference=trained,
+    mesh=AXES,
+    inputs={
+        "x": "b/dp_replicate/dp_shard d tp=I",
+        **WEIGHTS,
+        "cotangent": "b/dp_replicate/dp_shard o tp=I",
+    },
+    outputs=("b/dp_replicate/dp_shard o tp=I", *WEIGHTS.values(), *WEIGHTS.values()),
+    dims={"b": (4,), "d": (3,), "f": (4, 5), "o": (2,)},
+    rank_options={
+        "strategy": STRATEGIES,
+        "has_units": (True, False),
+        "switch": SWITCHES,
+        "recomputes": (False, True),
+    },
+    nograd=("x", *WEIGHTS, "cotangent"),
+    draw=dict.fromkeys(("x", *WEIGHTS, "cotangent"), ORDINARY),
+    dtypes=("float64", "float32"),
+    roundings=6,
+)
+def strategies(mesh, x, up_0, down_0, up_1, down_1, head, cotangent, strategy, has_units, switch, recomputes):
+    """Two microbatches, reduced after the second; a step of plain gradient descent."""
+    net = nvfsdp_strategy_parallelize(
+        net_of(dict(zip(NAMES, (up_0, down_0, up_1, down_1, head), strict=True))),
+        mesh.device_mesh,
+        [BLOCK] if has_units else None,
+        plan(),
+        strategy,
+        activation_checkpointing=recomputes,
+        **({} if switch == "plain" else {switch: True}),
+    )
+    data = mesh.size("dp_replicate") * mesh.size("dp_shard")
+    scale = 1 / (data * len(x)) if switch == "calculate_per_token_loss" else 1 / len(x)
+    outputs = []
+    for micro, (rows, wanted) in enumerate(zip(x.split(1), cotangent.split(1), strict=True)):
+        net.set_requires_gradient_sync(micro == len(x) - 1)
+        outputs.append(net(rows))
+        outputs[-1].backward(wanted * scale)
+    gradients = whole(net, gradients=True)
+    torch.optim.SGD(net.parameters(), lr=0.5, foreach=False).step()
+    return torch.cat(outputs).detach(), *gradients.values(), *whole(net).values()
+
+
+def test_parity():
+    @settings(max_examples=30)
+    @given(every_case(strategies))
+    def example(case):
+        check(case)
+
+    example()
+
+
+MESHES = ({"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 3})
+OLDER = ({"data_parallel": 2, "tensor_parallel": 2}, {"data_parallel": 1, "context_parallel": 2})
+LAYER = {"qwen3": "Qwen3", "llama": "Llama", "gemma": "Gemma"}
+
+
+@pytest.mark.parametrize("mesh", (*MESHES, *OLDER), ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_three_steps_of_a_whole_model(mesh, strategy):
+    """Losses, every gradient, and every weight after three steps of AdamW, against JAX."""
+    number = (*MESHES, *OLDER).index(mesh)
+    family = ("qwen3", "llama", "gemma")[number % 3]
+    training = Training(Chosen(family, tied=number % 2 == 0), accumulation=2 if number % 2 else 1)
+
+    def parallelize(model, device_mesh):
+        layer = f"transformers.models.{family}.modeling_{family}.{LAYER[family]}DecoderLayer"
+        has_tp = "tp" in device_mesh.mesh_dim_names or "tensor_parallel" in device_mesh.mesh_dim_names
+        tensor_plan = get_hf_tp_shard_plan(model) if has_tp else None
+        return nvfsdp_strategy_parallelize(model, device_mesh, [layer], tensor_plan, strategy)
+
+    ranks, _ = on_mesh(mesh, training, parallelize)
+    assert verdict(mesh, training, ranks, reference(training.chosen, training.batches)) == []
+
+
+def on_ranks(body, **mesh):
+    return run(body, CaseSpec(scheme="nvfsdp", mesh=mesh or {"dp_shard": 2}))
+
+
+def stepped(view, model=None, seed=0, **given):
+    """Gradients and weights, as lists, after one backward and one step of AdamW."""
+    torch.manual_seed(seed)
+    net = nvfsdp_strategy_parallelize(model or Net().double(), view.device_mesh, **given)
+    x = torch.linspace(-1, 1, 6, dtype=next(net.parameters()).dtype).view(2, 3) + view.rank("dp_shard")
+    net(x).sum().backward()
+    found = {name: each.tolist() for name, each in whole(net, gradients=True).items()}
+    torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=False).step()
+    return found, {name: each.tolist() for name, each in whole(net).items()}
+
+
+@pytest.mark.parametrize("switch", ["overlap_param_gather", "activation_checkpointing", "nvfsdp_unit_modules"])
+def test_a_switch_that_changes_no_bit(switch):
+    given = {"overlap_param_gather": False, "activation_checkpointing": True, "nvfsdp_unit_modules": [BLOCK]}[switch]
+
+    def body(view, case):
+        units = {} if switch == "nvfsdp_unit_modules" else {"nvfsdp_unit_modules": [BLOCK]}
+        return stepped(view, **units) == stepped(view, **{**units, switch: given})
+
+    assert on_ranks(body).results == (True, True)
+
+
+def test_per_token_is_the_sum_over_the_data_ranks():
+    def body(view, case):
+        mean, total = stepped(view)[0], stepped(view, calculate_per_token_loss=True)[0]
+        return all(torch.equal(torch.tensor(total[name]), 4 * torch.tensor(mean[name])) for name in mean)
+
+    assert on_ranks(body, dp_shard=2, cp=2).results == (True,) * 4
+
+
+def reductions(**given):
+    """What the reductions of gradients were: op, dtype, reduce op, number."""
+    model = given.pop("model", None)
+    mesh = given.pop("mesh", {"dp_shard": 2})
+    rows = on_ranks(lambda view, case: stepped(view, model() if model else None, **given) and None, **mesh).ledger.rows
+    sent = [row for row in rows if row.rank == 0 and row.phase == "bwd" and row.op in ("reduce_scatter", "all_reduce")]
+    return [(row.op, row.dtypes[0], row.reduce_op) for row in sent if "int" not in row.dtypes[0]]
+
+
+def half():
+    return Net().bfloat16()
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *OF_THE_PAGE])
+def test_what_each_strategy_sends(strategy):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = reductions(data_parallel_sharding_strategy=strategy, nvfsdp_unit_modules=[BLOCK])
+    assert [op for op, _, _ in found] == ["all_reduce" if strategy == "no_shard" else "reduce_scatter"] * 3
+
+
+def test_a_unit_of_each_module_reduces_by_itself():
+    assert len(reductions(disable_bucketing=True)) == 5
+    assert len(reductions()) == 1
+    assert len(reductions(nvfsdp_unit_modules=[BLOCK])) == 3
+
+
+def test_the_dtype_and_the_operation_of_a_reduction():
+    assert {dtype for _, dtype, _ in reductions(model=half)} == {"bfloat16"}
+    assert {dtype for _, dtype, _ in reductions(model=half, grad_reduce_in_fp32=True)} == {"float32"}
+    assert {dtype for _, dtype, _ in reductions(grad_reduce_in_fp32=True)} == {"float64"}
+    assert {op for _, _, op in reductions(model=half)} == {"SUM"}
+    assert {op for _, _, op in reductions(model=half, average_in_collective=True)} == {"AVG"}
+    assert {op for _, _, op in reductions(model=half, calculate_per_token_loss=True)} == {"SUM"}
+
+
+def test_masters_are_float32_and_compute_in_sixteen_bits():
+    seen = []
+
+    def body(view, case):
+        torch.manual_seed(0)
+        net = half()
+        net.blocks[0].up.register_forward_pre_hook(
+            lambda module, args: seen.append((args[0].dtype, module.weight.dtype))
+        )
+        before = {name: p.detach().float() for name, p in net.named_parameters()}
+        net = nvfsdp_strategy_parallelize(net, view.device_mesh, [BLOCK], preserve_fp32_weights=True)
+        held = {name: to for name, to in whole(net).items()}
+        net(torch.ones(2, 3, dtype=torch.bfloat16)).sum().backward()
+        dtypes = {str(p.grad.dtype) for p in net.parameters()} | {str(v.dtype) for v in net.state_dict().values()}
+        return dtypes, all(torch.equal(held[name], before[name]) for name in before)
+
+    assert on_ranks(body).results == (({"torch.float32"}, True),) * 2
+    assert set(seen) == {(torch.bfloat16, torch.bfloat16)}
+
+
+def test_masters_of_what_is_wide_change_nothing():
+    def body(view, case):
+        return stepped(view) == stepped(view, preserve_fp32_weights=True)
+
+    assert on_ranks(body).results == (True, True)
+
+
+@pytest.mark.parametrize("name", OF_CUDA)
+def test_what_has_no_effect_natively_is_told_by_name(name):
+    def body(view, case):
+        with pytest.warns(UserWarning, match=f"{name}=True has no effect natively: memory and speed only") as caught:
+            nvfsdp_strategy_parallelize(Net(), view.device_mesh, **{name: True})
+        return len(caught)
+
+    assert on_ranks(body, dp_shard=1).results == (1,)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"overlap_grad_reduce": False}, "overlap_grad_reduce=False has no effect natively"),
+        (
+            {"overlap_param_gather": False, "data_parallel_sharding_strategy": "no_shard"},
+            "overlap_param_gather=False has no effect with no_shard",
+        ),
+        ({"data_parallel_sharding_strategy": "params"}, "'params' is no name of any release and is taken for"),
+        (
+            {"data_parallel_sharding_strategy": "grads_params"},
+            "the names are optim_grads_params, optim_grads, optim, no_shard",
+        ),
+    ],
+)
+def test_what_else_is_told(given, said):
+    def body(view, case):
+        with pytest.warns(UserWarning, match=said):
+            nvfsdp_strategy_parallelize(Net(), view.device_mesh, **given)
+        return True
+
+    assert on_ranks(body, dp_shard=1).results == (True,)
+
+
+def test_a_layer_without_parameters_is_no_obstacle():
+    def body(view, case):
+        model = nn.Sequential(nn.Linear(3, 3), nn.SiLU(), nn.Linear(3, 1)).double()
+        return len(stepped(view, model, disable_bucketing=True)[0])
+
+    assert on_ranks(body).results == (4, 4)

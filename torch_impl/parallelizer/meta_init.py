@@ -1,0 +1,103 @@
+"""Values for a model on the meta device, a unit at a time, the same on whatever mesh it is cut over afterwards."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from torch_impl.parallelizer.local_forward import owner_of
+
+
+def check_meta(model: nn.Module, *, is_expected: bool) -> None:
+    """ValueError unless the model is on the meta device just where that is expected, and can be given values."""
+    on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if on_meta and not is_expected:
+        raise ValueError(
+            f"init_nvfsdp_with_meta_device=False, and {on_meta[0]!r} is on the meta device; pass True, or a model "
+            "with values"
+        )
+    if is_expected and not on_meta:
+        raise ValueError(
+            "init_nvfsdp_with_meta_device=True, and no parameter is on the meta device; build the model under "
+            "torch.device('meta'), or pass False"
+        )
+    if not is_expected or hasattr(model, "_init_weights"):
+        return
+    for name, module in model.named_modules():
+        if any(p.is_meta for p in _own(module).values()) and not hasattr(module, "reset_parameters"):
+            raise ValueError(
+                f"init_nvfsdp_with_meta_device: {name or type(model).__name__!r} has parameters and no "
+                "reset_parameters, nor has the model _init_weights; give it one of them"
+            )
+
+
+def shared_seed(mesh: DeviceMesh) -> int:
+    """The first rank's seed, on every rank of a mesh. Cost: 1 broadcast of 8 bytes for each axis."""
+    seed = torch.tensor(torch.initial_seed() % 2**62, device=mesh.device_type)
+    for axis in range(mesh.ndim):
+        dist.broadcast(seed, group=mesh.get_group(axis), group_src=0)
+    return int(seed)
+
+
+def materialize(model: nn.Module, modules: Iterable[tuple[str, nn.Module]], device: torch.device, seed: int) -> None:
+    """Give modules of a model their values at full size.
+
+    A module's values follow from the seed and its name. The generators of the process are left as they were. What
+    shares a parameter on the meta device shares it afterwards.
+
+    Errors: ValueError for a parameter that is still without a value afterwards.
+    """
+    modules = list(modules)
+    _allocate(model, [module for _, module in modules], device)
+    devices = [torch.cuda.current_device()] if device.type == "cuda" else []
+    for name, module in modules:
+        with torch.random.fork_rng(devices), torch.no_grad():
+            torch.manual_seed((seed + zlib.crc32(name.encode())) % 2**62)
+            _initialize(model, module)
+        for leaf, tensor in _own(module).items():
+            if tensor.is_floating_point() and bool(tensor.isnan().any()):
+                raise ValueError(
+                    f"init_nvfsdp_with_meta_device: {f'{name}.{leaf}'!r} has no value after the initialisation of "
+                    f"{type(module).__name__}; give it a reset_parameters"
+                )
+
+
+def _initialize(model: nn.Module, module: nn.Module) -> None:
+    initialize: Any = getattr(model, "_init_weights", None)
+    if initialize is not None:
+        initialize(module)
+    elif hasattr(module, "reset_parameters"):
+        module.reset_parameters()  # pyright: ignore[reportCallIssue]
+
+
+def _allocate(model: nn.Module, modules: list[nn.Module], device: torch.device) -> None:
+    """Memory for each parameter and buffer, NaN in it, under all names that the model has for it."""
+    inside = {id(tensor) for module in modules for tensor in _own(module).values() if tensor.is_meta}
+    made: dict[int, Tensor] = {}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if id(parameter) in inside:
+            owner, leaf = owner_of(model, name)
+            if id(parameter) not in made:
+                made[id(parameter)] = nn.Parameter(_empty(parameter, device), requires_grad=parameter.requires_grad)
+            owner.register_parameter(leaf, made[id(parameter)])  # pyright: ignore[reportArgumentType]
+    for module in modules:
+        for leaf, buffer in list(module._buffers.items()):
+            if buffer is not None and buffer.is_meta:
+                module._buffers[leaf] = _empty(buffer, device)
+
+
+def _empty(tensor: Tensor, device: torch.device) -> Tensor:
+    empty = torch.empty_like(tensor, device=device, requires_grad=False)
+    return empty.fill_(float("nan")) if empty.is_floating_point() else empty
+
+
+def _own(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers of a module itself."""
+    both = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in both.items() if tensor is not None}

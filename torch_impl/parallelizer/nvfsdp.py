@@ -1,0 +1,113 @@
+"""Megatron-FSDP by the page's function: by the library on CUDA, by torch's own functions elsewhere."""
+
+from __future__ import annotations
+
+from typing import Dict, List, Optional, Union  # noqa: UP035  the page writes them so
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+
+from torch_impl.parallelizer import nvfsdp_native
+from torch_impl.parallelizer.activation_checkpointing import checkpoint_blocks
+from torch_impl.parallelizer.arguments import checked_axes
+from torch_impl.parallelizer.import_classes import import_classes_from_paths
+from torch_impl.parallelizer.megatron import chosen_backend, have, with_megatron_fsdp, with_nvfsdp
+from torch_impl.parallelizer.meta_init import check_meta
+from torch_impl.parallelizer.nvfsdp_settings import Settings, checked_backend
+from torch_impl.parallelizer.nvfsdp_units import instances, owners
+from torch_impl.parallelizer.tp_plan import apply_plan
+
+HAVE_NVFSDP: bool = have("nvfsdp", "fully_shard")
+
+
+def nvfsdp_strategy_parallelize(
+    model: nn.Module,
+    device_mesh: DeviceMesh,
+    nvfsdp_unit_modules: Optional[List[str]] = None,  # noqa: UP006, UP045
+    tp_shard_plan: Optional[Dict[str, Union[RowwiseParallel, ColwiseParallel, SequenceParallel]]] = None,  # noqa: UP006, UP007, UP045
+    data_parallel_sharding_strategy: str = "optim_grads_params",
+    init_nvfsdp_with_meta_device: bool = False,
+    grad_reduce_in_fp32: bool = False,
+    preserve_fp32_weights: bool = False,
+    overlap_grad_reduce: bool = True,
+    overlap_param_gather: bool = True,
+    check_for_nan_in_grad: bool = True,
+    average_in_collective: bool = False,
+    disable_bucketing: bool = False,
+    calculate_per_token_loss: bool = False,
+    keep_fp8_transpose_cache_when_using_custom_fsdp: bool = False,
+    nccl_ub: bool = False,
+    fsdp_double_buffer: bool = False,
+    *,
+    activation_checkpointing: bool = False,
+    backend: str = "auto",
+) -> nn.Module:
+    """Cut a model over a mesh as Megatron-FSDP does: tensor plan, checkpointing, data parallelism.
+
+        ids  "b/dp s"   ->   logits  "b/dp s v"         whole on each tp rank
+
+    `backend="auto"` is nvfsdp or megatron-fsdp, where one is installed and the mesh is on CUDA, else native: in place,
+    by torch's `fully_shard` and `replicate`, with memory at rest as those have it. With megatron-fsdp the optimizer has
+    to go through its `fully_shard_optimizer`. Axes of the mesh are found by name, see `mesh_axes`. All strategies give
+    the same gradients and weights:
+
+        optim_grads_params   all cut, gathered again in backward        optim        as optim_grads, reduced where
+        optim_grads          all cut, kept whole until backward                      gradient sync is on
+        no_shard             nothing cut, gradients all-reduced
+
+    nvfsdp_unit_modules    paths of classes; each outermost instance is a unit. None: the whole model is one.
+    init_nvfsdp_with_meta_device   give a model on meta its values, a unit at a time at full size, then cut. They follow
+        from the first rank's seed and the names of modules, whatever the mesh.
+    grad_reduce_in_fp32    reduce in float32 or wider; else in the dtype that is computed in.
+    preserve_fp32_weights  float32 masters of 16-bit parameters, which compute in 16 bits; the state dict is float32.
+    overlap_param_gather   gather one unit ahead in forward, two in backward.
+    check_for_nan_in_grad  FloatingPointError from `backward`, on every rank, naming the first parameter by name.
+    average_in_collective  the collective averages; else it sums and one division follows.
+    disable_bucketing      each module that owns parameters is a unit.
+    calculate_per_token_loss   gradients are summed over the data ranks, not averaged.
+
+    Natively `overlap_grad_reduce=False`, `nccl_ub`, `fsdp_double_buffer` and the fp8 cache have no effect, and say so.
+
+    Cost:   see `fsdp2_strategy_parallelize`; no_shard: 1 all_reduce of each unit. The check: 1 all_reduce of 4 bytes
+            for each backward over all axes but pp, and one wait for the device. Meta: 1 broadcast of 8 bytes per axis.
+    Errors: before anything is changed. What `check_plan` and `mesh_axes` refuse; ValueError for an unknown strategy or
+            backend, a class without an instance, a unit of two dtypes, a model that is on meta and should not be or
+            the other way round, a tie across units of one module, averaging a sum; ImportError for a library that is
+            named and not installed; TypeError for a switch that is no bool.
+    Source: arXiv 1910.02054 (ZeRO).
+    """
+    settings = Settings(
+        data_parallel_sharding_strategy,
+        init_nvfsdp_with_meta_device,
+        grad_reduce_in_fp32,
+        preserve_fp32_weights,
+        overlap_grad_reduce,
+        overlap_param_gather,
+        check_for_nan_in_grad,
+        average_in_collective,
+        disable_bucketing,
+        calculate_per_token_loss,
+        keep_fp8_transpose_cache_when_using_custom_fsdp,
+        nccl_ub,
+        fsdp_double_buffer,
+        activation_checkpointing,
+    )
+    checked_backend(backend)
+    axes = checked_axes(model, device_mesh, tp_shard_plan, fsdp_size=None if settings.is_sharded else 1)
+    backend = chosen_backend(backend, device_mesh.device_type, HAVE_NVFSDP)
+    classes = [] if nvfsdp_unit_modules is None else import_classes_from_paths(nvfsdp_unit_modules)
+    chosen = instances(model, classes, nvfsdp_unit_modules or [])
+    check_meta(model, is_expected=init_nvfsdp_with_meta_device)
+    settings.warn_of_aliases()
+    if backend == "native":
+        parts = nvfsdp_native.parts_of(model, owners(model) if disable_bucketing else chosen)
+        settings.warn_of_what_has_no_effect()
+        nvfsdp_native.parallelize(model, axes, tp_shard_plan, settings, parts)
+        return model
+    if axes.tp_mesh is not None:
+        apply_plan(model, tp_shard_plan, axes.tp_mesh)
+    if activation_checkpointing:
+        checkpoint_blocks(model)
+    wrap = with_nvfsdp if backend == "nvfsdp" else with_megatron_fsdp
+    return wrap(model, axes, settings, classes)
