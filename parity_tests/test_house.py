@@ -109,6 +109,7 @@ WITHOUT_A_TEST_OF_ITS_OWN = {
     "parallelizer/_torch_compat.py": "tested through the meshes that are made by it",
     "parallelizer/nvfsdp_*.py": "tested through the function that they serve, and its refusals",
     "parallelizer/own_output.py": "tested through the step that returns it",
+    "parallelizer/traffic.py": "tested through the dry run that counts it",
     "parallelizer/hf_plan.py": "tested through the plans of whole models",
     "parallelizer/plan_*.py": "tested through the plans that are checked",
     "parallelizer/placements.py": "tested through the plans that are checked",

@@ -183,6 +183,23 @@ def train(
 
 
 @app.command()
+def plan(
+    model: Annotated[
+        str, typer.Argument(help="qwen3, transformers.LlamaConfig, a folder with config.json, or file.py:factory.")
+    ],
+    mesh: Mesh = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of one rank's microbatch.")] = 4096,
+    option: Annotated[
+        list[str] | None, typer.Option(help="A field of the configuration: num_hidden_layers=80.", metavar="K=V")
+    ] = None,
+) -> None:
+    """What cutting a model over a mesh of any size would do: placements, bytes, collectives. Nothing runs."""
+    from parity_tests.harness import plan as dry
+
+    dry.show(model, _sizes(mesh, "--mesh"), tokens, _options(option))
+
+
+@app.command()
 def tour(
     figure: Annotated[str, typer.Option(help="Where the figure goes.")] = "shardproof_verify.png",
     examples: Annotated[int, typer.Option(min=1, help="Cases per scheme.")] = 8,

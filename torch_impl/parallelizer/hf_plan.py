@@ -31,7 +31,7 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{NAME}: model is a {type(model).__name__}; pass a torch.nn.Module")
-    named = _with_embedding(model, _sources(model))
+    named = named_styles(model)
     if not named:
         warnings.warn(
             f"{NAME}: {type(model).__name__} has no tensor-parallel plan; write one, or use a mesh without tp",
@@ -45,6 +45,11 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
         if key not in plan and names_of(key, parameters):
             _fold(plan, key, style)
     return plan
+
+
+def named_styles(model: nn.Module) -> dict[str, str]:
+    """The names of styles by key, those among them that match nothing in this model."""
+    return _with_embedding(model, _sources(model))
 
 
 def _sources(model: nn.Module) -> dict[str, str]:

@@ -90,9 +90,14 @@ def mesh_axes(device_mesh: DeviceMesh) -> MeshAxes:
     """
     if not isinstance(device_mesh, DeviceMesh):
         raise TypeError(f"device_mesh: is a {type(device_mesh).__name__}; pass a torch DeviceMesh")
-    seen = device_mesh.mesh_dim_names
-    if not seen:
+    if not device_mesh.mesh_dim_names:
         raise ValueError(f"device_mesh: its {device_mesh.ndim} axes have no names; name them ({', '.join(KNOWN)})")
+    parts, shard_name = parts_of(device_mesh.mesh_dim_names)
+    return MeshAxes(device_mesh, **parts, shard_name=shard_name)
+
+
+def parts_of(seen: tuple[str, ...]) -> tuple[dict[str, str | None], str]:
+    """Axis of each part by the names seen, and what the axis of all shards is called. Errors: see `mesh_axes`."""
     unknown = [name for name in seen if name not in KNOWN]
     if unknown:
         raise ValueError(f"device_mesh: axis {unknown[0]!r} of {seen} is not known; known are {', '.join(KNOWN)}")
@@ -112,8 +117,7 @@ def mesh_axes(device_mesh: DeviceMesh) -> MeshAxes:
             f"device_mesh: axis {found['shard']!r} of {seen} stands beside {parts[0]!r}, which it contains; "
             "keep one of them"
         )
-    own = {part: found.get(part) for part in ("replicate", "data", "cp", "tp", "shard")}
-    return MeshAxes(device_mesh, **own, shard_name=names["shard"])
+    return {part: found.get(part) for part in ("replicate", "data", "cp", "tp", "shard")}, names["shard"]
 
 
 def check_one_root(**meshes: DeviceMesh | None) -> None:

@@ -45,7 +45,11 @@ def refuse(model: nn.Module, plan: Mapping[str, ParallelStyle] | None, tp_mesh: 
         raise TypeError(f"tp_mesh: is a {type(tp_mesh).__name__}; pass a 1-D DeviceMesh")
     if tp_mesh.ndim != 1:
         raise ValueError(f"tp_mesh: has {tp_mesh.ndim} axes {tp_mesh.mesh_dim_names}; pass the tensor-parallel one")
-    plan, tp = plan or {}, tp_mesh.size()
+    refuse_sizes(model, plan or {}, tp_mesh.size(), fsdp_size)
+
+
+def refuse_sizes(model: nn.Module, plan: Mapping[str, ParallelStyle], tp: int, fsdp_size: int) -> None:
+    """What `check_plan` raises for so many ranks, which need not be there."""
     if not plan and tp > 1:
         raise ValueError(
             f"tp_shard_plan: has no entry for tp={tp}, so that each rank would compute the same; "

@@ -1,0 +1,87 @@
+"""`shardproof plan`: a model without memory, and what cutting it over a mesh of any size would do."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from parity_tests.harness.discover import UnusableTarget
+
+FORMS = (
+    "a model type such as qwen3, a config class such as transformers.LlamaConfig, a folder with config.json, "
+    "or a factory as file.py:function"
+)
+
+
+def show(target: str, mesh: Mapping[str, int], tokens: int, changes: Mapping[str, Any]) -> None:
+    """Print the dry run. Errors: UnusableTarget, ValueError."""
+    from torch_impl.parallelizer.dry_run import dry_run
+
+    # A mesh's short name for data parallelism, where nothing else is called so.
+    sizes = {"dp_shard" if axis == "dp" and "dp_shard" not in mesh else axis: size for axis, size in mesh.items()}
+    print(dry_run(model_of(target, changes), sizes or {"dp_shard": 1}, tokens=tokens))
+
+
+def model_of(target: str, changes: Mapping[str, Any]) -> torch.nn.Module:
+    """The model that a target names, on the meta device; nothing is downloaded."""
+    file, colon, factory = target.rpartition(":")
+    with torch.device("meta"):
+        if colon and file.endswith(".py"):
+            made = _factory(Path(file), factory)(**changes)
+        else:
+            made = _of_config(target, changes)
+    if not isinstance(made, torch.nn.Module):
+        raise UnusableTarget(f"{target}: gives a {type(made).__name__}; it must give a torch.nn.Module")
+    return made
+
+
+def _of_config(target: str, changes: Mapping[str, Any]) -> Any:
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise UnusableTarget(f"{target}: needs transformers; pip install 'shardproof[hf]'") from error
+    if (Path(target) / "config.json").is_file():
+        config = AutoConfig.from_pretrained(target, local_files_only=True)
+        for name, value in changes.items():
+            setattr(config, name, value)
+    elif "." in target:
+        config = _attribute(target)(**changes)
+    else:
+        try:
+            config = AutoConfig.for_model(target, **changes)
+        except ValueError as error:
+            raise UnusableTarget(f"{target}: is no model that is known here; give {FORMS}") from error
+    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def _attribute(path: str) -> Callable[..., Any]:
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UnusableTarget(f"{path}: {error}; give {FORMS}") from error
+
+
+def _factory(file: Path, name: str) -> Callable[..., Any]:
+    if not file.is_file():
+        raise UnusableTarget(f"{file}: no such file")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None:
+        raise UnusableTarget(f"{file}: is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(file.resolve().parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UnusableTarget(f"cannot import {file}: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.remove(str(file.resolve().parent))
+    if not callable(getattr(module, name, None)):
+        raise UnusableTarget(f"{file}: has no function {name!r}")
+    return getattr(module, name)

@@ -1,0 +1,58 @@
+"""`shardproof plan`: the models that it can be told, and what it says of those that it cannot."""
+
+from pathlib import Path
+
+import pytest
+
+FACTORY = """
+from torch import nn
+
+def net(width=4):
+    return nn.Sequential(nn.Linear(width, width))
+
+def number():
+    return 3
+"""
+SMALL = ("--option", "num_hidden_layers=2", "--option", "num_key_value_heads=8")
+
+
+def test_a_model_type(shardproof):
+    status, out, err = shardproof("plan", "qwen3", "--mesh", "dp=8,tp=4", *SMALL)
+    assert (status, err) == (0, "")
+    assert out.startswith("dp_shard=8 tp=4: 32 ranks; ")
+    assert "model.layers.*.self_attn.q_norm.weight" in out and "dp_shard Shard(0), tp Shard(1)" in out
+    assert ["forward", "all_gather", "dp_shard", "3"] in [line.split()[:4] for line in out.splitlines()]
+
+
+def test_a_config_class_and_a_folder(shardproof):
+    from transformers import LlamaConfig
+
+    status, out, _ = shardproof("plan", "transformers.LlamaConfig", "--mesh", "tp=2", "--option", "num_hidden_layers=2")
+    assert status == 0
+    LlamaConfig(num_hidden_layers=2).save_pretrained("folder")
+    assert shardproof("plan", "folder", "--mesh", "tp=2")[:2] == (0, out)
+
+
+def test_a_factory(shardproof):
+    Path("made.py").write_text(FACTORY)
+    status, out, _ = shardproof("plan", "made.py:net", "--mesh", "dp_shard=2", "--option", "width=6")
+    assert status == 0
+    assert "0.weight    1    6 x 6   dp_shard Shard(0)   3 x 6" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("nosuchmodel",), "nosuchmodel: is no model that is known here; give a model type such as qwen3"),
+        (("transformers.NoConfig",), "transformers.NoConfig: module transformers has no attribute NoConfig"),
+        (("absent.py:net",), "absent.py: no such file"),
+        (("made.py:absent",), "made.py: has no function 'absent'"),
+        (("made.py:number",), "made.py:number: gives a int; it must give a torch.nn.Module"),
+        (("qwen3", "--mesh", "rows=2", *SMALL), "device_mesh: axis 'rows' of ('rows',) is not known"),
+    ],
+)
+def test_what_it_cannot_use(shardproof, arguments, said):
+    Path("made.py").write_text(FACTORY)
+    status, out, err = shardproof("plan", *arguments)
+    assert (status, out) == (2, "")
+    assert err.replace("\n", " ").startswith(f"shardproof: {said}")
