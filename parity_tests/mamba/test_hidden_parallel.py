@@ -49,7 +49,7 @@ def hidden_parallel(mesh, u, parameters, groups, fused):
     return parallel(MambaContextParallel, mesh, u, parameters, groups, fused=fused)
 
 
-@scheme(dims={**SIZES, **FOLLOW, "b": (2,), "t": (16,)}, **rows_cut(""), **DECLARED)
+@scheme(dims={**SIZES, **FOLLOW, "b": (2,), "t": (16,), "k": (4, 1)}, **rows_cut(""), **DECLARED)
 def hidden_parallel_contiguous(mesh, u, parameters, groups, fused):
     return parallel(MambaContextParallel, mesh, u, parameters, groups, fused=fused, layout="contiguous")
 

@@ -45,7 +45,7 @@ DECLARED = dict(
 
 
 @scheme(
-    dims={**SIZES, **FOLLOW, "b": (2,), "t": (24,)},
+    dims={**SIZES, **FOLLOW, "b": (2,), "t": (24,), "k": (6, 1)},
     cost=cost(lambda c: 2),
     **rows_cut(":dual_chunk_swap"),
     **DECLARED,
