@@ -13,6 +13,7 @@ from parity_tests.faults import (
     linear_logprob,
     mamba,
     next_token,
+    nvfsdp,
     packed,
     pipelining_schedules,
     radix,
@@ -24,6 +25,7 @@ from parity_tests.faults import (
     state_passing,
     token_layout,
     topk,
+    tp_styles,
     vocab_parallel,
 )
 from parity_tests.faults.fault import KINDS
@@ -41,6 +43,7 @@ CATALOGUE = (
     *linear_logprob.FAULTS,
     *mamba.FAULTS,
     *next_token.FAULTS,
+    *nvfsdp.FAULTS,
     *packed.FAULTS,
     *pipelining_schedules.FAULTS,
     *radix.FAULTS,
@@ -51,6 +54,7 @@ CATALOGUE = (
     *state_passing.FAULTS,
     *token_layout.FAULTS,
     *topk.FAULTS,
+    *tp_styles.FAULTS,
     *vocab_parallel.FAULTS,
     *recreated.FAULTS,
 )

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from hypothesis import given, settings
+from torch import nn
 
 from parity_tests import CaseSpec, check, every_case, scheme, values
 from parity_tests.harness.engines.run import run
@@ -19,15 +20,28 @@ def net():
     return net_of({n: torch.full(sizes[n.split(".")[-2]], 0.1, dtype=torch.float64) for n in NAMES})
 
 
-def found(mesh, rank, bad, strategy="optim_grads_params", **given):
-    """What a backward raises where one rank's cotangent is bad; `rank` None plants nothing."""
-    model = nvfsdp_strategy_parallelize(net(), mesh.device_mesh, [BLOCK], plan(), strategy, **given)
-    y = model(torch.ones(2, 3, dtype=torch.float64))
-    cotangent = torch.ones_like(y)
+class Aside(Net):
+    """A net with a second output, of one parameter alone."""
+
+    def __init__(self):
+        with torch.device("meta"):
+            super().__init__()
+        self.load_state_dict(net().state_dict(), assign=True)
+        self.aside = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x):
+        return super().forward(x), self.aside * 2
+
+
+def found(mesh, rank, bad, strategy="optim_grads_params", at="output", **given):
+    """What a backward raises where one number of one rank's cotangents is bad; `rank` None plants nothing."""
+    model = nvfsdp_strategy_parallelize(Aside(), mesh.device_mesh, [BLOCK], plan(), strategy, **given)
+    outputs = model(torch.ones(2, 3, dtype=torch.float64))
+    cotangents = [torch.ones_like(y) for y in outputs]
     if rank is not None and mesh.rank("dp_shard") == rank[0] and mesh.rank("tp") == rank[1]:
-        cotangent[0, 0] = BAD[bad]
+        cotangents[at == "aside"].view(-1)[0] = BAD[bad]
     try:
-        y.backward(cotangent)
+        torch.autograd.backward(outputs, cotangents)
     except FloatingPointError as error:
         return str(error)
     return ""
@@ -43,14 +57,14 @@ def all_raise(x):
     inputs={"x": "b dp_shard=I tp=I"},
     outputs="b dp_shard=I tp=I",
     dims={"b": (1,)},
-    rank_options={"strategy": STRATEGIES, "bad": tuple(BAD), "place": (0, 1)},
+    rank_options={"strategy": STRATEGIES, "bad": tuple(BAD), "place": (0, 1), "at": ("output", "aside")},
     nograd=("x",),
     draw={"x": values("ones")},
 )
-def planted_in_a_gradient(mesh, x, strategy, bad, place):
-    """One where every rank raises, whichever rank has the bad number. The gathered logits reach one tp rank each."""
+def planted_in_a_gradient(mesh, x, strategy, bad, place, at):
+    """One where every rank raises, whichever rank has the bad number, and whether it spreads or not."""
     rank = (place % mesh.size("dp_shard"), place % mesh.size("tp"))
-    return x * float(found(mesh, rank, bad, strategy).startswith("check_for_nan_in_grad: the gradient of "))
+    return x * float(found(mesh, rank, bad, strategy, at).startswith("check_for_nan_in_grad: the gradient of "))
 
 
 def test_parity():
@@ -67,9 +81,10 @@ def on_ranks(body, **mesh):
 
 
 def test_the_first_parameter_by_name_is_told_on_every_rank():
-    said = on_ranks(lambda mesh, case: found(mesh, (1, 0), "nan")).results
-    assert len(set(said)) == 1
-    assert said[0].startswith("check_for_nan_in_grad: the gradient of 'blocks.0.down.weight' is not finite")
+    for at, name in (("output", "blocks.0.down.weight"), ("aside", "aside")):
+        said = on_ranks(lambda mesh, case: found(mesh, (1, 0), "nan", at=at)).results  # noqa: B023
+        assert len(set(said)) == 1
+        assert said[0].startswith(f"check_for_nan_in_grad: the gradient of {name!r} is not finite")
 
 
 @pytest.mark.parametrize("rank", [None, (0, 0)])
