@@ -18,6 +18,7 @@ from torch_impl.pipelining.arguments import check_positive, check_switch
 from torch_impl.pipelining.csv_schedule import ARGUMENT, CsvSchedule, read_csv
 from torch_impl.pipelining.partition import stage_to_rank
 from torch_impl.pipelining.rules import Rule, microbatches_fault, rule_of, stages_fault
+from torch_impl.pipelining.ties import sum_ties_after_each_step
 
 logger = logging.getLogger(__name__)
 NAME = "build_pipeline_schedule"
@@ -46,7 +47,8 @@ def build_pipeline_schedule(
         ZBVZeroBubble                           2                 v           n >= 1
         DualPipeV                               2                 v           n >= 2 p
 
-    Cost:   none; what a step sends are the activations and their gradients between neighbouring stages.
+    Cost:   none; what a step sends are the activations and their gradients between neighbouring stages, and the
+            gradients of parameters that two stages share.
     Errors: ValueError on every rank, before anything is sent, for sizes that do not divide, a schedule that there is
             not, stages, placement or micro-batches that it cannot have, a file with a fault (row and column from 1);
             FileNotFoundError for a file that is not there; TypeError for other kinds.
@@ -73,9 +75,16 @@ def build_pipeline_schedule(
     _check_placement(stages, placed, read, rule)
     _tell(read, rule, ranks, count, n, loss_fn, scale_grads)
     if read:
-        return schedule_of_order(_reducing(read), read.says_all, stages, n, loss_fn, scale_grads)
-    made = get_schedule_class(rule.name)  # pyright: ignore[reportOptionalMemberAccess]
-    given: Any = stages[0] if rule.is_single else stages  # pyright: ignore[reportOptionalMemberAccess]
+        schedule = schedule_of_order(_reducing(read), read.says_all, stages, n, loss_fn, scale_grads)
+    else:
+        schedule = _by_name(rule, stages, n, loss_fn, scale_grads)  # pyright: ignore[reportArgumentType]
+    sum_ties_after_each_step(schedule, stages)
+    return schedule
+
+
+def _by_name(rule: Rule, stages: list[PipelineStage], n: int, loss_fn: Callable | None, scale_grads: bool) -> Any:
+    made: Any = get_schedule_class(rule.name)
+    given = stages[0] if rule.is_single else stages
     return made(given, n_microbatches=n, loss_fn=loss_fn, scale_grads=scale_grads)
 
 
