@@ -88,10 +88,10 @@ POLICIES = (
         old="return MixedPrecisionPolicy()\n",
         new="return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)\n",
         expect="value: ",
-        source="the default policy of the page, for a model of any dtype",
+        source="NeMo Automodel: bfloat16 unless told otherwise, for a model of any dtype",
     ),
     Fault(
-        name="float64 narrowed to float32",
+        name="float64 parameters computed in float32",
         kind="precision",
         file=FSDP2,
         old="return MixedPrecisionPolicy()\n",

@@ -32,7 +32,7 @@ def test_there_are_a_hundred_faults_and_three_of_each_kind():
 
 def test_what_was_made_elsewhere_is_here():
     libraries = {"NVIDIA/Megatron-LM #7452", "NVIDIA/TransformerEngine #1929", "NVIDIA/TransformerEngine #3331"}
-    assert {fault.source for fault in CATALOGUE} == {None, "TrainVerify", *libraries}
+    assert {"TrainVerify", *libraries} <= {fault.source for fault in CATALOGUE}
 
 
 def test_an_expectation_names_an_oracle():
