@@ -61,7 +61,7 @@ def test_a_window_ends():
     [
         ({"model.norm.weight": None}, r"parameters \['model.norm.weight'\] are missing, \[\] are unknown"),
         ({"model.norm.bias": np.zeros(12)}, r"\[\] are missing, \['model.norm.bias'\] are unknown"),
-        ({"model.norm.weight": np.zeros(8)}, r"model.norm.weight is \(8,\); this configuration gives it \(16,\)"),
+        ({"model.norm.weight": np.zeros(8)}, r"model.norm.weight is \(8,\); this configuration gives it \(12,\)"),
     ],
 )
 def test_parameters_of_another_model(edit, said):

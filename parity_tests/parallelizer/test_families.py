@@ -45,7 +45,7 @@ def runs(draw, family):
 
 @pytest.mark.parametrize("family", OWN)
 def test_three_steps_are_those_of_the_reference(family):
-    @settings(max_examples=8)
+    @settings(max_examples=5)
     @given(runs(family))
     def example(drawn):
         mesh, training, switches = drawn

@@ -118,7 +118,7 @@ SCHEMES = (fully_sharded_step, fully_sharded_step_by_older_names, fully_sharded_
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 @pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
 def test_parity(declared, engine):
-    @settings(max_examples=10 if engine == "lockstep" else 3)
+    @settings(max_examples=8 if engine == "lockstep" else 2)
     @given(every_case(declared, engine=engine))
     def example(case):
         check(case)
