@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from parity_tests import CaseSpec
 from parity_tests.harness.engines.run import run
@@ -100,6 +100,19 @@ def test_axes_that_mean_nothing_certain(names, said):
     results = run(lambda view, case: body(view.device_mesh), CaseSpec(scheme="axes", mesh={"x": 2}))
     assert all(each.startswith("device_mesh: ") and said in each for each in results.results)
     assert results.ledger.rows == []
+
+
+def test_a_torch_that_lacks_what_is_needed(monkeypatch):
+    """The attribute and the version are named, and nothing else is tried."""
+
+    def body(mesh):
+        with pytest.raises(RuntimeError) as error:
+            _ = mesh_axes(mesh).shard_mesh
+        return str(error.value)
+
+    monkeypatch.delattr(DeviceMesh, "_flatten")
+    said = f"parallelizer: torch {torch.__version__} has no DeviceMesh._flatten, which is needed here"
+    assert all(each.startswith(said) for each in on_ranks(body, {"dp_shard": 1, "cp": 2, "pp": 1}))
 
 
 def test_what_is_no_mesh():

@@ -1,5 +1,7 @@
 """Tensor plans, fully sharded data parallelism, and what stands around them."""
 
+from torch_impl.parallelizer.dry_run import DryRun as DryRun
+from torch_impl.parallelizer.dry_run import dry_run as dry_run
 from torch_impl.parallelizer.fsdp2 import fsdp2_strategy_parallelize as fsdp2_strategy_parallelize
 from torch_impl.parallelizer.import_classes import import_classes_from_paths as import_classes_from_paths
 from torch_impl.parallelizer.nvfsdp import HAVE_NVFSDP as HAVE_NVFSDP
