@@ -7,6 +7,7 @@ import torch
 from parity_tests import CaseSpec
 from parity_tests.harness.engines.run import run
 from torch_impl.context_parallel import context_parallel_attention
+from torch_impl.context_parallel.ulysses import _joined
 from torch_impl.layouts import TokenLayout
 
 EXCHANGES = ("ring", "all_gather", "ulysses")
@@ -20,8 +21,14 @@ def on_ranks(body, cp=4, engine="lockstep"):
     return run(body, CaseSpec(scheme="context_parallel", mesh={"cp": cp}, engine=engine), engine)
 
 
-def layout_of(mesh, kind):
-    given = dict(cp_size=mesh.size("cp"), cp_rank=mesh.rank("cp"))
+def on_two_axes(body):
+    """Four ranks as usp has them."""
+    return run(body, CaseSpec(scheme="context_parallel", mesh={"ring": 2, "heads": 2}))
+
+
+def layout_of(mesh, kind, cp=None):
+    size, rank = cp or (mesh.size("cp"), mesh.rank("cp"))
+    given = dict(cp_size=size, cp_rank=rank)
     if kind == "packed":
         return TokenLayout.packed(torch.tensor(PADDED), torch.tensor(REAL), **given)
     return TokenLayout.dense(kind, S, **given)
@@ -35,6 +42,38 @@ def attended(mesh, kind, exchange, tensors=(Q, K, V), cotangent=COTANGENT, **rul
     gradients = torch.autograd.grad(out, own, layout.shard(cotangent, 2))
     whole = [layout.unshard(x.detach(), 2, mesh["cp"], gradient="I").numpy() for x in (out, *gradients)]
     return dict(zip(("out", "q", "k", "v"), whole, strict=True))
+
+
+def attended_over_two_axes(mesh, kind, tensors):
+    """Where each row stands in the whole, and the output of usp there."""
+    layout = layout_of(mesh, kind, (4, 2 * mesh.rank("ring") + mesh.rank("heads")))
+    own = [layout.shard(x, 2) for x in tensors]
+    out = context_parallel_attention(*own, mesh=mesh.device_mesh, layout=layout, exchange="usp")
+    return layout.local_index.numpy(), out.numpy()
+
+
+@pytest.mark.parametrize("kind", ["packed", "dual_chunk_swap", "contiguous"])
+def test_a_token_changes_nothing_before_it_over_two_axes(kind):
+    tokens, ends = (3, 12, 16), (13, 13, 17) if kind == "packed" else (S, S, S)
+
+    def body(mesh, case):
+        rows, whole = attended_over_two_axes(mesh, kind, (Q, K, V))
+        found = []
+        for token in tokens:
+            moved = [x.index_add(2, torch.tensor([token]), torch.ones_like(x[:, :, :1])) for x in (Q, K, V)]
+            found.append(rows[(attended_over_two_axes(mesh, kind, moved)[1] != whole).any((0, 1, 3))])
+        return found
+
+    ranks = on_two_axes(body).results
+    for i, (token, end) in enumerate(zip(tokens, ends, strict=True)):
+        changed = np.sort(np.concatenate([found[i] for found in ranks]))
+        np.testing.assert_array_equal(changed, np.arange(token, end))
+
+
+def test_layers_share_what_the_ranks_of_an_axis_hold_together():
+    layout = layout_of(None, "packed", (4, 1))
+    assert _joined(layout, 2) is _joined(layout, 2)
+    assert _joined(layout, 2) is not _joined(layout, 4)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
