@@ -5,7 +5,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jax_ref.models.config import Config
-from jax_ref.models.layer import LAYERS, Norm
+from jax_ref.models.layer import LAYERS, Embed, Norm
 
 
 class HybridLM(nnx.Module):
@@ -13,7 +13,7 @@ class HybridLM(nnx.Module):
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         d, v = config.hidden_size, config.vocab_size
-        self.embed_tokens = nnx.Embed(v, d, rngs=rngs)
+        self.embed_tokens = Embed(v, d)
         self.layers = nnx.List([LAYERS[kind](config, rngs=rngs) for kind in config.layers])
         self.norm = Norm(d, config.norm_eps)
         self.lm_head = None if config.is_tied else nnx.Linear(d, v, use_bias=False, rngs=rngs)
@@ -22,7 +22,7 @@ class HybridLM(nnx.Module):
         self, ids: Int[Array, "b s"], padded: Int[Array, " n"], real: Int[Array, " n"]
     ) -> Float[Array, "b s v"]:
         """Every row has the same documents: j at `padded[j]:padded[j + 1]`, of which `real` says how much is real."""
-        x = self.embed_tokens.embedding[...][ids]
+        x = self.embed_tokens(ids)
         for layer in self.layers:
             x = layer(x, padded, real)
         x = self.norm(x)

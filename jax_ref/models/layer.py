@@ -10,6 +10,16 @@ from jax_ref.models.attention import Attention
 from jax_ref.models.config import Config
 
 
+class Embed(nnx.Module):
+    """A row of the table for each id. nnx.Embed would round the table to float32."""
+
+    def __init__(self, vocab: int, width: int):
+        self.embedding = nnx.Param(jnp.zeros((vocab, width)))
+
+    def __call__(self, ids: Int[Array, "b s"]) -> Float[Array, "b s d"]:
+        return self.embedding[...][ids]
+
+
 class Norm(nnx.Module):
     """x over its root mean square, times a weight."""
 

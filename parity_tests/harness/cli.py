@@ -183,6 +183,27 @@ def train(
 
 
 @app.command()
+def trace(
+    mesh: Annotated[str, typer.Option(help="dp=2,cp=2 of dp_replicate, dp_shard (or dp), cp, tp.")] = "",
+    dtype: Annotated[str, typer.Option(help="float64 or float32.")] = "float64",
+    mamba: Annotated[str, typer.Option(help="hidden or state.")] = "hidden",
+    attention: Annotated[str, typer.Option(help="ring, all_gather or ulysses.")] = "ring",
+    tied: Annotated[bool, typer.Option("--tied", help="Share the weight of embedding and head.")] = False,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    engine: Annotated[str, typer.Option(help="gloo, lockstep or nccl.")] = "gloo",
+    json: Annotated[str | None, typer.Option(help="Write every tensor as JSON; - is standard output.")] = None,
+    whole: Annotated[bool, typer.Option("--whole", help="Print every tensor.")] = False,
+) -> None:
+    """Trace the first training step; name the first module whose tensors differ from one device's."""
+    from parity_tests.training import trace_session
+    from parity_tests.training.run import Run
+
+    settings = {"dtype": dtype, "mamba": mamba, "attention": attention, "is_tied": tied, "seed": seed}
+    run = Run.on(_sizes([mesh] if mesh else [], "--mesh"), **settings, steps=1)
+    raise typer.Exit(trace_session.trace(run, engine, json, whole))
+
+
+@app.command()
 def plan(
     model: Annotated[
         str, typer.Argument(help="qwen3, transformers.LlamaConfig, a folder with config.json, or file.py:factory.")

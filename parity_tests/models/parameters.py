@@ -40,7 +40,7 @@ TIED = {
 UNTIED = {**TIED, "lm_head.weight": "v/tp d"}
 # h query heads of p columns share g KV heads; r Mamba heads of e columns, j groups, n states.
 RELATED = {"w": "h*p", "x": "g*p", "i": "r*e", "c": "r*e+2*j*n", "u": "2*r*e+2*j*n+r"}
-SIZES = {"v": (12,), "d": (4,), "p": (2,), "f": (6,), "e": (2,), "n": (2,), "k": (4,)}
+SIZES = {"v": (12,), "d": (4,), "p": (4,), "f": (6,), "e": (2,), "n": (2,), "k": (4,)}
 # Stored in the dtype and used again: about a dozen in each layer, the embedding, the last norm and the head.
 ROUNDINGS = 27
 

@@ -13,7 +13,7 @@ from parity_tests.models.parameters import config_of
 from parity_tests.models.tree import flat
 from torch_impl.models import HybridConfig, HybridLM, Placement, RankStream, tensor_parallel_plan
 
-HEAD_DIM = 2
+HEAD_DIM = 4
 DTYPES = ("float32", "bfloat16", "float64")
 
 

@@ -6,6 +6,7 @@ value; backward, where events come in the reverse order, the gradient that flows
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import NamedTuple
 
 IN, OUT = "in", "out"
@@ -18,12 +19,13 @@ class Event(NamedTuple):
     end: str
     call: int = 0
 
-    @property
-    def home(self) -> str:
-        """The module in which a first difference here was made: what enters a module is its parent's doing."""
-        return self.module if self.end == OUT else self.module.rpartition(".")[0]
+    def home(self, phase: str, called: Container[str]) -> str:
+        """The module in which a first difference here was made, of those that are called; "" is the model itself.
 
-    @property
-    def home_of_gradient(self) -> str:
-        """The same for the gradient: what comes back out of a module's entrance is that module's doing."""
-        return self.module if self.end == IN else self.module.rpartition(".")[0]
+        What enters a module is its parent's doing, what leaves it its own; of gradients, the other way round.
+        """
+        own = (self.end == OUT) == (phase == "forward")
+        home = self.module if own else self.module.rpartition(".")[0]
+        while home and home not in called:
+            home = home.rpartition(".")[0]
+        return home

@@ -58,20 +58,20 @@ def lines(known: Known, found: Found, positions: Positions, dtype: str, axes: Ma
     `positions(rank, event, whole shape, local shape)` are the indices of each dim that the rank holds of the whole
     tensor, None if that cannot be. An event that no rank has, or the reference lacks, has no line.
     """
-    judge = _Judge(known, dtype, axes)
+    judge = _Judge(known, dtype, axes, {event.module for event in known.values})
     events = [event for event in known.values if any(event in rank.values for rank in found.ranks)]
     made = []
     for event in events:
         pieces = {i: rank.values[event] for i, rank in enumerate(found.ranks) if event in rank.values}
-        made.append(judge.event("forward", event, event.home, known.values[event], pieces, positions))
+        made.append(judge.event("forward", event, known.values[event], pieces, positions))
     for step in _backward(events, list(known.of_weights)):
-        if isinstance(step, Event):
-            pieces = {i: rank.gradients[step] for i, rank in enumerate(found.ranks) if step in rank.gradients}
-            home = step.home_of_gradient
-            if pieces:
-                made.append(judge.event("backward", step, home, known.gradients[step], pieces, positions))
-        elif step in found.of_weights:
-            made.append(judge.weight(step, found.of_weights[step]))
+        if isinstance(step, str):
+            if step in found.of_weights:
+                made.append(judge.weight(step, found.of_weights[step]))
+            continue
+        pieces = {i: rank.gradients[step] for i, rank in enumerate(found.ranks) if step in rank.gradients}
+        if pieces:
+            made.append(judge.event("backward", step, known.gradients[step], pieces, positions))
     return made
 
 
@@ -101,14 +101,13 @@ def _owner(weight: str, modules: set[str]) -> str | None:
 
 
 class _Judge:
-    def __init__(self, known: Known, dtype: str, axes: Mapping[str, int]) -> None:
-        self.known, self.dtype, self.axes = known, dtype, axes
+    def __init__(self, known: Known, dtype: str, axes: Mapping[str, int], called: set[str]) -> None:
+        self.known, self.dtype, self.axes, self.called = known, dtype, axes, called
 
     def event(
         self,
         phase: str,
         event: Event,
-        home: str,
         want: np.ndarray,
         pieces: Mapping[int, np.ndarray],
         positions: Positions,
@@ -122,12 +121,13 @@ class _Judge:
         call = f", call {event.call}" if event.call else ""
         end = "input" if event.end == IN else "output"
         side = f"{end} of {event.module}" if phase == "forward" else f"gradient of the {end} of {event.module}"
+        home = event.home(phase, self.called)
         return self._line(side + call, phase, home, pairs, want, self.known.spread[kind, event])
 
     def weight(self, name: str, got: np.ndarray) -> Line:
         want = self.known.of_weights[name]
         pairs = {0: (got, want if got.shape == want.shape else None)}
-        home = name.rpartition(".")[0]
+        home = _owner(name, self.called) or name.rpartition(".")[0]
         return self._line(f"gradient of {name}", "weight", home, pairs, want, self.known.spread["weight", name])
 
     def _line(

@@ -18,7 +18,7 @@ SIZES = {
     "layers": ("attention", "mamba", "attention"),
     "num_attention_heads": 24,
     "num_key_value_heads": 12,
-    "head_dim": 2,
+    "head_dim": 4,
     "intermediate_size": 24,
     "mamba_heads": 12,
     "mamba_head_dim": 2,

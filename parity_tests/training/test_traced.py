@@ -1,0 +1,93 @@
+"""A trace of the training step: nothing where nothing is wrong, and the module where something is."""
+
+import json
+import sys
+from fnmatch import fnmatch
+
+import pytest
+
+from parity_tests.faults.catalogue import CATALOGUE
+from parity_tests.faults.models import FAULTS, HOMES
+from parity_tests.harness import cli
+from parity_tests.tracing.lines import first
+from parity_tests.training import located, ranks, trace_session
+from parity_tests.training.run import SIZES, Run
+from parity_tests.training.traced import known_of, trace
+
+SMALL = {**located.SMALL, "sizes": {**SIZES, "layers": ("attention", "mamba")}}
+
+
+@pytest.fixture(scope="module")
+def known():
+    return known_of(Run(mesh={}, **SMALL))
+
+
+@pytest.mark.parametrize(("mesh", "how"), located.HOW)
+def test_every_tensor_is_equal_on_every_mesh(known, mesh, how):
+    found = trace(Run.on(mesh, **SMALL, **how), known, "lockstep")
+    assert first(found) is None
+    names = [line.name for line in found]
+    assert names[0] == "output of embed_tokens"
+    assert {line.phase for line in found} == {"forward", "backward", "weight"}
+    assert "gradient of layers.1.mixer.A_log" in names and "gradient of the output of lm_head, call 1" in names
+
+
+def test_equal_in_float32():
+    run = Run.on({"dp": 2, "cp": 2}, **{**SMALL, "dtype": "float32"})
+    found = trace(run, known_of(run), "lockstep")
+    assert first(found) is None and max(line.ratio for line in found) > 1e-3
+
+
+def test_processes_record_the_same(known):
+    assert first(trace(Run.on({"cp": 2}, **SMALL), known, "gloo")) is None
+
+
+LOCATED = ("attention over padding", "states that run on through documents", "a loss over this rank's count of tokens")
+
+
+@pytest.mark.parametrize("name", LOCATED)
+def test_a_fault_is_found_in_its_module(known, monkeypatch, name):
+    (fault,) = [fault for fault in FAULTS if fault.name == name]
+    monkeypatch.setattr(located, "SMALL", SMALL)
+    found = located.located(fault, known)
+    assert found.is_right, found
+
+
+def test_the_ranks_that_differ_are_named(known, monkeypatch):
+    kept = ranks.rank_batch
+    monkeypatch.setattr(
+        ranks, "rank_batch", lambda mesh, run, batch: kept(mesh, run, batch[:: mesh.rank("cp") * -2 + 1])
+    )
+    found = trace(Run.on({"dp": 2, "cp": 2}, **SMALL), known, "lockstep")
+    assert first(found).ranks in ((1,), (3,)) and first(found).home == "embed_tokens"
+
+
+def test_every_home_is_of_a_fault_that_counts():
+    names = {fault.name for fault in CATALOGUE if not fault.equivalent}
+    assert set(HOMES) <= names
+    without = {fault.name for fault in FAULTS if not fault.equivalent} - set(HOMES)
+    assert without == {"tokens that count because they are kept"}  # the training run keeps all tokens
+
+
+def test_the_command(known, monkeypatch, capsys):
+    small = {name: SMALL[name] for name in ("streams", "length", "sizes")}
+    monkeypatch.setattr(trace_session.traced, "known_of", lambda run: known)
+    monkeypatch.setattr(trace_session.traced, "trace", lambda run, *given: trace(run.replace(**small), *given))
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["shardproof", "trace", "--engine", "lockstep", *arguments])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        said = capsys.readouterr()
+        return left.value.code or 0, said.out, said.err
+
+    status, out, _ = call("--mesh", "cp=2", "--json", "trace.json")
+    assert status == 0 and "tensors as on one device, at most" in out
+    with open("trace.json") as file:
+        assert all(not line["ranks"] for line in json.load(file))
+    monkeypatch.setattr(ranks, "valid_count", lambda targets, groups: targets[0].new_tensor(7))
+    status, out, _ = call("--mesh", "cp=2")
+    assert status == 1 and fnmatch(
+        out, "*first to differ: gradient of the output of lm_head*; look in the model itself.*"
+    )
+    assert call("--mesh", "pp=2")[0] == 2
