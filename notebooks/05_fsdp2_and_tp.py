@@ -1,0 +1,199 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # One model, four meshes, the same loss
+#
+# A small Qwen3 under FSDP2 and tensor parallelism, held against JAX on one device; then a mistake that no loss curve
+# shows, and how it is found. Everything runs on this CPU.
+
+# %%
+# %matplotlib inline
+import logging
+import os
+import warnings
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: one thread for each rank
+
+import jax
+import matplotlib.pyplot as plt
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.func import functional_call
+
+from parity_tests import scheme, values
+from parity_tests.parallelizer.families import Chosen, empty
+from parity_tests.parallelizer.promise import deviation
+from parity_tests.parallelizer.reference import reference
+from parity_tests.parallelizer.training import Training, on_mesh
+from torch_impl.parallelizer import (
+    fsdp2_strategy_parallelize,
+    get_hf_tp_shard_plan,
+    nvfsdp_strategy_parallelize,
+    translate_to_torch_parallel_style,
+)
+from torch_impl.parallelizer.tp_plan import apply_plan
+
+logging.disable(logging.WARNING)  # DTensor's advice on how to gather faster
+warnings.filterwarnings("ignore", message="IProgress not found")  # of a progress bar that nothing here shows
+QWEN3 = Chosen("qwen3", tied=True)
+
+# %% [markdown]
+# ## The plan that the model brings along
+#
+# Each entry is a style: how the module's parameters are cut, and what happens to its input and output. The vocabulary
+# of the embedding is cut as that of the head: they are one parameter, and stay one.
+
+# %%
+for key, style in get_hf_tp_shard_plan(empty(QWEN3, device="meta")).items():
+    print(f"{key:34} {type(style).__name__}")
+
+# %% [markdown]
+# ## Four meshes
+#
+# Three steps of AdamW on 12 rows, two microbatches each. A rank's loss is its share of the sum of token losses over all
+# tokens, so the mesh does not matter. The reference is a decoder in JAX that takes its parameters by name.
+
+
+# %%
+def cut(model, mesh):
+    """FSDP2, after the model's own plan where the mesh has an axis for it."""
+    plan = get_hf_tp_shard_plan(model) if "tp" in mesh.mesh_dim_names else None
+    return fsdp2_strategy_parallelize(model, mesh, tp_shard_plan=plan)
+
+
+def worst(ranks, want):
+    """The largest deviation of any parameter, on any rank."""
+    return max(deviation(rank[name], want[name]) for rank in ranks for name in want)
+
+
+training = Training(QWEN3, accumulation=2)
+want = reference(QWEN3, training.batches)
+MESHES = ({"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2})
+
+print(f"{'':36} loss of step 1       gradients   weights after 3 steps")
+print(f"{'JAX, one device':36} {float(want.steps[0].loss):.16f}")
+for mesh in MESHES:
+    ranks, _ = on_mesh(mesh, training, cut)
+    loss = sum(rank.losses[0] for rank in ranks if rank.is_counted)
+    gradients = worst([rank.gradients for rank in ranks], want.steps[0].gradients)
+    weights = worst([rank.weights for rank in ranks], want.parameters)
+    print(f"{mesh!s:36} {loss:.16f}   {gradients:.1e}     {weights:.1e}")
+
+# %% [markdown]
+# The strategies of Megatron-FSDP are the same contract: what is cut between steps differs, the gradients do not.
+
+# %%
+LAYER = "transformers.models.qwen3.modeling_qwen3.Qwen3DecoderLayer"
+for strategy in ("optim_grads_params", "optim_grads", "optim", "no_shard"):
+
+    def cut_by_strategy(model, mesh, strategy=strategy):
+        return nvfsdp_strategy_parallelize(model, mesh, [LAYER], None, strategy)
+
+    ranks, ledger = on_mesh({"dp_shard": 2}, training, cut_by_strategy)
+    sent = {op: calls for op, (calls, _) in ledger.cost(0, "bwd").items()}
+    print(f"{strategy:20} gradients {worst([r.gradients for r in ranks], want.steps[0].gradients):.1e}   {sent}")
+
+# %% [markdown]
+# ## The bug: two norms left out of the plan
+#
+# Qwen3 normalises each head's query and key. The weights of these norms are whole on each rank, but a rank's norms see
+# its own heads alone, so the gradient is a sum over the ranks. A plan that leaves them out computes every logit right.
+
+
+# %%
+def cut_without_norms(model, mesh):
+    plan = {key: style for key, style in get_hf_tp_shard_plan(model).items() if "norm" not in key}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model = fsdp2_strategy_parallelize(model, mesh, tp_shard_plan=plan)
+    TOLD.extend(str(warning.message) for warning in told)
+    return model
+
+
+TOLD = []
+once = Training(QWEN3, steps=1)
+(step,) = reference(QWEN3, once.batches).steps
+found = {}
+for name, parallelize in (("with the norms", cut), ("without", cut_without_norms)):
+    ranks, _ = on_mesh({"tp": 2}, once, parallelize)
+    loss = ranks[0].losses[0]
+    found[name] = {each: deviation(ranks[0].gradients[each], step.gradients[each]) for each in step.gradients}
+    print(f"{name:16} loss {abs(loss / float(step.loss) - 1):.0e} off, gradients {max(found[name].values()):.0e} off")
+print("\n" + TOLD[0])
+
+# %%
+figure, ax = plt.subplots(figsize=(9, 2.6))
+names = list(step.gradients)
+for color, (label, deviations) in zip(("C0", "C3"), found.items(), strict=True):
+    ax.semilogy(range(len(names)), [max(deviations[name], 1e-17) for name in names], "o", color=color, label=label)
+ax.set(ylabel="gradient off by", xlabel="parameter, in the model's order", ylim=(1e-18, 10))
+for number in (i for i, name in enumerate(names) if found["without"][name] > 1e-10):
+    ax.annotate(names[number].split(".", 2)[-1], (number, 1), rotation=90, va="top", fontsize=7)
+ax.legend(loc="center right")
+plt.show()
+
+# %% [markdown]
+# ## Found by `verify`
+#
+# The norm alone, as a scheme: its input is cut over tp by heads, its weight is the same on each rank, and so must be
+# its gradient. `replicate` is the style of modules that see the same input on each rank, which this one does not.
+
+
+# %%
+class Norm(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = nn.Parameter(weight.detach().clone())
+
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+
+
+def norm(x, weight):
+    return weight[None, None] * x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5)
+
+
+def under(style, mesh, x, weight):
+    module = Norm(weight)
+    apply_plan(module, {"": translate_to_torch_parallel_style(style)}, mesh.device_mesh)
+    held = DTensor.from_local(weight, mesh.device_mesh, [Replicate()], run_check=False)
+    return functional_call(module, {"weight": held}, (x,))
+
+
+DECLARED = dict(
+    reference=norm,
+    mesh={"tp": (2,)},
+    inputs={"x": "b h/tp p", "weight": "p tp=I"},
+    outputs="b h/tp p",
+    draw={"x": values("normal"), "weight": values("normal")},
+    dtypes=("float64",),
+    roundings=4,
+)
+
+
+@scheme(**DECLARED)
+def norm_that_is_replicated(mesh, x, weight):
+    return under("replicate", mesh, x, weight)
+
+
+@scheme(**DECLARED)
+def norm_of_own_heads(mesh, x, weight):
+    return under("replicated_with_grad_allreduce", mesh, x, weight)
+
+
+print(norm_that_is_replicated.verify(b=2, h=4, p=3, examples=3))
+
+# %%
+print(norm_of_own_heads.verify(b=2, h=4, p=3, examples=3))
