@@ -13,6 +13,7 @@ from jax_ref.parallelizer.train_step import mean_loss as reference_loss
 from parity_tests import CaseSpec, Cost, check, every_case, ids, scheme, token_below, values
 from parity_tests.harness.engines.run import run
 from parity_tests.parallelizer.families import Chosen, batch, made
+from parity_tests.parallelizer.promise import broken
 from parity_tests.parallelizer.steps import dims, held, mean_loss, paths, specs
 from parity_tests.parallelizer.training import Training, accumulated, on_mesh, whole
 from torch_impl.parallelizer import get_hf_tp_shard_plan
@@ -195,6 +196,28 @@ def test_a_plan_is_applied_before_fsdp():
         return [tuple(p.to_local().shape) for p in (block.mlp.up_proj.weight, block.mlp.down_proj.weight)]
 
     assert run(body, CaseSpec(scheme="plan", mesh={"dp_shard": 2, "tp": 2})).results == ([(6, 12), (6, 12)],) * 4
+
+
+@pytest.mark.parametrize("other", ["model.layers.2.mlp.gate_proj", "model.layers.1.mlp.up_proj", "lm_head"])
+def test_blocks_that_share_a_parameter(other):
+    """Two blocks are one unit, and a block that shares with the head is the root's: gradients are the whole model's."""
+    chosen = Chosen("llama", further=(("num_hidden_layers", 3), ("vocab_size", 24), ("mlp_bias", False)))
+
+    def tied():
+        model = made(chosen)
+        model.get_submodule(other).weight = model.model.layers[0].mlp.gate_proj.weight
+        return model
+
+    def body(mesh, case):
+        model = parallelized()(tied(), mesh.device_mesh)
+        accumulated(model, *batch(chosen, 4, 5), mesh.rank("dp_shard"), 2, 1)
+        same = model.get_submodule(other).weight is model.model.layers[0].mlp.gate_proj.weight
+        return whole(model, gradients=True), same
+
+    alone = tied()
+    accumulated(alone, *batch(chosen, 4, 5), 0, 1, 1)
+    for found, same in run(body, CaseSpec(scheme="shared", mesh={"dp_shard": 2}, dtype="float64")).results:
+        assert broken(found, whole(alone, gradients=True)) == [] and same
 
 
 def test_buffers_and_names_stay_as_they_were():
