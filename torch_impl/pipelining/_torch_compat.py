@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage, _utils, schedules
 
 from torch_impl.pipelining.action import Order
 
@@ -36,3 +37,63 @@ def schedule_of_order(
     schedule.pipeline_order = actions
     prepare(schedule, actions, format="compute_comms" if says_all else "compute_only")
     return schedule
+
+
+def set_static_shapes(
+    stage: PipelineStage, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], key: Any
+) -> None:
+    """Give a stage the shapes of what enters and leaves it; `key` says which they are.
+
+    From then on it refuses to infer shapes by running, and a new start of its buffers leaves gradients alone.
+    """
+    extract = of_torch(_utils, "extract_tensor_metas")
+    told = of_torch(stage, "_user_meta")
+    told.inputs, told.outputs = extract(tuple(inputs)), extract(tuple(outputs))
+    told.input_grads = told.output_grads = None
+    stage_of: Any = stage
+    if not hasattr(stage, "static_key"):
+        prepare = of_torch(stage, "_prepare_forward_infra")
+        of_torch(stage, "_post_metadata_inference_cleanup")
+        stage_of._prepare_forward_infra = lambda *args, **kwargs: _checked_static(stage_of, prepare, *args, **kwargs)
+        stage_of._post_metadata_inference_cleanup = lambda: None  # nothing was inferred; torch's drops FSDP's gradients
+    stage_of.static_key = key
+
+
+def _checked_static(stage: Any, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if stage._inference_mode is not of_torch(of_torch(_utils, "InferenceMode"), "STATIC"):
+        raise RuntimeError(
+            f"pipelining: stage {stage.stage_index} has static shapes and would infer them, since others have none; "
+            "set them for all stages on every rank"
+        )
+    return prepare(*args, **kwargs)
+
+
+def forget_shapes(schedule: Any, stages: Sequence[PipelineStage]) -> None:
+    """Have a schedule set up its stages anew at the next step."""
+    for stage in stages:
+        made: Any = stage
+        made._stage_meta = type(of_torch(stage, "_stage_meta"))()
+        of_torch(stage, "_inference_mode")
+        made._inference_mode = None
+        for name in ("args_recv_info", "grad_recv_info"):
+            of_torch(stage, name).clear()
+        made.grad_send_info = None
+    names = [name for name in vars(schedule) if name.endswith(("_forward_initialized", "_backward_initialized"))]
+    if len(names) != 2:
+        of_torch(schedule, "_stages_forward_initialized")
+    for name in names:
+        setattr(schedule, name, False)
+
+
+def stages_of(schedule: Any) -> list[Any]:
+    """The stages that a schedule runs on this rank."""
+    return list(schedule._stages) if hasattr(schedule, "_stages") else [of_torch(schedule, "_stage")]
+
+
+def emitted_dtype(module: torch.nn.Module) -> torch.dtype:
+    """The dtype of what a stage hands on: its FSDP policy's, else that of its first floating parameter."""
+    policy = None
+    if isinstance(module, FSDPModule):
+        policy = of_torch(of_torch(module, "_get_fsdp_state")(), "_mp_policy")
+    own = next((p.dtype for p in module.parameters() if p.dtype.is_floating_point), torch.bfloat16)
+    return (policy and (policy.output_dtype or policy.param_dtype)) or own

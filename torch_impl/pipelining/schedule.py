@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.distributed.fsdp import FSDPModule
@@ -18,6 +18,7 @@ from torch_impl.pipelining.arguments import check_positive, check_switch
 from torch_impl.pipelining.csv_schedule import ARGUMENT, CsvSchedule, read_csv
 from torch_impl.pipelining.partition import stage_to_rank
 from torch_impl.pipelining.rules import Rule, microbatches_fault, rule_of, stages_fault
+from torch_impl.pipelining.shapes import refuse_other_sizes
 from torch_impl.pipelining.ties import sum_ties_after_each_step
 
 logger = logging.getLogger(__name__)
@@ -53,24 +54,21 @@ def build_pipeline_schedule(
             not, stages, placement or micro-batches that it cannot have, a file with a fault (row and column from 1);
             FileNotFoundError for a file that is not there; TypeError for other kinds.
     """
-    n = _checked_microbatches(microbatch_size, local_batch_size)
-    check_switch(NAME, "scale_grads", scale_grads)
-    if loss_fn is not None and not callable(loss_fn):
-        raise TypeError(
-            f"pipelining.{NAME}: loss_fn={loss_fn!r} is a {type(loss_fn).__name__}; pass a function or None"
-        )
-    if pipeline_parallel_schedule_csv is None and pipeline_parallel_schedule is None:
-        raise ValueError(f"pipelining.{NAME}: {ARGUMENT}=None and {BY_NAME}=None; pass one of them")
-    rule = None if pipeline_parallel_schedule is None else rule_of(NAME, BY_NAME, pipeline_parallel_schedule)
+    n, rule, read = check_schedule_arguments(
+        pipeline_parallel_schedule_csv,
+        pipeline_parallel_schedule,
+        microbatch_size,
+        local_batch_size,
+        next((stage.group_size for stage in _listed(stages) if isinstance(stage, PipelineStage)), None),
+        loss_fn,
+        scale_grads,
+    )
     stages = _checked_stages(stages)
     ranks, count = stages[0].group_size, stages[0].num_stages
-    read = None
-    if pipeline_parallel_schedule_csv is not None:
-        read = _checked_file(pipeline_parallel_schedule_csv, ranks, n, stages)
+    if read:
+        _check_file(pipeline_parallel_schedule_csv, read, stages)
     if rule is not None:
-        _check_rule(
-            rule, ranks, count, n, read, f"local_batch_size={local_batch_size}, microbatch_size={microbatch_size}"
-        )
+        _check_rule(rule, ranks, count, n, read)
     placed = read.stage_to_rank if read else stage_to_rank(ranks, count, rule.style)  # pyright: ignore[reportOptionalMemberAccess]
     _check_placement(stages, placed, read, rule)
     _tell(read, rule, ranks, count, n, loss_fn, scale_grads)
@@ -79,7 +77,34 @@ def build_pipeline_schedule(
     else:
         schedule = _by_name(rule, stages, n, loss_fn, scale_grads)  # pyright: ignore[reportArgumentType]
     sum_ties_after_each_step(schedule, stages)
+    refuse_other_sizes(schedule, stages, local_batch_size)
     return schedule
+
+
+def check_schedule_arguments(
+    csv: Any, name: Any, microbatch_size: int, local_batch_size: int, ranks: int | None, loss_fn: Any, scale_grads: bool
+) -> tuple[int, Rule | None, CsvSchedule | None]:
+    """Micro-batches, rule and file: all that can be refused before there are stages. Errors: as the schedule's."""
+    n = _checked_microbatches(microbatch_size, local_batch_size)
+    check_switch(NAME, "scale_grads", scale_grads)
+    if loss_fn is not None and not callable(loss_fn):
+        raise TypeError(
+            f"pipelining.{NAME}: loss_fn={loss_fn!r} is a {type(loss_fn).__name__}; pass a function or None"
+        )
+    if csv is None and name is None:
+        raise ValueError(f"pipelining.{NAME}: {ARGUMENT}=None and {BY_NAME}=None; pass one of them")
+    rule = None if name is None else rule_of(NAME, BY_NAME, name)
+    if csv is not None:
+        if not isinstance(csv, (str, os.PathLike)):
+            raise TypeError(f"pipelining.{NAME}: {ARGUMENT}={csv!r} is a {type(csv).__name__}; pass a path")
+        return n, rule, read_csv(csv, pp_size=ranks, n_microbatches=n)
+    fault = microbatches_fault(rule, n, ranks) if rule and ranks else None
+    if fault and rule:
+        raise ValueError(
+            f"pipelining.{NAME}: local_batch_size={local_batch_size}, microbatch_size={microbatch_size}: "
+            f"{BY_NAME}={rule.name!r}: n_microbatches={n} {fault}"
+        )
+    return n, rule, None
 
 
 def _by_name(rule: Rule, stages: list[PipelineStage], n: int, loss_fn: Callable | None, scale_grads: bool) -> Any:
@@ -101,6 +126,10 @@ def _checked_microbatches(microbatch_size: int, local_batch_size: int) -> int:
     return local_batch_size // microbatch_size
 
 
+def _listed(stages: object) -> Sequence[object]:
+    return stages if isinstance(stages, (list, tuple)) else ()
+
+
 def _checked_stages(stages: object) -> list[PipelineStage]:
     """Stages of one pipeline, ascending. Errors: TypeError; ValueError."""
     if not isinstance(stages, (list, tuple)):
@@ -119,11 +148,8 @@ def _checked_stages(stages: object) -> list[PipelineStage]:
     return sorted(stages, key=lambda stage: stage.stage_index)
 
 
-def _checked_file(path: object, ranks: int, n: int, stages: list[PipelineStage]) -> CsvSchedule:
-    """The schedule of a file, which must hold as many stages as there are, and gather those that are sharded."""
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"pipelining.{NAME}: {ARGUMENT}={path!r} is a {type(path).__name__}; pass a path")
-    read = read_csv(path, pp_size=ranks, n_microbatches=n)
+def _check_file(path: Any, read: CsvSchedule, stages: list[PipelineStage]) -> None:
+    """A file must hold as many stages as there are, and gather those that are sharded."""
     if len(read.stage_to_rank) != stages[0].num_stages:
         raise ValueError(
             f"pipelining.{NAME}: {ARGUMENT}={os.fspath(path)!r} has {len(read.stage_to_rank)} stages, the model "
@@ -136,10 +162,9 @@ def _checked_file(path: object, ranks: int, n: int, stages: list[PipelineStage])
                 f"pipelining.{NAME}: {ARGUMENT}={os.fspath(path)!r} has no '{stage.stage_index}UNSHARD', but stage "
                 f"{stage.stage_index} is sharded; add it, or leave all communication to torch"
             )
-    return read
 
 
-def _check_rule(rule: Rule, ranks: int, count: int, n: int, read: CsvSchedule | None, sizes: str) -> None:
+def _check_rule(rule: Rule, ranks: int, count: int, n: int, read: CsvSchedule | None) -> None:
     """What a named schedule asks of stages and micro-batches, or of the file that it is said to be."""
     if read:
         faults = [stages_fault(rule, each) for each in read.stages_per_rank]
@@ -164,9 +189,6 @@ def _check_rule(rule: Rule, ranks: int, count: int, n: int, read: CsvSchedule | 
         raise ValueError(
             f"pipelining.{NAME}: {BY_NAME}={rule.name!r} with {count // ranks} stages on each rank: {fault}"
         )
-    fault = microbatches_fault(rule, n, ranks)
-    if fault:
-        raise ValueError(f"pipelining.{NAME}: {sizes}: {BY_NAME}={rule.name!r}: n_microbatches={n} {fault}")
 
 
 def _check_placement(

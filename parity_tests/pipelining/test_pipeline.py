@@ -1,0 +1,132 @@
+"""Parity of pipelining.pipeline: one call for everything, with and without FSDP2; what is refused."""
+
+import re
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+
+from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.engines.run import run
+from parity_tests.pipelining.whole_models import LENGTH, ROWS, accumulated, chosen, loss_of, tokens
+from torch_impl.pipelining.functional import pipeline_model
+
+families = pytest.importorskip("parity_tests.parallelizer.families", reason="needs transformers")
+
+OF = chosen("llama", True, 4)
+N = 4
+PROMISED = 1e-12  # of a gradient's norm, where FSDP2 adds in another order
+
+
+def given_to(mesh, **further):
+    arguments = {
+        "pp_axis_name": "pp",
+        "dp_axis_names": ("dp",) if "dp" in mesh.axes else (),
+        "layers_per_stage": None,
+        "pipeline_parallel_schedule_csv": None,
+        "pipeline_parallel_schedule": "Interleaved1F1B",
+        "microbatch_size": ROWS,
+        "local_batch_size": N * ROWS,
+        "device": torch.device("cpu"),
+        "loss_fn": loss_of,
+    }
+    return arguments | further
+
+
+def run_one(mesh, case):
+    options = dict(case.options)
+    sharded, returns = options.pop("sharded", False), options.pop("returns", False)
+    called = []
+
+    def parallelize(model, world_mesh, moe_mesh, **axes):
+        called.append(sorted(axes))
+        if sharded:
+            for layer in model.model.layers.values():
+                fully_shard(layer, mesh=world_mesh["dp"], reshard_after_forward=False)
+            fully_shard(model, mesh=world_mesh["dp"], reshard_after_forward=False)
+        return model if returns else None
+
+    model = families.made(OF, torch.float64)
+    schedule, parts, has_first, has_last, stages = pipeline_model(
+        model, mesh.device_mesh, None, **given_to(mesh, **options), parallelize_fn=parallelize
+    )
+    ids, targets = tokens(OF, N)
+    schedule.step(*([ids] if has_first else []), **({"target": targets} if has_last else {}))
+    assert [stage.submod for stage in stages] == parts
+    assert len(called) == len(parts)
+    grads = {name: p.grad for part in parts for name, p in part.named_parameters()}
+    whole = {name: (g.full_tensor() if sharded else g).numpy() for name, g in grads.items()}
+    return has_first, has_last, {name: g.tobytes() for name, g in whole.items()}
+
+
+@pytest.mark.parametrize(
+    ("p", "options"),
+    [
+        (1, {"pipeline_parallel_schedule": "1F1B", "layers_per_stage": 4}),
+        (1, {}),
+        (2, {}),
+        (2, {"seq_len": LENGTH}),
+        (2, {"seq_len": LENGTH, "tensor_dtype": None, "returns": True}),
+        (2, {"pipeline_parallel_schedule": "DualPipeV", "seq_len": LENGTH}),
+        (2, {"pipeline_parallel_schedule": "GPipe", "layers_per_stage": 3, "round_to_pp_multiple": "up"}),
+    ],
+)
+def test_gradients_are_those_of_the_whole_model(p, options):
+    ranks = run(run_one, CaseSpec("pipeline", {"pp": p}, options=options))
+    found = {}
+    for *_, of_rank in ranks.results:
+        found |= of_rank
+    _, wanted = accumulated(OF, N, "float64", range(N))
+    if p == 1 and options.get("layers_per_stage") == 4:  # one stage: the tie is one parameter, added otherwise
+        for name in ("lm_head.weight", "model.embed_tokens.weight"):
+            wanted.pop(name), found.pop(name, None)
+    assert found == wanted
+    flags = [(first, last) for first, last, _ in ranks.results]
+    v = options.get("pipeline_parallel_schedule") == "DualPipeV"
+    assert flags == (
+        [(True, True)] if p == 1 else [(True, True), (False, False)] if v else [(True, False), (False, True)]
+    )
+
+
+@pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_with_fsdp_inside_stages(name):
+    """Both dp ranks have the same batch, so that the mean over them is the gradient."""
+    options = {"sharded": True, "pipeline_parallel_schedule": name, "seq_len": LENGTH}
+    ranks = run(run_one, CaseSpec("pipeline", {"pp": 2, "dp": 2}, options=options))
+    found = {}
+    for *_, of_rank in ranks.results:
+        found |= of_rank
+    _, wanted = accumulated(OF, N, "float64", range(N))
+    assert set(found) == set(wanted)
+    for parameter, bits in wanted.items():
+        ours, theirs = (torch.frombuffer(bytearray(x), dtype=torch.float64) for x in (found[parameter], bits))
+        assert (ours - theirs).norm() <= PROMISED * theirs.norm(), parameter
+
+
+def refused(mesh, case):
+    options = dict(case.options)
+    model = families.made(OF, torch.float32)
+    with pytest.raises((ValueError, TypeError)) as error:
+        pipeline_model(model, mesh.device_mesh, None, **given_to(mesh, **options))
+    assert model(tokens(OF, 1)[0]) is not None  # nothing was taken from it
+    return f"{error.type.__name__}: {error.value}"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"pipeline_parallel_schedule": None}, "ValueError: .*pipeline_parallel_schedule=None; pass one of them"),
+        ({"dp_axis_names": ("dp",)}, r"ValueError: .*dp_axis_names=\('dp',\) are not axes of world_mesh \('pp',\)"),
+        ({"pp_axis_name": "pipe"}, r"ValueError: .*pp_axis_name='pipe' is no axis of world_mesh \('pp',\)"),
+        ({"microbatch_size": 3}, "ValueError: .*microbatch_size=3 does not divide local_batch_size=8"),
+        ({"local_batch_size": 10}, "ValueError: .*n_microbatches=5 cannot be cut by Interleaved1F1B"),
+        ({"layers_per_stage": 3}, "ValueError: .*layers_per_stage=3 gives 2 stages for num_layers=4"),
+        ({"seq_len": 0}, "ValueError: .*seq_len=0 must be a positive int"),
+        ({"patch_stage_backward_maybe_with_nosync": True}, "ValueError: .*patch_stage_backward_maybe_with_nosync=True"),
+        ({"parallelize_fn": 3}, "TypeError: .*parallelize_fn is a int; pass a function"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_model_is_touched(options, words):
+    ranks = run(refused, CaseSpec("pipeline", {"pp": 2}, options=options))
+    assert ranks.ledger.rows == []
+    assert all(re.match(words, sentence) for sentence in ranks.results), ranks.results

@@ -1,0 +1,228 @@
+"""Parity of pipelining.shapes: what is told is what running finds; other lengths; what is refused."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+
+from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.engines.run import run
+from parity_tests.pipelining.whole_models import LENGTH, ROWS, chosen, loss_of, tokens
+from torch_impl.pipelining.rules import RULES
+from torch_impl.pipelining.schedule import build_pipeline_schedule
+from torch_impl.pipelining.shapes import (
+    _get_hidden_and_vocab_size,
+    _precompute_stage_shapes,
+    reset_pp_stage_shapes,
+)
+from torch_impl.pipelining.split import split_model_into_stages
+
+families = pytest.importorskip("parity_tests.parallelizer.families", reason="needs transformers")
+
+CPU = torch.device("cpu")
+PROMISED = 1e-12  # of a gradient's norm, where FSDP2 adds in another order
+OF = chosen("qwen3", False, 4)
+
+
+def case_of(p=2, **options):
+    return CaseSpec("shapes", {"pp": p}, options=options)
+
+
+class FooConfig:
+    def __init__(self, **fields):
+        vars(self).update(fields)
+
+
+TEXT = SimpleNamespace(hidden_size=7, vocab_size=9)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sizes"),
+    [
+        ({"hidden_size": 3, "vocab_size": 5}, (3, 5)),
+        ({"text_config": TEXT}, (7, 9)),
+        ({"hidden_size": 3, "text_config": TEXT}, (3, 9)),
+        ({"vocab_size": 5, "text_config": TEXT}, (7, 5)),
+        ({"hidden_size": None, "vocab_size": 5, "text_config": TEXT}, (7, 5)),
+    ],
+)
+def test_each_size_is_the_configs_else_its_texts(fields, sizes):
+    assert _get_hidden_and_vocab_size(FooConfig(**fields)) == sizes
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (
+            {"hidden_size": 3},
+            "Cannot determine vocab_size from FooConfig: neither FooConfig.vocab_size nor "
+            "FooConfig.text_config.vocab_size is set",
+        ),
+        ({"vocab_size": 3, "text_config": FooConfig()}, "Cannot determine hidden_size from FooConfig: neither"),
+        ({"hidden_size": 0, "vocab_size": 3}, "hidden_size=0 must be a positive int"),
+        ({"hidden_size": 3, "vocab_size": 3.0}, "vocab_size=3.0 must be a positive int"),
+        ({"hidden_size": True, "vocab_size": 3}, "hidden_size=True must be a positive int"),
+    ],
+)
+def test_a_size_that_is_not_there_is_named(fields, words):
+    with pytest.raises(ValueError, match=r"^Cannot determine") as refusal:
+        _get_hidden_and_vocab_size(FooConfig(**fields))
+    assert words in str(refusal.value)
+
+
+def built(mesh, name, dtype, n=4):
+    stages, _ = split_model_into_stages(families.made(OF, dtype), mesh.device_mesh, "pp", name, CPU)
+    return stages, build_pipeline_schedule(None, name, ROWS, n * ROWS, stages, loss_of)
+
+
+def step(schedule, stages, ids, targets):
+    held, losses = {stage.stage_index for stage in stages}, []
+    last = {"target": targets, "losses": losses} if stages[0].num_stages - 1 in held else {}
+    schedule.step(*([ids] if 0 in held else []), **last)
+    return [loss.item() for loss in losses]
+
+
+def gradients(stages):
+    return {
+        name: parameter.grad.numpy().tobytes()
+        for stage in stages
+        for name, parameter in stage.submod.named_parameters()
+    }
+
+
+def found_and_told(mesh, case):
+    """Shapes by running and shapes told, and what came out either way."""
+    outcomes = []
+    for told in (False, True):
+        stages, schedule = built(mesh, case.name, torch.float64)
+        if told:
+            _precompute_stage_shapes(stages, OF.config, ROWS, LENGTH)
+        losses = step(schedule, stages, *tokens(OF, 4))
+        metas = [
+            [(tuple(meta.shape), meta.dtype, meta.requires_grad) for meta in (*of.inputs, *of.outputs)]
+            for of in (stage._stage_meta for stage in stages)
+        ]
+        outcomes.append((losses, gradients(stages), str(metas)))
+    return outcomes[0] == outcomes[1], outcomes[1][2]
+
+
+@pytest.mark.parametrize("name", ["GPipe", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_what_is_told_is_what_running_finds(name):
+    ranks = run(found_and_told, case_of(name=name))
+    assert [same for same, _ in ranks.results] == [True, True]
+
+
+def told(mesh, case):
+    stages, schedule = built(mesh, case.name, torch.float32)
+    _precompute_stage_shapes(stages, OF.config, ROWS, LENGTH)
+    step(schedule, stages, *tokens(OF, 4))
+    return [stage._inference_mode.name for stage in stages]
+
+
+@pytest.mark.parametrize("name", list(RULES))
+def test_no_message_has_a_shape(name):
+    ranks = run(told, case_of(name=name))
+    assert {mode for modes in ranks.results for mode in modes} == {"STATIC"}
+    assert {row.dtypes for row in ranks.ledger.rows} == {("int32",), ("float32",)}  # torch's vote, and hidden states
+
+
+def lengths(mesh, case):
+    """Batches of several lengths, gradients added; told each time."""
+    stages, schedule = built(mesh, case.name, torch.float32, n=2)
+    for length in case.lengths_of:
+        reset_pp_stage_shapes(schedule, stages, OF.config, ROWS, length)
+        ids, targets = (torch.from_numpy(x) for x in families.batch(OF, 2 * ROWS, length))
+        step(schedule, stages, ids, targets)
+    return gradients(stages)
+
+
+@pytest.mark.parametrize("name", ["1F1B", "DualPipeV", "InterleavedZeroBubble"])
+def test_lengths_that_change_are_accumulated(name):
+    chain = (5, 8, 8, 3)
+    if name == "DualPipeV":
+        ranks = run(lengths, CaseSpec("shapes", {"pp": 1}, options={"name": name, "lengths_of": chain}))
+    else:
+        ranks = run(lengths, case_of(name=name, lengths_of=chain))
+    model = families.made(OF, torch.float32)
+    for length in chain:
+        ids, targets = (torch.from_numpy(x) for x in families.batch(OF, 2 * ROWS, length))
+        for rows, wanted in zip(ids.split(ROWS), targets.split(ROWS), strict=True):
+            loss_of(model(rows, use_cache=False).logits, wanted).backward()
+    found = {}
+    for of_rank in ranks.results:
+        found |= of_rank
+    assert found == {name: parameter.grad.numpy().tobytes() for name, parameter in model.named_parameters()}
+
+
+def test_a_batch_of_another_size_is_refused_where_it_comes_in():
+    def body(mesh, case):
+        stages, schedule = built(mesh, "LoopedBFS", torch.float32)
+        _precompute_stage_shapes(stages, OF.config, ROWS, LENGTH)
+        ids, targets = tokens(OF, 4)
+        with pytest.raises(ValueError, match=r"args\[0\] has s=4, the stages were told seq_len=5; call reset_pp_"):
+            schedule.step(ids[:, :4], target=targets[:, :4])
+        with pytest.raises(ValueError, match=r"args\[0\] has 7 rows, the schedule was built for local_batch_size=8"):
+            schedule.step(ids[:7], target=targets[:7])
+
+    assert run(body, case_of(1)).ledger.rows == []
+
+
+def test_what_cannot_be_told_is_refused():
+    def body(mesh, case):
+        stages, schedule = built(mesh, "LoopedBFS", torch.float32)
+        for sizes, words in (((0, 5), "microbatch_size=0 must be a pos"), ((2, 0), "seq_len=0 must be a positive int")):
+            with pytest.raises(ValueError, match=words):
+                _precompute_stage_shapes(stages, OF.config, *sizes)
+        with pytest.raises(ValueError, match="stages is empty"):
+            _precompute_stage_shapes([], OF.config, 2, 5)
+        with pytest.raises(ValueError, match="stages are not those of the schedule"):
+            reset_pp_stage_shapes(schedule, stages[:1], OF.config, 2, 5)
+        assert not hasattr(stages[0], "static_key")
+
+    run(body, case_of(1))
+
+
+def test_shapes_that_only_some_ranks_know_are_refused_on_those():
+    """The other rank takes part in torch's vote and goes no further."""
+
+    def body(mesh, case):
+        stages, schedule = built(mesh, "GPipe", torch.float32)
+        if mesh.rank("pp"):
+            return schedule._warmup_p2p(stages, True, False)
+        _precompute_stage_shapes(stages, OF.config, ROWS, LENGTH)
+        with pytest.raises(RuntimeError, match="has static shapes and would infer them, since others have none"):
+            step(schedule, stages, *tokens(OF, 4))
+
+    run(body, case_of(2))
+
+
+def sharded_lengths(mesh, case):
+    """Steps of several lengths under FSDP2, whose gradients are added up."""
+    stages, schedule = built(mesh, "Interleaved1F1B", torch.float64, n=2)
+    for stage in stages:
+        fully_shard(stage.submod, mesh=mesh.device_mesh["dp"], reshard_after_forward=False)
+    for length in case.lengths_of:
+        reset_pp_stage_shapes(schedule, stages, OF.config, ROWS, length)
+        ids, targets = (torch.from_numpy(x) for x in families.batch(OF, 2 * ROWS, length))
+        step(schedule, stages, ids, targets)
+    return {
+        name: parameter.grad.full_tensor().numpy().tobytes()
+        for stage in stages
+        for name, parameter in stage.submod.named_parameters()
+    }
+
+
+def test_lengths_that_change_are_accumulated_under_fsdp():
+    chain = (5, 8, 3)
+    ranks = run(sharded_lengths, CaseSpec("shapes", {"pp": 2, "dp": 2}, options={"lengths_of": chain}))
+    model = families.made(OF, torch.float64)
+    for length in chain:
+        ids, targets = (torch.from_numpy(x) for x in families.batch(OF, 2 * ROWS, length))
+        loss_of(model(ids, use_cache=False).logits, targets).backward()
+    found = {}
+    for of_rank in ranks.results:
+        found |= of_rank
+    for name, parameter in model.named_parameters():
+        ours = torch.frombuffer(bytearray(found[name]), dtype=torch.float64).view_as(parameter)
+        assert (ours - parameter.grad).norm() <= PROMISED * parameter.grad.norm(), name

@@ -1,0 +1,139 @@
+"""Shapes of what enters and leaves each stage, told beforehand, so that no stage has to run to find them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+
+from torch_impl.pipelining._torch_compat import emitted_dtype, forget_shapes, set_static_shapes, stages_of
+from torch_impl.pipelining.arguments import check_positive
+
+
+def _get_hidden_and_vocab_size(config: Any) -> tuple[int, int]:
+    """(hidden_size, vocab_size), each from the config, else from its `text_config`.
+
+    Errors: ValueError for one that neither has, or that is no positive int.
+    """
+    return _size(config, "hidden_size"), _size(config, "vocab_size")
+
+
+def _size(config: Any, field: str) -> int:
+    name = type(config).__name__
+    value = getattr(config, field, None)
+    if value is None:
+        value = getattr(getattr(config, "text_config", None), field, None)
+    if value is None:
+        raise ValueError(
+            f"Cannot determine {field} from {name}: neither {name}.{field} nor {name}.text_config.{field} is set"
+        )
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"Cannot determine {field} from {name}: {field}={value!r} must be a positive int")
+    return value
+
+
+def _precompute_stage_shapes(
+    stages: list[PipelineStage],
+    model_config: Any,
+    microbatch_size: int,
+    seq_len: int,
+    *,
+    tensor_dtype: torch.dtype | None = None,
+) -> None:
+    """Tell each stage the shapes of its input and output; every rank must, with the same sizes.
+
+        first stage       ids "b s"      others        hidden states "b s d", with a gradient
+        with a head       logits "b s v" others        hidden states "b s d"
+
+    `seq_len` is what a stage sees: divided by cp, and by tp where borders are sequence-parallel. The dtype is
+    `tensor_dtype`, else what the stage emits. A module may say its own by `get_pipeline_stage_metas(is_first,
+    microbatch_size, seq_len, dtype)`, which returns the tensors that enter and those that leave, on meta.
+
+    Cost:   none. Without it the first step passes shapes from stage to stage, 2 (stages - 1) messages in a row.
+    Errors: ValueError for sizes below 1, no stages, a config without sizes; RuntimeError at the first step if other
+            stages were not told.
+    """
+    name = "_precompute_stage_shapes"
+    check_positive(name, "microbatch_size", microbatch_size)
+    check_positive(name, "seq_len", seq_len)
+    if not stages:
+        raise ValueError(f"pipelining.{name}: stages is empty; pass the stages of this rank")
+    sizes = _get_hidden_and_vocab_size(model_config)
+    for stage in stages:
+        dtype = tensor_dtype or emitted_dtype(stage.submod)
+        key = (microbatch_size, seq_len, dtype)
+        if getattr(stage, "static_key", None) != key:
+            entering, leaving = _metas(stage, sizes, key)
+            set_static_shapes(stage, entering, leaving, key)
+
+
+def reset_pp_stage_shapes(
+    schedule: Any,
+    stages: list[PipelineStage],
+    model_config: Any,
+    microbatch_size: int,
+    seq_len: int,
+    *,
+    tensor_dtype: torch.dtype | None = None,
+) -> None:
+    """Tell the stages of a schedule the shapes of batches of another length; gradients stay as they are.
+
+    Every rank must call it with the same sizes, which no rank can check for another. The same sizes as last time
+    change nothing.
+
+    Errors: as `_precompute_stage_shapes`; ValueError for stages that are not the schedule's.
+    """
+    name = "reset_pp_stage_shapes"
+    if {id(stage) for stage in stages} != {id(stage) for stage in stages_of(schedule)}:
+        raise ValueError(f"pipelining.{name}: stages are not those of the schedule; pass the stages it was built with")
+    before = [getattr(stage, "static_key", None) for stage in stages]
+    _precompute_stage_shapes(stages, model_config, microbatch_size, seq_len, tensor_dtype=tensor_dtype)
+    if before != [getattr(stage, "static_key", None) for stage in stages]:
+        forget_shapes(schedule, stages)
+
+
+def _metas(stage: PipelineStage, sizes: tuple[int, int], key: tuple[int, int, torch.dtype]) -> Any:
+    """The tensors that enter a stage and those that leave it, without memory."""
+    microbatch, length, dtype = key
+    own = getattr(stage.submod, "get_pipeline_stage_metas", None)
+    if own is not None:
+        return own(stage.is_first, microbatch, length, dtype)
+    hidden, vocab = sizes
+    ids = torch.empty(microbatch, length, dtype=torch.int64, device="meta")
+    has_head = getattr(stage.submod, "lm_head", None) is not None
+    leaving = _floats(microbatch, length, vocab if has_head else hidden, dtype)
+    return ([ids] if stage.is_first else [_floats(microbatch, length, hidden, dtype)]), [leaving]
+
+
+def _floats(microbatch: int, length: int, width: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(microbatch, length, width, dtype=dtype, device="meta", requires_grad=True)
+
+
+def refuse_other_sizes(schedule: Any, stages: Sequence[PipelineStage], local_batch_size: int) -> None:
+    """Wrap the schedule's `step`, so that a batch of another size is a ValueError where it comes in; in place."""
+    step = schedule.step
+
+    def checked_step(*args: Any, target: Any = None, **kwargs: Any) -> Any:
+        for name, x in (*((f"args[{at}]", x) for at, x in enumerate(args)), ("target", target)):
+            if isinstance(x, Tensor) and x.ndim:
+                _check_batch(name, x, stages, local_batch_size)
+        return step(*args, target=target, **kwargs)
+
+    schedule.step = checked_step
+
+
+def _check_batch(name: str, x: Tensor, stages: Sequence[PipelineStage], local_batch_size: int) -> None:
+    if x.shape[0] != local_batch_size:
+        raise ValueError(
+            f"pipelining.step: {name} has {x.shape[0]} rows, the schedule was built for "
+            f"local_batch_size={local_batch_size}; pass as many"
+        )
+    key = getattr(stages[0], "static_key", None)
+    if key and name != "target" and x.ndim > 1 and x.shape[1] != key[1]:
+        raise ValueError(
+            f"pipelining.step: {name} has s={x.shape[1]}, the stages were told seq_len={key[1]}; call "
+            "reset_pp_stage_shapes on every rank first"
+        )
