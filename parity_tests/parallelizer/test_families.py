@@ -70,6 +70,15 @@ def test_heads_of_one_rank_are_fewer_than_groups(family):
     assert verdict({"tp": 4}, training, ranks, reference(training.chosen, training.batches)) == []
 
 
+@pytest.mark.parametrize("padding", [3, 37])
+def test_the_lookup_of_padding_has_no_gradient(padding):
+    """One id of either rank's vocabulary; the other rank has another id at the same place."""
+    training, mesh = Training(Chosen("gemma", further=(("pad_token_id", padding),)), steps=1), {"dp_shard": 1, "tp": 2}
+    ranks, _ = on_mesh(mesh, training, parallelized())
+    assert (training.batches[0][0] == 3).any() and (training.batches[0][0] == 37).any()
+    assert verdict(mesh, training, ranks, reference(training.chosen, training.batches)) == []
+
+
 def test_a_sum_that_is_missing_is_said():
     """Without the norms of heads in the plan, losses are right and one gradient is that of the rank's own heads."""
 
