@@ -100,11 +100,18 @@ def test_parity():
 
 MESHES = ({"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 3})
 OLDER = ({"data_parallel": 2, "tensor_parallel": 2}, {"data_parallel": 1, "context_parallel": 2})
+BOTH = ({"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2})
 LAYER = {"qwen3": "Qwen3", "llama": "Llama", "gemma": "Gemma"}
 
 
-@pytest.mark.parametrize("mesh", (*MESHES, *OLDER), ids=str)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("mesh", "strategy"),
+    [
+        *((mesh, STRATEGIES[0]) for mesh in (*MESHES, *OLDER)),
+        *((mesh, name) for mesh in BOTH for name in STRATEGIES[1:]),
+    ],
+    ids=str,
+)
 def test_three_steps_of_a_whole_model(mesh, strategy):
     """Losses, every gradient, and every weight after three steps of AdamW, against JAX."""
     number = (*MESHES, *OLDER).index(mesh)
@@ -258,3 +265,18 @@ def test_a_layer_without_parameters_is_no_obstacle():
         return len(stepped(view, model, disable_bucketing=True)[0])
 
     assert on_ranks(body).results == (4, 4)
+
+
+def test_a_unit_that_is_cut_over_tp_returns_no_view():
+    """What FSDP would warn of: an operation in place on the output would lose the backward."""
+
+    def body(view, case):
+        net = nvfsdp_strategy_parallelize(Net(), view.device_mesh, None, plan(), disable_bucketing=True)
+        seen = []
+        for name, module in net.named_modules():
+            if name.endswith(("up", "down", "head")):
+                module.register_forward_hook(lambda module, args, output: seen.append(output._is_view()))
+        net(torch.ones(2, 3)).sum().backward()
+        return seen
+
+    assert on_ranks(body, dp_shard=1, tp=2).results == ([False] * 5,) * 2

@@ -82,8 +82,8 @@ def parallelize(model: nn.Module, axes: MeshAxes, plan: Plan | None, settings: S
                 parameter.data = parameter.data.float()
         if axes.tp_mesh is not None:
             cut_modules(model, {name: styled[name] for name in part.inside if name in styled}, axes.tp_mesh)
-        if part is parts[-1] and axes.tp_mesh is not None:
-            return_no_views(model)
+            for head in part.heads:
+                return_no_views(head)
         _shard(part, mesh, settings)
     _tell_units(model, [part.heads[0] for part in parts[:-1]], settings)
     if settings.check_for_nan_in_grad:
