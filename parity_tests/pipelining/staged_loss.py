@@ -1,0 +1,71 @@
+"""A model in stages as a function of its parameters: forward runs a schedule, backward gives what that left."""
+
+from __future__ import annotations
+
+import torch
+
+from parity_tests.parallelizer.families import made
+from parity_tests.parallelizer.steps import paths
+from parity_tests.parallelizer.whole_model import summed_loss
+from torch_impl.pipelining.gradient_scale import scale_grads_by_divisor
+from torch_impl.pipelining.pipeline import pipeline_model
+
+STEPS = 2
+
+
+def staged_loss(mesh, chosen, parameters, ids, targets, schedule, is_told):
+    """The mean loss over all tokens on the rank of the last stage, 0 on others; rows are micro-batches."""
+    leaves = paths(parameters)
+    tokens = (targets >= 0).sum()
+
+    def run(*values):
+        model = filled(chosen, dict(zip(leaves, values, strict=True)))
+        built, _, has_first, has_last, stages = pipeline_model(
+            model,
+            mesh.device_mesh,
+            None,
+            pp_axis_name="pp",
+            dp_axis_names=(),
+            layers_per_stage=None,
+            pipeline_parallel_schedule_csv=None,
+            pipeline_parallel_schedule=schedule,
+            microbatch_size=1,
+            local_batch_size=len(ids),
+            device=ids.device,
+            loss_fn=lambda logits, wanted: summed_loss(logits, wanted) / tokens,
+            seq_len=ids.shape[1] if is_told else None,
+        )
+        losses = []
+        for _ in range(STEPS):
+            last = {"target": targets, "losses": losses} if has_last else {}
+            built.step(*([ids] if has_first else []), **last)
+        scale_grads_by_divisor(stages, STEPS)
+        found = {name: p.grad for stage in reversed(stages) for name, p in stage.submod.named_parameters()}
+        return sum(losses, torch.zeros((), dtype=values[0].dtype)).detach(), found
+
+    return _Staged.apply(run, tuple(leaves), *leaves.values())
+
+
+class _Staged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, run, names, *values):
+        with torch.enable_grad():
+            loss, ctx.found = run(*(value.detach() for value in values))
+        ctx.names, ctx.like = names, values
+        return loss
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        pairs = zip(ctx.names, ctx.like, strict=True)
+        found = [ctx.found[name] * cotangent if name in ctx.found else torch.zeros_like(x) for name, x in pairs]
+        return None, None, *found
+
+
+def filled(chosen, values):
+    """The model with these values, in their dtype; no random state moves."""
+    with torch.random.fork_rng(devices=[]):
+        model = made(chosen, next(iter(values.values())).dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(values[name])
+    return model

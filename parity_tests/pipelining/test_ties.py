@@ -1,0 +1,117 @@
+"""Parity of tied and untied models in stages with the decoder in JAX, by every schedule."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from jax_ref.parallelizer.decoder import from_state_dict
+from jax_ref.parallelizer.train_step import mean_loss
+from parity_tests import CaseSpec, check, every_case, ids, scheme, token_below, values
+from parity_tests.harness.engines.run import run
+from parity_tests.parallelizer.families import Chosen, made
+from parity_tests.parallelizer.steps import dims, paths, specs
+from parity_tests.pipelining.staged_loss import staged_loss
+from parity_tests.pipelining.whole_models import ROWS, loss_of, tokens
+from torch_impl.pipelining.rules import RULES
+from torch_impl.pipelining.schedule import build_pipeline_schedule
+from torch_impl.pipelining.split import split_model_into_stages
+
+LAYERS = (("num_hidden_layers", 4),)
+TIED, UNTIED = Chosen("qwen3", True, LAYERS), Chosen("llama", False, LAYERS)
+
+
+def loss_by(chosen):
+    def loss(parameters, token, target):
+        return mean_loss(from_state_dict(chosen.config, paths(parameters))(token), target)
+
+    return loss
+
+
+def declared(chosen):
+    """Four rows, of which each is a micro-batch, whole on each rank; each rank has its stages' part of the gradient."""
+    tree = typed(specs(chosen, ("pp",)))
+    return {
+        "reference": loss_by(chosen),
+        "mesh": {"pp": (1, 2)},
+        "inputs": {"parameters": tree, "token": "b s", "target": "b s"},
+        "outputs": "pp=P",
+        "draw": {
+            **{f"parameters.{path}": values("normal") for path in paths(tree)},
+            "token": token_below("v"),
+            "target": ids("v", ignore=-100),
+        },
+        "dims": {**dims(chosen), "b": (4,), "s": (5,)},
+        "dtypes": ("float64", "float32"),
+        "reduction": ("s", "d"),
+        "rank_options": {"schedule": tuple(RULES), "is_told": (True, False)},
+        "roundings": 40,
+    }
+
+
+def typed(tree):
+    return {name: leaf.replace("pp=I", "pp=R") if isinstance(leaf, str) else typed(leaf) for name, leaf in tree.items()}
+
+
+@scheme(**declared(TIED))
+def tied_model_in_stages(mesh, parameters, token, target, schedule, is_told):
+    return staged_loss(mesh, TIED, parameters, token, target, schedule, is_told)
+
+
+@scheme(**declared(UNTIED))
+def model_in_stages(mesh, parameters, token, target, schedule, is_told):
+    return staged_loss(mesh, UNTIED, parameters, token, target, schedule, is_told)
+
+
+@pytest.mark.parametrize("of", [tied_model_in_stages, model_in_stages], ids=lambda of: of.name)
+def test_parity(of):
+    @settings(max_examples=4)
+    @given(every_case(of))
+    def checked(case):
+        check(case)
+
+    checked()
+
+
+def copies(mesh, case):
+    """Both copies' gradients after each step, on whichever rank has them."""
+    stages, _ = split_model_into_stages(
+        made(TIED, torch.float32), mesh.device_mesh, "pp", case.name, torch.device("cpu")
+    )
+    schedule = build_pipeline_schedule(None, case.name, ROWS, 4 * ROWS, stages, loss_of)
+    (tie,) = stages[0].tied_copies
+    held, found = {stage.stage_index: stage for stage in stages}, []
+    ids_of, targets = tokens(TIED, 4)
+    for _ in range(2):
+        schedule.step(
+            *([ids_of] if 0 in held else []), **({"target": targets} if stages[0].num_stages - 1 in held else {})
+        )
+        own = [held[stage].submod.get_parameter(name) for stage, name in tie if stage in held]
+        found.append([parameter.grad.numpy().tobytes() for parameter in own])
+        for parameter in own:
+            with torch.no_grad():
+                parameter -= 0.1 * parameter.grad
+    return found, [parameter.detach().numpy().tobytes() for parameter in own], tie
+
+
+@pytest.mark.parametrize("name", ["GPipe", "ZBVZeroBubble"])
+def test_both_copies_have_the_same_bits(name):
+    ranks = run(copies, CaseSpec("ties", {"pp": 2}, options={"name": name}))
+    last = 1 if name == "GPipe" else 3
+    for of_rank in ranks.results:
+        assert tuple(of_rank[2]) == ((0, "model.embed_tokens.weight"), (last, "lm_head.weight"))
+    for step in range(2):
+        assert len({bits for of_rank in ranks.results for bits in of_rank[0][step]}) == 1
+    assert len({bits for of_rank in ranks.results for bits in of_rank[1]}) == 1
+
+
+def test_a_step_without_backward_sums_nothing():
+    def body(mesh, case):
+        stages, _ = split_model_into_stages(
+            made(TIED, torch.float32), mesh.device_mesh, "pp", "GPipe", torch.device("cpu")
+        )
+        schedule = build_pipeline_schedule(None, "GPipe", ROWS, ROWS, stages, loss_of)
+        ids_of, targets = tokens(TIED, 1)
+        schedule.eval(*([ids_of] if mesh.rank("pp") == 0 else []), target=targets)
+        return [name for stage in stages for name, p in stage.submod.named_parameters() if p.grad is not None]
+
+    assert run(body, CaseSpec("ties", {"pp": 2})).results == ([], [])
