@@ -19,7 +19,7 @@ from torch_impl.layouts import TokenLayout
 from torch_impl.mamba import outside_kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SEEDS = 5
+SEEDS = 3
 
 
 @scheme(
