@@ -10,7 +10,7 @@ from pathlib import Path
 
 from parity_tests.training.judged import Judged, Row
 from parity_tests.training.record import GRADIENT, WEIGHT
-from parity_tests.training.run import Run
+from parity_tests.training.run import DTYPES, Run
 
 MESHES: tuple[tuple[dict[str, int], str, str], ...] = (
     ({}, "hidden", "ring"),
@@ -47,7 +47,7 @@ def runs(**settings: object) -> list[Run]:
     """Every mesh in float64, then in float32."""
     return [
         Run(mesh=mesh, mamba=mamba, attention=attention, **{**settings, "dtype": dtype})  # pyright: ignore[reportArgumentType]
-        for dtype in ("float64", "float32")
+        for dtype in DTYPES
         for mesh, mamba, attention in MESHES
     ]
 
