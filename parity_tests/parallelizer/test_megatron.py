@@ -1,5 +1,6 @@
 """Which library a backend means, and what our arguments are called there."""
 
+import inspect
 import sys
 import types
 from dataclasses import dataclass
@@ -197,3 +198,31 @@ def test_the_outermost_instance_is_the_unit():
 
     want = ["", "blocks.0", "blocks.1", "head"]
     assert run(body, CaseSpec(scheme="nvfsdp", mesh={"dp_shard": 2})).results == (want,) * 2
+
+
+PAGE = {
+    "nvfsdp_unit_modules": None,
+    "tp_shard_plan": None,
+    "data_parallel_sharding_strategy": "optim_grads_params",
+    "init_nvfsdp_with_meta_device": False,
+    "grad_reduce_in_fp32": False,
+    "preserve_fp32_weights": False,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "check_for_nan_in_grad": True,
+    "average_in_collective": False,
+    "disable_bucketing": False,
+    "calculate_per_token_loss": False,
+    "keep_fp8_transpose_cache_when_using_custom_fsdp": False,
+    "nccl_ub": False,
+    "fsdp_double_buffer": False,
+}
+
+
+def test_the_signature_is_that_of_the_page_and_what_is_ours_stands_behind_it():
+    given = inspect.signature(nvfsdp_strategy_parallelize).parameters
+    positional = {name: p.default for name, p in given.items() if p.kind is p.POSITIONAL_OR_KEYWORD}
+    assert list(positional) == ["model", "device_mesh", *PAGE]
+    assert {name: positional[name] for name in PAGE} == PAGE
+    ours = {name: p.default for name, p in given.items() if p.kind is p.KEYWORD_ONLY}
+    assert ours == {"activation_checkpointing": False, "backend": "auto"}
