@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from copy import deepcopy
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
@@ -49,7 +49,7 @@ class MixerStrategy:
         check_parameters(self.name, mixer, self.sizes)
         self.mixer, self.layout = mixer, layout
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, Any]) -> MixerStrategy:
         """For the copy of the mixer that `memo` has, or a new one; groups and layouts are shared."""
         copy = memo[id(self)] = type(self).__new__(type(self))
         copy.__dict__.update(self.__dict__, mixer=deepcopy(self.mixer, memo))
