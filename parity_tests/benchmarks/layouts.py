@@ -26,20 +26,29 @@ ROUNDS, PROMISED = 7, 20.0
 
 def figures(sequences: tuple[int, ...] = SEQUENCES, rounds: int = ROUNDS) -> Iterator[Figure]:
     """How many times faster, for each number of sequences."""
-    for count in sequences:
-        offsets = drawn_offsets(count)
-        for job in ARMS.values():
-            if not torch.equal(job(offsets), by_loop(offsets)):
-                raise RuntimeError(f"benchmarks: two indices of {count} sequences differ; they are not timed")
-        loop = [_seconds(by_loop, offsets) for _ in range(rounds)]
-        how = f"{int(offsets[-1])} tokens, cp={CP}, {rounds} rounds, seconds of one core; median (least to greatest)"
-        for name, job in ARMS.items():
-            own = [_seconds(job, offsets) for _ in range(rounds)]
-            ratios = [a / b for a, b in zip(loop, own, strict=True)]
-            shown = f"{spread(ratios)} times faster; {spread([1e3 * seconds for seconds in own])} ms"
-            kept = sorted(ratios)[rounds // 2] >= PROMISED if name in PROMISING else None
-            promised = f">= {PROMISED:.0f} times a loop" if name in PROMISING else "-"
-            yield Figure(f"{name}, {count} sequences", promised, shown, kept, how)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # of several, the one that is timed would wait for the others
+    try:
+        for count in sequences:
+            yield from _figures_of(count, rounds)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _figures_of(count: int, rounds: int) -> Iterator[Figure]:
+    offsets = drawn_offsets(count)
+    for job in ARMS.values():
+        if not torch.equal(job(offsets), by_loop(offsets)):
+            raise RuntimeError(f"benchmarks: two indices of {count} sequences differ; they are not timed")
+    loop = [_seconds(by_loop, offsets) for _ in range(rounds)]
+    how = f"{int(offsets[-1])} tokens, cp={CP}, {rounds} rounds, seconds of one core; median (least to greatest)"
+    for name, job in ARMS.items():
+        own = [_seconds(job, offsets) for _ in range(rounds)]
+        ratios = [a / b for a, b in zip(loop, own, strict=True)]
+        shown = f"{spread(ratios)} times faster; {spread([1e3 * seconds for seconds in own])} ms"
+        kept = sorted(ratios)[rounds // 2] >= PROMISED if name in PROMISING else None
+        promised = f">= {PROMISED:.0f} times a loop" if name in PROMISING else "-"
+        yield Figure(f"{name}, {count} sequences", promised, shown, kept, how)
 
 
 def drawn_offsets(count: int) -> Tensor:
