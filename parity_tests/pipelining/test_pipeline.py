@@ -36,13 +36,17 @@ def given_to(mesh, **further):
 def run_one(mesh, case):
     options = dict(case.options)
     sharded, returns = options.pop("sharded", False), options.pop("returns", False)
-    called = []
+    inner_alone = options.pop("inner_alone", False)
+    called, units = [], []
 
     def parallelize(model, world_mesh, moe_mesh, **axes):
         called.append(sorted(axes))
         if sharded:
+            root = any(".layers." not in name for name, _ in model.named_parameters())
+            units.append(root + len(model.model.layers))  # that have parameters
             for layer in model.model.layers.values():
                 fully_shard(layer, mesh=world_mesh["dp"], reshard_after_forward=False)
+        if sharded and not inner_alone:
             fully_shard(model, mesh=world_mesh["dp"], reshard_after_forward=False)
         return model if returns else None
 
@@ -56,7 +60,7 @@ def run_one(mesh, case):
     assert len(called) == len(parts)
     grads = {name: p.grad for part in parts for name, p in part.named_parameters()}
     whole = {name: (g.full_tensor() if sharded else g).numpy() for name, g in grads.items()}
-    return has_first, has_last, {name: g.tobytes() for name, g in whole.items()}
+    return has_first, has_last, {name: g.tobytes() for name, g in whole.items()}, sum(units)
 
 
 @pytest.mark.parametrize(
@@ -74,33 +78,45 @@ def run_one(mesh, case):
 def test_gradients_are_those_of_the_whole_model(p, options):
     ranks = run(run_one, CaseSpec("pipeline", {"pp": p}, options=options))
     found = {}
-    for *_, of_rank in ranks.results:
+    for _, _, of_rank, _ in ranks.results:
         found |= of_rank
     _, wanted = accumulated(OF, N, "float64", range(N))
     if p == 1 and options.get("layers_per_stage") == 4:  # one stage: the tie is one parameter, added otherwise
         for name in ("lm_head.weight", "model.embed_tokens.weight"):
             wanted.pop(name), found.pop(name, None)
     assert found == wanted
-    flags = [(first, last) for first, last, _ in ranks.results]
+    flags = [(first, last) for first, last, *_ in ranks.results]
     v = options.get("pipeline_parallel_schedule") == "DualPipeV"
     assert flags == (
         [(True, True)] if p == 1 else [(True, True), (False, False)] if v else [(True, False), (False, True)]
     )
 
 
+@pytest.mark.parametrize("once", [False, True])
 @pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
-def test_with_fsdp_inside_stages(name):
+def test_with_fsdp_inside_stages(name, once):
     """Both dp ranks have the same batch, so that the mean over them is the gradient."""
     options = {"sharded": True, "pipeline_parallel_schedule": name, "seq_len": LENGTH}
+    options["patch_stage_backward_maybe_with_nosync"] = once
     ranks = run(run_one, CaseSpec("pipeline", {"pp": 2, "dp": 2}, options=options))
     found = {}
-    for *_, of_rank in ranks.results:
+    for rank, (_, _, of_rank, units) in enumerate(ranks.results):
         found |= of_rank
+        assert sum(row.op == "reduce_scatter" for row in ranks.ledger.of(rank)) == units  # once, not per micro-batch
     _, wanted = accumulated(OF, N, "float64", range(N))
     assert set(found) == set(wanted)
     for parameter, bits in wanted.items():
         ours, theirs = (torch.frombuffer(bytearray(x), dtype=torch.float64) for x in (found[parameter], bits))
         assert (ours - theirs).norm() <= PROMISED * theirs.norm(), parameter
+
+
+def test_a_part_that_would_be_reduced_each_time_is_refused():
+    def body(mesh, case):
+        with pytest.raises(ValueError, match="patch_stage_backward_maybe_with_nosync=True, but a part of Llama"):
+            run_one(mesh, case)
+
+    options = {"sharded": True, "inner_alone": True, "patch_stage_backward_maybe_with_nosync": True}
+    run(body, CaseSpec("pipeline", {"pp": 2, "dp": 2}, options=options))
 
 
 def refused(mesh, case):
@@ -122,7 +138,10 @@ def refused(mesh, case):
         ({"local_batch_size": 10}, "ValueError: .*n_microbatches=5 cannot be cut by Interleaved1F1B"),
         ({"layers_per_stage": 3}, "ValueError: .*layers_per_stage=3 gives 2 stages for num_layers=4"),
         ({"seq_len": 0}, "ValueError: .*seq_len=0 must be a positive int"),
-        ({"patch_stage_backward_maybe_with_nosync": True}, "ValueError: .*patch_stage_backward_maybe_with_nosync=True"),
+        (
+            {"patch_stage_backward_maybe_with_nosync": 1},
+            "TypeError: .*patch_stage_backward_maybe_with_nosync=1 is a int; pass True or False",
+        ),
         ({"parallelize_fn": 3}, "TypeError: .*parallelize_fn is a int; pass a function"),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from torch_impl.pipelining.arguments import check_positive, check_switch
@@ -52,15 +53,13 @@ def pipeline_model(
     The model is cut and used up (`split_model_into_stages`), `parallelize_fn` is called for each part, shapes are told
     if `seq_len` is given, and the schedule is built (`build_pipeline_schedule`). A pipeline of one rank runs the same.
 
+    Gradients of sharded parts are reduced once per step, after the last micro-batch. torch does that for parts that are
+    FSDP units themselves; `patch_stage_backward_maybe_with_nosync=True` refuses others, which are reduced each time.
+
     Errors: as of these functions, before the model is touched; ValueError for axes that world_mesh has not; TypeError
             for a `parallelize_fn` that returns neither None nor a module.
     """
     check_switch(NAME, "patch_stage_backward_maybe_with_nosync", patch_stage_backward_maybe_with_nosync)
-    if patch_stage_backward_maybe_with_nosync:
-        raise ValueError(
-            f"pipelining.{NAME}: patch_stage_backward_maybe_with_nosync=True is not there; torch reduces the gradients "
-            "of a stage once per step by itself, so pass False"
-        )
     if seq_len is not None:
         check_positive(NAME, "seq_len", seq_len)
     if parallelize_fn is not None and not callable(parallelize_fn):
@@ -105,6 +104,8 @@ def pipeline_model(
                 f"pipelining.{NAME}: parallelize_fn returned a {type(returned).__name__}; return None or a module"
             )
         stage.submod = parts[at] = returned if returned is not None else parts[at]
+    if patch_stage_backward_maybe_with_nosync:
+        _check_reduced_once(parts)
     if seq_len is not None:
         _precompute_stage_shapes(stages, config, microbatch_size, seq_len, tensor_dtype=tensor_dtype)
     schedule = build_pipeline_schedule(
@@ -118,6 +119,17 @@ def pipeline_model(
     )
     has = [any(getattr(stage, end) for stage in stages) for end in ("is_first", "is_last")]
     return schedule, parts, has[0], has[1], stages
+
+
+def _check_reduced_once(parts: list[nn.Module]) -> None:
+    """torch reduces the gradients of a part once per step, nested units included, where the part is a unit itself."""
+    for part in parts:
+        has_units = any(isinstance(module, FSDPModule) for module in part.modules())
+        if has_units and not isinstance(part, FSDPModule):
+            raise ValueError(
+                f"pipelining.{NAME}: patch_stage_backward_maybe_with_nosync=True, but a part of "
+                f"{type(part).__name__} has FSDP units and is none; fully_shard the part too, or pass False"
+            )
 
 
 def _check_axes(mesh: Any, pp: str, dp: tuple[str, ...], cp: str | None, tp: str | None) -> None:
