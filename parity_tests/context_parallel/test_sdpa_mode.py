@@ -151,53 +151,14 @@ def test_an_imported_function_that_backward_would_recompute_alone_raises(use_ree
 
     def body(mesh, case):
         q = by_heads(drawn(mesh)).requires_grad_()
+        with context(mesh), torch.no_grad():  # which is no checkpoint
+            assert torch.equal(imported(q, q, q), SDPA(q, q, q))
         with context(mesh), pytest.raises((ValueError, CheckpointError)) as caught:
             checkpoint(lambda x: imported(x, x, x), q * 1, use_reentrant=use_reentrant).sum().backward()
         return type(caught.value), str(caught.value)
 
     for kind, said in on_ranks(2, body):
         assert (kind, said) == (ValueError, IMPORTED_IN_A_CHECKPOINT) if use_reentrant else kind is CheckpointError
-
-
-def test_an_imported_function_without_gradients_is_no_checkpoint():
-    def body(mesh, case):
-        q = by_heads(drawn(mesh))
-        with context(mesh), torch.no_grad():
-            return torch.equal(imported(q, q, q), SDPA(q, q, q))
-
-    assert on_ranks(2, body) == (True, True)
-
-
-NO_FLEX = (
-    "context_parallel.sdpa: flex_attention would see this rank's tokens alone, by their places here; "
-    "call F.scaled_dot_product_attention, or context_parallel_attention with cu_seqlens or window"
-)
-
-
-def test_flex_attention_is_refused_by_name_and_by_what_it_calls():
-    def body(mesh, case):
-        q = by_heads(drawn(mesh))
-        before = flex_attention.flex_attention
-        with context(mesh):
-            with pytest.raises(ValueError) as by_name:
-                flex_attention.flex_attention(q, q, q)
-            with pytest.raises(ValueError) as in_a_thread_of_its_own:
-                raise in_a_thread(lambda: error_of(lambda: flex_attention.flex_attention(q, q, q)))
-            with pytest.raises(RuntimeError) as by_operation, warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that it is not compiled
-                imported_flex(q, q, q)
-        assert flex_attention.flex_attention is before
-        return str(by_name.value), str(in_a_thread_of_its_own.value), str(by_operation.value)
-
-    by_name, threaded, by_operation = on_ranks(1, body)[0]
-    assert by_name == threaded == NO_FLEX and NO_FLEX in by_operation
-
-
-def error_of(call):
-    try:
-        return call()
-    except ValueError as error:
-        return error
 
 
 def in_a_thread(f):
@@ -294,6 +255,10 @@ def test_autocast_casts_as_it_does_outside():
     assert on_ranks(2, body) == (([True, True], True),) * 2
 
 
+NO_FLEX = (
+    "flex_attention would see this rank's tokens alone, by their places here; "
+    "call F.scaled_dot_product_attention, or context_parallel_attention with cu_seqlens or window"
+)
 REFUSED = [
     (
         lambda x: mha()(x, x, x),
@@ -307,6 +272,7 @@ REFUSED = [
         lambda x: layer()(x, src_key_padding_mask=torch.zeros(B, S)),
         "attn_mask is [2, 2, 1, 4], whose columns are not cut over cp; pass is_causal=True and no mask",
     ),
+    (lambda x: flex_attention.flex_attention(*3 * [by_heads(x)]), NO_FLEX),
     (lambda x: layer(0.1)(x), "dropout_p=0.1 would differ over cp; pass 0.0"),
 ]
 
@@ -320,3 +286,14 @@ def test_modules_are_refused_what_attention_is(call, sentence):
         return str(caught.value)
 
     assert on_ranks(2, body) == (f"context_parallel.sdpa: {sentence}",) * 2
+
+
+def test_flex_attention_imported_before_is_refused_by_what_it_calls():
+    def body(mesh, case):
+        with context(mesh), pytest.raises(RuntimeError) as caught, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is not compiled
+            imported_flex(*3 * [by_heads(drawn(mesh))])
+        assert flex_attention.flex_attention is imported_flex
+        return str(caught.value)
+
+    assert NO_FLEX in on_ranks(1, body)[0]
