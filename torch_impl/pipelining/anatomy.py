@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from torch_impl.pipelining.arguments import Number
 from torch_impl.pipelining.module_names import MULTIMODAL, generate_hf_model_fqn_per_model_part
 
 NAME = "split_model_into_stages"
@@ -34,7 +35,7 @@ class Anatomy:
         """What stands after that module."""
         return tuple(name for name in self.last if self.inner and not name.startswith(f"{self.inner}."))
 
-    def names(self, num_stages: int, embed_cost: float, head_cost: float) -> list[list[str]]:
+    def names(self, num_stages: int, embed_cost: Number, head_cost: Number) -> list[list[str]]:
         """Modules of each stage, layers cut as evenly as costs allow."""
         cut = generate_hf_model_fqn_per_model_part(
             num_stages, self.count, False, False, False, False, embed_cost=embed_cost, head_cost=head_cost

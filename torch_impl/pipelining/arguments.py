@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
+Number = int | float | Fraction
+
 
 def check_int(function: str, name: str, value: object) -> None:
     """An int. Errors: TypeError."""

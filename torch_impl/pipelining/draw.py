@@ -31,19 +31,22 @@ def paint(ax: Axes, timeline: Timeline, title: str = "") -> None:
 
     for rank in range(timeline.pp_size):
         ax.broken_barh(
-            [(0, timeline.makespan)], (rank - 0.4, 0.8), facecolor="white", edgecolor="0.8", hatch="////", linewidth=0
+            [(0, float(timeline.makespan))],
+            (rank - 0.4, 0.8),
+            facecolor="white",
+            edgecolor="0.8",
+            hatch="////",
+            linewidth=0,
         )
     for event in timeline.events:
-        length, kind = event.stop - event.start, event.action.kind
+        start, length, kind = float(event.start), float(event.stop - event.start), event.action.kind
         ax.broken_barh(
-            [(event.start, length)], (event.rank - 0.4, 0.8), facecolor=COLOURS[kind], edgecolor="white", linewidth=0.5
+            [(start, length)], (event.rank - 0.4, 0.8), facecolor=COLOURS[kind], edgecolor="white", linewidth=0.5
         )
         if timeline.chunk(event.action.stage) % 2:
-            ax.broken_barh([(event.start, length)], (event.rank - 0.4, 0.12), facecolor="0.25", linewidth=0)
-        if length > SMALLEST_TEXT * timeline.makespan:
-            ax.text(
-                event.start + length / 2, event.rank, str(event.action.microbatch), ha="center", va="center", fontsize=7
-            )
+            ax.broken_barh([(start, length)], (event.rank - 0.4, 0.12), facecolor="0.25", linewidth=0)
+        if length > SMALLEST_TEXT * float(timeline.makespan):
+            ax.text(start + length / 2, event.rank, str(event.action.microbatch), ha="center", va="center", fontsize=7)
     kinds = [kind for kind in COLOURS if any(event.action.kind == kind for event in timeline.events)]
     handles = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds]
     handles.append(Patch(facecolor="white", edgecolor="0.8", hatch="////", label="idle"))
@@ -51,7 +54,7 @@ def paint(ax: Axes, timeline: Timeline, title: str = "") -> None:
     ax.set(
         yticks=range(timeline.pp_size),
         yticklabels=[f"rank {rank}" for rank in range(timeline.pp_size)],
-        xlim=(0, timeline.makespan or 1),
+        xlim=(0, float(timeline.makespan) or 1),
         ylim=(timeline.pp_size - 0.5, -0.5),
     )
     ax.set_title(title, fontsize=9, loc="left")

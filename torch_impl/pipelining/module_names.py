@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from torch_impl.pipelining.arguments import check_switch, check_text
+from torch_impl.pipelining.arguments import Number, check_switch, check_text
 from torch_impl.pipelining.partition import layer_counts
 
 MULTIMODAL = (
@@ -37,8 +37,8 @@ def generate_hf_model_fqn_per_model_part(
     fqn_prefix: str = "model.",
     lm_head_fqn: str = "lm_head",
     *,
-    embed_cost: float = 0.0,
-    head_cost: float = 0.0,
+    embed_cost: Number = 0.0,
+    head_cost: Number = 0.0,
 ) -> list[list[str]]:
     """Names of the modules of each stage; names that a model has not are harmless.
 

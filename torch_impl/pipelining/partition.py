@@ -6,7 +6,7 @@ import heapq
 import math
 from fractions import Fraction
 
-from torch_impl.pipelining.arguments import check_int, check_positive, check_switch
+from torch_impl.pipelining.arguments import Number, check_int, check_positive, check_switch
 
 STYLES = ("loop", "v")
 ROUNDINGS = ("up", "down")
@@ -49,7 +49,7 @@ def stage_to_rank(pp_size: int, num_stages: int, style: str = "loop") -> list[in
     return ranks
 
 
-def layer_counts(num_stages: int, num_layers: int, embed_cost: float = 0.0, head_cost: float = 0.0) -> list[int]:
+def layer_counts(num_stages: int, num_layers: int, embed_cost: Number = 0.0, head_cost: Number = 0.0) -> list[int]:
     """Layers of each stage, contiguous, at least one: the dearest stage is as cheap as can be, then costs are even.
 
     Costs are in layers: the embedding's is the first stage's, the head's the last one's. Of cuts with the same costs

@@ -12,11 +12,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from torch_impl.pipelining.action import Action, Order, computed, has_communication
-from torch_impl.pipelining.arguments import check_positive
+from torch_impl.pipelining.arguments import Number, check_positive
 from torch_impl.pipelining.order_check import OrderFault, check_computed
 from torch_impl.pipelining.timeline import Event, Timeline
 
-Time = float | Sequence[float]
+Time = Number | Sequence[Number]
 NAME = "simulate"
 
 
@@ -30,7 +30,7 @@ class Times:
     f: Time = 1.0
     i: Time = 1.0
     w: Time = 1.0
-    p2p: float = 0.0
+    p2p: Number = 0.0
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -44,12 +44,12 @@ class Times:
                 if not is_time:
                     raise ValueError(f"pipelining.Times: {each.name}={given!r} must be finite and at least 0")
 
-    def of(self, action: Action) -> float:
+    def of(self, action: Action) -> Number:
         """How long an action computes. Errors: ValueError where a list has no entry for its stage."""
         letters = {"F": "f", "I": "i", "W": "w", "B": "iw"}[action.kind]
         return sum(self._at(letter, action.stage) for letter in letters)
 
-    def _at(self, letter: str, stage: int) -> float:
+    def _at(self, letter: str, stage: int) -> Number:
         given = getattr(self, letter)
         if not isinstance(given, Sequence):
             return given
@@ -92,7 +92,7 @@ def _run(order: Order, ranks: Sequence[int], times: Times) -> list[Event]:
         for actions in order
     ]
     places, free = [0] * len(order), [0] * len(order)
-    done: dict[Action, float] = {}
+    done: dict[Action, Number] = {}
     events: list[Event] = []
     moved = True
     while moved:
@@ -119,7 +119,7 @@ def _run(order: Order, ranks: Sequence[int], times: Times) -> list[Event]:
 
 
 def _needs(
-    action: Action, ranks: Sequence[int], done: Mapping[Action, float], sends: bool
+    action: Action, ranks: Sequence[int], done: Mapping[Action, Number], sends: bool
 ) -> list[tuple[Action, bool]]:
     """What an action waits for, and whether that comes from another rank."""
     stage, kind, m = action.stage, action.kind, action.microbatch
@@ -141,7 +141,7 @@ def _deadlock(
     queues: list[list[tuple[int, Action]]],
     places: list[int],
     ranks: Sequence[int],
-    done: dict[Action, float],
+    done: dict[Action, Number],
     sends: bool,
 ) -> OrderFault:
     """The fault of ranks that wait for each other, with the cycle."""

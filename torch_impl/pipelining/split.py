@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 
 from torch_impl.pipelining.anatomy import NAME, Anatomy, anatomy_of
+from torch_impl.pipelining.arguments import Number
 from torch_impl.pipelining.csv_schedule import read_csv
 from torch_impl.pipelining.partition import calculate_virtual_stages, stage_to_rank
 from torch_impl.pipelining.rules import Rule, rule_of, stages_fault
@@ -33,8 +34,8 @@ def split_model_into_stages(
     round_to_pp_multiple: str | None = None,
     *,
     pipeline_parallel_schedule_csv: str | None = None,
-    embed_cost: float = 0.0,
-    head_cost: float = 0.0,
+    embed_cost: Number = 0.0,
+    head_cost: Number = 0.0,
 ) -> tuple[list[PipelineStage], list[nn.Module]]:
     """The stages of this rank and their modules, ascending. The model is used up: its modules move to the stages.
 

@@ -9,6 +9,7 @@ from fractions import Fraction
 from functools import cached_property
 
 from torch_impl.pipelining.action import Action
+from torch_impl.pipelining.arguments import Number
 
 WIDEST = 400  # columns of a grid; where times have no common measure, columns are a share of the whole
 
@@ -19,8 +20,8 @@ class Event:
 
     rank: int
     action: Action
-    start: float
-    stop: float
+    start: Number
+    stop: Number
 
 
 @dataclass(frozen=True)
@@ -35,30 +36,30 @@ class Timeline:
         return [event for event in self.events if event.rank == rank]
 
     @cached_property
-    def makespan(self) -> float:
+    def makespan(self) -> Number:
         return max((event.stop for event in self.events), default=0)
 
     @cached_property
-    def busy(self) -> tuple[float, ...]:
+    def busy(self) -> tuple[Number, ...]:
         """Time in which each rank computes."""
         return tuple(sum(event.stop - event.start for event in self.of(rank)) for rank in range(self.pp_size))
 
     @property
-    def idle(self) -> tuple[float, ...]:
+    def idle(self) -> tuple[Number, ...]:
         return tuple(self.makespan - busy for busy in self.busy)
 
     @property
-    def bubble(self) -> tuple[float, ...]:
+    def bubble(self) -> tuple[Number, ...]:
         """Idle time of each rank as a fraction of the makespan."""
         return tuple(idle / self.makespan for idle in self.idle)
 
-    def live(self, rank: int) -> list[tuple[float, int]]:
+    def live(self, rank: int) -> list[tuple[Number, int]]:
         """(time, chunks whose activations the rank holds from then on).
 
         A chunk's activations live from the start of F to the end of B, or of W where the backward is cut. What ends
         at a time makes room for what starts then.
         """
-        changes: dict[float, list[int]] = {}
+        changes: dict[Number, list[int]] = {}
         for event in self.of(rank):
             if event.action.kind == "F":
                 changes.setdefault(event.start, []).append(1)
@@ -99,7 +100,7 @@ class Timeline:
         ]
         return "\n".join([head, *rows])
 
-    def _measure(self) -> tuple[int, float]:
+    def _measure(self) -> tuple[int, Number]:
         """Columns of the grid, and the time of one."""
         times = [Fraction(time) for event in self.events for time in (event.start, event.stop)]
         denominator = math.lcm(*(time.denominator for time in times))
