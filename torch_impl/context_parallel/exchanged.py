@@ -7,7 +7,7 @@ after another, and brings the gradients of its own keys home.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -31,6 +31,7 @@ KVHeads = Float[Tensor, "b hk s p"]
 AddGradients = Callable[[int, Buffer, Callable[[], Buffer]], None]
 
 
+@runtime_checkable  # so that annotations can be held to it
 class Exchange(Protocol):
     """How keys come from all ranks and their gradients go back. K and V are one buffer, gradients float32 or wider."""
 
