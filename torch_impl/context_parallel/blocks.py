@@ -91,7 +91,7 @@ def add_gradients(
         _add(dv, shares[2], part.keys, part.key_places)
 
 
-def _add(total: Heads, share: Float[Tensor, "b h r p"], rows: Rows, places: Places | None) -> None:
+def _add(total: Heads, share: Float[Tensor, "c h r p"], rows: Rows, places: Places | None) -> None:
     if places is None:
         total[:, :, rows] += share
     else:
