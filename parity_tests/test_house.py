@@ -160,6 +160,7 @@ TESTS_OF_NO_SINGLE_FILE = {
     "mamba/outside_oracles.py": "the scan, the convolution and the layer against two other libraries",
     "mamba/refusals.py": "what a strategy refuses, in one table",
     "pipelining/schedule_refusals.py": "what a schedule is refused for, in one table",
+    "pipelining/tensor_parallel.py": "stages whose modules are cut by the parallelizer",
     "vocab_parallel/memory.py": "the live memory of every function there",
     "vocab_parallel/outside_oracles.py": "several functions against other libraries' on fixed cases",
     "vocab_parallel/real_text.py": "the log-probabilities on a text, which is input and no component",

@@ -19,7 +19,8 @@ def shell(
 ) -> nn.Module:
     """A clone of a module without what is not kept. `taken` gives the module of a kept name.
 
-    Removed modules become None and are listed in `removed_modules`; a list becomes a dict by the old indices.
+    Removed modules become None, or are missing in the dict by old indices that a list becomes. `removed_modules` names
+    them all, also those of modules inside, as plans for tensor parallelism would.
     """
     clone = copy.copy(module)
     for name, table in vars(clone).items():
@@ -35,10 +36,19 @@ def shell(
         else:
             children[name] = None
     if isinstance(module, nn.ModuleList):
-        return nn.ModuleDict({name: child for name, child in children.items() if child is not None})
-    clone._modules = children
-    clone.__dict__["removed_modules"] = tuple(f"{prefix}{name}" for name, child in children.items() if child is None)
+        clone = nn.ModuleDict({name: child for name, child in children.items() if child is not None})
+    else:
+        clone._modules = children
+    clone.__dict__["removed_modules"] = tuple(_removed(children))
     return clone
+
+
+def _removed(children: Mapping[str, nn.Module | None]) -> Iterator[str]:
+    for name, child in children.items():
+        if child is None:
+            yield name
+        else:
+            yield from (f"{name}.{inside}" for inside in getattr(child, "removed_modules", ()))
 
 
 def run_as_family(inner: nn.Module, layers: str, count: int, standing_in: tuple[str, ...]) -> None:

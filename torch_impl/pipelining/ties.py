@@ -115,7 +115,10 @@ def _exchanged(gradient: Tensor, stage: PipelineStage, other: int) -> Tensor:
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    """What this rank holds of the gradient; zeros where backward did not come."""
+    """What this rank holds of the gradient, cut as the parameter is; zeros where backward did not come."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+    if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
+        parameter.grad = parameter.grad.redistribute(placements=parameter.placements)  # of embeddings it may be whole
+        return parameter.grad.to_local()
+    return parameter.grad
