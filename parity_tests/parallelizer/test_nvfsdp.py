@@ -101,6 +101,7 @@ def test_parity():
 MESHES = ({"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 3})
 OLDER = ({"data_parallel": 2, "tensor_parallel": 2}, {"data_parallel": 1, "context_parallel": 2})
 BOTH = ({"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2})
+REPLICAS = {"dp_replicate": 2}
 LAYER = {"qwen3": "Qwen3", "llama": "Llama", "gemma": "Gemma"}
 
 
@@ -109,12 +110,13 @@ LAYER = {"qwen3": "Qwen3", "llama": "Llama", "gemma": "Gemma"}
     [
         *((mesh, STRATEGIES[0]) for mesh in (*MESHES, *OLDER)),
         *((mesh, name) for mesh in BOTH for name in STRATEGIES[1:]),
+        (REPLICAS, "no_shard"),
     ],
     ids=str,
 )
 def test_three_steps_of_a_whole_model(mesh, strategy):
     """Losses, every gradient, and every weight after three steps of AdamW, against JAX."""
-    number = (*MESHES, *OLDER).index(mesh)
+    number = (*MESHES, *OLDER, REPLICAS).index(mesh)
     family = ("qwen3", "llama", "gemma")[number % 3]
     training = Training(Chosen(family, tied=number % 2 == 0), accumulation=2 if number % 2 else 1)
 

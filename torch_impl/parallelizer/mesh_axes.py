@@ -79,7 +79,9 @@ class MeshAxes:
     def loss_mesh(self) -> DeviceMesh:
         """The 1-D mesh of all ranks whose tokens differ."""
         parts = [name for name in (self.replicate, self.shard, self.data, self.cp) if name is not None]
-        return self.shard_mesh if len(parts) < 2 else _flattened(self.mesh, parts, "dp_cp")
+        if not parts:
+            return self.shard_mesh
+        return self.mesh[parts[0]] if len(parts) == 1 else _flattened(self.mesh, parts, "dp_cp")
 
 
 def mesh_axes(device_mesh: DeviceMesh) -> MeshAxes:
