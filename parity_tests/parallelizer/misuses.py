@@ -15,6 +15,7 @@ from torch_impl.parallelizer.tp_plan import check_plan
 
 QWEN3 = Chosen("qwen3")
 TIED = Chosen("llama", tied=True)
+NORM_OF_HEADS = Chosen("cohere", further=(("use_qk_norm", True), ("num_key_value_heads", 4)))
 ONE_KV_HEAD = Chosen("llama", further=(("num_key_value_heads", 1),))
 
 
@@ -73,6 +74,12 @@ MISUSES = {
         "tp={tp}",
         get_hf_tp_shard_plan,
         ONE_KV_HEAD,
+    ),
+    "a norm of all heads behind a part of them": Misuse(
+        "tp_shard_plan: 'model.layers.0.self_attn.q_norm' has weights for all 16 features of the heads, and key "
+        "'model.layers.*.self_attn.q_proj' leaves each rank a part of them; use colwise_gather_output",
+        get_hf_tp_shard_plan,
+        NORM_OF_HEADS,
     ),
     "a tie cut in two ways": Misuse(
         "tp_shard_plan: 'model.embed_tokens.weight' is S(1) and 'lm_head.weight' is S(0), but they share one parameter",

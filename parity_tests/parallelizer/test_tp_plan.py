@@ -182,12 +182,27 @@ def test_a_plan_is_applied_once():
     assert ranks.results == (True, True) and ranks.ledger.rows == []
 
 
-def test_a_norm_of_heads_that_the_plan_leaves_out_is_told():
+PHI = Chosen("phi", further=(("qk_layernorm", True),))  # its own plan leaves the norms out
+
+
+@pytest.mark.parametrize(("chosen", "norm"), [(QWEN3, "q_norm"), (PHI, "q_layernorm")], ids=str)
+def test_a_norm_of_heads_that_the_plan_leaves_out_is_told(chosen, norm):
     def body(mesh, case):
-        model = empty(QWEN3, device="meta")
+        model = empty(chosen, device="meta")
         plan = {key: style for key, style in get_hf_tp_shard_plan(model).items() if "norm" not in key}
-        with pytest.warns(UserWarning, match=r"'model.layers.0.self_attn.q_norm' is not in the plan while"):
+        with pytest.warns(UserWarning, match=rf"'model.layers.0.self_attn.{norm}' is not in the plan while"):
             check_plan(model, plan, mesh.device_mesh)
+        return True
+
+    assert on_ranks(body).results == (True, True)
+
+
+def test_a_layer_with_parameters_inside_is_refused():
+    def body(mesh, case):
+        model = empty(Chosen("llama"), device="meta")
+        model.lm_head.adapter = nn.Linear(3, 2, device="meta")
+        with pytest.raises(ValueError, match=r"key 'lm_head': .* this Linear has 'adapter.weight' inside"):
+            check_plan(model, get_hf_tp_shard_plan(model), mesh.device_mesh)
         return True
 
     assert on_ranks(body).results == (True, True)

@@ -27,6 +27,13 @@ def placements_of(style: ParallelStyle, module: nn.Module) -> dict[str, Placemen
     if not isinstance(module, nn.Linear | nn.Embedding):
         kind = type(module).__name__
         raise ValueError(f"{type(style).__name__} cuts Linear and Embedding, not {kind}; choose another style")
+    inner = next((name for name in names if "." in name), None)
+    if inner is not None:
+        kind = type(module).__name__
+        raise ValueError(
+            f"{type(style).__name__} cuts a layer's own parameters, and this {kind} has {inner!r} inside; "
+            "put what is added beside the layer, or merge it"
+        )
     is_linear = isinstance(module, nn.Linear)
     if isinstance(style, ColwiseParallel):
         return {name: Shard(0 if is_linear else 1) for name in names}

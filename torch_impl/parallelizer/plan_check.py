@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -17,7 +17,10 @@ from torch_impl.parallelizer.placements import placements_of
 from torch_impl.parallelizer.plan_keys import styled_modules
 
 HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads", "v_proj": "num_key_value_heads"}
-NORMS = {"q_norm": "q_proj", "k_norm": "k_proj"}  # of each head, behind the projection that makes the heads
+NORMS = {  # behind the projection that makes the heads
+    **dict.fromkeys(("q_norm", "q_layernorm", "query_layernorm"), "q_proj"),
+    **dict.fromkeys(("k_norm", "k_layernorm", "key_layernorm"), "k_proj"),
+}
 Styled = Mapping[str, tuple[str, Any]]
 
 
@@ -30,8 +33,9 @@ def check_plan(
 
     Errors: TypeError for a model, plan, key, style or mesh of another kind. ValueError for an empty plan or none over
             several ranks, a key that matches nothing, a module that two keys mean or that is already cut, a style
-            that cannot cut its module, heads that the ranks cannot share, a shared parameter cut in two ways, and
-            packed halves under FSDP over several ranks. A norm of heads that the plan leaves out is a UserWarning.
+            that cannot cut its module, heads that the ranks cannot share, a norm of all heads behind a part of them,
+            a shared parameter cut in two ways, and packed halves under FSDP over several ranks. A norm of each head
+            that the plan leaves out is a UserWarning.
     """
     refuse(model, plan, tp_mesh, fsdp_size)
     if tp_mesh.size() > 1:
@@ -60,6 +64,8 @@ def refuse_sizes(model: nn.Module, plan: Mapping[str, ParallelStyle], tp: int, f
     for name, (key, style) in styled.items():
         placements |= _module_placements(model, name, key, style)
     _check_heads(model, styled, tp)
+    if tp > 1:
+        _check_norms(model, styled)
     _check_ties(model, placements)
     _check_packed(placements, fsdp_size)
 
@@ -128,16 +134,35 @@ def _check_packed(placements: Mapping[str, Placement], fsdp_size: int) -> None:
         )
 
 
-def _warn_of_norms(model: nn.Module, styled: Styled) -> None:
-    """A norm behind heads that are cut, left out of the plan, gets the gradient of this rank's heads alone."""
+def _norms_of_cut_heads(model: nn.Module, styled: Styled) -> Iterator[tuple[str, nn.Module, str]]:
+    """Name, module and key of the projection of each norm that the plan leaves out behind heads that it cuts."""
     for name, module in model.named_modules():
         path, _, leaf = name.rpartition(".")
-        key, style = styled.get(f"{path}.{NORMS.get(leaf)}", (None, None))
+        key, style = styled.get(f"{path}.{NORMS.get(leaf)}", ("", None))
         if name not in styled and _leaves_heads_cut(style) and next(module.parameters(), None) is not None:
-            warnings.warn(
-                f"tp_shard_plan: {name!r} is not in the plan while {key!r} cuts the heads before it, so its gradient "
-                "is that of this rank's heads; add it as replicated_with_grad_allreduce",
-                UserWarning,
-                stacklevel=3,
+            yield name, module, key
+
+
+def _check_norms(model: nn.Module, styled: Styled) -> None:
+    """A norm with a weight for each feature of all heads cannot stand behind a part of them."""
+    for name, module, key in _norms_of_cut_heads(model, styled):
+        path, _, leaf = name.rpartition(".")
+        features = getattr(model.get_submodule(f"{path}.{NORMS[leaf]}"), "out_features", None)
+        if next(module.parameters()).numel() == features:
+            raise ValueError(
+                f"tp_shard_plan: {name!r} has weights for all {features} features of the heads, and key {key!r} leaves "
+                "each rank a part of them; use colwise_gather_output for the projections and rowwise_split_input "
+                "behind attention, or leave attention out of the plan"
             )
-            return
+
+
+def _warn_of_norms(model: nn.Module, styled: Styled) -> None:
+    """A norm behind heads that are cut, left out of the plan, gets the gradient of this rank's heads alone."""
+    for name, _, key in _norms_of_cut_heads(model, styled):
+        warnings.warn(
+            f"tp_shard_plan: {name!r} is not in the plan while {key!r} cuts the heads before it, so its gradient "
+            "is that of this rank's heads; add it as replicated_with_grad_allreduce",
+            UserWarning,
+            stacklevel=3,
+        )
+        return
