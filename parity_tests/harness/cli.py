@@ -243,6 +243,8 @@ def _sizes(given: Sequence[str] | None, flag: str) -> dict[str, int]:
         name, equals, value = text.partition("=")
         if not equals or not value.isdigit():
             raise ValueError(f"{flag} {text!r} is not NAME=NUMBER, such as tp=4")
+        if name.strip() in sizes:
+            raise ValueError(f"{flag} {text!r} says {name.strip()!r} a second time; give each size once")
         sizes[name.strip()] = int(value)
     return sizes
 
