@@ -88,6 +88,5 @@ def _probed_value(owner: Any, name: str) -> Any:
 def _missing(owner: Any, name: str) -> RuntimeError:
     where = getattr(owner, "__name__", type(owner).__name__)
     return RuntimeError(
-        f"parallelizer: torch {torch.__version__} has no {where}.{name}, which is needed here; "
-        "use torch 2.11 to 2.13"
+        f"parallelizer: torch {torch.__version__} has no {where}.{name}, which is needed here; use torch 2.11 to 2.13"
     )

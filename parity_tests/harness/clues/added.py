@@ -6,11 +6,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from parity_tests.harness.clues.arithmetic import known_number
 from parity_tests.harness.evidence import Evidence
 
 
 def added(evidence: Evidence) -> Iterator[str]:
-    """What came is what should have, and an input some times more, or less by the input."""
+    """What came is what should have, and an input some times more, or less by the input; a named number says more."""
+    if any(known_number(evidence)):
+        return
     for name, x in evidence.inputs.items():
         if not x.any():
             continue
