@@ -134,7 +134,6 @@ WITHOUT_A_TEST_OF_ITS_OWN = {
     "models/tensor_parallel.py": "tested through the model",
     "pipelining/_torch_compat.py": "tested through schedules of files",
     "pipelining/action.py": "tested through files and orders",
-    "pipelining/anatomy.py": "tested through models in stages",
     "pipelining/parallelize_fn.py": "tested through the names of the page",
     "pipelining/stage_module.py": "tested through models in stages",
     "pipelining/stage_names.py": "tested through models in stages",

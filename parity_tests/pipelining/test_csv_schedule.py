@@ -204,8 +204,9 @@ def test_a_file_for_other_sizes_is_told_with_its_cell(sizes, words):
 def test_a_file_that_is_not_there_is_told_with_its_argument(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"pipeline_parallel_schedule_csv='.*none.csv' does not exist"):
         read_csv(tmp_path / "none.csv")
-    with pytest.raises(ValueError, match=CELL):
-        read_csv(tmp_path)
+    for path in (tmp_path, "no\0path"):
+        with pytest.raises(ValueError, match=CELL):
+            read_csv(path)
 
 
 @given(st.data(), named_orders(ranks=range(1, 4), most=4), st.booleans())

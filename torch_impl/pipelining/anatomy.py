@@ -15,7 +15,7 @@ NAME = "split_model_into_stages"
 @dataclass(frozen=True)
 class Anatomy:
     """Names of modules: `inner` has the layers, at `layers`; `first` stand before them, `last` after; `shared` have no
-    parameters and go to every stage."""
+    parameters and go to every stage; of `first`, `idle` have none and are the first stage's all the same."""
 
     inner: str
     layers: str
@@ -23,12 +23,14 @@ class Anatomy:
     first: tuple[str, ...]
     last: tuple[str, ...]
     shared: tuple[str, ...]
+    idle: tuple[str, ...]
 
     @property
-    def after_layers(self) -> tuple[str, ...]:
-        """What stands after the layers in the same module, by its name there."""
+    def handed_through(self) -> tuple[str, ...]:
+        """What a forward without these hands its input through, by its name beside the layers: what stands after
+        them, and before them what has no parameters, as dropout."""
         prefix = f"{self.inner}." if self.inner else ""
-        return tuple(name.removeprefix(prefix) for name in self.last if name.startswith(prefix))
+        return tuple(name.removeprefix(prefix) for name in (*self.idle, *self.last) if name.startswith(prefix))
 
     @property
     def heads(self) -> tuple[str, ...]:
@@ -49,16 +51,24 @@ class Anatomy:
 def anatomy_of(model: nn.Module) -> Anatomy:
     """By the model's own plan for pipelines where it has one, else by the names that transformers gives.
 
-    Errors: ValueError for a model without a list of layers.
+    Errors: ValueError for a model without a list of layers, or with one that nothing tells the ends of.
     """
     inner = _inner(model)
     module = model.get_submodule(inner)
     prefix = f"{inner}." if inner else ""
     planned = [name for name in _plan(module) if isinstance(getattr(module, name, None), nn.Module)]
     layers = next((name for name in planned if isinstance(getattr(module, name), nn.ModuleList)), "layers")
+    if not isinstance(getattr(module, layers, None), nn.ModuleList):
+        lists = [f"{prefix}{name}" for name, child in module.named_children() if isinstance(child, nn.ModuleList)]
+        raise ValueError(
+            f"pipelining.{NAME}: {type(model).__name__} has its layers in {' and '.join(map(repr, lists))}; what "
+            f"stands before and after them is known of models that have them in {prefix + layers!r}, or a "
+            "base_model_pp_plan"
+        )
     before = planned[: planned.index(layers)] if layers in planned else ["embed_tokens"]
     after = planned[planned.index(layers) + 1 :] if layers in planned else ["norm"]
-    others = {name: child for name, child in module.named_children() if name not in {layers, *before, *after}}
+    children = dict(module.named_children())
+    others = {name: child for name, child in children.items() if name not in {layers, *before, *after}}
     outer = {name: child for name, child in model.named_children() if inner and name != inner.partition(".")[0]}
     encoders = [f"{prefix}{name}" for name in others if name in MULTIMODAL]
     encoders += [name for name in outer if name in MULTIMODAL]
@@ -73,6 +83,7 @@ def anatomy_of(model: nn.Module) -> Anatomy:
             [f"{prefix}{name}" for name, child in others.items() if not _has_parameters(child)]
             + [name for name, child in outer.items() if not _has_parameters(child) and name not in MULTIMODAL]
         ),
+        tuple(f"{prefix}{name}" for name in before if name in children and not _has_parameters(children[name])),
     )
 
 

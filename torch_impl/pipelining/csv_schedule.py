@@ -84,7 +84,7 @@ def _rows(path: str | os.PathLike[str], argument: str) -> list[list[str]]:
         rows = list(csv.reader(io.StringIO(text, newline="")))
     except FileNotFoundError:
         raise FileNotFoundError(2, f"{argument}={shown!r} does not exist; pass the path of a CSV file") from None
-    except (IsADirectoryError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, ValueError, csv.Error) as error:
         raise ValueError(
             f"{argument}={shown!r} row 1, column 1: is no CSV text ({error}); pass a file of actions"
         ) from None

@@ -134,6 +134,6 @@ def _part(model: nn.Module, names: Sequence[Sequence[str]], stage: int, own: Seq
 def _patch(module: nn.Module, parts: Anatomy, patch_inner: bool, patch_outer: bool) -> None:
     inner = module.get_submodule(parts.inner)
     if patch_inner:
-        run_as_family(inner, parts.layers.rpartition(".")[2], parts.count, parts.after_layers)
+        run_as_family(inner, parts.layers.rpartition(".")[2], parts.count, parts.handed_through)
     if parts.inner and patch_outer:
         run_head(module, inner, parts.heads)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -54,14 +55,19 @@ def _removed(children: Mapping[str, nn.Module | None]) -> Iterator[str]:
 def run_as_family(inner: nn.Module, layers: str, count: int, standing_in: tuple[str, ...]) -> None:
     """Have the module with the layers take ids or hidden states and return a tensor; in place."""
     family = type(inner).forward
+    ends = bool(standing_in) and getattr(inner, standing_in[-1]) is not None  # what stands last of all is here
 
     def whole(*args: Any, **kwargs: Any) -> Any:
-        with _stood_in(inner, layers, count, standing_in):
+        with _stood_in(inner, layers, count, standing_in, kwargs.get("inputs_embeds")):
             return family(inner, *args, **kwargs)
 
     def forward(x: Tensor, **kwargs: Any) -> Tensor:
-        found = whole(**_named(x), use_cache=False, **kwargs)
-        return found if isinstance(found, Tensor) else found[0]
+        with _stood_in(inner, layers, count, standing_in, _named(x).get("inputs_embeds")) as handed:
+            found = family(inner, **_named(x), use_cache=False, **kwargs)
+            left = found if isinstance(found, Tensor) else found[0]
+            if not ends:
+                handed.check(count, left)
+        return left
 
     inner.__dict__["run_whole"] = whole
     inner.forward = forward
@@ -93,21 +99,51 @@ def _named(x: Tensor) -> dict[str, Tensor]:
 
 
 @contextlib.contextmanager
-def _stood_in(inner: nn.Module, layers: str, count: int, standing_in: tuple[str, ...]) -> Iterator[None]:
+def _stood_in(
+    inner: nn.Module, layers: str, count: int, standing_in: tuple[str, ...], entering: Tensor | None
+) -> Iterator[_HandedOn]:
     """Inside, the layers are a list of all, and what is missing hands on its input."""
     held: Mapping[str, nn.Module] = getattr(inner, layers)
     own = dict(held.items())
-    replaced: dict[str, Any] = {layers: [own.get(str(number), _handed_on) for number in range(count)]}
-    replaced |= {name: _handed_on for name in standing_in if getattr(inner, name) is None}
+    handed = _HandedOn(type(inner).__name__, {int(number) for number in own}, entering)
+    replaced: dict[str, Any] = {
+        layers: [own[str(n)] if str(n) in own else functools.partial(handed, n) for n in range(count)]
+    }
+    replaced |= {name: _handed_through for name in standing_in if getattr(inner, name) is None}
     inner.__dict__.update(replaced)
     try:
-        yield
+        yield handed
     finally:
         for name in replaced:
             del inner.__dict__[name]
 
 
-def _handed_on(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+class _HandedOn:
+    """Stands in for the layers of other stages, which get what the one before gave: else the family does something of
+    its own in between, which every stage would do again."""
+
+    def __init__(self, family: str, own: set[int], entering: Tensor | None) -> None:
+        self.family, self.own = family, own
+        self.given = {} if entering is None else {-1: entering}
+
+    def __call__(self, layer: int, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.check(layer, x)
+        self.given[layer] = x
+        return x
+
+    def check(self, layer: int, x: Tensor) -> None:
+        """What a layer gets, or what leaves the last one. Errors: ValueError."""
+        if layer - 1 in self.own or (layer == 0 and not self.given):
+            return  # what an own layer or the embedding gave is not known here
+        if self.given.get(layer - 1) is not x:
+            raise ValueError(
+                f"pipelining.split_model_into_stages: {self.family} does something to hidden states beside its "
+                f"embedding, layers and norm, before layer {layer} or instead of it; no stage can do that for all, so "
+                "use one stage, or put it into a layer"
+            )
+
+
+def _handed_through(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return x
 
 

@@ -14,7 +14,10 @@ ARGUMENT = "module_names_per_stage"
 
 
 def check_names(model: nn.Module, parts: Anatomy, given: object) -> list[list[str]]:
-    """Names as given, without those that the model has not. Errors: TypeError; ValueError."""
+    """Names as given, without those that the model has not, with what has no parameters and forward calls.
+
+    Errors: TypeError; ValueError.
+    """
     if not isinstance(given, (list, tuple)) or not all(isinstance(names, (list, tuple)) for names in given):
         raise TypeError(f"pipelining.{NAME}: {ARGUMENT} is a {type(given).__name__}; pass a list of lists of names")
     if not given:
@@ -40,7 +43,8 @@ def check_names(model: nn.Module, parts: Anatomy, given: object) -> list[list[st
                     raise ValueError(
                         f"pipelining.{NAME}: {ARGUMENT}[{stage}] has {name!r}, which belongs to the {where} stage"
                     )
-    return stages
+    needed = [(*parts.idle, *parts.shared), *[parts.shared] * (len(stages) - 1)]
+    return [[*names, *(name for name in own if name not in names)] for names, own in zip(stages, needed, strict=True)]
 
 
 def _check_layers(parts: Anatomy, stages: Sequence[Sequence[str]]) -> None:
