@@ -75,6 +75,12 @@ MISUSES = {
         get_hf_tp_shard_plan,
         ONE_KV_HEAD,
     ),
+    "queries cut and values whole": Misuse(
+        "tp_shard_plan: key 'model.layers.*.self_attn.q_proj' cuts heads, and 'model.layers.0.self_attn.v_proj' beside "
+        "it is not in the plan, so that heads of different ranks would meet; give it the same style",
+        lambda model: {key: style for key, style in get_hf_tp_shard_plan(model).items() if "v_proj" not in key},
+        Chosen("llama", further=(("num_key_value_heads", 4),)),
+    ),
     "a norm of all heads behind a part of them": Misuse(
         "tp_shard_plan: 'model.layers.0.self_attn.q_norm' has weights for all 16 features of the heads, and key "
         "'model.layers.*.self_attn.q_proj' leaves each rank a part of them; use colwise_gather_output",

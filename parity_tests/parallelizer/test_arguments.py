@@ -28,6 +28,18 @@ MISUSES = [
     ({"dp": 2}, dict(), ValueError, r"device_mesh: axis 'dp' of \('dp',\) is not known"),
     ({"tp": 1, "data_parallel": 2}, dict(), ValueError, "device_mesh: axes .* mix older names"),
     (DP, dict(mp_policy=torch.bfloat16), TypeError, "mp_policy: is a dtype; pass a MixedPrecisionPolicy or None"),
+    (
+        DP,
+        dict(mp_policy=MixedPrecisionPolicy(param_dtype="bf16")),  # pyright: ignore[reportArgumentType]
+        TypeError,
+        "mp_policy: its param_dtype is 'bf16'; pass a dtype of floats or None",
+    ),
+    (
+        DP,
+        dict(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.int8)),
+        TypeError,
+        "mp_policy: its reduce_dtype is torch.int8; pass a dtype of floats or None",
+    ),
     (DP, dict(offload_policy=True), TypeError, "offload_policy: is a bool; pass a CPUOffloadPolicy or None"),
     (DP, dict(activation_checkpointing=1), TypeError, "activation_checkpointing: is 1, a int; pass True or False"),
     (DP, dict(reshard_after_forward=2), TypeError, "reshard_after_forward: is 2, a int; pass True or False"),
@@ -93,18 +105,30 @@ def test_misuse(mesh, edit, kind, said):
     assert ranks.ledger.rows == []
 
 
-@pytest.mark.parametrize("wrapped", ["model", "block"])
+@pytest.mark.parametrize("wrapped", ["", "model.layers.1", "model.layers.1.mlp"])
 def test_a_model_that_is_parallel_already(wrapped):
     def body(view, case):
         model = made(Chosen("llama"), torch.float32)
-        fsdp2_strategy_parallelize(model if wrapped == "model" else model.model.layers[1], view.device_mesh)
+        fsdp2_strategy_parallelize(model.get_submodule(wrapped), view.device_mesh)
         with pytest.raises(ValueError) as error:
             fsdp2_strategy_parallelize(model, view.device_mesh, MixedPrecisionPolicy())
         return str(error.value)
 
-    name = "FSDPLlamaForCausalLM" if wrapped == "model" else "'model.layers.1'"
+    name = repr(wrapped) if wrapped else "FSDPLlamaForCausalLM"
     said = f"model: {name} is already an FSDPModule; parallelize a model once"
     assert run(body, CaseSpec(scheme="twice", mesh=DP)).results == (said,) * 2
+
+
+def test_a_replica_of_torch_is_parallel_already():
+    def body(view, case):
+        model = nn.Sequential(
+            nn.parallel.DistributedDataParallel(nn.Linear(2, 2), process_group=view.device_mesh.get_group())
+        )
+        with pytest.raises(ValueError, match=r"model: '0' is a DistributedDataParallel; pass the module inside it"):
+            fsdp2_strategy_parallelize(model, view.device_mesh)
+        return True
+
+    assert run(body, CaseSpec(scheme="ddp", mesh={"dp_shard": 1})).results == (True,)
 
 
 def test_a_plan_for_one_rank_cuts_nothing():

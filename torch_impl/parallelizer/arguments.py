@@ -8,10 +8,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.nn.parallel import DistributedDataParallel
 
 from torch_impl.parallelizer.mesh_axes import MeshAxes, mesh_axes
 from torch_impl.parallelizer.plan_check import check_kinds, check_plan
-from torch_impl.parallelizer.units import blocks
 
 Plan = Mapping[str, ParallelStyle]
 
@@ -26,9 +26,7 @@ def checked_axes(
     """
     check_kinds(model, tp_shard_plan)
     axes = mesh_axes(device_mesh)
-    taken = next((name for name, module in _own_units(model) if isinstance(module, FSDPModule)), None)
-    if taken is not None:
-        raise ValueError(f"model: {taken} is already an FSDPModule; parallelize a model once")
+    _refuse_parallel(model)
     if axes.tp_mesh is not None:
         check_plan(model, tp_shard_plan, axes.tp_mesh, fsdp_size=axes.shard_size if fsdp_size is None else fsdp_size)
     return axes
@@ -40,6 +38,11 @@ def checked_bool(name: str, value: object) -> bool:
     return value
 
 
-def _own_units(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    names = {id(module): name for name, module in model.named_modules()}
-    return [(type(model).__name__, model), *((repr(names[id(block)]), block) for block in blocks(model))]
+def _refuse_parallel(model: nn.Module) -> None:
+    """ValueError where data parallelism was applied to the model, or to any part of it, over whatever ranks."""
+    for name, module in model.named_modules():
+        shown = repr(name) if name else type(model).__name__
+        if isinstance(module, FSDPModule):
+            raise ValueError(f"model: {shown} is already an FSDPModule; parallelize a model once")
+        if isinstance(module, DistributedDataParallel):
+            raise ValueError(f"model: {shown} is a DistributedDataParallel; pass the module inside it")

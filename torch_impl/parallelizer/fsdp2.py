@@ -92,6 +92,10 @@ def _policy(model: nn.Module, given: MixedPrecisionPolicy | None) -> MixedPrecis
     if given is not None and not isinstance(given, MixedPrecisionPolicy):
         raise TypeError(f"mp_policy: is a {type(given).__name__}; pass a MixedPrecisionPolicy or None")
     if given is not None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            dtype = getattr(given, name)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise TypeError(f"mp_policy: its {name} is {dtype!r}; pass a dtype of floats or None")
         return given
     if any(parameter.dtype == torch.float64 for parameter in model.parameters()):
         return MixedPrecisionPolicy()

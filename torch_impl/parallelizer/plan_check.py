@@ -33,9 +33,9 @@ def check_plan(
 
     Errors: TypeError for a model, plan, key, style or mesh of another kind. ValueError for an empty plan or none over
             several ranks, a key that matches nothing, a module that two keys mean or that is already cut, a style
-            that cannot cut its module, heads that the ranks cannot share, a norm of all heads behind a part of them,
-            a shared parameter cut in two ways, and packed halves under FSDP over several ranks. A norm of each head
-            that the plan leaves out is a UserWarning.
+            that cannot cut its module, heads that the ranks cannot share, heads cut in part of attention, a norm of
+            all heads behind a part of them, a shared parameter cut in two ways, and packed halves under FSDP over
+            several ranks. A norm of each head that the plan leaves out is a UserWarning.
     """
     refuse(model, plan, tp_mesh, fsdp_size)
     if tp_mesh.size() > 1:
@@ -65,6 +65,7 @@ def refuse_sizes(model: nn.Module, plan: Mapping[str, ParallelStyle], tp: int, f
         placements |= _module_placements(model, name, key, style)
     _check_heads(model, styled, tp)
     if tp > 1:
+        _check_siblings(model, styled)
         _check_norms(model, styled)
     _check_ties(model, placements)
     _check_packed(placements, fsdp_size)
@@ -108,6 +109,21 @@ def _check_heads(model: nn.Module, styled: Styled, tp: int) -> None:
                 raise ValueError(
                     f"tp_shard_plan: key {key!r} cuts heads, and {count}={number} does not divide by tp={tp}; "
                     f"use a tp that divides it, or leave attention out of the plan"
+                )
+
+
+def _check_siblings(model: nn.Module, styled: Styled) -> None:
+    """Heads of which only queries, or only keys or values, are this rank's are paired with those of another rank."""
+    for name, (key, style) in styled.items():
+        path, _, leaf = name.rpartition(".")
+        if leaf not in HEADS or not _leaves_heads_cut(style):
+            continue
+        for other in HEADS:
+            beside = f"{path}.{other}" if path else other
+            if beside not in styled and isinstance(getattr(model.get_submodule(path), other, None), nn.Module):
+                raise ValueError(
+                    f"tp_shard_plan: key {key!r} cuts heads, and {beside!r} beside it is not in the plan, so that "
+                    "heads of different ranks would meet; give it the same style, or leave attention out of the plan"
                 )
 
 
