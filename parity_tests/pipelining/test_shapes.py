@@ -168,6 +168,32 @@ def test_a_batch_of_another_size_is_refused_where_it_comes_in():
     assert run(body, case_of(1)).ledger.rows == []
 
 
+def test_a_length_that_running_did_not_find_is_refused_where_it_comes_in():
+    def body(mesh, case):
+        stages, schedule = built(mesh, "LoopedBFS", torch.float32)
+        ids, targets = tokens(OF, 4)
+        for _ in range(2):
+            step(schedule, stages, ids, targets)
+        with pytest.raises(ValueError, match=r"args\[0\] has s=4, the first step had s=5; call reset_pp_stage_shapes"):
+            step(schedule, stages, ids[:, :4], targets[:, :4])
+        reset_pp_stage_shapes(schedule, stages, OF.config, ROWS, 4)
+        return len(step(schedule, stages, ids[:, :4], targets[:, :4]))
+
+    assert run(body, case_of(1)).results == (4,)
+
+
+def test_a_step_without_what_it_needs_is_refused_where_that_is_due():
+    def body(mesh, case):
+        _, schedule = built(mesh, "GPipe", torch.float32)
+        ids, targets = tokens(OF, 4)
+        last = mesh.rank("pp")
+        words = "target=None on the rank of the last stage" if last else "args is empty on the rank of the first stage"
+        with pytest.raises(ValueError, match=words):
+            schedule.step(*([ids] if last else []), target=None if last else targets, losses=[])
+
+    assert run(body, case_of(2)).ledger.rows == []
+
+
 def test_what_cannot_be_told_is_refused():
     def body(mesh, case):
         stages, schedule = built(mesh, "LoopedBFS", torch.float32)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-from torch_impl.pipelining._torch_compat import emitted_dtype, forget_shapes, set_static_shapes, stages_of
+from torch_impl.pipelining._torch_compat import emitted_dtype, forget_shapes, of_torch, set_static_shapes, stages_of
 from torch_impl.pipelining.arguments import check_positive
 
 
@@ -115,25 +115,46 @@ def _floats(microbatch: int, length: int, width: int, dtype: torch.dtype) -> Ten
 def refuse_other_sizes(schedule: Any, stages: Sequence[PipelineStage], local_batch_size: int) -> None:
     """Wrap the schedule's `step`, so that a batch of another size is a ValueError where it comes in; in place."""
     step = schedule.step
+    lengths: set[int] = set()  # that stages have seen since they found shapes by running
 
     def checked_step(*args: Any, target: Any = None, **kwargs: Any) -> Any:
+        _check_given(schedule, stages, args or set(kwargs) - {"losses", "return_outputs"}, target)
         for name, x in (*((f"args[{at}]", x) for at, x in enumerate(args)), ("target", target)):
             if isinstance(x, Tensor) and x.ndim:
-                _check_batch(name, x, stages, local_batch_size)
-        return step(*args, target=target, **kwargs)
+                _check_batch(name, x, stages, local_batch_size, lengths)
+        returned = step(*args, target=target, **kwargs)
+        lengths.update(x.shape[1] for x in args if isinstance(x, Tensor) and x.ndim > 1)
+        return returned
 
     schedule.step = checked_step
 
 
-def _check_batch(name: str, x: Tensor, stages: Sequence[PipelineStage], local_batch_size: int) -> None:
+def _check_given(schedule: Any, stages: Sequence[PipelineStage], given: Any, target: Any) -> None:
+    """The first stage's rank has what enters, the last one's targets, which torch would only miss on its way."""
+    if any(stage.is_first for stage in stages) and not given:
+        raise ValueError("pipelining.step: args is empty on the rank of the first stage; pass what enters the model")
+    if any(stage.is_last for stage in stages) and target is None and of_torch(schedule, "_loss_fn") is not None:
+        raise ValueError("pipelining.step: target=None on the rank of the last stage; pass what loss_fn compares with")
+
+
+def _check_batch(
+    name: str, x: Tensor, stages: Sequence[PipelineStage], local_batch_size: int, lengths: set[int]
+) -> None:
     if x.shape[0] != local_batch_size:
         raise ValueError(
             f"pipelining.step: {name} has {x.shape[0]} rows, the schedule was built for "
             f"local_batch_size={local_batch_size}; pass as many"
         )
     key = getattr(stages[0], "static_key", None)
-    if key and name != "target" and x.ndim > 1 and x.shape[1] != key[1]:
+    if name == "target" or x.ndim < 2:
+        return
+    if key and x.shape[1] != key[1]:
         raise ValueError(
             f"pipelining.step: {name} has s={x.shape[1]}, the stages were told seq_len={key[1]}; call "
+            "reset_pp_stage_shapes on every rank first"
+        )
+    if not key and lengths and x.shape[1] not in lengths:
+        raise ValueError(
+            f"pipelining.step: {name} has s={x.shape[1]}, the first step had s={min(lengths)}; call "
             "reset_pp_stage_shapes on every rank first"
         )
