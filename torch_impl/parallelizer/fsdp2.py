@@ -91,11 +91,11 @@ def _policy(model: nn.Module, given: MixedPrecisionPolicy | None) -> MixedPrecis
     """What was given; else bfloat16 with float32 sums, and nothing narrower than it is for a float64 model."""
     if given is not None and not isinstance(given, MixedPrecisionPolicy):
         raise TypeError(f"mp_policy: is a {type(given).__name__}; pass a MixedPrecisionPolicy or None")
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(given, name, None)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"mp_policy: its {name} is {dtype!r}; pass a dtype of floats or None")
     if given is not None:
-        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
-            dtype = getattr(given, name)
-            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise TypeError(f"mp_policy: its {name} is {dtype!r}; pass a dtype of floats or None")
         return given
     if any(parameter.dtype == torch.float64 for parameter in model.parameters()):
         return MixedPrecisionPolicy()
