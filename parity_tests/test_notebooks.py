@@ -2,6 +2,7 @@
 
 import importlib.util
 import time
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -28,11 +29,12 @@ def sources(notebook):
 
 
 def kinds(notebook):
-    """What each cell shows, without what it says: text, figures, pages."""
-    return [
-        [sorted(output.get("data", {"text/plain": ""})) for output in cell.get("outputs", [])]
+    """What each cell shows, without what it says: text, figures, pages. A stream may come in any number of pieces."""
+    shown = [
+        [tuple(sorted(output.get("data", {"text": ""}))) for output in cell.get("outputs", [])]
         for cell in notebook.cells
     ]
+    return [[kind for kind, _ in groupby(cell)] for cell in shown]
 
 
 @pytest.mark.parametrize("script", execute.SCRIPTS, ids=lambda script: script.stem)

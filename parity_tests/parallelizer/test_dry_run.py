@@ -9,7 +9,7 @@ from torch import nn
 from parity_tests import CaseSpec
 from parity_tests.harness.engines.run import run
 from parity_tests.parallelizer.families import OWN, Chosen, batch, empty, made
-from parity_tests.parallelizer.test_fsdp2 import parallelized
+from parity_tests.parallelizer.parallelized import parallelized
 from parity_tests.parallelizer.training import accumulated
 from torch_impl.parallelizer.dry_run import dry_run
 from torch_impl.parallelizer.tp_styles import translate_to_torch_parallel_style

@@ -13,16 +13,15 @@ from jax_ref.parallelizer.train_step import mean_loss as reference_loss
 from parity_tests import CaseSpec, Cost, check, every_case, ids, scheme, token_below, values
 from parity_tests.harness.engines.run import run
 from parity_tests.parallelizer.families import Chosen, batch, made
+from parity_tests.parallelizer.parallelized import TENSOR_PARALLEL, parallelized
 from parity_tests.parallelizer.promise import broken
 from parity_tests.parallelizer.steps import dims, held, mean_loss, paths, specs
 from parity_tests.parallelizer.training import Training, accumulated, on_mesh, whole
-from torch_impl.parallelizer import get_hf_tp_shard_plan
 from torch_impl.parallelizer.fsdp2 import fsdp2_strategy_parallelize
 
 # Norms of each head and a tied head; biases, and two layers of which only the last stays whole; fused projections.
 ONE = (("num_hidden_layers", 1),)
 QWEN3, LLAMA, PHI3 = Chosen("qwen3", True, ONE), Chosen("llama"), Chosen("phi3", True, ONE)
-TENSOR_PARALLEL = {"tp", "tensor_parallel"}
 
 
 def declared(chosen, mesh, **further):
@@ -43,14 +42,6 @@ def declared(chosen, mesh, **further):
 
 def step(mesh, chosen, parameters, token, target, policy, microbatches=1, **switches):
     return mean_loss(mesh, chosen, parameters, token, target, parallelized(policy, **switches), microbatches)
-
-
-def parallelized(policy=None, **switches):
-    def parallelize(model, device_mesh):
-        plan = get_hf_tp_shard_plan(model) if TENSOR_PARALLEL & set(device_mesh.mesh_dim_names) else None
-        return fsdp2_strategy_parallelize(model, device_mesh, policy, plan, **switches)
-
-    return parallelize
 
 
 def own_dtype(parameters):
