@@ -192,6 +192,9 @@ def test_a_norm_of_heads_that_the_plan_leaves_out_is_told(chosen, norm):
         plan = {key: style for key, style in get_hf_tp_shard_plan(model).items() if "norm" not in key}
         with pytest.warns(UserWarning, match=rf"'model.layers.0.self_attn.{norm}' is not in the plan while"):
             check_plan(model, plan, mesh.device_mesh)
+        plan[f"model.layers.*.self_attn.{norm}"] = translate_to_torch_parallel_style("replicate")
+        with pytest.warns(UserWarning, match=rf"'model.layers.0.self_attn.{norm}' is replicate while"):
+            check_plan(model, plan, mesh.device_mesh)
         return True
 
     assert on_ranks(body).results == (True, True)

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch_impl.parallelizer.packed_styles import halves
 from torch_impl.parallelizer.placements import placements_of
 from torch_impl.parallelizer.plan_keys import styled_modules
+from torch_impl.parallelizer.whole_styles import Whole
 
 HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads", "v_proj": "num_key_value_heads"}
 NORMS = {  # behind the projection that makes the heads
@@ -151,11 +152,12 @@ def _check_packed(placements: Mapping[str, Placement], fsdp_size: int) -> None:
 
 
 def _norms_of_cut_heads(model: nn.Module, styled: Styled) -> Iterator[tuple[str, nn.Module, str]]:
-    """Name, module and key of the projection of each norm that the plan leaves out behind heads that it cuts."""
+    """Name, module and key of the projection of each norm that is left out, or replicated, behind cut heads."""
     for name, module in model.named_modules():
         path, _, leaf = name.rpartition(".")
         key, style = styled.get(f"{path}.{NORMS.get(leaf)}", ("", None))
-        if name not in styled and _leaves_heads_cut(style) and next(module.parameters(), None) is not None:
+        is_summed = name in styled and type(styled[name][1]) is not Whole
+        if not is_summed and _leaves_heads_cut(style) and next(module.parameters(), None) is not None:
             yield name, module, key
 
 
@@ -173,10 +175,11 @@ def _check_norms(model: nn.Module, styled: Styled) -> None:
 
 
 def _warn_of_norms(model: nn.Module, styled: Styled) -> None:
-    """A norm behind heads that are cut, left out of the plan, gets the gradient of this rank's heads alone."""
+    """Left out or replicated, a norm behind heads that are cut gets the gradient of this rank's heads alone."""
     for name, _, key in _norms_of_cut_heads(model, styled):
+        said = "is replicate" if name in styled else "is not in the plan"
         warnings.warn(
-            f"tp_shard_plan: {name!r} is not in the plan while {key!r} cuts the heads before it, so its gradient "
+            f"tp_shard_plan: {name!r} {said} while {key!r} cuts the heads before it, so its gradient "
             "is that of this rank's heads; add it as replicated_with_grad_allreduce",
             UserWarning,
             stacklevel=3,
