@@ -142,6 +142,11 @@ def refused(mesh, case):
             {"patch_stage_backward_maybe_with_nosync": 1},
             "TypeError: .*patch_stage_backward_maybe_with_nosync=1 is a int; pass True or False",
         ),
+        ({"device": None}, "TypeError: .*device is a NoneType; pass a torch.device"),
+        (
+            {"tensor_dtype": "float32", "seq_len": 5},
+            "TypeError: .*tensor_dtype='float32' is no dtype; pass one of torch",
+        ),
         ({"parallelize_fn": 3}, "TypeError: .*parallelize_fn is a int; pass a function"),
     ],
 )

@@ -14,7 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch_impl.pipelining.arguments import check_positive, check_switch
 from torch_impl.pipelining.parallelize_fn import ParallelizeFnProtocol
 from torch_impl.pipelining.schedule import build_pipeline_schedule, check_schedule_arguments
-from torch_impl.pipelining.shapes import _precompute_stage_shapes
+from torch_impl.pipelining.shapes import _get_hidden_and_vocab_size, _precompute_stage_shapes
 from torch_impl.pipelining.split import split_model_into_stages
 
 NAME = "pipeline_model"
@@ -75,6 +75,10 @@ def pipeline_model(
         scale_grads,
     )
     config = getattr(model, "config", None)
+    if seq_len is not None:
+        _get_hidden_and_vocab_size(config)
+    if tensor_dtype is not None and not isinstance(tensor_dtype, torch.dtype):
+        raise TypeError(f"pipelining.{NAME}: tensor_dtype={tensor_dtype!r} is no dtype; pass one of torch, or None")
     stages, parts = split_model_into_stages(
         model,
         world_mesh,

@@ -54,6 +54,9 @@ def split_model_into_stages(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"pipelining.{NAME}: model is a {type(model).__name__}; pass an nn.Module")
+    if not isinstance(device, (torch.device, str)):
+        raise TypeError(f"pipelining.{NAME}: device is a {type(device).__name__}; pass a torch.device")
+    place = torch.device(device)
     ranks, rank = _checked_axis(pp_mesh, pp_axis_name)
     if pp_schedule is None and pipeline_parallel_schedule_csv is None:
         raise ValueError(f"pipelining.{NAME}: pp_schedule=None and pipeline_parallel_schedule_csv=None; pass one")
@@ -80,8 +83,7 @@ def split_model_into_stages(
     consume(model, f"this {type(model).__name__} was split into {count} stages, which have its modules; call those")
     group = pp_mesh.get_group(pp_axis_name)
     stages: list[Any] = [
-        PipelineStage(module, stage, count, torch.device(device), group=group)
-        for stage, module in zip(own, modules, strict=True)
+        PipelineStage(module, stage, count, place, group=group) for stage, module in zip(own, modules, strict=True)
     ]
     for stage in stages:
         stage.tied_copies = ties
