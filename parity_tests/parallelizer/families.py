@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from parity_tests.parallelizer.float64 import Float64Throughout, keep_float64
 
@@ -47,16 +48,12 @@ class Chosen:
 
     @property
     def config(self) -> Any:
-        from transformers import AutoConfig
-
         told = {**SIZES, **OWN.get(self.family, {}), **dict(self.further), "tie_word_embeddings": self.tied}
         return AutoConfig.for_model(self.family, **told)
 
 
 def empty(chosen: Chosen, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Any:
     """The model of a configuration, its buffers as transformers makes them."""
-    from transformers import AutoModelForCausalLM
-
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(chosen.config, dtype=dtype)
     return model.train()
