@@ -18,3 +18,7 @@ def test_a_scheme_knows_no_world_but_its_mesh(key):
 def test_a_scheme_on_gloo(key):
     report = SCHEMES[key].verify(engine="gloo", examples=4)
     assert report.ok, str(report)
+
+
+def test_a_scheme_that_a_tests_own_wrapper_declares_is_among_them():
+    assert "colwise_linear" in {made.name for made in SCHEMES.values()}

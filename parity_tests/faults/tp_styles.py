@@ -69,7 +69,6 @@ PARTS = (
         old="to_local(grad_placements=[Partial()])",
         new="to_local()",
         expect="value: ",
-        survives="what sees it stands in test_tp_styles.py, whose schemes are not in the table of built-in ones",
     ),
     Fault(
         name="a forward that leaves its local parameters behind",
@@ -130,7 +129,6 @@ CUTS = (
         old="return summed(output, mesh)",
         new="return output",
         expect="value: ",
-        survives="what sees it stands in test_tp_styles.py, whose schemes are not in the table of built-in ones",
     ),
     Fault(
         name="gate and up of an expert cut as one",
