@@ -141,7 +141,7 @@ def test_the_module_is_the_command():
 def test_a_component_whose_package_is_missing_is_named_and_left_out(monkeypatch, tmp_path):
     folder = tmp_path / "parity_tests" / "parallelizer"
     folder.mkdir(parents=True)
-    (folder / "test_wanting.py").write_text("import transformers.nothing_of_this_name  # @scheme\n")
+    (folder / "test_wanting.py").write_text("import transformers.nothing_of_this_name  # scheme(\n")
     monkeypatch.setattr(discover, "PACKAGE", tmp_path / "parity_tests")
     monkeypatch.setattr(discover, "_imported", lambda path: exec(path.read_text(), {}))
     assert discover.built_in() == []
