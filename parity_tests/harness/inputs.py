@@ -137,15 +137,3 @@ def local_shape(arg: Argument, case: CaseSpec, coords: Mapping[str, int], custom
 def coordinates(mesh: Mapping[str, int]) -> Sequence[dict[str, int]]:
     """Mesh coordinates of every rank, in rank order."""
     return [dict(zip(mesh, index, strict=True)) for index in np.ndindex(*mesh.values())]
-
-
-def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree of parameters that paths such as `params.weight` name."""
-    tree: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        *folders, name = path.split(".")
-        branch = tree
-        for folder in folders:
-            branch = branch.setdefault(folder, {})
-        branch[name] = leaf
-    return tree

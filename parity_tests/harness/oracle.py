@@ -21,6 +21,7 @@ from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.declared import Declared
 from parity_tests.harness.program import Program
 from parity_tests.harness.rounding import POOL, derivative_with_rounding
+from parity_tests.harness.tree import nested
 
 DIRECTIONS = 8
 MOST_COMPILED = 250
@@ -139,7 +140,7 @@ def _build(scheme: Declared, options: Mapping[str, Any], wanted: Mapping[str, tu
     integer = {arg.name for arg in scheme.outputs if not arg.differentiable}
 
     def split(arguments: Any) -> tuple[Any, Any]:
-        parts = _named(scheme, wanted, scheme.reference(**inputs.nested(arguments), **options))
+        parts = _named(scheme, wanted, scheme.reference(**nested(arguments), **options))
         return {n: v for n, v in parts.items() if n not in integer}, {n: v for n, v in parts.items() if n in integer}
 
     def value_and_gradient(fixed: Any, x: Any, c: Any) -> tuple[tuple[Any, Any], Any]:

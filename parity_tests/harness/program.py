@@ -19,6 +19,7 @@ from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.draws import Draw
 from parity_tests.harness.engines.failure import RankFault
 from parity_tests.harness.spec import Cut
+from parity_tests.harness.tree import nested
 from torch_impl.collectives.mesh import MeshView
 
 
@@ -55,7 +56,7 @@ class Program:
         leaves = {arg.name: self._leaf(arg, case, coords, device) for arg in self.inputs}
         before = {name: leaf.detach().clone() for name, leaf in leaves.items()}
         generator = torch.get_rng_state()
-        returned = self.fn(view, **inputs.nested(leaves), **case.options)
+        returned = self.fn(view, **nested(leaves), **case.options)
         outputs = self._flatten(returned, case, view, coords)
         wanted = [arg for arg in self.outputs if arg.differentiable and outputs[arg.name].requires_grad]
         fed = [self._cotangent(arg, case, coords).to(device) for arg in wanted]

@@ -14,6 +14,7 @@ from parity_tests.harness.case import DTYPES, CaseSpec
 from parity_tests.harness.compare import stitch
 from parity_tests.harness.oracle import feed
 from parity_tests.harness.spec import parse
+from parity_tests.harness.tree import nested
 
 MESH = {"dp": 2, "cp": 2, "tp": 3}
 AXES = tuple(MESH)
@@ -244,4 +245,4 @@ def test_outputs_have_cotangents_of_their_own():
 
 
 def test_nested_names():
-    assert inputs.nested({"a.b.c": 1, "a.b.d": 2, "a.e": 3, "f": 4}) == {"a": {"b": {"c": 1, "d": 2}, "e": 3}, "f": 4}
+    assert nested({"a.b.c": 1, "a.b.d": 2, "a.e": 3, "f": 4}) == {"a": {"b": {"c": 1, "d": 2}, "e": 3}, "f": 4}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jax_ref.mamba.mixer import Mamba2
+from parity_tests.harness.tree import flat
 
 RENAMED = {"in_proj.weight": "in_proj.kernel", "out_proj.weight": "out_proj.kernel", "conv1d.weight": "conv1d.kernel"}
 TURNED = {
@@ -29,9 +29,3 @@ def flax_mixer(parameters: Mapping[str, Any], **settings: Any) -> Mamba2:
         raise KeyError(f"parameters: {sorted(wanted - set(given))} are missing, {sorted(set(given) - wanted)} unknown")
     leaves = [(path, leaf.replace(given[".".join(map(str, path))])) for path, leaf in nnx.to_flat_state(state)]
     return nnx.merge(graph, nnx.from_flat_state(leaves))
-
-
-def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"conv1d": {"bias": x}}` as `{"conv1d.bias": x}`."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {".".join(key.key for key in path): leaf for path, leaf in leaves}

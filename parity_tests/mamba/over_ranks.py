@@ -13,7 +13,8 @@ from jax_ref.layouts import BUILTIN as DENSE_LAYOUTS
 from jax_ref.layouts import packed as packed_layout
 from parity_tests import CaseSpec, offsets, values
 from parity_tests.harness.engines.run import Ranks, run
-from parity_tests.mamba.by_name import flat, flax_mixer
+from parity_tests.harness.tree import flat
+from parity_tests.mamba.by_name import flax_mixer
 from parity_tests.mamba.made import PROJECTED, T
 from parity_tests.mamba.parameters import DRAW, SPECS, settings_of, sizes_of
 from torch_impl.mamba import Mamba2Mixer

@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.func import functional_call
 
+from parity_tests.harness.tree import flat
 from parity_tests.models.parameters import config_of
-from parity_tests.models.tree import flat
 from torch_impl.models import HybridConfig, HybridLM, Placement, RankStream, tensor_parallel_plan
 
 HEAD_DIM = 4

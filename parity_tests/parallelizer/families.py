@@ -59,6 +59,16 @@ def empty(chosen: Chosen, dtype: torch.dtype = torch.float64, device: str = "cpu
     return model.train()
 
 
+def exact(chosen: Chosen, dtype: torch.dtype) -> Any:
+    """`empty`; in float64 without one number of float32 inside."""
+    if dtype != torch.float64:
+        return empty(chosen, dtype)
+    with Float64Throughout():
+        model = empty(chosen, dtype)
+    keep_float64(model)
+    return model
+
+
 @cache
 def arrays(chosen: Chosen) -> dict[str, np.ndarray]:
     """Float64 values for each parameter, from its name alone; a tied head is left out."""
@@ -71,13 +81,8 @@ def arrays(chosen: Chosen) -> dict[str, np.ndarray]:
 
 
 def made(chosen: Chosen, dtype: torch.dtype = torch.float64) -> Any:
-    """The model with the values of `arrays`; in float64 without one number of float32 inside."""
-    if dtype == torch.float64:
-        with Float64Throughout():
-            model = empty(chosen, dtype)
-        keep_float64(model)
-    else:
-        model = empty(chosen, dtype)
+    """The model with the values of `arrays`, `exact`."""
+    model = exact(chosen, dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.from_numpy(arrays(chosen)[name]))

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parity_tests.parallelizer.families import Chosen, empty
-from parity_tests.parallelizer.float64 import Float64Throughout, keep_float64
+from parity_tests.harness.tree import flat
+from parity_tests.parallelizer.families import Chosen, empty, exact
 from parity_tests.parallelizer.whole_model import summed_loss
 from torch_impl.collectives import all_reduce
 from torch_impl.parallelizer import to_cpu
@@ -42,14 +42,6 @@ def dims(chosen: Chosen) -> dict[str, tuple[int, ...]]:
     return {letter: (size,) for size, letter in _letters(chosen).items() if size in used}
 
 
-def paths(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """`{"model": {"norm": x}}` as `{"model.norm": x}`."""
-    found: dict[str, Any] = {}
-    for name, leaf in tree.items():
-        found |= paths(leaf, f"{before}{name}.") if isinstance(leaf, Mapping) else {before + name: leaf}
-    return found
-
-
 def held(chosen: Chosen, ranks: int) -> tuple[int, int, int]:
     """Numbers in the blocks and in the rest, first dims rounded up to multiples of the ranks; and of parameters."""
     shapes = _shapes(chosen)
@@ -63,7 +55,7 @@ def mean_loss(
     microbatches: int = 1,
 ) -> Tensor:  # fmt: skip
     """The mean loss over the tokens of all ranks, a function of the parameters."""
-    axes, leaves = mesh_axes(mesh.device_mesh), paths(parameters)
+    axes, leaves = mesh_axes(mesh.device_mesh), flat(parameters)
     loss_group = axes.loss_mesh.get_group()
     tokens = all_reduce((targets >= 0).sum(), loss_group, out="R")
 
@@ -98,12 +90,7 @@ def _filled(chosen: Chosen, values: Mapping[str, Tensor]) -> Any:
     """The model with these values, in their dtype."""
     dtype = next(iter(values.values())).dtype
     with torch.random.fork_rng(devices=[]):
-        if dtype == torch.float64:
-            with Float64Throughout():
-                model = empty(chosen, dtype)
-            keep_float64(model)
-        else:
-            model = empty(chosen, dtype)
+        model = exact(chosen, dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(values[name])

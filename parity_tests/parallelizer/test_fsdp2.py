@@ -12,10 +12,11 @@ from jax_ref.parallelizer.decoder import from_state_dict
 from jax_ref.parallelizer.train_step import mean_loss as reference_loss
 from parity_tests import CaseSpec, Cost, check, every_case, ids, scheme, token_below, values
 from parity_tests.harness.engines.run import run
+from parity_tests.harness.tree import flat
 from parity_tests.parallelizer.families import Chosen, batch, made
 from parity_tests.parallelizer.parallelized import TENSOR_PARALLEL, parallelized
 from parity_tests.parallelizer.promise import broken
-from parity_tests.parallelizer.steps import dims, held, mean_loss, paths, specs
+from parity_tests.parallelizer.steps import dims, held, mean_loss, specs
 from parity_tests.parallelizer.training import Training, accumulated, on_mesh, whole
 from torch_impl.parallelizer.fsdp2 import fsdp2_strategy_parallelize
 
@@ -27,7 +28,7 @@ QWEN3, LLAMA, PHI3 = Chosen("qwen3", True, ONE), Chosen("llama"), Chosen("phi3",
 def declared(chosen, mesh, **further):
     """What the schemes have in common: rows over all axes but tp, parameters whole, values that a model may have."""
     tree, rows = specs(chosen, tuple(mesh)), "".join(f"/{axis}" for axis in mesh if axis not in TENSOR_PARALLEL)
-    ordinary = {f"parameters.{path}": values("normal") for path in paths(tree)}
+    ordinary = {f"parameters.{path}": values("normal") for path in flat(tree)}
     return {
         "mesh": mesh,
         "inputs": {"parameters": tree, "token": f"b{rows} s", "target": f"b{rows} s"},
@@ -46,13 +47,13 @@ def step(mesh, chosen, parameters, token, target, policy, microbatches=1, **swit
 
 def own_dtype(parameters):
     """No policy for float64, which is then float64's own; for float32 the one that changes nothing."""
-    first = next(iter(paths(parameters).values()))
+    first = next(iter(flat(parameters).values()))
     return None if first.dtype == torch.float64 else MixedPrecisionPolicy()
 
 
 def loss_of(chosen):
     def loss(parameters, token, target):
-        return reference_loss(from_state_dict(chosen.config, paths(parameters))(token), target)
+        return reference_loss(from_state_dict(chosen.config, flat(parameters))(token), target)
 
     return loss
 

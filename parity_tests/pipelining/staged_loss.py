@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from parity_tests.harness.tree import flat
 from parity_tests.parallelizer.families import made
-from parity_tests.parallelizer.steps import paths
 from parity_tests.parallelizer.whole_model import summed_loss
 from torch_impl.pipelining.gradient_scale import scale_grads_by_divisor
 from torch_impl.pipelining.pipeline import pipeline_model
@@ -15,7 +15,7 @@ STEPS = 2
 
 def staged_loss(mesh, chosen, parameters, ids, targets, schedule, is_told):
     """The mean loss over all tokens on the rank of the last stage, 0 on others; rows are micro-batches."""
-    leaves = paths(parameters)
+    leaves = flat(parameters)
     tokens = (targets >= 0).sum()
 
     def run(*values):

@@ -8,8 +8,9 @@ from jax_ref.parallelizer.decoder import from_state_dict
 from jax_ref.parallelizer.train_step import mean_loss
 from parity_tests import CaseSpec, check, every_case, ids, scheme, token_below, values
 from parity_tests.harness.engines.run import run
+from parity_tests.harness.tree import flat
 from parity_tests.parallelizer.families import Chosen, made
-from parity_tests.parallelizer.steps import dims, paths, specs
+from parity_tests.parallelizer.steps import dims, specs
 from parity_tests.pipelining.staged_loss import staged_loss
 from parity_tests.pipelining.whole_models import ROWS, loss_of, tokens
 from torch_impl.pipelining.rules import RULES
@@ -22,7 +23,7 @@ TIED, UNTIED = Chosen("qwen3", True, LAYERS), Chosen("llama", False, LAYERS)
 
 def loss_by(chosen):
     def loss(parameters, token, target):
-        return mean_loss(from_state_dict(chosen.config, paths(parameters))(token), target)
+        return mean_loss(from_state_dict(chosen.config, flat(parameters))(token), target)
 
     return loss
 
@@ -36,7 +37,7 @@ def declared(chosen):
         "inputs": {"parameters": tree, "token": "b s", "target": "b s"},
         "outputs": "pp=P",
         "draw": {
-            **{f"parameters.{path}": values("normal") for path in paths(tree)},
+            **{f"parameters.{path}": values("normal") for path in flat(tree)},
             "token": token_below("v"),
             "target": ids("v", ignore=-100),
         },

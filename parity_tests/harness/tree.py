@@ -1,4 +1,4 @@
-"""Trees of parameters as flat names."""
+"""Trees of parameters, and the same by the paths of their leaves."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     """`{"norm": {"weight": x}}` as `{"norm.weight": x}`."""
     leaves: dict[str, Any] = {}
     for name, value in tree.items():
-        leaves |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+        leaves |= flat(value, f"{before}{name}.") if isinstance(value, Mapping) else {f"{before}{name}": value}
     return leaves
 
 
