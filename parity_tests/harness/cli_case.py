@@ -1,0 +1,48 @@
+"""The verbs about one case: its picture, its replay, its timeline."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from parity_tests.harness import cli_complete
+from parity_tests.harness.cli_values import Dims, Mesh, Replay, sizes
+
+
+def draw(
+    target: Annotated[str, typer.Argument(help="A file or a scheme name.", autocompletion=cli_complete.targets)],
+    mesh: Mesh = None,
+    dim: Dims = None,
+    svg: Annotated[str | None, typer.Option(help="Write the picture as SVG.")] = None,
+) -> None:
+    """Pictures of a scheme's layouts and gradient types."""
+    from parity_tests.harness import listing
+
+    listing.pictures(target, {**sizes(mesh, "--mesh"), **sizes(dim, "--dim")}, svg)
+
+
+def replay(
+    file: Replay,
+    engine: Annotated[
+        str | None,
+        typer.Option(help="Another engine than the one recorded.", autocompletion=cli_complete.engines),
+    ] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="How many times.")] = 1,
+) -> None:
+    """Run one recorded case again."""
+    from parity_tests.harness import listing
+
+    raise typer.Exit(listing.replay_file(file, engine, repeat))
+
+
+def timeline(
+    file: Replay,
+    out: Annotated[
+        str, typer.Option(help="Where the JSON goes, - for standard output; open it in a trace viewer.")
+    ] = "timeline.json",
+) -> None:
+    """The collectives of a recorded case as a trace, one track per rank."""
+    from parity_tests.harness import listing
+
+    raise typer.Exit(listing.timeline(file, out))

@@ -1,0 +1,77 @@
+"""What --help shows under a verb's options: examples, and what the exit status means."""
+
+from __future__ import annotations
+
+EXAMPLES: dict[str, tuple[str, ...]] = {
+    "verify": (
+        "shardproof verify my_scheme.py",
+        "shardproof verify my_scheme.py --mesh cp=2,tp=2 --dim s=8 --engine gloo",
+        "shardproof verify 'vocab_parallel_*' --profile ci --json verdicts.json --quiet",
+    ),
+    "list": (
+        "shardproof list",
+        "shardproof list vocab_parallel_logprob --json",
+    ),
+    "draw": (
+        "shardproof draw my_scheme.py --mesh cp=4,tp=2 --dim s=16",
+        "shardproof draw vocab_parallel_logprob --mesh tp=4 --svg layouts.svg",
+    ),
+    "replay": (
+        "shardproof replay replay_975d73c9.py",
+        "shardproof replay replay_975d73c9.py --engine gloo --repeat 10",
+    ),
+    "timeline": ("shardproof timeline replay_975d73c9.py --out timeline.json",),
+    "schedule": (
+        "shardproof schedule zbv --pp 4 --microbatches 8",
+        "shardproof schedule 1f1b --pp 4 --microbatches 8 --times 1,1,2 --figure 1f1b.png",
+        "shardproof schedule interleaved1f1b --pp 2 --microbatches 4 --csv mine.csv --json",
+    ),
+    "train": (
+        "shardproof train --mesh dp=2,cp=2 --figure curves.png",
+        "shardproof train --mesh dp=2 --mesh tp=2 --steps 5 --quiet",
+        "shardproof train --mesh dp=2,tp=2 --checkpoint run --every 5 --resume",
+    ),
+    "trace": (
+        "shardproof trace --mesh dp=2,cp=2",
+        "shardproof trace --mesh cp=2 --dtype float32 --whole --json trace.json",
+    ),
+    "plan": (
+        "shardproof plan qwen3 --mesh dp=8,tp=4",
+        "shardproof plan transformers.LlamaConfig --mesh tp=2 --option num_hidden_layers=2",
+        "shardproof plan my_model.py:make_model --mesh dp_replicate=2,dp_shard=4",
+    ),
+    "tour": (
+        "shardproof tour",
+        "shardproof tour --examples 2 --figure tour.png",
+    ),
+}
+FIRST = (
+    "shardproof verify my_scheme.py --mesh tp=4",
+    "shardproof verify --help",
+)
+STATUS = {
+    0: "all equal",
+    1: "a mismatch: value, gradient, protocol, cost or hygiene",
+    2: "usage: a target, option or declaration that cannot be used",
+    3: "a rank failed: raised, died, deadlock, stalled",
+    4: "nothing ran",
+    130: "interrupted",
+}
+JUDGING = ("verify", "replay", "train", "trace", "tour")
+
+
+def epilog(verb: str | None) -> str:
+    """Examples of a verb, or of the command; and statuses, which a verb that judges has all of."""
+    lines = ["\b", "Examples:", *(f"  {line}" for line in (EXAMPLES[verb] if verb else FIRST))]
+    lines += ["", "\b", "Exit status:"]
+    told = STATUS if verb is None or verb in JUDGING else {0: "done", **{n: STATUS[n] for n in (2, 130)}}
+    return "\n".join([*lines, *(f"  {number:>3}  {what}" for number, what in told.items())])
+
+
+def versions() -> str:
+    """`shardproof 0.1.0 (Python 3.11.7, torch 2.13.0, jax 0.10.2)`."""
+    import platform
+    from importlib.metadata import version
+
+    beside = ", ".join(f"{name} {version(name)}" for name in ("torch", "jax"))
+    return f"shardproof {version('shardproof')} (Python {platform.python_version()}, {beside})"

@@ -1,0 +1,52 @@
+"""The verbs that only calculate: a pipeline schedule, and what cutting a model would do."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from parity_tests.harness import cli_complete
+from parity_tests.harness.cli_values import JsonFlag, Mesh, options, sizes, three
+
+
+def schedule(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="A schedule's name or its beginning (zbv), or a .csv file.", autocompletion=cli_complete.schedules
+        ),
+    ],
+    pp: Annotated[int | None, typer.Option(help="Ranks; for a file they are its rows.")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Micro-batches; for a file they are its own.")] = None,
+    stages_per_rank: Annotated[int | None, typer.Option(min=1, help="Default: 2, or what the schedule has.")] = None,
+    times: Annotated[
+        str, typer.Option(help="Forward, input gradient, weight gradient of a chunk.", metavar="F,I,W")
+    ] = "1,1,1",
+    p2p: Annotated[float, typer.Option(help="What a message between ranks takes.")] = 0.0,
+    json: JsonFlag = False,
+    figure: Annotated[str | None, typer.Option(help="Write the picture: a path ending in .png or .svg.")] = None,
+    csv: Annotated[str | None, typer.Option(help="Write the order as a CSV file.")] = None,
+) -> None:
+    """A pipeline schedule run on paper: who computes what and when, bubbles, live activations. Nothing is executed."""
+    from parity_tests.harness import schedule_picture
+    from torch_impl.pipelining.simulate import Times
+
+    given = Times(*three(times), p2p=p2p)
+    schedule_picture.show(target, pp, microbatches, stages_per_rank, given, json, figure, csv)
+
+
+def plan(
+    model: Annotated[
+        str, typer.Argument(help="qwen3, transformers.LlamaConfig, a folder with config.json, or file.py:factory.")
+    ],
+    mesh: Mesh = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of one rank's microbatch.")] = 4096,
+    option: Annotated[
+        list[str] | None, typer.Option(help="A field of the configuration: num_hidden_layers=80.", metavar="K=V")
+    ] = None,
+) -> None:
+    """What cutting a model over a mesh of any size would do: placements, bytes, collectives. Nothing runs."""
+    from parity_tests.harness import plan as dry
+
+    dry.show(model, sizes(mesh, "--mesh"), tokens, options(option))

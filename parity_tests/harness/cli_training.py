@@ -1,0 +1,87 @@
+"""The verbs about the training run: train and trace."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from parity_tests.harness import cli_complete
+from parity_tests.harness.cli_values import JsonPath, sizes
+
+Dtype = Annotated[str, typer.Option(help="float64 or float32.", autocompletion=cli_complete.of_run("DTYPES"))]
+Mamba = Annotated[
+    str,
+    typer.Option(
+        help="hidden (tokens for heads) or state (states passed on).", autocompletion=cli_complete.of_run("MAMBA")
+    ),
+]
+Attention = Annotated[
+    str, typer.Option(help="ring, all_gather or ulysses.", autocompletion=cli_complete.of_run("ATTENTION"))
+]
+Tied = Annotated[bool, typer.Option("--tied", help="Share the weight of embedding and head.")]
+
+
+def train(
+    mesh: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A mesh: dp=2,cp=2 of dp_replicate, dp_shard (or dp), cp, tp. Again for a further run.",
+            metavar="AXIS=N",
+            autocompletion=cli_complete.training_meshes,
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 20,
+    dtype: Dtype = "float64",
+    mamba: Mamba = "hidden",
+    attention: Attention = "ring",
+    tied: Tied = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of the weights and the batches.")] = 0,
+    engine: Annotated[
+        str, typer.Option(help="gloo, lockstep, nccl or torchrun.", autocompletion=cli_complete.engines)
+    ] = "gloo",
+    checkpoint: Annotated[str | None, typer.Option(help="Folder of checkpoints.", metavar="DIR")] = None,
+    every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 5,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    figure: Annotated[str | None, typer.Option(help="Where the figure of the last run goes.")] = None,
+    page: Annotated[str | None, typer.Option(help="Run the built-in list of meshes and write their table.")] = None,
+    json: JsonPath = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print one line for each run only.")] = False,
+) -> None:
+    """Train a small hybrid language model over a mesh; compare every step with one device."""
+    from parity_tests.training import page as meshes
+    from parity_tests.training import session
+    from parity_tests.training.run import Run
+
+    settings = {"steps": steps, "seed": seed, "is_tied": tied, "dtype": dtype, "mamba": mamba, "attention": attention}
+    settings |= {"checkpoint": checkpoint, "every": every, "resume": resume}
+    given = [sizes([text] if text else [], "--mesh") for text in mesh or [""]]
+    runs = meshes.runs(steps=steps, seed=seed) if page else [Run.on(each, **settings) for each in given]
+    raise typer.Exit(session.train(runs, session.Wanted(engine, figure, json, page, quiet)))
+
+
+def trace(
+    mesh: Annotated[
+        str,
+        typer.Option(
+            help="dp=2,cp=2 of dp_replicate, dp_shard (or dp), cp, tp.",
+            metavar="AXIS=N",
+            autocompletion=cli_complete.training_meshes,
+        ),
+    ] = "",
+    dtype: Dtype = "float64",
+    mamba: Mamba = "hidden",
+    attention: Attention = "ring",
+    tied: Tied = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of the weights and the batch.")] = 0,
+    engine: Annotated[str, typer.Option(help="gloo, lockstep or nccl.", autocompletion=cli_complete.engines)] = "gloo",
+    json: JsonPath = None,
+    whole: Annotated[bool, typer.Option("--whole", help="Print every tensor.")] = False,
+) -> None:
+    """Trace the first training step; name the first module whose tensors differ from one device's."""
+    from parity_tests.training import trace_session
+    from parity_tests.training.run import Run
+
+    settings = {"dtype": dtype, "mamba": mamba, "attention": attention, "is_tied": tied, "seed": seed}
+    run = Run.on(sizes([mesh] if mesh else [], "--mesh"), **settings, steps=1)
+    raise typer.Exit(trace_session.trace(run, engine, json, whole))

@@ -1,0 +1,91 @@
+"""The verbs about schemes: verify, list, tour."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from parity_tests.harness import cli_complete
+from parity_tests.harness.cli_values import Dims, JsonFlag, JsonPath, Mesh, Quiet, options, sizes
+
+Targets = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Files, folders, scheme names or globs; none: every built-in scheme.", autocompletion=cli_complete.targets
+    ),
+]
+
+
+def verify(
+    targets: Targets = None,
+    engine: Annotated[
+        str, typer.Option(help="lockstep, gloo, nccl or torchrun.", autocompletion=cli_complete.engines)
+    ] = "lockstep",
+    examples: Annotated[int | None, typer.Option(min=1, help="Cases per scheme; default: the profile's.")] = None,
+    profile: Annotated[
+        str,
+        typer.Option(
+            help="quick (8 cases of one shape), dev (20), ci (60) or nightly (2000).",
+            autocompletion=cli_complete.profiles,
+        ),
+    ] = "dev",
+    seed: Annotated[int, typer.Option(min=0, help="Another number gives other cases.")] = 0,
+    mesh: Mesh = None,
+    dim: Dims = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="float64, float32, bfloat16 or float16; default: the scheme's.", autocompletion=cli_complete.dtypes
+        ),
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(help="An option of the scheme: temperature=2.0.", metavar="K=V")
+    ] = None,
+    fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first scheme that is not equal.")] = False,
+    jax_cache: Annotated[str | None, typer.Option(help="Folder that keeps JAX's compiled references.")] = None,
+    json: JsonPath = None,
+    junit: Annotated[str | None, typer.Option(help="Write the verdicts as JUnit XML.")] = None,
+    quiet: Quiet = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print every scheme's tensors and the ledger of one case.")
+    ] = False,
+) -> None:
+    """Compare schemes with their references on drawn cases."""
+    from parity_tests.harness import session
+
+    wanted = session.Wanted(
+        engine=engine,
+        examples=examples,
+        profile=profile,
+        seed=seed,
+        names={**sizes(mesh, "--mesh"), **sizes(dim, "--dim"), **options(option)},
+        dtype=dtype,
+        fail_fast=fail_fast,
+        jax_cache=jax_cache,
+        json=json,
+        junit=junit,
+        quiet=quiet,
+        verbose=verbose,
+    )
+    raise typer.Exit(session.verify(targets or [], wanted))
+
+
+def list_schemes(
+    pattern: Annotated[str, typer.Argument(help="A glob over scheme names.", autocompletion=cli_complete.names)] = "*",
+    json: JsonFlag = False,
+) -> None:
+    """The table of schemes: name, mesh, specs, reference, file."""
+    from parity_tests.harness import listing
+
+    listing.show(pattern, json)
+
+
+def tour(
+    figure: Annotated[str, typer.Option(help="Where the figure goes.")] = "shardproof_verify.png",
+    examples: Annotated[int, typer.Option(min=1, help="Cases per scheme.")] = 8,
+) -> None:
+    """Everything at once on this CPU: all built-in schemes, real text, three planted bugs, one figure."""
+    from parity_tests.harness import tour as first_run
+
+    raise typer.Exit(first_run.run(figure, examples))
