@@ -15,6 +15,7 @@ import numpy as np
 
 from jax_ref.layouts import BUILTIN, check_partition, uncuttable
 from jax_ref.layouts.draw import DIGITS
+from parity_tests.harness import colours
 from parity_tests.harness.spec import Spec
 
 if TYPE_CHECKING:
@@ -29,9 +30,7 @@ PROMISES = {
 WHOLE = "whole on every rank"
 WIDEST = 96  # positions written one by one; beyond, runs are counted
 MOST_RUNS = 24
-# Okabe and Ito's colours, which stay apart for every kind of colour vision; black, the eighth, is left to the text.
-COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#BBBBBB")
-DARK = ("#0072B2", "#D55E00", "#009E73")
+STRIPS = (0.32, 0.66)  # where the strips of a figure begin, and how wide they are
 
 Layouts = Mapping[str, Callable[[int, int], Sequence[np.ndarray]]]
 
@@ -53,11 +52,6 @@ class Strip:
 
 def digit(rank: int) -> str:
     return DIGITS[rank] if rank < len(DIGITS) else "?"
-
-
-def colour(rank: int) -> str:
-    """The colour of a rank; from rank 8 they come round again, and the digit tells."""
-    return COLOURS[rank % len(COLOURS)]
 
 
 def owner_strips(spec: Spec, sizes: Mapping[str, int], mesh: Mapping[str, int], layouts: Layouts) -> list[Strip]:
@@ -127,24 +121,24 @@ def figure(
         at = 0.0 if is_title else 0.02
         panel.text(at, -height, label, va="center", fontsize=9, family="monospace", weight="bold" if is_title else None)
         if isinstance(content, str):
-            panel.text(0.32, -height, content, va="center", fontsize=9)
+            panel.text(STRIPS[0], -height, content, va="center", fontsize=9)
         else:
-            _draw_strip(panel, content, -height)
+            draw_strip(panel, content, -height, *STRIPS)
     panel.set(xlim=(0, 1), ylim=(-len(rows) + 0.4, 0.6))
     panel.set_axis_off()
     panel.set_title("mesh " + " ".join(f"{axis}={size}" for axis, size in mesh.items()), fontsize=10, loc="left")
     return canvas
 
 
-def _draw_strip(panel: Any, owners: np.ndarray, height: float) -> None:
-    """One bar for each run of positions with one owner, its digit inside where there is room."""
-    left, width = 0.32, 0.66 / max(len(owners), 1)
+def draw_strip(panel: Any, owners: np.ndarray, height: float, left: float = 0.0, width: float = 1.0) -> None:
+    """One bar for each run of positions with one owner, from `left` on, its digit inside where there is room."""
+    step = width / max(len(owners), 1)
     for rank, run in groupby(owners.tolist()):
-        length = len(list(run)) * width
-        panel.barh(height, length, 0.8, left=left, color=colour(rank), edgecolor="white", linewidth=0.8)
-        if length > 0.012:
-            ink = "white" if colour(rank) in DARK else "black"
-            panel.text(left + length / 2, height, digit(rank), va="center", ha="center", fontsize=8, color=ink)
+        length, paint = len(list(run)) * step, colours.of_rank(rank)
+        panel.barh(height, length, 0.8, left=left, color=paint, edgecolor="white", linewidth=0.8)
+        if length > 0.012 * width:
+            ink = colours.ink(paint)
+            panel.text(left + length / 2, height, digit(rank), ha="center", va="center", fontsize=8, color=ink)
         left += length
 
 

@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from parity_tests.harness.compare import TensorRow, errors
+from parity_tests.harness.tiles import whole_numbers
 
 if TYPE_CHECKING:
     from parity_tests.harness.report import Report
 
 FLOOR = 1e-3  # ratios below are drawn as this: far inside the budget
+MOST_COLUMNS = 3  # of panels: more would be scaled down to the page
+PANEL, BAR = (2.7, 2.3), 0.9  # inches
 
 
 def html(report: Report) -> str:
@@ -24,7 +27,7 @@ def html(report: Report) -> str:
     if not drawable:
         return text
     out = io.BytesIO()
-    figure(report).savefig(out, format="png", dpi=110)
+    figure(report).savefig(out, format="png", dpi=100)
     picture = base64.b64encode(out.getvalue()).decode()
     return f'{text}<img alt="error over budget of each tensor" src="data:image/png;base64,{picture}">'
 
@@ -34,14 +37,18 @@ def figure(report: Report) -> Any:
     from matplotlib.figure import Figure
 
     rows = [row for row in report.rows if row.want.size]
-    canvas = Figure(figsize=(3.4 * len(rows) + 1.0, 2.9), layout="constrained")
-    axes = np.atleast_1d(np.asarray(canvas.subplots(1, len(rows))))
+    wide = min(len(rows), MOST_COLUMNS)
+    high = -(-len(rows) // wide)
+    canvas = Figure(figsize=(PANEL[0] * max(wide, 2) + BAR, PANEL[1] * high + 0.4), layout="constrained")
+    grid = canvas.subplots(high, wide, squeeze=False).ravel()
     image: Any = None
-    for panel, row in zip(axes, rows, strict=True):
+    for panel, row in zip(grid, rows, strict=False):
         image = _panel(panel, row)
-    bar = canvas.colorbar(image, ax=list(axes), shrink=0.9)
+    for spare in grid[len(rows) :]:
+        spare.set_axis_off()
+    bar = canvas.colorbar(image, ax=list(grid), shrink=0.9)
     bar.set_label("log10(error / budget)")
-    canvas.suptitle(f"{report.scheme.rpartition(':')[2]}: {report.verdict}")
+    canvas.suptitle(f"{report.scheme.rpartition(':')[2]}: {report.verdict}", fontsize=11)
     return canvas
 
 
@@ -49,22 +56,33 @@ def _panel(panel: Any, row: TensorRow) -> Any:
     ratio = errors(row.got, row.want, _float(row.dtype)) / row.budgets
     flat = np.log10(np.clip(ratio, FLOOR, 1 / FLOOR**2)).reshape(-1, row.want.shape[-1] if row.want.ndim else 1)
     image = panel.imshow(flat, cmap="RdBu_r", vmin=-3, vmax=3, aspect="auto", interpolation="nearest")
-    dims = row.argument.spec.dims
-    panel.set_title(f"{row.label}   {row.argument.spec}", fontsize=8)
-    panel.set_xlabel(str(dims[-1]) if dims else "")
-    panel.set_ylabel(" x ".join(map(str, dims[:-1])))
-    for at in _borders(row):
+    names = row.argument.spec.dim_names
+    panel.set_title(f"{row.label}\n{row.argument.spec}", fontsize=8)
+    panel.set_xlabel(names[-1] if names else "", fontsize=9)
+    panel.set_ylabel(" x ".join(names[:-1]), fontsize=9)
+    panel.tick_params(labelsize=8)
+    whole_numbers(panel)
+    if len(names) < 2:
+        panel.set_yticks([])
+    across, down = _borders(row)
+    for at in across:
         panel.axvline(at - 0.5, color="black", linewidth=0.8)
+    for at in down:
+        panel.axhline(at - 0.5, color="black", linewidth=0.8)
     return image
 
 
-def _borders(row: TensorRow) -> list[int]:
-    """Columns at which the owner of the last dim changes."""
+def _borders(row: TensorRow) -> tuple[list[int], list[int]]:
+    """Columns and rows of the drawn matrix at which the owner changes, by the last dim's cuts and by the others'."""
     dims = row.argument.spec.dims
-    if not dims or not dims[-1].cuts:
-        return []
-    changes = [np.diff(row.owners[cut.axis].reshape(-1, row.want.shape[-1])[0]) != 0 for cut in dims[-1].cuts]
-    return (np.flatnonzero(np.any(changes, axis=0)) + 1).tolist()
+    if not dims:
+        return [], []
+    width = row.want.shape[-1]
+    found = []
+    for cuts, axis in ((dims[-1].cuts, 1), ([cut for dim in dims[:-1] for cut in dim.cuts], 0)):
+        changes = [np.diff(row.owners[cut.axis].reshape(-1, width), axis=axis).any(1 - axis) for cut in cuts]
+        found.append((np.flatnonzero(np.any(changes, axis=0)) + 1).tolist() if cuts else [])
+    return found[0], found[1]
 
 
 def _float(dtype: str) -> str:

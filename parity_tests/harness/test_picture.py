@@ -8,7 +8,8 @@ import pytest
 
 from jax_ref.layouts import packed, ragged
 from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.picture import COLOURS, colour, figure, scheme_figure, scheme_picture, strips
+from parity_tests.harness.colours import of_rank
+from parity_tests.harness.picture import figure, scheme_figure, scheme_picture, strips
 from parity_tests.harness.spec import parse
 
 MESH = {"cp": 4, "tp": 2}
@@ -113,7 +114,7 @@ def test_the_figure_has_a_bar_for_each_run_in_its_rank_s_colour():
     spec = parse("s/cp:dual_chunk_swap v/tp", ("cp", "tp"))
     painted = bars(figure({"x": spec}, {"s": 16, "v": 6}, MESH))
     expected = [0, 1, 2, 3, 2, 1, 0, 0, 1]
-    assert [paint for paint, _ in painted] == [colour(rank).lower() for rank in expected]
+    assert [paint for paint, _ in painted] == [of_rank(rank).lower() for rank in expected]
     assert [round(width / painted[0][1]) for _, width in painted] == [
         1,
         1,
@@ -134,9 +135,3 @@ def test_the_figure_is_labelled():
     assert {"0", "1"} <= set(said)
     assert "whole on every rank" in [t.get_text() for t in figure({"x": parse("b", ())}, {"b": 1}, {}).axes[0].texts]
     assert scheme_figure(declared(), CASE).axes[0].get_title(loc="left") == "mesh cp=2 tp=2"
-
-
-def test_eight_colours_then_round_again():
-    assert len(set(COLOURS)) == 8
-    assert [colour(rank) for rank in range(8)] == list(COLOURS)
-    assert colour(8) == colour(0)

@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from parity_tests.harness.colours import LINES, WRONG
 from parity_tests.harness.report import Report
 
 LEFT, RIGHT = 1e-4, 1e8  # ratios outside are drawn at the edge
-# Of Okabe and Ito's colours, which stay apart for every kind of colour vision; the marks differ in shape as well, and
-# in height, so that neither hides the other.
-MARKS = {"output": ("#0072B2", "o", 0.13), "gradient": ("#E69F00", "s", -0.13)}
-OVER = "#D55E00"
+# The marks differ in shape as well, and in height, so that neither hides the other.
+MARKS = {"output": (LINES[0], "o", 0.13), "gradient": (LINES[3], "s", -0.13)}
 
 
 @dataclass(frozen=True)
@@ -74,4 +73,4 @@ def _draw_line(panel: Any, line: Line, height: float) -> None:
             [at], [height + lift], s=26, marker=mark, color=colour, edgecolors="white", linewidths=0.5, zorder=3
         )
     over = max(line.ratios.values(), default=0.0) > 1
-    panel.text(RIGHT * 20, height, line.headroom, ha="right", va="center", fontsize=8, color=OVER if over else "black")
+    panel.text(RIGHT * 20, height, line.headroom, ha="right", va="center", fontsize=8, color=WRONG if over else "black")

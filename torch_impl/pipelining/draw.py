@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = {"F": "#7aa6d6", "B": "#e8a15c", "I": "#f2c46d", "W": "#8fc08a"}
+# Apart for every kind of colour vision, and light enough for black numbers.
+COLOURS = {"F": "#a9c9ea", "B": "#e0703a", "I": "#f3e79b", "W": "#7e6ba8"}
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 INCHES_PER_RANK, WIDTH = 0.45, 11.0
 SMALLEST_TEXT = 0.006  # of the makespan: narrower boxes have no number
@@ -52,6 +53,7 @@ def paint(ax: Axes, timeline: Timeline, title: str = "") -> None:
     handles.append(Patch(facecolor="white", edgecolor="0.8", hatch="////", label="idle"))
     ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=7, frameon=False)
     ax.set(
+        xlabel="time",
         yticks=range(timeline.pp_size),
         yticklabels=[f"rank {rank}" for rank in range(timeline.pp_size)],
         xlim=(0, float(timeline.makespan) or 1),

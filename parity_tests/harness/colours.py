@@ -1,0 +1,66 @@
+"""The colours of every figure: one for each rank, wherever it is drawn, and another set for whatever is no rank.
+
+Both sets stay apart for every kind of colour vision (test_colours.py), and a rank has its number beside its colour, a
+line its mark, so that a figure can be read without colours as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Okabe and Ito's colours, a grey for their black, in an order in which neighbouring ranks differ most.
+RANKS = ("#D55E00", "#56B4E9", "#F0E442", "#0072B2", "#E69F00", "#009E73", "#444444", "#CC79A7")
+# Of Paul Tol's, for lines and marks on white.
+LINES = ("#332288", "#EE3377", "#33BBEE", "#DDAA33", "#661100")
+MARKS = ("o", "s", "^", "D", "v")
+STYLES = ("-", "--", "-.", ":")
+RIGHT, WRONG = LINES[0], LINES[1]
+DARKEST_WITH_BLACK = 0.18  # relative luminance: on darker ground white has more contrast
+
+
+def of_rank(rank: int) -> str:
+    """The colour of a rank; from rank 8 they come round again, and the number tells."""
+    return RANKS[rank % len(RANKS)]
+
+
+def of_ranks(world: int) -> list[str]:
+    """The colours of ranks 0 to world - 1."""
+    return [of_rank(rank) for rank in range(world)]
+
+
+def rank_map(world: int) -> dict[str, Any]:
+    """Keywords for `imshow` of a matrix of ranks: `panel.imshow(owners, **rank_map(4))`. -1 or nan stays white."""
+    from matplotlib.colors import ListedColormap
+
+    return {
+        "cmap": ListedColormap(of_ranks(world)).with_extremes(under="white", bad="white"),
+        "vmin": -0.5,
+        "vmax": world - 0.5,
+        "interpolation": "nearest",
+    }
+
+
+def line(number: int) -> dict[str, Any]:
+    """Keywords for `plot` of the line of a number: its colour, its mark and its dashes."""
+    return {
+        "color": LINES[number % len(LINES)],
+        "marker": MARKS[number % len(MARKS)],
+        "linestyle": STYLES[number % len(STYLES)],
+        "markersize": 5,
+    }
+
+
+def ink(colour: str) -> str:
+    """Black or white, whichever can be read on a colour."""
+    return "black" if luminance(colour) > DARKEST_WITH_BLACK else "white"
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of `#RRGGBB`, 0 for black and 1 for white (WCAG 2)."""
+    return sum(share * x for share, x in zip((0.2126, 0.7152, 0.0722), linear(colour), strict=True))
+
+
+def linear(colour: str) -> tuple[float, ...]:
+    """Red, green and blue of `#RRGGBB` as amounts of light."""
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    return tuple(x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts)

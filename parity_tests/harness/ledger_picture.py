@@ -1,0 +1,51 @@
+"""The collectives of a run as a figure: a row for each rank, a column for each collective in the order of issue."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from parity_tests.harness import colours
+from parity_tests.harness.engines.ledger import Ledger, Row
+
+INCHES_PER_COLUMN, INCHES_PER_RANK, WIDEST = 0.85, 0.34, 11.0
+
+
+def figure(ledger: Ledger, title: str = "") -> Any:
+    """A box for each rank that takes part, in its colour; above it what, how much, and where; backward is grey.
+
+    Messages between two ranks are columns of their own. Rows of no ledger make an empty figure.
+    """
+    from matplotlib.figure import Figure
+
+    columns = _columns(ledger)
+    ranks = sorted({row.rank for row in ledger.rows})
+    size = min(1.4 + INCHES_PER_COLUMN * max(len(columns), 2), WIDEST), 1.9 + INCHES_PER_RANK * max(len(ranks), 1)
+    canvas = Figure(figsize=size, layout="constrained")
+    panel = canvas.subplots()
+    for at, rows in enumerate(columns):
+        for row in rows:
+            colour = colours.of_rank(row.rank)
+            panel.barh(row.rank, 0.8, 0.7, left=at - 0.4, color=colour, edgecolor="0.4", linewidth=0.5)
+            panel.text(at, row.rank, str(row.rank), ha="center", va="center", fontsize=8, color=colours.ink(colour))
+        if rows[0].phase == "bwd":
+            panel.axvspan(at - 0.5, at + 0.5, color="0.9", zorder=0, linewidth=0)
+    panel.set_xticks(range(len(columns)), [_said(rows[0]) for rows in columns], fontsize=8, rotation=35, ha="left")
+    panel.xaxis.tick_top()
+    panel.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
+    panel.set(xlim=(-0.5, max(len(columns), 1) - 0.5), ylim=(max(ranks, default=0) + 0.5, -0.5))
+    panel.set_xlabel("collectives in the order of issue; backward on grey", fontsize=9)
+    panel.set_title(title, loc="left", fontsize=10)
+    return canvas
+
+
+def _columns(ledger: Ledger) -> list[list[Row]]:
+    """The rows of each collective: of one group, with one number in it."""
+    found: dict[tuple[object, ...], list[Row]] = {}
+    for row in ledger.rows:
+        key = (row.group, row.group_name, row.seq, row.op if row.peer is not None else "")
+        found.setdefault((*key, row.rank if row.peer is not None else -1), []).append(row)
+    return list(found.values())
+
+
+def _said(row: Row) -> str:
+    return f"{row.op}, {row.payload} B\n{row.source}"

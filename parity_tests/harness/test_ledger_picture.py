@@ -1,0 +1,88 @@
+"""The figure of a ledger, the matrix of ranks and the panels of a report: what they draw is what they are given."""
+
+import numpy as np
+import torch
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+
+from parity_tests.faults.planted import PLANTED
+from parity_tests.harness import report_figure
+from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.colours import of_rank
+from parity_tests.harness.engines.ledger import Ledger
+from parity_tests.harness.engines.run import run
+from parity_tests.harness.judge import judge
+from parity_tests.harness.ledger_picture import figure
+from parity_tests.harness.tiles import rank_legend, tiles
+from torch_impl.collectives import all_reduce, ring_shift
+
+
+def sums(mesh, case):
+    x = torch.ones(3, requires_grad=True)
+    whole = all_reduce(x, mesh["tp"], out="R")
+    (whole if mesh.rank("cp") else all_reduce(whole, mesh["tp"])).sum().backward()
+
+
+def shifted(mesh, case):
+    ring_shift(torch.ones(2), mesh["cp"], 1)
+
+
+def boxes(canvas):
+    """(column, rank, colour) of every box."""
+    bars = [patch for patch in canvas.axes[0].patches if patch.get_height() < 1]
+    return {(round(b.get_x() + 0.4), round(b.get_y() + 0.35), to_hex(b.get_facecolor())) for b in bars}
+
+
+def test_a_column_for_each_collective_and_a_box_for_each_rank_in_it():
+    canvas = figure(run(sums, CaseSpec("sums", {"cp": 2, "tp": 2})).ledger, "sums")
+    panel = canvas.axes[0]
+    said = [label.get_text().split("\n")[0] for label in panel.get_xticklabels()]
+    assert said == ["all_reduce, 12 B"] * 5  # three on the ranks 0 and 1, two on the others
+    found = boxes(canvas)
+    assert {colour for _, rank, colour in found if rank == 2} == {of_rank(2).lower()}
+    assert [len({column for column, rank, _ in found if rank == of}) for of in range(4)] == [3, 3, 2, 2]
+    assert [label.get_text() for label in panel.get_yticklabels()] == [f"rank {rank}" for rank in range(4)]
+    assert panel.get_title(loc="left") == "sums"
+
+
+def test_backward_stands_on_grey():
+    panel = figure(run(sums, CaseSpec("sums", {"cp": 1, "tp": 2})).ledger).axes[0]
+    grey = sorted(round(patch.get_x() + 0.5) for patch in panel.patches if patch.get_height() == 1)
+    assert grey == [2]  # of two forward and one backward
+
+
+def test_messages_are_columns_of_their_own():
+    canvas = figure(run(shifted, CaseSpec("shifted", {"cp": 2})).ledger)
+    said = [label.get_text().split(",")[0] for label in canvas.axes[0].get_xticklabels()]
+    assert sorted(said) == ["recv", "recv", "send", "send"]
+    assert len(boxes(canvas)) == 4
+
+
+def test_no_collectives_make_an_empty_figure():
+    assert boxes(figure(Ledger())) == set()
+
+
+def test_cells_have_the_colours_and_numbers_of_their_ranks():
+    canvas = Figure()
+    panel = canvas.subplots()
+    owners = np.array([[0, 1], [-1, 1]])
+    tiles(panel, owners, 2, text=owners, title="who", xlabel="column")
+    (image,) = panel.images
+    painted = [to_hex(pixel) for row in image.cmap(image.norm(image.get_array())) for pixel in row]
+    assert painted == [of_rank(0).lower(), of_rank(1).lower(), "#ffffff", of_rank(1).lower()]
+    assert [text.get_text() for text in panel.texts] == ["0", "1", "1"]
+    assert (panel.get_title(), panel.get_xlabel()) == ("who", "column")
+    rank_legend(canvas, 2)
+    assert [text.get_text() for text in canvas.legends[0].get_texts()] == ["rank 0", "rank 1"]
+
+
+def test_a_report_has_a_panel_for_each_tensor_three_to_a_row():
+    bug = PLANTED[0]
+    report = judge(bug.scheme, bug.scheme.case(dtype="float32", **bug.sizes))
+    *panels, bar = report_figure.figure(report).axes
+    assert [panel.get_title().split("\n")[0] for panel in panels] == [row.label for row in report.rows]
+    assert len({round(panel.get_subplotspec().rowspan.start) for panel in panels}) == -(-len(panels) // 3)
+    assert panels[0].get_xlabel() == "v" and panels[0].get_ylabel() == "b x s"
+    borders = [line.get_xdata()[0] for line in panels[0].lines]
+    assert borders == [1.5, 3.5, 5.5]  # v=8 over four ranks
+    assert bar.get_ylabel() == "log10(error / budget)"
