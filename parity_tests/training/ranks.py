@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from parity_tests.tracing.events import Event
@@ -18,6 +17,8 @@ from parity_tests.tracing.torch_side import Recording, recorded
 from parity_tests.training import checkpoint, record
 from parity_tests.training.corpus import Packed, global_batch
 from parity_tests.training.initial import initial_weights
+from parity_tests.training.precision import KEPT, policy
+from parity_tests.training.ring_and_heads import ring_and_heads
 from parity_tests.training.run import Run
 from torch_impl.models import (
     HybridConfig,
@@ -76,15 +77,16 @@ def trace(mesh: Any, case: Any) -> tuple[Recording, dict[str, Any]]:
 
 def parallel_model(mesh: Any, run: Run) -> nn.Module:
     """The model with the run's first weights, cut over the mesh."""
-    config, dtype = HybridConfig(**run.config), getattr(torch, run.dtype)
-    placement = Placement(mesh["cp"], mesh["tp"], exchange=run.attention, mamba=run.mamba)
+    config, dtype = HybridConfig(**run.config), getattr(torch, KEPT[run.dtype])
+    groups = {"ring_and_heads": ring_and_heads(mesh)} if run.attention == "usp" else {}
+    placement = Placement(mesh["cp"], mesh["tp"], exchange=run.attention, mamba=run.mamba, **groups)
     model = HybridLM(config, placement, dtype=dtype)
     given = {name: torch.from_numpy(array) for name, array in initial_weights(run.config, run.seed).items()}
     if config.is_tied:
         given["lm_head.weight"] = given["embed_tokens.weight"]
     model.load_state_dict(given)
     plan = tensor_parallel_plan(config.layers)
-    return fsdp2_strategy_parallelize(model, mesh.device_mesh, MixedPrecisionPolicy(), plan)
+    return fsdp2_strategy_parallelize(model, mesh.device_mesh, policy(run.dtype), plan)
 
 
 def gradients_of(mesh: Any, run: Run, model: nn.Module, index: int) -> tuple[float, float]:

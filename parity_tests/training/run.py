@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
-DTYPES = ("float64", "float32")
+DTYPES = ("float64", "float32", "bfloat16")
 MAMBA = ("hidden", "state")
-ATTENTION = ("ring", "all_gather", "ulysses")
+ATTENTION = ("ring", "all_gather", "ulysses", "usp")
 # Every document is padded to a multiple of this, so that the same batch can be cut over 1, 2, 3 and 4 ranks of cp.
 BLOCK = 24
 # Sizes that 1, 2, 3 and 4 ranks of cp share, with tp up to 2.

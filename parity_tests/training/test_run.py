@@ -9,9 +9,9 @@ from parity_tests.training.run import Run
 REFUSED = [
     ({"mesh": {"xp": 2}}, "--mesh xp: no such axis; the axes are dp_replicate, dp_shard, cp, tp, and dp for dp_shard"),
     ({"mesh": {"pp": 2}}, "--mesh pp: the training run has no pipeline axis yet; use dp_replicate, dp_shard, cp, tp"),
-    ({"dtype": "bfloat16"}, "--dtype 'bfloat16' is not one of float64, float32"),
+    ({"dtype": "float16"}, "--dtype 'float16' is not one of float64, float32, bfloat16"),
     ({"mamba": "both"}, "--mamba 'both' is not one of hidden, state"),
-    ({"attention": "usp"}, "--attention 'usp' is not one of ring, all_gather, ulysses"),
+    ({"attention": "tree"}, "--attention 'tree' is not one of ring, all_gather, ulysses, usp"),
     ({"steps": 0}, "--steps 0 must be at least 1"),
     ({"mesh": {"dp": 3}}, "--streams 4 cannot be shared by dp=3; pass a multiple"),
     ({"mesh": {"cp": 5}}, "--mesh cp=5: documents are padded for 1, 2, 3, 4, 6 or 12 ranks of cp"),
