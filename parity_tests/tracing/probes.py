@@ -1,0 +1,105 @@
+"""Watch a flax model: every module's input and output, with a rounding of what is stored.
+
+A module's class is exchanged for one whose call adds a probe, which is zero, to what enters and what leaves; the
+gradient of a probe is the gradient of the tensor. What leaves a module is off by a rounding of its own, there and on
+the way back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from parity_tests.harness.oracle import UNIT_ROUNDOFF
+from parity_tests.tracing.events import IN, OUT, Event
+
+POOL, STRIDE = 8191, 1009  # both prime, so that no two arrays read the same draws
+BITS = {"bfloat16": (8, 7), "float16": (5, 10), "float32": (8, 23), "float64": (11, 52)}  # exponent, mantissa
+
+
+def draws(dtype: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """Rounding errors in units of the dtype's roundoff.
+
+    A dtype that sums run in rounds every product and every addend: one whole unit with a random sign stands for them
+    all. Where sums run in float32, as of bfloat16, only what is stored is rounded, anywhere within a unit.
+    """
+    generator = np.random.default_rng(seed)
+    if is_summed_in(dtype):
+        return 2.0 * generator.integers(0, 2, size=shape) - 1.0
+    return generator.uniform(-1.0, 1.0, size=shape)
+
+
+def is_summed_in(dtype: str) -> bool:
+    """Whether sums of this dtype's numbers run in the dtype itself, and in nothing wider."""
+    return UNIT_ROUNDOFF[dtype] <= UNIT_ROUNDOFF["float32"]
+
+
+class Probes:
+    """While a loss is traced: probes by event or None, what was seen, and this copy's roundings.
+
+    `errors` are POOL draws, `unit` is the roundoff, 0 of the copy that is not rounded.
+    """
+
+    def __init__(self, dtype: str, unit: Any, errors: Any, probes: Mapping[Event, Any] | None = None) -> None:
+        self.dtype, self.unit, self.errors, self.probes = dtype, unit, errors, probes
+        self.seen: dict[Event, Any] = {}
+        self.calls: Counter[str] = Counter()
+        self.rounded_count = 0
+
+    def read(self, x: Any) -> Any:
+        """A weight as the dtype holds it; with a rounding for the products that it is in, where those have one."""
+        import jax
+
+        if is_summed_in(self.dtype):
+            return self.rounded(x)
+        held = jax.lax.reduce_precision(x, *BITS[self.dtype])
+        return x + jax.lax.stop_gradient(held - x)
+
+    def rounded(self, x: Any) -> Any:
+        """Each number with an error of its own; every array reads the pool from another place."""
+        import jax.numpy as jnp
+
+        self.rounded_count += 1
+        start = self.rounded_count * STRIDE % (POOL // 2)
+        errors = jnp.tile(self.errors[start:], -(-x.size // (POOL - start)))[: x.size]
+        return x * (1.0 + self.unit * errors.reshape(x.shape))
+
+    def through(self, event: Event, x: Any) -> Any:
+        """x with its probe; what leaves a module also with its rounding."""
+        x = self.rounded(x) if event.end == OUT else x
+        self.seen[event] = x
+        return x if self.probes is None else x + self.probes[event]
+
+
+def watch(model: Any, probes: Probes, is_whole: bool = False) -> None:
+    """Exchange the class of every callable module below the model; if `is_whole`, of the model too."""
+    from flax import nnx
+
+    for path, module in list(nnx.iter_modules(model)):
+        name = ".".join(map(str, path))
+        if (name or is_whole) and callable(module):
+            _exchange(module, name, probes)
+
+
+def _exchange(module: Any, name: str, probes: Probes) -> None:
+    kind = type(module)
+
+    def __call__(self: Any, *given: Any, **further: Any) -> Any:
+        call = probes.calls[name]
+        probes.calls[name] += 1
+        if given and _is_floating(given[0]):
+            given = (probes.through(Event(name, IN, call), given[0]), *given[1:])
+        returned = kind.__call__(self, *given, **further)
+        return probes.through(Event(name, OUT, call), returned) if _is_floating(returned) else returned
+
+    metaclass: Any = type(kind)
+    object.__setattr__(module, "__class__", metaclass(kind.__name__, (kind,), {"__call__": __call__}))
+
+
+def _is_floating(x: Any) -> bool:
+    import jax.numpy as jnp
+
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
