@@ -17,6 +17,7 @@ from parity_tests.tracing.flax_side import Known
 from parity_tests.tracing.torch_side import Recording
 
 Positions = Callable[[int, Event, tuple[int, ...], tuple[int, ...]], Sequence[np.ndarray] | None]
+THE_MODEL = "the model"  # whose own name is empty
 ELEMENT = 16.0  # by how much one element's error may be above the root mean square of all, where a mistake is named
 
 
@@ -120,7 +121,8 @@ class _Judge:
         }
         call = f", call {event.call}" if event.call else ""
         end = "input" if event.end == IN else "output"
-        side = f"{end} of {event.module}" if phase == "forward" else f"gradient of the {end} of {event.module}"
+        side = f"{end} of {event.module or THE_MODEL}"
+        side = side if phase == "forward" else f"gradient of the {side}"
         home = event.home(phase, self.called)
         return self._line(side + call, phase, home, pairs, want, self.known.spread[kind, event])
 

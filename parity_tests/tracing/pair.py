@@ -18,9 +18,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from parity_tests.harness.oracle import UNIT_ROUNDOFF
 from parity_tests.tracing.events import Event
 from parity_tests.tracing.flax_side import traced
 from parity_tests.tracing.lines import Found, Line, lines
+from parity_tests.tracing.sides import of_flax, of_torch, refuse_other_shape, refuse_output
 from parity_tests.tracing.torch_side import Recording, recorded
 
 
@@ -30,6 +32,8 @@ class Pair:
 
     Floating inputs are given to PyTorch in its parameters' dtype and to flax in float64. `names` maps a PyTorch
     module's name to the flax one's, where they differ; a name given for a parent holds for what is below it.
+
+    Errors: TypeError for an argument of another kind.
     """
 
     torch_module: nn.Module
@@ -37,6 +41,21 @@ class Pair:
     inputs: tuple[np.ndarray, ...]
     names: Mapping[str, str] = field(default_factory=dict)
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.torch_module, nn.Module):
+            raise TypeError(f"Pair: torch_module is a {_kind(self.torch_module)}; pass a torch.nn.Module")
+        if not callable(self.make_flax):
+            raise TypeError(
+                f"Pair: make_flax is a {_kind(self.make_flax)}; pass a function from weights to a flax module"
+            )
+        if not isinstance(self.inputs, (tuple, list)):
+            raise TypeError(f"Pair: inputs is a {_kind(self.inputs)}; pass a tuple of arrays, such as (x,)")
+        wrong = [i for i, x in enumerate(self.inputs) if not isinstance(x, np.ndarray)]
+        if wrong:
+            raise TypeError(f"Pair: inputs[{wrong[0]}] is a {_kind(self.inputs[wrong[0]])}; pass NumPy arrays")
+        if not isinstance(self.names, Mapping):
+            raise TypeError(f"Pair: names is a {_kind(self.names)}; pass a dict, such as {{'fc1': 'dense_in'}}")
 
     def flax_name(self, name: str) -> str:
         """The name of a module on the other side: that of the longest named parent, and the rest as it is."""
@@ -46,50 +65,106 @@ class Pair:
             tail = f".{last}{tail}"
         return self.names[head] + tail if head else name
 
+    @property
+    def dtype(self) -> str:
+        """That of the PyTorch module's parameters."""
+        return _dtype(self.torch_module)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Every line, and the modules that one side alone calls: PyTorch's by PyTorch's names, flax's by flax's."""
+
+    lines: list[Line]
+    torch_only: tuple[str, ...]
+    flax_only: tuple[str, ...]
+    dtype: str
+
 
 def trace_pair(pair: Pair) -> list[Line]:
-    """Every module that both sides call, in the order of execution.
+    """The model and every module that both sides call, in the order of execution. Errors: those of `traced_pair`."""
+    return traced_pair(pair).lines
 
-    Errors: ValueError for a name in `names` that the PyTorch module lacks, or that the flax one never calls.
+
+def traced_pair(pair: Pair, dtype: str | None = None) -> Traced:
+    """The same with what was not compared. With a dtype, a copy of the PyTorch module in it is traced.
+
+    Errors: ValueError for a name in `names` that the PyTorch module lacks, or that the flax one never calls, for
+    outputs of unlike shapes, and for parameters of a dtype that has no budget; Raised where the PyTorch module
+    raises, ReferenceFailure where the flax one does.
     """
-    modules = {name for name, _ in pair.torch_module.named_modules()}
+    from copy import deepcopy
+
+    module = pair.torch_module if dtype is None else deepcopy(pair.torch_module).to(getattr(torch, dtype))
+    tested = _dtype(module)
+    if tested not in UNIT_ROUNDOFF:
+        raise ValueError(f"Pair: torch_module has parameters of {tested}, not one of {', '.join(UNIT_ROUNDOFF)}")
+    modules = {name for name, _ in module.named_modules()}
     unknown = [name for name in pair.names if name not in modules]
     if unknown:
         raise ValueError(f"tracing.Pair: names has {unknown[0]!r}, which is no module of the PyTorch side")
-    dtype = next((p.dtype for p in pair.torch_module.parameters()), torch.float64)
-    weights = {name: p.detach().double().numpy() for name, p in pair.torch_module.named_parameters()}
-    rounded = [torch.from_numpy(np.array(x)) for x in pair.inputs]
-    rounded = [x.to(dtype) if x.is_floating_point() else x for x in rounded]
-    cotangent, found = _run(pair, rounded)
+    rounded = _rounded(pair, module)
+    weights = {name: _array(p) for name, p in module.named_parameters()}
+    cotangent, seen, gradients = _run(pair, module, rounded)
 
     def loss(model: Any) -> Any:
         import jax.numpy as jnp
 
-        given = [jnp.asarray(x.double().numpy() if x.is_floating_point() else x.numpy()) for x in rounded]
-        return (model(*given) * jnp.asarray(cotangent)).sum()
+        given = [jnp.asarray(_array(x) if x.is_floating_point() else x.cpu().numpy()) for x in rounded]
+        out = of_flax(model, *given)
+        refuse_other_shape(out, cotangent.shape)
+        return (out * jnp.asarray(cotangent)).sum()
 
-    known = traced(pair.make_flax, loss, weights, str(dtype).removeprefix("torch."), pair.seed)
-    called = {event.module for event in known.values}
-    missing = [name for name in pair.names.values() if not any(f"{m}.".startswith(f"{name}.") for m in called)]
+    known = traced(lambda given: of_flax(pair.make_flax, given), loss, weights, tested, pair.seed, is_whole=True)
+    theirs = {event.module for event in known.values}
+    missing = [name for name in pair.names.values() if not any(f"{m}.".startswith(f"{name}.") for m in theirs)]
     if missing:
         raise ValueError(f"tracing.Pair: names has {missing[0]!r}, which the flax side never calls")
-    return lines(known, found, _whole, str(dtype).removeprefix("torch."), {})
+    ours = {event.module: pair.flax_name(event.module) for event in seen.values}
+    renamed = [
+        {e._replace(module=ours[e.module]): x for e, x in kept.items()} for kept in (seen.values, seen.gradients)
+    ]
+    found = lines(known, Found([Recording(*renamed)], gradients), _whole, tested, {})
+    torch_only = tuple(name for name, other in ours.items() if other not in theirs)
+    return Traced(found, torch_only, tuple(sorted(theirs - set(ours.values()))), tested)
 
 
-def _run(pair: Pair, given: list[torch.Tensor]) -> tuple[np.ndarray, Found]:
-    """The drawn cotangent, and what the PyTorch side recorded under the names of the other."""
-    module = pair.torch_module
-    with recorded(module) as seen:
-        out = module(*given)
-        cotangent = torch.from_numpy(np.random.default_rng(pair.seed).standard_normal(out.shape)).to(out.dtype)
-        leaves = dict(module.named_parameters())
-        gradients = torch.autograd.grad(out, list(leaves.values()), cotangent, allow_unused=True)
+def _run(
+    pair: Pair, module: nn.Module, given: list[torch.Tensor]
+) -> tuple[np.ndarray, Recording, dict[str, np.ndarray]]:
+    """The drawn cotangent, what the PyTorch side recorded under its own names, and its weights' gradients."""
+    with recorded(module, is_whole=True) as seen:
+        out = of_torch(module, *given)
+        refuse_output(out)
+        drawn = np.random.default_rng(pair.seed).standard_normal(out.shape)
+        cotangent = torch.from_numpy(drawn).to(out)
+        leaves = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        gradients = of_torch(_gradients, out, list(leaves.values()), cotangent)
+    of_weights = {n: _array(g) for n, g in zip(leaves, gradients, strict=True) if g is not None}
+    return _array(cotangent), seen, of_weights
 
-    def renamed(arrays: dict[Event, np.ndarray]) -> dict[Event, np.ndarray]:
-        return {event._replace(module=pair.flax_name(event.module)): x for event, x in arrays.items()}
 
-    of_weights = {n: g.double().numpy() for n, g in zip(leaves, gradients, strict=True) if g is not None}
-    return cotangent.double().numpy(), Found([Recording(renamed(seen.values), renamed(seen.gradients))], of_weights)
+def _gradients(out: torch.Tensor, leaves: list[nn.Parameter], cotangent: torch.Tensor) -> tuple[Any, ...]:
+    return torch.autograd.grad(out, leaves, cotangent, allow_unused=True)
+
+
+def _rounded(pair: Pair, module: nn.Module) -> list[torch.Tensor]:
+    """The inputs as the PyTorch side takes them: floating ones in the dtype of its parameters, where those are."""
+    like = next(module.parameters(), torch.zeros((), dtype=torch.float64))
+    given = [torch.from_numpy(np.array(x)).to(like.device) for x in pair.inputs]
+    return [x.to(like.dtype) if x.is_floating_point() else x for x in given]
+
+
+def _dtype(module: nn.Module) -> str:
+    return str(next((p.dtype for p in module.parameters()), torch.float64)).removeprefix("torch.")
+
+
+def _array(x: torch.Tensor) -> np.ndarray:
+    return x.detach().double().cpu().numpy()
+
+
+def _kind(x: Any) -> str:
+    return type(x).__name__
 
 
 def _whole(rank: int, event: Event, whole: tuple[int, ...], local: tuple[int, ...]) -> list[np.ndarray] | None:

@@ -10,7 +10,10 @@ import torch
 from flax import nnx
 from torch import nn
 
+from parity_tests.harness.engines.failure import Raised
+from parity_tests.harness.oracle import ReferenceFailure
 from parity_tests.tracing import Pair, first, trace_pair
+from parity_tests.tracing.pair import traced_pair
 
 
 class Gated(nn.Module):
@@ -90,7 +93,8 @@ def test_equal_modules_have_no_first_difference(dtype):
     found = trace_pair(pair(torch_module=Net(dtype=dtype)))
     assert first(found) is None
     named = [line.name for line in found]
-    assert named[:2] == ["input of proj", "output of proj"] and "output of ffn.w_down, call 1" in named
+    assert named[:3] == ["input of the model", "input of proj", "output of proj"]
+    assert "output of ffn.w_down, call 1" in named and "output of the model" in named
     assert sum(line.phase == "weight" for line in found) == 6
     assert 0 < max(line.ratio for line in found) < 1
 
@@ -118,6 +122,95 @@ def test_names_that_either_side_lacks_are_refused():
         trace_pair(pair(names={**NAMES, "bloc": "ffn"}))
     with pytest.raises(ValueError, match=re.escape("names has 'fnn', which the flax side never calls")):
         trace_pair(pair(names={**NAMES, "block": "fnn"}))
+
+
+class Shifted(Net):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+def test_what_the_model_itself_does_is_compared_too():
+    line = first(trace_pair(pair(torch_module=Shifted())))
+    assert (line.name, line.home) == ("output of the model", "")
+
+
+def test_what_one_side_alone_has_is_said():
+    found = traced_pair(pair(names={name: to for name, to in NAMES.items() if name != "block.gate"}))
+    assert found.torch_only == ("block.gate",) and found.flax_only == ("ffn.w_gate",) and first(found.lines) is None
+
+
+def test_a_copy_in_another_dtype_is_traced():
+    given = pair()
+    assert traced_pair(given, "bfloat16").dtype == "bfloat16" and given.dtype == "float64"
+
+
+class Returning(Net):
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def forward(self, x):
+        return self.change(super().forward(x))
+
+
+def of_no_weight(weights):
+    return make_flax({name: x for name, x in weights.items() if name != "block.up.weight"})
+
+
+AMISS = [
+    ({"torch_module": 3}, TypeError, "Pair: torch_module is a int; pass a torch.nn.Module"),
+    ({"make_flax": 3}, TypeError, "Pair: make_flax is a int; pass a function from weights to a flax module"),
+    ({"inputs": X}, TypeError, "Pair: inputs is a ndarray; pass a tuple of arrays, such as (x,)"),
+    ({"inputs": (X, [1])}, TypeError, "Pair: inputs[1] is a list; pass NumPy arrays"),
+    ({"names": ["embed"]}, TypeError, "Pair: names is a list; pass a dict, such as {'fc1': 'dense_in'}"),
+    (
+        {"torch_module": Net(dtype=torch.float8_e5m2)},
+        ValueError,
+        "Pair: torch_module has parameters of float8_e5m2, not one of float64, float32, bfloat16, float16",
+    ),
+    (
+        {"torch_module": Returning(lambda y: (y, y))},
+        ValueError,
+        "Pair: the PyTorch module returns a tuple; wrap it to return one floating tensor",
+    ),
+    (
+        {"torch_module": Returning(lambda y: y > 0)},
+        ValueError,
+        "Pair: the PyTorch module returns a Tensor of torch.bool; wrap it to return one floating tensor",
+    ),
+    (
+        {"torch_module": Returning(torch.Tensor.detach)},
+        ValueError,
+        "Pair: the PyTorch module's output has no gradient; give it parameters that require one",
+    ),
+    (
+        {"torch_module": Returning(lambda y: y[:, :1])},
+        ValueError,
+        "Pair: the PyTorch module returns (5, 1), the flax module (5, 4); make both return the same shape",
+    ),
+    (
+        {"make_flax": lambda weights: lambda x: (x, x)},
+        ValueError,
+        "Pair: the flax module returns a tuple; wrap it to return one array",
+    ),
+    (
+        {"make_flax": of_no_weight},
+        ReferenceFailure,
+        "the flax module raised KeyError: 'block.up.weight' at test_pair.py:",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changed", "error", "said"), AMISS)
+def test_what_cannot_be_traced_is_refused(changed, error, said):
+    with pytest.raises(error) as caught:
+        trace_pair(pair(**changed))
+    assert str(caught.value).startswith(said)
+
+
+def test_a_module_that_raises_is_named_with_its_line():
+    with pytest.raises(Raised, match=r"the PyTorch module raised ZeroDivisionError: .* at test_pair\.py:\d+"):
+        trace_pair(pair(torch_module=Returning(lambda y: y * (1 // 0))))
 
 
 def test_the_hooks_are_gone_afterwards():

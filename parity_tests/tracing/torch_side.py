@@ -23,11 +23,11 @@ class Recording:
 
 
 @contextmanager
-def recorded(model: nn.Module) -> Iterator[Recording]:
-    """All modules but the model itself, while the context is open."""
+def recorded(model: nn.Module, *, is_whole: bool = False) -> Iterator[Recording]:
+    """All modules, while the context is open; the model itself, whose name is "", if `is_whole`."""
     found, calls, handles = Recording(), Counter[str](), []
     for name, module in model.named_modules():
-        if name:
+        if name or is_whole:
             handles.append(module.register_forward_pre_hook(_entering(name, found, calls), prepend=True))
             handles.append(module.register_forward_hook(_leaving(name, found, calls)))
     try:

@@ -1,0 +1,61 @@
+"""Call a user's module on either side; what it raises, or returns amiss, is said in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from parity_tests.harness.engines.failure import Raised
+from parity_tests.harness.engines.rank import site
+from parity_tests.harness.oracle import ReferenceFailure
+
+
+def of_torch(call: Callable[..., Any], *given: Any) -> Any:
+    """What the PyTorch side returns. Errors: Raised for its own exception."""
+    try:
+        return call(*given)
+    except Exception as error:
+        at = site(error)
+        raise Raised(f"the PyTorch module raised {_said(error)}{_place(at)}", rank=0, source=at) from error
+
+
+def of_flax(call: Callable[..., Any], *given: Any) -> Any:
+    """What the flax side returns. Errors: ReferenceFailure for its own exception."""
+    try:
+        return call(*given)
+    except Exception as error:
+        raise ReferenceFailure(f"the flax module raised {_said(error)}{_place(site(error))}") from error
+
+
+def refuse_output(out: Any) -> None:
+    """Errors: ValueError for what is no floating tensor with a gradient."""
+    if not isinstance(out, torch.Tensor) or not out.is_floating_point():
+        raise ValueError(f"Pair: the PyTorch module returns {_kind(out)}; wrap it to return one floating tensor")
+    if not out.requires_grad:
+        raise ValueError("Pair: the PyTorch module's output has no gradient; give it parameters that require one")
+
+
+def refuse_other_shape(out: Any, shape: tuple[int, ...]) -> None:
+    """Errors: ValueError where the flax module returns no array of the PyTorch module's shape."""
+    if not hasattr(out, "shape"):
+        raise ValueError(f"Pair: the flax module returns {_kind(out)}; wrap it to return one array")
+    if tuple(out.shape) != tuple(shape):
+        raise ValueError(
+            f"Pair: the PyTorch module returns {tuple(shape)}, the flax module {tuple(out.shape)}; "
+            "make both return the same shape"
+        )
+
+
+def _kind(x: Any) -> str:
+    return f"a {type(x).__name__}" + (f" of {x.dtype}" if isinstance(x, torch.Tensor) else "")
+
+
+def _said(error: Exception) -> str:
+    """Type and first line: what follows in JAX's messages is advice."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _place(at: str | None) -> str:
+    return f" at {at}" if at else ""
