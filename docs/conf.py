@@ -20,11 +20,12 @@ nb_execution_timeout = 120
 nb_execution_show_tb = True
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
+OURS = ("torch_impl.", "jax_ref.")
 
 
 def as_it_is(app, what, name, of, options, lines):
-    """Docstrings are laid out by hand: formulas, spec strings and costs in columns."""
-    if what != "module":
+    """Docstrings are laid out by hand: formulas, spec strings, costs; and a reference module's, which has its formula."""
+    if what != "module" or name.startswith("jax_ref."):
         lines[:] = [".. code-block:: text", "", *(f"   {line}" for line in lines), ""]
 
 
@@ -44,7 +45,7 @@ def is_left_out(app, what, name, of, skip, options):
     """What is called through `apply`, what Python adds, and what a module only has for itself."""
     if name.startswith("__") or name in ("forward", "backward"):
         return True
-    return None if what == "class" else skip or not getattr(of, "__module__", "").startswith("torch_impl.")
+    return None if what == "class" else skip or not str(getattr(of, "__module__", "")).startswith(OURS)
 
 
 def setup(app):

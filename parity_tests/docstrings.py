@@ -1,0 +1,172 @@
+"""What a public docstring must say, as far as the code tells: read by `test_docstrings.py`.
+
+`Errors:` where the function, or one of ours that it reaches, raises; `Cost:` where it reaches a collective; a spec
+string where it takes both tensors and ranks; every argument by its name, here or, if many functions of a package have
+it, in the package's docstring. What is reached is read from the source: names that lead to our own functions,
+constructors and autograd Functions. Methods of a value made at run time are not followed, so that the rule asks for
+too little there, never for too much.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import is_dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PRODUCTION = "torch_impl"
+ROOT = Path(__file__).resolve().parents[1]
+HOMES = [f"{PRODUCTION}.{path.parent.name}" for path in sorted((ROOT / PRODUCTION).glob("*/__init__.py"))]
+HOMES += ["torch_impl.pipelining.functional"]
+SENT = {
+    *("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "broadcast"),
+    *("all_to_all", "all_to_all_single", "isend", "irecv", "send", "recv", "batch_isend_irecv", "scatter", "barrier"),
+    *("fully_shard", "replicate", "parallelize_module", "distribute_tensor"),
+}
+SENT_BY_METHODS = {"full_tensor", "redistribute"}  # of DTensors, which are values and cannot be followed
+SPEC = re.compile(r'"[^"\n]*"')
+RANKS = ("ProcessGroup", "DeviceMesh", "MeshView")
+
+
+def exported(home: str) -> dict[str, Any]:
+    """What a package exports by name, constants and private names of its page included."""
+    module = import_module(home)
+    body = ast.parse(inspect.getsource(module)).body
+    names = [alias.asname for node in body if isinstance(node, ast.ImportFrom) for alias in node.names if alias.asname]
+    return {name: getattr(module, name) for name in names}
+
+
+def missing(public: Any) -> list[str]:
+    """What the docstring of a function or class lacks; a class is what it is called with, and its public methods."""
+    if not inspect.isclass(public):
+        return _of_call(public, inspect.getdoc(public), _arguments(public), [public])
+    if issubclass(public, torch.autograd.Function):
+        parts = [inspect.unwrap(public.forward), inspect.unwrap(public.backward)]
+        return _of_call(public, inspect.getdoc(public), _arguments(parts[0])[1:], parts)
+    own = [f"{name}: {fault}" for name, method in _methods(public) for fault in missing(method)]
+    made = None if is_dataclass(public) else public.__dict__.get("__init__")  # a dataclass shows its fields itself
+    said = "\n".join(filter(None, (public.__doc__, getattr(made, "__doc__", None))))
+    return _of_call(public, said, _arguments(made)[1:] if made else [], [made] if made else []) + own
+
+
+def _methods(public: type) -> Iterator[tuple[str, Callable[..., Any]]]:
+    for name, value in vars(public).items():
+        method = getattr(value, "__func__", getattr(value, "fget", value))
+        is_hook = issubclass(public, torch.nn.Module) and name == "forward"  # said by the class
+        if inspect.isfunction(method) and not name.startswith("_") and not is_hook:
+            yield name, method
+
+
+def _arguments(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    return list(inspect.signature(inspect.unwrap(function)).parameters.values())
+
+
+def _of_call(
+    public: Any, doc: str | None, arguments: list[inspect.Parameter], starts: list[Callable[..., Any]]
+) -> list[str]:
+    if not doc or not doc.strip():
+        return ["a docstring"]
+    reached = _reached(starts)
+    kinds = [str(argument.annotation) for argument in arguments]
+    is_over_ranks = any("Tensor" in kind for kind in kinds) and any(r in kind for r in RANKS for kind in kinds)
+    asked = {
+        "Errors:": any(_raises(function) for function in reached) and "Errors:" not in doc,
+        "Cost:": any(_sends(function) for function in reached) and "Cost:" not in doc,
+        "a spec string": is_over_ranks and not SPEC.search(doc),
+    }
+    names = [x.name for x in arguments if x.name != "self" and not x.name.startswith("_")]
+    explained = f"{doc}\n{_package_docstring(public)}"
+    unexplained = [name for name in names if not re.search(rf"\b{name}\b", explained)]
+    return [what for what, is_missing in asked.items() if is_missing] + unexplained
+
+
+def _package_docstring(public: Any) -> str:
+    """Where a package says once what an argument of many of its functions means; its page of the manual shows it."""
+    package = str(public.__module__).rpartition(".")[0]
+    return (package.startswith(PRODUCTION) and import_module(package).__doc__) or ""
+
+
+def _raises(function: Callable[..., Any]) -> bool:
+    return any(isinstance(node, ast.Raise) and node.exc is not None for node in ast.walk(_tree(function)))
+
+
+def _sends(function: Callable[..., Any]) -> bool:
+    """Whether it calls a collective of torch's, or a method that is one."""
+    for node in ast.walk(_tree(function)):
+        if isinstance(node, ast.Attribute) and node.attr in SENT_BY_METHODS:
+            return True
+        if isinstance(node, (ast.Attribute, ast.Name)):
+            found = _value(node, function, {})
+            of_torch = getattr(found, "__module__", "").startswith("torch.distributed")
+            if of_torch and getattr(found, "__name__", "") in SENT:
+                return True
+    return False
+
+
+def _reached(starts: list[Callable[..., Any]]) -> set[Callable[..., Any]]:
+    found, todo = set(), [inspect.unwrap(start) for start in starts]
+    while todo:
+        function = todo.pop()
+        if function in found:
+            continue
+        found.add(function)
+        local = _local_imports(function)
+        for node in ast.walk(_tree(function)):
+            if isinstance(node, (ast.Name, ast.Attribute)):
+                todo += _called(_value(node, function, local))
+    return found
+
+
+def _called(value: Any) -> list[Callable[..., Any]]:
+    """The functions of ours that run where a value is called."""
+    if not getattr(value, "__module__", None) or not str(value.__module__).startswith(PRODUCTION):
+        return []
+    if inspect.isclass(value):
+        names = ("forward", "backward") if issubclass(value, torch.autograd.Function) else ("__init__", "__post_init__")
+        parts = [getattr(value.__dict__.get(name), "__func__", value.__dict__.get(name)) for name in names]
+    else:
+        parts = [value]
+    plain = [inspect.unwrap(part) for part in parts if callable(part)]
+    return [part for part in plain if inspect.isfunction(part) and part.__code__.co_filename.endswith(".py")]
+
+
+def _value(node: ast.expr, function: Callable[..., Any], local: dict[str, Any]) -> Any:
+    """What a name or a dotted name is in the function's module; None where only running could tell."""
+    if isinstance(node, ast.Name):
+        return local.get(node.id, function.__globals__.get(node.id))
+    if isinstance(node, ast.Attribute):
+        owner = _value(node.value, function, local)
+        return getattr(owner, node.attr, None) if inspect.ismodule(owner) or inspect.isclass(owner) else None
+    return None
+
+
+def _local_imports(function: Callable[..., Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for node in ast.walk(_tree(function)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PRODUCTION):
+            try:
+                module = import_module(node.module or "")
+            except ImportError:  # of an optional package, as Triton's kernels are
+                continue
+            found |= {alias.asname or alias.name: getattr(module, alias.name, None) for alias in node.names}
+    return found
+
+
+_TREES: dict[Callable[..., Any], ast.AST] = {}
+
+
+def _tree(function: Callable[..., Any]) -> ast.AST:
+    if function not in _TREES:
+        try:
+            source = textwrap.dedent(inspect.getsource(function))
+        except OSError:  # what a dataclass makes has no source
+            source = ""
+        _TREES[function] = ast.parse(source)
+    return _TREES[function]

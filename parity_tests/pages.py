@@ -1,0 +1,89 @@
+"""What pages are made of: fenced blocks, links, headings, commands. Read by `test_pages.py`."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+BUILT = {"_build", "jupyter_execute"}
+FENCE = re.compile(r"^(?P<mark>`{3,}|:{3,})(?P<language>[^\n`]*)\n(?P<text>.*?)^(?P=mark) *$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^()\s]+)\)")
+DIRECTIVE = re.compile(r"^\{(?:image|figure|literalinclude|include)\} +(\S+)")
+PATH_IN_CODE = re.compile(r"`((?:\.?\w[\w.-]*/)+[\w.-]*\.(?:py|md|ipynb|toml|txt|png))`")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: the `nth` of its language on its page, counted from 0."""
+
+    page: str
+    language: str
+    nth: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page} {self.language} {self.nth}"
+
+
+def pages() -> list[str]:
+    """Markdown files that people read, relative to the repository."""
+    found = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+    return sorted(path.relative_to(ROOT).as_posix() for path in found if not BUILT & set(path.parts))
+
+
+@cache
+def text_of(page: str) -> str:
+    """A page's text; of a notebook's script its cells of text."""
+    text = (ROOT / page).read_text()
+    if not page.endswith(".py"):
+        return text
+    cells = re.split(r"^# %%(.*)$", text, flags=re.MULTILINE)[1:]
+    told = [body for kind, body in zip(cells[::2], cells[1::2], strict=True) if "[markdown]" in kind]
+    return re.sub(r"^# ?", "", "\n".join(told), flags=re.MULTILINE)
+
+
+def blocks(page: str) -> list[Block]:
+    counted: dict[str, int] = {}
+    found = []
+    for match in FENCE.finditer(text_of(page)):
+        language = match["language"].strip()
+        nth = counted.get(language, 0)
+        counted[language] = nth + 1
+        found.append(Block(page, language, nth, match["text"]))
+    return found
+
+
+def links(page: str) -> list[str]:
+    """Targets of links and pictures, of directives that show a file, entries of tables of contents."""
+    prose = FENCE.sub("", text_of(page))
+    found = LINK.findall(re.sub(r"`[^`\n]*`", "", prose))
+    for match in FENCE.finditer(text_of(page)):
+        language = match["language"].strip()
+        found += DIRECTIVE.findall(language)
+        if language == "{toctree}":
+            entries = [line for line in match["text"].splitlines() if line and not line.startswith(":")]
+            found += [f"{entry}.md" for entry in entries]
+    return found
+
+
+def paths_in_code(page: str) -> list[str]:
+    """Paths of the repository that prose names in backticks."""
+    return PATH_IN_CODE.findall(FENCE.sub("", text_of(page)))
+
+
+def anchors(page: str) -> set[str]:
+    """Headings as links name them."""
+    headings = re.findall(r"^#+ +(.*)$", FENCE.sub("", text_of(page)), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def commands(block: Block) -> list[list[str]]:
+    """The commands of a block, each as its words: lines after `$` of a console, all lines of a shell's."""
+    lines = block.text.replace("\\\n", " ").splitlines()
+    if block.language == "console":
+        lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+    return [words for line in lines if (words := shlex.split(line, comments=True))]

@@ -1,0 +1,225 @@
+"""Pages keep their word: links and paths lead somewhere, commands and their options exist, Python blocks run."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import shlex
+import tomllib
+
+import pytest
+import typer
+
+from parity_tests.harness import cli
+from parity_tests.harness.discover import schemes_of_file
+from parity_tests.harness.engines.ranks import ENGINES
+from parity_tests.harness.replay import _arguments
+from parity_tests.pages import ROOT, Block, anchors, blocks, commands, links, pages, paths_in_code, text_of
+
+PAGES = pages()
+NOTEBOOKS = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("notebooks/[0-9]*.py"))]
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+SCRIPTS = [block for block in BLOCKS if block.language in ("console", "sh")]
+PYTHON = [block for block in BLOCKS if block.language == "python"]
+DIRECTIVES = {"{toctree}", "{eval-rst}"}
+SHOWN = {"text", "diff"}  # output, and what changes in a file; nobody runs them
+VERBS = typer.main.get_command(cli.app).commands
+MAKEFILE = (ROOT / "Makefile").read_text()
+
+
+# Links and paths
+
+
+@pytest.mark.parametrize("page", PAGES + NOTEBOOKS)
+def test_links_lead_somewhere(page):
+    lost = []
+    for link in links(page):
+        file, _, anchor = link.partition("#")
+        if re.match(r"https?:|mailto:", link):
+            continue
+        target = (ROOT / page).parent / file if file else ROOT / page
+        if not target.exists() or (anchor and anchor not in anchors(target.resolve().relative_to(ROOT).as_posix())):
+            lost.append(link)
+    assert lost == []
+
+
+@pytest.mark.parametrize("page", PAGES + NOTEBOOKS)
+def test_paths_of_the_repository_exist(page):
+    trees = ("torch_impl", "jax_ref", "parity_tests", "notebooks", "docs")
+    named = [path for path in paths_in_code(page) if path.split("/")[0] in trees]
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_every_page_is_in_a_table_of_contents():
+    listed = {
+        ((ROOT / page).parent / link).resolve().relative_to(ROOT).as_posix()
+        for page in PAGES
+        for block in blocks(page)
+        if block.language == "{toctree}"
+        for link in links(page)
+        if link.endswith(".md") and "#" not in link
+    }
+    assert sorted(page for page in PAGES if page.startswith("docs/") and page not in {*listed, "docs/index.md"}) == []
+
+
+# Blocks: each is run by something
+
+
+def test_every_block_is_of_a_kind_that_something_holds():
+    kinds = {block.language.split(" ")[0] for block in BLOCKS}
+    directives = {kind for kind in kinds if kind.startswith("{")} - {"{code-cell}"}
+    assert kinds - directives - {"{code-cell}"} <= SHOWN | {"console", "sh", "python"}
+    assert directives <= DIRECTIVES | {"{image}", "{literalinclude}", "{figure}"}
+
+
+def test_cells_are_executed_where_pages_are_built():
+    """A page with cells says which kernel runs them; the build executes them all, and fails where one does."""
+    with_cells = {block.page for block in BLOCKS if block.language.startswith("{code-cell}")}
+    assert with_cells and all("file_format: mystnb" in text_of(page) for page in with_cells)
+    settings = (ROOT / "docs" / "conf.py").read_text()
+    assert 'nb_execution_mode = "force"' in settings and "nb_execution_raise_on_error = True" in settings
+    assert re.search(r"^\t\$\(BIN\)/python -m sphinx -W", MAKEFILE, re.MULTILINE)
+    assert "make docs" in (ROOT / ".ci" / "run").read_text()
+
+
+# Commands: programs, verbs, options and files that exist
+
+
+def checked(words: list[str]) -> None:
+    """Read one command as its program would. Errors: whatever that program says of a wrong one."""
+    program, *rest = words
+    if program == "shardproof":
+        read_verb(rest)
+    elif program == "make":
+        assert re.search(rf"^{rest[0]}:", MAKEFILE, re.MULTILINE), f"the Makefile has no target {rest[0]!r}"
+    elif program == "torchrun":
+        from torch.distributed.run import get_args_parser
+
+        job = get_args_parser().parse_args(rest)
+        assert job.module and job.training_script == "parity_tests.harness"
+        read_verb(job.training_script_args)
+    elif program == "python" and rest[0] == "-m":
+        read_module(rest[1:])
+    elif program == "python":
+        assert rest[0].startswith("replay_") or (ROOT / rest[0]).exists(), f"there is no {rest[0]}"
+        if rest[0].startswith("replay_"):
+            _arguments(rest[1:])
+    elif program == "pytest":
+        read_module(words)
+    elif program == "pip":
+        read_install(rest)
+    else:
+        assert program in ("export", "cd", "git"), f"{program!r}: say in checked() how such a command is read"
+
+
+def read_verb(rest: list[str]) -> None:
+    verb = VERBS[rest[0]]
+    given = verb.make_context(rest[0], rest[1:]).params
+    assert given.get("engine") in {None, *ENGINES}
+
+
+def read_module(words: list[str]) -> None:
+    """`MODULE arguments`: the module exists, and of the paths among the arguments each."""
+    module, *rest = words
+    assert importlib.util.find_spec(module) is not None, f"there is no module {module}"
+    files = [word for word in rest if "/" in word and not word.startswith("-")]
+    assert [file for file in files if not (ROOT / file.split("::")[0]).exists()] == []
+
+
+def read_install(words: list[str]) -> None:
+    """Extras of ours that are named exist."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        extras = tomllib.load(file)["project"]["optional-dependencies"]
+    named = {extra for word in words for found in re.findall(r"\[(.*)\]", word) for extra in found.split(",")}
+    assert named <= set(extras), f"there are no extras {sorted(named - set(extras))}"
+
+
+@pytest.mark.parametrize("block", SCRIPTS, ids=str)
+def test_commands_are_such_as_their_programs_read(block):
+    found = commands(block)
+    assert found
+    for words in found:
+        checked(words)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("shardproof verify x.py --egnine gloo", "No such option"),
+        ("shardproof verifi x.py", "verifi"),
+        ("shardproof verify x.py --examples none", "valid integer"),
+        ("shardproof verify x.py --engine gloop", "gloop"),
+        ("python -m parity_tests.nothing", "no module parity_tests.nothing"),
+        ("make everything", "no target 'everything'"),
+        ("pip install 'shardproof[tse]'", "no extras"),
+        ("conda install shardproof", "say in checked"),
+    ],
+)
+def test_a_wrong_command_is_seen(wrong, said):
+    with pytest.raises(Exception, match=said):
+        checked(shlex.split(wrong))
+
+
+def test_options_named_in_prose_exist():
+    known = {option for verb in VERBS.values() for x in verb.params for option in (*x.opts, *x.secondary_opts)}
+    known |= options_of("parity_tests/benchmarks/__main__.py") | options_of("parity_tests/faults/__main__.py")
+    known |= {"--nproc-per-node", "--rdzv-endpoint", "--help", "--hypothesis-profile", "--install-completion"}
+    prose = {page: re.findall(r"`(?:[^`\n]* )?(--[a-z][a-z0-9-]*)[^`\n]*`", text_of(page)) for page in PAGES}
+    unknown = {page: sorted(set(found) - known) for page, found in prose.items()}
+    assert {page: found for page, found in unknown.items() if found} == {}
+
+
+def options_of(path: str) -> set[str]:
+    """Keywords of the file's `main`, as options."""
+    body = ast.parse((ROOT / path).read_text()).body
+    (main,) = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == "main"]
+    return {f"--{argument.arg.replace('_', '-')}" for argument in main.args.args + main.args.kwonlyargs}
+
+
+# Python blocks: what each needs is put before it, and then it runs
+
+
+def of_the_example():
+    (scheme,) = schemes_of_file(str(ROOT / "docs" / "examples" / "my_scheme.py"))
+    return {scheme.name: scheme}
+
+
+def of_a_replay():
+    found = of_the_example()
+    (scheme,) = found.values()
+    return found | {"CASE": scheme.case(cp=2, tp=1).json}
+
+
+def of_a_step():
+    return {"data_ranks": 2, "summed_token_losses": 3.0, "N": 6}
+
+
+def of_a_pair():
+    from parity_tests.tracing import test_pair as own
+
+    model = own.Net()
+    return {"torch_module": model, "make_flax": own.make_flax, "x": own.X, "NAMES": own.NAMES}
+
+
+# (page, which block of it): what its names stand for. The README's scheme has a test of its own, test_readme.py.
+PREPARED = {
+    ("docs/how-to/verify-your-own-scheme.md", 0): of_the_example,
+    ("docs/how-to/replay.md", 0): of_a_replay,
+    ("docs/reference/parallelizer.md", 0): of_a_step,
+    ("docs/how-to/train.md", 0): of_a_pair,
+}
+
+
+def test_every_python_block_is_prepared():
+    found = {(block.page, block.nth) for block in PYTHON} - {("README.md", 0)}
+    assert found == set(PREPARED)
+
+
+@pytest.mark.parametrize("block", [block for block in PYTHON if block.page != "README.md"], ids=str)
+def test_a_python_block_runs(block: Block):
+    names = PREPARED[block.page, block.nth]()
+    exec(compile(block.text, str(block), "exec"), names)
+    for name, value in list(names.items()):
+        if name.startswith("test_"):
+            value()
