@@ -24,7 +24,7 @@ OURS = ("torch_impl.", "jax_ref.")
 
 
 def as_it_is(app, what, name, of, options, lines):
-    """Docstrings are laid out by hand: formulas, spec strings, costs; and a reference module's, which has its formula."""
+    """Docstrings are laid out by hand: formulas, specs, costs in columns; a reference module's holds its formula."""
     if what != "module" or name.startswith("jax_ref."):
         lines[:] = [".. code-block:: text", "", *(f"   {line}" for line in lines), ""]
 
