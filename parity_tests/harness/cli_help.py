@@ -33,7 +33,8 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "trace": (
         "shardproof trace --mesh dp=2,cp=2",
-        "shardproof trace --mesh cp=2 --dtype float32 --whole --json trace.json",
+        "shardproof trace my_pair.py",
+        "shardproof trace my_pair.py --dtype bfloat16 --whole --json trace.json",
     ),
     "plan": (
         "shardproof plan qwen3 --mesh dp=8,tp=4",

@@ -9,7 +9,7 @@ import typer
 from parity_tests.harness import cli_complete
 from parity_tests.harness.cli_values import JsonPath, sizes
 
-Dtype = Annotated[str, typer.Option(help="float64 or float32.", autocompletion=cli_complete.of_run("DTYPES"))]
+Dtype = Annotated[str, typer.Option(help="float64, float32 or bfloat16.", autocompletion=cli_complete.of_run("DTYPES"))]
 Mamba = Annotated[
     str,
     typer.Option(
@@ -17,8 +17,9 @@ Mamba = Annotated[
     ),
 ]
 Attention = Annotated[
-    str, typer.Option(help="ring, all_gather or ulysses.", autocompletion=cli_complete.of_run("ATTENTION"))
+    str, typer.Option(help="ring, all_gather, ulysses or usp.", autocompletion=cli_complete.of_run("ATTENTION"))
 ]
+OF_THE_STEP = ("mesh", "mamba", "attention", "tied", "seed", "engine")  # options of trace that say nothing of a pair
 Tied = Annotated[bool, typer.Option("--tied", help="Share the weight of embedding and head.")]
 
 
@@ -61,6 +62,14 @@ def train(
 
 
 def trace(
+    context: typer.Context,
+    file: Annotated[
+        str | None,
+        typer.Argument(
+            help="A file that declares pairs of modules of your own; none: the first training step on --mesh.",
+            autocompletion=cli_complete.files,
+        ),
+    ] = None,
     mesh: Annotated[
         str,
         typer.Option(
@@ -69,19 +78,38 @@ def trace(
             autocompletion=cli_complete.training_meshes,
         ),
     ] = "",
-    dtype: Dtype = "float64",
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="float64, float32, bfloat16 or, of a file, float16; default: float64, or that of the file's modules.",
+            autocompletion=cli_complete.dtypes,
+        ),
+    ] = None,
     mamba: Mamba = "hidden",
     attention: Attention = "ring",
     tied: Tied = False,
     seed: Annotated[int, typer.Option(min=0, help="Of the weights and the batch.")] = 0,
     engine: Annotated[str, typer.Option(help="gloo, lockstep or nccl.", autocompletion=cli_complete.engines)] = "gloo",
     json: JsonPath = None,
-    whole: Annotated[bool, typer.Option("--whole", help="Print every tensor.")] = False,
+    whole: Annotated[bool, typer.Option("--whole", "--verbose", "-v", help="Print every tensor.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print one line for each trace only.")] = False,
 ) -> None:
-    """Trace the first training step; name the first module whose tensors differ from one device's."""
+    """Name the first module whose tensors differ: in a training step from one device's, or in a pair of your own."""
+    if file is not None:
+        from parity_tests.tracing import pair_session
+
+        foreign = [name for name in OF_THE_STEP if _is_given(context, name)]
+        if foreign:
+            raise ValueError(f"--{foreign[0]} is of the training step; a pair runs on one rank, so leave it out")
+        raise typer.Exit(pair_session.trace(file, dtype, json, whole, quiet))
     from parity_tests.training import trace_session
     from parity_tests.training.run import Run
 
-    settings = {"dtype": dtype, "mamba": mamba, "attention": attention, "is_tied": tied, "seed": seed}
+    settings = {"mamba": mamba, "attention": attention, "is_tied": tied, "seed": seed, "dtype": dtype or "float64"}
     run = Run.on(sizes([mesh] if mesh else [], "--mesh"), **settings, steps=1)
-    raise typer.Exit(trace_session.trace(run, engine, json, whole))
+    raise typer.Exit(trace_session.trace(run, engine, json, whole, quiet))
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"

@@ -71,21 +71,28 @@ def _needs(file: Path) -> str | None:
 
 
 def schemes_of_file(file: str) -> list[Declared]:
-    """Import a file, by value for the ranks, and return the schemes it declares. Errors: UnusableTarget."""
+    """Import a file and return the schemes it declares. Errors: UnusableTarget."""
+    module = module_of_file(file)
+    found = [made for made in TABLE.values() if made.of_module and made.fn.__module__ == module.__name__]
+    if not found:
+        raise UnusableTarget(f"{file}: declares no scheme; decorate a function with @scheme")
+    return sorted(found, key=lambda made: made.line)
+
+
+def module_of_file(file: str) -> ModuleType:
+    """Import a file, by value for the ranks. Errors: UnusableTarget."""
     path = Path(file).resolve()
     if not path.is_file():
-        raise UnusableTarget(f"{file}: no such file")
+        raise UnusableTarget(f"{file}: {'is a folder; give a file' if path.is_dir() else 'no such file'}")
     try:
-        module = _imported(path)
+        return _imported(path)
+    except SystemExit:
+        raise UnusableTarget(f"cannot import {file}: it exits; put what runs under if __name__ == '__main__'") from None
     except Exception as error:
         package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
         if package in EXTRAS and path.is_relative_to(PACKAGE):
             raise NeedsExtra(f"needs {package}; pip install 'shardproof[{EXTRAS[package]}]'") from error
         raise UnusableTarget(f"cannot import {file}: {_said(error, path)}") from error
-    found = [made for made in TABLE.values() if made.of_module and made.fn.__module__ == module.__name__]
-    if not found:
-        raise UnusableTarget(f"{file}: declares no scheme; decorate a function with @scheme")
-    return sorted(found, key=lambda made: made.line)
 
 
 def _named(pattern: str) -> list[Declared]:

@@ -11,16 +11,19 @@ The loss is the sum of the output times drawn numbers, so that every part of the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from parity_tests.harness import bridge
 from parity_tests.harness.oracle import UNIT_ROUNDOFF
 from parity_tests.tracing.events import Event
-from parity_tests.tracing.flax_side import traced
+from parity_tests.tracing.flax_side import Known, traced
 from parity_tests.tracing.lines import Found, Line, lines
 from parity_tests.tracing.sides import of_flax, of_torch, refuse_other_shape, refuse_output
 from parity_tests.tracing.torch_side import Recording, recorded
@@ -93,8 +96,6 @@ def traced_pair(pair: Pair, dtype: str | None = None) -> Traced:
     outputs of unlike shapes, and for parameters of a dtype that has no budget; Raised where the PyTorch module
     raises, ReferenceFailure where the flax one does.
     """
-    from copy import deepcopy
-
     module = pair.torch_module if dtype is None else deepcopy(pair.torch_module).to(getattr(torch, dtype))
     tested = _dtype(module)
     if tested not in UNIT_ROUNDOFF:
@@ -104,29 +105,37 @@ def traced_pair(pair: Pair, dtype: str | None = None) -> Traced:
     if unknown:
         raise ValueError(f"tracing.Pair: names has {unknown[0]!r}, which is no module of the PyTorch side")
     rounded = _rounded(pair, module)
-    weights = {name: _array(p) for name, p in module.named_parameters()}
     cotangent, seen, gradients = _run(pair, module, rounded)
-
-    def loss(model: Any) -> Any:
-        import jax.numpy as jnp
-
-        given = [jnp.asarray(_array(x) if x.is_floating_point() else x.cpu().numpy()) for x in rounded]
-        out = of_flax(model, *given)
-        refuse_other_shape(out, cotangent.shape)
-        return (out * jnp.asarray(cotangent)).sum()
-
-    known = traced(lambda given: of_flax(pair.make_flax, given), loss, weights, tested, pair.seed, is_whole=True)
+    known = _known(pair, module, rounded, cotangent)
     theirs = {event.module for event in known.values}
     missing = [name for name in pair.names.values() if not any(f"{m}.".startswith(f"{name}.") for m in theirs)]
     if missing:
         raise ValueError(f"tracing.Pair: names has {missing[0]!r}, which the flax side never calls")
     ours = {event.module: pair.flax_name(event.module) for event in seen.values}
     renamed = [
-        {e._replace(module=ours[e.module]): x for e, x in kept.items()} for kept in (seen.values, seen.gradients)
+        {event._replace(module=ours[event.module]): x for event, x in kept.items()}
+        for kept in (seen.values, seen.gradients)
     ]
     found = lines(known, Found([Recording(*renamed)], gradients), _whole, tested, {})
     torch_only = tuple(name for name, other in ours.items() if other not in theirs)
     return Traced(found, torch_only, tuple(sorted(theirs - set(ours.values()))), tested)
+
+
+def _known(pair: Pair, module: nn.Module, rounded: list[torch.Tensor], cotangent: np.ndarray) -> Known:
+    """The flax side with the weights of the PyTorch module, promoting as JAX does where nobody asked for more."""
+    jax = bridge.start()
+    import jax.numpy as jnp
+
+    def loss(model: Any) -> Any:
+        given = [jnp.asarray(_array(x) if x.is_floating_point() else x.cpu().numpy()) for x in rounded]
+        out = of_flax(model, *given)
+        refuse_other_shape(out, cotangent.shape)
+        return (out * jnp.asarray(cotangent)).sum()
+
+    weights = {name: _array(p) for name, p in module.named_parameters()}
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        make = partial(of_flax, pair.make_flax)
+        return traced(make, loss, weights, _dtype(module), pair.seed, is_whole=True)
 
 
 def _run(

@@ -78,10 +78,14 @@ def test_the_command(known, monkeypatch, capsys):
     status, out, _ = call("--mesh", "cp=2", "--json", "trace.json")
     assert status == 0 and "tensors as on one device, at most" in out
     with open("trace.json") as file:
-        assert all(not line["ranks"] for line in json.load(file))
+        found = json.load(file)
+    (traced,) = found["traces"]
+    assert found["status"] == 0 and traced["verdict"] == "equal" and traced["first"] is None
+    assert all(not line["ranks"] for line in traced["lines"])
     monkeypatch.setattr(ranks, "valid_count", lambda targets, groups: targets[0].new_tensor(7))
     status, out, _ = call("--mesh", "cp=2")
     assert status == 1 and fnmatch(
         out, "*first to differ: gradient of the output of lm_head*; look in the model itself.*"
     )
     assert call("--mesh", "pp=2")[0] == 2
+    assert call("--engine", "torchrun")[0] == 2

@@ -122,13 +122,13 @@ def _raised(rank: int, recorder: Recorder, error: BaseException) -> Outcome:
         error=str(error) if isinstance(error, RankFault) else f"{type(error).__name__}: {error}",
         is_sentence=isinstance(error, RankFault),
         cause=error.cause if isinstance(error, RankFailure) else "raised",
-        source=site(error),
+        source=_site(error),
         trace="".join(traceback.format_exception(error)),
         from_backend=recorder.is_backends(error),
     )
 
 
-def site(error: BaseException) -> str | None:
+def _site(error: BaseException) -> str | None:
     """file:line of the innermost frame that is the user's."""
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     user = [(name, line) for name, line in frames if not is_plumbing(name)]

@@ -1,0 +1,52 @@
+"""One call of `shardproof trace FILE`: every pair that a file declares, and where each first differs."""
+
+from __future__ import annotations
+
+from parity_tests.harness import bridge, discover
+from parity_tests.harness.engines.failure import RankFailure
+from parity_tests.harness.oracle import UNIT_ROUNDOFF, ReferenceFailure
+from parity_tests.harness.out_path import refuse_unwritable
+from parity_tests.tracing import show
+from parity_tests.tracing.pair import Pair, traced_pair
+
+
+def trace(file: str, dtype: str | None, json: str | None, is_whole: bool, quiet: bool) -> int:
+    """Trace, print, and return the exit status, the worst of all pairs.
+
+    Errors: UnusableTarget for a file without a pair; ReferenceFailure and ValueError of a pair, with its name.
+    """
+    if dtype is not None and dtype not in UNIT_ROUNDOFF:
+        raise ValueError(f"--dtype {dtype!r} is not one of {', '.join(UNIT_ROUNDOFF)}")
+    refuse_unwritable(json=json)
+    bridge.start()
+    console, done = show.console(json), []
+    for name, pair in pairs_of_file(file).items():
+        done.append(_told(name, pair, dtype))
+        show.tell(console, done[-1], is_whole, quiet)
+    return show.write(done, json)
+
+
+def pairs_of_file(file: str) -> dict[str, Pair]:
+    """The pairs that a file gives a name, in its order. Errors: UnusableTarget."""
+    module = discover.module_of_file(file)
+    found = {name: value for name, value in vars(module).items() if isinstance(value, Pair)}
+    if not found:
+        raise discover.UnusableTarget(
+            f"{file}: declares no pair; write one as NAME = Pair(torch_module, make_flax, inputs)"
+        )
+    return found
+
+
+def _told(name: str, pair: Pair, dtype: str | None) -> show.Told:
+    title = f"{name}  {dtype or pair.dtype}"
+    try:
+        found = traced_pair(pair, dtype)
+    except RankFailure as failure:
+        return show.Told(title, "in flax", failure=failure)
+    except ReferenceFailure as failure:
+        raise ReferenceFailure(f"pair '{name}': {failure}") from failure
+    except ValueError as error:
+        raise ValueError(f"pair '{name}': {error}") from error
+    names = {pair.flax_name(ours): ours for ours, _ in pair.torch_module.named_modules()}
+    differing = {theirs: ours for theirs, ours in names.items() if theirs != ours}
+    return show.Told(title, "in flax", found.lines, None, differing, found.torch_only, found.flax_only)

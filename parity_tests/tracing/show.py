@@ -1,0 +1,144 @@
+"""How traces are told: for each a table and a sentence, and one JSON for all."""
+
+from __future__ import annotations
+
+import json as json_module
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from parity_tests.harness.engines.failure import RankFailure
+from parity_tests.harness.status import EQUAL, FAILED, MISMATCH
+from parity_tests.tracing.lines import Line, first
+
+BEFORE, AFTER = 4, 3  # lines shown around the first that differs
+WIDTH = 150  # where there is no terminal to ask
+
+
+@dataclass(frozen=True)
+class Told:
+    """One trace: its name, what it was held against (`on one device`), and its lines, or how a rank failed.
+
+    `torch_names` gives a module's name in PyTorch by the one in `lines`, where they differ; `torch_only` and
+    `flax_only` are modules that one side alone calls.
+    """
+
+    name: str
+    like: str
+    lines: Sequence[Line] = ()
+    failure: RankFailure | None = None
+    torch_names: Mapping[str, str] = field(default_factory=dict)
+    torch_only: Sequence[str] = ()
+    flax_only: Sequence[str] = ()
+
+    @property
+    def status(self) -> int:
+        if self.failure is not None:
+            return FAILED
+        return EQUAL if first(self.lines) is None else MISMATCH
+
+
+def tell(console: Console, told: Told, is_whole: bool, quiet: bool) -> None:
+    """The lines about the first that differs, or all; then a sentence, and one for what was not compared."""
+    shown = told.lines if is_whole else around(told.lines)
+    if shown and not quiet:
+        console.print(table(shown))
+    style = "bold" if told.failure is None else "red"
+    for text in (closing(told), *([] if quiet else asides(told))):
+        console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+        style = ""
+
+
+def console(json: str | None) -> Console:
+    """Where the table goes: to standard error where standard output is for JSON alone."""
+    aside = json == "-"
+    return Console(stderr=aside, width=None if Console(stderr=aside).is_terminal else WIDTH)
+
+
+def write(all_told: Sequence[Told], json: str | None) -> int:
+    """The JSON, if it was asked for; returns the exit status, the worst of all."""
+    status = max(told.status for told in all_told)
+    text = json_module.dumps({"status": status, "traces": [record(told) for told in all_told]}, indent=1)
+    if json == "-":
+        print(text)
+    elif json:
+        Path(json).write_text(f"{text}\n")
+    return status
+
+
+def around(found: Sequence[Line]) -> Sequence[Line]:
+    """The first line that differs with those about it; none if all is equal."""
+    at = next((i for i, line in enumerate(found) if not line.ok), None)
+    return [] if at is None else found[max(at - BEFORE, 0) : at + AFTER + 1]
+
+
+def table(found: Sequence[Line]) -> Table:
+    grid = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in ("phase", "tensor", "error", "budget", "of budget", "ranks", "verdict"):
+        grid.add_column(column, justify="right" if column in ("error", "budget", "of budget") else "left")
+    for line in found:
+        ranks, verdict = ", ".join(map(str, line.ranks)), "equal" if line.ok else "[red]DIFFERS[/red]"
+        numbers = f"{line.error:.1e}", f"{line.budget:.1e}", f"{line.ratio:.2g}"
+        grid.add_row(line.phase, line.name, *numbers, ranks, verdict)
+    return grid
+
+
+def closing(told: Told) -> str:
+    """One sentence, and a line for each thing known of the kind of mistake."""
+    if told.failure is not None:
+        return f"{told.name}: {told.failure}"
+    line = first(told.lines)
+    if line is None:
+        nearest = max(told.lines, key=lambda line: line.ratio)
+        return (
+            f"{told.name}: {len(told.lines)} tensors as {told.like}, at most {nearest.ratio:.2g} of the budget "
+            f"({nearest.name})."
+        )
+    ranks = f"{'rank' if len(line.ranks) == 1 else 'ranks'} {', '.join(map(str, line.ranks))}"
+    said = f"{told.name}: first to differ: {line.name}, {ranks}; look in {_home(told, line)}."
+    return said + "".join(f"\n  {note}" for note in line.notes)
+
+
+def asides(told: Told) -> list[str]:
+    """What was not compared, since one side alone has it."""
+    sides = (("PyTorch", told.torch_only), ("flax", told.flax_only))
+    return [f"  not compared, called by {side} alone: {', '.join(names)}" for side, names in sides if names]
+
+
+def record(told: Told) -> dict[str, Any]:
+    """A trace as JSON: an error beyond every number is written as text."""
+    line = first(told.lines)
+    return {
+        "name": told.name,
+        "verdict": told.failure.cause if told.failure else "equal" if line is None else "mismatch",
+        "first": None if line is None else line.name,
+        "home": None if line is None else line.home,
+        "failure": None if told.failure is None else str(told.failure),
+        "torch_only": list(told.torch_only),
+        "flax_only": list(told.flax_only),
+        "lines": [_line(each) for each in told.lines],
+    }
+
+
+def _line(line: Line) -> dict[str, Any]:
+    return {
+        "tensor": line.name,
+        "phase": line.phase,
+        "home": line.home,
+        "error": line.error if math.isfinite(line.error) else str(line.error),
+        "budget": line.budget,
+        "ranks": list(line.ranks),
+        "notes": list(line.notes),
+    }
+
+
+def _home(told: Told, line: Line) -> str:
+    if not line.home:
+        return "the model itself"
+    other = told.torch_names.get(line.home)
+    return f"{other} ({line.home} in flax)" if other else line.home
