@@ -7,7 +7,8 @@ from typing import Any
 from parity_tests.harness import colours
 from parity_tests.harness.engines.ledger import Ledger, Row
 
-INCHES_PER_COLUMN, INCHES_PER_RANK, WIDEST = 0.85, 0.34, 11.0
+INCHES_PER_RANK, WIDEST = 0.34, 11.0
+FEW = 5  # columns, whose names have room beside each other
 
 
 def figure(ledger: Ledger, title: str = "") -> Any:
@@ -19,8 +20,10 @@ def figure(ledger: Ledger, title: str = "") -> Any:
 
     columns = _columns(ledger)
     ranks = sorted({row.rank for row in ledger.rows})
-    size = min(1.4 + INCHES_PER_COLUMN * max(len(columns), 2), WIDEST), 1.9 + INCHES_PER_RANK * max(len(ranks), 1)
-    canvas = Figure(figsize=size, layout="constrained")
+    is_narrow = len(columns) > FEW
+    wide = min(1.4 + 0.85 * len(columns), WIDEST) if is_narrow else 1.4 + 1.5 * max(len(columns), 2)
+    high = (2.2 if is_narrow else 1.3) + INCHES_PER_RANK * max(len(ranks), 1)
+    canvas = Figure(figsize=(wide, high), layout="constrained")
     panel = canvas.subplots()
     for at, rows in enumerate(columns):
         for row in rows:
@@ -29,7 +32,8 @@ def figure(ledger: Ledger, title: str = "") -> Any:
             panel.text(at, row.rank, str(row.rank), ha="center", va="center", fontsize=8, color=colours.ink(colour))
         if rows[0].phase == "bwd":
             panel.axvspan(at - 0.5, at + 0.5, color="0.9", zorder=0, linewidth=0)
-    panel.set_xticks(range(len(columns)), [_said(rows[0]) for rows in columns], fontsize=8, rotation=35, ha="left")
+    turned = {"rotation": 50, "ha": "left"} if is_narrow else {}
+    panel.set_xticks(range(len(columns)), [_said(rows[0]) for rows in columns], fontsize=8, **turned)
     panel.xaxis.tick_top()
     panel.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
     panel.set(xlim=(-0.5, max(len(columns), 1) - 0.5), ylim=(max(ranks, default=0) + 0.5, -0.5))

@@ -37,8 +37,8 @@ def figure(report: Report) -> Any:
     from matplotlib.figure import Figure
 
     rows = [row for row in report.rows if row.want.size]
-    wide = min(len(rows), MOST_COLUMNS)
-    high = -(-len(rows) // wide)
+    high = -(-len(rows) // MOST_COLUMNS)
+    wide = -(-len(rows) // high)
     canvas = Figure(figsize=(PANEL[0] * max(wide, 2) + BAR, PANEL[1] * high + 0.4), layout="constrained")
     grid = canvas.subplots(high, wide, squeeze=False).ravel()
     image: Any = None
