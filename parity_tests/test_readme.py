@@ -72,3 +72,39 @@ LINKS = re.findall(r"\]\(([^)#]+)\)", README)
 @pytest.mark.parametrize("link", sorted(set(LINKS)))
 def test_its_links_lead_somewhere(link):
     assert (ROOT / link).exists()
+
+
+# What was measured: the table is the benchmarks' page in short. A time moves from run to run, and stays in its spread.
+
+OF_THE_PAGE = {
+    "`vocab_parallel_logprob`": "ours",
+    "the same, gradient in place": "ours, gradient in place",
+    "Megatron-core, overwrites the logits": "megatron-core",
+    "DTensor `loss_parallel`": "DTensor loss_parallel",
+    "logits gathered, then one device's lines": "logits gathered, then whole",
+}
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("| \n").split("|")]
+
+
+def measured(dtype: str) -> dict[str, str]:
+    """What the page says of each arm."""
+    rows = [cells(line) for line in (ROOT / "docs" / "benchmarks.md").read_text().splitlines()]
+    start = f"logprob, {dtype}: "
+    return {row[0].removeprefix(start): row[2] for row in rows if row[0].startswith(start)}
+
+
+@pytest.mark.parametrize("name", OF_THE_PAGE)
+def test_what_was_measured_is_what_the_page_says(name):
+    (row,) = [cells(line) for line in README.splitlines() if line.startswith(f"| {name} |")]
+    _, collectives, sent, memory, time, error = row
+    said, in_bfloat16 = (measured(dtype)[OF_THE_PAGE[name]] for dtype in ("float32", "bfloat16"))
+    assert f"; {collectives}, {sent} bytes per rank;" in said
+    digits = len(memory.partition(".")[2])
+    assert f"{float(re.search(r'memory ([^;]+);', said)[1]):.{digits}f}" == memory
+    assert f"error {error} budgets;" in in_bfloat16
+    spread = re.search(r"\(([\d.]+) to ([\d.]+)\) times ours", said)
+    least, greatest = map(float, spread.groups()) if spread else (1.0, 1.0)
+    assert least <= float(time) <= greatest
