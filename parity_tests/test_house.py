@@ -53,6 +53,7 @@ WITHOUT_A_REFERENCE = {
     "mamba/token_order.py": "which layout a batch has; the reference has whole sequences",
     "models/gradient_norm.py": "sums over ranks; the reference has one device",
     "models/placement.py": "which ranks a model is cut over; the reference has one device",
+    "models/staged.py": "the step in stages, whose reference is the step without them",
     "models/tensor_parallel.py": "which weights are cut; the reference has them whole",
     "pipelining/_torch_compat.py": "what torch does not promise",
     "pipelining/action.py": "how an action is written",

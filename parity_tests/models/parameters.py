@@ -1,4 +1,4 @@
-"""The parameters of a hybrid model of two layers as a scheme draws them, and the model that their shapes tell."""
+"""The parameters of a hybrid model of two or four layers as a scheme draws them, and the model that shapes tell."""
 
 from __future__ import annotations
 
@@ -38,6 +38,12 @@ TIED = {
     "norm.weight": "d tp=I",
 }
 UNTIED = {**TIED, "lm_head.weight": "v/tp d"}
+# Twice the two layers, so that two ranks can have two stages each.
+FOUR_TIED = {
+    **TIED,
+    **{f"layers.2.{name}": spec for name, spec in ATTENTION.items()},
+    **{f"layers.3.{name}": spec for name, spec in MAMBA.items()},
+}
 # h query heads of p columns share g KV heads; r Mamba heads of e columns, j groups, n states.
 RELATED = {"w": "h*p", "x": "g*p", "i": "r*e", "c": "r*e+2*j*n", "u": "2*r*e+2*j*n+r"}
 SIZES = {"v": (12,), "d": (4,), "p": (4,), "f": (6,), "e": (2,), "n": (2,), "k": (4,)}
@@ -64,7 +70,7 @@ def config_of(case: Mapping[str, int], parameters: Mapping[str, Any]) -> dict[st
     return {
         "vocab_size": leaves["embed_tokens.weight"].shape[0] * tp,
         "hidden_size": leaves["norm.weight"].shape[0],
-        "layers": ("attention", "mamba"),
+        "layers": ("attention", "mamba") * (2 if "layers.2.input_layernorm.weight" in leaves else 1),
         "num_attention_heads": leaves["layers.0.self_attn.q_proj.weight"].shape[0] * tp // head_dim,
         "num_key_value_heads": leaves["layers.0.self_attn.k_proj.weight"].shape[0] * tp // head_dim,
         "head_dim": head_dim,

@@ -72,6 +72,8 @@ class Stack(nn.Module):
         self.embed_tokens = nn.Embedding(VOCAB, WIDTH)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
         self.norm = nn.LayerNorm(WIDTH)
+        if kind == "headed":
+            self.lm_head = nn.Linear(WIDTH, VOCAB)
 
     def forward(self, input_ids=None, inputs_embeds=None, use_cache=None):
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -80,12 +82,14 @@ class Stack(nn.Module):
         for layer in reversed(list(self.layers)) if self.kind == "reversed" else self.layers:
             x = layer(x)
             x = x + entered if self.kind == "skipped" else x[0].unsqueeze(0) if self.kind == "indexed" else x
-        return 2 * self.norm(x) if self.kind == "scaled at the end" else self.norm(x)
+        x = 2 * self.norm(x) if self.kind == "scaled at the end" else self.norm(x)
+        return self.lm_head(x) if self.kind == "headed" else x
 
 
-def test_a_stack_of_a_users_own_is_cut():
+@pytest.mark.parametrize("kind", ["plain", "headed"])
+def test_a_stack_of_a_users_own_is_cut(kind):
     def body(mesh):
-        model = Stack("plain")
+        model = Stack(kind)
         wanted = model(IDS)
         return in_a_row(cut(mesh, model)).equal(wanted)
 

@@ -2,6 +2,8 @@
 
 from torch_impl.models.batch import RankStream as RankStream
 from torch_impl.models.batch import Stream as Stream
+from torch_impl.models.batch import layout_of as layout_of
+from torch_impl.models.batch import offsets_of as offsets_of
 from torch_impl.models.batch import own_streams as own_streams
 from torch_impl.models.batch import rank_stream as rank_stream
 from torch_impl.models.config import HybridConfig as HybridConfig
@@ -12,4 +14,6 @@ from torch_impl.models.loss import normalised as normalised
 from torch_impl.models.loss import token_losses as token_losses
 from torch_impl.models.loss import valid_count as valid_count
 from torch_impl.models.placement import Placement as Placement
+from torch_impl.models.staged import StepLoss as StepLoss
+from torch_impl.models.staged import staged_step as staged_step
 from torch_impl.models.tensor_parallel import tensor_parallel_plan as tensor_parallel_plan

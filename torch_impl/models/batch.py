@@ -11,9 +11,13 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from torch_impl.layouts import TokenLayout
 from torch_impl.models.loss import NOBODY
+from torch_impl.models.placement import Placement
+
+FILLED = -1  # stands where a stream has fewer documents than another
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,7 @@ def rank_stream(stream: Stream, cp_size: int, cp_rank: int, order: str = "dual_c
     Cost:   no collective; one copy of the offsets to the host.
     Errors: those of `TokenLayout.packed`; ValueError for ids or keep of another length than the stream.
     """
-    kind = "packed" if order == "dual_chunk_swap" else order
-    layout = TokenLayout.packed(stream.cu_padded, stream.cu_real, cp_size=cp_size, cp_rank=cp_rank, kind=kind)
+    layout = _cut(stream.cu_padded, stream.cu_real, cp_size, cp_rank, order)
     for name, held in (("ids", stream.ids), ("keep", stream.keep)):
         if held is not None and held.shape != (layout.total,):
             raise ValueError(
@@ -55,6 +58,35 @@ def rank_stream(stream: Stream, cp_size: int, cp_rank: int, order: str = "dual_c
             )
     targets = next_ids(stream, layout)
     return RankStream(layout.shard(stream.ids, 0)[None], layout.shard(targets, 0)[None], layout)
+
+
+def offsets_of(layouts: Sequence[TokenLayout]) -> Int[Tensor, "m 2 q"]:
+    """The documents of several streams as one tensor: offsets with padding and without, filled to one length.
+
+    `layout_of` makes a layout of any of its rows again.
+    """
+    longest = max(len(layout.cu_padded) for layout in layouts)
+    rows = [torch.stack([layout.cu_padded, layout.cu_real]) for layout in layouts]
+    return torch.stack([pad(row, (0, longest - row.shape[1]), value=FILLED) for row in rows])
+
+
+def layout_of(offsets: Int[Tensor, "1 2 q"], placement: Placement) -> TokenLayout:
+    """The layout of one stream, cut over the placement's cp in its order.
+
+    Cost:   one copy of the offsets to the host.
+    Errors: those of `TokenLayout.packed`; TypeError for offsets of another kind, ValueError for several streams'.
+    """
+    if not isinstance(offsets, Tensor):
+        raise TypeError(f"models.layout_of: offsets is a {type(offsets).__name__}; pass a TokenLayout or its offsets")
+    if offsets.ndim != 3 or offsets.shape[:2] != (1, 2):
+        raise ValueError(f"models.layout_of: offsets is {list(offsets.shape)}; pass [1, 2, q], those of one stream")
+    padded, real = offsets[0].unbind()
+    return _cut(padded, real, placement.cp.size(), placement.cp.rank(), placement.order)
+
+
+def _cut(padded: Tensor, real: Tensor, cp_size: int, cp_rank: int, order: str) -> TokenLayout:
+    kind = "packed" if order == "dual_chunk_swap" else order
+    return TokenLayout.packed(padded, real, cp_size=cp_size, cp_rank=cp_rank, kind=kind)
 
 
 def next_ids(stream: Stream, layout: TokenLayout) -> Int[Tensor, " t"]:

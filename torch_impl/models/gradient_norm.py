@@ -14,24 +14,31 @@ from torch.distributed.tensor import DTensor
 from torch_impl.collectives import accumulator
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> Float[Tensor, ""]:
+def gradient_norm(parameters: Iterable[nn.Parameter], pp: ProcessGroup | None = None) -> Float[Tensor, ""]:
     """sqrt(sum of squares) over all gradients, the same on every rank; a parameter without one counts nothing.
 
-    What is cut is summed over the axes that cut it, what is repeated is counted once, as its DTensor says.
+    What is cut is summed over the axes that cut it, what is repeated is counted once, as its DTensor says. Where the
+    ranks of `pp` have other parameters each, theirs are added; of one that two stages share pass one copy alone
+    (`pipelining.ties.named_once`).
 
-    Cost:   1 all_reduce of one number for each axis of each way in which parameters are cut.
+    Cost:   1 all_reduce of one number for each axis of each way in which parameters are cut, and 1 over pp.
     Errors: ValueError for a gradient that is still a sum of addends.
     """
+    parameters = list(parameters)
     squares: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}
     for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         squares.setdefault(_cut_by(gradient), []).append(local.to(accumulator(local.dtype)).square().sum())
     total = torch.zeros(())
+    for parameter in parameters:  # the same dtype on every rank, whichever gradients it has
+        total = total.to(parameter.device, torch.promote_types(total.dtype, parameter.dtype))
     for groups, parts in squares.items():
         own = torch.stack(parts).sum()
         for group in groups:
             dist.all_reduce(own, group=group)
-        total = total.to(own) + own
+        total = total + own
+    if pp is not None:
+        dist.all_reduce(total, group=pp)
     return total.sqrt()
 
 

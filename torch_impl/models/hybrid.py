@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from torch_impl.layouts import TokenLayout
+from torch_impl.models.batch import layout_of
 from torch_impl.models.config import HybridConfig
 from torch_impl.models.layer import layer_of
 from torch_impl.models.loss import token_losses
@@ -25,28 +26,38 @@ class HybridLM(nn.Module):
                                         or   "b s/cp:LAYOUT tp=I"
         parameters  "... cp=R": whole on each cp rank; their full gradient is the SUM over cp
 
-    One row, b = 1, is a packed stream whose documents `layout` knows; several rows are a sequence each.
+    One row, b = 1, is a packed stream whose documents `layout` knows; several rows are a sequence each. In place of a
+    layout the offsets of one stream's documents may be given as a tensor, which a schedule cuts as it cuts ids.
 
-    Cost:   that of its layers, and of `token_losses`.
-    Errors: those of attention and of the Mamba strategies.
+    A stage of a pipeline has some of the modules: without the embedding it is given hidden states "b s/cp d" in place
+    of ids, without the head it returns them.
+
+    Cost:   that of its layers, and of `token_losses`; of offsets one copy to the host.
+    Errors: those of attention, of the Mamba strategies and of `layout_of`.
     """
 
     def __init__(self, config: HybridConfig, placement: Placement, **made: Any) -> None:
         super().__init__()
         self.config, self.placement = config, placement
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, **made)
+        self.embed_tokens: nn.Embedding | None = nn.Embedding(config.vocab_size, config.hidden_size, **made)
         self.layers = nn.ModuleList(layer_of(kind, config, placement, **made) for kind in config.layers)
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps, **made)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, **made)
+        self.lm_head: nn.Linear | None = nn.Linear(config.hidden_size, config.vocab_size, bias=False, **made)
         if config.is_tied:
             self.lm_head.weight = self.embed_tokens.weight
 
     def forward(
-        self, ids: Int[Tensor, "b s"], layout: TokenLayout, targets: Int[Tensor, "b s"] | None = None
+        self,
+        ids: Shaped[Tensor, "b s *d"],
+        layout: TokenLayout | Int[Tensor, "1 2 q"],
+        targets: Int[Tensor, "b s"] | None = None,
     ) -> Float[Tensor, "b s *v"]:
         """See the class."""
-        x = self.embed_tokens(ids)
-        for layer in self.layers:
-            x = layer(x, layout)
+        known = layout if isinstance(layout, TokenLayout) else layout_of(layout, self.placement)
+        x = ids if self.embed_tokens is None else self.embed_tokens(ids)
+        for layer in self.layers.children():  # a list, or in a stage a dict by the layers' numbers
+            x = layer(x, known)
+        if self.lm_head is None:
+            return x
         logits = self.lm_head(self.norm(x))
         return logits if targets is None else token_losses(logits, targets, self.placement.tp, self.config.vocab_size)

@@ -66,7 +66,7 @@ def anatomy_of(model: nn.Module) -> Anatomy:
             "base_model_pp_plan"
         )
     before = planned[: planned.index(layers)] if layers in planned else ["embed_tokens"]
-    after = planned[planned.index(layers) + 1 :] if layers in planned else ["norm"]
+    after = planned[planned.index(layers) + 1 :] if layers in planned else ["norm", "lm_head"]
     children = dict(module.named_children())
     others = {name: child for name, child in children.items() if name not in {layers, *before, *after}}
     outer = {name: child for name, child in model.named_children() if inner and name != inner.partition(".")[0]}

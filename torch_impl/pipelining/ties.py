@@ -52,6 +52,18 @@ def part_ties(modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> None:
             setattr(modules[second].get_submodule(owner), last, copied)
 
 
+def named_once(stages: Sequence[PipelineStage]) -> dict[str, nn.Parameter]:
+    """The parameters of this rank's stages by name, less the later copy of each tie: on all ranks of the pipeline
+    together every parameter of the model stands once."""
+    later = {tie.second for tie in getattr(stages[0], "tied_copies", ())}
+    return {
+        name: parameter
+        for stage in stages
+        for name, parameter in stage.submod.named_parameters()
+        if (stage.stage_index, name) not in later
+    }
+
+
 def sum_ties_after_each_step(schedule: Any, stages: Sequence[PipelineStage]) -> None:
     """Wrap the schedule's `step`; in place. Every rank of the pipeline must step alike.
 

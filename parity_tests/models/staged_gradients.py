@@ -1,0 +1,86 @@
+"""A step of the hybrid model in stages as a function of its parameters: forward runs a schedule, backward gives what
+that left. Its streams are the micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity_tests.harness.tree import flat
+from parity_tests.models.parameters import config_of
+from parity_tests.models.schemes import HEAD_DIM
+from torch_impl.collectives import accumulator
+from torch_impl.models import HybridConfig, HybridLM, Placement, RankStream, StepLoss, staged_step
+from torch_impl.pipelining.functional import pipeline_model
+from torch_impl.pipelining.ties import named_once
+
+
+def staged_loss(
+    mesh: Any, streams: Sequence[RankStream], parameters: Any, groups: int, schedule: str, **chosen: Any
+) -> Tensor:
+    """This rank's share of the loss, "pp=P cp=P tp=I"."""
+    leaves = flat(parameters)
+    config = HybridConfig(**config_of({"p": HEAD_DIM, "j": groups, "tp": 1}, leaves))
+
+    def run(*values: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        model = filled(mesh, config, dict(zip(leaves, values, strict=True)), **chosen)
+        built, loss, stages = in_stages(mesh, model, streams, schedule)
+        shares = staged_step(built, stages, loss, streams, [mesh["cp"]])
+        found = {name: p.grad for name, p in named_once(stages).items() if p.grad is not None}
+        return sum(shares, torch.zeros((), dtype=accumulator(values[0].dtype))), found
+
+    return _Stepped.apply(run, tuple(leaves), *leaves.values())
+
+
+def in_stages(mesh: Any, model: HybridLM, streams: Sequence[RankStream], schedule: str) -> tuple[Any, StepLoss, Any]:
+    """(schedule, its loss, the stages of this rank), a micro-batch for each stream."""
+    loss = StepLoss(mesh["tp"], model.config.vocab_size)
+    built, _, _, _, stages = pipeline_model(
+        model,
+        mesh.device_mesh,
+        None,
+        pp_axis_name="pp",
+        dp_axis_names=(),
+        cp_axis_name="cp",
+        tp_axis_name="tp",
+        layers_per_stage=None,
+        pipeline_parallel_schedule_csv=None,
+        pipeline_parallel_schedule=schedule,
+        microbatch_size=1,
+        local_batch_size=len(streams),
+        device=torch.device(mesh.device_mesh.device_type),
+        loss_fn=loss,
+        patch_inner_model=False,
+        patch_causal_lm_model=False,
+        seq_len=streams[0].ids.shape[1],
+    )
+    return built, loss, stages
+
+
+def filled(mesh: Any, config: HybridConfig, values: dict[str, Tensor], **chosen: Any) -> HybridLM:
+    """The whole model with these parameters, in their dtype; no random state moves."""
+    first = next(iter(values.values()))
+    with torch.random.fork_rng(devices=[]):
+        model = HybridLM(config, Placement(mesh["cp"], mesh["tp"], **chosen), device=first.device, dtype=first.dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(values[name])
+    return model
+
+
+class _Stepped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Any, names: tuple[str, ...], *values: Tensor) -> Tensor:
+        with torch.enable_grad():
+            loss, ctx.found = run(*(value.detach() for value in values))
+        ctx.names, ctx.like = names, values
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
+        pairs = zip(ctx.names, ctx.like, strict=True)
+        found = [ctx.found[name] * cotangent if name in ctx.found else torch.zeros_like(x) for name, x in pairs]
+        return None, None, *found

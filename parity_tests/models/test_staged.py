@@ -1,0 +1,195 @@
+"""Parity of models.staged: a step of the model in stages is the step of the whole model, by every schedule."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+from hypothesis import given, settings
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn.utils import skip_init
+
+from jax_ref.models.batch import next_ids
+from jax_ref.models.config import Config
+from jax_ref.models.loss import normalised, token_losses
+from parity_tests import CaseSpec, check, every_case, integers, offsets, scheme, token_below, values
+from parity_tests.harness.engines.run import run
+from parity_tests.models.by_name import flax_model
+from parity_tests.models.parameters import FOUR_TIED, RELATED, ROUNDINGS, SIZES, UNTIED, config_of, drawn, specs
+from parity_tests.models.schemes import DTYPES, HEAD_DIM
+from parity_tests.models.staged_gradients import in_stages, staged_loss
+from torch_impl.models import (
+    HybridConfig,
+    HybridLM,
+    Placement,
+    StepLoss,
+    Stream,
+    gradient_norm,
+    rank_stream,
+    staged_step,
+)
+from torch_impl.pipelining.functional import split_model_into_stages
+from torch_impl.pipelining.ties import named_once
+
+# Two streams of documents of their own, so that every micro-batch has another layout.
+STREAMS = {
+    **{"ids": "t", "cu_padded": "q", "cu_real": "q"},
+    **{"other_ids": "o", "other_padded": "q", "other_real": "q"},
+}
+DRAW = {
+    **{"ids": token_below("v"), "cu_padded": offsets("t", padded=True), "cu_real": offsets("t")},
+    **{"other_ids": token_below("v"), "other_padded": offsets("o", padded=True), "other_real": offsets("o")},
+    "groups": integers(0, 0),
+}
+Returned = tuple[Float[Tensor, ""], Int[Tensor, " l"], Int[Tensor, " l"]]
+
+
+def whole(ids, cu_padded, cu_real, other_ids, other_padded, other_real, groups, parameters):
+    """The loss of both streams, and their ids."""
+    model = flax_model(Config(**config_of({"p": HEAD_DIM, "j": len(groups), "tp": 1}, parameters)), parameters)
+
+    def of_one(row, padded, real):
+        targets, is_there = next_ids(row, padded, real)
+        return token_losses(model(row[None], padded, real)[0], targets, is_there), is_there
+
+    pairs = ((ids, other_ids), (cu_padded, other_padded), (cu_real, other_real))
+    losses, counted = jax.vmap(of_one)(*(jnp.stack(pair) for pair in pairs))
+    return normalised(list(losses), list(counted)), ids, other_ids
+
+
+def declared(parameters, names):
+    return {
+        "reference": whole,
+        "mesh": {"pp": (1, 2), "cp": (1, 2), "tp": (1,)},
+        "inputs": {**STREAMS, "groups": "j", "parameters": specs(parameters, "pp=R cp=R")},
+        "outputs": ("pp=P cp=P tp=I", "t/cp:packed", "o/cp:packed"),
+        "dims": {**SIZES, **RELATED, "t": (16,), "o": "t", "q": (4,), "h": (4,), "g": (2,), "r": (4,), "j": (2,)},
+        "draw": {**DRAW, **drawn(parameters)},
+        "rank_options": {
+            "schedule": names,
+            "mamba": ("state", "hidden"),
+            "exchange": ("ulysses", "ring", "all_gather"),
+        },
+        "dtypes": DTYPES,
+        "reduction": ("t", "f"),
+        "roundings": 2 * ROUNDINGS,
+    }
+
+
+def parallel(mesh, streams, groups, parameters, **chosen):
+    own = [rank_stream(each, mesh.size("cp"), mesh.rank("cp")) for each in streams]
+    return staged_loss(mesh, own, parameters, len(groups), **chosen), own[0].ids[0], own[1].ids[0]
+
+
+@scheme(**declared(FOUR_TIED, ("ZBVZeroBubble", "1F1B", "Interleaved1F1B", "LoopedBFS")))
+def tied_hybrid_in_stages(
+    mesh, ids, cu_padded, cu_real, other_ids, other_padded, other_real, groups, parameters, schedule, mamba, exchange
+) -> Returned:
+    streams = [Stream(ids, cu_padded, cu_real), Stream(other_ids, other_padded, other_real)]
+    return parallel(mesh, streams, groups, parameters, schedule=schedule, mamba=mamba, exchange=exchange)
+
+
+@scheme(**declared(UNTIED, ("1F1B", "GPipe")))
+def hybrid_in_stages(
+    mesh, ids, cu_padded, cu_real, other_ids, other_padded, other_real, groups, parameters, schedule, mamba, exchange
+) -> Returned:
+    streams = [Stream(ids, cu_padded, cu_real), Stream(other_ids, other_padded, other_real)]
+    return parallel(mesh, streams, groups, parameters, schedule=schedule, mamba=mamba, exchange=exchange)
+
+
+@pytest.mark.parametrize("of", [tied_hybrid_in_stages, hybrid_in_stages], ids=lambda of: of.name)
+def test_parity(of):
+    @settings(max_examples=6)
+    @given(every_case(of))
+    def checked(case):
+        check(case)
+
+    checked()
+
+
+class Tied(nn.Module):
+    """The least that has stages and a weight that two of them share."""
+
+    def __init__(self, table, first, second):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(*table.shape, _weight=torch.zeros_like(table))
+        self.layers = nn.ModuleList(skip_init(nn.Linear, 2, 2, bias=False, dtype=x.dtype) for x in (first, second))
+        self.lm_head = skip_init(nn.Linear, *reversed(table.shape), bias=False, dtype=table.dtype)
+        self.lm_head.weight = self.embed_tokens.weight
+
+
+@scheme(
+    reference=lambda table, first, second: jnp.sqrt(sum((x**2).sum() for x in (table, first, second))),
+    mesh={"pp": (1, 2)},
+    inputs={"table": "v d pp=I", "first": "d e pp=I", "second": "d e pp=I"},
+    outputs="pp=I",
+    dims={"v": (3,), "d": (2,), "e": (2,)},
+    draw={name: values("normal", "zeros") for name in ("table", "first", "second")},
+    nograd=("table", "first", "second"),
+    dtypes=("float32", "bfloat16", "float64"),
+    reduction=("v", "d", "e"),
+)
+def norm_over_stages(mesh, table, first, second):
+    """Both copies of what stages share have its gradient, as they have after a step; it counts once."""
+    place = torch.device(mesh.device_mesh.device_type)
+    schedule = {1: "LoopedBFS", 2: "1F1B"}[mesh.size("pp")]
+    stages, parts = split_model_into_stages(
+        Tied(table, first, second), mesh.device_mesh, "pp", schedule, place, layers_per_stage=1
+    )
+    given = {"embed_tokens": table, "lm_head": table, "layers.0": first, "layers.1": second}
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            parameter.grad = given[name.removesuffix(".weight")]
+    return gradient_norm(named_once(stages).values(), mesh["pp"])
+
+
+@settings(max_examples=10)
+@given(every_case(norm_over_stages))
+def test_the_norm_counts_every_parameter_once(case):
+    check(case)
+
+
+SMALL = HybridConfig(vocab_size=12, hidden_size=4, num_attention_heads=2, num_key_value_heads=1, head_dim=2)
+
+
+def streams_of(*lengths):
+    return [
+        rank_stream(Stream(torch.arange(n) % 12, *[torch.tensor([0, n], dtype=torch.int32)] * 2), 1, 0) for n in lengths
+    ]
+
+
+def test_refusals():
+    def body(mesh, case):
+        model = HybridLM(SMALL, Placement(mesh["cp"], mesh["tp"]))
+        with pytest.raises(ValueError) as no_count:
+            StepLoss(mesh["tp"], 12)(torch.zeros(1, 4, 12), torch.zeros(1, 4, dtype=torch.int64))
+        with pytest.raises(ValueError) as rows:
+            model(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(2, 2, 3, dtype=torch.int32))
+        with pytest.raises(TypeError) as kind:
+            model(torch.zeros(1, 4, dtype=torch.int64), [0, 4])
+        schedule, loss, stages = in_stages(mesh, model, streams_of(8, 8), "GPipe")
+        with pytest.raises(ValueError) as lengths:
+            staged_step(schedule, stages, loss, streams_of(8, 12), [mesh["cp"]])
+        return [str(each.value) for each in (no_count, rows, kind, lengths)]
+
+    (found,) = run(body, CaseSpec("staged", {"pp": 1, "cp": 1, "tp": 1})).results
+    assert found == [
+        "models.StepLoss: count is None; set it to the valid_count of the step first",
+        "models.layout_of: offsets is [2, 2, 3]; pass [1, 2, q], those of one stream",
+        "models.layout_of: offsets is a list; pass a TokenLayout or its offsets",
+        "models.staged_step: streams have [8, 12] tokens on this rank; pad them to one length",
+    ]
+
+
+def test_another_number_of_streams_is_refused():
+    def body(mesh, case):
+        model = HybridLM(SMALL, Placement(mesh["cp"], mesh["tp"]))
+        schedule, loss, stages = in_stages(mesh, model, streams_of(8, 8), "GPipe")
+        with pytest.raises(
+            ValueError, match=re.escape("args[0] has 3 rows, the schedule was built for local_batch_size=2")
+        ):
+            staged_step(schedule, stages, loss, streams_of(8, 8, 8), [mesh["cp"]])
+
+    run(body, CaseSpec("staged", {"pp": 1, "cp": 1, "tp": 1}))

@@ -1,0 +1,77 @@
+"""An optimiser step of a model in pipeline stages: streams are the micro-batches, each with documents of its own.
+
+Every rank of a pipeline knows all of its micro-batches, so that a schedule hands each stage the documents of the very
+micro-batch that it computes. Between stages go hidden states and their gradients alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.pipelining import PipelineStage
+
+from torch_impl.models.batch import RankStream, offsets_of
+from torch_impl.models.loss import normalised, token_losses, valid_count
+
+
+@dataclass
+class StepLoss:
+    """The `loss_fn` of a schedule: what a micro-batch adds to this rank's share of the step's loss.
+
+        logits  "1 s/cp v/tp"   targets  "1 s/cp"   ->   "dp=P cp=P tp=I"
+
+    `count` is that of the whole step, all micro-batches and ranks; `staged_step` sets it. So nothing is divided by
+    the number of micro-batches: `pipeline_model` is to be called with `scale_grads=False`.
+
+    Cost:   that of `token_losses`.
+    Errors: ValueError before a count is set.
+    """
+
+    tp: ProcessGroup
+    vocab_size: int
+    averaged_over: int = 1
+    count: Int[Tensor, ""] | None = None
+
+    def __call__(self, logits: Float[Tensor, "1 s v"], targets: Int[Tensor, "1 s"]) -> Float[Tensor, ""]:
+        """See the class."""
+        if self.count is None:
+            raise ValueError("models.StepLoss: count is None; set it to the valid_count of the step first")
+        return normalised(token_losses(logits, targets, self.tp, self.vocab_size), self.count, self.averaged_over)
+
+
+def staged_step(
+    schedule: Any,
+    stages: Sequence[PipelineStage],
+    loss: StepLoss,
+    streams: Sequence[RankStream],
+    groups: Sequence[ProcessGroup],
+) -> list[Float[Tensor, ""]]:
+    """Forward and backward of one step. Returns each micro-batch's share of the loss on the rank of the last stage.
+
+        shares  "dp=P cp=P tp=I pp=P", none on ranks without the last stage
+
+    `schedule` and `stages` are those of `pipeline_model` for as many micro-batches of one row as there are `streams`,
+    `loss` its `loss_fn`; `groups` cut the batch, as for `valid_count`. Gradients are left on the parameters.
+
+    Cost:   that of the schedule, and of `valid_count`.
+    Errors: ValueError for streams of unlike lengths, or of another number than the schedule's.
+    """
+    lengths = sorted({stream.ids.shape[1] for stream in streams})
+    if len(lengths) > 1:
+        raise ValueError(f"models.staged_step: streams have {lengths} tokens on this rank; pad them to one length")
+    targets = [stream.targets for stream in streams]
+    loss.count = valid_count(targets, groups)
+    shares: list[Tensor] = []
+    schedule.step(
+        *([torch.cat([stream.ids for stream in streams])] if any(stage.is_first for stage in stages) else []),
+        **({"target": torch.cat(targets), "losses": shares} if any(stage.is_last for stage in stages) else {}),
+        layout=offsets_of([stream.layout for stream in streams]),
+        return_outputs=False,
+    )
+    return [share.detach() for share in shares]
