@@ -29,6 +29,7 @@ from parity_tests.faults import (
     topk,
     tp_styles,
     vocab_parallel,
+    whole_step,
 )
 from parity_tests.faults.fault import KINDS
 
@@ -60,6 +61,7 @@ CATALOGUE = (
     *topk.FAULTS,
     *tp_styles.FAULTS,
     *vocab_parallel.FAULTS,
+    *whole_step.FAULTS,
     *recreated.FAULTS,
 )
 WITHOUT_A_COMPONENT = {"random": "no scheme draws random numbers"}

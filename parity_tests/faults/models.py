@@ -27,6 +27,7 @@ FAULTS = (
         old="    for group in groups:\n",
         new="    for group in groups[:-1]:\n",
         expect="value: ",
+        source=MEGATRON,
     ),
     Fault(
         name="a loss over the last microbatch's count",

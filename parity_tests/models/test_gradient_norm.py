@@ -3,14 +3,51 @@
 import re
 from fractions import Fraction
 
+import jax.numpy as jnp
 import pytest
 import torch
+from hypothesis import given, settings
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from parity_tests import CaseSpec
+from parity_tests import CaseSpec, check, every_case, scheme, values
 from parity_tests.harness.engines.run import run
 from torch_impl.models import gradient_norm
+
+
+def whole_norm(gradients):
+    return jnp.sqrt(sum((x**2).sum() for x in gradients.values()))
+
+
+# How DTensor says that an axis of the mesh (dp, tp) cuts or repeats each.
+CUT = {"both": (Shard(0), Shard(1)), "rows": (Shard(0), Replicate()), "columns": (Replicate(), Shard(0))}
+
+
+@scheme(
+    reference=whole_norm,
+    mesh={"dp": (1, 2, 3), "tp": (1, 2)},
+    inputs={"gradients": {"both": "a/dp b/tp", "rows": "e/dp tp=I", "columns": "f/tp dp=I", "repeated": "o dp=I tp=I"}},
+    outputs="dp=I tp=I",
+    dims={"a": (6,), "b": (2,), "e": (6,), "f": (4,), "o": (1, 3)},
+    draw={f"gradients.{name}": values("normal", "zeros", "ties") for name in (*CUT, "repeated")},
+    nograd=tuple(f"gradients.{name}" for name in (*CUT, "repeated")),
+    dtypes=("float32", "bfloat16", "float64"),
+    reduction=("a", "b", "e"),
+)
+def norm_of_cut_gradients(mesh, gradients):
+    made = []
+    for name, local in gradients.items():
+        placements = list(CUT.get(name, (Replicate(), Replicate())))
+        made.append(nn.Parameter(DTensor.from_local(torch.zeros_like(local), mesh.device_mesh, placements)))
+        made[-1].grad = DTensor.from_local(local, mesh.device_mesh, placements)
+    return gradient_norm(made)
+
+
+@settings(max_examples=20)
+@given(every_case(norm_of_cut_gradients))
+def test_parity(case):
+    check(case)
+
 
 # Squares of whole numbers add up exactly, in any order.
 GRADIENTS = [torch.arange(-4.0, 8.0).view(6, 2), torch.arange(5.0), torch.tensor([[3.0]])]
