@@ -14,7 +14,7 @@ import numpy as np
 
 from parity_tests.harness import bridge
 from parity_tests.harness.oracle import UNIT_ROUNDOFF, compiler_options
-from parity_tests.tracing.events import Event
+from parity_tests.tracing.events import LOSS, NORM, Event
 from parity_tests.tracing.probes import POOL, Probes, draws, watch
 
 COPIES = 4
@@ -24,11 +24,15 @@ Called = Callable[[Any], Any]  # from that module to the loss
 
 @dataclass(frozen=True)
 class Known:
-    """Whole arrays by event and by weight, and for each the root mean square distance of its copies, relative."""
+    """Whole arrays by event and by weight, and for each the root mean square distance of its copies, relative.
+
+    `numbers` are the loss and the norm of the weights' gradient, under the names in `events`.
+    """
 
     values: dict[Event, np.ndarray]
     gradients: dict[Event, np.ndarray]
     of_weights: dict[str, np.ndarray]
+    numbers: dict[str, np.ndarray]
     spread: dict[tuple[str, Event | str], float]
 
 
@@ -59,20 +63,23 @@ def traced(
         watch(model, through, is_whole)
         value = call(model)
         order[:] = through.seen
-        return value, through.seen
+        return value, (through.seen, value)
 
-    _, shapes = jax.eval_shape(lambda: loss(held, None, units[0], errors[0]))
+    _, (shapes, _) = jax.eval_shape(lambda: loss(held, None, units[0], errors[0]))
     probes = {event: jnp.zeros(shape.shape, shape.dtype) for event, shape in shapes.items()}
 
     def everything(unit: Any, errors: Any) -> Any:
-        gradients, seen = jax.grad(loss, (0, 1), has_aux=True)(held, probes, unit, errors)
-        return {"value": seen, "gradient": gradients[1], "weight": gradients[0]}
+        gradients, (seen, value) = jax.grad(loss, (0, 1), has_aux=True)(held, probes, unit, errors)
+        norm = jnp.sqrt(sum((x**2).sum() for x in jax.tree.leaves(gradients[0])))
+        numbers = {LOSS: value, NORM: norm}
+        return {"value": seen, "gradient": gradients[1], "weight": gradients[0], "number": numbers}
 
     found = jax.jit(jax.vmap(everything), compiler_options=compiler_options())(units, errors)
     arrays = {kind: {at: bridge.from_jax(str(at), x) for at, x in tree.items()} for kind, tree in found.items()}
     spread = {(kind, at): _spread(x) for kind, tree in arrays.items() for at, x in tree.items()}
     first = {kind: {at: x[0] for at, x in tree.items()} for kind, tree in arrays.items()}
-    return Known({event: first["value"][event] for event in order}, first["gradient"], first["weight"], spread)
+    values = {event: first["value"][event] for event in order}
+    return Known(values, first["gradient"], first["weight"], first["number"], spread)
 
 
 def _spread(copies: np.ndarray) -> float:

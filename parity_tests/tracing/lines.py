@@ -12,7 +12,7 @@ from parity_tests.harness.compare import K
 from parity_tests.harness.evidence import Evidence
 from parity_tests.harness.explain import explain
 from parity_tests.harness.oracle import UNIT_ROUNDOFF
-from parity_tests.tracing.events import IN, Event
+from parity_tests.tracing.events import IN, LOSS, NORM, Event
 from parity_tests.tracing.flax_side import Known
 from parity_tests.tracing.torch_side import Recording
 
@@ -47,14 +47,15 @@ class Line:
 
 @dataclass(frozen=True)
 class Found:
-    """What all ranks recorded, and the gradients of the weights, whole."""
+    """What all ranks recorded, the gradients of the weights, whole, and each rank's numbers of the whole model."""
 
     ranks: Sequence[Recording]
     of_weights: Mapping[str, np.ndarray]
+    numbers: Sequence[Mapping[str, float]] = ()
 
 
 def lines(known: Known, found: Found, positions: Positions, dtype: str, axes: Mapping[str, int]) -> list[Line]:
-    """Forward in order, then backward in the reverse order with each module's weights where it ends.
+    """Forward in order, the loss, then backward in the reverse order with each module's weights where it ends.
 
     `positions(rank, event, whole shape, local shape)` are the indices of each dim that the rank holds of the whole
     tensor, None if that cannot be. An event that no rank has, or the reference lacks, has no line.
@@ -65,6 +66,7 @@ def lines(known: Known, found: Found, positions: Positions, dtype: str, axes: Ma
     for event in events:
         pieces = {i: rank.values[event] for i, rank in enumerate(found.ranks) if event in rank.values}
         made.append(judge.event("forward", event, known.values[event], pieces, positions))
+    made += judge.number(LOSS, "forward", found.numbers)
     for step in _backward(events, list(known.of_weights)):
         if isinstance(step, str):
             if step in found.of_weights:
@@ -73,7 +75,7 @@ def lines(known: Known, found: Found, positions: Positions, dtype: str, axes: Ma
         pieces = {i: rank.gradients[step] for i, rank in enumerate(found.ranks) if step in rank.gradients}
         if pieces:
             made.append(judge.event("backward", step, known.gradients[step], pieces, positions))
-    return made
+    return made + judge.number(NORM, "weight", found.numbers)
 
 
 def first(found: Sequence[Line]) -> Line | None:
@@ -131,6 +133,12 @@ class _Judge:
         pairs = {0: (got, want if got.shape == want.shape else None)}
         home = _owner(name, self.called) or name.rpartition(".")[0]
         return self._line(f"gradient of {name}", "weight", home, pairs, want, self.known.spread["weight", name])
+
+    def number(self, name: str, phase: str, numbers: Sequence[Mapping[str, float]]) -> list[Line]:
+        """The line of one number, which the model itself makes; none where the ranks were not asked for it."""
+        want = self.known.numbers[name]
+        pairs = {rank: (np.array(each[name]), want) for rank, each in enumerate(numbers) if name in each}
+        return [self._line(name, phase, "", pairs, want, self.known.spread["number", name])] if pairs else []
 
     def _line(
         self,

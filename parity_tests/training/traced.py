@@ -54,15 +54,21 @@ def trace(run: Run, known: Known, engine: str = "gloo") -> list[Line]:
 
     Errors: RankFailure, one subclass per cause.
     """
-    case = CaseSpec(scheme="trace", mesh=run.full_mesh, dtype=run.dtype, options=run.options(), engine=engine)
-    results = on_ranks(body, case, engine).results
-    found = Found([recording for recording, _ in results], results[0][1])
+    results = on_ranks(body, case_of(run, engine), engine).results
+    none = {name: np.zeros_like(array) for name, array in known.of_weights.items()}
+    numbers = [number for _, _, *rest in results for number in rest]
+    found = Found([recording for recording, *_ in results], none | results[0][1], numbers)
     batch, places = global_batch(run, 0), coordinates(run.full_mesh)
 
     def positions(rank: int, event: Event, whole: tuple[int, ...], local: tuple[int, ...]) -> list[np.ndarray] | None:
         return held(whole, local, batch[event.call].padded, places[rank], run)
 
     return lines(known, found, positions, run.dtype, {axis: size for axis, size in run.mesh.items() if size > 1})
+
+
+def case_of(run: Run, engine: str) -> CaseSpec:
+    """What travels to the ranks of a trace."""
+    return CaseSpec(scheme="trace", mesh=run.full_mesh, dtype=run.dtype, options=run.options(), engine=engine)
 
 
 def held(
