@@ -51,7 +51,9 @@ def missing(public: Any) -> list[str]:
         parts = [inspect.unwrap(public.forward), inspect.unwrap(public.backward)]
         return _of_call(public, inspect.getdoc(public), _arguments(parts[0])[1:], parts)
     own = [f"{name}: {fault}" for name, method in _methods(public) for fault in missing(method)]
-    made = None if is_dataclass(public) else public.__dict__.get("__init__")  # a dataclass shows its fields itself
+    made = public.__dict__.get("__init__")
+    if is_dataclass(public) or getattr(made, "__module__", "") != public.__module__:
+        made = None  # a dataclass shows its fields itself; a protocol's constructor is Python's
     said = "\n".join(filter(None, (public.__doc__, getattr(made, "__doc__", None))))
     return _of_call(public, said, _arguments(made)[1:] if made else [], [made] if made else []) + own
 

@@ -4,5 +4,5 @@ import torch
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64, float32 for every narrower float; integers and booleans stay as they are."""
+    """What values of `dtype` are summed in: float64 for float64, float32 for narrower floats, integers as they are."""
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype

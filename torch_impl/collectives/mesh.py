@@ -16,10 +16,13 @@ Layout = Callable[[int, int], Sequence[Tensor]]
 
 
 class MeshView:
-    """A named mesh as seen from one rank.
+    """A named mesh, torch's `device_mesh`, as seen from one rank; `mesh["tp"]` is the process group of an axis.
 
     `cuts` maps a dim to its global size and its cuts, outermost first, each a mesh axis and a layout
     `(size, world) -> positions held by each rank`.
+
+    Cost:   no collective.
+    Errors: ValueError for an axis that is not in the mesh, from each method that takes one.
     """
 
     def __init__(
@@ -32,6 +35,7 @@ class MeshView:
 
     @property
     def axes(self) -> tuple[str, ...]:
+        """Names of the axes, in the mesh's order."""
         return self.device_mesh.mesh_dim_names or ()
 
     def __getitem__(self, axis: str) -> ProcessGroup:
@@ -39,19 +43,24 @@ class MeshView:
         return self.device_mesh.get_group(axis)
 
     def size(self, axis: str) -> int:
+        """Number of ranks along an axis. Errors: ValueError for an axis that is not in the mesh."""
         self._check(axis)
         return self.device_mesh.size(self.axes.index(axis))
 
     def rank(self, axis: str) -> int:
+        """This rank's place along an axis. Errors: ValueError for an axis that is not in the mesh."""
         self._check(axis)
         return self.device_mesh.get_local_rank(axis)
 
     def bind(self, cuts: Mapping[str, tuple[int, Sequence[tuple[str, Layout]]]]) -> MeshView:
-        """The same mesh with the dims of one example."""
+        """The same mesh with the dims of one example; `cuts` as above."""
         return MeshView(self.device_mesh, cuts)
 
     def global_ids(self, dim: str) -> Tensor:
-        """Global positions of `dim` that this rank holds, in local order, as int64."""
+        """Global positions of `dim` that this rank holds, in local order, as int64.
+
+        Errors: ValueError for a dim that is not known here.
+        """
         if dim not in self._cuts:
             raise ValueError(f"mesh: dim {dim!r} is not known here ({', '.join(self._cuts) or 'none is'})")
         size, cuts = self._cuts[dim]

@@ -35,9 +35,13 @@ def ring_shift(x: Shaped[Tensor, "*a"], group: ProcessGroup, shift: int = 1) -> 
 
 
 def start_ring_shift(tensors: Sequence[Tensor], group: ProcessGroup, shift: int = 1) -> tuple[list[Tensor], list[Work]]:
-    """Post the shift of several tensors and return at once: (what arrives, the works to wait for).
+    """Post the shift of several tensors over `group` and return at once: (what arrives, the works to wait for).
+
+        tensors  "..." (own values on each rank)   ->   "..." (those of rank r - shift, on rank r)
 
     No gradient. Read no arriving tensor and write to none of `tensors` before every work has been waited for.
+
+    Cost:   1 send and 1 recv of each tensor; none, but a copy, where shift is a multiple of the group's size.
     """
     rank, world = group.rank(), group.size()
     if shift % world == 0:

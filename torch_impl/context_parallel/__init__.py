@@ -1,4 +1,14 @@
-"""Context parallelism: batches cut over cp, and attention over any sequence layout."""
+"""Context parallelism: batches cut over cp, and attention over any sequence layout.
+
+Arguments that mean this wherever a function says nothing else:
+
+    batch                    a dict of tensors by name, as a data loader makes it, the same on each rank of cp
+    cp_mesh                  the mesh of cp alone; None for one rank
+    device_mesh              a mesh of which the axis cp is taken by its name
+    padding_token_id         the id that stands at padding
+    seq_lens_padding_value   what says in a table of lengths that a row has no further sequence; negative
+    num_chunks               streams that rows are shared over: the microbatches of a pipeline
+"""
 
 from torch_impl.context_parallel.attention import context_parallel_attention as context_parallel_attention
 from torch_impl.context_parallel.attention_cost import attention_bytes as attention_bytes

@@ -111,7 +111,9 @@ def _check(sizes: dict[str, int], layout: str, causal: bool, window: int | None)
 def fewest_bytes(**shapes: Any) -> Traffic:
     """The exchange that sends least, forward and backward together; of equals the first of ring, all_gather, ...
 
-    Takes what `attention_bytes` takes.
+    `shapes` are the keywords of `attention_bytes`.
+
+    Errors: those of `attention_bytes`.
 
     >>> fewest_bytes(b=1, s=8, h=4, hk=2, p=1, cp_size=2, itemsize=2).exchange
     'ulysses'

@@ -64,6 +64,7 @@ def make_cp_batch_and_ctx(
     what needs a gradient is cut here and stays so. `loss_mask` joins the batch, and the caller's own object follows it.
     Labels must be shifted before this call: inside, the next token is on another rank.
 
+    `num_chunks` and `seq_lens_padding_value` serve `use_te` alone.
     `attention_mask` is dropped where it is all ones or padding on the right, which becomes `padding_mask` (True) and
     binds attention inside to causal.
 
@@ -91,7 +92,7 @@ def make_cp_batch_and_ctx(
 def _build_position_ids(batch: dict[str, Any], device: torch.device | str) -> dict[str, Any]:
     """The same dict, with `position_ids` 0, 1, 2, ... of each row, "b s", unless it has them.
 
-    With `seq_lens_padded` they start anew in each slot.
+    With `seq_lens_padded` they start anew in each slot. They stand on `device`.
 
     Cost:   no collective; with seq_lens_padded one host copy of them.
     Errors: ValueError without input_ids [b, s] and inputs_embeds [b, s, d], or for slots that do not fit the rows.

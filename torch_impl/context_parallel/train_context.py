@@ -26,9 +26,10 @@ def get_train_context(
 ) -> Callable[[], AbstractContextManager[None]]:
     """What makes the context of one step: loss parallelism, compiled autograd, fused attention, context parallelism.
 
-    They are entered in this order and left in the reverse one, also when the step raises. Fused attention alone is
-    allowed only with a `cp_context`, which is a context manager or a function that makes one. What is returned can
-    be called any number of times.
+    `enable_loss_parallel` enters torch's `loss_parallel`, `enable_compiled_autograd` its compiled autograd. What is
+    asked for is entered in this order and left in the reverse one, also when the step raises. Fused attention alone is
+    allowed only with a `cp_context`, which is a context manager or a function that makes one. What is returned can be
+    called any number of times.
 
     Cost:   no collective.
     Errors: on entering, RuntimeError if `cp_context` can be entered once only and was, or is entered already.
@@ -104,10 +105,11 @@ def create_context_parallel_ctx(
 
         buffer  "... s ..."   ->   inside  "... s/cp:dual_chunk_swap ..."
 
-    On leaving, buffers become what they were, but those in `cp_no_restore_buffers`. It can be entered any number of
-    times. `F.scaled_dot_product_attention` inside is `context_parallel_attention`: with "allgather" by one gather of
-    keys, with "alltoall" (or "addtoall") around the ring, with None as torch's own rotate method says, which is
-    left alone. So it is in modules (MultiheadAttention with need_weights=False, Transformer layers), in what backward
+    `cp_buffers` are cut over the ranks of `cp_mesh`, each along its dim of `cp_seq_dims`. On leaving, they become what
+    they were, but those in `cp_no_restore_buffers`. It can be entered any number of times. `cp_rotate_method` says
+    how: `F.scaled_dot_product_attention` inside is `context_parallel_attention`: with "allgather" by one gather of
+    keys, with "alltoall" (or "addtoall") around the ring, with None as torch's own rotate method says, which is left
+    alone. So it is in modules (MultiheadAttention with need_weights=False, Transformer layers), in what backward
     recomputes inside, and in threads without a context of their own, as long as one is open. What was imported from
     `torch.nn.functional` before is seen on this thread alone, and is refused in what backward would recompute: call it
     by name. `flex_attention` is refused, whose masks are made of places in the whole sequence.

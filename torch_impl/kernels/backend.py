@@ -18,7 +18,9 @@ BACKENDS = ("auto", "eager", "compile", "triton")
 
 
 def checked_backend(function: str, backend: str, name: str, x: Tensor) -> str:
-    """'eager', 'compile' or 'triton' for a tensor on its device.
+    """What `backend` comes to for a tensor x on its device: 'eager', 'compile' or 'triton'.
+
+    `function` and `name`, that of x, are for messages.
 
     Errors: ValueError for another name, or Triton for a tensor that is not on CUDA; ImportError without Triton.
     """
@@ -50,7 +52,7 @@ def _check_triton(function: str, name: str, device: torch.device) -> None:
 
 @functools.cache
 def compiled(f: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.compile` of a function of row blocks: once for each dtype and set of outputs."""
+    """`torch.compile` of f, a function of row blocks: once for each dtype and set of outputs."""
     # One row or column is a shape of its own to the compiler, and with all else that is more than its usual 8.
     room: dict[str, Any] = (
         {"recompile_limit": 64} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}

@@ -1,4 +1,14 @@
-"""Where tokens and columns live: the global positions that each rank holds, as torch index arrays."""
+"""Where tokens and columns live: the global positions that each rank holds, as torch index arrays.
+
+Arguments that mean this wherever a function says nothing else:
+
+    size                length of the dim that is cut, over all ranks
+    world, cp_size      number of ranks that it is cut over
+    cp_rank             the rank that asks
+    device              where the arrays stand; None: torch's default
+    input_              a tensor of whole streams: [t, w] with `cu_seqlens`, [b, s, w] without
+    cu_seqlens          offsets of the sequences in the stream, integers from 0 that never decrease
+"""
 
 from torch_impl.layouts.contiguous import contiguous as contiguous
 from torch_impl.layouts.draw import draw as draw

@@ -10,7 +10,7 @@ ALPHABET = digits + ascii_lowercase
 
 
 def draw(layout: Callable[[int, int], Sequence[Tensor]], size: int, world: int) -> str:
-    """One character for each position: its rank in base 36, `?` from rank 36.
+    """`layout` as text, one character for each position: its rank in base 36, `?` from rank 36.
 
     >>> from torch_impl.layouts.dual_chunk_swap import dual_chunk_swap
     >>> draw(dual_chunk_swap, 16, 4)

@@ -41,10 +41,12 @@ def _reorder_chunks(
 def _undo_attention_load_balancing(
     input_: Shaped[Tensor, "*a"], cp_size: int, cu_seqlens: Int[Tensor, " offsets"] | None = None
 ) -> Shaped[Tensor, "*a"]:
-    """Sequence-major DualChunkSwap order to sequential order; shapes, cost and errors as `_reorder_chunks`.
+    """Sequence-major DualChunkSwap order to sequential order; shapes and cost as `_reorder_chunks`.
 
     >>> _undo_attention_load_balancing(torch.arange(6).view(1, 6, 1), 3).flatten()
     tensor([0, 2, 4, 5, 3, 1])
+
+    Errors: those of `_reorder_chunks`; ValueError for a cp_size below 1.
     """
     function = "layouts._undo_attention_load_balancing"
     chunks = range(2 * _checked_size(function, cp_size))
@@ -54,10 +56,12 @@ def _undo_attention_load_balancing(
 def _redo_attention_load_balancing(
     input_: Shaped[Tensor, "*a"], cp_size: int, cu_seqlens: Int[Tensor, " offsets"] | None = None
 ) -> Shaped[Tensor, "*a"]:
-    """Sequential order to sequence-major DualChunkSwap order; shapes, cost and errors as `_reorder_chunks`.
+    """Sequential order to sequence-major DualChunkSwap order; shapes and cost as `_reorder_chunks`.
 
     >>> _redo_attention_load_balancing(torch.arange(6).view(1, 6, 1), 3).flatten()
     tensor([0, 5, 1, 4, 2, 3])
+
+    Errors: those of `_reorder_chunks`; ValueError for a cp_size below 1.
     """
     function = "layouts._redo_attention_load_balancing"
     last = 2 * _checked_size(function, cp_size) - 1
@@ -84,10 +88,13 @@ def _deinterleave_packed_seqs(
 def _reinterleave_packed_seqs(
     input_: Shaped[Tensor, "t w"], cu_seqlens: Int[Tensor, " offsets"], cp_size: int
 ) -> Shaped[Tensor, "t w"]:
-    """Sequence-major rows to rank-major ones, the inverse of `_deinterleave_packed_seqs`; cost and errors as there.
+    """Sequence-major rows to rank-major ones, the inverse of `_deinterleave_packed_seqs`.
 
     >>> _reinterleave_packed_seqs(torch.arange(12)[:, None], torch.tensor([0, 2, 6]), 2).flatten()
     tensor([ 0,  1,  4,  5,  6,  7,  2,  3,  8,  9, 10, 11])
+
+    Cost:   as `_reorder_chunks`.
+    Errors: as `_deinterleave_packed_seqs`.
     """
     function = "layouts._reinterleave_packed_seqs"
     there, back = _interleaving(function, input_, cu_seqlens, cp_size)

@@ -17,7 +17,13 @@ from torch_impl.collectives.plain import exchanged
 
 
 class _AllToAll(torch.autograd.Function):
-    """`_all_to_all`, for `.apply`: same value, gradient, cost and errors."""
+    """`_all_to_all`, for `.apply`: same value and gradient.
+
+        input_  "n/group ..."   ->   "n/group ..."
+
+    Cost:   that of `_all_to_all`.
+    Errors: those of `_all_to_all`.
+    """
 
     @staticmethod
     def forward(ctx: Any, input_: Shaped[Tensor, "*a"], group: ProcessGroup) -> Shaped[Tensor, "*a"]:
@@ -36,6 +42,8 @@ class _AllToAll(torch.autograd.Function):
 # all_to_all: V -> V
 def _all_to_all(input_: Shaped[Tensor, "*a"], group: ProcessGroup) -> Shaped[Tensor, "*a"]:
     """Block j of dim 0 to rank j; the blocks that arrive, in rank order.
+
+        input_  "n/group ..."   ->   "n/group ..."
 
         [a0, a1]        [a0, b0]
         [b0, b1]   =>   [a1, b1]

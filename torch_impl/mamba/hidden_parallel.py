@@ -134,7 +134,11 @@ class MambaContextParallel(MixerStrategy):
     def mix(
         self, projected_states: Float[Tensor, "*a w"], cu_seqlens: Int[Tensor, " offsets"] | None = None
     ) -> Float[Tensor, "*a i"]:
-        """All between in_proj and norm: see the class."""
+        """All between in_proj and norm: see the class.
+
+        Cost:   that of `pre_conv_ssm` and `post_conv_ssm`.
+        Errors: those of `pre_conv_ssm`; ValueError for parameters of other sizes.
+        """
         parameters, ids = self.ssm_parameters(), None  # first: what cannot be read is refused before anything is sent
         rows = self.pre_conv_ssm(projected_states, cu_seqlens)
         tokens = self._tokens(rows, cu_seqlens, 1)

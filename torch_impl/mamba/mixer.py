@@ -112,8 +112,10 @@ class Mamba2Mixer(nn.Module):
     z|x|B|C|dt = in_proj(x);  x|B|C = silu(conv(x|B|C));  dt = clamp(softplus(dt + dt_bias));  A = -exp(A_log)
     S[t] = exp(dt[t] A) S[t-1] + dt[t] x[t] B[t]^T;  y[t] = S[t] C[t] + D x[t];  out_proj(norm(y * silu(z)))
 
-    `context_parallel` is a function from the mixer to its strategy: an object with `mix`. Offsets `cu_seqlens` are
-    those of the whole padded stream. dt_bias, A_log and D are created in float32, or float64 if the rest is.
+    `d_model` is the width of x. `conv_bias` and `bias` give the convolution and the projections one. `chunk_size` is
+    that of the scan, in tokens. `context_parallel` is a function from the mixer to its strategy: an object with `mix`.
+    Offsets `cu_seqlens` are those of the whole padded stream. dt_bias, A_log and D are created in float32, or float64
+    if the rest is; the rest in `dtype`, all on `device`.
 
     Cost:   no collective of its own.
     Errors: TypeError for sizes that are no integers; ValueError for sizes below 1, num_heads that n_groups does not
@@ -185,7 +187,12 @@ class Mamba2Mixer(nn.Module):
     def mix(
         self, projected_states: Float[Tensor, "*a w"], cu_seqlens: Int[Tensor, " offsets"] | None = None
     ) -> Float[Tensor, "*a i"]:
-        """All between in_proj and norm, of whole sequences."""
+        """All between in_proj and norm, of whole sequences.
+
+            projected_states  "b s w"  or  "t w"   ->   "b s i"  or  "t i"
+
+        Errors: ValueError for offsets that do not rise from 0 to t, [t, w] without them, [b, s, w] with them and b > 1.
+        """
         check_stream("Mamba2Mixer", projected_states, cu_seqlens)
         rows = projected_states if projected_states.ndim == 3 else projected_states[None]
         ids = None

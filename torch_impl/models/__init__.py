@@ -1,4 +1,16 @@
-"""A small hybrid language model made of the components, and the loss that every mesh gives alike."""
+"""A small hybrid language model made of the components, and the loss that every mesh gives alike.
+
+Arguments that mean this wherever a function says nothing else:
+
+    config, vocab_size   the model's sizes; of them that of the whole vocabulary
+    layers               kinds of layers in order, "mamba" or "attention"
+    placement            where this rank stands: its groups, and the order of tokens over cp
+    order                that order, a kind of TokenLayout
+    layouts              a TokenLayout of each stream
+    dp_rank, cp_rank     this rank along dp and along cp
+    cp_size              ranks along cp
+    made                 dtype and device of what is made
+"""
 
 from torch_impl.models.batch import RankStream as RankStream
 from torch_impl.models.batch import Stream as Stream

@@ -27,7 +27,10 @@ def token_losses(
 
         logits  "b s/cp v/tp"   targets  "b s/cp"   ->   "b s/cp tp=I"
 
-    Cost, errors: those of `DistributedLogprob`; the vocabulary is cut by DTensor's ceil rule.
+    The vocabulary is cut over tp by DTensor's ceil rule.
+
+    Cost:   that of `DistributedLogprob`.
+    Errors: those of `DistributedLogprob`.
     """
     start, end = ceil_range(vocab_size, tp.size(), tp.rank())
     return -DistributedLogprob.apply(logits, targets, start, end, tp)

@@ -1,4 +1,12 @@
-"""Tensor plans, fully sharded data parallelism, and what stands around them."""
+"""Tensor plans, fully sharded data parallelism, and what stands around them.
+
+Arguments that mean this wherever a function says nothing else:
+
+    model                      the model, which is cut in place and keeps the names of its parameters
+    device_mesh                a mesh whose axes are found by their names
+    tp_shard_plan              names of modules, with * for any, and the style of each; None: none, or the model's own
+    activation_checkpointing   compute each block again in backward instead of keeping what it saved
+"""
 
 from torch_impl.parallelizer.dry_run import DryRun as DryRun
 from torch_impl.parallelizer.dry_run import dry_run as dry_run

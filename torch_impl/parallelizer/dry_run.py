@@ -44,6 +44,7 @@ class DryRun:
 
     @property
     def bytes_held(self) -> int:
+        """Bytes of parameters that the first rank holds between steps."""
         return sum(each.bytes_held for each in self.parameters)
 
     def __str__(self) -> str:

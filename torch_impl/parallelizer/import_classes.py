@@ -10,7 +10,7 @@ NAME = "parallelizer.import_classes_from_paths"
 
 
 def import_classes_from_paths(class_paths: List[str]) -> list[type]:  # noqa: UP006
-    """The classes of "package.module.Class" or "package.module.Outer.Inner", in order; [] gives [].
+    """The classes of `class_paths`, each "package.module.Class" or "package.module.Outer.Inner", in order; [] gives [].
 
     The module is the longest part of the path that can be imported.
 

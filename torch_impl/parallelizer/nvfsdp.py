@@ -49,8 +49,8 @@ def nvfsdp_strategy_parallelize(
 
     `backend="auto"` is nvfsdp or megatron-fsdp, where one is installed and the mesh is on CUDA, else native: in place,
     by torch's `fully_shard` and `replicate`, with memory at rest as those have it. With megatron-fsdp the optimizer has
-    to go through its `fully_shard_optimizer`. Axes of the mesh are found by name, see `mesh_axes`. All strategies give
-    the same gradients and weights:
+    to go through its `fully_shard_optimizer`. Axes of the mesh are found by name, see `mesh_axes`. Every
+    `data_parallel_sharding_strategy` gives the same gradients and weights:
 
         optim_grads_params   all cut, gathered again in backward        optim        as optim_grads, reduced where
         optim_grads          all cut, kept whole until backward                      gradient sync is on
@@ -67,7 +67,8 @@ def nvfsdp_strategy_parallelize(
     disable_bucketing      each module that owns parameters is a unit.
     calculate_per_token_loss   gradients are summed over the data ranks, not averaged.
 
-    Natively `overlap_grad_reduce=False`, `nccl_ub`, `fsdp_double_buffer` and the fp8 cache have no effect, and say so.
+    Natively `overlap_grad_reduce=False`, `nccl_ub`, `fsdp_double_buffer` and
+    `keep_fp8_transpose_cache_when_using_custom_fsdp` have no effect, and say so.
 
     Cost:   see `fsdp2_strategy_parallelize`; no_shard: 1 all_reduce of each unit. The check: 1 all_reduce of 4 bytes
             for each backward over all axes but pp, and one wait for the device. Meta: 1 broadcast of 8 bytes per axis.

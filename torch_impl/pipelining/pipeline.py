@@ -56,6 +56,7 @@ def pipeline_model(
     Gradients of sharded parts are reduced once per step, after the last micro-batch. torch does that for parts that are
     FSDP units themselves; `patch_stage_backward_maybe_with_nosync=True` refuses others, which are reduced each time.
 
+    Cost:   none but what `parallelize_fn` sends; a step's is that of `build_pipeline_schedule`.
     Errors: as of these functions, before the model is touched; ValueError for axes that world_mesh has not; TypeError
             for a `parallelize_fn` that returns neither None nor a module.
     """

@@ -33,6 +33,7 @@ class Timeline:
     pp_size: int
 
     def of(self, rank: int) -> list[Event]:
+        """Events of one rank."""
         return [event for event in self.events if event.rank == rank]
 
     @cached_property
@@ -46,6 +47,7 @@ class Timeline:
 
     @property
     def idle(self) -> tuple[Number, ...]:
+        """What each rank waits until the last one has ended."""
         return tuple(self.makespan - busy for busy in self.busy)
 
     @property

@@ -1,4 +1,21 @@
-"""Functions of logits whose vocabulary is cut over the ranks of a group."""
+"""Functions of logits whose vocabulary is cut over the ranks of a group.
+
+Arguments that mean this wherever a function says nothing else:
+
+    vocab_start_index, vocab_end_index   the ids of this rank's columns, from the first up to before the second
+    tp_group, vocab_parallel_group       the ranks over which the vocabulary is cut
+    vocab_parallel_rank                  this rank in that group
+    cp_group, context_parallel_group     the ranks over which the sequence is cut; None: it is whole
+    cp_rank                              a rank of that group
+    input_ids, target                    ids of tokens, unshifted unless a function says otherwise
+    seq_index                            the original position of each stored one
+    seq_dim                              the dim of the sequence
+    chunk_size                           positions that are worked on at a time; it bounds memory and changes no value
+    inference_only                       save nothing, so that there is no backward
+    sampling_params                      a TrainingSamplingParams, or None: nothing is scaled or filtered
+    temperature                          what logits are divided by
+    top_k, top_p                         what a sampler kept, see TrainingSamplingParams
+"""
 
 from torch_impl.vocab_parallel.cross_entropy import DistributedCrossEntropy as DistributedCrossEntropy
 from torch_impl.vocab_parallel.distillation import (

@@ -47,7 +47,7 @@ def get_distillation_topk_logprobs_from_logits(
 
     student   log softmax over the whole vocabulary, at the ids, with `zero_outside_topk`; else over its own k logits
     teacher   log softmax over its own k logits
-    entropy   h = sum_v p_v log p_v over the student's whole vocabulary, in both cases
+    entropy   h = sum_v p_v log p_v over the student's whole vocabulary, in both cases; with `calculate_entropy`
 
     Nothing is rolled: both sides lose their last position. The student's logits may cover more positions than the
     teacher's (padding). An id that nobody owns scores 0.0 without gradient and is no part of the student's sum over

@@ -70,6 +70,7 @@ def patch_gpt_model_forward_for_linear_ce_fusion(*, chunk_size: int | None, mode
 
     A class that is patched already only gets the chunk size. Two classes do not interfere.
 
+    Cost:   none to patch; that of `from_parallel_hidden_states_to_logprobs` in each forward that is asked for them.
     Errors: ValueError if chunk_size is below 1; ImportError without Megatron-core, unless a class is given.
     """
     check_chunk_size(PATCH, chunk_size)
@@ -105,56 +106,36 @@ def _gpt_forward_with_linear_ce_fusion(
     is_spec_decode: bool | None = None,
     **later_keywords: Any,
 ) -> Any:
-    """The original forward; with the flag, log-probabilities of the unshifted labels instead of logits.
+    """The original forward; with `return_logprobs_for_linear_ce_fusion`, log-probabilities of the unshifted labels.
 
         labels  "b s"   ->   "b u tp=I cp=R",   u = s - 1
 
-    Other stages than the last return hidden states. Rows of the weight are counted in rank order, padded ones
-    included, so that the softmax is that of the model's own logits. With `packed_seq_params` the shift stays
-    inside each sequence and the end of each scores 0.0. With an inference context, outside training, nothing
-    is saved. Layers of multi-token prediction are left out: they have no part in these scores.
-    Cotangents are summed over cp: a loss repeated on each cp rank gives cp times the gradient; divide by cp
-    or let each rank own a share.
+    `input_ids`, `position_ids`, `attention_mask`, `decoder_input`, `padding_mask`, `extra_block_kwargs` and
+    `inference_context` (once `inference_params`) make the hidden states, as in the original; `runtime_gather_output`,
+    `loss_mask`, `is_spec_decode` and `later_keywords` are the original's alone, since logits are never gathered.
+    Other stages than the last return hidden states. Rows of the weight count in rank order, padded ones included, as
+    in the model's own logits. With `packed_seq_params` the shift stays inside each sequence and the end of each scores
+    0.0. With an inference context, outside training, nothing is saved. Layers of multi-token prediction are left out.
+    Cotangents are summed over cp: a loss repeated on each cp rank gives cp times the gradient; divide by cp.
 
     Cost:   that of `from_parallel_hidden_states_to_logprobs`.
     Errors: with the flag ValueError if labels are None on the last stage, or logits are more than a product
             (a bias, a scale); TypeError for a keyword that only the original knows.
     """
     if not return_logprobs_for_linear_ce_fusion:
-        keywords = dict(
-            inference_params=inference_params,
-            loss_mask=loss_mask,
-            padding_mask=padding_mask,
-            is_spec_decode=is_spec_decode,
-        )
-        given = {name: value for name, value in keywords.items() if value is not None}
-        return getattr(self, FUSION).original(
-            self,
-            input_ids,
-            position_ids,
-            attention_mask,
-            decoder_input,
-            labels,
-            inference_context,
-            packed_seq_params,
-            extra_block_kwargs,
-            runtime_gather_output,
-            **given,
-            **later_keywords,
-        )
+        given = {"inference_params": inference_params, "loss_mask": loss_mask, "padding_mask": padding_mask}
+        given |= {"is_spec_decode": is_spec_decode}
+        given = {name: value for name, value in given.items() if value is not None}
+        tokens = (input_ids, position_ids, attention_mask, decoder_input, labels)
+        further = (inference_context, packed_seq_params, extra_block_kwargs, runtime_gather_output)
+        return getattr(self, FUSION).original(self, *tokens, *further, **given, **later_keywords)
     _check(self, labels, later_keywords)
     if getattr(self.config, "fine_grained_activation_offloading", False):
         self.preprocess_for_fine_grained_offloading()
     inference_context = inference_params if inference_context is None else inference_context
     inputs = dict(inference_context=inference_context, packed_seq_params=packed_seq_params)
-    made = self._preprocess(
-        input_ids=input_ids,
-        position_ids=position_ids,
-        decoder_input=decoder_input,
-        padding_mask=padding_mask,
-        **inputs,
-    )
-    hidden = _decoded(self, made, attention_mask, inputs, extra_block_kwargs or {})
+    ids = dict(input_ids=input_ids, position_ids=position_ids, decoder_input=decoder_input, padding_mask=padding_mask)
+    hidden = _decoded(self, self._preprocess(**ids, **inputs), attention_mask, inputs, extra_block_kwargs or {})
     if not self.post_process:
         return hidden
     is_inference = inference_context is not None and not self.training

@@ -32,7 +32,7 @@ def vocab_parallel_logprob(
     inplace_gradient: bool = False,
     backend: str = "auto",
 ) -> Float[Tensor, "*a"] | tuple[Float[Tensor, "*a"], Float[Tensor, "*a"]]:
-    """Log-probability of each target token; with entropy the pair (logprob, sum p log p).
+    """Log-probability of each target token; `with_entropy` the pair (logprob, sum p log p).
 
         vocab_parallel_logits  "b s v/tp"     target  "b s"     ->   "b s tp=I"  (with entropy two of them)
 
@@ -87,8 +87,10 @@ class DistributedLogprob(torch.autograd.Function):
 
         vocab_parallel_logits  "b s v/tp"     target  "b s"     ->   "b s tp=I"
 
-    out = z[target] / temperature - lse. Value, gradient, dtypes, cost and errors are those of
-    `vocab_parallel_logprob`: forward 1 all_gather of 3 * b*s numbers, backward none.
+    out = z[target] / temperature - lse. Value, gradient and dtypes are those of `vocab_parallel_logprob`.
+
+    Cost:   forward 1 all_gather of 3 * b*s numbers over `group`; backward none.
+    Errors: those of `vocab_parallel_logprob`.
     """
 
     @staticmethod
@@ -126,6 +128,9 @@ class ChunkedDistributedLogprob(torch.autograd.Function):
 
     The chunk size is local: it bounds this rank's working set, may differ from rank to rank, and changes
     neither the values nor the collectives. All else is as in `DistributedLogprob`.
+
+    Cost:   that of `DistributedLogprob`.
+    Errors: those of `vocab_parallel_logprob`.
     """
 
     @staticmethod

@@ -147,9 +147,9 @@ def get_next_token_logprobs_from_logits(
         DTensor   "b s/cp v/tp", "b s/cp"                ->   "b u tp=I cp=I"
         neither   "b s/cp:dual_chunk_swap v", "b s"      ->   "b u cp=R"
 
-    The logits are never copied to another dtype, ids move to their device, and shards may differ in width.
-    With `cp=R` cotangents are summed over cp: a loss repeated on each cp rank gives cp times the gradient;
-    divide by cp or let each rank own a share.
+    `next_token_logits` are a plain tensor or a DTensor. They are never copied to another dtype, ids move to their
+    device, and shards may differ in width. With `cp=R` cotangents are summed over cp: a loss repeated on each cp rank
+    gives cp times the gradient; divide by cp or let each rank own a share.
 
     Cost:   that of the route; with a group 1 more all_gather of one int64 over tp, and one host read.
     Errors: those of the route; ValueError for a rank that is missing or not the group's, seq_index without

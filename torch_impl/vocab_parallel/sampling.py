@@ -87,6 +87,9 @@ class ChunkedDistributedLogprobWithSampling(torch.autograd.Function):
 
     The chunk size is local: it bounds this rank's working set, may differ from rank to rank, and changes
     neither the values nor the collectives. All else is as in `DistributedLogprobWithSampling`.
+
+    Cost:   that of `DistributedLogprobWithSampling`.
+    Errors: those of `DistributedLogprobWithSampling`; ValueError if chunk_size is below 1.
     """
 
     @staticmethod

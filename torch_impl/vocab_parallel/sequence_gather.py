@@ -65,9 +65,12 @@ def allgather_cp_sharded_tensor(
 
 
 class AllGatherCPTensor(torch.autograd.Function):
-    """`allgather_cp_sharded_tensor`, for `.apply`: same value, gradient, cost and errors.
+    """`allgather_cp_sharded_tensor`, for `.apply`: same value and gradient.
 
-    tensor  "b s/cp:dual_chunk_swap d"   ->   "b s d cp=R"
+        tensor  "b s/cp:dual_chunk_swap d"   ->   "b s d cp=R"
+
+    Cost:   that of `allgather_cp_sharded_tensor`.
+    Errors: those of `allgather_cp_sharded_tensor`.
     """
 
     @staticmethod

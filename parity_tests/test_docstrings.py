@@ -1,0 +1,96 @@
+"""Public docstrings say their arguments, errors, cost and specs; and the rule that asks for it sees an omission."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from parity_tests import docstrings
+from parity_tests.docstrings import HOMES, exported
+from torch_impl.collectives import all_reduce
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_a_public_docstring_is_complete(home):
+    found = {name: docstrings.missing(of) for name, of in exported(home).items() if callable(of)}
+    assert found
+    assert {name: wanting for name, wanting in found.items() if wanting} == {}
+
+
+# The rule itself: each of these omits one thing.
+
+
+def undocumented(x):
+    return x
+
+
+def raises(x):
+    """x, if it is positive."""
+    if x < 0:
+        raise ValueError(f"x={x} is negative")
+    return x
+
+
+def names_nothing(x, alpha):
+    """x as it is."""
+    return x
+
+
+def sends(x: Float[Tensor, "*a"], group: ProcessGroup):
+    """The sum of x over the ranks of group."""
+    return all_reduce(x, group)
+
+
+class Sent(torch.autograd.Function):
+    """x summed over group in backward.
+
+        x  "a axis=R"  ->  "a axis=I"
+
+    Errors: TypeError if group is None.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: ProcessGroup):
+        ctx.group = group
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return all_reduce(g, ctx.group), None
+
+
+class Held:
+    """What holds x."""
+
+    def __init__(self, x, y):
+        self.x = x, y
+
+    def shown(self):
+        raise RuntimeError("nothing to show")
+
+
+@pytest.mark.parametrize(
+    ("of", "wanting"),
+    [
+        (undocumented, ["a docstring"]),
+        (raises, ["Errors:"]),
+        (names_nothing, ["alpha"]),
+        (sends, ["Errors:", "Cost:", "a spec string"]),
+        (Sent, ["Cost:"]),
+        (Held, ["y", "shown: a docstring"]),
+        (all_reduce, []),
+    ],
+)
+def test_an_omission_is_seen(of, wanting):
+    assert docstrings.missing(of) == wanting
+
+
+@pytest.mark.parametrize("line", ["Errors:", "Cost:", "Backward", "axis=P"])
+def test_a_line_taken_out_of_a_complete_docstring(line, monkeypatch):
+    """Errors and Cost are asked for; a line that is prose, or one of several, is not."""
+    monkeypatch.setattr(all_reduce, "__doc__", all_reduce.__doc__.replace(line, "").replace('"', "'"))
+    asked = {"Errors:": ["Errors:"], "Cost:": ["Cost:"]}.get(line, [])
+    assert docstrings.missing(all_reduce) == [*asked, "a spec string"]
