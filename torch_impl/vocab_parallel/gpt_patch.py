@@ -215,7 +215,8 @@ def _groups(model: Any) -> tuple[ProcessGroup, ProcessGroup | None]:
         from megatron.core import parallel_state
     except ImportError:
         raise _missing(FORWARD) from None
-    return parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()
+    state: Any = parallel_state  # typed as one of its groups or their ranks
+    return state.get_tensor_model_parallel_group(), state.get_context_parallel_group()
 
 
 def _gpt_model() -> type:
