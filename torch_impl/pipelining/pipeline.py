@@ -93,22 +93,12 @@ def pipeline_model(
         round_to_pp_multiple,
         pipeline_parallel_schedule_csv=pipeline_parallel_schedule_csv,
     )
-    for at, stage in enumerate(stages if parallelize_fn else ()):
-        returned = parallelize_fn(  # pyright: ignore[reportOptionalCall]
-            parts[at],
-            world_mesh,
-            moe_mesh,  # pyright: ignore[reportArgumentType]
-            dp_axis_names=dp_axis_names,
-            cp_axis_name=cp_axis_name,
-            tp_axis_name=tp_axis_name,
-            ep_axis_name=ep_axis_name,
-            ep_shard_axis_names=ep_shard_axis_names,
-        )
-        if returned is not None and not isinstance(returned, nn.Module):
-            raise TypeError(
-                f"pipelining.{NAME}: parallelize_fn returned a {type(returned).__name__}; return None or a module"
-            )
-        stage.submod = parts[at] = returned if returned is not None else parts[at]
+    if parallelize_fn is not None:
+        names = dict(dp_axis_names=dp_axis_names, cp_axis_name=cp_axis_name, tp_axis_name=tp_axis_name)
+        names |= dict(ep_axis_name=ep_axis_name, ep_shard_axis_names=ep_shard_axis_names)
+        parts = [_sharded(parallelize_fn, part, world_mesh, moe_mesh, names) for part in parts]
+        for stage, part in zip(stages, parts, strict=True):
+            stage.submod = part
     if patch_stage_backward_maybe_with_nosync:
         _check_reduced_once(parts)
     if seq_len is not None:
@@ -124,6 +114,18 @@ def pipeline_model(
     )
     has = [any(getattr(stage, end) for stage in stages) for end in ("is_first", "is_last")]
     return schedule, parts, has[0], has[1], stages
+
+
+def _sharded(
+    parallelize_fn: ParallelizeFnProtocol, part: nn.Module, world_mesh: DeviceMesh, moe_mesh: Any, names: dict[str, Any]
+) -> nn.Module:
+    """The part, or what the function puts in its place."""
+    returned = parallelize_fn(part, world_mesh, moe_mesh, **names)
+    if returned is not None and not isinstance(returned, nn.Module):
+        raise TypeError(
+            f"pipelining.{NAME}: parallelize_fn returned a {type(returned).__name__}; return None or a module"
+        )
+    return part if returned is None else returned
 
 
 def _check_reduced_once(parts: list[nn.Module]) -> None:

@@ -1,0 +1,53 @@
+"""Files and functions stay short; those that do not are on a list, with the reason beside each."""
+
+import ast
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("torch_impl", "jax_ref", "parity_tests", "docs")  # a notebook is text as well, as long as its subject
+LONGEST = 300  # lines of a file
+LONGEST_FUNCTION = 60  # lines of a function, with signature and docstring
+
+# Functions whose arguments, one to a line and explained, are most of their lines; the code alone is short enough.
+OF_MANY_ARGUMENTS = {
+    "torch_impl/parallelizer/nvfsdp.py nvfsdp_strategy_parallelize": "19 arguments of the page, each explained",
+    "torch_impl/pipelining/pipeline.py pipeline_model": "24 arguments of the page",
+    "torch_impl/pipelining/split.py split_model_into_stages": "13 arguments of the page",
+    "parity_tests/harness/scheme.py scheme": "all that can be declared, each explained",
+}
+
+
+def python_files(folders: Sequence[str]) -> dict[str, str]:
+    """The source of every Python file below these folders, packages' own files included."""
+    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py")) if "_build" not in path.parts]
+    return {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
+
+
+def function_lines(source: str) -> dict[str, tuple[int, int]]:
+    """Of each function its lines, and those without its signature and docstring."""
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    found = {}
+    for node in functions:
+        first = node.body[1 if ast.get_docstring(node) and len(node.body) > 1 else 0]
+        found[node.name] = (node.end_lineno - node.lineno + 1, node.end_lineno - first.lineno + 1)
+    return found
+
+
+def test_no_file_is_longer_than_one_idea():
+    lines = {path: len(source.splitlines()) for path, source in python_files(FOLDERS).items()}
+    assert {path: count for path, count in lines.items() if count > LONGEST} == {}
+
+
+def test_no_function_is_longer_than_a_screen():
+    long = {}
+    for path, source in python_files([*FOLDERS, "notebooks"]).items():
+        of_file = function_lines(source)
+        long |= {f"{path} {name}": lines for name, lines in of_file.items() if lines[0] > LONGEST_FUNCTION}
+    assert sorted(long) == sorted(OF_MANY_ARGUMENTS)
+    assert {name: code for name, (_, code) in long.items() if code > LONGEST_FUNCTION} == {}
+
+
+def test_a_long_function_would_be_found():
+    body = "\n".join(f"    x{i} = {i}" for i in range(LONGEST_FUNCTION))
+    assert function_lines(f'def f(a):\n    """One\n    two."""\n{body}') == {"f": (63, 60)}
