@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
-from parity_tests.harness import picture
+from jax_ref.layouts import contiguous, dual_chunk_swap, packed, striped
+from parity_tests.harness import layout_picture, picture
 from parity_tests.harness.spec import parse
 
 FOLDER = Path(__file__).with_name("images")
+SIZE, WORLD, SEQUENCES = 32, 4, (0, 8, 32)
 
 
 def spec_strings() -> None:
@@ -17,9 +19,10 @@ def spec_strings() -> None:
 
 
 def layouts() -> None:
-    """One dim of 16 positions cut over 4 ranks in each order that needs no lengths."""
-    tensors = {name: parse(f"s/cp:{name}", ("cp",)) for name in ("contiguous", "striped", "dual_chunk_swap")}
-    picture.figure(tensors, {"s": 16}, {"cp": 4}).savefig(FOLDER / "layouts.png", dpi=150)
+    """One dim of 32 positions cut over 4 ranks in four orders, the last of two sequences of 8 and 24."""
+    found = {each.__name__: each(SIZE, WORLD) for each in (contiguous, striped, dual_chunk_swap)}
+    found["packed"] = packed(SIZE, WORLD, SEQUENCES)
+    layout_picture.figure(found, {"packed": SEQUENCES}).savefig(FOLDER / "layouts.png", dpi=150)
 
 
 if __name__ == "__main__":

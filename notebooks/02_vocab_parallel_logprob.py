@@ -27,11 +27,12 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: one thread for 
 
 import jax
 import jax.numpy as jnp
+import matplotlib.pyplot as plt
 import torch
 from IPython.display import Markdown
 
 from parity_tests import CaseSpec, Cost, ids, scheme, values
-from parity_tests.harness import picture
+from parity_tests.harness import colours, picture
 from parity_tests.harness.engines.run import run
 from parity_tests.harness.live_peak import LivePeak
 from parity_tests.harness.spec import parse
@@ -143,7 +144,7 @@ def chunked_logprob(mesh, logits, target, chunk_size):
     return ChunkedLogprob.apply(logits, target, start, chunk_size, mesh["tp"])
 
 
-chunked_logprob.verify(examples=10)
+print(chunked_logprob.verify(examples=10))
 
 # %% [markdown]
 # The chunk size is nobody else's business: every rank draws its own, and the collectives stay the one that is declared.
@@ -227,23 +228,33 @@ def peak(way):
     return max(ranks.results), rows
 
 
-def line(name, way):
-    memory, rows = peak(way)
-    of_phase = {phase: [row for row in rows if row.phase == phase] for phase in ("fwd", "bwd")}
-    told = [", ".join(row.op for row in rows) or "none" for rows in of_phase.values()]
-    return f"| {name} | {told[0]} | {told[1]} | {sum(row.payload for row in rows):,} | {memory:.2f} |"
-
-
 ways = {
     "logits gathered, then whole": gathered_logits,
     "three reductions": three_reductions,
     "vocab_parallel_logprob": ours,
     "the same, gradient in place": in_place,
 }
-head = "| | forward | backward | bytes of a rank | memory |\n|---|---|---|---|---|\n"
-Markdown(head + "\n".join(line(name, way) for name, way in ways.items()))
+measured = {name: peak(way) for name, way in ways.items()}
 
-# %% [markdown]
-# One collective of three numbers for each token, none backward, and no memory but the gradient: the logits are read
-# once forward, read and written once backward. Entropy, log-probabilities at several ids, cross entropy, sampling
-# filters, distillation and hidden states to log-probabilities are made of the same core; `shardproof list` has them.
+
+def line(name):
+    memory, rows = measured[name]
+    of_phase = {phase: [row for row in rows if row.phase == phase] for phase in ("fwd", "bwd")}
+    told = [", ".join(row.op for row in rows) or "none" for rows in of_phase.values()]
+    return f"| {name} | {told[0]} | {told[1]} | {sum(row.payload for row in rows):,} | {memory:.2f} |"
+
+
+head = "| | forward | backward | bytes of a rank | memory |\n|---|---|---|---|---|\n"
+Markdown(head + "\n".join(line(name) for name in ways))
+
+# %%
+figure, (held, sent) = plt.subplots(1, 2, figsize=(10, 2.4), sharey=True, layout="constrained")
+bars = held.barh(list(ways), [memory for memory, _ in measured.values()], color=colours.LINES[0])
+held.bar_label(bars, fmt="%.2f", padding=3)
+held.set(xlim=(0, 15), xlabel="memory at the worst moment, in one rank's logits")
+sent.barh(
+    list(ways), [sum(row.payload for row in rows) / 1024 for _, rows in measured.values()], color=colours.LINES[2]
+)
+sent.set(xscale="log", xlabel="KiB that a rank hands to collectives")
+held.invert_yaxis()
+plt.show()

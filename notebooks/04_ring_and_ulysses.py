@@ -12,10 +12,11 @@
 # ---
 
 # %% [markdown]
-# # Context parallelism by eye
+# # Ring and Ulysses attention
 #
-# Who holds which token, how much causal work that makes, how packed sequences are cut, what attention sends from rank
-# to rank, and what a wrong layout looks like. Everything runs on this CPU.
+# Attention over a sequence that is cut: every query must meet every earlier key, wherever it lives. Keys can travel
+# around a ring, or heads can be exchanged for positions. What each rank does in each step, what each way sends, both
+# verified against dense attention, and a layout mistake found. Everything runs on this CPU.
 
 # %%
 # %matplotlib inline
@@ -28,73 +29,69 @@ import torch
 
 from jax_ref.context_parallel.attention import dense_attention, packed_attention
 from parity_tests import offsets, scheme, values
+from parity_tests.harness import colours, ledger_picture
+from parity_tests.harness.tiles import rank_legend, tiles
 from torch_impl.context_parallel import attention_bytes, context_parallel_attention, fewest_bytes
 from torch_impl.layouts import TokenLayout
 
-# %% [markdown]
-# ## Who holds which token
-#
-# One digit for each position: the rank that holds it.
-
-# %%
-KINDS = ("contiguous", "striped", "dual_chunk_swap")
-for kind in KINDS:
-    print(f"{kind:16}", TokenLayout.dense(kind, 32, cp_size=4, cp_rank=0).draw())
+CP, S = 4, 64
 
 # %% [markdown]
-# ## Causal work
+# ## A ring, step by step
 #
-# Under a causal mask position i sees i + 1 keys. In blocks the last rank has most to do and all wait for it.
-# DualChunkSwap gives each rank an early chunk and its mirror image from the end: the same work for all.
+# Each rank keeps its queries. Its keys and values go to the next rank, and on, until every rank has seen all. A row
+# below is a rank, a column a step; the colour is the rank whose keys are there, and the number is how many pairs of
+# query and key count under the causal mask, as a share of all. A step takes as long as its busiest rank.
+
 
 # %%
-work = {}
-for kind in KINDS:
-    layout = TokenLayout.dense(kind, 4096, cp_size=4, cp_rank=0)
-    work[kind] = (layout.index + 1).sum(1)
-    print(f"{kind:16}", *(f"{share:.1%}" for share in (work[kind] / work[kind].sum()).tolist()))
+def ring(kind):
+    """(whose keys each rank has in each step, the share of pairs that it computes then)."""
+    index = TokenLayout.dense(kind, S, cp_size=CP, cp_rank=0).index
+    source = (torch.arange(CP)[:, None] - torch.arange(CP)) % CP
+    pairs = (index[:, :, None, None] >= index[None, None]).sum((1, 3))  # of the queries of one rank, keys of another
+    return source, pairs.gather(1, source) / pairs.sum()
 
-figure, axes = plt.subplots(1, 3, figsize=(9, 2.2), sharey=True)
-for ax, (kind, pairs) in zip(axes, work.items(), strict=True):
-    ax.bar(range(4), pairs / 1e6, color=[f"C{rank}" for rank in range(4)])
-    ax.set(title=kind, xlabel="rank", xticks=range(4))
-axes[0].set_ylabel("million (query, key) pairs")
+
+figure, panels = plt.subplots(1, 3, figsize=(10.5, 2.9), sharey=True, layout="constrained")
+for panel, kind in zip(panels, ("contiguous", "striped", "dual_chunk_swap"), strict=True):
+    source, share = ring(kind)
+    time = share.amax(0).sum() * CP
+    said = [[f"{100 * x:.0f} %" for x in row] for row in share.tolist()]
+    tiles(panel, source, CP, text=said, title=f"{kind}\n{time:.2f} times a fair share", xlabel="step")
+panels[0].set_ylabel("rank (its queries)")
+rank_legend(figure, CP, "keys of rank")
 plt.show()
 
 # %% [markdown]
-# ## Packed sequences
+# Over blocks the ranks wait for each other in every step, and late steps are empty for the first rank. DualChunkSwap
+# gives each rank the same work in each step but the first.
 #
-# Several sequences in one stream (THD), each padded to a multiple of 2 * cp and cut by itself. Bars part sequences.
+# ## Heads for positions
+#
+# Ulysses turns the picture by an all-to-all: from some positions of all heads to all positions of some heads. Attention
+# then is the ordinary one, on every rank, and the result is turned back.
 
 # %%
-padded, real = [0, 8, 24, 32], [0, 5, 21, 22]
-packed = [TokenLayout.packed(padded, real, cp_size=2, cp_rank=rank) for rank in range(2)]
-print(packed[0].draw())
-print("".join(".P"[mask] for mask in packed[0].padding_mask.int().tolist()), " P: padding")
-
-# %% [markdown]
-# Which query sees which key, coloured by the rank that holds the query. Sequences never see each other; padding is
-# never seen and sees nothing.
-
-# %%
-everyone, place = packed[0].sequence_ids, packed[0].position_ids
-real_token = ~packed[0].padding_mask
-seen = (everyone[:, None] == everyone) & (place[:, None] >= place) & real_token[:, None] & real_token
-holder = torch.zeros(32)
-for rank, layout in enumerate(packed):
-    holder[layout.local_index] = rank
-plt.figure(figsize=(3.4, 3.4))
-plt.imshow(torch.where(seen, holder[:, None], torch.nan), cmap="Set1", vmin=0, vmax=8)
-plt.xlabel("key")
-plt.ylabel("query")
+HEADS = 8
+index = TokenLayout.dense("dual_chunk_swap", 32, cp_size=CP, cp_rank=0).index
+holder = torch.arange(CP).repeat_interleave(32 // CP)[index.flatten().argsort()]
+before = holder.expand(HEADS, -1)
+inside = (torch.arange(HEADS) * CP // HEADS)[:, None].expand(-1, 32)
+figure, panels = plt.subplots(1, 3, figsize=(10.5, 2.5), sharey=True, layout="constrained")
+named = {"q, k, v as they come": before, "in attention": inside, "the output": before}
+for panel, (title, owners) in zip(panels, named.items(), strict=True):
+    tiles(panel, owners, CP, title=title, xlabel="position")
+panels[0].set_ylabel("head")
+rank_legend(figure, CP)
 plt.show()
 
 # %% [markdown]
-# ## Attention over it
+# ## All three, verified
 #
-# The reference is dense attention under that mask, on one device. Each rank attends from its own queries; K and V
-# travel around a ring, are gathered at once, or heads are exchanged for positions. A scheme holds all three against the
-# reference, values and gradients.
+# The reference is dense attention under the mask of packed sequences, on one device. The exchange is an option of the
+# scheme: the ring, an all-gather of keys and values, and Ulysses. Values and gradients of all must be those of the
+# reference.
 
 
 # %%
@@ -119,12 +116,24 @@ plt.show()
     reduction=("t", "p"),
     roundings=6,
 )
-def packed_ring(mesh, q, k, v, padded, real, exchange):
+def packed_attention_over_cp(mesh, q, k, v, padded, real, exchange):
     layout = TokenLayout.packed(padded, real, cp_size=mesh.size("cp"), cp_rank=mesh.rank("cp"))
     return context_parallel_attention(q, k, v, group=mesh["cp"], layout=layout, exchange=exchange)
 
 
-packed_ring.verify(examples=12)
+print(packed_attention_over_cp.verify(examples=12))
+
+# %% [markdown]
+# What goes over the wire for one case, with the ring and with Ulysses. All ranks send at once, so a column is what each
+# of them sends or receives; in the ring the gradients of the keys follow the keys, and go home.
+
+# %%
+SIZES = dict(cp=4, b=1, h=4, g=4, t=32, p=4, n=4, dtype="float32")
+reports = {how: packed_attention_over_cp.verify(exchange=how, **SIZES) for how in ("ring", "ulysses")}
+ledger_picture.figure(reports["ulysses"].ledger, "ulysses")
+
+# %%
+ledger_picture.figure(reports["ring"].ledger, "ring")
 
 # %% [markdown]
 # ## One wrong layout
@@ -165,28 +174,29 @@ whole_output.verify(cp=2, order="dual_chunk_swap", dtype="float32", examples=1)
 # ## What each exchange sends
 #
 # Bytes that one rank sends in a layer, forward and backward, over the number of ranks, for 64 query heads and 64, 8 or
-# 1 KV heads. Rings send keys, which are few where heads are grouped; Ulysses sends everything, but an n-th of it.
+# 1 KV heads of width 128, and 131,072 tokens in bfloat16. Rings send keys, which are few where heads are grouped;
+# Ulysses sends everything, but an n-th of it. An all-gather sends what the ring does, at once. `usp` is a ring of
+# groups that exchange heads inside.
 
 # %%
 SHAPE = dict(b=1, s=131072, h=64, p=128, itemsize=2)
 WORLDS = (2, 4, 8, 16, 32)
-NAMES = ("ring", "all_gather", "ulysses", "usp")
+NAMES = {"ring": "ring, all_gather", "ulysses": "ulysses", "usp": "usp"}
 
-figure, axes = plt.subplots(1, 3, figsize=(10, 2.8), sharey=True)
-for ax, kv_heads in zip(axes, (64, 8, 1), strict=True):
-    for name, style in zip(NAMES, ("o-", "x--", "s-", "d:"), strict=True):
-        found = {
-            n: min(
-                (t.total for t in attention_bytes(hk=kv_heads, cp_size=n, **SHAPE) if t.exchange == name), default=None
-            )
-            for n in WORLDS
+figure, panels = plt.subplots(1, 3, figsize=(10, 3), sharey=True, layout="constrained")
+for panel, kv_heads in zip(panels, (64, 8, 1), strict=True):
+    for number, (name, label) in enumerate(NAMES.items()):
+        sent = {
+            n: [t.total for t in attention_bytes(hk=kv_heads, cp_size=n, **SHAPE) if t.exchange == name] for n in WORLDS
         }
-        drawn = {n: total / 2**30 for n, total in found.items() if total is not None}
-        ax.plot(drawn.keys(), drawn.values(), style, label=name)
-    ax.set(title=f"{kv_heads} KV heads", xlabel="ranks", xscale="log", yscale="log", xticks=WORLDS, xticklabels=WORLDS)
-    ax.minorticks_off()
-axes[0].set_ylabel("GiB sent by a rank")
-axes[2].legend()
+        drawn = {n: min(totals) / 2**30 for n, totals in sent.items() if totals}
+        panel.plot(drawn.keys(), drawn.values(), **colours.line(number), label=label)
+    panel.set(title=f"{kv_heads} KV head{'s' * (kv_heads > 1)}", xlabel="ranks of cp", xscale="log", yscale="log")
+    panel.set_xticks(WORLDS, WORLDS)
+    panel.minorticks_off()
+    panel.grid(axis="y", color="0.9")
+panels[0].set_ylabel("GiB sent by a rank")
+figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", frameon=False)
 plt.show()
 
 # %% [markdown]

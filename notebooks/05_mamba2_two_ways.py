@@ -33,6 +33,8 @@ import torch
 from jax_ref.mamba.conv import causal_conv
 from jax_ref.mamba.scan import scan
 from parity_tests import Cost, scheme, values
+from parity_tests.harness import colours
+from parity_tests.harness.tiles import rank_legend, tiles
 from torch_impl.layouts import TokenLayout
 from torch_impl.mamba import Mamba2Mixer, MambaContextParallel, MambaStatePassing, mamba_cp_bytes
 
@@ -59,15 +61,18 @@ pictures = {
     "inside: state passing": holder.expand(len(heads), -1),
 }
 
-figure, axes = plt.subplots(1, 3, figsize=(10, 2.2), sharey=True, layout="constrained")
+figure, axes = plt.subplots(1, 3, figsize=(10.5, 2.4), sharey=True, layout="constrained")
 for ax, (title, owner) in zip(axes, pictures.items(), strict=True):
-    ax.imshow(owner, cmap="Set2", vmin=0, vmax=7, aspect="auto")
-    ax.set(title=title, xlabel="token", xticks=range(0, TOKENS, 2), yticks=heads.tolist())
+    tiles(ax, owner, RANKS, title=title, xlabel="token")
 axes[0].set_ylabel("head")
+rank_legend(figure, RANKS)
+ARROW = {"arrowstyle": "->", "linewidth": 1.4}
 for cut in range(2, TOKENS, 2):
     if holder[cut] != holder[cut - 1]:
         for head in heads.tolist():
-            axes[2].annotate("", (cut + 0.3, head), (cut - 1.3, head), arrowprops={"arrowstyle": "->"})
+            axes[2].annotate(
+                "", (cut + 0.3, head), (cut - 1.3, head), arrowprops={"arrowstyle": "->", "linewidth": 1.4}
+            )
 plt.show()
 
 # %% [markdown]
@@ -147,7 +152,7 @@ def mixed(mesh, projected, conv_weight, dt_bias, A_log, D, strategy):
     return STRATEGIES[strategy](mesh["cp"], **SIZES, mixer=mixer).mix(projected)
 
 
-mixed.verify(examples=12)
+print(mixed.verify(examples=12))
 
 # %% [markdown]
 # ## Two mistakes
@@ -181,11 +186,11 @@ display(broken)
 
 # %%
 out = broken.rows[0]
-plt.figure(figsize=(6.5, 1.8))
-plt.bar(range(TOKENS), abs(out.got - out.want).max((0, 2)), color=[f"C{r}" for r in (0, 1, 1, 0) for _ in range(4)])
-plt.xlabel("token, coloured by rank")
-plt.ylabel("error")
-plt.xticks(range(0, TOKENS, 4))
+figure, panel = plt.subplots(figsize=(7.5, 2.2), layout="constrained")
+held = out.owners["cp"][0, :, 0]
+panel.bar(range(TOKENS), abs(out.got - out.want).max((0, 2)), color=[colours.of_rank(rank) for rank in held])
+panel.set(xlabel="token", ylabel="largest error of the output", xticks=range(0, TOKENS, 2))
+rank_legend(figure, 2)
 plt.show()
 
 # %% [markdown]
@@ -219,18 +224,18 @@ def sent(tokens, segments=2):
     return mamba_cp_bytes(tokens=tokens, cp_size=8, segments=segments, **LARGE)
 
 
-plt.figure(figsize=(6.5, 3.2))
-plt.plot(LENGTHS, [sent(s).hidden_parallel / 2**20 for s in LENGTHS], "o-", label="hidden-parallel")
+figure, panel = plt.subplots(figsize=(7.5, 3.4), layout="constrained")
+mebibytes = [sent(s).hidden_parallel / 2**20 for s in LENGTHS]
+panel.plot(LENGTHS, mebibytes, **colours.line(0), label="hidden-parallel")
 for number, (name, segments) in enumerate(SEGMENTS.items(), 1):
     cost_of = [sent(s, segments) for s in LENGTHS]
-    plt.plot(LENGTHS, [c.state_passing / 2**20 for c in cost_of], "--", color=f"C{number}", label=f"states: {name}")
+    drawn = {**colours.line(number), "marker": ""}
+    panel.plot(LENGTHS, [c.state_passing / 2**20 for c in cost_of], **drawn, label=f"states: {name}")
     crossing = 8 * cost_of[0].crossover_tokens
-    plt.plot(crossing, sent(crossing // 8 * 8).hidden_parallel / 2**20, "s", color=f"C{number}")
-plt.xscale("log", base=2)
-plt.yscale("log")
-plt.xlabel("tokens of the whole sequence")
-plt.ylabel("MiB sent by a rank")
-plt.legend(fontsize=8)
+    panel.plot(crossing, sent(crossing // 8 * 8).hidden_parallel / 2**20, **{**colours.line(number), "markersize": 8})
+panel.set(xscale="log", yscale="log", xlabel="tokens of the whole sequence", ylabel="MiB sent by a rank, forward")
+panel.set_xscale("log", base=2)
+panel.legend(fontsize=9)
 plt.show()
 
 # %%

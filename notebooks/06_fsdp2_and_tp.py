@@ -33,6 +33,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.func import functional_call
 
 from parity_tests import scheme, values
+from parity_tests.harness import colours, picture
+from parity_tests.harness.spec import parse
 from parity_tests.parallelizer.families import Chosen, empty
 from parity_tests.parallelizer.promise import deviation
 from parity_tests.parallelizer.reference import reference
@@ -58,6 +60,18 @@ QWEN3 = Chosen("qwen3", tied=True)
 # %%
 for key, style in get_hf_tp_shard_plan(empty(QWEN3, device="meta")).items():
     print(f"{key:34} {type(style).__name__}")
+
+# %% [markdown]
+# ## Who holds what of two weights
+#
+# FSDP2 cuts every parameter by rows, tensor parallelism some by rows and some by columns. On a mesh of both, a weight
+# that is cut by rows is cut twice: `dp_shard` cuts what `tp` left. Strips show one dim each.
+
+# %%
+AXES = ("dp_shard", "tp")
+weights = {"up_proj": "f/tp/dp_shard d", "down_proj": "d/dp_shard f/tp", "q_norm": "p/dp_shard tp=I"}
+tensors = {f"{name}.weight": parse(text, AXES) for name, text in weights.items()}
+picture.figure(tensors, {"f": 16, "d": 16, "p": 16}, {"dp_shard": 2, "tp": 2})
 
 # %% [markdown]
 # ## Four meshes
@@ -134,14 +148,20 @@ for name, parallelize in (("with the norms", cut), ("without", cut_without_norms
 print("\n" + TOLD[0])
 
 # %%
-figure, ax = plt.subplots(figsize=(9, 2.6))
+figure, panel = plt.subplots(figsize=(9, 3), layout="constrained")
 names = list(step.gradients)
-for color, (label, deviations) in zip(("C0", "C3"), found.items(), strict=True):
-    ax.semilogy(range(len(names)), [max(deviations[name], 1e-17) for name in names], "o", color=color, label=label)
-ax.set(ylabel="gradient off by", xlabel="parameter, in the model's order", ylim=(1e-18, 10))
-for number in (i for i, name in enumerate(names) if found["without"][name] > 1e-10):
-    ax.annotate(names[number].split(".", 2)[-1], (number, 1), rotation=90, va="top", fontsize=7)
-ax.legend(loc="center right")
+for number, (label, deviations) in enumerate(found.items()):
+    drawn = {**colours.line(number), "linestyle": "", "markersize": 8 - 3 * number}
+    panel.semilogy(range(len(names)), [max(deviations[name], 1e-17) for name in names], **drawn, label=label)
+wrong = [number for number, name in enumerate(names) if found["without"][name] > 1e-10]
+for number in wrong:
+    at, side = (number + 0.4, "left") if number < max(wrong) else (number - 0.4, "right")
+    layer, _, part = names[number].split(".", 2)[-1].removesuffix(".weight").partition(".")
+    level = found["without"][names[number]] / 10 ** (3 * (wrong.index(number) % 2))
+    panel.annotate(f"layer {layer}: {part.rpartition('.')[2]}", (at, level), ha=side, va="center", fontsize=8)
+panel.set(ylabel="gradient: relative distance\nfrom one device", xlabel="parameter, in the model's order")
+panel.set(ylim=(1e-17, 100))
+panel.legend(loc="center left", title="plan")
 plt.show()
 
 # %% [markdown]

@@ -30,6 +30,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
+from parity_tests.harness import colours
 from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.engines.run import run as on_ranks
 from torch_impl.pipelining import Times, draw, read_csv, schedule_order, simulate, stage_to_rank, write_csv
@@ -42,8 +43,7 @@ from torch_impl.pipelining.schedule import build_pipeline_schedule
 # ## Seven schedules
 #
 # Four ranks, eight micro-batches. Each rank has one chunk of the model, or two; a bar on top marks the second. All
-# have the same work to do: a chunk of a rank that has two is half as long. Blue forward, orange backward, yellow and
-# green the two halves of a backward that is cut.
+# have the same work to do: a chunk of a rank that has two is half as long. Numbers are micro-batches.
 
 # %%
 P, N = 4, 8
@@ -60,7 +60,8 @@ longest = max(timeline.makespan for timeline in runs.values())
 figure, axes = plt.subplots(len(runs), 1, figsize=(11, 11), layout="constrained")
 for ax, (name, timeline) in zip(axes, runs.items(), strict=True):
     paint(ax, timeline, f"{name}: {timeline.makespan:g} units, {timeline.bubble[0]:.1%} idle")
-    ax.set_xlim(0, longest)
+    ax.set(xlim=(0, longest), xlabel="")
+axes[-1].set_xlabel("time; 1 is the forward of one rank's layers")
 plt.show()
 
 # %% [markdown]
@@ -75,18 +76,32 @@ for name, timeline in runs.items():
     chunks = RULES[name].stages or 2
     print(f"{name:24}{timeline.bubble[0]:8.1%}   " + "  ".join(f"{live / chunks:4g}" for live in timeline.peak_live))
 
+# %%
+figure, panels = plt.subplots(1, len(runs), figsize=(11, 2.4), sharey=True, layout="constrained")
+for panel, (name, timeline) in zip(panels, runs.items(), strict=True):
+    chunks = RULES[name].stages or 2
+    panel.bar(range(P), [live / chunks for live in timeline.peak_live], color=colours.of_ranks(P), edgecolor="0.4")
+    panel.set(xlabel="rank", xticks=range(P))
+    panel.set_title(name, fontsize=8)
+panels[0].set_ylabel("activations held\n(ranks' worth of layers)")
+plt.show()
+
 # %% [markdown]
-# More micro-batches make the bubble smaller. How fast differs by schedule.
+# More micro-batches make the bubble smaller. How fast differs by kind of schedule.
 
 # %%
 counts = (8, 16, 32, 64)
-for name in RULES:
-    plt.plot(counts, [100 * run(name, n=n).bubble[0] for n in counts], "o-", label=name)
-plt.xscale("log", base=2)
-plt.xticks(counts, counts)
-plt.xlabel("micro-batches")
-plt.ylabel("idle, %")
-plt.legend()
+idle = {name: tuple(100 * run(name, n=n).bubble[0] for n in counts) for name in RULES}
+alike = {}
+for name, shares in idle.items():  # schedules whose lines are one and the same
+    alike.setdefault(tuple(round(share, 6) for share in shares), []).append(name)
+figure, panel = plt.subplots(figsize=(7, 3.4), layout="constrained")
+for number, (shares, names) in enumerate(alike.items()):
+    panel.plot(counts, shares, **colours.line(number), label=", ".join(names))
+panel.set(xscale="log", xlabel="micro-batches", ylabel="idle, %", ylim=(0, None))
+panel.set_xticks(counts, counts)
+panel.minorticks_off()
+panel.legend(fontsize=9)
 plt.show()
 
 # %% [markdown]
@@ -135,6 +150,7 @@ known = simulate(schedule_order("1F1B", 2, 3, 1), read.stage_to_rank)
 figure, axes = plt.subplots(2, 1, figsize=(11, 3.4), layout="constrained")
 paint(axes[0], known, f"1F1B: {known.makespan:g} units, activations {known.peak_live}")
 paint(axes[1], ours, f"mine.csv: {ours.makespan:g} units, activations {ours.peak_live}")
+axes[1].set_xlim(axes[0].get_xlim())
 plt.show()
 
 # %% [markdown]

@@ -14,7 +14,7 @@ FEW = 5  # columns, whose names have room beside each other
 def figure(ledger: Ledger, title: str = "") -> Any:
     """A box for each rank that takes part, in its colour; above it what, how much, and where; backward is grey.
 
-    Messages between two ranks are columns of their own. Rows of no ledger make an empty figure.
+    Of messages between two ranks, the k-th that each rank sends make a column, and the k-th that each receives.
     """
     from matplotlib.figure import Figure
 
@@ -43,11 +43,11 @@ def figure(ledger: Ledger, title: str = "") -> Any:
 
 
 def _columns(ledger: Ledger) -> list[list[Row]]:
-    """The rows of each collective: of one group, with one number in it."""
+    """The rows of each collective: of one group, with one number in it. Messages are numbered by kind."""
     found: dict[tuple[object, ...], list[Row]] = {}
     for row in ledger.rows:
         key = (row.group, row.group_name, row.seq, row.op if row.peer is not None else "")
-        found.setdefault((*key, row.rank if row.peer is not None else -1), []).append(row)
+        found.setdefault(key, []).append(row)
     return list(found.values())
 
 
