@@ -195,19 +195,11 @@ def of_a_step():
     return {"data_ranks": 2, "summed_token_losses": 3.0, "N": 6}
 
 
-def of_a_pair():
-    from parity_tests.tracing import test_pair as own
-
-    model = own.Net()
-    return {"torch_module": model, "make_flax": own.make_flax, "x": own.X, "NAMES": own.NAMES}
-
-
 # (page, which block of it): what its names stand for. The README's scheme has a test of its own, test_readme.py.
 PREPARED = {
     ("docs/how-to/verify-your-own-scheme.md", 0): of_the_example,
     ("docs/how-to/replay.md", 0): of_a_replay,
     ("docs/reference/parallelizer.md", 0): of_a_step,
-    ("docs/how-to/train.md", 0): of_a_pair,
 }
 
 
