@@ -12,6 +12,7 @@ from parity_tests.harness import colours
 from parity_tests.harness.picture import draw_strip
 
 INCHES_PER_LAYOUT = 0.62
+Held = Sequence[Sequence[int] | np.ndarray]  # the positions of each rank
 
 
 def figure(layouts: Mapping[str, Sequence[Sequence[int]]], sequences: Mapping[str, Sequence[int]] | None = None) -> Any:
@@ -39,7 +40,7 @@ def figure(layouts: Mapping[str, Sequence[Sequence[int]]], sequences: Mapping[st
     return canvas
 
 
-def causal_work(held: Sequence[Sequence[int]], borders: Sequence[int]) -> np.ndarray:
+def causal_work(held: Held, borders: Sequence[int]) -> np.ndarray:
     """Each rank's share of the (query, key) pairs, where a position sees those of its sequence up to itself."""
     starts = np.asarray(borders[:-1])
     pairs = [
@@ -49,7 +50,7 @@ def causal_work(held: Sequence[Sequence[int]], borders: Sequence[int]) -> np.nda
     return np.asarray(pairs) / max(sum(pairs), 1)
 
 
-def _strip(panel: Any, name: str, held: Sequence[Sequence[int]], borders: Sequence[int]) -> None:
+def _strip(panel: Any, name: str, held: Held, borders: Sequence[int]) -> None:
     size = sum(map(len, held))
     check_partition(name, [np.asarray(positions) for positions in held], size)
     owners = np.zeros(size, dtype=np.int64)
