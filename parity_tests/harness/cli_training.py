@@ -19,7 +19,15 @@ Mamba = Annotated[
 Attention = Annotated[
     str, typer.Option(help="ring, all_gather, ulysses or usp.", autocompletion=cli_complete.of_run("ATTENTION"))
 ]
-OF_THE_STEP = ("mesh", "mamba", "attention", "tied", "seed", "engine")  # options of trace that say nothing of a pair
+# Options of trace that say nothing of a pair.
+OF_THE_STEP = ("mesh", "schedule", "mamba", "attention", "tied", "seed", "engine")
+Schedule = Annotated[
+    str,
+    typer.Option(
+        help="Pipeline schedule, or its beginning: 1f1b, zbv, interleaved1f1b.",
+        autocompletion=cli_complete.of_run("SCHEDULES"),
+    ),
+]
 Tied = Annotated[bool, typer.Option("--tied", help="Share the weight of embedding and head.")]
 
 
@@ -27,7 +35,7 @@ def train(
     mesh: Annotated[
         list[str] | None,
         typer.Option(
-            help="A mesh: dp=2,cp=2 of dp_replicate, dp_shard (or dp), cp, tp. Again for a further run.",
+            help="A mesh: dp=2,cp=2 of pp, dp_replicate, dp_shard (or dp), cp, tp. Again for a further run.",
             metavar="AXIS=N",
             autocompletion=cli_complete.training_meshes,
         ),
@@ -36,6 +44,7 @@ def train(
     dtype: Dtype = "float64",
     mamba: Mamba = "hidden",
     attention: Attention = "ring",
+    schedule: Schedule = "1f1b",
     tied: Tied = False,
     seed: Annotated[int, typer.Option(min=0, help="Of the weights and the batches.")] = 0,
     engine: Annotated[
@@ -55,7 +64,7 @@ def train(
     from parity_tests.training.run import Run
 
     settings = {"steps": steps, "seed": seed, "is_tied": tied, "dtype": dtype, "mamba": mamba, "attention": attention}
-    settings |= {"checkpoint": checkpoint, "every": every, "resume": resume}
+    settings |= {"schedule": schedule, "checkpoint": checkpoint, "every": every, "resume": resume}
     given = [sizes([text] if text else [], "--mesh") for text in mesh or [""]]
     runs = meshes.runs(steps=steps, seed=seed) if page else [Run.on(each, **settings) for each in given]
     raise typer.Exit(session.train(runs, session.Wanted(engine, figure, json, page, quiet)))
@@ -73,7 +82,7 @@ def trace(
     mesh: Annotated[
         str,
         typer.Option(
-            help="dp=2,cp=2 of dp_replicate, dp_shard (or dp), cp, tp.",
+            help="dp=2,cp=2 of pp, dp_replicate, dp_shard (or dp), cp, tp.",
             metavar="AXIS=N",
             autocompletion=cli_complete.training_meshes,
         ),
@@ -87,6 +96,7 @@ def trace(
     ] = None,
     mamba: Mamba = "hidden",
     attention: Attention = "ring",
+    schedule: Schedule = "1f1b",
     tied: Tied = False,
     seed: Annotated[int, typer.Option(min=0, help="Of the weights and the batch.")] = 0,
     engine: Annotated[str, typer.Option(help="gloo, lockstep or nccl.", autocompletion=cli_complete.engines)] = "gloo",
@@ -105,7 +115,8 @@ def trace(
     from parity_tests.training import trace_session
     from parity_tests.training.run import Run
 
-    settings = {"mamba": mamba, "attention": attention, "is_tied": tied, "seed": seed, "dtype": dtype or "float64"}
+    settings = {"mamba": mamba, "attention": attention, "schedule": schedule, "is_tied": tied, "seed": seed}
+    settings["dtype"] = dtype or "float64"
     run = Run.on(sizes([mesh] if mesh else [], "--mesh"), **settings, steps=1)
     raise typer.Exit(trace_session.trace(run, engine, json, whole, quiet))
 

@@ -6,11 +6,11 @@ import json as json_module
 from pathlib import Path
 from typing import Any
 
+from parity_tests.harness.schedule_name import rule_named
 from torch_impl.pipelining.action import Order
 from torch_impl.pipelining.csv_schedule import read_csv, write_csv
 from torch_impl.pipelining.draw import draw
 from torch_impl.pipelining.partition import stage_to_rank
-from torch_impl.pipelining.rules import RULES
 from torch_impl.pipelining.schedule_order import schedule_order
 from torch_impl.pipelining.simulate import Times, simulate
 from torch_impl.pipelining.timeline import Timeline
@@ -62,12 +62,7 @@ def _found(
     if target.lower().endswith(".csv"):
         read = read_csv(target, pp_size=pp, n_microbatches=microbatches, argument="schedule")
         return Path(target).name, read.order, read.stage_to_rank
-    matches = [name for name in RULES if name.lower() == target.lower()] or [
-        name for name in RULES if target and name.lower().startswith(target.lower())
-    ]
-    if len(matches) != 1:
-        raise ValueError(f"schedule {target!r} is not one of {', '.join(matches or RULES)}, or a .csv file")
-    rule = RULES[matches[0]]
+    rule = rule_named(target, "schedule", ", or a .csv file")
     if pp is None or microbatches is None:
         raise ValueError(f"schedule {target!r} needs --pp and --microbatches, such as --pp 4 --microbatches 8")
     chunks = stages_per_rank or rule.stages or 2

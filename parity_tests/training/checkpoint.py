@@ -7,41 +7,42 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from parity_tests.training.run import Run
 
 DONE = "done"
 
 
-def save(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """After `step` steps."""
+def save(run: Run, named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, step: int) -> None:
+    """After `step` steps; `named` are this rank's parameters by every name that the model has for them."""
     folder = _folder(run) / f"step_{step:06d}"
     if dist.get_rank() == 0 and folder.exists():  # cut short, or of another time
         shutil.rmtree(folder)
     dist.barrier()
-    dcp.save(_state(model, optimizer), checkpoint_id=str(folder))
+    dcp.save(_state(named, optimizer), checkpoint_id=str(folder))
     if dist.get_rank() == 0:
         (folder / DONE).write_text(_owner(run))
 
 
-def load(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """The newest state into model and optimizer, cut as they are; returns how many steps it has behind it.
+def load(run: Run, named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> int:
+    """The newest state into parameters and optimizer, cut as they are; returns how many steps it has behind it.
 
     Errors: those of `newest`.
     """
     step = newest(run)
-    state = _state(model, optimizer)
-    dcp.load(state, checkpoint_id=str(_folder(run) / f"step_{step:06d}"))
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    for parameter in named.values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # makes the tensors of its state, which are all written over, as the parameters are
+    optimizer.zero_grad()
+    dcp.load(_state(named, optimizer), checkpoint_id=str(_folder(run) / f"step_{step:06d}"))
     return step
 
 
@@ -70,6 +71,9 @@ def _folder(run: Run) -> Path:
     return Path(run.checkpoint or "")
 
 
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    of_model, of_optimizer = get_state_dict(model, optimizer)
-    return {"model": of_model, "optimizer": of_optimizer}
+def _state(named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The tensors themselves, by names that no mesh changes; two stages' copies of a parameter have a name each."""
+    state: dict[str, torch.Tensor] = {f"model.{name}": parameter.detach() for name, parameter in named.items()}
+    for name, parameter in named.items():
+        state |= {f"optimizer.{name}.{kind}": x for kind, x in optimizer.state[parameter].items()}
+    return state

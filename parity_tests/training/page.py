@@ -12,23 +12,34 @@ from parity_tests.training.judged import Judged, Row
 from parity_tests.training.record import GRADIENT, WEIGHT
 from parity_tests.training.run import DTYPES, Run
 
-MESHES: tuple[tuple[dict[str, int], str, str], ...] = (
-    ({}, "hidden", "ring"),
-    ({"dp_shard": 2}, "hidden", "ring"),
-    ({"dp_replicate": 2}, "hidden", "ring"),
-    ({"cp": 2}, "hidden", "ring"),
-    ({"cp": 2}, "state", "ulysses"),
-    ({"tp": 2}, "hidden", "ring"),
-    ({"cp": 3}, "hidden", "ulysses"),
-    ({"cp": 3}, "state", "ring"),
-    ({"dp_shard": 4}, "hidden", "ring"),
-    ({"cp": 4}, "state", "all_gather"),
-    ({"cp": 4}, "hidden", "ring"),
-    ({"dp_replicate": 2, "dp_shard": 2}, "hidden", "ring"),
-    ({"dp_shard": 2, "cp": 2}, "hidden", "ring"),
-    ({"dp_replicate": 2, "cp": 2}, "state", "ulysses"),
-    ({"dp_shard": 2, "tp": 2}, "hidden", "ring"),
-    ({"cp": 2, "tp": 2}, "state", "ulysses"),
+# Mesh, Mamba2, attention, pipeline schedule.
+MESHES: tuple[tuple[dict[str, int], str, str, str], ...] = (
+    ({}, "hidden", "ring", "1f1b"),
+    ({"dp_shard": 2}, "hidden", "ring", "1f1b"),
+    ({"dp_replicate": 2}, "hidden", "ring", "1f1b"),
+    ({"cp": 2}, "hidden", "ring", "1f1b"),
+    ({"cp": 2}, "state", "ulysses", "1f1b"),
+    ({"tp": 2}, "hidden", "ring", "1f1b"),
+    ({"cp": 3}, "hidden", "ulysses", "1f1b"),
+    ({"cp": 3}, "state", "ring", "1f1b"),
+    ({"dp_shard": 4}, "hidden", "ring", "1f1b"),
+    ({"cp": 4}, "state", "all_gather", "1f1b"),
+    ({"cp": 4}, "hidden", "ring", "1f1b"),
+    ({"dp_replicate": 2, "dp_shard": 2}, "hidden", "ring", "1f1b"),
+    ({"dp_shard": 2, "cp": 2}, "hidden", "ring", "1f1b"),
+    ({"dp_replicate": 2, "cp": 2}, "state", "ulysses", "1f1b"),
+    ({"dp_shard": 2, "tp": 2}, "hidden", "ring", "1f1b"),
+    ({"cp": 2, "tp": 2}, "state", "ulysses", "1f1b"),
+    ({"pp": 2}, "hidden", "ring", "1f1b"),
+    ({"pp": 2}, "hidden", "ring", "zbv"),
+    ({"pp": 2}, "hidden", "ring", "interleaved1f1b"),
+    ({"pp": 4}, "hidden", "ring", "1f1b"),
+    ({"pp": 2, "dp_shard": 2}, "hidden", "ring", "zbv"),
+    ({"pp": 2, "dp_replicate": 2}, "hidden", "ring", "1f1b"),
+    ({"pp": 2, "cp": 2}, "hidden", "ring", "1f1b"),
+    ({"pp": 2, "cp": 2}, "state", "ulysses", "zbv"),
+    ({"pp": 2, "tp": 2}, "hidden", "ring", "1f1b"),
+    ({"pp": 2, "tp": 2}, "hidden", "ring", "zbv"),
 )
 HEAD = """# Training on {count} meshes
 
@@ -38,17 +49,17 @@ that any number took.
 
 Written by `shardproof train --page docs/training.md`{stamp}.
 
-| mesh | Mamba2 | attention | dtype | loss | norm | gradients | weights | of budget | verdict |
-|---|---|---|---|---|---|---|---|---|---|
+| mesh | schedule | Mamba2 | attention | dtype | loss | norm | gradients | weights | of budget | verdict |
+|---|---|---|---|---|---|---|---|---|---|---|
 """
 
 
 def runs(**settings: object) -> list[Run]:
     """Every mesh in float64, then in float32."""
     return [
-        Run(mesh=mesh, mamba=mamba, attention=attention, **{**settings, "dtype": dtype})  # pyright: ignore[reportArgumentType]
+        Run(mesh=mesh, mamba=mamba, attention=attention, schedule=schedule, **{**settings, "dtype": dtype})  # pyright: ignore[reportArgumentType]
         for dtype in DTYPES
-        for mesh, mamba, attention in MESHES
+        for mesh, mamba, attention, schedule in MESHES
     ]
 
 
@@ -66,7 +77,17 @@ def _line(run: Run, steps: Sequence[Judged]) -> str:
     errors = [max(_largest(step, kind) for step in steps) for kind in ("loss", "norm", GRADIENT, WEIGHT)]
     share = max(step.worst_ratio for step in steps)
     verdict = "equal" if all(step.ok for step in steps) else "**mismatch**"
-    cells = [axes, run.mamba, run.attention, run.dtype, *(f"{error:.1e}" for error in errors), f"{share:.2g}", verdict]
+    schedule = run.rule.name if run.is_staged else ""
+    cells = [
+        axes,
+        schedule,
+        run.mamba,
+        run.attention,
+        run.dtype,
+        *(f"{error:.1e}" for error in errors),
+        f"{share:.2g}",
+        verdict,
+    ]
     return f"| {' | '.join(cells)} |\n"
 
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
-from parity_tests.tracing.events import Event
-from parity_tests.tracing.torch_side import Recording, recorded
+from parity_tests.tracing.events import LOSS, NORM, Event
+from parity_tests.tracing.torch_side import Recording
 from parity_tests.training import checkpoint, record
 from parity_tests.training.corpus import Packed, global_batch
-from parity_tests.training.initial import initial_weights
+from parity_tests.training.initial import initial_weights, shapes
+from parity_tests.training.parts import Parts, all_recorded
 from parity_tests.training.precision import KEPT, policy
 from parity_tests.training.ring_and_heads import ring_and_heads
 from parity_tests.training.run import Run
@@ -25,15 +23,16 @@ from torch_impl.models import (
     HybridLM,
     Placement,
     RankStream,
+    StepLoss,
     Stream,
-    gradient_norm,
-    normalised,
     own_streams,
     rank_stream,
     tensor_parallel_plan,
-    valid_count,
 )
 from torch_impl.parallelizer.fsdp2 import fsdp2_strategy_parallelize
+from torch_impl.pipelining.functional import pipeline_model
+
+CUTTING = ("dp_replicate", "dp_shard", "cp")  # axes whose ranks have tokens of their own
 
 
 def train(mesh: Any, case: Any) -> list[float]:
@@ -43,40 +42,44 @@ def train(mesh: Any, case: Any) -> list[float]:
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=run.learning_rate, betas=(0.9, 0.999), eps=1e-8, weight_decay=run.weight_decay
     )
-    first = checkpoint.load(run, model, optimizer) if run.resume else 0
+    first = checkpoint.load(run, model.aliases(), optimizer) if run.resume else 0
     losses = []
     for index in range(first, run.steps):
         loss, norm = gradients_of(mesh, run, model, index)
-        gradients = whole({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        gradients = model.gradients()
         optimizer.step()
         optimizer.zero_grad()
-        weights = whole(dict(model.named_parameters()))
+        weights = model.weights()
         if dist.get_rank() == 0:
             record.write(folder, record.Step(index, loss, norm, gradients, weights))
         if run.checkpoint is not None and ((index + 1) % run.every == 0 or index + 1 == run.steps):
-            checkpoint.save(run, model, optimizer, index + 1)
+            checkpoint.save(run, model.aliases(), optimizer, index + 1)
         losses.append(loss)
     return losses
 
 
-def trace(mesh: Any, case: Any) -> tuple[Recording, dict[str, Any]]:
-    """What every module of this rank saw in the first step, its calls numbered by stream, and whole gradients."""
+def trace(mesh: Any, case: Any) -> tuple[Recording, dict[str, Any], dict[str, float]]:
+    """What every module of this rank saw in the first step, its calls numbered by stream; whole gradients; numbers."""
     run = Run(**case.options["run"])
     model = parallel_model(mesh, run)
-    with recorded(model) as found:
-        gradients_of(mesh, run, model, 0)
-    gradients = whole({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    with all_recorded(model.stages) as found:
+        loss, norm = gradients_of(mesh, run, model, 0)
+    gradients = model.gradients()
     first, ranks = dp_rank(mesh), run.dp * run.size("cp")
 
     def placed(arrays: dict[Event, Any], scale: float) -> dict[Event, Any]:
         return {event._replace(call=first + event.call * run.dp): x * scale for event, x in arrays.items()}
 
     # Gradients are averaged only where they reach parameters: on their way they are those of `ranks` times the loss.
-    return Recording(placed(found.values, 1.0), placed(found.gradients, 1.0 / ranks)), gradients
+    return (
+        Recording(placed(found.values, 1.0), placed(found.gradients, 1.0 / ranks)),
+        gradients,
+        {LOSS: loss, NORM: norm},
+    )
 
 
-def parallel_model(mesh: Any, run: Run) -> nn.Module:
-    """The model with the run's first weights, cut over the mesh."""
+def parallel_model(mesh: Any, run: Run) -> Parts:
+    """The model with the run's first weights, cut over the mesh: into stages first, then each of them."""
     config, dtype = HybridConfig(**run.config), getattr(torch, KEPT[run.dtype])
     groups = {"ring_and_heads": ring_and_heads(mesh)} if run.attention == "usp" else {}
     placement = Placement(mesh["cp"], mesh["tp"], exchange=run.attention, mamba=run.mamba, **groups)
@@ -85,24 +88,43 @@ def parallel_model(mesh: Any, run: Run) -> nn.Module:
     if config.is_tied:
         given["lm_head.weight"] = given["embed_tokens.weight"]
     model.load_state_dict(given)
-    plan = tensor_parallel_plan(config.layers)
-    return fsdp2_strategy_parallelize(model, mesh.device_mesh, policy(run.dtype), plan)
+    loss = StepLoss(mesh["tp"], config.vocab_size, averaged_over=run.dp * run.size("cp"))
+    schedule, _, _, _, stages = pipeline_model(
+        model,
+        mesh.device_mesh,
+        None,
+        pp_axis_name="pp",
+        dp_axis_names=("dp_replicate", "dp_shard"),
+        cp_axis_name="cp",
+        tp_axis_name="tp",
+        layers_per_stage=None,
+        pipeline_parallel_schedule_csv=None,
+        pipeline_parallel_schedule=run.rule.name,
+        microbatch_size=1,
+        local_batch_size=run.streams // run.dp,
+        device=torch.device(mesh.device_mesh.device_type),
+        loss_fn=loss,
+        parallelize_fn=partial(_cut, run),
+        patch_inner_model=False,
+        patch_causal_lm_model=False,
+        patch_stage_backward_maybe_with_nosync=True,
+        seq_len=run.length // run.size("cp"),
+    )
+    return Parts(schedule, stages, loss, mesh["pp"], shapes(run.config))
 
 
-def gradients_of(mesh: Any, run: Run, model: nn.Module, index: int) -> tuple[float, float]:
+def _cut(run: Run, model: nn.Module, world_mesh: Any, moe_mesh: Any, **axes: Any) -> None:
+    """One stage over tp and FSDP; it stays gathered from the first micro-batch to the last."""
+    plan = tensor_parallel_plan(HybridConfig(**run.config).layers)
+    fsdp2_strategy_parallelize(model, world_mesh, policy(run.dtype), plan, reshard_after_forward=False)
+
+
+def gradients_of(mesh: Any, run: Run, model: Parts, index: int) -> tuple[float, float]:
     """Forward and backward of one step, a microbatch for each stream of this rank; the loss and the gradient's norm."""
-    own = rank_batch(mesh, run, global_batch(run, index))
-    groups = [mesh[axis] for axis in ("dp_replicate", "dp_shard", "cp")]
-    count = valid_count([each.targets for each in own], groups)
-    ranks = run.dp * run.size("cp")
-    total = torch.zeros((), dtype=torch.float64)
-    for each in own:
-        share = normalised(model(each.ids, each.layout, each.targets), count, averaged_over=ranks)
-        share.backward()
-        total += share.detach()
-    for group in groups:
-        dist.all_reduce(total, group=group)
-    return total.item() / ranks, gradient_norm(model.parameters()).item()
+    total = model.step(rank_batch(mesh, run, global_batch(run, index)), [mesh[axis] for axis in CUTTING])
+    for axis in ("pp", *CUTTING):
+        dist.all_reduce(total, group=mesh[axis])
+    return total.item() / model.loss.averaged_over, model.norm()
 
 
 def rank_batch(mesh: Any, run: Run, batch: list[Packed]) -> list[RankStream]:
@@ -115,22 +137,3 @@ def rank_batch(mesh: Any, run: Run, batch: list[Packed]) -> list[RankStream]:
 def dp_rank(mesh: Any) -> int:
     """This rank's place among those with streams of their own."""
     return mesh.rank("dp_replicate") * mesh.size("dp_shard") + mesh.rank("dp_shard")
-
-
-def whole(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Every tensor whole, in float64; all ranks take part."""
-    with _without_advice():
-        full = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in tensors.items()}
-    return {name: x.detach().double().cpu().numpy().copy() for name, x in full.items()}
-
-
-@contextmanager
-def _without_advice() -> Iterator[None]:
-    """DTensor advises to flatten axes that it gathers one after another; here the mesh is what is asked for."""
-    said = logging.getLogger("torch.distributed.tensor._redistribute")
-    level = said.level
-    said.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        said.setLevel(level)

@@ -6,16 +6,20 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-AXES = ("dp_replicate", "dp_shard", "cp", "tp")
+from parity_tests.harness.schedule_name import rule_named
+from torch_impl.pipelining.rules import RULES, Rule, microbatches_fault
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DTYPES = ("float64", "float32", "bfloat16")
 MAMBA = ("hidden", "state")
 ATTENTION = ("ring", "all_gather", "ulysses", "usp")
+SCHEDULES = tuple(name.lower() for name in RULES)
 # Every document is padded to a multiple of this, so that the same batch can be cut over 1, 2, 3 and 4 ranks of cp.
 BLOCK = 24
-# Sizes that 1, 2, 3 and 4 ranks of cp share, with tp up to 2.
+# Sizes that 1, 2, 3 and 4 ranks of cp share, with tp up to 2; layers for four stages.
 SIZES = {
     "hidden_size": 16,
-    "layers": ("attention", "mamba", "attention"),
+    "layers": ("attention", "mamba", "attention", "mamba"),
     "num_attention_heads": 24,
     "num_key_value_heads": 12,
     "head_dim": 4,
@@ -48,14 +52,13 @@ class Run:
     dtype: str = "float64"
     mamba: str = "hidden"
     attention: str = "ring"
+    schedule: str = "1f1b"
     checkpoint: str | None = None
     every: int = 5
     resume: bool = False
 
     def __post_init__(self) -> None:
         unknown = [axis for axis in self.mesh if axis not in AXES]
-        if "pp" in unknown:
-            raise ValueError("--mesh pp: the training run has no pipeline axis yet; use dp_replicate, dp_shard, cp, tp")
         if unknown:
             raise ValueError(f"--mesh {unknown[0]}: no such axis; the axes are {', '.join(AXES)}, and dp for dp_shard")
         for flag, known in {"dtype": DTYPES, "mamba": MAMBA, "attention": ATTENTION}.items():
@@ -67,8 +70,25 @@ class Run:
             raise ValueError(f"--streams {self.streams} cannot be shared by dp={self.dp}; pass a multiple")
         if BLOCK % (2 * self.size("cp")):
             raise ValueError(f"--mesh cp={self.size('cp')}: documents are padded for 1, 2, 3, 4, 6 or 12 ranks of cp")
+        self._check_stages()
         if self.resume and self.checkpoint is None:
             raise ValueError("--resume needs --checkpoint DIR, where the state is")
+
+    def _check_stages(self) -> None:
+        """A stage needs a layer, and a schedule as many micro-batches as it can order."""
+        rule, pp, layers = self.rule, self.size("pp"), len(self.sizes["layers"])
+        stages = pp * (rule.stages or 2)
+        if stages > layers:
+            raise ValueError(
+                f"--schedule {rule.name} over pp={pp} has {stages} stages, the model {layers} layers; "
+                "use fewer ranks of pp, or a schedule with fewer stages on each"
+            )
+        fault = microbatches_fault(rule, self.streams // self.dp, pp)
+        if fault:
+            raise ValueError(
+                f"--streams {self.streams} over dp={self.dp}: {self.streams // self.dp} micro-batches {fault} or "
+                "another schedule"
+            )
 
     @classmethod
     def on(cls, mesh: Mapping[str, int], **settings: Any) -> Run:
@@ -81,6 +101,16 @@ class Run:
     @property
     def dp(self) -> int:
         return self.size("dp_replicate") * self.size("dp_shard")
+
+    @property
+    def rule(self) -> Rule:
+        """The pipeline schedule; one rank of pp runs the same."""
+        return rule_named(self.schedule, "--schedule")
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether the model has several stages."""
+        return self.size("pp") * (self.rule.stages or 2) > 1
 
     @property
     def full_mesh(self) -> dict[str, int]:
@@ -102,7 +132,7 @@ class Run:
     @property
     def numbers(self) -> Run:
         """This run for the reference, which knows no mesh: equal for all runs whose numbers are to be equal."""
-        plain = {"mamba": "hidden", "attention": "ring", "checkpoint": None, "resume": False}
+        plain = {"mamba": "hidden", "attention": "ring", "schedule": "1f1b", "checkpoint": None, "resume": False}
         return self.replace(mesh={}, **plain)
 
     def options(self, **further: Any) -> dict[str, Any]:

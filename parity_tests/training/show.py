@@ -47,9 +47,10 @@ class LiveTable:
 
 
 def named(run: Run) -> str:
-    """`dp_shard=2 cp=2  hidden  ring  float64`."""
+    """`dp_shard=2 cp=2  hidden  ring  float64`; with several stages also their schedule."""
     axes = " ".join(f"{axis}={size}" for axis, size in run.mesh.items()) or "one rank"
-    return f"{axes}  {run.mamba}  {run.attention}  {run.dtype}{'  tied' if run.is_tied else ''}"
+    schedule = f"  {run.rule.name}" if run.is_staged else ""
+    return f"{axes}{schedule}  {run.mamba}  {run.attention}  {run.dtype}{'  tied' if run.is_tied else ''}"
 
 
 def table(steps: Sequence[Judged]) -> Table:
@@ -101,6 +102,7 @@ def _record(run: Run, steps: Sequence[Judged]) -> dict[str, Any]:
         "dtype": run.dtype,
         "mamba": run.mamba,
         "attention": run.attention,
+        "schedule": run.rule.name,
         "verdict": "equal" if all(step.ok for step in steps) else "mismatch",
         "steps": [
             {

@@ -7,8 +7,21 @@ import pytest
 from parity_tests.training.run import Run
 
 REFUSED = [
-    ({"mesh": {"xp": 2}}, "--mesh xp: no such axis; the axes are dp_replicate, dp_shard, cp, tp, and dp for dp_shard"),
-    ({"mesh": {"pp": 2}}, "--mesh pp: the training run has no pipeline axis yet; use dp_replicate, dp_shard, cp, tp"),
+    (
+        {"mesh": {"xp": 2}},
+        "--mesh xp: no such axis; the axes are pp, dp_replicate, dp_shard, cp, tp, and dp for dp_shard",
+    ),
+    (
+        {"mesh": {"pp": 4}, "schedule": "zbv"},
+        "--schedule ZBVZeroBubble over pp=4 has 8 stages, the model 4 layers; use fewer ranks of pp, or a schedule "
+        "with fewer stages on each",
+    ),
+    (
+        {"mesh": {"pp": 4, "dp": 2}},
+        "--streams 4 over dp=2: 2 micro-batches cannot be cut by 1F1B over pp_size=4 (n >= pp_size); use 4 or another "
+        "schedule",
+    ),
+    ({"schedule": "interleaved"}, "--schedule 'interleaved' is not one of Interleaved1F1B, InterleavedZeroBubble"),
     ({"dtype": "float16"}, "--dtype 'float16' is not one of float64, float32, bfloat16"),
     ({"mamba": "both"}, "--mamba 'both' is not one of hidden, state"),
     ({"attention": "tree"}, "--attention 'tree' is not one of ring, all_gather, ulysses, usp"),
@@ -26,6 +39,6 @@ def test_refusal(settings, text):
 
 
 def test_the_reference_knows_no_mesh():
-    runs = [Run.on({"dp": 2}), Run.on({"cp": 2}, mamba="state", attention="ulysses", checkpoint="here", resume=True)]
+    runs = [Run.on({"dp": 2}), Run.on({"pp": 2, "cp": 2}, schedule="zbv", checkpoint="here", resume=True)]
     assert runs[0].numbers == runs[1].numbers
     assert all(runs[0].numbers != Run.on({}, **other).numbers for other in ({"seed": 1}, {"dtype": "float32"}))

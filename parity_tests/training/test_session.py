@@ -9,10 +9,11 @@ import pytest
 import torch.distributed as dist
 
 from parity_tests.harness import cli
-from parity_tests.training import follow, page, ranks, record, session, show
+from parity_tests.training import follow, page, record, session, show
 from parity_tests.training.follow import Known
 from parity_tests.training.run import SIZES, Run
 from torch_impl.mamba import MambaContextParallel
+from torch_impl.models import staged
 
 SMALL = {"steps": 2, "streams": 2, "length": 48, "sizes": {**SIZES, "layers": ("mamba", "attention")}}
 KNOWN = Known()  # one compiled reference for all runs of the same numbers
@@ -49,7 +50,7 @@ def test_processes_give_the_same():
 
 
 def test_a_count_of_this_rank_alone_is_seen_in_the_first_step(monkeypatch):
-    monkeypatch.setattr(ranks, "valid_count", lambda targets, groups: sum((each >= 0).sum() for each in targets))
+    monkeypatch.setattr(staged, "valid_count", lambda targets, groups: sum((each >= 0).sum() for each in targets))
     run = small({"dp": 2})
     steps = session.followed(run, KNOWN, "lockstep")
     assert "loss" in steps[0].wrong and not steps[0].ok
@@ -127,16 +128,16 @@ def test_the_command(monkeypatch, capsys):
     with open("run.json") as file, open("curve.png", "rb") as picture:
         (found,) = json.load(file)
         assert found["mesh"] == {"dp_shard": 2} and found["verdict"] == "equal" and picture.read(4) == b"\x89PNG"
-    monkeypatch.setattr(page, "MESHES", (({"cp": 2}, "state", "ring"),))
+    monkeypatch.setattr(page, "MESHES", (({"cp": 2}, "state", "ring", "1f1b"),))
     monkeypatch.setattr(page, "DTYPES", ("float64",))
     assert call("--page", "page.md")[0] == 0
     with open("page.md") as file:
         rows = [line.split(" | ") for line in file if line.startswith("| cp=2")]
-        assert [(row[3], row[-1]) for row in rows] == [("float64", "equal |\n")]
-    assert call("--mesh", "pp=2")[0] == 2
-    monkeypatch.setattr(ranks, "valid_count", lambda targets, groups: targets[0].new_tensor(7))
+        assert [(row[4], row[-1]) for row in rows] == [("float64", "equal |\n")]
+    assert call("--mesh", "pp=2", "--schedule", "1f1c")[0] == 2
+    monkeypatch.setattr(staged, "valid_count", lambda targets, groups: targets[0].new_tensor(7))
     assert call("--mesh", "dp=2", "-q")[0] == 1
-    monkeypatch.setattr(ranks, "valid_count", lambda targets, groups: 1 // (dist.get_rank() - 1))
+    monkeypatch.setattr(staged, "valid_count", lambda targets, groups: 1 // (dist.get_rank() - 1))
     status, out, _ = call("--mesh", "dp=2", "-q")
     assert status == 3 and "rank 1 raised ZeroDivisionError" in out
 

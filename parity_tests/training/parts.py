@@ -1,0 +1,98 @@
+"""The model of a run as one rank has it: the stages of a pipeline, cut over the other axes, under their schedule."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
+
+from parity_tests.tracing.torch_side import Recording, recorded
+from torch_impl.models import RankStream, StepLoss, gradient_norm, staged_step
+from torch_impl.pipelining.ties import named_once
+
+
+@dataclass(frozen=True)
+class Parts:
+    """`schedule` over the `stages` of this rank, with the `loss` of its last; `shapes` are the whole model's."""
+
+    schedule: Any
+    stages: Sequence[PipelineStage]
+    loss: StepLoss
+    pp: ProcessGroup
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def step(self, streams: Sequence[RankStream], groups: Sequence[ProcessGroup]) -> Tensor:
+        """Forward and backward; this rank's share of the loss, in float64."""
+        shares = staged_step(self.schedule, self.stages, self.loss, streams, groups)
+        return sum((share.double() for share in shares), torch.zeros((), dtype=torch.float64))
+
+    def norm(self) -> float:
+        """Of the whole gradient."""
+        return gradient_norm(named_once(self.stages).values(), self.pp).item()
+
+    def parameters(self) -> list[nn.Parameter]:
+        """What an optimizer of this rank holds; both copies of what two stages share."""
+        return [parameter for stage in self.stages for parameter in stage.submod.parameters()]
+
+    def aliases(self) -> dict[str, nn.Parameter]:
+        """Every name under which the model's state knows a parameter of this rank, the same names on every mesh."""
+        parts = [stage.submod for stage in self.stages]
+        return {name: p for part in parts for name, p in part.named_parameters(remove_duplicate=False)}
+
+    def weights(self) -> dict[str, Any]:
+        """Of the whole model; all ranks take part."""
+        return self._whole(dict(named_once(self.stages)))
+
+    def gradients(self) -> dict[str, Any]:
+        """Of the whole model, none where backward did not come; all ranks take part."""
+        own = named_once(self.stages)
+        return self._whole({name: p.grad for name, p in own.items() if p.grad is not None})
+
+    def _whole(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        """Every tensor whole, in float64, those of other stages too."""
+        with _without_advice():
+            full = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in tensors.items()}
+        names = list(self.shapes)
+        every = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in self.shapes.items()}
+        is_there = torch.zeros(len(names), dtype=torch.float64)
+        for name, x in full.items():
+            every[name] += x.detach().double().cpu()
+            is_there[names.index(name)] = 1.0
+        flat = torch.cat([is_there, *(x.flatten() for x in every.values())]).to(self.stages[0].device)
+        dist.all_reduce(flat, group=self.pp)  # a name is on one rank of pp, and 0 on the others
+        there, *pieces = flat.cpu().split([len(names), *(x.numel() for x in every.values())])
+        rows = zip(names, pieces, there.tolist(), strict=True)
+        return {name: x.numpy().reshape(self.shapes[name]) for name, x, is_held in rows if is_held}
+
+
+@contextmanager
+def all_recorded(stages: Sequence[PipelineStage]) -> Iterator[Recording]:
+    """As `recorded`, of all stages of this rank; whole once the context is left."""
+    found = Recording()
+    with ExitStack() as opened:
+        parts = [opened.enter_context(recorded(stage.submod)) for stage in stages]
+        yield found
+    for part in parts:
+        found.values.update(part.values)
+        found.gradients.update(part.gradients)
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """DTensor advises to flatten axes that it gathers one after another; here the mesh is what is asked for."""
+    said = logging.getLogger("torch.distributed.tensor._redistribute")
+    level = said.level
+    said.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        said.setLevel(level)
