@@ -252,9 +252,9 @@ figure, (held, sent) = plt.subplots(1, 2, figsize=(10, 2.4), sharey=True, layout
 bars = held.barh(list(ways), [memory for memory, _ in measured.values()], color=colours.LINES[0])
 held.bar_label(bars, fmt="%.2f", padding=3)
 held.set(xlim=(0, 15), xlabel="memory at the worst moment, in one rank's logits")
-sent.barh(
-    list(ways), [sum(row.payload for row in rows) / 1024 for _, rows in measured.values()], color=colours.LINES[2]
-)
-sent.set(xscale="log", xlabel="KiB that a rank hands to collectives")
+kibibytes = [sum(row.payload for row in rows) / 1024 for _, rows in measured.values()]
+bars = sent.barh(list(ways), kibibytes, color=colours.LINES[2])
+sent.bar_label(bars, fmt="%.0f", padding=3)
+sent.set(xscale="log", xlim=(1, 2e4), xlabel="KiB that a rank hands to collectives")
 held.invert_yaxis()
 plt.show()

@@ -153,12 +153,11 @@ names = list(step.gradients)
 for number, (label, deviations) in enumerate(found.items()):
     drawn = {**colours.line(number), "linestyle": "", "markersize": 8 - 3 * number}
     panel.semilogy(range(len(names)), [max(deviations[name], 1e-17) for name in names], **drawn, label=label)
-wrong = [number for number, name in enumerate(names) if found["without"][name] > 1e-10]
-for number in wrong:
-    at, side = (number + 0.4, "left") if number < max(wrong) else (number - 0.4, "right")
-    layer, _, part = names[number].split(".", 2)[-1].removesuffix(".weight").partition(".")
-    level = found["without"][names[number]] / 10 ** (3 * (wrong.index(number) % 2))
-    panel.annotate(f"layer {layer}: {part.rpartition('.')[2]}", (at, level), ha=side, va="center", fontsize=8)
+for number, name in enumerate(names):
+    if found["without"][name] > 1e-10:
+        layer, _, part = name.removeprefix("model.layers.").removesuffix(".weight").partition(".")
+        said = f"layer {layer}: {part.rpartition('.')[2]}"
+        panel.annotate(said, (number, 3e-3), rotation=90, ha="center", va="top", fontsize=9)
 panel.set(ylabel="gradient: relative distance\nfrom one device", xlabel="parameter, in the model's order")
 panel.set(ylim=(1e-17, 100))
 panel.legend(loc="center left", title="plan")

@@ -15,7 +15,7 @@ INCHES_PER_LAYOUT = 0.62
 Held = Sequence[Sequence[int] | np.ndarray]  # the positions of each rank
 
 
-def figure(layouts: Mapping[str, Sequence[Sequence[int]]], sequences: Mapping[str, Sequence[int]] | None = None) -> Any:
+def figure(layouts: Mapping[str, Held], sequences: Mapping[str, Sequence[int]] | None = None) -> Any:
     """For each layout, by name, the positions of each rank; `sequences` are the borders of a packed one.
 
     Errors: ValueError if a layout is no partition of its positions.
