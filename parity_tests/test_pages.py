@@ -89,10 +89,12 @@ def test_cells_are_executed_where_pages_are_built():
 def checked(words: list[str]) -> None:
     """Read one command as its program would. Errors: whatever that program says of a wrong one."""
     program, *rest = words
+    program = program.removeprefix(".venv/bin/")
     if program == "shardproof":
         read_verb(rest)
     elif program == "make":
-        assert re.search(rf"^{rest[0]}:", MAKEFILE, re.MULTILINE), f"the Makefile has no target {rest[0]!r}"
+        for target in rest:
+            assert re.search(rf"^{target}:", MAKEFILE, re.MULTILINE), f"the Makefile has no target {target!r}"
     elif program == "torchrun":
         from torch.distributed.run import get_args_parser
 

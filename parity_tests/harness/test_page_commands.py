@@ -1,0 +1,72 @@
+"""The commands that pages show run as they are shown; the others are listed, with what runs them or why nothing can.
+
+That each is one that its program can read is asked in `test_pages.py`.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from parity_tests.harness.discover import schemes_of_file
+from parity_tests.harness.user_files import RIGHT, WRONG, written
+from parity_tests.pages import ROOT, blocks, commands, pages
+
+NOT_HERE = {
+    r"make .*": "steps of .ci/run",
+    r"pip install .*": "makes an environment; the Makefile's targets do it with the same extras",
+    r"export .*": "of the line after it",
+    r"(\.venv/bin/)?python -m pytest .*": "the suite itself",
+    r"python -m parity_tests\.faults .*": "test_faults.py plants a share of the catalogue, `make faults` all of it",
+    r"python -m parity_tests\.benchmarks .*": "`make bench`",
+    r"shardproof verify my_scheme\.py( --mesh tp=4)?": "test_readme.py and test_worked_example.py",
+    r"shardproof verify [a-z_]+": "test_every_scheme.py judges every built-in scheme",
+    r"shardproof train .*": "training/test_session.py, over fewer steps",
+    r"shardproof trace --mesh .*": "training/test_traced.py",
+    r"shardproof trace my_pair\.py.*": "harness/test_cli_trace.py",
+    r"shardproof verify .* --engine nccl": "a GPU for each rank; without one it is not run, as test_cli.py asks",
+    r"torchrun --standalone --nproc-per-node 2 .* verify .*": "test_worked_example.py",
+    r"torchrun --standalone --nproc-per-node [48] .*": "as many ranks are too many for two cores, with GPUs or without",
+    r"torchrun --nnodes 2 .*": "two hosts; training/test_session.py lets two agents meet on one",
+}
+SHOWN = [
+    (block, command)
+    for page in pages()
+    for block in blocks(page)
+    if block.language in ("console", "sh")
+    for command in map(" ".join, commands(block))
+]
+RUN = [command for _, command in SHOWN if not any(re.fullmatch(pattern, command) for pattern in NOT_HERE)]
+
+
+def test_what_is_not_run_here_is_shown_somewhere():
+    shown = [command for _, command in SHOWN]
+    assert [pattern for pattern in NOT_HERE if not any(re.fullmatch(pattern, each) for each in shown)] == []
+
+
+def recorded():
+    """A replay file, as a failing case leaves it, under the name that pages give it."""
+    (wrong,) = [made for made in schemes_of_file(written("wrong.py", RIGHT, WRONG)) if not made.verify(examples=3).ok]
+    (left,) = Path().glob("replay_*.py")
+    (name,) = {word for command in RUN for word in command.split() if word.startswith("replay_")}
+    left.rename(name)
+    return wrong.name
+
+
+@pytest.mark.parametrize("command", sorted(set(RUN)))
+def test_a_command_runs_as_it_is_shown(command, shardproof):
+    for example in (ROOT / "docs" / "examples").glob("my_*.py"):
+        shutil.copy(example, example.name)
+    wrong = recorded() if "replay_" in command else None
+    program, *arguments = command.split()
+    if program == "shardproof":
+        status, out, err = shardproof(*arguments)
+    else:
+        done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+        status, out, err = done.returncode, done.stdout, done.stderr
+    is_again = wrong is not None and "timeline" not in command
+    assert (status, err) == (int(is_again), "")
+    assert out.strip() and (not is_again or wrong in out)
