@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +40,23 @@ def schedule_of_order(
     return schedule
 
 
+def open_in_own_buffers(stages: Sequence[PipelineStage]) -> None:
+    """Give each of the messages that open a pipeline a tensor of its own, [1].
+
+    torch 2.11 receives two into one tensor at once, and sends a number without a dim to one of shape [1].
+    """
+    for stage in stages:
+        made: Any = stage
+        made._get_init_p2p_neighbors_ops = partial(_in_own_buffers, of_torch(stage, "_get_init_p2p_neighbors_ops"))
+
+
+def _in_own_buffers(messages: Callable[[], Sequence[Any]]) -> Sequence[Any]:
+    found = messages()
+    for each in found:
+        each.tensor = each.tensor.reshape(1).clone()
+    return found
+
+
 def set_static_shapes(
     stage: PipelineStage, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], key: Any
 ) -> None:
@@ -46,17 +64,25 @@ def set_static_shapes(
 
     From then on it refuses to infer shapes by running, and a new start of its buffers leaves gradients alone.
     """
-    extract = of_torch(_utils, "extract_tensor_metas")
-    told = of_torch(stage, "_user_meta")
+    stage_of: Any = stage
+    if hasattr(stage, "_user_meta"):
+        _tell(stage_of, inputs, outputs)
+    else:  # torch 2.11: a stage that has these does not infer them
+        of_torch(stage, "inputs_meta")
+        of_torch(stage, "_outputs_meta")
+        stage_of.inputs_meta, stage_of._outputs_meta = tuple(inputs), tuple(outputs)
+    stage_of.static_key = key
+
+
+def _tell(stage: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+    extract, told = of_torch(_utils, "extract_tensor_metas"), stage._user_meta
     told.inputs, told.outputs = extract(tuple(inputs)), extract(tuple(outputs))
     told.input_grads = told.output_grads = None
-    stage_of: Any = stage
     if not hasattr(stage, "static_key"):
         prepare = of_torch(stage, "_prepare_forward_infra")
         of_torch(stage, "_post_metadata_inference_cleanup")
-        stage_of._prepare_forward_infra = lambda *args, **kwargs: _checked_static(stage_of, prepare, *args, **kwargs)
-        stage_of._post_metadata_inference_cleanup = lambda: None  # nothing was inferred; torch's drops FSDP's gradients
-    stage_of.static_key = key
+        stage._prepare_forward_infra = lambda *args, **kwargs: _checked_static(stage, prepare, *args, **kwargs)
+        stage._post_metadata_inference_cleanup = lambda: None  # nothing was inferred; torch's drops FSDP's gradients
 
 
 def _checked_static(stage: Any, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -72,9 +98,10 @@ def forget_shapes(schedule: Any, stages: Sequence[PipelineStage]) -> None:
     """Have a schedule set up its stages anew at the next step."""
     for stage in stages:
         made: Any = stage
-        made._stage_meta = type(of_torch(stage, "_stage_meta"))()
-        of_torch(stage, "_inference_mode")
-        made._inference_mode = None
+        if hasattr(stage, "_stage_meta"):  # torch 2.11 has none: shapes are what `set_static_shapes` left
+            made._stage_meta = type(made._stage_meta)()
+            of_torch(stage, "_inference_mode")
+            made._inference_mode = None
         for name in ("args_recv_info", "grad_recv_info"):
             of_torch(stage, name).clear()
         made.grad_send_info = None

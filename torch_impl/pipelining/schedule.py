@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from torch_impl.pipelining._torch_compat import schedule_of_order
+from torch_impl.pipelining._torch_compat import open_in_own_buffers, schedule_of_order
 from torch_impl.pipelining.action import Action
 from torch_impl.pipelining.arguments import check_positive, check_switch
 from torch_impl.pipelining.csv_schedule import ARGUMENT, CsvSchedule, read_csv
@@ -76,6 +76,7 @@ def build_pipeline_schedule(
         schedule = schedule_of_order(_reducing(read), read.says_all, stages, n, loss_fn, scale_grads)
     else:
         schedule = _by_name(rule, stages, n, loss_fn, scale_grads)  # pyright: ignore[reportArgumentType]
+    open_in_own_buffers(stages)
     sum_ties_after_each_step(schedule, stages)
     refuse_other_sizes(schedule, stages, local_batch_size)
     return schedule
