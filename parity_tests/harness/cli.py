@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from parity_tests.harness import cli_case, cli_help, cli_paper, cli_training, cli_verify
-from parity_tests.harness.status import guarded
+from parity_tests.harness.guard import guarded
 
 app = typer.Typer(
     add_completion=True,

@@ -57,6 +57,7 @@ STATUS = {
     3: "a rank failed: raised, died, deadlock, stalled",
     4: "nothing ran",
     130: "interrupted",
+    141: "nobody reads the output any more",
 }
 JUDGING = ("verify", "replay", "train", "trace", "tour")
 
@@ -65,7 +66,7 @@ def epilog(verb: str | None) -> str:
     """Examples of a verb, or of the command; and statuses, which a verb that judges has all of."""
     lines = ["\b", "Examples:", *(f"  {line}" for line in (EXAMPLES[verb] if verb else FIRST))]
     lines += ["", "\b", "Exit status:"]
-    told = STATUS if verb is None or verb in JUDGING else {0: "done", **{n: STATUS[n] for n in (2, 130)}}
+    told = STATUS if verb is None or verb in JUDGING else {0: "done", **{n: STATUS[n] for n in (2, 130, 141)}}
     return "\n".join([*lines, *(f"  {number:>3}  {what}" for number, what in told.items())])
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.status import EQUAL, FAILED, MISMATCH, guarded
+from parity_tests.harness.guard import guarded
+from parity_tests.harness.status import EQUAL, FAILED, MISMATCH
 from parity_tests.harness.table import TABLE
 
 if TYPE_CHECKING:

@@ -10,9 +10,10 @@ import pytest
 from parity_tests import check, scheme, values
 from parity_tests.harness import listing
 from parity_tests.harness.discover import UnusableTarget, schemes_of_file
+from parity_tests.harness.guard import guarded
 from parity_tests.harness.replay import write_replay
 from parity_tests.harness.report import ValueMismatch
-from parity_tests.harness.status import MISMATCH, guarded
+from parity_tests.harness.status import MISMATCH
 from parity_tests.harness.table import TABLE
 
 SOURCE = """

@@ -1,0 +1,105 @@
+"""Run a command: its outcome is a status, and a user's mistake one sentence on standard error, never a traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from parity_tests.harness.status import EQUAL, INTERRUPTED, NOTHING, UNREAD, USAGE
+
+
+def guarded(call: Callable[[], Any]) -> int:
+    """The status that a call returns; 2 for a user's mistake and 4 for what is absent here, each said in a sentence.
+
+    141 where whoever reads standard output went away, as `| head` does; nothing is said then.
+    """
+    try:
+        with _while_it_is_read():
+            return call() or EQUAL
+    except _Unread:
+        return UNREAD
+    except (KeyboardInterrupt, SystemExit) as stop:  # typer makes an exit of the first
+        if isinstance(stop, SystemExit) and stop.code != INTERRUPTED:
+            raise
+        _complain("interrupted; what was not printed was not judged")
+        return INTERRUPTED
+    except Exception as error:
+        said = _sentence(error)
+        if said is None:
+            raise
+        status, sentence = said
+        _complain(sentence)
+        return status
+
+
+def _sentence(error: Exception) -> tuple[int, str] | None:
+    """The status and the sentence of a mistake; None for an exception that is ours to mend."""
+    if isinstance(error, OSError):
+        return USAGE, f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    if isinstance(error, (ValueError, TypeError, ImportError)):
+        return USAGE, str(error)
+    # Loaded only now: what completes a word or prints a help waits for nothing.
+    from parity_tests.harness.discover import UnusableTarget
+    from parity_tests.harness.engines.failure import NotRun
+    from parity_tests.harness.oracle import ReferenceFailure
+
+    if isinstance(error, NotRun):
+        return NOTHING, f"not run: {error}"
+    return (USAGE, str(error)) if isinstance(error, (UnusableTarget, ReferenceFailure)) else None
+
+
+def _complain(sentence: str) -> None:
+    from rich.console import Console
+
+    Console(stderr=True, soft_wrap=True).print(f"shardproof: {sentence}", style="red", markup=False, highlight=False)
+
+
+class _Unread(BaseException):
+    """Standard output has lost its reader. No OSError, of which typer and rich make a status of their own."""
+
+
+class _Reader:
+    """A stream whose reader may leave; all but writing is the stream's own."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            raise _Unread from None
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            raise _Unread from None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def _while_it_is_read() -> Iterator[None]:
+    """Standard output that says when nobody reads it; what is left unwritten then goes nowhere."""
+    stream = sys.stdout
+    if stream is None:  # closed by who started this
+        yield
+        return
+    sys.stdout = _Reader(stream)
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except _Unread:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+        raise
+    finally:
+        sys.stdout = stream
