@@ -12,7 +12,8 @@ How a command uses it, on every rank alike:
 
 Cases, outcomes and ledgers travel over the rendezvous store, one message each. After a failure the ranks meet in
 new groups; if one of them still hangs, all further runs are NotRun. A rank that dies is torchrun's to notice: it
-ends the others.
+ends the others of that host. A host that is gone is noticed by what it leaves unanswered, and if it held the store, by
+that: every rank then leaves with a sentence.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import cloudpickle
+import torch.distributed as dist
 
 from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.engines.agent import leave, leave_with_agent
 from parity_tests.harness.engines.channel import place
 from parity_tests.harness.engines.failure import NotRun, RankFailure
 from parity_tests.harness.engines.ledger import Ledger
@@ -36,14 +40,20 @@ from parity_tests.harness.engines.ranks import Ranks
 from parity_tests.harness.engines.verdict import verdict
 from parity_tests.harness.travel import dumps
 
+T = TypeVar("T")
 _leader: Leader | None = None
 _sent: set[str] = set()
 _failed: tuple[str, str, RankFailure] | None = None
 
 
 def is_rank_zero() -> bool:
-    """Errors: ValueError if this process was not started by torchrun."""
-    return place()[0] == 0
+    """Whether this process leads. From here on it leaves when its agent does.
+
+    Errors: ValueError if this process was not started by torchrun.
+    """
+    rank, _ = place()
+    leave_with_agent()
+    return rank == 0
 
 
 def world_size() -> int:
@@ -64,11 +74,12 @@ def run(fn: Callable[[Any, CaseSpec], Any], case: CaseSpec, quiet_s: float = 10.
         raise ValueError(f"engines.launch: mesh {dict(case.mesh)} has {case.world} ranks, the job has {world}")
     function = dumps(fn)
     if _leader is None:
-        _leader = Leader(world)
+        _leader = _with_store(partial(Leader, world))
         atexit.register(finish, 0)
+    leader = _leader
     key = hashlib.sha256(function).hexdigest()
     try:
-        if _leader.regroup():
+        if _with_store(leader.regroup):
             _sent.clear()
     except NotRun:
         if _failed is not None and _failed[:2] == (key, case.json):
@@ -77,7 +88,7 @@ def run(fn: Callable[[Any, CaseSpec], Any], case: CaseSpec, quiet_s: float = 10.
     job = (key, None if key in _sent else function, [entry or os.getcwd() for entry in sys.path], case.json)
     _sent.add(key)
     start = time.monotonic()
-    outcomes, quiet = _leader.run(job, quiet_s)
+    outcomes, quiet = _with_store(partial(leader.run, job, quiet_s))
     seconds = time.monotonic() - start
     failure = verdict(outcomes, case, quiet)
     if failure is not None:
@@ -89,13 +100,22 @@ def run(fn: Callable[[Any, CaseSpec], Any], case: CaseSpec, quiet_s: float = 10.
 
 def serve() -> int:
     """On the other ranks: take part in every run until rank 0 finishes; returns the status to leave with."""
-    return Follower(*place()).follow()
+    return _with_store(lambda: Follower(*place()).follow())
 
 
 def finish(status: int) -> None:
     """On rank 0: send the others home with this status; only the first call does."""
     global _leader
     if _leader is None and world_size() > 1:
-        _leader = Leader(world_size())  # nothing was run, and the others wait all the same
+        _leader = _with_store(partial(Leader, world_size()))  # nothing was run, and the others wait all the same
     if _leader is not None:
-        _leader.finish(status)
+        _with_store(partial(_leader.finish, status))
+
+
+def _with_store(call: Callable[[], T]) -> T:
+    """What a call returns; where the store is gone there is nobody to lead and nothing to wait for, so it leaves."""
+    try:
+        return call()
+    except dist.DistError as error:
+        at = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        leave(f"the store of the job at {at} is gone, and with it the host that held it ({str(error).splitlines()[0]})")

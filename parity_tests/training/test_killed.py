@@ -1,0 +1,101 @@
+"""A training run whose process is killed goes on from its checkpoints: to the bit on its mesh, equal on another."""
+
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from parity_tests.training import checkpoint, record, session
+from parity_tests.training.follow import Known
+from parity_tests.training.run import SIZES, Run
+from parity_tests.training.started import Mark
+
+LAYERS = ("mamba", "attention")
+STEPS = 8  # of the run that nothing interrupts
+LIMIT_S = 120
+GONE_S = 2.0  # from the death of a run to that of its last rank
+KNOWN = Known()  # one compiled reference for all runs
+# The command with a model of two layers.
+COMMAND = f"""
+from parity_tests.training import run
+run.SIZES["layers"] = {LAYERS!r}
+from parity_tests.harness.cli import main
+main()
+"""
+# A moment of the run, by what is in the folder of checkpoints.
+MOMENTS = {
+    "after the first checkpoint": lambda folder: (folder / "step_000001" / "done").exists(),
+    "while the third is written": lambda folder: (folder / "step_000003").exists(),
+}
+
+
+def small(mesh, **settings):
+    return Run.on(mesh, **{"steps": STEPS, "every": STEPS, "sizes": {**SIZES, "layers": LAYERS}, **settings})
+
+
+@contextmanager
+def records():
+    """What each step gave, by its number, of the runs that are followed meanwhile."""
+    read, found = record.read, {}
+
+    def reading(folder, index):
+        step = read(folder, index)
+        if step is not None:
+            found[index] = step
+        return step
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(record, "read", reading)
+        yield found
+
+
+@pytest.fixture(scope="module")
+def uninterrupted():
+    """Every step of the run that nothing interrupts."""
+    with records() as found:
+        session.followed(small({"dp": 2}), KNOWN, "gloo")
+    return found
+
+
+def killed(folder, moment):
+    """Start the command, and kill it at a moment; no rank outlives it."""
+    mark = Mark()
+    how = ["train", "--mesh", "dp=2", "--steps", "100000", "--every", "1", "--checkpoint", str(folder), "--quiet"]
+    process = subprocess.Popen([sys.executable, "-c", COMMAND, *how], env=mark.environment)
+    deadline = time.monotonic() + LIMIT_S
+    while not moment(folder):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.001)
+    process.kill()
+    process.wait()
+    assert mark.left_after(GONE_S) == []
+
+
+def same(one, other):
+    """Whether two records are the same to the bit."""
+    pairs = [(one.loss, other.loss), (one.norm, other.norm)]
+    for kind in ("gradients", "weights"):
+        ours, theirs = getattr(one, kind), getattr(other, kind)
+        assert ours.keys() == theirs.keys()
+        pairs += [(ours[name], theirs[name]) for name in ours]
+    return all(np.array_equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_killed_run_goes_on(tmp_path, moment, uninterrupted):
+    killed(tmp_path / "run", MOMENTS[moment])
+    shutil.copytree(tmp_path / "run", tmp_path / "elsewhere")
+    run = small({"dp": 2}, checkpoint=str(tmp_path / "run"), resume=True)
+    first = checkpoint.newest(run)
+    assert 0 < first < STEPS
+    with records() as found:
+        steps = session.followed(run, KNOWN, "gloo")
+    assert [step.index for step in steps] == list(range(first, STEPS)) == sorted(found)
+    assert all(same(found[index], uninterrupted[index]) for index in found)
+    elsewhere = small({"cp": 2}, checkpoint=str(tmp_path / "elsewhere"), resume=True)
+    steps = session.followed(elsewhere, KNOWN, "lockstep")
+    assert [step.index for step in steps] == list(range(first, STEPS)) and all(step.ok for step in steps)
