@@ -227,7 +227,7 @@ HOMES = {
     "several ranks' inconsistent constants": "layers.0.mlp",
     "gate and up exchanged": "layers.0.mlp",
     "states that run on through documents": "layers.1.mixer*",
-    "a layer whose residual has no gradient": "layers.1",
+    "a layer whose residual has no gradient": "layers.[13]",
     "the MLP's sum over tp missing, data flow intact": "layers.0.*",
     "a loss over this rank's count of tokens": "",
     "a loss over the count of dp ranks alone": "",

@@ -9,6 +9,7 @@ import numpy as np
 
 from parity_tests.harness.compare import K
 from parity_tests.harness.oracle import UNIT_ROUNDOFF
+from parity_tests.training.precision import KEPT
 from parity_tests.training.record import GRADIENT, WEIGHT, Step
 from parity_tests.training.reference import Known
 
@@ -67,12 +68,15 @@ def judged(found: Step, known: Known, dtype: str) -> Judged:
     pairs["norm"] = np.array(found.norm), np.array(want.norm)
     for kind, got, wanted in ((GRADIENT, found.gradients, want.gradients), (WEIGHT, found.weights, want.weights)):
         pairs |= {kind + name: (got.get(name), wanted.get(name)) for name in {**wanted, **got}}
-    rows = {name: Row(distance(*pair), budget(known.spread.get(name, 0.0), dtype)) for name, pair in pairs.items()}
+    rows = {}
+    for name, pair in pairs.items():
+        last = dtype if name.startswith(GRADIENT) else KEPT[dtype]
+        rows[name] = Row(distance(*pair), budget(known.spread.get(name, 0.0), last))
     return Judged(want.index, found.loss, want.loss, rows)
 
 
 def budget(spread: float, dtype: str) -> float:
-    """K times what rounding moved the reference, and the last rounding of the number itself."""
+    """K times what rounding moved the reference, and the last rounding of the number itself, which is in `dtype`."""
     allowed = K * (spread + UNIT_ROUNDOFF[dtype])
     return min(allowed, PROMISED) if dtype == "float64" else allowed
 

@@ -9,51 +9,68 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one thread for each rank
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
+import typer
+
+from parity_tests.faults import models, whole_step
 from parity_tests.faults.catalogue import CATALOGUE
 from parity_tests.faults.fault import Fault
-from parity_tests.faults.models import HOMES
 from parity_tests.faults.patch import Plot
 from parity_tests.harness import bridge
 from parity_tests.harness.engines.failure import RankFailure
 from parity_tests.tracing.flax_side import Known
 from parity_tests.tracing.lines import first
-from parity_tests.training.run import Run
+from parity_tests.training import located_page, reached
+from parity_tests.training.kept import Kept
+from parity_tests.training.run import SIZES, Run
 from parity_tests.training.traced import known_of
 
 PROMISED = 0.9
-SMALL: dict[str, Any] = {"streams": 2, "length": 48}
+SMALL: dict[str, Any] = {
+    "streams": 2,
+    "length": 48,
+    "sizes": {**SIZES, "layers": ("attention", "mamba", "attention")},
+}
 # Each fault is tried on these in turn until a trace differs.
 HOW: tuple[tuple[dict[str, int], dict[str, Any]], ...] = (
     ({"dp": 2, "cp": 2}, {"mamba": "state", "attention": "ring"}),
     ({"cp": 2, "tp": 2}, {"mamba": "hidden", "attention": "ulysses"}),
-    ({"cp": 2}, {"mamba": "hidden", "attention": "all_gather"}),
+    ({"dp_replicate": 2, "cp": 2}, {"mamba": "hidden", "attention": "all_gather"}),
+    ({"cp": 4}, {"mamba": "state", "attention": "usp"}),
 )
+HOMES: Mapping[str, str] = {**models.HOMES, **whole_step.HOMES}
 # The homes of faults in components that stand in one kind of module.
 FOLDERS = {
-    "torch_impl/mamba/": "layers.1.mixer*",
+    "torch_impl/mamba/": "layers.*.mixer*",
     "torch_impl/context_parallel/": "layers.*.self_attn*",
     "torch_impl/vocab_parallel/": "",
 }
+NOT_RUN, EQUAL, FAILED, RIGHT, WRONG = "not run", "equal", "failed", "right", "wrong"
 
 
 @dataclass(frozen=True)
 class Located:
-    """What became of one fault: the homes that are right, and the one that was found; None where nothing differs."""
+    """What became of one fault: the homes that are right, the one that was found, and the words that named it.
+
+    `word` is `not run` where no traced step calls a function of the fault, `equal` where no tensor differs, `failed`
+    where a rank does, else `right` or `wrong`. `mesh` is where it differed.
+    """
 
     fault: Fault
     home: str
-    found: str | None
-    said: str
+    word: str
+    found: str = ""
+    said: str = ""
+    mesh: str = ""
 
     @property
     def is_right(self) -> bool:
-        return self.found is not None and fnmatch(self.found, self.home)
+        return self.word == RIGHT
 
 
 def home_of(fault: Fault) -> str | None:
@@ -63,43 +80,68 @@ def home_of(fault: Fault) -> str | None:
     return next((home for folder, home in FOLDERS.items() if fault.file.startswith(folder)), None)
 
 
-def located(fault: Fault, known: Known) -> Located:
+def runs(dtype: str, **sizes: Any) -> list[Run]:
+    """What each fault is tried on."""
+    return [Run.on(mesh, dtype=dtype, **{**SMALL, **sizes, **how}) for mesh, how in HOW]
+
+
+def located(fault: Fault, known: Known, tried: Sequence[Run] | None = None) -> Located:
     """Plant a fault and trace until something differs. A rank that fails is not located: its own words say where."""
+    tried = runs("float64") if tried is None else tried
     home = home_of(fault) or ""
     plot = Plot.of(fault, ["parity_tests.training.traced"])
     with plot:
-        for mesh, how in HOW:
+        for run in tried:
+            mesh = " ".join(f"{axis}={size}" for axis, size in run.mesh.items())
             try:
-                line = first(plot.modules[0].trace(Run.on(mesh, **SMALL, **how), known, "lockstep"))
+                line = first(plot.modules[0].trace(run, known, "lockstep"))
             except RankFailure as failure:
-                return Located(fault, home, None, f"failed: {str(failure).splitlines()[0]}")
+                return Located(fault, home, FAILED, said=str(failure).splitlines()[0], mesh=mesh)
             if line is not None:
-                return Located(fault, home, line.home, line.name)
-    return Located(fault, home, None, "")
+                word = RIGHT if fnmatch(line.home, home) else WRONG
+                return Located(fault, home, word, line.home, line.name, mesh)
+    return Located(fault, home, EQUAL if tried else NOT_RUN)
 
 
-def main(names: Sequence[str]) -> int:
-    """All faults with a home, or those whose name or file has one of the given words in it."""
+def all_located(faults: Sequence[Fault], dtype: str, kept: Kept) -> Iterator[Located]:
+    """Every fault in turn, those that `kept` has an answer of at once."""
+    tried, known, ran = runs(dtype), None, None
+    for fault in faults:
+        before = kept.answer(fault, dtype)
+        if before is None:
+            known = known or known_of(Run(mesh={}, dtype=dtype, **SMALL))
+            ran = ran or [reached.functions_run(run) for run in tried]
+            those = [run for run, functions in zip(tried, ran, strict=True) if reached.is_reached(fault, functions)]
+            made = located(fault, known, those)
+            before = {name: value for name, value in vars(made).items() if name != "fault"}
+            kept.keep(fault, dtype, before)
+        yield Located(fault, **before)
+
+
+def main(
+    names: Annotated[list[str] | None, typer.Argument(help="Only faults with one of these in name or file.")] = None,
+    dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16.")] = "float64",
+    keep: Annotated[Path | None, typer.Option(help="File of answers; a fault that it has is not tried again.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Write located.md into this folder.")] = None,
+) -> None:
+    """Plant every fault that has a home in a training step, and see where a trace finds it."""
     bridge.start()
-    known = known_of(Run(mesh={}, **SMALL))
     chosen = [fault for fault in CATALOGUE if home_of(fault) is not None and not fault.equivalent]
     if names:
         chosen = [fault for fault in chosen if any(name in text for name in names for text in (fault.name, fault.file))]
+    if not chosen:
+        raise typer.BadParameter(f"no fault with a home has one of {names} in its name or file")
     outcomes = []
-    for fault in chosen:
-        outcomes.append(located(fault, known))
-        made = outcomes[-1]
-        word = "right" if made.is_right else "WRONG" if made.found is not None else "-"
-        print(f"{word:5}  {fault.name}: {made.said or 'changes nothing here'}", flush=True)
-    differing = [made for made in outcomes if made.found is not None]
-    right = sum(made.is_right for made in differing)
-    failed = sum(made.said.startswith("failed") for made in outcomes)
-    print(
-        f"{len(outcomes)} faults: {len(differing)} change a tensor of the step, {failed} end in a failed rank, "
-        f"the rest cannot be seen in this model; {right} of {len(differing)} are found in the right module"
-    )
-    return int(right < PROMISED * len(differing))
+    for made in all_located(chosen, dtype, Kept(keep)):
+        outcomes.append(made)
+        if made.word != NOT_RUN:
+            print(f"{made.word:6}  {made.fault.name}: {made.said}", flush=True)
+    print(located_page.closing(outcomes))
+    if page:
+        print(f"written: {located_page.write(outcomes, dtype, page)}")
+    right, wrong = (sum(made.word == word for made in outcomes) for word in (RIGHT, WRONG))
+    raise typer.Exit(int(right < PROMISED * (right + wrong)))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    typer.run(main)

@@ -1,8 +1,9 @@
 """The same run on one device: the flax model, optax AdamW, float64, whole batches. And how far rounding moves it.
 
-Beside the run itself go copies of it in which every weight that is read, every gradient and every new weight is off by
-half a unit in the last place of the tested dtype, with random signs, again in every step. How far they part from it is
-how well the numbers of a step can be known in that dtype (perturbation of the reference, as in arXiv 2506.09280).
+Beside the run itself go copies of it in which every weight that is read, every tensor that leaves a module, every
+gradient and every new weight is off by as much as its dtype rounds it, anew in every step (`tracing.probes.draws`).
+How far they part from it is how well the numbers of a step can be known in that dtype (perturbation of the reference,
+as in arXiv 2506.09280). Under bfloat16 weights are read as bfloat16 holds them, by the run itself too.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import numpy as np
 
 from parity_tests.harness import bridge
 from parity_tests.harness.oracle import UNIT_ROUNDOFF, compiler_options
+from parity_tests.tracing.probes import POOL, Probes, is_summed_in, watch
 from parity_tests.training.corpus import global_batch
 from parity_tests.training.initial import initial_weights
+from parity_tests.training.precision import KEPT
 from parity_tests.training.record import Step
 from parity_tests.training.run import Run
 
@@ -57,17 +60,29 @@ def _compiled(run: Run) -> tuple[Any, Any, Any]:
     from parity_tests.models.by_name import flax_model
 
     config, optimizer = Config(**run.config), adamw(run.learning_rate, run.weight_decay)
+    kept = KEPT[run.dtype]
     units = jnp.array([0.0] + [UNIT_ROUNDOFF[run.dtype]] * COPIES)
 
     def advance(weights: Any, state: Any, unit: Any, key: Any, ids: Any, padded: Any, real: Any) -> Any:
-        reading, back, writing = jax.random.split(key, 3)
-        read = _off(weights, unit, reading)
-        loss, gradients = jax.value_and_grad(lambda w: step_loss(flax_model(config, w), ids, padded, real))(read)
-        gradients = _off(gradients, unit, back)
+        passing, back, writing = jax.random.split(key, 3)
+
+        def loss(held: Any) -> Any:
+            through = Probes(run.dtype, unit, _errors(passing, (POOL,), run.dtype))
+            model = flax_model(config, {name: through.read(x) for name, x in held.items()})
+            watch(model, through)
+            return step_loss(model, ids, padded, real)
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        gradients = _off(gradients, unit, back, run.dtype)
         with jax.numpy_dtype_promotion("standard"):  # optax counts steps in integers
             updates, state = optimizer.update(gradients, state, weights)
         new = jax.tree.map(jnp.add, weights, updates)
-        return loss, gradients, _off(new, unit, writing), state
+        return (
+            value,
+            gradients,
+            _off(new, unit * (UNIT_ROUNDOFF[kept] / UNIT_ROUNDOFF[run.dtype]), writing, kept),
+            state,
+        )
 
     def of_all(weights: Any, state: Any, key: Any, ids: Any, padded: Any, real: Any) -> Any:
         keys = jax.random.split(key, len(units))
@@ -78,14 +93,23 @@ def _compiled(run: Run) -> tuple[Any, Any, Any]:
     return jax.jit(of_all, compiler_options=compiler_options()), copies, jax.vmap(optimizer.init)(copies)
 
 
-def _off(tree: Any, unit: Any, key: Any) -> Any:
-    """Each number times 1 + unit or 1 - unit."""
+def _off(tree: Any, unit: Any, key: Any, dtype: str) -> Any:
+    """Each number with a rounding error of its own."""
     import jax
 
     leaves, structure = jax.tree.flatten(tree)
     keys = jax.random.split(key, len(leaves))
-    signs = [jax.random.rademacher(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)]
-    return jax.tree.unflatten(structure, [x * (1.0 + unit * sign) for x, sign in zip(leaves, signs, strict=True)])
+    off = [x * (1.0 + unit * _errors(k, x.shape, dtype)) for k, x in zip(keys, leaves, strict=True)]
+    return jax.tree.unflatten(structure, off)
+
+
+def _errors(key: Any, shape: tuple[int, ...], dtype: str) -> Any:
+    """As `draws`, from a key."""
+    import jax
+
+    if is_summed_in(dtype):
+        return jax.random.rademacher(key, shape, float)
+    return jax.random.uniform(key, shape, float, -1.0, 1.0)
 
 
 def _arrays(tree: Any) -> dict[str, np.ndarray]:

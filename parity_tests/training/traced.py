@@ -54,10 +54,9 @@ def trace(run: Run, known: Known, engine: str = "gloo") -> list[Line]:
 
     Errors: RankFailure, one subclass per cause.
     """
-    results = on_ranks(body, case_of(run, engine), engine).results
+    recordings, gradients, numbers = zip(*on_ranks(body, case_of(run, engine), engine).results, strict=True)
     none = {name: np.zeros_like(array) for name, array in known.of_weights.items()}
-    numbers = [number for _, _, *rest in results for number in rest]
-    found = Found([recording for recording, *_ in results], none | results[0][1], numbers)
+    found = Found(recordings, none | gradients[0], numbers)
     batch, places = global_batch(run, 0), coordinates(run.full_mesh)
 
     def positions(rank: int, event: Event, whole: tuple[int, ...], local: tuple[int, ...]) -> list[np.ndarray] | None:

@@ -1,0 +1,46 @@
+"""What a dtype rounds, and how a weight is read in it."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from parity_tests.harness import bridge
+from parity_tests.harness.oracle import UNIT_ROUNDOFF
+from parity_tests.tracing.probes import BITS, POOL, Probes, draws
+
+
+def probes(dtype, unit):
+    bridge.start()
+    return Probes(dtype, unit, jnp.asarray(draws(dtype, (POOL,), 0)))
+
+
+X = np.random.default_rng(0).standard_normal(500)
+WHOLE = np.arange(1.0, 100.0)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_a_dtype_that_sums_run_in_is_off_by_a_unit(dtype):
+    assert set(draws(dtype, (100,), 0)) == {-1.0, 1.0}
+    read = probes(dtype, 1 / 64).read(jnp.asarray(WHOLE, float))
+    assert set(np.abs(np.asarray(read) / WHOLE - 1)) == {1 / 64}  # exact: both are sums of few powers of two
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_narrow_dtype_is_off_anywhere_within_a_unit_where_it_is_stored(dtype):
+    drawn = draws(dtype, (POOL,), 0)
+    assert np.abs(drawn).max() <= 1.0 and len(np.unique(drawn)) == POOL
+    read = probes(dtype, 1 / 64).read(jnp.asarray(X, float))
+    assert np.array_equal(np.asarray(read), torch.tensor(X).to(getattr(torch, dtype)).double().numpy())
+
+
+@pytest.mark.parametrize("dtype", BITS)
+def test_the_copy_without_rounding_passes_on_what_it_has(dtype):
+    assert np.array_equal(np.asarray(probes(dtype, 0.0).rounded(jnp.asarray(X, float))), X)
+    assert set(BITS) == set(UNIT_ROUNDOFF) and 2.0 ** -(BITS[dtype][1] + 1) == UNIT_ROUNDOFF[dtype]
+
+
+def test_no_two_arrays_have_the_same_errors():
+    through = probes("bfloat16", 1 / 64)
+    first, second = through.rounded(jnp.ones(7, float)), through.rounded(jnp.ones(7, float))
+    assert not np.array_equal(np.asarray(first), np.asarray(second))

@@ -1,0 +1,91 @@
+"""Which faults a traced step can see, what is kept of an answer, and the page."""
+
+import pytest
+from typer.testing import CliRunner
+
+from parity_tests.faults.catalogue import CATALOGUE
+from parity_tests.faults.fault import Fault
+from parity_tests.faults.whole_step import CLASSES, HOMES
+from parity_tests.training import located, located_page, reached
+from parity_tests.training.kept import Kept
+from parity_tests.training.located import Located
+from parity_tests.training.run import SIZES, Run
+
+BY_NAME = {fault.name: fault for fault in CATALOGUE}
+SMALL = {"streams": 2, "length": 48, "sizes": {**SIZES, "layers": ("attention",)}}
+
+
+@pytest.fixture(scope="module")
+def ran():
+    return reached.functions_run(Run.on({"cp": 2, "tp": 2}, **SMALL, attention="ring"))
+
+
+def test_a_fault_is_reached_where_its_function_runs(ran):
+    assert reached.is_reached(BY_NAME["gate and up exchanged"], ran)
+    assert reached.is_reached(BY_NAME["the gradient of a rank's own keys dropped"], ran)  # of a backward
+    assert not reached.is_reached(BY_NAME["states that run on through documents"], ran)  # no Mamba layer
+    assert not reached.is_reached(BY_NAME["gathered keys' gradients not summed"], ran)  # the ring gathers none
+
+
+def test_a_line_outside_of_functions_is_reached_where_its_file_is_imported(ran):
+    file = "torch_impl/models/loss.py"
+    changed = {"kind": "scale", "old": "NOBODY = -100", "new": "NOBODY = -1", "expect": "value: "}
+    assert reached.is_reached(Fault(name="another nobody", file=file, **changed), ran)
+    assert reached.owner(file, 1) is None
+
+
+def outcome(name, word, **said):
+    return Located(BY_NAME[name], located.home_of(BY_NAME[name]) or "", word, **said)
+
+
+SOME = [
+    outcome(
+        "gate and up exchanged", "right", found="layers.0.mlp", said="input of layers.0.mlp.down_proj", mesh="cp=2"
+    ),
+    outcome("one rank's other norm eps", "wrong", found="norm", said="output of norm", mesh="cp=2"),
+    outcome("the backward without the mask", "failed", said="rank 1 raised a | b", mesh="cp=2"),
+    outcome("keys that are not turned", "equal"),
+    outcome("padding is predicted", "not run"),
+]
+
+
+def test_the_page(tmp_path):
+    text = located_page.write(SOME, "float64", tmp_path).read_text()
+    assert "5 faults: 2 change a tensor of the step, and 1 of these are found in the right module; 1 end in a" in text
+    assert "| gate and up exchanged | cp=2 | input of layers.0.mlp.down_proj | layers.0.mlp | right |" in text
+    assert "rank 1 raised a \\| b | - | failed |" in text
+    assert "| TrainVerify | one rank's other constant | one rank's other norm eps | norm | wrong |" in text
+    assert all(f"| {each.words} |" in text for each in CLASSES)
+
+
+def test_an_answer_is_kept(tmp_path):
+    made = {"home": "norm", "word": "right", "found": "norm", "said": "output of norm", "mesh": "cp=2"}
+    Kept(tmp_path / "answers").keep(SOME[0].fault, "float64", made)
+    again = Kept(tmp_path / "answers")
+    assert again.answer(SOME[0].fault, "float64") == made
+    assert again.answer(SOME[0].fault, "float32") is None and again.answer(SOME[1].fault, "float64") is None
+
+
+def test_every_published_class_has_a_fault_that_counts_or_a_reason():
+    assert all((each.fault is None) == bool(each.reason) for each in CLASSES)
+    named = [BY_NAME[each.fault] for each in CLASSES if each.fault is not None]
+    assert all(not fault.equivalent and located.home_of(fault) is not None for fault in named)
+    assert set(HOMES) <= set(BY_NAME)
+
+
+SAMPLE = ("one rank's other norm eps", "the norm's sum over ranks made and lost", "the gradient of what columns read")
+
+
+def test_the_command(monkeypatch, tmp_path):
+    """A sample is found in the right modules, written, and answered from the file the second time."""
+    monkeypatch.setattr(located, "SMALL", SMALL)
+    monkeypatch.setattr(located, "HOW", (({"cp": 2, "tp": 2}, {}),))
+    app = located.typer.Typer()
+    app.command()(located.main)
+    asked = [*SAMPLE, "--keep", str(tmp_path / "answers"), "--page", str(tmp_path)]
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 0 and "3 of these are found in the right module" in done.output
+    monkeypatch.setattr(located, "located", None)
+    assert CliRunner().invoke(app, asked).output == done.output
+    assert "| one rank's other norm eps (TrainVerify) | cp=2 tp=2 |" in (tmp_path / "located.md").read_text()
+    assert CliRunner().invoke(app, ["no such fault"]).exit_code == 2

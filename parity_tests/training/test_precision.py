@@ -1,0 +1,53 @@
+"""A run in bfloat16: within its budgets where nothing is wrong, beyond them where something is."""
+
+import pytest
+import torch
+
+from parity_tests.faults.models import FAULTS
+from parity_tests.tracing.lines import first
+from parity_tests.training import located, session
+from parity_tests.training.follow import Known
+from parity_tests.training.judged import PROMISED
+from parity_tests.training.precision import KEPT, policy
+from parity_tests.training.run import DTYPES, SIZES, Run
+from parity_tests.training.traced import known_of, trace
+
+SMALL = {"streams": 2, "length": 48, "sizes": {**SIZES, "layers": ("attention", "mamba")}, "dtype": "bfloat16"}
+MESHES = [
+    ({"dp": 2, "cp": 2}, {"mamba": "state", "attention": "usp"}),
+    ({"cp": 2, "tp": 2}, {"mamba": "hidden", "attention": "ulysses"}),
+]
+
+
+@pytest.fixture(scope="module")
+def known():
+    return known_of(Run(mesh={}, **SMALL))
+
+
+def test_no_mesh_changes_a_number():
+    mesh, how = MESHES[0]
+    steps = session.followed(Run.on(mesh, steps=2, **SMALL, **how), Known(), "lockstep")
+    assert [step.wrong for step in steps] == [[], []]
+    assert steps[0].rows["loss"].error > PROMISED  # what a float64 run would never be off by
+
+
+@pytest.mark.parametrize(("mesh", "how"), MESHES)
+def test_every_tensor_is_within_its_budget(known, mesh, how):
+    assert first(trace(Run.on(mesh, **SMALL, **how), known, "lockstep")) is None
+
+
+CAUGHT = ("attention over padding", "several ranks' inconsistent constants", "a loss over the last microbatch's count")
+
+
+@pytest.mark.parametrize("name", CAUGHT)
+def test_a_fault_is_found_in_its_module(known, monkeypatch, name):
+    (fault,) = [fault for fault in FAULTS if fault.name == name]
+    monkeypatch.setattr(located, "SMALL", {name: SMALL[name] for name in ("streams", "length", "sizes")})
+    assert located.located(fault, known, located.runs("bfloat16")).is_right
+
+
+def test_sums_and_weights_are_kept_in_float32():
+    assert set(KEPT) == set(DTYPES)
+    asked = policy("bfloat16")
+    assert (asked.param_dtype, asked.reduce_dtype, KEPT["bfloat16"]) == (torch.bfloat16, torch.float32, "float32")
+    assert {policy(dtype).param_dtype for dtype in ("float32", "float64")} == {None}

@@ -1,0 +1,40 @@
+"""The mesh that usp wants, and a step over it."""
+
+import pytest
+import torch.distributed as dist
+
+from parity_tests import CaseSpec
+from parity_tests.harness.engines.run import run
+from parity_tests.tracing.lines import first
+from parity_tests.training.ring_and_heads import ring_and_heads
+from parity_tests.training.run import SIZES, Run
+from parity_tests.training.traced import known_of, trace
+
+SMALL = {"streams": 2, "length": 48, "sizes": {**SIZES, "layers": ("attention",)}, "attention": "usp"}
+# Ranks of cp that exchange heads stand side by side; the ring goes from one such group to the next.
+SHAPES = {1: [[0]], 2: [[0, 1]], 3: [[0, 1, 2]], 4: [[0, 1], [2, 3]], 6: [[0, 1], [2, 3], [4, 5]]}
+
+
+@pytest.fixture(scope="module")
+def known():
+    return known_of(Run(mesh={}, **SMALL))
+
+
+@pytest.mark.parametrize("cp", SHAPES)
+def test_the_ranks_of_cp_are_a_ring_of_groups(cp):
+    def body(mesh, case):
+        made = ring_and_heads(mesh)
+        ranks = dist.get_process_group_ranks(mesh["cp"])
+        return made.mesh.tolist() == [[ranks[i] for i in row] for row in SHAPES[cp]]
+
+    assert all(run(body, CaseSpec(scheme="ring", mesh={"dp": 2, "cp": cp, "tp": 1})).results)
+
+
+@pytest.mark.parametrize("mesh", [{"cp": 2, "tp": 2}, {"cp": 3}, {"dp": 2, "cp": 2}, {"cp": 4}])
+def test_every_tensor_is_equal(known, mesh):
+    found = trace(Run.on(mesh, **SMALL), known, "lockstep")
+    assert first(found) is None and len(found) > 40
+
+
+def test_processes_give_the_same(known):
+    assert first(trace(Run.on({"cp": 4}, **SMALL), known, "gloo")) is None
