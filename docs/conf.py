@@ -24,9 +24,10 @@ OURS = ("torch_impl.", "jax_ref.")
 
 
 def as_it_is(app, what, name, of, options, lines):
-    """Docstrings are laid out by hand: formulas, specs, costs in columns. A package's first sentence is prose."""
-    prose = [lines.pop(0), ""] if what == "module" and not name.startswith("jax_ref.") else []
-    lines[:] = [*prose, ".. code-block:: text", "", *(f"   {line}" for line in lines), ""] if lines else prose
+    """Docstrings are laid out by hand: formulas, specs, costs in columns. A package's first line is its page's."""
+    if what == "module" and not name.startswith("jax_ref."):
+        del lines[:2]
+    lines[:] = [".. code-block:: text", "", *(f"   {line}" for line in lines), ""] if any(lines) else []
 
 
 def of_apply(app, what, name, of, options, signature, returned):

@@ -14,7 +14,7 @@ from parity_tests.pages import ROOT
 
 REFERENCE = {path.name: path.read_text() for path in sorted((ROOT / "docs" / "reference").glob("*.md"))}
 EVERYTHING = "\n".join(REFERENCE.values())
-DIRECTIVE = re.compile(r"^\.\. auto(\w+):: (\S+)((?:\n +:.*)*)", re.MULTILINE)
+DIRECTIVE = re.compile(r"^\.\. auto(\w+):: ([\w.]+)(?:\(\))?((?:\n +:.*)*)", re.MULTILINE)
 DIRECTIVES = DIRECTIVE.findall(EVERYTHING)
 OPTIONS = {name: options for kind, name, options in DIRECTIVES if kind == "module"}
 ALONE = {name for kind, name, _ in DIRECTIVES if kind != "module"}
