@@ -28,6 +28,7 @@ from parity_tests.faults import (
     token_layout,
     topk,
     tp_styles,
+    training_pipeline,
     vocab_parallel,
     whole_step,
 )
@@ -60,6 +61,7 @@ CATALOGUE = (
     *token_layout.FAULTS,
     *topk.FAULTS,
     *tp_styles.FAULTS,
+    *training_pipeline.FAULTS,
     *vocab_parallel.FAULTS,
     *whole_step.FAULTS,
     *recreated.FAULTS,
