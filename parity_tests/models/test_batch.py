@@ -9,7 +9,9 @@ import torch
 
 from jax_ref.layouts import packed
 from jax_ref.models.batch import next_ids as reference
-from torch_impl.models import NOBODY, Stream, own_streams, rank_stream
+from parity_tests import CaseSpec
+from parity_tests.harness.engines.run import run
+from torch_impl.models import NOBODY, Placement, Stream, layout_of, offsets_of, own_streams, rank_stream
 
 T = 24
 DOCUMENTS = [
@@ -45,6 +47,24 @@ def test_the_last_token_of_a_document_predicts_nothing(padded, real):
 def test_contiguous_cuts_the_stream_where_documents_do_not_end():
     whole = stream([0, 5, 24], [0, 5, 24])
     assert [rank_stream(whole, 3, rank, "contiguous").ids.shape for rank in range(3)] == [(1, 8)] * 3
+
+
+@pytest.mark.parametrize("order", ["dual_chunk_swap", "contiguous"])
+def test_offsets_of_several_streams_make_each_layout_again(order):
+    """Streams with unlike numbers of documents, one row of the tensor at a time, as a schedule cuts it."""
+
+    def body(mesh, case):
+        placement = Placement(mesh["cp"], mesh["cp"], order=order)
+        layouts = [rank_stream(stream(*each), 2, mesh.rank("cp"), order).layout for each in DOCUMENTS]
+        again = [layout_of(row, placement) for row in offsets_of(layouts).split(1)]
+        for one, other in zip(layouts, again, strict=True):
+            assert (one.kind, one.cp_size, one.cp_rank, one.total) == (
+                other.kind, other.cp_size, other.cp_rank, other.total,
+            )  # fmt: skip
+            for name in ("index", "cu_padded", "cu_real"):
+                assert torch.equal(getattr(one, name), getattr(other, name))
+
+    run(body, CaseSpec("batch", {"cp": 2}))
 
 
 def test_dp_ranks_share_the_streams():
