@@ -7,19 +7,20 @@ from typing import Annotated
 import typer
 
 from parity_tests.harness import cli_complete
-from parity_tests.harness.cli_values import Dims, Mesh, Replay, sizes
+from parity_tests.harness.cli_values import Dims, JsonFlag, JsonPath, Mesh, Replay, sizes
 
 
 def draw(
     target: Annotated[str, typer.Argument(help="A file or a scheme name.", autocompletion=cli_complete.targets)],
     mesh: Mesh = None,
     dim: Dims = None,
-    svg: Annotated[str | None, typer.Option(help="Write the picture as SVG.")] = None,
+    svg: Annotated[str | None, typer.Option(help="Write the picture as SVG.", metavar="PATH")] = None,
+    json: JsonFlag = False,
 ) -> None:
     """Pictures of a scheme's layouts and gradient types."""
     from parity_tests.harness import listing
 
-    listing.pictures(target, {**sizes(mesh, "--mesh"), **sizes(dim, "--dim")}, svg)
+    listing.pictures(target, {**sizes(mesh, "--mesh"), **sizes(dim, "--dim")}, svg, json)
 
 
 def replay(
@@ -29,17 +30,20 @@ def replay(
         typer.Option(help="Another engine than the one recorded.", autocompletion=cli_complete.engines),
     ] = None,
     repeat: Annotated[int, typer.Option(min=1, help="How many times.")] = 1,
+    json: JsonPath = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print one line for each time only.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print the ledger as well.")] = False,
 ) -> None:
     """Run one recorded case again."""
     from parity_tests.harness import listing
 
-    raise typer.Exit(listing.replay_file(file, engine, repeat))
+    raise typer.Exit(listing.replay_file(file, engine, repeat, json, quiet, verbose))
 
 
 def timeline(
     file: Replay,
     out: Annotated[
-        str, typer.Option(help="Where the JSON goes, - for standard output; open it in a trace viewer.")
+        str, typer.Option(help="Where the JSON goes, - for standard output; open it in a trace viewer.", metavar="PATH")
     ] = "timeline.json",
 ) -> None:
     """The collectives of a recorded case as a trace, one track per rank."""

@@ -10,6 +10,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "list": (
         "shardproof list",
+        "shardproof list 'vocab_parallel_*' --quiet",
         "shardproof list vocab_parallel_logprob --json",
     ),
     "draw": (
@@ -18,9 +19,12 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "replay": (
         "shardproof replay replay_975d73c9.py",
-        "shardproof replay replay_975d73c9.py --engine gloo --repeat 10",
+        "shardproof replay replay_975d73c9.py --engine gloo --repeat 10 --quiet",
     ),
-    "timeline": ("shardproof timeline replay_975d73c9.py --out timeline.json",),
+    "timeline": (
+        "shardproof timeline replay_975d73c9.py --out timeline.json",
+        "shardproof timeline replay_975d73c9.py --out -",
+    ),
     "schedule": (
         "shardproof schedule zbv --pp 4 --microbatches 8",
         "shardproof schedule 1f1b --pp 4 --microbatches 8 --times 1,1,2 --figure 1f1b.png",
@@ -38,12 +42,12 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "plan": (
         "shardproof plan qwen3 --mesh dp=8,tp=4",
-        "shardproof plan transformers.LlamaConfig --mesh tp=2 --option num_hidden_layers=2",
+        "shardproof plan transformers.LlamaConfig --mesh tp=2 --option num_hidden_layers=2 --json",
         "shardproof plan my_model.py:make_model --mesh dp_replicate=2,dp_shard=4",
     ),
     "tour": (
         "shardproof tour",
-        "shardproof tour --examples 2 --figure tour.png",
+        "shardproof tour --examples 2 --figure tour.png --json tour.json --quiet",
     ),
 }
 FIRST = (

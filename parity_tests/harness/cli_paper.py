@@ -25,8 +25,10 @@ def schedule(
     ] = "1,1,1",
     p2p: Annotated[float, typer.Option(help="What a message between ranks takes.")] = 0.0,
     json: JsonFlag = False,
-    figure: Annotated[str | None, typer.Option(help="Write the picture: a path ending in .png or .svg.")] = None,
-    csv: Annotated[str | None, typer.Option(help="Write the order as a CSV file.")] = None,
+    figure: Annotated[
+        str | None, typer.Option(help="Write the picture: a path ending in .png or .svg.", metavar="PATH")
+    ] = None,
+    csv: Annotated[str | None, typer.Option(help="Write the order as a CSV file.", metavar="PATH")] = None,
 ) -> None:
     """A pipeline schedule run on paper: who computes what and when, bubbles, live activations. Nothing is executed."""
     from parity_tests.harness import schedule_picture
@@ -45,8 +47,9 @@ def plan(
     option: Annotated[
         list[str] | None, typer.Option(help="A field of the configuration: num_hidden_layers=80.", metavar="K=V")
     ] = None,
+    json: JsonFlag = False,
 ) -> None:
     """What cutting a model over a mesh of any size would do: placements, bytes, collectives. Nothing runs."""
     from parity_tests.harness import plan as dry
 
-    dry.show(model, sizes(mesh, "--mesh"), tokens, options(option))
+    dry.show(model, sizes(mesh, "--mesh"), tokens, options(option), json)

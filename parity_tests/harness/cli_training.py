@@ -53,8 +53,10 @@ def train(
     checkpoint: Annotated[str | None, typer.Option(help="Folder of checkpoints.", metavar="DIR")] = None,
     every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 5,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
-    figure: Annotated[str | None, typer.Option(help="Where the figure of the last run goes.")] = None,
-    page: Annotated[str | None, typer.Option(help="Run the built-in list of meshes and write their table.")] = None,
+    figure: Annotated[str | None, typer.Option(help="Where the figure of the last run goes.", metavar="PATH")] = None,
+    page: Annotated[
+        str | None, typer.Option(help="Run the built-in list of meshes and write their table.", metavar="PATH")
+    ] = None,
     json: JsonPath = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print one line for each run only.")] = False,
 ) -> None:

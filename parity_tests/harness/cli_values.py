@@ -17,7 +17,8 @@ Mesh = Annotated[
 Dims = Annotated[list[str] | None, typer.Option(help="Dim sizes: s=16.", metavar="DIM=N")]
 Replay = Annotated[str, typer.Argument(help="A replay_<id>.py file.", autocompletion=cli_complete.replays)]
 JsonPath = Annotated[
-    str | None, typer.Option(help="Write JSON to a file; - is standard output, which then has nothing else.")
+    str | None,
+    typer.Option(help="Write JSON to a file; - is standard output, which then has nothing else.", metavar="PATH"),
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print failures and the closing line only.")]

@@ -43,9 +43,13 @@ def verify(
         list[str] | None, typer.Option(help="An option of the scheme: temperature=2.0.", metavar="K=V")
     ] = None,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first scheme that is not equal.")] = False,
-    jax_cache: Annotated[str | None, typer.Option(help="Folder that keeps JAX's compiled references.")] = None,
+    jax_cache: Annotated[
+        str | None, typer.Option(help="Folder that keeps JAX's compiled references.", metavar="DIR")
+    ] = None,
     json: JsonPath = None,
-    junit: Annotated[str | None, typer.Option(help="Write the verdicts as JUnit XML.")] = None,
+    junit: Annotated[
+        str | None, typer.Option(help="Write the verdicts as JUnit XML; - is standard output.", metavar="PATH")
+    ] = None,
     quiet: Quiet = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Print every scheme's tensors and the ledger of one case.")
@@ -74,18 +78,21 @@ def verify(
 def list_schemes(
     pattern: Annotated[str, typer.Argument(help="A glob over scheme names.", autocompletion=cli_complete.names)] = "*",
     json: JsonFlag = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print names only, one on a line.")] = False,
 ) -> None:
     """The table of schemes: name, mesh, specs, reference, file."""
     from parity_tests.harness import listing
 
-    listing.show(pattern, json)
+    listing.show(pattern, json, quiet)
 
 
 def tour(
-    figure: Annotated[str, typer.Option(help="Where the figure goes.")] = "shardproof_verify.png",
+    figure: Annotated[str, typer.Option(help="Where the figure goes.", metavar="PATH")] = "shardproof_verify.png",
     examples: Annotated[int, typer.Option(min=1, help="Cases per scheme.")] = 8,
+    json: JsonPath = None,
+    quiet: Quiet = False,
 ) -> None:
     """Everything at once on this CPU: all built-in schemes, real text, three planted bugs, one figure."""
     from parity_tests.harness import tour as first_run
 
-    raise typer.Exit(first_run.run(figure, examples))
+    raise typer.Exit(first_run.run(figure, examples, json, quiet))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json as json_module
+import sys
 from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
@@ -12,24 +13,29 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from parity_tests.harness import discover, picture
+from parity_tests.harness import discover, picture, summary
 from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.declared import Declared
 from parity_tests.harness.drawing import one_case
 from parity_tests.harness.engines.ledger import Ledger
 from parity_tests.harness.judge import judge
-from parity_tests.harness.replay import load_scheme, rerun
+from parity_tests.harness.out_path import refuse_unwritable, write_text
+from parity_tests.harness.outcome import Outcome
+from parity_tests.harness.replay import load_scheme, reruns
 from parity_tests.harness.report import PLAIN_WIDTH, Report
 from parity_tests.harness.status import EQUAL
 
 
-def show(pattern: str, as_json: bool) -> None:
-    """Print the built-in schemes whose name matches. Errors: UnusableTarget where none does."""
+def show(pattern: str, as_json: bool, quiet: bool = False) -> None:
+    """Print the built-in schemes whose name matches, names alone if `quiet`. Errors: UnusableTarget where none does."""
     schemes = [made for made in discover.built_in() if fnmatch(made.name, pattern)]
     if not schemes:
         raise discover.UnusableTarget(f"{pattern}: no scheme of this name (shardproof list shows all)")
     if as_json:
         print(json_module.dumps([record(made) for made in schemes], indent=2))
+        return
+    if quiet:
+        print("\n".join(made.name for made in schemes))
         return
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("scheme", "mesh", "specs", "reference and file"):
@@ -58,24 +64,61 @@ def record(made: Declared) -> dict[str, Any]:
     }
 
 
-def pictures(target: str, sizes: Mapping[str, Any], svg: str | None) -> None:
+def pictures(target: str, sizes: Mapping[str, Any], svg: str | None, as_json: bool = False) -> None:
     """Print the picture of every scheme of a target; the first one's goes to `svg` as well."""
+    refuse_unwritable(svg=svg)
     schemes = discover.find([target])
-    for made in schemes:
-        print(f"{made.name}\n{picture.scheme_picture(made, one_case(made, **sizes))}\n")
+    if as_json:
+        print(json_module.dumps([drawn(made, one_case(made, **sizes)) for made in schemes], indent=2))
+    else:
+        for made in schemes:
+            print(f"{made.name}\n{picture.scheme_picture(made, one_case(made, **sizes))}\n")
     if svg:
         picture.scheme_figure(schemes[0], one_case(schemes[0], **sizes)).savefig(svg)
 
 
-def replay_file(file: str, engine: str | None, repeat: int) -> int:
-    """Run the case of a replay file; returns the exit status."""
-    return rerun(*_recorded(file), file, engine, repeat)
+def drawn(made: Declared, case: CaseSpec) -> dict[str, Any]:
+    """A picture as JSON: for each cut of each tensor the rank that owns each position, for other axes their types."""
+    tensors = {
+        name: {
+            "spec": str(spec),
+            "owners": {strip.label: strip.owners.tolist() for strip in found},
+            "types": dict(spec.types),
+        }
+        for name, spec, found in picture.scheme_strips(made, case)
+    }
+    return {"name": made.name, "mesh": dict(case.mesh), "dims": dict(case.dims), "tensors": tensors}
+
+
+def replay_file(
+    file: str,
+    engine: str | None,
+    repeat: int,
+    json: str | None = None,
+    quiet: bool = False,
+    verbose: bool = False,
+) -> int:
+    """Run the case of a replay file so often and print each report, its first line if `quiet`; returns the status."""
+    refuse_unwritable(json=json)
+    aside = sys.stderr if json == "-" else sys.stdout
+    outcome = Outcome()
+    for report in reruns(*_recorded(file), file, engine, repeat):
+        outcome.reports.append(report)
+        print(f"{report.scheme.rpartition(':')[2]}: {report.verdict}" if quiet else report, file=aside)
+        if verbose:
+            print(report.trace(), file=aside)
+    if json:
+        write_text(json, summary.as_json(outcome))
+    return outcome.status
 
 
 def timeline(file: str, out: str) -> int:
     """Write the ledger of a replay as trace events, one track per rank, in order of issue."""
+    refuse_unwritable(out=out)
     report = _replayed(file, None)
-    Path(out).write_text(json_module.dumps(trace_events(report.ledger)))
+    write_text(out, json_module.dumps(trace_events(report.ledger)))
+    if out == "-":
+        return EQUAL
     print(f"{len(report.ledger.rows)} collectives of {report.case.world} ranks written to {out}")
     return EQUAL
 

@@ -1,4 +1,4 @@
-"""Files that a command will write: refused before any work where they cannot be."""
+"""Files that a command writes: refused before any work where they cannot be."""
 
 from __future__ import annotations
 
@@ -22,3 +22,11 @@ def refuse_unwritable(**paths: str | None) -> None:
             raise ValueError(f"{flag} {path}: there is no folder {file.parent}")
         if not os.access(file if file.exists() else folder, os.W_OK):
             raise ValueError(f"{flag} {path}: may not be written; give another path")
+
+
+def write_text(path: str, text: str) -> None:
+    """To a file, or to standard output for `-`."""
+    if path == "-":
+        print(text)
+    else:
+        Path(path).write_text(f"{text}\n")

@@ -152,6 +152,14 @@ def scheme_picture(scheme: Declared, case: CaseSpec) -> str:
     return "\n".join(lines)
 
 
+def scheme_strips(scheme: Declared, case: CaseSpec) -> list[tuple[str, Spec, list[Strip]]]:
+    """Each input and output of a scheme by name, its spec and its strips."""
+    return [
+        (name, spec, owner_strips(spec, case.dims, case.mesh, _bound(scheme, case, spec)))
+        for name, spec in _tensors(scheme).items()
+    ]
+
+
 def scheme_figure(scheme: Declared, case: CaseSpec) -> Any:
     """The same as a matplotlib figure."""
     tensors = _tensors(scheme)

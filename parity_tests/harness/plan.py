@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import sys
+import json as json_module
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from parity_tests.harness.discover import UnusableTarget
+from parity_tests.harness.discover import UnusableTarget, module_of_file
 
 FORMS = (
     "a model type such as qwen3, a config class such as transformers.LlamaConfig, a folder with config.json, "
@@ -19,13 +19,14 @@ FORMS = (
 )
 
 
-def show(target: str, mesh: Mapping[str, int], tokens: int, changes: Mapping[str, Any]) -> None:
+def show(target: str, mesh: Mapping[str, int], tokens: int, changes: Mapping[str, Any], as_json: bool = False) -> None:
     """Print the dry run. Errors: UnusableTarget, ValueError."""
     from torch_impl.parallelizer.dry_run import dry_run
 
     # A mesh's short name for data parallelism, where nothing else is called so.
     sizes = {"dp_shard" if axis == "dp" and "dp_shard" not in mesh else axis: size for axis, size in mesh.items()}
-    print(dry_run(model_of(target, changes), sizes or {"dp_shard": 1}, tokens=tokens))
+    found = dry_run(model_of(target, changes), sizes or {"dp_shard": 1}, tokens=tokens)
+    print(json_module.dumps({**asdict(found), "bytes_held": found.bytes_held}, indent=1) if as_json else found)
 
 
 def model_of(target: str, changes: Mapping[str, Any]) -> torch.nn.Module:
@@ -69,19 +70,7 @@ def _attribute(path: str) -> Callable[..., Any]:
 
 
 def _factory(file: Path, name: str) -> Callable[..., Any]:
-    if not file.is_file():
-        raise UnusableTarget(f"{file}: no such file")
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    if spec is None or spec.loader is None:
-        raise UnusableTarget(f"{file}: is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(file.resolve().parent))
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise UnusableTarget(f"cannot import {file}: {type(error).__name__}: {error}") from error
-    finally:
-        sys.path.remove(str(file.resolve().parent))
+    module = module_of_file(str(file))
     if not callable(getattr(module, name, None)):
         raise UnusableTarget(f"{file}: has no function {name!r}")
     return getattr(module, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -107,14 +107,19 @@ def replay(case_json: str, source: str, file: str, arguments: Sequence[str] | No
 
 def rerun(case: CaseSpec, source: str, file: str, engine: str | None, repeat: int) -> int:
     """Judge a recorded case so many times and print each report; returns the worst status."""
+    status = EQUAL
+    for report in reruns(case, source, file, engine, repeat):
+        print(report)
+        status = max(status, FAILED if report.failure is not None else EQUAL if report.ok else MISMATCH)
+    return status
+
+
+def reruns(case: CaseSpec, source: str, file: str, engine: str | None, repeat: int) -> Iterator[Report]:
+    """The reports of a recorded case that is judged so many times."""
     from parity_tests.harness.judge import judge
 
     scheme = load_scheme(case, source, file)
     if (engine or case.engine) not in scheme.engines:
         raise ValueError(f"scheme '{scheme.name}': is declared for {', '.join(scheme.engines)} only, not {engine}")
-    status = EQUAL
     for _ in range(repeat):
-        report = judge(scheme, case.replace(engine=engine or case.engine))
-        print(report)
-        status = max(status, FAILED if report.failure is not None else EQUAL if report.ok else MISMATCH)
-    return status
+        yield judge(scheme, case.replace(engine=engine or case.engine))

@@ -6,6 +6,7 @@ import json as json_module
 from pathlib import Path
 from typing import Any
 
+from parity_tests.harness.out_path import refuse_unwritable
 from parity_tests.harness.schedule_name import rule_named
 from torch_impl.pipelining.action import Order
 from torch_impl.pipelining.csv_schedule import read_csv, write_csv
@@ -27,6 +28,7 @@ def show(
     csv: str | None,
 ) -> None:
     """Print one schedule. Errors: ValueError for a schedule that there is not or that cannot be."""
+    refuse_unwritable(figure=figure, csv=csv)
     name, order, placed = _found(target, pp, microbatches, stages_per_rank)
     timeline = simulate(order, placed, times)
     if csv:

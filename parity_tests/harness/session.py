@@ -6,7 +6,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from hypothesis import settings
 from rich.console import Console
@@ -17,6 +16,7 @@ from parity_tests.harness.case import DTYPES
 from parity_tests.harness.declared import Declared
 from parity_tests.harness.engines.failure import NotRun
 from parity_tests.harness.engines.ranks import ENGINES
+from parity_tests.harness.out_path import refuse_unwritable, write_text
 from parity_tests.harness.outcome import Outcome, Wanted
 from parity_tests.harness.report import PLAIN_WIDTH
 from parity_tests.harness.status import EQUAL
@@ -33,12 +33,13 @@ def verify(targets: list[str], wanted: Wanted) -> int:
             return launch.serve()
     outcome = run(discover.find(targets), wanted)
     outcome.not_run |= {} if targets else discover.left_out()
-    console = Console(width=None if Console().is_terminal else PLAIN_WIDTH)
+    aside = wanted.json == "-" or wanted.junit == "-"  # standard output is for machines
+    console = Console(stderr=aside, width=None if Console(stderr=aside).is_terminal else PLAIN_WIDTH)
     summary.show(console, outcome, wanted)
     if wanted.json:
-        _write_text(wanted.json, summary.as_json(outcome))
+        write_text(wanted.json, summary.as_json(outcome))
     if wanted.junit:
-        Path(wanted.junit).write_text(summary.as_junit(outcome))
+        write_text(wanted.junit, summary.as_junit(outcome))
     if wanted.engine == "torchrun":
         from parity_tests.harness.engines import launch
 
@@ -128,9 +129,7 @@ def _check(wanted: Wanted) -> None:
         raise ValueError(f"--profile {wanted.profile!r} is not one of {', '.join(strategy.EXAMPLES)}")
     if wanted.dtype is not None and wanted.dtype not in DTYPES:
         raise ValueError(f"--dtype {wanted.dtype!r} is not one of {', '.join(DTYPES)}")
-    for flag, path in (("--json", wanted.json), ("--junit", wanted.junit)):
-        if path and path != "-" and not Path(path).absolute().parent.is_dir():
-            raise ValueError(f"{flag} {path}: there is no folder {Path(path).parent}")
+    refuse_unwritable(json=wanted.json, junit=wanted.junit)
 
 
 def progress_bar(quiet: bool = False) -> Progress:
@@ -138,11 +137,3 @@ def progress_bar(quiet: bool = False) -> Progress:
     columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}"))
     stderr = Console(stderr=True)
     return Progress(*columns, console=stderr, transient=True, disable=quiet or not stderr.is_terminal)
-
-
-def _write_text(path: str, text: str) -> None:
-    """To a file, or to standard output for `-`."""
-    if path == "-":
-        print(text)
-    else:
-        Path(path).write_text(text)

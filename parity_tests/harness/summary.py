@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 from xml.etree import ElementTree
 
 from rich.console import Console
@@ -85,15 +86,14 @@ def timing(outcome: Outcome) -> str:
     return f"{examples} examples in {total:.0f} s, {share:.0%} of it compiling references; slowest: {named}"
 
 
-def as_json(outcome: Outcome) -> str:
-    return json.dumps(
-        {
-            "status": outcome.status,
-            "reports": [report.to_dict() for report in outcome.reports],
-            "not_run": outcome.not_run,
-        },
-        indent=2,
-    )
+def as_json(outcome: Outcome, **further: Any) -> str:
+    """Status, reports, and what was not run; `further` is put beside them, or in their place."""
+    told = {
+        "status": outcome.status,
+        "reports": [report.to_dict() for report in outcome.reports],
+        "not_run": outcome.not_run,
+    }
+    return json.dumps({**told, **further}, indent=2)
 
 
 def as_junit(outcome: Outcome) -> str:

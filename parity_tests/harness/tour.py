@@ -17,6 +17,8 @@ from rich.table import Table
 
 from parity_tests.harness import discover, real_text, several, summary, tour_figure
 from parity_tests.harness.judge import judge
+from parity_tests.harness.out_path import refuse_unwritable, write_text
+from parity_tests.harness.outcome import Outcome
 from parity_tests.harness.status import EQUAL, MISMATCH
 
 READER = "vocab_parallel_logprob"  # the scheme that reads the text
@@ -29,6 +31,8 @@ class Tour:
     """What has been found so far: the lines of the figure, and what is not as it should be."""
 
     console: Console
+    outcome: Outcome = field(default_factory=Outcome)
+    caught: dict[str, bool] = field(default_factory=dict)
     verified: list[tour_figure.Line] = field(default_factory=list)
     planted: list[tour_figure.Line] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
@@ -38,10 +42,12 @@ class Tour:
         self.console.print(f"\n{text}", style="bold", highlight=False)
 
 
-def run(figure_path: str, examples: int) -> int:
-    """The whole tour; returns the exit status."""
-    start = time.perf_counter()
-    tour = Tour(Console(width=None if Console().is_terminal else WIDTH))
+def run(figure_path: str, examples: int, json: str | None = None, quiet: bool = False) -> int:
+    """The whole tour; returns the exit status. If `quiet`, only the closing sentence is printed."""
+    refuse_unwritable(figure=figure_path, json=json)
+    start, aside = time.perf_counter(), json == "-"
+    width = None if Console(stderr=aside).is_terminal else WIDTH
+    tour = Tour(Console(stderr=aside, width=width, quiet=quiet))
     status = _schemes(tour, examples)
     _text(tour)
     _bugs(tour)
@@ -49,14 +55,20 @@ def run(figure_path: str, examples: int) -> int:
         f"{tour.examples} examples; Python {platform.python_version()}, torch {version('torch')}, jax {version('jax')}"
     )
     tour_figure.figure(tour.verified, tour.planted, caption).savefig(figure_path, dpi=130)
-    tour.console.print(f"\n{_closing(tour, time.perf_counter() - start)}", style="bold", highlight=False)
+    status = status or (MISMATCH if tour.wrong else EQUAL)
+    tour.console.print()
+    closing = _closing(tour, time.perf_counter() - start)
+    Console(stderr=aside, width=width).print(closing, style="bold", highlight=False)
     tour.console.print(f"figure: {figure_path}", highlight=False)
-    return status or (MISMATCH if tour.wrong else EQUAL)
+    if json:
+        beside = {"caught": tour.caught, "wrong": tour.wrong, "figure": figure_path}
+        write_text(json, summary.as_json(tour.outcome, status=status, **beside))
+    return status
 
 
 def _schemes(tour: Tour, examples: int) -> int:
     tour.heading("Every built-in scheme against its reference: forward, gradient, collectives, bytes")
-    outcome = several.verified(discover.built_in(), examples)
+    outcome = tour.outcome = several.verified(discover.built_in(), examples)
     tour.console.print(summary.table(outcome))
     for report in outcome.reports:
         name = report.scheme.rpartition(":")[2]
@@ -108,6 +120,7 @@ def _bugs(tour: Tour) -> None:
         notes = [f"{label}: {note}" for label, found in report.notes.items() for note in found]
         is_caught = not report.ok and any(bug.expect in note for note in notes)
         tour.planted.append(tour_figure.line_of(bug.scheme.name, report))
+        tour.caught[bug.mistake] = is_caught
         tour.console.print(f"{'caught' if is_caught else 'NOT CAUGHT'}: {bug.mistake}", highlight=False, soft_wrap=True)
         said = notes if notes else [report.verdict]
         for note in said:
