@@ -1,10 +1,10 @@
-"""The table of built-in schemes, from their declarations, as HTML for a page: `tables()`."""
+"""The tables of built-in schemes, from their declarations, as HTML for a page."""
 
 from __future__ import annotations
 
 import html
 from collections.abc import Iterator, Mapping
-from itertools import groupby
+from functools import cache
 from pathlib import Path
 
 from parity_tests.harness import discover
@@ -18,15 +18,26 @@ MOST = 8  # tensors of a scheme that are shown
 STYLE = "white-space: nowrap; vertical-align: top"
 
 
-def tables() -> str:
-    """One table for each folder of tests, and a line for each file that this environment cannot load."""
-    parts = []
-    for folder, schemes in groupby(discover.built_in(), key=lambda made: Path(made.file).parent.name):
-        rows = "".join(row(made) for made in schemes)
-        head = "<tr><th>scheme</th><th>specs</th><th>collectives of one case, calls and bytes per rank</th></tr>"
-        parts.append(f"<h2>{folder}</h2><div class='table-wrapper'><table class='docutils'>{head}{rows}</table></div>")
-    parts += [f"<p>{html.escape(f'{file}: {why}')}</p>" for file, why in discover.left_out().items()]
-    return "".join(parts)
+def folder_of(made: Declared) -> str:
+    return Path(made.file).parent.name
+
+
+def table(folder: str) -> str:
+    """The schemes that the tests of one folder declare."""
+    rows = "".join(row(made) for made in schemes() if folder_of(made) == folder)
+    head = "<tr><th>scheme</th><th>specs</th><th>collectives of one case, calls and bytes per rank</th></tr>"
+    return f"<div class='table-wrapper'><table class='docutils'>{head}{rows}</table></div>"
+
+
+def left_out() -> str:
+    """A line for each file that the environment of this build cannot load."""
+    lines = [f"{file}: {why}" for file, why in discover.left_out().items()]
+    return "".join(f"<p>Not shown: {html.escape(line)}</p>" for line in lines)
+
+
+@cache
+def schemes() -> tuple[Declared, ...]:
+    return tuple(discover.built_in())
 
 
 def row(made: Declared) -> str:
