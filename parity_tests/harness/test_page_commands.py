@@ -30,7 +30,7 @@ NOT_HERE = {
     r"shardproof verify .* --engine nccl": "a GPU for each rank; without one it is not run, as test_cli.py asks",
     r"torchrun --standalone --nproc-per-node 2 .* verify .*": "test_worked_example.py",
     r"torchrun --standalone --nproc-per-node [48] .*": "as many ranks are too many for two cores, with GPUs or without",
-    r"torchrun --nnodes 2 .*": "two hosts; training/test_session.py lets two agents meet on one",
+    r"torchrun --nnodes 2 .*": "two hosts; training/test_torchrun.py makes two of one, as namespaces or over loopback",
 }
 SHOWN = [
     (block, command)
