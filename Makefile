@@ -39,7 +39,8 @@ imports: $(VENV)/with-test ## the contracts between packages
 notebooks: $(VENV)/with-test $(VENV)/with-notebooks ## execute the notebooks and compare them with what is committed
 	$(BIN)/python -m pytest parity_tests/test_notebooks.py
 
-docs: $(VENV)/with-docs ## build the pages into docs/_build
+docs: $(VENV)/with-docs ## build the pages into docs/_build, their pictures and notebooks anew
+	$(BIN)/python docs/images.py
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
 bench: $(VENV)/with-test $(VENV)/with-bench ## measure the promised figures and write docs/benchmarks.md
@@ -49,7 +50,7 @@ faults: $(VENV)/with-test ## plant every fault of the catalogue and count what i
 	$(BIN)/python -m parity_tests.faults
 
 clean: ## remove what the other targets made, the virtual environment included
-	rm -rf $(VENV) build dist docs/_build docs/jupyter_execute .pytest_cache .hypothesis .ruff_cache .import_linter_cache
+	rm -rf $(VENV) build dist docs/_build docs/notebooks docs/jupyter_execute .pytest_cache .hypothesis .ruff_cache .import_linter_cache
 	rm -f replay_*.py replay_*.pkl shardproof_verify.png
 	find torch_impl jax_ref parity_tests -name __pycache__ -prune -exec rm -rf {} +
 

@@ -1,6 +1,8 @@
 """Sphinx: MyST pages, those with code cells executed at each build, and docstrings as they are, in the furo theme."""
 
 import inspect
+import shutil
+from pathlib import Path
 
 import torch
 
@@ -8,7 +10,7 @@ project = "Shardproof"
 author = "The Shardproof developers"
 copyright = "The Shardproof developers"
 extensions = ["myst_nb", "sphinx.ext.autodoc"]
-source_suffix = {".md": "myst-nb"}
+source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
 exclude_patterns = ["_build", "jupyter_execute", "examples", "images"]
 html_theme = "furo"
 html_title = "Shardproof"
@@ -21,6 +23,15 @@ nb_execution_show_tb = True
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 OURS = ("torch_impl.", "jax_ref.")
+
+
+def with_notebooks(app):
+    """Put the notebooks among the pages; the build runs their cells as it runs a page's."""
+    folder = Path(app.srcdir) / "notebooks"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for notebook in sorted((Path(__file__).resolve().parents[1] / "notebooks").glob("[0-9]*.ipynb")):
+        shutil.copy(notebook, folder)
 
 
 def as_it_is(app, what, name, of, options, lines):
@@ -50,6 +61,7 @@ def is_left_out(app, what, name, of, skip, options):
 
 
 def setup(app):
+    app.connect("builder-inited", with_notebooks)
     app.connect("autodoc-process-docstring", as_it_is)
     app.connect("autodoc-process-signature", of_apply)
     app.connect("autodoc-skip-member", is_left_out)

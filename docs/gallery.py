@@ -1,0 +1,145 @@
+"""Write the gallery: `python docs/gallery.py` takes every figure of the committed notebooks and lists it on a page.
+
+Run it after `python notebooks/execute.py`. A test asks that every figure has its line here, and that none is old.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "gallery.md"
+FOLDER = ROOT / "docs" / "images" / "gallery"
+IN_HTML = re.compile(r"data:image/png;base64,([^\"]+)")
+
+HEAD = """# Gallery
+
+Every figure of the project, with what makes it. A rank has the same colour in all of them, and its number beside it;
+lines and kinds of actions have colours of their own. All three sets stay apart for every kind of colour vision, which
+`parity_tests/harness/test_colours.py` holds them to.
+"""
+# A file of docs/images, one line, and the command that makes it.
+PICTURES = (
+    ("layouts.png", "Four layouts of one dim over four ranks, and the causal work of each.", "python docs/images.py"),
+    ("spec.png", "Spec strings: who holds what, and how gradients come back.", "python docs/images.py"),
+    (
+        "schedule.png",
+        "A pipeline schedule on paper.",
+        "shardproof schedule zbv --pp 4 --microbatches 8 --figure schedule.png",
+    ),
+    (
+        "training.png",
+        "A training run on four ranks beside one device.",
+        "shardproof train --mesh dp=2,cp=2 --figure training.png",
+    ),
+    ("faults.png", "How many examples it takes to catch a planted fault.", "make faults"),
+    ("tour.png", "Error over budget of every built-in scheme, and three planted bugs.", "shardproof tour"),
+)
+REPORT = "Error over budget on every tensor of"
+# One line for each figure of a notebook, in its order.
+CAPTIONS = {
+    "01_layouts_by_eye": (
+        "Five layouts of one dim, and the causal work of each rank.",
+        "A matrix cut over two axes, in four ways.",
+        "What a spec string says of values and of gradients.",
+        f"{REPORT} a gather that leaves the layout in place.",
+        "The collectives of the gather, forward and backward.",
+    ),
+    "02_vocab_parallel_logprob": (
+        "Who owns which column of the logits.",
+        f"{REPORT} a backward that forgets what padding is.",
+        "Memory and bytes of four ways to the same log-probability.",
+    ),
+    "03_dual_chunk_swap_and_packing": (
+        "Whose queries see which keys, in three layouts.",
+        "A packed stream cut inside each sequence, and as a whole.",
+        "The mask of a packed stream, in the colours of the ranks that compute it.",
+        "What padding to a multiple of twice the ranks costs.",
+        "Where targets are wrong that were shifted after the cut.",
+    ),
+    "04_ring_and_ulysses": (
+        "A ring step by step: whose keys are where, and how much of the work that is.",
+        "Ulysses: positions of all heads become all positions of some heads.",
+        "What goes over the wire with Ulysses.",
+        "What goes over the wire with the ring.",
+        f"{REPORT} attention whose output is put together in the wrong order.",
+        f"{REPORT} the same with the right order.",
+        "Bytes that each exchange sends, over the number of ranks.",
+    ),
+    "05_mamba2_two_ways": (
+        "Who holds what while a Mamba2 mixer runs, in two ways.",
+        f"{REPORT} a mixer without the rows before a cut.",
+        "How that mistake runs on from the first cut.",
+        f"{REPORT} a mixer that takes the tokens in another order.",
+        "Bytes of both ways, over the length of the sequence.",
+    ),
+    "06_fsdp2_and_tp": (
+        "Three weights under FSDP2 and tensor parallelism.",
+        "Every parameter's gradient with two norms in the plan, and without them.",
+    ),
+    "07_pipeline_schedules": (
+        "Seven schedules of four ranks and eight micro-batches.",
+        "Activations that each rank holds.",
+        "Idle time over the number of micro-batches.",
+        "1F1B with a slow last stage.",
+        "A schedule from a file, beside 1F1B.",
+    ),
+    "08_write_your_own_scheme": (
+        "Who holds what in a norm and a projection over cut columns.",
+        f"{REPORT} a norm of each rank's part of a row.",
+        "How that error falls with the width, and does not go away.",
+        f"{REPORT} a norm whose sum has no gradient.",
+        "Its collectives.",
+        "The collectives of the version in one.",
+        f"{REPORT} that version, on four processes.",
+    ),
+    "09_find_the_planted_bug": (
+        "Every parameter's gradient of a model with a planted bug.",
+        "All tensors of one step in the order of execution, and the first that differs.",
+        "The timeline of its collectives: one too many.",
+        f"{REPORT} the layer with the bug.",
+        "What the loss curve would have shown.",
+    ),
+}
+
+
+def figures(notebook: Path) -> list[bytes]:
+    """Every PNG among a notebook's outputs, in order."""
+    found: list[str] = []
+    for cell in json.loads(notebook.read_text())["cells"]:
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            found += ["".join(data["image/png"])] if "image/png" in data else []
+            found += IN_HTML.findall("".join(data.get("text/html", [])))
+    return [base64.b64decode(text) for text in found]
+
+
+def files() -> dict[Path, bytes]:
+    """What the folder of figures holds: each under its notebook's name and its number."""
+    notebooks = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
+    return {FOLDER / f"{n.stem}-{k}.png": png for n in notebooks for k, png in enumerate(figures(n), 1)}
+
+
+def page() -> str:
+    """The text of the page."""
+    parts = [HEAD, "\n## Pages and commands\n"]
+    parts += [f"\n{said} `{command}`\n\n![{said}](images/{name})\n" for name, said, command in PICTURES]
+    for stem, captions in CAPTIONS.items():
+        number, _, words = stem.partition("_")
+        title = words.replace("_", " ").capitalize()
+        parts.append(f"\n## {number} {title}\n\n`notebooks/{stem}.ipynb`\n")
+        parts += [f"\n{said}\n\n![{said}](images/gallery/{stem}-{k}.png)\n" for k, said in enumerate(captions, 1)]
+    return "".join(parts)
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    wanted = files()
+    for old in set(FOLDER.glob("*.png")) - set(wanted):
+        old.unlink()
+    for path, png in wanted.items():
+        path.write_bytes(png)
+    PAGE.write_text(page())
