@@ -1,7 +1,12 @@
-"""Execute the notebooks: `python notebooks/execute.py` writes each numbered script's .ipynb with its outputs."""
+"""Execute the notebooks: `python notebooks/execute.py` writes each numbered script's .ipynb with its outputs.
+
+`python notebooks/execute.py 03 08` does so for these alone. The gallery takes its figures from what is written: run
+`python docs/gallery.py` afterwards.
+"""
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -27,5 +32,6 @@ def executed(script: Path) -> Any:
 
 
 if __name__ == "__main__":
-    for script in SCRIPTS:
+    chosen = tuple(sys.argv[1:]) or ("",)
+    for script in (script for script in SCRIPTS if script.stem.startswith(chosen)):
         nbformat.write(executed(script), script.with_suffix(".ipynb"))

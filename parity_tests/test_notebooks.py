@@ -47,5 +47,16 @@ def test_a_notebook_runs_and_is_committed_as_it_runs(script):
     assert kinds(committed) == kinds(fresh)
 
 
-def test_there_are_notebooks():
-    assert execute.SCRIPTS
+@pytest.mark.parametrize("script", execute.SCRIPTS, ids=lambda script: script.stem)
+def test_what_is_committed_has_no_warning_in_it(script):
+    """Nothing on standard error, and no cell that stopped."""
+    outputs = [
+        output for cell in jupytext.read(script.with_suffix(".ipynb")).cells for output in cell.get("outputs", [])
+    ]
+    assert [output.text for output in outputs if output.get("name") == "stderr"] == []
+    assert {output.output_type for output in outputs} <= {"stream", "display_data", "execute_result"}
+
+
+def test_they_are_numbered_from_one_on():
+    numbers = [int(script.stem.partition("_")[0]) for script in execute.SCRIPTS]
+    assert numbers and numbers == list(range(1, len(numbers) + 1))

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from parity_tests.faults import report
 from parity_tests.faults.runner import Outcome
+from parity_tests.harness.colours import LINES
 
 HEAD = """# Planted faults
 
@@ -54,8 +55,9 @@ def figure(outcomes: Sequence[Outcome], examples: int, path: Path) -> None:
     canvas = Figure(figsize=(7.0, 3.6), layout="constrained")
     axes = canvas.subplots()
     at = range(1, examples + 1)
-    axes.step(at, report.curve(outcomes, examples), where="post", label="drawn examples, four oracles")
-    axes.step(at, report.curve(outcomes, examples, by_value=True), where="post", label="drawn examples, values alone")
+    axes.step(at, report.curve(outcomes, examples), where="post", color=LINES[0], label="drawn examples, four oracles")
+    alone = report.curve(outcomes, examples, by_value=True)
+    axes.step(at, alone, where="post", color=LINES[1], label="drawn examples, values alone")
     for name, attribute, style in (
         ("one shape, four oracles", "baseline_conduct", "--"),
         ("one shape, values alone", "baseline", ":"),
