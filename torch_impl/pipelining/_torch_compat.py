@@ -41,17 +41,19 @@ def schedule_of_order(
 
 
 def open_in_own_buffers(stages: Sequence[PipelineStage]) -> None:
-    """Give each of the messages that open a pipeline a tensor of its own, [1].
+    """Give each of the messages that open a pipeline a tensor of its own, [1], and leave out those to oneself.
 
-    torch 2.11 receives two into one tensor at once, and sends a number without a dim to one of shape [1].
+    torch 2.11 receives two into one tensor at once, sends a number without a dim to one of shape [1], and has stages of
+    one rank greet each other, which gloo refuses.
     """
     for stage in stages:
         made: Any = stage
-        made._get_init_p2p_neighbors_ops = partial(_in_own_buffers, of_torch(stage, "_get_init_p2p_neighbors_ops"))
+        messages = of_torch(stage, "_get_init_p2p_neighbors_ops")
+        made._get_init_p2p_neighbors_ops = partial(_in_own_buffers, messages, stage.group_rank)
 
 
-def _in_own_buffers(messages: Callable[[], Sequence[Any]]) -> Sequence[Any]:
-    found = messages()
+def _in_own_buffers(messages: Callable[[], Sequence[Any]], rank: int) -> Sequence[Any]:
+    found = [each for each in messages() if each.group_peer != rank]
     for each in found:
         each.tensor = each.tensor.reshape(1).clone()
     return found
