@@ -23,6 +23,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Verify sharded PyTorch against single-device JAX: values, gradients, collectives and bytes.",
     epilog=cli_help.epilog(None),
 )

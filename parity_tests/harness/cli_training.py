@@ -61,10 +61,12 @@ def train(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print one line for each run only.")] = False,
 ) -> None:
     """Train a small hybrid language model over a mesh; compare every step with one device."""
+    from parity_tests.harness.out_path import refuse_no_folder
     from parity_tests.training import page as meshes
     from parity_tests.training import session
     from parity_tests.training.run import Run
 
+    refuse_no_folder(checkpoint=checkpoint)
     settings = {"steps": steps, "seed": seed, "is_tied": tied, "dtype": dtype, "mamba": mamba, "attention": attention}
     settings |= {"schedule": schedule, "checkpoint": checkpoint, "every": every, "resume": resume}
     given = [sizes([text] if text else [], "--mesh") for text in mesh or [""]]

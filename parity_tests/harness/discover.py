@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import hashlib
 import importlib
 import importlib.util
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -83,7 +85,8 @@ def module_of_file(file: str) -> ModuleType:
     """Import a file, by value for the ranks. Errors: UnusableTarget."""
     path = Path(file).resolve()
     if not path.is_file():
-        raise UnusableTarget(f"{file}: {'is a folder; give a file' if path.is_dir() else 'no such file'}")
+        hint = nearest(path.name, sorted(other.name for other in path.parent.glob("*.py")))
+        raise UnusableTarget(f"{file}: {'is a folder; give a file' if path.is_dir() else f'no such file{hint}'}")
     try:
         return _imported(path)
     except SystemExit:
@@ -99,10 +102,17 @@ def _named(pattern: str) -> list[Declared]:
     schemes = built_in()
     found = [made for made in schemes if fnmatch.fnmatch(made.name, pattern) or made.key == pattern]
     if not found:
-        near = [made.name for made in schemes if pattern in made.name]
-        hint = f"; did you mean {near[0]}?" if near else ""
+        if "=" in pattern:
+            raise UnusableTarget(f"{pattern}: is no target; sizes stand after --mesh or --dim, as in --mesh dp=2,cp=2")
+        hint = nearest(pattern, [made.name for made in schemes])
         raise UnusableTarget(f"{pattern}: no file and no scheme of this name{hint} (shardproof list shows all)")
     return found
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """`; did you mean that?` for a name that is near, else nothing."""
+    near = [name for name in known if word in name] or difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _imported(path: Path) -> ModuleType:

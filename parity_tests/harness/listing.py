@@ -22,15 +22,19 @@ from parity_tests.harness.judge import judge
 from parity_tests.harness.out_path import refuse_unwritable, write_text
 from parity_tests.harness.outcome import Outcome
 from parity_tests.harness.replay import load_scheme, reruns
-from parity_tests.harness.report import PLAIN_WIDTH, Report
+from parity_tests.harness.report import Report
 from parity_tests.harness.status import EQUAL
+
+WIDEST = 400  # where there is no terminal, lines are as long as they must be
 
 
 def show(pattern: str, as_json: bool, quiet: bool = False) -> None:
     """Print the built-in schemes whose name matches, names alone if `quiet`. Errors: UnusableTarget where none does."""
-    schemes = [made for made in discover.built_in() if fnmatch(made.name, pattern)]
+    everything = discover.built_in()
+    schemes = [made for made in everything if fnmatch(made.name, pattern)]
     if not schemes:
-        raise discover.UnusableTarget(f"{pattern}: no scheme of this name (shardproof list shows all)")
+        hint = discover.nearest(pattern, [made.name for made in everything])
+        raise discover.UnusableTarget(f"{pattern}: no scheme of this name{hint} (shardproof list shows all)")
     if as_json:
         print(json_module.dumps([record(made) for made in schemes], indent=2))
         return
@@ -39,14 +43,14 @@ def show(pattern: str, as_json: bool, quiet: bool = False) -> None:
         return
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("scheme", "mesh", "specs", "reference and file"):
-        table.add_column(column, overflow="fold", no_wrap=column in ("scheme", "specs"))
+        table.add_column(column, overflow="fold", no_wrap=column == "scheme")
     for made in schemes:
         row = record(made)
         mesh = "\n".join(f"{axis}: {', '.join(map(str, sizes))}" for axis, sizes in row["mesh"].items())
         inputs = [f"{name}  {spec}" for name, spec in row["inputs"].items()]
         specs = "\n".join([*inputs, *(f"-> {spec}" for spec in row["outputs"].values())])
         table.add_row(row["name"], mesh, specs, f"{row['reference']}\n{row['file']}", end_section=True)
-    Console(width=None if Console().is_terminal else PLAIN_WIDTH).print(table, highlight=False)
+    Console(width=None if Console().is_terminal else WIDEST).print(table, highlight=False)
 
 
 def record(made: Declared) -> dict[str, Any]:

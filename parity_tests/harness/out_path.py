@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+PICTURES, ENDINGS = ("figure", "svg"), (".png", ".svg", ".pdf")
+
 
 def refuse_unwritable(**paths: str | None) -> None:
     """Each option with its path: `json="out.json"`; None and `-`, which is standard output, are never refused.
@@ -16,12 +18,21 @@ def refuse_unwritable(**paths: str | None) -> None:
             continue
         flag, file = f"--{option.replace('_', '-')}", Path(path)
         if not path or file.is_dir():
-            raise ValueError(f"{flag} {path!r} is a folder; give a file")
+            raise ValueError(f"{flag} {path!r} is {'a folder' if path else 'empty'}; give a file")
+        if option in PICTURES and file.suffix not in ENDINGS:
+            raise ValueError(f"{flag} {path} is no picture; end it in {', '.join(ENDINGS)}")
         folder = file.absolute().parent
         if not folder.is_dir():
             raise ValueError(f"{flag} {path}: there is no folder {file.parent}")
         if not os.access(file if file.exists() else folder, os.W_OK):
             raise ValueError(f"{flag} {path}: may not be written; give another path")
+
+
+def refuse_no_folder(**paths: str | None) -> None:
+    """Each option with the folder that it names, which need not be there yet. Errors: ValueError for a file."""
+    for option, path in paths.items():
+        if path is not None and (not path or (Path(path).exists() and not Path(path).is_dir())):
+            raise ValueError(f"--{option.replace('_', '-')} {path!r} is {'a file' if path else 'empty'}; give a folder")
 
 
 def write_text(path: str, text: str) -> None:

@@ -16,7 +16,7 @@ from parity_tests.harness.case import DTYPES
 from parity_tests.harness.declared import Declared
 from parity_tests.harness.engines.failure import NotRun
 from parity_tests.harness.engines.ranks import ENGINES
-from parity_tests.harness.out_path import refuse_unwritable, write_text
+from parity_tests.harness.out_path import refuse_no_folder, refuse_unwritable, write_text
 from parity_tests.harness.outcome import Outcome, Wanted
 from parity_tests.harness.report import PLAIN_WIDTH
 from parity_tests.harness.status import EQUAL
@@ -130,6 +130,7 @@ def _check(wanted: Wanted) -> None:
     if wanted.dtype is not None and wanted.dtype not in DTYPES:
         raise ValueError(f"--dtype {wanted.dtype!r} is not one of {', '.join(DTYPES)}")
     refuse_unwritable(json=wanted.json, junit=wanted.junit)
+    refuse_no_folder(jax_cache=wanted.jax_cache)
 
 
 def progress_bar(quiet: bool = False) -> Progress:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
 from collections.abc import Callable, Iterator
 
+from parity_tests.harness.status import INTERRUPTED
 from parity_tests.training import record, reference
 from parity_tests.training.judged import Judged, judged
 from parity_tests.training.run import Run
@@ -34,7 +37,7 @@ class Follower(threading.Thread):
     """Judges steps from `first` on and hands each to `show`, until the last one or until `stop` is set."""
 
     def __init__(self, run: Run, known: Known, folder: str, first: int, show: Callable[[Judged], None]) -> None:
-        super().__init__()
+        super().__init__(daemon=True)
         self._run, self._known, self._folder, self._first, self._show = run, known, folder, first, show
         self.stop = threading.Event()
         self.steps: list[Judged] = []
@@ -61,6 +64,16 @@ class Follower(threading.Thread):
         """There will be no more records: what is there is judged, and the thread has ended."""
         self.stop.set()
         self.join()
+
+    def leave(self) -> None:
+        """Nobody will ask: what is not judged stays so, and a reference that is being compiled is not waited for."""
+        self.stop.set()
+        atexit.register(self._leave_at_once)
+
+    def _leave_at_once(self) -> None:
+        """The interpreter's end would abort a compilation, and the process with it. Ranks end with the process."""
+        if self.is_alive():
+            os._exit(INTERRUPTED)
 
     def judged(self) -> list[Judged]:
         """Every step that was judged. Errors: those of the reference."""

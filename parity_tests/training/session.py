@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 
@@ -14,6 +13,7 @@ from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.engines.failure import RankFailure
 from parity_tests.harness.engines.ranks import ENGINES
 from parity_tests.harness.engines.run import run as on_ranks
+from parity_tests.harness.out_path import refuse_unwritable, write_text
 from parity_tests.harness.status import EQUAL, FAILED, MISMATCH
 from parity_tests.training import checkpoint, page, show
 from parity_tests.training.body import train as body
@@ -38,9 +38,7 @@ def train(runs: Sequence[Run], wanted: Wanted) -> int:
     """Every run in turn; returns the exit status, the worst of all."""
     if wanted.engine not in ENGINES:
         raise ValueError(f"--engine {wanted.engine!r} is not one of {', '.join(ENGINES)}")
-    for flag, path in (("--json", wanted.json), ("--figure", wanted.figure), ("--page", wanted.page)):
-        if path and path != "-" and not Path(path).absolute().parent.is_dir():
-            raise ValueError(f"{flag} {path}: there is no folder {Path(path).parent}")
+    refuse_unwritable(json=wanted.json, figure=wanted.figure, page=wanted.page)
     if wanted.engine == "torchrun":
         from parity_tests.harness.engines import launch
 
@@ -55,7 +53,8 @@ def train(runs: Sequence[Run], wanted: Wanted) -> int:
 
 
 def _all(runs: Sequence[Run], wanted: Wanted) -> int:
-    console = Console(width=None if Console().is_terminal else show.WIDTH)
+    aside = wanted.json == "-"  # standard output is for JSON alone
+    console = Console(stderr=aside, width=None if Console(stderr=aside).is_terminal else show.WIDTH)
     known, status, done = Known(), EQUAL, []
     for run in runs:
         try:
@@ -65,10 +64,9 @@ def _all(runs: Sequence[Run], wanted: Wanted) -> int:
             status = FAILED
             continue
         done.append((run, steps))
-        if not wanted.quiet and wanted.json != "-":
+        if not wanted.quiet:
             console.print(show.table(steps))
-        if wanted.json != "-":
-            console.print(show.closing(run, steps), style="bold", markup=False, highlight=False, soft_wrap=True)
+        console.print(show.closing(run, steps), style="bold", markup=False, highlight=False, soft_wrap=True)
         status = max(status, EQUAL if all(step.ok for step in steps) else MISMATCH)
     _write(done, wanted)
     return status
@@ -90,16 +88,19 @@ def followed(run: Run, known: Known, engine: str = "gloo", quiet: bool = True) -
         follower.start()
         try:
             on_ranks(body, case, engine)
-        finally:
+        except KeyboardInterrupt:
+            follower.leave()
+            raise
+        except BaseException:
             follower.end()
+            raise
+        follower.end()
         return follower.judged()
 
 
 def _write(done: Sequence[tuple[Run, Sequence[Judged]]], wanted: Wanted) -> None:
-    if wanted.json == "-":
-        print(show.as_json(done))
-    elif wanted.json:
-        Path(wanted.json).write_text(show.as_json(done))
+    if wanted.json:
+        write_text(wanted.json, show.as_json(done))
     if wanted.page and done:
         page.write(done, wanted.page)
     if wanted.figure and done:
