@@ -69,11 +69,22 @@ def set_static_shapes(
     stage_of: Any = stage
     if hasattr(stage, "_user_meta"):
         _tell(stage_of, inputs, outputs)
-    else:  # torch 2.11: a stage that has these does not infer them
-        of_torch(stage, "inputs_meta")
-        of_torch(stage, "_outputs_meta")
-        stage_of.inputs_meta, stage_of._outputs_meta = tuple(inputs), tuple(outputs)
+    else:
+        _tell_as_in_2_11(stage_of, inputs, outputs)
     stage_of.static_key = key
+
+
+def _tell_as_in_2_11(stage: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+    """A stage of torch 2.11 that has these does not infer them; it checks strides too, which nobody is told."""
+    of_torch(stage, "inputs_meta")
+    of_torch(stage, "_outputs_meta")
+    stage.inputs_meta, stage._outputs_meta = tuple(inputs), tuple(outputs)
+    if not hasattr(stage, "static_key"):
+        stage._validate_fwd_outputs = partial(_without_strides, of_torch(stage, "_validate_fwd_outputs"))
+
+
+def _without_strides(check: Callable[..., None], given: Sequence[torch.Tensor]) -> None:
+    check(tuple(torch.empty(x.shape, dtype=x.dtype, device="meta") for x in given))
 
 
 def _tell(stage: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
