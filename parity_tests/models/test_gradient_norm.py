@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from parity_tests import CaseSpec, check, every_case, scheme, values
@@ -77,6 +78,19 @@ def test_what_is_cut_is_summed_and_what_is_repeated_is_not(mesh, placements):
 
     found = run(body, CaseSpec(scheme="norm", mesh=mesh)).results
     assert set(found) == {torch.tensor(float(SQUARE + 4)).sqrt().item()}
+
+
+def test_equal_meshes_are_one():
+    """DTensor's caches may give a gradient either of two equal meshes, not the same on every rank."""
+
+    def body(mesh, case):
+        again = init_device_mesh(mesh.device_mesh.device_type, (2,), mesh_dim_names=("dp",))
+        places = [mesh.device_mesh, again if mesh.rank("dp") else mesh.device_mesh]
+        return gradient_norm([parameter(torch.ones(4), place, [Shard(0)]) for place in places]).item()
+
+    found = run(body, CaseSpec(scheme="norm", mesh={"dp": 2}))
+    assert set(found.results) == {torch.tensor(8.0).sqrt().item()}
+    assert sum(row.op == "all_reduce" for row in found.ledger.of(0)) == 1
 
 
 def test_addends_are_refused():

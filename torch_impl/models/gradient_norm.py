@@ -25,14 +25,17 @@ def gradient_norm(parameters: Iterable[nn.Parameter], pp: ProcessGroup | None = 
     Errors: ValueError for a gradient that is still a sum of addends.
     """
     parameters = list(parameters)
-    squares: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}
+    squares: dict[tuple[tuple[int, ...], ...], tuple[tuple[ProcessGroup, ...], list[Tensor]]] = {}
     for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        squares.setdefault(_cut_by(gradient), []).append(local.to(accumulator(local.dtype)).square().sum())
+        groups = _cut_by(gradient)
+        # By their ranks: of equal meshes DTensor may give either, each with groups of its own, on one rank and not all.
+        key = tuple(tuple(dist.get_process_group_ranks(group)) for group in groups)
+        squares.setdefault(key, (groups, []))[1].append(local.to(accumulator(local.dtype)).square().sum())
     total = torch.zeros(())
     for parameter in parameters:  # the same dtype on every rank, whichever gradients it has
         total = total.to(parameter.device, torch.promote_types(total.dtype, parameter.dtype))
-    for groups, parts in squares.items():
+    for groups, parts in squares.values():
         own = torch.stack(parts).sum()
         for group in groups:
             dist.all_reduce(own, group=group)
