@@ -128,12 +128,12 @@ def test_the_command(monkeypatch, capsys):
     with open("run.json") as file, open("curve.png", "rb") as picture:
         (found,) = json.load(file)
         assert found["mesh"] == {"dp_shard": 2} and found["verdict"] == "equal" and picture.read(4) == b"\x89PNG"
-    monkeypatch.setattr(page, "MESHES", (({"cp": 2}, "state", "ring", "1f1b"),))
+    monkeypatch.setattr(page, "MESHES", (({"cp": 2}, {"mamba": "state"}),))
     monkeypatch.setattr(page, "DTYPES", ("float64",))
     assert call("--page", "page.md")[0] == 0
     with open("page.md") as file:
         rows = [line.split(" | ") for line in file if line.startswith("| cp=2")]
-        assert [(row[4], row[-1]) for row in rows] == [("float64", "equal |\n")]
+        assert [(row[5], row[-1]) for row in rows] == [("float64", "equal |\n")]
     assert call("--mesh", "pp=2", "--schedule", "1f1c")[0] == 2
     monkeypatch.setattr(staged, "valid_count", lambda targets, groups: targets[0].new_tensor(7))
     assert call("--mesh", "dp=2", "-q")[0] == 1
