@@ -103,6 +103,10 @@ CAPTIONS = {
         f"{REPORT} the layer with the bug.",
         "What the loss curve would have shown.",
     ),
+    "10_one_run_every_axis": (
+        "One training run on four meshes: the same curve, and how far apart.",
+        "A trace of its first step, healthy and with a planted fault.",
+    ),
 }
 
 

@@ -1,0 +1,127 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+# %% [markdown]
+# %% [markdown]
+# # One run, every axis
+#
+# A small hybrid language model (attention and Mamba2 layers) trained on several meshes. The curve must not know which:
+# every loss, gradient and weight is held against one device. Then a fault is planted in a layer, and a trace of the
+# first step names the module. Everything runs on this CPU, on the deterministic engine.
+
+# %%
+# %matplotlib inline
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: one thread for each rank
+
+import matplotlib.pyplot as plt
+
+from parity_tests.faults.models import FAULTS
+from parity_tests.faults.patch import Plot
+from parity_tests.harness import colours
+from parity_tests.tracing.lines import first
+from parity_tests.training.follow import Known
+from parity_tests.training.run import Run
+from parity_tests.training.session import followed
+from parity_tests.training.traced import known_of, trace
+
+# %% [markdown]
+# ## Four meshes
+#
+# Two streams of packed documents of unlike lengths, five steps of AdamW, in float64. The reference is flax and optax on
+# one device, made once for all runs. One rule makes all factorisations equal: the loss is the sum of the token losses
+# over the count of valid tokens of the whole step.
+
+# %%
+SMALL = {"streams": 2, "length": 48, "steps": 5}
+RUNS = {
+    "dp_shard=2": Run.on({"dp_shard": 2}, **SMALL),
+    "cp=2, ring, heads exchanged": Run.on({"cp": 2}, **SMALL),
+    "cp=2 tp=2, Ulysses, states passed": Run.on({"cp": 2, "tp": 2}, mamba="state", attention="ulysses", **SMALL),
+    "pp=2, 1F1B": Run.on({"pp": 2}, **SMALL),
+}
+known = Known()
+found = {name: followed(run, known, "lockstep") for name, run in RUNS.items()}
+
+print(f"{'mesh':36}{'loss of step 5':>20}{'largest error / budget':>26}")
+for name, steps in found.items():
+    print(f"{name:36}{steps[-1].loss:20.15f}{max(step.worst_ratio for step in steps):26.2g}")
+print(f"{'one device':36}{next(iter(found.values()))[-1].want:20.15f}")
+
+# %% [markdown]
+# The error is that of the worst of all numbers: loss, norm, every parameter's gradient and weight. Above, the curves
+# lie on one another; below, on a log axis, how far their losses part. The grey line is what rounding accounts for.
+
+# %%
+figure, (curves, apart) = plt.subplots(2, 1, figsize=(9, 5), sharex=True, layout="constrained")
+steps = next(iter(found.values()))
+at = [step.index + 1 for step in steps]
+curves.plot(at, [step.want for step in steps], color="0.75", linewidth=7, label="one device (JAX)")
+for number, (name, steps) in enumerate(found.items()):
+    curves.plot(at, [step.loss for step in steps], **colours.line(number), label=name)
+    apart.semilogy(at, [max(step.rows["loss"].error, 1e-17) for step in steps], **colours.line(number))
+apart.semilogy(at, [step.rows["loss"].budget for step in steps], color="0.6", linewidth=3, label="budget")
+curves.set(ylabel="loss, nats per byte")
+apart.set(xlabel="optimiser step", ylabel="relative difference\n(1e-17: none)", xticks=at)
+figure.legend(loc="outside right upper", frameon=False, fontsize=9)
+plt.show()
+
+# %% [markdown]
+# ## A fault in one layer
+#
+# From the catalogue of planted faults: one line of a layer, changed in memory. What is printed is the patch, and what
+# became of the first steps. The first loss is right.
+
+# %%
+fault = next(fault for fault in FAULTS if fault.name == "a layer whose residual has no gradient")
+plot = Plot.of(fault, ["parity_tests.training.traced", "parity_tests.training.session"])
+planted_trace, planted_run = plot.modules[0].trace, plot.modules[1].followed
+run = RUNS["cp=2, ring, heads exchanged"]
+with plot:
+    broken = planted_run(run, known, "lockstep")
+print(f"{fault.file}\n- {fault.old}\n+ {fault.new}\n")
+for step in broken[:3]:
+    wrong = ", ".join(name for name in step.wrong[:3]) or "nothing"
+    print(f"step {step.index + 1}: loss {step.loss:.12f}, one device {step.want:.12f}; wrong: {wrong}")
+
+# %% [markdown]
+# ## Where it first differs
+#
+# `trace` records what enters and leaves every module, forward and backward, on both sides; the first tensor beyond its
+# budget names the module. `shardproof trace --mesh cp=2` does the same from a terminal. Each stream is a call of its
+# own, so its tensors come twice.
+
+# %%
+reference = known_of(Run(mesh={}, **SMALL))
+healthy = trace(run, reference, "lockstep")
+with plot:
+    lines = planted_trace(run, reference, "lockstep")
+line = first(lines)
+print(f"healthy: {len(healthy)} tensors, at most {max(each.ratio for each in healthy):.2g} of the budget")
+print(f"planted: first to differ: {line.name}; look in {line.home}", *line.notes, sep="\n  ")
+
+# %%
+figure, panel = plt.subplots(figsize=(9, 3), layout="constrained")
+for number, (name, traced) in enumerate({"healthy": healthy, "planted": lines}.items()):
+    drawn = {**colours.line(number), "linestyle": "", "markersize": 3}
+    panel.semilogy([max(each.error, 1e-17) for each in traced], **drawn, label=name)
+panel.semilogy([each.budget for each in healthy], color="0.6", linewidth=1, label="budget")
+at = lines.index(line)
+panel.annotate(line.name, (at, line.error), (at - 5, 1e-6), ha="right", fontsize=9, arrowprops={"arrowstyle": "->"})
+backward = next(i for i, each in enumerate(lines) if each.phase != "forward")
+panel.axvline(backward - 0.5, color="black", linewidth=0.8, linestyle=":")
+panel.text(backward - 2, 1e-9, "forward", ha="right", fontsize=9)
+panel.text(backward + 2, 1e-9, "backward", fontsize=9)
+panel.set(xlabel="tensor, in the order of execution", ylabel="relative distance", ylim=(1e-18, 1e2))
+panel.legend(loc="center left", fontsize=9)
+plt.show()
