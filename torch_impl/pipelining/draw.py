@@ -27,7 +27,7 @@ def draw(timeline: Timeline, title: str = "") -> Figure:
 
 
 def paint(ax: Axes, timeline: Timeline, title: str = "") -> None:
-    """Draw into axes. Chunks after a rank's first are darker at the top; numbers are micro-batches."""
+    """Draw into axes. Every second chunk of a rank has a dark bar on top; numbers are micro-batches."""
     from matplotlib.patches import Patch
 
     for rank in range(timeline.pp_size):
@@ -51,9 +51,11 @@ def paint(ax: Axes, timeline: Timeline, title: str = "") -> None:
     kinds = [kind for kind in COLOURS if any(event.action.kind == kind for event in timeline.events)]
     handles = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds]
     handles.append(Patch(facecolor="white", edgecolor="0.8", hatch="////", label="idle"))
-    ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=7, frameon=False)
+    if any(timeline.chunk(event.action.stage) % 2 for event in timeline.events):
+        handles.append(Patch(color="0.25", label="bar: second chunk"))
+    ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.0, 1.05), fontsize=8, frameon=False)
     ax.set(
-        xlabel="time",
+        xlabel="time units",
         yticks=range(timeline.pp_size),
         yticklabels=[f"rank {rank}" for rank in range(timeline.pp_size)],
         xlim=(0, float(timeline.makespan) or 1),
