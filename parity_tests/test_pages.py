@@ -166,7 +166,8 @@ def test_a_wrong_command_is_seen(wrong, said):
 def test_options_named_in_prose_exist():
     known = {option for verb in VERBS.values() for x in verb.params for option in (*x.opts, *x.secondary_opts)}
     known |= options_of("parity_tests/benchmarks/__main__.py") | options_of("parity_tests/faults/__main__.py")
-    known |= {"--nproc-per-node", "--rdzv-endpoint", "--help", "--hypothesis-profile", "--install-completion"}
+    known |= {option for x in typer.main.get_command(cli.app).params for option in x.opts}
+    known |= {"--nproc-per-node", "--rdzv-endpoint", "--help", "--hypothesis-profile"}
     prose = {page: re.findall(r"`(?:[^`\n]* )?(--[a-z][a-z0-9-]*)[^`\n]*`", text_of(page)) for page in PAGES}
     unknown = {page: sorted(set(found) - known) for page, found in prose.items()}
     assert {page: found for page, found in unknown.items() if found} == {}

@@ -118,9 +118,9 @@ class Report:
             "rows": [
                 {
                     "tensor": r.label,
-                    "error": _number(r.error),
-                    "budget": _number(r.budget),
-                    "ratio": _number(r.ratio),
+                    "error": number(r.error),
+                    "budget": number(r.budget),
+                    "ratio": number(r.ratio),
                     "where": list(r.where),
                     "dtype": r.dtype,
                     "ok": r.ok,
@@ -242,7 +242,8 @@ def _short(value: float) -> str:
     return f"{value:.2g}".replace("e+0", "e").replace("e+", "e").replace("e-0", "e-")
 
 
-def _number(value: float) -> float | str:
+def number(value: float) -> float | str:
+    """As JSON has it: infinities and what is no number as text."""
     return value if math.isfinite(value) else str(value)
 
 

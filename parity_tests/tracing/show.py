@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_module
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from parity_tests.harness.engines.failure import RankFailure
+from parity_tests.harness.report import number
 from parity_tests.harness.status import EQUAL, FAILED, MISMATCH
 from parity_tests.tracing.lines import Line, first
 
@@ -130,7 +130,7 @@ def _line(line: Line) -> dict[str, Any]:
         "tensor": line.name,
         "phase": line.phase,
         "home": line.home,
-        "error": line.error if math.isfinite(line.error) else str(line.error),
+        "error": number(line.error),
         "budget": line.budget,
         "ranks": list(line.ranks),
         "notes": list(line.notes),

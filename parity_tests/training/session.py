@@ -55,19 +55,23 @@ def train(runs: Sequence[Run], wanted: Wanted) -> int:
 def _all(runs: Sequence[Run], wanted: Wanted) -> int:
     aside = wanted.json == "-"  # standard output is for JSON alone
     console = Console(stderr=aside, width=None if Console(stderr=aside).is_terminal else show.WIDTH)
-    known, status, done = Known(), EQUAL, []
+    known, status, done, told = Known(), EQUAL, [], []
     for run in runs:
         try:
             steps = followed(run, known, wanted.engine, wanted.quiet)
         except RankFailure as failure:
             console.print(f"{show.named(run)}: {failure}", style="red", markup=False, highlight=False, soft_wrap=True)
             status = FAILED
+            told.append((run, failure))
             continue
         done.append((run, steps))
+        told.append((run, steps))
         if not wanted.quiet:
             console.print(show.table(steps))
         console.print(show.closing(run, steps), style="bold", markup=False, highlight=False, soft_wrap=True)
         status = max(status, EQUAL if all(step.ok for step in steps) else MISMATCH)
+    if wanted.json:
+        write_text(wanted.json, show.as_json(told))
     _write(done, wanted)
     return status
 
@@ -99,8 +103,6 @@ def followed(run: Run, known: Known, engine: str = "gloo", quiet: bool = True) -
 
 
 def _write(done: Sequence[tuple[Run, Sequence[Judged]]], wanted: Wanted) -> None:
-    if wanted.json:
-        write_text(wanted.json, show.as_json(done))
     if wanted.page and done:
         page.write(done, wanted.page)
     if wanted.figure and done:

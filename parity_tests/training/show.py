@@ -12,6 +12,8 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
+from parity_tests.harness.engines.failure import RankFailure
+from parity_tests.harness.report import number
 from parity_tests.training.judged import Judged
 from parity_tests.training.record import GRADIENT, WEIGHT
 from parity_tests.training.run import Run
@@ -92,25 +94,30 @@ def closing(run: Run, steps: Sequence[Judged]) -> str:
     return f"{named(run)}: step {parted.index + 1} is the first to differ; {forward}; wrong: {listed or 'the norm'}."
 
 
-def as_json(runs: Sequence[tuple[Run, Sequence[Judged]]]) -> str:
-    return json.dumps([_record(run, steps) for run, steps in runs], indent=1)
+def as_json(runs: Sequence[tuple[Run, Sequence[Judged] | RankFailure]]) -> str:
+    """Every run with its steps, or with the failure of a rank, which leaves it none."""
+    return json.dumps([_record(run, found) for run, found in runs], indent=1)
 
 
-def _record(run: Run, steps: Sequence[Judged]) -> dict[str, Any]:
+def _record(run: Run, found: Sequence[Judged] | RankFailure) -> dict[str, Any]:
+    failure = found if isinstance(found, RankFailure) else None
+    steps = () if isinstance(found, RankFailure) else found
+    word = "equal" if all(step.ok for step in steps) else "mismatch"
     return {
         "mesh": dict(run.mesh),
         "dtype": run.dtype,
         "mamba": run.mamba,
         "attention": run.attention,
         "schedule": run.rule.name,
-        "verdict": "equal" if all(step.ok for step in steps) else "mismatch",
+        "verdict": word if failure is None else failure.cause,
+        "failure": None if failure is None else str(failure),
         "steps": [
             {
                 "step": step.index + 1,
-                "loss": step.loss,
+                "loss": number(step.loss),
                 "reference": step.want,
                 "wrong": step.wrong,
-                "rows": {name: {"error": row.error, "budget": row.budget} for name, row in step.rows.items()},
+                "rows": {name: {"error": number(row.error), "budget": row.budget} for name, row in step.rows.items()},
             }
             for step in steps
         ],

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from parity_tests.harness.engines.ledger import Ledger
+if TYPE_CHECKING:  # it loads torch, and the names are asked for by who completes a word
+    from parity_tests.harness.engines.ledger import Ledger
 
 ENGINES = ("lockstep", "gloo", "nccl", "torchrun")
 LARGEST_WORLD = 64

@@ -1,0 +1,97 @@
+"""docs/reference/command-line.md, made from the command itself: `python -m parity_tests.harness.cli_page` writes it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from parity_tests.harness import cli
+from parity_tests.harness.cli_help import EXAMPLES, STATUS
+from parity_tests.harness.cli_shapes import SHAPES
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "command-line.md"
+HEAD = """# The command line
+
+`shardproof VERB --help` prints what stands here. This page is written by `python -m parity_tests.harness.cli_page`,
+and a test holds it to the options that there are.
+
+| verb | does |
+|---|---|
+{verbs}
+
+Before a verb: `--version`; `--install-completion` and `--show-completion` for bash, zsh, fish and PowerShell. What is
+completed are verbs, options, names of schemes and schedules, engines, profiles, dtypes, mesh sizes and files.
+
+| exit status | |
+|---|---|
+{statuses}
+
+Of several outcomes the worst wins, and 3 is worse than 1. Under torchrun the command's status stands in the agent's
+report, and the agent leaves with 1.
+
+- **What is printed.** Verdicts and tables go to standard output; progress bars, and one sentence for what cannot be
+  done, to standard error. Bars and colours are for terminals only; `NO_COLOR=1` turns colours off there too.
+- **Less and more.** `-q` leaves failures and the closing line, `-v` adds what is otherwise left out, where a verb has
+  them.
+- **JSON.** Verbs that run ranks take `--json PATH`; `--json -` puts the JSON on standard output and all else on
+  standard error. Verbs that only show something take `--json` alone and print it. Keys are never taken away; more may
+  come. A number that is not finite is text: `"inf"`.
+- **Paths.** A file that could not be written is refused before anything runs.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    verbs: dict[str, Any] = typer.main.get_command(cli.app).commands  # pyright: ignore[reportAttributeAccessIssue]
+    rows = "\n".join(f"| [`{name}`](#{name}) | {_sentence(verb.help)} |" for name, verb in verbs.items())
+    statuses = "\n".join(f"| {status} | {what} |" for status, what in STATUS.items())
+    return HEAD.format(verbs=rows, statuses=statuses) + "".join(_section(name, verb) for name, verb in verbs.items())
+
+
+def _section(name: str, verb: Any) -> str:
+    shown = "\n".join(f"$ {line}" for line in EXAMPLES[name])
+    lines = [f"\n## {name}\n\n{_sentence(verb.help)}.\n\n```console\n{shown}\n```\n"]
+    lines += ["| argument or option | meaning |", "|---|---|", *_rows(verb)]
+    if name != "verify" and SHAPES.get(name) == SHAPES["verify"]:
+        lines += ["\nIts JSON is that of [verify](#verify)."]
+    elif name in SHAPES:
+        lines += [f"\nIts JSON:\n\n```text\n{SHAPES[name].strip()}\n```"]
+    return "\n".join(lines) + "\n"
+
+
+def _rows(verb: Any) -> Iterator[str]:
+    """A row for each argument and option, with its default where it has one that says something."""
+    for each in verb.params:
+        if each.param_type_name == "argument":
+            called = f"`{each.name.upper()}{'...' if each.nargs == -1 else ''}`"
+        else:
+            flags = sorted(each.opts, key=lambda flag: (len(flag) > 2, flag))
+            called = ", ".join(f"`{flag}`" for flag in flags) + ("" if each.is_flag else f" `{_metavar(each)}`")
+        default = each.default
+        said = f"; default `{default}`" if default not in (None, "", ()) and default is not False else ""
+        yield f"| {called} | {_sentence(each.help)}{said} |"
+
+
+def _metavar(option: Any) -> str:
+    return option.metavar or {"int": "N", "float": "X"}.get(_kind(option), "NAME")
+
+
+def _kind(option: Any) -> str:
+    """int, float or str, of typer's options and of click's."""
+    found = getattr(getattr(option, "type_descriptor", None), "annotation", None) or option.type.name
+    words = getattr(found, "__name__", str(found))
+    return "int" if "int" in words else "float" if "float" in words else "str"
+
+
+def _sentence(text: str | None) -> str:
+    """One line, without its full stop, with what a table would take for a border written out."""
+    return " ".join((text or "").split()).removesuffix(".").replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    print(f"{PAGE} written", file=sys.stderr)

@@ -1,0 +1,88 @@
+"""The JSON of each verb, as an example that its page shows. A test compares its keys with what a verb writes."""
+
+from __future__ import annotations
+
+REPORTS = """
+{
+ "status": 1,
+ "reports": [
+  {"scheme": "my_scheme_41f0ab:sharded_logprob", "verdict": "mismatch", "ok": false, "examples": 20,
+   "engine": "lockstep",
+   "case": {"format": 1, "scheme": "my_scheme_41f0ab:sharded_logprob", "mesh": {"cp": 1, "tp": 2}, "dims": {"b": 2},
+            "dtype": "float32", "layouts": {}, "lengths": {}, "values": {}, "options": {}, "seed": 0,
+            "engine": "lockstep", "schedule": 0},
+   "rows": [{"tensor": "d/d hidden", "error": 0.7, "budget": 2e-06, "ratio": 350000.0, "where": [0, 0, 0],
+             "dtype": "float32", "ok": false, "notes": ["gradient missing a sum over tp"]}],
+   "protocol": [], "cost": [], "hygiene": [], "failure": null, "replay": "replay_f9a714ca.py"}
+ ],
+ "not_run": {"another_scheme": "is declared for gloo only"}MORE
+}
+"""
+SHAPES = {
+    "verify": REPORTS.replace("MORE", ""),
+    "replay": REPORTS.replace("MORE", ""),
+    "tour": REPORTS.replace(
+        "MORE",
+        """,
+ "caught": {"what was planted": true}, "wrong": [], "figure": "shardproof_verify.png\"""",
+    ),
+    "list": """
+[
+ {"name": "vocab_parallel_logprob", "mesh": {"tp": [1, 2, 3, 4]},
+  "inputs": {"logits": "b s v/tp:ragged", "target": "b s"}, "outputs": {"out": "b s tp=I"},
+  "dtypes": ["float32"], "engines": ["lockstep"], "reference": "jax_ref.vocab_parallel.logprob.logprob",
+  "file": "parity_tests/vocab_parallel/test_logprob.py:30"}
+]
+""",
+    "draw": """
+[
+ {"name": "sharded_logprob", "mesh": {"cp": 2, "tp": 1}, "dims": {"b": 1, "s": 8, "d": 1, "v": 2},
+  "tensors": {"hidden": {"spec": "b s/cp:dual_chunk_swap d tp=I",
+                         "owners": {"s/cp:dual_chunk_swap": [0, 0, 1, 1, 1, 1, 0, 0]}, "types": {"tp": "I"}}}}
+]
+""",
+    "timeline": """
+{
+ "traceEvents": [
+  {"name": "all_reduce", "cat": "fwd", "ph": "X", "ts": 0, "dur": 800, "pid": 0, "tid": 0,
+   "args": {"group": "tp", "seq": 0, "shapes": [[1, 4]], "dtypes": ["float32"], "bytes_in": 16, "bytes_out": 16,
+            "source": "my_scheme.py:48"}}
+ ]
+}
+""",
+    "schedule": """
+{
+ "schedule": "ZBVZeroBubble", "pp": 2, "stage_to_rank": [0, 1, 1, 0], "makespan": 14.0,
+ "ranks": [{"idle": 2.0, "bubble": 0.14, "peak_live": 3, "events": [["0F0", 0, 1.0]]}]
+}
+""",
+    "train": """
+[
+ {"mesh": {"dp_shard": 2}, "dtype": "float64", "mamba": "hidden", "attention": "ring", "schedule": "1F1B",
+  "verdict": "equal", "failure": null,
+  "steps": [{"step": 1, "loss": 6.116, "reference": 6.116, "wrong": [],
+             "rows": {"loss": {"error": 0.0, "budget": 1e-09}}}]}
+]
+""",
+    "trace": """
+{
+ "status": 1,
+ "traces": [
+  {"name": "block  float32", "verdict": "mismatch", "first": "output of ln", "home": "ln", "failure": null,
+   "torch_only": [], "flax_only": [],
+   "lines": [{"tensor": "output of ln", "phase": "forward", "home": "ln", "error": 0.0096, "budget": 1.2e-06,
+              "ranks": [0], "notes": ["no pattern; worst at (0,0,6)"]}]}
+ ]
+}
+""",
+    "plan": """
+{
+ "mesh": {"tp": 2},
+ "parameters": [{"name": "model.embed_tokens.weight", "count": 1, "shape": [151936, 4096],
+                 "placements": "dp_shard_cp Shard(0), tp Shard(0)", "local_shape": [75968, 4096],
+                 "bytes_held": 622329856}],
+ "sent": [{"phase": "forward", "op": "all_gather", "axis": "tp", "calls": 1, "bytes_in": 622329856}],
+ "unmatched": [], "unknown": [], "bytes_whole": 3164627456, "bytes_held": 1582326272
+}
+""",
+}

@@ -1,0 +1,149 @@
+"""The page of the command line, the examples under --help, and what both say of options and JSON."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from parity_tests.harness import cli, cli_page
+from parity_tests.harness.cli_help import EXAMPLES, JUDGING, STATUS
+from parity_tests.harness.cli_shapes import SHAPES
+from parity_tests.harness.engines.failure import Died
+from parity_tests.harness.strategy import EXAMPLES as PROFILES
+from parity_tests.harness.user_files import WRONG, written
+from parity_tests.tracing import show as traces
+from parity_tests.tracing.lines import Line
+from parity_tests.training import run, show
+from parity_tests.training.judged import Judged, Row
+
+VERBS = typer.main.get_command(cli.app).commands
+WIDE = "200"
+# Maps by names of the user's own: their keys are no part of the shape.
+BY_NAME = {"mesh", "dims", "inputs", "outputs", "tensors", "owners", "types", "rows of a step", "not_run", "caught"}
+BY_NAME |= {"layouts", "lengths", "values", "options"}
+
+
+def test_the_page_is_that_of_the_command():
+    assert cli_page.PAGE.read_text() == cli_page.page(), "run python -m parity_tests.harness.cli_page"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_option_stands_on_the_page(verb):
+    section = cli_page.PAGE.read_text().partition(f"\n## {verb}\n")[2].partition("\n## ")[0]
+    for option in VERBS[verb].params:
+        assert option.help, f"{verb}: {option.name} has no help"
+        for flag in option.opts if option.param_type_name == "option" else ():
+            assert f"`{flag}`" in section
+
+
+@pytest.mark.parametrize("line", [line for lines in EXAMPLES.values() for line in lines])
+def test_an_example_is_a_command(line):
+    program, verb, *arguments = shlex.split(line)
+    assert program == "shardproof" and line in EXAMPLES[verb]
+    VERBS[verb].make_context(verb, arguments)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_has_examples_and_statuses(shardproof, verb, monkeypatch):
+    monkeypatch.setenv("COLUMNS", WIDE)
+    monkeypatch.setenv("TERMINAL_WIDTH", WIDE)
+    status, out, _ = shardproof(verb, "--help")
+    assert status == 0 and 1 <= len(EXAMPLES[verb]) <= 3
+    assert all(f"\n    {line}\n" in out for line in EXAMPLES[verb])
+    told = STATUS if verb in JUDGING else {2: STATUS[2]}
+    assert all(f"{number}  {what}" in out for number, what in told.items())
+    assert shardproof(verb, "-h")[1] == out
+
+
+def test_help_names_every_value():
+    known = {"--dtype": run.DTYPES, "--mamba": run.MAMBA, "--attention": run.ATTENTION}
+    for verb, flags in {"train": known, "trace": known, "verify": {"--profile": PROFILES}}.items():
+        helps = {flag: option.help for option in VERBS[verb].params for flag in option.opts}
+        for flag, values in flags.items():
+            assert [value for value in values if value not in helps[flag]] == []
+
+
+def shape(x, name=""):
+    """What is under which key: the first of a list stands for all, and maps by name have one key."""
+    if isinstance(x, dict) and name in BY_NAME:
+        return {"*": next((shape(value) for value in x.values()), None)}
+    if isinstance(x, dict):
+        inner = {key: "rows of a step" if key == "rows" and "reference" in x else key for key in x}
+        return {key: shape(value, inner[key]) for key, value in x.items()}
+    if isinstance(x, list):
+        return [shape(x[0])] if x and isinstance(x[0], dict) else []
+    return None
+
+
+def lacks(said, real):
+    """Keys that the page alone has, or the command alone; an empty list or map agrees with any."""
+    if isinstance(said, dict) and isinstance(real, dict):
+        differing = set() if "*" in said else said.keys() ^ real.keys()
+        return sorted(differing) + [at for key in said.keys() & real.keys() for at in lacks(said[key], real[key])]
+    if isinstance(said, list) and isinstance(real, list):
+        return lacks(said[0], real[0]) if said and real else []
+    return []
+
+
+def compared(verb, text):
+    assert lacks(shape(json.loads(SHAPES[verb])), shape(json.loads(text))) == []
+
+
+def test_shapes_that_differ_are_seen():
+    said = {"a": [{"b": 1}], "mesh": {"tp": 2}}
+    assert lacks(shape(said), shape({"a": [{"b": 2}], "mesh": {"cp": 1}})) == []
+    assert lacks(shape(said), shape({"a": [{"c": 2}], "mesh": {}})) == ["b", "c"]
+
+
+def test_json_of_verdicts(shardproof):
+    file = written("wrong.py", WRONG)
+    compared("verify", shardproof("verify", file, "--mesh", "tp=2", "--dim", "b=4", "--json", "-")[1])
+    (replay,) = [path.name for path in Path().glob("replay_*.py")]
+    status, out, err = shardproof("replay", replay, "--json", "-", "-q")
+    assert (status, err) == (1, "wrong: mismatch\n")
+    compared("replay", out)
+
+
+def test_json_of_tables(shardproof):
+    compared("list", shardproof("list", "vocab_parallel_logprob", "--json")[1])
+    compared("draw", shardproof("draw", "vocab_parallel_logprob", "--json", "--mesh", "tp=2")[1])
+    compared("schedule", shardproof("schedule", "zbv", "--pp", "2", "--microbatches", "2", "--json")[1])
+    small = ("--option", "num_hidden_layers=1", "--mesh", "tp=2")
+    compared("plan", shardproof("plan", "transformers.LlamaConfig", *small, "--json")[1])
+
+
+def test_json_of_the_training_run():
+    steps = [Judged(0, 6.0, 6.0, {"loss": Row(float("inf"), 1e-9)})]
+    ran = run.Run.on({"dp": 2})
+    compared("train", show.as_json([(ran, steps)]))
+    assert "Infinity" not in show.as_json([(ran, steps)])
+    (failed,) = json.loads(show.as_json([(ran, Died("rank 1 ended", rank=1))]))
+    assert (failed["verdict"], failed["failure"], failed["steps"]) == ("died", "died: rank 1 ended", [])
+
+
+def test_json_of_a_trace(capsys):
+    line = Line("output of ln", "forward", "ln", float("inf"), 1e-6, (0,), ("has another shape",))
+    assert traces.write([traces.Told("block", "in flax", [line])], "-") == 1
+    out = capsys.readouterr().out
+    compared("trace", out)
+    assert json.loads(out)["traces"][0]["lines"][0]["error"] == "inf"
+
+
+def test_names_alone(shardproof):
+    status, out, _ = shardproof("list", "vocab_parallel_*", "--quiet")
+    assert status == 0 and "vocab_parallel_logprob" in out.splitlines() and " " not in out
+    assert all(name.startswith("vocab_parallel_") for name in out.split())
+
+
+def test_a_table_in_a_pipe_has_all_its_columns(shardproof):
+    first, second = shardproof("list", "vocab_parallel_logprob")[1].splitlines()[:2]
+    assert first.split() == ["scheme", "mesh", "specs", "reference", "and", "file"]
+    assert "tp: 1, 2, 3, 4" in second and "jax_ref.vocab_parallel.logprob.logprob" in second
+
+
+def test_versions(shardproof):
+    status, out, _ = shardproof("--version")
+    assert status == 0 and out.startswith("shardproof ") and f"Python {sys.version.split()[0]}" in out
