@@ -15,8 +15,8 @@ COMMAND = [sys.executable, "-m", "parity_tests.harness"]
 PLAIN = ["schedule", "zbv", "--pp", "2", "--microbatches", "2"]
 WRONG = ["schedule", "nothing"]
 LIMIT_S = 120
-INTERRUPTED_S = 10.0  # from Ctrl-C to the end of the command, on a loaded machine; a compilation is not waited for
-GONE_S = 2.0
+INTERRUPTED_S = 20.0  # from Ctrl-C to the end of the command, on a loaded machine; a compilation is not waited for
+GONE_S = 10.0  # until the last process has ended, on a loaded machine
 COLOUR = "\x1b[31m"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,12 +45,22 @@ def train(runs: Sequence[Run], wanted: Wanted) -> int:
 
         if not launch.is_rank_zero():
             return launch.serve()
+        _refuse_world(runs, launch.world_size())
     status = _all(runs, wanted)
     if wanted.engine == "torchrun":
         from parity_tests.harness.engines import launch
 
         launch.finish(status)
     return status
+
+
+def _refuse_world(runs: Sequence[Run], world: int) -> None:
+    """Errors: ValueError for a mesh of another number of ranks than the job has."""
+    for run in runs:
+        ranks = math.prod(run.full_mesh.values())
+        if ranks != world:
+            mesh = ",".join(f"{axis}={size}" for axis, size in run.mesh.items()) or "one rank"
+            raise ValueError(f"--mesh {mesh}: has {ranks} ranks, the job has {world}; give a mesh of {world}")
 
 
 def _all(runs: Sequence[Run], wanted: Wanted) -> int:

@@ -38,6 +38,7 @@ from parity_tests.harness.engines.ledger import Ledger
 from parity_tests.harness.engines.member import Follower, Leader
 from parity_tests.harness.engines.ranks import Ranks
 from parity_tests.harness.engines.verdict import verdict
+from parity_tests.harness.status import USAGE
 from parity_tests.harness.travel import dumps
 
 T = TypeVar("T")
@@ -51,8 +52,10 @@ def is_rank_zero() -> bool:
 
     Errors: ValueError if this process was not started by torchrun.
     """
-    rank, _ = place()
+    rank, world = place()
     leave_with_agent()
+    if rank == 0 and world > 1:
+        atexit.register(_send_home)
     return rank == 0
 
 
@@ -110,6 +113,12 @@ def finish(status: int) -> None:
         _leader = _with_store(partial(Leader, world_size()))  # nothing was run, and the others wait all the same
     if _leader is not None:
         _with_store(partial(_leader.finish, status))
+
+
+def _send_home() -> None:
+    """Where rank 0 leaves before it has led anybody, as for a wrong argument, the others wait all the same."""
+    if _leader is None:
+        finish(USAGE)
 
 
 def _with_store(call: Callable[[], T]) -> T:

@@ -170,3 +170,10 @@ def test_outside_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         "engines.launch: RANK is not set, so this is no torchrun job; start it with "
         "torchrun --nproc-per-node N -m parity_tests.harness verify FILE --engine torchrun"
     )
+
+
+def test_a_wrong_argument_of_rank_zero_sends_the_others_home(tmp_path: Path) -> None:
+    verify = ("-m", "parity_tests.harness", "verify", "absent.py", "--engine", "torchrun")
+    (lead, said), (follow, _) = two_ranks(tmp_path, *verify)
+    assert (lead, follow) == (2, 2)
+    assert said == ""
