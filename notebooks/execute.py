@@ -17,7 +17,7 @@ from nbclient import NotebookClient
 
 FOLDER = Path(__file__).resolve().parent
 SCRIPTS = sorted(FOLDER.glob("[0-9]*.py"))
-PATIENCE = 60  # seconds for one cell
+PATIENCE = 240  # seconds for one cell, on a machine that does much else
 
 
 def executed(script: Path) -> Any:
