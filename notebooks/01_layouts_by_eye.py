@@ -55,7 +55,7 @@ orders = {
 layout_picture.figure(orders, {"packed": cu_seqlens})
 
 # %% [markdown]
-# - *contiguous*: equal blocks. The last rank has seven times the causal work of the first, and all wait for it.
+# - *contiguous*: equal blocks. The last rank has over six times the causal work of the first, and all wait for it.
 # - *ragged*: blocks of any lengths, empty ones too. DTensor cuts a dim that does not divide evenly like this.
 # - *striped*: dealt out one by one.
 # - *dual_chunk_swap* (zigzag): an early chunk and its mirror image from the end. The same work for all.
