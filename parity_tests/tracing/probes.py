@@ -2,7 +2,7 @@
 
 A module's class is exchanged for one whose call adds a probe, which is zero, to what enters and what leaves; the
 gradient of a probe is the gradient of the tensor. What leaves a module is off by a rounding of its own, there and on
-the way back.
+the way back; under bfloat16 so is what enters, which is stored, whatever made it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BITS = {"bfloat16": (8, 7), "float16": (5, 10), "float32": (8, 23), "float64": (
 
 
 def draws(dtype: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Rounding errors in units of the dtype's roundoff.
+    """Rounding errors for `off`, in units of the dtype's roundoff.
 
     A dtype that sums run in rounds every product and every addend: one whole unit with a random sign stands for them
     all. Where sums run in float32, as of bfloat16, only what is stored is rounded, anywhere within a unit.
@@ -35,6 +35,17 @@ def draws(dtype: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
 def is_summed_in(dtype: str) -> bool:
     """Whether sums of this dtype's numbers run in the dtype itself, and in nothing wider."""
     return UNIT_ROUNDOFF[dtype] <= UNIT_ROUNDOFF["float32"]
+
+
+def off(x: Any, unit: Any, errors: Any, dtype: str) -> Any:
+    """x with errors of so many units: units of x in a dtype that sums run in, else of the last place of x."""
+    import jax
+    import jax.numpy as jnp
+
+    if is_summed_in(dtype):
+        return x * (1.0 + unit * errors)
+    mantissa = 2.0 * jnp.abs(jnp.frexp(jax.lax.stop_gradient(x))[0])  # 1 to 2, but of 0
+    return x * (1.0 + unit * errors / jnp.maximum(mantissa, 1.0))
 
 
 class Probes:
@@ -65,11 +76,11 @@ class Probes:
         self.rounded_count += 1
         start = self.rounded_count * STRIDE % (POOL // 2)
         errors = jnp.tile(self.errors[start:], -(-x.size // (POOL - start)))[: x.size]
-        return x * (1.0 + self.unit * errors.reshape(x.shape))
+        return off(x, self.unit, errors.reshape(x.shape), self.dtype)
 
     def through(self, event: Event, x: Any) -> Any:
-        """x with its probe; what leaves a module also with its rounding."""
-        x = self.rounded(x) if event.end == OUT else x
+        """x with its probe, and with its rounding where it is made; in a narrow dtype also where it was stored."""
+        x = self.rounded(x) if event.end == OUT or not is_summed_in(self.dtype) else x
         self.seen[event] = x
         return x if self.probes is None else x + self.probes[event]
 

@@ -44,3 +44,12 @@ def test_no_two_arrays_have_the_same_errors():
     through = probes("bfloat16", 1 / 64)
     first, second = through.rounded(jnp.ones(7, float)), through.rounded(jnp.ones(7, float))
     assert not np.array_equal(np.asarray(first), np.asarray(second))
+
+
+def test_what_is_stored_in_bfloat16_is_off_by_no_more_than_rounding_would_move_it():
+    """A number is moved at most to half way between its neighbours in the dtype, and some are moved as far."""
+    held = torch.tensor(X).bfloat16()
+    moved = np.asarray(probes("bfloat16", UNIT_ROUNDOFF["bfloat16"]).rounded(jnp.asarray(held.double().numpy(), float)))
+    away = torch.nextafter(held, torch.full_like(held, torch.inf) * held.sign()).double() - held.double()
+    share = np.abs(moved - held.double().numpy()) / (away.abs().numpy() / 2)
+    assert 0.9 < share.max() <= 1.0

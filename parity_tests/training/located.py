@@ -42,13 +42,15 @@ HOW: tuple[tuple[dict[str, int], dict[str, Any]], ...] = (
     ({"cp": 2, "tp": 2}, {"mamba": "hidden", "attention": "ulysses"}),
     ({"dp_replicate": 2, "cp": 2}, {"mamba": "hidden", "attention": "all_gather"}),
     ({"cp": 4}, {"mamba": "state", "attention": "usp"}),
+    ({"pp": 2, "cp": 2}, {"mamba": "state", "attention": "all_gather"}),
 )
 HOMES: Mapping[str, str] = {**models.HOMES, **whole_step.HOMES}
-# The homes of faults in components that stand in one kind of module.
+# The homes of faults in files that stand in one kind of module.
 FOLDERS = {
     "torch_impl/mamba/": "layers.*.mixer*",
     "torch_impl/context_parallel/": "layers.*.self_attn*",
     "torch_impl/vocab_parallel/": "",
+    "torch_impl/models/staged.py": "",
 }
 NOT_RUN, EQUAL, FAILED, RIGHT, WRONG = "not run", "equal", "failed", "right", "wrong"
 

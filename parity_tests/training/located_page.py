@@ -20,7 +20,7 @@ HEAD = """# Planted faults, located
 
 `shardproof trace` names the first tensor of a training step that differs from one device's, and the module in which it
 was made. Here every fault of the [catalogue](faults.md) that stands in one kind of module is planted in that step, one
-after another, and traced in {dtype} on up to four meshes until something differs. *Found in* is the module that the
+after another, and traced in {dtype} on several meshes until something differs. *Found in* is the module that the
 trace says to look in; *right* means that the fault stands there.
 
 A fault that lets a rank fail is not located: its own message says what was raised, and where. One whose lines no
