@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.utils import skip_init
 
 from jax_ref.models.batch import next_ids
@@ -29,6 +30,7 @@ from torch_impl.models import (
     gradient_norm,
     rank_stream,
     staged_step,
+    tensor_parallel_plan,
 )
 from torch_impl.pipelining.functional import split_model_into_stages
 from torch_impl.pipelining.ties import named_once
@@ -151,13 +153,32 @@ def test_the_norm_counts_every_parameter_once(case):
     check(case)
 
 
-SMALL = HybridConfig(vocab_size=12, hidden_size=4, num_attention_heads=2, num_key_value_heads=1, head_dim=2)
+SMALL = HybridConfig(vocab_size=12, hidden_size=4, num_attention_heads=2, num_key_value_heads=2, head_dim=2)
 
 
 def streams_of(*lengths):
     return [
         rank_stream(Stream(torch.arange(n) % 12, *[torch.tensor([0, n], dtype=torch.int32)] * 2), 1, 0) for n in lengths
     ]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_stage_tells_the_shapes_that_it_has(tp):
+    def body(mesh, case):
+        model = HybridLM(SMALL, Placement(mesh["cp"], mesh["tp"]))
+        parallelize_module(model, mesh.device_mesh["tp"], tensor_parallel_plan(SMALL.layers))
+        (stream,) = streams_of(8)
+        (entering,), (leaving,) = model.get_pipeline_stage_metas(True, 1, 8, torch.float32)
+        logits = model(stream.ids, stream.layout)
+        hidden = model.get_pipeline_stage_metas(False, 1, 8, torch.float32)[0][0]
+        assert (entering.shape, entering.dtype) == (stream.ids.shape, stream.ids.dtype)
+        assert (leaving.shape, leaving.dtype, leaving.requires_grad) == (logits.shape, logits.dtype, True)
+        assert hidden.shape == (1, 8, SMALL.hidden_size)
+        model.lm_head = None
+        (leaving,) = model.get_pipeline_stage_metas(False, 1, 8, torch.float32)[1]
+        assert leaving.shape == model(stream.ids, stream.layout).shape
+
+    run(body, CaseSpec("staged", {"cp": 1, "tp": tp}))
 
 
 def test_refusals():

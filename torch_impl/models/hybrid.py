@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
@@ -17,6 +18,7 @@ from torch_impl.models.config import HybridConfig
 from torch_impl.models.layer import layer_of
 from torch_impl.models.loss import token_losses
 from torch_impl.models.placement import Placement
+from torch_impl.vocab_parallel.vocab_range import ceil_range
 
 
 class HybridLM(nn.Module):
@@ -61,3 +63,16 @@ class HybridLM(nn.Module):
             return x
         logits = self.lm_head(self.norm(x))
         return logits if targets is None else token_losses(logits, targets, self.placement.tp, self.config.vocab_size)
+
+    def get_pipeline_stage_metas(
+        self, is_first: bool, microbatch_size: int, seq_len: int, dtype: torch.dtype
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """What enters a stage and what leaves it, without memory, as `_precompute_stage_shapes` asks: logits are cut
+        over tp. `seq_len` counts this rank's tokens."""
+        start, end = ceil_range(self.config.vocab_size, self.placement.tp.size(), self.placement.tp.rank())
+        ids = torch.empty(microbatch_size, seq_len, dtype=torch.int64, device="meta")
+        hidden, logits = (
+            torch.empty(microbatch_size, seq_len, width, dtype=dtype, device="meta", requires_grad=True)
+            for width in (self.config.hidden_size, end - start)
+        )
+        return [ids if is_first else hidden], [hidden if self.lm_head is None else logits]
