@@ -67,8 +67,12 @@ class HybridLM(nn.Module):
     def get_pipeline_stage_metas(
         self, is_first: bool, microbatch_size: int, seq_len: int, dtype: torch.dtype
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """What enters a stage and what leaves it, without memory, as `_precompute_stage_shapes` asks: logits are cut
-        over tp. `seq_len` counts this rank's tokens."""
+        """What enters a stage and what leaves it, without memory, as `_precompute_stage_shapes` asks.
+
+            ids  "b s/cp"  where `is_first`, else hidden states  "b s/cp d"   ->   logits  "b s/cp v/tp" or the latter
+
+        b is `microbatch_size`, `seq_len` counts this rank's tokens, floats have this `dtype` and a gradient.
+        """
         start, end = ceil_range(self.config.vocab_size, self.placement.tp.size(), self.placement.tp.rank())
         ids = torch.empty(microbatch_size, seq_len, dtype=torch.int64, device="meta")
         hidden, logits = (
