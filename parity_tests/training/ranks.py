@@ -81,8 +81,8 @@ def trace(mesh: Any, case: Any) -> tuple[Recording, dict[str, Any], dict[str, fl
 def parallel_model(mesh: Any, run: Run) -> Parts:
     """The model with the run's first weights, cut over the mesh: into stages first, then each of them."""
     config, dtype = HybridConfig(**run.config), getattr(torch, KEPT[run.dtype])
-    groups = {"ring_and_heads": ring_and_heads(mesh)} if run.attention == "usp" else {}
-    placement = Placement(mesh["cp"], mesh["tp"], exchange=run.attention, mamba=run.mamba, **groups)
+    rings = ring_and_heads(mesh) if run.attention == "usp" else None
+    placement = Placement(mesh["cp"], mesh["tp"], exchange=run.attention, mamba=run.mamba, ring_and_heads=rings)
     model = HybridLM(config, placement, dtype=dtype)
     given = {name: torch.from_numpy(array) for name, array in initial_weights(run.config, run.seed).items()}
     if config.is_tied:
