@@ -179,7 +179,7 @@ CLASSES = (
     Class(TRAIN_VERIFY, "all-reduce replaced by all-gather", "counts gathered and not summed"),
     Class(TRAIN_VERIFY, "all-gather replaced by all-reduce", "all-reduce for all-gather"),
     Class(TRAIN_VERIFY, "reduce missing in a fused backward", "the gradient of what columns read not summed over tp"),
-    Class(TRAIN_VERIFY, "wrong rank between stages", None, "torch sends between stages; of what is ours, a tie's peer"),
+    Class(TRAIN_VERIFY, "wrong rank between stages", None, "stages are torch's; a tie's wrong peer is a deadlock"),
     Class(TRAIN_VERIFY, "one rank's other constant", "one rank's other norm eps"),
     Class(TRAIN_VERIFY, "one rank's other exponent", "one rank's other exponent"),
     Class(TRAIN_VERIFY, "several ranks' inconsistent constants", "several ranks' inconsistent constants"),
