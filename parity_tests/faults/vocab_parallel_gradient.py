@@ -120,7 +120,7 @@ PRECISION = (
         file=STATISTICS,
         old="depths = below(wide, shift, temperature)",
         new="depths = (block - shift.to(block.dtype)) / temperature",
-        expect="value: looks like bfloat16 accumulation",
+        expect="value: within what bfloat16 accumulation may do",
     ),
     Fault(
         name="float64 narrowed to float32",

@@ -64,10 +64,10 @@ def test_accumulation_in_the_narrow_dtype():
     got[7] += 3e-3
     tell = {"loose_budget": np.full(40, 1e-2), "owners": {"tp": columns_of((40,), 4)}}
     assert explain(evidence(got, want, **tell))[:2] == (
-        "looks like bfloat16 accumulation",
+        "within what bfloat16 accumulation may do",
         "wrong only where tp rank 0 owns (1 of its 10 elements)",
     )
-    assert headline(got, want, dtype="float16", **tell) == "looks like float16 accumulation"
+    assert headline(got, want, dtype="float16", **tell) == "within what float16 accumulation may do"
     got[7] += 1
     assert not any("accumulation" in note for note in explain(evidence(got, want, **tell)))
 

@@ -21,4 +21,4 @@ def stored(evidence: Evidence) -> Iterator[str]:
 def narrow_sums(evidence: Evidence) -> Iterator[str]:
     """The error is what sums in a coarser dtype would bring."""
     if evidence.loose_budget is not None and replace(evidence, budget=evidence.loose_budget).wrong == 0:
-        yield f"looks like {evidence.dtype} accumulation{evidence.thin if evidence.got.size == 1 else ''}"
+        yield f"{STORED}{evidence.dtype} accumulation may do{evidence.thin if evidence.got.size == 1 else ''}"

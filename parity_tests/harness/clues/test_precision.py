@@ -16,14 +16,14 @@ def test_a_few_roundings_more():
     told = {"stored_budgets": budgets, "loose_budget": np.full(9, 5e-2)}
     assert explain(evidence(got, want, **told))[:2] == (
         "within what 3 roundings to bfloat16 may do: declare roundings=3 if they are meant",
-        "looks like bfloat16 accumulation",
+        "within what bfloat16 accumulation may do",
     )
     assert headline(got + 1.0, want, **told).startswith("no pattern")
 
 
 def test_one_element_says_so():
     said = headline([2.01], [2.0], loose_budget=np.array([0.1]))
-    assert said == "looks like bfloat16 accumulation; only one element tells"
+    assert said == "within what bfloat16 accumulation may do; only one element tells"
 
 
 def test_a_norm_whose_input_is_cast_twice():
