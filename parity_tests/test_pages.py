@@ -167,7 +167,8 @@ def test_options_named_in_prose_exist():
     known = {option for verb in VERBS.values() for x in verb.params for option in (*x.opts, *x.secondary_opts)}
     known |= options_of("parity_tests/benchmarks/__main__.py") | options_of("parity_tests/faults/__main__.py")
     known |= {option for x in typer.main.get_command(cli.app).params for option in x.opts}
-    known |= {"--nproc-per-node", "--rdzv-endpoint", "--help", "--hypothesis-profile"}
+    known |= {"--nproc-per-node", "--rdzv-endpoint", "--hypothesis-profile"}  # of torchrun and pytest
+    known |= {"--help", "--version", "--install-completion", "--show-completion"}  # of the command itself
     prose = {page: re.findall(r"`(?:[^`\n]* )?(--[a-z][a-z0-9-]*)[^`\n]*`", text_of(page)) for page in PAGES}
     unknown = {page: sorted(set(found) - known) for page, found in prose.items()}
     assert {page: found for page, found in unknown.items() if found} == {}

@@ -32,9 +32,11 @@ NOT_HERE = {
     r"torchrun --standalone --nproc-per-node [48] .*": "as many ranks are too many for two cores, with GPUs or without",
     r"torchrun --nnodes 2 .*": "two hosts; training/test_torchrun.py makes two of one, as namespaces or over loopback",
 }
+OF_THE_HELP = "docs/reference/command-line.md"  # the examples of --help; test_cli*.py run the verbs with smaller ones
 SHOWN = [
     (block, command)
     for page in pages()
+    if page != OF_THE_HELP
     for block in blocks(page)
     if block.language in ("console", "sh")
     for command in map(" ".join, commands(block))
