@@ -61,13 +61,19 @@ class Run:
         unknown = [axis for axis in self.mesh if axis not in AXES]
         if unknown:
             raise ValueError(f"--mesh {unknown[0]}: no such axis; the axes are {', '.join(AXES)}, and dp for dp_shard")
+        for axis, size in self.mesh.items():
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"--mesh {axis}={size}: sizes are integers >= 1; leave out an axis that is not meant")
         for flag, known in {"dtype": DTYPES, "mamba": MAMBA, "attention": ATTENTION}.items():
             if getattr(self, flag) not in known:
                 raise ValueError(f"--{flag} {getattr(self, flag)!r} is not one of {', '.join(known)}")
         if self.steps < 1:
             raise ValueError(f"--steps {self.steps} must be at least 1")
         if self.streams % self.dp:
-            raise ValueError(f"--streams {self.streams} cannot be shared by dp={self.dp}; pass a multiple")
+            able = ", ".join(str(n) for n in range(1, self.streams + 1) if self.streams % n == 0)
+            raise ValueError(
+                f"--mesh dp={self.dp}: cannot share the {self.streams} streams of a step; use one of {able}"
+            )
         if BLOCK % (2 * self.size("cp")):
             raise ValueError(f"--mesh cp={self.size('cp')}: documents are padded for 1, 2, 3, 4, 6 or 12 ranks of cp")
         self._check_stages()
@@ -86,13 +92,16 @@ class Run:
         fault = microbatches_fault(rule, self.streams // self.dp, pp)
         if fault:
             raise ValueError(
-                f"--streams {self.streams} over dp={self.dp}: {self.streams // self.dp} micro-batches {fault} or "
-                "another schedule"
+                f"--mesh pp={pp}: {self.streams // self.dp} micro-batches, those of one rank of dp={self.dp}, "
+                f"{fault.partition(';')[0]}; use fewer ranks of dp or pp, or another schedule"
             )
 
     @classmethod
     def on(cls, mesh: Mapping[str, int], **settings: Any) -> Run:
-        """A run on a mesh in which dp may stand for dp_shard."""
+        """A run on a mesh in which dp may stand for dp_shard. Errors: ValueError where both stand."""
+        if {"dp", "dp_shard"} <= set(mesh):
+            both = f"dp={mesh['dp']},dp_shard={mesh['dp_shard']}"
+            raise ValueError(f"--mesh {both}: dp is dp_shard; give one, or dp_replicate beside it")
         return cls(mesh={{"dp": "dp_shard"}.get(axis, axis): size for axis, size in mesh.items()}, **settings)
 
     def size(self, axis: str) -> int:

@@ -18,15 +18,21 @@ REFUSED = [
     ),
     (
         {"mesh": {"pp": 4, "dp": 2}},
-        "--streams 4 over dp=2: 2 micro-batches cannot be cut by 1F1B over pp_size=4 (n >= pp_size); use 4 or another "
-        "schedule",
+        "--mesh pp=4: 2 micro-batches, those of one rank of dp=2, cannot be cut by 1F1B over pp_size=4 (n >= pp_size); "
+        "use fewer ranks of dp or pp, or another schedule",
     ),
     ({"schedule": "interleaved"}, "--schedule 'interleaved' is not one of Interleaved1F1B, InterleavedZeroBubble"),
     ({"dtype": "float16"}, "--dtype 'float16' is not one of float64, float32, bfloat16"),
     ({"mamba": "both"}, "--mamba 'both' is not one of hidden, state"),
     ({"attention": "tree"}, "--attention 'tree' is not one of ring, all_gather, ulysses, usp"),
     ({"steps": 0}, "--steps 0 must be at least 1"),
-    ({"mesh": {"dp": 3}}, "--streams 4 cannot be shared by dp=3; pass a multiple"),
+    ({"mesh": {"dp": 3}}, "--mesh dp=3: cannot share the 4 streams of a step; use one of 1, 2, 4"),
+    ({"mesh": {"dp": 0}}, "--mesh dp_shard=0: sizes are integers >= 1; leave out an axis that is not meant"),
+    ({"mesh": {"cp": 0}}, "--mesh cp=0: sizes are integers >= 1; leave out an axis that is not meant"),
+    (
+        {"mesh": {"dp": 2, "dp_shard": 4}},
+        "--mesh dp=2,dp_shard=4: dp is dp_shard; give one, or dp_replicate beside it",
+    ),
     ({"mesh": {"cp": 5}}, "--mesh cp=5: documents are padded for 1, 2, 3, 4, 6 or 12 ranks of cp"),
     ({"resume": True}, "--resume needs --checkpoint DIR, where the state is"),
 ]
