@@ -13,6 +13,7 @@ from rich.text import Text
 
 from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.compare import TensorRow
+from parity_tests.harness.draws import RARE
 from parity_tests.harness.engines.failure import RankFailure
 from parity_tests.harness.engines.ledger import Ledger
 
@@ -158,6 +159,7 @@ class Report:
                     + (f"      replay: python {self.replay}" if self.replay else "")
                 )
             )
+            parts += [Text("  " + hint) for hint in self._hints()]
         return Group(*parts)
 
     def _repr_html_(self) -> str:
@@ -170,6 +172,18 @@ class Report:
         count = f"{self.examples} example{'s' if self.examples != 1 else ''}"
         meshes = " ".join(self.meshes) or mesh_text(self.case)
         return f"{name}    {meshes}   {self.case.engine}   {count}   {' '.join(self.dtypes or (self.case.dtype,))}"
+
+    def _hints(self) -> list[str]:
+        """What the smallest case tells by itself: that nothing need be cut for it, or that its values are rare ones."""
+        said = []
+        if self.case.world == 1 and not all(row.ok for row in self.rows):
+            said.append("one rank is enough for it: the function and its reference differ before anything is cut")
+        rare = {name: value["kind"] for name, value in self.case.values.items() if value.get("kind") in RARE}
+        if rare:
+            drawn = ", ".join(f"{name} {kind}" for name, kind in rare.items())
+            other = ", ".join(f"{name!r}: values('normal', 'ties')" for name in rare)
+            said.append(f"drawn for it: {drawn}; if such values never occur, declare draw={{{other}}}")
+        return said
 
     def _table(self) -> list[Text]:
         """One line for each tensor, its notes under it."""

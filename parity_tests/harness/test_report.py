@@ -81,6 +81,20 @@ def test_text_of_a_failed_rank():
     assert lines[-1] == "smallest case: tp=2 b=4 float32 seed=0"
 
 
+def test_one_rank_is_enough():
+    made = of_ones(doubled)
+    last = str(judge(made, made.case(tp=1, b=4, dtype="float32"))).splitlines()[-1]
+    assert last == "  one rank is enough for it: the function and its reference differ before anything is cut"
+    made = of_ones(broken)
+    assert "one rank" not in str(judge(made, made.case(tp=1, b=4, dtype="float32")))
+
+
+def test_values_that_may_never_occur():
+    made = of_ones(doubled, draw={"x": values("large")})
+    last = str(judge(made, made.case(tp=2, b=4, dtype="float32"))).splitlines()[-1]
+    assert last == ("  drawn for it: x large; if such values never occur, declare draw={'x': values('normal', 'ties')}")
+
+
 def test_findings_stand_on_lines_of_their_own():
     def noisy(mesh, x):
         x.data.add_(1)
