@@ -104,7 +104,8 @@ def _named(pattern: str) -> list[Declared]:
     if not found:
         if "=" in pattern:
             raise UnusableTarget(f"{pattern}: is no target; sizes stand after --mesh or --dim, as in --mesh dp=2,cp=2")
-        hint = nearest(pattern, [made.name for made in schemes])
+        here = f"; did you mean {pattern}.py?" if Path(f"{pattern}.py").is_file() else ""
+        hint = here or nearest(pattern, [made.name for made in schemes])
         raise UnusableTarget(f"{pattern}: no file and no scheme of this name{hint} (shardproof list shows all)")
     return found
 

@@ -38,7 +38,7 @@ def guarded(call: Callable[[], Any]) -> int:
 def _sentence(error: Exception) -> tuple[int, str] | None:
     """The status and the sentence of a mistake; None for an exception that is ours to mend."""
     if isinstance(error, OSError):
-        return USAGE, f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        return USAGE, f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
     if isinstance(error, (ValueError, TypeError, ImportError)):
         return USAGE, str(error)
     # Loaded only now: what completes a word or prints a help waits for nothing.

@@ -251,4 +251,6 @@ def _shown(scheme: Declared) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0]
+    line = (str(error).strip().splitlines() or ["no message"])[0]
+    what, strict, _ = line.partition(" and with the config option jax_numpy_rank_promotion")
+    return f"{what}; nothing is broadcast unseen, write bias[None, None] for a dim that lacks two" if strict else line

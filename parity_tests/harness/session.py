@@ -130,6 +130,8 @@ def _check(wanted: Wanted) -> None:
     if wanted.dtype is not None and wanted.dtype not in DTYPES:
         raise ValueError(f"--dtype {wanted.dtype!r} is not one of {', '.join(DTYPES)}")
     refuse_unwritable(json=wanted.json, junit=wanted.junit)
+    if wanted.json == wanted.junit == "-":
+        raise ValueError("--json - --junit -: standard output takes one of them; give the other a file")
     refuse_no_folder(jax_cache=wanted.jax_cache)
 
 

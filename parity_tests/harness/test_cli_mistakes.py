@@ -35,6 +35,11 @@ MISTAKES = {
         RIGHT.replace("(right)", "(right, reference=lambda x: x + nothing)"),
         "scheme 'right': reference <lambda> raised NameError: name 'nothing' is not defined",
     ),
+    "broadcast": (
+        RIGHT.replace("(right)", "(right, reference=lambda x: 2.0 * (x[None] + x)[0])"),
+        "scheme 'right': reference <lambda> raised ValueError: Operands could not be broadcast together for add on "
+        "shapes (1, 1) (1,); nothing is broadcast unseen, write bias[None, None] for a dim that lacks two",
+    ),
     "two of one name": (
         RIGHT + RIGHT.replace("x * 2", "x * 3"),
         "cannot import bad.py: scheme 'right': is defined in line 13 and again in line 17; "
@@ -89,6 +94,10 @@ SIZES = "scheme 'right': "
         (("--dtype", "float8"), "--dtype 'float8' is not one of float64, float32, bfloat16, float16"),
         (("--json", "no/such/out.json"), "--json no/such/out.json: there is no folder no/such"),
         (("--junit", "no/such/out.xml"), "--junit no/such/out.xml: there is no folder no/such"),
+        (
+            ("--json", "-", "--junit", "-"),
+            "--json - --junit -: standard output takes one of them; give the other a file",
+        ),
     ],
 )
 def test_arguments_that_are_wrong(shardproof, arguments, sentence):
@@ -105,6 +114,11 @@ def test_arguments_that_are_wrong(shardproof, arguments, sentence):
             ("verify", "no_such_scheme"),
             "no_such_scheme: no file and no scheme of this name (shardproof list shows all)",
         ),
+        (
+            ("verify", "there"),
+            "there: no file and no scheme of this name; did you mean there.py? (shardproof list shows all)",
+        ),
+        (("schedule", "none.csv"), "schedule='none.csv' does not exist; pass the path of a CSV file"),
         (("list", "no_such_*"), "no_such_*: no scheme of this name (shardproof list shows all)"),
         (("draw", "none.py"), "none.py: no such file"),
         (("replay", "none.py"), "cannot read none.py: No such file or directory"),
@@ -113,6 +127,7 @@ def test_arguments_that_are_wrong(shardproof, arguments, sentence):
 )  # fmt: skip
 def test_targets_that_are_not_there(shardproof, arguments, sentence, monkeypatch):
     Path("empty").mkdir()
+    Path("there.py").touch()
     monkeypatch.setattr("parity_tests.harness.discover.built_in", lambda: [])
     status, out, err = shardproof(*arguments)
     assert (status, out, err) == (2, "", f"shardproof: {sentence}\n")
