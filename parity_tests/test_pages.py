@@ -11,6 +11,7 @@ import tomllib
 import pytest
 import typer
 
+from parity_tests import Cost
 from parity_tests.harness import cli
 from parity_tests.harness.discover import schemes_of_file
 from parity_tests.harness.engines.ranks import ENGINES
@@ -199,11 +200,16 @@ def of_a_step():
     return {"data_ranks": 2, "summed_token_losses": 3.0, "N": 6}
 
 
+def of_a_cost():
+    return {"Cost": Cost}
+
+
 # (page, which block of it): what its names stand for. The README's scheme has a test of its own, test_readme.py.
 PREPARED = {
     ("docs/how-to/verify-your-own-scheme.md", 0): of_the_example,
     ("docs/how-to/replay.md", 0): of_a_replay,
     ("docs/reference/parallelizer.md", 0): of_a_step,
+    ("docs/reference/scheme.md", 0): of_a_cost,
 }
 
 
