@@ -36,7 +36,7 @@ NAMES = {"norm": "ln", "gate": "w_gate", "up": "w_up", "down": "w_down"}
 
 
 def make_flax(weights):
-    """The flax module with PyTorch's weights, which come by PyTorch's names: a weight is [out, in], a kernel [in, out]."""
+    """The flax module with weights that come by PyTorch's names: a weight is [out, in], a kernel [in, out]."""
     f, d = weights["up.weight"].shape
     block = nnx.eval_shape(lambda: FlaxBlock(d, f, nnx.Rngs(0)))
     block.ln.scale, block.ln.bias = nnx.Param(weights["norm.weight"]), nnx.Param(weights["norm.bias"])
