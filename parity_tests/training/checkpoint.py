@@ -1,11 +1,14 @@
 """What a run needs to go on, by torch's distributed checkpoint: weights and the optimizer's state, whatever the mesh.
 
 A checkpoint is a folder `step_N` of its own, and counts once it has the file `done`, which says whose numbers they are.
+What else a folder holds is passed over.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -29,7 +32,8 @@ def save(run: Run, named: Mapping[str, nn.Parameter], optimizer: torch.optim.Opt
     dist.barrier()
     dcp.save(_state(named, optimizer), checkpoint_id=str(folder))
     if dist.get_rank() == 0:
-        (folder / DONE).write_text(_owner(run))
+        (folder / f"{DONE}.part").write_text(_owner(run))
+        os.replace(folder / f"{DONE}.part", folder / DONE)  # whole or not there
 
 
 def load(run: Run, named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> int:
@@ -51,7 +55,8 @@ def newest(run: Run) -> int:
 
     Errors: ValueError where there is none, or it is of a run with other numbers.
     """
-    found = {int(path.parent.name.removeprefix("step_")): path for path in _folder(run).glob(f"step_*/{DONE}")}
+    names = ((re.fullmatch(r"step_(\d{6,})", path.parent.name), path) for path in _folder(run).glob(f"*/{DONE}"))
+    found = {int(name[1]): path for name, path in names if name and path.stat().st_size}
     usable = [step for step in found if step <= run.steps]
     if not usable:
         raise ValueError(f"--resume: {run.checkpoint} has no whole checkpoint of {run.steps} steps or fewer")

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from parity_tests.harness import cli
-from parity_tests.training import follow, page, record, session, show
+from parity_tests.training import checkpoint, follow, page, record, session, show
 from parity_tests.training.follow import Known
 from parity_tests.training.run import SIZES, Run
 from torch_impl.mamba import MambaContextParallel
@@ -101,8 +101,14 @@ def test_a_checkpoint_that_was_cut_short_is_passed_over(tmp_path):
     run = small({}, checkpoint=str(tmp_path), every=1)
     session.followed(run, KNOWN, "lockstep")
     (tmp_path / "step_000002" / "done").unlink()
+    (tmp_path / "step_old").mkdir()
+    (tmp_path / "step_old" / "done").write_text("{}")
+    assert not list(tmp_path.glob("*/*.part"))
     steps = session.followed(run.replace(resume=True), KNOWN, "lockstep")
     assert [step.index for step in steps] == [1] and steps[0].ok
+    (tmp_path / "step_000002" / "done").write_text("")  # a machine that lost its power
+    assert checkpoint.newest(run) == 1
+    (tmp_path / "step_000002" / "done").write_text((tmp_path / "step_000001" / "done").read_text())
     with pytest.raises(ValueError, match=r"--resume: all 2 steps are done; pass --steps above 2"):
         session.followed(run.replace(resume=True), KNOWN, "lockstep")
     with pytest.raises(ValueError, match=r"--resume: .* is of a run with seed=0, not 1"):
