@@ -29,10 +29,23 @@ def refuse_unwritable(**paths: str | None) -> None:
 
 
 def refuse_no_folder(**paths: str | None) -> None:
-    """Each option with the folder that it names, which need not be there yet. Errors: ValueError for a file."""
+    """Each option with the folder that it names, which need not be there yet.
+
+    Errors: ValueError for a file, for a folder below one, and where nothing may be written or made.
+    """
     for option, path in paths.items():
-        if path is not None and (not path or (Path(path).exists() and not Path(path).is_dir())):
-            raise ValueError(f"--{option.replace('_', '-')} {path!r} is {'a file' if path else 'empty'}; give a folder")
+        if path is None:
+            continue
+        flag = f"--{option.replace('_', '-')}"
+        if not path or (Path(path).exists() and not Path(path).is_dir()):
+            raise ValueError(f"{flag} {path!r} is {'a file' if path else 'empty'}; give a folder")
+        there = Path(path).absolute()
+        while not there.exists():
+            there = there.parent
+        if not there.is_dir():
+            raise ValueError(f"{flag} {path}: {there} is a file; give another folder")
+        if not os.access(there, os.W_OK):
+            raise ValueError(f"{flag} {path}: {there} may not be written; give another folder")
 
 
 def write_text(path: str, text: str) -> None:
