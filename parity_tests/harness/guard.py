@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from parity_tests.harness.status import EQUAL, INTERRUPTED, NOTHING, UNREAD, USAGE
+from parity_tests.harness.status import EQUAL, FAILED, INTERRUPTED, NOTHING, UNREAD, USAGE
 
 
 def guarded(call: Callable[[], Any]) -> int:
-    """The status that a call returns; 2 for a user's mistake and 4 for what is absent here, each said in a sentence.
+    """The status that a call returns; each said in a sentence: 2 a user's mistake, 3 lost processes, 4 what is absent.
 
     141 where whoever reads standard output went away, as `| head` does; nothing is said then.
     """
@@ -44,10 +44,13 @@ def _sentence(error: Exception) -> tuple[int, str] | None:
     # Loaded only now: what completes a word or prints a help waits for nothing.
     from parity_tests.harness.discover import UnusableTarget
     from parity_tests.harness.engines.failure import NotRun
+    from parity_tests.harness.engines.forks import ServerGone
     from parity_tests.harness.oracle import ReferenceFailure
 
     if isinstance(error, NotRun):
         return NOTHING, f"not run: {error}"
+    if isinstance(error, ServerGone):
+        return FAILED, str(error)
     return (USAGE, str(error)) if isinstance(error, (UnusableTarget, ReferenceFailure)) else None
 
 

@@ -9,6 +9,8 @@ import time
 
 import pytest
 
+from parity_tests.harness.engines.forks import GONE, ServerGone
+from parity_tests.harness.guard import guarded
 from parity_tests.training.started import Mark
 
 COMMAND = [sys.executable, "-m", "parity_tests.harness"]
@@ -65,6 +67,14 @@ def test_colours_are_for_terminals():
     assert "\x1b[" not in in_a_terminal(WRONG, TERM="dumb")
     piped = subprocess.run([*COMMAND, *WRONG], capture_output=True, text=True, check=False, timeout=LIMIT_S)
     assert piped.stderr.startswith("shardproof: schedule 'nothing' is not one of ") and "\x1b" not in piped.stderr
+
+
+def test_losing_the_process_that_forks_the_ranks_is_no_traceback(capsys):
+    def lost():
+        raise ServerGone(GONE)
+
+    assert guarded(lost) == 3
+    assert capsys.readouterr().err == f"shardproof: {GONE}\n"
 
 
 def test_ctrl_c_ends_a_training_run(tmp_path):

@@ -18,6 +18,7 @@ from typing import Any
 START_S = 120.0  # importing torch from a cold disk
 KILL_S = 5.0
 _PACKAGES = Path(__file__).resolve().parents[3]
+GONE = "engines.pool: the process that forks the ranks has ended, and the ranks with it; run again"
 
 
 class ServerGone(RuntimeError):
@@ -60,7 +61,7 @@ class ForkServer:
             theirs = [theirs.fileno() for _, theirs in pairs]
             socket.send_fds(self._socket, [_line({"fork": place})], theirs)
         except OSError as error:
-            raise ServerGone("engines.pool: the fork server has gone; run again") from error
+            raise ServerGone(GONE) from error
         finally:
             for _, theirs in pairs:
                 theirs.close()
@@ -115,7 +116,7 @@ class ForkServer:
             return []
         data = self._socket.recv(65536)
         if not data:
-            raise ServerGone("engines.pool: the fork server has ended; its last words are on stderr")
+            raise ServerGone(GONE)
         *lines, self._unread = (self._unread + data).split(b"\n")
         messages = [json.loads(line) for line in lines]
         self._ended |= {m["ended"]: m["status"] for m in messages if "ended" in m}
