@@ -11,7 +11,6 @@
 #     name: python3
 # ---
 # %% [markdown]
-# %% [markdown]
 # # DualChunkSwap and packing
 #
 # Why a sequence is cut into mirrored pairs of chunks, how several sequences of unlike lengths share one stream, what

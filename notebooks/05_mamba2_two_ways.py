@@ -70,9 +70,7 @@ ARROW = {"arrowstyle": "->", "linewidth": 1.4}
 for cut in range(2, TOKENS, 2):
     if holder[cut] != holder[cut - 1]:
         for head in heads.tolist():
-            axes[2].annotate(
-                "", (cut + 0.3, head), (cut - 1.3, head), arrowprops={"arrowstyle": "->", "linewidth": 1.4}
-            )
+            axes[2].annotate("", (cut + 0.3, head), (cut - 1.3, head), arrowprops=ARROW)
 plt.show()
 
 # %% [markdown]
