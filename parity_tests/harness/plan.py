@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from parity_tests.harness.discover import UnusableTarget, module_of_file
+from parity_tests.harness.discover import UnusableTarget, module_of_file, nearest
 
 FORMS = (
     "a model type such as qwen3, a config class such as transformers.LlamaConfig, a folder with config.json, "
@@ -35,6 +35,8 @@ def model_of(target: str, changes: Mapping[str, Any]) -> torch.nn.Module:
     with torch.device("meta"):
         if colon and file.endswith(".py"):
             made = _factory(Path(file), factory)(**changes)
+        elif target.endswith(".py"):
+            raise UnusableTarget(f"{target}: which function of it makes the model? Write {target}:make_model")
         else:
             made = _of_config(target, changes)
     if not isinstance(made, torch.nn.Module):
@@ -58,7 +60,16 @@ def _of_config(target: str, changes: Mapping[str, Any]) -> Any:
             config = AutoConfig.for_model(target, **changes)
         except ValueError as error:
             raise UnusableTarget(f"{target}: is no model that is known here; give {FORMS}") from error
+    _check_fields(type(config)(), changes)
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def _check_fields(default: Any, changes: Mapping[str, Any]) -> None:
+    """A configuration takes any keyword and keeps it, so that a name that is misspelt would change nothing."""
+    for name in changes:
+        if not hasattr(default, name):
+            hint = nearest(name, sorted(vars(default)))
+            raise UnusableTarget(f"--option {name!r} is no field of {type(default).__name__}{hint}")
 
 
 def _attribute(path: str) -> Callable[..., Any]:

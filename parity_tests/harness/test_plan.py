@@ -47,6 +47,11 @@ def test_a_factory(shardproof):
         (("transformers.NoConfig",), "transformers.NoConfig: module transformers has no attribute NoConfig"),
         (("absent.py:net",), "absent.py: no such file"),
         (("made.py:absent",), "made.py: has no function 'absent'"),
+        (("made.py",), "made.py: which function of it makes the model? Write made.py:make_model"),
+        (
+            ("qwen3", "--option", "hidden_sise=2"),
+            "--option 'hidden_sise' is no field of Qwen3Config; did you mean hidden_size?",
+        ),
         (("made.py:number",), "made.py:number: gives a int; it must give a torch.nn.Module"),
         (("qwen3", "--mesh", "rows=2", *SMALL), "device_mesh: axis 'rows' of ('rows',) is not known"),
     ],

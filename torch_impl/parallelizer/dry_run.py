@@ -57,7 +57,7 @@ class DryRun:
         calls = [("each microbatch", "collective", "axis", "calls", "bytes handed in")]
         calls += [(s.phase, s.op, s.axis, str(s.calls), f"{s.bytes_in:,}") for s in self.sent]
         lines = [
-            f"{' '.join(f'{axis}={size}' for axis, size in self.mesh.items())}: {ranks} ranks; "
+            f"{' '.join(f'{axis}={size}' for axis, size in self.mesh.items())}: {ranks} rank{'s' * (ranks != 1)}; "
             f"{self.bytes_held:,} of {self.bytes_whole:,} bytes of parameters on each",
             "",
             *_aligned(rows),
