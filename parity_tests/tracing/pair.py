@@ -141,7 +141,8 @@ def _known(pair: Pair, module: nn.Module, rounded: list[torch.Tensor], cotangent
 def _run(
     pair: Pair, module: nn.Module, given: list[torch.Tensor]
 ) -> tuple[np.ndarray, Recording, dict[str, np.ndarray]]:
-    """The drawn cotangent, what the PyTorch side recorded under its own names, and its weights' gradients."""
+    """The drawn cotangent, what the PyTorch side recorded under its own names, and its weights' gradients: zero where
+    backward does not come to one, none for one that wants no gradient."""
     with recorded(module, is_whole=True) as seen:
         out = of_torch(module, *given)
         refuse_output(out)
@@ -149,7 +150,8 @@ def _run(
         cotangent = torch.from_numpy(drawn).to(out)
         leaves = {name: p for name, p in module.named_parameters() if p.requires_grad}
         gradients = of_torch(_gradients, out, list(leaves.values()), cotangent)
-    of_weights = {n: _array(g) for n, g in zip(leaves, gradients, strict=True) if g is not None}
+    reached = zip(leaves.items(), gradients, strict=True)
+    of_weights = {n: _array(torch.zeros_like(p) if g is None else g) for (n, p), g in reached}
     return _array(cotangent), seen, of_weights
 
 

@@ -31,6 +31,8 @@ class Gated(nn.Module):
                 gate = gate * 2
             if self.mistake == "gradient":
                 up = (up + up.detach()) / 2
+            if self.mistake == "no gradient":
+                up = up.detach()
             x = x + self.down(nn.functional.silu(gate) * up)
         return x
 
@@ -108,6 +110,27 @@ def test_a_gradient_is_found_where_it_first_differs():
     line = first(trace_pair(pair(torch_module=Net("gradient"))))
     assert (line.name, line.phase) == ("gradient of the output of ffn.w_up, call 1", "backward") and line.home == "ffn"
     assert any("factor 0.5" in note for note in line.notes)
+
+
+def test_what_backward_never_comes_to_is_found_where_it_ends():
+    line = first(trace_pair(pair(torch_module=Net("no gradient"))))
+    assert (line.name, line.home) == ("gradient of the output of ffn.w_up, call 1", "ffn")
+    assert line.notes == ("gradient is zero: backward does not reach this input",)
+
+
+class OfAConstantBias(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight, self.bias.detach())
+
+
+def test_a_weight_without_a_gradient_is_found_unless_it_wants_none():
+    module = Net()
+    module.embed.__class__ = OfAConstantBias
+    line = first(trace_pair(pair(torch_module=module)))
+    assert (line.name, line.home) == ("gradient of embed.bias", "embed")
+    module.embed.bias.requires_grad_(False)
+    found = trace_pair(pair(torch_module=module))
+    assert first(found) is None and "gradient of embed.bias" not in [line.name for line in found]
 
 
 def test_other_weights_are_found_where_they_are_used():

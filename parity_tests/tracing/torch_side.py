@@ -55,10 +55,12 @@ def _leaving(name: str, found: Recording, calls: Counter[str]) -> Any:
 
 
 def _seen(x: Tensor, event: Event, found: Recording) -> Tensor:
-    """The same tensor under a name of its own, so that its gradient is that of this use alone."""
+    """The same tensor under a name of its own, so that its gradient is that of this use alone; zero until there is one,
+    so that what backward never comes to is compared as well."""
     found.values[event] = _array(x)
     if not x.requires_grad:
         return x
+    found.gradients[event] = np.zeros_like(found.values[event])
     alias = x.view_as(x)
     alias.register_hook(lambda gradient: found.gradients.__setitem__(event, _array(gradient)))
     return alias
