@@ -37,7 +37,13 @@ def test_a_difference_is_told_with_its_table_and_status(shardproof):
     assert status == 1
     assert "block  float64: first to differ: output of ln, rank 0; look in norm (ln in flax)." in out
     assert [line.split()[0] for line in out.splitlines()[:3]] == ["phase", "forward", "forward"] and "DIFFERS" in out
-    assert shardproof("trace", file, "-q")[1].startswith("block  float32: first to differ: output of ln")
+    (quiet,) = shardproof("trace", file, "-q")[1].splitlines()
+    assert quiet.startswith("block  float32: first to differ: output of ln")
+
+
+def test_a_quiet_trace_is_one_line_where_the_mistake_has_a_pattern(shardproof):
+    (quiet,) = shardproof("trace", written(("self.w_up(h))", "self.w_up(h) * 3.0)")), "-q")[1].splitlines()
+    assert quiet.startswith("block  float32: first to differ: input of w_down, rank 0; look in ")
 
 
 def test_json_is_all_of_standard_output(shardproof):

@@ -163,7 +163,8 @@ class _Judge:
         """What kind of mistake, told from one rank's piece; each element has a share of the tensor's budget."""
         share = ELEMENT * budget * float(np.linalg.norm(want)) / math.sqrt(max(want.size, 1))
         role = "output" if phase == "forward" else "gradient"
-        return explain(Evidence(name, role, got, want, np.full(want.shape, share), axes=self.axes, dtype=self.dtype))
+        said = explain(Evidence(name, role, got, want, np.full(want.shape, share), axes=self.axes, dtype=self.dtype))
+        return tuple(note for note in said if want.ndim or not note.startswith("no pattern"))  # a number has no place
 
 
 def _apart(got: np.ndarray, want: np.ndarray | None) -> float:

@@ -44,12 +44,16 @@ class Told:
 
 
 def tell(console: Console, told: Told, is_whole: bool, quiet: bool) -> None:
-    """The lines about the first that differs, or all; then a sentence, and one for what was not compared."""
+    """The lines about the first that differs, or all; then a sentence, and one for what was not compared.
+
+    `quiet`: the first line of the sentence alone.
+    """
     shown = told.lines if is_whole else around(told.lines)
     if shown and not quiet:
         console.print(table(shown))
     style = "bold" if told.failure is None else "red"
-    for text in (closing(told), *([] if quiet else asides(told))):
+    said = [closing(told).partition("\n")[0]] if quiet else [closing(told), *asides(told)]
+    for text in said:
         console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
         style = ""
 
