@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -76,6 +77,10 @@ class Run:
             )
         if BLOCK % (2 * self.size("cp")):
             raise ValueError(f"--mesh cp={self.size('cp')}: documents are padded for 1, 2, 3, 4, 6 or 12 ranks of cp")
+        shared = math.gcd(self.sizes["num_attention_heads"], self.sizes["num_key_value_heads"])
+        if shared % self.size("tp"):
+            able = ", ".join(str(n) for n in range(1, shared + 1) if shared % n == 0)
+            raise ValueError(f"--mesh tp={self.size('tp')}: cannot share the heads of attention; use one of {able}")
         self._check_stages()
         if self.resume and self.checkpoint is None:
             raise ValueError("--resume needs --checkpoint DIR, where the state is")

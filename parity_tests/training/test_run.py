@@ -34,6 +34,7 @@ REFUSED = [
         "--mesh dp=2,dp_shard=4: dp is dp_shard; give one, or dp_replicate beside it",
     ),
     ({"mesh": {"cp": 5}}, "--mesh cp=5: documents are padded for 1, 2, 3, 4, 6 or 12 ranks of cp"),
+    ({"mesh": {"tp": 5}}, "--mesh tp=5: cannot share the heads of attention; use one of 1, 2, 3, 4, 6, 12"),
     ({"resume": True}, "--resume needs --checkpoint DIR, where the state is"),
 ]
 
