@@ -9,6 +9,15 @@ from typing import Any
 from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.engines.ledger import Ledger
 
+WRAPPED = "failed to run forward"  # in torch's words over what a stage of a pipeline raised
+
+
+def own(error: BaseException) -> BaseException:
+    """What the function raised: of a pipeline's stage not what torch put over it, which leaves out what it was."""
+    while type(error) is RuntimeError and WRAPPED in str(error) and error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
 
 class RankFault(Exception):
     """Raised on a rank by the harness itself: what the function returned does not fit its declaration."""

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.engines import board
-from parity_tests.harness.engines.failure import RankFailure, RankFault
+from parity_tests.harness.engines.failure import RankFailure, RankFault, own
 from parity_tests.harness.engines.ledger import Row, is_plumbing
 from parity_tests.harness.engines.recorder import Recorder, observe_waits
 from parity_tests.harness.engines.verdict import DONE, RAISED, Outcome
@@ -114,7 +114,8 @@ def _groups() -> set[dist.ProcessGroup]:
     return set(dist.distributed_c10d._world.pg_map)
 
 
-def _raised(rank: int, recorder: Recorder, error: BaseException) -> Outcome:
+def _raised(rank: int, recorder: Recorder, raised: BaseException) -> Outcome:
+    error = own(raised)
     return Outcome(
         rank,
         RAISED,
@@ -123,7 +124,7 @@ def _raised(rank: int, recorder: Recorder, error: BaseException) -> Outcome:
         is_sentence=isinstance(error, RankFault),
         cause=error.cause if isinstance(error, RankFailure) else "raised",
         source=_site(error),
-        trace="".join(traceback.format_exception(error)),
+        trace="".join(traceback.format_exception(raised)),
         from_backend=recorder.is_backends(error),
     )
 

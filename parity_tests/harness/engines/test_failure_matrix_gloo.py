@@ -199,6 +199,19 @@ def test_row(world: int, body: Any, causes: set[str], words: list[str]) -> None:
     assert time.monotonic() - start < HEALTHY_S * LOADED
 
 
+def in_a_stage(mesh: Any, case: Any) -> None:
+    try:
+        raises(mesh, case)
+    except KeyError as error:  # as PipelineStage does
+        raise RuntimeError("[Stage 1] failed to run forward:") from error
+
+
+def test_what_a_stage_raised_is_told_and_not_what_torch_put_over_it() -> None:
+    with pytest.raises(RankFailure, match=r"^raised: rank 1 raised KeyError: 'no such weight' at ") as caught:
+        pool.run(in_a_stage, case(2))
+    assert "failed to run forward" not in str(caught.value) and "failed to run" in "".join(caught.value.__notes__)
+
+
 def test_own_exception_before_its_victims(world: int) -> None:
     with pytest.raises(RankFailure) as caught:
         pool.run(raises, case(world))

@@ -145,6 +145,19 @@ def test_the_process_is_as_before():
     assert state() == before
 
 
+def in_a_stage(mesh: Any, case: CaseSpec) -> None:
+    try:
+        raise KeyError("no such weight")
+    except KeyError as error:  # as PipelineStage does
+        raise RuntimeError("[Stage 1] failed to run forward:") from error
+
+
+def test_what_a_stage_raised_is_told_and_not_what_torch_put_over_it():
+    with pytest.raises(failure.Raised, match=r"^raised: rank 0 raised KeyError: 'no such weight'") as caught:
+        lockstep.run(in_a_stage, case(1))
+    assert repr(caught.value.__cause__) == "KeyError('no such weight')" and "failed to run" not in str(caught.value)
+
+
 def test_two_runs_at_once_are_refused():
     with pytest.raises(failure.Raised) as caught:
         lockstep.run(lambda mesh, _: lockstep.run(chatter, case(2)), case(2))

@@ -24,6 +24,7 @@ from parity_tests.harness.engines.failure import (
     RankFault,
     Stalled,
     Unwaited,
+    own,
 )
 from parity_tests.harness.engines.ledger import Ledger, Row, is_plumbing
 from parity_tests.harness.engines.mailbox import Mailboxes
@@ -121,7 +122,7 @@ class Traffic:
 
     def raised(self, rank: int, error: BaseException) -> None:
         """A rank's own exception; the frames shown are the user's. A verdict reached on the rank stays one."""
-        last = next(reversed(self.ledger.of(rank)), None)
+        error, last = own(error), next(reversed(self.ledger.of(rank)), None)
         frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_plumbing(f.filename)]
         source = f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}" if frames else None
         summary = "".join(traceback.format_exception_only(error)).strip()
