@@ -77,7 +77,12 @@ def load_scheme(case: CaseSpec, source: str, beside: str) -> Declared:
     if source.endswith(".pkl"):
         import pickle
 
-        return pickle.loads((Path(beside).parent / source).read_bytes())
+        pickled = Path(beside).parent / source
+        if not pickled.is_file():
+            raise ValueError(
+                f"replay: {pickled} is not there; it holds the function, which no file declares: keep it beside"
+            )
+        return pickle.loads(pickled.read_bytes())
     if case.scheme in TABLE:
         return TABLE[case.scheme]
     for found in schemes_of_file(source):

@@ -101,6 +101,9 @@ def test_a_function_of_a_notebook_travels_in_a_pickle(file):
         status, said, complaint = alone(report.replay, "--engine", "gloo")
         assert (status, complaint) == (1, "")
         assert rows(said) == rows(str(report))
+    pickle.unlink()
+    with pytest.raises(ValueError, match=rf"{pickle.name} is not there; it holds the function, which no file declares"):
+        listing.replay_file(report.replay, None, 1)
     del TABLE["__main__:twice"]
 
 
