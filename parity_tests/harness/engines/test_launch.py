@@ -168,7 +168,7 @@ def test_outside_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         launch.is_rank_zero()
     assert str(caught.value) == (
         "engines.launch: RANK is not set, so this is no torchrun job; start it with "
-        "torchrun --nproc-per-node N -m parity_tests.harness verify FILE --engine torchrun"
+        "torchrun --nproc-per-node N -m parity_tests.harness in place of shardproof"
     )
 
 
