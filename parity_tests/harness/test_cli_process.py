@@ -77,7 +77,15 @@ def test_losing_the_process_that_forks_the_ranks_is_no_traceback(capsys):
     assert capsys.readouterr().err == f"shardproof: {GONE}\n"
 
 
-def test_ctrl_c_ends_a_training_run(tmp_path):
+@pytest.fixture
+def interruptible():
+    """What a shell starts with & ignores SIGINT, and so does all that it starts."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_ends_a_training_run(tmp_path, interruptible):
     """At a terminal it goes to the ranks as well; they say nothing of it."""
     mark = Mark()
     how = ["train", "--mesh", "dp=2", "--steps", "100000", "--checkpoint", str(tmp_path), "--every", "1"]
@@ -85,12 +93,15 @@ def test_ctrl_c_ends_a_training_run(tmp_path):
         [*COMMAND, *how], env=mark.environment, start_new_session=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    deadline = time.monotonic() + LIMIT_S
-    while not (tmp_path / "step_000001" / "done").exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=INTERRUPTED_S)
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while not (tmp_path / "step_000001" / "done").exists():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=INTERRUPTED_S)
+    finally:
+        process.kill()
     assert (process.returncode, out) == (130, "")
     assert err == "shardproof: interrupted; what was not printed was not judged\n"
     assert mark.left_after(GONE_S) == []
