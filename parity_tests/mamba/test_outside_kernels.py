@@ -114,10 +114,10 @@ def test_a_number_for_each_channel_is_one_for_each_of_a_head():
         seen.append(D.shape)
         return args[0], None
 
-    for D in (BIAS, torch.arange(24.0), torch.arange(24.0).view(8, 3)):
+    for D in (BIAS, BIAS[:, None], torch.arange(24.0), torch.arange(24.0).view(8, 3)):
         outside_kernels.scanned(kernel, *given, D, 4, None, None)
         assert chunked_scan(*given, D, chunk_size=4)[0].shape == (2, 7, 8, 3)
-    assert seen == [(8,), (8, 3), (8, 3)]
+    assert seen == [(8,), (8,), (8, 3), (8, 3)]
 
 
 @on_the_packages

@@ -1,14 +1,17 @@
 """Parity of models.hybrid: logits, and the gradient of every parameter."""
 
 import pytest
+import torch
 from hypothesis import given, settings
 
 from jax_ref.models.config import Config
-from parity_tests import check, every_case, integers, offsets, scheme, token_below
+from parity_tests import CaseSpec, check, every_case, integers, offsets, scheme, token_below
+from parity_tests.harness.engines.run import run
 from parity_tests.models.by_name import flax_model
 from parity_tests.models.parameters import RELATED, ROUNDINGS, SIZES, TIED, UNTIED, config_of, drawn, specs
 from parity_tests.models.schemes import DTYPES, HEAD_DIM, rank_logits
-from torch_impl.models import Stream, rank_stream
+from torch_impl.layouts import TokenLayout
+from torch_impl.models import HybridConfig, HybridLM, Placement, Stream, rank_stream
 
 
 def whole_logits(ids, groups, cu_padded, cu_real, parameters, keep=None):
@@ -62,3 +65,40 @@ def test_parity(declared):
         check(case)
 
     example()
+
+
+MAMBA_ALONE = HybridConfig(layers=("mamba",), hidden_size=8)
+
+
+def refused(order, layout, rows):
+    """What a model of Mamba alone says on each of two cp ranks."""
+
+    def body(mesh, case):
+        model = HybridLM(MAMBA_ALONE, Placement(mesh["cp"], mesh["tp"], order=order))
+        with pytest.raises(ValueError) as caught:
+            model(torch.zeros(rows, 8, dtype=torch.int64), layout(mesh.rank("cp")))
+        return str(caught.value)
+
+    first, second = run(body, CaseSpec("hybrid", {"cp": 2, "tp": 1})).results
+    assert first == second
+    return first
+
+
+@pytest.mark.parametrize(("order", "other"), [("contiguous", "dual_chunk_swap"), ("dual_chunk_swap", "contiguous")])
+def test_a_layout_of_another_order_is_refused(order, other):
+    def layout(rank):
+        cu = torch.tensor([0, 8, 16])
+        return rank_stream(Stream(torch.zeros(16, dtype=torch.int64), cu, cu), 2, rank, other).layout
+
+    assert refused(order, layout, 1) == (
+        f"models.MambaLayer: layout is cut by '{other}', the model's Placement has order='{order}'; make them alike"
+    )
+
+
+def test_rows_of_several_documents_are_refused():
+    def layout(rank):
+        return TokenLayout.packed(torch.tensor([0, 8, 16]), cp_size=2, cp_rank=rank)
+
+    assert refused("dual_chunk_swap", layout, 3) == (
+        "models.MambaLayer: x has 3 rows and layout 2 documents; pass one packed row, or rows of one sequence each"
+    )

@@ -229,3 +229,9 @@ def test_virtual_stages_are_as_defined_or_the_advice_works(layers, per_stage, ra
 def fits(stages, layers, ranks, is_single):
     each = stages / ranks
     return stages <= layers and each == int(each) and (each == 1 if is_single else each >= 2)
+
+
+@pytest.mark.parametrize(("sizes", "name"), [((0, 4), "pp_size"), ((2, 0), "num_stages"), ((-1, 4), "pp_size")])
+def test_sizes_below_one_are_refused(sizes, name):
+    with pytest.raises(ValueError, match=f"stage_to_rank: {name}="):
+        stage_to_rank(*sizes)

@@ -68,11 +68,17 @@ def scanned(
         B.contiguous(),
         C.contiguous(),
         chunk_size,
-        D=D if D is None or D.shape == A.shape else D.reshape(len(A), -1),
+        D=None if D is None else _of_heads(D, len(A)),
         seq_idx=None if seq_idx is None else (seq_idx - seq_idx[:, :1]).int(),  # the initial state is sequence 0's
         initial_states=initial_states,
         return_final_states=True,
     )
+
+
+def _of_heads(D: Float[Tensor, "*e"], heads: int) -> Tensor:
+    """[h], or [h, p] where each channel has a number of its own: all that the kernel takes."""
+    rows = D.reshape(heads, -1)
+    return rows[:, 0] if rows.shape[1] == 1 else rows
 
 
 def convolved(

@@ -45,7 +45,10 @@ class AttentionLayer(nn.Module):
 
 
 class MambaLayer(nn.Module):
-    """x + mamba(norm(x)); every tp rank does the whole of it."""
+    """x + mamba(norm(x)); every tp rank does the whole of it.
+
+    Errors: ValueError for a layout that is not cut in the placement's order, and for rows of several documents.
+    """
 
     def __init__(self, config: HybridConfig, placement: Placement, **made: Any) -> None:
         super().__init__()
@@ -56,6 +59,7 @@ class MambaLayer(nn.Module):
             "n_groups": config.mamba_groups,
             "d_state": config.state_size,
         }
+        self.order = placement.order
         strategy = {"hidden": MambaContextParallel, "state": MambaStatePassing}[placement.mamba]
         self.mixer = Mamba2Mixer(
             config.hidden_size,
@@ -68,9 +72,23 @@ class MambaLayer(nn.Module):
         )
 
     def forward(self, x: Float[Tensor, "b s d"], layout: TokenLayout) -> Float[Tensor, "b s d"]:
+        _check_layout(layout, self.order, len(x))
         # Rows of one length are one sequence each; one row is a stream, whose documents stand in the layout.
         cu_seqlens = layout.cu_padded if len(x) == 1 else None
         return x + self.mixer(self.input_layernorm(x), cu_seqlens)
+
+
+def _check_layout(layout: TokenLayout, order: str, rows: int) -> None:
+    cut = "dual_chunk_swap" if layout.kind == "packed" else layout.kind
+    if layout.cp_size > 1 and cut != order:
+        raise ValueError(
+            f"models.MambaLayer: layout is cut by {cut!r}, the model's Placement has order={order!r}; make them alike"
+        )
+    if rows > 1 and len(layout.cu_padded) > 2:
+        raise ValueError(
+            f"models.MambaLayer: x has {rows} rows and layout {len(layout.cu_padded) - 1} documents; pass one packed "
+            "row, or rows of one sequence each"
+        )
 
 
 LAYERS = {"attention": AttentionLayer, "mamba": MambaLayer}

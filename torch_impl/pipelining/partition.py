@@ -42,7 +42,9 @@ def stage_ids_this_rank(pp_rank: int, pp_size: int, num_stages: int, style: str 
 
 def stage_to_rank(pp_size: int, num_stages: int, style: str = "loop") -> list[int]:
     """The rank of each stage: `stage_ids_this_rank` the other way round. Errors: as there."""
-    ranks = [0] * num_stages if isinstance(num_stages, int) else []
+    check_positive("stage_to_rank", "pp_size", pp_size)
+    check_positive("stage_to_rank", "num_stages", num_stages)
+    ranks = [0] * num_stages
     for rank in range(pp_size):
         for stage in stage_ids_this_rank(rank, pp_size, num_stages, style):
             ranks[stage] = rank
