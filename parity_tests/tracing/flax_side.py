@@ -83,6 +83,8 @@ def traced(
 
 
 def _spread(copies: np.ndarray) -> float:
+    """Root mean square distance from the first, over the first's norm; what is not finite in the first is left out."""
     flat = copies.reshape(len(copies), -1)
+    flat = flat[:, np.isfinite(flat[0])]
     distance = np.sqrt((((flat[1:] - flat[0]) ** 2).sum(1)).mean())
     return float(distance / max(np.linalg.norm(flat[0]), np.finfo(np.float64).tiny))

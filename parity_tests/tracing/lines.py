@@ -150,11 +150,14 @@ class _Judge:
         spread: float,
     ) -> Line:
         budget = K * (spread + UNIT_ROUNDOFF[self.dtype])
-        size = max(float(np.linalg.norm(whole)), float(np.finfo(np.float64).tiny))
+        finite = whole[np.isfinite(whole)]
+        size = max(float(np.linalg.norm(finite)), float(np.finfo(np.float64).tiny))
         errors = {rank: _apart(*pair) / size for rank, pair in pairs.items()}
-        wrong = tuple(rank for rank, error in errors.items() if error > budget)
+        wrong = tuple(rank for rank, error in errors.items() if not error <= budget)
         notes: tuple[str, ...] = ()
-        if wrong:
+        if whole.size and (not finite.size or not math.isfinite(budget)):
+            wrong, notes = tuple(pairs), ("the reference is not finite here, so that nothing can be compared",)
+        elif wrong:
             got, want = pairs[max(wrong, key=lambda rank: errors[rank])]
             notes = ("has another shape",) if want is None else self._notes(name, phase, got, want, budget)
         return Line(name, phase, home, max(errors.values()), budget, wrong, notes)
@@ -168,8 +171,10 @@ class _Judge:
 
 
 def _apart(got: np.ndarray, want: np.ndarray | None) -> float:
+    """The distance; infinities and NaN must stand in the same places, and then count for nothing."""
     if want is None or got.shape != want.shape:
         return math.inf
     with np.errstate(invalid="ignore", over="ignore"):
-        apart = float(np.linalg.norm(got - want))
+        same = (got == want) | (np.isnan(got) & np.isnan(want))
+        apart = float(np.linalg.norm(np.where(same, 0.0, got - want)))
     return apart if math.isfinite(apart) else math.inf

@@ -66,12 +66,14 @@ def killed(folder, moment):
     mark = Mark()
     how = ["train", "--mesh", "dp=2", "--steps", "100000", "--every", "1", "--checkpoint", str(folder), "--quiet"]
     process = subprocess.Popen([sys.executable, "-c", COMMAND, *how], env=mark.environment)
-    deadline = time.monotonic() + LIMIT_S
-    while not moment(folder):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.001)
-    process.kill()
-    process.wait()
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while not moment(folder):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.001)
+    finally:
+        process.kill()
+        process.wait()
     assert mark.left_after(GONE_S) == []
 
 
