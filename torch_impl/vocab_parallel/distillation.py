@@ -130,9 +130,9 @@ def _shard_of(
     from torch.distributed.tensor import DTensor
 
     if not isinstance(logits, DTensor):
+        check_own_rank(FUNCTION, rank, group)
         if group is None:
             return _Shard(logits, None, cp_group, (0, logits.shape[-1], logits.shape[-1]))
-        check_own_rank(FUNCTION, rank, group)
         return _Shard(logits, group, cp_group, None)
     for name, given in (("vocab_parallel_group", group), ("context_parallel_group", cp_group)):
         if given is not None:

@@ -165,8 +165,7 @@ def get_next_token_logprobs_from_logits(
         return _of_dtensor(function, name, next_token_logits, input_ids, seq_index, chunk_size, sampling_params)
     if seq_index is not None:
         raise ValueError(f"{function}: seq_index is given but {name} is no DTensor; drop it or pass a DTensor")
-    if vocab_parallel_group is not None:
-        check_own_rank(function, vocab_parallel_rank, vocab_parallel_group)
+    check_own_rank(function, vocab_parallel_rank, vocab_parallel_group)
     check_logits(function, name, next_token_logits)
     width = next_token_logits.shape[-1]
     scoring = Scoring(

@@ -52,8 +52,12 @@ def range_of_dtensor(function: str, name: str, logits: DTensor) -> tuple[Process
     return mesh.get_group("tp"), start, end
 
 
-def check_own_rank(function: str, rank: int | None, group: ProcessGroup) -> None:
-    """The rank that was given is this rank's own in the group."""
+def check_own_rank(function: str, rank: int | None, group: ProcessGroup | None) -> None:
+    """The rank that was given is this rank's own in the group; without one there is no rank but 0."""
+    if group is None:
+        if rank:
+            raise ValueError(f"{function}: vocab_parallel_rank={rank} but vocab_parallel_group is None; pass both")
+        return
     group = checked_tp_group(function, "vocab_parallel_group", group)
     if rank is None:
         raise ValueError(f"{function}: vocab_parallel_rank is None but vocab_parallel_group is given; pass both")
