@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from jax_ref.vocab_parallel.stored_order import next_token_logprob_of_stored
@@ -163,6 +164,12 @@ def cut_ids(mesh, axis="cp", placement=None):
     return DTensor.from_local(own, mesh.device_mesh[axis], [placement or Shard(1)])
 
 
+def on_unnamed(mesh, *placements):
+    """Ids over the same ranks, on a mesh whose dims have no names."""
+    unnamed = DeviceMesh("cpu", mesh.device_mesh.mesh, _init_backend=False)
+    return DTensor.from_local(IDS[:, :4], unnamed, placements, run_check=False)
+
+
 def local(mesh, target, seq_index=None, logits=LOGITS[:, :4]):
     return vp.dtensor_from_parallel_logits_to_logprobs(logits, target, 0, 6, mesh["tp"], seq_index=seq_index)
 
@@ -210,6 +217,16 @@ REFUSED = [
     (
         lambda m: local(m, cut_ids(m, placement=Partial()), ORDER),
         f"{LOCAL}: target is Partial(sum) over cp; redistribute to Shard(1) or Replicate",
+    ),
+    (
+        lambda m: local(m, on_unnamed(m, Shard(1), Replicate())),
+        f"{LOCAL}: target is Shard(dim=1) over dim 0 of a mesh without names; pass mesh_dim_names to the mesh, or "
+        "redistribute to Shard(0) or Replicate",
+    ),
+    (
+        lambda m: local(m, on_unnamed(m, Replicate(), Partial())),
+        f"{LOCAL}: target is Partial(sum) over dim 1 of a mesh without names; pass mesh_dim_names to the mesh, or "
+        "redistribute to Shard(0) or Replicate",
     ),
     (
         lambda m: of_dtensor(m, axes=("cp",), placements=[Shard(1)]),

@@ -68,12 +68,15 @@ def stored_ids(function: str, name: str, ids: Tensor | DTensor) -> StoredIds:
 
 
 def check_placements(function: str, name: str, x: DTensor, cuts: dict[str, int]) -> None:
-    """Each named mesh dim cuts its own dim or nothing, every other the batch or nothing."""
-    for axis, placement in zip(x.device_mesh.mesh_dim_names or (), x.placements, strict=False):
+    """Each named mesh dim cuts its own dim or nothing, every other, those without a name too, the batch or nothing."""
+    names = x.device_mesh.mesh_dim_names
+    for number, placement in enumerate(x.placements):
+        axis = names[number] if names else f"dim {number} of a mesh without names"
         dim = cuts.get(axis, 0)
         if not (placement.is_replicate() or placement.is_shard(dim)):
             said = repr(placement).removesuffix("()")
-            raise ValueError(f"{function}: {name} is {said} over {axis}; redistribute to Shard({dim}) or Replicate")
+            remedy = "redistribute" if names else "pass mesh_dim_names to the mesh, or redistribute"
+            raise ValueError(f"{function}: {name} is {said} over {axis}; {remedy} to Shard({dim}) or Replicate")
 
 
 def scored_in_stored_order(
