@@ -76,6 +76,30 @@ def test_layers_share_what_the_ranks_of_an_axis_hold_together():
     assert _joined(layout, 2) is not _joined(layout, 4)
 
 
+@pytest.mark.parametrize("kind", ["packed", "dual_chunk_swap"])
+@pytest.mark.parametrize("exchange", [*EXCHANGES, "usp"])
+def test_what_inference_built_serves_training(exchange, kind):
+    """A layout of its own, so that all that is derived from it and kept is derived in inference."""
+
+    def body(mesh, case):
+        rank = 2 * mesh.rank("ring") + mesh.rank("heads") if exchange == "usp" else mesh.rank("cp")
+        layout = layout_of(mesh, kind, (4, rank))
+        group = {"mesh": mesh.device_mesh} if exchange == "usp" else {"group": mesh["cp"]}
+        own = [layout.shard(x, 2).requires_grad_() for x in (Q, K, V)]
+
+        def attend():
+            return context_parallel_attention(*own, **group, layout=layout, exchange=exchange, window=7)
+
+        with torch.inference_mode():
+            first = attend()
+        out = attend()
+        gradients = torch.autograd.grad(out, own, layout.shard(COTANGENT, 2))
+        return torch.equal(first, out), [x.shape[2] for x in gradients]
+
+    ranks = on_two_axes(body) if exchange == "usp" else on_ranks(body)
+    assert ranks.results == ((True, [S // 4] * 3),) * 4
+
+
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("kind", ["packed", "dual_chunk_swap", "contiguous", "striped"])
 def test_a_token_changes_nothing_before_it_nor_in_another_sequence(kind, exchange):

@@ -182,6 +182,24 @@ def test_it_differentiates_twice():
     assert torch.autograd.gradgradcheck(lambda x: _reorder_chunks(x, [1, 2, 0], cu(0, 3, 6)) ** 2, x)
 
 
+@pytest.mark.parametrize(
+    "reorder",
+    [
+        lambda x, cu: _redo_attention_load_balancing(x, 2, cu),
+        lambda x, cu: _undo_attention_load_balancing(x, 2, cu),
+        lambda x, cu: _reinterleave_packed_seqs(x, cu, 1),
+        lambda x, cu: _deinterleave_packed_seqs(x, cu, 1),
+    ],
+)
+def test_what_inference_built_serves_training(reorder):
+    x, offsets = torch.arange(12.0)[:, None].requires_grad_(), cu(0, 4, 12)
+    with torch.inference_mode():
+        first = reorder(x, offsets)
+    again = reorder(x, offsets)
+    again.sum().backward()
+    assert torch.equal(first, again) and x.grad.eq(1.0).all()
+
+
 def wide(rows):
     return torch.zeros(rows, 2)
 

@@ -73,10 +73,15 @@ def _joined(layout: TokenLayout, a: int) -> _Joined:
     """The cut over the ring. All layers that share a layout share it: a memo, which changes no result."""
     known = _KNOWN.setdefault(layout, {})
     if a not in known:
-        inner = layout.rebind(layout.cp_size // a, layout.cp_rank // a)
-        in_order = layout.index[inner.cp_rank * a : (inner.cp_rank + 1) * a].flatten().argsort()
-        known[a] = _Joined(inner, in_order, in_order.argsort())
+        known[a] = _built(layout, a)
     return known[a]
+
+
+@torch.inference_mode(False)  # kept for training, whoever asks first
+def _built(layout: TokenLayout, a: int) -> _Joined:
+    inner = layout.rebind(layout.cp_size // a, layout.cp_rank // a)
+    in_order = layout.index[inner.cp_rank * a : (inner.cp_rank + 1) * a].flatten().argsort()
+    return _Joined(inner, in_order, in_order.argsort())
 
 
 def _for_each_rank(x: Heads, a: int) -> Float[Tensor, "b a share s p"]:

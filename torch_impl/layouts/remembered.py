@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -35,6 +36,7 @@ def remembered(
         known = _MADE[offsets] = {}
     made, other = known.get(key, (None, None))
     if made is None or (other is not None and other() is not others):
-        made = build()
+        with torch.inference_mode(False):  # kept for training, whoever asks first
+            made = build()
         known[key] = (made, None if others is None else weakref.ref(others))
     return made
