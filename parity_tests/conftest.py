@@ -1,6 +1,7 @@
-"""What every test of the suite shares: Hypothesis profiles, a folder of its own, a header that says what is tested."""
+"""What every test of the suite shares: Hypothesis profiles, a folder of its own, the command, what the header says."""
 
 import os
+import sys
 from importlib.metadata import version
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one thread for each rank
@@ -18,6 +19,21 @@ settings.load_profile("dev")  # --hypothesis-profile=ci overrides it
 def own_folder(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Each test runs in an empty folder, where the replay files of failing cases may lie."""
     monkeypatch.chdir(tmp_path_factory.mktemp("case"))
+
+
+@pytest.fixture
+def shardproof(monkeypatch, capsys):
+    """The command, run in this process: status, standard output, standard error."""
+    from parity_tests.cli.app import main
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["shardproof", *arguments])
+        with pytest.raises(SystemExit) as left:
+            main()
+        said = capsys.readouterr()
+        return left.value.code or 0, said.out, said.err
+
+    return call
 
 
 def pytest_report_header() -> str:

@@ -166,7 +166,7 @@ TESTS_OF_NO_SINGLE_FILE = {
     "vocab_parallel/refusals.py": "what several functions refuse, in one table",
 }
 # Folders of parity_tests that are about the harness and not about a component.
-HARNESS_FOLDERS = {"harness", "faults", "benchmarks", "tracing", "training"}
+HARNESS_FOLDERS = {"cli", "harness", "faults", "benchmarks", "tracing", "training"}
 
 
 def python_files(tree: str) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 import typer
 
 from parity_tests import Cost
-from parity_tests.harness import cli
+from parity_tests.cli.app import app
 from parity_tests.harness.discover import schemes_of_file
 from parity_tests.harness.engines.ranks import ENGINES
 from parity_tests.harness.replay import _arguments
@@ -25,7 +25,7 @@ SCRIPTS = [block for block in BLOCKS if block.language in ("console", "sh")]
 PYTHON = [block for block in BLOCKS if block.language == "python"]
 DIRECTIVES = {"{toctree}", "{eval-rst}"}
 SHOWN = {"text", "diff"}  # output, and what changes in a file; nobody runs them
-VERBS = typer.main.get_command(cli.app).commands
+VERBS = typer.main.get_command(app).commands
 MAKEFILE = (ROOT / "Makefile").read_text()
 
 
@@ -167,7 +167,7 @@ def test_a_wrong_command_is_seen(wrong, said):
 def test_options_named_in_prose_exist():
     known = {option for verb in VERBS.values() for x in verb.params for option in (*x.opts, *x.secondary_opts)}
     known |= options_of("parity_tests/benchmarks/__main__.py") | options_of("parity_tests/faults/__main__.py")
-    known |= {option for x in typer.main.get_command(cli.app).params for option in x.opts}
+    known |= {option for x in typer.main.get_command(app).params for option in x.opts}
     known |= {"--nproc-per-node", "--rdzv-endpoint", "--hypothesis-profile"}  # of torchrun and pytest
     known |= {"--help", "--version", "--install-completion", "--show-completion"}  # of the command itself
     prose = {page: re.findall(r"`(?:[^`\n]* )?(--[a-z][a-z0-9-]*)[^`\n]*`", text_of(page)) for page in PAGES}

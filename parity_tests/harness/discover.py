@@ -19,7 +19,7 @@ from parity_tests.harness.declared import Declared
 from parity_tests.harness.table import TABLE
 
 PACKAGE = Path(parity_tests.__file__).resolve().parent
-NOT_COMPONENTS = ("harness", "faults", "benchmarks", "tracing", "training")
+NOT_COMPONENTS = ("cli", "harness", "faults", "benchmarks", "tracing", "training")
 EXTRAS = {"transformers": "hf", "safetensors": "hf"}  # packages that some components are about, with the extra of each
 
 

@@ -23,7 +23,7 @@ KNOWN = Known()  # one compiled reference for all runs
 COMMAND = f"""
 from parity_tests.training import run
 run.SIZES["layers"] = {LAYERS!r}
-from parity_tests.harness.cli import main
+from parity_tests.cli.app import main
 main()
 """
 # A moment of the run, by what is in the folder of checkpoints.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from parity_tests.harness import cli
+from parity_tests.cli.app import main
 from parity_tests.training import checkpoint, follow, page, record, session, show
 from parity_tests.training.follow import Known
 from parity_tests.training.run import SIZES, Run
@@ -50,7 +50,7 @@ def test_processes_give_the_same():
 
 
 def test_a_count_of_this_rank_alone_is_seen_in_the_first_step(monkeypatch):
-    monkeypatch.setattr(staged, "valid_count", lambda targets, groups: sum((each >= 0).sum() for each in targets))
+    monkeypatch.setattr(staged, "valid_count", lambda targets, *_: sum((each >= 0).sum() for each in targets))
     run = small({"dp": 2})
     steps = session.followed(run, KNOWN, "lockstep")
     assert "loss" in steps[0].wrong and not steps[0].ok
@@ -125,7 +125,7 @@ def test_the_command(monkeypatch, capsys):
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["shardproof", "train", "--engine", "lockstep", "--steps", "1", *arguments])
         with pytest.raises(SystemExit) as left:
-            cli.main()
+            main()
         said = capsys.readouterr()
         return left.value.code or 0, said.out, said.err
 
@@ -141,9 +141,9 @@ def test_the_command(monkeypatch, capsys):
         rows = [line.split(" | ") for line in file if line.startswith("| cp=2")]
         assert [(row[5], row[-1]) for row in rows] == [("float64", "equal |\n")]
     assert call("--mesh", "pp=2", "--schedule", "1f1c")[0] == 2
-    monkeypatch.setattr(staged, "valid_count", lambda targets, groups: targets[0].new_tensor(7))
+    monkeypatch.setattr(staged, "valid_count", lambda targets, *_: targets[0].new_tensor(7))
     assert call("--mesh", "dp=2", "-q")[0] == 1
-    monkeypatch.setattr(staged, "valid_count", lambda targets, groups: 1 // (dist.get_rank() - 1))
+    monkeypatch.setattr(staged, "valid_count", lambda targets, *_: 1 // (dist.get_rank() - 1))
     status, out, _ = call("--mesh", "dp=2", "-q")
     assert status == 3 and "rank 1 raised ZeroDivisionError" in out
 

@@ -6,9 +6,9 @@ from fnmatch import fnmatch
 
 import pytest
 
+from parity_tests.cli.app import main
 from parity_tests.faults.catalogue import CATALOGUE
 from parity_tests.faults.models import FAULTS, HOMES
-from parity_tests.harness import cli
 from parity_tests.tracing.lines import first
 from parity_tests.training import located, ranks, trace_session
 from parity_tests.training.run import SIZES, Run
@@ -72,7 +72,7 @@ def test_the_command(known, monkeypatch, capsys):
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["shardproof", "trace", "--engine", "lockstep", *arguments])
         with pytest.raises(SystemExit) as left:
-            cli.main()
+            main()
         said = capsys.readouterr()
         return left.value.code or 0, said.out, said.err
 
@@ -83,7 +83,7 @@ def test_the_command(known, monkeypatch, capsys):
     (traced,) = found["traces"]
     assert found["status"] == 0 and traced["verdict"] == "equal" and traced["first"] is None
     assert all(not line["ranks"] for line in traced["lines"])
-    monkeypatch.setattr(staged, "valid_count", lambda targets, groups: targets[0].new_tensor(7))
+    monkeypatch.setattr(staged, "valid_count", lambda targets, *_: targets[0].new_tensor(7))
     status, out, _ = call("--mesh", "cp=2")
     assert status == 1 and fnmatch(out, "*first to differ: loss, ranks 0, 1; look in the model itself.*")
     assert call("--mesh", "pp=2", "--schedule", "zbv")[0] == 2

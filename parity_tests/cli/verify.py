@@ -6,13 +6,13 @@ from typing import Annotated
 
 import typer
 
-from parity_tests.harness import cli_complete
-from parity_tests.harness.cli_values import Dims, JsonFlag, JsonPath, Mesh, Quiet, options, sizes
+from parity_tests.cli import complete
+from parity_tests.cli.values import Dims, JsonFlag, JsonPath, Mesh, Quiet, options, sizes
 
 Targets = Annotated[
     list[str] | None,
     typer.Argument(
-        help="Files, folders, scheme names or globs; none: every built-in scheme.", autocompletion=cli_complete.targets
+        help="Files, folders, scheme names or globs; none: every built-in scheme.", autocompletion=complete.targets
     ),
 ]
 
@@ -20,14 +20,14 @@ Targets = Annotated[
 def verify(
     targets: Targets = None,
     engine: Annotated[
-        str, typer.Option(help="lockstep, gloo, nccl or torchrun.", autocompletion=cli_complete.engines)
+        str, typer.Option(help="lockstep, gloo, nccl or torchrun.", autocompletion=complete.engines)
     ] = "lockstep",
     examples: Annotated[int | None, typer.Option(min=1, help="Cases per scheme; default: the profile's.")] = None,
     profile: Annotated[
         str,
         typer.Option(
             help="quick (8 cases of one shape), dev (20), ci (60) or nightly (2000).",
-            autocompletion=cli_complete.profiles,
+            autocompletion=complete.profiles,
         ),
     ] = "dev",
     seed: Annotated[int, typer.Option(min=0, help="Another number gives other cases.")] = 0,
@@ -36,7 +36,7 @@ def verify(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="float64, float32, bfloat16 or float16; default: the scheme's.", autocompletion=cli_complete.dtypes
+            help="float64, float32, bfloat16 or float16; default: the scheme's.", autocompletion=complete.dtypes
         ),
     ] = None,
     option: Annotated[
@@ -76,7 +76,7 @@ def verify(
 
 
 def list_schemes(
-    pattern: Annotated[str, typer.Argument(help="A glob over scheme names.", autocompletion=cli_complete.names)] = "*",
+    pattern: Annotated[str, typer.Argument(help="A glob over scheme names.", autocompletion=complete.names)] = "*",
     json: JsonFlag = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print names only, one on a line.")] = False,
 ) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from parity_tests.harness import cli, cli_complete
-from parity_tests.harness.cli_complete import PACKAGE
+from parity_tests.cli import complete
+from parity_tests.cli.app import VERBS, app
+from parity_tests.cli.complete import PACKAGE
 from parity_tests.harness.engines.ranks import ENGINES
 from parity_tests.training.run import ATTENTION, AXES, MAMBA
 from torch_impl.pipelining.rules import RULES
@@ -18,7 +19,7 @@ from torch_impl.pipelining.rules import RULES
 SHARDPROOF = f"""#!{sys.executable}
 import sys
 sys.argv[0] = "shardproof"
-from parity_tests.harness.cli import main
+from parity_tests.cli.app import main
 main()
 """
 SLOW = ("torch", "jax", "transformers")
@@ -30,9 +31,7 @@ def completed(words, shell="zsh"):
         asked = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
     else:
         asked = {"_TYPER_COMPLETE_ARGS": words, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
-    said = CliRunner().invoke(
-        cli.app, prog_name="shardproof", env={**asked, "_SHARDPROOF_COMPLETE": f"complete_{shell}"}
-    )
+    said = CliRunner().invoke(app, prog_name="shardproof", env={**asked, "_SHARDPROOF_COMPLETE": f"complete_{shell}"})
     assert said.exit_code == 0
     return said.stdout
 
@@ -40,7 +39,7 @@ def completed(words, shell="zsh"):
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_verbs_and_options(shell):
     offered = completed("shardproof t", shell)
-    assert all(verb in offered for verb in cli.VERBS if verb.startswith("t")) and "verify" not in offered
+    assert all(verb in offered for verb in VERBS if verb.startswith("t")) and "verify" not in offered
     assert "--microbatches" in completed("shardproof schedule --mic", shell)
 
 
@@ -63,7 +62,7 @@ def test_targets():
 
 
 def test_schemes_that_are_offered_are_declared():
-    offered = cli_complete.names("")
+    offered = complete.names("")
     assert len(offered) == len(set(offered)) > 50
     declared = "".join(file.read_text() for file in PACKAGE.glob("*/test_*.py"))
     assert all(f"def {name}(" in declared for name in offered)
@@ -78,10 +77,10 @@ def test_values():
 
 
 def test_sizes_of_a_mesh():
-    assert cli_complete.meshes("tp=2,c") == ["tp=2,cp=2", "tp=2,cp=4"]
-    assert not any("tp=" in size.rpartition(",")[2] for size in cli_complete.meshes("tp=2,"))
+    assert complete.meshes("tp=2,c") == ["tp=2,cp=2", "tp=2,cp=4"]
+    assert not any("tp=" in size.rpartition(",")[2] for size in complete.meshes("tp=2,"))
     assert bash("shardproof train --mesh dp_r") == ["dp_replicate=2", "dp_replicate=4"]
-    assert {size.partition("=")[0] for size in cli_complete.training_meshes("")} == {"dp", *AXES}
+    assert {size.partition("=")[0] for size in complete.training_meshes("")} == {"dp", *AXES}
 
 
 def test_bash_itself_completes(tmp_path):
@@ -103,13 +102,11 @@ def test_bash_itself_completes(tmp_path):
 
 
 def test_nothing_slow_is_loaded_for_a_word():
-    offers = [
-        name for name, made in vars(cli_complete).items() if callable(made) and made.__module__.endswith("complete")
-    ]
+    offers = [name for name, made in vars(complete).items() if callable(made) and made.__module__.endswith("complete")]
     asked = [name for name in offers if not name.startswith("_") and name not in ("of_run", "profiles")]
     assert len(asked) == 9
-    lines = ["import sys", "from parity_tests.harness import cli, cli_complete"]
-    lines += [f"cli_complete.{name}('')" for name in asked]
+    lines = ["import sys", "from parity_tests.cli import app, complete"]
+    lines += [f"complete.{name}('')" for name in asked]
     lines += [f"sys.exit(','.join(name for name in {SLOW} if name in sys.modules) or 0)"]
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import typer
 
-from parity_tests.harness import cli, cli_page
-from parity_tests.harness.cli_help import EXAMPLES, JUDGING, STATUS
-from parity_tests.harness.cli_shapes import SHAPES
+from parity_tests.cli import page
+from parity_tests.cli.app import app
+from parity_tests.cli.help import EXAMPLES, JUDGING, STATUS
+from parity_tests.cli.shapes import SHAPES
 from parity_tests.harness.engines.failure import Died
 from parity_tests.harness.strategy import EXAMPLES as PROFILES
 from parity_tests.harness.user_files import WRONG, written
@@ -19,7 +20,7 @@ from parity_tests.tracing.lines import Line
 from parity_tests.training import run, show
 from parity_tests.training.judged import Judged, Row
 
-VERBS = typer.main.get_command(cli.app).commands
+VERBS = typer.main.get_command(app).commands
 WIDE = "200"
 # Maps by names of the user's own: their keys are no part of the shape.
 BY_NAME = {"mesh", "dims", "inputs", "outputs", "tensors", "owners", "types", "rows of a step", "not_run", "caught"}
@@ -27,12 +28,12 @@ BY_NAME |= {"layouts", "lengths", "values", "options"}
 
 
 def test_the_page_is_that_of_the_command():
-    assert cli_page.PAGE.read_text() == cli_page.page(), "run python -m parity_tests.harness.cli_page"
+    assert page.PAGE.read_text() == page.page(), "run python -m parity_tests.cli.page"
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_option_stands_on_the_page(verb):
-    section = cli_page.PAGE.read_text().partition(f"\n## {verb}\n")[2].partition("\n## ")[0]
+    section = page.PAGE.read_text().partition(f"\n## {verb}\n")[2].partition("\n## ")[0]
     for option in VERBS[verb].params:
         assert option.help, f"{verb}: {option.name} has no help"
         for flag in option.opts if option.param_type_name == "option" else ():

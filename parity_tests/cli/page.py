@@ -1,4 +1,4 @@
-"""docs/reference/command-line.md, made from the command itself: `python -m parity_tests.harness.cli_page` writes it."""
+"""docs/reference/command-line.md, made from the command itself: `python -m parity_tests.cli.page` writes it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 import typer
 
-from parity_tests.harness import cli
-from parity_tests.harness.cli_help import EXAMPLES, STATUS
-from parity_tests.harness.cli_shapes import SHAPES
+from parity_tests.cli.app import app
+from parity_tests.cli.help import EXAMPLES, STATUS
+from parity_tests.cli.shapes import SHAPES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "command-line.md"
 HEAD = """# The command line
 
-`shardproof VERB --help` prints what stands here. This page is written by `python -m parity_tests.harness.cli_page`,
+`shardproof VERB --help` prints what stands here. This page is written by `python -m parity_tests.cli.page`,
 and a test holds it to the options that there are.
 
 | verb | does |
@@ -46,7 +46,7 @@ report, and the agent leaves with 1.
 
 def page() -> str:
     """The whole page."""
-    verbs: dict[str, Any] = typer.main.get_command(cli.app).commands  # pyright: ignore[reportAttributeAccessIssue]
+    verbs: dict[str, Any] = typer.main.get_command(app).commands  # pyright: ignore[reportAttributeAccessIssue]
     rows = "\n".join(f"| [`{name}`](#{name}) | {_sentence(verb.help)} |" for name, verb in verbs.items())
     statuses = "\n".join(f"| {status} | {what} |" for status, what in STATUS.items())
     return HEAD.format(verbs=rows, statuses=statuses) + "".join(_section(name, verb) for name, verb in verbs.items())

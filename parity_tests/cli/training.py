@@ -6,18 +6,18 @@ from typing import Annotated
 
 import typer
 
-from parity_tests.harness import cli_complete
-from parity_tests.harness.cli_values import JsonPath, sizes
+from parity_tests.cli import complete
+from parity_tests.cli.values import JsonPath, sizes
 
-Dtype = Annotated[str, typer.Option(help="float64, float32 or bfloat16.", autocompletion=cli_complete.of_run("DTYPES"))]
+Dtype = Annotated[str, typer.Option(help="float64, float32 or bfloat16.", autocompletion=complete.of_run("DTYPES"))]
 Mamba = Annotated[
     str,
     typer.Option(
-        help="hidden (tokens for heads) or state (states passed on).", autocompletion=cli_complete.of_run("MAMBA")
+        help="hidden (tokens for heads) or state (states passed on).", autocompletion=complete.of_run("MAMBA")
     ),
 ]
 Attention = Annotated[
-    str, typer.Option(help="ring, all_gather, ulysses or usp.", autocompletion=cli_complete.of_run("ATTENTION"))
+    str, typer.Option(help="ring, all_gather, ulysses or usp.", autocompletion=complete.of_run("ATTENTION"))
 ]
 # Options of trace that say nothing of a pair.
 OF_THE_STEP = ("mesh", "schedule", "mamba", "attention", "tied", "seed", "engine")
@@ -25,7 +25,7 @@ Schedule = Annotated[
     str,
     typer.Option(
         help="Pipeline schedule, or its beginning: 1f1b, zbv, interleaved1f1b.",
-        autocompletion=cli_complete.of_run("SCHEDULES"),
+        autocompletion=complete.of_run("SCHEDULES"),
     ),
 ]
 Tied = Annotated[bool, typer.Option("--tied", help="Share the weight of embedding and head.")]
@@ -37,7 +37,7 @@ def train(
         typer.Option(
             help="A mesh: dp=2,cp=2 of pp, dp_replicate, dp_shard (or dp), cp, tp. Again for a further run.",
             metavar="AXIS=N",
-            autocompletion=cli_complete.training_meshes,
+            autocompletion=complete.training_meshes,
         ),
     ] = None,
     steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 20,
@@ -48,7 +48,7 @@ def train(
     tied: Tied = False,
     seed: Annotated[int, typer.Option(min=0, help="Of the weights and the batches.")] = 0,
     engine: Annotated[
-        str, typer.Option(help="gloo, lockstep, nccl or torchrun.", autocompletion=cli_complete.engines)
+        str, typer.Option(help="gloo, lockstep, nccl or torchrun.", autocompletion=complete.engines)
     ] = "gloo",
     checkpoint: Annotated[str | None, typer.Option(help="Folder of checkpoints.", metavar="DIR")] = None,
     every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 5,
@@ -80,7 +80,7 @@ def trace(
         str | None,
         typer.Argument(
             help="A file that declares pairs of modules of your own; none: the first training step on --mesh.",
-            autocompletion=cli_complete.files,
+            autocompletion=complete.files,
         ),
     ] = None,
     mesh: Annotated[
@@ -88,14 +88,14 @@ def trace(
         typer.Option(
             help="dp=2,cp=2 of pp, dp_replicate, dp_shard (or dp), cp, tp.",
             metavar="AXIS=N",
-            autocompletion=cli_complete.training_meshes,
+            autocompletion=complete.training_meshes,
         ),
     ] = "",
     dtype: Annotated[
         str | None,
         typer.Option(
             help="float64, float32, bfloat16 or, of a file, float16; default: float64, or that of the file's modules.",
-            autocompletion=cli_complete.dtypes,
+            autocompletion=complete.dtypes,
         ),
     ] = None,
     mamba: Mamba = "hidden",
@@ -103,7 +103,7 @@ def trace(
     schedule: Schedule = "1f1b",
     tied: Tied = False,
     seed: Annotated[int, typer.Option(min=0, help="Of the weights and the batch.")] = 0,
-    engine: Annotated[str, typer.Option(help="gloo, lockstep or nccl.", autocompletion=cli_complete.engines)] = "gloo",
+    engine: Annotated[str, typer.Option(help="gloo, lockstep or nccl.", autocompletion=complete.engines)] = "gloo",
     json: JsonPath = None,
     whole: Annotated[bool, typer.Option("--whole", "--verbose", "-v", help="Print every tensor.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print one line for each trace only.")] = False,

@@ -1,7 +1,7 @@
-"""shardproof: the command. A verb's options stand in one of the files cli_*.py, its examples in cli_help.py.
+"""shardproof: the command. A verb's options stand in a file of this folder, its examples in help.py.
 
 Each verb reads its arguments, calls one function, and turns the outcome into a status; what a status means stands in
-status.py.
+harness/status.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Annotated
 
 import typer
 
-from parity_tests.harness import cli_case, cli_help, cli_paper, cli_training, cli_verify
+from parity_tests.cli import case, paper, training, verify
+from parity_tests.cli.help import epilog, versions
 from parity_tests.harness.guard import guarded
 
 app = typer.Typer(
@@ -25,27 +26,27 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Verify sharded PyTorch against single-device JAX: values, gradients, collectives and bytes.",
-    epilog=cli_help.epilog(None),
+    epilog=epilog(None),
 )
 VERBS = {
-    "verify": cli_verify.verify,
-    "list": cli_verify.list_schemes,
-    "draw": cli_case.draw,
-    "replay": cli_case.replay,
-    "timeline": cli_case.timeline,
-    "schedule": cli_paper.schedule,
-    "train": cli_training.train,
-    "trace": cli_training.trace,
-    "plan": cli_paper.plan,
-    "tour": cli_verify.tour,
+    "verify": verify.verify,
+    "list": verify.list_schemes,
+    "draw": case.draw,
+    "replay": case.replay,
+    "timeline": case.timeline,
+    "schedule": paper.schedule,
+    "train": training.train,
+    "trace": training.trace,
+    "plan": paper.plan,
+    "tour": verify.tour,
 }
 for name, verb in VERBS.items():
-    app.command(name, epilog=cli_help.epilog(name))(verb)
+    app.command(name, epilog=epilog(name))(verb)
 
 
 def _version(is_asked: bool) -> None:
     if is_asked:
-        typer.echo(cli_help.versions())
+        typer.echo(versions())
         raise typer.Exit()
 
 

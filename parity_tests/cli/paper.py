@@ -6,15 +6,15 @@ from typing import Annotated
 
 import typer
 
-from parity_tests.harness import cli_complete
-from parity_tests.harness.cli_values import JsonFlag, Mesh, options, sizes, three
+from parity_tests.cli import complete
+from parity_tests.cli.values import JsonFlag, Mesh, options, sizes, three
 
 
 def schedule(
     target: Annotated[
         str,
         typer.Argument(
-            help="A schedule's name or its beginning (zbv), or a .csv file.", autocompletion=cli_complete.schedules
+            help="A schedule's name or its beginning (zbv), or a .csv file.", autocompletion=complete.schedules
         ),
     ],
     pp: Annotated[int | None, typer.Option(help="Ranks; for a file they are its rows.")] = None,

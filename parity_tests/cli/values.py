@@ -8,14 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
-from parity_tests.harness import cli_complete
+from parity_tests.cli import complete
 
 Mesh = Annotated[
     list[str] | None,
-    typer.Option(help="Mesh axis sizes: tp=4 or dp=2,cp=2.", metavar="AXIS=N", autocompletion=cli_complete.meshes),
+    typer.Option(help="Mesh axis sizes: tp=4 or dp=2,cp=2.", metavar="AXIS=N", autocompletion=complete.meshes),
 ]
 Dims = Annotated[list[str] | None, typer.Option(help="Dim sizes: s=16.", metavar="DIM=N")]
-Replay = Annotated[str, typer.Argument(help="A replay_<id>.py file.", autocompletion=cli_complete.replays)]
+Replay = Annotated[str, typer.Argument(help="A replay_<id>.py file.", autocompletion=complete.replays)]
 JsonPath = Annotated[
     str | None,
     typer.Option(help="Write JSON to a file; - is standard output, which then has nothing else.", metavar="PATH"),

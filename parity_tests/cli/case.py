@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
-from parity_tests.harness import cli_complete
-from parity_tests.harness.cli_values import Dims, JsonFlag, JsonPath, Mesh, Replay, sizes
+from parity_tests.cli import complete
+from parity_tests.cli.values import Dims, JsonFlag, JsonPath, Mesh, Replay, sizes
 
 
 def draw(
-    target: Annotated[str, typer.Argument(help="A file or a scheme name.", autocompletion=cli_complete.targets)],
+    target: Annotated[str, typer.Argument(help="A file or a scheme name.", autocompletion=complete.targets)],
     mesh: Mesh = None,
     dim: Dims = None,
     svg: Annotated[str | None, typer.Option(help="Write the picture as SVG.", metavar="PATH")] = None,
@@ -27,7 +27,7 @@ def replay(
     file: Replay,
     engine: Annotated[
         str | None,
-        typer.Option(help="Another engine than the one recorded.", autocompletion=cli_complete.engines),
+        typer.Option(help="Another engine than the one recorded.", autocompletion=complete.engines),
     ] = None,
     repeat: Annotated[int, typer.Option(min=1, help="How many times.")] = 1,
     json: JsonPath = None,

@@ -26,13 +26,13 @@ NOT_HERE = {
     r"shardproof verify [a-z_]+": "test_every_scheme.py judges every built-in scheme",
     r"shardproof train .*": "training/test_session.py, over fewer steps",
     r"shardproof trace --mesh .*": "training/test_traced.py",
-    r"shardproof trace my_pair\.py.*": "harness/test_cli_trace.py",
-    r"shardproof verify .* --engine nccl": "a GPU for each rank; without one it is not run, as test_cli.py asks",
+    r"shardproof trace my_pair\.py.*": "cli/test_trace.py",
+    r"shardproof verify .* --engine nccl": "a GPU for each rank; without one it is not run, as cli/test_app.py asks",
     r"torchrun --standalone --nproc-per-node 2 .* verify .*": "test_worked_example.py",
     r"torchrun --standalone --nproc-per-node [48] .*": "as many ranks are too many for two cores, with GPUs or without",
     r"torchrun --nnodes 2 .*": "two hosts; training/test_torchrun.py makes two of one, as namespaces or over loopback",
 }
-OF_THE_HELP = "docs/reference/command-line.md"  # the examples of --help; test_cli*.py run the verbs with smaller ones
+OF_THE_HELP = "docs/reference/command-line.md"  # the examples of --help; tests of cli/ run the verbs with smaller ones
 SHOWN = [
     (block, command)
     for page in pages()
