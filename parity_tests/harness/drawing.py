@@ -49,11 +49,7 @@ def draw_case(
 
     Errors: ValueError for an unknown name, an uncuttable size, a menu that is empty."""
     sizes, options = _sorted_out(scheme, given)
-    served = _SERVED.setdefault(scheme, {})
-    asked = tuple(sorted(sizes.items())), world, limit
-    if asked not in served:
-        served[asked] = _served(scheme, sizes, world, limit)
-    mesh, fits = choose(served[asked])
+    mesh, fits = choose(_remembered(scheme, sizes, world, limit))
     shape = choose(fits)
     layouts = _layouts(scheme, mesh, shape, choose)
     lengths = _lengths(scheme, mesh, shape, choose)
@@ -77,6 +73,20 @@ def draw_case(
         engine=engine,
         schedule=choose(range(8)),
     )
+
+
+def fitting_meshes(scheme: Declared, given: Mapping[str, Any], world: int | None = None) -> list[dict[str, int]]:
+    """The meshes that can cut the sizes given, the smallest first. Errors: as of draw_case."""
+    sizes, _ = _sorted_out(scheme, given)
+    return [mesh for mesh, _ in _remembered(scheme, sizes, world, DEFAULT_LIMIT)]
+
+
+def _remembered(scheme: Declared, sizes: Mapping[str, int], world: int | None, limit: int) -> Served:
+    served = _SERVED.setdefault(scheme, {})
+    asked = tuple(sorted(sizes.items())), world, limit
+    if asked not in served:
+        served[asked] = _served(scheme, sizes, world, limit)
+    return served[asked]
 
 
 def _served(scheme: Declared, sizes: Mapping[str, int], world: int | None, limit: int) -> Served:

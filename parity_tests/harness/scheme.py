@@ -38,8 +38,9 @@ class Scheme(Declared):
     ) -> Report:
         """Draw cases, run each on the ranks and against the reference, and report the worst of each tensor.
 
-        Names resolve to mesh axes, dims and options; what is not given is drawn. `examples=None` is 1 of each dtype
-        where all dims are given, else the Hypothesis profile's. Errors: ValueError for an unknown name or an uncuttable
+        Names resolve to mesh axes, dims and options; what is not given is drawn. `examples=None` is the Hypothesis
+        profile's number, and where all dims are given at least one of each dtype on each mesh that can cut them; where
+        mesh and options are given as well, one of each dtype. Errors: ValueError for an unknown name or an uncuttable
         size. `inside_subgroup` makes the world twice as large and runs the scheme in each half of it, which finds
         what speaks to the default group. A mismatch is in the report, not raised; see Report.raise_if_failed.
         """

@@ -87,7 +87,7 @@ def _one(made: Declared, wanted: Wanted, outcome: Outcome) -> None:
         report = verify_scheme(
             made,
             wanted.engine,
-            wanted.examples,
+            wanted.examples or strategy.EXAMPLES[wanted.profile],
             wanted.seed,
             wanted.dtype,
             wanted.names,

@@ -26,6 +26,27 @@ def test_where_all_dims_are_given_each_dtype_is_tried():
     assert made.verify(tp=2, b=6, examples=1).examples == 1
 
 
+def test_where_all_dims_are_given_each_mesh_that_fits_them_is_tried():
+    def wrong_on_three_ranks(mesh, x):
+        return x * (2 if mesh.size("tp") == 3 else 3)
+
+    made = declared(wrong_on_three_ranks, mesh={"tp": (1, 2, 3, 4)})
+    for seed in range(4):
+        report = made.verify(b=6, seed=seed)  # 4 ranks cannot cut it
+        assert not report.ok and dict(report.case.mesh) == {"tp": 3}, seed
+        assert made.verify(b=4, seed=seed).meshes == ("tp=1", "tp=2", "tp=4")
+
+
+def test_where_an_option_is_left_open_the_profile_says_how_many_cases_are_drawn():
+    def wrong_in_one_option(mesh, x, chunk_size):
+        return x * (2 if chunk_size == 7 else 3)
+
+    made = declared(wrong_in_one_option, rank_options={"chunk_size": (1, 2, 7)}, draw={"x": values("iota")})
+    for seed in range(4):
+        assert made.verify(tp=2, b=6, seed=seed).case.options == {"chunk_size": 7}, seed
+    assert made.verify(tp=2, b=6, chunk_size=2).examples == len(made.dtypes)
+
+
 def test_a_note_on_one_element_comes_from_a_larger_case():
     def doubled_besides(mesh, x):
         return x * 6

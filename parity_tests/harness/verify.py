@@ -16,7 +16,7 @@ from parity_tests.harness import menu, oracle
 from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.clues.precision import STORED
 from parity_tests.harness.declared import Declared
-from parity_tests.harness.drawing import draw_case, seeded_chooser
+from parity_tests.harness.drawing import draw_case, fitting_meshes, seeded_chooser
 from parity_tests.harness.engines.failure import Stalled
 from parity_tests.harness.engines.ranks import ENGINES
 from parity_tests.harness.evidence import THIN
@@ -54,12 +54,11 @@ def verify(
     how = {"dtype": dtype, "engine": engine, "world": world, "inside_subgroup": inside_subgroup}
     drawn = draw_case(scheme, seeded_chooser(seed), names, seed=seed, **how)
     compiled = oracle.CLOCK.seconds
-    if examples is None and all(dim in names for dim in menu.free_dims(scheme)):
-        reports = _each_dtype(scheme, drawn, (dtype,) if dtype else scheme.dtypes)
-    elif examples == 1:
-        reports = [judge(scheme, drawn)]
-    else:
-        reports = _search(scheme, names, how, seed, examples or EXAMPLES[profile()], progress)
+    planned = _planned(scheme, names, how, seed)
+    total = examples or (EXAMPLES[profile()] if _is_open(scheme, names) else len(planned))
+    reports = _until_one_fails(scheme, [drawn] if total == 1 else planned if total >= len(planned) else [])
+    if total > len(reports) and all(report.ok for report in reports):
+        reports += _search(scheme, names, how, seed, total - len(reports), progress)
     if all(r.ok and not any(row.want.size for row in r.rows) for r in reports):
         raise ValueError(f"scheme '{scheme.name}': every tensor is empty at {sizes(drawn)}; nothing was compared")
     report = replace(merged(reports), compile_seconds=oracle.CLOCK.seconds - compiled)
@@ -68,12 +67,37 @@ def verify(
     return replace(report, replay=_written(scheme, report, replay_folder))
 
 
-def _each_dtype(scheme: Declared, case: CaseSpec, dtypes: Sequence[str]) -> list[Report]:
-    """One case in each dtype until one fails: a mistake in one alone is common, such as a sum kept in bfloat16."""
+def _is_open(scheme: Declared, names: Mapping[str, Any]) -> bool:
+    """Whether a dim, a mesh axis or an option is left to the draw, and not values alone."""
+    chosen = {**scheme.mesh, **scheme.options, **scheme.rank_options}
+    return not _has_all_dims(scheme, names) or any(
+        len(choices) > 1 and name not in names for name, choices in chosen.items()
+    )
+
+
+def _has_all_dims(scheme: Declared, names: Mapping[str, Any]) -> bool:
+    return all(dim in names for dim in menu.free_dims(scheme))
+
+
+def _planned(scheme: Declared, names: Mapping[str, Any], how: Mapping[str, Any], seed: int) -> list[CaseSpec]:
+    """Where all dims are given: one case on each mesh that can cut them, in each dtype.
+
+    A mistake on one mesh or in one dtype alone is common, such as a sum kept in bfloat16.
+    """
+    if not _has_all_dims(scheme, names):
+        return []
+    cases = []
+    for mesh in fitting_meshes(scheme, names, how["world"]):
+        case = draw_case(scheme, seeded_chooser(seed), {**names, **mesh}, seed=seed, **how)
+        cases += [case.replace(dtype=name) for name in ((how["dtype"],) if how["dtype"] else scheme.dtypes)]
+    return cases
+
+
+def _until_one_fails(scheme: Declared, cases: Sequence[CaseSpec]) -> list[Report]:
     reports: list[Report] = []
-    for name in dtypes:
+    for case in cases:
         if not reports or reports[-1].ok:
-            reports.append(judge(scheme, case.replace(dtype=name)))
+            reports.append(judge(scheme, case))
     return reports
 
 
