@@ -41,7 +41,7 @@ FAULTS = (
         name="tokens counted that have no loss",
         kind="scale",
         file=LOSS,
-        old="(each != NOBODY).sum()",
+        old="((each >= 0) & (each < end)).sum()",
         new="torch.tensor(each.numel())",
         expect="value: ",
         source=MEGATRON,

@@ -1,6 +1,7 @@
 """Parity of models.loss: one loss for every way to cut an optimiser step, and with it every parameter's gradient."""
 
 import jax.numpy as jnp
+import pytest
 import torch
 from hypothesis import given, settings
 
@@ -107,6 +108,26 @@ def test_means_of_ranks_are_another_number():
     assert {dp: sum(each[1] for each in ranks) / dp for dp, ranks in found.items()} == dict.fromkeys((1, 2, 3), 7 / 3)
     assert sum(each[2] for each in found[2]) / 2 == 3.0
     assert {each[3] for ranks in found.values() for each in ranks} == {3}
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_target_outside_of_the_vocabulary_is_nobodys(is_told):
+    """To the bit: in the sum and in the count. One above is seen only where the size of the vocabulary is told."""
+    logits = torch.linspace(-2, 3, 2 * 4 * 5, dtype=torch.float64).sin().view(2, 4, 5)
+    targets = torch.tensor([[1, NOBODY, 4, -1], [-7, 0, NOBODY - 1, 5 if is_told else NOBODY]])
+    inside = (targets >= 0) & (targets < 5)
+
+    def body(mesh, case):
+        def share(targets):
+            mine = targets.tensor_split(2)[mesh.rank("dp")]
+            count = valid_count([mine], [mesh["dp"]], *([5] if is_told else []))
+            return normalised(token_losses(own, mine, mesh["tp"], 5), count).item(), count.item()
+
+        own = logits.tensor_split(2)[mesh.rank("dp")].tensor_split([3], -1)[mesh.rank("tp")]
+        return share(targets), share(torch.where(inside, targets, NOBODY))
+
+    for found, want in run(body, CaseSpec(scheme="loss", mesh={"dp": 2, "tp": 2})).results:
+        assert found == want and want[0] > 0 and want[1] == inside.sum()
 
 
 def test_a_step_without_tokens_has_no_loss():

@@ -23,11 +23,11 @@ NOBODY = -100  # the target of a token whose loss does not count
 def token_losses(
     logits: Float[Tensor, "b s v"], targets: Int[Tensor, "b s"], tp: ProcessGroup, vocab_size: int
 ) -> Float[Tensor, "b s"]:
-    """-log p(target) of each token, 0 where the target is nobody's.
+    """-log p(target) of each token, 0 where the target is nobody's: any id outside of [0, vocab_size).
 
         logits  "b s/cp v/tp"   targets  "b s/cp"   ->   "b s/cp tp=I"
 
-    The vocabulary is cut over tp by DTensor's ceil rule.
+    The vocabulary is cut over tp by DTensor's ceil rule. No target is read on the host.
 
     Cost:   that of `DistributedLogprob`.
     Errors: those of `DistributedLogprob`.
@@ -36,16 +36,20 @@ def token_losses(
     return -DistributedLogprob.apply(logits, targets, start, end, tp)
 
 
-def valid_count(targets: Sequence[Int[Tensor, "b s"]], groups: Sequence[ProcessGroup]) -> Int[Tensor, ""]:
+def valid_count(
+    targets: Sequence[Int[Tensor, "b s"]], groups: Sequence[ProcessGroup], vocab_size: int | None = None
+) -> Int[Tensor, ""]:
     """How many tokens of an optimiser step count: in all its microbatches here, summed over the ranks of all groups.
 
         targets  "b s/cp" of each microbatch   ->   a number, the same on every rank
 
-    `groups` are those that cut the batch (dp, cp), each rank in one group of each.
+    `groups` are those that cut the batch (dp, cp), each rank in one group of each. What counts is what has a loss in
+    `token_losses`: targets in [0, vocab_size); without `vocab_size` those that are not negative.
 
     Cost: 1 all_reduce of one int64 for each group.
     """
-    count = torch.stack([(each != NOBODY).sum() for each in targets]).sum()
+    end = torch.iinfo(torch.int32).max if vocab_size is None else vocab_size
+    count = torch.stack([((each >= 0) & (each < end)).sum() for each in targets]).sum()
     for group in groups:
         dist.all_reduce(count, group=group)
     return count

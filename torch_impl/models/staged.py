@@ -66,7 +66,7 @@ def staged_step(
     if len(lengths) > 1:
         raise ValueError(f"models.staged_step: streams have {lengths} tokens on this rank; pad them to one length")
     targets = [stream.targets for stream in streams]
-    loss.count = valid_count(targets, groups)
+    loss.count = valid_count(targets, groups, loss.vocab_size)
     shares: list[Tensor] = []
     schedule.step(
         *([torch.cat([stream.ids for stream in streams])] if any(stage.is_first for stage in stages) else []),
