@@ -204,6 +204,20 @@ def test_refusals():
     ]
 
 
+def test_unlike_lengths_on_one_rank_are_refused_on_every():
+    def body(mesh, case):
+        model = HybridLM(SMALL, Placement(mesh["cp"], mesh["tp"]))
+        schedule, loss, stages = in_stages(mesh, model, streams_of(8, 8), "GPipe")
+        own = streams_of(8, 12) if mesh.rank("dp") == 1 else streams_of(8, 8)
+        with pytest.raises(ValueError) as caught:
+            staged_step(schedule, stages, loss, own, [mesh["dp"], mesh["cp"]])
+        return str(caught.value)
+
+    first, second = run(body, CaseSpec("staged", {"dp": 2, "pp": 1, "cp": 1, "tp": 1})).results
+    assert first == "models.staged_step: streams of another rank have unlike lengths; pad them to one length"
+    assert second == "models.staged_step: streams have [8, 12] tokens on this rank; pad them to one length"
+
+
 def test_another_number_of_streams_is_refused():
     def body(mesh, case):
         model = HybridLM(SMALL, Placement(mesh["cp"], mesh["tp"]))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -59,12 +60,11 @@ def staged_step(
     `schedule` and `stages` are those of `pipeline_model` for as many micro-batches of one row as there are `streams`,
     `loss` its `loss_fn`; `groups` cut the batch, as for `valid_count`. Gradients are left on the parameters.
 
-    Cost:   that of the schedule, and of `valid_count`.
-    Errors: ValueError for streams of unlike lengths, or of another number than the schedule's.
+    Cost:   that of the schedule, and of `valid_count`; 1 all_reduce of one int64 for each group, and one host read.
+    Errors: ValueError for streams of unlike lengths on any rank, on every rank of the groups; for another number of
+            streams than the schedule's.
     """
-    lengths = sorted({stream.ids.shape[1] for stream in streams})
-    if len(lengths) > 1:
-        raise ValueError(f"models.staged_step: streams have {lengths} tokens on this rank; pad them to one length")
+    _check_lengths(streams, groups)
     targets = [stream.targets for stream in streams]
     loss.count = valid_count(targets, groups, loss.vocab_size)
     shares: list[Tensor] = []
@@ -75,3 +75,14 @@ def staged_step(
         return_outputs=False,
     )
     return [share.detach() for share in shares]
+
+
+def _check_lengths(streams: Sequence[RankStream], groups: Sequence[ProcessGroup]) -> None:
+    """Streams are of one length on every rank. Ranks have streams of their own, so that they have to agree."""
+    lengths = sorted({stream.ids.shape[1] for stream in streams})
+    unlike = torch.tensor(int(len(lengths) > 1), device=streams[0].ids.device)
+    for group in groups:
+        dist.all_reduce(unlike, group=group)
+    if unlike:
+        said = f"have {lengths} tokens on this rank" if len(lengths) > 1 else "of another rank have unlike lengths"
+        raise ValueError(f"models.staged_step: streams {said}; pad them to one length")
