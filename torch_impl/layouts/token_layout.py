@@ -106,7 +106,9 @@ class TokenLayout:
 
         Cost:   one copy of the offsets to the host; of tensors with `total` and `validate=False` none, and of what
                 they hold on a device nothing is checked: there a total that is not their last makes rows without
-                meaning, if it can be cut at all. Asked again for the same unchanged tensors it returns the same object.
+                meaning, if it can be cut at all. Asked again for the same unchanged tensors it returns the same
+                object: on the CPU their numbers are compared; elsewhere writes that count no version, as those of
+                collectives and of `.data`, are not seen: give these a new tensor.
         Errors: ValueError for another kind, a rank that is none, offsets that do not rise from 0 to total, a real
                 length above its padded one, a padded length that cannot be cut, real lengths of other sequences;
                 TypeError for offsets of no integers, or a size or rank that is none.
