@@ -1,4 +1,4 @@
-"""A mixer over cp ranks, whichever the strategy: what it means, how it is declared, what a token may change."""
+"""A mixer over cp ranks, whichever the strategy: how it runs there, and what a token may change. It loads no JAX."""
 
 from __future__ import annotations
 
@@ -11,37 +11,12 @@ from torch.func import functional_call
 
 from jax_ref.layouts import BUILTIN as DENSE_LAYOUTS
 from jax_ref.layouts import packed as packed_layout
-from parity_tests import CaseSpec, offsets, values
+from parity_tests import CaseSpec
 from parity_tests.harness.engines.run import Ranks, run
 from parity_tests.harness.tree import flat
-from parity_tests.mamba.by_name import flax_mixer
 from parity_tests.mamba.made import PROJECTED, T
-from parity_tests.mamba.parameters import DRAW, SPECS, settings_of, sizes_of
+from parity_tests.mamba.parameters import settings_of, sizes_of
 from torch_impl.mamba import Mamba2Mixer
-
-FOLLOW = {"i": "h*p", "c": "h*p+2*g*n", "w": "2*h*p+2*g*n+h"}
-EACH = {**DRAW, "u": values("normal", "ties")}
-
-
-def dense(u, parameters, groups):
-    return flax_mixer(parameters, **settings_of(parameters, groups))(u)
-
-
-def packed(u, parameters, groups, cu):
-    return flax_mixer(parameters, **settings_of(parameters, groups))(u, cu)
-
-
-def rows_cut(cut: str) -> dict[str, Any]:
-    """A declaration of rows that are cut so."""
-    inputs = {"u": f"b t/cp{cut} d", "parameters": SPECS, "groups": "g"}
-    return {"reference": dense, "inputs": inputs, "outputs": f"b t/cp{cut} d", "draw": EACH}
-
-
-def stream_cut(cut: str) -> dict[str, Any]:
-    """A declaration of a stream that is cut so."""
-    inputs = {"u": f"1 t/cp{cut} d", "parameters": SPECS, "groups": "g", "cu": "q"}
-    draw = {**EACH, "cu": offsets("t", padded=True)}
-    return {"reference": packed, "inputs": inputs, "outputs": f"1 t/cp{cut} d", "draw": draw}
 
 
 def parallel(kind: Callable[..., Any], mesh, u, parameters, groups, cu=None, **chosen) -> Tensor:

@@ -8,17 +8,10 @@ from jax_ref.layouts.columns import conv_channels as reference_channels
 from jax_ref.layouts.columns import projection_columns as reference_columns
 from parity_tests import CaseSpec, Cost, check, every_case, scheme
 from parity_tests.harness.engines.run import run
+from parity_tests.mamba.cut import FOLLOW, rows_cut, stream_cut
 from parity_tests.mamba.made import CU, PROJECTED, T, W, filled, made
 from parity_tests.mamba.operations import Operations
-from parity_tests.mamba.over_ranks import (
-    FOLLOW,
-    check_what_a_token_changes,
-    held,
-    on_ranks,
-    parallel,
-    rows_cut,
-    stream_cut,
-)
+from parity_tests.mamba.over_ranks import check_what_a_token_changes, held, on_ranks, parallel
 from torch_impl.layouts import TokenLayout
 from torch_impl.mamba import MambaContextParallel
 

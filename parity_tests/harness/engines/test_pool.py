@@ -67,6 +67,7 @@ def test_a_rank_has_one_thread_for_torch_and_no_jax() -> None:
     def inside(mesh: Any, case: CaseSpec) -> tuple:
         return "jax" in sys.modules, torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
 
+    pool.close()  # new ranks, to which no other test has brought its modules
     assert pool.run(inside, case(2)).results == ((False, 1, "1"),) * 2
     assert len(list(Path(f"/proc/{pool.pids()[0]}/task").iterdir())) == 1
 
