@@ -94,6 +94,26 @@ def test_a_kept_buffer_that_was_given_anew_is_taken_as_it_is():
     assert on_ranks(2, body).results[0] == [100, 101, 106, 107]
 
 
+@pytest.mark.parametrize("where", ["inside", "between"])
+def test_what_is_written_into_a_kept_buffer_stays(where):
+    """It is a share, then and when the context is entered again: the next write is on top of the last."""
+
+    def body(mesh, case):
+        kept, restored = torch.arange(8), torch.arange(8)
+        made = context(mesh, [kept, restored], kept={kept})
+        for _ in range(2):
+            with made:
+                if where == "inside":
+                    kept.add_(100)
+            if where == "between":
+                kept.add_(100)
+        with made:
+            return kept.tolist(), restored.tolist()
+
+    expected = tuple(([x + 200 for x in share], share) for share in ([0, 1, 6, 7], [2, 3, 4, 5]))
+    assert on_ranks(2, body).results == expected
+
+
 def test_backward_of_what_was_saved_inside_refuses_to_run_outside():
     def body(mesh, case):
         weight, cosine = torch.ones(4, requires_grad=True), torch.arange(8.0)

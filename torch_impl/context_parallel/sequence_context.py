@@ -41,13 +41,13 @@ class SequenceContext:
         self.group, self.layout, self.exchange, self.causal_only = group, layout, exchange, causal_only
         self.buffers, self.dims, self.stays = list(buffers), list(dims), list(stays)
         self.wholes = list(wholes) or [None] * len(self.buffers)
-        self._left: dict[int, tuple[Tensor, Tensor]] = {}  # position -> (share, what it was) of one left cut
+        self._left: dict[int, Tensor] = {}  # position -> share of a buffer that was left cut
         self._stack: ExitStack | None = None
 
     def __enter__(self) -> SequenceContext:
         if self._stack is not None:
             raise RuntimeError("context_parallel: this context is entered already; leave it first, or make another")
-        originals = [self._original(i) for i in range(len(self.buffers))]
+        originals = [buffer.detach() for buffer in self.buffers]
         shares = [self._share(i, original) for i, original in enumerate(originals)]
         exchange = self.exchange or EXCHANGES[torch_rotate_method()]
         with ExitStack() as stack:
@@ -62,21 +62,18 @@ class SequenceContext:
         stack, self._stack = self._stack, None
         return None if stack is None else stack.__exit__(*raised)
 
-    def _original(self, i: int) -> Tensor:
-        """What buffer i holds uncut: also where it was left cut and not written to since."""
-        held = self.buffers[i].detach()
-        share, original = self._left.pop(i, (None, held))
-        still_cut = share is not None and held.data_ptr() == share.data_ptr() and held.shape == share.shape
-        return original if still_cut else held
-
     def _share(self, i: int, original: Tensor) -> Tensor:
+        """This rank's share; what was left cut is one already, written into or not, unless it has other memory now."""
+        left = self._left.get(i)
+        if left is not None and original.data_ptr() == left.data_ptr() and original.shape == left.shape:
+            return original
         whole = self.wholes[i]
         return self.layout.shard(original if whole is None else whole, self.dims[i])
 
     def _restore(self, originals: list[Tensor], shares: list[Tensor]) -> None:
         for i, buffer in enumerate(self.buffers):
             if self.stays[i]:
-                self._left[i] = shares[i], originals[i]
+                self._left[i] = shares[i]
             else:
                 _replace(buffer, originals[i])
 
