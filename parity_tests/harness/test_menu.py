@@ -1,6 +1,7 @@
 """The menu of shapes: short, simplest first, every mesh served, relations kept, and what cannot be cut is told."""
 
 import inspect
+import itertools
 
 import pytest
 
@@ -9,6 +10,8 @@ from parity_tests.harness import menu
 from parity_tests.harness.drawing import draw_case, seeded_chooser
 from parity_tests.harness.strategy import SHAPES
 
+NUMBERS = itertools.count()
+
 
 def declared(mesh, inputs, outputs, **more):
     """A scheme of which only the declaration is looked at."""
@@ -16,6 +19,7 @@ def declared(mesh, inputs, outputs, **more):
     def function(mesh, **arguments): ...
 
     names = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in ("mesh", *inputs)]
+    function.__name__ = f"function_{next(NUMBERS)}"
     function.__signature__ = inspect.Signature(names)
     return scheme(reference=lambda **arguments: None, mesh=mesh, inputs=inputs, outputs=outputs, **more)(function)
 
@@ -109,7 +113,7 @@ def refusal(made, **given):
 def test_sizes_given_by_hand():
     made = SCHEMES["swapped"]
     assert refusal(made, cp=4, s=30) == (
-        "scheme 'function': s=30 cannot be cut by dual_chunk_swap over cp=4 (needs a multiple of 8); pad to 32"
+        f"scheme '{made.name}': s=30 cannot be cut by dual_chunk_swap over cp=4 (needs a multiple of 8); pad to 32"
     )
     assert made.case(cp=4, s=32).dims["s"] == 32
     # Of the declared meshes those are kept that can cut it: 30 is no multiple of 4 or 8.
@@ -121,7 +125,7 @@ def test_a_dim_in_a_relation_given_by_hand():
     made = SCHEMES["groups"]
     assert made.case(tp=2, h=12).dims == {"g": 6, "p": 4, "h": 12}
     assert made.case(tp=2, g=4).dims["h"] == 8
-    none = "scheme 'function': no sizes agree with h=2*g and can be cut"
+    none = f"scheme '{made.name}': no sizes agree with h=2*g and can be cut"
     assert refusal(made, tp=1, h=5) == none
     assert refusal(made, tp=1, h=6, g=4) == none
 
@@ -129,7 +133,7 @@ def test_a_dim_in_a_relation_given_by_hand():
 def test_a_mesh_that_can_never_be_drawn():
     made = declared({"tp": (1, 2, 4)}, {"x": "v/tp"}, "v/tp", dims={"v": (2, 6)})
     assert refusal(made) == (
-        "scheme 'function': mesh {'tp': 4} can never be drawn: "
+        f"scheme '{made.name}': mesh {{'tp': 4}} can never be drawn: "
         "v=2 cannot be cut by contiguous over tp=4 (needs a multiple of 4); pad to 4"
     )
     assert made.case(v=6).dims == {"v": 6}
@@ -137,10 +141,13 @@ def test_a_mesh_that_can_never_be_drawn():
 
 def test_a_world_above_the_limit_or_of_no_mesh():
     made = SCHEMES["one cut"]
-    assert refusal(made, tp=65) == "scheme 'function': no mesh of {'tp': 65} has 64 ranks or fewer, which is the limit"
+    assert (
+        refusal(made, tp=65)
+        == f"scheme '{made.name}': no mesh of {{'tp': 65}} has 64 ranks or fewer, which is the limit"
+    )
     with pytest.raises(ValueError) as caught:
         draw_case(made, seeded_chooser(0), {}, world=3)
-    assert str(caught.value) == "scheme 'function': no mesh of {'tp': (1, 2, 4)} has 3 ranks"
+    assert str(caught.value) == f"scheme '{made.name}': no mesh of {{'tp': (1, 2, 4)}} has 3 ranks"
 
 
 def test_a_fixed_world():

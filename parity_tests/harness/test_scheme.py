@@ -9,7 +9,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from parity_tests import integers, mask, offsets, scheme, token_below
-from parity_tests.harness.table import TABLE, lookup
 
 
 def logprob(logits, target):
@@ -210,35 +209,6 @@ def test_an_integer_needs_a_draw():
     assert said == (
         "scheme 'ranks': 'x' is an integer and has no draw; give draw={'x': token_below(...)} or integers(...)"
     )
-
-
-def compiled_from(file, source="def doubled(mesh, x):\n    return x * 2\n"):
-    space = {"__name__": "somebodys_module"}
-    exec(compile(source, file, "exec"), space)
-    return space["doubled"]
-
-
-def doubled_scheme(function):
-    return scheme(reference=lambda x: 2 * x, mesh={"tp": (1, 2)}, inputs={"x": "n/tp"}, outputs="n/tp")(function)
-
-
-def test_the_table_keeps_one_scheme_of_a_name():
-    first = doubled_scheme(compiled_from("a/b.py"))
-    assert lookup("somebodys_module:doubled") is first
-    with pytest.raises(ValueError) as caught:
-        doubled_scheme(compiled_from("a/c.py"))
-    assert str(caught.value) == "scheme 'doubled': is already declared in a/b.py:1"
-    again = doubled_scheme(compiled_from("a/b.py"))
-    assert lookup("somebodys_module:doubled") is again
-    del TABLE["somebodys_module:doubled"]
-
-
-@pytest.mark.parametrize("file", ["<ipython-input-3-5e1b>", "/var/ipykernel_17/22.py"])
-def test_a_cell_run_again_replaces_its_scheme(file):
-    doubled_scheme(compiled_from(file))
-    again = doubled_scheme(compiled_from(file.replace("3", "4").replace("22", "23")))
-    assert lookup("somebodys_module:doubled") is again
-    del TABLE["somebodys_module:doubled"]
 
 
 def test_names_that_are_given_must_be_known():
