@@ -141,10 +141,8 @@ def test_a_mesh_that_can_never_be_drawn():
 
 def test_a_world_above_the_limit_or_of_no_mesh():
     made = SCHEMES["one cut"]
-    assert (
-        refusal(made, tp=65)
-        == f"scheme '{made.name}': no mesh of {{'tp': 65}} has 64 ranks or fewer, which is the limit"
-    )
+    said = f"scheme '{made.name}': no mesh of "
+    assert refusal(made, tp=65) == said + "{'tp': 65} has 64 ranks or fewer, which is the limit"
     with pytest.raises(ValueError) as caught:
         draw_case(made, seeded_chooser(0), {}, world=3)
     assert str(caught.value) == said + "{'tp': (1, 2, 4)} has 3 ranks"
