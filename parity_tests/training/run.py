@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from parity_tests.harness.schedule_name import rule_named
+from parity_tests.training.ring_and_heads import smallest_factor
 from torch_impl.pipelining.rules import RULES, Rule, microbatches_fault
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -77,13 +78,25 @@ class Run:
             )
         if BLOCK % (2 * self.size("cp")):
             raise ValueError(f"--mesh cp={self.size('cp')}: documents are padded for 1, 2, 3, 4, 6 or 12 ranks of cp")
-        shared = math.gcd(self.sizes["num_attention_heads"], self.sizes["num_key_value_heads"])
-        if shared % self.size("tp"):
-            able = ", ".join(str(n) for n in range(1, shared + 1) if shared % n == 0)
-            raise ValueError(f"--mesh tp={self.size('tp')}: cannot share the heads of attention; use one of {able}")
+        self._check_heads()
         self._check_stages()
         if self.resume and self.checkpoint is None:
             raise ValueError("--resume needs --checkpoint DIR, where the state is")
+
+    def _check_heads(self) -> None:
+        """Ranks of tp share the heads of attention, and those that exchange heads what each of these has."""
+        heads, kv_heads = self.sizes["num_attention_heads"], self.sizes["num_key_value_heads"]
+        shared, tp = math.gcd(heads, kv_heads), self.size("tp")
+        if shared % tp:
+            able = ", ".join(str(n) for n in range(1, shared + 1) if shared % n == 0)
+            raise ValueError(f"--mesh tp={tp}: cannot share the heads of attention; use one of {able}")
+        exchanging = {"ulysses": self.size("cp"), "usp": smallest_factor(self.size("cp"))}.get(self.attention, 1)
+        heads, kv_heads = heads // tp, kv_heads // tp
+        if heads % exchanging or (kv_heads % exchanging and exchanging % kv_heads):
+            raise ValueError(
+                f"--attention {self.attention}: cannot cut the {heads} query heads and {kv_heads} KV heads of each "
+                f"rank of tp={tp} over {exchanging} ranks; use ring or all_gather, or another --mesh"
+            )
 
     def _check_stages(self) -> None:
         """A stage needs a layer, and a schedule as many micro-batches as it can order."""

@@ -35,6 +35,16 @@ REFUSED = [
     ),
     ({"mesh": {"cp": 5}}, "--mesh cp=5: documents are padded for 1, 2, 3, 4, 6 or 12 ranks of cp"),
     ({"mesh": {"tp": 5}}, "--mesh tp=5: cannot share the heads of attention; use one of 1, 2, 3, 4, 6, 12"),
+    (
+        {"mesh": {"cp": 2, "tp": 4}, "attention": "ulysses"},
+        "--attention ulysses: cannot cut the 6 query heads and 3 KV heads of each rank of tp=4 over 2 ranks; use ring "
+        "or all_gather, or another --mesh",
+    ),
+    (
+        {"mesh": {"cp": 4, "tp": 4}, "attention": "usp"},
+        "--attention usp: cannot cut the 6 query heads and 3 KV heads of each rank of tp=4 over 2 ranks; use ring or "
+        "all_gather, or another --mesh",
+    ),
     ({"resume": True}, "--resume needs --checkpoint DIR, where the state is"),
 ]
 
