@@ -1,6 +1,7 @@
 """Sphinx: MyST pages, those with code cells executed at each build, and docstrings as they are, in the furo theme."""
 
 import inspect
+import re
 import shutil
 from pathlib import Path
 
@@ -34,6 +35,11 @@ def with_notebooks(app):
         shutil.copy(notebook, folder)
 
 
+def to_notebooks(app, page, source):
+    """A page's link to a notebook of the repository leads to the copy among the pages."""
+    source[0] = re.sub(r"\]\(((?:\.\./)*)\.\./notebooks/", r"](\1notebooks/", source[0])
+
+
 def as_it_is(app, what, name, of, options, lines):
     """Docstrings are laid out by hand: formulas, specs, costs in columns. A package's first line is its page's."""
     if what == "module" and not name.startswith("jax_ref."):
@@ -62,6 +68,7 @@ def is_left_out(app, what, name, of, skip, options):
 
 def setup(app):
     app.connect("builder-inited", with_notebooks)
+    app.connect("source-read", to_notebooks)
     app.connect("autodoc-process-docstring", as_it_is)
     app.connect("autodoc-process-signature", of_apply)
     app.connect("autodoc-skip-member", is_left_out)

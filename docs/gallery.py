@@ -134,7 +134,7 @@ def page() -> str:
     for stem, captions in CAPTIONS.items():
         number, _, words = stem.partition("_")
         title = words.replace("_", " ").capitalize()
-        parts.append(f"\n## {number} {title}\n\n`notebooks/{stem}.ipynb`\n")
+        parts.append(f"\n## {number} {title}\n\n[The notebook](../notebooks/{stem}.ipynb)\n")
         parts += [f"\n{said}\n\n![{said}](images/gallery/{stem}-{k}.png)\n" for k, said in enumerate(captions, 1)]
     return "".join(parts)
 
