@@ -35,9 +35,10 @@ def test_where_heads_cannot_be_shared_one_strategy_is_left():
     assert found.state_passing == 2 * 2 * (3 * 48 * 8 + 8 * 9 * 8)
 
 
-def test_one_rank_sends_nothing():
+def test_one_rank_sends_nothing_however_many_tokens_it_has():
     found = mamba_cp_bytes(tokens=7, cp_size=1, **SMALL)
     assert (found.hidden_parallel, found.state_passing, found.cheaper) == (0, 0, "hidden_parallel")
+    assert found.crossover_tokens is None
 
 
 REFUSED = [

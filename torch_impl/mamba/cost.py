@@ -15,13 +15,13 @@ class MambaCost:
     """Bytes that a rank sends for one layer forward; as many backward, where summed in the dtype of the inputs.
 
     `hidden_parallel` is None where ranks cannot share the heads or the groups. `crossover_tokens` are local tokens:
-    with more of them state passing is `cheaper`; 0 where it is the only one.
+    with more of them state passing is `cheaper`; 0 where it is the only one, None for one rank, which sends nothing.
     """
 
     hidden_parallel: int | None
     state_passing: int
     cheaper: Literal["hidden_parallel", "state_passing"]
-    crossover_tokens: int
+    crossover_tokens: int | None
 
 
 def mamba_cp_bytes(
@@ -69,5 +69,5 @@ def mamba_cp_bytes(
         hidden_parallel,
         state_passing,
         "state_passing" if state_passing < hidden_parallel else "hidden_parallel",
-        cp_size * segments * segment // (element_size * columns),
+        cp_size * segments * segment // (element_size * columns) if cp_size > 1 else None,
     )
