@@ -6,6 +6,7 @@ without an error for other dtypes, other reduce ops, or other shapes of the same
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -81,12 +82,14 @@ def _collectives(ledger: Ledger, complete: bool) -> Iterator[Disagreement]:
 def _difference(issued: Mapping[int, Row]) -> Disagreement | None:
     """The first property in which rows of one place in one group differ."""
     rows = list(issued.values())
+    # Where one hands in more tensors than another, the shapes tell.
+    fewest = 1 if rows[0].op == "all_to_all" else min((len(row.dtypes) for row in rows if row.dtypes), default=0)
     properties = {
         "op": [row.op for row in rows],
         "reduce op": [row.reduce_op for row in rows],
         "root": [row.root for row in rows],
-        "dtype": [row.dtypes[:1] or None for row in rows],
-        "shape": [None if row.op in ("scatter", "all_to_all") else row.shapes for row in rows],
+        "dtype": [row.dtypes[:fewest] or None for row in rows],
+        "shape": [_common_shapes(row) for row in rows],
     }
     for name, values in properties.items():
         known = [value for value in values if value is not None]
@@ -95,6 +98,13 @@ def _difference(issued: Mapping[int, Row]) -> Disagreement | None:
             odd = next(row for row, value in zip(rows, values, strict=True) if value not in (usual, None))
             return _against(f"{name} differs", odd, rows)
     return _splits(rows) if rows[0].op == "all_to_all" else _pieces(rows) if rows[0].op == "scatter" else None
+
+
+def _common_shapes(row: Row) -> object:
+    """What must be alike on all ranks; of a tensor that is cut into rows for each, the shape of a row."""
+    if row.op == "all_to_all":
+        return row.shapes[0][1:] if len(row.shapes) == 1 and math.prod(row.shapes[0]) else None
+    return None if row.op == "scatter" else row.shapes
 
 
 def _splits(rows: Sequence[Row]) -> Disagreement | None:

@@ -34,6 +34,11 @@ def both(*more: dict[str, Any]) -> Ledger:
         ("reduce op differs", {"reduce_op": "SUM"}, {"reduce_op": "MAX"}),
         ("root differs", {"op": "broadcast", "root": 0}, {"op": "broadcast", "root": 1}),
         ("dtype differs", {}, {"dtypes": ("int32",)}),
+        (
+            "dtype differs",
+            {"shapes": ((3,), (3,)), "dtypes": ("float32", "float32")},
+            {"shapes": ((3,), (3,)), "dtypes": ("float32", "int32")},
+        ),
         ("shape differs", {}, {"shapes": ((3, 1),)}),
         ("shape differs", {}, {"shapes": ((3,), (3,)), "dtypes": ("float32", "float32")}),
     ],
@@ -94,6 +99,19 @@ def test_splits_are_checked_in_pairs() -> None:
     found = disagreement(both(*({"op": "all_to_all", "splits": s} for s in fits)))
     assert found is not None
     assert found.what == "splits differ: rank 0 sends 2 rows to rank 1, which expects 1"
+
+
+def test_rows_of_an_all_to_all_are_of_one_shape() -> None:
+    one = {"op": "all_to_all", "splits": ((1, 2), (1, 3)), "shapes": ((3, 2, 3),)}
+    other = {"op": "all_to_all", "splits": ((3, 4), (2, 4)), "shapes": ((7, 2, 3),)}
+    assert disagreement(both(one, other)) is None
+    found = disagreement(both(one, other | {"shapes": ((7, 6),)}))
+    assert found is not None
+    assert found.what == "shape differs"
+    empty = {"op": "all_to_all", "splits": ((0, 0), (0, 3)), "shapes": ((0,),)}
+    assert disagreement(both(empty, {"op": "all_to_all", "splits": ((3, 4), (0, 4)), "shapes": ((7, 6),)})) is None
+    lists = {"op": "all_to_all", "dtypes": ("float32",) * 2, "shapes": ((1, 2), (3, 4))}
+    assert disagreement(both(lists, lists | {"shapes": ((3, 4), (1, 2))})) is None
 
 
 def test_a_scatter_has_inputs_on_its_root_only() -> None:
