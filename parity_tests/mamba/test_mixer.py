@@ -110,6 +110,20 @@ def test_the_first_steps_and_decays_are_in_their_ranges():
     assert 1 <= decay.min() < 2 and 15 < decay.max() <= 16
 
 
+def test_a_mixer_on_the_meta_device_is_given_what_it_is_made_with():
+    """Each module fills its own parameters, so that a model may be built without memory."""
+    with torch.device("meta"):
+        mixer = Mamba2Mixer(**GIVEN)
+    mixer.to_empty(device="cpu")
+    for parameter in mixer.parameters():
+        parameter.detach().fill_(torch.nan)
+    for module in mixer.modules():
+        if list(module.parameters(recurse=False)):
+            module.reset_parameters()
+    assert all(parameter.isfinite().all() for parameter in mixer.parameters())
+    assert mixer.norm.weight.eq(1.0).all() and mixer.D.eq(1.0).all()
+
+
 def test_a_name_that_either_side_lacks_is_refused():
     parameters = {name: x.detach().numpy() for name, x in made().named_parameters()}
     with pytest.raises(KeyError, match=re.escape("['gate'] unknown")):

@@ -95,7 +95,12 @@ class GroupedNorm(nn.Module):
     def __init__(self, width: int, groups: int, eps: float, *, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
         self.groups, self.eps = groups, eps
-        self.weight = nn.Parameter(torch.ones(width, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(width, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """A weight of ones."""
+        nn.init.ones_(self.weight)
 
     def forward(self, y: Float[Tensor, "*a i"]) -> Float[Tensor, "*a i"]:
         parts = y.to(accumulator(y.dtype)).unflatten(-1, (self.groups, -1))
