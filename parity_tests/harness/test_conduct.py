@@ -1,40 +1,13 @@
 """Protocol and cost: each turns red for a small scheme that breaks it, and says so."""
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from parity_tests import Cost, scheme, values
+from parity_tests import Cost
 from parity_tests.harness import conduct
 from parity_tests.harness.engines.ledger import Ledger, Row
 from parity_tests.harness.report import CostMismatch, HygieneViolation, ProtocolMismatch, Report
-
-
-def summed(x, group):
-    """The sum over a group, whose backward is the identity."""
-
-    class Sum(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            total = x.clone()
-            dist.all_reduce(total, group=group)
-            return total
-
-        @staticmethod
-        def backward(ctx, cotangent):
-            return cotangent
-
-    return Sum.apply(x)
-
-
-def declared(function, reference=lambda x: x * 2.0, inputs=None, outputs="b/tp", **more):
-    return scheme(
-        **{
-            "reference": reference, "mesh": {"tp": (2, 4)}, "inputs": inputs or {"x": "b/tp"}, "outputs": outputs,
-            "draw": {"x": values("normal")}, "dtypes": ("float32",), **more,
-        }
-    )(function)  # fmt: skip
-
+from parity_tests.harness.small_scheme import declared, summed
 
 # Cost
 

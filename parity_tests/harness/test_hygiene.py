@@ -4,33 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parity_tests import integers, scheme, values
-
-
-def summed(x, group):
-    """The sum over a group, whose backward is the identity."""
-
-    class Sum(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            total = x.clone()
-            dist.all_reduce(total, group=group)
-            return total
-
-        @staticmethod
-        def backward(ctx, cotangent):
-            return cotangent
-
-    return Sum.apply(x)
-
-
-def declared(function, reference=lambda x: x * 2.0, inputs=None, outputs="b/tp", **more):
-    return scheme(
-        **{
-            "reference": reference, "mesh": {"tp": (2, 4)}, "inputs": inputs or {"x": "b/tp"}, "outputs": outputs,
-            "draw": {"x": values("normal")}, "dtypes": ("float32",), **more,
-        }
-    )(function)  # fmt: skip
+from parity_tests import integers, values
+from parity_tests.harness.small_scheme import declared, summed
 
 
 def findings(function, tp=2, b=4, **more):
