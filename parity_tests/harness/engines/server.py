@@ -54,10 +54,13 @@ def _serve(parent: socket.socket, ranks: set[int], own: tuple[int, int]) -> bool
     """Answer what the parent has sent; False at its end."""
     try:
         data, fds, _, _ = socket.recv_fds(parent, 65536, 2)
+        while data and not data.endswith(b"\n"):
+            more = parent.recv(65536)
+            if not more:
+                return False  # it ended in the middle of a line
+            data += more
     except ConnectionError:
         return False
-    while data and not data.endswith(b"\n"):
-        data += parent.recv(65536)
     for line in data.splitlines():
         request = json.loads(line)
         if "fork" in request:

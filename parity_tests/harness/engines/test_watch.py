@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import struct
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 
+import pytest
+
 from parity_tests.harness.engines.board import COMPUTING, SLOT, WAITING, Board
-from parity_tests.harness.engines.watch import _Stillness
+from parity_tests.harness.engines.watch import Seat, Watch, _Stillness
 
 
 def after_steps(code: str, board: Board) -> _Stillness:
@@ -45,6 +51,20 @@ def test_a_change_on_the_board_starts_the_clock_anew() -> None:
     assert (still.seconds, still.idle_seconds) == (0.0, 0.0)
     still.step(1.0, [])
     assert (still.seconds, still.idle_seconds) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("pieces", [0, 1, 2])
+def test_a_rank_that_is_killed_in_the_middle_of_its_message_is_gone(pieces: int) -> None:
+    ours, theirs = socket.socketpair()
+    work = Connection(ours.detach())
+    seat = Seat(0, os.getpid(), work, work)
+    for piece in (struct.pack("!i", 100), b"the first bytes")[:pieces]:
+        theirs.sendall(piece)
+    theirs.close()
+    watch = Watch([seat], None, Board(None, 1))
+    watch._hear(seat)
+    assert seat.is_gone and seat.outcome is None
+    seat.close()
 
 
 def test_a_slot_holds_the_last_collective_and_no_more_than_its_size() -> None:

@@ -143,7 +143,7 @@ class Watch:
     def _hear(self, seat: Seat) -> None:
         try:
             message = seat.work.recv()
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError):  # OSError: it ended in the middle of a message
             seat.is_gone = True
             return
         if isinstance(message, Outcome):
