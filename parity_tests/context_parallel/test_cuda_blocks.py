@@ -5,6 +5,8 @@ On the meta device: values are not computed, which needs a GPU.
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from torch_impl.context_parallel import cuda_blocks
 
@@ -35,6 +37,27 @@ def test_shapes_and_dtypes(name, masked, dtype):
     assert {x.dtype for x in gradients} == {dtype}
 
 
+class Largest(TorchDispatchMode):
+    """The most numbers that a tensor has which is made inside."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        sizes = [x.numel() for x in tree_leaves(made) if isinstance(x, torch.Tensor)]
+        self.numbers = max([self.numbers, *sizes])
+        return made
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_causal_block_needs_no_number_for_each_pair(dtype):
+    q, k, v = torch.empty(3, 1, 2, 4096, 8, dtype=dtype, device="meta").unbind()
+    with Largest() as largest:
+        out, lse = cuda_blocks.forward(q, k, v, None, True, 0.5)
+        cuda_blocks.backward(out, q, k, v, out, lse, None, True, 0.5)
+    assert 0 < largest.numbers <= q.numel()
+
+
 @pytest.mark.parametrize(
     ("dtype", "masked", "keys", "width", "takes"),
     [
@@ -53,11 +76,8 @@ def test_which_operation_takes_a_causal_block(dtype, masked, keys, width, takes)
 
 
 def test_a_mask_as_addends():
-    q, k = torch.empty(2, 3, 2, 4), torch.empty(2, 1, 3, 4)
-    none = -torch.inf
-    above = torch.tensor([[0, none, none], [0, 0, none]]).expand(2, 3, 2, 3)
-    assert cuda_blocks._bias(q, k, None, False) is None
-    assert torch.equal(cuda_blocks._bias(q, k, None, True), above)
+    q, none = torch.empty(2, 3, 2, 4), -torch.inf
+    assert cuda_blocks._bias(q, None) is None
     last = torch.tensor([True, True, False]).expand(2, 1, 1, 3)
-    assert torch.equal(cuda_blocks._bias(q, k, last, False), torch.tensor([0, 0, none]).expand(2, 3, 2, 3))
-    assert cuda_blocks._bias(q, k, last, False).stride(2) % cuda_blocks.BIAS_COLUMNS == 0
+    assert torch.equal(cuda_blocks._bias(q, last), torch.tensor([0, 0, none]).expand(2, 3, 2, 3))
+    assert cuda_blocks._bias(q, last).stride(2) % cuda_blocks.BIAS_COLUMNS == 0

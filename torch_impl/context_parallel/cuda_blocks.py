@@ -1,7 +1,8 @@
 """One block on CUDA by the operations that return the logarithm of the softmax's sum: flash, or memory-efficient.
 
 Flash takes half precision without a mask; memory-efficient attention takes the rest. The latter knows no grouped
-heads and pads its lse to a multiple of 32 rows.
+heads, pads its lse to a multiple of 32 rows, and its causal mask is from the top left. What it adds to the scores is as
+large as a mask is: causal blocks have none.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def forward(
         out, lse, *_ = FLASH(q, k, v, 0.0, is_causal, False, scale=scale)
         return out, lse
     wide = [_every_head(x, q.shape[1]) for x in (k, v)]
-    out, lse, *_ = OTHER(q, *wide, _bias(q, k, mask, is_causal), True, 0.0, False, scale=scale)
+    out, lse, *_ = OTHER(q, *wide, _bias(q, mask), True, 0.0, is_causal, scale=scale)
     return out, lse[..., : q.shape[2]]
 
 
@@ -51,10 +52,10 @@ def backward(
     if _flash_takes(q, k, mask, is_causal):
         given = cotangent, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, is_causal, unused, unused
         return FLASH_BACKWARD(*given, scale=scale)
-    wide, bias = [_every_head(x, q.shape[1]) for x in (k, v)], _bias(q, k, mask, is_causal)
+    wide, bias = [_every_head(x, q.shape[1]) for x in (k, v)], _bias(q, mask)
     lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % LSE_ROWS), value=torch.inf)
     given = cotangent, q, *wide, bias, out, lse, unused, unused, 0.0, [True, True, True, False]
-    dq, dk, dv, _ = OTHER_BACKWARD(*given, False, scale=scale)
+    dq, dk, dv, _ = OTHER_BACKWARD(*given, is_causal, scale=scale)
     heads = k.shape[1], -1
     return dq, dk.unflatten(1, heads).sum(2), dv.unflatten(1, heads).sum(2)
 
@@ -70,12 +71,10 @@ def _every_head(x: Heads, heads: int) -> Heads:
     return x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
-def _bias(q: Heads, k: KVHeads, mask: Tensor | None, is_causal: bool) -> Tensor | None:
+def _bias(q: Heads, mask: Tensor | None) -> Tensor | None:
     """The mask as addends, rows aligned as the operation asks."""
-    if mask is None and not is_causal:
-        return None
     if mask is None:
-        mask = torch.ones(1, 1, q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        return None
     columns = mask.shape[-1]
     aligned = torch.zeros(*mask.shape[:-1], columns + -columns % BIAS_COLUMNS, dtype=q.dtype, device=q.device)
     aligned[..., :columns].masked_fill_(~mask, -torch.inf)
