@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -92,22 +94,37 @@ def two_ranks(folder: Path, *command: str) -> list[tuple[int, str]]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, *command],
-            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"},
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=folder,
-        )
-        for rank in range(2)
-    ]
-    return [(rank.wait(LIMIT_S), rank.communicate()[0]) for rank in ranks]
+    with contextlib.ExitStack() as open_files:
+        said = [open_files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)]  # a pipe would fill
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, *command],
+                env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"},
+                stdout=said[rank],
+                cwd=folder,
+            )
+            for rank in range(2)
+        ]
+        try:
+            statuses = [rank.wait(LIMIT_S) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        for file in said:
+            file.seek(0)
+        return list(zip(statuses, [file.read() for file in said], strict=True))
 
 
 def torchrun(*command: str) -> subprocess.CompletedProcess[str]:
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return subprocess.run([*start, *command], capture_output=True, text=True, timeout=LIMIT_S)
+
+
+@pytest.mark.timeout(30)
+def test_ranks_of_a_test_may_say_more_than_a_pipe_holds(tmp_path: Path) -> None:
+    wordy = "import os; print('x' * 200_000 * (1 + int(os.environ['RANK'])))"
+    assert [(status, len(said)) for status, said in two_ranks(tmp_path, "-c", wordy)] == [(0, 200_001), (0, 400_001)]
 
 
 def test_healthy_runs_and_one_status(script: Path) -> None:

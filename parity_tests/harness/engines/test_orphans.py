@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 GONE_S = 0.5
+START_S = 120.0
 LOADED = 2.0  # how much slower a machine may be that runs other work beside these tests
 
 # A user's script: no guard around what runs, functions in __main__.
@@ -77,6 +78,12 @@ def test_parent_is_interrupted(start: Callable[..., Parent]) -> None:
     parent.assert_nothing_left()
 
 
+@pytest.mark.timeout(60)
+def test_a_parent_that_fails_is_not_waited_for(start: Callable[..., Parent]) -> None:
+    with pytest.raises(AssertionError):
+        start("no_such_body")
+
+
 class Parent:
     """A process that has a pool, and the pids in it."""
 
@@ -105,7 +112,10 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Parent]]:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         parents.append(Parent(process))
         if what != "leaves":
+            deadline = time.monotonic() + START_S
             while not marker.exists():
+                assert process.poll() is None, f"{what}: the parent has ended with status {process.returncode}"
+                assert time.monotonic() < deadline, f"{what}: the parent has not come so far in {START_S} s"
                 time.sleep(0.01)
             assert all(map(_runs, parents[-1].pids))
         return parents[-1]
