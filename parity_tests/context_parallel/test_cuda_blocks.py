@@ -8,7 +8,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torch_impl.context_parallel import cuda_blocks
+from torch_impl.context_parallel import blocks, cuda_blocks
+from torch_impl.context_parallel.block import Block
+from torch_impl.context_parallel.blocks import Running
 
 SHAPES = {  # b, h, hk, queries, keys, p
     "as many keys": (2, 4, 4, 16, 16, 64),
@@ -81,3 +83,31 @@ def test_a_mask_as_addends():
     last = torch.tensor([True, True, False]).expand(2, 1, 1, 3)
     assert torch.equal(cuda_blocks._bias(q, last), torch.tensor([0, 0, none]).expand(2, 3, 2, 3))
     assert cuda_blocks._bias(q, last).stride(2) % cuda_blocks.BIAS_COLUMNS == 0
+
+
+@pytest.mark.parametrize("left", [torch.nan, torch.inf, 3.0])
+def test_what_an_operation_leaves_where_a_query_sees_nothing_is_not_merged(left, monkeypatch):
+    """On the CPU it leaves 0; others may leave anything. Keys that come before or after count alone."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 4, 8, generator=generator).unbind()
+    mask = torch.tensor([[True] * 4, [False] * 4, [True, False, False, False], [False] * 4])[None, None]
+    blind = ~mask.any(-1)
+    parts = Block(slice(0, 4), slice(0, 4), mask=mask, blind=blind), Block(slice(0, 4), slice(0, 4), is_causal=True)
+
+    def merged(order):
+        running = Running(q)
+        for block in order:
+            running.add(q, torch.stack([k, v]), block, 0.5)
+        return running.out, running.lse
+
+    plain = blocks._forward
+
+    def forward(*args):
+        out, lse = plain(*args)
+        return (out if args[3].blind is None else out.masked_fill(blind[..., None], left)), lse
+
+    orders = parts, parts[::-1], parts[:1]
+    wanted = [merged(order) for order in orders]
+    monkeypatch.setattr(blocks, "_forward", forward)
+    for order, both in zip(orders, wanted, strict=True):
+        assert all(map(torch.equal, merged(order), both))

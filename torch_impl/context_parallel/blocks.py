@@ -45,7 +45,8 @@ class Running:
     def _merge(self, q: Heads, keys: Keys, block: Block, scale: float) -> None:
         k, v = keys.unbind()
         out, lse = _forward(taken(q, block.queries), taken(k, block.keys), taken(v, block.keys), block, scale)
-        if block.blind is not None:  # of a row without a key the op says 0
+        if block.blind is not None:  # of a row without a key an op says what it likes
+            out = out.masked_fill(block.blind.unsqueeze(-1), 0.0)
             lse = lse.masked_fill(block.blind, -torch.inf)
         if block.query_places is None:
             _merge(self.out[:, :, block.queries], self.lse[:, :, block.queries], out, lse)
