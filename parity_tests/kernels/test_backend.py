@@ -53,14 +53,16 @@ def test_refusals(asked, text):
     assert str(caught.value) == text
 
 
-@pytest.mark.parametrize(("asked", "x"), [("triton", ON_CPU), ("auto", OnCuda)])
-def test_without_triton_the_extra_is_named(asked, x, monkeypatch):
+@pytest.mark.parametrize(
+    ("asked", "x", "which"),
+    [("triton", ON_CPU, "backend='triton' needs triton"), ("auto", OnCuda, "backend='auto' on CUDA needs triton")],
+)
+def test_without_triton_the_extra_is_named(asked, x, which, monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(ImportError) as caught:
         checked_backend("vocab_parallel.logprob", asked, "vocab_parallel_logits", x)
     assert str(caught.value) == (
-        "vocab_parallel.logprob: backend='triton' needs triton; pip install 'shardproof[triton]', or use 'eager' or "
-        "'compile'"
+        f"vocab_parallel.logprob: {which}; pip install 'shardproof[triton]', or use 'eager' or 'compile'"
     )
 
 

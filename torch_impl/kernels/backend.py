@@ -26,19 +26,21 @@ def checked_backend(function: str, backend: str, name: str, x: Tensor) -> str:
     """
     if backend not in BACKENDS:
         raise ValueError(f"{function}: backend={backend!r} is not one of {', '.join(BACKENDS)}")
+    asked = f"backend={backend!r}"
     if backend == "auto":
+        asked += " on CUDA"
         backend = "triton" if x.is_cuda else "eager"
     if backend == "triton":
-        _check_triton(function, name, x.device)
+        _check_triton(function, asked, name, x.device)
     return backend
 
 
-def _check_triton(function: str, name: str, device: torch.device) -> None:
+def _check_triton(function: str, asked: str, name: str, device: torch.device) -> None:
     try:
         import triton  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ImportError(
-            f"{function}: backend='triton' needs triton; pip install 'shardproof[triton]', or use 'eager' or 'compile'"
+            f"{function}: {asked} needs triton; pip install 'shardproof[triton]', or use 'eager' or 'compile'"
         ) from None
     from torch_impl.kernels.row_gather import gather_kernel
 
