@@ -203,6 +203,12 @@ def test_times_of_other_kinds_are_refused(name, time):
         Times(**{name: time})
 
 
+def test_where_nothing_takes_time_nobody_waits():
+    timeline = simulated("GPipe", 2, 2, 1, Times(0, 0, 0))
+    assert (timeline.makespan, timeline.bubble) == (0, (0, 0))
+    assert str(timeline).splitlines()[1] == "rank 0 || idle 0.0%, live 0"  # what ends makes room for what starts then
+
+
 def test_each_stage_needs_a_time():
     with pytest.raises(ValueError, match=r"pipelining\.Times: w has 1 times, but there is a stage 1"):
         simulated("GPipe", 2, 1, 1, Times(w=[1]))

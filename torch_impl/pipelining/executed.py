@@ -40,6 +40,7 @@ def _noted(stage: PipelineStage, actions: list[Action]) -> Iterator[None]:
         return original(chunk, *args, **kwargs)
 
     names = {"forward_one_chunk": forward, "backward_one_chunk": backward, "backward_weight_one_chunk": weights}
+    outer = {name: vars(stage)[name] for name in names if name in vars(stage)}  # of a block around this one
     for name, note in names.items():
         original = of_torch(stage, name)
         setattr(stage, name, lambda *args, _note=note, _original=original, **kwargs: _note(_original, *args, **kwargs))
@@ -48,3 +49,4 @@ def _noted(stage: PipelineStage, actions: list[Action]) -> Iterator[None]:
     finally:
         for name in names:
             delattr(stage, name)
+        vars(stage).update(outer)

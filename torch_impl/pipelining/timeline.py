@@ -52,8 +52,8 @@ class Timeline:
 
     @property
     def bubble(self) -> tuple[Number, ...]:
-        """Idle time of each rank as a fraction of the makespan."""
-        return tuple(idle / self.makespan for idle in self.idle)
+        """Idle time of each rank as a fraction of the makespan; 0 where nothing takes time."""
+        return tuple(idle / (self.makespan or 1) for idle in self.idle)
 
     def live(self, rank: int) -> list[tuple[Number, int]]:
         """(time, chunks whose activations the rank holds from then on).
