@@ -5,6 +5,8 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from parity_tests import CaseSpec
 from parity_tests.harness.engines.run import run
@@ -12,6 +14,7 @@ from parity_tests.parallelizer.families import OWN, Chosen, batch, empty, made
 from parity_tests.parallelizer.parallelized import parallelized
 from parity_tests.parallelizer.training import accumulated
 from torch_impl.parallelizer.dry_run import dry_run
+from torch_impl.parallelizer.fsdp2 import fsdp2_strategy_parallelize
 from torch_impl.parallelizer.tp_styles import translate_to_torch_parallel_style
 
 MESHES = [
@@ -44,23 +47,110 @@ def test_it_says_what_a_run_does(family, mesh):
         return {name: (tuple(p.to_local().shape), p.to_local().nbytes) for name, p in model.named_parameters()}
 
     ranks = run(body, CaseSpec(scheme="dry", mesh=mesh, dtype="float64"))
-    rows = [row for row in ranks.ledger.rows if row.rank == 0]
-    rows = rows[1 + max(i for i, row in enumerate(rows) if row.op == "barrier") :]
-    calls, sizes = Counter(), Counter()
-    for row in rows:
-        calls[row.phase, row.op] += 1
-        sizes[row.phase, row.op] += row.bytes_in
     said = dry_run(empty(chosen, dtype, "meta"), mesh, tokens=10)
-    promised = Counter(), Counter()
-    for each in said.sent:
-        key = {"forward": "fwd", "backward": "bwd"}[each.phase], each.op
-        promised[0][key] += each.calls
-        promised[1][key] += each.bytes_in
-    assert promised == (calls, sizes)
+    assert promised(said) == measured(ranks.ledger)
     held = ranks.results[0]
     assert {each.local_shape for each in said.parameters} == {shape for shape, _ in held.values()}
     assert said.bytes_held == sum(size for _, size in held.values())
     assert (said.unmatched, said.unknown) == ((), ())
+
+
+def measured(ledger):
+    """Calls and bytes of the first rank after the barrier, by phase and operation."""
+    rows = [row for row in ledger.rows if row.rank == 0]
+    calls, sizes = Counter(), Counter()
+    for row in rows[1 + max(i for i, row in enumerate(rows) if row.op == "barrier") :]:
+        calls[row.phase, row.op] += 1
+        sizes[row.phase, row.op] += row.bytes_in
+    return calls, sizes
+
+
+def promised(said):
+    """The same of a dry run."""
+    calls, sizes = Counter(), Counter()
+    for each in said.sent:
+        key = {"forward": "fwd", "backward": "bwd"}[each.phase], each.op
+        calls[key] += each.calls
+        sizes[key] += each.bytes_in
+    return calls, sizes
+
+
+def three_layers():
+    """Ids to vectors of 12, to 8 features and back, in float64; the first layer's bias does not move."""
+    made = nn.Sequential(nn.Embedding(16, 12), nn.Linear(12, 8), nn.Linear(8, 12), nn.Identity()).double()
+    made[1].bias.requires_grad_(False)
+    return made
+
+
+named = translate_to_torch_parallel_style
+COUNTED = [
+    {"1": "colwise", "2": "rowwise"},
+    {"1": "packed_colwise", "2": "packed_rowwise"},
+    {"0": "embedding_rowwise", "1": "colwise_gather_output", "2": "rowwise_split_input"},
+    {"0": "embedding_colwise", "1": "replicated_with_grad_allreduce"},
+    {"1": "replicate", "3": "moe_identity_expert"},
+]
+COUNTED = [{key: named(style) for key, style in plan.items()} for plan in COUNTED]
+NOT_COUNTED = [
+    ({"1": ColwiseParallel(input_layouts=Shard(-1)), "2": RowwiseParallel()}, "1"),
+    ({"1": ColwiseParallel(), "2": RowwiseParallel(output_layouts=Shard(-1))}, "2"),
+    ({"0": ColwiseParallel(), "3": named("all_reduce")}, "3"),
+]
+
+
+@pytest.mark.parametrize("plan", COUNTED, ids=str)
+def test_what_each_style_sends_is_what_is_measured(plan):
+    def body(view, case):
+        model = fsdp2_strategy_parallelize(three_layers(), view.device_mesh, None, plan)
+        torch.distributed.barrier()
+        model(torch.arange(10).view(2, 5)).sum().backward()
+        return {name: tuple(p.to_local().shape) for name, p in model.named_parameters()}
+
+    ranks = run(body, CaseSpec(scheme="dry", mesh={"tp": 2}, dtype="float64"))
+    said = dry_run(three_layers().to("meta"), {"tp": 2}, plan, tokens=10)
+    assert promised(said) == measured(ranks.ledger)
+    assert {each.name: each.local_shape for each in said.parameters} == ranks.results[0]
+    assert said.unknown == ()
+
+
+@pytest.mark.parametrize(("plan", "name"), NOT_COUNTED, ids=str)
+def test_what_is_not_counted_is_said(plan, name):
+    said = dry_run(three_layers().to("meta"), {"tp": 2}, plan, tokens=10)
+    assert said.unknown == (name,)
+    assert f"what {name!r} sends is not counted" in str(said)
+
+
+def test_packed_halves_are_shown():
+    plan = {"1": named("packed_colwise"), "2": named("packed_rowwise")}
+    rows = dry_run(three_layers().to("meta"), {"tp": 2}, plan).parameters
+    assert [each.placements.rpartition(", ")[2] for each in rows] == [
+        "tp whole",
+        *["tp Shard(0) of each half"] * 2,
+        *["tp Shard(1) of each half", "tp whole"],
+    ]
+
+
+class Mixed(nn.Module):
+    """Two blocks, each of a dtype of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4, dtype=torch.float64), nn.Linear(4, 4, dtype=torch.float32)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x.to(layer.weight.dtype))
+        return x
+
+
+def test_one_parameter_of_float64_keeps_all_dtypes():
+    def body(view, case):
+        model = fsdp2_strategy_parallelize(Mixed(), view.device_mesh)
+        torch.distributed.barrier()
+        model(torch.ones(3, 4, dtype=torch.float64)).sum().backward()
+
+    ranks = run(body, CaseSpec(scheme="dry", mesh={"dp_shard": 2}, dtype="float64"))
+    assert promised(dry_run(Mixed().to("meta"), {"dp_shard": 2})) == measured(ranks.ledger)
 
 
 def test_a_large_model_on_a_mesh_that_is_not_there():
@@ -79,12 +169,6 @@ def test_keys_that_match_nothing_are_said():
     said = dry_run(model, {"tp": 2})
     assert said.unmatched == ("model.layers.*.mlp.experts",)
     assert "plan key 'model.layers.*.mlp.experts' matches nothing in this model" in str(said)
-
-
-def test_a_style_whose_traffic_is_not_known():
-    model = nn.Sequential(nn.Linear(4, 4))
-    said = dry_run(model, {"tp": 2}, {"0": translate_to_torch_parallel_style("packed_colwise")})
-    assert said.unknown == ("0",) and said.sent == ()
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from torch_impl.parallelizer.hf_plan import get_hf_tp_shard_plan, named_styles
 from torch_impl.parallelizer.mesh_axes import parts_of
-from torch_impl.parallelizer.placements import placements_of
+from torch_impl.parallelizer.placements import cut_dim, placements_of
 from torch_impl.parallelizer.plan_check import check_kinds, refuse_sizes
 from torch_impl.parallelizer.plan_keys import generic, names_of, styled_modules
-from torch_impl.parallelizer.traffic import Sent, added, of_fsdp, of_style
+from torch_impl.parallelizer.traffic import Sent, added, keeps_dtypes, of_fsdp, of_style
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,9 @@ def dry_run(
     }
     shapes = {id(p): _after_tp(p.shape, cut.get(name), tp) for name, p in model.named_parameters()}
     sent = of_fsdp(model, shapes, shards, replicas, (shard_axis, parts["replicate"] or ""))
-    unknown = []
+    unknown, kept = [], keeps_dtypes(model)
     for name, (_, style) in styled.items():
-        own = of_style(model.get_submodule(name), style, tp, parts["tp"] or "", tokens)
+        own = of_style(model.get_submodule(name), style, tp, parts["tp"] or "", tokens, kept)
         sent += own or []
         unknown += [generic(name)] if own is None else []
     keys = named_styles(model) if tp > 1 and tp_shard_plan is None else {}
@@ -132,7 +132,8 @@ def _held(
     found: dict[tuple[str, tuple[int, ...], str, tuple[int, ...]], list[int]] = {}
     for name, parameter in model.named_parameters():
         local, placement = _after_tp(shapes[id(parameter)], Shard(0), shards), cut.get(name)
-        on_tp = f"Shard({placement.dim})" if isinstance(placement, Shard) else "whole"
+        dim, parts = cut_dim(placement)
+        on_tp = "whole" if dim is None else f"Shard({dim})" + (" of each half" if parts > 1 else "")
         each = {"replicate": "whole", "shard": "Shard(0)", "tp": on_tp}
         said = [f"{axes[part]} {how}" for part, how in each.items() if axes[part]]
         key = generic(name), tuple(parameter.shape), ", ".join(said), local
@@ -150,10 +151,10 @@ def _unmatched(keys: Mapping[str, str], known: list[str]) -> list[str]:
 
 def _after_tp(shape: tuple[int, ...], placement: Placement | None, ranks: int) -> tuple[int, ...]:
     """The first rank's part of a tensor that is cut on one dim, or the whole."""
-    if not isinstance(placement, Shard):
+    dim, parts = cut_dim(placement)
+    if dim is None:
         return tuple(shape)
-    dim = placement.dim
-    return (*shape[:dim], -(-shape[dim] // ranks), *shape[dim + 1 :])
+    return (*shape[:dim], parts * -(-shape[dim] // (parts * ranks)), *shape[dim + 1 :])
 
 
 def _times(shape: tuple[int, ...]) -> str:

@@ -23,6 +23,11 @@ def halves(dim: int) -> Placement:
     return halved(dim, HALVES)
 
 
+def is_halved(placement: Placement) -> bool:
+    """Whether a placement is one of `halves`."""
+    return type(placement) is type(halves(0))
+
+
 class PackedColwise(LocalForward):
     """`packed_colwise`: the gate and up columns that this rank has of both.
 

@@ -8,6 +8,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from torch_impl.parallelizer.local_forward import LocalForward
+from torch_impl.parallelizer.packed_styles import HALVES, is_halved
 
 
 def placements_of(style: ParallelStyle, module: nn.Module) -> dict[str, Placement]:
@@ -38,3 +39,10 @@ def placements_of(style: ParallelStyle, module: nn.Module) -> dict[str, Placemen
     if isinstance(style, ColwiseParallel):
         return {name: Shard(0 if is_linear else 1) for name in names}
     return {name: Shard(1 if is_linear else 0) if name == "weight" else Replicate() for name in names}
+
+
+def cut_dim(placement: Placement | None) -> tuple[int | None, int]:
+    """The dim that a placement cuts, None of none, and into how many parts first, each of which is then cut alike."""
+    if placement is not None and is_halved(placement):
+        return placement.dim, HALVES  # pyright: ignore[reportAttributeAccessIssue]
+    return (placement.dim, 1) if isinstance(placement, Shard) else (None, 1)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from torch_impl.parallelizer.packed_styles import halves
+from torch_impl.parallelizer.packed_styles import is_halved
 from torch_impl.parallelizer.placements import placements_of
 from torch_impl.parallelizer.plan_keys import styled_modules
 from torch_impl.parallelizer.whole_styles import Whole
@@ -143,7 +143,7 @@ def _check_ties(model: nn.Module, placements: Mapping[str, Placement]) -> None:
 
 
 def _check_packed(placements: Mapping[str, Placement], fsdp_size: int) -> None:
-    packed = [name for name, placement in placements.items() if type(placement) is type(halves(0))]
+    packed = [name for name, placement in placements.items() if is_halved(placement)]
     if packed and fsdp_size > 1:
         raise ValueError(
             f"tp_shard_plan: {packed[0]!r} is packed and FSDP would shard it over {fsdp_size} ranks, from which torch "

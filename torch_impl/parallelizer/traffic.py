@@ -11,12 +11,13 @@ from math import prod
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from torch_impl.parallelizer.packed_styles import PackedColwise, PackedRowwise
 from torch_impl.parallelizer.units import units
-from torch_impl.parallelizer.whole_styles import Whole, WholeSeenInParts
+from torch_impl.parallelizer.whole_styles import Divided, Whole, WholeSeenInParts
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,12 @@ def of_fsdp(
     groups = [[p for block in group for p in block.parameters()] for group in units(model)]
     owned = {id(p) for group in groups for p in group}
     groups.append([p for p in model.parameters() if id(p) not in owned])
-    last, found = len(groups) - 2, []
+    last, found, kept = len(groups) - 2, [], keeps_dtypes(model)
     for number, group in enumerate(groups):
         parameters = list({id(p): p for p in group}.values())
-        gathered = sum(_padded(shapes[id(p)], shards) // shards * _itemsizes(p.dtype)[0] for p in parameters)
-        reduced = sum(_padded(shapes[id(p)], shards) * _itemsizes(p.dtype)[1] for p in parameters if p.requires_grad)
+        gathered = sum(_padded(shapes[id(p)], shards) // shards * _itemsizes(p.dtype, kept)[0] for p in parameters)
+        moving = [p for p in parameters if p.requires_grad]
+        reduced = sum(_padded(shapes[id(p)], shards) * _itemsizes(p.dtype, kept)[1] for p in moving)
         if not parameters:
             continue
         if shards > 1:
@@ -65,29 +67,43 @@ def of_fsdp(
     return found
 
 
-def of_style(module: nn.Module, style: ParallelStyle, tp: int, axis: str, tokens: int) -> list[Sent] | None:
-    """What one styled module sends; None where that is not known for its style."""
-    if tp == 1 or type(style) is Whole:
+def of_style(
+    module: nn.Module, style: ParallelStyle, tp: int, axis: str, tokens: int, kept: bool = False
+) -> list[Sent] | None:
+    """What one styled module sends, its input being differentiable; None where that is not known for its style.
+
+    `kept` says that numbers keep their dtype: see `keeps_dtypes`.
+    """
+    if tp == 1 or isinstance(style, Divided) or type(style) is Whole:
         return []
-    size = _itemsizes(next(module.parameters()).dtype)[0]
     if isinstance(style, WholeSeenInParts):
-        numbers = sum(p.numel() for p in module.parameters() if p.requires_grad)
-        return [Sent("backward", "all_reduce", axis, len(list(module.parameters())), numbers * size)]
-    if not isinstance(style, ColwiseParallel | RowwiseParallel) or not isinstance(module, nn.Linear | nn.Embedding):
+        sizes = [p.numel() * _itemsizes(p.dtype, kept)[0] for p in module.parameters() if p.requires_grad]
+        return [Sent("backward", "all_reduce", axis, len(sizes), sum(sizes))] if sizes else []
+    if not isinstance(module, nn.Linear | nn.Embedding):
         return None
-    is_linear = isinstance(module, nn.Linear)
-    enters, leaves = (
-        (module.in_features, module.out_features) if isinstance(module, nn.Linear) else (0, module.embedding_dim)
-    )
+    size = tokens * _itemsizes(module.weight.dtype, kept)[0]
+    linear = isinstance(module, nn.Linear)
+    enters, leaves = (module.in_features, module.out_features) if linear else (0, module.embedding_dim)
+    split = Sent("backward", "all_gather", axis, 1, -(-enters // tp) * size)
+    gathered = Sent("forward", "all_gather", axis, 1, -(-leaves // tp) * size)
+    summed = Sent("forward", "all_reduce", axis, 1, leaves * size)
+    entered = [Sent("backward", "all_reduce", axis, 1, enters * size)] if linear else []
+    if isinstance(style, PackedColwise | PackedRowwise):
+        return entered if isinstance(style, PackedColwise) else [summed]
+    if not isinstance(style, ColwiseParallel | RowwiseParallel):
+        return None
+    known: dict[tuple[Placement, Placement], list[Sent]] = {}
     if isinstance(style, RowwiseParallel):
-        found = [Sent("forward", "all_reduce", axis, 1, tokens * leaves * size)]
-        if is_linear and style.input_layouts == (Replicate(),):
-            found.append(Sent("backward", "all_gather", axis, 1, tokens * -(-enters // tp) * size))
-        return found
-    found = [Sent("backward", "all_reduce", axis, 1, tokens * enters * size)] if is_linear else []
-    if style.output_layouts == (Replicate(),):
-        found.append(Sent("forward", "all_gather", axis, 1, tokens * -(-leaves // tp) * size))
-    return found
+        known[Replicate(), Replicate()] = [summed, split] if linear else [summed]
+        known |= {(Shard(-1), Replicate()): [summed]} if linear else {}
+    else:
+        known = {(Replicate(), Shard(-1)): entered, (Replicate(), Replicate()): [*entered, gathered]}
+    return known.get((style.input_layouts[0], style.output_layouts[0]))
+
+
+def keeps_dtypes(model: nn.Module) -> bool:
+    """Whether no number is narrowed where no policy is given, as in a model that has one of float64."""
+    return any(parameter.dtype == torch.float64 for parameter in model.parameters())
 
 
 def _padded(shape: tuple[int, ...], ranks: int) -> int:
@@ -95,6 +111,6 @@ def _padded(shape: tuple[int, ...], ranks: int) -> int:
     return -(-shape[0] // ranks) * ranks * prod(shape[1:]) if shape else ranks
 
 
-def _itemsizes(dtype: torch.dtype) -> tuple[int, int]:
+def _itemsizes(dtype: torch.dtype, kept: bool) -> tuple[int, int]:
     """Bytes that a number is computed with, and its gradient is reduced with, where no policy is given."""
-    return (8, 8) if dtype == torch.float64 else (2, 4)
+    return (dtype.itemsize, dtype.itemsize) if kept else (2, 4)
