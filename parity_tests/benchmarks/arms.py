@@ -7,6 +7,7 @@ drew and computed, and takes this rank's findings.
 from __future__ import annotations
 
 import json
+import math
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
@@ -90,15 +91,19 @@ def _fresh(given: Given) -> Given:
 
 
 def _worst(made: list[Tensor], arrays: dict[str, Tensor], rank: int) -> float:
-    """The worst error of an arm's results, in budgets of the reference's."""
+    """The worst error of an arm's results, in budgets of the reference's. Errors: RuntimeError if it is no number."""
     ratios = []
     for i, got in enumerate(made):
         want, budget = arrays[f"want {i}"], arrays[f"budget {i}"]
         for dim in range(got.ndim):
             if got.shape[dim] != want.shape[dim]:
                 want, budget = (x.chunk(WORLD, dim)[rank] for x in (want, budget))
-        ratios.append(float(((got.detach().double() - want).abs() / budget).max()))
-    return max(ratios)
+        error = (got.detach().double() - want).abs()
+        ratios.append(torch.where(error == 0, 0.0, error / budget).max())
+    worst = float(torch.stack(ratios).max())  # torch's, in which one that is no number is the largest
+    if math.isnan(worst):
+        raise RuntimeError("benchmarks: an arm gives what is no number; it is not timed")
+    return worst
 
 
 def _sent_and_kept(arm: Arm, given: Given) -> dict[str, Any]:

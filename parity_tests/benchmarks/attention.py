@@ -11,7 +11,6 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one thread for each rank
 
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,10 +24,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from parity_tests.benchmarks.figure import Figure, spread
+from parity_tests.benchmarks.ranks import found_by
 from torch_impl.context_parallel import context_parallel_attention
 from torch_impl.layouts import TokenLayout
 
-ROOT = Path(__file__).resolve().parents[2]
 SHAPE = (1, 4, 8192, 64)  # b h s p
 SMALLER = (1, 4, 4096, 64)  # half the work a byte; SDPA takes longer than the 0.2 s from which the promise counts
 ROUNDS, WARM, PROMISED = 7, 1, 1.15
@@ -47,10 +46,7 @@ def figure_of(shape: tuple[int, ...], world: int, rounds: int, is_promised: bool
         folder = Path(name)
         (folder / "asked.json").write_text(json.dumps({"shape": shape, "rounds": rounds}))
         command = [sys.executable, "-m", "parity_tests.benchmarks.attention"]
-        ranks = [subprocess.Popen([*command, str(rank), str(world), name], cwd=ROOT) for rank in range(world)]
-        if any([rank.wait(timeout=600) for rank in ranks]):
-            raise RuntimeError("benchmarks: a rank of attention failed")
-        found = [json.loads((folder / f"found_{rank}.json").read_text()) for rank in range(world)]
+        found = found_by(command, world, folder, str(world), topic="attention", seconds=600)
     ring = [sum(seconds) for seconds in zip(*(rank["ring"] for rank in found), strict=True)]
     own = found[0]["whole"]
     ratios = [ours / theirs for ours, theirs in zip(ring, own, strict=True)]
@@ -110,8 +106,10 @@ def _relative_error(ring: list[Tensor], whole: list[Tensor]) -> float:
     """The ring's largest error over that of torch's own in the same dtype. Errors: RuntimeError if it is far larger."""
     exact = _differentiated(_sdpa, [x.double() for x in whole])
     own = _differentiated(_sdpa, whole)
-    errors = [[float((x.double() - y).abs().max()) for x, y in zip(got, exact, strict=True)] for got in (ring, own)]
-    worst = max(ours / max(theirs, 1e-30) for ours, theirs in zip(*errors, strict=True))
+    ours, theirs = (
+        torch.stack([(x.double() - y).abs().max() for x, y in zip(got, exact, strict=True)]) for got in (ring, own)
+    )
+    worst = float((ours / theirs.clamp(min=1e-30)).max())  # torch's, in which one that is no number is the largest
     if not worst <= NOT_FURTHER_OFF:
         raise RuntimeError(f"benchmarks: the ring is {worst:.2g} times as far off as SDPA; it is not timed")
     return worst

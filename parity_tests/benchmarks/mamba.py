@@ -13,7 +13,6 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one thread for each rank
 
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,10 +26,10 @@ from torch import Tensor
 
 from parity_tests.benchmarks.figure import Figure, spread
 from parity_tests.benchmarks.mamba_loop import loop_post, loop_pre
+from parity_tests.benchmarks.ranks import found_by
 from torch_impl.mamba import Mamba2Mixer, MambaContextParallel
 from torch_impl.mamba.all_to_all import _all_to_all
 
-ROOT = Path(__file__).resolve().parents[2]
 WORLD = 2
 SIZES = {"num_heads": 8, "head_dim": 4, "n_groups": 2, "d_state": 4}
 TOKENS, SEQUENCES = 4096, (1, 16, 64, 256, 1000)
@@ -89,10 +88,7 @@ def measured(tokens: int, sequences: tuple[int, ...], rounds: int) -> dict[str, 
         folder = Path(name)
         (folder / "asked.json").write_text(json.dumps({"tokens": tokens, "sequences": sequences, "rounds": rounds}))
         command = [sys.executable, "-m", "parity_tests.benchmarks.mamba"]
-        ranks = [subprocess.Popen([*command, str(rank), name], cwd=ROOT) for rank in range(WORLD)]
-        if any([rank.wait(timeout=900) for rank in ranks]):
-            raise RuntimeError("benchmarks: a rank of mamba failed")
-        found = [json.loads((folder / f"found_{rank}.json").read_text()) for rank in range(WORLD)]
+        found = found_by(command, WORLD, folder, topic="mamba", seconds=900)
     return {
         count: {arm: [sum(both) for both in zip(*(each[count][arm] for each in found), strict=True)] for arm in arms}
         for count, arms in found[0].items()

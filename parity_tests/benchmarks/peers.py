@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -17,13 +15,13 @@ import torch
 
 from parity_tests.benchmarks.arms import BOUND, DTYPES, ROUNDS, WORLD
 from parity_tests.benchmarks.figure import Figure, spread
+from parity_tests.benchmarks.ranks import found_by
 from parity_tests.harness import bridge, compare, inputs, oracle
 from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.drawing import draw_case, seeded_chooser
 from parity_tests.harness.engines.run import run
 from parity_tests.harness.table import lookup
 
-ROOT = Path(__file__).resolve().parents[2]
 TESTS = "parity_tests.vocab_parallel"
 # The scheme whose reference and budgets are every arm's, what is drawn, and what is cut.
 TOPICS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -48,13 +46,8 @@ def figures() -> Iterator[Figure]:
         for topic in TOPICS:
             for dtype in DTYPES:
                 _draw(topic, dtype, folder / f"{topic}_{dtype}.npz")
-        ranks = [
-            subprocess.Popen([sys.executable, "-m", "parity_tests.benchmarks.arms", str(rank), name], cwd=ROOT)
-            for rank in range(WORLD)
-        ]
-        if any(rank.wait(timeout=300) for rank in ranks):
-            raise RuntimeError("benchmarks: a rank of the peers failed")
-        found = [json.loads((folder / f"found_{rank}.json").read_text()) for rank in range(WORLD)]
+        command = [sys.executable, "-m", "parity_tests.benchmarks.arms"]
+        found = found_by(command, WORLD, folder, topic="the peers", seconds=300)
     for topic in TOPICS:
         for dtype in DTYPES:
             yield from _compared(topic, dtype, [of_rank[f"{topic} {dtype}"] for of_rank in found])

@@ -12,8 +12,11 @@ def test_a_figure_of_few_tokens():
     assert " times; " in figure.measured and "b=1 h=2 s=16 p=8" in figure.how and figure.held is not None
 
 
-def test_a_ring_that_is_wrong_is_not_timed():
+@pytest.mark.parametrize("which", range(4))
+@pytest.mark.parametrize("off_by", [1.0, torch.nan])
+def test_a_ring_that_is_wrong_is_not_timed(which, off_by):
     whole = list(torch.ones(4, 1, 1, 4, 8))
-    wrong = [x + 1.0 for x in attention._differentiated(attention._sdpa, whole)]
+    wrong = list(attention._differentiated(attention._sdpa, whole))
+    wrong[which] = wrong[which] + off_by
     with pytest.raises(RuntimeError, match="it is not timed"):
         attention._relative_error(wrong, whole)

@@ -5,7 +5,7 @@ import torch
 
 from parity_tests import CaseSpec
 from parity_tests.benchmarks import peer_arms
-from parity_tests.benchmarks.arms import BOUND
+from parity_tests.benchmarks.arms import BOUND, _worst
 from parity_tests.benchmarks.peer_arms import HEAD, LOGPROB, Given, missing
 from parity_tests.benchmarks.peers import _compared
 from parity_tests.harness.engines.run import run
@@ -44,6 +44,17 @@ def test_what_is_not_installed_is_not_run(monkeypatch):
     reason = missing("megatron-core")
     assert reason == "not run: pip install 'shardproof[bench]' (No module named 'no_such_package')"
     assert figures(**{"megatron-core": {"missing": reason}})["logprob, float32: megatron-core"].measured == reason
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_an_arm_that_gives_what_is_no_number_is_not_timed(which):
+    arrays = {f"{name} {i}": torch.ones(3) for name in ("want", "budget") for i in (0, 1)}
+    made = [torch.tensor([1.0, 2.0, 4.0]), torch.ones(3)]
+    assert _worst(made, arrays, 0) == 3.0
+    made[which][1] = torch.nan
+    with pytest.raises(RuntimeError) as caught:
+        _worst(made, arrays, 0)
+    assert str(caught.value) == "benchmarks: an arm gives what is no number; it is not timed"
 
 
 @pytest.mark.parametrize("arms", [LOGPROB, HEAD], ids=["logprob", "head"])
