@@ -3,7 +3,7 @@
     err_i    = | torch_i - ref_i |
     S_i      = max( |ref_i| , D_i / u )                  size of the terms that made element i
     A_i      = C * u_acc * sqrt(n) * S_i + u_out * |ref_i|   a sum of n terms, and the final rounding
-    budget_i = max( A_i , K * sqrt(roundings) * D_i ) + n * tiny
+    budget_i = max( A_i , K * sqrt(roundings) * D_i ) + n * underflow
 
 D_i is the root mean square of what random rounding does to element i: of inputs and cotangents in the tested dtype,
 and of every operation of the reference in the dtype that intermediates are kept in (see rounding.py).
@@ -157,8 +157,17 @@ def budget(
     # An output wider than the tested dtype has less to round; a narrower one was not asked for and gets no more.
     last_rounding = min(UNIT_ROUNDOFF[out_dtype], max(u, accumulator)) * size
     summation = C * accumulator * math.sqrt(max(terms, 1)) * scale + last_rounding
-    tiny = torch.finfo(getattr(torch, dtype)).tiny
-    return np.maximum(summation, K * math.sqrt(roundings) * moved) + max(terms, 1) * tiny
+    return np.maximum(summation, K * math.sqrt(roundings) * moved) + max(terms, 1) * lost_below(dtype)
+
+
+def lost_below(dtype: str) -> float:
+    """The most that underflow takes of one term.
+
+    float32 and its like may be flushed to zero below the least normal number, bfloat16 too, which is computed in it.
+    float16 keeps its subnormal numbers wherever it is computed, and their spacing is what a term is rounded to.
+    """
+    about = torch.finfo(getattr(torch, dtype))
+    return about.tiny * about.eps if dtype == "float16" else about.tiny
 
 
 def errors(got: np.ndarray, want: np.ndarray, dtype: str) -> np.ndarray:

@@ -12,6 +12,7 @@ from parity_tests import scheme, values
 from parity_tests.harness import compare, oracle
 from parity_tests.harness.case import DTYPES
 from parity_tests.harness.compare import C, K
+from parity_tests.harness.judge import judge
 from parity_tests.harness.oracle import UNIT_ROUNDOFF
 from parity_tests.harness.program import RankResult
 
@@ -50,6 +51,23 @@ def test_budget_by_hand():
     assert one_budget(3.0, 0.0, dtype="bfloat16", out_dtype="float32") == 15 * U32 + TINY["bfloat16"]
     # An output narrower than the tested dtype gets no more for it.
     assert one_budget(3.0, 0.0, out_dtype="bfloat16") == one_budget(3.0, 0.0)
+
+
+def test_float16_loses_to_underflow_its_subnormal_spacing_alone():
+    assert one_budget(0.0, 0.0, terms=66, dtype="float16") == 66 * 2.0**-24
+    assert one_budget(0.0, 0.0, terms=66, dtype="bfloat16") == 66 * TINY["bfloat16"]
+
+
+def test_a_small_float16_sum_without_one_shard_is_caught():
+    def first_of_two(mesh, x):
+        y = x.float().sum(-1)
+        return (y if mesh.rank("tp") == 0 else y * 0).to(x.dtype)
+
+    made = scheme(
+        reference=lambda x: x.sum(-1), mesh={"tp": (2,)}, inputs={"x": "b v/tp"}, outputs="b tp=P", nograd=("x",)
+    )(first_of_two)
+    report = judge(made, made.case(b=1, v=66, dtype="float16"), arrays={"x": np.full((1, 66), 2.0**-14)})
+    assert not report.ok and report.rows[0].error == 33 * 2.0**-14
 
 
 def test_a_lucky_direction_cannot_tighten_one_element():
