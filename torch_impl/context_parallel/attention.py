@@ -54,7 +54,9 @@ def context_parallel_attention(
     is inside each sequence. Give `group`, or `mesh`: of one dim; of two for usp, ring first and heads within, so
     that cp rank = ring_rank * a + heads_rank.
 
-    Cost:   with n ranks, forward; backward. Gradients of keys travel in float32 or wider.
+    Cost:   with n ranks, forward; backward. Around a ring and into a reduce_scatter gradients of keys travel in float32
+            or wider. Through an all_to_all they travel in k's dtype, and those of a head that several ranks have are
+            rounded to it before they are added.
         ring        n - 1 shifts of K and V; the same and n - 1 of their gradients. With contiguous rows and a causal
                     window only as many as the window reaches back.
         all_gather  1 all_gather of K and V; the same and 1 reduce_scatter of their gradients.

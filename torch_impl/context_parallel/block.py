@@ -19,7 +19,7 @@ class Block:
 
     Rows are one slice, for all of the batch, or [m, rows]: m runs of a batch of one. `is_causal`: query i of a run sees
     its keys 0 to i. `mask` [m, 1, queries or 1, keys] is True where a key is seen; `blind` where a query sees none.
-    `own` [m, queries] is False where a shorter run is filled up.
+    `own_queries` [m, queries] and `own_keys` [m, keys] are False where a shorter run is filled up; None: none is.
     """
 
     queries: Rows

@@ -44,8 +44,8 @@ def head_parallel_attention(
 
     Where there are fewer KV heads than ranks of `heads`, each is sent to several.
 
-    Cost:   forward 1 all_to_all of q, k and v together and 1 of the output, backward the same; besides what the ring
-            costs, with the rows of `a` ranks and the heads of one.
+    Cost:   forward 1 all_to_all of q, k and v together and 1 of the output, backward the same, in their dtype; besides
+            what the ring costs, with the rows of `a` ranks and the heads of one.
     """
     a = heads.size()
     joined = _joined(layout, a)
