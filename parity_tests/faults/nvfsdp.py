@@ -96,8 +96,8 @@ META_VALUES = (
         name="values that depend on the unit they are made in",
         kind="order",
         file=META,
-        old="            torch.manual_seed((seed + zlib.crc32(name.encode())) % 2**62)",
-        new="            torch.manual_seed(seed + len(modules))",
+        old="own_seed = (seed + zlib.crc32(name.encode())) % 2**62",
+        new="own_seed = seed + len(modules)",
         expect="value: ",
     ),
 )

@@ -102,6 +102,17 @@ def test_the_process_own_generator_is_left_as_it_was():
     assert torch.equal(before, torch.get_rng_state())
 
 
+def test_no_other_generator_is_seeded(monkeypatch):
+    seeded = []
+    for name in ("cuda", "mps", "xpu"):
+        module = getattr(torch, name)
+        for each in ("manual_seed", "manual_seed_all"):
+            if hasattr(module, each):
+                monkeypatch.setattr(module, each, seeded.append)
+    alone(net_on_meta())
+    assert seeded == []
+
+
 class Bare(nn.Module):
     def __init__(self):
         super().__init__()

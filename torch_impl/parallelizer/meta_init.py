@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -55,10 +56,9 @@ def materialize(model: nn.Module, modules: Iterable[tuple[str, nn.Module]], devi
     """
     modules = list(modules)
     _allocate(model, [module for _, module in modules], device)
-    devices = [torch.cuda.current_device()] if device.type == "cuda" else []
     for name, module in modules:
-        with torch.random.fork_rng(devices), torch.no_grad():
-            torch.manual_seed((seed + zlib.crc32(name.encode())) % 2**62)
+        own_seed = (seed + zlib.crc32(name.encode())) % 2**62
+        with _seeded(device, own_seed), torch.no_grad():
             _initialize(model, module)
         for leaf, tensor in _own(module).items():
             if tensor.is_floating_point() and bool(tensor.isnan().any()):
@@ -66,6 +66,18 @@ def materialize(model: nn.Module, modules: Iterable[tuple[str, nn.Module]], devi
                     f"init_nvfsdp_with_meta_device: {f'{name}.{leaf}'!r} has no value after the initialisation of "
                     f"{type(module).__name__}; give it a reset_parameters"
                 )
+
+
+@contextmanager
+def _seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """The generators of the CPU and of one device, seeded; as they were afterwards. No other device's is touched."""
+    here = [torch.cuda.current_device() if device.index is None else device.index] if device.type == "cuda" else []
+    with torch.random.fork_rng(here, device_type="cuda"):
+        torch.default_generator.manual_seed(seed)
+        for index in here:
+            with torch.cuda.device(index):
+                torch.cuda.manual_seed(seed)
+        yield
 
 
 def _initialize(model: nn.Module, module: nn.Module) -> None:
