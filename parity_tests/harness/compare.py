@@ -107,18 +107,26 @@ def compare(scheme: Declared, case: CaseSpec, results: Sequence[RankResult], ref
     for arg in scheme.inputs:
         if not arg.differentiable:
             continue
-        found = [result.gradients[arg.name] for result in results]
-        zeros = [np.zeros(inputs.local_shape(arg, case, at, scheme.layouts)) for at in _ranks(case)]
-        pieces = [zero if piece is None else piece for piece, zero in zip(found, zeros, strict=True)]
+        pieces = gradient_pieces(scheme, arg, case, results)
         stitched = stitch(arg, pieces, case, scheme.layouts, "gradient")
         count = _terms(scheme, case, arg, "gradient") * stitched.summed_ranks
         want, spread = reference.gradients[arg.name], reference.gradient_spread[arg.name]
         reached = [
-            np.zeros_like(zero) if piece is None else zero + 1.0 for piece, zero in zip(found, zeros, strict=True)
+            np.full(piece.shape, float(result.gradients[arg.name] is not None))
+            for piece, result in zip(pieces, results, strict=True)
         ]
         absent = stitch(arg, reached, case, scheme.layouts, "gradient").copies == 0.0
         rows.append(_judged(scheme, case, arg, "gradient", stitched, want, spread, count, case.dtype, absent))
     return rows
+
+
+def gradient_pieces(scheme: Declared, arg: Argument, case: CaseSpec, results: Sequence[RankResult]) -> list[np.ndarray]:
+    """Each rank's gradient of one input; zeros where it has none."""
+    pieces = []
+    for at, result in zip(_ranks(case), results, strict=True):
+        piece = result.gradients[arg.name]
+        pieces.append(np.zeros(inputs.local_shape(arg, case, at, scheme.layouts)) if piece is None else piece)
+    return pieces
 
 
 def stitch(arg: Argument, pieces: Sequence[np.ndarray], case: CaseSpec, custom: inputs.Layouts, role: str) -> Stitched:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from parity_tests.harness import inputs
+from parity_tests.harness.argument import Argument
 from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.compare import stitch
+from parity_tests.harness.compare import gradient_pieces, stitch
 from parity_tests.harness.declared import Declared
 from parity_tests.harness.drawing import draw_case, seeded_chooser
 from parity_tests.harness.engines.run import run
+from parity_tests.harness.program import RankResult
 
 
 def run_whole(
@@ -39,12 +40,8 @@ def run_whole(
     }
 
 
-def _gradient(scheme: Declared, arg: Any, results: Any, case: CaseSpec) -> np.ndarray:
-    pieces = []
-    for at, result in zip(inputs.coordinates(case.mesh), results, strict=True):
-        piece = result.gradients[arg.name]
-        pieces.append(np.zeros(inputs.local_shape(arg, case, at, scheme.layouts)) if piece is None else piece)
-    return stitch(arg, pieces, case, scheme.layouts, "gradient").copies[0]
+def _gradient(scheme: Declared, arg: Argument, results: Sequence[RankResult], case: CaseSpec) -> np.ndarray:
+    return stitch(arg, gradient_pieces(scheme, arg, case, results), case, scheme.layouts, "gradient").copies[0]
 
 
 def _given_arrays(scheme: Declared, arrays: tuple[Any, ...]) -> tuple[dict[str, np.ndarray], str]:
