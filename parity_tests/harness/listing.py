@@ -119,7 +119,7 @@ def replay_file(
 def timeline(file: str, out: str) -> int:
     """Write the ledger of a replay as trace events, one track per rank, in order of issue."""
     refuse_unwritable(out=out)
-    report = _replayed(file, None)
+    report = _replayed(file)
     write_text(out, json_module.dumps(trace_events(report.ledger)))
     if out == "-":
         return EQUAL
@@ -158,9 +158,8 @@ def trace_events(ledger: Ledger) -> dict[str, Any]:
     return {"traceEvents": [*names, *events]}
 
 
-def _replayed(file: str, engine: str | None) -> Report:
+def _replayed(file: str) -> Report:
     case, source = _recorded(file)
-    case = case.replace(engine=engine or case.engine)
     return judge(load_scheme(case, source, file), case)
 
 
