@@ -61,11 +61,11 @@ REFUSED = [
         ValueError,
         "cu_seqlens is [2]; offsets are one row of [batch + 1], as many in each",
     ),
-    (lambda m: packed(m, [4, 16]), ValueError, "cu_seqlens_padded starts at 4; offsets start at 0"),
+    (lambda m: packed(m, [4, 16]), ValueError, "cu_seqlens_padded: starts at 4; offsets start at 0"),
     (
         lambda m: packed(m, [0, 8, 4, 16]),
         ValueError,
-        "cu_seqlens_padded runs from 8 back to 4 at sequence 1; offsets never decrease",
+        "cu_seqlens_padded: sequence 1 runs from 8 back to 4; offsets never decrease",
     ),
     (
         lambda m: packed(m, [0, 4, 4, 14]),

@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from torch_impl.layouts.packed import first
+
 
 @dataclass(frozen=True)
 class Slots:
@@ -55,11 +57,11 @@ def checked_slots(seq_lens: Tensor, seq_lens_padded: Tensor, rows: int, size: in
     kept = real != fill
     _check_lengths(real, padded, kept, fill)
     left = size - torch.where(kept, padded, 0).sum(1)
-    for b in _first(left < 0):
+    for b in first(left < 0):
         raise ValueError(
             _said(f"row {b}: seq_lens_padded adds up to {size - int(left[b])}, the row has {size} tokens; shorten it")
         )
-    for b in _first(~kept.any(1) & (left > 0)):
+    for b in first(~kept.any(1) & (left > 0)):
         raise ValueError(_said(f"row {b} has no sequence; give it seq_lens 0 and seq_lens_padded {size}"))
     columns = torch.arange(real.shape[1])
     last = torch.where(kept, columns, -1).amax(1, keepdim=True) if len(columns) else left[:, None]
@@ -105,7 +107,3 @@ def _said(sentence: str) -> str:
 def _sums(lengths: Tensor) -> Tensor:
     """[0, l0, l0 + l1, ...] along the last dim."""
     return torch.nn.functional.pad(lengths.cumsum(-1), (1, 0))
-
-
-def _first(wrong: Tensor) -> list[int]:
-    return wrong.nonzero()[:1].flatten().tolist()

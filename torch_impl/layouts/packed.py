@@ -96,14 +96,19 @@ def host_offsets(given: Tensor | Sequence[int], name: str) -> Int64[Tensor, " of
     if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
         raise TypeError(f"{name}: dtype is {str(given.dtype).removeprefix('torch.')}; offsets are integers")
     offsets = given.long()
+    check_rising(name, offsets)
+    return offsets
+
+
+def check_rising(name: str, offsets: Int64[Tensor, " offsets"]) -> None:
+    """ValueError unless offsets on the host start at 0 and never decrease."""
     if offsets[0] != 0:
         raise ValueError(f"{name}: starts at {offsets[0]}; offsets start at 0")
     for j in first(offsets.diff() < 0):
         back = f"from {offsets[j]} back to {offsets[j + 1]}"
         raise ValueError(f"{name}: sequence {j} runs {back}; offsets never decrease")
-    return offsets
 
 
 def first(wrong: Tensor) -> list[int]:
-    """The first sequence that is wrong, if any."""
+    """The first entry that is wrong, if any."""
     return wrong.nonzero()[:1].flatten().tolist()

@@ -39,11 +39,15 @@ def ragged(
     return list(torch.arange(size, device=device).tensor_split(bounds[1:-1]))
 
 
+def ceil_bound(size: int, world: int, rank: int) -> int:
+    """Where a rank's block starts by DTensor's rule: blocks of ceil(size / world) while they last."""
+    return min(rank * -(-size // world), size)
+
+
 def _bounds(size: int, world: int, lengths: Sequence[int] | None) -> list[int]:
     """Where each block starts, and the end: world + 1 offsets."""
     if lengths is None:
-        block = -(-size // world)
-        return [min(rank * block, size) for rank in range(world + 1)]
+        return [ceil_bound(size, world, rank) for rank in range(world + 1)]
     lengths = tuple(map(int, lengths))
     if len(lengths) != world:
         raise ValueError(f"ragged: lengths {lengths} are {len(lengths)}, world={world}; give one for each rank")

@@ -18,10 +18,10 @@ from torch.distributed import ProcessGroup
 from torch_impl.vocab_parallel import arguments as a
 from torch_impl.vocab_parallel import joint
 from torch_impl.vocab_parallel.joint import Plan
-from torch_impl.vocab_parallel.logits_at import NO_ID, LogitsAt, check_positions, ids_held
+from torch_impl.vocab_parallel.logits_at import LogitsAt, check_positions, ids_held
 from torch_impl.vocab_parallel.sequence_gather import allgather_cp_sharded_tensor, check_cut_over_cp
 from torch_impl.vocab_parallel.stored_order import check_placements
-from torch_impl.vocab_parallel.vocab_range import check_own_rank, gathered_range_and_size, range_of_dtensor
+from torch_impl.vocab_parallel.vocab_range import NO_ID, check_own_rank, gathered_range_and_size, range_of_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

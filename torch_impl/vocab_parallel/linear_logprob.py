@@ -24,13 +24,14 @@ from torch_impl.vocab_parallel.asked import asked_of
 from torch_impl.vocab_parallel.joint import SPENT
 from torch_impl.vocab_parallel.linear_head import LinearHead
 from torch_impl.vocab_parallel.packed_slots import checked_offsets, packed_slots
-from torch_impl.vocab_parallel.scoring import NO_ID, next_ids
+from torch_impl.vocab_parallel.scoring import next_ids
 from torch_impl.vocab_parallel.sequence_gather import (
     _get_tokens_on_this_cp_rank,
     allgather_cp_sharded_tensor,
     check_cut_over_cp,
     checked_cp_group,
 )
+from torch_impl.vocab_parallel.vocab_range import NO_ID
 
 
 class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):

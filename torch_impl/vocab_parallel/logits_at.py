@@ -23,8 +23,7 @@ from torch_impl.vocab_parallel.sequence_gather import (
     checked_cp_group,
 )
 from torch_impl.vocab_parallel.statistics import local_column
-
-NO_ID = -100  # an id that no rank owns
+from torch_impl.vocab_parallel.vocab_range import NO_ID
 
 
 class LogitsAt(torch.autograd.Function):

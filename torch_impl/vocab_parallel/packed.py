@@ -14,8 +14,9 @@ from torch.distributed import ProcessGroup
 
 from torch_impl.vocab_parallel.packed_slots import checked_offsets, packed_slots
 from torch_impl.vocab_parallel.sampling_params import SamplingParams
-from torch_impl.vocab_parallel.scoring import NO_ID, Scoring
+from torch_impl.vocab_parallel.scoring import Scoring
 from torch_impl.vocab_parallel.sequence_gather import checked_cp_group
+from torch_impl.vocab_parallel.vocab_range import NO_ID
 
 
 def from_parallel_logits_to_logprobs_packed_sequences(

@@ -16,7 +16,8 @@ from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import all_gather
 from torch_impl.layouts import contiguous, packed
-from torch_impl.vocab_parallel.scoring import NO_ID
+from torch_impl.layouts.packed import check_rising, first
+from torch_impl.vocab_parallel.vocab_range import NO_ID
 
 
 @dataclass(frozen=True)
@@ -81,15 +82,15 @@ def checked_offsets(
             )
     on_host = torch.stack([offsets.long().to(padded.device) for offsets in given.values()]).cpu()
     for name, offsets in zip(given, on_host, strict=True):
-        _check_ascending(function, name, offsets)
+        check_rising(f"{function}: {name}", offsets)
     lengths = on_host.diff()
-    for j in _first(lengths[0] % (2 * cp) != 0 if cp > 1 else lengths[0] < 0):
+    for j in first(lengths[0] % (2 * cp) != 0 if cp > 1 else lengths[0] < 0):
         length = int(lengths[0, j])
         raise ValueError(
             f"{function}: cu_seqlens_padded[{j + 1}] - cu_seqlens_padded[{j}] = {length} is not a multiple of "
             f"2*cp = {2 * cp}; pad sequence {j} to {length + -length % (2 * cp)}"
         )
-    for j in _first(lengths[-1] > lengths[0]):
+    for j in first(lengths[-1] > lengths[0]):
         raise ValueError(
             f"{function}: cu_seqlens gives sequence {j} {int(lengths[-1, j])} tokens "
             f"but its padded slot has {int(lengths[0, j])}"
@@ -97,16 +98,3 @@ def checked_offsets(
     if on_host[0, -1] > covered:
         raise ValueError(f"{function}: cu_seqlens_padded ends at {int(on_host[0, -1])} but {by} covers {covered}")
     return on_host[0], None if true is None else on_host[1]
-
-
-def _check_ascending(function: str, name: str, offsets: Tensor) -> None:
-    if offsets[0] != 0:
-        raise ValueError(f"{function}: {name} starts at {int(offsets[0])}; offsets start at 0")
-    for j in _first(offsets.diff() < 0):
-        back = f"from {int(offsets[j])} back to {int(offsets[j + 1])}"
-        raise ValueError(f"{function}: {name} runs {back} at sequence {j}; offsets never decrease")
-
-
-def _first(wrong: Tensor) -> list[int]:
-    """The first sequence that is wrong, if any."""
-    return wrong.nonzero()[:1].flatten().tolist()

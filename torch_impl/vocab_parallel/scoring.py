@@ -24,8 +24,7 @@ from torch_impl.vocab_parallel.sequence_gather import (
     check_cut_over_cp,
     checked_cp_group,
 )
-
-NO_ID = -100  # a target that no rank owns
+from torch_impl.vocab_parallel.vocab_range import NO_ID
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,13 @@ import torch
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives.plain import gathered
+from torch_impl.layouts.ragged import ceil_bound
 from torch_impl.vocab_parallel.arguments import checked_tp_group
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+NO_ID = -100  # an id that no rank owns
 
 
 def gathered_range(width: int, group: ProcessGroup, device: torch.device) -> tuple[int, int]:
@@ -34,8 +37,7 @@ def ceil_range(size: int, world: int, rank: int) -> tuple[int, int]:
     >>> [ceil_range(5, 4, rank) for rank in range(4)]
     [(0, 2), (2, 4), (4, 5), (5, 5)]
     """
-    block = -(-size // world)
-    return min(rank * block, size), min((rank + 1) * block, size)
+    return ceil_bound(size, world, rank), ceil_bound(size, world, rank + 1)
 
 
 def range_of_dtensor(function: str, name: str, logits: DTensor) -> tuple[ProcessGroup, int, int]:
