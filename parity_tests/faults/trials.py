@@ -6,22 +6,19 @@ Production never enters the reference, so that one evaluation serves every fault
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable
 from functools import cached_property
-from types import FrameType
 from typing import Any
 
 import numpy as np
 
-from parity_tests.faults.patch import ROOT
+from parity_tests.faults import ran
 from parity_tests.harness import menu, oracle
 from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.conduct import SPARE
 from parity_tests.harness.declared import Declared
 from parity_tests.harness.drawing import draw_case
 from parity_tests.harness.draws import Chooser
-from parity_tests.harness.engines.run import run
 from parity_tests.harness.judge import judge
 from parity_tests.harness.report import Report
 
@@ -63,7 +60,7 @@ class Course:
     @cached_property
     def lines(self) -> frozenset[tuple[str, int]]:
         """Lines of production, as (file, number), that the scheme's first cases run."""
-        return lines_run(self.scheme, [trial.case for trial in (*self.drawn[:TRACED], *self.fixed[:1])])
+        return ran.lines(self.scheme.program(), [trial.case for trial in (*self.drawn[:TRACED], *self.fixed[:1])])
 
     @cached_property
     def files(self) -> frozenset[str]:
@@ -122,31 +119,6 @@ def fixed_cases(scheme: Declared) -> list[CaseSpec]:
         if scheme.draws[arg.name].kind == "ids"
     }
     return [case.replace(values={**case.values, **anywhere}, seed=seed) for seed in FIXED_SEEDS]
-
-
-def lines_run(scheme: Declared, cases: list[CaseSpec]) -> frozenset[tuple[str, int]]:
-    """Lines of production that run, forward or backward, on any rank; files relative to the root."""
-    production = str(ROOT / "torch_impl")
-    seen: set[tuple[str, int]] = set()
-
-    def note(frame: FrameType, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(production):
-            return None
-        seen.add((frame.f_code.co_filename, frame.f_lineno))
-        return note
-
-    def traced(mesh: Any, case: CaseSpec) -> Any:
-        before = sys.gettrace()
-        sys.settrace(note)
-        try:
-            return program(mesh, case)
-        finally:
-            sys.settrace(before)
-
-    program = scheme.program()
-    for case in cases:
-        run(traced, case.replace(engine="lockstep"), "lockstep")
-    return frozenset((file.removeprefix(f"{ROOT}/"), number) for file, number in seen)
 
 
 def _first(options: Any) -> Any:

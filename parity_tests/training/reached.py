@@ -10,46 +10,28 @@ import ast
 import sys
 from functools import cache
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
+from parity_tests.faults import ran
 from parity_tests.faults.fault import Fault
 from parity_tests.faults.patch import ROOT, patched_lines
-from parity_tests.harness.engines.run import run as on_ranks
+from parity_tests.faults.ran import Place
 from parity_tests.training.body import trace as body
 from parity_tests.training.run import Run
 from parity_tests.training.traced import case_of
 
-Function = tuple[str, int]  # its file relative to the root, and the line where it begins, decorators included
 
-
-def functions_run(run: Run) -> frozenset[Function]:
+def functions_run(run: Run) -> frozenset[Place]:
     """Every function of production that the step of a run calls."""
-    production, seen = str(ROOT / "torch_impl"), set[Function]()
-
-    def note(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(production):
-            seen.add((frame.f_code.co_filename.removeprefix(f"{ROOT}/"), frame.f_code.co_firstlineno))
-
-    def noted(mesh: Any, case: Any) -> Any:
-        before = sys.getprofile()
-        sys.setprofile(note)
-        try:
-            return body(mesh, case)
-        finally:
-            sys.setprofile(before)
-
-    on_ranks(noted, case_of(run, "lockstep"), "lockstep")
-    return frozenset(seen)
+    return ran.functions(body, [case_of(run, "lockstep")])
 
 
-def is_reached(fault: Fault, ran: frozenset[Function]) -> bool:
+def is_reached(fault: Fault, called: frozenset[Place]) -> bool:
     """Whether a step that ran these functions can see the fault. Errors: StaleFault."""
     first, last = patched_lines(fault)
     owners = {owner(fault.file, line) for line in range(first, last + 1)}
     imported = {name.replace(".", "/") for name in sys.modules if name.startswith("torch_impl.")}
     is_imported = fault.file.removesuffix(".py").removesuffix("/__init__") in imported
-    return any(is_imported if begin is None else (fault.file, begin) in ran for begin in owners)
+    return any(is_imported if begin is None else (fault.file, begin) in called for begin in owners)
 
 
 def owner(file: str, line: int) -> int | None:
