@@ -224,7 +224,7 @@ ORDER = (
         name="an output in other memory, not filled",
         kind="buffer",
         file=OUTPUT,
-        old="return x.new_empty(0).set_(x.detach())",
+        old="return x.detach()",
         new="return torch.zeros_like(x)",
         expect="value: ",
     ),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 
 from jax_ref.parallelizer.decoder import from_state_dict
@@ -19,6 +20,7 @@ from parity_tests.parallelizer.promise import broken
 from parity_tests.parallelizer.steps import dims, held, mean_loss, specs
 from parity_tests.parallelizer.training import Training, accumulated, on_mesh, whole
 from torch_impl.parallelizer.fsdp2 import fsdp2_strategy_parallelize
+from torch_impl.parallelizer.tp_styles import translate_to_torch_parallel_style
 
 # Norms of each head and a tied head; biases, and two layers of which only the last stays whole; fused projections.
 ONE = (("num_hidden_layers", 1),)
@@ -274,3 +276,16 @@ def test_what_is_returned_may_be_changed_in_place():
         return all(np.array_equal(found[0][name], found[1][name]) for name in found[0])
 
     assert all(run(body, CaseSpec(scheme="in place", mesh={"dp_shard": 2, "tp": 2})).results)
+
+
+def test_an_edit_of_what_backward_needs_is_autograds_error():
+    """The model ends in a view of what autograd saves."""
+
+    def body(mesh, case):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Sigmoid(), nn.Flatten(0))
+        plan = {"0": translate_to_torch_parallel_style("replicate")}
+        output = fsdp2_strategy_parallelize(model, mesh.device_mesh, tp_shard_plan=plan)(torch.ones(2, 4)).mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
+
+    run(body, CaseSpec(scheme="in place", mesh={"dp_shard": 1, "tp": 1}))

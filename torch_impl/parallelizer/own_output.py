@@ -24,11 +24,11 @@ def _owned(module: nn.Module, arguments: Any, output: Any) -> Any:
 
 
 class _Own(torch.autograd.Function):
-    """The same memory under another tensor; nobody else reads what DTensor gathered."""
+    """The same memory under another tensor, with its version: autograd still sees an edit of what it has saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.new_empty(0).set_(x.detach())  # pyright: ignore[reportArgumentType, reportCallIssue]
+        return x.detach()
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Tensor:
