@@ -7,6 +7,7 @@ import fnmatch
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from parity_tests.harness.table import TABLE
 
 PACKAGE = Path(parity_tests.__file__).resolve().parent
 NOT_COMPONENTS = ("cli", "harness", "faults", "benchmarks", "tracing", "training")
+NOT_OWN = ("site-packages", "dist-packages", "node_modules", "__pycache__")  # folders in a project that are another's
 EXTRAS = {"transformers": "hf", "safetensors": "hf"}  # packages that some components are about, with the extra of each
 
 
@@ -37,7 +39,7 @@ def find(targets: list[str]) -> list[Declared]:
     for target in targets or ["*"]:
         path = Path(target)
         if path.is_dir():
-            files = sorted(p for p in path.rglob("*.py") if "@scheme" in p.read_text(errors="replace"))
+            files = [file for file in _own_files(path) if "@scheme" in file.read_text(errors="replace")]
             if not files:
                 raise UnusableTarget(f"{target}: no file below declares a scheme (none has '@scheme')")
             schemes = [made for file in files for made in schemes_of_file(str(file))]
@@ -47,6 +49,17 @@ def find(targets: list[str]) -> list[Declared]:
             schemes = _named(target)
         found |= {made.key: made for made in schemes}
     return list(found.values())
+
+
+def _own_files(folder: Path) -> list[Path]:
+    """Python files below a folder, but what is installed there or hidden. Errors: UnusableTarget for a whole disk."""
+    if folder.resolve() == Path(folder.resolve().anchor):
+        raise UnusableTarget(f"{folder}: is a whole disk; give a file, or the folder of a project")
+    found: list[Path] = []
+    for place, inner, files in os.walk(folder):
+        inner[:] = [name for name in inner if name not in NOT_OWN and not name.startswith(".")]
+        found += [Path(place) / name for name in files if name.endswith(".py")]
+    return sorted(found)
 
 
 def built_in() -> list[Declared]:

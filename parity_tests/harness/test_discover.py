@@ -1,0 +1,37 @@
+"""Schemes of a folder: the project's own files, and no walk over what lies around them."""
+
+from pathlib import Path
+
+import pytest
+
+from parity_tests.harness import discover
+from parity_tests.harness.user_files import HEAD
+
+SCHEME = (
+    HEAD
+    + """
+@scheme(reference=double, mesh={"tp": (1, 2)}, inputs={"x": "b/tp"}, outputs="b/tp")
+def NAME(mesh, x):
+    return x * 2
+"""
+)
+
+
+def written(path: Path, name: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(SCHEME.replace("NAME", name))
+
+
+def test_a_folder_is_searched_for_its_own_files(tmp_path: Path) -> None:
+    project = tmp_path / ".hidden_above" / "project"
+    written(project / "first.py", "first")
+    written(project / "inner" / "second.py", "second")
+    for foreign in (".venv/lib", "lib/site-packages", "node_modules", "__pycache__"):
+        written(project / foreign / "foreign.py", "foreign")
+    assert [made.name for made in discover.find([str(project)])] == ["first", "second"]
+
+
+def test_a_whole_disk_is_no_project() -> None:
+    with pytest.raises(discover.UnusableTarget) as caught:
+        discover.find(["/"])
+    assert str(caught.value) == "/: is a whole disk; give a file, or the folder of a project"
