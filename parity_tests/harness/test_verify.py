@@ -1,5 +1,7 @@
 """What `verify` draws when little or much is given."""
 
+import jax.numpy as jnp
+import pytest
 import torch
 
 from parity_tests import scheme, values
@@ -45,6 +47,26 @@ def test_where_an_option_is_left_open_the_profile_says_how_many_cases_are_drawn(
     for seed in range(4):
         assert made.verify(tp=2, b=6, seed=seed).case.options == {"chunk_size": 7}, seed
     assert made.verify(tp=2, b=6, chunk_size=2).examples == len(made.dtypes)
+
+
+def test_a_reference_that_is_nan_everywhere_is_equal_to_nothing():
+    def root(mesh, x):
+        return torch.sqrt(-1.0 - x * x)
+
+    made = declared(root, reference=lambda x: jnp.sqrt(-1.0 - x * x))
+    for given in ({}, {"tp": 2, "b": 4}, {"examples": 1}):
+        with pytest.raises(ValueError) as caught:
+            made.verify(**given)
+        assert str(caught.value).startswith("scheme 'root': the reference of out is NaN everywhere at tp=2 b=")
+        assert str(caught.value).endswith("; nothing of it was compared: mend it, or draw values that it is made for")
+
+
+def test_a_reference_may_be_nan_where_infinities_are_drawn():
+    def difference(mesh, x):
+        return x - x
+
+    draw = {"x": values("neg_inf_mask", full_rows=True)}
+    assert declared(difference, reference=lambda x: x - x, draw=draw, inputs={"x": "b/tp"}).verify(b=2, examples=4).ok
 
 
 def test_a_note_on_one_element_comes_from_a_larger_case():

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as hypothesis_seed
 
@@ -59,8 +60,8 @@ def verify(
     reports = _until_one_fails(scheme, [drawn] if total == 1 else planned if total >= len(planned) else [])
     if total > len(reports) and all(report.ok for report in reports):
         reports += _search(scheme, names, how, seed, total - len(reports), progress)
-    if all(r.ok and not any(row.want.size for row in r.rows) for r in reports):
-        raise ValueError(f"scheme '{scheme.name}': every tensor is empty at {sizes(drawn)}; nothing was compared")
+    if all(r.ok for r in reports):
+        _refuse_uncompared(scheme, reports)
     report = replace(merged(reports), compile_seconds=oracle.CLOCK.seconds - compiled)
     if report.ok:
         return report
@@ -91,6 +92,29 @@ def _planned(scheme: Declared, names: Mapping[str, Any], how: Mapping[str, Any],
         case = draw_case(scheme, seeded_chooser(seed), {**names, **mesh}, seed=seed, **how)
         cases += [case.replace(dtype=name) for name in ((how["dtype"],) if how["dtype"] else scheme.dtypes)]
     return cases
+
+
+def _refuse_uncompared(scheme: Declared, reports: Sequence[Report]) -> None:
+    """No verdict on what no example compared: tensors all empty, or one whose reference is NaN throughout.
+
+    NaN equals NaN, as where infinities are drawn; of finite values it says nothing.
+    """
+    if not any(row.want.size for report in reports for row in report.rows):
+        raise ValueError(
+            f"scheme '{scheme.name}': every tensor is empty at {sizes(reports[-1].case)}; nothing was compared"
+        )
+    wants: dict[str, list[tuple[np.ndarray, CaseSpec]]] = {}
+    for report in reports:
+        if all(value.get("kind") != "neg_inf_mask" for value in report.case.values.values()):
+            for row in report.rows:
+                if row.want.size:
+                    wants.setdefault(row.label, []).append((row.want, report.case))
+    for label, found in wants.items():
+        if all(np.isnan(want).all() for want, _ in found):
+            raise ValueError(
+                f"scheme '{scheme.name}': the reference of {label} is NaN everywhere at {sizes(found[0][1])}; "
+                "nothing of it was compared: mend it, or draw values that it is made for"
+            )
 
 
 def _until_one_fails(scheme: Declared, cases: Sequence[CaseSpec]) -> list[Report]:
