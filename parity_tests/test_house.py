@@ -37,6 +37,7 @@ WITHOUT_A_REFERENCE = {
     "context_parallel/exchanged.py": "attention over blocks, whose reference is one mask",
     "context_parallel/gathered.py": "one exchange of attention",
     "context_parallel/pairs.py": "rows of blocks; the reference has a mask over all pairs",
+    "context_parallel/plain_block.py": "a block by itself, judged through attention",
     "context_parallel/ring.py": "one exchange of attention",
     "context_parallel/ulysses.py": "one exchange of attention, and both of usp",
     "mamba/all_to_all.py": "what ranks exchange; one device has all of it",

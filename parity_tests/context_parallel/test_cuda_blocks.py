@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from torch_impl.collectives import accumulator
 from torch_impl.context_parallel import blocks, cuda_blocks
 from torch_impl.context_parallel.block import Block
 from torch_impl.context_parallel.blocks import Running
@@ -21,7 +22,7 @@ SHAPES = {  # b, h, hk, queries, keys, p
 MASKS = ("none", "causal", "keys", "pairs")
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("masked", MASKS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes_and_dtypes(name, masked, dtype):
@@ -34,7 +35,7 @@ def test_shapes_and_dtypes(name, masked, dtype):
     out, lse = cuda_blocks.forward(q, k, v, *given)
     gradients = cuda_blocks.backward(torch.empty_like(q), q, k, v, torch.empty_like(q), lse.contiguous(), *given)
     assert out.shape == q.shape and out.dtype == dtype
-    assert lse.shape == (b, h, queries) and lse.dtype == torch.float32
+    assert lse.shape == (b, h, queries) and lse.dtype == accumulator(dtype)
     assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
     assert {x.dtype for x in gradients} == {dtype}
 
@@ -60,21 +61,42 @@ def test_a_causal_block_needs_no_number_for_each_pair(dtype):
     assert 0 < largest.numbers <= q.numel()
 
 
+HALF, WIDE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
+
+
 @pytest.mark.parametrize(
-    ("dtype", "masked", "keys", "width", "takes"),
+    ("dtype", "masked", "keys", "width", "capability", "takes"),
     [
-        (torch.bfloat16, False, 16, 64, True),
-        (torch.float32, False, 16, 64, False),
-        (torch.bfloat16, True, 16, 64, False),
-        (torch.bfloat16, False, 8, 64, False),
-        (torch.bfloat16, False, 16, 36, False),
-        (torch.bfloat16, False, 16, 512, False),
+        (HALF, False, 16, 64, (8, 0), "flash"),
+        (HALF, False, 16, 208, (9, 0), "flash"),
+        (HALF, False, 16, 208, (8, 9), "efficient"),
+        (HALF, False, 16, 208, (12, 0), "efficient"),
+        (HALF, False, 16, 256, (8, 6), "flash"),
+        (HALF, True, 16, 64, (8, 0), "efficient"),
+        (HALF, False, 8, 64, (8, 0), "efficient"),
+        (HALF, False, 16, 512, (8, 0), "efficient"),
+        (torch.float16, False, 16, 64, (7, 5), "efficient"),
+        (HALF, False, 16, 64, (7, 5), "plain"),
+        (HALF, False, 16, 36, (8, 0), "plain"),
+        (WIDE, False, 16, 64, (7, 0), "efficient"),
+        (WIDE, False, 16, 6, (8, 0), "plain"),
+        (DOUBLE, False, 16, 64, (9, 0), "plain"),
     ],
 )
-def test_which_operation_takes_a_causal_block(dtype, masked, keys, width, takes):
-    q, k = (torch.empty(1, 1, rows, width, dtype=dtype) for rows in (16, keys))
-    mask = torch.ones(1, 1, 16, keys, dtype=torch.bool) if masked else None
-    assert cuda_blocks._flash_takes(q, k, mask, True) is takes
+def test_which_operation_takes_a_causal_block(dtype, masked, keys, width, capability, takes, monkeypatch):
+    q, k = (torch.empty(1, 1, rows, width, dtype=dtype, device="meta") for rows in (16, keys))
+    mask = torch.ones(1, 1, 16, keys, dtype=torch.bool, device="meta") if masked else None
+    asked = []
+    for name, operation in {"FLASH": "flash", "OTHER": "efficient"}.items():
+        for way in (name, f"{name}_BACKWARD"):
+            plain = getattr(cuda_blocks, way)
+            monkeypatch.setattr(
+                cuda_blocks, way, lambda *x, op=plain, said=operation, **y: (asked.append(said), op(*x, **y))[1]
+            )
+    monkeypatch.setattr(cuda_blocks, "_capability", lambda x: capability)
+    out, lse = cuda_blocks.forward(q, k, k, mask, True, 0.5)
+    cuda_blocks.backward(out, q, k, k, out, lse.contiguous(), mask, True, 0.5)
+    assert asked == ([] if takes == "plain" else [takes] * 2)
 
 
 def test_a_mask_as_addends():

@@ -1,8 +1,9 @@
 """One block on CUDA by the operations that return the logarithm of the softmax's sum: flash, or memory-efficient.
 
-Flash takes half precision without a mask; memory-efficient attention takes the rest. The latter knows no grouped
-heads, pads its lse to a multiple of 32 rows, and its causal mask is from the top left. What it adds to the scores is as
-large as a mask is: causal blocks have none.
+Flash takes half precision without a mask, from compute capability 8.0 on. Memory-efficient attention takes more: it
+knows no grouped heads, pads its lse to a multiple of 32 rows, and cuts its triangle from the top left. Only a mask is
+handed to it as addends. Plain operations take what is left: float64, bfloat16 on older devices, widths that tensor
+cores cannot load.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from torch_impl.context_parallel import plain_block
 
 Heads = Float[Tensor, "b h s p"]
 KVHeads = Float[Tensor, "b hk keys p"]
@@ -22,15 +25,19 @@ OTHER, OTHER_BACKWARD = (
 HALF = (torch.float16, torch.bfloat16)
 LSE_ROWS, BIAS_COLUMNS = 32, 16
 LARGEST_FLASH_WIDTH = 256
+AMPERE = (8, 0)
 
 
 def forward(
     q: Heads, k: KVHeads, v: KVHeads, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Heads, Tensor]:
     """Output and lse of one block; causal is from the top left."""
-    if _flash_takes(q, k, mask, is_causal):
+    capability = _capability(q)
+    if _flash_takes(q, k, mask, is_causal, capability):
         out, lse, *_ = FLASH(q, k, v, 0.0, is_causal, False, scale=scale)
         return out, lse
+    if not _efficient_takes(q, capability):
+        return plain_block.forward(q, k, v, mask, is_causal, scale)
     wide = [_every_head(x, q.shape[1]) for x in (k, v)]
     out, lse, *_ = OTHER(q, *wide, _bias(q, mask), True, 0.0, is_causal, scale=scale)
     return out, lse[..., : q.shape[2]]
@@ -48,10 +55,13 @@ def backward(
     scale: float,
 ) -> tuple[Heads, KVHeads, KVHeads]:
     """Gradients of one block, by the global out and lse."""
+    capability = _capability(q)
     unused = torch.zeros((), dtype=torch.int64, device=q.device)  # seed and offset of dropout, of which there is none
-    if _flash_takes(q, k, mask, is_causal):
+    if _flash_takes(q, k, mask, is_causal, capability):
         given = cotangent, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, is_causal, unused, unused
         return FLASH_BACKWARD(*given, scale=scale)
+    if not _efficient_takes(q, capability):
+        return plain_block.backward(cotangent, q, k, v, out, lse, mask, is_causal, scale)
     wide, bias = [_every_head(x, q.shape[1]) for x in (k, v)], _bias(q, mask)
     lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % LSE_ROWS), value=torch.inf)
     given = cotangent, q, *wide, bias, out, lse, unused, unused, 0.0, [True, True, True, False]
@@ -60,11 +70,27 @@ def backward(
     return dq, dk.unflatten(1, heads).sum(2), dv.unflatten(1, heads).sum(2)
 
 
-def _flash_takes(q: Heads, k: KVHeads, mask: Tensor | None, is_causal: bool) -> bool:
-    """Its causal mask is from the bottom right, the same only for as many queries as keys."""
+def _capability(x: Tensor) -> tuple[int, int]:
+    """Of the device, major and minor; the meta device, which computes nothing, has that of an A100."""
+    return torch.cuda.get_device_capability(x.device) if x.is_cuda else AMPERE
+
+
+def _flash_takes(q: Heads, k: KVHeads, mask: Tensor | None, is_causal: bool, capability: tuple[int, int]) -> bool:
+    """Its causal mask is from the bottom right, the same only for as many queries as keys.
+
+    Widths above 192 and up to 224 have no backward on devices with little shared memory, 8.6 to 8.9 and 12.
+    """
     width = q.shape[-1]
     square = not is_causal or q.shape[2] == k.shape[2]
-    return q.dtype in HALF and mask is None and square and width % 8 == 0 and width <= LARGEST_FLASH_WIDTH
+    is_small = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
+    fits = width % 8 == 0 and width <= LARGEST_FLASH_WIDTH and not (is_small and 192 < width <= 224)
+    return q.dtype in HALF and mask is None and square and fits and capability >= AMPERE
+
+
+def _efficient_takes(q: Heads, capability: tuple[int, int]) -> bool:
+    """It loads 16 bytes at a time, and knows bfloat16 where tensor cores do."""
+    known = q.dtype in (torch.float16, torch.float32) or (q.dtype == torch.bfloat16 and capability >= AMPERE)
+    return known and q.shape[-1] * q.dtype.itemsize % 16 == 0
 
 
 def _every_head(x: Heads, heads: int) -> Heads:

@@ -1,0 +1,48 @@
+"""Parity of attention whose blocks are computed by plain operations, few rows at a time."""
+
+import torch
+from hypothesis import given, settings
+
+from parity_tests import check, every_case
+from parity_tests.context_parallel.test_cuda_blocks import Largest
+from parity_tests.context_parallel.test_pairs import packed_attention_by_keys
+from torch_impl.context_parallel import blocks, plain_block
+
+
+def test_parity(monkeypatch):
+    """Packed sequences have triangles, windows, runs that are filled up and queries that a block leaves blind."""
+
+    def forward(q, k, v, block, scale):
+        return plain_block.forward(q, k, v, block.mask, block.is_causal, scale)
+
+    def backward(given, k, v, lse, block, scale):
+        cotangent, q, out = given
+        return plain_block.backward(cotangent, q, k, v, out, lse, block.mask, block.is_causal, scale)
+
+    monkeypatch.setattr(blocks, "_forward", forward)
+    monkeypatch.setattr(blocks, "_backward", backward)
+    monkeypatch.setattr(plain_block, "ROWS", 3)
+
+    @settings(max_examples=30)
+    @given(every_case(packed_attention_by_keys))
+    def example(case):
+        check(case)
+
+    example()
+
+
+def test_a_query_that_sees_nothing_has_no_output_and_no_lse():
+    q = torch.ones(1, 2, 3, 4, dtype=torch.float64)
+    mask = torch.tensor([[True, True, False], [False] * 3, [False, True, True]])[None, None]
+    out, lse = plain_block.forward(q, q, q, mask, False, 0.5)
+    assert out[0, 0, :, 0].ne(0).tolist() == [True, False, True]
+    assert lse.isfinite().tolist() == [[[True, False, True]] * 2] and (lse[..., 1] == -torch.inf).all()
+
+
+def test_scores_are_held_for_few_rows():
+    heads, size = 2, 8 * plain_block.ROWS
+    q, k, v = torch.empty(3, 1, heads, size, 4, dtype=torch.float64, device="meta").unbind()
+    with Largest() as largest:
+        out, lse = plain_block.forward(q, k, v, None, True, 0.5)
+        plain_block.backward(out, q, k, v, out, lse, None, True, 0.5)
+    assert largest.numbers == heads * plain_block.ROWS * size
