@@ -1,6 +1,6 @@
 """`python -m parity_tests.training.located`: plant faults in a training step; does a trace find their module?
 
-Exit status: 0 if 90 of 100 that change anything are found in the right module, else 1.
+Exit status: 0 if 90 of 100 that change anything are found in the right module; else, and where none does, 1.
 """
 
 from __future__ import annotations
@@ -141,8 +141,13 @@ def main(
     print(located_page.closing(outcomes))
     if page:
         print(f"written: {located_page.write(outcomes, dtype, page)}")
+    raise typer.Exit(int(not is_kept(outcomes)))
+
+
+def is_kept(outcomes: Sequence[Located]) -> bool:
+    """Whether what is promised holds. Of no fault that changes anything it does not: nothing was shown."""
     right, wrong = (sum(made.word == word for made in outcomes) for word in (RIGHT, WRONG))
-    raise typer.Exit(int(right < PROMISED * (right + wrong)))
+    return right + wrong > 0 and right >= PROMISED * (right + wrong)
 
 
 if __name__ == "__main__":

@@ -58,6 +58,20 @@ def test_the_page(tmp_path):
     assert all(f"| {each.words} |" in text for each in CLASSES)
 
 
+@pytest.mark.parametrize(
+    ("words", "is_kept"),
+    [
+        (["right"] * 9 + ["wrong"], True),
+        (["right"] * 8 + ["wrong"], False),
+        (["right", "failed", "equal"], True),
+        (["failed", "equal", "not run"], False),
+        ([], False),
+    ],
+)
+def test_nothing_found_is_not_kept(words, is_kept):
+    assert located.is_kept([outcome("gate and up exchanged", word) for word in words]) is is_kept
+
+
 def test_an_answer_is_kept(tmp_path):
     made = {"home": "norm", "word": "right", "found": "norm", "said": "output of norm", "mesh": "cp=2"}
     Kept(tmp_path / "answers").keep(SOME[0].fault, "float64", made)
