@@ -32,6 +32,7 @@ Tied = Annotated[bool, typer.Option("--tied", help="Share the weight of embeddin
 
 
 def train(
+    context: typer.Context,
     mesh: Annotated[
         list[str] | None,
         typer.Option(
@@ -67,6 +68,8 @@ def train(
     from parity_tests.training.run import Run
 
     refuse_no_folder(checkpoint=checkpoint)
+    if checkpoint is None and _is_given(context, "every"):
+        raise ValueError(f"--every {every} needs --checkpoint DIR, where the state goes")
     settings = {"steps": steps, "seed": seed, "is_tied": tied, "dtype": dtype, "mamba": mamba, "attention": attention}
     settings |= {"schedule": schedule, "checkpoint": checkpoint, "every": every, "resume": resume}
     given = [sizes([text] if text else [], "--mesh") for text in mesh or [""]]

@@ -1,16 +1,18 @@
 """What a run needs to go on, by torch's distributed checkpoint: weights and the optimizer's state, whatever the mesh.
 
 A checkpoint is a folder `step_N` of its own, and counts once it has the file `done`, which says whose numbers they are.
-What else a folder holds is passed over.
+What else a folder holds is passed over. One run at a time holds the folder, by a lock on its file `lock`.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,7 +23,28 @@ from torch import nn
 
 from parity_tests.training.run import Run
 
-DONE = "done"
+DONE, LOCK = "done", "lock"
+
+
+@contextmanager
+def held(run: Run) -> Iterator[None]:
+    """The run's folder is its own for as long as this lasts. The system gives a killed process's lock back.
+
+    Errors: ValueError where another run has it.
+    """
+    if run.checkpoint is None or (run.resume and not _folder(run).is_dir()):
+        yield
+        return
+    _folder(run).mkdir(parents=True, exist_ok=True)
+    with (_folder(run) / LOCK).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"--checkpoint {run.checkpoint}: another run writes there; wait until it has ended, or give another "
+                "folder"
+            ) from None
+        yield
 
 
 def save(run: Run, named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, step: int) -> None:

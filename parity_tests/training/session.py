@@ -90,9 +90,15 @@ def _all(runs: Sequence[Run], wanted: Wanted) -> int:
 def followed(run: Run, known: Known, engine: str = "gloo", quiet: bool = True) -> list[Judged]:
     """A run on its ranks, judged while it goes on.
 
-    Errors: RankFailure, one subclass per cause; ValueError for a run to resume that left nothing.
+    Errors: RankFailure, one subclass per cause, also where ranks end before the last step; ValueError for a run to
+            resume that left nothing, or whose checkpoints another run writes.
     """
     bridge.start()
+    with checkpoint.held(run):
+        return _followed(run, known, engine, quiet)
+
+
+def _followed(run: Run, known: Known, engine: str, quiet: bool) -> list[Judged]:
     first = checkpoint.newest(run) if run.resume else 0
     if first == run.steps:
         raise ValueError(f"--resume: all {run.steps} steps are done; pass --steps above {first}")
@@ -110,7 +116,11 @@ def followed(run: Run, known: Known, engine: str = "gloo", quiet: bool = True) -
             follower.end()
             raise
         follower.end()
-        return follower.judged()
+        steps = follower.judged()
+    if len(steps) < run.steps - first:
+        text = f"the ranks ended with {first + len(steps)} of {run.steps} steps told; run it again"
+        raise RankFailure(text, rank=0, case=case)
+    return steps
 
 
 def _write(done: Sequence[tuple[Run, Sequence[Judged]]], wanted: Wanted) -> None:

@@ -92,6 +92,7 @@ def test_a_killed_run_goes_on(tmp_path, moment, uninterrupted):
     killed(tmp_path / "run", MOMENTS[moment])
     shutil.copytree(tmp_path / "run", tmp_path / "elsewhere")
     run = small({"dp": 2}, checkpoint=str(tmp_path / "run"), resume=True)
+    assert (tmp_path / "run" / checkpoint.LOCK).exists()  # which its process held
     first = checkpoint.newest(run)
     assert 0 < first < STEPS
     with records() as found:

@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from parity_tests.cli.app import main
+from parity_tests.harness.engines.failure import RankFailure
 from parity_tests.training import checkpoint, follow, page, record, session, show
 from parity_tests.training.follow import Known
 from parity_tests.training.run import SIZES, Run
@@ -117,6 +118,27 @@ def test_a_checkpoint_that_was_cut_short_is_passed_over(tmp_path):
         session.followed(run.replace(resume=True, checkpoint=str(tmp_path / "none")), KNOWN, "lockstep")
 
 
+def test_one_run_at_a_time_has_a_folder(tmp_path):
+    run = small({}, steps=1, checkpoint=str(tmp_path / "run"), every=1)
+    with checkpoint.held(run), pytest.raises(ValueError) as caught:
+        session.followed(run, KNOWN, "lockstep")
+    assert str(caught.value) == (
+        f"--checkpoint {run.checkpoint}: another run writes there; wait until it has ended, or give another folder"
+    )
+    assert [step.ok for step in session.followed(run, KNOWN, "lockstep")] == [True]
+    with pytest.raises(ValueError, match="has no whole checkpoint"):
+        session.followed(run.replace(resume=True, checkpoint=str(tmp_path / "none")), KNOWN, "lockstep")
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_run_that_ends_early_is_not_equal(monkeypatch):
+    kept = record.write
+    monkeypatch.setattr(record, "write", lambda folder, step: None if step.index else kept(folder, step))
+    with pytest.raises(RankFailure) as caught:
+        session.followed(small({}), KNOWN, "lockstep")
+    assert str(caught.value) == "failed: the ranks ended with 1 of 2 steps told; run it again"
+
+
 def test_the_command(monkeypatch, capsys):
     """Its table, its figure, its JSON, and the statuses that it leaves with."""
     monkeypatch.setattr("parity_tests.training.run.SIZES", SMALL["sizes"])
@@ -141,6 +163,8 @@ def test_the_command(monkeypatch, capsys):
         rows = [line.split(" | ") for line in file if line.startswith("| cp=2")]
         assert [(row[5], row[-1]) for row in rows] == [("float64", "equal |\n")]
     assert call("--mesh", "pp=2", "--schedule", "1f1c")[0] == 2
+    status, _, err = call("--every", "2")
+    assert status == 2 and "--every 2 needs --checkpoint DIR" in err
     monkeypatch.setattr(staged, "valid_count", lambda targets, *_: targets[0].new_tensor(7))
     assert call("--mesh", "dp=2", "-q")[0] == 1
     monkeypatch.setattr(staged, "valid_count", lambda targets, *_: 1 // (dist.get_rank() - 1))
