@@ -133,6 +133,29 @@ def test_targets_that_are_not_there(shardproof, arguments, sentence, monkeypatch
     assert (status, out, err) == (2, "", f"shardproof: {sentence}\n")
 
 
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (RIGHT, "other.py: is no replay file (it has no CASE and SOURCE)"),
+        ("CASE = dict()\nSOURCE = 'a.py'", "other.py: is no replay file (it has no CASE and SOURCE)"),
+        ("CASE = (", "cannot read other.py: '(' was never closed (other.py, line 1)"),
+        ("CASE = 'half'\nSOURCE = 'a.py'", "other.py: CASE cannot be read: Expecting value: line 1 column 1 (char 0)"),
+        ("CASE = '{}'\nSOURCE = 'a.py'", "other.py: CASE cannot be read: case: missing keys mesh, scheme"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["replay", "timeline"])
+def test_files_that_are_no_replay(shardproof, verb, text, sentence):
+    Path("other.py").write_text(text)
+    status, out, err = shardproof(verb, "other.py")
+    assert (status, out, err) == (2, "", f"shardproof: {sentence}\n")
+
+
+def test_a_replay_file_that_is_no_text(shardproof):
+    Path("other.py").write_bytes(b"CASE = \xff")
+    status, out, err = shardproof("replay", "other.py")
+    assert (status, out) == (2, "") and err.startswith("shardproof: cannot read other.py: 'utf-8' codec can't decode")
+
+
 @pytest.mark.parametrize("arguments", [("frobnicate",), ("verify", "--examples", "0"), ("verify", "--examples", "x")])
 def test_usage_errors_of_the_parser(shardproof, arguments):
     status, _, err = shardproof(*arguments)

@@ -166,18 +166,24 @@ def _replayed(file: str) -> Report:
 def _recorded(file: str) -> tuple[CaseSpec, str]:
     """CASE and SOURCE of a replay file, read without running it."""
     try:
-        body = ast.parse(Path(file).read_text()).body
-    except (OSError, SyntaxError) as error:
+        body = ast.parse(Path(file).read_text(), file).body
+    except (OSError, SyntaxError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise discover.UnusableTarget(f"cannot read {file}: {why}") from None
     found = {
-        node.targets[0].id: ast.literal_eval(node.value)
+        node.targets[0].id: node.value.value
         for node in body
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
     }
     if not {"CASE", "SOURCE"} <= set(found):
         raise discover.UnusableTarget(f"{file}: is no replay file (it has no CASE and SOURCE)")
-    return CaseSpec.from_json(found["CASE"]), found["SOURCE"]
+    try:
+        return CaseSpec.from_json(found["CASE"]), found["SOURCE"]
+    except ValueError as error:
+        raise discover.UnusableTarget(f"{file}: CASE cannot be read: {error}") from None
 
 
 def _shown(file: str) -> str:
