@@ -8,6 +8,7 @@ from torch.distributed.fsdp import fully_shard
 
 from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.engines.run import run
+from parity_tests.pipelining.promise import PROMISED
 from parity_tests.pipelining.whole_models import LENGTH, ROWS, accumulated, chosen, loss_of, tokens
 from torch_impl.pipelining.functional import pipeline_model
 
@@ -15,7 +16,6 @@ families = pytest.importorskip("parity_tests.parallelizer.families", reason="nee
 
 OF = chosen("llama", True, 4)
 N = 4
-PROMISED = 1e-12  # of a gradient's norm, where FSDP2 adds in another order
 
 
 def given_to(mesh, **further):

@@ -8,6 +8,7 @@ from torch.distributed.fsdp import fully_shard
 
 from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.engines.run import run
+from parity_tests.pipelining.promise import PROMISED
 from parity_tests.pipelining.whole_models import LENGTH, ROWS, chosen, loss_of, tokens
 from torch_impl.pipelining.rules import RULES
 from torch_impl.pipelining.schedule import build_pipeline_schedule
@@ -21,7 +22,6 @@ from torch_impl.pipelining.split import split_model_into_stages
 families = pytest.importorskip("parity_tests.parallelizer.families", reason="needs transformers")
 
 CPU = torch.device("cpu")
-PROMISED = 1e-12  # of a gradient's norm, where FSDP2 adds in another order
 OF = chosen("qwen3", False, 4)
 
 

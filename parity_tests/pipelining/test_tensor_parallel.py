@@ -6,6 +6,7 @@ from torch.distributed.tensor import DTensor
 
 from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.engines.run import run
+from parity_tests.pipelining.promise import PROMISED
 from parity_tests.pipelining.whole_models import LENGTH, ROWS, accumulated, chosen, loss_of, tokens
 from torch_impl.parallelizer.fsdp2 import fsdp2_strategy_parallelize
 from torch_impl.parallelizer.tp_plan import apply_plan, get_hf_tp_shard_plan
@@ -14,7 +15,6 @@ from torch_impl.pipelining.functional import pipeline_model
 families = pytest.importorskip("parity_tests.parallelizer.families", reason="needs transformers")
 
 LAYERS, N = 4, 4
-PROMISED = 1e-12  # of a loss, and of a gradient's norm, where tp and FSDP2 add in another order
 
 
 def whole(x):

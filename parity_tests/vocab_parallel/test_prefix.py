@@ -1,5 +1,7 @@
 """Where a row's kept tokens end, by mass: rows of which rounding decides the kept set, and so no comparison of sets."""
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from parity_tests import CaseSpec
+from parity_tests.harness.compare import K
 from parity_tests.harness.engines.run import run
+from parity_tests.harness.oracle import UNIT_ROUNDOFF
 from parity_tests.vocab_parallel.decided_rows import is_undecided, mass_before, mass_budget
 from torch_impl import vocab_parallel as vp
 from torch_impl.vocab_parallel.prefix import room_for, ties_within
@@ -90,9 +94,10 @@ def test_the_border_is_what_the_drawn_rows_keep_away_from():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_room_keeps_its_digits_near_one(dtype):
-    tiny = torch.tensor([1e-12], dtype=dtype)
-    half = room_for(tiny, 1.0 - 5e-13)
-    assert 0.49e-12 < half.item() < 0.51e-12
+    tiny, top_p = torch.tensor([1e-12], dtype=dtype), 1.0 - 5e-13
+    want = Fraction(top_p) * Fraction(tiny.item()) - (1 - Fraction(top_p))
+    u = UNIT_ROUNDOFF[str(dtype).removeprefix("torch.")]
+    assert abs(Fraction(room_for(tiny, top_p).item()) - want) <= K * u * want
     assert room_for(torch.tensor([7.0], dtype=dtype), 0.5).item() == 3.0
 
 
