@@ -39,7 +39,7 @@ def found(mesh, rank, bad, strategy="optim_grads_params", at="output", **given):
     outputs = model(torch.ones(2, 3, dtype=torch.float64))
     cotangents = [torch.ones_like(y) for y in outputs]
     if rank is not None and mesh.rank("dp_shard") == rank[0] and mesh.rank("tp") == rank[1]:
-        cotangents[at == "aside"].view(-1)[0] = BAD[bad]
+        cotangents[at == "aside"].view(-1)[0] = BAD.get(bad, bad)
     try:
         torch.autograd.backward(outputs, cotangents)
     except FloatingPointError as error:
@@ -65,6 +65,14 @@ def planted_in_a_gradient(mesh, x, strategy, bad, place, at):
     """One where every rank raises, whichever rank has the bad number, and whether it spreads or not."""
     rank = (place % mesh.size("dp_shard"), place % mesh.size("tp"))
     return x * float(found(mesh, rank, bad, strategy, at).startswith("check_for_nan_in_grad: the gradient of "))
+
+
+@pytest.mark.parametrize("at", ["output", "aside"])
+def test_a_finite_number_too_large_for_float32_is_finite(at):
+    def body(mesh, case):
+        return found(mesh, (0, 0), 1e200, at=at)
+
+    assert run(body, CaseSpec(scheme="finite", mesh={"dp_shard": 2, "tp": 1})).results == ("", "")
 
 
 def test_parity():

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from torch_impl.collectives import accumulator
 from torch_impl.parallelizer._torch_compat import after_backward, largest_magnitudes, map_tensors
 
 
@@ -63,6 +64,7 @@ def _not_finite(gradients: list[Tensor]) -> Tensor:
     device = local[0].device
     if not held:
         return torch.zeros((), dtype=torch.int32, device=device)
-    magnitudes = torch.stack([each.float() for each in largest_magnitudes([local[number] for number in held])])
+    wide = accumulator(max((local[number].dtype for number in held), key=lambda dtype: dtype.itemsize))
+    magnitudes = torch.stack([each.to(wide) for each in largest_magnitudes([local[number] for number in held])])
     to_the_end = torch.tensor([len(local) - number for number in held], dtype=torch.int32, device=device)
     return torch.where(magnitudes.isfinite(), 0, to_the_end).max()
