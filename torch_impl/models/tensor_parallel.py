@@ -18,8 +18,10 @@ def tensor_parallel_plan(layers: tuple[str, ...]) -> dict[str, Style]:
 
         lm_head  "v/tp d"     logits  "b s v/tp": they stay cut, for a vocabulary-parallel loss
 
-    Each call makes fresh styles. Cost, per layer of attention: forward 2 all_reduces of x over tp, backward as many for
-    each input of columns; embedding forward 1 all_reduce.
+    Each call makes fresh styles.
+
+    Cost, over tp, each of x or its gradient: a layer of attention forward 2 all_reduces, of what o_proj and down_proj
+    give, backward 5, one for the input of each layer of columns; the embedding forward 1; the head backward 1.
     """
     plan: dict[str, Style] = {
         "embed_tokens": RowwiseParallel(input_layouts=Replicate()),
