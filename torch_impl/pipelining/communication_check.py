@@ -27,7 +27,7 @@ def check_communication(order: Order, stage_to_rank: Sequence[int], n_microbatch
         if "_" in action.kind and action.microbatch is not None and action not in wanted:
             raise OrderFault(rank, position, f"'{action}' has no other end on another rank; leave it out")
     _check_turns(order, stage_to_rank)
-    _check_stage_actions(order, places, n_microbatches)
+    _check_stage_actions(order, places)
 
 
 def _places(order: Order) -> dict[Action, Place]:
@@ -94,7 +94,7 @@ def _check_turns(order: Order, ranks: Sequence[int]) -> None:
                 )
 
 
-def _check_stage_actions(order: Order, places: dict[Action, Place], n_microbatches: int) -> None:
+def _check_stage_actions(order: Order, places: dict[Action, Place]) -> None:
     """A stage is there when it computes, gathered and given up in turn; its gradient is reduced once, at the end."""
     uses_sharding = {action.stage for action in places if action.kind in ("UNSHARD", "RESHARD")}
     for rank, actions in enumerate(order):

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from torch_impl.pipelining.arguments import check_positive
+from torch_impl.pipelining.arguments import check_int
 
 NAME = "scale_grads_by_divisor"
 
@@ -28,11 +28,11 @@ def scale_grads_by_divisor(stages: list[PipelineStage], divisor: int) -> None:
             getattr(stage, "submod", None), nn.Module
         ):
             raise TypeError(f"pipelining.{NAME}: stages[{index}] is a {type(stage).__name__}; pass a PipelineStage")
-    if isinstance(divisor, int) and not isinstance(divisor, bool) and divisor < 1:
+    check_int(NAME, "divisor", divisor)
+    if divisor < 1:
         raise ValueError(
             f"pipelining.{NAME}: divisor={divisor} must be a positive int (microbatches x accumulation steps)"
         )
-    check_positive(NAME, "divisor", divisor)
     parameters = {id(parameter): parameter for stage in stages for parameter in stage.submod.parameters()}
     with torch.no_grad():
         for parameter in parameters.values():

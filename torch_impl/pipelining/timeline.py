@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -111,8 +110,3 @@ class Timeline:
             return 0, 1
         columns = int(Fraction(self.makespan) * denominator) // measure
         return (columns, self.makespan / columns) if columns <= WIDEST else (WIDEST, self.makespan / WIDEST)
-
-
-def order_of(events: Sequence[Event], pp_size: int) -> list[list[Action]]:
-    """The actions of each rank in the order of their start."""
-    return [[event.action for event in events if event.rank == rank] for rank in range(pp_size)]

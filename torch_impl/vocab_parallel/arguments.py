@@ -21,7 +21,7 @@ def checked_tp_group(function: str, name: str, group: object) -> ProcessGroup:
 def check_logits(function: str, name: str, logits: Tensor) -> None:
     """Logits are floating and have a last dim, the vocabulary."""
     if not logits.dtype.is_floating_point:
-        raise TypeError(f"{function}: {name} is {_dtype(logits)}; logits must be floating")
+        raise TypeError(f"{function}: {name} is {dtype_name(logits)}; logits must be floating")
     if logits.ndim == 0:
         raise ValueError(f"{function}: {name} has no dims; the last one must be the vocabulary")
 
@@ -29,7 +29,7 @@ def check_logits(function: str, name: str, logits: Tensor) -> None:
 def check_ids(function: str, name: str, ids: Tensor) -> None:
     """Token ids are int32 or int64."""
     if ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{function}: {name} is {_dtype(ids)}; token ids must be int64")
+        raise TypeError(f"{function}: {name} is {dtype_name(ids)}; token ids must be int64")
 
 
 def check_leading(
@@ -78,5 +78,6 @@ def check_overwritable(function: str, name: str, logits: Tensor) -> None:
         )
 
 
-def _dtype(x: Tensor) -> str:
+def dtype_name(x: Tensor) -> str:
+    """As a message has it: `float32`."""
     return str(x.dtype).removeprefix("torch.")

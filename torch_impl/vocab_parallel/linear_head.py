@@ -28,7 +28,7 @@ class LinearHead:
         a.checked_tp_group(self.function, "tp_group", self.group)
         for name, tensor in ((HIDDEN, hidden), (WEIGHT, weight)):
             if not tensor.dtype.is_floating_point:
-                raise TypeError(f"{self.function}: {name} is {_dtype(tensor)}; it must be floating")
+                raise TypeError(f"{self.function}: {name} is {a.dtype_name(tensor)}; it must be floating")
         a.check_ids(self.function, "target", ids)
         a.check_chunk_size(self.function, self.chunk_size)
         if hidden.ndim != 3 or ids.ndim != 2 or hidden.shape[1] != len(ids):
@@ -41,7 +41,8 @@ class LinearHead:
                 f"{self.function}: {WEIGHT} is {list(weight.shape)} but hidden states have d={hidden.shape[2]}"
             )
         if weight.dtype != hidden.dtype:
-            raise ValueError(f"{self.function}: {WEIGHT} is {_dtype(weight)} but hidden states are {_dtype(hidden)}")
+            theirs = a.dtype_name(hidden)
+            raise ValueError(f"{self.function}: {WEIGHT} is {a.dtype_name(weight)} but hidden states are {theirs}")
         if not 0 <= self.vocab_start <= self.vocab_end <= self.vocab_start + len(weight):
             raise ValueError(
                 f"{self.function}: vocab range [{self.vocab_start}, {self.vocab_end}) does not fit "
@@ -63,7 +64,3 @@ class LinearHead:
         raise ValueError(
             f"{self.function}: {HIDDEN} has {held} positions; with s={s}, cp={cp}, tp={tp} it must have {cut}"
         )
-
-
-def _dtype(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
