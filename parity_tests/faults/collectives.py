@@ -158,7 +158,7 @@ FAULTS = (
         old="return _unpadded(joined, lengths).movedim(0, dim).contiguous()",
         new="whole = _unpadded(joined, lengths).movedim(0, dim)\n"
         "    return whole.reshape(-1).view(*whole.shape[:dim], *whole.shape[dim:][::-1]).movedim(-1, dim).contiguous()",
-        expect="raised: ",
+        expect="gradient: ",
     ),
     Fault(
         name="pieces joined in reverse",

@@ -27,7 +27,7 @@ FAULTS = (
         file=DISTILLATION,
         old="normalised=zero_outside_topk,",
         new="normalised=True,",
-        expect="value: ",
+        expect="gradient: ",
     ),
     Fault(
         name="nobody's ids in the sum over k",

@@ -76,6 +76,8 @@ def closing(outcomes: Sequence[Outcome], examples: int) -> list[str]:
     ]
     lines += [f"equivalent: {o.fault.name}: {o.fault.equivalent}" for o in outcomes if o.fault.equivalent]
     lines += [f"killed although equivalent: {o.fault.name}" for o in outcomes if o.fault.equivalent and o.killed]
+    lines += [f"killed although said to survive: {o.fault.name}" for o in those if o.fault.survives and o.killed]
+    lines += [f"told otherwise than expected: {o.fault.name}" for o in those if o.note == "wrong"]
     lines += [f"not tried on {name}: {why}" for name, why in NOT_TRIED.items()]
     return lines + [f"no faults of kind {kind}: {why}" for kind, why in WITHOUT_A_COMPONENT.items()]
 

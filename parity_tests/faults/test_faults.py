@@ -7,8 +7,9 @@ import pytest
 
 from parity_tests.faults import report
 from parity_tests.faults.catalogue import APPLICABLE, CATALOGUE
+from parity_tests.faults.fault import Fault
 from parity_tests.faults.patch import patched_text
-from parity_tests.faults.runner import EXAMPLES, Range, killing_run
+from parity_tests.faults.runner import EXAMPLES, Catch, Outcome, Range, killing_run
 
 COUNTED = [fault for fault in CATALOGUE if not fault.equivalent]
 PROMISED = 0.95
@@ -41,6 +42,20 @@ def test_an_expectation_names_an_oracle():
     assert {fault.expect.partition(":")[0] for fault in CATALOGUE} <= known
 
 
+def outcome(expect, catches=(), **more):
+    fault = Fault("planted", "scale", "torch_impl/nowhere.py", "2", "3", expect, **more)
+    return Outcome(fault, 1, 1, catches, False, False, 0.0)
+
+
+def test_what_the_catalogue_says_of_a_fault_is_held_against_what_became_of_it():
+    seen = (Catch("halved", 2, ("gradient",), "forward equal, gradient not"),)
+    rare = {"survives": "rare"}
+    assert "told otherwise than expected: planted" in report.closing([outcome("value: ", seen)], EXAMPLES)
+    assert "killed although said to survive: planted" in report.closing([outcome("value: ", seen, **rare)], EXAMPLES)
+    for right in (outcome("gradient: forward equal", seen), outcome("value: ", **rare)):
+        assert not [line for line in report.closing([right], EXAMPLES) if line.startswith(("told", "killed"))]
+
+
 @pytest.mark.timeout(900)
 def test_drawn_examples_kill_the_faults(tmp_path):
     """Every thirteenth fault; `make faults` plants them all and writes the page."""
@@ -51,4 +66,5 @@ def test_drawn_examples_kill_the_faults(tmp_path):
     assert sum(outcome.killed for outcome in those) >= PROMISED * len(those), said
     assert [outcome.fault.name for outcome in those if not (outcome.killed or outcome.fault.survives)] == [], said
     assert [outcome.fault.name for outcome in outcomes if outcome.fault.equivalent and outcome.killed] == [], said
+    assert [outcome.fault.name for outcome in those if outcome.fault.survives and outcome.killed] == [], said
     assert sum(o.killed for o in those) > sum(o.baseline_conduct for o in those), said
