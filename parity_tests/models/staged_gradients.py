@@ -12,6 +12,7 @@ from torch import Tensor
 from parity_tests.harness.tree import flat
 from parity_tests.models.parameters import config_of
 from parity_tests.models.schemes import HEAD_DIM
+from parity_tests.pipelining.stepped import Stepped
 from torch_impl.collectives import accumulator
 from torch_impl.models import HybridConfig, HybridLM, Placement, RankStream, StepLoss, staged_step
 from torch_impl.pipelining.functional import pipeline_model
@@ -32,7 +33,7 @@ def staged_loss(
         found = {name: p.grad for name, p in named_once(stages).items() if p.grad is not None}
         return sum(shares, torch.zeros((), dtype=accumulator(values[0].dtype))), found
 
-    return _Stepped.apply(run, tuple(leaves), *leaves.values())
+    return Stepped.apply(run, tuple(leaves), *leaves.values())
 
 
 def in_stages(mesh: Any, model: HybridLM, streams: Sequence[RankStream], schedule: str) -> tuple[Any, StepLoss, Any]:
@@ -69,18 +70,3 @@ def filled(mesh: Any, config: HybridConfig, values: dict[str, Tensor], **chosen:
         for name, parameter in model.named_parameters():
             parameter.copy_(values[name])
     return model
-
-
-class _Stepped(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, run: Any, names: tuple[str, ...], *values: Tensor) -> Tensor:
-        with torch.enable_grad():
-            loss, ctx.found = run(*(value.detach() for value in values))
-        ctx.names, ctx.like = names, values
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
-        pairs = zip(ctx.names, ctx.like, strict=True)
-        found = [ctx.found[name] * cotangent if name in ctx.found else torch.zeros_like(x) for name, x in pairs]
-        return None, None, *found

@@ -7,6 +7,7 @@ import torch
 from parity_tests.harness.tree import flat
 from parity_tests.parallelizer.families import made
 from parity_tests.parallelizer.whole_model import summed_loss
+from parity_tests.pipelining.stepped import Stepped
 from torch_impl.pipelining.gradient_scale import scale_grads_by_divisor
 from torch_impl.pipelining.pipeline import pipeline_model
 
@@ -43,22 +44,7 @@ def staged_loss(mesh, chosen, parameters, ids, targets, schedule, is_told):
         found = {name: p.grad for stage in reversed(stages) for name, p in stage.submod.named_parameters()}
         return sum(losses, torch.zeros((), dtype=values[0].dtype)).detach(), found
 
-    return _Staged.apply(run, tuple(leaves), *leaves.values())
-
-
-class _Staged(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, run, names, *values):
-        with torch.enable_grad():
-            loss, ctx.found = run(*(value.detach() for value in values))
-        ctx.names, ctx.like = names, values
-        return loss
-
-    @staticmethod
-    def backward(ctx, cotangent):
-        pairs = zip(ctx.names, ctx.like, strict=True)
-        found = [ctx.found[name] * cotangent if name in ctx.found else torch.zeros_like(x) for name, x in pairs]
-        return None, None, *found
+    return Stepped.apply(run, tuple(leaves), *leaves.values())
 
 
 def filled(chosen, values):

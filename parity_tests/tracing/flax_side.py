@@ -76,13 +76,13 @@ def traced(
 
     found = jax.jit(jax.vmap(everything), compiler_options=compiler_options())(units, errors)
     arrays = {kind: {at: bridge.from_jax(str(at), x) for at, x in tree.items()} for kind, tree in found.items()}
-    spread = {(kind, at): _spread(x) for kind, tree in arrays.items() for at, x in tree.items()}
+    spread = {(kind, at): parted(x) for kind, tree in arrays.items() for at, x in tree.items()}
     first = {kind: {at: x[0] for at, x in tree.items()} for kind, tree in arrays.items()}
     values = {event: first["value"][event] for event in order}
     return Known(values, first["gradient"], first["weight"], first["number"], spread)
 
 
-def _spread(copies: np.ndarray) -> float:
+def parted(copies: np.ndarray) -> float:
     """Root mean square distance from the first, over the first's norm; what is not finite in the first is left out."""
     flat = copies.reshape(len(copies), -1)
     flat = flat[:, np.isfinite(flat[0])]

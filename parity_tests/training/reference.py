@@ -16,6 +16,7 @@ import numpy as np
 
 from parity_tests.harness import bridge
 from parity_tests.harness.oracle import UNIT_ROUNDOFF, compiler_options
+from parity_tests.tracing.flax_side import parted
 from parity_tests.tracing.probes import POOL, Probes, is_summed_in, off, watch
 from parity_tests.training.corpus import global_batch
 from parity_tests.training.initial import initial_weights
@@ -118,15 +119,8 @@ def _arrays(tree: Any) -> dict[str, np.ndarray]:
 
 def _known(index: int, loss: np.ndarray, gradients: dict[str, np.ndarray], weights: dict[str, np.ndarray]) -> Known:
     norms = np.sqrt(sum((x.reshape(len(loss), -1) ** 2).sum(1) for x in gradients.values()))
-    spread = {"loss": _spread(loss[:, None]), "norm": _spread(norms[:, None])}
-    spread |= {f"gradient/{name}": _spread(x) for name, x in gradients.items()}
-    spread |= {f"weight/{name}": _spread(x) for name, x in weights.items()}
+    spread = {"loss": parted(loss[:, None]), "norm": parted(norms[:, None])}
+    spread |= {f"gradient/{name}": parted(x) for name, x in gradients.items()}
+    spread |= {f"weight/{name}": parted(x) for name, x in weights.items()}
     first = {name: x[0] for name, x in gradients.items()}, {name: x[0] for name, x in weights.items()}
     return Known(Step(index, float(loss[0]), float(norms[0]), *first), spread)
-
-
-def _spread(copies: np.ndarray) -> float:
-    """Root mean square distance of the other copies from the first, over the first's norm."""
-    flat = copies.reshape(len(copies), -1)
-    distance = np.sqrt((((flat[1:] - flat[0]) ** 2).sum(1)).mean())
-    return float(distance / max(np.linalg.norm(flat[0]), np.finfo(np.float64).tiny))

@@ -1,0 +1,25 @@
+"""A step that leaves gradients behind, as a function whose backward gives them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Stepped(torch.autograd.Function):
+    """`run` gives the loss and the gradients by name that a backward of 1 leaves; those of other names are 0."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, names: tuple[str, ...], *values: Tensor) -> Tensor:
+        with torch.enable_grad():
+            loss, ctx.found = run(*(value.detach() for value in values))
+        ctx.names, ctx.like = names, values
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
+        pairs = zip(ctx.names, ctx.like, strict=True)
+        found = [ctx.found[name] * cotangent if name in ctx.found else torch.zeros_like(x) for name, x in pairs]
+        return None, None, *found
