@@ -16,6 +16,7 @@ from parity_tests.faults.fault import Fault
 from parity_tests.faults.patch import Plot, patched_lines
 from parity_tests.faults.trials import Course, Trial
 from parity_tests.harness import bridge, discover
+from parity_tests.harness.advice import without_advice
 from parity_tests.harness.declared import Declared
 from parity_tests.harness.report import Report
 from parity_tests.harness.table import TABLE
@@ -181,6 +182,7 @@ def is_said(expect: str, catch: Catch) -> bool:
     return oracle.strip() in catch.oracles and piece.strip() in catch.words
 
 
+@without_advice()
 def killing_run(
     faults: Sequence[Fault], ranges: Range, progress: Callable[[int, Outcome], Any] | None = None
 ) -> list[Outcome]:

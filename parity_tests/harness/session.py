@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Iterator
 
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from parity_tests.harness import bridge, discover, menu, strategy, summary
+from parity_tests.harness.advice import without_advice
 from parity_tests.harness.case import DTYPES
 from parity_tests.harness.declared import Declared
 from parity_tests.harness.engines.failure import NotRun
@@ -47,11 +47,10 @@ def verify(targets: list[str], wanted: Wanted) -> int:
     return outcome.status
 
 
+@without_advice()
 def run(schemes: list[Declared], wanted: Wanted) -> Outcome:
     """Verify schemes in turn with a progress bar on standard error."""
     bridge.start(wanted.jax_cache)
-    # How DTensor gathers over two axes is judged by the ledger; torch's advice on it would stand between the verdicts.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     outcome = Outcome()
     several = len(schemes) > 1
     with _profile(wanted.profile), progress_bar(wanted.quiet) as bar:

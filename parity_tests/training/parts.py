@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
+from parity_tests.harness.advice import without_advice
 from parity_tests.tracing.torch_side import Recording, recorded
 from torch_impl.models import RankStream, StepLoss, gradient_norm, staged_step
 from torch_impl.pipelining.ties import named_once
@@ -59,7 +59,7 @@ class Parts:
 
     def _whole(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
         """Every tensor whole, in float64, those of other stages too."""
-        with _without_advice():
+        with without_advice():
             full = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in tensors.items()}
         names = list(self.shapes)
         every = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in self.shapes.items()}
@@ -84,15 +84,3 @@ def all_recorded(stages: Sequence[PipelineStage]) -> Iterator[Recording]:
     for part in parts:
         found.values.update(part.values)
         found.gradients.update(part.gradients)
-
-
-@contextmanager
-def _without_advice() -> Iterator[None]:
-    """DTensor advises to flatten axes that it gathers one after another; here the mesh is what is asked for."""
-    said = logging.getLogger("torch.distributed.tensor._redistribute")
-    level = said.level
-    said.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        said.setLevel(level)
