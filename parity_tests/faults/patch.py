@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from parity_tests.faults.fault import Fault
 
 ROOT = Path(__file__).resolve().parents[2]
-HARNESS_FOLDERS = ("harness", "faults", "benchmarks")
+HARNESS_FOLDERS = ("harness", "faults", "benchmarks", "cli")
 
 
 class StaleFault(ValueError):
