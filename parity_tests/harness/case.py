@@ -44,6 +44,9 @@ class CaseSpec:
             raise ValueError(f"case: dtype {self.dtype!r} is not one of {', '.join(DTYPES)}")
         if self.format != FORMAT:
             raise ValueError(f"case: format {self.format} is not {FORMAT}; this file was written by another version")
+        for axis, size in self.mesh.items():
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"case: mesh axis {axis!r} has size {size!r}; a size is a whole number from 1 on")
 
     def __getattr__(self, name: str) -> Any:
         held = self.__dict__  # while one is unpickled, nothing is there yet

@@ -98,6 +98,12 @@ def test_missing_keys_are_refused():
     assert refused("[1]") == "case: is a list; a case is a JSON object"
 
 
+@pytest.mark.parametrize("size", ["x", 0, 1.5, None])
+def test_a_mesh_size_that_is_no_number_of_ranks_is_refused(size):
+    record = {**json.loads(CANONICAL), "mesh": {"tp": size}}
+    assert refused(json.dumps(record)) == f"case: mesh axis 'tp' has size {size!r}; a size is a whole number from 1 on"
+
+
 def test_another_format_is_refused():
     record = {**json.loads(CANONICAL), "format": FORMAT + 1}
     assert refused(json.dumps(record)) == "case: format 2 is not 1; this file was written by another version"
