@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from parity_tests.faults.fault import Fault
@@ -144,12 +144,15 @@ class Range:
 
 
 def planted(fault: Fault, schemes: Iterable[Declared]) -> tuple[Plot, dict[str, Declared]]:
-    """The fault's plot, and the schemes declared anew in it; the table keeps the healthy ones."""
+    """The fault's plot, and the schemes declared anew in it; the table keeps the healthy ones.
+
+    They keep the healthy references too: no fault stands in one, and what is compiled of it serves all faults.
+    """
     keys = [made.key for made in schemes]
     healthy = dict(TABLE)
     try:
         plot = Plot.of(fault, dict.fromkeys(key.partition(":")[0] for key in keys))
-        return plot, {key: TABLE[key] for key in keys}
+        return plot, {key: replace(TABLE[key], reference=healthy[key].reference) for key in keys}
     finally:
         TABLE.clear()
         TABLE.update(healthy)
