@@ -125,7 +125,6 @@ OF_CROSS_ENTROPY = (
         old="of_no_weight = torch.where((depth == -math.inf) & (m_p > -math.inf), -math.inf, 0.0)",
         new="of_no_weight = torch.zeros_like(depth)",
         expect="value: ",
-        survives="needs a shard whose p underflows where q is masked; example 51 of distributed_cross_entropy is one",
     ),
     Fault(
         name="a column masked in both surprises",

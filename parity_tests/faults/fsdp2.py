@@ -185,7 +185,7 @@ ORDER = (
         file=PLAN,
         old="    for first, *others in ties:\n        _tie(model, first, others)\n",
         new="",
-        expect="gradient: ",
+        expect="value: ",
         source="parallelize_module, which gives each name a parameter of its own",
     ),
     Fault(
