@@ -11,11 +11,20 @@ SAID_BY = "torch.distributed.tensor._redistribute"
 
 @contextmanager
 def without_advice() -> Iterator[None]:
-    """Unsaid for as long as this lasts: the mesh is what is asked for, and the ledger judges what is gathered."""
-    said = logging.getLogger(SAID_BY)
-    level = said.level
-    said.setLevel(logging.ERROR)
+    """Unsaid for as long as this lasts: the mesh is what is asked for, and the ledger judges what is gathered.
+
+    Ranks that are threads enter and leave in any order: each has a filter of its own, and none restores a level.
+    """
+    said, own = logging.getLogger(SAID_BY), _Errors()
+    said.addFilter(own)
     try:
         yield
     finally:
-        said.setLevel(level)
+        said.removeFilter(own)
+
+
+class _Errors(logging.Filter):
+    """Lets errors through."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR

@@ -8,27 +8,41 @@ from parity_tests.faults.runner import killing_run
 from parity_tests.harness import session
 from parity_tests.harness.advice import SAID_BY, without_advice
 
-SAID = logging.getLogger(SAID_BY)
+
+def is_said(level=logging.WARNING):
+    """Whether the logger lets a record of this level through."""
+    said = logging.getLogger(SAID_BY)
+    return said.isEnabledFor(level) and bool(said.filter(said.makeRecord(SAID_BY, level, "", 0, "advice", (), None)))
 
 
 def test_it_is_said_again_whatever_was_raised():
-    before = SAID.level
     with pytest.raises(KeyError), without_advice():
-        assert not SAID.isEnabledFor(logging.WARNING)
+        assert not is_said()
+        assert is_said(logging.ERROR)
         raise KeyError
-    assert SAID.level == before
+    assert is_said()
+
+
+def test_ranks_that_leave_in_the_order_in_which_they_came():
+    first, second = without_advice(), without_advice()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not is_said()
+    second.__exit__(None, None, None)
+    assert is_said()
 
 
 class Looks:
     """Stands for the range in which faults are tried."""
 
     def outcome(self, fault):
-        return SAID.isEnabledFor(logging.WARNING)
+        return is_said()
 
 
 def test_it_is_unsaid_while_faults_are_planted_and_schemes_verified(monkeypatch):
     assert killing_run(["a fault"], Looks()) == [False]
     found = []
-    monkeypatch.setattr(session.bridge, "start", lambda cache: found.append(SAID.isEnabledFor(logging.WARNING)))
+    monkeypatch.setattr(session.bridge, "start", lambda cache: found.append(is_said()))
     session.run([], session.Wanted())
-    assert found == [False] and SAID.isEnabledFor(logging.WARNING)
+    assert found == [False] and is_said()
