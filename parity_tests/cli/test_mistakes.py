@@ -33,12 +33,12 @@ MISTAKES = {
     ),
     "reference raises": (
         RIGHT.replace("(right)", "(right, reference=lambda x: x + nothing)"),
-        "scheme 'right': reference <lambda> raised NameError: name 'nothing' is not defined",
+        "scheme 'right': reference <lambda> raised NameError at bad.py:15: name 'nothing' is not defined",
     ),
     "broadcast": (
         RIGHT.replace("(right)", "(right, reference=lambda x: 2.0 * (x[None] + x)[0])"),
-        "scheme 'right': reference <lambda> raised ValueError: Operands could not be broadcast together for add on "
-        "shapes (1, 1) (1,); nothing is broadcast unseen, write bias[None, None] for a dim that lacks two",
+        "scheme 'right': reference <lambda> raised ValueError at bad.py:15: Operands could not be broadcast together "
+        "for add on shapes (1, 1) (1,); nothing is broadcast unseen, write bias[None, None] for a dim that lacks two",
     ),
     "two of one name": (
         RIGHT + RIGHT.replace("x * 2", "x * 3"),

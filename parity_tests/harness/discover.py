@@ -179,7 +179,7 @@ def _beside(name: str, folder: Path) -> bool:
 def _said(error: Exception, path: Path) -> str:
     """The error in one line, with the line of the file it comes from."""
     if isinstance(error, SyntaxError):
-        return f"SyntaxError: {error.msg} (line {error.lineno})"
+        return f"SyntaxError: {error.msg}" + (f" (line {error.lineno})" if error.lineno else "")
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     said = str(error)
     text = said if said.startswith("scheme '") else f"{type(error).__name__}: {said}"

@@ -35,3 +35,10 @@ def test_a_whole_disk_is_no_project() -> None:
     with pytest.raises(discover.UnusableTarget) as caught:
         discover.find(["/"])
     assert str(caught.value) == "/: is a whole disk; give a file, or the folder of a project"
+
+
+def test_a_mistake_without_a_line_names_none(tmp_path: Path) -> None:
+    file = tmp_path / "bad.py"
+    file.write_bytes(b"x = 1\0\n")
+    with pytest.raises(discover.UnusableTarget, match=r"null bytes$"):
+        discover.find([str(file)])

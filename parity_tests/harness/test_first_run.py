@@ -106,7 +106,7 @@ def test_what_the_reference_may_not_do(reference, sentence):
         first_run(same, reference)
     start = "scheme 'same': reference <lambda> "
     if sentence is None:
-        assert str(caught.value).startswith(f"{start}raised TypeError: ")
+        assert str(caught.value).startswith(f"{start}raised TypeError at test_first_run.py:")
         assert "\n" not in str(caught.value)
     else:
         assert str(caught.value) == start + sentence

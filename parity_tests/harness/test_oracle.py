@@ -240,5 +240,8 @@ def test_an_error_of_the_reference_is_one_sentence():
     )(on_ranks)  # fmt: skip
     with pytest.raises(ReferenceFailure) as caught:
         evaluated(made, made.case(b=4))
-    assert str(caught.value) == ("scheme 'on_ranks': reference broken raised RuntimeError: no mathematics for (4,)")
+    at = f"test_oracle.py:{broken.__code__.co_firstlineno + 1}"
+    assert str(caught.value) == (
+        f"scheme 'on_ranks': reference broken raised RuntimeError at {at}: no mathematics for (4,)"
+    )
     assert isinstance(caught.value.__cause__, RuntimeError)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from parity_tests.harness.engines.failure import Raised
-from parity_tests.harness.engines.ledger import is_plumbing
+from parity_tests.harness.engines.users_line import raised_at
 from parity_tests.harness.oracle import ReferenceFailure
 
 
@@ -19,7 +17,7 @@ def of_torch(call: Callable[..., Any], *given: Any) -> Any:
     try:
         return call(*given)
     except Exception as error:
-        at = _source(error)
+        at = raised_at(error)
         raise Raised(f"the PyTorch module raised {_said(error)}{_place(at)}", rank=0, source=at) from error
 
 
@@ -28,7 +26,7 @@ def of_flax(call: Callable[..., Any], *given: Any) -> Any:
     try:
         return call(*given)
     except Exception as error:
-        raise ReferenceFailure(f"the flax module raised {_said(error)}{_place(_source(error))}") from error
+        raise ReferenceFailure(f"the flax module raised {_said(error)}{_place(raised_at(error))}") from error
 
 
 def refuse_output(out: Any) -> None:
@@ -57,14 +55,6 @@ def _kind(x: Any) -> str:
 def _said(error: Exception) -> str:
     """Type and first line: what follows in JAX's messages is advice."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-def _source(error: Exception) -> str | None:
-    """file:line of the innermost frame that is the user's, and no library's if there is such a frame."""
-    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    user = [(name, line) for name, line in frames if not is_plumbing(name)]
-    own = [(name, line) for name, line in user if "site-packages" not in name] or user
-    return f"{Path(own[-1][0]).name}:{own[-1][1]}" if own else None
 
 
 def _place(at: str | None) -> str:

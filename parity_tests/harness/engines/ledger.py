@@ -5,20 +5,16 @@ All engines write the same rows, so that a scheme's ledger on gloo can be compar
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 
 import torch
 
-_ROOT = Path(__file__).resolve().parents[3]
-_PYTHON = str(Path(contextlib.__file__).parent)
-_TORCH = str(Path(torch.__file__).resolve().parent)
-_HARNESS = str(_ROOT / "parity_tests" / "harness")
-_COLLECTIVES = str(_ROOT / "torch_impl" / "collectives")
+from parity_tests.harness.engines.users_line import base, is_plumbing
+
+_COLLECTIVES = str(Path(__file__).resolve().parents[3] / "torch_impl" / "collectives")
 
 
 @dataclass(frozen=True)
@@ -101,10 +97,10 @@ def call_site() -> str:
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(_COLLECTIVES):
-            inner = f"{_base(name)}:{frame.f_lineno}"
+            inner = f"{base(name)}:{frame.f_lineno}"
             node = frame.f_locals.get("ctx", node)
         elif not is_plumbing(name):
-            source = f"{_base(name)}:{frame.f_lineno}"
+            source = f"{base(name)}:{frame.f_lineno}"
             if node is not None and not hasattr(node, "called_at"):
                 node.called_at = source
             return getattr(node, "called_at", source)
@@ -122,15 +118,3 @@ def group_label(description: str, ranks: Sequence[int], axes: Mapping[str, int])
     if description.startswith("mesh_"):
         return description.removeprefix("mesh_")
     return ",".join(map(str, ranks)) if description in ("", "undefined") else description
-
-
-@cache
-def is_plumbing(name: str) -> bool:
-    """Whether a source file is torch's, Python's or the harness's own; the harness's tests are users of it."""
-    if name.startswith((_TORCH, _HARNESS, "<frozen", "<string", "<__array")):
-        return not _base(name).startswith("test_")
-    return (name.startswith(_PYTHON) and "site-packages" not in name) or _base(name) == "typing_extensions.py"
-
-
-def _base(name: str) -> str:
-    return "cell" if "ipykernel" in name or name.startswith("<ipython") else name.rpartition("/")[2]

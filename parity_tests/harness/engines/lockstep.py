@@ -30,9 +30,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.engines import group, world
 from parity_tests.harness.engines.baton import Baton, Halt
-from parity_tests.harness.engines.ledger import is_plumbing
 from parity_tests.harness.engines.ranks import Ranks
 from parity_tests.harness.engines.traffic import Traffic
+from parity_tests.harness.engines.users_line import is_plumbing
 from torch_impl.collectives.mesh import MeshView
 
 Job = Callable[[Any, CaseSpec], Any]

@@ -6,7 +6,6 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 
 import cloudpickle
 import torch
@@ -16,8 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.engines import board
 from parity_tests.harness.engines.failure import RankFailure, RankFault, own
-from parity_tests.harness.engines.ledger import Row, is_plumbing
+from parity_tests.harness.engines.ledger import Row
 from parity_tests.harness.engines.recorder import Recorder, observe_waits
+from parity_tests.harness.engines.users_line import raised_at
 from parity_tests.harness.engines.verdict import DONE, RAISED, Outcome
 from parity_tests.harness.engines.world import flattened
 from torch_impl.collectives import MeshView
@@ -123,14 +123,7 @@ def _raised(rank: int, recorder: Recorder, raised: BaseException) -> Outcome:
         error=str(error) if isinstance(error, RankFault) else f"{type(error).__name__}: {error}",
         is_sentence=isinstance(error, RankFault),
         cause=error.cause if isinstance(error, RankFailure) else "raised",
-        source=_site(error),
+        source=raised_at(error),
         trace="".join(traceback.format_exception(raised)),
         from_backend=recorder.is_backends(error),
     )
-
-
-def _site(error: BaseException) -> str | None:
-    """file:line of the innermost frame that is the user's."""
-    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    user = [(name, line) for name, line in frames if not is_plumbing(name)]
-    return f"{Path(user[-1][0]).name}:{user[-1][1]}" if user else None

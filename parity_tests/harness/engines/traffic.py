@@ -26,9 +26,10 @@ from parity_tests.harness.engines.failure import (
     Unwaited,
     own,
 )
-from parity_tests.harness.engines.ledger import Ledger, Row, is_plumbing
+from parity_tests.harness.engines.ledger import Ledger, Row
 from parity_tests.harness.engines.mailbox import Mailboxes
 from parity_tests.harness.engines.meeting import Disagreement, Meeting
+from parity_tests.harness.engines.users_line import is_plumbing, raised_at
 
 GroupKey = tuple[str, tuple[int, ...]]
 
@@ -124,12 +125,11 @@ class Traffic:
         """A rank's own exception; the frames shown are the user's. A verdict reached on the rank stays one."""
         error, last = own(error), next(reversed(self.ledger.of(rank)), None)
         frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_plumbing(f.filename)]
-        source = f"{frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno}" if frames else None
         summary = "".join(traceback.format_exception_only(error)).strip()
         message = "\n".join([f"rank {rank} raised {summary}", *traceback.format_list(frames)]).rstrip()
         if isinstance(error, RankFault):  # the harness's own sentence, with the rank in it
             message = str(error)
-        failure = self._failure(Raised, message, rank, last.op if last else None, source)
+        failure = self._failure(Raised, message, rank, last.op if last else None, raised_at(error))
         failure.__cause__ = error
         if isinstance(error, RankFailure):
             error.case, error.others, error.ledger = self.case, failure.others, self.ledger
