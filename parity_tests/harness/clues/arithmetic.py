@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain, islice
 
 import numpy as np
@@ -11,6 +11,15 @@ import numpy as np
 from parity_tests.harness.clues.numbers import Named, named_numbers, shown, sizes_of
 from parity_tests.harness.evidence import Evidence
 
+MOST_LISTED = 8
+OF_A_RANK = {
+    "a constant factor": "a local count or sum stands for the global one",
+    "an added constant": "a local statistic stands for the global one",
+}
+OF_AN_INDEX = {
+    "a constant factor": "a count or sum there is over other elements than the reference's",
+    "an added constant": "a statistic there is of other elements than the reference's",
+}
 _REACH = {"gradient": "backward does not reach this input", "output": "nothing was written to it"}
 
 
@@ -24,7 +33,7 @@ def fitted_number(evidence: Evidence) -> Iterator[str]:
     """A relation with a number fitted to the tensor, where none with a name holds: one for all, or one a rank."""
     if not any(known_number(evidence)):
         whole = (relation(evidence) for relation in (_plain_factor, _plain_constant))
-        yield from islice(filter(None, chain(whole, _rank_by_rank(evidence))), 1)
+        yield from islice(filter(None, chain(whole, _part_by_part(evidence))), 1)
 
 
 def _zero(evidence: Evidence) -> str | None:
@@ -69,30 +78,30 @@ def _plain_constant(evidence: Evidence) -> str | None:
     return None if constant is None else f"off by the added constant {shown(constant)}"
 
 
-def _rank_by_rank(evidence: Evidence) -> Iterator[str]:
-    """One relation, but with another number on each rank of a cut axis."""
-    kinds = (
-        (
-            "off by a constant factor on each {} rank ({}): a local count or sum stands for the global one",
-            fitted_factor,
-            1.0,
-        ),
-        (
-            "off by an added constant on each {} rank ({}): a local statistic stands for the global one",
-            fitted_constant,
-            0.0,
-        ),
-    )
-    for axis, owner in evidence.owners.items():
-        parts = [evidence.only(owner == rank) for rank in np.unique(owner)]
+def _part_by_part(evidence: Evidence) -> Iterator[str]:
+    """One relation, but with another number on each rank of a cut axis, or at each index of a dim."""
+    for where, owner, meaning in _divisions(evidence):
+        parts = [evidence.only(owner == value) for value in np.unique(owner)]
         if sum(part.wrong > 0 for part in parts) < 2:
             continue
-        for sentence, fitted, neutral in kinds:
+        for what, fitted, neutral in (
+            ("a constant factor", fitted_factor, 1.0),
+            ("an added constant", fitted_constant, 0.0),
+        ):
             found = [fitted(part) if part.wrong else neutral for part in parts]
             written = [shown(number) for number in found if number is not None]
             if len(written) == len(found) and len(set(written)) > 1:
-                yield sentence.format(axis, ", ".join(written))
+                listed = ", ".join(written[:MOST_LISTED]) + (", ..." if len(written) > MOST_LISTED else "")
+                yield f"off by {what} {where} ({listed}): {meaning[what]}"
                 return
+
+
+def _divisions(evidence: Evidence) -> Iterator[tuple[str, np.ndarray, Mapping[str, str]]]:
+    """Ways to part a tensor: what is said of a part, the part of each element, and what a number of its own means."""
+    for axis, owner in evidence.owners.items():
+        yield f"on each {axis} rank", owner, OF_A_RANK
+    for number, dim in enumerate(evidence.dims):
+        yield f"at each index of {dim}", np.indices(evidence.got.shape)[number], OF_AN_INDEX
 
 
 def fitted_factor(evidence: Evidence) -> float | None:

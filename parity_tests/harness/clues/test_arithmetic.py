@@ -135,6 +135,29 @@ def test_another_constant_on_each_rank():
     )
 
 
+def test_another_factor_at_each_index_of_a_dim():
+    want = numbers(3, 8)
+    got = want * np.array([[0.75], [1.0], [0.375]])
+    assert headline(got, want, dims=("b", "s")) == (
+        "off by a constant factor at each index of b (0.75, 1, 0.375): "
+        "a count or sum there is over other elements than the reference's"
+    )
+
+
+def test_another_constant_at_each_index_of_a_dim():
+    want = numbers(12, 3)
+    steps = np.arange(12.0)[:, None] / 4 + 0.3
+    assert headline(want + steps, want, dims=("s", "d")) == (
+        "off by an added constant at each index of s (0.3, 0.55, 0.8, 1.05, 1.3, 1.55, 1.8, 2.05, ...): "
+        "a statistic there is of other elements than the reference's"
+    )
+
+
+def test_a_tensor_of_one_dim_has_no_factor_at_each_index():
+    want = numbers(4)
+    assert headline(want * np.array([1.0, 2.0, 3.0, 4.0]), want, dims=("b",)).startswith("no pattern")
+
+
 def test_what_is_beyond_all_measure_has_no_factor():
     want = numbers(4) * 1e-20
     got = np.array([1e308, -1e308, 1e308, 1e308])
