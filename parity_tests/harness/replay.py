@@ -65,7 +65,11 @@ def write_replay(scheme: Declared, report: Report, folder: str = ".", replaces: 
     if replaces and replaces != str(path):
         for suffix in (".py", ".pkl"):
             Path(replaces).with_suffix(suffix).unlink(missing_ok=True)
-    path.write_text(text)
+    try:
+        path.write_text(text)
+    except OSError:
+        path.unlink(missing_ok=True)  # a full disk leaves a beginning
+        raise
     return str(path)
 
 

@@ -66,6 +66,7 @@ class Report:
     row_cases: Mapping[str, CaseSpec] = field(default_factory=dict)
     compile_seconds: float = 0.0
     replay: str | None = None
+    unsaved: str | None = None  # why there is no replay file
 
     @property
     def ok(self) -> bool:
@@ -183,6 +184,8 @@ class Report:
             drawn = ", ".join(f"{name} {kind}" for name, kind in rare.items())
             other = ", ".join(f"{name!r}: values('normal', 'ties')" for name in rare)
             said.append(f"drawn for it: {drawn}; if such values never occur, declare draw={{{other}}}")
+        if self.unsaved is not None:
+            said.append(f"no replay file was written: {self.unsaved}")
         return said
 
     def _table(self) -> list[Text]:

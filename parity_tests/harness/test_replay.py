@@ -1,6 +1,9 @@
 """Replay files: written on a failure, run alone in a fresh process with the same row and the same status."""
 
+import errno
 import json
+import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +80,20 @@ def test_a_mended_scheme_passes_its_replay():
     forget(made)
     path.write_text(SOURCE.replace("FACTOR", "2.0"))
     assert status_of(report.replay) == 0
+
+
+def test_a_file_that_cannot_be_written_is_said_and_leaves_nothing():
+    """As on a full disk: the first bytes of a file are taken, the rest is not."""
+    _, made = declared(file="unsaved.py")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, hard))
+    try:
+        report = made.verify(tp=2, b=4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert report.verdict == "mismatch" and report.replay is None
+    assert str(report).splitlines()[-1] == f"  no replay file was written: .: {os.strerror(errno.EFBIG)}"
+    assert list(Path().glob("replay_*")) == []
 
 
 def test_no_file_is_written_where_all_is_equal():

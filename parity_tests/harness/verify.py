@@ -65,7 +65,7 @@ def verify(
     report = replace(merged(reports), compile_seconds=oracle.CLOCK.seconds - compiled)
     if report.ok:
         return report
-    return replace(report, replay=_written(scheme, report, replay_folder))
+    return _saved(scheme, report, replay_folder)
 
 
 def _is_open(scheme: Declared, names: Mapping[str, Any]) -> bool:
@@ -219,17 +219,16 @@ def check(case: CaseSpec) -> Report:
     scheme = lookup(case.scheme)
     report = judge(scheme, case)
     if not report.ok:
-        old = _LAST_REPLAY.get(scheme.key)
-        path = _written(scheme, report, ".", replaces=old)
-        if path:
-            _LAST_REPLAY[scheme.key] = path
-        replace(report, replay=path).raise_if_failed()
+        report = _saved(scheme, report, ".", replaces=_LAST_REPLAY.get(scheme.key))
+        if report.replay:
+            _LAST_REPLAY[scheme.key] = report.replay
+        report.raise_if_failed()
     return report
 
 
-def _written(scheme: Declared, report: Report, folder: str, replaces: str | None = None) -> str | None:
-    """The replay file's path; None where the folder takes none, since the verdict matters more."""
+def _saved(scheme: Declared, report: Report, folder: str, replaces: str | None = None) -> Report:
+    """The report with its replay file; where the folder takes none it says why, since the verdict matters more."""
     try:
-        return write_replay(scheme, report, folder, replaces)
-    except OSError:
-        return None
+        return replace(report, replay=write_replay(scheme, report, folder, replaces))
+    except OSError as error:
+        return replace(report, unsaved=f"{error.filename or folder}: {error.strerror or error}")
