@@ -121,6 +121,7 @@ TYPE_ERRORS = [
     (lambda m: attend(m, group="cp"), "group is a str; pass a ProcessGroup"),
     (lambda m: attend(m, mesh="cp"), "mesh is a str; pass a DeviceMesh"),
     (lambda m: attend(m, k=KV.double()), f"q, k, v are float32, float64, float64; {ONE_DTYPE}"),
+    (lambda m: attend(m, v=KV.double()), f"q, k, v are float32, float32, float64; {ONE_DTYPE}"),
     (lambda m: attend(m, q=Q.int(), k=KV.int()), f"q, k, v are int32, int32, int32; {ONE_DTYPE}"),
     (lambda m: attend(m, q=Q.to(NARROW), k=KV.to(NARROW)), f"q, k, v are {', '.join([FP8] * 3)}; {ONE_DTYPE}"),
     (lambda m: attend(m, q=Q.numpy()), "q is a ndarray; pass a Tensor"),

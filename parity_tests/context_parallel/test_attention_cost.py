@@ -51,6 +51,7 @@ SHAPES = [
     dict(b=1, s=16, h=4, hk=1, p=2, cp_size=4, itemsize=4, layout="contiguous", window=5),
     dict(b=1, s=16, h=4, hk=1, p=2, cp_size=4, itemsize=4, layout="contiguous", window=6),
     dict(b=1, s=16, h=4, hk=1, p=2, cp_size=4, itemsize=4, layout="contiguous", window=1),
+    dict(b=1, s=16, h=4, hk=1, p=2, cp_size=4, itemsize=4, layout="contiguous", window=99),
     dict(b=1, s=16, h=4, hk=4, p=2, cp_size=4, itemsize=4, layout="striped", window=2),
     dict(b=1, s=5, h=4, hk=4, p=2, cp_size=1, itemsize=4),
 ]

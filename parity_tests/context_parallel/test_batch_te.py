@@ -162,9 +162,11 @@ def test_the_ranks_together_are_the_whole_stream(rows, n, has_positions):
         assert torch.equal(batch[key], value)
 
 
-@given(drawn_rows(), st.sampled_from([1, 2, 3]))
-def test_a_row_of_a_stack_is_cut_as_the_stack_is(rows, n):
+@given(drawn_rows(), st.sampled_from([1, 2, 3]), st.booleans())
+def test_a_row_of_a_stack_is_cut_as_the_stack_is(rows, n, has_positions):
     batch, m = batch_of(rows, n), rows.chunks
+    if has_positions:
+        batch["position_ids"] = torch.arange(3 * batch["labels"].numel()).view(3, *batch["labels"].shape)
     stacked = cp.split_batch_into_thd_chunks(batch, m)
     for rank in range(n):
         together = cp.make_cp_batch_for_te(Mesh(n, rank), batch, num_chunks=m)

@@ -275,3 +275,17 @@ def test_an_output_may_be_written_to(exchange):
         return torch.equal(found, wanted)
 
     assert all(on_ranks(body, cp=2).results)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_second_derivative_is_refused(exchange):
+    """The gradient is computed outside of autograd: derived again it would lack what it owes to queries and keys."""
+
+    def body(mesh, case):
+        own = [x[:, :, :8].clone().requires_grad_() for x in (Q, K, V)]
+        out = context_parallel_attention(*own, group=mesh["cp"], layout="contiguous", exchange=exchange)
+        gradients = torch.autograd.grad(out.square().sum(), own, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            sum(x.square().sum() for x in gradients).backward()
+
+    on_ranks(body, cp=2)
