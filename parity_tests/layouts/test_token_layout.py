@@ -36,6 +36,7 @@ def test_golden_dense():
     ragged = dense("ragged", 7, cp_size=3, cp_rank=2)
     assert ragged.index.tolist() == [[0, 1, 2], [3, 4, 5], [6, -1, -1]]
     assert ragged.local_index.tolist() == [6]
+    assert ragged.cu_padded.dtype == ragged.cu_real.dtype == torch.int32
     assert held(dense("ragged", 4, cp_size=3, cp_rank=0)) == [[0, 1], [2, 3], []]
     assert held(dense("ragged", 4, cp_size=2, cp_rank=0, counts=[1, 3])) == [[0], [1, 2, 3]]
 
@@ -50,6 +51,8 @@ def test_golden_packed():
     assert layout.padding_mask.nonzero().flatten().tolist() == [3, 11]
     assert layout.local_cu.tolist() == [0, 2, 6]
     assert layout.original_length == 11
+    assert TokenLayout.packed([0, 4, 8], [0, 4, 5], cp_size=2, cp_rank=0).original_length == 5
+    assert TokenLayout.packed([0, 4, 8], [0, 4, 4], cp_size=2, cp_rank=0).original_length == 4
     assert layout.cu_padded.dtype == layout.cu_real.dtype == layout.local_cu.dtype == torch.int32
 
 

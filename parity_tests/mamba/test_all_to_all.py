@@ -90,6 +90,7 @@ cp2hp, hp2cp = mamba._all_to_all_cp2hp, mamba._all_to_all_hp2cp
 X = torch.zeros(2, 3, 5)
 REFUSED = [
     (lambda g: mamba._all_to_all(X[:, 0][:1], g), "_AllToAll: input_ is [1, 5]; cp=2 ranks share dim 0 equally"),
+    (lambda g: mamba._all_to_all(X.sum(), g), "_AllToAll: input_ is []; cp=2 ranks share dim 0 equally"),
     (
         lambda g: cp2hp(X, g, 2),
         "cp2hp: input_ has 5 columns, which cp=2 ranks cannot share equally",

@@ -78,20 +78,23 @@ def test_rows_are_in_order_and_columns_those_of_the_rank(cp):
         pre = strategy.pre_conv_ssm(own(mesh, PROJECTED))
         columns = torch.tensor(reference_columns(4, 2, 2, 3, cp)[mesh.rank("cp")])
         back = strategy.post_conv_ssm(pre[..., : strategy.d_inner_local])
-        return torch.equal(pre, PROJECTED[..., columns]), torch.equal(back, own(mesh, PROJECTED[..., :8]))
+        held = strategy.num_heads_local, strategy.n_groups_local
+        return torch.equal(pre, PROJECTED[..., columns]), torch.equal(back, own(mesh, PROJECTED[..., :8])), held
 
-    assert on_ranks(body, cp).results == ((True, True),) * cp
+    held = {1: (4, 2), 2: (2, 1), 4: (1, 1)}[cp]
+    assert on_ranks(body, cp).results == ((True, True, held),) * cp
 
 
 @pytest.mark.parametrize("cu", [None, CU])
+@pytest.mark.parametrize("order", ["dual_chunk_swap", "contiguous"])
 @pytest.mark.parametrize("cp", [2, 4])
-def test_fused_is_unfused_to_the_bit(cp, cu):
+def test_fused_is_unfused_to_the_bit(cp, order, cu):
     def body(mesh, case):
         x = own(mesh, PROJECTED[:1], cu=cu).requires_grad_()
         offsets = None if cu is None else torch.tensor(cu)
         found = []
         for fused in (True, False):
-            strategy = made(mesh, fused=fused)
+            strategy = made(mesh, fused=fused, layout=order)
             pre = strategy.pre_conv_ssm(x, offsets)
             post = strategy.post_conv_ssm(pre[..., : strategy.d_inner_local] * 3, offsets)
             (gradient,) = torch.autograd.grad(post, x, post.detach())

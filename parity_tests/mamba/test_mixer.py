@@ -12,6 +12,7 @@ from parity_tests.harness.tree import flat
 from parity_tests.mamba.by_name import flax_mixer
 from parity_tests.mamba.parameters import DRAW, SIZES, SPECS, settings_of
 from torch_impl.mamba import Mamba2Mixer
+from torch_impl.mamba.mixer import gated
 
 ROUNDINGS = 6  # in_proj, the convolution, y, the gate, the norm, out_proj
 
@@ -166,3 +167,10 @@ def test_a_size_that_is_no_integer_is_refused(size, kind):
 def test_offsets_that_end_elsewhere_are_refused():
     with pytest.raises(ValueError, match="cu_seqlens ends at 10 but the stream holds 11 tokens; pass the padded"):
         made()(U, torch.tensor([0, 10]))
+
+
+def test_the_gate_is_rounded_once():
+    """In half precision as well: of wide y and z, one rounding of the product."""
+    y, z = torch.linspace(-3, 5, 400).view(2, 200).bfloat16()
+    wide = y.double() * torch.nn.functional.silu(z.double())
+    assert torch.equal(gated(y, z), wide.bfloat16())

@@ -120,6 +120,29 @@ def test_a_number_for_each_channel_is_one_for_each_of_a_head():
     assert seen == [(8,), (8,), (8, 3), (8, 3)]
 
 
+def test_a_kernel_is_given_the_kinds_that_it_takes():
+    """Sequences as int32 that count from 0, since the first begins with the initial state; one dtype of a row's own."""
+    x, given = X[..., None].expand(2, 7, 8, 3), {}
+
+    def kernel(x, dt, A, B, C, chunk_size, **further):
+        given.update(further, strides=(x.is_contiguous(), dt.is_contiguous(), B.is_contiguous(), C.is_contiguous()))
+        return x, None
+
+    parts = X.exp().mT.contiguous().mT, -WEIGHT[:, 0].exp(), WIDER[:, :, None, :2], WIDER[:, :, None, 2:4]
+    outside_kernels.scanned(kernel, x, *parts, None, 4, IDS + 5, None)
+    assert torch.equal(given["seq_idx"], IDS.int()) and given["seq_idx"].dtype == torch.int32
+    assert given["strides"] == (True,) * 4
+
+    def conv(x, weight, bias, **further):
+        given.update(further, kinds=(weight.dtype, bias.dtype), is_whole=weight.is_contiguous())
+        return x
+
+    rows = outside_kernels.convolved(conv, X.bfloat16(), WEIGHT.T.contiguous().T.bfloat16(), BIAS, IDS)
+    assert given["kinds"] == (torch.bfloat16, torch.bfloat16) and given["is_whole"]
+    assert given["seq_idx"].dtype == torch.int32 and given["seq_idx"].is_contiguous()
+    assert torch.equal(rows, X.bfloat16())
+
+
 @on_the_packages
 @pytest.mark.timeout(600)
 def test_the_kernels_of_the_scan_compute_what_the_reference_says():
