@@ -201,6 +201,21 @@ def test_a_mesh_of_two_dims_has_the_heads_within():
     assert found.results == (None, sentence.format(2, 1), sentence.format(1, 2), None)
 
 
+@pytest.mark.parametrize("order", ["contiguous", "striped", "dual_chunk_swap"])
+def test_a_name_with_offsets_cuts_the_stream_in_its_order(order):
+    def body(mesh, case):
+        cu, kind = torch.tensor([0, 4, 16]), {"dual_chunk_swap": "packed"}.get(order, order)
+        layout = TokenLayout.packed(cu, cp_size=2, cp_rank=mesh.rank("cp"), kind=kind)
+        rows = torch.linspace(-2, 3, 6 * 16 * 2).sin().view(1, 6, 16, 2)
+        own = dict(zip("qkv", layout.shard(rows, 2).split([2, 2, 2], 1), strict=True))
+        named, made = (
+            attend(mesh, **own, **given) for given in (dict(layout=order, cu_seqlens=cu), dict(layout=layout))
+        )
+        return torch.equal(named, made), bool(named.any())
+
+    assert run(body, CaseSpec(scheme="context_parallel", mesh={"cp": 2})).results == ((True, True),) * 2
+
+
 def test_attention_has_no_dropout():
     def body(mesh, case):
         try:

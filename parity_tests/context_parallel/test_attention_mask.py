@@ -1,4 +1,4 @@
-"""What an attention mask may say under cp: nothing, or padding on the right; the rest is refused."""
+"""What an attention mask and positions may say under cp: padding on the right, a place for each token."""
 
 import warnings
 from contextlib import nullcontext
@@ -62,8 +62,9 @@ def test_positions_that_start_anew():
     assert not restarts(torch.zeros(3, 1, 4))  # several kinds of positions may stand still
 
 
-def make(mesh, mask):
-    batch = {"input_ids": torch.zeros(3, 4, dtype=torch.int64), "attention_mask": torch.tensor(mask)}
+def make(mesh, mask=None, **further):
+    batch = {"input_ids": torch.zeros(3, 4, dtype=torch.int64), **further}
+    batch |= {} if mask is None else {"attention_mask": torch.tensor(mask)}
     return make_cp_batch_and_ctx(mesh.device_mesh["cp"], batch)
 
 
@@ -106,6 +107,13 @@ REFUSED = [
         "attention_mask is [1, 1, 1, 1]; it is [b, s] under cp, and packed sequences go with use_te=True, where "
         "cu_seqlens keep them apart",
     ),
+    *[
+        (
+            lambda m, shape=shape: make(m, position_ids=torch.zeros(shape)),
+            f"position_ids is {shape}, the batch has [3, 4] tokens; give one for each",
+        )
+        for shape in ([4], [3, 5], [2, 4], [2, 2, 4], [1, 1, 3, 4])
+    ],
 ]
 
 

@@ -57,6 +57,13 @@ def test_one_sequence_is_dual_chunk_swap():
     assert [p.tolist() for p in packed(24, 3, [0, 24])] == [p.tolist() for p in dual_chunk_swap(24, 3)]
 
 
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_rank_outside_the_world(rank):
+    with pytest.raises(ValueError) as caught:
+        positions(8, 2, rank, [0, 8])
+    assert str(caught.value) == f"packed: rank={rank} is not in a world of 2; ranks are 0 to 1"
+
+
 REFUSED = [
     (12, 2, [1, 12], ValueError, "cu_seqlens: starts at 1; offsets start at 0"),
     (8, 2, [0, 8, 4, 8], ValueError, "cu_seqlens: sequence 1 runs from 8 back to 4; offsets never decrease"),

@@ -68,12 +68,14 @@ def test_what_a_kernel_would_narrow_or_refuse_is_not_given_to_it(monkeypatch):
     assert scan(torch.zeros(1, 4, 2, 3), B, B) is None
     assert scan(OnCuda((1, 0, 2, 3)), B, B) is None
     assert scan(OnCuda(x.shape, torch.float64), *[OnCuda(B.shape, torch.float64)] * 2) is None
-    assert scan(OnCuda(x.shape, torch.bfloat16), B, B) is None
+    narrow = OnCuda(B.shape, torch.bfloat16)
+    assert [scan(OnCuda(x.shape, torch.bfloat16), B, B), scan(x, narrow, B), scan(x, B, narrow)] == [None] * 3
     rows, weight = OnCuda((1, 4, 8)), OnCuda((8, 4))
     assert conv(rows, weight) == "kernel"
     assert conv(torch.zeros(1, 4, 8), weight) is None
     assert conv(OnCuda((1, 4, 8), torch.float64), weight) is None
-    assert conv(OnCuda((1, 4, 12)), OnCuda((12, 4))) is None
+    assert conv(OnCuda((1, 4, 12)), OnCuda((12, 4))) is None and conv(OnCuda((0, 4, 8)), weight) is None
+    assert conv(rows, OnCuda((8, 4), torch.float64)) is None
     assert conv(rows, OnCuda((8, 5))) is None and conv(rows, OnCuda((8, 1))) is None
 
 

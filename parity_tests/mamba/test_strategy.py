@@ -5,8 +5,11 @@ from copy import deepcopy
 import pytest
 import torch
 
+from parity_tests import CaseSpec
+from parity_tests.harness.engines.run import run
 from parity_tests.mamba.made import CU, GIVEN, PROJECTED, T, filled, made, passing
 from parity_tests.mamba.over_ranks import held, on_ranks
+from torch_impl.mamba import MambaContextParallel, MambaStatePassing
 
 both = pytest.mark.parametrize("strategy_of", [made, passing])
 
@@ -62,3 +65,17 @@ def test_steps_are_held_in_the_mixers_limits(strategy_of):
         return gradient.shape[1] == T // 2, bool(gradient[..., -4:].any()), bool(gradient[..., :-4].any())
 
     assert on_ranks(body).results == ((True, False, True),) * 2
+
+
+@pytest.mark.parametrize("strategy", [MambaContextParallel, MambaStatePassing])
+def test_ranks_are_a_group_or_a_mesh_of_one_dim(strategy):
+    def body(mesh, case):
+        mixer, x = filled(), own(mesh, PROJECTED[:1])
+        group, of_mesh = (strategy(given, **GIVEN, mixer=mixer) for given in (mesh["cp"], mesh.device_mesh["cp"]))
+        with pytest.raises(ValueError) as caught:
+            strategy(mesh.device_mesh, **GIVEN, mixer=mixer)
+        return torch.equal(group.mix(x, torch.tensor(CU)), of_mesh.mix(x, torch.tensor(CU))), str(caught.value)
+
+    ranks = run(body, CaseSpec(scheme="mamba", mesh={"cp": 2, "tp": 1}))
+    sentence = f"mamba.{strategy.name}: cp_group is a mesh of 2 dims ('cp', 'tp'); pass its cp dim"
+    assert ranks.results == ((True, sentence),) * 2
