@@ -193,9 +193,9 @@ def test_a_mask_comes_from_the_offsets_unless_given():
     assert shard(STREAM | PADDED)["padding_mask"].tolist() == [False, True, False, True]
     given_mask = torch.arange(8) == 0
     assert shard(STREAM | PADDED | {"padding_mask": given_mask})["padding_mask"].tolist() == [True, False, False, False]
-    alone = {"input_ids": torch.arange(8), "cu_seqlens": torch.tensor([0, 4, 8])}
-    assert shard(alone)["padding_mask"].tolist() == [False] * 4
-    assert shard(alone)["max_seqlen"].tolist() == 4
+    alone = {"input_ids": torch.arange(12), "cu_seqlens": torch.tensor([0, 4, 12])}
+    assert shard(alone)["padding_mask"].tolist() == [False] * 6
+    assert shard(alone)["max_seqlen"].tolist() == 8
 
 
 @pytest.mark.parametrize("shape", [(2, 0), (0, 4)])

@@ -39,6 +39,17 @@ def test_a_query_that_sees_nothing_has_no_output_and_no_lse():
     assert lse.isfinite().tolist() == [[[True, False, True]] * 2] and (lse[..., 1] == -torch.inf).all()
 
 
+def test_a_mask_of_one_row_is_that_of_every_query(monkeypatch):
+    monkeypatch.setattr(plain_block, "ROWS", 3)
+    x = torch.linspace(-2, 3, 3 * 2 * 4 * 7 * 2, dtype=torch.float64).sin().view(3, 2, 4, 7, 2)
+    mask = torch.tensor([[True] * 7, [True] * 5 + [False] * 2])[:, None, None]
+    found = []
+    for seen in (mask, mask.expand(-1, -1, 7, -1)):
+        out, lse = plain_block.forward(*x, seen, False, 0.5)
+        found.append((out, lse, *plain_block.backward(out, *x, out, lse, seen, False, 0.5)))
+    assert all(torch.equal(one, every) for one, every in zip(*found, strict=True))
+
+
 def test_scores_are_held_for_few_rows():
     heads, size = 2, 8 * plain_block.ROWS
     q, k, v = torch.empty(3, 1, heads, size, 4, dtype=torch.float64, device="meta").unbind()
