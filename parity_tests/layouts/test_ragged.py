@@ -58,3 +58,14 @@ def test_refusals(layout, size, world, lengths, sentence):
     with pytest.raises(ValueError) as caught:
         layout(size, world, lengths)
     assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize("lengths", [(4.5, 4.5), (4, "4"), (None, 8)])
+def test_lengths_that_are_no_integers_are_refused(lengths):
+    with pytest.raises(TypeError) as caught:
+        ragged(8, 2, lengths)
+    assert str(caught.value) == f"ragged: lengths {lengths} are not all integers; pass ints"
+
+
+def test_lengths_are_integers_of_any_kind():
+    assert [len(piece) for piece in ragged(8, 2, torch.tensor([3, 5]))] == [3, 5]

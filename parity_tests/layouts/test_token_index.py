@@ -53,6 +53,32 @@ REFUSED = [
         ValueError,
         "cu_seqlens ends at 8 but the stream holds 12 tokens; pass the padded offsets",
     ),
+    *[
+        (lambda given=given: packed(*given, total=8, validate=False), kind, sentence)
+        for given, kind, sentence in (
+            (
+                (torch.tensor([[0, 8]]),),
+                ValueError,
+                "cu_seqlens: shape is (1, 2); offsets are one row of at least [0]",
+            ),
+            (
+                (torch.tensor([0, 8]), torch.tensor([], dtype=torch.int32)),
+                ValueError,
+                "cu_real: shape is (0,); offsets are one row of at least [0]",
+            ),
+            ((torch.tensor([0, 8.0]),), TypeError, "cu_seqlens: dtype is float32; offsets are integers"),
+            (
+                (torch.tensor([0, 8]), torch.tensor([0, 8.0])),
+                TypeError,
+                "cu_real: dtype is float32; offsets are integers",
+            ),
+        )
+    ],
+    (
+        lambda: packed(torch.tensor([0, 8]), total=8.0, validate=False),
+        TypeError,
+        "total=8.0 is a float; pass an int",
+    ),
     (
         lambda: packed(torch.tensor([0, 4, 8]).as_subclass(OnDevice), total=10, validate=False),
         ValueError,

@@ -90,14 +90,19 @@ def checked_offsets(
 
 def host_offsets(given: Tensor | Sequence[int], name: str) -> Int64[Tensor, " offsets"]:
     """Integers in one row that start at 0 and never decrease, on the host."""
-    given = torch.as_tensor(given).cpu()
+    given = torch.as_tensor(given)
+    check_row(name, given)
+    offsets = given.cpu().long()
+    check_rising(name, offsets)
+    return offsets
+
+
+def check_row(name: str, given: Tensor) -> None:
+    """What is known of offsets without their values: one row of integers."""
     if given.dim() != 1 or not len(given):
         raise ValueError(f"{name}: shape is {tuple(given.shape)}; offsets are one row of at least [0]")
     if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
         raise TypeError(f"{name}: dtype is {str(given.dtype).removeprefix('torch.')}; offsets are integers")
-    offsets = given.long()
-    check_rising(name, offsets)
-    return offsets
 
 
 def check_rising(name: str, offsets: Int64[Tensor, " offsets"]) -> None:

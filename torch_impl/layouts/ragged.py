@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import index
 
 import torch
 from jaxtyping import Int64
@@ -32,7 +33,8 @@ def ragged(
     >>> ragged(4, 3)
     [tensor([0, 1]), tensor([2, 3]), tensor([], dtype=torch.int64)]
 
-    Errors: ValueError if the lengths are not one for each rank, one is negative, or they miss the size.
+    Errors: ValueError if the lengths are not one for each rank, one is negative, or they miss the size; TypeError for
+            lengths that are no integers.
     """
     check_cut("ragged", size, world)
     bounds = _bounds(size, world, lengths)
@@ -48,7 +50,7 @@ def _bounds(size: int, world: int, lengths: Sequence[int] | None) -> list[int]:
     """Where each block starts, and the end: world + 1 offsets."""
     if lengths is None:
         return [ceil_bound(size, world, rank) for rank in range(world + 1)]
-    lengths = tuple(map(int, lengths))
+    lengths = _checked_kinds(lengths)
     if len(lengths) != world:
         raise ValueError(f"ragged: lengths {lengths} are {len(lengths)}, world={world}; give one for each rank")
     if min(lengths) < 0:
@@ -57,3 +59,11 @@ def _bounds(size: int, world: int, lengths: Sequence[int] | None) -> list[int]:
     if bounds[-1] != size:
         raise ValueError(f"ragged: lengths {lengths} add up to {bounds[-1]}, size={size}; they must be equal")
     return bounds
+
+
+def _checked_kinds(lengths: Sequence[int]) -> tuple[int, ...]:
+    """Lengths of any kind of integer, as ints."""
+    try:
+        return tuple(map(index, lengths))
+    except TypeError:
+        raise TypeError(f"ragged: lengths {tuple(lengths)} are not all integers; pass ints") from None

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from torch_impl.layouts.contiguous import contiguous
 from torch_impl.layouts.needs import needs, uncuttable
-from torch_impl.layouts.packed import checked_offsets, first, host_offsets, rows
+from torch_impl.layouts.packed import check_row, checked_offsets, first, host_offsets, rows
 from torch_impl.layouts.ragged import ragged
 from torch_impl.layouts.striped import striped
 
@@ -78,9 +78,13 @@ def packed_cut(
     _check_kind("packed", kind, PACKED)
     _check_rank(cp_size, cp_rank)
     if not validate and total is not None and isinstance(cu_padded, Tensor):  # a list is on the host, to be checked
+        check_row("cu_seqlens", cu_padded)
         _check_total(kind, cu_padded, total, cp_size)
-        padded = _unfilled(cu_padded, total)
-        real = padded if cu_real is None else _unfilled(torch.as_tensor(cu_real), None)
+        padded = real = _unfilled(cu_padded, total)
+        if cu_real is not None:
+            given = torch.as_tensor(cu_real)
+            check_row("cu_real", given)
+            real = _unfilled(given, None)
         if real.shape != padded.shape:
             raise ValueError(f"cu_real: {len(real)} offsets, the padded ones are {len(padded)}; give as many")
         return _cut(kind, total, cp_size, cp_rank, padded, real.to(padded.device))
@@ -138,7 +142,7 @@ def _check_total(kind: str, offsets: Tensor, total: int, cp_size: int) -> None:
             f"total={total} cannot be cut by {kind} over cp={cp_size} (needs a multiple of {multiple}); "
             "pass where the padded offsets end"
         )
-    is_here = type(offsets) is Tensor and offsets.device.type == "cpu" and len(offsets) > 0
+    is_here = type(offsets) is Tensor and offsets.device.type == "cpu"
     if is_here and (end := int(offsets.max())) != total:
         raise ValueError(f"cu_seqlens ends at {end} but the stream holds {total} tokens; pass the padded offsets")
 

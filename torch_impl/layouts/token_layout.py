@@ -80,7 +80,7 @@ class TokenLayout:
         tensor([0, 1, 6, 7])
 
         Errors: ValueError for another kind, a rank that is none, a length that cannot be cut, or counts that do
-                not add up; TypeError for a length, size or rank that is no integer.
+                not add up; TypeError for a length, count, size or rank that is no integer.
         """
         return TokenLayout(*dense_cut(kind, length, cp_size, cp_rank, device, real_length, counts))
 
