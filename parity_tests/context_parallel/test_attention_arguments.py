@@ -100,6 +100,8 @@ VALUE_ERRORS = [
         lambda m: attend(m, layout=stream_of(m), cu_seqlens=torch.tensor([0, 8, 16])),
         "cu_seqlens differ from the layout's; pass one of them",
     ),
+    (lambda m: attend(m, k=KV.to("meta")), "q, k, v are on cpu, meta, meta; pass one device"),
+    (lambda m: attend(m, v=KV.to("meta")), "q, k, v are on cpu, cpu, meta; pass one device"),
     (
         lambda m: attend(m, layout=layout_of(m, kind="ragged", counts=[8, 8])),
         "exchange='ring' needs as many rows on each rank, which ragged has not; use all_gather",

@@ -196,6 +196,7 @@ def test_a_mask_comes_from_the_offsets_unless_given():
     alone = {"input_ids": torch.arange(12), "cu_seqlens": torch.tensor([0, 4, 12])}
     assert shard(alone)["padding_mask"].tolist() == [False] * 6
     assert shard(alone)["max_seqlen"].tolist() == 8
+    assert shard({"input_ids": torch.arange(0), "cu_seqlens": torch.tensor([0])})["max_seqlen"].tolist() == 0
 
 
 @pytest.mark.parametrize("shape", [(2, 0), (0, 4)])

@@ -68,6 +68,17 @@ def test_a_context_that_can_be_entered_once_says_so(recorded):
     assert events == ["+kernel", "-kernel"]
 
 
+def test_what_a_context_raises_when_it_is_first_entered_is_raised():
+    @contextmanager
+    def broken():
+        raise RuntimeError("its own")
+        yield
+
+    for given in (broken, broken()):
+        with pytest.raises(RuntimeError, match=r"^its own$"), get_train_context(False, False, given)():
+            pass
+
+
 def test_a_train_context_is_not_entered_inside_itself(recorded):
     factory = get_train_context(False, False, nullcontext())
     with pytest.raises(RuntimeError) as caught, factory(), factory():

@@ -52,7 +52,9 @@ def test_golden_packed():
     assert layout.local_cu.tolist() == [0, 2, 6]
     assert layout.original_length == 11
     assert TokenLayout.packed([0, 4, 8], [0, 4, 5], cp_size=2, cp_rank=0).original_length == 5
-    assert TokenLayout.packed([0, 4, 8], [0, 4, 4], cp_size=2, cp_rank=0).original_length == 4
+    for cu in ([0, 4, 8], torch.tensor([0, 4, 8])):  # one of both may be a tensor
+        for real in ([0, 4, 4], torch.tensor([0, 4, 4])):
+            assert TokenLayout.packed(cu, real, cp_size=2, cp_rank=0).original_length == 4
     assert layout.cu_padded.dtype == layout.cu_real.dtype == layout.local_cu.dtype == torch.int32
 
 

@@ -113,14 +113,16 @@ def test_a_layout_is_data(cp):
         packed = TokenLayout.packed(CU, cp_size=cp, cp_rank=mesh.rank("cp"))
         columns, found = torch.tensor(reference_columns(4, 2, 2, 3, cp)[mesh.rank("cp")]), []
         for layout, x in ((striped, PROJECTED), (packed, PROJECTED), (packed, PROJECTED[0])):
-            for fused in (True, False):
-                strategy = made(mesh, layout=layout, fused=fused)
-                pre = strategy.pre_conv_ssm(layout.shard(x, -2))
-                post = strategy.post_conv_ssm(pre[..., : strategy.d_inner_local])
+            for fused, cu in ((True, None), (False, None), (True, CU), (False, CU)):
+                if cu and (layout is striped or x.ndim == 3):
+                    continue  # rows, or no sequences
+                strategy, offsets = made(mesh, layout=layout, fused=fused), cu and torch.tensor([*cu, -1])
+                pre = strategy.pre_conv_ssm(layout.shard(x, -2), offsets)
+                post = strategy.post_conv_ssm(pre[..., : strategy.d_inner_local], offsets)
                 found += [torch.equal(pre, x[..., columns]), torch.equal(post, layout.shard(x[..., :8], -2))]
         return found
 
-    assert on_ranks(body, cp).results == ([True] * 12,) * cp
+    assert on_ranks(body, cp).results == ([True] * 16,) * cp
 
 
 def test_one_rank_gets_the_same_object_and_sends_nothing():

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from parity_tests.mamba.outside import NEEDS, is_installed, outside
-from torch_impl.mamba import outside_kernels
+from torch_impl.mamba import conv, outside_kernels, scan
 from torch_impl.mamba.conv import causal_conv
 from torch_impl.mamba.scan import chunked_scan
 
@@ -63,20 +63,20 @@ class OnCuda:
 def test_what_a_kernel_would_narrow_or_refuse_is_not_given_to_it(monkeypatch):
     monkeypatch.setattr(outside_kernels, "imported", lambda *_: "kernel")
     x, B = OnCuda((1, 4, 2, 3)), OnCuda((1, 4, 1, 5))
-    scan, conv = outside_kernels.scan_kernel, outside_kernels.conv_kernel
-    assert scan(x, B, B) == "kernel"
-    assert scan(torch.zeros(1, 4, 2, 3), B, B) is None
-    assert scan(OnCuda((1, 0, 2, 3)), B, B) is None
-    assert scan(OnCuda(x.shape, torch.float64), *[OnCuda(B.shape, torch.float64)] * 2) is None
+    scan_of, conv_of = outside_kernels.scan_kernel, outside_kernels.conv_kernel
+    assert scan_of(x, B, B) == "kernel"
+    assert scan_of(torch.zeros(1, 4, 2, 3), B, B) is None
+    assert scan_of(OnCuda((1, 0, 2, 3)), B, B) is None
+    assert scan_of(OnCuda(x.shape, torch.float64), *[OnCuda(B.shape, torch.float64)] * 2) is None
     narrow = OnCuda(B.shape, torch.bfloat16)
-    assert [scan(OnCuda(x.shape, torch.bfloat16), B, B), scan(x, narrow, B), scan(x, B, narrow)] == [None] * 3
+    assert [scan_of(OnCuda(x.shape, torch.bfloat16), B, B), scan_of(x, narrow, B), scan_of(x, B, narrow)] == [None] * 3
     rows, weight = OnCuda((1, 4, 8)), OnCuda((8, 4))
-    assert conv(rows, weight) == "kernel"
-    assert conv(torch.zeros(1, 4, 8), weight) is None
-    assert conv(OnCuda((1, 4, 8), torch.float64), weight) is None
-    assert conv(OnCuda((1, 4, 12)), OnCuda((12, 4))) is None and conv(OnCuda((0, 4, 8)), weight) is None
-    assert conv(rows, OnCuda((8, 4), torch.float64)) is None
-    assert conv(rows, OnCuda((8, 5))) is None and conv(rows, OnCuda((8, 1))) is None
+    assert conv_of(rows, weight) == "kernel"
+    assert conv_of(torch.zeros(1, 4, 8), weight) is None
+    assert conv_of(OnCuda((1, 4, 8), torch.float64), weight) is None
+    assert conv_of(OnCuda((1, 4, 12)), OnCuda((12, 4))) is None and conv_of(OnCuda((0, 4, 8)), weight) is None
+    assert conv_of(rows, OnCuda((8, 4), torch.float64)) is None
+    assert conv_of(rows, OnCuda((8, 5))) is None and conv_of(rows, OnCuda((8, 1))) is None
 
 
 def conv_that_checks(x, weight, bias=None, seq_idx=None, activation=None):
@@ -101,11 +101,11 @@ def test_the_convolution_gets_what_it_takes(rows, ids):
 @on_the_packages
 def test_the_arguments_are_theirs():
     """Those that the stand-ins here take, in the order in which they are given."""
-    conv = list(inspect.signature(outside().conv.causal_conv1d_fn).parameters)
-    assert conv[:4] == ["x", "weight", "bias", "seq_idx"] and "activation" in conv
-    scan = list(inspect.signature(outside().scan.mamba_chunk_scan_combined).parameters)
-    assert scan[:6] == ["x", "dt", "A", "B", "C", "chunk_size"]
-    assert {"D", "seq_idx", "initial_states", "return_final_states"} <= set(scan)
+    of_conv = list(inspect.signature(outside().conv.causal_conv1d_fn).parameters)
+    assert of_conv[:4] == ["x", "weight", "bias", "seq_idx"] and "activation" in of_conv
+    of_scan = list(inspect.signature(outside().scan.mamba_chunk_scan_combined).parameters)
+    assert of_scan[:6] == ["x", "dt", "A", "B", "C", "chunk_size"]
+    assert {"D", "seq_idx", "initial_states", "return_final_states"} <= set(of_scan)
 
 
 def test_a_number_for_each_channel_is_one_for_each_of_a_head():
@@ -122,6 +122,21 @@ def test_a_number_for_each_channel_is_one_for_each_of_a_head():
     assert seen == [(8,), (8,), (8, 3), (8, 3)]
 
 
+def test_a_kernel_that_is_found_is_given_the_arguments(monkeypatch):
+    """Each in its place, by the functions that ask for one."""
+    asked = []
+    for module, kernel, caller in ((conv, "conv_kernel", "convolved"), (scan, "scan_kernel", "scanned")):
+        monkeypatch.setattr(module, kernel, lambda *given: asked.append(given) or "kernel")
+        monkeypatch.setattr(module, caller, lambda *given: given)
+    rows = X, WEIGHT, BIAS, IDS
+    x, dt, A, B, C, D = X[..., None], X.exp(), -WEIGHT[:, 0].exp(), X[:, :, None, :2], X[:, :, None, 2:4], BIAS
+    states = torch.zeros(2, 8, 1, 2)
+    found = causal_conv(*rows), chunked_scan(x, dt, A, B, C, D, chunk_size=3, seq_idx=IDS, initial_states=states)
+    wanted = ("kernel", *rows), ("kernel", x, dt, A, B, C, D, 3, IDS, states)
+    for given, expected in zip((*found, *asked), (*wanted, rows[:2], (x, B, C)), strict=True):
+        assert all(ours is theirs for ours, theirs in zip(given, expected, strict=True))
+
+
 def test_a_kernel_is_given_the_kinds_that_it_takes():
     """Sequences as int32 that count from 0, since the first begins with the initial state; one dtype of a row's own."""
     x, given = X[..., None].expand(2, 7, 8, 3), {}
@@ -135,11 +150,11 @@ def test_a_kernel_is_given_the_kinds_that_it_takes():
     assert torch.equal(given["seq_idx"], IDS.int()) and given["seq_idx"].dtype == torch.int32
     assert given["strides"] == (True,) * 4
 
-    def conv(x, weight, bias, **further):
+    def conv_kernel(x, weight, bias, **further):
         given.update(further, kinds=(weight.dtype, bias.dtype), is_whole=weight.is_contiguous())
         return x
 
-    rows = outside_kernels.convolved(conv, X.bfloat16(), WEIGHT.T.contiguous().T.bfloat16(), BIAS, IDS)
+    rows = outside_kernels.convolved(conv_kernel, X.bfloat16(), WEIGHT.T.contiguous().T.bfloat16(), BIAS, IDS)
     assert given["kinds"] == (torch.bfloat16, torch.bfloat16) and given["is_whole"]
     assert given["seq_idx"].dtype == torch.int32 and given["seq_idx"].is_contiguous()
     assert torch.equal(rows, X.bfloat16())

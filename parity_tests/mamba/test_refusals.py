@@ -17,6 +17,10 @@ def packed_as(mesh, cu):
     return TokenLayout.packed(cu, cp_size=2, cp_rank=mesh.rank("cp"))
 
 
+def uneven(mesh):
+    return TokenLayout.dense("ragged", T, cp_size=2, cp_rank=mesh.rank("cp"), counts=[10, 14])
+
+
 REFUSED = [
     (lambda m: made(m, num_heads=6, n_groups=4), "num_heads=6 must be divisible by n_groups=4"),
     (lambda m: made(m, head_dim=0), "head_dim=0 is not a size; it is 1 or more"),
@@ -35,6 +39,10 @@ REFUSED = [
     (
         lambda m: made(m).pre_conv_ssm(X[:, :6], layout=LAYOUT.rebind(2, m.rank("cp"))),
         "layout has 24 tokens, the ranks hold 12",
+    ),
+    (
+        lambda m: made(m).pre_conv_ssm(X, layout=uneven(m)),
+        "layout gives the ranks (10, 14) tokens; they must be equal",
     ),
     (
         lambda m: made(m).pre_conv_ssm(X[:1], torch.tensor(CU), layout=packed_as(m, [0, 12, 24])),
