@@ -79,3 +79,14 @@ def test_ranks_are_a_group_or_a_mesh_of_one_dim(strategy):
     ranks = run(body, CaseSpec(scheme="mamba", mesh={"cp": 2, "tp": 1}))
     sentence = f"mamba.{strategy.name}: cp_group is a mesh of 2 dims ('cp', 'tp'); pass its cp dim"
     assert ranks.results == ((True, sentence),) * 2
+
+
+@both
+def test_a_convolution_may_have_no_bias(strategy_of):
+    def body(mesh, case):
+        none, zero, x = filled(), filled(), own(mesh, PROJECTED[:1])
+        none.conv1d.bias = None
+        torch.nn.init.zeros_(zero.conv1d.bias)
+        return torch.equal(*(strategy_of(mesh, mixer).mix(x, torch.tensor(CU)) for mixer in (none, zero)))
+
+    assert on_ranks(body).results == (True, True)
