@@ -137,6 +137,10 @@ REFUSED = [
         "row 1 has no sequence; give it seq_lens 0 and seq_lens_padded 8",
     ),
     (
+        lambda: thd([[1], [FILL]], [[1], [FILL]], size=1),
+        "row 1 has no sequence; give it seq_lens 0 and seq_lens_padded 1",
+    ),
+    (
         lambda: thd([[4, 4], [5, 3]], [[4, 4], [4, 4]]),
         "row 1, sequence 0: seq_lens is 5 and seq_lens_padded 4; a real length exceeds its padded one; "
         "lengthen the slot",
