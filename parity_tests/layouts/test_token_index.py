@@ -256,6 +256,10 @@ def test_offsets_taken_on_trust_are_never_read_by_the_host():
         packed(cu.as_subclass(OnDevice), real.as_subclass(OnDevice), total=12)
 
 
+def test_offsets_without_a_total_are_read():
+    assert packed(torch.tensor([0, 4, 12]), validate=False).index.tolist() == packed([0, 4, 12]).index.tolist()
+
+
 def test_one_rank_takes_any_length():
     assert packed([0, 3, 3, 4, 9], n=1).index.tolist() == [list(range(9))]
     for kind in ("contiguous", "dual_chunk_swap", "ragged", "striped"):
