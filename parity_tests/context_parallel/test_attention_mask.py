@@ -33,6 +33,21 @@ def test_a_mask_is_let_pass_if_its_zeros_are_behind(mask, dtype):
         assert (found is None) == all(all(row) for row in mask)
 
 
+@pytest.mark.parametrize("shape", [(2, 0), (0, 3), (0, 0)])
+def test_a_mask_of_no_tokens_has_no_padding(shape):
+    assert padding_of("here", torch.ones(shape), shape) is None
+
+
+def test_positions_of_one_row_become_each_rows_own():
+    def body(mesh, case):
+        batch = {"input_ids": torch.zeros(3, 6), "position_ids": torch.arange(6)[None]}
+        _, padded = make_cp_batch_and_ctx(mesh.device_mesh["cp"], batch)
+        padded["position_ids"][0] = -1
+        return padded["position_ids"][:, -1].tolist()
+
+    assert on_ranks(2, body) == ([-1, 7, 7],) * 2
+
+
 def test_what_is_dropped_becomes_a_padding_mask():
     def body(mesh, case):
         mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
