@@ -107,10 +107,11 @@ def _met(kind: str, runs: _Runs, rank: int, source: int, causal: bool) -> tuple[
     if not causal or rank == source:
         return _Met(query, queries, key, keys), causal
     if kind == "striped":
-        # Where the source's stripe is the later one, a query sees as many keys as queries stand before it.
+        # Where the source's stripe is the later one, a query sees as many keys as queries stand before it. The source
+        # has that many: its stripe is at most one token shorter, and only if it is the later one.
         late = (runs.place[source] > runs.place[rank]).long()
         queries = (queries - late).clamp(min=0)
-        return _Met(query + late, queries, key, torch.minimum(keys, queries)), True
+        return _Met(query + late, queries, key, queries), True
     if kind in ("contiguous", "ragged"):
         return _Met(query, queries, key, keys * (source < rank)), False
     early = runs.early[rank]
