@@ -28,8 +28,8 @@ from torch_impl.layouts import TokenLayout
 
 
 def by_rules(q, k, v, padded, real, causal, window):
-    near = jnp.where(window[0] == 0, q.shape[2], window[0] + 2)
-    return packed_attention(q, k, v, padded, real, causal[0] == 1, near, SCALE)
+    near = jnp.where(window[0] > 0, window[0] + 2, q.shape[2])
+    return packed_attention(q, k, v, padded, real, causal[0] > 0, near, SCALE)
 
 
 def declared(cut, ranks, exchanges, **sizes):

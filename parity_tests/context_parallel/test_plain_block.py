@@ -1,5 +1,6 @@
 """Parity of attention whose blocks are computed by plain operations, few rows at a time."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 
@@ -48,6 +49,18 @@ def test_a_mask_of_one_row_is_that_of_every_query(monkeypatch):
         out, lse = plain_block.forward(*x, seen, False, 0.5)
         found.append((out, lse, *plain_block.backward(out, *x, out, lse, seen, False, 0.5)))
     assert all(torch.equal(one, every) for one, every in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("keys", [5, 7, 9])
+def test_causal_is_a_triangle_from_the_top_left(monkeypatch, keys):
+    monkeypatch.setattr(plain_block, "ROWS", 3)
+    q = torch.linspace(-2, 3, 4 * 7 * 2, dtype=torch.float64).sin().view(1, 4, 7, 2)
+    k, v = torch.linspace(-1, 4, 2 * 2 * keys * 2, dtype=torch.float64).cos().view(2, 1, 2, keys, 2)
+    found = []
+    for seen, is_causal in ((None, True), (torch.ones(7, keys).tril().bool()[None, None], False)):
+        out, lse = plain_block.forward(q, k, v, seen, is_causal, 0.5)
+        found.append((out, lse, *plain_block.backward(out, q, k, v, out, lse, seen, is_causal, 0.5)))
+    assert all(torch.equal(triangle, mask) for triangle, mask in zip(*found, strict=True))
 
 
 def test_scores_are_held_for_few_rows():
