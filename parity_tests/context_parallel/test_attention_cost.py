@@ -28,7 +28,7 @@ def measured(traffic, shapes):
         heads = (shapes["h"], shapes["hk"], shapes["hk"])
         rows = shapes["s"] // n
         own = [torch.zeros(shapes["b"], h, rows, shapes["p"], dtype=dtype, requires_grad=True) for h in heads]
-        rules = {name: shapes[name] for name in ("layout", "window") if name in shapes}
+        rules = {name: shapes[name] for name in ("layout", "window", "causal") if name in shapes}
         out = context_parallel_attention(
             *own, mesh=mesh.device_mesh, exchange=traffic.exchange, **{"layout": "dual_chunk_swap", **rules}
         )
@@ -52,6 +52,7 @@ SHAPES = [
     dict(b=1, s=16, h=4, hk=1, p=2, cp_size=4, itemsize=4, layout="contiguous", window=6),
     dict(b=1, s=16, h=4, hk=1, p=2, cp_size=4, itemsize=4, layout="contiguous", window=1),
     dict(b=1, s=16, h=4, hk=1, p=2, cp_size=4, itemsize=4, layout="contiguous", window=99),
+    dict(b=1, s=16, h=4, hk=1, p=2, cp_size=4, itemsize=4, layout="contiguous", window=5, causal=False),
     dict(b=1, s=16, h=4, hk=4, p=2, cp_size=4, itemsize=4, layout="striped", window=2),
     dict(b=1, s=5, h=4, hk=4, p=2, cp_size=1, itemsize=4),
 ]

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from parity_tests import CaseSpec
@@ -23,6 +23,7 @@ def on_ranks(n, body):
 rows = st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=1, max_size=3)
 
 
+@example([[True] * 6] * 2, torch.int64)
 @given(rows, st.sampled_from([torch.bool, torch.int64, torch.float32]))
 def test_a_mask_is_let_pass_if_its_zeros_are_behind(mask, dtype):
     is_right = all(sorted(row, reverse=True) == row for row in mask)

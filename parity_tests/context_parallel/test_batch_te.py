@@ -195,7 +195,7 @@ def test_a_mask_comes_from_the_offsets_unless_given():
     assert shard(STREAM | PADDED | {"padding_mask": given_mask})["padding_mask"].tolist() == [True, False, False, False]
     alone = {"input_ids": torch.arange(12), "cu_seqlens": torch.tensor([0, 4, 12])}
     assert shard(alone)["padding_mask"].tolist() == [False] * 6
-    assert shard(alone)["max_seqlen"].tolist() == 8
+    assert shard(alone)["max_seqlen"].tolist() == 8 and shard(alone | {"name": "any"})["name"] == "any"
     assert shard({"input_ids": torch.arange(0), "cu_seqlens": torch.tensor([0])})["max_seqlen"].tolist() == 0
 
 
