@@ -9,8 +9,8 @@ from parity_tests import Cost, integers, values
 
 DTYPES = ("float32", "bfloat16", "float64")
 HEADS = {**dict.fromkeys(("q", "k"), values("normal", "ties", "zeros")), "v": values("normal", "ties")}
-# Causal is 1 or 2. A window is n + 2 for n above 0, else none, as half of the cases have: each rule meets each often. Of
-# one key alone the gradients of q and k are 0, and what is computed is rounding.
+# Causal is 1 or 2. A window is n + 2 for n above 0, else none, as half of the cases have: each rule meets each often.
+# Of one key alone the gradients of q and k are 0, and what is computed is rounding.
 RULES = {"causal": integers(0, 2), "window": integers(-7, 7)}
 # Stored in the dtype and used again: the softmax, a block's output, the output of all, the product of the cotangent and
 # the values, its softmax gradient, and a block's gradients.

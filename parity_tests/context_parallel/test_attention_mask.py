@@ -49,6 +49,17 @@ def test_positions_of_one_row_become_each_rows_own():
     assert on_ranks(2, body) == ([-1, 7, 7],) * 2
 
 
+def test_a_batch_that_needs_no_padding_stays_the_callers():
+    def body(mesh, case):
+        batch = {"input_ids": torch.arange(8)[None], "attention_mask": torch.ones(1, 8)}
+        factory, padded = make_cp_batch_and_ctx(mesh.device_mesh["cp"], batch)
+        with factory():
+            padded["input_ids"].fill_(7)
+            return batch["input_ids"].tolist(), padded["input_ids"].tolist()
+
+    assert on_ranks(2, body) == (([[*range(8)]], [[7] * 4]),) * 2
+
+
 def test_what_is_dropped_becomes_a_padding_mask():
     def body(mesh, case):
         mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])

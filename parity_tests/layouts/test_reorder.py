@@ -265,6 +265,11 @@ REFUSED = [
         "layouts._undo_attention_load_balancing: cp_size=0 is not a number of ranks; it is 1 or more",
     ),
     (
+        lambda: _deinterleave_packed_seqs(wide(6), cu(0, 6), 0),
+        ValueError,
+        "layouts._deinterleave_packed_seqs: cp_size=0 is not a number of ranks; it is 1 or more",
+    ),
+    (
         lambda: _reorder_chunks(wide(6), [0, 1], torch.tensor([0.0, 6.0])),
         TypeError,
         "layouts._reorder_chunks: cu_seqlens: dtype is float32; offsets are integers",
