@@ -1,5 +1,7 @@
 """Parity of models.hybrid: logits, and the gradient of every parameter."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +13,7 @@ from parity_tests.models.by_name import flax_model
 from parity_tests.models.parameters import RELATED, ROUNDINGS, SIZES, TIED, UNTIED, config_of, drawn, specs
 from parity_tests.models.schemes import DTYPES, HEAD_DIM, rank_logits
 from torch_impl.layouts import TokenLayout
-from torch_impl.models import HybridConfig, HybridLM, Placement, Stream, rank_stream
+from torch_impl.models import HybridConfig, HybridLM, Placement, RankStream, Stream, rank_stream
 
 
 def whole_logits(ids, groups, cu_padded, cu_real, parameters, keep=None):
@@ -54,7 +56,45 @@ def hybrid_over_heads(mesh, ids, groups, cu_padded, cu_real, parameters, exchang
     return parallel(mesh, ids, groups, cu_padded, cu_real, parameters, exchange=exchange, mamba=mamba)
 
 
-SCHEMES = (hybrid_over_tokens, hybrid_over_heads)
+def each_row_alone(ids, groups, parameters):
+    config = Config(**config_of({"p": HEAD_DIM, "j": len(groups), "tp": 1}, parameters))
+    model, ends = flax_model(config, parameters), jnp.array([0, ids.shape[1]])
+    return jax.vmap(lambda row: model(row[None], ends, ends)[0])(ids)
+
+
+def of_rows(tokens):
+    """Rows of one sequence each, their tokens cut as told."""
+    return dict(
+        reference=each_row_alone,
+        mesh={"cp": (1, 2), "tp": (1,)},
+        inputs={"ids": "b s", "groups": "j", "parameters": specs(UNTIED, "cp=R")},
+        outputs=f"b {tokens} v/tp",
+        dims={**SIZES, **RELATED, "b": (2,), "s": (8,), "h": (4,), "g": (2,), "r": (4,), "j": (2,)},
+        draw={"ids": token_below("v"), "groups": integers(0, 0), **drawn(UNTIED)},
+        rank_options={"exchange": ("ring", "ulysses", "all_gather"), "mamba": ("hidden", "state")},
+        dtypes=("float32", "float64"),
+        reduction=("s", "f"),
+        roundings=ROUNDINGS,
+    )
+
+
+def rows(mesh, order, ids, groups, parameters, **chosen):
+    layout = TokenLayout.dense(order, ids.shape[1], cp_size=mesh.size("cp"), cp_rank=mesh.rank("cp"))
+    own = layout.shard(ids, 1)
+    return rank_logits(mesh, RankStream(own, own, layout), parameters, len(groups), order=order, **chosen)
+
+
+@scheme(**of_rows("s/cp:dual_chunk_swap"))
+def hybrid_of_rows(mesh, ids, groups, parameters, exchange, mamba):
+    return rows(mesh, "dual_chunk_swap", ids, groups, parameters, exchange=exchange, mamba=mamba)
+
+
+@scheme(**of_rows("s/cp"))
+def hybrid_of_contiguous_rows(mesh, ids, groups, parameters, exchange, mamba):
+    return rows(mesh, "contiguous", ids, groups, parameters, exchange=exchange, mamba=mamba)
+
+
+SCHEMES = (hybrid_over_tokens, hybrid_over_heads, hybrid_of_rows, hybrid_of_contiguous_rows)
 
 
 @pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
