@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 import torch
 from hypothesis import given, settings
+from torch.distributed.tensor.parallel import parallelize_module
 
 from jax_ref.models.config import Config
 from parity_tests import CaseSpec, check, every_case, integers, offsets, scheme, token_below
@@ -13,7 +14,16 @@ from parity_tests.models.by_name import flax_model
 from parity_tests.models.parameters import RELATED, ROUNDINGS, SIZES, TIED, UNTIED, config_of, drawn, specs
 from parity_tests.models.schemes import DTYPES, HEAD_DIM, rank_logits
 from torch_impl.layouts import TokenLayout
-from torch_impl.models import HybridConfig, HybridLM, Placement, RankStream, Stream, rank_stream
+from torch_impl.models import (
+    HybridConfig,
+    HybridLM,
+    Placement,
+    RankStream,
+    Stream,
+    rank_stream,
+    tensor_parallel_plan,
+    token_losses,
+)
 
 
 def whole_logits(ids, groups, cu_padded, cu_real, parameters, keep=None):
@@ -105,6 +115,21 @@ def test_parity(declared):
         check(case)
 
     example()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_with_targets_it_gives_the_loss_of_each_token(tp):
+    config, cu = HybridConfig(vocab_size=11, hidden_size=8), torch.tensor([0, 5, 16])
+
+    def body(mesh, case):
+        model = HybridLM(config, Placement(mesh["cp"], mesh["tp"]), dtype=torch.float64)
+        parallelize_module(model, mesh.device_mesh["tp"], tensor_parallel_plan(config.layers))
+        stream = rank_stream(Stream(torch.arange(16) % 11, cu, cu), 1, 0)
+        losses = model(stream.ids, stream.layout, stream.targets)
+        wanted = token_losses(model(stream.ids, stream.layout), stream.targets, mesh["tp"], 11)
+        assert losses.equal(wanted) and (losses > 0).sum() == 14  # the last token of each document predicts nothing
+
+    run(body, CaseSpec("hybrid", {"cp": 1, "tp": tp}))
 
 
 MAMBA_ALONE = HybridConfig(layers=("mamba",), hidden_size=8)
