@@ -129,6 +129,25 @@ def test_a_model_that_was_split_says_so(tmp_path):
     run(body, case_of(1))
 
 
+def test_what_is_hung_on_a_stage_is_its_own(tmp_path):
+    """Two stages of a rank: hooks, as FSDP hangs on a part, and buffers of one are not the other's."""
+
+    def body(mesh, case):
+        of, called = chosen("llama", False), []
+        _, (first, second) = cut_by_file(mesh, tmp_path / "s.csv", [3, 5], made(of, torch.float32))
+        for each, name in ((first, "first"), (second, "second"), (second.model, "inner")):
+            each.register_forward_pre_hook(lambda module, args, name=name: called.append(name))
+            each.register_buffer(f"of_{name}", torch.zeros(1))
+        x = first(tokens(of, 1)[0])
+        assert called == ["first"]
+        second(x)
+        assert called == ["first", "second", "inner"]
+        held = [[name for name, _ in part.named_buffers() if "of_" in name] for part in (first, second)]
+        assert held == [["of_first"], ["of_second", "model.of_inner"]]
+
+    run(body, case_of(1))
+
+
 def test_a_model_without_a_head_is_cut(tmp_path):
     def body(mesh, case):
         of = chosen("llama", False)
