@@ -121,9 +121,9 @@ def test_a_part_that_would_be_reduced_each_time_is_refused():
 
 def refused(mesh, case):
     options = dict(case.options)
-    model = families.made(OF, torch.float32)
+    model, world_mesh = families.made(OF, torch.float32), options.pop("world_mesh", mesh.device_mesh)
     with pytest.raises((ValueError, TypeError)) as error:
-        pipeline_model(model, mesh.device_mesh, None, **given_to(mesh, **options))
+        pipeline_model(model, world_mesh, None, **given_to(mesh, **options))
     assert model(tokens(OF, 1)[0]) is not None  # nothing was taken from it
     return f"{error.type.__name__}: {error.value}"
 
@@ -133,6 +133,7 @@ def refused(mesh, case):
     [
         ({"pipeline_parallel_schedule": None}, "ValueError: .*pipeline_parallel_schedule=None; pass one of them"),
         ({"dp_axis_names": ("dp",)}, r"ValueError: .*dp_axis_names=\('dp',\) are not axes of world_mesh \('pp',\)"),
+        ({"world_mesh": {"pp": 2}}, "TypeError: .*world_mesh is a dict; pass a DeviceMesh"),
         ({"pp_axis_name": "pipe"}, r"ValueError: .*pp_axis_name='pipe' is no axis of world_mesh \('pp',\)"),
         ({"microbatch_size": 3}, "ValueError: .*microbatch_size=3 does not divide local_batch_size=8"),
         ({"local_batch_size": 10}, "ValueError: .*n_microbatches=5 cannot be cut by Interleaved1F1B"),

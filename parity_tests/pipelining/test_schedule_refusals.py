@@ -134,6 +134,27 @@ def test_what_cannot_be_is_refused_on_every_rank_before_anything_is_sent(placed,
     assert first.startswith("FileNotFoundError") or "pipelining.build_pipeline_schedule: " in second
 
 
+OTHERS = [
+    (lambda stages, longer: stages[0], "TypeError: .*: stages is a PipelineStage; pass a list of PipelineStage"),
+    (lambda stages, longer: [*stages, 3], r"TypeError: .*: stages\[1\] is a int; pass a PipelineStage"),
+    (lambda stages, longer: [None, *stages], r"TypeError: .*: stages\[0\] is a NoneType; pass a PipelineStage"),
+    (lambda stages, longer: [*stages, *longer], r"ValueError: .*of pipelines with \[2, 4\] stages over \[2\] ranks"),
+]
+
+
+@pytest.mark.parametrize(("given_as", "words"), OTHERS, ids=range(len(OTHERS)))
+def test_what_is_not_the_stages_of_one_pipeline_is_refused(given_as, words):
+    def body(mesh, case):
+        stages, longer = (list(made_stages(mesh, placed, None).values()) for placed in (SINGLE, LOOP))
+        with pytest.raises((TypeError, ValueError)) as error:
+            build_pipeline_schedule(None, "GPipe", 2, 8, given_as(stages, longer), len)
+        return f"{error.type.__name__}: {error.value}"
+
+    ranks = run(body, case_of(2))
+    assert ranks.ledger.rows == []
+    assert all(re.match(words, sentence) for sentence in ranks.results), ranks.results
+
+
 FILES = [
     (SINGLE, "0F0,0B0,0F1,0B1\n1F0,1B0,1B1,1F1", "row 2, column 3: '1B1' stands before '1F1'"),
     (SINGLE, "0F0,0B0\n1F0,1B0", "row 1, column 3: the rank ends without '0F1'"),
