@@ -3,15 +3,17 @@
 import inspect
 import sys
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from parity_tests import CaseSpec
 from parity_tests.harness.engines.run import run
-from parity_tests.parallelizer.small_net import BLOCK, Net
+from parity_tests.parallelizer.small_net import BLOCK, NAMES, Block, Net, plan
+from torch_impl.parallelizer import nvfsdp
 from torch_impl.parallelizer.megatron import chosen_backend, have, with_megatron_fsdp, with_nvfsdp
 from torch_impl.parallelizer.mesh_axes import mesh_axes
 from torch_impl.parallelizer.nvfsdp import HAVE_NVFSDP, nvfsdp_strategy_parallelize
@@ -111,6 +113,52 @@ def test_every_argument_reaches_megatron_fsdp(monkeypatch):
     assert replicas == ((4, ["dp_shard", "dp_replicate", None, *switches]),) * 4
     flat = run(body, CaseSpec(scheme="megatron", mesh={"dp_shard": 2, "cp": 2, "tp": 1})).results
     assert flat == ((None, ["dp_shard_cp", None, "tp", *switches]),) * 4
+
+
+OURS = [field.name for field in fields(Settings)]
+SWITCHES = {name: {name: True} for name in OURS if name not in (OURS[0], "activation_checkpointing")}
+SWITCHES["init_nvfsdp_with_meta_device"] = {"init_model_with_meta_device": True}
+OF_MEGATRON = SWITCHES | {
+    "grad_reduce_in_fp32": {"mixed_precision_policy": Policy(None, torch.float32, torch.float32)},
+    "preserve_fp32_weights": {"mixed_precision_policy": Policy(torch.float32, None, None)},
+    "check_for_nan_in_grad": {"report_nan_in_param_grad": True},
+    "keep_fp8_transpose_cache_when_using_custom_fsdp": {"keep_fp8_transpose_cache": True},
+}
+
+
+@pytest.mark.parametrize(("wrap", "wanted"), [(with_megatron_fsdp, OF_MEGATRON), (with_nvfsdp, SWITCHES)])
+def test_each_switch_alone_is_told_under_its_name(wrap, wanted, monkeypatch):
+    library("megatron_fsdp", monkeypatch, fully_shard_model=fully_shard_model, MixedPrecisionPolicy=Policy)
+    library("nvfsdp", monkeypatch, fully_shard=lambda **told: types.SimpleNamespace(told=told))
+
+    def body(mesh, case):
+        axes, model = mesh_axes(mesh.device_mesh), Net()
+
+        def told(**given):
+            settings = Settings(**{OURS[0]: "optim"}, **{name: given.get(name, False) for name in OURS[1:]})
+            return {name: x for name, x in wrap(model, axes, settings, []).told.items() if name != "wrapped"}
+
+        off = told().items()
+        return {name: {each: x for each, x in told(**{name: True}).items() if (each, x) not in off} for name in wanted}
+
+    assert run(body, CaseSpec(scheme="megatron", mesh={"dp_shard": 1})).results == (wanted,)
+
+
+def test_a_library_is_given_a_model_that_is_cut_and_checkpointed(monkeypatch):
+    """As on CUDA, where the library takes what tensor parallelism leaves."""
+    library("megatron_fsdp", monkeypatch, fully_shard_model=fully_shard_model, MixedPrecisionPolicy=Policy)
+    monkeypatch.setattr(nvfsdp, "chosen_backend", lambda *_: "megatron_fsdp")
+
+    def body(mesh, case):
+        given = {"activation_checkpointing": True, "check_for_nan_in_grad": False}
+        told = nvfsdp_strategy_parallelize(Net(), mesh.device_mesh, [BLOCK], plan(), "optim", **given).told
+        net = told["module"]
+        cut = [name for name, parameter in net.named_parameters() if isinstance(parameter, DTensor)]
+        again = [name for name, module in net.named_modules() if "forward" in vars(module)]
+        return cut, again, told["fsdp_unit_modules"] == [Block], told["zero_dp_strategy"]
+
+    wanted = (list(NAMES[:4]), ["blocks.0", "blocks.1"], True, "optim")
+    assert run(body, CaseSpec(scheme="megatron", mesh={"dp_shard": 1, "tp": 2})).results == (wanted,) * 2
 
 
 def test_every_argument_reaches_nvfsdp(monkeypatch):
