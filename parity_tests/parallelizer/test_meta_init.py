@@ -96,6 +96,11 @@ def test_a_model_of_transformers(chosen):
     assert on_ranks(body, dp_shard=2, tp=2).results == ((True,) * 4,) * 4
 
 
+def test_each_module_has_values_of_its_own():
+    first, second = (alone(net_on_meta())[f"blocks.{block}.up.weight"] for block in range(2))
+    assert first.shape == second.shape and not (first == second).any()
+
+
 def test_the_process_own_generator_is_left_as_it_was():
     before = torch.get_rng_state()
     alone(net_on_meta())
