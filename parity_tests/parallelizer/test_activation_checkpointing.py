@@ -5,8 +5,12 @@ import pytest
 import torch
 from torch import nn
 
+from parity_tests import CaseSpec
+from parity_tests.harness.engines.run import run
 from parity_tests.parallelizer.families import OWN, Chosen, batch, made
+from parity_tests.parallelizer.small_net import Net
 from parity_tests.parallelizer.training import accumulated, whole
+from torch_impl.parallelizer import fsdp2_strategy_parallelize, nvfsdp_strategy_parallelize
 from torch_impl.parallelizer.activation_checkpointing import checkpoint_blocks
 
 
@@ -40,6 +44,19 @@ def test_each_block_is_computed_twice():
     checkpoint_blocks(model)
     accumulated(model, *batch(Chosen("llama"), 2, 5), 0, 1, 1)
     assert len(calls) == 2 * 2
+
+
+@pytest.mark.parametrize("strategy", [fsdp2_strategy_parallelize, nvfsdp_strategy_parallelize])
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_a_strategy_computes_blocks_again_where_it_is_asked_to(strategy, is_recomputed):
+    def body(mesh, case):
+        net = Net().double()
+        calls = counted(net, "Linear")  # two in each of two blocks, and the head
+        net = strategy(net, mesh.device_mesh, activation_checkpointing=is_recomputed)
+        net(torch.ones(2, 3, dtype=torch.float64)).sum().backward()
+        return len(calls)
+
+    assert run(body, CaseSpec("recomputed", {"dp_shard": 2})).results == (5 + 4 * is_recomputed,) * 2
 
 
 def test_random_numbers_are_drawn_again_alike():
