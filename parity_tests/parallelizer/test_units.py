@@ -30,6 +30,12 @@ def test_elements_of_lists_and_of_numbered_dicts():
     assert units(model) == [[first], [inner], [second], [third]]
 
 
+def test_a_stage_of_one_layer_has_one_unit():
+    only = linear()
+    assert units(Tree(layers=nn.ModuleDict({"0": only}), head=linear())) == [[only]]
+    assert units(Tree(layers=nn.ModuleDict(), head=linear())) == []
+
+
 def test_blocks_that_share_a_parameter_are_one_unit():
     a, b, c, d = linear(), linear(), linear(), linear()
     c.weight = a.weight
