@@ -130,6 +130,14 @@ def test_packed_halves_are_shown():
     ]
 
 
+@pytest.mark.parametrize(
+    ("replicas", "shown"), [(1, "dp_shard Shard(0)"), (2, "dp_replicate whole, dp_shard Shard(0)")]
+)
+def test_axes_that_cut_or_repeat_are_shown(replicas, shown):
+    rows = dry_run(three_layers().to("meta"), {"dp_replicate": replicas, "dp_shard": 2}).parameters
+    assert {each.placements for each in rows} == {shown}
+
+
 class Mixed(nn.Module):
     """Two blocks, each of a dtype of its own."""
 
