@@ -101,6 +101,15 @@ def test_each_module_has_values_of_its_own():
     assert first.shape == second.shape and not (first == second).any()
 
 
+def test_a_buffer_that_has_values_keeps_them():
+    net = net_on_meta()
+    net.register_buffer("known", torch.arange(3.0))
+    net.register_buffer("none", None)
+    net.register_buffer("wanted", torch.empty(2, dtype=torch.int64, device="meta"))
+    alone(net)
+    assert torch.equal(net.known, torch.arange(3.0)) and net.none is None and net.wanted.device.type == "cpu"
+
+
 def test_the_process_own_generator_is_left_as_it_was():
     before = torch.get_rng_state()
     alone(net_on_meta())
