@@ -113,6 +113,8 @@ def test_every_argument_reaches_megatron_fsdp(monkeypatch):
     assert replicas == ((4, ["dp_shard", "dp_replicate", None, *switches]),) * 4
     flat = run(body, CaseSpec(scheme="megatron", mesh={"dp_shard": 2, "cp": 2, "tp": 1})).results
     assert flat == ((None, ["dp_shard_cp", None, "tp", *switches]),) * 4
+    single = run(body, CaseSpec(scheme="megatron", mesh={"dp_replicate": 1, "dp_shard": 2})).results
+    assert single == ((None, ["dp_shard", None, None, *switches]),) * 2
 
 
 OURS = [field.name for field in fields(Settings)]
