@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from parity_tests import CaseSpec
 from parity_tests.harness.engines.run import run
@@ -45,6 +46,34 @@ def test_cost(name):
     for wanted, before, after in zip(COSTS[name], once, twice, strict=True):
         added = {op: (after[op][0] - before[op][0], after[op][1] - before[op][1]) for op in after}
         assert {op: cost for op, cost in added.items() if cost != (0, 0)} == wanted
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0)], ids=str)
+def test_a_distributed_input_is_what_it_stands_for(placement):
+    """Of a style that takes its input whole; the gradient comes back as the input is cut."""
+    x, weight = torch.arange(8.0).view(ROWS, IN), (torch.arange(32.0) % 5).view(OUT, IN)
+
+    def body(mesh, case):
+        module = styled(mesh, given(weight), {"": "packed_colwise"})
+        held = distribute_tensor(x, mesh.device_mesh["tp"], [placement]).requires_grad_()
+        y = module(held)
+        y.backward(torch.ones_like(y))
+        rows = torch.cat([half.chunk(2)[mesh.rank("tp")] for half in weight.chunk(2)])
+        same = torch.equal(y, x @ rows.T) and torch.equal(held.grad.full_tensor(), weight.sum(0).expand(ROWS, IN))
+        return same and held.grad.placements == (placement,)
+
+    assert run(body, CaseSpec(scheme="distributed", mesh={"tp": 2})).results == (True, True)
+
+
+def test_a_distributed_input_of_rowwise_is_cut_where_its_placement_says():
+    x, weight = torch.arange(8.0).view(ROWS, IN), (torch.arange(32.0) % 5).view(OUT, IN)
+
+    def body(mesh, case):
+        module = styled(mesh, given(weight), {"": "rowwise"})
+        found = [module(distribute_tensor(x, mesh.device_mesh["tp"], [cut])) for cut in (Shard(-1), Replicate())]
+        return all(torch.equal(y, x @ weight.T) for y in found)
+
+    assert run(body, CaseSpec(scheme="distributed", mesh={"tp": 2})).results == (True, True)
 
 
 class Broken(nn.Module):
