@@ -98,6 +98,11 @@ def test_a_run_goes_on_to_the_bit_and_on_another_mesh(tmp_path, written):
                 assert all(again) and len(again) == len(written[2].weights)
 
 
+def test_state_is_kept_every_so_many_steps_and_after_the_last(tmp_path):
+    session.followed(small({}, steps=3, checkpoint=str(tmp_path), every=2), KNOWN, "lockstep")
+    assert sorted(path.parent.name for path in tmp_path.glob("*/done")) == ["step_000002", "step_000003"]
+
+
 def test_a_checkpoint_that_was_cut_short_is_passed_over(tmp_path):
     run = small({}, checkpoint=str(tmp_path), every=1)
     session.followed(run, KNOWN, "lockstep")
