@@ -37,6 +37,13 @@ def test_processes_record_the_same(known):
     assert first(trace(Run.on({"cp": 2}, **SMALL), known, "gloo")) is None
 
 
+def test_calls_are_numbered_by_the_streams_of_the_whole_step():
+    run = Run.on({"dp": 2}, **{**SMALL, "streams": 4, "length": 24, "sizes": {**SIZES, "layers": ("mamba",)}})
+    found = trace(run, known_of(run), "lockstep")
+    assert first(found) is None
+    assert {f"output of norm, call {call}" for call in range(1, 4)} <= {line.name for line in found}
+
+
 LOCATED = ("attention over padding", "states that run on through documents", "a loss over this rank's count of tokens")
 
 
