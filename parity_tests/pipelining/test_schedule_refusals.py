@@ -179,6 +179,7 @@ def test_a_file_that_cannot_be_is_refused_on_every_rank(placed, text, words, tmp
     ("placed", "text", "name", "words"),
     [
         (SINGLE, "0F0,0B0\n1F0,1B0", "LoopedBFS", "accepted"),
+        (SINGLE, "0F0,0SEND_F0,,0RECV_B0,0B0\n,1RECV_F0,1F0,1B0,1SEND_B0", "LoopedBFS", "accepted"),
         (
             SINGLE,
             "0F0,0B0\n1F0,1B0",
