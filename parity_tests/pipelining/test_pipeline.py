@@ -8,8 +8,11 @@ from torch.distributed.fsdp import fully_shard
 
 from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.engines.run import run
+from parity_tests.pipelining.perceptron import written
 from parity_tests.pipelining.promise import PROMISED
+from parity_tests.pipelining.test_csv_schedule import dumped, with_communication
 from parity_tests.pipelining.whole_models import LENGTH, ROWS, accumulated, chosen, loss_of, tokens
+from torch_impl.pipelining import schedule_order
 from torch_impl.pipelining.functional import pipeline_model
 
 families = pytest.importorskip("parity_tests.parallelizer.families", reason="needs transformers")
@@ -93,10 +96,17 @@ def test_gradients_are_those_of_the_whole_model(p, options):
 
 
 @pytest.mark.parametrize("once", [False, True])
-@pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
-def test_with_fsdp_inside_stages(name, once):
+@pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "a file"])
+def test_with_fsdp_inside_stages(name, once, tmp_path):
     """Both dp ranks have the same batch, so that the mean over them is the gradient."""
     options = {"sharded": True, "pipeline_parallel_schedule": name, "seq_len": LENGTH}
+    if name == "a file":  # it says when stages are gathered, and not when their gradients are reduced
+        order = with_communication(schedule_order("1F1B", 2, N, 1), [0, 1], N)
+        rows = [[action for action in row if not action or action.kind != "REDUCE_GRAD"] for row in order]
+        options |= {
+            "pipeline_parallel_schedule": None,
+            "pipeline_parallel_schedule_csv": written(tmp_path, dumped(rows)),
+        }
     options["patch_stage_backward_maybe_with_nosync"] = once
     ranks = run(run_one, CaseSpec("pipeline", {"pp": 2, "dp": 2}, options=options))
     found = {}
