@@ -99,7 +99,7 @@ def test_the_default_placement_is_a_loop():
         ((0, 2, 5), "num_stages=5 is not a multiple of pp_size=2; use 6"),
         ((0, 0, 4), "pp_size=0 must be a positive int"),
         ((0, 2, 0), "num_stages=0 must be a positive int"),
-        ((5, 2, 4), "pp_rank=5 is no rank of pp_size=2; pass 0 to 1"),
+        ((2, 2, 4), "pp_rank=2 is no rank of pp_size=2; pass 0 to 1"),
         ((-1, 2, 4), "pp_rank=-1 is no rank of pp_size=2"),
         ((0, 2, 4, "zigzag"), "style='zigzag' is not known; use 'loop' or 'v'"),
         ((0, 2, 4, None), "style=None is not known; use 'loop' or 'v'"),
