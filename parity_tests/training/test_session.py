@@ -99,7 +99,9 @@ def test_a_run_goes_on_to_the_bit_and_on_another_mesh(tmp_path, written):
 
 
 def test_state_is_kept_every_so_many_steps_and_after_the_last(tmp_path):
-    session.followed(small({}, steps=3, checkpoint=str(tmp_path), every=2), KNOWN, "lockstep")
+    run = small({}, steps=3, checkpoint=str(tmp_path), every=2)
+    session.followed(run, KNOWN, "lockstep")
+    assert checkpoint.newest(run.replace(steps=9, every=4)) == 3 and checkpoint.newest(run.replace(steps=2)) == 2
     assert sorted(path.parent.name for path in tmp_path.glob("*/done")) == ["step_000002", "step_000003"]
 
 
