@@ -98,11 +98,17 @@ def test_a_run_goes_on_to_the_bit_and_on_another_mesh(tmp_path, written):
                 assert all(again) and len(again) == len(written[2].weights)
 
 
+OTHERS = {"learning_rate": 1e-3, "weight_decay": 0.0, "dtype": "float32", "is_tied": True, "streams": 4, "length": 72}
+
+
 def test_state_is_kept_every_so_many_steps_and_after_the_last(tmp_path):
     run = small({}, steps=3, checkpoint=str(tmp_path), every=2)
     session.followed(run, KNOWN, "lockstep")
     assert checkpoint.newest(run.replace(steps=9, every=4)) == 3 and checkpoint.newest(run.replace(steps=2)) == 2
     assert sorted(path.parent.name for path in tmp_path.glob("*/done")) == ["step_000002", "step_000003"]
+    for name, value in OTHERS.items():
+        with pytest.raises(ValueError, match=f"is of a run with {name}={getattr(run, name)}, not {value}"):
+            checkpoint.newest(run.replace(**{name: value}))
 
 
 def test_a_checkpoint_that_was_cut_short_is_passed_over(tmp_path):
