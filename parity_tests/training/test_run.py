@@ -33,7 +33,7 @@ REFUSED = [
         {"mesh": {"dp": 2, "dp_shard": 4}},
         "--mesh dp=2,dp_shard=4: dp is dp_shard; give one, or dp_replicate beside it",
     ),
-    ({"mesh": {"cp": 5}}, "--mesh cp=5: documents are padded for 1, 2, 3, 4, 6 or 12 ranks of cp"),
+    ({"mesh": {"cp": 8}}, "--mesh cp=8: documents are padded for 1, 2, 3, 4, 6 or 12 ranks of cp"),
     ({"mesh": {"tp": 5}}, "--mesh tp=5: cannot share the heads of attention; use one of 1, 2, 3, 4, 6, 12"),
     (
         {"mesh": {"cp": 2, "tp": 4}, "attention": "ulysses"},
