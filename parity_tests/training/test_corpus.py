@@ -22,6 +22,11 @@ def test_a_batch_is_its_seed_and_step_alone():
         assert not any(np.array_equal(a.ids, b.ids) for a, b in zip(first, other, strict=True))
 
 
+def test_no_stream_is_read_twice():
+    streams = [(x.ids.tobytes(), x.real.tobytes()) for step in range(20) for x in global_batch(RUN, step)]
+    assert len(set(streams)) == len(streams) == 20 * RUN.streams
+
+
 def test_documents_are_unequal_and_stand_where_any_mesh_can_cut_them():
     streams = [stream for step in range(20) for stream in global_batch(RUN, step)]
     lengths = np.array([np.diff(stream.padded) for stream in streams])
