@@ -25,6 +25,8 @@ def test_second_chunks_have_small_letters():
 def test_columns_are_the_measure_of_all_times():
     rows = grid("GPipe", 1, 1, 1, "loop", Times(f=0.5, i=1, w=0.25)).splitlines()
     assert rows[1] == "rank 0 |F0 -  B0 -  -  -  - | idle 0.0%, live 1"
+    rows = grid("GPipe", 1, 1, 1, "loop", Times(f=2, i=2, w=2)).splitlines()
+    assert rows[1] == "rank 0 |F0 B0 - | idle 0.0%, live 1"
 
 
 def test_times_without_a_measure_are_shares_of_the_whole():
