@@ -132,6 +132,7 @@ def test_with_targets_it_gives_the_loss_of_each_token(tp):
     run(body, CaseSpec("hybrid", {"cp": 1, "tp": tp}))
 
 
+ORDERS = ("contiguous", "dual_chunk_swap")
 MAMBA_ALONE = HybridConfig(layers=("mamba",), hidden_size=8)
 
 
@@ -158,6 +159,16 @@ def test_a_layout_of_another_order_is_refused(order, other):
     assert refused(order, layout, 1) == (
         f"models.MambaLayer: layout is cut by '{other}', the model's Placement has order='{order}'; make them alike"
     )
+
+
+def test_one_rank_takes_a_layout_of_any_order():
+    def body(mesh, case):
+        model = HybridLM(MAMBA_ALONE, Placement(mesh["cp"], mesh["tp"], order="contiguous"))
+        ids = torch.arange(8)[None]
+        one, other = (model(ids, TokenLayout.dense(kind, 8, cp_size=1, cp_rank=0)) for kind in ORDERS)
+        return torch.equal(one, other)
+
+    assert run(body, CaseSpec("hybrid", {"cp": 1, "tp": 1})).results == (True,)
 
 
 def test_rows_of_several_documents_are_refused():
