@@ -18,15 +18,16 @@ class Block:
     """Runs of queries, each with its run of keys.
 
     Rows are one slice, for all of the batch, or [m, rows]: m runs of a batch of one. `is_causal`: query i of a run sees
-    its keys 0 to i. `mask` [m, 1, queries or 1, keys] is True where a key is seen; `blind` where a query sees none.
-    `own_queries` [m, queries] and `own_keys` [m, keys] are False where a shorter run is filled up; None: none is.
+    its keys 0 to i. `mask` [m or 1, 1, queries or 1, keys] is True where a key is seen, `blind` where a query sees none;
+    one row serves all. `own_queries` [m, queries] and `own_keys` [m, keys] are False where a shorter run is filled up;
+    None: none is.
     """
 
     queries: Rows
     keys: Rows
     is_causal: bool = False
-    mask: Bool[Tensor, "m 1 i j"] | None = None
-    blind: Bool[Tensor, "m 1 i"] | None = None
+    mask: Bool[Tensor, "#m 1 #i j"] | None = None
+    blind: Bool[Tensor, "#m 1 #i"] | None = None
     own_queries: Bool[Tensor, "m i"] | None = None
     own_keys: Bool[Tensor, "m j"] | None = None
 
