@@ -18,7 +18,7 @@ class Block:
     """Runs of queries, each with its run of keys.
 
     Rows are one slice, for all of the batch, or [m, rows]: m runs of a batch of one. `is_causal`: query i of a run sees
-    its keys 0 to i. `mask` [m or 1, 1, queries or 1, keys] is True where a key is seen, `blind` where a query sees none;
+    its keys 0 to i. `mask` [m or 1, 1, queries or 1, keys] is True where a key is seen, `blind` where a query has none;
     one row serves all. `own_queries` [m, queries] and `own_keys` [m, keys] are False where a shorter run is filled up;
     None: none is.
     """
