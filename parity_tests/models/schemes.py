@@ -11,14 +11,17 @@ from torch.func import functional_call
 
 from parity_tests.harness.tree import flat
 from parity_tests.models.parameters import config_of
-from torch_impl.models import HybridConfig, HybridLM, Placement, RankStream, tensor_parallel_plan
+from torch_impl.layouts import TokenLayout
+from torch_impl.models import HybridConfig, HybridLM, Placement, tensor_parallel_plan
 
 HEAD_DIM = 4
 DTYPES = ("float32", "bfloat16", "float64")
 
 
-def rank_logits(mesh: Any, stream: RankStream, parameters: dict[str, Any], groups: int, **chosen: Any) -> Tensor:
-    """Logits "1 t/cp v/tp" of this rank's tokens, by a model whose parameters are these."""
+def rank_logits(
+    mesh: Any, ids: Tensor, layout: TokenLayout, parameters: dict[str, Any], groups: int, **chosen: Any
+) -> Tensor:
+    """Logits "b s/cp v/tp" of this rank's tokens, by a model whose parameters are these."""
     sizes = {"p": HEAD_DIM, "j": groups, "tp": mesh.size("tp")}
     config, tp = HybridConfig(**config_of(sizes, parameters)), mesh.device_mesh["tp"]
     leaves = flat(parameters)
@@ -30,4 +33,4 @@ def rank_logits(mesh: Any, stream: RankStream, parameters: dict[str, Any], group
     given = {n: DTensor.from_local(x, tp, cut[n], run_check=False) if n in cut else x for n, x in leaves.items()}
     if config.is_tied:
         given["lm_head.weight"] = given["embed_tokens.weight"]
-    return functional_call(model, given, (stream.ids, stream.layout), strict=True)
+    return functional_call(model, given, (ids, layout), strict=True)

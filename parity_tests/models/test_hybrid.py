@@ -18,7 +18,6 @@ from torch_impl.models import (
     HybridConfig,
     HybridLM,
     Placement,
-    RankStream,
     Stream,
     rank_stream,
     tensor_parallel_plan,
@@ -53,7 +52,7 @@ def declared(parameters, **sizes):
 
 def parallel(mesh, ids, groups, cu_padded, cu_real, parameters, **chosen):
     stream = rank_stream(Stream(ids, cu_padded, cu_real), mesh.size("cp"), mesh.rank("cp"))
-    return rank_logits(mesh, stream, parameters, len(groups), **chosen)
+    return rank_logits(mesh, stream.ids, stream.layout, parameters, len(groups), **chosen)
 
 
 @scheme(mesh={"cp": (1, 2, 3, 4), "tp": (1,)}, **declared(UNTIED, h=(12,), g=(1,), r=(12,), j=(1,)))
@@ -90,8 +89,7 @@ def of_rows(tokens):
 
 def rows(mesh, order, ids, groups, parameters, **chosen):
     layout = TokenLayout.dense(order, ids.shape[1], cp_size=mesh.size("cp"), cp_rank=mesh.rank("cp"))
-    own = layout.shard(ids, 1)
-    return rank_logits(mesh, RankStream(own, own, layout), parameters, len(groups), order=order, **chosen)
+    return rank_logits(mesh, layout.shard(ids, 1), layout, parameters, len(groups), order=order, **chosen)
 
 
 @scheme(**of_rows("s/cp:dual_chunk_swap"))

@@ -44,7 +44,9 @@ def parallel_loss(mesh, streams, groups, parameters, **chosen):
     count = valid_count([each.targets for each in own], [mesh["dp"], mesh["cp"]])
     vocab_size = parameters["embed_tokens"]["weight"].shape[0] * mesh.size("tp")
     losses = [
-        token_losses(rank_logits(mesh, each, parameters, groups, **chosen), each.targets, mesh["tp"], vocab_size)
+        token_losses(
+            rank_logits(mesh, each.ids, each.layout, parameters, groups, **chosen), each.targets, mesh["tp"], vocab_size
+        )
         for each in own
     ]
     everyone = [torch.zeros_like(losses[0][0]) for _ in streams]
