@@ -180,8 +180,8 @@ STORED_ORDER = (
         name="the order of storage taken for its inverse",
         kind="order",
         file=STORED,
-        old="original = inverse([stored])",
-        new="original, stored = stored, inverse([stored])",
+        old="original = inverted(stored)",
+        new="original, stored = stored, inverted(stored)",
         expect="value: ",
     ),
     Fault(

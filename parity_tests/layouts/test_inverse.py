@@ -18,3 +18,46 @@ def test_the_stream_comes_back_in_order(layout, world):
     back = inverse(pieces)
     assert torch.cat(pieces)[back].tolist() == list(range(4 * world))
     assert back.tolist() == reference([piece.numpy() for piece in pieces]).tolist()
+
+
+REFUSED = [
+    ([[0, 5], [1, 2]], "positions are not a permutation of 0..3: 3 is missing; give each position once"),
+    ([[0, 0], [1, 1]], "positions are not a permutation of 0..3: 0 is there twice; give each position once"),
+    ([[1, 2], [3]], "positions are not a permutation of 0..2: 0 is missing; give each position once"),
+    ([[0, -1]], "positions are not a permutation of 0..1: -1 is negative; give each position once"),
+    ([[[0, 1]]], "positions[0] is [1, 2]; positions are one row for each rank"),
+    ([[0], 1], "positions[1] is []; positions are one row for each rank"),
+]
+
+
+@pytest.mark.parametrize(("given", "sentence"), REFUSED, ids=[text[:60] for _, text in REFUSED])
+def test_what_is_no_permutation_is_refused(given, sentence):
+    with pytest.raises(ValueError) as caught:
+        inverse([torch.tensor(piece) for piece in given])
+    assert str(caught.value) == f"layouts.inverse: {sentence}"
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (5, "positions=5 is no sequence; pass a tensor of positions for each rank"),
+        ([], "positions=[] holds no tensor; pass a tensor of positions for each rank"),
+        ([[1, 0]], "positions[0] is a list; pass a tensor of positions for each rank"),
+        ([torch.tensor([0]), torch.tensor([1.0])], "positions[1] is float32; positions are integers"),
+        ([torch.tensor([True, False])], "positions[0] is bool; positions are integers"),
+    ],
+    ids=["int", "empty", "list", "float", "bool"],
+)
+def test_what_are_no_positions_is_refused(given, sentence):
+    with pytest.raises(TypeError) as caught:
+        inverse(given)
+    assert str(caught.value) == f"layouts.inverse: {sentence}"
+
+
+def test_positions_are_integers_of_any_kind():
+    back = inverse([torch.tensor([2, 0], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)])
+    assert back.tolist() == [1, 2, 0] and back.dtype == torch.int64
+
+
+def test_no_position_at_all():
+    assert inverse([torch.arange(0)] * 2).tolist() == []

@@ -14,7 +14,7 @@ from jaxtyping import Int, Int64, Shaped
 from torch import Tensor
 
 from torch_impl.kernels import rows_at
-from torch_impl.layouts.inverse import inverse
+from torch_impl.layouts.inverse import inverted
 from torch_impl.layouts.packed import first, host_offsets
 from torch_impl.layouts.remembered import remembered
 from torch_impl.layouts.token_index import stripped
@@ -168,7 +168,7 @@ def _sequence_major(local: Tensor, rows: int, cp_size: int) -> Int64[Tensor, " r
 
 
 def _with_inverse(index: Tensor) -> Both:
-    return index, inverse([index])
+    return index, inverted(index)
 
 
 def _permuted(x: Tensor, index: Both, dim: int) -> Tensor:

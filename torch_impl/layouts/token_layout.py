@@ -22,7 +22,7 @@ from torch_impl.collectives import all_gather
 from torch_impl.collectives.arguments import checked_dim, checked_group, checked_type
 from torch_impl.kernels import rows_at
 from torch_impl.layouts.draw import ALPHABET
-from torch_impl.layouts.inverse import inverse
+from torch_impl.layouts.inverse import inverted
 from torch_impl.layouts.remembered import remembered
 from torch_impl.layouts.token_index import dense_cut, packed_cut, recut
 
@@ -127,7 +127,7 @@ class TokenLayout:
     @_kept
     def inverse(self) -> Int64[Tensor, " total"]:
         """Row of each position in cat(rank 0, rank 1, ...): `sequential = rank_major[inverse]`."""
-        return inverse([self._everywhere if self.is_identity else self.index.flatten()])
+        return inverted(self._everywhere if self.is_identity else self.index.flatten())
 
     @_kept
     def sequence_ids(self) -> Int64[Tensor, " total"]:

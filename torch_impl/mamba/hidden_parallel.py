@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_impl.layouts import TokenLayout
 from torch_impl.layouts.columns import MambaSizes, conv_channels, projection_columns
-from torch_impl.layouts.inverse import inverse
+from torch_impl.layouts.inverse import inverted
 from torch_impl.layouts.reorder import _permuted
 from torch_impl.mamba.all_to_all import _all_to_all
 from torch_impl.mamba.five_exchanges import own_tokens, sequential
@@ -206,7 +206,7 @@ def _row_order(
 def _columns(sizes: MambaSizes, cp: int, device: torch.device) -> tuple[Int64[Tensor, " w"], Int64[Tensor, " w"]]:
     """Columns of all ranks, one rank after another, and back; of a group for each rank, where there are fewer."""
     there = projection_columns(replace(sizes, n_groups=max(sizes.n_groups, cp)), cp, device=device).flatten()
-    return there, inverse([there])
+    return there, inverted(there)
 
 
 @lru_cache(maxsize=16)

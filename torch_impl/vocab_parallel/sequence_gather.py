@@ -17,7 +17,8 @@ from torch.distributed import ProcessGroup
 from torch_impl.collectives.arguments import checked_dim, checked_group
 from torch_impl.collectives.plain import gathered, scattered_sum
 from torch_impl.kernels import rows_at
-from torch_impl.layouts import contiguous, dual_chunk_swap, inverse, uncuttable
+from torch_impl.layouts import contiguous, dual_chunk_swap, uncuttable
+from torch_impl.layouts.inverse import inverted
 
 
 def _get_tokens_on_this_cp_rank(
@@ -86,7 +87,7 @@ class AllGatherCPTensor(torch.autograd.Function):
                 f"dual_chunk_swap over cp={cp} needs an even number; pad s to {(local + 1) * cp}"
             )
         rank_major = gathered(tensor, cp_group, ctx.dim, [local] * cp)
-        return rows_at(rank_major, inverse(held(local * cp, cp, tensor.device)), ctx.dim)
+        return rows_at(rank_major, inverted(torch.cat(held(local * cp, cp, tensor.device))), ctx.dim)
 
     @staticmethod
     @once_differentiable

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import all_gather
 from torch_impl.collectives.plain import gathered
-from torch_impl.layouts import inverse
+from torch_impl.layouts.inverse import inverted
 from torch_impl.vocab_parallel.scoring import Scoring, next_ids, scored_over_cp
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def scored_in_stored_order(
     size = logits.shape[1] * ids.cp
     scoring.check_length(ids.size, logits.shape[1], ids.cp)
     stored = _checked_index(scoring, ids, seq_index, size).to(logits.device)
-    original = inverse([stored])
+    original = inverted(stored)
     target = next_ids(ids.whole().to(logits.device)[:, original], size)[:, stored]
     scores = scoring.scores(logits, target.chunk(ids.cp, dim=1)[cp_group.rank()])
     return all_gather(scores, cp_group, out="I", dim=1)[:, original][:, : max(size - 1, 0)]
