@@ -1,5 +1,6 @@
 """Which sizes can be cut: the multiple of each layout, and the sentence in the caller's names."""
 
+import numpy as np
 import pytest
 
 from jax_ref.layouts import BUILTIN as REFERENCES
@@ -50,3 +51,27 @@ def test_what_is_promised_can_be_cut_and_nothing_else(name, world):
         else:
             with pytest.raises(ValueError):
                 BUILTIN[name](size, world)
+
+
+NO_INTEGERS = [(8.0, 2, "size=8.0 is a float"), ("8", 2, "size='8' is a str"), (8, "2", "world='2' is a str")]
+NO_INTEGERS += [
+    (8, 2.0, "world=2.0 is a float"),
+    (True, 1, "size=True is a bool"),
+    (None, 1, "size=None is a NoneType"),
+]
+
+
+@pytest.mark.parametrize("name", [name for name in BUILTIN if name != "packed"])
+@pytest.mark.parametrize(("size", "world", "told"), NO_INTEGERS)
+def test_what_is_no_integer_is_refused(name, size, world, told):
+    with pytest.raises(TypeError) as caught:
+        BUILTIN[name](size, world)
+    assert str(caught.value) == f"{name}: {told}; pass an int"
+    with pytest.raises(TypeError) as caught:
+        uncuttable("size", size, "world", world, name)
+    assert str(caught.value) == f"{told}; pass an int"
+
+
+@pytest.mark.parametrize("name", [name for name in BUILTIN if name != "packed"])
+def test_a_size_is_an_integer_of_any_kind(name):
+    assert [len(piece) for piece in BUILTIN[name](np.int32(8), np.int64(2))] == [4, 4]

@@ -113,3 +113,10 @@ def test_offsets_are_integers():
     with pytest.raises(TypeError) as caught:
         packed(1, 1, torch.tensor([False, True]))
     assert str(caught.value) == "cu_seqlens: dtype is bool; offsets are integers"
+
+
+@pytest.mark.parametrize(("size", "world", "told"), [(8.0, 2, "size=8.0 is a float"), (8, "2", "world='2' is a str")])
+def test_sizes_are_integers(size, world, told):
+    with pytest.raises(TypeError) as caught:
+        packed(size, world, [0, 8])
+    assert str(caught.value) == f"packed: {told}; pass an int"

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from jax_ref.layouts import ceil_lengths, check_partition
 from jax_ref.layouts import ragged as reference
-from torch_impl.layouts import draw, ragged
+from torch_impl.layouts import TokenLayout, draw, ragged
 from torch_impl.layouts.ragged import positions
 
 
@@ -60,7 +60,7 @@ def test_refusals(layout, size, world, lengths, sentence):
     assert str(caught.value) == sentence
 
 
-@pytest.mark.parametrize("lengths", [(4.5, 4.5), (4, "4"), (None, 8)])
+@pytest.mark.parametrize("lengths", [(4.5, 4.5), (4, "4"), (None, 8), (True, 7)])
 def test_lengths_that_are_no_integers_are_refused(lengths):
     with pytest.raises(TypeError) as caught:
         ragged(8, 2, lengths)
@@ -69,3 +69,10 @@ def test_lengths_that_are_no_integers_are_refused(lengths):
 
 def test_lengths_are_integers_of_any_kind():
     assert [len(piece) for piece in ragged(8, 2, torch.tensor([3, 5]))] == [3, 5]
+
+
+def test_lengths_are_one_for_each_rank():
+    for call in (lambda: ragged(9, 2, 5), lambda: TokenLayout.dense("ragged", 9, cp_size=2, cp_rank=0, counts=5)):
+        with pytest.raises(TypeError) as caught:
+            call()
+        assert str(caught.value) == "ragged: lengths=5 is no sequence; give one int for each rank"

@@ -20,7 +20,7 @@ def contiguous(size: int, world: int, *, device: torch.device | str | None = Non
     >>> contiguous(6, 3)
     [tensor([0, 1]), tensor([2, 3]), tensor([4, 5])]
 
-    Errors: ValueError unless size is a multiple of world.
+    Errors: ValueError unless size is a multiple of world; TypeError for what is no integer.
     """
     check_cut("contiguous", size, world)
     return list(torch.arange(size, device=device).view(world, size // world).unbind())

@@ -22,7 +22,7 @@ def dual_chunk_swap(size: int, world: int, *, device: torch.device | str | None 
     >>> dual_chunk_swap(8, 2)
     [tensor([0, 1, 6, 7]), tensor([2, 3, 4, 5])]
 
-    Errors: ValueError unless size is a multiple of 2 * world.
+    Errors: ValueError unless size is a multiple of 2 * world; TypeError for what is no integer.
     """
     check_cut("dual_chunk_swap", size, world)
     return list(_index(size, world, torch.arange(world, device=device)[:, None], device).unbind())

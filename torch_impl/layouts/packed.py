@@ -39,7 +39,7 @@ def packed(
 
     Cost:   one copy of the offsets to the host; the arrays stand where `cu_seqlens` does, or on `device`.
     Errors: ValueError if the offsets do not run from 0 up to size or a padded length is no multiple of
-            2 * world; TypeError if they are no integers.
+            2 * world; TypeError if they, size or world are no integers.
     """
     check_cut("packed", size, world)
     offsets = checked_offsets(cu_seqlens, size, world).to(_home(cu_seqlens, device))

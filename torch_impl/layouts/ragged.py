@@ -1,6 +1,7 @@
 """Ragged: blocks in order, of any lengths, empty ones included, as index arrays."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import accumulate
 from operator import index
 
@@ -34,7 +35,7 @@ def ragged(
     [tensor([0, 1]), tensor([2, 3]), tensor([], dtype=torch.int64)]
 
     Errors: ValueError if the lengths are not one for each rank, one is negative, or they miss the size; TypeError for
-            lengths that are no integers.
+            a size, world or lengths that are no integers.
     """
     check_cut("ragged", size, world)
     bounds = _bounds(size, world, lengths)
@@ -62,8 +63,12 @@ def _bounds(size: int, world: int, lengths: Sequence[int] | None) -> list[int]:
 
 
 def _checked_kinds(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Lengths of any kind of integer, as ints."""
+    """Lengths of any kind of integer, as ints; True and False are none."""
     try:
-        return tuple(map(index, lengths))
+        given = tuple(lengths)
     except TypeError:
-        raise TypeError(f"ragged: lengths {tuple(lengths)} are not all integers; pass ints") from None
+        raise TypeError(f"ragged: lengths={lengths!r} is no sequence; give one int for each rank") from None
+    if not any(isinstance(length, bool) for length in given):
+        with suppress(TypeError):
+            return tuple(map(index, given))
+    raise TypeError(f"ragged: lengths {given} are not all integers; pass ints")

@@ -19,7 +19,7 @@ def striped(size: int, world: int, *, device: torch.device | str | None = None) 
     >>> striped(6, 3)
     [tensor([0, 3]), tensor([1, 4]), tensor([2, 5])]
 
-    Errors: ValueError unless size is a multiple of world.
+    Errors: ValueError unless size is a multiple of world; TypeError for what is no integer.
     Source: arXiv 2311.09431 (striped attention).
     """
     check_cut("striped", size, world)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from torch_impl.layouts.contiguous import contiguous
-from torch_impl.layouts.needs import needs, uncuttable
+from torch_impl.layouts.needs import check_whole, needs, uncuttable
 from torch_impl.layouts.packed import check_row, checked_offsets, first, host_offsets, rows
 from torch_impl.layouts.ragged import ragged
 from torch_impl.layouts.striped import striped
@@ -48,14 +47,14 @@ def dense_cut(
     _check_kind("dense", kind, DENSE)
     _check_rank(cp_size, cp_rank)
     real = length if real_length is None else real_length
-    _check_whole("s", length)
-    _check_whole("real_length", real)
+    check_whole("s", length)
+    check_whole("real_length", real)
     if reason := uncuttable("s", length, "cp", cp_size, kind) if _multiple(kind, cp_size) > 1 or length < 0 else None:
         raise ValueError(reason)
     if not 0 <= real <= length:
         raise ValueError(f"real_length={real} is outside s={length}; it counts the tokens that are no padding")
     if counts is not None and kind != "ragged":
-        raise ValueError(f"counts={list(counts)} are for ragged, the layout is {kind}; leave them out")
+        raise ValueError(f"counts={counts} are for ragged, the layout is {kind}; leave them out")
     cu = torch.tensor([[0, length], [0, real]], device=device)
     if kind != "ragged":
         return _cut(kind, length, cp_size, cp_rank, cu[0], cu[1])
@@ -135,7 +134,7 @@ def stripped(offsets: Tensor | Sequence[int]) -> Tensor:
 
 def _check_total(kind: str, offsets: Tensor, total: int, cp_size: int) -> None:
     """What can be known of a total without a copy to the host: whether it can be cut; of offsets there, their end."""
-    _check_whole("total", total)
+    check_whole("total", total)
     multiple = _multiple(kind, cp_size)
     if total < 0 or total % multiple:
         raise ValueError(
@@ -171,14 +170,9 @@ def _check_kind(constructor: str, kind: str, known: tuple[str, ...]) -> None:
         raise ValueError(f"TokenLayout.{constructor}: kind={kind!r} is not one of {', '.join(known)}")
 
 
-def _check_whole(name: str, size: int) -> None:
-    if isinstance(size, bool) or not isinstance(size, Integral):
-        raise TypeError(f"{name}={size!r} is a {type(size).__name__}; pass an int")
-
-
 def _check_rank(cp_size: int, cp_rank: int) -> None:
-    _check_whole("cp", cp_size)
-    _check_whole("cp_rank", cp_rank)
+    check_whole("cp", cp_size)
+    check_whole("cp_rank", cp_rank)
     if cp_size < 1:
         raise ValueError(f"cp={cp_size} is not a number of ranks; it is 1 or more")
     if not 0 <= cp_rank < cp_size:
