@@ -137,6 +137,14 @@ TYPE_ERRORS = [
         "cu_seqlens: dtype is float32; offsets are integers",
     ),
     (
+        lambda m: attend(m, layout=stream_of(m), cu_seqlens="ab"),
+        "cu_seqlens='ab' are no offsets; pass a row of integers",
+    ),
+    (
+        lambda m: attend(m, layout="contiguous", cu_seqlens=torch.tensor([0.0, 16.0])),
+        "cu_seqlens: dtype is float32; offsets are integers",
+    ),
+    (
         lambda m: attend(m, layout=None),
         "layout is a NoneType; pass a TokenLayout, or one of contiguous, dual_chunk_swap, striped",
     ),

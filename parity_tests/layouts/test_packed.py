@@ -109,10 +109,13 @@ def test_offsets_are_integers():
     assert str(caught.value) == "cu_seqlens: dtype is float64; offsets are integers"
     with pytest.raises(TypeError) as caught:
         packed(4, 1, torch.tensor([0.0, 4.0]))
-    assert str(caught.value) == "cu_seqlens: dtype is float32; offsets are integers"
+    assert str(caught.value) == "packed: cu_seqlens: dtype is float32; offsets are integers"
     with pytest.raises(TypeError) as caught:
         packed(1, 1, torch.tensor([False, True]))
-    assert str(caught.value) == "cu_seqlens: dtype is bool; offsets are integers"
+    assert str(caught.value) == "packed: cu_seqlens: dtype is bool; offsets are integers"
+    with pytest.raises(TypeError) as caught:
+        packed(4, 1, ["a"])
+    assert str(caught.value) == "packed: cu_seqlens=['a'] are no offsets; pass a row of integers"
 
 
 @pytest.mark.parametrize(("size", "world", "told"), [(8.0, 2, "size=8.0 is a float"), (8, "2", "world='2' is a str")])

@@ -275,6 +275,11 @@ REFUSED = [
         "layouts._reorder_chunks: cu_seqlens: dtype is float32; offsets are integers",
     ),
     (
+        lambda: _deinterleave_packed_seqs(wide(6), None, 2),
+        TypeError,
+        "layouts._deinterleave_packed_seqs: cu_seqlens=None are no offsets; pass a row of integers",
+    ),
+    (
         lambda: _reorder_chunks(wide(6), [0, 1], cu(0, 4, 2, 6)),
         ValueError,
         "layouts._reorder_chunks: cu_seqlens: sequence 1 runs from 4 back to 2; offsets never decrease",

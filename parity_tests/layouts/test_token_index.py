@@ -66,11 +66,15 @@ REFUSED = [
                 ValueError,
                 "cu_real: shape is (0,); offsets are one row of at least [0]",
             ),
-            ((torch.tensor([0, 8.0]),), TypeError, "cu_seqlens: dtype is float32; offsets are integers"),
+            (
+                (torch.tensor([0, 8.0]),),
+                TypeError,
+                "TokenLayout.packed: cu_padded: dtype is float32; offsets are integers",
+            ),
             (
                 (torch.tensor([0, 8]), torch.tensor([0, 8.0])),
                 TypeError,
-                "cu_real: dtype is float32; offsets are integers",
+                "TokenLayout.packed: cu_real: dtype is float32; offsets are integers",
             ),
         )
     ],
@@ -150,9 +154,19 @@ REFUSED = [
     ),
     (lambda: packed([[0, 4]]), ValueError, "cu_seqlens: shape is (1, 2); offsets are one row of at least [0]"),
     (lambda: packed([]), ValueError, "cu_seqlens: shape is (0,); offsets are one row of at least [0]"),
-    (lambda: packed([0.0, 4.0]), TypeError, "cu_seqlens: dtype is float32; offsets are integers"),
-    (lambda: packed([False, True]), TypeError, "cu_seqlens: dtype is bool; offsets are integers"),
-    (lambda: packed([0, 4], [0.0, 4.0]), TypeError, "cu_real: dtype is float32; offsets are integers"),
+    (lambda: packed([0.0, 4.0]), TypeError, "TokenLayout.packed: cu_padded: dtype is float32; offsets are integers"),
+    (lambda: packed(None), TypeError, "TokenLayout.packed: cu_padded=None are no offsets; pass a row of integers"),
+    (
+        lambda: packed([0, 4], "ab"),
+        TypeError,
+        "TokenLayout.packed: cu_real='ab' are no offsets; pass a row of integers",
+    ),
+    (lambda: packed([False, True]), TypeError, "TokenLayout.packed: cu_padded: dtype is bool; offsets are integers"),
+    (
+        lambda: packed([0, 4], [0.0, 4.0]),
+        TypeError,
+        "TokenLayout.packed: cu_real: dtype is float32; offsets are integers",
+    ),
     (
         lambda: dense("striped", 8).shard(torch.zeros(2, 7), 1),
         ValueError,

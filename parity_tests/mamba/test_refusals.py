@@ -130,13 +130,24 @@ def test_refused_offsets(cu, text):
 def test_what_is_of_another_kind_is_refused(strategy_of, name):
     def body(mesh, case):
         found = []
-        for call in (lambda: strategy_of(mesh, num_heads=4.0), lambda: strategy_of(mesh).mix([1, 2])):
+        calls = (
+            lambda: strategy_of(mesh, num_heads=4.0),
+            lambda: strategy_of(mesh).mix([1, 2]),
+            lambda: strategy_of(mesh).mix(STREAM, torch.tensor([0.0, 24.0])),
+            lambda: strategy_of(mesh).mix(STREAM, "ab"),
+        )
+        for call in calls:
             with pytest.raises(TypeError) as caught:
                 call()
             found.append(str(caught.value))
         return found
 
-    told = ["num_heads=4.0 is a float; it is an integer", "projected_states is a list; pass a Tensor"]
+    told = [
+        "num_heads=4.0 is a float; it is an integer",
+        "projected_states is a list; pass a Tensor",
+        "cu_seqlens: dtype is float32; offsets are integers",
+        "cu_seqlens='ab' are no offsets; pass a row of integers",
+    ]
     ranks = run(body, CaseSpec(scheme="mamba", mesh={"cp": 2}))
     assert ranks.results == ([f"mamba.{name}: {text}" for text in told],) * 2 and ranks.ledger.rows == []
 

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_impl.collectives.arguments import checked_group
-from torch_impl.layouts.packed import host_offsets
+from torch_impl.layouts.packed import host_offsets, offsets_of
 from torch_impl.layouts.token_index import stripped
 from torch_impl.layouts.token_layout import TokenLayout
 
@@ -147,6 +147,7 @@ def _named(
     function: str, kind: str, cu_seqlens: Tensor | Sequence[int] | None, cp: Groups, total: int, device: torch.device
 ) -> TokenLayout:
     if cu_seqlens is not None:
+        offsets_of(f"{function}: cu_seqlens", cu_seqlens)
         kind = "packed" if kind == "dual_chunk_swap" else kind
         return TokenLayout.packed(cu_seqlens, cp_size=cp.size, cp_rank=cp.rank, kind=kind, total=total)
     if kind not in DENSE:
@@ -172,6 +173,7 @@ def _on(layout: TokenLayout, device: torch.device) -> TokenLayout:
 def _check_same_offsets(function: str, layout: TokenLayout, cu_seqlens: Tensor | Sequence[int] | None) -> None:
     if cu_seqlens is None or cu_seqlens is layout.cu_padded:
         return
-    given = host_offsets(stripped(cu_seqlens), f"{function}: cu_seqlens")
+    name = f"{function}: cu_seqlens"
+    given = host_offsets(stripped(offsets_of(name, cu_seqlens)), name)
     if not torch.equal(given, layout.cu_padded.cpu().long()):
         raise ValueError(f"{function}: cu_seqlens differ from the layout's; pass one of them")

@@ -18,7 +18,7 @@ from torch_impl.context_parallel.te_adapter import local_index
 from torch_impl.context_parallel.thd import TABLES, by_chunk, stream
 from torch_impl.kernels import rows_at
 from torch_impl.layouts import TokenLayout, needs
-from torch_impl.layouts.packed import checked_offsets
+from torch_impl.layouts.packed import checked_offsets, offsets_of
 from torch_impl.layouts.token_index import stripped
 
 IDS = ("input_ids", "labels", "position_ids")
@@ -88,8 +88,8 @@ def _shard_thd_chunk_for_te(
         if name not in batch:
             raise ValueError(f"context_parallel.te: batch has no {name!r}; pass a result of process_input_for_thd")
     cp_size, cp_rank = _place(cp_mesh)
-    real = stripped(batch["cu_seqlens"])
-    padded = stripped(batch["cu_seqlens_padded"]) if "cu_seqlens_padded" in batch else real
+    real = _stripped(batch, "cu_seqlens")
+    padded = _stripped(batch, "cu_seqlens_padded") if "cu_seqlens_padded" in batch else real
     total, device = len(batch["input_ids"]), batch["input_ids"].device
     made = TokenLayout.packed(padded, real, cp_size=cp_size, cp_rank=cp_rank, total=total)
     layout = made.on(device)
@@ -114,6 +114,10 @@ def _cut(tokens: Mapping[str, Tensor], layout: TokenLayout) -> dict[str, Tensor]
         share = rows_at(x, index, 2 if name == "position_ids" and x.ndim == 3 else 0)
         cut[name] = share.long() if name in IDS and not share.is_floating_point() else share
     return cut
+
+
+def _stripped(batch: Mapping[str, Any], name: str) -> Tensor:
+    return stripped(offsets_of(f"context_parallel.te: {name}", batch[name]))
 
 
 def _told(layout: TokenLayout) -> dict[str, Any]:

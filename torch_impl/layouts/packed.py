@@ -22,6 +22,7 @@ def positions(
 ) -> Int64[Tensor, " local"]:
     """Global positions that one rank holds: its share of sequence 0, then of sequence 1, ..."""
     check_cut("packed", size, world, rank)
+    offsets_of("packed: cu_seqlens", cu_seqlens)
     return rows(checked_offsets(cu_seqlens, size, world).to(_home(cu_seqlens, device)), size, world, rank)
 
 
@@ -42,6 +43,7 @@ def packed(
             2 * world; TypeError if they, size or world are no integers.
     """
     check_cut("packed", size, world)
+    offsets_of("packed: cu_seqlens", cu_seqlens)
     offsets = checked_offsets(cu_seqlens, size, world).to(_home(cu_seqlens, device))
     return list(rows(offsets, size, world, torch.arange(world, device=offsets.device)[:, None]).unbind())
 
@@ -90,10 +92,21 @@ def checked_offsets(
 
 def host_offsets(given: Tensor | Sequence[int], name: str) -> Int64[Tensor, " offsets"]:
     """Integers in one row that start at 0 and never decrease, on the host."""
-    given = torch.as_tensor(given)
+    given = offsets_of(name, given)
     check_row(name, given)
     offsets = given.cpu().long()
     check_rising(name, offsets)
+    return offsets
+
+
+def offsets_of(name: str, given: Tensor | Sequence[int]) -> Tensor:
+    """A tensor of integers, where it stands; TypeError for what is none. Nothing waits for the device."""
+    try:
+        offsets = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name}={given!r} are no offsets; pass a row of integers") from None
+    if offsets.numel():
+        _check_integers(name, offsets)
     return offsets
 
 
@@ -101,6 +114,10 @@ def check_row(name: str, given: Tensor) -> None:
     """What is known of offsets without their values: one row of integers."""
     if given.dim() != 1 or not len(given):
         raise ValueError(f"{name}: shape is {tuple(given.shape)}; offsets are one row of at least [0]")
+    _check_integers(name, given)
+
+
+def _check_integers(name: str, given: Tensor) -> None:
     if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
         raise TypeError(f"{name}: dtype is {str(given.dtype).removeprefix('torch.')}; offsets are integers")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torch_impl.kernels import rows_at
 from torch_impl.layouts.inverse import inverted
-from torch_impl.layouts.packed import first, host_offsets
+from torch_impl.layouts.packed import first, host_offsets, offsets_of
 from torch_impl.layouts.remembered import remembered
 from torch_impl.layouts.token_index import stripped
 
@@ -191,7 +191,8 @@ class _Permuted(torch.autograd.Function):
 
 
 def _offsets(function: str, cu_seqlens: Tensor) -> Int64[Tensor, " offsets"]:
-    return host_offsets(stripped(cu_seqlens), f"{function}: cu_seqlens")
+    name = f"{function}: cu_seqlens"
+    return host_offsets(stripped(offsets_of(name, cu_seqlens)), name)
 
 
 def _checked_dim(function: str, x: Tensor, is_packed: bool) -> int:

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from torch_impl.layouts.contiguous import contiguous
 from torch_impl.layouts.needs import check_whole, needs, uncuttable
-from torch_impl.layouts.packed import check_row, checked_offsets, first, host_offsets, rows
+from torch_impl.layouts.packed import check_row, checked_offsets, first, host_offsets, offsets_of, rows
 from torch_impl.layouts.ragged import ragged
 from torch_impl.layouts.striped import striped
 
@@ -76,6 +76,9 @@ def packed_cut(
     """Sequences by their offsets."""
     _check_kind("packed", kind, PACKED)
     _check_rank(cp_size, cp_rank)
+    offsets_of("TokenLayout.packed: cu_padded", cu_padded)
+    if cu_real is not None:
+        offsets_of("TokenLayout.packed: cu_real", cu_real)
     if not validate and total is not None and isinstance(cu_padded, Tensor):  # a list is on the host, to be checked
         check_row("cu_seqlens", cu_padded)
         _check_total(kind, cu_padded, total, cp_size)

@@ -7,6 +7,7 @@ from operator import index
 from torch import Tensor
 
 from torch_impl.layouts.columns import MambaSizes
+from torch_impl.layouts.packed import offsets_of
 
 
 def checked_sizes(function: str, num_heads: int, head_dim: int, n_groups: int, d_state: int) -> MambaSizes:
@@ -47,3 +48,5 @@ def check_stream(function: str, x: Tensor, cu_seqlens: Tensor | None) -> None:
         raise ValueError(
             f"mamba.{function}: input is {list(x.shape)} with cu_seqlens; one stream is [t, w] or [1, t, w]"
         )
+    if cu_seqlens is not None:
+        offsets_of(f"mamba.{function}: cu_seqlens", cu_seqlens)
