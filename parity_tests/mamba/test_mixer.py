@@ -141,12 +141,12 @@ REFUSED = [
     (lambda: made(chunk_size=0), "chunk_size=0 is not a size; it is 1 or more"),
     (lambda: made(dt_limit=(2.0, 1.0)), "dt_limit=(2.0, 1.0) is no range of steps; pass 0 <= low <= high"),
     (lambda: made(norm_eps=-1e-5), "norm_eps=-1e-05 is added to a mean of squares; it is 0 or more"),
-    (lambda: made()(U), "input is [11, 36] without cu_seqlens; pass them, or [b, s, w]"),
+    (lambda: made()(U), "input is [11, 5] without cu_seqlens; pass them, or [b, s, w]"),
     (
         lambda: made()(U[None].expand(2, 11, 5), torch.tensor([0, 11])),
-        "input is [2, 11, 36] with cu_seqlens; one stream is [t, w] or [1, t, w]",
+        "input is [2, 11, 5] with cu_seqlens; one stream is [t, w] or [1, t, w]",
     ),
-    (lambda: made()(U[0]), "input is [36]; it is [b, s, w], or [t, w] with cu_seqlens"),
+    (lambda: made()(U[0]), "input is [5]; it is [b, s, w], or [t, w] with cu_seqlens"),
 ]
 
 
@@ -162,6 +162,51 @@ def test_a_size_that_is_no_integer_is_refused(size, kind):
     with pytest.raises(TypeError) as caught:
         Mamba2Mixer(**{**GIVEN, "num_heads": size})
     assert str(caught.value) == f"mamba.Mamba2Mixer: num_heads={size!r} is a {kind}; it is an integer"
+
+
+@pytest.mark.parametrize("shape", [(2, 11, 4), (11, 6), (0,), ()])
+def test_another_width_is_refused(shape):
+    with pytest.raises(ValueError) as caught:
+        made()(torch.zeros(shape, dtype=torch.float64))
+    assert str(caught.value) == f"mamba.Mamba2Mixer: x is {list(shape)}; d_model=5 is its last dim"
+
+
+@pytest.mark.parametrize(
+    ("x", "text"),
+    [
+        ([1.0], "x is a list; pass a Tensor"),
+        (torch.zeros(1, 11, 5, dtype=torch.int64), "x is int64; hidden states are floating-point numbers"),
+        (
+            torch.zeros(1, 11, 5, device="meta"),
+            "x is float32, in_proj.weight is float64; cast one, or use torch.autocast",
+        ),
+        (torch.zeros(1, 11, 5), "x is float32, in_proj.weight is float64; cast one, or use torch.autocast"),
+    ],
+    ids=["list", "int64", "meta", "float32"],
+)
+def test_what_are_no_hidden_states_is_refused(x, text):
+    with pytest.raises(TypeError) as caught:
+        made()(x)
+    assert str(caught.value) == f"mamba.Mamba2Mixer: {text}"
+
+
+def test_hidden_states_that_are_cast_on_the_way_are_taken():
+    """By autocast, by a hook, or by a projection of another kind."""
+    module, x = made(dtype=torch.float32), U[None]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert module(x.float().bfloat16()).isfinite().all()
+    module.in_proj.register_forward_pre_hook(lambda _, given: (given[0].float(),))
+    assert torch.equal(module(x), module(x.float()))
+    other = made(dtype=torch.float32)
+    other.in_proj = torch.nn.Sequential(Narrowed(), other.in_proj)
+    assert torch.equal(other(x), other(x.float()))
+
+
+class Narrowed(torch.nn.Module):
+    """To float32."""
+
+    def forward(self, x):
+        return x.float()
 
 
 def test_offsets_that_end_elsewhere_are_refused():

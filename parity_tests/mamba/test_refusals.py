@@ -5,7 +5,7 @@ import torch
 
 from parity_tests import CaseSpec
 from parity_tests.harness.engines.run import run
-from parity_tests.mamba.made import CU, PROJECTED, T, filled, made, passing
+from parity_tests.mamba.made import CU, PROJECTED, T, U, filled, made, passing
 from torch_impl.layouts import TokenLayout
 from torch_impl.mamba import MambaContextParallel
 
@@ -29,7 +29,7 @@ REFUSED = [
     (lambda m: made(m, num_heads=8), "conv1d.weight is [20, 1, 4]; these sizes give it 28 rows"),
     (lambda m: made(m, torch.nn.Linear(1, 1)), "the mixer has no conv1d.weight"),
     (
-        lambda m: made(m, layout="striped").pre_conv_ssm(X),
+        lambda m: made(m, layout="striped"),
         "layout='striped' is not contiguous, dual_chunk_swap or a TokenLayout",
     ),
     (
@@ -66,7 +66,7 @@ PASSING = [
     (lambda m: passing(m, n_groups=3), "num_heads=4 must be divisible by n_groups=3"),
     (lambda m: passing(m, num_heads=8), "conv1d.weight is [20, 1, 4]; these sizes give it 28 rows"),
     (
-        lambda m: passing(m, layout="striped").mix(X),
+        lambda m: passing(m, layout="striped"),
         "layout='striped' is not contiguous, dual_chunk_swap or a TokenLayout",
     ),
     (
@@ -132,6 +132,7 @@ def test_what_is_of_another_kind_is_refused(strategy_of, name):
         found = []
         calls = (
             lambda: strategy_of(mesh, num_heads=4.0),
+            lambda: strategy_of(mesh, layout=["contiguous"]),
             lambda: strategy_of(mesh).mix([1, 2]),
             lambda: strategy_of(mesh).mix(STREAM, torch.tensor([0.0, 24.0])),
             lambda: strategy_of(mesh).mix(STREAM, "ab"),
@@ -144,6 +145,7 @@ def test_what_is_of_another_kind_is_refused(strategy_of, name):
 
     told = [
         "num_heads=4.0 is a float; it is an integer",
+        "layout is a list; pass contiguous, dual_chunk_swap or a TokenLayout",
         "projected_states is a list; pass a Tensor",
         "cu_seqlens: dtype is float32; offsets are integers",
         "cu_seqlens='ab' are no offsets; pass a row of integers",
@@ -155,3 +157,29 @@ def test_what_is_of_another_kind_is_refused(strategy_of, name):
 def test_no_group_is_refused():
     with pytest.raises(TypeError, match=r"cp_group is None; pass a ProcessGroup or a 1-D DeviceMesh"):
         MambaContextParallel(None, 4, 2, 2, 3, filled())
+
+
+@pytest.mark.parametrize("strategy", [None, made, passing])
+def test_hidden_states_are_refused_before_they_are_projected(strategy):
+    """With and without a strategy, in the words of the mixer's own argument."""
+
+    def body(mesh, case):
+        mixer = filled()
+        mixer.context_parallel = strategy and strategy(mesh, mixer)
+        with pytest.raises(ValueError) as caught:
+            mixer(U[0])
+        return str(caught.value)
+
+    ranks = run(body, CaseSpec(scheme="mamba", mesh={"cp": 2}))
+    told = "mamba.Mamba2Mixer: input is [24, 5] without cu_seqlens; pass them, or [b, s, w]"
+    assert ranks.results == (told,) * 2 and ranks.ledger.rows == []
+
+
+@pytest.mark.parametrize("strategy", [made, passing])
+def test_a_stream_whose_layout_is_known_needs_no_offsets(strategy):
+    def body(mesh, case):
+        mixer = filled()
+        mixer.context_parallel = strategy(mesh, mixer, layout=packed_as(mesh, [0, 24]))
+        return tuple(mixer(U[0, :12]).shape)
+
+    assert run(body, CaseSpec(scheme="mamba", mesh={"cp": 2})).results == ((12, 5),) * 2

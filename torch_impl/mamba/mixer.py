@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch_impl.collectives import accumulator
 from torch_impl.layouts import TokenLayout
 from torch_impl.layouts.columns import MambaSizes
-from torch_impl.mamba.arguments import check_limits, check_stream, checked_size, checked_sizes
+from torch_impl.mamba.arguments import check_hidden, check_limits, check_stream, checked_size, checked_sizes
 from torch_impl.mamba.conv import causal_conv
 from torch_impl.mamba.scan import chunked_scan
 
@@ -123,9 +123,10 @@ class Mamba2Mixer(nn.Module):
     if the rest is; the rest in `dtype`, all on `device`.
 
     Cost:   no collective of its own.
-    Errors: TypeError for sizes that are no integers; ValueError for sizes below 1, num_heads that n_groups does not
-            divide, a width that norm_groups does not divide, a dt_limit that is no range, norm_eps below 0, [t, d]
-            without cu_seqlens or [b, s, d] with it and b > 1, offsets that do not rise from 0 to t.
+    Errors: TypeError for sizes or offsets that are no integers, an x that is no Tensor of the parameters' dtype;
+            ValueError for sizes below 1, num_heads that n_groups does not divide, a width that norm_groups does not
+            divide, a dt_limit that is no range, norm_eps below 0, x of another width, [t, d] without cu_seqlens or
+            [b, s, d] with it and b > 1, offsets that do not rise from 0 to t.
     Source: arXiv 2405.21060; the names are those of mamba-ssm's Mamba2.
     """
 
@@ -186,6 +187,7 @@ class Mamba2Mixer(nn.Module):
         self, x: Float[Tensor, "*a d"], cu_seqlens: Int[Tensor, " offsets"] | None = None
     ) -> Float[Tensor, "*a d"]:
         """See the class."""
+        self._check(x, cu_seqlens)
         strategy = self if self.context_parallel is None else self.context_parallel
         return self.out_proj(self.norm(strategy.mix(self.in_proj(x), cu_seqlens)))
 
@@ -206,6 +208,13 @@ class Mamba2Mixer(nn.Module):
             ids = layout.sequence_ids.to(rows.device)[None]
         out = mixed(rows, self.sizes, self.ssm_parameters(), ids, chunk_size=self.chunk_size, dt_limit=self.dt_limit)
         return out if projected_states.ndim == 3 else out[0]
+
+    def _check(self, x: Tensor, cu_seqlens: Tensor | None) -> None:
+        """What is known of x before it is projected; a strategy with a layout of its own says what it takes."""
+        check_hidden("Mamba2Mixer", x, self.in_proj, self.d_model)
+        order = "alone" if self.context_parallel is None else getattr(self.context_parallel, "layout", None)
+        if isinstance(order, str):
+            check_stream("Mamba2Mixer", x, cu_seqlens)
 
     def ssm_parameters(self) -> SsmParameters:
         """What stands between the projections, whole."""

@@ -15,7 +15,7 @@ from torch_impl.layouts import TokenLayout
 from torch_impl.mamba.arguments import check_stream, checked_sizes
 from torch_impl.mamba.mixer import SsmParameters
 from torch_impl.mamba.shared_parameters import check_parameters, whole
-from torch_impl.mamba.token_order import Order, checked_group_of, token_layout
+from torch_impl.mamba.token_order import Order, checked_group_of, checked_order, token_layout
 
 
 class MixerStrategy:
@@ -24,8 +24,9 @@ class MixerStrategy:
     `mixer` holds conv1d, dt_bias, A_log and D, which are whole on each rank when they are read. What a rank's tokens or
     heads give is the gradient there: the full one is the SUM over cp.
 
-    Errors: TypeError for sizes that are no integers or a cp_group that is neither ProcessGroup nor 1-D DeviceMesh;
-            ValueError for sizes below 1, num_heads that n_groups does not divide, parameters of other sizes.
+    Errors: TypeError for sizes that are no integers, a cp_group that is neither ProcessGroup nor 1-D DeviceMesh, a
+            layout that is neither name nor TokenLayout; ValueError for sizes below 1, num_heads that n_groups does
+            not divide, parameters of other sizes, another layout.
     """
 
     name: ClassVar[str]
@@ -47,7 +48,7 @@ class MixerStrategy:
         if reason := self._unshareable():
             raise ValueError(f"mamba.{self.name}: {reason}")
         check_parameters(self.name, mixer, self.sizes)
-        self.mixer, self.layout = mixer, layout
+        self.mixer, self.layout = mixer, checked_order(self.name, layout)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MixerStrategy:
         """For the copy of the mixer that `memo` has, or a new one; groups and layouts are shared."""

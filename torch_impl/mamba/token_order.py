@@ -27,6 +27,17 @@ def checked_group_of(function: str, cp_group: ProcessGroup | DeviceMesh) -> Proc
     return checked_group(f"mamba.{function}", "cp_group", cp_group, " or a 1-D DeviceMesh")
 
 
+def checked_order(function: str, order: Order) -> Order:
+    """`order` itself: the name of an order, or the layout of every batch."""
+    if not isinstance(order, Order):
+        raise TypeError(
+            f"mamba.{function}: layout is a {type(order).__name__}; pass contiguous, dual_chunk_swap or a TokenLayout"
+        )
+    if isinstance(order, str) and order not in PACKED:
+        raise ValueError(f"mamba.{function}: layout={order!r} is not contiguous, dual_chunk_swap or a TokenLayout")
+    return order
+
+
 def token_layout(
     function: str, order: Order, total: int, cu_seqlens: Tensor | None, group: ProcessGroup, device: torch.device
 ) -> TokenLayout:
@@ -36,13 +47,12 @@ def token_layout(
     Errors: ValueError for another order, a layout of other tokens, sequences or ranks or of unequal shares, offsets
             that do not rise from 0 to total.
     """
+    order = checked_order(function, order)
     if isinstance(order, TokenLayout):
         _check(function, order, total, group)
         if cu_seqlens is not None:
             remembered(lambda: _has_sequences(function, order, cu_seqlens), cu_seqlens, order.cu_padded, (function,))
         return order
-    if order not in PACKED:
-        raise ValueError(f"mamba.{function}: layout={order!r} is not contiguous, dual_chunk_swap or a TokenLayout")
     if cu_seqlens is None:
         return _dense(order, total, group.size(), group.rank(), device)
     return TokenLayout.packed(cu_seqlens, cp_size=group.size(), cp_rank=group.rank(), kind=PACKED[order], total=total)
