@@ -208,3 +208,42 @@ def test_a_number_of_chunks_is_an_integer(made):
     with pytest.raises(TypeError) as caught:
         made(batch([[8]], [[8]], 8), num_chunks=1.0)
     assert str(caught.value) == "context_parallel.thd: num_chunks=1.0 is a float; pass an int"
+
+
+@pytest.mark.parametrize("made", [process_input_for_thd, partial(make_cp_batch_for_te, None)])
+@pytest.mark.parametrize(
+    ("further", "sentence"),
+    [
+        ({"seq_lens": [[8]]}, "seq_lens is a list; pass a Tensor"),
+        ({"seq_lens_padded": None}, "seq_lens_padded is a NoneType; pass a Tensor"),
+        ({"input_ids": [[1]]}, "input_ids is a list; pass a Tensor"),
+        ({"labels": [[1]]}, "labels is a list; pass a Tensor"),
+        ({"position_ids": (1,)}, "position_ids is a tuple; pass a Tensor"),
+    ],
+    ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
+)
+def test_what_is_by_token_is_a_tensor(made, further, sentence):
+    with pytest.raises(TypeError) as caught:
+        made(batch([[8]], [[8]], 8) | further)
+    assert str(caught.value) == f"context_parallel.thd: {sentence}"
+
+
+def test_labels_may_be_none():
+    assert process_input_for_thd(batch([[8]], [[8]], 8, labels=None))["labels"] is None
+
+
+@pytest.mark.parametrize("made", [process_input_for_thd, partial(make_cp_batch_for_te, None)])
+def test_a_batch_is_a_dict_with_something_in_it(made):
+    with pytest.raises(TypeError) as caught:
+        made(None)
+    assert str(caught.value) == "context_parallel.thd: batch is a NoneType; pass a dict of tensors by name"
+    with pytest.raises(KeyError) as missing:
+        made({})
+    assert missing.value.args == ("context_parallel.thd: batch has no 'input_ids'; it has nothing",)
+
+
+@pytest.mark.parametrize(("fill", "kind"), [(-1000.0, "float"), ("-1", "str"), (None, "NoneType")])
+def test_a_fill_is_an_integer(fill, kind):
+    with pytest.raises(TypeError) as caught:
+        thd([[8]], [[8]], fill=fill)
+    assert str(caught.value) == f"context_parallel.thd: seq_lens_padding_value={fill!r} is a {kind}; pass an int"

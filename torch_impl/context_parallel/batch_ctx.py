@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from torch_impl.context_parallel.arguments import check_batch, checked_tensor, names_of
 from torch_impl.context_parallel.attention_mask import padding_of, restarts
 from torch_impl.context_parallel.batch_te import make_cp_batch_for_te
 from torch_impl.context_parallel.sequence_context import SequenceContext
@@ -70,9 +71,13 @@ def make_cp_batch_and_ctx(
 
     Cost:   no collective; two copies of each tensor, and one host read of the mask and positions.
     Errors: ValueError for left padding, holes, packing ids, other entries than 0 and 1, a mask or a tensor by token of
-            another shape, input_ids that are not [b, s], or a batch without input_ids and inputs_embeds.
+            another shape, input_ids that are not [b, s], or a batch without input_ids and inputs_embeds; TypeError for
+            no batch, no mesh, or what is by token and no Tensor.
             RuntimeWarning for positions that start anew inside a row without a mask: those sequences see each other.
     """
+    check_batch(FUNCTION, batch)
+    if loss_mask is not None:
+        checked_tensor(FUNCTION, "loss_mask", loss_mask)
     cp_mesh = _cp_mesh(device_mesh)
     if use_te:
         given = batch if loss_mask is None else {**batch, "loss_mask": loss_mask}
@@ -95,13 +100,15 @@ def _build_position_ids(batch: dict[str, Any], device: torch.device | str) -> di
     With `seq_lens_padded` they start anew in each slot. They stand on `device`.
 
     Cost:   no collective; with seq_lens_padded one host copy of them.
-    Errors: ValueError without input_ids [b, s] and inputs_embeds [b, s, d], or for slots that do not fit the rows.
+    Errors: ValueError without input_ids [b, s] and inputs_embeds [b, s, d], or for slots that do not fit the rows;
+            TypeError for no batch, or what of it is no Tensor.
     """
+    check_batch(FUNCTION, batch)
     if batch.get("position_ids") is not None:
         return batch
     rows, size = _shape(batch)
     if "seq_lens_padded" in batch:
-        padded = batch["seq_lens_padded"]
+        padded = checked_tensor(FUNCTION, "seq_lens_padded", batch["seq_lens_padded"])
         padded = torch.where(padded < 0, NONE, padded)
         slots = checked_slots(padded, padded, rows, size, NONE)
         layout = TokenLayout.packed(slots.offsets[0], cp_size=1, cp_rank=0)
@@ -151,12 +158,12 @@ def _completed(
             raise ValueError(f"{FUNCTION}: loss_mask is given and another is in the batch; leave one out")
         full["loss_mask"] = loss_mask
     for name in BY_TOKEN:
-        if name in full and _dim(name, full[name], shape) is None:
+        if name in full and _dim(name, checked_tensor(FUNCTION, name, full[name]), shape) is None:
             raise ValueError(
                 f"{FUNCTION}: {name} is {list(full[name].shape)}, the batch has {list(shape)} tokens; give one for each"
             )
     mask = batch.get("attention_mask")
-    behind = None if mask is None else padding_of(FUNCTION, mask, shape)
+    behind = None if mask is None else padding_of(FUNCTION, checked_tensor(FUNCTION, "attention_mask", mask), shape)
     has_own = "position_ids" in full or "seq_lens_padded" in full
     _build_position_ids(full, device)
     if mask is None and has_own and restarts(full["position_ids"]):
@@ -200,16 +207,19 @@ def _shape(batch: dict[str, Any]) -> tuple[int, int]:
     """Rows and tokens of each."""
     for name, least in (("input_ids", 2), ("inputs_embeds", 3)):
         if batch.get(name) is not None:
-            shape = batch[name].shape
+            shape = checked_tensor(FUNCTION, name, batch[name]).shape
             if len(shape) < least:
                 dims = "[b, s, d]" if least > 2 else "[b, s]"
                 raise ValueError(f"{FUNCTION}: {name} is {list(shape)}; it is {dims}, one row for each sequence")
             return shape[0], shape[1]
-    raise ValueError(f"{FUNCTION}: batch has neither input_ids nor inputs_embeds; it has {', '.join(batch)}")
+    raise ValueError(f"{FUNCTION}: batch has neither input_ids nor inputs_embeds; it has {names_of(batch)}")
 
 
 def _cp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
     """The submesh `cp`; None where there is none."""
+    if device_mesh is not None and not hasattr(device_mesh, "mesh_dim_names"):
+        kind = type(device_mesh).__name__
+        raise TypeError(f"{FUNCTION}: device_mesh is a {kind}; pass a DeviceMesh with a dim named cp, or None")
     if device_mesh is not None and not device_mesh.mesh_dim_names and device_mesh.size() > 1:
         warnings.warn(
             f"{FUNCTION}: the mesh of {device_mesh.size()} ranks has no names, so that none of its dims cuts the "

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_impl.context_parallel.arguments import checked_place
+from torch_impl.context_parallel.arguments import check_batch, checked_place, checked_tensor
 from torch_impl.context_parallel.te_adapter import local_index
 from torch_impl.context_parallel.thd import TABLES, by_chunk, stream
 from torch_impl.kernels import rows_at
@@ -49,7 +49,7 @@ def make_cp_batch_for_te(
 
     Cost:   no collective; one copy of the share for each key, one host copy of the lengths.
     Errors: ValueError for another qkv_format, a mesh of several dims, or a slot that is no multiple of 2 * cp over two
-            ranks or more; else as `split_batch_into_thd_chunks`.
+            ranks or more; TypeError for what is no mesh; else as `split_batch_into_thd_chunks`.
     """
     _check_format(qkv_format)
     cp_size, cp_rank = _place(cp_mesh)
@@ -81,12 +81,17 @@ def _shard_thd_chunk_for_te(
 
     Cost:   no collective; one copy of the share for each key, one host copy of the offsets.
     Errors: ValueError without cu_seqlens or input_ids, for another qkv_format, offsets that do not end where the
-            stream does, or a slot that is no multiple of 2 * cp over two ranks or more.
+            stream does, or a slot that is no multiple of 2 * cp over two ranks or more; TypeError for no batch, no
+            mesh, offsets of no integers, input_ids or a max_seqlen that are no Tensor.
     """
     _check_format(qkv_format)
+    check_batch("context_parallel.te", batch)
     for name in ("cu_seqlens", "input_ids"):
         if name not in batch:
             raise ValueError(f"context_parallel.te: batch has no {name!r}; pass a result of process_input_for_thd")
+    for name in ("input_ids", "max_seqlen"):
+        if name in batch:
+            checked_tensor("context_parallel.te", name, batch[name])
     cp_size, cp_rank = _place(cp_mesh)
     real = _stripped(batch, "cu_seqlens")
     padded = _stripped(batch, "cu_seqlens_padded") if "cu_seqlens_padded" in batch else real

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from torch_impl.layouts.needs import check_whole
 from torch_impl.layouts.packed import first
 
 
@@ -49,8 +50,9 @@ class Slots:
 def checked_slots(seq_lens: Tensor, seq_lens_padded: Tensor, rows: int, size: int, fill: int) -> Slots:
     """The slots of `rows` rows of `size` tokens, without filled entries; a row's tail joins its last slot.
 
-    Errors: ValueError for lengths that do not fit; TypeError for lengths of no integers.
+    Errors: ValueError for lengths that do not fit; TypeError for lengths or a fill of no integers.
     """
+    check_whole("context_parallel.thd: seq_lens_padding_value", fill)
     if fill >= 0:
         raise ValueError(_said(f"seq_lens_padding_value={fill} could be a length; use a negative one"))
     real, padded = _on_host(seq_lens, seq_lens_padded, rows)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_impl.context_parallel.arguments import check_batch, checked_tensor, names_of
 from torch_impl.context_parallel.slots import Slots, checked_slots
 from torch_impl.layouts import TokenLayout
 
@@ -44,7 +45,7 @@ def process_input_for_thd(
     Cost:   no collective; views, and one host copy of the lengths.
     Errors: KeyError without input_ids, seq_lens or seq_lens_padded; ValueError for lengths that do not fit the rows
             or each other, a row without any sequence, or a fill that could be a length; TypeError for lengths of no
-            integers.
+            integers, a fill that is none, ids, labels, positions or lengths that are no Tensor, or no batch.
     """
     return stream(batch, 1, seq_lens_padding_value).processed()
 
@@ -127,9 +128,11 @@ def by_chunk(name: str, x: Tensor, chunks: int) -> Tensor:
 
 def stream(batch: Mapping[str, Any], chunks: int, fill: int) -> Stream:
     """The stream of a batch whose lengths and shapes are known to fit."""
+    check_batch("context_parallel.thd", batch)
     for name in ("input_ids", "seq_lens", "seq_lens_padded"):
         if name not in batch:
-            raise KeyError(f"context_parallel.thd: batch has no {name!r}; it has {', '.join(batch)}")
+            raise KeyError(f"context_parallel.thd: batch has no {name!r}; it has {names_of(batch)}")
+        checked_tensor("context_parallel.thd", name, batch[name])
     ids = batch["input_ids"]
     if ids.ndim not in (2, 3):
         raise ValueError(f"context_parallel.thd: input_ids is {list(ids.shape)}; it is [b, s] or [b, s, d]")
@@ -161,6 +164,8 @@ def checked_chunks(num_chunks: int) -> int:
 def _is_by_token(name: str, value: Any, rows: int, size: int) -> bool:
     """Whether a value has one entry for each token; ValueError for labels or positions that have not."""
     if not isinstance(value, Tensor):
+        if name in ("labels", "position_ids") and value is not None:
+            checked_tensor("context_parallel.thd", name, value)
         return False
     if name == "position_ids" and value.ndim == 3 and value.shape[1:] == (rows, size):
         return True

@@ -1,0 +1,77 @@
+"""What is no batch, no mesh or no tensor, told by its name on every rank before any collective."""
+
+import pytest
+import torch
+
+from parity_tests import CaseSpec
+from parity_tests.harness.engines.run import run
+from torch_impl import context_parallel as cp
+
+LENGTHS = torch.tensor([[4]])
+ROWS = {"input_ids": torch.zeros(3, 4, dtype=torch.int64)}
+PACKED = {"input_ids": torch.arange(4)[None], "seq_lens": LENGTHS, "seq_lens_padded": LENGTHS}
+STREAM = {"input_ids": torch.arange(8), "cu_seqlens": torch.tensor([0, 8])}
+NO_BATCH = "batch is a NoneType; pass a dict of tensors by name"
+
+
+def make(mesh, loss_mask=None, **further):
+    return cp.make_cp_batch_and_ctx(mesh, ROWS | further, loss_mask)
+
+
+def shard(batch, mesh):
+    return cp._shard_thd_chunk_for_te(batch, mesh, "thd", -1000, 0)
+
+
+REFUSED = [
+    (lambda m: cp.make_cp_batch_and_ctx(m, None), f"batch: {NO_BATCH}"),
+    (lambda m: cp.make_cp_batch_and_ctx(None, None), f"batch: {NO_BATCH}"),
+    (lambda m: cp._build_position_ids(None, "cpu"), f"batch: {NO_BATCH}"),
+    (
+        lambda m: cp.make_cp_batch_and_ctx(5, {"input_ids": torch.zeros(1, 4)}),
+        "batch: device_mesh is a int; pass a DeviceMesh with a dim named cp, or None",
+    ),
+    (lambda m: cp.make_cp_batch_and_ctx(m, {"input_ids": [[1, 2]]}), "batch: input_ids is a list; pass a Tensor"),
+    (lambda m: make(m, labels=[[1]]), "batch: labels is a list; pass a Tensor"),
+    (lambda m: make(m, loss_mask=[[1]]), "batch: loss_mask is a list; pass a Tensor"),
+    (lambda m: cp.make_cp_batch_and_ctx(None, {}, [[1]], use_te=True), "batch: loss_mask is a list; pass a Tensor"),
+    (lambda m: make(m, attention_mask=[[1]]), "batch: attention_mask is a list; pass a Tensor"),
+    (lambda m: make(m, seq_lens_padded=[[4]]), "batch: seq_lens_padded is a list; pass a Tensor"),
+    (
+        lambda m: cp.make_cp_batch_for_te(5, PACKED),
+        "te: cp_mesh is a int; pass the DeviceMesh that cuts the sequence, mesh['cp']",
+    ),
+    (lambda m: cp.make_cp_batch_for_te(m, None), f"thd: {NO_BATCH}"),
+    (lambda m: shard(None, m), f"te: {NO_BATCH}"),
+    (lambda m: shard(STREAM | {"input_ids": [1]}, m), "te: input_ids is a list; pass a Tensor"),
+    (lambda m: shard(STREAM | {"max_seqlen": 4}, m), "te: max_seqlen is a int; pass a Tensor"),
+    (
+        lambda m: shard(STREAM | {"cu_seqlens": torch.tensor([0.0, 8.0])}, m),
+        "te: cu_seqlens: dtype is float32; offsets are integers",
+    ),
+    (
+        lambda m: shard(STREAM | {"cu_seqlens_padded": "ab"}, m),
+        "te: cu_seqlens_padded='ab' are no offsets; pass a row of integers",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "sentence"), REFUSED, ids=[text[:60] for _, text in REFUSED])
+def test_refusal(call, sentence):
+    def body(mesh, case):
+        with pytest.raises(TypeError) as caught:
+            call(mesh.device_mesh["cp"])
+        return str(caught.value)
+
+    ranks = run(body, CaseSpec(scheme="batch", mesh={"cp": 2}))
+    assert ranks.results == (f"context_parallel.{sentence}",) * 2
+    assert ranks.ledger.rows == []
+
+
+def test_an_empty_batch_is_told():
+    def body(mesh, case):
+        with pytest.raises(ValueError) as caught:
+            cp.make_cp_batch_and_ctx(mesh.device_mesh["cp"], {})
+        return str(caught.value)
+
+    told = "context_parallel.batch: batch has neither input_ids nor inputs_embeds; it has nothing"
+    assert run(body, CaseSpec(scheme="batch", mesh={"cp": 2})).results == (told,) * 2
