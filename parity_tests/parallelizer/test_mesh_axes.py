@@ -92,6 +92,7 @@ def test_a_name_that_was_given_to_other_axes():
         (("dp", "tp"), "axis 'dp' of ('dp', 'tp') is not known; known are data_parallel, "),
         (("dp_shard_cp", "cp"), "axis 'dp_shard_cp' of ('dp_shard_cp', 'cp') stands beside 'cp', which it contains"),
         (("data_parallel", "dp_cp"), "axis 'dp_cp' of ('data_parallel', 'dp_cp') stands beside 'data_parallel'"),
+        (("dp_shard_cp", "dp_cp"), "axis 'dp_cp' of ('dp_shard_cp', 'dp_cp') stands beside 'dp_shard_cp', which it"),
         (None, "its 2 axes have no names; name them (data_parallel, "),
     ],
 )

@@ -111,14 +111,13 @@ def parts_of(seen: tuple[str, ...]) -> tuple[dict[str, str | None], str]:
         )
     names = OLDER if older else NEWER
     found = {part: name if name in seen else None for part, name in names.items()}
-    if found["shard"] is None and "dp_cp" in seen:
-        found["shard"] = "dp_cp"
-    parts = [found[part] for part in ("data", "cp") if found[part] is not None]
-    if found["shard"] is not None and parts:
+    whole = "dp_cp" if "dp_cp" in seen else found["shard"]
+    parts = [found[part] for part in ("shard", "data", "cp") if found[part] not in (None, whole)]
+    if whole is not None and parts:
         raise ValueError(
-            f"device_mesh: axis {found['shard']!r} of {seen} stands beside {parts[0]!r}, which it contains; "
-            "keep one of them"
+            f"device_mesh: axis {whole!r} of {seen} stands beside {parts[0]!r}, which it contains; keep one of them"
         )
+    found["shard"] = whole
     return {part: found.get(part) for part in ("replicate", "data", "cp", "tp", "shard")}, names["shard"]
 
 
