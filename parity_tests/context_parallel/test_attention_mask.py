@@ -170,3 +170,13 @@ def test_documents_in_a_row_without_a_mask_are_told_of(further):
         "its documents attend to each other; pass use_te=True with seq_lens"
     )
     assert run(body, CaseSpec(scheme="batch_ctx", mesh={"cp": 2})).results[0] == [(RuntimeWarning, sentence)]
+
+
+def test_positions_that_start_anew_beside_a_mask_are_let_pass_in_silence():
+    """A mask says that each row is one sequence. A warning would be an error here, as everywhere in these tests."""
+
+    def body(mesh, case):
+        _, padded = make(mesh, [ONES] * 3, position_ids=torch.tensor([[0, 1, 0, 1]]))
+        return padded["position_ids"].tolist()
+
+    assert on_ranks(2, body) == ([[0, 1, 0, 1]] * 3,) * 2

@@ -122,6 +122,14 @@ def test_a_chunk_is_its_rows_alone(rows):
             assert there == value if name == "name" else torch.equal(there, value)
 
 
+def test_what_is_by_token_keeps_its_further_dims_in_several_chunks():
+    features = torch.arange(2.0 * 8 * 3 * 2).view(2, 8, 3, 2)
+    out = chunks(2, 2, features=features)
+    assert torch.equal(out["features"], features)  # a row is a chunk here
+    out = chunks(4, 2, features=torch.cat([features, features + 1]))
+    assert torch.equal(out["features"], torch.stack([features.flatten(0, 1), features.flatten(0, 1) + 1]))
+
+
 def thd(real, padded, size=8, fill=FILL, **further):
     return process_input_for_thd(batch(real, padded, size, **further), fill)
 

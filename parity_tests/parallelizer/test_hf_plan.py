@@ -1,6 +1,7 @@
 """The plan that a model brings along: where it is read, what is dropped, folded, added and refused."""
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -120,6 +121,23 @@ def test_an_embedding_that_the_plan_names_is_left_to_it():
     inner = Inner()
     inner._tp_plan = {"up.*": "colwise", "embed_tokens": "replicate"}
     assert said(get_hf_tp_shard_plan(inner))["embed_tokens"] == "Whole() "
+
+
+class Codes(nn.Module):
+    """An embedding of another kind, which the style for a table cannot cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 2))
+
+
+@pytest.mark.parametrize("says_which", [True, False])
+def test_an_input_embedding_of_another_kind_is_left_whole(says_which):
+    inner = Inner()
+    inner.embed_tokens, inner._tp_plan = Codes(), {"up.*": "colwise"}
+    if says_which:
+        inner.get_input_embeddings = lambda: inner.embed_tokens
+    assert list(get_hf_tp_shard_plan(inner)) == ["up.*"]
 
 
 def test_a_model_without_a_plan_is_told():
