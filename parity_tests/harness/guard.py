@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from parity_tests.harness.interrupt import interrupts_kept
 from parity_tests.harness.status import EQUAL, FAILED, INTERRUPTED, NOTHING, UNREAD, USAGE
 
 
@@ -17,7 +18,7 @@ def guarded(call: Callable[[], Any]) -> int:
     141 where whoever reads standard output went away, as `| head` does; nothing is said then.
     """
     try:
-        with _while_it_is_read():
+        with interrupts_kept(), _while_it_is_read():
             return call() or EQUAL
     except _Unread:
         return UNREAD
