@@ -19,7 +19,7 @@ from parity_tests.harness import bridge, inputs
 from parity_tests.harness.argument import Argument
 from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.declared import Declared
-from parity_tests.harness.engines.users_line import raised_at
+from parity_tests.harness.engines.users_line import at_users_line
 from parity_tests.harness.program import Program
 from parity_tests.harness.rounding import POOL, derivative_with_rounding
 from parity_tests.harness.tree import nested
@@ -114,7 +114,7 @@ def _call(scheme: Declared, case: CaseSpec, *given: Any) -> Any:
     except ReferenceFailure:
         raise
     except Exception as error:
-        raise _failure(scheme, f"raised {type(error).__name__}{_place(error)}: {_first_line(error)}") from error
+        raise _failure(scheme, f"raised {type(error).__name__}{at_users_line(error)}: {_first_line(error)}") from error
     _COMPILED.setdefault(scheme.reference, {})[signature] = compiled
     CLOCK.seconds += time.perf_counter() - start
     CLOCK.count += 1
@@ -249,11 +249,6 @@ def _failure(scheme: Declared, said: str) -> ReferenceFailure:
 
 def _shown(scheme: Declared) -> str:
     return getattr(scheme.reference, "__name__", type(scheme.reference).__name__)
-
-
-def _place(error: BaseException) -> str:
-    at = raised_at(error)
-    return f" at {at}" if at else ""
 
 
 def _first_line(error: BaseException) -> str:

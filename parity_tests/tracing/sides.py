@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from parity_tests.harness.engines.failure import Raised
-from parity_tests.harness.engines.users_line import raised_at
+from parity_tests.harness.engines.users_line import at_users_line, raised_at
 from parity_tests.harness.oracle import ReferenceFailure
 
 
@@ -17,8 +17,8 @@ def of_torch(call: Callable[..., Any], *given: Any) -> Any:
     try:
         return call(*given)
     except Exception as error:
-        at = raised_at(error)
-        raise Raised(f"the PyTorch module raised {_said(error)}{_place(at)}", rank=0, source=at) from error
+        said = f"the PyTorch module raised {_said(error)}{at_users_line(error)}"
+        raise Raised(said, rank=0, source=raised_at(error)) from error
 
 
 def of_flax(call: Callable[..., Any], *given: Any) -> Any:
@@ -26,7 +26,7 @@ def of_flax(call: Callable[..., Any], *given: Any) -> Any:
     try:
         return call(*given)
     except Exception as error:
-        raise ReferenceFailure(f"the flax module raised {_said(error)}{_place(raised_at(error))}") from error
+        raise ReferenceFailure(f"the flax module raised {_said(error)}{at_users_line(error)}") from error
 
 
 def refuse_output(out: Any) -> None:
@@ -55,7 +55,3 @@ def _kind(x: Any) -> str:
 def _said(error: Exception) -> str:
     """Type and first line: what follows in JAX's messages is advice."""
     return f"{type(error).__name__}: {error}".splitlines()[0]
-
-
-def _place(at: str | None) -> str:
-    return f" at {at}" if at else ""

@@ -33,3 +33,9 @@ def raised_at(error: BaseException) -> str | None:
     user = [(name, line) for name, line in frames if not is_plumbing(name)]
     own = [(name, line) for name, line in user if "site-packages" not in name] or user
     return f"{base(own[-1][0])}:{own[-1][1]}" if own else None
+
+
+def at_users_line(error: BaseException) -> str:
+    """` at file:line` of `raised_at`, to follow what was raised; nothing where no frame is the user's."""
+    at = raised_at(error)
+    return f" at {at}" if at else ""
