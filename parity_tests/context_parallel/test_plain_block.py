@@ -70,3 +70,13 @@ def test_scores_are_held_for_few_rows():
         out, lse = plain_block.forward(q, k, v, None, True, 0.5)
         plain_block.backward(out, q, k, v, out, lse, None, True, 0.5)
     assert largest.numbers == heads * plain_block.ROWS * size
+
+
+def test_autocast_changes_nothing():
+    x = torch.linspace(-2, 3, 3 * 2 * 4 * 7 * 2).sin().view(3, 2, 4, 7, 2)
+    found = []
+    for is_cast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+            out, lse = plain_block.forward(*x, None, True, 0.5)
+            found.append((out, lse, *plain_block.backward(out, *x, out, lse, None, True, 0.5)))
+    assert all(map(torch.equal, *found))

@@ -139,3 +139,17 @@ def test_refusal(call, text):
     with pytest.raises(ValueError) as caught:
         call()
     assert str(caught.value) == f"mamba.chunked_scan: {text}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_autocast_changes_nothing(dtype):
+    """A state of 300 steps without decay is a sum that no narrow float can go on adding to."""
+    x, dt, B, C = (
+        torch.ones(shape, dtype=dtype) for shape in [(1, 300, 2, 3), (1, 300, 2), (1, 300, 1, 2), (1, 300, 1, 2)]
+    )
+    A = torch.full((2,), -1e-6)
+    y, state = chunked_scan(x, dt.float(), A, B, C, chunk_size=7)
+    with torch.autocast("cpu", torch.bfloat16):
+        again, as_well = chunked_scan(x, dt.float(), A, B, C, chunk_size=7)
+    assert (again.dtype, as_well.dtype) == (dtype, torch.float32)
+    assert torch.equal(y, again) and torch.equal(state, as_well)

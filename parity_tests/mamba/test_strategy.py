@@ -54,6 +54,23 @@ def test_what_inference_built_serves_training(strategy_of):
 
 
 @both
+def test_autocast_changes_nothing(strategy_of):
+    """Between the projections sums run in float32 or wider; so do their gradients, taken outside of autocast."""
+
+    def body(mesh, case):
+        x = own(mesh, PROJECTED[:1]).float().requires_grad_()
+        strategy = strategy_of(mesh, filled().float())
+        found = []
+        for is_cast in (False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+                y = strategy.mix(x, torch.tensor(CU))
+            found.append((y, *torch.autograd.grad(y.square().sum(), [x, *strategy.mixer.conv1d.parameters()])))
+        return [torch.equal(*pair) for pair in zip(*found, strict=True)]
+
+    assert on_ranks(body).results == ([True] * 4,) * 2
+
+
+@both
 def test_steps_are_held_in_the_mixers_limits(strategy_of):
     """A range of one step: no column of dt moves anything."""
 

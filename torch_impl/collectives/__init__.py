@@ -1,6 +1,7 @@
 """Differentiable collectives, each with its gradient type, and the mesh view."""
 
 from torch_impl.collectives.accumulator import accumulator as accumulator
+from torch_impl.collectives.accumulator import uncast as uncast
 from torch_impl.collectives.all_gather import all_gather as all_gather
 from torch_impl.collectives.all_reduce import all_reduce as all_reduce
 from torch_impl.collectives.all_reduce import all_reduce_max as all_reduce_max

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from torch_impl.collectives import accumulator
+from torch_impl.collectives import accumulator, uncast
 
 Heads = Float[Tensor, "b h s p"]
 KVHeads = Float[Tensor, "b hk keys p"]
@@ -24,12 +24,13 @@ def forward(
     """Output and lse of one block; causal is from the top left. A query without a key has output 0 and lse -inf."""
     wide_q, wide_k, wide_v = _by_group(q, k), k.to(accumulator(k.dtype)), v.to(accumulator(v.dtype))
     outs, sums = [], []
-    for rows in _slices(q.shape[2]):
-        scores = _scores(wide_q[:, :, :, rows], wide_k, _seen(q, k, mask, is_causal, rows), scale)
-        lse = scores.logsumexp(-1)
-        weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
-        outs.append(torch.einsum("bkgij,bkjp->bkgip", weights, wide_v))
-        sums.append(lse)
+    with uncast(q.device):
+        for rows in _slices(q.shape[2]):
+            scores = _scores(wide_q[:, :, :, rows], wide_k, _seen(q, k, mask, is_causal, rows), scale)
+            lse = scores.logsumexp(-1)
+            weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
+            outs.append(torch.einsum("bkgij,bkjp->bkgip", weights, wide_v))
+            sums.append(lse)
     return torch.cat(outs, 3).flatten(1, 2).to(q.dtype), torch.cat(sums, 3).flatten(1, 2)
 
 
@@ -49,15 +50,16 @@ def backward(
     above, total = _by_group(cotangent, k), lse.unflatten(1, (k.shape[1], -1))
     inner = (above * _by_group(out, k)).sum(-1)
     dq, dk, dv = torch.zeros_like(wide_q), torch.zeros_like(wide_k), torch.zeros_like(wide_v)
-    for rows in _slices(q.shape[2]):
-        own_q, own_above = wide_q[:, :, :, rows], above[:, :, :, rows]
-        scores = _scores(own_q, wide_k, _seen(q, k, mask, is_causal, rows), scale)
-        weights = (scores - total[:, :, :, rows, None]).exp()
-        dv += torch.einsum("bkgij,bkgip->bkjp", weights, own_above)
-        towards = torch.einsum("bkgip,bkjp->bkgij", own_above, wide_v) - inner[:, :, :, rows, None]
-        ds = scale * weights * towards
-        dq[:, :, :, rows] = torch.einsum("bkgij,bkjp->bkgip", ds, wide_k)
-        dk += torch.einsum("bkgij,bkgip->bkjp", ds, own_q)
+    with uncast(q.device):
+        for rows in _slices(q.shape[2]):
+            own_q, own_above = wide_q[:, :, :, rows], above[:, :, :, rows]
+            scores = _scores(own_q, wide_k, _seen(q, k, mask, is_causal, rows), scale)
+            weights = (scores - total[:, :, :, rows, None]).exp()
+            dv += torch.einsum("bkgij,bkgip->bkjp", weights, own_above)
+            towards = torch.einsum("bkgip,bkjp->bkgij", own_above, wide_v) - inner[:, :, :, rows, None]
+            ds = scale * weights * towards
+            dq[:, :, :, rows] = torch.einsum("bkgij,bkjp->bkgip", ds, wide_k)
+            dk += torch.einsum("bkgij,bkgip->bkjp", ds, own_q)
     return dq.flatten(1, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 

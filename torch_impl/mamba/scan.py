@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from torch_impl.collectives import accumulator
+from torch_impl.collectives import accumulator, uncast
 from torch_impl.mamba.outside_kernels import scan_kernel, scanned
 
 NEVER = float("-inf")  # the logarithm of no decay at all
@@ -36,7 +36,8 @@ def chunked_scan(
 
     Head i reads group i * g // h; dt is positive and A negative; D is [h] or [h, p]. `seq_idx` names the sequence of
     each token, in ascending order: S is 0 before each but the first, which begins with `initial_states`. Any s and
-    any chunk_size. y has x's dtype, the state is in float32 or wider.
+    any chunk_size. y has x's dtype, the state is in float32 or wider, and so is all between, under autocast too.
+    A token that is not finite spoils all of its chunk, whichever sequence: what is masked is multiplied by 0.
 
     Cost:   no collective. Per row and head 2 * s * chunk_size * (n + p) multiplications inside the chunks and
             (s / chunk_size)^2 * p * n between them. Saves the inputs, s * chunk_size decays per row and head, and
@@ -56,7 +57,8 @@ def chunked_scan(
     ids = torch.zeros(x.shape[:2], dtype=torch.long, device=x.device) if seq_idx is None else seq_idx
     u, logs = x.to(wide) * dt.to(wide)[..., None], dt.to(wide) * A.to(wide)
     B, C = (part.to(wide).repeat_interleave(each, dim=2) for part in (B, C))
-    y, final = _chunks(u, logs, B, C, ids, entering, min(chunk_size, x.shape[1]))
+    with uncast(x.device):
+        y, final = _chunks(u, logs, B, C, ids, entering, min(chunk_size, x.shape[1]))
     if D is not None:
         y = y + x.to(wide) * D.to(wide).reshape(x.shape[2], -1)
     return y.to(x.dtype), final

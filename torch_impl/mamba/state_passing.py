@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from torch_impl.collectives import accumulator, all_gather
+from torch_impl.collectives import accumulator, all_gather, uncast
 from torch_impl.kernels import rows_at
 from torch_impl.mamba.conv import causal_conv
 from torch_impl.mamba.mixer import SsmParameters, decays, gated, steps
@@ -74,12 +74,16 @@ class MambaStatePassing(MixerStrategy):
         ids = segments.ids.expand(len(rows), -1)
         y, _ = chunked_scan(x, dt, A, B, C, D, chunk_size=self.chunk_size, seq_idx=ids)
         wide = accumulator(x.dtype)
-        logs, u = dt * A, x.to(wide) * dt[..., None]
-        since = running_sums(logs, segments.ids)
-        left = states_left(u, B.to(wide), sums_after(logs, segments.ids), segments.leaving, segments.count)
-        entering = self._entering(left, rows_at(with_zeros(since), segments.last, 1), segments)
-        y = y + read_entering(C.to(wide), since, entering, segments.entering).to(y.dtype)
+        with uncast(x.device):
+            y = y + self._entered(x.to(wide) * dt[..., None], dt * A, B.to(wide), C.to(wide), segments).to(y.dtype)
         return gated(y.flatten(-2), z)
+
+    def _entered(self, u: Tensor, logs: Tensor, B: Tensor, C: Tensor, segments: Segments) -> Tensor:
+        """[b, t, h, p]: what the states that enter this rank's segments add to its outputs."""
+        since = running_sums(logs, segments.ids)
+        left = states_left(u, B, sums_after(logs, segments.ids), segments.leaving, segments.count)
+        entering = self._entering(left, rows_at(with_zeros(since), segments.last, 1), segments)
+        return read_entering(C, since, entering, segments.entering)
 
     def _convolved(self, x: Tensor, parameters: SsmParameters, segments: Segments) -> Tensor:
         """The convolution of own rows, with those before each segment in front of it."""

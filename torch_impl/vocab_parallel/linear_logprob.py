@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from torch_impl.collectives import uncast
 from torch_impl.collectives.plain import gathered, scattered_sum, summed
 from torch_impl.vocab_parallel import linear_chunks as chunks
 from torch_impl.vocab_parallel import statistics as st
@@ -76,7 +77,7 @@ class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
         ctx.group, ctx.chunk_size, ctx.inference_only = tp_group, chunk_size, inference_only
         ctx.is_cut = head.is_sequence_parallel(len(hidden), target.shape[1], 1)
         column = st.local_column(target.T.reshape(-1, 1), vocab_start_index, vocab_end_index)
-        with torch.autocast(hidden.device.type, enabled=False):
+        with uncast(hidden.device):
             states = _whole(ctx, hidden)
             positions = chunks.chunk_positions(states, len(weight), chunk_size)
             local = chunks.local_statistics(states, weight, column, positions)
@@ -94,7 +95,7 @@ class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
             raise RuntimeError(SPENT)
         hidden, weight, column, *whole = ctx.saved_tensors
         of_hidden, _, of_weight, *_ = ctx.needs_input_grad
-        with torch.autocast(hidden.device.type, enabled=False):
+        with uncast(hidden.device):
             states = _whole(ctx, hidden)
             positions = chunks.chunk_positions(states, len(weight), ctx.chunk_size)
             asked = asked_of(column, grad_outputs[0].T.reshape(-1, 1))
