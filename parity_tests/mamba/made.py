@@ -24,9 +24,9 @@ def passing(mesh, mixer=None, **further):
     return MambaStatePassing(mesh["cp"], **given, mixer=filled() if mixer is None else mixer, **further)
 
 
-def filled():
+def filled(**sizes):
     """A mixer whose parameters are all different."""
-    mixer = Mamba2Mixer(5, **GIVEN, dtype=torch.float64)
+    mixer = Mamba2Mixer(5, **{**GIVEN, **sizes}, dtype=torch.float64)
     with torch.no_grad():
         for k, parameter in enumerate(mixer.parameters(), 2):
             parameter.copy_(torch.linspace(-1, k, parameter.numel()).sin().view(parameter.shape))

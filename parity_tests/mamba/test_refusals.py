@@ -26,7 +26,7 @@ REFUSED = [
     (lambda m: made(m, head_dim=0), "head_dim=0 is not a size; it is 1 or more"),
     (lambda m: made(m, num_heads=5, n_groups=1), "num_heads=5 must be divisible by cp_size=2; use MambaStatePassing"),
     (lambda m: made(m, num_heads=6, n_groups=3), "n_groups=3 must be divisible by cp_size=2"),
-    (lambda m: made(m, num_heads=8), "conv1d.weight is [20, 1, 4]; these sizes give it 28 rows"),
+    (lambda m: made(m, num_heads=8), "conv1d.weight is [20, 1, 4]; these sizes give it [28, 1, k]"),
     (lambda m: made(m, torch.nn.Linear(1, 1)), "the mixer has no conv1d.weight"),
     (
         lambda m: made(m, layout="striped"),
@@ -64,7 +64,7 @@ REFUSED = [
 ]
 PASSING = [
     (lambda m: passing(m, n_groups=3), "num_heads=4 must be divisible by n_groups=3"),
-    (lambda m: passing(m, num_heads=8), "conv1d.weight is [20, 1, 4]; these sizes give it 28 rows"),
+    (lambda m: passing(m, num_heads=8), "conv1d.weight is [20, 1, 4]; these sizes give it [28, 1, k]"),
     (
         lambda m: passing(m, layout="striped"),
         "layout='striped' is not contiguous, dual_chunk_swap or a TokenLayout",
@@ -119,6 +119,53 @@ def test_refusal_to_pass_states(call, text):
     assert refused(call) == (f"mamba.MambaStatePassing: {text}",) * 2
 
 
+@pytest.mark.parametrize("strategy_of", [made, passing])
+@pytest.mark.parametrize(
+    ("name", "shape", "wanted"),
+    [
+        ("A_log", (4, 3), "[4]"),
+        ("A_log", (), "[4]"),
+        ("dt_bias", (4, 1), "[4]"),
+        ("dt_bias", (4, 4), "[4]"),
+        ("D", (4, 3), "[4] or [8] or [4, 2]"),
+        ("D", (8, 2), "[4] or [8] or [4, 2]"),
+        ("conv1d.weight", (20, 2, 4), "[20, 1, k]"),
+        ("conv1d.bias", (20, 1), "[20]"),
+    ],
+)
+def test_parameters_of_other_shapes_are_refused(strategy_of, name, shape, wanted):
+    """One that fits the heads along its first dim alone would be found out between two collectives, or never."""
+
+    def call(mesh):
+        mixer = filled()
+        owner, _, last = name.rpartition(".")
+        setattr(mixer.get_submodule(owner), last, torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64)))
+        strategy_of(mesh, mixer)
+
+    assert {told.partition(": ")[2] for told in refused(call)} == {
+        f"{name} is {list(shape)}; these sizes give it {wanted}"
+    }
+
+
+@pytest.mark.parametrize("strategy_of", [made, passing])
+def test_sizes_that_only_the_mixer_knows_are_compared(strategy_of):
+    """Two groups of three states have the parameters of six groups of one, and other numbers."""
+    mixer = filled(num_heads=6, n_groups=6, d_state=1)
+    told = "the mixer has n_groups=6 and d_state=1; n_groups=2 and d_state=3 are given"
+    assert {one.partition(": ")[2] for one in refused(lambda m: strategy_of(m, mixer, num_heads=6))} == {told}
+
+
+@pytest.mark.parametrize("strategy_of", [made, passing])
+@pytest.mark.parametrize("shape", [(32,), (1, 2, 12, 32)])
+def test_rows_of_other_dims_are_refused_where_the_layout_is_known(strategy_of, shape):
+    def call(mesh):
+        strategy_of(mesh, layout=packed_as(mesh, [0, 24])).mix(torch.zeros(shape, dtype=torch.float64))
+
+    assert {told.partition(": ")[2] for told in refused(call)} == {
+        f"input is {list(shape)}; it is [b, s, w], or [t, w] with cu_seqlens"
+    }
+
+
 @pytest.mark.parametrize(("cu", "text"), OFFSETS)
 def test_refused_offsets(cu, text):
     assert refused(lambda mesh: made(mesh).pre_conv_ssm(STREAM, torch.tensor(cu))) == (text,) * 2
@@ -134,6 +181,7 @@ def test_what_is_of_another_kind_is_refused(strategy_of, name):
             lambda: strategy_of(mesh, num_heads=4.0),
             lambda: strategy_of(mesh, layout=["contiguous"]),
             lambda: strategy_of(mesh).mix([1, 2]),
+            lambda: strategy_of(mesh).mix(X.long()),
             lambda: strategy_of(mesh).mix(STREAM, torch.tensor([0.0, 24.0])),
             lambda: strategy_of(mesh).mix(STREAM, "ab"),
         )
@@ -147,6 +195,7 @@ def test_what_is_of_another_kind_is_refused(strategy_of, name):
         "num_heads=4.0 is a float; it is an integer",
         "layout is a list; pass contiguous, dual_chunk_swap or a TokenLayout",
         "projected_states is a list; pass a Tensor",
+        "projected_states is int64; in_proj gives floating-point numbers",
         "cu_seqlens: dtype is float32; offsets are integers",
         "cu_seqlens='ab' are no offsets; pass a row of integers",
     ]

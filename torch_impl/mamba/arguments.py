@@ -58,10 +58,15 @@ def _autocasts(device_type: str) -> bool:
     return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
 
 
-def check_stream(function: str, x: Tensor, cu_seqlens: Tensor | None) -> None:
-    """[b, s, w] of whole rows, or one stream, [t, w] or [1, t, w], with the offsets of its sequences."""
+def check_dims(function: str, x: Tensor) -> None:
+    """[b, s, w] or [t, w]."""
     if x.ndim not in (2, 3):
         raise ValueError(f"mamba.{function}: input is {list(x.shape)}; it is [b, s, w], or [t, w] with cu_seqlens")
+
+
+def check_stream(function: str, x: Tensor, cu_seqlens: Tensor | None) -> None:
+    """[b, s, w] of whole rows, or one stream, [t, w] or [1, t, w], with the offsets of its sequences."""
+    check_dims(function, x)
     if cu_seqlens is None and x.ndim == 2:
         raise ValueError(f"mamba.{function}: input is {list(x.shape)} without cu_seqlens; pass them, or [b, s, w]")
     if cu_seqlens is not None and x.ndim == 3 and len(x) != 1:

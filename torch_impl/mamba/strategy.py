@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_impl.layouts import TokenLayout
-from torch_impl.mamba.arguments import check_stream, checked_sizes
+from torch_impl.mamba.arguments import check_dims, check_stream, checked_sizes
 from torch_impl.mamba.mixer import SsmParameters
 from torch_impl.mamba.shared_parameters import check_parameters, whole
 from torch_impl.mamba.token_order import Order, checked_group_of, checked_order, token_layout
@@ -99,6 +99,7 @@ class MixerStrategy:
     ) -> TokenLayout:
         """Where the tokens of this batch live, of which x holds one of so many equal shares."""
         order = self.layout if layout is None else layout
+        check_dims(self.name, x)
         if cu_seqlens is not None or not isinstance(order, TokenLayout):
             check_stream(self.name, x, cu_seqlens)
         return token_layout(self.name, order, x.shape[-2] * ranks, cu_seqlens, self.cp_group, x.device)
@@ -106,6 +107,9 @@ class MixerStrategy:
     def _check_width(self, projected: Tensor) -> None:
         if not isinstance(projected, Tensor):
             raise TypeError(f"mamba.{self.name}: projected_states is a {type(projected).__name__}; pass a Tensor")
+        if not projected.is_floating_point():
+            kind = str(projected.dtype).removeprefix("torch.")
+            raise TypeError(f"mamba.{self.name}: projected_states is {kind}; in_proj gives floating-point numbers")
         if not projected.ndim or projected.shape[-1] != self.sizes.width:
             raise ValueError(
                 f"mamba.{self.name}: projected_states is {list(projected.shape)}; "
