@@ -60,6 +60,22 @@ def test_what_was_not_run_is_said_beside_what_was(shardproof):
     assert "not run: narrow: is declared for gloo only" in shardproof("verify", "engines.py", "--examples", "1")[1]
 
 
+def test_meshes_that_cannot_cut_what_was_given_are_counted_and_named(shardproof):
+    why = "b=7 cannot be cut by contiguous over tp=2 (needs a multiple of 2); pad to 8"
+    status, out, _ = shardproof("verify", written("right.py", RIGHT), "--dim", "b=7", "--json", "out.json")
+    assert status == 0 and f"  left out: tp=2: {why}" in out.splitlines()
+    assert closing(out) == "1 scheme, 0 mismatches, 0 not run, 1 mesh left out."
+    assert json.loads(Path("out.json").read_text())["reports"][0]["left_out"] == {"tp=2": why}
+    wide = RIGHT.replace("right", "wide").replace("(wide)", "(wide, mesh={'tp': (1, 2, 4)})")
+    status, out, _ = shardproof("verify", written("two.py", RIGHT, wide), "--dim", "b=7")
+    assert status == 0 and f"left out: right: tp=2: {why}" in out.splitlines()
+    assert closing(out) == "2 schemes, 0 mismatches, 0 not run, 3 meshes left out."
+    out = shardproof("verify", "two.py", "--dim", "b=7", "-q")[1]
+    assert out == "2 schemes, 0 mismatches, 0 not run, 3 meshes left out.\n"
+    status, out, err = shardproof("verify", written("none.py", RIGHT, wide.replace("1, 2, 4", "2, 4")), "--dim", "b=7")
+    assert (status, out) == (2, "") and err.startswith("shardproof: scheme 'wide': b=7 cannot be cut by contiguous")
+
+
 def test_130_interrupted(shardproof, monkeypatch):
     def interrupt(*arguments):
         raise KeyboardInterrupt

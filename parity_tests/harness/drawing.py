@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -15,7 +15,15 @@ from parity_tests.harness.draws import Chooser
 from parity_tests.harness.engines.ranks import LARGEST_WORLD
 
 DEFAULT_LIMIT = 8
-Served = list[tuple[dict[str, int], list[dict[str, int]]]]
+
+
+class Served(NamedTuple):
+    """The meshes that can be tried, each with the shapes that it can cut; those that cannot, each with the reason."""
+
+    fits: list[tuple[dict[str, int], list[dict[str, int]]]]
+    left_out: list[tuple[dict[str, int], str]]
+
+
 # What can be drawn, for each scheme and what was asked of it: it takes longer to find than an example to run.
 _SERVED: WeakKeyDictionary[Declared, dict[Any, Served]] = WeakKeyDictionary()
 
@@ -49,7 +57,7 @@ def draw_case(
 
     Errors: ValueError for an unknown name, an uncuttable size, a menu that is empty."""
     sizes, options = _sorted_out(scheme, given)
-    mesh, fits = choose(_remembered(scheme, sizes, world, limit))
+    mesh, fits = choose(_remembered(scheme, sizes, world, limit).fits)
     shape = choose(fits)
     layouts = _layouts(scheme, mesh, shape, choose)
     lengths = _lengths(scheme, mesh, shape, choose)
@@ -78,7 +86,15 @@ def draw_case(
 def fitting_meshes(scheme: Declared, given: Mapping[str, Any], world: int | None = None) -> list[dict[str, int]]:
     """The meshes that can cut the sizes given, the smallest first. Errors: as of draw_case."""
     sizes, _ = _sorted_out(scheme, given)
-    return [mesh for mesh, _ in _remembered(scheme, sizes, world, DEFAULT_LIMIT)]
+    return [mesh for mesh, _ in _remembered(scheme, sizes, world, DEFAULT_LIMIT).fits]
+
+
+def meshes_left_out(
+    scheme: Declared, given: Mapping[str, Any], world: int | None = None, limit: int = DEFAULT_LIMIT
+) -> list[tuple[dict[str, int], str]]:
+    """The meshes that cannot cut the sizes given, each with the reason. Errors: as of draw_case."""
+    sizes, _ = _sorted_out(scheme, given)
+    return _remembered(scheme, sizes, world, limit).left_out
 
 
 def _remembered(scheme: Declared, sizes: Mapping[str, int], world: int | None, limit: int) -> Served:
@@ -90,7 +106,7 @@ def _remembered(scheme: Declared, sizes: Mapping[str, int], world: int | None, l
 
 
 def _served(scheme: Declared, sizes: Mapping[str, int], world: int | None, limit: int) -> Served:
-    """The meshes that can be tried, each with the shapes that it can cut."""
+    """Sort the meshes. Errors: ValueError where there is none, or none that can cut anything."""
 
     def refusal(why: str) -> ValueError:
         return ValueError(f"scheme '{scheme.name}': {why}")
@@ -103,19 +119,22 @@ def _served(scheme: Declared, sizes: Mapping[str, int], world: int | None, limit
         )
     shapes = menu.shapes(scheme, sizes, tried, limit)
     arguments = (*scheme.inputs, *scheme.outputs)
-    served, barred = [], []
+    tied = [f"{name}={rule}" for name, rule in scheme.dims.items() if isinstance(rule, str)]
+    nothing = f"no sizes agree with {', '.join(tied)} and can be cut" if tied else "no size of its dims can be cut"
+    found = Served([], [])
     for mesh in tried:
         fits = [shape for shape in shapes if menu.compatible(arguments, shape, mesh)]
-        (served if fits else barred).append((mesh, fits))
+        if fits:
+            found.fits.append((mesh, fits))
+        else:
+            why = menu.objection(arguments, shapes[0], mesh, sizes) if shapes else None
+            found.left_out.append((mesh, why or nothing))
     # Where sizes were given by hand, meshes that cannot cut them are left out; where none were, it is a mistake.
-    if barred and (not served or not sizes):
-        mesh = barred[-1][0]
-        tied = ", ".join(f"{name}={rule}" for name, rule in scheme.dims.items() if isinstance(rule, str))
-        nothing = f"no sizes agree with {tied} and can be cut" if tied else "no size of its dims can be cut"
-        why = menu.objection(arguments, shapes[0], mesh) if shapes else nothing
+    if found.left_out and (not found.fits or not sizes):
+        mesh, why = found.left_out[-1]
         named = "" if sizes else f"mesh {mesh} can never be drawn: "
         raise refusal(f"{named}{why}")
-    return served
+    return found
 
 
 def _sorted_out(scheme: Declared, given: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from jax_ref.layouts import needs, uncuttable
 from parity_tests.harness.argument import Argument
@@ -57,9 +57,11 @@ def compatible(arguments: Sequence[Argument], shape: Mapping[str, int], mesh: Ma
     return objection(arguments, shape, mesh) is None
 
 
-def objection(arguments: Sequence[Argument], shape: Mapping[str, int], mesh: Mapping[str, int]) -> str | None:
-    """Why this shape cannot be cut on this mesh, or None."""
-    for dim in _cut_dims(arguments):
+def objection(
+    arguments: Sequence[Argument], shape: Mapping[str, int], mesh: Mapping[str, int], given: Collection[str] = ()
+) -> str | None:
+    """Why this shape cannot be cut on this mesh, or None; of several dims that cannot, one of the `given`."""
+    for dim in sorted(_cut_dims(arguments), key=lambda dim: dim.name not in given):
         size = shape[dim.name]
         for cut in dim.cuts:
             rule = "dual_chunk_swap" if cut.layout == "packed" else cut.layout

@@ -63,6 +63,7 @@ class Report:
     examples: int = 1
     dtypes: tuple[str, ...] = ()
     meshes: tuple[str, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)  # meshes that cannot cut the sizes given, with the reason
     row_cases: Mapping[str, CaseSpec] = field(default_factory=dict)
     compile_seconds: float = 0.0
     replay: str | None = None
@@ -108,6 +109,11 @@ class Report:
         """The ledger as text: every collective of every rank in order of issue."""
         return "\n".join(f"rank {row.rank}: {row}" for row in self.ledger.rows)
 
+    def omissions(self) -> list[str]:
+        """The meshes that were left out, those of one reason together: `tp=2 tp=4: v=7 cannot be cut ...`."""
+        reasons = dict.fromkeys(self.left_out.values())
+        return [f"{' '.join(mesh for mesh, its in self.left_out.items() if its == why)}: {why}" for why in reasons]
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready: what `--json` writes."""
         return {
@@ -135,6 +141,7 @@ class Report:
             "hygiene": list(self.hygiene),
             "failure": None if self.failure is None else str(self.failure),
             "replay": self.replay,
+            "left_out": dict(self.left_out),
         }
 
     def __str__(self) -> str:
@@ -153,6 +160,7 @@ class Report:
             parts.append(Text("\n".join("  " + line for line in str(self.failure).splitlines()), style="red"))
         else:
             parts += [*self._table(), Text("  " + self._conduct())]
+        parts += [Text(f"  left out: {said}") for said in self.omissions()]
         if not self.ok:
             parts.append(
                 Text(
@@ -171,7 +179,7 @@ class Report:
     def _heading(self) -> str:
         name = self.scheme.rpartition(":")[2]
         count = f"{self.examples} example{'s' if self.examples != 1 else ''}"
-        meshes = " ".join(self.meshes) or mesh_text(self.case)
+        meshes = " ".join(self.meshes) or mesh_text(self.case.mesh)
         return f"{name}    {meshes}   {self.case.engine}   {count}   {' '.join(self.dtypes or (self.case.dtype,))}"
 
     def _hints(self) -> list[str]:
@@ -235,14 +243,14 @@ def merged(reports: Iterable[Report]) -> Report:
         row_cases={label: case for label, (_, case) in worst.items()},
         examples=len(seen),
         dtypes=tuple(dict.fromkeys(report.case.dtype for report in seen)),
-        meshes=(mesh_text(shown.case),) if failed else tuple(sorted({mesh_text(report.case) for report in seen})),
+        meshes=(mesh_text(shown.case.mesh),) if failed else tuple(sorted({mesh_text(r.case.mesh) for r in seen})),
         seconds=sum(report.seconds for report in seen),
         ledger=shown.ledger,
     )
 
 
-def mesh_text(case: CaseSpec) -> str:
-    return ",".join(f"{axis}={size}" for axis, size in case.mesh.items())
+def mesh_text(mesh: Mapping[str, int]) -> str:
+    return ",".join(f"{axis}={size}" for axis, size in mesh.items())
 
 
 def sizes(case: CaseSpec) -> str:

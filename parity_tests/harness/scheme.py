@@ -40,9 +40,10 @@ class Scheme(Declared):
 
         Names resolve to mesh axes, dims and options; what is not given is drawn. `examples=None` is the Hypothesis
         profile's number, and where all dims are given at least one of each dtype on each mesh that can cut them; where
-        mesh and options are given as well, one of each dtype. Errors: ValueError for an unknown name or an uncuttable
-        size. `inside_subgroup` makes the world twice as large and runs the scheme in each half of it, which finds
-        what speaks to the default group. A mismatch is in the report, not raised; see Report.raise_if_failed.
+        mesh and options are given as well, one of each dtype. Meshes that cannot cut the sizes given are left out and
+        named in the report. Errors: ValueError for an unknown name, or for sizes that no mesh can cut.
+        `inside_subgroup` makes the world twice as large and runs the scheme in each half of it, which finds what speaks
+        to the default group. A mismatch is in the report, not raised; see Report.raise_if_failed.
         """
         from parity_tests.harness.verify import verify
 

@@ -27,6 +27,10 @@ def show(console: Console, outcome: Outcome, wanted: Wanted) -> None:
             console.print(report, soft_wrap=True, highlight=False)
         if wanted.verbose:
             console.print(report.trace(), markup=False, highlight=False, soft_wrap=True)
+        elif report.ok and not single and not wanted.quiet:
+            name = report.scheme.rpartition(":")[2]
+            for said in report.omissions():
+                console.print(f"left out: {name}: {said}", markup=False, highlight=False, soft_wrap=True)
     for name, why in outcome.not_run.items():
         console.print(f"not run: {name}: {why}", markup=False, highlight=False, soft_wrap=True)
     if not single and not wanted.quiet and outcome.seconds:
@@ -70,9 +74,11 @@ def closing(outcome: Outcome) -> str:
     mismatches = sum(1 for report in outcome.reports if not report.ok and report.failure is None)
     failures = sum(1 for report in outcome.reports if report.failure is not None)
     failed = f", {failures} failed" if failures else ""
+    meshes = sum(len(report.left_out) for report in outcome.reports)
+    omitted = f", {meshes} mesh{'es' if meshes != 1 else ''} left out" if meshes else ""
     return (
         f"{schemes} scheme{'s' if schemes != 1 else ''}, {mismatches} mismatch{'es' if mismatches != 1 else ''}"
-        f"{failed}, {len(outcome.not_run)} not run."
+        f"{failed}, {len(outcome.not_run)} not run{omitted}."
     )
 
 
@@ -115,6 +121,8 @@ def as_junit(outcome: Outcome) -> str:
             ("compile_seconds", f"{report.compile_seconds:.3f}"),
         ):
             ElementTree.SubElement(properties, "property", name=key, value=str(value))
+        if report.left_out:
+            ElementTree.SubElement(properties, "property", name="left_out", value="; ".join(report.omissions()))
         if not report.ok:
             ElementTree.SubElement(item, "failure", message=report.verdict).text = str(report)
     for name, why in outcome.not_run.items():

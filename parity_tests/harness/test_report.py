@@ -1,6 +1,7 @@
 """What a verdict looks like: as text, as HTML, as JSON and JUnit, and as an exception."""
 
 import json
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
@@ -183,6 +184,12 @@ def test_junit():
     assert "off by the constant factor 2" in mismatch.find("failure").text
     assert failed.find("failure").get("message") == "raised"
     assert skipped.find("skipped").get("message") == "has no GPU"
+
+
+def test_junit_names_the_meshes_that_were_left_out():
+    report = replace(report_of(unharmed), left_out={"tp=2": "b=7 cannot be cut"})
+    found = ElementTree.fromstring(summary.as_junit(Outcome([report]))).iter("property")
+    assert {p.get("name"): p.get("value") for p in found}["left_out"] == "tp=2: b=7 cannot be cut"
 
 
 def test_many_examples_become_one_report():

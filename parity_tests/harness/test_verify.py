@@ -39,6 +39,48 @@ def test_where_all_dims_are_given_each_mesh_that_fits_them_is_tried():
         assert made.verify(b=4, seed=seed).meshes == ("tp=1", "tp=2", "tp=4")
 
 
+def tripled(mesh, x):
+    return x * 3
+
+
+def test_meshes_that_cannot_cut_the_sizes_given_are_named_with_the_reason():
+    made = declared(tripled, mesh={"dp": (1, 2), "tp": (1, 2, 4)}, inputs={"x": "b/tp dp=I"}, outputs="b/tp dp=I")
+    why = "b=6 cannot be cut by contiguous over tp=4 (needs a multiple of 4); pad to 8"
+    report = made.verify(b=6)
+    assert report.ok and report.meshes == ("dp=1,tp=1", "dp=1,tp=2", "dp=2,tp=1", "dp=2,tp=2")
+    assert report.left_out == {"dp=1,tp=4": why, "dp=2,tp=4": why}
+    assert str(report).splitlines()[-1] == f"  left out: dp=1,tp=4 dp=2,tp=4: {why}"
+    assert report.to_dict()["left_out"] == report.left_out
+    assert made.verify(b=8).left_out == {} and "left out" not in str(made.verify(b=8))
+    assert made.verify(b=6, tp=2).left_out == {}
+
+
+def test_a_mesh_is_left_out_for_a_size_that_was_given_not_for_one_that_was_drawn():
+    inputs = {"x": "s/tp", "y": "b/tp"}
+    made = declared(lambda mesh, x, y: y * 3, mesh={"tp": (1, 2, 4)}, inputs=inputs, draw={},
+                    reference=lambda x, y: y * 3, dims={"s": (1, 2, 3)})  # fmt: skip
+    why = made.verify(b=7, examples=2).left_out
+    assert why == {
+        f"tp={size}": f"b=7 cannot be cut by contiguous over tp={size} (needs a multiple of {size}); pad to 8"
+        for size in (2, 4)
+    }
+
+
+def test_a_mistake_is_told_with_the_meshes_that_were_left_out():
+    def wrong(mesh, x):
+        return x * 2
+
+    report = declared(wrong, mesh={"tp": (1, 2)}).verify(b=7)
+    assert not report.ok and list(report.left_out) == ["tp=2"] and "\n  left out: tp=2: b=7 cannot" in str(report)
+
+
+def test_where_no_mesh_can_cut_the_sizes_given_there_is_no_verdict():
+    with pytest.raises(ValueError) as caught:
+        declared(tripled, mesh={"tp": (2, 4)}).verify(b=7)
+    rule = "(needs a multiple of 4); pad to 8"
+    assert str(caught.value) == f"scheme 'tripled': b=7 cannot be cut by contiguous over tp=4 {rule}"
+
+
 def test_where_an_option_is_left_open_the_profile_says_how_many_cases_are_drawn():
     def wrong_in_one_option(mesh, x, chunk_size):
         return x * (2 if chunk_size == 7 else 3)

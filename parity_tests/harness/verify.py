@@ -17,14 +17,14 @@ from parity_tests.harness import menu, oracle
 from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.clues.precision import STORED
 from parity_tests.harness.declared import Declared
-from parity_tests.harness.drawing import draw_case, fitting_meshes, seeded_chooser
+from parity_tests.harness.drawing import draw_case, fitting_meshes, meshes_left_out, seeded_chooser
 from parity_tests.harness.engines.failure import Stalled
 from parity_tests.harness.engines.ranks import ENGINES
 from parity_tests.harness.evidence import THIN
 from parity_tests.harness.judge import judge
 from parity_tests.harness.replay import write_replay
-from parity_tests.harness.report import Report, merged, sizes
-from parity_tests.harness.strategy import EXAMPLES, every_case, profile
+from parity_tests.harness.report import Report, merged, mesh_text, sizes
+from parity_tests.harness.strategy import EXAMPLES, SHAPES, every_case, profile
 from parity_tests.harness.table import lookup
 
 Progress = Callable[[int, int], None]
@@ -62,7 +62,8 @@ def verify(
         reports += _search(scheme, names, how, seed, total - len(reports), progress)
     if all(r.ok for r in reports):
         _refuse_uncompared(scheme, reports)
-    report = replace(merged(reports), compile_seconds=oracle.CLOCK.seconds - compiled)
+    left_out = {mesh_text(mesh): why for mesh, why in meshes_left_out(scheme, names, world, SHAPES[profile()])}
+    report = replace(merged(reports), left_out=left_out, compile_seconds=oracle.CLOCK.seconds - compiled)
     if report.ok:
         return report
     return _saved(scheme, report, replay_folder)
