@@ -72,6 +72,7 @@ class TensorRow:
     budgets: np.ndarray
     loose_budgets: np.ndarray  # the same, had sums been accumulated in COARSER[tested dtype]
     owners: Mapping[str, np.ndarray]  # for each axis that cuts it: which coordinate holds each element
+    absent: np.ndarray | None = None  # where no rank returned a gradient of this copy
 
     @property
     def ok(self) -> bool:
@@ -210,8 +211,8 @@ def _judged(
     wrong = errors(stitched.copies, want[None], out_dtype)
     with np.errstate(over="ignore"):  # an error beyond all measure is an infinite number of budgets
         ratios = wrong / allowed[None]
-    if absent is not None:
-        ratios = np.where(absent & (want[None] != 0.0), np.inf, ratios)
+    if absent is not None:  # beyond its budget, or else without a number: zeros would have been near enough
+        ratios = np.where(absent & (want[None] != 0.0) & (ratios <= 1.0), np.inf, ratios)
     copy, where, ratio, error, limit = 0, (), 0.0, 0.0, float(allowed.max(initial=0.0))
     if ratios.size:
         worst = np.unravel_index(int(np.argmax(ratios)), ratios.shape)
@@ -232,6 +233,7 @@ def _judged(
         budgets=allowed,
         loose_budgets=loose,
         owners=owners(arg, case, scheme.layouts),
+        absent=None if absent is None else absent[copy],
     )
 
 

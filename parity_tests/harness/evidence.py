@@ -53,6 +53,7 @@ class Evidence:
     inputs: Mapping[str, np.ndarray] = field(default_factory=dict)  # whole, in the shape of `got`
     pieces: Mapping[str, np.ndarray] = field(default_factory=dict)  # axis -> [ranks of the axis, *shape]
     outputs_pass: bool = False
+    absent: np.ndarray | None = None  # where the gradient is None, and zero was put in its place
     loose_budget: np.ndarray | None = None  # had sums been accumulated in the tested dtype
     stored_budgets: Mapping[int, np.ndarray] = field(default_factory=dict)  # had so many roundings been declared
     dtype: str = "bfloat16"
@@ -71,6 +72,11 @@ class Evidence:
     def bad(self) -> np.ndarray:
         """Where the tensor is wrong."""
         return self.differs(self.want)
+
+    @property
+    def lacks_gradient(self) -> np.ndarray:
+        """Where None came back although zero is not the gradient."""
+        return np.zeros(self.want.shape, bool) if self.absent is None else self.absent & (self.want != 0.0)
 
     @property
     def wrong(self) -> int:
@@ -106,6 +112,7 @@ class Evidence:
             addends={},
             inputs={},
             pieces={},
+            absent=None if self.absent is None else self.absent[mask],
             loose_budget=None,
             stored_budgets={},
         )

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from parity_tests.harness.clues import places, precision, sums
+from parity_tests.harness.clues.absent import absent
 from parity_tests.harness.clues.added import added
 from parity_tests.harness.clues.arithmetic import fitted_number, known_number
 from parity_tests.harness.clues.displaced import displaced
@@ -22,11 +23,12 @@ from parity_tests.harness.evidence import Placed as Placed
 
 def explain(evidence: Evidence) -> tuple[str, ...]:
     """Notes on one tensor, the headline first; none if nothing is wrong with it."""
+    known = tuple(absent(evidence))
     if not evidence.bad.any():
-        return ()
+        return known
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # what came may be beyond all measure
         notes = [sentence for clue in CLUES for sentence in clue(evidence)]
-    return tuple(notes) or (places.worst(evidence),)
+    return (*known, *notes) or (places.worst(evidence),)
 
 
 def _backward(evidence: Evidence) -> Iterator[str]:

@@ -111,6 +111,39 @@ def test_a_reference_may_be_nan_where_infinities_are_drawn():
     assert declared(difference, reference=lambda x: x - x, draw=draw, inputs={"x": "b/tp"}).verify(b=2, examples=4).ok
 
 
+def test_a_gradient_that_is_none_is_told_from_one_that_is_zero():
+    def detached(mesh, x):
+        return x.detach() * 3 + (0 * x if mesh.size("tp") > 1 else 0)
+
+    made = declared(detached, mesh={"tp": (1, 2)}, dtypes=("float32",))
+    none, zero = made.verify(tp=1, b=4), made.verify(tp=2, b=4)
+    assert none.notes["d/d x"][0] == "no gradient was returned (None): backward does not reach this input"
+    assert zero.notes["d/d x"][0] == "gradient is zero: backward does not reach this input"
+    assert "inf" not in str(none) + str(zero)
+
+
+def test_a_gradient_that_is_none_on_one_rank_is_told_with_the_rank():
+    def forgetful(mesh, x):
+        return (x if mesh.rank("tp") == 0 else x.detach()) * 3
+
+    report = declared(forgetful, dtypes=("float32",)).verify(b=4)
+    said = "no gradient was returned (None) by tp rank 1: backward does not reach this input there"
+    assert report.notes["d/d x"][0] == said
+
+
+def test_a_gradient_that_is_none_is_told_where_the_expected_one_is_within_its_budget():
+    def detached(mesh, x, y):
+        return x * 3
+
+    made = declared(detached, inputs={"x": "b/tp", "y": "b/tp"}, dtypes=("float32",), draw={},
+                    reference=lambda x, y: 3.0 * x + 1e-42 * y)  # fmt: skip
+    report = made.verify(b=4)
+    assert not report.ok and report.notes["d/d y"] == (
+        "no gradient was returned (None): backward does not reach this input",
+        "the reference's is not zero, although too small for its budget: return zeros, or let backward reach it",
+    )
+
+
 def test_a_note_on_one_element_comes_from_a_larger_case():
     def doubled_besides(mesh, x):
         return x * 6

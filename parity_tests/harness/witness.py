@@ -44,6 +44,7 @@ def evidence(
         borders={**_borders(case, row), **id_marks(scheme, program, case, row)},
         inputs=_addable(scheme, program, case, row),
         pieces={axis: row.stitched.pieces(axis, at) for axis in row.stitched.part_axes if case.mesh[axis] > 1},
+        absent=row.absent,
         outputs_pass=outputs_pass,
         loose_budget=row.loose_budgets,
         stored_budgets=stored_budgets,

@@ -31,13 +31,14 @@ def known_number(evidence: Evidence) -> Iterator[str]:
 
 def fitted_number(evidence: Evidence) -> Iterator[str]:
     """A relation with a number fitted to the tensor, where none with a name holds: one for all, or one a rank."""
-    if not any(known_number(evidence)):
+    if evidence.got.any() and not any(known_number(evidence)):  # nothing is no multiple of what was wanted
         whole = (relation(evidence) for relation in (_plain_factor, _plain_constant))
         yield from islice(filter(None, chain(whole, _part_by_part(evidence))), 1)
 
 
 def _zero(evidence: Evidence) -> str | None:
-    if evidence.got.any():
+    lacks = evidence.lacks_gradient
+    if evidence.got.any() or (lacks.any() and np.array_equal(lacks, evidence.want != 0.0)):  # None is told as such
         return None
     return f"{evidence.role} is zero: {_REACH[evidence.role]}{evidence.thin if evidence.got.size == 1 else ''}"
 
