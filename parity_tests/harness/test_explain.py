@@ -46,7 +46,7 @@ def test_the_report_of_the_manual():
     want = numbers(1, 1, 4)
     told = evidence(4 * want, want, role="gradient", outputs_pass=True, backward="all_reduce at my_scheme.py:31 [bwd]")
     assert explain(told) == (
-        "off by the constant factor 4 (= tp): a reduction is missing or repeated",
+        "off by the constant factor 4 (= tp): a reduction is missing or repeated, or a mean divides by a local count",
         "forward equal, gradient not: all_reduce at my_scheme.py:31 [bwd]",
     )
 

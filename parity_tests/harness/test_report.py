@@ -54,7 +54,7 @@ DOUBLED = """\
 doubled    tp=2   lockstep   1 example   float32
   tensor   worst error   budget    ratio   headroom   where
   out      1.0e+00       5.4e-07   1.9e6   -          (0) float32, owner tp 0   MISMATCH
-    off by the constant factor 2 (= tp): a reduction is missing or repeated
+    off by the constant factor 2 (= tp): a reduction is missing or repeated, or a mean divides by a local count
   protocol ok   cost not declared   hygiene ok
 smallest case: tp=2 b=4 float32 seed=0"""
 
@@ -168,7 +168,9 @@ def test_json():
     assert record["case"]["mesh"] == {"tp": 2}
     [row] = record["rows"]
     assert (row["tensor"], row["error"], row["where"], row["ok"]) == ("out", 1.0, [0], False)
-    assert row["notes"] == ["off by the constant factor 2 (= tp): a reduction is missing or repeated"]
+    assert row["notes"] == [
+        "off by the constant factor 2 (= tp): a reduction is missing or repeated, or a mean divides by a local count"
+    ]
     assert json.loads(json.dumps(report_of(broken).to_dict()))["failure"].startswith("raised: rank ")
 
 

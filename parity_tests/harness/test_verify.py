@@ -150,6 +150,7 @@ def test_a_note_on_one_element_comes_from_a_larger_case():
 
     report = declared(doubled_besides, inputs={"x": "b tp=I"}, outputs="b tp=I", dtypes=("float32",)).verify()
     assert report.notes["out"][0].startswith(
-        "off by the constant factor 2 (= tp): a reduction is missing or repeated (at "
+        "off by the constant factor 2 (= tp): "
+        "a reduction is missing or repeated, or a mean divides by a local count (at "
     )
     assert len(report.notes["out"]) == 1

@@ -12,6 +12,7 @@ from parity_tests.harness.clues.numbers import Named, named_numbers, shown, size
 from parity_tests.harness.evidence import Evidence
 
 MOST_LISTED = 8
+OF_A_NAME = "a reduction is missing or repeated, or a mean divides by a local count"
 OF_A_RANK = {
     "a constant factor": "a local count or sum stands for the global one",
     "an added constant": "a local statistic stands for the global one",
@@ -49,7 +50,7 @@ def _named_factor(evidence: Evidence) -> str | None:
         return None
     named, value = found
     name = f"-{named}" if value < 0 else str(named)
-    return f"off by the constant factor {shown(value)} (= {name}): a reduction is missing or repeated{evidence.thin}"
+    return f"off by the constant factor {shown(value)} (= {name}): {OF_A_NAME}{evidence.thin}"
 
 
 def _opposite(evidence: Evidence) -> str | None:

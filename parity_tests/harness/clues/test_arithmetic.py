@@ -8,6 +8,8 @@ import pytest
 from parity_tests.harness.clues.by_hand import AXES, columns_of, evidence, headline, numbers
 from parity_tests.harness.explain import Evidence, explain
 
+MEANING = "a reduction is missing or repeated, or a mean divides by a local count"
+
 
 @pytest.mark.parametrize(
     ("factor", "written"),
@@ -26,8 +28,7 @@ from parity_tests.harness.explain import Evidence, explain
 def test_constant_factor(factor, written):
     want = numbers(3, 4)
     assert (
-        headline(factor * want, want, factors={"microbatches": 3})
-        == f"off by the constant factor {written}: a reduction is missing or repeated"
+        headline(factor * want, want, factors={"microbatches": 3}) == f"off by the constant factor {written}: {MEANING}"
     )
 
 
@@ -41,7 +42,7 @@ def test_a_factor_through_noise_and_zeros():
     want[::5] = 0.0
     noise = 1 + 2.0**-9 * np.sign(numbers(50, seed=1))
     assert headline(4 * want * noise, want, relative=2.0**-8) == (
-        "off by the constant factor 4 (= tp): a reduction is missing or repeated"
+        "off by the constant factor 4 (= tp): a reduction is missing or repeated, or a mean divides by a local count"
     )
 
 
@@ -53,9 +54,7 @@ def test_a_factor_in_huge_and_tiny_numbers():
 
 
 def test_one_element_says_less():
-    assert headline([20.0], [5.0]) == (
-        "off by the constant factor 4 (= tp): a reduction is missing or repeated; only one element tells"
-    )
+    assert headline([20.0], [5.0]) == (f"off by the constant factor 4 (= tp): {MEANING}; only one element tells")
     assert headline(20.0, 5.0).endswith("only one element tells")
     assert headline([10.0], [5.0], axes={"tp": 4, "m": 8}) == "no pattern; worst at (0)"  # not m/tp
     assert headline([3.65], [5.0]) == "no pattern; worst at (0)"  # any number is some factor

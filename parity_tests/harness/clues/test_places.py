@@ -48,7 +48,7 @@ def test_one_ranks_other_constant():
     got = np.where(owners == 2, 4 * want, want)
     assert headline(got, want, owners={"tp": owners}) == (
         "wrong only where tp rank 2 owns (all of its elements); there off by the constant factor 4 (= tp): "
-        "a reduction is missing or repeated"
+        "a reduction is missing or repeated, or a mean divides by a local count"
     )
 
 

@@ -37,7 +37,8 @@ def test_missing_sum_of_equal_shares_is_a_factor_too():
     want = numbers(6)
     notes = explain(evidence(want / 4, want, role="gradient", pieces={"tp": np.stack([want / 4] * 4)}, at={"tp": 0}))
     assert notes == (
-        "off by the constant factor 0.25 (= 1/tp): a reduction is missing or repeated",
+        "off by the constant factor 0.25 (= 1/tp): "
+        "a reduction is missing or repeated, or a mean divides by a local count",
         "gradient missing a sum over tp: the ranks' gradients add up to the reference",
     )
 
@@ -46,7 +47,7 @@ def test_summed_once_too_often():
     want = numbers(6)
     notes = explain(evidence(4 * want, want, role="gradient", pieces={"tp": np.stack([want] * 4)}))
     assert notes == (
-        "off by the constant factor 4 (= tp): a reduction is missing or repeated",
+        "off by the constant factor 4 (= tp): a reduction is missing or repeated, or a mean divides by a local count",
         "gradient summed over tp once too often: each rank already has the reference",
     )
 
