@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json as json_module
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -47,21 +48,35 @@ def model_of(target: str, changes: Mapping[str, Any]) -> torch.nn.Module:
 def _of_config(target: str, changes: Mapping[str, Any]) -> Any:
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     except ImportError as error:
         raise UnusableTarget(f"{target}: needs transformers; pip install 'shardproof[hf]'") from error
     if (Path(target) / "config.json").is_file():
         config = AutoConfig.from_pretrained(target, local_files_only=True)
         for name, value in changes.items():
             setattr(config, name, value)
+    elif os.sep in target:
+        raise UnusableTarget(f"{target}: {_folder(target)}; give {FORMS}")
     elif "." in target:
         config = _attribute(target)(**changes)
     else:
         try:
             config = AutoConfig.for_model(target, **changes)
         except ValueError as error:
-            raise UnusableTarget(f"{target}: is no model that is known here; give {FORMS}") from error
+            if Path(target).is_dir():
+                raise UnusableTarget(f"{target}: {_folder(target)}; give {FORMS}") from error
+            hint = nearest(target, sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)).removeprefix("; ")
+            known = f" ({hint})" if hint else ""
+            raise UnusableTarget(f"{target}: is no model that is known here{known}; give {FORMS}") from error
     _check_fields(type(config)(), changes)
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def _folder(target: str) -> str:
+    """What is wrong with a path that is no folder of a model."""
+    if Path(target).is_dir():
+        return "is a folder without config.json"
+    return "is no folder here, and nothing is downloaded"
 
 
 def _check_fields(default: Any, changes: Mapping[str, Any]) -> None:

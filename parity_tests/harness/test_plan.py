@@ -44,6 +44,10 @@ def test_a_factory(shardproof):
     ("arguments", "said"),
     [
         (("nosuchmodel",), "nosuchmodel: is no model that is known here; give a model type such as qwen3"),
+        (("qwen33",), "qwen33: is no model that is known here (did you mean qwen3?); give a model type such"),
+        (("empty",), "empty: is a folder without config.json; give a model type such as qwen3"),
+        (("./empty",), "./empty: is a folder without config.json; give a model type such as qwen3"),
+        (("./absent",), "./absent: is no folder here, and nothing is downloaded; give a model type such as qwen3"),
         (("transformers.NoConfig",), "transformers.NoConfig: module transformers has no attribute NoConfig"),
         (("absent.py:net",), "absent.py: no such file"),
         (("made.py:absent",), "made.py: has no function 'absent'"),
@@ -58,6 +62,7 @@ def test_a_factory(shardproof):
 )
 def test_what_it_cannot_use(shardproof, arguments, said):
     Path("made.py").write_text(FACTORY)
+    Path("empty").mkdir()
     status, out, err = shardproof("plan", *arguments)
     assert (status, out) == (2, "")
     assert err.replace("\n", " ").startswith(f"shardproof: {said}")
