@@ -24,7 +24,7 @@ MISTAKES = {
     "arity": (
         RIGHT.replace("(right)", "(right, reference=lambda x, y: x)"),
         "cannot import bad.py: scheme 'right': takes (x) but reference <lambda> takes (x, y); "
-        "add 'y' to inputs (line 9)",
+        "its argument 'y' is no input of the scheme (x): rename it or add it (line 9)",
     ),
     "float32": (
         RIGHT.replace("(right)", "(right, reference=lambda x: x.astype(jnp.float32))"),
@@ -34,6 +34,10 @@ MISTAKES = {
     "reference raises": (
         RIGHT.replace("(right)", "(right, reference=lambda x: x + nothing)"),
         "scheme 'right': reference <lambda> raised NameError at bad.py:15: name 'nothing' is not defined",
+    ),
+    "a reference called reference raises": (
+        RIGHT.replace("declare(right)", "def reference(x):\n    return x + no\ndeclare(right, reference=reference)"),
+        "scheme 'right': the reference raised NameError at bad.py:16: name 'no' is not defined",
     ),
     "broadcast": (
         RIGHT.replace("(right)", "(right, reference=lambda x: 2.0 * (x[None] + x)[0])"),

@@ -147,25 +147,34 @@ def check_reference(
     """The reference must take the inputs and the options, by name; further ones need a default."""
     if not callable(reference):
         raise say(f"reference is {type(reference).__name__}; pass a JAX function")
-    shown = getattr(reference, "__name__", type(reference).__name__)
+    shown = reference_named(reference)
     try:
         parameters = inspect.signature(reference).parameters
     except ValueError:  # a compiled callable may have none to show
         return
     if any(p.kind is p.POSITIONAL_ONLY for p in parameters.values()):
-        raise say(f"reference {shown} has positional-only arguments; wrap it in a function that names them")
+        raise say(f"{shown} has positional-only arguments; wrap it in a function that names them")
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
     required = [n for n, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
     given = [*inputs, *options]
-    asks = f"takes ({', '.join(signature)}) but reference {shown} takes ({', '.join(parameters)})"
+    asks = f"takes ({', '.join(signature)}) but {shown} takes ({', '.join(parameters)})"
     missing = [name for name in required if name not in given]
     if missing:
-        raise say(f"{asks}; add {missing[0]!r} to inputs")
+        kinds = "input or option" if options else "input"
+        raise say(
+            f"{asks}; its argument {missing[0]!r} is no {kinds} of the scheme ({', '.join(given)}): rename it or add it"
+        )
     unknown = [name for name in given if name not in parameters]
     if unknown:
         kind = "inputs" if unknown[0] in inputs else "options (rank_options go to the ranks alone)"
         raise say(f"{asks}; it has no {unknown[0]!r} of {kind}")
+
+
+def reference_named(reference: Any) -> str:
+    """What a sentence calls a reference: by its name, unless that is no more than what it is."""
+    name = getattr(reference, "__name__", type(reference).__name__)
+    return "the reference" if name == "reference" else f"reference {name}"
 
 
 def check_covered(fn: Any, given: Sequence[str], say: Say) -> None:

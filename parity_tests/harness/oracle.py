@@ -18,6 +18,7 @@ import numpy as np
 from parity_tests.harness import bridge, inputs
 from parity_tests.harness.argument import Argument
 from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.declaration import reference_named
 from parity_tests.harness.declared import Declared
 from parity_tests.harness.engines.users_line import at_users_line
 from parity_tests.harness.program import Program
@@ -244,11 +245,7 @@ def _rms(derivatives: Any) -> np.ndarray:
 
 
 def _failure(scheme: Declared, said: str) -> ReferenceFailure:
-    return ReferenceFailure(f"scheme '{scheme.name}': reference {_shown(scheme)} {said}")
-
-
-def _shown(scheme: Declared) -> str:
-    return getattr(scheme.reference, "__name__", type(scheme.reference).__name__)
+    return ReferenceFailure(f"scheme '{scheme.name}': {reference_named(scheme.reference)} {said}")
 
 
 def _first_line(error: BaseException) -> str:

@@ -68,7 +68,8 @@ def test_what_is_integer():
     [
         (
             {"reference": lambda logits, target, mask: logits},
-            "takes (logits, target) but reference <lambda> takes (logits, target, mask); add 'mask' to inputs",
+            "takes (logits, target) but reference <lambda> takes (logits, target, mask); "
+            "its argument 'mask' is no input of the scheme (logits, target): rename it or add it",
         ),
         (
             {"reference": lambda logits: logits},
