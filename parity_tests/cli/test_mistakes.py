@@ -79,14 +79,16 @@ SIZES = "scheme 'right': "
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--mesh", "tp=x"), "--mesh 'tp=x' is not NAME=NUMBER, such as tp=4"),
-        (("--mesh", "tp"), "--mesh 'tp' is not NAME=NUMBER, such as tp=4"),
-        (("--mesh", "tp=-1"), "--mesh 'tp=-1' is not NAME=NUMBER, such as tp=4"),
+        (("--mesh", "tp=x"), "--mesh 'tp=x' is not NAME=NUMBER with a whole number of at least 1, such as tp=4"),
+        (("--mesh", "tp"), "--mesh 'tp' is not NAME=NUMBER with a whole number of at least 1, such as tp=4"),
+        (("--mesh", "tp=-1"), "--mesh 'tp=-1' is not NAME=NUMBER with a whole number of at least 1, such as tp=4"),
         (("--mesh", "tp=2,tp=4"), "--mesh 'tp=4' says 'tp' a second time; give each size once"),
         (("--mesh", "tp=0"), SIZES + "tp=0; sizes are integers >= 1"),
         (("--mesh", "tq=2"), SIZES + "'tq' is no mesh axis, dim or option (tp, b)"),
         (("--mesh", "tp=65"), SIZES + "no mesh of {'tp': 65} has 64 ranks or fewer, which is the limit"),
-        (("--dim", "b=1.5"), "--dim 'b=1.5' is not NAME=NUMBER, such as tp=4"),
+        (("--dim", "b=1.5"), "--dim 'b=1.5' is not NAME=NUMBER with a whole number of at least 0, such as s=16"),
+        (("--dim", "b=-1"), "--dim 'b=-1' is not NAME=NUMBER with a whole number of at least 0, such as s=16"),
+        (("--dim", "b=²"), "--dim 'b=²' is not NAME=NUMBER with a whole number of at least 0, such as s=16"),
         (
             ("--mesh", "tp=2", "--dim", "b=3"),
             SIZES + "b=3 cannot be cut by contiguous over tp=2 (needs a multiple of 2); pad to 4",

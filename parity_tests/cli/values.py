@@ -24,13 +24,19 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print failures and the closing line only.")]
 
 
+# What is counted by hand: ranks, of which there is one at least, and elements, of which there may be none.
+WHOLE = {
+    "--mesh": "a whole number of at least 1, such as tp=4",
+    "--dim": "a whole number of at least 0, such as s=16",
+}
+
 def sizes(given: Sequence[str] | None, flag: str) -> dict[str, int]:
     """{"tp": 4, "cp": 2} of ["tp=4,cp=2"]."""
     found = {}
     for text in (part for item in given or () for part in item.split(",")):
         name, equals, value = text.partition("=")
-        if not equals or not value.isdigit():
-            raise ValueError(f"{flag} {text!r} is not NAME=NUMBER, such as tp=4")
+        if not equals or not (value.isascii() and value.isdigit()):
+            raise ValueError(f"{flag} {text!r} is not NAME=NUMBER with {WHOLE[flag]}")
         if name.strip() in found:
             raise ValueError(f"{flag} {text!r} says {name.strip()!r} a second time; give each size once")
         found[name.strip()] = int(value)
