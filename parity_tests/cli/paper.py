@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 import typer
@@ -17,8 +18,8 @@ def schedule(
             help="A schedule's name or its beginning (zbv), or a .csv file.", autocompletion=complete.schedules
         ),
     ],
-    pp: Annotated[int | None, typer.Option(help="Ranks; for a file they are its rows.")] = None,
-    microbatches: Annotated[int | None, typer.Option(help="Micro-batches; for a file they are its own.")] = None,
+    pp: Annotated[int | None, typer.Option(min=1, help="Ranks; for a file they are its rows.")] = None,
+    microbatches: Annotated[int | None, typer.Option(min=1, help="Micro-batches; for a file they are its own.")] = None,
     stages_per_rank: Annotated[int | None, typer.Option(min=1, help="Default: 2, or what the schedule has.")] = None,
     times: Annotated[
         str, typer.Option(help="Forward, input gradient, weight gradient of a chunk.", metavar="F,I,W")
@@ -26,7 +27,7 @@ def schedule(
     p2p: Annotated[float, typer.Option(help="What a message between ranks takes.")] = 0.0,
     json: JsonFlag = False,
     figure: Annotated[
-        str | None, typer.Option(help="Write the picture: a path ending in .png or .svg.", metavar="PATH")
+        str | None, typer.Option(help="Write the picture: a path ending in .png, .svg or .pdf.", metavar="PATH")
     ] = None,
     csv: Annotated[str | None, typer.Option(help="Write the order as a CSV file.", metavar="PATH")] = None,
 ) -> None:
@@ -34,6 +35,8 @@ def schedule(
     from parity_tests.harness import schedule_picture
     from torch_impl.pipelining.simulate import Times
 
+    if not (math.isfinite(p2p) and p2p >= 0):
+        raise ValueError(f"--p2p {p2p} must be finite and at least 0")
     given = Times(*three(times), p2p=p2p)
     schedule_picture.show(target, pp, microbatches, stages_per_rank, given, json, figure, csv)
 

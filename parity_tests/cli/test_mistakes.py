@@ -124,7 +124,7 @@ def test_arguments_that_are_wrong(shardproof, arguments, sentence):
             ("verify", "there"),
             "there: no file and no scheme of this name; did you mean there.py? (shardproof list shows all)",
         ),
-        (("schedule", "none.csv"), "schedule='none.csv' does not exist; pass the path of a CSV file"),
+        (("schedule", "none.csv"), "schedule 'none.csv' does not exist; pass the path of a CSV file"),
         (("list", "no_such_*"), "no_such_*: no scheme of this name (shardproof list shows all)"),
         (("draw", "none.py"), "none.py: no such file"),
         (("replay", "none.py"), "cannot read none.py: No such file or directory"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -23,12 +24,12 @@ JsonPath = Annotated[
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print failures and the closing line only.")]
 
-
 # What is counted by hand: ranks, of which there is one at least, and elements, of which there may be none.
 WHOLE = {
     "--mesh": "a whole number of at least 1, such as tp=4",
     "--dim": "a whole number of at least 0, such as s=16",
 }
+
 
 def sizes(given: Sequence[str] | None, flag: str) -> dict[str, int]:
     """{"tp": 4, "cp": 2} of ["tp=4,cp=2"]."""
@@ -51,6 +52,9 @@ def three(given: str) -> list[float]:
         found = []
     if len(found) != 3:
         raise ValueError(f"--times {given!r} is not F,I,W, such as 1,1,2")
+    for letter, value in zip("FIW", found, strict=True):
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"--times {given}: {letter} must be finite and at least 0")
     return found
 
 

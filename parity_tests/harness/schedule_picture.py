@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,14 @@ from torch_impl.pipelining.partition import stage_to_rank
 from torch_impl.pipelining.schedule_order import schedule_order
 from torch_impl.pipelining.simulate import Times, simulate
 from torch_impl.pipelining.timeline import Timeline
+
+OPTIONS = {
+    "n_microbatches=": "--microbatches ",
+    "stages_per_rank=": "--stages-per-rank ",
+    "pp_size=": "--pp ",
+    "pp_size": "pp",
+    "schedule=": "schedule ",
+}
 
 
 def show(
@@ -29,13 +38,25 @@ def show(
 ) -> None:
     """Print one schedule. Errors: ValueError for a schedule that there is not or that cannot be."""
     refuse_unwritable(figure=figure, csv=csv)
-    name, order, placed = _found(target, pp, microbatches, stages_per_rank)
-    timeline = simulate(order, placed, times)
+    try:
+        name, order, placed = _found(target, pp, microbatches, stages_per_rank)
+        timeline = simulate(order, placed, times)
+    except (ValueError, FileNotFoundError) as error:
+        said = getattr(error, "strerror", None) or str(error)
+        raise ValueError(_in_options(said, target)) from None
     if csv:
         write_csv(order, csv)
     if figure:
         draw(timeline, name).savefig(figure)
     print(json_module.dumps(record(name, timeline), indent=2) if json else f"{name}: {timeline}")
+
+
+def _in_options(sentence: str, target: str) -> str:
+    """What the functions say of their arguments, in the words of the command."""
+    said = re.sub(r"^pipelining\.\w+: ", f"schedule {target!r}: ", sentence)
+    for argument, option in OPTIONS.items():
+        said = said.replace(argument, option)
+    return said
 
 
 def record(name: str, timeline: Timeline) -> dict[str, Any]:

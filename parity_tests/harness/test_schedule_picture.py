@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from parity_tests.harness.out_path import ENDINGS
+
 
 def test_a_schedule_by_the_beginning_of_its_name(shardproof):
     status, out, err = shardproof("schedule", "zbv", "--pp", "4", "--microbatches", "8")
@@ -37,11 +39,28 @@ def test_a_schedule_is_written_and_read_as_a_file(shardproof):
     assert again == out.replace("Interleaved1F1B", "mine.csv")
 
 
+def test_a_file_of_another_number_of_ranks(shardproof):
+    Path("mine.csv").write_text("0F0,0B0\n")
+    err = shardproof("schedule", "mine.csv", "--pp", "2")[2]
+    assert err.endswith(" is missing; there must be one row for each of --pp 2 ranks\n")
+
+
+@pytest.mark.parametrize("option", ["--pp", "--microbatches"])
+def test_a_number_below_one_is_refused_by_its_option(shardproof, option):
+    status, _, err = shardproof("schedule", "zbv", "--pp", "2", "--microbatches", "2", option, "0")
+    assert status == 2 and f"Invalid value for '{option}'" in err
+
+
+def test_help_names_the_endings_of_a_picture(shardproof):
+    said = " ".join(shardproof("schedule", "--help")[1].split())
+    assert "a path ending in .png, .svg or .pdf" in said and set(ENDINGS) == {".png", ".svg", ".pdf"}
+
+
 def test_a_file_with_a_fault_is_told_with_its_cell(shardproof):
     Path("mine.csv").write_text("0F0,0B0\n1B0,1F0\n")
     status, out, err = shardproof("schedule", "mine.csv", "--pp", "2")
     assert (status, out) == (2, "")
-    assert err == "shardproof: schedule='mine.csv' row 2, column 1: '1B0' stands before '1F0'\n"
+    assert err == "shardproof: schedule 'mine.csv' row 2, column 1: '1B0' stands before '1F0'\n"
 
 
 @pytest.mark.parametrize(
@@ -51,8 +70,18 @@ def test_a_file_with_a_fault_is_told_with_its_cell(shardproof):
         (["zbw", "--pp", "2", "--microbatches", "4"], "schedule 'zbw' is not one of GPipe, 1F1B, "),
         (["zbv", "--pp", "2"], "schedule 'zbv' needs --pp and --microbatches"),
         (["zbv", "--pp", "2", "--microbatches", "2", "--times", "1,2"], "--times '1,2' is not F,I,W, such as 1,1,2"),
-        (["dualpipev", "--pp", "2", "--microbatches", "3"], "n_microbatches=3 cannot be cut by DualPipeV"),
-        (["none.csv"], "schedule='none.csv' does not exist"),
+        (
+            ["dualpipev", "--pp", "2", "--microbatches", "3"],
+            ": schedule 'dualpipev': --microbatches 3 cannot be cut by DualPipeV over --pp 2 (n >= 2 * pp); use 4\n",
+        ),
+        (
+            ["zbv", "--pp", "2", "--microbatches", "2", "--stages-per-rank", "3"],
+            ": schedule 'zbv': --stages-per-rank 3, but ZBVZeroBubble has exactly 2 on each rank; use 2\n",
+        ),
+        (["zbv", "--pp", "2", "--microbatches", "2", "--times", "1,-1,1"], ": --times 1,-1,1: I must be finite and at"),
+        (["zbv", "--pp", "2", "--microbatches", "2", "--p2p", "-1"], ": --p2p -1.0 must be finite and at least 0\n"),
+        (["none.csv", "--figure", "x.jpg"], ": --figure x.jpg is no picture; end it in .png, .svg, .pdf\n"),
+        (["none.csv"], "schedule 'none.csv' does not exist"),
     ],
 )
 def test_a_mistake_is_one_sentence(shardproof, given, words):
