@@ -1,5 +1,6 @@
 """shardproof: bad input of every kind ends in one sentence on standard error and status 2."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -137,6 +138,22 @@ def test_targets_that_are_not_there(shardproof, arguments, sentence, monkeypatch
     monkeypatch.setattr("parity_tests.harness.discover.built_in", lambda: [])
     status, out, err = shardproof(*arguments)
     assert (status, out, err) == (2, "", f"shardproof: {sentence}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "file"),
+    [
+        (("verify", "right.py", "--examples", "1", "--json", "full.json"), "full.json"),
+        (("schedule", "zbv", "--pp", "2", "--microbatches", "2", "--csv", "full.csv"), "full.csv"),
+        (("schedule", "zbv", "--pp", "2", "--microbatches", "2", "--figure", "full.png"), "full.png"),
+        (("draw", "right.py", "--svg", "full.svg"), "full.svg"),
+    ],
+)
+def test_a_full_disk_is_told_with_the_file(shardproof, arguments, file):
+    written("right.py", RIGHT)
+    Path(file).symlink_to("/dev/full")
+    status, _, err = shardproof(*arguments)
+    assert (status, err) == (2, f"shardproof: {file}: {os.strerror(errno.ENOSPC)}\n")
 
 
 @pytest.mark.parametrize(

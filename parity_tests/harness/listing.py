@@ -19,7 +19,7 @@ from parity_tests.harness.declared import Declared
 from parity_tests.harness.drawing import one_case
 from parity_tests.harness.engines.ledger import Ledger
 from parity_tests.harness.judge import judge
-from parity_tests.harness.out_path import refuse_unwritable, write_text
+from parity_tests.harness.out_path import naming, refuse_unwritable, write_text
 from parity_tests.harness.outcome import Outcome
 from parity_tests.harness.replay import load_scheme, reruns
 from parity_tests.harness.report import Report
@@ -78,7 +78,8 @@ def pictures(target: str, sizes: Mapping[str, Any], svg: str | None, as_json: bo
         for made in schemes:
             print(f"{made.name}\n{picture.scheme_picture(made, one_case(made, **sizes))}\n")
     if svg:
-        picture.scheme_figure(schemes[0], one_case(schemes[0], **sizes)).savefig(svg)
+        with naming(svg):
+            picture.scheme_figure(schemes[0], one_case(schemes[0], **sizes)).savefig(svg)
 
 
 def drawn(made: Declared, case: CaseSpec) -> dict[str, Any]:

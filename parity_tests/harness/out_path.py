@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 PICTURES, ENDINGS = ("figure", "svg"), (".png", ".svg", ".pdf")
@@ -52,5 +54,16 @@ def write_text(path: str, text: str) -> None:
     """To a file, or to standard output for `-`."""
     if path == "-":
         print(text)
-    else:
+        return
+    with naming(path):
         Path(path).write_text(f"{text}\n")
+
+
+@contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """While a file is written: an OSError has its path, which one of a full disk lacks."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.guard import guarded
+from parity_tests.harness.out_path import naming
 from parity_tests.harness.status import EQUAL, FAILED, MISMATCH
 from parity_tests.harness.table import TABLE
 
@@ -49,7 +50,8 @@ def write_replay(scheme: Declared, report: Report, folder: str = ".", replaces: 
         from parity_tests.harness.travel import dumps
 
         pickled = path.with_suffix(".pkl")
-        pickled.write_bytes(dumps(scheme))
+        with naming(pickled):
+            pickled.write_bytes(dumps(scheme))
         source, note = pickled.name, PICKLE_NOTE.format(pickle=pickled.name)
     text = TEMPLATE.format(
         verdict=f"{scheme.name}: {report.verdict}",
@@ -66,7 +68,8 @@ def write_replay(scheme: Declared, report: Report, folder: str = ".", replaces: 
         for suffix in (".py", ".pkl"):
             Path(replaces).with_suffix(suffix).unlink(missing_ok=True)
     try:
-        path.write_text(text)
+        with naming(path):
+            path.write_text(text)
     except OSError:
         path.unlink(missing_ok=True)  # a full disk leaves a beginning
         raise

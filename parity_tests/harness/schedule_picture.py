@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from parity_tests.harness.out_path import refuse_unwritable
+from parity_tests.harness.out_path import naming, refuse_unwritable
 from parity_tests.harness.schedule_name import rule_named
 from torch_impl.pipelining.action import Order
 from torch_impl.pipelining.csv_schedule import read_csv, write_csv
@@ -45,9 +45,11 @@ def show(
         said = getattr(error, "strerror", None) or str(error)
         raise ValueError(_in_options(said, target)) from None
     if csv:
-        write_csv(order, csv)
+        with naming(csv):
+            write_csv(order, csv)
     if figure:
-        draw(timeline, name).savefig(figure)
+        with naming(figure):
+            draw(timeline, name).savefig(figure)
     print(json_module.dumps(record(name, timeline), indent=2) if json else f"{name}: {timeline}")
 
 

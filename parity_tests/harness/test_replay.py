@@ -92,7 +92,8 @@ def test_a_file_that_cannot_be_written_is_said_and_leaves_nothing():
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert report.verdict == "mismatch" and report.replay is None
-    assert str(report).splitlines()[-1] == f"  no replay file was written: .: {os.strerror(errno.EFBIG)}"
+    file = f"replay_{report.case.id}.py"
+    assert str(report).splitlines()[-1] == f"  no replay file was written: {file}: {os.strerror(errno.EFBIG)}"
     assert list(Path().glob("replay_*")) == []
 
 

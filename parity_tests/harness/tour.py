@@ -17,7 +17,7 @@ from rich.table import Table
 
 from parity_tests.harness import discover, real_text, several, summary, tour_figure
 from parity_tests.harness.judge import judge
-from parity_tests.harness.out_path import refuse_unwritable, write_text
+from parity_tests.harness.out_path import naming, refuse_unwritable, write_text
 from parity_tests.harness.outcome import Outcome
 from parity_tests.harness.status import EQUAL, MISMATCH
 
@@ -54,7 +54,8 @@ def run(figure_path: str, examples: int, json: str | None = None, quiet: bool = 
     caption = (
         f"{tour.examples} examples; Python {platform.python_version()}, torch {version('torch')}, jax {version('jax')}"
     )
-    tour_figure.figure(tour.verified, tour.planted, caption).savefig(figure_path, dpi=130)
+    with naming(figure_path):
+        tour_figure.figure(tour.verified, tour.planted, caption).savefig(figure_path, dpi=130)
     status = status or (MISMATCH if tour.wrong else EQUAL)
     tour.console.print()
     closing = _closing(tour, time.perf_counter() - start)

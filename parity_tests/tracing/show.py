@@ -5,13 +5,13 @@ from __future__ import annotations
 import json as json_module
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from parity_tests.harness.engines.failure import RankFailure
+from parity_tests.harness.out_path import write_text
 from parity_tests.harness.report import number
 from parity_tests.harness.status import EQUAL, FAILED, MISMATCH
 from parity_tests.tracing.lines import Line, first
@@ -68,10 +68,8 @@ def write(all_told: Sequence[Told], json: str | None) -> int:
     """The JSON, if it was asked for; returns the exit status, the worst of all."""
     status = max(told.status for told in all_told)
     text = json_module.dumps({"status": status, "traces": [record(told) for told in all_told]}, indent=1)
-    if json == "-":
-        print(text)
-    elif json:
-        Path(json).write_text(f"{text}\n")
+    if json:
+        write_text(json, text)
     return status
 
 

@@ -14,7 +14,7 @@ from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.engines.failure import RankFailure
 from parity_tests.harness.engines.ranks import ENGINES
 from parity_tests.harness.engines.run import run as on_ranks
-from parity_tests.harness.out_path import refuse_unwritable, write_text
+from parity_tests.harness.out_path import naming, refuse_unwritable, write_text
 from parity_tests.harness.status import EQUAL, FAILED, MISMATCH
 from parity_tests.training import checkpoint, page, show
 from parity_tests.training.body import train as body
@@ -125,7 +125,9 @@ def _followed(run: Run, known: Known, engine: str, quiet: bool) -> list[Judged]:
 
 def _write(done: Sequence[tuple[Run, Sequence[Judged]]], wanted: Wanted) -> None:
     if wanted.page and done:
-        page.write(done, wanted.page)
+        with naming(wanted.page):
+            page.write(done, wanted.page)
     if wanted.figure and done:
         run, steps = done[-1]
-        figure(steps, show.named(run)).savefig(wanted.figure, dpi=130, metadata={"Software": None})
+        with naming(wanted.figure):
+            figure(steps, show.named(run)).savefig(wanted.figure, dpi=130, metadata={"Software": None})
