@@ -92,9 +92,13 @@ def fitting_meshes(scheme: Declared, given: Mapping[str, Any], world: int | None
 def meshes_left_out(
     scheme: Declared, given: Mapping[str, Any], world: int | None = None, limit: int = DEFAULT_LIMIT
 ) -> list[tuple[dict[str, int], str]]:
-    """The meshes that cannot cut the sizes given, each with the reason. Errors: as of draw_case."""
+    """The meshes that cannot cut the sizes given, or any drawn beside them, with the reason. Errors: of draw_case."""
     sizes, _ = _sorted_out(scheme, given)
-    return _remembered(scheme, sizes, world, limit).left_out
+    given_ones = tuple(f"{name}=" for name in sizes)
+    return [
+        (mesh, why if why.startswith(given_ones) else f"of the sizes drawn, {why}")
+        for mesh, why in _remembered(scheme, sizes, world, limit).left_out
+    ]
 
 
 def _remembered(scheme: Declared, sizes: Mapping[str, int], world: int | None, limit: int) -> Served:

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from parity_tests import scheme, values
+from parity_tests.harness.drawing import meshes_left_out
 
 
 def declared(function, **more):
@@ -64,6 +65,14 @@ def test_a_mesh_is_left_out_for_a_size_that_was_given_not_for_one_that_was_drawn
         f"tp={size}": f"b=7 cannot be cut by contiguous over tp={size} (needs a multiple of {size}); pad to 8"
         for size in (2, 4)
     }
+
+
+def test_a_mesh_that_no_drawn_size_suits_is_told_as_such():
+    made = declared(lambda mesh, x, y: y * 3, mesh={"tp": (2, 3)}, inputs={"x": "s/tp", "y": "b tp=I"},
+                    outputs="b tp=I", draw={}, reference=lambda x, y: y * 3, dims={"s": (2, 3)})  # fmt: skip
+    assert meshes_left_out(made, {"b": 2}) == []
+    why = "of the sizes drawn, s=2 cannot be cut by contiguous over tp=3 (needs a multiple of 3); pad to 3"
+    assert meshes_left_out(made, {"b": 2}, limit=1) == [({"tp": 3}, why)]
 
 
 def test_a_mistake_is_told_with_the_meshes_that_were_left_out():
