@@ -25,6 +25,7 @@ WITHOUT_A_REFERENCE = {
     "context_parallel/train_context.py": "contexts that are entered; they compute nothing",
     "context_parallel/slots.py": "lengths of a whole batch at once; the reference takes one sequence at a time",
     "context_parallel/te_adapter.py": "an adapter for one library",
+    "layouts/kept.py": "a memo of layouts and indices, which changes no result",
     "layouts/remembered.py": "a memo of layouts, which changes no result",
     "layouts/token_index.py": "index arrays for a whole batch; the reference takes one sequence at a time",
     "*/arguments.py": "what a folder refuses; the reference takes whole arrays and refuses nothing",

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from numbers import Real
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -15,14 +13,15 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_impl.collectives.arguments import checked_group
+from torch_impl.layouts.kept import KeptBeside
 from torch_impl.layouts.packed import host_offsets, offsets_of
 from torch_impl.layouts.token_index import stripped
-from torch_impl.layouts.token_layout import TokenLayout
+from torch_impl.layouts.token_layout import TokenLayout, dense_layout
 
 EXCHANGES = ("ring", "all_gather", "ulysses", "usp")
 DENSE = ("contiguous", "dual_chunk_swap", "striped")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_MOVED: WeakKeyDictionary[TokenLayout, dict[torch.device, TokenLayout]] = WeakKeyDictionary()
+_MOVED = KeptBeside()  # one copy for all layers of a batch whose layout was made elsewhere
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ def checked_layout(
         )
     if len(found.cu_padded) > 2 and q.shape[0] != 1:
         raise ValueError(f"{function}: b={q.shape[0]} but packed sequences are one stream; pass b=1")
-    return found if found.index.device == q.device else _on(found, q.device)
+    return found if found.index.device == q.device else _MOVED.of(found, q.device, lambda: found.on(q.device))
 
 
 def check_exchange(function: str, exchange: str, cp: Groups, layout: TokenLayout, heads: int, kv_heads: int) -> None:
@@ -153,21 +152,7 @@ def _named(
     if kind not in DENSE:
         packed = "; pass cu_seqlens" if kind == "packed" else ""
         raise ValueError(f"{function}: layout={kind!r} is not one of {', '.join(DENSE)}, or a TokenLayout{packed}")
-    return _dense(kind, total, cp.size, cp.rank, device)
-
-
-@lru_cache(maxsize=16)
-def _dense(kind: str, total: int, size: int, rank: int, device: torch.device) -> TokenLayout:
-    """One object for all calls of one shape, so that what is derived from it is derived once: a memo."""
-    return TokenLayout.dense(kind, total, cp_size=size, cp_rank=rank, device=device)
-
-
-def _on(layout: TokenLayout, device: torch.device) -> TokenLayout:
-    """One copy for all layers of a batch whose layout was made elsewhere: a memo, for as long as the layout lives."""
-    known = _MOVED.setdefault(layout, {})
-    if device not in known:
-        known[device] = layout.on(device)
-    return known[device]
+    return dense_layout(kind, total, cp.size, cp.rank, device)
 
 
 def _check_same_offsets(function: str, layout: TokenLayout, cu_seqlens: Tensor | Sequence[int] | None) -> None:

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from torch_impl.layouts.kept import for_training, makes_numbers
+
 Made = TypeVar("Made")
 _MADE = WeakTensorKeyDictionary()
 
 
-@torch.inference_mode(False)  # kept for training, whoever asks first
+@for_training
 def remembered(
     build: Callable[[], Made],
     offsets: Tensor | Sequence[int],
@@ -32,6 +34,8 @@ def remembered(
     Cost: one comparison of tensors on the CPU, none of others.
     """
     if not isinstance(offsets, Tensor) or not (others is None or isinstance(others, Tensor)):
+        return build()
+    if not makes_numbers():
         return build()
     if offsets.is_inference() or (others is not None and others.is_inference()):  # which count no versions
         return build()

@@ -7,11 +7,10 @@ A dense row is one sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import pairwise
-from typing import Literal, TypeVar
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Int32, Int64, Shaped
@@ -23,17 +22,9 @@ from torch_impl.collectives.arguments import checked_dim, checked_group, checked
 from torch_impl.kernels import rows_at
 from torch_impl.layouts.draw import ALPHABET
 from torch_impl.layouts.inverse import inverted
+from torch_impl.layouts.kept import KeptProperty, for_training, kept
 from torch_impl.layouts.remembered import remembered
 from torch_impl.layouts.token_index import dense_cut, packed_cut, recut
-
-Found = TypeVar("Found")
-# Tensors made while inference asks are such as training takes too, since a layout serves both.
-_for_training = torch.inference_mode(False)
-
-
-def _kept(derived: Callable[[TokenLayout], Found]) -> cached_property[Found]:
-    """Derived on first use, and kept."""
-    return cached_property(_for_training(derived))
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +51,7 @@ class TokenLayout:
     counts: tuple[int, ...]
 
     @staticmethod
-    @_for_training
+    @for_training
     def dense(
         kind: str,
         length: int,
@@ -85,7 +76,7 @@ class TokenLayout:
         return TokenLayout(*dense_cut(kind, length, cp_size, cp_rank, device, real_length, counts))
 
     @staticmethod
-    @_for_training
+    @for_training
     def packed(
         cu_padded: Tensor | Sequence[int],
         cu_real: Tensor | Sequence[int] | None = None,
@@ -119,32 +110,32 @@ class TokenLayout:
 
         return remembered(built, cu_padded, cu_real, (kind, cp_size, cp_rank, total, validate))
 
-    @_kept
+    @KeptProperty
     def local_index(self) -> Int64[Tensor, " local"]:
         """Global positions that this rank holds, in local order."""
         return self.index[self.cp_rank, : self.counts[self.cp_rank]]
 
-    @_kept
+    @KeptProperty
     def inverse(self) -> Int64[Tensor, " total"]:
         """Row of each position in cat(rank 0, rank 1, ...): `sequential = rank_major[inverse]`."""
         return inverted(self._everywhere if self.is_identity else self.index.flatten())
 
-    @_kept
+    @KeptProperty
     def sequence_ids(self) -> Int64[Tensor, " total"]:
         """The sequence of each global position."""
         return torch.searchsorted(self.cu_padded[1:].long(), self._everywhere, right=True)
 
-    @_kept
+    @KeptProperty
     def position_ids(self) -> Int64[Tensor, " total"]:
         """Place of each global position inside its sequence; runs on through the padding."""
         return self._everywhere - self.cu_padded.long()[self.sequence_ids]
 
-    @_kept
+    @KeptProperty
     def padding_mask(self) -> Bool[Tensor, " total"]:
         """True where a global position is padding."""
         return self.position_ids >= self.cu_real.diff()[self.sequence_ids]
 
-    @_kept
+    @KeptProperty
     def local_cu(self) -> Int32[Tensor, " offsets"]:
         """Offsets of the sequences in this rank's own stream, padding included."""
         own = self.sequence_ids[self.local_index]
@@ -156,13 +147,13 @@ class TokenLayout:
         """Whether the ranks' streams, laid end to end, are the global stream."""
         return self.cp_size == 1 or self.kind in ("contiguous", "ragged")
 
-    @_kept
+    @KeptProperty
     def original_length(self) -> int:
         """Global positions up to the last real token. One read of the offsets."""
         ends = self.cu_padded[:-1] + self.cu_real.diff()
         return max(torch.where(self.cu_real.diff() > 0, ends, 0).tolist(), default=0)
 
-    @_kept
+    @KeptProperty
     def _everywhere(self) -> Int64[Tensor, " total"]:
         return torch.arange(self.total, device=self.index.device)
 
@@ -221,13 +212,13 @@ class TokenLayout:
         cu = self.cu_padded.tolist()
         return "|".join(text[start:stop] for start, stop in pairwise(cu))
 
-    @_for_training
+    @for_training
     def on(self, device: torch.device | str) -> TokenLayout:
         """The same layout with its tensors on another device."""
         index, padded, real = self.index.to(device), self.cu_padded.to(device), self.cu_real.to(device)
         return replace(self, index=index, cu_padded=padded, cu_real=real)
 
-    @_for_training
+    @for_training
     def rebind(self, cp_size: int, cp_rank: int) -> TokenLayout:
         """The same tokens cut over another group; ragged counts follow DTensor's ceil rule.
 
@@ -242,3 +233,9 @@ class TokenLayout:
                 f"TokenLayout.{function}: x has {x.shape[dim]} rows along dim {dim}, the layout {rows} {where} ones; "
                 "pass the tensor it was made for"
             )
+
+
+@kept
+def dense_layout(kind: str, length: int, cp_size: int, cp_rank: int, device: torch.device) -> TokenLayout:
+    """One object for all calls of one shape, so that what is derived from it is derived once: a memo."""
+    return TokenLayout.dense(kind, length, cp_size=cp_size, cp_rank=cp_rank, device=device)

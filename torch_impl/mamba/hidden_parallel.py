@@ -7,7 +7,6 @@ r * H/n to (r + 1) * H/n and of the groups that they read, one after the gate gi
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch_impl.layouts import TokenLayout
 from torch_impl.layouts.columns import MambaSizes, conv_channels, projection_columns
 from torch_impl.layouts.inverse import inverted
+from torch_impl.layouts.kept import kept
 from torch_impl.layouts.reorder import _permuted
 from torch_impl.mamba.all_to_all import _all_to_all
 from torch_impl.mamba.five_exchanges import own_tokens, sequential
@@ -201,15 +201,13 @@ def _row_order(
     return there.flatten(), back
 
 
-@lru_cache(maxsize=16)
-@torch.inference_mode(False)  # kept for training, whoever asks first
+@kept
 def _columns(sizes: MambaSizes, cp: int, device: torch.device) -> tuple[Int64[Tensor, " w"], Int64[Tensor, " w"]]:
     """Columns of all ranks, one rank after another, and back; of a group for each rank, where there are fewer."""
     there = projection_columns(replace(sizes, n_groups=max(sizes.n_groups, cp)), cp, device=device).flatten()
     return there, inverted(there)
 
 
-@lru_cache(maxsize=16)
-@torch.inference_mode(False)
+@kept
 def _channels(sizes: MambaSizes, cp: int, device: torch.device) -> Int64[Tensor, "n c"]:
     return conv_channels(sizes, cp, device=device)

@@ -8,15 +8,15 @@ An index one past the last row stands for a row of zeros.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor
 
 from torch_impl.layouts import TokenLayout
+from torch_impl.layouts.kept import KeptBeside
 
-_BUILT: WeakKeyDictionary[TokenLayout, dict[tuple[object, ...], Segments]] = WeakKeyDictionary()
+_BUILT = KeptBeside()
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,10 @@ def segments_of(layout: TokenLayout, d_conv: int, chunk_size: int, device: torch
             f"mamba.MambaStatePassing: layout={layout.kind!r} cuts sequences into more than two runs a rank; "
             "use contiguous or dual_chunk_swap"
         )
-    known, key = _BUILT.setdefault(layout, {}), (d_conv, chunk_size, device)
-    if key not in known:
-        known[key] = _built(layout.on(device), d_conv, chunk_size)
-    return known[key]
+    key = d_conv, chunk_size, device
+    return _BUILT.of(layout, key, lambda: _built(layout.on(device), d_conv, chunk_size))
 
 
-@torch.inference_mode(False)  # kept for training, whoever asks first
 def _built(layout: TokenLayout, d_conv: int, chunk_size: int) -> Segments:
     local, device = layout.total // layout.cp_size, layout.index.device
     spans = (_whole_runs if layout.kind == "contiguous" else _halves)(layout)

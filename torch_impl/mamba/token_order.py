@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -12,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch_impl.collectives.arguments import checked_group
 from torch_impl.layouts import TokenLayout
 from torch_impl.layouts.remembered import remembered
+from torch_impl.layouts.token_layout import dense_layout
 
 Order = str | TokenLayout
 PACKED = {"contiguous": "contiguous", "dual_chunk_swap": "packed"}  # how each order cuts a packed stream
@@ -54,13 +53,8 @@ def token_layout(
             remembered(lambda: _has_sequences(function, order, cu_seqlens), cu_seqlens, order.cu_padded, (function,))
         return order
     if cu_seqlens is None:
-        return _dense(order, total, group.size(), group.rank(), device)
+        return dense_layout(order, total, group.size(), group.rank(), device)
     return TokenLayout.packed(cu_seqlens, cp_size=group.size(), cp_rank=group.rank(), kind=PACKED[order], total=total)
-
-
-@lru_cache(maxsize=16)
-def _dense(order: str, total: int, cp_size: int, cp_rank: int, device: torch.device) -> TokenLayout:
-    return TokenLayout.dense(order, total, cp_size=cp_size, cp_rank=cp_rank, device=device)
 
 
 def _check(function: str, layout: TokenLayout, total: int, group: ProcessGroup) -> None:

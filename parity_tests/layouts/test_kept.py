@@ -1,0 +1,80 @@
+"""What is kept between calls: never a fake tensor, though a model's memory be estimated before it runs."""
+
+import weakref
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from parity_tests import CaseSpec
+from parity_tests.harness.engines.run import run
+from parity_tests.mamba.made import filled, made, passing
+from torch_impl.layouts import TokenLayout
+from torch_impl.layouts.kept import KeptBeside, kept
+from torch_impl.layouts.token_layout import dense_layout
+
+DERIVED = ("inverse", "sequence_ids", "position_ids", "padding_mask", "local_index", "local_cu")
+
+
+def test_one_object_for_equal_arguments():
+    asked = "striped", 14, 2, 0, torch.device("cpu")
+    assert dense_layout(*asked) is dense_layout(*asked)
+
+
+def test_nothing_fake_is_kept_and_nothing_kept_is_given_among_fakes():
+    @kept
+    def counted(size):
+        return torch.arange(size)
+
+    with FakeTensorMode():
+        assert type(counted(3)) is not torch.Tensor
+    real = counted(3)
+    assert type(real) is torch.Tensor and counted(3) is real
+    with FakeTensorMode():
+        assert type(counted(3)) is not torch.Tensor
+
+
+def test_a_layout_looked_at_among_fakes_derives_its_own_numbers_later():
+    layout = TokenLayout.dense("striped", 8, cp_size=2, cp_rank=0)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        among = [getattr(layout, name) for name in DERIVED]
+    assert any(type(x) is not torch.Tensor for x in among)
+    assert all(type(getattr(layout, name)) is torch.Tensor for name in DERIVED)
+    assert layout.inverse is layout.inverse
+
+
+def test_what_stands_beside_an_object_goes_with_it():
+    beside, layout = KeptBeside(), TokenLayout.dense("striped", 8, cp_size=2, cp_rank=0)
+    made_once = beside.of(layout, "k", lambda: torch.arange(3))
+    assert beside.of(layout, "k", lambda: torch.arange(3)) is made_once
+    assert beside.of(layout, "another", lambda: torch.arange(3)) is not made_once
+    with FakeTensorMode():
+        assert type(beside.of(layout, "k", lambda: torch.arange(3))) is not torch.Tensor
+    known = weakref.ref(layout)
+    del layout
+    assert known() is None
+
+
+@pytest.mark.parametrize("strategy_of", [made, passing])
+@pytest.mark.parametrize("cu", [None, [0, 8, 8, 24]])
+def test_a_mixer_runs_after_its_memory_was_estimated(strategy_of, cu):
+    """The numbers of a run without it, of sizes that no other test asks for."""
+
+    def body(mesh, case):
+        found, offsets = [], cu and torch.tensor(cu)
+        for d_state, is_estimated in ((6, False), (7, True)):
+            mixer = filled(d_state=d_state)
+            strategy = strategy_of(mesh, mixer, d_state=d_state)
+            x = torch.ones(1, 12, mixer.sizes.width, dtype=torch.float64)
+            if is_estimated:
+                with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+                    among = fake.from_tensor(x)
+                    if cu is None:
+                        strategy.mix(among)
+                    else:
+                        with pytest.raises(RuntimeError):  # fake offsets have no numbers to cut by
+                            strategy.mix(among, offsets)
+            found.append(type(strategy.mix(x, offsets)) is torch.Tensor)
+        return found
+
+    assert run(body, CaseSpec(scheme="mamba", mesh={"cp": 2})).results == ([True, True],) * 2
