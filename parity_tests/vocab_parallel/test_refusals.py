@@ -140,7 +140,17 @@ REFUSED = [
         lambda m: topk(m["tp"], logits=LOGITS.bool()),
         f"{TOPK}: vocab_parallel_logits is bool; logits must be floating",
     ),
+    (
+        TypeError,
+        lambda m: logits_at(None, logits=LOGITS.int()),
+        f"{AT}: vocab_parallel_logits is int32; logits must be floating",
+    ),
     (TypeError, lambda m: logits_at(None, ids=IDS.bool()), f"{AT}: global_indices is bool; token ids must be int64"),
+    (
+        TypeError,
+        lambda m: distillation(student=LOGITS.short()),
+        f"{DISTILLATION}: student_logits is int16; logits must be floating",
+    ),
     (
         TypeError,
         lambda m: distillation(teacher=IDS),
