@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from parity_tests import CaseSpec
 from parity_tests.harness.engines.run import run
 from parity_tests.mamba.made import filled, made, passing
+from torch_impl.context_parallel import context_parallel_attention
 from torch_impl.layouts import TokenLayout
 from torch_impl.layouts.kept import KeptBeside, kept
 from torch_impl.layouts.token_layout import dense_layout
@@ -78,3 +79,21 @@ def test_a_mixer_runs_after_its_memory_was_estimated(strategy_of, cu):
         return found
 
     assert run(body, CaseSpec(scheme="mamba", mesh={"cp": 2})).results == ([True, True],) * 2
+
+
+@pytest.mark.parametrize("exchange", ["ring", "all_gather", "ulysses"])
+def test_attention_runs_after_it_was_tried_among_fakes(exchange):
+    """Where it stops: which rows meet is read on the host, and a fake tensor has no numbers to read."""
+
+    def body(mesh, case):
+        def attended(x):
+            return context_parallel_attention(
+                x, x, x, group=mesh["cp"], layout="dual_chunk_swap", window=5, exchange=exchange
+            )
+
+        x = torch.ones(1, 2, 20, 4, dtype=torch.float64)
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake, pytest.raises(RuntimeError):
+            attended(fake.from_tensor(x))
+        return attended(x).eq(1).all().item()
+
+    assert run(body, CaseSpec(scheme="attention", mesh={"cp": 2})).results == (True, True)

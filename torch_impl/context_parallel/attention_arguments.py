@@ -21,7 +21,7 @@ from torch_impl.layouts.token_layout import TokenLayout, dense_layout
 EXCHANGES = ("ring", "all_gather", "ulysses", "usp")
 DENSE = ("contiguous", "dual_chunk_swap", "striped")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_MOVED = KeptBeside()  # one copy for all layers of a batch whose layout was made elsewhere
+_MOVED = KeptBeside()
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def checked_layout(
         )
     if len(found.cu_padded) > 2 and q.shape[0] != 1:
         raise ValueError(f"{function}: b={q.shape[0]} but packed sequences are one stream; pass b=1")
-    return found if found.index.device == q.device else _MOVED.of(found, q.device, lambda: found.on(q.device))
+    return found if found.index.device == q.device else _on(found, q.device)
 
 
 def check_exchange(function: str, exchange: str, cp: Groups, layout: TokenLayout, heads: int, kv_heads: int) -> None:
@@ -153,6 +153,11 @@ def _named(
         packed = "; pass cu_seqlens" if kind == "packed" else ""
         raise ValueError(f"{function}: layout={kind!r} is not one of {', '.join(DENSE)}, or a TokenLayout{packed}")
     return dense_layout(kind, total, cp.size, cp.rank, device)
+
+
+def _on(layout: TokenLayout, device: torch.device) -> TokenLayout:
+    """One copy for all layers of a batch whose layout was made elsewhere: a memo, for as long as the layout lives."""
+    return _MOVED.of(layout, device, lambda: layout.on(device))
 
 
 def _check_same_offsets(function: str, layout: TokenLayout, cu_seqlens: Tensor | Sequence[int] | None) -> None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
 from torch_impl.context_parallel.block import Block, Rows
+from torch_impl.layouts.kept import KeptBeside
 from torch_impl.layouts.token_layout import TokenLayout
 
 MOST_LENGTHS = 8  # distinct lengths of sequences; where there are more, those up to one power of two share a block
@@ -32,7 +32,7 @@ class Pairs:
     hops: int
 
 
-_KNOWN: WeakKeyDictionary[TokenLayout, dict[tuple[bool, int | None], Pairs]] = WeakKeyDictionary()
+_KNOWN = KeptBeside()
 
 
 def pairs_of(layout: TokenLayout, causal: bool, window: int | None) -> Pairs:
@@ -42,10 +42,7 @@ def pairs_of(layout: TokenLayout, causal: bool, window: int | None) -> Pairs:
             positions too; work grows with tokens times window + TILE, and masks are of the runs at a window's edges,
             at most 2 * TILE keys each, one for all that are alike. Kept as long as the layout is.
     """
-    known = _KNOWN.setdefault(layout, {})
-    if (causal, window) not in known:
-        known[causal, window] = _pairs(layout, causal, window)
-    return known[causal, window]
+    return _KNOWN.of(layout, (causal, window), lambda: _pairs(layout, causal, window))
 
 
 def _pairs(layout: TokenLayout, causal: bool, window: int | None) -> Pairs:

@@ -8,7 +8,6 @@ each then holds the positions of all of them; what is left of the sequence is cu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float, Int64
@@ -19,6 +18,7 @@ from torch_impl.collectives import all_to_all
 from torch_impl.context_parallel.exchanged import exchanged_attention
 from torch_impl.context_parallel.pairs import pairs_of
 from torch_impl.context_parallel.ring import Ring
+from torch_impl.layouts.kept import KeptBeside
 from torch_impl.layouts.token_layout import TokenLayout
 
 Heads = Float[Tensor, "b h s p"]
@@ -66,18 +66,14 @@ class _Joined:
     by_rank: Int64[Tensor, " rows"]
 
 
-_KNOWN: WeakKeyDictionary[TokenLayout, dict[int, _Joined]] = WeakKeyDictionary()
+_KNOWN = KeptBeside()
 
 
 def _joined(layout: TokenLayout, a: int) -> _Joined:
     """The cut over the ring. All layers that share a layout share it: a memo, which changes no result."""
-    known = _KNOWN.setdefault(layout, {})
-    if a not in known:
-        known[a] = _built(layout, a)
-    return known[a]
+    return _KNOWN.of(layout, a, lambda: _built(layout, a))
 
 
-@torch.inference_mode(False)  # kept for training, whoever asks first
 def _built(layout: TokenLayout, a: int) -> _Joined:
     inner = layout.rebind(layout.cp_size // a, layout.cp_rank // a)
     in_order = layout.index[inner.cp_rank * a : (inner.cp_rank + 1) * a].flatten().argsort()
