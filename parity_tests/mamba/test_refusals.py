@@ -54,6 +54,7 @@ REFUSED = [
     ),
     (lambda m: made(m).pre_conv_ssm(X[..., 1:]), "projected_states is [2, 12, 31]; in_proj has 32 columns"),
     (lambda m: made(m).post_conv_ssm(X), "output is [2, 12, 32]; 2 of 4 heads have 4 columns"),
+    (lambda m: made(m).post_conv_ssm(torch.tensor(1.0)), "output is []; 2 of 4 heads have 4 columns"),
     (lambda m: made(m).pre_conv_ssm(STREAM), "input is [12, 32] without cu_seqlens; pass them, or [b, s, w]"),
     (
         lambda m: made(m).pre_conv_ssm(X, torch.tensor(CU)),
@@ -195,12 +196,26 @@ def test_what_is_of_another_kind_is_refused(strategy_of, name):
         "num_heads=4.0 is a float; it is an integer",
         "layout is a list; pass contiguous, dual_chunk_swap or a TokenLayout",
         "projected_states is a list; pass a Tensor",
-        "projected_states is int64; in_proj gives floating-point numbers",
+        "projected_states is int64; pass floating-point numbers",
         "cu_seqlens: dtype is float32; offsets are integers",
         "cu_seqlens='ab' are no offsets; pass a row of integers",
     ]
     ranks = run(body, CaseSpec(scheme="mamba", mesh={"cp": 2}))
     assert ranks.results == ([f"mamba.{name}: {text}" for text in told],) * 2 and ranks.ledger.rows == []
+
+
+@pytest.mark.parametrize(
+    ("output", "told"),
+    [([1.0], "output is a list; pass a Tensor"), (X[..., :4].long(), "output is int64; pass floating-point numbers")],
+)
+def test_an_output_of_another_kind_is_refused(output, told):
+    def body(mesh, case):
+        with pytest.raises(TypeError) as caught:
+            made(mesh).post_conv_ssm(output)
+        return str(caught.value)
+
+    ranks = run(body, CaseSpec(scheme="mamba", mesh={"cp": 2}))
+    assert ranks.results == (f"mamba.MambaContextParallel: {told}",) * 2 and ranks.ledger.rows == []
 
 
 def test_no_group_is_refused():

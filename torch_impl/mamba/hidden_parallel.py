@@ -112,11 +112,8 @@ class MambaContextParallel(MixerStrategy):
         Cost:   1 all_to_all forward, 1 backward.
         Errors: as `pre_conv_ssm`, of all rows.
         """
-        if output.shape[-1] != self.local.inner:
-            raise ValueError(
-                f"mamba.{self.name}: output is {list(output.shape)}; "
-                f"{self.num_heads_local} of {self.sizes.num_heads} heads have {self.local.inner} columns"
-            )
+        heads = f"{self.num_heads_local} of {self.sizes.num_heads} heads have"
+        self._check_columns("output", output, self.local.inner, heads)
         tokens = self._tokens(output, cu_seqlens, 1, layout)
         if self.cp_size == 1:
             return output

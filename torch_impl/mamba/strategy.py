@@ -105,16 +105,17 @@ class MixerStrategy:
         return token_layout(self.name, order, x.shape[-2] * ranks, cu_seqlens, self.cp_group, x.device)
 
     def _check_width(self, projected: Tensor) -> None:
-        if not isinstance(projected, Tensor):
-            raise TypeError(f"mamba.{self.name}: projected_states is a {type(projected).__name__}; pass a Tensor")
-        if not projected.is_floating_point():
-            kind = str(projected.dtype).removeprefix("torch.")
-            raise TypeError(f"mamba.{self.name}: projected_states is {kind}; in_proj gives floating-point numbers")
-        if not projected.ndim or projected.shape[-1] != self.sizes.width:
-            raise ValueError(
-                f"mamba.{self.name}: projected_states is {list(projected.shape)}; "
-                f"in_proj has {self.sizes.width} columns"
-            )
+        self._check_columns("projected_states", projected, self.sizes.width, "in_proj has")
+
+    def _check_columns(self, name: str, x: Tensor, columns: int, whose: str) -> None:
+        """Floating-point numbers in so many columns."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"mamba.{self.name}: {name} is a {type(x).__name__}; pass a Tensor")
+        if not x.is_floating_point():
+            kind = str(x.dtype).removeprefix("torch.")
+            raise TypeError(f"mamba.{self.name}: {name} is {kind}; pass floating-point numbers")
+        if not x.ndim or x.shape[-1] != columns:
+            raise ValueError(f"mamba.{self.name}: {name} is {list(x.shape)}; {whose} {columns} columns")
 
     @property
     def chunk_size(self) -> int:
