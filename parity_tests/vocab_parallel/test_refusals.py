@@ -217,7 +217,8 @@ REFUSED = [
     (
         ValueError,
         lambda m: distillation(student=of_cp_alone(m)),
-        f"{DISTILLATION}: student_logits has no mesh dim 'tp' (mesh dims: cp)",
+        f"{DISTILLATION}: student_logits has no mesh dim 'tp' (mesh dims: cp); name the one that cuts the "
+        "vocabulary 'tp'",
     ),
 ]
 

@@ -230,7 +230,8 @@ REFUSED = [
     ),
     (
         lambda m: of_dtensor(m, axes=("cp",), placements=[Shard(1)]),
-        f"{GLOBAL}: vocab_parallel_logits has no mesh dim 'tp' (mesh dims: cp)",
+        f"{GLOBAL}: vocab_parallel_logits has no mesh dim 'tp' (mesh dims: cp); name the one that cuts the "
+        "vocabulary 'tp'",
     ),
     (
         lambda m: of_dtensor(m, placements=(Replicate(), Replicate())),

@@ -45,7 +45,10 @@ def range_of_dtensor(function: str, name: str, logits: DTensor) -> tuple[Process
     mesh, vocab = logits.device_mesh, logits.ndim - 1
     axes = mesh.mesh_dim_names or ()
     if "tp" not in axes:
-        raise ValueError(f"{function}: {name} has no mesh dim 'tp' (mesh dims: {', '.join(axes) or 'unnamed'})")
+        raise ValueError(
+            f"{function}: {name} has no mesh dim 'tp' (mesh dims: {', '.join(axes) or 'unnamed'}); "
+            "name the one that cuts the vocabulary 'tp'"
+        )
     tp = axes.index("tp")
     if not logits.placements[tp].is_shard(vocab):
         said = repr(logits.placements[tp]).removesuffix("()")
