@@ -15,7 +15,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "draw": (
         "shardproof draw my_scheme.py --mesh cp=4,tp=2 --dim s=16",
-        "shardproof draw vocab_parallel_logprob --mesh tp=4 --svg layouts.svg",
+        "shardproof draw vocab_parallel_logprob --mesh tp=4 --dim v=8 --svg layouts.svg",
     ),
     "replay": (
         "shardproof replay replay_975d73c9.py",
