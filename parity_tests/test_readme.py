@@ -41,7 +41,7 @@ def console(block: str, folder: Path) -> tuple[list[str], list[str]]:
 
 def test_the_scheme_and_its_reports(tmp_path):
     (source,), (difference,), (right, wrong) = blocks("python"), blocks("diff"), blocks("console")
-    file = tmp_path / "my_scheme.py"
+    file = tmp_path / "my_logprob.py"
     file.write_text(source)
     printed, said = console(right, tmp_path)
     assert printed == said

@@ -22,7 +22,7 @@ NOT_HERE = {
     r"(\.venv/bin/)?python -m pytest .*": "the suite itself",
     r"python -m parity_tests\.faults .*": "test_faults.py plants a share of the catalogue, `make faults` all of it",
     r"python -m parity_tests\.benchmarks .*": "`make bench`",
-    r"shardproof verify my_scheme\.py( --mesh tp=4)?": "test_readme.py and test_worked_example.py",
+    r"shardproof verify my_(logprob|scheme)\.py( --mesh tp=4)?": "test_readme.py and test_worked_example.py",
     r"shardproof verify [a-z_]+": "test_every_scheme.py judges every built-in scheme",
     r"shardproof train .*": "training/test_session.py, over fewer steps",
     r"shardproof trace --mesh .*": "training/test_traced.py",
