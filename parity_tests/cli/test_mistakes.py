@@ -55,7 +55,7 @@ MISTAKES = {
             "(right)",
             "(right, inputs={'x': 'b/tp:lost'}, outputs='b/tp:lost', layouts={'lost': lambda n, w: [[0]] * w})",
         ),
-        "layout 'lost' is not a partition of 2 positions over 1 rank: missing [1]",
+        "scheme 'right': layout 'lost' is not a partition of 2 positions over 1 rank: missing [1]",
     ),
     "syntax": ("def f(:\n", "cannot import bad.py: SyntaxError: invalid syntax (line 12)"),
     "import": (

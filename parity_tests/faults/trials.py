@@ -110,8 +110,7 @@ def fixed_cases(scheme: Declared) -> list[CaseSpec]:
     tried = menu.meshes(scheme, {}, FIXED_WORLD)
     if not tried:
         return []
-    arguments = (*scheme.inputs, *scheme.outputs)
-    shapes = [s for s in menu.shapes(scheme, {}, tried, limit=5) if menu.compatible(arguments, s, tried[0])]
+    shapes = [s for s in menu.shapes(scheme, {}, tried, limit=5) if menu.compatible(scheme, s, tried[0])]
     case = draw_case(scheme, _first, {**tried[0], **shapes[len(shapes) // 2]}, dtype="float32", seed=0)
     anywhere = {
         arg.name: {**case.values[arg.name], "picks": [[0, "anywhere"]]}

@@ -122,16 +122,17 @@ def _served(scheme: Declared, sizes: Mapping[str, int], world: int | None, limit
             f"no mesh of { ({**scheme.mesh, **{a: n for a, n in sizes.items() if a in scheme.mesh}}) } {asked}"
         )
     shapes = menu.shapes(scheme, sizes, tried, limit)
-    arguments = (*scheme.inputs, *scheme.outputs)
     tied = [f"{name}={rule}" for name, rule in scheme.dims.items() if isinstance(rule, str)]
     nothing = f"no sizes agree with {', '.join(tied)} and can be cut" if tied else "no size of its dims can be cut"
     found = Served([], [])
     for mesh in tried:
-        fits = [shape for shape in shapes if menu.compatible(arguments, shape, mesh)]
+        fits = [shape for shape in shapes if menu.compatible(scheme, shape, mesh)]
         if fits:
             found.fits.append((mesh, fits))
+        elif why := menu.never(scheme, mesh):
+            raise refusal(why)
         else:
-            why = menu.objection(arguments, shapes[0], mesh, sizes) if shapes else None
+            why = menu.objection(scheme, shapes[0], mesh, sizes) if shapes else None
             found.left_out.append((mesh, why or nothing))
     # Where sizes were given by hand, meshes that cannot cut them are left out; where none were, it is a mistake.
     if found.left_out and (not found.fits or not sizes):

@@ -17,6 +17,7 @@ from numpy.random import Generator, Philox
 
 import jax_ref.layouts as trusted_layouts
 import torch_impl.layouts as production_layouts
+from parity_tests.harness import custom_layout
 from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.draws import Draw
 from parity_tests.harness.spec import Cut
@@ -110,7 +111,11 @@ def positions(arg: Argument, case: CaseSpec, coords: Mapping[str, int], custom: 
         ids = np.arange(size)
         for cut in dim.cuts:
             layout = layout_function(cut.layout, cut_lengths(case, dim.name, cut), custom, trusted=True)
-            parts = layout(len(ids), case.mesh[cut.axis])
+            world = case.mesh[cut.axis]
+            if cut.layout in custom:
+                parts = custom_layout.parts(cut.layout, layout, dim.name, len(ids), cut.axis, world)
+            else:
+                parts = layout(len(ids), world)
             trusted_layouts.check_partition(cut.layout, parts, len(ids))
             ids = ids[np.asarray(parts[coords[cut.axis]], dtype=np.int64)]
         held.append(ids)
@@ -118,7 +123,7 @@ def positions(arg: Argument, case: CaseSpec, coords: Mapping[str, int], custom: 
 
 
 def check_custom_layouts(arguments: Sequence[Argument], case: CaseSpec, custom: Layouts) -> None:
-    """ValueError for a user's layout that leaves out, repeats or makes up positions."""
+    """ValueError for a user's layout that leaves out, repeats or makes up positions, or refuses a size."""
     for arg in arguments:
         if any(cut.layout in custom for dim in arg.spec.dims for cut in dim.cuts):
             for coords in coordinates(case.mesh):

@@ -38,9 +38,12 @@ def judge(
 
     `reference` spares evaluating it again; `ship` wraps what travels to the ranks. A failed rank is in the report,
     not raised. Errors: ReferenceFailure where the reference cannot be evaluated; ValueError for
-    a layout of the user's that is no partition.
+    a layout of the user's that is no partition or cannot cut a size of the case.
     """
-    inputs.check_custom_layouts((*scheme.inputs, *scheme.outputs), case, scheme.layouts)
+    try:
+        inputs.check_custom_layouts((*scheme.inputs, *scheme.outputs), case, scheme.layouts)
+    except ValueError as error:
+        raise ValueError(f"scheme '{scheme.name}': {error}") from error
     program = scheme.program(**given)
     reference = reference or oracle.evaluate(scheme, program, case)
     try:

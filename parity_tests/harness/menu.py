@@ -7,11 +7,11 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 from jax_ref.layouts import needs, uncuttable
-from parity_tests.harness.argument import Argument
+from parity_tests.harness import custom_layout
 from parity_tests.harness.declared import Declared
 from parity_tests.harness.engines.ranks import LARGEST_WORLD
 from parity_tests.harness.relations import names_in, related
-from parity_tests.harness.spec import Dim
+from parity_tests.harness.spec import Cut, Dim
 
 LOCAL = (1, 2, 3, 5, 8)
 TURNS = len(LOCAL) ** 2  # after which rounds bring little that is new
@@ -36,40 +36,68 @@ def shapes(
     """At most `limit` shape tuples, simplest first, every mesh served by one at least.
 
     A round takes local sizes (1, ...), then (2, 3, ...) and so on; inside a round each mesh may add the shape that
-    these local sizes give it. Where there are too many meshes for that, the units of all are joined.
+    these local sizes give it. Where there are too many meshes for that, the units of all are joined. A shape that
+    custom layouts refuse on every mesh is left out, unless there is no other.
     """
-    arguments = (*scheme.inputs, *scheme.outputs)
-    units = list({tuple(sorted(unit.items())): unit for unit in (_units(arguments, mesh) for mesh in tried)}.values())
+    units = list({tuple(sorted(unit.items())): unit for unit in (_units(scheme, mesh) for mesh in tried)}.values())
     if len(units) > max(limit // 2, 1):
         joined = {name: math.lcm(*(unit[name] for unit in units)) for name in units[0]}
         if _shape(scheme, fixed, joined, 0) is not None:
             units = [joined]
+    offered: list[dict[str, int]] = []
     found: list[dict[str, int]] = []
     for turn in range(TURNS):
         for unit in units:
             shape = _shape(scheme, fixed, unit, turn)
-            if shape is not None and shape not in found and len(found) < limit:
+            if shape is None or shape in offered:
+                continue
+            offered.append(shape)
+            if len(found) < limit and (not scheme.layouts or any(compatible(scheme, shape, mesh) for mesh in tried)):
                 found.append(shape)
-    return found
+    for mesh in tried if scheme.layouts else ():
+        if not any(compatible(scheme, shape, mesh) for shape in found):
+            own = (_shape(scheme, fixed, _units(scheme, mesh), turn) for turn in range(TURNS))
+            found += [shape for shape in own if shape is not None and compatible(scheme, shape, mesh)][:1]
+    return found or offered[:limit]
 
 
-def compatible(arguments: Sequence[Argument], shape: Mapping[str, int], mesh: Mapping[str, int]) -> bool:
-    return objection(arguments, shape, mesh) is None
+def compatible(scheme: Declared, shape: Mapping[str, int], mesh: Mapping[str, int]) -> bool:
+    return objection(scheme, shape, mesh) is None
 
 
 def objection(
-    arguments: Sequence[Argument], shape: Mapping[str, int], mesh: Mapping[str, int], given: Collection[str] = ()
+    scheme: Declared, shape: Mapping[str, int], mesh: Mapping[str, int], given: Collection[str] = ()
 ) -> str | None:
     """Why this shape cannot be cut on this mesh, or None; of several dims that cannot, one of the `given`."""
-    for dim in sorted(_cut_dims(arguments), key=lambda dim: dim.name not in given):
-        size = shape[dim.name]
+    for dim in sorted(_cut_dims(scheme), key=lambda dim: dim.name not in given):
+        sizes = [shape[dim.name]]
         for cut in dim.cuts:
-            rule = "dual_chunk_swap" if cut.layout == "packed" else cut.layout
-            why = uncuttable(dim.name, size, cut.axis, mesh[cut.axis], rule)
-            if why:
-                return why
-            size //= mesh[cut.axis]
+            pieces: list[int] = []
+            for size in sizes:
+                try:
+                    pieces += _cut(scheme, dim, size, cut, mesh[cut.axis])
+                except ValueError as error:
+                    return str(error)
+            sizes = list(dict.fromkeys(pieces))
     return None
+
+
+def _cut(scheme: Declared, dim: Dim, size: int, cut: Cut, world: int) -> list[int]:
+    """The sizes of the pieces of a dim, as a further cut meets them; ValueError where it cannot be cut."""
+    if cut.layout in scheme.layouts:
+        parts = custom_layout.parts(cut.layout, scheme.layouts[cut.layout], dim.name, size, cut.axis, world)
+        return [len(part) for part in parts] if cut is not dim.cuts[-1] else []
+    rule = "dual_chunk_swap" if cut.layout == "packed" else cut.layout
+    if why := uncuttable(dim.name, size, cut.axis, world, rule):
+        raise ValueError(why)
+    return [size // world]
+
+
+def never(scheme: Declared, mesh: Mapping[str, int]) -> str | None:
+    """The words for a custom layout that takes no size at all on this mesh, or None."""
+    cuts = [(dim, cut) for dim in _cut_dims(scheme) for cut in dim.cuts if cut.layout in scheme.layouts]
+    said = (custom_layout.never(c.layout, scheme.layouts[c.layout], d.name, c.axis, mesh[c.axis]) for d, c in cuts)
+    return next((why for why in said if why), None)
 
 
 def free_dims(scheme: Declared) -> list[str]:
@@ -124,18 +152,26 @@ def _offsets_dims(scheme: Declared) -> set[str]:
     return {arg.spec.dims[0].name for arg in scheme.inputs if scheme.draws[arg.name].kind == "offsets"}
 
 
-def _units(arguments: Sequence[Argument], mesh: Mapping[str, int]) -> dict[str, int]:
-    """What each dim's size must be a multiple of on this mesh."""
+def _units(scheme: Declared, mesh: Mapping[str, int]) -> dict[str, int]:
+    """What each dim's size must be a multiple of on this mesh; a menu of sizes is asked of a custom layout instead."""
     unit: dict[str, int] = {}
-    for dim in _cut_dims(arguments):
+    for dim in _cut_dims(scheme):
+        own = [cut for cut in dim.cuts if cut.layout in scheme.layouts]
+        if own and dim.name in scheme.dims and not isinstance(scheme.dims[dim.name], str):
+            continue
         step = 1
         for cut in reversed(dim.cuts):
+            world = mesh[cut.axis]
             # A packed total is made of sequences that each suit dual_chunk_swap.
             rule = "dual_chunk_swap" if cut.layout == "packed" else cut.layout
-            step = 1 if rule == "ragged" else math.lcm(needs(rule, mesh[cut.axis]), step * mesh[cut.axis])
+            if cut in own:
+                step = custom_layout.unit(scheme.layouts[cut.layout], world, step * world) or step * world
+            else:
+                step = 1 if rule == "ragged" else math.lcm(needs(rule, world), step * world)
         unit[dim.name] = math.lcm(unit.get(dim.name, 1), step)
     return unit
 
 
-def _cut_dims(arguments: Sequence[Argument]) -> list[Dim]:
-    return [dim for arg in arguments for dim in arg.spec.dims if dim.cuts]
+def _cut_dims(scheme: Declared) -> list[Dim]:
+    dims = [dim for arg in (*scheme.inputs, *scheme.outputs) for dim in arg.spec.dims if dim.cuts]
+    return list(dict.fromkeys(dims))

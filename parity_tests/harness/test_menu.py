@@ -56,7 +56,7 @@ def test_a_short_menu_serves_every_mesh(made, profile):
     assert 1 < len(shapes) <= {"dev": 8, "ci": 12, "nightly": 48}[profile]
     assert len({tuple(shape.items()) for shape in shapes}) == len(shapes)
     for mesh in tried:
-        served = [shape for shape in shapes if menu.compatible((*made.inputs, *made.outputs), shape, mesh)]
+        served = [shape for shape in shapes if menu.compatible(made, shape, mesh)]
         assert served, mesh
 
 

@@ -1,0 +1,52 @@
+"""Layouts of the user's own: where one raises ValueError, that size cannot be cut and is not drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Layout = Callable[[int, int], Any]
+MULTIPLES = (*range(1, 129), 192, 256, 320, 384, 500, 512, 640, 768, 1000, 1024)  # tried until the layout takes one
+SMALL = range(1, 65)  # tried after them, for a layout that takes no multiple of the number of ranks
+
+
+def parts(name: str, layout: Layout, dim: str, size: int, axis: str, world: int) -> Any:
+    """The positions of each rank. Errors: ValueError, with the dim and the layout's own words, where it refuses."""
+    try:
+        return layout(size, world)
+    except ValueError as error:
+        raise ValueError(f"{dim}={size} cannot be cut by {name} over {axis}={world}: {_words(error)}") from error
+
+
+def unit(layout: Layout, world: int, step: int) -> int | None:
+    """The smallest multiple of `step` that the layout takes, else the smallest size at all; None if it takes none."""
+    return next(
+        (size for size in (*(step * times for times in MULTIPLES), *SMALL) if _takes(layout, size, world)), None
+    )
+
+
+def never(name: str, layout: Layout, dim: str, axis: str, world: int) -> str | None:
+    """That the layout takes no size on so many ranks, in its own words, or None: it is a mistake, not a choice."""
+    if unit(layout, world, world) is not None:
+        return None
+    try:
+        layout(world, world)
+    except ValueError as error:
+        last = world * MULTIPLES[-1]
+        return (
+            f"{name} cuts no size of {dim} over {axis}={world}, of {world} to {last} tried: {_words(error)}; "
+            f"if it cuts others, name them: dims={{{dim!r}: (...)}}"
+        )
+    return None
+
+
+def _takes(layout: Layout, size: int, world: int) -> bool:
+    try:
+        layout(size, world)
+    except ValueError:
+        return False
+    return True
+
+
+def _words(error: ValueError) -> str:
+    return str(error) or "it raises ValueError without a message"

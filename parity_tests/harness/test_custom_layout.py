@@ -1,0 +1,160 @@
+"""A layout of the user's own may refuse sizes by a ValueError: these are not drawn, and one that takes none is told."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from parity_tests import check, scheme
+from parity_tests.harness import menu
+
+MESH = (1, 2, 4)
+
+
+def blocks(multiple):
+    """A layout of equal blocks that asks for a multiple of `multiple * world`."""
+
+    def blocked(size, world):
+        if size % (multiple * world):
+            raise ValueError(f"blocked needs a multiple of {multiple * world}")
+        return np.split(np.arange(size), world)
+
+    return blocked
+
+
+def odd(size, world):
+    """All on the first rank; no size is a multiple of two ranks."""
+    if size % 2 == 0:
+        raise ValueError("odd sizes only")
+    return [list(range(size))] + [[]] * (world - 1)
+
+
+def power_of_two(size, world):
+    if size < world or size & (size - 1):
+        raise ValueError("no power of two")
+    return np.split(np.arange(size), world)
+
+
+def broken(size, world):
+    return [int("not a number")] * world
+
+
+def broken_on_four(size, world):
+    return broken(size, world) if world == 4 else blocks(1)(size, world)
+
+
+def declared(layout, cut="mine", **more):
+    def doubled(mesh, x):
+        return x * 2
+
+    return scheme(
+        **{
+            "reference": lambda x: jnp.multiply(x, 2.0), "mesh": {"ring": MESH}, "inputs": {"x": f"b t/ring:{cut}"},
+            "outputs": f"b t/ring:{cut}", "layouts": {"mine": layout}, "dtypes": ("float32",), **more,
+        }
+    )(doubled)  # fmt: skip
+
+
+def drawn(made, count=60, **given):
+    """(ranks, size) of the cases of many seeds."""
+    return {(case.ring, case.t) for case in (made.case(seed=seed, **given) for seed in range(count))}
+
+
+def said(call, *args, **given):
+    with pytest.raises(ValueError) as caught:
+        call(*args, **given)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("layout", [blocks(2), blocks(3), blocks(100), blocks(1024), odd, power_of_two])
+def test_only_sizes_that_a_layout_takes_are_drawn_and_every_mesh_is_served(layout):
+    met = drawn(declared(layout))
+    assert {world for world, _ in met} == set(MESH)
+    for world, size in met:
+        assert sum(map(len, layout(size, world))) == size
+
+
+def test_a_short_menu_serves_every_mesh():
+    """The least common size of all meshes is none of the odd ones or the powers of two."""
+    for layout in (odd, power_of_two):
+        made = declared(layout, mesh={"ring": (1, 2, 3, 4)} if layout is odd else {"ring": MESH})
+        tried = menu.meshes(made, {}, None)
+        shapes = menu.shapes(made, {}, tried, 1)
+        assert all(any(menu.compatible(made, shape, mesh) for shape in shapes) for mesh in tried)
+
+
+def test_a_menu_of_sizes_is_asked_of_the_layout():
+    assert drawn(declared(blocks(2), dims={"t": (4, 8, 9, 16)})) <= {
+        (1, 4), (1, 8), (1, 16), (2, 4), (2, 8), (2, 16), (4, 8), (4, 16)
+    }  # fmt: skip
+    assert drawn(declared(odd, dims={"t": (4, 5, 9)})) == {(world, size) for world in MESH for size in (5, 9)}
+
+
+def test_a_further_cut_is_asked_about_the_pieces():
+    axes = {"dp": (1, 2), "ring": (1, 2)}
+    outer, inner = "b t/ring:mine/dp", "b t/dp/ring:mine"
+    for spec, layout in ((outer, blocks(3)), (inner, blocks(3)), (outer, odd)):
+        made = declared(layout, mesh=axes, inputs={"x": spec}, outputs=spec, dims={"t": (3, 6, 9, 12)})
+        for case in (made.case(dp=1, seed=seed) for seed in range(20)):
+            assert check(case).ok
+    # Of 9 positions the first rank has all: two ranks of dp cannot halve them.
+    assert said(made.case, dp=2, ring=2, t=9).endswith("t=9 cannot be cut by contiguous over dp=2 (needs a multiple of "
+                                                      "2); pad to 10")  # fmt: skip
+
+
+def test_it_is_verified_where_it_can_be_cut():
+    made = declared(blocks(2))
+    assert made.verify(examples=12).meshes == ("ring=1", "ring=2", "ring=4")
+    assert made.verify(t=4).meshes == ("ring=1", "ring=2")
+
+
+def test_a_mistake_shrinks_to_the_smallest_size_that_can_be_cut():
+    def tripled(mesh, x):
+        return x * 3
+
+    wrong = scheme(
+        reference=lambda x: x * 2, mesh={"ring": (2,)}, inputs={"x": "b t/ring:mine"}, outputs="b t/ring:mine",
+        layouts={"mine": blocks(2)}, dtypes=("float32",),
+    )(tripled)  # fmt: skip
+    report = wrong.verify()
+    assert not report.ok and dict(report.case.dims) == {"b": 1, "t": 4}
+
+
+def test_a_size_given_by_hand_is_refused_in_the_layouts_words():
+    made = declared(blocks(2))
+    sentence = "scheme 'doubled': t=6 cannot be cut by mine over ring=2: blocked needs a multiple of 4"
+    assert said(made.case, ring=2, t=6) == sentence
+    assert said(made.verify, ring=2, t=6) == sentence
+    assert said(made.draw, ring=2, t=6) == sentence
+    assert said(made.run, np.ones((1, 6), np.float32), ring=2) == sentence
+    assert said(check, made.case(ring=2, t=8).replace(dims={"b": 1, "t": 6})) == sentence
+
+
+def test_a_layout_that_takes_no_size_is_told():
+    words = "invalid literal for int() with base 10: 'not a number'"
+    start, rest = "scheme 'doubled': mine cuts no size of t over ring=", f" tried: {words}; "
+    end = "if it cuts others, name them: dims={'t': (...)}"
+    for given in ({}, {"t": 8}, {"b": 2}):
+        assert said(declared(broken).verify, **given) == f"{start}1, of 1 to 1024{rest}{end}"
+        assert said(declared(broken_on_four).verify, **given) == f"{start}4, of 4 to 4096{rest}{end}"
+    assert declared(broken_on_four).verify(ring=2, examples=2).ok
+
+
+def test_a_menu_of_sizes_none_of_which_a_mesh_can_cut():
+    assert said(declared(blocks(2), dims={"t": (2, 4)}).verify) == (
+        "scheme 'doubled': mesh {'ring': 4} can never be drawn: "
+        "t=2 cannot be cut by mine over ring=4: blocked needs a multiple of 8"
+    )
+
+
+def test_no_partition_is_told_with_the_scheme():
+    def lost(size, world):
+        return [[0]] * world
+
+    assert said(declared(lost).verify, ring=2, t=2) == (
+        "scheme 'doubled': layout 'mine' is not a partition of 2 positions over 2 ranks: missing [1], repeated [0]"
+    )
+
+
+def test_other_errors_of_a_layout_are_raised_as_they_are():
+    with pytest.raises(ZeroDivisionError):
+        declared(lambda size, world: 1 // 0).verify()
