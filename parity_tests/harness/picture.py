@@ -71,11 +71,12 @@ def owner_strips(spec: Spec, sizes: Mapping[str, int], mesh: Mapping[str, int], 
             for piece in pieces:
                 if sentence := uncuttable(dim.name, len(piece), cut.axis, world, cut.layout):
                     raise ValueError(sentence)
-                held = [np.asarray(positions) for positions in layout(len(piece), world)]
+                held = layout(len(piece), world)
                 check_partition(cut.layout, held, len(piece))
                 for rank, positions in enumerate(held):
-                    owners[piece[positions]] = rank
-                    parts.append(piece[positions])
+                    own = piece[np.asarray(positions, dtype=np.int64)]  # an empty list is float64 to NumPy
+                    owners[own] = rank
+                    parts.append(own)
             found.append(Strip(label, owners))
             pieces = parts
     return found

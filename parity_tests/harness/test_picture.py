@@ -63,6 +63,17 @@ def test_custom_layouts_are_checked():
     )
 
 
+def test_a_rank_of_a_custom_layout_may_hold_nothing():
+    """An empty list is float64 to NumPy."""
+
+    def first_has_all(size, world):
+        return [list(range(size))] + [[]] * (world - 1)
+
+    given = {"layouts": {"mine": first_has_all}, "custom": ("mine",)}
+    assert picture("s/tp:mine", {"s": 4}, **given) == "s/tp:mine  0000"
+    assert picture("s/tp:mine/cp:mine", {"s": 4}, **given) == "s/tp:mine          0000\ns/tp:mine/cp:mine  0000"
+
+
 def test_what_cannot_be_cut_is_said_in_its_own_names():
     with pytest.raises(ValueError) as caught:
         picture("s/cp:dual_chunk_swap", {"s": 30})
