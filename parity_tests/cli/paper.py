@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from parity_tests.cli import complete
-from parity_tests.cli.values import JsonFlag, Mesh, options, sizes, three
+from parity_tests.cli.values import JsonFlag, options, sizes, three
 
 
 def schedule(
@@ -45,7 +45,14 @@ def plan(
     model: Annotated[
         str, typer.Argument(help="qwen3, transformers.LlamaConfig, a folder with config.json, or file.py:factory.")
     ],
-    mesh: Mesh = None,
+    mesh: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Mesh axis sizes: dp=8,tp=4; dp is short for dp_shard.",
+            metavar="AXIS=N",
+            autocompletion=complete.meshes,
+        ),
+    ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of one rank's microbatch.")] = 4096,
     option: Annotated[
         list[str] | None, typer.Option(help="A field of the configuration: num_hidden_layers=80.", metavar="K=V")

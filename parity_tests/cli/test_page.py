@@ -40,6 +40,10 @@ def test_every_option_stands_on_the_page(verb):
             assert f"`{flag}`" in section
 
 
+def test_the_page_says_what_dp_is_short_for_in_a_plan():
+    assert "dp is short for dp_shard" in next(option for option in VERBS["plan"].params if option.name == "mesh").help
+
+
 @pytest.mark.parametrize("line", [line for lines in EXAMPLES.values() for line in lines])
 def test_an_example_is_a_command(line):
     program, verb, *arguments = shlex.split(line)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json as json_module
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -18,16 +19,50 @@ FORMS = (
     "a model type such as qwen3, a config class such as transformers.LlamaConfig, a folder with config.json, "
     "or a factory as file.py:function"
 )
+TENSOR = ("tp", "tensor_parallel")
+NOT_PLANNED = {  # axes that a mesh may have, of which a dry run counts nothing
+    "pp": "pp parts the model into stages; leave it out, or plan one stage, as a factory in file.py:function",
+    "ep": "ep parts experts by their number, and here they are cut over tp; leave it out",
+    "ep_shard": "ep_shard belongs to ep, and here experts are cut over tp; leave it out",
+}
 
 
 def show(target: str, mesh: Mapping[str, int], tokens: int, changes: Mapping[str, Any], as_json: bool = False) -> None:
     """Print the dry run. Errors: UnusableTarget, ValueError."""
     from torch_impl.parallelizer.dry_run import dry_run
 
+    _check_axes(mesh)
     # A mesh's short name for data parallelism, where nothing else is called so.
     sizes = {"dp_shard" if axis == "dp" and "dp_shard" not in mesh else axis: size for axis, size in mesh.items()}
-    found = dry_run(model_of(target, changes), sizes or {"dp_shard": 1}, tokens=tokens)
+    model = model_of(target, changes)
+    if max(sizes.get(axis, 1) for axis in TENSOR) > 1:
+        _check_has_plan(target, model)
+    found = dry_run(model, sizes or {"dp_shard": 1}, tokens=tokens)
     print(json_module.dumps({**asdict(found), "bytes_held": found.bytes_held}, indent=1) if as_json else found)
+
+
+def _check_axes(mesh: Mapping[str, int]) -> None:
+    from torch_impl.parallelizer.mesh_axes import KNOWN, NEWER
+
+    known = [axis for axis in dict.fromkeys([*NEWER.values(), *KNOWN]) if axis not in NOT_PLANNED]
+    for axis, size in mesh.items():
+        if size > 1 and axis in NOT_PLANNED:
+            raise ValueError(f"--mesh {axis}={size}: is not planned: {NOT_PLANNED[axis]}")
+        if axis not in (*known, *NOT_PLANNED, "dp"):
+            names = ", ".join(["dp (short for dp_shard)", *known])
+            raise ValueError(f"--mesh {axis}={size}: plan knows the axes {names}")
+
+
+def _check_has_plan(target: str, model: torch.nn.Module) -> None:
+    from torch_impl.parallelizer.hf_plan import get_hf_tp_shard_plan
+
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # said below
+        found = get_hf_tp_shard_plan(model)
+    if not found:
+        raise UnusableTarget(
+            f"{target}: {type(model).__name__} brings no tensor-parallel plan; use a mesh without tp, "
+            "or dry_run(model, mesh, tp_shard_plan=...) in Python"
+        )
 
 
 def model_of(target: str, changes: Mapping[str, Any]) -> torch.nn.Module:

@@ -57,7 +57,10 @@ def test_a_factory(shardproof):
             "--option 'hidden_sise' is no field of Qwen3Config; did you mean hidden_size?",
         ),
         (("made.py:number",), "made.py:number: gives a int; it must give a torch.nn.Module"),
-        (("qwen3", "--mesh", "rows=2", *SMALL), "device_mesh: axis 'rows' of ('rows',) is not known"),
+        (
+            ("qwen3", "--mesh", "rows=2", *SMALL),
+            "--mesh rows=2: plan knows the axes dp (short for dp_shard), dp_replicate",
+        ),
     ],
 )
 def test_what_it_cannot_use(shardproof, arguments, said):
@@ -66,3 +69,22 @@ def test_what_it_cannot_use(shardproof, arguments, said):
     status, out, err = shardproof("plan", *arguments)
     assert (status, out) == (2, "")
     assert err.replace("\n", " ").startswith(f"shardproof: {said}")
+
+
+@pytest.mark.parametrize("axis", ["pp", "ep", "ep_shard"])
+def test_an_axis_that_is_not_planned_is_refused(shardproof, axis):
+    """Neither stages nor experts are counted: a rank would be said to hold all of them."""
+    status, out, err = shardproof("plan", "qwen3", "--mesh", f"dp=4,{axis}=2", *SMALL)
+    assert (status, out) == (2, "")
+    assert err.replace("\n", " ").startswith(f"shardproof: --mesh {axis}=2: is not planned: {axis} ")
+    assert shardproof("plan", "qwen3", "--mesh", f"dp=4,{axis}=1", *SMALL)[0] == 0
+
+
+def test_a_model_without_a_plan_is_named(shardproof, recwarn):
+    Path("made.py").write_text(FACTORY)
+    said = "brings no tensor-parallel plan; use a mesh without tp, or dry_run(model, mesh, tp_shard_plan=...) in Python"
+    for mesh in ("tp=2", "dp=2,tp=4", "tensor_parallel=2"):
+        status, out, err = shardproof("plan", "made.py:net", "--mesh", mesh)
+        assert (status, out, err.replace("\n", " ")) == (2, "", f"shardproof: made.py:net: Sequential {said} ")
+    assert shardproof("plan", "made.py:net", "--mesh", "dp=2,tp=1")[0] == 0
+    assert not recwarn.list
