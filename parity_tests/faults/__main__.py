@@ -16,6 +16,17 @@ import typer
 from rich.console import Console
 
 PROMISED = 0.95
+EPILOG = """\b
+Examples:
+  python -m parity_tests.faults "entropy"
+  python -m parity_tests.faults torch_impl/vocab_parallel --examples 10 --json found.json
+
+\b
+Exit status:
+    0  95 of 100 faults are killed
+    1  fewer are
+    2  usage: no fault has the pattern, or an option that cannot be used
+"""
 
 
 def main(
@@ -26,22 +37,30 @@ def main(
     jax_cache: Annotated[str, typer.Option(help="Folder that keeps JAX's compiled references.")] = ".jax_cache",
     page: Annotated[Path | None, typer.Option(help="Write faults.md and its figure into this folder.")] = None,
 ) -> None:
-    """Plant every fault of the catalogue in turn and say which oracle sees it, after how many examples."""
+    """Plant every fault of the catalogue in turn and say which oracle sees it, after how many examples.
+
+    Before the first, every scheme is run to find which lines it has: several minutes, whatever the pattern.
+    """
     from parity_tests.faults import report
     from parity_tests.faults.catalogue import CATALOGUE
     from parity_tests.faults.page import write
     from parity_tests.faults.runner import Outcome, Range, killing_run
+    from parity_tests.faults.told import Told, without_warnings_of_schedules
 
     chosen = [fault for fault in CATALOGUE if any(pattern in text for text in (fault.name, fault.kind, fault.file))]
     if not chosen:
         raise typer.BadParameter(f"no fault has {pattern!r} in its name, kind or file")
-    console, progress = Console(width=None if Console().is_terminal else 170), Console(stderr=True)
+    console, told = Console(width=None if Console().is_terminal else 170), Told(Console(stderr=True))
 
     def show(done: int, outcome: Outcome) -> None:
-        if progress.is_terminal:
-            progress.print(f"{done}/{len(chosen)} {outcome.fault.name}", end="\r", soft_wrap=True)
+        told("fault", done, len(chosen), outcome.fault.name)
 
-    outcomes = killing_run(chosen, Range(examples, engine, cache=jax_cache), show)
+    with without_warnings_of_schedules():
+        ranges = Range(examples, engine, cache=jax_cache)
+        for number, course in enumerate(ranges.courses, 1):
+            told("lines of scheme", number, len(ranges.courses), course.scheme.name)
+            course.trace()
+        outcomes = killing_run(chosen, ranges, show)
     console.print(report.table(outcomes))
     for line in report.closing(outcomes, examples):
         console.print(line, highlight=False, soft_wrap=True)
@@ -54,4 +73,6 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command(epilog=EPILOG)(main)
+    app()

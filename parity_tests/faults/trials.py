@@ -14,6 +14,7 @@ import numpy as np
 
 from parity_tests.faults import ran
 from parity_tests.harness import menu, oracle
+from parity_tests.harness.advice import without_advice
 from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.conduct import SPARE
 from parity_tests.harness.declared import Declared
@@ -61,6 +62,11 @@ class Course:
     def lines(self) -> frozenset[tuple[str, int]]:
         """Lines of production, as (file, number), that the scheme's first cases run."""
         return ran.lines(self.scheme.program(), [trial.case for trial in (*self.drawn[:TRACED], *self.fixed[:1])])
+
+    @without_advice()
+    def trace(self) -> None:
+        """Find its lines now; otherwise that is done when they are first asked for."""
+        _ = self.lines
 
     @cached_property
     def files(self) -> frozenset[str]:
