@@ -22,4 +22,4 @@ class Argument:
         return not (self.is_integer or self.nograd)
 
     def shape(self, case: CaseSpec) -> tuple[int, ...]:
-        return tuple(1 if dim.name == "1" else case.dims[dim.name] for dim in self.spec.dims)
+        return tuple(dim.size(case.dims) for dim in self.spec.dims)

@@ -18,6 +18,18 @@ def parts(name: str, layout: Layout, dim: str, size: int, axis: str, world: int)
         raise ValueError(f"{dim}={size} cannot be cut by {name} over {axis}={world}: {_words(error)}") from error
 
 
+def check_ranks(name: str, positions: Any, world: int) -> None:
+    """ValueError unless what the layout returned has one row of positions for each rank."""
+    try:
+        rows = len(positions)
+    except TypeError:
+        raise ValueError(
+            f"layout {name!r} returns a {type(positions).__name__}; return a list of positions for each rank"
+        ) from None
+    if rows != world:
+        raise ValueError(f"layout {name!r} returns positions for {rows} ranks where there are {world}")
+
+
 def unit(layout: Layout, world: int, step: int) -> int | None:
     """The smallest multiple of `step` that the layout takes, else the smallest size at all; None if it takes none."""
     return next(

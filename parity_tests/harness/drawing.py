@@ -181,7 +181,7 @@ def _layouts(
                 record: dict[str, Any] = {"name": cut.layout}
                 key = f"{dim.name}/{cut.axis}"
                 if cut.layout == "ragged" and key not in records and len(dim.cuts) == 1:
-                    record["lengths"] = _ragged(shape[dim.name], mesh[cut.axis], choose)
+                    record["lengths"] = _ragged(dim.size(shape), mesh[cut.axis], choose)
                 records.setdefault(key, record)
     return records
 

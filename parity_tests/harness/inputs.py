@@ -114,6 +114,7 @@ def positions(arg: Argument, case: CaseSpec, coords: Mapping[str, int], custom: 
             world = case.mesh[cut.axis]
             if cut.layout in custom:
                 parts = custom_layout.parts(cut.layout, layout, dim.name, len(ids), cut.axis, world)
+                custom_layout.check_ranks(cut.layout, parts, world)
             else:
                 parts = layout(len(ids), world)
             trusted_layouts.check_partition(cut.layout, parts, len(ids))

@@ -70,7 +70,7 @@ def objection(
 ) -> str | None:
     """Why this shape cannot be cut on this mesh, or None; of several dims that cannot, one of the `given`."""
     for dim in sorted(_cut_dims(scheme), key=lambda dim: dim.name not in given):
-        sizes = [shape[dim.name]]
+        sizes = [dim.size(shape)]
         for cut in dim.cuts:
             pieces: list[int] = []
             for size in sizes:

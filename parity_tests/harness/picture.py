@@ -61,7 +61,7 @@ def owner_strips(spec: Spec, sizes: Mapping[str, int], mesh: Mapping[str, int], 
     """
     found = []
     for dim in spec.dims:
-        size = 1 if dim.name == "1" else sizes[dim.name]
+        size = dim.size(sizes)
         pieces, label = [np.arange(size)], dim.name
         for cut in dim.cuts:
             label += str(cut)

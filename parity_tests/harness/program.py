@@ -90,7 +90,7 @@ class Program:
             for dim in arg.spec.dims:
                 if dim.cuts and dim.name not in cuts:
                     pairs = [(cut.axis, self._production_layout(case, dim.name, cut)) for cut in dim.cuts]
-                    cuts[dim.name] = (case.dims[dim.name], pairs)
+                    cuts[dim.name] = (dim.size(case.dims), pairs)
         return mesh.bind(cuts)
 
     def _production_layout(self, case: CaseSpec, dim: str, cut: Cut) -> Callable[[int, int], Any]:

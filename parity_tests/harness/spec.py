@@ -7,7 +7,7 @@ Nothing here knows a size: whether a dim can be cut is decided when sizes are dr
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from string import ascii_uppercase
@@ -40,6 +40,10 @@ class Dim:
 
     def __str__(self) -> str:
         return self.name + "".join(map(str, self.cuts))
+
+    def size(self, sizes: Mapping[str, int]) -> int:
+        """What its name has in `sizes`, or one."""
+        return 1 if self.name == "1" else sizes[self.name]
 
 
 @dataclass(frozen=True)

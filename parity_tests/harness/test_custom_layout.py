@@ -158,3 +158,28 @@ def test_no_partition_is_told_with_the_scheme():
 def test_other_errors_of_a_layout_are_raised_as_they_are():
     with pytest.raises(ZeroDivisionError):
         declared(lambda size, world: 1 // 0).verify()
+
+
+@pytest.mark.parametrize(
+    ("layout", "told"),
+    [
+        (lambda size, world: [list(range(size))], "returns positions for 1 ranks where there are 2"),
+        (lambda size, world: None, "returns a NoneType; return a list of positions for each rank"),
+    ],
+)
+def test_a_layout_without_a_row_for_each_rank_is_told(layout, told):
+    made = declared(layout)
+    with pytest.raises(ValueError, match=f"layout 'mine' {told}"):
+        made.verify(ring=2)
+    with pytest.raises(ValueError, match=f"layout 'mine' {told}"):
+        check(made.case(ring=2))
+
+
+@pytest.mark.parametrize("cut", ["1/ring:ragged b", "1/ring:mine b"])
+def test_a_dim_of_size_one_may_be_cut(cut):
+    """One rank has it, whichever."""
+    layouts = {"mine": lambda size, world: [[]] * (world - 1) + [list(range(size))]}
+    made = declared(None, inputs={"x": cut}, outputs=cut, layouts=layouts)
+    assert made.verify(ring=4).ok
+    with pytest.raises(ValueError, match="1=1 cannot be cut by contiguous over ring=2"):
+        declared(None, inputs={"x": "1/ring b"}, outputs="1/ring b", layouts={}).verify(ring=2)
