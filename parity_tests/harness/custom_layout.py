@@ -1,11 +1,13 @@
-"""Layouts of the user's own: where one raises ValueError, that size cannot be cut and is not drawn."""
+"""Layouts of the user's own: where one refuses a size, that cannot be cut and is not drawn."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 Layout = Callable[[int, int], Any]
+# What a size that does not fit makes a layout raise: by its own words, an assertion, or a view or reshape of a library.
+REFUSALS = (ValueError, AssertionError, RuntimeError, TypeError)
 MULTIPLES = (*range(1, 129), 192, 256, 320, 384, 500, 512, 640, 768, 1000, 1024)  # tried until the layout takes one
 SMALL = range(1, 65)  # tried after them, for a layout that takes no multiple of the number of ranks
 
@@ -13,8 +15,9 @@ SMALL = range(1, 65)  # tried after them, for a layout that takes no multiple of
 def parts(name: str, layout: Layout, dim: str, size: int, axis: str, world: int) -> Any:
     """The positions of each rank. Errors: ValueError, with the dim and the layout's own words, where it refuses."""
     try:
-        return layout(size, world)
-    except ValueError as error:
+        found = layout(size, world)
+        return list(found) if isinstance(found, Iterable) else found
+    except REFUSALS as error:
         raise ValueError(f"{dim}={size} cannot be cut by {name} over {axis}={world}: {_words(error)}") from error
 
 
@@ -43,7 +46,7 @@ def never(name: str, layout: Layout, dim: str, axis: str, world: int) -> str | N
         return None
     try:
         layout(world, world)
-    except ValueError as error:
+    except Exception as error:
         last = world * MULTIPLES[-1]
         return (
             f"{name} cuts no size of {dim} over {axis}={world}, of {world} to {last} tried: {_words(error)}; "
@@ -55,10 +58,13 @@ def never(name: str, layout: Layout, dim: str, axis: str, world: int) -> str | N
 def _takes(layout: Layout, size: int, world: int) -> bool:
     try:
         layout(size, world)
-    except ValueError:
+    except Exception:  # told where that size is asked for
         return False
     return True
 
 
-def _words(error: ValueError) -> str:
-    return str(error) or "it raises ValueError without a message"
+def _words(error: Exception) -> str:
+    kind, (first, *_) = type(error).__name__, str(error).splitlines() or [""]
+    if not first:
+        return f"it raises {kind} without a message"
+    return first if isinstance(error, ValueError) else f"{kind}: {first}"

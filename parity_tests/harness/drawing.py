@@ -129,7 +129,7 @@ def _served(scheme: Declared, sizes: Mapping[str, int], world: int | None, limit
         fits = [shape for shape in shapes if menu.compatible(scheme, shape, mesh)]
         if fits:
             found.fits.append((mesh, fits))
-        elif why := menu.never(scheme, mesh):
+        elif why := menu.never(scheme, mesh, sizes):
             raise refusal(why)
         else:
             why = menu.objection(scheme, shapes[0], mesh, sizes) if shapes else None

@@ -93,9 +93,10 @@ def _cut(scheme: Declared, dim: Dim, size: int, cut: Cut, world: int) -> list[in
     return [size // world]
 
 
-def never(scheme: Declared, mesh: Mapping[str, int]) -> str | None:
-    """The words for a custom layout that takes no size at all on this mesh, or None."""
-    cuts = [(dim, cut) for dim in _cut_dims(scheme) for cut in dim.cuts if cut.layout in scheme.layouts]
+def never(scheme: Declared, mesh: Mapping[str, int], given: Collection[str] = ()) -> str | None:
+    """The words for a custom layout that takes no size at all of a dim that is not given on this mesh, or None."""
+    dims = [dim for dim in _cut_dims(scheme) if dim.name not in given]
+    cuts = [(dim, cut) for dim in dims for cut in dim.cuts if cut.layout in scheme.layouts]
     said = (custom_layout.never(c.layout, scheme.layouts[c.layout], d.name, c.axis, mesh[c.axis]) for d, c in cuts)
     return next((why for why in said if why), None)
 

@@ -71,7 +71,7 @@ def owner_strips(spec: Spec, sizes: Mapping[str, int], mesh: Mapping[str, int], 
             for piece in pieces:
                 if sentence := uncuttable(dim.name, len(piece), cut.axis, world, cut.layout):
                     raise ValueError(sentence)
-                held = layout(len(piece), world)
+                held = list(layout(len(piece), world))
                 check_partition(cut.layout, held, len(piece))
                 for rank, positions in enumerate(held):
                     own = piece[np.asarray(positions, dtype=np.int64)]  # an empty list is float64 to NumPy

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
 from parity_tests import check, scheme
 from parity_tests.harness import menu
@@ -59,10 +60,37 @@ def drawn(made, count=60, **given):
     return {(case.ring, case.t) for case in (made.case(seed=seed, **given) for seed in range(count))}
 
 
+def viewed(size, world):
+    return torch.arange(size).view(world, -1)
+
+
+def reshaped(size, world):
+    return jnp.arange(size).reshape(world, -1)
+
+
+def asserted(size, world):
+    assert size % (2 * world) == 0, f"not of {2 * world}"
+    return (range(rank, size, world) for rank in range(world))
+
+
 def said(call, *args, **given):
     with pytest.raises(ValueError) as caught:
         call(*args, **given)
     return str(caught.value)
+
+
+@pytest.mark.parametrize("layout", [viewed, reshaped, asserted])
+def test_a_library_s_own_refusal_is_one(layout):
+    """As of a view, a reshape, an assertion; and a generator of rows is as good as a list of them."""
+    made = declared(layout)
+    assert made.verify(examples=12).meshes == ("ring=1", "ring=2", "ring=4")
+    assert made.verify(ring=2, t=8, examples=2).ok
+    assert made.draw(ring=2, t=8)
+    assert "t=7 cannot be cut by mine over ring=2: " in said(made.verify, ring=2, t=7)
+
+
+def test_the_words_of_another_error_have_its_kind():
+    assert said(declared(asserted).verify, ring=2, t=6).endswith(": AssertionError: not of 4")
 
 
 @pytest.mark.parametrize("layout", [blocks(2), blocks(3), blocks(100), blocks(1024), odd, power_of_two])
@@ -133,10 +161,13 @@ def test_a_layout_that_takes_no_size_is_told():
     words = "invalid literal for int() with base 10: 'not a number'"
     start, rest = "scheme 'doubled': mine cuts no size of t over ring=", f" tried: {words}; "
     end = "if it cuts others, name them: dims={'t': (...)}"
-    for given in ({}, {"t": 8}, {"b": 2}):
+    for given in ({}, {"b": 2}):
         assert said(declared(broken).verify, **given) == f"{start}1, of 1 to 1024{rest}{end}"
         assert said(declared(broken_on_four).verify, **given) == f"{start}4, of 4 to 4096{rest}{end}"
     assert declared(broken_on_four).verify(ring=2, examples=2).ok
+    # Of a size that is given only that is said.
+    report = declared(broken_on_four).verify(t=8, examples=4)
+    assert report.ok and report.left_out == {"ring=4": f"t=8 cannot be cut by mine over ring=4: {words}"}
 
 
 def test_a_menu_of_sizes_none_of_which_a_mesh_can_cut():
