@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from jax_ref.layouts import inverse as reference
 from torch_impl.layouts import contiguous, dual_chunk_swap, inverse, ragged, striped
@@ -52,6 +53,33 @@ def test_what_are_no_positions_is_refused(given, sentence):
     with pytest.raises(TypeError) as caught:
         inverse(given)
     assert str(caught.value) == f"layouts.inverse: {sentence}"
+
+
+def among_fakes(pieces):
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        return inverse([mode.from_tensor(piece) for piece in pieces])
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's word on scatter under vmap
+@pytest.mark.parametrize(
+    "called",
+    [
+        among_fakes,
+        lambda pieces: inverse([piece.to("meta") for piece in pieces]),
+        lambda pieces: torch.vmap(lambda both: inverse(list(both)))(torch.stack(pieces)[None])[0],
+        lambda pieces: torch.compile(lambda both: inverse(list(both)), backend="eager", fullgraph=True)(pieces),
+    ],
+    ids=["fake", "meta", "vmap", "compile"],
+)
+def test_what_has_no_numbers_is_not_looked_at(called):
+    found = called([torch.tensor([0, 3]), torch.tensor([1, 2])])
+    assert found.shape == (4,)
+    if type(found) is torch.Tensor and found.device.type == "cpu":
+        assert found.tolist() == [0, 2, 3, 1]
+
+
+def test_pieces_come_in_any_order_of_giving():
+    assert inverse(torch.tensor(piece) for piece in ([0, 3], [1, 2])).tolist() == [0, 2, 3, 1]
 
 
 def test_positions_are_integers_of_any_kind():

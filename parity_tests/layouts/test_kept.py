@@ -35,6 +35,14 @@ def test_nothing_fake_is_kept_and_nothing_kept_is_given_among_fakes():
         assert type(counted(3)) is not torch.Tensor
 
 
+def test_nothing_that_is_functionalized_is_kept():
+    def asked(x):
+        return x + dense_layout("striped", 22, 2, 0, torch.device("cpu")).inverse
+
+    torch.func.functionalize(asked)(torch.zeros(22))
+    assert dense_layout("striped", 22, 2, 0, torch.device("cpu")).inverse.tolist()[:3] == [0, 11, 1]
+
+
 def test_a_layout_looked_at_among_fakes_derives_its_own_numbers_later():
     layout = TokenLayout.dense("striped", 8, cp_size=2, cp_rank=0)
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from jax_ref.layouts import BUILTIN as REFERENCES
 from jax_ref.layouts import needs as needs_reference
@@ -73,5 +74,6 @@ def test_what_is_no_integer_is_refused(name, size, world, told):
 
 
 @pytest.mark.parametrize("name", [name for name in BUILTIN if name != "packed"])
-def test_a_size_is_an_integer_of_any_kind(name):
-    assert [len(piece) for piece in BUILTIN[name](np.int32(8), np.int64(2))] == [4, 4]
+@pytest.mark.parametrize("given", [(np.int32(8), np.int64(2)), (torch.tensor(8), 2), (8, torch.tensor(2))])
+def test_a_size_is_an_integer_of_any_kind(name, given):
+    assert [len(piece) for piece in BUILTIN[name](*given)] == [4, 4]

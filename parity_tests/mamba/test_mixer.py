@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 
 from parity_tests import check, every_case, offsets, scheme, values
 from parity_tests.harness.tree import flat
@@ -176,13 +177,9 @@ def test_another_width_is_refused(shape):
     [
         ([1.0], "x is a list; pass a Tensor"),
         (torch.zeros(1, 11, 5, dtype=torch.int64), "x is int64; hidden states are floating-point numbers"),
-        (
-            torch.zeros(1, 11, 5, device="meta"),
-            "x is float32, in_proj.weight is float64; cast one, or use torch.autocast",
-        ),
         (torch.zeros(1, 11, 5), "x is float32, in_proj.weight is float64; cast one, or use torch.autocast"),
     ],
-    ids=["list", "int64", "meta", "float32"],
+    ids=["list", "int64", "float32"],
 )
 def test_what_are_no_hidden_states_is_refused(x, text):
     with pytest.raises(TypeError) as caught:
@@ -191,15 +188,29 @@ def test_what_are_no_hidden_states_is_refused(x, text):
 
 
 def test_hidden_states_that_are_cast_on_the_way_are_taken():
-    """By autocast, by a hook, or by a projection of another kind."""
+    """By autocast, a hook, a forward put in its place, a mode, or a projection of another kind."""
     module, x = made(dtype=torch.float32), U[None]
     with torch.autocast("cpu", torch.bfloat16):
         assert module(x.float().bfloat16()).isfinite().all()
     module.in_proj.register_forward_pre_hook(lambda _, given: (given[0].float(),))
     assert torch.equal(module(x), module(x.float()))
+    patched = made(dtype=torch.float32)
+    patched.in_proj.forward = lambda x, own=patched.in_proj.forward: own(x.float())
+    assert torch.equal(patched(x), patched(x.float()))
+    with Cast():
+        assert made(dtype=torch.float32)(x).isfinite().all()
     other = made(dtype=torch.float32)
     other.in_proj = torch.nn.Sequential(Narrowed(), other.in_proj)
     assert torch.equal(other(x), other(x.float()))
+
+
+class Cast(TorchFunctionMode):
+    """Takes float64 for float32 where a layer is linear."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.nn.functional.linear:
+            args = tuple(x.float() if isinstance(x, torch.Tensor) else x for x in args)
+        return function(*args, **(kwargs or {}))
 
 
 class Narrowed(torch.nn.Module):

@@ -128,8 +128,9 @@ def test_refusal_to_pass_states(call, text):
         ("A_log", (), "[4]"),
         ("dt_bias", (4, 1), "[4]"),
         ("dt_bias", (4, 4), "[4]"),
-        ("D", (4, 3), "[4] or [8] or [4, 2]"),
-        ("D", (8, 2), "[4] or [8] or [4, 2]"),
+        ("D", (4, 3), "[4] or [8]"),
+        ("D", (8, 2), "[4] or [8]"),
+        ("D", (), "[4] or [8]"),
         ("conv1d.weight", (20, 2, 4), "[20, 1, k]"),
         ("conv1d.bias", (20, 1), "[20]"),
     ],
@@ -146,6 +147,28 @@ def test_parameters_of_other_shapes_are_refused(strategy_of, name, shape, wanted
     assert {told.partition(": ")[2] for told in refused(call)} == {
         f"{name} is {list(shape)}; these sizes give it {wanted}"
     }
+
+
+@pytest.mark.parametrize("strategy_of", [made, passing])
+def test_parameters_of_the_same_numbers_in_other_dims_are_taken(strategy_of):
+    """The convolution's weight as causal-conv1d has it, and D in as many dims as there are."""
+
+    def body(mesh, case):
+        mixer, found = filled(), []
+        for conv, D in (((20, 1, 4), (4,)), ((20, 4), (4, 1)), ((20, 4), (4, 1, 1))):
+            mixer.conv1d.weight = torch.nn.Parameter(mixer.conv1d.weight.detach().view(conv))
+            mixer.D = torch.nn.Parameter(mixer.D.detach().view(D))
+            found.append(strategy_of(mesh, mixer).mix(X))
+        return all(torch.equal(found[0], other) for other in found[1:])
+
+    assert run(body, CaseSpec(scheme="mamba", mesh={"cp": 2})).results == (True, True)
+
+
+@pytest.mark.parametrize("strategy_of", [made, passing])
+def test_a_parameter_that_is_none_is_refused(strategy_of):
+    mixer = filled()
+    mixer.D = None
+    assert {told.partition(": ")[2] for told in refused(lambda m: strategy_of(m, mixer))} == {"the mixer's D is None"}
 
 
 @pytest.mark.parametrize("strategy_of", [made, passing])

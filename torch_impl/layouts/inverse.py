@@ -1,6 +1,6 @@
 """The way back from the rank-major stream to the order of positions, as an index array."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 from jaxtyping import Int, Int64
@@ -12,24 +12,18 @@ FUNCTION = "layouts.inverse"
 REMEDY = "pass a tensor of positions for each rank"
 
 
-def inverse(positions: Sequence[Int[Tensor, " _"]]) -> Int64[Tensor, " _"]:
+def inverse(positions: Iterable[Int[Tensor, " _"]]) -> Int64[Tensor, " _"]:
     """`inverse[p]` is the row of position p in cat(rank 0, rank 1, ...): `sequential = rank_major[inverse]`.
 
     >>> inverse([torch.tensor([0, 3]), torch.tensor([1, 2])])
     tensor([0, 2, 3, 1])
 
-    Cost:   one sort, and one read of it by the host.
+    Cost:   one sort, and one read of it by the host; neither where a tensor has no numbers, as while it is traced.
     Errors: ValueError unless the pieces are rows that hold each of 0..n-1 once; TypeError for what are no tensors of
             integers, or none at all.
     """
     rank_major = torch.cat(_checked_pieces(positions)).long()
-    ordered = rank_major.sort().values
-    for k in first(ordered != torch.arange(len(ordered), device=ordered.device)):
-        held = int(ordered[k])
-        why = f"{k} is missing" if held > k else f"{held} is {'negative' if held < 0 else 'there twice'}"
-        raise ValueError(
-            f"{FUNCTION}: positions are not a permutation of 0..{len(ordered) - 1}: {why}; give each position once"
-        )
+    _check_permutation(rank_major)
     return inverted(rank_major)
 
 
@@ -39,9 +33,26 @@ def inverted(rank_major: Int64[Tensor, " n"]) -> Int64[Tensor, " n"]:
     return torch.empty_like(rank_major).scatter_(0, rank_major, rows)
 
 
-def _checked_pieces(positions: Sequence[Tensor]) -> list[Tensor]:
+def _check_permutation(rank_major: Int64[Tensor, " n"]) -> None:
+    """Where it holds numbers: a traced, a vmapped, a fake or a meta tensor has none to look at."""
+    if torch.compiler.is_compiling():
+        return
+    ordered = rank_major.sort().values
+    try:
+        wrong = first(ordered != torch.arange(len(ordered), device=ordered.device))
+    except RuntimeError:
+        return
+    for k in wrong:
+        held = int(ordered[k])
+        why = f"{k} is missing" if held > k else f"{held} is {'negative' if held < 0 else 'there twice'}"
+        raise ValueError(
+            f"{FUNCTION}: positions are not a permutation of 0..{len(ordered) - 1}: {why}; give each position once"
+        )
+
+
+def _checked_pieces(positions: Iterable[Tensor]) -> list[Tensor]:
     """One row of integers for each rank."""
-    if not isinstance(positions, Sequence | Tensor):
+    if not isinstance(positions, Iterable):
         raise TypeError(f"{FUNCTION}: positions={positions!r} is no sequence; {REMEDY}")
     pieces = list(positions)
     if not pieces:

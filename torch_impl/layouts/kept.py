@@ -21,8 +21,9 @@ for_training = torch.inference_mode(False)
 
 
 def makes_numbers() -> bool:
-    """Whether a tensor made now holds numbers."""
-    return type(torch.empty(0)) is Tensor
+    """Whether a tensor made now holds numbers, which no fake tensor and none that is functionalized does."""
+    made = torch.empty(0)
+    return type(made) is Tensor and not torch._is_functional_tensor(made)
 
 
 def kept(make: Callable[Asked, Found]) -> Callable[Asked, Found]:

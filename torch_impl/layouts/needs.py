@@ -3,6 +3,7 @@
 from numbers import Integral
 
 import torch
+from torch import Tensor
 
 PIECES_PER_RANK = {"contiguous": 1, "striped": 1, "dual_chunk_swap": 2}
 
@@ -49,6 +50,8 @@ def check_cut(layout: str, size: int, world: int, rank: int | None = None) -> No
 
 
 def check_whole(name: str, size: object) -> None:
-    """TypeError unless `size` is an integer of any kind; True and False are none."""
+    """TypeError unless `size` is an integer of any kind, a tensor of one included; True and False are none."""
+    if isinstance(size, Tensor) and not size.ndim and not size.is_floating_point() and size.dtype != torch.bool:
+        return
     if isinstance(size, bool) or not isinstance(size, Integral | torch.SymInt):
         raise TypeError(f"{name}={size!r} is a {type(size).__name__}; pass an int")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from operator import index
 
-import torch
 from torch import Tensor, nn
 
 from torch_impl.layouts.columns import MambaSizes
@@ -39,23 +38,28 @@ def check_limits(function: str, dt_limit: tuple[float, float], norm_eps: float) 
         raise ValueError(f"mamba.{function}: norm_eps={norm_eps} is added to a mean of squares; it is 0 or more")
 
 
-def check_hidden(function: str, x: Tensor, projection: nn.Module, width: int) -> None:
-    """[.., width] in floating point; of the projection's dtype, where nothing casts it on the way there."""
+def check_hidden(function: str, x: Tensor, width: int) -> None:
+    """[.., width] in floating point."""
     if not isinstance(x, Tensor):
         raise TypeError(f"mamba.{function}: x is a {type(x).__name__}; pass a Tensor")
-    kind = str(x.dtype).removeprefix("torch.")
     if not x.is_floating_point():
+        kind = str(x.dtype).removeprefix("torch.")
         raise TypeError(f"mamba.{function}: x is {kind}; hidden states are floating-point numbers")
     if not x.ndim or x.shape[-1] != width:
         raise ValueError(f"mamba.{function}: x is {list(x.shape)}; d_model={width} is its last dim")
-    takes_as_given = type(projection) is nn.Linear and not projection._forward_pre_hooks
-    if takes_as_given and x.dtype != projection.weight.dtype and not _autocasts(x.device.type):
-        wanted = str(projection.weight.dtype).removeprefix("torch.")
-        raise TypeError(f"mamba.{function}: x is {kind}, in_proj.weight is {wanted}; cast one, or use torch.autocast")
 
 
-def _autocasts(device_type: str) -> bool:
-    return torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+def projected(function: str, projection: nn.Module, x: Tensor) -> Tensor:
+    """What the projection gives. TypeError for an x of another dtype that nothing on the way there casts."""
+    try:
+        return projection(x)
+    except RuntimeError as error:
+        dtype = getattr(getattr(projection, "weight", None), "dtype", x.dtype)
+        if dtype == x.dtype or "dtype" not in str(error):
+            raise
+        kind, wanted = (str(each).removeprefix("torch.") for each in (x.dtype, dtype))
+        said = f"x is {kind}, in_proj.weight is {wanted}; cast one, or use torch.autocast"
+        raise TypeError(f"mamba.{function}: {said}") from error
 
 
 def check_dims(function: str, x: Tensor) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch_impl.collectives import accumulator
 from torch_impl.layouts import TokenLayout
 from torch_impl.layouts.columns import MambaSizes
-from torch_impl.mamba.arguments import check_hidden, check_limits, check_stream, checked_size, checked_sizes
+from torch_impl.mamba.arguments import check_hidden, check_limits, check_stream, checked_size, checked_sizes, projected
 from torch_impl.mamba.conv import causal_conv
 from torch_impl.mamba.scan import chunked_scan
 
@@ -189,7 +189,7 @@ class Mamba2Mixer(nn.Module):
         """See the class."""
         self._check(x, cu_seqlens)
         strategy = self if self.context_parallel is None else self.context_parallel
-        return self.out_proj(self.norm(strategy.mix(self.in_proj(x), cu_seqlens)))
+        return self.out_proj(self.norm(strategy.mix(projected("Mamba2Mixer", self.in_proj, x), cu_seqlens)))
 
     def mix(
         self, projected_states: Float[Tensor, "*a w"], cu_seqlens: Int[Tensor, " offsets"] | None = None
@@ -211,7 +211,7 @@ class Mamba2Mixer(nn.Module):
 
     def _check(self, x: Tensor, cu_seqlens: Tensor | None) -> None:
         """What is known of x before it is projected; a strategy with a layout of its own says what it takes."""
-        check_hidden("Mamba2Mixer", x, self.in_proj, self.d_model)
+        check_hidden("Mamba2Mixer", x, self.d_model)
         order = "alone" if self.context_parallel is None else getattr(self.context_parallel, "layout", None)
         if isinstance(order, str):
             check_stream("Mamba2Mixer", x, cu_seqlens)

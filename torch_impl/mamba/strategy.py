@@ -58,7 +58,7 @@ class MixerStrategy:
 
     def get_conv1d_weight(self) -> Float[Tensor, "c k"]:
         """[channels, k] of this rank's x|B|C."""
-        return self._slice_conv_param(whole(self.name, self.mixer, "conv1d.weight")).squeeze(1)
+        return self._slice_conv_param(whole(self.name, self.mixer, "conv1d.weight")).flatten(1)
 
     def get_conv1d_bias(self) -> Float[Tensor, " c"] | None:
         """[channels] of this rank's x|B|C, or None."""
