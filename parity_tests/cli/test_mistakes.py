@@ -94,6 +94,7 @@ SIZES = "scheme 'right': "
             ("--mesh", "tp=2", "--dim", "b=3"),
             SIZES + "b=3 cannot be cut by contiguous over tp=2 (needs a multiple of 2); pad to 4",
         ),
+        (("--option", "scale=true"), "--option 'scale=true': write True, as in Python"),
         (("--option", "scale"), "--option 'scale' is not NAME=VALUE, such as temperature=2.0"),
         (("--option", "scale=2"), SIZES + "'scale' is no mesh axis, dim or option (tp, b)"),
         (("--engine", "mpi"), "--engine 'mpi' is not one of lockstep, gloo, nccl, torchrun"),

@@ -65,6 +65,8 @@ def options(given: Sequence[str] | None) -> dict[str, Any]:
         name, equals, value = text.partition("=")
         if not equals:
             raise ValueError(f"--option {text!r} is not NAME=VALUE, such as temperature=2.0")
+        if value in ("true", "false"):
+            raise ValueError(f"--option {text!r}: write {value.title()}, as in Python")
         try:
             found[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):

@@ -1,5 +1,6 @@
 """What is kept between calls: never a fake tensor, though a model's memory be estimated before it runs."""
 
+import warnings
 import weakref
 
 import pytest
@@ -41,6 +42,16 @@ def test_nothing_that_is_functionalized_is_kept():
 
     torch.func.functionalize(asked)(torch.zeros(22))
     assert dense_layout("striped", 22, 2, 0, torch.device("cpu")).inverse.tolist()[:3] == [0, 11, 1]
+
+
+def test_what_is_kept_breaks_no_graph():
+    @kept
+    def counted(size):
+        return torch.arange(size)
+
+    with warnings.catch_warnings(action="ignore"):  # of Dynamo, that it looks into a memo
+        compiled = torch.compile(lambda x: x + counted(4), backend="eager", fullgraph=True)
+        assert compiled(torch.zeros(4)).tolist() == [0, 1, 2, 3]
 
 
 def test_a_layout_looked_at_among_fakes_derives_its_own_numbers_later():
