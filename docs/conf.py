@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+from torch_impl.contract import spec_line
+
 project = "Shardproof"
 author = "The Shardproof developers"
 copyright = "The Shardproof developers"
@@ -44,6 +46,9 @@ def as_it_is(app, what, name, of, options, lines):
     """Docstrings are laid out by hand: formulas, specs, costs in columns. A package's first line is its page's."""
     if what == "module" and not name.startswith("jax_ref."):
         del lines[:2]
+    specs = spec_line(of) if what in ("function", "class", "method") else ""
+    if specs:  # a contract's specs stand in the signature; here they are one line below the first sentence
+        lines[1:1] = ["", f"    {specs}"]
     lines[:] = [".. code-block:: text", "", *(f"   {line}" for line in lines), ""] if any(lines) else []
 
 

@@ -3,8 +3,8 @@
 `Errors:` where the function, or one of ours that it reaches, raises; `Cost:` where it reaches a collective; a spec
 string where it takes both tensors and ranks; every argument by its name, here or, if many functions of a package have
 it, in the package's docstring. What is reached is read from the source: names that lead to our own functions,
-constructors and autograd Functions. Methods of a value made at run time are not followed, so that the rule asks for
-too little there, never for too much.
+constructors and autograd Functions. A contract counts as a raise and as a spec string. Methods of a value made at run
+time are not followed, so that the rule asks for too little there, never for too much.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from torch_impl.contract import contract_of, spec_line
 
 PRODUCTION = "torch_impl"
 ROOT = Path(__file__).resolve().parents[1]
@@ -78,10 +80,11 @@ def _of_call(
     reached = _reached(starts)
     kinds = [str(argument.annotation) for argument in arguments]
     is_over_ranks = any("Tensor" in kind for kind in kinds) and any(r in kind for r in RANKS for kind in kinds)
+    contract = contract_of(public)
     asked = {
-        "Errors:": any(_raises(function) for function in reached) and "Errors:" not in doc,
+        "Errors:": (contract is not None or any(map(_raises, reached))) and "Errors:" not in doc,
         "Cost:": any(_sends(function) for function in reached) and "Cost:" not in doc,
-        "a spec string": is_over_ranks and not SPEC.search(doc),
+        "a spec string": is_over_ranks and not SPEC.search(doc) and not spec_line(public),
     }
     names = [x.name for x in arguments if x.name != "self" and not x.name.startswith("_")]
     explained = f"{doc}\n{_package_docstring(public)}"

@@ -17,6 +17,7 @@ NAMELESS = {"utils", "util", "common", "helpers", "helper", "misc"}
 
 # Paths (glob patterns) that have no twin in some tree, and why.
 WITHOUT_A_REFERENCE = {
+    "contract/*": "what arguments are validated by; the reference takes whatever it is given",
     "collectives/*": "one device has no collectives; their law is the adjoint identity",
     "kernels/*": "how a function is computed; what it means is stated by the component that it serves",
     "context_parallel/attention_mask.py": "what a mask is refused for; the reference refuses nothing",
@@ -104,6 +105,7 @@ WITHOUT_PRODUCTION = {
     "parallelizer/*": "a whole model and its training, which production takes from transformers and torch",
 }
 WITHOUT_A_TEST_OF_ITS_OWN = {
+    "contract/kinds.py": "every kind is tested through a contract",
     "collectives/*": "tested by law across files, not file by file",
     "context_parallel/slots.py": "tested through the streams that are made of them",
     "*/arguments.py": "each refusal is tested with the function that makes it",

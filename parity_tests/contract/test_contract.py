@@ -1,0 +1,195 @@
+"""A signature's contract: what it accepts, the sentence of each rejection, and what it costs nothing under."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import ProcessGroup
+
+from torch_impl.contract import (
+    Group,
+    NonNegative,
+    NonNegativeInt,
+    Positive,
+    PositiveInt,
+    Sharded,
+    ShardedBool,
+    ShardedIds,
+    ShardedInt,
+    contract,
+    contract_of,
+    spec_line,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+LOGITS, IDS = torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64)
+
+
+@contract("scores.score")
+def score(
+    logits: Sharded[Tensor, "... v/tp"] | DTensor,
+    ids: ShardedIds[Tensor, "..."],
+    weight: Sharded[Tensor, "d v/tp"] | None = None,
+    *,
+    temperature: Positive = 1.0,
+    margin: NonNegative = 0.0,
+    chunk_size: PositiveInt | None = None,
+    skip: NonNegativeInt = 0,
+    backend: Literal["auto", "eager"] = "auto",
+    with_entropy: bool = False,
+    label: str = "",
+    rows: int = 1,
+    anything: Any = None,
+) -> Sharded[Tensor, "... tp=I"] | tuple[Sharded[Tensor, "... tp=I"], Sharded[Tensor, "... tp=I"]]:
+    return logits.sum(-1) * temperature
+
+
+@contract
+def over_ranks(
+    x: Sharded[Tensor, "b s 1"],
+    mask: ShardedBool[Tensor, "b s"],
+    offsets: ShardedInt[Tensor, "n"],
+    tp_group: Group[ProcessGroup, "tp"],
+    group: Group[ProcessGroup, "axis"] | None = None,
+):
+    return x
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    @contract
+    def forward(ctx: Any, x: Sharded[Tensor, "b s/cp"], times: PositiveInt = 2) -> Sharded[Tensor, "b s/cp"]:
+        return x * times
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor):
+        return g * 2, None
+
+
+REJECTED = [
+    (TypeError, (1, IDS), {}, "logits is an int; pass a Tensor"),
+    (TypeError, (None, IDS), {}, "logits is None; pass a Tensor"),
+    (TypeError, (IDS, IDS), {}, "logits is int64; logits must be floating"),
+    (ValueError, (torch.tensor(1.0), IDS), {}, "logits has no dims; the last one must be the vocabulary"),
+    (TypeError, (LOGITS, LOGITS), {}, "ids is float32; token ids must be int64"),
+    (TypeError, (LOGITS, IDS.bool()), {}, "ids is bool; token ids must be int64"),
+    (ValueError, (LOGITS, IDS[:1]), {}, "ids is [1, 3] but logits has leading shape [2, 3]"),
+    (ValueError, (LOGITS, IDS[0]), {}, "ids is [3] but logits has leading shape [2, 3]"),
+    (ValueError, (LOGITS, IDS, LOGITS), {}, "weight is [2, 3, 4]; its dims must be [d v/tp]"),
+    (
+        ValueError,
+        (LOGITS, IDS, LOGITS[0, :, :2]),
+        {},
+        "weight is [3, 2] but logits has v/tp=4: v/tp differs, 2 and 4",
+    ),
+    (ValueError, (LOGITS, IDS), {"temperature": 0}, "temperature=0 must be positive"),
+    (ValueError, (LOGITS, IDS), {"temperature": float("nan")}, "temperature=nan must be positive"),
+    (ValueError, (LOGITS, IDS), {"temperature": float("inf")}, "temperature=inf must be finite"),
+    (TypeError, (LOGITS, IDS), {"temperature": "1"}, "temperature='1' is a str; pass a number"),
+    (TypeError, (LOGITS, IDS), {"temperature": True}, "temperature=True is a bool; pass a number"),
+    (ValueError, (LOGITS, IDS), {"margin": -0.5}, "margin=-0.5 must be at least 0"),
+    (ValueError, (LOGITS, IDS), {"chunk_size": 0}, "chunk_size=0 must be at least 1"),
+    (TypeError, (LOGITS, IDS), {"chunk_size": 2.5}, "chunk_size=2.5 is a float; pass an int"),
+    (TypeError, (LOGITS, IDS), {"chunk_size": True}, "chunk_size=True is a bool; pass an int"),
+    (ValueError, (LOGITS, IDS), {"skip": -1}, "skip=-1 must be at least 0"),
+    (TypeError, (LOGITS, IDS), {"skip": None}, "skip=None is None; pass an int"),
+    (ValueError, (LOGITS, IDS), {"backend": "cuda"}, "backend='cuda' is not one of auto, eager"),
+    (TypeError, (LOGITS, IDS), {"with_entropy": 1}, "with_entropy=1 is an int; pass True or False"),
+    (TypeError, (LOGITS, IDS), {"label": 3}, "label=3 is an int; pass a str"),
+    (TypeError, (LOGITS, IDS), {"rows": "3"}, "rows='3' is a str; pass an int"),
+]
+
+
+@pytest.mark.parametrize(("error", "args", "kwargs", "message"), REJECTED)
+def test_a_rejection_names_the_function_the_argument_and_the_remedy(error, args, kwargs, message):
+    with pytest.raises(error) as caught:
+        score(*args, **kwargs)
+    assert str(caught.value) == f"scores.score: {message}"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((LOGITS, IDS > 0, IDS[0], None), "x is [2, 3, 4]; dim 2 must have size 1"),
+        ((LOGITS[..., :1], IDS, IDS[0], None), "mask is int64; it must be bool"),
+        ((LOGITS[..., :1], IDS[:1] > 0, IDS[0], None), "mask is [1, 3] but x has b=2: b differs, 1 and 2"),
+        ((LOGITS[..., :1], IDS > 0, LOGITS[0, 0], None), "offsets is float32; it must be integers"),
+        (
+            (LOGITS[..., :1], IDS > 0, IDS[0], None),
+            "tp_group is None; pass a ProcessGroup (a group of size 1 for no tensor parallelism)",
+        ),
+    ],
+)
+def test_a_default_name_is_the_component_and_the_function(args, message):
+    with pytest.raises((TypeError, ValueError)) as caught:
+        over_ranks(*args)
+    assert str(caught.value) == f"contract.over_ranks: {message}"
+
+
+def test_what_is_in_range_is_accepted():
+    options = dict(temperature=2, margin=0, chunk_size=1, skip=0, backend="eager", with_entropy=True, label="x")
+    assert score(LOGITS, IDS, torch.zeros(7, 4), rows=0, anything=object(), **options).shape == (2, 3)
+    assert score(LOGITS[0, 0], IDS[0, 0]).shape == ()
+    assert score(LOGITS, IDS.int(), None, chunk_size=None).shape == (2, 3)
+
+
+def test_a_type_that_is_not_imported_is_known_by_its_name():
+    class DTensor:
+        def sum(self, dim):
+            return torch.ones(())
+
+    assert score(DTensor(), IDS) == 1.0
+
+
+def test_python_misses_what_python_misses():
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'ids'"):
+        score(LOGITS)
+
+
+def test_an_autograd_function_is_named_by_its_class():
+    x = torch.ones(2, 3, requires_grad=True)
+    (gradient,) = torch.autograd.grad(Doubled.apply(x).sum(), x)
+    assert gradient.tolist() == [[2.0] * 3] * 2
+    with pytest.raises(ValueError, match=r"^contract.Doubled: x is \[3\]; its dims must be \[b s/cp\]$"):
+        Doubled.apply(torch.ones(3))
+
+
+def test_the_spec_line_is_what_the_signature_says():
+    forms = '"... tp=I"  or  "... tp=I", "... tp=I"'
+    assert spec_line(score) == f'logits "... v/tp"   ids "..."   weight "d v/tp"   ->   {forms}'
+    assert spec_line(Doubled) == 'x "b s/cp"   ->   "b s/cp"'
+    assert contract_of(len) is None and spec_line(len) == ""
+
+
+def test_a_contract_breaks_no_graph():
+    compiled = torch.compile(score, fullgraph=True, backend="eager")
+    for shape in ((2, 3, 4), (5, 4, 6)):
+        x, ids = torch.ones(shape), torch.zeros(shape[:-1], dtype=torch.int64)
+        assert torch.equal(compiled(x, ids, temperature=2.0, chunk_size=3), score(x, ids, temperature=2.0))
+
+
+def test_a_contract_reads_no_value():
+    with FakeTensorMode():
+        assert score(torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64)).shape == (2, 3)
+    assert torch.vmap(lambda x, ids: score(x, ids))(LOGITS, IDS).shape == (2, 3)
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=4), st.integers(0, 3), st.booleans())
+def test_leading_dims_agree_or_are_rejected(shape, axis, differs):
+    ids_shape = list(shape[:-1])
+    if differs and ids_shape:
+        ids_shape[axis % len(ids_shape)] += 1
+    ids = torch.zeros(ids_shape, dtype=torch.int64)
+    if ids_shape == shape[:-1]:
+        assert score(torch.zeros(shape), ids).shape == tuple(ids_shape)
+    else:
+        with pytest.raises(ValueError, match="leading shape"):
+            score(torch.zeros(shape), ids)

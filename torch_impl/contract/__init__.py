@@ -1,0 +1,37 @@
+"""The contract of a public function: stated in its signature, executed once where the function is entered.
+
+    @contract
+    def vocab_parallel_logprob(
+        vocab_parallel_logits: Sharded[Tensor, "... v/tp"],
+        target: ShardedIds[Tensor, "..."],
+        tp_group: Group[ProcessGroup, "tp"],
+        temperature: Positive = 1.0,
+    ) -> Sharded[Tensor, "... tp=I"]: ...
+
+The signature says the shape, the sharding, the kind of number, the range and the gradient type of every argument. From
+it follow the validation and its message, the spec line of the manual (`spec_line`) and the declaration of a scheme
+(`contract_of`). To a type checker `Sharded[Tensor, "..."]` is a Tensor and `Positive` a float.
+
+What is behind a contract validates nothing again: a core takes what a public function has validated.
+"""
+
+from torch_impl.contract.contract import Contract as Contract
+from torch_impl.contract.contract import contract as contract
+from torch_impl.contract.contract import contract_of as contract_of
+from torch_impl.contract.contract import spec_line as spec_line
+from torch_impl.contract.kinds import Finite as Finite
+from torch_impl.contract.kinds import Group as Group
+from torch_impl.contract.kinds import Kind as Kind
+from torch_impl.contract.kinds import NonNegative as NonNegative
+from torch_impl.contract.kinds import NonNegativeInt as NonNegativeInt
+from torch_impl.contract.kinds import Number as Number
+from torch_impl.contract.kinds import OneOf as OneOf
+from torch_impl.contract.kinds import Positive as Positive
+from torch_impl.contract.kinds import PositiveInt as PositiveInt
+from torch_impl.contract.kinds import Sharded as Sharded
+from torch_impl.contract.kinds import ShardedAny as ShardedAny
+from torch_impl.contract.kinds import ShardedBool as ShardedBool
+from torch_impl.contract.kinds import ShardedIds as ShardedIds
+from torch_impl.contract.kinds import ShardedInt as ShardedInt
+from torch_impl.contract.kinds import dtype_name as dtype_name
+from torch_impl.contract.kinds import type_name as type_name

@@ -1,0 +1,209 @@
+"""Read a signature once, when its function is defined; validate the arguments of every call."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, overload
+
+from torch_impl.contract.kinds import BUILTIN, Kind, OneOf, Sizes, TensorKind
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An argument that a contract validates. A value of one of `others` needs no validation: `None`, a DTensor."""
+
+    name: str
+    position: int  # of a keyword-only argument: beyond all positional ones
+    kind: Kind
+    takes_none: bool
+    others: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What a signature says: the name that begins every message, the arguments, the specs of the results.
+
+    `inputs` maps each tensor argument to its spec string; `outputs` has one tuple of specs for each form of the
+    result, since an option may add one.
+    """
+
+    function: str
+    arguments: tuple[Argument, ...]
+    outputs: tuple[tuple[str, ...], ...]
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """The spec string of each tensor argument."""
+        return {each.name: each.kind.spec for each in self.arguments if isinstance(each.kind, TensorKind)}
+
+    def validate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Validate the `args` and `kwargs` of a call, in the order of the signature. Errors: TypeError, ValueError."""
+        sizes: Sizes = {}
+        for each in self.arguments:
+            if each.position < len(args):
+                value = args[each.position]
+            elif each.name in kwargs:
+                value = kwargs[each.name]
+            else:  # a default, or an argument that Python itself will miss
+                continue
+            if value is None and each.takes_none:
+                continue
+            if each.others and _is_one_of(value, each.others):
+                continue
+            each.kind.validate(self.function, each.name, value, sizes)
+
+
+@overload
+def contract(function: Callable[P, R], /) -> Callable[P, R]: ...
+@overload
+def contract(function: str, /) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+def contract(function: Callable[P, R] | str, /) -> Any:
+    """Execute the contract that a signature states, once for each call of the function.
+
+    `@contract` begins messages with the component and the name of the function or class; `@contract("layouts.shard")`
+    names another beginning. On an autograd Function it stands below `@staticmethod`, over `forward`.
+
+    Cost:   about a microsecond an argument in eager; nothing in a compiled graph.
+    Errors: of the function it makes: TypeError for an argument of another type, ValueError for another value.
+    """
+    if isinstance(function, str):
+        return lambda body: _with_contract(body, function)
+    return _with_contract(function, _default_name(function))
+
+
+def contract_of(public: Any) -> Contract | None:
+    """The contract of a function, of an autograd Function or of a class's constructor; None if it states none."""
+    for entry in (public, getattr(public, "forward", None), getattr(public, "__init__", None)):
+        stated = getattr(entry, "__contract__", None)
+        if stated is not None:
+            return stated
+    return None
+
+
+def spec_line(public: Any) -> str:
+    """The specs of a public function in one line, as the manual prints them; empty without a contract."""
+    stated = contract_of(public)
+    if stated is None or not (stated.inputs or stated.outputs):
+        return ""
+    inputs = "   ".join(f'{name} "{spec}"' for name, spec in stated.inputs.items())
+    outputs = "  or  ".join(", ".join(f'"{spec}"' for spec in form) for form in stated.outputs)
+    return f"{inputs}   ->   {outputs}" if outputs else inputs
+
+
+def _with_contract(function: Callable[P, R], name: str) -> Callable[P, R]:
+    stated = _read(function, name)
+
+    @functools.wraps(function)
+    def entry(*args: P.args, **kwargs: P.kwargs) -> R:
+        stated.validate(args, kwargs)
+        return function(*args, **kwargs)
+
+    entry.__contract__ = stated  # pyright: ignore[reportAttributeAccessIssue]
+    return entry
+
+
+def _default_name(function: Callable[..., Any]) -> str:
+    component = function.__module__.split(".")[1] if "." in function.__module__ else function.__module__
+    qualified = function.__qualname__.rpartition("<locals>.")[2]
+    return f"{component}.{qualified.removesuffix('.forward').removesuffix('.__init__')}"
+
+
+def _read(function: Callable[..., Any], name: str) -> Contract:
+    signature = inspect.signature(function)
+    arguments = []
+    for position, parameter in enumerate(signature.parameters.values()):
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        keyword_only = parameter.kind is parameter.KEYWORD_ONLY
+        kind, takes_none, others = _kind_of(_meaning(parameter.annotation, function))
+        if kind is not None:
+            place = len(signature.parameters) if keyword_only else position
+            arguments.append(Argument(parameter.name, place, kind, takes_none, others))
+    return Contract(name, tuple(arguments), tuple(_outputs(_meaning(signature.return_annotation, function))))
+
+
+def _kind_of(annotation: Any) -> tuple[Kind | None, bool, tuple[Any, ...]]:
+    """The kind of an annotation, whether None is one of its values, and the other types that it takes."""
+    members = list(_members(annotation))
+    takes_none = any(member in (None, NoneType) for member in members)
+    kinds = [kind for kind in map(_kind_of_member, members) if kind is not None]
+    others = tuple(member for member in members if member not in (None, NoneType) and _kind_of_member(member) is None)
+    if len(kinds) != 1 or any(other is Any for other in others):
+        return None, takes_none, ()
+    return kinds[0], takes_none, others
+
+
+def _kind_of_member(member: Any) -> Kind | None:
+    if get_origin(member) is Annotated:
+        return next((extra for extra in member.__metadata__ if hasattr(extra, "validate")), None)
+    if get_origin(member) is Literal:
+        return OneOf(get_args(member))
+    return BUILTIN.get(member) if isinstance(member, type) else None
+
+
+def _members(annotation: Any) -> Iterator[Any]:
+    """The members of a union, or the annotation itself."""
+    if get_origin(annotation) in (Union, UnionType):
+        for member in get_args(annotation):
+            yield from _members(member)
+    else:
+        yield annotation
+
+
+def _outputs(annotation: Any) -> Iterator[tuple[str, ...]]:
+    """The specs of each form of the result."""
+    for form in _members(annotation):
+        parts = get_args(form) if get_origin(form) is tuple else (form,)
+        kinds = [_kind_of_member(part) for part in parts]
+        specs = tuple(kind.spec for kind in kinds if isinstance(kind, TensorKind))
+        if specs:
+            yield specs
+
+
+def _is_one_of(value: Any, types: tuple[Any, ...]) -> bool:
+    """Whether a value is of one of the types; one that was not imported is known by its name."""
+    for each in types:
+        if isinstance(each, _Unresolved):
+            if any(base.__name__ == each.name for base in type(value).__mro__):
+                return True
+        elif isinstance(value, get_origin(each) or each):
+            return True
+    return False
+
+
+@dataclass(frozen=True)
+class _Unresolved:
+    """A name of an annotation that its module does not import when it runs, as under `if TYPE_CHECKING`."""
+
+    name: str
+
+    def __or__(self, other: Any) -> Any:
+        return Union[self, other]  # pyright: ignore[reportInvalidTypeForm] # noqa: UP007
+
+    def __ror__(self, other: Any) -> Any:
+        return Union[other, self]  # pyright: ignore[reportInvalidTypeForm] # noqa: UP007
+
+    def __getitem__(self, item: Any) -> _Unresolved:
+        return self
+
+    def __call__(self) -> None:
+        """Callable, since `typing` takes nothing else for a type."""
+
+
+def _meaning(annotation: Any, function: Callable[..., Any]) -> Any:
+    """What an annotation means, be it written as a string or not."""
+    if annotation is inspect.Parameter.empty:
+        return Any
+    if not isinstance(annotation, str):
+        return annotation
+    code = compile(annotation, f"<annotation of {function.__qualname__}>", "eval")
+    known = {**vars(builtins), **function.__globals__, **inspect.getclosurevars(function).nonlocals}
+    return eval(code, {name: known.get(name, _Unresolved(name)) for name in code.co_names})
