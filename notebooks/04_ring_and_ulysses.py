@@ -27,7 +27,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: one thread for 
 import matplotlib.pyplot as plt
 import torch
 
-from jax_ref.context_parallel.attention import dense_attention, packed_attention
+from jax_ref.context_parallel import dense_attention, packed_attention
 from parity_tests import offsets, scheme, values
 from parity_tests.harness import colours, ledger_picture
 from parity_tests.harness.tiles import rank_legend, tiles

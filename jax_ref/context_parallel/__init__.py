@@ -1,0 +1,11 @@
+"""Attention and batches on one device, as context parallelism must reproduce them."""
+
+from jax_ref.context_parallel.reference import attention as attention
+from jax_ref.context_parallel.reference import dense_attention as dense_attention
+from jax_ref.context_parallel.reference import packed_attention as packed_attention
+from jax_ref.context_parallel.reference import packed_batch as packed_batch
+from jax_ref.context_parallel.reference import padded_batch as padded_batch
+from jax_ref.context_parallel.reference import seen_pairs as seen_pairs
+from jax_ref.context_parallel.reference import slots as slots
+from jax_ref.context_parallel.reference import stream as stream
+from jax_ref.context_parallel.reference import tables as tables

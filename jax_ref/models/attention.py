@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jax_ref.context_parallel.attention import packed_attention
+from jax_ref.context_parallel import packed_attention
 from jax_ref.models.config import Config
 from jax_ref.models.rotary import rotated
 

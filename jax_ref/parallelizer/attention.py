@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jax_ref.context_parallel.attention import dense_attention
+from jax_ref.context_parallel import dense_attention
 from jax_ref.parallelizer.layers import Linear, RMSNorm
 from jax_ref.parallelizer.traits import DecoderTraits
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
 
-from jax_ref.context_parallel.attention import attention, dense_attention, seen_pairs
+from jax_ref.context_parallel import attention, dense_attention, seen_pairs
 from jax_ref.layouts import ragged
 from parity_tests import check, every_case, scheme
 from parity_tests.context_parallel.attention_schemes import (

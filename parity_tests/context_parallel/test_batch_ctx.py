@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from jax_ref.context_parallel.batch_ctx import padded_batch
+from jax_ref.context_parallel import padded_batch
 from jax_ref.layouts import dual_chunk_swap
 from parity_tests import CaseSpec, Cost, check, every_case, integers, scheme
 from parity_tests.harness.engines.run import run

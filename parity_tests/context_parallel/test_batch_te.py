@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from jax_ref.context_parallel.batch_te import packed_batch
+from jax_ref.context_parallel import packed_batch
 from jax_ref.layouts import inverse
 from jax_ref.layouts import packed as packed_reference
 from parity_tests import CaseSpec, Cost, check, every_case, integers, lengths, scheme

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from jax_ref.context_parallel.attention import seen_pairs
+from jax_ref.context_parallel import seen_pairs
 from parity_tests import check, every_case
 from parity_tests.context_parallel.met_pairs import KINDS, streams, times_seen
 from parity_tests.context_parallel.test_pairs import LENGTHS, packed_attention_of_many_lengths

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from jax_ref.context_parallel.attention import packed_attention, seen_pairs
+from jax_ref.context_parallel import packed_attention, seen_pairs
 from jax_ref.layouts import packed
 from parity_tests import check, every_case, offsets, scheme
 from parity_tests.context_parallel.attention_schemes import (

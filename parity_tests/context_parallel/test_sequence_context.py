@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from torch.distributed.tensor.experimental._context_parallel._attention import _cp_options
 
-from jax_ref.context_parallel.attention import dense_attention
+from jax_ref.context_parallel import dense_attention
 from parity_tests import CaseSpec, check, every_case, scheme, values
 from parity_tests.harness.engines.run import run
 from torch_impl.context_parallel import create_context_parallel_ctx, make_cp_batch_and_ctx

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from jax_ref.context_parallel import thd as reference
+from jax_ref.context_parallel import reference
 from parity_tests.context_parallel.drawn_rows import FILL, batch_of, drawn_rows
 from torch_impl.context_parallel import make_cp_batch_for_te, process_input_for_thd, split_batch_into_thd_chunks
 

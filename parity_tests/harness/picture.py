@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jax_ref.layouts import BUILTIN, check_partition, uncuttable
-from jax_ref.layouts.draw import DIGITS
+from jax_ref.layouts import BUILTIN, DIGITS, check_partition, uncuttable
 from parity_tests.harness import colours
 from parity_tests.harness.spec import Spec
 

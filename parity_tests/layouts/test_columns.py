@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from jax_ref.layouts import columns as reference
+from jax_ref.layouts import reference
 from torch_impl.layouts.columns import MambaSizes, conv_channels, projection_columns
 
 CUT = [

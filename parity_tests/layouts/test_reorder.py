@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jax_ref.layouts import reorder as reference
+from jax_ref.layouts import reference
 from parity_tests import Cost, check, every_case, offsets, scheme
 from torch_impl.collectives import all_gather
 from torch_impl.layouts import TokenLayout

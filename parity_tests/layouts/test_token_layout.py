@@ -13,8 +13,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from jax_ref.layouts import BUILTIN as REFERENCES
-from jax_ref.layouts import ceil_lengths, check_partition
-from jax_ref.layouts import token_layout as reference
+from jax_ref.layouts import ceil_lengths, check_partition, reference
 from parity_tests import CaseSpec, Cost, check, every_case, integers, offsets, scheme
 from parity_tests.harness.engines.run import run
 from torch_impl.layouts import TokenLayout

@@ -1,0 +1,145 @@
+"""Attention over full sequences by dense scores and one mask, and the batches that are sharded over cp.
+
+    out[i] = sum_j softmax_j(scale * q[i] . k[j]) v[j]   over the keys j that query i sees
+
+Query i sees key j if both are real tokens of one sequence and the causal and window rules hold, in positions inside it.
+Query head i uses KV head i * hk // h. A query that is padding, or sees no key, gives 0.
+
+In a batch of packed rows, row b has sequence j in a slot of `seq_lens_padded[b][j]` tokens, `seq_lens[b][j]` of them
+real; lengths equal to `fill` stand for no sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+Queries = Float[Array, "b h s p"]
+Keys = Float[Array, "b hk s p"]
+Rows = Sequence[Sequence[int]]
+ByToken = Int[Array, "b t"]
+Lengths = Int[Array, "b q"]
+
+
+def attention(
+    q: Queries, k: Keys, v: Keys, seen: Bool[Array, "s s"], scale: float | None = None
+) -> Float[Array, "b h s p"]:
+    """`seen[i, j]`: whether query i sees key j."""
+    k, v = (jnp.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
+    scores = jnp.einsum("bhip,bhjp->bhij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    weights = jax.nn.softmax(jnp.where(seen, scores, -1e30))
+    return jnp.einsum("bhij,bhjp->bhip", jnp.where(seen, weights, 0.0), v)
+
+
+def seen_pairs(
+    sequence: Int[Array, " s"],
+    position: Int[Array, " s"],
+    is_real: Bool[Array, " s"],
+    causal: bool = True,
+    window: int | None = None,
+) -> Bool[Array, "s s"]:
+    """Which query sees which key, from the sequence and the place inside it of every token."""
+    ahead = position[:, None] - position[None, :]
+    seen = (sequence[:, None] == sequence[None, :]) & is_real[:, None] & is_real[None, :]
+    seen &= (ahead >= 0) | jnp.logical_not(causal)
+    return seen if window is None else seen & (abs(ahead) < window)
+
+
+def packed_attention(
+    q: Queries,
+    k: Keys,
+    v: Keys,
+    padded: Int[Array, " n"],
+    real: Int[Array, " n"],
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+) -> Float[Array, "b h s p"]:
+    """Sequence j stands at `padded[j]:padded[j + 1]`; its first `real[j + 1] - real[j]` tokens are no padding."""
+    token = jnp.arange(q.shape[2])
+    sequence = (token[:, None] >= padded[None, 1:]).sum(1)
+    position = token - padded[sequence]
+    return attention(
+        q, k, v, seen_pairs(sequence, position, position < jnp.diff(real)[sequence], causal, window), scale
+    )
+
+
+def dense_attention(
+    q: Queries, k: Keys, v: Keys, causal: bool = True, window: int | None = None, scale: float | None = None
+) -> Float[Array, "b h s p"]:
+    """All tokens are one sequence."""
+    token = jnp.arange(q.shape[2])
+    return attention(q, k, v, seen_pairs(0 * token, token, token >= 0, causal, window), scale)
+
+
+def slots(size: int, seq_lens: Rows, seq_lens_padded: Rows, fill: int) -> list[tuple[int, int]]:
+    """(real, padded) length of each sequence; what a row of `size` tokens has left over joins its last slot.
+
+    >>> slots(8, [[3, 2], [8, -1]], [[4, 2], [8, -1]], -1)
+    [(3, 4), (2, 4), (8, 8)]
+    """
+    found = []
+    for real_row, padded_row in zip(seq_lens, seq_lens_padded, strict=True):
+        row = [(real, padded) for real, padded in zip(real_row, padded_row, strict=True) if real != fill]
+        if row:
+            real, padded = row.pop()
+            row.append((real, padded + size - sum(slot for _, slot in row) - padded))
+        found += row
+    return found
+
+
+def stream(found: Sequence[tuple[int, int]]) -> dict[str, list]:
+    """Offsets, positions and padding mask of slots laid end to end.
+
+    >>> stream([(1, 2), (3, 3)])["cu_seqlens_padded"]
+    [0, 2, 5]
+    """
+    out: dict[str, list] = {"cu_seqlens": [0], "cu_seqlens_padded": [0], "position_ids": [], "padding_mask": []}
+    for real, padded in found:
+        out["cu_seqlens"].append(out["cu_seqlens"][-1] + real)
+        out["cu_seqlens_padded"].append(out["cu_seqlens_padded"][-1] + padded)
+        for place in range(padded):
+            out["position_ids"].append(place)
+            out["padding_mask"].append(place >= real)
+    return out
+
+
+def tables(size: int, padded: Int[Array, " q"], real: Int[Array, " q"]) -> tuple[Int[Array, " t"], Bool[Array, " t"]]:
+    """Place in its sequence, and whether it is padding, of each of `size` positions.
+
+    A position stands in the sequence that as many slots end at or before.
+    """
+    position, ends = jnp.arange(size), jnp.cumsum(padded)
+    sequence = (ends[None, :] <= position[:, None]).sum(1)
+    place = position - (ends - padded)[sequence]
+    return place, place >= real[sequence]
+
+
+def padded_batch(
+    x: Float[Array, "b s d"], ids: Int[Array, "b s"], labels: Int[Array, "b s"], real: int
+) -> tuple[Float[Array, "b s d"], Int[Array, "b s"], Int[Array, "b s"], Int[Array, "b s"], Bool[Array, "b s"]]:
+    """Embeddings, ids, labels, positions and padding mask of a dense batch whose columns from `real` on are padding.
+
+    Ids are filled with 0, labels with -100; positions are columns; the mask is True for padding.
+    """
+    column = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
+    padding = column >= real
+    return (
+        jnp.where(padding[..., None], 0.0, x),
+        jnp.where(padding, 0, ids),
+        jnp.where(padding, -100, labels),
+        column,
+        padding,
+    )
+
+
+def packed_batch(
+    x: Float[Array, "b t d"], labels: ByToken, padded: Int[Array, " q"], real: Int[Array, " q"]
+) -> tuple[Float[Array, "b t d"], ByToken, ByToken, Bool[Array, "b t"], Lengths, Lengths]:
+    """Embeddings, labels, positions, padding mask and lengths, real and padded, of rows that have the same slots."""
+    positions, mask = (jnp.broadcast_to(table, labels.shape) for table in tables(labels.shape[1], padded, real))
+    real_lengths, slots = (jnp.broadcast_to(each, (len(labels), len(each))) for each in (real, padded))
+    return x, labels, positions, mask, real_lengths, slots
