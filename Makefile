@@ -13,7 +13,7 @@ NEEDS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help verify test oracles lint types imports notebooks docs bench faults clean
+.PHONY: help verify test oracles lint types imports notebooks docs bench bugs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -46,8 +46,8 @@ docs: $(VENV)/with-docs ## build the pages into docs/_build, their pictures and 
 bench: $(VENV)/with-test $(VENV)/with-bench ## measure the promised figures and write docs/benchmarks.md
 	$(BIN)/python -m parity_tests.benchmarks
 
-faults: $(VENV)/with-test ## plant every fault of the catalogue and count what is caught
-	$(BIN)/python -m parity_tests.faults
+bugs: $(VENV)/with-test ## inject every bug of the catalogue and count what is caught
+	$(BIN)/python -m parity_tests.injected_bugs
 
 clean: ## remove what the other targets made, the virtual environment included
 	rm -rf $(VENV) build dist docs/_build docs/notebooks docs/jupyter_execute .pytest_cache .hypothesis .ruff_cache .import_linter_cache

@@ -26,9 +26,9 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: one thread for 
 
 import matplotlib.pyplot as plt
 
-from parity_tests.faults.models import FAULTS
-from parity_tests.faults.patch import Plot
 from parity_tests.harness import colours
+from parity_tests.injected_bugs.models import BUGS
+from parity_tests.injected_bugs.patch import Plot
 from parity_tests.tracing.lines import first
 from parity_tests.training.follow import Known
 from parity_tests.training.run import Run
@@ -83,13 +83,13 @@ plt.show()
 # became of the first steps. The first loss is right.
 
 # %%
-fault = next(fault for fault in FAULTS if fault.name == "a layer whose residual has no gradient")
+fault = next(fault for fault in BUGS if fault.name == "a layer whose residual has no gradient")
 plot = Plot.of(fault, ["parity_tests.training.traced", "parity_tests.training.session"])
 planted_trace, planted_run = plot.modules[0].trace, plot.modules[1].followed
 run = RUNS["cp=2, ring, heads exchanged"]
 with plot:
     broken = planted_run(run, known, "lockstep")
-print(f"{fault.file}\n- {fault.old}\n+ {fault.new}\n")
+print(f"{fault.at}\n- {fault.old}\n+ {fault.new}\n")
 for step in broken[:3]:
     wrong = ", ".join(name for name in step.wrong[:3]) or "nothing"
     print(f"step {step.index + 1}: loss {step.loss:.12f}, one device {step.want:.12f}; wrong: {wrong}")

@@ -166,7 +166,7 @@ def test_a_wrong_command_is_seen(wrong, said):
 
 def test_options_named_in_prose_exist():
     known = {option for verb in VERBS.values() for x in verb.params for option in (*x.opts, *x.secondary_opts)}
-    known |= options_of("parity_tests/benchmarks/__main__.py") | options_of("parity_tests/faults/__main__.py")
+    known |= options_of("parity_tests/benchmarks/__main__.py") | options_of("parity_tests/injected_bugs/__main__.py")
     known |= {option for x in typer.main.get_command(app).params for option in x.opts}
     known |= {"--nproc-per-node", "--rdzv-endpoint", "--hypothesis-profile"}  # of torchrun and pytest
     known |= {"--help", "--version", "--install-completion", "--show-completion"}  # of the command itself

@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Iterator
 
 from parity_tests.benchmarks.figure import Figure
-from parity_tests.faults.runner import NOT_TRIED
 from parity_tests.harness import bridge, discover, oracle
 from parity_tests.harness.declared import Declared
 from parity_tests.harness.drawing import draw_case, seeded_chooser
 from parity_tests.harness.judge import judge
 from parity_tests.harness.report import Report
+from parity_tests.injected_bugs.runner import NOT_TRIED
 
 DTYPES = ("float32", "bfloat16")
 SECONDS = 100.0

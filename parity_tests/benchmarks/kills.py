@@ -1,16 +1,16 @@
-"""How many of the planted faults are killed: the killing run of parity_tests.faults, on every sixth fault."""
+"""How many of the planted faults are killed: the killing run of parity_tests.injected_bugs, on every sixth fault."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from parity_tests.benchmarks.figure import Figure
-from parity_tests.faults import report
-from parity_tests.faults.catalogue import CATALOGUE
-from parity_tests.faults.runner import EXAMPLES, Range, killing_run
+from parity_tests.injected_bugs import report
+from parity_tests.injected_bugs.catalogue import CATALOGUE
+from parity_tests.injected_bugs.runner import EXAMPLES, Range, killing_run
 
 PROMISED = 0.95
-EVERY = 6  # `make faults` plants them all
+EVERY = 6  # `make bugs` plants them all
 CACHE = ".jax_cache"
 
 

@@ -20,7 +20,7 @@ NOT_HERE = {
     r"pip install .*": "makes an environment; the Makefile's targets do it with the same extras",
     r"export .*": "of the line after it",
     r"(\.venv/bin/)?python -m pytest .*": "the suite itself",
-    r"python -m parity_tests\.faults .*": "test_faults.py plants a share of the catalogue, `make faults` all of it",
+    r"python -m parity_tests\.injected_bugs .*": "test_catalogue.py injects some of them, `make bugs` all",
     r"python -m parity_tests\.benchmarks .*": "`make bench`",
     r"shardproof verify my_(logprob|scheme)\.py( --mesh tp=4)?": "test_readme.py and test_worked_example.py",
     r"shardproof verify [a-z_]+": "test_every_scheme.py judges every built-in scheme",

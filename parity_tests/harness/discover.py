@@ -20,7 +20,7 @@ from parity_tests.harness.declared import Declared
 from parity_tests.harness.table import TABLE
 
 PACKAGE = Path(parity_tests.__file__).resolve().parent
-NOT_COMPONENTS = ("cli", "harness", "faults", "benchmarks", "tracing", "training")
+NOT_COMPONENTS = ("cli", "harness", "injected_bugs", "benchmarks", "tracing", "training")
 NOT_OWN = ("site-packages", "dist-packages", "node_modules", "__pycache__")  # folders in a project that are another's
 EXTRAS = {"transformers": "hf", "safetensors": "hf"}  # packages that some components are about, with the extra of each
 

@@ -4,9 +4,9 @@ import logging
 
 import pytest
 
-from parity_tests.faults.runner import killing_run
 from parity_tests.harness import session
 from parity_tests.harness.advice import SAID_BY, without_advice
+from parity_tests.injected_bugs.runner import killing_run
 
 
 def is_said(level=logging.WARNING):

@@ -5,7 +5,6 @@ import torch
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from parity_tests.faults.planted import PLANTED
 from parity_tests.harness import report_figure
 from parity_tests.harness.case import CaseSpec
 from parity_tests.harness.colours import of_rank
@@ -14,6 +13,7 @@ from parity_tests.harness.engines.run import run
 from parity_tests.harness.judge import judge
 from parity_tests.harness.ledger_picture import figure
 from parity_tests.harness.tiles import rank_legend, tiles
+from parity_tests.injected_bugs.planted import PLANTED
 from torch_impl.collectives import all_reduce, ring_shift
 
 

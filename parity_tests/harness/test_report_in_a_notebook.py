@@ -3,8 +3,8 @@
 import pytest
 import rich.console
 
-from parity_tests.faults.planted import PLANTED, gather_that_keeps_the_layout
 from parity_tests.harness.judge import judge
+from parity_tests.injected_bugs.planted import PLANTED, gather_that_keeps_the_layout
 
 
 @pytest.fixture(scope="module")

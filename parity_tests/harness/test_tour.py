@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from parity_tests.faults import planted
 from parity_tests.harness import discover, tour
+from parity_tests.injected_bugs import planted
 
 LOGPROB = discover.PACKAGE / "vocab_parallel" / "test_logprob.py"
 

@@ -113,7 +113,7 @@ def _text(tour: Tour) -> None:
 
 
 def _bugs(tour: Tour) -> None:
-    from parity_tests.faults.planted import PLANTED
+    from parity_tests.injected_bugs.planted import PLANTED
 
     tour.heading(f"{len(PLANTED)} planted bugs")
     for bug in PLANTED:

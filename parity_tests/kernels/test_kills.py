@@ -2,9 +2,9 @@
 
 import pytest
 
-from parity_tests.faults import report
-from parity_tests.faults.kernels import FAULTS
-from parity_tests.faults.runner import EXAMPLES, Range, killing_run
+from parity_tests.injected_bugs import report
+from parity_tests.injected_bugs.kernels import BUGS
+from parity_tests.injected_bugs.runner import EXAMPLES, Range, killing_run
 from parity_tests.kernels import schemes
 from parity_tests.kernels.device import INTERPRETED
 
@@ -18,7 +18,7 @@ SCHEMES = (
 @pytest.mark.skipif(not INTERPRETED, reason="not run: a rank's tensors are on the CPU")
 @pytest.mark.timeout(900)
 def test_drawn_examples_kill_the_faults():
-    outcomes = killing_run(FAULTS, Range(EXAMPLES, schemes=SCHEMES))
+    outcomes = killing_run(BUGS, Range(EXAMPLES, schemes=SCHEMES))
     said = "\n".join(report.closing(outcomes, EXAMPLES))
     assert [outcome.fault.name for outcome in outcomes if not outcome.killed] == [], said
     assert [outcome.fault.name for outcome in outcomes if outcome.note == "wrong"] == [], said

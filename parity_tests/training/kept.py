@@ -7,8 +7,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from parity_tests.faults.fault import Fault
-from parity_tests.faults.patch import patched_text
+from parity_tests.injected_bugs.injected_bug import InjectedBug
+from parity_tests.injected_bugs.symbols import patched_text
 
 
 class Kept:
@@ -19,11 +19,11 @@ class Kept:
         there = path.read_text().splitlines() if path and path.exists() else []
         self._known = {record["key"]: record["answer"] for record in map(json.loads, there)}
 
-    def answer(self, fault: Fault, dtype: str) -> dict[str, Any] | None:
-        """What was kept of a fault, None if nothing. Errors: StaleFault."""
+    def answer(self, fault: InjectedBug, dtype: str) -> dict[str, Any] | None:
+        """What was kept of a fault, None if nothing. Errors: StaleBug."""
         return self._known.get(_key(fault, dtype))
 
-    def keep(self, fault: Fault, dtype: str, answer: dict[str, Any]) -> None:
+    def keep(self, fault: InjectedBug, dtype: str, answer: dict[str, Any]) -> None:
         """Append an answer."""
         self._known[_key(fault, dtype)] = answer
         if self._path:
@@ -31,5 +31,6 @@ class Kept:
                 file.write(json.dumps({"key": _key(fault, dtype), "name": fault.name, "answer": answer}) + "\n")
 
 
-def _key(fault: Fault, dtype: str) -> str:
-    return sha256(f"{dtype} {fault.file} {patched_text(fault)}".encode()).hexdigest()
+def _key(fault: InjectedBug, dtype: str) -> str:
+    patched = patched_text(fault)
+    return sha256(f"{dtype} {patched.file} {patched.text}".encode()).hexdigest()

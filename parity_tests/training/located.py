@@ -17,12 +17,12 @@ from typing import Annotated, Any
 
 import typer
 
-from parity_tests.faults import models, whole_step
-from parity_tests.faults.catalogue import CATALOGUE
-from parity_tests.faults.fault import Fault
-from parity_tests.faults.patch import Plot
 from parity_tests.harness import bridge
 from parity_tests.harness.engines.failure import RankFailure
+from parity_tests.injected_bugs import models, training_pipeline, whole_step
+from parity_tests.injected_bugs.catalogue import CATALOGUE
+from parity_tests.injected_bugs.injected_bug import InjectedBug
+from parity_tests.injected_bugs.patch import Plot
 from parity_tests.tracing.flax_side import Known
 from parity_tests.tracing.lines import first
 from parity_tests.training import located_page, reached
@@ -44,13 +44,12 @@ HOW: tuple[tuple[dict[str, int], dict[str, Any]], ...] = (
     ({"cp": 4}, {"mamba": "state", "attention": "usp"}),
     ({"pp": 2, "cp": 2}, {"mamba": "state", "attention": "all_gather"}),
 )
-HOMES: Mapping[str, str] = {**models.HOMES, **whole_step.HOMES}
-# The homes of faults in files that stand in one kind of module.
-FOLDERS = {
-    "torch_impl/mamba/": "layers.*.mixer*",
-    "torch_impl/context_parallel/": "layers.*.self_attn*",
-    "torch_impl/vocab_parallel/": "",
-    "torch_impl/models/staged.py": "",
+HOMES: Mapping[str, str] = {**models.HOMES, **whole_step.HOMES, **training_pipeline.HOMES}
+# The homes of bugs in components that stand in one kind of module.
+COMPONENTS = {
+    "mamba": "layers.*.mixer*",
+    "context_parallel": "layers.*.self_attn*",
+    "vocab_parallel": "",
 }
 NOT_RUN, EQUAL, FAILED, RIGHT, WRONG = "not run", "equal", "failed", "right", "wrong"
 
@@ -63,7 +62,7 @@ class Located:
     where a rank does, else `right` or `wrong`. `mesh` is where it differed.
     """
 
-    fault: Fault
+    fault: InjectedBug
     home: str
     word: str
     found: str = ""
@@ -75,11 +74,11 @@ class Located:
         return self.word == RIGHT
 
 
-def home_of(fault: Fault) -> str | None:
+def home_of(fault: InjectedBug) -> str | None:
     """Where a fault is to be found; None for one that says nothing of a module."""
     if fault.name in HOMES:
         return HOMES[fault.name]
-    return next((home for folder, home in FOLDERS.items() if fault.file.startswith(folder)), None)
+    return COMPONENTS.get(fault.component)
 
 
 def runs(dtype: str, **sizes: Any) -> list[Run]:
@@ -87,7 +86,7 @@ def runs(dtype: str, **sizes: Any) -> list[Run]:
     return [Run.on(mesh, dtype=dtype, **{**SMALL, **sizes, **how}) for mesh, how in HOW]
 
 
-def located(fault: Fault, known: Known, tried: Sequence[Run] | None = None) -> Located:
+def located(fault: InjectedBug, known: Known, tried: Sequence[Run] | None = None) -> Located:
     """Plant a fault and trace until something differs. A rank that fails is not located: its own words say where."""
     tried = runs("float64") if tried is None else tried
     home = home_of(fault) or ""
@@ -105,7 +104,7 @@ def located(fault: Fault, known: Known, tried: Sequence[Run] | None = None) -> L
     return Located(fault, home, EQUAL if tried else NOT_RUN)
 
 
-def all_located(faults: Sequence[Fault], dtype: str, kept: Kept) -> Iterator[Located]:
+def all_located(faults: Sequence[InjectedBug], dtype: str, kept: Kept) -> Iterator[Located]:
     """Every fault in turn, those that `kept` has an answer of at once."""
     tried, known, ran = runs(dtype), None, None
     for fault in faults:
@@ -121,7 +120,7 @@ def all_located(faults: Sequence[Fault], dtype: str, kept: Kept) -> Iterator[Loc
 
 
 def main(
-    names: Annotated[list[str] | None, typer.Argument(help="Only faults with one of these in name or file.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(help="Only faults with one of these in name or symbol.")] = None,
     dtype: Annotated[str, typer.Option(help="float64, float32 or bfloat16.")] = "float64",
     keep: Annotated[Path | None, typer.Option(help="File of answers; a fault that it has is not tried again.")] = None,
     page: Annotated[Path | None, typer.Option(help="Write located.md into this folder.")] = None,
@@ -130,9 +129,9 @@ def main(
     bridge.start()
     chosen = [fault for fault in CATALOGUE if home_of(fault) is not None and not fault.equivalent]
     if names:
-        chosen = [fault for fault in chosen if any(name in text for name in names for text in (fault.name, fault.file))]
+        chosen = [fault for fault in chosen if any(name in text for name in names for text in (fault.name, fault.at))]
     if not chosen:
-        raise typer.BadParameter(f"no fault with a home has one of {names} in its name or file")
+        raise typer.BadParameter(f"no fault with a home has one of {names} in its name or symbol")
     outcomes = []
     for made in all_located(chosen, dtype, Kept(keep)):
         outcomes.append(made)

@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parity_tests.faults.whole_step import CLASSES
+from parity_tests.injected_bugs.whole_step import CLASSES
 
 if TYPE_CHECKING:
     from parity_tests.training.located import Located
@@ -59,9 +59,9 @@ def write(outcomes: Sequence[Located], dtype: str, folder: Path) -> Path:
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "jax", "flax"))
     stamp = f" on {date.today().isoformat()} with Python {platform.python_version()}, {versions}"
     text = HEAD.format(dtype=dtype, stamp=stamp, closing=closing(outcomes), classes=_classes(outcomes))
-    seen = sorted((made for made in outcomes if made.word in SHOWN), key=lambda made: made.fault.file)
-    for file, those in groupby(seen, key=lambda made: made.fault.file):
-        text += f"\n## {file}\n\n" + _table(list(those))
+    seen = sorted((made for made in outcomes if made.word in SHOWN), key=_component)
+    for component, those in groupby(seen, key=_component):
+        text += f"\n## {component}\n\n" + _table(list(those))
     path = folder / "located.md"
     path.write_text(text)
     return path
@@ -75,6 +75,10 @@ def _classes(outcomes: Sequence[Located]) -> str:
         there = (each.fault, _home(made), made.word) if made else (each.fault or "-", "-", each.reason or "not tried")
         rows.append(f"| {each.source} | {each.words} | {' | '.join(map(_cell, there))} |")
     return "\n".join(rows)
+
+
+def _component(made: Located) -> str:
+    return made.fault.component
 
 
 def _table(those: Sequence[Located]) -> str:

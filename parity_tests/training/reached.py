@@ -11,10 +11,10 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from parity_tests.faults import ran
-from parity_tests.faults.fault import Fault
-from parity_tests.faults.patch import ROOT, patched_lines
-from parity_tests.faults.ran import Place
+from parity_tests.injected_bugs import ran
+from parity_tests.injected_bugs.injected_bug import InjectedBug
+from parity_tests.injected_bugs.ran import Place
+from parity_tests.injected_bugs.symbols import ROOT, patched_text
 from parity_tests.training.body import trace as body
 from parity_tests.training.run import Run
 from parity_tests.training.traced import case_of
@@ -25,13 +25,13 @@ def functions_run(run: Run) -> frozenset[Place]:
     return ran.functions(body, [case_of(run, "lockstep")])
 
 
-def is_reached(fault: Fault, called: frozenset[Place]) -> bool:
-    """Whether a step that ran these functions can see the fault. Errors: StaleFault."""
-    first, last = patched_lines(fault)
-    owners = {owner(fault.file, line) for line in range(first, last + 1)}
+def is_reached(fault: InjectedBug, called: frozenset[Place]) -> bool:
+    """Whether a step that ran these functions can see the fault. Errors: StaleBug."""
+    patched = patched_text(fault)
+    owners = {owner(patched.file, line) for line in range(patched.first_line, patched.last_line + 1)}
     imported = {name.replace(".", "/") for name in sys.modules if name.startswith("torch_impl.")}
-    is_imported = fault.file.removesuffix(".py").removesuffix("/__init__") in imported
-    return any(is_imported if begin is None else (fault.file, begin) in called for begin in owners)
+    is_imported = patched.file.removesuffix(".py").removesuffix("/__init__") in imported
+    return any(is_imported if begin is None else (patched.file, begin) in called for begin in owners)
 
 
 def owner(file: str, line: int) -> int | None:

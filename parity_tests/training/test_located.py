@@ -3,9 +3,9 @@
 import pytest
 from typer.testing import CliRunner
 
-from parity_tests.faults.catalogue import CATALOGUE
-from parity_tests.faults.fault import Fault
-from parity_tests.faults.whole_step import CLASSES, HOMES
+from parity_tests.injected_bugs.catalogue import CATALOGUE
+from parity_tests.injected_bugs.injected_bug import InjectedBug
+from parity_tests.injected_bugs.whole_step import CLASSES, HOMES
 from parity_tests.training import located, located_page, reached
 from parity_tests.training.kept import Kept
 from parity_tests.training.located import Located
@@ -30,7 +30,7 @@ def test_a_fault_is_reached_where_its_function_runs(ran):
 def test_a_line_outside_of_functions_is_reached_where_its_file_is_imported(ran):
     file = "torch_impl/models/loss.py"
     changed = {"kind": "scale", "old": "NOBODY = -100", "new": "NOBODY = -1", "expect": "value: "}
-    assert reached.is_reached(Fault(name="another nobody", file=file, **changed), ran)
+    assert reached.is_reached(InjectedBug(name="another nobody", at="models:NOBODY", **changed), ran)
     assert reached.owner(file, 1) is None
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from parity_tests.faults.models import FAULTS
+from parity_tests.injected_bugs.models import BUGS
 from parity_tests.tracing.lines import first
 from parity_tests.training import located, session
 from parity_tests.training.follow import Known
@@ -41,7 +41,7 @@ CAUGHT = ("attention over padding", "several ranks' inconsistent constants", "a 
 
 @pytest.mark.parametrize("name", CAUGHT)
 def test_a_fault_is_found_in_its_module(known, monkeypatch, name):
-    (fault,) = [fault for fault in FAULTS if fault.name == name]
+    (fault,) = [fault for fault in BUGS if fault.name == name]
     monkeypatch.setattr(located, "SMALL", {name: SMALL[name] for name in ("streams", "length", "sizes")})
     assert located.located(fault, known, located.runs("bfloat16")).is_right
 

@@ -7,8 +7,8 @@ from fnmatch import fnmatch
 import pytest
 
 from parity_tests.cli.app import main
-from parity_tests.faults.catalogue import CATALOGUE
-from parity_tests.faults.models import FAULTS, HOMES
+from parity_tests.injected_bugs.catalogue import CATALOGUE
+from parity_tests.injected_bugs.models import BUGS, HOMES
 from parity_tests.tracing.lines import first
 from parity_tests.training import located, ranks, trace_session
 from parity_tests.training.run import SIZES, Run
@@ -49,7 +49,7 @@ LOCATED = ("attention over padding", "states that run on through documents", "a 
 
 @pytest.mark.parametrize("name", LOCATED)
 def test_a_fault_is_found_in_its_module(known, monkeypatch, name):
-    (fault,) = [fault for fault in FAULTS if fault.name == name]
+    (fault,) = [fault for fault in BUGS if fault.name == name]
     monkeypatch.setattr(located, "SMALL", SMALL)
     found = located.located(fault, known)
     assert found.is_right, found
@@ -67,7 +67,7 @@ def test_the_ranks_that_differ_are_named(known, monkeypatch):
 def test_every_home_is_of_a_fault_that_counts():
     names = {fault.name for fault in CATALOGUE if not fault.equivalent}
     assert set(HOMES) <= names
-    without = {fault.name for fault in FAULTS if not fault.equivalent} - set(HOMES)
+    without = {fault.name for fault in BUGS if not fault.equivalent} - set(HOMES)
     assert without == {"tokens that count because they are kept"}  # the training run keeps all tokens
 
 

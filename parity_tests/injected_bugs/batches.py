@@ -1,0 +1,182 @@
+"""Faults of batches over cp: what joins a stream, what is cut with what, and what padding is."""
+
+from parity_tests.injected_bugs.injected_bug import InjectedBug
+
+STREAMS = (
+    InjectedBug(
+        name="labels cut by another layout",
+        kind="order",
+        at="context_parallel:_cut",
+        old="share = rows_at(x, index, 2 if",
+        new="at = index if name != 'labels' else torch.arange(len(index)) + layout.cp_rank * len(index)\n"
+        "        share = rows_at(x, at, 2 if",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="positions cut by another layout",
+        kind="order",
+        at="context_parallel:_cut",
+        old="share = rows_at(x, index, 2 if",
+        new="at = index if name != 'position_ids' else torch.arange(len(index)) + layout.cp_rank * len(index)\n"
+        "        share = rows_at(x, at, 2 if",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="embeddings cast to integers",
+        kind="precision",
+        at="context_parallel:_cut",
+        old="share.long() if name in IDS and not share.is_floating_point() else share",
+        new="share.long().to(share.dtype) if name in IDS else share",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="the share of another rank",
+        kind="group",
+        at="context_parallel:checked_place",
+        old="cp_mesh.get_group().rank()",
+        new="cp_mesh.size() - 1 - cp_mesh.get_group().rank()",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="padding by token id",
+        kind="sequence",
+        at="context_parallel:Stream.processed",
+        old='"padding_mask": layout.padding_mask}',
+        new='"padding_mask": self.tokens["labels"] == 0}',
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="chunks dealt out token by token",
+        kind="order",
+        at="context_parallel:by_chunk",
+        old="return x.unflatten(0, (chunks, len(x) // chunks))",
+        new="return x.unflatten(0, (len(x) // chunks, chunks)).transpose(0, 1)",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="real offsets for padded ones",
+        kind="sequence",
+        at="context_parallel:Slots.offsets",
+        old="return _sums(torch.stack([self.padded, self.real]))",
+        new="return _sums(torch.stack([self.padded, self.padded]))",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="offsets confused",
+        kind="sequence",
+        at="context_parallel:Slots.tables",
+        old='zip(("cu_seqlens_padded", "cu_seqlens"), self.offsets, strict=True)',
+        new='zip(("cu_seqlens", "cu_seqlens_padded"), self.offsets, strict=True)',
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="the tail of a row left out",
+        kind="border",
+        at="context_parallel:checked_slots",
+        old="torch.where(columns == last, left[:, None], 0)",
+        new="torch.where(columns == last, 0, 0)",
+        expect="raised: ",
+    ),
+    InjectedBug(
+        name="the tail of a row taken for real",
+        kind="border",
+        at="context_parallel:checked_slots",
+        old="return Slots(real[kept],",
+        new="return Slots((real + torch.where(columns == last, left[:, None], 0))[kept],",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="the tail of a row joins its first slot",
+        kind="border",
+        at="context_parallel:checked_slots",
+        old="torch.where(kept, columns, -1).amax(1, keepdim=True)",
+        new="torch.zeros_like(left)[:, None]",
+        expect="raised: cu_seqlens: sequence 0 has padded length",
+    ),
+    InjectedBug(
+        name="offsets of a chunk go on from the last one",
+        kind="sequence",
+        at="context_parallel:Slots.tables",
+        old="sums[1:] - sums[starts[chunk]]",
+        new="sums[1:]",
+        expect="raised: pass the padded offsets",
+    ),
+)
+
+ROWS = (
+    InjectedBug(
+        name="padding counted in the loss",
+        kind="border",
+        at="context_parallel:FILLS",
+        old='"labels": -100',
+        new='"labels": 0',
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="padding not masked",
+        kind="border",
+        at="context_parallel:FILLS",
+        old='"padding_mask": True}',
+        new='"padding_mask": False}',
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="padding on the left",
+        kind="border",
+        at="context_parallel:_padded",
+        old="F.pad(x, [*behind, 0, more], value=fill)",
+        new="F.pad(x, [*behind, more, 0], value=fill)",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="positions of padding start anew",
+        kind="sequence",
+        at="context_parallel:_padded",
+        old="last + further],",
+        new="further - 1 + 0 * last],",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="last columns dropped",
+        kind="border",
+        at="context_parallel:_cut_inside",
+        old="more = -size % multiple",
+        new="more = -(size % multiple)",
+        expect="raised: ",
+    ),
+    InjectedBug(
+        name="embeddings that need a gradient left whole",
+        kind="order",
+        at="context_parallel:_cut_inside",
+        old="padded[name] = layout.shard(x, dim)",
+        new="padded[name] = x",
+        expect="raised: ",
+    ),
+    InjectedBug(
+        name="buffers cut in blocks",
+        kind="order",
+        at="context_parallel:SequenceContext._share",
+        old="return self.layout.shard(original if whole is None else whole, self.dims[i])",
+        new="x = original if whole is None else whole\n"
+        "        return x.chunk(self.layout.cp_size, self.dims[i])[self.layout.cp_rank].contiguous()",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="attention inside always causal",
+        kind="statistic",
+        at="context_parallel:SequenceAttention.attention",
+        old="causal=is_causal,",
+        new="causal=True,",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="attention of a share alone",
+        kind="statistic",
+        at="context_parallel:SequenceAttention.__torch_function__",
+        old="if func is SDPA:",
+        new="if False:",
+        expect="value: ",
+    ),
+)
+
+BUGS = (*STREAMS, *ROWS)

@@ -1,0 +1,176 @@
+"""Faults of token layouts and of reordering: whose token stands where, in which sequence, and the way back."""
+
+from parity_tests.injected_bugs.injected_bug import InjectedBug
+
+TABLES = (
+    InjectedBug(
+        name="sequences begin one token late",
+        kind="sequence",
+        at="layouts:TokenLayout.sequence_ids",
+        old="self._everywhere, right=True)",
+        new="self._everywhere, right=False)",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="sequences found by real offsets",
+        kind="sequence",
+        at="layouts:TokenLayout.sequence_ids",
+        old="torch.searchsorted(self.cu_padded[1:].long(), self._everywhere, right=True)",
+        new="torch.searchsorted(self.cu_real[1:-1].long(), self._everywhere, right=True)",
+        expect="value: ",
+        source="NVIDIA/TransformerEngine #1929",
+    ),
+    InjectedBug(
+        name="positions not restarted in a sequence",
+        kind="sequence",
+        at="layouts:TokenLayout.position_ids",
+        old="return self._everywhere - self.cu_padded.long()[self.sequence_ids]",
+        new="return self._everywhere - self.cu_padded.long()[self.sequence_ids[:1]]",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="padding mask one token late",
+        kind="border",
+        at="layouts:TokenLayout.padding_mask",
+        old="return self.position_ids >= self.cu_real.diff()",
+        new="return self.position_ids > self.cu_real.diff()",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="padding taken for real tokens",
+        kind="border",
+        at="layouts:TokenLayout.padding_mask",
+        old="return self.position_ids >= self.cu_real.diff()",
+        new="return self.position_ids >= self.cu_padded.diff()",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="real lengths divided by the ranks",
+        kind="border",
+        at="layouts:TokenLayout.padding_mask",
+        old="return self.position_ids >= self.cu_real.diff()[self.sequence_ids]",
+        new="return self.position_ids >= (self.cu_real.diff() // self.cp_size * self.cp_size)[self.sequence_ids]",
+        expect="value: ",
+        source="NVIDIA/TransformerEngine #3331",
+    ),
+)
+
+CUT = (
+    InjectedBug(
+        name="zigzag over the whole packed stream",
+        kind="sequence",
+        at="layouts:_cut",
+        old="index = rows(padded.long(), total,",
+        new="index = rows(padded.long()[[0, -1]], total,",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="real offsets cut the stream",
+        kind="sequence",
+        at="layouts:_cut",
+        old="index = rows(padded.long(), total,",
+        new="index = rows(real.long().clamp(max=total), total,",
+        expect="raised: ",
+    ),
+    InjectedBug(
+        name="every rank holds the first share",
+        kind="group",
+        at="layouts:TokenLayout.local_index",
+        old="return self.index[self.cp_rank, :",
+        new="return self.index[0, :",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="gathered stream left in rank order",
+        kind="order",
+        at="layouts:TokenLayout.unshard",
+        old="whole = rows_at(rank_major, self.inverse, dim)",
+        new="whole = rank_major",
+        expect="value: same values in another order",
+    ),
+    InjectedBug(
+        name="gathered stream cut again for going back",
+        kind="order",
+        at="layouts:TokenLayout.unshard",
+        old="whole = rows_at(rank_major, self.inverse, dim)",
+        new="whole = rows_at(rank_major, self.index.flatten(), dim)",
+        expect="value: same values in another order",
+    ),
+    InjectedBug(
+        name="one gradient for all where they add up",
+        kind="reduction",
+        at="layouts:TokenLayout.unshard",
+        old="all_gather(x, group, out=gradient,",
+        new='all_gather(x, group, out="I",',
+        expect="gradient: ",
+    ),
+    InjectedBug(
+        name="gradients added up where they are one",
+        kind="reduction",
+        at="layouts:TokenLayout.unshard",
+        old="all_gather(x, group, out=gradient,",
+        new='all_gather(x, group, out="R",',
+        expect="gradient: ",
+    ),
+)
+
+ORDERS = (
+    InjectedBug(
+        name="balancing done again instead of undone",
+        kind="order",
+        at="layouts:_undo_attention_load_balancing",
+        old="[*chunks[::2], *chunks[::-2]]",
+        new="[c for r in range(cp_size) for c in (r, 2 * cp_size - 1 - r)]",
+        expect="value: same values in another order",
+    ),
+    InjectedBug(
+        name="balancing undone instead of done",
+        kind="order",
+        at="layouts:_redo_attention_load_balancing",
+        old="order = [chunk for rank in range(cp_size) for chunk in (rank, last - rank)]",
+        new="order = [*range(0, last, 2), *range(last, 0, -2)]",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="second chunks not mirrored on the way back",
+        kind="order",
+        at="layouts:_undo_attention_load_balancing",
+        old="[*chunks[::2], *chunks[::-2]]",
+        new="[*chunks[::2], *chunks[1::2]]",
+        expect="value: same values in another order",
+    ),
+    InjectedBug(
+        name="cotangent put in order once more",
+        kind="order",
+        at="layouts:_Permuted.backward",
+        old="_Permuted.apply(cotangent, back, index, ctx.dim)",
+        new="_Permuted.apply(cotangent, index, back, ctx.dim)",
+        expect="gradient: ",
+    ),
+    InjectedBug(
+        name="sequences put together where ranks should be",
+        kind="order",
+        at="layouts:_reinterleave_packed_seqs",
+        old="return _permuted(input_, (back, there), 0)",
+        new="return _permuted(input_, (there, back), 0)",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="local offsets taken for those of the stream",
+        kind="sequence",
+        at="layouts:_sequence_major",
+        old="i = torch.arange(rows, device=local.device) - start * cp_size",
+        new="i = torch.arange(rows, device=local.device) - start",
+        expect="raised: ",
+    ),
+    InjectedBug(
+        name="chunks of the first sequence's size in all",
+        kind="sequence",
+        at="layouts:_chunk_rows",
+        old="chunk = (lengths // len(order)).repeat_interleave(",
+        new="chunk = (lengths * 0 + lengths[lengths > 0][:1].sum() // len(order)).repeat_interleave(",
+        expect="raised: ",
+    ),
+)
+
+BUGS = (*TABLES, *CUT, *ORDERS)
