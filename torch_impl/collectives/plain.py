@@ -8,17 +8,27 @@ since no backend gathers unequal shapes in one message.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torch_impl.collectives.accumulator import accumulator
-
 # torch 2.13 renames the single-tensor forms and deprecates the old names; 2.11 knows only the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """What values of `dtype` are summed in: float64 for float64, float32 for narrower floats, integers as they are."""
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+
+
+def uncast(device: torch.device) -> AbstractContextManager[object]:
+    """Inside, matrix products on `device` run in the dtypes that they are given, whatever autocast says."""
+    kind = device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 def widened_copy(x: Tensor) -> Tensor:
