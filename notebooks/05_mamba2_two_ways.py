@@ -30,8 +30,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import torch
 
-from jax_ref.mamba.conv import causal_conv
-from jax_ref.mamba.scan import scan
+from jax_ref.mamba import causal_conv, scan
 from parity_tests import Cost, scheme, values
 from parity_tests.harness import colours
 from parity_tests.harness.tiles import rank_legend, tiles

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jax_ref.mamba.mixer import Mamba2
+from jax_ref.mamba import Mamba2
 from jax_ref.models.attention import Attention
 from jax_ref.models.config import Config
 

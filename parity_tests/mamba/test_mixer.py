@@ -13,7 +13,7 @@ from parity_tests.harness.tree import flat
 from parity_tests.mamba.by_name import flax_mixer
 from parity_tests.mamba.parameters import DRAW, SIZES, SPECS, settings_of
 from torch_impl.mamba import Mamba2Mixer
-from torch_impl.mamba.mixer import gated
+from torch_impl.mamba.mix import gated
 
 ROUNDINGS = 6  # in_proj, the convolution, y, the gate, the norm, out_proj
 

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from parity_tests.harness import inputs, oracle
 from parity_tests.harness.judge import judge
 from parity_tests.mamba.outside import NEEDS, is_installed, outside
-from parity_tests.mamba.test_conv import convolved
 from parity_tests.mamba.test_hidden_parallel import hidden_parallel_packed
+from parity_tests.mamba.test_mix import convolved
 from parity_tests.mamba.test_mixer import VARIANTS, mamba2
 from parity_tests.mamba.test_scan import scanned
 from parity_tests.mamba.test_state_passing import state_passing_packed, state_passing_stream

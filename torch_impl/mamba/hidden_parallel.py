@@ -20,11 +20,9 @@ from torch_impl.layouts.columns import MambaSizes, conv_channels, projection_col
 from torch_impl.layouts.inverse import inverted
 from torch_impl.layouts.kept import kept
 from torch_impl.layouts.reorder import _permuted
-from torch_impl.mamba.all_to_all import _all_to_all
-from torch_impl.mamba.five_exchanges import own_tokens, sequential
-from torch_impl.mamba.mixer import mixed
-from torch_impl.mamba.strategy import MixerStrategy
-from torch_impl.mamba.token_order import Order
+from torch_impl.mamba.all_to_all import _all_to_all, own_tokens, sequential
+from torch_impl.mamba.mix import mixed
+from torch_impl.mamba.strategy import MixerStrategy, Order
 
 
 class MambaContextParallel(MixerStrategy):

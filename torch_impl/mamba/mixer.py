@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from torch_impl.collectives import accumulator
 from torch_impl.layouts import TokenLayout
-from torch_impl.layouts.columns import MambaSizes
 from torch_impl.mamba.arguments import check_hidden, check_limits, check_stream, checked_size, checked_sizes, projected
-from torch_impl.mamba.conv import causal_conv
-from torch_impl.mamba.scan import chunked_scan
+from torch_impl.mamba.mix import SsmParameters, mixed
 
 STEPS = (1e-3, 1e-1)  # the range that dt is drawn from, evenly in its logarithm
 DECAYS = (1.0, 16.0)  # the range of -A
@@ -31,62 +27,6 @@ class Strategy(Protocol):
     """What a mixer over context-parallel ranks is given: `mix` takes in_proj's output, returns norm's input."""
 
     def mix(self, projected_states: Tensor, cu_seqlens: Tensor | None = None) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class SsmParameters:
-    """What stands between the projections: whole, or the share of one rank."""
-
-    conv_weight: Float[Tensor, "c k"]
-    conv_bias: Float[Tensor, " c"] | None
-    dt_bias: Float[Tensor, " h"]
-    A_log: Float[Tensor, " h"]
-    D: Float[Tensor, "*e"]
-
-
-def mixed(
-    projected: Float[Tensor, "b s w"],
-    sizes: MambaSizes,
-    parameters: SsmParameters,
-    seq_idx: Int[Tensor, "b s"] | None = None,
-    *,
-    chunk_size: int = 256,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
-) -> Float[Tensor, "b s i"]:
-    """y * silu(z): convolution, recurrence and gate of in_proj's columns z|x|B|C|dt; `seq_idx` as in the scan.
-
-    Cost: no collective; that of `causal_conv` and `chunked_scan`.
-    """
-    z, convolved, dt = projected.split([sizes.inner, sizes.channels, sizes.num_heads], dim=-1)
-    convolved = causal_conv(convolved, parameters.conv_weight, parameters.conv_bias, seq_idx)
-    x, B, C = convolved.split([sizes.inner, sizes.shared, sizes.shared], dim=-1)
-    y, _ = chunked_scan(
-        x.unflatten(-1, (sizes.num_heads, sizes.head_dim)),
-        steps(dt, parameters.dt_bias, dt_limit),
-        decays(parameters.A_log),
-        B.unflatten(-1, (sizes.n_groups, sizes.d_state)),
-        C.unflatten(-1, (sizes.n_groups, sizes.d_state)),
-        parameters.D,
-        chunk_size=chunk_size,
-        seq_idx=seq_idx,
-    )
-    return gated(y.flatten(-2), z)
-
-
-def steps(dt: Tensor, dt_bias: Tensor, dt_limit: tuple[float, float]) -> Tensor:
-    """clamp(softplus(dt + dt_bias)), in float32 or wider."""
-    wide = accumulator(dt.dtype)
-    return F.softplus(dt.to(wide) + dt_bias.to(wide)).clamp(*dt_limit)
-
-
-def decays(A_log: Tensor) -> Tensor:
-    """A = -exp(A_log), in float32 or wider."""
-    return -A_log.to(accumulator(A_log.dtype)).exp()
-
-
-def gated(y: Tensor, z: Tensor) -> Tensor:
-    """y * silu(z)."""
-    return (y.to(accumulator(y.dtype)) * F.silu(z.to(accumulator(z.dtype)))).to(y.dtype)
 
 
 class GroupedNorm(nn.Module):

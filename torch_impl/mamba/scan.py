@@ -2,7 +2,7 @@
 
 All decays are exponentials of sums of logarithms, of which none is positive: nothing overflows and nothing is a
 quotient. Where a sequence ends inside a chunk, the matrix of decays is 0 across the border.
-mamba-ssm's kernels compute the same where `outside_kernels` finds them.
+mamba-ssm's kernels compute the same where `mamba_ssm_kernels` finds them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from torch_impl.collectives import accumulator, uncast
-from torch_impl.mamba.outside_kernels import scan_kernel, scanned
+from torch_impl.mamba.mamba_ssm_kernels import scan_kernel, scanned
 
 NEVER = float("-inf")  # the logarithm of no decay at all
 

@@ -1,14 +1,14 @@
-"""Parity of mamba.conv."""
+"""Parity of the convolution in mamba.mix."""
 
 import jax.numpy as jnp
 import pytest
 import torch
 from hypothesis import given, settings
 
-from jax_ref.mamba.conv import causal_conv as reference
+from jax_ref.mamba import causal_conv as reference
 from parity_tests import check, every_case, offsets, scheme, values
 from torch_impl.layouts import TokenLayout
-from torch_impl.mamba.conv import causal_conv
+from torch_impl.mamba.mix import causal_conv
 
 
 def packed_reference(x, weight, bias, cu):
