@@ -1,1 +1,0 @@
-"""Clues: functions from evidence to sentences, each for one kind of mistake."""
