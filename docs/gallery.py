@@ -19,7 +19,7 @@ HEAD = """# Gallery
 
 Every figure of the project, with what makes it. A rank has the same colour in all of them, and its number beside it;
 lines and kinds of actions have colours of their own. All three sets stay apart for every kind of colour vision, which
-`parity_tests/harness/test_colours.py` holds them to.
+`parity_tests/harness/report/test_colours.py` holds them to.
 """
 # A file of docs/images, one line, and the command that makes it.
 PICTURES = (

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from jax_ref.layouts import contiguous, dual_chunk_swap, packed, striped
-from parity_tests.harness import layout_picture, picture
-from parity_tests.harness.spec import parse
+from parity_tests.harness.declare.spec import parse
+from parity_tests.harness.report import layout_picture, picture
 from torch_impl.pipelining import schedule_order, simulate, stage_to_rank
 from torch_impl.pipelining.draw import draw
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
-from parity_tests.harness import discover
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.declared import Declared
-from parity_tests.harness.drawing import one_case
-from parity_tests.harness.listing import record
+from parity_tests.cli.listing import record
+from parity_tests.harness.declare import discover
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.declared import Declared
+from parity_tests.harness.draw.drawing import one_case
 
 SEEDS = 8  # drawn cases of which the one with the most ranks is shown
 MOST = 8  # tensors of a scheme that are shown

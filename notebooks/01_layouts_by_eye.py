@@ -28,10 +28,10 @@ import torch
 
 from jax_ref.layouts import contiguous, dual_chunk_swap, packed, ragged, striped
 from parity_tests import CaseSpec, scheme, values
-from parity_tests.harness import layout_picture, ledger_picture, picture
-from parity_tests.harness.engines.run import run
-from parity_tests.harness.spec import parse
-from parity_tests.harness.tiles import rank_legend, tiles
+from parity_tests.harness.declare.spec import parse
+from parity_tests.harness.report import layout_picture, ledger_picture, picture
+from parity_tests.harness.report.tiles import rank_legend, tiles
+from parity_tests.harness.run.engines import run
 from torch_impl.collectives import all_gather, all_reduce
 from torch_impl.layouts import dual_chunk_swap as rank_order
 from torch_impl.layouts import inverse

@@ -32,10 +32,10 @@ import torch
 from IPython.display import Markdown
 
 from parity_tests import CaseSpec, Cost, ids, scheme, values
-from parity_tests.harness import colours, picture
-from parity_tests.harness.engines.run import run
-from parity_tests.harness.live_peak import LivePeak
-from parity_tests.harness.spec import parse
+from parity_tests.benchmarks.live_peak import LivePeak
+from parity_tests.harness.declare.spec import parse
+from parity_tests.harness.report import colours, picture
+from parity_tests.harness.run.engines import run
 from torch_impl.collectives import all_gather, all_reduce, all_reduce_max
 from torch_impl.vocab_parallel import vocab_parallel_logprob
 

@@ -28,9 +28,9 @@ import numpy as np
 import torch
 
 from parity_tests import offsets, scheme, values
-from parity_tests.harness import colours, layout_picture
-from parity_tests.harness.judge import judge
-from parity_tests.harness.tiles import rank_legend, tiles
+from parity_tests.harness.report import colours, layout_picture
+from parity_tests.harness.report.tiles import rank_legend, tiles
+from parity_tests.harness.verdict import judge
 from torch_impl.layouts import TokenLayout
 
 # %% [markdown]

@@ -29,8 +29,8 @@ import torch
 
 from jax_ref.context_parallel import dense_attention, packed_attention
 from parity_tests import offsets, scheme, values
-from parity_tests.harness import colours, ledger_picture
-from parity_tests.harness.tiles import rank_legend, tiles
+from parity_tests.harness.report import colours, ledger_picture
+from parity_tests.harness.report.tiles import rank_legend, tiles
 from torch_impl.context_parallel import attention_bytes, context_parallel_attention, fewest_bytes
 from torch_impl.layouts import TokenLayout
 

@@ -32,8 +32,8 @@ import torch
 
 from jax_ref.mamba import causal_conv, scan
 from parity_tests import Cost, scheme, values
-from parity_tests.harness import colours
-from parity_tests.harness.tiles import rank_legend, tiles
+from parity_tests.harness.report import colours
+from parity_tests.harness.report.tiles import rank_legend, tiles
 from torch_impl.layouts import TokenLayout
 from torch_impl.mamba import Mamba2Mixer, MambaContextParallel, MambaStatePassing, mamba_cp_bytes
 

@@ -33,8 +33,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.func import functional_call
 
 from parity_tests import scheme, values
-from parity_tests.harness import colours, picture
-from parity_tests.harness.spec import parse
+from parity_tests.harness.declare.spec import parse
+from parity_tests.harness.report import colours, picture
 from parity_tests.parallelizer.families import Chosen, empty
 from parity_tests.parallelizer.promise import deviation
 from parity_tests.parallelizer.reference import reference

@@ -30,9 +30,9 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from parity_tests.harness import colours
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.engines.run import run as on_ranks
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.report import colours
+from parity_tests.harness.run.engines import run as on_ranks
 from torch_impl.pipelining import Times, draw, read_csv, schedule_order, simulate, stage_to_rank, write_csv
 from torch_impl.pipelining.draw import paint
 from torch_impl.pipelining.executed import executed_actions

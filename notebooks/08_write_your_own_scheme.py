@@ -51,7 +51,7 @@ import torch
 import torch.distributed as dist
 
 from parity_tests import Cost, scheme, values
-from parity_tests.harness import colours, ledger_picture, picture
+from parity_tests.harness.report import colours, ledger_picture, picture
 from torch_impl.collectives import all_reduce
 
 EPS = 1e-5

@@ -36,8 +36,8 @@ import torch
 import torch.nn.functional as F
 
 from parity_tests import CaseSpec, scheme, values
-from parity_tests.harness import colours, ledger_picture
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.report import colours, ledger_picture
+from parity_tests.harness.run.engines import run
 from parity_tests.tracing import planted_model
 from parity_tests.tracing.flax_side import traced
 from parity_tests.tracing.lines import Found, first, lines

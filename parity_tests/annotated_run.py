@@ -18,9 +18,10 @@ WRONG_ON_PURPOSE = ("refused_plans",)  # hands over what no annotation admits
 def main() -> int:
     """Judge some examples of every built-in scheme; prints what was not equal."""
     with install_import_hook("torch_impl", "beartype.beartype"):
-        from parity_tests.harness import bridge, discover
-        from parity_tests.harness.drawing import draw_case, seeded_chooser
-        from parity_tests.harness.judge import judge
+        from parity_tests.harness.declare import discover
+        from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
+        from parity_tests.harness.judge import bridge
+        from parity_tests.harness.verdict import judge
 
         bridge.start()
         schemes = [made for made in discover.built_in() if made.name not in WRONG_ON_PURPOSE]

@@ -9,7 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one t
 import pytest
 from hypothesis import settings
 
-from parity_tests.harness import strategy
+from parity_tests.harness.draw import strategy
 
 strategy.register_profiles()
 settings.load_profile("dev")  # --hypothesis-profile=ci overrides it

@@ -2,7 +2,7 @@
 
 import pytest
 
-from parity_tests.harness.discover import built_in
+from parity_tests.harness.declare.discover import built_in
 
 SCHEMES = {made.key: made for made in built_in()}
 

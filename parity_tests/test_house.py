@@ -25,7 +25,7 @@ WITHOUT_A_TEST_OF_ITS_OWN = {
     "uncast": "a context in which other functions compute, tested through them",
 }
 # Folders of parity_tests that are about the harness and not about a component.
-HARNESS_FOLDERS = {"cli", "harness", "injected_bugs", "benchmarks", "tracing", "training"}
+HARNESS_FOLDERS = {"cli", "harness", "injected_bugs", "specimens", "benchmarks", "tracing", "training"}
 
 
 def python_files(tree: str) -> list[str]:
@@ -132,7 +132,7 @@ def test_the_layouts_that_the_harness_trusts_are_numpy_alone():
 
 
 def test_what_a_rank_needs_loads_no_jax():
-    needed = ["jax_ref.layouts", "parity_tests.harness.spec", "parity_tests.harness.case"]
-    needed += ["parity_tests.harness.engines.run", "parity_tests.harness.inputs"]
+    needed = ["jax_ref.layouts", "parity_tests.harness.declare.spec", "parity_tests.harness.declare.case"]
+    needed += ["parity_tests.harness.run.engines", "parity_tests.harness.draw.inputs"]
     program = f"import sys, {', '.join(needed)}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0

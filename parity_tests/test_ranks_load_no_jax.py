@@ -4,8 +4,8 @@ import pickle
 import subprocess
 import sys
 
-from parity_tests.harness.discover import built_in
-from parity_tests.harness.travel import dumps
+from parity_tests.harness.declare.discover import built_in
+from parity_tests.harness.declare.travel import dumps
 
 ARRIVE = """
 import pickle, sys

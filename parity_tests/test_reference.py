@@ -9,7 +9,7 @@ import pytest
 
 import parity_tests
 from parity_tests.docstrings import HOMES, exported
-from parity_tests.harness import discover
+from parity_tests.harness.declare import discover
 from parity_tests.pages import ROOT
 
 REFERENCE = {path.name: path.read_text() for path in sorted((ROOT / "docs" / "reference").glob("*.md"))}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from parity_tests.harness.discover import schemes_of_file
+from parity_tests.harness.declare.discover import schemes_of_file
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "docs" / "examples"

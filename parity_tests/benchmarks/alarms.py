@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Iterator
 
 from parity_tests.benchmarks.figure import Figure
-from parity_tests.harness import bridge, discover, oracle
-from parity_tests.harness.declared import Declared
-from parity_tests.harness.drawing import draw_case, seeded_chooser
-from parity_tests.harness.judge import judge
-from parity_tests.harness.report import Report
+from parity_tests.harness.declare import discover
+from parity_tests.harness.declare.declared import Declared
+from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
+from parity_tests.harness.judge import bridge, oracle
+from parity_tests.harness.report.report import Report
+from parity_tests.harness.verdict import judge
 from parity_tests.injected_bugs.runner import NOT_TRIED
 
 DTYPES = ("float32", "bfloat16")

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from parity_tests.benchmarks.live_peak import LivePeak
 from parity_tests.benchmarks.peer_arms import COMPILED, HEAD, LOGPROB, Arm, Given, missing
-from parity_tests.harness.engines.recorder import Recorder
-from parity_tests.harness.live_peak import LivePeak
+from parity_tests.harness.run.processes.recorder import Recorder
 
 WORLD = 2
 DTYPES = ("float32", "bfloat16")

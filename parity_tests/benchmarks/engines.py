@@ -8,10 +8,10 @@ from functools import partial
 
 from parity_tests.benchmarks.figure import Figure, spread
 from parity_tests.benchmarks.toy import FAILING, killed, toy, toy_case
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.engines import pool
-from parity_tests.harness.engines.failure import RankFailure
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.run.engines import run
+from parity_tests.harness.run.failure import RankFailure
+from parity_tests.harness.run.processes import pool
 
 PROMISED_RATES = {2: 250, 4: 150, 8: 80}
 ROUNDS, EXAMPLES = 7, {"lockstep": 60, "gloo": 30}

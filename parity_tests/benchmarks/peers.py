@@ -16,11 +16,12 @@ import torch
 from parity_tests.benchmarks.arms import BOUND, DTYPES, ROUNDS, WORLD
 from parity_tests.benchmarks.figure import Figure, spread
 from parity_tests.benchmarks.ranks import found_by
-from parity_tests.harness import bridge, compare, inputs, oracle
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.drawing import draw_case, seeded_chooser
-from parity_tests.harness.engines.run import run
-from parity_tests.harness.table import lookup
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.table import lookup
+from parity_tests.harness.draw import inputs
+from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
+from parity_tests.harness.judge import bridge, compare, oracle
+from parity_tests.harness.run.engines import run
 
 TESTS = "parity_tests.vocab_parallel"
 # The scheme whose reference and budgets are every arm's, what is drawn, and what is cut.

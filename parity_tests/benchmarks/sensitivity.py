@@ -11,14 +11,15 @@ from typing import Any
 import numpy as np
 
 from parity_tests.benchmarks.figure import Figure, spread
-from parity_tests.harness import bridge, compare, inputs, oracle
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.declared import Declared
-from parity_tests.harness.drawing import draw_case, seeded_chooser
-from parity_tests.harness.engines.run import run
-from parity_tests.harness.judge import judge
-from parity_tests.harness.program import RankResult
-from parity_tests.harness.table import lookup
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.declared import Declared
+from parity_tests.harness.declare.table import lookup
+from parity_tests.harness.draw import inputs
+from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
+from parity_tests.harness.judge import bridge, compare, oracle
+from parity_tests.harness.run.engines import run
+from parity_tests.harness.run.program import RankResult
+from parity_tests.harness.verdict import judge
 
 DTYPES = ("float32", "bfloat16")
 HOME = "parity_tests.vocab_parallel.test_logprob"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from parity_tests.benchmarks.figure import Figure, spread
 from parity_tests.benchmarks.toy import toy, toy_case
-from parity_tests.harness.engines.failure import RankFailure, Stalled
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.run.engines import run
+from parity_tests.harness.run.failure import RankFailure, Stalled
 
 ROOT = Path(__file__).resolve().parents[2]
 GRACE_S = 0.5
@@ -24,8 +24,8 @@ PARENT = """
 import threading, time
 import torch, torch.distributed as dist
 from parity_tests.benchmarks.toy import toy, toy_case
-from parity_tests.harness.engines import pool
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.run.processes import pool
+from parity_tests.harness.run.engines import run
 def in_collective(mesh, case):
     if mesh.rank("tp"):
         dist.all_reduce(torch.ones(3), group=mesh["tp"])

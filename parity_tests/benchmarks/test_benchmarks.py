@@ -6,8 +6,8 @@ from parity_tests.benchmarks.figure import Figure, spread
 from parity_tests.benchmarks.page import machine, text
 from parity_tests.benchmarks.survivors import PARENT
 from parity_tests.benchmarks.toy import FAILING, killed, toy, toy_case
-from parity_tests.harness.engines.failure import Deadlock, Died, Mismatch, Raised, RankFailure, Stalled
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.run.engines import run
+from parity_tests.harness.run.failure import Deadlock, Died, Mismatch, Raised, RankFailure, Stalled
 
 CAUSES = {
     "raises": (Raised, Raised),

@@ -2,7 +2,7 @@
 
 import torch
 
-from parity_tests.harness.live_peak import LivePeak
+from parity_tests.benchmarks.live_peak import LivePeak
 
 N = 1024  # float32: 4096 bytes
 BYTES = 4 * N

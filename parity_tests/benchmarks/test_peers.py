@@ -8,7 +8,7 @@ from parity_tests.benchmarks import peer_arms
 from parity_tests.benchmarks.arms import BOUND, _worst
 from parity_tests.benchmarks.peer_arms import HEAD, LOGPROB, Given, missing
 from parity_tests.benchmarks.peers import _compared
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.run.engines import run
 
 TIMES = {"cpu": [0.002] * 3, "wall": [0.004] * 3}
 # They have state of a whole process, of which ranks are threads here.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.declare.case import CaseSpec
 from torch_impl.vocab_parallel.logprob import vocab_parallel_logprob
 
 ROWS, COLUMNS = 6, 4

@@ -1,7 +1,7 @@
 """shardproof: the command. A verb's options stand in a file of this folder, its examples in help.py.
 
 Each verb reads its arguments, calls one function, and turns the outcome into a status; what a status means stands in
-harness/status.py.
+harness/run/exit_status.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import typer
 
 from parity_tests.cli import case, paper, training, verify
 from parity_tests.cli.help import epilog, versions
-from parity_tests.harness.guard import guarded
+from parity_tests.harness.report.guard import guarded
 
 app = typer.Typer(
     add_completion=True,

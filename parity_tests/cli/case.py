@@ -18,7 +18,7 @@ def draw(
     json: JsonFlag = False,
 ) -> None:
     """Pictures of a scheme's layouts and gradient types."""
-    from parity_tests.harness import listing
+    from parity_tests.cli import listing
 
     listing.pictures(target, {**sizes(mesh, "--mesh"), **sizes(dim, "--dim")}, svg, json)
 
@@ -35,7 +35,7 @@ def replay(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print the ledger as well.")] = False,
 ) -> None:
     """Run one recorded case again."""
-    from parity_tests.harness import listing
+    from parity_tests.cli import listing
 
     raise typer.Exit(listing.replay_file(file, engine, repeat, json, quiet, verbose))
 
@@ -47,6 +47,6 @@ def timeline(
     ] = "timeline.json",
 ) -> None:
     """The collectives of a recorded case as a trace, one track per rank."""
-    from parity_tests.harness import listing
+    from parity_tests.cli import listing
 
     raise typer.Exit(listing.timeline(file, out))

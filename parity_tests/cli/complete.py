@@ -50,19 +50,19 @@ def training_meshes(incomplete: str) -> list[str]:
 
 
 def engines(incomplete: str) -> list[str]:
-    from parity_tests.harness.engines.ranks import ENGINES
+    from parity_tests.harness.run.ranks import ENGINES
 
     return _begin(incomplete, ENGINES)
 
 
 def profiles(incomplete: str) -> list[str]:
-    from parity_tests.harness.strategy import EXAMPLES
+    from parity_tests.harness.draw.strategy import EXAMPLES
 
     return _begin(incomplete, EXAMPLES)
 
 
 def dtypes(incomplete: str) -> list[str]:
-    from parity_tests.harness.case import DTYPES
+    from parity_tests.harness.declare.case import DTYPES
 
     return _begin(incomplete, DTYPES)
 

@@ -13,17 +13,18 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from parity_tests.harness import discover, picture, summary
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.declared import Declared
-from parity_tests.harness.drawing import one_case
-from parity_tests.harness.engines.ledger import Ledger
-from parity_tests.harness.judge import judge
-from parity_tests.harness.out_path import naming, refuse_unwritable, write_text
-from parity_tests.harness.outcome import Outcome
+from parity_tests.harness.declare import discover
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.declared import Declared
+from parity_tests.harness.draw.drawing import one_case
 from parity_tests.harness.replay import load_scheme, reruns
-from parity_tests.harness.report import Report
-from parity_tests.harness.status import EQUAL
+from parity_tests.harness.report import picture, summary
+from parity_tests.harness.report.out_path import naming, refuse_unwritable, write_text
+from parity_tests.harness.report.outcome import Outcome
+from parity_tests.harness.report.report import Report
+from parity_tests.harness.run.exit_status import EQUAL
+from parity_tests.harness.run.ledger import Ledger
+from parity_tests.harness.verdict import judge
 
 WIDEST = 400  # where there is no terminal, lines are as long as they must be
 

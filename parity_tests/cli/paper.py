@@ -32,7 +32,7 @@ def schedule(
     csv: Annotated[str | None, typer.Option(help="Write the order as a CSV file.", metavar="PATH")] = None,
 ) -> None:
     """A pipeline schedule run on paper: who computes what and when, bubbles, live activations. Nothing is executed."""
-    from parity_tests.harness import schedule_picture
+    from parity_tests.cli import schedule_picture
     from torch_impl.pipelining.simulate import Times
 
     if not (math.isfinite(p2p) and p2p >= 0):
@@ -60,6 +60,6 @@ def plan(
     json: JsonFlag = False,
 ) -> None:
     """What cutting a model over a mesh of any size would do: placements, bytes, collectives. Nothing runs."""
-    from parity_tests.harness import plan as dry
+    from parity_tests.cli import plan as dry
 
     dry.show(model, sizes(mesh, "--mesh"), tokens, options(option), json)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from parity_tests.harness.discover import UnusableTarget, module_of_file, nearest
+from parity_tests.harness.declare.discover import UnusableTarget, module_of_file, nearest
 
 FORMS = (
     "a model type such as qwen3, a config class such as transformers.LlamaConfig, a folder with config.json, "

@@ -12,12 +12,12 @@ from functools import cache
 
 import numpy as np
 
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.declared import Declared
-from parity_tests.harness.drawing import one_case
-from parity_tests.harness.inputs import rounded
-from parity_tests.harness.judge import judge
-from parity_tests.harness.report import Report
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.declared import Declared
+from parity_tests.harness.draw.drawing import one_case
+from parity_tests.harness.draw.inputs import rounded
+from parity_tests.harness.report.report import Report
+from parity_tests.harness.verdict import judge
 
 BYTES = 256
 ROWS, LENGTH = 4, 64  # passages, and bytes of each

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from parity_tests.harness.out_path import naming, refuse_unwritable
-from parity_tests.harness.schedule_name import rule_named
+from parity_tests.harness.report.out_path import naming, refuse_unwritable
+from parity_tests.training.schedule_name import rule_named
 from torch_impl.pipelining.action import Order
 from torch_impl.pipelining.csv_schedule import read_csv, write_csv
 from torch_impl.pipelining.draw import draw

@@ -10,16 +10,19 @@ from hypothesis import settings
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from parity_tests.harness import bridge, discover, menu, strategy, summary
-from parity_tests.harness.advice import without_advice
-from parity_tests.harness.case import DTYPES
-from parity_tests.harness.declared import Declared
-from parity_tests.harness.engines.failure import NotRun
-from parity_tests.harness.engines.ranks import ENGINES
-from parity_tests.harness.out_path import refuse_no_folder, refuse_unwritable, write_text
-from parity_tests.harness.outcome import Outcome, Wanted
-from parity_tests.harness.report import PLAIN_WIDTH
-from parity_tests.harness.status import EQUAL
+from parity_tests.harness.declare import discover
+from parity_tests.harness.declare.case import DTYPES
+from parity_tests.harness.declare.declared import Declared
+from parity_tests.harness.draw import size_choices, strategy
+from parity_tests.harness.judge import bridge
+from parity_tests.harness.report import summary
+from parity_tests.harness.report.out_path import refuse_no_folder, refuse_unwritable, write_text
+from parity_tests.harness.report.outcome import Outcome, Wanted
+from parity_tests.harness.report.report import PLAIN_WIDTH
+from parity_tests.harness.run.dtensor_advice import without_advice
+from parity_tests.harness.run.exit_status import EQUAL
+from parity_tests.harness.run.failure import NotRun
+from parity_tests.harness.run.ranks import ENGINES
 from parity_tests.harness.verify import verify as verify_scheme
 
 
@@ -27,7 +30,7 @@ def verify(targets: list[str], wanted: Wanted) -> int:
     """Verify every scheme of the targets and print; returns the exit status."""
     _check(wanted)
     if wanted.engine == "torchrun":
-        from parity_tests.harness.engines import launch
+        from parity_tests.harness.run.processes import launch
 
         if not launch.is_rank_zero():
             return launch.serve()
@@ -41,7 +44,7 @@ def verify(targets: list[str], wanted: Wanted) -> int:
     if wanted.junit:
         write_text(wanted.junit, summary.as_junit(outcome))
     if wanted.engine == "torchrun":
-        from parity_tests.harness.engines import launch
+        from parity_tests.harness.run.processes import launch
 
         launch.finish(outcome.status)
     return outcome.status
@@ -102,21 +105,21 @@ def _one(made: Declared, wanted: Wanted, outcome: Outcome) -> None:
 def _fixed_world(engine: str) -> int | None:
     if engine != "torchrun":
         return None
-    from parity_tests.harness.engines import launch
+    from parity_tests.harness.run.processes import launch
 
     return launch.world_size()
 
 
 def _not_applicable(made: Declared, wanted: Wanted) -> str | None:
     """Why a scheme is left out of a run of several: it lacks a name that was given, or the engine."""
-    known = {*made.mesh, *menu.free_dims(made), *made.dims, *made.options, *made.rank_options}
+    known = {*made.mesh, *size_choices.free_dims(made), *made.dims, *made.options, *made.rank_options}
     foreign = [name for name in wanted.names if name not in known]
     if foreign:
         return f"has no mesh axis, dim or option {foreign[0]!r}"
     if wanted.engine not in made.engines:
         return f"is declared for {', '.join(made.engines)} only"
     world = _fixed_world(wanted.engine)
-    if world is not None and not menu.meshes(made, wanted.names, world):
+    if world is not None and not size_choices.meshes(made, wanted.names, world):
         return f"has no mesh of {world} ranks"
     return None
 

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 
-from parity_tests.harness import discover, session
-from parity_tests.harness.declared import Declared
+from parity_tests.cli import session
+from parity_tests.harness.declare import discover
+from parity_tests.harness.declare.declared import Declared
 
 MOST = 4  # processes; each holds torch and JAX
 

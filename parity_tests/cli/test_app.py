@@ -6,9 +6,9 @@ from xml.etree import ElementTree
 
 from hypothesis import settings
 
-from parity_tests.harness import session
-from parity_tests.harness.discover import schemes_of_file
-from parity_tests.harness.user_files import RAISING, RIGHT, SCALED, WRONG, written
+from parity_tests.cli import session
+from parity_tests.harness.declare.discover import schemes_of_file
+from parity_tests.specimens.user_files import RAISING, RIGHT, SCALED, WRONG, written
 
 
 def closing(out):

@@ -7,8 +7,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from parity_tests import Cost, scheme, values
-from parity_tests.harness.engines.failure import Raised
-from parity_tests.harness.oracle import ReferenceFailure
+from parity_tests.harness.judge.oracle import ReferenceFailure
+from parity_tests.harness.run.failure import Raised
 
 
 def identity(x):

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from parity_tests.harness import discover
-from parity_tests.harness.user_files import RIGHT, written
+from parity_tests.harness.declare import discover
+from parity_tests.specimens.user_files import RIGHT, written
 
 MISTAKES = {
     "axis": (
@@ -136,7 +136,7 @@ def test_arguments_that_are_wrong(shardproof, arguments, sentence):
 def test_targets_that_are_not_there(shardproof, arguments, sentence, monkeypatch):
     Path("empty").mkdir()
     Path("there.py").touch()
-    monkeypatch.setattr("parity_tests.harness.discover.built_in", lambda: [])
+    monkeypatch.setattr("parity_tests.harness.declare.discover.built_in", lambda: [])
     status, out, err = shardproof(*arguments)
     assert (status, out, err) == (2, "", f"shardproof: {sentence}\n")
 

@@ -12,9 +12,9 @@ from parity_tests.cli import page
 from parity_tests.cli.app import app
 from parity_tests.cli.help import EXAMPLES, JUDGING, STATUS
 from parity_tests.cli.shapes import SHAPES
-from parity_tests.harness.engines.failure import Died
-from parity_tests.harness.strategy import EXAMPLES as PROFILES
-from parity_tests.harness.user_files import WRONG, written
+from parity_tests.harness.draw.strategy import EXAMPLES as PROFILES
+from parity_tests.harness.run.failure import Died
+from parity_tests.specimens.user_files import WRONG, written
 from parity_tests.tracing import show as traces
 from parity_tests.tracing.lines import Line
 from parity_tests.training import run, show

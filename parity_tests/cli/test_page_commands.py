@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from parity_tests.harness.discover import schemes_of_file
-from parity_tests.harness.user_files import RIGHT, WRONG, written
+from parity_tests.harness.declare.discover import schemes_of_file
 from parity_tests.pages import ROOT, blocks, commands, pages
+from parity_tests.specimens.user_files import RIGHT, WRONG, written
 
 NOT_HERE = {
     r"make .*": "steps of .ci/run",

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from parity_tests.harness.engines.forks import GONE, ServerGone
-from parity_tests.harness.guard import guarded
+from parity_tests.harness.report.guard import guarded
+from parity_tests.harness.run.processes.forks import GONE, ServerGone
 from parity_tests.training.started import Mark
 
 COMMAND = [sys.executable, "-m", "parity_tests.harness"]

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from parity_tests.harness import discover, tour
+from parity_tests.cli import tour
+from parity_tests.harness.declare import discover
 from parity_tests.injected_bugs import planted
 
 LOGPROB = discover.PACKAGE / "vocab_parallel" / "test_logprob.py"

@@ -15,11 +15,13 @@ from importlib.metadata import version
 from rich.console import Console
 from rich.table import Table
 
-from parity_tests.harness import discover, real_text, several, summary, tour_figure
-from parity_tests.harness.judge import judge
-from parity_tests.harness.out_path import naming, refuse_unwritable, write_text
-from parity_tests.harness.outcome import Outcome
-from parity_tests.harness.status import EQUAL, MISMATCH
+from parity_tests.cli import real_text, several, tour_figure
+from parity_tests.harness.declare import discover
+from parity_tests.harness.report import summary
+from parity_tests.harness.report.out_path import naming, refuse_unwritable, write_text
+from parity_tests.harness.report.outcome import Outcome
+from parity_tests.harness.run.exit_status import EQUAL, MISMATCH
+from parity_tests.harness.verdict import judge
 
 READER = "vocab_parallel_logprob"  # the scheme that reads the text
 READERS_TP = (1, 2, 4)

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from parity_tests.harness.colours import LINES, WRONG
-from parity_tests.harness.report import Report
+from parity_tests.harness.report.colours import LINES, WRONG
+from parity_tests.harness.report.report import Report
 
 LEFT, RIGHT = 1e-4, 1e8  # ratios outside are drawn at the edge
 # The marks differ in shape as well, and in height, so that neither hides the other.

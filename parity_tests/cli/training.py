@@ -62,7 +62,7 @@ def train(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print one line for each run only.")] = False,
 ) -> None:
     """Train a small hybrid language model over a mesh; compare every step with one device."""
-    from parity_tests.harness.out_path import refuse_no_folder
+    from parity_tests.harness.report.out_path import refuse_no_folder
     from parity_tests.training import page as meshes
     from parity_tests.training import session
     from parity_tests.training.run import Run

@@ -56,7 +56,7 @@ def verify(
     ] = False,
 ) -> None:
     """Compare schemes with their references on drawn cases."""
-    from parity_tests.harness import session
+    from parity_tests.cli import session
 
     wanted = session.Wanted(
         engine=engine,
@@ -81,7 +81,7 @@ def list_schemes(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print names only, one on a line.")] = False,
 ) -> None:
     """The table of schemes: name, mesh, specs, reference, file."""
-    from parity_tests.harness import listing
+    from parity_tests.cli import listing
 
     listing.show(pattern, json, quiet)
 
@@ -93,6 +93,6 @@ def tour(
     quiet: Quiet = False,
 ) -> None:
     """Everything at once on this CPU: all built-in schemes, real text, three planted bugs, one figure."""
-    from parity_tests.harness import tour as first_run
+    from parity_tests.cli import tour as first_run
 
     raise typer.Exit(first_run.run(figure, examples, json, quiet))

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from parity_tests.collectives.operations import OPERATIONS
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.run.engines import run
 
 WORLDS = (1, 2, 3, 4)
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from parity_tests.collectives.operations import OPERATIONS
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.run.engines import run
 
 THREE = CaseSpec(scheme="collectives", mesh={"x": 3})
 STRIDES = {

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.run.engines import run
 from torch_impl import collectives as c
 
 X = torch.zeros(2, 3)

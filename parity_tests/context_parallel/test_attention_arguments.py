@@ -6,8 +6,8 @@ import weakref
 import pytest
 import torch
 
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.run.engines import run
 from torch_impl.context_parallel import attention_arguments, context_parallel_attention
 from torch_impl.context_parallel.pairs import pairs_of
 from torch_impl.layouts import TokenLayout

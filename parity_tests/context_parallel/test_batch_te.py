@@ -13,7 +13,7 @@ from jax_ref.layouts import inverse
 from jax_ref.layouts import packed as packed_reference
 from parity_tests import CaseSpec, Cost, check, every_case, integers, lengths, scheme
 from parity_tests.context_parallel.drawn_rows import batch_of, drawn_rows
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.run.engines import run
 from torch_impl import context_parallel as cp
 
 FILL = -1000

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention as imported
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from parity_tests import CaseSpec
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.run.engines import run
 from torch_impl.context_parallel import create_context_parallel_ctx
 
 SDPA, MHA = F.scaled_dot_product_attention, F.multi_head_attention_forward

@@ -10,7 +10,7 @@ from torch.distributed.tensor.experimental._context_parallel._attention import _
 
 from jax_ref.context_parallel import dense_attention
 from parity_tests import CaseSpec, check, every_case, scheme, values
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.run.engines import run
 from torch_impl.context_parallel import create_context_parallel_ctx, make_cp_batch_and_ctx
 
 BOUND = functools.partial(F.scaled_dot_product_attention, enable_gqa=True)  # before any context is entered

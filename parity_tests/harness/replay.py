@@ -8,15 +8,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.guard import guarded
-from parity_tests.harness.out_path import naming
-from parity_tests.harness.status import EQUAL, FAILED, MISMATCH
-from parity_tests.harness.table import TABLE
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.table import TABLE
+from parity_tests.harness.report.guard import guarded
+from parity_tests.harness.report.out_path import naming
+from parity_tests.harness.run.exit_status import EQUAL, FAILED, MISMATCH
 
 if TYPE_CHECKING:
-    from parity_tests.harness.declared import Declared
-    from parity_tests.harness.report import Report
+    from parity_tests.harness.declare.declared import Declared
+    from parity_tests.harness.report.report import Report
 
 TEMPLATE = '''"""{verdict}
 
@@ -47,7 +47,7 @@ def write_replay(scheme: Declared, report: Report, folder: str = ".", replaces: 
     path = Path(folder) / f"replay_{report.case.id}.py"
     source, note = scheme.file, ""
     if not Path(scheme.file).is_file() or "ipykernel" in scheme.file:
-        from parity_tests.harness.travel import dumps
+        from parity_tests.harness.declare.travel import dumps
 
         pickled = path.with_suffix(".pkl")
         with naming(pickled):
@@ -78,7 +78,7 @@ def write_replay(scheme: Declared, report: Report, folder: str = ".", replaces: 
 
 def load_scheme(case: CaseSpec, source: str, beside: str) -> Declared:
     """The scheme of a replay: from its pickle, or from the file that declares it."""
-    from parity_tests.harness.discover import schemes_of_file
+    from parity_tests.harness.declare.discover import schemes_of_file
 
     name = case.scheme.rpartition(":")[2]
     if source.endswith(".pkl"):
@@ -128,7 +128,7 @@ def rerun(case: CaseSpec, source: str, file: str, engine: str | None, repeat: in
 
 def reruns(case: CaseSpec, source: str, file: str, engine: str | None, repeat: int) -> Iterator[Report]:
     """The reports of a recorded case that is judged so many times."""
-    from parity_tests.harness.judge import judge
+    from parity_tests.harness.verdict import judge
 
     scheme = load_scheme(case, source, file)
     if (engine or case.engine) not in scheme.engines:

@@ -6,13 +6,13 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from parity_tests.harness import declaration, relations, table
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.declared import Cost, Declared
-from parity_tests.harness.draws import Draw, values
+from parity_tests.harness.declare import relations, table, validation
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.declared import Cost, Declared
+from parity_tests.harness.declare.draws import Draw, values
 
 if TYPE_CHECKING:
-    from parity_tests.harness.report import Report
+    from parity_tests.harness.report.report import Report
 
 
 class Scheme(Declared):
@@ -23,7 +23,7 @@ class Scheme(Declared):
 
     def case(self, *, seed: int = 0, engine: str = "lockstep", dtype: str | None = None, **given: Any) -> CaseSpec:
         """One CaseSpec: mesh axes, dims and options by name; what is not given is drawn from the seed."""
-        from parity_tests.harness.drawing import one_case
+        from parity_tests.harness.draw.drawing import one_case
 
         return one_case(self, seed=seed, engine=engine, dtype=dtype, **given)
 
@@ -54,19 +54,19 @@ class Scheme(Declared):
 
         With `grad`, cotangents for the outputs, returns (outputs, {input: gradient}).
         """
-        from parity_tests.harness.whole import run_whole
+        from parity_tests.harness.run.run_unsharded import run_whole
 
         return run_whole(self, whole_arrays, engine, grad, mesh_and_options)
 
     def draw(self, **sizes: Any) -> str:
         """Picture: the ownership strip of every cut dim, the type of every other axis."""
-        from parity_tests.harness.picture import scheme_picture
+        from parity_tests.harness.report.picture import scheme_picture
 
         return scheme_picture(self, self.case(**sizes))
 
     def placements(self, **mesh: int) -> dict[str, tuple[Any, ...]]:
         """DTensor placements of every input and output; ValueError where DTensor cannot say it."""
-        from parity_tests.harness.dtensor import placements
+        from parity_tests.harness.declare.dtensor import placements
 
         return {arg.name: placements(arg.spec, tuple(self.mesh)) for arg in (*self.inputs, *self.outputs)}
 
@@ -114,20 +114,20 @@ def scheme(
 
     def declare(fn: Callable[..., Any]) -> Scheme:
         name = getattr(fn, "__name__", "?")
-        say = declaration.prefixed(name)
-        signature = declaration.function_names(fn, say)
-        declaration.check_mesh(mesh, say)
+        say = validation.prefixed(name)
+        signature = validation.function_names(fn, say)
+        validation.check_mesh(mesh, say)
         custom = dict(layouts or {})
-        leaves = declaration.input_arguments(fn, signature, inputs, mesh, custom, draw or {}, nograd, say)
-        results = declaration.output_arguments(fn, outputs, mesh, custom, say)
-        declaration.check_axes_used(mesh, leaves, results, say)
+        leaves = validation.input_arguments(fn, signature, inputs, mesh, custom, draw or {}, nograd, say)
+        results = validation.output_arguments(fn, outputs, mesh, custom, say)
+        validation.check_axes_used(mesh, leaves, results, say)
         menus = dict(options or {}), dict(rank_options or {})
-        declaration.check_options(signature, inputs, *menus, say)
-        declaration.check_reference(signature, inputs, menus[0], reference, say)
-        declaration.check_covered(fn, (*inputs, *menus[0], *menus[1]), say)
-        declaration.check_draws(leaves, draw or {}, say)
+        validation.check_options(signature, inputs, *menus, say)
+        validation.check_reference(signature, inputs, menus[0], reference, say)
+        validation.check_covered(fn, (*inputs, *menus[0], *menus[1]), say)
+        validation.check_draws(leaves, draw or {}, say)
         relations.check_dims(leaves, results, dims or {}, say)
-        declaration.check_menus(dtypes, engines, replicas, reduction, roundings, leaves, results, say)
+        validation.check_menus(dtypes, engines, replicas, reduction, roundings, leaves, results, say)
         form = "dict" if isinstance(outputs, Mapping) else "one" if isinstance(outputs, str) else "tuple"
         drawn = {arg.name: (draw or {}).get(arg.name, values()) for arg in leaves}
         made = Scheme(

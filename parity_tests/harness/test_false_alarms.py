@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from parity_tests import scheme, token_below, values
-from parity_tests.harness.case import DTYPES
-from parity_tests.harness.drawing import draw_case, seeded_chooser
-from parity_tests.harness.judge import judge
+from parity_tests.harness.declare.case import DTYPES
+from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
+from parity_tests.harness.verdict import judge
 
 
 def softmax(mesh, x):

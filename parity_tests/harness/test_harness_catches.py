@@ -9,8 +9,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from parity_tests.harness import compare, conduct, inputs, judge, oracle, program
-from parity_tests.harness.sentinels import SENTINELS
+from parity_tests.harness import verdict as judge
+from parity_tests.harness.draw import inputs
+from parity_tests.harness.judge import compare, oracle, side_checks
+from parity_tests.harness.run import program
+from parity_tests.specimens.sentinels import SENTINELS
 
 VERDICTS = {"cotangent": "hygiene", "input": "hygiene", "last bit": "hygiene", "cost": "cost"}
 
@@ -104,11 +107,11 @@ def nothing_is_modified(patch):
 
 
 def cost_of_nothing(patch):
-    patch.setattr(conduct, "PHASES", {})
+    patch.setattr(side_checks, "PHASES", {})
 
 
 def replicas_are_never_compared(patch):
-    patch.setattr(conduct, "_replicas", lambda row: [])
+    patch.setattr(side_checks, "_replicas", lambda row: [])
 
 
 def not_a_number_is_close(patch):

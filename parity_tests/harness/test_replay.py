@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from parity_tests import check, scheme, values
-from parity_tests.harness import listing
-from parity_tests.harness.discover import UnusableTarget, schemes_of_file
-from parity_tests.harness.guard import guarded
+from parity_tests.cli import listing
+from parity_tests.harness.declare.discover import UnusableTarget, schemes_of_file
+from parity_tests.harness.declare.table import TABLE
 from parity_tests.harness.replay import write_replay
-from parity_tests.harness.report import ValueMismatch
-from parity_tests.harness.status import MISMATCH
-from parity_tests.harness.table import TABLE
+from parity_tests.harness.report.guard import guarded
+from parity_tests.harness.report.report import ValueMismatch
+from parity_tests.harness.run.exit_status import MISMATCH
 
 SOURCE = """
 from parity_tests import scheme, values

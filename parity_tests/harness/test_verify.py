@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from parity_tests import scheme, values
-from parity_tests.harness.drawing import meshes_left_out
+from parity_tests.harness.draw.drawing import meshes_left_out
 
 
 def declared(function, **more):

@@ -6,20 +6,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from parity_tests.harness import compare, conduct, inputs, oracle
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.engines.failure import RankFailure
-from parity_tests.harness.engines.ledger import Ledger
-from parity_tests.harness.engines.run import run
-from parity_tests.harness.explain import explain
-from parity_tests.harness.report import Report
-from parity_tests.harness.witness import evidence
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.draw import inputs
+from parity_tests.harness.explain.clues import explain
+from parity_tests.harness.explain.gather import evidence
+from parity_tests.harness.judge import compare, oracle, side_checks
+from parity_tests.harness.report.report import Report
+from parity_tests.harness.run.engines import run
+from parity_tests.harness.run.failure import RankFailure
+from parity_tests.harness.run.ledger import Ledger
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from parity_tests.harness.declared import Declared
-    from parity_tests.harness.program import Program, RankResult
+    from parity_tests.harness.declare.declared import Declared
+    from parity_tests.harness.run.program import Program, RankResult
 
 NARROW = ("bfloat16", "float16")
 MORE_ROUNDINGS = (2, 4)  # times the declared ones; beyond, it is no matter of storage
@@ -51,7 +52,7 @@ def judge(
     except RankFailure as failure:
         return Report(scheme.key, case, failure=failure, ledger=failure.ledger or Ledger())
     rows = compare.compare(scheme, case, ranks.results, reference)
-    protocol = conduct.protocol(ranks.ledger)
+    protocol = side_checks.protocol(ranks.ledger)
     outputs_pass = all(row.ok for row in rows if row.role == "output")
     looser = {} if all(row.ok for row in rows) else _stored_budgets(scheme, program, case, ranks.results)
     notes = {
@@ -75,8 +76,8 @@ def judge(
         case,
         rows=tuple(rows),
         protocol=protocol,
-        cost=conduct.cost(scheme, case, ranks.ledger),
-        hygiene=conduct.hygiene(scheme, case, ranks.results, rows, ranks.ledger),
+        cost=side_checks.cost(scheme, case, ranks.ledger),
+        hygiene=side_checks.hygiene(scheme, case, ranks.results, rows, ranks.ledger),
         notes=notes,
         ledger=ranks.ledger,
         cost_declared=scheme.cost is not None,

@@ -13,19 +13,20 @@ import numpy as np
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as hypothesis_seed
 
-from parity_tests.harness import menu, oracle
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.clues.precision import STORED
-from parity_tests.harness.declared import Declared
-from parity_tests.harness.drawing import draw_case, fitting_meshes, meshes_left_out, seeded_chooser
-from parity_tests.harness.engines.failure import Stalled
-from parity_tests.harness.engines.ranks import ENGINES
-from parity_tests.harness.evidence import THIN
-from parity_tests.harness.judge import judge
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.declared import Declared
+from parity_tests.harness.declare.table import lookup
+from parity_tests.harness.draw import size_choices
+from parity_tests.harness.draw.drawing import draw_case, fitting_meshes, meshes_left_out, seeded_chooser
+from parity_tests.harness.draw.strategy import EXAMPLES, SHAPES, every_case, profile
+from parity_tests.harness.explain.evidence import THIN
+from parity_tests.harness.explain.precision import STORED
+from parity_tests.harness.judge import oracle
 from parity_tests.harness.replay import write_replay
-from parity_tests.harness.report import Report, merged, mesh_text, sizes
-from parity_tests.harness.strategy import EXAMPLES, SHAPES, every_case, profile
-from parity_tests.harness.table import lookup
+from parity_tests.harness.report.report import Report, merged, mesh_text, sizes
+from parity_tests.harness.run.failure import Stalled
+from parity_tests.harness.run.ranks import ENGINES
+from parity_tests.harness.verdict import judge
 
 Progress = Callable[[int, int], None]
 PROBES = 12  # cases drawn to explain a failure whose smallest case shows no pattern
@@ -78,7 +79,7 @@ def _is_open(scheme: Declared, names: Mapping[str, Any]) -> bool:
 
 
 def _has_all_dims(scheme: Declared, names: Mapping[str, Any]) -> bool:
-    return all(dim in names for dim in menu.free_dims(scheme))
+    return all(dim in names for dim in size_choices.free_dims(scheme))
 
 
 def _planned(scheme: Declared, names: Mapping[str, Any], how: Mapping[str, Any], seed: int) -> list[CaseSpec]:

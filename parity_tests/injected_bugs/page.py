@@ -9,7 +9,7 @@ from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
 
-from parity_tests.harness.colours import LINES
+from parity_tests.harness.report.colours import LINES
 from parity_tests.injected_bugs import report
 from parity_tests.injected_bugs.runner import Outcome
 

@@ -22,7 +22,7 @@ import cloudpickle
 from parity_tests.injected_bugs.injected_bug import InjectedBug
 from parity_tests.injected_bugs.symbols import ROOT, patched_text
 
-HARNESS_FOLDERS = ("harness", "injected_bugs", "benchmarks", "cli")
+HARNESS_FOLDERS = ("harness", "injected_bugs", "specimens", "benchmarks", "cli")
 
 
 class Plot:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import torch
 
 from jax_ref.vocab_parallel.logprob import logprob
-from parity_tests.harness.draws import token_below, values
+from parity_tests.harness.declare.draws import token_below, values
 from parity_tests.harness.scheme import Scheme, scheme
 from torch_impl.collectives import all_gather, all_reduce, all_reduce_max
 

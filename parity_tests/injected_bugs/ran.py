@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.run.engines import run
 from parity_tests.injected_bugs.symbols import ROOT
 
 Place = tuple[str, int]  # a file relative to the root, and a line of it

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from parity_tests.harness import bridge, discover
-from parity_tests.harness.advice import without_advice
-from parity_tests.harness.declared import Declared
-from parity_tests.harness.report import Report
-from parity_tests.harness.table import TABLE
+from parity_tests.harness.declare import discover
+from parity_tests.harness.declare.declared import Declared
+from parity_tests.harness.declare.table import TABLE
+from parity_tests.harness.judge import bridge
+from parity_tests.harness.report.report import Report
+from parity_tests.harness.run.dtensor_advice import without_advice
 from parity_tests.injected_bugs.injected_bug import InjectedBug
 from parity_tests.injected_bugs.patch import Plot
 from parity_tests.injected_bugs.symbols import patched_text

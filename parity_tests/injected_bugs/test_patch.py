@@ -8,9 +8,9 @@ import pytest
 
 import torch_impl.collectives.plain
 from parity_tests.collectives import test_schemes as schemes
-from parity_tests.harness import inputs
-from parity_tests.harness.engines import lockstep
-from parity_tests.harness.table import TABLE
+from parity_tests.harness.declare.table import TABLE
+from parity_tests.harness.draw import inputs
+from parity_tests.harness.run.lockstep import lockstep
 from parity_tests.injected_bugs import symbols
 from parity_tests.injected_bugs.injected_bug import InjectedBug
 from parity_tests.injected_bugs.patch import Plot

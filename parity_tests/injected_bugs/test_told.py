@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from parity_tests.harness import discover
+from parity_tests.harness.declare import discover
 from parity_tests.injected_bugs import __main__ as command
 from parity_tests.injected_bugs.told import Told
 

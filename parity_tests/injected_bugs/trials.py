@@ -12,15 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from parity_tests.harness import menu, oracle
-from parity_tests.harness.advice import without_advice
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.conduct import SPARE
-from parity_tests.harness.declared import Declared
-from parity_tests.harness.drawing import draw_case
-from parity_tests.harness.draws import Chooser
-from parity_tests.harness.judge import judge
-from parity_tests.harness.report import Report
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.declared import Declared
+from parity_tests.harness.declare.draws import Chooser
+from parity_tests.harness.draw import size_choices
+from parity_tests.harness.draw.drawing import draw_case
+from parity_tests.harness.judge import oracle
+from parity_tests.harness.judge.side_checks import SPARE
+from parity_tests.harness.report.report import Report
+from parity_tests.harness.run.dtensor_advice import without_advice
+from parity_tests.harness.verdict import judge
 from parity_tests.injected_bugs import ran
 
 TRACED = 8  # drawn cases that tell which lines a scheme runs
@@ -113,10 +114,14 @@ def fixed_cases(scheme: Declared) -> list[CaseSpec]:
 
     None where the scheme has no mesh of two ranks.
     """
-    tried = menu.meshes(scheme, {}, FIXED_WORLD)
+    tried = size_choices.meshes(scheme, {}, FIXED_WORLD)
     if not tried:
         return []
-    shapes = [s for s in menu.shapes(scheme, {}, tried, limit=5) if menu.compatible(scheme, s, tried[0])]
+    shapes = [
+        shape
+        for shape in size_choices.shapes(scheme, {}, tried, limit=5)
+        if size_choices.compatible(scheme, shape, tried[0])
+    ]
     case = draw_case(scheme, _first, {**tried[0], **shapes[len(shapes) // 2]}, dtype="float32", seed=0)
     anywhere = {
         arg.name: {**case.values[arg.name], "picks": [[0, "anywhere"]]}

@@ -2,8 +2,8 @@
 
 import pytest
 
-from parity_tests.harness.drawing import draw_case, seeded_chooser
-from parity_tests.harness.judge import judge
+from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
+from parity_tests.harness.verdict import judge
 from parity_tests.kernels.device import INTERPRETED
 from parity_tests.vocab_parallel.test_cross_entropy import distributed_cross_entropy
 from parity_tests.vocab_parallel.test_distillation import distillation_over_tp

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from parity_tests.harness import strategy
+from parity_tests.harness.draw import strategy
 from parity_tests.kernels.files import ON_A_DEVICE
 
 FOLDER = Path(__file__).parent

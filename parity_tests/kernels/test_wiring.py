@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.run.engines import run
 from parity_tests.kernels.device import INTERPRETED
 from parity_tests.kernels.rows import normal
 from torch_impl.vocab_parallel import vocab_parallel_logprob

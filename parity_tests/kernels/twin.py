@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from parity_tests.harness import compare
-from parity_tests.harness.oracle import UNIT_ROUNDOFF
+from parity_tests.harness.judge import compare
+from parity_tests.harness.judge.oracle import UNIT_ROUNDOFF
 
 DIRECTIONS = 8
 ROUNDINGS = 3  # depth, log-probability, result

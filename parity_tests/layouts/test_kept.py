@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parity_tests import CaseSpec
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.run.engines import run
 from parity_tests.mamba.made import filled, made, passing
 from torch_impl.context_parallel import context_parallel_attention
 from torch_impl.layouts import TokenLayout

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from parity_tests import CaseSpec
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.run.engines import run
 from torch_impl.layouts import TokenLayout
 from torch_impl.layouts.remembered import remembered
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from jax_ref.layouts import BUILTIN as REFERENCES
 from jax_ref.layouts import ceil_lengths, check_partition, reference
 from parity_tests import CaseSpec, Cost, check, every_case, integers, offsets, scheme
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.run.engines import run
 from torch_impl.layouts import TokenLayout
 
 worlds = st.sampled_from([1, 2, 3, 4, 8])

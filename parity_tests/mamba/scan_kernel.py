@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import torch
 
 from parity_tests import scheme
-from parity_tests.harness.judge import judge
+from parity_tests.harness.verdict import judge
 from parity_tests.mamba.outside import outside
 from parity_tests.mamba.test_scan import DECLARED
 from torch_impl.layouts import TokenLayout

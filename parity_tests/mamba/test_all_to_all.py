@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 
 from parity_tests import CaseSpec, Cost, check, every_case, scheme
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.run.engines import run
 from torch_impl import mamba
 
 

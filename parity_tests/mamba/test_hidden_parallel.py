@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from jax_ref.layouts import conv_channels as reference_channels
 from jax_ref.layouts import projection_columns as reference_columns
 from parity_tests import CaseSpec, Cost, check, every_case, scheme
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.run.engines import run
 from parity_tests.mamba.cut import FOLLOW, rows_cut, stream_cut
 from parity_tests.mamba.made import CU, PROJECTED, T, W, filled, made
 from parity_tests.mamba.operations import Operations

@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from parity_tests.harness import inputs, oracle
-from parity_tests.harness.judge import judge
+from parity_tests.harness.draw import inputs
+from parity_tests.harness.judge import oracle
+from parity_tests.harness.verdict import judge
 from parity_tests.mamba.outside import NEEDS, is_installed, outside
 from parity_tests.mamba.test_hidden_parallel import hidden_parallel_packed
 from parity_tests.mamba.test_mix import convolved

@@ -10,7 +10,7 @@ from flax import nnx
 
 from jax_ref.models.config import Config
 from jax_ref.models.hybrid import HybridLM
-from parity_tests.harness.tree import flat
+from parity_tests.harness.declare.tree import flat
 
 
 def flax_name(name: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from parity_tests import values
-from parity_tests.harness.tree import flat, nested
+from parity_tests.harness.declare.tree import flat, nested
 
 # How tp cuts each parameter, by the plan; what it does not cut has the same gradient on each of its ranks.
 ATTENTION = {

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.func import functional_call
 
-from parity_tests.harness.tree import flat
+from parity_tests.harness.declare.tree import flat
 from parity_tests.models.parameters import config_of
 from torch_impl.layouts import TokenLayout
 from torch_impl.models import HybridConfig, HybridLM, Placement, tensor_parallel_plan

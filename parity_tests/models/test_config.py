@@ -6,7 +6,7 @@ import pytest
 
 from jax_ref.models.config import Config
 from parity_tests import CaseSpec
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.run.engines import run
 from torch_impl.models import HybridConfig, Placement
 
 REFUSED = [

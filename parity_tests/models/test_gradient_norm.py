@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from parity_tests import CaseSpec, check, every_case, scheme, values
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.run.engines import run
 from torch_impl.models import gradient_norm
 
 

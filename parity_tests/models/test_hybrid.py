@@ -9,7 +9,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from jax_ref.models.config import Config
 from parity_tests import CaseSpec, check, every_case, integers, offsets, scheme, token_below
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.run.engines import run
 from parity_tests.models.by_name import flax_model
 from parity_tests.models.parameters import RELATED, ROUNDINGS, SIZES, TIED, UNTIED, config_of, drawn, specs
 from parity_tests.models.schemes import DTYPES, HEAD_DIM, rank_logits

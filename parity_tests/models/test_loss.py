@@ -10,7 +10,7 @@ from jax_ref.models.config import Config
 from jax_ref.models.loss import normalised as whole_normalised
 from jax_ref.models.loss import token_losses as whole_token_losses
 from parity_tests import CaseSpec, check, every_case, integers, mask, offsets, scheme, token_below
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.run.engines import run
 from parity_tests.models.by_name import flax_model
 from parity_tests.models.parameters import RELATED, ROUNDINGS, SIZES, UNTIED, config_of, drawn, specs
 from parity_tests.models.schemes import DTYPES, HEAD_DIM, rank_logits

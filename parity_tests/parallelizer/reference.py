@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jax_ref.parallelizer.train_step import Trained, step, train
-from parity_tests.harness import bridge, oracle
+from parity_tests.harness.judge import bridge, oracle
 from parity_tests.parallelizer.families import Chosen, arrays
 from parity_tests.parallelizer.whole_model import ADAMW
 

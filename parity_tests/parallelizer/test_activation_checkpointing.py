@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from parity_tests import CaseSpec
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.families import OWN, Chosen, batch, made
 from parity_tests.parallelizer.small_net import Net
 from parity_tests.parallelizer.training import accumulated, whole

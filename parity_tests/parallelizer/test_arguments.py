@@ -9,7 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from parity_tests import CaseSpec
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.families import Chosen, made
 from torch_impl.parallelizer import fsdp2_strategy_parallelize, get_hf_tp_shard_plan
 from torch_impl.parallelizer import translate_to_torch_parallel_style as style

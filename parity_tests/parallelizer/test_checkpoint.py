@@ -7,7 +7,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from parity_tests import CaseSpec
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.families import Chosen, arrays, batch, made
 from parity_tests.parallelizer.parallelized import parallelized
 from parity_tests.parallelizer.training import accumulated, whole

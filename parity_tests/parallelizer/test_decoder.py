@@ -8,7 +8,7 @@ from flax import nnx
 
 from jax_ref.parallelizer.decoder import EMBEDDING, HEAD, by_name, from_state_dict
 from jax_ref.parallelizer.traits import DecoderTraits
-from parity_tests.harness import bridge
+from parity_tests.harness.judge import bridge
 from parity_tests.parallelizer.families import OWN, Chosen, arrays, batch, made
 from parity_tests.parallelizer.promise import broken, broken_on_ranks
 

@@ -9,7 +9,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from parity_tests import CaseSpec
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.families import OWN, Chosen, batch, empty, made
 from parity_tests.parallelizer.parallelized import parallelized
 from parity_tests.parallelizer.training import accumulated

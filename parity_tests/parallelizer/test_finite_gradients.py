@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from torch import nn
 
 from parity_tests import CaseSpec, check, every_case, scheme, values
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.small_net import BLOCK, NAMES, Net, net_of, plan
 from torch_impl.parallelizer.nvfsdp import nvfsdp_strategy_parallelize
 from torch_impl.parallelizer.nvfsdp_settings import STRATEGIES

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from jax_ref.parallelizer.decoder import from_state_dict
 from jax_ref.parallelizer.train_step import mean_loss as reference_loss
 from parity_tests import CaseSpec, Cost, check, every_case, ids, scheme, token_below, values
-from parity_tests.harness.engines.run import run
-from parity_tests.harness.tree import flat
+from parity_tests.harness.declare.tree import flat
+from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.families import Chosen, batch, made
 from parity_tests.parallelizer.parallelized import TENSOR_PARALLEL, parallelized
 from parity_tests.parallelizer.promise import broken

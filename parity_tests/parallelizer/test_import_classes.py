@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.declare.case import CaseSpec
 from torch_impl.parallelizer import import_classes_from_paths
 
 NAME = "parallelizer.import_classes_from_paths: class_paths"

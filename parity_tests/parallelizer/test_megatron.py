@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from parity_tests import CaseSpec
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.small_net import BLOCK, NAMES, Block, Net, plan
 from torch_impl.parallelizer import nvfsdp
 from torch_impl.parallelizer.megatron import chosen_backend, have, with_megatron_fsdp, with_nvfsdp

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from torch import nn
 
 from parity_tests import CaseSpec, check, every_case, scheme, values
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.families import Chosen, empty
 from parity_tests.parallelizer.small_net import BLOCK, Net, plan, whole
 from torch_impl.parallelizer import get_hf_tp_shard_plan

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from torch import nn
 
 from parity_tests import CaseSpec, check, every_case, scheme, values
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.families import Chosen
 from parity_tests.parallelizer.reference import reference
 from parity_tests.parallelizer.small_net import BLOCK, NAMES, Net, net_of, plan, whole

@@ -5,7 +5,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from parity_tests import CaseSpec
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.families import Chosen, batch, made
 from parity_tests.parallelizer.float64 import Float64Throughout
 from parity_tests.parallelizer.promise import PROMISED, broken_on_ranks, deviation

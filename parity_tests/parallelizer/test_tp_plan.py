@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import SequenceParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from parity_tests import CaseSpec, Cost, check, every_case, scheme, token_below, values
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer import plain_modules as plain
 from parity_tests.parallelizer.families import IGNORED, OWN, Chosen, batch, empty, made
 from parity_tests.parallelizer.float64 import Float64Throughout

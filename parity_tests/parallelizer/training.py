@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.engines.ledger import Ledger
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.run.engines import run
+from parity_tests.harness.run.ledger import Ledger
 from parity_tests.parallelizer.families import IGNORED, Chosen, batch, made
 from parity_tests.parallelizer.promise import broken, broken_on_ranks, deviation
 from parity_tests.parallelizer.whole_model import ADAMW, summed_loss

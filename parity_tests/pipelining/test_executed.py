@@ -2,8 +2,8 @@
 
 import pytest
 
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.run.engines import run
 from parity_tests.pipelining.perceptron import PER_MICROBATCH, batch, loss_of, made_stages
 from torch_impl.pipelining.executed import executed_actions
 from torch_impl.pipelining.schedule import build_pipeline_schedule

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.run.engines import run
 from parity_tests.pipelining.perceptron import PER_MICROBATCH, accumulated, batch, gradients, loss_of, made_stages
 from torch_impl.pipelining import stage_to_rank
 from torch_impl.pipelining.gradient_scale import scale_grads_by_divisor

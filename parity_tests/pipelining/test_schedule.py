@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.run.engines import run
 from parity_tests.pipelining.drawn_orders import legal_sizes, named_orders, own_orders
 from parity_tests.pipelining.perceptron import (
     PER_MICROBATCH,

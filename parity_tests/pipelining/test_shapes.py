@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
 
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.run.engines import run
 from parity_tests.pipelining.promise import PROMISED
 from parity_tests.pipelining.whole_models import LENGTH, ROWS, chosen, loss_of, tokens
 from torch_impl.pipelining.rules import RULES

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.run.engines import run
 from parity_tests.pipelining.whole_models import LAYERS, accumulated, chosen, stepped, tokens
 from torch_impl.pipelining.rules import RULES
 from torch_impl.pipelining.split import split_model_into_stages

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.run.engines import run
 from parity_tests.pipelining.promise import PROMISED
 from parity_tests.pipelining.whole_models import LENGTH, ROWS, accumulated, chosen, loss_of, tokens
 from torch_impl.parallelizer.fsdp2 import fsdp2_strategy_parallelize

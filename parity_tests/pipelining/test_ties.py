@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from jax_ref.parallelizer.decoder import from_state_dict
 from jax_ref.parallelizer.train_step import mean_loss
 from parity_tests import CaseSpec, check, every_case, ids, scheme, token_below, values
-from parity_tests.harness.engines.run import run
-from parity_tests.harness.tree import flat
+from parity_tests.harness.declare.tree import flat
+from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.families import Chosen, made
 from parity_tests.parallelizer.steps import dims, specs
 from parity_tests.pipelining.staged_loss import staged_loss

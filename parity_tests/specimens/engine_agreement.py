@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.engines.ranks import Ranks
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.run.engines import run
+from parity_tests.harness.run.ranks import Ranks
 
 Pairs = Iterator[tuple[Any, Any]]
 Body = Callable[[Any, CaseSpec], Pairs]

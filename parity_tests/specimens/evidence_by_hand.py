@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from parity_tests.harness.explain import Evidence, explain
+from parity_tests.harness.explain.clues import Evidence, explain
 
 AXES = {"cp": 2, "tp": 4}
 

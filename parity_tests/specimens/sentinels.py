@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from parity_tests import Cost, scheme, values
-from parity_tests.harness.small_scheme import summed
+from parity_tests.specimens.small_scheme import summed
 
 
 def declared(function, reference, inputs, outputs, **more):

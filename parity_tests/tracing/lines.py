@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parity_tests.harness.compare import K
-from parity_tests.harness.evidence import Evidence
-from parity_tests.harness.explain import explain
-from parity_tests.harness.oracle import UNIT_ROUNDOFF
+from parity_tests.harness.explain.clues import explain
+from parity_tests.harness.explain.evidence import Evidence
+from parity_tests.harness.judge.compare import K
+from parity_tests.harness.judge.oracle import UNIT_ROUNDOFF
 from parity_tests.tracing.events import IN, LOSS, NORM, Event
 from parity_tests.tracing.flax_side import Known
 from parity_tests.tracing.torch_side import Recording

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from parity_tests.harness import bridge
-from parity_tests.harness.oracle import UNIT_ROUNDOFF
+from parity_tests.harness.judge import bridge
+from parity_tests.harness.judge.oracle import UNIT_ROUNDOFF
 from parity_tests.tracing.events import Event
 from parity_tests.tracing.flax_side import Known, traced
 from parity_tests.tracing.lines import Found, Line, lines

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from parity_tests.harness import bridge, discover
-from parity_tests.harness.engines.failure import RankFailure
-from parity_tests.harness.oracle import UNIT_ROUNDOFF, ReferenceFailure
-from parity_tests.harness.out_path import refuse_unwritable
+from parity_tests.harness.declare import discover
+from parity_tests.harness.judge import bridge
+from parity_tests.harness.judge.oracle import UNIT_ROUNDOFF, ReferenceFailure
+from parity_tests.harness.report.out_path import refuse_unwritable
+from parity_tests.harness.run.failure import RankFailure
 from parity_tests.tracing import show
 from parity_tests.tracing.pair import Pair, traced_pair
 

@@ -10,10 +10,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from parity_tests.harness.engines.failure import RankFailure
-from parity_tests.harness.out_path import write_text
-from parity_tests.harness.report import number
-from parity_tests.harness.status import EQUAL, FAILED, MISMATCH
+from parity_tests.harness.report.out_path import write_text
+from parity_tests.harness.report.report import number
+from parity_tests.harness.run.exit_status import EQUAL, FAILED, MISMATCH
+from parity_tests.harness.run.failure import RankFailure
 from parity_tests.tracing.lines import Line, first
 
 BEFORE, AFTER = 4, 3  # lines shown around the first that differs

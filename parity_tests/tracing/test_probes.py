@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from parity_tests.harness import bridge
-from parity_tests.harness.oracle import UNIT_ROUNDOFF
+from parity_tests.harness.judge import bridge
+from parity_tests.harness.judge.oracle import UNIT_ROUNDOFF
 from parity_tests.tracing.probes import BITS, POOL, Probes, draws
 
 

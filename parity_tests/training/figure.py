@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from parity_tests.harness.colours import LINES
+from parity_tests.harness.report.colours import LINES
 from parity_tests.training.judged import Judged
 
 SMALLEST = 1e-17  # what no distance at all is drawn as

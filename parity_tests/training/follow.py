@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 
-from parity_tests.harness.status import INTERRUPTED
+from parity_tests.harness.run.exit_status import INTERRUPTED
 from parity_tests.training import record, reference
 from parity_tests.training.judged import Judged, judged
 from parity_tests.training.run import Run

@@ -17,8 +17,8 @@ from typing import Annotated, Any
 
 import typer
 
-from parity_tests.harness import bridge
-from parity_tests.harness.engines.failure import RankFailure
+from parity_tests.harness.judge import bridge
+from parity_tests.harness.run.failure import RankFailure
 from parity_tests.injected_bugs import models, training_pipeline, whole_step
 from parity_tests.injected_bugs.catalogue import CATALOGUE
 from parity_tests.injected_bugs.injected_bug import InjectedBug

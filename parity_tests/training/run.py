@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from parity_tests.harness.schedule_name import rule_named
 from parity_tests.training.ring_and_heads import smallest_factor
+from parity_tests.training.schedule_name import rule_named
 from torch_impl.pipelining.rules import RULES, Rule, microbatches_fault
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from parity_tests.harness import bridge
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.engines.failure import RankFailure
-from parity_tests.harness.engines.ranks import ENGINES
-from parity_tests.harness.engines.run import run as on_ranks
-from parity_tests.harness.out_path import naming, refuse_unwritable, write_text
-from parity_tests.harness.status import EQUAL, FAILED, MISMATCH
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.judge import bridge
+from parity_tests.harness.report.out_path import naming, refuse_unwritable, write_text
+from parity_tests.harness.run.engines import run as on_ranks
+from parity_tests.harness.run.exit_status import EQUAL, FAILED, MISMATCH
+from parity_tests.harness.run.failure import RankFailure
+from parity_tests.harness.run.ranks import ENGINES
 from parity_tests.training import checkpoint, page, show
 from parity_tests.training.body import train as body
 from parity_tests.training.figure import figure
@@ -41,14 +41,14 @@ def train(runs: Sequence[Run], wanted: Wanted) -> int:
         raise ValueError(f"--engine {wanted.engine!r} is not one of {', '.join(ENGINES)}")
     refuse_unwritable(json=wanted.json, figure=wanted.figure, page=wanted.page)
     if wanted.engine == "torchrun":
-        from parity_tests.harness.engines import launch
+        from parity_tests.harness.run.processes import launch
 
         if not launch.is_rank_zero():
             return launch.serve()
         _refuse_world(runs, launch.world_size())
     status = _all(runs, wanted)
     if wanted.engine == "torchrun":
-        from parity_tests.harness.engines import launch
+        from parity_tests.harness.run.processes import launch
 
         launch.finish(status)
     return status

@@ -12,8 +12,8 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from parity_tests.harness.engines.failure import RankFailure
-from parity_tests.harness.report import number
+from parity_tests.harness.report.report import number
+from parity_tests.harness.run.failure import RankFailure
 from parity_tests.training.judged import Judged
 from parity_tests.training.record import GRADIENT, WEIGHT
 from parity_tests.training.run import Run

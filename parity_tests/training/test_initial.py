@@ -6,7 +6,7 @@ import torch
 
 from jax_ref.models.config import Config
 from parity_tests import CaseSpec
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.run.engines import run
 from parity_tests.models.by_name import flax_model
 from parity_tests.training.initial import initial_weights
 from parity_tests.training.run import Run

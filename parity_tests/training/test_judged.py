@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from parity_tests.harness.compare import K
-from parity_tests.harness.oracle import UNIT_ROUNDOFF
+from parity_tests.harness.judge.compare import K
+from parity_tests.harness.judge.oracle import UNIT_ROUNDOFF
 from parity_tests.training.judged import PROMISED, budget, distance, judged
 from parity_tests.training.record import Step
 from parity_tests.training.reference import Known

@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from parity_tests import CaseSpec
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.run.engines import run
 from parity_tests.tracing.lines import first
 from parity_tests.training.ring_and_heads import ring_and_heads
 from parity_tests.training.run import SIZES, Run

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from parity_tests.cli.app import main
-from parity_tests.harness.engines.failure import RankFailure
+from parity_tests.harness.run.failure import RankFailure
 from parity_tests.training import checkpoint, follow, page, record, session, show
 from parity_tests.training.follow import Known
 from parity_tests.training.run import SIZES, Run

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from jax_ref import layouts
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.engines.run import run as on_ranks
-from parity_tests.harness.inputs import coordinates
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.draw.inputs import coordinates
+from parity_tests.harness.run.engines import run as on_ranks
 from parity_tests.tracing.events import IN, Event
 from parity_tests.tracing.flax_side import Known, traced
 from parity_tests.tracing.lines import Found, Line, lines

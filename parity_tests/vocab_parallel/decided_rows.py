@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 
-from parity_tests.harness import inputs
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.compare import C
-from parity_tests.harness.draws import FLOAT_KINDS, Draw
-from parity_tests.harness.oracle import UNIT_ROUNDOFF
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.draws import FLOAT_KINDS, Draw
+from parity_tests.harness.draw import inputs
+from parity_tests.harness.judge.compare import C
+from parity_tests.harness.judge.oracle import UNIT_ROUNDOFF
 
 TRIES = 100
 EXACT = 1024

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.run.engines import run
 from torch_impl import vocab_parallel as vp
 
 LOGITS = torch.zeros(2, 8, 8)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 
 from jax_ref.vocab_parallel.cross_entropy import cross_entropy
 from parity_tests import CaseSpec, Cost, check, every_case, scheme, values
-from parity_tests.harness.engines.run import run
-from parity_tests.harness.judge import judge
+from parity_tests.harness.run.engines import run
+from parity_tests.harness.verdict import judge
 from torch_impl import vocab_parallel as vp
 
 DECLARED = dict(

@@ -10,7 +10,7 @@ from torch import nn
 
 from jax_ref.layouts import dual_chunk_swap
 from parity_tests import CaseSpec
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.run.engines import run
 from torch_impl import vocab_parallel as vp
 from torch_impl.collectives import all_gather
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from jax_ref.vocab_parallel.kept_set import kept_set as reference
 from parity_tests import CaseSpec, check, every_case, scheme
-from parity_tests.harness.engines.run import run
-from parity_tests.harness.judge import judge
+from parity_tests.harness.run.engines import run
+from parity_tests.harness.verdict import judge
 from parity_tests.vocab_parallel.decided_rows import decided_rows
 from torch_impl.vocab_parallel.joint import Plan
 from torch_impl.vocab_parallel.kept_set import is_kept, kept_set

@@ -11,9 +11,9 @@ from functools import partial
 import pytest
 import torch
 
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.engines.run import run
-from parity_tests.harness.live_peak import LivePeak
+from parity_tests.benchmarks.live_peak import LivePeak
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.run.engines import run
 from torch_impl import vocab_parallel as vp
 
 SIZE = 64 << 20

@@ -5,7 +5,7 @@ import torch
 
 from jax_ref.layouts import packed as reference
 from parity_tests import CaseSpec
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.run.engines import run
 from torch_impl import vocab_parallel as vp
 from torch_impl.vocab_parallel.packed_slots import packed_slots
 

@@ -9,9 +9,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from parity_tests import CaseSpec
-from parity_tests.harness.compare import K
-from parity_tests.harness.engines.run import run
-from parity_tests.harness.oracle import UNIT_ROUNDOFF
+from parity_tests.harness.judge.compare import K
+from parity_tests.harness.judge.oracle import UNIT_ROUNDOFF
+from parity_tests.harness.run.engines import run
 from parity_tests.vocab_parallel.decided_rows import is_undecided, mass_before, mass_budget
 from torch_impl import vocab_parallel as vp
 from torch_impl.vocab_parallel.prefix import room_for, ties_within

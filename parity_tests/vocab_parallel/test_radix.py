@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parity_tests import CaseSpec
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.run.engines import run
 from torch_impl.vocab_parallel.candidates import Candidates
 from torch_impl.vocab_parallel.radix import float_of, last_kept, ordered
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from parity_tests.harness import real_text
+from parity_tests.cli import real_text
 from parity_tests.vocab_parallel.test_logprob import (
     chunked_distributed_logprob,
     distributed_logprob,

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.run.engines import run
 from torch_impl import vocab_parallel as vp
 
 LOGITS, TEACHER = torch.zeros(2, 8, 8), torch.zeros(2, 8, 3)

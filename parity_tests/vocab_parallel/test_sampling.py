@@ -7,8 +7,8 @@ from hypothesis import given, settings
 
 from jax_ref.vocab_parallel.sampling import sampled_logprob
 from parity_tests import CaseSpec, Cost, check, every_case, ids, scheme
-from parity_tests.harness.engines.run import run
-from parity_tests.harness.judge import judge
+from parity_tests.harness.run.engines import run
+from parity_tests.harness.verdict import judge
 from parity_tests.vocab_parallel.decided_rows import decided_rows
 from parity_tests.vocab_parallel.shard import owned_range
 from torch_impl import vocab_parallel as vp

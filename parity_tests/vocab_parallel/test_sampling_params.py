@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.run.engines import run
 from torch_impl import vocab_parallel as vp
 from torch_impl.vocab_parallel.sampling_params import checked_limits
 

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from parity_tests import CaseSpec
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.run.engines import run
 from torch_impl import vocab_parallel as vp
 
 IDS = torch.arange(16).view(2, 8)

@@ -6,7 +6,7 @@ from hypothesis import given
 
 from jax_ref.vocab_parallel.softmax import log_softmax, softmax
 from parity_tests import CaseSpec, Cost, check, every_case, scheme
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.run.engines import run
 from torch_impl import vocab_parallel as vp
 
 DECLARED = dict(

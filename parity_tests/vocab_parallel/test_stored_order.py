@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from jax_ref.vocab_parallel.stored_order import next_token_logprob_of_stored
 from parity_tests import CaseSpec, Cost, check, every_case, ids, integers, scheme
-from parity_tests.harness.engines.run import run
-from parity_tests.harness.judge import judge
+from parity_tests.harness.run.engines import run
+from parity_tests.harness.verdict import judge
 from parity_tests.vocab_parallel.shard import owned_range
 from torch_impl import vocab_parallel as vp
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from jax_ref.vocab_parallel.topk import logits_at, topk
 from parity_tests import CaseSpec, Cost, check, every_case, ids, integers, scheme, values
-from parity_tests.harness.engines.run import run
-from parity_tests.harness.judge import judge
+from parity_tests.harness.run.engines import run
+from parity_tests.harness.verdict import judge
 from parity_tests.vocab_parallel.shard import owned_range
 from torch_impl import vocab_parallel as vp
 

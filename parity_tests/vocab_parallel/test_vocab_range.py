@@ -5,7 +5,7 @@ import torch
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from parity_tests import CaseSpec
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.run.engines import run
 from torch_impl.vocab_parallel.vocab_range import ceil_range, gathered_range
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.spec import Spec
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.spec import Spec
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from parity_tests.harness import travel
-from parity_tests.harness.argument import Argument
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.draws import Draw
-from parity_tests.harness.program import Program
+from parity_tests.harness.declare import travel
+from parity_tests.harness.declare.argument import Argument
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.draws import Draw
+from parity_tests.harness.run.program import Program
 
 
 @dataclass(frozen=True)

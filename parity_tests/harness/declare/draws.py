@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.random import Generator
 
-from parity_tests.harness.case import CaseSpec
+from parity_tests.harness.declare.case import CaseSpec
 
 RARE = ("huge", "large", "tiny", "peaked", "neg_inf_mask")  # what many a formula is never given
 FLOAT_KINDS = ("normal", "zeros", "ones", "iota", "ties", *RARE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from parity_tests.harness.spec import Spec
+from parity_tests.harness.declare.spec import Spec
 
 
 def placements(spec: Spec, axes: tuple[str, ...]) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ import importlib
 import linecache
 from collections.abc import Callable
 
-from parity_tests.harness.declared import Declared
+from parity_tests.harness.declare.declared import Declared
 
 TABLE: dict[str, Declared] = {}
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from parity_tests.harness import discover
-from parity_tests.harness.user_files import HEAD
+from parity_tests.harness.declare import discover
+from parity_tests.specimens.user_files import HEAD
 
 SCHEME = (
     HEAD

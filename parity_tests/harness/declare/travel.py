@@ -101,7 +101,7 @@ def _by_value(names: set[str]) -> Iterator[None]:
         module = sys.modules.get(name)
         if module is None or name == "__main__" or name in cloudpickle.list_registry_pickle_by_value():
             continue
-        if name.startswith(("torch_impl", "parity_tests.harness.engines")) and "test_" not in name:
+        if name.startswith(("torch_impl", "parity_tests.harness.run")) and "test_" not in name:
             continue
         cloudpickle.register_pickle_by_value(module)
         registered.append(module)

@@ -8,11 +8,11 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from parity_tests.harness import menu
-from parity_tests.harness.case import SPARE, CaseSpec
-from parity_tests.harness.declared import Declared
-from parity_tests.harness.draws import Chooser
-from parity_tests.harness.engines.ranks import LARGEST_WORLD
+from parity_tests.harness.declare.case import SPARE, CaseSpec
+from parity_tests.harness.declare.declared import Declared
+from parity_tests.harness.declare.draws import Chooser
+from parity_tests.harness.draw import size_choices
+from parity_tests.harness.run.ranks import LARGEST_WORLD
 
 DEFAULT_LIMIT = 8
 
@@ -115,24 +115,24 @@ def _served(scheme: Declared, sizes: Mapping[str, int], world: int | None, limit
     def refusal(why: str) -> ValueError:
         return ValueError(f"scheme '{scheme.name}': {why}")
 
-    tried = menu.meshes(scheme, sizes, world)
+    tried = size_choices.meshes(scheme, sizes, world)
     if not tried:
         asked = f"has {world} ranks" if world else f"has {LARGEST_WORLD} ranks or fewer, which is the limit"
         raise refusal(
             f"no mesh of { ({**scheme.mesh, **{a: n for a, n in sizes.items() if a in scheme.mesh}}) } {asked}"
         )
-    shapes = menu.shapes(scheme, sizes, tried, limit)
+    shapes = size_choices.shapes(scheme, sizes, tried, limit)
     tied = [f"{name}={rule}" for name, rule in scheme.dims.items() if isinstance(rule, str)]
     nothing = f"no sizes agree with {', '.join(tied)} and can be cut" if tied else "no size of its dims can be cut"
     found = Served([], [])
     for mesh in tried:
-        fits = [shape for shape in shapes if menu.compatible(scheme, shape, mesh)]
+        fits = [shape for shape in shapes if size_choices.compatible(scheme, shape, mesh)]
         if fits:
             found.fits.append((mesh, fits))
-        elif why := menu.never(scheme, mesh, sizes):
+        elif why := size_choices.never(scheme, mesh, sizes):
             raise refusal(why)
         else:
-            why = menu.objection(scheme, shapes[0], mesh, sizes) if shapes else None
+            why = size_choices.objection(scheme, shapes[0], mesh, sizes) if shapes else None
             found.left_out.append((mesh, why or nothing))
     # Where sizes were given by hand, meshes that cannot cut them are left out; where none were, it is a mistake.
     if found.left_out and (not found.fits or not sizes):
@@ -144,7 +144,7 @@ def _served(scheme: Declared, sizes: Mapping[str, int], world: int | None, limit
 
 def _sorted_out(scheme: Declared, given: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any]]:
     """Split what the caller gave into sizes (mesh axes and dims) and options."""
-    dims = {*menu.free_dims(scheme), *scheme.dims}
+    dims = {*size_choices.free_dims(scheme), *scheme.dims}
     options = {**scheme.options, **scheme.rank_options}
     sizes, chosen = {}, {}
     for name, value in given.items():

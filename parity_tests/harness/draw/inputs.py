@@ -17,13 +17,13 @@ from numpy.random import Generator, Philox
 
 import jax_ref.layouts as trusted_layouts
 import torch_impl.layouts as production_layouts
-from parity_tests.harness import custom_layout
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.draws import Draw
-from parity_tests.harness.spec import Cut
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.draws import Draw
+from parity_tests.harness.declare.spec import Cut
+from parity_tests.harness.draw import custom_layout
 
 if TYPE_CHECKING:
-    from parity_tests.harness.argument import Argument
+    from parity_tests.harness.declare.argument import Argument
 
 Layouts = Mapping[str, Callable[..., Any]]
 # A partial value is cut over the axes of this type; its dual is what the gradient of the other side has.

@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.declared import Declared
-from parity_tests.harness.drawing import draw_case
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.declared import Declared
+from parity_tests.harness.draw.drawing import draw_case
 
 EXAMPLES = {"quick": 8, "dev": 20, "ci": 60, "nightly": 2000}
 SHAPES = {"quick": 1, "dev": 8, "ci": 12, "nightly": 48}

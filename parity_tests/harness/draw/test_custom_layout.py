@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parity_tests import check, scheme
-from parity_tests.harness import menu
+from parity_tests.harness.draw import size_choices
 
 MESH = (1, 2, 4)
 
@@ -105,9 +105,9 @@ def test_a_short_menu_serves_every_mesh():
     """The least common size of all meshes is none of the odd ones or the powers of two."""
     for layout in (odd, power_of_two):
         made = declared(layout, mesh={"ring": (1, 2, 3, 4)} if layout is odd else {"ring": MESH})
-        tried = menu.meshes(made, {}, None)
-        shapes = menu.shapes(made, {}, tried, 1)
-        assert all(any(menu.compatible(made, shape, mesh) for shape in shapes) for mesh in tried)
+        tried = size_choices.meshes(made, {}, None)
+        shapes = size_choices.shapes(made, {}, tried, 1)
+        assert all(any(size_choices.compatible(made, shape, mesh) for shape in shapes) for mesh in tried)
 
 
 def test_a_menu_of_sizes_is_asked_of_the_layout():

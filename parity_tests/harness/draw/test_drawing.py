@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parity_tests import every_case
-from parity_tests.harness import inputs
-from parity_tests.harness.drawing import draw_case, seeded_chooser
-from parity_tests.harness.specimens import array, cases, sequences, tokens
+from parity_tests.harness.draw import inputs
+from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
+from parity_tests.specimens.drawn_schemes import array, cases, sequences, tokens
 
 
 def test_seeded_chooser():
@@ -38,7 +38,7 @@ def fingerprint(schemes):
 
 
 def test_another_process_draws_the_same():
-    program = "from parity_tests.harness.test_drawing import *; print(fingerprint([tokens, sequences]))"
+    program = "from parity_tests.harness.draw.test_drawing import *; print(fingerprint([tokens, sequences]))"
     environment = {"PYTHONHASHSEED": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert run.stdout.strip() == fingerprint([tokens, sequences])

@@ -6,9 +6,9 @@ import itertools
 import pytest
 
 from parity_tests import offsets, scheme
-from parity_tests.harness import menu
-from parity_tests.harness.drawing import draw_case, seeded_chooser
-from parity_tests.harness.strategy import SHAPES
+from parity_tests.harness.draw import size_choices
+from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
+from parity_tests.harness.draw.strategy import SHAPES
 
 NUMBERS = itertools.count()
 
@@ -51,19 +51,19 @@ each_scheme = pytest.mark.parametrize("made", SCHEMES.values(), ids=SCHEMES.keys
 @each_scheme
 @pytest.mark.parametrize("profile", ["dev", "ci", "nightly"])
 def test_a_short_menu_serves_every_mesh(made, profile):
-    tried = menu.meshes(made, {}, None)
-    shapes = menu.shapes(made, {}, tried, SHAPES[profile])
+    tried = size_choices.meshes(made, {}, None)
+    shapes = size_choices.shapes(made, {}, tried, SHAPES[profile])
     assert 1 < len(shapes) <= {"dev": 8, "ci": 12, "nightly": 48}[profile]
     assert len({tuple(shape.items()) for shape in shapes}) == len(shapes)
     for mesh in tried:
-        served = [shape for shape in shapes if menu.compatible(made, shape, mesh)]
+        served = [shape for shape in shapes if size_choices.compatible(made, shape, mesh)]
         assert served, mesh
 
 
 @each_scheme
 def test_drawn_cases_are_of_the_menu_and_meet_every_mesh(made):
-    tried = menu.meshes(made, {}, None)
-    shapes = menu.shapes(made, {}, tried, 8)
+    tried = size_choices.meshes(made, {}, None)
+    shapes = size_choices.shapes(made, {}, tried, 8)
     cases = [draw_case(made, seeded_chooser(seed), {}, seed=seed) for seed in range(300)]
     assert all(dict(case.dims) in shapes for case in cases)
     assert {tuple(case.mesh.items()) for case in cases} == {tuple(mesh.items()) for mesh in tried}
@@ -72,20 +72,20 @@ def test_drawn_cases_are_of_the_menu_and_meet_every_mesh(made):
 
 def test_the_first_shape_is_the_smallest():
     made = SCHEMES["one cut"]
-    shapes = menu.shapes(made, {}, menu.meshes(made, {}, None), 8)
+    shapes = size_choices.shapes(made, {}, size_choices.meshes(made, {}, None), 8)
     assert shapes[:3] == [{"b": 1, "s": 1, "v": 1}, {"b": 1, "s": 1, "v": 2}, {"b": 1, "s": 1, "v": 4}]
     assert all(len(set(shape.values())) > 1 for shape in shapes[3:])  # unequal sizes are the rule
 
 
 def test_local_sizes():
     made = declared({"tp": (4,)}, {"x": "b v/tp"}, "b tp=I")
-    shapes = menu.shapes(made, {}, menu.meshes(made, {}, None), 48)
+    shapes = size_choices.shapes(made, {}, size_choices.meshes(made, {}, None), 48)
     assert {shape["v"] // 4 for shape in shapes} == {1, 2, 3, 5, 8} == {shape["b"] for shape in shapes}
 
 
 def sizes_of(name):
     made = SCHEMES[name]
-    return menu.shapes(made, {}, menu.meshes(made, {}, None), 48)
+    return size_choices.shapes(made, {}, size_choices.meshes(made, {}, None), 48)
 
 
 def test_relations_hold_in_every_shape():

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from parity_tests.harness.evidence import Evidence
+from parity_tests.harness.explain.evidence import Evidence
 
 
 def absent(evidence: Evidence) -> Iterator[str]:

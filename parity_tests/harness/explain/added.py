@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from parity_tests.harness.clues.arithmetic import known_number
-from parity_tests.harness.evidence import Evidence
+from parity_tests.harness.explain.arithmetic import known_number
+from parity_tests.harness.explain.evidence import Evidence
 
 
 def added(evidence: Evidence) -> Iterator[str]:

@@ -8,8 +8,8 @@ from itertools import chain, islice
 
 import numpy as np
 
-from parity_tests.harness.clues.numbers import Named, named_numbers, shown, sizes_of
-from parity_tests.harness.evidence import Evidence
+from parity_tests.harness.explain.evidence import Evidence
+from parity_tests.harness.explain.numbers import Named, named_numbers, shown, sizes_of
 
 MOST_LISTED = 8
 OF_A_NAME = "a reduction is missing or repeated, or a mean divides by a local count"

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from parity_tests.harness.clues import places, precision, sums
-from parity_tests.harness.clues.absent import absent
-from parity_tests.harness.clues.added import added
-from parity_tests.harness.clues.arithmetic import fitted_number, known_number
-from parity_tests.harness.clues.displaced import displaced
-from parity_tests.harness.clues.order import another_order
-from parity_tests.harness.evidence import Evidence as Evidence
-from parity_tests.harness.evidence import Placed as Placed
+from parity_tests.harness.explain import places, precision, sums
+from parity_tests.harness.explain.absent import absent
+from parity_tests.harness.explain.added import added
+from parity_tests.harness.explain.arithmetic import fitted_number, known_number
+from parity_tests.harness.explain.displaced import displaced
+from parity_tests.harness.explain.evidence import Evidence as Evidence
+from parity_tests.harness.explain.evidence import Placed as Placed
+from parity_tests.harness.explain.order import another_order
 
 
 def explain(evidence: Evidence) -> tuple[str, ...]:

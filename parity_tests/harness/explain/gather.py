@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from parity_tests.harness import inputs
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.compare import COARSER, TensorRow
-from parity_tests.harness.declared import Declared
-from parity_tests.harness.engines.ledger import Ledger
-from parity_tests.harness.evidence import Evidence, Placed
-from parity_tests.harness.marks import id_marks
-from parity_tests.harness.program import Program
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.declared import Declared
+from parity_tests.harness.draw import inputs
+from parity_tests.harness.explain.evidence import Evidence, Placed
+from parity_tests.harness.explain.id_masks import id_marks
+from parity_tests.harness.judge.compare import COARSER, TensorRow
+from parity_tests.harness.run.ledger import Ledger
+from parity_tests.harness.run.program import Program
 
 
 def evidence(

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from parity_tests.harness.argument import Argument
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.compare import TensorRow, owners
-from parity_tests.harness.declared import Declared
-from parity_tests.harness.program import Program
-from parity_tests.harness.spec import Spec
+from parity_tests.harness.declare.argument import Argument
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.declared import Declared
+from parity_tests.harness.declare.spec import Spec
+from parity_tests.harness.judge.compare import TensorRow, owners
+from parity_tests.harness.run.program import Program
 
 
 def id_marks(scheme: Declared, program: Program, case: CaseSpec, row: TensorRow) -> dict[str, np.ndarray]:

@@ -8,7 +8,7 @@ from contextlib import suppress
 import numpy as np
 
 from jax_ref.layouts import contiguous, dual_chunk_swap, striped, uncuttable
-from parity_tests.harness.evidence import Evidence
+from parity_tests.harness.explain.evidence import Evidence
 
 _HEADLINE = "same values in another order: a layout is not undone, or applied twice"
 _TRIED = {"contiguous": contiguous, "dual_chunk_swap": dual_chunk_swap, "striped": striped}

@@ -7,8 +7,8 @@ from itertools import chain
 
 import numpy as np
 
-from parity_tests.harness.clues.arithmetic import fitted_number, known_number
-from parity_tests.harness.evidence import Evidence
+from parity_tests.harness.explain.arithmetic import fitted_number, known_number
+from parity_tests.harness.explain.evidence import Evidence
 
 
 def not_finite(evidence: Evidence) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from parity_tests.harness.evidence import Evidence
+from parity_tests.harness.explain.evidence import Evidence
 
 STORED = "within what "
 

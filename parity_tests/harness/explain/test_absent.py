@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from parity_tests.harness.clues.by_hand import columns_of, evidence, numbers
-from parity_tests.harness.explain import explain
+from parity_tests.harness.explain.clues import explain
+from parity_tests.specimens.evidence_by_hand import columns_of, evidence, numbers
 
 
 def told(got, want, absent, **known):

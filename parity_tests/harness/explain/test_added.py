@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from parity_tests.harness.clues.by_hand import headline, numbers
+from parity_tests.specimens.evidence_by_hand import headline, numbers
 
 BIAS = np.broadcast_to(numbers(5, seed=3), (4, 5))
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from parity_tests.harness.clues.by_hand import headline, numbers
+from parity_tests.specimens.evidence_by_hand import headline, numbers
 
 
 def one_term_each(rows, columns, at, shift):

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from parity_tests import scheme
-from parity_tests.harness.judge import judge
+from parity_tests.harness.verdict import judge
 
 
 def above_the_greatest(x):

@@ -5,8 +5,8 @@ import numpy as np
 import torch
 
 from parity_tests import scheme, values
-from parity_tests.harness.clues.by_hand import evidence, headline, numbers
-from parity_tests.harness.explain import explain
+from parity_tests.harness.explain.clues import explain
+from parity_tests.specimens.evidence_by_hand import evidence, headline, numbers
 
 
 def test_a_few_roundings_more():

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from parity_tests.harness.clues.by_hand import evidence, headline, numbers
-from parity_tests.harness.explain import explain
+from parity_tests.harness.explain.clues import explain
+from parity_tests.specimens.evidence_by_hand import evidence, headline, numbers
 
 
 def test_terms_of_a_sum():

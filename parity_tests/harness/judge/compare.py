@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from parity_tests.harness import inputs
-from parity_tests.harness.argument import Argument
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.declared import Declared
-from parity_tests.harness.oracle import UNIT_ROUNDOFF, Reference
-from parity_tests.harness.program import RankResult
+from parity_tests.harness.declare.argument import Argument
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.declared import Declared
+from parity_tests.harness.draw import inputs
+from parity_tests.harness.judge.oracle import UNIT_ROUNDOFF, Reference
+from parity_tests.harness.run.program import RankResult
 
 # The two constants of every budget. They change only together with a rerun of the false-alarm and kill figures.
 C = 4.0

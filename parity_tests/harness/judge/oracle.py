@@ -15,15 +15,16 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from parity_tests.harness import bridge, inputs
-from parity_tests.harness.argument import Argument
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.declaration import reference_named
-from parity_tests.harness.declared import Declared
-from parity_tests.harness.engines.users_line import at_users_line
-from parity_tests.harness.program import Program
-from parity_tests.harness.rounding import POOL, derivative_with_rounding
-from parity_tests.harness.tree import nested
+from parity_tests.harness.declare.argument import Argument
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.declared import Declared
+from parity_tests.harness.declare.tree import nested
+from parity_tests.harness.declare.validation import reference_named
+from parity_tests.harness.draw import inputs
+from parity_tests.harness.judge import bridge
+from parity_tests.harness.judge.rounding import POOL, derivative_with_rounding
+from parity_tests.harness.run.program import Program
+from parity_tests.harness.run.users_line import at_users_line
 
 DIRECTIONS = 8
 MOST_COMPILED = 250

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from parity_tests.harness.case import SPARE, CaseSpec
-from parity_tests.harness.compare import TensorRow
-from parity_tests.harness.declared import Declared
-from parity_tests.harness.engines.ledger import Ledger
-from parity_tests.harness.engines.protocol import disagreement
-from parity_tests.harness.program import RankResult
+from parity_tests.harness.declare.case import SPARE, CaseSpec
+from parity_tests.harness.declare.declared import Declared
+from parity_tests.harness.judge.compare import TensorRow
+from parity_tests.harness.run.ledger import Ledger
+from parity_tests.harness.run.program import RankResult
+from parity_tests.harness.run.protocol import disagreement
 
 PHASES = {"forward": "fwd", "backward": "bwd"}
 

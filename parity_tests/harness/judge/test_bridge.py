@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from parity_tests.harness import bridge
+from parity_tests.harness.judge import bridge
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -95,7 +95,7 @@ def test_what_is_no_jax_array_is_refused(thing):
 
 NARROW = """
 import jax, numpy as np
-from parity_tests.harness import bridge
+from parity_tests.harness.judge import bridge
 for array in (np.ones(3), np.arange(3)):
     try:
         bridge.to_jax("logits", array)

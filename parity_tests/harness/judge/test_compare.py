@@ -9,12 +9,12 @@ from jaxtyping import Int
 from torch import Tensor
 
 from parity_tests import scheme, values
-from parity_tests.harness import compare, oracle
-from parity_tests.harness.case import DTYPES
-from parity_tests.harness.compare import C, K
-from parity_tests.harness.judge import judge
-from parity_tests.harness.oracle import UNIT_ROUNDOFF
-from parity_tests.harness.program import RankResult
+from parity_tests.harness.declare.case import DTYPES
+from parity_tests.harness.judge import compare, oracle
+from parity_tests.harness.judge.compare import C, K
+from parity_tests.harness.judge.oracle import UNIT_ROUNDOFF
+from parity_tests.harness.run.program import RankResult
+from parity_tests.harness.verdict import judge
 
 U32, U16 = 2.0**-24, 2.0**-8
 
@@ -132,7 +132,7 @@ def rows_of(made, case, spoil=None):
     """The rows of a case, and of the same results after `spoil(results)`."""
     program = made.program()
     reference = oracle.evaluate(made, program, case)
-    from parity_tests.harness.engines.run import run
+    from parity_tests.harness.run.engines import run
 
     results = list(run(program, case, "lockstep").results)
     if spoil:

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from parity_tests import integers, values
-from parity_tests.harness.small_scheme import declared, summed
+from parity_tests.specimens.small_scheme import declared, summed
 
 
 def findings(function, tp=2, b=4, **more):

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from parity_tests import integers, scheme, token_below, values
-from parity_tests.harness import inputs, oracle
-from parity_tests.harness.oracle import UNIT_ROUNDOFF, ReferenceFailure
+from parity_tests.harness.draw import inputs
+from parity_tests.harness.judge import oracle
+from parity_tests.harness.judge.oracle import UNIT_ROUNDOFF, ReferenceFailure
 
 U = UNIT_ROUNDOFF["bfloat16"]
 # Operations err by float32's unit: beside bfloat16's, by which inputs are rounded, the last 16 bits.

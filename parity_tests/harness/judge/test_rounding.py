@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from parity_tests.harness import bridge
-from parity_tests.harness.rounding import POOL, derivative_with_rounding
+from parity_tests.harness.judge import bridge
+from parity_tests.harness.judge.rounding import POOL, derivative_with_rounding
 
 
 @pytest.fixture(autouse=True, scope="module")

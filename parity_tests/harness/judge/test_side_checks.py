@@ -4,10 +4,10 @@ import pytest
 import torch.distributed as dist
 
 from parity_tests import Cost
-from parity_tests.harness import conduct
-from parity_tests.harness.engines.ledger import Ledger, Row
-from parity_tests.harness.report import CostMismatch, HygieneViolation, ProtocolMismatch, Report
-from parity_tests.harness.small_scheme import declared, summed
+from parity_tests.harness.judge import side_checks
+from parity_tests.harness.report.report import CostMismatch, HygieneViolation, ProtocolMismatch, Report
+from parity_tests.harness.run.ledger import Ledger, Row
+from parity_tests.specimens.small_scheme import declared, summed
 
 # Cost
 
@@ -83,13 +83,13 @@ def a_row(rank, **changes):
 )
 def test_ledgers_that_disagree_although_all_ranks_finished(change):
     """As on a backend that gives wrong numbers without an error."""
-    assert conduct.protocol(Ledger([a_row(0), a_row(1)])) == ()
-    [said] = conduct.protocol(Ledger([a_row(0), a_row(1, **change)]))
+    assert side_checks.protocol(Ledger([a_row(0), a_row(1)])) == ()
+    [said] = side_checks.protocol(Ledger([a_row(0), a_row(1, **change)]))
     assert "rank" in said and "scheme.py:" in said
 
 
 def test_a_row_left_over():
-    [said] = conduct.protocol(Ledger([a_row(0), a_row(1), a_row(1, seq=1)]))
+    [said] = side_checks.protocol(Ledger([a_row(0), a_row(1), a_row(1, seq=1)]))
     assert "#1" in said
 
 

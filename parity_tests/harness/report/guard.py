@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from parity_tests.harness.interrupt import interrupts_kept
-from parity_tests.harness.status import EQUAL, FAILED, INTERRUPTED, NOTHING, UNREAD, USAGE
+from parity_tests.harness.report.interrupt import interrupts_kept
+from parity_tests.harness.run.exit_status import EQUAL, FAILED, INTERRUPTED, NOTHING, UNREAD, USAGE
 
 
 def guarded(call: Callable[[], Any]) -> int:
@@ -43,10 +43,10 @@ def _sentence(error: Exception) -> tuple[int, str] | None:
     if isinstance(error, (ValueError, TypeError, ImportError)):
         return USAGE, str(error)
     # Loaded only now: what completes a word or prints a help waits for nothing.
-    from parity_tests.harness.discover import UnusableTarget
-    from parity_tests.harness.engines.failure import NotRun
-    from parity_tests.harness.engines.forks import ServerGone
-    from parity_tests.harness.oracle import ReferenceFailure
+    from parity_tests.harness.declare.discover import UnusableTarget
+    from parity_tests.harness.judge.oracle import ReferenceFailure
+    from parity_tests.harness.run.failure import NotRun
+    from parity_tests.harness.run.processes.forks import ServerGone
 
     if isinstance(error, NotRun):
         return NOTHING, f"not run: {error}"

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from jax_ref.layouts import check_partition
-from parity_tests.harness import colours
-from parity_tests.harness.picture import draw_strip
+from parity_tests.harness.report import colours
+from parity_tests.harness.report.picture import draw_strip
 
 INCHES_PER_LAYOUT = 0.62
 Held = Sequence[Sequence[int] | np.ndarray]  # the positions of each rank

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from parity_tests.harness import colours
-from parity_tests.harness.engines.ledger import Ledger, Row
+from parity_tests.harness.report import colours
+from parity_tests.harness.run.ledger import Ledger, Row
 
 INCHES_PER_RANK, WIDEST = 0.34, 11.0
 FEW = 5  # columns, whose names have room beside each other

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from parity_tests.harness.report import Report
-from parity_tests.harness.status import EQUAL, FAILED, MISMATCH, NOTHING
+from parity_tests.harness.report.report import Report
+from parity_tests.harness.run.exit_status import EQUAL, FAILED, MISMATCH, NOTHING
 
 
 @dataclass(frozen=True)

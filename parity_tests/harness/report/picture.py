@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jax_ref.layouts import BUILTIN, DIGITS, check_partition, uncuttable
-from parity_tests.harness import colours
-from parity_tests.harness.spec import Spec
+from parity_tests.harness.declare.spec import Spec
+from parity_tests.harness.report import colours
 
 if TYPE_CHECKING:
-    from parity_tests.harness.case import CaseSpec
-    from parity_tests.harness.declared import Declared
+    from parity_tests.harness.declare.case import CaseSpec
+    from parity_tests.harness.declare.declared import Declared
 
 PROMISES = {
     "R": "same value, gradients add up",
@@ -84,7 +84,7 @@ def owner_strips(spec: Spec, sizes: Mapping[str, int], mesh: Mapping[str, int], 
 def strips(spec: Spec, sizes: Mapping[str, int], mesh: Mapping[str, int], layouts: Layouts | None = None) -> str:
     """A line for each cut and for each type.
 
-    >>> from parity_tests.harness.spec import parse
+    >>> from parity_tests.harness.declare.spec import parse
     >>> print(strips(parse("b s/cp:dual_chunk_swap tp=I", ("cp", "tp")), {"b": 2, "s": 16}, {"cp": 4, "tp": 2}))
     s/cp:dual_chunk_swap  0011223333221100
     tp=I                  same value, same gradient
@@ -173,7 +173,7 @@ def _tensors(scheme: Declared) -> dict[str, Spec]:
 
 def _bound(scheme: Declared, case: CaseSpec, spec: Spec) -> Layouts:
     """The layout of each cut of a spec with the lengths of this case bound, by `dim/axis`."""
-    from parity_tests.harness.inputs import cut_lengths, layout_function
+    from parity_tests.harness.draw.inputs import cut_lengths, layout_function
 
     return {
         f"{dim.name}/{cut.axis}": layout_function(

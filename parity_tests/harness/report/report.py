@@ -11,11 +11,11 @@ from typing import Any
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.compare import TensorRow
-from parity_tests.harness.draws import RARE
-from parity_tests.harness.engines.failure import RankFailure
-from parity_tests.harness.engines.ledger import Ledger
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.draws import RARE
+from parity_tests.harness.judge.compare import TensorRow
+from parity_tests.harness.run.failure import RankFailure
+from parity_tests.harness.run.ledger import Ledger
 
 PLAIN_WIDTH = 132
 COLUMNS = ("tensor", "worst error", "budget", "ratio", "headroom", "where")
@@ -172,7 +172,7 @@ class Report:
         return Group(*parts)
 
     def _repr_html_(self) -> str:
-        from parity_tests.harness.report_figure import html
+        from parity_tests.harness.report.report_figure import html
 
         return html(self)
 

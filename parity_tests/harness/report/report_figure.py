@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from parity_tests.harness.compare import TensorRow, errors
-from parity_tests.harness.tiles import whole_numbers
+from parity_tests.harness.judge.compare import TensorRow, errors
+from parity_tests.harness.report.tiles import whole_numbers
 
 if TYPE_CHECKING:
-    from parity_tests.harness.report import Report
+    from parity_tests.harness.report.report import Report
 
 FLOOR = 1e-3  # ratios below are drawn as this: far inside the budget
 MOST_COLUMNS = 3  # of panels: more would be scaled down to the page

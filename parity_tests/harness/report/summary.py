@@ -10,9 +10,9 @@ from xml.etree import ElementTree
 from rich.console import Console
 from rich.table import Table
 
-from parity_tests.harness.compare import TensorRow
-from parity_tests.harness.outcome import Outcome, Wanted
-from parity_tests.harness.report import Report
+from parity_tests.harness.judge.compare import TensorRow
+from parity_tests.harness.report.outcome import Outcome, Wanted
+from parity_tests.harness.report.report import Report
 
 SLOWEST = 5
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from parity_tests.harness.guard import guarded
-from parity_tests.harness.interrupt import interrupts_kept
-from parity_tests.harness.status import INTERRUPTED
+from parity_tests.harness.report.guard import guarded
+from parity_tests.harness.report.interrupt import interrupts_kept
+from parity_tests.harness.run.exit_status import INTERRUPTED
 
 LONG_S = 20.0
 

@@ -5,14 +5,14 @@ import torch
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from parity_tests.harness import report_figure
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.colours import of_rank
-from parity_tests.harness.engines.ledger import Ledger
-from parity_tests.harness.engines.run import run
-from parity_tests.harness.judge import judge
-from parity_tests.harness.ledger_picture import figure
-from parity_tests.harness.tiles import rank_legend, tiles
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.report import report_figure
+from parity_tests.harness.report.colours import of_rank
+from parity_tests.harness.report.ledger_picture import figure
+from parity_tests.harness.report.tiles import rank_legend, tiles
+from parity_tests.harness.run.engines import run
+from parity_tests.harness.run.ledger import Ledger
+from parity_tests.harness.verdict import judge
 from parity_tests.injected_bugs.planted import PLANTED
 from torch_impl.collectives import all_reduce, ring_shift
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from parity_tests.harness.out_path import refuse_no_folder
+from parity_tests.harness.report.out_path import refuse_no_folder
 
 
 def test_a_folder_that_can_be_made_is_not_refused(tmp_path):

@@ -7,11 +7,11 @@ from xml.etree import ElementTree
 import pytest
 
 from parity_tests import scheme, values
-from parity_tests.harness import summary
-from parity_tests.harness.engines.failure import Raised
-from parity_tests.harness.judge import judge
-from parity_tests.harness.report import GradientMismatch, ValueMismatch, merged
-from parity_tests.harness.session import Outcome
+from parity_tests.cli.session import Outcome
+from parity_tests.harness.report import summary
+from parity_tests.harness.report.report import GradientMismatch, ValueMismatch, merged
+from parity_tests.harness.run.failure import Raised
+from parity_tests.harness.verdict import judge
 
 
 def identity(x):

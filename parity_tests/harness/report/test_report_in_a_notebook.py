@@ -3,7 +3,7 @@
 import pytest
 import rich.console
 
-from parity_tests.harness.judge import judge
+from parity_tests.harness.verdict import judge
 from parity_tests.injected_bugs.planted import PLANTED, gather_that_keeps_the_layout
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from parity_tests.harness import colours
+from parity_tests.harness.report import colours
 
 MOST_TEXT = 512  # cells; in more the numbers could not be read
 

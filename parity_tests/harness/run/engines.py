@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.engines.ranks import ENGINES, LARGEST_WORLD, LOCKSTEP_QUIET_S, PROCESS_QUIET_S, Ranks
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.run.ranks import ENGINES, LARGEST_WORLD, LOCKSTEP_QUIET_S, PROCESS_QUIET_S, Ranks
 
 
 def run(
@@ -25,13 +25,13 @@ def run(
     if not 1 <= case.world <= LARGEST_WORLD:
         raise ValueError(f"engines.run: mesh {dict(case.mesh)} has {case.world} ranks; the limit is {LARGEST_WORLD}")
     if engine == "lockstep":
-        from parity_tests.harness.engines import lockstep
+        from parity_tests.harness.run.lockstep import lockstep
 
         return lockstep.run(fn, case, quiet_s=quiet_s or LOCKSTEP_QUIET_S)
     if engine == "torchrun":
-        from parity_tests.harness.engines import launch
+        from parity_tests.harness.run.processes import launch
 
         return launch.run(fn, case, quiet_s=quiet_s or PROCESS_QUIET_S)
-    from parity_tests.harness.engines import pool
+    from parity_tests.harness.run.processes import pool
 
     return pool.run(fn, case, backend=engine, quiet_s=quiet_s or PROCESS_QUIET_S)

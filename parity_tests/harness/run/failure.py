@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.engines.ledger import Ledger
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.run.ledger import Ledger
 
 WRAPPED = "failed to run forward"  # in torch's words over what a stage of a pipeline raised
 

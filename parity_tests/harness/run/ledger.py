@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from parity_tests.harness.engines.users_line import base, is_plumbing
+from parity_tests.harness.run.users_line import base, is_plumbing
 
 _COLLECTIVES = str(Path(__file__).resolve().parents[3] / "torch_impl" / "collectives")
 

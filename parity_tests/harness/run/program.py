@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from parity_tests.harness import inputs
-from parity_tests.harness.argument import Argument
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.draws import Draw
-from parity_tests.harness.engines.failure import RankFault
-from parity_tests.harness.spec import Cut
-from parity_tests.harness.tree import nested
+from parity_tests.harness.declare.argument import Argument
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.draws import Draw
+from parity_tests.harness.declare.spec import Cut
+from parity_tests.harness.declare.tree import nested
+from parity_tests.harness.draw import inputs
+from parity_tests.harness.run.failure import RankFault
 from torch_impl.collectives.mesh import MeshView
 
 

@@ -11,9 +11,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.engines.failure import Mismatch
-from parity_tests.harness.engines.ledger import Ledger, Row
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.run.failure import Mismatch
+from parity_tests.harness.run.ledger import Ledger, Row
 
 _P2P = ("send", "recv")
 

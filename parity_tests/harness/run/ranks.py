@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # it loads torch, and the names are asked for by who completes a word
-    from parity_tests.harness.engines.ledger import Ledger
+    from parity_tests.harness.run.ledger import Ledger
 
 ENGINES = ("lockstep", "gloo", "nccl", "torchrun")
 LARGEST_WORLD = 64

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from parity_tests.harness.argument import Argument
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.compare import gradient_pieces, stitch
-from parity_tests.harness.declared import Declared
-from parity_tests.harness.drawing import draw_case, seeded_chooser
-from parity_tests.harness.engines.run import run
-from parity_tests.harness.program import RankResult
+from parity_tests.harness.declare.argument import Argument
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.declared import Declared
+from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
+from parity_tests.harness.judge.compare import gradient_pieces, stitch
+from parity_tests.harness.run.engines import run
+from parity_tests.harness.run.program import RankResult
 
 
 def run_whole(

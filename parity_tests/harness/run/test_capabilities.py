@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.engines.agreement import (
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.specimens.engine_agreement import (
     Pairs,
     agree,
     all_gather,

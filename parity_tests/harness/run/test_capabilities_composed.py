@@ -8,8 +8,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.engines.agreement import (
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.specimens.engine_agreement import (
     Pairs,
     agree,
     all_gather,

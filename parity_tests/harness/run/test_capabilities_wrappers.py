@@ -20,8 +20,8 @@ from torch.distributed.pipelining import (
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.engines.agreement import Pairs, agree, verify
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.specimens.engine_agreement import Pairs, agree, verify
 
 MICROBATCHES = 4
 

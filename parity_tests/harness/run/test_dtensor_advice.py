@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from parity_tests.harness import session
-from parity_tests.harness.advice import SAID_BY, without_advice
+from parity_tests.cli import session
+from parity_tests.harness.run.dtensor_advice import SAID_BY, without_advice
 from parity_tests.injected_bugs.runner import killing_run
 
 

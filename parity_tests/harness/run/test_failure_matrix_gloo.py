@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.engines import pool
-from parity_tests.harness.engines.failure import RankFailure
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.run.failure import RankFailure
+from parity_tests.harness.run.processes import pool
 
 VERDICT_S = {"raised": 0.5, "unwaited": 0.5}  # own mistakes; all else:
 OTHER_VERDICT_S = 2.0

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.engines import failure, lockstep
-from parity_tests.harness.engines.agreement import all_gather
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.run import failure
+from parity_tests.harness.run.lockstep import lockstep
+from parity_tests.specimens.engine_agreement import all_gather
 
 VERDICT_S = 0.05
 FILE = "test_failure_matrix_lockstep.py"

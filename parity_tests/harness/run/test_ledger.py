@@ -4,8 +4,8 @@ import inspect
 
 import pytest
 
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.run.engines import run
 from torch_impl.collectives import all_reduce
 
 

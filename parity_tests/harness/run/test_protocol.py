@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from parity_tests.harness.engines.ledger import Ledger, Row
-from parity_tests.harness.engines.protocol import crossed, disagreement
+from parity_tests.harness.run.ledger import Ledger, Row
+from parity_tests.harness.run.protocol import crossed, disagreement
 
 
 def row(rank: int, seq: int = 0, op: str = "all_reduce", **more: Any) -> Row:

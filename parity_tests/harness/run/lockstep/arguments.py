@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from parity_tests.harness.engines.reduction import name_of
+from parity_tests.harness.run.lockstep.reduction import name_of
 
 
 def listed(tensors: Any) -> list[Tensor]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from parity_tests.harness.engines.ledger import Row
+from parity_tests.harness.run.ledger import Row
 
 
 @dataclass(slots=True, eq=False)

@@ -12,10 +12,8 @@ from typing import NoReturn
 
 import torch
 
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.engines.baton import Baton, Halt
-from parity_tests.harness.engines.call import Call
-from parity_tests.harness.engines.failure import (
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.run.failure import (
     Deadlock,
     Mismatch,
     Modified,
@@ -26,10 +24,12 @@ from parity_tests.harness.engines.failure import (
     Unwaited,
     own,
 )
-from parity_tests.harness.engines.ledger import Ledger, Row
-from parity_tests.harness.engines.mailbox import Mailboxes
-from parity_tests.harness.engines.meeting import Disagreement, Meeting
-from parity_tests.harness.engines.users_line import is_plumbing, raised_at
+from parity_tests.harness.run.ledger import Ledger, Row
+from parity_tests.harness.run.lockstep.call import Call
+from parity_tests.harness.run.lockstep.message_queue import Mailboxes
+from parity_tests.harness.run.lockstep.rendezvous import Disagreement, Meeting
+from parity_tests.harness.run.lockstep.scheduler import Baton, Halt
+from parity_tests.harness.run.users_line import is_plumbing, raised_at
 
 GroupKey = tuple[str, tuple[int, ...]]
 

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from parity_tests.harness.engines import arguments, world
-from parity_tests.harness.engines.arguments import listed, nested, reduce_op, root_place
-from parity_tests.harness.engines.call import Call
-from parity_tests.harness.engines.ledger import Row, call_site, group_label, phase
-from parity_tests.harness.engines.work import CollectedWork, LockstepWork
+from parity_tests.harness.run.ledger import Row, call_site, group_label, phase
+from parity_tests.harness.run.lockstep import arguments, world
+from parity_tests.harness.run.lockstep.arguments import listed, nested, reduce_op, root_place
+from parity_tests.harness.run.lockstep.call import Call
+from parity_tests.harness.run.lockstep.work import CollectedWork, LockstepWork
 
 Tensors = Sequence[Tensor]
 Cut = Callable[[list[Tensor]], list[Tensor]]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 
-from parity_tests.harness.engines.call import Call
-from parity_tests.harness.engines.meeting import Disagreement
+from parity_tests.harness.run.lockstep.call import Call
+from parity_tests.harness.run.lockstep.rendezvous import Disagreement
 
 
 class Mailboxes:

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from parity_tests.harness.engines.arguments import described
-from parity_tests.harness.engines.call import Call
-from parity_tests.harness.engines.ledger import Row
-from parity_tests.harness.engines.reduction import combined
+from parity_tests.harness.run.ledger import Row
+from parity_tests.harness.run.lockstep.arguments import described
+from parity_tests.harness.run.lockstep.call import Call
+from parity_tests.harness.run.lockstep.reduction import combined
 
 
 class Disagreement(Exception):

@@ -13,7 +13,7 @@ from typing import NoReturn, Protocol
 
 import torch
 
-from parity_tests.harness.engines.failure import RankFailure
+from parity_tests.harness.run.failure import RankFailure
 
 
 class Halt(BaseException):

@@ -10,10 +10,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.engines import failure, lockstep
-from parity_tests.harness.engines.agreement import all_gather, named
-from parity_tests.harness.engines.group import REFUSED, LockstepGroup
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.run import failure
+from parity_tests.harness.run.lockstep import lockstep
+from parity_tests.harness.run.lockstep.group import REFUSED, LockstepGroup
+from parity_tests.specimens.engine_agreement import all_gather, named
 
 CASE = CaseSpec("lockstep", {"tp": 2})
 

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.engines import failure, lockstep
-from parity_tests.harness.engines.run import run
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.run import failure
+from parity_tests.harness.run.engines import run
+from parity_tests.harness.run.lockstep import lockstep
 
 
 def case(world: int, **more: Any) -> CaseSpec:

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parity_tests.harness.engines.call import Call
-from parity_tests.harness.engines.traffic import Traffic
+from parity_tests.harness.run.lockstep.call import Call
+from parity_tests.harness.run.lockstep.exchange import Traffic
 
 
 class LockstepWork(dist.Work):

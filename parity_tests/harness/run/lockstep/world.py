@@ -20,7 +20,7 @@ from torch._C import _distributed_c10d as c_api
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from parity_tests.harness.engines.traffic import Traffic
+from parity_tests.harness.run.lockstep.exchange import Traffic
 
 # DeviceMesh makes itself distinct by thread on a backend of this name, which keeps DTensor's caches apart.
 BACKEND = "threaded"

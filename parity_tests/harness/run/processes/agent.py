@@ -8,7 +8,7 @@ import threading
 import time
 from typing import NoReturn
 
-from parity_tests.harness.status import FAILED
+from parity_tests.harness.run.exit_status import FAILED
 
 LOOK_S = 0.5  # between two looks
 _watching: list[threading.Thread] = []

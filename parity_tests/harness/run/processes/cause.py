@@ -10,11 +10,11 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.engines import failure
-from parity_tests.harness.engines.ledger import Ledger, Row
-from parity_tests.harness.engines.protocol import crossed
-from parity_tests.harness.engines.protocol import disagreement as disagreement
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.run import failure
+from parity_tests.harness.run.ledger import Ledger, Row
+from parity_tests.harness.run.protocol import crossed
+from parity_tests.harness.run.protocol import disagreement as disagreement
 
 DONE, RAISED, DIED, RUNNING = "done", "raised", "died", "running"
 _VICTIM = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out", "Application timeout")

@@ -17,7 +17,7 @@ from typing import Any
 
 START_S = 120.0  # importing torch from a cold disk
 KILL_S = 5.0
-_PACKAGES = Path(__file__).resolve().parents[3]
+_PACKAGES = Path(__file__).resolve().parents[4]
 GONE = "engines.pool: the process that forks the ranks has ended, and the ranks with it; run again"
 
 
@@ -32,7 +32,14 @@ class ForkServer:
         self.folder = tempfile.mkdtemp(prefix="shardproof_")
         self._socket, theirs = socket.socketpair()
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "parity_tests.harness.engines.server", str(theirs.fileno()), self.folder],
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "parity_tests.harness.run.processes.server",
+                str(theirs.fileno()),
+                self.folder,
+            ],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # an interrupt at the terminal is the parent's to handle

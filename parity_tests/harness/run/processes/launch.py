@@ -30,16 +30,16 @@ from typing import Any, TypeVar
 import cloudpickle
 import torch.distributed as dist
 
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.engines.agent import leave, leave_with_agent
-from parity_tests.harness.engines.channel import place
-from parity_tests.harness.engines.failure import NotRun, RankFailure
-from parity_tests.harness.engines.ledger import Ledger
-from parity_tests.harness.engines.member import Follower, Leader
-from parity_tests.harness.engines.ranks import Ranks
-from parity_tests.harness.engines.verdict import verdict
-from parity_tests.harness.status import USAGE
-from parity_tests.harness.travel import dumps
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.travel import dumps
+from parity_tests.harness.run.exit_status import USAGE
+from parity_tests.harness.run.failure import NotRun, RankFailure
+from parity_tests.harness.run.ledger import Ledger
+from parity_tests.harness.run.processes.agent import leave, leave_with_agent
+from parity_tests.harness.run.processes.cause import verdict
+from parity_tests.harness.run.processes.channel import place
+from parity_tests.harness.run.processes.member import Follower, Leader
+from parity_tests.harness.run.ranks import Ranks
 
 T = TypeVar("T")
 _leader: Leader | None = None

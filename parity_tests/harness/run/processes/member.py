@@ -15,12 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parity_tests.harness.engines import preload
-from parity_tests.harness.engines.board import WAITING, Board
-from parity_tests.harness.engines.channel import connect
-from parity_tests.harness.engines.failure import NotRun
-from parity_tests.harness.engines.rank import Job, Rank, observe, rows_so_far
-from parity_tests.harness.engines.verdict import DIED, DONE, RUNNING, Outcome
+from parity_tests.harness.run.failure import NotRun
+from parity_tests.harness.run.processes import preload
+from parity_tests.harness.run.processes.cause import DIED, DONE, RUNNING, Outcome
+from parity_tests.harness.run.processes.channel import connect
+from parity_tests.harness.run.processes.rank import Job, Rank, observe, rows_so_far
+from parity_tests.harness.run.processes.status_table import WAITING, Board
 
 TICK_S = 0.01
 SHOW_S = 0.2  # between two signs of life

@@ -13,11 +13,11 @@ import importlib
 import cloudpickle
 import torch
 
-from parity_tests.harness.engines.recorder import Recorder
+from parity_tests.harness.run.processes.recorder import Recorder
 
 NEEDED = (
-    "parity_tests.harness.engines.worker",
-    "parity_tests.harness.program",
+    "parity_tests.harness.run.processes.worker",
+    "parity_tests.harness.run.program",
     "torch.distributed.fsdp",
     "torch.distributed.nn.functional",
     "torch.distributed.tensor",

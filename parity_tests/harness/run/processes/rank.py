@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from parity_tests.harness.case import CaseSpec
-from parity_tests.harness.engines import board
-from parity_tests.harness.engines.failure import RankFailure, RankFault, own
-from parity_tests.harness.engines.ledger import Row
-from parity_tests.harness.engines.recorder import Recorder, observe_waits
-from parity_tests.harness.engines.users_line import raised_at
-from parity_tests.harness.engines.verdict import DONE, RAISED, Outcome
-from parity_tests.harness.engines.world import flattened
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.run.failure import RankFailure, RankFault, own
+from parity_tests.harness.run.ledger import Row
+from parity_tests.harness.run.lockstep.world import flattened
+from parity_tests.harness.run.processes import status_table
+from parity_tests.harness.run.processes.cause import DONE, RAISED, Outcome
+from parity_tests.harness.run.processes.recorder import Recorder, observe_waits
+from parity_tests.harness.run.users_line import raised_at
 from torch_impl.collectives import MeshView
 
 BACKEND_TIMEOUT_S = 30  # the last net, far above every verdict
@@ -32,7 +32,9 @@ _current: Recorder | None = None
 class Rank:
     """One member of the default group. Functions are kept by key, meshes by shape; a job's own groups are not."""
 
-    def __init__(self, slot: board.Slot, backend: str, store: dist.Store, rank: int, world: int, gpu: int) -> None:
+    def __init__(
+        self, slot: status_table.Slot, backend: str, store: dist.Store, rank: int, world: int, gpu: int
+    ) -> None:
         self._slot, self.rank = slot, rank
         self._device = "cuda" if backend == "nccl" else "cpu"
         self._gpu = gpu
@@ -55,10 +57,10 @@ class Rank:
             mesh = self._mesh(case)
         except Exception as error:
             return _raised(self.rank, Recorder(), error)
-        self._slot.issue("", board.COMPUTING)
+        self._slot.issue("", status_table.COMPUTING)
         ready()
         outcome = attempt(self._functions[key], mesh, case, self._slot)
-        self._slot.enter(board.FINISHED)
+        self._slot.enter(status_table.FINISHED)
         return outcome
 
     def _settle(self) -> None:
@@ -81,7 +83,7 @@ class Rank:
         return self._meshes[shape]
 
 
-def attempt(fn: Callable, mesh: MeshView, case: CaseSpec, slot: board.Slot | None = None) -> Outcome:
+def attempt(fn: Callable, mesh: MeshView, case: CaseSpec, slot: status_table.Slot | None = None) -> Outcome:
     """Call `fn(mesh, case)` under a recorder; whatever happens comes back as an outcome."""
     global _current
     rank = dist.get_rank()

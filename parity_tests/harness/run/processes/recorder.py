@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
-from parity_tests.harness.engines import board
-from parity_tests.harness.engines.dispatched import OPERATORS, SILENT, Issue, issue
-from parity_tests.harness.engines.ledger import Row, call_site, group_label, phase
+from parity_tests.harness.run.ledger import Row, call_site, group_label, phase
+from parity_tests.harness.run.processes import status_table
+from parity_tests.harness.run.processes.dispatched import OPERATORS, SILENT, Issue, issue
 
 
 class _Nowhere:
@@ -31,7 +31,7 @@ class _Nowhere:
 class Recorder(TorchDispatchMode):
     """Rows of one run of one rank. `axes` are the mesh's, by which groups are called."""
 
-    def __init__(self, slot: board.Slot | None = None, axes: Mapping[str, int] | None = None) -> None:
+    def __init__(self, slot: status_table.Slot | None = None, axes: Mapping[str, int] | None = None) -> None:
         super().__init__()
         self.rows: list[Row] = []
         self.backend_errors: list[BaseException] = []
@@ -100,7 +100,7 @@ class Recorder(TorchDispatchMode):
     def _blocked(self, row: Row | None = None) -> Iterator[None]:
         """Inside the backend: the board says so, and an exception from here is the backend's."""
         if row is None:
-            self._slot.enter(board.WAITING)
+            self._slot.enter(status_table.WAITING)
         else:
             self._slot.issue(str(row))
         try:
@@ -109,7 +109,7 @@ class Recorder(TorchDispatchMode):
             self.backend_errors.append(error)
             raise
         finally:
-            self._slot.enter(board.COMPUTING)
+            self._slot.enter(status_table.COMPUTING)
 
     def wait(self, work: dist.Work) -> contextlib.AbstractContextManager[None]:
         """The caller waits for this work."""

@@ -21,7 +21,7 @@ from typing import NoReturn
 
 
 def main(parent: socket.socket, folder: str) -> NoReturn:
-    from parity_tests.harness.engines import preload
+    from parity_tests.harness.run.processes import preload
 
     preload.warm()
     gc.collect()
@@ -85,7 +85,7 @@ def _become_rank(place: dict, fds: list[int], parent: socket.socket, own: tuple[
         parent.close()
         for fd in own:
             os.close(fd)
-        from parity_tests.harness.engines import worker
+        from parity_tests.harness.run.processes import worker
 
         worker.main(*fds, **place)
         code = 0

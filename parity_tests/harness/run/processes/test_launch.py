@@ -18,9 +18,9 @@ LIMIT_S = 120
 JOB = """
     import sys
     import torch, torch.distributed as dist
-    from parity_tests.harness.case import CaseSpec
-    from parity_tests.harness.engines import launch
-    from parity_tests.harness.engines.failure import NotRun, RankFailure
+    from parity_tests.harness.declare.case import CaseSpec
+    from parity_tests.harness.run.processes import launch
+    from parity_tests.harness.run.failure import NotRun, RankFailure
 
     if not launch.is_rank_zero():
         status = launch.serve()
@@ -178,7 +178,7 @@ def test_torchrun_starts_it(tmp_path: Path) -> None:
 
 
 def test_outside_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    from parity_tests.harness.engines import launch
+    from parity_tests.harness.run.processes import launch
 
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ValueError) as caught:

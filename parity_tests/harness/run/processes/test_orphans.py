@@ -23,8 +23,8 @@ SCRIPT = """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # as at a terminal; what a shell starts with & ignores it
     import torch, torch.distributed as dist
     from pathlib import Path
-    from parity_tests.harness.case import CaseSpec
-    from parity_tests.harness.engines import pool
+    from parity_tests.harness.declare.case import CaseSpec
+    from parity_tests.harness.run.processes import pool
 
     what, marker = sys.argv[1:]
     case = CaseSpec("orphans", {"tp": 2})

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from parity_tests.harness.engines.server import _serve
+from parity_tests.harness.run.processes.server import _serve
 
 
 @pytest.mark.timeout(10)

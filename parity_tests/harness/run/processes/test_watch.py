@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from parity_tests.harness.engines.board import COMPUTING, SLOT, WAITING, Board
-from parity_tests.harness.engines.watch import Seat, Watch, _Stillness
+from parity_tests.harness.run.processes.status_table import COMPUTING, SLOT, WAITING, Board
+from parity_tests.harness.run.processes.watch import Seat, Watch, _Stillness
 
 
 def after_steps(code: str, board: Board) -> _Stillness:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from parity_tests.harness.engines.board import COMPUTING, STARTING, WAITING, Board
-from parity_tests.harness.engines.forks import ForkServer
-from parity_tests.harness.engines.ledger import Row
-from parity_tests.harness.engines.verdict import DIED, DONE, RUNNING, Outcome, verdict
+from parity_tests.harness.run.ledger import Row
+from parity_tests.harness.run.processes.cause import DIED, DONE, RUNNING, Outcome, verdict
+from parity_tests.harness.run.processes.forks import ForkServer
+from parity_tests.harness.run.processes.status_table import COMPUTING, STARTING, WAITING, Board
 
 TICK_S = 0.05
 STALL_S = 1.25  # all ranks wait or are done, and nothing moves

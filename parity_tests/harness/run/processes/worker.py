@@ -13,15 +13,15 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from parity_tests.harness.engines import board
-from parity_tests.harness.engines.rank import Rank, observe, rows_so_far
+from parity_tests.harness.run.processes import status_table
+from parity_tests.harness.run.processes.rank import Rank, observe, rows_so_far
 
 
 def main(work_fd: int, control_fd: int, *, rank: int, world: int, backend: str, folder: str) -> None:
     work = Connection(work_fd)
     threading.Thread(target=_answer, args=(Connection(control_fd),), daemon=True).start()
     observe()
-    slot = board.Board(Path(folder) / "board", world).slot(rank)
+    slot = status_table.Board(Path(folder) / "board", world).slot(rank)
     member = Rank(slot, backend, dist.FileStore(str(Path(folder) / "store"), world), rank, world, gpu=rank)
     try:
         while True:
