@@ -14,7 +14,7 @@ import torch
 
 from parity_tests.harness.run.users_line import base, is_plumbing
 
-_COLLECTIVES = str(Path(__file__).resolve().parents[3] / "torch_impl" / "collectives")
+_COLLECTIVES = str(Path(__file__).parents[3] / "torch_impl" / "collectives")
 
 
 @dataclass(frozen=True)

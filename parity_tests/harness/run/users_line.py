@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 _PYTHON = str(Path(contextlib.__file__).parent)
-_TORCH = str(Path(torch.__file__).resolve().parent)
-_HARNESS = str(Path(__file__).resolve().parents[1])
+_TORCH = str(Path(torch.__file__).parent)
+_HARNESS = str(Path(__file__).parents[1])
 
 
 @cache
