@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("torch_impl", "jax_ref", "parity_tests", "docs", "notebooks")
-LONGEST = 300  # lines of a file
+LONGEST = 450  # lines of a file
 LONGEST_FUNCTION = 60  # lines of a function, with signature and docstring
 
 # Functions whose arguments, one to a line and explained, are most of their lines; the code alone is short enough.
