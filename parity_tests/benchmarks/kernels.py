@@ -18,9 +18,9 @@ from torch import Tensor
 from parity_tests.benchmarks.figure import Figure, spread
 from torch_impl.kernels import rows_at
 from torch_impl.layouts import dual_chunk_swap
-from torch_impl.vocab_parallel import joint
+from torch_impl.vocab_parallel import fused_logprob
 from torch_impl.vocab_parallel import statistics as st
-from torch_impl.vocab_parallel.asked import asked_of
+from torch_impl.vocab_parallel.fused_logprob import asked_of
 
 ROWS, COLUMNS = 4096, 131072  # 1 GiB in bfloat16
 ROUNDS, WARM = 21, 3
@@ -105,8 +105,8 @@ def arms_of(logits: Tensor, backends: tuple[str, ...]) -> dict[str, Arm]:
     )
     column, own, given = _given(logits)
     for backend in backends:
-        local = joint.in_backend(st.local_statistics, backend)
-        write = joint.in_backend(joint.write_gradient, backend)
+        local = fused_logprob.in_backend(st.local_statistics, backend)
+        write = fused_logprob.in_backend(fused_logprob.write_gradient, backend)
         arms[f"statistics, {backend}"] = Arm(partial(local, logits, column, 1.0, False), 0.5)
         arms[f"gradient, {backend}"] = Arm(partial(write, into, logits, 1.0, True, own, *given, None, None), 1.0)
     order = torch.cat(dual_chunk_swap(len(logits), 2, device=logits.device))
@@ -127,13 +127,13 @@ def check(logits: Tensor, backends: tuple[str, ...]) -> None:
 
     def gradient(x: Tensor, g: Tensor, *rest: Tensor) -> Tensor:
         out = torch.empty_like(x)
-        joint.write_gradient(out, x, 1.0, True, asked_of(column.to(x.device), g), *rest, None, None)
+        fused_logprob.write_gradient(out, x, 1.0, True, asked_of(column.to(x.device), g), *rest, None, None)
         return out
 
     for backend in backends:
-        found = joint.in_backend(st.local_statistics, backend)(some, None, 1.0, True)[1:]
+        found = fused_logprob.in_backend(st.local_statistics, backend)(some, None, 1.0, True)[1:]
         out = torch.empty(some.shape, device=some.device)
-        joint.in_backend(joint.write_gradient, backend)(out, some, 1.0, True, own, *given, None, None)
+        fused_logprob.in_backend(fused_logprob.write_gradient, backend)(out, some, 1.0, True, own, *given, None, None)
         worst = max(
             worst_ratio(found, sums, (some,), some.shape[-1]),
             worst_ratio(out, gradient, (some, own.own, *given), 1),
@@ -171,16 +171,16 @@ class _WholeRows(torch.autograd.Function):
     """Log-probability of rows that are whole on this device: no group, no collective."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, plan: joint.Plan) -> tuple[Tensor, ...]:
-        return joint.forward(ctx, logits, target, plan)
+    def forward(ctx: Any, logits: Tensor, target: Tensor, plan: fused_logprob.Plan) -> tuple[Tensor, ...]:
+        return fused_logprob.forward(ctx, logits, target, plan)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        return joint.backward(ctx, *cotangents), None, None
+        return fused_logprob.backward(ctx, *cotangents), None, None
 
 
 def logprob_and_gradient(logits: Tensor, backend: str, **options: bool) -> Tensor:
-    plan = joint.Plan("benchmark", None, 0, logits.shape[-1], whole_rows=True, backend=backend, **options)
+    plan = fused_logprob.Plan("benchmark", None, 0, logits.shape[-1], whole_rows=True, backend=backend, **options)
     z = logits.detach().requires_grad_()
     outputs = _WholeRows.apply(z, _target(logits), plan)
     return torch.autograd.grad(outputs, z, [torch.ones_like(output) for output in outputs])[0]

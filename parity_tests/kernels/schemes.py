@@ -20,9 +20,9 @@ from torch_impl.kernels import rows_at
 from torch_impl.kernels.softmax_gradient import write_gradient
 from torch_impl.kernels.softmax_statistics import local_statistics
 from torch_impl.layouts import dual_chunk_swap
-from torch_impl.vocab_parallel import joint, vocab_parallel_logprob
+from torch_impl.vocab_parallel import fused_logprob, vocab_parallel_logprob
 from torch_impl.vocab_parallel import statistics as st
-from torch_impl.vocab_parallel.asked import asked_of
+from torch_impl.vocab_parallel.fused_logprob import asked_of
 
 KINDS = values("peaked", "neg_inf_mask", "normal", "ties", "huge")
 STEP = 2  # columns: a row of five has three blocks
@@ -86,19 +86,19 @@ def _logprob(mesh, logits, target, temperature, with_entropy):
     },
 )
 def triton_gather_logprob(mesh, logits, ids):
-    plan = joint.Plan("test", mesh["tp"], *owned_range(mesh), several=True, backend="triton")
+    plan = fused_logprob.Plan("test", mesh["tp"], *owned_range(mesh), several=True, backend="triton")
     return _Joint.apply(logits, ids, plan)
 
 
 class _Joint(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, ids, plan):
-        return joint.forward(ctx, logits, ids, plan)[0]
+        return fused_logprob.forward(ctx, logits, ids, plan)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *cotangents):
-        return joint.backward(ctx, *cotangents), None, None
+        return fused_logprob.backward(ctx, *cotangents), None, None
 
 
 @scheme(

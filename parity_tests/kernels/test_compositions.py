@@ -15,7 +15,6 @@ from parity_tests.vocab_parallel.test_next_token import next_tokens
 from parity_tests.vocab_parallel.test_sampling import logprob_with_sampling
 from parity_tests.vocab_parallel.test_softmax import vocab_parallel_log_softmax, vocab_parallel_softmax
 from torch_impl.kernels import softmax_gradient, softmax_statistics
-from torch_impl.vocab_parallel import joint
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="not run: a rank's tensors are on the CPU")
 

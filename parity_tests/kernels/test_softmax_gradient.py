@@ -13,9 +13,9 @@ from parity_tests.kernels.schemes import triton_gather_logprob, triton_logprob_w
 from parity_tests.kernels.twin import worst_ratio
 from torch_impl.collectives import accumulator
 from torch_impl.kernels.softmax_gradient import write_gradient
-from torch_impl.vocab_parallel import joint
+from torch_impl.vocab_parallel import fused_logprob
 from torch_impl.vocab_parallel import statistics as st
-from torch_impl.vocab_parallel.asked import asked_of
+from torch_impl.vocab_parallel.fused_logprob import asked_of
 
 pytestmark = pytest.mark.skipif(not is_here(), reason=REASON)
 if INTERPRETED:  # a rank's tensors are on the CPU
@@ -55,7 +55,7 @@ def held(z, k, temperature, normalised, with_entropy, step):
     def twin(x, g, *rest):
         out = torch.empty_like(x)
         asked = None if column is None else asked_of(column.cpu(), g)
-        joint.write_gradient(out, x, temperature, normalised, asked, *rest)
+        fused_logprob.write_gradient(out, x, temperature, normalised, asked, *rest)
         return out
 
     return worst_ratio(got, twin, (z, *floats), 1 if column is None else column.shape[-1])

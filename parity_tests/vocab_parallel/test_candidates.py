@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_impl.vocab_parallel import candidates as c
+from torch_impl.vocab_parallel import filter_bounds as c
 
 
 def within(candidates, low, high, rows):

@@ -12,9 +12,9 @@ from parity_tests import CaseSpec, check, every_case, scheme
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.verdict import judge
 from parity_tests.vocab_parallel.decided_rows import decided_rows
-from torch_impl.vocab_parallel.joint import Plan
-from torch_impl.vocab_parallel.kept_set import is_kept, kept_set
-from torch_impl.vocab_parallel.sampling_params import checked_limits
+from torch_impl.vocab_parallel.filter_bounds import checked_limits
+from torch_impl.vocab_parallel.fused_logprob import Plan
+from torch_impl.vocab_parallel.sampling import is_kept, kept_set
 from torch_impl.vocab_parallel.statistics import NOT_HERE
 
 

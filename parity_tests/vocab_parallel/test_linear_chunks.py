@@ -11,7 +11,7 @@ from parity_tests.harness.run.engines import run
 from parity_tests.harness.verdict import judge
 from parity_tests.vocab_parallel.test_linear_logprob import SCHEMES, linear_logprobs
 from torch_impl import vocab_parallel as vp
-from torch_impl.vocab_parallel.linear_chunks import chunk_positions
+from torch_impl.vocab_parallel.linear_logprob import chunk_positions
 
 
 def on_ranks(body, tp=2):

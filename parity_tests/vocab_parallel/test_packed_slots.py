@@ -7,7 +7,7 @@ from jax_ref.layouts import packed as reference
 from parity_tests import CaseSpec
 from parity_tests.harness.run.engines import run
 from torch_impl import vocab_parallel as vp
-from torch_impl.vocab_parallel.packed_slots import packed_slots
+from torch_impl.vocab_parallel.packed import packed_slots
 
 IDS = (torch.arange(24) % 3)[None]
 

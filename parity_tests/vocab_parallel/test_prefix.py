@@ -14,7 +14,7 @@ from parity_tests.harness.judge.oracle import UNIT_ROUNDOFF
 from parity_tests.harness.run.engines import run
 from parity_tests.vocab_parallel.decided_rows import is_undecided, mass_before, mass_budget
 from torch_impl import vocab_parallel as vp
-from torch_impl.vocab_parallel.prefix import room_for, ties_within
+from torch_impl.vocab_parallel.filter_bounds import room_for, ties_within
 
 SIZE, ROWS = 24, 3
 WIDTHS = {1: [24], 2: [17, 7], 3: [0, 1, 23], 4: [6, 0, 10, 8]}

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from parity_tests import CaseSpec
 from parity_tests.harness.run.engines import run
-from torch_impl.vocab_parallel.candidates import Candidates
-from torch_impl.vocab_parallel.radix import float_of, last_kept, ordered
+from torch_impl.vocab_parallel.filter_bounds import Candidates
+from torch_impl.vocab_parallel.topk_by_radix import float_of, last_kept, ordered
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 

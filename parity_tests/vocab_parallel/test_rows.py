@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torch_impl.vocab_parallel.rows import block_rows, row_blocks
+from torch_impl.vocab_parallel.statistics import block_rows, row_blocks
 
 WHOLE = torch.arange(3 * 5 * 4.0).view(3, 5, 4)
 VIEWS = {

@@ -8,7 +8,7 @@ import torch
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.engines import run
 from torch_impl import vocab_parallel as vp
-from torch_impl.vocab_parallel.sampling_params import checked_limits
+from torch_impl.vocab_parallel.filter_bounds import checked_limits
 
 LOGITS = torch.zeros(2, 8, 8)
 TARGET = torch.zeros(2, 8, dtype=torch.int64)

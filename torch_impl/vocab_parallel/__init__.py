@@ -17,17 +17,26 @@ Arguments that mean this wherever a function says nothing else:
     top_k, top_p                         what a sampler kept, see TrainingSamplingParams
 """
 
+from torch_impl.vocab_parallel.adapters.gpt_model import (
+    _gpt_forward_with_linear_ce_fusion as _gpt_forward_with_linear_ce_fusion,
+)
+from torch_impl.vocab_parallel.adapters.gpt_model import (
+    patch_gpt_model_forward_for_linear_ce_fusion as patch_gpt_model_forward_for_linear_ce_fusion,
+)
+from torch_impl.vocab_parallel.adapters.next_token import (
+    dtensor_from_parallel_logits_to_logprobs as dtensor_from_parallel_logits_to_logprobs,
+)
+from torch_impl.vocab_parallel.adapters.next_token import (
+    from_parallel_logits_to_logprobs as from_parallel_logits_to_logprobs,
+)
+from torch_impl.vocab_parallel.adapters.next_token import (
+    get_logprobs_from_vocab_parallel_logits as get_logprobs_from_vocab_parallel_logits,
+)
+from torch_impl.vocab_parallel.adapters.row_exchange import all_to_all_sq2vp as all_to_all_sq2vp
+from torch_impl.vocab_parallel.adapters.row_exchange import all_to_all_vp2sq as all_to_all_vp2sq
 from torch_impl.vocab_parallel.cross_entropy import DistributedCrossEntropy as DistributedCrossEntropy
 from torch_impl.vocab_parallel.distillation import (
     get_distillation_topk_logprobs_from_logits as get_distillation_topk_logprobs_from_logits,
-)
-from torch_impl.vocab_parallel.entropy import ChunkedDistributedEntropy as ChunkedDistributedEntropy
-from torch_impl.vocab_parallel.gather_logprob import ChunkedDistributedGatherLogprob as ChunkedDistributedGatherLogprob
-from torch_impl.vocab_parallel.gpt_patch import (
-    _gpt_forward_with_linear_ce_fusion as _gpt_forward_with_linear_ce_fusion,
-)
-from torch_impl.vocab_parallel.gpt_patch import (
-    patch_gpt_model_forward_for_linear_ce_fusion as patch_gpt_model_forward_for_linear_ce_fusion,
 )
 from torch_impl.vocab_parallel.linear_logprob import (
     ChunkedDistributedHiddenStatesToLogprobs as ChunkedDistributedHiddenStatesToLogprobs,
@@ -35,37 +44,26 @@ from torch_impl.vocab_parallel.linear_logprob import (
 from torch_impl.vocab_parallel.linear_logprob import (
     from_parallel_hidden_states_to_logprobs as from_parallel_hidden_states_to_logprobs,
 )
+from torch_impl.vocab_parallel.logprob import ChunkedDistributedEntropy as ChunkedDistributedEntropy
+from torch_impl.vocab_parallel.logprob import ChunkedDistributedGatherLogprob as ChunkedDistributedGatherLogprob
 from torch_impl.vocab_parallel.logprob import ChunkedDistributedLogprob as ChunkedDistributedLogprob
 from torch_impl.vocab_parallel.logprob import DistributedLogprob as DistributedLogprob
 from torch_impl.vocab_parallel.logprob import vocab_parallel_logprob as vocab_parallel_logprob
-from torch_impl.vocab_parallel.next_token import (
-    dtensor_from_parallel_logits_to_logprobs as dtensor_from_parallel_logits_to_logprobs,
-)
-from torch_impl.vocab_parallel.next_token import from_parallel_logits_to_logprobs as from_parallel_logits_to_logprobs
-from torch_impl.vocab_parallel.next_token import (
-    get_logprobs_from_vocab_parallel_logits as get_logprobs_from_vocab_parallel_logits,
-)
 from torch_impl.vocab_parallel.next_token import (
     get_next_token_logprobs_from_logits as get_next_token_logprobs_from_logits,
 )
 from torch_impl.vocab_parallel.packed import (
     from_parallel_logits_to_logprobs_packed_sequences as from_parallel_logits_to_logprobs_packed_sequences,
 )
-from torch_impl.vocab_parallel.row_exchange import all_to_all_sq2vp as all_to_all_sq2vp
-from torch_impl.vocab_parallel.row_exchange import all_to_all_vp2sq as all_to_all_vp2sq
 from torch_impl.vocab_parallel.sampling import (
     ChunkedDistributedLogprobWithSampling as ChunkedDistributedLogprobWithSampling,
 )
 from torch_impl.vocab_parallel.sampling import DistributedLogprobWithSampling as DistributedLogprobWithSampling
-from torch_impl.vocab_parallel.sampling_params import TrainingSamplingParams as TrainingSamplingParams
+from torch_impl.vocab_parallel.sampling import TrainingSamplingParams as TrainingSamplingParams
 from torch_impl.vocab_parallel.sequence_gather import AllGatherCPTensor as AllGatherCPTensor
-from torch_impl.vocab_parallel.sequence_gather import (
-    _get_tokens_on_this_cp_rank as _get_tokens_on_this_cp_rank,
-)
+from torch_impl.vocab_parallel.sequence_gather import _get_tokens_on_this_cp_rank as _get_tokens_on_this_cp_rank
 from torch_impl.vocab_parallel.sequence_gather import allgather_cp_sharded_tensor as allgather_cp_sharded_tensor
-from torch_impl.vocab_parallel.softmax import (
-    _compute_distributed_log_softmax as _compute_distributed_log_softmax,
-)
+from torch_impl.vocab_parallel.softmax import _compute_distributed_log_softmax as _compute_distributed_log_softmax
 from torch_impl.vocab_parallel.softmax import _compute_distributed_softmax as _compute_distributed_softmax
 from torch_impl.vocab_parallel.topk import distributed_vocab_topk as distributed_vocab_topk
 from torch_impl.vocab_parallel.topk import gather_logits_at_global_indices as gather_logits_at_global_indices

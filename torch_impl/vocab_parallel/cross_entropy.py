@@ -16,8 +16,8 @@ from torch.distributed import ProcessGroup
 from torch_impl.collectives import accumulator
 from torch_impl.vocab_parallel import statistics as st
 from torch_impl.vocab_parallel.arguments import check_logits, checked_tp_group
-from torch_impl.vocab_parallel.joint import SPENT, Plan, chosen
-from torch_impl.vocab_parallel.rows import block_rows, rows_together
+from torch_impl.vocab_parallel.fused_logprob import SPENT, Plan, chosen
+from torch_impl.vocab_parallel.statistics import block_rows, rows_together
 
 FUNCTION = "vocab_parallel.DistributedCrossEntropy"
 

@@ -16,17 +16,24 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from torch_impl.vocab_parallel import arguments as a
-from torch_impl.vocab_parallel import joint
-from torch_impl.vocab_parallel.joint import Plan
-from torch_impl.vocab_parallel.logits_at import LogitsAt, check_positions, ids_held
+from torch_impl.vocab_parallel import fused_logprob
+from torch_impl.vocab_parallel.fused_logprob import Plan
 from torch_impl.vocab_parallel.sequence_gather import allgather_cp_sharded_tensor, check_cut_over_cp
-from torch_impl.vocab_parallel.stored_order import check_placements
-from torch_impl.vocab_parallel.vocab_range import NO_ID, check_own_rank, gathered_range_and_size, range_of_dtensor
+from torch_impl.vocab_parallel.topk import LogitsAt, check_positions, ids_held
+from torch_impl.vocab_parallel.vocab_range import (
+    NO_ID,
+    check_own_rank,
+    check_placements,
+    gathered_range_and_size,
+    range_of_dtensor,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+
 FUNCTION = "vocab_parallel.get_distillation_topk_logprobs_from_logits"
+
 STUDENT, TEACHER, IDS = "student_logits", "teacher_topk_logits", "teacher_topk_indices"
 
 
@@ -107,12 +114,12 @@ class _Joint(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, ids: Tensor, plan: Plan) -> tuple[Tensor, ...]:
-        return joint.forward(ctx, logits, ids, plan)
+        return fused_logprob.forward(ctx, logits, ids, plan)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        return joint.backward(ctx, *cotangents), None, None
+        return fused_logprob.backward(ctx, *cotangents), None, None
 
 
 def _log_softmax_over_k(logits: Float[Tensor, "b s k"], is_asked: Bool[Tensor, "b s k"]) -> Float[Tensor, "b s k"]:

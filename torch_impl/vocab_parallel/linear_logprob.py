@@ -8,6 +8,8 @@ made and used one chunk of positions at a time; the whole of them never exists.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,22 +19,176 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from torch_impl.collectives import uncast
+from torch_impl.collectives import accumulator, uncast
 from torch_impl.collectives.plain import gathered, scattered_sum, summed
-from torch_impl.vocab_parallel import linear_chunks as chunks
+from torch_impl.vocab_parallel import arguments as a
 from torch_impl.vocab_parallel import statistics as st
-from torch_impl.vocab_parallel.asked import asked_of
-from torch_impl.vocab_parallel.joint import SPENT
-from torch_impl.vocab_parallel.linear_head import LinearHead
-from torch_impl.vocab_parallel.packed_slots import checked_offsets, packed_slots
-from torch_impl.vocab_parallel.scoring import next_ids
+from torch_impl.vocab_parallel.fused_logprob import SPENT, Asked, Plan, asked_of, chosen, rows_at_once, write_gradient
+from torch_impl.vocab_parallel.next_token import next_ids
+from torch_impl.vocab_parallel.packed import checked_offsets, packed_slots
 from torch_impl.vocab_parallel.sequence_gather import (
     _get_tokens_on_this_cp_rank,
     allgather_cp_sharded_tensor,
     check_cut_over_cp,
     checked_cp_group,
 )
+from torch_impl.vocab_parallel.statistics import row_blocks
 from torch_impl.vocab_parallel.vocab_range import NO_ID
+
+HIDDEN, WEIGHT = "tensor_parallel_hidden_states", "output_weight_layer"
+
+# Logits of an automatic chunk, counted in float32; it has so many rows at least, for the sake of the products.
+CHUNK_BYTES = {"cpu": 32 << 20}
+
+CHUNK_BYTES_ELSEWHERE = 256 << 20
+
+FEWEST_ROWS = 128
+
+# A chunk's rows are whole as far as a rank goes: what the ranks tell each other is exchanged once, after all chunks.
+PLAN = Plan("vocab_parallel.linear_logprob", None, whole_rows=True)
+
+
+@dataclass(frozen=True)
+class LinearHead:
+    """Rows [vocab_start, vocab_end) of the weight; `function` is what an error calls the caller."""
+
+    function: str
+    group: ProcessGroup
+    vocab_start: int
+    vocab_end: int
+    chunk_size: int | None
+
+    def check(self, hidden: Float[Tensor, "l b d"], weight: Float[Tensor, "v d"], ids: Int[Tensor, "b s"]) -> None:
+        """Refuse tensors that do not fit each other or the range."""
+        a.checked_tp_group(self.function, "tp_group", self.group)
+        for name, tensor in ((HIDDEN, hidden), (WEIGHT, weight)):
+            if not tensor.dtype.is_floating_point:
+                raise TypeError(f"{self.function}: {name} is {a.dtype_name(tensor)}; it must be floating")
+        a.check_ids(self.function, "target", ids)
+        a.check_chunk_size(self.function, self.chunk_size)
+        if hidden.ndim != 3 or ids.ndim != 2 or hidden.shape[1] != len(ids):
+            raise ValueError(
+                f"{self.function}: {HIDDEN} is {list(hidden.shape)} but target is {list(ids.shape)}; "
+                "they must be [s, b, d] and [b, s]"
+            )
+        if weight.ndim != 2 or weight.shape[1] != hidden.shape[2]:
+            raise ValueError(
+                f"{self.function}: {WEIGHT} is {list(weight.shape)} but hidden states have d={hidden.shape[2]}"
+            )
+        if weight.dtype != hidden.dtype:
+            theirs = a.dtype_name(hidden)
+            raise ValueError(f"{self.function}: {WEIGHT} is {a.dtype_name(weight)} but hidden states are {theirs}")
+        if not 0 <= self.vocab_start <= self.vocab_end <= self.vocab_start + len(weight):
+            raise ValueError(
+                f"{self.function}: vocab range [{self.vocab_start}, {self.vocab_end}) does not fit "
+                f"the {len(weight)} rows of {WEIGHT}"
+            )
+
+    def is_sequence_parallel(self, held: int, s: int, cp: int) -> bool:
+        """Whether `held` positions are a block over tp of this rank's share of s, and not all of it."""
+        local, tp = s // cp, self.group.size()
+        if held == local:
+            return False
+        if local % tp == 0 and held == local // tp:
+            return True
+        cut = (
+            f"{local} (replicated) or {local // tp} (sequence-parallel)"
+            if local % tp == 0
+            else f"{local} (replicated); {local} is no multiple of tp={tp}, so they cannot be sequence-parallel"
+        )
+        raise ValueError(
+            f"{self.function}: {HIDDEN} has {held} positions; with s={s}, cp={cp}, tp={tp} it must have {cut}"
+        )
+
+
+def chunk_positions(hidden: Float[Tensor, "s b d"], width: int, chunk_size: int | None) -> int:
+    """Positions of one chunk: `chunk_size`, or the largest power of two whose logits stay within the limit."""
+    s, b = hidden.shape[:2]
+    if chunk_size is None:
+        rows = _limit(hidden.device) // (4 * max(width, 1))
+        fitting = max(rows // max(b, 1), 1)
+        chunk_size = max(1 << (fitting.bit_length() - 1), -(-FEWEST_ROWS // max(b, 1)))
+    return max(min(chunk_size, s), 1)
+
+
+def local_statistics(
+    hidden: Float[Tensor, "s b d"], weight: Float[Tensor, "v d"], column: Int[Tensor, "n 1"], positions: int
+) -> Float[Tensor, "3 n"]:
+    """What this rank knows of each row: m_r, R_r and the target's logit."""
+    found = torch.empty(3, len(column), dtype=accumulator(hidden.dtype), device=hidden.device)
+    for part, rows in _chunks(hidden, positions):
+        _put_statistics(found, rows @ weight.T, column, part)
+    return found
+
+
+def gradients(
+    hidden: Float[Tensor, "s b d"],
+    weight: Float[Tensor, "v d"],
+    asked: Asked,
+    whole: st.Normaliser,
+    positions: int,
+    wanted: tuple[bool, bool],
+) -> tuple[Float[Tensor, "s b d"] | None, Float[Tensor, "v d"] | None]:
+    """(this rank's term of d hidden, d weight), None where not wanted; of the same chunks as the forward."""
+    of_hidden, of_weight = wanted
+    d_hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if of_hidden else None
+    # A sum over chunks: kept in float32, so that many small chunks are as good as one.
+    total = torch.zeros(weight.shape, dtype=accumulator(weight.dtype), device=weight.device) if of_weight else None
+    for part, rows in _chunks(hidden, positions):
+        d_logits = rows @ weight.T
+        _turn_into_gradient(d_logits, asked, whole, part)
+        if d_hidden is not None:
+            torch.mm(d_logits, weight, out=d_hidden.view(-1, hidden.shape[-1])[part])
+        if total is not None:
+            _add_product(total, d_logits, rows)
+        del d_logits  # before the next chunk's are made
+    return d_hidden, None if total is None else total.to(weight.dtype)
+
+
+# Functions of their own, so that no block outlives its chunk: two chunks of logits would be alive.
+def _put_statistics(
+    found: Float[Tensor, "3 n"], logits: Float[Tensor, "m v"], column: Int[Tensor, "n 1"], part: slice
+) -> None:
+    """Statistics of a chunk's rows."""
+    local = chosen(st.local_statistics, PLAN, logits)
+    for own, block in _blocks(logits, part):
+        found[:, own] = local(block, column[own], 1.0, False)
+
+
+def _turn_into_gradient(logits: Float[Tensor, "m v"], asked: Asked, whole: st.Normaliser, part: slice) -> None:
+    """Logits of a chunk, overwritten by their gradient, which is rounded once."""
+    write = chosen(write_gradient, PLAN, logits)
+    for own, block in _blocks(logits, part):
+        write(block, block, 1.0, True, asked.rows(own), whole.largest[own], whole.log_total[own], None, None)
+
+
+def _add_product(total: Float[Tensor, "v d"], d_logits: Float[Tensor, "m v"], rows: Float[Tensor, "m d"]) -> None:
+    """total += d_logits^T rows, the product in its own dtype and of bounded size."""
+    if total.dtype == rows.dtype:
+        total.addmm_(d_logits.T, rows)
+        return
+    step = max(1, _limit(total.device) // (4 * max(total.shape[1], 1)))
+    for some, columns in zip(total.split(step), d_logits.split(step, dim=1), strict=True):
+        some += columns.T @ rows
+
+
+def _chunks(hidden: Float[Tensor, "s b d"], positions: int) -> Iterator[tuple[slice, Float[Tensor, "m d"]]]:
+    """Rows of so many positions, each chunk with the slice of all rows that it is."""
+    done = 0
+    for chunk in hidden.split(positions):
+        rows = chunk.reshape(-1, hidden.shape[-1])
+        yield slice(done, done + len(rows)), rows
+        done += len(rows)
+
+
+def _blocks(logits: Float[Tensor, "m v"], part: slice) -> Iterator[tuple[slice, Float[Tensor, "n v"]]]:
+    """Row blocks of a chunk's logits, each with the slice of all rows that it is."""
+    for own, block in row_blocks(logits, rows_at_once(PLAN, logits)):
+        yield slice(part.start + own.start, part.start + own.stop), block
+
+
+def _limit(device: torch.device) -> int:
+    return CHUNK_BYTES.get(device.type, CHUNK_BYTES_ELSEWHERE)
 
 
 class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
@@ -79,8 +235,8 @@ class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
         column = st.local_column(target.T.reshape(-1, 1), vocab_start_index, vocab_end_index)
         with uncast(hidden.device):
             states = _whole(ctx, hidden)
-            positions = chunks.chunk_positions(states, len(weight), chunk_size)
-            local = chunks.local_statistics(states, weight, column, positions)
+            positions = chunk_positions(states, len(weight), chunk_size)
+            local = local_statistics(states, weight, column, positions)
         m_r, rest_r, z_r = st.exchanged(local, tp_group).unbind(1)
         whole, z_t = st.merged_normaliser(m_r, rest_r, 1.0), st.merged_target(z_r)
         column = torch.where((z_t == math.inf).unsqueeze(-1), st.NOBODYS, column)
@@ -97,9 +253,9 @@ class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
         of_hidden, _, of_weight, *_ = ctx.needs_input_grad
         with uncast(hidden.device):
             states = _whole(ctx, hidden)
-            positions = chunks.chunk_positions(states, len(weight), ctx.chunk_size)
+            positions = chunk_positions(states, len(weight), ctx.chunk_size)
             asked = asked_of(column, grad_outputs[0].T.reshape(-1, 1))
-            d_hidden, d_weight = chunks.gradients(
+            d_hidden, d_weight = gradients(
                 states, weight, asked, st.Normaliser(*whole), positions, (of_hidden, of_weight)
             )
         if d_hidden is not None:  # each rank's term covers its own columns of the logits

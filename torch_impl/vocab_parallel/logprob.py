@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from torch_impl.vocab_parallel import joint
-from torch_impl.vocab_parallel.joint import Plan
+from torch_impl.vocab_parallel import fused_logprob
+from torch_impl.vocab_parallel.fused_logprob import Plan
 
 
 def vocab_parallel_logprob(
@@ -74,12 +74,12 @@ def vocab_parallel_logprob(
 class _VocabParallelLogprob(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: Tensor, plan: Plan) -> tuple[Tensor, ...]:
-        return joint.forward(ctx, logits, target, plan)
+        return fused_logprob.forward(ctx, logits, target, plan)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        return joint.backward(ctx, *cotangents), None, None
+        return fused_logprob.backward(ctx, *cotangents), None, None
 
 
 class DistributedLogprob(torch.autograd.Function):
@@ -113,12 +113,12 @@ class DistributedLogprob(torch.autograd.Function):
             inference_only=inference_only,
             group_name="group",
         )
-        return joint.forward(ctx, vocab_parallel_logits, target, plan)[0]
+        return fused_logprob.forward(ctx, vocab_parallel_logits, target, plan)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        return joint.backward(ctx, *grad_outputs), None, None, None, None, None, None
+        return fused_logprob.backward(ctx, *grad_outputs), None, None, None, None, None, None
 
 
 class ChunkedDistributedLogprob(torch.autograd.Function):
@@ -154,9 +154,99 @@ class ChunkedDistributedLogprob(torch.autograd.Function):
             chunk_size=chunk_size,
             inference_only=inference_only,
         )
-        return joint.forward(ctx, vocab_parallel_logits, target, plan)[0]
+        return fused_logprob.forward(ctx, vocab_parallel_logits, target, plan)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        return joint.backward(ctx, *grad_outputs), None, None, None, None, None, None, None
+        return fused_logprob.backward(ctx, *grad_outputs), None, None, None, None, None, None, None
+
+
+class ChunkedDistributedGatherLogprob(torch.autograd.Function):
+    """Log-probabilities at given ids, for `.apply`.
+
+        vocab_parallel_logits  "b s v/tp"     global_indices  "b s k"     ->   "b s k tp=I"
+
+    out[..., j] = z[idx_j] - lse,   lse = log sum_v exp(z_v)
+    d z = -p sum_j g_j + sum_j g_j 1[v = idx_j],   over the slots that somebody owns
+
+    Any leading dims and strides. An id that nobody owns gives 0.0 and no gradient; duplicates add up; k may be 0.
+    Columns of -inf are masked. Results are float32, for float64 logits float64; the gradient has the logits'
+    dtype. Every tp rank passes the same cotangent.
+    `chunk_size` (positions of s per block; None: chosen here) bounds the working set and may differ by rank.
+
+    Cost:   forward 1 all_gather, (k + 2) * b*s numbers of 4 bytes per rank (float64: 8); backward none. Saves
+            the logits by reference and 8 + 4 k bytes per token.
+    Errors: TypeError if tp_group is None or no ProcessGroup, ids are not integers, logits not floating;
+            ValueError if global_indices and logits disagree in shape, or the range or chunk_size do not fit;
+            RuntimeError in backward after inference_only=True.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        vocab_parallel_logits: Float[Tensor, "*a v"],
+        global_indices: Int[Tensor, "*a k"],
+        vocab_start_index: int,
+        vocab_end_index: int,
+        chunk_size: int | None,
+        tp_group: ProcessGroup,
+        inference_only: bool = False,
+    ) -> Float[Tensor, "*a k"]:
+        plan = Plan(
+            "vocab_parallel.ChunkedDistributedGatherLogprob",
+            tp_group,
+            vocab_start_index,
+            vocab_end_index,
+            chunk_size=chunk_size,
+            inference_only=inference_only,
+            several=True,
+        )
+        return fused_logprob.forward(ctx, vocab_parallel_logits, global_indices, plan)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return fused_logprob.backward(ctx, *grad_outputs), None, None, None, None, None, None
+
+
+class ChunkedDistributedEntropy(torch.autograd.Function):
+    """The negative entropy sum_v p_v log p_v, for `.apply`: the sign is that of a sum of log-probabilities.
+
+        vocab_parallel_logits  "b s v/tp"     ->   "b s tp=I"
+
+    h = sum_v p_v log p_v,   0 log 0 = 0,   -log V <= h <= 0
+    d z = g p (log p - h)
+
+    Any leading dims and strides. Columns of -inf are masked. Results are float32, for float64 logits float64; the
+    gradient has the logits' dtype. Every tp rank passes the same cotangent.
+    `chunk_size` (positions of s per block; None: chosen here) bounds the working set and may differ by rank.
+    Together with a log-probability: `vocab_parallel_logprob(..., with_entropy=True)`, without another read.
+
+    Cost:   forward 1 all_gather, 3 * b*s numbers of 4 bytes per rank (float64: 8); backward none. Saves the
+            logits by reference and 12 bytes per token.
+    Errors: TypeError if tp_group is None or no ProcessGroup, or the logits are not floating; ValueError if
+            chunk_size is below 1; RuntimeError in backward after inference_only=True.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        vocab_parallel_logits: Float[Tensor, "*a v"],
+        chunk_size: int | None,
+        tp_group: ProcessGroup,
+        inference_only: bool = False,
+    ) -> Float[Tensor, "*a"]:
+        plan = Plan(
+            "vocab_parallel.ChunkedDistributedEntropy",
+            tp_group,
+            with_entropy=True,
+            chunk_size=chunk_size,
+            inference_only=inference_only,
+        )
+        return fused_logprob.forward(ctx, vocab_parallel_logits, None, plan)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return fused_logprob.backward(ctx, *grad_outputs), None, None, None

@@ -6,129 +6,225 @@ more positions than there are ids. An id that nobody owns scores 0.0 and has no 
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Int64
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from torch_impl.collectives import all_gather
+from torch_impl.collectives.plain import gathered
+from torch_impl.layouts.inverse import inverted
+from torch_impl.vocab_parallel import arguments as a
+from torch_impl.vocab_parallel import fused_logprob, sampling
 from torch_impl.vocab_parallel.arguments import check_logits
-from torch_impl.vocab_parallel.sampling_params import SamplingParams
-from torch_impl.vocab_parallel.scoring import Scoring, check_over_cp, scored_over_cp
-from torch_impl.vocab_parallel.stored_order import check_placements, scored_in_stored_order, stored_ids
-from torch_impl.vocab_parallel.vocab_range import check_own_rank, gathered_range, range_of_dtensor
+from torch_impl.vocab_parallel.filter_bounds import Limits, checked_limits
+from torch_impl.vocab_parallel.sampling import SamplingParams
+from torch_impl.vocab_parallel.sequence_gather import (
+    _get_tokens_on_this_cp_rank,
+    allgather_cp_sharded_tensor,
+    check_cut_over_cp,
+    checked_cp_group,
+)
+from torch_impl.vocab_parallel.vocab_range import (
+    NO_ID,
+    check_own_rank,
+    check_placements,
+    gathered_range,
+    range_of_dtensor,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-def from_parallel_logits_to_logprobs(
-    vocab_parallel_logits: Float[Tensor, "b l v"],
-    target: Int[Tensor, "b s"],
-    vocab_start_index: int,
-    vocab_end_index: int,
-    tp_group: ProcessGroup,
-    inference_only: bool = False,
-    cp_group: ProcessGroup | None = None,
-    chunk_size: int | None = None,
-    sampling_params: SamplingParams | None = None,
+@dataclass(frozen=True)
+class Scoring:
+    """How positions are scored, and what an error calls the function and its arguments."""
+
+    function: str
+    group: ProcessGroup | None
+    vocab_start: int
+    vocab_end: int
+    inference_only: bool = False
+    chunk_size: int | None = None
+    sampling_params: SamplingParams | None = None
+    group_name: str = "tp_group"
+    logits_name: str = "vocab_parallel_logits"
+    ids_name: str = "target"
+    whole_rows: bool = False
+
+    @property
+    def plan(self) -> fused_logprob.Plan:
+        params = self.sampling_params
+        return fused_logprob.Plan(
+            self.function,
+            self.group,
+            self.vocab_start,
+            self.vocab_end,
+            temperature=1.0 if params is None else params.temperature,
+            chunk_size=self.chunk_size,
+            inference_only=self.inference_only,
+            group_name=self.group_name,
+            whole_rows=self.whole_rows,
+        )
+
+    @property
+    def limits(self) -> Limits:
+        params = self.sampling_params
+        return Limits(None, None) if params is None else checked_limits(self.function, params.top_k, params.top_p)
+
+    def check(self, logits: Tensor, ids: Tensor) -> None:
+        """Refuse what cannot be scored, before any collective."""
+        fused_logprob.check(self.plan, logits, None)
+        _ = self.limits
+        a.check_ids(self.function, self.ids_name, ids)
+        a.check_range(self.function, self.vocab_start, self.vocab_end, self.logits_name, logits)
+        if logits.ndim != 3 or ids.ndim != 2 or len(ids) != len(logits):
+            raise ValueError(
+                f"{self.function}: {self.ids_name} is {list(ids.shape)} but {self.logits_name} is "
+                f"{list(logits.shape)}; they must be [b, s] and [b, s, v]"
+            )
+
+    def check_length(self, positions: int, local: int, cp: int) -> None:
+        """No more ids than the logits of all cp ranks have positions."""
+        if positions > local * cp:
+            per_rank = f" ({local} per rank, cp={cp})" if cp > 1 else ""
+            raise ValueError(
+                f"{self.function}: {self.ids_name} has {positions} positions "
+                f"but {self.logits_name} covers {local * cp}{per_rank}"
+            )
+
+    def scores(self, logits: Float[Tensor, "b s v"], target: Int[Tensor, "b s"]) -> Float[Tensor, "b s"]:
+        """log p of targets that are shifted already, on this rank's positions."""
+        return _Scores.apply(logits, target, self.plan, self.limits)
+
+
+class _Scores(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, plan: fused_logprob.Plan, limits: Limits) -> Tensor:
+        return sampling.forward(ctx, logits, target, plan, limits)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        return sampling.backward(ctx, cotangent), None, None, None
+
+
+def next_ids(ids: Int[Tensor, "b s"], size: int) -> Int[Tensor, "b size"]:
+    """Id t + 1 at position t of `size` positions; nobody's at the last one and past the ids."""
+    shifted = ids.new_full((len(ids), size), NO_ID)
+    shifted[:, : max(ids.shape[1] - 1, 0)] = ids[:, 1:]
+    return shifted
+
+
+def check_over_cp(scoring: Scoring, logits: Tensor, ids: Tensor, cp_group: ProcessGroup | None) -> None:
+    """Refuse what `scored_over_cp` cannot score."""
+    scoring.check(logits, ids)
+    cp = 1 if cp_group is None else checked_cp_group(scoring.function, cp_group).size()
+    scoring.check_length(ids.shape[1], logits.shape[1], cp)
+    check_cut_over_cp(scoring.function, logits.shape[1] * cp, cp)
+
+
+def scored_over_cp(
+    scoring: Scoring, logits: Float[Tensor, "b l v"], ids: Int[Tensor, "b s"], cp_group: ProcessGroup | None
 ) -> Float[Tensor, "b u"]:
-    """Log-probability of each next token; positions cut over cp by DualChunkSwap, `target` whole and unshifted.
-
-        vocab_parallel_logits  "b s/cp:dual_chunk_swap v/tp"     target  "b s"     ->   "b u tp=I cp=R",   u = s - 1
-
-    out[b, t] = log p(target[b, t + 1] | logits[b, t])
-
-    `sampling_params` scales and filters as `TrainingSamplingParams` says; `chunk_size` bounds the working set.
-    Cotangents are summed over cp: a loss repeated on each cp rank gives cp times the gradient; divide by cp
-    or let each rank own a share.
-
-    Cost:   forward that of the core (1 all_gather of 3 * b*s/cp numbers over tp; more with a filter) and
-            1 all_gather of b*s/cp numbers over cp; backward none over tp, 1 reduce_scatter of b*s numbers over cp.
-            Saves what the core does.
-    Errors: TypeError for a group that is none, ids that are no integers, logits not floating; ValueError if
-            shapes disagree, target covers more positions than the logits, s cannot be cut over cp, or the
-            range, chunk_size or sampling parameters are out of range.
-    """
-    scoring = Scoring(
-        "vocab_parallel.from_parallel_logits_to_logprobs",
-        tp_group,
-        vocab_start_index,
-        vocab_end_index,
-        inference_only=inference_only,
-        chunk_size=chunk_size,
-        sampling_params=sampling_params,
-    )
-    return scored_over_cp(scoring, vocab_parallel_logits, target, cp_group)
+    """Next-token scores, positions cut over cp by DualChunkSwap: "b s/cp:dual_chunk_swap v/tp" -> "b u cp=R"."""
+    check_over_cp(scoring, logits, ids, cp_group)
+    cp, rank = (1, 0) if cp_group is None else (cp_group.size(), cp_group.rank())
+    target = next_ids(ids.to(logits.device), logits.shape[1] * cp)
+    scores = scoring.scores(logits, _get_tokens_on_this_cp_rank(target, rank, cp))
+    if cp_group is not None:
+        scores = allgather_cp_sharded_tensor(scores, cp_group)
+    return scores[:, : max(ids.shape[1] - 1, 0)]
 
 
-def dtensor_from_parallel_logits_to_logprobs(
-    vocab_parallel_logits: Float[Tensor, "b l v"],
-    target: DTensor | Int[Tensor, "b s"],
-    vocab_start_index: int,
-    vocab_end_index: int,
-    tp_group: ProcessGroup,
-    inference_only: bool = False,
-    seq_index: Int[Tensor, " s"] | None = None,
-    chunk_size: int | None = None,
-    sampling_params: SamplingParams | None = None,
+@dataclass(frozen=True)
+class StoredIds:
+    """Ids as a rank holds them, `local`, and the cp group that cuts them; None for ids that are whole here."""
+
+    local: Int[Tensor, "b _"]
+    cp_group: ProcessGroup | None
+    is_cut: bool
+
+    @property
+    def cp(self) -> int:
+        return 1 if self.cp_group is None else self.cp_group.size()
+
+    @property
+    def size(self) -> int:
+        """Positions of the whole stored order."""
+        return self.local.shape[1] * (self.cp if self.is_cut else 1)
+
+    def whole(self) -> Int[Tensor, "b s"]:
+        """All ids in stored order."""
+        if self.cp_group is None or not self.is_cut:
+            return self.local
+        return gathered(self.local, self.cp_group, 1, [self.local.shape[1]] * self.cp)
+
+
+def stored_ids(function: str, name: str, ids: Tensor | DTensor) -> StoredIds:
+    """The ids of a DTensor, of which only the mesh dim `cp` may cut the sequence; or plain ones, which are whole."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(ids, DTensor):
+        return StoredIds(ids, None, False)
+    check_placements(function, name, ids, {"cp": 1})
+    names = ids.device_mesh.mesh_dim_names or ()
+    group = ids.device_mesh.get_group("cp") if "cp" in names else None
+    is_cut = group is not None and ids.placements[names.index("cp")].is_shard(1)
+    if group is not None and is_cut and ids.shape[1] % group.size():
+        world = group.size()
+        padded = -(-ids.shape[1] // world) * world
+        raise ValueError(
+            f"{function}: s={ids.shape[1]} cannot be cut by contiguous over cp={world} "
+            f"(needs a multiple of {world}); pad to {padded}"
+        )
+    return StoredIds(ids.to_local(), group, is_cut)
+
+
+def scored_in_stored_order(
+    scoring: Scoring, logits: Float[Tensor, "b l v"], ids: StoredIds, seq_index: Int64[Tensor, " s"] | None
 ) -> Float[Tensor, "b u"]:
-    """Log-probability of each next token, of local logits and a target that may be a DTensor.
-
-        vocab_parallel_logits  "b s/cp v/tp"     target  "b s/cp"     ->   "b u tp=I cp=I",   u = s - 1
-
-    cp is the mesh dim of that name of target's mesh, and s is in stored order: stored position j is original
-    position `seq_index[j]`. Without such a mesh dim s is whole and in order. The result is a plain tensor in
-    original order. Every cp rank passes the same cotangent, with factor 1.
-
-    Cost:   forward that of the core; over cp 1 all_gather of b*s/cp ids and 1 of b*s/cp scores; backward
-            none. One host read, of seq_index. Saves what the core does.
-    Errors: as `from_parallel_logits_to_logprobs`; ValueError if seq_index is missing for a cut target, given
-            for one without cp or no permutation, or another mesh dim cuts the sequence.
-    """
-    function = "vocab_parallel.dtensor_from_parallel_logits_to_logprobs"
-    scoring = Scoring(
-        function,
-        tp_group,
-        vocab_start_index,
-        vocab_end_index,
-        inference_only=inference_only,
-        chunk_size=chunk_size,
-        sampling_params=sampling_params,
-    )
-    ids = stored_ids(function, "target", target)
-    return scored_in_stored_order(scoring, vocab_parallel_logits, ids, seq_index)
+    """Next-token scores in original order: "b s/cp v/tp", "b s/cp" -> "b u cp=I"."""
+    cp_group = ids.cp_group
+    if seq_index is None and ids.cp == 1:
+        return scored_over_cp(scoring, logits, ids.local, None)
+    if cp_group is None:
+        raise ValueError(
+            f"{scoring.function}: seq_index is given but {scoring.ids_name} has no mesh dim 'cp'; pass it as a "
+            "DTensor of such a mesh, or no seq_index"
+        )
+    scoring.check(logits, ids.local)
+    size = logits.shape[1] * ids.cp
+    scoring.check_length(ids.size, logits.shape[1], ids.cp)
+    stored = _checked_index(scoring, ids, seq_index, size).to(logits.device)
+    original = inverted(stored)
+    target = next_ids(ids.whole().to(logits.device)[:, original], size)[:, stored]
+    scores = scoring.scores(logits, target.chunk(ids.cp, dim=1)[cp_group.rank()])
+    return all_gather(scores, cp_group, out="I", dim=1)[:, original][:, : max(size - 1, 0)]
 
 
-def get_logprobs_from_vocab_parallel_logits(
-    vocab_parallel_logits: DTensor,
-    input_ids: Int[Tensor, "b s"] | DTensor,
-    seq_index: Int[Tensor, " s"] | None = None,
-    chunk_size: int | None = None,
-    sampling_params: SamplingParams | None = None,
-) -> Float[Tensor, "b u"]:
-    """Log-probability of each next token, of logits that are a DTensor cut by Shard(-1) over the mesh dim `tp`.
-
-        vocab_parallel_logits  "b s/cp v/tp"     input_ids  "b s/cp"     ->   "b u tp=I cp=I",   u = s - 1
-
-    The range of each rank follows DTensor's ceil rule, empty shards included; the gradient is a DTensor with
-    the logits' placements. With grad disabled nothing is saved. All else, cost and errors too, is as in
-    `dtensor_from_parallel_logits_to_logprobs`.
-
-    Errors: besides, TypeError for logits that are no DTensor; ValueError without a mesh dim `tp`, with the
-            vocabulary not cut over it, or with plain ids for logits that cp cuts.
-    """
-    return _of_dtensor(
-        "vocab_parallel.get_logprobs_from_vocab_parallel_logits",
-        "vocab_parallel_logits",
-        vocab_parallel_logits,
-        input_ids,
-        seq_index,
-        chunk_size,
-        sampling_params,
-    )
+def _checked_index(scoring: Scoring, ids: StoredIds, seq_index: Tensor | None, size: int) -> Int64[Tensor, " s"]:
+    """`seq_index`, a permutation of as many positions as the logits and the ids have."""
+    name = scoring.ids_name
+    if seq_index is None:
+        raise ValueError(
+            f"{scoring.function}: seq_index is None but {name} is cut over cp={ids.cp}; "
+            "pass the [s] index of stored positions"
+        )
+    if ids.size != size:
+        raise ValueError(
+            f"{scoring.function}: {name} has {ids.size} positions but {scoring.logits_name} covers {size}; "
+            "a stored order is not padded"
+        )
+    every = torch.arange(size, device=seq_index.device)
+    if seq_index.shape != every.shape or not torch.equal(seq_index.sort().values.long(), every):
+        raise ValueError(f"{scoring.function}: seq_index is not a permutation of 0..{size - 1}")
+    return seq_index.long()
 
 
 def get_next_token_logprobs_from_logits(

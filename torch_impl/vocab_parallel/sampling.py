@@ -8,23 +8,116 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from torch_impl.vocab_parallel import joint
+from torch_impl.vocab_parallel import fused_logprob
 from torch_impl.vocab_parallel import statistics as st
-from torch_impl.vocab_parallel.arguments import checked_tp_group
-from torch_impl.vocab_parallel.asked import asked_of
-from torch_impl.vocab_parallel.joint import Plan
-from torch_impl.vocab_parallel.kept_set import is_kept, kept_set
-from torch_impl.vocab_parallel.rows import block_rows, row_blocks
-from torch_impl.vocab_parallel.sampling_params import Limits, checked_limits
+from torch_impl.vocab_parallel.arguments import check_temperature, checked_tp_group
+from torch_impl.vocab_parallel.filter_bounds import Candidates, Limits, checked_limits, ordinals
+from torch_impl.vocab_parallel.fused_logprob import Plan, asked_of
+from torch_impl.vocab_parallel.statistics import block_rows, row_blocks
+from torch_impl.vocab_parallel.topk_by_lists import cut_by_lists
+from torch_impl.vocab_parallel.topk_by_radix import cut_by_selection
 from torch_impl.vocab_parallel.vocab_range import gathered_range
+
+LONGEST_LIST = 1024
+
+
+@runtime_checkable
+class SamplingParams(Protocol):
+    """What may stand where `sampling_params` does: any object with these three attributes."""
+
+    @property
+    def top_k(self) -> int | None: ...
+
+    @property
+    def top_p(self) -> float | None: ...
+
+    @property
+    def temperature(self) -> float: ...
+
+
+@dataclass(frozen=True)
+class TrainingSamplingParams:
+    """Top-k, top-p and temperature, in the order: temperature, top-k on the logits, top-p on what is left.
+
+    Off are `top_k` None or below 1, `top_p` None or 1.0, and `temperature` 1.0. Any object with these three
+    attributes may stand where `sampling_params` does.
+
+    Errors: ValueError if top_p lies outside [0, 1] or temperature is not positive; TypeError if top_k is no
+            integer.
+    """
+
+    top_k: int | None = None
+    top_p: float = 1.0
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        function = "vocab_parallel.TrainingSamplingParams"
+        checked_limits(function, self.top_k, self.top_p)
+        check_temperature(function, self.temperature)
+
+
+class KeptSet(NamedTuple):
+    """What a rank needs to know of the kept tokens, per row; has_target is for all ranks, the rest for its columns."""
+
+    normaliser: st.Normaliser
+    threshold: Float[Tensor, " n"]
+    last_tie: Int[Tensor, " n"]  # the last column at the threshold that is kept
+    z_t: Float[Tensor, " n"]  # the target's logit; +inf where nobody owns it
+    has_target: Bool[Tensor, " n"]
+
+
+def kept_set(logits: Float[Tensor, "*a v"], column: Int[Tensor, "n 1"], plan: Plan, limits: Limits) -> KeptSet:
+    """The kept tokens of each row.
+
+    Collectives: 1 all_gather with top_k <= 1024; else 1 all_gather and R all_reduce for top_k, and 3 all_gather
+    and R all_reduce for top_p (1 all_gather of them shared): R is the bytes of a logit.
+    """
+    in_lists = limits.top_k is not None and limits.top_k <= LONGEST_LIST
+    cut = cut_by_lists if in_lists else cut_by_selection
+    prefix, ties, z_t = cut(logits, column, plan, limits)
+    normaliser = st.Normaliser(prefix.largest, prefix.rest.log1p())
+    if ties is None:  # all of them stay
+        last_tie = torch.full_like(column.squeeze(-1), logits.shape[-1])
+        return KeptSet(normaliser, prefix.threshold, last_tie, z_t, z_t >= prefix.threshold)
+    before = ties.counts.cumsum(0) - ties.counts
+    rank = 0 if plan.group is None else plan.group.rank()
+    own = torch.minimum((prefix.ties - before[rank]).clamp_min(0), ties.counts[rank])
+    is_early = (before + ties.places).amin(0) < prefix.ties
+    has_target = (z_t > prefix.threshold) | ((z_t == prefix.threshold) & is_early)
+    last_tie = _column_of_tie(ties.candidates, prefix.threshold, own)
+    return KeptSet(normaliser, prefix.threshold, last_tie, z_t, has_target)
+
+
+def is_kept(
+    block: Float[Tensor, "n v"], threshold: Float[Tensor, " n"], last_tie: Int[Tensor, " n"]
+) -> Bool[Tensor, "n v"]:
+    """The kept ones of this rank's columns."""
+    threshold, last_tie = threshold.unsqueeze(-1), last_tie.unsqueeze(-1)
+    columns = torch.arange(block.shape[-1], dtype=last_tie.dtype, device=block.device)
+    return (block > threshold) | ((block == threshold) & (columns <= last_tie))
+
+
+def _column_of_tie(
+    candidates: Candidates, threshold: Float[Tensor, " n"], count: Float[Tensor, " n"]
+) -> Int[Tensor, " n"]:
+    """Column of the count-th logit that equals the threshold, -1 where the count is 0."""
+    last = torch.full(threshold.shape, -1, dtype=torch.int32, device=threshold.device)
+    wanted = torch.where(count > 0, threshold, math.nan)  # nothing equals NaN: no list for rows without a kept tie
+    for part, found in candidates.between(wanted, wanted):
+        is_tie = found.logits == wanted[part][found.rows]
+        is_last = is_tie & (ordinals(is_tie, found.rows, len(count[part])) == count[part][found.rows] - 1)
+        columns = torch.where(is_last, found.columns, -1).to(last.dtype)
+        last[part] = last[part].scatter_reduce(0, found.rows.long(), columns, "amax")
+    return last
 
 
 class DistributedLogprobWithSampling(torch.autograd.Function):
@@ -124,8 +217,8 @@ def forward(
     """log p[t] among the kept tokens, for the forward of an autograd Function; without limits the plain core."""
     ctx.is_filtered = not limits.are_off
     if limits.are_off:
-        return joint.forward(ctx, logits, target, plan)[0]
-    joint.check(plan, logits, target)
+        return fused_logprob.forward(ctx, logits, target, plan)[0]
+    fused_logprob.check(plan, logits, target)
     column = st.local_column(target.reshape(-1, 1), plan.vocab_start, plan.vocab_end)
     kept = kept_set(logits, column, plan, limits)
     score = st.logprob_of(kept.z_t, kept.normaliser, plan.temperature)
@@ -144,11 +237,11 @@ def backward(ctx: Any, cotangent: Tensor) -> Float[Tensor, "*a v"]:
     """d logits of `forward`, in the logits' dtype: that of the core, on logits of which the filtered are masked."""
     plan: Plan = ctx.plan
     if plan.inference_only or not ctx.is_filtered:
-        return joint.backward(ctx, cotangent)
+        return fused_logprob.backward(ctx, cotangent)
     logits, largest, log_total, column, threshold, last_tie = ctx.saved_tensors
     gradient = logits.new_empty(len(column), logits.shape[-1])
     asked = asked_of(column.unsqueeze(-1), cotangent.reshape(-1, 1))
-    write = joint.chosen(joint.write_gradient, plan, logits)
+    write = fused_logprob.chosen(fused_logprob.write_gradient, plan, logits)
     for part, block in row_blocks(logits.detach(), block_rows(logits, plan.chunk_size)):
         kept = is_kept(block, threshold[part], last_tie[part])
         masked = block.masked_fill(~kept, -math.inf)
@@ -166,7 +259,7 @@ def _with_range(plan: Plan, logits: Tensor, target: Tensor, start: int | None, e
         )
     if start is not None and end is not None:
         return dataclasses.replace(plan, vocab_start=start, vocab_end=end)
-    joint.check(plan, logits, target)
+    fused_logprob.check(plan, logits, target)
     group = checked_tp_group(plan.function, plan.group_name, plan.group)
     start, end = gathered_range(logits.shape[-1], group, logits.device)
     return dataclasses.replace(plan, vocab_start=start, vocab_end=end)

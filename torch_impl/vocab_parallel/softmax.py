@@ -7,10 +7,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torch_impl.vocab_parallel import joint
+from torch_impl.vocab_parallel import fused_logprob
 from torch_impl.vocab_parallel.arguments import check_logits, checked_tp_group
-from torch_impl.vocab_parallel.rows import block_rows, row_blocks
-from torch_impl.vocab_parallel.statistics import Normaliser, below, exchanged, merged_normaliser
+from torch_impl.vocab_parallel.statistics import Normaliser, below, block_rows, exchanged, merged_normaliser, row_blocks
 
 
 @torch.no_grad()
@@ -63,8 +62,8 @@ def _normaliser(function: str, logits: Tensor, group: ProcessGroup) -> Normalise
     """lse of each row over all ranks' columns."""
     group = checked_tp_group(f"vocab_parallel.{function}", "group", group)
     check_logits(f"vocab_parallel.{function}", "vocab_parallel_logits", logits)
-    plan = joint.Plan(f"vocab_parallel.{function}", group)
-    m_r, rest_r = exchanged(joint.statistics_of(logits, None, plan), group).unbind(1)
+    plan = fused_logprob.Plan(f"vocab_parallel.{function}", group)
+    m_r, rest_r = exchanged(fused_logprob.statistics_of(logits, None, plan), group).unbind(1)
     return merged_normaliser(m_r, rest_r, 1.0)
 
 

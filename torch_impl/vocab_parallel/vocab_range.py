@@ -14,6 +14,7 @@ from torch_impl.vocab_parallel.arguments import checked_tp_group
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+
 NO_ID = -100  # an id that no rank owns
 
 
@@ -70,3 +71,15 @@ def check_own_rank(function: str, rank: int | None, group: ProcessGroup | None) 
         raise ValueError(
             f"{function}: vocab_parallel_rank={rank} but this is rank {group.rank()} of vocab_parallel_group"
         )
+
+
+def check_placements(function: str, name: str, x: DTensor, cuts: dict[str, int]) -> None:
+    """Each named mesh dim cuts its own dim or nothing, every other, those without a name too, the batch or nothing."""
+    names = x.device_mesh.mesh_dim_names
+    for number, placement in enumerate(x.placements):
+        axis = names[number] if names else f"dim {number} of a mesh without names"
+        dim = cuts.get(axis, 0)
+        if not (placement.is_replicate() or placement.is_shard(dim)):
+            said = repr(placement).removesuffix("()")
+            remedy = "redistribute" if names else "pass mesh_dim_names to the mesh, or redistribute"
+            raise ValueError(f"{function}: {name} is {said} over {axis}; {remedy} to Shard({dim}) or Replicate")

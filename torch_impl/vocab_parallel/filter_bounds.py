@@ -8,18 +8,21 @@ not read again, so that rows with a few likely tokens are read once or twice.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from torch_impl.vocab_parallel.rows import block_rows, row_blocks
+from torch_impl.vocab_parallel.statistics import below, block_rows, row_blocks
 
 # An entry takes 8 bytes and its logit; so many entries keep all lists within a twentieth of the logits.
 SHORT, SHARE = 64, 128
+
 # Entries that are looked at together, and rows: each entry takes a few integers more then, each row 256 sums.
 JOINED, JOINED_ROWS = 1 << 14, 256
+
 # A list of all columns of a block takes several times the block's memory.
 FINER = 8
 
@@ -88,3 +91,60 @@ def _found(block: Float[Tensor, "n v"], low: Float[Tensor, " n"], high: Float[Te
     inside = (block >= low.unsqueeze(-1)) & (block <= high.unsqueeze(-1))
     rows, columns = inside.nonzero(as_tuple=True)
     return Found(rows.int(), columns.int(), block[rows, columns])
+
+
+class Prefix(NamedTuple):
+    """The first tokens of a row, in descending order of the logits and of equal ones the lowest id first."""
+
+    largest: Float[Tensor, " n"]
+    rest: Float[Tensor, " n"]  # sum of exp((z - largest) / temperature) over the kept tokens but the first
+    threshold: Float[Tensor, " n"]  # the last one's logit
+    ties: Float[Tensor, " n"]  # how many tokens of that logit are kept, over all ranks
+
+
+class Ties(NamedTuple):
+    """Logits that equal the threshold, where not all of them are kept."""
+
+    counts: Float[Tensor, "r n"]  # how many each rank has
+    places: Float[Tensor, "r n"]  # how many of the rank precede the target; +inf where it does not own it
+    candidates: Candidates  # where this rank's are looked for
+
+
+def room_for(rest: Float[Tensor, "*n"], top_p: float) -> Float[Tensor, "*n"]:
+    """What may lie before a kept token besides the first: less than p (1 + R) - 1, without cancellation as p -> 1."""
+    return top_p * rest - (1.0 - top_p)
+
+
+def weight_of(z: Float[Tensor, "*n"], largest: Float[Tensor, "*#n"], temperature: float) -> Float[Tensor, "*n"]:
+    """exp((z - m) / temperature)."""
+    return below(z, largest, temperature).exp()
+
+
+def ties_within(
+    room: Float[Tensor, "*n"], weight: Float[Tensor, "*n"], count: Float[Tensor, "*n"]
+) -> Float[Tensor, "*n"]:
+    """How many of `count` equal weights, one after another, have less than `room` before them."""
+    fitting = torch.where(weight == 0, 0.0, torch.ceil(room / weight))
+    return torch.minimum(fitting.clamp_min(0.0), count)
+
+
+class Limits(NamedTuple):
+    """What the filter keeps at most; None is off."""
+
+    top_k: int | None
+    top_p: float | None
+
+    @property
+    def are_off(self) -> bool:
+        return self.top_k is None and self.top_p is None
+
+
+def checked_limits(function: str, top_k: int | None, top_p: float | None) -> Limits:
+    """The two limits, None where one is off."""
+    if top_k is not None and (not isinstance(top_k, Integral) or isinstance(top_k, bool)):
+        raise TypeError(f"{function}: top_k={top_k!r} must be an integer (None turns it off)")
+    if top_p is not None and not 0 <= top_p <= 1:
+        raise ValueError(f"{function}: top_p={top_p} must lie in [0, 1] (1.0 turns it off)")
+    return Limits(
+        None if top_k is None or top_k <= 0 else int(top_k), None if top_p is None or top_p == 1 else float(top_p)
+    )

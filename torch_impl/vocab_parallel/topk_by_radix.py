@@ -1,32 +1,146 @@
-"""A long top-k, and top-p without a short one, by radix selection over the ranks' columns.
+"""Weighted radix selection: the logit at which so much weight has gone by, in descending order, over all ranks.
 
-The k-th largest logit is selected by counts of all columns; the last token of top-p by the masses of those that
-can be kept. A token of a probability below (1 - p) / V cannot: all tokens of such probabilities together have
-less than 1 - p.
+Floats are ordered as their bit patterns are, once negative ones are mirrored. Eight bits at a time, every rank
+adds up the weight of its candidates in 256 bins, the bins are summed over the ranks, and each row goes on
+within the bin in which its weight runs out. No value is ever sorted, and the selection is exact.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import accumulator
 from torch_impl.collectives.plain import gathered
 from torch_impl.vocab_parallel import statistics as st
-from torch_impl.vocab_parallel.candidates import Candidates, Found, counted, ordinals
-from torch_impl.vocab_parallel.joint import Plan, chosen, statistics_of
-from torch_impl.vocab_parallel.prefix import Prefix, Ties, room_for, ties_within, weight_of
-from torch_impl.vocab_parallel.radix import last_kept
-from torch_impl.vocab_parallel.rows import block_rows, row_blocks
-from torch_impl.vocab_parallel.sampling_params import Limits
+from torch_impl.vocab_parallel.filter_bounds import (
+    Candidates,
+    Found,
+    Limits,
+    Prefix,
+    Ties,
+    counted,
+    ordinals,
+    room_for,
+    ties_within,
+    weight_of,
+)
+from torch_impl.vocab_parallel.fused_logprob import Plan, chosen, statistics_of
+from torch_impl.vocab_parallel.statistics import block_rows, row_blocks
+
+BITS = 8
+
+BINS = 1 << BITS
+
+ROWS = 256  # rows whose bins are added up at a time
+
+INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+# Weight of each entry of a row block; the slice says which rows the block is.
+Weigh = Callable[[slice, Found], Float[Tensor, " m"]]
 
 # The bound on a kept token's probability is halved: sums of that many rounded terms decide, not exact ones.
 SLACK = 0.5
+
 # Groups of columns for each of the k largest: with fewer their k-th largest maximum is no good bound.
 FEWEST_GROUPS = 2
+
+
+def ordered(z: Float[Tensor, "*a"]) -> Int[Tensor, "*a"]:
+    """Integers in the order of the floats; equal floats, 0.0 and -0.0 too, have equal ones."""
+    bits = (z + 0.0).view(INTEGER[z.itemsize]).long()  # -0.0 + 0.0 is 0.0
+    return _mirrored(bits, z.itemsize)
+
+
+def float_of(keys: Int[Tensor, "*a"], dtype: torch.dtype) -> Float[Tensor, "*a"]:
+    """The floats that `ordered` gives these integers."""
+    return _mirrored(keys, dtype.itemsize).to(INTEGER[dtype.itemsize]).view(dtype)
+
+
+def last_kept(
+    candidates: Candidates,
+    low: Float[Tensor, " n"],
+    room: Float[Tensor, " n"],
+    weigh: Weigh,
+    group: ProcessGroup | None,
+) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+    """(z, weight above z): the smallest z >= low of positive weight that has less than `room` above it.
+
+    One all_reduce of 256 sums per row for each byte of the logits' dtype; none where the rows are whole.
+    """
+    dtype = candidates.dtype
+    above = torch.zeros_like(room)
+    prefix = torch.zeros(room.shape, dtype=torch.int64, device=room.device)
+    lowest, highest = low, torch.full_like(low, math.inf)
+    for shift in reversed(range(0, BITS * dtype.itemsize, BITS)):
+        is_first = shift + BITS == BITS * dtype.itemsize
+        base = prefix - BINS // 2 if is_first else prefix << BITS  # the first digit has the sign
+        bins = _bins(candidates, lowest, highest, base, shift, weigh)
+        if group is not None:
+            dist.all_reduce(bins, group=group)
+        digit, above = _lowest_with_room(bins, above, room)
+        prefix = base + digit
+        lowest, highest = _bounds(prefix, shift, dtype, low)
+    return float_of(prefix, dtype).to(above.dtype), above
+
+
+def _bins(
+    candidates: Candidates,
+    low: Float[Tensor, " n"],
+    high: Float[Tensor, " n"],
+    base: Int[Tensor, " n"],
+    shift: int,
+    weigh: Weigh,
+) -> Float[Tensor, "n bins"]:
+    """Weight of this rank's candidates whose leading digits are the row's, by their next digit."""
+    bins = torch.zeros(len(base), BINS, dtype=accumulator(candidates.dtype), device=candidates.device)
+    for part, found in candidates.between(low, high):
+        digit = (ordered(found.logits) >> shift) - base[part][found.rows]
+        inside = (digit >= 0) & (digit < BINS)
+        weight = torch.where(inside, weigh(part, found), 0.0)
+        place = found.rows.long() * BINS + torch.where(inside, digit, 0)
+        # float64: thousands of terms may fall into one bin, one after the other
+        sums = torch.zeros(bins[part].numel(), dtype=torch.float64, device=bins.device)
+        bins[part] += sums.index_add_(0, place, weight.double()).view(-1, BINS)
+    return bins
+
+
+def _lowest_with_room(
+    bins: Float[Tensor, "n bins"], above: Float[Tensor, " n"], room: Float[Tensor, " n"]
+) -> tuple[Int[Tensor, " n"], Float[Tensor, " n"]]:
+    """(bin, weight above it): the lowest bin of some weight that has less than `room` above it; some rows at a time."""
+    lowest, weight = torch.empty(len(above), dtype=torch.int64, device=above.device), torch.empty_like(above)
+    for part, rows in row_blocks(bins, ROWS):
+        before = above[part].unsqueeze(-1) + _above_each(rows)
+        goes_on = (rows > 0) & (before < room[part].unsqueeze(-1))
+        digit = goes_on.to(torch.uint8).argmax(-1, keepdim=True)  # the first of the largest: the lowest bin
+        lowest[part], weight[part] = digit.squeeze(-1), before.gather(-1, digit).squeeze(-1)
+    return lowest, weight
+
+
+def _above_each(bins: Float[Tensor, "n bins"]) -> Float[Tensor, "n bins"]:
+    """Weight in the bins of higher digits."""
+    upto = bins.flip(-1).cumsum(-1).flip(-1)
+    return torch.nn.functional.pad(upto[:, 1:], (0, 1))
+
+
+def _bounds(
+    prefix: Int[Tensor, " n"], shift: int, dtype: torch.dtype, low: Float[Tensor, " n"]
+) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
+    """The floats between which all have these leading digits; bit patterns beyond infinity stand for it."""
+    smallest = float_of(prefix << shift, dtype).to(low.dtype)
+    largest = float_of(((prefix + 1) << shift) - 1, dtype).to(low.dtype)
+    return torch.where(smallest > low, smallest, low), torch.where(largest.isnan(), math.inf, largest)
+
+
+def _mirrored(bits: Int[Tensor, "*a"], itemsize: int) -> Int[Tensor, "*a"]:
+    return torch.where(bits < 0, bits ^ ((1 << (8 * itemsize - 1)) - 1), bits)
 
 
 def cut_by_selection(

@@ -16,11 +16,9 @@ from torch import Tensor
 
 from torch_impl.collectives import accumulator
 from torch_impl.vocab_parallel import statistics as st
-from torch_impl.vocab_parallel.candidates import Candidates
-from torch_impl.vocab_parallel.joint import Plan
-from torch_impl.vocab_parallel.prefix import Prefix, Ties, room_for, ties_within, weight_of
-from torch_impl.vocab_parallel.rows import block_rows, row_blocks
-from torch_impl.vocab_parallel.sampling_params import Limits
+from torch_impl.vocab_parallel.filter_bounds import Candidates, Limits, Prefix, Ties, room_for, ties_within, weight_of
+from torch_impl.vocab_parallel.fused_logprob import Plan
+from torch_impl.vocab_parallel.statistics import block_rows, row_blocks
 
 # Bytes of lists that are merged at a time: sorting them takes several copies.
 MERGED_BYTES = 1 << 22

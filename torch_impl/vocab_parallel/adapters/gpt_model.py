@@ -19,7 +19,9 @@ from torch_impl.vocab_parallel.arguments import check_chunk_size
 from torch_impl.vocab_parallel.linear_logprob import from_parallel_hidden_states_to_logprobs
 
 FUSION = "_linear_ce_fusion"  # the one attribute, besides forward, that a patch sets on a class
+
 PATCH = "vocab_parallel.patch_gpt_model_forward_for_linear_ce_fusion"
+
 FORWARD = "vocab_parallel._gpt_forward_with_linear_ce_fusion"
 
 
