@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_ref.parallelizer.decoder import Decoder, by_name, from_state_dict
 from jax_ref.parallelizer.traits import DecoderTraits
-from jax_ref.vocab_parallel.logprob import logprob
+from jax_ref.vocab_parallel import logprob
 
 Arrays = Mapping[str, Array]
 Batch = tuple[Int[Array, "b s"], Int[Array, "b s"]]

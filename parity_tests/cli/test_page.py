@@ -146,7 +146,7 @@ def test_names_alone(shardproof):
 def test_a_table_in_a_pipe_has_all_its_columns(shardproof):
     first, second = shardproof("list", "vocab_parallel_logprob")[1].splitlines()[:2]
     assert first.split() == ["scheme", "mesh", "specs", "reference", "and", "file"]
-    assert "tp: 1, 2, 3, 4" in second and "jax_ref.vocab_parallel.logprob.logprob" in second
+    assert "tp: 1, 2, 3, 4" in second and "jax_ref.vocab_parallel.reference.logprob" in second
 
 
 def test_versions(shardproof):

@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import torch
 
-from jax_ref.vocab_parallel.logprob import logprob
+from jax_ref.vocab_parallel import logprob
 from parity_tests.harness.declare.draws import token_below, values
 from parity_tests.harness.scheme import Scheme, scheme
 from torch_impl.collectives import all_gather, all_reduce, all_reduce_max

@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from jax_ref.vocab_parallel.gather_logprob import gather_logprob
-from jax_ref.vocab_parallel.logprob import logprob, logprob_and_negative_entropy
-from jax_ref.vocab_parallel.sequence_gather import sequence
+from jax_ref.vocab_parallel import gather_logprob, logprob, logprob_and_negative_entropy, sequence
 from parity_tests import Cost, ids, scheme, values
 from parity_tests.kernels import device as device  # rounds as a GPU does
 from parity_tests.vocab_parallel.shard import owned_range

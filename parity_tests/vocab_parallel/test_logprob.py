@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from jax_ref.vocab_parallel.logprob import logprob, logprob_and_negative_entropy
+from jax_ref.vocab_parallel import logprob, logprob_and_negative_entropy
 from parity_tests import CaseSpec, Cost, check, every_case, ids, scheme, values
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.verdict import judge

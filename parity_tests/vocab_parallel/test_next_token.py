@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from torch.distributed.tensor import DTensor, Shard
 
-from jax_ref.vocab_parallel.next_token import next_token_logprob
+from jax_ref.vocab_parallel import next_token_logprob
 from parity_tests import CaseSpec, Cost, check, every_case, ids, scheme
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.verdict import judge

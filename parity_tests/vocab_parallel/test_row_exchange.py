@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from jax_ref.vocab_parallel.row_exchange import same
+from jax_ref.vocab_parallel import same
 from parity_tests import CaseSpec, Cost, check, every_case, scheme
 from parity_tests.harness.run.engines import run
 from torch_impl import vocab_parallel as vp

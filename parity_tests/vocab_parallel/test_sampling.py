@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from jax_ref.vocab_parallel.sampling import sampled_logprob
+from jax_ref.vocab_parallel import sampled_logprob
 from parity_tests import CaseSpec, Cost, check, every_case, ids, scheme
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.verdict import judge

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from hypothesis import given
 
-from jax_ref.vocab_parallel.softmax import log_softmax, softmax
+from jax_ref.vocab_parallel import log_softmax, softmax
 from parity_tests import CaseSpec, Cost, check, every_case, scheme
 from parity_tests.harness.run.engines import run
 from torch_impl import vocab_parallel as vp

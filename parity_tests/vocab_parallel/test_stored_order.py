@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from jax_ref.vocab_parallel.stored_order import next_token_logprob_of_stored
+from jax_ref.vocab_parallel import next_token_logprob_of_stored
 from parity_tests import CaseSpec, Cost, check, every_case, ids, integers, scheme
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.verdict import judge

@@ -1,0 +1,285 @@
+"""Softmax over a full vocabulary, and what is computed from it: one device, full rows, plain formulas.
+
+    z   logits [..., v]        t   a target id        T   a temperature, y = z / T
+
+1. what a row of logits has: log-probabilities, normaliser, negative entropy
+2. softmax, log-softmax, cross entropy
+3. the log-probability of a target, of several ids
+4. the distribution that a sampler draws from: top-k, top-p
+5. next tokens: of a sequence, of one in stored order, of packed sequences
+6. the k largest logits, logits at ids, top-k distillation
+7. log-probabilities from hidden states
+
+An id outside [0, v) belongs to no column: its score is 0 and has no gradient.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+# 1. What a row of logits has.
+#
+#     d_v = z_v - m,   m = z_a,   a = argmax_v z_v,   R = sum_{v != a} exp(d_v)
+#     log p_v = d_v - log(1 + R)
+#     lse = log sum_v exp(z_v) = m + log(1 + R)
+#     h = sum_v p_v log p_v = sum_v p_v d_v - log(1 + R),   0 log 0 = 0
+#
+# The largest term of the sum is 1 and stays out of R, so that a row that is all but certain keeps its digits.
+# A column of -inf is masked: p = 0. A row that is -inf throughout has no softmax and gives NaN.
+
+
+def log_probabilities(logits: Float[Array, "*a v"], temperature: float = 1.0) -> Float[Array, "*a v"]:
+    """log p of z / T. The difference d comes first: it is exact where a quotient is not."""
+    below, rest = _below_and_rest(logits, temperature)
+    return below - jnp.log1p(rest)[..., None]
+
+
+def normaliser(logits: Float[Array, "*a v"]) -> tuple[Float[Array, "*a"], Float[Array, "*a"]]:
+    """(m, log(1 + R)), whose sum is lse = log sum_v exp(z_v)."""
+    _, rest = _below_and_rest(logits, 1.0)
+    return logits.max(-1), jnp.log1p(rest)
+
+
+def negative_entropy(logits: Float[Array, "*a v"], temperature: float = 1.0) -> Float[Array, "*a"]:
+    """h = sum_v p_v log p_v = sum_v p_v d_v - log(1 + R) of z / T,   0 log 0 = 0."""
+    below, rest = _below_and_rest(logits, temperature)
+    masked = below == -jnp.inf
+    finite = jnp.where(masked, 0, below)  # selected before exp, so that no gradient meets 0 * inf
+    terms = jnp.where(masked, 0, jnp.exp(finite))
+    return (terms * finite).sum(-1) / (1 + rest) - jnp.log1p(rest)
+
+
+def _below_and_rest(
+    logits: Float[Array, "*a v"], temperature: float
+) -> tuple[Float[Array, "*a v"], Float[Array, "*a"]]:
+    """(d, R)."""
+    a = logits.argmax(-1)
+    is_largest = jax.nn.one_hot(a, logits.shape[-1], dtype=bool)
+    below = (logits - jnp.take_along_axis(logits, a[..., None], axis=-1)) / temperature
+    below = jnp.where(is_largest, lax.stop_gradient(below), below)  # z_a - z_a is constant
+    return below, jnp.where(is_largest, 0, jnp.exp(below)).sum(-1)
+
+
+# 2. Softmax and cross entropy.
+
+
+def log_softmax(logits: Float[Array, "*a v"]) -> Float[Array, "*a v"]:
+    """log p_v."""
+    return log_probabilities(logits)
+
+
+def softmax(logits: Float[Array, "*a v"]) -> Float[Array, "*a v"]:
+    """p_v."""
+    return jnp.exp(log_probabilities(logits))
+
+
+def cross_entropy(student_logits: Float[Array, "*a v"], target_logits: Float[Array, "*a v"]) -> Float[Array, "*a"]:
+    """H(p, q) = -sum_v p_v log q_v,   p = softmax(target_logits),   q = softmax(student_logits).
+
+    A column that the target masks (-inf) adds nothing, whatever the student has there; one that the student alone
+    masks makes H +inf, also where p_v is too small for a float.
+    """
+    surprise = jnp.where(target_logits == -jnp.inf, 0, -log_probabilities(student_logits))
+    p = jnp.exp(log_probabilities(target_logits))
+    some_p = jnp.where(surprise == jnp.inf, jnp.maximum(p, jnp.finfo(p.dtype).tiny), p)
+    return (some_p * surprise).sum(-1)
+
+
+# 3. The log-probability of a target.
+
+
+def logprob(logits: Float[Array, "*a v"], target: Int[Array, "*a"], temperature: float = 1.0) -> Float[Array, "*a"]:
+    """log p[t].
+
+    log p[t] = -log(1 + sum_{v != t} exp(y_v - y_t))                   where y_t is the largest
+    log p[t] = (y_t - m) - log(sum_v exp(y_v - m)),   m = max_v y_v    elsewhere
+
+    The two are one formula; the first keeps all digits of a probability near 1, in value and gradient.
+    """
+    in_vocabulary = (target >= 0) & (target < logits.shape[-1])
+    rows = jnp.where(in_vocabulary[..., None], logits, 0)  # selected before the softmax: no gradient for the others
+    below = (rows - lax.stop_gradient(rows.max(-1, keepdims=True))) / temperature
+    is_target = jax.nn.one_hot(target, logits.shape[-1], dtype=bool)
+    others = jnp.where(is_target, 0, jnp.exp(below)).sum(-1)
+    at_target = jnp.where(is_target, below, 0).sum(-1)
+    is_largest = at_target == 0
+    largest = -jnp.log1p(others * jnp.exp(-jnp.where(is_largest, at_target, 0)))
+    smaller = at_target - jnp.log(others + jnp.exp(at_target))
+    return jnp.where(in_vocabulary, jnp.where(is_largest, largest, smaller), 0)
+
+
+def logprob_and_negative_entropy(
+    logits: Float[Array, "*a v"], target: Int[Array, "*a"], temperature: float = 1.0
+) -> tuple[Float[Array, "*a"], Float[Array, "*a"]]:
+    """(log p[t], sum_v p_v log p_v)."""
+    return logprob(logits, target, temperature), negative_entropy(logits, temperature)
+
+
+def gather_logprob(logits: Float[Array, "*a v"], ids: Int[Array, "*a k"]) -> Float[Array, "*a k"]:
+    """log p[ids[j]]: the formula of a target, id by id."""
+    rows = logits[..., None, :].repeat(ids.shape[-1], axis=-2)
+    return logprob(rows, ids)
+
+
+# 4. The distribution that a sampler draws from.
+
+
+def kept_set(
+    logits: Float[Array, "*a v"], top_k: int | None, top_p: float | None, temperature: float = 1.0
+) -> Bool[Array, "*a v"]:
+    """The columns that pass top-k, then top-p; off are None, a top_k below 1, and a top_p of 1.
+
+    top-k:  z_v >= the k-th largest of the row; all equal to it stay
+    top-p:  of those, in the order (z descending, id ascending): the first, and each one with
+            sum_before exp((z - m) / T) < p sum_all exp((z - m) / T),   m = max_v z_v
+    """
+    is_kept = jnp.ones(logits.shape, bool)
+    if top_k is not None and 0 < top_k < logits.shape[-1]:
+        is_kept = logits >= jnp.sort(logits, axis=-1)[..., -top_k, None]
+    if top_p is not None and top_p < 1:
+        order = jnp.argsort(-logits, axis=-1, stable=True)
+        in_order = jnp.take_along_axis(jnp.where(is_kept, logits, -jnp.inf), order, axis=-1)
+        mass = jnp.exp((in_order - in_order[..., :1]) / temperature)
+        upto = jnp.cumsum(mass, axis=-1)
+        before = jnp.concatenate([jnp.zeros_like(upto[..., :1]), upto[..., :-1]], axis=-1)
+        early = (before < top_p * upto[..., -1:]).at[..., 0].set(True)
+        is_kept &= jnp.take_along_axis(early, jnp.argsort(order, axis=-1), axis=-1)
+    return is_kept
+
+
+def sampled_logprob(
+    logits: Float[Array, "*a v"],
+    target: Int[Array, "*a"],
+    top_k: int | None,
+    top_p: float | None,
+    temperature: float = 1.0,
+) -> Float[Array, "*a"]:
+    """log p[t] = y_t - log sum_{v kept} exp(y_v); -inf where t is filtered.
+
+    Which columns are kept is a constant: no gradient goes through the choice.
+    """
+    is_kept = kept_set(lax.stop_gradient(logits), top_k, top_p, temperature)
+    return logprob(jnp.where(is_kept, logits, -jnp.inf), target, temperature)
+
+
+# 5. Next tokens.
+
+
+def next_token_logprob(
+    logits: Float[Array, "b l v"],
+    target: Int[Array, "b s"],
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+) -> Float[Array, "b u"]:
+    """out[b, j] = log p(id[b, j + 1] | z[b, j]),   j < s - 1. Positions of z past the ids are padding."""
+    scored = logits[:, : max(target.shape[1] - 1, 0)]
+    return sampled_logprob(scored, target[:, 1:], top_k, top_p, temperature)
+
+
+def next_token_logprob_of_stored(
+    logits: Float[Array, "b s v"], target: Int[Array, "b s"], seq_index: Int[Array, " s"], temperature: float = 1.0
+) -> Float[Array, "b u"]:
+    """The same in original order, where stored position j is original position seq_index[j]."""
+    original = jnp.argsort(seq_index)
+    return next_token_logprob(logits[:, original], target[:, original], temperature)
+
+
+def packed_next_token_logprob(
+    logits: Float[Array, "1 t v"],
+    target: Int[Array, "1 t"],
+    starts: Int[Array, " b"],
+    lengths: Int[Array, " b"],
+    unpacked_seqlen: int,
+    temperature: float = 1.0,
+) -> Float[Array, "b u"]:
+    """out[i, j] = log p(id[c_i + j + 1] | z[c_i + j])   for j + 1 < the length of sequence i, else 0.
+
+    Sequence i, of `lengths[i]` tokens from c_i = `starts[i]` on, is scored alone.
+    """
+    j = jnp.arange(unpacked_seqlen - 1)
+    rows = []
+    for i in range(len(starts)):
+        has_next = j + 1 < lengths[i]
+        here = jnp.where(has_next, starts[i] + j, 0)
+        row = logprob(logits[0, here], jnp.where(has_next, target[0, here + 1], -1), temperature)
+        rows.append(row)
+    return jnp.stack(rows)
+
+
+def sequence(x: Shaped[Array, "*a"]) -> Shaped[Array, "*a"]:
+    """A sequence sharded over ranks and gathered again: on one device, the sequence itself."""
+    return x
+
+
+def same(matrix: Shaped[Array, "t v"]) -> Shaped[Array, "t v"]:
+    """Sharded by rows or sharded by columns: the same matrix."""
+    return matrix
+
+
+# 6. The k largest logits.
+
+
+def topk(logits: Float[Array, "*a v"], k: int) -> tuple[Float[Array, "*a k"], Int[Array, "*a k"]]:
+    """(values, ids), descending, of equal values the lowest id first; min(k, v) of them. -0 equals 0."""
+    values, ids = lax.top_k(jnp.where(logits == 0, 0, logits), min(k, logits.shape[-1]))
+    return values, ids
+
+
+def logits_at(logits: Float[Array, "*a v"], ids: Int[Array, "*a k"]) -> Float[Array, "*a k"]:
+    """z[ids[j]]; 0 without gradient for an id outside [0, v)."""
+    in_vocabulary = (ids >= 0) & (ids < logits.shape[-1])
+    return jnp.where(in_vocabulary, jnp.take_along_axis(logits, jnp.where(in_vocabulary, ids, 0), axis=-1), 0)
+
+
+def distillation(
+    student_logits: Float[Array, "b f v"],
+    teacher_topk_logits: Float[Array, "b s k"],
+    teacher_topk_indices: Int[Array, "b s k"],
+    zero_outside_topk: bool,
+    calculate_entropy: bool,
+) -> tuple[Float[Array, "b u k"], Float[Array, "b u k"], Float[Array, "b u"] | None]:
+    """(student, teacher, entropy or None) at the teacher's k ids, but for the last position.
+
+    student   log softmax of its logits at the ids, over the full vocabulary or over those k alone
+    teacher   log softmax over its own k logits
+    entropy   h = sum_v p_v log p_v over the student's full vocabulary
+
+    An id outside [0, v) is no part of a sum over k. The student may have more positions than the teacher, of which
+    the last are padding.
+    """
+    ids = teacher_topk_indices[:, :-1]
+    z, teacher = student_logits[:, : ids.shape[1]], teacher_topk_logits[:, :-1]
+    slots = jnp.broadcast_to(jnp.arange(ids.shape[-1]), ids.shape)
+    if zero_outside_topk:
+        student = gather_logprob(z, ids)
+    else:
+        in_vocabulary = (ids >= 0) & (ids < z.shape[-1])
+        at_ids = jnp.where(in_vocabulary, logits_at(z, ids), -jnp.inf)
+        student = gather_logprob(at_ids, jnp.where(in_vocabulary, slots, -1))
+    return student, gather_logprob(teacher, slots), negative_entropy(z) if calculate_entropy else None
+
+
+# 7. From hidden states.
+
+
+def logits_of_hidden(hidden: Float[Array, "s b d"], weight: Float[Array, "v d"]) -> Float[Array, "b s v"]:
+    """z[b, j] = h[j, b] W^T."""
+    return jnp.einsum("sbd,vd->bsv", hidden, weight)
+
+
+def linear_logprob(
+    hidden: Float[Array, "s b d"], weight: Float[Array, "v d"], target: Int[Array, "b s"]
+) -> Float[Array, "b s"]:
+    """log p of a target that is already shifted."""
+    return logprob(logits_of_hidden(hidden, weight), target)
+
+
+def linear_next_token_logprob(
+    hidden: Float[Array, "s b d"], weight: Float[Array, "v d"], target: Int[Array, "b s"]
+) -> Float[Array, "b u"]:
+    """log p of id j + 1 at position j."""
+    return next_token_logprob(logits_of_hidden(hidden, weight), target)
