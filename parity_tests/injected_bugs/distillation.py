@@ -137,8 +137,8 @@ BUGS = (
         name="cotangents of scores and entropy exchanged",
         kind="order",
         at="vocab_parallel:_Joint.backward",
-        old="return joint.backward(ctx, *cotangents), None, None",
-        new="return joint.backward(ctx, cotangents[0], *(-c for c in cotangents[1:] if c is not None)), None, None",
+        old="return fused_logprob.backward(ctx, *cotangents), None, None",
+        new="return fused_logprob.backward(ctx, cotangents[0], *(-c for c in cotangents[1:] if c is not None)), None, None",
         expect="gradient: ",
     ),
     InjectedBug(

@@ -136,26 +136,26 @@ BUGS = (
         name="cotangent of several ids in a transposed order",
         kind="order",
         at="vocab_parallel:ChunkedDistributedGatherLogprob.backward",
-        old="return joint.backward(ctx, *grad_outputs), None",
-        new="return joint.backward(ctx, grad_outputs[0].flip(-1)), None",
+        old="return fused_logprob.backward(ctx, *grad_outputs), None",
+        new="return fused_logprob.backward(ctx, grad_outputs[0].flip(-1)), None",
         expect="gradient: ",
     ),
     InjectedBug(
         name="gradient at several ids summed over the ranks",
         kind="reduction",
         at="vocab_parallel:ChunkedDistributedGatherLogprob.backward",
-        old="return joint.backward(ctx, *grad_outputs), None",
+        old="return fused_logprob.backward(ctx, *grad_outputs), None",
         new="g = grad_outputs[0].clone()\n"
         "        torch.distributed.all_reduce(g, group=ctx.plan.group)\n"
-        "        return joint.backward(ctx, g), None",
+        "        return fused_logprob.backward(ctx, g), None",
         expect="cost: backward all_reduce",
     ),
     InjectedBug(
         name="cotangent at several ids scaled in place",
         kind="buffer",
         at="vocab_parallel:ChunkedDistributedGatherLogprob.backward",
-        old="return joint.backward(ctx, *grad_outputs), None",
-        new="grad_outputs[0].mul_(1.5)\n        return joint.backward(ctx, grad_outputs[0] / 1.5), None",
+        old="return fused_logprob.backward(ctx, *grad_outputs), None",
+        new="grad_outputs[0].mul_(1.5)\n        return fused_logprob.backward(ctx, grad_outputs[0] / 1.5), None",
         expect="hygiene: was modified",
     ),
     InjectedBug(

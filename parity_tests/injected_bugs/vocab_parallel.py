@@ -17,8 +17,8 @@ STATISTIC = (
         name="softmax of the own shard",
         kind="statistic",
         at="vocab_parallel:_normaliser",
-        old="exchanged(joint.statistics_of(logits, None, plan), group).unbind(1)",
-        new="joint.statistics_of(logits, None, plan).unsqueeze(0).unbind(1)",
+        old="exchanged(fused_logprob.statistics_of(logits, None, plan), group).unbind(1)",
+        new="fused_logprob.statistics_of(logits, None, plan).unsqueeze(0).unbind(1)",
         expect="value: ",
     ),
     InjectedBug(
@@ -105,8 +105,8 @@ STATISTIC = (
         name="gradient summed over the ranks",
         kind="reduction",
         at="vocab_parallel:_VocabParallelLogprob.backward",
-        old="return joint.backward(ctx, *cotangents), None, None\n",
-        new="gradient = joint.backward(ctx, *cotangents)\n"
+        old="return fused_logprob.backward(ctx, *cotangents), None, None\n",
+        new="gradient = fused_logprob.backward(ctx, *cotangents)\n"
         "        torch.distributed.all_reduce(gradient, group=ctx.plan.group)\n        return gradient, None, None\n",
         expect="cost: backward all_reduce",
     ),
