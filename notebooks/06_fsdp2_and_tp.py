@@ -36,9 +36,8 @@ from parity_tests import scheme, values
 from parity_tests.harness.declare.spec import parse
 from parity_tests.harness.report import colours, picture
 from parity_tests.parallelizer.families import Chosen, empty
-from parity_tests.parallelizer.promise import deviation
 from parity_tests.parallelizer.reference import reference
-from parity_tests.parallelizer.training import Training, on_mesh
+from parity_tests.parallelizer.training import Training, deviation, on_mesh
 from torch_impl.parallelizer import (
     fsdp2_strategy_parallelize,
     get_hf_tp_shard_plan,

@@ -11,7 +11,7 @@ LONGEST_FUNCTION = 60  # lines of a function, with signature and docstring
 
 # Functions whose arguments, one to a line and explained, are most of their lines; the code alone is short enough.
 OF_MANY_ARGUMENTS = {
-    "torch_impl/parallelizer/nvfsdp.py nvfsdp_strategy_parallelize": "19 arguments of the page, each explained",
+    "torch_impl/parallelizer/adapters/nvfsdp.py nvfsdp_strategy_parallelize": "19 arguments, each explained",
     "torch_impl/pipelining/pipeline.py pipeline_model": "24 arguments of the page",
     "torch_impl/pipelining/split.py split_model_into_stages": "13 arguments of the page",
     "parity_tests/harness/scheme.py scheme": "all that can be declared, each explained",

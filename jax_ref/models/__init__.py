@@ -1,0 +1,17 @@
+"""A hybrid language model on one device, what its tokens predict, and the loss of a step."""
+
+from jax_ref.models.reference import LAYERS as LAYERS
+from jax_ref.models.reference import Attention as Attention
+from jax_ref.models.reference import AttentionLayer as AttentionLayer
+from jax_ref.models.reference import Config as Config
+from jax_ref.models.reference import Embed as Embed
+from jax_ref.models.reference import HybridLM as HybridLM
+from jax_ref.models.reference import MambaLayer as MambaLayer
+from jax_ref.models.reference import Mlp as Mlp
+from jax_ref.models.reference import Norm as Norm
+from jax_ref.models.reference import adamw as adamw
+from jax_ref.models.reference import next_ids as next_ids
+from jax_ref.models.reference import normalised as normalised
+from jax_ref.models.reference import rotated as rotated
+from jax_ref.models.reference import step_loss as step_loss
+from jax_ref.models.reference import token_losses as token_losses

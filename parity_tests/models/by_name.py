@@ -8,8 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_ref.models.config import Config
-from jax_ref.models.hybrid import HybridLM
+from jax_ref.models import Config, HybridLM
 from parity_tests.harness.declare.tree import flat
 
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from parity_tests.harness.declare.tree import flat
-from parity_tests.models.parameters import config_of
-from parity_tests.models.schemes import HEAD_DIM
+from parity_tests.models.parameters import HEAD_DIM, config_of
 from parity_tests.pipelining.stepped import Stepped
 from torch_impl.collectives import accumulator
 from torch_impl.models import HybridConfig, HybridLM, Placement, RankStream, StepLoss, staged_step

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from jax_ref.layouts import packed
-from jax_ref.models.batch import next_ids as reference
+from jax_ref.models import next_ids as reference
 from parity_tests import CaseSpec
 from parity_tests.harness.run.engines import run
 from torch_impl.models import NOBODY, Placement, Stream, layout_of, offsets_of, own_streams, rank_stream

@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 import pytest
 
-from jax_ref.models.config import Config
+from jax_ref.models import Config
 from parity_tests import CaseSpec
 from parity_tests.harness.run.engines import run
 from torch_impl.models import HybridConfig, Placement

@@ -7,12 +7,23 @@ import torch
 from hypothesis import given, settings
 from torch.distributed.tensor.parallel import parallelize_module
 
-from jax_ref.models.config import Config
+from jax_ref.models import Config
 from parity_tests import CaseSpec, check, every_case, integers, offsets, scheme, token_below
 from parity_tests.harness.run.engines import run
 from parity_tests.models.by_name import flax_model
-from parity_tests.models.parameters import RELATED, ROUNDINGS, SIZES, TIED, UNTIED, config_of, drawn, specs
-from parity_tests.models.schemes import DTYPES, HEAD_DIM, rank_logits
+from parity_tests.models.parameters import (
+    DTYPES,
+    HEAD_DIM,
+    RELATED,
+    ROUNDINGS,
+    SIZES,
+    TIED,
+    UNTIED,
+    config_of,
+    drawn,
+    rank_logits,
+    specs,
+)
 from torch_impl.layouts import TokenLayout
 from torch_impl.models import (
     HybridConfig,

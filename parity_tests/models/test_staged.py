@@ -12,14 +12,22 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.utils import skip_init
 
-from jax_ref.models.batch import next_ids
-from jax_ref.models.config import Config
-from jax_ref.models.loss import normalised, token_losses
+from jax_ref.models import Config, next_ids, normalised, token_losses
 from parity_tests import CaseSpec, check, every_case, integers, offsets, scheme, token_below, values
 from parity_tests.harness.run.engines import run
 from parity_tests.models.by_name import flax_model
-from parity_tests.models.parameters import FOUR_TIED, RELATED, ROUNDINGS, SIZES, UNTIED, config_of, drawn, specs
-from parity_tests.models.schemes import DTYPES, HEAD_DIM
+from parity_tests.models.parameters import (
+    DTYPES,
+    FOUR_TIED,
+    HEAD_DIM,
+    RELATED,
+    ROUNDINGS,
+    SIZES,
+    UNTIED,
+    config_of,
+    drawn,
+    specs,
+)
 from parity_tests.models.staged_gradients import in_stages, staged_loss
 from torch_impl.models import (
     HybridConfig,

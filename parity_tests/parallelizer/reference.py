@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from jax_ref.parallelizer.train_step import Trained, step, train
+from jax_ref.parallelizer import Trained, step, train
 from parity_tests.harness.judge import bridge, oracle
 from parity_tests.parallelizer.families import Chosen, arrays
-from parity_tests.parallelizer.whole_model import ADAMW
+from parity_tests.parallelizer.training import ADAMW
 
 
 def reference(chosen: Chosen, batches: Sequence[tuple[np.ndarray, np.ndarray]]) -> Trained:

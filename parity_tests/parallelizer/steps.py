@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from parity_tests.harness.declare.tree import flat
 from parity_tests.parallelizer.families import Chosen, empty, exact
-from parity_tests.parallelizer.whole_model import summed_loss
+from parity_tests.parallelizer.training import summed_loss
 from torch_impl.collectives import all_reduce
 from torch_impl.parallelizer import to_cpu
 from torch_impl.parallelizer.mesh_axes import mesh_axes

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torch_impl.parallelizer import to_cpu, translate_to_torch_parallel_style
-from torch_impl.parallelizer.moe_styles import Experts
 from torch_impl.parallelizer.tp_plan import apply_plan, check_plan
+from torch_impl.parallelizer.tp_styles import Experts
 
 EPS = 1e-5
 TIMES = {1: (slice(0, 3),), 2: (slice(0, 2), slice(2, 3)), 3: (slice(0, 1), slice(1, 2), slice(2, 3))}

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from parity_tests.parallelizer.families import OWN, Chosen
-from parity_tests.parallelizer.parallelized import parallelized
 from parity_tests.parallelizer.reference import reference
-from parity_tests.parallelizer.training import Training, on_mesh, verdict
+from parity_tests.parallelizer.training import Training, on_mesh, parallelized, verdict
 from torch_impl.parallelizer import fsdp2_strategy_parallelize, get_hf_tp_shard_plan
 
 MESHES = [

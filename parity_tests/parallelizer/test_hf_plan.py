@@ -7,9 +7,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from parity_tests.parallelizer.families import OWN, Chosen, empty
 from torch_impl.parallelizer import get_hf_tp_shard_plan, translate_to_torch_parallel_style
-from torch_impl.parallelizer.moe_styles import Experts
-from torch_impl.parallelizer.plan_keys import names_of
-from torch_impl.parallelizer.whole_styles import WholeSeenInParts
+from torch_impl.parallelizer.tp_plan import names_of
+from torch_impl.parallelizer.tp_styles import Experts, WholeSeenInParts
 
 MOE = Chosen("qwen3_moe", further=(("num_experts", 4), ("moe_intermediate_size", 10), ("num_experts_per_tok", 2)))
 MODELS = [*map(Chosen, OWN), MOE, Chosen("gemma3_text"), Chosen("mixtral"), Chosen("olmo2")]

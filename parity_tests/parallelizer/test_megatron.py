@@ -13,11 +13,10 @@ from torch.distributed.tensor import DTensor
 from parity_tests import CaseSpec
 from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.small_net import BLOCK, NAMES, Block, Net, plan
-from torch_impl.parallelizer import nvfsdp
-from torch_impl.parallelizer.megatron import chosen_backend, have, with_megatron_fsdp, with_nvfsdp
+from torch_impl.parallelizer.adapters import nvfsdp
+from torch_impl.parallelizer.adapters.megatron import Settings, chosen_backend, have, with_megatron_fsdp, with_nvfsdp
+from torch_impl.parallelizer.adapters.nvfsdp import HAVE_NVFSDP, nvfsdp_strategy_parallelize
 from torch_impl.parallelizer.mesh_axes import mesh_axes
-from torch_impl.parallelizer.nvfsdp import HAVE_NVFSDP, nvfsdp_strategy_parallelize
-from torch_impl.parallelizer.nvfsdp_settings import Settings
 
 GIVEN = Settings("optim", False, True, True, True, False, True, False, True, True, True, False, True, False)
 

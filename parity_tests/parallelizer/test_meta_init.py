@@ -10,9 +10,9 @@ from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.families import Chosen, empty
 from parity_tests.parallelizer.small_net import BLOCK, Net, plan, whole
 from torch_impl.parallelizer import get_hf_tp_shard_plan
-from torch_impl.parallelizer.meta_init import materialize
-from torch_impl.parallelizer.nvfsdp import nvfsdp_strategy_parallelize
-from torch_impl.parallelizer.nvfsdp_settings import STRATEGIES
+from torch_impl.parallelizer.adapters.megatron import STRATEGIES
+from torch_impl.parallelizer.adapters.meta_init import materialize
+from torch_impl.parallelizer.adapters.nvfsdp import nvfsdp_strategy_parallelize
 
 SEED = 11
 

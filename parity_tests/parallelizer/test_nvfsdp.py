@@ -15,8 +15,8 @@ from parity_tests.parallelizer.reference import reference
 from parity_tests.parallelizer.small_net import BLOCK, NAMES, Net, net_of, plan, whole
 from parity_tests.parallelizer.training import Training, on_mesh, verdict
 from torch_impl.parallelizer import get_hf_tp_shard_plan
-from torch_impl.parallelizer.nvfsdp import nvfsdp_strategy_parallelize
-from torch_impl.parallelizer.nvfsdp_settings import OF_CUDA, OF_THE_PAGE, STRATEGIES
+from torch_impl.parallelizer.adapters.megatron import OF_CUDA, OF_THE_PAGE, STRATEGIES
+from torch_impl.parallelizer.adapters.nvfsdp import nvfsdp_strategy_parallelize
 
 AXES = {"dp_replicate": (1, 2), "dp_shard": (1, 2), "tp": (1, 2)}
 EVERYWHERE = "dp_replicate=I dp_shard=I tp=I"

@@ -1,7 +1,8 @@
-"""Train a small model on a mesh with a parallelizer, and give back loss, gradients and weights by name.
+"""Train a small model, in one process or on a mesh with a parallelizer; give back loss, gradients and weights by name.
 
 A rank's loss is data * sum(its token losses) / N, with N the tokens of the whole step, so that what FSDP averages is
-the gradient of the mean over all tokens, whatever the mesh and however many microbatches.
+the gradient of the mean over all tokens, whatever the mesh and however many microbatches. Ranks in other processes
+import this module, which therefore loads no JAX.
 """
 
 from __future__ import annotations
@@ -12,18 +13,92 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.run.ledger import Ledger
 from parity_tests.parallelizer.families import IGNORED, Chosen, batch, made
-from parity_tests.parallelizer.promise import broken, broken_on_ranks, deviation
-from parity_tests.parallelizer.whole_model import ADAMW, summed_loss
 from torch_impl.collectives.mesh import MeshView
-from torch_impl.parallelizer import to_cpu
+from torch_impl.parallelizer import get_hf_tp_shard_plan, to_cpu
+from torch_impl.parallelizer.fsdp2 import fsdp2_strategy_parallelize
 from torch_impl.parallelizer.mesh_axes import mesh_axes
+
+# |a - b| / |b| of each parameter's gradient, and of each parameter after three steps of AdamW, in float64.
+PROMISED = 1e-10
+
+
+def deviation(got: Any, want: Any) -> float:
+    """|got - want| / |want|; what is 0 by the mathematics has to be 0."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    if got.shape != want.shape:
+        return np.inf
+    size, wrong = np.linalg.norm(want), np.linalg.norm(got - want)
+    return float(wrong / size) if size else float(np.inf if wrong else 0.0)
+
+
+def broken(got: Mapping[str, Any], want: Mapping[str, Any]) -> list[str]:
+    """One sentence for each name that deviates by more than is promised, the worst first."""
+    if set(got) != set(want):
+        return [f"{sorted(set(want) - set(got))} are missing, {sorted(set(got) - set(want))} are unknown"]
+    found = {name: deviation(got[name], want[name]) for name in want}
+    worst = sorted((name for name in found if not found[name] <= PROMISED), key=found.__getitem__, reverse=True)
+    return [f"{name} is {found[name]:.1e} off{_factor(got[name], want[name])}" for name in worst]
+
+
+def broken_on_ranks(ranks: Sequence[Mapping[str, Any]], want: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str]:
+    """The same of what each rank of a mesh holds whole; a sum over an axis that was not taken is named."""
+    sentences = [f"rank {rank}: {said}" for rank, got in enumerate(ranks) for said in broken(got, want)[:1]]
+    if not sentences or any(set(got) != set(want) for got in ranks):
+        return sentences
+    grid = np.arange(len(ranks)).reshape(tuple(mesh.values()))
+    for name in want:
+        if deviation(ranks[0][name], want[name]) <= PROMISED:
+            continue
+        for axis, (label, size) in enumerate(mesh.items()):
+            summed = sum(np.asarray(ranks[rank][name]) for rank in np.moveaxis(grid, axis, 0).reshape(size, -1)[:, 0])
+            if size > 1 and deviation(summed, want[name]) <= PROMISED:
+                sentences.append(f"{name} misses a sum over {label}")
+    return sentences
+
+
+def _factor(got: Any, want: Any) -> str:
+    """` by the factor 2`, where one number explains all of it."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    if got.shape != want.shape or not np.vdot(want, want):
+        return f": {got.shape} for {want.shape}" if got.shape != want.shape else ""
+    factor = float(np.vdot(got, want) / np.vdot(want, want))
+    return f" by the factor {factor:.6g}" if deviation(got, factor * want) <= PROMISED else ""
+
+
+ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+
+
+def summed_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The sum of the token losses, in the logits' dtype or float32, whichever is wider."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return F.cross_entropy(logits.flatten(0, 1).to(wide), targets.flatten(), reduction="sum", ignore_index=IGNORED)
+
+
+def trained(chosen: Chosen, batches: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
+    """Loss, logits and gradients of the first batch, weights after a step of AdamW for each; arrays by name."""
+    model, found = made(chosen), {}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    for ids, targets in batches:
+        optimizer.zero_grad()
+        logits = model(input_ids=torch.from_numpy(ids)).logits
+        loss = summed_loss(logits, torch.from_numpy(targets)) / int((targets != IGNORED).sum())
+        loss.backward()
+        if not found:
+            found = {"loss": loss.item(), "logits": logits.detach().numpy()}
+            found["gradients"] = {name: p.grad.numpy().copy() for name, p in named.items()}
+        optimizer.step()
+    return {**found, "weights": {name: p.detach().numpy() for name, p in named.items()}}
+
 
 ROWS, LENGTH = 12, 5  # rows are a multiple of every number of data ranks times microbatches here
 STEPS = 3
@@ -125,3 +200,19 @@ def verdict(mesh: Mapping[str, int], training: Training, ranks: Sequence[OnRank]
         if not np.array_equal(first[name], rank.weights[name]) and deviation(first[name], rank.weights[name])
     ]
     return said
+
+
+TENSOR_PARALLEL = {"tp", "tensor_parallel"}
+
+
+def parallelized(
+    policy: MixedPrecisionPolicy | None = None, **switches: Any
+) -> Callable[[nn.Module, DeviceMesh], nn.Module]:
+    """A function of a model and a mesh."""
+
+    def parallelize(model: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        is_cut = TENSOR_PARALLEL & set(device_mesh.mesh_dim_names or ())
+        plan: Any = get_hf_tp_shard_plan(model) if is_cut else None
+        return fsdp2_strategy_parallelize(model, device_mesh, policy, plan, **switches)
+
+    return parallelize

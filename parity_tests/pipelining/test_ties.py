@@ -4,8 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from jax_ref.parallelizer.decoder import from_state_dict
-from jax_ref.parallelizer.train_step import mean_loss
+from jax_ref.parallelizer import from_state_dict, mean_loss
 from parity_tests import CaseSpec, check, every_case, ids, scheme, token_below, values
 from parity_tests.harness.declare.tree import flat
 from parity_tests.harness.run.engines import run

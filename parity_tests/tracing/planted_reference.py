@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jax_ref.models.layer import Embed, Norm
+from jax_ref.models import Embed, Norm
 from parity_tests.tracing.planted_model import HIDDEN, VOCAB, D
 
 

@@ -56,8 +56,7 @@ def _compiled(run: Run) -> tuple[Any, Any, Any]:
     import jax
     import jax.numpy as jnp
 
-    from jax_ref.models.config import Config
-    from jax_ref.models.train_step import adamw, step_loss
+    from jax_ref.models import Config, adamw, step_loss
     from parity_tests.models.by_name import flax_model
 
     config, optimizer = Config(**run.config), adamw(run.learning_rate, run.weight_decay)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from jax_ref.models.config import Config
+from jax_ref.models import Config
 from parity_tests import CaseSpec
 from parity_tests.harness.run.engines import run
 from parity_tests.models.by_name import flax_model

@@ -25,9 +25,7 @@ UNLIKE = ("mixer.norm", IN)
 
 def known_of(run: Run) -> Known:
     """The reference's trace of the first step; a module is called once for each stream."""
-    from jax_ref.models.batch import next_ids
-    from jax_ref.models.config import Config
-    from jax_ref.models.loss import normalised, token_losses
+    from jax_ref.models import Config, next_ids, normalised, token_losses
     from parity_tests.models.by_name import flax_model
 
     batch, config = global_batch(run, 0), Config(**run.config)

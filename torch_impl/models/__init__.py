@@ -19,13 +19,13 @@ from torch_impl.models.batch import offsets_of as offsets_of
 from torch_impl.models.batch import own_streams as own_streams
 from torch_impl.models.batch import rank_stream as rank_stream
 from torch_impl.models.config import HybridConfig as HybridConfig
-from torch_impl.models.gradient_norm import gradient_norm as gradient_norm
+from torch_impl.models.config import Placement as Placement
 from torch_impl.models.hybrid import HybridLM as HybridLM
+from torch_impl.models.hybrid import tensor_parallel_plan as tensor_parallel_plan
 from torch_impl.models.loss import NOBODY as NOBODY
+from torch_impl.models.loss import gradient_norm as gradient_norm
 from torch_impl.models.loss import normalised as normalised
 from torch_impl.models.loss import token_losses as token_losses
 from torch_impl.models.loss import valid_count as valid_count
-from torch_impl.models.placement import Placement as Placement
 from torch_impl.models.staged import StepLoss as StepLoss
 from torch_impl.models.staged import staged_step as staged_step
-from torch_impl.models.tensor_parallel import tensor_parallel_plan as tensor_parallel_plan

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from torch_impl.layouts import TokenLayout
+from torch_impl.models.config import Placement
 from torch_impl.models.loss import NOBODY
-from torch_impl.models.placement import Placement
 
 FILLED = -1  # stands where a stream has fewer documents than another
 

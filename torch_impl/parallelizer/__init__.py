@@ -8,13 +8,13 @@ Arguments that mean this wherever a function says nothing else:
     activation_checkpointing   compute each block again in backward instead of keeping what it saved
 """
 
+from torch_impl.parallelizer.adapters.nvfsdp import HAVE_NVFSDP as HAVE_NVFSDP
+from torch_impl.parallelizer.adapters.nvfsdp import nvfsdp_strategy_parallelize as nvfsdp_strategy_parallelize
+from torch_impl.parallelizer.adapters.process_group import _destroy_dist_connection as _destroy_dist_connection
+from torch_impl.parallelizer.adapters.to_cpu import to_cpu as to_cpu
+from torch_impl.parallelizer.adapters.unit_modules import import_classes_from_paths as import_classes_from_paths
 from torch_impl.parallelizer.dry_run import DryRun as DryRun
 from torch_impl.parallelizer.dry_run import dry_run as dry_run
 from torch_impl.parallelizer.fsdp2 import fsdp2_strategy_parallelize as fsdp2_strategy_parallelize
-from torch_impl.parallelizer.import_classes import import_classes_from_paths as import_classes_from_paths
-from torch_impl.parallelizer.nvfsdp import HAVE_NVFSDP as HAVE_NVFSDP
-from torch_impl.parallelizer.nvfsdp import nvfsdp_strategy_parallelize as nvfsdp_strategy_parallelize
-from torch_impl.parallelizer.process_group import _destroy_dist_connection as _destroy_dist_connection
-from torch_impl.parallelizer.to_cpu import to_cpu as to_cpu
+from torch_impl.parallelizer.hf_plan import translate_to_torch_parallel_style as translate_to_torch_parallel_style
 from torch_impl.parallelizer.tp_plan import get_hf_tp_shard_plan as get_hf_tp_shard_plan
-from torch_impl.parallelizer.tp_styles import translate_to_torch_parallel_style as translate_to_torch_parallel_style

@@ -10,12 +10,11 @@ from torch import nn
 from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
+from torch_impl.parallelizer.communication_counts import Sent, added, keeps_dtypes, of_fsdp, of_style
 from torch_impl.parallelizer.hf_plan import get_hf_tp_shard_plan, named_styles
 from torch_impl.parallelizer.mesh_axes import parts_of
-from torch_impl.parallelizer.placements import cut_dim, placements_of
-from torch_impl.parallelizer.plan_check import check_kinds, refuse_sizes
-from torch_impl.parallelizer.plan_keys import generic, names_of, styled_modules
-from torch_impl.parallelizer.traffic import Sent, added, keeps_dtypes, of_fsdp, of_style
+from torch_impl.parallelizer.tp_plan import check_kinds, generic, names_of, refuse_sizes, styled_modules
+from torch_impl.parallelizer.tp_styles import cut_dim, placements_of
 
 
 @dataclass(frozen=True)

@@ -6,19 +6,78 @@ whole while it computes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.nn.parallel import DistributedDataParallel
 
-from torch_impl.parallelizer.activation_checkpointing import checkpoint_blocks
-from torch_impl.parallelizer.arguments import checked_axes, checked_bool
-from torch_impl.parallelizer.own_output import return_no_views
-from torch_impl.parallelizer.tp_plan import apply_plan
-from torch_impl.parallelizer.units import units
+from torch_impl.parallelizer._torch_compat import map_tensors
+from torch_impl.parallelizer.blocks import checkpoint_blocks, units
+from torch_impl.parallelizer.mesh_axes import MeshAxes, mesh_axes
+from torch_impl.parallelizer.tp_plan import apply_plan, check_kinds, check_plan
+
+
+def return_no_views(model: nn.Module) -> None:
+    """Have the model return no views, in place; to be called before FSDP takes the model. Nothing is copied."""
+    model.register_forward_hook(_owned)
+
+
+def _owned(module: nn.Module, arguments: Any, output: Any) -> Any:
+    return map_tensors(lambda x: _Own.apply(x) if x._is_view() and x.requires_grad else x, output)
+
+
+class _Own(torch.autograd.Function):
+    """The same memory under another tensor, with its version: autograd still sees an edit of what it has saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+        return cotangent
+
+
+Plan = Mapping[str, ParallelStyle]
+
+
+def checked_axes(
+    model: nn.Module, device_mesh: DeviceMesh, tp_shard_plan: Plan | None, *, fsdp_size: int | None = None
+) -> MeshAxes:
+    """The mesh's axes, the model and the plan having been looked at. Nothing is changed or sent.
+
+    Without a tensor-parallel axis a plan cuts nothing. `fsdp_size` is over how many ranks parameters will be sharded;
+    by default the mesh says.
+    """
+    check_kinds(model, tp_shard_plan)
+    axes = mesh_axes(device_mesh)
+    _refuse_parallel(model)
+    if axes.tp_mesh is not None:
+        check_plan(model, tp_shard_plan, axes.tp_mesh, fsdp_size=axes.shard_size if fsdp_size is None else fsdp_size)
+    return axes
+
+
+def checked_bool(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: is {value!r}, a {type(value).__name__}; pass True or False")
+    return value
+
+
+def _refuse_parallel(model: nn.Module) -> None:
+    """ValueError where data parallelism was applied to the model, or to any part of it, over whatever ranks."""
+    for name, module in model.named_modules():
+        shown = repr(name) if name else type(model).__name__
+        if isinstance(module, FSDPModule):
+            raise ValueError(f"model: {shown} is already an FSDPModule; parallelize a model once")
+        if isinstance(module, DistributedDataParallel):
+            raise ValueError(f"model: {shown} is a DistributedDataParallel; pass the module inside it")
 
 
 def fsdp2_strategy_parallelize(

@@ -8,8 +8,8 @@ from torch import nn
 from parity_tests import CaseSpec, check, every_case, scheme, values
 from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.small_net import BLOCK, NAMES, Net, net_of, plan
-from torch_impl.parallelizer.nvfsdp import nvfsdp_strategy_parallelize
-from torch_impl.parallelizer.nvfsdp_settings import STRATEGIES
+from torch_impl.parallelizer.adapters.megatron import STRATEGIES
+from torch_impl.parallelizer.adapters.nvfsdp import nvfsdp_strategy_parallelize
 
 BAD = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 

@@ -4,15 +4,72 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from torch_impl.collectives import accumulator
+from torch_impl.context_parallel import context_parallel_attention
 from torch_impl.layouts import TokenLayout
 from torch_impl.mamba import Mamba2Mixer, MambaContextParallel, MambaStatePassing
-from torch_impl.models.attention import Attention
-from torch_impl.models.config import HybridConfig
-from torch_impl.models.placement import Placement
+from torch_impl.models.config import HybridConfig, Placement
+
+
+def rotated(x: Float[Tensor, "b h s p"], position_ids: Int[Tensor, " s"], base: float) -> Float[Tensor, "b h s p"]:
+    """Columns i and i + p/2 turned by `position * base ** (-2 i / p)`; positions count inside their document.
+
+        x  "b h s/cp p"   position_ids  "s/cp"   ->   "b h s/cp p"
+
+    Cost:   no collective. Angles in float64, since float32 loses the turns of a far position; the product in float32
+            or wider.
+    Source: arXiv 2104.09864.
+    """
+    half = x.shape[-1] // 2
+    each = torch.arange(half, device=x.device, dtype=torch.float64)
+    angle = position_ids.to(torch.float64)[:, None] * base ** (-each / half)
+    wide = accumulator(x.dtype)
+    cos, sin = angle.cos().to(wide), angle.sin().to(wide)
+    first, second = x.to(wide).split(half, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """o_proj(attention(rotated(q_proj(x)), rotated(k_proj(x)), v_proj(x))), causal inside each document.
+
+        x  "b s/cp:LAYOUT d"   ->   the same;   weights  "... cp=R", their heads cut over tp by a plan
+
+    Cost: that of `context_parallel_attention`.
+    """
+
+    def __init__(self, config: HybridConfig, placement: Placement, **made: Any) -> None:
+        super().__init__()
+        self.config, self.placement = config, placement
+        wide, narrow = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
+        self.q_proj = nn.Linear(config.hidden_size, wide, bias=False, **made)
+        self.k_proj = nn.Linear(config.hidden_size, narrow, bias=False, **made)
+        self.v_proj = nn.Linear(config.hidden_size, narrow, bias=False, **made)
+        self.o_proj = nn.Linear(wide, config.hidden_size, bias=False, **made)
+
+    def forward(self, x: Float[Tensor, "b s d"], layout: TokenLayout) -> Float[Tensor, "b s d"]:
+        """See the class."""
+        # b s h*p -> b h s p, of as many heads as this rank has
+        q, k, v = (
+            project(x).unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        places, base = layout.position_ids[layout.local_index], self.config.rope_base
+        mesh = self.placement.ring_and_heads
+        mixed = context_parallel_attention(
+            rotated(q, places, base),
+            rotated(k, places, base),
+            v,
+            mesh=mesh,
+            group=self.placement.cp if mesh is None else None,
+            layout=layout,
+            exchange=self.placement.exchange,
+        )
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
 class Mlp(nn.Module):

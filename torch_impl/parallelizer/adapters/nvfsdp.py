@@ -8,14 +8,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
-from torch_impl.parallelizer import nvfsdp_native
-from torch_impl.parallelizer.activation_checkpointing import checkpoint_blocks
-from torch_impl.parallelizer.arguments import checked_axes
-from torch_impl.parallelizer.import_classes import import_classes_from_paths
-from torch_impl.parallelizer.megatron import chosen_backend, have, with_megatron_fsdp, with_nvfsdp
-from torch_impl.parallelizer.meta_init import check_meta
-from torch_impl.parallelizer.nvfsdp_settings import Settings, checked_backend
-from torch_impl.parallelizer.nvfsdp_units import instances, owners
+from torch_impl.parallelizer.adapters import nvfsdp_native
+from torch_impl.parallelizer.adapters.megatron import (
+    Settings,
+    checked_backend,
+    chosen_backend,
+    have,
+    with_megatron_fsdp,
+    with_nvfsdp,
+)
+from torch_impl.parallelizer.adapters.meta_init import check_meta
+from torch_impl.parallelizer.adapters.unit_modules import import_classes_from_paths, instances, owners
+from torch_impl.parallelizer.blocks import checkpoint_blocks
+from torch_impl.parallelizer.fsdp2 import checked_axes
 from torch_impl.parallelizer.tp_plan import apply_plan
 
 HAVE_NVFSDP: bool = have("nvfsdp", "fully_shard")

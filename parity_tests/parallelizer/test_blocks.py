@@ -1,4 +1,4 @@
-"""Activation checkpointing: what is computed again, and what it leaves as it was."""
+"""Blocks of a model: which modules are one unit, and what computing them again changes."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,57 @@ from parity_tests.parallelizer.families import OWN, Chosen, batch, made
 from parity_tests.parallelizer.small_net import Net
 from parity_tests.parallelizer.training import accumulated, whole
 from torch_impl.parallelizer import fsdp2_strategy_parallelize, nvfsdp_strategy_parallelize
-from torch_impl.parallelizer.activation_checkpointing import checkpoint_blocks
+from torch_impl.parallelizer.blocks import blocks, checkpoint_blocks, units
+
+
+class Tree(nn.Module):
+    """Modules by name."""
+
+    def __init__(self, **children):
+        super().__init__()
+        for name, child in children.items():
+            setattr(self, name, child)
+
+
+def linear():
+    return nn.Linear(2, 2)
+
+
+def test_elements_of_lists_and_of_numbered_dicts():
+    first, second, third, inner = linear(), linear(), Tree(experts=nn.ModuleList([linear()])), linear()
+    model = Tree(
+        embed=linear(),
+        layers=nn.ModuleList([first, nn.ModuleList([inner]), nn.Identity(), first]),
+        stage=Tree(layers=nn.ModuleDict({"7": second, "3": third})),
+        heads=nn.ModuleDict({"main": linear()}),
+    )
+    assert blocks(model) == [first, inner, second, third]  # the experts of a block are inside it
+    assert units(model) == [[first], [inner], [second], [third]]
+
+
+def test_a_stage_of_one_layer_has_one_unit():
+    only = linear()
+    assert units(Tree(layers=nn.ModuleDict({"0": only}), head=linear())) == [[only]]
+    assert units(Tree(layers=nn.ModuleDict(), head=linear())) == []
+
+
+def test_blocks_that_share_a_parameter_are_one_unit():
+    a, b, c, d = linear(), linear(), linear(), linear()
+    c.weight = a.weight
+    assert units(Tree(layers=nn.ModuleList([a, b, c, d]))) == [[b], [a, c], [d]]
+    d.bias = b.bias
+    assert units(Tree(layers=nn.ModuleList([a, b, c, d]))) == [[a, c], [b, d]]
+
+
+def test_a_block_that_shares_with_the_rest_is_left_to_the_root():
+    a, b, head = linear(), linear(), linear()
+    head.weight = b.weight
+    assert units(Tree(layers=nn.ModuleList([a, b]), head=head)) == [[a]]
+
+
+def test_a_model_without_lists_is_the_root_alone():
+    assert units(nn.Sequential(linear(), linear())) == []
+    assert blocks(nn.ModuleList([linear()])) == []
 
 
 def counted(model, kind):

@@ -1,4 +1,4 @@
-"""The reference decoder: whose parameters it takes, what it refuses, and that its stages are the whole."""
+"""The reference against transformers in one process, and what else a decoder promises."""
 
 import dataclasses
 
@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_ref.parallelizer.decoder import EMBEDDING, HEAD, by_name, from_state_dict
-from jax_ref.parallelizer.traits import DecoderTraits
+from jax_ref.parallelizer import EMBEDDING, HEAD, DecoderTraits, by_name, from_state_dict
 from parity_tests.harness.judge import bridge
 from parity_tests.parallelizer.families import OWN, Chosen, arrays, batch, made
-from parity_tests.parallelizer.promise import broken, broken_on_ranks
+from parity_tests.parallelizer.reference import reference
+from parity_tests.parallelizer.training import PROMISED, broken, broken_on_ranks, deviation, trained
 
 bridge.start()
 LLAMA = Chosen("llama")
@@ -116,3 +116,22 @@ def test_a_sum_that_was_not_taken_is_named():
     ranks = [{"w": parts[rank % 2]} for rank in range(4)]
     assert broken_on_ranks([want] * 4, want, mesh) == []
     assert broken_on_ranks(ranks, want, mesh)[-1] == "w misses a sum over tp"
+
+
+WINDOWED = (("use_sliding_window", True), ("sliding_window", 3), ("max_window_layers", 1))
+TRAINED = [
+    *(Chosen(family, tied) for family in OWN for tied in (False, True)),
+    Chosen("qwen2", further=WINDOWED),  # one layer sees all, the next a window
+    Chosen("gemma", tied=True, further=(("pad_token_id", 3),)),  # whose embedding has no gradient from the lookup
+    Chosen("llama", further=(("num_key_value_heads", 1), ("num_hidden_layers", 1))),
+]
+
+
+@pytest.mark.parametrize("chosen", TRAINED, ids=str)
+def test_three_steps_are_those_of_transformers(chosen):
+    batches = [batch(chosen, 3, 7, seed) for seed in range(3)]
+    ours, theirs = reference(chosen, batches), trained(chosen, batches)
+    assert deviation(theirs["loss"], ours.steps[0].loss) <= PROMISED
+    assert deviation(theirs["logits"], ours.steps[0].logits) <= PROMISED
+    assert broken(theirs["gradients"], ours.steps[0].gradients) == []
+    assert broken(theirs["weights"], ours.parameters) == []

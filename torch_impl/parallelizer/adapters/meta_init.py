@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_impl.parallelizer.local_forward import owner_of
+from torch_impl.parallelizer.tp_styles import owner_of
 
 
 def check_meta(model: nn.Module, *, is_expected: bool) -> None:

@@ -3,9 +3,9 @@
 import torch
 from hypothesis import given, settings
 
-from jax_ref.models.rotary import rotated as reference
+from jax_ref.models import rotated as reference
 from parity_tests import check, every_case, integers, scheme, values
-from torch_impl.models.rotary import rotated
+from torch_impl.models.layers import rotated
 
 
 def at_base(x, places, base):

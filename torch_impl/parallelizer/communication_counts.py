@@ -15,9 +15,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from torch_impl.parallelizer.packed_styles import PackedColwise, PackedRowwise
-from torch_impl.parallelizer.units import units
-from torch_impl.parallelizer.whole_styles import Divided, Whole, WholeSeenInParts
+from torch_impl.parallelizer.blocks import units
+from torch_impl.parallelizer.tp_styles import Divided, PackedColwise, PackedRowwise, Whole, WholeSeenInParts
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,222 @@
+"""A hybrid language model on whole packed streams, the loss of a step, and its optimiser.
+
+Document j of a stream stands at `padded[j]:padded[j + 1]`; its first `real[j + 1] - real[j]` tokens are real.
+
+Source: arXiv 2104.09864 (rotary positions), 1711.05101 (AdamW).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from jax_ref.context_parallel import packed_attention
+from jax_ref.mamba import Mamba2
+
+
+@dataclass(frozen=True)
+class Config:
+    """`layers` names the kind of each layer, attention or mamba. How a scan is cut into chunks changes no value."""
+
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[str, ...]
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    mamba_heads: int
+    mamba_head_dim: int
+    mamba_groups: int
+    state_size: int
+    conv_width: int
+    rope_base: float
+    norm_eps: float
+    is_tied: bool
+    chunk_size: int | None = None
+
+
+def rotated(x: Float[Array, "b h s p"], position: Int[Array, " s"], base: float) -> Float[Array, "b h s p"]:
+    """x, each pair of columns turned."""
+    half = x.shape[-1] // 2
+    speed = base ** (-2.0 * jnp.arange(half).astype(x.dtype) / x.shape[-1])
+    angle = position.astype(x.dtype)[:, None] * speed[None, :]
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    turn = jnp.stack([jnp.stack([cos, -sin]), jnp.stack([sin, cos])])  # [to, from, s, i]
+    points = x.reshape(*x.shape[:-1], 2, half)
+    return jnp.einsum("ocsi,bhsci->bhsoi", turn, points).reshape(x.shape)
+
+
+class Attention(nnx.Module):
+    """out = o_proj(attention(rotated(q), rotated(k), v)), causal inside each document."""
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        d, p = config.hidden_size, config.head_dim
+        self.head_dim, self.base = p, config.rope_base
+        wide, narrow = config.num_attention_heads * p, config.num_key_value_heads * p
+        self.q_proj = nnx.Linear(d, wide, use_bias=False, rngs=rngs)
+        self.k_proj = nnx.Linear(d, narrow, use_bias=False, rngs=rngs)
+        self.v_proj = nnx.Linear(d, narrow, use_bias=False, rngs=rngs)
+        self.o_proj = nnx.Linear(wide, d, use_bias=False, rngs=rngs)
+
+    def __call__(
+        self, x: Float[Array, "b s d"], padded: Int[Array, " n"], real: Int[Array, " n"]
+    ) -> Float[Array, "b s d"]:
+        """Document j stands at `padded[j]:padded[j + 1]`, `real[j + 1] - real[j]` tokens of it are no padding."""
+        b, s, _ = x.shape
+        token = jnp.arange(s)
+        position = token - padded[(token[:, None] >= padded[None, 1:]).sum(1)]
+        q, k, v = (
+            jnp.swapaxes(project(x).reshape(b, s, -1, self.head_dim), 1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = rotated(q, position, self.base), rotated(k, position, self.base)
+        out = packed_attention(q, k, v, padded, real)
+        return self.o_proj(jnp.swapaxes(out, 1, 2).reshape(b, s, -1))
+
+
+class Embed(nnx.Module):
+    """A row of the table for each id. nnx.Embed would round the table to float32."""
+
+    def __init__(self, vocab: int, width: int):
+        self.embedding = nnx.Param(jnp.zeros((vocab, width)))
+
+    def __call__(self, ids: Int[Array, "b s"]) -> Float[Array, "b s d"]:
+        return self.embedding[...][ids]
+
+
+class Norm(nnx.Module):
+    """x over its root mean square, times a weight."""
+
+    def __init__(self, width: int, eps: float):
+        self.eps, self.weight = eps, nnx.Param(jnp.ones(width))
+
+    def __call__(self, x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
+        mean_square = jnp.mean(x**2, axis=-1, keepdims=True)
+        return x / jnp.sqrt(mean_square + self.eps) * self.weight[...][None, None, :]
+
+
+class Mlp(nnx.Module):
+    """down_proj(silu(gate_proj(x)) * up_proj(x))."""
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        d, wide = config.hidden_size, config.intermediate_size
+        self.gate_proj = nnx.Linear(d, wide, use_bias=False, rngs=rngs)
+        self.up_proj = nnx.Linear(d, wide, use_bias=False, rngs=rngs)
+        self.down_proj = nnx.Linear(wide, d, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class AttentionLayer(nnx.Module):
+    """x + attention(norm(x)), then that + mlp(norm(that))."""
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        self.input_layernorm = Norm(config.hidden_size, config.norm_eps)
+        self.self_attn = Attention(config, rngs=rngs)
+        self.post_attention_layernorm = Norm(config.hidden_size, config.norm_eps)
+        self.mlp = Mlp(config, rngs=rngs)
+
+    def __call__(
+        self, x: Float[Array, "b s d"], padded: Int[Array, " n"], real: Int[Array, " n"]
+    ) -> Float[Array, "b s d"]:
+        x = x + self.self_attn(self.input_layernorm(x), padded, real)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class MambaLayer(nnx.Module):
+    """x + mamba(norm(x))."""
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        self.input_layernorm = Norm(config.hidden_size, config.norm_eps)
+        self.mixer = Mamba2(
+            config.hidden_size,
+            num_heads=config.mamba_heads,
+            head_dim=config.mamba_head_dim,
+            n_groups=config.mamba_groups,
+            d_state=config.state_size,
+            d_conv=config.conv_width,
+            norm_eps=config.norm_eps,
+            rngs=rngs,
+        )
+
+    def __call__(
+        self, x: Float[Array, "b s d"], padded: Int[Array, " n"], real: Int[Array, " n"]
+    ) -> Float[Array, "b s d"]:
+        return x + self.mixer(self.input_layernorm(x), padded)
+
+
+LAYERS = {"attention": AttentionLayer, "mamba": MambaLayer}
+
+
+class HybridLM(nnx.Module):
+    """logits = lm_head(norm(layers(embed_tokens(ids)))); a tied head is the embedding's transpose."""
+
+    def __init__(self, config: Config, *, rngs: nnx.Rngs):
+        d, v = config.hidden_size, config.vocab_size
+        self.embed_tokens = Embed(v, d)
+        self.layers = nnx.List([LAYERS[kind](config, rngs=rngs) for kind in config.layers])
+        self.norm = Norm(d, config.norm_eps)
+        self.lm_head = None if config.is_tied else nnx.Linear(d, v, use_bias=False, rngs=rngs)
+
+    def __call__(
+        self, ids: Int[Array, "b s"], padded: Int[Array, " n"], real: Int[Array, " n"]
+    ) -> Float[Array, "b s v"]:
+        """Every row has the same documents: j at `padded[j]:padded[j + 1]`, of which `real` says how much is real."""
+        x = self.embed_tokens(ids)
+        for layer in self.layers:
+            x = layer(x, padded, real)
+        x = self.norm(x)
+        if self.lm_head is None:
+            return jnp.einsum("bsd,vd->bsv", x, self.embed_tokens.embedding[...])
+        return self.lm_head(x)
+
+
+def next_ids(
+    ids: Int[Array, " t"], padded: Int[Array, " n"], real: Int[Array, " n"]
+) -> tuple[Int[Array, " t"], Bool[Array, " t"]]:
+    """(the next id, whether there is one), of each token."""
+    token, targets, is_there = jnp.arange(len(ids)), jnp.zeros_like(ids), jnp.zeros(len(ids), bool)
+    for j in range(len(padded) - 1):
+        last = padded[j] + real[j + 1] - real[j] - 1
+        has_next = (token >= padded[j]) & (token < last)
+        targets = jnp.where(has_next, ids[jnp.minimum(token + 1, len(ids) - 1)], targets)
+        is_there |= has_next
+    return targets, is_there
+
+
+def token_losses(
+    logits: Float[Array, "s v"], targets: Int[Array, " s"], is_valid: Bool[Array, " s"]
+) -> Float[Array, " s"]:
+    """-log p(target), 0 where it does not count."""
+    chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], axis=-1)[:, 0]
+    return jnp.where(is_valid, -chosen, 0.0)
+
+
+def normalised(losses: Sequence[Float[Array, " s"]], is_valid: Sequence[Bool[Array, " s"]]) -> Float[Array, ""]:
+    """One number for all streams."""
+    count = sum(each.sum() for each in is_valid)
+    return sum(each.sum() for each in losses) / jnp.maximum(count, 1).astype(losses[0].dtype)
+
+
+def step_loss(
+    model: HybridLM, ids: Int[Array, "i t"], padded: Int[Array, "i n"], real: Int[Array, "i n"]
+) -> Float[Array, ""]:
+    """The loss of i streams, row j of the offsets being stream j's."""
+
+    def of_stream(ids: Array, padded: Array, real: Array) -> tuple[Array, Array]:
+        targets, is_valid = next_ids(ids, padded, real)
+        return token_losses(model(ids[None], padded, real)[0], targets, is_valid), is_valid
+
+    losses, is_valid = jax.vmap(of_stream)(ids, padded, real)
+    return normalised(list(losses), list(is_valid))
+
+
+def adamw(rate: float, decay: float) -> optax.GradientTransformation:
+    """The optimiser."""
+    return optax.adamw(rate, b1=0.9, b2=0.999, eps=1e-8, weight_decay=decay)
