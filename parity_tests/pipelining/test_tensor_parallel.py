@@ -8,8 +8,9 @@ from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.engines import run
 from parity_tests.pipelining.promise import PROMISED
 from parity_tests.pipelining.whole_models import LENGTH, ROWS, accumulated, chosen, loss_of, tokens
+from torch_impl.parallelizer import get_hf_tp_shard_plan
 from torch_impl.parallelizer.fsdp2 import fsdp2_strategy_parallelize
-from torch_impl.parallelizer.tp_plan import apply_plan, get_hf_tp_shard_plan
+from torch_impl.parallelizer.tp_plan import apply_plan
 from torch_impl.pipelining.functional import pipeline_model
 
 families = pytest.importorskip("parity_tests.parallelizer.families", reason="needs transformers")

@@ -16,5 +16,5 @@ from torch_impl.parallelizer.adapters.unit_modules import import_classes_from_pa
 from torch_impl.parallelizer.dry_run import DryRun as DryRun
 from torch_impl.parallelizer.dry_run import dry_run as dry_run
 from torch_impl.parallelizer.fsdp2 import fsdp2_strategy_parallelize as fsdp2_strategy_parallelize
+from torch_impl.parallelizer.hf_plan import get_hf_tp_shard_plan as get_hf_tp_shard_plan
 from torch_impl.parallelizer.hf_plan import translate_to_torch_parallel_style as translate_to_torch_parallel_style
-from torch_impl.parallelizer.tp_plan import get_hf_tp_shard_plan as get_hf_tp_shard_plan

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from torch_impl.parallelizer.hf_plan import get_hf_tp_shard_plan as get_hf_tp_shard_plan
 from torch_impl.parallelizer.tp_styles import Whole, is_halved, owner_of, placements_of
 
 REMOVED = "removed_modules"  # names of the modules that a pipeline's split took out of a part, as it lists them
