@@ -94,7 +94,7 @@ def _of_call(
 
 def _package_docstring(public: Any) -> str:
     """Where a package says once what an argument of many of its functions means; its page of the manual shows it."""
-    package = str(public.__module__).rpartition(".")[0]
+    package = ".".join(str(public.__module__).split(".")[:2])  # of the component, also for a module in a folder inside
     return (package.startswith(PRODUCTION) and import_module(package).__doc__) or ""
 
 
