@@ -100,7 +100,7 @@ def checked(words: list[str]) -> None:
         from torch.distributed.run import get_args_parser
 
         job = get_args_parser().parse_args(rest)
-        assert job.module and job.training_script == "parity_tests.harness"
+        assert job.module and job.training_script == "shardproof"
         read_verb(job.training_script_args)
     elif program == "python" and rest[0] == "-m":
         read_module(rest[1:])

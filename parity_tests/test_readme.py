@@ -30,7 +30,7 @@ def console(block: str, folder: Path) -> tuple[list[str], list[str]]:
     program, *arguments = command.removeprefix("$ ").split()
     assert program == "shardproof"
     done = subprocess.run(
-        [sys.executable, "-m", "parity_tests.harness", *arguments],
+        [sys.executable, "-m", "shardproof", *arguments],
         cwd=folder,
         capture_output=True,
         text=True,

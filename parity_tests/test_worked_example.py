@@ -27,7 +27,7 @@ mistakes = loaded(EXAMPLES / "mistakes.py")
 
 
 def shardproof(*arguments, folder):
-    command = [sys.executable, "-m", "parity_tests.harness", *arguments]
+    command = [sys.executable, "-m", "shardproof", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
@@ -81,7 +81,7 @@ def test_the_command_says_what_is_wrong(mistake, status, tmp_path):
 def test_the_same_file_under_torchrun(mistake, status, tmp_path):
     (tmp_path / "my_scheme.py").write_text(mistake.source if mistake else mistakes.RIGHT.read_text())
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    verify = ["-m", "parity_tests.harness", "verify", "my_scheme.py", "--engine", "torchrun", "--examples", "6"]
+    verify = ["-m", "shardproof", "verify", "my_scheme.py", "--engine", "torchrun", "--examples", "6"]
     done = subprocess.run([*launch, *verify], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode == 0) == (status == 0), done.stderr
     assert f"exitcode  : {status}" in done.stderr or status == 0

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import torch
 import torch.distributed as dist
 
-from parity_tests import scheme, token_below, values
+from shardproof import scheme, token_below, values
 from torch_impl.collectives import all_gather, all_reduce
 from torch_impl.layouts import dual_chunk_swap, inverse
 

@@ -193,7 +193,7 @@ def test_usage_errors_of_the_parser(shardproof, arguments):
 def test_the_module_is_the_command():
     written("bad.py", MISTAKES["axis"][0])
     run = subprocess.run(
-        [sys.executable, "-m", "parity_tests.harness", "verify", "bad.py"],
+        [sys.executable, "-m", "shardproof", "verify", "bad.py"],
         capture_output=True, text=True, check=False, env={**os.environ, "NO_COLOR": "1"},
     )  # fmt: skip
     assert (run.returncode, run.stdout) == (2, "")

@@ -13,7 +13,7 @@ from parity_tests.harness.report.guard import guarded
 from parity_tests.harness.run.processes.forks import GONE, ServerGone
 from parity_tests.training.started import Mark
 
-COMMAND = [sys.executable, "-m", "parity_tests.harness"]
+COMMAND = [sys.executable, "-m", "shardproof"]
 PLAIN = ["schedule", "zbv", "--pp", "2", "--microbatches", "2"]
 WRONG = ["schedule", "nothing"]
 LIMIT_S = 120

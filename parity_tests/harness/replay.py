@@ -26,7 +26,7 @@ torch {torch}, jax {jax}, Python {python}
 Run: python {name} [--engine gloo] [--repeat N]{pickle_note}
 """
 
-from parity_tests import replay
+from shardproof import replay
 
 CASE = {case!r}
 SOURCE = {source!r}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 HEAD = """
 import jax.numpy as jnp
-from parity_tests import scheme, token_below, values
+from shardproof import scheme, token_below, values
 
 def double(x):
     return 2.0 * x

@@ -16,7 +16,7 @@ agent() { # its address, its interface, whether the store is here, the store's a
   shift 4
   exec "$PYTHON" -m torch.distributed.run --nnodes 2 --nproc-per-node "$RANKS" --local-addr "$own" \
     --rdzv-backend c10d --rdzv-endpoint "$store:$PORT" --rdzv-conf "is_host=$is_host" --rdzv-id two_hosts \
-    -m parity_tests.harness "$@"
+    -m shardproof "$@"
 }
 
 larger() { # of the statuses of two processes, once both have ended

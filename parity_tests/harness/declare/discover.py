@@ -14,12 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-import parity_tests
 from parity_tests.harness.declare import travel
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.declare.table import TABLE
 
-PACKAGE = Path(parity_tests.__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parents[2]
 NOT_COMPONENTS = ("cli", "harness", "injected_bugs", "specimens", "benchmarks", "tracing", "training")
 NOT_OWN = ("site-packages", "dist-packages", "node_modules", "__pycache__")  # folders in a project that are another's
 EXTRAS = {"transformers": "hf", "safetensors": "hf"}  # packages that some components are about, with the extra of each

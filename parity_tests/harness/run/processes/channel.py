@@ -23,7 +23,7 @@ def place() -> tuple[int, int]:
     except KeyError as missing:
         raise ValueError(
             f"engines.launch: {missing.args[0]} is not set, so this is no torchrun job; start it with "
-            "torchrun --nproc-per-node N -m parity_tests.harness in place of shardproof"
+            "torchrun --nproc-per-node N -m shardproof in place of shardproof"
         ) from None
 
 

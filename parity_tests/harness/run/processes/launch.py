@@ -1,6 +1,6 @@
 """The torchrun engine: rank 0 draws and judges, the other ranks serve.
 
-    torchrun --nnodes 2 --nproc-per-node 8 -m parity_tests.harness verify FILE --engine torchrun
+    torchrun --nnodes 2 --nproc-per-node 8 -m shardproof verify FILE --engine torchrun
 
 How a command uses it, on every rank alike:
 

@@ -16,6 +16,7 @@ import torch
 from parity_tests.harness.run.processes.recorder import Recorder
 
 NEEDED = (
+    "shardproof",
     "parity_tests.harness.run.processes.worker",
     "parity_tests.harness.run.program",
     "torch.distributed.fsdp",

@@ -162,7 +162,7 @@ def test_a_rank_in_an_endless_loop_ends_the_job(script: Path) -> None:
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, status: int) -> None:
     path = tmp_path / "total.py"
     path.write_text(textwrap.dedent(SCHEME).replace("FAULT", fault))
-    verify = ("-m", "parity_tests.harness", "verify", str(path), "--engine", "torchrun", "--examples", "2")
+    verify = ("-m", "shardproof", "verify", str(path), "--engine", "torchrun", "--examples", "2")
     monkeypatch.chdir(tmp_path)  # a replay file is written
     (lead, said), (follow, _) = two_ranks(tmp_path, *verify)
     assert (lead, follow) == (status, status)
@@ -172,7 +172,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, st
 def test_torchrun_starts_it(tmp_path: Path) -> None:
     path = tmp_path / "total.py"
     path.write_text(textwrap.dedent(SCHEME).replace("FAULT", ""))
-    done = torchrun("-m", "parity_tests.harness", "verify", str(path), "--engine", "torchrun", "--examples", "2")
+    done = torchrun("-m", "shardproof", "verify", str(path), "--engine", "torchrun", "--examples", "2")
     assert done.returncode == 0
     assert "1 scheme, 0 mismatches, 0 not run" in done.stdout
 
@@ -185,12 +185,12 @@ def test_outside_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         launch.is_rank_zero()
     assert str(caught.value) == (
         "engines.launch: RANK is not set, so this is no torchrun job; start it with "
-        "torchrun --nproc-per-node N -m parity_tests.harness in place of shardproof"
+        "torchrun --nproc-per-node N -m shardproof in place of shardproof"
     )
 
 
 def test_a_wrong_argument_of_rank_zero_sends_the_others_home(tmp_path: Path) -> None:
-    verify = ("-m", "parity_tests.harness", "verify", "absent.py", "--engine", "torchrun")
+    verify = ("-m", "shardproof", "verify", "absent.py", "--engine", "torchrun")
     (lead, said), (follow, _) = two_ranks(tmp_path, *verify)
     assert (lead, follow) == (2, 2)
     assert said == ""

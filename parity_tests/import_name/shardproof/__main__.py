@@ -1,0 +1,6 @@
+"""`python -m shardproof` is the command, under a name that torchrun can start."""
+
+from shardproof import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""`import shardproof`: its names, how little it loads, and users whose own folder is called `parity_tests`."""
+
+import ast
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+import shardproof
+
+ROOT = Path(__file__).resolve().parents[1]
+IMPORT_NAME = ROOT / "parity_tests" / "import_name"
+OF_VERIFY = ("jax", "flax", "optax", "hypothesis", "pytest", "cloudpickle", "typer", "rich", "matplotlib")
+
+
+def python(*arguments, folder, packages=None):
+    """A Python that finds this tree after the folder that it runs in, and of what is installed all or `packages`."""
+    path = os.pathsep.join(map(str, filter(None, [ROOT, IMPORT_NAME, packages])))
+    return subprocess.run(
+        [sys.executable, *(["-S"] if packages else []), *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def printed(program, folder):
+    done = python("-c", program, folder=folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+# Names
+
+
+@pytest.mark.parametrize("name", shardproof.__all__)
+def test_every_name_is_there(name):
+    assert getattr(shardproof, name) is not None
+
+
+def test_editors_see_the_names_that_there_are():
+    """The imports that type checkers read are those that run."""
+    tree = ast.parse((IMPORT_NAME / "shardproof" / "__init__.py").read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    homes = {}
+    for node in block.body:
+        for alias in node.names:
+            home = ROOT / node.module.replace(".", "/") / alias.name
+            is_module = home.is_dir() or home.with_suffix(".py").is_file()
+            homes[alias.asname] = f"{node.module}{'.' if is_module else ':'}{alias.name}"
+    assert homes == shardproof._HOMES
+
+
+def test_a_name_that_is_not_there_is_reported_with_those_that_are():
+    with pytest.raises(AttributeError, match=r"module 'shardproof' has no attribute 'verfy'; it has .*, verify$"):
+        _ = shardproof.verfy
+
+
+def test_every_name_is_listed():
+    assert set(shardproof.__all__) <= set(dir(shardproof))
+
+
+def test_the_import_loads_nothing_else(tmp_path):
+    loaded = "set(sys.modules) & {'torch', 'numpy', 'jax', 'hypothesis', 'parity_tests'}"
+    assert printed(f"import sys, shardproof; print({loaded})", tmp_path) == "set()"
+
+
+def test_what_a_rank_uses_loads_no_jax(tmp_path):
+    names = "scheme, run, values, CaseSpec, Cost, layouts, RankFailure"
+    assert printed(f"import sys; from shardproof import {names}; print('jax' in sys.modules)", tmp_path) == "False"
+
+
+# The command and its extra
+
+
+@pytest.fixture
+def without(tmp_path):
+    """A folder of all installed packages but those that are named."""
+
+    def packages(*absent):
+        folder = tmp_path / "packages"
+        folder.mkdir()
+        for place in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+            for entry in Path(place).iterdir():
+                if entry.name.partition("-")[0].partition(".")[0] not in absent:
+                    (folder / entry.name).symlink_to(entry)
+        return folder
+
+    return packages
+
+
+def test_the_module_is_the_command(tmp_path):
+    done = python("-m", "shardproof", "--version", folder=tmp_path)
+    assert done.returncode == 0 and "torch" in done.stdout
+
+
+@pytest.mark.parametrize("absent", [OF_VERIFY, ("jax",), ("typer", "rich")], ids=", ".join)
+def test_the_command_without_its_extra_says_so_in_a_sentence(absent, without, tmp_path):
+    done = python("-m", "shardproof", "tour", folder=tmp_path, packages=without(*absent))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"shardproof: needs {', '.join(absent)}; pip install 'shardproof[verify]'\n"
+
+
+def test_a_name_without_its_extra_says_so_in_a_sentence(without, tmp_path):
+    program = "from shardproof import every_case"
+    done = python("-c", program, folder=tmp_path, packages=without(*OF_VERIFY))
+    assert done.stderr.splitlines()[-1] == (
+        "ImportError: shardproof.every_case needs hypothesis; pip install 'shardproof[verify]'"
+    )
+
+
+PRODUCTION = """
+import importlib, pkgutil, torch_impl
+
+for module in pkgutil.walk_packages(torch_impl.__path__, "torch_impl."):
+    try:
+        importlib.import_module(module.name)
+    except ModuleNotFoundError as error:
+        print(module.name, error.name)
+"""
+
+
+def test_production_needs_nothing_of_what_verifies_it(without, tmp_path):
+    """Every module of torch_impl; kernels in Triton's language ask for their own extra."""
+    done = python("-c", PRODUCTION, folder=tmp_path, packages=without(*OF_VERIFY, "jaxlib", "einops"))
+    assert done.returncode == 0, done.stderr
+    missing = dict(line.split() for line in done.stdout.splitlines())
+    assert {module: name for module, name in missing.items() if name != "triton"} == {}
+
+
+# A user's own folder `parity_tests`
+
+HELPER = "def double(x):\n    return 2 * x\n"
+SCHEME = """
+from shardproof import check, every_case, scheme, values
+from parity_tests.helper import double
+
+@scheme(reference=double, mesh={"tp": (1, 2)}, inputs={"x": "b/tp"}, outputs="b/tp", draw={"x": values("normal")})
+def doubled(mesh, x):
+    return double(x)
+"""
+SCRIPT = """
+from my_scheme import doubled
+for engine in ("lockstep", "gloo"):
+    doubled.verify(engine=engine, tp=2, examples=1).raise_if_failed()
+    print(engine, "equal")
+"""
+TEST = (
+    SCHEME
+    + """
+def test_equal():
+    doubled.verify(tp=2, examples=1).raise_if_failed()
+
+def test_equal_on_processes():
+    doubled.verify(engine="gloo", tp=2, examples=1).raise_if_failed()
+"""
+)
+
+
+@pytest.fixture(params=["package", "folder", "package with a harness"])
+def project(request, tmp_path):
+    """A project with a folder `parity_tests` of its own, which Python finds before ours."""
+    folder = tmp_path / "parity_tests"
+    folder.mkdir()
+    (folder / "helper.py").write_text(HELPER)
+    (folder / "test_doubled.py").write_text(TEST)
+    (tmp_path / "my_scheme.py").write_text(SCHEME)
+    (tmp_path / "script.py").write_text("if __name__ == '__main__':\n" + SCRIPT.replace("\n", "\n    "))
+    if request.param != "folder":
+        (folder / "__init__.py").write_text("")
+    if request.param == "package with a harness":
+        (folder / "harness").mkdir()
+        (folder / "harness" / "__init__.py").write_text("")
+        (folder / "harness" / "mine.py").write_text(HELPER)
+        (folder / "helper.py").write_text("from parity_tests.harness.mine import double as double")
+    return tmp_path
+
+
+def test_a_script_beside_it(project):
+    done = python("script.py", folder=project)
+    assert done.stdout == "lockstep equal\ngloo equal\n", done.stderr
+
+
+@pytest.mark.parametrize("mode", ["prepend", "importlib"])
+def test_pytest_in_it(project, mode):
+    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", f"--import-mode={mode}", folder=project)
+    assert done.returncode == 0, done.stdout
+    assert "2 passed" in done.stdout
+
+
+@pytest.mark.parametrize("file", ["my_scheme.py", "parity_tests/test_doubled.py"])
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+def test_the_command_beside_it(project, file, engine):
+    verify = ["verify", file, "--engine", engine, "--examples", "1", "--mesh", "tp=2"]
+    done = python("-m", "shardproof", *verify, folder=project)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 scheme, 0 mismatches, 0 not run." in done.stdout
+
+
+def test_a_file_of_that_name(tmp_path):
+    (tmp_path / "parity_tests.py").write_text("mine = 1\n")
+    program = "import parity_tests; from shardproof import scheme; print(parity_tests.mine, scheme.__name__)"
+    assert printed(program, tmp_path) == "1 scheme"
