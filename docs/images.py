@@ -6,7 +6,7 @@ from jax_ref.layouts import contiguous, dual_chunk_swap, packed, striped
 from parity_tests.harness.declare.spec import parse
 from parity_tests.harness.report import layout_picture, picture
 from torch_impl.pipelining import schedule_order, simulate, stage_to_rank
-from torch_impl.pipelining.draw import draw
+from torch_impl.pipelining.simulation import draw
 
 FOLDER = Path(__file__).with_name("images")
 PLAIN = {"Software": None}  # the version that drew it is no part of a picture

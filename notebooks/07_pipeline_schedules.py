@@ -34,10 +34,9 @@ from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.report import colours
 from parity_tests.harness.run.engines import run as on_ranks
 from torch_impl.pipelining import Times, draw, read_csv, schedule_order, simulate, stage_to_rank, write_csv
-from torch_impl.pipelining.draw import paint
-from torch_impl.pipelining.executed import executed_actions
-from torch_impl.pipelining.rules import RULES
-from torch_impl.pipelining.schedule import build_pipeline_schedule
+from torch_impl.pipelining.named_schedules import RULES
+from torch_impl.pipelining.schedule import build_pipeline_schedule, executed_actions
+from torch_impl.pipelining.simulation import paint
 
 # %% [markdown]
 # ## Seven schedules

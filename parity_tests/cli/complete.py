@@ -32,7 +32,7 @@ def replays(incomplete: str) -> list[str]:
 
 def schedules(incomplete: str) -> list[str]:
     """Schedules by name, whatever the case of their letters, and CSV files of this folder."""
-    from torch_impl.pipelining.rules import RULES
+    from torch_impl.pipelining.named_schedules import RULES
 
     named = [incomplete + name[len(incomplete) :] for name in RULES if name.lower().startswith(incomplete.lower())]
     return [*named, *_begin(incomplete, _files("*.csv"))]

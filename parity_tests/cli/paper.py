@@ -33,7 +33,7 @@ def schedule(
 ) -> None:
     """A pipeline schedule run on paper: who computes what and when, bubbles, live activations. Nothing is executed."""
     from parity_tests.cli import schedule_picture
-    from torch_impl.pipelining.simulate import Times
+    from torch_impl.pipelining.simulation import Times
 
     if not (math.isfinite(p2p) and p2p >= 0):
         raise ValueError(f"--p2p {p2p} must be finite and at least 0")

@@ -9,13 +9,11 @@ from typing import Any
 
 from parity_tests.harness.report.out_path import naming, refuse_unwritable
 from parity_tests.training.schedule_name import rule_named
-from torch_impl.pipelining.action import Order
 from torch_impl.pipelining.csv_schedule import read_csv, write_csv
-from torch_impl.pipelining.draw import draw
+from torch_impl.pipelining.named_schedules import schedule_order
+from torch_impl.pipelining.order import Order
 from torch_impl.pipelining.partition import stage_to_rank
-from torch_impl.pipelining.schedule_order import schedule_order
-from torch_impl.pipelining.simulate import Times, simulate
-from torch_impl.pipelining.timeline import Timeline
+from torch_impl.pipelining.simulation import Timeline, Times, draw, simulate
 
 OPTIONS = {
     "n_microbatches=": "--microbatches ",

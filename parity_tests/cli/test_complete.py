@@ -13,7 +13,7 @@ from parity_tests.cli.app import VERBS, app
 from parity_tests.cli.complete import PACKAGE
 from parity_tests.harness.run.ranks import ENGINES
 from parity_tests.training.run import ATTENTION, AXES, MAMBA
-from torch_impl.pipelining.rules import RULES
+from torch_impl.pipelining.named_schedules import RULES
 
 # The command under the name that it is installed by.
 SHARDPROOF = f"""#!{sys.executable}

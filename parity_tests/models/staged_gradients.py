@@ -15,7 +15,7 @@ from parity_tests.pipelining.stepped import Stepped
 from torch_impl.collectives import accumulator
 from torch_impl.models import HybridConfig, HybridLM, Placement, RankStream, StepLoss, staged_step
 from torch_impl.pipelining.functional import pipeline_model
-from torch_impl.pipelining.ties import named_once
+from torch_impl.pipelining.tied_weights import named_once
 
 
 def staged_loss(

@@ -41,7 +41,7 @@ from torch_impl.models import (
     tensor_parallel_plan,
 )
 from torch_impl.pipelining.functional import split_model_into_stages
-from torch_impl.pipelining.ties import named_once
+from torch_impl.pipelining.tied_weights import named_once
 
 # Two streams of documents of their own, so that every micro-batch has another layout.
 STREAMS = {

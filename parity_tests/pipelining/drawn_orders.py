@@ -3,8 +3,8 @@
 from hypothesis import strategies as st
 
 from torch_impl.pipelining import schedule_order, stage_to_rank
-from torch_impl.pipelining.action import Action
-from torch_impl.pipelining.rules import RULES
+from torch_impl.pipelining.named_schedules import RULES
+from torch_impl.pipelining.order import Action
 
 
 def legal_sizes(name, ranks=range(1, 6), most=12, chunks=(1, 2, 3)):

@@ -10,10 +10,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.nn.utils import skip_init
 
 from torch_impl.pipelining import stage_to_rank
-from torch_impl.pipelining.action import computed
-from torch_impl.pipelining.executed import executed_actions
-from torch_impl.pipelining.rules import RULES
-from torch_impl.pipelining.schedule import build_pipeline_schedule
+from torch_impl.pipelining.named_schedules import RULES
+from torch_impl.pipelining.order import computed
+from torch_impl.pipelining.schedule import build_pipeline_schedule, executed_actions
 
 WIDTH, PER_MICROBATCH = 3, 2
 

@@ -8,12 +8,14 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from torch_impl.pipelining import schedule_order, simulate, write_csv
-from torch_impl.pipelining.executed import executed_actions
-from torch_impl.pipelining.gradient_scale import scale_grads_by_divisor
-from torch_impl.pipelining.module_names import generate_hf_model_fqn_per_model_part
-from torch_impl.pipelining.partition import calculate_virtual_stages, stage_ids_this_rank, stage_to_rank
-from torch_impl.pipelining.rules import RULES
-from torch_impl.pipelining.schedule import build_pipeline_schedule
+from torch_impl.pipelining.named_schedules import RULES
+from torch_impl.pipelining.partition import (
+    calculate_virtual_stages,
+    generate_hf_model_fqn_per_model_part,
+    stage_ids_this_rank,
+    stage_to_rank,
+)
+from torch_impl.pipelining.schedule import build_pipeline_schedule, executed_actions, scale_grads_by_divisor
 
 STEPS = 2
 

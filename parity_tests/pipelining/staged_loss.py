@@ -8,8 +8,8 @@ from parity_tests.harness.declare.tree import flat
 from parity_tests.parallelizer.families import made
 from parity_tests.parallelizer.training import summed_loss
 from parity_tests.pipelining.stepped import Stepped
-from torch_impl.pipelining.gradient_scale import scale_grads_by_divisor
 from torch_impl.pipelining.pipeline import pipeline_model
+from torch_impl.pipelining.schedule import scale_grads_by_divisor
 
 STEPS = 2
 

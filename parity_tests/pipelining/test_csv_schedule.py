@@ -16,7 +16,7 @@ from torch.distributed.pipelining.schedules import _Action, _add_reduce_grad, _a
 from parity_tests import check, every_case, scheme, token_below
 from parity_tests.pipelining.drawn_orders import named_orders, own_orders
 from torch_impl.pipelining import read_csv, simulate, write_csv
-from torch_impl.pipelining.action import computed, parsed
+from torch_impl.pipelining.order import computed, parsed
 
 CELL = re.compile(r"^pipeline_parallel_schedule_csv='[^']*' row [1-9]\d*, column [1-9]\d*: ")
 

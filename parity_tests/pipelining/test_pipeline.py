@@ -9,9 +9,8 @@ from torch.distributed.fsdp import fully_shard
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.engines import run
 from parity_tests.pipelining.perceptron import written
-from parity_tests.pipelining.promise import PROMISED
 from parity_tests.pipelining.test_csv_schedule import dumped, with_communication
-from parity_tests.pipelining.whole_models import LENGTH, ROWS, accumulated, chosen, loss_of, tokens
+from parity_tests.pipelining.unsplit_models import LENGTH, PROMISED, ROWS, accumulated, chosen, loss_of, tokens
 from torch_impl.pipelining import schedule_order
 from torch_impl.pipelining.functional import pipeline_model
 

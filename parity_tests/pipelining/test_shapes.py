@@ -8,9 +8,8 @@ from torch.distributed.fsdp import fully_shard
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.engines import run
-from parity_tests.pipelining.promise import PROMISED
-from parity_tests.pipelining.whole_models import LENGTH, ROWS, chosen, loss_of, tokens
-from torch_impl.pipelining.rules import RULES
+from parity_tests.pipelining.unsplit_models import LENGTH, PROMISED, ROWS, chosen, loss_of, tokens
+from torch_impl.pipelining.named_schedules import RULES
 from torch_impl.pipelining.schedule import build_pipeline_schedule
 from torch_impl.pipelining.shapes import (
     _get_hidden_and_vocab_size,

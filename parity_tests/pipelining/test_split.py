@@ -11,8 +11,8 @@ from torch import nn
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.engines import run
-from parity_tests.pipelining.whole_models import LAYERS, accumulated, chosen, stepped, tokens
-from torch_impl.pipelining.rules import RULES
+from parity_tests.pipelining.unsplit_models import LAYERS, accumulated, chosen, stepped, tokens
+from torch_impl.pipelining.named_schedules import RULES
 from torch_impl.pipelining.split import split_model_into_stages
 
 made = pytest.importorskip("parity_tests.parallelizer.families", reason="needs transformers").made

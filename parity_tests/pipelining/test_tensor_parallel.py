@@ -6,8 +6,7 @@ from torch.distributed.tensor import DTensor
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.engines import run
-from parity_tests.pipelining.promise import PROMISED
-from parity_tests.pipelining.whole_models import LENGTH, ROWS, accumulated, chosen, loss_of, tokens
+from parity_tests.pipelining.unsplit_models import LENGTH, PROMISED, ROWS, accumulated, chosen, loss_of, tokens
 from torch_impl.parallelizer import get_hf_tp_shard_plan
 from torch_impl.parallelizer.fsdp2 import fsdp2_strategy_parallelize
 from torch_impl.parallelizer.tp_plan import apply_plan

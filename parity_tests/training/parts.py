@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from parity_tests.harness.run.dtensor_advice import without_advice
 from parity_tests.tracing.torch_side import Recording, recorded
 from torch_impl.models import RankStream, StepLoss, gradient_norm, staged_step
-from torch_impl.pipelining.ties import named_once
+from torch_impl.pipelining.tied_weights import named_once
 
 
 @dataclass(frozen=True)

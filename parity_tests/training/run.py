@@ -9,7 +9,7 @@ from typing import Any
 
 from parity_tests.training.ring_and_heads import smallest_factor
 from parity_tests.training.schedule_name import rule_named
-from torch_impl.pipelining.rules import RULES, Rule, microbatches_fault
+from torch_impl.pipelining.named_schedules import RULES, Rule, microbatches_fault
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DTYPES = ("float64", "float32", "bfloat16")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch_impl.pipelining.rules import RULES, Rule
+from torch_impl.pipelining.named_schedules import RULES, Rule
 
 
 def rule_named(text: str, what: str, further: str = "") -> Rule:

@@ -10,7 +10,7 @@ from parity_tests.training import record, session, show
 from parity_tests.training.follow import Known
 from parity_tests.training.run import SIZES, Run
 from parity_tests.training.traced import known_of, trace
-from torch_impl.pipelining import ties
+from torch_impl.pipelining import tied_weights
 
 # Four layers for the four stages of zbv on two ranks; embedding and head share a weight that two stages hold.
 SMALL = {
@@ -53,7 +53,7 @@ def test_processes_give_the_same():
 
 
 def test_a_tied_gradient_that_stays_on_its_stage_is_named(monkeypatch):
-    monkeypatch.setattr(ties, "_sum", lambda tie, held: None)
+    monkeypatch.setattr(tied_weights, "_sum", lambda tie, held: None)
     run = small({"pp": 2})
     steps = session.followed(run, KNOWN, "lockstep")
     assert set(steps[0].wrong) == {"norm", "gradient/embed_tokens.weight", "weight/embed_tokens.weight"}

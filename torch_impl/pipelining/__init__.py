@@ -32,12 +32,12 @@ Arguments that mean this wherever a function says nothing else:
     path, title                       of a file; of a picture
 """
 
-from torch_impl.pipelining.action import Action as Action
 from torch_impl.pipelining.csv_schedule import read_csv as read_csv
 from torch_impl.pipelining.csv_schedule import write_csv as write_csv
-from torch_impl.pipelining.draw import draw as draw
+from torch_impl.pipelining.named_schedules import schedule_order as schedule_order
+from torch_impl.pipelining.order import Action as Action
 from torch_impl.pipelining.partition import stage_to_rank as stage_to_rank
-from torch_impl.pipelining.schedule_order import schedule_order as schedule_order
-from torch_impl.pipelining.simulate import Times as Times
-from torch_impl.pipelining.simulate import simulate as simulate
-from torch_impl.pipelining.timeline import Timeline as Timeline
+from torch_impl.pipelining.simulation import Timeline as Timeline
+from torch_impl.pipelining.simulation import Times as Times
+from torch_impl.pipelining.simulation import draw as draw
+from torch_impl.pipelining.simulation import simulate as simulate

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, _utils, schedules
 
-from torch_impl.pipelining.action import Order
+from torch_impl.pipelining.order import Order
 
 
 def of_torch(owner: Any, name: str) -> Any:

@@ -12,10 +12,18 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_impl.pipelining.action import Action, Order, has_communication, parsed
-from torch_impl.pipelining.communication_check import check_communication
-from torch_impl.pipelining.order_check import OrderFault, check_computed, check_last_forwards, inferred_stage_to_rank
-from torch_impl.pipelining.simulate import simulate
+from torch_impl.pipelining.order import (
+    Action,
+    Order,
+    OrderFault,
+    check_communication,
+    check_computed,
+    check_last_forwards,
+    has_communication,
+    inferred_stage_to_rank,
+    parsed,
+)
+from torch_impl.pipelining.simulation import simulate
 
 ARGUMENT = "pipeline_parallel_schedule_csv"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -12,7 +12,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 
 from torch_impl.pipelining.arguments import check_positive, check_switch
-from torch_impl.pipelining.parallelize_fn import ParallelizeFnProtocol
 from torch_impl.pipelining.schedule import build_pipeline_schedule, check_schedule_arguments
 from torch_impl.pipelining.shapes import _get_hidden_and_vocab_size, _precompute_stage_shapes
 from torch_impl.pipelining.split import split_model_into_stages
@@ -151,3 +150,21 @@ def _check_axes(mesh: Any, pp: str, dp: tuple[str, ...], cp: str | None, tp: str
                 mesh[axis]
             except KeyError:
                 raise ValueError(f"pipelining.{NAME}: {name}={given!r} are not axes of world_mesh {axes}") from None
+
+
+@runtime_checkable
+class ParallelizeFnProtocol(Protocol):
+    """Works in place and returns None, or returns a module that takes the part's place."""
+
+    def __call__(
+        self,
+        model: nn.Module,
+        world_mesh: DeviceMesh,
+        moe_mesh: DeviceMesh,
+        *,
+        dp_axis_names: tuple[str, ...],
+        cp_axis_name: str | None = None,
+        tp_axis_name: str | None = None,
+        ep_axis_name: str | None = None,
+        ep_shard_axis_names: tuple[str, ...] | None = None,
+    ) -> Any: ...

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from torch_impl.pipelining._torch_compat import open_in_own_buffers, schedule_of_order
-from torch_impl.pipelining.action import Action
-from torch_impl.pipelining.arguments import check_positive, check_switch
+from torch_impl.pipelining._torch_compat import of_torch, open_in_own_buffers, schedule_of_order
+from torch_impl.pipelining.arguments import check_int, check_positive, check_switch
 from torch_impl.pipelining.csv_schedule import ARGUMENT, CsvSchedule, read_csv
+from torch_impl.pipelining.named_schedules import Rule, microbatches_fault, rule_of, stages_fault
+from torch_impl.pipelining.order import Action
 from torch_impl.pipelining.partition import stage_to_rank
-from torch_impl.pipelining.rules import Rule, microbatches_fault, rule_of, stages_fault
 from torch_impl.pipelining.shapes import refuse_other_sizes
-from torch_impl.pipelining.ties import sum_ties_after_each_step
+from torch_impl.pipelining.tied_weights import sum_ties_after_each_step
 
 logger = logging.getLogger(__name__)
 NAME = "build_pipeline_schedule"
@@ -238,3 +241,77 @@ def _reducing_row(row: list[Action | None]) -> list[Action | None]:
     for at, action in enumerate(row):
         whole += [action, *(Action(stage, "REDUCE_GRAD") for stage in last if last[stage] == at and stage not in told)]
     return whole
+
+
+def scale_grads_by_divisor(stages: list[PipelineStage], divisor: int) -> None:
+    """Divide the gradients of these stages in place, each once, also where stages share a parameter.
+
+    Once for each step of the optimiser, after the last backward: with losses that are means, n micro-batches and k
+    steps of the schedule the divisor is n * k. (A schedule's own `scale_grads=True` divides at each of its steps what
+    has been accumulated, so that two equal steps come to 1 + 1 / n means, and not to 2.)
+
+    Cost:   none between ranks; a DTensor's shard is divided where it lies.
+    Errors: TypeError for what is no stage, or a divisor that is no int; ValueError for a divisor below 1.
+    """
+    if not isinstance(stages, (list, tuple)):
+        raise TypeError(
+            f"pipelining.scale_grads_by_divisor: stages is a {type(stages).__name__}; pass a list of PipelineStage"
+        )
+    for index, stage in enumerate(stages):
+        if not callable(getattr(stage, "scale_grads", None)) or not isinstance(
+            getattr(stage, "submod", None), nn.Module
+        ):
+            raise TypeError(
+                f"pipelining.scale_grads_by_divisor: stages[{index}] is a {type(stage).__name__}; pass a PipelineStage"
+            )
+    check_int("scale_grads_by_divisor", "divisor", divisor)
+    if divisor < 1:
+        raise ValueError(
+            f"pipelining.scale_grads_by_divisor: divisor={divisor} must be a positive int "
+            "(microbatches x accumulation steps)"
+        )
+    parameters = {id(parameter): parameter for stage in stages for parameter in stage.submod.parameters()}
+    with torch.no_grad():
+        for parameter in parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.div_(divisor)
+
+
+@contextlib.contextmanager
+def executed_actions(stages: Sequence[PipelineStage]) -> Iterator[list[Action]]:
+    """The actions of these stages that run inside the block, in a list that grows.
+
+    `timeline.events` of a rank have the same actions in the same order, or the schedule is not what was simulated.
+    """
+    actions: list[Action] = []
+    with contextlib.ExitStack() as stack:
+        for stage in stages:
+            stack.enter_context(_noted(stage, actions))
+        yield actions
+
+
+@contextlib.contextmanager
+def _noted(stage: PipelineStage, actions: list[Action]) -> Iterator[None]:
+    def forward(original: Callable, chunk: int, *args: Any, **kwargs: Any) -> Any:
+        actions.append(Action(stage.stage_index, "F", chunk))
+        return original(chunk, *args, **kwargs)
+
+    def backward(original: Callable, chunk: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> Any:
+        actions.append(Action(stage.stage_index, "B" if full_backward else "I", chunk))
+        return original(chunk, *args, full_backward=full_backward, **kwargs)
+
+    def weights(original: Callable, chunk: int, *args: Any, **kwargs: Any) -> Any:
+        actions.append(Action(stage.stage_index, "W", chunk))
+        return original(chunk, *args, **kwargs)
+
+    names = {"forward_one_chunk": forward, "backward_one_chunk": backward, "backward_weight_one_chunk": weights}
+    outer = {name: vars(stage)[name] for name in names if name in vars(stage)}  # of a block around this one
+    for name, note in names.items():
+        original = of_torch(stage, name)
+        setattr(stage, name, lambda *args, _note=note, _original=original, **kwargs: _note(_original, *args, **kwargs))
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(stage, name)
+        vars(stage).update(outer)

@@ -11,14 +11,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 
-from torch_impl.pipelining.anatomy import NAME, Anatomy, anatomy_of
 from torch_impl.pipelining.arguments import Number
 from torch_impl.pipelining.csv_schedule import read_csv
+from torch_impl.pipelining.model_parts import NAME, Anatomy, anatomy_of, check_names, check_parameters, check_runs
+from torch_impl.pipelining.named_schedules import Rule, rule_of, stages_fault
 from torch_impl.pipelining.partition import calculate_virtual_stages, stage_to_rank
-from torch_impl.pipelining.rules import Rule, rule_of, stages_fault
 from torch_impl.pipelining.stage_module import consume, run_as_family, run_head, shell
-from torch_impl.pipelining.stage_names import check_names, check_parameters, check_runs
-from torch_impl.pipelining.ties import part_ties, ties_across
+from torch_impl.pipelining.tied_weights import part_ties, ties_across
 
 
 def split_model_into_stages(

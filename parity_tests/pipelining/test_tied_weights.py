@@ -11,8 +11,8 @@ from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.families import Chosen, made
 from parity_tests.parallelizer.steps import dims, specs
 from parity_tests.pipelining.staged_loss import staged_loss
-from parity_tests.pipelining.whole_models import ROWS, loss_of, tokens
-from torch_impl.pipelining.rules import RULES
+from parity_tests.pipelining.unsplit_models import ROWS, loss_of, tokens
+from torch_impl.pipelining.named_schedules import RULES
 from torch_impl.pipelining.schedule import build_pipeline_schedule
 from torch_impl.pipelining.split import split_model_into_stages
 

@@ -1,4 +1,4 @@
-"""Parity of pipelining.simulate: closed forms, bounds, laws of time, and what is refused."""
+"""Parity of pipelining.simulation: closed forms, bounds, laws of time, and what is refused."""
 
 import subprocess
 import sys
@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jax_ref.pipelining import closed_forms
+from jax_ref.pipelining import reference
 from parity_tests.pipelining.drawn_orders import legal_sizes, named_orders, own_orders
-from torch_impl.pipelining import Times, schedule_order, simulate, stage_to_rank
-from torch_impl.pipelining.action import Action, computed, parsed
-from torch_impl.pipelining.rules import RULES
+from torch_impl.pipelining import Times, draw, schedule_order, simulate, stage_to_rank
+from torch_impl.pipelining.named_schedules import RULES
+from torch_impl.pipelining.order import Action, computed, parsed
+from torch_impl.pipelining.simulation import COLOURS, WIDEST
 
 TIME = st.integers(1, 9)
 DURATIONS = st.builds(Times, TIME, TIME, TIME, st.integers(0, 5))
@@ -36,34 +37,34 @@ def in_closed_form(name, most=16):
 def test_idle_time_and_bubble_are_the_closed_form(name):
     for p, n, v in in_closed_form(name):
         timeline = simulated(name, p, n, v)
-        assert set(timeline.idle) == {closed_forms.idle(name, p, n, v)}, (p, n, v)
-        bubble = closed_forms.bubble(name, p, n, v)
+        assert set(timeline.idle) == {reference.idle(name, p, n, v)}, (p, n, v)
+        bubble = reference.bubble(name, p, n, v)
         assert set(timeline.bubble) == {bubble.numerator / bubble.denominator}, (p, n, v)
 
 
-@pytest.mark.parametrize("name", closed_forms.FILL_AND_DRAIN)
+@pytest.mark.parametrize("name", reference.FILL_AND_DRAIN)
 def test_live_chunks_are_the_closed_form(name):
     for p, n, v in in_closed_form(name):
-        live = [closed_forms.live_chunks(name, p, n, v, rank) for rank in range(p)]
+        live = [reference.live_chunks(name, p, n, v, rank) for rank in range(p)]
         assert list(simulated(name, p, n, v).peak_live) == live, (p, n, v)
 
 
-@pytest.mark.parametrize("name", closed_forms.FILL_ALONE)
+@pytest.mark.parametrize("name", reference.FILL_ALONE)
 def test_live_chunks_are_bounded(name):
     peaks = [
-        max(simulated(name, p, n, v).peak_live) - closed_forms.live_bound(name, p)
+        max(simulated(name, p, n, v).peak_live) - reference.live_bound(name, p)
         for p, n, v in legal_sizes(name, most=16, chunks=(2,))
         if name != "InterleavedZeroBubble" or n % p == 0
     ]
     assert max(peaks) == 0
 
 
-@pytest.mark.parametrize("name", closed_forms.FILL_AND_DRAIN)
+@pytest.mark.parametrize("name", reference.FILL_AND_DRAIN)
 @given(data=st.data())
 def test_idle_time_for_any_durations(name, data):
     p, n, v = data.draw(st.sampled_from(list(in_closed_form(name, most=8))))
     f, i, w = (data.draw(TIME) for _ in range(3))
-    assert set(simulated(name, p, n, v, Times(f, i, w)).idle) == {closed_forms.idle(name, p, n, v, f, i, w)}
+    assert set(simulated(name, p, n, v, Times(f, i, w)).idle) == {reference.idle(name, p, n, v, f, i, w)}
 
 
 def test_figures_by_hand():
@@ -217,3 +218,64 @@ def test_each_stage_needs_a_time():
 def test_a_simulation_loads_no_torch():
     program = "import sys, torch_impl.pipelining; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def grid(name, p, n, v, style, times=None):
+    return str(simulate(schedule_order(name, p, n, v), stage_to_rank(p, p * v, style), times))
+
+
+def test_a_grid_by_hand():
+    assert grid("1F1B", 2, 2, 1, "loop") == "\n".join(
+        [
+            "2 ranks, 2 stages, makespan 9",
+            "rank 0 |F0 F1 .  .  B0 -  .  B1 - | idle 33.3%, live 2",
+            "rank 1 |.  F0 B0 -  F1 B1 -  .  . | idle 33.3%, live 1",
+        ]
+    )
+
+
+def test_second_chunks_have_small_letters():
+    assert "|F0 f0 i0 w0 F1 I0 W0 f1 i1 w1 I1 W1|" in grid("ZBVZeroBubble", 1, 2, 2, "v")
+
+
+def test_columns_are_the_measure_of_all_times():
+    rows = grid("GPipe", 1, 1, 1, "loop", Times(f=0.5, i=1, w=0.25)).splitlines()
+    assert rows[1] == "rank 0 |F0 -  B0 -  -  -  - | idle 0.0%, live 1"
+    rows = grid("GPipe", 1, 1, 1, "loop", Times(f=2, i=2, w=2)).splitlines()
+    assert rows[1] == "rank 0 |F0 B0 - | idle 0.0%, live 1"
+
+
+def test_times_without_a_measure_are_shares_of_the_whole():
+    (_, row) = grid("GPipe", 1, 1, 1, "loop", Times(f=0.1, i=0.1, w=0.1)).splitlines()
+    assert len(row.partition("|")[2].partition("|")[0].split()) == WIDEST
+
+
+def test_live_chunks_over_time():
+    timeline = simulate(schedule_order("ZBVZeroBubble", 1, 1, 2), [0, 0])
+    assert timeline.live(0) == [(0, 1), (1, 2), (4, 1), (6, 0)]
+    assert timeline.peak_live == (2,)
+
+
+def boxes(ax):
+    """(start, stop, colour) of what has a colour of a kind of action."""
+    from matplotlib.colors import to_hex
+
+    found = []
+    for collection in ax.collections:
+        colour = to_hex(collection.get_facecolor()[0])
+        if colour in COLOURS.values():
+            for path in collection.get_paths():
+                (start, low), (stop, high) = path.vertices.min(0), path.vertices.max(0)
+                found.append((start, stop, round((low + high) / 2), colour))
+    return found
+
+
+@given(own_orders())
+def test_every_event_is_a_box_of_its_kind_in_the_row_of_its_rank(drawn):
+    order, placed, _ = drawn
+    timeline = simulate(order, placed, Times(2, 1, 3, 1))
+    (ax,) = draw(timeline, "mine").axes
+    assert boxes(ax) == [(e.start, e.stop, e.rank, COLOURS[e.action.kind]) for e in timeline.events]
+    assert [text.get_text() for text in ax.texts] == [str(e.action.microbatch) for e in timeline.events]
+    assert ax.get_title(loc="left") == "mine"
+    assert [label.get_text() for label in ax.get_yticklabels()] == [f"rank {rank}" for rank in range(len(order))]

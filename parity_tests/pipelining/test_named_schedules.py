@@ -1,4 +1,4 @@
-"""Parity of pipelining.schedule_order: orders by hand, torch's own lists, and what is refused."""
+"""Parity of pipelining.named_schedules: orders by hand, torch's own lists, and what is refused."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from parity_tests.pipelining.drawn_orders import legal_sizes
 from torch_impl.pipelining import schedule_order, stage_to_rank
-from torch_impl.pipelining.rules import RULES
+from torch_impl.pipelining.named_schedules import RULES
 
 SEVERAL = [name for name, rule in RULES.items() if not rule.is_single]
 

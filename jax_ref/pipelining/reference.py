@@ -1,0 +1,102 @@
+"""Pipelines as plain definitions: which stage has what, what a schedule costs in closed form, gradient accumulation.
+
+Source: GPipe arXiv 1811.06965; 1F1B and Interleaved1F1B arXiv 2104.04473; LoopedBFS arXiv 2211.05953; zero bubble
+arXiv 2401.10241; DualPipeV after arXiv 2412.19437.
+"""
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from itertools import combinations
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def stage_ids_this_rank(pp_rank: int, pp_size: int, num_stages: int, style: str = "loop") -> tuple[int, ...]:
+    """A row of stages for each pass; under `v` every second row is turned round; a rank has its column."""
+    rows = np.arange(num_stages).reshape(-1, pp_size)
+    if style == "v":
+        rows[1::2] = rows[1::2, ::-1].copy()
+    return tuple(int(stage) for stage in rows[:, pp_rank])
+
+
+def layer_counts(num_stages: int, num_layers: int) -> list[int]:
+    """Layers of each stage where only layers cost anything."""
+    return [len(layers) for layers in np.array_split(np.arange(num_layers), num_stages)]
+
+
+def dearest_stage_first(num_stages: int, num_layers: int, embed_cost: float, head_cost: float) -> list[int]:
+    """Layers of each stage by trying every cut: the least largest cost, then the least sum of squares of costs, then
+    the most layers in front."""
+
+    def judged(counts: list[int]) -> tuple:
+        costs = np.array(counts, dtype=np.float64)
+        costs[0] += embed_cost
+        costs[-1] += head_cost
+        return costs.max(), (costs**2).sum(), [-count for count in counts]
+
+    cuts = combinations(range(1, num_layers), num_stages - 1)
+    return min((list(map(int, np.diff((0, *cut, num_layers)))) for cut in cuts), key=judged)
+
+
+def stages_by_search(num_layers: int, layers_per_stage: int, pp_size: int, rounding: str | None) -> int:
+    """The least number of stages that holds all layers, or the multiple of pp_size next to it."""
+    needed = min(count for count in range(1, num_layers + 1) if count * layers_per_stage >= num_layers)
+    multiples = range(0, needed + pp_size, pp_size)
+    if rounding == "up":
+        return min(count for count in multiples if count >= needed)
+    return max(count for count in multiples if count <= needed) if rounding == "down" else needed
+
+
+FILL_AND_DRAIN = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B")
+FILL_ALONE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
+
+def idle(name: str, p: int, n: int, v: int, f: int = 1, i: int = 1, w: int = 1) -> int:
+    """Of every rank: what the pipeline takes to fill and to drain, or to fill alone.
+
+    With fewer micro-batches than ranks LoopedBFS waits between chunks too, for those that are still on their way.
+    """
+    if name in FILL_ALONE:
+        return p - 1
+    between = (v - 1) * max(0, p - n) if name == "LoopedBFS" else 0
+    return (p - 1 + between) * (f + i + w)
+
+
+def bubble(name: str, p: int, n: int, v: int) -> Fraction:
+    """Idle time as a fraction of the whole, for f = i = w = 1: (p - 1) / (vn + p - 1), or (p - 1) / (3vn + p - 1)."""
+    lost = idle(name, p, n, v)
+    return Fraction(lost, 3 * v * n + lost)
+
+
+def live_chunks(name: str, p: int, n: int, v: int, rank: int) -> int:
+    """The most chunks that a rank holds at once."""
+    return {
+        "GPipe": n,
+        "1F1B": min(n, p - rank),
+        "LoopedBFS": v * n,
+        "Interleaved1F1B": min(v * n, 2 * (p - rank - 1) + (v - 1) * p + 1),
+    }[name]
+
+
+def live_bound(name: str, p: int) -> int:
+    """What the others hold at most, with two chunks on each rank; the first of them where n is a multiple of p."""
+    return {"InterleavedZeroBubble": 2 * p, "ZBVZeroBubble": 2 * p, "DualPipeV": 2 * p + 1}[name]
+
+
+def accumulate(
+    loss: Callable[..., jax.Array],
+    parameters: Any,
+    microbatches: Sequence[tuple[jax.Array, ...]],
+    order: Sequence[int] | None = None,
+    divisor: int = 1,
+) -> tuple[list[jax.Array], Any]:
+    """Losses of the micro-batches as they are numbered, and the gradient."""
+    order = range(len(microbatches)) if order is None else order
+    found = {m: jax.value_and_grad(loss)(parameters, *microbatches[m]) for m in order}
+    total = found[order[0]][1]
+    for m in order[1:]:
+        total = jax.tree.map(lambda sum_so_far, gradient: sum_so_far + gradient, total, found[m][1])
+    mean = jax.tree.map(lambda x: x / divisor, total)
+    return [found[m][0] for m in range(len(microbatches))], mean

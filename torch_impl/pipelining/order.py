@@ -1,0 +1,291 @@
+"""Orders: what each rank computes and sends in turn, how an action is written, and what makes an order valid."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+COMPUTED = ("F", "B", "I", "W")  # forward; backward, whole or as input gradient and weight gradient
+SENT = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
+OF_A_STAGE = ("UNSHARD", "RESHARD", "REDUCE_GRAD")  # of a sharded stage, of no micro-batch
+PAIR = "OVERLAP_F_B"  # a forward and a backward that may run at once; here one after the other
+
+_SINGLE = re.compile(rf"(\d{{1,9}})(?:({'|'.join(COMPUTED + SENT)})(\d{{1,9}})|({'|'.join(OF_A_STAGE)}))", re.ASCII)
+_PAIR = re.compile(rf"\(([^;()]*);([^;()]*)\){PAIR}")
+
+
+class Action(NamedTuple):
+    """`pair` holds the two of an overlapped pair, whose own stage is -1."""
+
+    stage: int
+    kind: str
+    microbatch: int | None = None
+    pair: tuple[Action, ...] = ()
+
+    def __str__(self) -> str:
+        if self.pair:
+            return f"({';'.join(map(str, self.pair))}){PAIR}"
+        return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
+
+    @property
+    def parts(self) -> tuple[Action, ...]:
+        """The actions that run: itself, or those of a pair."""
+        return self.pair or (self,)
+
+
+Order = Sequence[Sequence[Action | None]]  # for each rank its actions; None is a step of waiting
+
+
+def overlapped(first: Action, second: Action) -> Action:
+    """Two actions as one."""
+    return Action(-1, PAIR, None, (first, second))
+
+
+def parsed(text: str) -> Action | None:
+    """An action of its text, None of blanks.
+
+    >>> parsed("2F5"), parsed(" ")
+    (Action(stage=2, kind='F', microbatch=5, pair=()), None)
+
+    Errors: ValueError for text that is no action.
+    """
+    text = text.strip()
+    if not text:
+        return None
+    pair = _PAIR.fullmatch(text)
+    if pair:
+        inner = [parsed(part) for part in pair.groups()]
+        if all(part is not None and part.kind in COMPUTED for part in inner):
+            return overlapped(*inner)  # pyright: ignore[reportArgumentType]
+    single = _SINGLE.fullmatch(text)
+    if not single:
+        raise ValueError(f"{text!r} is no action; write <stage><kind><micro-batch>, as 0F3, 1B0, 1I0, 1W0 or 0SEND_F3")
+    stage, kind, microbatch, of_stage = single.groups()
+    return Action(int(stage), of_stage or kind, None if of_stage else int(microbatch))
+
+
+def computed(actions: Iterable[Action | None]) -> list[Action]:
+    """Forwards and backwards alone, pairs taken apart."""
+    return [part for action in actions if action for part in action.parts if part.kind in COMPUTED]
+
+
+def has_communication(order: Order) -> bool:
+    """Whether an order says what is sent, gathered or reduced, and not only what is computed."""
+    return any(action and action.kind in SENT + OF_A_STAGE for actions in order for action in actions)
+
+
+BEFORE = {"B": ("F",), "I": ("F",), "W": ("I",)}  # what must stand before, of the same stage and micro-batch
+
+
+class OrderFault(ValueError):
+    """A fault of an order: what is wrong, on which rank, at which position (both from 0)."""
+
+    def __init__(self, rank: int, position: int, what: str) -> None:
+        super().__init__(f"order: rank {rank}, position {position}: {what}")
+        self.rank, self.position, self.what = rank, position, what
+
+
+def inferred_stage_to_rank(order: Order) -> list[int]:
+    """The rank of each stage, by where its first action stands. Errors: OrderFault unless stages are 0 to S - 1."""
+    ranks: dict[int, int] = {}
+    first: dict[int, tuple[int, int, Action]] = {}
+    for rank, position, action in _listed(order):
+        if action.stage not in ranks:
+            ranks[action.stage], first[action.stage] = rank, (rank, position, action)
+    for stage in range(len(ranks)):
+        if stage not in ranks:
+            rank, position, action = first[min(other for other in ranks if other > stage)]
+            raise OrderFault(rank, position, f"'{action}' is of stage {action.stage}, but no rank has stage {stage}")
+    return [ranks[stage] for stage in range(len(ranks))]
+
+
+def check_computed(order: Order, stage_to_rank: Sequence[int] | Mapping[int, int], n_microbatches: int) -> None:
+    """Each stage on its rank sees each micro-batch once: F, then B or I and W. Errors: OrderFault for the first."""
+    ranks = dict(enumerate(stage_to_rank)) if isinstance(stage_to_rank, Sequence) else dict(stage_to_rank)
+    seen: dict[Action, tuple[int, int]] = {}
+    for rank, position, action in _listed(order):
+        _check_place(rank, position, action, ranks, n_microbatches)
+        if action.kind not in COMPUTED:
+            continue
+        if action in seen:
+            raise OrderFault(rank, position, f"'{action}' stands for the second time")
+        for kind in BEFORE.get(action.kind, ()):
+            needed = action._replace(kind=kind)
+            if needed not in seen:
+                raise OrderFault(rank, position, f"'{action}' stands before '{needed}'")
+        for kind in {"B": "IW", "I": "B", "W": "B"}.get(action.kind, ""):
+            if action._replace(kind=kind) in seen:
+                raise OrderFault(
+                    rank, position, f"'{action}' stands beside '{action._replace(kind=kind)}'; write B, or I and W"
+                )
+        seen[action] = (rank, position)
+    _check_complete(order, ranks, n_microbatches, seen)
+
+
+def check_last_forwards(order: Order, last_stage: int) -> None:
+    """The last stage takes micro-batches as they are numbered: torch keeps losses and outputs in that order, unnamed.
+
+    Errors: OrderFault.
+    """
+    due = 0
+    for rank, position, action in _listed(order):
+        if action.stage == last_stage and action.kind == "F":
+            if action.microbatch != due:
+                wanted = action._replace(microbatch=due)
+                raise OrderFault(
+                    rank, position, f"'{action}' stands before '{wanted}' on the last stage; put that first"
+                )
+            due += 1
+
+
+def _check_place(rank: int, position: int, action: Action, ranks: Mapping[int, int], n_microbatches: int) -> None:
+    if action.stage not in ranks:
+        raise OrderFault(rank, position, f"'{action}' is of stage {action.stage}; there are {len(ranks)}")
+    if ranks[action.stage] != rank:
+        raise OrderFault(
+            rank,
+            position,
+            f"'{action}' stands on rank {rank}, but stage {action.stage} is on rank {ranks[action.stage]}",
+        )
+    if action.microbatch is not None and not 0 <= action.microbatch < n_microbatches:
+        raise OrderFault(
+            rank, position, f"'{action}' is of micro-batch {action.microbatch}; there are {n_microbatches}"
+        )
+
+
+def _check_complete(
+    order: Order, ranks: Mapping[int, int], n_microbatches: int, seen: Mapping[Action, tuple[int, int]]
+) -> None:
+    for stage, rank in sorted(ranks.items()):
+        if not 0 <= rank < len(order):
+            raise OrderFault(rank, 0, f"stage {stage} is on rank {rank}; the order has {len(order)}")
+        for microbatch in range(n_microbatches):
+            backward = "W" if Action(stage, "I", microbatch) in seen else "B"
+            for kind in ("F", backward):
+                if Action(stage, kind, microbatch) not in seen:
+                    missing = Action(stage, kind, microbatch)
+                    raise OrderFault(rank, len(order[rank]), f"the rank ends without '{missing}'")
+
+
+def _listed(order: Order) -> list[tuple[int, int, Action]]:
+    return [
+        (rank, position, part)
+        for rank, actions in enumerate(order)
+        for position, action in enumerate(actions)
+        if action
+        for part in action.parts
+    ]
+
+
+Place = tuple[int, int]  # rank, position
+
+
+def check_communication(order: Order, stage_to_rank: Sequence[int], n_microbatches: int) -> None:
+    """Errors: OrderFault for the first action that is missing, doubled, too early, too late or out of turn."""
+    places = _places(order)
+    for stage, rank in enumerate(stage_to_rank):
+        for microbatch in range(n_microbatches):
+            for step, sent in ((1, "F"), (-1, "B")):
+                if 0 <= stage + step < len(stage_to_rank) and stage_to_rank[stage + step] != rank:
+                    _check_message(order, places, stage_to_rank, stage, stage + step, sent, microbatch)
+    wanted = set(_messages(stage_to_rank, n_microbatches))
+    for action, (rank, position) in places.items():
+        if "_" in action.kind and action.microbatch is not None and action not in wanted:
+            raise OrderFault(rank, position, f"'{action}' has no other end on another rank; leave it out")
+    _check_turns(order, stage_to_rank)
+    _check_stage_actions(order, places)
+
+
+def _places(order: Order) -> dict[Action, Place]:
+    """Where each action stands, pairs taken apart. Errors: OrderFault for a message that stands twice."""
+    places: dict[Action, Place] = {}
+    for rank, actions in enumerate(order):
+        for position, action in enumerate(actions):
+            for part in action.parts if action else ():
+                if part in places and part.microbatch is not None:
+                    raise OrderFault(rank, position, f"'{part}' stands for the second time")
+                places[part] = (rank, position)
+    return places
+
+
+def _check_message(
+    order: Order, places: dict[Action, Place], ranks: Sequence[int], stage: int, to: int, sent: str, microbatch: int
+) -> None:
+    """One message: made, sent, taken before it is used."""
+    send, take = Action(stage, f"SEND_{sent}", microbatch), Action(to, f"RECV_{sent}", microbatch)
+    for action, rank in ((send, ranks[stage]), (take, ranks[to])):
+        if action not in places:
+            raise OrderFault(rank, len(order[rank]), f"the rank ends without '{action}'")
+    made, used = _computed_with(places, stage, sent, microbatch), _computed_with(places, to, sent, microbatch)
+    if places[send][1] < places[made][1]:
+        raise OrderFault(*places[send], f"'{send}' stands before '{made}'")
+    if places[used][1] < places[take][1]:
+        raise OrderFault(*places[used], f"'{used}' stands before '{take}'")
+
+
+def _computed_with(places: dict[Action, Place], stage: int, sent: str, microbatch: int) -> Action:
+    """The forward, or the backward that has the input gradient."""
+    halved = Action(stage, "I", microbatch)
+    return halved if sent == "B" and halved in places else Action(stage, sent, microbatch)
+
+
+def _messages(ranks: Sequence[int], n_microbatches: int) -> Iterator[Action]:
+    for stage in range(len(ranks) - 1):
+        if ranks[stage] != ranks[stage + 1]:
+            for m in range(n_microbatches):
+                yield Action(stage, "SEND_F", m)
+                yield Action(stage + 1, "RECV_F", m)
+                yield Action(stage + 1, "SEND_B", m)
+                yield Action(stage, "RECV_B", m)
+
+
+def _check_turns(order: Order, ranks: Sequence[int]) -> None:
+    """Between two ranks the k-th message taken is the k-th one sent."""
+    sent: dict[Place, list[Action]] = defaultdict(list)
+    taken: dict[Place, list[tuple[Place, Action]]] = defaultdict(list)
+    for rank, actions in enumerate(order):
+        for position, action in enumerate(actions):
+            if action and action.kind in ("SEND_F", "SEND_B"):
+                step = 1 if action.kind == "SEND_F" else -1
+                to = action.stage + step
+                sent[rank, ranks[to]].append(Action(to, f"RECV_{action.kind[-1]}", action.microbatch))
+            elif action and action.kind in ("RECV_F", "RECV_B"):
+                source = ranks[action.stage - (1 if action.kind == "RECV_F" else -1)]
+                taken[source, rank].append(((rank, position), action))
+    for pair, wanted in sent.items():
+        for ((rank, position), action), due in zip(taken[pair], wanted, strict=True):
+            if action != due:
+                raise OrderFault(
+                    rank, position, f"'{action}' stands where rank {pair[0]} sends what '{due}' takes; put that first"
+                )
+
+
+def _check_stage_actions(order: Order, places: dict[Action, Place]) -> None:
+    """A stage is there when it computes, gathered and given up in turn; its gradient is reduced once, at the end."""
+    uses_sharding = {action.stage for action in places if action.kind in ("UNSHARD", "RESHARD")}
+    for rank, actions in enumerate(order):
+        gathered: set[int] = set()
+        reduced: set[int] = set()
+        for position, action in enumerate(actions):
+            for part in action.parts if action else ():
+                if part.kind in ("F", "B", "I", "W"):
+                    if part.stage in uses_sharding - gathered:
+                        raise OrderFault(rank, position, f"'{part}' stands where '{part.stage}UNSHARD' has not been")
+                    if part.kind in "BW" and part.stage in reduced:
+                        raise OrderFault(rank, position, f"'{part}' stands after '{part.stage}REDUCE_GRAD'")
+                elif part.kind == "UNSHARD":
+                    if part.stage in gathered:
+                        raise OrderFault(
+                            rank, position, f"'{part}' stands where stage {part.stage} is gathered already"
+                        )
+                    gathered.add(part.stage)
+                elif part.kind == "RESHARD":
+                    if part.stage not in gathered:
+                        raise OrderFault(rank, position, f"'{part}' stands where stage {part.stage} is not gathered")
+                    gathered.remove(part.stage)
+                elif part.kind == "REDUCE_GRAD":
+                    if part.stage in reduced:
+                        raise OrderFault(rank, position, f"'{part}' stands for the second time")
+                    reduced.add(part.stage)
