@@ -27,7 +27,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: one thread for 
 import matplotlib.pyplot as plt
 
 from parity_tests.harness.report import colours
-from parity_tests.injected_bugs.models import BUGS
+from parity_tests.injected_bugs.catalogue.models import BUGS
 from parity_tests.injected_bugs.patch import Plot
 from parity_tests.tracing.lines import first
 from parity_tests.training.follow import Known

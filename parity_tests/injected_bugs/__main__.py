@@ -44,7 +44,7 @@ def main(
     Before the first, every scheme is run to find which lines it has: several minutes, whatever the pattern.
     """
     from parity_tests.injected_bugs.catalogue import CATALOGUE
-    from parity_tests.injected_bugs.kernels import BUGS as IN_KERNELS
+    from parity_tests.injected_bugs.catalogue.kernels import BUGS as IN_KERNELS
     from parity_tests.injected_bugs.symbols import stale_bugs
 
     bugs = (*CATALOGUE, *IN_KERNELS) if stale else CATALOGUE  # those in kernels have a test of their own

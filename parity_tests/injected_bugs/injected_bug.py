@@ -20,6 +20,9 @@ KINDS = (
 )
 
 
+TRAIN_VERIFY, MEGATRON = "TrainVerify", "NVIDIA/Megatron-LM #7452"  # sources of published mistakes
+
+
 @dataclass(frozen=True)
 class InjectedBug:
     """`old`, which occurs once in the source of the symbol `at`, becomes `new`.
@@ -29,7 +32,8 @@ class InjectedBug:
     `gradient: off by the constant factor`; the oracle is value, gradient, protocol, cost, hygiene or the cause of a
     failed rank. `source` says where the mistake was made before. `equivalent` says why nothing observable changes;
     such a bug is listed, not counted. `survives` says why the drawn examples do not see a change that is there; such a
-    bug is counted, as not caught.
+    bug is counted, as not caught. `module` is where a trace of the training run finds the first difference, as a glob;
+    "" is the model itself, None a bug that says nothing of a module.
     """
 
     name: str
@@ -41,6 +45,7 @@ class InjectedBug:
     source: str | None = None
     equivalent: str | None = None
     survives: str | None = None
+    module: str | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

@@ -6,5 +6,5 @@ ON_A_DEVICE = (
     "test_row_gather.py",
     "test_wiring.py",
     "test_compositions.py",
-    "test_kills.py",
+    "test_injected_bugs.py",
 )

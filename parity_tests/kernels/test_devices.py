@@ -20,7 +20,11 @@ FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
 # The interpreter computes with NumPy, which warns of what a GPU computes silently: exp of much, -inf - -inf.
 QUIET = ("-W", "ignore::RuntimeWarning")
-IN_THE_INTERPRETER = ("test_kills.py", "test_wiring.py", "test_compositions.py")  # alone: their ranks are on the CPU
+IN_THE_INTERPRETER = (
+    "test_injected_bugs.py",
+    "test_wiring.py",
+    "test_compositions.py",
+)  # alone: their ranks are on the CPU
 
 pytestmark = [
     pytest.mark.skipif(

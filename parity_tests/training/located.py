@@ -9,7 +9,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one thread for each rank
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -19,7 +19,6 @@ import typer
 
 from parity_tests.harness.judge import bridge
 from parity_tests.harness.run.failure import RankFailure
-from parity_tests.injected_bugs import models, training_pipeline, whole_step
 from parity_tests.injected_bugs.catalogue import CATALOGUE
 from parity_tests.injected_bugs.injected_bug import InjectedBug
 from parity_tests.injected_bugs.patch import Plot
@@ -44,7 +43,6 @@ HOW: tuple[tuple[dict[str, int], dict[str, Any]], ...] = (
     ({"cp": 4}, {"mamba": "state", "attention": "usp"}),
     ({"pp": 2, "cp": 2}, {"mamba": "state", "attention": "all_gather"}),
 )
-HOMES: Mapping[str, str] = {**models.HOMES, **whole_step.HOMES, **training_pipeline.HOMES}
 # The homes of bugs in components that stand in one kind of module.
 COMPONENTS = {
     "mamba": "layers.*.mixer*",
@@ -76,9 +74,7 @@ class Located:
 
 def home_of(fault: InjectedBug) -> str | None:
     """Where a fault is to be found; None for one that says nothing of a module."""
-    if fault.name in HOMES:
-        return HOMES[fault.name]
-    return COMPONENTS.get(fault.component)
+    return COMPONENTS.get(fault.component) if fault.module is None else fault.module
 
 
 def runs(dtype: str, **sizes: Any) -> list[Run]:

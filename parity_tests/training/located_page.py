@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parity_tests.injected_bugs.whole_step import CLASSES
+from parity_tests.injected_bugs.published import MISTAKES
 
 if TYPE_CHECKING:
     from parity_tests.training.located import Located
@@ -70,9 +70,9 @@ def write(outcomes: Sequence[Located], dtype: str, folder: Path) -> Path:
 def _classes(outcomes: Sequence[Located]) -> str:
     by_name = {made.fault.name: made for made in outcomes}
     rows = []
-    for each in CLASSES:
-        made = by_name.get(each.fault or "")
-        there = (each.fault, _home(made), made.word) if made else (each.fault or "-", "-", each.reason or "not tried")
+    for each in MISTAKES:
+        made = by_name.get(each.bug or "")
+        there = (each.bug, _home(made), made.word) if made else (each.bug or "-", "-", each.reason or "not tried")
         rows.append(f"| {each.source} | {each.words} | {' | '.join(map(_cell, there))} |")
     return "\n".join(rows)
 

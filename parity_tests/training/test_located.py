@@ -5,7 +5,7 @@ from typer.testing import CliRunner
 
 from parity_tests.injected_bugs.catalogue import CATALOGUE
 from parity_tests.injected_bugs.injected_bug import InjectedBug
-from parity_tests.injected_bugs.whole_step import CLASSES, HOMES
+from parity_tests.injected_bugs.published import MISTAKES
 from parity_tests.training import located, located_page, reached
 from parity_tests.training.kept import Kept
 from parity_tests.training.located import Located
@@ -55,7 +55,7 @@ def test_the_page(tmp_path):
     assert "| gate and up exchanged | cp=2 | input of layers.0.mlp.down_proj | layers.0.mlp | right |" in text
     assert "rank 1 raised a \\| b | - | failed |" in text
     assert "| TrainVerify | one rank's other constant | one rank's other norm eps | norm | wrong |" in text
-    assert all(f"| {each.words} |" in text for each in CLASSES)
+    assert all(f"| {each.words} |" in text for each in MISTAKES)
 
 
 @pytest.mark.parametrize(
@@ -81,10 +81,9 @@ def test_an_answer_is_kept(tmp_path):
 
 
 def test_every_published_class_has_a_fault_that_counts_or_a_reason():
-    assert all((each.fault is None) == bool(each.reason) for each in CLASSES)
-    named = [BY_NAME[each.fault] for each in CLASSES if each.fault is not None]
+    assert all((each.bug is None) == bool(each.reason) for each in MISTAKES)
+    named = [BY_NAME[each.bug] for each in MISTAKES if each.bug is not None]
     assert all(not fault.equivalent and located.home_of(fault) is not None for fault in named)
-    assert set(HOMES) <= set(BY_NAME)
 
 
 SAMPLE = ("one rank's other norm eps", "the norm's sum over ranks made and lost", "the gradient of what columns read")

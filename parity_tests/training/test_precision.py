@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from parity_tests.injected_bugs.models import BUGS
+from parity_tests.injected_bugs.catalogue.models import BUGS
 from parity_tests.tracing.lines import first
 from parity_tests.training import located, session
 from parity_tests.training.follow import Known

@@ -1,8 +1,9 @@
-"""Faults of the collectives: sums left out or repeated, pieces joined wrongly, buffers that are not one's own."""
+"""Injected bugs of the collectives: sums left out or repeated, shards joined wrongly, buffers that are shared."""
 
-from parity_tests.injected_bugs.injected_bug import InjectedBug
+from parity_tests.injected_bugs.injected_bug import MEGATRON, TRAIN_VERIFY, InjectedBug
 
 BUGS = (
+    # Sums, shards and buffers
     InjectedBug(
         name="sum averaged",
         kind="reduction",
@@ -273,5 +274,105 @@ BUGS = (
         old="return gathered(cotangent, ctx.group, ctx.dim, ctx.lengths), None, None, None",
         new="return gathered(cotangent, ctx.group, ctx.dim, ctx.lengths) / ctx.group.size(), None, None, None",
         expect="gradient: off by the constant factor",
+    ),
+    InjectedBug(
+        name="an exchange of a rank with itself sent all the same",
+        kind="reduction",
+        at="collectives:exchanged",
+        old="    if group.size() == 1:\n        return x\n    x = x.contiguous()",
+        new="    x = x.contiguous()",
+        expect="cost: ",
+    ),
+    # Published mistakes
+    InjectedBug(
+        name="all-reduce missing, data flow intact",
+        kind="reduction",
+        at="collectives:_AllReduce.forward",
+        old="ctx.group, ctx.out = group, out\n        return summed(x, group)",
+        new="ctx.group, ctx.out = group, out\n        return x.clone()",
+        expect="value: missing a sum over tp",
+        source=TRAIN_VERIFY,
+    ),
+    InjectedBug(
+        name="all-reduce there, its result lost",
+        kind="reduction",
+        at="collectives:summed",
+        old="dist.all_reduce(total, op=",
+        new="dist.all_reduce(total.clone(), op=",
+        expect="value: missing a sum over tp",
+        source=TRAIN_VERIFY,
+    ),
+    InjectedBug(
+        name="all-gather for all-reduce",
+        kind="reduction",
+        at="collectives:_AllReduce.forward",
+        old="return summed(x, group)",
+        new="from torch_impl.collectives.plain import gathered\n\n"
+        "        return gathered(x.unsqueeze(0), group, 0, [1] * group.size())[0]",
+        expect="cost: all_gather: declared 0 calls",
+        source=TRAIN_VERIFY,
+    ),
+    InjectedBug(
+        name="reduction missing in a fused backward",
+        kind="reduction",
+        at="collectives:_AllGather.backward",
+        old='if ctx.out == "R":',
+        new='if ctx.out == "none":',
+        expect="gradient: forward equal, gradient not",
+        source=TRAIN_VERIFY,
+    ),
+    InjectedBug(
+        name="wrong neighbour",
+        kind="schedule",
+        at="collectives:start_ring_shift",
+        old="to, source = (rank + shift) % world, (rank - shift) % world",
+        new="to, source = (rank - shift) % world, (rank + shift) % world",
+        expect="value: same values in another order",
+        source=TRAIN_VERIFY,
+    ),
+    InjectedBug(
+        name="one rank sends to another than the others do",
+        kind="schedule",
+        at="collectives:start_ring_shift",
+        old="to, source = (rank + shift) % world, (rank - shift) % world",
+        new="to, source = (rank + (shift if rank else -shift)) % world, (rank - shift) % world",
+        expect="value: wrong only where tp rank",
+        source=TRAIN_VERIFY,
+    ),
+    InjectedBug(
+        name="backward reversed on one rank",
+        kind="schedule",
+        at="collectives:_RingShift.backward",
+        old="_shifted(cotangent, ctx.group, -ctx.shift)",
+        new="_shifted(cotangent, ctx.group, ctx.shift if ctx.group.rank() == 1 else -ctx.shift)",
+        expect="deadlock: [bwd]",
+        source=TRAIN_VERIFY,
+    ),
+    InjectedBug(
+        name="gradient divided by the number of ranks",
+        kind="scale",
+        at="collectives:_AllReduce.backward",
+        old='gradient = summed(cotangent, ctx.group) if ctx.out == "R" else cotangent',
+        new='gradient = summed(cotangent, ctx.group) / ctx.group.size() if ctx.out == "R" else cotangent',
+        expect="gradient: off by the constant factor",
+        source=TRAIN_VERIFY,
+    ),
+    InjectedBug(
+        name="replicated value with a partial gradient",
+        kind="tied",
+        at="collectives:_AllReduce.backward",
+        old='gradient = summed(cotangent, ctx.group) if ctx.out == "R" else cotangent',
+        new="gradient = cotangent",
+        expect="gradient: forward equal, gradient not",
+        source=MEGATRON,
+    ),
+    InjectedBug(
+        name="replicated gradient counted once per rank",
+        kind="tied",
+        at="collectives:_AllReduce.backward",
+        old='gradient = summed(cotangent, ctx.group) if ctx.out == "R" else cotangent',
+        new="gradient = summed(cotangent, ctx.group)",
+        expect="gradient: off by the constant factor",
+        source=MEGATRON,
     ),
 )

@@ -1,8 +1,114 @@
-"""Faults of token layouts and of reordering: whose token stands where, in which sequence, and the way back."""
+"""Injected bugs of the layouts: positions that a rank believes it has and does not, and orders that are not undone."""
 
 from parity_tests.injected_bugs.injected_bug import InjectedBug
 
-TABLES = (
+BUGS = (
+    # One layout each
+    InjectedBug(
+        name="contiguous blocks one position late",
+        kind="border",
+        at="layouts:contiguous",
+        old="torch.arange(size, device=device).view(",
+        new="torch.arange(size, device=device).roll(1).view(",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="contiguous dealt out in turn",
+        kind="order",
+        at="layouts:contiguous",
+        old=".view(world, size // world).unbind())",
+        new=".view(size // world, world).T.unbind())",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="ragged blocks one rank late",
+        kind="border",
+        at="layouts:ragged",
+        old=".tensor_split(bounds[1:-1])",
+        new=".tensor_split(bounds[:-2])",
+        expect="raised: says (1, 1)",
+    ),
+    InjectedBug(
+        name="second chunk not mirrored",
+        kind="order",
+        at="layouts:_index",
+        old="rank, 2 * (world - 1) - rank)",
+        new="rank, world - 1 + rank)",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="second chunk one too far",
+        kind="order",
+        at="layouts:_index",
+        old="rank, 2 * (world - 1) - rank)",
+        new="rank, 2 * world - 1 - rank)",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="first chunk takes one of the second",
+        kind="border",
+        at="layouts:_index",
+        old="torch.where(i < chunk,",
+        new="torch.where(i <= chunk,",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="blocks for stripes",
+        kind="order",
+        at="layouts:striped",
+        old="rank + world * torch.arange(size // world, device=device)",
+        new="rank * (size // world) + torch.arange(size // world, device=device)",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="gathered order applied twice",
+        kind="order",
+        at="layouts:inverted",
+        old="return torch.empty_like(rank_major).scatter_(0, rank_major, rows)",
+        new="return rank_major",
+        expect="value: same values in another order",
+    ),
+    InjectedBug(
+        name="gathered order not undone",
+        kind="order",
+        at="layouts:inverted",
+        old="return torch.empty_like(rank_major).scatter_(0, rank_major, rows)",
+        new="return rows",
+        expect="value: same values in another order",
+    ),
+    InjectedBug(
+        name="packed stream cut as one sequence",
+        kind="sequence",
+        at="layouts:rows",
+        old="starts = offsets // world",
+        new="starts = offsets[[0, -1]] // world",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="half of a packed share taken for all of it",
+        kind="sequence",
+        at="layouts:rows",
+        old="before + half * (2 * (world - 1) - rank)",
+        new="before + lengths * (2 * (world - 1) - rank)",
+        expect="raised: ",
+    ),
+    InjectedBug(
+        name="packed sequences start where the shares do",
+        kind="sequence",
+        at="layouts:rows",
+        old="before = offsets[:-1] - starts[:-1]",
+        new="before = 0 * starts[:-1]",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="late chunks of packed sequences not mirrored",
+        kind="sequence",
+        at="layouts:rows",
+        old="before + half * (2 * (world - 1) - rank)",
+        new="before + half * (world - 1 + rank)",
+        expect="value: ",
+    ),
+    # Tables of a token layout
     InjectedBug(
         name="sequences begin one token late",
         kind="sequence",
@@ -53,9 +159,7 @@ TABLES = (
         expect="value: ",
         source="NVIDIA/TransformerEngine #3331",
     ),
-)
-
-CUT = (
+    # Sharding by a token layout
     InjectedBug(
         name="zigzag over the whole packed stream",
         kind="sequence",
@@ -112,9 +216,7 @@ CUT = (
         new='all_gather(x, group, out="R",',
         expect="gradient: ",
     ),
-)
-
-ORDERS = (
+    # Reordering
     InjectedBug(
         name="balancing done again instead of undone",
         kind="order",
@@ -171,6 +273,21 @@ ORDERS = (
         new="chunk = (lengths * 0 + lengths[lengths > 0][:1].sum() // len(order)).repeat_interleave(",
         expect="raised: ",
     ),
+    # Columns of a mixer
+    InjectedBug(
+        name="shared groups by the rank and not by its share",
+        kind="group",
+        at="layouts:_group_columns",
+        old="first = torch.arange(cp, device=device) * sizes.n_groups // cp",
+        new="first = torch.arange(cp, device=device) % sizes.n_groups * sizes.local(cp).n_groups",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="C taken from the channels of B",
+        kind="order",
+        at="layouts:conv_channels",
+        old="sizes.inner + groups, sizes.inner + sizes.shared + groups)",
+        new="sizes.inner + groups, sizes.inner + groups)",
+        expect="value: ",
+    ),
 )
-
-BUGS = (*TABLES, *CUT, *ORDERS)

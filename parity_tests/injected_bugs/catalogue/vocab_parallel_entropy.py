@@ -1,8 +1,9 @@
-"""Faults of negative entropy and of soft cross entropy: whose weight, whose depth, where p or q is 0."""
+"""Injected bugs of entropies, soft cross entropy and top-k distillation."""
 
 from parity_tests.injected_bugs.injected_bug import InjectedBug
 
-OF_ENTROPY = (
+BUGS = (
+    # Negative entropy
     InjectedBug(
         name="entropy with its usual sign",
         kind="scale",
@@ -68,8 +69,7 @@ OF_ENTROPY = (
         new="g = grad_outputs[0] / ctx.plan.group.size()\n        return fused_logprob.backward(ctx, g), None",
         expect="gradient: ",
     ),
-)
-OF_CROSS_ENTROPY = (
+    # Soft cross entropy
     InjectedBug(
         name="student and target exchanged",
         kind="order",
@@ -201,5 +201,168 @@ OF_CROSS_ENTROPY = (
         "        parts = st.exchanged(_local_statistics(student_logits, target_logits), group)",
         expect="value: ",
     ),
+    # Top-k distillation
+    InjectedBug(
+        name="student over the whole vocabulary in both choices",
+        kind="statistic",
+        at="vocab_parallel:get_distillation_topk_logprobs_from_logits",
+        old="student = parts[0] if zero_outside_topk else",
+        new="student = parts[0] if zero_outside_topk or calculate_entropy else",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="normalised twice",
+        kind="statistic",
+        at="vocab_parallel:get_distillation_topk_logprobs_from_logits",
+        old="student = parts[0] if zero_outside_topk else",
+        new="student = parts[0] if not zero_outside_topk else",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="looked-up logits normalised before the sum over k",
+        kind="precision",
+        at="vocab_parallel:get_distillation_topk_logprobs_from_logits",
+        old="normalised=zero_outside_topk,",
+        new="normalised=True,",
+        expect="gradient: ",
+    ),
+    InjectedBug(
+        name="nobody's ids in the sum over k",
+        kind="border",
+        at="vocab_parallel:get_distillation_topk_logprobs_from_logits",
+        old="_log_softmax_over_k(parts[0], (ids >= 0) & (ids < size))",
+        new="_log_softmax_over_k(parts[0], torch.ones_like(ids, dtype=torch.bool))",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="other ranks' ids left out of the sum over k",
+        kind="border",
+        at="vocab_parallel:get_distillation_topk_logprobs_from_logits",
+        old="(ids >= 0) & (ids < size))",
+        new="(ids >= start) & (ids < end))",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="size of the vocabulary for that of the shard",
+        kind="border",
+        at="vocab_parallel:get_distillation_topk_logprobs_from_logits",
+        old="(ids >= 0) & (ids < size))",
+        new="(ids >= 0) & (ids < end - start))",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="first position lost, not the last",
+        kind="sequence",
+        at="vocab_parallel:get_distillation_topk_logprobs_from_logits",
+        old="teacher = teacher_topk_logits[:, :u]",
+        new="teacher = teacher_topk_logits[:, teacher_topk_logits.shape[1] - u :]",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="student one position ahead of the teacher",
+        kind="sequence",
+        at="vocab_parallel:get_distillation_topk_logprobs_from_logits",
+        old="scores[:, :u, :k], scores[:, :u, k]",
+        new="scores.roll(1, 1)[:, :u, :k], scores[:, :u, k]",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="entropy of the padded end",
+        kind="sequence",
+        at="vocab_parallel:get_distillation_topk_logprobs_from_logits",
+        old="scores[:, :u, k] if calculate_entropy",
+        new="scores[:, scores.shape[1] - u :, k] if calculate_entropy",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="ids in the order of the whole sequence",
+        kind="sequence",
+        at="vocab_parallel:get_distillation_topk_logprobs_from_logits",
+        old="ids = ids_held(teacher_topk_indices.to(logits.device), logits.shape[1], cp_group, positions=u)",
+        new="whole = logits.shape[1] * (cp_group.size() if cp_group else 1)\n"
+        "    ids = ids_held(teacher_topk_indices.to(logits.device), whole, None, positions=u)[:, : logits.shape[1]]",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="entropy and scores gathered apart",
+        kind="reduction",
+        at="vocab_parallel:get_distillation_topk_logprobs_from_logits",
+        old="scores = allgather_cp_sharded_tensor(scores, cp_group)",
+        new="scores = torch.cat([allgather_cp_sharded_tensor(x, cp_group) for x in scores.split(k, -1)], -1)",
+        expect="cost: forward all_gather",
+    ),
+    InjectedBug(
+        name="scores gathered over tp",
+        kind="group",
+        at="vocab_parallel:get_distillation_topk_logprobs_from_logits",
+        old="scores = allgather_cp_sharded_tensor(scores, cp_group)",
+        new="scores = allgather_cp_sharded_tensor(scores, group or cp_group)",
+        expect="raised: ",
+    ),
+    InjectedBug(
+        name="entropy of what the ranks own each",
+        kind="group",
+        at="vocab_parallel:get_distillation_topk_logprobs_from_logits",
+        old="        whole_rows=group is None,\n",
+        new="        whole_rows=True,\n",
+        expect="value: ",
+        equivalent="it says that a group may be missing; the group that is there is used all the same",
+    ),
+    InjectedBug(
+        name="teacher without a gradient",
+        kind="reduction",
+        at="vocab_parallel:get_distillation_topk_logprobs_from_logits",
+        old="teacher = teacher_topk_logits[:, :u]",
+        new="teacher = teacher_topk_logits.detach()[:, :u]",
+        expect="gradient: ",
+    ),
+    InjectedBug(
+        name="teacher's logits as they are",
+        kind="statistic",
+        at="vocab_parallel:get_distillation_topk_logprobs_from_logits",
+        old="return student, _log_softmax_over_k(teacher, torch.ones_like(teacher, dtype=torch.bool)), entropy",
+        new="return student, teacher * 1.0, entropy",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="teacher over the ids that are known",
+        kind="border",
+        at="vocab_parallel:get_distillation_topk_logprobs_from_logits",
+        old="_log_softmax_over_k(teacher, torch.ones_like(teacher, dtype=torch.bool))",
+        new="_log_softmax_over_k(teacher, teacher_topk_indices[:, :u] >= 0)",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="cotangents of scores and entropy exchanged",
+        kind="order",
+        at="vocab_parallel:_Joint.backward",
+        old="fused_logprob.backward(ctx, *cotangents)",
+        new="fused_logprob.backward(ctx, cotangents[0], *(-c for c in cotangents[1:] if c is not None))",
+        expect="gradient: ",
+    ),
+    InjectedBug(
+        name="scores over k summed in bfloat16",
+        kind="precision",
+        at="vocab_parallel:_log_softmax_over_k",
+        old="return _Joint.apply(torch.where(is_asked, logits, -torch.inf), slots, plan)[0]",
+        new="logits = torch.where(is_asked, logits, -torch.inf)\n"
+        "    return _Joint.apply(logits.bfloat16(), slots, plan)[0].to(logits.dtype)",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="a DTensor's vocabulary cut by floor",
+        kind="border",
+        at="vocab_parallel:range_of_dtensor",
+        old="    start, end = ceil_range(logits.shape[-1], mesh.size(tp), mesh.get_local_rank(tp))\n",
+        new="    start, end = ceil_range(logits.shape[-1], mesh.size(tp), 0)\n",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="widths counted from the end",
+        kind="border",
+        at="vocab_parallel:gathered_range_and_size",
+        old="return end - width, end, ends[-1]",
+        new="return ends[-1] - end, ends[-1] - end + width, ends[-1]",
+        expect="value: ",
+    ),
 )
-BUGS = (*OF_ENTROPY, *OF_CROSS_ENTROPY)

@@ -3,7 +3,7 @@
 import pytest
 
 from parity_tests.injected_bugs import report
-from parity_tests.injected_bugs.kernels import BUGS
+from parity_tests.injected_bugs.catalogue.kernels import BUGS
 from parity_tests.injected_bugs.runner import EXAMPLES, Range, killing_run
 from parity_tests.kernels import schemes
 from parity_tests.kernels.device import INTERPRETED

@@ -1,8 +1,114 @@
-"""Faults of stages and schedules of pipelines, which need no model of their own."""
+"""Injected bugs of pipelines: stages, schedules, and what stages share."""
 
-from parity_tests.injected_bugs.injected_bug import InjectedBug
+from parity_tests.injected_bugs.injected_bug import TRAIN_VERIFY, InjectedBug
 
 BUGS = (
+    # Models in stages
+    InjectedBug(
+        name="a tied gradient that is not summed",
+        kind="tied",
+        at="pipelining:_sum",
+        old="total = gradient + received if stage == first else received + gradient",
+        new="total = gradient + 0 * received",
+        expect="gradient: ",
+    ),
+    InjectedBug(
+        name="a tied gradient summed with what was accumulated",
+        kind="tied",
+        at="pipelining:sum_ties_after_each_step",
+        old="            parameter.grad = None\n        returned = step",
+        new="            parameter.grad = parameter.grad\n        returned = step",
+        expect="gradient: ",
+    ),
+    InjectedBug(
+        name="a tied gradient of the last step alone",
+        kind="tied",
+        at="pipelining:sum_ties_after_each_step",
+        old="if sum_so_far is not None:",
+        new="if False:",
+        expect="gradient: ",
+    ),
+    InjectedBug(
+        name="both ends of a tie on one rank without copies",
+        kind="tied",
+        at="pipelining:part_ties",
+        old="        if first in modules and second in modules:",
+        new="        if first in modules and second in ():",
+        expect="gradient: ",
+    ),
+    InjectedBug(
+        name="a tied gradient of one rank that has both, not summed",
+        kind="tied",
+        at="pipelining:_sum",
+        old="total = gradients[first] + gradients[second]",
+        new="total = gradients[first] + 0 * gradients[second]",
+        expect="gradient: ",
+    ),
+    InjectedBug(
+        name="layers by their place in the stage",
+        kind="order",
+        at="pipelining:_stood_in",
+        old="own[str(n)] if str(n) in own else",
+        new="own[str(min(map(int, own)) + max(map(int, own)) - n)] if str(n) in own else",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="hidden states doubled by a layer that is elsewhere",
+        kind="scale",
+        at="pipelining:_HandedOn.__call__",
+        old="self.given[layer] = x\n        return x\n",
+        new="self.given[layer] = x + x\n        return self.given[layer]\n",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="hidden states of float64 taken for ids",
+        kind="precision",
+        at="pipelining:_named",
+        old='"inputs_embeds": x} if x.dtype.is_floating_point else',
+        new='"inputs_embeds": x} if x.dtype.is_floating_point and x.dtype.itemsize < 8 else',
+        expect="raised: ",
+    ),
+    InjectedBug(
+        name="a head on no stage",
+        kind="border",
+        at="pipelining:run_head",
+        old="has_heads = all(_at(outer, name) is not None for name in heads)",
+        new="has_heads = False",
+        expect="raised: ",
+    ),
+    InjectedBug(
+        name="a norm on the first stage",
+        kind="border",
+        at="pipelining:Anatomy.names",
+        old="        stages[-1] += self.last\n",
+        new="        stages[0] += self.last[:1]\n        stages[-1] += self.last[1:]\n",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="rotary angles for one stage alone",
+        kind="border",
+        at="pipelining:Anatomy.names",
+        old="        return [[*stage, *self.shared] for stage in stages]",
+        new="        return [[*stage, *(self.shared if stage is stages[0] else ())] for stage in stages]",
+        expect="raised: ",
+    ),
+    InjectedBug(
+        name="the stages of a rank turned round",
+        kind="schedule",
+        at="pipelining:split_model_into_stages",
+        old="    modules = [_part(model, names, stage, own) for stage in own]",
+        new="    modules = [_part(model, names, stage, own) for stage in own][::-1]",
+        expect="raised: ",
+    ),
+    InjectedBug(
+        name="shapes told for twice as many rows",
+        kind="border",
+        at="pipelining:pipeline_model",
+        old="_precompute_stage_shapes(stages, config, microbatch_size, seq_len",
+        new="_precompute_stage_shapes(stages, config, 2 * microbatch_size, seq_len",
+        expect="mismatch: ",
+    ),
+    # Partitions and schedules
     InjectedBug(
         name="a v that does not turn round",
         kind="schedule",
@@ -274,5 +380,40 @@ BUGS = (
         old='"B" if full_backward else "I"',
         new='"B"',
         expect="value: ",
+    ),
+    # A training step in stages
+    InjectedBug(
+        name="a norm that counts a tied weight twice",
+        kind="tied",
+        at="pipelining:named_once",
+        old="        if (stage.stage_index, name) not in later\n",
+        new="",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="a tied gradient averaged over its stages",
+        kind="tied",
+        at="pipelining:_sum",
+        old="        gradient.copy_(total)\n",
+        new="        gradient.copy_(total / 2)\n",
+        expect="gradient: ",
+    ),
+    InjectedBug(
+        name="a tied gradient lost where the head is",
+        kind="tied",
+        at="pipelining:_sum",
+        old="    (first, _), (second, _) = tie\n    if len(own) == 2:",
+        new="    (first, _), (second, _) = tie\n    if second in gradients:\n        gradients[second].zero_()\n"
+        "    if len(own) == 2:",
+        expect="gradient: ",
+    ),
+    InjectedBug(
+        name="wrong rank between the stages of a tie",
+        kind="group",
+        at="pipelining:_exchanged",
+        old="peer = stage.group, stage.stage_index_to_group_rank[other]",
+        new="peer = stage.group, (stage.stage_index_to_group_rank[other] + 1) % stage.group_size",
+        expect="gradient: ",
+        source=TRAIN_VERIFY,
     ),
 )

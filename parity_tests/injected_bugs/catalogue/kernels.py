@@ -1,12 +1,13 @@
-"""Faults of the Triton kernels: what is kept from block to block, what is written where, which rows are taken.
+"""Injected bugs of the Triton kernels.
 
-They have schemes of their own, which only Triton's interpreter can run: `parity_tests/kernels/test_kills.py` plants
-them, and they are not in the catalogue.
+These kernels have schemes of their own, which only Triton's interpreter can run:
+`parity_tests/kernels/test_injected_bugs.py` injects them, and they are not in CATALOGUE.
 """
 
 from parity_tests.injected_bugs.injected_bug import InjectedBug
 
-FROM_BLOCK_TO_BLOCK = (
+BUGS = (
+    # What passes from block to block
     InjectedBug(
         name="sum of the blocks before not brought to the new maximum",
         kind="statistic",
@@ -71,9 +72,7 @@ FROM_BLOCK_TO_BLOCK = (
         new="depths = (z - shift).to(tl.bfloat16).to(heat.dtype)",
         expect="value: ",
     ),
-)
-
-GRADIENTS = (
+    # Gradients
     InjectedBug(
         name="columns counted from the start of the block",
         kind="border",
@@ -146,9 +145,7 @@ GRADIENTS = (
         new="written_to = out + column * out_column_stride",
         expect="gradient: ",
     ),
-)
-
-TAKEN_ROWS = (
+    # Which rows are gathered
     InjectedBug(
         name="index read one place too early",
         kind="order",
@@ -174,5 +171,3 @@ TAKEN_ROWS = (
         expect="gradient: ",
     ),
 )
-
-BUGS = (*FROM_BLOCK_TO_BLOCK, *GRADIENTS, *TAKEN_ROWS)

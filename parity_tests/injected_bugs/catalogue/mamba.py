@@ -1,8 +1,9 @@
-"""Faults of the Mamba2 mixer and of its columns over ranks."""
+"""Injected bugs of the Mamba2 mixer: on one rank, over tp, and over ranks that pass states."""
 
 from parity_tests.injected_bugs.injected_bug import InjectedBug
 
-ALONE = (
+BUGS = (
+    # On one rank
     InjectedBug(
         name="a convolution not reset where a sequence begins",
         kind="sequence",
@@ -123,25 +124,7 @@ ALONE = (
         new="(F.softplus(dt.to(wide)) + dt_bias.to(wide))",
         expect="value: ",
     ),
-)
-
-OVER_RANKS = (
-    InjectedBug(
-        name="shared groups by the rank and not by its share",
-        kind="group",
-        at="layouts:_group_columns",
-        old="first = torch.arange(cp, device=device) * sizes.n_groups // cp",
-        new="first = torch.arange(cp, device=device) % sizes.n_groups * sizes.local(cp).n_groups",
-        expect="value: ",
-    ),
-    InjectedBug(
-        name="C taken from the channels of B",
-        kind="order",
-        at="layouts:conv_channels",
-        old="sizes.inner + groups, sizes.inner + sizes.shared + groups)",
-        new="sizes.inner + groups, sizes.inner + groups)",
-        expect="value: ",
-    ),
+    # Hidden dims over ranks
     InjectedBug(
         name="group copies in the order copy, group",
         kind="order",
@@ -259,14 +242,192 @@ OVER_RANKS = (
         new="return _all_to_all(blocks, cp_group).movedim(0, -1).flatten(-2, -1)",
         expect="value: ",
     ),
+    # Tokens over ranks that pass states
     InjectedBug(
-        name="an exchange of a rank with itself sent all the same",
+        name="a halo that the rank before does not send",
+        kind="border",
+        at="mamba:_halo",
+        old="return Halo(sent, torch.where(is_there, taken, absent).flatten(), joined, ids, own)",
+        new="return Halo(sent, torch.full_like(taken, absent).flatten(), joined, ids, own)",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="a halo that ends at a short segment's neighbour",
+        kind="border",
+        at="mamba:_halo",
+        old="row = layout.inverse[wanted.clamp(min=0)]",
+        new="row = layout.inverse[wanted.clamp(min=0)]\n"
+        "    near = layout.inverse[(position - 1).clamp(min=0)]\n"
+        "    is_there = is_there & (row // local == (near // local)[:, None])",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="a halo taken across the border of sequences",
+        kind="sequence",
+        at="mamba:_halo",
+        old="is_there = (wanted >= begins[:, None])",
+        new="is_there = (wanted >= 0 * begins[:, None])",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="a halo of the rows before in memory",
+        kind="order",
+        at="mamba:_halo",
+        old="rank, row = row // local, row % local",
+        new="rank, row = row // local * 0 + layout.cp_rank, row % local",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="a halo turned round",
+        kind="order",
+        at="mamba:_halo",
+        old="+ reach - (spans.stops[segment] - row)",
+        new="+ (spans.stops[segment] - row) - 1",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="a halo without its gradient",
         kind="reduction",
-        at="collectives:exchanged",
-        old="    if group.size() == 1:\n        return x\n    x = x.contiguous()",
-        new="    x = x.contiguous()",
+        at="mamba:MambaStatePassing._convolved",
+        old='gathered = all_gather(sent, self.cp_group, out="R")  # b k c -> n b k c',
+        new='gathered = all_gather(sent, self.cp_group, out="R").detach()',
+        expect="gradient: ",
+    ),
+    InjectedBug(
+        name="states gathered with equal cotangents presumed",
+        kind="reduction",
+        at="mamba:MambaStatePassing._entering",
+        old='gathered = all_gather(sent, self.cp_group, out="R").transpose',
+        new='gathered = all_gather(sent, self.cp_group, out="I").transpose',
+        expect="gradient: ",
+    ),
+    InjectedBug(
+        name="decays between segments without their gradient",
+        kind="reduction",
+        at="mamba:MambaStatePassing._entering",
+        old="torch.cat([left.flatten(-2), logs[..., None]], -1)",
+        new="torch.cat([left.flatten(-2), logs[..., None].detach()], -1)",
+        expect="gradient: ",
+    ),
+    InjectedBug(
+        name="states passed on in the order of ranks",
+        kind="order",
+        at="mamba:_order_of_halves",
+        old=".transpose(0, 1).flatten(1).argsort(-1)",
+        new=".transpose(0, 1).flatten(1).mul(0).argsort(stable=True)",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="a segment entered by its own state",
+        kind="border",
+        at="mamba:MambaStatePassing._entering",
+        old="together = F.pad(through, (0, 0, 0, 0, 1, 0))",
+        new="together = F.pad(through, (0, 0, 0, 0, 0, 1))",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="only the state of the segment just before",
+        kind="reduction",
+        at="mamba:MambaStatePassing._entering",
+        old="through = _log_decays(logs, segments.sequences.expand(len(each), -1, -1)).exp()",
+        new="through = _log_decays(logs, segments.sequences.expand(len(each), -1, -1)).exp()\n"
+        "        through = through * torch.eye(through.shape[2], dtype=through.dtype)[..., None]",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="states passed on without decay",
+        kind="statistic",
+        at="mamba:MambaStatePassing._entering",
+        old="through = _log_decays(logs, segments",
+        new="through = _log_decays(0 * logs, segments",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="the decay of the wrong segment between two",
+        kind="order",
+        at="mamba:MambaStatePassing._entering",
+        old="states, logs = each[..., :-1], each[..., -1]",
+        new="states, logs = each[..., :-1], each[..., -1].roll(1, 2)",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="a rank entered by the sequence before its first",
+        kind="sequence",
+        at="mamba:_order_of_ranks",
+        old="goes_on = ids[rank - 1, -1] == ids[rank, 0]",
+        new="goes_on = ids[rank - 1, -1] == ids[rank - 1, -1]",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="states of other sequences passed on along the ranks",
+        kind="sequence",
+        at="mamba:_order_of_ranks",
+        old="ids[None, :, -1],",
+        new="ids[None, :, -1] * 0,",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="what enters reaches all tokens of a stream",
+        kind="sequence",
+        at="mamba:_whole_runs",
+        old="last, first = (ids != ids[-1]).sum()[None], (ids == ids[0]).sum()[None]",
+        new="last, first = (ids != ids[-1]).sum()[None], (ids == ids).sum()[None]",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="a state left by all sequences of a stream",
+        kind="sequence",
+        at="mamba:_whole_runs",
+        old="last, first = (ids != ids[-1]).sum()[None]",
+        new="last, first = (ids != ids).sum()[None]",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="decays summed across the border of segments",
+        kind="sequence",
+        at="mamba:running_sums",
+        old="is_same = (ids[reach:] == ids[:-reach])[:, None]",
+        new="is_same = (ids[reach:] >= ids[:-reach])[:, None]",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="a token's own decay on what it leaves",
+        kind="border",
+        at="mamba:sums_after",
+        old="return F.pad(torch.where(is_same, from_here[:, 1:], 0.0), (0, 0, 0, 1))",
+        new="return from_here + 0 * is_same.any()",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="what enters read without its decay",
+        kind="statistic",
+        at="mamba:read_entering",
+        old="* since.exp()[..., None]",
+        new="* (0 * since).exp()[..., None]",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="each block read with the first segment's state",
+        kind="order",
+        at="mamba:read_entering",
+        old="rows_at(entering, blocks.segment, 1)",
+        new="rows_at(entering, blocks.segment * 0, 1)",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="states sent in bfloat16",
+        kind="precision",
+        at="mamba:MambaStatePassing._entering",
+        old="sent = torch.cat([left.flatten(-2), logs[..., None]], -1)[None]",
+        new="sent = torch.cat([left.flatten(-2), logs[..., None]], -1)[None].bfloat16().to(left.dtype)",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="states sent in float64",
+        kind="precision",
+        at="mamba:MambaStatePassing._entering",
+        old='gathered = all_gather(sent, self.cp_group, out="R").transpose',
+        new='gathered = all_gather(sent.double(), self.cp_group, out="R").to(left.dtype).transpose',
         expect="cost: ",
     ),
 )
-
-BUGS = (*ALONE, *OVER_RANKS)

@@ -1,0 +1,35 @@
+"""All injected bugs, one file of data for each component; those of vocab_parallel by topic.
+
+The files are long because they are tables: nobody reads one from top to bottom, and one looks an entry up by its name.
+"""
+
+from parity_tests.injected_bugs.catalogue import (
+    collectives,
+    context_parallel,
+    layouts,
+    mamba,
+    models,
+    parallelizer,
+    pipelining,
+    vocab_parallel_entropy,
+    vocab_parallel_logprob,
+    vocab_parallel_selection,
+    vocab_parallel_sequences,
+)
+from parity_tests.injected_bugs.injected_bug import KINDS
+
+CATALOGUE = (
+    *collectives.BUGS,
+    *context_parallel.BUGS,
+    *layouts.BUGS,
+    *mamba.BUGS,
+    *models.BUGS,
+    *parallelizer.BUGS,
+    *pipelining.BUGS,
+    *vocab_parallel_entropy.BUGS,
+    *vocab_parallel_logprob.BUGS,
+    *vocab_parallel_selection.BUGS,
+    *vocab_parallel_sequences.BUGS,
+)
+WITHOUT_A_COMPONENT = {"random": "no scheme draws random numbers"}
+APPLICABLE = tuple(kind for kind in KINDS if kind not in WITHOUT_A_COMPONENT)
