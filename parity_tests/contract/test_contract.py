@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
@@ -25,11 +28,13 @@ from torch_impl.contract import (
     contract,
     contract_of,
     spec_line,
+    type_name,
 )
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+ROOT = Path(__file__).resolve().parents[2]
 LOGITS, IDS = torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64)
 
 
@@ -193,3 +198,12 @@ def test_leading_dims_agree_or_are_rejected(shape, axis, differs):
     else:
         with pytest.raises(ValueError, match="leading shape"):
             score(torch.zeros(shape), ids)
+
+
+def test_numbers_and_names_load_no_torch():
+    program = "import sys; from torch_impl.contract import PositiveInt, contract; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+
+
+def test_a_type_is_named_with_its_article():
+    assert [type_name(value) for value in (None, 1, "x", 0.5, [])] == ["None", "an int", "a str", "a float", "a list"]

@@ -15,12 +15,14 @@ it follow the validation and its message, the spec line of the manual (`spec_lin
 What is behind a contract validates nothing again: a core takes what a public function has validated.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from torch_impl.contract.contract import Contract as Contract
 from torch_impl.contract.contract import contract as contract
 from torch_impl.contract.contract import contract_of as contract_of
 from torch_impl.contract.contract import spec_line as spec_line
 from torch_impl.contract.kinds import Finite as Finite
-from torch_impl.contract.kinds import Group as Group
 from torch_impl.contract.kinds import Kind as Kind
 from torch_impl.contract.kinds import NonNegative as NonNegative
 from torch_impl.contract.kinds import NonNegativeInt as NonNegativeInt
@@ -28,10 +30,22 @@ from torch_impl.contract.kinds import Number as Number
 from torch_impl.contract.kinds import OneOf as OneOf
 from torch_impl.contract.kinds import Positive as Positive
 from torch_impl.contract.kinds import PositiveInt as PositiveInt
-from torch_impl.contract.kinds import Sharded as Sharded
-from torch_impl.contract.kinds import ShardedAny as ShardedAny
-from torch_impl.contract.kinds import ShardedBool as ShardedBool
-from torch_impl.contract.kinds import ShardedIds as ShardedIds
-from torch_impl.contract.kinds import ShardedInt as ShardedInt
-from torch_impl.contract.kinds import dtype_name as dtype_name
 from torch_impl.contract.kinds import type_name as type_name
+
+if TYPE_CHECKING:
+    from torch_impl.contract.tensor_kinds import Group as Group
+    from torch_impl.contract.tensor_kinds import Sharded as Sharded
+    from torch_impl.contract.tensor_kinds import ShardedAny as ShardedAny
+    from torch_impl.contract.tensor_kinds import ShardedBool as ShardedBool
+    from torch_impl.contract.tensor_kinds import ShardedIds as ShardedIds
+    from torch_impl.contract.tensor_kinds import ShardedInt as ShardedInt
+    from torch_impl.contract.tensor_kinds import dtype_name as dtype_name
+
+_OF_TENSORS = ("Group", "Sharded", "ShardedAny", "ShardedBool", "ShardedIds", "ShardedInt", "dtype_name")
+
+
+def __getattr__(name: str) -> Any:
+    """The kinds of tensors and groups, which load torch; numbers and names do without it."""
+    if name not in _OF_TENSORS:
+        raise AttributeError(f"module 'torch_impl.contract' has no attribute {name!r}")
+    return getattr(import_module("torch_impl.contract.tensor_kinds"), name)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, overload
 
-from torch_impl.contract.kinds import BUILTIN, Kind, OneOf, Sizes, TensorKind
+from torch_impl.contract.kinds import BUILTIN, Kind, OneOf, Sizes
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,7 +42,8 @@ class Contract:
     @property
     def inputs(self) -> dict[str, str]:
         """The spec string of each tensor argument."""
-        return {each.name: each.kind.spec for each in self.arguments if isinstance(each.kind, TensorKind)}
+        specs = {each.name: _spec(each.kind) for each in self.arguments}
+        return {name: spec for name, spec in specs.items() if spec is not None}
 
     def validate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Validate the `args` and `kwargs` of a call, in the order of the signature. Errors: TypeError, ValueError."""
@@ -163,9 +164,14 @@ def _outputs(annotation: Any) -> Iterator[tuple[str, ...]]:
     for form in _members(annotation):
         parts = get_args(form) if get_origin(form) is tuple else (form,)
         kinds = [_kind_of_member(part) for part in parts]
-        specs = tuple(kind.spec for kind in kinds if isinstance(kind, TensorKind))
+        specs = tuple(spec for spec in map(_spec, kinds) if spec is not None)
         if specs:
             yield specs
+
+
+def _spec(kind: Any) -> str | None:
+    """The spec string of a tensor's kind; None for what is no tensor."""
+    return getattr(kind, "spec", None)
 
 
 def _is_one_of(value: Any, types: tuple[Any, ...]) -> bool:

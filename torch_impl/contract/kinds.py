@@ -1,25 +1,19 @@
-"""What an argument can be: a tensor with a spec, a process group, a number in a range, one of several names.
+"""What an argument can be: a number in a range, one of several values, a value of a type.
 
-A kind validates one argument. `sizes` is shared by the arguments of one call: the first tensor that has a dim sets its
-size, every later one must agree. Shapes, dtypes and settings decide; no value is read from a device, so that each rank
-comes to the same answer before anything is sent.
+A kind validates one argument. Settings decide and no value is read from a device, so that each rank comes to the same
+answer before anything is sent. Nothing here loads torch: schedules of pipelines are made and simulated without it.
 """
 
 from __future__ import annotations
 
 import math
 import numbers
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
-
-import torch
-from torch import Tensor
-from torch.distributed import ProcessGroup
+from dataclasses import dataclass
+from operator import index
+from typing import Annotated, Any, Protocol
 
 # Sizes by dim as it is written ("s", "v/tp"), each with the argument that set it; the leading dims under "...".
 Sizes = dict[str, tuple[Any, str]]
-
-LEADING = "..."
 
 
 class Kind(Protocol):
@@ -39,117 +33,6 @@ def type_name(value: object) -> str:
         return "None"
     name = type(value).__name__
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
-
-
-def dtype_name(x: Tensor) -> str:
-    """The dtype of tensor `x` without its package: `float32`."""
-    return str(x.dtype).removeprefix("torch.")
-
-
-def _any_dtype(_: torch.dtype) -> bool:
-    return True
-
-
-def _is_floating(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point
-
-
-def _is_integer(dtype: torch.dtype) -> bool:
-    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
-
-
-def _is_id(dtype: torch.dtype) -> bool:
-    return dtype in (torch.int32, torch.int64)
-
-
-def _is_bool(dtype: torch.dtype) -> bool:
-    return dtype == torch.bool
-
-
-_DTYPES = {
-    "any": (_any_dtype, ""),
-    "floating": (_is_floating, "must be floating"),
-    "ids": (_is_id, "token ids must be int64"),
-    "integer": (_is_integer, "must be integers"),
-    "bool": (_is_bool, "must be bool"),
-}
-
-
-@dataclass(frozen=True)
-class TensorKind:
-    """A tensor with a spec string: its dims, what each is sharded over, and the gradient type of each other axis.
-
-    `...` at the front stands for any leading dims. A dim that two arguments write alike has one size in both.
-    """
-
-    spec: str
-    dtypes: str = "floating"
-    dims: tuple[str, ...] = field(init=False)
-    has_leading: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        dims = [word for word in self.spec.split() if "=" not in word]
-        object.__setattr__(self, "has_leading", dims[:1] == [LEADING])
-        object.__setattr__(self, "dims", tuple(dims[self.has_leading :]))
-
-    def validate(self, function: str, name: str, value: Any, sizes: Sizes) -> None:
-        # 1. The type and the dtype.
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{function}: {name} is {type_name(value)}; pass a Tensor")
-        accepts, rule = _DTYPES[self.dtypes]
-        if not accepts(value.dtype):
-            subject = "" if rule.startswith("token") else "logits " if "logits" in name else "it "
-            raise TypeError(f"{function}: {name} is {dtype_name(value)}; {subject}{rule}")
-        # 2. The number of dims.
-        own = len(self.dims)
-        if value.ndim < own or (value.ndim > own and not self.has_leading):
-            self._reject_ndim(function, name, value, sizes)
-        # 3. The leading dims, then each other one, agree with those of the arguments before.
-        shape, first = value.shape, value.ndim - own
-        if self.has_leading:
-            leading, setter = sizes.setdefault(LEADING, (shape[:first], name))
-            if leading != shape[:first]:
-                raise ValueError(
-                    f"{function}: {name} is {list(shape)} but {setter} has leading shape {list(leading)}"
-                    + self._advice_on_own_dims(value, len(leading))
-                )
-        for i, dim in enumerate(self.dims):
-            size, setter = sizes.setdefault(dim, (shape[first + i], name))
-            if size != shape[first + i] and dim != "1":
-                raise ValueError(
-                    f"{function}: {name} is {list(shape)} but {setter} has {dim}={size}: {dim} differs, "
-                    f"{shape[first + i]} and {size}"
-                )
-            if dim == "1" and shape[first + i] != 1:
-                raise ValueError(f"{function}: {name} is {list(shape)}; dim {first + i} must have size 1")
-
-    def _advice_on_own_dims(self, value: Tensor, leading: int) -> str:
-        if self.dims and value.ndim != leading + len(self.dims):
-            return f"; it needs {' '.join(self.dims)} after them"
-        return ""
-
-    def _reject_ndim(self, function: str, name: str, value: Tensor, sizes: Sizes) -> None:
-        if value.ndim == 0 and self.has_leading:
-            last = "the vocabulary" if self.dims[-1].startswith("v") else self.dims[-1]
-            raise ValueError(f"{function}: {name} has no dims; the last one must be {last}")
-        dims = " ".join([LEADING] * self.has_leading + list(self.dims))
-        raise ValueError(f"{function}: {name} is {list(value.shape)}; its dims must be [{dims}]")
-
-
-_PARALLELISM = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline", "ep": "expert"}
-
-
-@dataclass(frozen=True)
-class GroupKind:
-    """A process group of the named mesh axis. None is an error: torch would take it for the default group."""
-
-    axis: str
-
-    def validate(self, function: str, name: str, value: Any, sizes: Sizes) -> None:
-        if not isinstance(value, ProcessGroup):
-            parallelism = _PARALLELISM.get(self.axis)
-            hint = f" (a group of size 1 for no {parallelism} parallelism)" if parallelism else ""
-            raise TypeError(f"{function}: {name} is {type_name(value)}; pass a ProcessGroup{hint}")
 
 
 @dataclass(frozen=True)
@@ -179,16 +62,27 @@ class Number:
 
 
 def _is_int(value: Any) -> bool:
-    """Python's, numpy's and symbolic integers; a bool is none."""
-    if type(value) is int:
+    """Whether a value is an integer of Python, numpy or torch, symbolic ones included; a bool is none."""
+    if type(value) is int or _is_symbolic(value):
         return True
-    return isinstance(value, (numbers.Integral, torch.SymInt)) and not isinstance(value, bool)
+    if isinstance(value, bool):
+        return False
+    try:  # a tensor of one integer is an index too
+        index(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _is_real(value: Any) -> bool:
-    if type(value) is float or type(value) is int:
+    if type(value) is float or type(value) is int or _is_symbolic(value):
         return True
-    return isinstance(value, (numbers.Real, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _is_symbolic(value: Any) -> bool:
+    """Whether a value is a size that torch traces as a symbol; `index` would fix it to a number."""
+    return type(value).__name__ in ("SymInt", "SymFloat")
 
 
 @dataclass(frozen=True)
@@ -217,38 +111,6 @@ class Instance:
         if not isinstance(value, self.type):
             raise TypeError(f"{function}: {name}={value!r} is {type_name(value)}; {self.advice}")
 
-
-@dataclass(frozen=True)
-class _TensorAnnotation:
-    """Makes `Sharded[Tensor, "b s v/tp"]` of a dtype class."""
-
-    dtypes: str
-
-    def __getitem__(self, item: tuple[Any, str]) -> Any:
-        return Annotated[item[0], TensorKind(item[1], self.dtypes)]
-
-
-class _GroupAnnotation:
-    """Makes `Group[ProcessGroup, "tp"]`."""
-
-    def __getitem__(self, item: tuple[Any, str]) -> Any:
-        return Annotated[item[0], GroupKind(item[1])]
-
-
-if TYPE_CHECKING:
-    from typing import Annotated as Group
-    from typing import Annotated as Sharded
-    from typing import Annotated as ShardedAny
-    from typing import Annotated as ShardedBool
-    from typing import Annotated as ShardedIds
-    from typing import Annotated as ShardedInt
-else:
-    Group = _GroupAnnotation()
-    Sharded = _TensorAnnotation("floating")
-    ShardedIds = _TensorAnnotation("ids")
-    ShardedInt = _TensorAnnotation("integer")
-    ShardedBool = _TensorAnnotation("bool")
-    ShardedAny = _TensorAnnotation("any")
 
 Positive = Annotated[float, Number(0, above=True)]
 NonNegative = Annotated[float, Number(0)]
