@@ -15,8 +15,7 @@ from parity_tests import Cost, ids, scheme, values
 from parity_tests.kernels import device as device  # rounds as a GPU does
 from parity_tests.vocab_parallel.shard import owned_range
 from torch_impl.kernels import rows_at
-from torch_impl.kernels.softmax_gradient import write_gradient
-from torch_impl.kernels.softmax_statistics import local_statistics
+from torch_impl.kernels.softmax import local_statistics, write_gradient
 from torch_impl.layouts import dual_chunk_swap
 from torch_impl.vocab_parallel import fused_logprob, vocab_parallel_logprob
 from torch_impl.vocab_parallel import statistics as st

@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from torch_impl.kernels import row_gather, softmax_gradient, softmax_statistics
+from torch_impl.kernels import row_gather, softmax
 
 ARCHITECTURES = (80, 90)
 ALIGNED = [["tt.divisibility", 16]]
@@ -29,7 +29,7 @@ def compiled(kernel, architecture, logits, accumulator, constants, **options):
     names = kernel.arg_names
     types = dict.fromkeys(NUMBERS.split(), "i32") | dict.fromkeys(ACCUMULATED.split(), f"*{accumulator}")
     types |= dict.fromkeys(("logits", "looked_up", "source", "out"), f"*{logits}") | {"ids": "*i32", "index": "*i64"}
-    if kernel is softmax_statistics._statistics:
+    if kernel is softmax._statistics:
         types["out"] = f"*{accumulator}"
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     source = ASTSource(
@@ -43,22 +43,22 @@ def compiled(kernel, architecture, logits, accumulator, constants, **options):
 
 KERNELS = {
     "statistics": (
-        softmax_statistics._statistics,
-        dict(SETTINGS, column_stride=1, STEP=softmax_statistics.STEP, IDS=1),
-        softmax_statistics.WARPS,
+        softmax._statistics,
+        dict(SETTINGS, column_stride=1, STEP=softmax.STATISTICS_STEP, IDS=1),
+        softmax.WARPS,
     ),
     "gradient": (
-        softmax_gradient._gradient,
-        dict(SETTINGS, IS_NORMALISED=True, column_stride=1, out_column_stride=1, STEP=softmax_gradient.STEP, IDS=1),
-        softmax_gradient.WARPS,
+        softmax._gradient,
+        dict(SETTINGS, IS_NORMALISED=True, column_stride=1, out_column_stride=1, STEP=softmax.GRADIENT_STEP, IDS=1),
+        softmax.WARPS,
     ),
     "gradient, several ids": (
-        softmax_gradient._gradient,
-        dict(SETTINGS, IS_NORMALISED=True, column_stride=1, out_column_stride=1, STEP=softmax_gradient.STEP, IDS=4),
-        softmax_gradient.WARPS,
+        softmax._gradient,
+        dict(SETTINGS, IS_NORMALISED=True, column_stride=1, out_column_stride=1, STEP=softmax.GRADIENT_STEP, IDS=4),
+        softmax.WARPS,
     ),
     "gradient at ids": (
-        softmax_gradient._gradient_at_ids,
+        softmax._gradient_at_ids,
         dict(SETTINGS, IS_NORMALISED=True, out_column_stride=1, IDS=4),
         4,
     ),

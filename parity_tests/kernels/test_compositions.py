@@ -14,7 +14,7 @@ from parity_tests.vocab_parallel.test_logprob import distributed_logprob
 from parity_tests.vocab_parallel.test_next_token import next_tokens
 from parity_tests.vocab_parallel.test_sampling import logprob_with_sampling
 from parity_tests.vocab_parallel.test_softmax import vocab_parallel_log_softmax, vocab_parallel_softmax
-from torch_impl.kernels import softmax_gradient, softmax_statistics
+from torch_impl.kernels import softmax
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="not run: a rank's tensors are on the CPU")
 
@@ -46,8 +46,8 @@ def test_the_kernels_compute_it(declared, sizes, kernels, monkeypatch):
 
         return kernel
 
-    for module, name in ((softmax_statistics, STATISTICS), (softmax_gradient, GRADIENT)):
-        monkeypatch.setattr(module, name, noted(name, getattr(module, name)))
+    for name in (STATISTICS, GRADIENT):
+        monkeypatch.setattr(softmax, name, noted(name, getattr(softmax, name)))
     monkeypatch.setattr(joint, "_backend", lambda plan, logits: "triton")
     for seed in range(3):
         case = draw_case(

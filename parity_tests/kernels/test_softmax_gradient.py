@@ -12,7 +12,7 @@ from parity_tests.kernels.rows import DTYPES, KINDS, NOBODYS, STRIDES, columns, 
 from parity_tests.kernels.schemes import triton_gather_logprob, triton_logprob_with_entropy
 from parity_tests.kernels.twin import worst_ratio
 from torch_impl.collectives import accumulator
-from torch_impl.kernels.softmax_gradient import write_gradient
+from torch_impl.kernels.softmax import write_gradient
 from torch_impl.vocab_parallel import fused_logprob
 from torch_impl.vocab_parallel import statistics as st
 from torch_impl.vocab_parallel.fused_logprob import asked_of

@@ -12,7 +12,7 @@ from parity_tests.kernels.rows import DTYPES, KINDS, STRIDES, columns, logits, n
 from parity_tests.kernels.schemes import logprob_in_steps, triton_logprob
 from parity_tests.kernels.twin import worst_ratio
 from torch_impl.collectives import accumulator
-from torch_impl.kernels.softmax_statistics import local_statistics
+from torch_impl.kernels.softmax import local_statistics
 from torch_impl.vocab_parallel import statistics as st
 
 pytestmark = pytest.mark.skipif(not is_here(), reason=REASON)

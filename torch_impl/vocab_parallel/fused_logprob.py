@@ -251,11 +251,11 @@ def in_backend(f: Callable[..., Any], backend: str) -> Callable[..., Any]:
     """A function of row blocks, as it is or compiled, or its Triton kernel."""
     if backend != "triton":
         return f if backend == "eager" else kernels.compiled(f)
-    from torch_impl.kernels import softmax_gradient, softmax_statistics  # here: only they need triton
+    from torch_impl.kernels import softmax  # here: only they need triton
 
     return {
-        st.local_statistics: softmax_statistics.local_statistics,
-        write_gradient: softmax_gradient.write_gradient,
+        st.local_statistics: softmax.local_statistics,
+        write_gradient: softmax.write_gradient,
     }[f]
 
 
