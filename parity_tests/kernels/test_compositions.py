@@ -15,6 +15,7 @@ from parity_tests.vocab_parallel.test_next_token import next_tokens
 from parity_tests.vocab_parallel.test_sampling import logprob_with_sampling
 from parity_tests.vocab_parallel.test_softmax import vocab_parallel_log_softmax, vocab_parallel_softmax
 from torch_impl.kernels import softmax
+from torch_impl.vocab_parallel import fused_logprob
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="not run: a rank's tensors are on the CPU")
 
@@ -48,7 +49,7 @@ def test_the_kernels_compute_it(declared, sizes, kernels, monkeypatch):
 
     for name in (STATISTICS, GRADIENT):
         monkeypatch.setattr(softmax, name, noted(name, getattr(softmax, name)))
-    monkeypatch.setattr(joint, "_backend", lambda plan, logits: "triton")
+    monkeypatch.setattr(fused_logprob, "_backend", lambda plan, logits: "triton")
     for seed in range(3):
         case = draw_case(
             declared, seeded_chooser(seed), {"tp": 2, **sizes}, dtype="float32", seed=seed, engine="lockstep"

@@ -9,7 +9,7 @@ brought to the new maximum with each step: R is all terms but one largest, which
 
 Gradient, of log-probability and negative entropy together, in one read and one write: a program computes some columns
 of one row; where several ids of a row are looked up, a second, small kernel writes the gradient at those. The eager
-twin is `vocab_parallel.joint.write_gradient`, which also states the formula.
+twin is `vocab_parallel.fused_logprob.write_gradient`, which also states the formula.
 """
 
 from __future__ import annotations
