@@ -1,4 +1,4 @@
-"""Every sentence with which a collective refuses, in full; all are said before anything is sent."""
+"""Every message with which a collective rejects its arguments, in full, and before anything is sent."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torch_impl import collectives as c
 
 X = torch.zeros(2, 3)
 
-REFUSALS = {
+REJECTED = {
     "group of None": [
         (lambda g: c.all_reduce(X, None), "collectives.all_reduce: group is None; pass a ProcessGroup"),
         (lambda g: c.all_reduce_max(X, None), "collectives.all_reduce_max: group is None; pass a ProcessGroup"),
@@ -24,24 +24,28 @@ REFUSALS = {
             "collectives.broadcast: group is None; pass a ProcessGroup",
         ),
         (lambda g: c.ring_shift(X, None), "collectives.ring_shift: group is None; pass a ProcessGroup"),
+        (lambda g: c.start_ring_shift([X], None), "collectives.start_ring_shift: group is None; pass a ProcessGroup"),
     ],
-    "no group": [
+    "another type": [
+        (lambda g: c.all_reduce([X], g), "collectives.all_reduce: x is a list; pass a Tensor"),
+        (lambda g: c.all_gather(X, g, out="R", dim=0.0), "collectives.all_gather: dim=0.0 is a float; pass an int"),
+        (lambda g: c.ring_shift(X, g, "1"), "collectives.ring_shift: shift='1' is a str; pass an int"),
         (lambda g: c.all_reduce(X, "tp"), "collectives.all_reduce: group is a str; pass a ProcessGroup"),
     ],
     "type": [
         (
             lambda g: c.all_reduce(X, g, out="V"),
-            "collectives.all_reduce: out='V' is not the type of a whole result; "
+            "collectives.all_reduce: out='V' is not the gradient type of a replicated result; "
             "write 'R' (gradients add up) or 'I' (same gradient)",
         ),
         (
             lambda g: c.all_gather(X, g, out="P"),
-            "collectives.all_gather: out='P' is not the type of a whole result; "
+            "collectives.all_gather: out='P' is not the gradient type of a replicated result; "
             "write 'R' (gradients add up) or 'I' (same gradient)",
         ),
         (
             lambda g: c.broadcast(X, g, src=0, out="r"),
-            "collectives.broadcast: out='r' is not the type of a whole result; "
+            "collectives.broadcast: out='r' is not the gradient type of a replicated result; "
             "write 'R' (gradients add up) or 'I' (same gradient)",
         ),
     ],
@@ -80,7 +84,7 @@ REFUSALS = {
         ),
         (
             lambda g: c.all_gather(X, g, out="R", lengths=[3 - g.rank(), 2 + g.rank()]),
-            "collectives.all_gather: lengths[{rank}]=3 but it holds 2 positions along dim 0",
+            "collectives.all_gather: lengths[{rank}]=3 but x has 2 positions along dim 0",
         ),
         (
             lambda g: c.reduce_scatter(X, g, dim=1),
@@ -96,7 +100,7 @@ REFUSALS = {
         ),
         (
             lambda g: c.all_to_all(X, g, split_dim=0, concat_dim=1, concat_lengths=[2 + g.rank(), 3 - g.rank()]),
-            "collectives.all_to_all: concat_lengths[{rank}]=2 but it holds 3 positions along dim 1",
+            "collectives.all_to_all: concat_lengths[{rank}]=2 but x has 3 positions along dim 1",
         ),
         (
             lambda g: c.all_to_all(X, g, split_dim=0, concat_dim=0, concat_lengths=[1]),
@@ -104,12 +108,12 @@ REFUSALS = {
         ),
     ],
 }
-CALLS = [(call, text) for rows in REFUSALS.values() for call, text in rows]
+CALLS = [(call, text) for rows in REJECTED.values() for call, text in rows]
 
 
 @pytest.mark.parametrize(("call", "text"), CALLS, ids=[f"{text[12:60]}" for _, text in CALLS])
-def test_refusal(call, text):
-    kind = TypeError if "pass a ProcessGroup" in text else ValueError
+def test_rejected_before_anything_is_sent(call, text):
+    kind = TypeError if "; pass a" in text else ValueError
 
     def body(mesh, case):
         try:

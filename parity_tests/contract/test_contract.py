@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import ProcessGroup
 
 from torch_impl.contract import (
+    GradientType,
     Group,
     NonNegative,
     NonNegativeInt,
@@ -52,6 +53,8 @@ def score(
     with_entropy: bool = False,
     label: str = "",
     rows: int = 1,
+    gradient: GradientType = "I",
+    blocks: Sharded[Tensor, "n/cp ..."] | None = None,
     anything: Any = None,
 ) -> Sharded[Tensor, "... tp=I"] | tuple[Sharded[Tensor, "... tp=I"], Sharded[Tensor, "... tp=I"]]:
     return logits.sum(-1) * temperature
@@ -110,6 +113,14 @@ REJECTED = [
     (TypeError, (LOGITS, IDS), {"with_entropy": 1}, "with_entropy=1 is an int; pass True or False"),
     (TypeError, (LOGITS, IDS), {"label": 3}, "label=3 is an int; pass a str"),
     (TypeError, (LOGITS, IDS), {"rows": "3"}, "rows='3' is a str; pass an int"),
+    (ValueError, (LOGITS, IDS), {"blocks": torch.tensor(1.0)}, "blocks is []; its dims must be [n/cp ...]"),
+    (
+        ValueError,
+        (LOGITS, IDS),
+        {"gradient": "P"},
+        "gradient='P' is not the gradient type of a replicated result; "
+        "write 'R' (gradients add up) or 'I' (same gradient)",
+    ),
 ]
 
 
@@ -142,7 +153,7 @@ def test_a_default_name_is_the_component_and_the_function(args, message):
 def test_what_is_in_range_is_accepted():
     options = dict(temperature=2, margin=0, chunk_size=1, skip=0, backend="eager", with_entropy=True, label="x")
     assert score(LOGITS, IDS, torch.zeros(7, 4), rows=0, anything=object(), **options).shape == (2, 3)
-    assert score(LOGITS[0, 0], IDS[0, 0]).shape == ()
+    assert score(LOGITS[0, 0], IDS[0, 0], gradient="R", blocks=torch.zeros(3, 1, 2)).shape == ()
     assert score(LOGITS, IDS.int(), None, chunk_size=None).shape == (2, 3)
 
 
@@ -169,7 +180,7 @@ def test_an_autograd_function_is_named_by_its_class():
 
 def test_the_spec_line_is_what_the_signature_says():
     forms = '"... tp=I"  or  "... tp=I", "... tp=I"'
-    assert spec_line(score) == f'logits "... v/tp"   ids "..."   weight "d v/tp"   ->   {forms}'
+    assert spec_line(score) == f'logits "... v/tp"   ids "..."   weight "d v/tp"   blocks "n/cp ..."   ->   {forms}'
     assert spec_line(Doubled) == 'x "b s/cp"   ->   "b s/cp"'
     assert contract_of(len) is None and spec_line(len) == ""
 

@@ -1,4 +1,4 @@
-"""all_to_all and ring_shift: ranks exchange what they hold, and nothing is added."""
+"""all_to_all and ring_shift: ranks exchange tensors, and nothing is summed."""
 
 from __future__ import annotations
 
@@ -8,60 +8,49 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Shaped
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import P2POp, ProcessGroup, Work
 
-from torch_impl.collectives.arguments import (
-    checked_dim,
-    checked_group,
-    checked_lengths,
-    cut_lengths,
-    joined_lengths,
-)
+from torch_impl.collectives.lengths import lengths_of_ranks, lengths_to_gather, lengths_to_scatter, positive_dim
+from torch_impl.contract import Group, ShardedAny, contract
 
 
 # all_to_all: V -> V
+@contract
 def all_to_all(
-    x: Shaped[Tensor, "*a"],
-    group: ProcessGroup,
+    x: ShardedAny[Tensor, "a/axis ..."],
+    group: Group[ProcessGroup, "axis"],
     *,
     split_dim: int,
     concat_dim: int,
     split_lengths: Sequence[int] | None = None,
     concat_lengths: Sequence[int] | None = None,
-) -> Shaped[Tensor, "*b"]:
-    """Cut x along `split_dim`, send piece j to rank j, join what arrives along `concat_dim` in rank order.
-
-        x  "a/axis b ..."   ->   "a b/axis ..."        for split_dim=1, concat_dim=0
+) -> ShardedAny[Tensor, "a b/axis ..."]:
+    """Split x along `split_dim`, send shard j to rank j, concatenate the received along `concat_dim` in rank order.
 
         [A0, A1, A2]        [A0, B0, C0]
-        [B0, B1, B2]   =>   [A1, B1, C1]
+        [B0, B1, B2]   =>   [A1, B1, C1]        for split_dim=1, concat_dim=0
         [C0, C1, C2]        [A2, B2, C2]
 
     On a single device: `return x  # Identity!`
-    `split_lengths[j]` positions along `split_dim` go to rank j; rank i's piece has `concat_lengths[i]`
-    positions along `concat_dim`; without them all pieces are equal. With split_dim == concat_dim the two are
+    `split_lengths[j]` positions along `split_dim` go to rank j; the shard of rank i has `concat_lengths[i]`
+    positions along `concat_dim`; without them all shards are equal. With split_dim == concat_dim the two are
     what this rank sends to and receives from each rank, and both may differ from rank to rank.
     Backward: the same exchange with the two dims and the two lengths changing places.
 
     Cost:   1 all_to_all of x forward, 1 backward. Saves nothing.
-    Errors: TypeError if group is None or no ProcessGroup; ValueError for a dim that x lacks, for lengths that
+    Errors: TypeError if group is no ProcessGroup; ValueError for a dim that x lacks, for lengths that
             do not fit the group or x, or without split_lengths for a size that cannot be shared equally.
     """
-    function = "collectives.all_to_all"
-    group = checked_group(function, "group", group)
-    split_dim = checked_dim(function, "split_dim", split_dim, x)
-    concat_dim = checked_dim(function, "concat_dim", concat_dim, x)
-    sent = cut_lengths(function, "split_lengths", split_lengths, x.shape[split_dim], split_dim, group)
+    name = "collectives.all_to_all"
+    split_dim = positive_dim(name, "split_dim", split_dim, x)
+    concat_dim = positive_dim(name, "concat_dim", concat_dim, x)
+    sent = lengths_to_scatter(name, "split_lengths", split_lengths, x, split_dim, group)
     if split_dim != concat_dim:
-        held = x.shape[concat_dim]
-        received = joined_lengths(function, "concat_lengths", concat_lengths, held, concat_dim, group)
-    else:
-        received = (
-            sent if concat_lengths is None else checked_lengths(function, "concat_lengths", concat_lengths, group)
-        )
+        received = lengths_to_gather(name, "concat_lengths", concat_lengths, x, concat_dim, group)
+    else:  # along one dim a rank may receive another length than it has
+        received = sent if concat_lengths is None else lengths_of_ranks(name, "concat_lengths", concat_lengths, group)
     return _AllToAll.apply(x, group, split_dim, concat_dim, sent, received)
 
 
@@ -90,30 +79,33 @@ class _AllToAll(torch.autograd.Function):
 def _exchanged(
     x: Tensor, group: ProcessGroup, split_dim: int, concat_dim: int, sent: list[int], received: list[int]
 ) -> Tensor:
-    """One all_to_all of flat pieces: each piece may have a shape of its own."""
-    pieces = x.split(sent, dim=split_dim)
+    """One all_to_all of flattened shards, each of which may have another shape."""
+    # 1. The shape of the shard that each rank sends here.
+    shards = x.split(sent, dim=split_dim)
     shapes = []
     for length in received:
         shape = list(x.shape)
         shape[split_dim] = sent[group.rank()]
-        shape[concat_dim] = length  # after the line above: with equal dims what arrives is as long as `received` says
+        shape[concat_dim] = length  # after the line above: with equal dims `received` decides
         shapes.append(shape)
     sizes = [math.prod(shape) for shape in shapes]
-    # Pieces along dim 0 lie one after another: cut there, x is the message; joined there, the message is the result.
-    outbox = x.reshape(-1) if split_dim == 0 else torch.cat([piece.reshape(-1) for piece in pieces])
+    # 2. Pack, exchange. Shards along dim 0 are adjacent in memory: split there, x itself is the message.
+    outbox = x.reshape(-1) if split_dim == 0 else torch.cat([shard.reshape(-1) for shard in shards])
     inbox = outbox.new_empty(sum(sizes))
-    dist.all_to_all_single(inbox, outbox, sizes, [piece.numel() for piece in pieces], group=group)
+    dist.all_to_all_single(inbox, outbox, sizes, [shard.numel() for shard in shards], group=group)
+    # 3. Unpack. Concatenated along dim 0, the received message is the result.
     if concat_dim == 0:
         return inbox.view(sum(received), *shapes[0][1:])
-    arrived = [flat.view(shape) for flat, shape in zip(inbox.split(sizes), shapes, strict=True)]
-    return torch.cat(arrived, dim=concat_dim)
+    blocks = [flat.view(shape) for flat, shape in zip(inbox.split(sizes), shapes, strict=True)]
+    return torch.cat(blocks, dim=concat_dim)
 
 
 # ring_shift: V -> V
-def ring_shift(x: Shaped[Tensor, "*a"], group: ProcessGroup, shift: int = 1) -> Shaped[Tensor, "*a"]:
-    """What rank `r - shift` of the group holds, on rank r. All ranks hold the same shape.
-
-        x  "..." (own value on each rank)   ->   "..." (own value on each rank)
+@contract
+def ring_shift(
+    x: ShardedAny[Tensor, "..."], group: Group[ProcessGroup, "axis"], shift: int = 1
+) -> ShardedAny[Tensor, "..."]:
+    """The tensor of rank `r - shift` of the group, on rank r. All ranks pass the same shape.
 
         Ax        Az
         Ay   =>   Ax        for shift=1
@@ -123,29 +115,37 @@ def ring_shift(x: Shaped[Tensor, "*a"], group: ProcessGroup, shift: int = 1) -> 
 
     Cost:   1 send and 1 recv of x forward, the same backward, posted together so that no rank waits for
             another to post first; none where shift is a multiple of the group's size. Saves nothing.
-    Errors: TypeError if group is None or no ProcessGroup.
+    Errors: TypeError if group is no ProcessGroup or shift is no integer.
     """
-    return _RingShift.apply(x, checked_group("collectives.ring_shift", "group", group), shift)
+    return _RingShift.apply(x, group, shift)
 
 
-def start_ring_shift(tensors: Sequence[Tensor], group: ProcessGroup, shift: int = 1) -> tuple[list[Tensor], list[Work]]:
-    """Post the shift of several tensors over `group` and return at once: (what arrives, the works to wait for).
+@contract
+def start_ring_shift(
+    tensors: Sequence[Tensor], group: Group[ProcessGroup, "axis"], shift: int = 1
+) -> tuple[list[Tensor], list[Work]]:
+    """Post the shift of several tensors over `group` and return at once: (received tensors, works to wait for).
 
-        tensors  "..." (own values on each rank)   ->   "..." (those of rank r - shift, on rank r)
+        tensors  "..."   ->   "..."   (on rank r those of rank r - shift)
 
-    No gradient. Read no arriving tensor and write to none of `tensors` before every work has been waited for.
+    No gradient. Read no received tensor and write to none of `tensors` before every work has been waited for.
 
     Cost:   1 send and 1 recv of each tensor; none, but a copy, where shift is a multiple of the group's size.
+    Errors: TypeError if group is no ProcessGroup or shift is no integer.
     """
+    return _start(tensors, group, shift)
+
+
+def _start(tensors: Sequence[Tensor], group: ProcessGroup, shift: int) -> tuple[list[Tensor], list[Work]]:
     rank, world = group.rank(), group.size()
     if shift % world == 0:
         return [x.clone(memory_format=torch.contiguous_format) for x in tensors], []
     to, source = (rank + shift) % world, (rank - shift) % world
     sent = [x.contiguous() for x in tensors]
-    arriving = [torch.empty_like(x) for x in sent]
+    received = [torch.empty_like(x) for x in sent]
     messages = [P2POp(dist.isend, x, group=group, group_peer=to) for x in sent]
-    messages += [P2POp(dist.irecv, x, group=group, group_peer=source) for x in arriving]
-    return arriving, dist.batch_isend_irecv(messages)
+    messages += [P2POp(dist.irecv, x, group=group, group_peer=source) for x in received]
+    return received, dist.batch_isend_irecv(messages)
 
 
 class _RingShift(torch.autograd.Function):
@@ -161,7 +161,7 @@ class _RingShift(torch.autograd.Function):
 
 
 def _shifted(x: Tensor, group: ProcessGroup, shift: int) -> Tensor:
-    (arriving,), works = start_ring_shift([x], group, shift)
+    (received,), works = _start([x], group, shift)
     for work in works:
         work.wait()
-    return arriving
+    return received

@@ -1,8 +1,7 @@
-"""The plain forms: sum, gather and scattered sum of tensors that carry no gradient.
+"""The plain forms: sum, gather, scattered sum and exchange of tensors that carry no gradient.
 
-The differentiable collectives are made of these, forward and backward. Each takes a tensor of any strides,
-leaves it alone, and returns a contiguous tensor of its own. Uneven pieces are padded to the longest one,
-since no backend gathers unequal shapes in one message.
+The differentiable collectives are made of these, forward and backward. Each takes a tensor of any strides, leaves it
+unchanged, and returns a contiguous tensor of its own. What a public function has validated is not validated again.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """What values of `dtype` are summed in: float64 for float64, float32 for narrower floats, integers as they are."""
+    """The dtype that values of `dtype` are summed in: float32 for narrower floats, else `dtype` itself."""
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
 def uncast(device: torch.device) -> AbstractContextManager[object]:
-    """Inside, matrix products on `device` run in the dtypes that they are given, whatever autocast says."""
+    """A context without autocast on `device`: matrix products run in the dtypes of their arguments."""
     kind = device.type
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
@@ -44,44 +43,45 @@ def summed(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def gathered(x: Tensor, group: ProcessGroup, dim: int, lengths: Sequence[int]) -> Tensor:
-    """The ranks' pieces joined along `dim`. One all_gather of the longest piece."""
+    """The ranks' shards, concatenated along `dim`. One all_gather of the longest shard."""
+    # No backend gathers unequal shapes in one message: every shard is padded to the longest.
     longest = max(lengths)
-    piece = _padded(x.movedim(dim, 0), longest)
-    joined = piece.new_empty(longest * group.size(), *piece.shape[1:])
-    _all_gather(joined, piece, group=group)
-    return _unpadded(joined, lengths).movedim(0, dim).contiguous()
+    shard = _padded(x.movedim(dim, 0), longest)
+    full = shard.new_empty(longest * group.size(), *shard.shape[1:])
+    _all_gather(full, shard, group=group)
+    return _unpadded(full, lengths).movedim(0, dim).contiguous()
 
 
 def scattered_sum(x: Tensor, group: ProcessGroup, dim: int, lengths: Sequence[int]) -> Tensor:
-    """This rank's piece of the sum over the group. One reduce_scatter of pieces as long as the longest."""
+    """This rank's shard of the sum over the group. One reduce_scatter of shards as long as the longest."""
     longest = max(lengths)
-    pieces = x.to(accumulator(x.dtype)).movedim(dim, 0).split(list(lengths))
-    addends = torch.cat([_padded(piece, longest) for piece in pieces])
+    shards = x.to(accumulator(x.dtype)).movedim(dim, 0).split(list(lengths))
+    addends = torch.cat([_padded(shard, longest) for shard in shards])
     total = addends.new_empty(longest, *addends.shape[1:])
     _reduce_scatter(total, addends, op=dist.ReduceOp.SUM, group=group)
     return total[: lengths[group.rank()]].to(x.dtype).movedim(0, dim).contiguous()
 
 
 def exchanged(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Equal blocks of dim 0, one to each rank, and theirs in rank order. One all_to_all; x itself in a group of one."""
+    """Block j of dim 0 to rank j, the received blocks in rank order. One all_to_all; x itself in a group of one."""
     if group.size() == 1:
         return x
     x = x.contiguous()
-    arriving = torch.empty_like(x)
-    dist.all_to_all_single(arriving, x, group=group)
-    return arriving
+    received = torch.empty_like(x)
+    dist.all_to_all_single(received, x, group=group)
+    return received
 
 
-def _padded(piece: Tensor, longest: int) -> Tensor:
-    """`piece`, contiguous, with rows of zeros up to `longest` rows."""
-    if len(piece) == longest:
-        return piece.contiguous()
-    return torch.cat([piece, piece.new_zeros(longest - len(piece), *piece.shape[1:])])
+def _padded(shard: Tensor, longest: int) -> Tensor:
+    """`shard`, contiguous, with rows of zeros up to `longest` rows."""
+    if len(shard) == longest:
+        return shard.contiguous()
+    return torch.cat([shard, shard.new_zeros(longest - len(shard), *shard.shape[1:])])
 
 
-def _unpadded(joined: Tensor, lengths: Sequence[int]) -> Tensor:
-    """The rows of `joined` that are no padding."""
+def _unpadded(full: Tensor, lengths: Sequence[int]) -> Tensor:
+    """The rows of `full` that are no padding."""
     longest = max(lengths)
     if min(lengths) == longest:
-        return joined
-    return torch.cat([rows[:length] for rows, length in zip(joined.split(longest), lengths, strict=True)])
+        return full
+    return torch.cat([rows[:length] for rows, length in zip(full.split(longest), lengths, strict=True)])

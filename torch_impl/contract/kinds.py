@@ -10,7 +10,7 @@ import math
 import numbers
 from dataclasses import dataclass
 from operator import index
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 # Sizes by dim as it is written ("s", "v/tp"), each with the argument that set it; the leading dims under "...".
 Sizes = dict[str, tuple[Any, str]]
@@ -101,6 +101,18 @@ class OneOf:
 
 
 @dataclass(frozen=True)
+class GradientTypeKind:
+    """The gradient type of a result that is the same on every rank."""
+
+    def validate(self, function: str, name: str, value: Any, sizes: Sizes) -> None:
+        if value != "R" and value != "I":
+            raise ValueError(
+                f"{function}: {name}={value!r} is not the gradient type of a replicated result; "
+                "write 'R' (gradients add up) or 'I' (same gradient)"
+            )
+
+
+@dataclass(frozen=True)
 class Instance:
     """A value of a type: `bool`, `str` or a class of torch."""
 
@@ -117,6 +129,7 @@ NonNegative = Annotated[float, Number(0)]
 Finite = Annotated[float, Number()]
 PositiveInt = Annotated[int, Number(1, integer=True)]
 NonNegativeInt = Annotated[int, Number(0, integer=True)]
+GradientType = Annotated[Literal["R", "I"], GradientTypeKind()]
 
 # What an annotation that is a plain type validates; any other annotation validates nothing.
 BUILTIN: dict[Any, Kind] = {

@@ -56,18 +56,20 @@ _DTYPES = {
 class TensorKind:
     """A tensor with a spec string: its dims, what each is sharded over, and the gradient type of each other axis.
 
-    `...` at the front stands for any leading dims. A dim that two arguments write alike has one size in both.
+    `...` stands for any dims, at the front or at the end. A dim that two arguments write alike has one size in both.
     """
 
     spec: str
     dtypes: str = "floating"
     dims: tuple[str, ...] = field(init=False)
     has_leading: bool = field(init=False)
+    has_trailing: bool = field(init=False)
 
     def __post_init__(self) -> None:
         dims = [word for word in self.spec.split() if "=" not in word]
         object.__setattr__(self, "has_leading", dims[:1] == [LEADING])
-        object.__setattr__(self, "dims", tuple(dims[self.has_leading :]))
+        object.__setattr__(self, "has_trailing", dims[1:] != [] and dims[-1] == LEADING)
+        object.__setattr__(self, "dims", tuple(dims[self.has_leading : len(dims) - self.has_trailing]))
 
     def validate(self, function: str, name: str, value: Any, sizes: Sizes) -> None:
         # 1. The type and the dtype.
@@ -79,10 +81,10 @@ class TensorKind:
             raise TypeError(f"{function}: {name} is {dtype_name(value)}; {subject}{rule}")
         # 2. The number of dims.
         own = len(self.dims)
-        if value.ndim < own or (value.ndim > own and not self.has_leading):
+        if value.ndim < own or (value.ndim > own and not (self.has_leading or self.has_trailing)):
             self._reject_ndim(function, name, value, sizes)
         # 3. The leading dims, then each other one, agree with those of the arguments before.
-        shape, first = value.shape, value.ndim - own
+        shape, first = value.shape, 0 if self.has_trailing else value.ndim - own
         if self.has_leading:
             leading, setter = sizes.setdefault(LEADING, (shape[:first], name))
             if leading != shape[:first]:
@@ -109,7 +111,7 @@ class TensorKind:
         if value.ndim == 0 and self.has_leading:
             last = "the vocabulary" if self.dims[-1].startswith("v") else self.dims[-1]
             raise ValueError(f"{function}: {name} has no dims; the last one must be {last}")
-        dims = " ".join([LEADING] * self.has_leading + list(self.dims))
+        dims = " ".join([LEADING] * self.has_leading + list(self.dims) + [LEADING] * self.has_trailing)
         raise ValueError(f"{function}: {name} is {list(value.shape)}; its dims must be [{dims}]")
 
 

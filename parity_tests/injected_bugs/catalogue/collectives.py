@@ -97,22 +97,22 @@ BUGS = (
         name="gather over the default group",
         kind="group",
         at="collectives:gathered",
-        old="joined = piece.new_empty(longest * group.size(), *piece.shape[1:])\n"
-        "    _all_gather(joined, piece, group=group)",
-        new="joined = piece.new_empty(longest * dist.get_world_size(), *piece.shape[1:])\n"
-        "    _all_gather(joined, piece)\n    joined = joined[: longest * group.size()]",
+        old="full = shard.new_empty(longest * group.size(), *shard.shape[1:])\n"
+        "    _all_gather(full, shard, group=group)",
+        new="full = shard.new_empty(longest * dist.get_world_size(), *shard.shape[1:])\n"
+        "    _all_gather(full, shard)\n    full = full[: longest * group.size()]",
         expect="hygiene: the default group is used inside a sub-group",
     ),
     InjectedBug(
         name="source rank of the group taken for a global one",
         kind="group",
         at="collectives:_Broadcast.forward",
-        old="dist.broadcast(whole, group=group, group_src=src)",
-        new="dist.broadcast(whole, group=group, src=src)",
+        old="dist.broadcast(result, group=group, group_src=src)",
+        new="dist.broadcast(result, group=group, src=src)",
         expect="raised: is not part of group",
     ),
     InjectedBug(
-        name="own piece found by the global rank",
+        name="shard taken by the global rank",
         kind="group",
         at="collectives:_AllGather.backward",
         old="rank = ctx.group.rank()",
@@ -120,7 +120,7 @@ BUGS = (
         expect="gradient: forward equal, gradient not",
     ),
     InjectedBug(
-        name="padding of short pieces left in",
+        name="padding of short shards left in",
         kind="border",
         at="collectives:_unpadded",
         old="torch.cat([rows[:length] for rows, length in",
@@ -128,7 +128,7 @@ BUGS = (
         expect="value: ",
     ),
     InjectedBug(
-        name="own piece starts one position late",
+        name="shard starts one position late",
         kind="border",
         at="collectives:_AllGather.backward",
         old="cotangent.narrow(ctx.dim, sum(ctx.lengths[:rank]), ctx.lengths[rank])",
@@ -136,37 +136,37 @@ BUGS = (
         expect="gradient: forward equal, gradient not",
     ),
     InjectedBug(
-        name="pieces padded in front",
+        name="shards padded in front",
         kind="border",
         at="collectives:_padded",
-        old="torch.cat([piece, piece.new_zeros(longest - len(piece), *piece.shape[1:])])",
-        new="torch.cat([piece.new_zeros(longest - len(piece), *piece.shape[1:]), piece])",
+        old="torch.cat([shard, shard.new_zeros(longest - len(shard), *shard.shape[1:])])",
+        new="torch.cat([shard.new_zeros(longest - len(shard), *shard.shape[1:]), shard])",
         expect="value: ",
     ),
     InjectedBug(
-        name="pieces joined along another dim",
+        name="shards concatenated along another dim",
         kind="order",
         at="collectives:gathered",
-        old="return _unpadded(joined, lengths).movedim(0, dim).contiguous()",
-        new="whole = _unpadded(joined, lengths).movedim(0, dim)\n"
-        "    return whole.reshape(-1).view(*whole.shape[:dim], *whole.shape[dim:][::-1]).movedim(-1, dim).contiguous()",
+        old="return _unpadded(full, lengths).movedim(0, dim).contiguous()",
+        new="y = _unpadded(full, lengths).movedim(0, dim)\n"
+        "    return y.reshape(-1).view(*y.shape[:dim], *y.shape[dim:][::-1]).movedim(-1, dim).contiguous()",
         expect="gradient: ",
     ),
     InjectedBug(
-        name="pieces joined in reverse",
+        name="shards concatenated in reverse",
         kind="order",
         at="collectives:gathered",
-        old="    _all_gather(joined, piece, group=group)\n",
-        new="    _all_gather(joined, piece, group=group)\n"
-        "    joined = torch.cat(joined.split(longest)[::-1]) if longest else joined\n",
+        old="    _all_gather(full, shard, group=group)\n",
+        new="    _all_gather(full, shard, group=group)\n"
+        "    full = torch.cat(full.split(longest)[::-1]) if longest else full\n",
         expect="value: same values in another order",
     ),
     InjectedBug(
-        name="arrived pieces in reverse",
+        name="received shards in reverse",
         kind="order",
         at="collectives:_exchanged",
-        old="return torch.cat(arrived, dim=concat_dim)",
-        new="return torch.cat(arrived[::-1], dim=concat_dim)",
+        old="return torch.cat(blocks, dim=concat_dim)",
+        new="return torch.cat(blocks[::-1], dim=concat_dim)",
         expect="value: same values in another order",
     ),
     InjectedBug(
@@ -205,26 +205,26 @@ BUGS = (
     InjectedBug(
         name="every rank sends before it receives",
         kind="schedule",
-        at="collectives:start_ring_shift",
-        old="return arriving, dist.batch_isend_irecv(messages)",
-        new="for x in sent:\n        dist.send(x, group=group, group_dst=to)\n    for x in arriving:\n"
-        "        dist.recv(x, group=group, group_src=source)\n    return arriving, []",
+        at="collectives:_start",
+        old="return received, dist.batch_isend_irecv(messages)",
+        new="for x in sent:\n        dist.send(x, group=group, group_dst=to)\n    for x in received:\n"
+        "        dist.recv(x, group=group, group_src=source)\n    return received, []",
         expect="deadlock: nobody can run",
     ),
     InjectedBug(
         name="neighbour of the group taken for a global rank",
         kind="group",
-        at="collectives:start_ring_shift",
+        at="collectives:_start",
         old="P2POp(dist.isend, x, group=group, group_peer=to)",
         new="P2POp(dist.isend, x, group=group, peer=to)",
         expect="raised: is not part of group",
     ),
     InjectedBug(
-        name="arriving tensor read before its wait",
+        name="received tensor read before its wait",
         kind="buffer",
         at="collectives:_shifted",
-        old="    for work in works:\n        work.wait()\n    return arriving",
-        new="    early = arriving.clone()\n    for work in works:\n        work.wait()\n    return early",
+        old="    for work in works:\n        work.wait()\n    return received",
+        new="    early = received.clone()\n    for work in works:\n        work.wait()\n    return early",
         expect="value: not finite first at",
     ),
     InjectedBug(
@@ -263,8 +263,8 @@ BUGS = (
         name="scattered sum in the tensor's own dtype",
         kind="precision",
         at="collectives:scattered_sum",
-        old="pieces = x.to(accumulator(x.dtype)).movedim(dim, 0)",
-        new="pieces = x.movedim(dim, 0)",
+        old="shards = x.to(accumulator(x.dtype)).movedim(dim, 0)",
+        new="shards = x.movedim(dim, 0)",
         expect="cost: reduce_scatter",
     ),
     InjectedBug(
@@ -324,7 +324,7 @@ BUGS = (
     InjectedBug(
         name="wrong neighbour",
         kind="schedule",
-        at="collectives:start_ring_shift",
+        at="collectives:_start",
         old="to, source = (rank + shift) % world, (rank - shift) % world",
         new="to, source = (rank - shift) % world, (rank + shift) % world",
         expect="value: same values in another order",
@@ -333,7 +333,7 @@ BUGS = (
     InjectedBug(
         name="one rank sends to another than the others do",
         kind="schedule",
-        at="collectives:start_ring_shift",
+        at="collectives:_start",
         old="to, source = (rank + shift) % world, (rank - shift) % world",
         new="to, source = (rank + (shift if rank else -shift)) % world, (rank - shift) % world",
         expect="value: wrong only where tp rank",
