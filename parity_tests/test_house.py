@@ -22,6 +22,8 @@ WITHOUT_A_REFERENCE = {
     "contract": "what the border of a component rejects; the reference takes arrays as they are",
 }
 WITHOUT_A_TEST_OF_ITS_OWN = {
+    "dtype_name": "a word of messages, which are tested",
+    "type_name": "a word of messages, which are tested",
     "uncast": "a context in which other functions compute, tested through them",
 }
 # Folders of parity_tests that are about the harness and not about a component.
