@@ -17,7 +17,7 @@ from torch import Tensor
 
 from parity_tests.benchmarks.figure import Figure, spread
 from torch_impl.layouts import TokenLayout
-from torch_impl.layouts.packed import positions
+from torch_impl.layouts.index_arrays import packed_positions as positions
 
 CP, RANK = 4, 1
 SEQUENCES = (1_000, 100_000)

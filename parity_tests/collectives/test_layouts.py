@@ -9,8 +9,8 @@ from parity_tests.collectives import meanings
 from torch_impl import layouts
 from torch_impl.collectives import all_gather, reduce_scatter
 from torch_impl.layouts import inverse, packed, striped
-from torch_impl.layouts.dual_chunk_swap import positions as swapped_positions
-from torch_impl.layouts.packed import positions as packed_positions
+from torch_impl.layouts.index_arrays import dual_chunk_swap_positions as swapped_positions
+from torch_impl.layouts.index_arrays import packed_positions
 
 RANKS = {"cp": (1, 2, 3, 4)}
 PACKED = {"mesh": RANKS, "dims": {"n": (3, 5)}, "draw": {"offsets": offsets("s", padded=True)}}

@@ -6,7 +6,7 @@ from jax_ref.layouts import check_partition
 from jax_ref.layouts import draw as draw_reference
 from jax_ref.layouts import dual_chunk_swap as reference
 from torch_impl.layouts import draw, dual_chunk_swap
-from torch_impl.layouts.dual_chunk_swap import positions
+from torch_impl.layouts.index_arrays import dual_chunk_swap_positions as positions
 
 MENU = [(2 * chunk * world, world) for world in (1, 2, 3, 4, 8, 37) for chunk in (0, 1, 2, 5)]
 

@@ -4,8 +4,8 @@ import pytest
 
 from jax_ref import layouts as reference
 from torch_impl import layouts
-from torch_impl.layouts.contiguous import positions as contiguous
-from torch_impl.layouts.striped import positions as striped
+from torch_impl.layouts.index_arrays import contiguous_positions as contiguous
+from torch_impl.layouts.index_arrays import striped_positions as striped
 
 MENU = [(local * world, world) for world in (1, 2, 3, 4, 8, 37) for local in (0, 1, 2, 5)]
 GOLDEN = {"contiguous": [[0, 1], [2, 3], [4, 5]], "striped": [[0, 3], [1, 4], [2, 5]]}

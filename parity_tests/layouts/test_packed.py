@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jax_ref.layouts import check_partition, dual_chunk_swap
 from jax_ref.layouts import packed as reference
 from torch_impl.layouts import draw, inverse, packed
-from torch_impl.layouts.packed import positions
+from torch_impl.layouts.index_arrays import packed_positions as positions
 
 halves = st.lists(st.integers(0, 4), max_size=6)
 worlds = st.sampled_from([1, 2, 3, 4, 8])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from jax_ref.layouts import ceil_lengths, check_partition
 from jax_ref.layouts import ragged as reference
 from torch_impl.layouts import TokenLayout, draw, ragged
-from torch_impl.layouts.ragged import positions
+from torch_impl.layouts.index_arrays import ragged_positions as positions
 
 
 @pytest.mark.parametrize("layout", [reference, ragged])

@@ -13,9 +13,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_impl.collectives.arguments import checked_group
+from torch_impl.layouts.divisibility import host_offsets, offsets_of, stripped
 from torch_impl.layouts.kept import KeptBeside
-from torch_impl.layouts.packed import host_offsets, offsets_of
-from torch_impl.layouts.token_index import stripped
 from torch_impl.layouts.token_layout import TokenLayout, dense_layout
 
 EXCHANGES = ("ring", "all_gather", "ulysses", "usp")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch_impl.context_parallel.attention_arguments import check_rules
-from torch_impl.layouts.needs import uncuttable
+from torch_impl.layouts.divisibility import uncuttable
 
 LAYOUTS = ("contiguous", "dual_chunk_swap", "packed", "ragged", "striped")
 CUT = {"packed": "dual_chunk_swap"}  # which cuts each sequence so, hence all of them

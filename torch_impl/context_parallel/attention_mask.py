@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Shaped
 from torch import Tensor
 
-from torch_impl.layouts.packed import first
+from torch_impl.layouts.divisibility import first
 
 
 def padding_of(

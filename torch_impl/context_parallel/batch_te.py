@@ -18,8 +18,7 @@ from torch_impl.context_parallel.te_adapter import local_index
 from torch_impl.context_parallel.thd import TABLES, by_chunk, stream
 from torch_impl.kernels import rows_at
 from torch_impl.layouts import TokenLayout, needs
-from torch_impl.layouts.packed import checked_offsets, offsets_of
-from torch_impl.layouts.token_index import stripped
+from torch_impl.layouts.divisibility import checked_offsets, offsets_of, stripped
 
 IDS = ("input_ids", "labels", "position_ids")
 

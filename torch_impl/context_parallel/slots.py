@@ -8,8 +8,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from torch_impl.layouts.needs import check_whole
-from torch_impl.layouts.packed import first
+from torch_impl.layouts.divisibility import check_whole, first
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,9 @@ from jaxtyping import Int, Int64, Shaped
 from torch import Tensor
 
 from torch_impl.kernels import rows_at
-from torch_impl.layouts.inverse import inverted
-from torch_impl.layouts.packed import first, host_offsets, offsets_of
+from torch_impl.layouts.divisibility import first, host_offsets, offsets_of, stripped
+from torch_impl.layouts.index_arrays import inverted
 from torch_impl.layouts.remembered import remembered
-from torch_impl.layouts.token_index import stripped
 
 
 def _reorder_chunks(

@@ -7,7 +7,7 @@ from operator import index
 from torch import Tensor, nn
 
 from torch_impl.layouts.columns import MambaSizes
-from torch_impl.layouts.packed import offsets_of
+from torch_impl.layouts.divisibility import offsets_of
 
 
 def checked_sizes(function: str, num_heads: int, head_dim: int, n_groups: int, d_state: int) -> MambaSizes:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_impl.layouts import TokenLayout
 from torch_impl.layouts.columns import MambaSizes, conv_channels, projection_columns
-from torch_impl.layouts.inverse import inverted
+from torch_impl.layouts.index_arrays import inverted
 from torch_impl.layouts.kept import kept
 from torch_impl.layouts.reorder import _permuted
 from torch_impl.mamba.all_to_all import _all_to_all, own_tokens, sequential

@@ -18,7 +18,7 @@ from torch_impl.collectives.arguments import checked_dim, checked_group
 from torch_impl.collectives.plain import gathered, scattered_sum
 from torch_impl.kernels import rows_at
 from torch_impl.layouts import contiguous, dual_chunk_swap, uncuttable
-from torch_impl.layouts.inverse import inverted
+from torch_impl.layouts.index_arrays import inverted
 
 
 def _get_tokens_on_this_cp_rank(

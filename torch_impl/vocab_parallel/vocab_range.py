@@ -8,7 +8,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives.plain import gathered
-from torch_impl.layouts.ragged import ceil_bound
+from torch_impl.layouts.index_arrays import ceil_bound
 from torch_impl.vocab_parallel.arguments import checked_tp_group
 
 if TYPE_CHECKING:

@@ -1,68 +1,62 @@
-"""Packed (THD): many sequences in one stream, DualChunkSwap inside each, as index arrays.
-
-One formula for the whole stream, so a thousand sequences cost what one does.
-"""
+"""Which sizes a layout can cut, and the sentence that refuses the others, from sizes alone on every rank."""
 
 from collections.abc import Sequence
+from numbers import Integral
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from torch_impl.layouts.needs import check_cut, needs
+PIECES_PER_RANK = {"contiguous": 1, "striped": 1, "dual_chunk_swap": 2}
 
 
-def positions(
-    size: int,
-    world: int,
-    rank: int,
-    cu_seqlens: Tensor | Sequence[int],
-    *,
-    device: torch.device | str | None = None,
-) -> Int64[Tensor, " local"]:
-    """Global positions that one rank holds: its share of sequence 0, then of sequence 1, ..."""
-    check_cut("packed", size, world, rank)
-    offsets_of("packed: cu_seqlens", cu_seqlens)
-    return rows(checked_offsets(cu_seqlens, size, world).to(_home(cu_seqlens, device)), size, world, rank)
+def needs(layout: str, world: int) -> int:
+    """The multiple that a size must be for `layout`; 1 for all that ask nothing of it."""
+    pieces = PIECES_PER_RANK.get(layout)
+    return pieces * world if pieces else 1
 
 
-def packed(
-    size: int,
-    world: int,
-    cu_seqlens: Tensor | Sequence[int],
-    *,
-    device: torch.device | str | None = None,
-) -> list[Int64[Tensor, " _"]]:
-    """Global positions that each rank holds; `cu_seqlens` are the padded offsets, from 0 to `size`.
+def uncuttable(dim: str, size: int, axis: str, world: int, layout: str) -> str | None:
+    """The sentence for a `dim` that `layout` cannot cut over `axis`, else None.
 
-    >>> packed(12, 2, [0, 4, 12])
-    [tensor([ 0,  3,  4,  5, 10, 11]), tensor([1, 2, 6, 7, 8, 9])]
+    >>> uncuttable("s", 30, "cp", 4, "dual_chunk_swap")
+    's=30 cannot be cut by dual_chunk_swap over cp=4 (needs a multiple of 8); pad to 32'
 
-    Cost:   one copy of the offsets to the host; the arrays stand where `cu_seqlens` does, or on `device`.
-    Errors: ValueError if the offsets do not run from 0 up to size or a padded length is no multiple of
-            2 * world; TypeError if they, size or world are no integers.
+    Errors: TypeError for a size or world that is no integer.
     """
-    check_cut("packed", size, world)
-    offsets_of("packed: cu_seqlens", cu_seqlens)
-    offsets = checked_offsets(cu_seqlens, size, world).to(_home(cu_seqlens, device))
-    return list(rows(offsets, size, world, torch.arange(world, device=offsets.device)[:, None]).unbind())
+    check_whole(dim, size)
+    check_whole(axis, world)
+    if world < 1:
+        return f"{axis}={world} is not a number of ranks; it is 1 or more"
+    if size < 0:
+        return f"{dim}={size} is not a size; sizes are 0 or more"
+    multiple = needs(layout, world)
+    padded = -(-size // multiple) * multiple
+    if padded == size:
+        return None
+    what = f"{dim}={size} cannot be cut by {layout} over {axis}={world}"
+    return f"{what} (needs a multiple of {multiple}); pad to {padded}"
 
 
-def rows(offsets: Int64[Tensor, " offsets"], size: int, world: int, rank: int | Tensor) -> Tensor:
-    """Slot t of a rank holds position t + shift, with one shift for the early chunk of a sequence, one for the late."""
-    starts = offsets // world  # of the sequences in a rank's own stream
-    lengths = starts.diff()
-    half = lengths // 2
-    before = offsets[:-1] - starts[:-1]
-    early, late = before + half * rank, before + half * (2 * (world - 1) - rank)
-    shift = torch.stack([early, late], -1).flatten(-2)
-    each, local = torch.stack([half, lengths - half], -1).flatten(), size // world
-    chunk = torch.repeat_interleave(each, output_size=local)
-    return shift.gather(-1, chunk.expand(*shift.shape[:-1], -1)).add_(torch.arange(local, device=offsets.device))
+def check_cut(layout: str, size: int, world: int, rank: int | None = None) -> None:
+    """ValueError if `size` cannot be cut, or `rank` is none of the ranks; TypeError for what is no integer."""
+    check_whole(f"{layout}: size", size)
+    check_whole(f"{layout}: world", world)
+    if reason := uncuttable("size", size, "world", world, layout):
+        raise ValueError(reason)
+    if rank is None:
+        return
+    check_whole(f"{layout}: rank", rank)
+    if not 0 <= rank < world:
+        raise ValueError(f"{layout}: rank={rank} is not in a world of {world}; ranks are 0 to {world - 1}")
 
 
-def _home(cu_seqlens: Tensor | Sequence[int], device: torch.device | str | None) -> torch.device | str | None:
-    return cu_seqlens.device if device is None and isinstance(cu_seqlens, Tensor) else device
+def check_whole(name: str, size: object) -> None:
+    """TypeError unless `size` is an integer of any kind, a tensor of one included; True and False are none."""
+    if isinstance(size, Tensor) and not size.ndim and not size.is_floating_point() and size.dtype != torch.bool:
+        return
+    if isinstance(size, bool) or not isinstance(size, Integral | torch.SymInt):
+        raise TypeError(f"{name}={size!r} is a {type(size).__name__}; pass an int")
 
 
 def checked_offsets(
@@ -134,3 +128,12 @@ def check_rising(name: str, offsets: Int64[Tensor, " offsets"]) -> None:
 def first(wrong: Tensor) -> list[int]:
     """The first entry that is wrong, if any."""
     return wrong.nonzero()[:1].flatten().tolist()
+
+
+def stripped(offsets: Tensor | Sequence[int]) -> Tensor:
+    """The offsets on the host, without the negative fill on their right."""
+    host = torch.as_tensor(offsets).cpu()
+    if host.dim() != 1 or host.dtype == torch.bool or host.is_floating_point() or not len(host):
+        return host  # refused with its own sentence
+    kept = (host >= 0).nonzero().flatten()
+    return host[: int(kept[-1]) + 1] if len(kept) else host
