@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from torch_impl.context_parallel.pairs import pairs_of
+from torch_impl.context_parallel.block_schedule import pairs_of
 from torch_impl.layouts import TokenLayout
 
 KINDS = ("packed", "contiguous", "striped")

@@ -8,8 +8,8 @@ import torch
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.engines import run
-from torch_impl.context_parallel import attention_arguments, context_parallel_attention
-from torch_impl.context_parallel.pairs import pairs_of
+from torch_impl.context_parallel import attention, context_parallel_attention
+from torch_impl.context_parallel.block_schedule import pairs_of
 from torch_impl.layouts import TokenLayout
 
 NAME = "context_parallel.context_parallel_attention"
@@ -248,8 +248,8 @@ def test_masks_go_with_their_layout():
 
 def test_a_copy_on_another_device_goes_with_its_layout():
     layout = TokenLayout.dense("contiguous", 64, cp_size=1, cp_rank=0)
-    made = weakref.ref(layout), weakref.ref(attention_arguments._on(layout, torch.device("meta")))
-    assert attention_arguments._on(layout, torch.device("meta")) is made[1]()
+    made = weakref.ref(layout), weakref.ref(attention._on(layout, torch.device("meta")))
+    assert attention._on(layout, torch.device("meta")) is made[1]()
     del layout
     gc.collect()
     assert [found() for found in made] == [None, None]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from parity_tests import CaseSpec
 from parity_tests.harness.run.engines import run
 from torch_impl.context_parallel import make_cp_batch_and_ctx
-from torch_impl.context_parallel.attention_mask import padding_of, restarts
+from torch_impl.context_parallel.batch_ctx import padding_of, restarts
 
 
 def on_ranks(n, body):

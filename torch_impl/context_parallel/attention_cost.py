@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch_impl.context_parallel.attention_arguments import check_rules
+from torch_impl.context_parallel.attention import check_rules
 from torch_impl.layouts.divisibility import uncuttable
 
 LAYOUTS = ("contiguous", "dual_chunk_swap", "packed", "ragged", "striped")

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from torch_impl.context_parallel.adapters.transformer_engine import local_index
 from torch_impl.context_parallel.arguments import check_batch, checked_place, checked_tensor
-from torch_impl.context_parallel.te_adapter import local_index
 from torch_impl.context_parallel.thd import TABLES, by_chunk, stream
 from torch_impl.kernels import rows_at
 from torch_impl.layouts import TokenLayout, needs

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import all_to_all
-from torch_impl.context_parallel.exchanged import exchanged_attention
-from torch_impl.context_parallel.pairs import pairs_of
-from torch_impl.context_parallel.ring import Ring
+from torch_impl.context_parallel.block_schedule import pairs_of
+from torch_impl.context_parallel.blockwise_attention import exchanged_attention
+from torch_impl.context_parallel.key_exchange import Ring
 from torch_impl.layouts.kept import KeptBeside
 from torch_impl.layouts.token_layout import TokenLayout
 

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import all_gather
 from torch_impl.collectives.plain import gathered
-from torch_impl.layouts.inverse import inverted
+from torch_impl.layouts.index_arrays import inverted
 from torch_impl.vocab_parallel import arguments as a
 from torch_impl.vocab_parallel import fused_logprob, sampling
 from torch_impl.vocab_parallel.arguments import check_logits

@@ -2,21 +2,43 @@
 
 K and V go from rank to rank in one buffer; the gradients of keys follow them, always after the block that adds to them,
 and in the end go home.
+
+The keys of all ranks gathered at once: one message instead of a ring, and shares may be uneven.
+
+Every rank holds all keys for the length of a call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from torch_impl.collectives import start_ring_shift
-from torch_impl.context_parallel.blocks import Buffer
-from torch_impl.context_parallel.exchanged import AddGradients
-from torch_impl.context_parallel.pairs import Pairs
+from torch_impl.collectives.plain import gathered, scattered_sum
+from torch_impl.context_parallel.block_schedule import Pairs
+
+Buffer = Float[Tensor, "keys 2 b hk p"]  # K and V of some rows in one piece, cut by rows without a copy
+# The rank whose keys these are, the keys, and what gives the sums that their gradients are added to.
+AddGradients = Callable[[int, Buffer, Callable[[], Buffer]], None]
+
+
+@runtime_checkable  # so that annotations can be held to it
+class Exchange(Protocol):
+    """How keys come from all ranks and their gradients go back. K and V are one buffer, gradients float32 or wider."""
+
+    def keys(self, own: Buffer, pairs: Pairs) -> Iterator[tuple[int, Buffer]]:
+        """Every rank whose keys are seen, and its keys."""
+        ...
+
+    def gradients(self, own: Buffer, pairs: Pairs, dtype: torch.dtype, add: AddGradients) -> Buffer:
+        """The gradients of this rank's own keys, from `add` for each rank whose keys are seen, here and elsewhere."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -74,3 +96,20 @@ class _Travelling:
 def _source(pairs: Pairs, hop: int) -> int:
     """The rank whose keys are here after so many hops."""
     return (pairs.rank - hop) % len(pairs.blocks)
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Cost: forward 1 all_gather of K and V; backward the same again and 1 reduce_scatter of their gradients."""
+
+    group: ProcessGroup
+
+    def keys(self, own: Buffer, pairs: Pairs) -> Iterator[tuple[int, Buffer]]:
+        yield from enumerate(gathered(own, self.group, 0, pairs.counts).split(pairs.counts))
+
+    def gradients(self, own: Buffer, pairs: Pairs, dtype: torch.dtype, add: AddGradients) -> Buffer:
+        sums = own.new_zeros(sum(pairs.counts), *own.shape[1:], dtype=dtype)
+        shares = sums.split(pairs.counts)
+        for source, keys in self.keys(own, pairs):
+            add(source, keys, lambda share=shares[source]: share)
+        return scattered_sum(sums, self.group, 0, pairs.counts)

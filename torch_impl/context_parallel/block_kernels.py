@@ -4,15 +4,21 @@ Flash takes half precision without a mask, from compute capability 8.0 on. Memor
 knows no grouped heads, pads its lse to a multiple of 32 rows, and cuts its triangle from the top left. Only a mask is
 handed to it as addends. Plain operations take what is left: float64, bfloat16 on older devices, widths that tensor
 cores cannot load.
+
+One block by plain operations on any device: what no fused operation takes, float64 on CUDA first of all.
+
+Scores of ROWS queries are held at a time, in float32 or wider, so that memory does not grow with pairs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from torch_impl.context_parallel import plain_block
+from torch_impl.collectives import accumulator, uncast
 
 Heads = Float[Tensor, "b h s p"]
 KVHeads = Float[Tensor, "b hk keys p"]
@@ -28,7 +34,7 @@ LARGEST_FLASH_WIDTH = 256
 AMPERE = (8, 0)
 
 
-def forward(
+def cuda_forward(
     q: Heads, k: KVHeads, v: KVHeads, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Heads, Tensor]:
     """Output and lse of one block; causal is from the top left."""
@@ -37,13 +43,13 @@ def forward(
         out, lse, *_ = FLASH(q, k, v, 0.0, is_causal, False, scale=scale)
         return out, lse
     if not _efficient_takes(q, capability):
-        return plain_block.forward(q, k, v, mask, is_causal, scale)
+        return plain_forward(q, k, v, mask, is_causal, scale)
     wide = [_every_head(x, q.shape[1]) for x in (k, v)]
     out, lse, *_ = OTHER(q, *wide, _bias(q, mask), True, 0.0, is_causal, scale=scale)
     return out, lse[..., : q.shape[2]]
 
 
-def backward(
+def cuda_backward(
     cotangent: Heads,
     q: Heads,
     k: KVHeads,
@@ -61,7 +67,7 @@ def backward(
         given = cotangent, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, is_causal, unused, unused
         return FLASH_BACKWARD(*given, scale=scale)
     if not _efficient_takes(q, capability):
-        return plain_block.backward(cotangent, q, k, v, out, lse, mask, is_causal, scale)
+        return plain_backward(cotangent, q, k, v, out, lse, mask, is_causal, scale)
     wide, bias = [_every_head(x, q.shape[1]) for x in (k, v)], _bias(q, mask)
     lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % LSE_ROWS), value=torch.inf)
     given = cotangent, q, *wide, bias, out, lse, unused, unused, 0.0, [True, True, True, False]
@@ -105,3 +111,79 @@ def _bias(q: Heads, mask: Tensor | None) -> Tensor | None:
     aligned = torch.zeros(*mask.shape[:-1], columns + -columns % BIAS_COLUMNS, dtype=q.dtype, device=q.device)
     aligned[..., :columns].masked_fill_(~mask, -torch.inf)
     return aligned[..., :columns].expand(len(q), q.shape[1], q.shape[2], -1)
+
+
+ROWS = 512
+
+
+def plain_forward(
+    q: Heads, k: KVHeads, v: KVHeads, mask: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Heads, Float[Tensor, "b h s"]]:
+    """Output and lse of one block; causal is from the top left. A query without a key has output 0 and lse -inf."""
+    wide_q, wide_k, wide_v = _by_group(q, k), k.to(accumulator(k.dtype)), v.to(accumulator(v.dtype))
+    outs, sums = [], []
+    with uncast(q.device):
+        for rows in _slices(q.shape[2]):
+            scores = _scores(wide_q[:, :, :, rows], wide_k, _seen(q, k, mask, is_causal, rows), scale)
+            lse = scores.logsumexp(-1)
+            weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
+            outs.append(torch.einsum("bkgij,bkjp->bkgip", weights, wide_v))
+            sums.append(lse)
+    return torch.cat(outs, 3).flatten(1, 2).to(q.dtype), torch.cat(sums, 3).flatten(1, 2)
+
+
+def plain_backward(
+    cotangent: Heads,
+    q: Heads,
+    k: KVHeads,
+    v: KVHeads,
+    out: Heads,
+    lse: Float[Tensor, "b h s"],
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Heads, KVHeads, KVHeads]:
+    """Gradients of one block, by the global out and lse; none of a query whose lse is infinite."""
+    wide_q, wide_k, wide_v = _by_group(q, k), k.to(accumulator(k.dtype)), v.to(accumulator(v.dtype))
+    above, total = _by_group(cotangent, k), lse.unflatten(1, (k.shape[1], -1))
+    inner = (above * _by_group(out, k)).sum(-1)
+    dq, dk, dv = torch.zeros_like(wide_q), torch.zeros_like(wide_k), torch.zeros_like(wide_v)
+    with uncast(q.device):
+        for rows in _slices(q.shape[2]):
+            own_q, own_above = wide_q[:, :, :, rows], above[:, :, :, rows]
+            scores = _scores(own_q, wide_k, _seen(q, k, mask, is_causal, rows), scale)
+            weights = (scores - total[:, :, :, rows, None]).exp()
+            dv += torch.einsum("bkgij,bkgip->bkjp", weights, own_above)
+            towards = torch.einsum("bkgip,bkjp->bkgij", own_above, wide_v) - inner[:, :, :, rows, None]
+            ds = scale * weights * towards
+            dq[:, :, :, rows] = torch.einsum("bkgij,bkjp->bkgip", ds, wide_k)
+            dk += torch.einsum("bkgij,bkgip->bkjp", ds, own_q)
+    return dq.flatten(1, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _slices(size: int) -> Iterator[slice]:
+    return (slice(start, min(start + ROWS, size)) for start in range(0, size, ROWS))
+
+
+def _by_group(x: Heads, k: KVHeads) -> Float[Tensor, "b hk g s p"]:
+    """Query heads by the KV head that they read, in the accumulator's dtype."""
+    return x.to(accumulator(x.dtype)).unflatten(1, (k.shape[1], -1))
+
+
+def _scores(
+    q: Float[Tensor, "b hk g i p"], k: KVHeads, seen: Bool[Tensor, "*a i2 j"] | None, scale: float
+) -> Float[Tensor, "b hk g i j"]:
+    scores = scale * torch.einsum("bkgip,bkjp->bkgij", q, k)
+    return scores if seen is None else scores.masked_fill(~seen, -torch.inf)
+
+
+def _seen(
+    q: Heads, k: KVHeads, mask: Bool[Tensor, "m 1 i j"] | None, is_causal: bool, rows: slice
+) -> Bool[Tensor, "*a i2 j"] | None:
+    """Which keys the queries of `rows` see; None: all."""
+    if mask is not None:
+        return (mask if mask.shape[2] == 1 else mask[:, :, rows])[:, :, None]
+    if not is_causal:
+        return None
+    row, key = (torch.arange(x.shape[2], device=q.device) for x in (q, k))
+    return row[rows, None] >= key

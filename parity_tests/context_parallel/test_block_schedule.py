@@ -1,4 +1,7 @@
-"""Which queries meet which keys: packed sequences for every exchange and order, and the pairs themselves."""
+"""Which queries meet which keys: packed sequences for every exchange and order, and the pairs themselves.
+
+Triangles that are cut into smaller ones: the same pairs, and the same values, of runs of many lengths too.
+"""
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,10 +23,9 @@ from parity_tests.context_parallel.attention_schemes import (
     usp_cost,
 )
 from parity_tests.context_parallel.met_pairs import KINDS, streams, times_seen
-from torch_impl.context_parallel import context_parallel_attention
-from torch_impl.context_parallel.block import Block
-from torch_impl.context_parallel.blocks import Running
-from torch_impl.context_parallel.pairs import MOST_LENGTHS, TILE, pairs_of
+from torch_impl.context_parallel import block_schedule, context_parallel_attention
+from torch_impl.context_parallel.block_schedule import MOST_LENGTHS, TILE, Block, pairs_of
+from torch_impl.context_parallel.blockwise_attention import Running
 from torch_impl.layouts import TokenLayout
 
 
@@ -284,3 +286,28 @@ def test_a_block_without_keys_is_refused_before_it_ends_the_process():
         Running(q).add(q, keys, Block(slice(0, 2), slice(0, 2)), 1.0)
     sentence = "context_parallel.blocks: a block has queries and no keys; leave it out of the pairs"
     assert str(refused.value) == sentence
+
+
+@pytest.fixture
+def small_triangles(monkeypatch):
+    """Triangles of two queries are split, so that short sequences have some."""
+    monkeypatch.setattr(block_schedule, "LEAST", 2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", LENGTHS)
+def test_every_pair_meets_once_in_split_triangles(name, kind, small_triangles):
+    layouts = streams(LENGTHS[name], kind, 2)
+    whole = layouts[0]
+    places = [x.numpy() for x in (whole.sequence_ids, whole.position_ids, ~whole.padding_mask)]
+    expected = np.asarray(seen_pairs(*places, True, None))
+    np.testing.assert_array_equal(sum(times_seen(layout, True, None) for layout in layouts), expected)
+
+
+def test_parity_of_split_triangles(small_triangles):
+    @settings(max_examples=20)
+    @given(every_case(packed_attention_of_many_lengths))
+    def example(case):
+        check(case)
+
+    example()

@@ -1,4 +1,9 @@
-"""Attention of one block of queries and keys, and the running result that blocks are merged into.
+"""Attention over keys that come from other ranks, whichever way they come: the mathematics, beside the exchanges.
+
+Rank r holds the queries and keys of its positions. An exchange hands it the keys of all ranks that it sees, one rank
+after another, and brings the gradients of its own keys home.
+
+Attention of one block of queries and keys, and the running result that blocks are merged into.
 
 A block gives its own softmax over its own keys with the logarithm of its sum (lse). Merged,
 
@@ -10,21 +15,63 @@ and with this global lse and out each block's backward is exact by itself.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from torch_impl.collectives import accumulator
-from torch_impl.context_parallel import cuda_blocks
-from torch_impl.context_parallel.block import Block, Places, Rows
+from torch_impl.context_parallel.block_kernels import cuda_backward, cuda_forward
+from torch_impl.context_parallel.block_schedule import Block, Pairs, Places, Rows
+from torch_impl.context_parallel.key_exchange import Buffer, Exchange
 
 Heads = Float[Tensor, "b h s p"]
 KVHeads = Float[Tensor, "b hk keys p"]
 Keys = Float[Tensor, "2 b hk keys p"]  # K and V
-Buffer = Float[Tensor, "keys 2 b hk p"]  # the same as they travel
 _CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+# V -> V
+def exchanged_attention(q: Heads, k: KVHeads, v: KVHeads, pairs: Pairs, exchange: Exchange, scale: float) -> Heads:
+    """Attention of this rank's queries to the keys of all ranks.
+
+        q "b h s/cp p", k, v "b hk s/cp p"   ->   "b h s/cp p"
+
+    `pairs` says which of them a query sees.
+
+    Cost:   what the exchange costs. Saves q, k and v, the output and one number per query and head.
+    """
+    return _ExchangedAttention.apply(with_whole_rows(q), k, v, pairs, exchange, scale)
+
+
+class _ExchangedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Heads, k: KVHeads, v: KVHeads, pairs: Pairs, exchange: Exchange, scale: float) -> Heads:
+        running, own = Running(q), buffer_of(k, v)
+        for source, keys in exchange.keys(own, pairs):
+            for block in pairs.blocks[source]:
+                running.add(q, keys_in(keys), block, scale)
+        out = running.out.to(q.dtype)
+        ctx.save_for_backward(q, own, out, running.lse)
+        ctx.pairs, ctx.exchange, ctx.scale = pairs, exchange, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, cotangent: Heads) -> tuple[Tensor | None, ...]:
+        q, own, out, lse = ctx.saved_tensors
+        pairs: Pairs = ctx.pairs
+        dq = row_major_zeros(q)
+
+        def add(source: int, keys: Buffer, sums: Callable[[], Buffer]) -> None:
+            for block in pairs.blocks[source]:
+                add_gradients(dq, sums, cotangent, (q, out, lse), keys_in(keys), block, ctx.scale)
+
+        dkeys = ctx.exchange.gradients(own, pairs, dq.dtype, add)
+        return dq.to(q.dtype), *keys_in(dkeys).to(own.dtype), None, None, None
 
 
 class Running:
@@ -138,7 +185,7 @@ def _forward(q: Heads, k: KVHeads, v: KVHeads, block: Block, scale: float) -> tu
     if not k.shape[2]:  # the CPU's op would divide by it and end the process
         raise RuntimeError("context_parallel.blocks: a block has queries and no keys; leave it out of the pairs")
     if q.is_cuda:
-        return cuda_blocks.forward(q, k, v, block.mask, block.is_causal, scale)
+        return cuda_forward(q, k, v, block.mask, block.is_causal, scale)
     return _CPU(q, k, v, 0.0, block.is_causal, attn_mask=_additive(block.mask, q), scale=scale)
 
 
@@ -147,7 +194,7 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     cotangent, q, out = given
     if q.is_cuda:
-        return cuda_blocks.backward(cotangent, q, k, v, out, lse, block.mask, block.is_causal, scale)
+        return cuda_backward(cotangent, q, k, v, out, lse, block.mask, block.is_causal, scale)
     mask = _additive(block.mask, q)
     return _CPU_BACKWARD(cotangent, q, k, v, out, lse, 0.0, block.is_causal, attn_mask=mask, scale=scale)
 

@@ -10,20 +10,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_impl.context_parallel import make_cp_batch_for_te, te_adapter
+from torch_impl.context_parallel import make_cp_batch_for_te
+from torch_impl.context_parallel.adapters import transformer_engine
 from torch_impl.layouts import TokenLayout
 
-HAS_BOTH = torch.cuda.is_available() and find_spec(te_adapter.EXTENSION) is not None
+HAS_BOTH = torch.cuda.is_available() and find_spec(transformer_engine.EXTENSION) is not None
 LAYOUT = TokenLayout.packed([0, 4, 12], [0, 3, 11], cp_size=2, cp_rank=1)
 
 
 @pytest.fixture
 def extension(monkeypatch):
     """One that answers; no more of it is known here."""
-    made = ModuleType(te_adapter.EXTENSION)
-    made.__spec__ = SimpleNamespace(name=te_adapter.EXTENSION)
+    made = ModuleType(transformer_engine.EXTENSION)
+    made.__spec__ = SimpleNamespace(name=transformer_engine.EXTENSION)
     made.thd_get_partitioned_indices = lambda cu, total, n, rank: torch.tensor([total, n, rank], dtype=torch.int32)
-    monkeypatch.setitem(sys.modules, te_adapter.EXTENSION, made)
+    monkeypatch.setitem(sys.modules, transformer_engine.EXTENSION, made)
     return made
 
 
@@ -34,25 +35,25 @@ class OnCuda(torch.Tensor):
 
 
 def test_on_a_cpu_the_index_is_the_layouts_own(extension):
-    assert te_adapter.local_index(LAYOUT) is LAYOUT.local_index
+    assert transformer_engine.local_index(LAYOUT) is LAYOUT.local_index
 
 
 def test_on_cuda_the_index_is_asked_for(extension):
     layout = replace(LAYOUT, cu_padded=LAYOUT.cu_padded.as_subclass(OnCuda))
-    assert te_adapter.local_index(layout).tolist() == [12, 2, 1]
+    assert transformer_engine.local_index(layout).tolist() == [12, 2, 1]
 
 
 def test_without_the_package_the_index_is_the_layouts_own(monkeypatch):
-    monkeypatch.setitem(sys.modules, te_adapter.EXTENSION, None)
-    assert te_adapter.local_index(LAYOUT) is LAYOUT.local_index
+    monkeypatch.setitem(sys.modules, transformer_engine.EXTENSION, None)
+    assert transformer_engine.local_index(LAYOUT) is LAYOUT.local_index
     with pytest.raises(ImportError) as caught:
-        te_adapter.partitioned_indices(LAYOUT.cu_padded, 12, 2, 0)
+        transformer_engine.partitioned_indices(LAYOUT.cu_padded, 12, 2, 0)
     assert str(caught.value) == "context_parallel.te: needs transformer-engine; pip install 'shardproof[te]'"
 
 
 def test_an_index_is_not_asked_for_on_a_cpu(extension):
     with pytest.raises(ValueError) as caught:
-        te_adapter.partitioned_indices(LAYOUT.cu_padded, 12, 2, 0)
+        transformer_engine.partitioned_indices(LAYOUT.cu_padded, 12, 2, 0)
     assert str(caught.value) == (
         "context_parallel.te: cu_seqlens_padded is on cpu, transformer-engine needs CUDA; use TokenLayout.local_index"
     )
@@ -63,7 +64,7 @@ def test_under_cp_attention_is_told_padded_offsets(cp_size):
     mesh = SimpleNamespace(size=lambda: cp_size, get_group=lambda: SimpleNamespace(rank=lambda: 0))
     lengths = torch.tensor([[3, 8]])
     batch = {"input_ids": torch.arange(12)[None], "seq_lens": lengths, "seq_lens_padded": torch.tensor([[4, 8]])}
-    told = te_adapter.attention_kwargs(make_cp_batch_for_te(mesh, batch))
+    told = transformer_engine.attention_kwargs(make_cp_batch_for_te(mesh, batch))
     assert told["cu_seqlens_q"].tolist() == told["cu_seqlens_kv"].tolist() == [[0, 3, 11], [0, 4, 12]][cp_size - 1]
     assert told["cu_seqlens_q_padded"].tolist() == told["cu_seqlens_kv_padded"].tolist() == [0, 4, 12]
     assert (told["max_seqlen_q"], told["max_seqlen_kv"], told["qkv_format"]) == (8, 8, "thd")
@@ -73,7 +74,7 @@ def test_attention_takes_one_chunk():
     lengths = torch.tensor([[4], [4]])
     batch = {"input_ids": torch.arange(8).view(2, 4), "seq_lens": lengths, "seq_lens_padded": lengths}
     with pytest.raises(ValueError) as caught:
-        te_adapter.attention_kwargs(make_cp_batch_for_te(None, batch, num_chunks=2))
+        transformer_engine.attention_kwargs(make_cp_batch_for_te(None, batch, num_chunks=2))
     assert str(caught.value) == "context_parallel.te: batch holds 2 chunks; pass one of them"
 
 
@@ -83,4 +84,4 @@ def test_both_indices_are_one(counts, n):
     cu = torch.tensor([0, *counts], device="cuda").cumsum(0).int() * 2 * n
     for rank in range(n):
         layout = TokenLayout.packed(cu, cp_size=n, cp_rank=rank)
-        assert torch.equal(te_adapter.local_index(layout), layout.local_index)
+        assert torch.equal(transformer_engine.local_index(layout), layout.local_index)
