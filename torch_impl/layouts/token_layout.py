@@ -31,6 +31,7 @@ from torch_impl.layouts.divisibility import (
     host_offsets,
     needs,
     offsets_of,
+    stripped,
     uncuttable,
 )
 from torch_impl.layouts.index_arrays import ALPHABET, contiguous, inverted, packed_rows, ragged, striped
