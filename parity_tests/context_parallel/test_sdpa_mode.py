@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn.attention import flex_attention
 from torch.nn.attention.flex_attention import flex_attention as imported_flex
 from torch.nn.functional import scaled_dot_product_attention as imported
-from torch.utils.checkpoint import CheckpointError, checkpoint
+from torch.utils.checkpoint import checkpoint
 
 from parity_tests import CaseSpec
 from parity_tests.harness.run.engines import run
-from torch_impl.context_parallel import create_context_parallel_ctx
+from torch_impl.context_parallel import create_context_parallel_ctx, sdpa_mode
 
 SDPA, MHA = F.scaled_dot_product_attention, F.multi_head_attention_forward
 BOUND = functools.partial(MHA, need_weights=False)  # before any context is entered
@@ -25,6 +25,8 @@ B, S, HEADS, SIZE = 2, 4, 2, 4
 
 def on_ranks(n, body, engine="lockstep"):
     results = run(body, CaseSpec(scheme="sdpa_mode", mesh={"cp": n}), engine=engine).results
+    q = torch.zeros(1, 1, 2, 4)
+    assert torch.equal(SDPA(q, q, q), q) and not sdpa_mode._OPEN.threads and sdpa_mode._OPEN.library is None
     assert F.scaled_dot_product_attention is SDPA and F.multi_head_attention_forward is MHA
     assert torch.backends.mha.get_fastpath_enabled()
     return results
@@ -110,6 +112,7 @@ def test_modules_see_the_whole_sequence(way, engine):
 
 ATTENTIONS = {
     "by name": lambda q: F.scaled_dot_product_attention(q, q, q, is_causal=True),
+    "imported before": lambda q: imported(q, q, q, is_causal=True),
     "a module": lambda q: by_heads(mha()(*3 * [q.transpose(1, 2).flatten(2)], need_weights=False)[0]),
 }
 BACKWARDS = {"Tensor.backward": torch.Tensor.backward, "autograd.backward": torch.autograd.backward}
@@ -136,29 +139,7 @@ def test_what_backward_recomputes_sees_the_whole_sequence(use_reentrant, engine)
                 for backward in BACKWARDS.values()
             ]
 
-    assert on_ranks(2, body, engine) == ([True] * 4,) * 2
-
-
-IMPORTED_IN_A_CHECKPOINT = (
-    "context_parallel.sdpa: scaled_dot_product_attention, imported before the context, is inside a checkpoint that "
-    "backward computes again, where it would see this rank's tokens alone; call it as F.scaled_dot_product_attention"
-)
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_an_imported_function_that_backward_would_recompute_alone_raises(use_reentrant):
-    """Reentrant by our sentence; otherwise torch finds that it saves something else than before."""
-
-    def body(mesh, case):
-        q = by_heads(drawn(mesh)).requires_grad_()
-        with context(mesh), torch.no_grad():  # which is no checkpoint
-            assert torch.equal(imported(q, q, q), SDPA(q, q, q))
-        with context(mesh), pytest.raises((ValueError, CheckpointError)) as caught:
-            checkpoint(lambda x: imported(x, x, x), q * 1, use_reentrant=use_reentrant).sum().backward()
-        return type(caught.value), str(caught.value)
-
-    for kind, said in on_ranks(2, body):
-        assert (kind, said) == (ValueError, IMPORTED_IN_A_CHECKPOINT) if use_reentrant else kind is CheckpointError
+    assert on_ranks(2, body, engine) == ([True] * 6,) * 2
 
 
 def in_a_thread(f):
@@ -208,7 +189,6 @@ def test_a_rank_outside_has_torchs_attention_while_another_is_inside():
                 dist.barrier(group)
         else:
             dist.barrier(group)
-            assert F.scaled_dot_product_attention is not SDPA
             assert torch.equal(F.scaled_dot_product_attention(q, q, q), plain)
             assert mha()(x, x, x)[1].shape == (B, S, S)
             dist.barrier(group)
@@ -266,13 +246,12 @@ REFUSED = [
     ),
     (
         lambda x: mha()(x, x, x, need_weights=False, attn_mask=CAUSAL),
-        "attn_mask is [1, 1, 4, 4], whose columns are not cut over cp; pass is_causal=True and no mask",
+        "attn_mask is [1, 1, 4, 4], whose columns are not sharded over cp; pass is_causal=True and no mask",
     ),
     (
         lambda x: layer()(x, src_key_padding_mask=torch.zeros(B, S)),
-        "attn_mask is [2, 2, 1, 4], whose columns are not cut over cp; pass is_causal=True and no mask",
+        "attn_mask is [2, 2, 1, 4], whose columns are not sharded over cp; pass is_causal=True and no mask",
     ),
-    (lambda x: flex_attention.flex_attention(*3 * [by_heads(x)]), NO_FLEX),
     (lambda x: layer(0.1)(x), "dropout_p=0.1 would differ over cp; pass 0.0"),
 ]
 
@@ -288,12 +267,12 @@ def test_modules_are_refused_what_attention_is(call, sentence):
     assert on_ranks(2, body) == (f"context_parallel.sdpa: {sentence}",) * 2
 
 
-def test_flex_attention_imported_before_is_refused_by_what_it_calls():
+@pytest.mark.parametrize("call", [imported_flex, lambda *x: flex_attention.flex_attention(*x)])
+def test_flex_attention_is_rejected_by_the_operation_that_it_calls(call):
     def body(mesh, case):
         with context(mesh), pytest.raises(RuntimeError) as caught, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it is not compiled
-            imported_flex(*3 * [by_heads(drawn(mesh))])
-        assert flex_attention.flex_attention is imported_flex
+            call(*3 * [by_heads(drawn(mesh))])
         return str(caught.value)
 
     assert NO_FLEX in on_ranks(1, body)[0]

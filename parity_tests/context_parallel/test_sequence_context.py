@@ -224,7 +224,7 @@ REFUSED = [
     ),
     (
         lambda m: attend(context(m, tensors(8)), attn_mask=torch.zeros(4, 4)),
-        "context_parallel.sdpa: attn_mask is [4, 4], whose columns are not cut over cp; "
+        "context_parallel.sdpa: attn_mask is [4, 4], whose columns are not sharded over cp; "
         "pass is_causal=True and no mask",
     ),
     (

@@ -1,15 +1,16 @@
-"""scaled_dot_product_attention of a rank's own tokens, sent to attention over the whole sequence.
+"""Attention over the full sequence in place of torch's `scaled_dot_product_attention`, while a context is open.
 
-A mode sees the calls of this thread, of functions too that were bound before it was entered. A torch function written
-in Python, as multi_head_attention_forward, runs with the mode off, and so do recomputations that backward starts, and
-other threads: these call torch.nn.functional by name, where our functions stand while any context is open.
+Every call of that function ends in one operation of the dispatcher, be it called by name, by a reference imported
+before, from a module, from what backward recomputes or from another thread. While any context is open, that operation
+has a kernel of ours: of the calling thread's context, or torch's own where the thread is another rank. No function of
+torch is replaced, and without an open context the dispatcher is as torch leaves it.
+
+Attention weights and flex_attention, which end in other operations, are rejected by a mode on the context's thread.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from functools import wraps
 from threading import Lock, local
 from typing import Any
 
@@ -17,24 +18,22 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 from torch.distributed import ProcessGroup
-from torch.nn.attention import flex_attention
+from torch.library import Library
 from torch.overrides import TorchFunctionMode
 
 from torch_impl.context_parallel.attention import context_parallel_attention
 from torch_impl.layouts import TokenLayout
 
-SDPA, FLEX = F.scaled_dot_product_attention, flex_attention.flex_attention
 FUNCTION = "context_parallel.sdpa"
-NO_FLEX = (
-    f"{FUNCTION}: flex_attention would see this rank's tokens alone, by their places here; "
-    "call F.scaled_dot_product_attention, or context_parallel_attention with cu_seqlens or window"
-)
+SDPA = torch.ops.aten.scaled_dot_product_attention.default
+MULTI_HEAD = F.multi_head_attention_forward
+# Autograd for what may need a gradient, the devices themselves for tensors of inference mode.
+DISPATCH_KEYS = ("AutogradCPU", "AutogradCUDA", "CPU", "CUDA")
 
 
 class SequenceAttention(TorchFunctionMode):
-    """Within it `F.scaled_dot_product_attention` is attention over the sequence that `layout` cuts.
+    """Within it `F.scaled_dot_product_attention` is attention over the sequence that `layout` shards.
 
     `causal_only` says why attention that is not causal would be wrong, or None.
     """
@@ -54,12 +53,17 @@ class SequenceAttention(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        if func is SDPA:
-            check_not_recomputed()
-            return self.attention(*args, **(kwargs or {}))
-        if getattr(func, "__name__", "") == FLEX.__name__:  # the operation that it calls
-            raise ValueError(NO_FLEX)
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func is MULTI_HEAD and kwargs.get("need_weights", True):
+            raise ValueError(
+                f"{FUNCTION}: need_weights=True would be weights of this rank's keys alone; pass need_weights=False"
+            )
+        if getattr(func, "__name__", "") == "flex_attention":  # the operation that the function of this name calls
+            raise ValueError(
+                f"{FUNCTION}: flex_attention would see this rank's tokens alone, by their places here; "
+                "call F.scaled_dot_product_attention, or context_parallel_attention with cu_seqlens or window"
+            )
+        return func(*args, **kwargs)
 
     def attention(
         self,
@@ -69,13 +73,14 @@ class SequenceAttention(TorchFunctionMode):
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
+        *,
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """SDPA's arguments, and what it gives, under autocast too."""
+        """What SDPA gives for these arguments, over the full sequence."""
         if attn_mask is not None:
             raise ValueError(
-                f"{FUNCTION}: attn_mask is {list(attn_mask.shape)}, whose columns are not cut over cp; "
+                f"{FUNCTION}: attn_mask is {list(attn_mask.shape)}, whose columns are not sharded over cp; "
                 "pass is_causal=True and no mask"
             )
         if dropout_p > 0:
@@ -86,11 +91,10 @@ class SequenceAttention(TorchFunctionMode):
             raise ValueError(
                 f"{FUNCTION}: query has {query.shape[-3]} heads and key {key.shape[-3]}; pass enable_gqa=True"
             )
-        q, k, v = (_autocast(x) for x in (query, key, value))
         return context_parallel_attention(
-            q,
-            k,
-            v,
+            query,
+            key,
+            value,
             group=self.group,
             layout=self.layout,
             causal=is_causal,
@@ -100,140 +104,78 @@ class SequenceAttention(TorchFunctionMode):
 
 
 class _OpenContexts:
-    """The contexts of all threads, and our functions in torch's place while there are any.
+    """The contexts of all threads, and our kernel of the operation while there are any.
 
-    Fused inference of whole layers is off meanwhile: it has attention inside, and asks nobody.
+    Fused inference of whole layers is off meanwhile: its operation has attention inside and calls no other.
     """
 
     def __init__(self) -> None:
         self.lock = Lock()
-        self.own = local()  # .contexts of the calling thread, the innermost last
+        self.thread = local()  # .contexts of the calling thread, the innermost last
         self.threads: list[list[SequenceAttention]] = []  # those of all threads that have any
-        self.replaced: list[tuple[Any, Callable[..., Any], Callable[..., Any]]] = []  # (module, torch's, ours)
+        self.library: Library | None = None
         self.was_fused = True
 
     def add(self, context: SequenceAttention) -> None:
         with self.lock:
             if not self.threads:
-                self._replace()
-            if not self._own():
-                self.own.contexts = []
-                self.threads.append(self.own.contexts)
-            self.own.contexts.append(context)
+                self._register()
+            if not self._of_this_thread():
+                self.thread.contexts = []
+                self.threads.append(self.thread.contexts)
+            self.thread.contexts.append(context)
 
     def remove(self) -> None:
         with self.lock:
-            self.own.contexts.pop()
-            self.threads = [held for held in self.threads if held]
+            self.thread.contexts.pop()
+            self.threads = [contexts for contexts in self.threads if contexts]
             if not self.threads:
-                self._put_back()
+                self._unregister()
 
-    def here(self) -> SequenceAttention | None:
+    def of_caller(self) -> SequenceAttention | None:
         """The calling thread's context, or the only one that it can belong to; None outside of any.
 
         A thread that has process groups and not the context's is another rank. Autograd's threads have their caller's.
         """
-        own = self._own()
-        if own:
-            return own[-1]
+        contexts = self._of_this_thread()
+        if contexts:
+            return contexts[-1]
         with self.lock:
-            others = [held[-1] for held in self.threads if _is_known(held[-1].group)]
-        if len(others) > 1:
+            possible = [others[-1] for others in self.threads if _can_belong_to(others[-1].group)]
+        if len(possible) > 1:
             raise RuntimeError(
-                f"{FUNCTION}: this thread has no context and {len(others)} are open in other threads; enter one here"
+                f"{FUNCTION}: this thread has no context and {len(possible)} are open in other threads; enter one here"
             )
-        return others[0] if others else None
+        return possible[0] if possible else None
 
-    def _own(self) -> list[SequenceAttention]:
-        return getattr(self.own, "contexts", [])
+    def _of_this_thread(self) -> list[SequenceAttention]:
+        return getattr(self.thread, "contexts", [])
 
-    def _replace(self) -> None:
-        sdpa, mha = F.scaled_dot_product_attention, F.multi_head_attention_forward
-        flex = flex_attention.flex_attention
-        self.replaced = [
-            (F, sdpa, _attending(sdpa)),
-            (F, mha, _without_weights(mha)),
-            (flex_attention, flex, _refusing(flex)),
-        ]
-        for module, torchs, ours in self.replaced:
-            setattr(module, torchs.__name__, ours)
+    def _register(self) -> None:
+        self.library = Library("aten", "IMPL")
+        for key in DISPATCH_KEYS:
+            self.library.impl("scaled_dot_product_attention", _attention, key)
         self.was_fused = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
 
-    def _put_back(self) -> None:
-        for module, torchs, ours in self.replaced:
-            if getattr(module, torchs.__name__) is ours:  # and not what somebody else has put there since
-                setattr(module, torchs.__name__, torchs)
+    def _unregister(self) -> None:
+        if self.library is not None:
+            self.library._destroy()
+        self.library = None
         torch.backends.mha.set_fastpath_enabled(self.was_fused)
 
 
 _OPEN = _OpenContexts()
 
 
-def _attending(torchs: Callable[..., Any]) -> Callable[..., Any]:
-    """scaled_dot_product_attention by name."""
-
-    @wraps(torchs)
-    def attention(*args: Any, **kwargs: Any) -> Any:
-        context = _OPEN.here()
-        return torchs(*args, **kwargs) if context is None else context.attention(*args, **kwargs)
-
-    return attention
+def _attention(*args: Any, **kwargs: Any) -> Tensor:
+    """The kernel: attention of the caller's context. Autocast has cast the arguments before it."""
+    context = _OPEN.of_caller()
+    return SDPA.decompose(*args, **kwargs) if context is None else context.attention(*args, **kwargs)
 
 
-def _without_weights(torchs: Callable[..., Any]) -> Callable[..., Any]:
-    """multi_head_attention_forward by name; weights are asked for unless it is told otherwise."""
-
-    @wraps(torchs)
-    def forward(*args: Any, need_weights: bool = True, **kwargs: Any) -> Any:
-        if need_weights and _OPEN.here() is not None:
-            raise ValueError(
-                f"{FUNCTION}: need_weights=True would be weights of this rank's keys alone; pass need_weights=False"
-            )
-        return torchs(*args, need_weights=need_weights, **kwargs)
-
-    return forward
-
-
-def _refusing(torchs: Callable[..., Any]) -> Callable[..., Any]:
-    """flex_attention by name, whose masks ask for places in the whole sequence."""
-
-    @wraps(torchs)
-    def attention(*args: Any, **kwargs: Any) -> Any:
-        if _OPEN.here() is not None:
-            raise ValueError(NO_FLEX)
-        return torchs(*args, **kwargs)
-
-    return attention
-
-
-def check_not_recomputed() -> None:
-    """Refuse what only the mode sees inside a reentrant checkpoint: backward computes it again, with the mode off.
-
-    Such a checkpoint is an autograd function that computes without gradients; so are those of other libraries.
-    """
-    frame = None if torch.is_grad_enabled() else sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        first = "".join(code.co_varnames[:1])
-        if code.co_name == "forward" and isinstance(frame.f_locals.get(first), FunctionCtx):
-            raise ValueError(
-                f"{FUNCTION}: scaled_dot_product_attention, imported before the context, is inside a checkpoint that "
-                "backward computes again, where it would see this rank's tokens alone; call it as "
-                "F.scaled_dot_product_attention"
-            )
-        frame = frame.f_back
-
-
-def _autocast(x: Tensor) -> Tensor:
-    """What autocast makes of an argument of SDPA, which it runs in the lower precision."""
-    kind = x.device.type
-    is_cast = torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64
-    return x.to(torch.get_autocast_dtype(kind)) if is_cast else x
-
-
-def _is_known(group: ProcessGroup) -> bool:
-    """Whether the calling thread can be one of the group's ranks: it has the group, or none at all."""
+def _can_belong_to(group: ProcessGroup) -> bool:
+    """Whether the calling thread can be one of the group's ranks: it has the group, or no groups at all."""
     if not dist.is_initialized():
         return True
     try:

@@ -116,11 +116,10 @@ def create_context_parallel_ctx(
     they were, but those in `cp_no_restore_buffers`, which stay shares with what is written into them. It can be entered
     any number of times. `cp_rotate_method` says how: `F.scaled_dot_product_attention` inside is
     `context_parallel_attention`: with "allgather" by one gather of keys, with "alltoall" (or "addtoall") around the
-    ring, with None as torch's own rotate method says, which is left alone. So it is in modules (MultiheadAttention with
-    need_weights=False, Transformer layers), in what backward recomputes inside, and in threads without a context of
-    their own, as long as one is open. What was imported from `torch.nn.functional` before is seen on this thread alone,
-    and is refused in what backward would recompute: call it by name. `flex_attention` is refused, whose masks are made
-    of places in the whole sequence.
+    ring, with None as torch's own rotate method says, which is left alone. Every call of that
+    function is meant: by name or imported before, in modules (MultiheadAttention with need_weights=False, Transformer
+    layers), in what backward recomputes inside, and in threads without a context of their own, as long as one is open.
+    `flex_attention` is rejected on this thread, whose masks are made of places in the full sequence.
 
     Cost:   no collective to enter and leave, one copy of the share for each buffer; attention as it says there.
     Errors: ValueError for no buffers, collections that do not fit, a length that cannot be cut, another rotate

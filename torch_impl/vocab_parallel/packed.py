@@ -16,8 +16,7 @@ from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import all_gather
 from torch_impl.layouts import contiguous, packed
-from torch_impl.layouts.divisibility import check_rising
-from torch_impl.layouts.divisibility import first
+from torch_impl.layouts.divisibility import check_rising, first
 from torch_impl.vocab_parallel.next_token import Scoring
 from torch_impl.vocab_parallel.sampling import SamplingParams
 from torch_impl.vocab_parallel.sequence_gather import checked_cp_group
