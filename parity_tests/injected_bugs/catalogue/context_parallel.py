@@ -225,7 +225,7 @@ BUGS = (
     InjectedBug(
         name="a triangle's late keys one row early",
         kind="border",
-        at="context_parallel:_cut",
+        at="context_parallel:_part_of",
         old="return slice(rows.start + part.start, stop)",
         new="return slice(rows.start + max(part.start - 1, 0), stop)",
         expect="value: ",
@@ -540,9 +540,9 @@ BUGS = (
     InjectedBug(
         name="attention of a share alone",
         kind="statistic",
-        at="context_parallel:SequenceAttention.__torch_function__",
-        old="if func is SDPA:",
-        new="if False:",
+        at="context_parallel:_attention",
+        old="if context is None else",
+        new="if True else",
         expect="value: ",
     ),
 )

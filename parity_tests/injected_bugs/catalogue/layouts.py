@@ -31,7 +31,7 @@ BUGS = (
     InjectedBug(
         name="second chunk not mirrored",
         kind="order",
-        at="layouts:_index",
+        at="layouts:_dual_chunk_swap",
         old="rank, 2 * (world - 1) - rank)",
         new="rank, world - 1 + rank)",
         expect="value: ",
@@ -39,7 +39,7 @@ BUGS = (
     InjectedBug(
         name="second chunk one too far",
         kind="order",
-        at="layouts:_index",
+        at="layouts:_dual_chunk_swap",
         old="rank, 2 * (world - 1) - rank)",
         new="rank, 2 * world - 1 - rank)",
         expect="value: ",
@@ -47,7 +47,7 @@ BUGS = (
     InjectedBug(
         name="first chunk takes one of the second",
         kind="border",
-        at="layouts:_index",
+        at="layouts:_dual_chunk_swap",
         old="torch.where(i < chunk,",
         new="torch.where(i <= chunk,",
         expect="value: ",
@@ -79,7 +79,7 @@ BUGS = (
     InjectedBug(
         name="packed stream cut as one sequence",
         kind="sequence",
-        at="layouts:rows",
+        at="layouts:packed_rows",
         old="starts = offsets // world",
         new="starts = offsets[[0, -1]] // world",
         expect="value: ",
@@ -87,7 +87,7 @@ BUGS = (
     InjectedBug(
         name="half of a packed share taken for all of it",
         kind="sequence",
-        at="layouts:rows",
+        at="layouts:packed_rows",
         old="before + half * (2 * (world - 1) - rank)",
         new="before + lengths * (2 * (world - 1) - rank)",
         expect="raised: ",
@@ -95,7 +95,7 @@ BUGS = (
     InjectedBug(
         name="packed sequences start where the shares do",
         kind="sequence",
-        at="layouts:rows",
+        at="layouts:packed_rows",
         old="before = offsets[:-1] - starts[:-1]",
         new="before = 0 * starts[:-1]",
         expect="value: ",
@@ -103,7 +103,7 @@ BUGS = (
     InjectedBug(
         name="late chunks of packed sequences not mirrored",
         kind="sequence",
-        at="layouts:rows",
+        at="layouts:packed_rows",
         old="before + half * (2 * (world - 1) - rank)",
         new="before + half * (world - 1 + rank)",
         expect="value: ",
