@@ -28,6 +28,7 @@ from torch_impl.contract import (
     ShardedInt,
     contract,
     contract_of,
+    read_contract,
     spec_line,
     type_name,
 )
@@ -183,6 +184,12 @@ def test_the_spec_line_is_what_the_signature_says():
     assert spec_line(score) == f'logits "... v/tp"   ids "..."   weight "d v/tp"   blocks "n/cp ..."   ->   {forms}'
     assert spec_line(Doubled) == 'x "b s/cp"   ->   "b s/cp"'
     assert contract_of(len) is None and spec_line(len) == ""
+
+    def annotated(x: Sharded[Tensor, "n/tp"], times: int = 2) -> Sharded[Tensor, "n/tp"]:
+        return x * times
+
+    assert contract_of(annotated) is None
+    assert read_contract(annotated).inputs == {"x": "n/tp"} and read_contract(annotated).outputs == (("n/tp",),)
 
 
 def test_a_contract_breaks_no_graph():

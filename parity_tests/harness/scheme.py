@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from parity_tests.harness.declare import relations, table, validation
+from parity_tests.harness.declare import from_contract, relations, table, validation
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.declared import Cost, Declared
 from parity_tests.harness.declare.draws import Draw, values
@@ -79,8 +79,9 @@ def scheme(
     *,
     reference: Callable[..., Any],
     mesh: Mapping[str, tuple[int, ...]],
-    inputs: Mapping[str, str | Mapping[str, str]],
-    outputs: str | tuple[str, ...] | Mapping[str, str],
+    inputs: Mapping[str, str | Mapping[str, str]] | None = None,
+    outputs: str | tuple[str, ...] | Mapping[str, str] | None = None,
+    contract: Callable[..., Any] | None = None,
     draw: Mapping[str, Draw] | None = None,
     dims: Mapping[str, tuple[int, ...] | str] | None = None,
     layouts: Mapping[str, Callable[..., Any]] | None = None,
@@ -102,12 +103,13 @@ def scheme(
                 draw={"target": token_below("v")})
         def vocab_parallel_logprob(mesh, logits, target): ...
 
-    `reference` is JAX on whole arrays. `mesh` gives each axis the sizes to try. A nested dict in `inputs` is a
-    tree of parameters. `dims` narrows a dim to a menu or ties it to others ("2*g"). `options` go to both sides,
-    `rank_options` to the ranks alone. `reduction` names the dims that are summed over, `roundings` how often a
-    value is stored in the tested dtype on its way: 1 where sums and intermediates are kept in float32 or wider, more
-    where a softmax, a product or a norm is stored in bfloat16 and used again. `random=True` says that the function
-    draws random numbers.
+    `reference` is JAX on unsharded arrays. `mesh` gives each axis the sizes to try. A nested dict in `inputs` is a
+    tree of parameters. Without `inputs` or `outputs` they are those of `contract`, a public function whose signature
+    states them for arguments of the same names, or else those of the decorated function's own annotations. `dims`
+    narrows a dim to some sizes or ties it to others ("2*g"). `options` go to both sides, `rank_options` to the ranks
+    alone. `reduction` names the dims that are summed over, `roundings` how often a value is stored in the tested dtype
+    on its way: 1 where sums and intermediates are in float32 or wider, more where a softmax, a product or a norm is
+    stored in bfloat16 and used again. `random=True` says that the function draws random numbers.
 
     Errors: ValueError at declaration, `scheme '<name>': ...`, for whatever can be known to be wrong.
     """
@@ -118,17 +120,18 @@ def scheme(
         signature = validation.function_names(fn, say)
         validation.check_mesh(mesh, say)
         custom = dict(layouts or {})
-        leaves = validation.input_arguments(fn, signature, inputs, mesh, custom, draw or {}, nograd, say)
-        results = validation.output_arguments(fn, outputs, mesh, custom, say)
+        in_specs, out_specs = from_contract.specs(fn, signature, contract, inputs, outputs, say)
+        leaves = validation.input_arguments(fn, signature, in_specs, mesh, custom, draw or {}, nograd, say)
+        results = validation.output_arguments(fn, out_specs, mesh, custom, say)
         validation.check_axes_used(mesh, leaves, results, say)
         menus = dict(options or {}), dict(rank_options or {})
-        validation.check_options(signature, inputs, *menus, say)
-        validation.check_reference(signature, inputs, menus[0], reference, say)
-        validation.check_covered(fn, (*inputs, *menus[0], *menus[1]), say)
+        validation.check_options(signature, in_specs, *menus, say)
+        validation.check_reference(signature, in_specs, menus[0], reference, say)
+        validation.check_covered(fn, (*in_specs, *menus[0], *menus[1]), say)
         validation.check_draws(leaves, draw or {}, say)
         relations.check_dims(leaves, results, dims or {}, say)
         validation.check_menus(dtypes, engines, replicas, reduction, roundings, leaves, results, say)
-        form = "dict" if isinstance(outputs, Mapping) else "one" if isinstance(outputs, str) else "tuple"
+        form = "dict" if isinstance(out_specs, Mapping) else "one" if isinstance(out_specs, str) else "tuple"
         drawn = {arg.name: (draw or {}).get(arg.name, values()) for arg in leaves}
         made = Scheme(
             name=name,

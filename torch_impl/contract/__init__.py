@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from torch_impl.contract.contract import Contract as Contract
 from torch_impl.contract.contract import contract as contract
 from torch_impl.contract.contract import contract_of as contract_of
+from torch_impl.contract.contract import read_contract as read_contract
 from torch_impl.contract.contract import spec_line as spec_line
 from torch_impl.contract.kinds import Finite as Finite
 from torch_impl.contract.kinds import GradientType as GradientType

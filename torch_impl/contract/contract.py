@@ -89,6 +89,14 @@ def contract_of(public: Any) -> Contract | None:
     return None
 
 
+def read_contract(function: Callable[..., Any]) -> Contract:
+    """What the annotations of a function state, whether or not `@contract` executes it.
+
+    Errors: those of an annotation that cannot be evaluated.
+    """
+    return _read(function, _default_name(function))
+
+
 def spec_line(public: Any) -> str:
     """The specs of a public function in one line, as the manual prints them; empty without a contract."""
     stated = contract_of(public)
@@ -178,7 +186,7 @@ def _is_one_of(value: Any, types: tuple[Any, ...]) -> bool:
     """Whether a value is of one of the types; one that was not imported is known by its name."""
     for each in types:
         if isinstance(each, _Unresolved):
-            if any(base.__name__ == each.name for base in type(value).__mro__):
+            if any(base.__name__ == each.name.rpartition(".")[2] for base in type(value).__mro__):
                 return True
         elif isinstance(value, get_origin(each) or each):
             return True
@@ -199,6 +207,11 @@ class _Unresolved:
 
     def __getitem__(self, item: Any) -> _Unresolved:
         return self
+
+    def __getattr__(self, name: str) -> _Unresolved:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Unresolved(f"{self.name}.{name}")
 
     def __call__(self) -> None:
         """Callable, since `typing` takes nothing else for a type."""

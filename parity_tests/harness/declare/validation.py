@@ -261,5 +261,9 @@ def _annotations(fn: Any) -> dict[str, Any]:
 
 
 def _is_integer(annotation: Any) -> bool:
+    if any(
+        getattr(kind, "dtypes", None) in ("ids", "integer", "bool") for kind in getattr(annotation, "__metadata__", ())
+    ):
+        return True
     dtypes = getattr(annotation, "dtypes", None)
     return isinstance(dtypes, list | tuple) and bool(dtypes) and all(str(d).startswith(INTEGER) for d in dtypes)

@@ -1,0 +1,48 @@
+"""The specs of a scheme that are not written out: those of a contract, which a signature states already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch_impl.contract import contract_of, read_contract
+
+LEADING = "b s"  # what `...`, any leading dims, stands for in a scheme
+
+
+def specs(
+    fn: Callable[..., Any],
+    signature: Sequence[str],
+    contract: Callable[..., Any] | None,
+    inputs: Mapping[str, Any] | None,
+    outputs: Any,
+    say: Callable[[str], ValueError],
+) -> tuple[Any, Any]:
+    """The specs of the inputs and outputs of `fn`: as declared, else those of the contract.
+
+    Of the contract's inputs those are taken whose names are in `signature`; of several forms of its result the first.
+    """
+    if inputs is not None and outputs is not None:
+        return inputs, outputs
+    name = getattr(contract or fn, "__name__", "the function")
+    stated = contract_of(contract or fn) or (read_contract(fn) if contract is None else None)
+    if stated is None or not (stated.inputs or stated.outputs):
+        missing = "inputs" if inputs is None else "outputs"
+        raise say(f"has no {missing}, and the signature of {name} states no contract; pass {missing}")
+    if inputs is None:
+        inputs = {key: _expanded(spec) for key, spec in stated.inputs.items() if key in signature}
+        if not inputs:
+            raise say(
+                f"takes ({', '.join(signature)}), of which the contract of {name} has none "
+                f"({', '.join(stated.inputs)}); name the arguments alike, or pass inputs"
+            )
+    if outputs is None:
+        if not stated.outputs:
+            raise say(f"has no outputs, and the signature of {name} states none; pass outputs")
+        form = tuple(map(_expanded, stated.outputs[0]))
+        outputs = form[0] if len(form) == 1 else form
+    return inputs, outputs
+
+
+def _expanded(spec: str) -> str:
+    return spec.replace("...", LEADING)

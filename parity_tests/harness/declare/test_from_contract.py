@@ -1,0 +1,85 @@
+"""A scheme takes its specs from a contract: from that of a public function, or from its own annotations."""
+
+import jax.numpy as jnp
+import pytest
+import torch
+from torch import Tensor
+
+from parity_tests import integers, scheme, values
+from torch_impl.collectives import all_reduce
+from torch_impl.contract import Positive, Sharded, ShardedIds, contract
+
+
+@contract
+def weighted(
+    logits: Sharded[Tensor, "... v/tp"], weight: Sharded[Tensor, "v/tp"], scale: Positive = 1.0
+) -> Sharded[Tensor, "... tp=I"] | tuple[Sharded[Tensor, "... tp=I"], Sharded[Tensor, "... tp=I"]]:
+    return (logits * weight).sum(-1) * scale
+
+
+def reference(logits, weight, scale=1.0):
+    return jnp.einsum("bsv,v->bs", logits, weight) * scale
+
+
+def test_the_specs_are_those_of_the_public_function():
+    @scheme(reference=reference, mesh={"tp": (1, 2)}, contract=weighted, options={"scale": (1.0, 2.0)})
+    def weighted_over_tp(mesh, logits, weight, scale):
+        return all_reduce(weighted(logits, weight, scale), mesh["tp"])
+
+    inputs = {arg.name: str(arg.spec) for arg in weighted_over_tp.inputs}
+    assert inputs == {"logits": "b s v/tp", "weight": "v/tp"}
+    assert [str(arg.spec) for arg in weighted_over_tp.outputs] == ["b s tp=I"]
+    assert weighted_over_tp.verify(tp=2, b=1, s=2, v=4).ok
+
+
+def test_the_specs_are_those_of_the_annotations():
+    @scheme(
+        reference=lambda x, ids: x[ids],
+        mesh={"tp": (1, 2)},
+        draw={"x": values("normal"), "ids": integers(0, 2)},
+        dims={"n": (3,)},
+    )
+    def looked_up(mesh, x: Sharded[Tensor, "n tp=R"], ids: ShardedIds[Tensor, "k/tp"]) -> Sharded[Tensor, "k/tp"]:
+        return x[ids]
+
+    assert [(str(arg.spec), arg.is_integer) for arg in looked_up.inputs] == [("n tp=R", False), ("k/tp", True)]
+    assert looked_up.verify(tp=2, k=4).ok
+
+
+def test_what_is_declared_comes_first():
+    @scheme(
+        reference=reference, mesh={"tp": (1, 2)}, contract=weighted,
+        inputs={"logits": "b s v/tp:ragged", "weight": "v/tp:ragged"},
+    )  # fmt: skip
+    def weighted_over_ragged_tp(mesh, logits, weight):
+        return all_reduce(weighted(logits, weight), mesh["tp"])
+
+    assert [str(arg.spec) for arg in weighted_over_ragged_tp.inputs] == ["b s v/tp:ragged", "v/tp:ragged"]
+    assert weighted_over_ragged_tp.verify(tp=2, b=1, s=2, v=5).ok
+
+
+@pytest.mark.parametrize(
+    ("function", "contract", "sentence"),
+    [
+        (lambda mesh, x: x, None, "has no inputs, and the signature of <lambda> states no contract; pass inputs"),
+        (lambda mesh, x: x, torch.add, "has no inputs, and the signature of add states no contract; pass inputs"),
+        (
+            lambda mesh, x: x,
+            weighted,
+            "takes (x), of which the contract of weighted has none (logits, weight); name the arguments alike, "
+            "or pass inputs",
+        ),
+    ],
+)
+def test_without_specs_the_declaration_is_rejected(function, contract, sentence):
+    with pytest.raises(ValueError) as caught:
+        scheme(reference=lambda x: x, mesh={"tp": (1,)}, contract=contract)(function)
+    assert str(caught.value) == f"scheme '<lambda>': {sentence}"
+
+
+def test_a_contract_without_results_needs_outputs():
+    def doubled(mesh, x: Sharded[Tensor, "n/tp"]):
+        return x * 2
+
+    with pytest.raises(ValueError, match="has no outputs, and the signature of doubled states none; pass outputs"):
+        scheme(reference=lambda x: x, mesh={"tp": (1,)})(doubled)
