@@ -27,11 +27,19 @@ import numpy as np
 import torch
 
 from jax_ref.layouts import contiguous, dual_chunk_swap, packed, ragged, striped
-from parity_tests import CaseSpec, scheme, values
-from parity_tests.harness.declare.spec import parse
-from parity_tests.harness.report import layout_picture, ledger_picture, picture
-from parity_tests.harness.report.tiles import rank_legend, tiles
-from parity_tests.harness.run.engines import run
+from shardproof import (
+    CaseSpec,
+    layout_figure,
+    ledger_figure,
+    owner_strips,
+    parse,
+    rank_legend,
+    run,
+    scheme,
+    tiles,
+    values,
+)
+from shardproof import figure as spec_figure
 from torch_impl.collectives import all_gather, all_reduce
 from torch_impl.layouts import dual_chunk_swap as rank_order
 from torch_impl.layouts import inverse
@@ -52,7 +60,7 @@ orders = {
     "dual_chunk_swap": dual_chunk_swap(32, 4),
     "packed": packed(32, 4, cu_seqlens),
 }
-layout_picture.figure(orders, {"packed": cu_seqlens})
+layout_figure(orders, {"packed": cu_seqlens})
 
 # %% [markdown]
 # - *contiguous*: equal blocks. The last rank has over six times the causal work of the first, and all wait for it.
@@ -83,7 +91,7 @@ SIZES, MESH = {"s": 16, "v": 12}, {"cp": 2, "tp": 2}
 def owners_of(text):
     """The rank of each element of a tensor "s v"; -1 where an axis cuts nothing, so that several ranks have it."""
     spec, at = parse(text, tuple(MESH)), np.zeros((2, SIZES["s"], SIZES["v"]), dtype=int)
-    for strip in picture.owner_strips(spec, SIZES, MESH, {}):
+    for strip in owner_strips(spec, SIZES, MESH, {}):
         axis = list(MESH).index(strip.label.split(":")[0].split("/")[-1])
         at[axis] = strip.owners[:, None] if strip.label.startswith("s") else strip.owners
     return at[0] * MESH["tp"] + at[1]
@@ -110,7 +118,7 @@ tensors = {
     "logits": parse("b s/cp:dual_chunk_swap v/tp", tuple(MESH)),
     "-> logprob": parse("b s tp=I cp=R", tuple(MESH)),
 }
-picture.figure(tensors, {"b": 2, **SIZES}, MESH)
+spec_figure(tensors, {"b": 2, **SIZES}, MESH)
 
 # %% [markdown]
 # Two ranks add up `x` and get the same sum. Then rank 0 uses it once and rank 1 ten times. What is the gradient of each
@@ -181,4 +189,4 @@ print(in_global_order.verify(examples=12))
 # And what was sent, forward and backward. `R` has a sum to make on the way back.
 
 # %%
-ledger_picture.figure(report.ledger, "in_global_order")
+ledger_figure(report.ledger, "in_global_order")

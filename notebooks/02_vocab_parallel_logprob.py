@@ -31,11 +31,8 @@ import matplotlib.pyplot as plt
 import torch
 from IPython.display import Markdown
 
-from parity_tests import CaseSpec, Cost, ids, scheme, values
-from parity_tests.benchmarks.live_peak import LivePeak
-from parity_tests.harness.declare.spec import parse
-from parity_tests.harness.report import colours, picture
-from parity_tests.harness.run.engines import run
+from shardproof import CaseSpec, Cost, LivePeak, colours, ids, parse, run, scheme, values
+from shardproof import figure as spec_figure
 from torch_impl.collectives import all_gather, all_reduce, all_reduce_max
 from torch_impl.vocab_parallel import vocab_parallel_logprob
 
@@ -48,7 +45,7 @@ from torch_impl.vocab_parallel import vocab_parallel_logprob
 # %%
 axes = ("tp",)
 tensors = {"logits": parse("b s v/tp", axes), "-> logprob": parse("b s tp=I", axes)}
-picture.figure(tensors, {"b": 1, "s": 6, "v": 16}, {"tp": 4})
+spec_figure(tensors, {"b": 1, "s": 6, "v": 16}, {"tp": 4})
 
 # %% [markdown]
 # ## A softmax in pieces

@@ -27,10 +27,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
-from parity_tests import offsets, scheme, values
-from parity_tests.harness.report import colours, layout_picture
-from parity_tests.harness.report.tiles import rank_legend, tiles
-from parity_tests.harness.verdict import judge
+from shardproof import colours, judge, layout_figure, offsets, rank_legend, scheme, tiles, values
 from torch_impl.layouts import TokenLayout
 
 # %% [markdown]
@@ -87,7 +84,7 @@ padded, real = [0, 8, 24, 32], [0, 5, 21, 22]
 packed = [TokenLayout.packed(padded, real, cp_size=2, cp_rank=rank) for rank in range(2)]
 whole = TokenLayout.dense("dual_chunk_swap", 32, cp_size=2, cp_rank=0)
 shown = {"each sequence": packed[0].index.tolist(), "the stream": whole.index.tolist()}
-layout_picture.figure(shown, dict.fromkeys(shown, padded))
+layout_figure(shown, dict.fromkeys(shown, padded))
 
 # %% [markdown]
 # What a rank must know of its own part: where its sequences begin, the place of each token inside its sequence, and

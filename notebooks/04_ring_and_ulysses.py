@@ -28,9 +28,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from jax_ref.context_parallel import dense_attention, packed_attention
-from parity_tests import offsets, scheme, values
-from parity_tests.harness.report import colours, ledger_picture
-from parity_tests.harness.report.tiles import rank_legend, tiles
+from shardproof import colours, ledger_figure, offsets, rank_legend, scheme, tiles, values
 from torch_impl.context_parallel import attention_bytes, context_parallel_attention, fewest_bytes
 from torch_impl.layouts import TokenLayout
 
@@ -130,10 +128,10 @@ print(packed_attention_over_cp.verify(examples=12))
 # %%
 SIZES = dict(cp=4, b=1, h=4, g=4, t=32, p=4, n=4, dtype="float32")
 reports = {how: packed_attention_over_cp.verify(exchange=how, **SIZES) for how in ("ring", "ulysses")}
-ledger_picture.figure(reports["ulysses"].ledger, "ulysses")
+ledger_figure(reports["ulysses"].ledger, "ulysses")
 
 # %%
-ledger_picture.figure(reports["ring"].ledger, "ring")
+ledger_figure(reports["ring"].ledger, "ring")
 
 # %% [markdown]
 # ## One wrong layout

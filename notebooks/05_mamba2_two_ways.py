@@ -31,9 +31,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from jax_ref.mamba import causal_conv, scan
-from parity_tests import Cost, scheme, values
-from parity_tests.harness.report import colours
-from parity_tests.harness.report.tiles import rank_legend, tiles
+from shardproof import Cost, colours, rank_legend, scheme, tiles, values
 from torch_impl.layouts import TokenLayout
 from torch_impl.mamba import Mamba2Mixer, MambaContextParallel, MambaStatePassing, mamba_cp_bytes
 

@@ -32,12 +32,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.func import functional_call
 
-from parity_tests import scheme, values
-from parity_tests.harness.declare.spec import parse
-from parity_tests.harness.report import colours, picture
-from parity_tests.parallelizer.families import Chosen, empty
-from parity_tests.parallelizer.reference import reference
-from parity_tests.parallelizer.training import Training, deviation, on_mesh
+from shardproof import colours, parse, scheme, values
+from shardproof import figure as spec_figure
+from shardproof.transformers import Chosen, Training, deviation, empty, on_mesh, reference
 from torch_impl.parallelizer import (
     fsdp2_strategy_parallelize,
     get_hf_tp_shard_plan,
@@ -70,7 +67,7 @@ for key, style in get_hf_tp_shard_plan(empty(QWEN3, device="meta")).items():
 AXES = ("dp_shard", "tp")
 weights = {"up_proj": "f/tp/dp_shard d", "down_proj": "d/dp_shard f/tp", "q_norm": "p/dp_shard tp=I"}
 tensors = {f"{name}.weight": parse(text, AXES) for name, text in weights.items()}
-picture.figure(tensors, {"f": 16, "d": 16, "p": 16}, {"dp_shard": 2, "tp": 2})
+spec_figure(tensors, {"f": 16, "d": 16, "p": 16}, {"dp_shard": 2, "tp": 2})
 
 # %% [markdown]
 # ## Four meshes

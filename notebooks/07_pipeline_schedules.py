@@ -30,9 +30,8 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.report import colours
-from parity_tests.harness.run.engines import run as on_ranks
+from shardproof import CaseSpec, colours
+from shardproof import run as on_ranks
 from torch_impl.pipelining import Times, draw, read_csv, schedule_order, simulate, stage_to_rank, write_csv
 from torch_impl.pipelining.named_schedules import RULES
 from torch_impl.pipelining.schedule import build_pipeline_schedule, executed_actions

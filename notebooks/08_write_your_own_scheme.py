@@ -50,8 +50,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from parity_tests import Cost, scheme, values
-from parity_tests.harness.report import colours, ledger_picture, picture
+from shardproof import Cost, colours, ledger_figure, scheme, scheme_figure, values
 from torch_impl.collectives import all_reduce
 
 EPS = 1e-5
@@ -100,7 +99,7 @@ def norm_of_the_shard(mesh, x, g, w):
     return all_reduce(normed @ w.float().T, mesh["tp"])
 
 
-picture.scheme_figure(norm_of_the_shard, norm_of_the_shard.case(tp=4, b=2, s=4, d=16, o=8))
+scheme_figure(norm_of_the_shard, norm_of_the_shard.case(tp=4, b=2, s=4, d=16, o=8))
 
 # %%
 norm_of_the_shard.verify(tp=2, b=2, s=4, d=8, o=3, dtype="float32")
@@ -192,10 +191,10 @@ print(forgotten.verify(tp=2, b=1, s=2, d=4, o=3, dtype="float32"))
 
 # %%
 SIZES = dict(tp=4, b=1, s=2, d=8, o=3, dtype="float32")
-ledger_picture.figure(norm_of_the_row.verify(**SIZES).ledger, "norm_of_the_row")
+ledger_figure(norm_of_the_row.verify(**SIZES).ledger, "norm_of_the_row")
 
 # %%
-ledger_picture.figure(norm_and_projection.verify(**SIZES).ledger, "norm_and_projection")
+ledger_figure(norm_and_projection.verify(**SIZES).ledger, "norm_and_projection")
 
 # %% [markdown]
 # ## On real processes
@@ -217,7 +216,7 @@ import jax.numpy as jnp
 import torch
 from hypothesis import given, settings
 
-from parity_tests import Cost, check, every_case, scheme, values
+from shardproof import Cost, check, every_case, scheme, values
 from torch_impl.collectives import all_reduce
 
 EPS = 1e-5

@@ -35,15 +35,20 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from parity_tests import CaseSpec, scheme, values
-from parity_tests.harness.report import colours, ledger_picture
-from parity_tests.harness.run.engines import run
-from parity_tests.tracing import planted_model
-from parity_tests.tracing.flax_side import traced
-from parity_tests.tracing.lines import Found, first, lines
-from parity_tests.tracing.planted_model import TP, Model
-from parity_tests.tracing.planted_reference import batch, drawn_weights, whole_model
-from parity_tests.tracing.torch_side import recorded
+from shardproof import CaseSpec, colours, ledger_figure, run, scheme, values
+from shardproof.tracing import (
+    TP,
+    Found,
+    Model,
+    batch,
+    drawn_weights,
+    first,
+    lines,
+    planted_model,
+    recorded,
+    traced,
+    whole_model,
+)
 from torch_impl.collectives import all_reduce
 
 # %% [markdown]
@@ -179,7 +184,7 @@ plt.show()
 # input: one for the head, two for each block, five in all.
 
 # %%
-ledger_picture.figure(ranks.ledger, "one step, tp=2")
+ledger_figure(ranks.ledger, "one step, tp=2")
 
 # %% [markdown]
 # There are six on grey. The second of them comes from another line of the model's file than the others: from the

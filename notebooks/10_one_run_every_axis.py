@@ -26,14 +26,8 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: one thread for 
 
 import matplotlib.pyplot as plt
 
-from parity_tests.harness.report import colours
-from parity_tests.injected_bugs.catalogue.models import BUGS
-from parity_tests.injected_bugs.patch import Plot
-from parity_tests.tracing.lines import first
-from parity_tests.training.follow import Known
-from parity_tests.training.run import Run
-from parity_tests.training.session import followed
-from parity_tests.training.traced import known_of, trace
+from shardproof import colours
+from shardproof.training import BUGS, Known, Plot, Run, first, followed, known_of, trace
 
 # %% [markdown]
 # ## Four meshes
@@ -84,7 +78,7 @@ plt.show()
 
 # %%
 fault = next(fault for fault in BUGS if fault.name == "a layer whose residual has no gradient")
-plot = Plot.of(fault, ["parity_tests.training.traced", "parity_tests.training.session"])
+plot = Plot.of(fault, [trace.__module__, followed.__module__])
 planted_trace, planted_run = plot.modules[0].trace, plot.modules[1].followed
 run = RUNS["cp=2, ring, heads exchanged"]
 with plot:
