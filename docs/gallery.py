@@ -96,7 +96,7 @@ CAPTIONS = {
         "The collectives of the version in one.",
         f"{REPORT} that version, on four processes.",
     ),
-    "09_find_the_planted_bug": (
+    "09_find_the_injected_bug": (
         "Every parameter's gradient of a model with a planted bug.",
         "All tensors of one step in the order of execution, and the first that differs.",
         "The timeline of its collectives: one too many.",

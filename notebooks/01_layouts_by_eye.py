@@ -14,7 +14,7 @@
 # # Layouts by eye
 #
 # Who holds what, on one axis and on two; what a layout costs under a causal mask; what the letters of a spec string say
-# about gradients; and how a layout that nobody undid is found. Everything runs on this CPU.
+# about gradients; and how a layout that was not undone is found. Everything runs on this CPU.
 
 # %%
 # %matplotlib inline
@@ -64,7 +64,7 @@ layout_figure(orders, {"packed": cu_seqlens})
 
 # %% [markdown]
 # - *contiguous*: equal blocks. The last rank has over six times the causal work of the first, and all wait for it.
-# - *ragged*: blocks of any lengths, empty ones too. DTensor cuts a dim that does not divide evenly like this.
+# - *ragged*: blocks of any lengths, empty ones too. DTensor shards a dim that does not divide evenly like this.
 # - *striped*: dealt out one by one.
 # - *dual_chunk_swap* (zigzag): an early chunk and its mirror image from the end. The same work for all.
 # - *packed*: the same inside each sequence of a packed stream; the black bar parts two sequences.
@@ -72,24 +72,24 @@ layout_figure(orders, {"packed": cu_seqlens})
 # As text, one digit for each position, and as positions, in the order in which rank 1 stores them:
 
 # %%
-for name, held in orders.items():
-    owners = np.concatenate([np.full(len(each), rank) for rank, each in enumerate(held)])
-    order = np.concatenate([np.asarray(each, dtype=int) for each in held]).argsort()
-    print(f"{name:16}", "".join(map(str, owners[order])), "  rank 1:", *map(int, held[1]))
+for name, positions in orders.items():
+    owners = np.concatenate([np.full(len(each), rank) for rank, each in enumerate(positions)])
+    order = np.concatenate([np.asarray(each, dtype=int) for each in positions]).argsort()
+    print(f"{name:16}", "".join(map(str, owners[order])), "  rank 1:", *map(int, positions[1]))
 
 # %% [markdown]
 # ## Two axes at once
 #
-# A spec string names the dims of a tensor and the axes of the mesh that cut them. On a mesh of two axes a rank has two
-# coordinates; the number in each tile is the rank, which counts through the last axis first. A dim can be cut twice,
-# left to right: `s/cp/tp` cuts over `cp`, and each piece over `tp`.
+# A spec string names the dims of a tensor and the axes of the mesh that shard them. On a mesh of two axes a rank has
+# two coordinates; the number in each tile is the rank, which counts through the last axis first. A dim can be sharded
+# twice, left to right: `s/cp/tp` shards over `cp`, and each shard over `tp`.
 
 # %%
 SIZES, MESH = {"s": 16, "v": 12}, {"cp": 2, "tp": 2}
 
 
 def owners_of(text):
-    """The rank of each element of a tensor "s v"; -1 where an axis cuts nothing, so that several ranks have it."""
+    """The rank of each element of a tensor "s v"; -1 where an axis shards nothing, so that several ranks have it."""
     spec, at = parse(text, tuple(MESH)), np.zeros((2, SIZES["s"], SIZES["v"]), dtype=int)
     for strip in owner_strips(spec, SIZES, MESH, {}):
         axis = list(MESH).index(strip.label.split(":")[0].split("/")[-1])
@@ -108,9 +108,9 @@ rank_legend(figure, 4)
 plt.show()
 
 # %% [markdown]
-# ## What is not cut
+# ## What is replicated
 #
-# An axis that cuts no dim leaves a copy on each of its ranks, and then there is a question that no picture of the
+# An axis that shards no dim leaves a copy on each of its ranks, and then there is a question that no picture of the
 # *values* answers: how do gradients come back? A letter says it.
 
 # %%
@@ -123,8 +123,8 @@ spec_figure(tensors, {"b": 2, **SIZES}, MESH)
 # %% [markdown]
 # Two ranks add up `x` and get the same sum. Then rank 0 uses it once and rank 1 ten times. What is the gradient of each
 # addend? If both ranks' uses are parts of one loss, it is 11 (`R`, the cotangents are addends). If both ranks compute
-# the same thing, as after a loss that each of them has whole, cotangents are equal, and one of them is the gradient
-# (`I`). A collective cannot know which it is. It has to be told.
+# the same thing, as after a loss that is replicated, cotangents are equal, and one of them is the gradient
+# (`I`). A collective cannot know which it is. It has to be declared.
 
 
 # %%
@@ -147,9 +147,10 @@ print("R, cotangents 10 and 10:", gradient_of("R", (10, 10)), " twice what it sh
 # in its spec string, so that the harness gives each rank the cotangents that the letter promises, and checks what comes
 # back.
 #
-# ## A layout that nobody undid
+# ## A layout that was not undone
 #
-# Gather a sequence that was cut by DualChunkSwap. The reference is the identity. Here the pieces stay in rank order.
+# Gather a sequence that was sharded by DualChunkSwap. The reference is the identity. Here the shards stay in rank
+# order.
 
 
 # %%
@@ -170,7 +171,7 @@ def left_in_rank_order(mesh, x):
 left_in_rank_order.verify(cp=4, b=2, s=16, dtype="float32")
 
 # %% [markdown]
-# The figure shows error over budget on the whole tensor: above 0 is a mismatch, black lines are borders of shards.
+# The figure shows error over budget on the full tensor: above 0 is a mismatch, black lines are borders of shards.
 # Every value is right and most stand in the wrong place. The note names the layout that is still there. With it undone:
 
 

@@ -15,8 +15,8 @@
 # # From softmax to a chunked vocab-parallel log-probability
 #
 # The last layer of a language model makes the largest tensor of a training step: one logit for each token and each of
-# 100,000 and more ids. Its columns are cut over the ranks. This notebook takes the log-probability of a token apart
-# into what one rank can know alone and what the ranks must tell each other, puts it together again in one collective,
+# 100,000 and more ids. Its columns are sharded over the ranks. This notebook takes the log-probability of a token apart
+# into what one rank can compute alone and what the ranks must exchange, puts it together again in one collective,
 # finds a wrong gradient, and counts what all of it costs.
 
 # %%
@@ -48,12 +48,12 @@ tensors = {"logits": parse("b s v/tp", axes), "-> logprob": parse("b s tp=I", ax
 spec_figure(tensors, {"b": 1, "s": 6, "v": 16}, {"tp": 4})
 
 # %% [markdown]
-# ## A softmax in pieces
+# ## A softmax over shards
 #
 # $$\log p_t = z_t - \mathrm{lse}, \qquad \mathrm{lse} = \log \sum_v e^{z_v}$$
 #
 # A rank that has some of the columns knows the largest of them, $m_r$, and $R_r = \sum_v e^{z_v - m_r} - 1$, the sum
-# of all other terms. From everyone's $m_r$ and $R_r$ anyone can work out the whole:
+# of all other terms. From everyone's $m_r$ and $R_r$ any rank can compute the full softmax:
 #
 # $$m = \max_r m_r, \qquad 1 + R = \sum_r e^{m_r - m} (1 + R_r), \qquad \mathrm{lse} = m + \log(1 + R)$$
 
@@ -65,12 +65,13 @@ m = m_r.max()
 merged = m + ((m_r - m).exp() * (1 + rest_r)).sum().log()
 print("m_r        ", m_r.tolist())
 print("merged lse ", merged.item())
-print("whole lse  ", row.logsumexp(0).item())
+print("full lse   ", row.logsumexp(0).item())
 
 # %% [markdown]
 # ## The reference
 #
-# JAX, whole arrays, no rank in sight. An id that nobody owns, as -100 for padding, scores 0 and has no gradient.
+# JAX, unsharded arrays, no rank in sight. An id outside the vocabulary, as -100 for padding, scores 0 and has no
+# gradient.
 
 
 # %%
@@ -92,21 +93,21 @@ def reference(logits, target):
 class ChunkedLogprob(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, target, start, chunk_size, group):
-        width, told = logits.shape[-1], []
+        width, statistics = logits.shape[-1], []
         column = target - start
         owned = (column >= 0) & (column < width)
-        for z, t, own in zip(*(x.split(chunk_size, 1) for x in (logits.float(), column, owned)), strict=True):
+        for z, t, is_local in zip(*(x.split(chunk_size, 1) for x in (logits.float(), column, owned)), strict=True):
             m = z.amax(-1)
             rest = (z - m[..., None]).exp().sum(-1) - 1
             z_t = z.gather(-1, t.clamp(0, width - 1)[..., None])[..., 0]
-            told.append(torch.stack([m, rest, torch.where(own, z_t, torch.inf)]))
-        everyone = all_gather(torch.cat(told, 2)[None], group, out="I", dim=0)  # the only collective
+            statistics.append(torch.stack([m, rest, torch.where(is_local, z_t, torch.inf)]))
+        everyone = all_gather(torch.cat(statistics, 2)[None], group, out="I", dim=0)  # the only collective
         m_r, rest_r, z_t = everyone.unbind(1)
         m = m_r.amax(0)
         lse = m + ((m_r - m).exp() * (1 + rest_r)).sum(0).log()
         z_t = z_t.amin(0)
         column = torch.where(owned, column, -1)
-        column = torch.where(z_t == torch.inf, -2, column)  # nobody's
+        column = torch.where(z_t == torch.inf, -2, column)  # out of vocabulary
         ctx.save_for_backward(logits, column, lse)
         ctx.chunk_size = chunk_size
         return torch.where(z_t == torch.inf, 0.0, z_t - lse)
@@ -144,7 +145,7 @@ def chunked_logprob(mesh, logits, target, chunk_size):
 print(chunked_logprob.verify(examples=10))
 
 # %% [markdown]
-# The chunk size is nobody else's business: every rank draws its own, and the collectives stay the one that is declared.
+# The chunk size is local to a rank: every rank draws one, and the collectives stay the one that is declared.
 
 # %%
 for chunk_size in (1, 2, 5):
@@ -154,9 +155,9 @@ for chunk_size in (1, 2, 5):
 # %% [markdown]
 # ## A wrong gradient
 #
-# Many implementations mask the one-hot of a target that a rank does not own and are done. For a token whose target
-# *nobody* owns, the term $-p$ then stays: every padded position pushes all logits down. Its value is masked later, so
-# that no loss shows it.
+# Many implementations mask the one-hot of a target outside a rank's shard and are done. For a token whose target is
+# outside the vocabulary, the term $-p$ then stays: every padded position pushes all logits down. Its value is masked
+# later, so that no loss shows it.
 
 
 # %%
@@ -188,15 +189,15 @@ padding_pushes.verify(examples=10)
 
 # %%
 def gathered_logits(mesh, logits, target):
-    whole = all_gather(logits, mesh["tp"], out="I", dim=2)
-    return torch.log_softmax(whole.float(), -1).gather(-1, target[..., None])[..., 0]
+    full = all_gather(logits, mesh["tp"], out="I", dim=2)
+    return torch.log_softmax(full.float(), -1).gather(-1, target[..., None])[..., 0]
 
 
 def three_reductions(mesh, logits, target):
     peak = all_reduce_max(logits.float().amax(-1), mesh["tp"])
     shifted = logits.float() - peak[..., None]
-    own = target[..., None] == mesh.rank("tp") * logits.shape[-1] + torch.arange(logits.shape[-1])
-    score = all_reduce(torch.where(own, shifted, 0.0).sum(-1), mesh["tp"])
+    is_local = target[..., None] == mesh.rank("tp") * logits.shape[-1] + torch.arange(logits.shape[-1])
+    score = all_reduce(torch.where(is_local, shifted, 0.0).sum(-1), mesh["tp"])
     return score - all_reduce(shifted.exp().sum(-1), mesh["tp"]).log()
 
 
@@ -226,7 +227,7 @@ def peak(way):
 
 
 ways = {
-    "logits gathered, then whole": gathered_logits,
+    "logits gathered, then unsharded": gathered_logits,
     "three reductions": three_reductions,
     "vocab_parallel_logprob": ours,
     "the same, gradient in place": in_place,
@@ -237,21 +238,21 @@ measured = {name: peak(way) for name, way in ways.items()}
 def line(name):
     memory, rows = measured[name]
     of_phase = {phase: [row for row in rows if row.phase == phase] for phase in ("fwd", "bwd")}
-    told = [", ".join(row.op for row in rows) or "none" for rows in of_phase.values()]
-    return f"| {name} | {told[0]} | {told[1]} | {sum(row.payload for row in rows):,} | {memory:.2f} |"
+    operations = [", ".join(row.op for row in rows) or "none" for rows in of_phase.values()]
+    return f"| {name} | {operations[0]} | {operations[1]} | {sum(row.payload for row in rows):,} | {memory:.2f} |"
 
 
 head = "| | forward | backward | bytes of a rank | memory |\n|---|---|---|---|---|\n"
 Markdown(head + "\n".join(line(name) for name in ways))
 
 # %%
-figure, (held, sent) = plt.subplots(1, 2, figsize=(10, 2.4), sharey=True, layout="constrained")
-bars = held.barh(list(ways), [memory for memory, _ in measured.values()], color=colours.LINES[0])
-held.bar_label(bars, fmt="%.2f", padding=3)
-held.set(xlim=(0, 15), xlabel="memory at the worst moment, in one rank's logits")
+figure, (memory_panel, sent) = plt.subplots(1, 2, figsize=(10, 2.4), sharey=True, layout="constrained")
+bars = memory_panel.barh(list(ways), [memory for memory, _ in measured.values()], color=colours.LINES[0])
+memory_panel.bar_label(bars, fmt="%.2f", padding=3)
+memory_panel.set(xlim=(0, 15), xlabel="memory at the worst moment, in one rank's logits")
 kibibytes = [sum(row.payload for row in rows) / 1024 for _, rows in measured.values()]
 bars = sent.barh(list(ways), kibibytes, color=colours.LINES[2])
 sent.bar_label(bars, fmt="%.0f", padding=3)
 sent.set(xscale="log", xlim=(1, 2e4), xlabel="KiB that a rank hands to collectives")
-held.invert_yaxis()
+memory_panel.invert_yaxis()
 plt.show()

@@ -13,8 +13,8 @@
 # %% [markdown]
 # # DualChunkSwap and packing
 #
-# Why a sequence is cut into mirrored pairs of chunks, how several sequences of unlike lengths share one stream, what
-# padding costs, and where "the next token" lives once a stream is cut. Everything runs on this CPU.
+# Why a sequence is sharded into mirrored pairs of chunks, how several sequences of unlike lengths share one stream,
+# what padding costs, and where "the next token" lives once a stream is sharded. Everything runs on this CPU.
 
 # %%
 # %matplotlib inline
@@ -33,9 +33,9 @@ from torch_impl.layouts import TokenLayout
 # %% [markdown]
 # ## Half of the square
 #
-# Under a causal mask a query sees the keys up to its own place. Cut the queries over four ranks and colour each pair of
-# query and key by the rank that computes it. The title says what the busiest rank has to do, as a share of the whole;
-# a quarter is the best there is.
+# Under a causal mask a query sees the keys up to its own place. Shard the queries over four ranks and colour each
+# pair of query and key by the rank that computes it. The title says what the busiest rank has to do, as a share of
+# the total; a quarter is the best there is.
 
 # %%
 KINDS = ("contiguous", "striped", "dual_chunk_swap")
@@ -59,7 +59,7 @@ plt.show()
 
 # %% [markdown]
 # Striping is as fair once rows are long. What DualChunkSwap has beside it: a rank holds two *runs* of neighbours,
-# so that attention works on whole blocks, and a convolution or a recurrence crosses few borders.
+# so that attention works on full blocks, and a convolution or a recurrence crosses few borders.
 #
 # ## How the chunks are paired
 #
@@ -75,19 +75,20 @@ for rank in range(CP):
 # %% [markdown]
 # ## Packed sequences
 #
-# Documents have unlike lengths. Instead of a row for each, padded to the longest, they follow one another in one stream
-# (THD). Each is padded to a multiple of `2 * cp` and cut by itself, so that every rank has two chunks of each document:
-# the same work for all, whatever the lengths are. Cutting the stream as a whole does not give that.
+# Documents have unlike lengths. Instead of a row for each, padded to the longest, they follow one another in one
+# stream (THD). Each is padded to a multiple of `2 * cp` and sharded by itself, so that every rank has two chunks of
+# each document: the same work for all, whatever the lengths are. Sharding the stream as one sequence does not give
+# that.
 
 # %%
 padded, real = [0, 8, 24, 32], [0, 5, 21, 22]
 packed = [TokenLayout.packed(padded, real, cp_size=2, cp_rank=rank) for rank in range(2)]
-whole = TokenLayout.dense("dual_chunk_swap", 32, cp_size=2, cp_rank=0)
-shown = {"each sequence": packed[0].index.tolist(), "the stream": whole.index.tolist()}
+dense = TokenLayout.dense("dual_chunk_swap", 32, cp_size=2, cp_rank=0)
+shown = {"each sequence": packed[0].index.tolist(), "the stream": dense.index.tolist()}
 layout_figure(shown, dict.fromkeys(shown, padded))
 
 # %% [markdown]
-# What a rank must know of its own part: where its sequences begin, the place of each token inside its sequence, and
+# What a rank must know of its shard: where its sequences begin, the place of each token inside its sequence, and
 # what is padding. `P` marks padding.
 
 # %%
@@ -140,9 +141,9 @@ plt.show()
 # %% [markdown]
 # ## The next token
 #
-# A language model predicts from each token the next one of its document. Shift the ids *before* they are cut, and every
-# rank has the right targets. Shift what a rank holds, and the last token of each chunk gets the first of a chunk that
-# stands somewhere else.
+# A language model predicts from each token the next one of its document. Shift the ids *before* they are sharded, and
+# every rank has the right targets. Shift what a rank holds, and the last token of each chunk gets the first of a
+# chunk that stands somewhere else.
 #
 # The reference says what is meant, for numbers instead of ids, so that gradients are compared as well.
 
@@ -198,7 +199,7 @@ rank_legend(figure, 2)
 plt.show()
 
 # %% [markdown]
-# With the stream put together, shifted and cut again. Whoever has the ids whole, as a data loader has, needs no
+# With the stream gathered, shifted and sharded again. Whoever has the full ids, as a data loader has, needs no
 # collective for it: `layout.shard` is enough.
 
 
@@ -206,9 +207,9 @@ plt.show()
 @scheme(**DECLARED)
 def shifted_before_the_cut(mesh, x, padded, real):
     layout = layout_on(mesh, padded, real)
-    whole = layout.unshard(x, 0, mesh["cp"])
+    full = layout.unshard(x, 0, mesh["cp"])
     place, length = layout.position_ids, layout.cu_real.diff()[layout.sequence_ids]
-    return layout.shard(torch.where(place + 1 < length, whole.roll(-1), 0.0), 0)
+    return layout.shard(torch.where(place + 1 < length, full.roll(-1), 0.0), 0)
 
 
 print(shifted_before_the_cut.verify(examples=20))

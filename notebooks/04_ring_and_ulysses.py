@@ -14,7 +14,7 @@
 # %% [markdown]
 # # Ring and Ulysses attention
 #
-# Attention over a sequence that is cut: every query must meet every earlier key, wherever it lives. Keys can travel
+# Attention over a sequence that is sharded: every query must meet every earlier key, wherever it lives. Keys can travel
 # around a ring, or heads can be exchanged for positions. What each rank does in each step, what each way sends, both
 # verified against dense attention, and a layout mistake found. Everything runs on this CPU.
 
@@ -55,8 +55,8 @@ figure, panels = plt.subplots(1, 3, figsize=(10.5, 2.9), sharey=True, layout="co
 for panel, kind in zip(panels, ("contiguous", "striped", "dual_chunk_swap"), strict=True):
     source, share = ring(kind)
     time = share.amax(0).sum() * CP
-    said = [[f"{100 * x:.0f} %" for x in row] for row in share.tolist()]
-    tiles(panel, source, CP, text=said, title=f"{kind}\n{time:.2f} times a fair share", xlabel="step")
+    labels = [[f"{100 * x:.0f} %" for x in row] for row in share.tolist()]
+    tiles(panel, source, CP, text=labels, title=f"{kind}\n{time:.2f} times a fair share", xlabel="step")
 panels[0].set_ylabel("rank (its queries)")
 rank_legend(figure, CP, "keys of rank")
 plt.show()
@@ -136,8 +136,8 @@ ledger_figure(reports["ring"].ledger, "ring")
 # %% [markdown]
 # ## One wrong layout
 #
-# The output of all ranks is put together, in an order that is an option below. Where it is that of blocks while the
-# batch was cut by DualChunkSwap, shapes fit, every message is the same, and values stand in the wrong places.
+# The output of all ranks is gathered, in an order that is an option below. Where it is that of blocks while the
+# batch was sharded by DualChunkSwap, shapes fit, every message is the same, and values stand in the wrong places.
 
 
 # %%

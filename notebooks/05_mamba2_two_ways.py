@@ -14,9 +14,10 @@
 # %% [markdown]
 # # Mamba2 two ways
 #
-# A Mamba2 mixer runs along the sequence, and the sequence is cut over ranks. One strategy swaps tokens for heads, so
-# that each rank has all tokens of its heads. The other leaves every token where it is and passes on what reaches across
-# a cut. Both mean the same recurrence. Which sends less is a matter of lengths. Everything runs on this CPU.
+# A Mamba2 mixer runs along the sequence, and the sequence is sharded over ranks. One strategy swaps tokens for heads,
+# so that each rank has all tokens of its heads. The other leaves every token where it is and passes on what reaches
+# across a border. Both mean the same recurrence. Which sends less is a matter of lengths. Everything runs on this
+# CPU.
 
 # %%
 # %matplotlib inline
@@ -64,10 +65,10 @@ for ax, (title, owner) in zip(axes, pictures.items(), strict=True):
 axes[0].set_ylabel("head")
 rank_legend(figure, RANKS)
 ARROW = {"arrowstyle": "->", "linewidth": 1.4}
-for cut in range(2, TOKENS, 2):
-    if holder[cut] != holder[cut - 1]:
+for border in range(2, TOKENS, 2):
+    if holder[border] != holder[border - 1]:
         for head in heads.tolist():
-            axes[2].annotate("", (cut + 0.3, head), (cut - 1.3, head), arrowprops=ARROW)
+            axes[2].annotate("", (border + 0.3, head), (border - 1.3, head), arrowprops=ARROW)
 plt.show()
 
 # %% [markdown]
@@ -94,8 +95,8 @@ def reference(projected, conv_weight, dt_bias, A_log, D):
 
 
 # %% [markdown]
-# A strategy needs a mixer for its parameters only. One scheme, with the strategy as an option, holds both against the
-# reference: outputs, the gradient of the input and of every parameter. Parameters are whole on each rank (`cp=R`), so
+# A strategy needs a mixer for its parameters only. One scheme, with the strategy as an option, compares both with the
+# reference: outputs, the gradient of the input and of every parameter. Parameters are replicated (`cp=R`), so
 # their gradients add up over ranks. What is sent is declared too, and counted.
 
 # %%
@@ -177,20 +178,21 @@ broken = mixed_without_halo.verify(cp=2, strategy="without halo", dtype="float32
 display(broken)
 
 # %% [markdown]
-# Nothing before the first cut is wrong, everything after it is: what the convolution got wrong is in every later state.
+# Nothing before the first border is wrong, everything after it is: what the convolution got wrong is in every later
+# state.
 
 # %%
 out = broken.rows[0]
 figure, panel = plt.subplots(figsize=(7.5, 2.2), layout="constrained")
-held = out.owners["cp"][0, :, 0]
-panel.bar(range(TOKENS), abs(out.got - out.want).max((0, 2)), color=[colours.of_rank(rank) for rank in held])
+owners = out.owners["cp"][0, :, 0]
+panel.bar(range(TOKENS), abs(out.got - out.want).max((0, 2)), color=[colours.of_rank(rank) for rank in owners])
 panel.set(xlabel="token", ylabel="largest error of the output", xticks=range(0, TOKENS, 2))
 rank_legend(figure, 2)
 plt.show()
 
 # %% [markdown]
-# And the mistake of whoever calls it: the batch was cut by DualChunkSwap, and the strategy is told that it was cut into
-# blocks. The recurrence then runs through the tokens in another order.
+# And the mistake of whoever calls it: the batch was sharded by DualChunkSwap, and the strategy is called as if it was
+# sharded into blocks. The recurrence then runs through the tokens in another order.
 
 
 # %%
@@ -206,7 +208,7 @@ mixed_in_another_order.verify(cp=2, strategy="hidden-parallel", order="contiguou
 # ## What each sends
 #
 # Bytes that one of 8 ranks sends forward in a layer of a large model, over the length of the sequence. Hidden-parallel
-# sends every token, state passing a state for each segment: one where rows are cut into blocks, two under
+# sends every token, state passing a state for each segment: one where rows are sharded into blocks, two under
 # DualChunkSwap, two for each sequence of a packed stream. Where lines cross, the other becomes the cheaper.
 
 # %%
@@ -228,7 +230,7 @@ for number, (name, segments) in enumerate(SEGMENTS.items(), 1):
     panel.plot(LENGTHS, [c.state_passing / 2**20 for c in cost_of], **drawn, label=f"states: {name}")
     crossing = 8 * cost_of[0].crossover_tokens
     panel.plot(crossing, sent(crossing // 8 * 8).hidden_parallel / 2**20, **{**colours.line(number), "markersize": 8})
-panel.set(xscale="log", yscale="log", xlabel="tokens of the whole sequence", ylabel="MiB sent by a rank, forward")
+panel.set(xscale="log", yscale="log", xlabel="tokens of the full sequence", ylabel="MiB sent by a rank, forward")
 panel.set_xscale("log", base=2)
 panel.legend(fontsize=9)
 plt.show()

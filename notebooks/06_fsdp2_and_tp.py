@@ -14,7 +14,7 @@
 # %% [markdown]
 # # One model, four meshes, the same loss
 #
-# A small Qwen3 under FSDP2 and tensor parallelism, held against JAX on one device; then a mistake that no loss curve
+# A small Qwen3 under FSDP2 and tensor parallelism, compared with JAX on one device; then a mistake that no loss curve
 # shows, and how it is found. Everything runs on this CPU.
 
 # %%
@@ -50,8 +50,8 @@ QWEN3 = Chosen("qwen3", tied=True)
 # %% [markdown]
 # ## The plan that the model brings along
 #
-# Each entry is a style: how the module's parameters are cut, and what happens to its input and output. The vocabulary
-# of the embedding is cut as that of the head: they are one parameter, and stay one.
+# Each entry is a style: how the module's parameters are sharded, and what happens to its input and output. The
+# vocabulary of the embedding is sharded as that of the head: they are one parameter, and stay one.
 
 # %%
 for key, style in get_hf_tp_shard_plan(empty(QWEN3, device="meta")).items():
@@ -60,8 +60,8 @@ for key, style in get_hf_tp_shard_plan(empty(QWEN3, device="meta")).items():
 # %% [markdown]
 # ## Who holds what of two weights
 #
-# FSDP2 cuts every parameter by rows, tensor parallelism some by rows and some by columns. On a mesh of both, a weight
-# that is cut by rows is cut twice: `dp_shard` cuts what `tp` left. Strips show one dim each.
+# FSDP2 shards every parameter by rows, tensor parallelism some by rows and some by columns. On a mesh of both, a weight
+# that is sharded by rows is sharded twice: `dp_shard` shards what `tp` left. Strips show one dim each.
 
 # %%
 AXES = ("dp_shard", "tp")
@@ -77,8 +77,8 @@ spec_figure(tensors, {"f": 16, "d": 16, "p": 16}, {"dp_shard": 2, "tp": 2})
 
 
 # %%
-def cut(model, mesh):
-    """FSDP2, after the model's own plan where the mesh has an axis for it."""
+def sharded(model, mesh):
+    """FSDP2, after the model's plan where the mesh has an axis for it."""
     plan = get_hf_tp_shard_plan(model) if "tp" in mesh.mesh_dim_names else None
     return fsdp2_strategy_parallelize(model, mesh, tp_shard_plan=plan)
 
@@ -95,65 +95,66 @@ MESHES = ({"dp_shard": 2}, {"tp": 2}, {"dp_shard": 2, "tp": 2}, {"dp_replicate":
 print(f"{'':36} loss of step 1       gradients   weights after 3 steps")
 print(f"{'JAX, one device':36} {float(want.steps[0].loss):.16f}")
 for mesh in MESHES:
-    ranks, _ = on_mesh(mesh, training, cut)
+    ranks, _ = on_mesh(mesh, training, sharded)
     loss = sum(rank.losses[0] for rank in ranks if rank.is_counted)
     gradients = worst([rank.gradients for rank in ranks], want.steps[0].gradients)
     weights = worst([rank.weights for rank in ranks], want.parameters)
     print(f"{mesh!s:36} {loss:.16f}   {gradients:.1e}     {weights:.1e}")
 
 # %% [markdown]
-# The strategies of Megatron-FSDP are the same contract: what is cut between steps differs, the gradients do not.
+# The strategies of Megatron-FSDP are the same contract: what is sharded between steps differs, the gradients do not.
 
 # %%
 LAYER = "transformers.models.qwen3.modeling_qwen3.Qwen3DecoderLayer"
 for strategy in ("optim_grads_params", "optim_grads", "optim", "no_shard"):
 
-    def cut_by_strategy(model, mesh, strategy=strategy):
+    def sharded_by_strategy(model, mesh, strategy=strategy):
         return nvfsdp_strategy_parallelize(model, mesh, [LAYER], None, strategy)
 
-    ranks, ledger = on_mesh({"dp_shard": 2}, training, cut_by_strategy)
+    ranks, ledger = on_mesh({"dp_shard": 2}, training, sharded_by_strategy)
     sent = {op: calls for op, (calls, _) in ledger.cost(0, "bwd").items()}
     print(f"{strategy:20} gradients {worst([r.gradients for r in ranks], want.steps[0].gradients):.1e}   {sent}")
 
 # %% [markdown]
 # ## The bug: two norms left out of the plan
 #
-# Qwen3 normalises each head's query and key. The weights of these norms are whole on each rank, but a rank's norms see
-# its own heads alone, so the gradient is a sum over the ranks. A plan that leaves them out computes every logit right.
+# Qwen3 normalises each head's query and key. The weights of these norms are replicated, but a rank's norms see
+# its heads alone, so the gradient is a sum over the ranks. A plan that leaves them out computes every logit right.
 
 
 # %%
-def cut_without_norms(model, mesh):
+def sharded_without_norms(model, mesh):
     plan = {key: style for key, style in get_hf_tp_shard_plan(model).items() if "norm" not in key}
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = fsdp2_strategy_parallelize(model, mesh, tp_shard_plan=plan)
-    TOLD.extend(str(warning.message) for warning in told)
+    WARNINGS.extend(str(warning.message) for warning in caught)
     return model
 
 
-TOLD = []
+WARNINGS = []
 once = Training(QWEN3, steps=1)
 (step,) = reference(QWEN3, once.batches).steps
-found = {}
-for name, parallelize in (("with the norms", cut), ("without", cut_without_norms)):
+deviations = {}
+for name, parallelize in (("with the norms", sharded), ("without", sharded_without_norms)):
     ranks, _ = on_mesh({"tp": 2}, once, parallelize)
     loss = ranks[0].losses[0]
-    found[name] = {each: deviation(ranks[0].gradients[each], step.gradients[each]) for each in step.gradients}
-    print(f"{name:16} loss {abs(loss / float(step.loss) - 1):.0e} off, gradients {max(found[name].values()):.0e} off")
-print("\n" + TOLD[0])
+    deviations[name] = {each: deviation(ranks[0].gradients[each], step.gradients[each]) for each in step.gradients}
+    worst_gradient = max(deviations[name].values())
+    print(f"{name:16} loss {abs(loss / float(step.loss) - 1):.0e} off, gradients {worst_gradient:.0e} off")
+print("\n" + WARNINGS[0])
 
 # %%
 figure, panel = plt.subplots(figsize=(9, 3), layout="constrained")
 names = list(step.gradients)
-for number, (label, deviations) in enumerate(found.items()):
+for number, (label, of_plan) in enumerate(deviations.items()):
     drawn = {**colours.line(number), "linestyle": "", "markersize": 8 - 3 * number}
-    panel.semilogy(range(len(names)), [max(deviations[name], 1e-17) for name in names], **drawn, label=label)
+    panel.semilogy(range(len(names)), [max(of_plan[name], 1e-17) for name in names], **drawn, label=label)
 for number, name in enumerate(names):
-    if found["without"][name] > 1e-10:
+    if deviations["without"][name] > 1e-10:
         layer, _, part = name.removeprefix("model.layers.").removesuffix(".weight").partition(".")
-        said = f"layer {layer}: {part.rpartition('.')[2]}"
-        panel.annotate(said, (number, 3e-3), rotation=90, ha="center", va="top", fontsize=9)
+        label = f"layer {layer}: {part.rpartition('.')[2]}"
+        panel.annotate(label, (number, 3e-3), rotation=90, ha="center", va="top", fontsize=9)
 panel.set(ylabel="gradient: relative distance\nfrom one device", xlabel="parameter, in the model's order")
 panel.set(ylim=(1e-17, 100))
 panel.legend(loc="center left", title="plan")
@@ -162,8 +163,8 @@ plt.show()
 # %% [markdown]
 # ## Found by `verify`
 #
-# The norm alone, as a scheme: its input is cut over tp by heads, its weight is the same on each rank, and so must be
-# its gradient. `replicate` is the style of modules that see the same input on each rank, which this one does not.
+# The norm alone, as a scheme: its input is sharded over tp by heads, its weight is the same on each rank, and so must
+# be its gradient. `replicate` is the style of modules that see the same input on each rank, which this one does not.
 
 
 # %%
@@ -183,8 +184,8 @@ def norm(x, weight):
 def under(style, mesh, x, weight):
     module = Norm(weight)
     apply_plan(module, {"": translate_to_torch_parallel_style(style)}, mesh.device_mesh)
-    held = DTensor.from_local(weight, mesh.device_mesh, [Replicate()], run_check=False)
-    return functional_call(module, {"weight": held}, (x,))
+    replicated = DTensor.from_local(weight, mesh.device_mesh, [Replicate()], run_check=False)
+    return functional_call(module, {"weight": replicated}, (x,))
 
 
 DECLARED = dict(
@@ -204,11 +205,11 @@ def norm_that_is_replicated(mesh, x, weight):
 
 
 @scheme(**DECLARED)
-def norm_of_own_heads(mesh, x, weight):
+def norm_of_local_heads(mesh, x, weight):
     return under("replicated_with_grad_allreduce", mesh, x, weight)
 
 
 print(norm_that_is_replicated.verify(b=2, h=4, p=3, examples=3))
 
 # %%
-print(norm_of_own_heads.verify(b=2, h=4, p=3, examples=3))
+print(norm_of_local_heads.verify(b=2, h=4, p=3, examples=3))

@@ -14,8 +14,8 @@
 # %% [markdown]
 # # Pipeline schedules by eye
 #
-# Seven schedules on paper, what they leave idle and what they hold in memory; what a slow stage or a slow network
-# does to them; a schedule of one's own as a file, refused where it is wrong and run where it is right.
+# Seven schedules on paper, what they leave idle and what they keep in memory; what a slow stage or a slow network
+# does to them; a schedule of your own as a file, rejected where it is wrong and run where it is right.
 
 # %%
 # %matplotlib inline
@@ -65,7 +65,7 @@ plt.show()
 # %% [markdown]
 # ## Bubbles and memory
 #
-# Idle time as a share of the whole, and the most activations that a rank holds at once, in whole ranks' worth of
+# Idle time as a share of the total, and the most activations that a rank holds at once, in whole ranks' worth of
 # layers (a chunk of two counts half). GPipe and LoopedBFS hold all micro-batches; the others let go of them.
 
 # %%
@@ -131,9 +131,9 @@ draw(simulate(schedule_order("1F1B", P, N, 1), range(P), slow), "1F1B, the last 
 print(simulate(schedule_order("ZBVZeroBubble", 4, 4, 2), stage_to_rank(4, 8, "v")))
 
 # %% [markdown]
-# ## A schedule of one's own
+# ## A schedule of your own
 #
-# One row for each rank, one action in each cell. This one is 1F1B on two ranks with its backwards cut in two, and
+# One row for each rank, one action in each cell. This one is 1F1B on two ranks with its backwards split in two, and
 # weight gradients put off to where ranks would wait.
 
 # %%
@@ -152,7 +152,7 @@ axes[1].set_xlim(axes[0].get_xlim())
 plt.show()
 
 # %% [markdown]
-# A file that cannot be is refused with the cell.
+# A file that cannot run is rejected, and the message names the cell.
 
 # %%
 for old, new in (("1F1,1I1", "1I1,1F1"), ("0F2,", ""), ("0F0,", "1F0,"), ("0W2", "0w2")):
@@ -197,11 +197,11 @@ for rank, (actions, _) in enumerate(ranks.results):
 # The gradients are those of one device that takes the micro-batches one after the other, bit by bit.
 
 # %%
-whole = nn.Sequential(layer(0), layer(1))
+unsplit = nn.Sequential(layer(0), layer(1))
 for part in batch().split(2):
-    (whole(part) - part).square().sum().backward()
+    (unsplit(part) - part).square().sum().backward()
 for stage, (_, gradient) in enumerate(ranks.results):
-    print(f"stage {stage}: equal bits", gradient == whole[stage][0].weight.grad.tolist())
+    print(f"stage {stage}: equal bits", gradient == unsplit[stage][0].weight.grad.tolist())
 
 # %% [markdown]
 # Any schedule can be written as a file, to start from.

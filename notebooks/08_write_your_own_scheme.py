@@ -20,7 +20,7 @@
 #
 # ## The idea
 #
-# A norm and a projection after it, with the *width* of the rows cut over tensor-parallel ranks:
+# A norm and a projection after it, with the *width* of the rows sharded over tensor-parallel ranks:
 #
 # $$ y = W \, \frac{g \odot x}{\sqrt{\tfrac{1}{d} \sum_i x_i^2 + \epsilon}} $$
 #
@@ -31,7 +31,7 @@
 # $$ y = \frac{\sum_r W_r (g_r \odot x_r)}{\sqrt{\tfrac{1}{d} \sum_r |x_r|^2 + \epsilon}} $$
 #
 # Both sums are over ranks, and neither needs the other. So both can travel together: the squares as one more column of
-# the product. That is one collective, and no rank ever has a whole row. Is it right, its gradients too?
+# the product. That is one collective, and no rank ever has a full row. Is it right, its gradients too?
 
 # %%
 # %matplotlib inline
@@ -58,8 +58,8 @@ EPS = 1e-5
 # %% [markdown]
 # ## The reference
 #
-# The formula on whole arrays, in JAX. It is what the scheme *means*, so it should be the one that you would write on
-# paper: no rank, no trick, nothing of the idea in it.
+# The formula on unsharded arrays, in JAX. It is what the scheme *means*, so it should be the one that you would write
+# on paper: no rank, no trick, nothing of the idea in it.
 
 
 # %%
@@ -71,8 +71,9 @@ def reference(x, g, w):
 # %% [markdown]
 # ## Who holds what
 #
-# One string for each tensor. `d/tp` is cut. The output has no cut dim, so it needs a type: the same value on each rank,
-# and whoever uses it gives the same gradient back on each (`tp=I`). The rest is drawn: shapes, values, cotangents.
+# One string for each tensor. `d/tp` is sharded. The output has no sharded dim, so it needs a type: the same value on
+# each rank, and whoever uses it gives the same gradient back on each (`tp=I`). The rest is drawn: shapes, values,
+# cotangents.
 
 # %%
 DECLARED = dict(
@@ -87,7 +88,7 @@ DECLARED = dict(
 # %% [markdown]
 # ## A first version
 #
-# Each rank norms its own part of the row, then the products are added up. It is what comes out if an existing norm
+# Each rank norms its shard of the row, then the products are added up. It is what comes out if an existing norm
 # module is given a shard.
 
 
@@ -105,18 +106,18 @@ scheme_figure(norm_of_the_shard, norm_of_the_shard.case(tp=4, b=2, s=4, d=16, o=
 norm_of_the_shard.verify(tp=2, b=2, s=4, d=8, o=3, dtype="float32")
 
 # %% [markdown]
-# Wrong, but how wrong? The mean square of a part of a row is an estimate of that of the whole row, and a better one the
+# Wrong, but how wrong? The mean square of a shard of a row is an estimate of that of the full row, and a better one the
 # wider the row. In a model of real width the outputs look right and a loss goes down.
 
 # %%
 WIDTHS = (8, 64, 512, 4096)
 figure, panel = plt.subplots(figsize=(6, 3), layout="constrained")
 for number, tp in enumerate((2, 4)):
-    found = []
+    distances = []
     for width in WIDTHS:  # one compilation of the reference for each width
         row = norm_of_the_shard.verify(tp=tp, b=1, s=64, d=width, o=4, dtype="float32", examples=1).worst("output")
-        found.append(np.linalg.norm(row.got - row.want) / np.linalg.norm(row.want))
-    panel.loglog(WIDTHS, found, **colours.line(number), label=f"tp={tp}")
+        distances.append(np.linalg.norm(row.got - row.want) / np.linalg.norm(row.want))
+    panel.loglog(WIDTHS, distances, **colours.line(number), label=f"tp={tp}")
 panel.set(xlabel="width d of a row", ylabel="relative error of the output", title="norm_of_the_shard")
 panel.set_xticks(WIDTHS, WIDTHS)
 panel.minorticks_off()
@@ -124,7 +125,7 @@ panel.legend()
 plt.show()
 
 # %% [markdown]
-# A tolerance of two or three percent, as bfloat16 is often given, lets the widest of these pass. A budget computed for
+# A tolerance of two or three percent, as is usual for bfloat16, lets the widest of these pass. A budget computed for
 # the case does not.
 #
 # ## A second version
@@ -207,10 +208,10 @@ norm_and_projection.verify(engine="gloo", **SIZES)
 # %% [markdown]
 # ## A file and its test
 #
-# What is to be kept goes into a file: reference, scheme, and four lines that make it a test.
+# What should last goes into a file: reference, scheme, and four lines that make it a test.
 
 # %%
-FILE = '''"""A norm and a projection over columns that are cut, in one collective."""
+FILE = '''"""A norm and a projection over sharded columns, in one collective."""
 import jax
 import jax.numpy as jnp
 import torch

@@ -15,7 +15,7 @@
 # # One run, every axis
 #
 # A small hybrid language model (attention and Mamba2 layers) trained on several meshes. The curve must not know which:
-# every loss, gradient and weight is held against one device. Then a fault is planted in a layer, and a trace of the
+# every loss, gradient and weight is compared with one device. Then a bug is injected into a layer, and a trace of the
 # first step names the module. Everything runs on this CPU, on the deterministic engine.
 
 # %%
@@ -34,7 +34,7 @@ from shardproof.training import BUGS, Known, Plot, Run, first, followed, known_o
 #
 # Two streams of packed documents of unlike lengths, five steps of AdamW, in float64. The reference is flax and optax on
 # one device, made once for all runs. One rule makes all factorisations equal: the loss is the sum of the token losses
-# over the count of valid tokens of the whole step.
+# over the count of valid tokens of the full step.
 
 # %%
 SMALL = {"streams": 2, "length": 48, "steps": 5}
@@ -45,12 +45,12 @@ RUNS = {
     "pp=2, 1F1B": Run.on({"pp": 2}, **SMALL),
 }
 known = Known()
-found = {name: followed(run, known, "lockstep") for name, run in RUNS.items()}
+judged = {name: followed(run, known, "lockstep") for name, run in RUNS.items()}
 
 print(f"{'mesh':36}{'loss of step 5':>20}{'largest error / budget':>26}")
-for name, steps in found.items():
+for name, steps in judged.items():
     print(f"{name:36}{steps[-1].loss:20.15f}{max(step.worst_ratio for step in steps):26.2g}")
-print(f"{'one device':36}{next(iter(found.values()))[-1].want:20.15f}")
+print(f"{'one device':36}{next(iter(judged.values()))[-1].want:20.15f}")
 
 # %% [markdown]
 # The error is that of the worst of all numbers: loss, norm, every parameter's gradient and weight. Above, the curves
@@ -58,10 +58,10 @@ print(f"{'one device':36}{next(iter(found.values()))[-1].want:20.15f}")
 
 # %%
 figure, (curves, apart) = plt.subplots(2, 1, figsize=(9, 5), sharex=True, layout="constrained")
-steps = next(iter(found.values()))
+steps = next(iter(judged.values()))
 at = [step.index + 1 for step in steps]
 curves.plot(at, [step.want for step in steps], color="0.75", linewidth=7, label="one device (JAX)")
-for number, (name, steps) in enumerate(found.items()):
+for number, (name, steps) in enumerate(judged.items()):
     curves.plot(at, [step.loss for step in steps], **colours.line(number), label=name)
     apart.semilogy(at, [max(step.rows["loss"].error, 1e-17) for step in steps], **colours.line(number))
 apart.semilogy(at, [step.rows["loss"].budget for step in steps], color="0.6", linewidth=3, label="budget")
@@ -71,19 +71,19 @@ figure.legend(loc="outside right upper", frameon=False, fontsize=9)
 plt.show()
 
 # %% [markdown]
-# ## A fault in one layer
+# ## A bug in one layer
 #
-# From the catalogue of planted faults: one line of a layer, changed in memory. What is printed is the patch, and what
+# From the catalogue of injected bugs: one line of a layer, changed in memory. What is printed is the patch, and what
 # became of the first steps. The first loss is right.
 
 # %%
-fault = next(fault for fault in BUGS if fault.name == "a layer whose residual has no gradient")
-plot = Plot.of(fault, [trace.__module__, followed.__module__])
-planted_trace, planted_run = plot.modules[0].trace, plot.modules[1].followed
+bug = next(bug for bug in BUGS if bug.name == "a layer whose residual has no gradient")
+plot = Plot.of(bug, [trace.__module__, followed.__module__])
+buggy_trace, buggy_run = plot.modules[0].trace, plot.modules[1].followed
 run = RUNS["cp=2, ring, heads exchanged"]
 with plot:
-    broken = planted_run(run, known, "lockstep")
-print(f"{fault.at}\n- {fault.old}\n+ {fault.new}\n")
+    broken = buggy_run(run, known, "lockstep")
+print(f"{bug.at}\n- {bug.old}\n+ {bug.new}\n")
 for step in broken[:3]:
     wrong = ", ".join(name for name in step.wrong[:3]) or "nothing"
     print(f"step {step.index + 1}: loss {step.loss:.12f}, one device {step.want:.12f}; wrong: {wrong}")
@@ -99,14 +99,14 @@ for step in broken[:3]:
 reference = known_of(Run(mesh={}, **SMALL))
 healthy = trace(run, reference, "lockstep")
 with plot:
-    lines = planted_trace(run, reference, "lockstep")
+    lines = buggy_trace(run, reference, "lockstep")
 line = first(lines)
 print(f"healthy: {len(healthy)} tensors, at most {max(each.ratio for each in healthy):.2g} of the budget")
-print(f"planted: first to differ: {line.name}; look in {line.home}", *line.notes, sep="\n  ")
+print(f"with the bug: first to differ: {line.name}; look in {line.home}", *line.notes, sep="\n  ")
 
 # %%
 figure, panel = plt.subplots(figsize=(9, 3), layout="constrained")
-for number, (name, traced) in enumerate({"healthy": healthy, "planted": lines}.items()):
+for number, (name, traced) in enumerate({"healthy": healthy, "with the bug": lines}.items()):
     drawn = {**colours.line(number), "linestyle": "", "markersize": 3}
     panel.semilogy([max(each.error, 1e-17) for each in traced], **drawn, label=name)
 panel.semilogy([each.budget for each in healthy], color="0.6", linewidth=1, label="budget")

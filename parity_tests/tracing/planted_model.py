@@ -1,4 +1,4 @@
-"""A small language model cut over tensor-parallel ranks. One line is wrong: notebooks/09_find_the_planted_bug.py."""
+"""A small language model cut over tensor-parallel ranks. One line is wrong: notebooks/09_find_the_injected_bug.py."""
 
 import torch
 import torch.nn.functional as F

@@ -12,11 +12,12 @@
 # ---
 
 # %% [markdown]
-# # Find the planted bug
+# # Find the injected bug
 #
-# A small language model, cut over two tensor-parallel ranks, with one wrong line in it. Its loss is right to the last
-# bits and it trains. You will find the line by comparing gradients, then with a trace, the timeline of collectives,
-# a scheme and a replay; and see at the end what the loss curve would have told. Everything runs on this CPU.
+# A small language model, sharded over two tensor-parallel ranks, with one wrong line in it. Its loss is right to the
+# last bits and it trains. You will find the line by comparing gradients, then with a trace, the timeline of
+# collectives, a scheme and a replay; and see at the end what the loss curve would have shown. Everything runs on this
+# CPU.
 
 # %%
 # %matplotlib inline
@@ -55,9 +56,9 @@ from torch_impl.collectives import all_reduce
 # ## The model
 #
 # Two gated blocks and a head, on bytes of Python's own language reference; each byte predicts the next. `up`, `gate`
-# and the head are cut by rows, so each rank computes some of their outputs; `down` is cut by columns, so each rank
-# computes an addend of every output. Somewhere in this file is the bug. Do not look for it yet. The reference is the
-# same in flax, whole: `parity_tests/tracing/planted_reference.py`.
+# and the head are sharded by rows, so each rank computes some of their outputs; `down` is sharded by columns, so each
+# rank computes an addend of every output. Somewhere in this file is the bug. Do not look for it yet. The reference is
+# the same in flax, unsharded: `parity_tests/tracing/planted_reference.py`.
 
 # %%
 print(inspect.getsource(planted_model))
@@ -73,14 +74,14 @@ print(inspect.getsource(planted_model))
 WEIGHTS = drawn_weights()
 
 
-def model_of(mesh, made=Model):
+def model_of(mesh, kind=Model):
     weights = {name: torch.from_numpy(array) for name, array in WEIGHTS.items()}
-    return made(weights, mesh.rank("tp"), mesh["tp"])
+    return kind(weights, mesh.rank("tp"), mesh["tp"])
 
 
-def one_step(mesh, made=Model):
+def one_step(mesh, kind=Model):
     """What a rank saw of one step: its loss, every module's tensors, its gradients."""
-    model = model_of(mesh, made)
+    model = model_of(mesh, kind)
     ids, target = (torch.from_numpy(x) for x in batch(0))
     with recorded(model) as seen:
         loss = model.loss(ids, target)
@@ -105,23 +106,24 @@ for rank, (loss, _, _) in enumerate(ranks.results):
 # %% [markdown]
 # ## Its gradients are not
 #
-# Put together from the ranks' parts, and held against the reference's.
+# Concatenated from the ranks' shards, and compared with the reference's.
 
 # %%
-CUT = {"gate.weight": 0, "up.weight": 0, "head.weight": 0, "down.weight": 1}
+SHARDED_DIM = {"gate.weight": 0, "up.weight": 0, "head.weight": 0, "down.weight": 1}
 
 
-def whole_gradients(ranks):
+def full_gradients(ranks):
     parts = [gradients for _, _, gradients in ranks.results]
-    found = {}
+    gradients = {}
     for name in parts[0]:
-        dim = next((dim for end, dim in CUT.items() if name.endswith(end)), None)
-        found[name] = parts[0][name] if dim is None else np.concatenate([part[name] for part in parts], dim)
-    return found
+        dim = next((dim for end, dim in SHARDED_DIM.items() if name.endswith(end)), None)
+        gradients[name] = parts[0][name] if dim is None else np.concatenate([part[name] for part in parts], dim)
+    return gradients
 
 
 norm, of_one = np.linalg.norm, known.of_weights
-deviation = {name: norm(found - of_one[name]) / norm(of_one[name]) for name, found in whole_gradients(ranks).items()}
+gradients = full_gradients(ranks)
+deviation = {name: norm(gradients[name] - of_one[name]) / norm(of_one[name]) for name in gradients}
 figure, panel = plt.subplots(figsize=(8, 3.4), layout="constrained")
 for label, colour, is_shown in (("as on one device", colours.RIGHT, False), ("wrong", colours.WRONG, True)):
     shown = {name: value if (value > 1e-9) == is_shown else np.nan for name, value in deviation.items()}
@@ -141,23 +143,23 @@ plt.show()
 
 
 # %%
-def positions(rank, event, whole, local):
-    """What of a whole tensor a rank has: all, or its part of the last dim."""
-    at = [np.arange(size) for size in whole]
-    if whole[-1] != local[-1]:
+def positions(rank, event, full, local):
+    """What of a full tensor a rank has: all, or its shard of the last dim."""
+    at = [np.arange(size) for size in full]
+    if full[-1] != local[-1]:
         at[-1] = np.array_split(at[-1], TP)[rank]
     return at
 
 
 def trace(ranks):
-    found = Found([seen for _, seen, _ in ranks.results], whole_gradients(ranks))
-    return lines(known, found, positions, "float64", {"tp": TP})
+    recordings = Found([seen for _, seen, _ in ranks.results], full_gradients(ranks))
+    return lines(known, recordings, positions, "float64", {"tp": TP})
 
 
-found = trace(ranks)
-line = first(found)
-at = found.index(line)
-for each in found[at - 4 : at + 3]:
+compared = trace(ranks)
+line = first(compared)
+at = compared.index(line)
+for each in compared[at - 4 : at + 3]:
     print(f"{each.phase:9} {each.name:36} {each.error:8.1e} of {each.budget:.1e}  {'equal' if each.ok else 'DIFFERS'}")
 print(f"\nfirst to differ: {line.name}; look in {line.home}")
 print(*line.notes, sep="\n")
@@ -169,9 +171,9 @@ print(*line.notes, sep="\n")
 # %%
 figure, panel = plt.subplots(figsize=(8, 3.2), layout="constrained")
 for number, phase in enumerate(("forward", "backward", "weight")):
-    drawn = {i: max(each.error, 1e-17) for i, each in enumerate(found) if each.phase == phase}
+    drawn = {i: max(each.error, 1e-17) for i, each in enumerate(compared) if each.phase == phase}
     panel.semilogy(list(drawn), list(drawn.values()), **{**colours.line(number), "linestyle": ""}, label=phase)
-panel.semilogy([each.budget for each in found], color="0.6", linewidth=1, label="budget")
+panel.semilogy([each.budget for each in compared], color="0.6", linewidth=1, label="budget")
 panel.annotate(line.name, (at, line.error), (at - 3, 1e-5), ha="right", arrowprops={"arrowstyle": "->"})
 panel.set(xlabel="tensor, in the order of execution", ylabel="relative distance", ylim=(1e-18, 10))
 panel.legend(loc="upper left", fontsize=8)
@@ -180,7 +182,7 @@ plt.show()
 # %% [markdown]
 # ## Timeline: one collective too many
 #
-# Every collective of the step. Backward there should be a sum for each layer that is cut by rows and so shares its
+# Every collective of the step. Backward there should be a sum for each layer that is sharded by rows and so shares its
 # input: one for the head, two for each block, five in all.
 
 # %%
@@ -192,7 +194,7 @@ ledger_figure(ranks.ledger, "one step, tp=2")
 #
 # ## A scheme for the suspect
 #
-# The layer alone, in both of the ways in which the model makes it. Its output is whole on each rank, and so is the
+# The layer alone, in both of the ways in which the model makes it. Its output is replicated, and so is the
 # gradient that comes back (`tp=I`): the head has summed it already, in `Shared`.
 
 
@@ -244,8 +246,9 @@ class Mended(Model):
 
 
 mended = run(lambda mesh, case: one_step(mesh, Mended), CaseSpec("step", {"tp": TP}))
-told = trace(mended)
-print(f"first to differ: {first(told)}; largest of {len(told)} tensors: {max(line.ratio for line in told):.2g} budgets")
+compared = trace(mended)
+largest = max(line.ratio for line in compared)
+print(f"first to differ: {first(compared)}; largest of {len(compared)} tensors: {largest:.2g} budgets")
 
 # %% [markdown]
 # ## What the loss curve would have shown
@@ -255,16 +258,16 @@ print(f"first to differ: {first(told)}; largest of {len(told)} tensors: {max(lin
 
 # %%
 def norm_of(gradients, group):
-    """Of the whole gradient: what is cut is added up over the ranks, what each rank has whole counts once."""
+    """Of the full gradient: what is sharded is added up over the ranks, what is replicated counts once."""
     squares = {name: x.square().sum() for name, x in gradients.items()}
-    cut = sum(square for name, square in squares.items() if name.endswith(tuple(CUT)))
-    whole = sum(square for name, square in squares.items() if not name.endswith(tuple(CUT)))
-    return (all_reduce(cut, group) + whole).sqrt().item()
+    sharded = sum(square for name, square in squares.items() if name.endswith(tuple(SHARDED_DIM)))
+    replicated = sum(square for name, square in squares.items() if not name.endswith(tuple(SHARDED_DIM)))
+    return (all_reduce(sharded, group) + replicated).sqrt().item()
 
 
-def trained(made, steps=60):
+def trained(kind, steps=60):
     def body(mesh, case):
-        model = model_of(mesh, made)
+        model = model_of(mesh, kind)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         losses, norms = [], []
         for step in range(steps):
