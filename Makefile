@@ -50,7 +50,7 @@ bugs: $(VENV)/with-test ## inject every bug of the catalogue and count what is c
 	$(BIN)/python -m parity_tests.injected_bugs
 
 clean: ## remove what the other targets made, the virtual environment included
-	rm -rf $(VENV) build dist docs/_build docs/notebooks docs/jupyter_execute .pytest_cache .hypothesis .ruff_cache .import_linter_cache
+	rm -rf $(VENV) build dist docs/_build docs/notebooks docs/gallery.md docs/images/gallery docs/jupyter_execute .pytest_cache .hypothesis .ruff_cache .import_linter_cache
 	rm -f replay_*.py replay_*.pkl shardproof_verify.png
 	find torch_impl jax_ref parity_tests -name __pycache__ -prune -exec rm -rf {} +
 

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import runpy
 import shutil
 from pathlib import Path
 
@@ -35,6 +36,11 @@ def with_notebooks(app):
     folder.mkdir()
     for notebook in sorted((Path(__file__).resolve().parents[1] / "notebooks").glob("[0-9]*.ipynb")):
         shutil.copy(notebook, folder)
+
+
+def with_gallery(app):
+    """Write the gallery's page and take its figures from the notebooks."""
+    runpy.run_path(str(Path(app.srcdir) / "gallery.py"))["write"](Path(app.srcdir))
 
 
 def to_notebooks(app, page, source):
@@ -73,6 +79,7 @@ def is_left_out(app, what, name, of, skip, options):
 
 def setup(app):
     app.connect("builder-inited", with_notebooks)
+    app.connect("builder-inited", with_gallery)
     app.connect("source-read", to_notebooks)
     app.connect("autodoc-process-docstring", as_it_is)
     app.connect("autodoc-process-signature", of_apply)

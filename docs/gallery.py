@@ -1,7 +1,4 @@
-"""Write the gallery: `python docs/gallery.py` takes every figure of the committed notebooks and lists it on a page.
-
-Run it after `python notebooks/execute.py`. A test asks that every figure has its line here, and that none is old.
-"""
+"""The gallery: every figure of the committed notebooks, on one page with its caption. `make docs` writes both."""
 
 from __future__ import annotations
 
@@ -11,15 +8,13 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "gallery.md"
-FOLDER = ROOT / "docs" / "images" / "gallery"
 IN_HTML = re.compile(r"data:image/png;base64,([^\"]+)")
 
 HEAD = """# Gallery
 
 Every figure of the project, with what makes it. A rank has the same colour in all of them, and its number beside it;
 lines and kinds of actions have colours of their own. All three sets stay apart for every kind of colour vision, which
-`parity_tests/harness/report/test_colours.py` holds them to.
+`parity_tests/harness/report/test_colours.py` tests.
 """
 # A file of docs/images, one line, and the command that makes it.
 PICTURES = (
@@ -35,15 +30,15 @@ PICTURES = (
         "A training run on four ranks beside one device.",
         "shardproof train --mesh dp=2,cp=2 --figure training.png",
     ),
-    ("faults.png", "How many examples it takes to catch a planted fault.", "make bugs"),
-    ("tour.png", "Error over budget of every built-in scheme, and three planted bugs.", "shardproof tour"),
+    ("faults.png", "How many examples it takes to catch an injected bug.", "make bugs"),
+    ("tour.png", "Error over budget of every built-in scheme, and three injected bugs.", "shardproof tour"),
 )
 REPORT = "Error over budget on every tensor of"
 # One line for each figure of a notebook, in its order.
 CAPTIONS = {
     "01_layouts_by_eye": (
         "Five layouts of one dim, and the causal work of each rank.",
-        "A matrix cut over two axes, in four ways.",
+        "A matrix sharded over two axes, in four ways.",
         "What a spec string says of values and of gradients.",
         f"{REPORT} a gather that leaves the layout in place.",
         "The collectives of the gather, forward and backward.",
@@ -55,24 +50,24 @@ CAPTIONS = {
     ),
     "03_dual_chunk_swap_and_packing": (
         "Whose queries see which keys, in three layouts.",
-        "A packed stream cut inside each sequence, and as a whole.",
+        "A packed stream sharded inside each sequence, and as one sequence.",
         "The mask of a packed stream, in the colours of the ranks that compute it.",
         "What padding to a multiple of twice the ranks costs.",
-        "Where targets are wrong that were shifted after the cut.",
+        "Where targets are wrong that were shifted after sharding.",
     ),
     "04_ring_and_ulysses": (
         "A ring step by step: whose keys are where, and how much of the work that is.",
         "Ulysses: positions of all heads become all positions of some heads.",
         "What goes over the wire with Ulysses.",
         "What goes over the wire with the ring.",
-        f"{REPORT} attention whose output is put together in the wrong order.",
+        f"{REPORT} attention whose output is gathered in the wrong order.",
         f"{REPORT} the same with the right order.",
         "Bytes that each exchange sends, over the number of ranks.",
     ),
     "05_mamba2_two_ways": (
         "Who holds what while a Mamba2 mixer runs, in two ways.",
-        f"{REPORT} a mixer without the rows before a cut.",
-        "How that mistake runs on from the first cut.",
+        f"{REPORT} a mixer without the rows before a border.",
+        "How that mistake runs on from the first border.",
         f"{REPORT} a mixer that takes the tokens in another order.",
         "Bytes of both ways, over the length of the sequence.",
     ),
@@ -88,7 +83,7 @@ CAPTIONS = {
         "A schedule from a file, beside 1F1B.",
     ),
     "08_write_your_own_scheme": (
-        "Who holds what in a norm and a projection over cut columns.",
+        "Who holds what in a norm and a projection over sharded columns.",
         f"{REPORT} a norm of each rank's part of a row.",
         "How that error falls with the width, and does not go away.",
         f"{REPORT} a norm whose sum has no gradient.",
@@ -97,7 +92,7 @@ CAPTIONS = {
         f"{REPORT} that version, on four processes.",
     ),
     "09_find_the_injected_bug": (
-        "Every parameter's gradient of a model with a planted bug.",
+        "Every parameter's gradient of a model with an injected bug.",
         "All tensors of one step in the order of execution, and the first that differs.",
         "The timeline of its collectives: one too many.",
         f"{REPORT} the layer with the bug.",
@@ -105,7 +100,7 @@ CAPTIONS = {
     ),
     "10_one_run_every_axis": (
         "One training run on four meshes: the same curve, and how far apart.",
-        "A trace of its first step, healthy and with a planted fault.",
+        "A trace of its first step, healthy and with an injected bug.",
     ),
 }
 
@@ -121,10 +116,10 @@ def figures(notebook: Path) -> list[bytes]:
     return [base64.b64decode(text) for text in found]
 
 
-def files() -> dict[Path, bytes]:
-    """What the folder of figures holds: each under its notebook's name and its number."""
+def files() -> dict[str, bytes]:
+    """Every figure, under its notebook's name and its number."""
     notebooks = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
-    return {FOLDER / f"{n.stem}-{k}.png": png for n in notebooks for k, png in enumerate(figures(n), 1)}
+    return {f"{n.stem}-{k}.png": png for n in notebooks for k, png in enumerate(figures(n), 1)}
 
 
 def page() -> str:
@@ -139,11 +134,10 @@ def page() -> str:
     return "".join(parts)
 
 
-if __name__ == "__main__":
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    wanted = files()
-    for old in set(FOLDER.glob("*.png")) - set(wanted):
-        old.unlink()
-    for path, png in wanted.items():
-        path.write_bytes(png)
-    PAGE.write_text(page())
+def write(docs: Path) -> None:
+    """Write `gallery.md` and its figures below a folder of pages."""
+    folder = docs / "images" / "gallery"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, png in files().items():
+        (folder / name).write_bytes(png)
+    (docs / "gallery.md").write_text(page())

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from jax_ref.layouts import contiguous, dual_chunk_swap, packed, striped
-from parity_tests.harness.declare.spec import parse
-from parity_tests.harness.report import layout_picture, picture
+from shardproof import figure, layout_figure, parse
 from torch_impl.pipelining import schedule_order, simulate, stage_to_rank
 from torch_impl.pipelining.simulation import draw
 
@@ -17,22 +16,22 @@ def spec_strings() -> None:
     """A scheme's input and output: who holds which position, and what the other axes promise."""
     axes = ("cp", "tp")
     tensors = {"logits": parse("b s/cp:dual_chunk_swap v/tp", axes), "-> logprob": parse("b s tp=I cp=R", axes)}
-    figure = picture.figure(tensors, {"b": 2, "s": 16, "v": 12}, {"cp": 4, "tp": 2})
-    figure.savefig(FOLDER / "spec.png", dpi=150, metadata=PLAIN)
+    drawn = figure(tensors, {"b": 2, "s": 16, "v": 12}, {"cp": 4, "tp": 2})
+    drawn.savefig(FOLDER / "spec.png", dpi=150, metadata=PLAIN)
 
 
 def layouts() -> None:
-    """One dim of 32 positions cut over 4 ranks in four orders, the last of two sequences of 8 and 24."""
-    found = {each.__name__: each(SIZE, WORLD) for each in (contiguous, striped, dual_chunk_swap)}
-    found["packed"] = packed(SIZE, WORLD, SEQUENCES)
-    layout_picture.figure(found, {"packed": SEQUENCES}).savefig(FOLDER / "layouts.png", dpi=150, metadata=PLAIN)
+    """One dim of 32 positions sharded over 4 ranks in four orders, the last of two sequences of 8 and 24."""
+    orders = {each.__name__: each(SIZE, WORLD) for each in (contiguous, striped, dual_chunk_swap)}
+    orders["packed"] = packed(SIZE, WORLD, SEQUENCES)
+    layout_figure(orders, {"packed": SEQUENCES}).savefig(FOLDER / "layouts.png", dpi=150, metadata=PLAIN)
 
 
 def schedule() -> None:
     """One pipeline schedule, as the command draws it."""
     name = "ZBVZeroBubble"
-    figure = draw(simulate(schedule_order(name, 4, 8, 2), stage_to_rank(4, 8, "v")), name)
-    figure.savefig(FOLDER / "schedule.png", dpi=100, metadata=PLAIN)
+    drawn = draw(simulate(schedule_order(name, 4, 8, 2), stage_to_rank(4, 8, "v")), name)
+    drawn.savefig(FOLDER / "schedule.png", dpi=100, metadata=PLAIN)
 
 
 if __name__ == "__main__":

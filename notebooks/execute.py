@@ -1,7 +1,6 @@
 """Execute the notebooks: `python notebooks/execute.py` writes each numbered script's .ipynb with its outputs.
 
-`python notebooks/execute.py 03 08` does so for these alone. The gallery takes its figures from what is written: run
-`python docs/gallery.py` afterwards.
+`python notebooks/execute.py 03 08` does so for these alone.
 """
 
 from __future__ import annotations

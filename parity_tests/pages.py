@@ -10,6 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILT = {"_build", "jupyter_execute"}
+GENERATED = {"docs/gallery.md"}  # `make docs` writes it
 FENCE = re.compile(r"^(?P<mark>`{3,}|:{3,})(?P<language>[^\n`]*)\n(?P<text>.*?)^(?P=mark) *$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^()\s]+)\)")
 DIRECTIVE = re.compile(r"^\{(?:image|figure|literalinclude|include)\} +(\S+)")
@@ -32,7 +33,7 @@ class Block:
 def pages() -> list[str]:
     """Markdown files that people read, relative to the repository."""
     found = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
-    return sorted(path.relative_to(ROOT).as_posix() for path in found if not BUILT & set(path.parts))
+    return sorted({path.relative_to(ROOT).as_posix() for path in found if not BUILT & set(path.parts)} - GENERATED)
 
 
 @cache

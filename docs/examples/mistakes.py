@@ -6,9 +6,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from parity_tests.harness.declare.discover import schemes_of_file
-from parity_tests.harness.verdict import judge
-from parity_tests.harness.verify import verify
+from shardproof import judge, schemes_of_file, verify
 
 RIGHT = Path(__file__).with_name("my_scheme.py")
 

@@ -6,7 +6,7 @@ import torch
 from flax import nnx
 from torch import nn
 
-from parity_tests.tracing import Pair
+from shardproof import Pair
 
 
 class Block(nn.Module):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from parity_tests.benchmarks.live_peak import LivePeak as LivePeak
     from parity_tests.harness.declare.case import CaseSpec as CaseSpec
     from parity_tests.harness.declare.declared import Cost as Cost
+    from parity_tests.harness.declare.discover import schemes_of_file as schemes_of_file
     from parity_tests.harness.declare.draws import ids as ids
     from parity_tests.harness.declare.draws import integers as integers
     from parity_tests.harness.declare.draws import lengths as lengths
@@ -67,6 +68,7 @@ _HOMES = {
     "Scheme": "parity_tests.harness.scheme:Scheme",
     "Cost": "parity_tests.harness.declare.declared:Cost",
     "CaseSpec": "parity_tests.harness.declare.case:CaseSpec",
+    "schemes_of_file": "parity_tests.harness.declare.discover:schemes_of_file",
     "parse": "parity_tests.harness.declare.spec:parse",
     # draw
     "ids": "parity_tests.harness.declare.draws:ids",
