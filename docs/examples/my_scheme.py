@@ -1,4 +1,4 @@
-"""Log-probability of each token from hidden states: vocabulary cut over tp, sequence over cp, gathered at the end."""
+"""Log-probability of each token from hidden states: vocabulary sharded over tp, sequence over cp, gathered at the end."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from torch_impl.layouts import dual_chunk_swap, inverse
 
 
 def reference(hidden, weight, target):
-    """The same on one device, whole arrays: this is what the scheme means."""
+    """The same on one device, unsharded arrays: this is what the scheme means."""
     logprob = jax.nn.log_softmax(jnp.einsum("bsd,dv->bsv", hidden, weight))
     return jnp.take_along_axis(logprob, target[..., None], -1)[..., 0]
 
@@ -49,8 +49,8 @@ def sharded_logprob(mesh, hidden, weight, target):
     dist.all_reduce(peak, dist.ReduceOp.MAX, group=tp)
     total = all_reduce(torch.exp(logits - peak[..., None]).sum(-1), tp)
     first = mesh.rank("tp") * logits.shape[-1]
-    own = target[..., None] == first + torch.arange(logits.shape[-1])
-    score = all_reduce(torch.where(own, logits, 0.0).sum(-1), tp)
+    is_local = target[..., None] == first + torch.arange(logits.shape[-1])
+    score = all_reduce(torch.where(is_local, logits, 0.0).sum(-1), tp)
     logprob = all_gather(score - peak - torch.log(total), cp, out="R", dim=1)
     order = inverse(dual_chunk_swap(logprob.shape[1], mesh.size("cp")))
     return logprob[:, order]
