@@ -1,4 +1,4 @@
-"""Log-probability of each token from hidden states: vocabulary sharded over tp, sequence over cp, gathered at the end."""
+"""Log-probability of each token from hidden states: vocabulary sharded over tp, sequence over cp, then gathered."""
 
 import jax
 import jax.numpy as jnp
