@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from parity_tests import CaseSpec
 from parity_tests.benchmarks import peer_arms
 from parity_tests.benchmarks.arms import BOUND, _worst
 from parity_tests.benchmarks.peer_arms import HEAD, LOGPROB, Given, missing
 from parity_tests.benchmarks.peers import _compared
 from parity_tests.harness.run.engines import run
+from shardproof import CaseSpec
 
 TIMES = {"cpu": [0.002] * 3, "wall": [0.004] * 3}
 # They have state of a whole process, of which ranks are threads here.

@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from parity_tests import Cost, check, every_case, offsets, scheme
 from parity_tests.collectives import meanings
+from shardproof import Cost, check, every_case, offsets, scheme
 from torch_impl import layouts
 from torch_impl.collectives import all_gather, reduce_scatter
 from torch_impl.layouts import inverse, packed, striped

@@ -5,8 +5,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from parity_tests import Cost, check, every_case, integers, scheme
 from parity_tests.collectives import meanings
+from shardproof import Cost, check, every_case, integers, scheme
 from torch_impl import collectives as c
 
 WORLDS = {"tp": (1, 2, 3, 4)}

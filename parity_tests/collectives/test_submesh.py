@@ -3,8 +3,8 @@
 import pytest
 from hypothesis import given
 
-from parity_tests import check, every_case, scheme
 from parity_tests.collectives import meanings
+from shardproof import check, every_case, scheme
 from torch_impl import collectives as c
 
 MESH = {"tp": (1, 2, 3), "dp": (1, 2)}  # tp is the outer axis: its groups are strided

@@ -5,7 +5,7 @@ Causal and window are inputs, so that one compiled reference serves all of them.
 
 from __future__ import annotations
 
-from parity_tests import Cost, integers, values
+from shardproof import Cost, integers, values
 
 DTYPES = ("float32", "bfloat16", "float64")
 HEADS = {**dict.fromkeys(("q", "k"), values("normal", "ties", "zeros")), "v": values("normal", "ties")}

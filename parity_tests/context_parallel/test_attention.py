@@ -6,7 +6,6 @@ from hypothesis import given, settings
 
 from jax_ref.context_parallel import attention, dense_attention, seen_pairs
 from jax_ref.layouts import ragged
-from parity_tests import check, every_case, scheme
 from parity_tests.context_parallel.attention_schemes import (
     DTYPES,
     HEADS,
@@ -19,6 +18,7 @@ from parity_tests.context_parallel.attention_schemes import (
     rules,
     usp_cost,
 )
+from shardproof import check, every_case, scheme
 from torch_impl.context_parallel import context_parallel_attention
 from torch_impl.layouts import TokenLayout
 

@@ -5,8 +5,8 @@ import doctest
 import pytest
 import torch
 
-from parity_tests import CaseSpec
 from parity_tests.harness.run.engines import run
+from shardproof import CaseSpec
 from torch_impl.context_parallel import attention_bytes, attention_cost, context_parallel_attention, fewest_bytes
 
 SENT = {  # to others, of the payload that the ledger has, in a group of n

@@ -11,9 +11,9 @@ from torch import Tensor
 from jax_ref.context_parallel import packed_batch
 from jax_ref.layouts import inverse
 from jax_ref.layouts import packed as packed_reference
-from parity_tests import CaseSpec, Cost, check, every_case, integers, lengths, scheme
 from parity_tests.context_parallel.drawn_rows import batch_of, drawn_rows
 from parity_tests.harness.run.engines import run
+from shardproof import CaseSpec, Cost, check, every_case, integers, lengths, scheme
 from torch_impl import context_parallel as cp
 
 FILL = -1000

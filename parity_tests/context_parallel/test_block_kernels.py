@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from parity_tests import check, every_case
 from parity_tests.context_parallel.test_block_schedule import packed_attention_by_keys
+from shardproof import check, every_case
 from torch_impl.collectives import accumulator
 from torch_impl.context_parallel import block_kernels, blockwise_attention
 from torch_impl.context_parallel.block_schedule import Block

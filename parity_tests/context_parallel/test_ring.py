@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from parity_tests import CaseSpec
 from parity_tests.harness.run.engines import run
+from shardproof import CaseSpec
 from torch_impl.context_parallel import context_parallel_attention
 from torch_impl.context_parallel.ulysses import _joined
 from torch_impl.layouts import TokenLayout

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
-from parity_tests import CaseSpec
 from parity_tests.harness.run.engines import run
+from shardproof import CaseSpec
 from torch_impl.context_parallel import create_context_parallel_ctx, get_train_context
 from torch_impl.context_parallel import train_context as module
 

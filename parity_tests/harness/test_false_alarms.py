@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import pytest
 import torch
 
-from parity_tests import scheme, token_below, values
 from parity_tests.harness.declare.case import DTYPES
 from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
 from parity_tests.harness.verdict import judge
+from shardproof import scheme, token_below, values
 
 
 def softmax(mesh, x):

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import pytest
 import torch
 
-from parity_tests import scheme, values
 from parity_tests.harness.draw.drawing import meshes_left_out
+from shardproof import scheme, values
 
 
 def declared(function, **more):

@@ -4,10 +4,10 @@ import pytest
 import torch
 from hypothesis import given
 
-from parity_tests import check, every_case
 from parity_tests.kernels.device import DEVICE, INTERPRETED, REASON, is_here
 from parity_tests.kernels.rows import generator, normal
 from parity_tests.kernels.schemes import triton_cut_sequence
+from shardproof import check, every_case
 from torch_impl.kernels import rows_at
 from torch_impl.kernels.row_gather import gathered_rows
 from torch_impl.layouts import inverse, packed

@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 
-from parity_tests import check, every_case
 from parity_tests.kernels.device import DEVICE, INTERPRETED, REASON, is_here
 from parity_tests.kernels.rows import DTYPES, KINDS, STRIDES, columns, logits, normal
 from parity_tests.kernels.schemes import logprob_in_steps, triton_logprob
 from parity_tests.kernels.twin import worst_ratio
+from shardproof import check, every_case
 from torch_impl.collectives import accumulator
 from torch_impl.kernels.softmax import local_statistics
 from torch_impl.vocab_parallel import statistics as st

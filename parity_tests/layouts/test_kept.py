@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from parity_tests import CaseSpec
 from parity_tests.harness.run.engines import run
 from parity_tests.mamba.made import filled, made, passing
+from shardproof import CaseSpec
 from torch_impl.context_parallel import context_parallel_attention
 from torch_impl.layouts import TokenLayout
 from torch_impl.layouts.kept import KeptBeside, kept

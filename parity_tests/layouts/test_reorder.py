@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_ref.layouts import reference
-from parity_tests import Cost, check, every_case, offsets, scheme
+from shardproof import Cost, check, every_case, offsets, scheme
 from torch_impl.collectives import all_gather
 from torch_impl.layouts import TokenLayout
 from torch_impl.layouts.reorder import (

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from jax_ref.layouts import BUILTIN as REFERENCES
 from jax_ref.layouts import ceil_lengths, check_partition, reference
-from parity_tests import CaseSpec, Cost, check, every_case, integers, offsets, scheme
 from parity_tests.harness.run.engines import run
+from shardproof import CaseSpec, Cost, check, every_case, integers, offsets, scheme
 from torch_impl.layouts import TokenLayout
 
 worlds = st.sampled_from([1, 2, 3, 4, 8])

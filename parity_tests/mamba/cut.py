@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from parity_tests import offsets, values
 from parity_tests.mamba.by_name import flax_mixer
 from parity_tests.mamba.parameters import DRAW, SPECS, settings_of
+from shardproof import offsets, values
 
 FOLLOW = {"i": "h*p", "c": "h*p+2*g*n", "w": "2*h*p+2*g*n+h"}
 EACH = {**DRAW, "u": values("normal", "ties")}

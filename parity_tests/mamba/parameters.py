@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from parity_tests import integers, values
+from shardproof import integers, values
 
 SPECS = {
     "in_proj": {"weight": "w d cp=R"},

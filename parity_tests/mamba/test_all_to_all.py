@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from parity_tests import CaseSpec, Cost, check, every_case, scheme
 from parity_tests.harness.run.engines import run
+from shardproof import CaseSpec, Cost, check, every_case, scheme
 from torch_impl import mamba
 
 

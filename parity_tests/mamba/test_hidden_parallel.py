@@ -6,12 +6,12 @@ from hypothesis import given, settings
 
 from jax_ref.layouts import conv_channels as reference_channels
 from jax_ref.layouts import projection_columns as reference_columns
-from parity_tests import CaseSpec, Cost, check, every_case, scheme
 from parity_tests.harness.run.engines import run
 from parity_tests.mamba.cut import FOLLOW, rows_cut, stream_cut
 from parity_tests.mamba.made import CU, PROJECTED, T, W, filled, made
 from parity_tests.mamba.operations import Operations
 from parity_tests.mamba.over_ranks import check_what_a_token_changes, held, on_ranks, parallel
+from shardproof import CaseSpec, Cost, check, every_case, scheme
 from torch_impl.layouts import TokenLayout
 from torch_impl.mamba import MambaContextParallel
 

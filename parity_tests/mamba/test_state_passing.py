@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from parity_tests import Cost, check, every_case, scheme
 from parity_tests.mamba.cut import FOLLOW, rows_cut, stream_cut
 from parity_tests.mamba.made import CU, GIVEN, PROJECTED, T, W, filled, passing
 from parity_tests.mamba.operations import Operations
 from parity_tests.mamba.over_ranks import check_what_a_token_changes, held, offsets_of, on_ranks, parallel
+from shardproof import Cost, check, every_case, scheme
 from torch_impl.mamba import MambaStatePassing, mamba_cp_bytes
 
 # 3 heads and 1 group, which two and four ranks cannot share, and 6 and 2, which two can; segments shorter than the

@@ -7,10 +7,10 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from parity_tests import CaseSpec
 from parity_tests.harness.run.engines import run
 from parity_tests.mamba.made import CU, GIVEN, PROJECTED, T, U, filled, made, passing
 from parity_tests.mamba.over_ranks import held, on_ranks
+from shardproof import CaseSpec
 from torch_impl.collectives import all_reduce
 from torch_impl.mamba import MambaContextParallel, MambaStatePassing
 

@@ -10,8 +10,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from jax_ref.pipelining import reference
-from parity_tests import check, every_case, scheme, token_below, values
 from parity_tests.pipelining.residual import stepped
+from shardproof import check, every_case, scheme, token_below, values
 from torch_impl.pipelining import Times, schedule_order, simulate, stage_to_rank
 from torch_impl.pipelining.named_schedules import RULES
 

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from parity_tests import scheme, values
+from shardproof import scheme, values
 
 
 def summed(x, group):

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 
 from jax_ref.vocab_parallel import cross_entropy
-from parity_tests import CaseSpec, Cost, check, every_case, scheme, values
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.verdict import judge
+from shardproof import CaseSpec, Cost, check, every_case, scheme, values
 from torch_impl import vocab_parallel as vp
 
 DECLARED = dict(

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from jax_ref.vocab_parallel import distillation
-from parity_tests import CaseSpec, Cost, check, every_case, ids, scheme
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.verdict import judge
+from shardproof import CaseSpec, Cost, check, every_case, ids, scheme
 from torch_impl import vocab_parallel as vp
 
 

@@ -6,10 +6,10 @@ import torch
 from hypothesis import given, settings
 
 from jax_ref.vocab_parallel import gather_logprob
-from parity_tests import CaseSpec, Cost, check, every_case, ids, scheme
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.verdict import judge
 from parity_tests.vocab_parallel.shard import owned_range
+from shardproof import CaseSpec, Cost, check, every_case, ids, scheme
 from torch_impl import vocab_parallel as vp
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parity_tests import CaseSpec
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.verdict import judge
 from parity_tests.vocab_parallel.test_linear_logprob import SCHEMES, linear_logprobs
+from shardproof import CaseSpec
 from torch_impl import vocab_parallel as vp
 from torch_impl.vocab_parallel.linear_logprob import chunk_positions
 

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 
 from jax_ref.layouts import dual_chunk_swap
 from jax_ref.vocab_parallel import linear_logprob, linear_next_token_logprob
-from parity_tests import CaseSpec, Cost, check, every_case, ids, scheme, values
 from parity_tests.harness.run.engines import run
 from parity_tests.vocab_parallel.shard import owned_range
+from shardproof import CaseSpec, Cost, check, every_case, ids, scheme, values
 from torch_impl import vocab_parallel as vp
 from torch_impl.collectives import all_gather, all_reduce
 

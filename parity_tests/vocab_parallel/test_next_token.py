@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from torch.distributed.tensor import DTensor, Shard
 
 from jax_ref.vocab_parallel import next_token_logprob
-from parity_tests import CaseSpec, Cost, check, every_case, ids, scheme
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.verdict import judge
 from parity_tests.vocab_parallel.decided_rows import decided_rows
 from parity_tests.vocab_parallel.shard import owned_range
+from shardproof import CaseSpec, Cost, check, every_case, ids, scheme
 from torch_impl import vocab_parallel as vp
 
 CUT = dict(

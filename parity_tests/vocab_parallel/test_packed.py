@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from jax_ref.layouts import dual_chunk_swap
 from jax_ref.vocab_parallel import packed_next_token_logprob
-from parity_tests import CaseSpec, Cost, check, every_case, ids, integers, offsets, scheme
 from parity_tests.harness.run.engines import run
 from parity_tests.vocab_parallel.shard import owned_range
+from shardproof import CaseSpec, Cost, check, every_case, ids, integers, offsets, scheme
 from torch_impl import vocab_parallel as vp
 
 DECLARED = dict(

@@ -8,11 +8,11 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from parity_tests import CaseSpec
 from parity_tests.harness.judge.compare import K
 from parity_tests.harness.judge.oracle import UNIT_ROUNDOFF
 from parity_tests.harness.run.engines import run
 from parity_tests.vocab_parallel.decided_rows import is_undecided, mass_before, mass_budget
+from shardproof import CaseSpec
 from torch_impl import vocab_parallel as vp
 from torch_impl.vocab_parallel.filter_bounds import room_for, ties_within
 

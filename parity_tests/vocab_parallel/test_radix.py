@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parity_tests import CaseSpec
 from parity_tests.harness.run.engines import run
+from shardproof import CaseSpec
 from torch_impl.vocab_parallel.filter_bounds import Candidates
 from torch_impl.vocab_parallel.topk_by_radix import float_of, last_kept, ordered
 

@@ -8,10 +8,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from jax_ref.vocab_parallel import logits_at, topk
-from parity_tests import CaseSpec, Cost, check, every_case, ids, integers, scheme, values
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.verdict import judge
 from parity_tests.vocab_parallel.shard import owned_range
+from shardproof import CaseSpec, Cost, check, every_case, ids, integers, scheme, values
 from torch_impl import vocab_parallel as vp
 
 

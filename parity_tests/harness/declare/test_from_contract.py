@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from parity_tests import integers, scheme, values
+from shardproof import integers, scheme, values
 from torch_impl.collectives import all_reduce
 from torch_impl.contract import Positive, Sharded, ShardedIds, contract
 

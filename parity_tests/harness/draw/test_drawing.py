@@ -9,10 +9,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parity_tests import every_case
 from parity_tests.harness.draw import inputs
 from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
 from parity_tests.specimens.drawn_schemes import array, cases, sequences, tokens
+from shardproof import every_case
 
 
 def test_seeded_chooser():

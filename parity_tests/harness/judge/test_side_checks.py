@@ -3,11 +3,11 @@
 import pytest
 import torch.distributed as dist
 
-from parity_tests import Cost
 from parity_tests.harness.judge import side_checks
 from parity_tests.harness.report.report import CostMismatch, HygieneViolation, ProtocolMismatch, Report
 from parity_tests.harness.run.ledger import Ledger, Row
 from parity_tests.specimens.small_scheme import declared, summed
+from shardproof import Cost
 
 # Cost
 

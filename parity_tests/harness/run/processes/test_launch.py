@@ -66,7 +66,7 @@ JOB = """
 SCHEME = """
     import jax.numpy as jnp
     import torch.distributed as dist
-    from parity_tests import scheme
+    from shardproof import scheme
 
     def whole(x):
         return jnp.sum(x, -1)
