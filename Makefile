@@ -47,7 +47,7 @@ bench: $(VENV)/with-test $(VENV)/with-bench ## measure the promised figures and 
 	$(BIN)/python -m parity_tests.benchmarks
 
 bugs: $(VENV)/with-test ## inject every bug of the catalogue and count what is caught
-	$(BIN)/python -m parity_tests.injected_bugs
+	$(BIN)/python -m parity_tests.injected_bugs --page docs --table build/injected_bugs.md
 
 clean: ## remove what the other targets made, the virtual environment included
 	rm -rf $(VENV) build dist docs/_build docs/notebooks docs/gallery.md docs/images/gallery docs/jupyter_execute .pytest_cache .hypothesis .ruff_cache .import_linter_cache

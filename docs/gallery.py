@@ -30,7 +30,7 @@ PICTURES = (
         "A training run on four ranks beside one device.",
         "shardproof train --mesh dp=2,cp=2 --figure training.png",
     ),
-    ("faults.png", "How many examples it takes to catch an injected bug.", "make bugs"),
+    ("injected_bugs.png", "How many examples it takes to catch an injected bug.", "make bugs"),
     ("tour.png", "Error over budget of every built-in scheme, and three injected bugs.", "shardproof tour"),
 )
 REPORT = "Error over budget on every tensor of"

@@ -27,7 +27,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: one thread for 
 import matplotlib.pyplot as plt
 
 from shardproof import colours
-from shardproof.training import BUGS, Known, Plot, Run, first, followed, known_of, trace
+from shardproof.training import BUGS, Known, PatchedModules, Run, first, followed, known_of, trace
 
 # %% [markdown]
 # ## Four meshes
@@ -78,10 +78,10 @@ plt.show()
 
 # %%
 bug = next(bug for bug in BUGS if bug.name == "a layer whose residual has no gradient")
-plot = Plot.of(bug, [trace.__module__, followed.__module__])
-buggy_trace, buggy_run = plot.modules[0].trace, plot.modules[1].followed
+injected = PatchedModules.of(bug, [trace.__module__, followed.__module__])
+buggy_trace, buggy_run = injected.modules[0].trace, injected.modules[1].followed
 run = RUNS["cp=2, ring, heads exchanged"]
-with plot:
+with injected:
     broken = buggy_run(run, known, "lockstep")
 print(f"{bug.at}\n- {bug.old}\n+ {bug.new}\n")
 for step in broken[:3]:
@@ -98,7 +98,7 @@ for step in broken[:3]:
 # %%
 reference = known_of(Run(mesh={}, **SMALL))
 healthy = trace(run, reference, "lockstep")
-with plot:
+with injected:
     lines = buggy_trace(run, reference, "lockstep")
 line = first(lines)
 print(f"healthy: {len(healthy)} tensors, at most {max(each.ratio for each in healthy):.2g} of the budget")

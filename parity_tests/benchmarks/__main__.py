@@ -24,7 +24,7 @@ SECTIONS = {
     "survivors": "Ends and stalls",
     "alarms": "False alarms, bytes, compilation",
     "sensitivity": "Sensitivity",
-    "faults": "Planted faults",
+    "injected_bugs": "Injected bugs",
     "peers": "Log-probability beside its peers",
     "layouts": "Index arrays of packed batches",
     "attention": "Ring attention beside one process",
@@ -78,10 +78,10 @@ def _figures(name: str, alarm_seconds: float, stall_seconds: float) -> Callable[
         from parity_tests.benchmarks import sensitivity
 
         return sensitivity.figures
-    if name == "faults":
-        from parity_tests.benchmarks import kills
+    if name == "injected_bugs":
+        from parity_tests.benchmarks import injected_bugs
 
-        return kills.figures
+        return injected_bugs.figures
     if name == "layouts":
         from parity_tests.benchmarks import layouts
 

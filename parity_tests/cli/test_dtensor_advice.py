@@ -6,7 +6,7 @@ import pytest
 
 from parity_tests.cli import session
 from parity_tests.harness.run.dtensor_advice import SAID_BY, without_advice
-from parity_tests.injected_bugs.runner import killing_run
+from parity_tests.injected_bugs.runner import run_bugs
 
 
 def is_said(level=logging.WARNING):
@@ -34,14 +34,14 @@ def test_ranks_that_leave_in_the_order_in_which_they_came():
 
 
 class Looks:
-    """Stands for the range in which faults are tried."""
+    """Stands for the runner of injected bugs."""
 
-    def outcome(self, fault):
+    def outcome(self, bug):
         return is_said()
 
 
-def test_it_is_unsaid_while_faults_are_planted_and_schemes_verified(monkeypatch):
-    assert killing_run(["a fault"], Looks()) == [False]
+def test_it_is_silent_while_bugs_are_injected_and_schemes_verified(monkeypatch):
+    assert run_bugs(["a bug"], Looks()) == [False]
     found = []
     monkeypatch.setattr(session.bridge, "start", lambda cache: found.append(is_said()))
     session.run([], session.Wanted())

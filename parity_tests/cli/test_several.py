@@ -7,7 +7,7 @@ from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.exit_status import MISMATCH
 from parity_tests.harness.run.failure import Raised
 from parity_tests.harness.run.ledger import Ledger
-from parity_tests.injected_bugs.planted import gather_that_keeps_the_layout, projection_without_backward_sum
+from parity_tests.injected_bugs.wrong_schemes import gather_that_keeps_the_layout, projection_without_backward_sum
 
 SCHEMES = [projection_without_backward_sum, gather_that_keeps_the_layout]
 

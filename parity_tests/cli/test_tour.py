@@ -6,7 +6,7 @@ import pytest
 
 from parity_tests.cli import tour
 from parity_tests.harness.declare import discover
-from parity_tests.injected_bugs import planted
+from parity_tests.injected_bugs import wrong_schemes
 
 LOGPROB = discover.PACKAGE / "vocab_parallel" / "test_logprob.py"
 
@@ -26,20 +26,20 @@ def test_all_is_well(one_scheme, tmp_path, capsys):
     assert tour.run(str(figure), examples=2) == 0
     printed = capsys.readouterr().out
     assert figure.read_bytes().startswith(b"\x89PNG")
-    assert printed.count("\ncaught: ") == len(planted.PLANTED) == 3
-    assert all(bug.expect in printed for bug in planted.PLANTED)
+    assert printed.count("\ncaught: ") == len(wrong_schemes.WRONG_SCHEMES) == 3
+    assert all(bug.expect in printed for bug in wrong_schemes.WRONG_SCHEMES)
     assert "All 1 schemes mean what their references mean" in printed
 
 
 def test_a_bug_that_is_not_named_is_not_caught(one_scheme, tmp_path, capsys, monkeypatch):
-    first, *others = planted.PLANTED
-    monkeypatch.setattr(planted, "PLANTED", (replace(first, expect="something else"), *others))
+    first, *others = wrong_schemes.WRONG_SCHEMES
+    monkeypatch.setattr(wrong_schemes, "WRONG_SCHEMES", (replace(first, expect="something else"), *others))
     assert tour.run(str(tmp_path / "figure.png"), examples=1) == 1
     assert f"NOT CAUGHT: {first.mistake}" in capsys.readouterr().out
 
 
 def test_a_scheme_that_is_wrong_is_not_passed_over(tmp_path, capsys, monkeypatch):
-    wrong = planted.projection_without_backward_sum
+    wrong = wrong_schemes.projection_without_backward_sum
     monkeypatch.setattr(discover, "built_in", lambda: [reader(), wrong])
     monkeypatch.chdir(tmp_path)  # a failing scheme leaves a replay file
     assert tour.run(str(tmp_path / "figure.png"), examples=1) == 1

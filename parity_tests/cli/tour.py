@@ -115,10 +115,10 @@ def _text(tour: Tour) -> None:
 
 
 def _bugs(tour: Tour) -> None:
-    from parity_tests.injected_bugs.planted import PLANTED
+    from parity_tests.injected_bugs.wrong_schemes import WRONG_SCHEMES
 
-    tour.heading(f"{len(PLANTED)} planted bugs")
-    for bug in PLANTED:
+    tour.heading(f"{len(WRONG_SCHEMES)} planted bugs")
+    for bug in WRONG_SCHEMES:
         report = judge(bug.scheme, bug.scheme.case(dtype="float32", **bug.sizes))
         notes = [f"{label}: {note}" for label, found in report.notes.items() for note in found]
         is_caught = not report.ok and any(bug.expect in note for note in notes)

@@ -1,6 +1,6 @@
-"""`python -m parity_tests.injected_bugs`: plant every fault, count what is caught; `make bugs` calls it.
+"""`python -m parity_tests.injected_bugs`: inject every bug, count what is caught; `make bugs` calls it.
 
-Exit status: 0 if 95 of 100 faults are killed, else 1. With --page the page docs/faults.md is written anew.
+Exit status: 0 if 95 of 100 bugs are caught, else 1. With --page the page docs/injected-bugs.md is written again.
 """
 
 from __future__ import annotations
@@ -20,66 +20,69 @@ EPILOG = """\b
 Examples:
   python -m parity_tests.injected_bugs "entropy"
   python -m parity_tests.injected_bugs --stale vocab_parallel:
-  python -m parity_tests.injected_bugs vocab_parallel: --examples 10 --json found.json
+  python -m parity_tests.injected_bugs vocab_parallel: --examples 10 --json outcomes.json
 
 \b
 Exit status:
-    0  95 of 100 faults are killed
-    1  fewer are
-    2  usage: no fault has the pattern, or an option that cannot be used
+    0  95 of 100 bugs are caught; with --stale none is stale
+    1  fewer are; with --stale at least one is stale
+    2  usage: no bug has the pattern, or an option that cannot be used
 """
 
 
 def main(
-    pattern: Annotated[str, typer.Argument(help="Only faults whose name, kind or symbol has this in it.")] = "",
+    pattern: Annotated[str, typer.Argument(help="Only bugs whose name, kind or symbol contains this.")] = "",
     examples: Annotated[int, typer.Option(min=1, help="Drawn examples of each scheme.")] = 40,
     engine: Annotated[str, typer.Option(help="lockstep, or gloo: the patch travels to the ranks.")] = "lockstep",
-    json: Annotated[Path | None, typer.Option(help="Write what was found as JSON.")] = None,
-    jax_cache: Annotated[str, typer.Option(help="Folder that keeps JAX's compiled references.")] = ".jax_cache",
-    stale: Annotated[bool, typer.Option("--stale", help="List those whose text production no longer has.")] = False,
-    page: Annotated[Path | None, typer.Option(help="Write faults.md and its figure into this folder.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the outcomes as JSON.")] = None,
+    jax_cache: Annotated[str, typer.Option(help="Folder that caches JAX's compiled references.")] = ".jax_cache",
+    stale: Annotated[bool, typer.Option("--stale", help="List bugs whose text is no longer in their symbol.")] = False,
+    page: Annotated[Path | None, typer.Option(help="Write injected-bugs.md and its figure into this folder.")] = None,
+    table: Annotated[Path | None, typer.Option(help="Write a line for each bug into this file, as Markdown.")] = None,
 ) -> None:
-    """Plant every fault of the catalogue in turn and say which oracle sees it, after how many examples.
+    """Inject every bug of the catalogue in turn and print which oracle catches it, after how many examples.
 
-    Before the first, every scheme is run to find which lines it has: several minutes, whatever the pattern.
+    Before the first, every scheme is run to find which lines it has: several minutes, whatever the pattern. --stale
+    runs nothing and takes a second.
     """
     from parity_tests.injected_bugs.catalogue import CATALOGUE
     from parity_tests.injected_bugs.catalogue.kernels import BUGS as IN_KERNELS
-    from parity_tests.injected_bugs.symbols import stale_bugs
+    from parity_tests.injected_bugs.injected_bug import stale_bugs
 
     bugs = (*CATALOGUE, *IN_KERNELS) if stale else CATALOGUE  # those in kernels have a test of their own
-    chosen = [fault for fault in bugs if any(pattern in text for text in (fault.name, fault.kind, fault.at))]
+    chosen = [bug for bug in bugs if any(pattern in text for text in (bug.name, bug.kind, bug.at))]
     if not chosen:
-        raise typer.BadParameter(f"no fault has {pattern!r} in its name, kind or symbol")
+        raise typer.BadParameter(f"no bug has {pattern!r} in its name, kind or symbol")
     if stale:
         messages = stale_bugs(chosen)
         print("\n".join([*messages, f"{len(messages)} of {len(chosen)} are stale"]))
         raise typer.Exit(int(bool(messages)))
     from parity_tests.injected_bugs import report
-    from parity_tests.injected_bugs.page import write
-    from parity_tests.injected_bugs.runner import Outcome, Range, killing_run
-    from parity_tests.injected_bugs.told import Told, without_warnings_of_schedules
+    from parity_tests.injected_bugs.runner import BugRunner, Outcome, run_bugs
 
-    console, told = Console(width=None if Console().is_terminal else 170), Told(Console(stderr=True))
+    console = Console(width=None if Console().is_terminal else 170)
+    progress = report.Progress(Console(stderr=True))
 
     def show(done: int, outcome: Outcome) -> None:
-        told("fault", done, len(chosen), outcome.fault.name)
+        progress("bug", done, len(chosen), outcome.bug.name)
 
-    with without_warnings_of_schedules():
-        ranges = Range(examples, engine, cache=jax_cache)
-        for number, course in enumerate(ranges.courses, 1):
-            told("lines of scheme", number, len(ranges.courses), course.scheme.name)
-            course.trace()
-        outcomes = killing_run(chosen, ranges, show)
+    with report.without_schedule_warnings():
+        runner = BugRunner(examples, engine, cache=jax_cache)
+        for number, trials in enumerate(runner.schemes, 1):
+            progress("lines of scheme", number, len(runner.schemes), trials.scheme.name)
+            trials.trace()
+        outcomes = run_bugs(chosen, runner, show)
     console.print(report.table(outcomes))
     for line in report.closing(outcomes, examples):
         console.print(line, highlight=False, soft_wrap=True)
     if json:
         json.write_text(report.as_json(outcomes, examples))
     if page:
-        console.print(f"written: {write(outcomes, examples, page)}")
+        console.print(f"written: {report.write_page(outcomes, examples, page)}")
+    if table:
+        console.print(f"written: {report.write_table(outcomes, table)}")
     those = report.counted(outcomes)
-    raise typer.Exit(int(sum(outcome.killed for outcome in those) < PROMISED * len(those)))
+    raise typer.Exit(int(sum(outcome.caught for outcome in those) < PROMISED * len(those)))
 
 
 if __name__ == "__main__":

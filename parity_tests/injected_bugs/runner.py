@@ -1,7 +1,7 @@
-"""The killing run: every fault on drawn cases of the schemes that it concerns, until an oracle sees it.
+"""Run every injected bug on drawn cases of the schemes that it affects, until an oracle catches it.
 
-A scheme is concerned if it runs a line of the fault. A round is one example of each of the nearest schemes concerned,
-those that run the fewest lines; the others are asked only where these see nothing. The baseline beside it is a parity
+A scheme is affected if it runs a line of the bug. A round is one example of each of the nearest affected schemes, those
+that run the fewest lines; the others are tried only where these see nothing. The baseline beside it is a parity
 test as it is often written: two ranks, one shape, equal shards, three seeds, the same budgets.
 """
 
@@ -18,24 +18,23 @@ from parity_tests.harness.declare.table import TABLE
 from parity_tests.harness.judge import bridge
 from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.dtensor_advice import without_advice
-from parity_tests.injected_bugs.injected_bug import InjectedBug
-from parity_tests.injected_bugs.patch import Plot
-from parity_tests.injected_bugs.symbols import patched_text
-from parity_tests.injected_bugs.trials import Course, Trial
+from parity_tests.injected_bugs.injected_bug import InjectedBug, patched_text
+from parity_tests.injected_bugs.patched_modules import PatchedModules
+from parity_tests.injected_bugs.trials import SchemeTrials, Trial
 
 EXAMPLES = 40
-NEAREST, FARTHEST = 5, 15  # of the schemes concerned: asked first, and asked at all
-MORE_ROUNDS = 5  # after the first catch: their words too are compared with what the fault expects
-NOT_TRIED = {"compiled_logprob": "would be compiled anew for each fault and shape; its eager twin is tried"}
+NEAREST, FARTHEST = 5, 15  # of the affected schemes: how many are tried first, and how many at all
+MORE_ROUNDS = 5  # after the first catch: their words too are compared with what the bug expects
+NOT_TRIED = {"compiled_logprob": "would be compiled again for each bug and shape; its eager twin is tried"}
 
 
 class FalseAlarm(RuntimeError):
-    """A scheme that is not equal to its reference on a case without any fault: no kill can be told from it."""
+    """A scheme that is not equal to its reference on a case without any bug: no catch can be inferred from it."""
 
 
 @dataclass(frozen=True)
 class Catch:
-    """One report that was not equal: whose, in which round, which oracles spoke and in what words."""
+    """One report that was not equal: whose, in which round, which oracles reported it and in what words."""
 
     scheme: str
     example: int
@@ -50,41 +49,41 @@ class Catch:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one fault. `baseline` counts values and failed ranks alone, `baseline_conduct` all oracles."""
+    """What became of one bug. `baseline` counts values and failed ranks alone, `baseline_all_oracles` all oracles."""
 
-    fault: InjectedBug
-    concerned: int
+    bug: InjectedBug
+    affected: int
     judged: int
     catches: tuple[Catch, ...]
     baseline: bool
-    baseline_conduct: bool
+    baseline_all_oracles: bool
     seconds: float
 
     @property
-    def killed(self) -> bool:
+    def caught(self) -> bool:
         return bool(self.catches)
 
     @property
     def examples(self) -> int | None:
-        """Examples to kill: of the scheme that saw it first."""
+        """Examples until it is caught, of the scheme that caught it first."""
         return self.catches[0].example if self.catches else None
 
     @property
     def examples_by_value(self) -> int | None:
-        """Examples until values alone, or a failed rank, give it away."""
+        """Examples until values alone, or a failed rank, catch it."""
         return next((catch.example for catch in self.catches if catch.by_value), None)
 
     @property
     def note(self) -> str | None:
-        """`first` if the first catch says what is expected, `later` if one of the next does, `wrong` if none."""
+        """`first` if the first catch has the expected words, `later` if one of the next does, `wrong` if none."""
         if not self.catches:
             return None
-        said = [is_said(self.fault.expect, catch) for catch in self.catches]
-        return "first" if said[0] else "later" if any(said) else "wrong"
+        reported = [is_reported(self.bug.expect, catch) for catch in self.catches]
+        return "first" if reported[0] else "later" if any(reported) else "wrong"
 
 
-class Range:
-    """The healthy schemes and their trials, shared by all faults."""
+class BugRunner:
+    """Runs bugs on the trials of the healthy schemes, which all bugs share."""
 
     def __init__(
         self,
@@ -95,84 +94,84 @@ class Range:
     ) -> None:
         bridge.start(cache)
         self.engine = engine
-        tried = schemes or [made for made in discover.built_in() if made.name not in NOT_TRIED]
-        self.courses = [Course(made, examples, engine) for made in tried if engine in made.engines]
+        tried = schemes or [scheme for scheme in discover.built_in() if scheme.name not in NOT_TRIED]
+        self.schemes = [SchemeTrials(scheme, examples, engine) for scheme in tried if engine in scheme.engines]
 
-    def concerned(self, fault: InjectedBug) -> list[Course]:
-        """Courses of the schemes that run a line of the fault, the nearest first."""
-        patched = patched_text(fault)
+    def affected(self, bug: InjectedBug) -> list[SchemeTrials]:
+        """Trials of the schemes that run a line of the bug, the nearest first."""
+        patched = patched_text(bug)
         lines = patched.first_line, patched.last_line
-        those = [course for course in self.courses if course.runs(patched.file, *lines)]
-        if not those:  # outside of functions, or where the first cases do not come: whoever runs anything of the file
-            those = [course for course in self.courses if patched.file in course.files]
-        return sorted(those, key=lambda course: len(course.lines))
+        those = [trials for trials in self.schemes if trials.runs(patched.file, *lines)]
+        if not those:  # outside of functions, or not reached by the first cases: schemes that run any line of the file
+            those = [trials for trials in self.schemes if patched.file in trials.files]
+        return sorted(those, key=lambda trials: len(trials.lines))
 
-    def outcome(self, fault: InjectedBug) -> Outcome:
-        """Try one fault. Errors: StaleBug; FalseAlarm for a scheme that fails without it."""
+    def outcome(self, bug: InjectedBug) -> Outcome:
+        """Try one bug. Errors: StaleBug; FalseAlarm for a scheme that fails without it."""
         start = time.perf_counter()
-        concerned = self.concerned(fault)
-        plot, patched = planted(fault, [course.scheme for course in concerned])
-        nearest, others = concerned[:NEAREST], concerned[NEAREST:FARTHEST]
-        with plot:
-            catches, judged = self._hunt(nearest, patched, plot)
-            if not catches and not fault.equivalent:
-                catches, more = self._hunt(others, patched, plot)
+        affected = self.affected(bug)
+        modules, patched = patched_schemes(bug, [trials.scheme for trials in affected])
+        nearest, others = affected[:NEAREST], affected[NEAREST:FARTHEST]
+        with modules:
+            catches, judged = self._search(nearest, patched, modules)
+            if not catches and not bug.equivalent:
+                catches, more = self._search(others, patched, modules)
                 judged += more
-            fixed = [t.on(patched[t.scheme.key]) for course in nearest for t in course.fixed]
+            fixed = [trial.on(patched[trial.scheme.key]) for trials in nearest for trial in trials.fixed]
         values = any(report.failure or not all(row.ok for row in report.rows) for report in fixed)
-        conduct = any(not report.ok for report in fixed)
-        return Outcome(fault, len(concerned), judged, tuple(catches), values, conduct, time.perf_counter() - start)
+        all_oracles = any(not report.ok for report in fixed)
+        return Outcome(bug, len(affected), judged, tuple(catches), values, all_oracles, time.perf_counter() - start)
 
-    def _hunt(self, courses: Sequence[Course], patched: dict[str, Declared], plot: Plot) -> tuple[list[Catch], int]:
-        """Catches in rounds until some rounds after the first, and until values give it away; examples to the first."""
+    def _search(
+        self, schemes: Sequence[SchemeTrials], patched: dict[str, Declared], modules: PatchedModules
+    ) -> tuple[list[Catch], int]:
+        """Catches in rounds until some rounds after the first, and until values catch it; examples to the first."""
         judged, catches = 0, []
-        for example, trial in _rounds(courses):
+        for example, trial in _rounds(schemes):
             if any(catch.by_value for catch in catches) and example > catches[0].example + MORE_ROUNDS:
                 break
             judged += not catches
-            catches += self._catch(trial, patched, plot, example)
+            catches += self._catch(trial, patched, modules, example)
         return catches, judged
 
-    def _catch(self, trial: Trial, patched: dict[str, Declared], plot: Plot, example: int) -> list[Catch]:
-        report = trial.on(patched[trial.scheme.key], plot.ship if self.engine != "lockstep" else None)
+    def _catch(self, trial: Trial, patched: dict[str, Declared], modules: PatchedModules, example: int) -> list[Catch]:
+        report = trial.on(patched[trial.scheme.key], modules.ship if self.engine != "lockstep" else None)
         if report.ok:
             return []
-        with plot.lifted():
+        with modules.suspended():
             healthy = trial.healthy
         if not healthy.ok:
-            raise FalseAlarm(
-                f"scheme {trial.scheme.name!r} fails without any fault: {words(healthy)}\n{trial.case.json}"
-            )
+            raise FalseAlarm(f"scheme {trial.scheme.name!r} fails without any bug: {words(healthy)}\n{trial.case.json}")
         return [Catch(trial.scheme.name, example, oracles(report), words(report))]
 
 
-def planted(fault: InjectedBug, schemes: Iterable[Declared]) -> tuple[Plot, dict[str, Declared]]:
-    """The fault's plot, and the schemes declared anew in it; the table keeps the healthy ones.
+def patched_schemes(bug: InjectedBug, schemes: Iterable[Declared]) -> tuple[PatchedModules, dict[str, Declared]]:
+    """The bug's modules, and the schemes declared again in them; the table keeps the healthy ones.
 
-    They keep the healthy references too: no fault stands in one, and what is compiled of it serves all faults.
+    They keep the healthy references too: no bug stands in one, and what is compiled of it serves all bugs.
     """
-    keys = [made.key for made in schemes]
+    keys = [scheme.key for scheme in schemes]
     healthy = dict(TABLE)
     try:
-        plot = Plot.of(fault, dict.fromkeys(key.partition(":")[0] for key in keys))
-        return plot, {key: replace(TABLE[key], reference=healthy[key].reference) for key in keys}
+        modules = PatchedModules.of(bug, dict.fromkeys(key.partition(":")[0] for key in keys))
+        return modules, {key: replace(TABLE[key], reference=healthy[key].reference) for key in keys}
     finally:
         TABLE.clear()
         TABLE.update(healthy)
 
 
 def oracles(report: Report) -> tuple[str, ...]:
-    """Which oracles spoke: a failed rank's cause, or any of value, gradient, protocol, cost and hygiene."""
+    """Which oracles reported it: a failed rank's cause, or any of value, gradient, protocol, cost and hygiene."""
     if report.failure is not None:
         return (report.failure.cause,)
-    spoke = {
+    reported = {
         "value": any(not row.ok for row in report.rows if row.role == "output"),
         "gradient": any(not row.ok for row in report.rows if row.role == "gradient"),
         "protocol": report.protocol,
         "cost": report.cost,
         "hygiene": report.hygiene,
     }
-    return tuple(name for name, found in spoke.items() if found)
+    return tuple(name for name, found in reported.items() if found)
 
 
 def words(report: Report) -> str:
@@ -182,28 +181,28 @@ def words(report: Report) -> str:
     return "\n".join([*failure, *notes, *report.protocol, *report.cost, *report.hygiene])
 
 
-def is_said(expect: str, catch: Catch) -> bool:
-    """Whether the oracle that is expected spoke, with the words that are expected."""
-    oracle, _, piece = expect.partition(":")
-    return oracle.strip() in catch.oracles and piece.strip() in catch.words
+def is_reported(expect: str, catch: Catch) -> bool:
+    """Whether the expected oracle reported, in the expected words."""
+    oracle, _, text = expect.partition(":")
+    return oracle.strip() in catch.oracles and text.strip() in catch.words
 
 
 @without_advice()
-def killing_run(
-    faults: Sequence[InjectedBug], ranges: Range, progress: Callable[[int, Outcome], Any] | None = None
+def run_bugs(
+    bugs: Sequence[InjectedBug], runner: BugRunner, progress: Callable[[int, Outcome], Any] | None = None
 ) -> list[Outcome]:
-    """Try all faults in turn; `progress(done, outcome)` is called after each."""
+    """Try all bugs in turn; `progress(done, outcome)` is called after each."""
     outcomes = []
-    for fault in faults:
-        outcomes.append(ranges.outcome(fault))
+    for bug in bugs:
+        outcomes.append(runner.outcome(bug))
         if progress:
             progress(len(outcomes), outcomes[-1])
     return outcomes
 
 
-def _rounds(courses: Sequence[Course]) -> Iterator[tuple[int, Trial]]:
+def _rounds(schemes: Sequence[SchemeTrials]) -> Iterator[tuple[int, Trial]]:
     """Example after example, each of every scheme."""
-    for i in range(max((len(course.drawn) for course in courses), default=0)):
-        for course in courses:
-            if i < len(course.drawn):
-                yield i + 1, course.drawn[i]
+    for i in range(max((len(trials.drawn) for trials in schemes), default=0)):
+        for trials in schemes:
+            if i < len(trials.drawn):
+                yield i + 1, trials.drawn[i]

@@ -7,64 +7,80 @@ import pytest
 
 from parity_tests.injected_bugs import report
 from parity_tests.injected_bugs.catalogue import APPLICABLE, CATALOGUE
-from parity_tests.injected_bugs.injected_bug import InjectedBug
-from parity_tests.injected_bugs.runner import EXAMPLES, Catch, Outcome, Range, killing_run
-from parity_tests.injected_bugs.symbols import patched_text
+from parity_tests.injected_bugs.injected_bug import InjectedBug, patched_text
+from parity_tests.injected_bugs.runner import EXAMPLES, BugRunner, Catch, Outcome, run_bugs
 
-COUNTED = [fault for fault in CATALOGUE if not fault.equivalent]
+COUNTED = [bug for bug in CATALOGUE if not bug.equivalent]
 PROMISED = 0.95
 
 
-@pytest.mark.parametrize("fault", CATALOGUE, ids=lambda fault: fault.name)
-def test_a_fault_is_not_stale_and_can_be_compiled(fault):
-    assert fault.new != fault.old
-    ast.parse(patched_text(fault).text)
+@pytest.mark.parametrize("bug", CATALOGUE, ids=lambda bug: bug.name)
+def test_a_bug_is_not_stale_and_can_be_compiled(bug):
+    assert bug.new != bug.old
+    ast.parse(patched_text(bug).text)
 
 
-def test_every_fault_has_a_name_of_its_own():
-    assert [name for name, count in Counter(fault.name for fault in CATALOGUE).items() if count > 1] == []
+def test_names_of_bugs_are_unique():
+    assert [name for name, count in Counter(bug.name for bug in CATALOGUE).items() if count > 1] == []
 
 
-def test_there_are_a_hundred_faults_and_three_of_each_kind():
-    kinds = Counter(fault.kind for fault in COUNTED)
+def test_there_are_a_hundred_bugs_and_three_of_each_kind():
+    kinds = Counter(bug.kind for bug in COUNTED)
     assert len(COUNTED) >= 100
     assert [kind for kind in APPLICABLE if kinds[kind] < 3] == []
 
 
-def test_what_was_made_elsewhere_is_here():
+def test_published_mistakes_are_in_the_catalogue():
     libraries = {"NVIDIA/Megatron-LM #7452", "NVIDIA/TransformerEngine #1929", "NVIDIA/TransformerEngine #3331"}
-    assert {"TrainVerify", *libraries} <= {fault.source for fault in CATALOGUE}
+    assert {"TrainVerify", *libraries} <= {bug.source for bug in CATALOGUE}
 
 
 def test_an_expectation_names_an_oracle():
     failed = {"raised", "mismatch", "deadlock", "unwaited", "modified"}
     known = {"value", "gradient", "protocol", "cost", "hygiene", *failed}
-    assert {fault.expect.partition(":")[0] for fault in CATALOGUE} <= known
+    assert {bug.expect.partition(":")[0] for bug in CATALOGUE} <= known
 
 
 def outcome(expect, catches=(), **more):
-    fault = InjectedBug("planted", "scale", "nowhere:symbol", "2", "3", expect, **more)
-    return Outcome(fault, 1, 1, catches, False, False, 0.0)
+    bug = InjectedBug("injected", "scale", "nowhere:symbol", "2", "3", expect, **more)
+    return Outcome(bug, 1, 1, catches, False, False, 0.0)
 
 
-def test_what_the_catalogue_says_of_a_fault_is_held_against_what_became_of_it():
+def test_closing_lines_compare_the_catalogue_with_the_outcome():
     seen = (Catch("halved", 2, ("gradient",), "forward equal, gradient not"),)
     rare = {"survives": "rare"}
-    assert "told otherwise than expected: planted" in report.closing([outcome("value: ", seen)], EXAMPLES)
-    assert "killed although said to survive: planted" in report.closing([outcome("value: ", seen, **rare)], EXAMPLES)
+    wrong = "reported otherwise than expected: injected", "caught although expected to survive: injected"
+    assert wrong[0] in report.closing([outcome("value: ", seen)], EXAMPLES)
+    assert wrong[1] in report.closing([outcome("value: ", seen, **rare)], EXAMPLES)
     for right in (outcome("gradient: forward equal", seen), outcome("value: ", **rare)):
-        assert not [line for line in report.closing([right], EXAMPLES) if line.startswith(("told", "killed"))]
+        assert not set(wrong) & set(report.closing([right], EXAMPLES))
 
 
 @pytest.mark.timeout(900)
-def test_drawn_examples_kill_the_faults(tmp_path):
-    """Every thirteenth fault; `make bugs` plants them all and writes the page."""
-    outcomes = killing_run(CATALOGUE[::13], Range())
-    said = "\n".join(report.closing(outcomes, EXAMPLES))
+def test_drawn_examples_catch_the_bugs(tmp_path):
+    """Every thirteenth bug; `make bugs` injects them all and writes the page."""
+    outcomes = run_bugs(CATALOGUE[::13], BugRunner())
+    text = "\n".join(report.closing(outcomes, EXAMPLES))
     those = report.counted(outcomes)
-    assert all(outcome.concerned for outcome in outcomes), "a fault stands in code that no scheme runs"
-    assert sum(outcome.killed for outcome in those) >= PROMISED * len(those), said
-    assert [outcome.fault.name for outcome in those if not (outcome.killed or outcome.fault.survives)] == [], said
-    assert [outcome.fault.name for outcome in outcomes if outcome.fault.equivalent and outcome.killed] == [], said
-    assert [outcome.fault.name for outcome in those if outcome.fault.survives and outcome.killed] == [], said
-    assert sum(o.killed for o in those) > sum(o.baseline_conduct for o in those), said
+    assert all(outcome.affected for outcome in outcomes), "a bug stands in code that no scheme runs"
+    assert sum(outcome.caught for outcome in those) >= PROMISED * len(those), text
+    assert [outcome.bug.name for outcome in those if not (outcome.caught or outcome.bug.survives)] == [], text
+    assert [outcome.bug.name for outcome in outcomes if outcome.bug.equivalent and outcome.caught] == [], text
+    assert [outcome.bug.name for outcome in those if outcome.bug.survives and outcome.caught] == [], text
+    assert sum(o.caught for o in those) > sum(o.baseline_all_oracles for o in those), text
+
+
+def test_the_page_has_a_summary_and_the_table_every_bug(tmp_path):
+    seen = (Catch("halved", 2, ("gradient",), "forward equal, gradient not"),)
+    outcomes = [
+        outcome("gradient: forward equal", seen, source="elsewhere"),
+        outcome("value: "),
+        outcome("value: ", equivalent="it is"),
+    ]
+    page = report.write_page(outcomes, EXAMPLES, tmp_path).read_text()
+    assert "| nowhere | 2 | 1 | 1 | 0 | 2 | 2 |" in page and "| injected" not in page
+    assert "- survived: injected: NOT EXPLAINED" in page and "- equivalent: injected: it is" in page
+    assert (tmp_path / "images" / "injected_bugs.png").exists()
+    table = report.write_table(outcomes, tmp_path / "build" / "bugs.md").read_text()
+    assert "| injected (elsewhere) | scale | gradient | halved | 2 | 2 | right | - | - |" in table
+    assert "| injected | scale | SURVIVED | - |" in table and "| injected | scale | equivalent | - |" in table

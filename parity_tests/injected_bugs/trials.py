@@ -1,13 +1,15 @@
-"""What a fault is tried on: drawn cases of healthy schemes with their references, made once and used for all faults.
+"""The cases that a bug is tried on, with their references, and the lines of production that each scheme executes.
 
-Production never enters the reference, so that one evaluation serves every fault.
+The cases are drawn once for all bugs. Production never enters a reference, so that one evaluation serves every bug.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from functools import cached_property
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -21,17 +23,21 @@ from parity_tests.harness.judge import oracle
 from parity_tests.harness.judge.side_checks import SPARE
 from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.dtensor_advice import without_advice
+from parity_tests.harness.run.engines import run
 from parity_tests.harness.verdict import judge
-from parity_tests.injected_bugs import ran
+from parity_tests.injected_bugs.injected_bug import PRODUCTION, ROOT
 
 TRACED = 8  # drawn cases that tell which lines a scheme runs
 FIXED_WORLD = 2
 FIXED_SEEDS = (0, 1, 2)
 IN_A_SUBGROUP = 4  # every fourth drawn case stands inside sub-groups of a world twice as large
 
+CodePlace = tuple[str, int]  # a file relative to the root, and a line of it
+Body = Callable[[Any, CaseSpec], Any]
+
 
 class Trial:
-    """One case of a healthy scheme; its reference is evaluated when it is first asked for."""
+    """One case of a healthy scheme; its reference is evaluated at the first use."""
 
     def __init__(self, scheme: Declared, case: CaseSpec) -> None:
         self.scheme, self.case = scheme, case
@@ -42,16 +48,16 @@ class Trial:
 
     @cached_property
     def healthy(self) -> Report:
-        """The report without any fault."""
+        """The report without any bug."""
         return judge(self.scheme, self.case, reference=self.reference)
 
     def on(self, patched: Declared, ship: Callable[..., Any] | None = None) -> Report:
-        """The report of the same case on a scheme whose code has a fault."""
+        """The report of the same case on a scheme whose code has a bug."""
         return judge(patched, self.case, reference=self.reference, ship=ship)
 
 
-class Course:
-    """The trials of one scheme: `drawn` from the menus of its parity test, `fixed` as a test of one shape has them."""
+class SchemeTrials:
+    """The trials of one scheme: `drawn` from the menus of its parity test, `fixed` those of a test of one shape."""
 
     def __init__(self, scheme: Declared, examples: int, engine: str = "lockstep") -> None:
         self.scheme = scheme
@@ -62,11 +68,11 @@ class Course:
     @cached_property
     def lines(self) -> frozenset[tuple[str, int]]:
         """Lines of production, as (file, number), that the scheme's first cases run."""
-        return ran.lines(self.scheme.program(), [trial.case for trial in (*self.drawn[:TRACED], *self.fixed[:1])])
+        return executed_lines(self.scheme.program(), [trial.case for trial in (*self.drawn[:TRACED], *self.fixed[:1])])
 
     @without_advice()
     def trace(self) -> None:
-        """Find its lines now; otherwise that is done when they are first asked for."""
+        """Find its lines now; otherwise that is done at their first use."""
         _ = self.lines
 
     @cached_property
@@ -87,15 +93,15 @@ def drawn_cases(scheme: Declared, examples: int, engine: str) -> list[CaseSpec]:
 
 
 def even_chooser(number: int) -> Chooser:
-    """The choices of one example: the n-th question takes its options in shuffled rounds, one option an example."""
-    question = itertools.count()
+    """The choices of one example: the n-th choice takes its options in shuffled rounds, one option an example."""
+    choices = itertools.count()
 
     def choose(options: Any) -> Any:
-        asked = next(question)
+        choice = next(choices)
         if not number:
             return options[0]
         turn, place = divmod(number, len(options))
-        rng = np.random.Generator(np.random.Philox(key=[asked, turn]))
+        rng = np.random.Generator(np.random.Philox(key=[choice, turn]))
         return options[int(rng.permutation(len(options))[place])]
 
     return choose
@@ -133,3 +139,37 @@ def fixed_cases(scheme: Declared) -> list[CaseSpec]:
 
 def _first(options: Any) -> Any:
     return options[0]
+
+
+def executed_lines(body: Body, cases: Iterable[CaseSpec]) -> frozenset[CodePlace]:
+    """Every line of production that a body runs on lockstep ranks, forward and backward, on any of them."""
+    return _places(body, cases, lambda frame: frame.f_lineno, each_line=True)
+
+
+def executed_functions(body: Body, cases: Iterable[CaseSpec]) -> frozenset[CodePlace]:
+    """Where every called function of production begins, decorators included."""
+    return _places(body, cases, lambda frame: frame.f_code.co_firstlineno, each_line=False)
+
+
+def _places(
+    body: Body, cases: Iterable[CaseSpec], line: Callable[[FrameType], int], *, each_line: bool
+) -> frozenset[CodePlace]:
+    production, seen = str(ROOT / PRODUCTION), set[CodePlace]()
+
+    def record(frame: FrameType, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(production):
+            return None
+        seen.add((frame.f_code.co_filename, line(frame)))
+        return record if each_line else None
+
+    def traced_body(mesh: Any, case: CaseSpec) -> Any:
+        before = sys.gettrace()
+        sys.settrace(record)
+        try:
+            return body(mesh, case)
+        finally:
+            sys.settrace(before)
+
+    for case in cases:
+        run(traced_body, case.replace(engine="lockstep"), "lockstep")
+    return frozenset((file.removeprefix(f"{ROOT}/"), number) for file, number in seen)

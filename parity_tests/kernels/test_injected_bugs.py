@@ -1,10 +1,10 @@
-"""Faults planted in the kernels are caught by the drawn examples of the schemes that run on them."""
+"""Bugs injected into the kernels are caught by the drawn examples of the schemes that run on them."""
 
 import pytest
 
 from parity_tests.injected_bugs import report
 from parity_tests.injected_bugs.catalogue.kernels import BUGS
-from parity_tests.injected_bugs.runner import EXAMPLES, Range, killing_run
+from parity_tests.injected_bugs.runner import EXAMPLES, BugRunner, run_bugs
 from parity_tests.kernels import schemes
 from parity_tests.kernels.device import INTERPRETED
 
@@ -17,8 +17,8 @@ SCHEMES = (
 
 @pytest.mark.skipif(not INTERPRETED, reason="not run: a rank's tensors are on the CPU")
 @pytest.mark.timeout(900)
-def test_drawn_examples_kill_the_faults():
-    outcomes = killing_run(BUGS, Range(EXAMPLES, schemes=SCHEMES))
-    said = "\n".join(report.closing(outcomes, EXAMPLES))
-    assert [outcome.fault.name for outcome in outcomes if not outcome.killed] == [], said
-    assert [outcome.fault.name for outcome in outcomes if outcome.note == "wrong"] == [], said
+def test_drawn_examples_catch_the_bugs():
+    outcomes = run_bugs(BUGS, BugRunner(EXAMPLES, schemes=SCHEMES))
+    text = "\n".join(report.closing(outcomes, EXAMPLES))
+    assert [outcome.bug.name for outcome in outcomes if not outcome.caught] == [], text
+    assert [outcome.bug.name for outcome in outcomes if outcome.note == "wrong"] == [], text

@@ -1,4 +1,4 @@
-"""Answers about faults in a file, one JSON record a line, so that a long run goes on where it was cut off."""
+"""Answers about bugs in a file, one JSON record a line, so that a long run goes on where it was cut off."""
 
 from __future__ import annotations
 
@@ -7,30 +7,29 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from parity_tests.injected_bugs.injected_bug import InjectedBug
-from parity_tests.injected_bugs.symbols import patched_text
+from parity_tests.injected_bugs.injected_bug import InjectedBug, patched_text
 
 
 class Kept:
-    """`path` may be None, and need not exist. An answer holds for the text of the fault's file as it was."""
+    """`path` may be None, and need not exist. An answer holds for the text of the bug's file as it was."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
         there = path.read_text().splitlines() if path and path.exists() else []
         self._known = {record["key"]: record["answer"] for record in map(json.loads, there)}
 
-    def answer(self, fault: InjectedBug, dtype: str) -> dict[str, Any] | None:
-        """What was kept of a fault, None if nothing. Errors: StaleBug."""
-        return self._known.get(_key(fault, dtype))
+    def answer(self, bug: InjectedBug, dtype: str) -> dict[str, Any] | None:
+        """What was kept of a bug, None if nothing. Errors: StaleBug."""
+        return self._known.get(_key(bug, dtype))
 
-    def keep(self, fault: InjectedBug, dtype: str, answer: dict[str, Any]) -> None:
+    def keep(self, bug: InjectedBug, dtype: str, answer: dict[str, Any]) -> None:
         """Append an answer."""
-        self._known[_key(fault, dtype)] = answer
+        self._known[_key(bug, dtype)] = answer
         if self._path:
             with self._path.open("a") as file:
-                file.write(json.dumps({"key": _key(fault, dtype), "name": fault.name, "answer": answer}) + "\n")
+                file.write(json.dumps({"key": _key(bug, dtype), "name": bug.name, "answer": answer}) + "\n")
 
 
-def _key(fault: InjectedBug, dtype: str) -> str:
-    patched = patched_text(fault)
+def _key(bug: InjectedBug, dtype: str) -> str:
+    patched = patched_text(bug)
     return sha256(f"{dtype} {patched.file} {patched.text}".encode()).hexdigest()

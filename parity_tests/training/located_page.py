@@ -1,4 +1,4 @@
-"""docs/located.md: which faults a trace of the training step found, and in which module."""
+"""docs/located.md: which bugs a trace of the training step locates, and in which module; the summary, and every bug."""
 
 from __future__ import annotations
 
@@ -7,39 +7,43 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import date
 from importlib.metadata import version
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from parity_tests.injected_bugs.published import MISTAKES
+from parity_tests.injected_bugs.catalogue.published import MISTAKES
+from parity_tests.injected_bugs.report import markdown
 
 if TYPE_CHECKING:
     from parity_tests.training.located import Located
 
-HEAD = """# Planted faults, located
+HEAD = """# Injected bugs, located
 
 `shardproof trace` names the first tensor of a training step that differs from one device's, and the module in which it
-was made. Here every fault of the [catalogue](faults.md) that stands in one kind of module is planted in that step, one
-after another, and traced in {dtype} on several meshes until something differs. *Found in* is the module that the
-trace says to look in; *right* means that the fault stands there.
+was made. Here every bug of the [catalogue](injected-bugs.md) that stands in one kind of module is injected into that
+step, one after another, and traced in {dtype} on several meshes until something differs. *Located in* is the module
+that the trace says to look in; *right* means that the bug stands there.
 
-A fault that lets a rank fail is not located: its own message says what was raised, and where. One whose lines no
+A bug that lets a rank fail is not located: its own message says what was raised, and where. One whose lines no
 traced step calls, or that changes no tensor there, cannot be seen in this model.
 
 Written by `python -m parity_tests.training.located --page docs`{stamp}.
+With `--table build/located.md` it also writes a line for each bug.
 
 {closing}
 
 ## Published mistakes
 
-The classes of TrainVerify's artifact and the readable findings of NVIDIA/Megatron-LM #7452, each with the fault that
+The classes of TrainVerify's artifact and the readable findings of NVIDIA/Megatron-LM #7452, each with the bug that
 stands for it in this model, or the reason why none does.
 
-| source | mistake | fault planted | found in | verdict |
-|---|---|---|---|---|
 {classes}
-"""
-COLUMNS = ("fault", "mesh", "first to differ", "found in", "verdict")
+## By component
+
+Of the bugs that change a tensor of the step or let a rank fail.
+
+{summary}"""
+COLUMNS = ("bug", "mesh", "first to differ", "located in", "verdict")
+MISTAKE_COLUMNS = ("source", "mistake", "injected bug", "located in", "verdict")
 SHOWN = ("right", "wrong", "failed")
 
 
@@ -48,45 +52,58 @@ def closing(outcomes: Sequence[Located]) -> str:
     count = Counter(made.word for made in outcomes)
     differing = count["right"] + count["wrong"]
     return (
-        f"{len(outcomes)} faults: {differing} change a tensor of the step, and {count['right']} of these are found in "
+        f"{len(outcomes)} bugs: {differing} change a tensor of the step, and {count['right']} of these are located in "
         f"the right module; {count['failed']} end in a failed rank, {count['equal']} change nothing that is traced, "
         f"{count['not run']} stand in functions that no traced step calls."
     )
 
 
 def write(outcomes: Sequence[Located], dtype: str, folder: Path) -> Path:
-    """Write the page; returns its path."""
+    """Write the page, the published mistakes and a summary; returns its path."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "jax", "flax"))
     stamp = f" on {date.today().isoformat()} with Python {platform.python_version()}, {versions}"
-    text = HEAD.format(dtype=dtype, stamp=stamp, closing=closing(outcomes), classes=_classes(outcomes))
-    seen = sorted((made for made in outcomes if made.word in SHOWN), key=_component)
-    for component, those in groupby(seen, key=_component):
-        text += f"\n## {component}\n\n" + _table(list(those))
+    by_component = summary([(made.bug.component, made.word) for made in outcomes])
+    text = HEAD.format(
+        dtype=dtype, stamp=stamp, closing=closing(outcomes), classes=_mistakes(outcomes), summary=by_component
+    )
     path = folder / "located.md"
     path.write_text(text)
     return path
 
 
-def _classes(outcomes: Sequence[Located]) -> str:
-    by_name = {made.fault.name: made for made in outcomes}
+def summary(words: Sequence[tuple[str, str]]) -> str:
+    """A table of one line for each component, from (component, word) of each bug."""
+    seen = Counter(words)
+    components = sorted({component for component, word in seen if word in SHOWN})
+    rows = [(component, *(str(seen[component, word]) for word in SHOWN)) for component in components]
+    return markdown(("component", *SHOWN), rows)
+
+
+def write_table(outcomes: Sequence[Located], path: Path) -> Path:
+    """Write a line for each bug that changes something, a table for each component; returns the path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    seen = [made for made in outcomes if made.word in SHOWN]
+    text = "# Injected bugs, located one by one\n"
+    for component in sorted({made.bug.component for made in seen}):
+        rows = [_row(made) for made in seen if made.bug.component == component]
+        text += f"\n## {component}\n\n" + markdown(COLUMNS, rows)
+    path.write_text(text)
+    return path
+
+
+def _mistakes(outcomes: Sequence[Located]) -> str:
+    by_name = {made.bug.name: made for made in outcomes}
     rows = []
-    for each in MISTAKES:
-        made = by_name.get(each.bug or "")
-        there = (each.bug, _home(made), made.word) if made else (each.bug or "-", "-", each.reason or "not tried")
-        rows.append(f"| {each.source} | {each.words} | {' | '.join(map(_cell, there))} |")
-    return "\n".join(rows)
+    for mistake in MISTAKES:
+        made = by_name.get(mistake.bug or "")
+        verdict = (_home(made), made.word) if made else ("-", mistake.reason or "not tried")
+        rows.append((mistake.source, mistake.words, *map(_cell, (mistake.bug or "-", *verdict))))
+    return markdown(MISTAKE_COLUMNS, rows)
 
 
-def _component(made: Located) -> str:
-    return made.fault.component
-
-
-def _table(those: Sequence[Located]) -> str:
-    rows = [COLUMNS, ("---",) * len(COLUMNS)]
-    for made in those:
-        name = f"{made.fault.name} ({made.fault.source})" if made.fault.source else made.fault.name
-        rows.append((name, made.mesh, made.said, _home(made), made.word))
-    return "".join(f"| {' | '.join(map(_cell, row))} |\n" for row in rows)
+def _row(made: Located) -> tuple[str, ...]:
+    name = f"{made.bug.name} ({made.bug.source})" if made.bug.source else made.bug.name
+    return tuple(map(_cell, (name, made.mesh, made.said, _home(made), made.word)))
 
 
 def _home(made: Located) -> str:

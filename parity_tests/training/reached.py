@@ -1,6 +1,6 @@
-"""Which functions of production a traced step runs, so that what stands elsewhere need not be planted to be unseen.
+"""Which functions of production a traced step runs, so that what stands elsewhere need not be injected to be unseen.
 
-A fault is reached if a function with one of its lines runs on any rank, forward or backward. A line outside of all
+A bug is reached if a function with one of its lines runs on any rank, forward or backward. A line outside of all
 functions is reached where its file is imported.
 """
 
@@ -11,23 +11,21 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from parity_tests.injected_bugs import ran
-from parity_tests.injected_bugs.injected_bug import InjectedBug
-from parity_tests.injected_bugs.ran import Place
-from parity_tests.injected_bugs.symbols import ROOT, patched_text
+from parity_tests.injected_bugs.injected_bug import ROOT, InjectedBug, patched_text
+from parity_tests.injected_bugs.trials import CodePlace, executed_functions
 from parity_tests.training.body import trace as body
 from parity_tests.training.run import Run
 from parity_tests.training.traced import case_of
 
 
-def functions_run(run: Run) -> frozenset[Place]:
+def functions_run(run: Run) -> frozenset[CodePlace]:
     """Every function of production that the step of a run calls."""
-    return ran.functions(body, [case_of(run, "lockstep")])
+    return executed_functions(body, [case_of(run, "lockstep")])
 
 
-def is_reached(fault: InjectedBug, called: frozenset[Place]) -> bool:
-    """Whether a step that ran these functions can see the fault. Errors: StaleBug."""
-    patched = patched_text(fault)
+def is_reached(bug: InjectedBug, called: frozenset[CodePlace]) -> bool:
+    """Whether a step that ran these functions can see the bug. Errors: StaleBug."""
+    patched = patched_text(bug)
     owners = {owner(patched.file, line) for line in range(patched.first_line, patched.last_line + 1)}
     imported = {name.replace(".", "/") for name in sys.modules if name.startswith("torch_impl.")}
     is_imported = patched.file.removesuffix(".py").removesuffix("/__init__") in imported

@@ -1,17 +1,17 @@
-"""Which faults a traced step can see, what is kept of an answer, and the page."""
+"""Which bugs a traced step can see, what is kept of an answer, and the page."""
 
 import pytest
 from typer.testing import CliRunner
 
 from parity_tests.injected_bugs.catalogue import CATALOGUE
+from parity_tests.injected_bugs.catalogue.published import MISTAKES
 from parity_tests.injected_bugs.injected_bug import InjectedBug
-from parity_tests.injected_bugs.published import MISTAKES
 from parity_tests.training import located, located_page, reached
 from parity_tests.training.kept import Kept
 from parity_tests.training.located import Located
 from parity_tests.training.run import SIZES, Run
 
-BY_NAME = {fault.name: fault for fault in CATALOGUE}
+BY_NAME = {bug.name: bug for bug in CATALOGUE}
 SMALL = {"streams": 2, "length": 48, "sizes": {**SIZES, "layers": ("attention",)}}
 
 
@@ -51,11 +51,16 @@ SOME = [
 
 def test_the_page(tmp_path):
     text = located_page.write(SOME, "float64", tmp_path).read_text()
-    assert "5 faults: 2 change a tensor of the step, and 1 of these are found in the right module; 1 end in a" in text
-    assert "| gate and up exchanged | cp=2 | input of layers.0.mlp.down_proj | layers.0.mlp | right |" in text
-    assert "rank 1 raised a \\| b | - | failed |" in text
+    assert "5 bugs: 2 change a tensor of the step, and 1 of these are located in the right module; 1 end in a" in text
+    assert "| models | 1 | 1 | 1 |" in text
     assert "| TrainVerify | one rank's other constant | one rank's other norm eps | norm | wrong |" in text
     assert all(f"| {each.words} |" in text for each in MISTAKES)
+
+
+def test_the_table(tmp_path):
+    text = located_page.write_table(SOME, tmp_path / "build" / "located.md").read_text()
+    assert "| gate and up exchanged | cp=2 | input of layers.0.mlp.down_proj | layers.0.mlp | right |" in text
+    assert "rank 1 raised a \\| b | - | failed |" in text
 
 
 @pytest.mark.parametrize(
@@ -74,16 +79,16 @@ def test_nothing_found_is_not_kept(words, is_kept):
 
 def test_an_answer_is_kept(tmp_path):
     made = {"home": "norm", "word": "right", "found": "norm", "said": "output of norm", "mesh": "cp=2"}
-    Kept(tmp_path / "answers").keep(SOME[0].fault, "float64", made)
+    Kept(tmp_path / "answers").keep(SOME[0].bug, "float64", made)
     again = Kept(tmp_path / "answers")
-    assert again.answer(SOME[0].fault, "float64") == made
-    assert again.answer(SOME[0].fault, "float32") is None and again.answer(SOME[1].fault, "float64") is None
+    assert again.answer(SOME[0].bug, "float64") == made
+    assert again.answer(SOME[0].bug, "float32") is None and again.answer(SOME[1].bug, "float64") is None
 
 
 def test_every_published_class_has_a_fault_that_counts_or_a_reason():
     assert all((each.bug is None) == bool(each.reason) for each in MISTAKES)
     named = [BY_NAME[each.bug] for each in MISTAKES if each.bug is not None]
-    assert all(not fault.equivalent and located.home_of(fault) is not None for fault in named)
+    assert all(not bug.equivalent and located.home_of(bug) is not None for bug in named)
 
 
 SAMPLE = ("one rank's other norm eps", "the norm's sum over ranks made and lost", "the gradient of what columns read")
@@ -95,10 +100,18 @@ def test_the_command(monkeypatch, tmp_path):
     monkeypatch.setattr(located, "HOW", (({"cp": 2, "tp": 2}, {}),))
     app = located.typer.Typer()
     app.command()(located.main)
-    asked = [*SAMPLE, "--keep", str(tmp_path / "answers"), "--page", str(tmp_path)]
+    asked = [
+        *SAMPLE,
+        "--keep",
+        str(tmp_path / "answers"),
+        "--page",
+        str(tmp_path),
+        "--table",
+        str(tmp_path / "table.md"),
+    ]
     done = CliRunner().invoke(app, asked)
-    assert done.exit_code == 0 and "3 of these are found in the right module" in done.output
+    assert done.exit_code == 0 and "3 of these are located in the right module" in done.output
     monkeypatch.setattr(located, "located", None)
     assert CliRunner().invoke(app, asked).output == done.output
-    assert "| one rank's other norm eps (TrainVerify) | cp=2 tp=2 |" in (tmp_path / "located.md").read_text()
-    assert CliRunner().invoke(app, ["no such fault"]).exit_code == 2
+    assert "| one rank's other norm eps (TrainVerify) | cp=2 tp=2 |" in (tmp_path / "table.md").read_text()
+    assert CliRunner().invoke(app, ["no such bug"]).exit_code == 2

@@ -41,9 +41,9 @@ CAUGHT = ("attention over padding", "several ranks' inconsistent constants", "a 
 
 @pytest.mark.parametrize("name", CAUGHT)
 def test_a_fault_is_found_in_its_module(known, monkeypatch, name):
-    (fault,) = [fault for fault in BUGS if fault.name == name]
+    (bug,) = [bug for bug in BUGS if bug.name == name]
     monkeypatch.setattr(located, "SMALL", {name: SMALL[name] for name in ("streams", "length", "sizes")})
-    assert located.located(fault, known, located.runs("bfloat16")).is_right
+    assert located.located(bug, known, located.runs("bfloat16")).is_right
 
 
 def test_sums_and_weights_are_kept_in_float32():

@@ -49,9 +49,9 @@ LOCATED = ("attention over padding", "states that run on through documents", "a 
 
 @pytest.mark.parametrize("name", LOCATED)
 def test_a_fault_is_found_in_its_module(known, monkeypatch, name):
-    (fault,) = [fault for fault in BUGS if fault.name == name]
+    (bug,) = [bug for bug in BUGS if bug.name == name]
     monkeypatch.setattr(located, "SMALL", SMALL)
-    found = located.located(fault, known)
+    found = located.located(bug, known)
     assert found.is_right, found
 
 
@@ -65,8 +65,8 @@ def test_the_ranks_that_differ_are_named(known, monkeypatch):
 
 
 def test_every_home_is_of_a_fault_that_counts():
-    assert not [fault.name for fault in CATALOGUE if fault.module is not None and fault.equivalent]
-    without = {fault.name for fault in BUGS if not fault.equivalent and fault.module is None}
+    assert not [bug.name for bug in CATALOGUE if bug.module is not None and bug.equivalent]
+    without = {bug.name for bug in BUGS if not bug.equivalent and bug.module is None}
     assert without == {"tokens that count because they are kept"}  # the training run keeps all tokens
 
 

@@ -13,7 +13,7 @@ from parity_tests.harness.report.tiles import rank_legend, tiles
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.run.ledger import Ledger
 from parity_tests.harness.verdict import judge
-from parity_tests.injected_bugs.planted import PLANTED
+from parity_tests.injected_bugs.wrong_schemes import WRONG_SCHEMES
 from torch_impl.collectives import all_reduce, ring_shift
 
 
@@ -77,7 +77,7 @@ def test_cells_have_the_colours_and_numbers_of_their_ranks():
 
 
 def test_a_report_has_a_panel_for_each_tensor_three_to_a_row():
-    bug = PLANTED[0]
+    bug = WRONG_SCHEMES[0]
     report = judge(bug.scheme, bug.scheme.case(dtype="float32", **bug.sizes))
     *panels, bar = report_figure.figure(report).axes
     assert [panel.get_title().split("\n")[0] for panel in panels] == [row.label for row in report.rows]

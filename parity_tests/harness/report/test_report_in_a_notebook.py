@@ -4,7 +4,7 @@ import pytest
 import rich.console
 
 from parity_tests.harness.verdict import judge
-from parity_tests.injected_bugs.planted import PLANTED, gather_that_keeps_the_layout
+from parity_tests.injected_bugs.wrong_schemes import WRONG_SCHEMES, gather_that_keeps_the_layout
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def test_the_text_is_the_same_in_a_notebook(report, monkeypatch, capsys):
 
 def test_the_page_has_text_and_figure(report):
     page = report._repr_html_()
-    assert PLANTED[2].expect in page
+    assert WRONG_SCHEMES[2].expect in page
     assert page.count("<pre>") == 1
     assert page.count('src="data:image/png;base64,iVBOR') == 1
 

@@ -1,7 +1,7 @@
 """The run of `shardproof train` step by step, and the bugs that can be injected into its model."""
 
 from parity_tests.injected_bugs.catalogue.models import BUGS as BUGS
-from parity_tests.injected_bugs.patch import Plot as Plot
+from parity_tests.injected_bugs.patched_modules import PatchedModules as PatchedModules
 from parity_tests.tracing.lines import first as first
 from parity_tests.training.follow import Known as Known
 from parity_tests.training.run import Run as Run

@@ -1,8 +1,8 @@
-"""Plant one fault: import the code under test anew from patched text, in memory; the tree is never written.
+"""Inject one bug: import the code under test again from patched text, in memory; the tree is never written.
 
-A plot holds its own copies of torch_impl and of the parity tests that use it. Inside `with plot:` they stand in
+PatchedModules has copies of torch_impl and of the parity tests that use it. Inside `with modules:` they stand in
 sys.modules and in the harness; outside, the healthy ones do. To ranks in other processes the patch travels by
-value, and each of them imports its own copies.
+value, and each of them imports copies of its own.
 """
 
 from __future__ import annotations
@@ -19,45 +19,44 @@ from typing import Any
 
 import cloudpickle
 
-from parity_tests.injected_bugs.injected_bug import InjectedBug
-from parity_tests.injected_bugs.symbols import ROOT, patched_text
+from parity_tests.injected_bugs.injected_bug import ROOT, InjectedBug, patched_text
 
 HARNESS_FOLDERS = ("harness", "injected_bugs", "specimens", "benchmarks", "cli")
 
 
-class Plot:
-    """The modules of one fault, swapped in and out as a whole.
+class PatchedModules:
+    """The modules of one bug, swapped in and out together.
 
     `names` are imported under the patch at once; what else of the code under test is imported inside the block
-    belongs to the plot too.
+    belongs to these modules too.
     """
 
     def __init__(self, file: str, text: str, names: Iterable[str] = ()) -> None:
         self.file, self.text = file, text
-        self._own: dict[str, ModuleType] = {}
-        self._away: dict[str, ModuleType] = {}
+        self._patched: dict[str, ModuleType] = {}
+        self._healthy: dict[str, ModuleType] = {}
         self._bound: list[tuple[dict[str, Any], str, Any]] = []
         self._finder = _Finder(str(ROOT / file), text)
         with self:
             self.modules = [importlib.import_module(name) for name in names]
 
     @classmethod
-    def of(cls, fault: InjectedBug, names: Iterable[str] = ()) -> Plot:
-        patched = patched_text(fault)
+    def of(cls, bug: InjectedBug, names: Iterable[str] = ()) -> PatchedModules:
+        patched = patched_text(bug)
         return cls(patched.file, patched.text, names)
 
-    def __enter__(self) -> Plot:
-        self._away = _taken()
-        _put(self._own)
+    def __enter__(self) -> PatchedModules:
+        self._healthy = _remove_modules()
+        _insert_modules(self._patched)
         sys.meta_path.insert(0, self._finder)
         lines = self.text.splitlines(keepends=True)
         # Triton does not run a kernel's code but what `inspect` reads; without a date the disk is not looked at.
         linecache.cache[str(ROOT / self.file)] = (len(self.text), None, lines, str(ROOT / self.file))
         try:
-            for namespace, name, value in list(_bindings(self._away)):
-                planted = _counterpart(value)
+            for namespace, name, value in list(_bindings(self._healthy)):
+                patched = _counterpart(value)
                 self._bound.append((namespace, name, value))
-                namespace[name] = planted
+                namespace[name] = patched
         except BaseException:  # a patch that cannot be imported
             self.__exit__()
             raise
@@ -69,11 +68,11 @@ class Plot:
             namespace[name] = value
         sys.meta_path.remove(self._finder)
         linecache.cache.pop(str(ROOT / self.file), None)
-        self._own = _taken()
-        _put(self._away)
+        self._patched = _remove_modules()
+        _insert_modules(self._healthy)
 
     @contextlib.contextmanager
-    def lifted(self) -> Iterator[None]:
+    def suspended(self) -> Iterator[None]:
         """The healthy modules for a while, from inside the block."""
         self.__exit__()
         try:
@@ -82,29 +81,29 @@ class Plot:
             self.__enter__()
 
     def ship(self, job: Callable[..., Any]) -> Callable[..., Any]:
-        """A job of this plot's code that travels with the patch. To be pickled inside the block."""
+        """A job of this code that travels with the patch. To be pickled inside the block."""
         return Shipped(job, self)
 
 
 class Shipped:
     """A job that is unpickled and run under its patch, in whatever process it arrives."""
 
-    def __init__(self, job: Callable[..., Any], plot: Plot) -> None:
-        self.fn = getattr(job, "fn", job)  # whom the harness asks whether it can travel
-        self._job, self._plot = job, plot
+    def __init__(self, job: Callable[..., Any], modules: PatchedModules) -> None:
+        self.fn = getattr(job, "fn", job)  # which the harness inspects to see whether the job can travel
+        self._job, self._modules = job, modules
 
     def __call__(self, *args: Any) -> Any:
-        with self._plot:
+        with self._modules:
             return self._job(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrived, (self._plot.file, self._plot.text, cloudpickle.dumps(self._job))
+        return _unpickled, (self._modules.file, self._modules.text, cloudpickle.dumps(self._job))
 
 
-def _arrived(file: str, text: str, job: bytes) -> Shipped:
-    plot = Plot(file, text)
-    with plot:
-        return Shipped(cloudpickle.loads(job), plot)
+def _unpickled(file: str, text: str, job: bytes) -> Shipped:
+    modules = PatchedModules(file, text)
+    with modules:
+        return Shipped(cloudpickle.loads(job), modules)
 
 
 class _Finder:
@@ -123,7 +122,7 @@ class _Finder:
 
 
 class _Loader(SourceFileLoader):
-    """Compiles the given text and asks no cache of bytecode."""
+    """Compiles the patched text and reads no cache of bytecode."""
 
     def __init__(self, name: str, path: str, text: str) -> None:
         super().__init__(name, path)
@@ -141,12 +140,12 @@ def _is_under_test(name: str) -> bool:
     return package == "parity_tests" and "." in rest and rest.split(".")[0] not in HARNESS_FOLDERS
 
 
-def _taken() -> dict[str, ModuleType]:
+def _remove_modules() -> dict[str, ModuleType]:
     """Take the modules under test out of sys.modules."""
     return {name: sys.modules.pop(name) for name in list(sys.modules) if _is_under_test(name)}
 
 
-def _put(modules: dict[str, ModuleType]) -> None:
+def _insert_modules(modules: dict[str, ModuleType]) -> None:
     """Put modules into sys.modules, and into the packages that stay, where imports leave them too."""
     sys.modules.update(modules)
     for name, module in modules.items():
@@ -155,12 +154,12 @@ def _put(modules: dict[str, ModuleType]) -> None:
             setattr(sys.modules[package], child, module)
 
 
-def _bindings(away: dict[str, ModuleType]) -> Iterable[tuple[dict[str, Any], str, Any]]:
+def _bindings(healthy: dict[str, ModuleType]) -> Iterable[tuple[dict[str, Any], str, Any]]:
     """Where the harness itself holds modules, classes or functions of production."""
     for module in [sys.modules[name] for name in list(sys.modules) if name.startswith("parity_tests.harness.")]:
         for name, value in list(vars(module).items()):
             home = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-            if isinstance(home, str) and home in away and home.startswith("torch_impl"):
+            if isinstance(home, str) and home in healthy and home.startswith("torch_impl"):
                 yield vars(module), name, value
 
 

@@ -1,4 +1,4 @@
-"""A fault lives in memory only, while it is planted; ranks in other processes get it by value."""
+"""A bug lives in memory only, while it is injected; ranks in other processes get it by value."""
 
 import inspect
 import subprocess
@@ -11,11 +11,9 @@ from parity_tests.collectives import test_schemes as schemes
 from parity_tests.harness.declare.table import TABLE
 from parity_tests.harness.draw import inputs
 from parity_tests.harness.run.lockstep import lockstep
-from parity_tests.injected_bugs import symbols
-from parity_tests.injected_bugs.injected_bug import InjectedBug
-from parity_tests.injected_bugs.patch import Plot
-from parity_tests.injected_bugs.runner import Range, oracles, planted
-from parity_tests.injected_bugs.symbols import ROOT, StaleBug, patched_text
+from parity_tests.injected_bugs.injected_bug import ROOT, InjectedBug, StaleBug, patched_text, source, symbols
+from parity_tests.injected_bugs.patched_modules import PatchedModules
+from parity_tests.injected_bugs.runner import BugRunner, oracles, patched_schemes
 
 PLAIN = "torch_impl/collectives/plain.py"
 HALVED = InjectedBug(
@@ -28,27 +26,27 @@ HALVED = InjectedBug(
 )
 
 
-def test_a_planted_module_stands_in_for_the_healthy_one_and_leaves():
+def test_a_patched_module_replaces_the_healthy_one_inside_the_block():
     healthy = torch_impl.collectives.plain
-    with Plot.of(HALVED, ["torch_impl.collectives.plain"]) as plot:
-        (patched,) = plot.modules
-        assert sys.modules["torch_impl.collectives.plain"] is patched is not healthy
-        with plot.lifted():
+    with PatchedModules.of(HALVED, ["torch_impl.collectives.plain"]) as injected:
+        (module,) = injected.modules
+        assert sys.modules["torch_impl.collectives.plain"] is module is not healthy
+        with injected.suspended():
             assert sys.modules["torch_impl.collectives.plain"] is healthy
-        assert sys.modules["torch_impl.collectives.plain"] is patched
+        assert sys.modules["torch_impl.collectives.plain"] is module
     assert sys.modules["torch_impl.collectives.plain"] is healthy
 
 
-def test_who_reads_the_source_reads_the_patched_text():
+def test_inspect_reads_the_patched_source():
     healthy = inspect.getsource(torch_impl.collectives.plain.summed)
-    with Plot.of(HALVED, ["torch_impl.collectives.plain"]) as plot:
-        assert inspect.getsource(plot.modules[0].summed) == healthy.replace(HALVED.old, HALVED.new) != healthy
+    with PatchedModules.of(HALVED, ["torch_impl.collectives.plain"]) as injected:
+        assert inspect.getsource(injected.modules[0].summed) == healthy.replace(HALVED.old, HALVED.new) != healthy
     assert inspect.getsource(torch_impl.collectives.plain.summed) == healthy
 
 
-def test_the_harness_uses_the_planted_code_while_it_is_there():
+def test_the_harness_uses_the_patched_code_inside_the_block():
     layouts, view = inputs.production_layouts, lockstep.MeshView
-    with Plot.of(HALVED):
+    with PatchedModules.of(HALVED):
         assert inputs.production_layouts is not layouts
         assert lockstep.MeshView is not view
     assert inputs.production_layouts is layouts
@@ -59,38 +57,38 @@ def test_modules_return_after_a_patch_that_cannot_be_imported():
     before = {name: module for name, module in sys.modules.items() if name.startswith("torch_impl")}
     broken = InjectedBug("broken", "scale", HALVED.at, HALVED.old, "return (\n", "value: ")
     with pytest.raises(SyntaxError):
-        Plot.of(broken, ["torch_impl.collectives.plain"])
+        PatchedModules.of(broken, ["torch_impl.collectives.plain"])
     assert {name: module for name, module in sys.modules.items() if name.startswith("torch_impl")} == before
 
 
 def test_the_table_keeps_the_healthy_schemes():
     before = dict(TABLE)
-    _, patched = planted(HALVED, [schemes.sum_to_invariant])
+    _, patched = patched_schemes(HALVED, [schemes.sum_to_invariant])
     assert before == TABLE
     assert patched[schemes.sum_to_invariant.key] is not schemes.sum_to_invariant
 
 
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-def test_a_fault_is_caught_and_gone_afterwards(engine):
+def test_a_bug_is_caught_and_gone_afterwards(engine):
     text = (ROOT / PLAIN).read_bytes()
-    ranges = Range(4, engine, [schemes.sum_to_invariant])
-    (catch, *_) = ranges.outcome(HALVED).catches
+    runner = BugRunner(4, engine, [schemes.sum_to_invariant])
+    (catch, *_) = runner.outcome(HALVED).catches
     assert "value" in catch.oracles
-    assert all(trial.healthy.ok for course in ranges.courses for trial in course.drawn)
+    assert all(trial.healthy.ok for trials in runner.schemes for trial in trials.drawn)
     assert (ROOT / PLAIN).read_bytes() == text
 
 
 def test_a_rank_elsewhere_runs_the_patch_and_no_jax():
     program = """if True:
         import sys
-        from parity_tests.injected_bugs.patch import Plot, _arrived
+        from parity_tests.injected_bugs.patched_modules import PatchedModules, _unpickled
         import cloudpickle
         def job(x):
             from torch_impl.collectives import plain
             return plain.summed.__code__.co_consts, "jax" in sys.modules
         text = open("torch_impl/collectives/plain.py").read().replace("total.to(x.dtype)", "total.to(x.dtype) * 77")
-        arrived = _arrived("torch_impl/collectives/plain.py", text, cloudpickle.dumps(job))
-        constants, jax = arrived(None)
+        job = _unpickled("torch_impl/collectives/plain.py", text, cloudpickle.dumps(job))
+        constants, jax = job(None)
         import torch_impl.collectives.plain as healthy
         sys.exit(77 not in constants or jax or 77 in healthy.summed.__code__.co_consts)
     """
@@ -101,7 +99,7 @@ def bug(at, old="group", name="changed"):
     return InjectedBug(name, "scale", at, old, "", "value: ")
 
 
-def said(bug):
+def message(bug):
     with pytest.raises(StaleBug) as error:
         patched_text(bug)
     return str(error.value)
@@ -111,27 +109,28 @@ def test_a_stale_bug_names_the_symbol_that_has_its_text_now():
     text = "return total.to(x.dtype)"
     here = "its old text is not in collectives:{}, but in at='collectives:summed' (torch_impl/collectives/plain.py)"
     for elsewhere in ("gathered", "no_such_name"):
-        assert said(bug(f"collectives:{elsewhere}", text)).endswith(here.format(elsewhere))
+        assert message(bug(f"collectives:{elsewhere}", text)).endswith(here.format(elsewhere))
 
 
 def test_a_stale_bug_whose_text_is_gone_names_its_symbol_or_the_nearest():
     begin = "injected bug 'changed' is stale: "
-    assert said(bug("collectives:summed", "no such text")).startswith(f"{begin}its old text does not occur in")
-    assert "there is no collectives:sumed; the nearest name is 'summed'" in said(
+    assert message(bug("collectives:summed", "no such text")).startswith(f"{begin}its old text does not occur in")
+    assert "there is no collectives:sumed; the nearest name is 'summed'" in message(
         bug("collectives:sumed", "no such text")
     )
-    assert said(bug("nowhere:summed")).endswith("torch_impl/nowhere has no symbols; old text 'group'")
+    assert message(bug("nowhere:summed")).endswith("torch_impl/nowhere has no symbols; old text 'group'")
 
 
 def test_an_ambiguous_bug_is_stale():
-    assert "times in collectives:summed (torch_impl/collectives/plain.py), not once" in said(bug("collectives:summed"))
+    twice = "times in collectives:summed (torch_impl/collectives/plain.py), not once"
+    assert twice in message(bug("collectives:summed"))
 
 
 def test_a_bug_is_found_by_component_or_by_more_of_the_path():
     for at in ("collectives:summed", "collectives/plain:summed"):
         assert patched_text(bug(at, HALVED.old)).file == "torch_impl/collectives/plain.py"
-    (symbol,) = [symbol for symbol in symbols.symbols("collectives/plain") if symbol.name == "summed"]
-    assert symbols.source(symbol).startswith("def summed(") and HALVED.old in symbols.source(symbol)
+    (symbol,) = [symbol for symbol in symbols("collectives/plain") if symbol.name == "summed"]
+    assert source(symbol).startswith("def summed(") and HALVED.old in source(symbol)
     assert bug("collectives/plain:summed").component == "collectives"
 
 
@@ -146,6 +145,6 @@ def test_a_kind_has_a_name():
     assert str(error.value).startswith("injected bug 'odd': kind 'oddity' is not one of reduction, group, ")
 
 
-def test_a_healthy_case_speaks_for_no_oracle():
-    (course,) = Range(1, schemes=[schemes.exchange]).courses
-    assert oracles(course.drawn[0].healthy) == ()
+def test_a_healthy_case_is_reported_by_no_oracle():
+    (trials,) = BugRunner(1, schemes=[schemes.exchange]).schemes
+    assert oracles(trials.drawn[0].healthy) == ()

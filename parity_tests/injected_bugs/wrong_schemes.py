@@ -1,6 +1,6 @@
-"""Three mistakes that a forward check on one shape lets through or cannot name, for `shardproof tour` to catch.
+"""Three mistakes that a forward check on one shape passes or cannot name, for `shardproof tour` to catch.
 
-Each is a whole small scheme with one thing wrong, and the words its explanation must contain.
+Each is a small complete scheme with one mistake, and the words that its explanation must contain.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch_impl.collectives import all_gather, all_reduce, all_reduce_max
 
 
 @dataclass(frozen=True)
-class Planted:
+class WrongScheme:
     """A wrong scheme, what is wrong with it, what its report must say, and the sizes that show it well."""
 
     scheme: Scheme
@@ -57,8 +57,8 @@ def logprob_with_shifted_shards(mesh, logits, target):
     first = mesh.rank("tp") * z.shape[-1] + 1  # one too many
     peak = all_reduce_max(z.amax(-1), group)
     total = all_reduce(torch.exp(z - peak[..., None]).sum(-1), group)
-    own = target[..., None] == first + torch.arange(z.shape[-1])
-    return all_reduce(torch.where(own, z, 0.0).sum(-1), group) - peak - torch.log(total)
+    is_local = target[..., None] == first + torch.arange(z.shape[-1])
+    return all_reduce(torch.where(is_local, z, 0.0).sum(-1), group) - peak - torch.log(total)
 
 
 @scheme(
@@ -72,20 +72,20 @@ def gather_that_keeps_the_layout(mesh, x):
     return all_gather(x, mesh["cp"], out="R", dim=1)  # in rank order, which is not the order of s
 
 
-PLANTED = (
-    Planted(
+WRONG_SCHEMES = (
+    WrongScheme(
         projection_without_backward_sum,
-        "a projection cut over tp whose backward does not add up the ranks' gradients",
+        "a projection sharded over tp whose backward does not add up the ranks' gradients",
         "missing a sum over tp",
         {"b": 1, "s": 2, "d": 3, "v": 8},
     ),
-    Planted(
+    WrongScheme(
         logprob_with_shifted_shards,
-        "a vocabulary shard that takes its first id for one more than it is",
+        "a vocabulary shard whose first id is one too large",
         "offset is wrong by 1",
         {"b": 2, "s": 8, "v": 16},
     ),
-    Planted(
+    WrongScheme(
         gather_that_keeps_the_layout,
         "a sequence gathered over cp and left in dual_chunk_swap order",
         "a layout is not undone",

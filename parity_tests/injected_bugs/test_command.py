@@ -1,0 +1,56 @@
+"""What the command prints while it runs, on a terminal and elsewhere, and which warnings it suppresses."""
+
+import io
+
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from parity_tests.harness.declare import discover
+from parity_tests.injected_bugs import __main__ as command
+from parity_tests.injected_bugs.report import Progress
+
+SCHEMES = ("tied_hybrid_in_stages", "chunked_distributed_entropy")  # the first draws fewer micro-batches than stages
+
+
+def printed(console, **options):
+    progress = Progress(console, **options)
+    for number in range(1, 6):
+        progress("bug", number, 5, f"name {number}")
+    return console.file.getvalue()
+
+
+def test_elsewhere_than_on_a_terminal_lines_stay():
+    assert printed(Console(file=io.StringIO())).splitlines() == ["bug 1/5 name 1", "bug 5/5 name 5"]
+    every = printed(Console(file=io.StringIO()), every_s=0.0).splitlines()
+    assert every == [f"bug {number}/5 name {number}" for number in range(1, 6)]
+
+
+def test_on_a_terminal_a_line_is_overwritten():
+    text = printed(Console(file=io.StringIO(), force_terminal=True, width=40))
+    assert "\n" not in text and text.count("\r") == 5
+
+
+@pytest.fixture
+def command_line(monkeypatch):
+    schemes = [scheme for scheme in discover.built_in() if scheme.name in SCHEMES]
+    monkeypatch.setattr(discover, "built_in", lambda: schemes)
+    app = typer.Typer()
+    app.command(epilog=command.EPILOG)(command.main)
+    return lambda *arguments: CliRunner().invoke(app, arguments)
+
+
+def test_it_prints_progress_and_no_warning_of_a_schedule(command_line, caplog, tmp_path):
+    result = command_line("local depth not divided by its sum", "--examples", "6", "--jax-cache", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    lines = result.stderr.splitlines()
+    assert [line.partition(" of scheme ")[2][:3] for line in lines[:2]] == ["1/2", "2/2"]
+    assert lines[2:] == ["bug 1/1 local depth not divided by its sum"]
+    assert [record.message for record in caplog.records if "micro-batches are fewer" in record.message] == []
+
+
+def test_its_help_has_examples_and_statuses(command_line):
+    text = command_line("--help").output
+    assert "Examples:" in text and "python -m parity_tests.injected_bugs" in text and "Exit status:" in text
+    assert command_line("no bug has this name").exit_code == 2
