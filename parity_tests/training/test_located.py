@@ -52,7 +52,7 @@ SOME = [
 def test_the_page(tmp_path):
     text = located_page.write(SOME, "float64", tmp_path).read_text()
     assert "5 bugs: 2 change a tensor of the step, and 1 of these are located in the right module; 1 end in a" in text
-    assert "| models | 1 | 1 | 1 |" in text
+    assert "| context_parallel | 0 | 0 | 1 |\n| models | 1 | 1 | 0 |\n" in text
     assert "| TrainVerify | one rank's other constant | one rank's other norm eps | norm | wrong |" in text
     assert all(f"| {each.words} |" in text for each in MISTAKES)
 
