@@ -1,4 +1,4 @@
-"""What this folder takes of torch that torch does not promise; each is looked for by name, and its absence is said."""
+"""Private attributes of torch that pipelining uses; each is looked up by name, and a missing one is an error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch_impl.pipelining.order import Order
 
 
 def of_torch(owner: Any, name: str) -> Any:
-    """An attribute of torch's. Errors: RuntimeError naming it and the version."""
+    """An attribute of torch. Errors: RuntimeError naming it and the version."""
     if not hasattr(owner, name):
         where = getattr(owner, "__qualname__", getattr(owner, "__name__", type(owner).__name__))
         raise RuntimeError(f"pipelining: torch {torch.__version__} has no {where}.{name}; use torch 2.11 to 2.13")
@@ -23,59 +23,59 @@ def of_torch(owner: Any, name: str) -> Any:
 
 def schedule_of_order(
     order: Order,
-    says_all: bool,
+    has_communication: bool,
     stages: list[PipelineStage],
     n_microbatches: int,
     loss_fn: Callable | None,
     scale: bool,
 ) -> Any:
-    """torch's runtime for an order of one's own. It places the stages as the order does."""
+    """torch's runtime for any order. It places the stages as the order does."""
     runtime = of_torch(schedules, "_PipelineScheduleRuntime")
-    read = of_torch(of_torch(schedules, "_Action"), "from_str")
+    parse = of_torch(of_torch(schedules, "_Action"), "from_str")
     prepare = of_torch(runtime, "_prepare_schedule_with_comms")
     schedule = runtime(stages, n_microbatches, loss_fn=loss_fn, scale_grads=scale)
-    actions = {rank: [read(str(action)) for action in row if action] for rank, row in enumerate(order)}
+    actions = {rank: [parse(str(action)) for action in row if action] for rank, row in enumerate(order)}
     schedule.pipeline_order = actions
-    prepare(schedule, actions, format="compute_comms" if says_all else "compute_only")
+    prepare(schedule, actions, format="compute_comms" if has_communication else "compute_only")
     return schedule
 
 
-def open_in_own_buffers(stages: Sequence[PipelineStage]) -> None:
-    """Give each of the messages that open a pipeline a tensor of its own, [1], and leave out those to oneself.
+def open_in_separate_buffers(stages: Sequence[PipelineStage]) -> None:
+    """Give each message that opens a pipeline a separate tensor of shape [1]; drop those from a rank to itself.
 
-    torch 2.11 receives two into one tensor at once, sends a number without a dim to one of shape [1], and has stages of
-    one rank greet each other, which gloo refuses.
+    torch 2.11 receives two messages into one tensor at once, sends a 0-d tensor to one of shape [1], and sends between
+    stages of one rank, which gloo rejects.
     """
     for stage in stages:
-        made: Any = stage
+        writable: Any = stage
         messages = of_torch(stage, "_get_init_p2p_neighbors_ops")
-        made._get_init_p2p_neighbors_ops = partial(_in_own_buffers, messages, stage.group_rank)
+        writable._get_init_p2p_neighbors_ops = partial(_in_separate_buffers, messages, stage.group_rank)
 
 
-def _in_own_buffers(messages: Callable[[], Sequence[Any]], rank: int) -> Sequence[Any]:
-    found = [each for each in messages() if each.group_peer != rank]
-    for each in found:
-        each.tensor = each.tensor.reshape(1).clone()
-    return found
+def _in_separate_buffers(messages: Callable[[], Sequence[Any]], rank: int) -> Sequence[Any]:
+    remote = [message for message in messages() if message.group_peer != rank]
+    for message in remote:
+        message.tensor = message.tensor.reshape(1).clone()
+    return remote
 
 
 def set_static_shapes(
     stage: PipelineStage, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], key: Any
 ) -> None:
-    """Give a stage the shapes of what enters and leaves it; `key` says which they are.
+    """Set the shapes of what enters and leaves a stage; `key` identifies them.
 
-    From then on it refuses to infer shapes by running, and a new start of its buffers leaves gradients alone.
+    From then on inferring shapes by running is an error, and setting up its buffers again does not touch gradients.
     """
-    stage_of: Any = stage
+    writable: Any = stage
     if hasattr(stage, "_user_meta"):
-        _tell(stage_of, inputs, outputs)
+        _set_metas(writable, inputs, outputs)
     else:
-        _tell_as_in_2_11(stage_of, inputs, outputs)
-    stage_of.static_key = key
+        _set_metas_of_2_11(writable, inputs, outputs)
+    writable.static_key = key
 
 
-def _tell_as_in_2_11(stage: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-    """A stage of torch 2.11 that has these does not infer them; it checks strides too, which nobody is told."""
+def _set_metas_of_2_11(stage: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+    """torch 2.11 does not infer what is set here; it also compares strides, which are not set."""
     of_torch(stage, "inputs_meta")
     of_torch(stage, "_outputs_meta")
     stage.inputs_meta, stage._outputs_meta = tuple(inputs), tuple(outputs)
@@ -83,19 +83,19 @@ def _tell_as_in_2_11(stage: Any, inputs: Sequence[torch.Tensor], outputs: Sequen
         stage._validate_fwd_outputs = partial(_without_strides, of_torch(stage, "_validate_fwd_outputs"))
 
 
-def _without_strides(check: Callable[..., None], given: Sequence[torch.Tensor]) -> None:
-    check(tuple(torch.empty(x.shape, dtype=x.dtype, device="meta") for x in given))
+def _without_strides(check: Callable[..., None], outputs: Sequence[torch.Tensor]) -> None:
+    check(tuple(torch.empty(x.shape, dtype=x.dtype, device="meta") for x in outputs))
 
 
-def _tell(stage: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-    extract, told = of_torch(_utils, "extract_tensor_metas"), stage._user_meta
-    told.inputs, told.outputs = extract(tuple(inputs)), extract(tuple(outputs))
-    told.input_grads = told.output_grads = None
+def _set_metas(stage: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+    extract, metas = of_torch(_utils, "extract_tensor_metas"), stage._user_meta
+    metas.inputs, metas.outputs = extract(tuple(inputs)), extract(tuple(outputs))
+    metas.input_grads = metas.output_grads = None
     if not hasattr(stage, "static_key"):
         prepare = of_torch(stage, "_prepare_forward_infra")
         of_torch(stage, "_post_metadata_inference_cleanup")
         stage._prepare_forward_infra = lambda *args, **kwargs: _checked_static(stage, prepare, *args, **kwargs)
-        stage._post_metadata_inference_cleanup = lambda: None  # nothing was inferred; torch's drops FSDP's gradients
+        stage._post_metadata_inference_cleanup = lambda: None  # torch's would drop FSDP's gradients after inferring
 
 
 def _checked_static(stage: Any, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -108,16 +108,16 @@ def _checked_static(stage: Any, prepare: Callable[..., Any], *args: Any, **kwarg
 
 
 def forget_shapes(schedule: Any, stages: Sequence[PipelineStage]) -> None:
-    """Have a schedule set up its stages anew at the next step."""
+    """Make a schedule set up its stages again at the next step."""
     for stage in stages:
-        made: Any = stage
-        if hasattr(stage, "_stage_meta"):  # torch 2.11 has none: shapes are what `set_static_shapes` left
-            made._stage_meta = type(made._stage_meta)()
+        writable: Any = stage
+        if hasattr(stage, "_stage_meta"):  # torch 2.11 has none: its shapes are those of `set_static_shapes`
+            writable._stage_meta = type(writable._stage_meta)()
             of_torch(stage, "_inference_mode")
-            made._inference_mode = None
+            writable._inference_mode = None
         for name in ("args_recv_info", "grad_recv_info"):
             of_torch(stage, name).clear()
-        made.grad_send_info = None
+        writable.grad_send_info = None
     names = [name for name in vars(schedule) if name.endswith(("_forward_initialized", "_backward_initialized"))]
     if len(names) != 2:
         of_torch(schedule, "_stages_forward_initialized")
@@ -131,9 +131,9 @@ def stages_of(schedule: Any) -> list[Any]:
 
 
 def emitted_dtype(module: torch.nn.Module) -> torch.dtype:
-    """The dtype of what a stage hands on: its FSDP policy's, else that of its first floating parameter."""
+    """The dtype of a stage's output: that of its FSDP policy, else of its first floating parameter."""
     policy = None
     if isinstance(module, FSDPModule):
         policy = of_torch(of_torch(module, "_get_fsdp_state")(), "_mp_policy")
-    own = next((p.dtype for p in module.parameters() if p.dtype.is_floating_point), torch.bfloat16)
-    return (policy and (policy.output_dtype or policy.param_dtype)) or own
+    first = next((p.dtype for p in module.parameters() if p.dtype.is_floating_point), torch.bfloat16)
+    return (policy and (policy.output_dtype or policy.param_dtype)) or first

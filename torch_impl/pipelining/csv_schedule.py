@@ -1,7 +1,7 @@
 """Schedules as files: one row for each rank, one action in each cell, blank where the rank waits.
 
-A file that has nothing but F, B, I and W says what is computed; one that has SEND_F, RECV_F, SEND_B, RECV_B, UNSHARD,
-RESHARD or REDUCE_GRAD says all that is done. Faults are told with row and column, both from 1.
+A file with F, B, I and W alone states what is computed; one that also has SEND_F, RECV_F, SEND_B, RECV_B, UNSHARD,
+RESHARD or REDUCE_GRAD states everything that is done. Errors name row and column, both from 1.
 """
 
 from __future__ import annotations
@@ -12,89 +12,98 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch_impl.contract import PositiveInt, contract
 from torch_impl.pipelining.order import (
     Action,
+    InvalidOrder,
     Order,
-    OrderFault,
     check_communication,
     check_computed,
     check_last_forwards,
     has_communication,
     inferred_stage_to_rank,
-    parsed,
+    parse_action,
 )
-from torch_impl.pipelining.simulation import simulate
+from torch_impl.pipelining.simulation import Times, run_order
 
 ARGUMENT = "pipeline_parallel_schedule_csv"
 
 
 @dataclass(frozen=True)
 class CsvSchedule:
-    """A checked file: its order, the rank of each stage, and whether it says what is sent."""
+    """A validated file: its order, the rank of each stage, and whether it states what is sent."""
 
     order: list[list[Action | None]]
     stage_to_rank: list[int]
     n_microbatches: int
-    says_all: bool
+    has_communication: bool
 
     @property
     def stages_per_rank(self) -> list[int]:
+        """How many stages each rank has."""
         return [self.stage_to_rank.count(rank) for rank in range(len(self.order))]
 
 
 def write_csv(order: Order, path: str | os.PathLike[str]) -> None:
-    """Write an order as a file that `read_csv` gives back."""
+    """Write `order` to the file `path`, from which `read_csv` reads the same order."""
     with open(path, "w", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows(
             [["" if action is None else str(action) for action in actions] for actions in order]
         )
 
 
+@contract
 def read_csv(
     path: str | os.PathLike[str],
     *,
-    pp_size: int | None = None,
-    n_microbatches: int | None = None,
+    pp_size: PositiveInt | None = None,
+    n_microbatches: PositiveInt | None = None,
     argument: str = ARGUMENT,
 ) -> CsvSchedule:
-    """A checked schedule of a file; ranks and micro-batches are those of the file where they are not given.
+    """A validated schedule from the file `path`, which `argument` names in messages.
 
-    Errors: FileNotFoundError with the argument's name; ValueError with row and column of the first fault: text that is
-            no action, rows that are not one for each rank, a stage on two ranks or none, a micro-batch missing,
-            doubled or out of order, on the last stage also among forwards, a message without its other end or out of
-            turn, ranks that wait for each other.
+    Without `pp_size` and `n_microbatches` the ranks and micro-batches are those of the file.
+
+    Errors: FileNotFoundError with the argument's name; ValueError with row and column of the first error: a text that
+            is not an action, rows that are not one for each rank, a stage on two ranks or none, a micro-batch missing,
+            repeated or out of order (on the last stage also among forwards), a message without its other end or out
+            of turn, ranks that wait for each other.
     """
     rows = _rows(path, argument)
     try:
+        # 1. The text: actions, one row for each rank.
         order = [[_cell(rank, column, text) for column, text in enumerate(row)] for rank, row in enumerate(rows)]
         _check_rows(order, pp_size)
+        # 2. Each stage is on one rank and computes each micro-batch once.
         stage_to_rank = inferred_stage_to_rank(order)
-        found = max(action.microbatch or 0 for actions in order for cell in actions if cell for action in cell.parts)
-        n = n_microbatches if n_microbatches is not None else found + 1
+        last = max(action.microbatch or 0 for actions in order for cell in actions if cell for action in cell.parts)
+        n = n_microbatches if n_microbatches is not None else last + 1
         check_computed(order, stage_to_rank, n)
-        says_all = has_communication(order)
-        if says_all:
+        # 3. Messages match, if the file states them.
+        is_complete = has_communication(order)
+        if is_complete:
             check_communication(order, stage_to_rank, n)
-        simulate(order, stage_to_rank, n_microbatches=n)
+        # 4. No deadlock, and losses in the order in which torch expects them.
+        run_order(order, stage_to_rank, Times())
         check_last_forwards(order, len(stage_to_rank) - 1)
-    except OrderFault as fault:
+    except InvalidOrder as error:
         raise ValueError(
-            f"{argument}={os.fspath(path)!r} row {fault.rank + 1}, column {fault.position + 1}: {fault.what}"
+            f"{argument}={os.fspath(path)!r} row {error.rank + 1}, column {error.position + 1}: {error.problem}"
         ) from None
-    return CsvSchedule(order, stage_to_rank, n, says_all)
+    return CsvSchedule(order, stage_to_rank, n, is_complete)
 
 
 def _rows(path: str | os.PathLike[str], argument: str) -> list[list[str]]:
-    """Cells of a file, blank lines at its end left out."""
-    shown = os.fspath(path)
+    """The cells of a file, without blank lines at its end."""
+    name = os.fspath(path)
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
         rows = list(csv.reader(io.StringIO(text, newline="")))
     except FileNotFoundError:
-        raise FileNotFoundError(2, f"{argument}={shown!r} does not exist; pass the path of a CSV file") from None
+        raise FileNotFoundError(2, f"{argument}={name!r} does not exist; pass the path of a CSV file") from None
     except (OSError, ValueError, csv.Error) as error:
         raise ValueError(
-            f"{argument}={shown!r} row 1, column 1: is no CSV text ({error}); pass a file of actions"
+            f"{argument}={name!r} row 1, column 1: is no CSV text ({error}); pass a file of actions"
         ) from None
     while rows and not any(cell.strip() for cell in rows[-1]):
         rows.pop()
@@ -103,17 +112,17 @@ def _rows(path: str | os.PathLike[str], argument: str) -> list[list[str]]:
 
 def _cell(rank: int, column: int, text: str) -> Action | None:
     try:
-        return parsed(text)
+        return parse_action(text)
     except ValueError as error:
-        raise OrderFault(rank, column, str(error)) from None
+        raise InvalidOrder(rank, column, str(error)) from None
 
 
 def _check_rows(order: list[list[Action | None]], pp_size: int | None) -> None:
-    """One row for each rank, and in each row an action."""
+    """One row for each rank, and an action in each row. Errors: InvalidOrder."""
     if not order or (pp_size is not None and len(order) < pp_size):
-        raise OrderFault(len(order), 0, f"is missing; there must be one row for each of pp_size={pp_size or 1} ranks")
+        raise InvalidOrder(len(order), 0, f"is missing; there must be one row for each of pp_size={pp_size or 1} ranks")
     if pp_size is not None and len(order) > pp_size:
-        raise OrderFault(pp_size, 0, f"is one row too many; there must be one for each of pp_size={pp_size} ranks")
+        raise InvalidOrder(pp_size, 0, f"is one row too many; there must be one for each of pp_size={pp_size} ranks")
     for rank, actions in enumerate(order):
         if not any(actions):
-            raise OrderFault(rank, 0, "the row has no action; every rank needs a stage")
+            raise InvalidOrder(rank, 0, "the row has no action; every rank needs a stage")

@@ -1,4 +1,5 @@
-"""Where a model's parts are: its stack of layers, what comes before and after, and what every stage needs."""
+"""The parts of a model: its stack of layers, what comes before and after it, and what every stage needs; and a
+validation of the modules that a caller assigns to stages."""
 
 from __future__ import annotations
 
@@ -7,16 +8,19 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from torch_impl.pipelining.arguments import Number
-from torch_impl.pipelining.partition import MULTIMODAL, generate_hf_model_fqn_per_model_part
+from torch_impl.contract import type_name
+from torch_impl.pipelining.partition import MULTIMODAL, layer_counts
 
-NAME = "split_model_into_stages"
+NAME = "pipelining.split_model_into_stages"
 
 
 @dataclass(frozen=True)
-class Anatomy:
-    """Names of modules: `inner` has the layers, at `layers`; `first` stand before them, `last` after; `shared` have no
-    parameters and go to every stage; of `first`, `idle` have none and are the first stage's all the same."""
+class ModelParts:
+    """Names of modules. The module `inner` has the `count` layers, in the list `layers`.
+
+    `first` come before them, `last` after them. `shared` have no parameters and go to every stage. `parameterless` are
+    those of `first` that have no parameters, as dropout; they too are on the first stage alone.
+    """
 
     inner: str
     layers: str
@@ -24,36 +28,45 @@ class Anatomy:
     first: tuple[str, ...]
     last: tuple[str, ...]
     shared: tuple[str, ...]
-    idle: tuple[str, ...]
+    parameterless: tuple[str, ...]
 
     @property
-    def handed_through(self) -> tuple[str, ...]:
-        """What a forward without these hands its input through, by its name beside the layers: what stands after
-        them, and before them what has no parameters, as dropout."""
+    def skippable(self) -> tuple[str, ...]:
+        """Modules of `inner`, by their names in it, that are an identity on the stages that do not have them."""
         prefix = f"{self.inner}." if self.inner else ""
-        return tuple(name.removeprefix(prefix) for name in (*self.idle, *self.last) if name.startswith(prefix))
+        names = (*self.parameterless, *self.last)
+        return tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
     @property
     def heads(self) -> tuple[str, ...]:
-        """What stands after that module."""
+        """What comes after the module `inner`."""
         return tuple(name for name in self.last if self.inner and not name.startswith(f"{self.inner}."))
 
-    def names(self, num_stages: int, embed_cost: Number, head_cost: Number) -> list[list[str]]:
-        """Modules of each stage, layers cut as evenly as costs allow."""
-        cut = generate_hf_model_fqn_per_model_part(
-            num_stages, self.count, False, False, False, False, embed_cost=embed_cost, head_cost=head_cost
-        )
-        stages = [[f"{self.layers}.{name.rpartition('.')[2]}" for name in stage if ".layers." in name] for stage in cut]
+    def names(self, num_stages: int, embed_cost: float, head_cost: float) -> list[list[str]]:
+        """The modules of each stage, with layers divided as evenly as costs allow.
+
+        Errors: ValueError for more stages than layers.
+        """
+        if num_stages > self.count:
+            raise ValueError(
+                f"{NAME}: {num_stages} stages are more than the {self.count} layers of the model; use at most "
+                f"{self.count} stages"
+            )
+        stages, start = [], 0
+        for count in layer_counts(num_stages, self.count, embed_cost, head_cost):
+            stages.append([f"{self.layers}.{layer}" for layer in range(start, start + count)])
+            start += count
         stages[0] = [*self.first, *stages[0]]
         stages[-1] += self.last
         return [[*stage, *self.shared] for stage in stages]
 
 
-def anatomy_of(model: nn.Module) -> Anatomy:
-    """By the model's own plan for pipelines where it has one, else by the names that transformers gives.
+def model_parts(model: nn.Module) -> ModelParts:
+    """The parts of a model, by its plan for pipelines if it has one, else by the names that transformers uses.
 
-    Errors: ValueError for a model without a list of layers, or with one that nothing tells the ends of.
+    Errors: ValueError for a model without a list of layers, or with one whose first and last modules are not known.
     """
+    # 1. The list of layers, and the module that has it.
     inner = _inner(model)
     module = model.get_submodule(inner)
     prefix = f"{inner}." if inner else ""
@@ -62,46 +75,50 @@ def anatomy_of(model: nn.Module) -> Anatomy:
     if not isinstance(getattr(module, layers, None), nn.ModuleList):
         lists = [f"{prefix}{name}" for name, child in module.named_children() if isinstance(child, nn.ModuleList)]
         raise ValueError(
-            f"pipelining.{NAME}: {type(model).__name__} has its layers in {' and '.join(map(repr, lists))}; what "
-            f"stands before and after them is known of models that have them in {prefix + layers!r}, or a "
-            "base_model_pp_plan"
+            f"{NAME}: {type(model).__name__} has its layers in {' and '.join(map(repr, lists))}; what comes before "
+            f"and after them is known of models that have them in {prefix + layers!r}, or a base_model_pp_plan"
         )
+    # 2. What comes before and after the layers: by the plan, else by name.
     before = planned[: planned.index(layers)] if layers in planned else ["embed_tokens"]
     after = planned[planned.index(layers) + 1 :] if layers in planned else ["norm", "lm_head"]
+    # 3. Encoders of other modalities come before, modules with parameters outside `inner` after, and whatever else has
+    #    no parameters goes to every stage.
     children = dict(module.named_children())
-    others = {name: child for name, child in children.items() if name not in {layers, *before, *after}}
+    siblings = {name: child for name, child in children.items() if name not in {layers, *before, *after}}
     outer = {name: child for name, child in model.named_children() if inner and name != inner.partition(".")[0]}
-    encoders = [f"{prefix}{name}" for name in others if name in MULTIMODAL]
+    encoders = [f"{prefix}{name}" for name in siblings if name in MULTIMODAL]
     encoders += [name for name in outer if name in MULTIMODAL]
     heads = [name for name, child in outer.items() if name not in MULTIMODAL and _has_parameters(child)]
-    return Anatomy(
+    return ModelParts(
         inner,
         f"{prefix}{layers}",
         len(getattr(module, layers)),
-        tuple([*(f"{prefix}{name}" for name in before if hasattr(module, name)), *encoders]),
-        tuple([*(f"{prefix}{name}" for name in after if hasattr(module, name)), *heads]),
-        tuple(
-            [f"{prefix}{name}" for name, child in others.items() if not _has_parameters(child)]
+        first=tuple([*(f"{prefix}{name}" for name in before if hasattr(module, name)), *encoders]),
+        last=tuple([*(f"{prefix}{name}" for name in after if hasattr(module, name)), *heads]),
+        shared=tuple(
+            [f"{prefix}{name}" for name, child in siblings.items() if not _has_parameters(child)]
             + [name for name, child in outer.items() if not _has_parameters(child) and name not in MULTIMODAL]
         ),
-        tuple(f"{prefix}{name}" for name in before if name in children and not _has_parameters(children[name])),
+        parameterless=tuple(
+            f"{prefix}{name}" for name in before if name in children and not _has_parameters(children[name])
+        ),
     )
 
 
 def _inner(model: nn.Module) -> str:
-    """The name of the first module, outermost first, that has a list of layers of its own."""
-    found = [
+    """The name of the outermost module that has a list of layers."""
+    candidates = [
         name.rpartition(".")[0]
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) and not set(name.split(".")) & set(MULTIMODAL)
     ]
-    if not found:
-        raise ValueError(f"pipelining.{NAME}: {type(model).__name__} has no nn.ModuleList of layers to be cut")
-    return min(found, key=lambda name: len(name.split(".")) if name else 0)
+    if not candidates:
+        raise ValueError(f"{NAME}: {type(model).__name__} has no nn.ModuleList of layers to be split")
+    return min(candidates, key=lambda name: len(name.split(".")) if name else 0)
 
 
 def _plan(module: nn.Module) -> list[str]:
-    """Children in the order in which a forward runs them, as transformers says it."""
+    """Children in the order in which a forward runs them, from the plan of transformers."""
     plan = getattr(getattr(module, "config", None), "base_model_pp_plan", None) or {}
     return [name for name in plan if "." not in name]
 
@@ -110,52 +127,58 @@ def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
+# Names that a model may lack: those that `generate_hf_model_fqn_per_model_part` adds for any model.
 HARMLESS = {*MULTIMODAL, "embed_tokens", "norm", "rotary_emb", "lm_head"}
 ARGUMENT = "module_names_per_stage"
 
 
-def check_names(model: nn.Module, parts: Anatomy, given: object) -> list[list[str]]:
-    """Names as given, without those that the model has not, with what has no parameters and forward calls.
+def check_names(model: nn.Module, parts: ModelParts, module_names_per_stage: object) -> list[list[str]]:
+    """The names of each stage, without those that the model lacks, and with the modules that every stage needs.
 
-    Errors: TypeError; ValueError.
+    Errors: TypeError for what is not a list of lists of names; ValueError for a name that is no module of the model or
+            part of a layer, for layers that are missing or out of order, for a first or last module elsewhere.
     """
-    if not isinstance(given, (list, tuple)) or not all(isinstance(names, (list, tuple)) for names in given):
-        raise TypeError(f"pipelining.{NAME}: {ARGUMENT} is a {type(given).__name__}; pass a list of lists of names")
-    if not given:
-        raise ValueError(f"pipelining.{NAME}: {ARGUMENT} is empty; pass the names of each stage")
-    known = {name for name, _ in model.named_modules()}
+    if not isinstance(module_names_per_stage, (list, tuple)) or not all(
+        isinstance(names, (list, tuple)) for names in module_names_per_stage
+    ):
+        raise TypeError(f"{NAME}: {ARGUMENT} is {type_name(module_names_per_stage)}; pass a list of lists of names")
+    if not module_names_per_stage:
+        raise ValueError(f"{NAME}: {ARGUMENT} is empty; pass the names of each stage")
+    modules = {name for name, _ in model.named_modules()}
     stages: list[list[str]] = []
-    for stage, names in enumerate(given):
+    for stage, names in enumerate(module_names_per_stage):
         for name in names:
             if not isinstance(name, str):
-                raise TypeError(f"pipelining.{NAME}: {ARGUMENT}[{stage}] has {name!r}; pass names of modules")
-            if name not in known and name.rpartition(".")[2] not in HARMLESS:
-                raise ValueError(f"pipelining.{NAME}: {ARGUMENT}[{stage}] has {name!r}, no module of the model")
+                raise TypeError(f"{NAME}: {ARGUMENT}[{stage}] has {name!r}; pass names of modules")
+            if name not in modules and name.rpartition(".")[2] not in HARMLESS:
+                raise ValueError(f"{NAME}: {ARGUMENT}[{stage}] has {name!r}, no module of the model")
             if name.startswith(f"{parts.layers}.") and not name.removeprefix(f"{parts.layers}.").isdigit():
-                raise ValueError(
-                    f"pipelining.{NAME}: {ARGUMENT}[{stage}] has {name!r}, part of a layer; pass the layer"
-                )
-        stages.append([name for name in names if name in known])
+                raise ValueError(f"{NAME}: {ARGUMENT}[{stage}] has {name!r}, part of a layer; pass the layer")
+        stages.append([name for name in names if name in modules])
     _check_layers(parts, stages)
-    for ends, at, where in ((parts.first, 0, "first"), (parts.last, len(stages) - 1, "last")):
-        for stage, names in enumerate(stages):
-            for name in ends:
-                if name in names and stage != at:
-                    raise ValueError(
-                        f"pipelining.{NAME}: {ARGUMENT}[{stage}] has {name!r}, which belongs to the {where} stage"
-                    )
-    needed = [(*parts.idle, *parts.shared), *[parts.shared] * (len(stages) - 1)]
-    return [[*names, *(name for name in own if name not in names)] for names, own in zip(stages, needed, strict=True)]
+    _check_ends(parts, stages)
+    needed = [(*parts.parameterless, *parts.shared), *[parts.shared] * (len(stages) - 1)]
+    return [
+        [*names, *(name for name in of_stage if name not in names)]
+        for names, of_stage in zip(stages, needed, strict=True)
+    ]
 
 
-def _check_layers(parts: Anatomy, stages: Sequence[Sequence[str]]) -> None:
+def _check_layers(parts: ModelParts, stages: Sequence[Sequence[str]]) -> None:
     prefix = f"{parts.layers}."
     order = [int(name.removeprefix(prefix)) for names in stages for name in names if name.startswith(prefix)]
     if order != list(range(parts.count)):
         raise ValueError(
-            f"pipelining.{NAME}: {ARGUMENT} has the layers {order}; they must be 0 to {parts.count - 1}, each once and "
-            "in order"
+            f"{NAME}: {ARGUMENT} has the layers {order}; they must be 0 to {parts.count - 1}, each once and in order"
         )
+
+
+def _check_ends(parts: ModelParts, stages: Sequence[Sequence[str]]) -> None:
+    for names_of_end, end, where in ((parts.first, 0, "first"), (parts.last, len(stages) - 1, "last")):
+        for stage, names in enumerate(stages):
+            for name in names_of_end:
+                if name in names and stage != end:
+                    raise ValueError(f"{NAME}: {ARGUMENT}[{stage}] has {name!r}, which belongs to the {where} stage")
 
 
 def check_parameters(model: nn.Module, stages: Sequence[Sequence[str]]) -> None:
@@ -164,26 +187,26 @@ def check_parameters(model: nn.Module, stages: Sequence[Sequence[str]]) -> None:
         on = [stage for stage, names in enumerate(stages) if any(name.startswith(f"{each}.") for each in names)]
         if len(on) != 1:
             raise ValueError(
-                f"pipelining.{NAME}: parameter {name!r} is on {f'stages {on}' if on else 'no stage'}; name its module "
-                f"in one of {ARGUMENT}"
+                f"{NAME}: parameter {name!r} is on {f'stages {on}' if on else 'no stage'}; name its module in one of "
+                f"{ARGUMENT}"
             )
 
 
-def check_runs(
-    model: nn.Module, parts: Anatomy, stages: Sequence[Sequence[str]], patch_inner: bool, patch_outer: bool
+def check_forwards(
+    model: nn.Module, parts: ModelParts, stages: Sequence[Sequence[str]], patch_inner: bool, patch_outer: bool
 ) -> None:
-    """Each stage's forward finds what it calls. Errors: ValueError for a family that cannot be cut there."""
+    """Each stage's forward can run without the modules of others. Errors: ValueError for a family that cannot."""
     config = getattr(model.get_submodule(parts.inner), "config", None)
     if len(stages) == 1 or config is None:
         return
     if getattr(config, "num_kv_shared_layers", 0):
         raise ValueError(
-            f"pipelining.{NAME}: {type(model).__name__} shares keys and values across layers "
+            f"{NAME}: {type(model).__name__} shares keys and values across layers "
             f"(num_kv_shared_layers={config.num_kv_shared_layers}), which stages cannot; use one stage"
         )
     if getattr(config, "embedding_multiplier", 1) != 1:
         raise ValueError(
-            f"pipelining.{NAME}: {type(model).__name__} scales what enters its layers "
+            f"{NAME}: {type(model).__name__} scales what enters its layers "
             f"(embedding_multiplier={config.embedding_multiplier}), which every stage would do; use one stage"
         )
     for switch, on, module in (
@@ -192,6 +215,6 @@ def check_runs(
     ):
         if not on and type(module).__module__.startswith("transformers."):
             raise ValueError(
-                f"pipelining.{NAME}: {switch}=False, but the forward of {type(module).__name__} calls modules that "
+                f"{NAME}: {switch}=False, but the forward of {type(module).__name__} calls modules that "
                 "other stages have; pass True"
             )

@@ -1,4 +1,8 @@
-"""Orders: what each rank computes and sends in turn, how an action is written, and what makes an order valid."""
+"""An order: for each rank of a pipeline the actions that it runs in turn; how they are written, and what is valid.
+
+An action is written `2F5`: the forward of micro-batch 5 on stage 2. Validation raises InvalidOrder for the first action
+that is wrong, with its rank and position; a file of a schedule turns these into row and column.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-COMPUTED = ("F", "B", "I", "W")  # forward; backward, whole or as input gradient and weight gradient
+COMPUTED = ("F", "B", "I", "W")  # forward; full backward; its halves, input gradient and weight gradient
 SENT = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
-OF_A_STAGE = ("UNSHARD", "RESHARD", "REDUCE_GRAD")  # of a sharded stage, of no micro-batch
+OF_A_STAGE = ("UNSHARD", "RESHARD", "REDUCE_GRAD")  # of a sharded stage; they have no micro-batch
 PAIR = "OVERLAP_F_B"  # a forward and a backward that may run at once; here one after the other
 
 _SINGLE = re.compile(rf"(\d{{1,9}})(?:({'|'.join(COMPUTED + SENT)})(\d{{1,9}})|({'|'.join(OF_A_STAGE)}))", re.ASCII)
@@ -17,7 +21,7 @@ _PAIR = re.compile(rf"\(([^;()]*);([^;()]*)\){PAIR}")
 
 
 class Action(NamedTuple):
-    """`pair` holds the two of an overlapped pair, whose own stage is -1."""
+    """One action of one rank. An overlapped pair has its two actions in `pair`, and -1 for its stage."""
 
     stage: int
     kind: str
@@ -31,7 +35,7 @@ class Action(NamedTuple):
 
     @property
     def parts(self) -> tuple[Action, ...]:
-        """The actions that run: itself, or those of a pair."""
+        """The actions that run: this one, or the two of a pair."""
         return self.pair or (self,)
 
 
@@ -39,85 +43,88 @@ Order = Sequence[Sequence[Action | None]]  # for each rank its actions; None is 
 
 
 def overlapped(first: Action, second: Action) -> Action:
-    """Two actions as one."""
+    """A pair of actions that may run at once."""
     return Action(-1, PAIR, None, (first, second))
 
 
-def parsed(text: str) -> Action | None:
-    """An action of its text, None of blanks.
+def parse_action(text: str) -> Action | None:
+    """The action that a text means; None for blanks.
 
-    >>> parsed("2F5"), parsed(" ")
+    >>> parse_action("2F5"), parse_action(" ")
     (Action(stage=2, kind='F', microbatch=5, pair=()), None)
 
-    Errors: ValueError for text that is no action.
+    Errors: ValueError for a text that is not an action.
     """
     text = text.strip()
     if not text:
         return None
     pair = _PAIR.fullmatch(text)
     if pair:
-        inner = [parsed(part) for part in pair.groups()]
+        inner = [parse_action(part) for part in pair.groups()]
         if all(part is not None and part.kind in COMPUTED for part in inner):
             return overlapped(*inner)  # pyright: ignore[reportArgumentType]
     single = _SINGLE.fullmatch(text)
     if not single:
-        raise ValueError(f"{text!r} is no action; write <stage><kind><micro-batch>, as 0F3, 1B0, 1I0, 1W0 or 0SEND_F3")
+        raise ValueError(
+            f"{text!r} is not an action; write <stage><kind><micro-batch>, as 0F3, 1B0, 1I0, 1W0 or 0SEND_F3"
+        )
     stage, kind, microbatch, of_stage = single.groups()
     return Action(int(stage), of_stage or kind, None if of_stage else int(microbatch))
 
 
 def computed(actions: Iterable[Action | None]) -> list[Action]:
-    """Forwards and backwards alone, pairs taken apart."""
+    """The forwards and backwards, with pairs split into their two actions."""
     return [part for action in actions if action for part in action.parts if part.kind in COMPUTED]
 
 
 def has_communication(order: Order) -> bool:
-    """Whether an order says what is sent, gathered or reduced, and not only what is computed."""
+    """Whether an order states what is sent, gathered or reduced, and not only what is computed."""
     return any(action and action.kind in SENT + OF_A_STAGE for actions in order for action in actions)
 
 
-BEFORE = {"B": ("F",), "I": ("F",), "W": ("I",)}  # what must stand before, of the same stage and micro-batch
+# What must come before an action, of the same stage and micro-batch.
+BEFORE = {"B": ("F",), "I": ("F",), "W": ("I",)}
 
 
-class OrderFault(ValueError):
-    """A fault of an order: what is wrong, on which rank, at which position (both from 0)."""
+class InvalidOrder(ValueError):
+    """What is wrong in an order, on which rank and at which position (both from 0)."""
 
-    def __init__(self, rank: int, position: int, what: str) -> None:
-        super().__init__(f"order: rank {rank}, position {position}: {what}")
-        self.rank, self.position, self.what = rank, position, what
+    def __init__(self, rank: int, position: int, problem: str) -> None:
+        super().__init__(f"order: rank {rank}, position {position}: {problem}")
+        self.rank, self.position, self.problem = rank, position, problem
 
 
 def inferred_stage_to_rank(order: Order) -> list[int]:
-    """The rank of each stage, by where its first action stands. Errors: OrderFault unless stages are 0 to S - 1."""
+    """The rank of each stage: that of its first action. Errors: InvalidOrder unless stages are 0 to S - 1."""
     ranks: dict[int, int] = {}
     first: dict[int, tuple[int, int, Action]] = {}
-    for rank, position, action in _listed(order):
+    for rank, position, action in _positions(order):
         if action.stage not in ranks:
             ranks[action.stage], first[action.stage] = rank, (rank, position, action)
     for stage in range(len(ranks)):
         if stage not in ranks:
             rank, position, action = first[min(other for other in ranks if other > stage)]
-            raise OrderFault(rank, position, f"'{action}' is of stage {action.stage}, but no rank has stage {stage}")
+            raise InvalidOrder(rank, position, f"'{action}' is of stage {action.stage}, but no rank has stage {stage}")
     return [ranks[stage] for stage in range(len(ranks))]
 
 
 def check_computed(order: Order, stage_to_rank: Sequence[int] | Mapping[int, int], n_microbatches: int) -> None:
-    """Each stage on its rank sees each micro-batch once: F, then B or I and W. Errors: OrderFault for the first."""
+    """Each stage, on its rank, computes each micro-batch once: F, then B, or I and W. Errors: InvalidOrder."""
     ranks = dict(enumerate(stage_to_rank)) if isinstance(stage_to_rank, Sequence) else dict(stage_to_rank)
     seen: dict[Action, tuple[int, int]] = {}
-    for rank, position, action in _listed(order):
+    for rank, position, action in _positions(order):
         _check_place(rank, position, action, ranks, n_microbatches)
         if action.kind not in COMPUTED:
             continue
         if action in seen:
-            raise OrderFault(rank, position, f"'{action}' stands for the second time")
+            raise InvalidOrder(rank, position, f"'{action}' stands for the second time")
         for kind in BEFORE.get(action.kind, ()):
-            needed = action._replace(kind=kind)
-            if needed not in seen:
-                raise OrderFault(rank, position, f"'{action}' stands before '{needed}'")
+            earlier = action._replace(kind=kind)
+            if earlier not in seen:
+                raise InvalidOrder(rank, position, f"'{action}' stands before '{earlier}'")
         for kind in {"B": "IW", "I": "B", "W": "B"}.get(action.kind, ""):
             if action._replace(kind=kind) in seen:
-                raise OrderFault(
+                raise InvalidOrder(
                     rank, position, f"'{action}' stands beside '{action._replace(kind=kind)}'; write B, or I and W"
                 )
         seen[action] = (rank, position)
@@ -125,32 +132,32 @@ def check_computed(order: Order, stage_to_rank: Sequence[int] | Mapping[int, int
 
 
 def check_last_forwards(order: Order, last_stage: int) -> None:
-    """The last stage takes micro-batches as they are numbered: torch keeps losses and outputs in that order, unnamed.
+    """The last stage runs micro-batches in the order of their numbers. Errors: InvalidOrder.
 
-    Errors: OrderFault.
+    torch stores losses and outputs in the order in which they are computed, without their numbers.
     """
-    due = 0
-    for rank, position, action in _listed(order):
+    next_microbatch = 0
+    for rank, position, action in _positions(order):
         if action.stage == last_stage and action.kind == "F":
-            if action.microbatch != due:
-                wanted = action._replace(microbatch=due)
-                raise OrderFault(
-                    rank, position, f"'{action}' stands before '{wanted}' on the last stage; put that first"
+            if action.microbatch != next_microbatch:
+                expected = action._replace(microbatch=next_microbatch)
+                raise InvalidOrder(
+                    rank, position, f"'{action}' stands before '{expected}' on the last stage; put that first"
                 )
-            due += 1
+            next_microbatch += 1
 
 
 def _check_place(rank: int, position: int, action: Action, ranks: Mapping[int, int], n_microbatches: int) -> None:
     if action.stage not in ranks:
-        raise OrderFault(rank, position, f"'{action}' is of stage {action.stage}; there are {len(ranks)}")
+        raise InvalidOrder(rank, position, f"'{action}' is of stage {action.stage}; there are {len(ranks)}")
     if ranks[action.stage] != rank:
-        raise OrderFault(
+        raise InvalidOrder(
             rank,
             position,
             f"'{action}' stands on rank {rank}, but stage {action.stage} is on rank {ranks[action.stage]}",
         )
     if action.microbatch is not None and not 0 <= action.microbatch < n_microbatches:
-        raise OrderFault(
+        raise InvalidOrder(
             rank, position, f"'{action}' is of micro-batch {action.microbatch}; there are {n_microbatches}"
         )
 
@@ -160,16 +167,17 @@ def _check_complete(
 ) -> None:
     for stage, rank in sorted(ranks.items()):
         if not 0 <= rank < len(order):
-            raise OrderFault(rank, 0, f"stage {stage} is on rank {rank}; the order has {len(order)}")
+            raise InvalidOrder(rank, 0, f"stage {stage} is on rank {rank}; the order has {len(order)}")
         for microbatch in range(n_microbatches):
             backward = "W" if Action(stage, "I", microbatch) in seen else "B"
             for kind in ("F", backward):
                 if Action(stage, kind, microbatch) not in seen:
                     missing = Action(stage, kind, microbatch)
-                    raise OrderFault(rank, len(order[rank]), f"the rank ends without '{missing}'")
+                    raise InvalidOrder(rank, len(order[rank]), f"the rank ends without '{missing}'")
 
 
-def _listed(order: Order) -> list[tuple[int, int, Action]]:
+def _positions(order: Order) -> list[tuple[int, int, Action]]:
+    """(rank, position, action) of every action, with pairs split into their two actions."""
     return [
         (rank, position, part)
         for rank, actions in enumerate(order)
@@ -183,29 +191,37 @@ Place = tuple[int, int]  # rank, position
 
 
 def check_communication(order: Order, stage_to_rank: Sequence[int], n_microbatches: int) -> None:
-    """Errors: OrderFault for the first action that is missing, doubled, too early, too late or out of turn."""
+    """Each message is sent once and received once, in the same order on both ranks.
+
+    Ranks match messages by order alone: two messages that cross would give a forward the wrong micro-batch, silently.
+
+    Errors: InvalidOrder for the first action that is missing, repeated, too early, too late or out of turn.
+    """
     places = _places(order)
+    # 1. Every message between two ranks has both ends, after what computes it and before what uses it.
     for stage, rank in enumerate(stage_to_rank):
         for microbatch in range(n_microbatches):
             for step, sent in ((1, "F"), (-1, "B")):
                 if 0 <= stage + step < len(stage_to_rank) and stage_to_rank[stage + step] != rank:
                     _check_message(order, places, stage_to_rank, stage, stage + step, sent, microbatch)
-    wanted = set(_messages(stage_to_rank, n_microbatches))
+    # 2. Nothing else is sent or received.
+    messages = set(_messages(stage_to_rank, n_microbatches))
     for action, (rank, position) in places.items():
-        if "_" in action.kind and action.microbatch is not None and action not in wanted:
-            raise OrderFault(rank, position, f"'{action}' has no other end on another rank; leave it out")
+        if "_" in action.kind and action.microbatch is not None and action not in messages:
+            raise InvalidOrder(rank, position, f"'{action}' has no other end on another rank; leave it out")
+    # 3. Both ranks have the messages between them in one order, and sharded stages are gathered when they compute.
     _check_turns(order, stage_to_rank)
     _check_stage_actions(order, places)
 
 
 def _places(order: Order) -> dict[Action, Place]:
-    """Where each action stands, pairs taken apart. Errors: OrderFault for a message that stands twice."""
+    """Rank and position of each action, pairs split. Errors: InvalidOrder for an action that is repeated."""
     places: dict[Action, Place] = {}
     for rank, actions in enumerate(order):
         for position, action in enumerate(actions):
             for part in action.parts if action else ():
                 if part in places and part.microbatch is not None:
-                    raise OrderFault(rank, position, f"'{part}' stands for the second time")
+                    raise InvalidOrder(rank, position, f"'{part}' stands for the second time")
                 places[part] = (rank, position)
     return places
 
@@ -213,25 +229,26 @@ def _places(order: Order) -> dict[Action, Place]:
 def _check_message(
     order: Order, places: dict[Action, Place], ranks: Sequence[int], stage: int, to: int, sent: str, microbatch: int
 ) -> None:
-    """One message: made, sent, taken before it is used."""
-    send, take = Action(stage, f"SEND_{sent}", microbatch), Action(to, f"RECV_{sent}", microbatch)
-    for action, rank in ((send, ranks[stage]), (take, ranks[to])):
+    """One message is computed, then sent; received, then used. Errors: InvalidOrder."""
+    send, receive = Action(stage, f"SEND_{sent}", microbatch), Action(to, f"RECV_{sent}", microbatch)
+    for action, rank in ((send, ranks[stage]), (receive, ranks[to])):
         if action not in places:
-            raise OrderFault(rank, len(order[rank]), f"the rank ends without '{action}'")
-    made, used = _computed_with(places, stage, sent, microbatch), _computed_with(places, to, sent, microbatch)
-    if places[send][1] < places[made][1]:
-        raise OrderFault(*places[send], f"'{send}' stands before '{made}'")
-    if places[used][1] < places[take][1]:
-        raise OrderFault(*places[used], f"'{used}' stands before '{take}'")
+            raise InvalidOrder(rank, len(order[rank]), f"the rank ends without '{action}'")
+    source, use = (_computed_with(places, each, sent, microbatch) for each in (stage, to))
+    if places[send][1] < places[source][1]:
+        raise InvalidOrder(*places[send], f"'{send}' stands before '{source}'")
+    if places[use][1] < places[receive][1]:
+        raise InvalidOrder(*places[use], f"'{use}' stands before '{receive}'")
 
 
 def _computed_with(places: dict[Action, Place], stage: int, sent: str, microbatch: int) -> Action:
-    """The forward, or the backward that has the input gradient."""
+    """The forward, or the backward that computes the input gradient: I if the backward is split, else B."""
     halved = Action(stage, "I", microbatch)
     return halved if sent == "B" and halved in places else Action(stage, sent, microbatch)
 
 
 def _messages(ranks: Sequence[int], n_microbatches: int) -> Iterator[Action]:
+    """Both ends of every message that a schedule needs."""
     for stage in range(len(ranks) - 1):
         if ranks[stage] != ranks[stage + 1]:
             for m in range(n_microbatches):
@@ -242,9 +259,9 @@ def _messages(ranks: Sequence[int], n_microbatches: int) -> Iterator[Action]:
 
 
 def _check_turns(order: Order, ranks: Sequence[int]) -> None:
-    """Between two ranks the k-th message taken is the k-th one sent."""
+    """Between two ranks the k-th message received is the k-th one sent. Errors: InvalidOrder."""
     sent: dict[Place, list[Action]] = defaultdict(list)
-    taken: dict[Place, list[tuple[Place, Action]]] = defaultdict(list)
+    received: dict[Place, list[tuple[Place, Action]]] = defaultdict(list)
     for rank, actions in enumerate(order):
         for position, action in enumerate(actions):
             if action and action.kind in ("SEND_F", "SEND_B"):
@@ -253,17 +270,19 @@ def _check_turns(order: Order, ranks: Sequence[int]) -> None:
                 sent[rank, ranks[to]].append(Action(to, f"RECV_{action.kind[-1]}", action.microbatch))
             elif action and action.kind in ("RECV_F", "RECV_B"):
                 source = ranks[action.stage - (1 if action.kind == "RECV_F" else -1)]
-                taken[source, rank].append(((rank, position), action))
-    for pair, wanted in sent.items():
-        for ((rank, position), action), due in zip(taken[pair], wanted, strict=True):
-            if action != due:
-                raise OrderFault(
-                    rank, position, f"'{action}' stands where rank {pair[0]} sends what '{due}' takes; put that first"
+                received[source, rank].append(((rank, position), action))
+    for pair, messages in sent.items():
+        for ((rank, position), action), expected in zip(received[pair], messages, strict=True):
+            if action != expected:
+                raise InvalidOrder(
+                    rank,
+                    position,
+                    f"'{action}' stands where rank {pair[0]} sends what '{expected}' receives; put that first",
                 )
 
 
 def _check_stage_actions(order: Order, places: dict[Action, Place]) -> None:
-    """A stage is there when it computes, gathered and given up in turn; its gradient is reduced once, at the end."""
+    """A sharded stage is gathered when it computes; its gradient is reduced once, after its last backward."""
     uses_sharding = {action.stage for action in places if action.kind in ("UNSHARD", "RESHARD")}
     for rank, actions in enumerate(order):
         gathered: set[int] = set()
@@ -272,20 +291,20 @@ def _check_stage_actions(order: Order, places: dict[Action, Place]) -> None:
             for part in action.parts if action else ():
                 if part.kind in ("F", "B", "I", "W"):
                     if part.stage in uses_sharding - gathered:
-                        raise OrderFault(rank, position, f"'{part}' stands where '{part.stage}UNSHARD' has not been")
+                        raise InvalidOrder(rank, position, f"'{part}' stands where '{part.stage}UNSHARD' has not been")
                     if part.kind in "BW" and part.stage in reduced:
-                        raise OrderFault(rank, position, f"'{part}' stands after '{part.stage}REDUCE_GRAD'")
+                        raise InvalidOrder(rank, position, f"'{part}' stands after '{part.stage}REDUCE_GRAD'")
                 elif part.kind == "UNSHARD":
                     if part.stage in gathered:
-                        raise OrderFault(
+                        raise InvalidOrder(
                             rank, position, f"'{part}' stands where stage {part.stage} is gathered already"
                         )
                     gathered.add(part.stage)
                 elif part.kind == "RESHARD":
                     if part.stage not in gathered:
-                        raise OrderFault(rank, position, f"'{part}' stands where stage {part.stage} is not gathered")
+                        raise InvalidOrder(rank, position, f"'{part}' stands where stage {part.stage} is not gathered")
                     gathered.remove(part.stage)
                 elif part.kind == "REDUCE_GRAD":
                     if part.stage in reduced:
-                        raise OrderFault(rank, position, f"'{part}' stands for the second time")
+                        raise InvalidOrder(rank, position, f"'{part}' stands for the second time")
                     reduced.add(part.stage)

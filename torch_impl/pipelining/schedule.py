@@ -1,13 +1,18 @@
-"""A schedule for the stages of this rank, by name or from a file; everything is refused before torch is asked."""
+"""torch's schedule for the stages of this rank, by name or from a file; what a rank executed; scaling of gradients.
+
+Everything is validated before torch's constructors, on every rank, so that a mistake is an error and not a hang.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import torch
 from torch import nn
@@ -15,33 +20,34 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from torch_impl.pipelining._torch_compat import of_torch, open_in_own_buffers, schedule_of_order
-from torch_impl.pipelining.arguments import check_int, check_positive, check_switch
+from torch_impl.contract import Number, PositiveInt, contract, type_name
+from torch_impl.pipelining._torch_compat import of_torch, open_in_separate_buffers, schedule_of_order
 from torch_impl.pipelining.csv_schedule import ARGUMENT, CsvSchedule, read_csv
-from torch_impl.pipelining.named_schedules import Rule, microbatches_fault, rule_of, stages_fault
+from torch_impl.pipelining.named_schedules import Rule, microbatches_problem, rule_of, stages_problem
 from torch_impl.pipelining.order import Action
-from torch_impl.pipelining.partition import stage_to_rank
-from torch_impl.pipelining.shapes import refuse_other_sizes
-from torch_impl.pipelining.tied_weights import sum_ties_after_each_step
+from torch_impl.pipelining.partition import ranks_of_stages
+from torch_impl.pipelining.shapes import check_batches_of_each_step
+from torch_impl.pipelining.tied_weights import sum_tied_gradients_after_each_step
 
 logger = logging.getLogger(__name__)
-NAME = "build_pipeline_schedule"
+NAME = "pipelining.build_pipeline_schedule"
 BY_NAME = "pipeline_parallel_schedule"
 
 
+@contract
 def build_pipeline_schedule(
-    pipeline_parallel_schedule_csv: str | None,
+    pipeline_parallel_schedule_csv: str | os.PathLike | None,
     pipeline_parallel_schedule: str | None,
-    microbatch_size: int,
-    local_batch_size: int,
+    microbatch_size: PositiveInt,
+    local_batch_size: PositiveInt,
     stages: list[PipelineStage],
     loss_fn: Callable | None,
     scale_grads: bool = False,
 ) -> Any:
     """torch's schedule over `stages`, those of this rank, for local_batch_size / microbatch_size micro-batches.
 
-    A file decides where both are given; the name must then fit it. `loss_fn=None` builds a schedule that only runs
-    forward. Gradients are summed over micro-batches; `scale_grads_by_divisor` divides them, once.
+    If both a file and a name are passed, the file decides and the name must fit it. `loss_fn=None` builds a schedule
+    that only runs forward. Gradients are summed over micro-batches; `scale_grads_by_divisor` divides them, once.
 
         schedule                                stages per rank   placement   n micro-batches
         GPipe                                   1                 loop        n >= 1
@@ -53,223 +59,230 @@ def build_pipeline_schedule(
 
     Cost:   none; what a step sends are the activations and their gradients between neighbouring stages, and the
             gradients of parameters that two stages share.
-    Errors: ValueError on every rank, before anything is sent, for sizes that do not divide, a schedule that there is
-            not, stages, placement or micro-batches that it cannot have, a file with a fault (row and column from 1);
-            FileNotFoundError for a file that is not there; TypeError for other kinds.
+    Errors: ValueError on every rank, before anything is sent, for sizes that do not divide, an unknown schedule,
+            stages, placement or micro-batches that it cannot have, an error in a file (row and column from 1);
+            FileNotFoundError for a missing file; TypeError for another type.
     """
-    n, rule, read = check_schedule_arguments(
+    _check_stages(stages)
+    choice = choose_schedule(
         pipeline_parallel_schedule_csv,
         pipeline_parallel_schedule,
         microbatch_size,
         local_batch_size,
-        next((stage.group_size for stage in _listed(stages) if isinstance(stage, PipelineStage)), None),
+        stages[0].group_size,
         loss_fn,
-        scale_grads,
     )
-    stages = _checked_stages(stages)
-    ranks, count = stages[0].group_size, stages[0].num_stages
-    if read:
-        _check_file(pipeline_parallel_schedule_csv, read, stages)
-    if rule is not None:
-        _check_rule(rule, ranks, count, n, read)
-    placed = read.stage_to_rank if read else stage_to_rank(ranks, count, rule.style)  # pyright: ignore[reportOptionalMemberAccess]
-    _check_placement(stages, placed, read, rule)
-    _tell(read, rule, ranks, count, n, loss_fn, scale_grads)
-    if read:
-        schedule = schedule_of_order(_reducing(read), read.says_all, stages, n, loss_fn, scale_grads)
+    return build_schedule(choice, stages, loss_fn, scale_grads)
+
+
+@dataclass(frozen=True)
+class ScheduleChoice:
+    """A named schedule, or one from a file and the named one that it must fit."""
+
+    rule: Rule | None
+    file: CsvSchedule | None
+    path: str | os.PathLike | None
+    n_microbatches: int
+    local_batch_size: int
+
+
+def choose_schedule(
+    path: str | os.PathLike | None,
+    name: str | None,
+    microbatch_size: int,
+    local_batch_size: int,
+    pp_size: int,
+    loss_fn: Callable | None,
+) -> ScheduleChoice:
+    """What can be validated before there are stages. Errors: those of `build_pipeline_schedule`."""
+    n = _n_microbatches(microbatch_size, local_batch_size)
+    if loss_fn is not None and not callable(loss_fn):
+        raise TypeError(f"{NAME}: loss_fn={loss_fn!r} is {type_name(loss_fn)}; pass a function or None")
+    if path is None and name is None:
+        raise ValueError(f"{NAME}: {ARGUMENT}=None and {BY_NAME}=None; pass one of them")
+    rule = None if name is None else rule_of(f"{NAME}: {BY_NAME}", name)
+    if path is not None:
+        file = read_csv(path, pp_size=pp_size, n_microbatches=n)
+        return ScheduleChoice(rule, file, path, n, local_batch_size)
+    problem = microbatches_problem(rule, n, pp_size) if rule else None
+    if problem and rule:
+        raise ValueError(
+            f"{NAME}: local_batch_size={local_batch_size}, microbatch_size={microbatch_size}: "
+            f"{BY_NAME}={rule.name!r}: n_microbatches={n} {problem}"
+        )
+    return ScheduleChoice(rule, None, None, n, local_batch_size)
+
+
+def build_schedule(
+    choice: ScheduleChoice, stages: Sequence[PipelineStage], loss_fn: Callable | None, scale_grads: bool
+) -> Any:
+    """torch's schedule over these stages of this rank. Errors: ValueError for stages that it cannot have."""
+    ordered = sorted(stages, key=lambda stage: stage.stage_index)
+    ranks, count, n = ordered[0].group_size, ordered[0].num_stages, choice.n_microbatches
+    # 1. The stages are those of the file and of the named schedule, on the ranks where these place them.
+    if choice.file:
+        _check_stages_of_file(choice.file, choice.path, ordered)
+    if choice.rule is not None:
+        _check_rule(choice.rule, ranks, count, n, choice.file)
+    _check_placement(ordered, choice)
+    _log(choice, ranks, count, loss_fn, scale_grads)
+    # 2. torch's schedule, by name or with the order of the file.
+    if choice.file:
+        order = _with_reductions(choice.file)
+        is_complete = choice.file.has_communication
+        schedule = schedule_of_order(order, is_complete, ordered, n, loss_fn, scale_grads)
     else:
-        schedule = _by_name(rule, stages, n, loss_fn, scale_grads)  # pyright: ignore[reportArgumentType]
-    open_in_own_buffers(stages)
-    sum_ties_after_each_step(schedule, stages)
-    refuse_other_sizes(schedule, stages, local_batch_size)
+        schedule = _by_name(choice.rule, ordered, n, loss_fn, scale_grads)  # pyright: ignore[reportArgumentType]
+    # 3. What torch's schedule lacks: safe first messages, tied weights, a validation of each step's batch.
+    open_in_separate_buffers(ordered)
+    sum_tied_gradients_after_each_step(schedule, ordered)
+    check_batches_of_each_step(schedule, ordered, choice.local_batch_size)
     return schedule
 
 
-def check_schedule_arguments(
-    csv: Any, name: Any, microbatch_size: int, local_batch_size: int, ranks: int | None, loss_fn: Any, scale_grads: bool
-) -> tuple[int, Rule | None, CsvSchedule | None]:
-    """Micro-batches, rule and file: all that can be refused before there are stages. Errors: as the schedule's."""
-    n = _checked_microbatches(microbatch_size, local_batch_size)
-    check_switch(NAME, "scale_grads", scale_grads)
-    if loss_fn is not None and not callable(loss_fn):
-        raise TypeError(
-            f"pipelining.{NAME}: loss_fn={loss_fn!r} is a {type(loss_fn).__name__}; pass a function or None"
-        )
-    if csv is None and name is None:
-        raise ValueError(f"pipelining.{NAME}: {ARGUMENT}=None and {BY_NAME}=None; pass one of them")
-    rule = None if name is None else rule_of(NAME, BY_NAME, name)
-    if csv is not None:
-        if not isinstance(csv, (str, os.PathLike)):
-            raise TypeError(f"pipelining.{NAME}: {ARGUMENT}={csv!r} is a {type(csv).__name__}; pass a path")
-        return n, rule, read_csv(csv, pp_size=ranks, n_microbatches=n)
-    fault = microbatches_fault(rule, n, ranks) if rule and ranks else None
-    if fault and rule:
-        raise ValueError(
-            f"pipelining.{NAME}: local_batch_size={local_batch_size}, microbatch_size={microbatch_size}: "
-            f"{BY_NAME}={rule.name!r}: n_microbatches={n} {fault}"
-        )
-    return n, rule, None
-
-
 def _by_name(rule: Rule, stages: list[PipelineStage], n: int, loss_fn: Callable | None, scale_grads: bool) -> Any:
-    made: Any = get_schedule_class(rule.name)
-    given = stages[0] if rule.is_single else stages
-    return made(given, n_microbatches=n, loss_fn=loss_fn, scale_grads=scale_grads)
+    schedule_class: Any = get_schedule_class(rule.name)
+    one_or_all = stages[0] if rule.is_single else stages
+    return schedule_class(one_or_all, n_microbatches=n, loss_fn=loss_fn, scale_grads=scale_grads)
 
 
-def _checked_microbatches(microbatch_size: int, local_batch_size: int) -> int:
-    check_positive(NAME, "microbatch_size", microbatch_size)
-    check_positive(NAME, "local_batch_size", local_batch_size)
+def _n_microbatches(microbatch_size: int, local_batch_size: int) -> int:
     if local_batch_size % microbatch_size:
         divisors = [str(size) for size in range(1, local_batch_size + 1) if local_batch_size % size == 0]
-        listed = f"{', '.join(divisors[:-1])} or {divisors[-1]}" if divisors[1:] else divisors[0]
+        choices = f"{', '.join(divisors[:-1])} or {divisors[-1]}" if divisors[1:] else divisors[0]
         raise ValueError(
-            f"pipelining.{NAME}: microbatch_size={microbatch_size} does not divide "
-            f"local_batch_size={local_batch_size}; use {listed}"
+            f"{NAME}: microbatch_size={microbatch_size} does not divide local_batch_size={local_batch_size}; "
+            f"use {choices}"
         )
     return local_batch_size // microbatch_size
 
 
-def _listed(stages: object) -> Sequence[object]:
-    return stages if isinstance(stages, (list, tuple)) else ()
-
-
-def _checked_stages(stages: object) -> list[PipelineStage]:
-    """Stages of one pipeline, ascending. Errors: TypeError; ValueError."""
+def _check_stages(stages: object) -> None:
+    """The stages of one pipeline. Errors: TypeError; ValueError."""
     if not isinstance(stages, (list, tuple)):
-        raise TypeError(f"pipelining.{NAME}: stages is a {type(stages).__name__}; pass a list of PipelineStage")
+        raise TypeError(f"{NAME}: stages is {type_name(stages)}; pass a list of PipelineStage")
     if not stages:
-        raise ValueError(f"pipelining.{NAME}: stages is empty; pass the stages of this rank")
+        raise ValueError(f"{NAME}: stages is empty; pass the stages of this rank")
     for index, stage in enumerate(stages):
         if not isinstance(stage, PipelineStage):
-            raise TypeError(f"pipelining.{NAME}: stages[{index}] is a {type(stage).__name__}; pass a PipelineStage")
+            raise TypeError(f"{NAME}: stages[{index}] is {type_name(stage)}; pass a PipelineStage")
     counts = sorted({stage.num_stages for stage in stages})
     ranks = sorted({stage.group_size for stage in stages})
     if len(counts) > 1 or len(ranks) > 1:
-        raise ValueError(
-            f"pipelining.{NAME}: stages are of pipelines with {counts} stages over {ranks} ranks; pass those of one"
-        )
-    return sorted(stages, key=lambda stage: stage.stage_index)
+        raise ValueError(f"{NAME}: stages are of pipelines with {counts} stages over {ranks} ranks; pass those of one")
 
 
-def _check_file(path: Any, read: CsvSchedule, stages: list[PipelineStage]) -> None:
-    """A file must hold as many stages as there are, and gather those that are sharded."""
-    if len(read.stage_to_rank) != stages[0].num_stages:
+def _check_stages_of_file(file: CsvSchedule, path: Any, stages: list[PipelineStage]) -> None:
+    """A file has as many stages as the model, and gathers those that are sharded. Errors: ValueError."""
+    if len(file.stage_to_rank) != stages[0].num_stages:
         raise ValueError(
-            f"pipelining.{NAME}: {ARGUMENT}={os.fspath(path)!r} has {len(read.stage_to_rank)} stages, the model "
-            f"{stages[0].num_stages}; cut the model into as many as the file has"
+            f"{NAME}: {ARGUMENT}={os.fspath(path)!r} has {len(file.stage_to_rank)} stages, the model "
+            f"{stages[0].num_stages}; split the model into as many as the file has"
         )
-    gathered = {action.stage for row in read.order for action in row if action and action.kind == "UNSHARD"}
+    gathered = {action.stage for row in file.order for action in row if action and action.kind == "UNSHARD"}
     for stage in stages:
-        if read.says_all and isinstance(stage.submod, FSDPModule) and stage.stage_index not in gathered:
+        if file.has_communication and isinstance(stage.submod, FSDPModule) and stage.stage_index not in gathered:
             raise ValueError(
-                f"pipelining.{NAME}: {ARGUMENT}={os.fspath(path)!r} has no '{stage.stage_index}UNSHARD', but stage "
+                f"{NAME}: {ARGUMENT}={os.fspath(path)!r} has no '{stage.stage_index}UNSHARD', but stage "
                 f"{stage.stage_index} is sharded; add it, or leave all communication to torch"
             )
 
 
-def _check_rule(rule: Rule, ranks: int, count: int, n: int, read: CsvSchedule | None) -> None:
-    """What a named schedule asks of stages and micro-batches, or of the file that it is said to be."""
-    if read:
-        faults = [stages_fault(rule, each) for each in read.stages_per_rank]
-        styled = (
-            None
-            if count % ranks == 0 and read.stage_to_rank == stage_to_rank(ranks, count, rule.style)
-            else (f"{rule.name} places stages as {rule.style!r}, the file as {read.stage_to_rank}")
-        )
-        fault = next(filter(None, [*faults, styled, microbatches_fault(rule, n, ranks)]), None)
-        if fault:
-            raise ValueError(
-                f"pipelining.{NAME}: {BY_NAME}={rule.name!r} does not fit {ARGUMENT}: {fault}, or pass None"
-            )
+def _check_rule(rule: Rule, ranks: int, count: int, n: int, file: CsvSchedule | None) -> None:
+    """The stages and micro-batches, or the file, fit the named schedule. Errors: ValueError."""
+    if file:
+        problems = [stages_problem(rule, each) for each in file.stages_per_rank]
+        is_placed = count % ranks == 0 and file.stage_to_rank == ranks_of_stages(ranks, count, rule.style)
+        if not is_placed:
+            problems.append(f"{rule.name} places stages as {rule.style!r}, the file as {file.stage_to_rank}")
+        problem = next(filter(None, [*problems, microbatches_problem(rule, n, ranks)]), None)
+        if problem:
+            raise ValueError(f"{NAME}: {BY_NAME}={rule.name!r} does not fit {ARGUMENT}: {problem}, or pass None")
         return
     if count % ranks:
         raise ValueError(
-            f"pipelining.{NAME}: {BY_NAME}={rule.name!r} with {count} stages over {ranks} ranks; "
-            f"use a multiple of {ranks}"
+            f"{NAME}: {BY_NAME}={rule.name!r} with {count} stages over {ranks} ranks; use a multiple of {ranks}"
         )
-    fault = stages_fault(rule, count // ranks)
-    if fault:
+    problem = stages_problem(rule, count // ranks)
+    if problem:
+        raise ValueError(f"{NAME}: {BY_NAME}={rule.name!r} with {count // ranks} stages on each rank: {problem}")
+
+
+def _check_placement(stages: list[PipelineStage], choice: ScheduleChoice) -> None:
+    """This rank has the stages that the schedule places on it. Errors: ValueError."""
+    rank, ranks = stages[0].group_rank, stages[0].group_size
+    if choice.file:
+        placement, placed_by = choice.file.stage_to_rank, ARGUMENT
+    else:
+        rule: Rule = choice.rule  # pyright: ignore[reportAssignmentType]
+        placement = ranks_of_stages(ranks, stages[0].num_stages, rule.style)
+        placed_by = f"{BY_NAME}={rule.name!r} ({rule.style!r} placement)"
+    present = [stage.stage_index for stage in stages]
+    expected = [stage for stage, other in enumerate(placement) if other == rank]
+    if present != expected:
         raise ValueError(
-            f"pipelining.{NAME}: {BY_NAME}={rule.name!r} with {count // ranks} stages on each rank: {fault}"
+            f"{NAME}: stages on rank {rank} of {ranks} are {present}, but {placed_by} places {expected} there; "
+            "build the stages by stage_ids_this_rank"
         )
 
 
-def _check_placement(
-    stages: list[PipelineStage], placed: list[int], read: CsvSchedule | None, rule: Rule | None
-) -> None:
-    rank = stages[0].group_rank
-    held = [stage.stage_index for stage in stages]
-    due = [stage for stage, other in enumerate(placed) if other == rank]
-    if held != due:
-        by = ARGUMENT if read else f"{BY_NAME}={rule.name!r} ({rule.style!r} placement)"  # pyright: ignore[reportOptionalMemberAccess]
-        raise ValueError(
-            f"pipelining.{NAME}: stages on rank {rank} of {stages[0].group_size} are {held}, but {by} places {due} "
-            f"there; build the stages by stage_ids_this_rank"
-        )
-
-
-def _tell(
-    read: CsvSchedule | None, rule: Rule | None, ranks: int, count: int, n: int, loss_fn: object, scale: bool
-) -> None:
-    name = "from a file" if read else rule.name  # pyright: ignore[reportOptionalMemberAccess]
+def _log(choice: ScheduleChoice, ranks: int, count: int, loss_fn: object, scale_grads: bool) -> None:
+    name, n = "from a file" if choice.file else choice.rule.name, choice.n_microbatches  # pyright: ignore[reportOptionalMemberAccess]
     forward = "" if loss_fn else ", forward only (no loss_fn)"
     logger.info("schedule %s: %d ranks, %d stages, %d micro-batches%s", name, ranks, count, n, forward)
     if n < count:
         logger.warning("%d micro-batches are fewer than the %d stages: ranks will wait; use at least as many", n, count)
-    if scale:
+    if scale_grads:
         warnings.warn(
-            f"pipelining.{NAME}: scale_grads=True divides what has been accumulated at each step, which is wrong for "
-            f"more than one step between zero_grad; use scale_grads_by_divisor once",
+            f"{NAME}: scale_grads=True divides what has been accumulated at each step, which is wrong for more than "
+            "one step between zero_grad; use scale_grads_by_divisor once",
             UserWarning,
-            stacklevel=3,
+            stacklevel=5,
         )
 
 
-def _reducing(read: CsvSchedule) -> list[list[Action | None]]:
-    """An order that says all reduces each stage's gradient once; where a file does not say when, after its last one."""
-    if not read.says_all:
-        return read.order
-    return [_reducing_row(row) for row in read.order]
+def _with_reductions(file: CsvSchedule) -> list[list[Action | None]]:
+    """The order of a file; one that states communication reduces each stage's gradient once, by default at the end."""
+    if not file.has_communication:
+        return file.order
+    return [_with_reductions_of_rank(row) for row in file.order]
 
 
-def _reducing_row(row: list[Action | None]) -> list[Action | None]:
-    parts = [(at, part) for at, action in enumerate(row) if action for part in action.parts]
-    last = {part.stage: at for at, part in parts if part.kind in "BW"}
-    told = {part.stage for _, part in parts if part.kind == "REDUCE_GRAD"}
-    whole: list[Action | None] = []
-    for at, action in enumerate(row):
-        whole += [action, *(Action(stage, "REDUCE_GRAD") for stage in last if last[stage] == at and stage not in told)]
-    return whole
+def _with_reductions_of_rank(row: list[Action | None]) -> list[Action | None]:
+    parts = [(position, part) for position, action in enumerate(row) if action for part in action.parts]
+    last = {part.stage: position for position, part in parts if part.kind in "BW"}
+    stated = {part.stage for _, part in parts if part.kind == "REDUCE_GRAD"}
+    complete: list[Action | None] = []
+    for position, action in enumerate(row):
+        missing = [stage for stage in last if last[stage] == position and stage not in stated]
+        complete += [action, *(Action(stage, "REDUCE_GRAD") for stage in missing)]
+    return complete
 
 
-def scale_grads_by_divisor(stages: list[PipelineStage], divisor: int) -> None:
-    """Divide the gradients of these stages in place, each once, also where stages share a parameter.
+Divisor = Annotated[int, Number(1, integer=True, remedy=" (microbatches x accumulation steps)")]
 
-    Once for each step of the optimiser, after the last backward: with losses that are means, n micro-batches and k
-    steps of the schedule the divisor is n * k. (A schedule's own `scale_grads=True` divides at each of its steps what
-    has been accumulated, so that two equal steps come to 1 + 1 / n means, and not to 2.)
 
-    Cost:   none between ranks; a DTensor's shard is divided where it lies.
-    Errors: TypeError for what is no stage, or a divisor that is no int; ValueError for a divisor below 1.
+@contract
+def scale_grads_by_divisor(stages: list[PipelineStage], divisor: Divisor) -> None:
+    """Divide the gradients of these `stages` in place, each once, also where stages share a parameter.
+
+    Call it once for each step of the optimiser, after the last backward: with losses that are means, n micro-batches
+    and k steps of the schedule the `divisor` is n * k. (A schedule's own `scale_grads=True` divides at each of its
+    steps what has been accumulated, so that two equal steps give 1 + 1 / n means, and not 2.)
+
+    Cost:   none between ranks; of a DTensor the local shard is divided.
+    Errors: TypeError for what is not a stage or an int; ValueError for a divisor below 1.
     """
     if not isinstance(stages, (list, tuple)):
         raise TypeError(
-            f"pipelining.scale_grads_by_divisor: stages is a {type(stages).__name__}; pass a list of PipelineStage"
+            f"pipelining.scale_grads_by_divisor: stages is {type_name(stages)}; pass a list of PipelineStage"
         )
     for index, stage in enumerate(stages):
-        if not callable(getattr(stage, "scale_grads", None)) or not isinstance(
-            getattr(stage, "submod", None), nn.Module
-        ):
+        has_module = isinstance(getattr(stage, "submod", None), nn.Module)
+        if not has_module or not callable(getattr(stage, "scale_grads", None)):
             raise TypeError(
-                f"pipelining.scale_grads_by_divisor: stages[{index}] is a {type(stage).__name__}; pass a PipelineStage"
+                f"pipelining.scale_grads_by_divisor: stages[{index}] is {type_name(stage)}; pass a PipelineStage"
             )
-    check_int("scale_grads_by_divisor", "divisor", divisor)
-    if divisor < 1:
-        raise ValueError(
-            f"pipelining.scale_grads_by_divisor: divisor={divisor} must be a positive int "
-            "(microbatches x accumulation steps)"
-        )
     parameters = {id(parameter): parameter for stage in stages for parameter in stage.submod.parameters()}
     with torch.no_grad():
         for parameter in parameters.values():
@@ -279,19 +292,21 @@ def scale_grads_by_divisor(stages: list[PipelineStage], divisor: int) -> None:
 
 @contextlib.contextmanager
 def executed_actions(stages: Sequence[PipelineStage]) -> Iterator[list[Action]]:
-    """The actions of these stages that run inside the block, in a list that grows.
+    """The actions of these `stages` that run inside the block, in a list that grows as they run.
 
-    `timeline.events` of a rank have the same actions in the same order, or the schedule is not what was simulated.
+    They equal the events of this rank in the simulated timeline, in the same order.
     """
     actions: list[Action] = []
     with contextlib.ExitStack() as stack:
         for stage in stages:
-            stack.enter_context(_noted(stage, actions))
+            stack.enter_context(_recorded(stage, actions))
         yield actions
 
 
 @contextlib.contextmanager
-def _noted(stage: PipelineStage, actions: list[Action]) -> Iterator[None]:
+def _recorded(stage: PipelineStage, actions: list[Action]) -> Iterator[None]:
+    """Inside, each forward and backward of the stage is appended to `actions` before it runs."""
+
     def forward(original: Callable, chunk: int, *args: Any, **kwargs: Any) -> Any:
         actions.append(Action(stage.stage_index, "F", chunk))
         return original(chunk, *args, **kwargs)
@@ -305,10 +320,10 @@ def _noted(stage: PipelineStage, actions: list[Action]) -> Iterator[None]:
         return original(chunk, *args, **kwargs)
 
     names = {"forward_one_chunk": forward, "backward_one_chunk": backward, "backward_weight_one_chunk": weights}
-    outer = {name: vars(stage)[name] for name in names if name in vars(stage)}  # of a block around this one
-    for name, note in names.items():
+    outer = {name: vars(stage)[name] for name in names if name in vars(stage)}  # set by a block around this one
+    for name, record in names.items():
         original = of_torch(stage, name)
-        setattr(stage, name, lambda *args, _note=note, _original=original, **kwargs: _note(_original, *args, **kwargs))
+        setattr(stage, name, functools.partial(record, original))
     try:
         yield
     finally:

@@ -1,4 +1,5 @@
-"""Shapes of what enters and leaves each stage, told beforehand, so that no stage has to run to find them."""
+"""Shapes of what enters and leaves each stage, set in advance so that no stage has to run to infer them; and a
+validation of each step's batch against them."""
 
 from __future__ import annotations
 
@@ -9,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
+from torch_impl.contract import PositiveInt, contract
 from torch_impl.pipelining._torch_compat import emitted_dtype, forget_shapes, of_torch, set_static_shapes, stages_of
-from torch_impl.pipelining.arguments import check_positive
 
 
 def _get_hidden_and_vocab_size(config: Any) -> tuple[int, int]:
     """(hidden_size, vocab_size), each from the config, else from its `text_config`.
 
-    Errors: ValueError for one that neither has, or that is no positive int.
+    Errors: ValueError for a size that neither has, or that is not a positive int.
     """
     return _size(config, "hidden_size"), _size(config, "vocab_size")
 
@@ -35,72 +36,83 @@ def _size(config: Any, field: str) -> int:
     return value
 
 
+@contract
 def _precompute_stage_shapes(
     stages: list[PipelineStage],
     model_config: Any,
-    microbatch_size: int,
-    seq_len: int,
+    microbatch_size: PositiveInt,
+    seq_len: PositiveInt,
     *,
     tensor_dtype: torch.dtype | None = None,
 ) -> None:
-    """Tell each stage the shapes of its input and output; every rank must, with the same sizes.
+    """Set the shapes of each stage's input and output. Every rank must call it, with the same sizes.
 
         first stage       ids "b s"      others        hidden states "b s d", with a gradient
         with a head       logits "b s v" others        hidden states "b s d"
 
-    `seq_len` is what a stage sees: divided by cp, and by tp where borders are sequence-parallel. The dtype is
-    `tensor_dtype`, else what the stage emits. A module may say its own by `get_pipeline_stage_metas(is_first,
-    microbatch_size, seq_len, dtype)`, which returns the tensors that enter and those that leave, on meta.
+    `seq_len` is what a stage sees: divided by cp, and by tp where sequences are sharded between stages. The dtype is
+    `tensor_dtype`, else what the stage emits. A module can define its shapes itself by `get_pipeline_stage_metas(
+    is_first, microbatch_size, seq_len, dtype)`, which returns the tensors that enter and those that leave, on meta.
 
     Cost:   none. Without it the first step passes shapes from stage to stage, 2 (stages - 1) messages in a row.
-    Errors: ValueError for sizes below 1, no stages, a config without sizes; RuntimeError at the first step if other
-            stages were not told.
+    Errors: ValueError for sizes below 1, no stages, a config without sizes; RuntimeError at the first step if stages
+            of other ranks have no shapes.
     """
-    name = "_precompute_stage_shapes"
-    check_positive(name, "microbatch_size", microbatch_size)
-    check_positive(name, "seq_len", seq_len)
     if not stages:
-        raise ValueError(f"pipelining.{name}: stages is empty; pass the stages of this rank")
-    sizes = _get_hidden_and_vocab_size(model_config)
+        raise ValueError("pipelining._precompute_stage_shapes: stages is empty; pass the stages of this rank")
+    set_shapes(stages, _get_hidden_and_vocab_size(model_config), microbatch_size, seq_len, tensor_dtype)
+
+
+def set_shapes(
+    stages: Sequence[PipelineStage],
+    sizes: tuple[int, int],
+    microbatch_size: int,
+    seq_len: int,
+    tensor_dtype: torch.dtype | None,
+) -> bool:
+    """Set the shapes of stages for these (hidden_size, vocab_size); whether any shape has changed."""
+    has_changed = False
     for stage in stages:
         dtype = tensor_dtype or emitted_dtype(stage.submod)
         key = (microbatch_size, seq_len, dtype)
         if getattr(stage, "static_key", None) != key:
             entering, leaving = _metas(stage, sizes, key)
             set_static_shapes(stage, entering, leaving, key)
+            has_changed = True
+    return has_changed
 
 
+@contract
 def reset_pp_stage_shapes(
     schedule: Any,
     stages: list[PipelineStage],
     model_config: Any,
-    microbatch_size: int,
-    seq_len: int,
+    microbatch_size: PositiveInt,
+    seq_len: PositiveInt,
     *,
     tensor_dtype: torch.dtype | None = None,
 ) -> None:
-    """Tell the stages of a schedule the shapes of batches of another length; gradients stay as they are.
+    """Set the shapes for batches of another length on the stages of a `schedule`; gradients are not changed.
 
-    Every rank must call it with the same sizes, which no rank can check for another. The same sizes as last time
-    change nothing.
+    Every rank must call it with the same sizes, which no rank can check for another. The sizes of the last call change
+    nothing.
 
-    Errors: as `_precompute_stage_shapes`; ValueError for stages that are not the schedule's.
+    Errors: those of `_precompute_stage_shapes`; ValueError for stages that are not the schedule's.
     """
-    name = "reset_pp_stage_shapes"
     if {id(stage) for stage in stages} != {id(stage) for stage in stages_of(schedule)}:
-        raise ValueError(f"pipelining.{name}: stages are not those of the schedule; pass the stages it was built with")
-    before = [getattr(stage, "static_key", None) for stage in stages]
-    _precompute_stage_shapes(stages, model_config, microbatch_size, seq_len, tensor_dtype=tensor_dtype)
-    if before != [getattr(stage, "static_key", None) for stage in stages]:
+        raise ValueError(
+            "pipelining.reset_pp_stage_shapes: stages are not those of the schedule; pass the stages it was built with"
+        )
+    if set_shapes(stages, _get_hidden_and_vocab_size(model_config), microbatch_size, seq_len, tensor_dtype):
         forget_shapes(schedule, stages)
 
 
 def _metas(stage: PipelineStage, sizes: tuple[int, int], key: tuple[int, int, torch.dtype]) -> Any:
-    """The tensors that enter a stage and those that leave it, without memory."""
+    """The tensors that enter a stage and those that leave it, on meta."""
     microbatch, length, dtype = key
-    own = getattr(stage.submod, "get_pipeline_stage_metas", None)
-    if own is not None:
-        return own(stage.is_first, microbatch, length, dtype)
+    metas_of_module = getattr(stage.submod, "get_pipeline_stage_metas", None)
+    if metas_of_module is not None:
+        return metas_of_module(stage.is_first, microbatch, length, dtype)
     hidden, vocab = sizes
     ids = torch.empty(microbatch, length, dtype=torch.int64, device="meta")
     has_head = getattr(stage.submod, "lm_head", None) is not None
@@ -112,14 +124,15 @@ def _floats(microbatch: int, length: int, width: int, dtype: torch.dtype) -> Ten
     return torch.empty(microbatch, length, width, dtype=dtype, device="meta", requires_grad=True)
 
 
-def refuse_other_sizes(schedule: Any, stages: Sequence[PipelineStage], local_batch_size: int) -> None:
-    """Wrap the schedule's `step`, so that a batch of another size is a ValueError where it comes in; in place."""
+def check_batches_of_each_step(schedule: Any, stages: Sequence[PipelineStage], local_batch_size: int) -> None:
+    """Wrap the schedule's `step`, so that a batch of another size is a ValueError before anything is sent; in place."""
     step = schedule.step
-    lengths: set[int] = set()  # that stages have seen since they found shapes by running
+    lengths: set[int] = set()  # sequence lengths of earlier steps, for which stages have inferred shapes
 
     def checked_step(*args: Any, target: Any = None, **kwargs: Any) -> Any:
-        _check_given(schedule, stages, args or set(kwargs) - {"losses", "return_outputs"}, target)
-        for name, x in (*((f"args[{at}]", x) for at, x in enumerate(args)), ("target", target)):
+        inputs = args or set(kwargs) - {"losses", "return_outputs"}
+        _check_inputs(schedule, stages, bool(inputs), target)
+        for name, x in (*((f"args[{index}]", x) for index, x in enumerate(args)), ("target", target)):
             if isinstance(x, Tensor) and x.ndim:
                 _check_batch(name, x, stages, local_batch_size, lengths)
         returned = step(*args, target=target, **kwargs)
@@ -129,9 +142,12 @@ def refuse_other_sizes(schedule: Any, stages: Sequence[PipelineStage], local_bat
     schedule.step = checked_step
 
 
-def _check_given(schedule: Any, stages: Sequence[PipelineStage], given: Any, target: Any) -> None:
-    """The first stage's rank has what enters, the last one's targets, which torch would only miss on its way."""
-    if any(stage.is_first for stage in stages) and not given:
+def _check_inputs(schedule: Any, stages: Sequence[PipelineStage], has_inputs: bool, target: Any) -> None:
+    """The rank of the first stage has inputs, that of the last stage targets; torch would fail in the middle of a step.
+
+    Errors: ValueError.
+    """
+    if any(stage.is_first for stage in stages) and not has_inputs:
         raise ValueError("pipelining.step: args is empty on the rank of the first stage; pass what enters the model")
     if any(stage.is_last for stage in stages) and target is None and of_torch(schedule, "_loss_fn") is not None:
         raise ValueError("pipelining.step: target=None on the rank of the last stage; pass what loss_fn compares with")
@@ -150,7 +166,7 @@ def _check_batch(
         return
     if key and x.shape[1] != key[1]:
         raise ValueError(
-            f"pipelining.step: {name} has s={x.shape[1]}, the stages were told seq_len={key[1]}; call "
+            f"pipelining.step: {name} has s={x.shape[1]}, the stages were set to seq_len={key[1]}; call "
             "reset_pp_stage_shapes on every rank first"
         )
     if not key and lengths and x.shape[1] not in lengths:

@@ -1,7 +1,8 @@
-"""A schedule run on paper: when each action starts and ends, and which ranks wait. No torch, no processes.
+"""A schedule simulated: when each action starts and ends, which ranks wait, and how many activations are live.
 
-An action starts when its rank is free and what it needs has arrived: F of stage s needs F of stage s - 1, a backward
-that of stage s + 1, W its own I. From rank to rank that takes p2p longer; who sends does not wait.
+An action starts when its rank is free and its input has arrived: F of stage s needs F of stage s - 1, a backward that
+of stage s + 1, W its own I. A message between two ranks takes p2p; the sender does not wait for it. Nothing here loads
+torch or starts a process.
 """
 
 from __future__ import annotations
@@ -13,23 +14,32 @@ from fractions import Fraction
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from torch_impl.pipelining.arguments import Number, check_positive
-from torch_impl.pipelining.order import Action, Order, OrderFault, check_computed, computed, has_communication
+from torch_impl.contract import PositiveInt, contract
+from torch_impl.pipelining.order import (
+    COMPUTED,
+    Action,
+    InvalidOrder,
+    Order,
+    check_computed,
+    computed,
+    has_communication,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-
+Number = int | float | Fraction
 Time = Number | Sequence[Number]
-NAME = "simulate"
 
 
 @dataclass(frozen=True)
 class Times:
-    """Durations for one chunk, each one number or one for each stage; a whole backward takes i + w.
+    """Durations for one chunk, each one number or one for each stage; a full backward takes i + w.
 
     `p2p` is what a message between two ranks takes; within a rank nothing is sent.
+
+    Errors: TypeError for what is not a number; ValueError for negative numbers or such as are not finite.
     """
 
     f: Time = 1.0
@@ -38,108 +48,114 @@ class Times:
     p2p: Number = 0.0
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            given = getattr(self, each.name)
-            listed: Sequence[Any] = given if isinstance(given, Sequence) and each.name != "p2p" else [given]
-            for time in listed:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            times: Sequence[Any] = value if isinstance(value, Sequence) and field.name != "p2p" else [value]
+            for time in times:
                 try:
                     is_time = math.isfinite(time) and time >= 0 and not isinstance(time, bool)
                 except TypeError:
-                    raise TypeError(f"pipelining.Times: {each.name}={given!r} is no number; pass one") from None
+                    raise TypeError(f"pipelining.Times: {field.name}={value!r} is no number; pass one") from None
                 if not is_time:
-                    raise ValueError(f"pipelining.Times: {each.name}={given!r} must be finite and at least 0")
+                    raise ValueError(f"pipelining.Times: {field.name}={value!r} must be finite and at least 0")
 
     def of(self, action: Action) -> Number:
-        """How long an action computes. Errors: ValueError where a list has no entry for its stage."""
+        """How long an `action` computes. Errors: ValueError if a list has no entry for its stage."""
         letters = {"F": "f", "I": "i", "W": "w", "B": "iw"}[action.kind]
         return sum(self._at(letter, action.stage) for letter in letters)
 
     def _at(self, letter: str, stage: int) -> Number:
-        given = getattr(self, letter)
-        if not isinstance(given, Sequence):
-            return given
-        if stage >= len(given):
-            raise ValueError(f"pipelining.Times: {letter} has {len(given)} times, but there is a stage {stage}")
-        return given[stage]
+        value = getattr(self, letter)
+        if not isinstance(value, Sequence):
+            return value
+        if stage >= len(value):
+            raise ValueError(f"pipelining.Times: {letter} has {len(value)} times, but there is a stage {stage}")
+        return value[stage]
 
 
+@contract
 def simulate(
     order: Order,
     stage_to_rank: Sequence[int] | Mapping[int, int],
     times: Times | None = None,
     *,
-    n_microbatches: int | None = None,
+    n_microbatches: PositiveInt | None = None,
 ) -> Timeline:
-    """Run an order. Pairs run one after the other; an order may say what is sent, which takes no time of its rank.
+    """Simulate an `order`. Overlapped pairs run one after the other; messages in an order take no time of their rank.
 
-    Without `n_microbatches` there are as many as the largest number in the order says.
+    Without `n_microbatches` their number is the largest in the order plus one.
 
     >>> from torch_impl.pipelining.named_schedules import schedule_order
     >>> simulate(schedule_order("GPipe", 2, 3, 1), [0, 1]).makespan
     12.0
 
-    Errors: ValueError with rank and position for an action that is missing, doubled, of no stage or micro-batch or
-            on another's rank, for a backward before its forward, and for a deadlock, with its cycle.
+    Errors: ValueError with rank and position for an action that is missing, repeated, of an unknown stage or
+            micro-batch or on another stage's rank, for a backward before its forward, and for a deadlock, with its
+            cycle.
     """
     if n_microbatches is None:
         n_microbatches = 1 + max((part.microbatch or 0 for actions in order for part in computed(actions)), default=0)
-    check_positive(NAME, "n_microbatches", n_microbatches)
     check_computed(order, stage_to_rank, n_microbatches)
     ranks = tuple(stage_to_rank[stage] for stage in range(len(stage_to_rank)))
-    return Timeline(tuple(_run(order, ranks, times or Times())), ranks, len(order))
+    return Timeline(tuple(run_order(order, ranks, times or Times())), ranks, len(order))
 
 
-def _run(order: Order, ranks: Sequence[int], times: Times) -> list[Event]:
-    """Ranks in turn go on until they must wait. Errors: OrderFault where all wait."""
+def run_order(order: Order, ranks: Sequence[int], times: Times) -> list[Event]:
+    """The events of a valid order, rank by rank. Errors: InvalidOrder for a deadlock."""
     sends = has_communication(order)
     queues = [
         [(position, part) for position, action in enumerate(actions) if action for part in action.parts]
         for actions in order
     ]
-    places, free = [0] * len(order), [0] * len(order)
+    places, free_at = [0] * len(order), [0] * len(order)
     done: dict[Action, Number] = {}
     events: list[Event] = []
-    moved = True
-    while moved:
-        moved = False
+    progressed = True
+    while progressed:
+        # 1. Each rank in turn runs its actions until one lacks an input.
+        progressed = False
         for rank, queue in enumerate(queues):
             while places[rank] < len(queue):
                 _, action = queue[places[rank]]
-                needs = _needs(action, ranks, done, sends)
-                if any(need not in done for need, _ in needs):
+                inputs = _inputs(action, ranks, done, sends)
+                if any(source not in done for source, _ in inputs):
                     break
-                arrived = [done[need] + (times.p2p if is_far else 0) for need, is_far in needs]
-                start = max([free[rank], *arrived])
+                # 2. It starts when its rank is free and all its inputs have arrived.
+                arrivals = [done[source] + (times.p2p if is_remote else 0) for source, is_remote in inputs]
+                start = max([free_at[rank], *arrivals])
                 stop = start
-                if action.kind in ("F", "B", "I", "W"):
+                if action.kind in COMPUTED:
                     stop = start + times.of(action)
                     events.append(Event(rank, action, start, stop))
-                    free[rank] = stop  # pyright: ignore[reportArgumentType, reportCallIssue]
+                    free_at[rank] = stop  # pyright: ignore[reportArgumentType, reportCallIssue]
                 done[action] = stop
                 places[rank] += 1
-                moved = True
+                progressed = True
+    # 3. No rank can go on: either all are done, or some wait for each other.
     if any(place < len(queue) for place, queue in zip(places, queues, strict=True)):
         raise _deadlock(queues, places, ranks, done, sends)
     return sorted(events, key=lambda event: event.rank)
 
 
-def _needs(
+def _inputs(
     action: Action, ranks: Sequence[int], done: Mapping[Action, Number], sends: bool
 ) -> list[tuple[Action, bool]]:
-    """What an action waits for, and whether that comes from another rank."""
+    """The actions of other stages that this one waits for, and whether each is on another rank."""
     stage, kind, m = action.stage, action.kind, action.microbatch
     if kind == "F" and stage > 0:
-        return [_from(stage - 1, stage, "F", m, ranks, sends)]
+        return [_input_from(stage - 1, stage, "F", m, ranks, sends)]
     if kind in ("B", "I") and stage < len(ranks) - 1:
-        need, is_far = _from(stage + 1, stage, "B", m, ranks, sends)
-        halved = need._replace(kind="I")
-        return [(halved if need.kind == "B" and halved in done else need, is_far)]
+        source, is_remote = _input_from(stage + 1, stage, "B", m, ranks, sends)
+        split = source._replace(kind="I")  # a split backward has the gradient after its first half
+        return [(split if source.kind == "B" and split in done else source, is_remote)]
     return []
 
 
-def _from(source: int, stage: int, kind: str, m: int | None, ranks: Sequence[int], sends: bool) -> tuple[Action, bool]:
-    is_far = ranks[source] != ranks[stage]
-    return Action(source, f"SEND_{kind}" if is_far and sends else kind, m), is_far
+def _input_from(
+    source: int, stage: int, kind: str, m: int | None, ranks: Sequence[int], sends: bool
+) -> tuple[Action, bool]:
+    is_remote = ranks[source] != ranks[stage]
+    return Action(source, f"SEND_{kind}" if is_remote and sends else kind, m), is_remote
 
 
 def _deadlock(
@@ -148,30 +164,34 @@ def _deadlock(
     ranks: Sequence[int],
     done: dict[Action, Number],
     sends: bool,
-) -> OrderFault:
-    """The fault of ranks that wait for each other, with the cycle."""
+) -> InvalidOrder:
+    """The error for ranks that wait for each other, with their cycle."""
+
+    def missing_input(rank: int) -> tuple[Action, Action]:
+        _, action = queues[rank][places[rank]]
+        return action, next(source for source, _ in _inputs(action, ranks, done, sends) if source not in done)
+
+    # Follow each waiting rank to the one it waits for, until a rank comes twice: the cycle starts there.
     rank = next(rank for rank, queue in enumerate(queues) if places[rank] < len(queue))
     path: list[int] = []
     while rank not in path:
         path.append(rank)
-        _, action = queues[rank][places[rank]]
-        need = next(need for need, _ in _needs(action, ranks, done, sends) if need not in done)
-        rank = ranks[need.stage]
+        rank = ranks[missing_input(rank)[1].stage]
     cycle = path[path.index(rank) :]
-    said = []
+    waits = []
     for member in cycle:
-        _, action = queues[member][places[member]]
-        need = next(need for need, _ in _needs(action, ranks, done, sends) if need not in done)
-        said.append(f"rank {member} waits in '{action}' for '{need}' of rank {ranks[need.stage]}")
-    return OrderFault(cycle[0], queues[cycle[0]][places[cycle[0]]][0], f"deadlock: {', '.join(said)}")
+        action, source = missing_input(member)
+        waits.append(f"rank {member} waits in '{action}' for '{source}' of rank {ranks[source.stage]}")
+    return InvalidOrder(cycle[0], queues[cycle[0]][places[cycle[0]]][0], f"deadlock: {', '.join(waits)}")
 
 
-WIDEST = 400  # columns of a grid; where times have no common measure, columns are a share of the whole
+# Columns of a grid at most; where times have no common divisor, a column is this fraction of the makespan.
+WIDEST = 400
 
 
 @dataclass(frozen=True)
 class Event:
-    """One action on one rank."""
+    """One action on one rank, from `start` to `stop`."""
 
     rank: int
     action: Action
@@ -181,28 +201,29 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Events of all ranks, each rank's in order. Times are in the unit of `Times`."""
+    """The events of all ranks, each rank's in order. Times are in the unit of `Times`."""
 
     events: tuple[Event, ...]
     stage_to_rank: tuple[int, ...]
     pp_size: int
 
     def of(self, rank: int) -> list[Event]:
-        """Events of one rank."""
+        """The events of one `rank`."""
         return [event for event in self.events if event.rank == rank]
 
     @cached_property
     def makespan(self) -> Number:
+        """When the last action ends."""
         return max((event.stop for event in self.events), default=0)
 
     @cached_property
     def busy(self) -> tuple[Number, ...]:
-        """Time in which each rank computes."""
+        """How long each rank computes."""
         return tuple(sum(event.stop - event.start for event in self.of(rank)) for rank in range(self.pp_size))
 
     @property
     def idle(self) -> tuple[Number, ...]:
-        """What each rank waits until the last one has ended."""
+        """How long each rank waits, until the last action of any rank ends."""
         return tuple(self.makespan - busy for busy in self.busy)
 
     @property
@@ -211,10 +232,10 @@ class Timeline:
         return tuple(idle / (self.makespan or 1) for idle in self.idle)
 
     def live(self, rank: int) -> list[tuple[Number, int]]:
-        """(time, chunks whose activations the rank holds from then on).
+        """(time, number of chunks whose activations the `rank` stores from then on).
 
-        A chunk's activations live from the start of F to the end of B, or of W where the backward is cut. What ends
-        at a time makes room for what starts then.
+        A chunk's activations are live from the start of F to the end of B, or of W if the backward is split. What ends
+        at a time is freed before what starts then.
         """
         changes: dict[Number, list[int]] = {}
         for event in self.of(rank):
@@ -222,24 +243,24 @@ class Timeline:
                 changes.setdefault(event.start, []).append(1)
             elif event.action.kind in ("B", "W"):
                 changes.setdefault(event.stop, []).append(-1)
-        held, counts = 0, []
+        live, counts = 0, []
         for time in sorted(changes):
-            held += sum(changes[time])
-            counts.append((time, held))
+            live += sum(changes[time])
+            counts.append((time, live))
         return counts
 
     @cached_property
     def peak_live(self) -> tuple[int, ...]:
-        """The most chunks that each rank holds at once."""
-        return tuple(max((held for _, held in self.live(rank)), default=0) for rank in range(self.pp_size))
+        """The most chunks whose activations each rank stores at once."""
+        return tuple(max((live for _, live in self.live(rank)), default=0) for rank in range(self.pp_size))
 
     def chunk(self, stage: int) -> int:
-        """Which of its rank's stages a stage is, from 0."""
+        """The index of a `stage` among those of its rank."""
         return sum(rank == self.stage_to_rank[stage] for rank in self.stage_to_rank[:stage])
 
     def __str__(self) -> str:
-        """A grid: rows ranks, columns time; letters of every second chunk of a rank are small, idle time is dots."""
-        columns, unit = self._measure()
+        """A grid: rows are ranks, columns are time, dots are idle. Every second chunk of a rank has small letters."""
+        columns, unit = self._columns()
         lines = []
         for rank in range(self.pp_size):
             cells = ["."] * columns
@@ -253,30 +274,32 @@ class Timeline:
         head = f"{self.pp_size} ranks, {len(self.stage_to_rank)} stages, makespan {self.makespan:g}"
         left = max(len(name) for name, _, _ in lines)
         rows = [
-            f"{name:>{left}} |{' '.join(f'{cell:<{width}}' for cell in cells)}| {said}" for name, cells, said in lines
+            f"{name:>{left}} |{' '.join(f'{cell:<{width}}' for cell in cells)}| {figures}"
+            for name, cells, figures in lines
         ]
         return "\n".join([head, *rows])
 
-    def _measure(self) -> tuple[int, Number]:
-        """Columns of the grid, and the time of one."""
+    def _columns(self) -> tuple[int, Number]:
+        """How many columns the grid has, and the time of one: the greatest common divisor of all times."""
         times = [Fraction(time) for event in self.events for time in (event.start, event.stop)]
         denominator = math.lcm(*(time.denominator for time in times))
-        measure = math.gcd(*(int(time * denominator) for time in times))
-        if not measure:
+        divisor = math.gcd(*(int(time * denominator) for time in times))
+        if not divisor:
             return 0, 1
-        columns = int(Fraction(self.makespan) * denominator) // measure
+        columns = int(Fraction(self.makespan) * denominator) // divisor
         return (columns, self.makespan / columns) if columns <= WIDEST else (WIDEST, self.makespan / WIDEST)
 
 
-# Apart for every kind of colour vision, and light enough for black numbers.
+# Distinct for every kind of colour vision, and light enough for black numbers.
 COLOURS = {"F": "#a9c9ea", "B": "#e0703a", "I": "#f3e79b", "W": "#7e6ba8"}
-NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+KIND_NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 INCHES_PER_RANK, WIDTH = 0.45, 11.0
 SMALLEST_TEXT = 0.006  # of the makespan: narrower boxes have no number
 
 
+@contract
 def draw(timeline: Timeline, title: str = "") -> Figure:
-    """The picture of one timeline."""
+    """A picture of a `timeline`: rows are ranks, columns are time, colours are kinds of actions, idle is hatched."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH, 0.9 + INCHES_PER_RANK * timeline.pp_size), layout="constrained")
@@ -285,7 +308,7 @@ def draw(timeline: Timeline, title: str = "") -> Figure:
 
 
 def paint(ax: Axes, timeline: Timeline, title: str = "") -> None:
-    """Draw into axes. Every second chunk of a rank has a dark bar on top; numbers are micro-batches."""
+    """Draw a timeline into axes. Every second chunk of a rank has a dark bar on top; numbers are micro-batches."""
     from matplotlib.patches import Patch
 
     for rank in range(timeline.pp_size):
@@ -307,7 +330,7 @@ def paint(ax: Axes, timeline: Timeline, title: str = "") -> None:
         if length > SMALLEST_TEXT * float(timeline.makespan):
             ax.text(start + length / 2, event.rank, str(event.action.microbatch), ha="center", va="center", fontsize=7)
     kinds = [kind for kind in COLOURS if any(event.action.kind == kind for event in timeline.events)]
-    handles = [Patch(color=COLOURS[kind], label=NAMES[kind]) for kind in kinds]
+    handles = [Patch(color=COLOURS[kind], label=KIND_NAMES[kind]) for kind in kinds]
     handles.append(Patch(facecolor="white", edgecolor="0.8", hatch="////", label="idle"))
     if any(timeline.chunk(event.action.stage) % 2 for event in timeline.events):
         handles.append(Patch(color="0.25", label="bar: second chunk"))

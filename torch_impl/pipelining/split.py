@@ -1,4 +1,4 @@
-"""Cut a model into stages: which modules each has, which stages this rank has, and a module for each of them."""
+"""Split a model into stages: which modules each has, which stages this rank has, and a module for each of them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,23 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 
-from torch_impl.pipelining.arguments import Number
+from torch_impl.contract import NonNegative, PositiveInt, contract, type_name
 from torch_impl.pipelining.csv_schedule import read_csv
-from torch_impl.pipelining.model_parts import NAME, Anatomy, anatomy_of, check_names, check_parameters, check_runs
-from torch_impl.pipelining.named_schedules import Rule, rule_of, stages_fault
-from torch_impl.pipelining.partition import calculate_virtual_stages, stage_to_rank
+from torch_impl.pipelining.model_parts import (
+    NAME,
+    ModelParts,
+    check_forwards,
+    check_names,
+    check_parameters,
+    model_parts,
+)
+from torch_impl.pipelining.named_schedules import Rule, rule_of, stages_problem
+from torch_impl.pipelining.partition import Rounding, calculate_virtual_stages, ranks_of_stages
 from torch_impl.pipelining.stage_module import consume, run_as_family, run_head, shell
-from torch_impl.pipelining.tied_weights import part_ties, ties_across
+from torch_impl.pipelining.tied_weights import copy_tied_weights, tied_weights_across
 
 
+@contract
 def split_model_into_stages(
     model: nn.Module,
     pp_mesh: DeviceMesh,
@@ -27,114 +35,147 @@ def split_model_into_stages(
     pp_schedule: str | None,
     device: torch.device,
     module_names_per_stage: list[list[str]] | None = None,
-    layers_per_stage: int | None = None,
+    layers_per_stage: PositiveInt | None = None,
     patch_inner_model: bool = True,
     patch_causal_lm_model: bool = True,
-    round_to_pp_multiple: str | None = None,
+    round_to_pp_multiple: Rounding | None = None,
     *,
     pipeline_parallel_schedule_csv: str | None = None,
-    embed_cost: Number = 0.0,
-    head_cost: Number = 0.0,
+    embed_cost: NonNegative = 0.0,
+    head_cost: NonNegative = 0.0,
 ) -> tuple[list[PipelineStage], list[nn.Module]]:
-    """The stages of this rank and their modules, ascending. The model is used up: its modules move to the stages.
+    """The stages of this rank and their modules, ascending. The model is consumed: its modules move to the stages.
 
-    Parameters keep their names. A module that no stage of the rank keeps becomes None, or is missing in a dict where
-    layers were a list, and is freed with the model. The file of a schedule, if given, says which rank has which stage;
-    else the schedule's own placement does. A stage takes ids if it has the embedding, else hidden states; it returns
-    logits if it has the head, else hidden states.
+    Parameters keep their names. A module that no stage of the rank has becomes None, or is missing from a dict that
+    replaces a list of layers, and is freed with the model. If the file of a schedule is passed, it defines which rank
+    has which stage; else the schedule's placement does. A stage takes ids if it has the embedding, else hidden states;
+    it returns logits if it has the head, else hidden states.
 
-    A parameter that two stages share becomes two, in `stage.tied_copies`; schedules of `build_pipeline_schedule` sum
-    their gradients, so that they stay equal. A norm of all gradients counts them once.
+    A parameter that two stages share becomes two, listed in `stage.tied_copies`; schedules of
+    `build_pipeline_schedule` sum their gradients, so that they stay equal. A norm of all gradients counts them once.
 
-    Cost:   none between ranks; no parameter is copied, but one that two stages of the rank share.
-    Errors: TypeError for what is no module, mesh or name; ValueError for an axis that the mesh has not, stages that
-            the schedule or the ranks cannot have, names that the model has not or that do not cover its layers in
-            order, parameters that no stage or two stages would have.
+    Cost:   none between ranks; no parameter is copied, except those that two stages of the rank share.
+    Errors: TypeError for another type; ValueError for an axis that the mesh lacks, stages that the schedule or the
+            ranks cannot have, names that the model lacks or that do not cover its layers in order, parameters that no
+            stage or two stages would have.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"pipelining.{NAME}: model is a {type(model).__name__}; pass an nn.Module")
+        raise TypeError(f"{NAME}: model is {type_name(model)}; pass an nn.Module")
     if not isinstance(device, (torch.device, str)):
-        raise TypeError(f"pipelining.{NAME}: device is a {type(device).__name__}; pass a torch.device")
-    place = torch.device(device)
-    ranks, rank = _checked_axis(pp_mesh, pp_axis_name)
+        raise TypeError(f"{NAME}: device is {type_name(device)}; pass a torch.device")
+    if not isinstance(pp_mesh, DeviceMesh):
+        raise TypeError(f"{NAME}: pp_mesh is {type_name(pp_mesh)}; pass a DeviceMesh")
+    if pp_axis_name not in (pp_mesh.mesh_dim_names or ()):
+        raise ValueError(f"{NAME}: pp_axis_name={pp_axis_name!r} is no axis of pp_mesh {pp_mesh.mesh_dim_names}")
     if pp_schedule is None and pipeline_parallel_schedule_csv is None:
-        raise ValueError(f"pipelining.{NAME}: pp_schedule=None and pipeline_parallel_schedule_csv=None; pass one")
-    rule = None if pp_schedule is None else rule_of(NAME, "pp_schedule", pp_schedule)
-    parts = anatomy_of(model)
-    placed = None
+        raise ValueError(f"{NAME}: pp_schedule=None and pipeline_parallel_schedule_csv=None; pass one")
+    rule = None if pp_schedule is None else rule_of(f"{NAME}: pp_schedule", pp_schedule)
+    placement = None
     if pipeline_parallel_schedule_csv is not None:
-        placed = read_csv(pipeline_parallel_schedule_csv, pp_size=ranks).stage_to_rank
+        placement = read_csv(pipeline_parallel_schedule_csv, pp_size=pp_mesh[pp_axis_name].size()).stage_to_rank
+    return split_model(
+        model,
+        pp_mesh,
+        pp_axis_name,
+        rule,
+        placement,
+        device,
+        module_names_per_stage,
+        layers_per_stage,
+        patch_inner_model,
+        patch_causal_lm_model,
+        round_to_pp_multiple,
+        embed_cost,
+        head_cost,
+    )
+
+
+def split_model(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    axis: str,
+    rule: Rule | None,
+    placement: list[int] | None,
+    device: torch.device,
+    module_names_per_stage: list[list[str]] | None,
+    layers_per_stage: int | None,
+    patch_inner: bool,
+    patch_outer: bool,
+    rounding: str | None,
+    embed_cost: float = 0.0,
+    head_cost: float = 0.0,
+) -> tuple[list[PipelineStage], list[nn.Module]]:
+    """The stages of this rank and their modules. `placement` is that of a file, else None: then `rule` defines it.
+
+    Errors: ValueError as for `split_model_into_stages`, before the model is touched.
+    """
+    ranks, rank = mesh[axis].size(), mesh.get_local_rank(axis)
+    # 1. The names of the modules of each stage: those that were passed, else layers divided evenly.
+    parts = model_parts(model)
     if module_names_per_stage is not None:
         names = check_names(model, parts, module_names_per_stage)
         count = len(names)
     else:
-        count = len(placed) if placed else _stages(parts, layers_per_stage, ranks, rule, round_to_pp_multiple)
+        count = len(placement) if placement else _n_stages(parts, layers_per_stage, ranks, rule, rounding)
         names = parts.names(count, embed_cost, head_cost)
-    placed = _placed(placed, count, ranks, rule)
+    # 2. The rank of each stage. From here on nothing can fail that depends on arguments.
+    placement = _placement(placement, count, ranks, rule)
     check_parameters(model, names)
-    ties = ties_across(model, names)
-    check_runs(model, parts, names, patch_inner_model, patch_causal_lm_model)
-    own = [stage for stage, other in enumerate(placed) if other == rank]
-    modules = [_part(model, names, stage, own) for stage in own]
-    part_ties(dict(zip(own, modules, strict=True)), ties)
+    tied_weights = tied_weights_across(model, names)
+    check_forwards(model, parts, names, patch_inner, patch_outer)
+    # 3. A module for each stage of this rank, with its copies of tied weights and its forward.
+    local_stages = [stage for stage, other in enumerate(placement) if other == rank]
+    modules = [_part(model, names, stage, local_stages) for stage in local_stages]
+    copy_tied_weights(dict(zip(local_stages, modules, strict=True)), tied_weights)
     for module in modules:
-        _patch(module, parts, patch_inner_model, patch_causal_lm_model)
+        _patch(module, parts, patch_inner, patch_outer)
     consume(model, f"this {type(model).__name__} was split into {count} stages, which have its modules; call those")
-    group = pp_mesh.get_group(pp_axis_name)
+    # 4. torch's stages.
+    group = mesh.get_group(axis)
     stages: list[Any] = [
-        PipelineStage(module, stage, count, place, group=group) for stage, module in zip(own, modules, strict=True)
+        PipelineStage(module, stage, count, torch.device(device), group=group)
+        for stage, module in zip(local_stages, modules, strict=True)
     ]
     for stage in stages:
-        stage.tied_copies = ties
+        stage.tied_copies = tied_weights
     return stages, modules
 
 
-def _checked_axis(mesh: Any, axis: str) -> tuple[int, int]:
-    """Size of the axis and rank on it."""
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"pipelining.{NAME}: pp_mesh is a {type(mesh).__name__}; pass a DeviceMesh")
-    if axis not in (mesh.mesh_dim_names or ()):
-        raise ValueError(f"pipelining.{NAME}: pp_axis_name={axis!r} is no axis of pp_mesh {mesh.mesh_dim_names}")
-    return mesh[axis].size(), mesh.get_local_rank(axis)
-
-
-def _stages(parts: Anatomy, per_stage: int | None, ranks: int, rule: Rule | None, rounding: str | None) -> int:
+def _n_stages(parts: ModelParts, per_stage: int | None, ranks: int, rule: Rule | None, rounding: Any) -> int:
     is_single = rule is not None and rule.is_single
     return calculate_virtual_stages(parts.count, per_stage, ranks, is_single, rounding)[0]
 
 
-def _placed(read: list[int] | None, count: int, ranks: int, rule: Rule | None) -> list[int]:
-    """The rank of each stage, by the file or by the schedule."""
-    if read:
-        if len(read) != count:
+def _placement(placement: list[int] | None, count: int, ranks: int, rule: Rule | None) -> list[int]:
+    """The rank of each stage, from the file or from the schedule. Errors: ValueError."""
+    if placement:
+        if len(placement) != count:
             raise ValueError(
-                f"pipelining.{NAME}: module_names_per_stage has {count} stages, "
-                f"pipeline_parallel_schedule_csv {len(read)}; pass as many"
+                f"{NAME}: module_names_per_stage has {count} stages, pipeline_parallel_schedule_csv "
+                f"{len(placement)}; pass as many"
             )
-        return read
+        return placement
     if count % ranks:
-        raise ValueError(
-            f"pipelining.{NAME}: module_names_per_stage has {count} stages, not a multiple of pp_size={ranks}"
-        )
-    fault = stages_fault(rule, count // ranks)  # pyright: ignore[reportArgumentType]
-    if fault:
-        raise ValueError(f"pipelining.{NAME}: {count} stages are {count // ranks} on each rank, but {fault}")
-    return stage_to_rank(ranks, count, rule.style)  # pyright: ignore[reportOptionalMemberAccess]
+        raise ValueError(f"{NAME}: module_names_per_stage has {count} stages, not a multiple of pp_size={ranks}")
+    problem = stages_problem(rule, count // ranks)  # pyright: ignore[reportArgumentType]
+    if problem:
+        raise ValueError(f"{NAME}: {count} stages are {count // ranks} on each rank, but {problem}")
+    return ranks_of_stages(ranks, count, rule.style)  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def _part(model: nn.Module, names: Sequence[Sequence[str]], stage: int, own: Sequence[int]) -> nn.Module:
-    """The module of a stage. What several stages of the rank need is the first one's, and copied for the others."""
+def _part(model: nn.Module, names: Sequence[Sequence[str]], stage: int, local_stages: Sequence[int]) -> nn.Module:
+    """The module of a stage. A module that several stages of the rank need is moved to the first, copied to others."""
 
-    def taken(path: str, module: nn.Module) -> nn.Module:
-        first = next(other for other in own if path in names[other])
+    def move_or_copy(path: str, module: nn.Module) -> nn.Module:
+        first = next(other for other in local_stages if path in names[other])
         return module if first == stage else copy.deepcopy(module)
 
-    return shell(model, set(names[stage]), taken)
+    return shell(model, set(names[stage]), move_or_copy)
 
 
-def _patch(module: nn.Module, parts: Anatomy, patch_inner: bool, patch_outer: bool) -> None:
+def _patch(module: nn.Module, parts: ModelParts, patch_inner: bool, patch_outer: bool) -> None:
     inner = module.get_submodule(parts.inner)
     if patch_inner:
-        run_as_family(inner, parts.layers.rpartition(".")[2], parts.count, parts.handed_through)
+        run_as_family(inner, parts.layers.rpartition(".")[2], parts.count, parts.skippable)
     if parts.inner and patch_outer:
         run_head(module, inner, parts.heads)

@@ -1,7 +1,7 @@
-"""One stage of a model: its shell with the modules that the stage keeps, under the names that they had.
+"""The module of one stage: a shell of the model with the stage's modules, under the names that they had.
 
-A stage runs its family's own forward, so that positions, masks and rotary angles are made as the family makes them.
-Meanwhile layers of other stages hand on what they are given, and so does a norm that is elsewhere.
+A stage runs the forward of its model family, so that positions, masks and rotary angles are computed as the family
+computes them. During that forward the layers of other stages, and a norm of another stage, are the identity.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 
 def shell(
-    module: nn.Module, kept: set[str], taken: Callable[[str, nn.Module], nn.Module], prefix: str = ""
+    module: nn.Module, names: set[str], take: Callable[[str, nn.Module], nn.Module], prefix: str = ""
 ) -> nn.Module:
-    """A clone of a module without what is not kept. `taken` gives the module of a kept name.
+    """A clone of a module with the modules of these names alone; `take` moves or copies the module of a name.
 
-    Removed modules become None, or are missing in the dict by old indices that a list becomes. `removed_modules` names
-    them all, also those of modules inside, as plans for tensor parallelism would.
+    Other modules become None, or are missing from the dict by original index that replaces a list. `removed_modules`
+    lists them, also those inside other modules, by the names that plans for tensor parallelism use.
     """
     clone = copy.copy(module)
     for name, table in vars(clone).items():
@@ -30,10 +30,10 @@ def shell(
     children: dict[str, nn.Module | None] = {}
     for name, child in module.named_children():
         path = f"{prefix}{name}"
-        if path in kept:
-            children[name] = taken(path, child)
-        elif any(other.startswith(f"{path}.") for other in kept) or isinstance(child, nn.ModuleList):
-            children[name] = shell(child, kept, taken, f"{path}.")
+        if path in names:
+            children[name] = take(path, child)
+        elif any(other.startswith(f"{path}.") for other in names) or isinstance(child, nn.ModuleList):
+            children[name] = shell(child, names, take, f"{path}.")
         else:
             children[name] = None
     if isinstance(module, nn.ModuleList):
@@ -52,29 +52,32 @@ def _removed(children: Mapping[str, nn.Module | None]) -> Iterator[str]:
             yield from (f"{name}.{inside}" for inside in getattr(child, "removed_modules", ()))
 
 
-def run_as_family(inner: nn.Module, layers: str, count: int, standing_in: tuple[str, ...]) -> None:
-    """Have the module with the layers take ids or hidden states and return a tensor; in place."""
-    family = type(inner).forward
-    ends = bool(standing_in) and getattr(inner, standing_in[-1]) is not None  # what stands last of all is here
+def run_as_family(inner: nn.Module, layers: str, count: int, skippable: tuple[str, ...]) -> None:
+    """Make the module with the layers take ids or hidden states and return a tensor; in place.
 
-    def whole(*args: Any, **kwargs: Any) -> Any:
-        with _stood_in(inner, layers, count, standing_in, kwargs.get("inputs_embeds")):
+    `skippable` are the modules that become the identity where the stage lacks them.
+    """
+    family = type(inner).forward
+    has_last = bool(skippable) and getattr(inner, skippable[-1]) is not None
+
+    def full_output(*args: Any, **kwargs: Any) -> Any:
+        with _completed(inner, layers, count, skippable, kwargs.get("inputs_embeds")):
             return family(inner, *args, **kwargs)
 
     def forward(x: Tensor, **kwargs: Any) -> Tensor:
-        with _stood_in(inner, layers, count, standing_in, _named(x).get("inputs_embeds")) as handed:
-            found = family(inner, **_named(x), use_cache=False, **kwargs)
-            left = found if isinstance(found, Tensor) else found[0]
-            if not ends:
-                handed.check(count, left)
-        return left
+        with _completed(inner, layers, count, skippable, _by_name(x).get("inputs_embeds")) as other_layers:
+            output = family(inner, **_by_name(x), use_cache=False, **kwargs)
+            hidden = output if isinstance(output, Tensor) else output[0]
+            if not has_last:
+                other_layers.check(count, hidden)
+        return hidden
 
-    inner.__dict__["run_whole"] = whole
+    inner.__dict__["full_output"] = full_output
     inner.forward = forward
 
 
 def run_head(outer: nn.Module, inner: nn.Module, heads: tuple[str, ...]) -> None:
-    """Have a model with a head return logits where the stage has the head, hidden states elsewhere; in place."""
+    """Make a model with a head return logits where the stage has the head, hidden states elsewhere; in place."""
     family = type(outer).forward
     has_heads = all(_at(outer, name) is not None for name in heads)
 
@@ -82,60 +85,62 @@ def run_head(outer: nn.Module, inner: nn.Module, heads: tuple[str, ...]) -> None
         if not has_heads:
             kwargs.pop("logits_to_keep", None)
             return inner(x, **kwargs)
+        # The family's head needs what the family's inner forward returns, and not its first tensor alone.
         patched = inner.__dict__["forward"]
-        inner.forward = getattr(inner, "run_whole", patched)
+        inner.forward = getattr(inner, "full_output", patched)
         try:
-            found = family(outer, **_named(x), use_cache=False, **kwargs)
+            output = family(outer, **_by_name(x), use_cache=False, **kwargs)
         finally:
             inner.forward = patched
-        return found if isinstance(found, Tensor) else found.logits
+        return output if isinstance(output, Tensor) else output.logits
 
     outer.forward = forward
 
 
-def _named(x: Tensor) -> dict[str, Tensor]:
-    """Floats are hidden states, whatever their width; integers are ids."""
+def _by_name(x: Tensor) -> dict[str, Tensor]:
+    """The argument of a family's forward: floats of any width are hidden states, integers are ids."""
     return {"inputs_embeds": x} if x.dtype.is_floating_point else {"input_ids": x}
 
 
 @contextlib.contextmanager
-def _stood_in(
-    inner: nn.Module, layers: str, count: int, standing_in: tuple[str, ...], entering: Tensor | None
-) -> Iterator[_HandedOn]:
-    """Inside, the layers are a list of all, and what is missing hands on its input."""
-    held: Mapping[str, nn.Module] = getattr(inner, layers)
-    own = dict(held.items())
-    handed = _HandedOn(type(inner).__name__, {int(number) for number in own}, entering)
+def _completed(
+    inner: nn.Module, layers: str, count: int, skippable: tuple[str, ...], entering: Tensor | None
+) -> Iterator[_OtherLayers]:
+    """Inside, the layers are a list of all, in which those of other stages are the identity, and so are missing
+    modules."""
+    stage_layers: Mapping[str, nn.Module] = dict(getattr(inner, layers).items())
+    others = _OtherLayers(type(inner).__name__, {int(number) for number in stage_layers}, entering)
     replaced: dict[str, Any] = {
-        layers: [own[str(n)] if str(n) in own else functools.partial(handed, n) for n in range(count)]
+        layers: [stage_layers[str(n)] if str(n) in stage_layers else functools.partial(others, n) for n in range(count)]
     }
-    replaced |= {name: _handed_through for name in standing_in if getattr(inner, name) is None}
+    replaced |= {name: _identity for name in skippable if getattr(inner, name) is None}
+    # In __dict__ they hide the modules of the same names, which are in _modules.
     inner.__dict__.update(replaced)
     try:
-        yield handed
+        yield others
     finally:
         for name in replaced:
             del inner.__dict__[name]
 
 
-class _HandedOn:
-    """Stands in for the layers of other stages, which get what the one before gave: else the family does something of
-    its own in between, which every stage would do again."""
+class _OtherLayers:
+    """The layers of other stages, as the identity. Each must get what the layer before it returned: else the family
+    does something between its layers, which every stage would repeat."""
 
-    def __init__(self, family: str, own: set[int], entering: Tensor | None) -> None:
-        self.family, self.own = family, own
-        self.given = {} if entering is None else {-1: entering}
+    def __init__(self, family: str, stage_layers: set[int], entering: Tensor | None) -> None:
+        self.family, self.stage_layers = family, stage_layers
+        self.outputs = {} if entering is None else {-1: entering}
 
     def __call__(self, layer: int, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.check(layer, x)
-        self.given[layer] = x
+        self.outputs[layer] = x
         return x
 
     def check(self, layer: int, x: Tensor) -> None:
-        """What a layer gets, or what leaves the last one. Errors: ValueError."""
-        if layer - 1 in self.own or (layer == 0 and not self.given):
-            return  # what an own layer or the embedding gave is not known here
-        if self.given.get(layer - 1) is not x:
+        """`x` enters this layer, or leaves the last one. Errors: ValueError if the layer before did not return it."""
+        if layer - 1 in self.stage_layers or (layer == 0 and not self.outputs):
+            return  # the outputs of the stage's layers and of its embedding are not recorded
+        if self.outputs.get(layer - 1) is not x:
             raise ValueError(
                 f"pipelining.split_model_into_stages: {self.family} does something to hidden states beside its "
                 f"embedding, layers and norm, before layer {layer} or instead of it; no stage can do that for all, so "
@@ -143,7 +148,7 @@ class _HandedOn:
             )
 
 
-def _handed_through(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _identity(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return x
 
 
@@ -154,7 +159,7 @@ def _at(module: nn.Module, path: str) -> Any:
 
 
 def consume(model: nn.Module, message: str) -> None:
-    """Empty a model that was split, so that what other ranks have is freed; its forward says what became of it."""
+    """Empty a model that was split, so that the modules of other ranks are freed; its forward raises the message."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(message)

@@ -1,7 +1,7 @@
-"""Parameters that two stages share: a copy on each, with one gradient, the sum of what both contributed.
+"""Weights that two stages share: each stage has a copy, and both copies have one gradient, the sum of both.
 
-What is summed is what one step of a schedule added, so that steps accumulate right. Both copies hold the same bits
-after it, and an optimiser that treats them alike keeps them equal.
+Only what one step of a schedule contributed is summed, so that gradients accumulate correctly over several steps. Both
+copies then have the same bits, and an optimiser that treats them alike keeps them equal.
 """
 
 from __future__ import annotations
@@ -18,33 +18,32 @@ from torch.distributed.tensor import DTensor
 from torch_impl.pipelining._torch_compat import of_torch
 
 
-class Tie(NamedTuple):
-    """Two names of one parameter, on two stages, the lower first."""
+class TiedWeight(NamedTuple):
+    """(stage, name) of both copies of one parameter, the lower stage first."""
 
     first: tuple[int, str]
     second: tuple[int, str]
 
 
-def ties_across(model: nn.Module, stages: Sequence[Sequence[str]]) -> tuple[Tie, ...]:
-    """The parameters that stages share. Errors: ValueError for one that three stages share."""
-    owners: dict[int, dict[int, str]] = {}
+def tied_weights_across(model: nn.Module, stages: Sequence[Sequence[str]]) -> tuple[TiedWeight, ...]:
+    """The parameters that two stages share. Errors: ValueError for one that three stages share."""
+    names_by_stage: dict[int, dict[int, str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         stage = next(k for k, names in enumerate(stages) if any(name.startswith(f"{each}.") for each in names))
-        owners.setdefault(id(parameter), {}).setdefault(stage, name)
-    shared = [sorted(of.items()) for of in owners.values() if len(of) > 1]
-    for of in shared:
-        if len(of) > 2:
+        names_by_stage.setdefault(id(parameter), {}).setdefault(stage, name)
+    shared = [sorted(names.items()) for names in names_by_stage.values() if len(names) > 1]
+    for copies in shared:
+        if len(copies) > 2:
             raise ValueError(
-                f"pipelining.split_model_into_stages: stages {[stage for stage, _ in of]} share {of[0][1]!r}; two can, "
-                "so keep its modules on two stages"
+                f"pipelining.split_model_into_stages: stages {[stage for stage, _ in copies]} share {copies[0][1]!r}; "
+                "two can, so put its modules on two stages"
             )
-    return tuple(Tie(*of) for of in shared)
+    return tuple(TiedWeight(*copies) for copies in shared)
 
 
-def part_ties(modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> None:
-    """Where one rank has both stages, give the second a copy of its own; in place."""
-    for tie in ties:
-        (first, name), (second, other) = tie
+def copy_tied_weights(modules: Mapping[int, nn.Module], tied_weights: Sequence[TiedWeight]) -> None:
+    """Where one rank has both stages, give the second one a copy; in place."""
+    for (first, name), (second, other) in tied_weights:
         if first in modules and second in modules:
             parameter = modules[first].get_parameter(name)
             copied = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
@@ -52,67 +51,73 @@ def part_ties(modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> None:
             setattr(modules[second].get_submodule(owner), last, copied)
 
 
-def named_once(stages: Sequence[PipelineStage]) -> dict[str, nn.Parameter]:
-    """The parameters of this rank's stages by name, less the later copy of each tie: on all ranks of the pipeline
-    together every parameter of the model stands once."""
-    later = {tie.second for tie in getattr(stages[0], "tied_copies", ())}
+def distinct_parameters(stages: Sequence[PipelineStage]) -> dict[str, nn.Parameter]:
+    """The parameters of this rank's stages by name, without the second copy of each tied weight: over all ranks of the
+    pipeline every parameter of the model occurs once."""
+    second_copies = {weight.second for weight in getattr(stages[0], "tied_copies", ())}
     return {
         name: parameter
         for stage in stages
         for name, parameter in stage.submod.named_parameters()
-        if (stage.stage_index, name) not in later
+        if (stage.stage_index, name) not in second_copies
     }
 
 
-def sum_ties_after_each_step(schedule: Any, stages: Sequence[PipelineStage]) -> None:
+def sum_tied_gradients_after_each_step(schedule: Any, stages: Sequence[PipelineStage]) -> None:
     """Wrap the schedule's `step`; in place. Every rank of the pipeline must step alike.
 
-    Cost of a step: for each tie one send and one receive of its gradient on the two ranks that have it.
+    Cost of a step: for each tied weight one send and one receive of its gradient on the two ranks that have it.
     """
-    ties: Sequence[Tie] = getattr(stages[0], "tied_copies", ())
-    held = {stage.stage_index: stage for stage in stages}
-    mine = [tie for tie in ties if {tie.first[0], tie.second[0]} & set(held)]
-    if not mine:
+    tied_weights: Sequence[TiedWeight] = getattr(stages[0], "tied_copies", ())
+    local_stages = {stage.stage_index: stage for stage in stages}
+    local_weights = [weight for weight in tied_weights if any(stage in local_stages for stage, _ in weight)]
+    if not local_weights:
         return
     step: Callable[..., Any] = schedule.step
 
-    def tied_step(*args: Any, **kwargs: Any) -> Any:
+    def step_with_tied_weights(*args: Any, **kwargs: Any) -> Any:
         if not of_torch(schedule, "_has_backward"):
             return step(*args, **kwargs)
-        parameters = [held[stage].submod.get_parameter(name) for tie in mine for stage, name in tie if stage in held]
-        before = [parameter.grad for parameter in parameters]
+        copies = [copy for weight in local_weights for copy in weight if copy[0] in local_stages]
+        parameters = [local_stages[stage].submod.get_parameter(name) for stage, name in copies]
+        # 1. Put aside what earlier steps accumulated, which is summed already.
+        accumulated = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
+        # 2. Run the step, and sum what it alone contributed.
         returned = step(*args, **kwargs)
-        for tie in mine:
-            _sum(tie, held)
-        for parameter, sum_so_far in zip(parameters, before, strict=True):
-            if sum_so_far is not None:
-                parameter.grad = sum_so_far if parameter.grad is None else sum_so_far + parameter.grad
+        for weight in local_weights:
+            _sum(weight, local_stages)
+        # 3. Add what was put aside.
+        for parameter, earlier in zip(parameters, accumulated, strict=True):
+            if earlier is not None:
+                parameter.grad = earlier if parameter.grad is None else earlier + parameter.grad
         return returned
 
-    schedule.step = tied_step
+    schedule.step = step_with_tied_weights
 
 
-def _sum(tie: Tie, held: Mapping[int, PipelineStage]) -> None:
+def _sum(weight: TiedWeight, local_stages: Mapping[int, PipelineStage]) -> None:
     """The gradient of both copies becomes first + second, in this order on both ranks."""
-    own = {stage: held[stage].submod.get_parameter(name) for stage, name in tie if stage in held}
-    if not any(parameter.requires_grad for parameter in own.values()):
+    parameters = {
+        stage: local_stages[stage].submod.get_parameter(name) for stage, name in weight if stage in local_stages
+    }
+    if not any(parameter.requires_grad for parameter in parameters.values()):
         return
-    gradients = {stage: _gradient(parameter) for stage, parameter in own.items()}
-    (first, _), (second, _) = tie
-    if len(own) == 2:
+    gradients = {stage: _gradient(parameter) for stage, parameter in parameters.items()}
+    (first, _), (second, _) = weight
+    if len(gradients) == 2:
         total = gradients[first] + gradients[second]
     else:
         ((stage, gradient),) = gradients.items()
-        received = _exchanged(gradient, held[stage], second if stage == first else first)
+        received = _exchange(gradient, local_stages[stage], second if stage == first else first)
         total = gradient + received if stage == first else received + gradient
     for gradient in gradients.values():
         gradient.copy_(total)
 
 
-def _exchanged(gradient: Tensor, stage: PipelineStage, other: int) -> Tensor:
-    """What the rank of another stage has in place of this; it is given this."""
+def _exchange(gradient: Tensor, stage: PipelineStage, other: int) -> Tensor:
+    """The gradient of the other copy, from the rank of the other stage; that rank receives this one."""
     received = torch.empty_like(gradient, memory_format=torch.contiguous_format)
     group, peer = stage.group, stage.stage_index_to_group_rank[other]
     works = dist.batch_isend_irecv(
@@ -127,10 +132,11 @@ def _exchanged(gradient: Tensor, stage: PipelineStage, other: int) -> Tensor:
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
-    """What this rank holds of the gradient, cut as the parameter is; zeros where backward did not come."""
+    """This rank's shard of the gradient, placed as the parameter is; zeros if backward did not reach it."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
-        parameter.grad = parameter.grad.redistribute(placements=parameter.placements)  # of embeddings it may be whole
+        # The gradient of an embedding can be replicated where its weight is sharded.
+        parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
         return parameter.grad.to_local()
     return parameter.grad
