@@ -72,7 +72,8 @@ def test_a_file_with_a_fault_is_told_with_its_cell(shardproof):
         (["zbv", "--pp", "2", "--microbatches", "2", "--times", "1,2"], "--times '1,2' is not F,I,W, such as 1,1,2"),
         (
             ["dualpipev", "--pp", "2", "--microbatches", "3"],
-            ": schedule 'dualpipev': --microbatches 3 cannot be cut by DualPipeV over --pp 2 (n >= 2 * pp); use 4\n",
+            ": schedule 'dualpipev': --microbatches 3 cannot be scheduled by DualPipeV over --pp 2 (n >= 2 * pp); "
+            "use 4\n",
         ),
         (
             ["zbv", "--pp", "2", "--microbatches", "2", "--stages-per-rank", "3"],

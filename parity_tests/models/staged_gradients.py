@@ -15,7 +15,7 @@ from parity_tests.pipelining.stepped import Stepped
 from torch_impl.collectives import accumulator
 from torch_impl.models import HybridConfig, HybridLM, Placement, RankStream, StepLoss, staged_step
 from torch_impl.pipelining.functional import pipeline_model
-from torch_impl.pipelining.tied_weights import named_once
+from torch_impl.pipelining.tied_weights import distinct_parameters
 
 
 def staged_loss(
@@ -29,7 +29,7 @@ def staged_loss(
         model = filled(mesh, config, dict(zip(leaves, values, strict=True)), **chosen)
         built, loss, stages = in_stages(mesh, model, streams, schedule)
         shares = staged_step(built, stages, loss, streams, [mesh["cp"]])
-        found = {name: p.grad for name, p in named_once(stages).items() if p.grad is not None}
+        found = {name: p.grad for name, p in distinct_parameters(stages).items() if p.grad is not None}
         return sum(shares, torch.zeros((), dtype=accumulator(values[0].dtype))), found
 
     return Stepped.apply(run, tuple(leaves), *leaves.values())

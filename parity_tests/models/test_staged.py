@@ -41,7 +41,7 @@ from torch_impl.models import (
     tensor_parallel_plan,
 )
 from torch_impl.pipelining.functional import split_model_into_stages
-from torch_impl.pipelining.tied_weights import named_once
+from torch_impl.pipelining.tied_weights import distinct_parameters
 
 # Two streams of documents of their own, so that every micro-batch has another layout.
 STREAMS = {
@@ -152,7 +152,7 @@ def norm_over_stages(mesh, table, first, second):
     for part in parts:
         for name, parameter in part.named_parameters():
             parameter.grad = given[name.removesuffix(".weight")]
-    return gradient_norm(named_once(stages).values(), mesh["pp"])
+    return gradient_norm(distinct_parameters(stages).values(), mesh["pp"])
 
 
 @settings(max_examples=10)

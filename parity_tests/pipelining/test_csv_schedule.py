@@ -16,7 +16,7 @@ from torch.distributed.pipelining.schedules import _Action, _add_reduce_grad, _a
 from parity_tests import check, every_case, scheme, token_below
 from parity_tests.pipelining.drawn_orders import named_orders, own_orders
 from torch_impl.pipelining import read_csv, simulate, write_csv
-from torch_impl.pipelining.order import computed, parsed
+from torch_impl.pipelining.order import computed, parse_action
 
 CELL = re.compile(r"^pipeline_parallel_schedule_csv='[^']*' row [1-9]\d*, column [1-9]\d*: ")
 
@@ -39,14 +39,15 @@ def with_communication(order, placed, n):
     theirs = {rank: [_Action.from_str(str(a)) for a in actions if a] for rank, actions in enumerate(order)}
     whole = {rank: _add_reduce_grad(_add_unshard_reshard(actions), n) for rank, actions in theirs.items()}
     sent = _add_send_recv(whole, lambda stage: placed[stage], len(placed))
-    return [[parsed(str(action)) for action in sent[rank]] for rank in range(len(order))]
+    return [[parse_action(str(action)) for action in sent[rank]] for rank in range(len(order))]
 
 
 @given(named_orders(ranks=range(1, 5), most=8))
 def test_a_written_schedule_is_read_again(drawn):
     _, p, n, _, order, placed = drawn
     found = read(dumped(order), pp_size=p, n_microbatches=n)
-    assert (found.order, found.stage_to_rank, found.n_microbatches, found.says_all) == (order, placed, n, False)
+    assert (found.order, found.stage_to_rank, found.n_microbatches) == (order, placed, n)
+    assert not found.has_communication
 
 
 @given(own_orders(for_torch=True))
@@ -63,7 +64,7 @@ def test_what_torch_makes_of_a_schedule_is_read_and_takes_as_long(drawn):
     whole = with_communication(order, placed, n)
     found = read(dumped(whole), pp_size=p, n_microbatches=n)
     assert (found.order, found.stage_to_rank) == (whole, placed)
-    assert found.says_all
+    assert found.has_communication
     told, computed_alone = simulate(whole, placed), simulate(order, placed)
     if name == "DualPipeV":  # torch sends what a pair makes when both of it are done
         assert told.makespan >= computed_alone.makespan
@@ -73,20 +74,21 @@ def test_what_torch_makes_of_a_schedule_is_read_and_takes_as_long(drawn):
 
 def test_blanks_wait_and_lines_may_end_in_any_way():
     plain = read("0F0,,0B0\n,1F0,1B0\n")
-    assert plain.order == [[parsed("0F0"), None, parsed("0B0")], [None, parsed("1F0"), parsed("1B0")]]
+    first, second = ([parse_action(cell) for cell in row] for row in (("0F0", "", "0B0"), ("", "1F0", "1B0")))
+    assert plain.order == [first, second]
     for text in (b"\xef\xbb\xbf0F0,,0B0\r\n,1F0,1B0", '"0F0",,0B0\n, 1F0 ,1B0\n\n,\n'):
         assert read(text) == plain
 
 
 FAULTS = [
-    ("0F0,0B0,x", "row 1, column 3: 'x' is no action; write <stage><kind><micro-batch>"),
-    ("rank 0\n0F0,0B0", "row 1, column 1: 'rank 0' is no action"),
-    ("0F0,0B-1", "row 1, column 2: '0B-1' is no action"),
-    ("0F0;0B0", "row 1, column 1: '0F0;0B0' is no action"),
-    ("0f0,0B0", "row 1, column 1: '0f0' is no action"),
-    ("0F,0B0", "row 1, column 1: '0F' is no action"),
-    ("0UNSHARD0,0F0,0B0", "row 1, column 1: '0UNSHARD0' is no action"),
-    ("(0F0;0SEND_F0)OVERLAP_F_B,0B0", "row 1, column 1: '(0F0;0SEND_F0)OVERLAP_F_B' is no action"),
+    ("0F0,0B0,x", "row 1, column 3: 'x' is not an action; write <stage><kind><micro-batch>"),
+    ("rank 0\n0F0,0B0", "row 1, column 1: 'rank 0' is not an action"),
+    ("0F0,0B-1", "row 1, column 2: '0B-1' is not an action"),
+    ("0F0;0B0", "row 1, column 1: '0F0;0B0' is not an action"),
+    ("0f0,0B0", "row 1, column 1: '0f0' is not an action"),
+    ("0F,0B0", "row 1, column 1: '0F' is not an action"),
+    ("0UNSHARD0,0F0,0B0", "row 1, column 1: '0UNSHARD0' is not an action"),
+    ("(0F0;0SEND_F0)OVERLAP_F_B,0B0", "row 1, column 1: '(0F0;0SEND_F0)OVERLAP_F_B' is not an action"),
     ("0F0,0B0,0F0\n1F0,1B0", "row 1, column 3: '0F0' stands for the second time"),
     ("0F0,0B0\n1F0,1B0,1F0", "row 2, column 3: '1F0' stands for the second time"),
     ("0F0,0B0\n1B0,1F0", "row 2, column 1: '1B0' stands before '1F0'"),
@@ -180,7 +182,7 @@ def test_a_fault_is_told_with_its_cell(text, words):
 
 @pytest.mark.parametrize(("text", "old", "new", "words"), COMMUNICATION_FAULTS)
 def test_a_fault_of_communication_is_told_with_its_cell(text, old, new, words):
-    assert read(text).says_all
+    assert read(text).has_communication
     assert text.count(old) == 1
     with pytest.raises(ValueError, match=CELL) as refusal:
         read(text.replace(old, new))
@@ -210,9 +212,9 @@ def test_a_file_that_is_not_there_is_told_with_its_argument(tmp_path):
 
 
 @given(st.data(), named_orders(ranks=range(1, 4), most=4), st.booleans())
-def test_an_edited_file_is_a_schedule_or_refused_with_a_cell(data, drawn, says_all):
+def test_an_edited_file_is_a_schedule_or_refused_with_a_cell(data, drawn, has_communication):
     _, p, n, _, order, placed = drawn
-    rows = with_communication(order, placed, n) if says_all else order
+    rows = with_communication(order, placed, n) if has_communication else order
     cells = [["" if action is None else str(action) for action in actions] for actions in rows]
     for _ in range(data.draw(st.integers(1, 2))):
         edited(cells, data)

@@ -109,8 +109,8 @@ def test_what_every_stage_would_do_again_is_refused(kind):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (lambda: made("gpt2", n_head=4, n_embd=12), "GPT2LMHeadModel has its layers in 'transformer.h'; what stands"),
-        (lambda: made("bloom"), "BloomForCausalLM has its layers in 'transformer.h'; what stands before and after"),
+        (lambda: made("gpt2", n_head=4, n_embd=12), "GPT2LMHeadModel has its layers in 'transformer.h'; what comes"),
+        (lambda: made("bloom"), "BloomForCausalLM has its layers in 'transformer.h'; what comes before and after"),
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), r"Sequential has no nn\.ModuleList of layers"),
     ],
 )

@@ -57,19 +57,19 @@ def test_orders_are_those_of_torch(name):
 @pytest.mark.parametrize(
     ("given_as", "words"),
     [
-        (("Interleaved", 2, 4, 2), "name='Interleaved' is not known; nearest: 'Interleaved1F1B'"),
-        (("PipelineScheduleMulti", 2, 4, 2), "name='PipelineScheduleMulti' is not known"),
-        (("", 2, 4, 2), "name='' is not known"),
+        (("Interleaved", 2, 4, 2), "name='Interleaved' is not a schedule; nearest: 'Interleaved1F1B'"),
+        (("PipelineScheduleMulti", 2, 4, 2), "name='PipelineScheduleMulti' is not a schedule"),
+        (("", 2, 4, 2), "name='' is not a schedule"),
         (("GPipe", 2, 4, 2), "stages_per_rank=2, but GPipe has exactly 1 on each rank; use 1"),
         (("ZBVZeroBubble", 2, 4, 1), "stages_per_rank=1, but ZBVZeroBubble has exactly 2 on each rank; use 2"),
-        (("1F1B", 4, 3, 1), "n_microbatches=3 cannot be cut by 1F1B over pp_size=4 (n >= pp_size); use 4"),
+        (("1F1B", 4, 3, 1), "n_microbatches=3 cannot be scheduled by 1F1B over pp_size=4 (n >= pp_size); use 4"),
         (
             ("DualPipeV", 2, 3, 2),
-            "n_microbatches=3 cannot be cut by DualPipeV over pp_size=2 (n >= 2 * pp_size); use 4",
+            "n_microbatches=3 cannot be scheduled by DualPipeV over pp_size=2 (n >= 2 * pp_size); use 4",
         ),
-        (("Interleaved1F1B", 2, 5, 2), "n_microbatches=5 cannot be cut by Interleaved1F1B over pp_size=2"),
-        (("GPipe", 0, 3, 1), "pp_size=0 must be a positive int"),
-        (("GPipe", 2, 0, 1), "n_microbatches=0 must be a positive int"),
+        (("Interleaved1F1B", 2, 5, 2), "n_microbatches=5 cannot be scheduled by Interleaved1F1B over pp_size=2"),
+        (("GPipe", 0, 3, 1), "pp_size=0 must be at least 1"),
+        (("GPipe", 2, 0, 1), "n_microbatches=0 must be at least 1"),
     ],
 )
 def test_what_a_schedule_cannot_have_is_refused(given_as, words):

@@ -104,12 +104,12 @@ def test_the_default_placement_is_a_loop():
     ("given_as", "words"),
     [
         ((0, 2, 5), "num_stages=5 is not a multiple of pp_size=2; use 6"),
-        ((0, 0, 4), "pp_size=0 must be a positive int"),
-        ((0, 2, 0), "num_stages=0 must be a positive int"),
+        ((0, 0, 4), "pp_size=0 must be at least 1"),
+        ((0, 2, 0), "num_stages=0 must be at least 1"),
         ((2, 2, 4), "pp_rank=2 is no rank of pp_size=2; pass 0 to 1"),
         ((-1, 2, 4), "pp_rank=-1 is no rank of pp_size=2"),
-        ((0, 2, 4, "zigzag"), "style='zigzag' is not known; use 'loop' or 'v'"),
-        ((0, 2, 4, None), "style=None is not known; use 'loop' or 'v'"),
+        ((0, 2, 4, "zigzag"), "style='zigzag' is not one of loop, v"),
+        ((0, 2, 4, None), "style=None is not one of loop, v"),
     ],
 )
 def test_stages_that_cannot_be_are_refused(given_as, words):
@@ -193,11 +193,11 @@ def test_virtual_stages_by_hand(given_as, result):
         ((2, 4, 4, True, "down"), "gives 0 stages for num_layers=2 over pp_size=4, 0 on each rank"),
         ((33, 8, 4, True), "use layers_per_stage=10, or round_to_pp_multiple='down'"),
         ((2, 4, 4, True, "down"), "none exists for pp_size=4"),
-        ((32, 8, 4, True, "sideways"), "round_to_pp_multiple='sideways' is not known; use 'up', 'down' or None"),
-        ((32, 0, 4, True), "layers_per_stage=0 must be a positive int"),
-        ((32, -1, 4, True), "layers_per_stage=-1 must be a positive int"),
-        ((0, None, 4, True), "num_layers=0 must be a positive int"),
-        ((8, None, 0, True), "pp_size=0 must be a positive int"),
+        ((32, 8, 4, True, "sideways"), "round_to_pp_multiple='sideways' is not one of up, down"),
+        ((32, 0, 4, True), "layers_per_stage=0 must be at least 1"),
+        ((32, -1, 4, True), "layers_per_stage=-1 must be at least 1"),
+        ((0, None, 4, True), "num_layers=0 must be at least 1"),
+        ((8, None, 0, True), "pp_size=0 must be at least 1"),
     ],
 )
 def test_virtual_stages_that_cannot_be_are_refused(given_as, words):
@@ -341,12 +341,12 @@ def test_layers_come_once_and_in_order(data):
 @pytest.mark.parametrize(
     ("args", "kwargs", "words"),
     [
-        ((0, 4), {}, "num_stages=0 must be a positive int"),
-        ((2, 0), {}, "num_layers=0 must be a positive int"),
+        ((0, 4), {}, "num_stages=0 must be at least 1"),
+        ((2, 0), {}, "num_layers=0 must be at least 1"),
         ((9, 8), {}, "num_stages=9 exceeds num_layers=8; every stage needs a layer"),
-        ((2, 4), {"embed_cost": -1}, "embed_cost=-1 must be finite and at least 0"),
-        ((2, 4), {"head_cost": float("nan")}, "head_cost=nan must be finite and at least 0"),
-        ((2, 4), {"head_cost": float("inf")}, "head_cost=inf must be finite and at least 0"),
+        ((2, 4), {"embed_cost": -1}, "embed_cost=-1 must be at least 0"),
+        ((2, 4), {"head_cost": float("nan")}, "head_cost=nan must be at least 0"),
+        ((2, 4), {"head_cost": float("inf")}, "head_cost=inf must be finite"),
     ],
 )
 def test_what_cannot_be_is_refused(args, kwargs, words):
@@ -361,10 +361,10 @@ def test_what_cannot_be_is_refused(args, kwargs, words):
         ((2.0, 4), {}, "num_stages=2.0 is a float; pass an int"),
         ((2, True), {}, "num_layers=True is a bool; pass an int"),
         ((2, 4), {"include_lm_head": "yes"}, "include_lm_head='yes' is a str; pass True or False"),
-        ((2, 4), {"fqn_prefix": None}, "fqn_prefix=None is a NoneType; pass a str"),
+        ((2, 4), {"fqn_prefix": None}, "fqn_prefix=None is None; pass a str"),
         ((2, 4), {"extra_module_fqns": "visual"}, "extra_module_fqns='visual' is a str; pass a list of names"),
-        ((2, 4), {"extra_module_fqns": [3]}, "extra_module_fqns[0]=3 is a int; pass a str"),
-        ((2, 4), {"embed_cost": "much"}, "embed_cost='much' is a str; pass a number of layers"),
+        ((2, 4), {"extra_module_fqns": [3]}, "extra_module_fqns[0]=3 is an int; pass a str"),
+        ((2, 4), {"embed_cost": "much"}, "embed_cost='much' is a str; pass a number"),
     ],
 )
 def test_other_kinds_are_refused(args, kwargs, words):

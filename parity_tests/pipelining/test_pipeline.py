@@ -145,19 +145,19 @@ def refused(mesh, case):
         ({"world_mesh": {"pp": 2}}, "TypeError: .*world_mesh is a dict; pass a DeviceMesh"),
         ({"pp_axis_name": "pipe"}, r"ValueError: .*pp_axis_name='pipe' is no axis of world_mesh \('pp',\)"),
         ({"microbatch_size": 3}, "ValueError: .*microbatch_size=3 does not divide local_batch_size=8"),
-        ({"local_batch_size": 10}, "ValueError: .*n_microbatches=5 cannot be cut by Interleaved1F1B"),
+        ({"local_batch_size": 10}, "ValueError: .*n_microbatches=5 cannot be scheduled by Interleaved1F1B"),
         ({"layers_per_stage": 3}, "ValueError: .*layers_per_stage=3 gives 2 stages for num_layers=4"),
-        ({"seq_len": 0}, "ValueError: .*seq_len=0 must be a positive int"),
+        ({"seq_len": 0}, "ValueError: .*seq_len=0 must be at least 1"),
         (
             {"patch_stage_backward_maybe_with_nosync": 1},
-            "TypeError: .*patch_stage_backward_maybe_with_nosync=1 is a int; pass True or False",
+            "TypeError: .*patch_stage_backward_maybe_with_nosync=1 is an int; pass True or False",
         ),
-        ({"device": None}, "TypeError: .*device is a NoneType; pass a torch.device"),
+        ({"device": None}, "TypeError: .*device is None; pass a torch.device"),
         (
             {"tensor_dtype": "float32", "seq_len": 5},
             "TypeError: .*tensor_dtype='float32' is no dtype; pass one of torch",
         ),
-        ({"parallelize_fn": 3}, "TypeError: .*parallelize_fn is a int; pass a function"),
+        ({"parallelize_fn": 3}, "TypeError: .*parallelize_fn is an int; pass a function"),
     ],
 )
 def test_what_cannot_be_is_refused_before_the_model_is_touched(options, words):

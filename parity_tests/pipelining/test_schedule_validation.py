@@ -48,11 +48,11 @@ def asked(mesh, placed, options):
 LOOP, V, SINGLE = [0, 1, 0, 1], [0, 1, 1, 0], [0, 1]
 REFUSED = [
     (LOOP, {"name": None}, "ValueError: .*: pipeline_parallel_schedule_csv=None and pipeline_parallel_schedule=None"),
-    (LOOP, {"name": "LopedBFS"}, "ValueError: .*='LopedBFS' is not known; nearest: 'LoopedBFS'"),
-    (LOOP, {"name": "PipelineScheduleMulti"}, "ValueError: .*='PipelineScheduleMulti' is not known"),
-    (SINGLE, {"name": "PipelineScheduleSingle"}, "ValueError: .*='PipelineScheduleSingle' is not known"),
-    (SINGLE, {"name": ""}, "ValueError: .*pipeline_parallel_schedule='' is not known"),
-    (SINGLE, {"name": 3}, "TypeError: .*pipeline_parallel_schedule=3 is a int"),
+    (LOOP, {"name": "LopedBFS"}, "ValueError: .*='LopedBFS' is not a schedule; nearest: 'LoopedBFS'"),
+    (LOOP, {"name": "PipelineScheduleMulti"}, "ValueError: .*='PipelineScheduleMulti' is not a schedule"),
+    (SINGLE, {"name": "PipelineScheduleSingle"}, "ValueError: .*='PipelineScheduleSingle' is not a schedule"),
+    (SINGLE, {"name": ""}, "ValueError: .*pipeline_parallel_schedule='' is not a schedule"),
+    (SINGLE, {"name": 3}, "TypeError: .*pipeline_parallel_schedule=3 is an int"),
     (LOOP, {"name": "1f1b"}, "ValueError: .*='1F1B' with 2 stages on each rank: 1F1B has exactly 1"),
     (LOOP, {"name": "GPipe"}, "ValueError: .*='GPipe' with 2 stages on each rank: GPipe has exactly 1"),
     (SINGLE, {"name": "ZBVZeroBubble"}, "ValueError: .*with 1 stages on each rank: ZBVZeroBubble has exactly 2"),
@@ -61,11 +61,15 @@ REFUSED = [
     (LOOP, {"name": "ZBVZeroBubble"}, r"ValueError: .*stages on rank 0 of 2 are \[0, 2\], but .* places \[0, 3\]"),
     (LOOP, {"name": "DualPipeV"}, r"ValueError: .*stages on rank 0 of 2 are \[0, 2\], but .* places \[0, 3\]"),
     (V, {"name": "Interleaved1F1B"}, r"ValueError: .*stages on rank 0 of 2 are \[0, 3\], but .* places \[0, 2\]"),
-    (SINGLE, {"name": "1F1B", "batch": 2}, "ValueError: .*local_batch_size=2, microbatch_size=2: .*=1 cannot be cut"),
+    (
+        SINGLE,
+        {"name": "1F1B", "batch": 2},
+        "ValueError: .*local_batch_size=2, microbatch_size=2: .*=1 cannot be scheduled",
+    ),
     (
         V,
         {"name": "DualPipeV", "batch": 6},
-        "ValueError: .*local_batch_size=6, .*n_microbatches=3 cannot be cut .*use 4",
+        "ValueError: .*local_batch_size=6, .*n_microbatches=3 cannot be scheduled .*use 4",
     ),
     (LOOP, {"name": "Interleaved1F1B", "batch": 10}, "ValueError: .*local_batch_size=10, .*n_microbatches=5 cannot"),
     (LOOP, {"name": "InterleavedZeroBubble", "batch": 10}, "ValueError: .*local_batch_size=10, .*=5 cannot"),
@@ -79,13 +83,13 @@ REFUSED = [
         {"name": "GPipe", "batch": 1},
         "ValueError: .*microbatch_size=2 does not divide local_batch_size=1; use 1",
     ),
-    (SINGLE, {"name": "GPipe", "batch": 0}, "ValueError: .*local_batch_size=0 must be a positive int"),
-    (SINGLE, {"name": "GPipe", "microbatch": -2}, "ValueError: .*microbatch_size=-2 must be a positive int"),
+    (SINGLE, {"name": "GPipe", "batch": 0}, "ValueError: .*local_batch_size=0 must be at least 1"),
+    (SINGLE, {"name": "GPipe", "microbatch": -2}, "ValueError: .*microbatch_size=-2 must be at least 1"),
     (SINGLE, {"name": "GPipe", "microbatch": 2.0}, "TypeError: .*microbatch_size=2.0 is a float; pass an int"),
-    (SINGLE, {"name": "GPipe", "scale": 1}, "TypeError: .*scale_grads=1 is a int; pass True or False"),
+    (SINGLE, {"name": "GPipe", "scale": 1}, "TypeError: .*scale_grads=1 is an int; pass True or False"),
     (SINGLE, {"name": "GPipe", "loss": "mse"}, "TypeError: .*loss_fn='mse' is a str; pass a function or None"),
     (SINGLE, {"name": "GPipe", "empty": True}, "ValueError: .*stages is empty"),
-    (SINGLE, {"csv": 7}, "TypeError: .*pipeline_parallel_schedule_csv=7 is a int; pass a path"),
+    (SINGLE, {"csv": 7}, "TypeError: .*pipeline_parallel_schedule_csv=7 is an int; pass a str"),
     (SINGLE, {"csv": "none.csv"}, "FileNotFoundError: .*pipeline_parallel_schedule_csv='none.csv' does not exist"),
 ]
 
@@ -136,8 +140,8 @@ def test_what_cannot_be_is_refused_on_every_rank_before_anything_is_sent(placed,
 
 OTHERS = [
     (lambda stages, longer: stages[0], "TypeError: .*: stages is a PipelineStage; pass a list of PipelineStage"),
-    (lambda stages, longer: [*stages, 3], r"TypeError: .*: stages\[1\] is a int; pass a PipelineStage"),
-    (lambda stages, longer: [None, *stages], r"TypeError: .*: stages\[0\] is a NoneType; pass a PipelineStage"),
+    (lambda stages, longer: [*stages, 3], r"TypeError: .*: stages\[1\] is an int; pass a PipelineStage"),
+    (lambda stages, longer: [None, *stages], r"TypeError: .*: stages\[0\] is None; pass a PipelineStage"),
     (lambda stages, longer: [*stages, *longer], r"ValueError: .*of pipelines with \[2, 4\] stages over \[2\] ranks"),
 ]
 
@@ -159,7 +163,7 @@ FILES = [
     (SINGLE, "0F0,0B0,0F1,0B1\n1F0,1B0,1B1,1F1", "row 2, column 3: '1B1' stands before '1F1'"),
     (SINGLE, "0F0,0B0\n1F0,1B0", "row 1, column 3: the rank ends without '0F1'"),
     (SINGLE, "0F0,0B0,0F1,0B1", "row 2, column 1: is missing"),
-    (LOOP, "0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1", "has 2 stages, the model 4; cut the model into as many"),
+    (LOOP, "0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1", "has 2 stages, the model 4; split the model into as many"),
     (SINGLE, "1F0,1B0,1F1,1B1\n0F0,0B0,0F1,0B1", "stages on rank 0 of 2 are [0], but pipeline_parallel_schedule_csv"),
 ]
 
@@ -184,7 +188,7 @@ def test_a_file_that_cannot_be_is_refused_on_every_rank(placed, text, words, tmp
             SINGLE,
             "0F0,0B0\n1F0,1B0",
             "1F1B",
-            "'1F1B' does not fit pipeline_parallel_schedule_csv: cannot be cut by 1F1B",
+            "'1F1B' does not fit pipeline_parallel_schedule_csv: cannot be scheduled by 1F1B",
         ),
         (
             LOOP,

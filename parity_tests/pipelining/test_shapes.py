@@ -159,7 +159,7 @@ def test_a_batch_of_another_size_is_refused_where_it_comes_in():
         stages, schedule = built(mesh, "LoopedBFS", torch.float32)
         _precompute_stage_shapes(stages, OF.config, ROWS, LENGTH)
         ids, targets = tokens(OF, 4)
-        with pytest.raises(ValueError, match=r"args\[0\] has s=4, the stages were told seq_len=5; call reset_pp_"):
+        with pytest.raises(ValueError, match=r"args\[0\] has s=4, the stages were set to seq_len=5; call reset_pp_"):
             schedule.step(ids[:, :4], target=targets[:, :4])
         with pytest.raises(ValueError, match=r"args\[0\] has 7 rows, the schedule was built for local_batch_size=8"):
             schedule.step(ids[:7], target=targets[:7])
@@ -196,7 +196,10 @@ def test_a_step_without_what_it_needs_is_refused_where_that_is_due():
 def test_what_cannot_be_told_is_refused():
     def body(mesh, case):
         stages, schedule = built(mesh, "LoopedBFS", torch.float32)
-        for sizes, words in (((0, 5), "microbatch_size=0 must be a pos"), ((2, 0), "seq_len=0 must be a positive int")):
+        for sizes, words in (
+            ((0, 5), "microbatch_size=0 must be at least 1"),
+            ((2, 0), "seq_len=0 must be at least 1"),
+        ):
             with pytest.raises(ValueError, match=words):
                 _precompute_stage_shapes(stages, OF.config, *sizes)
         with pytest.raises(ValueError, match="stages is empty"):

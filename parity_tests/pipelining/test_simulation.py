@@ -13,7 +13,7 @@ from jax_ref.pipelining import reference
 from parity_tests.pipelining.drawn_orders import legal_sizes, named_orders, own_orders
 from torch_impl.pipelining import Times, draw, schedule_order, simulate, stage_to_rank
 from torch_impl.pipelining.named_schedules import RULES
-from torch_impl.pipelining.order import Action, computed, parsed
+from torch_impl.pipelining.order import Action, computed, parse_action
 from torch_impl.pipelining.simulation import COLOURS, WIDEST
 
 TIME = st.integers(1, 9)
@@ -101,7 +101,7 @@ def test_a_message_within_a_rank_takes_no_time():
 
 
 def test_a_cut_backward_sends_before_its_weights_are_done():
-    order = [[parsed(text) for text in row.split()] for row in ("0F0 0I0 0W0", "1F0 1I0 1W0")]
+    order = [[parse_action(text) for text in row.split()] for row in ("0F0 0I0 0W0", "1F0 1I0 1W0")]
     assert simulate(order, [0, 1]).makespan == 5
 
 
@@ -180,12 +180,12 @@ def test_everything_starts_when_the_last_thing_it_waits_for_is_there(drawn, time
 )
 def test_orders_that_cannot_be_are_refused(rows, placed, words):
     with pytest.raises(ValueError, match=r"^order: ") as refusal:
-        simulate([[parsed(text) for text in row.split()] for row in rows], placed)
+        simulate([[parse_action(text) for text in row.split()] for row in rows], placed)
     assert words in str(refusal.value)
 
 
 def test_microbatches_outside_of_those_given_are_refused():
-    order = [[parsed(text) for text in ("0F0", "0B0", "0F1", "0B1")]]
+    order = [[parse_action(text) for text in ("0F0", "0B0", "0F1", "0B1")]]
     with pytest.raises(ValueError, match="rank 0, position 2: '0F1' is of micro-batch 1; there are 1"):
         simulate(order, [0], n_microbatches=1)
     with pytest.raises(ValueError, match="rank 0, position 4: the rank ends without '0F2'"):

@@ -194,7 +194,7 @@ L = [f"model.layers.{layer}" for layer in range(LAYERS)]
         ({"no_model": True}, "TypeError: .*model is a str; pass an nn.Module"),
         ({"axis": "tp"}, r"ValueError: .*pp_axis_name='tp' is no axis of pp_mesh \('pp',\)"),
         ({"pp_schedule": None}, "ValueError: .*pp_schedule=None and pipeline_parallel_schedule_csv=None"),
-        ({"pp_schedule": "LopedBFS"}, "ValueError: .*pp_schedule='LopedBFS' is not known; nearest: 'LoopedBFS'"),
+        ({"pp_schedule": "LopedBFS"}, "ValueError: .*pp_schedule='LopedBFS' is not a schedule; nearest: 'LoopedBFS'"),
         ({"layers_per_stage": 3}, "ValueError: .*layers_per_stage=3 gives 3 stages for num_layers=8"),
         ({"module_names_per_stage": []}, "ValueError: .*module_names_per_stage is empty"),
         ({"module_names_per_stage": "model"}, "TypeError: .*module_names_per_stage is a str"),

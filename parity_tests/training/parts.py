@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from parity_tests.harness.run.dtensor_advice import without_advice
 from parity_tests.tracing.torch_side import Recording, recorded
 from torch_impl.models import RankStream, StepLoss, gradient_norm, staged_step
-from torch_impl.pipelining.tied_weights import named_once
+from torch_impl.pipelining.tied_weights import distinct_parameters
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Parts:
 
     def norm(self) -> float:
         """Of the whole gradient."""
-        return gradient_norm(named_once(self.stages).values(), self.pp).item()
+        return gradient_norm(distinct_parameters(self.stages).values(), self.pp).item()
 
     def parameters(self) -> list[nn.Parameter]:
         """What an optimizer of this rank holds; both copies of what two stages share."""
@@ -50,11 +50,11 @@ class Parts:
 
     def weights(self) -> dict[str, Any]:
         """Of the whole model; all ranks take part."""
-        return self._whole(dict(named_once(self.stages)))
+        return self._whole(dict(distinct_parameters(self.stages)))
 
     def gradients(self) -> dict[str, Any]:
         """Of the whole model, none where backward did not come; all ranks take part."""
-        own = named_once(self.stages)
+        own = distinct_parameters(self.stages)
         return self._whole({name: p.grad for name, p in own.items() if p.grad is not None})
 
     def _whole(self, tensors: dict[str, Tensor]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from parity_tests.training.ring_and_heads import smallest_factor
 from parity_tests.training.schedule_name import rule_named
-from torch_impl.pipelining.named_schedules import RULES, Rule, microbatches_fault
+from torch_impl.pipelining.named_schedules import RULES, Rule, microbatches_problem
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DTYPES = ("float64", "float32", "bfloat16")
@@ -107,7 +107,7 @@ class Run:
                 f"--schedule {rule.name} over pp={pp} has {stages} stages, the model {layers} layers; "
                 "use fewer ranks of pp, or a schedule with fewer stages on each"
             )
-        fault = microbatches_fault(rule, self.streams // self.dp, pp)
+        fault = microbatches_problem(rule, self.streams // self.dp, pp)
         if fault:
             raise ValueError(
                 f"--mesh pp={pp}: {self.streams // self.dp} micro-batches, those of one rank of dp={self.dp}, "

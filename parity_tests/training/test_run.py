@@ -18,8 +18,8 @@ REFUSED = [
     ),
     (
         {"mesh": {"pp": 4, "dp": 2}},
-        "--mesh pp=4: 2 micro-batches, those of one rank of dp=2, cannot be cut by 1F1B over pp_size=4 (n >= pp_size); "
-        "use fewer ranks of dp or pp, or another schedule",
+        "--mesh pp=4: 2 micro-batches, those of one rank of dp=2, cannot be scheduled by 1F1B over pp_size=4 "
+        "(n >= pp_size); use fewer ranks of dp or pp, or another schedule",
     ),
     ({"schedule": "interleaved"}, "--schedule 'interleaved' is not one of Interleaved1F1B, InterleavedZeroBubble"),
     ({"dtype": "float16"}, "--dtype 'float16' is not one of float64, float32, bfloat16"),

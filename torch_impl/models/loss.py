@@ -74,7 +74,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter], pp: ProcessGroup | None = 
 
     What is cut is summed over the axes that cut it, what is repeated is counted once, as its DTensor says. Where the
     ranks of `pp` have other parameters each, theirs are added; of one that two stages share pass one copy alone
-    (`pipelining.tied_weights.named_once`).
+    (`pipelining.tied_weights.distinct_parameters`).
 
     Cost:   1 all_reduce of one number for each axis of each way in which parameters are cut, and 1 over pp.
     Errors: ValueError for a gradient that is still a sum of addends.
