@@ -15,7 +15,6 @@ LONGEST_FUNCTION = 60  # lines of a function, with signature and docstring
 OF_MANY_ARGUMENTS = {
     "torch_impl/parallelizer/adapters/nvfsdp.py nvfsdp_strategy_parallelize": "19 arguments, each explained",
     "torch_impl/pipelining/pipeline.py pipeline_model": "24 arguments of the page",
-    "torch_impl/pipelining/split.py split_model_into_stages": "13 arguments of the page",
     "parity_tests/harness/scheme.py scheme": "all that can be declared, each explained",
 }
 

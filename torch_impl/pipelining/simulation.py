@@ -299,7 +299,10 @@ SMALLEST_TEXT = 0.006  # of the makespan: narrower boxes have no number
 
 @contract
 def draw(timeline: Timeline, title: str = "") -> Figure:
-    """A picture of a `timeline`: rows are ranks, columns are time, colours are kinds of actions, idle is hatched."""
+    """A picture of a `timeline`: rows are ranks, columns are time, colours are kinds of actions, idle is hatched.
+
+    Errors: TypeError for a `title` that is not a str.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH, 0.9 + INCHES_PER_RANK * timeline.pp_size), layout="constrained")
