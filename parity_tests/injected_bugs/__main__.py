@@ -81,8 +81,8 @@ def main(
         console.print(f"written: {report.write_page(outcomes, examples, page)}")
     if table:
         console.print(f"written: {report.write_table(outcomes, table)}")
-    those = report.counted(outcomes)
-    raise typer.Exit(int(sum(outcome.caught for outcome in those) < PROMISED * len(those)))
+    counted = report.counted(outcomes)
+    raise typer.Exit(int(sum(outcome.caught for outcome in counted) < PROMISED * len(counted)))
 
 
 if __name__ == "__main__":

@@ -186,12 +186,12 @@ def _why_stale(bug: InjectedBug, occurrences: Sequence[Symbol]) -> str:
         more = f"; say which with at='{folder}/...:{name}'" if len(files) > 1 else ""
         return f"{begin}its old text occurs {len(occurrences)} times in {bug.at} ({', '.join(files)}), not once{more}"
     everywhere = symbols(bug.component)
-    others = [symbol for symbol in everywhere if source(symbol).count(bug.old) == 1]
-    if others:
-        smallest = min(others, key=lambda symbol: symbol.end - symbol.start)
+    with_text = [symbol for symbol in everywhere if source(symbol).count(bug.old) == 1]
+    if with_text:
+        smallest = min(with_text, key=lambda symbol: symbol.end - symbol.start)
         return f"{begin}its old text is not in {bug.at}, but in at='{bug.component}:{smallest.name}' ({smallest.file})"
     if named(bug):
         return f"{begin}its old text does not occur in {bug.at} ({named(bug)[0].file}): {bug.old!r}"
-    near = get_close_matches(name, dict.fromkeys(symbol.name for symbol in everywhere), n=1, cutoff=0.0)
-    nearest = f"; the nearest name is {near[0]!r}" if near else f"; {PRODUCTION}/{bug.component} has no symbols"
+    similar = get_close_matches(name, dict.fromkeys(symbol.name for symbol in everywhere), n=1, cutoff=0.0)
+    nearest = f"; the nearest name is {similar[0]!r}" if similar else f"; {PRODUCTION}/{bug.component} has no symbols"
     return f"{begin}there is no {bug.at}{nearest}; old text {bug.old!r}"

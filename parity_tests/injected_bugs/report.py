@@ -114,34 +114,35 @@ def counted(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 def closing(outcomes: Sequence[Outcome], examples: int) -> list[str]:
     """The figures, in sentences."""
-    those = counted(outcomes)
-    caught = [outcome for outcome in those if outcome.caught]
-    total = len(those)
-    by_value = sum(outcome.examples_by_value is not None for outcome in those)
+    observable = counted(outcomes)
+    caught = [outcome for outcome in observable if outcome.caught]
+    total = len(observable)
+    by_value = sum(outcome.examples_by_value is not None for outcome in observable)
     worded = [outcome for outcome in caught if outcome.bug.expect.partition(":")[2].strip()]
-    others = [outcome for outcome in caught if outcome not in worded]
+    unworded = [outcome for outcome in caught if outcome not in worded]
     needed = sorted(outcome.examples or 0 for outcome in caught)
     seconds = sum(outcome.seconds for outcome in outcomes)
     lines = [
         f"{share(len(caught), total)} caught within {examples} drawn examples of each affected scheme; "
         f"median {median(needed)}, most {max(needed, default=0)} examples; {seconds:.0f} s.",
         f"{share(by_value, total)} by values or failed ranks alone, without the oracles of protocol, cost and hygiene.",
-        f"{share(sum(outcome.baseline for outcome in those), total)} by a test of one shape on two ranks, three seeds; "
-        f"{share(sum(outcome.baseline_all_oracles for outcome in those), total)} where it has all oracles.",
+        f"{share(sum(outcome.baseline for outcome in observable), total)} by a test of one shape on two ranks, "
+        f"three seeds; "
+        f"{share(sum(outcome.baseline_all_oracles for outcome in observable), total)} where it has all oracles.",
         f"{share(sum(o.note != 'wrong' for o in worded), len(worded))} of the caught for which the catalogue states "
         f"words are reported in these words, {sum(o.note == 'first' for o in worded)} by the very first report.",
-        f"{share(sum(o.note != 'wrong' for o in others), len(others))} of the other caught are seen by the oracle that "
-        "the catalogue names.",
+        f"{share(sum(o.note != 'wrong' for o in unworded), len(unworded))} of the other caught are seen by the "
+        "oracle that the catalogue names.",
     ]
     lines += [
         f"survived: {outcome.bug.name}: {outcome.bug.survives or 'NOT EXPLAINED'}"
-        for outcome in those
+        for outcome in observable
         if not outcome.caught
     ]
     lines += [f"equivalent: {o.bug.name}: {o.bug.equivalent}" for o in outcomes if o.bug.equivalent]
     lines += [f"caught although equivalent: {o.bug.name}" for o in outcomes if o.bug.equivalent and o.caught]
-    lines += [f"caught although expected to survive: {o.bug.name}" for o in those if o.bug.survives and o.caught]
-    lines += [f"reported otherwise than expected: {o.bug.name}" for o in those if o.note == "wrong"]
+    lines += [f"caught although expected to survive: {o.bug.name}" for o in observable if o.bug.survives and o.caught]
+    lines += [f"reported otherwise than expected: {o.bug.name}" for o in observable if o.note == "wrong"]
     lines += [f"not tried on {name}: {why}" for name, why in NOT_TRIED.items()]
     return lines + [f"no bugs of kind {kind}: {why}" for kind, why in WITHOUT_A_COMPONENT.items()]
 
@@ -156,9 +157,9 @@ def median(ordered: Sequence[int]) -> int:
 
 def curve(outcomes: Sequence[Outcome], examples: int, by_value: bool = False) -> list[float]:
     """Share of the bugs caught within 1, 2, ... examples."""
-    those = counted(outcomes)
-    needed = [o.examples_by_value if by_value else o.examples for o in those]
-    return [sum(n is not None and n <= i for n in needed) / max(len(those), 1) for i in range(1, examples + 1)]
+    observable = counted(outcomes)
+    needed = [o.examples_by_value if by_value else o.examples for o in observable]
+    return [sum(n is not None and n <= i for n in needed) / max(len(observable), 1) for i in range(1, examples + 1)]
 
 
 def as_json(outcomes: Sequence[Outcome], examples: int) -> str:
@@ -208,8 +209,8 @@ def write_table(outcomes: Sequence[Outcome], path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = "# Injected bugs, one by one\n"
     for component in sorted({outcome.bug.component for outcome in outcomes}):
-        those = [outcome for outcome in outcomes if outcome.bug.component == component]
-        text += f"\n## {component}\n\n" + markdown(COLUMNS, [_with_source(outcome) for outcome in those])
+        of_component = [outcome for outcome in outcomes if outcome.bug.component == component]
+        text += f"\n## {component}\n\n" + markdown(COLUMNS, [_with_source(outcome) for outcome in of_component])
     path.write_text(text)
     return path
 
@@ -223,7 +224,7 @@ def figure(outcomes: Sequence[Outcome], examples: int, path: Path) -> None:
     """The curve: share caught within so many examples, and the two baselines as lines."""
     from matplotlib.figure import Figure
 
-    those = counted(outcomes)
+    observable = counted(outcomes)
     canvas = Figure(figsize=(7.0, 3.6), layout="constrained")
     axes = canvas.subplots()
     at = range(1, examples + 1)
@@ -234,7 +235,7 @@ def figure(outcomes: Sequence[Outcome], examples: int, path: Path) -> None:
         ("one shape, four oracles", "baseline_all_oracles", "--"),
         ("one shape, values alone", "baseline", ":"),
     ):
-        height = sum(getattr(outcome, attribute) for outcome in those) / max(len(those), 1)
+        height = sum(getattr(outcome, attribute) for outcome in observable) / max(len(observable), 1)
         axes.axhline(height, linestyle=style, color="gray", label=f"{name}, three seeds")
     axes.set(xlabel="drawn examples of each scheme", ylabel="share of bugs caught", ylim=(0, 1.03), xlim=(1, examples))
     axes.legend(loc="lower right", fontsize="small")

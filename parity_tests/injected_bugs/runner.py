@@ -101,21 +101,23 @@ class BugRunner:
         """Trials of the schemes that run a line of the bug, the nearest first."""
         patched = patched_text(bug)
         lines = patched.first_line, patched.last_line
-        those = [trials for trials in self.schemes if trials.runs(patched.file, *lines)]
-        if not those:  # outside of functions, or not reached by the first cases: schemes that run any line of the file
-            those = [trials for trials in self.schemes if patched.file in trials.files]
-        return sorted(those, key=lambda trials: len(trials.lines))
+        affected = [trials for trials in self.schemes if trials.runs(patched.file, *lines)]
+        if (
+            not affected
+        ):  # outside of functions, or not reached by the first cases: schemes that run any line of the file
+            affected = [trials for trials in self.schemes if patched.file in trials.files]
+        return sorted(affected, key=lambda trials: len(trials.lines))
 
     def outcome(self, bug: InjectedBug) -> Outcome:
         """Try one bug. Errors: StaleBug; FalseAlarm for a scheme that fails without it."""
         start = time.perf_counter()
         affected = self.affected(bug)
         modules, patched = patched_schemes(bug, [trials.scheme for trials in affected])
-        nearest, others = affected[:NEAREST], affected[NEAREST:FARTHEST]
+        nearest, farther = affected[:NEAREST], affected[NEAREST:FARTHEST]
         with modules:
             catches, judged = self._search(nearest, patched, modules)
             if not catches and not bug.equivalent:
-                catches, more = self._search(others, patched, modules)
+                catches, more = self._search(farther, patched, modules)
                 judged += more
             fixed = [trial.on(patched[trial.scheme.key]) for trials in nearest for trial in trials.fixed]
         values = any(report.failure or not all(row.ok for row in report.rows) for report in fixed)
@@ -171,12 +173,12 @@ def oracles(report: Report) -> tuple[str, ...]:
         "cost": report.cost,
         "hygiene": report.hygiene,
     }
-    return tuple(name for name, found in reported.items() if found)
+    return tuple(name for name, evidence in reported.items() if evidence)
 
 
 def words(report: Report) -> str:
     """All that the report says about what is wrong."""
-    notes = [note for found in report.notes.values() for note in found]
+    notes = [note for explanations in report.notes.values() for note in explanations]
     failure = [] if report.failure is None else [str(report.failure)]
     return "\n".join([*failure, *notes, *report.protocol, *report.cost, *report.hygiene])
 

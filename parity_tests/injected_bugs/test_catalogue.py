@@ -37,8 +37,8 @@ def test_published_mistakes_are_in_the_catalogue():
 
 def test_an_expectation_names_an_oracle():
     failed = {"raised", "mismatch", "deadlock", "unwaited", "modified"}
-    known = {"value", "gradient", "protocol", "cost", "hygiene", *failed}
-    assert {bug.expect.partition(":")[0] for bug in CATALOGUE} <= known
+    oracles = {"value", "gradient", "protocol", "cost", "hygiene", *failed}
+    assert {bug.expect.partition(":")[0] for bug in CATALOGUE} <= oracles
 
 
 def outcome(expect, catches=(), **more):
@@ -61,13 +61,13 @@ def test_drawn_examples_catch_the_bugs(tmp_path):
     """Every thirteenth bug; `make bugs` injects them all and writes the page."""
     outcomes = run_bugs(CATALOGUE[::13], BugRunner())
     text = "\n".join(report.closing(outcomes, EXAMPLES))
-    those = report.counted(outcomes)
+    observable = report.counted(outcomes)
     assert all(outcome.affected for outcome in outcomes), "a bug stands in code that no scheme runs"
-    assert sum(outcome.caught for outcome in those) >= PROMISED * len(those), text
-    assert [outcome.bug.name for outcome in those if not (outcome.caught or outcome.bug.survives)] == [], text
+    assert sum(outcome.caught for outcome in observable) >= PROMISED * len(observable), text
+    assert [outcome.bug.name for outcome in observable if not (outcome.caught or outcome.bug.survives)] == [], text
     assert [outcome.bug.name for outcome in outcomes if outcome.bug.equivalent and outcome.caught] == [], text
-    assert [outcome.bug.name for outcome in those if outcome.bug.survives and outcome.caught] == [], text
-    assert sum(o.caught for o in those) > sum(o.baseline_all_oracles for o in those), text
+    assert [outcome.bug.name for outcome in observable if outcome.bug.survives and outcome.caught] == [], text
+    assert sum(o.caught for o in observable) > sum(o.baseline_all_oracles for o in observable), text
 
 
 def test_the_page_has_a_summary_and_the_table_every_bug(tmp_path):

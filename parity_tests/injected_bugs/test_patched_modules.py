@@ -107,9 +107,9 @@ def message(bug):
 
 def test_a_stale_bug_names_the_symbol_that_has_its_text_now():
     text = "return total.to(x.dtype)"
-    here = "its old text is not in collectives:{}, but in at='collectives:summed' (torch_impl/collectives/plain.py)"
+    ending = "its old text is not in collectives:{}, but in at='collectives:summed' (torch_impl/collectives/plain.py)"
     for elsewhere in ("gathered", "no_such_name"):
-        assert message(bug(f"collectives:{elsewhere}", text)).endswith(here.format(elsewhere))
+        assert message(bug(f"collectives:{elsewhere}", text)).endswith(ending.format(elsewhere))
 
 
 def test_a_stale_bug_whose_text_is_gone_names_its_symbol_or_the_nearest():

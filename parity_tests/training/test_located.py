@@ -91,7 +91,11 @@ def test_every_published_class_has_a_fault_that_counts_or_a_reason():
     assert all(not bug.equivalent and located.home_of(bug) is not None for bug in named)
 
 
-SAMPLE = ("one rank's other norm eps", "the norm's sum over ranks made and lost", "the gradient of what columns read")
+SAMPLE = (
+    "one rank's other norm eps",
+    "the norm's sum over ranks computed and lost",
+    "the gradient of what columns read",
+)
 
 
 def test_the_command(monkeypatch, tmp_path):

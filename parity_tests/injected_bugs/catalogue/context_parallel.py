@@ -357,7 +357,7 @@ BUGS = (
         expect="value: ",
     ),
     InjectedBug(
-        name="heads dealt out instead of cut",
+        name="heads dealt out in turn instead of in blocks",
         kind="order",
         at="context_parallel:_for_each_rank",
         old="return x.unflatten(1, (a, -1))",
@@ -374,7 +374,7 @@ BUGS = (
     ),
     # What joins a stream of tokens
     InjectedBug(
-        name="labels cut by another layout",
+        name="labels sharded by another layout",
         kind="order",
         at="context_parallel:_cut",
         old="share = rows_at(x, index, 2 if",
@@ -383,7 +383,7 @@ BUGS = (
         expect="value: ",
     ),
     InjectedBug(
-        name="positions cut by another layout",
+        name="positions sharded by another layout",
         kind="order",
         at="context_parallel:_cut",
         old="share = rows_at(x, index, 2 if",
@@ -513,7 +513,7 @@ BUGS = (
         expect="raised: ",
     ),
     InjectedBug(
-        name="embeddings that need a gradient left whole",
+        name="embeddings that need a gradient left unsharded",
         kind="order",
         at="context_parallel:_cut_inside",
         old="padded[name] = layout.shard(x, dim)",
@@ -521,7 +521,7 @@ BUGS = (
         expect="raised: ",
     ),
     InjectedBug(
-        name="buffers cut in blocks",
+        name="buffers sharded in blocks",
         kind="order",
         at="context_parallel:SequenceContext._share",
         old="return self.layout.shard(original if whole is None else whole, self.dims[i])",

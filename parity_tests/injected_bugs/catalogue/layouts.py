@@ -77,7 +77,7 @@ BUGS = (
         expect="value: same values in another order",
     ),
     InjectedBug(
-        name="packed stream cut as one sequence",
+        name="packed stream sharded as one sequence",
         kind="sequence",
         at="layouts:packed_rows",
         old="starts = offsets // world",
@@ -161,7 +161,7 @@ BUGS = (
     ),
     # Sharding by a token layout
     InjectedBug(
-        name="zigzag over the whole packed stream",
+        name="zigzag over the full packed stream",
         kind="sequence",
         at="layouts:_cut",
         old="index = packed_rows(padded.long(), total,",
@@ -169,7 +169,7 @@ BUGS = (
         expect="value: ",
     ),
     InjectedBug(
-        name="real offsets cut the stream",
+        name="stream sharded at real offsets",
         kind="sequence",
         at="layouts:_cut",
         old="index = packed_rows(padded.long(), total,",
@@ -193,7 +193,7 @@ BUGS = (
         expect="value: same values in another order",
     ),
     InjectedBug(
-        name="gathered stream cut again for going back",
+        name="gathered stream sharded again for the inverse",
         kind="order",
         at="layouts:TokenLayout.unshard",
         old="whole = rows_at(rank_major, self.inverse, dim)",

@@ -101,7 +101,7 @@ BUGS = (
         expect="value: ",
     ),
     InjectedBug(
-        name="a norm over the whole width",
+        name="a norm over the full width",
         kind="statistic",
         at="mamba:GroupedNorm.forward",
         old=".unflatten(-1, (self.groups, -1))",
@@ -109,7 +109,7 @@ BUGS = (
         expect="value: ",
     ),
     InjectedBug(
-        name="steps not held in their limits",
+        name="steps not clamped to their limits",
         kind="border",
         at="mamba:steps",
         old=".clamp(*dt_limit)",

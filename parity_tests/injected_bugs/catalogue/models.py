@@ -316,7 +316,7 @@ BUGS = (
     ),
     # Published mistakes
     InjectedBug(
-        name="the norm's sum over ranks made and lost",
+        name="the norm's sum over ranks computed and lost",
         kind="reduction",
         at="models:gradient_norm",
         old="            dist.all_reduce(own, group=group)\n",

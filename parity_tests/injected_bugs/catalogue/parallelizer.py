@@ -29,7 +29,7 @@ BUGS = (
         old="joined([self.mesh[self.replicate], self.shard_mesh])",
         new="joined([self.shard_mesh, self.mesh[self.replicate]])",
         expect="gradient: ",
-        equivalent="gradients are the mean over both; what is cut over which is seen in placements alone",
+        equivalent="gradients are the mean over both; what is sharded over which is seen in placements alone",
     ),
     InjectedBug(
         name="the loss shared among shards alone",
@@ -91,7 +91,7 @@ BUGS = (
         expect="raised: mat1 and mat2 must have the same dtype",
     ),
     InjectedBug(
-        name="gradients reduced in bfloat16 whatever was asked",
+        name="gradients reduced in bfloat16 whatever the policy",
         kind="precision",
         at="parallelizer:_policy",
         old="    if given is not None:\n        return given\n",
@@ -99,7 +99,7 @@ BUGS = (
         expect="gradient: ",
     ),
     InjectedBug(
-        name="a policy that was given and is not used",
+        name="a policy that is passed and not used",
         kind="precision",
         at="parallelizer:_policy",
         old="    if given is not None:\n        return given\n",
@@ -242,7 +242,7 @@ BUGS = (
         expect="value: ",
     ),
     InjectedBug(
-        name="the gradient of what is whole and alike summed over tp",
+        name="the gradient of a replicated tensor summed over tp",
         kind="scale",
         at="parallelizer:STYLES",
         old='"replicate": Whole,',
@@ -284,7 +284,7 @@ BUGS = (
     ),
     # What styles shard
     InjectedBug(
-        name="packed halves cut as one",
+        name="packed halves sharded as one",
         kind="order",
         at="parallelizer:halves",
         old="return halved(dim, HALVES)",
@@ -332,7 +332,7 @@ BUGS = (
         expect="value: ",
     ),
     InjectedBug(
-        name="gate and up of an expert cut as one",
+        name="gate and up of an expert sharded as one",
         kind="order",
         at="parallelizer:CUTS",
         old='"packed_colwise": (halves, -2),',
@@ -340,7 +340,7 @@ BUGS = (
         expect="value: ",
     ),
     InjectedBug(
-        name="an expert's down projection cut along its output",
+        name="an expert's down projection sharded along its output",
         kind="order",
         at="parallelizer:CUTS",
         old='"rowwise": (equal_parts, -1),',
@@ -356,7 +356,7 @@ BUGS = (
         expect="raised: ",
     ),
     InjectedBug(
-        name="a whole input taken for a part",
+        name="a full input taken for a shard",
         kind="order",
         at="parallelizer:STYLES",
         old='"rowwise_rep": _split,',
@@ -449,7 +449,7 @@ BUGS = (
     ),
     # Megatron-FSDP: strategies and switches
     InjectedBug(
-        name="whole parameters reduced among shards alone",
+        name="replicated parameters reduced among shards alone",
         kind="group",
         at="parallelizer:parallelize",
         old="axes.fsdp_mesh if settings.is_sharded else axes.loss_mesh",
@@ -473,7 +473,7 @@ BUGS = (
         expect="value: off by the constant factor",
     ),
     InjectedBug(
-        name="whole parameters whose gradients stay on their ranks",
+        name="replicated parameters whose gradients stay on their ranks",
         kind="reduction",
         at="parallelizer:_shard",
         old="            replicate_module(module, mesh, policy)",
@@ -491,7 +491,7 @@ BUGS = (
         expect="raised: ",
     ),
     InjectedBug(
-        name="a root that nobody reduces",
+        name="a root that is never reduced",
         kind="reduction",
         at="parallelizer:parallelize",
         old="        _shard(part, mesh, settings)\n",
@@ -507,7 +507,7 @@ BUGS = (
         expect="value: ",
     ),
     InjectedBug(
-        name="float64 reduced in float32 where float32 was asked",
+        name="float64 reduced in float32 where the policy says float32",
         kind="precision",
         at="parallelizer:_shard",
         old="torch.promote_types(part.dtype, torch.float32) if",
@@ -573,7 +573,7 @@ BUGS = (
         expect="value: ",
     ),
     InjectedBug(
-        name="the look asked for by nobody",
+        name="the gradient check skipped for sharded strategies",
         kind="schedule",
         at="parallelizer:parallelize",
         old="    if settings.check_for_nan_in_grad:",

@@ -101,7 +101,7 @@ BUGS = (
         expect="raised: ",
     ),
     InjectedBug(
-        name="shapes told for twice as many rows",
+        name="shapes announced for twice as many rows",
         kind="border",
         at="pipelining:pipeline_model",
         old="set_shapes(stages, sizes, microbatch_size, seq_len",
@@ -142,7 +142,7 @@ BUGS = (
         expect="value: ",
     ),
     InjectedBug(
-        name="stages rounded down where up is asked",
+        name="stages rounded down where up is chosen",
         kind="border",
         at="pipelining:_stages",
         old="return -(-stages // pp_size) * pp_size",
@@ -214,7 +214,7 @@ BUGS = (
         expect="value: ",
     ),
     InjectedBug(
-        name="DualPipeV that cuts its last backwards one too late",
+        name="DualPipeV that splits its last backwards one too late",
         kind="schedule",
         at="pipelining:_dualpipev",
         old="""f"{'B' if k <= rank else 'I'}{chunk}\"""",
@@ -222,7 +222,7 @@ BUGS = (
         expect="raised: ",
     ),
     InjectedBug(
-        name="a whole backward that takes no weight gradient",
+        name="a full backward that takes no weight gradient",
         kind="statistic",
         at="pipelining:Times.of",
         old='"B": "iw"}[action.kind]',
@@ -230,7 +230,7 @@ BUGS = (
         expect="value: ",
     ),
     InjectedBug(
-        name="a backward that waits for nobody",
+        name="a backward that waits for no other stage",
         kind="schedule",
         at="pipelining:_inputs",
         old='if kind in ("B", "I") and stage < len(ranks) - 1:',
@@ -270,7 +270,7 @@ BUGS = (
         expect="raised: ",
     ),
     InjectedBug(
-        name="a fault told with the column before",
+        name="an error reported with the column before",
         kind="border",
         at="pipelining:read_csv",
         old="column {error.position + 1}: {error.problem}",
@@ -302,7 +302,7 @@ BUGS = (
         expect="value: ",
     ),
     InjectedBug(
-        name="a gradient reduced before it is whole accepted",
+        name="a gradient reduced before it is complete accepted",
         kind="reduction",
         at="pipelining:_check_stage_actions",
         old='if part.kind in "BW" and part.stage in reduced:',
@@ -334,7 +334,7 @@ BUGS = (
         expect="value: ",
     ),
     InjectedBug(
-        name="a batch cut with rows left over",
+        name="a batch split with rows left over",
         kind="schedule",
         at="pipelining:_n_microbatches",
         old="    if local_batch_size % microbatch_size:",
@@ -374,7 +374,7 @@ BUGS = (
         expect="value: ",
     ),
     InjectedBug(
-        name="a cut backward noted as a whole one",
+        name="a split backward recorded as a full one",
         kind="schedule",
         at="pipelining:_recorded",
         old='"B" if full_backward else "I"',

@@ -23,7 +23,7 @@ class Mistake:
 
 MISTAKES = (
     Mistake(TRAIN_VERIFY, "all-reduce missing, data flow intact", "the MLP's sum over tp missing, data flow intact"),
-    Mistake(TRAIN_VERIFY, "all-reduce missing, data flow broken", "the norm's sum over ranks made and lost"),
+    Mistake(TRAIN_VERIFY, "all-reduce missing, data flow broken", "the norm's sum over ranks computed and lost"),
     Mistake(TRAIN_VERIFY, "all-reduce replaced by all-gather", "counts gathered and not summed"),
     Mistake(TRAIN_VERIFY, "all-gather replaced by all-reduce", "all-reduce for all-gather"),
     Mistake(TRAIN_VERIFY, "reduce missing in a fused backward", "the gradient of what columns read not summed over tp"),

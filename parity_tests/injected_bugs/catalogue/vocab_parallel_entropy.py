@@ -203,7 +203,7 @@ BUGS = (
     ),
     # Top-k distillation
     InjectedBug(
-        name="student over the whole vocabulary in both choices",
+        name="student over the full vocabulary in both choices",
         kind="statistic",
         at="vocab_parallel:get_distillation_topk_logprobs_from_logits",
         old="student = parts[0] if zero_outside_topk else",
@@ -227,7 +227,7 @@ BUGS = (
         expect="gradient: ",
     ),
     InjectedBug(
-        name="nobody's ids in the sum over k",
+        name="out-of-vocabulary ids in the sum over k",
         kind="border",
         at="vocab_parallel:get_distillation_topk_logprobs_from_logits",
         old="_log_softmax_over_k(parts[0], (ids >= 0) & (ids < size))",
@@ -275,7 +275,7 @@ BUGS = (
         expect="value: ",
     ),
     InjectedBug(
-        name="ids in the order of the whole sequence",
+        name="ids in the order of the full sequence",
         kind="sequence",
         at="vocab_parallel:get_distillation_topk_logprobs_from_logits",
         old="ids = ids_held(teacher_topk_indices.to(logits.device), logits.shape[1], cp_group, positions=u)",
@@ -350,7 +350,7 @@ BUGS = (
         expect="value: ",
     ),
     InjectedBug(
-        name="a DTensor's vocabulary cut by floor",
+        name="a DTensor's vocabulary sharded by floor",
         kind="border",
         at="vocab_parallel:range_of_dtensor",
         old="    start, end = ceil_range(logits.shape[-1], mesh.size(tp), mesh.get_local_rank(tp))\n",

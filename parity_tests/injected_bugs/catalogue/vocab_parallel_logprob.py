@@ -155,7 +155,7 @@ BUGS = (
         expect="value: ",
     ),
     InjectedBug(
-        name="nobody's target taken for another rank's",
+        name="out-of-vocabulary target taken for another rank's",
         kind="border",
         at="vocab_parallel:forward",
         old="column = torch.where(z_t == math.inf, st.NOBODYS, column)",
@@ -163,16 +163,16 @@ BUGS = (
         expect="gradient: owned by nobody",
     ),
     InjectedBug(
-        name="gradient of nobody's target",
+        name="gradient of an out-of-vocabulary target",
         kind="border",
         at="vocab_parallel:_put_at_ids",
         old="nobodys = (asked.column == st.NOBODYS).all(-1, keepdim=True)",
         new="nobodys = (asked.column < st.NOBODYS).all(-1, keepdim=True)",
         expect="gradient: owned by nobody",
-        equivalent="its cotangents are zero already; a row of NaN tells, which is drawn by no scheme but has a test",
+        equivalent="its cotangents are zero already; a row of NaN shows it, which is drawn by no scheme but has a test",
     ),
     InjectedBug(
-        name="nobody's target scored by its lookup",
+        name="out-of-vocabulary target scored by its lookup",
         kind="border",
         at="vocab_parallel:owned_or_nothing",
         old="nobodys = torch.where(whole.largest < math.inf, 0.0, math.nan)",
@@ -375,7 +375,7 @@ BUGS = (
     ),
     # Several ids for each position
     InjectedBug(
-        name="an id of nobody asks all the same",
+        name="an out-of-vocabulary id is gathered all the same",
         kind="border",
         at="vocab_parallel:asked_of",
         old="g = torch.where(column == NOBODYS, 0.0, g)",
@@ -383,7 +383,7 @@ BUGS = (
         expect="gradient: ",
     ),
     InjectedBug(
-        name="an id of another rank asks nothing",
+        name="an id of another rank is not gathered",
         kind="border",
         at="vocab_parallel:asked_of",
         old="g = torch.where(column == NOBODYS, 0.0, g)",
@@ -463,7 +463,7 @@ BUGS = (
         expect="gradient: ",
     ),
     InjectedBug(
-        name="nobody's slots undo this rank's",
+        name="out-of-vocabulary slots undo this rank's",
         kind="border",
         at="vocab_parallel:asked_of",
         old="column.gather(-1, source), own.gather",
@@ -652,7 +652,7 @@ BUGS = (
         expect="value: ",
     ),
     InjectedBug(
-        name="asked of the first chunk for all",
+        name="ids of the first chunk used for all chunks",
         kind="border",
         at="vocab_parallel:_turn_into_gradient",
         old="asked.rows(own), whole",
@@ -668,7 +668,7 @@ BUGS = (
         expect="value: ",
     ),
     InjectedBug(
-        name="nobody's id asked all the same",
+        name="out-of-vocabulary id looked up all the same",
         kind="border",
         at="vocab_parallel:ChunkedDistributedHiddenStatesToLogprobs.forward",
         old="column = torch.where((z_t == math.inf).unsqueeze(-1), st.NOBODYS, column)",
@@ -693,7 +693,7 @@ BUGS = (
         expect="value: ",
     ),
     InjectedBug(
-        name="labels cut before they are shifted",
+        name="labels sharded before they are shifted",
         kind="sequence",
         at="vocab_parallel:from_parallel_hidden_states_to_logprobs",
         old="own = _get_tokens_on_this_cp_rank(next_ids(ids, s), rank, cp)",

@@ -397,7 +397,7 @@ BUGS = (
     ),
     # Rows exchanged for columns
     InjectedBug(
-        name="rows cut by columns",
+        name="rows sharded by columns",
         kind="order",
         at="vocab_parallel:all_to_all_vp2sq",
         old="return all_to_all(vocab_parallel_logits, group, split_dim=0, concat_dim=1)",
@@ -756,7 +756,7 @@ BUGS = (
         expect="value: ",
     ),
     InjectedBug(
-        name="nobody's target scored as a filtered one",
+        name="out-of-vocabulary target scored as a filtered one",
         kind="border",
         at="vocab_parallel:forward",
         old="torch.where(kept.has_target | is_nobodys, 0.0, -math.inf)",
@@ -780,7 +780,7 @@ BUGS = (
         expect="gradient: ",
     ),
     InjectedBug(
-        name="slope of nobody's sampled target",
+        name="slope of an out-of-vocabulary sampled target",
         kind="border",
         at="vocab_parallel:forward",
         old="missed = torch.where(is_nobodys, st.NOBODYS, st.NOT_HERE).to(column.dtype)",

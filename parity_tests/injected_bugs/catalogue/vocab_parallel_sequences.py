@@ -37,7 +37,7 @@ BUGS = (
         new="    shifted[:, ids.shape[1] - 1 : ids.shape[1]] = ids[:, :1]\n    return shifted\n",
         expect="value: ",
         equivalent="what this position scores is dropped, and only a row that is NaN has a gradient where "
-        "the cotangent is 0; test_next_token.py asks that of it",
+        "the cotangent is 0; test_next_token.py tests that",
     ),
     InjectedBug(
         name="padding that is token 0",
@@ -47,7 +47,7 @@ BUGS = (
         new="ids.new_full((len(ids), size), 0)",
         expect="value: ",
         equivalent="what this position scores is dropped, and only a row that is NaN has a gradient where "
-        "the cotangent is 0; test_next_token.py asks that of it",
+        "the cotangent is 0; test_next_token.py tests that",
     ),
     InjectedBug(
         name="scores not gathered in order",
@@ -275,7 +275,7 @@ BUGS = (
         expect="value: ",
     ),
     InjectedBug(
-        name="sequences of whole length on each rank",
+        name="sequences of full length on each rank",
         kind="sequence",
         at="vocab_parallel:packed_slots",
         old="each.repeat_interleave(lengths // cp, output_size=total // cp)",
@@ -400,7 +400,7 @@ BUGS = (
         expect="raised: ",
     ),
     InjectedBug(
-        name="piece of the next rank",
+        name="shard of the next rank",
         kind="order",
         at="vocab_parallel:_get_tokens_on_this_cp_rank",
         old="held(input_ids.shape[dim], cp_size, input_ids.device)[cp_rank]",
@@ -408,7 +408,7 @@ BUGS = (
         expect="value: same values in another order",
     ),
     InjectedBug(
-        name="a contiguous block for the two pieces",
+        name="a contiguous block for the two chunks",
         kind="order",
         at="vocab_parallel:held",
         old="return dual_chunk_swap(size, cp, device=device) if cp > 1",
@@ -416,7 +416,7 @@ BUGS = (
         expect="value: same values in another order",
     ),
     InjectedBug(
-        name="a piece cut off from the graph",
+        name="a chunk detached from the graph",
         kind="reduction",
         at="vocab_parallel:_get_tokens_on_this_cp_rank",
         old="return rows_at(input_ids,",
