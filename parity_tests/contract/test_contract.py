@@ -179,6 +179,23 @@ def test_an_autograd_function_is_named_by_its_class():
         Doubled.apply(torch.ones(3))
 
 
+class Base:
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+class Derived(Base):
+    @contract("scores.Derived")
+    def __init__(self, size: PositiveInt) -> None:
+        super().__init__(size)
+
+
+def test_a_constructor_may_call_that_of_its_base():
+    assert Derived(2).size == 2
+    with pytest.raises(ValueError, match=r"^scores.Derived: size=0 must be at least 1$"):
+        Derived(0)
+
+
 def test_the_spec_line_is_what_the_signature_says():
     forms = '"... tp=I"  or  "... tp=I", "... tp=I"'
     assert spec_line(score) == f'logits "... v/tp"   ids "..."   weight "d v/tp"   blocks "n/cp ..."   ->   {forms}'

@@ -43,7 +43,7 @@ def test_one_rank_sends_nothing_however_many_tokens_it_has():
 
 REFUSED = [
     ({"tokens": 7}, "tokens=7 must be divisible by cp_size=2; pad them"),
-    ({"segments": 0}, "segments=0 is not a size; it is 1 or more"),
+    ({"segments": 0}, "segments=0 must be at least 1"),
     ({"n_groups": 3}, "num_heads=8 must be divisible by n_groups=3"),
 ]
 

@@ -82,7 +82,7 @@ def test_what_a_kernel_would_narrow_or_refuse_is_not_given_to_it(monkeypatch):
 def conv_that_checks(x, weight, bias=None, seq_idx=None, activation=None):
     """What causal-conv1d's kernel refuses, then its own plain torch."""
     assert x.stride(1) == 1 and x.stride(0) % 8 == x.stride(2) % 8 == x.shape[1] % 8 == 0
-    assert x.dtype in mamba_ssm_kernels.TAKEN and 2 <= weight.shape[1] <= 4
+    assert x.dtype in mamba_ssm_kernels.DTYPES and 2 <= weight.shape[1] <= 4
     assert bias is None or (bias.dtype == weight.dtype and bias.stride(-1) == 1)
     assert seq_idx is None or (seq_idx.dtype == torch.int32 and seq_idx.is_contiguous())
     return outside().conv.causal_conv1d_ref(x, weight, bias, seq_idx=seq_idx, activation=activation)
@@ -94,7 +94,7 @@ def conv_that_checks(x, weight, bias=None, seq_idx=None, activation=None):
 def test_the_convolution_gets_what_it_takes(rows, ids):
     ids = None if ids is None else ids[: len(rows), : rows.shape[1]]
     for bias in (BIAS, None):
-        found = mamba_ssm_kernels.convolved(conv_that_checks, rows, WEIGHT, bias, ids)
+        found = mamba_ssm_kernels.kernel_conv(conv_that_checks, rows, WEIGHT, bias, ids)
         assert torch.equal(found, causal_conv(rows, WEIGHT, bias, ids))
 
 
@@ -117,7 +117,7 @@ def test_a_number_for_each_channel_is_one_for_each_of_a_head():
         return args[0], None
 
     for D in (BIAS, BIAS[:, None], torch.arange(24.0), torch.arange(24.0).view(8, 3)):
-        mamba_ssm_kernels.scanned(kernel, *given, D, 4, None, None)
+        mamba_ssm_kernels.kernel_scan(kernel, *given, D, 4, None, None)
         assert chunked_scan(*given, D, chunk_size=4)[0].shape == (2, 7, 8, 3)
     assert seen == [(8,), (8,), (8, 3), (8, 3)]
 
@@ -125,7 +125,7 @@ def test_a_number_for_each_channel_is_one_for_each_of_a_head():
 def test_a_kernel_that_is_found_is_given_the_arguments(monkeypatch):
     """Each in its place, by the functions that ask for one."""
     asked = []
-    for module, kernel, caller in ((mix, "conv_kernel", "convolved"), (scan, "scan_kernel", "scanned")):
+    for module, kernel, caller in ((mix, "conv_kernel", "kernel_conv"), (scan, "scan_kernel", "kernel_scan")):
         monkeypatch.setattr(module, kernel, lambda *given: asked.append(given) or "kernel")
         monkeypatch.setattr(module, caller, lambda *given: given)
     rows = X, WEIGHT, BIAS, IDS
@@ -146,7 +146,7 @@ def test_a_kernel_is_given_the_kinds_that_it_takes():
         return x, None
 
     parts = X.exp().mT.contiguous().mT, -WEIGHT[:, 0].exp(), WIDER[:, :, None, :2], WIDER[:, :, None, 2:4]
-    mamba_ssm_kernels.scanned(kernel, x, *parts, None, 4, IDS + 5, None)
+    mamba_ssm_kernels.kernel_scan(kernel, x, *parts, None, 4, IDS + 5, None)
     assert torch.equal(given["seq_idx"], IDS.int()) and given["seq_idx"].dtype == torch.int32
     assert given["strides"] == (True,) * 4
 
@@ -154,7 +154,7 @@ def test_a_kernel_is_given_the_kinds_that_it_takes():
         given.update(further, kinds=(weight.dtype, bias.dtype), is_whole=weight.is_contiguous())
         return x
 
-    rows = mamba_ssm_kernels.convolved(conv_kernel, X.bfloat16(), WEIGHT.T.contiguous().T.bfloat16(), BIAS, IDS)
+    rows = mamba_ssm_kernels.kernel_conv(conv_kernel, X.bfloat16(), WEIGHT.T.contiguous().T.bfloat16(), BIAS, IDS)
     assert given["kinds"] == (torch.bfloat16, torch.bfloat16) and given["is_whole"]
     assert given["seq_idx"].dtype == torch.int32 and given["seq_idx"].is_contiguous()
     assert torch.equal(rows, X.bfloat16())

@@ -136,12 +136,12 @@ def test_a_name_that_either_side_lacks_is_refused():
 
 REFUSED = [
     (lambda: Mamba2Mixer(**{**GIVEN, "num_heads": 6, "n_groups": 4}), "num_heads=6 must be divisible by n_groups=4"),
-    (lambda: Mamba2Mixer(**{**GIVEN, "d_state": 0}), "d_state=0 is not a size; it is 1 or more"),
-    (lambda: Mamba2Mixer(**GIVEN, d_conv=0), "d_conv=0 is not a size; it is 1 or more"),
+    (lambda: Mamba2Mixer(**{**GIVEN, "d_state": 0}), "d_state=0 must be at least 1"),
+    (lambda: Mamba2Mixer(**GIVEN, d_conv=0), "d_conv=0 must be at least 1"),
     (lambda: Mamba2Mixer(**GIVEN, norm_groups=5), "norm_groups=5 must divide num_heads * head_dim = 12"),
-    (lambda: made(chunk_size=0), "chunk_size=0 is not a size; it is 1 or more"),
+    (lambda: made(chunk_size=0), "chunk_size=0 must be at least 1"),
     (lambda: made(dt_limit=(2.0, 1.0)), "dt_limit=(2.0, 1.0) is no range of steps; pass 0 <= low <= high"),
-    (lambda: made(norm_eps=-1e-5), "norm_eps=-1e-05 is added to a mean of squares; it is 0 or more"),
+    (lambda: made(norm_eps=-1e-5), "norm_eps=-1e-05 must be at least 0"),
     (lambda: made()(U), "input is [11, 5] without cu_seqlens; pass them, or [b, s, w]"),
     (
         lambda: made()(U[None].expand(2, 11, 5), torch.tensor([0, 11])),
@@ -158,14 +158,23 @@ def test_refusal(call, text):
     assert str(caught.value) == f"mamba.Mamba2Mixer: {text}"
 
 
-@pytest.mark.parametrize(("size", "kind"), [(3.0, "float"), ("3", "str"), (None, "NoneType")])
+@pytest.mark.parametrize(("size", "kind"), [(3.0, "a float"), ("3", "a str"), (None, "None")])
 def test_a_size_that_is_no_integer_is_refused(size, kind):
     with pytest.raises(TypeError) as caught:
         Mamba2Mixer(**{**GIVEN, "num_heads": size})
-    assert str(caught.value) == f"mamba.Mamba2Mixer: num_heads={size!r} is a {kind}; it is an integer"
+    assert str(caught.value) == f"mamba.Mamba2Mixer: num_heads={size!r} is {kind}; pass an int"
 
 
-@pytest.mark.parametrize("shape", [(2, 11, 4), (11, 6), (0,), ()])
+def test_no_dims_are_rejected():
+    with pytest.raises(ValueError, match=r"^mamba.Mamba2Mixer: x has no dims; the last one must be d$"):
+        made()(torch.tensor(1.0))
+
+
+def test_a_size_may_be_a_tensor_of_one_integer():
+    assert Mamba2Mixer(**{**GIVEN, "num_heads": torch.tensor(4)}).sizes == Mamba2Mixer(**GIVEN).sizes
+
+
+@pytest.mark.parametrize("shape", [(2, 11, 4), (11, 6), (0,)])
 def test_another_width_is_refused(shape):
     with pytest.raises(ValueError) as caught:
         made()(torch.zeros(shape, dtype=torch.float64))
@@ -176,7 +185,7 @@ def test_another_width_is_refused(shape):
     ("x", "text"),
     [
         ([1.0], "x is a list; pass a Tensor"),
-        (torch.zeros(1, 11, 5, dtype=torch.int64), "x is int64; hidden states are floating-point numbers"),
+        (torch.zeros(1, 11, 5, dtype=torch.int64), "x is int64; it must be floating"),
         (torch.zeros(1, 11, 5), "x is float32, in_proj.weight is float64; cast one, or use torch.autocast"),
     ],
     ids=["list", "int64", "float32"],

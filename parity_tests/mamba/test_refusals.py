@@ -23,10 +23,10 @@ def uneven(mesh):
 
 REFUSED = [
     (lambda m: made(m, num_heads=6, n_groups=4), "num_heads=6 must be divisible by n_groups=4"),
-    (lambda m: made(m, head_dim=0), "head_dim=0 is not a size; it is 1 or more"),
+    (lambda m: made(m, head_dim=0), "head_dim=0 must be at least 1"),
     (lambda m: made(m, num_heads=5, n_groups=1), "num_heads=5 must be divisible by cp_size=2; use MambaStatePassing"),
     (lambda m: made(m, num_heads=6, n_groups=3), "n_groups=3 must be divisible by cp_size=2"),
-    (lambda m: made(m, num_heads=8), "conv1d.weight is [20, 1, 4]; these sizes give it [28, 1, k]"),
+    (lambda m: made(m, num_heads=8), "conv1d.weight is [20, 1, 4]; these sizes require [28, 1, k]"),
     (lambda m: made(m, torch.nn.Linear(1, 1)), "the mixer has no conv1d.weight"),
     (
         lambda m: made(m, layout="striped"),
@@ -38,7 +38,7 @@ REFUSED = [
     ),
     (
         lambda m: made(m).pre_conv_ssm(X[:, :6], layout=LAYOUT.rebind(2, m.rank("cp"))),
-        "layout has 24 tokens, the ranks hold 12",
+        "layout has 24 tokens, the ranks have 12",
     ),
     (
         lambda m: made(m).pre_conv_ssm(X, layout=uneven(m)),
@@ -46,7 +46,7 @@ REFUSED = [
     ),
     (
         lambda m: made(m).pre_conv_ssm(X[:1], torch.tensor(CU), layout=packed_as(m, [0, 12, 24])),
-        "cu_seqlens holds 3 sequences, layout 2; pass the layout of this batch, or its offsets alone",
+        "cu_seqlens has 3 sequences, layout 2; pass the layout of this batch, or its offsets alone",
     ),
     (
         lambda m: made(m, layout=packed_as(m, [0, 24])).mix(X[:1], torch.tensor([0, 12])),
@@ -54,7 +54,7 @@ REFUSED = [
     ),
     (lambda m: made(m).pre_conv_ssm(X[..., 1:]), "projected_states is [2, 12, 31]; in_proj has 32 columns"),
     (lambda m: made(m).post_conv_ssm(X), "output is [2, 12, 32]; 2 of 4 heads have 4 columns"),
-    (lambda m: made(m).post_conv_ssm(torch.tensor(1.0)), "output is []; 2 of 4 heads have 4 columns"),
+    (lambda m: made(m).post_conv_ssm(torch.tensor(1.0)), "output has no dims; the last one must be i/cp"),
     (lambda m: made(m).pre_conv_ssm(STREAM), "input is [12, 32] without cu_seqlens; pass them, or [b, s, w]"),
     (
         lambda m: made(m).pre_conv_ssm(X, torch.tensor(CU)),
@@ -65,18 +65,18 @@ REFUSED = [
 ]
 PASSING = [
     (lambda m: passing(m, n_groups=3), "num_heads=4 must be divisible by n_groups=3"),
-    (lambda m: passing(m, num_heads=8), "conv1d.weight is [20, 1, 4]; these sizes give it [28, 1, k]"),
+    (lambda m: passing(m, num_heads=8), "conv1d.weight is [20, 1, 4]; these sizes require [28, 1, k]"),
     (
         lambda m: passing(m, layout="striped"),
         "layout='striped' is not contiguous, dual_chunk_swap or a TokenLayout",
     ),
     (
         lambda m: passing(m, layout=LAYOUT.rebind(2, m.rank("cp"))).mix(X),
-        "layout='striped' cuts sequences into more than two runs a rank; use contiguous or dual_chunk_swap",
+        "layout='striped' shards sequences into more than two runs a rank; use contiguous or dual_chunk_swap",
     ),
     (
         lambda m: passing(m, layout=LAYOUT.rebind(2, m.rank("cp"))).mix(X[:, :6]),
-        "layout has 24 tokens, the ranks hold 12",
+        "layout has 24 tokens, the ranks have 12",
     ),
     (
         lambda m: passing(m, layout=packed_as(m, [0, 12, 24])).mix(X[:1], torch.tensor([0, 8, 24])),
@@ -145,7 +145,7 @@ def test_parameters_of_other_shapes_are_refused(strategy_of, name, shape, wanted
         strategy_of(mesh, mixer)
 
     assert {told.partition(": ")[2] for told in refused(call)} == {
-        f"{name} is {list(shape)}; these sizes give it {wanted}"
+        f"{name} is {list(shape)}; these sizes require {wanted}"
     }
 
 
@@ -175,7 +175,7 @@ def test_a_parameter_that_is_none_is_refused(strategy_of):
 def test_sizes_that_only_the_mixer_knows_are_compared(strategy_of):
     """Two groups of three states have the parameters of six groups of one, and other numbers."""
     mixer = filled(num_heads=6, n_groups=6, d_state=1)
-    told = "the mixer has n_groups=6 and d_state=1; n_groups=2 and d_state=3 are given"
+    told = "the mixer has n_groups=6 and d_state=1, the strategy n_groups=2 and d_state=3; pass the sizes of the mixer"
     assert {one.partition(": ")[2] for one in refused(lambda m: strategy_of(m, mixer, num_heads=6))} == {told}
 
 
@@ -216,10 +216,10 @@ def test_what_is_of_another_kind_is_refused(strategy_of, name):
         return found
 
     told = [
-        "num_heads=4.0 is a float; it is an integer",
+        "num_heads=4.0 is a float; pass an int",
         "layout is a list; pass contiguous, dual_chunk_swap or a TokenLayout",
         "projected_states is a list; pass a Tensor",
-        "projected_states is int64; pass floating-point numbers",
+        "projected_states is int64; it must be floating",
         "cu_seqlens: dtype is float32; offsets are integers",
         "cu_seqlens='ab' are no offsets; pass a row of integers",
     ]
@@ -229,7 +229,7 @@ def test_what_is_of_another_kind_is_refused(strategy_of, name):
 
 @pytest.mark.parametrize(
     ("output", "told"),
-    [([1.0], "output is a list; pass a Tensor"), (X[..., :4].long(), "output is int64; pass floating-point numbers")],
+    [([1.0], "output is a list; pass a Tensor"), (X[..., :4].long(), "output is int64; it must be floating")],
 )
 def test_an_output_of_another_kind_is_refused(output, told):
     def body(mesh, case):

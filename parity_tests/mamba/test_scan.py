@@ -116,21 +116,21 @@ def test_the_state_is_wider_than_the_tokens():
 
 
 REFUSED = [
-    (lambda: called(chunk_size=0), "chunk_size=0 is not a number of tokens; it is 1 or more"),
+    (lambda: called(chunk_size=0), "chunk_size=0 must be at least 1"),
     (
         lambda: called(dt=PARTS[1][:, :6]),
-        "x is [2, 7, 4, 3], dt is [2, 6, 4], A is [4]; they are [b, s, h, p], [b, s, h], [h]",
+        "dt is [2, 6, 4] but x has s=7: s differs, 6 and 7",
     ),
     (
         lambda: called(B=PARTS[3][:, :6]),
-        "B is [2, 6, 2, 2], C is [2, 7, 2, 2]; both are [b, s, g, n], x is [2, 7, 4, 3]",
+        "B is [2, 6, 2, 2] but x has s=7: s differs, 6 and 7",
     ),
     (
         lambda: called(B=PARTS[0][..., :3, :2], C=PARTS[0][..., :3, :2]),
         "num_heads=4 must be divisible by n_groups=3",
     ),
-    (lambda: called(seq_idx=torch.zeros(7)), "seq_idx is [7]; x has [2, 7] tokens"),
-    (lambda: called(initial_states=PARTS[0]), "initial_states is [2, 7, 4, 3]; it is [2, 4, 3, 2]"),
+    (lambda: called(seq_idx=torch.zeros(7).long()), "seq_idx is [7]; its dims must be [b s]"),
+    (lambda: called(initial_states=PARTS[0]), "initial_states is [2, 7, 4, 3] but x has h=4: h differs, 7 and 4"),
 ]
 
 

@@ -224,5 +224,16 @@ def _meaning(annotation: Any, function: Callable[..., Any]) -> Any:
     if not isinstance(annotation, str):
         return annotation
     code = compile(annotation, f"<annotation of {function.__qualname__}>", "eval")
-    known = {**vars(builtins), **function.__globals__, **inspect.getclosurevars(function).nonlocals}
+    known = {**vars(builtins), **function.__globals__, **_nonlocals(function)}
     return eval(code, {name: known.get(name, _Unresolved(name)) for name in code.co_names})
+
+
+def _nonlocals(function: Callable[..., Any]) -> dict[str, Any]:
+    """What a function closes over; the class of a method that says `super()` does not exist yet."""
+    nonlocals = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            nonlocals[name] = cell.cell_contents
+        except ValueError:  # the cell is empty
+            continue
+    return nonlocals

@@ -1,6 +1,6 @@
-"""From tokens cut over cp, with all columns, to columns cut over cp, with all tokens; and back.
+"""From tokens sharded over cp, with all columns, to columns sharded over cp, with all tokens; and back.
 
-Rows arrive *rank-major*: those of rank 0, then those of rank 1, ...
+Rows are received in rank order, `rank-major`: those of rank 0, then those of rank 1, ...
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from jaxtyping import Shaped
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torch_impl.collectives.arguments import checked_group
 from torch_impl.collectives.plain import exchanged
+from torch_impl.contract import Group, ShardedAny, contract
 from torch_impl.kernels import rows_at
 from torch_impl.layouts import (
     TokenLayout,
@@ -34,13 +34,14 @@ class _AllToAll(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, input_: Shaped[Tensor, "*a"], group: ProcessGroup) -> Shaped[Tensor, "*a"]:
-        ctx.group = checked_group("mamba._AllToAll", "group", group)
+    @contract
+    def forward(ctx: Any, input_: ShardedAny[Tensor, "..."], group: Group[ProcessGroup, "group"]) -> Tensor:
         if not input_.ndim or len(input_) % group.size():
             shape = list(input_.shape)
             raise ValueError(f"mamba._AllToAll: input_ is {shape}; cp={group.size()} ranks share dim 0 equally")
-        arrived = exchanged(input_, group)
-        return arrived.view_as(arrived) if arrived is input_ else arrived
+        ctx.group = group
+        received = exchanged(input_, group)
+        return received.view_as(received) if received is input_ else received
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
@@ -49,7 +50,7 @@ class _AllToAll(torch.autograd.Function):
 
 # all_to_all: V -> V
 def _all_to_all(input_: Shaped[Tensor, "*a"], group: ProcessGroup) -> Shaped[Tensor, "*a"]:
-    """Block j of dim 0 to rank j; the blocks that arrive, in rank order.
+    """Block j of dim 0 to rank j; the received blocks, in rank order.
 
         input_  "n/group ..."   ->   "n/group ..."
 
@@ -64,80 +65,110 @@ def _all_to_all(input_: Shaped[Tensor, "*a"], group: ProcessGroup) -> Shaped[Ten
     return _AllToAll.apply(input_, group)
 
 
-def _all_to_all_cp2hp(input_: Shaped[Tensor, "*a"], cp_group: ProcessGroup, batch_size: int) -> Shaped[Tensor, "*b"]:
-    """Columns instead of tokens cut over cp.
+@contract
+def _all_to_all_cp2hp(
+    input_: ShardedAny[Tensor, "..."], cp_group: Group[ProcessGroup, "cp"], batch_size: int
+) -> Shaped[Tensor, "*b"]:
+    """Columns instead of tokens sharded over cp.
 
         input_  "b s/cp w"   ->   "b s w/cp"        or  "t/cp w"   ->   "t w/cp",  rows rank-major
 
         [0 1 2 3]            [0 1]        [2 3]
         [4 5 6 7]   =>       [4 5]        [6 7]
 
-    `batch_size` is that of a 3-D input. All ranks hold as many tokens.
+    `batch_size` is that of a 3-D input. All ranks have as many tokens.
 
     Cost:   1 all_to_all of input_ forward, 1 backward, none in a group of one; two copies. Saves nothing.
     Errors: TypeError if cp_group is no ProcessGroup; ValueError for other dims, another batch_size, or columns that
             the ranks cannot share equally.
     """
-    world = _checked("_all_to_all_cp2hp", input_, cp_group, batch_size, dim=-1)
-    blocks = input_.unflatten(-1, (world, input_.shape[-1] // world)).movedim(-2, 0)  # n b s w
-    return _all_to_all(blocks, cp_group).movedim(0, -3).flatten(-3, -2)
+    _check_shape("_all_to_all_cp2hp", input_, batch_size)
+    columns, world = input_.shape[-1], cp_group.size()
+    if columns % world:
+        raise ValueError(
+            f"mamba._all_to_all_cp2hp: input_ has {columns} columns, which cp={world} ranks cannot share equally"
+        )
+    return _columns_for_tokens(input_, cp_group)
 
 
-def _all_to_all_hp2cp(input_: Shaped[Tensor, "*a"], cp_group: ProcessGroup, batch_size: int) -> Shaped[Tensor, "*b"]:
-    """Tokens instead of columns cut over cp: the inverse of `_all_to_all_cp2hp`, and its backward.
+@contract
+def _all_to_all_hp2cp(
+    input_: ShardedAny[Tensor, "..."], cp_group: Group[ProcessGroup, "cp"], batch_size: int
+) -> Shaped[Tensor, "*b"]:
+    """Tokens instead of columns sharded over cp: the inverse of `_all_to_all_cp2hp`, and its backward.
 
         input_  "b s w/cp"   ->   "b s/cp w"        or  "t w/cp"   ->   "t/cp w",  rows rank-major
 
-    Cost:   as there.
-    Errors: as there, of rows instead of columns.
+    `batch_size` is that of a 3-D input.
+
+    Cost:   as `_all_to_all_cp2hp`.
+    Errors: as `_all_to_all_cp2hp`, of rows instead of columns.
     """
-    world = _checked("_all_to_all_hp2cp", input_, cp_group, batch_size, dim=-2)
-    blocks = input_.unflatten(-2, (world, input_.shape[-2] // world)).movedim(-3, 0)  # n b s w
-    return _all_to_all(blocks, cp_group).movedim(0, -2).flatten(-2, -1)
+    _check_shape("_all_to_all_hp2cp", input_, batch_size)
+    rows, world = input_.shape[-2], cp_group.size()
+    if rows % world:
+        raise ValueError(
+            f"mamba._all_to_all_hp2cp: input_ has {rows} rows, which cp={world} ranks cannot share equally"
+        )
+    return _tokens_for_columns(input_, cp_group)
 
 
-def _checked(function: str, x: Tensor, group: ProcessGroup, batch_size: int, dim: int) -> int:
-    """The ranks that share `dim` of a stream or of a batch."""
-    function = f"mamba.{function}"
-    world = checked_group(function, "cp_group", group).size()
+def _check_shape(function: str, x: Tensor, batch_size: int) -> None:
+    """A batch of that size, or a stream."""
     if x.ndim not in (2, 3):
-        raise ValueError(f"{function}: input_ is {list(x.shape)}; it is [b, s, w] or [t, w]")
+        raise ValueError(f"mamba.{function}: input_ is {list(x.shape)}; it is [b, s, w] or [t, w]")
     if x.ndim == 3 and len(x) != batch_size:
-        raise ValueError(f"{function}: input_ is {list(x.shape)}, batch_size={batch_size}; pass batch_size={len(x)}")
-    if x.shape[dim] % world:
-        what = "columns" if dim == -1 else "rows"
-        raise ValueError(f"{function}: input_ has {x.shape[dim]} {what}, which cp={world} ranks cannot share equally")
-    return world
+        raise ValueError(
+            f"mamba.{function}: input_ is {list(x.shape)}, batch_size={batch_size}; pass batch_size={len(x)}"
+        )
 
 
-def sequential(
+def _columns_for_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
+    world = group.size()
+    blocks = x.unflatten(-1, (world, x.shape[-1] // world)).movedim(-2, 0)  # n b s w
+    return _all_to_all(blocks, group).movedim(0, -3).flatten(-3, -2)
+
+
+def _tokens_for_columns(x: Tensor, group: ProcessGroup) -> Tensor:
+    world = group.size()
+    blocks = x.unflatten(-2, (world, x.shape[-2] // world)).movedim(-3, 0)  # n b s w
+    return _all_to_all(blocks, group).movedim(0, -2).flatten(-2, -1)
+
+
+# The readable form of the exchanges of `MambaContextParallel`, by the functions of its page: z, x, B, C and dt one by
+# one. Its results are those of the fused exchange, to the bit.
+
+
+def reference_all_to_all_cp2hp(
     parts: tuple[Shaped[Tensor, "b s _"], ...], cu_seqlens: Tensor | None, tokens: TokenLayout, group: ProcessGroup
 ) -> Shaped[Tensor, "b t v"]:
     """All tokens, in order, of this rank's columns of each part."""
-    return torch.cat([_one(part, cu_seqlens, tokens, group) for part in parts], -1)
+    return torch.cat([_part_cp2hp(part, cu_seqlens, tokens, group) for part in parts], -1)
 
 
-def _one(part: Tensor, cu_seqlens: Tensor | None, tokens: TokenLayout, group: ProcessGroup) -> Tensor:
+def _part_cp2hp(part: Tensor, cu_seqlens: Tensor | None, tokens: TokenLayout, group: ProcessGroup) -> Tensor:
+    # A stream: rank-major -> sequence by sequence -> in order inside each sequence.
     if tokens.kind == "packed" and cu_seqlens is not None:
-        arrived = _all_to_all_cp2hp(part[0], group, 1)
-        majored = _deinterleave_packed_seqs(arrived, cu_seqlens // tokens.cp_size, tokens.cp_size)
-        return _undo_attention_load_balancing(majored, tokens.cp_size, cu_seqlens)[None]
-    arrived = _all_to_all_cp2hp(part, group, len(part))
+        rank_major = _columns_for_tokens(part[0], group)
+        sequence_major = _deinterleave_packed_seqs(rank_major, cu_seqlens // tokens.cp_size, tokens.cp_size)
+        return _undo_attention_load_balancing(sequence_major, tokens.cp_size, cu_seqlens)[None]
+    # Rows: each is one sequence.
+    rank_major = _columns_for_tokens(part, group)
     if tokens.kind == "dual_chunk_swap":
-        return _undo_attention_load_balancing(arrived, tokens.cp_size)
-    return rows_at(arrived, tokens.inverse.to(part.device), 1)
+        return _undo_attention_load_balancing(rank_major, tokens.cp_size)
+    return rows_at(rank_major, tokens.inverse.to(part.device), 1)
 
 
-def own_tokens(
+def reference_all_to_all_hp2cp(
     x: Shaped[Tensor, "b t i"], cu_seqlens: Tensor | None, tokens: TokenLayout, group: ProcessGroup
 ) -> Shaped[Tensor, "b s j"]:
-    """This rank's tokens of all columns, of all tokens of its columns in order."""
+    """This rank's tokens of all columns, from all tokens, in order, of this rank's columns."""
     if tokens.kind == "packed" and cu_seqlens is not None:
-        majored = _redo_attention_load_balancing(x[0], tokens.cp_size, cu_seqlens)
-        rows = _reinterleave_packed_seqs(majored, cu_seqlens // tokens.cp_size, tokens.cp_size)
-        return _all_to_all_hp2cp(rows, group, 1)[None]
+        sequence_major = _redo_attention_load_balancing(x[0], tokens.cp_size, cu_seqlens)
+        rank_major = _reinterleave_packed_seqs(sequence_major, cu_seqlens // tokens.cp_size, tokens.cp_size)
+        return _tokens_for_columns(rank_major, group)[None]
     if tokens.kind == "dual_chunk_swap":
-        rows = _redo_attention_load_balancing(x, tokens.cp_size)
+        rank_major = _redo_attention_load_balancing(x, tokens.cp_size)
     else:
-        rows = rows_at(x, tokens.index.flatten().to(x.device), 1)
-    return _all_to_all_hp2cp(rows, group, len(x))
+        rank_major = rows_at(x, tokens.index.flatten().to(x.device), 1)
+    return _tokens_for_columns(rank_major, group)

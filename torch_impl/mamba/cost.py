@@ -5,17 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from torch_impl.mamba.arguments import checked_size, checked_sizes
-
-NAME = "mamba_cp_bytes"
+from torch_impl.contract import PositiveInt, contract
+from torch_impl.mamba.mix import mixer_sizes
 
 
 @dataclass(frozen=True)
 class MambaCost:
     """Bytes that a rank sends for one layer forward; as many backward, where summed in the dtype of the inputs.
 
-    `hidden_parallel` is None where ranks cannot share the heads or the groups. `crossover_tokens` are local tokens:
-    with more of them state passing is `cheaper`; 0 where it is the only one, None for one rank, which sends nothing.
+    `hidden_parallel` is None where ranks cannot share the heads or the groups. `crossover_tokens` counts local tokens:
+    above it state passing is `cheaper`; 0 where it is the only strategy, None for one rank, which sends nothing.
     """
 
     hidden_parallel: int | None
@@ -24,40 +23,38 @@ class MambaCost:
     crossover_tokens: int | None
 
 
+@contract
 def mamba_cp_bytes(
     *,
-    tokens: int,
-    cp_size: int,
-    num_heads: int,
-    head_dim: int,
-    n_groups: int,
-    d_state: int,
-    d_conv: int,
-    element_size: int,
-    segments: int = 2,
+    tokens: PositiveInt,
+    cp_size: PositiveInt,
+    num_heads: PositiveInt,
+    head_dim: PositiveInt,
+    n_groups: PositiveInt,
+    d_state: PositiveInt,
+    d_conv: PositiveInt,
+    element_size: PositiveInt,
+    segments: PositiveInt = 2,
 ) -> MambaCost:
     """Which strategy sends less for `tokens` tokens over cp_size ranks, all rows of the batch together.
 
         hidden-parallel  tokens * e * (n - 1) / n^2 * (3 H P + 2 max(G, n) N + H),  e = element_size
         state passing    (n - 1) * segments * ((K - 1) (H P + 2 G N) e + H (P N + 1) max(e, 4))
 
-    `segments` are those that a rank hands on: 1 in each contiguous row or stream, 2 in each row under
+    `segments` counts those whose state a rank sends: 1 in each contiguous row or stream, 2 in each row under
     dual_chunk_swap, 2 in each sequence of such a packed stream. So the first grows with the tokens and the second
-    with the sequences: many short ones want hidden-parallel, which is also named where both send as much.
+    with the sequences: many short sequences favour hidden-parallel, which is also the answer where both send as much.
 
     >>> sizes = dict(num_heads=128, head_dim=64, n_groups=8, d_state=128, d_conv=4, element_size=2)
     >>> mamba_cp_bytes(tokens=131072, cp_size=8, **sizes)
     MambaCost(hidden_parallel=767033344, state_passing=59587584, cheaper='state_passing', crossover_tokens=1272)
 
-    Errors: TypeError for sizes that are no integers; ValueError for sizes below 1, tokens that the ranks cannot share
+    Errors: TypeError for a size that is no integer; ValueError for sizes below 1, tokens that the ranks cannot share
             equally, num_heads that n_groups does not divide.
     """
-    sizes = checked_sizes(NAME, num_heads, head_dim, n_groups, d_state)
-    given = {"tokens": tokens, "cp_size": cp_size, "d_conv": d_conv, "element_size": element_size, "segments": segments}
-    for name, size in given.items():
-        checked_size(NAME, name, size)
+    sizes = mixer_sizes("mamba_cp_bytes", num_heads, head_dim, n_groups, d_state)
     if tokens % cp_size:
-        raise ValueError(f"mamba.{NAME}: tokens={tokens} must be divisible by cp_size={cp_size}; pad them")
+        raise ValueError(f"mamba.mamba_cp_bytes: tokens={tokens} must be divisible by cp_size={cp_size}; pad them")
     state = num_heads * (head_dim * d_state + 1) * max(element_size, 4)
     segment = (d_conv - 1) * sizes.channels * element_size + state
     state_passing = (cp_size - 1) * segments * segment

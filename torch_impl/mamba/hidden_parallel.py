@@ -1,7 +1,7 @@
-"""Hidden-parallel context parallelism: each rank has all tokens of its own heads while they are mixed.
+"""Hidden-parallel context parallelism: while they are mixed, each rank has all tokens of its heads.
 
-Outside, rank r holds its tokens of all heads. One all-to-all before the convolution gives it all tokens of heads
-r * H/n to (r + 1) * H/n and of the groups that they read, one after the gate gives it its own tokens back.
+Before and after, rank r has its tokens of all heads. One all-to-all before the convolution brings it all tokens of
+heads r * H/n to (r + 1) * H/n and of the groups that they read, one after the gate brings its tokens back.
 """
 
 from __future__ import annotations
@@ -12,29 +12,29 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int, Int64, Shaped
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
+from torch_impl.contract import PositiveInt, Sharded, contract
 from torch_impl.layouts import TokenLayout
 from torch_impl.layouts.columns import MambaSizes, conv_channels, projection_columns
 from torch_impl.layouts.index_arrays import inverted
 from torch_impl.layouts.kept import kept
 from torch_impl.layouts.reorder import _permuted
-from torch_impl.mamba.all_to_all import _all_to_all, own_tokens, sequential
+from torch_impl.mamba.all_to_all import _all_to_all, reference_all_to_all_cp2hp, reference_all_to_all_hp2cp
 from torch_impl.mamba.mix import mixed
-from torch_impl.mamba.strategy import MixerStrategy, Order
+from torch_impl.mamba.strategy import GroupOrMesh, MixerStrategy, Order, as_rows
 
 
 class MambaContextParallel(MixerStrategy):
-    """Redistribution and sliced parameters of a Mamba2 mixer over cp ranks. It owns no parameter.
+    """Redistribution and sliced parameters of a Mamba2 mixer over cp ranks. It has no parameters itself.
 
         mix:  projected_states  "b s/cp:LAYOUT w"  or  "t/cp:packed w"   ->   the same with "i" columns
         parameters of `mixer`  "... cp=R"
 
-    `mixer` holds conv1d, dt_bias, A_log and D, read when they are used. The gradient on a rank is what its heads
-    give: the full one is the SUM over cp. A data-parallel average over dp * cp needs the loss times cp_size.
-    `layout` is the order in which sequences are cut: contiguous, dual_chunk_swap (inside each sequence of a packed
-    stream), or the TokenLayout of every batch. `fused=False` is five exchanges, one for each of z, x, B, C and dt.
+    `mixer` has conv1d, dt_bias, A_log and D, read when they are used. A rank differentiates them for its heads: the
+    full gradient is the SUM over cp. A data-parallel average over dp * cp needs the loss times cp_size.
+    `layout` is the order in which sequences are sharded: contiguous, dual_chunk_swap (inside each sequence of a packed
+    stream), or the TokenLayout of every batch. `fused=False` is the readable form: five all-to-alls, one for each of
+    z, x, B, C and dt, with the same results to the bit.
 
     Cost:   per layer 2 all_to_all forward, 2 backward; none in a group of one. Bytes handed in, each way:
             b * s * itemsize * (3 * H * P + 2 * max(G, n) * N + H) / n.  Saves indices only.
@@ -44,65 +44,75 @@ class MambaContextParallel(MixerStrategy):
 
     name = "MambaContextParallel"
 
+    @contract("mamba.MambaContextParallel")
     def __init__(
         self,
-        cp_group: ProcessGroup | DeviceMesh,
-        num_heads: int,
-        head_dim: int,
-        n_groups: int,
-        d_state: int,
+        cp_group: GroupOrMesh,
+        num_heads: PositiveInt,
+        head_dim: PositiveInt,
+        n_groups: PositiveInt,
+        d_state: PositiveInt,
         mixer: nn.Module,
         *,
         layout: Order = "dual_chunk_swap",
         fused: bool = True,
     ) -> None:
-        super().__init__(cp_group, num_heads, head_dim, n_groups, d_state, mixer, layout=layout)
+        super().__init__(cp_group, num_heads, head_dim, n_groups, d_state, mixer, layout)
         self.fused, self.local = fused, self.sizes.local(self.cp_size)
         self.d_inner, self.d_inner_local = self.sizes.inner, self.local.inner
         self.num_heads_local, self.n_groups_local = self.local.num_heads, self.local.n_groups
-        self.group_repeat_count = max(self.cp_size // n_groups, 1)
+        self.group_repeat_count = max(self.cp_size // self.sizes.n_groups, 1)
 
+    @contract("mamba.MambaContextParallel")
     def pre_conv_ssm(
         self,
-        projected_states: Float[Tensor, "*a w"],
+        projected_states: Sharded[Tensor, "... w"],
         cu_seqlens: Int[Tensor, " offsets"] | None = None,
         *,
-        layout: TokenLayout | None = None,
-    ) -> Float[Tensor, "*b v"]:
+        layout: Order | None = None,
+    ) -> Sharded[Tensor, "... w/cp"]:
         """All tokens, in order, of this rank's columns z|x|B|C|dt.
 
             projected_states  "b s/cp:LAYOUT w"  or  "t/cp:packed w"   ->   "b s w/cp"  or  "t w/cp"
 
-        `cu_seqlens` are the padded offsets of the whole stream, and come with [t, w] or [1, t, w]. The gradient of
-        a column of B or C that several ranks hold is their sum.
+        `cu_seqlens` are the padded offsets of the full stream, and come with [t, w] or [1, t, w]. The gradient of
+        a column of B or C that several ranks read is the sum of theirs.
 
         Cost:   1 all_to_all forward, 1 backward. One host read of the offsets per batch, shared by all layers.
-        Errors: ValueError for other columns, offsets that do not end at n * rows, a stream without offsets.
+        Errors: ValueError for other columns, offsets that do not end at n * rows, a stream without offsets;
+                TypeError for another dtype.
         """
-        self._check_width(projected_states)
-        tokens = self._tokens(projected_states, cu_seqlens, self.cp_size, layout)
+        self._check_columns("projected_states", projected_states, self.sizes.width, "in_proj has")
+        tokens = self._token_layout(projected_states, cu_seqlens, self.cp_size, layout)
+        return self._heads_for_tokens(projected_states, cu_seqlens, tokens)
+
+    def _heads_for_tokens(self, projected: Tensor, cu_seqlens: Tensor | None, tokens: TokenLayout) -> Tensor:
         if self.cp_size == 1:
-            return projected_states
+            return projected
         if not tokens.total:
-            return projected_states[..., : self.local.width]
-        rows = _batched(projected_states)
-        there, back = _row_order(tokens, len(rows), rows.device)
+            return projected[..., : self.local.width]
+        rows = as_rows(projected)
+        to_sequence, to_ranks = _row_order(tokens, len(rows), rows.device)
         if self.fused:
+            # 1. Copy each group for every rank that reads it, and pack the columns of rank 0, rank 1, ...
             rows = rows if self.group_repeat_count == 1 else torch.cat(self._repeated(rows), -1)
             by_rank = _permuted(rows.flatten(0, 1), _columns(self.sizes, self.cp_size, rows.device), 1)
-            arrived = _all_to_all(by_rank.unflatten(1, (self.cp_size, -1)).transpose(0, 1), self.cp_group)
-            in_order = _permuted(arrived.flatten(0, 1), (there, back), 0)
+            # 2. Exchange: block j, this rank's tokens of rank j's columns, goes to rank j.
+            received = _all_to_all(by_rank.unflatten(1, (self.cp_size, -1)).transpose(0, 1), self.cp_group)
+            # 3. Tokens are received rank by rank; put them in the order of the sequence, in one gather.
+            in_order = _permuted(received.flatten(0, 1), (to_sequence, to_ranks), 0)
         else:
-            in_order = sequential(self._repeated(rows), cu_seqlens, tokens, self.cp_group)
-        return in_order.view(*projected_states.shape[:-2], tokens.total, self.local.width)
+            in_order = reference_all_to_all_cp2hp(self._repeated(rows), cu_seqlens, tokens, self.cp_group)
+        return in_order.view(*projected.shape[:-2], tokens.total, self.local.width)
 
+    @contract("mamba.MambaContextParallel")
     def post_conv_ssm(
         self,
-        output: Float[Tensor, "*a i"],
+        output: Sharded[Tensor, "... i/cp"],
         cu_seqlens: Int[Tensor, " offsets"] | None = None,
         *,
-        layout: TokenLayout | None = None,
-    ) -> Float[Tensor, "*b j"]:
+        layout: Order | None = None,
+    ) -> Sharded[Tensor, "... i"]:
         """This rank's tokens of all heads.
 
             output  "b s i/cp"  or  "t i/cp"   ->   "b s/cp:LAYOUT i"  or  "t/cp:packed i"
@@ -112,42 +122,46 @@ class MambaContextParallel(MixerStrategy):
         """
         heads = f"{self.num_heads_local} of {self.sizes.num_heads} heads have"
         self._check_columns("output", output, self.local.inner, heads)
-        tokens = self._tokens(output, cu_seqlens, 1, layout)
+        tokens = self._token_layout(output, cu_seqlens, 1, layout)
+        return self._tokens_for_heads(output, cu_seqlens, tokens)
+
+    def _tokens_for_heads(self, output: Tensor, cu_seqlens: Tensor | None, tokens: TokenLayout) -> Tensor:
         if self.cp_size == 1:
             return output
         if not tokens.total:
             return F.pad(output, (0, self.d_inner - self.d_inner_local))
-        rows = _batched(output)
-        there, back = _row_order(tokens, len(rows), rows.device)
+        rows = as_rows(output)
+        to_sequence, to_ranks = _row_order(tokens, len(rows), rows.device)
         if self.fused:
-            send = _permuted(rows.flatten(0, 1), (back, there), 0).unflatten(0, (self.cp_size, -1))
-            own = _all_to_all(send, self.cp_group).transpose(0, 1).flatten(1)
+            # The three steps of `_heads_for_tokens`, in reverse.
+            send = _permuted(rows.flatten(0, 1), (to_ranks, to_sequence), 0).unflatten(0, (self.cp_size, -1))
+            local_tokens = _all_to_all(send, self.cp_group).transpose(0, 1).flatten(1)
         else:
-            own = own_tokens(rows, cu_seqlens, tokens, self.cp_group)
-        return own.view(*output.shape[:-2], tokens.total // self.cp_size, self.d_inner)
+            local_tokens = reference_all_to_all_hp2cp(rows, cu_seqlens, tokens, self.cp_group)
+        return local_tokens.view(*output.shape[:-2], tokens.total // self.cp_size, self.d_inner)
 
+    @contract("mamba.MambaContextParallel")
     def mix(
-        self, projected_states: Float[Tensor, "*a w"], cu_seqlens: Int[Tensor, " offsets"] | None = None
-    ) -> Float[Tensor, "*a i"]:
+        self, projected_states: Sharded[Tensor, "... w"], cu_seqlens: Int[Tensor, " offsets"] | None = None
+    ) -> Sharded[Tensor, "... i"]:
         """All between in_proj and norm: see the class.
 
         Cost:   that of `pre_conv_ssm` and `post_conv_ssm`.
         Errors: those of `pre_conv_ssm`; ValueError for parameters of other sizes.
         """
-        parameters, ids = self.ssm_parameters(), None  # first: what cannot be read is refused before anything is sent
-        rows = self.pre_conv_ssm(projected_states, cu_seqlens)
-        tokens = self._tokens(rows, cu_seqlens, 1)
+        parameters = self.ssm_parameters()  # first: a sharded parameter is rejected before anything is sent
+        self._check_columns("projected_states", projected_states, self.sizes.width, "in_proj has")
+        tokens = self._token_layout(projected_states, cu_seqlens, self.cp_size)
+        # 1. All tokens of this rank's heads, in the order of the sequence.
+        local = self._heads_for_tokens(projected_states, cu_seqlens, tokens)
+        rows = as_rows(local)
+        # 2. Convolution, scan and gate of these heads.
+        ids = None
         if len(tokens.cu_padded) > 2:
-            ids = tokens.sequence_ids.to(rows.device).expand(_batched(rows).shape[:2])
-        out = mixed(
-            _batched(rows),
-            self.local,
-            parameters,
-            ids,
-            chunk_size=self.chunk_size,
-            dt_limit=self.dt_limit,
-        )
-        return self.post_conv_ssm(out.view(*rows.shape[:-1], self.local.inner), cu_seqlens)
+            ids = tokens.sequence_ids.to(rows.device).expand(rows.shape[:2])
+        out = mixed(rows, self.local, parameters, ids, chunk_size=self.chunk_size, dt_limit=self.dt_limit)
+        # 3. This rank's tokens of all heads.
+        return self._tokens_for_heads(out.view(*local.shape[:-1], self.local.inner), cu_seqlens, tokens)
 
     def _repeated(self, rows: Float[Tensor, "b s w"]) -> tuple[Tensor, ...]:
         """z, x, B, C and dt, each group as often as ranks read it."""
@@ -174,33 +188,29 @@ class MambaContextParallel(MixerStrategy):
             )
         return param.index_select(0, _channels(self.sizes, self.cp_size, param.device)[self.cp_rank])
 
-    def _unshareable(self) -> str | None:
+    def _indivisible(self) -> str | None:
         return self.sizes.uncuttable(self.cp_size)
-
-
-def _batched(x: Tensor) -> Tensor:
-    """[b, s, w] of a stream or a batch."""
-    return x if x.ndim == 3 else x[None]
 
 
 def _row_order(
     tokens: TokenLayout, batch: int, device: torch.device
 ) -> tuple[Int64[Tensor, " t"], Int64[Tensor, " t"]]:
     """Row in [n, b, s] of each token in [b, n * s], and back."""
-    there, back = tokens.inverse.to(device), tokens.index.flatten().to(device)
+    to_sequence, to_ranks = tokens.inverse.to(device), tokens.index.flatten().to(device)
     if batch == 1:
-        return there, back
+        return to_sequence, to_ranks
+    # The rows of a batch are received as [rank, row, token]: widen the index of one row to all rows.
     local, row = tokens.total // tokens.cp_size, torch.arange(batch, device=device)[:, None]
-    there = (there // local * batch + row) * local + there % local
-    back = (back.view(tokens.cp_size, 1, local) + row * tokens.total).flatten()
-    return there.flatten(), back
+    to_sequence = (to_sequence // local * batch + row) * local + to_sequence % local
+    to_ranks = (to_ranks.view(tokens.cp_size, 1, local) + row * tokens.total).flatten()
+    return to_sequence.flatten(), to_ranks
 
 
 @kept
 def _columns(sizes: MambaSizes, cp: int, device: torch.device) -> tuple[Int64[Tensor, " w"], Int64[Tensor, " w"]]:
-    """Columns of all ranks, one rank after another, and back; of a group for each rank, where there are fewer."""
-    there = projection_columns(replace(sizes, n_groups=max(sizes.n_groups, cp)), cp, device=device).flatten()
-    return there, inverted(there)
+    """Columns of all ranks, rank by rank, and the inverse; with a group for each rank where there are fewer."""
+    columns = projection_columns(replace(sizes, n_groups=max(sizes.n_groups, cp)), cp, device=device).flatten()
+    return columns, inverted(columns)
 
 
 @kept

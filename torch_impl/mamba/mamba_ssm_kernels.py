@@ -1,6 +1,6 @@
-"""mamba-ssm's scan and causal-conv1d's convolution, where these packages import and take a CUDA tensor as it is.
+"""mamba-ssm's scan and causal-conv1d's convolution, where these packages import and support a CUDA tensor as it is.
 
-Both compute in float32: what is wider, or of a size that they have no kernel for, is left to the eager functions.
+Both compute in float32: wider tensors, and sizes that they have no kernel for, are left to the eager functions.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-TAKEN = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDTHS = (2, 3, 4)  # of causal-conv1d's kernel, which also wants channels in eights
 
 
 def scan_kernel(x: Tensor, B: Tensor, C: Tensor) -> Callable[..., Any] | None:
-    """mamba-ssm's function for these, or None."""
-    if not (x.is_cuda and x.numel() and x.dtype in TAKEN and x.dtype == B.dtype == C.dtype):
+    """mamba-ssm's function for these tensors, or None."""
+    if not (x.is_cuda and x.numel() and x.dtype in DTYPES and x.dtype == B.dtype == C.dtype):
         return None
     return imported("mamba_ssm", "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
 
 
 def conv_kernel(x: Tensor, weight: Tensor) -> Callable[..., Any] | None:
-    """causal-conv1d's function for these, or None."""
-    if not (x.is_cuda and x.numel() and x.dtype in TAKEN and weight.dtype in TAKEN):
+    """causal-conv1d's function for these tensors, or None."""
+    if not (x.is_cuda and x.numel() and x.dtype in DTYPES and weight.dtype in DTYPES):
         return None
     if weight.shape[1] not in WIDTHS or x.shape[-1] % 8:
         return None
@@ -38,7 +38,7 @@ def conv_kernel(x: Tensor, weight: Tensor) -> Callable[..., Any] | None:
 
 @cache
 def imported(package: str, module: str, name: str) -> Callable[..., Any] | None:
-    """A function of an optional package. One that is installed and does not import is warned of, once, and None."""
+    """A function of an optional package, or None; one warning if the package is installed and does not import."""
     if find_spec(package) is None:
         return None
     try:
@@ -48,7 +48,7 @@ def imported(package: str, module: str, name: str) -> Callable[..., Any] | None:
         return None
 
 
-def scanned(
+def kernel_scan(
     kernel: Callable[..., Any],
     x: Float[Tensor, "b s h p"],
     dt: Float[Tensor, "b s h"],
@@ -60,7 +60,7 @@ def scanned(
     seq_idx: Int[Tensor, "b s"] | None,
     initial_states: Float[Tensor, "b h p n"] | None,
 ) -> tuple[Float[Tensor, "b s h p"], Float[Tensor, "b h p n"]]:
-    """`chunked_scan` by that kernel, of the same arguments."""
+    """`chunked_scan` by `kernel`, of the same arguments."""
     return kernel(
         x.contiguous(),
         dt.contiguous(),
@@ -76,20 +76,20 @@ def scanned(
 
 
 def _of_heads(D: Float[Tensor, "*e"], heads: int) -> Tensor:
-    """[h], or [h, p] where each channel has a number of its own: all that the kernel takes."""
+    """[h], or [h, p] where each channel has its number: the two shapes that the kernel supports."""
     rows = D.reshape(heads, -1)
     return rows[:, 0] if rows.shape[1] == 1 else rows
 
 
-def convolved(
+def kernel_conv(
     kernel: Callable[..., Any],
     x: Float[Tensor, "b s c"],
     weight: Float[Tensor, "c k"],
     bias: Float[Tensor, " c"] | None,
     seq_idx: Int[Tensor, "b s"] | None,
 ) -> Float[Tensor, "b s c"]:
-    """`causal_conv` by that kernel, of the same arguments."""
-    # Channels last in memory, which it asks for where sequences are packed, and no stride of a larger tensor's.
+    """`causal_conv` by `kernel`, of the same arguments."""
+    # The kernel requires channels last in memory for packed sequences, and no stride of a larger tensor.
     channels = x.flatten().view(x.shape).transpose(1, 2)
     index = None if seq_idx is None else seq_idx.int().contiguous()
     bias = None if bias is None else bias.to(weight.dtype)

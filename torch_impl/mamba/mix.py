@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from operator import index
 
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from torch_impl.collectives import accumulator
+from torch_impl.contract import Sharded, ShardedInt, contract
 from torch_impl.layouts.columns import MambaSizes
-from torch_impl.mamba.mamba_ssm_kernels import conv_kernel, convolved
-from torch_impl.mamba.scan import chunked_scan
+from torch_impl.layouts.divisibility import offsets_of
+from torch_impl.mamba.mamba_ssm_kernels import conv_kernel, kernel_conv
+from torch_impl.mamba.scan import scan
 
 
 @dataclass(frozen=True)
 class SsmParameters:
-    """What stands between the projections: whole, or the share of one rank."""
+    """The parameters between the projections: all of them, or the shard of one rank."""
 
     conv_weight: Float[Tensor, "c k"]
     conv_bias: Float[Tensor, " c"] | None
@@ -39,43 +42,51 @@ def mixed(
 
     Cost: no collective; that of `causal_conv` and `chunked_scan`.
     """
-    z, convolved, dt = projected.split([sizes.inner, sizes.channels, sizes.num_heads], dim=-1)
-    convolved = causal_conv(convolved, parameters.conv_weight, parameters.conv_bias, seq_idx)
-    x, B, C = convolved.split([sizes.inner, sizes.shared, sizes.shared], dim=-1)
-    y, _ = chunked_scan(
+    # 1. The convolution, of x|B|C together.
+    z, xBC, dt = projected.split([sizes.inner, sizes.channels, sizes.num_heads], dim=-1)
+    xBC = convolution(xBC, parameters.conv_weight, parameters.conv_bias, seq_idx)
+    x, B, C = xBC.split([sizes.inner, sizes.shared, sizes.shared], dim=-1)
+    # 2. The recurrence, head by head.
+    y, _ = scan(
         x.unflatten(-1, (sizes.num_heads, sizes.head_dim)),
         steps(dt, parameters.dt_bias, dt_limit),
         decays(parameters.A_log),
         B.unflatten(-1, (sizes.n_groups, sizes.d_state)),
         C.unflatten(-1, (sizes.n_groups, sizes.d_state)),
         parameters.D,
-        chunk_size=chunk_size,
-        seq_idx=seq_idx,
+        chunk_size,
+        seq_idx,
     )
+    # 3. The gate.
     return gated(y.flatten(-2), z)
 
 
+@contract
 def causal_conv(
-    x: Float[Tensor, "b s c"],
-    weight: Float[Tensor, "c k"],
-    bias: Float[Tensor, " c"] | None = None,
-    seq_idx: Int[Tensor, "b s"] | None = None,
-) -> Float[Tensor, "b s c"]:
-    """silu(bias + sum over j < k of weight[:, k - 1 - j] * x[t - j]), of those t - j in t's own sequence.
+    x: Sharded[Tensor, "b s c"],
+    weight: Sharded[Tensor, "c k"],
+    bias: Sharded[Tensor, "c"] | None = None,
+    seq_idx: ShardedInt[Tensor, "b s"] | None = None,
+) -> Sharded[Tensor, "b s c"]:
+    """Causal depthwise convolution along the sequence, which starts anew with each sequence of a stream.
 
-        x  "b s c"     weight  "c k"     seq_idx  "b s"     ->   "b s c"
-
-    `seq_idx` names the sequence of each token; without it each row is one sequence.
+    silu(bias + sum over j < k of weight[:, k - 1 - j] * x[t - j]), of the positions t - j in the sequence of t.
+    `seq_idx` names the sequence of each token; without it each row is one sequence. causal-conv1d's kernel computes
+    it where `mamba_ssm_kernels` finds one.
 
     Cost:   no collective. Eager: one copy of x for each of the k taps, in float32 or wider, which is also what is
             saved; the kernel saves x.
-    Errors: ValueError if weight, bias or seq_idx does not fit x.
+    Errors: ValueError if weight, bias or seq_idx does not fit x; TypeError for another dtype.
     """
-    _check(x, weight, bias, seq_idx)
+    return convolution(x, weight, bias, seq_idx)
+
+
+def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None) -> Float[Tensor, "b s c"]:
+    """`causal_conv` of arguments that fit."""
     if not x.shape[1]:
         return x
     if kernel := conv_kernel(x, weight):
-        return convolved(kernel, x, weight, bias, seq_idx)
+        return kernel_conv(kernel, x, weight, bias, seq_idx)
     wide, k = accumulator(x.dtype), weight.shape[1]
     taps = F.pad(x.to(wide), (0, 0, k - 1, 0)).unfold(1, k, 1)  # [b s c k], the last is the token itself
     if seq_idx is not None:
@@ -83,18 +94,6 @@ def causal_conv(
         taps = taps.masked_fill((before != seq_idx[..., None])[:, :, None], 0.0)
     total = (taps * weight.to(wide)).sum(-1)
     return F.silu(total if bias is None else total + bias.to(wide)).to(x.dtype)
-
-
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None) -> None:
-    function, channels = "mamba.causal_conv", x.shape[-1]
-    if x.ndim != 3 or weight.ndim != 2 or len(weight) != channels:
-        raise ValueError(
-            f"{function}: x is {list(x.shape)}, weight is {list(weight.shape)}; they are [b, s, c], [c, k]"
-        )
-    if bias is not None and bias.shape != (channels,):
-        raise ValueError(f"{function}: bias is {list(bias.shape)}; x has {channels} channels")
-    if seq_idx is not None and seq_idx.shape != x.shape[:2]:
-        raise ValueError(f"{function}: seq_idx is {list(seq_idx.shape)}; x has {list(x.shape[:2])} tokens")
 
 
 def steps(dt: Tensor, dt_bias: Tensor, dt_limit: tuple[float, float]) -> Tensor:
@@ -111,3 +110,29 @@ def decays(A_log: Tensor) -> Tensor:
 def gated(y: Tensor, z: Tensor) -> Tensor:
     """y * silu(z)."""
     return (y.to(accumulator(y.dtype)) * F.silu(z.to(accumulator(z.dtype)))).to(y.dtype)
+
+
+def mixer_sizes(function: str, num_heads: int, head_dim: int, n_groups: int, d_state: int) -> MambaSizes:
+    """The sizes as Python integers. Errors: ValueError if n_groups does not divide num_heads."""
+    if num_heads % n_groups:
+        raise ValueError(f"mamba.{function}: num_heads={num_heads} must be divisible by n_groups={n_groups}")
+    return MambaSizes(index(num_heads), index(head_dim), index(n_groups), index(d_state))
+
+
+def check_dims(function: str, x: Tensor) -> None:
+    """x is [b, s, w] or [t, w]."""
+    if x.ndim not in (2, 3):
+        raise ValueError(f"mamba.{function}: input is {list(x.shape)}; it is [b, s, w], or [t, w] with cu_seqlens")
+
+
+def check_stream(function: str, x: Tensor, cu_seqlens: Tensor | None) -> None:
+    """x is [b, s, w], one sequence a row, or one stream, [t, w] or [1, t, w], with the offsets of its sequences."""
+    check_dims(function, x)
+    if cu_seqlens is None and x.ndim == 2:
+        raise ValueError(f"mamba.{function}: input is {list(x.shape)} without cu_seqlens; pass them, or [b, s, w]")
+    if cu_seqlens is not None and x.ndim == 3 and len(x) != 1:
+        raise ValueError(
+            f"mamba.{function}: input is {list(x.shape)} with cu_seqlens; one stream is [t, w] or [1, t, w]"
+        )
+    if cu_seqlens is not None:
+        offsets_of(f"mamba.{function}: cu_seqlens", cu_seqlens)

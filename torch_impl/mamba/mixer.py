@@ -1,7 +1,7 @@
 """The Mamba2 mixer, with the names of mamba-ssm's parameters.
 
-Alone it holds whole sequences. With `context_parallel` a rank holds its tokens of them: projections and norm work on
-those, and all between the projections is that strategy's.
+Without `context_parallel` it mixes complete sequences. With it a rank has a shard of their tokens: projections and norm
+work on those, and the strategy does what is between the projections.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from torch_impl.collectives import accumulator
+from torch_impl.contract import NonNegative, PositiveInt, Sharded, contract, dtype_name
 from torch_impl.layouts import TokenLayout
-from torch_impl.mamba.arguments import check_hidden, check_limits, check_stream, checked_size, checked_sizes, projected
-from torch_impl.mamba.mix import SsmParameters, mixed
+from torch_impl.mamba.mix import SsmParameters, check_stream, mixed, mixer_sizes
 
 STEPS = (1e-3, 1e-1)  # the range that dt is drawn from, evenly in its logarithm
 DECAYS = (1.0, 16.0)  # the range of -A
 
 
 class Strategy(Protocol):
-    """What a mixer over context-parallel ranks is given: `mix` takes in_proj's output, returns norm's input."""
+    """How a mixer runs over context-parallel ranks: `mix` takes the output of in_proj and returns the input of norm."""
 
     def mix(self, projected_states: Tensor, cu_seqlens: Tensor | None = None) -> Tensor: ...
 
 
 class GroupedNorm(nn.Module):
-    """Over the root mean square in each of `groups` equal parts of the last dim, times a weight."""
+    """Division by the root mean square of each of `groups` equal parts of the last dim, times a weight."""
 
     def __init__(self, width: int, groups: int, eps: float, *, device: Any = None, dtype: Any = None) -> None:
         super().__init__()
@@ -51,15 +51,15 @@ class GroupedNorm(nn.Module):
 class Mamba2Mixer(nn.Module):
     """The Mamba2 layer between two residuals.
 
-        x  "b s d"  or, packed,  "t d"     ->   the same     (s, t cut over cp where `context_parallel` says how)
-        parameters  "... cp=R": whole on each rank; their full gradient is the SUM over cp
+        x  "b s d"  or, packed,  "t d"     ->   the same     (s, t sharded over cp as `context_parallel` says)
+        parameters  "... cp=R": replicated; their full gradient is the SUM over cp
 
     z|x|B|C|dt = in_proj(x);  x|B|C = silu(conv(x|B|C));  dt = clamp(softplus(dt + dt_bias));  A = -exp(A_log)
     S[t] = exp(dt[t] A) S[t-1] + dt[t] x[t] B[t]^T;  y[t] = S[t] C[t] + D x[t];  out_proj(norm(y * silu(z)))
 
     `d_model` is the width of x. `conv_bias` and `bias` give the convolution and the projections one. `chunk_size` is
     that of the scan, in tokens. `context_parallel` is a function from the mixer to its strategy: an object with `mix`.
-    Offsets `cu_seqlens` are those of the whole padded stream. dt_bias, A_log and D are created in float32, or float64
+    Offsets `cu_seqlens` are those of the full padded stream. dt_bias, A_log and D are created in float32, or float64
     if the rest is; the rest in `dtype`, all on `device`.
 
     Cost:   no collective of its own.
@@ -70,47 +70,46 @@ class Mamba2Mixer(nn.Module):
     Source: arXiv 2405.21060; the names are those of mamba-ssm's Mamba2.
     """
 
+    @contract("mamba.Mamba2Mixer")
     def __init__(
         self,
-        d_model: int,
+        d_model: PositiveInt,
         *,
-        num_heads: int,
-        head_dim: int,
-        n_groups: int,
-        d_state: int,
-        d_conv: int = 4,
-        chunk_size: int = 256,
+        num_heads: PositiveInt,
+        head_dim: PositiveInt,
+        n_groups: PositiveInt,
+        d_state: PositiveInt,
+        d_conv: PositiveInt = 4,
+        chunk_size: PositiveInt = 256,
         conv_bias: bool = True,
         bias: bool = False,
-        norm_eps: float = 1e-5,
-        norm_groups: int | None = None,
+        norm_eps: NonNegative = 1e-5,
+        norm_groups: PositiveInt | None = None,
         dt_limit: tuple[float, float] = (0.0, math.inf),
         context_parallel: Callable[[Mamba2Mixer], Strategy] | None = None,
-        device: torch.device | str | None = None,
+        device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.sizes = checked_sizes("Mamba2Mixer", num_heads, head_dim, n_groups, d_state)
+        self.sizes = mixer_sizes("Mamba2Mixer", num_heads, head_dim, n_groups, d_state)
         norm_groups = n_groups if norm_groups is None else norm_groups
-        further = {"d_model": d_model, "d_conv": d_conv, "chunk_size": chunk_size, "norm_groups": norm_groups}
-        for name, size in further.items():
-            checked_size("Mamba2Mixer", name, size)
-        check_limits("Mamba2Mixer", dt_limit, norm_eps)
+        if not 0 <= dt_limit[0] <= dt_limit[1]:
+            raise ValueError(f"mamba.Mamba2Mixer: dt_limit={dt_limit} is no range of steps; pass 0 <= low <= high")
         if self.sizes.inner % norm_groups:
             raise ValueError(
                 f"mamba.Mamba2Mixer: norm_groups={norm_groups} must divide num_heads * head_dim = {self.sizes.inner}"
             )
         self.d_model, self.d_conv, self.chunk_size, self.dt_limit = d_model, d_conv, chunk_size, dt_limit
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        sums: dict[str, Any] = {"device": device, "dtype": accumulator(dtype or torch.get_default_dtype())}
+        placed: dict[str, Any] = {"device": device, "dtype": dtype}
+        wide: dict[str, Any] = {"device": device, "dtype": accumulator(dtype or torch.get_default_dtype())}
         channels = self.sizes.channels
-        self.in_proj = nn.Linear(d_model, self.sizes.width, bias=bias, **made)
-        self.conv1d = nn.Conv1d(channels, channels, d_conv, groups=channels, bias=conv_bias, **made)
-        self.dt_bias = nn.Parameter(torch.empty(num_heads, **sums))
-        self.A_log = nn.Parameter(torch.empty(num_heads, **sums))
-        self.D = nn.Parameter(torch.ones(num_heads, **sums))
-        self.norm = GroupedNorm(self.sizes.inner, norm_groups, norm_eps, **made)
-        self.out_proj = nn.Linear(self.sizes.inner, d_model, bias=bias, **made)
+        self.in_proj = nn.Linear(d_model, self.sizes.width, bias=bias, **placed)
+        self.conv1d = nn.Conv1d(channels, channels, d_conv, groups=channels, bias=conv_bias, **placed)
+        self.dt_bias = nn.Parameter(torch.empty(num_heads, **wide))
+        self.A_log = nn.Parameter(torch.empty(num_heads, **wide))
+        self.D = nn.Parameter(torch.ones(num_heads, **wide))
+        self.norm = GroupedNorm(self.sizes.inner, norm_groups, norm_eps, **placed)
+        self.out_proj = nn.Linear(self.sizes.inner, d_model, bias=bias, **placed)
         self.reset_parameters()
         self.context_parallel = None if context_parallel is None else context_parallel(self)
 
@@ -123,24 +122,33 @@ class Mamba2Mixer(nn.Module):
             self.A_log.uniform_(*DECAYS).log_()
             self.D.fill_(1.0)
 
+    @contract("mamba.Mamba2Mixer")
     def forward(
-        self, x: Float[Tensor, "*a d"], cu_seqlens: Int[Tensor, " offsets"] | None = None
-    ) -> Float[Tensor, "*a d"]:
+        self, x: Sharded[Tensor, "... d"], cu_seqlens: Int[Tensor, " offsets"] | None = None
+    ) -> Sharded[Tensor, "... d"]:
         """See the class."""
-        self._check(x, cu_seqlens)
-        strategy = self if self.context_parallel is None else self.context_parallel
-        return self.out_proj(self.norm(strategy.mix(projected("Mamba2Mixer", self.in_proj, x), cu_seqlens)))
+        if x.shape[-1] != self.d_model:
+            raise ValueError(f"mamba.Mamba2Mixer: x is {list(x.shape)}; d_model={self.d_model} is its last dim")
+        strategy = self.context_parallel
+        # A strategy with a TokenLayout of every batch needs no offsets, and validates its input itself.
+        if strategy is None or isinstance(getattr(strategy, "layout", None), str):
+            check_stream("Mamba2Mixer", x, cu_seqlens)
+        mix = self._mix if strategy is None else strategy.mix
+        return self.out_proj(self.norm(mix(self._projected(x), cu_seqlens)))
 
+    @contract("mamba.Mamba2Mixer")
     def mix(
-        self, projected_states: Float[Tensor, "*a w"], cu_seqlens: Int[Tensor, " offsets"] | None = None
-    ) -> Float[Tensor, "*a i"]:
-        """All between in_proj and norm, of whole sequences.
+        self, projected_states: Sharded[Tensor, "... w"], cu_seqlens: Int[Tensor, " offsets"] | None = None
+    ) -> Sharded[Tensor, "... i"]:
+        """All between in_proj and norm, of complete sequences: [b, s, w], or [t, w] with offsets.
 
-            projected_states  "b s w"  or  "t w"   ->   "b s i"  or  "t i"
-
-        Errors: ValueError for offsets that do not rise from 0 to t, [t, w] without them, [b, s, w] with them and b > 1.
+        Errors: ValueError for offsets that do not rise from 0 to t, [t, w] without them, [b, s, w] with them and b > 1;
+                TypeError for another dtype.
         """
         check_stream("Mamba2Mixer", projected_states, cu_seqlens)
+        return self._mix(projected_states, cu_seqlens)
+
+    def _mix(self, projected_states: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         rows = projected_states if projected_states.ndim == 3 else projected_states[None]
         ids = None
         if cu_seqlens is not None:
@@ -149,13 +157,19 @@ class Mamba2Mixer(nn.Module):
         out = mixed(rows, self.sizes, self.ssm_parameters(), ids, chunk_size=self.chunk_size, dt_limit=self.dt_limit)
         return out if projected_states.ndim == 3 else out[0]
 
-    def _check(self, x: Tensor, cu_seqlens: Tensor | None) -> None:
-        """What is known of x before it is projected; a strategy with a layout of its own says what it takes."""
-        check_hidden("Mamba2Mixer", x, self.d_model)
-        order = "alone" if self.context_parallel is None else getattr(self.context_parallel, "layout", None)
-        if isinstance(order, str):
-            check_stream("Mamba2Mixer", x, cu_seqlens)
+    def _projected(self, x: Tensor) -> Tensor:
+        """in_proj of x. TypeError for an x of another dtype that neither autocast nor a hook casts."""
+        try:
+            return self.in_proj(x)
+        except RuntimeError as error:
+            weight = getattr(self.in_proj, "weight", x)
+            if weight.dtype == x.dtype or "dtype" not in str(error):
+                raise
+            raise TypeError(
+                f"mamba.Mamba2Mixer: x is {dtype_name(x)}, in_proj.weight is {dtype_name(weight)}; "
+                "cast one, or use torch.autocast"
+            ) from error
 
     def ssm_parameters(self) -> SsmParameters:
-        """What stands between the projections, whole."""
+        """The parameters between the projections, unsharded."""
         return SsmParameters(self.conv1d.weight[:, 0], self.conv1d.bias, self.dt_bias, self.A_log, self.D)

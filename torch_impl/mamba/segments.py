@@ -1,8 +1,8 @@
 """Segments of a rank's stream, as index arrays: runs of one sequence's tokens, which states pass between.
 
-Each rank hands on what `count` segments leave behind and enters as many: under dual_chunk_swap both halves of each
-sequence on it, under contiguous the segment at its last row, which the next rank goes on with, and that at its first.
-An index one past the last row stands for a row of zeros.
+Each rank sends the final states of `count` segments and receives the states that enter as many: under dual_chunk_swap
+both halves of each sequence on it; under contiguous it sends that of the segment at its last row, which the next rank
+continues, and receives one for the segment at its first row. An index one past the last row means a row of zeros.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BUILT = KeptBeside()
 
 @dataclass(frozen=True)
 class Blocks:
-    """Rows [block, size] of one segment each, the segment of each block, and each row's place in all blocks."""
+    """Segments in blocks of equal size: the rows of each, its segment, and the position of each row in all blocks."""
 
     rows: Int64[Tensor, "m l"]
     segment: Int64[Tensor, " m"]
@@ -30,25 +30,26 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Halo:
-    """The k - 1 rows before each entered segment, and the stream with them in it.
+    """The k - 1 rows before each segment that a state enters, and the stream extended by them.
 
-    `sent` are own rows, the last of each segment handed on. `taken` are rows of all ranks' in rank order. `joined`
-    are rows of cat(own, taken), `ids` their segments and `own` the places of own rows among them.
+    `sent` indexes the local rows: the last of each segment whose state is sent. `before` indexes the gathered rows of
+    all ranks. `extended` indexes cat(local, before), `ids` are the segments of its rows and `local` the positions of
+    the local rows in it.
     """
 
     sent: Int64[Tensor, " m"]
-    taken: Int64[Tensor, " m"]
-    joined: Int64[Tensor, " j"]
+    before: Int64[Tensor, " m"]
+    extended: Int64[Tensor, " j"]
     ids: Int64[Tensor, " j"]
-    own: Int64[Tensor, " t"]
+    local: Int64[Tensor, " t"]
 
 
 @dataclass(frozen=True)
 class Segments:
-    """What one rank computes with; all of it depends on the layout alone.
+    """The indices of one rank; all of them depend on the layout alone.
 
-    `order` are segments of all ranks as rows in order of position, `sequences` whose they are; a state passes along
-    a row. `before` counts, for each segment entered, the segments of its row that come before it, or is 0.
+    `order` has a row for each sequence: the segments of all ranks by position, `sequences` their sequences; a state
+    passes along a row. `before` counts, for each local segment, the segments of its row that come before it.
     """
 
     count: int
@@ -64,7 +65,7 @@ class Segments:
 
 @dataclass(frozen=True)
 class _Spans:
-    """Own rows of segments handed on and entered, and for a row of any rank the segment handed on that it is in."""
+    """Local rows of segments that send and that receive a state; the sending segment of a row of any rank."""
 
     ids: Tensor
     starts: Tensor
@@ -75,14 +76,14 @@ class _Spans:
 
 
 def segments_of(layout: TokenLayout, d_conv: int, chunk_size: int, device: torch.device) -> Segments:
-    """The segments of a layout with tokens, found once and kept as long as it is.
+    """The segments of a layout with tokens, cached as long as the layout exists.
 
-    Cost:   no collective, no host read, no loop over sequences or ranks; n * g indices and a few for each own token.
+    Cost:   no collective, no host read, no loop over sequences or ranks; n * g indices and a few for each local token.
     Errors: ValueError for a layout that is neither contiguous nor dual_chunk_swap.
     """
     if layout.kind not in ("contiguous", "dual_chunk_swap", "packed"):
         raise ValueError(
-            f"mamba.MambaStatePassing: layout={layout.kind!r} cuts sequences into more than two runs a rank; "
+            f"mamba.MambaStatePassing: layout={layout.kind!r} shards sequences into more than two runs a rank; "
             "use contiguous or dual_chunk_swap"
         )
     key = d_conv, chunk_size, device
@@ -91,7 +92,7 @@ def segments_of(layout: TokenLayout, d_conv: int, chunk_size: int, device: torch
 
 def _built(layout: TokenLayout, d_conv: int, chunk_size: int) -> Segments:
     local, device = layout.total // layout.cp_size, layout.index.device
-    spans = (_whole_runs if layout.kind == "contiguous" else _halves)(layout)
+    spans = (_runs_at_the_ends if layout.kind == "contiguous" else _halves)(layout)
     order = (_order_of_ranks if layout.kind == "contiguous" else _order_of_halves)(layout, spans)
     count = len(spans.starts)
     size = min(chunk_size, max(local // count, 1))
@@ -108,7 +109,7 @@ def _built(layout: TokenLayout, d_conv: int, chunk_size: int) -> Segments:
 
 
 def _halves(layout: TokenLayout) -> _Spans:
-    """Both chunks of each sequence; the same own rows on every rank."""
+    """Both chunks of each sequence; the same local rows on every rank."""
     cu = layout.cu_padded.long() // layout.cp_size
     edges = torch.cat([torch.stack([cu[:-1], cu[:-1] + cu.diff() // 2], 1).flatten(), cu[-1:]])
     starts, stops = edges[:-1], edges[1:]
@@ -117,8 +118,8 @@ def _halves(layout: TokenLayout) -> _Spans:
     return _Spans(ids, starts, stops, starts, stops, ids)
 
 
-def _whole_runs(layout: TokenLayout) -> _Spans:
-    """The sequence at the last row, which may go on elsewhere, and that at the first, which may come from there."""
+def _runs_at_the_ends(layout: TokenLayout) -> _Spans:
+    """The sequence at the last row, which the next rank may continue, and that at the first, which may continue."""
     ids = layout.sequence_ids[layout.local_index]
     last, first = (ids != ids[-1]).sum()[None], (ids == ids[0]).sum()[None]
     local = torch.full_like(last, len(ids))
@@ -128,24 +129,25 @@ def _whole_runs(layout: TokenLayout) -> _Spans:
 def _order_of_halves(layout: TokenLayout, spans: _Spans) -> tuple[Tensor, Tensor, Tensor]:
     n, count, rank = layout.cp_size, len(spans.starts), layout.cp_rank
     positions = layout.index[:, spans.starts.clamp(max=layout.index.shape[1] - 1)]
-    each = positions.view(n, -1, 2).transpose(0, 1).flatten(1).argsort(-1)  # 2 * rank + half, of each sequence
-    sequence = torch.arange(count // 2, device=each.device)[:, None]
-    before = each.argsort(-1)[:, 2 * rank : 2 * rank + 2]
-    return each // 2 * count + 2 * sequence + each % 2, sequence.expand_as(each), before
+    by_position = positions.view(n, -1, 2).transpose(0, 1).flatten(1).argsort(-1)  # 2 * rank + half, of each sequence
+    sequence = torch.arange(count // 2, device=by_position.device)[:, None]
+    before = by_position.argsort(-1)[:, 2 * rank : 2 * rank + 2]
+    order = by_position // 2 * count + 2 * sequence + by_position % 2
+    return order, sequence.expand_as(order), before
 
 
 def _order_of_ranks(layout: TokenLayout, spans: _Spans) -> tuple[Tensor, Tensor, Tensor]:
     ids, rank = layout.sequence_ids.view(layout.cp_size, -1), layout.cp_rank
-    goes_on = ids[rank - 1, -1] == ids[rank, 0]  # at rank 0 none is before, whichever it is
+    continues = ids[rank - 1, -1] == ids[rank, 0]  # rank 0 compares with the last rank, but has 0 before it anyway
     return (
         torch.arange(layout.cp_size, device=ids.device)[None],
         ids[None, :, -1],
-        torch.where(goes_on, rank, 0).view(1, 1),
+        torch.where(continues, rank, 0).view(1, 1),
     )
 
 
 def _blocks(starts: Tensor, stops: Tensor, everywhere: Tensor, size: int) -> Blocks:
-    """Segments in blocks of `size` rows, the last of each filled up with zeros; as many blocks for any lengths."""
+    """Segments in blocks of `size` rows, the last of each padded with zeros; as many blocks for any lengths."""
     local, count = len(everywhere), len(starts)
     needed = -(-(stops - starts) // size)
     ends = needed.cumsum(0)
@@ -161,25 +163,29 @@ def _blocks(starts: Tensor, stops: Tensor, everywhere: Tensor, size: int) -> Blo
 
 def _halo(layout: TokenLayout, spans: _Spans, everywhere: Tensor, reach: int) -> Halo:
     local, count, device = len(everywhere), len(spans.starts), everywhere.device
+    # 1. The positions before each entered segment, as far as its sequence reaches back.
     entry = spans.entry_starts.clamp(max=local - 1)
     position = layout.local_index[entry]
     back = torch.arange(reach, 0, -1, device=device)
-    wanted = position[:, None] - back
-    begins = layout.cu_padded[layout.sequence_ids[position]]
-    is_there = (wanted >= begins[:, None]) & (spans.entry_stops > spans.entry_starts)[:, None]
-    row = layout.inverse[wanted.clamp(min=0)]
+    wanted_position = position[:, None] - back
+    sequence_start = layout.cu_padded[layout.sequence_ids[position]]
+    exists = (wanted_position >= sequence_start[:, None]) & (spans.entry_stops > spans.entry_starts)[:, None]
+    # 2. Which rank sends each of them, at which place of its message: the last `reach` rows of each segment are sent.
+    row = layout.inverse[wanted_position.clamp(min=0)]
     rank, row = row // local, row % local
     segment = spans.segment_of_row[row]
-    taken = (rank * count + segment) * reach + reach - (spans.stops[segment] - row)
-    # Rows before a short segment's start are sent too, and nobody takes them.
-    sent = (spans.stops[:, None] - back).clamp(min=0).flatten()
-    own = everywhere + reach * torch.searchsorted(spans.entry_starts.contiguous(), everywhere, right=True)
-    each = torch.arange(count, device=device)
-    places = ((spans.entry_starts + each * reach)[:, None] + reach - back).flatten()
-    joined = torch.empty(local + count * reach, dtype=torch.long, device=device)
-    joined[own], joined[places] = everywhere, local + torch.arange(count * reach, device=device)
-    ids = torch.empty_like(joined)
-    entered = each if layout.kind != "contiguous" else spans.ids[:1]
-    ids[own], ids[places] = spans.ids, entered.repeat_interleave(reach, output_size=count * reach)
+    before = (rank * count + segment) * reach + reach - (spans.stops[segment] - row)
     absent = layout.cp_size * count * reach
-    return Halo(sent, torch.where(is_there, taken, absent).flatten(), joined, ids, own)
+    # Rows before a short segment's start are sent too, and no rank reads them.
+    sent = (spans.stops[:, None] - back).clamp(min=0).flatten()
+    # 3. The stream with `reach` rows in front of each entered segment.
+    local_rows = everywhere + reach * torch.searchsorted(spans.entry_starts.contiguous(), everywhere, right=True)
+    segments = torch.arange(count, device=device)
+    halo_rows = ((spans.entry_starts + segments * reach)[:, None] + reach - back).flatten()
+    extended = torch.empty(local + count * reach, dtype=torch.long, device=device)
+    extended[local_rows], extended[halo_rows] = everywhere, local + torch.arange(count * reach, device=device)
+    ids = torch.empty_like(extended)
+    entered = segments if layout.kind != "contiguous" else spans.ids[:1]
+    ids[local_rows] = spans.ids
+    ids[halo_rows] = entered.repeat_interleave(reach, output_size=count * reach)
+    return Halo(sent, torch.where(exists, before, absent).flatten(), extended, ids, local_rows)

@@ -1,7 +1,9 @@
-"""State-passing context parallelism: each rank mixes its own tokens of all heads.
+"""State-passing context parallelism: each rank mixes its tokens of all heads.
 
-What reaches across a cut is small: the last inputs of the convolution, and one state per head. Both are gathered, so
-what is sent does not grow with the sequence. No token is moved.
+Between shards pass only the last inputs of the convolution and one state per head. Both are gathered, so that the bytes
+sent do not grow with the sequence. No token is moved.
+
+Logarithms of decays are summed inside each segment: no other segment is in a sum, and no long sum is subtracted.
 """
 
 from __future__ import annotations
@@ -9,29 +11,30 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int, Int64
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_impl.collectives import accumulator, all_gather, uncast
+from torch_impl.contract import PositiveInt, Sharded, contract
 from torch_impl.kernels import rows_at
-from torch_impl.mamba.mix import SsmParameters, causal_conv, decays, gated, steps
-from torch_impl.mamba.scan import _log_decays, chunked_scan
+from torch_impl.mamba.mix import SsmParameters, convolution, decays, gated, steps
+from torch_impl.mamba.scan import _log_decays, scan
 from torch_impl.mamba.segments import Blocks, Segments, segments_of
-from torch_impl.mamba.strategy import MixerStrategy
+from torch_impl.mamba.strategy import GroupOrMesh, MixerStrategy, Order, as_rows
 
 
 class MambaStatePassing(MixerStrategy):
-    """What a Mamba2 mixer does between its projections, over cp ranks that keep their tokens. It owns no parameter.
+    """A Mamba2 mixer between its projections, over cp ranks that keep their tokens. It has no parameters itself.
 
         mix:  projected_states  "b s/cp:LAYOUT w"  or  "t/cp:packed w"   ->   the same with "i" columns
         parameters of `mixer`  "... cp=R"
 
     entry of a segment = sum over earlier i of its sequence of exp(sum of a between i and it) U[i];  U[i] is the state
-    that segment i leaves behind if none enters it, a[i] the logarithm of its decay.
+    at the end of segment i if none enters it, a[i] the logarithm of its decay.
 
-    `mixer` holds conv1d, dt_bias, A_log and D, read when they are used. The gradient on a rank is what its tokens
-    give: the full one is the SUM over cp. A data-parallel average over dp * cp needs the loss times cp_size.
+    `mixer` has conv1d, dt_bias, A_log and D, read when they are used. A rank differentiates them for its tokens: the
+    full gradient is the SUM over cp. A data-parallel average over dp * cp needs the loss times cp_size.
     `layout` is contiguous, dual_chunk_swap (inside each sequence of a packed stream), or such a TokenLayout of every
-    batch. Any number of heads and groups that a mixer can have.
+    batch. Any num_heads of any head_dim that n_groups divides, any d_state.
 
     Cost:   per layer 2 all_gather forward, 2 reduce_scatter backward. Bytes handed in, forward:
             g * b * ((K - 1) * channels * itemsize + H * (P * N + 1) * wide), and n times that backward, all of it
@@ -43,34 +46,54 @@ class MambaStatePassing(MixerStrategy):
 
     name = "MambaStatePassing"
 
-    def mix(
-        self, projected_states: Float[Tensor, "*a w"], cu_seqlens: Int[Tensor, " offsets"] | None = None
-    ) -> Float[Tensor, "*a i"]:
-        """All between in_proj and norm: see the class. `cu_seqlens` are the padded offsets of the whole stream.
+    @contract("mamba.MambaStatePassing")
+    def __init__(
+        self,
+        cp_group: GroupOrMesh,
+        num_heads: PositiveInt,
+        head_dim: PositiveInt,
+        n_groups: PositiveInt,
+        d_state: PositiveInt,
+        mixer: nn.Module,
+        *,
+        layout: Order = "dual_chunk_swap",
+    ) -> None:
+        super().__init__(cp_group, num_heads, head_dim, n_groups, d_state, mixer, layout)
 
-        Errors: ValueError for other columns, offsets that do not end at n * rows, a stream without offsets.
+    @contract("mamba.MambaStatePassing")
+    def mix(
+        self, projected_states: Sharded[Tensor, "... w"], cu_seqlens: Int[Tensor, " offsets"] | None = None
+    ) -> Sharded[Tensor, "... i"]:
+        """All between in_proj and norm: see the class. `cu_seqlens` are the padded offsets of the full stream.
+
+        Cost:   that of the class.
+        Errors: ValueError for other columns, offsets that do not end at n * rows, a stream without offsets;
+                TypeError for another dtype.
         """
-        self._check_width(projected_states)
-        tokens = self._tokens(projected_states, cu_seqlens, self.cp_size)
+        self._check_columns("projected_states", projected_states, self.sizes.width, "in_proj has")
+        tokens = self._token_layout(projected_states, cu_seqlens, self.cp_size)
         if not tokens.total:
             return projected_states[..., : self.sizes.inner]
         parameters = self.ssm_parameters()
         segments = segments_of(tokens, parameters.conv_weight.shape[1], self.chunk_size, projected_states.device)
-        rows = projected_states if projected_states.ndim == 3 else projected_states[None]
-        return self._mixed(rows, parameters, segments).view(*projected_states.shape[:-1], self.sizes.inner)
+        y = self._mixed(as_rows(projected_states), parameters, segments)
+        return y.view(*projected_states.shape[:-1], self.sizes.inner)
 
     def _mixed(self, rows: Tensor, parameters: SsmParameters, segments: Segments) -> Tensor:
         """[b, t, w] -> [b, t, i]."""
         sizes = self.sizes
-        z, convolved, dt = rows.split([sizes.inner, sizes.channels, sizes.num_heads], dim=-1)
-        convolved = self._convolved(convolved, parameters, segments)
-        x, B, C = convolved.split([sizes.inner, sizes.shared, sizes.shared], dim=-1)
+        # 1. The convolution, with the rows before each segment from the ranks that have them.
+        z, xBC, dt = rows.split([sizes.inner, sizes.channels, sizes.num_heads], dim=-1)
+        xBC = self._convolved(xBC, parameters, segments)
+        x, B, C = xBC.split([sizes.inner, sizes.shared, sizes.shared], dim=-1)
         x = x.unflatten(-1, (sizes.num_heads, sizes.head_dim))
         B, C = (part.unflatten(-1, (sizes.n_groups, sizes.d_state)) for part in (B, C))
         dt, A = steps(dt, parameters.dt_bias, self.dt_limit), decays(parameters.A_log)
         D = parameters.D.reshape(sizes.num_heads, -1)
+        # 2. The scan of each local segment as if no state entered it.
         ids = segments.ids.expand(len(rows), -1)
-        y, _ = chunked_scan(x, dt, A, B, C, D, chunk_size=self.chunk_size, seq_idx=ids)
+        y, _ = scan(x, dt, A, B, C, D, self.chunk_size, ids)
+        # 3. What the entering states add: the recurrence is linear in the state.
         wide = accumulator(x.dtype)
         with uncast(x.device):
             y = y + self._entered(x.to(wide) * dt[..., None], dt * A, B.to(wide), C.to(wide), segments).to(y.dtype)
@@ -78,33 +101,42 @@ class MambaStatePassing(MixerStrategy):
 
     def _entered(self, u: Tensor, logs: Tensor, B: Tensor, C: Tensor, segments: Segments) -> Tensor:
         """[b, t, h, p]: what the states that enter this rank's segments add to its outputs."""
+        # 1. The state and the decay that each local segment passes on.
         since = running_sums(logs, segments.ids)
         left = states_left(u, B, sums_after(logs, segments.ids), segments.leaving, segments.count)
+        # 2. The states that enter, by one all-gather; 3. their part of each output.
         entering = self._entering(left, rows_at(with_zeros(since), segments.last, 1), segments)
         return read_entering(C, since, entering, segments.entering)
 
     def _convolved(self, x: Tensor, parameters: SsmParameters, segments: Segments) -> Tensor:
-        """The convolution of own rows, with those before each segment in front of it."""
+        """The convolution of the local rows, each segment preceded by the k - 1 rows before it."""
         halo = segments.halo
-        sent = rows_at(x, halo.sent, 1)[None]
-        gathered = all_gather(sent, self.cp_group, out="R")  # b k c -> n b k c
-        taken = rows_at(with_zeros(gathered.transpose(0, 1).flatten(1, 2)), halo.taken, 1)
-        joined = rows_at(torch.cat([x, taken], 1), halo.joined, 1)
+        # 1. Gather the last rows of every rank's segments. "R": each rank reads other rows, so cotangents add up.
+        gathered = all_gather(rows_at(x, halo.sent, 1)[None], self.cp_group, out="R")  # b k c -> n b k c
+        # 2. Select the rows before each local segment, and put them in front of it.
+        before = rows_at(with_zeros(gathered.transpose(0, 1).flatten(1, 2)), halo.before, 1)
+        extended = rows_at(torch.cat([x, before], 1), halo.extended, 1)
+        # 3. Convolve, and drop the outputs at the rows in front.
         ids = halo.ids.expand(len(x), -1)
-        return rows_at(causal_conv(joined, parameters.conv_weight, parameters.conv_bias, ids), halo.own, 1)
+        y = convolution(extended, parameters.conv_weight, parameters.conv_bias, ids)
+        return rows_at(y, halo.local, 1)
 
     def _entering(self, left: Tensor, logs: Tensor, segments: Segments) -> Tensor:
-        """[b, g, h, p, n]: the state that enters each segment, of what all segments leave and their log decays."""
-        sent = torch.cat([left.flatten(-2), logs[..., None]], -1)[None]
-        gathered = all_gather(sent, self.cp_group, out="R").transpose(0, 1).flatten(1, 2)  # b n*g h p*n+1
-        each = rows_at(gathered, segments.order.flatten(), 1).unflatten(1, segments.order.shape)
-        states, logs = each[..., :-1], each[..., -1]  # b q m h ...
-        through = _log_decays(logs, segments.sequences.expand(len(each), -1, -1)).exp()
-        # Row k of each sequence: what k segments leave together, and nothing where none comes before.
-        together = F.pad(through, (0, 0, 0, 0, 1, 0))
-        row = torch.arange(len(segments.order), device=left.device)[:, None] * together.shape[2] + segments.before
-        chosen = rows_at(together.flatten(1, 2), row.flatten(), 1).unflatten(1, row.shape)
-        return torch.einsum("bqemh,bqmhx->bqehx", chosen, states).flatten(1, 2).view_as(left)
+        """[b, g, h, p, n]: the state that enters each segment, from the final states and log decays of all segments."""
+        # 1. Gather the final state and the log decay of every segment, in one message.
+        message = torch.cat([left.flatten(-2), logs[..., None]], -1)[None]
+        gathered = all_gather(message, self.cp_group, out="R").transpose(0, 1).flatten(1, 2)  # b n*g h p*n+1
+        # 2. Sort the segments of each sequence by position, b q m h ...
+        by_sequence = rows_at(gathered, segments.order.flatten(), 1).unflatten(1, segments.order.shape)
+        states, logs = by_sequence[..., :-1], by_sequence[..., -1]
+        # 3. Decays from the end of segment m to the end of segment k; row k + 1 of the padded ones is the state after
+        #    k + 1 segments, row 0 the zero state of a segment that none precedes.
+        through = _log_decays(logs, segments.sequences.expand(len(by_sequence), -1, -1)).exp()
+        prefixes = F.pad(through, (0, 0, 0, 0, 1, 0))
+        # 4. The row of each local segment, times the states.
+        row = torch.arange(len(segments.order), device=left.device)[:, None] * prefixes.shape[2] + segments.before
+        weights = rows_at(prefixes.flatten(1, 2), row.flatten(), 1).unflatten(1, row.shape)
+        return torch.einsum("bqemh,bqmhx->bqehx", weights, states).flatten(1, 2).view_as(left)
 
 
 def running_sums(logs: Float[Tensor, "b t h"], ids: Int64[Tensor, " t"]) -> Float[Tensor, "b t h"]:
@@ -112,6 +144,7 @@ def running_sums(logs: Float[Tensor, "b t h"], ids: Int64[Tensor, " t"]) -> Floa
 
     Cost: log2(t) additions of logs, as many for any segments. Saves a mask for each.
     """
+    # Doubling: after each pass a token has the sum of the last `reach` tokens of its segment.
     total, reach = logs, 1
     while reach < len(ids):
         is_same = (ids[reach:] == ids[:-reach])[:, None]
@@ -135,10 +168,10 @@ def states_left(
 
     Cost: t * h * p * n multiplications, one state a block.
     """
-    u = _cut(u * after.exp()[..., None], blocks).unflatten(3, (B.shape[2], -1))
-    each = torch.einsum("bmlgep,bmlgn->bmgepn", u, _cut(B, blocks)).flatten(2, 3)
-    left = each.new_zeros(len(each), count, *each.shape[2:])
-    return left.index_add(1, blocks.segment, each)
+    u = _blocks_of(u * after.exp()[..., None], blocks).unflatten(3, (B.shape[2], -1))
+    states = torch.einsum("bmlgep,bmlgn->bmgepn", u, _blocks_of(B, blocks)).flatten(2, 3)
+    left = states.new_zeros(len(states), count, *states.shape[2:])
+    return left.index_add(1, blocks.segment, states)
 
 
 def read_entering(
@@ -149,7 +182,7 @@ def read_entering(
     Cost: t * h * p * n multiplications, one state a block.
     """
     states = rows_at(entering, blocks.segment, 1).unflatten(2, (C.shape[2], -1))
-    read = torch.einsum("bmlgn,bmgepn->bmlgep", _cut(C, blocks), states).flatten(3, 4).flatten(1, 2)
+    read = torch.einsum("bmlgn,bmgepn->bmlgep", _blocks_of(C, blocks), states).flatten(3, 4).flatten(1, 2)
     return rows_at(with_zeros(read), blocks.place, 1) * since.exp()[..., None]
 
 
@@ -158,5 +191,5 @@ def with_zeros(x: Float[Tensor, "b t *a"]) -> Float[Tensor, "b t+1 *a"]:
     return F.pad(x, (0, 0) * (x.ndim - 2) + (0, 1))
 
 
-def _cut(x: Float[Tensor, "b t *a"], blocks: Blocks) -> Float[Tensor, "b m l *a"]:
+def _blocks_of(x: Float[Tensor, "b t *a"], blocks: Blocks) -> Float[Tensor, "b m l *a"]:
     return rows_at(with_zeros(x), blocks.rows.flatten(), 1).unflatten(1, blocks.rows.shape)

@@ -1,39 +1,65 @@
-"""What both strategies are made with, and how they read their mixer: group, sizes, layout, parameters at each use."""
+"""What both strategies share: the group, the sizes, the layout of tokens, the parameters of the mixer."""
 
 from __future__ import annotations
 
 import math
 from copy import deepcopy
+from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_impl.collectives.arguments import checked_group
+from torch_impl.contract import type_name
 from torch_impl.layouts import TokenLayout
 from torch_impl.layouts.columns import MambaSizes
 from torch_impl.layouts.remembered import remembered
 from torch_impl.layouts.token_layout import dense_layout
-from torch_impl.mamba.arguments import check_dims, check_stream, checked_sizes
-from torch_impl.mamba.mix import SsmParameters
+from torch_impl.mamba.mix import SsmParameters, check_dims, check_stream, mixer_sizes
 
-Order = str | TokenLayout
-PACKED = {"contiguous": "contiguous", "dual_chunk_swap": "packed"}  # how each order cuts a packed stream
+PACKED = {"contiguous": "contiguous", "dual_chunk_swap": "packed"}  # the kind of layout of a packed stream, by order
+
+
+@dataclass(frozen=True)
+class _GroupOrMeshKind:
+    """A process group, or a mesh of one dim."""
+
+    def validate(self, function: str, name: str, value: Any, sizes: Any) -> None:
+        if isinstance(value, DeviceMesh):
+            if value.ndim != 1:
+                axes = value.mesh_dim_names or ()
+                raise ValueError(f"{function}: {name} is a mesh of {value.ndim} dims {axes}; pass its cp dim")
+        elif not isinstance(value, ProcessGroup):
+            raise TypeError(f"{function}: {name} is {type_name(value)}; pass a ProcessGroup or a 1-D DeviceMesh")
+
+
+@dataclass(frozen=True)
+class _OrderKind:
+    """The name of an order of tokens, or the layout of every batch."""
+
+    def validate(self, function: str, name: str, value: Any, sizes: Any) -> None:
+        if not isinstance(value, (str, TokenLayout)):
+            choice = "contiguous, dual_chunk_swap or a TokenLayout"
+            raise TypeError(f"{function}: {name} is {type_name(value)}; pass {choice}")
+        if isinstance(value, str) and value not in PACKED:
+            raise ValueError(f"{function}: {name}={value!r} is not contiguous, dual_chunk_swap or a TokenLayout")
+
+
+GroupOrMesh = Annotated[ProcessGroup | DeviceMesh, _GroupOrMeshKind()]
+Order = Annotated[str | TokenLayout, _OrderKind()]
 
 
 class MixerStrategy:
-    """A Mamba2 mixer's parameters over cp ranks, as each rank uses them. It owns none.
+    """The parameters of a Mamba2 mixer over cp ranks, as each rank uses them. It has no parameters itself.
 
-    `mixer` holds conv1d, dt_bias, A_log and D, which are whole on each rank when they are read. What a rank's tokens or
-    heads give is the gradient there: the full one is the SUM over cp.
+    `mixer` has conv1d, dt_bias, A_log and D, which are replicated when they are read. A rank differentiates them for
+    its tokens or heads: the full gradient is the SUM over cp.
 
-    Errors: TypeError for sizes that are no integers, a cp_group that is neither ProcessGroup nor 1-D DeviceMesh, a
-            layout that is neither name nor TokenLayout; ValueError for sizes below 1, num_heads that n_groups does
-            not divide, parameters of other sizes, another layout.
+    Errors: ValueError if n_groups does not divide num_heads, for sizes that cp ranks cannot share, or parameters of
+            other sizes.
     """
 
     name: ClassVar[str]
@@ -46,16 +72,15 @@ class MixerStrategy:
         n_groups: int,
         d_state: int,
         mixer: nn.Module,
-        *,
-        layout: Order = "dual_chunk_swap",
+        layout: str | TokenLayout,
     ) -> None:
-        self.cp_group = checked_group_of(self.name, cp_group)
+        self.cp_group = cp_group.get_group() if isinstance(cp_group, DeviceMesh) else cp_group
         self.cp_size, self.cp_rank = self.cp_group.size(), self.cp_group.rank()
-        self.sizes = checked_sizes(self.name, num_heads, head_dim, n_groups, d_state)
-        if reason := self._unshareable():
+        self.sizes = mixer_sizes(self.name, num_heads, head_dim, n_groups, d_state)
+        if reason := self._indivisible():
             raise ValueError(f"mamba.{self.name}: {reason}")
-        check_parameters(self.name, mixer, self.sizes)
-        self.mixer, self.layout = mixer, checked_order(self.name, layout)
+        self.mixer, self.layout = mixer, layout
+        self._check_parameters()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MixerStrategy:
         """For the copy of the mixer that `memo` has, or a new one; groups and layouts are shared."""
@@ -65,183 +90,149 @@ class MixerStrategy:
 
     def get_conv1d_weight(self) -> Float[Tensor, "c k"]:
         """[channels, k] of this rank's x|B|C."""
-        return self._slice_conv_param(whole(self.name, self.mixer, "conv1d.weight")).flatten(1)
+        return self._slice_conv_param(self._parameter("conv1d.weight")).flatten(1)
 
     def get_conv1d_bias(self) -> Float[Tensor, " c"] | None:
         """[channels] of this rank's x|B|C, or None."""
-        bias = whole(self.name, self.mixer, "conv1d.bias")
+        bias = self._parameter("conv1d.bias")
         return None if bias is None else self._slice_conv_param(bias)
 
     def get_dt_bias(self) -> Float[Tensor, " h"]:
         """[heads] of this rank."""
-        return self._slice_vector_param(whole(self.name, self.mixer, "dt_bias"))
+        return self._slice_vector_param(self._parameter("dt_bias"))
 
     def get_A_log(self) -> Float[Tensor, " h"]:
         """[heads] of this rank."""
-        return self._slice_vector_param(whole(self.name, self.mixer, "A_log"))
+        return self._slice_vector_param(self._parameter("A_log"))
 
     def get_D(self) -> Float[Tensor, " h"]:
         """[heads] of this rank; or [heads * head_dim], where D has one number per channel."""
-        return self._slice_vector_param(whole(self.name, self.mixer, "D"))
+        return self._slice_vector_param(self._parameter("D"))
 
     def ssm_parameters(self) -> SsmParameters:
-        """What a rank mixes with."""
+        """The parameters between the projections, of this rank."""
         conv = self.get_conv1d_weight(), self.get_conv1d_bias()
         return SsmParameters(*conv, self.get_dt_bias(), self.get_A_log(), self.get_D())
 
     def _slice_vector_param(self, param: Shaped[Tensor, " h"]) -> Shaped[Tensor, " l"]:
-        """This rank's part of a vector over heads: all of it, where a strategy says nothing else."""
+        """This rank's shard of a vector over heads: all of it, unless a strategy shards the heads."""
         return param
 
     def _slice_conv_param(self, param: Shaped[Tensor, "*a"]) -> Shaped[Tensor, "*b"]:
-        """This rank's channels of the convolution's weight or bias: all, where a strategy says nothing else."""
+        """This rank's channels of the convolution's weight or bias: all, unless a strategy shards the heads."""
         return param
 
-    def _unshareable(self) -> str | None:
-        """Why cp ranks cannot have these sizes, or None."""
+    def _indivisible(self) -> str | None:
+        """Why cp ranks cannot share these sizes, or None."""
         return None
 
-    def _tokens(
-        self, x: Tensor, cu_seqlens: Tensor | None, ranks: int, layout: TokenLayout | None = None
+    def _parameter(self, name: str) -> Tensor:
+        """The parameter as it is now, since FSDP2 replaces it between steps; of a replicated DTensor the local one."""
+        from torch.distributed.tensor import DTensor
+
+        parameter = attrgetter(name)(self.mixer)
+        if not isinstance(parameter, DTensor):
+            return parameter
+        if not all(placement.is_replicate() for placement in parameter.placements):
+            raise ValueError(f"mamba.{self.name}: {name} is {parameter.placements}; unshard it first")
+        return parameter.to_local()
+
+    def _check_parameters(self) -> None:
+        """The mixer has the parameters, of the shapes that the sizes imply, and its sizes are the same."""
+        sizes, heads, channels = self.sizes, self.sizes.num_heads, self.sizes.channels
+        shapes = {
+            "conv1d.weight": (f"[{channels}, 1, k]", lambda p: p.shape[:-1] in ((channels,), (channels, 1))),
+            "conv1d.bias": (f"[{channels}]", lambda p: p.shape == (channels,)),
+            "dt_bias": (f"[{heads}]", lambda p: p.shape == (heads,)),
+            "A_log": (f"[{heads}]", lambda p: p.shape == (heads,)),
+            "D": (f"[{heads}] or [{sizes.inner}]", lambda p: _has_number_per_head_or_channel(p, sizes)),
+        }
+        for name, (shape, fits) in shapes.items():
+            try:
+                parameter = attrgetter(name)(self.mixer)
+            except AttributeError:
+                raise ValueError(f"mamba.{self.name}: the mixer has no {name}") from None
+            if parameter is None and name != "conv1d.bias":
+                raise ValueError(f"mamba.{self.name}: the mixer's {name} is None")
+            if parameter is not None and not fits(parameter):
+                raise ValueError(f"mamba.{self.name}: {name} is {list(parameter.shape)}; these sizes require {shape}")
+        # Parameters of two groups of three states have the shapes of six groups of one.
+        of_mixer = getattr(self.mixer, "sizes", sizes)
+        if isinstance(of_mixer, MambaSizes) and of_mixer != sizes:
+            raise ValueError(
+                f"mamba.{self.name}: the mixer has n_groups={of_mixer.n_groups} and d_state={of_mixer.d_state}, "
+                f"the strategy n_groups={sizes.n_groups} and d_state={sizes.d_state}; pass the sizes of the mixer"
+            )
+
+    def _check_columns(self, name: str, x: Tensor, columns: int, owner: str) -> None:
+        if x.shape[-1] != columns:
+            raise ValueError(f"mamba.{self.name}: {name} is {list(x.shape)}; {owner} {columns} columns")
+
+    def _token_layout(
+        self, x: Tensor, cu_seqlens: Tensor | None, ranks: int, layout: str | TokenLayout | None = None
     ) -> TokenLayout:
-        """Where the tokens of this batch live, of which x holds one of so many equal shares."""
+        """The layout of a batch of which x is one of `ranks` equal shards.
+
+        Cost:   one host read of the offsets, none for the same unchanged tensor.
+        Errors: ValueError for a layout of other tokens, sequences or ranks or of unequal shards, offsets that do not
+                rise from 0 to the number of tokens.
+        """
         order = self.layout if layout is None else layout
         check_dims(self.name, x)
-        if cu_seqlens is not None or not isinstance(order, TokenLayout):
+        if cu_seqlens is not None or isinstance(order, str):
             check_stream(self.name, x, cu_seqlens)
-        return token_layout(self.name, order, x.shape[-2] * ranks, cu_seqlens, self.cp_group, x.device)
+        total = x.shape[-2] * ranks
+        if isinstance(order, TokenLayout):
+            self._check_layout(order, total)
+            if cu_seqlens is not None:
+                remembered(lambda: self._check_sequences(order, cu_seqlens), cu_seqlens, order.cu_padded, (self.name,))
+            return order
+        if cu_seqlens is None:
+            return dense_layout(order, total, self.cp_size, self.cp_rank, x.device)
+        return TokenLayout.packed(
+            cu_seqlens, cp_size=self.cp_size, cp_rank=self.cp_rank, kind=PACKED[order], total=total
+        )
 
-    def _check_width(self, projected: Tensor) -> None:
-        self._check_columns("projected_states", projected, self.sizes.width, "in_proj has")
+    def _check_layout(self, layout: TokenLayout, total: int) -> None:
+        if (layout.cp_size, layout.cp_rank) != (self.cp_size, self.cp_rank):
+            raise ValueError(
+                f"mamba.{self.name}: layout is for cp={layout.cp_size} and rank {layout.cp_rank}, "
+                f"cp_group has cp={self.cp_size} and rank {self.cp_rank}; rebind it"
+            )
+        if layout.total != total:
+            raise ValueError(f"mamba.{self.name}: layout has {layout.total} tokens, the ranks have {total}")
+        if len(set(layout.counts)) > 1:
+            raise ValueError(f"mamba.{self.name}: layout gives the ranks {layout.counts} tokens; they must be equal")
 
-    def _check_columns(self, name: str, x: Tensor, columns: int, whose: str) -> None:
-        """Floating-point numbers in so many columns."""
-        if not isinstance(x, Tensor):
-            raise TypeError(f"mamba.{self.name}: {name} is a {type(x).__name__}; pass a Tensor")
-        if not x.is_floating_point():
-            kind = str(x.dtype).removeprefix("torch.")
-            raise TypeError(f"mamba.{self.name}: {name} is {kind}; pass floating-point numbers")
-        if not x.ndim or x.shape[-1] != columns:
-            raise ValueError(f"mamba.{self.name}: {name} is {list(x.shape)}; {whose} {columns} columns")
+    def _check_sequences(self, layout: TokenLayout, cu_seqlens: Tensor) -> bool:
+        """True if the offsets are those of the layout, without the negative entries that fill them on the right."""
+        offsets, of_layout = [x for x in cu_seqlens.tolist() if x >= 0], layout.cu_padded.tolist()
+        if offsets == of_layout:
+            return True
+        if len(offsets) != len(of_layout):
+            difference = f"cu_seqlens has {len(offsets) - 1} sequences, layout {len(of_layout) - 1}"
+        else:
+            j = next(j for j, pair in enumerate(zip(offsets, of_layout, strict=True)) if pair[0] != pair[1])
+            difference = f"cu_seqlens[{j}] is {offsets[j]}, {of_layout[j]} in layout"
+        raise ValueError(f"mamba.{self.name}: {difference}; pass the layout of this batch, or its offsets alone")
 
     @property
     def chunk_size(self) -> int:
-        """Of the scan; another mixer than ours may not say."""
+        """The chunk size of the scan, where the mixer has one."""
         return getattr(self.mixer, "chunk_size", 256)
 
     @property
     def dt_limit(self) -> tuple[float, float]:
-        """Between which steps are held; another mixer than ours may not say."""
+        """The range that steps are clamped to, where the mixer has one."""
         return getattr(self.mixer, "dt_limit", (0.0, math.inf))
 
 
-def checked_group_of(function: str, cp_group: ProcessGroup | DeviceMesh) -> ProcessGroup:
-    """The group itself, or that of a mesh of one dim."""
-    if isinstance(cp_group, DeviceMesh):
-        if cp_group.ndim != 1:
-            names = cp_group.mesh_dim_names or ()
-            raise ValueError(f"mamba.{function}: cp_group is a mesh of {cp_group.ndim} dims {names}; pass its cp dim")
-        cp_group = cp_group.get_group()
-    return checked_group(f"mamba.{function}", "cp_group", cp_group, " or a 1-D DeviceMesh")
-
-
-def checked_order(function: str, order: Order) -> Order:
-    """`order` itself: the name of an order, or the layout of every batch."""
-    if not isinstance(order, Order):
-        raise TypeError(
-            f"mamba.{function}: layout is a {type(order).__name__}; pass contiguous, dual_chunk_swap or a TokenLayout"
-        )
-    if isinstance(order, str) and order not in PACKED:
-        raise ValueError(f"mamba.{function}: layout={order!r} is not contiguous, dual_chunk_swap or a TokenLayout")
-    return order
-
-
-def token_layout(
-    function: str, order: Order, total: int, cu_seqlens: Tensor | None, group: ProcessGroup, device: torch.device
-) -> TokenLayout:
-    """Where the `total` tokens of one batch live.
-
-    Cost:   one host read of the offsets, none for the same unchanged tensor.
-    Errors: ValueError for another order, a layout of other tokens, sequences or ranks or of unequal shares, offsets
-            that do not rise from 0 to total.
-    """
-    order = checked_order(function, order)
-    if isinstance(order, TokenLayout):
-        _check(function, order, total, group)
-        if cu_seqlens is not None:
-            remembered(lambda: _has_sequences(function, order, cu_seqlens), cu_seqlens, order.cu_padded, (function,))
-        return order
-    if cu_seqlens is None:
-        return dense_layout(order, total, group.size(), group.rank(), device)
-    return TokenLayout.packed(cu_seqlens, cp_size=group.size(), cp_rank=group.rank(), kind=PACKED[order], total=total)
-
-
-def _check(function: str, layout: TokenLayout, total: int, group: ProcessGroup) -> None:
-    if (layout.cp_size, layout.cp_rank) != (group.size(), group.rank()):
-        raise ValueError(
-            f"mamba.{function}: layout is for cp={layout.cp_size} and rank {layout.cp_rank}, "
-            f"cp_group has cp={group.size()} and rank {group.rank()}; rebind it"
-        )
-    if layout.total != total:
-        raise ValueError(f"mamba.{function}: layout has {layout.total} tokens, the ranks hold {total}")
-    if len(set(layout.counts)) > 1:
-        raise ValueError(f"mamba.{function}: layout gives the ranks {layout.counts} tokens; they must be equal")
-
-
-def _has_sequences(function: str, layout: TokenLayout, cu_seqlens: Tensor) -> bool:
-    """True: the offsets are those of the layout, whatever fills them on the right."""
-    asked, held = [x for x in cu_seqlens.tolist() if x >= 0], layout.cu_padded.tolist()
-    if asked == held:
-        return True
-    if len(asked) != len(held):
-        what = f"cu_seqlens holds {len(asked) - 1} sequences, layout {len(held) - 1}"
-    else:
-        j = next(j for j, (ours, theirs) in enumerate(zip(asked, held, strict=True)) if ours != theirs)
-        what = f"cu_seqlens[{j}] is {asked[j]}, {held[j]} in layout"
-    raise ValueError(f"mamba.{function}: {what}; pass the layout of this batch, or its offsets alone")
-
-
-def check_parameters(function: str, mixer: nn.Module, sizes: MambaSizes) -> None:
-    """The mixer has those parameters, of the shapes that these sizes give, and no other sizes of its own."""
-    heads, channels = sizes.num_heads, sizes.channels
-    shapes = {
-        "conv1d.weight": (f"[{channels}, 1, k]", lambda p: p.shape[:-1] in ((channels,), (channels, 1))),
-        "conv1d.bias": (f"[{channels}]", lambda p: p.shape == (channels,)),
-        "dt_bias": (f"[{heads}]", lambda p: p.shape == (heads,)),
-        "A_log": (f"[{heads}]", lambda p: p.shape == (heads,)),
-        "D": (f"[{heads}] or [{sizes.inner}]", lambda p: _by_head(p, sizes)),
-    }
-    for name, (told, fits) in shapes.items():
-        try:
-            parameter = attrgetter(name)(mixer)
-        except AttributeError:
-            raise ValueError(f"mamba.{function}: the mixer has no {name}") from None
-        if parameter is None and name != "conv1d.bias":
-            raise ValueError(f"mamba.{function}: the mixer's {name} is None")
-        if parameter is not None and not fits(parameter):
-            raise ValueError(f"mamba.{function}: {name} is {list(parameter.shape)}; these sizes give it {told}")
-    own = getattr(mixer, "sizes", sizes)
-    if isinstance(own, MambaSizes) and own != sizes:
-        raise ValueError(f"mamba.{function}: the mixer has {_told(own)}; {_told(sizes)} are given")
-
-
-def _by_head(D: Tensor, sizes: MambaSizes) -> bool:
+def _has_number_per_head_or_channel(D: Tensor, sizes: MambaSizes) -> bool:
     """One number for each head or each of its channels, heads first, in however many dims."""
     counts = (sizes.num_heads, sizes.inner)
     return D.ndim > 0 and D.shape[0] in counts and D.numel() in counts and D.numel() >= D.shape[0]
 
 
-def _told(sizes: MambaSizes) -> str:
-    return f"n_groups={sizes.n_groups} and d_state={sizes.d_state}"
-
-
-def whole(function: str, mixer: nn.Module, name: str) -> Tensor:
-    """The parameter as it is now; the local tensor of a DTensor that is whole on each rank."""
-    from torch.distributed.tensor import DTensor
-
-    parameter = attrgetter(name)(mixer)
-    if not isinstance(parameter, DTensor):
-        return parameter
-    if not all(placement.is_replicate() for placement in parameter.placements):
-        raise ValueError(f"mamba.{function}: {name} is {parameter.placements}; unshard it first")
-    return parameter.to_local()
+def as_rows(x: Tensor) -> Tensor:
+    """[b, s, w] of a batch or of a stream [s, w]."""
+    return x if x.ndim == 3 else x[None]

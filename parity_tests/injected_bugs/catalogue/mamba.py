@@ -7,7 +7,7 @@ BUGS = (
     InjectedBug(
         name="a convolution not reset where a sequence begins",
         kind="sequence",
-        at="mamba:causal_conv",
+        at="mamba:convolution",
         old="taps = taps.masked_fill((before != seq_idx[..., None])[:, :, None], 0.0)",
         new="taps = taps.masked_fill((before < 0)[:, :, None], 0.0)",
         expect="value: ",
@@ -15,7 +15,7 @@ BUGS = (
     InjectedBug(
         name="a convolution that sees one token ahead",
         kind="sequence",
-        at="mamba:causal_conv",
+        at="mamba:convolution",
         old="taps = F.pad(x.to(wide), (0, 0, k - 1, 0)).unfold",
         new="taps = F.pad(x.to(wide), (0, 0, k - 2, 1)).unfold",
         expect="value: ",
@@ -23,7 +23,7 @@ BUGS = (
     InjectedBug(
         name="a convolution with its taps turned round",
         kind="order",
-        at="mamba:causal_conv",
+        at="mamba:convolution",
         old="(taps * weight.to(wide)).sum(-1)",
         new="(taps * weight.to(wide).flip(-1)).sum(-1)",
         expect="value: ",
@@ -79,15 +79,15 @@ BUGS = (
     InjectedBug(
         name="heads dealt out to groups in turn",
         kind="order",
-        at="mamba:chunked_scan",
-        old="B, C = (part.to(wide).repeat_interleave(each, dim=2) for part in (B, C))",
-        new="B, C = (part.to(wide).repeat(1, 1, each, 1) for part in (B, C))",
+        at="mamba:scan",
+        old="B, C = (part.to(wide).repeat_interleave(heads_per_group, dim=2) for part in (B, C))",
+        new="B, C = (part.to(wide).repeat(1, 1, heads_per_group, 1) for part in (B, C))",
         expect="value: ",
     ),
     InjectedBug(
         name="D times the step added",
         kind="statistic",
-        at="mamba:chunked_scan",
+        at="mamba:scan",
         old="y = y + x.to(wide) * D.to(wide).reshape(x.shape[2], -1)",
         new="y = y + u * D.to(wide).reshape(x.shape[2], -1)",
         expect="value: ",
@@ -136,34 +136,35 @@ BUGS = (
     InjectedBug(
         name="rows left in rank-major order",
         kind="order",
-        at="mamba:MambaContextParallel.pre_conv_ssm",
-        old="in_order = _permuted(arrived.flatten(0, 1), (there, back), 0)",
-        new="in_order = arrived.transpose(0, 1).flatten(0, 2) if len(rows) == 1 else arrived.flatten(0, 1)",
+        at="mamba:MambaContextParallel._heads_for_tokens",
+        old="in_order = _permuted(received.flatten(0, 1), (to_sequence, to_ranks), 0)",
+        new="in_order = received.transpose(0, 1).flatten(0, 2) if len(rows) == 1 else received.flatten(0, 1)",
         expect="value: ",
     ),
     InjectedBug(
         name="undo and redo of the row order exchanged",
         kind="order",
-        at="mamba:MambaContextParallel.pre_conv_ssm",
-        old="(there, back), 0)",
-        new="(back, there), 0)",
+        at="mamba:MambaContextParallel._heads_for_tokens",
+        old="(to_sequence, to_ranks), 0)",
+        new="(to_ranks, to_sequence), 0)",
         expect="value: ",
     ),
     InjectedBug(
         name="rows sent back in the order in which they are mixed",
         kind="order",
-        at="mamba:MambaContextParallel.post_conv_ssm",
-        old="send = _permuted(rows.flatten(0, 1), (back, there), 0).unflatten",
+        at="mamba:MambaContextParallel._tokens_for_heads",
+        old="send = _permuted(rows.flatten(0, 1), (to_ranks, to_sequence), 0).unflatten",
         new="send = rows.flatten(0, 1).unflatten",
         expect="value: ",
     ),
     InjectedBug(
         name="parts put in order before their ranks are",
         kind="order",
-        at="mamba:_one",
-        old="        majored = _deinterleave_packed_seqs(arrived, cu_seqlens // tokens.cp_size, tokens.cp_size)\n"
-        "        return _undo_attention_load_balancing(majored, tokens.cp_size, cu_seqlens)[None]",
-        new="        undone = _undo_attention_load_balancing(arrived, tokens.cp_size, cu_seqlens)\n"
+        at="mamba:_part_cp2hp",
+        old="        sequence_major = "
+        "_deinterleave_packed_seqs(rank_major, cu_seqlens // tokens.cp_size, tokens.cp_size)\n"
+        "        return _undo_attention_load_balancing(sequence_major, tokens.cp_size, cu_seqlens)[None]",
+        new="        undone = _undo_attention_load_balancing(rank_major, tokens.cp_size, cu_seqlens)\n"
         "        return _deinterleave_packed_seqs(undone, cu_seqlens // tokens.cp_size, tokens.cp_size)[None]",
         expect="value: ",
     ),
@@ -180,8 +181,8 @@ BUGS = (
         name="rows of a batch taken for one row",
         kind="order",
         at="mamba:_row_order",
-        old="there = (there // local * batch + row) * local + there % local",
-        new="there = there + row * tokens.total",
+        old="to_sequence = (to_sequence // local * batch + row) * local + to_sequence % local",
+        new="to_sequence = to_sequence + row * tokens.total",
         expect="value: ",
     ),
     InjectedBug(
@@ -211,11 +212,11 @@ BUGS = (
     InjectedBug(
         name="parameter gradients averaged over ranks",
         kind="scale",
-        at="mamba:whole",
-        old="        return parameter\n    if not all",
-        new="        n = mixer.context_parallel.cp_size\n"
-        "        return None if parameter is None else parameter / n + (parameter * (1 - 1 / n)).detach()\n"
-        "    if not all",
+        at="mamba:MixerStrategy._parameter",
+        old="            return parameter\n        if not all",
+        new="            n = self.cp_size\n"
+        "            return None if parameter is None else parameter / n + (parameter * (1 - 1 / n)).detach()\n"
+        "        if not all",
         expect="gradient: ",
     ),
     InjectedBug(
@@ -237,9 +238,9 @@ BUGS = (
     InjectedBug(
         name="column blocks joined in front of the rows",
         kind="order",
-        at="mamba:_all_to_all_hp2cp",
-        old="return _all_to_all(blocks, cp_group).movedim(0, -2).flatten(-2, -1)",
-        new="return _all_to_all(blocks, cp_group).movedim(0, -1).flatten(-2, -1)",
+        at="mamba:_tokens_for_columns",
+        old="return _all_to_all(blocks, group).movedim(0, -2).flatten(-2, -1)",
+        new="return _all_to_all(blocks, group).movedim(0, -1).flatten(-2, -1)",
         expect="value: ",
     ),
     # Tokens over ranks that pass states
@@ -247,26 +248,26 @@ BUGS = (
         name="a halo that the rank before does not send",
         kind="border",
         at="mamba:_halo",
-        old="return Halo(sent, torch.where(is_there, taken, absent).flatten(), joined, ids, own)",
-        new="return Halo(sent, torch.full_like(taken, absent).flatten(), joined, ids, own)",
+        old="return Halo(sent, torch.where(exists, before, absent).flatten(), extended, ids, local_rows)",
+        new="return Halo(sent, torch.full_like(before, absent).flatten(), extended, ids, local_rows)",
         expect="value: ",
     ),
     InjectedBug(
         name="a halo that ends at a short segment's neighbour",
         kind="border",
         at="mamba:_halo",
-        old="row = layout.inverse[wanted.clamp(min=0)]",
-        new="row = layout.inverse[wanted.clamp(min=0)]\n"
+        old="row = layout.inverse[wanted_position.clamp(min=0)]",
+        new="row = layout.inverse[wanted_position.clamp(min=0)]\n"
         "    near = layout.inverse[(position - 1).clamp(min=0)]\n"
-        "    is_there = is_there & (row // local == (near // local)[:, None])",
+        "    exists = exists & (row // local == (near // local)[:, None])",
         expect="value: ",
     ),
     InjectedBug(
         name="a halo taken across the border of sequences",
         kind="sequence",
         at="mamba:_halo",
-        old="is_there = (wanted >= begins[:, None])",
-        new="is_there = (wanted >= 0 * begins[:, None])",
+        old="exists = (wanted_position >= sequence_start[:, None])",
+        new="exists = (wanted_position >= 0 * sequence_start[:, None])",
         expect="value: ",
     ),
     InjectedBug(
@@ -289,16 +290,16 @@ BUGS = (
         name="a halo without its gradient",
         kind="reduction",
         at="mamba:MambaStatePassing._convolved",
-        old='gathered = all_gather(sent, self.cp_group, out="R")  # b k c -> n b k c',
-        new='gathered = all_gather(sent, self.cp_group, out="R").detach()',
+        old='gathered = all_gather(rows_at(x, halo.sent, 1)[None], self.cp_group, out="R")  # b k c -> n b k c',
+        new='gathered = all_gather(rows_at(x, halo.sent, 1)[None], self.cp_group, out="R").detach()',
         expect="gradient: ",
     ),
     InjectedBug(
         name="states gathered with equal cotangents presumed",
         kind="reduction",
         at="mamba:MambaStatePassing._entering",
-        old='gathered = all_gather(sent, self.cp_group, out="R").transpose',
-        new='gathered = all_gather(sent, self.cp_group, out="I").transpose',
+        old='gathered = all_gather(message, self.cp_group, out="R").transpose',
+        new='gathered = all_gather(message, self.cp_group, out="I").transpose',
         expect="gradient: ",
     ),
     InjectedBug(
@@ -321,16 +322,16 @@ BUGS = (
         name="a segment entered by its own state",
         kind="border",
         at="mamba:MambaStatePassing._entering",
-        old="together = F.pad(through, (0, 0, 0, 0, 1, 0))",
-        new="together = F.pad(through, (0, 0, 0, 0, 0, 1))",
+        old="prefixes = F.pad(through, (0, 0, 0, 0, 1, 0))",
+        new="prefixes = F.pad(through, (0, 0, 0, 0, 0, 1))",
         expect="value: ",
     ),
     InjectedBug(
         name="only the state of the segment just before",
         kind="reduction",
         at="mamba:MambaStatePassing._entering",
-        old="through = _log_decays(logs, segments.sequences.expand(len(each), -1, -1)).exp()",
-        new="through = _log_decays(logs, segments.sequences.expand(len(each), -1, -1)).exp()\n"
+        old="through = _log_decays(logs, segments.sequences.expand(len(by_sequence), -1, -1)).exp()",
+        new="through = _log_decays(logs, segments.sequences.expand(len(by_sequence), -1, -1)).exp()\n"
         "        through = through * torch.eye(through.shape[2], dtype=through.dtype)[..., None]",
         expect="value: ",
     ),
@@ -346,16 +347,16 @@ BUGS = (
         name="the decay of the wrong segment between two",
         kind="order",
         at="mamba:MambaStatePassing._entering",
-        old="states, logs = each[..., :-1], each[..., -1]",
-        new="states, logs = each[..., :-1], each[..., -1].roll(1, 2)",
+        old="states, logs = by_sequence[..., :-1], by_sequence[..., -1]",
+        new="states, logs = by_sequence[..., :-1], by_sequence[..., -1].roll(1, 2)",
         expect="value: ",
     ),
     InjectedBug(
         name="a rank entered by the sequence before its first",
         kind="sequence",
         at="mamba:_order_of_ranks",
-        old="goes_on = ids[rank - 1, -1] == ids[rank, 0]",
-        new="goes_on = ids[rank - 1, -1] == ids[rank - 1, -1]",
+        old="continues = ids[rank - 1, -1] == ids[rank, 0]",
+        new="continues = ids[rank - 1, -1] == ids[rank - 1, -1]",
         expect="value: ",
     ),
     InjectedBug(
@@ -369,7 +370,7 @@ BUGS = (
     InjectedBug(
         name="what enters reaches all tokens of a stream",
         kind="sequence",
-        at="mamba:_whole_runs",
+        at="mamba:_runs_at_the_ends",
         old="last, first = (ids != ids[-1]).sum()[None], (ids == ids[0]).sum()[None]",
         new="last, first = (ids != ids[-1]).sum()[None], (ids == ids).sum()[None]",
         expect="value: ",
@@ -377,7 +378,7 @@ BUGS = (
     InjectedBug(
         name="a state left by all sequences of a stream",
         kind="sequence",
-        at="mamba:_whole_runs",
+        at="mamba:_runs_at_the_ends",
         old="last, first = (ids != ids[-1]).sum()[None]",
         new="last, first = (ids != ids).sum()[None]",
         expect="value: ",
@@ -418,16 +419,16 @@ BUGS = (
         name="states sent in bfloat16",
         kind="precision",
         at="mamba:MambaStatePassing._entering",
-        old="sent = torch.cat([left.flatten(-2), logs[..., None]], -1)[None]",
-        new="sent = torch.cat([left.flatten(-2), logs[..., None]], -1)[None].bfloat16().to(left.dtype)",
+        old="message = torch.cat([left.flatten(-2), logs[..., None]], -1)[None]",
+        new="message = torch.cat([left.flatten(-2), logs[..., None]], -1)[None].bfloat16().to(left.dtype)",
         expect="value: ",
     ),
     InjectedBug(
         name="states sent in float64",
         kind="precision",
         at="mamba:MambaStatePassing._entering",
-        old='gathered = all_gather(sent, self.cp_group, out="R").transpose',
-        new='gathered = all_gather(sent.double(), self.cp_group, out="R").to(left.dtype).transpose',
+        old='gathered = all_gather(message, self.cp_group, out="R").transpose',
+        new='gathered = all_gather(message.double(), self.cp_group, out="R").to(left.dtype).transpose',
         expect="cost: ",
     ),
 )
