@@ -88,7 +88,7 @@ def phase() -> str:
 
 
 def call_site() -> str:
-    """file:line of the first frame outside torch, Python's library, the harness and the collectives' own folder.
+    """file:line of the first frame outside torch, Python's library, the harness, the collectives and their contracts.
 
     The backward of a collective is called by autograd alone; its node remembers who called the forward.
     """
@@ -99,7 +99,7 @@ def call_site() -> str:
         if name.startswith(_COLLECTIVES):
             inner = f"{base(name)}:{frame.f_lineno}"
             node = frame.f_locals.get("ctx", node)
-        elif not is_plumbing(name):
+        elif not is_plumbing(name) and "/torch_impl/contract/" not in name:
             source = f"{base(name)}:{frame.f_lineno}"
             if node is not None and not hasattr(node, "called_at"):
                 node.called_at = source
