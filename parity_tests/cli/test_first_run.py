@@ -6,9 +6,9 @@ import pytest
 from jaxtyping import Int
 from torch import Tensor
 
-from parity_tests import Cost, scheme, values
 from parity_tests.harness.judge.oracle import ReferenceFailure
 from parity_tests.harness.run.failure import Raised
+from shardproof import Cost, scheme, values
 
 
 def identity(x):

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from parity_tests import integers, mask, offsets, scheme, token_below
+from shardproof import integers, mask, offsets, scheme, token_below
 
 
 def logprob(logits, target):

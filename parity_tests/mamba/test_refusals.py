@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from parity_tests import CaseSpec
 from parity_tests.harness.run.engines import run
 from parity_tests.mamba.made import CU, PROJECTED, T, U, filled, made, passing
+from shardproof import CaseSpec
 from torch_impl.layouts import TokenLayout
 from torch_impl.mamba import MambaContextParallel
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 
 from jax_ref.mamba import scan as reference
-from parity_tests import check, every_case, offsets, scheme, values
+from shardproof import check, every_case, offsets, scheme, values
 from torch_impl.layouts import TokenLayout
 from torch_impl.mamba.scan import chunked_scan
 

@@ -13,8 +13,8 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.distributed.pipelining.schedules import _Action, _add_reduce_grad, _add_send_recv, _add_unshard_reshard
 
-from parity_tests import check, every_case, scheme, token_below
 from parity_tests.pipelining.drawn_orders import named_orders, own_orders
+from shardproof import check, every_case, scheme, token_below
 from torch_impl.pipelining import read_csv, simulate, write_csv
 from torch_impl.pipelining.order import computed, parse_action
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
 from jax_ref.pipelining import reference
-from parity_tests import check, every_case, scheme, token_below
+from shardproof import check, every_case, scheme, token_below
 from torch_impl.pipelining.partition import (
     MULTIMODAL,
     calculate_virtual_stages,

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from jaxtyping import Int
 from torch import Tensor
 
-from parity_tests import check, every_case, scheme, token_below
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.engines import run
 from parity_tests.pipelining.perceptron import made_stages, placement, written
+from shardproof import check, every_case, scheme, token_below
 from torch_impl.pipelining.schedule import build_pipeline_schedule
 
 

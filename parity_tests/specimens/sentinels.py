@@ -4,8 +4,8 @@ import jax
 import torch
 import torch.distributed as dist
 
-from parity_tests import Cost, scheme, values
 from parity_tests.specimens.small_scheme import summed
+from shardproof import Cost, scheme, values
 
 
 def declared(function, reference, inputs, outputs, **more):

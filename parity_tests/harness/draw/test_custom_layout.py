@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from parity_tests import check, scheme
 from parity_tests.harness.draw import size_choices
+from shardproof import check, scheme
 
 MESH = (1, 2, 4)
 

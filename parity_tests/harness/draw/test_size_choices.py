@@ -5,10 +5,10 @@ import itertools
 
 import pytest
 
-from parity_tests import offsets, scheme
 from parity_tests.harness.draw import size_choices
 from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
 from parity_tests.harness.draw.strategy import SHAPES
+from shardproof import offsets, scheme
 
 NUMBERS = itertools.count()
 

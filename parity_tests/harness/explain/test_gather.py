@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from parity_tests import scheme
 from parity_tests.harness.verdict import judge
+from shardproof import scheme
 
 
 def above_the_greatest(x):

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parity_tests import integers, values
 from parity_tests.specimens.small_scheme import declared, summed
+from shardproof import integers, values
 
 
 def findings(function, tp=2, b=4, **more):

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from parity_tests import offsets, scheme
+from shardproof import offsets, scheme
 
 
 @scheme(
