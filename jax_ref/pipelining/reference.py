@@ -14,7 +14,7 @@ import numpy as np
 
 
 def stage_ids_this_rank(pp_rank: int, pp_size: int, num_stages: int, style: str = "loop") -> tuple[int, ...]:
-    """A row of stages for each pass; under `v` every second row is turned round; a rank has its column."""
+    """A row of stages for each pass, under `v` every second row reversed; a rank has its column."""
     rows = np.arange(num_stages).reshape(-1, pp_size)
     if style == "v":
         rows[1::2] = rows[1::2, ::-1].copy()
@@ -27,17 +27,17 @@ def layer_counts(num_stages: int, num_layers: int) -> list[int]:
 
 
 def dearest_stage_first(num_stages: int, num_layers: int, embed_cost: float, head_cost: float) -> list[int]:
-    """Layers of each stage by trying every cut: the least largest cost, then the least sum of squares of costs, then
-    the most layers in front."""
+    """Layers of each stage by trying every division: the least largest cost, then the least sum of squares of costs,
+    then the most layers in front."""
 
-    def judged(counts: list[int]) -> tuple:
+    def rank_of(counts: list[int]) -> tuple:
         costs = np.array(counts, dtype=np.float64)
         costs[0] += embed_cost
         costs[-1] += head_cost
         return costs.max(), (costs**2).sum(), [-count for count in counts]
 
     cuts = combinations(range(1, num_layers), num_stages - 1)
-    return min((list(map(int, np.diff((0, *cut, num_layers)))) for cut in cuts), key=judged)
+    return min((list(map(int, np.diff((0, *cut, num_layers)))) for cut in cuts), key=rank_of)
 
 
 def stages_by_search(num_layers: int, layers_per_stage: int, pp_size: int, rounding: str | None) -> int:
@@ -54,7 +54,10 @@ FILL_ALONE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
 def idle(name: str, p: int, n: int, v: int, f: int = 1, i: int = 1, w: int = 1) -> int:
-    """Of every rank: what the pipeline takes to fill and to drain, or to fill alone.
+    """Idle time of every rank: what the pipeline takes to fill and to drain, or to fill alone.
+
+    p ranks, v chunks on each, n micro-batches; a forward takes f, an input gradient i, a weight gradient w; messages
+    take no time. InterleavedZeroBubble, ZBVZeroBubble and DualPipeV have a closed form only for f = i = w = 1.
 
     With fewer micro-batches than ranks LoopedBFS waits between chunks too, for those that are still on their way.
     """
@@ -65,13 +68,13 @@ def idle(name: str, p: int, n: int, v: int, f: int = 1, i: int = 1, w: int = 1) 
 
 
 def bubble(name: str, p: int, n: int, v: int) -> Fraction:
-    """Idle time as a fraction of the whole, for f = i = w = 1: (p - 1) / (vn + p - 1), or (p - 1) / (3vn + p - 1)."""
+    """Idle time over makespan, for f = i = w = 1: (p - 1) / (vn + p - 1), or (p - 1) / (3vn + p - 1)."""
     lost = idle(name, p, n, v)
     return Fraction(lost, 3 * v * n + lost)
 
 
 def live_chunks(name: str, p: int, n: int, v: int, rank: int) -> int:
-    """The most chunks that a rank holds at once."""
+    """The most chunks whose activations a rank stores at once."""
     return {
         "GPipe": n,
         "1F1B": min(n, p - rank),
@@ -81,7 +84,8 @@ def live_chunks(name: str, p: int, n: int, v: int, rank: int) -> int:
 
 
 def live_bound(name: str, p: int) -> int:
-    """What the others hold at most, with two chunks on each rank; the first of them where n is a multiple of p."""
+    """The most chunks stored under the other schedules, with two chunks on each rank; under InterleavedZeroBubble if n
+    is a multiple of p."""
     return {"InterleavedZeroBubble": 2 * p, "ZBVZeroBubble": 2 * p, "DualPipeV": 2 * p + 1}[name]
 
 
@@ -92,11 +96,16 @@ def accumulate(
     order: Sequence[int] | None = None,
     divisor: int = 1,
 ) -> tuple[list[jax.Array], Any]:
-    """Losses of the micro-batches as they are numbered, and the gradient."""
+    """Losses by micro-batch number, and the gradient of a model without stages.
+
+        g = (1/divisor) sum_k grad loss(parameters, microbatches[order[k]])
+
+    Gradients are added in `order` and divided once; micro-batches may have different lengths.
+    """
     order = range(len(microbatches)) if order is None else order
-    found = {m: jax.value_and_grad(loss)(parameters, *microbatches[m]) for m in order}
-    total = found[order[0]][1]
+    losses_and_gradients = {m: jax.value_and_grad(loss)(parameters, *microbatches[m]) for m in order}
+    total = losses_and_gradients[order[0]][1]
     for m in order[1:]:
-        total = jax.tree.map(lambda sum_so_far, gradient: sum_so_far + gradient, total, found[m][1])
+        total = jax.tree.map(lambda sum_so_far, gradient: sum_so_far + gradient, total, losses_and_gradients[m][1])
     mean = jax.tree.map(lambda x: x / divisor, total)
-    return [found[m][0] for m in range(len(microbatches))], mean
+    return [losses_and_gradients[m][0] for m in range(len(microbatches))], mean

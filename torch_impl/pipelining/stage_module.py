@@ -109,15 +109,17 @@ def _completed(
     """Inside, the layers are a list of all, in which those of other stages are the identity, and so are missing
     modules."""
     stage_layers: Mapping[str, nn.Module] = dict(getattr(inner, layers).items())
-    others = _OtherLayers(type(inner).__name__, {int(number) for number in stage_layers}, entering)
+    other_layers = _OtherLayers(type(inner).__name__, {int(number) for number in stage_layers}, entering)
     replaced: dict[str, Any] = {
-        layers: [stage_layers[str(n)] if str(n) in stage_layers else functools.partial(others, n) for n in range(count)]
+        layers: [
+            stage_layers[str(n)] if str(n) in stage_layers else functools.partial(other_layers, n) for n in range(count)
+        ]
     }
     replaced |= {name: _identity for name in skippable if getattr(inner, name) is None}
     # In __dict__ they hide the modules of the same names, which are in _modules.
     inner.__dict__.update(replaced)
     try:
-        yield others
+        yield other_layers
     finally:
         for name in replaced:
             del inner.__dict__[name]

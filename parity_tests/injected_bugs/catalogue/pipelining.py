@@ -49,7 +49,8 @@ BUGS = (
         kind="order",
         at="pipelining:_completed",
         old="stage_layers[str(n)] if str(n) in stage_layers else",
-        new="stage_layers[str(min(others.stage_layers) + max(others.stage_layers) - n)] if str(n) in stage_layers else",
+        new="stage_layers[str(min(map(int, stage_layers)) + max(map(int, stage_layers)) - n)] "
+        "if str(n) in stage_layers else",
         expect="value: ",
     ),
     InjectedBug(
