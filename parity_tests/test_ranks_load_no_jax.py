@@ -6,6 +6,7 @@ import sys
 
 from parity_tests.harness.declare.discover import built_in
 from parity_tests.harness.declare.travel import dumps
+from parity_tests.harness.run.program import Program
 
 ARRIVE = """
 import pickle, sys
@@ -33,7 +34,7 @@ def arriving(functions: dict[str, bytes]) -> str:
 
 
 def test_no_scheme_brings_jax_to_its_ranks():
-    assert arriving({made.key: dumps(made.program()) for made in built_in()}) == ""
+    assert arriving({made.key: dumps(Program.of(made)) for made in built_in()}) == ""
 
 
 def test_one_that_does_is_named():

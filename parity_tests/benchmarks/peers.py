@@ -17,11 +17,12 @@ from parity_tests.benchmarks.arms import BOUND, DTYPES, ROUNDS, WORLD
 from parity_tests.benchmarks.figure import Figure, spread
 from parity_tests.benchmarks.ranks import found_by
 from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.declare.table import lookup
+from parity_tests.harness.declare.discover import lookup
 from parity_tests.harness.draw import inputs
 from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
 from parity_tests.harness.judge import bridge, compare, oracle
 from parity_tests.harness.run.engines import run
+from parity_tests.harness.run.program import Program
 
 TESTS = "parity_tests.vocab_parallel"
 # The scheme whose reference and budgets are every arm's, what is drawn, and what is cut.
@@ -113,7 +114,7 @@ def _draw(topic: str, dtype: str, path: Path) -> None:
     scheme, sizes, cut = TOPICS[topic]
     made = lookup(scheme)
     case = _case(made, sizes, cut, dtype)
-    program = made.program()
+    program = Program.of(made)
     reference = oracle.evaluate(made, program, case)
     rows = compare.compare(made, case, run(program, case, "lockstep").results, reference)
     arrays = {arg.name: inputs.whole(arg, made.draws[arg.name], case) for arg in made.inputs}

@@ -13,12 +13,12 @@ import numpy as np
 from parity_tests.benchmarks.figure import Figure, spread
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.declared import Declared
-from parity_tests.harness.declare.table import lookup
+from parity_tests.harness.declare.discover import lookup
 from parity_tests.harness.draw import inputs
 from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
 from parity_tests.harness.judge import bridge, compare, oracle
 from parity_tests.harness.run.engines import run
-from parity_tests.harness.run.program import RankResult
+from parity_tests.harness.run.program import Program, RankResult
 from parity_tests.harness.verdict import judge
 
 DTYPES = ("float32", "bfloat16")
@@ -47,7 +47,7 @@ def in_one_rank() -> Figure:
         draw_case(made, seeded_chooser(seed), {"tp": 2 + seed % 3}, dtype="float32", seed=seed)
         for seed in range(EXAMPLES)
     ]
-    references = [oracle.evaluate(made, made.program(), case) for case in cases]
+    references = [oracle.evaluate(made, Program.of(made), case) for case in cases]
     caught = {}
     for count in ROUNDINGS:
         wrong = replace(made, fn=_off_on_one_rank(made.fn, count * oracle.UNIT_ROUNDOFF["float32"]))
@@ -81,8 +81,8 @@ def in_one_element() -> Figure:
     planted = 0
     for made, seed in itertools.product(tried, range(PLANTED_IN)):
         case = draw_case(made, seeded_chooser(seed), {}, dtype=DTYPES[seed % 2], seed=seed)
-        reference = oracle.evaluate(made, made.program(), case)
-        results = run(made.program(), case, "lockstep").results
+        reference = oracle.evaluate(made, Program.of(made), case)
+        results = run(Program.of(made), case, "lockstep").results
         for row in compare.compare(made, case, results, reference):
             place = _place(row, seed)
             if place is None:

@@ -50,7 +50,7 @@ def training_meshes(incomplete: str) -> list[str]:
 
 
 def engines(incomplete: str) -> list[str]:
-    from parity_tests.harness.run.ranks import ENGINES
+    from parity_tests.harness.declare.case import ENGINES
 
     return _begin(incomplete, ENGINES)
 

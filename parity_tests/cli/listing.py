@@ -20,8 +20,8 @@ from parity_tests.harness.draw.drawing import one_case
 from parity_tests.harness.replay import load_scheme, reruns
 from parity_tests.harness.report import picture, summary
 from parity_tests.harness.report.out_path import naming, refuse_unwritable, write_text
-from parity_tests.harness.report.outcome import Outcome
 from parity_tests.harness.report.report import Report
+from parity_tests.harness.report.summary import Outcome
 from parity_tests.harness.run.exit_status import EQUAL
 from parity_tests.harness.run.ledger import Ledger
 from parity_tests.harness.verdict import judge

@@ -11,18 +11,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from parity_tests.harness.declare import discover
-from parity_tests.harness.declare.case import DTYPES
+from parity_tests.harness.declare.case import DTYPES, ENGINES
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.draw import size_choices, strategy
 from parity_tests.harness.judge import bridge
 from parity_tests.harness.report import summary
 from parity_tests.harness.report.out_path import refuse_no_folder, refuse_unwritable, write_text
-from parity_tests.harness.report.outcome import Outcome, Wanted
 from parity_tests.harness.report.report import PLAIN_WIDTH
+from parity_tests.harness.report.summary import Outcome, Wanted
 from parity_tests.harness.run.dtensor_advice import without_advice
 from parity_tests.harness.run.exit_status import EQUAL
 from parity_tests.harness.run.failure import NotRun
-from parity_tests.harness.run.ranks import ENGINES
 from parity_tests.harness.verify import verify as verify_scheme
 
 

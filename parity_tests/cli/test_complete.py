@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from parity_tests.cli import complete
 from parity_tests.cli.app import VERBS, app
 from parity_tests.cli.complete import PACKAGE
-from parity_tests.harness.run.ranks import ENGINES
+from parity_tests.harness.declare.case import ENGINES
 from parity_tests.training.run import ATTENTION, AXES, MAMBA
 from torch_impl.pipelining.named_schedules import RULES
 

@@ -12,8 +12,7 @@ import pytest
 
 from parity_tests import check, scheme, values
 from parity_tests.cli import listing
-from parity_tests.harness.declare.discover import UnusableTarget, schemes_of_file
-from parity_tests.harness.declare.table import TABLE
+from parity_tests.harness.declare.discover import TABLE, UnusableTarget, schemes_of_file
 from parity_tests.harness.replay import write_replay
 from parity_tests.harness.report.guard import guarded
 from parity_tests.harness.report.report import ValueMismatch

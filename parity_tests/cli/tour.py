@@ -19,7 +19,7 @@ from parity_tests.cli import real_text, several, tour_figure
 from parity_tests.harness.declare import discover
 from parity_tests.harness.report import summary
 from parity_tests.harness.report.out_path import naming, refuse_unwritable, write_text
-from parity_tests.harness.report.outcome import Outcome
+from parity_tests.harness.report.summary import Outcome
 from parity_tests.harness.run.exit_status import EQUAL, MISMATCH
 from parity_tests.harness.verdict import judge
 

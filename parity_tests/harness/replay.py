@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.declare.table import TABLE
+from parity_tests.harness.declare.discover import TABLE
 from parity_tests.harness.report.guard import guarded
 from parity_tests.harness.report.out_path import naming
 from parity_tests.harness.run.exit_status import EQUAL, FAILED, MISMATCH

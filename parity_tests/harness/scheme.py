@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from parity_tests.harness.declare import from_contract, relations, table, validation
+from parity_tests.harness.declare import discover, from_contract, relations, validation
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.declared import Cost, Declared
 from parity_tests.harness.declare.draws import Draw, values
@@ -66,7 +66,7 @@ class Scheme(Declared):
 
     def placements(self, **mesh: int) -> dict[str, tuple[Any, ...]]:
         """DTensor placements of every input and output; ValueError where DTensor cannot say it."""
-        from parity_tests.harness.declare.dtensor import placements
+        from parity_tests.harness.declare.spec import placements
 
         return {arg.name: placements(arg.spec, tuple(self.mesh)) for arg in (*self.inputs, *self.outputs)}
 
@@ -157,7 +157,7 @@ def scheme(
             line=fn.__code__.co_firstlineno,
             of_module=_is_being_executed(fn.__module__),
         )
-        table.enter(made, say)
+        discover.enter(made, say)
         return made
 
     return declare

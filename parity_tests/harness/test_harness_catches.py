@@ -12,7 +12,7 @@ import pytest
 from parity_tests.harness import verdict as judge
 from parity_tests.harness.draw import inputs
 from parity_tests.harness.judge import compare, oracle, side_checks
-from parity_tests.harness.run import program
+from parity_tests.harness.run import program, stitch
 from parity_tests.specimens.sentinels import SENTINELS
 
 VERDICTS = {"cotangent": "hygiene", "input": "hygiene", "last bit": "hygiene", "cost": "cost"}
@@ -78,15 +78,15 @@ def addends_not_drawn(patch):
 
 def addends_not_summed(patch):
     """A partial output is judged by its first rank's term."""
-    patch.setattr(compare, "SUMMED", {"output": "none", "gradient": "R"})
+    patch.setattr(stitch, "SUMMED", {"output": "none", "gradient": "R"})
     first_copy_alone(patch)
 
 
 def first_copy_alone(patch):
-    stitch = compare.stitch
+    stitched = compare.stitch
 
     def first(*given):
-        found = stitch(*given)
+        found = stitched(*given)
         return replace(found, copies=found.copies[:1], coordinates=found.coordinates[:1])
 
     patch.setattr(compare, "stitch", first)

@@ -15,6 +15,7 @@ from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.run.failure import RankFailure
 from parity_tests.harness.run.ledger import Ledger
+from parity_tests.harness.run.program import Program
 
 if TYPE_CHECKING:
     import numpy as np
@@ -45,7 +46,7 @@ def judge(
         inputs.check_custom_layouts((*scheme.inputs, *scheme.outputs), case, scheme.layouts)
     except ValueError as error:
         raise ValueError(f"scheme '{scheme.name}': {error}") from error
-    program = scheme.program(**given)
+    program = Program.of(scheme, **given)
     reference = reference or oracle.evaluate(scheme, program, case)
     try:
         ranks = run(ship(program) if ship else program, case, case.engine, quiet_s=quiet_s)

@@ -13,19 +13,18 @@ import numpy as np
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as hypothesis_seed
 
-from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.case import ENGINES, CaseSpec
 from parity_tests.harness.declare.declared import Declared
-from parity_tests.harness.declare.table import lookup
+from parity_tests.harness.declare.discover import lookup
 from parity_tests.harness.draw import size_choices
 from parity_tests.harness.draw.drawing import draw_case, fitting_meshes, meshes_left_out, seeded_chooser
 from parity_tests.harness.draw.strategy import EXAMPLES, SHAPES, every_case, profile
+from parity_tests.harness.explain.arithmetic import STORED
 from parity_tests.harness.explain.evidence import THIN
-from parity_tests.harness.explain.precision import STORED
 from parity_tests.harness.judge import oracle
 from parity_tests.harness.replay import write_replay
 from parity_tests.harness.report.report import Report, merged, mesh_text, sizes
 from parity_tests.harness.run.failure import Stalled
-from parity_tests.harness.run.ranks import ENGINES
 from parity_tests.harness.verdict import judge
 
 Progress = Callable[[int, int], None]

@@ -14,7 +14,7 @@ from typing import Any
 
 from parity_tests.harness.declare import discover
 from parity_tests.harness.declare.declared import Declared
-from parity_tests.harness.declare.table import TABLE
+from parity_tests.harness.declare.discover import TABLE
 from parity_tests.harness.judge import bridge
 from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.dtensor_advice import without_advice

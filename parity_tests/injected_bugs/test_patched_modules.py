@@ -8,7 +8,7 @@ import pytest
 
 import torch_impl.collectives.plain
 from parity_tests.collectives import test_schemes as schemes
-from parity_tests.harness.declare.table import TABLE
+from parity_tests.harness.declare.discover import TABLE
 from parity_tests.harness.draw import inputs
 from parity_tests.harness.run.lockstep import lockstep
 from parity_tests.injected_bugs.injected_bug import ROOT, InjectedBug, StaleBug, patched_text, source, symbols

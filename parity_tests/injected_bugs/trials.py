@@ -24,6 +24,7 @@ from parity_tests.harness.judge.side_checks import SPARE
 from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.dtensor_advice import without_advice
 from parity_tests.harness.run.engines import run
+from parity_tests.harness.run.program import Program
 from parity_tests.harness.verdict import judge
 from parity_tests.injected_bugs.injected_bug import PRODUCTION, ROOT
 
@@ -44,7 +45,7 @@ class Trial:
 
     @cached_property
     def reference(self) -> oracle.Reference:
-        return oracle.evaluate(self.scheme, self.scheme.program(), self.case)
+        return oracle.evaluate(self.scheme, Program.of(self.scheme), self.case)
 
     @cached_property
     def healthy(self) -> Report:
@@ -68,7 +69,9 @@ class SchemeTrials:
     @cached_property
     def lines(self) -> frozenset[tuple[str, int]]:
         """Lines of production, as (file, number), that the scheme's first cases run."""
-        return executed_lines(self.scheme.program(), [trial.case for trial in (*self.drawn[:TRACED], *self.fixed[:1])])
+        return executed_lines(
+            Program.of(self.scheme), [trial.case for trial in (*self.drawn[:TRACED], *self.fixed[:1])]
+        )
 
     @without_advice()
     def trace(self) -> None:

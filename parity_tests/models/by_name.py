@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_ref.models import Config, HybridLM
-from parity_tests.harness.declare.tree import flat
+from parity_tests.harness.declare.declared import flat
 
 
 def flax_name(name: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parity_tests.harness.declare.tree import flat
+from parity_tests.harness.declare.declared import flat
 from parity_tests.models.parameters import HEAD_DIM, config_of
 from parity_tests.pipelining.stepped import Stepped
 from torch_impl.collectives import accumulator

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parity_tests.harness.declare.tree import flat
+from parity_tests.harness.declare.declared import flat
 from parity_tests.parallelizer.families import Chosen, empty, exact
 from parity_tests.parallelizer.training import summed_loss
 from torch_impl.collectives import all_reduce

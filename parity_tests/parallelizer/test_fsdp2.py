@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from jax_ref.parallelizer import from_state_dict
 from jax_ref.parallelizer import mean_loss as reference_loss
 from parity_tests import CaseSpec, Cost, check, every_case, ids, scheme, token_below, values
-from parity_tests.harness.declare.tree import flat
+from parity_tests.harness.declare.declared import flat
 from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.families import Chosen, batch, made
 from parity_tests.parallelizer.steps import dims, held, mean_loss, specs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from parity_tests.harness.declare.tree import flat
+from parity_tests.harness.declare.declared import flat
 from parity_tests.parallelizer.families import made
 from parity_tests.parallelizer.training import summed_loss
 from parity_tests.pipelining.stepped import Stepped

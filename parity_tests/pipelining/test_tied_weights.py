@@ -6,7 +6,7 @@ from hypothesis import given, settings
 
 from jax_ref.parallelizer import from_state_dict, mean_loss
 from parity_tests import CaseSpec, check, every_case, ids, scheme, token_below, values
-from parity_tests.harness.declare.tree import flat
+from parity_tests.harness.declare.declared import flat
 from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.families import Chosen, made
 from parity_tests.parallelizer.steps import dims, specs

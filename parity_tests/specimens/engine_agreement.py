@@ -15,7 +15,7 @@ from torch import Tensor
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.engines import run
-from parity_tests.harness.run.ranks import Ranks
+from parity_tests.harness.run.ledger import Ranks
 
 Pairs = Iterator[tuple[Any, Any]]
 Body = Callable[[Any, CaseSpec], Pairs]

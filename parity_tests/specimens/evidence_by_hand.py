@@ -4,7 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from parity_tests.harness.explain.clues import Evidence, explain
+from parity_tests.harness.explain.clues import explain
+from parity_tests.harness.explain.evidence import Evidence
 
 AXES = {"cp": 2, "tp": 4}
 

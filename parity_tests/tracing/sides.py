@@ -9,7 +9,7 @@ import torch
 
 from parity_tests.harness.judge.oracle import ReferenceFailure
 from parity_tests.harness.run.failure import Raised
-from parity_tests.harness.run.users_line import at_users_line, raised_at
+from parity_tests.harness.run.ledger import at_users_line, raised_at
 
 
 def of_torch(call: Callable[..., Any], *given: Any) -> Any:

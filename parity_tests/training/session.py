@@ -9,13 +9,12 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.case import ENGINES, CaseSpec
 from parity_tests.harness.judge import bridge
 from parity_tests.harness.report.out_path import naming, refuse_unwritable, write_text
 from parity_tests.harness.run.engines import run as on_ranks
 from parity_tests.harness.run.exit_status import EQUAL, FAILED, MISMATCH
 from parity_tests.harness.run.failure import RankFailure
-from parity_tests.harness.run.ranks import ENGINES
 from parity_tests.training import checkpoint, page, show
 from parity_tests.training.body import train as body
 from parity_tests.training.figure import figure

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from parity_tests.harness.declare.case import ENGINES
 from parity_tests.harness.judge import bridge
 from parity_tests.harness.report.out_path import refuse_unwritable
 from parity_tests.harness.run.failure import RankFailure
-from parity_tests.harness.run.ranks import ENGINES
 from parity_tests.tracing import show
 from parity_tests.training import traced
 from parity_tests.training.run import Run

@@ -14,6 +14,8 @@ from functools import cached_property
 from typing import Any
 
 FORMAT = 1
+ENGINES = ("lockstep", "gloo", "nccl", "torchrun")
+LARGEST_WORLD = 64
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 SPARE = "spare"  # the axis that stands around a scheme's own mesh where it runs inside a sub-group
 

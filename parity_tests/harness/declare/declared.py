@@ -1,4 +1,4 @@
-"""Declared: what @scheme was told, checked and complete. All of the harness works on it."""
+"""What @scheme was told, checked and complete: tensors by name and spec, costs, and the scheme itself."""
 
 from __future__ import annotations
 
@@ -6,11 +6,46 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from parity_tests.harness.declare import travel
-from parity_tests.harness.declare.argument import Argument
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.draws import Draw
-from parity_tests.harness.run.program import Program
+from parity_tests.harness.declare.spec import Spec
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One tensor of a scheme: an input by its path (`params.weight`), or an output."""
+
+    name: str
+    spec: Spec
+    is_integer: bool = False
+    nograd: bool = False
+
+    @property
+    def differentiable(self) -> bool:
+        return not (self.is_integer or self.nograd)
+
+    def shape(self, case: CaseSpec) -> tuple[int, ...]:
+        return tuple(dim.size(case.dims) for dim in self.spec.dims)
+
+
+def flat(tree: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """`{"norm": {"weight": x}}` as `{"norm.weight": x}`."""
+    leaves: dict[str, Any] = {}
+    for name, value in tree.items():
+        leaves |= flat(value, f"{before}{name}.") if isinstance(value, Mapping) else {f"{before}{name}": value}
+    return leaves
+
+
+def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"norm.weight": x}` as `{"norm": {"weight": x}}`."""
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *folders, name = path.split(".")
+        branch = tree
+        for folder in folders:
+            branch = branch.setdefault(folder, {})
+        branch[name] = leaf
+    return tree
 
 
 @dataclass(frozen=True)
@@ -52,18 +87,3 @@ class Declared:
     def key(self) -> str:
         """`module:name`, what a CaseSpec calls it by."""
         return f"{self.fn.__module__}:{self.name}"
-
-    def program(self, **given: Any) -> Program:
-        """The half that travels to the ranks."""
-        return Program(
-            self.name,
-            travel.bare(self.fn),
-            tuple(self.mesh),
-            self.inputs,
-            self.outputs,
-            self.output_form,
-            self.draws,
-            self.layouts,
-            self.random,
-            **given,
-        )

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from parity_tests.harness.declare.argument import Argument
+from parity_tests.harness.declare.declared import Argument
 
 Say = Callable[[str], ValueError]
 _OPERATORS: dict[type, Callable[[int, int], int]] = {

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from string import ascii_uppercase
+from typing import Any
 
 from jax_ref.layouts import BUILTIN
 
@@ -238,3 +239,25 @@ class _Word:
         return ValueError(
             f"unexpected {character!r} at column {column}; a spec is dims, then axis=TYPE, separated by blanks"
         )
+
+
+def placements(spec: Spec, axes: tuple[str, ...]) -> tuple[Any, ...]:
+    """One placement for each mesh axis: Shard(dim), Partial() for P, Replicate() for R and I.
+
+    Errors: ValueError, `not expressible: ...`, for an order that is a permutation, or a dim cut twice against
+    the order of the mesh.
+    """
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    found: dict[str, Any] = {axis: Partial() if letter == "P" else Replicate() for axis, letter in spec.types}
+    for index, dim in enumerate(spec.dims):
+        order = [axes.index(cut.axis) for cut in dim.cuts]
+        if order != sorted(order):
+            raise ValueError(f"not expressible: {dim} is cut against the order of the mesh ({', '.join(axes)})")
+        for cut in dim.cuts:
+            if cut.layout == "ragged":
+                raise ValueError("not expressible: ragged lengths are free, DTensor's follow its ceil rule")
+            if cut.layout != "contiguous":
+                raise ValueError(f"not expressible: {cut.layout} is a permutation")
+            found[cut.axis] = Shard(index)
+    return tuple(found.get(axis, Replicate()) for axis in axes)

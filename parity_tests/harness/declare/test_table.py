@@ -5,8 +5,7 @@ import sys
 import pytest
 
 from parity_tests import scheme
-from parity_tests.harness.declare.discover import UnusableTarget, module_of_file, schemes_of_file
-from parity_tests.harness.declare.table import TABLE, lookup
+from parity_tests.harness.declare.discover import TABLE, UnusableTarget, lookup, module_of_file, schemes_of_file
 
 
 def compiled_from(file, source="def doubled(mesh, x):\n    return x * 2\n"):

@@ -6,11 +6,10 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args, get_origin
 
-from parity_tests.harness.declare.argument import Argument
-from parity_tests.harness.declare.case import DTYPES
+from parity_tests.harness.declare.case import DTYPES, ENGINES
+from parity_tests.harness.declare.declared import Argument
 from parity_tests.harness.declare.draws import Draw
 from parity_tests.harness.declare.spec import BUILTIN, Spec, parse
-from parity_tests.harness.run.ranks import ENGINES
 
 Say = Callable[[str], ValueError]
 INTEGER = ("int", "uint", "bool")

@@ -8,11 +8,10 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from parity_tests.harness.declare.case import SPARE, CaseSpec
+from parity_tests.harness.declare.case import LARGEST_WORLD, SPARE, CaseSpec
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.declare.draws import Chooser
 from parity_tests.harness.draw import size_choices
-from parity_tests.harness.run.ranks import LARGEST_WORLD
 
 DEFAULT_LIMIT = 8
 

@@ -23,7 +23,7 @@ from parity_tests.harness.declare.spec import Cut
 from parity_tests.harness.draw import custom_layout
 
 if TYPE_CHECKING:
-    from parity_tests.harness.declare.argument import Argument
+    from parity_tests.harness.declare.declared import Argument
 
 Layouts = Mapping[str, Callable[..., Any]]
 # A partial value is cut over the axes of this type; its dual is what the gradient of the other side has.

@@ -7,11 +7,11 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 from jax_ref.layouts import needs, uncuttable
+from parity_tests.harness.declare.case import LARGEST_WORLD
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.declare.relations import names_in, related
 from parity_tests.harness.declare.spec import Cut, Dim
 from parity_tests.harness.draw import custom_layout
-from parity_tests.harness.run.ranks import LARGEST_WORLD
 
 LOCAL = (1, 2, 3, 5, 8)
 TURNS = len(LOCAL) ** 2  # after which rounds bring little that is new

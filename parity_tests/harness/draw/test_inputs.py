@@ -8,13 +8,12 @@ import torch
 
 from jax_ref.layouts import BUILTIN
 from parity_tests import values
-from parity_tests.harness.declare.argument import Argument
 from parity_tests.harness.declare.case import DTYPES, CaseSpec
+from parity_tests.harness.declare.declared import Argument, nested
 from parity_tests.harness.declare.spec import parse
-from parity_tests.harness.declare.tree import nested
 from parity_tests.harness.draw import inputs
-from parity_tests.harness.judge.compare import stitch
 from parity_tests.harness.judge.oracle import feed
+from parity_tests.harness.run.stitch import stitch
 
 MESH = {"dp": 2, "cp": 2, "tp": 3}
 AXES = tuple(MESH)

@@ -1,15 +1,71 @@
-"""Clues in the numbers: a constant factor, the other sign, an added constant, all over or rank by rank."""
+"""Clues in the numbers: a constant factor, the other sign, an added constant or input; sums in a narrow dtype."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from itertools import chain, islice
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain, islice, product
 
 import numpy as np
 
 from parity_tests.harness.explain.evidence import Evidence
-from parity_tests.harness.explain.numbers import Named, named_numbers, shown, sizes_of
+
+MOST_NAMES = 6  # combinations grow as 3 ** names
+
+
+@dataclass(frozen=True)
+class Named:
+    """A number and the ways to write it, all equally simple."""
+
+    value: float
+    names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return " or ".join(self.names)
+
+
+def named_numbers(sizes: Mapping[str, float], *, mixed: bool = True) -> list[Named]:
+    """Products and inverses of the sizes that are not 1, simplest first; `mixed` ones multiply and divide.
+
+    >>> [(n.value, str(n)) for n in named_numbers({"tp": 4, "cp": 2}, mixed=False)]
+    [(4.0, 'tp'), (2.0, 'cp'), (8.0, 'tp*cp'), (0.25, '1/tp'), (0.5, '1/cp'), (0.125, '1/(tp*cp)')]
+    """
+    usable = [name for name, size in sizes.items() if math.isfinite(size) and size > 0 and size != 1][:MOST_NAMES]
+    found: dict[float, tuple[int, list[str]]] = {}
+    for exponents in sorted(product((0, 1, -1), repeat=len(usable)), key=_simplicity):
+        above = [name for name, e in zip(usable, exponents, strict=True) if e > 0]
+        below = [name for name, e in zip(usable, exponents, strict=True) if e < 0]
+        if (above and below and not mixed) or not (above or below):
+            continue
+        value = math.prod(float(sizes[n]) for n in above) / math.prod(float(sizes[n]) for n in below)
+        parts = len(above) + len(below)
+        if value != 1 and parts == found.setdefault(value, (parts, []))[0]:
+            found[value][1].append(_written(above, below))
+    return [Named(value, tuple(names)) for value, (_, names) in found.items()]
+
+
+def shown(value: float) -> str:
+    """A number as a message writes it."""
+    return f"{value:.4g}"
+
+
+def sizes_of(axes: Mapping[str, int], factors: Mapping[str, float]) -> dict[str, float]:
+    return {**{name: float(size) for name, size in axes.items()}, **factors}
+
+
+def _simplicity(exponents: Iterable[int]) -> tuple[bool, int, int, list[int]]:
+    exponents = list(exponents)
+    used = [e for e in exponents if e]
+    return (len(set(used)) > 1, sum(e < 0 for e in used) > 0, len(used), [-abs(e) for e in exponents])
+
+
+def _written(above: list[str], below: list[str]) -> str:
+    bottom = "*".join(below)
+    if not below:
+        return "*".join(above)
+    return f"{'*'.join(above) or '1'}/{f'({bottom})' if len(below) > 1 else bottom}"
+
 
 MOST_LISTED = 8
 OF_A_NAME = "a reduction is missing or repeated, or a mean divides by a local count"
@@ -187,3 +243,43 @@ def _weights(evidence: Evidence, told: np.ndarray) -> np.ndarray:
     """How much each telling element counts, at most 1: the finer its budget, the more."""
     budget = np.maximum(evidence.budget[told], np.finfo(np.float64).tiny)
     return budget.min() / budget
+
+
+STORED = "within what "
+
+
+def stored(evidence: Evidence) -> Iterator[str]:
+    """The error is what some more intermediates in the tested dtype would bring."""
+    for count, budget in sorted(evidence.stored_budgets.items()):
+        if replace(evidence, budget=budget).wrong == 0:
+            yield f"{STORED}{count} roundings to {evidence.dtype} may do: declare roundings={count} if they are meant"
+            return
+
+
+def narrow_sums(evidence: Evidence) -> Iterator[str]:
+    """The error is what sums in a coarser dtype would bring."""
+    if evidence.loose_budget is not None and replace(evidence, budget=evidence.loose_budget).wrong == 0:
+        yield f"{STORED}{evidence.dtype} accumulation may do{evidence.thin if evidence.got.size == 1 else ''}"
+
+
+def added(evidence: Evidence) -> Iterator[str]:
+    """What came is what should have, and an input some times more, or less by the input; a named number says more."""
+    if any(known_number(evidence)):
+        return
+    for name, x in evidence.inputs.items():
+        if not x.any():
+            continue
+        for times, sentence in _tried(evidence, name):
+            with np.errstate(invalid="ignore", over="ignore"):
+                expected = evidence.want + times * x
+            if evidence.fits(expected):
+                yield sentence + evidence.thin
+                return
+
+
+def _tried(evidence: Evidence, name: str) -> Iterator[tuple[int, str]]:
+    for axis, ranks in evidence.axes.items():
+        if ranks > 1:
+            yield ranks - 1, f"{name} is counted {ranks} times (= {axis}): each rank adds it before the sum"
+    yield 1, f"{name} is added once too often"
+    yield -1, f"{name} is left out"

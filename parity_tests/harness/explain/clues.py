@@ -11,19 +11,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from parity_tests.harness.explain import places, precision, sums
-from parity_tests.harness.explain.absent import absent
-from parity_tests.harness.explain.added import added
-from parity_tests.harness.explain.arithmetic import fitted_number, known_number
-from parity_tests.harness.explain.displaced import displaced
-from parity_tests.harness.explain.evidence import Evidence as Evidence
-from parity_tests.harness.explain.evidence import Placed as Placed
-from parity_tests.harness.explain.order import another_order
+from parity_tests.harness.explain import arithmetic, places, sums
+from parity_tests.harness.explain.evidence import Evidence
 
 
 def explain(evidence: Evidence) -> tuple[str, ...]:
     """Notes on one tensor, the headline first; none if nothing is wrong with it."""
-    known = tuple(absent(evidence))
+    known = tuple(sums.absent(evidence))
     if not evidence.bad.any():
         return known
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # what came may be beyond all measure
@@ -51,15 +45,15 @@ def _divergence(evidence: Evidence) -> Iterator[str]:
 # Rounding puts its errors anywhere, often in one place only and near a fitted line: it is looked for before both.
 CLUES = (
     places.not_finite,
-    precision.stored,
-    known_number,
+    arithmetic.stored,
+    arithmetic.known_number,
     sums.terms,
     sums.sums,
-    added,
-    displaced,
-    another_order,
-    precision.narrow_sums,
-    fitted_number,
+    arithmetic.added,
+    places.displaced,
+    places.another_order,
+    arithmetic.narrow_sums,
+    arithmetic.fitted_number,
     sums.copies,
     places.narrowest,
     sums.silent,

@@ -1,12 +1,14 @@
-"""Clues in the places: which elements are wrong, and who holds them."""
+"""Clues in the places: which elements are wrong and who holds them; the right values in the wrong places."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain
 
 import numpy as np
 
+from jax_ref.layouts import contiguous, dual_chunk_swap, striped, uncuttable
 from parity_tests.harness.explain.arithmetic import fitted_number, known_number
 from parity_tests.harness.explain.evidence import Evidence
 
@@ -90,3 +92,102 @@ def _rank(evidence: Evidence, index: tuple[int, ...]) -> str:
 
 def _written(index: tuple[int, ...]) -> str:
     return f"({','.join(map(str, index))})"
+
+
+_HEADLINE = "same values in another order: a layout is not undone, or applied twice"
+_TRIED = {"contiguous": contiguous, "dual_chunk_swap": dual_chunk_swap, "striped": striped}
+
+
+def another_order(evidence: Evidence) -> Iterator[str]:
+    """A layout that mends it, by name; else only that the values are the same."""
+    if evidence.got.size < 2:
+        return
+    for dim in range(evidence.got.ndim):
+        for axis, world in evidence.axes.items():
+            for permutation, words in _permutations(evidence, dim, axis, world):
+                if _is_permuted(evidence, dim, permutation):
+                    yield f"{_HEADLINE}; {words}"
+                    return
+    if _same_values(evidence):
+        yield _HEADLINE
+
+
+def _permutations(evidence: Evidence, dim: int, axis: str, world: int) -> Iterator[tuple[np.ndarray, str]]:
+    """Orders in which the positions of a dim may stand, `got = want[order]`, and what each would mean."""
+    size, name = evidence.got.shape[dim], evidence.dim(dim)
+    own = [placed for placed in evidence.layouts if placed.dim == dim]
+    declared = own[0] if len(own) == 1 and own[0].axis == axis else None
+    straight = np.arange(size)
+    stands = np.concatenate(declared.positions) if declared else straight
+    for layout, stream in _streams(evidence, size, axis, world).items():
+        if declared is None:
+            yield stream, f"{name} is still in {layout} order over {axis}"
+            yield np.argsort(stream), f"{name} is in the inverse of {layout} order over {axis}"
+            yield stream[stream], f"{name} went through {layout} twice over {axis}"
+        elif not np.array_equal(stream, stands):
+            words = f"{name} is in {layout} order over {axis}, not in {declared.layout} order"
+            yield stream[np.argsort(stands)], words
+    if declared is not None:
+        yield stands, f"{name} went through {declared.layout} twice over {axis}"
+
+
+def _streams(evidence: Evidence, size: int, axis: str, world: int) -> dict[str, np.ndarray]:
+    """Layout to the positions of rank 0, rank 1, ... end to end, for each layout that can cut this size."""
+    if world < 2:
+        return {}
+    pieces = {p.layout: p.positions for p in evidence.layouts if p.axis == axis}
+    for name, layout in {**evidence.candidates, **_TRIED}.items():
+        if name not in pieces and uncuttable("size", size, axis, world, name) is None:
+            with suppress(Exception):  # a custom layout may refuse a size in its own way; then it explains nothing
+                pieces[name] = layout(size, world)
+    streams = {name: np.concatenate([np.asarray(h, np.int64) for h in held]) for name, held in pieces.items()}
+    return {name: stream for name, stream in streams.items() if np.array_equal(np.sort(stream), np.arange(size))}
+
+
+def _is_permuted(evidence: Evidence, dim: int, permutation: np.ndarray) -> bool:
+    want, budget = np.take(evidence.want, permutation, dim), np.take(evidence.budget, permutation, dim)
+    moved = Evidence(evidence.name, evidence.role, evidence.got, want, budget, largest=evidence.largest)
+    return moved.wrong == 0
+
+
+def _same_values(evidence: Evidence) -> bool:
+    """Sorted values agree, and most wrong elements differ enough from other values for that to mean something."""
+    got, want = np.sort(evidence.got, axis=None), evidence.want.ravel()
+    order = np.argsort(want)
+    budget = evidence.budget.ravel()[order]
+    if Evidence(evidence.name, evidence.role, got, want[order], budget, largest=evidence.largest).wrong:
+        return False
+    values = np.unique(want[np.isfinite(want)])
+    finite = evidence.bad & np.isfinite(evidence.want)
+    wrong, room = evidence.want[finite], evidence.budget[finite]
+    place = np.searchsorted(values, wrong)
+    padded = np.concatenate([[-np.inf], values, [np.inf]])
+    apart = np.minimum(wrong - padded[place], padded[place + 2] - wrong) >= 2 * room
+    return 2 * int(apart.sum()) >= len(wrong)
+
+
+LEAST_ROWS = 2  # one row is displaced by some number always
+
+
+def displaced(evidence: Evidence) -> Iterator[str]:
+    """Pairs of opposite errors at one distance; a row with a single error has lost its term at a border."""
+    shape = evidence.want.shape
+    if evidence.want.ndim == 0 or shape[-1] < 2 or not np.isfinite(evidence.got[evidence.bad]).all():
+        return
+    bad = evidence.bad.reshape(-1, shape[-1])
+    with np.errstate(invalid="ignore"):
+        residual = np.where(evidence.bad, evidence.got - evidence.want, 0.0).reshape(bad.shape)
+    slack = evidence.budget.reshape(bad.shape)
+    distances = []
+    for row in np.flatnonzero(bad.any(axis=1)):
+        places = np.flatnonzero(bad[row])
+        if len(places) > 2:
+            return
+        if len(places) == 2:
+            if abs(residual[row, places].sum()) > slack[row, places].sum():
+                return
+            distances.append(int(places[1] - places[0]))
+    if len(distances) >= LEAST_ROWS and len(set(distances)) == 1:
+        along = evidence.dim(len(shape) - 1)
+        places = f"{distances[0]} place{'s' if distances[0] > 1 else ''}"
+        yield f"a term sits {places} off along {along}: an offset is wrong by {distances[0]}"

@@ -1,4 +1,4 @@
-"""Clues in the ranks' own terms: one is missing or counted twice, or the sum was never, or twice, taken."""
+"""Clues in each rank's terms: one is missing or counted twice, a sum is missing or repeated, a gradient is None."""
 
 from __future__ import annotations
 
@@ -68,3 +68,26 @@ def _adds_up(evidence: Evidence, pieces: np.ndarray) -> bool:
         total = pieces.sum(axis=0)
     # n terms, each within its budget, add up to n budgets.
     return not evidence.differs(evidence.want, len(pieces), got=total).any()
+
+
+def absent(evidence: Evidence) -> Iterator[str]:
+    """None came back, on every rank or on some ranks of an axis; also where zeros would have been near enough."""
+    missing = evidence.absent
+    if missing is None or not evidence.lacks_gradient.any():
+        return
+    if missing.all():
+        yield "no gradient was returned (None): backward does not reach this input"
+    else:
+        yield f"no gradient was returned (None){_by(evidence, missing)}: backward does not reach this input there"
+    if not evidence.bad.any():
+        least = "the reference's is not zero, although too small for its budget"
+        yield f"{least}: return zeros, or let backward reach it"
+
+
+def _by(evidence: Evidence, missing: np.ndarray) -> str:
+    """The ranks of the axis that holds just what is missing, where one does."""
+    for axis, owner in evidence.owners.items():
+        ranks = np.unique(owner[missing])
+        if missing[np.isin(owner, ranks)].all():
+            return f" by {axis} rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return ""

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_ref.layouts import ragged
-from parity_tests.harness.explain.clues import Evidence, Placed, explain
+from parity_tests.harness.explain.clues import explain
+from parity_tests.harness.explain.evidence import Evidence, Placed
 from parity_tests.specimens.evidence_by_hand import columns_of, evidence, headline, numbers
 
 

@@ -2,7 +2,7 @@
 
 import math
 
-from parity_tests.harness.explain.numbers import named_numbers, shown
+from parity_tests.harness.explain.arithmetic import named_numbers, shown
 
 
 def named(sizes, **options):

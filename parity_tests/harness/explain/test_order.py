@@ -3,7 +3,8 @@
 import numpy as np
 
 from jax_ref.layouts import dual_chunk_swap, packed, ragged, striped
-from parity_tests.harness.explain.clues import Evidence, Placed, explain
+from parity_tests.harness.explain.clues import explain
+from parity_tests.harness.explain.evidence import Evidence, Placed
 from parity_tests.specimens.evidence_by_hand import headline, numbers
 
 ORDER = "same values in another order: a layout is not undone, or applied twice"

@@ -15,16 +15,14 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from parity_tests.harness.declare.argument import Argument
 from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.declare.declared import Declared
-from parity_tests.harness.declare.tree import nested
+from parity_tests.harness.declare.declared import Argument, Declared, nested
 from parity_tests.harness.declare.validation import reference_named
 from parity_tests.harness.draw import inputs
 from parity_tests.harness.judge import bridge
 from parity_tests.harness.judge.rounding import POOL, derivative_with_rounding
+from parity_tests.harness.run.ledger import at_users_line
 from parity_tests.harness.run.program import Program
-from parity_tests.harness.run.users_line import at_users_line
 
 DIRECTIONS = 8
 MOST_COMPILED = 250

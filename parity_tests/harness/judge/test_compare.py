@@ -13,7 +13,7 @@ from parity_tests.harness.declare.case import DTYPES
 from parity_tests.harness.judge import compare, oracle
 from parity_tests.harness.judge.compare import C, K
 from parity_tests.harness.judge.oracle import UNIT_ROUNDOFF
-from parity_tests.harness.run.program import RankResult
+from parity_tests.harness.run.program import Program, RankResult
 from parity_tests.harness.verdict import judge
 
 U32, U16 = 2.0**-24, 2.0**-8
@@ -130,7 +130,7 @@ def product_and_sum(mesh, x, w):
 
 def rows_of(made, case, spoil=None):
     """The rows of a case, and of the same results after `spoil(results)`."""
-    program = made.program()
+    program = Program.of(made)
     reference = oracle.evaluate(made, program, case)
     from parity_tests.harness.run.engines import run
 

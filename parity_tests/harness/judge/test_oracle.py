@@ -8,6 +8,7 @@ from parity_tests import integers, scheme, token_below, values
 from parity_tests.harness.draw import inputs
 from parity_tests.harness.judge import oracle
 from parity_tests.harness.judge.oracle import UNIT_ROUNDOFF, ReferenceFailure
+from parity_tests.harness.run.program import Program
 
 U = UNIT_ROUNDOFF["bfloat16"]
 # Operations err by float32's unit: beside bfloat16's, by which inputs are rounded, the last 16 bits.
@@ -51,7 +52,7 @@ def partial_to_replicated(mesh, x):
 
 
 def evaluated(made, case, **given):
-    return oracle.evaluate(made, made.program(**given), case)
+    return oracle.evaluate(made, Program.of(made, **given), case)
 
 
 def drawn(made, case):

@@ -1,12 +1,10 @@
-"""The colours of every figure: one for each rank, wherever it is drawn, and another set for whatever is no rank.
-
-Both sets stay apart for every kind of colour vision (test_colours.py), and a rank has its number beside its colour, a
-line its mark, so that a figure can be read without colours as well.
-"""
+"""The colours of every figure: one for each rank, wherever it is drawn; and matrices of ranks as coloured cells."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import numpy as np
 
 # Okabe and Ito's colours, a grey for their black, in an order in which neighbouring ranks differ most.
 RANKS = ("#D55E00", "#56B4E9", "#F0E442", "#0072B2", "#E69F00", "#009E73", "#444444", "#CC79A7")
@@ -64,3 +62,38 @@ def linear(colour: str) -> tuple[float, ...]:
     """Red, green and blue of `#RRGGBB` as amounts of light."""
     parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     return tuple(x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts)
+
+
+MOST_TEXT = 512  # cells; in more the numbers could not be read
+
+
+def tiles(panel: Any, owners: Any, world: int, text: Any = None, **labels: Any) -> None:
+    """Colour each cell of `owners` by the rank in it, -1 or nan white; `text` is written into the cells.
+
+    `labels` are keywords of `Axes.set`: title, xlabel, ylabel.
+    """
+    cells = np.asarray(owners, dtype=np.float64)
+    panel.imshow(cells, aspect="auto", **rank_map(world))
+    said = None if text is None else np.asarray(text)
+    if said is not None and said.size <= MOST_TEXT:
+        for row, column in zip(*np.nonzero(cells >= 0), strict=True):
+            text_colour = ink(of_rank(int(cells[row, column])))
+            panel.text(column, row, str(said[row, column]), ha="center", va="center", fontsize=8, color=text_colour)
+    panel.set(**labels)
+    whole_numbers(panel)
+
+
+def whole_numbers(panel: Any) -> None:
+    """Ticks at whole numbers only, which is what positions are."""
+    from matplotlib.ticker import MaxNLocator
+
+    for axis in (panel.xaxis, panel.yaxis):
+        axis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
+
+
+def rank_legend(canvas: Any, world: int, name: str = "rank") -> None:
+    """One patch for each rank, beside the panels of a figure with a constrained layout."""
+    from matplotlib.patches import Patch
+
+    handles = [Patch(facecolor=of_rank(rank), edgecolor="0.5", label=f"{name} {rank}") for rank in range(world)]
+    canvas.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=9)

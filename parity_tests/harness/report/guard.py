@@ -6,10 +6,35 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
-from parity_tests.harness.report.interrupt import interrupts_kept
 from parity_tests.harness.run.exit_status import EQUAL, FAILED, INTERRUPTED, NOTHING, UNREAD, USAGE
+
+
+@contextmanager
+def interrupts_kept() -> Iterator[None]:
+    """A KeyboardInterrupt that was dropped is raised again at the main thread's next call or return.
+
+    If that is in a callback too, it is dropped and raised once more, until it reaches what ran.
+    """
+    others = sys.unraisablehook
+
+    def hook(lost: Any) -> None:
+        if issubclass(lost.exc_type, KeyboardInterrupt):
+            sys.setprofile(again)
+        else:
+            others(lost)
+
+    def again(frame: FrameType, event: str, arg: Any) -> None:
+        if frame.f_code is not hook.__code__:  # out of the hook it would be dropped for good
+            raise KeyboardInterrupt  # Python takes the profiler away that raises
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = others
 
 
 def guarded(call: Callable[[], Any]) -> int:

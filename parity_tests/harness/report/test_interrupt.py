@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from parity_tests.harness.report.guard import guarded
-from parity_tests.harness.report.interrupt import interrupts_kept
+from parity_tests.harness.report.guard import guarded, interrupts_kept
 from parity_tests.harness.run.exit_status import INTERRUPTED
 
 LONG_S = 20.0

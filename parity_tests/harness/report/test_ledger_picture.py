@@ -6,10 +6,9 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.report import report_figure
-from parity_tests.harness.report.colours import of_rank
+from parity_tests.harness.report.colours import of_rank, rank_legend, tiles
 from parity_tests.harness.report.ledger_picture import figure
-from parity_tests.harness.report.tiles import rank_legend, tiles
+from parity_tests.harness.report.report import figure as report_figure
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.run.ledger import Ledger
 from parity_tests.harness.verdict import judge
@@ -79,7 +78,7 @@ def test_cells_have_the_colours_and_numbers_of_their_ranks():
 def test_a_report_has_a_panel_for_each_tensor_three_to_a_row():
     bug = WRONG_SCHEMES[0]
     report = judge(bug.scheme, bug.scheme.case(dtype="float32", **bug.sizes))
-    *panels, bar = report_figure.figure(report).axes
+    *panels, bar = report_figure(report).axes
     assert [panel.get_title().split("\n")[0] for panel in panels] == [row.label for row in report.rows]
     assert len({round(panel.get_subplotspec().rowspan.start) for panel in panels}) == -(-len(panels) // 3)
     assert panels[0].get_xlabel() == "v" and panels[0].get_ylabel() == "b x s"

@@ -8,8 +8,8 @@ import pytest
 
 from parity_tests import scheme, values
 from parity_tests.harness.report import summary
-from parity_tests.harness.report.outcome import Outcome
 from parity_tests.harness.report.report import GradientMismatch, ValueMismatch, merged
+from parity_tests.harness.report.summary import Outcome
 from parity_tests.harness.run.failure import Raised
 from parity_tests.harness.verdict import judge
 

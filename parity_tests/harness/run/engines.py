@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.run.ranks import ENGINES, LARGEST_WORLD, LOCKSTEP_QUIET_S, PROCESS_QUIET_S, Ranks
+from parity_tests.harness.declare.case import ENGINES, LARGEST_WORLD, CaseSpec
+from parity_tests.harness.run.ledger import Ranks
+
+LOCKSTEP_QUIET_S, PROCESS_QUIET_S = 30.0, 10.0
 
 
 def run(

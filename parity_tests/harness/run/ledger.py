@@ -1,20 +1,49 @@
-"""The ledger: one row for every collective and message that a rank issues, in the order of issue.
-
-All engines write the same rows, so that a scheme's ledger on gloo can be compared with the one on lockstep.
-"""
+"""The ledger: one row for every collective and message of a rank, in the order of issue, with the user's line."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from parity_tests.harness.run.users_line import base, is_plumbing
-
+_PYTHON = str(Path(contextlib.__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
+_HARNESS = str(Path(__file__).parents[1])
 _COLLECTIVES = str(Path(__file__).parents[3] / "torch_impl" / "collectives")
+
+
+@cache
+def is_plumbing(name: str) -> bool:
+    """Whether a source file is torch's, Python's or the harness's own; the harness's tests are users of it."""
+    if name.startswith((_TORCH, _HARNESS, "<frozen", "<string", "<__array")):
+        return not base(name).startswith("test_")
+    return (name.startswith(_PYTHON) and "site-packages" not in name) or base(name) == "typing_extensions.py"
+
+
+def base(name: str) -> str:
+    """A source file's name without its folder; `cell` for a notebook's."""
+    return "cell" if "ipykernel" in name or name.startswith("<ipython") else name.rpartition("/")[2]
+
+
+def raised_at(error: BaseException) -> str | None:
+    """file:line of the innermost frame that is the user's, and no library's if there is such a frame."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    user = [(name, line) for name, line in frames if not is_plumbing(name)]
+    own = [(name, line) for name, line in user if "site-packages" not in name] or user
+    return f"{base(own[-1][0])}:{own[-1][1]}" if own else None
+
+
+def at_users_line(error: BaseException) -> str:
+    """` at file:line` of `raised_at`, to follow what was raised; nothing where no frame is the user's."""
+    at = raised_at(error)
+    return f" at {at}" if at else ""
 
 
 @dataclass(frozen=True)
@@ -118,3 +147,12 @@ def group_label(description: str, ranks: Sequence[int], axes: Mapping[str, int])
     if description.startswith("mesh_"):
         return description.removeprefix("mesh_")
     return ",".join(map(str, ranks)) if description in ("", "undefined") else description
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What each rank returned, every collective it issued, and the seconds between start and last result."""
+
+    results: tuple[Any, ...]
+    ledger: Ledger
+    seconds: float

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from parity_tests.harness.declare.argument import Argument
 from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.declared import Argument, Declared, nested
 from parity_tests.harness.declare.draws import Draw
 from parity_tests.harness.declare.spec import Cut
-from parity_tests.harness.declare.tree import nested
+from parity_tests.harness.declare.travel import bare
 from parity_tests.harness.draw import inputs
 from parity_tests.harness.run.failure import RankFault
 from torch_impl.collectives.mesh import MeshView
@@ -48,6 +48,22 @@ class Program:
     random: bool = False
     arrays: Mapping[str, np.ndarray] | None = None  # given by hand instead of drawn
     cotangents: Mapping[str, np.ndarray] | None = None
+
+    @classmethod
+    def of(cls, scheme: Declared, **arrays: Any) -> Program:
+        """The half of a scheme that travels; `arrays` and `cotangents` stand in for those that would be drawn."""
+        return cls(
+            scheme.name,
+            bare(scheme.fn),
+            tuple(scheme.mesh),
+            scheme.inputs,
+            scheme.outputs,
+            scheme.output_form,
+            scheme.draws,
+            scheme.layouts,
+            scheme.random,
+            **arrays,
+        )
 
     def __call__(self, mesh: Any, case: CaseSpec) -> RankResult:
         view = self._bind(mesh, case)

@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from parity_tests.harness.declare.argument import Argument
 from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.declare.declared import Declared
+from parity_tests.harness.declare.declared import Argument, Declared
 from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
-from parity_tests.harness.judge.compare import gradient_pieces, stitch
 from parity_tests.harness.run.engines import run
-from parity_tests.harness.run.program import RankResult
+from parity_tests.harness.run.program import Program, RankResult
+from parity_tests.harness.run.stitch import gradient_pieces, stitch
 
 
 def run_whole(
@@ -25,7 +24,7 @@ def run_whole(
     case = draw_case(scheme, seeded_chooser(0), {**dims, **mesh_and_options}, dtype=dtype, engine=engine, seed=0)
     case = case.replace(lengths=_given_lengths(scheme, whole, case))
     cotangents = None if grad is None else _given_cotangents(scheme, grad, case)
-    ranks = run(scheme.program(arrays=whole, cotangents=cotangents), case, engine)
+    ranks = run(Program.of(scheme, arrays=whole, cotangents=cotangents), case, engine)
     outputs = []
     for arg in scheme.outputs:
         pieces = [result.outputs[arg.name] for result in ranks.results]

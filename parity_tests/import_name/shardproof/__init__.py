@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from parity_tests.harness.judge.oracle import ReferenceFailure as ReferenceFailure
     from parity_tests.harness.replay import replay as replay
     from parity_tests.harness.report import colours as colours
+    from parity_tests.harness.report.colours import rank_legend as rank_legend
+    from parity_tests.harness.report.colours import tiles as tiles
     from parity_tests.harness.report.layout_picture import figure as layout_figure  # noqa: F401
     from parity_tests.harness.report.ledger_picture import figure as ledger_figure  # noqa: F401
     from parity_tests.harness.report.picture import figure as figure
@@ -41,8 +43,6 @@ if TYPE_CHECKING:
     from parity_tests.harness.report.report import Report as Report
     from parity_tests.harness.report.report import ValueMismatch as ValueMismatch
     from parity_tests.harness.report.report import VerdictError as VerdictError
-    from parity_tests.harness.report.tiles import rank_legend as rank_legend
-    from parity_tests.harness.report.tiles import tiles as tiles
     from parity_tests.harness.run.engines import run as run
     from parity_tests.harness.run.failure import Deadlock as Deadlock
     from parity_tests.harness.run.failure import Died as Died
@@ -114,8 +114,8 @@ _HOMES = {
     "owner_strips": "parity_tests.harness.report.picture:owner_strips",
     "layout_figure": "parity_tests.harness.report.layout_picture:figure",
     "ledger_figure": "parity_tests.harness.report.ledger_picture:figure",
-    "tiles": "parity_tests.harness.report.tiles:tiles",
-    "rank_legend": "parity_tests.harness.report.tiles:rank_legend",
+    "tiles": "parity_tests.harness.report.colours:tiles",
+    "rank_legend": "parity_tests.harness.report.colours:rank_legend",
     "colours": "parity_tests.harness.report.colours",
 }
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]

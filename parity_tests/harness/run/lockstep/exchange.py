@@ -24,12 +24,10 @@ from parity_tests.harness.run.failure import (
     Unwaited,
     own,
 )
-from parity_tests.harness.run.ledger import Ledger, Row
+from parity_tests.harness.run.ledger import Ledger, Row, is_plumbing, raised_at
 from parity_tests.harness.run.lockstep.call import Call
-from parity_tests.harness.run.lockstep.message_queue import Mailboxes
-from parity_tests.harness.run.lockstep.rendezvous import Disagreement, Meeting
+from parity_tests.harness.run.lockstep.rendezvous import Disagreement, Mailboxes, Meeting
 from parity_tests.harness.run.lockstep.scheduler import Baton, Halt
-from parity_tests.harness.run.users_line import is_plumbing, raised_at
 
 GroupKey = tuple[str, tuple[int, ...]]
 

@@ -9,6 +9,7 @@ C++ reaches these methods too (functional collectives, DDP's reducer), by the ov
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
@@ -17,15 +18,72 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from parity_tests.harness.run.ledger import Row, call_site, group_label, phase
-from parity_tests.harness.run.lockstep import arguments, world
-from parity_tests.harness.run.lockstep.arguments import listed, nested, reduce_op, root_place
+from parity_tests.harness.run.lockstep import operations, world
 from parity_tests.harness.run.lockstep.call import Call
-from parity_tests.harness.run.lockstep.work import CollectedWork, LockstepWork
+from parity_tests.harness.run.lockstep.exchange import Traffic
+from parity_tests.harness.run.lockstep.operations import listed, nested, reduce_op, root_place
 
 Tensors = Sequence[Tensor]
 Cut = Callable[[list[Tensor]], list[Tensor]]
-Work = LockstepWork
 
+
+class LockstepWork(dist.Work):
+    """Waits for one call, or for the calls of a coalesced block together."""
+
+    def __init__(self, traffic: Traffic, calls: Sequence[Call]) -> None:
+        super().__init__()
+        self._traffic, self.calls = traffic, calls
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        for call in self.calls:
+            self._traffic.wait(call)
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        if not self._done():
+            self._traffic.baton.offer(self.calls[0].row.rank)
+        return self._done()
+
+    def is_success(self) -> bool:
+        return self._done()
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> list[Tensor]:
+        self.wait()
+        return [output for call in self.calls for output in call.outputs]
+
+    def get_future(self) -> torch.futures.Future:
+        """A future that is complete: asking for it waits, since C++ would wait for it without the baton."""
+        future: torch.futures.Future = torch.futures.Future()
+        future.set_result(self.result())
+        return future
+
+    def source_rank(self) -> int:
+        return self.calls[0].origin
+
+    def _source_rank(self) -> int:
+        return self.calls[0].origin
+
+    def _done(self) -> bool:
+        return all(call.done for call in self.calls)
+
+
+class CollectedWork(LockstepWork):
+    """A call inside a coalesced block: its wait is that of the block."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+
+Work = LockstepWork
 
 # What torch may ask of a group and this one has not.
 REFUSED = {
@@ -103,7 +161,7 @@ class LockstepGroup(dist.ProcessGroup):
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
         outputs, inputs = listed(outputs), nested(inputs)
         for output, parts in zip(outputs, inputs, strict=True):
-            arguments.check_one_each("reduce_scatter", parts, self._size, like=output)
+            operations.check_one_each("reduce_scatter", parts, self._size, like=output)
         flat = [part for parts in inputs for part in parts]
         return self._meet("reduce_scatter", flat, outputs, opts, reduce_op=reduce_op(opts))
 
@@ -112,7 +170,7 @@ class LockstepGroup(dist.ProcessGroup):
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         for output, whole in zip(outputs, inputs, strict=True):
-            arguments.check_whole("reduce_scatter", "the input", whole, output, self._size)
+            operations.check_whole("reduce_scatter", "the input", whole, output, self._size)
 
         def cut(copies: list[Tensor]) -> list[Tensor]:
             return [part for copy in copies for part in copy.reshape(self._size, -1).unbind(0)]
@@ -128,7 +186,7 @@ class LockstepGroup(dist.ProcessGroup):
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
         outputs, inputs = nested(outputs), listed(inputs)
         for parts, one in zip(outputs, inputs, strict=True):
-            arguments.check_one_each("all_gather", parts, self._size, like=one)
+            operations.check_one_each("all_gather", parts, self._size, like=one)
         return self._meet("all_gather", inputs, [part for parts in outputs for part in parts], opts)
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
@@ -139,27 +197,27 @@ class LockstepGroup(dist.ProcessGroup):
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         for whole, one in zip(outputs, inputs, strict=True):
-            arguments.check_whole("all_gather", "the output", whole, one, self._size)
+            operations.check_whole("all_gather", "the output", whole, one, self._size)
         return self._meet("all_gather", inputs, outputs, opts)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
         inputs, root, parts = listed(inputs), root_place(opts), []
         if root == self._place:
             parts = nested(outputs)[0]
-            arguments.check_one_each("gather", parts, self._size, like=inputs[0])
+            operations.check_one_each("gather", parts, self._size, like=inputs[0])
         return self._meet("gather", inputs, parts, opts, root=root)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
         outputs, root, parts = listed(outputs), root_place(opts), []
         if root == self._place:
             parts = nested(inputs)[0]
-            arguments.check_one_each("scatter", parts, self._size, like=outputs[0])
+            operations.check_one_each("scatter", parts, self._size, like=outputs[0])
         return self._meet("scatter", parts, outputs, opts, root=root)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None, timeout: Any = None) -> Work:
         for tensors in (inputs, outputs):
-            arguments.check_one_each("all_to_all", tensors, self._size)
-        splits = (tuple(map(arguments.rows, inputs)), tuple(map(arguments.rows, outputs)))
+            operations.check_one_each("all_to_all", tensors, self._size)
+        splits = (tuple(map(operations.rows, inputs)), tuple(map(operations.rows, outputs)))
         return self._meet("all_to_all", inputs, outputs, opts, splits=splits, expected=list(outputs))
 
     def all_to_all_single(
@@ -171,8 +229,8 @@ class LockstepGroup(dist.ProcessGroup):
         opts: Any = None,
         timeout: Any = None,
     ) -> Work:
-        gives = arguments.splits_of("the input", input, input_split_sizes, self._size)
-        takes = arguments.splits_of("the output", output, output_split_sizes, self._size)
+        gives = operations.splits_of("the input", input, input_split_sizes, self._size)
+        takes = operations.splits_of("the output", output, output_split_sizes, self._size)
 
         def cut(copies: list[Tensor]) -> list[Tensor]:
             return list(copies[0].split(gives))
@@ -263,8 +321,8 @@ class LockstepGroup(dist.ProcessGroup):
             group_name=group_label(self._desc, self.ranks, self._traffic.axes),
             dtypes=tuple(str(t.dtype).removeprefix("torch.") for t in inputs),
             shapes=tuple(tuple(t.shape) for t in inputs),
-            bytes_in=0 if op == "recv" else arguments.size_in_bytes(inputs),
-            bytes_out=arguments.size_in_bytes(outputs),
+            bytes_in=0 if op == "recv" else operations.size_in_bytes(inputs),
+            bytes_out=operations.size_in_bytes(outputs),
             phase=phase(),
             source=call_site(),
             **details,

@@ -28,11 +28,10 @@ from torch._C import _distributed_c10d as c_api
 from torch.distributed.device_mesh import init_device_mesh
 
 from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.run.ledger import Ranks, is_plumbing
 from parity_tests.harness.run.lockstep import group, world
 from parity_tests.harness.run.lockstep.exchange import Traffic
 from parity_tests.harness.run.lockstep.scheduler import Baton, Halt
-from parity_tests.harness.run.ranks import Ranks
-from parity_tests.harness.run.users_line import is_plumbing
 from torch_impl.collectives.mesh import MeshView
 
 Job = Callable[[Any, CaseSpec], Any]

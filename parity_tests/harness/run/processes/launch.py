@@ -22,24 +22,49 @@ import atexit
 import hashlib
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import cloudpickle
 import torch.distributed as dist
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.travel import dumps
-from parity_tests.harness.run.exit_status import USAGE
+from parity_tests.harness.run.exit_status import FAILED, USAGE
 from parity_tests.harness.run.failure import NotRun, RankFailure
-from parity_tests.harness.run.ledger import Ledger
-from parity_tests.harness.run.processes.agent import leave, leave_with_agent
+from parity_tests.harness.run.ledger import Ledger, Ranks
 from parity_tests.harness.run.processes.cause import verdict
-from parity_tests.harness.run.processes.channel import place
-from parity_tests.harness.run.processes.member import Follower, Leader
-from parity_tests.harness.run.ranks import Ranks
+from parity_tests.harness.run.processes.member import Follower, Leader, place
+
+LOOK_S = 0.5  # between two looks
+_watching: list[threading.Thread] = []
+
+
+def leave_with_agent() -> None:
+    """From the first call on, end this process soon after the torchrun agent that started it, if one did.
+
+    A host whose agent is killed leaves nothing behind.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and not _watching:
+        _watching.append(threading.Thread(target=_watch, args=(os.getppid(),), name="agent", daemon=True))
+        _watching[0].start()
+
+
+def _watch(agent: int) -> None:
+    while os.getppid() == agent:
+        time.sleep(LOOK_S)
+    leave(f"the torchrun agent of this host (process {agent}) has ended, and its ranks with it")
+
+
+def leave(why: str) -> NoReturn:
+    """At once, whatever hangs in native code."""
+    sys.stderr.write(f"shardproof: rank {os.environ.get('RANK', '?')}: {why}\n")
+    sys.stderr.flush()
+    os._exit(FAILED)
+
 
 T = TypeVar("T")
 _leader: Leader | None = None

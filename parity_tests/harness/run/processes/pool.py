@@ -24,12 +24,11 @@ import torch
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.travel import dumps
 from parity_tests.harness.run.failure import NotRun
-from parity_tests.harness.run.ledger import Ledger
+from parity_tests.harness.run.ledger import Ledger, Ranks
 from parity_tests.harness.run.processes.cause import verdict
 from parity_tests.harness.run.processes.forks import ForkServer
 from parity_tests.harness.run.processes.status_table import Board
 from parity_tests.harness.run.processes.watch import Seat, Watch
-from parity_tests.harness.run.ranks import Ranks
 
 _lock = threading.Lock()
 _server: ForkServer | None = None

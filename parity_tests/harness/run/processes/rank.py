@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
 
 import cloudpickle
 import torch
@@ -14,12 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.failure import RankFailure, RankFault, own
-from parity_tests.harness.run.ledger import Row
+from parity_tests.harness.run.ledger import Row, raised_at
 from parity_tests.harness.run.lockstep.world import flattened
 from parity_tests.harness.run.processes import status_table
 from parity_tests.harness.run.processes.cause import DONE, RAISED, Outcome
 from parity_tests.harness.run.processes.recorder import Recorder, observe_waits
-from parity_tests.harness.run.users_line import raised_at
 from torch_impl.collectives import MeshView
 
 BACKEND_TIMEOUT_S = 30  # the last net, far above every verdict
@@ -129,3 +132,31 @@ def _raised(rank: int, recorder: Recorder, raised: BaseException) -> Outcome:
         trace="".join(traceback.format_exception(raised)),
         from_backend=recorder.is_backends(error),
     )
+
+
+def main(work_fd: int, control_fd: int, *, rank: int, world: int, backend: str, folder: str) -> None:
+    """The main loop of a pool's rank; two sockets lead to the parent.
+
+    Jobs and outcomes travel on the first. On the second a thread of its own answers what has been issued so far, also
+    while the main thread hangs, and ends the process when the parent is gone.
+    """
+    work = Connection(work_fd)
+    threading.Thread(target=_answer, args=(Connection(control_fd),), daemon=True).start()
+    observe()
+    slot = status_table.Board(Path(folder) / "board", world).slot(rank)
+    member = Rank(slot, backend, dist.FileStore(str(Path(folder) / "store"), world), rank, world, gpu=rank)
+    try:
+        while True:
+            work.send(member.run(work.recv(), ready=lambda: work.send("ready")))
+    except (EOFError, ConnectionError):
+        return  # the parent has let go
+
+
+def _answer(control: Connection) -> None:
+    """Answer each question with the rows issued so far; leave without a word when the parent does."""
+    while True:
+        try:
+            question = control.recv()
+            control.send((question, rows_so_far()))
+        except (EOFError, OSError):
+            os._exit(0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import json
 import os
 import shutil
@@ -19,11 +20,14 @@ import traceback
 from selectors import EVENT_READ, DefaultSelector
 from typing import NoReturn
 
+import cloudpickle
+import torch
+
+from parity_tests.harness.run.processes.recorder import Recorder
+
 
 def main(parent: socket.socket, folder: str) -> NoReturn:
-    from parity_tests.harness.run.processes import preload
-
-    preload.warm()
+    warm()
     gc.collect()
     gc.freeze()  # ranks share these pages, and their collector has nothing to look for there
     woken, wake = os.pipe()
@@ -85,9 +89,9 @@ def _become_rank(place: dict, fds: list[int], parent: socket.socket, own: tuple[
         parent.close()
         for fd in own:
             os.close(fd)
-        from parity_tests.harness.run.processes import worker
+        from parity_tests.harness.run.processes import rank
 
-        worker.main(*fds, **place)
+        rank.main(*fds, **place)
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -108,6 +112,33 @@ def _reap(parent: socket.socket, ranks: set[int]) -> None:
 def _tell(parent: socket.socket, message: dict) -> None:
     with contextlib.suppress(ConnectionError):  # the parent has gone; the next read says so
         parent.sendall(json.dumps(message).encode() + b"\n")
+
+
+# What every rank needs, imported once here so that a rank is a copy and not a start. It must come before a rank has
+# groups: a module of torch takes the default group as the default of its arguments when it is imported, and so would
+# keep the group and its sockets open for ever. No thread is started and no CUDA context is made: a fork would inherit
+# either in a state of no use. That torch has one thread is set in the server's environment, before torch is loaded.
+NEEDED = (
+    "parity_tests.harness.run.processes.rank",
+    "parity_tests.harness.run.program",
+    "shardproof",
+    "torch.distributed.fsdp",
+    "torch.distributed.nn.functional",
+    "torch.distributed.tensor",
+    "torch.utils.checkpoint",
+    "torch_impl.collectives",
+)
+
+
+def warm() -> None:
+    """Import, and pay for first uses: entering a dispatch mode alone imports some hundred modules."""
+    for name in NEEDED:
+        importlib.import_module(name)
+    torch.set_num_threads(1)
+    with Recorder():
+        x = torch.ones(1, requires_grad=True)
+        torch.autograd.grad((x * x).sum(), x)
+    cloudpickle.loads(cloudpickle.dumps(lambda: x))
 
 
 if __name__ == "__main__":

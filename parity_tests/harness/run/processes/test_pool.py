@@ -18,7 +18,7 @@ import torch.distributed as dist
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.failure import NotRun, Raised
 from parity_tests.harness.run.processes import pool
-from parity_tests.harness.run.processes.dispatched import FUNCTIONAL, IN_PLACE, REFUSED, SILENT
+from parity_tests.harness.run.processes.recorder import FUNCTIONAL, IN_PLACE, REFUSED, SILENT
 
 HOT_START_S = 0.5
 LOADED = 2.0  # how much slower a machine may be that runs other work beside these tests

@@ -1,0 +1,79 @@
+"""Stitch what the ranks returned into global arrays, by the layouts of the reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.declared import Argument, Declared
+from parity_tests.harness.draw import inputs
+from parity_tests.harness.run.program import RankResult
+
+SUMMED = {"output": "P", "gradient": "R"}
+
+
+@dataclass(frozen=True)
+class Stitched:
+    """Global arrays put together from the ranks' pieces, one for each coordinate of the axes that repeat them."""
+
+    copies: np.ndarray  # [repeats, *global shape]
+    coordinates: tuple[dict[str, int], ...]  # of each copy, on the repeating axes
+    summed_ranks: int
+    parts: np.ndarray  # [*sizes of part_axes, *global shape]: before any sum
+    part_axes: tuple[str, ...]  # repeating axes, then summed ones
+
+    def pieces(self, axis: str, at: Mapping[str, int]) -> np.ndarray:
+        """[ranks of the axis, *global shape]: what each of its ranks holds, the other repeating axes held at `at`."""
+        parts, names = self.parts, list(self.part_axes)
+        for name in self.part_axes:
+            if name != axis:
+                index = names.index(name)
+                parts = parts.take(at[name], axis=index) if name in at else parts.sum(axis=index)
+                names.remove(name)
+        return parts
+
+
+def gradient_pieces(scheme: Declared, arg: Argument, case: CaseSpec, results: Sequence[RankResult]) -> list[np.ndarray]:
+    """Each rank's gradient of one input; zeros where it has none."""
+    pieces = []
+    for at, result in zip(_ranks(case), results, strict=True):
+        piece = result.gradients[arg.name]
+        pieces.append(np.zeros(inputs.local_shape(arg, case, at, scheme.layouts)) if piece is None else piece)
+    return pieces
+
+
+def stitch(arg: Argument, pieces: Sequence[np.ndarray], case: CaseSpec, custom: inputs.Layouts, role: str) -> Stitched:
+    """Put pieces back by the reference's layouts; sum over P axes of an output, over R axes of a gradient."""
+    summed = [axis for axis, letter in arg.spec.types if letter == SUMMED[role]]
+    repeating = [axis for axis in case.mesh if axis not in arg.spec.axes and axis not in summed]
+    names = (*repeating, *summed)
+    sizes = tuple(case.mesh[axis] for axis in names)
+    parts = np.zeros((*sizes, *arg.shape(case)), dtype=np.asarray(pieces[0]).dtype)
+    for at, local in zip(_ranks(case), pieces, strict=True):
+        target = parts[(*(at[axis] for axis in names), ...)]  # a view, of a scalar too
+        held = inputs.positions(arg, case, at, custom)
+        target[np.ix_(*held) if held else ...] = local
+    keys = list(np.ndindex(*sizes[: len(repeating)]))
+    with np.errstate(invalid="ignore", over="ignore"):
+        total = parts.sum(axis=tuple(range(len(repeating), len(names)))) if summed else parts
+    coordinates = tuple(dict(zip(repeating, key, strict=True)) for key in keys)
+    copies = total.reshape(len(keys), *arg.shape(case))
+    return Stitched(copies, coordinates, math.prod(sizes[len(repeating) :]), parts, names)
+
+
+def owners(arg: Argument, case: CaseSpec, custom: inputs.Layouts) -> dict[str, np.ndarray]:
+    """For each axis that cuts a tensor: which of its coordinates holds each element."""
+    found = {axis: np.zeros(arg.shape(case), dtype=np.int64) for axis in arg.spec.axes}
+    for at in _ranks(case):
+        held = inputs.positions(arg, case, at, custom)
+        for axis, array in found.items():
+            array[np.ix_(*held)] = at[axis]
+    return found
+
+
+def _ranks(case: CaseSpec) -> Sequence[Mapping[str, int]]:
+    return inputs.coordinates(case.mesh)
