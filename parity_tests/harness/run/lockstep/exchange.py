@@ -1,6 +1,6 @@
-"""The traffic of one run: every call of every rank, matched, written to the ledger, judged.
+"""The exchange of one run: every call of every rank, matched, written to the ledger, judged.
 
-Stands between the process groups, which know how torch calls them, and the baton, which knows who may run.
+Stands between the process groups, which know how torch calls them, and the scheduler, which knows who may run.
 """
 
 from __future__ import annotations
@@ -26,63 +26,63 @@ from parity_tests.harness.run.failure import (
 )
 from parity_tests.harness.run.ledger import Ledger, Row, is_plumbing, raised_at
 from parity_tests.harness.run.lockstep.call import Call
-from parity_tests.harness.run.lockstep.rendezvous import Disagreement, Mailboxes, Meeting
-from parity_tests.harness.run.lockstep.scheduler import Baton, Halt
+from parity_tests.harness.run.lockstep.rendezvous import Disagreement, MessageQueues, Rendezvous
+from parity_tests.harness.run.lockstep.scheduler import Halt, Scheduler
 
 GroupKey = tuple[str, tuple[int, ...]]
 
 
-class Traffic:
+class Exchange:
     """What one session's ranks say to each other; `reset` before each example."""
 
-    def __init__(self, baton: Baton, axes: dict[str, int]) -> None:
-        self.baton, self.axes = baton, axes
+    def __init__(self, scheduler: Scheduler, axes: dict[str, int]) -> None:
+        self.scheduler, self.axes = scheduler, axes
         self.reset(None)
 
     def reset(self, case: CaseSpec | None) -> None:
         self.case, self.ledger = case, Ledger()
         self._count: dict[object, int] = defaultdict(int)
-        self._meetings: dict[tuple[GroupKey, int], Meeting] = {}
-        self._mail: dict[GroupKey, Mailboxes] = defaultdict(Mailboxes)
-        self._tracked: list[dict[Call, None]] = [{} for _ in range(self.baton.world)]
+        self._rendezvous: dict[tuple[GroupKey, int], Rendezvous] = {}
+        self._queues: dict[GroupKey, MessageQueues] = defaultdict(MessageQueues)
+        self._tracked: list[dict[Call, None]] = [{} for _ in range(self.scheduler.world)]
 
     def next_seq(self, rank: int, line: object) -> int:
         """How many calls this rank has issued on `line` before."""
         self._count[rank, line] += 1
         return self._count[rank, line] - 1
 
-    def meet(self, key: GroupKey, call: Call) -> None:
+    def collective(self, key: GroupKey, call: Call) -> None:
         """Issue a collective."""
         self._issue(call)
         spot = (key, call.row.seq)
-        meeting = self._meetings.setdefault(spot, Meeting(len(key[1])))
+        rendezvous = self._rendezvous.setdefault(spot, Rendezvous(len(key[1])))
         try:
-            complete = meeting.arrive(call)
+            complete = rendezvous.arrive(call)
         except Disagreement as error:
             self._fail(Mismatch, f"{error}{self._default_group_note(error.first, error.second)}", call.row)
         if complete:
-            del self._meetings[spot]
+            del self._rendezvous[spot]
             for each in complete:
                 self._complete(each)
-        self.baton.nudge(call.row.rank)
+        self.scheduler.nudge(call.row.rank)
 
     def post(self, key: GroupKey, call: Call, peer: int | None) -> None:
         """Issue a send or a receive; `peer` is the other's place, None for anybody's message."""
         self._issue(call)
-        mail = self._mail[key]
+        queues = self._queues[key]
         try:
-            other = mail.receive(call, peer) if call.row.op == "recv" or peer is None else mail.send(call, peer)
+            other = queues.receive(call, peer) if call.row.op == "recv" or peer is None else queues.send(call, peer)
         except Disagreement as error:
             self._fail(Mismatch, str(error), call.row)
         if other is not None:
             self._complete(other)
             self._complete(call)
-        self.baton.nudge(call.row.rank)
+        self.scheduler.nudge(call.row.rank)
 
     def wait(self, call: Call) -> None:
         """Block until the call is complete, then write its results; a second wait does nothing."""
         rank = call.row.rank
-        self.baton.wait(rank, call)
+        self.scheduler.wait(rank, call)
         if call.waited:
             return
         call.waited = True
@@ -101,7 +101,7 @@ class Traffic:
                     torch.ops._c10d_functional.wait_tensor(tensor)
 
     def _issue(self, call: Call) -> None:
-        self.baton.check()
+        self.scheduler.check()
         call.order = len(self.ledger.rows)
         self.ledger.rows.append(call.row)
         if call.tracked:
@@ -109,7 +109,7 @@ class Traffic:
 
     def _complete(self, call: Call) -> None:
         call.done = True
-        self.baton.wake(call.row.rank, call)
+        self.scheduler.wake(call.row.rank, call)
 
     # What goes wrong, and what is said then.
 
@@ -132,37 +132,37 @@ class Traffic:
         if isinstance(error, RankFailure):
             error.case, error.others, error.ledger = self.case, failure.others, self.ledger
             failure = error
-        self.baton.failure = self.baton.failure or failure
+        self.scheduler.failure = self.scheduler.failure or failure
 
     def stuck(self) -> RankFailure:
         """Nobody can run."""
-        waiting = [(rank, call.row) for rank, call in enumerate(self.baton.waits) if isinstance(call, Call)]
-        states = "; ".join(self._state(rank) for rank in range(self.baton.world))
+        waiting = [(rank, call.row) for rank, call in enumerate(self.scheduler.waits) if isinstance(call, Call)]
+        states = "; ".join(self._state(rank) for rank in range(self.scheduler.world))
         rank, row = waiting[0]
         note = self._default_group_note(*(row for _, row in waiting))
         return self._failure(Deadlock, f"nobody can run: {states}{note}", rank, row.op, row.source)
 
     def stalled(self, stack: str, seconds: float) -> RankFailure:
         """The running rank does not come back."""
-        rank = self.baton.running
+        rank = self.scheduler.running
         last = next(reversed(self.ledger.of(rank)), None)
         message = f"rank {rank} has reached no collective for {seconds:g} s; last {last or 'nothing'}\n{stack}"
         return self._failure(Stalled, message, rank, last.op if last else None, last.source if last else None)
 
     def _fail(self, kind: type[RankFailure], message: str, row: Row) -> NoReturn:
-        self.baton.fail(self._failure(kind, message, row.rank, row.op, row.source))
+        self.scheduler.fail(self._failure(kind, message, row.rank, row.op, row.source))
 
     def _failure(
         self, kind: type[RankFailure], message: str, rank: int, op: str | None, source: str | None
     ) -> RankFailure:
-        others = [self._state(other) for other in range(self.baton.world) if other != rank]
+        others = [self._state(other) for other in range(self.scheduler.world) if other != rank]
         return kind(message, rank=rank, op=op, source=source, case=self.case, others=others, ledger=self.ledger)
 
     def _state(self, rank: int) -> str:
-        pending = self.baton.waits[rank]
+        pending = self.scheduler.waits[rank]
         if isinstance(pending, Call):
             return f"rank {rank} waits in {pending.row}"
-        if self.baton.finished[rank]:
+        if self.scheduler.finished[rank]:
             return f"rank {rank} finished"
         last = next(reversed(self.ledger.of(rank)), None)
         return f"rank {rank} can run, last in {last}" if last else f"rank {rank} can run, nothing issued"
@@ -171,4 +171,4 @@ class Traffic:
         """Says so where ranks meet, or wait, in the default group of a mesh that has smaller ones."""
         if not any(row.group_name == "world" for row in rows):
             return ""
-        return f"; group world is the default group, all {self.baton.world} ranks must come to it"
+        return f"; group world is the default group, all {self.scheduler.world} ranks must come to it"

@@ -1,4 +1,4 @@
-"""The lockstep ProcessGroup: torch's calls, by their names in torch 2.11 to 2.13, become calls of the traffic.
+"""The lockstep ProcessGroup: torch's calls, by their names in torch 2.11 to 2.13, become calls of the exchange.
 
 C++ reaches these methods too (functional collectives, DDP's reducer), by the overrides that torch declares.
 """
@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store
 from parity_tests.harness.run.ledger import Row, call_site, group_label, phase
 from parity_tests.harness.run.lockstep import operations, world
 from parity_tests.harness.run.lockstep.call import Call
-from parity_tests.harness.run.lockstep.exchange import Traffic
+from parity_tests.harness.run.lockstep.exchange import Exchange
 from parity_tests.harness.run.lockstep.operations import listed, nested, reduce_op, root_place
 
 Tensors = Sequence[Tensor]
@@ -30,13 +30,13 @@ Cut = Callable[[list[Tensor]], list[Tensor]]
 class LockstepWork(dist.Work):
     """Waits for one call, or for the calls of a coalesced block together."""
 
-    def __init__(self, traffic: Traffic, calls: Sequence[Call]) -> None:
+    def __init__(self, exchange: Exchange, calls: Sequence[Call]) -> None:
         super().__init__()
-        self._traffic, self.calls = traffic, calls
+        self._exchange, self.calls = exchange, calls
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         for call in self.calls:
-            self._traffic.wait(call)
+            self._exchange.wait(call)
         return True
 
     def synchronize(self) -> None:
@@ -47,7 +47,7 @@ class LockstepWork(dist.Work):
 
     def is_completed(self) -> bool:
         if not self._done():
-            self._traffic.baton.offer(self.calls[0].row.rank)
+            self._exchange.scheduler.offer(self.calls[0].row.rank)
         return self._done()
 
     def is_success(self) -> bool:
@@ -61,7 +61,7 @@ class LockstepWork(dist.Work):
         return [output for call in self.calls for output in call.outputs]
 
     def get_future(self) -> torch.futures.Future:
-        """A future that is complete: asking for it waits, since C++ would wait for it without the baton."""
+        """A future that is complete: asking for it waits, since C++ would wait for it without the scheduler."""
         future: torch.futures.Future = torch.futures.Future()
         future.set_result(self.result())
         return future
@@ -114,7 +114,7 @@ class LockstepGroup(dist.ProcessGroup):
         super().__init__(place, len(ranks))  # pyright: ignore[reportCallIssue]  (the stub lacks this overload)
         self.ranks, self._store = ranks, store
         self._place, self._size, self._rank = place, len(ranks), ranks[place]
-        self._traffic = world.here().traffic
+        self._exchange = world.here().exchange
         self._name, self._desc = "", ""
         self._block: list[Call] | None = None
 
@@ -148,7 +148,7 @@ class LockstepGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
         tensors = listed(tensors)
-        return self._meet("all_reduce", tensors, tensors, opts, reduce_op=reduce_op(opts))
+        return self._collective("all_reduce", tensors, tensors, opts, reduce_op=reduce_op(opts))
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         return self.allreduce(tensors, opts)
@@ -156,14 +156,16 @@ class LockstepGroup(dist.ProcessGroup):
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: Any = None) -> Work:
         tensors, root = listed(tensors), root_place(opts)
         name = reduce_op(opts) if hasattr(opts, "reduceOp") else reduce_op(op)
-        return self._meet("reduce", tensors, tensors if root == self._place else [], opts, root=root, reduce_op=name)
+        return self._collective(
+            "reduce", tensors, tensors if root == self._place else [], opts, root=root, reduce_op=name
+        )
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
         outputs, inputs = listed(outputs), nested(inputs)
         for output, parts in zip(outputs, inputs, strict=True):
             operations.check_one_each("reduce_scatter", parts, self._size, like=output)
         flat = [part for parts in inputs for part in parts]
-        return self._meet("reduce_scatter", flat, outputs, opts, reduce_op=reduce_op(opts))
+        return self._collective("reduce_scatter", flat, outputs, opts, reduce_op=reduce_op(opts))
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
@@ -175,19 +177,19 @@ class LockstepGroup(dist.ProcessGroup):
         def cut(copies: list[Tensor]) -> list[Tensor]:
             return [part for copy in copies for part in copy.reshape(self._size, -1).unbind(0)]
 
-        return self._meet("reduce_scatter", inputs, outputs, opts, cut, reduce_op=reduce_op(opts))
+        return self._collective("reduce_scatter", inputs, outputs, opts, cut, reduce_op=reduce_op(opts))
 
     # Copies.
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
         tensors, root = listed(tensors), root_place(opts)
-        return self._meet("broadcast", tensors, [] if root == self._place else tensors, opts, root=root)
+        return self._collective("broadcast", tensors, [] if root == self._place else tensors, opts, root=root)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
         outputs, inputs = nested(outputs), listed(inputs)
         for parts, one in zip(outputs, inputs, strict=True):
             operations.check_one_each("all_gather", parts, self._size, like=one)
-        return self._meet("all_gather", inputs, [part for parts in outputs for part in parts], opts)
+        return self._collective("all_gather", inputs, [part for parts in outputs for part in parts], opts)
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         return self.allgather([[line[j] for line in outputs] for j in range(len(inputs))], inputs, opts)
@@ -198,27 +200,27 @@ class LockstepGroup(dist.ProcessGroup):
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         for whole, one in zip(outputs, inputs, strict=True):
             operations.check_whole("all_gather", "the output", whole, one, self._size)
-        return self._meet("all_gather", inputs, outputs, opts)
+        return self._collective("all_gather", inputs, outputs, opts)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
         inputs, root, parts = listed(inputs), root_place(opts), []
         if root == self._place:
             parts = nested(outputs)[0]
             operations.check_one_each("gather", parts, self._size, like=inputs[0])
-        return self._meet("gather", inputs, parts, opts, root=root)
+        return self._collective("gather", inputs, parts, opts, root=root)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
         outputs, root, parts = listed(outputs), root_place(opts), []
         if root == self._place:
             parts = nested(inputs)[0]
             operations.check_one_each("scatter", parts, self._size, like=outputs[0])
-        return self._meet("scatter", parts, outputs, opts, root=root)
+        return self._collective("scatter", parts, outputs, opts, root=root)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None, timeout: Any = None) -> Work:
         for tensors in (inputs, outputs):
             operations.check_one_each("all_to_all", tensors, self._size)
         splits = (tuple(map(operations.rows, inputs)), tuple(map(operations.rows, outputs)))
-        return self._meet("all_to_all", inputs, outputs, opts, splits=splits, expected=list(outputs))
+        return self._collective("all_to_all", inputs, outputs, opts, splits=splits, expected=list(outputs))
 
     def all_to_all_single(
         self,
@@ -237,10 +239,10 @@ class LockstepGroup(dist.ProcessGroup):
 
         expected = list(output.data.split(takes))
         splits = (tuple(gives), tuple(takes))
-        return self._meet("all_to_all", [input], [output], opts, cut, splits=splits, expected=expected)
+        return self._collective("all_to_all", [input], [output], opts, cut, splits=splits, expected=expected)
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Work:
-        return self._meet("barrier", [], [], opts)
+        return self._collective("barrier", [], [], opts)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         self.barrier().wait()
@@ -263,7 +265,7 @@ class LockstepGroup(dist.ProcessGroup):
 
     def _end_coalescing(self, device: torch.device) -> Work:
         calls, self._block = self._block or [], None
-        return Work(self._traffic, calls)
+        return Work(self._exchange, calls)
 
     # The names of torch 2.11 and 2.12.
 
@@ -275,7 +277,7 @@ class LockstepGroup(dist.ProcessGroup):
 
     # How a call is made.
 
-    def _meet(
+    def _collective(
         self,
         op: str,
         inputs: Tensors,
@@ -290,35 +292,35 @@ class LockstepGroup(dist.ProcessGroup):
         key = (self._name, self.ranks)
         is_async = getattr(opts, "asyncOp", True)
         root = None if root is None else self.ranks[root]
-        seq = self._traffic.next_seq(self._rank, key)
+        seq = self._exchange.next_seq(self._rank, key)
         row = self._row(op, inputs, outputs, seq=seq, root=root, is_async=is_async, **details)
         call = Call(row, self._place, inputs, outputs, expected=expected, tracked=is_async)
         call.take(cut)
-        self._traffic.meet(key, call)
+        self._exchange.collective(key, call)
         return self._work(call)
 
     def _post(self, op: str, tensors: Tensors, outputs: Tensors, peer: int | None, tag: int) -> Work:
         key = (self._name, self.ranks)
-        seq = self._traffic.next_seq(self._rank, (key, op))
+        seq = self._exchange.next_seq(self._rank, (key, op))
         peer_rank = None if peer is None else self.ranks[peer]
         row = self._row(op, tensors, outputs, seq=seq, peer=peer_rank, tag=tag)
         call = Call(row, self._place, [] if outputs else tensors, outputs, tracked=True)
         call.take(None)
-        self._traffic.post(key, call, peer)
+        self._exchange.post(key, call, peer)
         return self._work(call)
 
     def _work(self, call: Call) -> Work:
         if self._block is None:
-            return Work(self._traffic, [call])
+            return Work(self._exchange, [call])
         self._block.append(call)
-        return CollectedWork(self._traffic, [call])
+        return CollectedWork(self._exchange, [call])
 
     def _row(self, op: str, inputs: Tensors, outputs: Tensors, **details: Any) -> Row:
         return Row(
             rank=self._rank,
             op=op,
             group=tuple(sorted(self.ranks)),
-            group_name=group_label(self._desc, self.ranks, self._traffic.axes),
+            group_name=group_label(self._desc, self.ranks, self._exchange.axes),
             dtypes=tuple(str(t.dtype).removeprefix("torch.") for t in inputs),
             shapes=tuple(tuple(t.shape) for t in inputs),
             bytes_in=0 if op == "recv" else operations.size_in_bytes(inputs),

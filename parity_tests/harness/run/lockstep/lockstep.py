@@ -30,8 +30,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.ledger import Ranks, is_plumbing
 from parity_tests.harness.run.lockstep import group, world
-from parity_tests.harness.run.lockstep.exchange import Traffic
-from parity_tests.harness.run.lockstep.scheduler import Baton, Halt
+from parity_tests.harness.run.lockstep.exchange import Exchange
+from parity_tests.harness.run.lockstep.scheduler import Halt, Scheduler
 from torch_impl.collectives.mesh import MeshView
 
 Job = Callable[[Any, CaseSpec], Any]
@@ -71,10 +71,10 @@ class Session:
 
     def __init__(self, case: CaseSpec, quiet_s: float) -> None:
         self._axes = dict(case.mesh)
-        self._baton = Baton(case.world)
-        self._traffic = Traffic(self._baton, self._axes)
+        self._scheduler = Scheduler(case.world)
+        self._exchange = Exchange(self._scheduler, self._axes)
         self._store = c_api.HashStore()
-        self._worlds = [world.RankWorld(self._traffic) for _ in range(case.world)]
+        self._worlds = [world.RankWorld(self._exchange) for _ in range(case.world)]
         self._meshes: list[Any] = [None] * case.world
         self._threads = [
             threading.Thread(target=self._serve, args=(rank,), name=f"lockstep-rank-{rank}", daemon=True)
@@ -94,37 +94,37 @@ class Session:
 
     def close(self) -> None:
         """End the threads, but for one that runs and does not come back."""
-        self._baton.dismiss()
+        self._scheduler.dismiss()
         for rank, thread in enumerate(self._threads):
-            if self._baton.finished[rank] or rank != self._baton.running:
+            if self._scheduler.finished[rank] or rank != self._scheduler.running:
                 thread.join(1.0)
 
     def _all_ranks(self, fn: Job, case: CaseSpec, quiet_s: float) -> Ranks:
         started = time.perf_counter()
         self._job, self._case = fn, case
-        self._results: list[Any] = [None] * self._baton.world
-        self._traffic.reset(case)
+        self._results: list[Any] = [None] * self._scheduler.world
+        self._exchange.reset(case)
         seeds = [rank_seed(case, rank) for rank in range(case.world)]
-        self._baton.begin(case.schedule, seeds, self._traffic.stuck)
+        self._scheduler.begin(case.schedule, seeds, self._exchange.stuck)
         try:
             self._await(quiet_s)
-            if self._baton.failure is not None:
-                raise self._baton.failure
+            if self._scheduler.failure is not None:
+                raise self._scheduler.failure
         except BaseException:
             self.close()
             raise
-        return Ranks(tuple(self._results), self._traffic.ledger, time.perf_counter() - started)
+        return Ranks(tuple(self._results), self._exchange.ledger, time.perf_counter() - started)
 
     def _await(self, quiet_s: float) -> None:
         """Until all ranks have left. A rank that makes no move for `quiet_s` is given up."""
         moves, since = -1, 0.0
-        while not self._baton.over(min(quiet_s, 0.25)):
-            if self._baton.moves != moves:
-                moves, since = self._baton.moves, time.monotonic()
+        while not self._scheduler.over(min(quiet_s, 0.25)):
+            if self._scheduler.moves != moves:
+                moves, since = self._scheduler.moves, time.monotonic()
             elif time.monotonic() - since >= quiet_s:
-                thread = self._threads[self._baton.running].ident or 0
-                stalled = self._traffic.stalled(_users_stack(thread), quiet_s)
-                self._baton.failure = self._baton.failure or stalled
+                thread = self._threads[self._scheduler.running].ident or 0
+                stalled = self._exchange.stalled(_users_stack(thread), quiet_s)
+                self._scheduler.failure = self._scheduler.failure or stalled
                 # Takes effect at the thread's next Python instruction; one inside a C call is left behind.
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Halt))
                 return
@@ -140,26 +140,26 @@ class Session:
             pass
         try:
             if world.is_installed():  # else this rank comes back too late, and the names are the process's own
-                self._traffic.drop(rank)
+                self._exchange.drop(rank)
                 c_api._unregister_all_process_groups()
         finally:
-            self._baton.leave(rank)
+            self._scheduler.leave(rank)
 
     def _example(self, rank: int) -> bool:
         """Take part in one run; False if this thread must end."""
         try:
-            self._baton.enter(rank)
+            self._scheduler.enter(rank)
             torch.set_grad_enabled(True)  # whatever the last example left
             torch.set_autocast_enabled("cpu", False)
             self._results[rank] = self._job(self._meshes[rank], self._case)
-            self._traffic.unwaited(rank)
+            self._exchange.unwaited(rank)
             self._worlds[rank].restore(self._meshes[rank] and self._meshes[rank].device_mesh)
         except Halt:
             return False
         except BaseException as error:
-            self._traffic.raised(rank, error)
+            self._exchange.raised(rank, error)
             return False
-        self._baton.leave(rank)
+        self._scheduler.leave(rank)
         return True
 
     def _build(self, mesh: None, case: CaseSpec) -> None:

@@ -13,14 +13,14 @@ from parity_tests.harness.run.lockstep.operations import combined, described
 
 
 class Disagreement(Exception):
-    """Two calls of one meeting do not fit together."""
+    """Two calls of one rendezvous do not fit together."""
 
     def __init__(self, what: str, first: Row, second: Row) -> None:
         super().__init__(f"{what}: rank {first.rank} in {first}; rank {second.rank} in {second}")
         self.first, self.second = first, second
 
 
-class Meeting:
+class Rendezvous:
     """The calls of one sequence number of one group."""
 
     def __init__(self, size: int) -> None:
@@ -108,7 +108,7 @@ def _shapes(row: Row) -> str:
     return " ".join(str(list(shape)) for shape in row.shapes)
 
 
-class Mailboxes:
+class MessageQueues:
     """The unmatched messages of one group, in order of posting; places are positions in the group.
 
     A send is complete when its receive is posted, as NCCL's is.

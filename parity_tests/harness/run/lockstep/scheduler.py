@@ -1,4 +1,4 @@
-"""The baton: one rank runs at a time, and whoever stops says who is next.
+"""The scheduler: one rank runs at a time, and whoever stops says who is next.
 
 Holds whose turn it is, who waits for what, the ranks' random streams and the first failure of a run. It knows
 nothing of collectives: what a rank waits for is any object with a `done` flag.
@@ -24,7 +24,7 @@ class Pending(Protocol):
     done: bool
 
 
-class Baton:
+class Scheduler:
     """Hands the turn from rank to rank. All but `begin`, `over` and `dismiss` is for the rank that runs."""
 
     def __init__(self, world: int) -> None:

@@ -20,7 +20,7 @@ from torch._C import _distributed_c10d as c_api
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from parity_tests.harness.run.lockstep.exchange import Traffic
+from parity_tests.harness.run.lockstep.exchange import Exchange
 
 # DeviceMesh makes itself distinct by thread on a backend of this name, which keeps DTensor's caches apart.
 BACKEND = "threaded"
@@ -31,12 +31,12 @@ _identities = count(1)
 
 
 class RankWorld:
-    """The groups of one rank, under c10d's names for them, and the traffic that they send into."""
+    """The groups of one rank, under c10d's names for them, and the exchange that they send into."""
 
     pg_config_info = c10d._World.pg_config_info
 
-    def __init__(self, traffic: Traffic) -> None:
-        self.traffic, self.identity = traffic, next(_identities)
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange, self.identity = exchange, next(_identities)
         self.default_pg: dist.ProcessGroup | None = None
         self.group_count = 0
         self.pg_map: dict[dist.ProcessGroup, Any] = {}

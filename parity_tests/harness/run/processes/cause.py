@@ -38,7 +38,7 @@ class Outcome:
     source: str | None = None
     trace: str = ""
     from_backend: bool = False
-    state: str = ""  # the board: "waits in ..."
+    state: str = ""  # the status table: "waits in ..."
     is_waiting: bool = False
     exit_code: int | None = None
 

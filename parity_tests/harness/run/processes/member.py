@@ -21,7 +21,7 @@ from parity_tests.harness.run.failure import NotRun
 from parity_tests.harness.run.processes import server
 from parity_tests.harness.run.processes.cause import DIED, DONE, RUNNING, Outcome
 from parity_tests.harness.run.processes.rank import Job, Rank, observe, rows_so_far
-from parity_tests.harness.run.processes.status_table import WAITING, Board
+from parity_tests.harness.run.processes.status_table import WAITING, StatusTable
 
 PIECE = 4 << 20
 ATTEMPT_S = 60.0
@@ -106,9 +106,9 @@ class Member:
         server.warm()
         self.rank, self.world, self.number = rank, world, 0
         self.store, self.channel = connect()
-        self._board = Board(None, 1)
+        self._table = StatusTable(None, 1)
         self._shown: tuple[float, tuple[int, ...]] = (0.0, ())
-        self._seat: Rank | None = None
+        self._runner: Rank | None = None
         self._thread = threading.Thread()
         self.outcome: Outcome | None = None
         observe()
@@ -120,10 +120,10 @@ class Member:
         backend = "nccl" if 0 < int(os.environ.get("LOCAL_WORLD_SIZE", self.world)) <= gpus else "gloo"
 
         def work() -> None:
-            if self._seat is None:
+            if self._runner is None:
                 store = dist.PrefixStore(f"groups/{generation}", self.store)
-                self._seat = Rank(self._board.slot(0), backend, store, self.rank, self.world, gpu)
-            self.outcome = self._seat.run(job, ready=lambda: self.channel.add(f"ready/{number}"))
+                self._runner = Rank(self._table.slot(0), backend, store, self.rank, self.world, gpu)
+            self.outcome = self._runner.run(job, ready=lambda: self.channel.add(f"ready/{number}"))
 
         self._thread = threading.Thread(target=work, name="rank", daemon=True)
         self._thread.start()
@@ -132,13 +132,13 @@ class Member:
         """Wait a moment for the job, and show that this rank is getting on."""
         self._thread.join(TICK_S)
         when, writes = self._shown
-        if time.monotonic() >= when + SHOW_S and writes != self._board.writes():
-            self._shown = time.monotonic(), self._board.writes()
+        if time.monotonic() >= when + SHOW_S and writes != self._table.writes():
+            self._shown = time.monotonic(), self._table.writes()
             self.channel.add("moves")
 
     def seen(self) -> Outcome:
         """The outcome, or where the job is."""
-        status = self._board.status(0)
+        status = self._table.status(0)
         where = Outcome(self.rank, RUNNING, rows_so_far(), state=str(status), is_waiting=status.state == WAITING)
         return self.outcome or where
 
@@ -150,7 +150,7 @@ class Member:
             return False
         if dist.is_initialized():
             dist.destroy_process_group()
-        self._seat = None
+        self._runner = None
         gc.collect()  # meshes hold groups in cycles, and a group holds its sockets to its end
         return True
 

@@ -27,8 +27,8 @@ from parity_tests.harness.run.failure import NotRun
 from parity_tests.harness.run.ledger import Ledger, Ranks
 from parity_tests.harness.run.processes.cause import verdict
 from parity_tests.harness.run.processes.forks import ForkServer
-from parity_tests.harness.run.processes.status_table import Board
-from parity_tests.harness.run.processes.watch import Seat, Watch
+from parity_tests.harness.run.processes.status_table import StatusTable
+from parity_tests.harness.run.processes.watch import RankHandle, Watch
 
 _lock = threading.Lock()
 _server: ForkServer | None = None
@@ -98,23 +98,23 @@ class Pool:
     def __init__(self, world: int, backend: str, server: ForkServer) -> None:
         self.world, self.backend, self.generation = world, backend, 0
         self._server = server
-        self._seats: list[Seat] = []
-        self._board: Board | None = None
+        self._handles: list[RankHandle] = []
+        self._table: StatusTable | None = None
         self._known: set[str] = set()
 
     @property
     def pids(self) -> list[int]:
-        return [seat.pid for seat in self._seats]
+        return [handle.pid for handle in self._handles]
 
     def run(self, function: bytes, case: CaseSpec, quiet_s: float) -> Ranks:
         if any(self._server.exit_code(pid) is not None for pid in self.pids):
             self.kill()
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self.kill)
-            board = self._board or self._fork()
+            table = self._table or self._fork()
             start = time.monotonic()
             self._send(function, case)
-            outcomes, quiet = Watch(self._seats, self._server, board).outcomes(quiet_s)
+            outcomes, quiet = Watch(self._handles, self._server, table).outcomes(quiet_s)
             seconds = time.monotonic() - start
             failure = verdict(outcomes, case, quiet)
             if failure is not None:
@@ -129,27 +129,27 @@ class Pool:
 
     def drop(self) -> None:
         """Let go of the ranks, which ends them where the server has not."""
-        for seat in self._seats:
-            seat.close()
-        if self._board is not None:
-            self._board.close()
-        self._seats, self._board = [], None
+        for handle in self._handles:
+            handle.close()
+        if self._table is not None:
+            self._table.close()
+        self._handles, self._table = [], None
 
-    def _fork(self) -> Board:
+    def _fork(self) -> StatusTable:
         self.generation += 1
         self._known.clear()
         folder = tempfile.mkdtemp(prefix=f"{self.backend}{self.world}_", dir=self._server.folder)
-        self._board = Board(Path(folder) / "board", self.world)
+        self._table = StatusTable(Path(folder) / "status", self.world)
         for rank in range(self.world):
-            seat = self._server.fork(rank=rank, world=self.world, backend=self.backend, folder=folder)
-            self._seats.append(Seat(rank, *seat))
-        return self._board
+            handle = self._server.fork(rank=rank, world=self.world, backend=self.backend, folder=folder)
+            self._handles.append(RankHandle(rank, *handle))
+        return self._table
 
     def _send(self, function: bytes, case: CaseSpec) -> None:
         key = hashlib.sha256(function).hexdigest()
         fresh = key not in self._known
         self._known.add(key)
         path = [entry or os.getcwd() for entry in sys.path]
-        for seat in self._seats:
+        for handle in self._handles:
             with contextlib.suppress(OSError):  # it has just died; the watch will see it
-                seat.work.send((key, function if fresh else None, path, case.json))
+                handle.work.send((key, function if fresh else None, path, case.json))

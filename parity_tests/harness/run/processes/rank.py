@@ -143,7 +143,7 @@ def main(work_fd: int, control_fd: int, *, rank: int, world: int, backend: str, 
     work = Connection(work_fd)
     threading.Thread(target=_answer, args=(Connection(control_fd),), daemon=True).start()
     observe()
-    slot = status_table.Board(Path(folder) / "board", world).slot(rank)
+    slot = status_table.StatusTable(Path(folder) / "status", world).slot(rank)
     member = Rank(slot, backend, dist.FileStore(str(Path(folder) / "store"), world), rank, world, gpu=rank)
     try:
         while True:

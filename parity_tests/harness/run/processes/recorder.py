@@ -1,4 +1,4 @@
-"""The recorder: a dispatch mode that writes the ledger and the board of the rank it runs in.
+"""The recorder: a dispatch mode that writes the ledger and the status table of the rank it runs in.
 
 It sees every collective and message of this rank, in place or functional, forward or backward, called by the
 scheme or by DTensor, FSDP or DDP underneath, because all of them go through the dispatcher's c10d operators.
@@ -174,7 +174,7 @@ def _functional_bytes(op: str, handed: tuple[Tensor, ...], world: int, splits: A
 
 
 class _Nowhere:
-    """A board that nobody reads."""
+    """A status table that nobody reads."""
 
     def enter(self, state: int) -> None: ...
     def issue(self, text: str) -> None: ...
@@ -250,7 +250,7 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def _blocked(self, row: Row | None = None) -> Iterator[None]:
-        """Inside the backend: the board says so, and an exception from here is the backend's."""
+        """Inside the backend: the status table says so, and an exception from here is the backend's."""
         if row is None:
             self._slot.enter(status_table.WAITING)
         else:

@@ -1,4 +1,4 @@
-"""The status board: 512 bytes of shared memory per rank that say what it is doing.
+"""The status table: 512 bytes of shared memory per rank that say what it is doing.
 
 Each rank writes its own slot before and after every collective; the parent reads all slots without asking, so
 a rank that hangs in native code or is killed has still said where it was.
@@ -36,7 +36,7 @@ class Status:
         return full.format(self.text) if self.text else bare
 
 
-class Board:
+class StatusTable:
     """The slots of all ranks in one shared file; without a path, in memory of this process alone."""
 
     def __init__(self, path: Path | str | None, world: int) -> None:

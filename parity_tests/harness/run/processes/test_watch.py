@@ -1,4 +1,4 @@
-"""When nothing moves: the board and the processor time of ranks."""
+"""When nothing moves: the status table and the processor time of ranks."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from parity_tests.harness.run.processes.status_table import COMPUTING, SLOT, WAITING, Board
-from parity_tests.harness.run.processes.watch import Seat, Watch, _Stillness
+from parity_tests.harness.run.processes.status_table import COMPUTING, SLOT, WAITING, StatusTable
+from parity_tests.harness.run.processes.watch import RankHandle, Watch, _Stillness
 
 
-def after_steps(code: str, board: Board) -> _Stillness:
+def after_steps(code: str, table: StatusTable) -> _Stillness:
     """Stillness after ten steps beside a process that runs this code."""
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
         process.stdout.read(1)
-        still = _Stillness(board)
+        still = _Stillness(table)
         still.step(1.0, [SimpleNamespace(pid=process.pid)])
         for _ in range(10):
             time.sleep(0.05)
@@ -31,22 +31,22 @@ def after_steps(code: str, board: Board) -> _Stillness:
 
 
 def test_a_rank_at_work_is_not_idle() -> None:
-    still = after_steps("print(1, flush=True)\nwhile True: pass", Board(None, 2))
+    still = after_steps("print(1, flush=True)\nwhile True: pass", StatusTable(None, 2))
     assert still.seconds == 11
     assert still.idle_seconds < 10
 
 
 def test_a_rank_asleep_is_idle() -> None:
-    still = after_steps("import time\nprint(1, flush=True)\ntime.sleep(60)", Board(None, 2))
+    still = after_steps("import time\nprint(1, flush=True)\ntime.sleep(60)", StatusTable(None, 2))
     assert still.seconds == 11
     assert still.idle_seconds >= 8  # its last words may fall into the first steps
 
 
 def test_a_change_on_the_board_starts_the_clock_anew() -> None:
-    board = Board(None, 2)
-    still = _Stillness(board)
+    table = StatusTable(None, 2)
+    still = _Stillness(table)
     still.step(1.0, [])
-    board.slot(1).enter(WAITING)
+    table.slot(1).enter(WAITING)
     still.step(1.0, [])
     assert (still.seconds, still.idle_seconds) == (0.0, 0.0)
     still.step(1.0, [])
@@ -57,26 +57,26 @@ def test_a_change_on_the_board_starts_the_clock_anew() -> None:
 def test_a_rank_that_is_killed_in_the_middle_of_its_message_is_gone(pieces: int) -> None:
     ours, theirs = socket.socketpair()
     work = Connection(ours.detach())
-    seat = Seat(0, os.getpid(), work, work)
+    handle = RankHandle(0, os.getpid(), work, work)
     for piece in (struct.pack("!i", 100), b"the first bytes")[:pieces]:
         theirs.sendall(piece)
     theirs.close()
-    watch = Watch([seat], None, Board(None, 1))
-    watch._hear(seat)
-    assert seat.is_gone and seat.outcome is None
-    seat.close()
+    watch = Watch([handle], None, StatusTable(None, 1))
+    watch._hear(handle)
+    assert handle.is_gone and handle.outcome is None
+    handle.close()
 
 
 def test_a_slot_holds_the_last_collective_and_no_more_than_its_size() -> None:
-    board = Board(None, 2)
-    assert str(board.status(1)) == "starts"
-    first, second = board.slot(0), board.slot(1)
+    table = StatusTable(None, 2)
+    assert str(table.status(1)) == "starts"
+    first, second = table.slot(0), table.slot(1)
     second.issue("", COMPUTING)
-    assert str(board.status(1)) == "computes, nothing issued yet"
+    assert str(table.status(1)) == "computes, nothing issued yet"
     first.issue("x" * 2 * SLOT)
     second.issue("all_reduce float32[3]")
-    assert str(board.status(1)) == "waits in all_reduce float32[3]"
+    assert str(table.status(1)) == "waits in all_reduce float32[3]"
     second.enter(COMPUTING)
-    assert str(board.status(1)) == "computes; its last was all_reduce float32[3]"
-    assert len(board.status(0).text) < SLOT
-    assert board.writes() == (1, 3)
+    assert str(table.status(1)) == "computes; its last was all_reduce float32[3]"
+    assert len(table.status(0).text) < SLOT
+    assert table.writes() == (1, 3)

@@ -1,4 +1,4 @@
-"""One run, seen from the parent: messages, deaths, and a board on which nothing moves any more."""
+"""One run, seen from the parent: messages, deaths, and a status table on which nothing moves any more."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from parity_tests.harness.run.ledger import Row
 from parity_tests.harness.run.processes.cause import DIED, DONE, RUNNING, Outcome, verdict
 from parity_tests.harness.run.processes.forks import ForkServer
-from parity_tests.harness.run.processes.status_table import COMPUTING, STARTING, WAITING, Board
+from parity_tests.harness.run.processes.status_table import COMPUTING, STARTING, WAITING, StatusTable
 
 TICK_S = 0.05
 STALL_S = 1.25  # all ranks wait or are done, and nothing moves
@@ -21,7 +21,7 @@ ANSWER_S = 0.1  # for a control thread to say what was issued
 REAP_S = 0.1  # between a closed socket and word of how the process ended
 
 
-class Seat:
+class RankHandle:
     """The parent's end of one rank."""
 
     def __init__(self, rank: int, pid: int, work: Connection, control: Connection) -> None:
@@ -40,7 +40,7 @@ class Seat:
                 if question == self._questions:  # an answer that came too late for an earlier one is passed over
                     return rows
         except (EOFError, OSError):
-            pass  # it died just now; the board has its last row
+            pass  # it died just now; the status table has its last row
         return ()
 
     def close(self) -> None:
@@ -49,17 +49,17 @@ class Seat:
 
 
 class _Stillness:
-    """For how long the board has not changed, and for how long no rank has used the processor either.
+    """For how long the status table has not changed, and for how long no rank has used the processor either.
 
-    Ranks that move a large tensor all wait, and the board says no more; but their threads are at work.
+    Ranks that move a large tensor all wait, and the status table says no more; but their threads are at work.
     """
 
-    def __init__(self, board: Board) -> None:
-        self._board, self._writes, self._ticks = board, board.writes(), ()
+    def __init__(self, table: StatusTable) -> None:
+        self._table, self._writes, self._ticks = table, table.writes(), ()
         self.seconds = self.idle_seconds = 0.0
 
-    def step(self, seconds: float, seats: Sequence[Seat]) -> None:
-        writes, ticks = self._board.writes(), tuple(_ticks(seat.pid) for seat in seats)
+    def step(self, seconds: float, handles: Sequence[RankHandle]) -> None:
+        writes, ticks = self._table.writes(), tuple(_ticks(handle.pid) for handle in handles)
         moved, worked = writes != self._writes, ticks != self._ticks
         self.seconds = 0.0 if moved else self.seconds + seconds
         self.idle_seconds = 0.0 if moved or worked else self.idle_seconds + seconds
@@ -76,17 +76,17 @@ def _ticks(pid: int) -> int:
 
 
 class Watch:
-    """Follows a job that has just been sent to all seats."""
+    """Follows a job that has just been sent to all handles."""
 
-    def __init__(self, seats: Sequence[Seat], server: ForkServer, board: Board) -> None:
-        self._seats, self._server, self._board = seats, server, board
-        for seat in seats:
-            seat.is_ready, seat.outcome = False, None
+    def __init__(self, handles: Sequence[RankHandle], server: ForkServer, table: StatusTable) -> None:
+        self._handles, self._server, self._table = handles, server, table
+        for handle in handles:
+            handle.is_ready, handle.outcome = False, None
 
     def outcomes(self, quiet_s: float) -> tuple[list[Outcome], float | None]:
         """Every rank's outcome, and the seconds without a move if that is why they were stopped."""
         start = last = time.monotonic()
-        still, deadline = _Stillness(self._board), None
+        still, deadline = _Stillness(self._table), None
         while self._pending():
             self._receive(TICK_S)
             now = time.monotonic()
@@ -113,17 +113,19 @@ class Watch:
                 return self._collected(), still.seconds
         return self._collected(), None
 
-    def _pending(self) -> list[Seat]:
-        return [seat for seat in self._seats if seat.outcome is None and not seat.is_gone]
+    def _pending(self) -> list[RankHandle]:
+        return [handle for handle in self._handles if handle.outcome is None and not handle.is_gone]
 
     def _has_failed(self) -> bool:
-        return any(seat.is_gone or (seat.outcome is not None and seat.outcome.kind != DONE) for seat in self._seats)
+        return any(
+            handle.is_gone or (handle.outcome is not None and handle.outcome.kind != DONE) for handle in self._handles
+        )
 
     def _all_ready(self) -> bool:
-        return all(seat.is_ready for seat in self._seats)
+        return all(handle.is_ready for handle in self._handles)
 
     def _computing(self) -> bool:
-        return any(self._board.status(seat.rank).state in (COMPUTING, STARTING) for seat in self._pending())
+        return any(self._table.status(handle.rank).state in (COMPUTING, STARTING) for handle in self._pending())
 
     def _disagree(self) -> bool:
         """All wait, and what they have issued so far does not fit together: no need to wait for a stall."""
@@ -131,32 +133,32 @@ class Watch:
 
     def _receive(self, timeout: float) -> None:
         pending = self._pending()
-        moved = wait([*(seat.work for seat in pending), self._server.fileno()], timeout)
+        moved = wait([*(handle.work for handle in pending), self._server.fileno()], timeout)
         if self._server.fileno() in moved:
             self._server.read()
-        for seat in pending:
-            if seat.work in moved:
-                self._hear(seat)
-        for seat in self._pending():  # a child of the rank may hold its socket open
-            seat.is_gone = self._server.exit_code(seat.pid) is not None and not seat.work.poll()
+        for handle in pending:
+            if handle.work in moved:
+                self._hear(handle)
+        for handle in self._pending():  # a child of the rank may hold its socket open
+            handle.is_gone = self._server.exit_code(handle.pid) is not None and not handle.work.poll()
 
-    def _hear(self, seat: Seat) -> None:
+    def _hear(self, handle: RankHandle) -> None:
         try:
-            message = seat.work.recv()
+            message = handle.work.recv()
         except (EOFError, OSError):  # OSError: it ended in the middle of a message
-            seat.is_gone = True
+            handle.is_gone = True
             return
         if isinstance(message, Outcome):
-            seat.outcome = message
+            handle.outcome = message
         else:
-            seat.is_ready = True
+            handle.is_ready = True
 
     def _collected(self) -> list[Outcome]:
-        return [seat.outcome or self._last_seen(seat) for seat in self._seats]
+        return [handle.outcome or self._last_seen(handle) for handle in self._handles]
 
-    def _last_seen(self, seat: Seat) -> Outcome:
-        status = self._board.status(seat.rank)
-        if seat.is_gone:
-            return Outcome(seat.rank, DIED, state=str(status), exit_code=self._server.exit_code(seat.pid, REAP_S))
-        rows = seat.rows_so_far()
-        return Outcome(seat.rank, RUNNING, rows, state=str(status), is_waiting=status.state == WAITING)
+    def _last_seen(self, handle: RankHandle) -> Outcome:
+        status = self._table.status(handle.rank)
+        if handle.is_gone:
+            return Outcome(handle.rank, DIED, state=str(status), exit_code=self._server.exit_code(handle.pid, REAP_S))
+        rows = handle.rows_so_far()
+        return Outcome(handle.rank, RUNNING, rows, state=str(status), is_waiting=status.state == WAITING)
