@@ -127,6 +127,24 @@ def test_imports_run_one_way(tree, others):
     assert {path: names for path, names in crossing.items() if names} == {}
 
 
+# The floors of the harness, from the ground up: a file imports from its own floor and from those below it.
+FLOORS = ("declare", "draw", "run", "judge", "explain", "report", "verdict", "replay", "verify", "scheme", "__main__")
+
+
+def test_the_rooms_of_the_harness_import_downwards():
+    """Tests may look at any room."""
+    upwards = []
+    for path in sorted((ROOT / "parity_tests" / "harness").rglob("*.py")):
+        floor = path.relative_to(ROOT / "parity_tests" / "harness").with_suffix("").parts[0]
+        if path.name.startswith("test_") or floor == "__init__":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("parity_tests.harness"):
+                below = (node.module or "").split(".")[2:3] or [alias.name for alias in node.names]
+                upwards += [f"{path.name}: {name}" for name in below if FLOORS.index(name) > FLOORS.index(floor)]
+    assert upwards == []
+
+
 def test_the_layouts_that_the_harness_trusts_are_numpy_alone():
     files = (ROOT / "jax_ref" / "layouts").glob("*.py")
     assert set().union(*map(imported, files)) <= {"numpy", "collections", "itertools", "jax_ref"}

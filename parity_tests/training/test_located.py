@@ -8,7 +8,7 @@ from parity_tests.injected_bugs.catalogue.published import MISTAKES
 from parity_tests.injected_bugs.injected_bug import InjectedBug
 from parity_tests.training import located, located_page, reached
 from parity_tests.training.kept import Kept
-from parity_tests.training.located import Located
+from parity_tests.training.located_page import Located
 from parity_tests.training.run import SIZES, Run
 
 BY_NAME = {bug.name: bug for bug in CATALOGUE}
