@@ -42,20 +42,24 @@ def judge(
     not raised. Errors: ReferenceFailure where the reference cannot be evaluated; ValueError for
     a layout of the user's that is no partition or cannot cut a size of the case.
     """
+    # 1. A user's own layouts must be partitions before anything is sharded by them.
     try:
         inputs.check_custom_layouts((*scheme.inputs, *scheme.outputs), case, scheme.layouts)
     except ValueError as error:
         raise ValueError(f"scheme '{scheme.name}': {error}") from error
+    # 2. Evaluate the reference on one device, run the program on every rank.
     program = Program.of(scheme, **given)
     reference = reference or oracle.evaluate(scheme, program, case)
     try:
         ranks = run(ship(program) if ship else program, case, case.engine, quiet_s=quiet_s)
     except RankFailure as failure:
         return Report(scheme.key, case, failure=failure, ledger=failure.ledger or Ledger())
+    # 3. Compare values and gradients, then the ledgers.
     rows = compare.compare(scheme, case, ranks.results, reference)
     protocol = side_checks.protocol(ranks.ledger)
     outputs_pass = all(row.ok for row in rows if row.role == "output")
     looser = {} if all(row.ok for row in rows) else _stored_budgets(scheme, program, case, ranks.results)
+    # 4. Explain each tensor that failed.
     notes = {
         row.label: explain(
             evidence(

@@ -53,13 +53,16 @@ def verify(
     if examples is not None and (not isinstance(examples, int) or examples < 1):
         raise ValueError(f"scheme '{scheme.name}': examples={examples!r}; give 1 or more")
     how = {"dtype": dtype, "engine": engine, "world": world, "inside_subgroup": inside_subgroup}
+    # 1. The cases that are certain: the drawn one alone, or with all dims given, one on each mesh and dtype.
     drawn = draw_case(scheme, seeded_chooser(seed), names, seed=seed, **how)
     compiled = oracle.CLOCK.seconds
     planned = _planned(scheme, names, how, seed)
     total = examples or (EXAMPLES[profile()] if _is_open(scheme, names) else len(planned))
     reports = _until_one_fails(scheme, [drawn] if total == 1 else planned if total >= len(planned) else [])
+    # 2. Hypothesis draws the rest, and shrinks a failure to the smallest case.
     if total > len(reports) and all(report.ok for report in reports):
         reports += _search(scheme, names, how, seed, total - len(reports), progress)
+    # 3. One report: the worst of each tensor, or the smallest failure with its replay file.
     if all(r.ok for r in reports):
         _refuse_uncompared(scheme, reports)
     left_out = {mesh_text(mesh): why for mesh, why in meshes_left_out(scheme, names, world, SHAPES[profile()])}

@@ -55,15 +55,19 @@ def draw_case(
     """Draw what is not given; inside a sub-group, the mesh has an axis more that the scheme does not see.
 
     Errors: ValueError for an unknown name, an uncuttable size, a menu that is empty."""
+    # 1. A mesh, then one of the shapes that it can shard.
     sizes, options = _sorted_out(scheme, given)
     mesh, fits = choose(_remembered(scheme, sizes, world, limit).fits)
     shape = choose(fits)
+    # 2. What the layouts need: lengths of ragged shards, lengths of packed sequences.
     layouts = _layouts(scheme, mesh, shape, choose)
     lengths = _lengths(scheme, mesh, shape, choose)
+    # 3. How each input is filled, relative to its shards so that a failure shrinks to a rank and a border.
     values = {
         arg.name: scheme.draws[arg.name].value(choose, _shards(scheme, mesh, scheme.draws[arg.name].dim))
         for arg in scheme.inputs
     }
+    # 4. Options, and with the case dtype, seed and schedule.
     drawn = {
         name: options.get(name, choose(choices)) for name, choices in {**scheme.options, **scheme.rank_options}.items()
     }

@@ -39,11 +39,13 @@ def shapes(
     these local sizes give it. Where there are too many meshes for that, the units of all are joined. A shape that
     custom layouts refuse on every mesh is left out, unless there is no other.
     """
+    # 1. What sizes must be multiples of, on each mesh; with too many meshes, one unit that serves all of them.
     units = list({tuple(sorted(unit.items())): unit for unit in (_units(scheme, mesh) for mesh in tried)}.values())
     if len(units) > max(limit // 2, 1):
         joined = {name: math.lcm(*(unit[name] for unit in units)) for name in units[0]}
         if _shape(scheme, fixed, joined, 0) is not None:
             units = [joined]
+    # 2. Round after round, the shape that each unit gives, until there are enough.
     offered: list[dict[str, int]] = []
     found: list[dict[str, int]] = []
     for turn in range(TURNS):
@@ -54,6 +56,7 @@ def shapes(
             offered.append(shape)
             if len(found) < limit and (not scheme.layouts or any(compatible(scheme, shape, mesh) for mesh in tried)):
                 found.append(shape)
+    # 3. A mesh that custom layouts left without a shape gets one of its own.
     for mesh in tried if scheme.layouts else ():
         if not any(compatible(scheme, shape, mesh) for shape in found):
             own = (_shape(scheme, fixed, _units(scheme, mesh), turn) for turn in range(TURNS))

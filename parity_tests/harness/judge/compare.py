@@ -151,17 +151,20 @@ def _judged(
     absent: np.ndarray | None = None,  # where no rank returned a gradient
 ) -> TensorRow:
     """Hold every element against its budget. A gradient that nobody returned is right only where it is exactly zero."""
+    # 1. What each element may be off by, and what it might be had sums been accumulated in a coarser dtype.
     u = UNIT_ROUNDOFF[case.dtype]
     narrow = min(u, UNIT_ROUNDOFF["float32"])
     allowed = budget(want, spread, terms, case.dtype, out_dtype, scheme.roundings, narrow)
     coarse = COARSER[case.dtype]
     wide = UNIT_ROUNDOFF[coarse]
     loose = budget(want, spread * (wide / u), terms, coarse, coarse, max(scheme.roundings, 1), wide)
+    # 2. Errors in budgets, of every copy.
     wrong = errors(stitched.copies, want[None], out_dtype)
     with np.errstate(over="ignore"):  # an error beyond all measure is an infinite number of budgets
         ratios = wrong / allowed[None]
     if absent is not None:  # beyond its budget, or else without a number: zeros would have been near enough
         ratios = np.where(absent & (want[None] != 0.0) & (ratios <= 1.0), np.inf, ratios)
+    # 3. The worst element of all copies is the tensor's verdict.
     copy, where, ratio, error, limit = 0, (), 0.0, 0.0, float(allowed.max(initial=0.0))
     if ratios.size:
         worst = np.unravel_index(int(np.argmax(ratios)), ratios.shape)

@@ -74,6 +74,7 @@ def feed(arg: Argument, array: np.ndarray, case: CaseSpec, kind: str) -> Fed:
 def evaluate(scheme: Declared, program: Program, case: CaseSpec) -> Reference:
     """The reference's verdict on one case. Errors: ReferenceFailure with the reference's own exception inside."""
     bridge.start()
+    # 1. What the ranks will be given, as one device has it: the float64 sum of the rounded terms of each partial value.
     arrays = {arg.name: program.whole(arg, case) for arg in scheme.inputs}
     floating = {a.name: feed(a, arrays[a.name], case, "input") for a in scheme.inputs if not a.is_integer}
     cotangents = {
@@ -81,9 +82,11 @@ def evaluate(scheme: Declared, program: Program, case: CaseSpec) -> Reference:
         for arg in scheme.outputs
         if arg.differentiable
     }
+    # 2. JAX's own copies: integers are fixed, floating inputs x and cotangents c are what rounding moves.
     fixed = {name: bridge.to_jax(name, array) for name, array in arrays.items() if name not in floating}
     x = {name: bridge.to_jax(name, item.total) for name, item in floating.items()}
     c = {name: bridge.to_jax(name, item.total) for name, item in cotangents.items()}
+    # 3. Values and gradients, and how far random rounding of x, c and every intermediate moves each element.
     directions = _directions(case, "", floating), _directions(case, "c ", cotangents)
     ((y, g), aux), (dy, dg) = _call(scheme, case, fixed, x, c, directions, *_rounding(scheme, case))
     return Reference(
@@ -106,6 +109,7 @@ def _call(scheme: Declared, case: CaseSpec, *given: Any) -> Any:
     known = _COMPILED.setdefault(scheme.reference, {})  # schemes of one reference share what is compiled
     if signature in known:
         return known[signature](*given)
+    # The first call of a signature compiles, which is most of what a reference costs.
     start = time.perf_counter()
     _make_room()
     compiled = _build(scheme, options, wanted)

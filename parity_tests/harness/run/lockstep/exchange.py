@@ -53,13 +53,16 @@ class Exchange:
 
     def collective(self, key: GroupKey, call: Call) -> None:
         """Issue a collective."""
+        # 1. Note the call in the ledger; the n-th call of each rank in a group belongs together.
         self._issue(call)
         spot = (key, call.row.seq)
         rendezvous = self._rendezvous.setdefault(spot, Rendezvous(len(key[1])))
+        # 2. Compare it with the calls that came before: a mismatch fails the run here, with both sides named.
         try:
             complete = rendezvous.arrive(call)
         except Disagreement as error:
             self._fail(Mismatch, f"{error}{self._default_group_note(error.first, error.second)}", call.row)
+        # 3. The last to arrive completes all; each rank writes its results when it waits.
         if complete:
             del self._rendezvous[spot]
             for each in complete:

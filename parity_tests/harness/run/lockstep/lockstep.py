@@ -100,12 +100,15 @@ class Session:
                 thread.join(1.0)
 
     def _all_ranks(self, fn: Job, case: CaseSpec, quiet_s: float) -> Ranks:
+        # 1. Lay out the example where the rank threads, which sleep in `Scheduler.enter`, will find it.
         started = time.perf_counter()
         self._job, self._case = fn, case
         self._results: list[Any] = [None] * self._scheduler.world
         self._exchange.reset(case)
+        # 2. Give the first turn; from here on one rank thread runs at a time.
         seeds = [rank_seed(case, rank) for rank in range(case.world)]
         self._scheduler.begin(case.schedule, seeds, self._exchange.stuck)
+        # 3. Sleep until all ranks have left. A failure ends the session: its threads cannot be used again.
         try:
             self._await(quiet_s)
             if self._scheduler.failure is not None:

@@ -105,7 +105,7 @@ class Scheduler:
             self._over.release()
             return
         able = self._able(rank)
-        if not able:
+        if not able:  # all others wait for a rank that has left: after the failure they can run, to unwind
             self.failure = self._stuck()
             able = self._able(rank)
         self._give(self._heir(able))
@@ -119,13 +119,16 @@ class Scheduler:
 
     def _pass(self, rank: int) -> bool:
         """Give the turn away and get it back; False if there was nobody else to give it to."""
+        # 1. Who can run now? Nobody: every rank waits for another, a deadlock.
         able = self._able(rank)
         if not able:
             self.failure = self._stuck()
             raise Halt
+        # 2. Choose the next rank: in order, or by the seeded dice.
         heir = self._heir(able)
         if heir == rank:
             return False
+        # 3. Keep this rank's random stream, wake the other thread, and sleep until the turn comes back.
         self._streams[rank] = torch.default_generator.get_state()
         self._give(heir)
         self.enter(rank)
