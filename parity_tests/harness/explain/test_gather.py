@@ -33,7 +33,7 @@ def noted(x, waits):
 
 
 def test_a_nan_of_finite_values_may_be_a_buffer_that_was_read_too_early():
-    assert "; read before its wait: all_reduce at test_witness.py:" in noted([1.0, 2.0, 3.0, 4.0], waits=False)
+    assert "; read before its wait: all_reduce at test_gather.py:" in noted([1.0, 2.0, 3.0, 4.0], waits=False)
 
 
 @pytest.mark.parametrize("x", [[-np.inf] * 4, [np.inf] * 4])
