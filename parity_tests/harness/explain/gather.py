@@ -60,7 +60,7 @@ def evidence(
 
 def _poison(scheme: Declared, program: Program, case: CaseSpec, ledger: Ledger) -> str | None:
     """A collective whose buffer may have been read too early; where infinities were drawn, these may make the NaN."""
-    floating = [program.whole(arg, case) for arg in scheme.inputs if not arg.is_integer]
+    floating = [program.full_array(arg, case) for arg in scheme.inputs if not arg.is_integer]
     if not all(np.isfinite(array).all() for array in floating):
         return None
     return next((f"{r.op} at {r.source}" for r in ledger.rows if r.is_async or r.op == "recv"), None)
@@ -79,29 +79,36 @@ def _addable(scheme: Declared, program: Program, case: CaseSpec, row: TensorRow)
     names = row.argument.spec.dim_names
     if row.role != "output" or len(set(names)) < len(names):
         return {}
-    found = {}
+    by_name = {}
     for arg in scheme.inputs:
-        own = arg.spec.dim_names
-        if scheme.draws[arg.name].kind == "float" and own and set(own) <= set(names) and len(set(own)) == len(own):
-            x = program.whole(arg, case)
-            ordered = x.transpose(sorted(range(x.ndim), key=lambda index: names.index(own[index])))
-            shape = [row.want.shape[index] if name in own else 1 for index, name in enumerate(names)]
-            found[arg.name] = np.broadcast_to(ordered.reshape(shape), row.want.shape)
-    return found
+        arg_dims = arg.spec.dim_names
+        if (
+            scheme.draws[arg.name].kind == "float"
+            and arg_dims
+            and set(arg_dims) <= set(names)
+            and len(set(arg_dims)) == len(arg_dims)
+        ):
+            x = program.full_array(arg, case)
+            ordered = x.transpose(sorted(range(x.ndim), key=lambda index: names.index(arg_dims[index])))
+            shape = [row.want.shape[index] if name in arg_dims else 1 for index, name in enumerate(names)]
+            by_name[arg.name] = np.broadcast_to(ordered.reshape(shape), row.want.shape)
+    return by_name
 
 
 def _placed(scheme: Declared, case: CaseSpec, row: TensorRow) -> tuple[Placed, ...]:
     """The cuts of dims that are cut once: of a second cut, the positions are not a layout of the whole dim."""
-    found = []
+    placed = []
     for index, dim in enumerate(row.argument.spec.dims):
         if len(dim.cuts) == 1:
             cut = dim.cuts[0]
             lengths = inputs.cut_lengths(case, dim.name, cut)
             layout = inputs.layout_function(cut.layout, lengths, scheme.layouts, trusted=True)
             size = row.want.shape[index]
-            positions = [np.asarray(held, dtype=np.int64) for held in layout(size, case.mesh[cut.axis])]
-            found.append(Placed(index, cut.axis, cut.layout, positions))
-    return tuple(found)
+            positions = [
+                np.asarray(rank_positions, dtype=np.int64) for rank_positions in layout(size, case.mesh[cut.axis])
+            ]
+            placed.append(Placed(index, cut.axis, cut.layout, positions))
+    return tuple(placed)
 
 
 def _borders(case: CaseSpec, row: TensorRow) -> dict[str, np.ndarray]:
@@ -145,28 +152,28 @@ def _along(mask: np.ndarray, index: int, shape: tuple[int, ...]) -> np.ndarray:
 
 def id_marks(scheme: Declared, program: Program, case: CaseSpec, row: TensorRow) -> dict[str, np.ndarray]:
     """Name -> mask, for every id input whose dims lead this tensor's."""
-    found: dict[str, np.ndarray] = {}
+    masks: dict[str, np.ndarray] = {}
     for arg in scheme.inputs:
         how = scheme.draws[arg.name]
         names = arg.spec.dim_names
         if how.kind != "ids" or how.dim is None or row.argument.spec.dim_names[: len(names)] != names:
             continue
-        for text, mask in _marked(scheme, case, how.dim, program.whole(arg, case)).items():
+        for text, mask in _marked(scheme, case, how.dim, program.full_array(arg, case)).items():
             padded = mask.reshape(mask.shape + (1,) * (row.want.ndim - mask.ndim))
-            found[f"positions whose {arg.name} {text}"] = np.broadcast_to(padded, row.want.shape)
-    return found
+            masks[f"positions whose {arg.name} {text}"] = np.broadcast_to(padded, row.want.shape)
+    return masks
 
 
 def _marked(scheme: Declared, case: CaseSpec, dim: str, ids: np.ndarray) -> dict[str, np.ndarray]:
     size = case.dims[dim]
-    masks = {"is owned by nobody": (ids < 0) | (ids >= size)}
+    masks = {"is out of vocabulary": (ids < 0) | (ids >= size)}
     for axis, owner in _owners_of(scheme, case, dim).items():
         change = np.flatnonzero(np.diff(owner)) + 1
         masks["is the first id of a shard"] = np.isin(ids, np.append(change, 0))
         masks["is the last id of a shard"] = np.isin(ids, np.append(change, size) - 1)
         inside = np.where((ids >= 0) & (ids < size), ids, 0)
         for rank in range(case.mesh[axis]):
-            masks[f"belongs to {axis} rank {rank}"] = (owner[inside] == rank) & ~masks["is owned by nobody"]
+            masks[f"belongs to {axis} rank {rank}"] = (owner[inside] == rank) & ~masks["is out of vocabulary"]
     return {text: mask for text, mask in masks.items() if mask.any()}
 
 
