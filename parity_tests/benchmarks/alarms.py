@@ -27,7 +27,7 @@ def figures(seconds: float = SECONDS) -> Iterator[Figure]:
 
 
 def schemes() -> list[Declared]:
-    return [made for made in discover.built_in() if made.name not in NOT_TRIED]
+    return [scheme for scheme in discover.built_in() if scheme.name not in NOT_TRIED]
 
 
 def false_alarms(seconds: float) -> Iterator[Figure]:
@@ -38,16 +38,16 @@ def false_alarms(seconds: float) -> Iterator[Figure]:
     worst: dict[str, float] = dict.fromkeys(DTYPES, 0.0)
     priced = mispriced = 0
     compiled, start = oracle.CLOCK.seconds, time.perf_counter()
-    tried = [made for made in schemes() if set(DTYPES) & set(made.dtypes)]
-    for seed, made in ((seed, made) for seed in itertools.count() for made in tried):
+    tried = [scheme for scheme in schemes() if set(DTYPES) & set(scheme.dtypes)]
+    for seed, scheme in ((seed, scheme) for seed in itertools.count() for scheme in tried):
         if time.perf_counter() - start > seconds:
             break
-        for dtype in sorted(set(DTYPES) & set(made.dtypes)):
-            case = draw_case(made, seeded_chooser(seed), {}, dtype=dtype, seed=seed, limit=SHAPES)
-            report = judge(made, case)
+        for dtype in sorted(set(DTYPES) & set(scheme.dtypes)):
+            case = draw_case(scheme, seeded_chooser(seed), {}, dtype=dtype, seed=seed, limit=SHAPES)
+            report = judge(scheme, case)
             counts[dtype] += 1
             worst[dtype] = max([worst[dtype], *(row.ratio for row in report.rows)])
-            priced += made.cost is not None
+            priced += scheme.cost is not None
             mispriced += bool(report.cost)
             if not report.ok:
                 alarms.append(_said(report))
@@ -60,7 +60,7 @@ def false_alarms(seconds: float) -> Iterator[Figure]:
         + ", ".join(f"{ratio:.2g} budgets in {dtype}" for dtype, ratio in worst.items()),
         not alarms if total >= 100_000 or alarms else None,
         f"{len(tried)} schemes in turn, {took:.0f} s, nothing extrapolated"
-        + "".join(f"; {said}" for said in alarms[:8]),
+        + "".join(f"; {alarm}" for alarm in alarms[:8]),
     )
     yield Figure(
         "measured bytes less closed form",

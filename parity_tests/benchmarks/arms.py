@@ -39,13 +39,13 @@ def main(rank: int, folder: Path) -> None:
     store = dist.FileStore(str(folder / "store"), WORLD)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("tp",))
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     for topic, arms in (("logprob", LOGPROB), ("head", HEAD)):
         for dtype in DTYPES:
             with np.load(folder / f"{topic}_{dtype}.npz") as drawn:
                 arrays = {name: torch.from_numpy(drawn[name]) for name in drawn.files}
-            found[f"{topic} {dtype}"] = _compared(rank, mesh, arrays, arms, getattr(torch, dtype))
-    (folder / f"found_{rank}.json").write_text(json.dumps(found))
+            figures[f"{topic} {dtype}"] = _compared(rank, mesh, arrays, arms, getattr(torch, dtype))
+    (folder / f"found_{rank}.json").write_text(json.dumps(figures))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -53,10 +53,10 @@ def main(rank: int, folder: Path) -> None:
 def _given(rank: int, mesh: DeviceMesh, arrays: dict[str, Tensor], dtype: torch.dtype) -> Given:
     """The part of the logits is columns of them, that of the weight rows."""
     has_head = "weight" in arrays
-    whole = arrays["weight" if has_head else "logits"].to(dtype)
-    own = whole.chunk(WORLD, 0 if has_head else -1)[rank].contiguous()
-    hidden = arrays["hidden"].to(dtype) if has_head else whole[:0]
-    return Given(whole, own, arrays["target"], arrays["cotangent"], mesh, hidden)
+    full = arrays["weight" if has_head else "logits"].to(dtype)
+    local = full.chunk(WORLD, 0 if has_head else -1)[rank].contiguous()
+    hidden = arrays["hidden"].to(dtype) if has_head else full[:0]
+    return Given(full, local, arrays["target"], arrays["cotangent"], mesh, hidden)
 
 
 def _compared(
@@ -64,12 +64,12 @@ def _compared(
 ) -> dict[str, Any]:
     given = _given(rank, mesh, arrays, dtype)
     reasons = {name: missing(name) for name in arms}
-    found: dict[str, Any] = {name: {"missing": reason} for name, reason in reasons.items() if reason}
+    results: dict[str, Any] = {name: {"missing": reason} for name, reason in reasons.items() if reason}
     running = {name: arm for name, arm in arms.items() if not reasons[name]}
     for name, arm in running.items():
-        found[name] = {"ratio": _worst(arm(_fresh(given)), arrays, rank)}
+        results[name] = {"ratio": _worst(arm(_fresh(given)), arrays, rank)}
         if name not in COMPILED:
-            found[name] |= _sent_and_kept(arm, given)
+            results[name] |= _sent_and_kept(arm, given)
     jobs: dict[str, Callable[[Given], Any]] = {BOUND: _bound(given), **running}
     times = {name: {"wall": [], "cpu": []} for name in jobs}
     for turn in range(WARM + ROUNDS):
@@ -78,11 +78,11 @@ def _compared(
             dist.barrier()
             wall, cpu = time.perf_counter(), time.process_time()
             job(fresh)
-            taken = time.perf_counter() - wall, time.process_time() - cpu
+            seconds = time.perf_counter() - wall, time.process_time() - cpu
             if turn >= WARM:
-                times[name]["wall"].append(taken[0])
-                times[name]["cpu"].append(taken[1])
-    return {name: {**found.get(name, {}), **times.get(name, {})} for name in (*jobs, *found)}
+                times[name]["wall"].append(seconds[0])
+                times[name]["cpu"].append(seconds[1])
+    return {name: {**results.get(name, {}), **times.get(name, {})} for name in (*jobs, *results)}
 
 
 def _fresh(given: Given) -> Given:
@@ -90,10 +90,10 @@ def _fresh(given: Given) -> Given:
     return Given(given.whole, given.own.clone(), given.target, given.cotangent, given.mesh, given.hidden.clone())
 
 
-def _worst(made: list[Tensor], arrays: dict[str, Tensor], rank: int) -> float:
+def _worst(results: list[Tensor], arrays: dict[str, Tensor], rank: int) -> float:
     """The worst error of an arm's results, in budgets of the reference's. Errors: RuntimeError if it is no number."""
     ratios = []
-    for i, got in enumerate(made):
+    for i, got in enumerate(results):
         want, budget = arrays[f"want {i}"], arrays[f"budget {i}"]
         for dim in range(got.ndim):
             if got.shape[dim] != want.shape[dim]:
@@ -108,11 +108,11 @@ def _worst(made: list[Tensor], arrays: dict[str, Tensor], rank: int) -> float:
 
 def _sent_and_kept(arm: Arm, given: Given) -> dict[str, Any]:
     """Collectives and bytes of one run, and the live memory of another in parts of this rank's part."""
-    recorded, kept = _fresh(given), _fresh(given)
+    recorded, measured = _fresh(given), _fresh(given)
     with Recorder() as recorder:
         arm(recorded)
     with LivePeak() as peak:
-        arm(kept)
+        arm(measured)
     return {
         "collectives": [row.op for row in recorder.rows],
         "bytes": sum(row.payload for row in recorder.rows),

@@ -46,30 +46,30 @@ def figure_of(shape: tuple[int, ...], world: int, rounds: int, is_promised: bool
         folder = Path(name)
         (folder / "asked.json").write_text(json.dumps({"shape": shape, "rounds": rounds}))
         command = [sys.executable, "-m", "parity_tests.benchmarks.attention"]
-        found = found_by(command, world, folder, str(world), topic="attention", seconds=600)
-    ring = [sum(seconds) for seconds in zip(*(rank["ring"] for rank in found), strict=True)]
-    own = found[0]["whole"]
-    ratios = [ours / theirs for ours, theirs in zip(ring, own, strict=True)]
+        by_rank = found_by(command, world, folder, str(world), topic="attention", seconds=600)
+    ring = [sum(seconds) for seconds in zip(*(rank["ring"] for rank in by_rank), strict=True)]
+    full_seconds = by_rank[0]["whole"]
+    ratios = [ours / theirs for ours, theirs in zip(ring, full_seconds, strict=True)]
     names = " ".join(f"{name}={size}" for name, size in zip("bhsp", shape, strict=True))
     return Figure(
         f"ring attention over {world} ranks, s={shape[2]}, CPU time of all",
         f"<= {PROMISED} times SDPA's in one process" if is_promised else "-",
-        f"{spread(ratios)} times; {spread(ring)} s beside {spread(own)} s",
+        f"{spread(ratios)} times; {spread(ring)} s beside {spread(full_seconds)} s",
         sorted(ratios)[len(ratios) // 2] <= PROMISED if is_promised else None,
         f"{names} float32, causal, dual_chunk_swap, forward and backward, {rounds} rounds in turn on gloo, one "
-        f"thread a rank; error {found[0]['error']:.2g} times SDPA's; median (least to greatest)",
+        f"thread a rank; error {by_rank[0]['error']:.2g} times SDPA's; median (least to greatest)",
     )
 
 
 def main(rank: int, world: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), world), rank=rank, world_size=world)
-    asked = json.loads((folder / "asked.json").read_text())
-    b, h, s, p = asked["shape"]
+    sizes = json.loads((folder / "asked.json").read_text())
+    b, h, s, p = sizes["shape"]
     group = dist.new_group(list(range(world)))
     layout = TokenLayout.dense("dual_chunk_swap", s, cp_size=world, cp_rank=rank)
-    drawn = torch.Generator().manual_seed(0)
-    whole = [torch.randn(b, s, h, p, generator=drawn).transpose(1, 2) for _ in range(4)]  # q, k, v, cotangent
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(b, s, h, p, generator=generator).transpose(1, 2) for _ in range(4)]  # q, k, v, cotangent
     share = [layout.shard(x.transpose(1, 2), 1).transpose(1, 2) for x in whole]
 
     def ring() -> tuple[Tensor, ...]:
@@ -79,14 +79,14 @@ def main(rank: int, world: int, folder: Path) -> None:
         return _differentiated(_sdpa, whole)
 
     gathered = [layout.unshard(x.detach(), 2, group, gradient="I") for x in ring()]
-    found: dict[str, Any] = {"ring": [], "whole": [], "error": _relative_error(gathered, whole) if rank == 0 else 0.0}
-    for turn in range(WARM + asked["rounds"]):
+    figures: dict[str, Any] = {"ring": [], "whole": [], "error": _relative_error(gathered, whole) if rank == 0 else 0.0}
+    for turn in range(WARM + sizes["rounds"]):
         for name, job, takes_part in (("ring", ring, True), ("whole", alone, rank == 0)):
             dist.barrier(group)
             seconds = _cpu_seconds(job) if takes_part else 0.0
             if turn >= WARM:
-                found[name].append(seconds)
-    (folder / f"found_{rank}.json").write_text(json.dumps(found))
+                figures[name].append(seconds)
+    (folder / f"found_{rank}.json").write_text(json.dumps(figures))
     dist.barrier(group)
     dist.destroy_process_group()
 
@@ -105,9 +105,10 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _relative_error(ring: list[Tensor], whole: list[Tensor]) -> float:
     """The ring's largest error over that of torch's own in the same dtype. Errors: RuntimeError if it is far larger."""
     exact = _differentiated(_sdpa, [x.double() for x in whole])
-    own = _differentiated(_sdpa, whole)
+    reference = _differentiated(_sdpa, whole)
     ours, theirs = (
-        torch.stack([(x.double() - y).abs().max() for x, y in zip(got, exact, strict=True)]) for got in (ring, own)
+        torch.stack([(x.double() - y).abs().max() for x, y in zip(got, exact, strict=True)])
+        for got in (ring, reference)
     )
     worst = float((ours / theirs.clamp(min=1e-30)).max())  # torch's, in which one that is no number is the largest
     if not worst <= NOT_FURTHER_OFF:

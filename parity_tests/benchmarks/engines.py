@@ -33,19 +33,19 @@ def seconds_of(job: Callable[[], object]) -> float:
 def rates() -> Iterator[Figure]:
     """Examples per second of both engines in turn, so that the machine's load meets both."""
     for world, promised in PROMISED_RATES.items():
-        found: dict[str, list[float]] = {"lockstep": [], "gloo": []}
-        for engine in found:
+        by_engine: dict[str, list[float]] = {"lockstep": [], "gloo": []}
+        for engine in by_engine:
             _repeat(engine, world, 3)
         for _ in range(ROUNDS):
-            for engine, values in found.items():
+            for engine, values in by_engine.items():
                 count = EXAMPLES[engine]
                 values.append(count / seconds_of(partial(_repeat, engine, world, count)))
-        ratios = [a / b for a, b in zip(found["lockstep"], found["gloo"], strict=True)]
-        middle = sorted(found["lockstep"])[ROUNDS // 2]
+        ratios = [a / b for a, b in zip(by_engine["lockstep"], by_engine["gloo"], strict=True)]
+        middle = sorted(by_engine["lockstep"])[ROUNDS // 2]
         yield Figure(
             f"lockstep, world {world}, toy log-probability forward and backward",
             f"{promised} examples/s",
-            f"{spread(found['lockstep'])} examples/s; gloo {spread(found['gloo'])}; ratio {spread(ratios)}",
+            f"{spread(by_engine['lockstep'])} examples/s; gloo {spread(by_engine['gloo'])}; ratio {spread(ratios)}",
             middle >= promised,
             f"{ROUNDS} rounds, {EXAMPLES['lockstep']} examples on lockstep and {EXAMPLES['gloo']} on gloo in turn; "
             "median (least to greatest)",
@@ -80,7 +80,7 @@ def verdicts() -> Iterator[Figure]:
     limits = {"lockstep": 0.05, "gloo": 2.0}
     recoveries: dict[str, list[float]] = {"lockstep": [], "gloo": []}
     for engine, limit in limits.items():
-        found: dict[str, list[float]] = {}
+        by_cause: dict[str, list[float]] = {}
         for name, job in FAILING.items():
             if job is killed and engine == "lockstep":
                 continue
@@ -88,11 +88,11 @@ def verdicts() -> Iterator[Figure]:
                 for _ in range(2):
                     case = toy_case(world, engine)
                     run(toy, case, engine)
-                    found.setdefault(name, []).append(seconds_of(partial(_failing, job, case)))
+                    by_cause.setdefault(name, []).append(seconds_of(partial(_failing, job, case)))
                     recoveries[engine].append(seconds_of(partial(run, toy, case, engine)))
-        each = ", ".join(f"{name} {1000 * max(values):.0f} ms" for name, values in found.items())
-        worst = max(max(values) for values in found.values())
-        count = sum(map(len, found.values()))
+        each = ", ".join(f"{name} {1000 * max(values):.0f} ms" for name, values in by_cause.items())
+        worst = max(max(values) for values in by_cause.values())
+        count = sum(map(len, by_cause.values()))
         yield Figure(
             f"failure to verdict, {engine}",
             f"<= {limit:g} s",

@@ -24,5 +24,5 @@ class Figure:
 
 def spread(values: Sequence[float], unit: str = "", digits: int = 3) -> str:
     """Median with least and greatest."""
-    middle, least, most = statistics.median(values), min(values), max(values)
-    return f"{middle:.{digits}g}{unit} ({least:.{digits}g} to {most:.{digits}g})"
+    middle, smallest, largest = statistics.median(values), min(values), max(values)
+    return f"{middle:.{digits}g}{unit} ({smallest:.{digits}g} to {largest:.{digits}g})"

@@ -65,16 +65,16 @@ def measured(device: torch.device, rows: int, columns: int, backends: tuple[str,
     for arm, times in seconds.items():
         if arm != "copy":
             fractions = [arms[arm].copies * a / b for a, b in zip(seconds["copy"], times, strict=True)]
-            shown = f"{spread(fractions)} of the copy bound; {spread([1e3 * s for s in times])} ms"
+            text = f"{spread(fractions)} of the copy bound; {spread([1e3 * s for s in times])} ms"
             promised = PROMISES.get(arm)
-            kept = sorted(fractions)[rounds // 2] >= PROMISED_FRACTION if promised else None
-            yield Figure(arm, promised or "-", shown, kept, f"{how}; a copy moves {copied:.0f} GB/s at best")
+            is_kept = sorted(fractions)[rounds // 2] >= PROMISED_FRACTION if promised else None
+            yield Figure(arm, promised or "-", text, is_kept, f"{how}; a copy moves {copied:.0f} GB/s at best")
     first = backends[0]
     pairs = zip(seconds[f"logprob and entropy, {first}"], seconds[_both(first)], strict=True)
     ratios = [with_entropy / alone for with_entropy, alone in pairs]
-    kept = sorted(ratios)[rounds // 2] <= PROMISED_ENTROPY
+    is_kept = sorted(ratios)[rounds // 2] <= PROMISED_ENTROPY
     title = "logprob with entropy over logprob alone"
-    yield Figure(title, PROMISES[title], spread(ratios), kept, how)
+    yield Figure(title, PROMISES[title], spread(ratios), is_kept, how)
     if device.type == "cuda":
         yield from memory(logits, first)
 
@@ -85,8 +85,8 @@ def memory(logits: Tensor, backend: str) -> Iterator[Figure]:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        own = logits.clone()
-        logprob_and_gradient(own, backend, inplace_gradient=name == "in place")
+        local = logits.clone()
+        logprob_and_gradient(local, backend, inplace_gradient=name == "in place")
         torch.cuda.synchronize()
         extra = (torch.cuda.max_memory_allocated() - before) / logits.nbytes - 1.0
         title = f"extra memory, gradient {name}"
@@ -187,8 +187,8 @@ def logprob_and_gradient(logits: Tensor, backend: str, **options: bool) -> Tenso
 
 
 def _logits(device: torch.device, rows: int, columns: int) -> Tensor:
-    drawn = torch.Generator(device).manual_seed(0)
-    return torch.randn(rows, columns, generator=drawn, device=device, dtype=torch.bfloat16)
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.randn(rows, columns, generator=generator, device=device, dtype=torch.bfloat16)
 
 
 def _target(logits: Tensor) -> Tensor:

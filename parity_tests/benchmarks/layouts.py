@@ -43,12 +43,12 @@ def _figures_of(count: int, rounds: int) -> Iterator[Figure]:
     loop = [_seconds(by_loop, offsets) for _ in range(rounds)]
     how = f"{int(offsets[-1])} tokens, cp={CP}, {rounds} rounds, seconds of one core; median (least to greatest)"
     for name, job in ARMS.items():
-        own = [_seconds(job, offsets) for _ in range(rounds)]
-        ratios = [a / b for a, b in zip(loop, own, strict=True)]
-        shown = f"{spread(ratios)} times faster; {spread([1e3 * seconds for seconds in own])} ms"
-        kept = sorted(ratios)[rounds // 2] >= PROMISED if name in PROMISING else None
+        times = [_seconds(job, offsets) for _ in range(rounds)]
+        ratios = [a / b for a, b in zip(loop, times, strict=True)]
+        text = f"{spread(ratios)} times faster; {spread([1e3 * seconds for seconds in times])} ms"
+        is_kept = sorted(ratios)[rounds // 2] >= PROMISED if name in PROMISING else None
         promised = f">= {PROMISED:.0f} times a loop" if name in PROMISING else "-"
-        yield Figure(f"{name}, {count} sequences", promised, shown, kept, how)
+        yield Figure(f"{name}, {count} sequences", promised, text, is_kept, how)
 
 
 def drawn_offsets(count: int) -> Tensor:

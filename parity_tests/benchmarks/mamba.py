@@ -41,7 +41,7 @@ GROWTH = 1.2  # of 1,000 sequences over one
 
 def figures(tokens: int = TOKENS, sequences: tuple[int, ...] = SEQUENCES, rounds: int = ROUNDS) -> Iterator[Figure]:
     """How many times faster than the loop, with what the exchanges take and without, and how it grows."""
-    found = measured(tokens, sequences, rounds)
+    by_count = measured(tokens, sequences, rounds)
     sizes = " ".join(f"{name}={size}" for name, size in SIZES.items())
     how = (
         f"{tokens} tokens in unequal sequences, {sizes}, float32, cp={WORLD} on gloo, one thread a rank, {rounds} "
@@ -49,8 +49,8 @@ def figures(tokens: int = TOKENS, sequences: tuple[int, ...] = SEQUENCES, rounds
         "built each time; CPU time of both ranks; median (least to greatest)"
     )
     for count in sequences:
-        yield from _beside_the_loop(count, found[str(count)], how)
-    most, least = (found[str(count)]["ours"] for count in (sequences[-1], sequences[0]))
+        yield from _beside_the_loop(count, by_count[str(count)], how)
+    most, least = (by_count[str(count)]["ours"] for count in (sequences[-1], sequences[0]))
     growth = [a / b for a, b in zip(most, least, strict=True)]
     yield Figure(
         f"Mamba2 in and out, {sequences[-1]} sequences over {sequences[0]}",
@@ -64,7 +64,7 @@ def figures(tokens: int = TOKENS, sequences: tuple[int, ...] = SEQUENCES, rounds
 def _beside_the_loop(count: int, seconds: dict[str, list[float]], how: str) -> Iterator[Figure]:
     ours, loop, wire, wires = (seconds[name] for name in ("ours", "loop", "wire", "wires"))
     promised = FASTER.get(count)
-    kept = {
+    is_kept = {
         "with its exchange": [a / b for a, b in zip(loop, ours, strict=True)],
         "order alone": [
             (statistics.median(loop) - statistics.median(wires)) / (statistics.median(ours) - statistics.median(wire))
@@ -72,7 +72,7 @@ def _beside_the_loop(count: int, seconds: dict[str, list[float]], how: str) -> I
     }
     bound = statistics.median(loop) / statistics.median(wire)
     times = {"with its exchange": f"; the exchange alone {bound:.3g}; {spread([1e3 * each for each in ours])} ms"}
-    for name, faster in kept.items():
+    for name, faster in is_kept.items():
         yield Figure(
             f"Mamba2 in and out, {count} sequences, {name}",
             "-" if promised is None else f">= {promised:.0f} times a loop",
@@ -88,26 +88,26 @@ def measured(tokens: int, sequences: tuple[int, ...], rounds: int) -> dict[str, 
         folder = Path(name)
         (folder / "asked.json").write_text(json.dumps({"tokens": tokens, "sequences": sequences, "rounds": rounds}))
         command = [sys.executable, "-m", "parity_tests.benchmarks.mamba"]
-        found = found_by(command, WORLD, folder, topic="mamba", seconds=900)
+        by_rank = found_by(command, WORLD, folder, topic="mamba", seconds=900)
     return {
-        count: {arm: [sum(both) for both in zip(*(each[count][arm] for each in found), strict=True)] for arm in arms}
-        for count, arms in found[0].items()
+        count: {arm: [sum(both) for both in zip(*(each[count][arm] for each in by_rank), strict=True)] for arm in arms}
+        for count, arms in by_rank[0].items()
     }
 
 
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), WORLD), rank=rank, world_size=WORLD)
-    asked, group = json.loads((folder / "asked.json").read_text()), dist.new_group(list(range(WORLD)))
+    sizes, group = json.loads((folder / "asked.json").read_text()), dist.new_group(list(range(WORLD)))
     strategy = MambaContextParallel(group, **SIZES, mixer=Mamba2Mixer(1, **SIZES))
-    drawn = torch.Generator().manual_seed(rank)
-    x = torch.randn(asked["tokens"] // WORLD, strategy.sizes.width, generator=drawn)
-    y = torch.randn(asked["tokens"], strategy.d_inner_local, generator=drawn)
-    jobs = {count: arms(strategy, x, y, drawn_offsets(asked["tokens"], count)) for count in asked["sequences"]}
-    found: dict[int, dict[str, list[float]]] = {count: {name: [] for name in each} for count, each in jobs.items()}
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(sizes["tokens"] // WORLD, strategy.sizes.width, generator=generator)
+    y = torch.randn(sizes["tokens"], strategy.d_inner_local, generator=generator)
+    jobs = {count: arms(strategy, x, y, drawn_offsets(sizes["tokens"], count)) for count in sizes["sequences"]}
+    seconds: dict[int, dict[str, list[float]]] = {count: {name: [] for name in each} for count, each in jobs.items()}
     for each in jobs.values():
         check_alike(each["ours"](), each["loop"]())
-    for turn in range(-WARM, asked["rounds"]):
+    for turn in range(-WARM, sizes["rounds"]):
         for count, each in jobs.items():
             for name, job in each.items():
                 if turn < 0 and name == "loop":  # it was warmed by the comparison
@@ -117,23 +117,24 @@ def main(rank: int, folder: Path) -> None:
                 for _ in range(times):
                     job()
                 if turn >= 0:
-                    found[count][name].append((time.process_time() - start) / times)
-    (folder / f"found_{rank}.json").write_text(json.dumps(found))
+                    seconds[count][name].append((time.process_time() - start) / times)
+    (folder / f"found_{rank}.json").write_text(json.dumps(seconds))
     dist.barrier(group)
     dist.destroy_process_group()
 
 
 def arms(strategy: MambaContextParallel, x: Tensor, y: Tensor, cu: Tensor) -> dict[str, Callable[[], Any]]:
     """What is timed, by name: x goes in and y out of the mixer, then their cotangents back."""
-    drawn = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     widths = strategy.local.width, strategy.d_inner_local
-    cotangents = torch.randn(len(y), widths[0], generator=drawn), torch.randn(len(x), strategy.d_inner, generator=drawn)
+    shapes = (len(y), widths[0]), (len(x), strategy.d_inner)
+    cotangents = tuple(torch.randn(shape, generator=generator) for shape in shapes)
     sent = [torch.ones(len(y), width) for width in widths]
 
-    def both_ways(pre: Callable[..., Tensor], post: Callable[..., Tensor], *further: Any) -> tuple[Tensor, ...]:
+    def both_ways(pre: Callable[..., Tensor], post: Callable[..., Tensor], *options: Any) -> tuple[Tensor, ...]:
         leaves = x.detach().requires_grad_(), y.detach().requires_grad_()
-        found = pre(leaves[0], *further), post(leaves[1], *further)
-        return *(each.detach() for each in found), *torch.autograd.grad(found, leaves, cotangents)
+        outputs = pre(leaves[0], *options), post(leaves[1], *options)
+        return *(each.detach() for each in outputs), *torch.autograd.grad(outputs, leaves, cotangents)
 
     def ours() -> tuple[Tensor, ...]:
         return both_ways(strategy.pre_conv_ssm, strategy.post_conv_ssm, cu.clone())  # as of a new batch
@@ -157,8 +158,8 @@ def arms(strategy: MambaContextParallel, x: Tensor, y: Tensor, cu: Tensor) -> di
 def drawn_offsets(tokens: int, count: int) -> Tensor:
     """So many unequal sequences, each of one unit of 2 * cp tokens or more."""
     units = tokens // (2 * WORLD)
-    drawn = torch.Generator().manual_seed(count)
-    inside = torch.randperm(units - 1, generator=drawn)[: count - 1].sort().values + 1
+    generator = torch.Generator().manual_seed(count)
+    inside = torch.randperm(units - 1, generator=generator)[: count - 1].sort().values + 1
     return 2 * WORLD * torch.cat([torch.tensor([0]), inside, torch.tensor([units])])
 
 

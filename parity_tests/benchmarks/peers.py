@@ -49,10 +49,10 @@ def figures() -> Iterator[Figure]:
             for dtype in DTYPES:
                 _draw(topic, dtype, folder / f"{topic}_{dtype}.npz")
         command = [sys.executable, "-m", "parity_tests.benchmarks.arms"]
-        found = found_by(command, WORLD, folder, topic="the peers", seconds=300)
+        by_rank = found_by(command, WORLD, folder, topic="the peers", seconds=300)
     for topic in TOPICS:
         for dtype in DTYPES:
-            yield from _compared(topic, dtype, [of_rank[f"{topic} {dtype}"] for of_rank in found])
+            yield from _compared(topic, dtype, [of_rank[f"{topic} {dtype}"] for of_rank in by_rank])
     reason = "not run: needs CUDA" if not torch.cuda.is_available() else "not run: no arm on CUDA yet"
     for name in ON_CUDA:
         yield Figure(name, "-", reason, None, "Triton kernels without a path of their own on a CPU")
@@ -79,13 +79,13 @@ def _compared(topic: str, dtype: str, ranks: list[Mapping[str, Any]]) -> Iterato
         measured = f"error {ratio:.2g} budgets; {_sent(ranks[0][name])}; {_times(topic, ranks, name)}"
         measured += "" if name == "ours" else f"; {spread(over)} times ours"
         measured += NOTES.get((topic, name), "")
-        promised, held = "-", None
+        promised, is_kept = "-", None
         if name.startswith("ours"):
-            promised, held = "error <= 1 budget", ratio <= 1
+            promised, is_kept = "error <= 1 budget", ratio <= 1
         if name == "ours, with entropy":
             promised = f"error <= 1 budget, <= {PROMISED_ENTROPY} times ours"
-            held = ratio <= 1 and statistics.median(over) <= PROMISED_ENTROPY
-        yield Figure(title, promised, measured, held, how)
+            is_kept = ratio <= 1 and statistics.median(over) <= PROMISED_ENTROPY
+        yield Figure(title, promised, measured, is_kept, how)
 
 
 def _sent(of_rank: Mapping[str, Any]) -> str:
@@ -97,12 +97,12 @@ def _sent(of_rank: Mapping[str, Any]) -> str:
 
 
 def _times(topic: str, ranks: list[Mapping[str, Any]], name: str) -> str:
-    cpu, wall, least = _slowest(ranks, name, "cpu"), _slowest(ranks, name, "wall"), _slowest(ranks, BOUND, "cpu")
-    shown = [
+    cpu, wall, bounds = _slowest(ranks, name, "cpu"), _slowest(ranks, name, "wall"), _slowest(ranks, BOUND, "cpu")
+    texts = [
         f"{spread([1e3 * value for value in values])} ms {clock}" for clock, values in (("CPU", cpu), ("wall", wall))
     ]
-    share = [bound / taken for bound, taken in zip(least, cpu, strict=True)]
-    return f"{', '.join(shown)}; {spread(share, digits=2)} of {BOUNDS[topic]}"
+    share = [bound / seconds for bound, seconds in zip(bounds, cpu, strict=True)]
+    return f"{', '.join(texts)}; {spread(share, digits=2)} of {BOUNDS[topic]}"
 
 
 def _slowest(ranks: list[Mapping[str, Any]], name: str, clock: str) -> list[float]:
@@ -112,20 +112,20 @@ def _slowest(ranks: list[Mapping[str, Any]], name: str, clock: str) -> list[floa
 def _draw(topic: str, dtype: str, path: Path) -> None:
     """Draw the inputs and the cotangent, evaluate the reference in float64, and write them with the budgets."""
     scheme, sizes, cut = TOPICS[topic]
-    made = lookup(scheme)
-    case = _case(made, sizes, cut, dtype)
-    program = Program.of(made)
-    reference = oracle.evaluate(made, program, case)
-    rows = compare.compare(made, case, run(program, case, "lockstep").results, reference)
-    arrays = {arg.name: inputs.whole(arg, made.draws[arg.name], case) for arg in made.inputs}
-    arrays["cotangent"] = inputs.cotangent(made.outputs[0], case)
+    declared = lookup(scheme)
+    case = _case(declared, sizes, cut, dtype)
+    program = Program.of(declared)
+    reference = oracle.evaluate(declared, program, case)
+    rows = compare.compare(declared, case, run(program, case, "lockstep").results, reference)
+    arrays = {arg.name: inputs.full_array(arg, declared.draws[arg.name], case) for arg in declared.inputs}
+    arrays["cotangent"] = inputs.cotangent(declared.outputs[0], case)
     for i, row in enumerate(rows):
         arrays |= {f"want {i}": row.want, f"budget {i}": row.budgets}
     np.savez(path, allow_pickle=False, **arrays)
 
 
-def _case(made: Any, sizes: Mapping[str, Any], cut: str, dtype: str) -> CaseSpec:
-    case = draw_case(made, seeded_chooser(0), {"tp": WORLD, **sizes}, dtype=dtype, seed=0)
+def _case(scheme: Any, sizes: Mapping[str, Any], cut: str, dtype: str) -> CaseSpec:
+    case = draw_case(scheme, seeded_chooser(0), {"tp": WORLD, **sizes}, dtype=dtype, seed=0)
     anywhere = {"kind": "ids", "dim": "v", "picks": [[0, "anywhere"]]}
     values = {name: {"kind": "normal"} for name in case.values} | {"target": anywhere}
     half = sizes["v"] // WORLD

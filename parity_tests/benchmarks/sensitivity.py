@@ -42,15 +42,15 @@ def _tried() -> list[Declared]:
 
 def in_one_rank() -> Figure:
     """Let one rank of several see its logits off by a relative error of so many unit roundoffs of float32."""
-    made = _tried()[0]
+    scheme = _tried()[0]
     cases = [
-        draw_case(made, seeded_chooser(seed), {"tp": 2 + seed % 3}, dtype="float32", seed=seed)
+        draw_case(scheme, seeded_chooser(seed), {"tp": 2 + seed % 3}, dtype="float32", seed=seed)
         for seed in range(EXAMPLES)
     ]
-    references = [oracle.evaluate(made, Program.of(made), case) for case in cases]
+    references = [oracle.evaluate(scheme, Program.of(scheme), case) for case in cases]
     caught = {}
     for count in ROUNDINGS:
-        wrong = replace(made, fn=_off_on_one_rank(made.fn, count * oracle.UNIT_ROUNDOFF["float32"]))
+        wrong = replace(scheme, fn=_off_on_one_rank(scheme.fn, count * oracle.UNIT_ROUNDOFF["float32"]))
         reports = [judge(wrong, case, reference=reference) for case, reference in zip(cases, references, strict=True)]
         caught[count] = sum(not report.ok for report in reports)
     smallest = min((count for count, seen in caught.items() if seen), default=None)
@@ -60,7 +60,7 @@ def in_one_rank() -> Figure:
         f"{smallest} unit roundoffs (of 6e-8); caught: "
         + ", ".join(f"{count} u in {seen} of {EXAMPLES}" for count, seen in caught.items()),
         None,
-        f"{made.name}, {EXAMPLES} drawn examples of 2 to 4 ranks; examples of zeros or masks hide it by nature",
+        f"{scheme.name}, {EXAMPLES} drawn examples of 2 to 4 ranks; examples of zeros or masks hide it by nature",
     )
 
 
@@ -79,19 +79,19 @@ def in_one_element() -> Figure:
     caught: Counter[float] = Counter()
     relative: list[float] = []
     planted = 0
-    for made, seed in itertools.product(tried, range(PLANTED_IN)):
-        case = draw_case(made, seeded_chooser(seed), {}, dtype=DTYPES[seed % 2], seed=seed)
-        reference = oracle.evaluate(made, Program.of(made), case)
-        results = run(Program.of(made), case, "lockstep").results
-        for row in compare.compare(made, case, results, reference):
+    for scheme, seed in itertools.product(tried, range(PLANTED_IN)):
+        case = draw_case(scheme, seeded_chooser(seed), {}, dtype=DTYPES[seed % 2], seed=seed)
+        reference = oracle.evaluate(scheme, Program.of(scheme), case)
+        results = run(Program.of(scheme), case, "lockstep").results
+        for row in compare.compare(scheme, case, results, reference):
             place = _place(row, seed)
             if place is None:
                 continue
             planted += 1
             relative.append(row.budgets[place] / abs(row.want[place]))
             for multiple in MULTIPLES:
-                worse = _with_error(made, case, results, row, place, multiple * row.budgets[place])
-                judged = compare.compare(made, case, worse, reference)
+                worse = _with_error(scheme, case, results, row, place, multiple * row.budgets[place])
+                judged = compare.compare(scheme, case, worse, reference)
                 caught[multiple] += not all(other.ok for other in judged)
     always = min((m for m in MULTIPLES if caught[m] == planted), default=float("inf"))
     each = ", ".join(f"{m:g} budgets {caught[m] / planted:.0%}" for m in MULTIPLES)
@@ -113,7 +113,7 @@ def _place(row: compare.TensorRow, seed: int) -> tuple[int, ...] | None:
 
 
 def _with_error(
-    made: Declared,
+    scheme: Declared,
     case: CaseSpec,
     results: Sequence[RankResult],
     row: compare.TensorRow,
@@ -124,12 +124,12 @@ def _with_error(
     worse = []
     for at, result in zip(inputs.coordinates(case.mesh), results, strict=True):
         side = "outputs" if row.role == "output" else "gradients"
-        held = inputs.positions(row.argument, case, at, made.layouts)
-        local = [np.flatnonzero(np.asarray(ids) == index) for ids, index in zip(held, place, strict=True)]
+        local_positions = inputs.positions(row.argument, case, at, scheme.layouts)
+        local = [np.flatnonzero(np.asarray(ids) == index) for ids, index in zip(local_positions, place, strict=True)]
         array = getattr(result, side)[row.name]
-        if array is not None and all(len(found) for found in local):
+        if array is not None and all(len(indices) for indices in local):
             array = array.copy()
-            array[tuple(int(found[0]) for found in local)] += error
+            array[tuple(int(indices[0]) for indices in local)] += error
             result = replace(result, **{side: {**getattr(result, side), row.name: array}})
         worse.append(result)
     return worse

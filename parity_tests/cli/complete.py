@@ -80,8 +80,8 @@ def of_run(constant: str) -> Callable[[str], list[str]]:
 
 def _sizes(incomplete: str, axes: tuple[str, ...]) -> list[str]:
     done, comma, last = incomplete.rpartition(",")
-    taken = {part.partition("=")[0] for part in done.split(",")}
-    offered = [f"{axis}={size}" for axis in axes if axis not in taken for size in SIZES]
+    axes_before = {part.partition("=")[0] for part in done.split(",")}
+    offered = [f"{axis}={size}" for axis in axes if axis not in axes_before for size in SIZES]
     return [done + comma + size for size in _begin(last, offered)]
 
 

@@ -70,8 +70,8 @@ def epilog(verb: str | None) -> str:
     """Examples of a verb, or of the command; and statuses, which a verb that judges has all of."""
     lines = ["\b", "Examples:", *(f"  {line}" for line in (EXAMPLES[verb] if verb else FIRST))]
     lines += ["", "\b", "Exit status:"]
-    told = STATUS if verb is None or verb in JUDGING else {0: "done", **{n: STATUS[n] for n in (2, 130, 141)}}
-    return "\n".join([*lines, *(f"  {number:>3}  {what}" for number, what in told.items())])
+    statuses = STATUS if verb is None or verb in JUDGING else {0: "done", **{n: STATUS[n] for n in (2, 130, 141)}}
+    return "\n".join([*lines, *(f"  {number:>3}  {what}" for number, what in statuses.items())])
 
 
 def versions() -> str:
@@ -79,5 +79,5 @@ def versions() -> str:
     import platform
     from importlib.metadata import version
 
-    beside = ", ".join(f"{name} {version(name)}" for name in ("torch", "jax"))
-    return f"shardproof {version('shardproof')} (Python {platform.python_version()}, {beside})"
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "jax"))
+    return f"shardproof {version('shardproof')} (Python {platform.python_version()}, {packages})"

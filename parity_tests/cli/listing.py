@@ -19,7 +19,7 @@ from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.draw.drawing import one_case
 from parity_tests.harness.replay import load_scheme, reruns
 from parity_tests.harness.report import picture, summary
-from parity_tests.harness.report.out_path import naming, refuse_unwritable, write_text
+from parity_tests.harness.report.out_path import check_writable, naming, write_text
 from parity_tests.harness.report.report import Report
 from parity_tests.harness.report.summary import Outcome
 from parity_tests.harness.run.exit_status import EQUAL
@@ -32,21 +32,21 @@ WIDEST = 400  # where there is no terminal, lines are as long as they must be
 def show(pattern: str, as_json: bool, quiet: bool = False) -> None:
     """Print the built-in schemes whose name matches, names alone if `quiet`. Errors: UnusableTarget where none does."""
     everything = discover.built_in()
-    schemes = [made for made in everything if fnmatch(made.name, pattern)]
+    schemes = [scheme for scheme in everything if fnmatch(scheme.name, pattern)]
     if not schemes:
-        hint = discover.nearest(pattern, [made.name for made in everything])
+        hint = discover.nearest(pattern, [scheme.name for scheme in everything])
         raise discover.UnusableTarget(f"{pattern}: no scheme of this name{hint} (shardproof list shows all)")
     if as_json:
-        print(json_module.dumps([record(made) for made in schemes], indent=2))
+        print(json_module.dumps([record(scheme) for scheme in schemes], indent=2))
         return
     if quiet:
-        print("\n".join(made.name for made in schemes))
+        print("\n".join(scheme.name for scheme in schemes))
         return
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("scheme", "mesh", "specs", "reference and file"):
         table.add_column(column, overflow="fold", no_wrap=column == "scheme")
-    for made in schemes:
-        row = record(made)
+    for scheme in schemes:
+        row = record(scheme)
         mesh = "\n".join(f"{axis}: {', '.join(map(str, sizes))}" for axis, sizes in row["mesh"].items())
         inputs = [f"{name}  {spec}" for name, spec in row["inputs"].items()]
         specs = "\n".join([*inputs, *(f"-> {spec}" for spec in row["outputs"].values())])
@@ -54,46 +54,46 @@ def show(pattern: str, as_json: bool, quiet: bool = False) -> None:
     Console(width=None if Console().is_terminal else WIDEST).print(table, highlight=False)
 
 
-def record(made: Declared) -> dict[str, Any]:
+def record(scheme: Declared) -> dict[str, Any]:
     """A scheme as JSON."""
-    reference = getattr(made.reference, "__name__", type(made.reference).__name__)
+    reference = getattr(scheme.reference, "__name__", type(scheme.reference).__name__)
     return {
-        "name": made.name,
-        "mesh": {axis: list(sizes) for axis, sizes in made.mesh.items()},
-        "inputs": {arg.name: str(arg.spec) for arg in made.inputs},
-        "outputs": {arg.name: str(arg.spec) for arg in made.outputs},
-        "dtypes": list(made.dtypes),
-        "engines": list(made.engines),
-        "reference": f"{made.reference.__module__}.{reference}",
-        "file": f"{_shown(made.file)}:{made.line}",
+        "name": scheme.name,
+        "mesh": {axis: list(sizes) for axis, sizes in scheme.mesh.items()},
+        "inputs": {arg.name: str(arg.spec) for arg in scheme.inputs},
+        "outputs": {arg.name: str(arg.spec) for arg in scheme.outputs},
+        "dtypes": list(scheme.dtypes),
+        "engines": list(scheme.engines),
+        "reference": f"{scheme.reference.__module__}.{reference}",
+        "file": f"{_shown(scheme.file)}:{scheme.line}",
     }
 
 
 def pictures(target: str, sizes: Mapping[str, Any], svg: str | None, as_json: bool = False) -> None:
     """Print the picture of every scheme of a target; the first one's goes to `svg` as well."""
-    refuse_unwritable(svg=svg)
+    check_writable(svg=svg)
     schemes = discover.find([target])
     if as_json:
-        print(json_module.dumps([drawn(made, one_case(made, **sizes)) for made in schemes], indent=2))
+        print(json_module.dumps([drawn(scheme, one_case(scheme, **sizes)) for scheme in schemes], indent=2))
     else:
-        for made in schemes:
-            print(f"{made.name}\n{picture.scheme_picture(made, one_case(made, **sizes))}\n")
+        for scheme in schemes:
+            print(f"{scheme.name}\n{picture.scheme_picture(scheme, one_case(scheme, **sizes))}\n")
     if svg:
         with naming(svg):
             picture.scheme_figure(schemes[0], one_case(schemes[0], **sizes)).savefig(svg)
 
 
-def drawn(made: Declared, case: CaseSpec) -> dict[str, Any]:
+def drawn(scheme: Declared, case: CaseSpec) -> dict[str, Any]:
     """A picture as JSON: for each cut of each tensor the rank that owns each position, for other axes their types."""
     tensors = {
         name: {
             "spec": str(spec),
-            "owners": {strip.label: strip.owners.tolist() for strip in found},
+            "owners": {strip.label: strip.owners.tolist() for strip in strips},
             "types": dict(spec.types),
         }
-        for name, spec, found in picture.scheme_strips(made, case)
+        for name, spec, strips in picture.scheme_strips(scheme, case)
     }
-    return {"name": made.name, "mesh": dict(case.mesh), "dims": dict(case.dims), "tensors": tensors}
+    return {"name": scheme.name, "mesh": dict(case.mesh), "dims": dict(case.dims), "tensors": tensors}
 
 
 def replay_file(
@@ -105,7 +105,7 @@ def replay_file(
     verbose: bool = False,
 ) -> int:
     """Run the case of a replay file so often and print each report, its first line if `quiet`; returns the status."""
-    refuse_unwritable(json=json)
+    check_writable(json=json)
     aside = sys.stderr if json == "-" else sys.stdout
     outcome = Outcome()
     for report in reruns(*_recorded(file), file, engine, repeat):
@@ -120,7 +120,7 @@ def replay_file(
 
 def timeline(file: str, out: str) -> int:
     """Write the ledger of a replay as trace events, one track per rank, in order of issue."""
-    refuse_unwritable(out=out)
+    check_writable(out=out)
     report = _replayed(file)
     write_text(out, json_module.dumps(trace_events(report.ledger)))
     if out == "-":
@@ -172,7 +172,7 @@ def _recorded(file: str) -> tuple[CaseSpec, str]:
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise discover.UnusableTarget(f"cannot read {file}: {why}") from None
-    found = {
+    constants = {
         node.targets[0].id: node.value.value
         for node in body
         if isinstance(node, ast.Assign)
@@ -180,10 +180,10 @@ def _recorded(file: str) -> tuple[CaseSpec, str]:
         and isinstance(node.value, ast.Constant)
         and isinstance(node.value.value, str)
     }
-    if not {"CASE", "SOURCE"} <= set(found):
+    if not {"CASE", "SOURCE"} <= set(constants):
         raise discover.UnusableTarget(f"{file}: is no replay file (it has no CASE and SOURCE)")
     try:
-        return CaseSpec.from_json(found["CASE"]), found["SOURCE"]
+        return CaseSpec.from_json(constants["CASE"]), constants["SOURCE"]
     except ValueError as error:
         raise discover.UnusableTarget(f"{file}: CASE cannot be read: {error}") from None
 

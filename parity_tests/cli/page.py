@@ -40,7 +40,7 @@ report, and the agent leaves with 1.
 - **JSON.** Verbs that run ranks take `--json PATH`; `--json -` puts the JSON on standard output and all else on
   standard error. Verbs that only show something take `--json` alone and print it. Keys are never taken away; more may
   come. A number that is not finite is text: `"inf"`.
-- **Paths.** A file that could not be written is refused before anything runs.
+- **Paths.** A file that could not be written is rejected before anything runs.
 - **Examples.** `my_scheme.py` is the file of [Verify your own scheme](../how-to/verify-your-own-scheme.md), and
   `my_pair.py` that of [two modules](../how-to/use-flax-and-modules.md#where-two-modules-first-differ).
 """
@@ -55,8 +55,8 @@ def page() -> str:
 
 
 def _section(name: str, verb: Any) -> str:
-    shown = "\n".join(f"$ {line}" for line in EXAMPLES[name])
-    lines = [f"\n## {name}\n\n{_sentence(verb.help)}.\n\n```console\n{shown}\n```\n"]
+    commands = "\n".join(f"$ {line}" for line in EXAMPLES[name])
+    lines = [f"\n## {name}\n\n{_sentence(verb.help)}.\n\n```console\n{commands}\n```\n"]
     lines += ["| argument or option | meaning |", "|---|---|", *_rows(verb)]
     if name != "verify" and SHAPES.get(name) == SHAPES["verify"]:
         lines += ["\nIts JSON is that of [verify](#verify)."]
@@ -74,8 +74,8 @@ def _rows(verb: Any) -> Iterator[str]:
             flags = sorted(each.opts, key=lambda flag: (len(flag) > 2, flag))
             called = ", ".join(f"`{flag}`" for flag in flags) + ("" if each.is_flag else f" `{_metavar(each)}`")
         default = each.default
-        said = f"; default `{default}`" if default not in (None, "", ()) and default is not False else ""
-        yield f"| {called} | {_sentence(each.help)}{said} |"
+        default_text = f"; default `{default}`" if default not in (None, "", ()) and default is not False else ""
+        yield f"| {called} | {_sentence(each.help)}{default_text} |"
 
 
 def _metavar(option: Any) -> str:
@@ -84,8 +84,8 @@ def _metavar(option: Any) -> str:
 
 def _kind(option: Any) -> str:
     """int, float or str, of typer's options and of click's."""
-    found = getattr(getattr(option, "type_descriptor", None), "annotation", None) or option.type.name
-    words = getattr(found, "__name__", str(found))
+    annotation = getattr(getattr(option, "type_descriptor", None), "annotation", None) or option.type.name
+    words = getattr(annotation, "__name__", str(annotation))
     return "int" if "int" in words else "float" if "float" in words else "str"
 
 

@@ -37,8 +37,8 @@ def schedule(
 
     if not (math.isfinite(p2p) and p2p >= 0):
         raise ValueError(f"--p2p {p2p} must be finite and at least 0")
-    given = Times(*three(times), p2p=p2p)
-    schedule_picture.show(target, pp, microbatches, stages_per_rank, given, json, figure, csv)
+    durations = Times(*three(times), p2p=p2p)
+    schedule_picture.show(target, pp, microbatches, stages_per_rank, durations, json, figure, csv)
 
 
 def plan(

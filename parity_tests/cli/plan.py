@@ -37,19 +37,19 @@ def show(target: str, mesh: Mapping[str, int], tokens: int, changes: Mapping[str
     model = model_of(target, changes)
     if max(sizes.get(axis, 1) for axis in TENSOR) > 1:
         _check_has_plan(target, model)
-    found = dry_run(model, sizes or {"dp_shard": 1}, tokens=tokens)
-    print(json_module.dumps({**asdict(found), "bytes_held": found.bytes_held}, indent=1) if as_json else found)
+    result = dry_run(model, sizes or {"dp_shard": 1}, tokens=tokens)
+    print(json_module.dumps({**asdict(result), "bytes_held": result.bytes_held}, indent=1) if as_json else result)
 
 
 def _check_axes(mesh: Mapping[str, int]) -> None:
     from torch_impl.parallelizer.mesh_axes import KNOWN, NEWER
 
-    known = [axis for axis in dict.fromkeys([*NEWER.values(), *KNOWN]) if axis not in NOT_PLANNED]
+    axes = [axis for axis in dict.fromkeys([*NEWER.values(), *KNOWN]) if axis not in NOT_PLANNED]
     for axis, size in mesh.items():
         if size > 1 and axis in NOT_PLANNED:
             raise ValueError(f"--mesh {axis}={size}: is not planned: {NOT_PLANNED[axis]}")
-        if axis not in (*known, *NOT_PLANNED, "dp"):
-            names = ", ".join(["dp (short for dp_shard)", *known])
+        if axis not in (*axes, *NOT_PLANNED, "dp"):
+            names = ", ".join(["dp (short for dp_shard)", *axes])
             raise ValueError(f"--mesh {axis}={size}: plan knows the axes {names}")
 
 
@@ -57,8 +57,8 @@ def _check_has_plan(target: str, model: torch.nn.Module) -> None:
     from torch_impl.parallelizer.hf_plan import get_hf_tp_shard_plan
 
     with warnings.catch_warnings(action="ignore", category=UserWarning):  # said below
-        found = get_hf_tp_shard_plan(model)
-    if not found:
+        plan = get_hf_tp_shard_plan(model)
+    if not plan:
         raise UnusableTarget(
             f"{target}: {type(model).__name__} brings no tensor-parallel plan; use a mesh without tp, "
             "or dry_run(model, mesh, tp_shard_plan=...) in Python"
@@ -70,14 +70,14 @@ def model_of(target: str, changes: Mapping[str, Any]) -> torch.nn.Module:
     file, colon, factory = target.rpartition(":")
     with torch.device("meta"):
         if colon and file.endswith(".py"):
-            made = _factory(Path(file), factory)(**changes)
+            model = _factory(Path(file), factory)(**changes)
         elif target.endswith(".py"):
             raise UnusableTarget(f"{target}: which function of it makes the model? Write {target}:make_model")
         else:
-            made = _of_config(target, changes)
-    if not isinstance(made, torch.nn.Module):
-        raise UnusableTarget(f"{target}: gives a {type(made).__name__}; it must give a torch.nn.Module")
-    return made
+            model = _of_config(target, changes)
+    if not isinstance(model, torch.nn.Module):
+        raise UnusableTarget(f"{target}: gives a {type(model).__name__}; it must give a torch.nn.Module")
+    return model
 
 
 def _of_config(target: str, changes: Mapping[str, Any]) -> Any:
@@ -101,8 +101,8 @@ def _of_config(target: str, changes: Mapping[str, Any]) -> Any:
             if Path(target).is_dir():
                 raise UnusableTarget(f"{target}: {_folder(target)}; give {FORMS}") from error
             hint = nearest(target, sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)).removeprefix("; ")
-            known = f" ({hint})" if hint else ""
-            raise UnusableTarget(f"{target}: is no model that is known here{known}; give {FORMS}") from error
+            hint_text = f" ({hint})" if hint else ""
+            raise UnusableTarget(f"{target}: is no model that is known here{hint_text}; give {FORMS}") from error
     _check_fields(type(config)(), changes)
     return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 

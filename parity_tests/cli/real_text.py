@@ -63,10 +63,10 @@ def read_with(scheme: Declared, tp: int, dtype: str, engine: str = "lockstep") -
     case = reading_case(scheme, tp, dtype, engine)
     logits, target = passages()
     report = judge(scheme, case, arrays={"logits": rounded(logits, dtype), "target": target})
-    found = report.worst("output")
-    if found is None:
+    row = report.worst("output")
+    if row is None:
         return Reading(report, "-", "-")
-    return Reading(report, perplexity(found.got), perplexity(found.want))
+    return Reading(report, perplexity(row.got), perplexity(row.want))
 
 
 def reading_case(scheme: Declared, tp: int, dtype: str, engine: str = "lockstep") -> CaseSpec:

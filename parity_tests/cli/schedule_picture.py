@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from parity_tests.harness.report.out_path import naming, refuse_unwritable
+from parity_tests.harness.report.out_path import check_writable, naming
 from parity_tests.training.schedule_name import rule_named
 from torch_impl.pipelining.csv_schedule import read_csv, write_csv
 from torch_impl.pipelining.named_schedules import schedule_order
@@ -35,13 +35,13 @@ def show(
     csv: str | None,
 ) -> None:
     """Print one schedule. Errors: ValueError for a schedule that there is not or that cannot be."""
-    refuse_unwritable(figure=figure, csv=csv)
+    check_writable(figure=figure, csv=csv)
     try:
         name, order, placed = _found(target, pp, microbatches, stages_per_rank)
         timeline = simulate(order, placed, times)
     except (ValueError, FileNotFoundError) as error:
-        said = getattr(error, "strerror", None) or str(error)
-        raise ValueError(_in_options(said, target)) from None
+        message = getattr(error, "strerror", None) or str(error)
+        raise ValueError(_in_options(message, target)) from None
     if csv:
         with naming(csv):
             write_csv(order, csv)
@@ -53,10 +53,10 @@ def show(
 
 def _in_options(sentence: str, target: str) -> str:
     """What the functions say of their arguments, in the words of the command."""
-    said = re.sub(r"^pipelining\.\w+: ", f"schedule {target!r}: ", sentence)
+    message = re.sub(r"^pipelining\.\w+: ", f"schedule {target!r}: ", sentence)
     for argument, option in OPTIONS.items():
-        said = said.replace(argument, option)
-    return said
+        message = message.replace(argument, option)
+    return message
 
 
 def record(name: str, timeline: Timeline) -> dict[str, Any]:

@@ -21,25 +21,25 @@ MOST = 4  # processes; each holds torch and JAX
 def verified(schemes: Sequence[Declared], examples: int) -> session.Outcome:
     """The outcome of all schemes in the order given, with a progress bar on standard error."""
     count = max(min(MOST, os.cpu_count() or 1, len(schemes)), 1)
-    found: dict[str, session.Outcome] = {}
+    by_key: dict[str, session.Outcome] = {}
     with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as workers, session.progress_bar() as bar:
         task = bar.add_task("", total=len(schemes))
-        waiting = {workers.submit(_one, made.file, made.name, examples): made for made in schemes}
+        waiting = {workers.submit(_one, scheme.file, scheme.name, examples): scheme for scheme in schemes}
         for done in as_completed(waiting):
-            found[waiting[done].key] = done.result()
+            by_key[waiting[done].key] = done.result()
             bar.update(task, advance=1, description=waiting[done].name)
-    return _joined([found[made.key] for made in schemes])
+    return _joined([by_key[scheme.key] for scheme in schemes])
 
 
 def _one(file: str, name: str, examples: int) -> session.Outcome:
-    scheme = next(made for made in discover.schemes_of_file(file) if made.name == name)
-    return session.run([scheme], session.Wanted(examples=examples, profile="quick", quiet=True))
+    scheme = next(candidate for candidate in discover.schemes_of_file(file) if candidate.name == name)
+    return session.run([scheme], session.VerifyOptions(examples=examples, profile="quick", quiet=True))
 
 
 def _joined(outcomes: Sequence[session.Outcome]) -> session.Outcome:
-    whole = session.Outcome()
+    total = session.Outcome()
     for outcome in outcomes:
-        whole.reports += outcome.reports
-        whole.not_run |= outcome.not_run
-        whole.seconds |= outcome.seconds
-    return whole
+        total.reports += outcome.reports
+        total.not_run |= outcome.not_run
+        total.seconds |= outcome.seconds
+    return total

@@ -44,5 +44,5 @@ def test_it_is_silent_while_bugs_are_injected_and_schemes_verified(monkeypatch):
     assert run_bugs(["a bug"], Looks()) == [False]
     found = []
     monkeypatch.setattr(session.bridge, "start", lambda cache: found.append(is_said()))
-    session.run([], session.Wanted())
+    session.run([], session.VerifyOptions())
     assert found == [False] and is_said()

@@ -1,4 +1,4 @@
-"""What a scheme is refused on its first run: outputs that do not fit their declaration, of ranks or reference."""
+"""What a scheme is rejected on its first run: outputs that do not fit their declaration, of ranks or reference."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -72,7 +72,7 @@ def test_what_it_cannot_use(shardproof, arguments, said):
 
 
 @pytest.mark.parametrize("axis", ["pp", "ep", "ep_shard"])
-def test_an_axis_that_is_not_planned_is_refused(shardproof, axis):
+def test_an_axis_that_is_not_planned_is_rejected(shardproof, axis):
     """Neither stages nor experts are counted: a rank would be said to hold all of them."""
     status, out, err = shardproof("plan", "qwen3", "--mesh", f"dp=4,{axis}=2", *SMALL)
     assert (status, out) == (2, "")

@@ -46,7 +46,7 @@ def test_a_file_of_another_number_of_ranks(shardproof):
 
 
 @pytest.mark.parametrize("option", ["--pp", "--microbatches"])
-def test_a_number_below_one_is_refused_by_its_option(shardproof, option):
+def test_a_number_below_one_is_rejected_by_its_option(shardproof, option):
     status, _, err = shardproof("schedule", "zbv", "--pp", "2", "--microbatches", "2", option, "0")
     assert status == 2 and f"Invalid value for '{option}'" in err
 

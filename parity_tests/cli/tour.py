@@ -18,7 +18,7 @@ from rich.table import Table
 from parity_tests.cli import real_text, several, tour_figure
 from parity_tests.harness.declare import discover
 from parity_tests.harness.report import summary
-from parity_tests.harness.report.out_path import naming, refuse_unwritable, write_text
+from parity_tests.harness.report.out_path import check_writable, naming, write_text
 from parity_tests.harness.report.summary import Outcome
 from parity_tests.harness.run.exit_status import EQUAL, MISMATCH
 from parity_tests.harness.verdict import judge
@@ -46,7 +46,7 @@ class Tour:
 
 def run(figure_path: str, examples: int, json: str | None = None, quiet: bool = False) -> int:
     """The whole tour; returns the exit status. If `quiet`, only the closing sentence is printed."""
-    refuse_unwritable(figure=figure_path, json=json)
+    check_writable(figure=figure_path, json=json)
     start, aside = time.perf_counter(), json == "-"
     width = None if Console(stderr=aside).is_terminal else WIDTH
     tour = Tour(Console(stderr=aside, width=width, quiet=quiet))
@@ -64,8 +64,8 @@ def run(figure_path: str, examples: int, json: str | None = None, quiet: bool = 
     Console(stderr=aside, width=width).print(closing, style="bold", highlight=False)
     tour.console.print(f"figure: {figure_path}", highlight=False)
     if json:
-        beside = {"caught": tour.caught, "wrong": tour.wrong, "figure": figure_path}
-        write_text(json, summary.as_json(tour.outcome, status=status, **beside))
+        fields = {"caught": tour.caught, "wrong": tour.wrong, "figure": figure_path}
+        write_text(json, summary.as_json(tour.outcome, status=status, **fields))
     return status
 
 
@@ -93,7 +93,7 @@ def _schemes(tour: Tour, examples: int) -> int:
 
 def _text(tour: Tour) -> None:
     tour.heading(f"Real text: {real_text.ROWS} x {real_text.LENGTH} bytes of Python's language reference")
-    scheme = next((made for made in discover.built_in() if made.name == READER), None)
+    scheme = next((candidate for candidate in discover.built_in() if candidate.name == READER), None)
     if scheme is None:
         tour.wrong.append(f"the scheme {READER}, which reads the text, is not there")
         return
@@ -120,13 +120,13 @@ def _bugs(tour: Tour) -> None:
     tour.heading(f"{len(WRONG_SCHEMES)} planted bugs")
     for bug in WRONG_SCHEMES:
         report = judge(bug.scheme, bug.scheme.case(dtype="float32", **bug.sizes))
-        notes = [f"{label}: {note}" for label, found in report.notes.items() for note in found]
+        notes = [f"{label}: {note}" for label, notes_of_tensor in report.notes.items() for note in notes_of_tensor]
         is_caught = not report.ok and any(bug.expect in note for note in notes)
         tour.planted.append(tour_figure.line_of(bug.scheme.name, report))
         tour.caught[bug.mistake] = is_caught
         tour.console.print(f"{'caught' if is_caught else 'NOT CAUGHT'}: {bug.mistake}", highlight=False, soft_wrap=True)
-        said = notes if notes else [report.verdict]
-        for note in said:
+        shown_notes = notes if notes else [report.verdict]
+        for note in shown_notes:
             tour.console.print(textwrap.indent(note, "    "), markup=False, highlight=False, soft_wrap=True)
         if not is_caught:
             tour.wrong.append(f"{bug.scheme.name} was not caught as '{bug.expect}'")

@@ -51,8 +51,8 @@ def figure(verified: Sequence[Line], planted: Sequence[Line], caption: str) -> A
     panel.axhspan(-len(lines) + 0.5, -len(verified), color="0.95", zorder=0)
     panel.text(LEFT * 1.3, -len(verified), "planted bugs", va="center", fontsize=8, style="italic")
     panel.set(xscale="log", xlim=(LEFT / 2, RIGHT * 30), ylim=(-len(lines) + 0.5, 0.8))
-    shown = [(-height, line) for height, line in enumerate(lines) if line is not None]
-    panel.set_yticks([height for height, _ in shown], [line.name for _, line in shown], fontsize=8)
+    levels = [(-height, line) for height, line in enumerate(lines) if line is not None]
+    panel.set_yticks([height for height, _ in levels], [line.name for _, line in levels], fontsize=8)
     panel.set_xlabel("largest error / budget   (left edge: none)", fontsize=9)
     panel.set_title("What was verified", loc="left", fontsize=11)
     panel.grid(axis="x", color="0.9", linewidth=0.6)

@@ -62,19 +62,19 @@ def train(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print one line for each run only.")] = False,
 ) -> None:
     """Train a small hybrid language model over a mesh; compare every step with one device."""
-    from parity_tests.harness.report.out_path import refuse_no_folder
+    from parity_tests.harness.report.out_path import check_folder
     from parity_tests.training import page as meshes
     from parity_tests.training import session
     from parity_tests.training.run import Run
 
-    refuse_no_folder(checkpoint=checkpoint)
+    check_folder(checkpoint=checkpoint)
     if checkpoint is None and _is_given(context, "every"):
         raise ValueError(f"--every {every} needs --checkpoint DIR, where the state goes")
     settings = {"steps": steps, "seed": seed, "is_tied": tied, "dtype": dtype, "mamba": mamba, "attention": attention}
     settings |= {"schedule": schedule, "checkpoint": checkpoint, "every": every, "resume": resume}
     given = [sizes([text] if text else [], "--mesh") for text in mesh or [""]]
     runs = meshes.runs(steps=steps, seed=seed) if page else [Run.on(each, **settings) for each in given]
-    raise typer.Exit(session.train(runs, session.Wanted(engine, figure, json, page, quiet)))
+    raise typer.Exit(session.train(runs, session.TrainOptions(engine, figure, json, page, quiet)))
 
 
 def trace(

@@ -31,44 +31,44 @@ WHOLE = {
 }
 
 
-def sizes(given: Sequence[str] | None, flag: str) -> dict[str, int]:
+def sizes(words: Sequence[str] | None, flag: str) -> dict[str, int]:
     """{"tp": 4, "cp": 2} of ["tp=4,cp=2"]."""
-    found = {}
-    for text in (part for item in given or () for part in item.split(",")):
+    by_name = {}
+    for text in (part for item in words or () for part in item.split(",")):
         name, equals, value = text.partition("=")
         if not equals or not (value.isascii() and value.isdigit()):
             raise ValueError(f"{flag} {text!r} is not NAME=NUMBER with {WHOLE[flag]}")
-        if name.strip() in found:
+        if name.strip() in by_name:
             raise ValueError(f"{flag} {text!r} says {name.strip()!r} a second time; give each size once")
-        found[name.strip()] = int(value)
-    return found
+        by_name[name.strip()] = int(value)
+    return by_name
 
 
-def three(given: str) -> list[float]:
+def three(text: str) -> list[float]:
     """[1.0, 1.0, 2.0] of "1,1,2"."""
     try:
-        found = [float(part) for part in given.split(",")]
+        numbers = [float(part) for part in text.split(",")]
     except ValueError:
-        found = []
-    if len(found) != 3:
-        raise ValueError(f"--times {given!r} is not F,I,W, such as 1,1,2")
-    for letter, value in zip("FIW", found, strict=True):
+        numbers = []
+    if len(numbers) != 3:
+        raise ValueError(f"--times {text!r} is not F,I,W, such as 1,1,2")
+    for letter, value in zip("FIW", numbers, strict=True):
         if not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"--times {given}: {letter} must be finite and at least 0")
-    return found
+            raise ValueError(f"--times {text}: {letter} must be finite and at least 0")
+    return numbers
 
 
-def options(given: Sequence[str] | None) -> dict[str, Any]:
+def options(words: Sequence[str] | None) -> dict[str, Any]:
     """{"temperature": 2.0} of ["temperature=2.0"]; what is no Python literal stays text."""
-    found = {}
-    for text in given or ():
+    by_name = {}
+    for text in words or ():
         name, equals, value = text.partition("=")
         if not equals:
             raise ValueError(f"--option {text!r} is not NAME=VALUE, such as temperature=2.0")
         if value in ("true", "false"):
             raise ValueError(f"--option {text!r}: write {value.title()}, as in Python")
         try:
-            found[name] = ast.literal_eval(value)
+            by_name[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
-            found[name] = value
-    return found
+            by_name[name] = value
+    return by_name

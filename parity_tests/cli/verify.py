@@ -58,7 +58,7 @@ def verify(
     """Compare schemes with their references on drawn cases."""
     from parity_tests.cli import session
 
-    wanted = session.Wanted(
+    verify_options = session.VerifyOptions(
         engine=engine,
         examples=examples,
         profile=profile,
@@ -72,7 +72,7 @@ def verify(
         quiet=quiet,
         verbose=verbose,
     )
-    raise typer.Exit(session.verify(targets or [], wanted))
+    raise typer.Exit(session.verify(targets or [], verify_options))
 
 
 def list_schemes(

@@ -76,7 +76,7 @@ def write_replay(scheme: Declared, report: Report, folder: str = ".", replaces: 
     return str(path)
 
 
-def load_scheme(case: CaseSpec, source: str, beside: str) -> Declared:
+def load_scheme(case: CaseSpec, source: str, replay_path: str) -> Declared:
     """The scheme of a replay: from its pickle, or from the file that declares it."""
     from parity_tests.harness.declare.discover import schemes_of_file
 
@@ -84,7 +84,7 @@ def load_scheme(case: CaseSpec, source: str, beside: str) -> Declared:
     if source.endswith(".pkl"):
         import pickle
 
-        pickled = Path(beside).parent / source
+        pickled = Path(replay_path).parent / source
         if not pickled.is_file():
             raise ValueError(
                 f"replay: {pickled} is not there; it holds the function, which no file declares: keep it beside"
@@ -92,9 +92,9 @@ def load_scheme(case: CaseSpec, source: str, beside: str) -> Declared:
         return pickle.loads(pickled.read_bytes())
     if case.scheme in TABLE:
         return TABLE[case.scheme]
-    for found in schemes_of_file(source):
-        if found.name == name:
-            return found
+    for candidate in schemes_of_file(source):
+        if candidate.name == name:
+            return candidate
     raise ValueError(f"replay: {source} no longer declares scheme {name!r}")
 
 

@@ -21,11 +21,11 @@ class Scheme(Declared):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.fn(*args, **kwargs)
 
-    def case(self, *, seed: int = 0, engine: str = "lockstep", dtype: str | None = None, **given: Any) -> CaseSpec:
+    def case(self, *, seed: int = 0, engine: str = "lockstep", dtype: str | None = None, **fixed: Any) -> CaseSpec:
         """One CaseSpec: mesh axes, dims and options by name; what is not given is drawn from the seed."""
         from parity_tests.harness.draw.drawing import one_case
 
-        return one_case(self, seed=seed, engine=engine, dtype=dtype, **given)
+        return one_case(self, seed=seed, engine=engine, dtype=dtype, **fixed)
 
     def verify(
         self,
@@ -54,9 +54,9 @@ class Scheme(Declared):
 
         With `grad`, cotangents for the outputs, returns (outputs, {input: gradient}).
         """
-        from parity_tests.harness.run.run_unsharded import run_whole
+        from parity_tests.harness.run.run_unsharded import run_unsharded
 
-        return run_whole(self, whole_arrays, engine, grad, mesh_and_options)
+        return run_unsharded(self, whole_arrays, engine, grad, mesh_and_options)
 
     def draw(self, **sizes: Any) -> str:
         """Picture: the ownership strip of every cut dim, the type of every other axis."""
@@ -132,8 +132,8 @@ def scheme(
         relations.check_dims(leaves, results, dims or {}, say)
         validation.check_menus(dtypes, engines, replicas, reduction, roundings, leaves, results, say)
         form = "dict" if isinstance(out_specs, Mapping) else "one" if isinstance(out_specs, str) else "tuple"
-        drawn = {arg.name: (draw or {}).get(arg.name, values()) for arg in leaves}
-        made = Scheme(
+        draws = {arg.name: (draw or {}).get(arg.name, values()) for arg in leaves}
+        declared = Scheme(
             name=name,
             fn=fn,
             reference=reference,
@@ -141,7 +141,7 @@ def scheme(
             inputs=leaves,
             outputs=results,
             output_form=form,
-            draws=drawn,
+            draws=draws,
             dims=dict(dims or {}),
             layouts=custom,
             options=menus[0],
@@ -157,8 +157,8 @@ def scheme(
             line=fn.__code__.co_firstlineno,
             of_module=_is_being_executed(fn.__module__),
         )
-        discover.enter(made, say)
-        return made
+        discover.enter(declared, say)
+        return declared
 
     return declare
 

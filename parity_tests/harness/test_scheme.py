@@ -1,4 +1,4 @@
-"""@scheme: what is refused at declaration and on the first run, in which words, and what the table keeps."""
+"""@scheme: what is rejected at declaration and on the first run, in which words, and what the table keeps."""
 
 from dataclasses import FrozenInstanceError
 
@@ -38,7 +38,7 @@ def declare(function=None, **changes):
     return scheme(**arguments)(function or logprob_over_tp)
 
 
-def refusal(function=None, **changes):
+def rejection(function=None, **changes):
     with pytest.raises(ValueError) as caught:
         declare(function, **changes)
     return str(caught.value)
@@ -124,8 +124,8 @@ def test_what_is_integer():
         ({"options": {"chunk": (1,)}, "rank_options": {"chunk": (1,)}}, "option 'chunk' is declared twice"),
     ],
 )
-def test_refused_at_declaration(changes, sentence):
-    assert refusal(**changes) == f"scheme 'logprob_over_tp': {sentence}"
+def test_rejected_at_declaration(changes, sentence):
+    assert rejection(**changes) == f"scheme 'logprob_over_tp': {sentence}"
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_refused_at_declaration(changes, sentence):
     ],
 )
 def test_a_mistake_in_a_spec_is_told_with_the_scheme(changes, sentence):
-    assert refusal(**changes) == f"scheme 'logprob_over_tp': {sentence}"
+    assert rejection(**changes) == f"scheme 'logprob_over_tp': {sentence}"
 
 
 def test_a_spec_is_a_string():
@@ -159,7 +159,7 @@ def test_a_spec_is_a_string():
 def test_an_axis_in_no_spec():
     def ranks(mesh, x: Int[Tensor, "n"]) -> Int[Tensor, "n"]: ...
 
-    said = refusal(
+    said = rejection(
         ranks, reference=identity, mesh={"tp": (1,), "cp": (1,)}, inputs={"x": "n/tp"}, outputs="n/tp",
         draw={"x": integers(0, 1)},
     )  # fmt: skip
@@ -200,13 +200,13 @@ def one_more(mesh, logits, target, scale): ...
     ],
 )
 def test_what_is_no_plain_function(function, sentence):
-    assert refusal(function) == f"scheme '{function.__name__}': {sentence}"
+    assert rejection(function) == f"scheme '{function.__name__}': {sentence}"
 
 
 def test_an_integer_needs_a_draw():
     def ranks(mesh, x: Int[Tensor, "n"]): ...
 
-    said = refusal(ranks, reference=identity, mesh={"tp": (1,)}, inputs={"x": "n/tp"}, outputs="n/tp", draw=...)
+    said = rejection(ranks, reference=identity, mesh={"tp": (1,)}, inputs={"x": "n/tp"}, outputs="n/tp", draw=...)
     assert said == (
         "scheme 'ranks': 'x' is an integer and has no draw; give draw={'x': token_below(...)} or integers(...)"
     )

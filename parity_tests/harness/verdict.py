@@ -34,7 +34,7 @@ def judge(
     quiet_s: float | None = None,
     reference: oracle.Reference | None = None,
     ship: Callable[[Program], Callable[..., Any]] | None = None,
-    **given: Any,
+    **arrays: Any,
 ) -> Report:
     """The report of one case; `given` may carry `arrays` and `cotangents` to use in place of drawn ones.
 
@@ -48,7 +48,7 @@ def judge(
     except ValueError as error:
         raise ValueError(f"scheme '{scheme.name}': {error}") from error
     # 2. Evaluate the reference on one device, run the program on every rank.
-    program = Program.of(scheme, **given)
+    program = Program.of(scheme, **arrays)
     reference = reference or oracle.evaluate(scheme, program, case)
     try:
         ranks = run(ship(program) if ship else program, case, case.engine, quiet_s=quiet_s)
@@ -58,7 +58,7 @@ def judge(
     rows = compare.compare(scheme, case, ranks.results, reference)
     protocol = side_checks.protocol(ranks.ledger)
     outputs_pass = all(row.ok for row in rows if row.role == "output")
-    looser = {} if all(row.ok for row in rows) else _stored_budgets(scheme, program, case, ranks.results)
+    loose_budgets = {} if all(row.ok for row in rows) else _stored_budgets(scheme, program, case, ranks.results)
     # 4. Explain each tensor that failed.
     notes = {
         row.label: explain(
@@ -70,7 +70,7 @@ def judge(
                 outputs_pass,
                 ranks.ledger,
                 protocol,
-                {count: budgets[row.label] for count, budgets in looser.items()},
+                {count: budgets[row.label] for count, budgets in loose_budgets.items()},
             )
         )
         for row in rows
@@ -96,9 +96,9 @@ def _stored_budgets(
     """The budgets of every tensor had the scheme declared some more roundings to its narrow dtype."""
     if case.dtype not in NARROW:
         return {}
-    found = {}
+    by_count = {}
     for count in (times * max(scheme.roundings, 1) for times in MORE_ROUNDINGS):
-        looser = replace(scheme, roundings=count)
-        rows = compare.compare(looser, case, results, oracle.evaluate(looser, program, case))
-        found[count] = {row.label: row.budgets for row in rows}
-    return found
+        loose_scheme = replace(scheme, roundings=count)
+        rows = compare.compare(loose_scheme, case, results, oracle.evaluate(loose_scheme, program, case))
+        by_count[count] = {row.label: row.budgets for row in rows}
+    return by_count

@@ -54,17 +54,17 @@ def verify(
         raise ValueError(f"scheme '{scheme.name}': examples={examples!r}; give 1 or more")
     how = {"dtype": dtype, "engine": engine, "world": world, "inside_subgroup": inside_subgroup}
     # 1. The cases that are certain: the drawn one alone, or with all dims given, one on each mesh and dtype.
-    drawn = draw_case(scheme, seeded_chooser(seed), names, seed=seed, **how)
+    seeded_case = draw_case(scheme, seeded_chooser(seed), names, seed=seed, **how)
     compiled = oracle.CLOCK.seconds
     planned = _planned(scheme, names, how, seed)
     total = examples or (EXAMPLES[profile()] if _is_open(scheme, names) else len(planned))
-    reports = _until_one_fails(scheme, [drawn] if total == 1 else planned if total >= len(planned) else [])
+    reports = _until_one_fails(scheme, [seeded_case] if total == 1 else planned if total >= len(planned) else [])
     # 2. Hypothesis draws the rest, and shrinks a failure to the smallest case.
     if total > len(reports) and all(report.ok for report in reports):
         reports += _search(scheme, names, how, seed, total - len(reports), progress)
     # 3. One report: the worst of each tensor, or the smallest failure with its replay file.
     if all(r.ok for r in reports):
-        _refuse_uncompared(scheme, reports)
+        _check_compared(scheme, reports)
     left_out = {mesh_text(mesh): why for mesh, why in meshes_left_out(scheme, names, world, SHAPES[profile()])}
     report = replace(merged(reports), left_out=left_out, compile_seconds=oracle.CLOCK.seconds - compiled)
     if report.ok:
@@ -98,7 +98,7 @@ def _planned(scheme: Declared, names: Mapping[str, Any], how: Mapping[str, Any],
     return cases
 
 
-def _refuse_uncompared(scheme: Declared, reports: Sequence[Report]) -> None:
+def _check_compared(scheme: Declared, reports: Sequence[Report]) -> None:
     """No verdict on what no example compared: tensors all empty, or one whose reference is NaN throughout.
 
     NaN equals NaN, as where infinities are drawn; of finite values it says nothing.
@@ -113,10 +113,10 @@ def _refuse_uncompared(scheme: Declared, reports: Sequence[Report]) -> None:
             for row in report.rows:
                 if row.want.size:
                     wants.setdefault(row.label, []).append((row.want, report.case))
-    for label, found in wants.items():
-        if all(np.isnan(want).all() for want, _ in found):
+    for label, references in wants.items():
+        if all(np.isnan(want).all() for want, _ in references):
             raise ValueError(
-                f"scheme '{scheme.name}': the reference of {label} is NaN everywhere at {sizes(found[0][1])}; "
+                f"scheme '{scheme.name}': the reference of {label} is NaN everywhere at {sizes(references[0][1])}; "
                 "nothing of it was compared: mend it, or draw values that it is made for"
             )
 
@@ -170,10 +170,10 @@ def _search(
     except Exception:
         if not failing:
             raise
-        smallest, others = failing[-1], failing[:-1]
-        if how["engine"] == "lockstep" and any(_is_vague(said) for said in smallest.notes.values()):
-            others = [*others, *_larger_failures(scheme, smallest, names, how)]
-        return [*reports, telling(smallest, others)]
+        smallest, larger = failing[-1], failing[:-1]
+        if how["engine"] == "lockstep" and any(_is_vague(notes) for notes in smallest.notes.values()):
+            larger = [*larger, *_larger_failures(scheme, smallest, names, how)]
+        return [*reports, telling(smallest, larger)]
     return reports
 
 
@@ -181,32 +181,32 @@ def _larger_failures(
     scheme: Declared, smallest: Report, names: Mapping[str, Any], how: Mapping[str, Any]
 ) -> list[Report]:
     """Failing reports of some drawn cases with plain values, which have more to show than the smallest."""
-    found = []
+    failures = []
     for seed in range(1, PROBES + 1):
-        drawn = {**how, "dtype": smallest.case.dtype}
-        case = draw_case(scheme, seeded_chooser(seed), names, seed=seed, **drawn)
+        options = {**how, "dtype": smallest.case.dtype}
+        case = draw_case(scheme, seeded_chooser(seed), names, seed=seed, **options)
         plain = {
             name: {"kind": "normal"} if scheme.draws[name].kind == "float" else v for name, v in case.values.items()
         }
         report = judge(scheme, case.replace(values=plain))
         if not report.ok and report.failure is None:
-            found.append(report)
-    return found
+            failures.append(report)
+    return failures
 
 
-def telling(smallest: Report, others: Sequence[Report]) -> Report:
+def telling(smallest: Report, candidates: Sequence[Report]) -> Report:
     """The smallest failing case, and where it shows no pattern, the note of the largest other that does.
 
     A tensor of one element fits no pattern, and shrinking ends there if it can.
     """
-    larger = sorted(others, key=lambda report: sum(row.want.size for row in report.rows), reverse=True)
+    larger = sorted(candidates, key=lambda report: sum(row.want.size for row in report.rows), reverse=True)
     notes = dict(smallest.notes)
-    for label, said in smallest.notes.items():
-        for other in larger if _is_vague(said) else ():
-            found = other.notes.get(label, ())
-            if found and not _is_vague(found):
-                kept = [note for note in said if note.removesuffix(THIN) != found[0]]
-                notes[label] = (f"{found[0]} (at {sizes(other.case)})", *kept)
+    for label, smallest_notes in smallest.notes.items():
+        for other in larger if _is_vague(smallest_notes) else ():
+            other_notes = other.notes.get(label, ())
+            if other_notes and not _is_vague(other_notes):
+                rest = [note for note in smallest_notes if note.removesuffix(THIN) != other_notes[0]]
+                notes[label] = (f"{other_notes[0]} (at {sizes(other.case)})", *rest)
                 break
     return replace(smallest, notes=notes)
 

@@ -127,7 +127,7 @@ def agrees(scheme, case, function, has_gradients=True):
     """Ours, judged against the reference, is within the same budgets of theirs."""
     report = judge(scheme, case)
     report.raise_if_failed()
-    given = {arg.name: torch.from_numpy(inputs.whole(arg, scheme.draws[arg.name], case)) for arg in scheme.inputs}
+    given = {arg.name: torch.from_numpy(inputs.full_array(arg, scheme.draws[arg.name], case)) for arg in scheme.inputs}
     wanted = [arg.name for arg in scheme.inputs if arg.differentiable] if has_gradients else []
     leaves = [given[name].requires_grad_() for name in wanted]
     outputs = function(**given)

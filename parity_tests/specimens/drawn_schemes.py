@@ -36,10 +36,10 @@ def sequences(mesh, x, cu, cu_padded, n):
     return x
 
 
-def cases(made, count, **given):
-    return [draw_case(made, seeded_chooser(seed), given, seed=seed) for seed in range(count)]
+def cases(scheme, count, **fixed):
+    return [draw_case(scheme, seeded_chooser(seed), fixed, seed=seed) for seed in range(count)]
 
 
-def array(made, case, name):
-    arg = next(arg for arg in made.inputs if arg.name == name)
-    return inputs.whole(arg, made.draws[name], case)
+def array(scheme, case, name):
+    arg = next(arg for arg in scheme.inputs if arg.name == name)
+    return inputs.full_array(arg, scheme.draws[name], case)

@@ -43,14 +43,14 @@ def verify(body: Body, engine: str, mesh: dict[str, int], **more: Any) -> Ranks:
     def ranks(mesh: Any, case: CaseSpec) -> list:
         return [(plain(got), plain(want)) for got, want in body(mesh, case)]
 
-    found = run(ranks, CaseSpec(body.__name__, mesh, **more), engine)
-    for rank, pairs in enumerate(found.results):
+    ranks_run = run(ranks, CaseSpec(body.__name__, mesh, **more), engine)
+    for rank, pairs in enumerate(ranks_run.results):
         if not pairs:
             raise AssertionError(f"{body.__name__}: rank {rank} compared nothing")
         for got, want in pairs:
             if got != want:
                 raise AssertionError(f"{body.__name__}: rank {rank} got {got}, wants {want}")
-    return found
+    return ranks_run
 
 
 def agree(body: Body, mesh: dict[str, int]) -> None:

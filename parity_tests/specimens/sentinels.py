@@ -74,9 +74,9 @@ def one_rank_answers(mesh, x):
 
 def order_of_stripes(mesh, x):
     """As if position 2r + i lay on rank r, where i + 2r does."""
-    whole = [torch.empty_like(x) for _ in range(2)]
-    dist.all_gather(whole, x.detach().contiguous(), group=mesh["tp"])
-    return torch.cat(whole)
+    gathered = [torch.empty_like(x) for _ in range(2)]
+    dist.all_gather(gathered, x.detach().contiguous(), group=mesh["tp"])
+    return torch.cat(gathered)
 
 
 def modified_cotangent(mesh, x):

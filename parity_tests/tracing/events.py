@@ -25,8 +25,8 @@ class Event(NamedTuple):
 
         What enters a module is its parent's doing, what leaves it its own; of gradients, the other way round.
         """
-        own = (self.end == OUT) == (phase == "forward")
-        home = self.module if own else self.module.rpartition(".")[0]
+        is_of_module = (self.end == OUT) == (phase == "forward")
+        home = self.module if is_of_module else self.module.rpartition(".")[0]
         while home and home not in called:
             home = home.rpartition(".")[0]
         return home

@@ -23,7 +23,7 @@ Called = Callable[[Any], Any]  # from that module to the loss
 
 
 @dataclass(frozen=True)
-class Known:
+class ReferenceTrace:
     """Whole arrays by event and by weight, and for each the root mean square distance of its copies, relative.
 
     `numbers` are the loss and the norm of the weights' gradient, under the names in `events`.
@@ -44,7 +44,7 @@ def traced(
     seed: int = 0,
     *,
     is_whole: bool = False,
-) -> Known:
+) -> ReferenceTrace:
     """Everything about one loss, `call(make(weights))`, on whole float64 arrays.
 
     If `is_whole`, so are the input and output of the model itself, whose name is "".
@@ -52,7 +52,7 @@ def traced(
     jax = bridge.start()
     import jax.numpy as jnp
 
-    held = {name: bridge.to_jax(name, np.asarray(array, np.float64)) for name, array in weights.items()}
+    parameters = {name: bridge.to_jax(name, np.asarray(array, np.float64)) for name, array in weights.items()}
     units = jnp.array([0.0] + [UNIT_ROUNDOFF[dtype]] * COPIES)
     errors = jnp.asarray(draws(dtype, (len(units), POOL), seed))
     order: list[Event] = []
@@ -65,21 +65,21 @@ def traced(
         order[:] = through.seen
         return value, (through.seen, value)
 
-    _, (shapes, _) = jax.eval_shape(lambda: loss(held, None, units[0], errors[0]))
+    _, (shapes, _) = jax.eval_shape(lambda: loss(parameters, None, units[0], errors[0]))
     probes = {event: jnp.zeros(shape.shape, shape.dtype) for event, shape in shapes.items()}
 
     def everything(unit: Any, errors: Any) -> Any:
-        gradients, (seen, value) = jax.grad(loss, (0, 1), has_aux=True)(held, probes, unit, errors)
+        gradients, (seen, value) = jax.grad(loss, (0, 1), has_aux=True)(parameters, probes, unit, errors)
         norm = jnp.sqrt(sum((x**2).sum() for x in jax.tree.leaves(gradients[0])))
         numbers = {LOSS: value, NORM: norm}
         return {"value": seen, "gradient": gradients[1], "weight": gradients[0], "number": numbers}
 
-    found = jax.jit(jax.vmap(everything), compiler_options=compiler_options())(units, errors)
-    arrays = {kind: {at: bridge.from_jax(str(at), x) for at, x in tree.items()} for kind, tree in found.items()}
+    derivatives = jax.jit(jax.vmap(everything), compiler_options=compiler_options())(units, errors)
+    arrays = {kind: {at: bridge.from_jax(str(at), x) for at, x in tree.items()} for kind, tree in derivatives.items()}
     spread = {(kind, at): parted(x) for kind, tree in arrays.items() for at, x in tree.items()}
     first = {kind: {at: x[0] for at, x in tree.items()} for kind, tree in arrays.items()}
     values = {event: first["value"][event] for event in order}
-    return Known(values, first["gradient"], first["weight"], first["number"], spread)
+    return ReferenceTrace(values, first["gradient"], first["weight"], first["number"], spread)
 
 
 def parted(copies: np.ndarray) -> float:

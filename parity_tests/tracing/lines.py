@@ -13,7 +13,7 @@ from parity_tests.harness.explain.evidence import Evidence
 from parity_tests.harness.judge.compare import K
 from parity_tests.harness.judge.oracle import UNIT_ROUNDOFF
 from parity_tests.tracing.events import IN, LOSS, NORM, Event
-from parity_tests.tracing.flax_side import Known
+from parity_tests.tracing.flax_side import ReferenceTrace
 from parity_tests.tracing.torch_side import Recording
 
 Positions = Callable[[int, Event, tuple[int, ...], tuple[int, ...]], Sequence[np.ndarray] | None]
@@ -54,28 +54,30 @@ class Found:
     numbers: Sequence[Mapping[str, float]] = ()
 
 
-def lines(known: Known, found: Found, positions: Positions, dtype: str, axes: Mapping[str, int]) -> list[Line]:
+def lines(
+    reference_trace: ReferenceTrace, found: Found, positions: Positions, dtype: str, axes: Mapping[str, int]
+) -> list[Line]:
     """Forward in order, the loss, then backward in the reverse order with each module's weights where it ends.
 
     `positions(rank, event, whole shape, local shape)` are the indices of each dim that the rank holds of the whole
     tensor, None if that cannot be. An event that no rank has, or the reference lacks, has no line.
     """
-    judge = _Judge(known, dtype, axes, {event.module for event in known.values})
-    events = [event for event in known.values if any(event in rank.values for rank in found.ranks)]
-    made = []
+    judge = _Judge(reference_trace, dtype, axes, {event.module for event in reference_trace.values})
+    events = [event for event in reference_trace.values if any(event in rank.values for rank in found.ranks)]
+    result = []
     for event in events:
         pieces = {i: rank.values[event] for i, rank in enumerate(found.ranks) if event in rank.values}
-        made.append(judge.event("forward", event, known.values[event], pieces, positions))
-    made += judge.number(LOSS, "forward", found.numbers)
-    for step in _backward(events, list(known.of_weights)):
+        result.append(judge.event("forward", event, reference_trace.values[event], pieces, positions))
+    result += judge.number(LOSS, "forward", found.numbers)
+    for step in _backward(events, list(reference_trace.of_weights)):
         if isinstance(step, str):
             if step in found.of_weights:
-                made.append(judge.weight(step, found.of_weights[step]))
+                result.append(judge.weight(step, found.of_weights[step]))
             continue
         pieces = {i: rank.gradients[step] for i, rank in enumerate(found.ranks) if step in rank.gradients}
         if pieces:
-            made.append(judge.event("backward", step, known.gradients[step], pieces, positions))
-    return made + judge.number(NORM, "weight", found.numbers)
+            result.append(judge.event("backward", step, reference_trace.gradients[step], pieces, positions))
+    return result + judge.number(NORM, "weight", found.numbers)
 
 
 def first(found: Sequence[Line]) -> Line | None:
@@ -104,8 +106,8 @@ def _owner(weight: str, modules: set[str]) -> str | None:
 
 
 class _Judge:
-    def __init__(self, known: Known, dtype: str, axes: Mapping[str, int], called: set[str]) -> None:
-        self.known, self.dtype, self.axes, self.called = known, dtype, axes, called
+    def __init__(self, reference_trace: ReferenceTrace, dtype: str, axes: Mapping[str, int], called: set[str]) -> None:
+        self.known, self.dtype, self.axes, self.called = reference_trace, dtype, axes, called
 
     def event(
         self,
@@ -115,11 +117,11 @@ class _Judge:
         pieces: Mapping[int, np.ndarray],
         positions: Positions,
     ) -> Line:
-        held = {rank: positions(rank, event, want.shape, piece.shape) for rank, piece in pieces.items()}
+        by_rank = {rank: positions(rank, event, want.shape, piece.shape) for rank, piece in pieces.items()}
         kind = "value" if phase == "forward" else "gradient"
         pairs = {
             rank: (piece, None if at is None else want[np.ix_(*at)])
-            for (rank, piece), at in zip(pieces.items(), held.values(), strict=True)
+            for (rank, piece), at in zip(pieces.items(), by_rank.values(), strict=True)
         }
         call = f", call {event.call}" if event.call else ""
         end = "input" if event.end == IN else "output"
@@ -166,8 +168,8 @@ class _Judge:
         """What kind of mistake, told from one rank's piece; each element has a share of the tensor's budget."""
         share = ELEMENT * budget * float(np.linalg.norm(want)) / math.sqrt(max(want.size, 1))
         role = "output" if phase == "forward" else "gradient"
-        said = explain(Evidence(name, role, got, want, np.full(want.shape, share), axes=self.axes, dtype=self.dtype))
-        return tuple(note for note in said if want.ndim or not note.startswith("no pattern"))  # a number has no place
+        notes = explain(Evidence(name, role, got, want, np.full(want.shape, share), axes=self.axes, dtype=self.dtype))
+        return tuple(note for note in notes if want.ndim or not note.startswith("no pattern"))  # a number has no place
 
 
 def _apart(got: np.ndarray, want: np.ndarray | None) -> float:

@@ -23,9 +23,9 @@ from torch import nn
 from parity_tests.harness.judge import bridge
 from parity_tests.harness.judge.oracle import UNIT_ROUNDOFF
 from parity_tests.tracing.events import Event
-from parity_tests.tracing.flax_side import Known, traced
+from parity_tests.tracing.flax_side import ReferenceTrace, traced
 from parity_tests.tracing.lines import Found, Line, lines
-from parity_tests.tracing.sides import of_flax, of_torch, refuse_other_shape, refuse_output
+from parity_tests.tracing.sides import check_output, check_shape, of_flax, of_torch
 from parity_tests.tracing.torch_side import Recording, recorded
 
 
@@ -106,30 +106,30 @@ def traced_pair(pair: Pair, dtype: str | None = None) -> Traced:
         raise ValueError(f"tracing.Pair: names has {unknown[0]!r}, which is no module of the PyTorch side")
     rounded = _rounded(pair, module)
     cotangent, seen, gradients = _run(pair, module, rounded)
-    known = _known(pair, module, rounded, cotangent)
-    theirs = {event.module for event in known.values}
+    reference_trace = _known(pair, module, rounded, cotangent)
+    theirs = {event.module for event in reference_trace.values}
     missing = [name for name in pair.names.values() if not any(f"{m}.".startswith(f"{name}.") for m in theirs)]
     if missing:
         raise ValueError(f"tracing.Pair: names has {missing[0]!r}, which the flax side never calls")
     ours = {event.module: pair.flax_name(event.module) for event in seen.values}
     renamed = [
-        {event._replace(module=ours[event.module]): x for event, x in kept.items()}
-        for kept in (seen.values, seen.gradients)
+        {event._replace(module=ours[event.module]): x for event, x in values.items()}
+        for values in (seen.values, seen.gradients)
     ]
-    found = lines(known, Found([Recording(*renamed)], gradients), _whole, tested, {})
+    found = lines(reference_trace, Found([Recording(*renamed)], gradients), _whole, tested, {})
     torch_only = tuple(name for name, other in ours.items() if other not in theirs)
     return Traced(found, torch_only, tuple(sorted(theirs - set(ours.values()))), tested)
 
 
-def _known(pair: Pair, module: nn.Module, rounded: list[torch.Tensor], cotangent: np.ndarray) -> Known:
+def _known(pair: Pair, module: nn.Module, rounded: list[torch.Tensor], cotangent: np.ndarray) -> ReferenceTrace:
     """The flax side with the weights of the PyTorch module, promoting as JAX does where nobody asked for more."""
     jax = bridge.start()
     import jax.numpy as jnp
 
     def loss(model: Any) -> Any:
-        given = [jnp.asarray(_array(x) if x.is_floating_point() else x.cpu().numpy()) for x in rounded]
-        out = of_flax(model, *given)
-        refuse_other_shape(out, cotangent.shape)
+        arrays = [jnp.asarray(_array(x) if x.is_floating_point() else x.cpu().numpy()) for x in rounded]
+        out = of_flax(model, *arrays)
+        check_shape(out, cotangent.shape)
         return (out * jnp.asarray(cotangent)).sum()
 
     weights = {name: _array(p) for name, p in module.named_parameters()}
@@ -139,13 +139,13 @@ def _known(pair: Pair, module: nn.Module, rounded: list[torch.Tensor], cotangent
 
 
 def _run(
-    pair: Pair, module: nn.Module, given: list[torch.Tensor]
+    pair: Pair, module: nn.Module, arguments: list[torch.Tensor]
 ) -> tuple[np.ndarray, Recording, dict[str, np.ndarray]]:
     """The drawn cotangent, what the PyTorch side recorded under its own names, and its weights' gradients: zero where
     backward does not come to one, none for one that wants no gradient."""
     with recorded(module, is_whole=True) as seen:
-        out = of_torch(module, *given)
-        refuse_output(out)
+        out = of_torch(module, *arguments)
+        check_output(out)
         drawn = np.random.default_rng(pair.seed).standard_normal(out.shape)
         cotangent = torch.from_numpy(drawn).to(out)
         leaves = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -162,8 +162,8 @@ def _gradients(out: torch.Tensor, leaves: list[nn.Parameter], cotangent: torch.T
 def _rounded(pair: Pair, module: nn.Module) -> list[torch.Tensor]:
     """The inputs as the PyTorch side takes them: floating ones in the dtype of its parameters, where those are."""
     like = next(module.parameters(), torch.zeros((), dtype=torch.float64))
-    given = [torch.from_numpy(np.array(x)).to(like.device) for x in pair.inputs]
-    return [x.to(like.dtype) if x.is_floating_point() else x for x in given]
+    tensors = [torch.from_numpy(np.array(x)).to(like.device) for x in pair.inputs]
+    return [x.to(like.dtype) if x.is_floating_point() else x for x in tensors]
 
 
 def _dtype(module: nn.Module) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from parity_tests.harness.declare import discover
 from parity_tests.harness.judge import bridge
 from parity_tests.harness.judge.oracle import UNIT_ROUNDOFF, ReferenceFailure
-from parity_tests.harness.report.out_path import refuse_unwritable
+from parity_tests.harness.report.out_path import check_writable
 from parity_tests.harness.run.failure import RankFailure
 from parity_tests.tracing import show
 from parity_tests.tracing.pair import Pair, traced_pair
@@ -18,7 +18,7 @@ def trace(file: str, dtype: str | None, json: str | None, is_whole: bool, quiet:
     """
     if dtype is not None and dtype not in UNIT_ROUNDOFF:
         raise ValueError(f"--dtype {dtype!r} is not one of {', '.join(UNIT_ROUNDOFF)}")
-    refuse_unwritable(json=json)
+    check_writable(json=json)
     bridge.start()
     console, done = show.console(json), []
     for name, pair in pairs_of_file(file).items():
@@ -30,18 +30,18 @@ def trace(file: str, dtype: str | None, json: str | None, is_whole: bool, quiet:
 def pairs_of_file(file: str) -> dict[str, Pair]:
     """The pairs that a file gives a name, in its order. Errors: UnusableTarget."""
     module = discover.module_of_file(file)
-    found = {name: value for name, value in vars(module).items() if isinstance(value, Pair)}
-    if not found:
+    pairs = {name: value for name, value in vars(module).items() if isinstance(value, Pair)}
+    if not pairs:
         raise discover.UnusableTarget(
             f"{file}: declares no pair; write one as NAME = Pair(torch_module, make_flax, inputs)"
         )
-    return found
+    return pairs
 
 
 def _told(name: str, pair: Pair, dtype: str | None) -> show.Told:
     title = f"{name}  {dtype or pair.dtype}"
     try:
-        found = traced_pair(pair, dtype)
+        traced = traced_pair(pair, dtype)
     except RankFailure as failure:
         return show.Told(title, "in flax", failure=failure)
     except ReferenceFailure as failure:
@@ -50,4 +50,4 @@ def _told(name: str, pair: Pair, dtype: str | None) -> show.Told:
         raise ValueError(f"pair '{name}': {error}") from error
     names = {pair.flax_name(ours): ours for ours, _ in pair.torch_module.named_modules()}
     differing = {theirs: ours for theirs, ours in names.items() if theirs != ours}
-    return show.Told(title, "in flax", found.lines, None, differing, found.torch_only, found.flax_only)
+    return show.Told(title, "in flax", traced.lines, None, differing, traced.torch_only, traced.flax_only)

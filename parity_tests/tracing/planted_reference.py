@@ -50,11 +50,11 @@ def whole_model(weights):
 
 def drawn_weights():
     draw = np.random.default_rng(0).standard_normal
-    found = {"embed.weight": draw((VOCAB, D)), "norm.weight": np.ones(D), "head.weight": draw((VOCAB, D)) / 4}
+    weights = {"embed.weight": draw((VOCAB, D)), "norm.weight": np.ones(D), "head.weight": draw((VOCAB, D)) / 4}
     for name in ("lower", "upper"):
-        found |= {f"{name}.norm.weight": np.ones(D), f"{name}.down.weight": draw((D, HIDDEN)) / 4}
-        found |= {f"{name}.{part}.weight": draw((HIDDEN, D)) / 4 for part in ("gate", "up")}
-    return found
+        weights |= {f"{name}.norm.weight": np.ones(D), f"{name}.down.weight": draw((D, HIDDEN)) / 4}
+        weights |= {f"{name}.{part}.weight": draw((HIDDEN, D)) / 4 for part in ("gate", "up")}
+    return weights
 
 
 TEXT = np.frombuffer("\n".join(topics[name] for name in sorted(topics)).encode("ascii", "ignore"), np.uint8)

@@ -66,8 +66,8 @@ class Probes:
 
         if is_summed_in(self.dtype):
             return self.rounded(x)
-        held = jax.lax.reduce_precision(x, *BITS[self.dtype])
-        return x + jax.lax.stop_gradient(held - x)
+        rounded = jax.lax.reduce_precision(x, *BITS[self.dtype])
+        return x + jax.lax.stop_gradient(rounded - x)
 
     def rounded(self, x: Any) -> Any:
         """Each number with an error of its own; every array reads the pool from another place."""
@@ -98,12 +98,12 @@ def watch(model: Any, probes: Probes, is_whole: bool = False) -> None:
 def _exchange(module: Any, name: str, probes: Probes) -> None:
     kind = type(module)
 
-    def __call__(self: Any, *given: Any, **further: Any) -> Any:
+    def __call__(self: Any, *arguments: Any, **keywords: Any) -> Any:
         call = probes.calls[name]
         probes.calls[name] += 1
-        if given and _is_floating(given[0]):
-            given = (probes.through(Event(name, IN, call), given[0]), *given[1:])
-        returned = kind.__call__(self, *given, **further)
+        if arguments and _is_floating(arguments[0]):
+            arguments = (probes.through(Event(name, IN, call), arguments[0]), *arguments[1:])
+        returned = kind.__call__(self, *arguments, **keywords)
         return probes.through(Event(name, OUT, call), returned) if _is_floating(returned) else returned
 
     metaclass: Any = type(kind)

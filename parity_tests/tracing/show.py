@@ -48,12 +48,12 @@ def tell(console: Console, told: Told, is_whole: bool, quiet: bool) -> None:
 
     `quiet`: the first line of the sentence alone.
     """
-    shown = told.lines if is_whole else around(told.lines)
-    if shown and not quiet:
-        console.print(table(shown))
+    shown_lines = told.lines if is_whole else around(told.lines)
+    if shown_lines and not quiet:
+        console.print(table(shown_lines))
     style = "bold" if told.failure is None else "red"
-    said = [closing(told).partition("\n")[0]] if quiet else [closing(told), *asides(told)]
-    for text in said:
+    sentences = [closing(told).partition("\n")[0]] if quiet else [closing(told), *asides(told)]
+    for text in sentences:
         console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
         style = ""
 
@@ -73,17 +73,17 @@ def write(all_told: Sequence[Told], json: str | None) -> int:
     return status
 
 
-def around(found: Sequence[Line]) -> Sequence[Line]:
+def around(lines: Sequence[Line]) -> Sequence[Line]:
     """The first line that differs with those about it; none if all is equal."""
-    at = next((i for i, line in enumerate(found) if not line.ok), None)
-    return [] if at is None else found[max(at - BEFORE, 0) : at + AFTER + 1]
+    at = next((i for i, line in enumerate(lines) if not line.ok), None)
+    return [] if at is None else lines[max(at - BEFORE, 0) : at + AFTER + 1]
 
 
-def table(found: Sequence[Line]) -> Table:
+def table(lines: Sequence[Line]) -> Table:
     grid = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     for column in ("phase", "tensor", "error", "budget", "of budget", "ranks", "verdict"):
         grid.add_column(column, justify="right" if column in ("error", "budget", "of budget") else "left")
-    for line in found:
+    for line in lines:
         ranks, verdict = ", ".join(map(str, line.ranks)), "equal" if line.ok else "[red]DIFFERS[/red]"
         numbers = f"{line.error:.1e}", f"{line.budget:.1e}", f"{line.ratio:.2g}"
         grid.add_row(line.phase, line.name, *numbers, ranks, verdict)
@@ -102,8 +102,8 @@ def closing(told: Told) -> str:
             f"({nearest.name})."
         )
     ranks = f"{'rank' if len(line.ranks) == 1 else 'ranks'} {', '.join(map(str, line.ranks))}"
-    said = f"{told.name}: first to differ: {line.name}, {ranks}; look in {_home(told, line)}."
-    return said + "".join(f"\n  {note}" for note in line.notes)
+    sentence = f"{told.name}: first to differ: {line.name}, {ranks}; look in {_home(told, line)}."
+    return sentence + "".join(f"\n  {note}" for note in line.notes)
 
 
 def asides(told: Told) -> list[str]:

@@ -12,24 +12,24 @@ from parity_tests.harness.run.failure import Raised
 from parity_tests.harness.run.ledger import at_users_line, raised_at
 
 
-def of_torch(call: Callable[..., Any], *given: Any) -> Any:
+def of_torch(call: Callable[..., Any], *arguments: Any) -> Any:
     """What the PyTorch side returns. Errors: Raised for its own exception."""
     try:
-        return call(*given)
+        return call(*arguments)
     except Exception as error:
-        said = f"the PyTorch module raised {_said(error)}{at_users_line(error)}"
-        raise Raised(said, rank=0, source=raised_at(error)) from error
+        message = f"the PyTorch module raised {_said(error)}{at_users_line(error)}"
+        raise Raised(message, rank=0, source=raised_at(error)) from error
 
 
-def of_flax(call: Callable[..., Any], *given: Any) -> Any:
+def of_flax(call: Callable[..., Any], *arguments: Any) -> Any:
     """What the flax side returns. Errors: ReferenceFailure for its own exception."""
     try:
-        return call(*given)
+        return call(*arguments)
     except Exception as error:
         raise ReferenceFailure(f"the flax module raised {_said(error)}{at_users_line(error)}") from error
 
 
-def refuse_output(out: Any) -> None:
+def check_output(out: Any) -> None:
     """Errors: ValueError for what is no floating tensor with a gradient."""
     if not isinstance(out, torch.Tensor) or not out.is_floating_point():
         raise ValueError(f"Pair: the PyTorch module returns {_kind(out)}; wrap it to return one floating tensor")
@@ -37,7 +37,7 @@ def refuse_output(out: Any) -> None:
         raise ValueError("Pair: the PyTorch module's output has no gradient; give it parameters that require one")
 
 
-def refuse_other_shape(out: Any, shape: tuple[int, ...]) -> None:
+def check_shape(out: Any, shape: tuple[int, ...]) -> None:
     """Errors: ValueError where the flax module returns no array of the PyTorch module's shape."""
     if not hasattr(out, "shape"):
         raise ValueError(f"Pair: the flax module returns {_kind(out)}; wrap it to return one array")

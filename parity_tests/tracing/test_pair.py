@@ -140,7 +140,7 @@ def test_other_weights_are_found_where_they_are_used():
     assert (line.name, line.home) == ("output of ffn.w_up", "ffn.w_up")
 
 
-def test_names_that_either_side_lacks_are_refused():
+def test_names_that_either_side_lacks_are_rejected():
     with pytest.raises(ValueError, match=re.escape("names has 'bloc', which is no module of the PyTorch side")):
         trace_pair(pair(names={**NAMES, "bloc": "ffn"}))
     with pytest.raises(ValueError, match=re.escape("names has 'fnn', which the flax side never calls")):
@@ -225,7 +225,7 @@ AMISS = [
 
 
 @pytest.mark.parametrize(("changed", "error", "said"), AMISS)
-def test_what_cannot_be_traced_is_refused(changed, error, said):
+def test_what_cannot_be_traced_is_rejected(changed, error, said):
     with pytest.raises(error) as caught:
         trace_pair(pair(**changed))
     assert str(caught.value).startswith(said)

@@ -25,44 +25,44 @@ class Recording:
 @contextmanager
 def recorded(model: nn.Module, *, is_whole: bool = False) -> Iterator[Recording]:
     """All modules, while the context is open; the model itself, whose name is "", if `is_whole`."""
-    found, calls, handles = Recording(), Counter[str](), []
+    recording, calls, handles = Recording(), Counter[str](), []
     for name, module in model.named_modules():
         if name or is_whole:
-            handles.append(module.register_forward_pre_hook(_entering(name, found, calls), prepend=True))
-            handles.append(module.register_forward_hook(_leaving(name, found, calls)))
+            handles.append(module.register_forward_pre_hook(_entering(name, recording, calls), prepend=True))
+            handles.append(module.register_forward_hook(_leaving(name, recording, calls)))
     try:
-        yield found
+        yield recording
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _entering(name: str, found: Recording, calls: Counter[str]) -> Any:
-    def hook(module: nn.Module, given: tuple[Any, ...]) -> Any:
+def _entering(name: str, recording: Recording, calls: Counter[str]) -> Any:
+    def hook(module: nn.Module, arguments: tuple[Any, ...]) -> Any:
         calls[name] += 1
-        if not given or not _is_floating(given[0]):
+        if not arguments or not _is_floating(arguments[0]):
             return None
-        return (_seen(given[0], Event(name, IN, calls[name] - 1), found), *given[1:])
+        return (_seen(arguments[0], Event(name, IN, calls[name] - 1), recording), *arguments[1:])
 
     return hook
 
 
-def _leaving(name: str, found: Recording, calls: Counter[str]) -> Any:
-    def hook(module: nn.Module, given: Any, returned: Any) -> Any:
-        return _seen(returned, Event(name, OUT, calls[name] - 1), found) if _is_floating(returned) else None
+def _leaving(name: str, recording: Recording, calls: Counter[str]) -> Any:
+    def hook(module: nn.Module, arguments: Any, returned: Any) -> Any:
+        return _seen(returned, Event(name, OUT, calls[name] - 1), recording) if _is_floating(returned) else None
 
     return hook
 
 
-def _seen(x: Tensor, event: Event, found: Recording) -> Tensor:
+def _seen(x: Tensor, event: Event, recording: Recording) -> Tensor:
     """The same tensor under a name of its own, so that its gradient is that of this use alone; zero until there is one,
     so that what backward never comes to is compared as well."""
-    found.values[event] = _array(x)
+    recording.values[event] = _array(x)
     if not x.requires_grad:
         return x
-    found.gradients[event] = np.zeros_like(found.values[event])
+    recording.gradients[event] = np.zeros_like(recording.values[event])
     alias = x.view_as(x)
-    alias.register_hook(lambda gradient: found.gradients.__setitem__(event, _array(gradient)))
+    alias.register_hook(lambda gradient: recording.gradients.__setitem__(event, _array(gradient)))
     return alias
 
 

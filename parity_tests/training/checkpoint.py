@@ -79,11 +79,11 @@ def newest(run: Run) -> int:
     Errors: ValueError where there is none, or it is of a run with other numbers.
     """
     names = ((re.fullmatch(r"step_(\d{6,})", path.parent.name), path) for path in _folder(run).glob(f"*/{DONE}"))
-    found = {int(name[1]): path for name, path in names if name and path.stat().st_size}
-    usable = [step for step in found if step <= run.steps]
+    by_step = {int(name[1]): path for name, path in names if name and path.stat().st_size}
+    usable = [step for step in by_step if step <= run.steps]
     if not usable:
         raise ValueError(f"--resume: {run.checkpoint} has no whole checkpoint of {run.steps} steps or fewer")
-    theirs, ours = json.loads(found[max(usable)].read_text()), json.loads(_owner(run))
+    theirs, ours = json.loads(by_step[max(usable)].read_text()), json.loads(_owner(run))
     for name, value in ours.items():
         if theirs.get(name) != value:
             raise ValueError(f"--resume: {run.checkpoint} is of a run with {name}={theirs.get(name)}, not {value}")

@@ -15,30 +15,32 @@ from parity_tests.training.run import Run
 PATIENCE_S = 0.05  # between two looks for a record
 
 
-class Known:
+class ReferenceSteps:
     """The reference's steps, made once for all runs that differ in nothing that it knows of."""
 
     def __init__(self) -> None:
-        self._made: list[tuple[Run, list[reference.Known], Iterator[reference.Known]]] = []
+        self._made: list[tuple[Run, list[reference.ReferenceStep], Iterator[reference.ReferenceStep]]] = []
 
-    def steps(self, run: Run) -> Iterator[reference.Known]:
+    def steps(self, run: Run) -> Iterator[reference.ReferenceStep]:
         """Those of a run, from the first on."""
-        asked = run.numbers
-        if all(known != asked for known, _, _ in self._made):
-            self._made.append((asked, [], reference.steps(asked)))
-        made, rest = next((made, rest) for known, made, rest in self._made if known == asked)
+        numbers = run.numbers
+        if all(before != numbers for before, _, _ in self._made):
+            self._made.append((numbers, [], reference.steps(numbers)))
+        steps, rest = next((steps, rest) for before, steps, rest in self._made if before == numbers)
         for index in range(run.steps):
-            while len(made) <= index:
-                made.append(next(rest))
-            yield made[index]
+            while len(steps) <= index:
+                steps.append(next(rest))
+            yield steps[index]
 
 
 class Follower(threading.Thread):
     """Judges steps from `first` on and hands each to `show`, until the last one or until `stop` is set."""
 
-    def __init__(self, run: Run, known: Known, folder: str, first: int, show: Callable[[Judged], None]) -> None:
+    def __init__(
+        self, run: Run, reference_steps: ReferenceSteps, folder: str, first: int, show: Callable[[Judged], None]
+    ) -> None:
         super().__init__(daemon=True)
-        self._run, self._known, self._folder, self._first, self._show = run, known, folder, first, show
+        self._run, self._known, self._folder, self._first, self._show = run, reference_steps, folder, first, show
         self.stop = threading.Event()
         self.steps: list[Judged] = []
         self.error: BaseException | None = None
@@ -51,12 +53,12 @@ class Follower(threading.Thread):
         except BaseException as error:  # it is raised where the run was started
             self.error = error
 
-    def _judge(self, known: reference.Known) -> bool:
+    def _judge(self, reference_step: reference.ReferenceStep) -> bool:
         """Wait for the record of a step and judge it; False if there will be none."""
-        while (found := record.read(self._folder, known.step.index)) is None:
-            if self.stop.wait(PATIENCE_S) and record.read(self._folder, known.step.index) is None:
+        while (step := record.read(self._folder, reference_step.step.index)) is None:
+            if self.stop.wait(PATIENCE_S) and record.read(self._folder, reference_step.step.index) is None:
                 return False
-        self.steps.append(judged(found, known, self._run.dtype))
+        self.steps.append(judged(step, reference_step, self._run.dtype))
         self._show(self.steps[-1])
         return True
 

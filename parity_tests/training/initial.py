@@ -22,12 +22,12 @@ def initial_weights(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """The shape of every parameter."""
     d, vocab = config["hidden_size"], config["vocab_size"]
-    found: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (vocab, d)}
+    by_name: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (vocab, d)}
     for index, kind in enumerate(config["layers"]):
         layer = _attention(config) if kind == "attention" else _mamba(config)
-        found |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
-    found["norm.weight"] = (d,)
-    return found if config["is_tied"] else {**found, "lm_head.weight": (vocab, d)}
+        by_name |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
+    by_name["norm.weight"] = (d,)
+    return by_name if config["is_tied"] else {**by_name, "lm_head.weight": (vocab, d)}
 
 
 def _attention(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:

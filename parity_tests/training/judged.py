@@ -11,7 +11,7 @@ from parity_tests.harness.judge.compare import K
 from parity_tests.harness.judge.oracle import UNIT_ROUNDOFF
 from parity_tests.training.precision import KEPT
 from parity_tests.training.record import GRADIENT, WEIGHT, Step
-from parity_tests.training.reference import Known
+from parity_tests.training.reference import ReferenceStep
 
 # No budget of a float64 run is wider than this, relative: the figure that is promised for 20 steps on any mesh.
 PROMISED = 1e-9
@@ -52,27 +52,27 @@ class Judged:
 
     def worst(self, kind: str) -> tuple[str, Row]:
         """The row of a kind, gradient or weight, that is nearest its budget or furthest beyond."""
-        those = {name: row for name, row in self.rows.items() if name.startswith(kind)}
-        name = max(those, key=lambda name: those[name].ratio)
-        return name.removeprefix(kind), those[name]
+        of_kind = {name: row for name, row in self.rows.items() if name.startswith(kind)}
+        name = max(of_kind, key=lambda name: of_kind[name].ratio)
+        return name.removeprefix(kind), of_kind[name]
 
     @property
     def wrong(self) -> list[str]:
         return [name for name, row in self.rows.items() if not row.ok]
 
 
-def judged(found: Step, known: Known, dtype: str) -> Judged:
+def judged(step: Step, reference_step: ReferenceStep, dtype: str) -> Judged:
     """Every number of a step. A name that only one side has is infinitely far away."""
-    want, pairs = known.step, {}
-    pairs["loss"] = np.array(found.loss), np.array(want.loss)
-    pairs["norm"] = np.array(found.norm), np.array(want.norm)
-    for kind, got, wanted in ((GRADIENT, found.gradients, want.gradients), (WEIGHT, found.weights, want.weights)):
-        pairs |= {kind + name: (got.get(name), wanted.get(name)) for name in {**wanted, **got}}
+    want, pairs = reference_step.step, {}
+    pairs["loss"] = np.array(step.loss), np.array(want.loss)
+    pairs["norm"] = np.array(step.norm), np.array(want.norm)
+    for kind, got, reference in ((GRADIENT, step.gradients, want.gradients), (WEIGHT, step.weights, want.weights)):
+        pairs |= {kind + name: (got.get(name), reference.get(name)) for name in {**reference, **got}}
     rows = {}
     for name, pair in pairs.items():
         last = dtype if name.startswith(GRADIENT) else KEPT[dtype]
-        rows[name] = Row(distance(*pair), budget(known.spread.get(name, 0.0), last))
-    return Judged(want.index, found.loss, want.loss, rows)
+        rows[name] = Row(distance(*pair), budget(reference_step.spread.get(name, 0.0), last))
+    return Judged(want.index, step.loss, want.loss, rows)
 
 
 def budget(spread: float, dtype: str) -> float:

@@ -62,7 +62,7 @@ def trace(mesh: Any, case: Any) -> tuple[Recording, dict[str, Any], dict[str, fl
     """What every module of this rank saw in the first step, its calls numbered by stream; whole gradients; numbers."""
     run = Run(**case.options["run"])
     model = parallel_model(mesh, run)
-    with all_recorded(model.stages) as found:
+    with all_recorded(model.stages) as recording:
         loss, norm = gradients_of(mesh, run, model, 0)
     gradients = model.gradients()
     first, ranks = dp_rank(mesh), run.dp * run.size("cp")
@@ -72,7 +72,7 @@ def trace(mesh: Any, case: Any) -> tuple[Recording, dict[str, Any], dict[str, fl
 
     # Gradients are averaged only where they reach parameters: on their way they are those of `ranks` times the loss.
     return (
-        Recording(placed(found.values, 1.0), placed(found.gradients, 1.0 / ranks)),
+        Recording(placed(recording.values, 1.0), placed(recording.gradients, 1.0 / ranks)),
         gradients,
         {LOSS: loss, NORM: norm},
     )
@@ -84,10 +84,10 @@ def parallel_model(mesh: Any, run: Run) -> Parts:
     rings = ring_and_heads(mesh) if run.attention == "usp" else None
     placement = Placement(mesh["cp"], mesh["tp"], exchange=run.attention, mamba=run.mamba, ring_and_heads=rings)
     model = HybridLM(config, placement, dtype=dtype)
-    given = {name: torch.from_numpy(array) for name, array in initial_weights(run.config, run.seed).items()}
+    weights = {name: torch.from_numpy(array) for name, array in initial_weights(run.config, run.seed).items()}
     if config.is_tied:
-        given["lm_head.weight"] = given["embed_tokens.weight"]
-    model.load_state_dict(given)
+        weights["lm_head.weight"] = weights["embed_tokens.weight"]
+    model.load_state_dict(weights)
     loss = StepLoss(mesh["tp"], config.vocab_size, averaged_over=run.dp * run.size("cp"))
     schedule, _, _, _, stages = pipeline_model(
         model,
@@ -130,8 +130,8 @@ def gradients_of(mesh: Any, run: Run, model: Parts, index: int) -> tuple[float, 
 def rank_batch(mesh: Any, run: Run, batch: list[Packed]) -> list[RankStream]:
     """This rank's tokens of its streams."""
     streams = [Stream(torch.from_numpy(x.ids), torch.from_numpy(x.padded), torch.from_numpy(x.real)) for x in batch]
-    own = own_streams(streams, run.dp, dp_rank(mesh))
-    return [rank_stream(each, mesh.size("cp"), mesh.rank("cp")) for each in own]
+    local_streams = own_streams(streams, run.dp, dp_rank(mesh))
+    return [rank_stream(each, mesh.size("cp"), mesh.rank("cp")) for each in local_streams]
 
 
 def dp_rank(mesh: Any) -> int:

@@ -41,8 +41,8 @@ def owner(file: str, line: int) -> int | None:
 @cache
 def _functions(path: Path) -> tuple[tuple[int, int, int], ...]:
     """(where it begins, first and last line of its body) of each function."""
-    found = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
-    return tuple((_begin(node), node.body[0].lineno, node.end_lineno or node.lineno) for node in found)
+    functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+    return tuple((_begin(node), node.body[0].lineno, node.end_lineno or node.lineno) for node in functions)
 
 
 def _begin(node: ast.FunctionDef) -> int:

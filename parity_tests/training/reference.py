@@ -28,7 +28,7 @@ COPIES = {"float64": 4, "float32": 4, "bfloat16": 16}  # more where AdamW may tu
 
 
 @dataclass(frozen=True)
-class Known:
+class ReferenceStep:
     """A step of the reference, and for each of its numbers the distance that rounding alone may account for.
 
     A distance is relative: of norms, the root mean square over the copies.
@@ -38,7 +38,7 @@ class Known:
     spread: dict[str, float]
 
 
-def steps(run: Run) -> Iterator[Known]:
+def steps(run: Run) -> Iterator[ReferenceStep]:
     """Every step of a run from its first weights on, whatever was resumed."""
     jax = bridge.start()
     advance, weights, state = _compiled(run)
@@ -46,8 +46,8 @@ def steps(run: Run) -> Iterator[Known]:
     for index in range(run.steps):
         batch = global_batch(run, index)
         ids, padded, real = (np.stack([getattr(x, name) for x in batch]) for name in ("ids", "padded", "real"))
-        key, own = jax.random.split(key)
-        loss, gradients, weights, state = advance(weights, state, own, ids, padded, real)
+        key, step_key = jax.random.split(key)
+        loss, gradients, weights, state = advance(weights, state, step_key, ids, padded, real)
         yield _known(index, np.asarray(loss), _arrays(gradients), _arrays(weights))
 
 
@@ -60,15 +60,15 @@ def _compiled(run: Run) -> tuple[Any, Any, Any]:
     from parity_tests.models.by_name import flax_model
 
     config, optimizer = Config(**run.config), adamw(run.learning_rate, run.weight_decay)
-    kept = KEPT[run.dtype]
+    dtype = KEPT[run.dtype]
     units = jnp.array([0.0] + [UNIT_ROUNDOFF[run.dtype]] * COPIES[run.dtype])
 
     def advance(weights: Any, state: Any, unit: Any, key: Any, ids: Any, padded: Any, real: Any) -> Any:
         passing, back, writing = jax.random.split(key, 3)
 
-        def loss(held: Any) -> Any:
+        def loss(parameters: Any) -> Any:
             through = Probes(run.dtype, unit, _errors(passing, (POOL,), run.dtype))
-            model = flax_model(config, {name: through.read(x) for name, x in held.items()})
+            model = flax_model(config, {name: through.read(x) for name, x in parameters.items()})
             watch(model, through)
             return step_loss(model, ids, padded, real)
 
@@ -80,7 +80,7 @@ def _compiled(run: Run) -> tuple[Any, Any, Any]:
         return (
             value,
             gradients,
-            _off(new, unit * (UNIT_ROUNDOFF[kept] / UNIT_ROUNDOFF[run.dtype]), writing, kept),
+            _off(new, unit * (UNIT_ROUNDOFF[dtype] / UNIT_ROUNDOFF[run.dtype]), writing, dtype),
             state,
         )
 
@@ -99,8 +99,8 @@ def _off(tree: Any, unit: Any, key: Any, dtype: str) -> Any:
 
     leaves, structure = jax.tree.flatten(tree)
     keys = jax.random.split(key, len(leaves))
-    made = [off(x, unit, _errors(k, x.shape, dtype), dtype) for k, x in zip(keys, leaves, strict=True)]
-    return jax.tree.unflatten(structure, made)
+    rounded = [off(x, unit, _errors(k, x.shape, dtype), dtype) for k, x in zip(keys, leaves, strict=True)]
+    return jax.tree.unflatten(structure, rounded)
 
 
 def _errors(key: Any, shape: tuple[int, ...], dtype: str) -> Any:
@@ -116,10 +116,12 @@ def _arrays(tree: Any) -> dict[str, np.ndarray]:
     return {name: bridge.from_jax(name, array) for name, array in tree.items()}
 
 
-def _known(index: int, loss: np.ndarray, gradients: dict[str, np.ndarray], weights: dict[str, np.ndarray]) -> Known:
+def _known(
+    index: int, loss: np.ndarray, gradients: dict[str, np.ndarray], weights: dict[str, np.ndarray]
+) -> ReferenceStep:
     norms = np.sqrt(sum((x.reshape(len(loss), -1) ** 2).sum(1) for x in gradients.values()))
     spread = {"loss": parted(loss[:, None]), "norm": parted(norms[:, None])}
     spread |= {f"gradient/{name}": parted(x) for name, x in gradients.items()}
     spread |= {f"weight/{name}": parted(x) for name, x in weights.items()}
     first = {name: x[0] for name, x in gradients.items()}, {name: x[0] for name, x in weights.items()}
-    return Known(Step(index, float(loss[0]), float(norms[0]), *first), spread)
+    return ReferenceStep(Step(index, float(loss[0]), float(norms[0]), *first), spread)

@@ -19,8 +19,8 @@ def ring_and_heads(mesh: Any) -> DeviceMesh:
     for axis in mesh.axes:
         heads = smallest_factor(mesh.size(axis))
         axes |= {"ring": mesh.size(axis) // heads, "heads": heads} if axis == "cp" else {axis: mesh.size(axis)}
-    whole = init_device_mesh(mesh.device_mesh.device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-    return whole["ring", "heads"]
+    full_mesh = init_device_mesh(mesh.device_mesh.device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    return full_mesh["ring", "heads"]
 
 
 def smallest_factor(size: int) -> int:

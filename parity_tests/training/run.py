@@ -66,9 +66,9 @@ class Run:
         for axis, size in self.mesh.items():
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"--mesh {axis}={size}: sizes are integers >= 1; leave out an axis that is not meant")
-        for flag, known in {"dtype": DTYPES, "mamba": MAMBA, "attention": ATTENTION}.items():
-            if getattr(self, flag) not in known:
-                raise ValueError(f"--{flag} {getattr(self, flag)!r} is not one of {', '.join(known)}")
+        for flag, choices in {"dtype": DTYPES, "mamba": MAMBA, "attention": ATTENTION}.items():
+            if getattr(self, flag) not in choices:
+                raise ValueError(f"--{flag} {getattr(self, flag)!r} is not one of {', '.join(choices)}")
         if self.steps < 1:
             raise ValueError(f"--steps {self.steps} must be at least 1")
         if self.streams % self.dp:
@@ -162,9 +162,9 @@ class Run:
         plain = {"mamba": "hidden", "attention": "ring", "schedule": "1f1b", "checkpoint": None, "resume": False}
         return self.replace(mesh={}, **plain)
 
-    def options(self, **further: Any) -> dict[str, Any]:
+    def options(self, **more: Any) -> dict[str, Any]:
         """What travels to the ranks."""
-        return {"run": asdict(self), **further}
+        return {"run": asdict(self), **more}
 
     def replace(self, **changes: Any) -> Run:
         return replace(self, **changes)

@@ -11,20 +11,20 @@ from rich.console import Console
 
 from parity_tests.harness.declare.case import ENGINES, CaseSpec
 from parity_tests.harness.judge import bridge
-from parity_tests.harness.report.out_path import naming, refuse_unwritable, write_text
+from parity_tests.harness.report.out_path import check_writable, naming, write_text
 from parity_tests.harness.run.engines import run as on_ranks
 from parity_tests.harness.run.exit_status import EQUAL, FAILED, MISMATCH
 from parity_tests.harness.run.failure import RankFailure
 from parity_tests.training import checkpoint, page, show
 from parity_tests.training.body import train as body
 from parity_tests.training.figure import figure
-from parity_tests.training.follow import Follower, Known
+from parity_tests.training.follow import Follower, ReferenceSteps
 from parity_tests.training.judged import Judged
 from parity_tests.training.run import Run
 
 
 @dataclass(frozen=True)
-class Wanted:
+class TrainOptions:
     """What the command was asked for, beside the runs."""
 
     engine: str = "gloo"
@@ -34,26 +34,26 @@ class Wanted:
     quiet: bool = False
 
 
-def train(runs: Sequence[Run], wanted: Wanted) -> int:
+def train(runs: Sequence[Run], options: TrainOptions) -> int:
     """Every run in turn; returns the exit status, the worst of all."""
-    if wanted.engine not in ENGINES:
-        raise ValueError(f"--engine {wanted.engine!r} is not one of {', '.join(ENGINES)}")
-    refuse_unwritable(json=wanted.json, figure=wanted.figure, page=wanted.page)
-    if wanted.engine == "torchrun":
+    if options.engine not in ENGINES:
+        raise ValueError(f"--engine {options.engine!r} is not one of {', '.join(ENGINES)}")
+    check_writable(json=options.json, figure=options.figure, page=options.page)
+    if options.engine == "torchrun":
         from parity_tests.harness.run.processes import launch
 
         if not launch.is_rank_zero():
             return launch.serve()
-        _refuse_world(runs, launch.world_size())
-    status = _all(runs, wanted)
-    if wanted.engine == "torchrun":
+        _check_world(runs, launch.world_size())
+    status = _all(runs, options)
+    if options.engine == "torchrun":
         from parity_tests.harness.run.processes import launch
 
         launch.finish(status)
     return status
 
 
-def _refuse_world(runs: Sequence[Run], world: int) -> None:
+def _check_world(runs: Sequence[Run], world: int) -> None:
     """Errors: ValueError for a mesh of another number of ranks than the job has."""
     for run in runs:
         ranks = math.prod(run.full_mesh.values())
@@ -62,31 +62,31 @@ def _refuse_world(runs: Sequence[Run], world: int) -> None:
             raise ValueError(f"--mesh {mesh}: has {ranks} ranks, the job has {world}; give a mesh of {world}")
 
 
-def _all(runs: Sequence[Run], wanted: Wanted) -> int:
-    aside = wanted.json == "-"  # standard output is for JSON alone
+def _all(runs: Sequence[Run], options: TrainOptions) -> int:
+    aside = options.json == "-"  # standard output is for JSON alone
     console = Console(stderr=aside, width=None if Console(stderr=aside).is_terminal else show.WIDTH)
-    known, status, done, told = Known(), EQUAL, [], []
+    reference_steps, status, done, reports = ReferenceSteps(), EQUAL, [], []
     for run in runs:
         try:
-            steps = followed(run, known, wanted.engine, wanted.quiet)
+            steps = followed(run, reference_steps, options.engine, options.quiet)
         except RankFailure as failure:
             console.print(f"{show.named(run)}: {failure}", style="red", markup=False, highlight=False, soft_wrap=True)
             status = FAILED
-            told.append((run, failure))
+            reports.append((run, failure))
             continue
         done.append((run, steps))
-        told.append((run, steps))
-        if not wanted.quiet:
+        reports.append((run, steps))
+        if not options.quiet:
             console.print(show.table(steps))
         console.print(show.closing(run, steps), style="bold", markup=False, highlight=False, soft_wrap=True)
         status = max(status, EQUAL if all(step.ok for step in steps) else MISMATCH)
-    if wanted.json:
-        write_text(wanted.json, show.as_json(told))
-    _write(done, wanted)
+    if options.json:
+        write_text(options.json, show.as_json(reports))
+    _write(done, options)
     return status
 
 
-def followed(run: Run, known: Known, engine: str = "gloo", quiet: bool = True) -> list[Judged]:
+def followed(run: Run, reference_steps: ReferenceSteps, engine: str = "gloo", quiet: bool = True) -> list[Judged]:
     """A run on its ranks, judged while it goes on.
 
     Errors: RankFailure, one subclass per cause, also where ranks end before the last step; ValueError for a run to
@@ -94,17 +94,17 @@ def followed(run: Run, known: Known, engine: str = "gloo", quiet: bool = True) -
     """
     bridge.start()
     with checkpoint.held(run):
-        return _followed(run, known, engine, quiet)
+        return _followed(run, reference_steps, engine, quiet)
 
 
-def _followed(run: Run, known: Known, engine: str, quiet: bool) -> list[Judged]:
+def _followed(run: Run, reference_steps: ReferenceSteps, engine: str, quiet: bool) -> list[Judged]:
     first = checkpoint.newest(run) if run.resume else 0
     if first == run.steps:
         raise ValueError(f"--resume: all {run.steps} steps are done; pass --steps above {first}")
     with tempfile.TemporaryDirectory() as folder, show.LiveTable(run, first, quiet) as live:
         options = run.options(folder=folder)
         case = CaseSpec(scheme="train", mesh=run.full_mesh, dtype=run.dtype, options=options, engine=engine)
-        follower = Follower(run, known, folder, first, live.add)
+        follower = Follower(run, reference_steps, folder, first, live.add)
         follower.start()
         try:
             on_ranks(body, case, engine)
@@ -122,11 +122,11 @@ def _followed(run: Run, known: Known, engine: str, quiet: bool) -> list[Judged]:
     return steps
 
 
-def _write(done: Sequence[tuple[Run, Sequence[Judged]]], wanted: Wanted) -> None:
-    if wanted.page and done:
-        with naming(wanted.page):
-            page.write(done, wanted.page)
-    if wanted.figure and done:
+def _write(done: Sequence[tuple[Run, Sequence[Judged]]], options: TrainOptions) -> None:
+    if options.page and done:
+        with naming(options.page):
+            page.write(done, options.page)
+    if options.figure and done:
         run, steps = done[-1]
-        with naming(wanted.figure):
-            figure(steps, show.named(run)).savefig(wanted.figure, dpi=130, metadata={"Software": None})
+        with naming(options.figure):
+            figure(steps, show.named(run)).savefig(options.figure, dpi=130, metadata={"Software": None})

@@ -96,7 +96,7 @@ def closing(run: Run, steps: Sequence[Judged]) -> str:
 
 def as_json(runs: Sequence[tuple[Run, Sequence[Judged] | RankFailure]]) -> str:
     """Every run with its steps, or with the failure of a rank, which leaves it none."""
-    return json.dumps([_record(run, found) for run, found in runs], indent=1)
+    return json.dumps([_record(run, steps) for run, steps in runs], indent=1)
 
 
 def _record(run: Run, found: Sequence[Judged] | RankFailure) -> dict[str, Any]:

@@ -27,7 +27,7 @@ class Mark:
 
     def running(self) -> list[Process]:
         """Those that are alive, and not merely waiting to be reaped."""
-        found = []
+        marks = []
         for folder in Path("/proc").iterdir():
             try:
                 if (
@@ -37,10 +37,10 @@ class Mark:
                     continue
                 command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 if (folder / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
-                    found.append(Process(int(folder.name), command))
+                    marks.append(Process(int(folder.name), command))
             except OSError:  # it ended just now, or is another user's
                 continue
-        return found
+        return marks
 
     def left_after(self, seconds: float) -> list[Process]:
         """Those that are still there so long from now; nothing is waited for once there is none."""

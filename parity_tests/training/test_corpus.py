@@ -47,6 +47,6 @@ def test_padding_is_zero_and_the_rest_is_the_text():
 
 
 @pytest.mark.parametrize("length", [0, 90])
-def test_a_length_that_cannot_be_cut_is_refused(length):
+def test_a_length_that_cannot_be_cut_is_rejected(length):
     with pytest.raises(ValueError, match=f"--length {length} must be a multiple of 24"):
         global_batch(RUN.replace(length=length), 0)

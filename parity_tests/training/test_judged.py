@@ -9,7 +9,7 @@ from parity_tests.harness.judge.compare import K
 from parity_tests.harness.judge.oracle import UNIT_ROUNDOFF
 from parity_tests.training.judged import PROMISED, budget, distance, judged
 from parity_tests.training.record import Step
-from parity_tests.training.reference import Known
+from parity_tests.training.reference import ReferenceStep
 
 SPREAD = 1e-6
 ALLOWED = K * (SPREAD + UNIT_ROUNDOFF["float32"])
@@ -23,7 +23,7 @@ def step(factor=1.0, **changed):
 
 
 NAMES = {"loss": "loss", "norm": "norm", "gradients": "gradient/a", "weights": "weight/a"}
-KNOWN = Known(step(), dict.fromkeys(NAMES.values(), SPREAD))
+KNOWN = ReferenceStep(step(), dict.fromkeys(NAMES.values(), SPREAD))
 
 
 @pytest.mark.parametrize("kind", NAMES)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from parity_tests.training import checkpoint, record, session
-from parity_tests.training.follow import Known
+from parity_tests.training.follow import ReferenceSteps
 from parity_tests.training.run import SIZES, Run
 from parity_tests.training.started import Mark
 
@@ -18,7 +18,7 @@ LAYERS = ("mamba", "attention")
 STEPS = 8  # of the run that nothing interrupts
 LIMIT_S = 120
 GONE_S = 10.0  # until the last process has ended, on a loaded machine
-KNOWN = Known()  # one compiled reference for all runs
+KNOWN = ReferenceSteps()  # one compiled reference for all runs
 # The command with a model of two layers.
 COMMAND = f"""
 from parity_tests.training import run

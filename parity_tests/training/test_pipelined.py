@@ -7,7 +7,7 @@ import pytest
 
 from parity_tests.tracing.lines import first
 from parity_tests.training import record, session, show
-from parity_tests.training.follow import Known
+from parity_tests.training.follow import ReferenceSteps
 from parity_tests.training.run import SIZES, Run
 from parity_tests.training.traced import known_of, trace
 from torch_impl.pipelining import tied_weights
@@ -20,7 +20,7 @@ SMALL = {
     "is_tied": True,
     "sizes": {**SIZES, "layers": ("mamba", "attention") * 2},
 }
-KNOWN = Known()
+KNOWN = ReferenceSteps()
 
 
 def small(mesh, **settings):

@@ -6,7 +6,7 @@ import torch
 from parity_tests.injected_bugs.catalogue.models import BUGS
 from parity_tests.tracing.lines import first
 from parity_tests.training import located, session
-from parity_tests.training.follow import Known
+from parity_tests.training.follow import ReferenceSteps
 from parity_tests.training.judged import PROMISED
 from parity_tests.training.precision import KEPT, policy
 from parity_tests.training.run import DTYPES, SIZES, Run
@@ -26,7 +26,7 @@ def known():
 
 def test_no_mesh_changes_a_number():
     mesh, how = MESHES[0]
-    steps = session.followed(Run.on(mesh, steps=2, **SMALL, **how), Known(), "lockstep")
+    steps = session.followed(Run.on(mesh, steps=2, **SMALL, **how), ReferenceSteps(), "lockstep")
     assert [step.wrong for step in steps] == [[], []]
     assert steps[0].rows["loss"].error > PROMISED  # what a float64 run would never be off by
 

@@ -1,4 +1,4 @@
-"""What a run is, and what it is refused for."""
+"""What a run is, and what it is rejected for."""
 
 import re
 
@@ -6,7 +6,7 @@ import pytest
 
 from parity_tests.training.run import Run
 
-REFUSED = [
+REJECTED = [
     (
         {"mesh": {"xp": 2}},
         "--mesh xp: no such axis; the axes are pp, dp_replicate, dp_shard, cp, tp, and dp for dp_shard",
@@ -49,8 +49,8 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "text"), REFUSED)
-def test_refusal(settings, text):
+@pytest.mark.parametrize(("settings", "text"), REJECTED)
+def test_rejection(settings, text):
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         Run.on(**{"mesh": {}, **settings})
 

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from parity_tests.cli.app import main
 from parity_tests.harness.run.failure import RankFailure
 from parity_tests.training import checkpoint, follow, page, record, session, show
-from parity_tests.training.follow import Known
+from parity_tests.training.follow import ReferenceSteps
 from parity_tests.training.run import SIZES, Run
 from torch_impl.mamba import MambaContextParallel
 from torch_impl.models import staged
 
 SMALL = {"steps": 2, "streams": 2, "length": 48, "sizes": {**SIZES, "layers": ("mamba", "attention")}}
-KNOWN = Known()  # one compiled reference for all runs of the same numbers
+KNOWN = ReferenceSteps()  # one compiled reference for all runs of the same numbers
 
 
 def small(mesh, **settings):
@@ -155,7 +155,7 @@ def test_a_run_that_ends_early_is_not_equal(monkeypatch):
 def test_the_command(monkeypatch, capsys):
     """Its table, its figure, its JSON, and the statuses that it leaves with."""
     monkeypatch.setattr("parity_tests.training.run.SIZES", SMALL["sizes"])
-    monkeypatch.setattr(session, "Known", lambda: KNOWN)
+    monkeypatch.setattr(session, "ReferenceSteps", lambda: KNOWN)
 
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["shardproof", "train", "--engine", "lockstep", "--steps", "1", *arguments])
@@ -192,4 +192,4 @@ def test_a_reference_that_fails_is_said(monkeypatch):
 
     monkeypatch.setattr(follow.reference, "steps", steps)
     with pytest.raises(ValueError, match="there is no reference"):
-        session.followed(small({}), Known(), "lockstep")
+        session.followed(small({}), ReferenceSteps(), "lockstep")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from parity_tests.harness.declare.case import ENGINES
 from parity_tests.harness.judge import bridge
-from parity_tests.harness.report.out_path import refuse_unwritable
+from parity_tests.harness.report.out_path import check_writable
 from parity_tests.harness.run.failure import RankFailure
 from parity_tests.tracing import show
 from parity_tests.training import traced
@@ -18,11 +18,11 @@ def trace(run: Run, engine: str, json: str | None, is_whole: bool, quiet: bool =
     """Trace, print, and return the exit status. `json` is where that goes; `is_whole` prints every line."""
     if engine not in HERE:
         raise ValueError(f"--engine {engine!r} is not one of {', '.join(HERE)}")
-    refuse_unwritable(json=json)
+    check_writable(json=json)
     bridge.start()
-    known = traced.known_of(run)
+    reference_trace = traced.known_of(run)
     try:
-        told = show.Told(named(run), "on one device", traced.trace(run, known, engine))
+        told = show.Told(named(run), "on one device", traced.trace(run, reference_trace, engine))
     except RankFailure as failure:
         told = show.Told(named(run), "on one device", failure=failure)
     show.tell(show.console(json), told, is_whole, quiet)

@@ -12,7 +12,7 @@ from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.draw.inputs import coordinates
 from parity_tests.harness.run.engines import run as on_ranks
 from parity_tests.tracing.events import IN, Event
-from parity_tests.tracing.flax_side import Known, traced
+from parity_tests.tracing.flax_side import ReferenceTrace, traced
 from parity_tests.tracing.lines import Found, Line, lines
 from parity_tests.training.body import trace as body
 from parity_tests.training.corpus import global_batch
@@ -23,7 +23,7 @@ from parity_tests.training.run import Run
 UNLIKE = ("mixer.norm", IN)
 
 
-def known_of(run: Run) -> Known:
+def known_of(run: Run) -> ReferenceTrace:
     """The reference's trace of the first step; a module is called once for each stream."""
     from jax_ref.models import Config, next_ids, normalised, token_losses
     from parity_tests.models.by_name import flax_model
@@ -41,26 +41,34 @@ def known_of(run: Run) -> Known:
             counted.append(is_valid)
         return normalised(losses, counted)
 
-    known = traced(lambda weights: flax_model(config, weights), loss, initial_weights(run.config, run.seed), run.dtype)
+    reference_trace = traced(
+        lambda weights: flax_model(config, weights), loss, initial_weights(run.config, run.seed), run.dtype
+    )
     module, end = UNLIKE
-    alike = {event: x for event, x in known.values.items() if not (event.module.endswith(module) and event.end == end)}
-    return replace(known, values=alike)
+    alike = {
+        event: x
+        for event, x in reference_trace.values.items()
+        if not (event.module.endswith(module) and event.end == end)
+    }
+    return replace(reference_trace, values=alike)
 
 
-def trace(run: Run, known: Known, engine: str = "gloo") -> list[Line]:
+def trace(run: Run, reference_trace: ReferenceTrace, engine: str = "gloo") -> list[Line]:
     """Every line of the trace, in the order of execution.
 
     Errors: RankFailure, one subclass per cause.
     """
     recordings, gradients, numbers = zip(*on_ranks(body, case_of(run, engine), engine).results, strict=True)
-    none = {name: np.zeros_like(array) for name, array in known.of_weights.items()}
-    found = Found(recordings, none | gradients[0], numbers)
+    none = {name: np.zeros_like(array) for name, array in reference_trace.of_weights.items()}
+    record = Found(recordings, none | gradients[0], numbers)
     batch, places = global_batch(run, 0), coordinates(run.full_mesh)
 
-    def positions(rank: int, event: Event, whole: tuple[int, ...], local: tuple[int, ...]) -> list[np.ndarray] | None:
-        return held(whole, local, batch[event.call].padded, places[rank], run)
+    def positions(rank: int, event: Event, shape: tuple[int, ...], local: tuple[int, ...]) -> list[np.ndarray] | None:
+        return held(shape, local, batch[event.call].padded, places[rank], run)
 
-    return lines(known, found, positions, run.dtype, {axis: size for axis, size in run.mesh.items() if size > 1})
+    return lines(
+        reference_trace, record, positions, run.dtype, {axis: size for axis, size in run.mesh.items() if size > 1}
+    )
 
 
 def case_of(run: Run, engine: str) -> CaseSpec:
@@ -69,13 +77,13 @@ def case_of(run: Run, engine: str) -> CaseSpec:
 
 
 def held(
-    whole: tuple[int, ...], local: tuple[int, ...], padded: np.ndarray, at: dict[str, int], run: Run
+    shape: tuple[int, ...], local: tuple[int, ...], padded: np.ndarray, at: dict[str, int], run: Run
 ) -> list[np.ndarray] | None:
     """Positions of each dim, [1, tokens, ...]: tokens as cp cuts the stream, the last dim whole or in tp's blocks."""
-    if len(whole) != len(local):
+    if len(shape) != len(local):
         return None
-    parts = [np.arange(size) for size in whole]
-    parts[1] = np.asarray(layouts.packed(whole[1], run.size("cp"), padded)[at["cp"]])
-    if local[-1] != whole[-1]:
-        parts[-1] = np.asarray(layouts.contiguous(whole[-1], run.size("tp"))[at["tp"]])
+    parts = [np.arange(size) for size in shape]
+    parts[1] = np.asarray(layouts.packed(shape[1], run.size("cp"), padded)[at["cp"]])
+    if local[-1] != shape[-1]:
+        parts[-1] = np.asarray(layouts.contiguous(shape[-1], run.size("tp"))[at["tp"]])
     return parts if tuple(map(len, parts)) == local else None

@@ -147,7 +147,7 @@ def test_agrees_with(scheme, oracles, sizes, library, dtype):
     case = fixed(scheme, dtype, sizes)
     report = judge(scheme, case)
     report.raise_if_failed()
-    arrays = {arg.name: inputs.whole(arg, scheme.draws[arg.name], case) for arg in scheme.inputs}
+    arrays = {arg.name: inputs.full_array(arg, scheme.draws[arg.name], case) for arg in scheme.inputs}
     wanted = [arg.name for arg in scheme.inputs if arg.differentiable]
     cotangents = [oracle.feed(arg, inputs.cotangent(arg, case), case, "cotangent").total for arg in scheme.outputs]
     evaluated = (with_jax if library == "jax" else with_torch)(oracles[library], arrays, wanted, cotangents)
@@ -162,7 +162,7 @@ def test_agrees_with(scheme, oracles, sizes, library, dtype):
 def test_topk_agrees_to_the_bit(dtype):
     case = fixed(vocab_topk, dtype, dict(tp=2, b=2, s=5, k=3, e=9))
     values, ids = (row.got for row in judge(vocab_topk, case).rows)
-    logits = inputs.whole(vocab_topk.inputs[0], vocab_topk.draws["logits"], case)
+    logits = inputs.full_array(vocab_topk.inputs[0], vocab_topk.draws["logits"], case)
     if dtype == "float64":  # no ties, which torch.topk leaves open
         for got, want in zip((values, ids), torch.from_numpy(logits).topk(3), strict=True):
             np.testing.assert_array_equal(got, want.numpy())

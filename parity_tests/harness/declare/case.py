@@ -51,11 +51,11 @@ class CaseSpec:
                 raise ValueError(f"case: mesh axis {axis!r} has size {size!r}; a size is a whole number from 1 on")
 
     def __getattr__(self, name: str) -> Any:
-        held = self.__dict__  # while one is unpickled, nothing is there yet
+        state = self.__dict__  # while one is unpickled, nothing is there yet
         for table in ("dims", "mesh", "options"):
-            if name in held.get(table, {}):
-                return held[table][name]
-        raise AttributeError(f"case {held.get('scheme')!r} has no dim, mesh axis or option {name!r}")
+            if name in state.get(table, {}):
+                return state[table][name]
+        raise AttributeError(f"case {state.get('scheme')!r} has no dim, mesh axis or option {name!r}")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CaseSpec) and self.json == other.json

@@ -21,36 +21,36 @@ from parity_tests.harness.declare.declared import Declared
 TABLE: dict[str, Declared] = {}
 
 
-def enter(made: Declared, say: Callable[[str], ValueError]) -> None:
+def enter(scheme: Declared, say: Callable[[str], ValueError]) -> None:
     """Put a scheme in the table; the same file, or a notebook cell run again, replaces its own entry.
 
-    One run of a file that declares a name twice is refused: a case knows its scheme by the name alone.
+    One run of a file that declares a name twice is rejected: a case knows its scheme by the name alone.
     """
-    old = TABLE.get(made.key)
+    old = TABLE.get(scheme.key)
     if old is not None and not _is_cell(old.file):
-        if old.file != made.file:
+        if old.file != scheme.file:
             raise say(f"is already declared in {old.file}:{old.line}")
-        if old.line != made.line and (_is_of_one_import(old, made) or _is_defined_twice(made)):
-            raise say(f"is defined in line {old.line} and again in line {made.line}; give one another name")
-        if _is_of_one_import(old, made):
+        if old.line != scheme.line and (_is_of_one_import(old, scheme) or _is_defined_twice(scheme)):
+            raise say(f"is defined in line {old.line} and again in line {scheme.line}; give one another name")
+        if _is_of_one_import(old, scheme):
             raise say(
-                f"is declared twice by line {made.line}, as in a loop; "
+                f"is declared twice by line {scheme.line}, as in a loop; "
                 "give each function another __name__ before scheme(...) takes it"
             )
-    TABLE[made.key] = made
+    TABLE[scheme.key] = scheme
 
 
-def _is_of_one_import(old: Declared, made: Declared) -> bool:
+def _is_of_one_import(old: Declared, new: Declared) -> bool:
     """Whether one and the same import of their file declares both: each import of a file has a spec of its own."""
-    specs = [each.fn.__globals__.get("__spec__") for each in (old, made)]
-    return old.of_module and made.of_module and specs[0] is not None and specs[0] is specs[1]
+    specs = [each.fn.__globals__.get("__spec__") for each in (old, new)]
+    return old.of_module and new.of_module and specs[0] is not None and specs[0] is specs[1]
 
 
-def _is_defined_twice(made: Declared) -> bool:
+def _is_defined_twice(scheme: Declared) -> bool:
     """Whether its file has two functions of that name; one that moved since the last import is not meant."""
-    linecache.checkcache(made.file)
-    starts = f"def {made.name}("
-    return sum(line.startswith(starts) for line in linecache.getlines(made.file)) > 1
+    linecache.checkcache(scheme.file)
+    starts = f"def {scheme.name}("
+    return sum(line.startswith(starts) for line in linecache.getlines(scheme.file)) > 1
 
 
 def _is_cell(file: str) -> bool:
@@ -80,36 +80,36 @@ class NeedsExtra(UnusableTarget):
 
 def find(targets: list[str]) -> list[Declared]:
     """Schemes of all targets: files, folders, names or globs; all built-in schemes if there is none."""
-    found: dict[str, Declared] = {}
+    schemes_by_key: dict[str, Declared] = {}
     for target in targets or ["*"]:
         path = Path(target)
         if path.is_dir():
             files = [file for file in _own_files(path) if "@scheme" in file.read_text(errors="replace")]
             if not files:
                 raise UnusableTarget(f"{target}: no file below declares a scheme (none has '@scheme')")
-            schemes = [made for file in files for made in schemes_of_file(str(file))]
+            schemes = [scheme for file in files for scheme in schemes_of_file(str(file))]
         elif path.suffix == ".py" or path.is_file():
             schemes = schemes_of_file(target)
         else:
             schemes = _named(target)
-        found |= {made.key: made for made in schemes}
-    return list(found.values())
+        schemes_by_key |= {scheme.key: scheme for scheme in schemes}
+    return list(schemes_by_key.values())
 
 
 def _own_files(folder: Path) -> list[Path]:
     """Python files below a folder, but what is installed there or hidden. Errors: UnusableTarget for a whole disk."""
     if folder.resolve() == Path(folder.resolve().anchor):
         raise UnusableTarget(f"{folder}: is a whole disk; give a file, or the folder of a project")
-    found: list[Path] = []
+    paths: list[Path] = []
     for place, inner, files in os.walk(folder):
         inner[:] = [name for name in inner if name not in NOT_OWN and not name.startswith(".")]
-        found += [Path(place) / name for name in files if name.endswith(".py")]
-    return sorted(found)
+        paths += [Path(place) / name for name in files if name.endswith(".py")]
+    return sorted(paths)
 
 
 def built_in() -> list[Declared]:
     """Every scheme that the parity tests declare, in order of file and line, but those of `left_out`."""
-    return [made for file in _declaring() if not _needs(file) for made in schemes_of_file(str(file))]
+    return [scheme for file in _declaring() if not _needs(file) for scheme in schemes_of_file(str(file))]
 
 
 def left_out() -> dict[str, str]:
@@ -133,10 +133,10 @@ def _needs(file: Path) -> str | None:
 def schemes_of_file(file: str) -> list[Declared]:
     """Import a file and return the schemes it declares. Errors: UnusableTarget."""
     module = module_of_file(file)
-    found = [made for made in TABLE.values() if made.of_module and made.fn.__module__ == module.__name__]
-    if not found:
+    declared = [scheme for scheme in TABLE.values() if scheme.of_module and scheme.fn.__module__ == module.__name__]
+    if not declared:
         raise UnusableTarget(f"{file}: declares no scheme; decorate a function with @scheme")
-    return sorted(found, key=lambda made: made.line)
+    return sorted(declared, key=lambda scheme: scheme.line)
 
 
 def module_of_file(file: str) -> ModuleType:
@@ -158,20 +158,20 @@ def module_of_file(file: str) -> ModuleType:
 
 def _named(pattern: str) -> list[Declared]:
     schemes = built_in()
-    found = [made for made in schemes if fnmatch.fnmatch(made.name, pattern) or made.key == pattern]
-    if not found:
+    matches = [scheme for scheme in schemes if fnmatch.fnmatch(scheme.name, pattern) or scheme.key == pattern]
+    if not matches:
         if "=" in pattern:
             raise UnusableTarget(f"{pattern}: is no target; sizes stand after --mesh or --dim, as in --mesh dp=2,cp=2")
-        here = f"; did you mean {pattern}.py?" if Path(f"{pattern}.py").is_file() else ""
-        hint = here or nearest(pattern, [made.name for made in schemes])
+        file_hint = f"; did you mean {pattern}.py?" if Path(f"{pattern}.py").is_file() else ""
+        hint = file_hint or nearest(pattern, [scheme.name for scheme in schemes])
         raise UnusableTarget(f"{pattern}: no file and no scheme of this name{hint} (shardproof list shows all)")
-    return found
+    return matches
 
 
-def nearest(word: str, known: Sequence[str]) -> str:
+def nearest(word: str, names: Sequence[str]) -> str:
     """`; did you mean that?` for a name that is near, else nothing."""
-    near = [name for name in known if word in name] or difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    matches = [name for name in names if word in name] or difflib.get_close_matches(word, names, n=1)
+    return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def _imported(path: Path) -> ModuleType:
@@ -226,6 +226,6 @@ def _said(error: Exception, path: Path) -> str:
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg}" + (f" (line {error.lineno})" if error.lineno else "")
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    said = str(error)
-    text = said if said.startswith("scheme '") else f"{type(error).__name__}: {said}"
+    message = str(error)
+    text = message if message.startswith("scheme '") else f"{type(error).__name__}: {message}"
     return text + (f" (line {lines[-1]})" if lines else "")

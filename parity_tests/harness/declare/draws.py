@@ -85,8 +85,8 @@ class Draw:
                 out[i] = self.ignore
             elif place != "anywhere":
                 first, last = borders[shard % len(borders)]
-                near = {"first": first, "middle": (first + last) // 2, "last": last, "before": first - 1}
-                out[i] = min(max(near.get(place, last + 1), 0), size - 1)
+                id_at = {"first": first, "middle": (first + last) // 2, "last": last, "before": first - 1}
+                out[i] = min(max(id_at.get(place, last + 1), 0), size - 1)
         return out.reshape(shape)
 
 
@@ -94,9 +94,9 @@ def shard_borders(dim: str, case: CaseSpec) -> list[tuple[int, int]]:
     """First and last global id of each shard of a dim, taken as contiguous; empty shards are left out."""
     size = case.dims[dim]
     cuts = {key.split("/")[1]: record for key, record in case.layouts.items() if key.split("/")[0] == dim}
-    given = [record["lengths"] for record in cuts.values() if "lengths" in record]
+    ragged = [record["lengths"] for record in cuts.values() if "lengths" in record]
     shards = math.prod(case.mesh[axis] for axis in cuts)
-    lengths = given[0] if given else [len(part) for part in np.array_split(np.arange(size), shards)]
+    lengths = ragged[0] if ragged else [len(part) for part in np.array_split(np.arange(size), shards)]
     ends = np.cumsum(lengths)
     return [(int(e - n), int(e) - 1) for e, n in zip(ends, lengths, strict=True) if n] or [(0, size - 1)]
 

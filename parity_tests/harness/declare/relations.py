@@ -1,4 +1,4 @@
-"""Dims that follow from others, `{"h": "2*g"}`: relations are read, refused where they go in circles, and evaluated."""
+"""Dims that follow from others, `{"h": "2*g"}`: relations are read, rejected where circular, and evaluated."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ _OPERATORS: dict[type, Callable[[int, int], int]] = {
 
 
 def check_dims(leaves: Sequence[Argument], results: Sequence[Argument], dims: Mapping[str, Any], say: Say) -> None:
-    known = {name for arg in leaves for name in arg.spec.dim_names}
-    shown = known | {name for arg in results for name in arg.spec.dim_names}
+    input_dims = {name for arg in leaves for name in arg.spec.dim_names}
+    all_dims = input_dims | {name for arg in results for name in arg.spec.dim_names}
     used = {other for name, rule in dims.items() if isinstance(rule, str) for other in relation_names(rule, name, say)}
     for name, menu in dims.items():
-        if name not in shown | used:
-            raise say(f"dims has {name!r}, the dims are ({', '.join(sorted(shown))})")
+        if name not in all_dims | used:
+            raise say(f"dims has {name!r}, the dims are ({', '.join(sorted(all_dims))})")
         if isinstance(menu, str):
             for other in relation_names(menu, name, say):
-                if other not in known and other not in dims:
+                if other not in input_dims and other not in dims:
                     raise say(f"dims[{name!r}] = {menu!r}: no input has dim {other}")
         elif not menu or not all(isinstance(size, int) and size >= 0 for size in menu):
             raise say(f"dims[{name!r}] is {menu!r}; give a tuple of sizes or a relation such as '2*g'")
     for name in dims:
-        _refuse_cycle([name], dims, say)
+        _check_no_cycle([name], dims, say)
 
 
-def _refuse_cycle(path: Sequence[str], dims: Mapping[str, Any], say: Say) -> None:
+def _check_no_cycle(path: Sequence[str], dims: Mapping[str, Any], say: Say) -> None:
     """Follow every relation from the last dim of a path of relations."""
     rule = dims.get(path[-1])
     for name in relation_names(rule, path[-1], say) if isinstance(rule, str) else ():
         if name in path:
             raise say(f"dims: {' -> '.join([*path[path.index(name) :], name])} is a cycle")
-        _refuse_cycle([*path, name], dims, say)
+        _check_no_cycle([*path, name], dims, say)
 
 
 def relation_names(text: str, name: str, say: Say) -> list[str]:
-    """Dims that a relation refers to; refuses anything but +, -, *, // of dims and integers."""
+    """Dims that a relation refers to; rejects anything but +, -, *, // of dims and integers."""
     try:
         tree = ast.parse(text, mode="eval").body
     except SyntaxError:

@@ -132,8 +132,8 @@ def _check_cuts(dim: Dim, axes: tuple[str, ...], layouts: Collection[str], cut_b
     for cut in dim.cuts:
         _check_axis(cut.axis, axes)
         if cut.layout not in layouts:
-            known = ", ".join(sorted(layouts))
-            raise ValueError(f"layout '{cut.layout}' is not known ({known}); pass layouts={{'{cut.layout}': f}}")
+            names = ", ".join(sorted(layouts))
+            raise ValueError(f"layout '{cut.layout}' is not known ({names}); pass layouts={{'{cut.layout}': f}}")
         if sum(cut.axis == other.axis for other in dim.cuts) > 1:
             raise ValueError(f"axis '{cut.axis}' cuts {dim.name} twice; an axis cuts a dim once")
         if cut.axis in cut_by:
@@ -148,7 +148,7 @@ def _check_cuts(dim: Dim, axes: tuple[str, ...], layouts: Collection[str], cut_b
 def _check_axis(axis: str, axes: tuple[str, ...]) -> None:
     if axis in axes:
         return
-    likeness = {known: SequenceMatcher(None, axis, known).ratio() for known in axes}
+    likeness = {candidate: SequenceMatcher(None, axis, candidate).ratio() for candidate in axes}
     nearest = max(likeness, key=likeness.__getitem__, default="")
     hint = f"; did you mean '{nearest}'?" if nearest and likeness[nearest] >= 0.5 else ""
     raise ValueError(f"axis '{axis}' is not in mesh ({', '.join(axes)}){hint}")
@@ -196,12 +196,12 @@ class _Word:
             return self.dim("1")
         name = self.name("a dim")
         if self.take("="):
-            found = _VALUE.match(self.text, self.at, self.stop)
-            if found:
-                self.at = found.end()
-            if not found or self.at < self.stop:
+            match = _VALUE.match(self.text, self.at, self.stop)
+            if match:
+                self.at = match.end()
+            if not match or self.at < self.stop:
                 raise self.unexpected("a type")
-            return name, found.group()
+            return name, match.group()
         return self.dim(name)
 
     def dim(self, name: str) -> Dim:
@@ -215,14 +215,14 @@ class _Word:
         return Dim(name, tuple(cuts))
 
     def name(self, what: str) -> str:
-        found = _NAME.match(self.text, self.at, self.stop)
-        if not found:
+        match = _NAME.match(self.text, self.at, self.stop)
+        if not match:
             raise self.unexpected(what)
-        self.at = found.end()
+        self.at = match.end()
         # A capital inside a name is told here: what may follow the name is known only to the caller.
         if self.at < self.stop and self.text[self.at] in ascii_uppercase:
             raise self.unexpected(what)
-        return found.group()
+        return match.group()
 
     def take(self, character: str) -> bool:
         if self.at < self.stop and self.text[self.at] == character:
@@ -249,7 +249,7 @@ def placements(spec: Spec, axes: tuple[str, ...]) -> tuple[Any, ...]:
     """
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    found: dict[str, Any] = {axis: Partial() if letter == "P" else Replicate() for axis, letter in spec.types}
+    by_axis: dict[str, Any] = {axis: Partial() if letter == "P" else Replicate() for axis, letter in spec.types}
     for index, dim in enumerate(spec.dims):
         order = [axes.index(cut.axis) for cut in dim.cuts]
         if order != sorted(order):
@@ -259,5 +259,5 @@ def placements(spec: Spec, axes: tuple[str, ...]) -> tuple[Any, ...]:
                 raise ValueError("not expressible: ragged lengths are free, DTensor's follow its ceil rule")
             if cut.layout != "contiguous":
                 raise ValueError(f"not expressible: {cut.layout} is a permutation")
-            found[cut.axis] = Shard(index)
-    return tuple(found.get(axis, Replicate()) for axis in axes)
+            by_axis[cut.axis] = Shard(index)
+    return tuple(by_axis.get(axis, Replicate()) for axis in axes)

@@ -82,36 +82,36 @@ def test_another_process_writes_the_same_line():
         assert run.stdout.strip() == CANONICAL
 
 
-def refused(text):
+def rejected(text):
     with pytest.raises(ValueError) as caught:
         CaseSpec.from_json(text)
     return str(caught.value)
 
 
-def test_unknown_keys_are_refused():
+def test_unknown_keys_are_rejected():
     record = {**json.loads(CANONICAL), "colour": 1, "axis": 2}
-    assert refused(json.dumps(record)) == "case: unknown keys axis, colour"
+    assert rejected(json.dumps(record)) == "case: unknown keys axis, colour"
 
 
-def test_missing_keys_are_refused():
-    assert refused('{"format":1,"dims":{}}') == "case: missing keys mesh, scheme"
-    assert refused("[1]") == "case: is a list; a case is a JSON object"
+def test_missing_keys_are_rejected():
+    assert rejected('{"format":1,"dims":{}}') == "case: missing keys mesh, scheme"
+    assert rejected("[1]") == "case: is a list; a case is a JSON object"
 
 
 @pytest.mark.parametrize("size", ["x", 0, 1.5, None])
-def test_a_mesh_size_that_is_no_number_of_ranks_is_refused(size):
+def test_a_mesh_size_that_is_no_number_of_ranks_is_rejected(size):
     record = {**json.loads(CANONICAL), "mesh": {"tp": size}}
-    assert refused(json.dumps(record)) == f"case: mesh axis 'tp' has size {size!r}; a size is a whole number from 1 on"
+    assert rejected(json.dumps(record)) == f"case: mesh axis 'tp' has size {size!r}; a size is a whole number from 1 on"
 
 
-def test_another_format_is_refused():
+def test_another_format_is_rejected():
     record = {**json.loads(CANONICAL), "format": FORMAT + 1}
-    assert refused(json.dumps(record)) == "case: format 2 is not 1; this file was written by another version"
+    assert rejected(json.dumps(record)) == "case: format 2 is not 1; this file was written by another version"
 
 
-def test_another_dtype_is_refused():
+def test_another_dtype_is_rejected():
     record = {**json.loads(CANONICAL), "dtype": "float8"}
-    assert refused(json.dumps(record)) == "case: dtype 'float8' is not one of float64, float32, bfloat16, float16"
+    assert rejected(json.dumps(record)) == "case: dtype 'float8' is not one of float64, float32, bfloat16, float16"
 
 
 def test_names_are_attributes():

@@ -1,4 +1,4 @@
-"""Spec strings: what is read, what is refused and in which words."""
+"""Spec strings: what is read, what is rejected and in which words."""
 
 import pytest
 from hypothesis import given
@@ -10,7 +10,7 @@ AXES = ("cp", "tp")
 LAYOUTS = ("contiguous", "dual_chunk_swap", "packed", "ragged", "striped")
 
 
-def refusal(text, axes=AXES, **kwargs):
+def rejection(text, axes=AXES, **kwargs):
     with pytest.raises(ValueError) as caught:
         parse(text, axes, **kwargs)
     return str(caught.value)
@@ -65,7 +65,7 @@ def test_size_one_may_stand_twice_and_be_cut():
 
 def test_custom_layouts():
     assert parse("s/cp:mine tp=I", AXES, ("mine",)).dims[0].cuts == (Cut("cp", "mine"),)
-    assert refusal("s/cp:yours tp=I", layouts=("mine", "alpha")).endswith(
+    assert rejection("s/cp:yours tp=I", layouts=("mine", "alpha")).endswith(
         "layout 'yours' is not known (alpha, mine); pass layouts={'yours': f}"
     )
 
@@ -144,28 +144,29 @@ def test_thousands_of_dims():
     ],
 )
 def test_mistakes(text, sentence):
-    assert refusal(text) == f"spec '{text}' (input 'x'): {sentence}"
+    assert rejection(text) == f"spec '{text}' (input 'x'): {sentence}"
 
 
 def test_the_first_mistake_is_told():
-    assert refusal("b s/xp s!").endswith("axis 'xp' is not in mesh (cp, tp); did you mean 'cp'?")
-    assert refusal("b! s/xp").startswith("spec 'b! s/xp' (input 'x'): unexpected '!' at column 2;")
+    assert rejection("b s/xp s!").endswith("axis 'xp' is not in mesh (cp, tp); did you mean 'cp'?")
+    assert rejection("b! s/xp").startswith("spec 'b! s/xp' (input 'x'): unexpected '!' at column 2;")
 
 
 def test_an_empty_mesh_has_no_axis_to_suggest():
-    assert refusal("v/tp", ()) == "spec 'v/tp' (input 'x'): axis 'tp' is not in mesh ()"
+    assert rejection("v/tp", ()) == "spec 'v/tp' (input 'x'): axis 'tp' is not in mesh ()"
 
 
 def test_type_on_integer():
     assert (
-        refusal("b s tp=R", name="target", differentiable=False)
+        rejection("b s tp=R", name="target", differentiable=False)
         == "spec 'b s tp=R' (input 'target'): 'target' is an integer and has no gradient; drop tp=R"
     )
 
 
 def test_outputs_are_named_as_outputs():
     assert (
-        refusal("b v/", role="output", name="out") == "spec 'b v/' (output 'out'): ends after 'v/'; an axis must follow"
+        rejection("b v/", role="output", name="out")
+        == "spec 'b v/' (output 'out'): ends after 'v/'; an axis must follow"
     )
 
 
@@ -209,10 +210,10 @@ def test_round_trip(spec_and_axes):
 
 
 @given(st.text() | st.text("bstp1/:=RIPVX !", max_size=12), st.booleans(), st.booleans())
-def test_any_text_is_read_or_refused_with_the_prefix(text, differentiable, typeless_ok):
+def test_any_text_is_read_or_rejected_with_the_prefix(text, differentiable, typeless_ok):
     try:
         spec = parse(text, AXES, differentiable=differentiable, typeless_ok=typeless_ok)
-    except ValueError as refused:
-        assert str(refused).startswith(f"spec '{text}' (input 'x'): ")
+    except ValueError as rejected:
+        assert str(rejected).startswith(f"spec '{text}' (input 'x'): ")
     else:
         assert str(spec) == " ".join(text.split())

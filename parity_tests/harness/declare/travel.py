@@ -43,7 +43,7 @@ def _operator(path: str) -> Any:
 def dumps(travelling: Any) -> bytes:
     """Pickle a function, or what carries one as `.fn`, with its own module by value."""
     fn = getattr(travelling, "fn", travelling)
-    refuse_untravelable(fn)
+    check_travels(fn)
     with _by_value({getattr(fn, "__module__", None) or "__main__", *BROUGHT}):
         file = io.BytesIO()
         _Pickler(file).dump(travelling)
@@ -58,7 +58,7 @@ def bare(fn: Callable[..., Any]) -> Callable[..., Any]:
     return copy
 
 
-def refuse_untravelable(fn: Any) -> None:
+def check_travels(fn: Any) -> None:
     """TypeError that names the variable, for a closure or global that no other process can have."""
     code = getattr(fn, "__code__", None)
     if code is None:

@@ -1,4 +1,4 @@
-"""What @scheme refuses at declaration, each with the sentence that mends it."""
+"""What @scheme rejects at declaration, each with the sentence that mends it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def prefixed(name: str) -> Say:
 
 
 def function_names(fn: Any, say: Say) -> tuple[str, ...]:
-    """Names of the function's arguments after `mesh`; refuses what is no plain function."""
+    """Names of the function's arguments after `mesh`; rejects what is no plain function."""
     kinds = {
         "a coroutine function": inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn),
         "a generator function": inspect.isgeneratorfunction(fn),
@@ -80,9 +80,9 @@ def input_arguments(
     annotations = _annotations(fn)
     arguments = []
     for path, text in flat.items():
-        drawn = draw.get(path)
-        is_integer = drawn.is_integer if drawn else _is_integer(annotations.get(path))
-        if is_integer and drawn is None:
+        path_draw = draw.get(path)
+        is_integer = path_draw.is_integer if path_draw else _is_integer(annotations.get(path))
+        if is_integer and path_draw is None:
             raise say(
                 f"'{path}' is an integer and has no draw; give draw={{'{path}': token_below(...)}} or integers(...)"
             )
@@ -146,25 +146,26 @@ def check_reference(
     """The reference must take the inputs and the options, by name; further ones need a default."""
     if not callable(reference):
         raise say(f"reference is {type(reference).__name__}; pass a JAX function")
-    shown = reference_named(reference)
+    title = reference_named(reference)
     try:
         parameters = inspect.signature(reference).parameters
     except ValueError:  # a compiled callable may have none to show
         return
     if any(p.kind is p.POSITIONAL_ONLY for p in parameters.values()):
-        raise say(f"{shown} has positional-only arguments; wrap it in a function that names them")
+        raise say(f"{title} has positional-only arguments; wrap it in a function that names them")
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
     required = [n for n, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
-    given = [*inputs, *options]
-    asks = f"takes ({', '.join(signature)}) but {shown} takes ({', '.join(parameters)})"
-    missing = [name for name in required if name not in given]
+    arguments = [*inputs, *options]
+    asks = f"takes ({', '.join(signature)}) but {title} takes ({', '.join(parameters)})"
+    missing = [name for name in required if name not in arguments]
     if missing:
         kinds = "input or option" if options else "input"
         raise say(
-            f"{asks}; its argument {missing[0]!r} is no {kinds} of the scheme ({', '.join(given)}): rename it or add it"
+            f"{asks}; its argument {missing[0]!r} is no {kinds} of the scheme ({', '.join(arguments)}): "
+            "rename it or add it"
         )
-    unknown = [name for name in given if name not in parameters]
+    unknown = [name for name in arguments if name not in parameters]
     if unknown:
         kind = "inputs" if unknown[0] in inputs else "options (rank_options go to the ranks alone)"
         raise say(f"{asks}; it has no {unknown[0]!r} of {kind}")
@@ -176,10 +177,10 @@ def reference_named(reference: Any) -> str:
     return "the reference" if name == "reference" else f"reference {name}"
 
 
-def check_covered(fn: Any, given: Sequence[str], say: Say) -> None:
+def check_covered(fn: Any, names: Sequence[str], say: Say) -> None:
     """Whatever has no default must be an input or an option."""
     for parameter in list(inspect.signature(fn).parameters.values())[1:]:
-        if parameter.default is parameter.empty and parameter.name not in given:
+        if parameter.default is parameter.empty and parameter.name not in names:
             raise say(f"takes {parameter.name!r}, which is no input and no option; add it to inputs")
 
 

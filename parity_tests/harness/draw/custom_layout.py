@@ -1,4 +1,4 @@
-"""Layouts of the user's own: where one refuses a size, that cannot be cut and is not drawn."""
+"""Layouts of the user's own: where one rejects a size, that cannot be cut and is not drawn."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 Layout = Callable[[int, int], Any]
 # What a size that does not fit makes a layout raise: by its own words, an assertion, or a view or reshape of a library.
-REFUSALS = (ValueError, AssertionError, RuntimeError, TypeError)
+REJECTIONS = (ValueError, AssertionError, RuntimeError, TypeError)
 MULTIPLES = (*range(1, 129), 192, 256, 320, 384, 500, 512, 640, 768, 1000, 1024)  # tried until the layout takes one
 SMALL = range(1, 65)  # tried after them, for a layout that takes no multiple of the number of ranks
 
 
 def parts(name: str, layout: Layout, dim: str, size: int, axis: str, world: int) -> Any:
-    """The positions of each rank. Errors: ValueError, with the dim and the layout's own words, where it refuses."""
+    """The positions of each rank. Errors: ValueError, with the dim and the layout's own words, where it rejects."""
     try:
-        found = layout(size, world)
-        return list(found) if isinstance(found, Iterable) else found
-    except REFUSALS as error:
+        positions = layout(size, world)
+        return list(positions) if isinstance(positions, Iterable) else positions
+    except REJECTIONS as error:
         raise ValueError(f"{dim}={size} cannot be cut by {name} over {axis}={world}: {_words(error)}") from error
 
 

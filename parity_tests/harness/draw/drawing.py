@@ -34,16 +34,16 @@ def seeded_chooser(seed: int) -> Chooser:
 
 
 def one_case(
-    scheme: Declared, *, seed: int = 0, engine: str = "lockstep", dtype: str | None = None, **given: Any
+    scheme: Declared, *, seed: int = 0, engine: str = "lockstep", dtype: str | None = None, **fixed: Any
 ) -> CaseSpec:
     """The case of a seed; see Scheme.case."""
-    return draw_case(scheme, seeded_chooser(seed), given, dtype=dtype, engine=engine, seed=seed)
+    return draw_case(scheme, seeded_chooser(seed), fixed, dtype=dtype, engine=engine, seed=seed)
 
 
 def draw_case(
     scheme: Declared,
     choose: Chooser,
-    given: Mapping[str, Any],
+    fixed: Mapping[str, Any],
     *,
     dtype: str | None = None,
     engine: str = "lockstep",
@@ -56,7 +56,7 @@ def draw_case(
 
     Errors: ValueError for an unknown name, an uncuttable size, a menu that is empty."""
     # 1. A mesh, then one of the shapes that it can shard.
-    sizes, options = _sorted_out(scheme, given)
+    sizes, options = _sorted_out(scheme, fixed)
     mesh, fits = choose(_remembered(scheme, sizes, world, limit).fits)
     shape = choose(fits)
     # 2. What the layouts need: lengths of ragged shards, lengths of packed sequences.
@@ -68,7 +68,7 @@ def draw_case(
         for arg in scheme.inputs
     }
     # 4. Options, and with the case dtype, seed and schedule.
-    drawn = {
+    chosen = {
         name: options.get(name, choose(choices)) for name, choices in {**scheme.options, **scheme.rank_options}.items()
     }
     return CaseSpec(
@@ -79,24 +79,24 @@ def draw_case(
         layouts=layouts,
         lengths=lengths,
         values=values,
-        options=drawn,
+        options=chosen,
         seed=choose(range(2**16)) if seed is None else seed,
         engine=engine,
         schedule=choose(range(8)),
     )
 
 
-def fitting_meshes(scheme: Declared, given: Mapping[str, Any], world: int | None = None) -> list[dict[str, int]]:
+def fitting_meshes(scheme: Declared, fixed: Mapping[str, Any], world: int | None = None) -> list[dict[str, int]]:
     """The meshes that can cut the sizes given, the smallest first. Errors: as of draw_case."""
-    sizes, _ = _sorted_out(scheme, given)
+    sizes, _ = _sorted_out(scheme, fixed)
     return [mesh for mesh, _ in _remembered(scheme, sizes, world, DEFAULT_LIMIT).fits]
 
 
 def meshes_left_out(
-    scheme: Declared, given: Mapping[str, Any], world: int | None = None, limit: int = DEFAULT_LIMIT
+    scheme: Declared, fixed: Mapping[str, Any], world: int | None = None, limit: int = DEFAULT_LIMIT
 ) -> list[tuple[dict[str, int], str]]:
     """The meshes that cannot cut the sizes given, or any drawn beside them, with the reason. Errors: of draw_case."""
-    sizes, _ = _sorted_out(scheme, given)
+    sizes, _ = _sorted_out(scheme, fixed)
     given_ones = tuple(f"{name}=" for name in sizes)
     return [
         (mesh, why if why.startswith(given_ones) else f"of the sizes drawn, {why}")
@@ -106,51 +106,51 @@ def meshes_left_out(
 
 def _remembered(scheme: Declared, sizes: Mapping[str, int], world: int | None, limit: int) -> Served:
     served = _SERVED.setdefault(scheme, {})
-    asked = tuple(sorted(sizes.items())), world, limit
-    if asked not in served:
-        served[asked] = _served(scheme, sizes, world, limit)
-    return served[asked]
+    key = tuple(sorted(sizes.items())), world, limit
+    if key not in served:
+        served[key] = _served(scheme, sizes, world, limit)
+    return served[key]
 
 
 def _served(scheme: Declared, sizes: Mapping[str, int], world: int | None, limit: int) -> Served:
     """Sort the meshes. Errors: ValueError where there is none, or none that can cut anything."""
 
-    def refusal(why: str) -> ValueError:
+    def rejection(why: str) -> ValueError:
         return ValueError(f"scheme '{scheme.name}': {why}")
 
     tried = size_choices.meshes(scheme, sizes, world)
     if not tried:
-        asked = f"has {world} ranks" if world else f"has {LARGEST_WORLD} ranks or fewer, which is the limit"
-        raise refusal(
-            f"no mesh of { ({**scheme.mesh, **{a: n for a, n in sizes.items() if a in scheme.mesh}}) } {asked}"
+        reason = f"has {world} ranks" if world else f"has {LARGEST_WORLD} ranks or fewer, which is the limit"
+        raise rejection(
+            f"no mesh of { ({**scheme.mesh, **{a: n for a, n in sizes.items() if a in scheme.mesh}}) } {reason}"
         )
     shapes = size_choices.shapes(scheme, sizes, tried, limit)
     tied = [f"{name}={rule}" for name, rule in scheme.dims.items() if isinstance(rule, str)]
     nothing = f"no sizes agree with {', '.join(tied)} and can be cut" if tied else "no size of its dims can be cut"
-    found = Served([], [])
+    sorted_meshes = Served([], [])
     for mesh in tried:
         fits = [shape for shape in shapes if size_choices.compatible(scheme, shape, mesh)]
         if fits:
-            found.fits.append((mesh, fits))
+            sorted_meshes.fits.append((mesh, fits))
         elif why := size_choices.never(scheme, mesh, sizes):
-            raise refusal(why)
+            raise rejection(why)
         else:
             why = size_choices.objection(scheme, shapes[0], mesh, sizes) if shapes else None
-            found.left_out.append((mesh, why or nothing))
+            sorted_meshes.left_out.append((mesh, why or nothing))
     # Where sizes were given by hand, meshes that cannot cut them are left out; where none were, it is a mistake.
-    if found.left_out and (not found.fits or not sizes):
-        mesh, why = found.left_out[-1]
+    if sorted_meshes.left_out and (not sorted_meshes.fits or not sizes):
+        mesh, why = sorted_meshes.left_out[-1]
         named = "" if sizes else f"mesh {mesh} can never be drawn: "
-        raise refusal(f"{named}{why}")
-    return found
+        raise rejection(f"{named}{why}")
+    return sorted_meshes
 
 
-def _sorted_out(scheme: Declared, given: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any]]:
+def _sorted_out(scheme: Declared, fixed: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any]]:
     """Split what the caller gave into sizes (mesh axes and dims) and options."""
     dims = {*size_choices.free_dims(scheme), *scheme.dims}
     options = {**scheme.options, **scheme.rank_options}
     sizes, chosen = {}, {}
-    for name, value in given.items():
+    for name, value in fixed.items():
         if name in scheme.mesh or name in dims:
             smallest = 1 if name in scheme.mesh else 0
             if not isinstance(value, int) or isinstance(value, bool) or value < smallest:
@@ -159,8 +159,8 @@ def _sorted_out(scheme: Declared, given: Mapping[str, Any]) -> tuple[dict[str, i
         elif name in options:
             chosen[name] = value
         else:
-            known = ", ".join([*scheme.mesh, *sorted(dims), *options])
-            raise ValueError(f"scheme '{scheme.name}': {name!r} is no mesh axis, dim or option ({known})")
+            names = ", ".join([*scheme.mesh, *sorted(dims), *options])
+            raise ValueError(f"scheme '{scheme.name}': {name!r} is no mesh axis, dim or option ({names})")
     return sizes, chosen
 
 
@@ -203,24 +203,24 @@ def _lengths(
     scheme: Declared, mesh: Mapping[str, int], shape: Mapping[str, int], choose: Chooser
 ) -> dict[str, dict[str, list[int]]]:
     """True and padded lengths of the sequences of every packed dim: uneven, some empty, some of one token."""
-    drawn: dict[str, dict[str, list[int]]] = {}
+    lengths: dict[str, dict[str, list[int]]] = {}
     for name in _packed_dims(scheme):
         unit = 2 * _shards(scheme, mesh, name) if _is_packed(scheme, name) else 1
         count = _sequence_count(scheme, name, shape)
         blocks = shape[name] // unit
         borders = sorted(choose(range(blocks + 1)) for _ in range((count or choose((1, 2, 3))) - 1))
         padded = [unit * int(n) for n in np.diff([0, *borders, blocks])]
-        drawn[name] = {
+        lengths[name] = {
             "padded": padded,
             "true": [n - choose(range(min(n, unit))) if n else 0 for n in padded],
         }
-    return drawn
+    return lengths
 
 
 def _packed_dims(scheme: Declared) -> Sequence[str]:
     cut = [dim.name for arg in scheme.inputs for dim in arg.spec.dims if any(c.layout == "packed" for c in dim.cuts)]
-    asked = [draw.dim for draw in scheme.draws.values() if draw.kind in ("offsets", "lengths") and draw.dim]
-    return list(dict.fromkeys([*cut, *asked]))
+    described = [draw.dim for draw in scheme.draws.values() if draw.kind in ("offsets", "lengths") and draw.dim]
+    return list(dict.fromkeys([*cut, *described]))
 
 
 def _is_packed(scheme: Declared, name: str) -> bool:

@@ -39,7 +39,7 @@ def rounded(array: np.ndarray, dtype: str) -> np.ndarray:
     return torch.tensor(array).to(getattr(torch, dtype)).double().numpy()
 
 
-def whole(arg: Argument, draw: Draw, case: CaseSpec) -> np.ndarray:
+def full_array(arg: Argument, draw: Draw, case: CaseSpec) -> np.ndarray:
     """The whole input before any addends: float64 values of the tested dtype, int64 or bool."""
     array = draw.build(case.values.get(arg.name, {}), arg.shape(case), generator(case, arg.name), case)
     if array.shape != arg.shape(case):
@@ -106,7 +106,7 @@ def layout_function(name: str, lengths: Any, custom: Layouts, trusted: bool) -> 
 
 def positions(arg: Argument, case: CaseSpec, coords: Mapping[str, int], custom: Layouts) -> list[np.ndarray]:
     """Global positions that one rank holds, dim by dim."""
-    held = []
+    by_dim = []
     for dim, size in zip(arg.spec.dims, arg.shape(case), strict=True):
         ids = np.arange(size)
         for cut in dim.cuts:
@@ -119,12 +119,12 @@ def positions(arg: Argument, case: CaseSpec, coords: Mapping[str, int], custom: 
                 parts = layout(len(ids), world)
             trusted_layouts.check_partition(cut.layout, parts, len(ids))
             ids = ids[np.asarray(parts[coords[cut.axis]], dtype=np.int64)]
-        held.append(ids)
-    return held
+        by_dim.append(ids)
+    return by_dim
 
 
 def check_custom_layouts(arguments: Sequence[Argument], case: CaseSpec, custom: Layouts) -> None:
-    """ValueError for a user's layout that leaves out, repeats or makes up positions, or refuses a size."""
+    """ValueError for a user's layout that leaves out, repeats or makes up positions, or rejects a size."""
     for arg in arguments:
         if any(cut.layout in custom for dim in arg.spec.dims for cut in dim.cuts):
             for coords in coordinates(case.mesh):

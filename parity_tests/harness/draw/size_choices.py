@@ -22,12 +22,12 @@ def meshes(scheme: Declared, fixed: Mapping[str, int], world: int | None) -> lis
     """Mesh sizes to try, smallest world first, none above the limit; `world` keeps those whose product equals it."""
     sizes = [(fixed[axis],) if axis in fixed else menu for axis, menu in scheme.mesh.items()]
     tried = [dict(zip(scheme.mesh, combination, strict=True)) for combination in itertools.product(*sizes)]
-    kept = [
+    allowed = [
         mesh
         for mesh in tried
         if math.prod(mesh.values()) in (range(1, LARGEST_WORLD + 1) if world is None else (world,))
     ]
-    return sorted(kept, key=lambda mesh: (math.prod(mesh.values()), *mesh.values()))
+    return sorted(allowed, key=lambda mesh: (math.prod(mesh.values()), *mesh.values()))
 
 
 def shapes(
@@ -37,31 +37,31 @@ def shapes(
 
     A round takes local sizes (1, ...), then (2, 3, ...) and so on; inside a round each mesh may add the shape that
     these local sizes give it. Where there are too many meshes for that, the units of all are joined. A shape that
-    custom layouts refuse on every mesh is left out, unless there is no other.
+    custom layouts reject on every mesh is left out, unless there is no other.
     """
     # 1. What sizes must be multiples of, on each mesh; with too many meshes, one unit that serves all of them.
     units = list({tuple(sorted(unit.items())): unit for unit in (_units(scheme, mesh) for mesh in tried)}.values())
     if len(units) > max(limit // 2, 1):
-        joined = {name: math.lcm(*(unit[name] for unit in units)) for name in units[0]}
-        if _shape(scheme, fixed, joined, 0) is not None:
-            units = [joined]
+        common = {name: math.lcm(*(unit[name] for unit in units)) for name in units[0]}
+        if _shape(scheme, fixed, common, 0) is not None:
+            units = [common]
     # 2. Round after round, the shape that each unit gives, until there are enough.
     offered: list[dict[str, int]] = []
-    found: list[dict[str, int]] = []
+    chosen: list[dict[str, int]] = []
     for turn in range(TURNS):
         for unit in units:
             shape = _shape(scheme, fixed, unit, turn)
             if shape is None or shape in offered:
                 continue
             offered.append(shape)
-            if len(found) < limit and (not scheme.layouts or any(compatible(scheme, shape, mesh) for mesh in tried)):
-                found.append(shape)
+            if len(chosen) < limit and (not scheme.layouts or any(compatible(scheme, shape, mesh) for mesh in tried)):
+                chosen.append(shape)
     # 3. A mesh that custom layouts left without a shape gets one of its own.
     for mesh in tried if scheme.layouts else ():
-        if not any(compatible(scheme, shape, mesh) for shape in found):
-            own = (_shape(scheme, fixed, _units(scheme, mesh), turn) for turn in range(TURNS))
-            found += [shape for shape in own if shape is not None and compatible(scheme, shape, mesh)][:1]
-    return found or offered[:limit]
+        if not any(compatible(scheme, shape, mesh) for shape in chosen):
+            mesh_shapes = (_shape(scheme, fixed, _units(scheme, mesh), turn) for turn in range(TURNS))
+            chosen += [shape for shape in mesh_shapes if shape is not None and compatible(scheme, shape, mesh)][:1]
+    return chosen or offered[:limit]
 
 
 def compatible(scheme: Declared, shape: Mapping[str, int], mesh: Mapping[str, int]) -> bool:
@@ -69,23 +69,23 @@ def compatible(scheme: Declared, shape: Mapping[str, int], mesh: Mapping[str, in
 
 
 def objection(
-    scheme: Declared, shape: Mapping[str, int], mesh: Mapping[str, int], given: Collection[str] = ()
+    scheme: Declared, shape: Mapping[str, int], mesh: Mapping[str, int], fixed: Collection[str] = ()
 ) -> str | None:
     """Why this shape cannot be cut on this mesh, or None; of several dims that cannot, one of the `given`."""
-    for dim in sorted(_cut_dims(scheme), key=lambda dim: dim.name not in given):
+    for dim in sorted(_cut_dims(scheme), key=lambda dim: dim.name not in fixed):
         sizes = [dim.size(shape)]
         for cut in dim.cuts:
             pieces: list[int] = []
             for size in sizes:
                 try:
-                    pieces += _cut(scheme, dim, size, cut, mesh[cut.axis])
+                    pieces += _shard_sizes(scheme, dim, size, cut, mesh[cut.axis])
                 except ValueError as error:
                     return str(error)
             sizes = list(dict.fromkeys(pieces))
     return None
 
 
-def _cut(scheme: Declared, dim: Dim, size: int, cut: Cut, world: int) -> list[int]:
+def _shard_sizes(scheme: Declared, dim: Dim, size: int, cut: Cut, world: int) -> list[int]:
     """The sizes of the pieces of a dim, as a further cut meets them; ValueError where it cannot be cut."""
     if cut.layout in scheme.layouts:
         parts = custom_layout.parts(cut.layout, scheme.layouts[cut.layout], dim.name, size, cut.axis, world)
@@ -96,12 +96,12 @@ def _cut(scheme: Declared, dim: Dim, size: int, cut: Cut, world: int) -> list[in
     return [size // world]
 
 
-def never(scheme: Declared, mesh: Mapping[str, int], given: Collection[str] = ()) -> str | None:
+def never(scheme: Declared, mesh: Mapping[str, int], fixed: Collection[str] = ()) -> str | None:
     """The words for a custom layout that takes no size at all of a dim that is not given on this mesh, or None."""
-    dims = [dim for dim in _cut_dims(scheme) if dim.name not in given]
+    dims = [dim for dim in _cut_dims(scheme) if dim.name not in fixed]
     cuts = [(dim, cut) for dim in dims for cut in dim.cuts if cut.layout in scheme.layouts]
-    said = (custom_layout.never(c.layout, scheme.layouts[c.layout], d.name, c.axis, mesh[c.axis]) for d, c in cuts)
-    return next((why for why in said if why), None)
+    reasons = (custom_layout.never(c.layout, scheme.layouts[c.layout], d.name, c.axis, mesh[c.axis]) for d, c in cuts)
+    return next((why for why in reasons if why), None)
 
 
 def free_dims(scheme: Declared) -> list[str]:
@@ -160,15 +160,15 @@ def _units(scheme: Declared, mesh: Mapping[str, int]) -> dict[str, int]:
     """What each dim's size must be a multiple of on this mesh; a menu of sizes is asked of a custom layout instead."""
     unit: dict[str, int] = {}
     for dim in _cut_dims(scheme):
-        own = [cut for cut in dim.cuts if cut.layout in scheme.layouts]
-        if own and dim.name in scheme.dims and not isinstance(scheme.dims[dim.name], str):
+        custom = [cut for cut in dim.cuts if cut.layout in scheme.layouts]
+        if custom and dim.name in scheme.dims and not isinstance(scheme.dims[dim.name], str):
             continue
         step = 1
         for cut in reversed(dim.cuts):
             world = mesh[cut.axis]
             # A packed total is made of sequences that each suit dual_chunk_swap.
             rule = "dual_chunk_swap" if cut.layout == "packed" else cut.layout
-            if cut in own:
+            if cut in custom:
                 step = custom_layout.unit(scheme.layouts[cut.layout], world, step * world) or step * world
             else:
                 step = 1 if rule == "ragged" else math.lcm(needs(rule, world), step * world)

@@ -38,7 +38,7 @@ def every_case(
     dtype: str | None = None,
     world: int | None = None,
     inside_subgroup: bool = False,
-    **given: Any,
+    **fixed: Any,
 ) -> SearchStrategy[CaseSpec]:
     """Cases of a scheme; what is given (mesh axes, dims, options) is kept, the rest is drawn."""
     limit = SHAPES[profile()]
@@ -48,7 +48,7 @@ def every_case(
         return draw_case(
             scheme,
             lambda options: draw(st.sampled_from(options)),
-            given,
+            fixed,
             dtype=dtype,
             engine=engine,
             world=world,

@@ -1,4 +1,4 @@
-"""A layout of the user's own may refuse sizes by a ValueError: these are not drawn, and one that takes none is told."""
+"""A layout of the user's own may reject sizes by a ValueError: these are not drawn, and one that takes none is told."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -80,7 +80,7 @@ def said(call, *args, **given):
 
 
 @pytest.mark.parametrize("layout", [viewed, reshaped, asserted])
-def test_a_library_s_own_refusal_is_one(layout):
+def test_a_library_s_own_rejection_is_one(layout):
     """As of a view, a reshape, an assertion; and a generator of rows is as good as a list of them."""
     made = declared(layout)
     assert made.verify(examples=12).meshes == ("ring=1", "ring=2", "ring=4")
@@ -147,7 +147,7 @@ def test_a_mistake_shrinks_to_the_smallest_size_that_can_be_cut():
     assert not report.ok and dict(report.case.dims) == {"b": 1, "t": 4}
 
 
-def test_a_size_given_by_hand_is_refused_in_the_layouts_words():
+def test_a_size_given_by_hand_is_rejected_in_the_layouts_words():
     made = declared(blocks(2))
     sentence = "scheme 'doubled': t=6 cannot be cut by mine over ring=2: blocked needs a multiple of 4"
     assert said(made.case, ring=2, t=6) == sentence

@@ -143,7 +143,7 @@ def is_of(array, dtype):
 @pytest.mark.parametrize("kind", ["normal", "zeros", "ones", "large", "tiny", "huge", "neg_inf_mask"])
 def test_addends_sum_to_what_the_reference_is_given(dtype, kind):
     arg, case = argument("b s cp=P tp=P dp=R"), a_case(dtype=dtype, values={"x": {"kind": kind}})
-    array = inputs.whole(arg, values(), case)
+    array = inputs.full_array(arg, values(), case)
     terms = inputs.addends(arg, array, case, "input")
     assert terms.shape == (6, 4, 12)
     assert is_of(terms, dtype)
@@ -159,7 +159,7 @@ def test_addends_sum_to_what_the_reference_is_given(dtype, kind):
 
 def test_a_term_says_nothing_about_the_whole():
     arg, case = argument("b s cp=P dp=R tp=R"), a_case(values={"x": {"kind": "normal"}})
-    array = inputs.whole(arg, values("normal"), case)
+    array = inputs.full_array(arg, values("normal"), case)
     terms = inputs.addends(arg, array, case, "input")
     for term in terms:
         assert abs(np.corrcoef(term.ravel(), array.ravel())[0, 1]) < 0.9

@@ -104,7 +104,7 @@ def test_offsets_hold_one_sequence_at_least():
     assert min(shape["m"] for shape in sizes_of("packed")) == 2
 
 
-def refusal(made, **given):
+def rejection(made, **given):
     with pytest.raises(ValueError) as caught:
         made.case(**given)
     return str(caught.value)
@@ -112,7 +112,7 @@ def refusal(made, **given):
 
 def test_sizes_given_by_hand():
     made = SCHEMES["swapped"]
-    assert refusal(made, cp=4, s=30) == (
+    assert rejection(made, cp=4, s=30) == (
         f"scheme '{made.name}': s=30 cannot be cut by dual_chunk_swap over cp=4 (needs a multiple of 8); pad to 32"
     )
     assert made.case(cp=4, s=32).dims["s"] == 32
@@ -126,13 +126,13 @@ def test_a_dim_in_a_relation_given_by_hand():
     assert made.case(tp=2, h=12).dims == {"g": 6, "p": 4, "h": 12}
     assert made.case(tp=2, g=4).dims["h"] == 8
     none = f"scheme '{made.name}': no sizes agree with h=2*g and can be cut"
-    assert refusal(made, tp=1, h=5) == none
-    assert refusal(made, tp=1, h=6, g=4) == none
+    assert rejection(made, tp=1, h=5) == none
+    assert rejection(made, tp=1, h=6, g=4) == none
 
 
 def test_a_mesh_that_can_never_be_drawn():
     made = declared({"tp": (1, 2, 4)}, {"x": "v/tp"}, "v/tp", dims={"v": (2, 6)})
-    assert refusal(made) == (
+    assert rejection(made) == (
         f"scheme '{made.name}': mesh {{'tp': 4}} can never be drawn: "
         "v=2 cannot be cut by contiguous over tp=4 (needs a multiple of 4); pad to 4"
     )
@@ -142,7 +142,7 @@ def test_a_mesh_that_can_never_be_drawn():
 def test_a_world_above_the_limit_or_of_no_mesh():
     made = SCHEMES["one cut"]
     said = f"scheme '{made.name}': no mesh of "
-    assert refusal(made, tp=65) == said + "{'tp': 65} has 64 ranks or fewer, which is the limit"
+    assert rejection(made, tp=65) == said + "{'tp': 65} has 64 ranks or fewer, which is the limit"
     with pytest.raises(ValueError) as caught:
         draw_case(made, seeded_chooser(0), {}, world=3)
     assert str(caught.value) == said + "{'tp': (1, 2, 4)} has 3 ranks"

@@ -32,7 +32,7 @@ def named_numbers(sizes: Mapping[str, float], *, mixed: bool = True) -> list[Nam
     [(4.0, 'tp'), (2.0, 'cp'), (8.0, 'tp*cp'), (0.25, '1/tp'), (0.5, '1/cp'), (0.125, '1/(tp*cp)')]
     """
     usable = [name for name, size in sizes.items() if math.isfinite(size) and size > 0 and size != 1][:MOST_NAMES]
-    found: dict[float, tuple[int, list[str]]] = {}
+    by_value: dict[float, tuple[int, list[str]]] = {}
     for exponents in sorted(product((0, 1, -1), repeat=len(usable)), key=_simplicity):
         above = [name for name, e in zip(usable, exponents, strict=True) if e > 0]
         below = [name for name, e in zip(usable, exponents, strict=True) if e < 0]
@@ -40,9 +40,9 @@ def named_numbers(sizes: Mapping[str, float], *, mixed: bool = True) -> list[Nam
             continue
         value = math.prod(float(sizes[n]) for n in above) / math.prod(float(sizes[n]) for n in below)
         parts = len(above) + len(below)
-        if value != 1 and parts == found.setdefault(value, (parts, []))[0]:
-            found[value][1].append(_written(above, below))
-    return [Named(value, tuple(names)) for value, (_, names) in found.items()]
+        if value != 1 and parts == by_value.setdefault(value, (parts, []))[0]:
+            by_value[value][1].append(_written(above, below))
+    return [Named(value, tuple(names)) for value, (_, names) in by_value.items()]
 
 
 def shown(value: float) -> str:
@@ -89,8 +89,8 @@ def known_number(evidence: Evidence) -> Iterator[str]:
 def fitted_number(evidence: Evidence) -> Iterator[str]:
     """A relation with a number fitted to the tensor, where none with a name holds: one for all, or one a rank."""
     if evidence.got.any() and not any(known_number(evidence)):  # nothing is no multiple of what was wanted
-        whole = (relation(evidence) for relation in (_plain_factor, _plain_constant))
-        yield from islice(filter(None, chain(whole, _part_by_part(evidence))), 1)
+        for_all = (relation(evidence) for relation in (_plain_factor, _plain_constant))
+        yield from islice(filter(None, chain(for_all, _part_by_part(evidence))), 1)
 
 
 def _zero(evidence: Evidence) -> str | None:
@@ -101,10 +101,10 @@ def _zero(evidence: Evidence) -> str | None:
 
 
 def _named_factor(evidence: Evidence) -> str | None:
-    found = _best(evidence, [(named, sign * named.value) for named in _names(evidence) for sign in (1, -1)], _times)
-    if found is None:
+    best = _best(evidence, [(named, sign * named.value) for named in _names(evidence) for sign in (1, -1)], _times)
+    if best is None:
         return None
-    named, value = found
+    named, value = best
     name = f"-{named}" if value < 0 else str(named)
     return f"off by the constant factor {shown(value)} (= {name}): {OF_A_NAME}{evidence.thin}"
 
@@ -114,11 +114,11 @@ def _opposite(evidence: Evidence) -> str | None:
 
 
 def _named_constant(evidence: Evidence) -> str | None:
-    whole = [named for named in _names(evidence) if named.value > 1]
-    found = _best(evidence, [(n, sign * math.log(n.value)) for n in whole for sign in (1, -1)], _plus)
-    if found is None:
+    above_one = [named for named in _names(evidence) if named.value > 1]
+    best = _best(evidence, [(n, sign * math.log(n.value)) for n in above_one for sign in (1, -1)], _plus)
+    if best is None:
         return None
-    named, value = found
+    named, value = best
     sign = "-" if value < 0 else ""
     logs = " or ".join(
         f"{sign}log({name})" if "*" in name or "/" in name else f"{sign}log {name}" for name in named.names
@@ -146,9 +146,9 @@ def _part_by_part(evidence: Evidence) -> Iterator[str]:
             ("a constant factor", fitted_factor, 1.0),
             ("an added constant", fitted_constant, 0.0),
         ):
-            found = [fitted(part) if part.wrong else neutral for part in parts]
-            written = [shown(number) for number in found if number is not None]
-            if len(written) == len(found) and len(set(written)) > 1:
+            numbers = [fitted(part) if part.wrong else neutral for part in parts]
+            written = [shown(number) for number in numbers if number is not None]
+            if len(written) == len(numbers) and len(set(written)) > 1:
                 listed = ", ".join(written[:MOST_LISTED]) + (", ..." if len(written) > MOST_LISTED else "")
                 yield f"off by {what} {where} ({listed}): {meaning[what]}"
                 return
@@ -164,11 +164,11 @@ def _divisions(evidence: Evidence) -> Iterator[tuple[str, np.ndarray, Mapping[st
 
 def fitted_factor(evidence: Evidence) -> float | None:
     """f with got = f * want on every element; None where two different values do not vouch for it."""
-    told = _telling(evidence)
-    if len(np.unique(np.abs(evidence.want[told]))) < 2:
+    clear = _telling(evidence)
+    if len(np.unique(np.abs(evidence.want[clear]))) < 2:
         return None
-    weight = _weights(evidence, told)
-    want, got = evidence.want[told] * weight, evidence.got[told] * weight
+    weight = _weights(evidence, clear)
+    want, got = evidence.want[clear] * weight, evidence.got[clear] * weight
     largest = np.abs(want).max()
     factor = float((want / largest) @ (got / largest) / ((want / largest) @ (want / largest)))
     return factor if _explains(evidence, _times, factor) else None
@@ -176,11 +176,11 @@ def fitted_factor(evidence: Evidence) -> float | None:
 
 def fitted_constant(evidence: Evidence) -> float | None:
     """c with got = want + c on every element; None where two different values do not vouch for it."""
-    told = _telling(evidence)
-    if len(np.unique(evidence.want[told])) < 2:
+    clear = _telling(evidence)
+    if len(np.unique(evidence.want[clear])) < 2:
         return None
-    weight = _weights(evidence, told) ** 2
-    constant = float(weight @ (evidence.got[told] - evidence.want[told]) / weight.sum())
+    weight = _weights(evidence, clear) ** 2
+    constant = float(weight @ (evidence.got[clear] - evidence.want[clear]) / weight.sum())
     return constant if _explains(evidence, _plus, constant) else None
 
 
@@ -207,8 +207,8 @@ def _explains(evidence: Evidence, relation: Relation, number: float) -> bool:
     """A fitted number brings any small error down a little; one that explains brings it down clearly."""
     if not (math.isfinite(number) and _fits(evidence, relation, number)):
         return False
-    told = _telling(evidence)
-    budget, got, want = evidence.budget[told], evidence.got[told], evidence.want[told]
+    clear = _telling(evidence)
+    budget, got, want = evidence.budget[clear], evidence.got[clear], evidence.want[clear]
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         before = np.nan_to_num(np.abs(got - want) / budget, posinf=np.inf).max(initial=0.0)
         after = np.nan_to_num(np.abs(got - relation(want, number)) / budget, posinf=np.inf).max(initial=0.0)
@@ -217,11 +217,11 @@ def _explains(evidence: Evidence, relation: Relation, number: float) -> bool:
 
 def _best(evidence: Evidence, tried: list[tuple[Named, float]], relation: Relation) -> tuple[Named, float] | None:
     """Of the numbers that fit, the one that leaves least; the simplest of those that leave the same."""
-    told = _telling(evidence)
-    if not told.any():
+    clear = _telling(evidence)
+    if not clear.any():
         return None
-    weight = _weights(evidence, told)
-    want, got = evidence.want[told], evidence.got[told]
+    weight = _weights(evidence, clear)
+    want, got = evidence.want[clear], evidence.got[clear]
     fitting = [(named, number) for named, number in tried if _fits(evidence, relation, number)]
     with np.errstate(over="ignore"):
         left = [float(np.abs((got - relation(want, number)) * weight).max()) for _, number in fitting]
@@ -239,9 +239,9 @@ def _telling(evidence: Evidence) -> np.ndarray:
     return finite & (evidence.bad | (np.abs(evidence.want) > evidence.budget))
 
 
-def _weights(evidence: Evidence, told: np.ndarray) -> np.ndarray:
+def _weights(evidence: Evidence, clear: np.ndarray) -> np.ndarray:
     """How much each telling element counts, at most 1: the finer its budget, the more."""
-    budget = np.maximum(evidence.budget[told], np.finfo(np.float64).tiny)
+    budget = np.maximum(evidence.budget[clear], np.finfo(np.float64).tiny)
     return budget.min() / budget
 
 

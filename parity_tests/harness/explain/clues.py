@@ -17,12 +17,12 @@ from parity_tests.harness.explain.evidence import Evidence
 
 def explain(evidence: Evidence) -> tuple[str, ...]:
     """Notes on one tensor, the headline first; none if nothing is wrong with it."""
-    known = tuple(sums.absent(evidence))
+    missing = tuple(sums.absent(evidence))
     if not evidence.bad.any():
-        return known
+        return missing
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # what came may be beyond all measure
         notes = [sentence for clue in CLUES for sentence in clue(evidence)]
-    return (*known, *notes) or (places.worst(evidence),)
+    return (*missing, *notes) or (places.worst(evidence),)
 
 
 def _backward(evidence: Evidence) -> Iterator[str]:

@@ -40,15 +40,15 @@ def narrowest(evidence: Evidence) -> Iterator[str]:
 
 
 def _owned(evidence: Evidence) -> Iterator[tuple[str, np.ndarray]]:
-    found = []
+    single_owners = []
     for axis, ranks in evidence.owners.items():
         wrong = np.unique(ranks[evidence.bad])
         if len(wrong) == 1 and (ranks != wrong[0]).any():
-            found.append((axis, int(wrong[0])))
-    if found:
-        region = np.logical_and.reduce([evidence.owners[axis] == rank for axis, rank in found])
-        who = " and ".join(f"{axis} rank {rank}" for axis, rank in found)
-        yield f"wrong only where {who} {'owns' if len(found) == 1 else 'own'}", region
+            single_owners.append((axis, int(wrong[0])))
+    if single_owners:
+        region = np.logical_and.reduce([evidence.owners[axis] == rank for axis, rank in single_owners])
+        who = " and ".join(f"{axis} rank {rank}" for axis, rank in single_owners)
+        yield f"wrong only where {who} {'owns' if len(single_owners) == 1 else 'own'}", region
 
 
 def _at_borders(evidence: Evidence) -> Iterator[tuple[str, np.ndarray]]:
@@ -83,11 +83,11 @@ def _first(evidence: Evidence, mask: np.ndarray) -> str:
 def _rank(evidence: Evidence, index: tuple[int, ...]) -> str:
     """The global rank that holds an element where all its coordinates are known, else those that are."""
     at = {axis: int(ranks[index]) for axis, ranks in evidence.owners.items()} | dict(evidence.at)
-    known = {axis: at[axis] for axis in evidence.axes if axis in at}
-    if evidence.axes and len(known) == len(evidence.axes):
-        coordinates, sizes = tuple(known.values()), tuple(evidence.axes.values())
+    coordinate = {axis: at[axis] for axis in evidence.axes if axis in at}
+    if evidence.axes and len(coordinate) == len(evidence.axes):
+        coordinates, sizes = tuple(coordinate.values()), tuple(evidence.axes.values())
         return f", rank {int(np.ravel_multi_index(coordinates, sizes))}"
-    return "".join(f", {axis} rank {rank}" for axis, rank in known.items())
+    return "".join(f", {axis} rank {rank}" for axis, rank in coordinate.items())
 
 
 def _written(index: tuple[int, ...]) -> str:
@@ -115,8 +115,8 @@ def another_order(evidence: Evidence) -> Iterator[str]:
 def _permutations(evidence: Evidence, dim: int, axis: str, world: int) -> Iterator[tuple[np.ndarray, str]]:
     """Orders in which the positions of a dim may stand, `got = want[order]`, and what each would mean."""
     size, name = evidence.got.shape[dim], evidence.dim(dim)
-    own = [placed for placed in evidence.layouts if placed.dim == dim]
-    declared = own[0] if len(own) == 1 and own[0].axis == axis else None
+    of_dim = [placed for placed in evidence.layouts if placed.dim == dim]
+    declared = of_dim[0] if len(of_dim) == 1 and of_dim[0].axis == axis else None
     straight = np.arange(size)
     stands = np.concatenate(declared.positions) if declared else straight
     for layout, stream in _streams(evidence, size, axis, world).items():
@@ -138,9 +138,9 @@ def _streams(evidence: Evidence, size: int, axis: str, world: int) -> dict[str, 
     pieces = {p.layout: p.positions for p in evidence.layouts if p.axis == axis}
     for name, layout in {**evidence.candidates, **_TRIED}.items():
         if name not in pieces and uncuttable("size", size, axis, world, name) is None:
-            with suppress(Exception):  # a custom layout may refuse a size in its own way; then it explains nothing
+            with suppress(Exception):  # a custom layout may reject a size in its own way; then it explains nothing
                 pieces[name] = layout(size, world)
-    streams = {name: np.concatenate([np.asarray(h, np.int64) for h in held]) for name, held in pieces.items()}
+    streams = {name: np.concatenate([np.asarray(h, np.int64) for h in positions]) for name, positions in pieces.items()}
     return {name: stream for name, stream in streams.items() if np.array_equal(np.sort(stream), np.arange(size))}
 
 

@@ -80,8 +80,8 @@ def absent(evidence: Evidence) -> Iterator[str]:
     else:
         yield f"no gradient was returned (None){_by(evidence, missing)}: backward does not reach this input there"
     if not evidence.bad.any():
-        least = "the reference's is not zero, although too small for its budget"
-        yield f"{least}: return zeros, or let backward reach it"
+        hint = "the reference's is not zero, although too small for its budget"
+        yield f"{hint}: return zeros, or let backward reach it"
 
 
 def _by(evidence: Evidence, missing: np.ndarray) -> str:

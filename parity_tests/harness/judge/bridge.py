@@ -40,7 +40,7 @@ def to_jax(name: str, array: Any) -> Any:
 
 
 def from_jax(name: str, array: Any) -> np.ndarray:
-    """A writable NumPy copy of a JAX array; refuses what is none, and any float narrower than float64."""
+    """A writable NumPy copy of a JAX array; rejects what is none, and any float narrower than float64."""
     import jax
 
     if not isinstance(array, jax.Array):

@@ -189,7 +189,7 @@ def _judged(
     )
 
 
-def _exact(arg: Argument, stitched: Stitched, want: np.ndarray, held: Mapping[str, np.ndarray]) -> TensorRow:
+def _exact(arg: Argument, stitched: Stitched, want: np.ndarray, element_owners: Mapping[str, np.ndarray]) -> TensorRow:
     """Integers and booleans: equal or not."""
     wrong = (stitched.copies != want[None]).astype(np.float64)
     worst = np.unravel_index(int(np.argmax(wrong)), wrong.shape) if wrong.size else (0,)
@@ -212,7 +212,7 @@ def _exact(arg: Argument, stitched: Stitched, want: np.ndarray, held: Mapping[st
         want=want.astype(np.float64),
         budgets=allowed,
         loose_budgets=allowed,
-        owners=held,
+        owners=element_owners,
     )
 
 
@@ -223,8 +223,8 @@ def _terms(scheme: Declared, case: CaseSpec, arg: Argument, role: str) -> int:
     """
     if scheme.reduction is not None and role == "output":
         return math.prod(case.dims[name] for name in scheme.reduction)
-    others = scheme.inputs if role == "output" else (*scheme.inputs, *scheme.outputs)
-    names = {name for other in others for name in other.spec.dim_names if name != "1"}
+    tensors = scheme.inputs if role == "output" else (*scheme.inputs, *scheme.outputs)
+    names = {name for other in tensors for name in other.spec.dim_names if name != "1"}
     names |= set(scheme.reduction or ())
     absent = math.prod(case.dims[name] for name in names - set(arg.spec.dim_names))
     return max([absent, *(case.dims[name] for name in names & set(arg.spec.dim_names))])

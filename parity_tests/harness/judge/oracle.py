@@ -75,7 +75,7 @@ def evaluate(scheme: Declared, program: Program, case: CaseSpec) -> Reference:
     """The reference's verdict on one case. Errors: ReferenceFailure with the reference's own exception inside."""
     bridge.start()
     # 1. What the ranks will be given, as one device has it: the float64 sum of the rounded terms of each partial value.
-    arrays = {arg.name: program.whole(arg, case) for arg in scheme.inputs}
+    arrays = {arg.name: program.full_array(arg, case) for arg in scheme.inputs}
     floating = {a.name: feed(a, arrays[a.name], case, "input") for a in scheme.inputs if not a.is_integer}
     cotangents = {
         arg.name: feed(arg, (program.cotangents or {}).get(arg.name, inputs.cotangent(arg, case)), case, "cotangent")
@@ -97,24 +97,26 @@ def evaluate(scheme: Declared, program: Program, case: CaseSpec) -> Reference:
     )
 
 
-def _call(scheme: Declared, case: CaseSpec, *given: Any) -> Any:
+def _call(scheme: Declared, case: CaseSpec, *arrays: Any) -> Any:
     """The compiled function of this signature, timed on its first call."""
     options = {name: case.options[name] for name in scheme.options if name in case.options}
-    wanted = {arg.name: arg.shape(case) for arg in scheme.outputs}
-    fixed, x, *_ = given
+    output_shapes = {arg.name: arg.shape(case) for arg in scheme.outputs}
+    fixed, x, *_ = arrays
     shapes = tuple((name, a.shape, str(a.dtype)) for name, a in {**fixed, **x}.items())
     roles = tuple((arg.name, arg.differentiable) for arg in (*scheme.inputs, *scheme.outputs)), scheme.output_form
     chosen = tuple(sorted((name, repr(value)) for name, value in options.items()))
-    signature = roles, shapes, tuple(wanted.values()), chosen
-    known = _COMPILED.setdefault(scheme.reference, {})  # schemes of one reference share what is compiled
-    if signature in known:
-        return known[signature](*given)
+    signature = roles, shapes, tuple(output_shapes.values()), chosen
+    compiled_by_signature = _COMPILED.setdefault(
+        scheme.reference, {}
+    )  # schemes of one reference share what is compiled
+    if signature in compiled_by_signature:
+        return compiled_by_signature[signature](*arrays)
     # The first call of a signature compiles, which is most of what a reference costs.
     start = time.perf_counter()
     _make_room()
-    compiled = _build(scheme, options, wanted)
+    compiled = _build(scheme, options, output_shapes)
     try:
-        result = compiled(*given)
+        result = compiled(*arrays)
     except ReferenceFailure:
         raise
     except Exception as error:
@@ -137,7 +139,7 @@ def _make_room() -> None:
         jax.clear_caches()
 
 
-def _build(scheme: Declared, options: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...]]) -> Any:
+def _build(scheme: Declared, options: Mapping[str, Any], output_shapes: Mapping[str, tuple[int, ...]]) -> Any:
     """(fixed, x, c, ...) -> (((outputs, gradients), integer outputs), how far each direction moves the former)."""
     import jax
 
@@ -145,7 +147,7 @@ def _build(scheme: Declared, options: Mapping[str, Any], wanted: Mapping[str, tu
     integer = {arg.name for arg in scheme.outputs if not arg.differentiable}
 
     def split(arguments: Any) -> tuple[Any, Any]:
-        parts = _named(scheme, wanted, scheme.reference(**nested(arguments), **options))
+        parts = _named(scheme, output_shapes, scheme.reference(**nested(arguments), **options))
         return {n: v for n, v in parts.items() if n not in integer}, {n: v for n, v in parts.items() if n in integer}
 
     def value_and_gradient(fixed: Any, x: Any, c: Any) -> tuple[tuple[Any, Any], Any]:
@@ -170,29 +172,29 @@ def compiler_options() -> dict[str, Any]:
     """Options that this XLA knows: arrays are small and every shape compiles, optimizing costs more than it saves."""
     import jax
 
-    found: dict[str, Any] = {}
+    accepted: dict[str, Any] = {}
     for option in ({"xla_backend_optimization_level": 0}, {"xla_cpu_use_fusion_emitters": False}):
         try:
             jax.jit(lambda x: x, compiler_options=option)(0.0)
         except Exception:  # its type has changed between versions; an unknown option is left out
             continue
-        found |= option
-    return found
+        accepted |= option
+    return accepted
 
 
-def _named(scheme: Declared, wanted: Mapping[str, tuple[int, ...]], returned: Any) -> dict[str, Any]:
+def _named(scheme: Declared, output_shapes: Mapping[str, tuple[int, ...]], returned: Any) -> dict[str, Any]:
     """The reference's outputs by name, their number, kind and shape checked."""
     if scheme.output_form == "dict":
-        if not isinstance(returned, dict) or sorted(returned) != sorted(wanted):
-            raise _failure(scheme, f"must return a dict with {sorted(wanted)}")
-        parts = [returned[name] for name in wanted]
+        if not isinstance(returned, dict) or sorted(returned) != sorted(output_shapes):
+            raise _failure(scheme, f"must return a dict with {sorted(output_shapes)}")
+        parts = [returned[name] for name in output_shapes]
     else:
         parts = list(returned) if isinstance(returned, tuple | list) else [returned]
-    if len(parts) != len(wanted):
-        raise _failure(scheme, f"returned {len(parts)} outputs, outputs has {len(wanted)}")
+    if len(parts) != len(output_shapes):
+        raise _failure(scheme, f"returned {len(parts)} outputs, outputs has {len(output_shapes)}")
     for arg, part in zip(scheme.outputs, parts, strict=True):
-        _check_output(scheme, arg, part, wanted[arg.name])
-    return dict(zip(wanted, parts, strict=True))
+        _check_output(scheme, arg, part, output_shapes[arg.name])
+    return dict(zip(output_shapes, parts, strict=True))
 
 
 def _check_output(scheme: Declared, arg: Argument, part: Any, shape: tuple[int, ...]) -> None:
@@ -217,14 +219,14 @@ def _check_output(scheme: Declared, arg: Argument, part: Any, shape: tuple[int, 
         )
 
 
-def _directions(case: CaseSpec, prefix: str, fed: Mapping[str, Fed]) -> dict[str, Any]:
+def _directions(case: CaseSpec, prefix: str, tensors: Mapping[str, Fed]) -> dict[str, Any]:
     """Random signs times half a unit in the last place of each number, and so many times over."""
-    found = {}
-    for name, item in fed.items():
+    by_name = {}
+    for name, item in tensors.items():
         step = UNIT_ROUNDOFF[case.dtype] * item.magnitude
         signs = inputs.generator(case, f"direction {prefix}{name}").integers(0, 2, size=(DIRECTIONS, *step.shape))
-        found[name] = bridge.to_jax(name, (2.0 * signs - 1.0) * step)
-    return found
+        by_name[name] = bridge.to_jax(name, (2.0 * signs - 1.0) * step)
+    return by_name
 
 
 def _rounding(scheme: Declared, case: CaseSpec) -> tuple[float, np.ndarray]:
@@ -247,8 +249,8 @@ def _rms(derivatives: Any) -> np.ndarray:
     return scale * np.sqrt(((array / scale) ** 2).sum(0) / np.maximum(finite.sum(0), 1))
 
 
-def _failure(scheme: Declared, said: str) -> ReferenceFailure:
-    return ReferenceFailure(f"scheme '{scheme.name}': {reference_named(scheme.reference)} {said}")
+def _failure(scheme: Declared, message: str) -> ReferenceFailure:
+    return ReferenceFailure(f"scheme '{scheme.name}': {reference_named(scheme.reference)} {message}")
 
 
 def _first_line(error: BaseException) -> str:

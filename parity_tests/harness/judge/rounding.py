@@ -64,43 +64,43 @@ def _run(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any], tangents: Seq
     """(value, tangent or None) of each output of a traced function."""
     from jax.extend.core import Literal
 
-    known: dict[Any, tuple[Any, Any]] = {}
+    environment: dict[Any, tuple[Any, Any]] = {}
 
     def read(atom: Any) -> tuple[Any, Any]:
-        return (atom.val, None) if isinstance(atom, Literal) else known[atom]
+        return (atom.val, None) if isinstance(atom, Literal) else environment[atom]
 
-    known |= {var: (value, None) for var, value in zip(jaxpr.constvars, consts, strict=True)}
-    known |= {var: pair for var, *pair in zip(jaxpr.invars, values, tangents, strict=True)}
+    environment |= {var: (value, None) for var, value in zip(jaxpr.constvars, consts, strict=True)}
+    environment |= {var: pair for var, *pair in zip(jaxpr.invars, values, tangents, strict=True)}
     for equation in jaxpr.eqns:
-        given = [read(atom) for atom in equation.invars]
+        operands = [read(atom) for atom in equation.invars]
         if equation.primitive.name in INLINED and "jaxpr" in equation.params:
             inner = equation.params["jaxpr"]
-            body, held = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, [])
-            results = _run(body, held, [v for v, _ in given], [t for _, t in given], errors)
+            body, constants = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, [])
+            results = _run(body, constants, [v for v, _ in operands], [t for _, t in operands], errors)
         else:
-            results = _step(equation, given, errors)
-        known |= dict(zip(equation.outvars, results, strict=True))
+            results = _step(equation, operands, errors)
+        environment |= dict(zip(equation.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _step(equation: Any, given: Sequence[tuple[Any, Any]], errors: _Errors) -> list[tuple[Any, Any]]:
+def _step(equation: Any, operands: Sequence[tuple[Any, Any]], errors: _Errors) -> list[tuple[Any, Any]]:
     """One operation: its value, and the tangent of it with an error of its own."""
     import jax
 
     bound = equation.primitive.get_bind_params(equation.params)
     functions, parameters = bound if isinstance(bound, tuple) else ((), bound)  # a pair until jax 0.9
-    moving = [index for index, (_, tangent) in enumerate(given) if tangent is not None]
+    moving = [index for index, (_, tangent) in enumerate(operands) if tangent is not None]
 
     def operation(*moved: Any) -> Any:
-        arguments = [value for value, _ in given]
+        arguments = [value for value, _ in operands]
         for index, value in zip(moving, moved, strict=True):
             arguments[index] = value
-        found = equation.primitive.bind(*functions, *arguments, **parameters)
-        return list(found) if equation.primitive.multiple_results else [found]
+        results = equation.primitive.bind(*functions, *arguments, **parameters)
+        return list(results) if equation.primitive.multiple_results else [results]
 
-    values = [given[index][0] for index in moving]
+    values = [operands[index][0] for index in moving]
     if moving:
-        results, tangents = jax.jvp(operation, values, [given[index][1] for index in moving])
+        results, tangents = jax.jvp(operation, values, [operands[index][1] for index in moving])
     else:
         results = operation()
         tangents = [None] * len(results)
@@ -114,8 +114,8 @@ def _moved(name: str, value: Any, tangent: Any, errors: _Errors) -> Any:
         return None
     if name in EXACT or not value.size:
         return tangent
-    own = errors.of(value)
-    return own if tangent is None else tangent + own
+    error = errors.of(value)
+    return error if tangent is None else tangent + error
 
 
 def _zeros(value: Any) -> Any:

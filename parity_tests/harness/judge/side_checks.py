@@ -21,8 +21,8 @@ PHASES = {"forward": "fwd", "backward": "bwd"}
 
 def protocol(ledger: Ledger) -> tuple[str, ...]:
     """All ranks of a group issued the same sequence: op, dtype, shape, reduce op, root, splits."""
-    found = disagreement(ledger)
-    return () if found is None else (str(found),)
+    difference = disagreement(ledger)
+    return () if difference is None else (str(difference),)
 
 
 def cost(scheme: Declared, case: CaseSpec, ledger: Ledger) -> tuple[str, ...]:

@@ -76,7 +76,7 @@ def test_bfloat16_goes_as_what_it_means():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_a_narrow_float_is_refused_on_the_way_back(dtype):
+def test_a_narrow_float_is_rejected_on_the_way_back(dtype):
     with pytest.raises(TypeError) as caught:
         bridge.from_jax("output 'y'", jnp.ones(3, dtype=dtype))
     assert str(caught.value) == (
@@ -86,7 +86,7 @@ def test_a_narrow_float_is_refused_on_the_way_back(dtype):
 
 
 @pytest.mark.parametrize("thing", [1.0, np.ones(3), [1.0]])
-def test_what_is_no_jax_array_is_refused(thing):
+def test_what_is_no_jax_array_is_rejected(thing):
     with pytest.raises(TypeError) as caught:
         bridge.from_jax("output 'y'", thing)
     name = type(thing).__name__

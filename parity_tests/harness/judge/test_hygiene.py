@@ -158,7 +158,7 @@ def test_the_default_group_inside_a_sub_group():
 
 
 def test_global_ranks_inside_a_sub_group():
-    """A root that is a rank of the group, taken for one of the world: right in the first half, refused in the other."""
+    """A root that is a rank of the group, taken for one of the world: right in one half, rejected in the other."""
 
     def shared(mesh, x):
         y = x.detach() * 1

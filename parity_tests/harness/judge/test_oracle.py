@@ -56,7 +56,7 @@ def evaluated(made, case, **given):
 
 
 def drawn(made, case):
-    return {arg.name: inputs.whole(arg, made.draws[arg.name], case) for arg in made.inputs}
+    return {arg.name: inputs.full_array(arg, made.draws[arg.name], case) for arg in made.inputs}
 
 
 def signs(case, name, shape):

@@ -74,11 +74,13 @@ def tiles(panel: Any, owners: Any, world: int, text: Any = None, **labels: Any) 
     """
     cells = np.asarray(owners, dtype=np.float64)
     panel.imshow(cells, aspect="auto", **rank_map(world))
-    said = None if text is None else np.asarray(text)
-    if said is not None and said.size <= MOST_TEXT:
+    labels_of_cells = None if text is None else np.asarray(text)
+    if labels_of_cells is not None and labels_of_cells.size <= MOST_TEXT:
         for row, column in zip(*np.nonzero(cells >= 0), strict=True):
             text_colour = ink(of_rank(int(cells[row, column])))
-            panel.text(column, row, str(said[row, column]), ha="center", va="center", fontsize=8, color=text_colour)
+            panel.text(
+                column, row, str(labels_of_cells[row, column]), ha="center", va="center", fontsize=8, color=text_colour
+            )
     panel.set(**labels)
     whole_numbers(panel)
 

@@ -18,13 +18,13 @@ def interrupts_kept() -> Iterator[None]:
 
     If that is in a callback too, it is dropped and raised once more, until it reaches what ran.
     """
-    others = sys.unraisablehook
+    previous_hook = sys.unraisablehook
 
     def hook(lost: Any) -> None:
         if issubclass(lost.exc_type, KeyboardInterrupt):
             sys.setprofile(again)
         else:
-            others(lost)
+            previous_hook(lost)
 
     def again(frame: FrameType, event: str, arg: Any) -> None:
         if frame.f_code is not hook.__code__:  # out of the hook it would be dropped for good
@@ -34,7 +34,7 @@ def interrupts_kept() -> Iterator[None]:
     try:
         yield
     finally:
-        sys.unraisablehook = others
+        sys.unraisablehook = previous_hook
 
 
 def guarded(call: Callable[[], Any]) -> int:
@@ -53,10 +53,10 @@ def guarded(call: Callable[[], Any]) -> int:
         _complain("interrupted; what was not printed was not judged")
         return INTERRUPTED
     except Exception as error:
-        said = _sentence(error)
-        if said is None:
+        outcome = _sentence(error)
+        if outcome is None:
             raise
-        status, sentence = said
+        status, sentence = outcome
         _complain(sentence)
         return status
 

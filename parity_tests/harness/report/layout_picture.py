@@ -24,11 +24,13 @@ def figure(layouts: Mapping[str, Held], sequences: Mapping[str, Sequence[int]] |
 
     canvas = Figure(figsize=(9.0, 0.9 + INCHES_PER_LAYOUT * len(layouts)), layout="constrained")
     grid = canvas.subplots(len(layouts), 2, squeeze=False, width_ratios=(5, 1))
-    borders = {name: list((sequences or {}).get(name, (0, sum(map(len, held))))) for name, held in layouts.items()}
-    work = {name: causal_work(held, borders[name]) for name, held in layouts.items()}
+    borders = {
+        name: list((sequences or {}).get(name, (0, sum(map(len, positions))))) for name, positions in layouts.items()
+    }
+    work = {name: causal_work(positions, borders[name]) for name, positions in layouts.items()}
     highest = max((share for shares in work.values() for share in shares), default=1.0)
-    for (strip, bars), (name, held) in zip(grid, layouts.items(), strict=True):
-        _strip(strip, name, held, borders[name])
+    for (strip, bars), (name, positions) in zip(grid, layouts.items(), strict=True):
+        _strip(strip, name, positions, borders[name])
         _bars(bars, work[name], 105 * highest)
         if strip is not grid[-1][0]:
             strip.set_xticks([])
@@ -40,21 +42,21 @@ def figure(layouts: Mapping[str, Held], sequences: Mapping[str, Sequence[int]] |
     return canvas
 
 
-def causal_work(held: Held, borders: Sequence[int]) -> np.ndarray:
+def causal_work(by_rank: Held, borders: Sequence[int]) -> np.ndarray:
     """Each rank's share of the (query, key) pairs, where a position sees those of its sequence up to itself."""
     starts = np.asarray(borders[:-1])
     pairs = [
         sum(position - starts[np.searchsorted(starts, position, side="right") - 1] + 1 for position in positions)
-        for positions in held
+        for positions in by_rank
     ]
     return np.asarray(pairs) / max(sum(pairs), 1)
 
 
-def _strip(panel: Any, name: str, held: Held, borders: Sequence[int]) -> None:
-    size = sum(map(len, held))
-    check_partition(name, [np.asarray(positions) for positions in held], size)
+def _strip(panel: Any, name: str, by_rank: Held, borders: Sequence[int]) -> None:
+    size = sum(map(len, by_rank))
+    check_partition(name, [np.asarray(positions) for positions in by_rank], size)
     owners = np.zeros(size, dtype=np.int64)
-    for rank, positions in enumerate(held):
+    for rank, positions in enumerate(by_rank):
         owners[np.asarray(positions, dtype=np.int64)] = rank
     draw_strip(panel, owners, 0.0, -0.5, float(size))
     for border in borders[1:-1]:

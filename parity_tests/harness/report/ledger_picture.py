@@ -44,11 +44,11 @@ def figure(ledger: Ledger, title: str = "") -> Any:
 
 def _columns(ledger: Ledger) -> list[list[Row]]:
     """The rows of each collective: of one group, with one number in it. Messages are numbered by kind."""
-    found: dict[tuple[object, ...], list[Row]] = {}
+    columns: dict[tuple[object, ...], list[Row]] = {}
     for row in ledger.rows:
         key = (row.group, row.group_name, row.seq, row.op if row.peer is not None else "")
-        found.setdefault(key, []).append(row)
-    return list(found.values())
+        columns.setdefault(key, []).append(row)
+    return list(columns.values())
 
 
 def _said(row: Row) -> str:

@@ -1,4 +1,4 @@
-"""Files that a command writes: refused before any work where they cannot be."""
+"""Files that a command writes: rejected before any work where they cannot be."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 PICTURES, ENDINGS = ("figure", "svg"), (".png", ".svg", ".pdf")
 
 
-def refuse_unwritable(**paths: str | None) -> None:
-    """Each option with its path: `json="out.json"`; None and `-`, which is standard output, are never refused.
+def check_writable(**paths: str | None) -> None:
+    """Each option with its path: `json="out.json"`; None and `-`, which is standard output, are never rejected.
 
     Errors: ValueError for a folder that there is not, and for what is a folder or may not be written.
     """
@@ -30,7 +30,7 @@ def refuse_unwritable(**paths: str | None) -> None:
             raise ValueError(f"{flag} {path}: may not be written; give another path")
 
 
-def refuse_no_folder(**paths: str | None) -> None:
+def check_folder(**paths: str | None) -> None:
     """Each option with the folder that it names, which need not be there yet.
 
     Errors: ValueError for a file, for a folder below one, and where nothing may be written or made.

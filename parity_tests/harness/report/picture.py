@@ -58,7 +58,7 @@ def owner_strips(spec: Spec, sizes: Mapping[str, int], mesh: Mapping[str, int], 
 
     Errors: ValueError if a dim cannot be cut or a custom layout is no partition.
     """
-    found = []
+    strips = []
     for dim in spec.dims:
         size = dim.size(sizes)
         pieces, label = [np.arange(size)], dim.name
@@ -70,15 +70,15 @@ def owner_strips(spec: Spec, sizes: Mapping[str, int], mesh: Mapping[str, int], 
             for piece in pieces:
                 if sentence := uncuttable(dim.name, len(piece), cut.axis, world, cut.layout):
                     raise ValueError(sentence)
-                held = list(layout(len(piece), world))
-                check_partition(cut.layout, held, len(piece))
-                for rank, positions in enumerate(held):
-                    own = piece[np.asarray(positions, dtype=np.int64)]  # an empty list is float64 to NumPy
-                    owners[own] = rank
-                    parts.append(own)
-            found.append(Strip(label, owners))
+                by_rank = list(layout(len(piece), world))
+                check_partition(cut.layout, by_rank, len(piece))
+                for rank, positions in enumerate(by_rank):
+                    local_ids = piece[np.asarray(positions, dtype=np.int64)]  # an empty list is float64 to NumPy
+                    owners[local_ids] = rank
+                    parts.append(local_ids)
+            strips.append(Strip(label, owners))
             pieces = parts
-    return found
+    return strips
 
 
 def strips(spec: Spec, sizes: Mapping[str, int], mesh: Mapping[str, int], layouts: Layouts | None = None) -> str:

@@ -86,7 +86,7 @@ class Report:
         if not all(row.ok for row in self.rows):
             return "mismatch"
         named = {"protocol": self.protocol, "cost": self.cost, "hygiene": self.hygiene}
-        return next((name for name, found in named.items() if found), "equal")
+        return next((name for name, messages in named.items() if messages), "equal")
 
     def worst(self, role: str) -> TensorRow | None:
         """The row nearest to or furthest over its budget among outputs or gradients."""
@@ -100,14 +100,14 @@ class Report:
             raise self.failure
         outputs = all(row.ok for row in self.rows if row.role == "output")
         gradients = all(row.ok for row in self.rows if row.role == "gradient")
-        found: list[tuple[bool, type[VerdictError]]] = [
+        mistakes: list[tuple[bool, type[VerdictError]]] = [
             (not outputs, ValueMismatch),
             (not gradients, GradientMismatch),
             (bool(self.protocol), ProtocolMismatch),
             (bool(self.cost), CostMismatch),
             (bool(self.hygiene), HygieneViolation),
         ]
-        raise next(kind for holds, kind in found if holds)("\n" + str(self))
+        raise next(kind for holds, kind in mistakes if holds)("\n" + str(self))
 
     def trace(self) -> str:
         """The ledger as text: every collective of every rank in order of issue."""
@@ -164,7 +164,7 @@ class Report:
             parts.append(Text("\n".join("  " + line for line in str(self.failure).splitlines()), style="red"))
         else:
             parts += [*self._table(), Text("  " + self._conduct())]
-        parts += [Text(f"  left out: {said}") for said in self.omissions()]
+        parts += [Text(f"  left out: {omission}") for omission in self.omissions()]
         if not self.ok:
             parts.append(
                 Text(
@@ -188,17 +188,17 @@ class Report:
 
     def _hints(self) -> list[str]:
         """What the smallest case tells by itself: that nothing need be cut for it, or that its values are rare ones."""
-        said = []
+        hints = []
         if self.case.world == 1 and not all(row.ok for row in self.rows):
-            said.append("one rank is enough for it: the function and its reference differ before anything is cut")
+            hints.append("one rank is enough for it: the function and its reference differ before anything is cut")
         rare = {name: value["kind"] for name, value in self.case.values.items() if value.get("kind") in RARE}
         if rare:
-            drawn = ", ".join(f"{name} {kind}" for name, kind in rare.items())
+            kinds = ", ".join(f"{name} {kind}" for name, kind in rare.items())
             other = ", ".join(f"{name!r}: values('normal', 'ties')" for name in rare)
-            said.append(f"drawn for it: {drawn}; if such values never occur, declare draw={{{other}}}")
+            hints.append(f"drawn for it: {kinds}; if such values never occur, declare draw={{{other}}}")
         if self.unsaved is not None:
-            said.append(f"no replay file was written: {self.unsaved}")
-        return said
+            hints.append(f"no replay file was written: {self.unsaved}")
+        return hints
 
     def _table(self) -> list[Text]:
         """One line for each tensor, its notes under it."""
@@ -215,19 +215,21 @@ class Report:
         case = self.row_cases.get(row.label, self.case)
         where = f"{_place(row.where)} {case.dtype}"
         if not row.ok:
-            owner = [f"{axis} {held[row.where]}" for axis, held in row.owners.items() if case.mesh[axis] > 1]
+            owner = [
+                f"{axis} {coordinate[row.where]}" for axis, coordinate in row.owners.items() if case.mesh[axis] > 1
+            ]
             where += (f", owner {' '.join(owner)}" if owner else "") + "   MISMATCH"
         headroom = f"{row.headroom:.0f}x" if row.ok and math.isfinite(row.headroom) else "exact" if row.ok else "-"
         return [f"{row.error:.1e}", f"{row.budget:.1e}", _short(row.ratio), headroom, where]
 
     def _conduct(self) -> str:
         cost = "cost as declared, forward and backward" if self.cost_declared else "cost not declared"
-        said = [
+        lines = [
             "protocol ok" if not self.protocol else f"protocol: {self.protocol[0]}",
             cost if not self.cost else f"cost: {self.cost[0]}",
             "hygiene ok" if not self.hygiene else "hygiene: " + "; ".join(self.hygiene[:3]),
         ]
-        return ("\n  " if self.protocol or self.cost or self.hygiene else "   ").join(said)
+        return ("\n  " if self.protocol or self.cost or self.hygiene else "   ").join(lines)
 
 
 def merged(reports: Iterable[Report]) -> Report:
@@ -235,21 +237,21 @@ def merged(reports: Iterable[Report]) -> Report:
     seen = list(reports)
     last = seen[-1]
     failed = [report for report in seen if not report.ok]
-    shown = failed[-1] if failed else last
+    example = failed[-1] if failed else last
     worst: dict[str, tuple[TensorRow, CaseSpec]] = {}
-    for report in [shown] if failed else seen:
+    for report in [example] if failed else seen:
         for row in report.rows:
             if row.label not in worst or row.ratio >= worst[row.label][0].ratio:
                 worst[row.label] = row, report.case
     return replace(
-        shown,
+        example,
         rows=tuple(row for row, _ in worst.values()),
         row_cases={label: case for label, (_, case) in worst.items()},
         examples=len(seen),
         dtypes=tuple(dict.fromkeys(report.case.dtype for report in seen)),
-        meshes=(mesh_text(shown.case.mesh),) if failed else tuple(sorted({mesh_text(r.case.mesh) for r in seen})),
+        meshes=(mesh_text(example.case.mesh),) if failed else tuple(sorted({mesh_text(r.case.mesh) for r in seen})),
         seconds=sum(report.seconds for report in seen),
-        ledger=shown.ledger,
+        ledger=example.ledger,
     )
 
 
@@ -345,11 +347,11 @@ def _borders(row: TensorRow) -> tuple[list[int], list[int]]:
     if not dims:
         return [], []
     width = row.want.shape[-1]
-    found = []
+    borders = []
     for cuts, axis in ((dims[-1].cuts, 1), ([cut for dim in dims[:-1] for cut in dim.cuts], 0)):
         changes = [np.diff(row.owners[cut.axis].reshape(-1, width), axis=axis).any(1 - axis) for cut in cuts]
-        found.append((np.flatnonzero(np.any(changes, axis=0)) + 1).tolist() if cuts else [])
-    return found[0], found[1]
+        borders.append((np.flatnonzero(np.any(changes, axis=0)) + 1).tolist() if cuts else [])
+    return borders[0], borders[1]
 
 
 def _float(dtype: str) -> str:

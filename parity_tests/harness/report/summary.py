@@ -17,7 +17,7 @@ from parity_tests.harness.run.exit_status import EQUAL, FAILED, MISMATCH, NOTHIN
 
 
 @dataclass(frozen=True)
-class Wanted:
+class VerifyOptions:
     """What the command line asked for."""
 
     engine: str = "lockstep"
@@ -54,23 +54,23 @@ class Outcome:
 SLOWEST = 5
 
 
-def show(console: Console, outcome: Outcome, wanted: Wanted) -> None:
+def show(console: Console, outcome: Outcome, options: VerifyOptions) -> None:
     """Print reports and closing lines: the whole report of a single scheme or of a failure, else the table."""
     single = len(outcome.reports) == 1
-    if len(outcome.reports) > 1 and not wanted.quiet:
+    if len(outcome.reports) > 1 and not options.quiet:
         console.print(table(outcome))
     for report in outcome.reports:
-        if not report.ok or wanted.verbose or (single and not wanted.quiet):
+        if not report.ok or options.verbose or (single and not options.quiet):
             console.print(report, soft_wrap=True, highlight=False)
-        if wanted.verbose:
+        if options.verbose:
             console.print(report.trace(), markup=False, highlight=False, soft_wrap=True)
-        elif report.ok and not single and not wanted.quiet:
+        elif report.ok and not single and not options.quiet:
             name = report.scheme.rpartition(":")[2]
-            for said in report.omissions():
-                console.print(f"left out: {name}: {said}", markup=False, highlight=False, soft_wrap=True)
+            for omission in report.omissions():
+                console.print(f"left out: {name}: {omission}", markup=False, highlight=False, soft_wrap=True)
     for name, why in outcome.not_run.items():
         console.print(f"not run: {name}: {why}", markup=False, highlight=False, soft_wrap=True)
-    if not single and not wanted.quiet and outcome.seconds:
+    if not single and not options.quiet and outcome.seconds:
         console.print(timing(outcome), highlight=False)
     console.print(closing(outcome), highlight=False)
 
@@ -129,14 +129,14 @@ def timing(outcome: Outcome) -> str:
     return f"{examples} examples in {total:.0f} s, {share:.0%} of it compiling references; slowest: {named}"
 
 
-def as_json(outcome: Outcome, **further: Any) -> str:
+def as_json(outcome: Outcome, **fields: Any) -> str:
     """Status, reports, and what was not run; `further` is put beside them, or in their place."""
-    told = {
+    record = {
         "status": outcome.status,
         "reports": [report.to_dict() for report in outcome.reports],
         "not_run": outcome.not_run,
     }
-    return json.dumps({**told, **further}, indent=2)
+    return json.dumps({**record, **fields}, indent=2)
 
 
 def as_junit(outcome: Outcome) -> str:

@@ -26,6 +26,6 @@ def test_a_strip_and_bars_for_each_layout():
     assert (second.get_xlabel(), first.get_title(loc="left")) == ("position", "which rank holds which position")
 
 
-def test_positions_that_are_no_partition_are_refused():
+def test_positions_that_are_no_partition_are_rejected():
     with pytest.raises(ValueError, match="not a partition"):
         figure({"mine": [[0, 1], [1]]})

@@ -1,21 +1,21 @@
-"""A folder that a command is to write into is refused before any work, with its option and what is wrong."""
+"""A folder that a command is to write into is rejected before any work, with its option and what is wrong."""
 
 import os
 import re
 
 import pytest
 
-from parity_tests.harness.report.out_path import refuse_no_folder
+from parity_tests.harness.report.out_path import check_folder
 
 
-def test_a_folder_that_can_be_made_is_not_refused(tmp_path):
-    refuse_no_folder(checkpoint=None)
-    refuse_no_folder(checkpoint=str(tmp_path))
-    refuse_no_folder(checkpoint=str(tmp_path / "new" / "below"))
+def test_a_folder_that_can_be_made_is_not_rejected(tmp_path):
+    check_folder(checkpoint=None)
+    check_folder(checkpoint=str(tmp_path))
+    check_folder(checkpoint=str(tmp_path / "new" / "below"))
     assert not (tmp_path / "new").exists()
 
 
-def test_a_folder_below_a_file_is_refused(tmp_path):
+def test_a_folder_below_a_file_is_rejected(tmp_path):
     file = tmp_path / "file"
     file.touch()
     for path, sentence in {
@@ -23,11 +23,11 @@ def test_a_folder_below_a_file_is_refused(tmp_path):
         file / "below": f"--jax-cache {file / 'below'}: {file} is a file; give another folder",
     }.items():
         with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
-            refuse_no_folder(jax_cache=str(path))
+            check_folder(jax_cache=str(path))
 
 
-def test_a_folder_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
+def test_a_folder_that_may_not_be_written_is_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
     sentence = f"--checkpoint {tmp_path / 'new'}: {tmp_path} may not be written; give another folder"
     with pytest.raises(ValueError, match=f"^{re.escape(sentence)}$"):
-        refuse_no_folder(checkpoint=str(tmp_path / "new"))
+        check_folder(checkpoint=str(tmp_path / "new"))

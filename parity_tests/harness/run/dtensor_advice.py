@@ -15,12 +15,12 @@ def without_advice() -> Iterator[None]:
 
     Ranks that are threads enter and leave in any order: each has a filter of its own, and none restores a level.
     """
-    said, own = logging.getLogger(SAID_BY), _Errors()
-    said.addFilter(own)
+    logger, errors_only = logging.getLogger(SAID_BY), _Errors()
+    logger.addFilter(errors_only)
     try:
         yield
     finally:
-        said.removeFilter(own)
+        logger.removeFilter(errors_only)
 
 
 class _Errors(logging.Filter):

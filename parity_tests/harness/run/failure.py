@@ -53,8 +53,8 @@ class RankFailure(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # An exception is pickled as its type and its positional arguments, and this one has others.
-        known = {name: getattr(self, name) for name in ("rank", "op", "source", "case", "others", "ledger")}
-        return partial(type(self), **known), self.args
+        fields = {name: getattr(self, name) for name in ("rank", "op", "source", "case", "others", "ledger")}
+        return partial(type(self), **fields), self.args
 
     def __str__(self) -> str:
         untold = (f"  {line}" for line in self.others if line not in self.args[0])

@@ -36,8 +36,8 @@ def raised_at(error: BaseException) -> str | None:
     """file:line of the innermost frame that is the user's, and no library's if there is such a frame."""
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     user = [(name, line) for name, line in frames if not is_plumbing(name)]
-    own = [(name, line) for name, line in user if "site-packages" not in name] or user
-    return f"{base(own[-1][0])}:{own[-1][1]}" if own else None
+    frames_of_file = [(name, line) for name, line in user if "site-packages" not in name] or user
+    return f"{base(frames_of_file[-1][0])}:{frames_of_file[-1][1]}" if frames_of_file else None
 
 
 def at_users_line(error: BaseException) -> str:

@@ -74,15 +74,15 @@ class Program:
         generator = torch.get_rng_state()
         returned = self.fn(view, **nested(leaves), **case.options)
         outputs = self._flatten(returned, case, view, coords)
-        wanted = [arg for arg in self.outputs if arg.differentiable and outputs[arg.name].requires_grad]
-        fed = [self._cotangent(arg, case, coords).to(device) for arg in wanted]
-        drawn = [c.clone() for c in fed]
-        gradients = self._backward([outputs[arg.name] for arg in wanted], fed, leaves)
+        differentiable = [arg for arg in self.outputs if arg.differentiable and outputs[arg.name].requires_grad]
+        cotangents = [self._cotangent(arg, case, coords).to(device) for arg in differentiable]
+        cotangents_before = [c.clone() for c in cotangents]
+        gradients = self._backward([outputs[arg.name] for arg in differentiable], cotangents, leaves)
         findings = _modified("input", before, leaves)
         findings += _modified(
             "cotangent",
-            dict(zip([a.name for a in wanted], drawn, strict=True)),
-            dict(zip([a.name for a in wanted], fed, strict=True)),
+            dict(zip([a.name for a in differentiable], cotangents_before, strict=True)),
+            dict(zip([a.name for a in differentiable], cotangents, strict=True)),
         )
         if not self.random and not torch.equal(generator, torch.get_rng_state()):
             findings.append("the random state moved; declare random=True if the scheme draws")
@@ -93,9 +93,9 @@ class Program:
             tuple(findings),
         )
 
-    def whole(self, arg: Argument, case: CaseSpec) -> np.ndarray:
+    def full_array(self, arg: Argument, case: CaseSpec) -> np.ndarray:
         """An input as given by hand, or as drawn."""
-        return self.arrays[arg.name] if self.arrays else inputs.whole(arg, self.draws[arg.name], case)
+        return self.arrays[arg.name] if self.arrays else inputs.full_array(arg, self.draws[arg.name], case)
 
     def _bind(self, mesh: Any, case: CaseSpec) -> Any:
         """The mesh as the scheme sees it: its own axes, and the global ids of this example's dims."""
@@ -114,18 +114,18 @@ class Program:
         return inputs.layout_function(cut.layout, lengths, self.layouts, trusted=False)
 
     def _leaf(self, arg: Argument, case: CaseSpec, coords: Mapping[str, int], device: str) -> torch.Tensor:
-        whole = self.whole(arg, case)
+        full = self.full_array(arg, case)
         if arg.is_integer:
-            return torch.from_numpy(inputs.piece(arg, whole, case, coords, self.layouts).copy()).to(device)
-        terms = inputs.addends(arg, whole, case, kind="input")
+            return torch.from_numpy(inputs.piece(arg, full, case, coords, self.layouts).copy()).to(device)
+        terms = inputs.addends(arg, full, case, kind="input")
         term = inputs.own_term(arg, terms, case, coords, kind="input")
         local = inputs.piece(arg, term, case, coords, self.layouts)
         leaf = torch.from_numpy(local.copy()).to(device, getattr(torch, case.dtype))
         return leaf.requires_grad_(arg.differentiable)
 
     def _cotangent(self, arg: Argument, case: CaseSpec, coords: Mapping[str, int]) -> torch.Tensor:
-        whole = self.cotangents[arg.name] if self.cotangents else inputs.cotangent(arg, case)
-        terms = inputs.addends(arg, whole, case, kind="cotangent")
+        full = self.cotangents[arg.name] if self.cotangents else inputs.cotangent(arg, case)
+        terms = inputs.addends(arg, full, case, kind="cotangent")
         term = inputs.own_term(arg, terms, case, coords, kind="cotangent")
         local = inputs.piece(arg, term, case, coords, self.layouts)
         return torch.from_numpy(local.copy())
@@ -178,17 +178,17 @@ class Program:
     def _backward(
         self, outputs: list[torch.Tensor], cotangents: list[torch.Tensor], leaves: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor | None]:
-        sought = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-        if not sought:
+        variables = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+        if not variables:
             return {}
         if not outputs:
-            return dict.fromkeys(sought)
+            return dict.fromkeys(variables)
         for i, output in enumerate(outputs):
             cotangents[i] = cotangents[i].to(output.dtype)
         return dict(
             zip(
-                sought,
-                torch.autograd.grad(outputs, list(sought.values()), cotangents, allow_unused=True),
+                variables,
+                torch.autograd.grad(outputs, list(variables.values()), cotangents, allow_unused=True),
                 strict=True,
             )
         )
@@ -197,8 +197,8 @@ class Program:
 def _sizes(arg: Argument, case: CaseSpec) -> str:
     """` with s=8, cp=4`: the sizes that a local shape follows from."""
     cut = {dim.name: case.dims[dim.name] for dim in arg.spec.dims if dim.cuts and dim.name != "1"}
-    whole = {dim.name: case.dims[dim.name] for dim in arg.spec.dims if dim.name != "1"}
-    named = {**(cut or whole), **{axis: case.mesh[axis] for axis in arg.spec.axes}}
+    sizes = {dim.name: case.dims[dim.name] for dim in arg.spec.dims if dim.name != "1"}
+    named = {**(cut or sizes), **{axis: case.mesh[axis] for axis in arg.spec.axes}}
     return f" with {', '.join(f'{name}={size}' for name, size in named.items())}" if named else ""
 
 

@@ -44,8 +44,8 @@ def disagreement(ledger: Ledger, *, complete: bool = True) -> Disagreement | Non
     mistake, and only rows that all sides have issued are compared.
     """
     place = {id(row): index for rank in {r.rank for r in ledger.rows} for index, row in enumerate(ledger.of(rank))}
-    found = [*_collectives(ledger, complete), *_messages(ledger, complete)]
-    return min(found, key=lambda d: (place[id(d.row)], d.row.rank), default=None)
+    differences = [*_collectives(ledger, complete), *_messages(ledger, complete)]
+    return min(differences, key=lambda d: (place[id(d.row)], d.row.rank), default=None)
 
 
 def crossed(waiting: Mapping[int, Row], ledger: Ledger) -> Disagreement | None:
@@ -92,9 +92,9 @@ def _difference(issued: Mapping[int, Row]) -> Disagreement | None:
         "shape": [_common_shapes(row) for row in rows],
     }
     for name, values in properties.items():
-        known = [value for value in values if value is not None]
-        if len(set(known)) > 1:
-            usual = Counter(known).most_common(1)[0][0]
+        numbers = [value for value in values if value is not None]
+        if len(set(numbers)) > 1:
+            usual = Counter(numbers).most_common(1)[0][0]
             odd = next(row for row, value in zip(rows, values, strict=True) if value not in (usual, None))
             return _against(f"{name} differs", odd, rows)
     return _splits(rows) if rows[0].op == "all_to_all" else _pieces(rows) if rows[0].op == "scatter" else None

@@ -15,16 +15,16 @@ from parity_tests.harness.run.program import Program, RankResult
 from parity_tests.harness.run.stitch import gradient_pieces, stitch
 
 
-def run_whole(
+def run_unsharded(
     scheme: Declared, arrays: tuple[Any, ...], engine: str, grad: Any, mesh_and_options: Mapping[str, Any]
 ) -> Any:
     """See Scheme.run."""
-    whole, dtype = _given_arrays(scheme, arrays)
-    dims = _given_dims(scheme, whole)
+    full, dtype = _full_arrays(scheme, arrays)
+    dims = _dims_of(scheme, full)
     case = draw_case(scheme, seeded_chooser(0), {**dims, **mesh_and_options}, dtype=dtype, engine=engine, seed=0)
-    case = case.replace(lengths=_given_lengths(scheme, whole, case))
-    cotangents = None if grad is None else _given_cotangents(scheme, grad, case)
-    ranks = run(Program.of(scheme, arrays=whole, cotangents=cotangents), case, engine)
+    case = case.replace(lengths=_packed_lengths(scheme, full, case))
+    cotangents = None if grad is None else _full_cotangents(scheme, grad, case)
+    ranks = run(Program.of(scheme, arrays=full, cotangents=cotangents), case, engine)
     outputs = []
     for arg in scheme.outputs:
         pieces = [result.outputs[arg.name] for result in ranks.results]
@@ -43,12 +43,12 @@ def _gradient(scheme: Declared, arg: Argument, results: Sequence[RankResult], ca
     return stitch(arg, gradient_pieces(scheme, arg, case, results), case, scheme.layouts, "gradient").copies[0]
 
 
-def _given_arrays(scheme: Declared, arrays: tuple[Any, ...]) -> tuple[dict[str, np.ndarray], str]:
+def _full_arrays(scheme: Declared, arrays: tuple[Any, ...]) -> tuple[dict[str, np.ndarray], str]:
     heads = list(dict.fromkeys(arg.name.partition(".")[0] for arg in scheme.inputs))
     if len(arrays) != len(heads):
         raise ValueError(f"scheme '{scheme.name}': takes ({', '.join(heads)}), got {len(arrays)} arrays")
     by_head = dict(zip(heads, arrays, strict=True))
-    found, dtype = {}, "float64"
+    by_name, dtype = {}, "float64"
     for arg in scheme.inputs:
         head, _, tail = arg.name.partition(".")
         value = by_head[head]
@@ -59,47 +59,49 @@ def _given_arrays(scheme: Declared, arrays: tuple[Any, ...]) -> tuple[dict[str, 
         if not arg.is_integer:
             name = str(getattr(value, "dtype", "float64")).removeprefix("torch.")
             dtype = name if name in ("float64", "float32", "bfloat16", "float16") else "float64"
-        found[arg.name] = _as_array(value) if arg.is_integer else np.asarray(_as_array(value), dtype=np.float64)
-    return found, dtype
+        by_name[arg.name] = _as_array(value) if arg.is_integer else np.asarray(_as_array(value), dtype=np.float64)
+    return by_name, dtype
 
 
-def _given_cotangents(scheme: Declared, grad: Any, case: CaseSpec) -> dict[str, np.ndarray]:
-    given = grad if isinstance(grad, tuple | list) else (grad,)
-    wanted = [arg for arg in scheme.outputs if arg.differentiable]
-    if len(given) != len(wanted):
-        raise ValueError(f"scheme '{scheme.name}': grad has {len(given)} cotangents for {len(wanted)} outputs")
-    found = {}
-    for arg, value in zip(wanted, given, strict=True):
-        found[arg.name] = np.asarray(_as_array(value), dtype=np.float64)
-        if found[arg.name].shape != arg.shape(case):
-            shapes = f"{found[arg.name].shape}, '{arg.spec}' says {arg.shape(case)}"
+def _full_cotangents(scheme: Declared, grad: Any, case: CaseSpec) -> dict[str, np.ndarray]:
+    cotangents = grad if isinstance(grad, tuple | list) else (grad,)
+    differentiable = [arg for arg in scheme.outputs if arg.differentiable]
+    if len(cotangents) != len(differentiable):
+        raise ValueError(
+            f"scheme '{scheme.name}': grad has {len(cotangents)} cotangents for {len(differentiable)} outputs"
+        )
+    by_name = {}
+    for arg, value in zip(differentiable, cotangents, strict=True):
+        by_name[arg.name] = np.asarray(_as_array(value), dtype=np.float64)
+        if by_name[arg.name].shape != arg.shape(case):
+            shapes = f"{by_name[arg.name].shape}, '{arg.spec}' says {arg.shape(case)}"
             raise ValueError(f"scheme '{scheme.name}': grad of '{arg.name}' is {shapes}")
-    return found
+    return by_name
 
 
-def _given_lengths(
-    scheme: Declared, whole: Mapping[str, np.ndarray], case: CaseSpec
+def _packed_lengths(
+    scheme: Declared, full: Mapping[str, np.ndarray], case: CaseSpec
 ) -> dict[str, dict[str, list[int]]]:
     """Lengths of the packed sequences that were given; where only true or only padded ones were, these are both."""
-    found: dict[str, dict[str, list[int]]] = {dim: dict(drawn) for dim, drawn in case.lengths.items()}
-    for dim, record in found.items():
-        given = {}
+    lengths: dict[str, dict[str, list[int]]] = {dim: dict(drawn_record) for dim, drawn_record in case.lengths.items()}
+    for dim, record in lengths.items():
+        from_inputs = {}
         for arg in scheme.inputs:
             how = scheme.draws[arg.name]
             if how.dim == dim and how.kind in ("offsets", "lengths"):
-                array = whole[arg.name]
-                given["padded" if how.padded else "true"] = (
+                array = full[arg.name]
+                from_inputs["padded" if how.padded else "true"] = (
                     np.diff(array) if how.kind == "offsets" else array
                 ).tolist()
         for one, other in (("padded", "true"), ("true", "padded")):
-            record[one] = given.get(one) or given.get(other) or record[one]
-    return found
+            record[one] = from_inputs.get(one) or from_inputs.get(other) or record[one]
+    return lengths
 
 
-def _given_dims(scheme: Declared, whole: Mapping[str, np.ndarray]) -> dict[str, int]:
+def _dims_of(scheme: Declared, full: Mapping[str, np.ndarray]) -> dict[str, int]:
     dims: dict[str, int] = {}
     for arg in scheme.inputs:
-        shape = whole[arg.name].shape
+        shape = full[arg.name].shape
         if len(shape) != len(arg.spec.dims):
             raise ValueError(f"scheme '{scheme.name}': '{arg.name}' is {shape}, its spec is '{arg.spec}'")
         for dim, size in zip(arg.spec.dims, shape, strict=True):

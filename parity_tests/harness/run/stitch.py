@@ -55,8 +55,8 @@ def stitch(arg: Argument, pieces: Sequence[np.ndarray], case: CaseSpec, custom: 
     parts = np.zeros((*sizes, *arg.shape(case)), dtype=np.asarray(pieces[0]).dtype)
     for at, local in zip(_ranks(case), pieces, strict=True):
         target = parts[(*(at[axis] for axis in names), ...)]  # a view, of a scalar too
-        held = inputs.positions(arg, case, at, custom)
-        target[np.ix_(*held) if held else ...] = local
+        local_positions = inputs.positions(arg, case, at, custom)
+        target[np.ix_(*local_positions) if local_positions else ...] = local
     keys = list(np.ndindex(*sizes[: len(repeating)]))
     with np.errstate(invalid="ignore", over="ignore"):
         total = parts.sum(axis=tuple(range(len(repeating), len(names)))) if summed else parts
@@ -67,12 +67,12 @@ def stitch(arg: Argument, pieces: Sequence[np.ndarray], case: CaseSpec, custom: 
 
 def owners(arg: Argument, case: CaseSpec, custom: inputs.Layouts) -> dict[str, np.ndarray]:
     """For each axis that cuts a tensor: which of its coordinates holds each element."""
-    found = {axis: np.zeros(arg.shape(case), dtype=np.int64) for axis in arg.spec.axes}
+    by_axis = {axis: np.zeros(arg.shape(case), dtype=np.int64) for axis in arg.spec.axes}
     for at in _ranks(case):
-        held = inputs.positions(arg, case, at, custom)
-        for axis, array in found.items():
-            array[np.ix_(*held)] = at[axis]
-    return found
+        local_positions = inputs.positions(arg, case, at, custom)
+        for axis, array in by_axis.items():
+            array[np.ix_(*local_positions)] = at[axis]
+    return by_axis
 
 
 def _ranks(case: CaseSpec) -> Sequence[Mapping[str, int]]:

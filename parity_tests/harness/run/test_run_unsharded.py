@@ -81,7 +81,7 @@ def test_sequences_are_cut_where_they_were_given():
     assert first_of_each_rank.run(x, np.array([0, 12]), cp=2).tolist() == [0, 0, 0, 1, 1, 1, 1, 1, 1, 0, 0, 0]
 
 
-def refusal(made, *arrays, **more):
+def rejection(made, *arrays, **more):
     with pytest.raises(ValueError) as caught:
         made.run(*arrays, **more)
     return str(caught.value)
@@ -89,13 +89,13 @@ def refusal(made, *arrays, **more):
 
 def test_what_does_not_fit():
     params = {"w": W}
-    assert refusal(linear, params) == "scheme 'linear': takes (params, x), got 1 arrays"
-    assert refusal(linear, params, X[0]) == "scheme 'linear': 'x' is (3,), its spec is 'b d tp=R'"
-    assert refusal(linear, params, X.T) == "scheme 'linear': d is 3 and 2 ('x')"
-    assert refusal(linear, params, X, tp=3) == (
+    assert rejection(linear, params) == "scheme 'linear': takes (params, x), got 1 arrays"
+    assert rejection(linear, params, X[0]) == "scheme 'linear': 'x' is (3,), its spec is 'b d tp=R'"
+    assert rejection(linear, params, X.T) == "scheme 'linear': d is 3 and 2 ('x')"
+    assert rejection(linear, params, X, tp=3) == (
         "scheme 'linear': f=4 cannot be cut by contiguous over tp=3 (needs a multiple of 3); pad to 6"
     )
-    assert refusal(linear, params, X, tp=2, grad=(1, 2)) == "scheme 'linear': grad has 2 cotangents for 1 outputs"
-    assert refusal(linear, params, X, tp=2, grad=np.ones(4)) == (
+    assert rejection(linear, params, X, tp=2, grad=(1, 2)) == "scheme 'linear': grad has 2 cotangents for 1 outputs"
+    assert rejection(linear, params, X, tp=2, grad=np.ones(4)) == (
         "scheme 'linear': grad of 'out' is (4,), 'b f/tp' says (2, 4)"
     )

@@ -24,7 +24,7 @@ from parity_tests.harness.run.lockstep.exchange import Exchange
 from parity_tests.harness.run.lockstep.operations import listed, nested, reduce_op, root_place
 
 Tensors = Sequence[Tensor]
-Cut = Callable[[list[Tensor]], list[Tensor]]
+Split = Callable[[list[Tensor]], list[Tensor]]
 
 
 class LockstepWork(dist.Work):
@@ -86,7 +86,7 @@ class CollectedWork(LockstepWork):
 Work = LockstepWork
 
 # What torch may ask of a group and this one has not.
-REFUSED = {
+MISSING = {
     "split_group": "needs a backend bound to a device; use new_group",
     "merge_remote_group": "joins processes, and here is one; use new_group",
     "_get_backend": "has nothing to give, the group is its own backend; call the group",
@@ -171,8 +171,8 @@ class LockstepGroup(dist.ProcessGroup):
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
-        for output, whole in zip(outputs, inputs, strict=True):
-            operations.check_whole("reduce_scatter", "the input", whole, output, self._size)
+        for output, full in zip(outputs, inputs, strict=True):
+            operations.check_whole("reduce_scatter", "the input", full, output, self._size)
 
         def cut(copies: list[Tensor]) -> list[Tensor]:
             return [part for copy in copies for part in copy.reshape(self._size, -1).unbind(0)]
@@ -198,8 +198,8 @@ class LockstepGroup(dist.ProcessGroup):
         return self.all_gather_single_coalesced([output], [input], opts)
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
-        for whole, one in zip(outputs, inputs, strict=True):
-            operations.check_whole("all_gather", "the output", whole, one, self._size)
+        for full, one in zip(outputs, inputs, strict=True):
+            operations.check_whole("all_gather", "the output", full, one, self._size)
         return self._collective("all_gather", inputs, outputs, opts)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
@@ -283,7 +283,7 @@ class LockstepGroup(dist.ProcessGroup):
         inputs: Tensors,
         outputs: Tensors,
         opts: Any,
-        cut: Cut | None = None,
+        cut: Split | None = None,
         *,
         root: int | None = None,
         expected: Tensors = (),
@@ -331,12 +331,12 @@ class LockstepGroup(dist.ProcessGroup):
         )
 
 
-def _refusal(name: str, why: str) -> Callable[..., NoReturn]:
-    def refused(self: LockstepGroup, *args: Any, **kwargs: Any) -> NoReturn:
+def _rejection(name: str, why: str) -> Callable[..., NoReturn]:
+    def rejected(self: LockstepGroup, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(f"lockstep: {name} {why}")
 
-    return refused
+    return rejected
 
 
-for _name, _why in REFUSED.items():
-    setattr(LockstepGroup, _name, _refusal(_name, _why))
+for _name, _why in MISSING.items():
+    setattr(LockstepGroup, _name, _rejection(_name, _why))

@@ -43,8 +43,8 @@ def combined(name: str, terms: Sequence[Tensor]) -> Tensor:
         return total
     if dtype == torch.bool:
         raise TypeError("lockstep: AVG of torch.bool has no meaning; use SUM, which is logical or")
-    whole = not (dtype.is_floating_point or dtype.is_complex)
-    return torch.div(total, len(terms), rounding_mode="trunc" if whole else None)
+    is_integer = not (dtype.is_floating_point or dtype.is_complex)
+    return torch.div(total, len(terms), rounding_mode="trunc" if is_integer else None)
 
 
 def listed(tensors: Any) -> list[Tensor]:
@@ -77,9 +77,9 @@ def size_in_bytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def splits_of(name: str, whole: Tensor, splits: Sequence[int], size: int) -> list[int]:
+def splits_of(name: str, tensor: Tensor, splits: Sequence[int], size: int) -> list[int]:
     """Rows for each rank; no splits mean equal ones."""
-    count = rows(whole)
+    count = rows(tensor)
     if not splits:
         if count % size:
             raise ValueError(f"all_to_all: {name} has {count} rows for {size} ranks (needs a multiple); give splits")
@@ -98,11 +98,11 @@ def check_one_each(op: str, parts: Sequence[Tensor], size: int, like: Tensor | N
             raise ValueError(f"{op}: {described(part)} in the list, {described(like)} beside it (all must be alike)")
 
 
-def check_whole(op: str, name: str, whole: Tensor, part: Tensor, size: int) -> None:
+def check_whole(op: str, name: str, full: Tensor, part: Tensor, size: int) -> None:
     """One tensor that holds every rank's part."""
-    if whole.numel() != part.numel() * size or whole.dtype != part.dtype:
+    if full.numel() != part.numel() * size or full.dtype != part.dtype:
         raise ValueError(
-            f"{op}: {name} is {described(whole)}, a rank's part is {described(part)} "
+            f"{op}: {name} is {described(full)}, a rank's part is {described(part)} "
             f"(needs {size} times its elements, in its dtype)"
         )
 

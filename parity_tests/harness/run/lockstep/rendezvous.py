@@ -29,9 +29,9 @@ class Rendezvous:
 
     def arrive(self, call: Call) -> list[Call]:
         """Add one rank's call; when it was the last, all calls, their results known; else none."""
-        here = [other for other in self._calls if other is not None]
+        arrived = [other for other in self._calls if other is not None]
         # Splits are held against everybody's, one's own too; all else is equality, so one other is enough.
-        for other in [*here, call] if call.row.op == "all_to_all" else here[:1]:
+        for other in [*arrived, call] if call.row.op == "all_to_all" else arrived[:1]:
             _agree(other, call)
         self._calls[call.place] = call
         self._missing -= 1
@@ -70,11 +70,11 @@ def _same_outputs(first: Call, second: Call) -> None:
 
 
 def _pair(sender: Call, receiver: Call) -> None:
-    sent, wanted = sender.pieces[receiver.place], receiver.expected[sender.place]
-    if (sent.shape, sent.dtype) != (wanted.shape, wanted.dtype):
+    sent, expected = sender.pieces[receiver.place], receiver.expected[sender.place]
+    if (sent.shape, sent.dtype) != (expected.shape, expected.dtype):
         raise Disagreement(
             f"splits disagree, rank {sender.row.rank} sends {described(sent)} to rank {receiver.row.rank}, which "
-            f"expects {described(wanted)}",
+            f"expects {described(expected)}",
             sender.row,
             receiver.row,
         )

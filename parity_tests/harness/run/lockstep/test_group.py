@@ -1,4 +1,4 @@
-"""The lockstep process group: written at the wait, complete in torch's names, refusing by sentence."""
+"""The lockstep process group: written at the wait, complete in torch's names, rejecting by sentence."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run import failure
 from parity_tests.harness.run.lockstep import lockstep
-from parity_tests.harness.run.lockstep.group import REFUSED, LockstepGroup
+from parity_tests.harness.run.lockstep.group import MISSING, LockstepGroup
 from parity_tests.specimens.engine_agreement import all_gather, named
 
 CASE = CaseSpec("lockstep", {"tp": 2})
@@ -84,7 +84,7 @@ def test_every_rank_gets_the_same_bits():
     assert rest == [first] * 7
 
 
-def test_every_method_torch_declares_is_implemented_or_refused():
+def test_every_method_torch_declares_is_implemented_or_rejected():
     inherited = {"BackendType", "_get_backend_name", "_id", "abort", "boxed", "name", "rank", "set_timeout"}
     inherited |= {"shutdown", "size", "unbox", "_pybind11_conduit_v1_"}
     declared = {name for name, value in vars(dist.ProcessGroup).items() if callable(getattr(dist.ProcessGroup, name))}
@@ -92,11 +92,11 @@ def test_every_method_torch_declares_is_implemented_or_refused():
     assert declared - inherited <= set(vars(LockstepGroup))
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_refusal_is_a_sentence(name):
+@pytest.mark.parametrize("name", MISSING)
+def test_a_rejection_is_a_sentence(name):
     with pytest.raises(failure.Raised) as caught:
         lockstep.run(lambda mesh, case: getattr(mesh["tp"], name)(), CASE)
-    assert str(caught.value.__cause__) == f"lockstep: {name} {REFUSED[name]}"
+    assert str(caught.value.__cause__) == f"lockstep: {name} {MISSING[name]}"
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("message", MISTAKES)
-def test_a_call_that_cannot_be_right_is_refused(message):
+def test_a_call_that_cannot_be_right_is_rejected(message):
     with pytest.raises(failure.Raised) as caught:
         lockstep.run(lambda mesh, case: MISTAKES[message](mesh["tp"]), CASE)
     assert str(caught.value.__cause__) == message

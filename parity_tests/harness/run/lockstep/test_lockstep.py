@@ -159,7 +159,7 @@ def test_what_a_stage_raised_is_told_and_not_what_torch_put_over_it():
     assert repr(caught.value.__cause__) == "KeyError('no such weight')" and "failed to run" not in str(caught.value)
 
 
-def test_two_runs_at_once_are_refused():
+def test_two_runs_at_once_are_rejected():
     with pytest.raises(failure.Raised) as caught:
         lockstep.run(lambda mesh, _: lockstep.run(chatter, case(2)), case(2))
     message = "lockstep.run: another run is going on in this process; use engine='gloo'"

@@ -62,13 +62,13 @@ class RankWorld:
         self.pg_coalesce_state.clear()
         if mesh is not None and self.default_pg is self._marked_rest[0]:
             self._keep(flattened(mesh))
-        kept = self._marked["pg_names"]
-        if self.pg_names == kept and self._marked_rest == (self.default_pg, self.group_count):
+        permanent = self._marked["pg_names"]
+        if self.pg_names == permanent and self._marked_rest == (self.default_pg, self.group_count):
             return
         for group, name in self.pg_names.items():
-            if group not in kept:
+            if group not in permanent:
                 c_api._unregister_process_group(name)
-        for group, name in kept.items():
+        for group, name in permanent.items():
             if group not in self.pg_names:
                 c_api._register_process_group(name, group)
         for name in _TABLES:
@@ -141,11 +141,11 @@ def is_installed() -> bool:
 @contextmanager
 def installed(make_group: Callable[..., dist.ProcessGroup]) -> Iterator[None]:
     """Worlds by thread, and `make_group` as the backend; everything as before on leaving."""
-    kept = {name: getattr(c10d, name) for name in _GLOBALS}
+    originals = {name: getattr(c10d, name) for name in _GLOBALS}
     plugin = dist.Backend._plugins.get(BACKEND.upper())
     hook, stream = sys.excepthook, torch.default_generator.get_state()
     dist.Backend.register_backend(BACKEND, make_group, extended_api=True, devices=["cpu"])
-    c10d._world = _Switchboard(kept["_world"])
+    c10d._world = _Switchboard(originals["_world"])
     torch.distributed.device_mesh.threading = _Identities()  # pyright: ignore
     c_api._set_thread_isolation_mode(True)  # pyright: ignore
     try:
@@ -153,7 +153,7 @@ def installed(make_group: Callable[..., dist.ProcessGroup]) -> Iterator[None]:
     finally:
         c_api._set_thread_isolation_mode(False)  # pyright: ignore
         torch.distributed.device_mesh.threading = threading  # pyright: ignore
-        for name, value in kept.items():
+        for name, value in originals.items():
             setattr(c10d, name, value)
         if plugin is None:
             del dist.Backend._plugins[BACKEND.upper()]

@@ -79,9 +79,9 @@ def verdict(
     """
     ledger = Ledger([row for outcome in outcomes for row in outcome.rows])
     raised = [o for o in outcomes if o.kind == RAISED]
-    own = [o for o in raised if not (o.from_backend or o.is_victim)]
-    if own:
-        return _blame(own[0], _CAUSES[own[0].cause], outcomes, case, ledger)
+    causes = [o for o in raised if not (o.from_backend or o.is_victim)]
+    if causes:
+        return _blame(causes[0], _CAUSES[causes[0].cause], outcomes, case, ledger)
     for dead in (o for o in outcomes if o.kind == DIED):
         return _blame(dead, failure.Died, outcomes, case, ledger)
     problem = disagreement(ledger, complete=all(o.kind == DONE for o in outcomes))
@@ -104,7 +104,7 @@ def _blame(
     who: Outcome, kind: type[failure.RankFailure], outcomes: Sequence[Outcome], case: CaseSpec | None, ledger: Ledger
 ) -> failure.RankFailure:
     last = who.last
-    found = kind(
+    error = kind(
         str(who),
         rank=who.rank,
         op=last.op if last else None,
@@ -114,8 +114,8 @@ def _blame(
         ledger=ledger,
     )
     if who.trace:
-        found.add_note(f"Traceback of rank {who.rank}:\n{who.trace}")
-    return found
+        error.add_note(f"Traceback of rank {who.rank}:\n{who.trace}")
+    return error
 
 
 def _ending(exit_code: int | None) -> str:

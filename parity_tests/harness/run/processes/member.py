@@ -44,9 +44,9 @@ def connect() -> tuple[dist.Store, Channel]:
 
     store, _, _ = next(iter(rendezvous("env://")))
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    own = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=ATTEMPT_S))
+    connection = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=ATTEMPT_S))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return store, Channel(dist.PrefixStore(f"shardproof/{attempt}", own))
+    return store, Channel(dist.PrefixStore(f"shardproof/{attempt}", connection))
 
 
 class Channel:
@@ -215,8 +215,8 @@ class Leader(Member):
             now, before, moves = time.monotonic(), moves, self.channel.count("moves")
             if before != moves or self.channel.count(f"ready/{n}") < self.world:
                 moved = now
-            own = self.outcome is not None and self.outcome.kind != DONE
-            if deadline is None and (own or self.channel.count(f"failed/{n}")):
+            is_failed = self.outcome is not None and self.outcome.kind != DONE
+            if deadline is None and (is_failed or self.channel.count(f"failed/{n}")):
                 deadline = now + COLLECT_S
             if deadline is not None and now >= deadline:
                 return None

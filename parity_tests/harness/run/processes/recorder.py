@@ -65,7 +65,7 @@ FUNCTIONAL: _Table = {
 }
 OPERATORS: Mapping[str, _Table] = {"c10d": IN_PLACE, "_c10d_functional": FUNCTIONAL}
 SILENT = frozenset({"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"})
-REFUSED = {"batch_p2p_ops": "it mixes sends and receives in one call, for compiled code; use batch_isend_irecv"}
+MISSING = {"batch_p2p_ops": "it mixes sends and receives in one call, for compiled code; use batch_isend_irecv"}
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def issue(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Issue:
     name = func._schema.name.partition("::")[2]
     table = OPERATORS[func.namespace]
     if name not in table:
-        raise NotImplementedError(f"ledger: {name} is not written down: {REFUSED.get(name, 'it is not known')}")
+        raise NotImplementedError(f"ledger: {name} is not written down: {MISSING.get(name, 'it is not known')}")
     op, takes, gives = table[name]
     call = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()} | dict(kwargs)
     call |= {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}
@@ -122,22 +122,22 @@ def issue(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Issue:
 
 
 def _group(call: Mapping[str, Any]) -> dist.ProcessGroup:
-    held = call.get("process_group", call.get("group_name"))
-    if isinstance(held, str):
-        return torch._C._distributed_c10d._resolve_process_group(held)  # pyright: ignore[reportAttributeAccessIssue]
-    return held if isinstance(held, dist.ProcessGroup) else dist.ProcessGroup.unbox(held)
+    group = call.get("process_group", call.get("group_name"))
+    if isinstance(group, str):
+        return torch._C._distributed_c10d._resolve_process_group(group)  # pyright: ignore[reportAttributeAccessIssue]
+    return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
 
 
-def _reduce_op(held: Any) -> str | None:
-    if held is None:
+def _reduce_op(op: Any) -> str | None:
+    if op is None:
         return None
-    return held.upper() if isinstance(held, str) else dist.ReduceOp.RedOpType(held.op()).name
+    return op.upper() if isinstance(op, str) else dist.ReduceOp.RedOpType(op.op()).name
 
 
-def _tensors(held: Any) -> tuple[Tensor, ...]:
-    if isinstance(held, Tensor):
-        return (held,)
-    return tuple(t for item in held or () for t in _tensors(item))
+def _tensors(argument: Any) -> tuple[Tensor, ...]:
+    if isinstance(argument, Tensor):
+        return (argument,)
+    return tuple(t for item in argument or () for t in _tensors(item))
 
 
 def _nbytes(x: Tensor) -> int:
@@ -274,7 +274,7 @@ class Recorder(TorchDispatchMode):
     def is_backends(self, error: BaseException | None) -> bool:
         """True if the error, or one that led to it, came out of a collective."""
         while error is not None:
-            if any(error is known for known in self.backend_errors):
+            if any(error is backend_error for backend_error in self.backend_errors):
                 return True
             error = error.__cause__ or error.__context__
         return False

@@ -54,7 +54,7 @@ def main(parent: socket.socket, folder: str) -> NoReturn:
     os._exit(0)  # the interpreter's own end takes a third of a second
 
 
-def _serve(parent: socket.socket, ranks: set[int], own: tuple[int, int]) -> bool:
+def _serve(parent: socket.socket, ranks: set[int], wake_fds: tuple[int, int]) -> bool:
     """Answer what the parent has sent; False at its end."""
     try:
         data, fds, _, _ = socket.recv_fds(parent, 65536, 2)
@@ -70,7 +70,7 @@ def _serve(parent: socket.socket, ranks: set[int], own: tuple[int, int]) -> bool
         if "fork" in request:
             pid = os.fork()
             if pid == 0:
-                _become_rank(request["fork"], fds, parent, own)
+                _become_rank(request["fork"], fds, parent, wake_fds)
             for fd in fds:
                 os.close(fd)
             ranks.add(pid)
@@ -80,14 +80,14 @@ def _serve(parent: socket.socket, ranks: set[int], own: tuple[int, int]) -> bool
     return bool(data)
 
 
-def _become_rank(place: dict, fds: list[int], parent: socket.socket, own: tuple[int, int]) -> NoReturn:
+def _become_rank(place: dict, fds: list[int], parent: socket.socket, wake_fds: tuple[int, int]) -> NoReturn:
     """In the child: drop the server's belongings and run the rank to its end."""
     code = 1
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         parent.close()
-        for fd in own:
+        for fd in wake_fds:
             os.close(fd)
         from parity_tests.harness.run.processes import rank
 
