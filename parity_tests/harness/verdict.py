@@ -14,7 +14,7 @@ from parity_tests.harness.judge import compare, oracle, side_checks
 from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.run.failure import RankFailure
-from parity_tests.harness.run.ledger import Ledger
+from parity_tests.harness.run.ledger import Ledger, Ranks
 from parity_tests.harness.run.program import Program
 
 if TYPE_CHECKING:
@@ -57,25 +57,8 @@ def judge(
     # 3. Compare values and gradients, then the ledgers.
     rows = compare.compare(scheme, case, ranks.results, reference)
     protocol = side_checks.protocol(ranks.ledger)
-    outputs_pass = all(row.ok for row in rows if row.role == "output")
-    loose_budgets = {} if all(row.ok for row in rows) else _stored_budgets(scheme, program, case, ranks.results)
     # 4. Explain each tensor that failed.
-    notes = {
-        row.label: explain(
-            evidence(
-                scheme,
-                program,
-                case,
-                row,
-                outputs_pass,
-                ranks.ledger,
-                protocol,
-                {count: budgets[row.label] for count, budgets in loose_budgets.items()},
-            )
-        )
-        for row in rows
-        if not row.ok
-    }
+    notes = _notes(scheme, program, case, ranks, rows, protocol)
     return Report(
         scheme.key,
         case,
@@ -88,6 +71,25 @@ def judge(
         cost_declared=scheme.cost is not None,
         seconds=ranks.seconds,
     )
+
+
+def _notes(
+    scheme: Declared,
+    program: Program,
+    case: CaseSpec,
+    ranks: Ranks,
+    rows: Sequence[compare.TensorRow],
+    protocol: Sequence[str],
+) -> dict[str, tuple[str, ...]]:
+    """What kind of mistake it is, for each tensor that failed."""
+    failed = [row for row in rows if not row.ok]
+    outputs_pass = all(row.ok for row in rows if row.role == "output")
+    loose_budgets = _stored_budgets(scheme, program, case, ranks.results) if failed else {}
+    notes = {}
+    for row in failed:
+        stored = {count: budgets[row.label] for count, budgets in loose_budgets.items()}
+        notes[row.label] = explain(evidence(scheme, program, case, row, outputs_pass, ranks.ledger, protocol, stored))
+    return notes
 
 
 def _stored_budgets(
