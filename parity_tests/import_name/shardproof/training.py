@@ -3,7 +3,7 @@
 from parity_tests.injected_bugs.catalogue.models import BUGS as BUGS
 from parity_tests.injected_bugs.patched_modules import PatchedModules as PatchedModules
 from parity_tests.tracing.lines import first as first
-from parity_tests.training.follow import Known as Known
+from parity_tests.training.follow import ReferenceSteps as ReferenceSteps
 from parity_tests.training.run import Run as Run
 from parity_tests.training.session import followed as followed
 from parity_tests.training.traced import known_of as known_of
