@@ -27,7 +27,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: one thread for 
 import matplotlib.pyplot as plt
 
 from shardproof import colours
-from shardproof.training import BUGS, Known, PatchedModules, Run, first, followed, known_of, trace
+from shardproof.training import BUGS, PatchedModules, ReferenceSteps, Run, first, followed, known_of, trace
 
 # %% [markdown]
 # ## Four meshes
@@ -44,7 +44,7 @@ RUNS = {
     "cp=2 tp=2, Ulysses, states passed": Run.on({"cp": 2, "tp": 2}, mamba="state", attention="ulysses", **SMALL),
     "pp=2, 1F1B": Run.on({"pp": 2}, **SMALL),
 }
-known = Known()
+known = ReferenceSteps()
 judged = {name: followed(run, known, "lockstep") for name, run in RUNS.items()}
 
 print(f"{'mesh':36}{'loss of step 5':>20}{'largest error / budget':>26}")

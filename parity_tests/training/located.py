@@ -10,7 +10,6 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one thread for each rank
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,10 +21,11 @@ from parity_tests.harness.run.failure import RankFailure
 from parity_tests.injected_bugs.catalogue import CATALOGUE
 from parity_tests.injected_bugs.injected_bug import InjectedBug
 from parity_tests.injected_bugs.patched_modules import PatchedModules
-from parity_tests.tracing.flax_side import Known
+from parity_tests.tracing.flax_side import ReferenceTrace
 from parity_tests.tracing.lines import first
 from parity_tests.training import located_page, reached
 from parity_tests.training.kept import Kept
+from parity_tests.training.located_page import EQUAL, FAILED, NOT_RUN, RIGHT, WRONG, Located
 from parity_tests.training.run import SIZES, Run
 from parity_tests.training.traced import known_of
 
@@ -49,27 +49,6 @@ COMPONENTS = {
     "context_parallel": "layers.*.self_attn*",
     "vocab_parallel": "",
 }
-NOT_RUN, EQUAL, FAILED, RIGHT, WRONG = "not run", "equal", "failed", "right", "wrong"
-
-
-@dataclass(frozen=True)
-class Located:
-    """What became of one bug: the homes that are right, the one that was found, and the words that named it.
-
-    `word` is `not run` where no traced step calls a function of the bug, `equal` where no tensor differs, `failed`
-    where a rank does, else `right` or `wrong`. `mesh` is where it differed.
-    """
-
-    bug: InjectedBug
-    home: str
-    word: str
-    found: str = ""
-    said: str = ""
-    mesh: str = ""
-
-    @property
-    def is_right(self) -> bool:
-        return self.word == RIGHT
 
 
 def home_of(bug: InjectedBug) -> str | None:
@@ -82,7 +61,7 @@ def runs(dtype: str, **sizes: Any) -> list[Run]:
     return [Run.on(mesh, dtype=dtype, **{**SMALL, **sizes, **how}) for mesh, how in HOW]
 
 
-def located(bug: InjectedBug, known: Known, tried: Sequence[Run] | None = None) -> Located:
+def located(bug: InjectedBug, known: ReferenceTrace, tried: Sequence[Run] | None = None) -> Located:
     """Inject a bug and trace until something differs. A rank that fails is not located: its own words say where."""
     tried = runs("float64") if tried is None else tried
     home = home_of(bug) or ""

@@ -5,16 +5,14 @@ from __future__ import annotations
 import platform
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from parity_tests.injected_bugs.catalogue.published import MISTAKES
+from parity_tests.injected_bugs.injected_bug import InjectedBug
 from parity_tests.injected_bugs.report import markdown
-
-if TYPE_CHECKING:
-    from parity_tests.training.located import Located
 
 HEAD = """# Injected bugs, located
 
@@ -44,7 +42,28 @@ Of the bugs that change a tensor of the step or let a rank fail.
 {summary}"""
 COLUMNS = ("bug", "mesh", "first to differ", "located in", "verdict")
 MISTAKE_COLUMNS = ("source", "mistake", "injected bug", "located in", "verdict")
-SHOWN = ("right", "wrong", "failed")
+NOT_RUN, EQUAL, FAILED, RIGHT, WRONG = "not run", "equal", "failed", "right", "wrong"
+SHOWN = (RIGHT, WRONG, FAILED)
+
+
+@dataclass(frozen=True)
+class Located:
+    """What became of one bug: the homes that are right, the one that was found, and the words that named it.
+
+    `word` is `not run` where no traced step calls a function of the bug, `equal` where no tensor differs, `failed`
+    where a rank does, else `right` or `wrong`. `mesh` is where it differed.
+    """
+
+    bug: InjectedBug
+    home: str
+    word: str
+    found: str = ""
+    said: str = ""
+    mesh: str = ""
+
+    @property
+    def is_right(self) -> bool:
+        return self.word == RIGHT
 
 
 def closing(outcomes: Sequence[Located]) -> str:
