@@ -94,7 +94,7 @@ BUGS = (
         at="vocab_parallel:merged_target",
         old="return z_t.amin(0)",
         new="return torch.where(z_t < math.inf, z_t, 0.0).sum(0)",
-        expect="value: owned by nobody",
+        expect="value: out of vocabulary",
     ),
     InjectedBug(
         name="statistics exchanged chunk by chunk",
@@ -160,7 +160,7 @@ BUGS = (
         at="vocab_parallel:forward",
         old="column = torch.where(z_t == math.inf, st.NOBODYS, column)",
         new="pass",
-        expect="gradient: owned by nobody",
+        expect="gradient: out of vocabulary",
     ),
     InjectedBug(
         name="gradient of an out-of-vocabulary target",
@@ -168,7 +168,7 @@ BUGS = (
         at="vocab_parallel:_put_at_ids",
         old="nobodys = (asked.column == st.NOBODYS).all(-1, keepdim=True)",
         new="nobodys = (asked.column < st.NOBODYS).all(-1, keepdim=True)",
-        expect="gradient: owned by nobody",
+        expect="gradient: out of vocabulary",
         equivalent="its cotangents are zero already; a row of NaN shows it, which is drawn by no scheme but has a test",
     ),
     InjectedBug(
@@ -177,7 +177,7 @@ BUGS = (
         at="vocab_parallel:owned_or_nothing",
         old="nobodys = torch.where(whole.largest < math.inf, 0.0, math.nan)",
         new="nobodys = -whole.log_total",
-        expect="value: owned by nobody",
+        expect="value: out of vocabulary",
     ),
     InjectedBug(
         name="everybody puts the target's term",
