@@ -26,6 +26,7 @@ SECTIONS = {
     "sensitivity": "Sensitivity",
     "injected_bugs": "Injected bugs",
     "peers": "Log-probability beside its peers",
+    "smallest_call": "The smallest call beside plain torch",
     "layouts": "Index arrays of packed batches",
     "attention": "Ring attention beside one process",
     "mamba": "Mamba2 on packed sequences beside a loop",
@@ -82,6 +83,10 @@ def _figures(name: str, alarm_seconds: float, stall_seconds: float) -> Callable[
         from parity_tests.benchmarks import injected_bugs
 
         return injected_bugs.figures
+    if name == "smallest_call":
+        from parity_tests.benchmarks import smallest_call
+
+        return smallest_call.figures
     if name == "layouts":
         from parity_tests.benchmarks import layouts
 

@@ -20,7 +20,7 @@ from torch_impl.kernels import rows_at
 from torch_impl.layouts import dual_chunk_swap
 from torch_impl.vocab_parallel import fused_logprob
 from torch_impl.vocab_parallel import statistics as st
-from torch_impl.vocab_parallel.fused_logprob import asked_of
+from torch_impl.vocab_parallel.fused_logprob import gather_gradient
 
 ROWS, COLUMNS = 4096, 131072  # 1 GiB in bfloat16
 ROUNDS, WARM = 21, 3
@@ -127,7 +127,7 @@ def check(logits: Tensor, backends: tuple[str, ...]) -> None:
 
     def gradient(x: Tensor, g: Tensor, *rest: Tensor) -> Tensor:
         out = torch.empty_like(x)
-        fused_logprob.write_gradient(out, x, 1.0, True, asked_of(column.to(x.device), g), *rest, None, None)
+        fused_logprob.write_gradient(out, x, 1.0, True, gather_gradient(column.to(x.device), g), *rest, None, None)
         return out
 
     for backend in backends:
@@ -171,7 +171,7 @@ class _WholeRows(torch.autograd.Function):
     """Log-probability of rows that are whole on this device: no group, no collective."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, plan: fused_logprob.Plan) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, plan: fused_logprob.LogprobOptions) -> tuple[Tensor, ...]:
         return fused_logprob.forward(ctx, logits, target, plan)
 
     @staticmethod
@@ -180,7 +180,7 @@ class _WholeRows(torch.autograd.Function):
 
 
 def logprob_and_gradient(logits: Tensor, backend: str, **options: bool) -> Tensor:
-    plan = fused_logprob.Plan("benchmark", None, 0, logits.shape[-1], whole_rows=True, backend=backend, **options)
+    plan = fused_logprob.LogprobOptions(None, 0, logits.shape[-1], backend=backend, **options)
     z = logits.detach().requires_grad_()
     outputs = _WholeRows.apply(z, _target(logits), plan)
     return torch.autograd.grad(outputs, z, [torch.ones_like(output) for output in outputs])[0]
@@ -200,7 +200,7 @@ def _given(logits: Tensor) -> tuple[Tensor, Any, tuple[Tensor, Tensor]]:
     column = st.local_column(_target(logits).unsqueeze(-1), 0, logits.shape[-1])
     largest = logits.amax(-1).float()
     log_total = torch.stack([(row.float() - m).exp().sum().log() for row, m in zip(logits, largest, strict=True)])
-    return column, asked_of(column, torch.ones(column.shape, device=logits.device)), (largest, log_total)
+    return column, gather_gradient(column, torch.ones(column.shape, device=logits.device)), (largest, log_total)
 
 
 def _both(backend: str) -> str:

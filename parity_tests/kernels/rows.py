@@ -10,7 +10,7 @@ from torch import Tensor
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 KINDS = ("normal", "masked borders", "masked rows", "ties", "far apart", "one column")
-NOT_HERE, NOBODYS = -1, -2
+ON_ANOTHER_RANK, OUT_OF_VOCABULARY = -1, -2
 
 
 def generator(seed: int = 0) -> np.random.Generator:
@@ -38,8 +38,8 @@ def logits(kind: str, dtype: torch.dtype, device: str, n: int = 6, v: int = 13) 
 
 def columns(z: Tensor, k: int) -> Tensor:
     """k columns of each row, some twice, some of another rank, one row all of nobody's."""
-    drawn = generator(k).integers(NOBODYS, z.shape[-1], (len(z), k))
-    drawn[3] = NOBODYS
+    drawn = generator(k).integers(OUT_OF_VOCABULARY, z.shape[-1], (len(z), k))
+    drawn[3] = OUT_OF_VOCABULARY
     return torch.from_numpy(drawn).to(z.device, torch.int32)
 
 

@@ -19,7 +19,7 @@ from torch_impl.kernels.softmax import local_statistics, write_gradient
 from torch_impl.layouts import dual_chunk_swap
 from torch_impl.vocab_parallel import fused_logprob, vocab_parallel_logprob
 from torch_impl.vocab_parallel import statistics as st
-from torch_impl.vocab_parallel.fused_logprob import asked_of
+from torch_impl.vocab_parallel.fused_logprob import gather_gradient
 
 KINDS = values("peaked", "neg_inf_mask", "normal", "ties", "huge")
 STEP = 2  # columns: a row of five has three blocks
@@ -83,11 +83,11 @@ def _logprob(mesh, logits, target, temperature, with_entropy):
     },
 )
 def triton_gather_logprob(mesh, logits, ids):
-    plan = fused_logprob.Plan("test", mesh["tp"], *owned_range(mesh), several=True, backend="triton")
-    return _Joint.apply(logits, ids, plan)
+    options = fused_logprob.LogprobOptions(mesh["tp"], *owned_range(mesh), has_id_dim=True, backend="triton")
+    return _GatherLogprob.apply(logits, ids, options)
 
 
-class _Joint(torch.autograd.Function):
+class _GatherLogprob(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, ids, plan):
         return fused_logprob.forward(ctx, logits, ids, plan)[0]
@@ -117,10 +117,10 @@ class _InSteps(torch.autograd.Function):
     def forward(ctx, logits, target, start, end, group, temperature):
         rows = logits.flatten(0, 1)
         column = st.local_column(target.reshape(-1, 1), start, end)
-        m_r, rest_r, z_r, d_r = st.exchanged(local_statistics(rows, column, temperature, True, STEP), group).unbind(1)
+        m_r, rest_r, z_r, d_r = st.all_ranks(local_statistics(rows, column, temperature, True, STEP), group).unbind(1)
         whole, z_t = st.merged_normaliser(m_r, rest_r, temperature), st.merged_target(z_r)
         depth = st.merged_depth(m_r, rest_r, d_r, whole, temperature)
-        column = torch.where(z_t.unsqueeze(-1) == torch.inf, st.NOBODYS, column)
+        column = torch.where(z_t.unsqueeze(-1) == torch.inf, st.OUT_OF_VOCABULARY, column)
         ctx.save_for_backward(logits, *whole, column, depth)
         ctx.temperature = temperature
         scores = st.logprob_of(z_t, whole, temperature), depth - whole.log_total
@@ -131,7 +131,7 @@ class _InSteps(torch.autograd.Function):
     def backward(ctx, g_logprob, g_entropy):
         logits, *whole, column, depth = ctx.saved_tensors
         rows = logits.flatten(0, 1)
-        gradient, asked = torch.empty_like(rows), asked_of(column, g_logprob.reshape(-1, 1))
+        gradient, asked = torch.empty_like(rows), gather_gradient(column, g_logprob.reshape(-1, 1))
         write_gradient(gradient, rows, ctx.temperature, True, asked, *whole, depth, g_entropy.reshape(-1), STEP)
         return gradient.view(logits.shape), None, None, None, None, None
 

@@ -49,7 +49,7 @@ def test_the_kernels_compute_it(declared, sizes, kernels, monkeypatch):
 
     for name in (STATISTICS, GRADIENT):
         monkeypatch.setattr(softmax, name, noted(name, getattr(softmax, name)))
-    monkeypatch.setattr(fused_logprob, "_backend", lambda plan, logits: "triton")
+    monkeypatch.setattr(fused_logprob, "backend_of", lambda options, logits: "triton")
     for seed in range(3):
         case = draw_case(
             declared, seeded_chooser(seed), {"tp": 2, **sizes}, dtype="float32", seed=seed, engine="lockstep"

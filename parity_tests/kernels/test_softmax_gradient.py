@@ -8,14 +8,14 @@ from hypothesis import given
 
 from parity_tests import check, every_case
 from parity_tests.kernels.device import DEVICE, INTERPRETED, REASON, is_here
-from parity_tests.kernels.rows import DTYPES, KINDS, NOBODYS, STRIDES, columns, logits, normal
+from parity_tests.kernels.rows import DTYPES, KINDS, OUT_OF_VOCABULARY, STRIDES, columns, logits, normal
 from parity_tests.kernels.schemes import triton_gather_logprob, triton_logprob_with_entropy
 from parity_tests.kernels.twin import worst_ratio
 from torch_impl.collectives import accumulator
 from torch_impl.kernels.softmax import write_gradient
 from torch_impl.vocab_parallel import fused_logprob
 from torch_impl.vocab_parallel import statistics as st
-from torch_impl.vocab_parallel.fused_logprob import asked_of
+from torch_impl.vocab_parallel.fused_logprob import gather_gradient
 
 pytestmark = pytest.mark.skipif(not is_here(), reason=REASON)
 if INTERPRETED:  # a rank's tensors are on the CPU
@@ -40,7 +40,7 @@ def given_to(z, k, temperature=1.0, with_entropy=True):
 def by_kernel(z, column, floats, temperature=1.0, normalised=True, step=4, dtype=None):
     g, *rest = floats
     out = torch.empty(z.shape, dtype=dtype or z.dtype, device=z.device)
-    asked = None if column is None else asked_of(column, g)
+    asked = None if column is None else gather_gradient(column, g)
     write_gradient(out, z, temperature, normalised, asked, *rest, step=step)
     return out
 
@@ -54,7 +54,7 @@ def held(z, k, temperature, normalised, with_entropy, step):
 
     def twin(x, g, *rest):
         out = torch.empty_like(x)
-        asked = None if column is None else asked_of(column.cpu(), g)
+        asked = None if column is None else gather_gradient(column.cpu(), g)
         fused_logprob.write_gradient(out, x, temperature, normalised, asked, *rest)
         return out
 
@@ -102,7 +102,7 @@ def test_in_place_is_the_same_and_is_seen_by_autograd(strides, k):
     want = by_kernel(z, column, (g, *rest))
     over = z.clone() if strides is None else STRIDES[strides](z)
     version = over._version
-    write_gradient(over, over, 1.0, True, asked_of(column, g), *rest, step=4)
+    write_gradient(over, over, 1.0, True, gather_gradient(column, g), *rest, step=4)
     assert torch.equal(over, want) and over._version > version
 
 
@@ -110,7 +110,7 @@ def test_only_its_own_columns_are_written():
     z = normal(4, 11).float().to(DEVICE)
     column, (g, *rest) = given_to(z, 3)
     around = torch.full((4, 20), 5.0, device=DEVICE)
-    write_gradient(around[:, 4:15], z, 1.0, True, asked_of(column, g), *rest, step=4)
+    write_gradient(around[:, 4:15], z, 1.0, True, gather_gradient(column, g), *rest, step=4)
     assert torch.equal(around[:, :4], torch.full((4, 4), 5.0, device=DEVICE))
     assert torch.equal(around[:, 15:], torch.full((4, 5), 5.0, device=DEVICE))
 
@@ -121,7 +121,9 @@ def test_an_empty_shard_has_nothing_to_write(shape):
     rows = [torch.zeros(shape[0], device=DEVICE)] * 2
     column = torch.full((shape[0], 1), -1, dtype=torch.int32, device=DEVICE)
     out = torch.empty_like(z)
-    write_gradient(out, z, 1.0, True, asked_of(column, torch.ones(shape[0], 1, device=DEVICE)), *rows, None, None)
+    write_gradient(
+        out, z, 1.0, True, gather_gradient(column, torch.ones(shape[0], 1, device=DEVICE)), *rows, None, None
+    )
     assert out.shape == shape
 
 
@@ -129,7 +131,7 @@ def test_an_empty_shard_has_nothing_to_write(shape):
 def test_a_nan_row_that_nobody_asks_for_has_no_gradient(k):
     z = normal(4, 6).float().to(DEVICE)
     column, (g, m, log_total, *_) = given_to(z, k, with_entropy=False)
-    column[3] = NOBODYS
+    column[3] = OUT_OF_VOCABULARY
     z[3, 2], m[3] = math.nan, math.nan
     gradient = by_kernel(z, column, (g, m, log_total, None, None))
     assert gradient[3].tolist() == [0.0] * 6 and gradient[:3].isfinite().all()

@@ -26,7 +26,7 @@ def chunked(group, chunk_size, logits=LOGITS, target=TARGET):
 
 TYPE_ERRORS = [
     (lambda g: face(None), f"vocab_parallel.logprob: tp_group is None; {HINT}"),
-    (lambda g: face(0), f"vocab_parallel.logprob: tp_group is a int; {HINT}"),
+    (lambda g: face(0), f"vocab_parallel.logprob: tp_group is an int; {HINT}"),
     (lambda g: plain(None), f"vocab_parallel.DistributedLogprob: group is None; {HINT}"),
     (lambda g: chunked(None, 1), f"vocab_parallel.ChunkedDistributedLogprob: tp_group is None; {HINT}"),
     (

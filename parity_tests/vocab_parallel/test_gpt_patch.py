@@ -216,7 +216,7 @@ def test_a_patch_is_idempotent_and_leaves_no_trace():
     second = patch(chunk_size=None, model_class=model_class)
     assert [name for name in vars(model_class) if name not in before] == list(once)
     assert [vars(fusion) for fusion in once.values()] == [
-        {"own_forward": before["forward"], "original": before["forward"], "chunk_size": None}
+        {"class_forward": before["forward"], "original": before["forward"], "chunk_size": None}
     ]
     assert dict(vars(other)) == others
     for handle in (second, first, first):

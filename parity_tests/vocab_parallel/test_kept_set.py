@@ -12,18 +12,18 @@ from parity_tests import CaseSpec, check, every_case, scheme
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.verdict import judge
 from parity_tests.vocab_parallel.decided_rows import decided_rows
-from torch_impl.vocab_parallel.filter_bounds import checked_limits
-from torch_impl.vocab_parallel.fused_logprob import Plan
+from torch_impl.vocab_parallel.filter_bounds import limits_of
+from torch_impl.vocab_parallel.fused_logprob import LogprobOptions
 from torch_impl.vocab_parallel.sampling import is_kept, kept_set
-from torch_impl.vocab_parallel.statistics import NOT_HERE
+from torch_impl.vocab_parallel.statistics import ON_ANOTHER_RANK
 
 
 def kept_columns(group, logits, top_k, top_p, temperature):
     """Which of this rank's columns are kept; the limits are on."""
-    plan = Plan("kept_set", group, temperature=temperature)
-    nobodys = torch.full((logits.shape[:-1].numel(), 1), NOT_HERE, dtype=torch.int32)
-    kept = kept_set(logits, nobodys, plan, checked_limits("kept_set", top_k, top_p))
-    rows = logits.reshape(len(nobodys), logits.shape[-1])
+    options = LogprobOptions(group, temperature=temperature)
+    elsewhere = torch.full((logits.shape[:-1].numel(), 1), ON_ANOTHER_RANK, dtype=torch.int32)
+    kept = kept_set(logits, elsewhere, options, limits_of(top_k, top_p))
+    rows = logits.reshape(len(elsewhere), logits.shape[-1])
     return is_kept(rows, kept.threshold, kept.last_tie).view(logits.shape)
 
 

@@ -28,7 +28,7 @@ def function(mesh, hidden=HIDDEN, weight=WEIGHT, target=IDS, chunk_size=2):
 
 REFUSED = [
     (lambda m: face(m, tp=None), TypeError, f"{FACE}: tp_group is None; {NO_TP}"),
-    (lambda m: face(m, cp=1), TypeError, f"{FACE}: cp_group is a int; {NO_CP}"),
+    (lambda m: face(m, cp=1), TypeError, f"{FACE}: cp_group is an int; {NO_CP}"),
     (lambda m: face(m, target=IDS.bool()), TypeError, f"{FACE}: target is bool; token ids must be int64"),
     (
         lambda m: face(m, hidden=HIDDEN.long()),
@@ -43,7 +43,7 @@ REFUSED = [
     (
         lambda m: face(m, weight=torch.zeros(3, 5)),
         ValueError,
-        f"{FACE}: output_weight_layer is [3, 5] but hidden states have d=4",
+        f"{FACE}: output_weight_layer is [3, 5] but tensor_parallel_hidden_states has d=4: d differs, 5 and 4",
     ),
     (
         lambda m: face(m, weight=WEIGHT.bfloat16()),
@@ -53,12 +53,12 @@ REFUSED = [
     (
         lambda m: face(m, target=IDS[:1]),
         ValueError,
-        f"{FACE}: tensor_parallel_hidden_states is [8, 2, 4] but target is [1, 16]; they must be [s, b, d] and [b, s]",
+        f"{FACE}: target is [1, 16] but tensor_parallel_hidden_states has b=2: b differs, 1 and 2",
     ),
     (
         lambda m: face(m, end=4),
         ValueError,
-        f"{FACE}: vocab range [0, 4) does not fit the 3 rows of output_weight_layer",
+        f"{FACE}: vocab range [0, 4) has 4 ids but output_weight_layer has 3 rows",
     ),
     (
         lambda m: face(m, chunk_size=0),
@@ -90,7 +90,7 @@ REFUSED = [
         lambda m: function(m, target=IDS[:, :7], hidden=HIDDEN[:5]),
         ValueError,
         f"{FUNCTION}: tensor_parallel_hidden_states has 5 positions; with s=7, cp=1, tp=2 it must have "
-        "7 (replicated); 7 is no multiple of tp=2, so they cannot be sequence-parallel",
+        "7 (replicated); 7 is not a multiple of tp=2, so they cannot be sequence-parallel",
     ),
     (
         lambda m: function(m, target=IDS[:, :8], chunk_size=-1),

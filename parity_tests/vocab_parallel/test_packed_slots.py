@@ -49,17 +49,17 @@ REFUSED = [
         TypeError,
         "group is None; pass a ProcessGroup (a group of size 1 for no tensor parallelism)",
     ),
-    (lambda m: packed(m, [0.0, 16.0]), TypeError, "cu_seqlens_padded is float32; offsets are integers"),
-    (lambda m: packed(m, true=[0.0, 1.0, 2.0]), TypeError, "cu_seqlens is float32; offsets are integers"),
+    (lambda m: packed(m, [0.0, 16.0]), TypeError, "cu_seqlens_padded is float32; it must be integers"),
+    (lambda m: packed(m, true=[0.0, 1.0, 2.0]), TypeError, "cu_seqlens is float32; it must be integers"),
     (
         lambda m: packed(m, [[0, 16]]),
         ValueError,
-        "cu_seqlens_padded is [1, 2]; offsets are one row of [batch + 1], as many in each",
+        "cu_seqlens_padded is [1, 2]; its dims must be [n]",
     ),
     (
         lambda m: packed(m, true=[0, 16]),
         ValueError,
-        "cu_seqlens is [2]; offsets are one row of [batch + 1], as many in each",
+        "cu_seqlens is [2] but cu_seqlens_padded has n=3: n differs, 2 and 3",
     ),
     (lambda m: packed(m, [4, 16]), ValueError, "cu_seqlens_padded: starts at 4; offsets start at 0"),
     (
@@ -91,7 +91,7 @@ REFUSED = [
     (
         lambda m: packed(m, logits=LOCAL.expand(2, 8, 3), target=IDS[:, :16].expand(2, 16)),
         ValueError,
-        "vocab_parallel_logits is [2, 8, 3]; a stream is [1, t, v]",
+        "vocab_parallel_logits is [2, 8, 3]; dim 0 must have size 1",
     ),
     (lambda m: packed(m, size=0), ValueError, "unpacked_seqlen=0 must be at least 1"),
 ]

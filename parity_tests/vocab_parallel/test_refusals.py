@@ -62,9 +62,9 @@ REFUSED = [
     (TypeError, lambda m: cross_entropy(None), f"{CROSS}: group is None; {HINT}"),
     (TypeError, lambda m: topk(None), f"{TOPK}: tp_group is None; {HINT}"),
     (TypeError, lambda m: logits_at("tp"), f"{AT}: tp_group is a str; {HINT}"),
-    (TypeError, lambda m: logits_at(None, 2), f"{AT}: cp_group is a int; {CP_HINT}"),
+    (TypeError, lambda m: logits_at(None, 2), f"{AT}: cp_group is an int; {CP_HINT}"),
     (TypeError, lambda m: distillation(0, "tp"), f"{DISTILLATION}: vocab_parallel_group is a str; {HINT}"),
-    (TypeError, lambda m: distillation(None, None, 2), f"{DISTILLATION}: cp_group is a int; {CP_HINT}"),
+    (TypeError, lambda m: distillation(None, None, 2), f"{DISTILLATION}: context_parallel_group is an int; {CP_HINT}"),
     # E2: a range that does not fit
     (ValueError, lambda m: gather(m["tp"], end=16), f"{GATHER}: {WIDE}"),
     (ValueError, lambda m: gather(m["tp"], start=-1), f"{GATHER}: vocab range [-1, 8) starts below 0"),
@@ -80,13 +80,12 @@ REFUSED = [
     (
         ValueError,
         lambda m: gather(m["tp"], ids=IDS[..., 0]),
-        f"{GATHER}: global_indices is [2, 8] but vocab_parallel_logits has leading shape [2, 8]; "
-        "its last dim must hold the k ids of each row",
+        f"{GATHER}: global_indices is [2, 8] but vocab_parallel_logits has leading shape [2, 8]; it needs k after them",
     ),
     (
         ValueError,
         lambda m: cross_entropy(m["tp"], target=LOGITS[..., :5]),
-        f"{CROSS}: target_logits is [2, 8, 5] but student_logits is [2, 8, 8]",
+        f"{CROSS}: target_logits is [2, 8, 5] but student_logits has v/tp=8: v/tp differs, 5 and 8",
     ),
     (
         ValueError,
@@ -101,12 +100,12 @@ REFUSED = [
     (
         ValueError,
         lambda m: logits_at(m["tp"], ids=IDS[0]),
-        f"{AT}: global_indices is [8, 3] but vocab_parallel_logits is [2, 8, 8]; they must be [b, s, k] and [b, s, v]",
+        f"{AT}: global_indices is [8, 3]; its dims must be [b s k]",
     ),
     (
         ValueError,
         lambda m: distillation(ids=IDS[:, :7]),
-        f"{DISTILLATION}: teacher_topk_logits is [2, 8, 3] but teacher_topk_indices is [2, 7, 3]",
+        f"{DISTILLATION}: teacher_topk_indices is [2, 7, 3] but teacher_topk_logits has s=8: s differs, 7 and 8",
     ),
     (
         ValueError,
@@ -116,8 +115,7 @@ REFUSED = [
     (
         ValueError,
         lambda m: distillation(m.rank("tp"), m["tp"], student=LOGITS[:1]),
-        f"{DISTILLATION}: teacher_topk_indices is [2, 8, 3] but student_logits is [1, 8, 8]; "
-        "they must be [b, s, k] and [b, s, v]",
+        f"{DISTILLATION}: teacher_topk_logits is [2, 8, 3] but student_logits has b=1: b differs, 2 and 1",
     ),
     # E4: dtypes
     (
@@ -183,7 +181,7 @@ REFUSED = [
         f"{DISTILLATION}: s=15 cannot be cut by dual_chunk_swap over cp=2 (needs a multiple of 4); pad to 16",
     ),
     # their own
-    (ValueError, lambda m: topk(m["tp"], -1), f"{TOPK}: k=-1 must not be negative"),
+    (ValueError, lambda m: topk(m["tp"], -1), f"{TOPK}: k=-1 must be at least 0"),
     (
         ValueError,
         lambda m: distillation(m.rank("tp"), m["tp"], teacher=TEACHER[..., :0], ids=IDS[..., :0]),
@@ -217,7 +215,7 @@ REFUSED = [
     (
         ValueError,
         lambda m: distillation(student=of_cp_alone(m)),
-        f"{DISTILLATION}: student_logits has no mesh dim 'tp' (mesh dims: cp); name the one that cuts the "
+        f"{DISTILLATION}: student_logits has no mesh dim 'tp' (mesh dims: cp); name the one that shards the "
         "vocabulary 'tp'",
     ),
 ]

@@ -93,7 +93,7 @@ HINT = "pass a ProcessGroup (a group of size 1 for no tensor parallelism)"
 VP2SQ, SQ2VP = "vocab_parallel.all_to_all_vp2sq", "vocab_parallel.all_to_all_sq2vp"
 REFUSED = [
     (TypeError, lambda g: vp.all_to_all_vp2sq(MATRIX, None), f"{VP2SQ}: tp_group is None; {HINT}"),
-    (TypeError, lambda g: vp.all_to_all_sq2vp(MATRIX, 2), f"{SQ2VP}: tp_group is a int; {HINT}"),
+    (TypeError, lambda g: vp.all_to_all_sq2vp(MATRIX, 2), f"{SQ2VP}: tp_group is an int; {HINT}"),
     (
         ValueError,
         lambda g: vp.all_to_all_vp2sq(MATRIX.view(2, 4, 8), g),

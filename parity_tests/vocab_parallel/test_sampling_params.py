@@ -8,7 +8,7 @@ import torch
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.engines import run
 from torch_impl import vocab_parallel as vp
-from torch_impl.vocab_parallel.filter_bounds import checked_limits
+from torch_impl.vocab_parallel.filter_bounds import limits_of
 
 LOGITS = torch.zeros(2, 8, 8)
 TARGET = torch.zeros(2, 8, dtype=torch.int64)
@@ -95,7 +95,7 @@ def test_refusal(kind, call, text):
     [(None, 1.0, (None, None)), (0, None, (None, None)), (-1, 1, (None, None)), (5, 0, (5, 0.0)), (1, 0.5, (1, 0.5))],
 )
 def test_what_is_off(top_k, top_p, limits):
-    found = checked_limits("f", top_k, top_p)
+    found = limits_of(top_k, top_p)
     assert found == limits and found.are_off == (limits == (None, None))
 
 

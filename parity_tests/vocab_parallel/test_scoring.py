@@ -45,7 +45,7 @@ def as_dtensor(mesh):
 
 REFUSED = [
     (lambda m: plain(m, tp=None), TypeError, f"{PREFIX}: tp_group is None; {NO_TP}"),
-    (lambda m: plain(m, cp=3), TypeError, f"{PREFIX}: cp_group is a int; {NO_CP}"),
+    (lambda m: plain(m, cp=3), TypeError, f"{PREFIX}: cp_group is an int; {NO_CP}"),
     (lambda m: plain(m, target=IDS.float()), TypeError, f"{PREFIX}: target is float32; token ids must be int64"),
     (
         lambda m: plain(m, logits=LOCAL.int()),
@@ -60,7 +60,7 @@ REFUSED = [
     (
         lambda m: plain(m, target=IDS[:1]),
         ValueError,
-        f"{PREFIX}: target is [1, 8] but vocab_parallel_logits is [2, 4, 3]; they must be [b, s] and [b, s, v]",
+        f"{PREFIX}: target is [1, 8] but vocab_parallel_logits has b=2: b differs, 1 and 2",
     ),
     (
         lambda m: plain(m, logits=LOCAL[:, :2]),

@@ -126,7 +126,8 @@ def test_gather_and_scattered_sum_are_adjoint(seq_dim):
     assert sum(forward) == sum(backward)
 
 
-CUT, GATHER = "vocab_parallel._get_tokens_on_this_cp_rank", "vocab_parallel.AllGatherCPTensor"
+CUT, GATHER = "vocab_parallel._get_tokens_on_this_cp_rank", "vocab_parallel.allgather_cp_sharded_tensor"
+FUNCTION = "vocab_parallel.AllGatherCPTensor"
 GROUP = "pass a ProcessGroup (a group of size 1 for no context parallelism)"
 REFUSED = [
     (
@@ -160,7 +161,7 @@ REFUSED = [
         TypeError,
         f"{GATHER}: cp_group is None; {GROUP}",
     ),
-    (lambda g: vp.AllGatherCPTensor.apply(torch.zeros(1, 4), 2), TypeError, f"{GATHER}: cp_group is a int; {GROUP}"),
+    (lambda g: vp.AllGatherCPTensor.apply(torch.zeros(1, 4), 2), TypeError, f"{FUNCTION}: cp_group is an int; {GROUP}"),
 ]
 
 

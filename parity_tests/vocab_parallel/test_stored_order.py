@@ -190,7 +190,7 @@ LOCAL, GLOBAL = (
 REFUSED = [
     (
         lambda m: local(m, cut_ids(m)),
-        f"{LOCAL}: seq_index is None but target is cut over cp=2; pass the [s] index of stored positions",
+        f"{LOCAL}: seq_index is None but target is sharded over cp=2; pass the [s] index of stored positions",
     ),
     (
         lambda m: local(m, cut_ids(m), torch.tensor([0, 1, 2, 3, 4, 5, 6, 6])),
@@ -230,7 +230,7 @@ REFUSED = [
     ),
     (
         lambda m: of_dtensor(m, axes=("cp",), placements=[Shard(1)]),
-        f"{GLOBAL}: vocab_parallel_logits has no mesh dim 'tp' (mesh dims: cp); name the one that cuts the "
+        f"{GLOBAL}: vocab_parallel_logits has no mesh dim 'tp' (mesh dims: cp); name the one that shards the "
         "vocabulary 'tp'",
     ),
     (
@@ -243,7 +243,7 @@ REFUSED = [
     ),
     (
         lambda m: of_dtensor(m, placements=(Shard(1), Shard(2)), seq_index=ORDER),
-        f"{GLOBAL}: vocab_parallel_logits is cut over cp but input_ids is a plain tensor; pass a DTensor",
+        f"{GLOBAL}: vocab_parallel_logits is sharded over cp but input_ids is a plain tensor; pass a DTensor",
     ),
     (
         lambda m: of_dtensor(m, axes=("tp",), placements=[Shard(2)], seq_index=ORDER),

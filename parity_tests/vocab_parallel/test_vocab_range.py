@@ -6,13 +6,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from parity_tests import CaseSpec
 from parity_tests.harness.run.engines import run
-from torch_impl.vocab_parallel.vocab_range import ceil_range, gathered_range
+from torch_impl.vocab_parallel.vocab_range import all_gather_range, ceil_range
 
 
 @pytest.mark.parametrize("widths", [(3, 1, 4), (0, 5, 0), (0, 0, 0)])
 def test_ranges_follow_one_another(widths):
     def body(mesh, case):
-        return gathered_range(widths[mesh.rank("tp")], mesh["tp"], torch.device("cpu"))
+        return all_gather_range(widths[mesh.rank("tp")], mesh["tp"], torch.device("cpu"))
 
     ranks = run(body, CaseSpec(scheme="vocab_parallel", mesh={"tp": 3}))
     ends = [sum(widths[: rank + 1]) for rank in range(3)]

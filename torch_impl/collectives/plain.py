@@ -52,6 +52,13 @@ def gathered(x: Tensor, group: ProcessGroup, dim: int, lengths: Sequence[int]) -
     return _unpadded(full, lengths).movedim(0, dim).contiguous()
 
 
+def stacked(x: Tensor, group: ProcessGroup) -> Tensor:
+    """The ranks' tensors of one shape, along a new first dim. One all_gather."""
+    stack = x.new_empty(group.size(), *x.shape)
+    _all_gather(stack, x.unsqueeze(0).contiguous(), group=group)
+    return stack
+
+
 def scattered_sum(x: Tensor, group: ProcessGroup, dim: int, lengths: Sequence[int]) -> Tensor:
     """This rank's shard of the sum over the group. One reduce_scatter of shards as long as the longest."""
     longest = max(lengths)

@@ -186,8 +186,10 @@ def _is_one_of(value: Any, types: tuple[Any, ...]) -> bool:
     """Whether a value is of one of the types; one that was not imported is known by its name."""
     for each in types:
         if isinstance(each, _Unresolved):
-            if any(base.__name__ == each.name.rpartition(".")[2] for base in type(value).__mro__):
-                return True
+            name = each.name.rpartition(".")[2]
+            for base in type(value).__mro__:
+                if base.__name__ == name:
+                    return True
         elif isinstance(value, get_origin(each) or each):
             return True
     return False

@@ -123,17 +123,17 @@ def _statistics(
         tl.store(out + entropy_at + row, depth / (1.0 + rest))
 
 
-class Asked(Protocol):
-    """`vocab_parallel.asked.Asked`: columns that are looked up, and sums of their cotangents."""
+class GatherGradient(Protocol):
+    """`vocab_parallel.fused_logprob.GatherGradient`: columns that are looked up, and sums of their cotangents."""
 
     @property
     def column(self) -> Int[Tensor, "n k"]: ...
     @property
-    def own(self) -> Float[Tensor, "n k"]: ...
+    def g_same(self) -> Float[Tensor, "n k"]: ...
     @property
-    def others(self) -> Float[Tensor, "n k"] | None: ...
+    def g_other(self) -> Float[Tensor, "n k"] | None: ...
     @property
-    def total(self) -> Float[Tensor, " n"]: ...
+    def g_total(self) -> Float[Tensor, " n"]: ...
 
 
 def write_gradient(
@@ -141,7 +141,7 @@ def write_gradient(
     block: Float[Tensor, "n v"],
     temperature: float,
     normalised: bool,
-    asked: Asked | None,
+    at_ids: GatherGradient | None,
     largest: Float[Tensor, " n"],
     log_total: Float[Tensor, " n"],
     depth: Float[Tensor, " n"] | None,
@@ -153,8 +153,8 @@ def write_gradient(
     if not n or not v:  # a grid of no programs
         return
     nothing = largest  # in the place of what is not there, and not read
-    k = 0 if asked is None else asked.column.shape[-1]
-    column, own, total = (nothing,) * 3 if asked is None else (asked.column, asked.own, asked.total)
+    k = 0 if at_ids is None else at_ids.column.shape[-1]
+    column, own, total = (nothing,) * 3 if at_ids is None else (at_ids.column, at_ids.g_same, at_ids.g_total)
     slope = (nothing, nothing) if depth is None or g_entropy is None else (depth, g_entropy)
     heat = torch.full((1,), temperature, dtype=largest.dtype, device=largest.device)
     of_rows = [x.contiguous() for x in (largest, log_total, *slope, column, own)]
@@ -177,10 +177,10 @@ def write_gradient(
             num_warps=WARPS,
             **settings,
         )
-        if asked is not None and asked.others is not None and looked_up is not None:
+        if at_ids is not None and at_ids.g_other is not None and looked_up is not None:
             width = min(IDS, triton.next_power_of_2(k))
             _gradient_at_ids[(n, triton.cdiv(k, width))](
-                out, looked_up, heat, *of_rows, asked.others.contiguous(), k, *out.stride(), IDS=width, **settings
+                out, looked_up, heat, *of_rows, at_ids.g_other.contiguous(), k, *out.stride(), IDS=width, **settings
             )
     torch.autograd.graph.increment_version(out)  # the kernel wrote behind autograd's back
 

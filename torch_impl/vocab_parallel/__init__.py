@@ -1,11 +1,14 @@
-"""Functions of logits whose vocabulary is cut over the ranks of a group.
+"""Functions of logits whose vocabulary is sharded over the ranks of a group.
+
+Read `fused_logprob` for the formula, its forward and its backward; `logprob` is its public face. Functions of other
+libraries' pages that only keep a name are in `adapters`.
 
 Arguments that mean this wherever a function says nothing else:
 
     vocab_start_index, vocab_end_index   the ids of this rank's columns, from the first up to before the second
-    tp_group, vocab_parallel_group       the ranks over which the vocabulary is cut
+    tp_group, vocab_parallel_group       the ranks over which the vocabulary is sharded
     vocab_parallel_rank                  this rank in that group
-    cp_group, context_parallel_group     the ranks over which the sequence is cut; None: it is whole
+    cp_group, context_parallel_group     the ranks over which the sequence is sharded; None: it is not
     cp_rank                              a rank of that group
     input_ids, target                    ids of tokens, unshifted unless a function says otherwise
     seq_index                            the original position of each stored one

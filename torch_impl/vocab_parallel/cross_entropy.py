@@ -14,12 +14,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import accumulator
+from torch_impl.contract import Group, Sharded, contract
 from torch_impl.vocab_parallel import statistics as st
-from torch_impl.vocab_parallel.arguments import check_logits, checked_tp_group
-from torch_impl.vocab_parallel.fused_logprob import SPENT, Plan, chosen
+from torch_impl.vocab_parallel.fused_logprob import NOTHING_SAVED, LogprobOptions, block_function
 from torch_impl.vocab_parallel.statistics import block_rows, rows_together
-
-FUNCTION = "vocab_parallel.DistributedCrossEntropy"
 
 
 class DistributedCrossEntropy(torch.autograd.Function):
@@ -41,15 +39,15 @@ class DistributedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
+    @contract
     def forward(
         ctx: Any,
-        student_logits: Float[Tensor, "*a v"],
-        target_logits: Float[Tensor, "*a v"],
-        group: ProcessGroup,
+        student_logits: Sharded[Tensor, "... v/tp"],
+        target_logits: Sharded[Tensor, "... v/tp"],
+        group: Group[ProcessGroup, "tp"],
         inference_only: bool = False,
-    ) -> Float[Tensor, "*a"]:
-        _check(student_logits, target_logits, group)
-        parts = st.exchanged(_local_statistics(student_logits, target_logits), group)
+    ) -> Sharded[Tensor, "... tp=I"]:
+        parts = st.all_ranks(_local_statistics(student_logits, target_logits), group)
         m_q, rest_q, m_p, rest_p, x_r = parts.view(*parts.shape[:2], *student_logits.shape[:-1]).unbind(1)
         q, p = st.merged_normaliser(m_q, rest_q, 1.0), st.merged_normaliser(m_p, rest_p, 1.0)
         ctx.inference_only = inference_only
@@ -61,14 +59,14 @@ class DistributedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.inference_only:
-            raise RuntimeError(SPENT)
+            raise RuntimeError(NOTHING_SAVED)
         student, target, *per_row = ctx.saved_tensors
         gradient = student.new_empty(per_row[0].numel(), student.shape[-1])
         per_row = [x.reshape(-1, 1) for x in (*per_row, *grad_outputs)]
         for part, (student_block, target_block) in rows_together((student, target), block_rows(student, None)):
             m_q, log_total_q, m_p, log_total_p, g = (x[part] for x in per_row)
-            log_q = st.below(_no_narrower(student_block, g.dtype), m_q, 1.0).sub_(log_total_q)
-            log_p = st.below(_no_narrower(target_block, g.dtype), m_p, 1.0).sub_(log_total_p)
+            log_q = st.block_below(_no_narrower(student_block, g.dtype), m_q, 1.0).sub_(log_total_q)
+            log_p = st.block_below(_no_narrower(target_block, g.dtype), m_p, 1.0).sub_(log_total_p)
             gradient[part] = _difference(log_q, log_p).mul_(g)
         return gradient.view(student.shape), None, None, None
 
@@ -91,21 +89,10 @@ def _local_statistics(student: Float[Tensor, "*a v"], target: Float[Tensor, "*a 
     """Rows m_r and R_r of the student, then of the target, and the cross depth, one row block at a time."""
     dtype = torch.promote_types(accumulator(student.dtype), accumulator(target.dtype))
     statistics = torch.empty(5, student.shape[:-1].numel(), dtype=dtype, device=student.device)
-    local = chosen(st.local_statistics, Plan(FUNCTION, None), student)
+    local = block_function(st.local_statistics, LogprobOptions(None), student)
     for part, blocks in rows_together((student, target), block_rows(student, None)):
         q_block, p_block = (_no_narrower(block, dtype) for block in blocks)
         q, p = (local(block, None, 1.0, False) for block in (q_block, p_block))
         x_r = st.local_cross_depth(q_block, p_block, q[0], p[0], p[1])
         statistics[:, part] = torch.cat([q, p, x_r.unsqueeze(0)])
     return statistics
-
-
-def _check(student: Tensor, target: Tensor, group: object) -> None:
-    """Refuse what cannot be, before any collective."""
-    checked_tp_group(FUNCTION, "group", group)
-    check_logits(FUNCTION, "student_logits", student)
-    check_logits(FUNCTION, "target_logits", target)
-    if student.shape != target.shape:
-        raise ValueError(
-            f"{FUNCTION}: target_logits is {list(target.shape)} but student_logits is {list(student.shape)}"
-        )

@@ -1,14 +1,14 @@
-"""Columns whose logit lies between two bounds, as short lists in id order.
+"""What a filter keeps of a row: its limits, its bounds, and the columns between two bounds.
 
-Each rank looks at its own columns only. A filter closes in on one logit in several rounds, and each round asks
-for columns within narrower bounds than the last: once a row block's list is short it is kept and the block is
-not read again, so that rows with a few likely tokens are read once or twice.
+In descending order of the logits, of equal ones the lowest id first, the tokens that top-k and top-p keep are the first
+ones of a row. So a few numbers describe them (`FilterBounds`, `Ties`), and every rank knows which of its columns they
+mean. `topk_by_lists` and `topk_by_radix` are two ways to the bounds; `Candidates` is how the second one looks at
+logits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -19,81 +19,31 @@ from torch_impl.vocab_parallel.statistics import below, block_rows, row_blocks
 
 # An entry takes 8 bytes and its logit; so many entries keep all lists within a twentieth of the logits.
 SHORT, SHARE = 64, 128
-
 # Entries that are looked at together, and rows: each entry takes a few integers more then, each row 256 sums.
 JOINED, JOINED_ROWS = 1 << 14, 256
-
 # A list of all columns of a block takes several times the block's memory.
 FINER = 8
 
 
-class Found(NamedTuple):
-    """Entries of some rows, ordered by row (counted from the first of them), then by column."""
+class Limits(NamedTuple):
+    """What a filter keeps at most; None is off."""
 
-    rows: Int[Tensor, " m"]
-    columns: Int[Tensor, " m"]
-    logits: Float[Tensor, " m"]
+    top_k: int | None
+    top_p: float | None
 
-
-class Candidates:
-    """Columns of each row between two bounds that only ever close in."""
-
-    def __init__(self, logits: Float[Tensor, "*a v"], chunk_size: int | None) -> None:
-        rows = max(1, block_rows(logits, chunk_size) // FINER)
-        self.dtype, self.device = logits.dtype, logits.device
-        self._blocks = list(row_blocks(logits, rows))
-        self._lists: list[tuple[slice, Found]] = []
-
-    def between(self, low: Float[Tensor, " n"], high: Float[Tensor, " n"]) -> Iterator[tuple[slice, Found]]:
-        """Some rows at a time: their slice, and at least their columns with low <= z <= high.
-
-        A list kept from an earlier round has columns outside the bounds too: whoever reads it selects. Slices may
-        overlap, but no entry comes twice.
-        """
-        long, joined, group, entries = [], [], [], 0
-        for part, block in self._blocks:
-            found = _found(block, low[part], high[part])
-            if len(found.rows) > SHORT + block.numel() // SHARE:
-                long.append((part, block))
-                yield part, found
-                continue
-            entries += len(found.rows)
-            if group and (entries > JOINED or part.stop - group[0][0].start > JOINED_ROWS):
-                joined.append(_joined(group))
-                group, entries = [], len(found.rows)
-            group.append((part, found))
-        self._blocks = long
-        self._lists += [*joined, _joined(group)] if group else joined
-        yield from self._lists
+    @property
+    def are_off(self) -> bool:
+        return self.top_k is None and self.top_p is None
 
 
-def ordinals(flags: Bool[Tensor, " m"], rows: Int[Tensor, " m"], n: int) -> Int[Tensor, " m"]:
-    """Of each flagged entry: how many flagged ones of its row come before it."""
-    per_row = counted(flags, rows, n)
-    before_row = per_row.cumsum(0) - per_row
-    return flags.cumsum(0) - 1 - before_row[rows]
+def limits_of(top_k: int | None, top_p: float | None) -> Limits:
+    """The two limits, None where one is off."""
+    return Limits(
+        None if top_k is None or top_k <= 0 else int(top_k), None if top_p is None or top_p == 1 else float(top_p)
+    )
 
 
-def counted(flags: Bool[Tensor, " m"], rows: Int[Tensor, " m"], n: int) -> Int[Tensor, " n"]:
-    """How many entries of each row are flagged."""
-    return torch.zeros(n, dtype=torch.int64, device=flags.device).index_add_(0, rows, flags.long())
-
-
-def _joined(group: list[tuple[slice, Found]]) -> tuple[slice, Found]:
-    """Lists in order of their rows as one: each costs many small operations, however short it is."""
-    start = group[0][0].start
-    rows = torch.cat([found.rows + (part.start - start) for part, found in group])
-    columns, logits = (torch.cat([found[i] for _, found in group]) for i in (1, 2))
-    return slice(start, group[-1][0].stop), Found(rows, columns, logits)
-
-
-def _found(block: Float[Tensor, "n v"], low: Float[Tensor, " n"], high: Float[Tensor, " n"]) -> Found:
-    inside = (block >= low.unsqueeze(-1)) & (block <= high.unsqueeze(-1))
-    rows, columns = inside.nonzero(as_tuple=True)
-    return Found(rows.int(), columns.int(), block[rows, columns])
-
-
-class Prefix(NamedTuple):
+class FilterBounds(NamedTuple):
     """The first tokens of a row, in descending order of the logits and of equal ones the lowest id first."""
 
     largest: Float[Tensor, " n"]
@@ -106,8 +56,8 @@ class Ties(NamedTuple):
     """Logits that equal the threshold, where not all of them are kept."""
 
     counts: Float[Tensor, "r n"]  # how many each rank has
-    places: Float[Tensor, "r n"]  # how many of the rank precede the target; +inf where it does not own it
-    candidates: Candidates  # where this rank's are looked for
+    places: Float[Tensor, "r n"]  # how many of the rank precede the target; +inf on other ranks than the target's
+    candidates: Candidates  # where this rank's are looked up
 
 
 def room_for(rest: Float[Tensor, "*n"], top_p: float) -> Float[Tensor, "*n"]:
@@ -128,23 +78,72 @@ def ties_within(
     return torch.minimum(fitting.clamp_min(0.0), count)
 
 
-class Limits(NamedTuple):
-    """What the filter keeps at most; None is off."""
+class Entries(NamedTuple):
+    """Entries of some rows, ordered by row (counted from the first of them), then by column."""
 
-    top_k: int | None
-    top_p: float | None
-
-    @property
-    def are_off(self) -> bool:
-        return self.top_k is None and self.top_p is None
+    rows: Int[Tensor, " m"]
+    columns: Int[Tensor, " m"]
+    logits: Float[Tensor, " m"]
 
 
-def checked_limits(function: str, top_k: int | None, top_p: float | None) -> Limits:
-    """The two limits, None where one is off."""
-    if top_k is not None and (not isinstance(top_k, Integral) or isinstance(top_k, bool)):
-        raise TypeError(f"{function}: top_k={top_k!r} must be an integer (None turns it off)")
-    if top_p is not None and not 0 <= top_p <= 1:
-        raise ValueError(f"{function}: top_p={top_p} must lie in [0, 1] (1.0 turns it off)")
-    return Limits(
-        None if top_k is None or top_k <= 0 else int(top_k), None if top_p is None or top_p == 1 else float(top_p)
-    )
+class Candidates:
+    """Columns of each row between two bounds that only ever close in, as short lists in id order.
+
+    Each rank looks at its own columns only. A filter closes in on one logit in several rounds, each with narrower
+    bounds than the last. Once a row block's list is short it is stored and the block is not read again, so that rows
+    with a few likely tokens are read once or twice.
+    """
+
+    def __init__(self, logits: Float[Tensor, "*a v"], chunk_size: int | None) -> None:
+        rows = max(1, block_rows(logits, chunk_size) // FINER)
+        self.dtype, self.device = logits.dtype, logits.device
+        self._blocks = list(row_blocks(logits, rows))
+        self._lists: list[tuple[slice, Entries]] = []
+
+    def between(self, low: Float[Tensor, " n"], high: Float[Tensor, " n"]) -> Iterator[tuple[slice, Entries]]:
+        """Some rows at a time: their slice, and at least their columns with low <= z <= high.
+
+        A list of an earlier round has columns outside the bounds too: whoever reads it selects. Slices may
+        overlap, but no entry comes twice.
+        """
+        long, lists, group, count = [], [], [], 0
+        for part, block in self._blocks:
+            entries = _entries_between(block, low[part], high[part])
+            if len(entries.rows) > SHORT + block.numel() // SHARE:
+                long.append((part, block))
+                yield part, entries
+                continue
+            count += len(entries.rows)
+            if group and (count > JOINED or part.stop - group[0][0].start > JOINED_ROWS):
+                lists.append(_joined(group))
+                group, count = [], len(entries.rows)
+            group.append((part, entries))
+        self._blocks = long
+        self._lists += [*lists, _joined(group)] if group else lists
+        yield from self._lists
+
+
+def ordinals(flags: Bool[Tensor, " m"], rows: Int[Tensor, " m"], n: int) -> Int[Tensor, " m"]:
+    """Of each flagged entry: how many flagged ones of its row come before it."""
+    per_row = counted(flags, rows, n)
+    before_row = per_row.cumsum(0) - per_row
+    return flags.cumsum(0) - 1 - before_row[rows]
+
+
+def counted(flags: Bool[Tensor, " m"], rows: Int[Tensor, " m"], n: int) -> Int[Tensor, " n"]:
+    """How many entries of each row are flagged."""
+    return torch.zeros(n, dtype=torch.int64, device=flags.device).index_add_(0, rows, flags.long())
+
+
+def _joined(group: list[tuple[slice, Entries]]) -> tuple[slice, Entries]:
+    """Lists in order of their rows as one: each costs many small operations, however short it is."""
+    start = group[0][0].start
+    rows = torch.cat([entries.rows + (part.start - start) for part, entries in group])
+    columns, logits = (torch.cat([entries[i] for _, entries in group]) for i in (1, 2))
+    return slice(start, group[-1][0].stop), Entries(rows, columns, logits)
+
+
+def _entries_between(block: Float[Tensor, "n v"], low: Float[Tensor, " n"], high: Float[Tensor, " n"]) -> Entries:
+    inside = (block >= low.unsqueeze(-1)) & (block <= high.unsqueeze(-1))
+    rows, columns = inside.nonzero(as_tuple=True)
+    return Entries(rows.int(), columns.int(), block[rows, columns])

@@ -1,37 +1,44 @@
-"""Vocab-parallel log-probability of the target token.
+"""Log-probability of a target token, of k tokens, and the negative entropy, of logits sharded by vocabulary.
 
-Rank r of the group holds columns [vocab_start_index, vocab_end_index) of the logits of every token, and every
-rank has every target. Shards are in rank order; they may differ in width and be empty.
+Rank r of the group has columns [vocab_start_index, vocab_end_index) of the logits of every token, and every
+rank has every target. Shards are in rank order; they may differ in width and be empty. `vocab_parallel_logprob` is the
+function to call; the autograd Functions below it have the names and arguments of NeMo-RL. All of them are
+`fused_logprob.forward` and `fused_logprob.backward`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from torch_impl import kernels
+from torch_impl.contract import Group, Positive, Sharded, ShardedIds, contract
 from torch_impl.vocab_parallel import fused_logprob
-from torch_impl.vocab_parallel.fused_logprob import Plan
+from torch_impl.vocab_parallel.fused_logprob import FusedLogprob, LogprobOptions
+from torch_impl.vocab_parallel.vocab_range import ChunkSize, VocabEnd, VocabStart
+
+NAME = "vocab_parallel.logprob"
 
 
+@contract(NAME)
 def vocab_parallel_logprob(
-    vocab_parallel_logits: Float[Tensor, "*a v"],
-    target: Int[Tensor, "*a"],
-    tp_group: ProcessGroup,
+    vocab_parallel_logits: Sharded[Tensor, "... v/tp"],
+    target: ShardedIds[Tensor, "..."],
+    tp_group: Group[ProcessGroup, "tp"],
     *,
-    vocab_start_index: int,
-    vocab_end_index: int,
-    temperature: float = 1.0,
+    vocab_start_index: VocabStart,
+    vocab_end_index: VocabEnd,
+    temperature: Positive = 1.0,
     with_entropy: bool = False,
-    chunk_size: int | None = None,
+    chunk_size: ChunkSize | None = None,
     inference_only: bool = False,
     inplace_gradient: bool = False,
-    backend: str = "auto",
-) -> Float[Tensor, "*a"] | tuple[Float[Tensor, "*a"], Float[Tensor, "*a"]]:
+    backend: Literal["auto", "eager", "compile", "triton"] = "auto",
+) -> Sharded[Tensor, "... tp=I"] | tuple[Sharded[Tensor, "... tp=I"], Sharded[Tensor, "... tp=I"]]:
     """Log-probability of each target token; `with_entropy` the pair (logprob, sum p log p).
 
         vocab_parallel_logits  "b s v/tp"     target  "b s"     ->   "b s tp=I"  (with entropy two of them)
@@ -39,7 +46,7 @@ def vocab_parallel_logprob(
     log p[t] = y[t] - lse,   y = z / temperature,   lse = log sum_v exp(y_v)
     d z = (g_lp (1[v=t] - p) + g_h p (log p - h)) / temperature,   h = sum_v p_v log p_v, the negative entropy
 
-    Any leading dims and strides. A target that nobody owns (-100, padding) gives 0.0 and a zero gradient row.
+    Any leading dims and strides. A target outside the vocabulary (-100, padding) gives 0.0 and a zero gradient row.
     Columns of -inf are masked. Results are float32, for float64 logits float64; the gradient has the logits'
     dtype. Every tp rank passes the same cotangent.
     `chunk_size` (positions of s per block; None: chosen here) bounds the working set and may differ by rank.
@@ -55,8 +62,14 @@ def vocab_parallel_logprob(
             RuntimeError in backward after inference_only=True.
     Source: arXiv 1805.02867 (online softmax), arXiv 1909.08053 (vocab-parallel cross entropy).
     """
-    plan = Plan(
-        "vocab_parallel.logprob",
+    if backend == "triton":
+        kernels.checked_backend(NAME, backend, "vocab_parallel_logits", vocab_parallel_logits)
+    if inplace_gradient and _is_expanded(vocab_parallel_logits):
+        raise ValueError(
+            f"{NAME}: inplace_gradient=True writes over vocab_parallel_logits, but they are expanded and share memory; "
+            "pass vocab_parallel_logits.contiguous() or inplace_gradient=False"
+        )
+    options = LogprobOptions(
         tp_group,
         vocab_start_index,
         vocab_end_index,
@@ -67,19 +80,13 @@ def vocab_parallel_logprob(
         inplace_gradient,
         backend,
     )
-    outputs = _VocabParallelLogprob.apply(vocab_parallel_logits, target, plan)
+    outputs = FusedLogprob.apply(vocab_parallel_logits, target, options)
     return outputs if with_entropy else outputs[0]
 
 
-class _VocabParallelLogprob(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, plan: Plan) -> tuple[Tensor, ...]:
-        return fused_logprob.forward(ctx, logits, target, plan)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
-        return fused_logprob.backward(ctx, *cotangents), None, None
+def _is_expanded(logits: Tensor) -> bool:
+    """Whether two elements share their memory, so that no gradient can be written over them."""
+    return any(stride == 0 and size > 1 for stride, size in zip(logits.stride(), logits.shape, strict=True))
 
 
 class DistributedLogprob(torch.autograd.Function):
@@ -94,26 +101,19 @@ class DistributedLogprob(torch.autograd.Function):
     """
 
     @staticmethod
+    @contract
     def forward(
         ctx: Any,
-        vocab_parallel_logits: Float[Tensor, "*a v"],
-        target: Int[Tensor, "*a"],
-        vocab_start_index: int,
-        vocab_end_index: int,
-        group: ProcessGroup,
+        vocab_parallel_logits: Sharded[Tensor, "... v/tp"],
+        target: ShardedIds[Tensor, "..."],
+        vocab_start_index: VocabStart,
+        vocab_end_index: VocabEnd,
+        group: Group[ProcessGroup, "tp"],
         inference_only: bool = False,
-        temperature: float = 1.0,
-    ) -> Float[Tensor, "*a"]:
-        plan = Plan(
-            "vocab_parallel.DistributedLogprob",
-            group,
-            vocab_start_index,
-            vocab_end_index,
-            temperature,
-            inference_only=inference_only,
-            group_name="group",
-        )
-        return fused_logprob.forward(ctx, vocab_parallel_logits, target, plan)[0]
+        temperature: Positive = 1.0,
+    ) -> Sharded[Tensor, "... tp=I"]:
+        options = LogprobOptions(group, vocab_start_index, vocab_end_index, temperature, inference_only=inference_only)
+        return fused_logprob.forward(ctx, vocab_parallel_logits, target, options)[0]
 
     @staticmethod
     @once_differentiable
@@ -134,19 +134,19 @@ class ChunkedDistributedLogprob(torch.autograd.Function):
     """
 
     @staticmethod
+    @contract
     def forward(
         ctx: Any,
-        vocab_parallel_logits: Float[Tensor, "*a v"],
-        target: Int[Tensor, "*a"],
-        vocab_start_index: int,
-        vocab_end_index: int,
-        chunk_size: int | None,
-        tp_group: ProcessGroup,
+        vocab_parallel_logits: Sharded[Tensor, "... v/tp"],
+        target: ShardedIds[Tensor, "..."],
+        vocab_start_index: VocabStart,
+        vocab_end_index: VocabEnd,
+        chunk_size: ChunkSize | None,
+        tp_group: Group[ProcessGroup, "tp"],
         inference_only: bool = False,
-        temperature: float = 1.0,
-    ) -> Float[Tensor, "*a"]:
-        plan = Plan(
-            "vocab_parallel.ChunkedDistributedLogprob",
+        temperature: Positive = 1.0,
+    ) -> Sharded[Tensor, "... tp=I"]:
+        options = LogprobOptions(
             tp_group,
             vocab_start_index,
             vocab_end_index,
@@ -154,7 +154,7 @@ class ChunkedDistributedLogprob(torch.autograd.Function):
             chunk_size=chunk_size,
             inference_only=inference_only,
         )
-        return fused_logprob.forward(ctx, vocab_parallel_logits, target, plan)[0]
+        return fused_logprob.forward(ctx, vocab_parallel_logits, target, options)[0]
 
     @staticmethod
     @once_differentiable
@@ -163,14 +163,14 @@ class ChunkedDistributedLogprob(torch.autograd.Function):
 
 
 class ChunkedDistributedGatherLogprob(torch.autograd.Function):
-    """Log-probabilities at given ids, for `.apply`.
+    """Log-probabilities at k ids of each token, normalised over the full vocabulary, for `.apply`.
 
         vocab_parallel_logits  "b s v/tp"     global_indices  "b s k"     ->   "b s k tp=I"
 
     out[..., j] = z[idx_j] - lse,   lse = log sum_v exp(z_v)
-    d z = -p sum_j g_j + sum_j g_j 1[v = idx_j],   over the slots that somebody owns
+    d z = -p sum_j g_j + sum_j g_j 1[v = idx_j],   over the slots whose id is in the vocabulary
 
-    Any leading dims and strides. An id that nobody owns gives 0.0 and no gradient; duplicates add up; k may be 0.
+    Any leading dims and strides. An id outside the vocabulary gives 0.0 and no gradient; duplicates add up; k may be 0.
     Columns of -inf are masked. Results are float32, for float64 logits float64; the gradient has the logits'
     dtype. Every tp rank passes the same cotangent.
     `chunk_size` (positions of s per block; None: chosen here) bounds the working set and may differ by rank.
@@ -183,26 +183,26 @@ class ChunkedDistributedGatherLogprob(torch.autograd.Function):
     """
 
     @staticmethod
+    @contract
     def forward(
         ctx: Any,
-        vocab_parallel_logits: Float[Tensor, "*a v"],
-        global_indices: Int[Tensor, "*a k"],
-        vocab_start_index: int,
-        vocab_end_index: int,
-        chunk_size: int | None,
-        tp_group: ProcessGroup,
+        vocab_parallel_logits: Sharded[Tensor, "... v/tp"],
+        global_indices: ShardedIds[Tensor, "... k"],
+        vocab_start_index: VocabStart,
+        vocab_end_index: VocabEnd,
+        chunk_size: ChunkSize | None,
+        tp_group: Group[ProcessGroup, "tp"],
         inference_only: bool = False,
-    ) -> Float[Tensor, "*a k"]:
-        plan = Plan(
-            "vocab_parallel.ChunkedDistributedGatherLogprob",
+    ) -> Sharded[Tensor, "... k tp=I"]:
+        options = LogprobOptions(
             tp_group,
             vocab_start_index,
             vocab_end_index,
             chunk_size=chunk_size,
             inference_only=inference_only,
-            several=True,
+            has_id_dim=True,
         )
-        return fused_logprob.forward(ctx, vocab_parallel_logits, global_indices, plan)[0]
+        return fused_logprob.forward(ctx, vocab_parallel_logits, global_indices, options)[0]
 
     @staticmethod
     @once_differentiable
@@ -218,8 +218,8 @@ class ChunkedDistributedEntropy(torch.autograd.Function):
     h = sum_v p_v log p_v,   0 log 0 = 0,   -log V <= h <= 0
     d z = g p (log p - h)
 
-    Any leading dims and strides. Columns of -inf are masked. Results are float32, for float64 logits float64; the
-    gradient has the logits' dtype. Every tp rank passes the same cotangent.
+    Any leading dims and strides, and any columns on any rank. Columns of -inf are masked. Results are float32, for
+    float64 logits float64; the gradient has the logits' dtype. Every tp rank passes the same cotangent.
     `chunk_size` (positions of s per block; None: chosen here) bounds the working set and may differ by rank.
     Together with a log-probability: `vocab_parallel_logprob(..., with_entropy=True)`, without another read.
 
@@ -230,21 +230,16 @@ class ChunkedDistributedEntropy(torch.autograd.Function):
     """
 
     @staticmethod
+    @contract
     def forward(
         ctx: Any,
-        vocab_parallel_logits: Float[Tensor, "*a v"],
-        chunk_size: int | None,
-        tp_group: ProcessGroup,
+        vocab_parallel_logits: Sharded[Tensor, "... v/tp"],
+        chunk_size: ChunkSize | None,
+        tp_group: Group[ProcessGroup, "tp"],
         inference_only: bool = False,
-    ) -> Float[Tensor, "*a"]:
-        plan = Plan(
-            "vocab_parallel.ChunkedDistributedEntropy",
-            tp_group,
-            with_entropy=True,
-            chunk_size=chunk_size,
-            inference_only=inference_only,
-        )
-        return fused_logprob.forward(ctx, vocab_parallel_logits, None, plan)[0]
+    ) -> Sharded[Tensor, "... tp=I"]:
+        options = LogprobOptions(tp_group, with_entropy=True, chunk_size=chunk_size, inference_only=inference_only)
+        return fused_logprob.forward(ctx, vocab_parallel_logits, None, options)[0]
 
     @staticmethod
     @once_differentiable

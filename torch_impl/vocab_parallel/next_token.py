@@ -1,15 +1,21 @@
-"""Log-probabilities of next tokens, from logits cut over tp and over cp.
+"""Log-probabilities of next tokens, from logits sharded over tp and over cp.
 
 Ids come unshifted: position t is scored against id t + 1, and the last position is dropped. Logits may cover
-more positions than there are ids. An id that nobody owns scores 0.0 and has no gradient.
+more positions than there are ids; those are scored against IGNORED_ID. An id outside the vocabulary scores 0.0 and has
+no gradient.
+
+    get_next_token_logprobs_from_logits     the function to call; it validates, and takes one of two routes
+    score_over_cp                           positions sharded over cp by DualChunkSwap, ids replicated
+    score_in_stored_order                   positions and ids in another order, sharded over cp, as a DTensor is
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int, Int64
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -17,226 +23,42 @@ from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import all_gather
 from torch_impl.collectives.plain import gathered
+from torch_impl.contract import Group, Sharded, ShardedIds, ShardedInt, contract
+from torch_impl.contract.tensor_kinds import TensorKind
+from torch_impl.layouts import uncuttable
 from torch_impl.layouts.index_arrays import inverted
-from torch_impl.vocab_parallel import arguments as a
-from torch_impl.vocab_parallel import fused_logprob, sampling
-from torch_impl.vocab_parallel.arguments import check_logits
-from torch_impl.vocab_parallel.filter_bounds import Limits, checked_limits
-from torch_impl.vocab_parallel.sampling import SamplingParams
-from torch_impl.vocab_parallel.sequence_gather import (
-    _get_tokens_on_this_cp_rank,
-    allgather_cp_sharded_tensor,
-    check_cut_over_cp,
-    checked_cp_group,
-)
+from torch_impl.vocab_parallel import sampling
+from torch_impl.vocab_parallel.filter_bounds import Limits, limits_of
+from torch_impl.vocab_parallel.fused_logprob import FusedLogprob, LogprobOptions
+from torch_impl.vocab_parallel.sampling import Sampling, SamplingParams
+from torch_impl.vocab_parallel.sequence_gather import GatherOverCp, cp_shard, rank_and_size, why_not_covered
 from torch_impl.vocab_parallel.vocab_range import (
-    NO_ID,
-    check_own_rank,
-    check_placements,
-    gathered_range,
-    range_of_dtensor,
+    IGNORED_ID,
+    ChunkSize,
+    all_gather_range_and_size,
+    dtensor_range,
+    why_not_rank,
+    why_not_sharded_by,
+    why_not_sharded_over_tp,
 )
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-
-@dataclass(frozen=True)
-class Scoring:
-    """How positions are scored, and what an error calls the function and its arguments."""
-
-    function: str
-    group: ProcessGroup | None
-    vocab_start: int
-    vocab_end: int
-    inference_only: bool = False
-    chunk_size: int | None = None
-    sampling_params: SamplingParams | None = None
-    group_name: str = "tp_group"
-    logits_name: str = "vocab_parallel_logits"
-    ids_name: str = "target"
-    whole_rows: bool = False
-
-    @property
-    def plan(self) -> fused_logprob.Plan:
-        params = self.sampling_params
-        return fused_logprob.Plan(
-            self.function,
-            self.group,
-            self.vocab_start,
-            self.vocab_end,
-            temperature=1.0 if params is None else params.temperature,
-            chunk_size=self.chunk_size,
-            inference_only=self.inference_only,
-            group_name=self.group_name,
-            whole_rows=self.whole_rows,
-        )
-
-    @property
-    def limits(self) -> Limits:
-        params = self.sampling_params
-        return Limits(None, None) if params is None else checked_limits(self.function, params.top_k, params.top_p)
-
-    def check(self, logits: Tensor, ids: Tensor) -> None:
-        """Refuse what cannot be scored, before any collective."""
-        fused_logprob.check(self.plan, logits, None)
-        _ = self.limits
-        a.check_ids(self.function, self.ids_name, ids)
-        a.check_range(self.function, self.vocab_start, self.vocab_end, self.logits_name, logits)
-        if logits.ndim != 3 or ids.ndim != 2 or len(ids) != len(logits):
-            raise ValueError(
-                f"{self.function}: {self.ids_name} is {list(ids.shape)} but {self.logits_name} is "
-                f"{list(logits.shape)}; they must be [b, s] and [b, s, v]"
-            )
-
-    def check_length(self, positions: int, local: int, cp: int) -> None:
-        """No more ids than the logits of all cp ranks have positions."""
-        if positions > local * cp:
-            per_rank = f" ({local} per rank, cp={cp})" if cp > 1 else ""
-            raise ValueError(
-                f"{self.function}: {self.ids_name} has {positions} positions "
-                f"but {self.logits_name} covers {local * cp}{per_rank}"
-            )
-
-    def scores(self, logits: Float[Tensor, "b s v"], target: Int[Tensor, "b s"]) -> Float[Tensor, "b s"]:
-        """log p of targets that are shifted already, on this rank's positions."""
-        return _Scores.apply(logits, target, self.plan, self.limits)
+NAME = "vocab_parallel.get_next_token_logprobs_from_logits"
 
 
-class _Scores(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, plan: fused_logprob.Plan, limits: Limits) -> Tensor:
-        return sampling.forward(ctx, logits, target, plan, limits)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
-        return sampling.backward(ctx, cotangent), None, None, None
-
-
-def next_ids(ids: Int[Tensor, "b s"], size: int) -> Int[Tensor, "b size"]:
-    """Id t + 1 at position t of `size` positions; nobody's at the last one and past the ids."""
-    shifted = ids.new_full((len(ids), size), NO_ID)
-    shifted[:, : max(ids.shape[1] - 1, 0)] = ids[:, 1:]
-    return shifted
-
-
-def check_over_cp(scoring: Scoring, logits: Tensor, ids: Tensor, cp_group: ProcessGroup | None) -> None:
-    """Refuse what `scored_over_cp` cannot score."""
-    scoring.check(logits, ids)
-    cp = 1 if cp_group is None else checked_cp_group(scoring.function, cp_group).size()
-    scoring.check_length(ids.shape[1], logits.shape[1], cp)
-    check_cut_over_cp(scoring.function, logits.shape[1] * cp, cp)
-
-
-def scored_over_cp(
-    scoring: Scoring, logits: Float[Tensor, "b l v"], ids: Int[Tensor, "b s"], cp_group: ProcessGroup | None
-) -> Float[Tensor, "b u"]:
-    """Next-token scores, positions cut over cp by DualChunkSwap: "b s/cp:dual_chunk_swap v/tp" -> "b u cp=R"."""
-    check_over_cp(scoring, logits, ids, cp_group)
-    cp, rank = (1, 0) if cp_group is None else (cp_group.size(), cp_group.rank())
-    target = next_ids(ids.to(logits.device), logits.shape[1] * cp)
-    scores = scoring.scores(logits, _get_tokens_on_this_cp_rank(target, rank, cp))
-    if cp_group is not None:
-        scores = allgather_cp_sharded_tensor(scores, cp_group)
-    return scores[:, : max(ids.shape[1] - 1, 0)]
-
-
-@dataclass(frozen=True)
-class StoredIds:
-    """Ids as a rank holds them, `local`, and the cp group that cuts them; None for ids that are whole here."""
-
-    local: Int[Tensor, "b _"]
-    cp_group: ProcessGroup | None
-    is_cut: bool
-
-    @property
-    def cp(self) -> int:
-        return 1 if self.cp_group is None else self.cp_group.size()
-
-    @property
-    def size(self) -> int:
-        """Positions of the whole stored order."""
-        return self.local.shape[1] * (self.cp if self.is_cut else 1)
-
-    def whole(self) -> Int[Tensor, "b s"]:
-        """All ids in stored order."""
-        if self.cp_group is None or not self.is_cut:
-            return self.local
-        return gathered(self.local, self.cp_group, 1, [self.local.shape[1]] * self.cp)
-
-
-def stored_ids(function: str, name: str, ids: Tensor | DTensor) -> StoredIds:
-    """The ids of a DTensor, of which only the mesh dim `cp` may cut the sequence; or plain ones, which are whole."""
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(ids, DTensor):
-        return StoredIds(ids, None, False)
-    check_placements(function, name, ids, {"cp": 1})
-    names = ids.device_mesh.mesh_dim_names or ()
-    group = ids.device_mesh.get_group("cp") if "cp" in names else None
-    is_cut = group is not None and ids.placements[names.index("cp")].is_shard(1)
-    if group is not None and is_cut and ids.shape[1] % group.size():
-        world = group.size()
-        padded = -(-ids.shape[1] // world) * world
-        raise ValueError(
-            f"{function}: s={ids.shape[1]} cannot be cut by contiguous over cp={world} "
-            f"(needs a multiple of {world}); pad to {padded}"
-        )
-    return StoredIds(ids.to_local(), group, is_cut)
-
-
-def scored_in_stored_order(
-    scoring: Scoring, logits: Float[Tensor, "b l v"], ids: StoredIds, seq_index: Int64[Tensor, " s"] | None
-) -> Float[Tensor, "b u"]:
-    """Next-token scores in original order: "b s/cp v/tp", "b s/cp" -> "b u cp=I"."""
-    cp_group = ids.cp_group
-    if seq_index is None and ids.cp == 1:
-        return scored_over_cp(scoring, logits, ids.local, None)
-    if cp_group is None:
-        raise ValueError(
-            f"{scoring.function}: seq_index is given but {scoring.ids_name} has no mesh dim 'cp'; pass it as a "
-            "DTensor of such a mesh, or no seq_index"
-        )
-    scoring.check(logits, ids.local)
-    size = logits.shape[1] * ids.cp
-    scoring.check_length(ids.size, logits.shape[1], ids.cp)
-    stored = _checked_index(scoring, ids, seq_index, size).to(logits.device)
-    original = inverted(stored)
-    target = next_ids(ids.whole().to(logits.device)[:, original], size)[:, stored]
-    scores = scoring.scores(logits, target.chunk(ids.cp, dim=1)[cp_group.rank()])
-    return all_gather(scores, cp_group, out="I", dim=1)[:, original][:, : max(size - 1, 0)]
-
-
-def _checked_index(scoring: Scoring, ids: StoredIds, seq_index: Tensor | None, size: int) -> Int64[Tensor, " s"]:
-    """`seq_index`, a permutation of as many positions as the logits and the ids have."""
-    name = scoring.ids_name
-    if seq_index is None:
-        raise ValueError(
-            f"{scoring.function}: seq_index is None but {name} is cut over cp={ids.cp}; "
-            "pass the [s] index of stored positions"
-        )
-    if ids.size != size:
-        raise ValueError(
-            f"{scoring.function}: {name} has {ids.size} positions but {scoring.logits_name} covers {size}; "
-            "a stored order is not padded"
-        )
-    every = torch.arange(size, device=seq_index.device)
-    if seq_index.shape != every.shape or not torch.equal(seq_index.sort().values.long(), every):
-        raise ValueError(f"{scoring.function}: seq_index is not a permutation of 0..{size - 1}")
-    return seq_index.long()
-
-
+@contract
 def get_next_token_logprobs_from_logits(
-    input_ids: Int[Tensor, "b s"] | DTensor,
-    next_token_logits: Float[Tensor, "b l v"] | DTensor,
-    seq_index: Int[Tensor, " s"] | None = None,
+    input_ids: ShardedIds[Tensor, "b s"] | DTensor,
+    next_token_logits: Sharded[Tensor, "b l v/tp"] | DTensor,
+    seq_index: ShardedInt[Tensor, "n"] | None = None,
     vocab_parallel_rank: int | None = None,
-    vocab_parallel_group: ProcessGroup | None = None,
-    context_parallel_group: ProcessGroup | None = None,
-    sampling_params: SamplingParams | None = None,
-    chunk_size: int | None = None,
-) -> Float[Tensor, "b u"]:
+    vocab_parallel_group: Group[ProcessGroup, "tp"] | None = None,
+    context_parallel_group: Group[ProcessGroup, "cp"] | None = None,
+    sampling_params: Sampling | None = None,
+    chunk_size: ChunkSize | None = None,
+) -> Sharded[Tensor, "b u tp=I"]:
     """Log-probability of each next token, by the route that the arguments name.
 
         a group   "b s/cp:dual_chunk_swap v/tp", "b s"   ->   "b u tp=I cp=R"
@@ -253,66 +75,219 @@ def get_next_token_logprobs_from_logits(
     """
     from torch.distributed.tensor import DTensor
 
-    function, name = "vocab_parallel.get_next_token_logprobs_from_logits", "next_token_logits"
-    groups = {"vocab_parallel_group": vocab_parallel_group, "context_parallel_group": context_parallel_group}
+    # 1. DTensor logits bring their groups and ranges.
     if isinstance(next_token_logits, DTensor):
-        for given in (key for key, group in groups.items() if group is not None):
-            raise ValueError(f"{function}: {name} is a DTensor, whose mesh has the groups; drop {given}")
-        return _of_dtensor(function, name, next_token_logits, input_ids, seq_index, chunk_size, sampling_params)
+        for name, group in (
+            ("vocab_parallel_group", vocab_parallel_group),
+            ("context_parallel_group", context_parallel_group),
+        ):
+            if group is not None:
+                raise ValueError(f"{NAME}: next_token_logits is a DTensor, whose mesh has the groups; drop {name}")
+        validate_shards(NAME, "next_token_logits", next_token_logits.to_local(), "input_ids", input_ids)
+        reason = why_not_dtensors("next_token_logits", next_token_logits, input_ids, seq_index)
+        if reason:
+            raise ValueError(f"{NAME}: {reason}")
+        return score_dtensor(next_token_logits, input_ids, seq_index, chunk_size, sampling_params)
+    # 2. Else the group brings the ranges, by one all_gather; without one each rank has the full vocabulary.
+    cp, local = rank_and_size(context_parallel_group)[1], next_token_logits.shape[1]
+    reason = why_not_rank(vocab_parallel_rank, vocab_parallel_group)
     if seq_index is not None:
-        raise ValueError(f"{function}: seq_index is given but {name} is no DTensor; drop it or pass a DTensor")
-    check_own_rank(function, vocab_parallel_rank, vocab_parallel_group)
-    check_logits(function, name, next_token_logits)
-    width = next_token_logits.shape[-1]
-    scoring = Scoring(
-        function,
-        vocab_parallel_group,
-        0,
-        width,
-        chunk_size=chunk_size,
-        sampling_params=sampling_params,
-        group_name="vocab_parallel_group",
-        logits_name=name,
-        ids_name="input_ids",
-        whole_rows=vocab_parallel_group is None,
-    )
-    check_over_cp(scoring, next_token_logits, input_ids, context_parallel_group)
+        reason = "seq_index is given but next_token_logits is no DTensor; drop it or pass a DTensor"
+    reason = reason or why_not_covered("input_ids", input_ids.shape[1], "next_token_logits", local, cp)
+    if reason:
+        raise ValueError(f"{NAME}: {reason}")
+    start, end = 0, next_token_logits.shape[-1]
     if vocab_parallel_group is not None:
-        start, end = gathered_range(width, vocab_parallel_group, next_token_logits.device)
-        scoring = replace(scoring, vocab_start=start, vocab_end=end)
-    return scored_over_cp(scoring, next_token_logits, input_ids, context_parallel_group)
+        start, end, _ = all_gather_range_and_size(end, vocab_parallel_group, next_token_logits.device)
+    options, limits = scoring_options(vocab_parallel_group, start, end, chunk_size, sampling_params)
+    return score_over_cp(next_token_logits, input_ids, context_parallel_group, options, limits)
 
 
-def _of_dtensor(
-    function: str,
-    name: str,
-    logits: DTensor,
-    input_ids: Tensor | DTensor,
-    seq_index: Tensor | None,
+def scoring_options(
+    group: ProcessGroup | None,
+    start: int,
+    end: int,
     chunk_size: int | None,
-    sampling_params: SamplingParams | None,
+    params: SamplingParams | None,
+    inference_only: bool = False,
+) -> tuple[LogprobOptions, Limits]:
+    """How the core scores, as the sampling parameters say."""
+    if params is None:
+        return LogprobOptions(group, start, end, chunk_size=chunk_size, inference_only=inference_only), Limits(
+            None, None
+        )
+    options = LogprobOptions(
+        group, start, end, params.temperature, chunk_size=chunk_size, inference_only=inference_only
+    )
+    return options, limits_of(params.top_k, params.top_p)
+
+
+def score_over_cp(
+    logits: Float[Tensor, "b l v"],
+    ids: Int[Tensor, "b s"],
+    cp_group: ProcessGroup | None,
+    options: LogprobOptions,
+    limits: Limits,
 ) -> Float[Tensor, "b u"]:
-    """Scores by the DTensor route, group and range taken from the mesh of the logits."""
+    """Next-token scores, positions sharded over cp by DualChunkSwap: "b s/cp:dual_chunk_swap v/tp" -> "b u cp=R"."""
+    rank, cp = rank_and_size(cp_group)
+    target = cp_shard(next_ids(ids.to(logits.device), logits.shape[1] * cp), rank, cp)
+    scores = score(logits, target, options, limits)
+    if cp_group is not None:
+        scores = GatherOverCp.apply(scores, cp_group, 1)
+    return scores[:, : max(ids.shape[1] - 1, 0)]
+
+
+def next_ids(ids: Int[Tensor, "b s"], size: int) -> Int[Tensor, "b size"]:
+    """Id t + 1 at position t of `size` positions; IGNORED_ID at the last one and past the ids."""
+    after = ids[:, 1:]
+    return F.pad(after, (0, size - after.shape[1]), value=IGNORED_ID)
+
+
+def score(
+    logits: Float[Tensor, "b s v"], target: Int[Tensor, "b s"], options: LogprobOptions, limits: Limits
+) -> Float[Tensor, "b s"]:
+    """log p of targets that are shifted already, on this rank's positions."""
+    if limits.are_off:
+        return FusedLogprob.apply(logits, target, options)[0]
+    return FilteredLogprob.apply(logits, target, options, limits)
+
+
+class FilteredLogprob(torch.autograd.Function):
+    """`sampling.forward` and `sampling.backward`, for `.apply`."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, options: LogprobOptions, limits: Limits) -> Tensor:
+        return sampling.forward(ctx, logits, target, options, limits)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        return sampling.backward(ctx, cotangent), None, None, None
+
+
+@dataclass(frozen=True)
+class StoredIds:
+    """This rank's ids in stored order, `local`, and the cp group, if there is one, that may shard them.
+
+    Stored position j is original position seq_index[j]. A mesh dim named `cp` shards the stored order evenly; its
+    rank r has block r. Nothing else may shard the sequence.
+    """
+
+    local: Int[Tensor, "b _"]
+    cp_group: ProcessGroup | None
+    is_sharded: bool
+
+    @property
+    def cp(self) -> int:
+        return rank_and_size(self.cp_group)[1]
+
+    @property
+    def size(self) -> int:
+        """Positions of the full stored order."""
+        return self.local.shape[1] * (self.cp if self.is_sharded else 1)
+
+    def full(self) -> Int[Tensor, "b s"]:
+        """All ids in stored order."""
+        if self.cp_group is None or not self.is_sharded:
+            return self.local
+        return gathered(self.local, self.cp_group, 1, [self.local.shape[1]] * self.cp)
+
+
+def stored_ids(ids: Tensor | DTensor) -> StoredIds:
+    """The ids of a DTensor, which its mesh dim `cp` may shard; or plain ones, which are all there."""
     from torch.distributed.tensor import DTensor
 
-    if not isinstance(logits, DTensor):
-        raise TypeError(f"{function}: {name} is a {type(logits).__name__}; pass a DTensor with a mesh dim 'tp'")
-    group, start, end = range_of_dtensor(function, name, logits)
+    if not isinstance(ids, DTensor):
+        return StoredIds(ids, None, False)
+    names = ids.device_mesh.mesh_dim_names or ()
+    group = ids.device_mesh.get_group("cp") if "cp" in names else None
+    return StoredIds(ids.to_local(), group, group is not None and ids.placements[names.index("cp")].is_shard(1))
+
+
+def score_dtensor(
+    logits: DTensor,
+    ids: Tensor | DTensor,
+    seq_index: Tensor | None,
+    chunk_size: int | None,
+    params: SamplingParams | None,
+) -> Float[Tensor, "b u"]:
+    """Next-token scores of DTensor logits; with grad disabled nothing is saved."""
+    options, limits = scoring_options(*dtensor_range(logits), chunk_size, params, not torch.is_grad_enabled())
+    return score_in_stored_order(logits.to_local(), stored_ids(ids), seq_index, options, limits)
+
+
+def score_in_stored_order(
+    logits: Float[Tensor, "b l v"],
+    ids: StoredIds,
+    seq_index: Int64[Tensor, " s"] | None,
+    options: LogprobOptions,
+    limits: Limits,
+) -> Float[Tensor, "b u"]:
+    """Next-token scores in original order: "b s/cp v/tp", "b s/cp" -> "b u cp=I"."""
+    if seq_index is None or ids.cp_group is None:
+        return score_over_cp(logits, ids.local, None, options, limits)
+    size, stored = logits.shape[1] * ids.cp, seq_index.long().to(logits.device)
+    original = inverted(stored)
+    # Shift in original order, then go back to where this rank's logits are.
+    target = next_ids(ids.full().to(logits.device)[:, original], size)[:, stored]
+    scores = score(logits, target.chunk(ids.cp, dim=1)[ids.cp_group.rank()], options, limits)
+    return all_gather(scores, ids.cp_group, out="I", dim=1)[:, original][:, : max(size - 1, 0)]
+
+
+def validate_shards(function: str, logits_name: str, logits: Tensor, ids_name: str, ids: Tensor | DTensor) -> None:
+    """The contract of what a DTensor has on this rank: floating logits [b, l, v] and ids [b, s]."""
+    sizes: dict[str, Any] = {}
+    TensorKind("b l v/tp").validate(function, logits_name, logits, sizes)
+    TensorKind("b s", "ids").validate(function, ids_name, stored_ids(ids).local, sizes)
+
+
+def why_not_dtensors(name: str, logits: DTensor, ids: Tensor | DTensor, seq_index: Tensor | None) -> str | None:
+    """Why DTensor logits and ids cannot be scored together."""
+    from torch.distributed.tensor import DTensor
+
     axes = logits.device_mesh.mesh_dim_names or ()
-    check_placements(function, name, logits, {"cp": 1, "tp": logits.ndim - 1})
-    if "cp" in axes and not isinstance(input_ids, DTensor) and logits.placements[axes.index("cp")].is_shard():
-        raise ValueError(f"{function}: {name} is cut over cp but input_ids is a plain tensor; pass a DTensor")
+    reason = why_not_sharded_over_tp(name, logits)
+    if reason:
+        return reason
+    if "cp" in axes and not isinstance(ids, DTensor) and logits.placements[axes.index("cp")].is_shard():
+        return f"{name} is sharded over cp but input_ids is a plain tensor; pass a DTensor"
     if seq_index is not None and "cp" not in axes:
-        raise ValueError(f"{function}: seq_index is given but the mesh has no dim 'cp' (mesh dims: {', '.join(axes)})")
-    scoring = Scoring(
-        function,
-        group,
-        start,
-        end,
-        inference_only=not torch.is_grad_enabled(),
-        chunk_size=chunk_size,
-        sampling_params=sampling_params,
-        logits_name=name,
-        ids_name="input_ids",
-    )
-    return scored_in_stored_order(scoring, logits.to_local(), stored_ids(function, "input_ids", input_ids), seq_index)
+        return f"seq_index is given but the mesh has no dim 'cp' (mesh dims: {', '.join(axes)})"
+    return why_not_stored(name, logits.to_local().shape[1], "input_ids", ids, seq_index)
+
+
+def why_not_stored(
+    logits_name: str, local: int, ids_name: str, ids: Tensor | DTensor, seq_index: Tensor | None
+) -> str | None:
+    """Why ids do not fit the stored order `seq_index` of logits with `local` positions on each cp rank."""
+    from torch.distributed.tensor import DTensor
+
+    # 1. Of a DTensor only the mesh dim `cp` shards the sequence, evenly.
+    stored, reason = stored_ids(ids), None
+    if isinstance(ids, DTensor):
+        reason = why_not_sharded_by(ids_name, ids, {"cp": 1})
+        if not reason and stored.is_sharded:
+            reason = uncuttable("s", ids.shape[1], "cp", stored.cp, "contiguous")
+    # 2. Without cp the order is the original one.
+    size = local * stored.cp
+    if not reason and stored.size > size:
+        reason = why_not_covered(ids_name, stored.size, logits_name, local, stored.cp)
+    if reason or (seq_index is None and stored.cp == 1):
+        return reason
+    # 3. Over cp ids and logits have as many positions, and the index is a permutation of them.
+    if stored.cp_group is None:
+        return (
+            f"seq_index is given but {ids_name} has no mesh dim 'cp'; pass it as a DTensor of such a mesh, "
+            "or no seq_index"
+        )
+    if seq_index is None:
+        return (
+            f"seq_index is None but {ids_name} is sharded over cp={stored.cp}; pass the [s] index of stored positions"
+        )
+    if stored.size != size:
+        return f"{ids_name} has {stored.size} positions but {logits_name} covers {size}; a stored order is not padded"
+    every = torch.arange(size, device=seq_index.device)
+    if seq_index.shape != every.shape or not torch.equal(seq_index.sort().values.long(), every):
+        return f"seq_index is not a permutation of 0..{size - 1}"
+    return None

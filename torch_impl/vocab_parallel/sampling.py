@@ -1,15 +1,18 @@
 """Log-probability of a token under the distribution that a sampler drew it from: temperature, top-k, top-p.
 
-Rank r of the group holds its columns of the logits of every token, and every rank has every target. Rows never
-change rank, and no rank sees a whole one.
+Rank r of the group has its columns of the logits of every token, and every rank has every target. Rows never
+change rank, and no rank sees a full one. The tokens that top-k and top-p keep are the first ones of a row in
+descending order of the logits, of equal ones the lowest id first, so that three numbers describe them: the last logit
+that is kept, how many tokens of that logit are, and what the kept ones add up to (`filter_bounds`). All ranks agree on
+them; each works out which of its own columns they mean.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from numbers import Integral, Real
+from typing import Annotated, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -17,17 +20,56 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from torch_impl.contract import Group, Number, Positive, Sharded, ShardedIds, contract
 from torch_impl.vocab_parallel import fused_logprob
 from torch_impl.vocab_parallel import statistics as st
-from torch_impl.vocab_parallel.arguments import check_temperature, checked_tp_group
-from torch_impl.vocab_parallel.filter_bounds import Candidates, Limits, checked_limits, ordinals
-from torch_impl.vocab_parallel.fused_logprob import Plan, asked_of
+from torch_impl.vocab_parallel.filter_bounds import Candidates, Limits, limits_of, ordinals
+from torch_impl.vocab_parallel.fused_logprob import LogprobOptions, block_function, gather_gradient, write_gradient
 from torch_impl.vocab_parallel.statistics import block_rows, row_blocks
-from torch_impl.vocab_parallel.topk_by_lists import cut_by_lists
-from torch_impl.vocab_parallel.topk_by_radix import cut_by_selection
-from torch_impl.vocab_parallel.vocab_range import gathered_range
+from torch_impl.vocab_parallel.topk_by_lists import topk_by_lists
+from torch_impl.vocab_parallel.topk_by_radix import topk_by_radix
+from torch_impl.vocab_parallel.vocab_range import ChunkSize, VocabEnd, VocabStart, all_gather_range
 
 LONGEST_LIST = 1024
+
+
+@dataclass(frozen=True)
+class _TopKKind:
+    """An integer; below 1 it is off."""
+
+    def validate(self, function: str, name: str, value: Any, sizes: dict[str, tuple[Any, str]]) -> None:
+        """Errors: TypeError for what is not an integer."""
+        if not isinstance(value, Integral) or isinstance(value, bool):
+            raise TypeError(f"{function}: {name}={value!r} must be an integer (None turns it off)")
+
+
+@dataclass(frozen=True)
+class _TopPKind:
+    """A number in [0, 1]; at 1 it is off."""
+
+    def validate(self, function: str, name: str, value: Any, sizes: dict[str, tuple[Any, str]]) -> None:
+        """Errors: TypeError for what is not a number, ValueError for one outside [0, 1]."""
+        if not isinstance(value, Real) or isinstance(value, bool):
+            raise TypeError(f"{function}: {name}={value!r} must be a number (1.0 turns it off)")
+        if not 0 <= float(value) <= 1:
+            raise ValueError(f"{function}: {name}={value} must lie in [0, 1] (1.0 turns it off)")
+
+
+@dataclass(frozen=True)
+class _SamplingKind:
+    """Any object with the three attributes of `SamplingParams`."""
+
+    def validate(self, function: str, name: str, value: Any, sizes: dict[str, tuple[Any, str]]) -> None:
+        """Errors: TypeError for an attribute that is missing or of another kind, ValueError for one out of range."""
+        if isinstance(value, TrainingSamplingParams):  # it has validated itself
+            return
+        if not isinstance(value, SamplingParams):
+            raise TypeError(f"{function}: {name} needs the attributes top_k, top_p and temperature")
+        if value.top_k is not None:
+            _TopKKind().validate(function, "top_k", value.top_k, sizes)
+        if value.top_p is not None:
+            _TopPKind().validate(function, "top_p", value.top_p, sizes)
+        Number(0, above=True).validate(function, "temperature", value.temperature, sizes)
 
 
 @runtime_checkable
@@ -42,6 +84,11 @@ class SamplingParams(Protocol):
 
     @property
     def temperature(self) -> float: ...
+
+
+TopK = Annotated[int, _TopKKind()]
+TopP = Annotated[float, _TopPKind()]
+Sampling = Annotated[SamplingParams, _SamplingKind()]
 
 
 @dataclass(frozen=True)
@@ -60,41 +107,46 @@ class TrainingSamplingParams:
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        function = "vocab_parallel.TrainingSamplingParams"
-        checked_limits(function, self.top_k, self.top_p)
-        check_temperature(function, self.temperature)
+        _of_training(self.top_k, self.top_p, self.temperature)
+
+
+@contract("vocab_parallel.TrainingSamplingParams")
+def _of_training(top_k: TopK | None, top_p: TopP | None, temperature: Positive) -> None:
+    """What the constructor takes."""
 
 
 class KeptSet(NamedTuple):
-    """What a rank needs to know of the kept tokens, per row; has_target is for all ranks, the rest for its columns."""
+    """What a rank needs of the kept tokens, per row; has_target is for all ranks, the rest for its columns."""
 
     normaliser: st.Normaliser
     threshold: Float[Tensor, " n"]
     last_tie: Int[Tensor, " n"]  # the last column at the threshold that is kept
-    z_t: Float[Tensor, " n"]  # the target's logit; +inf where nobody owns it
+    z_t: Float[Tensor, " n"]  # the target's logit; +inf outside the vocabulary
     has_target: Bool[Tensor, " n"]
 
 
-def kept_set(logits: Float[Tensor, "*a v"], column: Int[Tensor, "n 1"], plan: Plan, limits: Limits) -> KeptSet:
+def kept_set(
+    logits: Float[Tensor, "*a v"], column: Int[Tensor, "n 1"], options: LogprobOptions, limits: Limits
+) -> KeptSet:
     """The kept tokens of each row.
 
     Collectives: 1 all_gather with top_k <= 1024; else 1 all_gather and R all_reduce for top_k, and 3 all_gather
     and R all_reduce for top_p (1 all_gather of them shared): R is the bytes of a logit.
     """
     in_lists = limits.top_k is not None and limits.top_k <= LONGEST_LIST
-    cut = cut_by_lists if in_lists else cut_by_selection
-    prefix, ties, z_t = cut(logits, column, plan, limits)
-    normaliser = st.Normaliser(prefix.largest, prefix.rest.log1p())
+    bounds_of = topk_by_lists if in_lists else topk_by_radix
+    bounds, ties, z_t = bounds_of(logits, column, options, limits)
+    normaliser = st.Normaliser(bounds.largest, bounds.rest.log1p())
     if ties is None:  # all of them stay
         last_tie = torch.full_like(column.squeeze(-1), logits.shape[-1])
-        return KeptSet(normaliser, prefix.threshold, last_tie, z_t, z_t >= prefix.threshold)
+        return KeptSet(normaliser, bounds.threshold, last_tie, z_t, z_t >= bounds.threshold)
     before = ties.counts.cumsum(0) - ties.counts
-    rank = 0 if plan.group is None else plan.group.rank()
-    own = torch.minimum((prefix.ties - before[rank]).clamp_min(0), ties.counts[rank])
-    is_early = (before + ties.places).amin(0) < prefix.ties
-    has_target = (z_t > prefix.threshold) | ((z_t == prefix.threshold) & is_early)
-    last_tie = _column_of_tie(ties.candidates, prefix.threshold, own)
-    return KeptSet(normaliser, prefix.threshold, last_tie, z_t, has_target)
+    rank = 0 if options.group is None else options.group.rank()
+    count = torch.minimum((bounds.ties - before[rank]).clamp_min(0), ties.counts[rank])
+    is_early = (before + ties.places).amin(0) < bounds.ties
+    has_target = (z_t > bounds.threshold) | ((z_t == bounds.threshold) & is_early)
+    last_tie = _column_of_tie(ties.candidates, bounds.threshold, count)
+    return KeptSet(normaliser, bounds.threshold, last_tie, z_t, has_target)
 
 
 def is_kept(
@@ -111,13 +163,51 @@ def _column_of_tie(
 ) -> Int[Tensor, " n"]:
     """Column of the count-th logit that equals the threshold, -1 where the count is 0."""
     last = torch.full(threshold.shape, -1, dtype=torch.int32, device=threshold.device)
-    wanted = torch.where(count > 0, threshold, math.nan)  # nothing equals NaN: no list for rows without a kept tie
-    for part, found in candidates.between(wanted, wanted):
-        is_tie = found.logits == wanted[part][found.rows]
-        is_last = is_tie & (ordinals(is_tie, found.rows, len(count[part])) == count[part][found.rows] - 1)
-        columns = torch.where(is_last, found.columns, -1).to(last.dtype)
-        last[part] = last[part].scatter_reduce(0, found.rows.long(), columns, "amax")
+    tie_logit = torch.where(count > 0, threshold, math.nan)  # nothing equals NaN: no list for rows without a kept tie
+    for part, entries in candidates.between(tie_logit, tie_logit):
+        is_tie = entries.logits == tie_logit[part][entries.rows]
+        is_last = is_tie & (ordinals(is_tie, entries.rows, len(count[part])) == count[part][entries.rows] - 1)
+        columns = torch.where(is_last, entries.columns, -1).to(last.dtype)
+        last[part] = last[part].scatter_reduce(0, entries.rows.long(), columns, "amax")
     return last
+
+
+def forward(
+    ctx: Any, logits: Float[Tensor, "*a v"], target: Int[Tensor, "*a"], options: LogprobOptions, limits: Limits
+) -> Float[Tensor, "*a"]:
+    """log p[t] among the kept tokens, for the forward of an autograd Function; without limits the plain core."""
+    ctx.is_filtered = not limits.are_off
+    if limits.are_off:
+        return fused_logprob.forward(ctx, logits, target, options)[0]
+    column = st.local_column(target.reshape(-1, 1), options.vocab_start, options.vocab_end)
+    filtered = kept_set(logits, column, options, limits)
+    score = st.logprob_of(filtered.z_t, filtered.normaliser, options.temperature)
+    is_ignored = filtered.z_t == math.inf
+    # Added, not selected: a row that is NaN stays NaN.
+    score = score + torch.where(filtered.has_target | is_ignored, 0.0, -math.inf)
+    ctx.options = options
+    if not options.inference_only:
+        missing = torch.where(is_ignored, st.OUT_OF_VOCABULARY, st.ON_ANOTHER_RANK).to(column.dtype)
+        column = torch.where(filtered.has_target & ~is_ignored, column.squeeze(-1), missing)
+        ctx.save_for_backward(logits, *filtered.normaliser, column, filtered.threshold, filtered.last_tie)
+    return score.view(target.shape)
+
+
+def backward(ctx: Any, cotangent: Tensor) -> Float[Tensor, "*a v"]:
+    """d logits of `forward`, in the logits' dtype: that of the core, on logits of which the filtered are masked."""
+    options: LogprobOptions = ctx.options
+    if options.inference_only or not ctx.is_filtered:
+        return fused_logprob.backward(ctx, cotangent)
+    logits, largest, log_total, column, threshold, last_tie = ctx.saved_tensors
+    gradient = logits.new_empty(len(column), logits.shape[-1])
+    at_ids = gather_gradient(column.unsqueeze(-1), cotangent.reshape(-1, 1))
+    write = block_function(write_gradient, options, logits)
+    for part, block in row_blocks(logits.detach(), block_rows(logits, options.chunk_size)):
+        is_kept_here = is_kept(block, threshold[part], last_tie[part])
+        masked = block.masked_fill(~is_kept_here, -math.inf)
+        rows = largest[part], log_total[part], None, None
+        write(gradient[part], masked, options.temperature, True, at_ids.rows(part), *rows)
+    return gradient.view(logits.shape)
 
 
 class DistributedLogprobWithSampling(torch.autograd.Function):
@@ -129,10 +219,10 @@ class DistributedLogprobWithSampling(torch.autograd.Function):
     2. top-k keeps z >= the k-th largest, with all its ties. Off: top_k None or below 1.
     3. top-p, of what is left, in the order (z descending, id ascending), keeps a token iff the mass before it is
        below top_p: the smallest prefix that reaches it, and one token at least. Off: top_p None or 1.0.
-    4. out = y[t] - log sum_kept exp(y_v); -inf if t is filtered, 0.0 if nobody owns it.
+    4. out = y[t] - log sum_kept exp(y_v); -inf if t is filtered, 0.0 outside the vocabulary.
 
     d z = g / temperature (1[v=t] - p_kept) on kept columns, 0 elsewhere: what is kept is a constant. A filtered
-    target has no 1[v=t]; nobody's target has a zero row. With both limits off this is `DistributedLogprob`.
+    target has no 1[v=t]; one outside the vocabulary has a zero row. With both limits off this is `DistributedLogprob`.
 
     Any leading dims and strides; results and gradients in the dtypes of `vocab_parallel_logprob`. Columns past
     the range take part and are never a target. Without a range ids are counted off in rank order.
@@ -149,23 +239,24 @@ class DistributedLogprobWithSampling(torch.autograd.Function):
     """
 
     @staticmethod
+    @contract
     def forward(
         ctx: Any,
-        vocab_parallel_logits: Float[Tensor, "*a v"],
-        target: Int[Tensor, "*a"],
-        tp_group: ProcessGroup,
-        top_k: int | None,
-        top_p: float,
+        vocab_parallel_logits: Sharded[Tensor, "... v/tp"],
+        target: ShardedIds[Tensor, "..."],
+        tp_group: Group[ProcessGroup, "tp"],
+        top_k: TopK | None,
+        top_p: TopP | None,
         inference_only: bool = False,
-        temperature: float = 1.0,
-        vocab_start_index: int | None = None,
-        vocab_end_index: int | None = None,
-    ) -> Float[Tensor, "*a"]:
-        function = "vocab_parallel.DistributedLogprobWithSampling"
-        limits = checked_limits(function, top_k, top_p)
-        plan = Plan(function, tp_group, temperature=temperature, inference_only=inference_only)
-        plan = _with_range(plan, vocab_parallel_logits, target, vocab_start_index, vocab_end_index)
-        return forward(ctx, vocab_parallel_logits, target, plan, limits)
+        temperature: Positive = 1.0,
+        vocab_start_index: VocabStart | None = None,
+        vocab_end_index: VocabEnd | None = None,
+    ) -> Sharded[Tensor, "... tp=I"]:
+        start, end = _range(
+            "DistributedLogprobWithSampling", vocab_parallel_logits, tp_group, vocab_start_index, vocab_end_index
+        )
+        options = LogprobOptions(tp_group, start, end, temperature, inference_only=inference_only)
+        return forward(ctx, vocab_parallel_logits, target, options, limits_of(top_k, top_p))
 
     @staticmethod
     @once_differentiable
@@ -186,24 +277,27 @@ class ChunkedDistributedLogprobWithSampling(torch.autograd.Function):
     """
 
     @staticmethod
+    @contract
     def forward(
         ctx: Any,
-        vocab_parallel_logits: Float[Tensor, "*a v"],
-        target: Int[Tensor, "*a"],
-        tp_group: ProcessGroup,
-        top_k: int | None,
-        top_p: float,
-        chunk_size: int | None,
+        vocab_parallel_logits: Sharded[Tensor, "... v/tp"],
+        target: ShardedIds[Tensor, "..."],
+        tp_group: Group[ProcessGroup, "tp"],
+        top_k: TopK | None,
+        top_p: TopP | None,
+        chunk_size: ChunkSize | None,
         inference_only: bool = False,
-        temperature: float = 1.0,
-        vocab_start_index: int | None = None,
-        vocab_end_index: int | None = None,
-    ) -> Float[Tensor, "*a"]:
-        function = "vocab_parallel.ChunkedDistributedLogprobWithSampling"
-        limits = checked_limits(function, top_k, top_p)
-        plan = Plan(function, tp_group, temperature=temperature, chunk_size=chunk_size, inference_only=inference_only)
-        plan = _with_range(plan, vocab_parallel_logits, target, vocab_start_index, vocab_end_index)
-        return forward(ctx, vocab_parallel_logits, target, plan, limits)
+        temperature: Positive = 1.0,
+        vocab_start_index: VocabStart | None = None,
+        vocab_end_index: VocabEnd | None = None,
+    ) -> Sharded[Tensor, "... tp=I"]:
+        start, end = _range(
+            "ChunkedDistributedLogprobWithSampling", vocab_parallel_logits, tp_group, vocab_start_index, vocab_end_index
+        )
+        options = LogprobOptions(
+            tp_group, start, end, temperature, chunk_size=chunk_size, inference_only=inference_only
+        )
+        return forward(ctx, vocab_parallel_logits, target, options, limits_of(top_k, top_p))
 
     @staticmethod
     @once_differentiable
@@ -211,55 +305,11 @@ class ChunkedDistributedLogprobWithSampling(torch.autograd.Function):
         return backward(ctx, *grad_outputs), *(None,) * 9
 
 
-def forward(
-    ctx: Any, logits: Float[Tensor, "*a v"], target: Int[Tensor, "*a"], plan: Plan, limits: Limits
-) -> Float[Tensor, "*a"]:
-    """log p[t] among the kept tokens, for the forward of an autograd Function; without limits the plain core."""
-    ctx.is_filtered = not limits.are_off
-    if limits.are_off:
-        return fused_logprob.forward(ctx, logits, target, plan)[0]
-    fused_logprob.check(plan, logits, target)
-    column = st.local_column(target.reshape(-1, 1), plan.vocab_start, plan.vocab_end)
-    kept = kept_set(logits, column, plan, limits)
-    score = st.logprob_of(kept.z_t, kept.normaliser, plan.temperature)
-    is_nobodys = kept.z_t == math.inf
-    # Added, not selected: a row that is NaN stays NaN.
-    score = score + torch.where(kept.has_target | is_nobodys, 0.0, -math.inf)
-    ctx.plan = plan
-    if not plan.inference_only:
-        missed = torch.where(is_nobodys, st.NOBODYS, st.NOT_HERE).to(column.dtype)
-        column = torch.where(kept.has_target & ~is_nobodys, column.squeeze(-1), missed)
-        ctx.save_for_backward(logits, *kept.normaliser, column, kept.threshold, kept.last_tie)
-    return score.view(target.shape)
-
-
-def backward(ctx: Any, cotangent: Tensor) -> Float[Tensor, "*a v"]:
-    """d logits of `forward`, in the logits' dtype: that of the core, on logits of which the filtered are masked."""
-    plan: Plan = ctx.plan
-    if plan.inference_only or not ctx.is_filtered:
-        return fused_logprob.backward(ctx, cotangent)
-    logits, largest, log_total, column, threshold, last_tie = ctx.saved_tensors
-    gradient = logits.new_empty(len(column), logits.shape[-1])
-    asked = asked_of(column.unsqueeze(-1), cotangent.reshape(-1, 1))
-    write = fused_logprob.chosen(fused_logprob.write_gradient, plan, logits)
-    for part, block in row_blocks(logits.detach(), block_rows(logits, plan.chunk_size)):
-        kept = is_kept(block, threshold[part], last_tie[part])
-        masked = block.masked_fill(~kept, -math.inf)
-        rows = largest[part], log_total[part], None, None
-        write(gradient[part], masked, plan.temperature, True, asked.rows(part), *rows)
-    return gradient.view(logits.shape)
-
-
-def _with_range(plan: Plan, logits: Tensor, target: Tensor, start: int | None, end: int | None) -> Plan:
-    """The plan with this rank's ids, which are asked of all ranks if the caller does not know them."""
-    if (start is None) != (end is None):
+def _range(name: str, logits: Tensor, group: ProcessGroup, start: int | None, end: int | None) -> tuple[int, int]:
+    """This rank's ids; without a range they are counted in rank order, by one all_gather of the widths."""
+    if start is not None and end is None:
         raise ValueError(
-            f"{plan.function}: vocab_start_index={start} but vocab_end_index={end}; pass both, or neither to count "
-            "ids in rank order"
+            f"vocab_parallel.{name}: vocab_start_index={start} but vocab_end_index=None; pass both, or neither to "
+            "count ids in rank order"
         )
-    if start is not None and end is not None:
-        return dataclasses.replace(plan, vocab_start=start, vocab_end=end)
-    fused_logprob.check(plan, logits, target)
-    group = checked_tp_group(plan.function, plan.group_name, plan.group)
-    start, end = gathered_range(logits.shape[-1], group, logits.device)
-    return dataclasses.replace(plan, vocab_start=start, vocab_end=end)
+    return all_gather_range(logits.shape[-1], group, logits.device) if start is None or end is None else (start, end)

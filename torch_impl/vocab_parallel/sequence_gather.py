@@ -1,7 +1,7 @@
-"""The sequence cut over context-parallel ranks, and whole again.
+"""The sequence sharded over context-parallel ranks, and gathered again.
 
-Rank r of cp holds pieces r and 2 cp - 1 - r of 2 cp equal pieces of the sequence (DualChunkSwap). One rank
-alone holds all of it, of any length.
+Rank r of cp has chunks r and 2 cp - 1 - r of 2 cp equal chunks of the sequence (DualChunkSwap). A single rank has all
+of it, of any length. Public functions validate; `cp_shard` and `GatherOverCp` are what the package itself calls.
 """
 
 from __future__ import annotations
@@ -14,55 +14,60 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from torch_impl.collectives.arguments import checked_dim, checked_group
 from torch_impl.collectives.plain import gathered, scattered_sum
+from torch_impl.contract import Group, NonNegativeInt, PositiveInt, ShardedAny, contract
 from torch_impl.kernels import rows_at
 from torch_impl.layouts import contiguous, dual_chunk_swap, uncuttable
 from torch_impl.layouts.index_arrays import inverted
 
 
+@contract
 def _get_tokens_on_this_cp_rank(
-    input_ids: Shaped[Tensor, "*a"], cp_rank: int, cp_size: int, seq_dim: int = 1
-) -> Shaped[Tensor, "*b"]:
-    """This rank's positions of a whole sequence, along `seq_dim`.
+    input_ids: ShardedAny[Tensor, "... cp=R"], cp_rank: NonNegativeInt, cp_size: PositiveInt, seq_dim: int = 1
+) -> ShardedAny[Tensor, "..."]:
+    """This rank's positions of a full sequence, along `seq_dim`.
 
         input_ids  "b s cp=R"   ->   "b s/cp:dual_chunk_swap"
 
     Any dtype; differentiable. `cp_size=1` returns the same object.
 
     Cost:   no collective; one copy of the shard.
-    Errors: ValueError if s is no multiple of 2 * cp_size, the rank is none of the ranks, or the tensor has
+    Errors: ValueError if s is not a multiple of 2 * cp_size, the rank is none of the ranks, or the tensor has
             no such dim.
     """
-    function = "vocab_parallel._get_tokens_on_this_cp_rank"
-    dim = checked_dim(function, "seq_dim", seq_dim, input_ids)
-    if not 0 <= cp_rank < cp_size:
-        raise ValueError(f"{function}: cp_rank={cp_rank} is outside cp_size={cp_size}")
-    check_cut_over_cp(function, input_ids.shape[dim], cp_size)
-    if cp_size == 1:
-        return input_ids
-    return rows_at(input_ids, held(input_ids.shape[dim], cp_size, input_ids.device)[cp_rank], dim)
+    reason = _why_not_a_dim(input_ids, seq_dim)
+    if reason is None and cp_rank >= cp_size:
+        reason = f"cp_rank={cp_rank} is outside cp_size={cp_size}"
+    if reason is None:
+        reason = why_not_over_cp(input_ids.shape[seq_dim], cp_size)
+    if reason:
+        raise ValueError(f"vocab_parallel._get_tokens_on_this_cp_rank: {reason}")
+    return cp_shard(input_ids, cp_rank, cp_size, seq_dim)
 
 
+@contract
 def allgather_cp_sharded_tensor(
-    tensor: Shaped[Tensor, "*a"], cp_group: ProcessGroup, seq_dim: int = 1
-) -> Shaped[Tensor, "*b"]:
-    """The whole sequence from each rank's positions, in order along `seq_dim`.
+    tensor: ShardedAny[Tensor, "..."], cp_group: Group[ProcessGroup, "cp"], seq_dim: int = 1
+) -> ShardedAny[Tensor, "... cp=R"]:
+    """The full sequence from each rank's positions, in order along `seq_dim`.
 
         tensor  "b s/cp:dual_chunk_swap d"   ->   "b s d cp=R"
 
         A0 A3                [A0, A1, A2, A3]
                A1 A2    =>   [A0, A1, A2, A3]
 
-    Any dtype, which is kept, and any strides. Cotangents are summed over cp: a loss repeated on each cp rank
+    Any dtype, which stays, and any strides. Cotangents are summed over cp: a loss repeated on each cp rank
     gives cp times the gradient; divide by cp or let each rank own a share.
 
-    Cost:   forward 1 all_gather of the shard; backward 1 reduce_scatter of the whole, bfloat16 and float16
+    Cost:   forward 1 all_gather of the shard; backward 1 reduce_scatter of the full sequence, bfloat16 and float16
             as float32. Saves nothing.
     Errors: TypeError if cp_group is None or no ProcessGroup; ValueError for a dim that the tensor lacks, or an
             odd number of positions per rank over two ranks or more.
     """
-    return AllGatherCPTensor.apply(tensor, cp_group, seq_dim)
+    reason = _why_not_gathered(tensor, seq_dim, cp_group.size())
+    if reason:
+        raise ValueError(f"vocab_parallel.allgather_cp_sharded_tensor: {reason}")
+    return GatherOverCp.apply(tensor, cp_group, seq_dim)
 
 
 class AllGatherCPTensor(torch.autograd.Function):
@@ -75,40 +80,80 @@ class AllGatherCPTensor(torch.autograd.Function):
     """
 
     @staticmethod
+    @contract
     def forward(
-        ctx: Any, tensor: Shaped[Tensor, "*a"], cp_group: ProcessGroup, seq_dim: int = 1
-    ) -> Shaped[Tensor, "*b"]:
-        ctx.group = checked_cp_group("vocab_parallel.AllGatherCPTensor", cp_group)
-        ctx.dim = checked_dim("vocab_parallel.AllGatherCPTensor", "seq_dim", seq_dim, tensor)
-        local, cp = tensor.shape[ctx.dim], cp_group.size()
-        if cp > 1 and local % 2:
-            raise ValueError(
-                f"vocab_parallel.AllGatherCPTensor: tensor has {local} positions per rank along seq_dim={seq_dim}; "
-                f"dual_chunk_swap over cp={cp} needs an even number; pad s to {(local + 1) * cp}"
-            )
-        rank_major = gathered(tensor, cp_group, ctx.dim, [local] * cp)
-        return rows_at(rank_major, inverted(torch.cat(held(local * cp, cp, tensor.device))), ctx.dim)
+        ctx: Any, tensor: ShardedAny[Tensor, "..."], cp_group: Group[ProcessGroup, "cp"], seq_dim: int = 1
+    ) -> ShardedAny[Tensor, "... cp=R"]:
+        reason = _why_not_gathered(tensor, seq_dim, cp_group.size())
+        if reason:
+            raise ValueError(f"vocab_parallel.AllGatherCPTensor: {reason}")
+        return GatherOverCp.forward(ctx, tensor, cp_group, seq_dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+        return GatherOverCp.backward(ctx, grad_output)
+
+
+class GatherOverCp(torch.autograd.Function):
+    """`allgather_cp_sharded_tensor` of validated arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Shaped[Tensor, "*a"], group: ProcessGroup, dim: int) -> Shaped[Tensor, "*b"]:
+        ctx.group, ctx.dim = group, dim % tensor.ndim
+        local, cp = tensor.shape[ctx.dim], group.size()
+        rank_major = gathered(tensor, group, ctx.dim, [local] * cp)
+        return rows_at(rank_major, inverted(torch.cat(positions_of_ranks(local * cp, cp, tensor.device))), ctx.dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
         size, cp = grad_output.shape[ctx.dim], ctx.group.size()
-        rank_major = rows_at(grad_output, torch.cat(held(size, cp, grad_output.device)), ctx.dim)
+        rank_major = rows_at(grad_output, torch.cat(positions_of_ranks(size, cp, grad_output.device)), ctx.dim)
         return scattered_sum(rank_major, ctx.group, ctx.dim, [size // cp] * cp), None, None
 
 
-def held(size: int, cp: int, device: torch.device) -> list[Int64[Tensor, " _"]]:
-    """Global positions that each cp rank holds: DualChunkSwap's, which one rank alone does not need."""
+def cp_shard(x: Shaped[Tensor, "*a"], rank: int, cp: int, dim: int = 1) -> Shaped[Tensor, "*b"]:
+    """One rank's positions of x along `dim`; x itself over one rank."""
+    if cp == 1:
+        return x
+    return rows_at(x, positions_of_ranks(x.shape[dim], cp, x.device)[rank], dim)
+
+
+def positions_of_ranks(size: int, cp: int, device: torch.device) -> list[Int64[Tensor, " _"]]:
+    """Global positions of each cp rank: DualChunkSwap's, whose divisibility does not bind a single rank."""
     return dual_chunk_swap(size, cp, device=device) if cp > 1 else contiguous(size, 1, device=device)
 
 
-def checked_cp_group(function: str, group: object) -> ProcessGroup:
-    """`group` itself, a ProcessGroup."""
-    return checked_group(function, "cp_group", group, " (a group of size 1 for no context parallelism)")
+def rank_and_size(group: ProcessGroup | None) -> tuple[int, int]:
+    """(rank, size) of a group; None is a group of one."""
+    return (0, 1) if group is None else (group.rank(), group.size())
 
 
-def check_cut_over_cp(function: str, size: int, cp: int) -> None:
-    """A whole sequence of `size` positions can be cut over cp ranks."""
-    reason = uncuttable("s", size, "cp", cp, "dual_chunk_swap") if cp > 1 else None
-    if reason:
-        raise ValueError(f"{function}: {reason}")
+def why_not_over_cp(size: int, cp: int) -> str | None:
+    """Why a sequence of `size` positions cannot be sharded over cp ranks."""
+    return uncuttable("s", size, "cp", cp, "dual_chunk_swap") if cp > 1 else None
+
+
+def why_not_covered(ids_name: str, positions: int, logits_name: str, local: int, cp: int) -> str | None:
+    """Why ids of so many positions do not fit logits of `local` positions on each of cp ranks."""
+    if positions > local * cp:
+        per_rank = f" ({local} per rank, cp={cp})" if cp > 1 else ""
+        return f"{ids_name} has {positions} positions but {logits_name} covers {local * cp}{per_rank}"
+    return why_not_over_cp(local * cp, cp) if cp > 1 else None
+
+
+def _why_not_a_dim(x: Tensor, seq_dim: int) -> str | None:
+    if not -x.ndim <= seq_dim < x.ndim:
+        return f"seq_dim={seq_dim} is outside a tensor of {x.ndim} dims"
+    return None
+
+
+def _why_not_gathered(x: Tensor, seq_dim: int, cp: int) -> str | None:
+    reason = _why_not_a_dim(x, seq_dim)
+    if reason is None and cp > 1 and x.shape[seq_dim] % 2:
+        local = x.shape[seq_dim]
+        reason = (
+            f"tensor has {local} positions per rank along seq_dim={seq_dim}; "
+            f"dual_chunk_swap over cp={cp} needs an even number; pad s to {(local + 1) * cp}"
+        )
+    return reason

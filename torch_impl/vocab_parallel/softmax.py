@@ -1,22 +1,29 @@
-"""Softmax and log-softmax of rows whose vocabulary is cut over the ranks: each rank gets its own columns."""
+"""Softmax and log-softmax of rows whose vocabulary is sharded over the ranks: each rank gets its own columns."""
 
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torch_impl.vocab_parallel import fused_logprob
-from torch_impl.vocab_parallel.arguments import check_logits, checked_tp_group
-from torch_impl.vocab_parallel.statistics import Normaliser, below, block_rows, exchanged, merged_normaliser, row_blocks
+from torch_impl.contract import Group, Sharded, contract
+from torch_impl.vocab_parallel.fused_logprob import LogprobOptions, row_statistics
+from torch_impl.vocab_parallel.statistics import (
+    Normaliser,
+    all_ranks,
+    block_below,
+    block_rows,
+    merged_normaliser,
+    row_blocks,
+)
 
 
 @torch.no_grad()
+@contract("vocab_parallel.log_softmax")
 def _compute_distributed_log_softmax(
-    vocab_parallel_logits: Float[Tensor, "*a v"], group: ProcessGroup
-) -> Float[Tensor, "*a v"]:
-    """Log-softmax over the whole vocabulary, of this rank's columns; not differentiable.
+    vocab_parallel_logits: Sharded[Tensor, "... v/tp"], group: Group[ProcessGroup, "tp"]
+) -> Sharded[Tensor, "... v/tp"]:
+    """Log-softmax over the full vocabulary, of this rank's columns; not differentiable.
 
         vocab_parallel_logits  "b s v/tp"   ->   "b s v/tp" (no gradient)
 
@@ -27,19 +34,20 @@ def _compute_distributed_log_softmax(
             once.
     Errors: TypeError if group is None or no ProcessGroup, or the logits are not floating.
     """
-    logits, whole = vocab_parallel_logits, _normaliser("log_softmax", vocab_parallel_logits, group)
+    logits, normaliser = vocab_parallel_logits, _normaliser(vocab_parallel_logits, group)
     result = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    rows = result.view(len(whole.largest), logits.shape[-1])
+    rows = result.view(len(normaliser.largest), logits.shape[-1])
     for part, block in row_blocks(logits, block_rows(logits, None)):
-        rows[part] = _log_p(block, whole, part).to(result.dtype)
+        rows[part] = _log_p(block, normaliser, part).to(result.dtype)
     return result
 
 
 @torch.no_grad()
+@contract("vocab_parallel.softmax")
 def _compute_distributed_softmax(
-    vocab_parallel_logits: Float[Tensor, "*a v"], group: ProcessGroup
-) -> Float[Tensor, "*a v"]:
-    """Softmax over the whole vocabulary, of this rank's columns; not differentiable.
+    vocab_parallel_logits: Sharded[Tensor, "... v/tp"], group: Group[ProcessGroup, "tp"]
+) -> Sharded[Tensor, "... v/tp"]:
+    """Softmax over the full vocabulary, of this rank's columns; not differentiable.
 
         vocab_parallel_logits  "b s v/tp"   ->   "b s v/tp" (no gradient)
 
@@ -50,23 +58,21 @@ def _compute_distributed_softmax(
             once.
     Errors: TypeError if group is None or no ProcessGroup, or the logits are not floating.
     """
-    logits, whole = vocab_parallel_logits, _normaliser("softmax", vocab_parallel_logits, group)
+    logits, normaliser = vocab_parallel_logits, _normaliser(vocab_parallel_logits, group)
     result = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    rows = result.view(len(whole.largest), logits.shape[-1])
+    rows = result.view(len(normaliser.largest), logits.shape[-1])
     for part, block in row_blocks(logits, block_rows(logits, None)):
-        rows[part] = _log_p(block, whole, part).exp().to(result.dtype)
+        rows[part] = _log_p(block, normaliser, part).exp().to(result.dtype)
     return result
 
 
-def _normaliser(function: str, logits: Tensor, group: ProcessGroup) -> Normaliser:
+def _normaliser(logits: Tensor, group: ProcessGroup) -> Normaliser:
     """lse of each row over all ranks' columns."""
-    group = checked_tp_group(f"vocab_parallel.{function}", "group", group)
-    check_logits(f"vocab_parallel.{function}", "vocab_parallel_logits", logits)
-    plan = fused_logprob.Plan(f"vocab_parallel.{function}", group)
-    m_r, rest_r = exchanged(fused_logprob.statistics_of(logits, None, plan), group).unbind(1)
+    m_r, rest_r = all_ranks(row_statistics(logits, None, LogprobOptions(group)), group).unbind(1)
     return merged_normaliser(m_r, rest_r, 1.0)
 
 
-def _log_p(block: Tensor, whole: Normaliser, part: slice) -> Tensor:
+def _log_p(block: Tensor, normaliser: Normaliser, part: slice) -> Tensor:
     """Log-probabilities of one row block, in the accumulation dtype."""
-    return below(block, whole.largest[part].unsqueeze(-1), 1.0).sub_(whole.log_total[part].unsqueeze(-1))
+    depths = block_below(block, normaliser.largest[part].unsqueeze(-1), 1.0)
+    return depths.sub_(normaliser.log_total[part].unsqueeze(-1))

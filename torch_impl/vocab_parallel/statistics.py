@@ -1,17 +1,19 @@
-"""The core: what each rank knows of a softmax row from its own columns, and how the ranks' knowledge merges.
+"""What a rank computes of a softmax row from its own columns, and how the ranks' numbers merge.
 
-Every rank holds V_l columns of each row. It reads them once and keeps, per row and in float32 or wider,
+Every rank holds V_l columns of each row. It reads them once and computes, per row and in float32 or wider,
 
     m_r = max_v z_v                       -inf for an empty or fully masked shard
     R_r = sum_v exp(b_v) - 1              b_v = (z_v - m_r) / temperature: all terms but the largest, which is 1
-    z_t                                   the target's logit if this rank owns the target, else +inf; for each
-                                          of the ids, where several are looked up
+    z_t                                   the target's logit if it is one of the rank's columns, else +inf; where
+                                          several ids are looked up, one for each
     d_r = sum_v p_v b_v                   over the local softmax; 0 for an empty shard
     x_r = sum_v p_v b^q_v                 p of one's logits, b of another's q; -inf where p > 0 meets q = 0
 
 One all_gather brings the ranks' numbers together, and every rank merges them by the same arithmetic in the
-same order, so that the results are equal to the bit. The normaliser lse = m + log(1 + R) is kept as m and
+same order, so that the results are equal to the bit. The normaliser lse = m + log(1 + R) is stored as m and
 log(1 + R): one float32 near 1000 would leave log(1 + R) an accuracy of 6e-5, and 1 + R would lose a small R.
+
+Logits of any strides are read in row blocks, a few rows at a time, without a copy of them all.
 """
 
 from __future__ import annotations
@@ -26,16 +28,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import accumulator
-from torch_impl.collectives.plain import gathered
+from torch_impl.collectives.plain import stacked
+
+ON_ANOTHER_RANK = -1  # column of an id that is not among this rank's
+OUT_OF_VOCABULARY = -2  # column of an id that is on no rank
 
 # A block in the accumulation dtype: it should stay in a core's cache on a CPU, and fill a GPU.
 BLOCK_BYTES = {"cpu": 1 << 20}
-
 BLOCK_BYTES_ELSEWHERE = 1 << 26
-
-NOT_HERE = -1  # column of a target that this rank does not own
-
-NOBODYS = -2  # column of a target that no rank owns
 
 
 def block_rows(logits: Float[Tensor, "*a v"], chunk_size: int | None) -> int:
@@ -48,30 +48,38 @@ def block_rows(logits: Float[Tensor, "*a v"], chunk_size: int | None) -> int:
 
 def row_blocks(x: Float[Tensor, "*a v"], rows: int) -> Iterator[tuple[slice, Float[Tensor, "n v"]]]:
     """Views of at most `rows` rows that cover x in order, each with the slice of rows that it is."""
-    for part, (view,) in rows_together((x,), rows):
-        yield part, view
+    n = math.prod(x.shape[:-1])
+    if n <= rows and x.is_contiguous():  # one block, as in every small call
+        return iter([(slice(0, n), x.view(n, x.shape[-1]))])
+    return ((part, view) for part, (view,) in rows_together((x,), rows))
 
 
 def rows_together(xs: Sequence[Tensor], rows: int) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
     """`row_blocks` of tensors of one shape but any strides: the same rows of each."""
     done = 0
     for views in _row_views(xs, rows):
-        view = views[0]
-        yield slice(done, done + len(view)), views
-        done += len(view)
+        n = len(views[0])
+        yield slice(done, done + n), views
+        done += n
+
+
+def rows_of(x: Tensor, part: slice) -> Tensor:
+    """x[part], and x itself where that is all of it: a small call has one block, and a view costs a microsecond."""
+    return x if part.stop - part.start == len(x) else x[part]
 
 
 def _row_views(xs: Sequence[Tensor], rows: int) -> Iterator[tuple[Tensor, ...]]:
     if xs[0].ndim == 1:
         yield tuple(x.unsqueeze(0) for x in xs)
         return
+    n, width = math.prod(xs[0].shape[:-1]), xs[0].shape[-1]
     try:
-        flat = [x.view(math.prod(x.shape[:-1]), x.shape[-1]) for x in xs]
+        flat = tuple(x.view(n, width) for x in xs)
     except RuntimeError:  # no flat view has these strides, as for z[:, :-1]: one leading index at a time
         for parts in zip(*(x.unbind(0) for x in xs), strict=True):
             yield from _row_views(parts, rows)
     else:
-        yield from zip(*(x.split(rows) for x in flat), strict=True)
+        yield from [flat] if n <= rows else zip(*(x.split(rows) for x in flat), strict=True)
 
 
 class Normaliser(NamedTuple):
@@ -82,39 +90,53 @@ class Normaliser(NamedTuple):
 
 
 def local_column(target: Int[Tensor, "*n"], start: int, end: int) -> Int[Tensor, "*n"]:
-    """Column of each target within this rank's ids [start, end), or NOT_HERE."""
-    owned = (target >= start) & (target < end)
-    return torch.where(owned, target - start, NOT_HERE).to(torch.int32)
+    """Column of each target within this rank's ids [start, end), or ON_ANOTHER_RANK."""
+    column = target - start
+    is_elsewhere = (column < 0) | (column >= end - start)
+    return column.masked_fill_(is_elsewhere, ON_ANOTHER_RANK).to(torch.int32)
+
+
+def index_of(column: Int[Tensor, "n k"]) -> Int[Tensor, "n k"]:
+    """Columns as an index for `gather`; 0 for those of other ranks, whose entries are then masked."""
+    return column.clamp_min(0).long()
 
 
 def below(z: Float[Tensor, "*n"], largest: Float[Tensor, "*#n"], temperature: float) -> Float[Tensor, "*n"]:
-    """(z - m) / temperature, in float32 or wider."""
-    wide = z.to(accumulator(z.dtype))
-    difference = wide - largest if wide.dtype == z.dtype else wide.sub_(largest)  # a copy is not copied again
+    """(z - m) / temperature, of z in float32 or wider."""
+    difference = z - largest
+    return difference if temperature == 1.0 else difference.div_(temperature)
+
+
+def block_below(block: Float[Tensor, "n v"], largest: Float[Tensor, "n 1"], temperature: float) -> Float[Tensor, "n v"]:
+    """(z - m) / temperature of a block of logits, in float32 or wider."""
+    wide = block.to(accumulator(block.dtype))
+    difference = wide - largest if wide.dtype == block.dtype else wide.sub_(largest)  # a copy is not copied again
     return difference if temperature == 1.0 else difference.div_(temperature)
 
 
 def local_statistics(
     block: Float[Tensor, "n v"], column: Int[Tensor, "n k"] | None, temperature: float, with_entropy: bool
 ) -> Float[Tensor, "f n"]:
-    """Rows m_r and R_r, then k rows z_t if there are columns, then d_r if asked for."""
+    """Rows m_r and R_r, then k rows z_t if there are columns, then d_r with the entropy."""
     if block.shape[-1] == 0:
-        return _of_an_empty_shard(block, column, with_entropy)
-    wide = block.to(accumulator(block.dtype))  # first: on a CPU argmax of bfloat16 takes several times as long
+        return _statistics_of_no_columns(block, column, with_entropy)
+    # 1. The largest logit. On a CPU argmax of bfloat16 takes several times as long as that of a float32 copy.
+    wide = block.to(accumulator(block.dtype))
     at_largest = wide.argmax(-1, keepdim=True)
     largest = wide.gather(-1, at_largest)
-    shift = torch.where(largest.isfinite(), largest, 0.0)  # a row of -inf: -inf - -inf would be NaN
-    depths = below(wide, shift, temperature)
+    # 2. R_r. A row of -inf is shifted by 0: -inf - -inf would be NaN.
+    depths = below(wide, largest.nan_to_num(0.0, 0.0, 0.0), temperature)
     del wide  # a block less beside the next
     terms = depths.exp() if with_entropy else depths.exp_()
-    rest = terms.scatter_(-1, at_largest, 0.0).sum(-1)
-    rows = [largest.mT, rest.unsqueeze(0)]
+    rest = terms.scatter_(-1, at_largest, 0.0).sum(-1, keepdim=True)
+    rows = [largest.mT, rest.mT]
+    # 3. The logits at the ids.
     if column is not None:
-        looked_up = block.gather(-1, column.clamp_min(0).long())
-        rows.append(torch.where(column >= 0, looked_up.to(rest.dtype), math.inf).mT)
+        z_t = block.gather(-1, index_of(column)).to(rest.dtype)
+        rows.append(z_t.masked_fill_(column < 0, math.inf).mT)
+    # 4. d_r. The largest's own term is 0 here too: its depth is.
     if with_entropy:
-        # The largest's own term is 0 here too: its depth is.
-        rows.append((terms.mul_(without_minus_infinity(depths)).sum(-1) / (1.0 + rest)).unsqueeze(0))
+        rows.append((terms.mul_(without_minus_infinity(depths)).sum(-1, keepdim=True) / (1.0 + rest)).mT)
     return torch.cat(rows)
 
 
@@ -127,19 +149,17 @@ def local_cross_depth(
 ) -> Float[Tensor, " n"]:
     """x_r: the depth of q's logits below their largest, under the local softmax of p's; 0 for an empty shard."""
     m_q, m_p = (torch.where(m.isfinite(), m, 0.0).unsqueeze(-1) for m in (m_q, m_p))
-    depths, terms = below(q_block, m_q, 1.0), below(p_block, m_p, 1.0).exp_()
+    depths, terms = block_below(q_block, m_q, 1.0), block_below(p_block, m_p, 1.0).exp_()
     masked = depths == -math.inf
-    found = terms.mul_(depths.masked_fill_(masked, 0.0)).sum(-1) / (1.0 + rest_p)
+    cross_depth = terms.mul_(depths.masked_fill_(masked, 0.0)).sum(-1) / (1.0 + rest_p)
     # Of the logits, not of p: a p that underflows is not 0, and float64 would disagree with float32 about it.
     is_impossible = (masked & (p_block > -math.inf)).any(-1)
-    return torch.where(is_impossible, -math.inf, found)
+    return torch.where(is_impossible, -math.inf, cross_depth)
 
 
-def exchanged(statistics: Float[Tensor, "f n"], group: ProcessGroup | None) -> Float[Tensor, "r f n"]:
-    """The statistics of every rank, in rank order. The one collective; none where the rows are whole."""
-    if group is None:
-        return statistics.unsqueeze(0)
-    return gathered(statistics.unsqueeze(0), group, 0, [1] * group.size())
+def all_ranks(statistics: Float[Tensor, "f n"], group: ProcessGroup | None) -> Float[Tensor, "r f n"]:
+    """The statistics of every rank, in rank order. The one collective; none where one rank has full rows."""
+    return statistics.unsqueeze(0) if group is None else stacked(statistics, group)
 
 
 def merged_normaliser(m_r: Float[Tensor, "r ..."], rest_r: Float[Tensor, "r ..."], temperature: float) -> Normaliser:
@@ -157,12 +177,12 @@ def merged_rest(
     """
     largest, first = m_r.max(0, keepdim=True)
     weight = below(m_r, largest, temperature).exp()
-    rest = (weight * rest_r).sum(0) + weight.scatter(0, first, 0.0).sum(0)
+    rest = torch.addcmul(weight.scatter(0, first, 0.0), weight, rest_r).sum(0)
     return largest.squeeze(0), rest, first.squeeze(0)
 
 
 def merged_target(z_t: Float[Tensor, "r ..."]) -> Float[Tensor, "*a"]:
-    """The target's logit; +inf where nobody owns the target."""
+    """The target's logit; +inf for an id outside the vocabulary."""
     return z_t.amin(0)
 
 
@@ -170,12 +190,12 @@ def merged_depth(
     m_r: Float[Tensor, "r ..."],
     rest_r: Float[Tensor, "r ..."],
     d_r: Float[Tensor, "r ..."],
-    whole: Normaliser,
+    normaliser: Normaliser,
     temperature: float,
 ) -> Float[Tensor, "*a"]:
     """d = sum_v p_v b_v = sum_r w_r (d_r + a_r),   a_r = (m_r - m) / temperature,   w_r = the share of rank r."""
-    above = below(m_r, whole.largest, temperature)
-    weight = (above + (rest_r.log1p() - whole.log_total)).exp()
+    above = below(m_r, normaliser.largest, temperature)
+    weight = (above + (rest_r.log1p() - normaliser.log_total)).exp()
     return torch.where(weight == 0, 0.0, weight * (d_r + above)).sum(0)
 
 
@@ -194,15 +214,19 @@ def merged_cross_depth(
     return torch.where(weight == 0, of_no_weight, weight * depth).sum(0)
 
 
-def logprob_of(z_t: Float[Tensor, "*a"], whole: Normaliser, temperature: float) -> Float[Tensor, "*a"]:
-    """log p[t]; 0 where nobody owns the target; NaN where the row itself is NaN or +inf."""
-    return owned_or_nothing(z_t, below(z_t, whole.largest, temperature) - whole.log_total, whole)
+def logprob_of(z_t: Float[Tensor, "*a"], normaliser: Normaliser, temperature: float) -> Float[Tensor, "*a"]:
+    """log p[t]; 0 outside the vocabulary; NaN where the row itself is NaN or +inf."""
+    return zero_outside_vocabulary(
+        z_t, below(z_t, normaliser.largest, temperature) - normaliser.log_total, normaliser.largest
+    )
 
 
-def owned_or_nothing(z_t: Float[Tensor, "*a"], found: Float[Tensor, "*a"], whole: Normaliser) -> Float[Tensor, "*a"]:
-    """`found` where somebody owns the id, 0 where nobody does, NaN where the row itself is NaN or +inf."""
-    nobodys = torch.where(whole.largest < math.inf, 0.0, math.nan)
-    return torch.where(z_t < math.inf, found, nobodys)
+def zero_outside_vocabulary(
+    z_t: Float[Tensor, "*a"], score: Float[Tensor, "*a"], largest: Float[Tensor, "*#a"]
+) -> Float[Tensor, "*a"]:
+    """The score of an id of the vocabulary, 0 for another one, NaN where the row itself is NaN or +inf."""
+    zero = largest.clamp_min(0.0).mul_(0.0)  # 0 * inf and 0 * NaN are NaN: a broken row stays visible
+    return torch.where(z_t < math.inf, score, zero)
 
 
 def without_minus_infinity(depths: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]:
@@ -210,7 +234,7 @@ def without_minus_infinity(depths: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]
     return depths.clamp_min_(torch.finfo(depths.dtype).min)
 
 
-def _of_an_empty_shard(block: Tensor, column: Tensor | None, with_entropy: bool) -> Tensor:
+def _statistics_of_no_columns(block: Tensor, column: Tensor | None, with_entropy: bool) -> Tensor:
     neutral = [-math.inf, 0.0] + [math.inf] * (0 if column is None else column.shape[-1]) + [0.0] * with_entropy
     rows = torch.tensor(neutral, dtype=accumulator(block.dtype), device=block.device)
     return rows.unsqueeze(-1).expand(-1, len(block))

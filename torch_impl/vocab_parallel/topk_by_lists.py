@@ -1,7 +1,7 @@
 """A short top-k, and top-p within it, from each rank's list of its k largest logits.
 
 The k largest of all ranks are among the lists, so that one exchange decides everything: the k-th largest, how
-many logits equal it, and what the kept tokens add up to.
+many logits equal it, and what the tokens that are kept add up to.
 """
 
 from __future__ import annotations
@@ -16,8 +16,16 @@ from torch import Tensor
 
 from torch_impl.collectives import accumulator
 from torch_impl.vocab_parallel import statistics as st
-from torch_impl.vocab_parallel.filter_bounds import Candidates, Limits, Prefix, Ties, room_for, ties_within, weight_of
-from torch_impl.vocab_parallel.fused_logprob import Plan
+from torch_impl.vocab_parallel.filter_bounds import (
+    Candidates,
+    FilterBounds,
+    Limits,
+    Ties,
+    room_for,
+    ties_within,
+    weight_of,
+)
+from torch_impl.vocab_parallel.fused_logprob import LogprobOptions
 from torch_impl.vocab_parallel.statistics import block_rows, row_blocks
 
 # Bytes of lists that are merged at a time: sorting them takes several copies.
@@ -25,39 +33,40 @@ MERGED_BYTES = 1 << 22
 
 
 class Lists(NamedTuple):
-    """What every rank tells of its columns."""
+    """What every rank sends of its columns."""
 
     largest: Float[Tensor, "r k n"]  # descending, padded by -inf
     last_count: Float[Tensor, "r n"]  # how many of the rank's logits equal the last of its list
-    z_t: Float[Tensor, "r n"]  # the target's logit where the rank owns it, else +inf
+    z_t: Float[Tensor, "r n"]  # the target's logit on its rank, else +inf
     place: Float[Tensor, "r n"] | None  # how many logits of the rank equal the target's and precede it, else +inf
 
 
-def cut_by_lists(
-    logits: Float[Tensor, "*a v"], column: Int[Tensor, "n 1"], plan: Plan, limits: Limits
-) -> tuple[Prefix, Ties | None, Float[Tensor, " n"]]:
-    """(prefix, ties unless all of them are kept, the target's logit). One all_gather of k + 2 numbers, with
+def topk_by_lists(
+    logits: Float[Tensor, "*a v"], column: Int[Tensor, "n 1"], options: LogprobOptions, limits: Limits
+) -> tuple[FilterBounds, Ties | None, Float[Tensor, " n"]]:
+    """(bounds, ties unless all of them are kept, the target's logit). One all_gather of k + 2 numbers, with
     top-p k + 3."""
     k, n = limits.top_k or 0, len(column)
-    told = torch.empty(k + 2 + (limits.top_p is not None), n, dtype=accumulator(logits.dtype), device=logits.device)
-    for part, block in row_blocks(logits, block_rows(logits, plan.chunk_size)):
-        told[:, part] = _told(block, column[part], k, limits.top_p is not None)
-    everyone = st.exchanged(told, plan.group)
-    lists = Lists(everyone[:, :k], everyone[:, k], everyone[:, k + 1], *everyone[:, k + 2 :].unbind(1) or (None,))
-    prefix, counts = _merged(lists, plan.temperature, limits.top_p)
-    ties = None if lists.place is None else Ties(counts, lists.place, Candidates(logits, plan.chunk_size))
-    return prefix, ties, st.merged_target(lists.z_t)
+    message = torch.empty(k + 2 + (limits.top_p is not None), n, dtype=accumulator(logits.dtype), device=logits.device)
+    for part, block in row_blocks(logits, block_rows(logits, options.chunk_size)):
+        message[:, part] = _rank_lists(block, column[part], k, limits.top_p is not None)
+    messages = st.all_ranks(message, options.group)
+    lists = Lists(messages[:, :k], messages[:, k], messages[:, k + 1], *messages[:, k + 2 :].unbind(1) or (None,))
+    bounds, counts = _bounds(lists, options.temperature, limits.top_p)
+    ties = None if lists.place is None else Ties(counts, lists.place, Candidates(logits, options.chunk_size))
+    return bounds, ties, st.merged_target(lists.z_t)
 
 
-def _told(block: Float[Tensor, "n v"], column: Int[Tensor, "n 1"], k: int, with_place: bool) -> Float[Tensor, "f n"]:
+def _rank_lists(
+    block: Float[Tensor, "n v"], column: Int[Tensor, "n 1"], k: int, with_place: bool
+) -> Float[Tensor, "f n"]:
     """This rank's part of the message, of one row block."""
     dtype, width = accumulator(block.dtype), block.shape[-1]
     largest = F.pad(block.topk(min(k, width)).values.to(dtype), (0, max(k - width, 0)), value=-math.inf)
     rows = [largest.mT, (block == largest[:, -1:]).sum(-1).to(dtype).unsqueeze(0)]
     z_t = torch.full_like(largest[:, :1], math.inf)
     if width:
-        looked_up = block.gather(-1, column.clamp_min(0).long())
-        z_t = torch.where(column >= 0, looked_up.to(dtype), math.inf)
+        z_t = block.gather(-1, st.index_of(column)).to(dtype).masked_fill_(column < 0, math.inf)
     rows.append(z_t.mT)
     if with_place:
         columns = torch.arange(width, dtype=column.dtype, device=column.device)
@@ -66,8 +75,8 @@ def _told(block: Float[Tensor, "n v"], column: Int[Tensor, "n 1"], k: int, with_
     return torch.cat(rows)
 
 
-def _merged(lists: Lists, temperature: float, top_p: float | None) -> tuple[Prefix, Float[Tensor, "r n"]]:
-    """The prefix that all ranks' lists amount to, and how many logits of each rank equal its threshold."""
+def _bounds(lists: Lists, temperature: float, top_p: float | None) -> tuple[FilterBounds, Float[Tensor, "r n"]]:
+    """The bounds that all ranks' lists amount to, and how many logits of each rank equal its threshold."""
     world, k, n = lists.largest.shape
     columns = max(1, MERGED_BYTES // (world * k * lists.largest.itemsize))
     parts = []
@@ -76,42 +85,45 @@ def _merged(lists: Lists, temperature: float, top_p: float | None) -> tuple[Pref
         largest, last_count = lists.largest[..., part], lists.last_count[:, part]
         k_largest = largest.permute(2, 0, 1).flatten(1).topk(k).values
         ties = _equal_to(k_largest[:, -1], largest, last_count).sum(0)
-        prefix = _prefix(k_largest, ties, temperature, top_p)
-        parts.append((*prefix, _equal_to(prefix.threshold, largest, last_count)))
+        bounds = _bounds_of_rows(k_largest, ties, temperature, top_p)
+        parts.append((*bounds, _equal_to(bounds.threshold, largest, last_count)))
     *fields, counts = (torch.cat(pieces, dim=-1) for pieces in zip(*parts, strict=True))
-    return Prefix(*fields), counts
+    return FilterBounds(*fields), counts
 
 
 def _equal_to(
     z: Float[Tensor, " n"], largest: Float[Tensor, "r k n"], last_count: Float[Tensor, "r n"]
 ) -> Float[Tensor, "r n"]:
     """How many logits of each rank equal z, which is no smaller than the k-th largest of all."""
-    listed = (largest == z).sum(1).to(last_count.dtype)
-    return torch.where(largest[:, -1] == z, last_count, listed)
+    in_list = (largest == z).sum(1).to(last_count.dtype)
+    return torch.where(largest[:, -1] == z, last_count, in_list)
 
 
-def _prefix(
+def _bounds_of_rows(
     k_largest: Float[Tensor, "n k"], ties: Float[Tensor, " n"], temperature: float, top_p: float | None
-) -> Prefix:
-    """The kept tokens among the k largest and `ties` logits that equal the last of them."""
+) -> FilterBounds:
+    """The bounds of the tokens kept among the k largest and `ties` logits that equal the last of them."""
+    # 1. Weights of the tokens above the k-th largest, without the first, which is the 1 of 1 + R.
     largest, kth = k_largest[:, :1], k_largest[:, -1:]
     is_above = k_largest > kth
-    is_above[:, 0] = False  # the first is no part of the rest
+    is_above[:, 0] = False
     weights = torch.where(is_above, weight_of(k_largest, largest, temperature), 0.0)
     upto = weights.cumsum(-1)
+    # 2. R of all that top-k keeps: those and the ties of the k-th largest, of which the first may be one.
     weight, first_is_tie = weight_of(kth, largest, temperature), kth == largest
-    others = ties.unsqueeze(-1) - first_is_tie.to(ties.dtype)
-    rest = upto[:, -1:] + others * torch.where(others > 0, weight, 0.0)
+    other_ties = ties.unsqueeze(-1) - first_is_tie.to(ties.dtype)
+    rest = upto[:, -1:] + other_ties * torch.where(other_ties > 0, weight, 0.0)
     # A row with an infinite largest logit has no softmax.
     rest = torch.where(largest.isfinite(), rest, math.nan)
     if top_p is None:
-        return Prefix(*(x.squeeze(-1) for x in (largest, rest, kth, ties.unsqueeze(-1))))
+        return FilterBounds(*(x.squeeze(-1) for x in (largest, rest, kth, ties.unsqueeze(-1))))
+    # 3. Top-p: tokens above, then ties, as long as there is room before them.
     room = room_for(rest, top_p)
     is_kept = is_above & (upto - weights < room)
-    more = ties_within(room - upto[:, -1:], weight, others)
+    more = ties_within(room - upto[:, -1:], weight, other_ties)
     is_kept[:, 0] = True
     threshold = torch.where(more > 0, kth, k_largest.gather(-1, is_kept.sum(-1, keepdim=True) - 1))
-    kept = (is_kept & (k_largest == threshold)).sum(-1, keepdim=True) + more
-    kept_rest = torch.where(is_kept & is_above, weights, 0.0).sum(-1, keepdim=True) + more * weight
-    kept_rest = torch.where(rest.isnan(), rest, kept_rest)
-    return Prefix(*(x.squeeze(-1) for x in (largest, kept_rest, threshold, kept)))
+    count = (is_kept & (k_largest == threshold)).sum(-1, keepdim=True) + more
+    rest_kept = torch.where(is_kept & is_above, weights, 0.0).sum(-1, keepdim=True) + more * weight
+    rest_kept = torch.where(rest.isnan(), rest, rest_kept)
+    return FilterBounds(*(x.squeeze(-1) for x in (largest, rest_kept, threshold, count)))

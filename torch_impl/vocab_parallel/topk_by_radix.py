@@ -1,5 +1,10 @@
-"""Weighted radix selection: the logit at which so much weight has gone by, in descending order, over all ranks.
+"""A long top-k, and top-p without a short one, by radix selection over the ranks' columns.
 
+The k-th largest logit is selected by counts of all columns; the last token of top-p by the masses of those that
+can be kept. A token of a probability below (1 - p) / V cannot: all tokens of such probabilities together have
+less than 1 - p.
+
+Radix selection (`last_kept`) finds the logit at which so much weight has gone by, in descending order, over all ranks.
 Floats are ordered as their bit patterns are, once negative ones are mirrored. Eight bits at a time, every rank
 adds up the weight of its candidates in 256 bins, the bins are summed over the ranks, and each row goes on
 within the bin in which its weight runs out. No value is ever sorted, and the selection is exact.
@@ -17,13 +22,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import accumulator
-from torch_impl.collectives.plain import gathered
+from torch_impl.collectives.plain import stacked
 from torch_impl.vocab_parallel import statistics as st
 from torch_impl.vocab_parallel.filter_bounds import (
     Candidates,
-    Found,
+    Entries,
+    FilterBounds,
     Limits,
-    Prefix,
     Ties,
     counted,
     ordinals,
@@ -31,19 +36,16 @@ from torch_impl.vocab_parallel.filter_bounds import (
     ties_within,
     weight_of,
 )
-from torch_impl.vocab_parallel.fused_logprob import Plan, chosen, statistics_of
+from torch_impl.vocab_parallel.fused_logprob import LogprobOptions, block_function, row_statistics
 from torch_impl.vocab_parallel.statistics import block_rows, row_blocks
 
 BITS = 8
-
 BINS = 1 << BITS
-
 ROWS = 256  # rows whose bins are added up at a time
-
 INTEGER = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # Weight of each entry of a row block; the slice says which rows the block is.
-Weigh = Callable[[slice, Found], Float[Tensor, " m"]]
+Weigh = Callable[[slice, Entries], Float[Tensor, " m"]]
 
 # The bound on a kept token's probability is halved: sums of that many rounded terms decide, not exact ones.
 SLACK = 0.5
@@ -72,7 +74,7 @@ def last_kept(
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
     """(z, weight above z): the smallest z >= low of positive weight that has less than `room` above it.
 
-    One all_reduce of 256 sums per row for each byte of the logits' dtype; none where the rows are whole.
+    One all_reduce of 256 sums per row for each byte of the logits' dtype; none where one rank has full rows.
     """
     dtype = candidates.dtype
     above = torch.zeros_like(room)
@@ -100,11 +102,11 @@ def _bins(
 ) -> Float[Tensor, "n bins"]:
     """Weight of this rank's candidates whose leading digits are the row's, by their next digit."""
     bins = torch.zeros(len(base), BINS, dtype=accumulator(candidates.dtype), device=candidates.device)
-    for part, found in candidates.between(low, high):
-        digit = (ordered(found.logits) >> shift) - base[part][found.rows]
+    for part, entries in candidates.between(low, high):
+        digit = (ordered(entries.logits) >> shift) - base[part][entries.rows]
         inside = (digit >= 0) & (digit < BINS)
-        weight = torch.where(inside, weigh(part, found), 0.0)
-        place = found.rows.long() * BINS + torch.where(inside, digit, 0)
+        weight = torch.where(inside, weigh(part, entries), 0.0)
+        place = entries.rows.long() * BINS + torch.where(inside, digit, 0)
         # float64: thousands of terms may fall into one bin, one after the other
         sums = torch.zeros(bins[part].numel(), dtype=torch.float64, device=bins.device)
         bins[part] += sums.index_add_(0, place, weight.double()).view(-1, BINS)
@@ -143,34 +145,36 @@ def _mirrored(bits: Int[Tensor, "*a"], itemsize: int) -> Int[Tensor, "*a"]:
     return torch.where(bits < 0, bits ^ ((1 << (8 * itemsize - 1)) - 1), bits)
 
 
-def cut_by_selection(
-    logits: Float[Tensor, "*a v"], column: Int[Tensor, "n 1"], plan: Plan, limits: Limits
-) -> tuple[Prefix, Ties | None, Float[Tensor, " n"]]:
-    """(prefix, ties unless all of them are kept, the target's logit)."""
-    kth = None if limits.top_k is None else _kth_largest(logits, limits.top_k, plan)
-    m_r, rest_r, z_t = st.exchanged(_survivors(logits, column, kth, plan), plan.group).unbind(1)
-    largest, rest, first = st.merged_rest(m_r, rest_r, plan.temperature)
+def topk_by_radix(
+    logits: Float[Tensor, "*a v"], column: Int[Tensor, "n 1"], options: LogprobOptions, limits: Limits
+) -> tuple[FilterBounds, Ties | None, Float[Tensor, " n"]]:
+    """(bounds, ties unless all of them are kept, the target's logit)."""
+    # 1. The k-th largest logit, if top-k is on; statistics of what it leaves, and the target's logit.
+    kth = None if limits.top_k is None else _kth_largest(logits, limits.top_k, options)
+    m_r, rest_r, z_t = st.all_ranks(_survivors(logits, column, kth, options), options.group).unbind(1)
+    largest, rest, first = st.merged_rest(m_r, rest_r, options.temperature)
     kth = torch.full_like(largest, -math.inf) if kth is None else kth
-    survivors, z_t = Prefix(largest, rest, kth, torch.full_like(kth, math.inf)), st.merged_target(z_t)
+    survivors, z_t = FilterBounds(largest, rest, kth, torch.full_like(kth, math.inf)), st.merged_target(z_t)
     if limits.top_p is None:
         return survivors, None, z_t
-    prefix, ties = _top_p(logits, column, survivors, first, plan, limits.top_p)
-    return prefix, ties, z_t
+    # 2. What top-p keeps of that.
+    bounds, ties = _top_p(logits, column, survivors, first, options, limits.top_p)
+    return bounds, ties, z_t
 
 
-def _kth_largest(logits: Float[Tensor, "*a v"], k: int, plan: Plan) -> Float[Tensor, " n"]:
+def _kth_largest(logits: Float[Tensor, "*a v"], k: int, options: LogprobOptions) -> Float[Tensor, " n"]:
     """The k-th largest logit of each row, of fewer than k the smallest. R all_reduce."""
     dtype = accumulator(logits.dtype)
     low = torch.full((logits.shape[:-1].numel(),), -math.inf, dtype=dtype, device=logits.device)
     group_size = logits.shape[-1] // (FEWEST_GROUPS * k)
     if group_size > 1:
-        for part, block in row_blocks(logits, block_rows(logits, plan.chunk_size)):
+        for part, block in row_blocks(logits, block_rows(logits, options.chunk_size)):
             low[part] = _kth_largest_of_groups(block, k, group_size).to(dtype)
 
-    def one(part: slice, found: Found) -> Tensor:
-        return torch.ones(found.rows.shape, dtype=dtype, device=low.device)
+    def one(part: slice, entries: Entries) -> Tensor:
+        return torch.ones(entries.rows.shape, dtype=dtype, device=low.device)
 
-    return last_kept(Candidates(logits, plan.chunk_size), low, torch.full_like(low, k), one, plan.group)[0]
+    return last_kept(Candidates(logits, options.chunk_size), low, torch.full_like(low, k), one, options.group)[0]
 
 
 def _kth_largest_of_groups(block: Float[Tensor, "n v"], k: int, group_size: int) -> Float[Tensor, " n"]:
@@ -181,72 +185,77 @@ def _kth_largest_of_groups(block: Float[Tensor, "n v"], k: int, group_size: int)
 
 
 def _survivors(
-    logits: Float[Tensor, "*a v"], column: Int[Tensor, "n 1"], kth: Float[Tensor, " n"] | None, plan: Plan
+    logits: Float[Tensor, "*a v"], column: Int[Tensor, "n 1"], kth: Float[Tensor, " n"] | None, options: LogprobOptions
 ) -> Float[Tensor, "f n"]:
     """This rank's statistics of the logits that are not below the k-th largest, if there is one."""
     if kth is None:
-        return statistics_of(logits, column, plan)
+        return row_statistics(logits, column, options)
     statistics = torch.empty(3, len(column), dtype=accumulator(logits.dtype), device=logits.device)
-    local = chosen(st.local_statistics, plan, logits)
-    for part, block in row_blocks(logits, block_rows(logits, plan.chunk_size)):
+    local = block_function(st.local_statistics, options, logits)
+    for part, block in row_blocks(logits, block_rows(logits, options.chunk_size)):
         left = block.masked_fill(block < kth[part].unsqueeze(-1), -math.inf)
-        statistics[:, part] = local(left, column[part], plan.temperature, False)
+        statistics[:, part] = local(left, column[part], options.temperature, False)
     return statistics
 
 
 def _top_p(
     logits: Float[Tensor, "*a v"],
     column: Int[Tensor, "n 1"],
-    survivors: Prefix,
+    survivors: FilterBounds,
     first: Int[Tensor, " n"],
-    plan: Plan,
+    options: LogprobOptions,
     top_p: float,
-) -> tuple[Prefix, Ties]:
+) -> tuple[FilterBounds, Ties]:
     """What top-p keeps of the survivors. 2 all_gather, R all_reduce. `first` is the rank of the largest logit."""
-    largest, rest, temperature = survivors.largest, survivors.rest, plan.temperature
-    is_mine = first == (0 if plan.group is None else plan.group.rank())
+    largest, rest, temperature = survivors.largest, survivors.rest, options.temperature
+    is_on_this_rank = first == (0 if options.group is None else options.group.rank())
     room = room_for(rest, top_p)
     is_alone = room <= 0  # the first token is enough; the rounds are to end at its logit
 
-    def mass(part: slice, found: Found) -> Tensor:
+    def mass(part: slice, entries: Entries) -> Tensor:
         """Of each entry but the row's first, whose mass is the 1 of 1 + R."""
-        m = largest[part][found.rows]
-        is_largest = found.logits == m
-        is_first = is_largest & is_mine[part][found.rows]
-        is_first &= ordinals(is_first, found.rows, len(largest[part])) == 0
-        others = torch.where(is_first, 0.0, weight_of(found.logits, m, temperature))
-        return torch.where(is_alone[part][found.rows], is_largest.to(m.dtype), others)
+        m = largest[part][entries.rows]
+        is_largest = entries.logits == m
+        is_first = is_largest & is_on_this_rank[part][entries.rows]
+        is_first &= ordinals(is_first, entries.rows, len(largest[part])) == 0
+        weights = torch.where(is_first, 0.0, weight_of(entries.logits, m, temperature))
+        return torch.where(is_alone[part][entries.rows], is_largest.to(m.dtype), weights)
 
-    likely = (SLACK * (1.0 - top_p) / _columns_of_all(logits, plan)).log()
+    # 1. No token below `low` can be kept.
+    likely = (SLACK * (1.0 - top_p) / _columns_of_all(logits, options)).log()
     low = largest + temperature * (likely.to(rest.dtype) + rest.log1p())
-    candidates = Candidates(logits, plan.chunk_size)
+    # 2. The last logit of which a token is kept, and the mass above it.
+    candidates = Candidates(logits, options.chunk_size)
     some_room = torch.where(is_alone, 1.0, room)
-    threshold, above = last_kept(candidates, torch.maximum(low, survivors.threshold), some_room, mass, plan.group)
-    ties = _ties(candidates, column, threshold, plan)
+    threshold, above = last_kept(candidates, torch.maximum(low, survivors.threshold), some_room, mass, options.group)
+    # 3. How many tokens of that very logit are kept.
+    ties = _ties(candidates, column, threshold, options)
     first_is_tie = (threshold == largest).to(rest.dtype)
     weight = weight_of(threshold, largest, temperature)
     more = ties_within(room - above, weight, ties.counts.sum(0) - first_is_tie)
-    kept_rest = torch.where(rest.isnan(), rest, above + more * weight)
-    return Prefix(largest, kept_rest, threshold, more + first_is_tie), ties
+    rest_kept = torch.where(rest.isnan(), rest, above + more * weight)
+    return FilterBounds(largest, rest_kept, threshold, more + first_is_tie), ties
 
 
-def _ties(candidates: Candidates, column: Int[Tensor, "n 1"], threshold: Float[Tensor, " n"], plan: Plan) -> Ties:
+def _ties(
+    candidates: Candidates, column: Int[Tensor, "n 1"], threshold: Float[Tensor, " n"], options: LogprobOptions
+) -> Ties:
     """How many logits equal the threshold, and how many of them precede the target. One all_gather."""
-    told = torch.zeros(2, len(threshold), dtype=threshold.dtype, device=threshold.device)
+    message = torch.zeros(2, len(threshold), dtype=threshold.dtype, device=threshold.device)
     target = column.squeeze(-1)
-    for part, found in candidates.between(threshold, threshold):
-        is_tie = found.logits == threshold[part][found.rows]
-        is_before = is_tie & (found.columns < target[part][found.rows])
+    for part, entries in candidates.between(threshold, threshold):
+        is_tie = entries.logits == threshold[part][entries.rows]
+        is_before = is_tie & (entries.columns < target[part][entries.rows])
         n = len(threshold[part])
-        told[0, part] += counted(is_tie, found.rows, n)
-        told[1, part] += counted(is_before, found.rows, n)
-    told[1].masked_fill_(target < 0, math.inf)
-    ties, before = st.exchanged(told, plan.group).unbind(1)
+        message[0, part] += counted(is_tie, entries.rows, n)
+        message[1, part] += counted(is_before, entries.rows, n)
+    message[1].masked_fill_(target < 0, math.inf)
+    ties, before = st.all_ranks(message, options.group).unbind(1)
     return Ties(ties, before, candidates)
 
 
-def _columns_of_all(logits: Float[Tensor, "*a v"], plan: Plan) -> Float[Tensor, ""]:
+def _columns_of_all(logits: Float[Tensor, "*a v"], options: LogprobOptions) -> Float[Tensor, ""]:
     """V, the columns of all ranks. One all_gather of one integer; it stays on the device."""
-    own = torch.tensor([logits.shape[-1]], device=logits.device)
-    everyone = own if plan.group is None else gathered(own, plan.group, 0, [1] * plan.group.size())
-    return everyone.sum().double()
+    width = torch.tensor([logits.shape[-1]], device=logits.device)
+    widths = width if options.group is None else stacked(width, options.group)
+    return widths.sum().double()

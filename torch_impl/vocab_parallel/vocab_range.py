@@ -1,33 +1,74 @@
-"""Which ids a rank owns: shards are contiguous in rank order and may differ in width."""
+"""Which ids a rank has: shards are contiguous in rank order and may differ in width.
+
+Beside the ranges stand what public functions say of them in their signatures (`VocabStart`, `VocabEnd`), and what a
+DTensor's mesh says instead.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from torch.distributed import ProcessGroup
 
-from torch_impl.collectives.plain import gathered
+from torch_impl.collectives.plain import stacked
+from torch_impl.contract import Number
 from torch_impl.layouts.index_arrays import ceil_bound
-from torch_impl.vocab_parallel.arguments import checked_tp_group
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+IGNORED_ID = -100  # an id outside every vocabulary, as in torch's cross_entropy
 
-NO_ID = -100  # an id that no rank owns
+
+@dataclass(frozen=True)
+class _RangeStart:
+    """The first id of this rank's columns."""
+
+    def validate(self, function: str, name: str, value: Any, sizes: dict[str, tuple[Any, str]]) -> None:
+        """Errors: TypeError for what is not an int."""
+        Number(integer=True).validate(function, name, value, sizes)
+        sizes["vocab_start_index"] = (value, name)
 
 
-def gathered_range(width: int, group: ProcessGroup, device: torch.device) -> tuple[int, int]:
+@dataclass(frozen=True)
+class _RangeEnd:
+    """The id after this rank's last one; the range fits the columns of the shard, which stands before it."""
+
+    def validate(self, function: str, name: str, value: Any, sizes: dict[str, tuple[Any, str]]) -> None:
+        """Errors: TypeError for what is not an int, ValueError for a range that does not fit."""
+        Number(integer=True).validate(function, name, value, sizes)
+        if "vocab_start_index" not in sizes:
+            raise ValueError(
+                f"{function}: vocab_start_index=None but {name}={value}; pass both, or neither to "
+                "count ids in rank order"
+            )
+        start, (columns, shard) = sizes["vocab_start_index"][0], sizes.get("v/tp", (value, ""))
+        vocab_range = f"{function}: vocab range [{start}, {value})"
+        if start < 0:
+            raise ValueError(f"{vocab_range} starts below 0")
+        if value < start:
+            raise ValueError(f"{vocab_range} is reversed")
+        if value - start > columns:
+            noun = "rows" if "weight" in shard else "columns"
+            raise ValueError(f"{vocab_range} has {value - start} ids but {shard} has {columns} {noun}")
+
+
+VocabStart = Annotated[int, _RangeStart()]
+VocabEnd = Annotated[int, _RangeEnd()]
+ChunkSize = Annotated[int, Number(1, integer=True, remedy=", or None for automatic blocks")]
+
+
+def all_gather_range(width: int, group: ProcessGroup, device: torch.device) -> tuple[int, int]:
     """[start, end) of this rank's ids, from the widths of all ranks. One all_gather of one int64, one host read."""
-    start, end, _ = gathered_range_and_size(width, group, device)
+    start, end, _ = all_gather_range_and_size(width, group, device)
     return start, end
 
 
-def gathered_range_and_size(width: int, group: ProcessGroup, device: torch.device) -> tuple[int, int, int]:
-    """`gathered_range`, and how many ids all ranks own together."""
-    own = torch.tensor([width], device=device)
-    ends = gathered(own, group, 0, [1] * group.size()).cumsum(0).tolist()
+def all_gather_range_and_size(width: int, group: ProcessGroup, device: torch.device) -> tuple[int, int, int]:
+    """`all_gather_range`, and the ids of all ranks together."""
+    ends = stacked(torch.tensor(width, device=device), group).cumsum(0).tolist()
     end = ends[group.rank()]
     return end - width, end, ends[-1]
 
@@ -41,45 +82,49 @@ def ceil_range(size: int, world: int, rank: int) -> tuple[int, int]:
     return ceil_bound(size, world, rank), ceil_bound(size, world, rank + 1)
 
 
-def range_of_dtensor(function: str, name: str, logits: DTensor) -> tuple[ProcessGroup, int, int]:
-    """The group of the mesh dim `tp`, which cuts the vocabulary, and [start, end) of this rank's ids."""
-    mesh, vocab = logits.device_mesh, logits.ndim - 1
-    axes = mesh.mesh_dim_names or ()
+def dtensor_range(logits: DTensor) -> tuple[ProcessGroup, int, int]:
+    """The group of the mesh dim `tp`, over which the vocabulary is sharded, and [start, end) of this rank's ids."""
+    mesh = logits.device_mesh
+    tp = (mesh.mesh_dim_names or ()).index("tp")
+    return mesh.get_group("tp"), *ceil_range(logits.shape[-1], mesh.size(tp), mesh.get_local_rank(tp))
+
+
+def why_not_sharded_over_tp(name: str, logits: DTensor) -> str | None:
+    """Why logits are not sharded over the mesh dim `tp` by vocabulary, and over `cp` by sequence or not at all."""
+    axes, vocab = logits.device_mesh.mesh_dim_names or (), logits.ndim - 1
     if "tp" not in axes:
-        raise ValueError(
-            f"{function}: {name} has no mesh dim 'tp' (mesh dims: {', '.join(axes) or 'unnamed'}); "
-            "name the one that cuts the vocabulary 'tp'"
+        return (
+            f"{name} has no mesh dim 'tp' (mesh dims: {', '.join(axes) or 'unnamed'}); "
+            "name the one that shards the vocabulary 'tp'"
         )
-    tp = axes.index("tp")
-    if not logits.placements[tp].is_shard(vocab):
-        said = repr(logits.placements[tp]).removesuffix("()")
-        raise ValueError(f"{function}: {name} is {said} over tp; redistribute to Shard(-1)")
-    start, end = ceil_range(logits.shape[-1], mesh.size(tp), mesh.get_local_rank(tp))
-    return mesh.get_group("tp"), start, end
+    placement = logits.placements[axes.index("tp")]
+    if not placement.is_shard(vocab):
+        return f"{name} is {_text(placement)} over tp; redistribute to Shard(-1)"
+    return why_not_sharded_by(name, logits, {"cp": 1, "tp": vocab})
 
 
-def check_own_rank(function: str, rank: int | None, group: ProcessGroup | None) -> None:
-    """The rank that was given is this rank's own in the group; without one there is no rank but 0."""
-    if group is None:
-        if rank:
-            raise ValueError(f"{function}: vocab_parallel_rank={rank} but vocab_parallel_group is None; pass both")
-        return
-    group = checked_tp_group(function, "vocab_parallel_group", group)
-    if rank is None:
-        raise ValueError(f"{function}: vocab_parallel_rank is None but vocab_parallel_group is given; pass both")
-    if rank != group.rank():
-        raise ValueError(
-            f"{function}: vocab_parallel_rank={rank} but this is rank {group.rank()} of vocab_parallel_group"
-        )
-
-
-def check_placements(function: str, name: str, x: DTensor, cuts: dict[str, int]) -> None:
-    """Each named mesh dim cuts its own dim or nothing, every other, those without a name too, the batch or nothing."""
+def why_not_sharded_by(name: str, x: DTensor, dims: dict[str, int]) -> str | None:
+    """Why x has another placement: each named mesh dim shards its own dim or nothing, every other one the batch."""
     names = x.device_mesh.mesh_dim_names
     for number, placement in enumerate(x.placements):
         axis = names[number] if names else f"dim {number} of a mesh without names"
-        dim = cuts.get(axis, 0)
+        dim = dims.get(axis, 0)
         if not (placement.is_replicate() or placement.is_shard(dim)):
-            said = repr(placement).removesuffix("()")
             remedy = "redistribute" if names else "pass mesh_dim_names to the mesh, or redistribute"
-            raise ValueError(f"{function}: {name} is {said} over {axis}; {remedy} to Shard({dim}) or Replicate")
+            return f"{name} is {_text(placement)} over {axis}; {remedy} to Shard({dim}) or Replicate"
+    return None
+
+
+def why_not_rank(rank: int | None, group: ProcessGroup | None) -> str | None:
+    """Why `rank` is not this rank in the group; without a group it can only be 0."""
+    if group is None:
+        return f"vocab_parallel_rank={rank} but vocab_parallel_group is None; pass both" if rank else None
+    if rank is None:
+        return "vocab_parallel_rank is None but vocab_parallel_group is given; pass both"
+    if rank != group.rank():
+        return f"vocab_parallel_rank={rank} but this is rank {group.rank()} of vocab_parallel_group"
+    return None
+
+
+def _text(placement: Any) -> str:
+    return repr(placement).removesuffix("()")

@@ -1,7 +1,7 @@
-"""Megatron's GPTModel, taught to return log-probabilities without ever making its logits whole.
+"""Megatron's GPTModel with a forward that returns log-probabilities and never gathers its logits.
 
-The patched forward is the original one until it is asked for log-probabilities. Weight rows lie over tp in rank
-order; labels are whole and unshifted on every rank.
+The patched forward is the original one unless it is called for log-probabilities. Weight rows are sharded over tp in
+rank order; labels are replicated and unshifted.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torch_impl.vocab_parallel.arguments import check_chunk_size
+from torch_impl.contract import contract
 from torch_impl.vocab_parallel.linear_logprob import from_parallel_hidden_states_to_logprobs
+from torch_impl.vocab_parallel.vocab_range import ChunkSize
 
 FUSION = "_linear_ce_fusion"  # the one attribute, besides forward, that a patch sets on a class
 
@@ -27,15 +28,15 @@ FORWARD = "vocab_parallel._gpt_forward_with_linear_ce_fusion"
 
 @dataclass
 class Fusion:
-    """What a patched class had before: its own `forward` (None where it inherited one), and what runs unfused."""
+    """What a patched class had before: its `forward` (None where it inherited one), and what runs unfused."""
 
-    own_forward: Callable[..., Any] | None
+    class_forward: Callable[..., Any] | None
     original: Callable[..., Any]
     chunk_size: int | None
 
 
 class Patch:
-    """A patched class; `unpatch`, or leaving the `with` block, makes it what it was. Twice does no harm."""
+    """A patched class; `unpatch`, or leaving the `with` block, restores what it was. Twice does no harm."""
 
     def __init__(self, model_class: type) -> None:
         self.model_class = model_class
@@ -52,10 +53,10 @@ class Patch:
             raise RuntimeError(
                 f"{PATCH}: {self.model_class.__name__}.forward was replaced after the patch; undo that first"
             )
-        if fusion.own_forward is None:
+        if fusion.class_forward is None:
             del self.model_class.forward
         else:
-            self.model_class.forward = fusion.own_forward
+            self.model_class.forward = fusion.class_forward
         delattr(self.model_class, FUSION)
 
     def __enter__(self) -> Patch:
@@ -67,15 +68,17 @@ class Patch:
         self.unpatch()
 
 
-def patch_gpt_model_forward_for_linear_ce_fusion(*, chunk_size: int | None, model_class: type | None = None) -> Patch:
+@contract
+def patch_gpt_model_forward_for_linear_ce_fusion(
+    *, chunk_size: ChunkSize | None, model_class: type | None = None
+) -> Patch:
     """Replace `forward` of Megatron's GPTModel, or of `model_class`, by `_gpt_forward_with_linear_ce_fusion`.
 
     A class that is patched already only gets the chunk size. Two classes do not interfere.
 
-    Cost:   none to patch; that of `from_parallel_hidden_states_to_logprobs` in each forward that is asked for them.
+    Cost:   none to patch; that of `from_parallel_hidden_states_to_logprobs` in each forward for log-probabilities.
     Errors: ValueError if chunk_size is below 1; ImportError without Megatron-core, unless a class is given.
     """
-    check_chunk_size(PATCH, chunk_size)
     model_class = _gpt_model() if model_class is None else model_class
     fusion = vars(model_class).get(FUSION)
     if fusion is not None:
@@ -125,12 +128,12 @@ def _gpt_forward_with_linear_ce_fusion(
             (a bias, a scale); TypeError for a keyword that only the original knows.
     """
     if not return_logprobs_for_linear_ce_fusion:
-        given = {"inference_params": inference_params, "loss_mask": loss_mask, "padding_mask": padding_mask}
-        given |= {"is_spec_decode": is_spec_decode}
-        given = {name: value for name, value in given.items() if value is not None}
+        keywords = {"inference_params": inference_params, "loss_mask": loss_mask, "padding_mask": padding_mask}
+        keywords |= {"is_spec_decode": is_spec_decode}
+        keywords = {name: value for name, value in keywords.items() if value is not None}
         tokens = (input_ids, position_ids, attention_mask, decoder_input, labels)
         further = (inference_context, packed_seq_params, extra_block_kwargs, runtime_gather_output)
-        return getattr(self, FUSION).original(self, *tokens, *further, **given, **later_keywords)
+        return getattr(self, FUSION).original(self, *tokens, *further, **keywords, **later_keywords)
     _check(self, labels, later_keywords)
     if getattr(self.config, "fine_grained_activation_offloading", False):
         self.preprocess_for_fine_grained_offloading()
@@ -145,16 +148,16 @@ def _gpt_forward_with_linear_ce_fusion(
 
 
 def _decoded(
-    model: Any, made: tuple[Any, ...], attention_mask: Tensor, inputs: dict[str, Any], extra: dict[str, Any]
+    model: Any, preprocessed: tuple[Any, ...], attention_mask: Tensor, inputs: dict[str, Any], extra: dict[str, Any]
 ) -> Float[Tensor, "l b d"]:
-    """Hidden states, from the 6 or 7 things that `_preprocess` makes."""
-    decoder_input, rotary_pos_emb, rotary_pos_cos, rotary_pos_sin, sequence_len_offset, padding_mask, *last = made
+    """Hidden states, from the 6 or 7 values that `_preprocess` returns."""
+    decoder_input, rotary_pos_emb, cos, sin, sequence_len_offset, padding_mask, *last = preprocessed
     return model.decoder(
         hidden_states=decoder_input,
         attention_mask=attention_mask,
         rotary_pos_emb=rotary_pos_emb,
-        rotary_pos_cos=rotary_pos_cos,
-        rotary_pos_sin=rotary_pos_sin,
+        rotary_pos_cos=cos,
+        rotary_pos_sin=sin,
         rotary_pos_cos_sin=last[0] if last else None,
         sequence_len_offset=sequence_len_offset,
         padding_mask=padding_mask,
@@ -171,7 +174,7 @@ def _scored(
     packed: Any,
     inference_only: bool,
 ) -> Float[Tensor, "b u"]:
-    """Log-probabilities of the labels by the model's own weight and groups."""
+    """Log-probabilities of the labels by the model's weight and groups."""
     is_tied = model.share_embeddings_and_output_weights
     weight = model.shared_embedding_or_output_weight() if is_tied else model.output_layer.weight
     tp_group, cp_group = _groups(model)
@@ -189,12 +192,12 @@ def _scored(
         inference_only=inference_only,
         cp_group=cp_group,
         chunk_size=getattr(model, FUSION).chunk_size,
-        cu_seqlens_padded=next((given for given in offsets if given is not None), None),
+        cu_seqlens_padded=next((each for each in offsets if each is not None), None),
     )
 
 
 def _check(model: Any, labels: Tensor | None, later_keywords: dict[str, Any]) -> None:
-    """Refuse what has no meaning together with the flag."""
+    """Reject what has no meaning together with the flag."""
     flag = "return_logprobs_for_linear_ce_fusion=True"
     for name in later_keywords:
         raise TypeError(f"{FORWARD}: {name} is not known together with {flag}; drop it")

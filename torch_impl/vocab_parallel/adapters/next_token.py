@@ -1,41 +1,48 @@
-"""Log-probabilities of next tokens, from logits cut over tp and over cp.
+"""Log-probabilities of next tokens under the names of NeMo-RL: logits sharded over tp and cp, plain or as DTensors.
 
-Ids come unshifted: position t is scored against id t + 1, and the last position is dropped. Logits may cover
-more positions than there are ids. An id that nobody owns scores 0.0 and has no gradient.
+Ids come unshifted: position t is scored against id t + 1, and the last position is dropped. Each function validates and
+calls the core in `next_token`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from jaxtyping import Float, Int
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from torch_impl.contract import Group, Sharded, ShardedIds, ShardedInt, contract
 from torch_impl.vocab_parallel.next_token import (
-    Scoring,
-    scored_in_stored_order,
-    scored_over_cp,
+    score_dtensor,
+    score_in_stored_order,
+    score_over_cp,
+    scoring_options,
     stored_ids,
+    validate_shards,
+    why_not_dtensors,
+    why_not_stored,
 )
-from torch_impl.vocab_parallel.sampling import SamplingParams
+from torch_impl.vocab_parallel.sampling import Sampling
+from torch_impl.vocab_parallel.sequence_gather import rank_and_size, why_not_covered
+from torch_impl.vocab_parallel.vocab_range import ChunkSize, VocabEnd, VocabStart
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
+@contract
 def from_parallel_logits_to_logprobs(
-    vocab_parallel_logits: Float[Tensor, "b l v"],
-    target: Int[Tensor, "b s"],
-    vocab_start_index: int,
-    vocab_end_index: int,
-    tp_group: ProcessGroup,
+    vocab_parallel_logits: Sharded[Tensor, "b l v/tp"],
+    target: ShardedIds[Tensor, "b s"],
+    vocab_start_index: VocabStart,
+    vocab_end_index: VocabEnd,
+    tp_group: Group[ProcessGroup, "tp"],
     inference_only: bool = False,
-    cp_group: ProcessGroup | None = None,
-    chunk_size: int | None = None,
-    sampling_params: SamplingParams | None = None,
-) -> Float[Tensor, "b u"]:
-    """Log-probability of each next token; positions cut over cp by DualChunkSwap, `target` whole and unshifted.
+    cp_group: Group[ProcessGroup, "cp"] | None = None,
+    chunk_size: ChunkSize | None = None,
+    sampling_params: Sampling | None = None,
+) -> Sharded[Tensor, "b u tp=I cp=R"]:
+    """Log-probability of each next token; positions sharded over cp, `target` replicated and unshifted.
 
         vocab_parallel_logits  "b s/cp:dual_chunk_swap v/tp"     target  "b s"     ->   "b u tp=I cp=R",   u = s - 1
 
@@ -48,68 +55,65 @@ def from_parallel_logits_to_logprobs(
     Cost:   forward that of the core (1 all_gather of 3 * b*s/cp numbers over tp; more with a filter) and
             1 all_gather of b*s/cp numbers over cp; backward none over tp, 1 reduce_scatter of b*s numbers over cp.
             Saves what the core does.
-    Errors: TypeError for a group that is none, ids that are no integers, logits not floating; ValueError if
-            shapes disagree, target covers more positions than the logits, s cannot be cut over cp, or the
+    Errors: TypeError for what is no group, ids that are not integers, logits not floating; ValueError if
+            shapes disagree, target covers more positions than the logits, s cannot be sharded over cp, or the
             range, chunk_size or sampling parameters are out of range.
     """
-    scoring = Scoring(
-        "vocab_parallel.from_parallel_logits_to_logprobs",
-        tp_group,
-        vocab_start_index,
-        vocab_end_index,
-        inference_only=inference_only,
-        chunk_size=chunk_size,
-        sampling_params=sampling_params,
+    local, cp = vocab_parallel_logits.shape[1], rank_and_size(cp_group)[1]
+    reason = why_not_covered("target", target.shape[1], "vocab_parallel_logits", local, cp)
+    if reason:
+        raise ValueError(f"vocab_parallel.from_parallel_logits_to_logprobs: {reason}")
+    options, limits = scoring_options(
+        tp_group, vocab_start_index, vocab_end_index, chunk_size, sampling_params, inference_only
     )
-    return scored_over_cp(scoring, vocab_parallel_logits, target, cp_group)
+    return score_over_cp(vocab_parallel_logits, target, cp_group, options, limits)
 
 
+@contract
 def dtensor_from_parallel_logits_to_logprobs(
-    vocab_parallel_logits: Float[Tensor, "b l v"],
-    target: DTensor | Int[Tensor, "b s"],
-    vocab_start_index: int,
-    vocab_end_index: int,
-    tp_group: ProcessGroup,
+    vocab_parallel_logits: Sharded[Tensor, "b l v/tp"],
+    target: ShardedIds[Tensor, "b s"] | DTensor,
+    vocab_start_index: VocabStart,
+    vocab_end_index: VocabEnd,
+    tp_group: Group[ProcessGroup, "tp"],
     inference_only: bool = False,
-    seq_index: Int[Tensor, " s"] | None = None,
-    chunk_size: int | None = None,
-    sampling_params: SamplingParams | None = None,
-) -> Float[Tensor, "b u"]:
+    seq_index: ShardedInt[Tensor, "n"] | None = None,
+    chunk_size: ChunkSize | None = None,
+    sampling_params: Sampling | None = None,
+) -> Sharded[Tensor, "b u tp=I cp=I"]:
     """Log-probability of each next token, of local logits and a target that may be a DTensor.
 
         vocab_parallel_logits  "b s/cp v/tp"     target  "b s/cp"     ->   "b u tp=I cp=I",   u = s - 1
 
     cp is the mesh dim of that name of target's mesh, and s is in stored order: stored position j is original
-    position `seq_index[j]`. Without such a mesh dim s is whole and in order. The result is a plain tensor in
+    position `seq_index[j]`. Without such a mesh dim all of s is there, in order. The result is a plain tensor in
     original order. Every cp rank passes the same cotangent, with factor 1.
 
     Cost:   forward that of the core; over cp 1 all_gather of b*s/cp ids and 1 of b*s/cp scores; backward
             none. One host read, of seq_index. Saves what the core does.
-    Errors: as `from_parallel_logits_to_logprobs`; ValueError if seq_index is missing for a cut target, given
-            for one without cp or no permutation, or another mesh dim cuts the sequence.
+    Errors: as `from_parallel_logits_to_logprobs`; ValueError if seq_index is missing for a sharded
+            target, given for one without cp or no permutation, or another mesh dim shards the sequence.
     """
-    function = "vocab_parallel.dtensor_from_parallel_logits_to_logprobs"
-    scoring = Scoring(
-        function,
-        tp_group,
-        vocab_start_index,
-        vocab_end_index,
-        inference_only=inference_only,
-        chunk_size=chunk_size,
-        sampling_params=sampling_params,
+    name = "vocab_parallel.dtensor_from_parallel_logits_to_logprobs"
+    validate_shards(name, "vocab_parallel_logits", vocab_parallel_logits, "target", target)
+    reason = why_not_stored("vocab_parallel_logits", vocab_parallel_logits.shape[1], "target", target, seq_index)
+    if reason:
+        raise ValueError(f"{name}: {reason}")
+    options, limits = scoring_options(
+        tp_group, vocab_start_index, vocab_end_index, chunk_size, sampling_params, inference_only
     )
-    ids = stored_ids(function, "target", target)
-    return scored_in_stored_order(scoring, vocab_parallel_logits, ids, seq_index)
+    return score_in_stored_order(vocab_parallel_logits, stored_ids(target), seq_index, options, limits)
 
 
+@contract
 def get_logprobs_from_vocab_parallel_logits(
     vocab_parallel_logits: DTensor,
-    input_ids: Int[Tensor, "b s"] | DTensor,
-    seq_index: Int[Tensor, " s"] | None = None,
-    chunk_size: int | None = None,
-    sampling_params: SamplingParams | None = None,
-) -> Float[Tensor, "b u"]:
-    """Log-probability of each next token, of logits that are a DTensor cut by Shard(-1) over the mesh dim `tp`.
+    input_ids: ShardedIds[Tensor, "b s"] | DTensor,
+    seq_index: ShardedInt[Tensor, "n"] | None = None,
+    chunk_size: ChunkSize | None = None,
+    sampling_params: Sampling | None = None,
+) -> Sharded[Tensor, "b u tp=I cp=I"]:
+    """Log-probability of each next token, of logits that are a DTensor, Shard(-1) over the mesh dim `tp`.
 
         vocab_parallel_logits  "b s/cp v/tp"     input_ids  "b s/cp"     ->   "b u tp=I cp=I",   u = s - 1
 
@@ -117,15 +121,17 @@ def get_logprobs_from_vocab_parallel_logits(
     the logits' placements. With grad disabled nothing is saved. All else, cost and errors too, is as in
     `dtensor_from_parallel_logits_to_logprobs`.
 
-    Errors: besides, TypeError for logits that are no DTensor; ValueError without a mesh dim `tp`, with the
-            vocabulary not cut over it, or with plain ids for logits that cp cuts.
+    Errors: besides, TypeError for logits that are not a DTensor; ValueError without a mesh dim `tp`, with the
+            vocabulary not sharded over it, or with plain ids for logits that cp shards.
     """
-    return _of_dtensor(
-        "vocab_parallel.get_logprobs_from_vocab_parallel_logits",
-        "vocab_parallel_logits",
-        vocab_parallel_logits,
-        input_ids,
-        seq_index,
-        chunk_size,
-        sampling_params,
-    )
+    from torch.distributed.tensor import DTensor
+
+    name, logits = "vocab_parallel.get_logprobs_from_vocab_parallel_logits", vocab_parallel_logits
+    if not isinstance(logits, DTensor):
+        kind = type(logits).__name__
+        raise TypeError(f"{name}: vocab_parallel_logits is a {kind}; pass a DTensor with a mesh dim 'tp'")
+    validate_shards(name, "vocab_parallel_logits", logits.to_local(), "input_ids", input_ids)
+    reason = why_not_dtensors("vocab_parallel_logits", logits, input_ids, seq_index)
+    if reason:
+        raise ValueError(f"{name}: {reason}")
+    return score_dtensor(logits, input_ids, seq_index, chunk_size, sampling_params)
