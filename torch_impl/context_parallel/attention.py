@@ -25,7 +25,6 @@ from torch_impl.context_parallel.blockwise_attention import exchanged_attention
 from torch_impl.context_parallel.key_exchange import Gathered, Ring
 from torch_impl.context_parallel.ulysses import head_parallel_attention
 from torch_impl.layouts.divisibility import host_offsets, offsets_of, stripped
-from torch_impl.layouts.kept import KeptBeside
 from torch_impl.layouts.token_layout import TokenLayout, dense_layout
 
 FUNCTION = "context_parallel.context_parallel_attention"
@@ -95,7 +94,6 @@ def context_parallel_attention(
 EXCHANGES = ("ring", "all_gather", "ulysses", "usp")
 DENSE = ("contiguous", "dual_chunk_swap", "striped")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_MOVED = KeptBeside()
 
 
 @dataclass(frozen=True)
@@ -231,7 +229,7 @@ def _named(
 
 def _on(layout: TokenLayout, device: torch.device) -> TokenLayout:
     """One copy for all layers of a batch whose layout was made elsewhere: a memo, for as long as the layout lives."""
-    return _MOVED.of(layout, device, lambda: layout.on(device))
+    return layout.derived(("on", device), lambda: layout.on(device))
 
 
 def _check_same_offsets(function: str, layout: TokenLayout, cu_seqlens: Tensor | Sequence[int] | None) -> None:

@@ -17,7 +17,6 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-from torch_impl.layouts.kept import KeptBeside
 from torch_impl.layouts.token_layout import TokenLayout
 
 MOST_LENGTHS = 8  # distinct lengths of sequences; where there are more, those up to one power of two share a block
@@ -34,9 +33,6 @@ class Pairs:
     hops: int
 
 
-_KNOWN = KeptBeside()
-
-
 def pairs_of(layout: TokenLayout, causal: bool, window: int | None) -> Pairs:
     """The pairs of one rank. All layers that share a layout share them: a memo, which changes no result.
 
@@ -44,7 +40,7 @@ def pairs_of(layout: TokenLayout, causal: bool, window: int | None) -> Pairs:
             positions too; work grows with tokens times window + TILE, and masks are of the runs at a window's edges,
             at most 2 * TILE keys each, one for all that are alike. Kept as long as the layout is.
     """
-    return _KNOWN.of(layout, (causal, window), lambda: _pairs(layout, causal, window))
+    return layout.derived(("schedule", causal, window), lambda: _pairs(layout, causal, window))
 
 
 def _pairs(layout: TokenLayout, causal: bool, window: int | None) -> Pairs:

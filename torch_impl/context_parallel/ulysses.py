@@ -18,7 +18,6 @@ from torch_impl.collectives import all_to_all
 from torch_impl.context_parallel.block_schedule import pairs_of
 from torch_impl.context_parallel.blockwise_attention import exchanged_attention
 from torch_impl.context_parallel.key_exchange import Ring
-from torch_impl.layouts.kept import KeptBeside
 from torch_impl.layouts.token_layout import TokenLayout
 
 Heads = Float[Tensor, "b h s p"]
@@ -66,12 +65,9 @@ class _Joined:
     by_rank: Int64[Tensor, " rows"]
 
 
-_KNOWN = KeptBeside()
-
-
 def _joined(layout: TokenLayout, a: int) -> _Joined:
     """The cut over the ring. All layers that share a layout share it: a memo, which changes no result."""
-    return _KNOWN.of(layout, a, lambda: _built(layout, a))
+    return layout.derived(("joined", a), lambda: _built(layout, a))
 
 
 def _built(layout: TokenLayout, a: int) -> _Joined:

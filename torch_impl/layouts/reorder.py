@@ -16,7 +16,6 @@ from torch import Tensor
 from torch_impl.kernels import rows_at
 from torch_impl.layouts.divisibility import first, host_offsets, offsets_of, stripped
 from torch_impl.layouts.index_arrays import inverted
-from torch_impl.layouts.remembered import remembered
 
 
 def _reorder_chunks(
@@ -29,8 +28,8 @@ def _reorder_chunks(
     >>> _reorder_chunks(torch.arange(6)[:, None], [1, 0], torch.tensor([0, 2, 6])).flatten()
     tensor([1, 0, 4, 5, 2, 3])
 
-    Cost:   no collective; one copy forward, one backward. One host read of the offsets, none for the same unchanged
-            tensor. Saves the index.
+    Cost:   no collective; one copy forward, one backward. One host read of the offsets.
+            Saves the index.
     Errors: ValueError if `order` is no permutation, a length is no multiple of its size, the offsets do not rise
             from 0 to the rows, or input_ has other dims; TypeError for offsets of no integers.
     """
@@ -108,25 +107,19 @@ def _chunks(function: str, x: Tensor, order: list[int], cu_seqlens: Tensor | Non
         raise ValueError(f"{function}: order={order} is not a permutation of 0..{len(order) - 1}")
     dim = _checked_dim(function, x, cu_seqlens is not None)
     rows = x.shape[dim]
-
-    def built() -> Both:
-        host = torch.tensor([0, rows]) if cu_seqlens is None else _offsets(function, cu_seqlens)
-        if host[-1] != rows:
-            raise ValueError(
-                f"{function}: cu_seqlens ends at {host[-1]} but input_ has {rows} rows; "
-                "this function takes the padded offsets of the whole stream"
-            )
-        for j in first(host.diff() % len(order) != 0):
-            length = int(host.diff()[j])
-            what = f"s={length}" if cu_seqlens is None else f"sequence {j} has length {length}, which"
-            raise ValueError(
-                f"{function}: {what} is not a multiple of {len(order)} chunks; pad to {length + -length % len(order)}"
-            )
-        return _with_inverse(_chunk_rows(host.to(x.device), rows, order))
-
-    if cu_seqlens is None:
-        return _permuted(x, built(), dim)
-    return _permuted(x, remembered(built, cu_seqlens, None, ("chunks", rows, *order, x.device)), dim)
+    host = torch.tensor([0, rows]) if cu_seqlens is None else _offsets(function, cu_seqlens)
+    if host[-1] != rows:
+        raise ValueError(
+            f"{function}: cu_seqlens ends at {host[-1]} but input_ has {rows} rows; "
+            "this function takes the padded offsets of the whole stream"
+        )
+    for j in first(host.diff() % len(order) != 0):
+        length = int(host.diff()[j])
+        what = f"s={length}" if cu_seqlens is None else f"sequence {j} has length {length}, which"
+        raise ValueError(
+            f"{function}: {what} is not a multiple of {len(order)} chunks; pad to {length + -length % len(order)}"
+        )
+    return _permuted(x, _with_inverse(_chunk_rows(host.to(x.device), rows, order)), dim)
 
 
 def _chunk_rows(offsets: Tensor, rows: int, order: list[int]) -> Int64[Tensor, " rows"]:
@@ -142,19 +135,14 @@ def _interleaving(function: str, x: Tensor, cu_seqlens: Tensor, cp_size: int) ->
     """Rank-major row of each sequence-major one, and back."""
     _checked_size(function, cp_size)
     rows = x.shape[_checked_dim(function, x, True)]
-
-    def built() -> Both:
-        host = _offsets(function, cu_seqlens)
-        ends = int(host[-1])
-        if ends * cp_size != rows:
-            told = "= the whole stream" if ends == rows else f", {ends * cp_size} rows over cp={cp_size}, not {rows}"
-            raise ValueError(
-                f"{function}: cu_seqlens ends at {ends}{' ' * (ends == rows)}{told}; "
-                f"this function takes local offsets (global // {cp_size})"
-            )
-        return _with_inverse(_sequence_major(host.to(x.device), rows, cp_size))
-
-    return remembered(built, cu_seqlens, None, ("interleaving", rows, cp_size, x.device))
+    host = _offsets(function, cu_seqlens)
+    end = int(host[-1])
+    if end * cp_size != rows:
+        why = " = the whole stream" if end == rows else f", {end * cp_size} rows over cp={cp_size}, not {rows}"
+        raise ValueError(
+            f"{function}: cu_seqlens ends at {end}{why}; this function takes local offsets (global // {cp_size})"
+        )
+    return _with_inverse(_sequence_major(host.to(x.device), rows, cp_size))
 
 
 def _sequence_major(local: Tensor, rows: int, cp_size: int) -> Int64[Tensor, " rows"]:

@@ -9,10 +9,10 @@ The fields of a TokenLayout from lengths or offsets: checked on the host, comput
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Int32, Int64, Shaped
@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch_impl.collectives import all_gather
 from torch_impl.collectives.arguments import checked_dim, checked_group, checked_type
 from torch_impl.kernels import rows_at
+from torch_impl.layouts.cache import Value, cached, cached_tensor, for_training, has_numbers
 from torch_impl.layouts.divisibility import (
     check_row,
     check_whole,
@@ -35,8 +36,6 @@ from torch_impl.layouts.divisibility import (
     uncuttable,
 )
 from torch_impl.layouts.index_arrays import ALPHABET, contiguous, inverted, packed_rows, ragged, striped
-from torch_impl.layouts.kept import KeptProperty, for_training, kept
-from torch_impl.layouts.remembered import remembered
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +60,7 @@ class TokenLayout:
     cu_padded: Int32[Tensor, " offsets"]
     cu_real: Int32[Tensor, " offsets"]
     counts: tuple[int, ...]
+    _derived: dict[Hashable, Any] = field(init=False, repr=False, default_factory=dict)
 
     @staticmethod
     @for_training
@@ -109,45 +109,48 @@ class TokenLayout:
 
         Cost:   one copy of the offsets to the host; of tensors with `total` and `validate=False` none, and of what
                 they hold on a device nothing is checked: there a total that is not their last makes rows without
-                meaning, if it can be cut at all. Asked again for the same unchanged tensors it returns the same
-                object: on the CPU their numbers are compared; elsewhere writes that count no version, as those of
-                collectives and of `.data`, are not seen: give these a new tensor.
+                meaning, if it can be cut at all. Build it once for a batch: each call builds a layout of its own.
         Errors: ValueError for another kind, a rank that is none, offsets that do not rise from 0 to total, a real
                 length above its padded one, a padded length that cannot be cut, real lengths of other sequences;
                 TypeError for offsets of no integers, or a size or rank that is none.
         """
+        return packed_cut(kind, cu_padded, cu_real, cp_size, cp_rank, total, validate)
 
-        def built() -> TokenLayout:
-            return packed_cut(kind, cu_padded, cu_real, cp_size, cp_rank, total, validate)
+    def derived(self, key: Hashable, build: Callable[[], Value]) -> Value:
+        """What `build` makes of this layout, once for each key: a schedule, the same layout elsewhere."""
+        if not has_numbers():
+            return build()
+        if key not in self._derived:
+            # Dynamo traces no change of inference mode; what it traces needs none.
+            self._derived[key] = build() if torch.compiler.is_compiling() else for_training(build)()
+        return self._derived[key]
 
-        return remembered(built, cu_padded, cu_real, (kind, cp_size, cp_rank, total, validate))
-
-    @KeptProperty
+    @cached_tensor
     def local_index(self) -> Int64[Tensor, " local"]:
         """Global positions that this rank holds, in local order."""
         return self.index[self.cp_rank, : self.counts[self.cp_rank]]
 
-    @KeptProperty
+    @cached_tensor
     def inverse(self) -> Int64[Tensor, " total"]:
         """Row of each position in cat(rank 0, rank 1, ...): `sequential = rank_major[inverse]`."""
         return inverted(self._everywhere if self.is_identity else self.index.flatten())
 
-    @KeptProperty
+    @cached_tensor
     def sequence_ids(self) -> Int64[Tensor, " total"]:
         """The sequence of each global position."""
         return torch.searchsorted(self.cu_padded[1:].long(), self._everywhere, right=True)
 
-    @KeptProperty
+    @cached_tensor
     def position_ids(self) -> Int64[Tensor, " total"]:
         """Place of each global position inside its sequence; runs on through the padding."""
         return self._everywhere - self.cu_padded.long()[self.sequence_ids]
 
-    @KeptProperty
+    @cached_tensor
     def padding_mask(self) -> Bool[Tensor, " total"]:
         """True where a global position is padding."""
         return self.position_ids >= self.cu_real.diff()[self.sequence_ids]
 
-    @KeptProperty
+    @cached_tensor
     def local_cu(self) -> Int32[Tensor, " offsets"]:
         """Offsets of the sequences in this rank's own stream, padding included."""
         own = self.sequence_ids[self.local_index]
@@ -159,13 +162,13 @@ class TokenLayout:
         """Whether the ranks' streams, laid end to end, are the global stream."""
         return self.cp_size == 1 or self.kind in ("contiguous", "ragged")
 
-    @KeptProperty
+    @cached_tensor
     def original_length(self) -> int:
         """Global positions up to the last real token. One read of the offsets."""
         ends = self.cu_padded[:-1] + self.cu_real.diff()
         return max(torch.where(self.cu_real.diff() > 0, ends, 0).tolist(), default=0)
 
-    @KeptProperty
+    @cached_tensor
     def _everywhere(self) -> Int64[Tensor, " total"]:
         return torch.arange(self.total, device=self.index.device)
 
@@ -246,7 +249,7 @@ class TokenLayout:
             )
 
 
-@kept
+@cached
 def dense_layout(kind: str, length: int, cp_size: int, cp_rank: int, device: torch.device) -> TokenLayout:
     """One object for all calls of one shape, so that what is derived from it is derived once: a memo."""
     return TokenLayout.dense(kind, length, cp_size=cp_size, cp_rank=cp_rank, device=device)
@@ -337,7 +340,7 @@ def _cut(kind: str, total: int, cp_size: int, cp_rank: int, padded: Tensor, real
         index = torch.stack(STREAM[kind](total, cp_size, device=padded.device))
     else:
         index = packed_rows(padded.long(), total, cp_size, torch.arange(cp_size, device=padded.device)[:, None])
-    # copies: the memo must not hold what it is keyed by
+    # copies: a layout stays as it is when the caller writes into the offsets
     cu_padded, cu_real = padded.to(torch.int32, copy=True), real.to(torch.int32, copy=True)
     return TokenLayout(kind, cp_size, cp_rank, total, index, cu_padded, cu_real, (total // cp_size,) * cp_size)
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from torch_impl.contract import PositiveInt, Sharded, contract
 from torch_impl.layouts import TokenLayout
+from torch_impl.layouts.cache import cached
 from torch_impl.layouts.columns import MambaSizes, conv_channels, projection_columns
 from torch_impl.layouts.index_arrays import inverted
-from torch_impl.layouts.kept import kept
 from torch_impl.layouts.reorder import _permuted
 from torch_impl.mamba.all_to_all import _all_to_all, reference_all_to_all_cp2hp, reference_all_to_all_hp2cp
 from torch_impl.mamba.mix import mixed
@@ -206,13 +206,13 @@ def _row_order(
     return to_sequence.flatten(), to_ranks
 
 
-@kept
+@cached
 def _columns(sizes: MambaSizes, cp: int, device: torch.device) -> tuple[Int64[Tensor, " w"], Int64[Tensor, " w"]]:
     """Columns of all ranks, rank by rank, and the inverse; with a group for each rank where there are fewer."""
     columns = projection_columns(replace(sizes, n_groups=max(sizes.n_groups, cp)), cp, device=device).flatten()
     return columns, inverted(columns)
 
 
-@kept
+@cached
 def _channels(sizes: MambaSizes, cp: int, device: torch.device) -> Int64[Tensor, "n c"]:
     return conv_channels(sizes, cp, device=device)

@@ -14,9 +14,6 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from torch_impl.layouts import TokenLayout
-from torch_impl.layouts.kept import KeptBeside
-
-_BUILT = KeptBeside()
 
 
 @dataclass(frozen=True)
@@ -86,8 +83,8 @@ def segments_of(layout: TokenLayout, d_conv: int, chunk_size: int, device: torch
             f"mamba.MambaStatePassing: layout={layout.kind!r} shards sequences into more than two runs a rank; "
             "use contiguous or dual_chunk_swap"
         )
-    key = d_conv, chunk_size, device
-    return _BUILT.of(layout, key, lambda: _built(layout.on(device), d_conv, chunk_size))
+    key = "segments", d_conv, chunk_size, device
+    return layout.derived(key, lambda: _built(layout.on(device), d_conv, chunk_size))
 
 
 def _built(layout: TokenLayout, d_conv: int, chunk_size: int) -> Segments:

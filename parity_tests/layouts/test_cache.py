@@ -12,7 +12,7 @@ from parity_tests.mamba.made import filled, made, passing
 from shardproof import CaseSpec
 from torch_impl.context_parallel import context_parallel_attention
 from torch_impl.layouts import TokenLayout
-from torch_impl.layouts.kept import KeptBeside, kept
+from torch_impl.layouts.cache import cached
 from torch_impl.layouts.token_layout import dense_layout
 
 DERIVED = ("inverse", "sequence_ids", "position_ids", "padding_mask", "local_index", "local_cu")
@@ -24,7 +24,7 @@ def test_one_object_for_equal_arguments():
 
 
 def test_nothing_fake_is_kept_and_nothing_kept_is_given_among_fakes():
-    @kept
+    @cached
     def counted(size):
         return torch.arange(size)
 
@@ -45,7 +45,7 @@ def test_nothing_that_is_functionalized_is_kept():
 
 
 def test_what_is_kept_breaks_no_graph():
-    @kept
+    @cached
     def counted(size):
         return torch.arange(size)
 
@@ -63,16 +63,36 @@ def test_a_layout_looked_at_among_fakes_derives_its_own_numbers_later():
     assert layout.inverse is layout.inverse
 
 
-def test_what_stands_beside_an_object_goes_with_it():
-    beside, layout = KeptBeside(), TokenLayout.dense("striped", 8, cp_size=2, cp_rank=0)
-    made_once = beside.of(layout, "k", lambda: torch.arange(3))
-    assert beside.of(layout, "k", lambda: torch.arange(3)) is made_once
-    assert beside.of(layout, "another", lambda: torch.arange(3)) is not made_once
+def test_what_is_derived_from_a_layout_is_computed_once_and_goes_with_it():
+    layout = TokenLayout.dense("striped", 8, cp_size=2, cp_rank=0)
+    computed = layout.derived("k", lambda: torch.arange(3))
+    assert layout.derived("k", lambda: torch.arange(3)) is computed
+    assert layout.derived("another", lambda: torch.arange(3)) is not computed
     with FakeTensorMode():
-        assert type(beside.of(layout, "k", lambda: torch.arange(3))) is not torch.Tensor
-    known = weakref.ref(layout)
+        assert type(layout.derived("k", lambda: torch.arange(3))) is not torch.Tensor
+    alive = weakref.ref(layout)
     del layout
-    assert known() is None
+    assert alive() is None
+
+
+def test_what_is_derived_breaks_no_graph():
+    layout = TokenLayout.dense("striped", 8, cp_size=2, cp_rank=0)
+
+    def shifted(x):
+        return x + layout.derived("row", lambda: torch.arange(4)) + layout.local_index
+
+    compiled = torch.compile(shifted, backend="eager", fullgraph=True)
+    for _ in range(2):
+        assert compiled(torch.zeros(4)).tolist() == [0, 3, 6, 9]
+
+
+def test_offsets_written_to_are_read_again_and_leave_the_layout_as_it_is():
+    cu, real = torch.tensor([0, 4, 12]), torch.tensor([0, 3, 6])
+    before = TokenLayout.packed(cu, real, cp_size=2, cp_rank=0)
+    cu[1], real[2] = 8, 7
+    after = TokenLayout.packed(cu, real, cp_size=2, cp_rank=0)
+    assert (before.cu_padded.tolist(), before.cu_real.tolist()) == ([0, 4, 12], [0, 3, 6])
+    assert (after.cu_padded.tolist(), after.cu_real.tolist()) == ([0, 8, 12], [0, 3, 7])
 
 
 @pytest.mark.parametrize("strategy_of", [made, passing])
