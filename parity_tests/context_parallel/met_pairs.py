@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from torch_impl.context_parallel.block_schedule import pairs_of
+from torch_impl.context_parallel.block_schedule import schedule_of
 from torch_impl.layouts import TokenLayout
 
 KINDS = ("packed", "contiguous", "striped")
@@ -19,7 +19,7 @@ def streams(lengths, kind, cp):
 def times_seen(layout, causal, window):
     """How often each query of a rank meets each key of the stream."""
     counts = np.zeros((layout.total, layout.total), np.int64)
-    for source, whole in enumerate(pairs_of(layout, causal, window).blocks):
+    for source, whole in enumerate(schedule_of(layout, causal, window).blocks):
         for block in (part for given in whole for part in given.finer):
             queries, keys = (
                 torch.arange(layout.total)[rows][None] if isinstance(rows, slice) else rows
@@ -31,8 +31,8 @@ def times_seen(layout, causal, window):
                     seen = np.tril(seen)
                 if block.mask is not None:
                     seen &= block.mask.expand(len(queries), -1, -1, -1)[run, 0].numpy()
-                if block.own_queries is not None:
-                    seen &= block.own_queries[run].numpy()[:, None]
+                if block.is_query is not None:
+                    seen &= block.is_query[run].numpy()[:, None]
                 i = layout.index[layout.cp_rank][queries[run]].numpy()
                 j = layout.index[source][keys[run]].numpy()
                 np.add.at(counts, (i[:, None], j[None, :]), seen)

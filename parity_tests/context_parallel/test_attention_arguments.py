@@ -9,7 +9,7 @@ import torch
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.engines import run
 from torch_impl.context_parallel import attention, context_parallel_attention
-from torch_impl.context_parallel.block_schedule import pairs_of
+from torch_impl.context_parallel.block_schedule import schedule_of
 from torch_impl.layouts import TokenLayout
 
 NAME = "context_parallel.context_parallel_attention"
@@ -33,7 +33,7 @@ def stream_of(mesh):
 VALUE_ERRORS = [
     (
         lambda m: attend(m, exchange="tree"),
-        "exchange='tree' is not known; it is one of ring, all_gather, ulysses, usp",
+        "exchange='tree' is not one of ring, all_gather, ulysses, usp",
     ),
     (lambda m: attend(m, group=None), "mesh and group are neither given; pass one of them"),
     (lambda m: attend(m, mesh=m.device_mesh, group=m["cp"]), "mesh and group are both given; pass one of them"),
@@ -42,14 +42,14 @@ VALUE_ERRORS = [
         lambda m: attend(m, exchange="usp", mesh=m.device_mesh),
         "mesh has 1 dims, exchange='usp' needs 2; pass a mesh of that many",
     ),
-    (lambda m: attend(m, q=Q[0]), "q is [4, 8, 2], k [1, 2, 8, 2], v [1, 2, 8, 2]; each is [b, h, s, p]"),
+    (lambda m: attend(m, q=Q[0]), "q is [4, 8, 2]; its dims must be [b h s/cp:LAYOUT p]"),
     (
         lambda m: attend(m, v=KV[:, :1]),
-        "q is [1, 4, 8, 2], k [1, 2, 8, 2], v [1, 1, 8, 2]; they differ in heads only, and k and v not at all",
+        "v is [1, 1, 8, 2] but k has hk=2: hk differs, 1 and 2",
     ),
     (
         lambda m: attend(m, q=Q[:, :, :6]),
-        "q is [1, 4, 6, 2], k [1, 2, 8, 2], v [1, 2, 8, 2]; they differ in heads only, and k and v not at all",
+        "k is [1, 2, 8, 2] but q has s/cp:LAYOUT=6: s/cp:LAYOUT differs, 8 and 6",
     ),
     (lambda m: attend(m, q=Q[:, :3]), "h=3 query heads cannot share hk=2 KV heads (needs a multiple)"),
     (lambda m: attend(m, window=0), "window=0 must be at least 1, the query itself; None sees all"),
@@ -62,7 +62,7 @@ VALUE_ERRORS = [
     ],
     (
         lambda m: attend(m, q=Q[..., :0], k=KV[..., :0]),
-        "q is [1, 4, 8, 0], k [1, 2, 8, 0], v [1, 2, 8, 0]; p must be at least 1",
+        "q is [1, 4, 8, 0]; p must be at least 1",
     ),
     *[
         (lambda m, cu=cu: attend(m, layout=stream_of(m), cu_seqlens=cu), f"cu_seqlens: {wrong}")
@@ -86,7 +86,7 @@ VALUE_ERRORS = [
     ),
     (
         lambda m: attend(m, layout=layout_of(m, 20)),
-        "q, k, v have s=8 rows here, the layout gives this rank 10 of 20; cut them by layout.shard",
+        "q, k, v have s=8 rows here, the layout gives this rank 10 of 20; shard them by layout.shard",
     ),
     (
         lambda m: attend(m, layout=layout_of(m, rank=0).rebind(4, 3)),
@@ -108,12 +108,12 @@ VALUE_ERRORS = [
     ),
     (
         lambda m: attend(m, q=Q[:, :3], k=KV[:, :1], exchange="ulysses"),
-        "exchange='ulysses' cannot cut h=3, hk=1 over 2 ranks (needs h % n == 0, and hk % n == 0 or n % hk == 0); "
+        "exchange='ulysses' cannot shard h=3, hk=1 over 2 ranks (needs h % n == 0, and hk % n == 0 or n % hk == 0); "
         "use ring or all_gather",
     ),
     (
         lambda m: attend(m, q=torch.zeros(1, 6, 8, 2), k=torch.zeros(1, 3, 8, 2), exchange="ulysses"),
-        "exchange='ulysses' cannot cut h=6, hk=3 over 2 ranks (needs h % n == 0, and hk % n == 0 or n % hk == 0); "
+        "exchange='ulysses' cannot shard h=6, hk=3 over 2 ranks (needs h % n == 0, and hk % n == 0 or n % hk == 0); "
         "use ring or all_gather",
     ),
 ]
@@ -124,13 +124,13 @@ TYPE_ERRORS = [
     (lambda m: attend(m, mesh="cp"), "mesh is a str; pass a DeviceMesh"),
     (lambda m: attend(m, k=KV.double()), f"q, k, v are float32, float64, float64; {ONE_DTYPE}"),
     (lambda m: attend(m, v=KV.double()), f"q, k, v are float32, float32, float64; {ONE_DTYPE}"),
-    (lambda m: attend(m, q=Q.int(), k=KV.int()), f"q, k, v are int32, int32, int32; {ONE_DTYPE}"),
+    (lambda m: attend(m, q=Q.int(), k=KV.int()), "q is int32; it must be floating"),
     (lambda m: attend(m, q=Q.to(NARROW), k=KV.to(NARROW)), f"q, k, v are {', '.join([FP8] * 3)}; {ONE_DTYPE}"),
     (lambda m: attend(m, q=Q.numpy()), "q is a ndarray; pass a Tensor"),
     (lambda m: attend(m, window=2.5), "window is a float; pass an int, or None to see all"),
     (lambda m: attend(m, window=True), "window is a bool; pass an int, or None to see all"),
-    (lambda m: attend(m, causal=None), "causal is a NoneType; pass True or False"),
-    (lambda m: attend(m, causal=1), "causal is a int; pass True or False"),
+    (lambda m: attend(m, causal=None), "causal=None is None; pass True or False"),
+    (lambda m: attend(m, causal=1), "causal=1 is an int; pass True or False"),
     (lambda m: attend(m, scale="1"), "scale is a str; pass a float, or None for p ** -0.5"),
     (
         lambda m: attend(m, layout=stream_of(m), cu_seqlens=[0.0, 4.0, 16.0]),
@@ -146,7 +146,7 @@ TYPE_ERRORS = [
     ),
     (
         lambda m: attend(m, layout=None),
-        "layout is a NoneType; pass a TokenLayout, or one of contiguous, dual_chunk_swap, striped",
+        "layout is None; pass a TokenLayout, or one of contiguous, dual_chunk_swap, striped",
     ),
 ]
 
@@ -175,7 +175,7 @@ USP = [
     ),
     (
         dict(q=Q[:, :3], k=KV[:, :1]),
-        "exchange='usp' cannot cut h=3, hk=1 over 2 ranks (needs h % n == 0, and hk % n == 0 or n % hk == 0); "
+        "exchange='usp' cannot shard h=3, hk=1 over 2 ranks (needs h % n == 0, and hk % n == 0 or n % hk == 0); "
         "use ring or all_gather",
     ),
 ]
@@ -239,7 +239,7 @@ def test_attention_has_no_dropout():
 
 def test_masks_go_with_their_layout():
     layout = TokenLayout.dense("contiguous", 64, cp_size=1, cp_rank=0)
-    mask = weakref.ref(pairs_of(layout, True, 5).blocks[0][0].mask)
+    mask = weakref.ref(schedule_of(layout, True, 5).blocks[0][0].mask)
     assert mask() is not None
     del layout
     gc.collect()

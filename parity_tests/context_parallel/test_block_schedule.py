@@ -24,7 +24,7 @@ from parity_tests.context_parallel.attention_schemes import (
 )
 from parity_tests.context_parallel.met_pairs import KINDS, streams, times_seen
 from torch_impl.context_parallel import block_schedule, context_parallel_attention
-from torch_impl.context_parallel.block_schedule import MOST_LENGTHS, TILE, Block, pairs_of
+from torch_impl.context_parallel.block_schedule import MOST_LENGTHS, TILE, Block, schedule_of
 from torch_impl.context_parallel.blockwise_attention import Running
 from torch_impl.layouts import TokenLayout
 
@@ -201,7 +201,7 @@ def test_every_pair_of_long_sequences_meets_once(name, kind, causal, window):
 
 
 def area(blocks):
-    """Pairs of queries and keys that blocks compute, and the bytes of their masks, each counted once."""
+    """BlockSchedule of queries and keys that blocks compute, and the bytes of their masks, each counted once."""
     masks = {block.mask.data_ptr(): block.mask.numel() for block in blocks if block.mask is not None}
     pairs = sum((b.queries.stop - b.queries.start) * (b.keys.stop - b.keys.start) for b in blocks)
     return pairs, sum(masks.values())
@@ -212,7 +212,7 @@ def area(blocks):
 def test_a_window_costs_its_width_for_each_token(kind, window):
     def measured(length):
         layout = TokenLayout.dense(kind, length, cp_size=2, cp_rank=0)
-        return area([block for of_rank in pairs_of(layout, True, window).blocks for block in of_rank])
+        return area([block for of_rank in schedule_of(layout, True, window).blocks for block in of_rank])
 
     (short, few), (long, many) = measured(8192), measured(32768)
     assert long <= 32768 * (window + 2 * TILE) and long <= 5 * short
@@ -224,23 +224,23 @@ def test_a_window_costs_its_width_for_each_token(kind, window):
 def test_a_window_that_sees_all_is_none(kind, causal):
     for lengths, window in (([24], 24), ([8, 16, 8], 15)):  # of 16 the last is padding
         layout = streams(lengths, kind, 2)[0]
-        wide, whole = (pairs_of(layout, causal, near).blocks for near in (window, None))
+        wide, whole = (schedule_of(layout, causal, near).blocks for near in (window, None))
         for found, wanted in zip(wide, whole, strict=True):
             assert [(b.is_causal, b.mask is None) for b in found] == [(b.is_causal, b.mask is None) for b in wanted]
 
 
 def test_a_long_sequence_among_short_ones_is_not_filled():
     layout = TokenLayout.packed(np.cumsum([0, 1025, 3, 4, 5, 6, 7, 8, 9, 10]).tolist(), cp_size=1, cp_rank=0)
-    (blocks,) = pairs_of(layout, True, None).blocks
+    (blocks,) = schedule_of(layout, True, None).blocks
     longest = max(blocks, key=lambda block: block.keys.stop - block.keys.start if type(block.keys) is slice else 0)
     assert (longest.queries, longest.keys, longest.is_causal) == (slice(0, 1025), slice(0, 1025), True)
-    assert len(blocks) < MOST_LENGTHS and longest.own_queries is None
+    assert len(blocks) < MOST_LENGTHS and longest.is_query is None
 
 
 def test_without_a_window_no_mask_is_made():
     for kind in KINDS:
         for layout in streams(LENGTHS["many"], kind, 4):
-            blocks = [block for of_rank in pairs_of(layout, True, None).blocks for block in of_rank]
+            blocks = [block for of_rank in schedule_of(layout, True, None).blocks for block in of_rank]
             assert not any(block.mask is not None for block in blocks)
 
 
@@ -250,7 +250,7 @@ def test_calls_do_not_grow_with_the_sequences(kind, causal):
     """One block for each length, and fewer than lengths where many differ."""
 
     def calls(lengths):
-        return [len(blocks) for blocks in pairs_of(streams(lengths, kind, 2)[1], causal, None).blocks]
+        return [len(blocks) for blocks in schedule_of(streams(lengths, kind, 2)[1], causal, None).blocks]
 
     assert max(calls([4, 16, 8, 8] * 300)) <= 4
     assert max(calls([4 * length for length in range(1, 120)])) <= 3 * MOST_LENGTHS
@@ -258,14 +258,14 @@ def test_calls_do_not_grow_with_the_sequences(kind, causal):
 
 def test_a_shape_is_asked_for_once():
     layout = streams([8, 16], "packed", 2)[0]
-    assert pairs_of(layout, True, None) is pairs_of(layout, True, None)
-    assert pairs_of(layout, True, 3) is not pairs_of(layout, True, None)
+    assert schedule_of(layout, True, None) is schedule_of(layout, True, None)
+    assert schedule_of(layout, True, 3) is not schedule_of(layout, True, None)
 
 
 @pytest.mark.parametrize(("window", "hops"), [(None, 3), (1, 0), (2, 1), (7, 1), (8, 2), (13, 2), (14, 3), (99, 3)])
 def test_keys_travel_as_far_as_the_window_reaches(window, hops):
     def travelled(kind, causal):
-        return pairs_of(TokenLayout.dense(kind, 24, cp_size=4, cp_rank=2), causal, window).hops
+        return schedule_of(TokenLayout.dense(kind, 24, cp_size=4, cp_rank=2), causal, window).hops
 
     assert travelled("contiguous", True) == hops
     assert travelled("contiguous", False) == travelled("striped", True) == travelled("dual_chunk_swap", True) == 3
@@ -273,7 +273,7 @@ def test_keys_travel_as_far_as_the_window_reaches(window, hops):
 
 def test_dual_chunk_swap_gives_every_rank_the_same_work():
     def work(rank):
-        blocks = pairs_of(TokenLayout.dense("dual_chunk_swap", 48, cp_size=4, cp_rank=rank), True, None).blocks
+        blocks = schedule_of(TokenLayout.dense("dual_chunk_swap", 48, cp_size=4, cp_rank=rank), True, None).blocks
         sizes = [(b.queries.stop - b.queries.start) * (b.keys.stop - b.keys.start) for (b,) in blocks]
         return sorted(sizes)
 

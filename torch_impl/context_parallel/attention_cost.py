@@ -6,13 +6,15 @@ Bytes are those that one rank sends to others, forward and backward; every rank 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from torch_impl.context_parallel.attention import check_rules
+from torch_impl.context_parallel.attention import Window
+from torch_impl.contract import PositiveInt, contract
 from torch_impl.layouts.divisibility import uncuttable
 
-LAYOUTS = ("contiguous", "dual_chunk_swap", "packed", "ragged", "striped")
-CUT = {"packed": "dual_chunk_swap"}  # which cuts each sequence so, hence all of them
+FUNCTION = "context_parallel.attention_bytes"
+LayoutName = Literal["contiguous", "dual_chunk_swap", "packed", "ragged", "striped"]
+RULE_OF = {"packed": "dual_chunk_swap"}  # which shards each sequence so, hence the sum of them
 
 
 @dataclass(frozen=True)
@@ -29,18 +31,19 @@ class Traffic:
         return self.forward + self.backward
 
 
+@contract(FUNCTION)
 def attention_bytes(
     *,
-    b: int,
-    s: int,
-    h: int,
-    hk: int,
-    p: int,
-    cp_size: int,
-    itemsize: int,
-    layout: str = "dual_chunk_swap",
+    b: PositiveInt,
+    s: PositiveInt,
+    h: PositiveInt,
+    hk: PositiveInt,
+    p: PositiveInt,
+    cp_size: PositiveInt,
+    itemsize: PositiveInt,
+    layout: LayoutName = "dual_chunk_swap",
     causal: bool = True,
-    window: int | None = None,
+    window: Window | None = None,
 ) -> list[Traffic]:
     """What each exchange that can cut these shapes sends, ring first; usp once for each way to write n = a * m.
 
@@ -62,8 +65,7 @@ def attention_bytes(
     Errors: ValueError for a size below 1, query heads that are no multiple of KV heads, a window below 1, a layout
             that is not known or cannot cut s; TypeError for a size or window that is no int, a causal that is no bool.
     """
-    sizes = {"b": b, "s": s, "h": h, "hk": hk, "p": p, "cp_size": cp_size, "itemsize": itemsize}
-    _check(sizes, layout, causal, window)
+    _check_shapes({"s": s, "h": h, "hk": hk, "cp_size": cp_size}, layout)
     rows, wide, n = -(-s // cp_size), max(itemsize, 4), cp_size
     token = 2 * p * b * rows  # numbers of K and V of one head
 
@@ -76,36 +78,27 @@ def attention_bytes(
 
     near = layout == "contiguous" and causal and window is not None
     hops = min(n - 1, -(-((window or 1) - 1) // rows)) if near else n - 1
-    found = [] if layout == "ragged" else [Traffic("ring", 1, *keys(hops, hk))]
-    found.append(Traffic("all_gather", 1, *keys(n - 1, hk)))
+    traffic = [] if layout == "ragged" else [Traffic("ring", 1, *keys(hops, hk))]
+    traffic.append(Traffic("all_gather", 1, *keys(n - 1, hk)))
     cuts = [a for a in range(1, n + 1) if n % a == 0 and h % a == 0 and (hk % a == 0 or a % hk == 0)]
     for a in cuts if layout != "ragged" else ():
         if a == n:
-            found.append(Traffic("ulysses", a, mixed(a), mixed(a)))
+            traffic.append(Traffic("ulysses", a, mixed(a), mixed(a)))
         elif a > 1 and layout != "striped":
             far = min(n // a - 1, -(-((window or 1) - 1) // (a * rows))) if near else n // a - 1
             forward, backward = keys(far, max(hk, a))  # a times the rows, an a-th of the heads
-            found.append(Traffic("usp", a, mixed(a) + forward, mixed(a) + backward))
-    return found
+            traffic.append(Traffic("usp", a, mixed(a) + forward, mixed(a) + backward))
+    return traffic
 
 
-def _check(sizes: dict[str, int], layout: str, causal: bool, window: int | None) -> None:
-    """What attention itself would refuse, and sizes that are none."""
-    function = "context_parallel.attention_bytes"
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"{function}: {name} is a {type(size).__name__}; pass an int")
-        if size < 1:
-            raise ValueError(f"{function}: {name}={size} must be at least 1")
+def _check_shapes(sizes: dict[str, int], layout: str) -> None:
+    """Heads that divide, and a length that the layout can shard."""
     if sizes["h"] % sizes["hk"]:
         heads, kv_heads = sizes["h"], sizes["hk"]
-        raise ValueError(f"{function}: h={heads} query heads cannot share hk={kv_heads} KV heads (needs a multiple)")
-    check_rules(function, causal, window)
-    if layout not in LAYOUTS:
-        raise ValueError(f"{function}: layout={layout!r} is not one of {', '.join(LAYOUTS)}")
+        raise ValueError(f"{FUNCTION}: h={heads} query heads cannot share hk={kv_heads} KV heads (needs a multiple)")
     s, n = sizes["s"], sizes["cp_size"]
-    if n > 1 and (reason := uncuttable("s", s, "cp", n, CUT.get(layout, layout))):
-        raise ValueError(f"{function}: {reason}")
+    if n > 1 and (reason := uncuttable("s", s, "cp", n, RULE_OF.get(layout, layout))):
+        raise ValueError(f"{FUNCTION}: {reason}")
 
 
 def fewest_bytes(**shapes: Any) -> Traffic:

@@ -24,7 +24,7 @@ TILE = 256  # queries that meet the keys of their window together
 
 
 @dataclass(frozen=True)
-class Pairs:
+class BlockSchedule:
     """`blocks[source]`: what this rank's queries see of the keys of rank `source`. `hops`: how far keys travel."""
 
     rank: int
@@ -33,23 +33,23 @@ class Pairs:
     hops: int
 
 
-def pairs_of(layout: TokenLayout, causal: bool, window: int | None) -> Pairs:
+def schedule_of(layout: TokenLayout, causal: bool, window: int | None) -> BlockSchedule:
     """The pairs of one rank. All layers that share a layout share them: a memo, which changes no result.
 
     Cost:   one copy of two numbers per rank and sequence to the host. With a window that does not see all anyway, the
             positions too; work grows with tokens times window + TILE, and masks are of the runs at a window's edges,
             at most 2 * TILE keys each, one for all that are alike. Kept as long as the layout is.
     """
-    return layout.derived(("schedule", causal, window), lambda: _pairs(layout, causal, window))
+    return layout.derived(("schedule", causal, window), lambda: _schedule(layout, causal, window))
 
 
-def _pairs(layout: TokenLayout, causal: bool, window: int | None) -> Pairs:
+def _schedule(layout: TokenLayout, causal: bool, window: int | None) -> BlockSchedule:
     runs = _Runs.of(layout)
     sources = range(layout.cp_size)
-    met = [_met(layout.kind, runs, layout.cp_rank, source, causal) for source in sources]
+    overlap = [_overlap(layout.kind, runs, layout.cp_rank, source, causal) for source in sources]
     near = window if window is not None and window < max(runs.real.sum(0).tolist(), default=0) else None
-    blocks = [_blocks(_Asked(layout, source, causal, near), *met[source]) for source in sources]
-    return Pairs(layout.cp_rank, layout.counts, tuple(blocks), _hops(layout, causal, window))
+    blocks = [_blocks(_Rules(layout, source, causal, near), *overlap[source]) for source in sources]
+    return BlockSchedule(layout.cp_rank, layout.counts, tuple(blocks), _hops(layout, causal, window))
 
 
 def _hops(layout: TokenLayout, causal: bool, window: int | None) -> int:
@@ -84,7 +84,7 @@ class _Runs:
 
 
 @dataclass(frozen=True)
-class _Met:
+class _Overlap:
     """Of every sequence: the first query and key that meet, and how many."""
 
     query: Int64[Tensor, " q"]
@@ -92,27 +92,27 @@ class _Met:
     key: Int64[Tensor, " q"]
     keys: Int64[Tensor, " q"]
 
-    def of(self, which: Bool[Tensor, " q"]) -> _Met:
-        return _Met(self.query[which], self.queries[which], self.key[which], self.keys[which])
+    def of(self, which: Bool[Tensor, " q"]) -> _Overlap:
+        return _Overlap(self.query[which], self.queries[which], self.key[which], self.keys[which])
 
 
-def _met(kind: str, runs: _Runs, rank: int, source: int, causal: bool) -> tuple[_Met, bool]:
+def _overlap(kind: str, runs: _Runs, rank: int, source: int, causal: bool) -> tuple[_Overlap, bool]:
     """What of `source` the queries of `rank` see, and whether only below the diagonal."""
     query, queries, key, keys = runs.start[rank], runs.real[rank], runs.start[source], runs.real[source]
     if not causal or rank == source:
-        return _Met(query, queries, key, keys), causal
+        return _Overlap(query, queries, key, keys), causal
     if kind == "striped":
         # Where the source's stripe is the later one, a query sees as many keys as queries stand before it. The source
         # has that many: its stripe is at most one token shorter, and only if it is the later one.
         late = (runs.place[source] > runs.place[rank]).long()
         queries = (queries - late).clamp(min=0)
-        return _Met(query + late, queries, key, queries), True
+        return _Overlap(query + late, queries, key, queries), True
     if kind in ("contiguous", "ragged"):
-        return _Met(query, queries, key, keys * (source < rank)), False
+        return _Overlap(query, queries, key, keys * (source < rank)), False
     early = runs.early[rank]
     if source < rank:  # its early chunk stands before both of ours, its late one behind both
-        return _Met(query, queries, key, torch.minimum(keys, early)), False
-    return _Met(query + early, (queries - early).clamp(min=0), key, keys), False
+        return _Overlap(query, queries, key, torch.minimum(keys, early)), False
+    return _Overlap(query + early, (queries - early).clamp(min=0), key, keys), False
 
 
 def _rising(layout: TokenLayout) -> Int64[Tensor, "n local"]:
@@ -121,8 +121,8 @@ def _rising(layout: TokenLayout) -> Int64[Tensor, "n local"]:
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """Whose keys are asked about, and by which rules they are seen."""
+class _Rules:
+    """Whose keys are rules about, and by which rules they are seen."""
 
     layout: TokenLayout
     source: int
@@ -130,49 +130,49 @@ class _Asked:
     window: int | None
 
 
-def _blocks(asked: _Asked, met: _Met, is_causal: bool) -> tuple[Block, ...]:
+def _blocks(rules: _Rules, overlap: _Overlap, is_causal: bool) -> tuple[Block, ...]:
     """All blocks of one source: of the edges of windows, and of what stands between them, which all queries see."""
-    if asked.window is None:
-        return _of_lengths(asked, met, is_causal)
-    early, between, late = _cut_by_window(asked, met, asked.window)  # apart, since a block has a query once
-    edges = _of_lengths(asked, early, False) + _of_lengths(asked, late, False)
-    return edges + _of_lengths(replace(asked, window=None), between, False)
+    if rules.window is None:
+        return _of_lengths(rules, overlap, is_causal)
+    early, between, late = _cut_by_window(rules, overlap, rules.window)  # apart, since a block has a query once
+    edges = _of_lengths(rules, early, False) + _of_lengths(rules, late, False)
+    return edges + _of_lengths(replace(rules, window=None), between, False)
 
 
-def _cut_by_window(asked: _Asked, met: _Met, window: int) -> tuple[_Met, _Met, _Met]:
+def _cut_by_window(rules: _Rules, overlap: _Overlap, window: int) -> tuple[_Overlap, _Overlap, _Overlap]:
     """Runs of TILE queries: with keys that the late ones of a run do not see, that all see, that early ones do not."""
-    rows = _rising(asked.layout).cpu()
-    of_queries, of_keys = rows[asked.layout.cp_rank], rows[asked.source]
-    tiles = -(-met.queries // TILE)
+    rows = _rising(rules.layout).cpu()
+    of_queries, of_keys = rows[rules.layout.cp_rank], rows[rules.source]
+    tiles = -(-overlap.queries // TILE)
     each = torch.repeat_interleave(tiles)
     begin = (torch.arange(len(each)) - (tiles.cumsum(0) - tiles)[each]) * TILE
-    query, queries = met.query[each] + begin, (met.queries[each] - begin).clamp(max=TILE)
+    query, queries = overlap.query[each] + begin, (overlap.queries[each] - begin).clamp(max=TILE)
     first, last = of_queries[query], of_queries[query + queries - 1]
-    key, end = met.key[each], (met.key + met.keys)[each]
+    key, end = overlap.key[each], (overlap.key + overlap.keys)[each]
 
     def key_at(position: Tensor) -> Tensor:
         return torch.searchsorted(of_keys, position).clamp(key, end)
 
-    behind, ahead = window - 1, 0 if asked.causal else window - 1
+    behind, ahead = window - 1, 0 if rules.causal else window - 1
     start, stop = key_at(first - behind), key_at(last + ahead + 1)
     common, rest = key_at(last - behind), key_at(first + ahead + 1)
     common, rest = (torch.where(rest > common, x, stop) for x in (common, rest))
     cuts = (start, common), (common, rest), (rest, stop)
-    early, between, late = (_Met(query, queries, begin, end - begin) for begin, end in cuts)
+    early, between, late = (_Overlap(query, queries, begin, end - begin) for begin, end in cuts)
     return early, between, late
 
 
-def _of_lengths(asked: _Asked, met: _Met, is_causal: bool) -> tuple[Block, ...]:
+def _of_lengths(rules: _Rules, overlap: _Overlap, is_causal: bool) -> tuple[Block, ...]:
     """One block for each pair of lengths that occurs, however many runs have it; of one sequence one for each run."""
-    met = met.of((met.queries > 0) & (met.keys > 0))
-    lengths = torch.stack([met.queries, met.keys], 1)
-    alike = torch.arange(len(lengths)) if len(asked.layout.cu_padded) == 2 else _alike(lengths)
-    known: dict[Any, tuple[Tensor, Tensor | None]] = {}
-    found = []
+    overlap = overlap.of((overlap.queries > 0) & (overlap.keys > 0))
+    lengths = torch.stack([overlap.queries, overlap.keys], 1)
+    alike = torch.arange(len(lengths)) if len(rules.layout.cu_padded) == 2 else _alike(lengths)
+    masks: dict[Any, tuple[Tensor, Tensor | None]] = {}
+    blocks = []
     for group in range(max(alike.tolist(), default=-1) + 1):
         chosen = alike == group
-        found.append(_block(asked, met.of(chosen), lengths[chosen].amax(0).tolist(), is_causal, known))
-    return tuple(block for block in found if block is not None)
+        blocks.append(_block(rules, overlap.of(chosen), lengths[chosen].amax(0).tolist(), is_causal, masks))
+    return tuple(block for block in blocks if block is not None)
 
 
 def _alike(lengths: Int64[Tensor, "m 2"]) -> Int64[Tensor, " m"]:
@@ -185,52 +185,52 @@ def _alike(lengths: Int64[Tensor, "m 2"]) -> Int64[Tensor, " m"]:
 
 
 def _block(
-    asked: _Asked, met: _Met, shape: list[int], is_causal: bool, known: dict[Any, tuple[Tensor, Tensor | None]]
+    rules: _Rules, overlap: _Overlap, shape: list[int], is_causal: bool, masks: dict[Any, tuple[Tensor, Tensor | None]]
 ) -> Block | None:
     """The runs of one shape; None if the window hides all keys."""
-    device = asked.layout.index.device
-    queries, own_queries = _filled(met.query, met.queries, shape[0])
-    keys, own_keys = _filled(met.key, met.keys, shape[1])
-    fill_is_seen = not is_causal or bool((met.keys < met.queries).any())
+    device = rules.layout.index.device
+    queries, is_query = _filled(overlap.query, overlap.queries, shape[0])
+    keys, is_key = _filled(overlap.key, overlap.keys, shape[1])
+    fill_is_seen = not is_causal or bool((overlap.keys < overlap.queries).any())
     mask = blind = None
-    if asked.window is not None or (fill_is_seen and not own_keys.all()):
-        seen = _seen(asked, queries, keys, own_keys, is_causal)
+    if rules.window is not None or (fill_is_seen and not is_key.all()):
+        seen = _seen(rules, queries, keys, is_key, is_causal)
         if not seen.any():
             return None
-        mask, blind = _kept_once(seen, known, device)
+        mask, blind = _shared_mask(seen, masks, device)
     return Block(
-        _rows(queries, own_queries, device),
-        _rows(keys, own_keys, device),
+        _rows(queries, is_query, device),
+        _rows(keys, is_key, device),
         is_causal and mask is None,
         mask,
         blind,
-        None if own_queries.all() else own_queries.to(device),
-        None if own_keys.all() else own_keys.to(device),
+        None if is_query.all() else is_query.to(device),
+        None if is_key.all() else is_key.to(device),
     )
 
 
-def _seen(asked: _Asked, queries: Tensor, keys: Tensor, own_keys: Tensor, is_causal: bool) -> Bool[Tensor, "m i j"]:
+def _seen(rules: _Rules, queries: Tensor, keys: Tensor, is_key: Tensor, is_causal: bool) -> Bool[Tensor, "m i j"]:
     """Which of its keys each query of a run sees; i is 1 where all see the same."""
-    mask = own_keys[:, None]
-    if asked.window is None and not is_causal:
+    mask = is_key[:, None]
+    if rules.window is None and not is_causal:
         return mask
-    index = asked.layout.index.cpu().int()
-    ahead = index[asked.layout.cp_rank][queries][:, :, None] - index[asked.source][keys][:, None, :]
-    mask = mask & (ahead >= 0) if asked.causal else mask
-    return mask & (ahead.abs() < asked.window) if asked.window is not None else mask
+    index = rules.layout.index.cpu().int()
+    ahead = index[rules.layout.cp_rank][queries][:, :, None] - index[rules.source][keys][:, None, :]
+    mask = mask & (ahead >= 0) if rules.causal else mask
+    return mask & (ahead.abs() < rules.window) if rules.window is not None else mask
 
 
-def _kept_once(
-    seen: Bool[Tensor, "m i j"], known: dict[Any, tuple[Tensor, Tensor | None]], device: torch.device
+def _shared_mask(
+    seen: Bool[Tensor, "m i j"], masks: dict[Any, tuple[Tensor, Tensor | None]], device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
     """A mask and the queries it leaves blind: one for all runs of a block, and for all blocks, that have the same."""
     if (seen == seen[:1]).all():
         seen = seen[:1]
     key = seen.shape, seen.numpy().tobytes()
-    if key not in known:
+    if key not in masks:
         blind = ~seen.any(-1)
-        known[key] = seen[:, None].to(device), blind[:, None].to(device) if blind.any() else None
-    return known[key]
+        masks[key] = seen[:, None].to(device), blind[:, None].to(device) if blind.any() else None
+    return masks[key]
 
 
 def _filled(start: Tensor, length: Tensor, longest: int) -> tuple[Int64[Tensor, "m i"], Bool[Tensor, "m i"]]:
@@ -257,7 +257,7 @@ class Block:
 
     Rows are one slice, for all of the batch, or [m, rows]: m runs of a batch of one. `is_causal`: query i of a run sees
     its keys 0 to i. `mask` [m or 1, 1, queries or 1, keys] is True where a key is seen, `blind` where a query has none;
-    one row serves all. `own_queries` [m, queries] and `own_keys` [m, keys] are False where a shorter run is filled up;
+    one row serves all. `is_query` [m, queries] and `is_key` [m, keys] are False where a shorter run is filled up;
     None: none is.
     """
 
@@ -266,17 +266,17 @@ class Block:
     is_causal: bool = False
     mask: Bool[Tensor, "#m 1 #i j"] | None = None
     blind: Bool[Tensor, "#m 1 #i"] | None = None
-    own_queries: Bool[Tensor, "m i"] | None = None
-    own_keys: Bool[Tensor, "m j"] | None = None
+    is_query: Bool[Tensor, "m i"] | None = None
+    is_key: Bool[Tensor, "m j"] | None = None
 
     @cached_property
     def query_places(self) -> Places | None:
         """Where the queries of runs come from: their places among all of the block, and their rows."""
-        return _places(self.queries, self.own_queries)
+        return _places(self.queries, self.is_query)
 
     @cached_property
     def key_places(self) -> Places | None:
-        return _places(self.keys, self.own_keys)
+        return _places(self.keys, self.is_key)
 
     @cached_property
     def finer(self) -> tuple[Block, ...]:
@@ -293,12 +293,10 @@ class Block:
         return tuple(finer for part in parts for finer in part.finer)
 
     def _part(self, queries: slice, keys: slice, is_causal: bool = True) -> Block:
-        own_queries = None if self.own_queries is None else self.own_queries[:, queries]
-        own_keys = None if self.own_keys is None else self.own_keys[:, keys]
+        is_query = None if self.is_query is None else self.is_query[:, queries]
+        is_key = None if self.is_key is None else self.is_key[:, keys]
         rows = _part_of(self.queries, queries), _part_of(self.keys, keys)
-        return replace(
-            self, queries=rows[0], keys=rows[1], is_causal=is_causal, own_queries=own_queries, own_keys=own_keys
-        )
+        return replace(self, queries=rows[0], keys=rows[1], is_causal=is_causal, is_query=is_query, is_key=is_key)
 
 
 def _length(rows: Rows) -> int:
@@ -319,5 +317,5 @@ def _places(rows: Rows, own: Bool[Tensor, "m i"] | None) -> Places | None:
     flat = rows.flatten()
     if own is None:
         return slice(None), flat
-    kept = own.flatten().nonzero().squeeze(1)
-    return kept, flat[kept]
+    present = own.flatten().nonzero().squeeze(1)
+    return present, flat[present]

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from torch_impl.collectives import accumulator
 from torch_impl.context_parallel.block_kernels import cuda_backward, cuda_forward
-from torch_impl.context_parallel.block_schedule import Block, Pairs, Places, Rows
+from torch_impl.context_parallel.block_schedule import Block, BlockSchedule, Places, Rows
 from torch_impl.context_parallel.key_exchange import Buffer, Exchange
 
 Heads = Float[Tensor, "b h s p"]
@@ -35,42 +35,46 @@ _CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backw
 
 
 # V -> V
-def exchanged_attention(q: Heads, k: KVHeads, v: KVHeads, pairs: Pairs, exchange: Exchange, scale: float) -> Heads:
+def blockwise_attention(
+    q: Heads, k: KVHeads, v: KVHeads, schedule: BlockSchedule, exchange: Exchange, scale: float
+) -> Heads:
     """Attention of this rank's queries to the keys of all ranks.
 
         q "b h s/cp p", k, v "b hk s/cp p"   ->   "b h s/cp p"
 
-    `pairs` says which of them a query sees.
+    `schedule` says which of them a query sees.
 
     Cost:   what the exchange costs. Saves q, k and v, the output and one number per query and head.
     """
-    return _ExchangedAttention.apply(with_whole_rows(q), k, v, pairs, exchange, scale)
+    return _BlockwiseAttention.apply(with_whole_rows(q), k, v, schedule, exchange, scale)
 
 
-class _ExchangedAttention(torch.autograd.Function):
+class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Heads, k: KVHeads, v: KVHeads, pairs: Pairs, exchange: Exchange, scale: float) -> Heads:
+    def forward(
+        ctx: Any, q: Heads, k: KVHeads, v: KVHeads, schedule: BlockSchedule, exchange: Exchange, scale: float
+    ) -> Heads:
         running, own = Running(q), buffer_of(k, v)
-        for source, keys in exchange.keys(own, pairs):
-            for block in pairs.blocks[source]:
+        for source, keys in exchange.keys(own, schedule):
+            for block in schedule.blocks[source]:
                 running.add(q, keys_in(keys), block, scale)
         out = running.out.to(q.dtype)
         ctx.save_for_backward(q, own, out, running.lse)
-        ctx.pairs, ctx.exchange, ctx.scale = pairs, exchange, scale
+        ctx.schedule, ctx.exchange, ctx.scale = schedule, exchange, scale
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, cotangent: Heads) -> tuple[Tensor | None, ...]:
         q, own, out, lse = ctx.saved_tensors
-        pairs: Pairs = ctx.pairs
+        schedule: BlockSchedule = ctx.schedule
         dq = row_major_zeros(q)
 
         def add(source: int, keys: Buffer, sums: Callable[[], Buffer]) -> None:
-            for block in pairs.blocks[source]:
+            for block in schedule.blocks[source]:
                 add_gradients(dq, sums, cotangent, (q, out, lse), keys_in(keys), block, ctx.scale)
 
-        dkeys = ctx.exchange.gradients(own, pairs, dq.dtype, add)
+        dkeys = ctx.exchange.gradients(own, schedule, dq.dtype, add)
         return dq.to(q.dtype), *keys_in(dkeys).to(own.dtype), None, None, None
 
 
@@ -130,8 +134,8 @@ def add_gradients(
     for part in _computed(block, q):
         given = [taken(x, part.queries) for x in (cotangent, q, out)]
         own_lse = taken(lse.unsqueeze(-1), part.queries).squeeze(-1)
-        if part.own_queries is not None:
-            own_lse = own_lse.masked_fill(~part.own_queries[:, None], torch.inf)
+        if part.is_query is not None:
+            own_lse = own_lse.masked_fill(~part.is_query[:, None], torch.inf)
         shares = _backward(given, taken(k, part.keys), taken(v, part.keys), own_lse.contiguous(), part, scale)
         dk, dv = keys_in(dkeys()).unbind()
         _add(dq, shares[0], part.queries, part.query_places)
@@ -183,7 +187,7 @@ def taken(x: Heads, rows: Rows) -> Float[Tensor, "m h i p"]:
 
 def _forward(q: Heads, k: KVHeads, v: KVHeads, block: Block, scale: float) -> tuple[Heads, Tensor]:
     if not k.shape[2]:  # the CPU's op would divide by it and end the process
-        raise RuntimeError("context_parallel.blocks: a block has queries and no keys; leave it out of the pairs")
+        raise RuntimeError("context_parallel.blocks: a block has queries and no keys; leave it out of the schedule")
     if q.is_cuda:
         return cuda_forward(q, k, v, block.mask, block.is_causal, scale)
     return _CPU(q, k, v, 0.0, block.is_causal, attn_mask=_additive(block.mask, q), scale=scale)

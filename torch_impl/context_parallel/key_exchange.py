@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup, Work
 
 from torch_impl.collectives import start_ring_shift
 from torch_impl.collectives.plain import gathered, scattered_sum
-from torch_impl.context_parallel.block_schedule import Pairs
+from torch_impl.context_parallel.block_schedule import BlockSchedule
 
 Buffer = Float[Tensor, "keys 2 b hk p"]  # K and V of some rows in one piece, cut by rows without a copy
 # The rank whose keys these are, the keys, and what gives the sums that their gradients are added to.
@@ -32,46 +32,46 @@ AddGradients = Callable[[int, Buffer, Callable[[], Buffer]], None]
 class Exchange(Protocol):
     """How keys come from all ranks and their gradients go back. K and V are one buffer, gradients float32 or wider."""
 
-    def keys(self, own: Buffer, pairs: Pairs) -> Iterator[tuple[int, Buffer]]:
+    def keys(self, own: Buffer, schedule: BlockSchedule) -> Iterator[tuple[int, Buffer]]:
         """Every rank whose keys are seen, and its keys."""
         ...
 
-    def gradients(self, own: Buffer, pairs: Pairs, dtype: torch.dtype, add: AddGradients) -> Buffer:
+    def gradients(self, own: Buffer, schedule: BlockSchedule, dtype: torch.dtype, add: AddGradients) -> Buffer:
         """The gradients of this rank's own keys, from `add` for each rank whose keys are seen, here and elsewhere."""
         ...
 
 
 @dataclass(frozen=True)
 class Ring:
-    """As many hops as `pairs` says; without one `group` is never spoken to.
+    """As many hops as `schedule` says; without one `group` is never spoken to.
 
     Cost:   forward `hops` shifts of K and V together; backward as many of K and V, and of their gradients.
     """
 
     group: ProcessGroup
 
-    def keys(self, own: Buffer, pairs: Pairs) -> Iterator[tuple[int, Buffer]]:
-        travelling = _Travelling.from_here(own)
-        for hop in range(pairs.hops + 1):
-            here = travelling.arrived()
-            if hop < pairs.hops:
-                travelling = _Travelling.post(here, self.group, 1)
-            yield _source(pairs, hop), here
+    def keys(self, own: Buffer, schedule: BlockSchedule) -> Iterator[tuple[int, Buffer]]:
+        in_flight = _InFlight.from_here(own)
+        for hop in range(schedule.hops + 1):
+            here = in_flight.arrived()
+            if hop < schedule.hops:
+                in_flight = _InFlight.post(here, self.group, 1)
+            yield _source(schedule, hop), here
 
-    def gradients(self, own: Buffer, pairs: Pairs, dtype: torch.dtype, add: AddGradients) -> Buffer:
-        arriving = self.keys(own, pairs)
+    def gradients(self, own: Buffer, schedule: BlockSchedule, dtype: torch.dtype, add: AddGradients) -> Buffer:
+        arriving = self.keys(own, schedule)
         here = next(arriving)
-        sums = _Travelling.from_here(torch.zeros_like(own, dtype=dtype))
+        sums = _InFlight.from_here(torch.zeros_like(own, dtype=dtype))
         for hop, (source, keys) in enumerate(arriving, 1):
             add(source, keys, sums.arrived)  # which waits for them when their block is computed
             # on to the next rank, which adds its own; from the last one home, past those it came by
-            sums = _Travelling.post(sums.arrived(), self.group, 1 if hop < pairs.hops else -pairs.hops)
+            sums = _InFlight.post(sums.arrived(), self.group, 1 if hop < schedule.hops else -schedule.hops)
         add(*here, sums.arrived)  # of this rank's own keys: it never leaves
         return sums.arrived()
 
 
 @dataclass(frozen=True)
-class _Travelling:
+class _InFlight:
     """A buffer on its way here. `sent` is what left for the next rank; it must stay as it is until this has arrived."""
 
     buffer: Tensor
@@ -79,13 +79,13 @@ class _Travelling:
     works: list[Work]
 
     @staticmethod
-    def from_here(x: Tensor) -> _Travelling:
-        return _Travelling(x, x, [])
+    def from_here(x: Tensor) -> _InFlight:
+        return _InFlight(x, x, [])
 
     @staticmethod
-    def post(x: Tensor, group: ProcessGroup, shift: int) -> _Travelling:
+    def post(x: Tensor, group: ProcessGroup, shift: int) -> _InFlight:
         (arriving,), works = start_ring_shift([x], group, shift)
-        return _Travelling(arriving, x, works)
+        return _InFlight(arriving, x, works)
 
     def arrived(self) -> Tensor:
         while self.works:
@@ -93,23 +93,23 @@ class _Travelling:
         return self.buffer
 
 
-def _source(pairs: Pairs, hop: int) -> int:
+def _source(schedule: BlockSchedule, hop: int) -> int:
     """The rank whose keys are here after so many hops."""
-    return (pairs.rank - hop) % len(pairs.blocks)
+    return (schedule.rank - hop) % len(schedule.blocks)
 
 
 @dataclass(frozen=True)
-class Gathered:
+class AllGatherKeys:
     """Cost: forward 1 all_gather of K and V; backward the same again and 1 reduce_scatter of their gradients."""
 
     group: ProcessGroup
 
-    def keys(self, own: Buffer, pairs: Pairs) -> Iterator[tuple[int, Buffer]]:
-        yield from enumerate(gathered(own, self.group, 0, pairs.counts).split(pairs.counts))
+    def keys(self, own: Buffer, schedule: BlockSchedule) -> Iterator[tuple[int, Buffer]]:
+        yield from enumerate(gathered(own, self.group, 0, schedule.counts).split(schedule.counts))
 
-    def gradients(self, own: Buffer, pairs: Pairs, dtype: torch.dtype, add: AddGradients) -> Buffer:
-        sums = own.new_zeros(sum(pairs.counts), *own.shape[1:], dtype=dtype)
-        shares = sums.split(pairs.counts)
-        for source, keys in self.keys(own, pairs):
+    def gradients(self, own: Buffer, schedule: BlockSchedule, dtype: torch.dtype, add: AddGradients) -> Buffer:
+        sums = own.new_zeros(sum(schedule.counts), *own.shape[1:], dtype=dtype)
+        shares = sums.split(schedule.counts)
+        for source, keys in self.keys(own, schedule):
             add(source, keys, lambda share=shares[source]: share)
-        return scattered_sum(sums, self.group, 0, pairs.counts)
+        return scattered_sum(sums, self.group, 0, schedule.counts)

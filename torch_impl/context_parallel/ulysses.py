@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import all_to_all
-from torch_impl.context_parallel.block_schedule import pairs_of
-from torch_impl.context_parallel.blockwise_attention import exchanged_attention
+from torch_impl.context_parallel.block_schedule import schedule_of
+from torch_impl.context_parallel.blockwise_attention import blockwise_attention
 from torch_impl.context_parallel.key_exchange import Ring
 from torch_impl.layouts.token_layout import TokenLayout
 
@@ -52,7 +52,7 @@ def head_parallel_attention(
     widths = [x.shape[2] for x in held]
     mixed = all_to_all(torch.cat(held, 2).flatten(1, 2), heads, split_dim=HEAD, concat_dim=ROW)
     whole_q, whole_k, whole_v = mixed[:, :, joined.in_order].split(widths, HEAD)
-    out = exchanged_attention(whole_q, whole_k, whole_v, pairs_of(joined.layout, causal, window), Ring(ring), scale)
+    out = blockwise_attention(whole_q, whole_k, whole_v, schedule_of(joined.layout, causal, window), Ring(ring), scale)
     return all_to_all(out[:, :, joined.by_rank], heads, split_dim=ROW, concat_dim=HEAD)
 
 
