@@ -11,7 +11,7 @@ LENGTHS = torch.tensor([[4]])
 ROWS = {"input_ids": torch.zeros(3, 4, dtype=torch.int64)}
 PACKED = {"input_ids": torch.arange(4)[None], "seq_lens": LENGTHS, "seq_lens_padded": LENGTHS}
 STREAM = {"input_ids": torch.arange(8), "cu_seqlens": torch.tensor([0, 8])}
-NO_BATCH = "batch is a NoneType; pass a dict of tensors by name"
+NO_BATCH = "batch is None; pass a dict of tensors by name"
 
 
 def make(mesh, loss_mask=None, **further):
@@ -28,7 +28,7 @@ REFUSED = [
     (lambda m: cp._build_position_ids(None, "cpu"), f"batch: {NO_BATCH}"),
     (
         lambda m: cp.make_cp_batch_and_ctx(5, {"input_ids": torch.zeros(1, 4)}),
-        "batch: device_mesh is a int; pass a DeviceMesh with a dim named cp, or None",
+        "batch: device_mesh is an int; pass a DeviceMesh with a dim named cp, or None",
     ),
     (lambda m: cp.make_cp_batch_and_ctx(m, {"input_ids": [[1, 2]]}), "batch: input_ids is a list; pass a Tensor"),
     (lambda m: make(m, labels=[[1]]), "batch: labels is a list; pass a Tensor"),
@@ -38,12 +38,12 @@ REFUSED = [
     (lambda m: make(m, seq_lens_padded=[[4]]), "batch: seq_lens_padded is a list; pass a Tensor"),
     (
         lambda m: cp.make_cp_batch_for_te(5, PACKED),
-        "te: cp_mesh is a int; pass the DeviceMesh that cuts the sequence, mesh['cp']",
+        "te: cp_mesh is an int; pass the DeviceMesh that shards the sequence, mesh['cp']",
     ),
-    (lambda m: cp.make_cp_batch_for_te(m, None), f"thd: {NO_BATCH}"),
+    (lambda m: cp.make_cp_batch_for_te(m, None), f"te: {NO_BATCH}"),
     (lambda m: shard(None, m), f"te: {NO_BATCH}"),
     (lambda m: shard(STREAM | {"input_ids": [1]}, m), "te: input_ids is a list; pass a Tensor"),
-    (lambda m: shard(STREAM | {"max_seqlen": 4}, m), "te: max_seqlen is a int; pass a Tensor"),
+    (lambda m: shard(STREAM | {"max_seqlen": 4}, m), "te: max_seqlen is an int; pass a Tensor"),
     (
         lambda m: shard(STREAM | {"cu_seqlens": torch.tensor([0.0, 8.0])}, m),
         "te: cu_seqlens: dtype is float32; offsets are integers",

@@ -269,7 +269,7 @@ def test_a_view_whose_entries_lie_apart_is_cut():
 def test_no_mesh_is_refused():
     with pytest.raises(TypeError) as caught:
         create_context_parallel_ctx(None, tensors(8), [0], set())  # pyright: ignore
-    assert str(caught.value) == CREATE + "cp_mesh is None; pass the DeviceMesh that cuts the sequence, mesh['cp']"
+    assert str(caught.value) == CREATE + "cp_mesh is None; pass the DeviceMesh that shards the sequence, mesh['cp']"
 
 
 def test_a_context_is_not_entered_inside_itself():

@@ -38,6 +38,11 @@ def test_a_tail_joins_the_last_slot_of_its_row():
     assert [i for i, masked in enumerate(out["padding_mask"]) if masked] == [6, 7]
 
 
+def component_of(made):
+    """How the messages of a function begin."""
+    return "te" if isinstance(made, partial) and made.func is make_cp_batch_for_te else "thd"
+
+
 @pytest.mark.parametrize("made", [process_input_for_thd, partial(make_cp_batch_for_te, None)])
 def test_a_mask_that_is_given_is_replaced(made):
     out = made(batch([[3]], [[4]], 4, padding_mask=torch.tensor([[True, True, False, False]])))
@@ -215,7 +220,7 @@ def test_what_must_be_there(name):
 def test_a_number_of_chunks_is_an_integer(made):
     with pytest.raises(TypeError) as caught:
         made(batch([[8]], [[8]], 8), num_chunks=1.0)
-    assert str(caught.value) == "context_parallel.thd: num_chunks=1.0 is a float; pass an int"
+    assert str(caught.value) == f"context_parallel.{component_of(made)}: num_chunks=1.0 is a float; pass an int"
 
 
 @pytest.mark.parametrize("made", [process_input_for_thd, partial(make_cp_batch_for_te, None)])
@@ -223,7 +228,7 @@ def test_a_number_of_chunks_is_an_integer(made):
     ("further", "sentence"),
     [
         ({"seq_lens": [[8]]}, "seq_lens is a list; pass a Tensor"),
-        ({"seq_lens_padded": None}, "seq_lens_padded is a NoneType; pass a Tensor"),
+        ({"seq_lens_padded": None}, "seq_lens_padded is None; pass a Tensor"),
         ({"input_ids": [[1]]}, "input_ids is a list; pass a Tensor"),
         ({"labels": [[1]]}, "labels is a list; pass a Tensor"),
         ({"position_ids": (1,)}, "position_ids is a tuple; pass a Tensor"),
@@ -244,14 +249,14 @@ def test_labels_may_be_none():
 def test_a_batch_is_a_dict_with_something_in_it(made):
     with pytest.raises(TypeError) as caught:
         made(None)
-    assert str(caught.value) == "context_parallel.thd: batch is a NoneType; pass a dict of tensors by name"
+    assert str(caught.value) == f"context_parallel.{component_of(made)}: batch is None; pass a dict of tensors by name"
     with pytest.raises(KeyError) as missing:
         made({})
     assert missing.value.args == ("context_parallel.thd: batch has no 'input_ids'; it has nothing",)
 
 
-@pytest.mark.parametrize(("fill", "kind"), [(-1000.0, "float"), ("-1", "str"), (None, "NoneType")])
+@pytest.mark.parametrize(("fill", "kind"), [(-1000.0, "a float"), ("-1", "a str"), (None, "None")])
 def test_a_fill_is_an_integer(fill, kind):
     with pytest.raises(TypeError) as caught:
         thd([[8]], [[8]], fill=fill)
-    assert str(caught.value) == f"context_parallel.thd: seq_lens_padding_value={fill!r} is a {kind}; pass an int"
+    assert str(caught.value) == f"context_parallel.thd: seq_lens_padding_value={fill!r} is {kind}; pass an int"

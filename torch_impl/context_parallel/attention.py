@@ -6,11 +6,8 @@ ranks let each other see their keys is the exchange: `ring`, `all_gather`, `ulys
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
-from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -20,51 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch_impl.context_parallel.block_schedule import schedule_of
 from torch_impl.context_parallel.blockwise_attention import blockwise_attention
 from torch_impl.context_parallel.key_exchange import AllGatherKeys, Ring
+from torch_impl.context_parallel.kinds import ORDERS, ExchangeName, Layout, Scale, Window
 from torch_impl.context_parallel.ulysses import head_parallel_attention
-from torch_impl.contract import OneOf, Sharded, contract, dtype_name, type_name
+from torch_impl.contract import Sharded, contract, dtype_name, type_name
 from torch_impl.layouts.divisibility import host_offsets, offsets_of, stripped
 from torch_impl.layouts.token_layout import TokenLayout, dense_layout
 
 FUNCTION = "context_parallel.context_parallel_attention"
-EXCHANGES = ("ring", "all_gather", "ulysses", "usp")
-ExchangeName = Annotated[str, OneOf(EXCHANGES)]
-ORDERS = ("contiguous", "dual_chunk_swap", "striped")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-class _Window:
-    """How far a query sees: an int from 1, the query itself."""
-
-    def validate(self, function: str, name: str, value: Any, sizes: Any) -> None:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{function}: {name} is {type_name(value)}; pass an int, or None to see all")
-        if value < 1:
-            raise ValueError(f"{function}: {name}={value} must be at least 1, the query itself; None sees all")
-
-
-class _Scale:
-    """A positive and finite factor of the scores."""
-
-    def validate(self, function: str, name: str, value: Any, sizes: Any) -> None:
-        if isinstance(value, bool) or not isinstance(value, Real):
-            raise TypeError(f"{function}: {name} is {type_name(value)}; pass a float, or None for p ** -0.5")
-        if not 0 < float(value) < math.inf:
-            raise ValueError(f"{function}: {name}={value} must be positive and finite; scale q to turn signs round")
-
-
-class _Layout:
-    """A TokenLayout, or the name of an order."""
-
-    def validate(self, function: str, name: str, value: Any, sizes: Any) -> None:
-        if not isinstance(value, TokenLayout | str):
-            raise TypeError(
-                f"{function}: {name} is {type_name(value)}; pass a TokenLayout, or one of {', '.join(ORDERS)}"
-            )
-
-
-Window = Annotated[int, _Window()]
-Scale = Annotated[float, _Scale()]
-Layout = Annotated[TokenLayout | str, _Layout()]
 
 
 # V -> V

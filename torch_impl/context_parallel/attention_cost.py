@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch_impl.context_parallel.attention import Window
+from torch_impl.context_parallel.kinds import Window
 from torch_impl.contract import PositiveInt, contract
 from torch_impl.layouts.divisibility import uncuttable
 

@@ -21,10 +21,11 @@ from jaxtyping import Bool, Shaped
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_impl.context_parallel.arguments import check_batch, checked_tensor, names_of
-from torch_impl.context_parallel.batch_te import make_cp_batch_for_te
+from torch_impl.context_parallel.batch_te import te_batch
+from torch_impl.context_parallel.kinds import Batch, NamedMesh, OneTensor, checked_tensor
 from torch_impl.context_parallel.thd import checked_slots
 from torch_impl.context_parallel.train_context import SequenceContext
+from torch_impl.contract import contract
 from torch_impl.layouts import TokenLayout, needs
 from torch_impl.layouts.divisibility import first
 
@@ -50,11 +51,12 @@ class BatchContext:
         return self.context
 
 
+@contract(FUNCTION)
 def make_cp_batch_and_ctx(
-    device_mesh: DeviceMesh | None,
-    batch: dict[str, Any],
-    loss_mask: Tensor | None = None,
-    use_te: bool = False,
+    device_mesh: NamedMesh | None,
+    batch: Batch,
+    loss_mask: OneTensor | None = None,
+    use_te: Any = False,
     padding_token_id: int = 0,
     num_chunks: int = 1,
     seq_lens_padding_value: int = -1000,
@@ -80,26 +82,17 @@ def make_cp_batch_and_ctx(
             no batch, no mesh, or what is by token and no Tensor.
             RuntimeWarning for positions that start anew inside a row without a mask: those sequences see each other.
     """
-    check_batch(FUNCTION, batch)
-    if loss_mask is not None:
-        checked_tensor(FUNCTION, "loss_mask", loss_mask)
     cp_mesh = _cp_mesh(device_mesh)
     if use_te:
-        given = batch if loss_mask is None else {**batch, "loss_mask": loss_mask}
-        made = make_cp_batch_for_te(
-            cp_mesh,
-            given,
-            padding_token_id=padding_token_id,
-            num_chunks=num_chunks,
-            seq_lens_padding_value=seq_lens_padding_value,
-        )
-        return nullcontext, made
+        packed = batch if loss_mask is None else {**batch, "loss_mask": loss_mask}
+        return nullcontext, te_batch(cp_mesh, packed, num_chunks, seq_lens_padding_value)
     if cp_mesh is None or cp_mesh.size() == 1:
         return nullcontext, batch
     return _cut_inside(cp_mesh, batch, loss_mask, padding_token_id)
 
 
-def _build_position_ids(batch: dict[str, Any], device: torch.device | str) -> dict[str, Any]:
+@contract(FUNCTION)
+def _build_position_ids(batch: Batch, device: torch.device | str) -> dict[str, Any]:
     """The same dict, with `position_ids` 0, 1, 2, ... of each row, "b s", unless it has them.
 
     With `seq_lens_padded` they start anew in each slot. They stand on `device`.
@@ -108,7 +101,11 @@ def _build_position_ids(batch: dict[str, Any], device: torch.device | str) -> di
     Errors: ValueError without input_ids [b, s] and inputs_embeds [b, s, d], or for slots that do not fit the rows;
             TypeError for no batch, or what of it is no Tensor.
     """
-    check_batch(FUNCTION, batch)
+    return with_position_ids(batch, device)
+
+
+def with_position_ids(batch: dict[str, Any], device: torch.device | str) -> dict[str, Any]:
+    """The core of `_build_position_ids`."""
     if batch.get("position_ids") is not None:
         return batch
     rows, size = _shape(batch)
@@ -170,7 +167,7 @@ def _completed(
     mask = batch.get("attention_mask")
     behind = None if mask is None else padding_of(FUNCTION, checked_tensor(FUNCTION, "attention_mask", mask), shape)
     has_own = "position_ids" in full or "seq_lens_padded" in full
-    _build_position_ids(full, device)
+    with_position_ids(full, device)
     if mask is None and has_own and restarts(full["position_ids"]):
         warnings.warn(
             f"{FUNCTION}: position_ids start anew inside a row and there is no mask, so that its documents attend to "
@@ -217,14 +214,13 @@ def _shape(batch: dict[str, Any]) -> tuple[int, int]:
                 dims = "[b, s, d]" if least > 2 else "[b, s]"
                 raise ValueError(f"{FUNCTION}: {name} is {list(shape)}; it is {dims}, one row for each sequence")
             return shape[0], shape[1]
-    raise ValueError(f"{FUNCTION}: batch has neither input_ids nor inputs_embeds; it has {names_of(batch)}")
+    raise ValueError(
+        f"{FUNCTION}: batch has neither input_ids nor inputs_embeds; it has {', '.join(batch) or 'nothing'}"
+    )
 
 
 def _cp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
     """The submesh `cp`; None where there is none."""
-    if device_mesh is not None and not hasattr(device_mesh, "mesh_dim_names"):
-        kind = type(device_mesh).__name__
-        raise TypeError(f"{FUNCTION}: device_mesh is a {kind}; pass a DeviceMesh with a dim named cp, or None")
     if device_mesh is not None and not device_mesh.mesh_dim_names and device_mesh.size() > 1:
         warnings.warn(
             f"{FUNCTION}: the mesh of {device_mesh.size()} ranks has no names, so that none of its dims cuts the "

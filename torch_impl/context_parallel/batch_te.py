@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_impl.context_parallel.adapters.transformer_engine import local_index
-from torch_impl.context_parallel.arguments import check_batch, checked_place, checked_tensor
+from torch_impl.context_parallel.kinds import Batch, CpMesh, checked_tensor
 from torch_impl.context_parallel.thd import TABLES, by_chunk, stream
+from torch_impl.contract import contract
 from torch_impl.kernels import rows_at
 from torch_impl.layouts import TokenLayout, needs
 from torch_impl.layouts.divisibility import checked_offsets, offsets_of, stripped
@@ -23,10 +24,11 @@ from torch_impl.layouts.divisibility import checked_offsets, offsets_of, strippe
 IDS = ("input_ids", "labels", "position_ids")
 
 
+@contract("context_parallel.te")
 def make_cp_batch_for_te(
-    cp_mesh: DeviceMesh | None,
-    batch: dict[str, Any],
-    qkv_format: str = "thd",
+    cp_mesh: CpMesh | None,
+    batch: Batch,
+    qkv_format: Any = "thd",
     padding_token_id: int = 0,
     num_chunks: int = 1,
     seq_lens_padding_value: int = -1000,
@@ -51,6 +53,13 @@ def make_cp_batch_for_te(
             ranks or more; TypeError for what is no mesh; else as `split_batch_into_thd_chunks`.
     """
     _check_format(qkv_format)
+    return te_batch(cp_mesh, batch, num_chunks, seq_lens_padding_value)
+
+
+def te_batch(
+    cp_mesh: DeviceMesh | None, batch: dict[str, Any], num_chunks: int, seq_lens_padding_value: int
+) -> dict[str, Any]:
+    """The core of `make_cp_batch_for_te`."""
     cp_size, cp_rank = _place(cp_mesh)
     made = stream(batch, num_chunks, seq_lens_padding_value)
     checked_offsets(made.slots.offsets[0], made.slots.total, cp_size, axis="cp", multiple=_multiple(cp_size))
@@ -64,10 +73,11 @@ def make_cp_batch_for_te(
     return {**cut, **others, **made.tables(), **_told(layout)}
 
 
+@contract("context_parallel.te")
 def _shard_thd_chunk_for_te(
-    batch: dict[str, Any],
-    cp_mesh: DeviceMesh | None,
-    qkv_format: str,
+    batch: Batch,
+    cp_mesh: CpMesh | None,
+    qkv_format: Any,
     seq_lens_padding_value: int,
     padding_token_id: int,
 ) -> dict[str, Any]:
@@ -84,7 +94,6 @@ def _shard_thd_chunk_for_te(
             mesh, offsets of no integers, input_ids or a max_seqlen that are no Tensor.
     """
     _check_format(qkv_format)
-    check_batch("context_parallel.te", batch)
     for name in ("cu_seqlens", "input_ids"):
         if name not in batch:
             raise ValueError(f"context_parallel.te: batch has no {name!r}; pass a result of process_input_for_thd")
@@ -135,8 +144,8 @@ def _is_by_token(name: str, value: Any, total: int) -> bool:
 
 
 def _place(cp_mesh: DeviceMesh | None) -> tuple[int, int]:
-    """As `checked_place`; without a mesh this rank is the only one."""
-    return (1, 0) if cp_mesh is None else checked_place("context_parallel.te", cp_mesh)
+    """How many cp ranks there are, and which this one is; without a mesh it is the only one."""
+    return (1, 0) if cp_mesh is None else (cp_mesh.size(), cp_mesh.get_group().rank())
 
 
 def _multiple(cp_size: int) -> int:

@@ -18,7 +18,8 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from torch_impl.context_parallel.arguments import check_batch, checked_tensor, names_of
+from torch_impl.context_parallel.kinds import Batch, checked_tensor
+from torch_impl.contract import contract
 from torch_impl.layouts import TokenLayout
 from torch_impl.layouts.divisibility import check_whole, first
 
@@ -26,8 +27,9 @@ TABLES = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 CONSUMED = ("attention_mask", "padding_mask", "seq_lens", "seq_lens_padded", *TABLES)  # some to be made anew
 
 
+@contract("context_parallel.thd")
 def process_input_for_thd(
-    batch: dict[str, Any], seq_lens_padding_value: int = -1000, padding_token_id: int = 0
+    batch: Batch, seq_lens_padding_value: int = -1000, padding_token_id: int = 0
 ) -> dict[str, Any]:
     """One stream of all rows, with its offsets, positions and padding mask.
 
@@ -53,8 +55,9 @@ def process_input_for_thd(
     return stream(batch, 1, seq_lens_padding_value).processed()
 
 
+@contract("context_parallel.thd")
 def split_batch_into_thd_chunks(
-    batch: dict[str, Any], num_chunks: int, seq_lens_padding_value: int = -1000, padding_token_id: int = 0
+    batch: Batch, num_chunks: int, seq_lens_padding_value: int = -1000, padding_token_id: int = 0
 ) -> dict[str, Any]:
     """`process_input_for_thd` of `num_chunks` equal blocks of rows, stacked.
 
@@ -68,7 +71,7 @@ def split_batch_into_thd_chunks(
             TypeError if it is no integer.
     """
     if checked_chunks(num_chunks) == 1:
-        return process_input_for_thd(batch, seq_lens_padding_value, padding_token_id)
+        return stream(batch, 1, seq_lens_padding_value).processed()
     made = stream(batch, num_chunks, seq_lens_padding_value)
     return {name: made.stacked(name, value) for name, value in made.processed().items()}
 
@@ -131,10 +134,9 @@ def by_chunk(name: str, x: Tensor, chunks: int) -> Tensor:
 
 def stream(batch: Mapping[str, Any], chunks: int, fill: int) -> Stream:
     """The stream of a batch whose lengths and shapes are known to fit."""
-    check_batch("context_parallel.thd", batch)
     for name in ("input_ids", "seq_lens", "seq_lens_padded"):
         if name not in batch:
-            raise KeyError(f"context_parallel.thd: batch has no {name!r}; it has {names_of(batch)}")
+            raise KeyError(f"context_parallel.thd: batch has no {name!r}; it has {', '.join(batch) or 'nothing'}")
         checked_tensor("context_parallel.thd", name, batch[name])
     ids = batch["input_ids"]
     if ids.ndim not in (2, 3):

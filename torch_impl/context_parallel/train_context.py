@@ -21,8 +21,9 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torch_impl.collectives.arguments import checked_dim
-from torch_impl.context_parallel.arguments import checked_place
+from torch_impl.context_parallel.kinds import CpMesh
 from torch_impl.context_parallel.sdpa_mode import SequenceAttention
+from torch_impl.contract import contract
 from torch_impl.layouts import TokenLayout, uncuttable
 
 
@@ -101,8 +102,9 @@ class Entries:
         return None if current is None else current.__exit__(*raised)
 
 
+@contract
 def create_context_parallel_ctx(
-    cp_mesh: DeviceMesh,
+    cp_mesh: CpMesh,
     cp_buffers: list[Tensor],
     cp_seq_dims: list[int],
     cp_no_restore_buffers: set[Tensor],
@@ -197,7 +199,7 @@ class SequenceContext:
 
 
 def checked_buffers(
-    function: str, mesh: DeviceMesh | None, buffers: Sequence[Tensor], dims: Sequence[int], kept: set[Tensor]
+    function: str, mesh: DeviceMesh, buffers: Sequence[Tensor], dims: Sequence[int], kept: set[Tensor]
 ) -> TokenLayout:
     """The layout that cuts all buffers; ValueError where there is none, TypeError without a mesh."""
     if not buffers:
@@ -222,7 +224,7 @@ def checked_buffers(
                 f"{function}: cp_buffers[{i}] has {length} positions along dim {dims[i]}, cp_buffers[0] has "
                 f"{lengths[0]}; pass whole tensors of one length"
             )
-    cp_size, cp_rank = checked_place(function, mesh)
+    cp_size, cp_rank = mesh.size(), mesh.get_group().rank()
     reason = uncuttable("s", lengths[0], "cp", cp_size, "dual_chunk_swap") if cp_size > 1 else None
     if reason:
         raise ValueError(f"{function}: {reason}")

@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_impl.collectives.arguments import checked_group
-from torch_impl.context_parallel.attention import EXCHANGES
+from torch_impl.context_parallel.kinds import EXCHANGES
 
 KINDS = ("attention", "mamba")
 

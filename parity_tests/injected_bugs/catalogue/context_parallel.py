@@ -402,7 +402,7 @@ BUGS = (
     InjectedBug(
         name="the share of another rank",
         kind="group",
-        at="context_parallel:checked_place",
+        at="context_parallel:_place",
         old="cp_mesh.get_group().rank()",
         new="cp_mesh.size() - 1 - cp_mesh.get_group().rank()",
         expect="value: ",

@@ -1,0 +1,97 @@
+"""What the contracts of this component state of an argument: a batch, the mesh of cp, a layout, a window, a scale."""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from torch_impl.contract import OneOf, type_name
+from torch_impl.layouts.token_layout import TokenLayout
+
+EXCHANGES = ("ring", "all_gather", "ulysses", "usp")
+ORDERS = ("contiguous", "dual_chunk_swap", "striped")
+
+
+class _Batch:
+    """Tensors by name."""
+
+    def validate(self, function: str, name: str, value: Any, sizes: Any) -> None:
+        if not hasattr(value, "items"):
+            raise TypeError(f"{function}: {name} is {type_name(value)}; pass a dict of tensors by name")
+
+
+class _OneTensor:
+    """A tensor of any shape and dtype."""
+
+    def validate(self, function: str, name: str, value: Any, sizes: Any) -> None:
+        checked_tensor(function, name, value)
+
+
+class _CpMesh:
+    """The mesh of cp alone, or what has its group."""
+
+    def validate(self, function: str, name: str, value: Any, sizes: Any) -> None:
+        remedy = "pass the DeviceMesh that shards the sequence, mesh['cp']"
+        if isinstance(value, DeviceMesh) and value.ndim != 1:
+            raise ValueError(f"{function}: {name} has {value.ndim} dims; {remedy}")
+        if not hasattr(value, "get_group"):
+            raise TypeError(f"{function}: {name} is {type_name(value)}; {remedy}")
+
+
+class _NamedMesh:
+    """A mesh whose dims may have names."""
+
+    def validate(self, function: str, name: str, value: Any, sizes: Any) -> None:
+        if not hasattr(value, "mesh_dim_names"):
+            raise TypeError(f"{function}: {name} is {type_name(value)}; pass a DeviceMesh with a dim named cp, or None")
+
+
+class _Window:
+    """How far a query sees: an int from 1, the query itself."""
+
+    def validate(self, function: str, name: str, value: Any, sizes: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{function}: {name} is {type_name(value)}; pass an int, or None to see all")
+        if value < 1:
+            raise ValueError(f"{function}: {name}={value} must be at least 1, the query itself; None sees all")
+
+
+class _Scale:
+    """A positive and finite factor of the scores."""
+
+    def validate(self, function: str, name: str, value: Any, sizes: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise TypeError(f"{function}: {name} is {type_name(value)}; pass a float, or None for p ** -0.5")
+        if not 0 < float(value) < math.inf:
+            raise ValueError(f"{function}: {name}={value} must be positive and finite; scale q to turn signs round")
+
+
+class _Layout:
+    """A TokenLayout, or the name of an order."""
+
+    def validate(self, function: str, name: str, value: Any, sizes: Any) -> None:
+        if not isinstance(value, TokenLayout | str):
+            orders = ", ".join(ORDERS)
+            raise TypeError(f"{function}: {name} is {type_name(value)}; pass a TokenLayout, or one of {orders}")
+
+
+Batch = Annotated[dict[str, Any], _Batch()]
+OneTensor = Annotated[Tensor, _OneTensor()]
+CpMesh = Annotated[DeviceMesh, _CpMesh()]
+NamedMesh = Annotated[DeviceMesh, _NamedMesh()]
+Window = Annotated[int, _Window()]
+Scale = Annotated[float, _Scale()]
+Layout = Annotated[TokenLayout | str, _Layout()]
+ExchangeName = Annotated[str, OneOf(EXCHANGES)]
+
+
+def checked_tensor(function: str, name: str, x: Any) -> Tensor:
+    """`x`, an entry of a batch; TypeError for what is no Tensor."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{function}: {name} is {type_name(x)}; pass a Tensor")
+    return x
