@@ -239,7 +239,7 @@ def test_a_mesh_of_several_dims_is_refused():
         return str(caught.value)
 
     ranks = run(body, CaseSpec(scheme="batch_te", mesh={"cp": 2, "tp": 1}))
-    sentence = "context_parallel.te: cp_mesh has 2 dims; pass the one that cuts the sequence, mesh['cp']"
+    sentence = "context_parallel.te: cp_mesh has 2 dims; pass the DeviceMesh that shards the sequence, mesh['cp']"
     assert ranks.results == (sentence,) * 2
 
 

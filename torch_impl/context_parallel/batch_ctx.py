@@ -173,7 +173,7 @@ def _completed(
             f"{FUNCTION}: position_ids start anew inside a row and there is no mask, so that its documents attend to "
             "each other; pass use_te=True with seq_lens",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
     if mask is not None or more or "padding_mask" in full:
         padding = full.get("padding_mask", torch.zeros(shape, dtype=torch.bool, device=device))
@@ -226,7 +226,7 @@ def _cp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
             f"{FUNCTION}: the mesh of {device_mesh.size()} ranks has no names, so that none of its dims cuts the "
             'sequence; pass one with mesh_dim_names=("cp",)',
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
     has_cp = device_mesh is not None and "cp" in (device_mesh.mesh_dim_names or ())
     return device_mesh["cp"] if device_mesh is not None and has_cp else None
