@@ -12,7 +12,7 @@ def causal_conv(
     bias: Float[Array, " c"] | None = None,
     first: Bool[Array, " s"] | None = None,
 ) -> Float[Array, "b s c"]:
-    """silu(bias + sum over j < k of weight[k - 1 - j] * x[t - j]), of those t - j in t's own sequence.
+    """silu(bias + sum over j < k of weight[k - 1 - j] * x[t - j]), of the positions t - j in the sequence of t.
 
     `first` marks the first token of each sequence; without it there is one.
     """
@@ -22,8 +22,8 @@ def causal_conv(
     for back in range(min(width, size)):
         shifted = jnp.concatenate([jnp.zeros_like(x[:, :back]), x[:, : size - back]], axis=1)
         before = jnp.concatenate([jnp.full(back, -1), sequence[: size - back]])
-        mine = (before == sequence)[None, :, None]
-        total = total + jnp.where(mine, shifted, 0.0) * weight[width - 1 - back][None, None, :]
+        is_same = (before == sequence)[None, :, None]
+        total = total + jnp.where(is_same, shifted, 0.0) * weight[width - 1 - back][None, None, :]
     return jax.nn.silu(total if bias is None else total + bias[None, None, :])
 
 
@@ -52,8 +52,8 @@ def scan(
     def step(state, token):
         x, dt, B, C, again = token
         decay = jnp.exp(dt * A[None, :])
-        kept = jnp.where(again, jnp.zeros_like(state), state) * decay[:, :, None, None]
-        state = kept + jnp.einsum("bh,bhp,bhn->bhpn", dt, x, B[:, group])
+        decayed = jnp.where(again, jnp.zeros_like(state), state) * decay[:, :, None, None]
+        state = decayed + jnp.einsum("bh,bhp,bhn->bhpn", dt, x, B[:, group])
         return state, jnp.einsum("bhpn,bhn->bhp", state, C[:, group]) + D[None, :, None] * x
 
     tokens = [jnp.moveaxis(each, 1, 0) for each in (x, dt, B, C)]

@@ -1,6 +1,6 @@
-"""The mesh view: what a per-rank function is given to know where it stands.
+"""The mesh view: the first argument of a function that runs on every rank.
 
-A thin face over torch's DeviceMesh, plus the global positions that this rank holds of each cut dim.
+A thin wrapper of torch's DeviceMesh, plus the global positions of this rank's shard of each dim.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Layout = Callable[[int, int], Sequence[Tensor]]
 class MeshView:
     """A named mesh, torch's `device_mesh`, as seen from one rank; `mesh["tp"]` is the process group of an axis.
 
-    `cuts` maps a dim to its global size and its cuts, outermost first, each a mesh axis and a layout
-    `(size, world) -> positions held by each rank`.
+    `cuts` maps a sharded dim to its global size and its shardings, outermost first, each a mesh axis and a layout
+    `(size, world) -> positions of each rank`.
 
     Cost:   no collective.
     Errors: ValueError for an axis that is not in the mesh, from each method that takes one.
@@ -48,7 +48,7 @@ class MeshView:
         return self.device_mesh.size(self.axes.index(axis))
 
     def rank(self, axis: str) -> int:
-        """This rank's place along an axis. Errors: ValueError for an axis that is not in the mesh."""
+        """This rank's index along an axis. Errors: ValueError for an axis that is not in the mesh."""
         self._check(axis)
         return self.device_mesh.get_local_rank(axis)
 
@@ -57,9 +57,9 @@ class MeshView:
         return MeshView(self.device_mesh, cuts)
 
     def global_ids(self, dim: str) -> Tensor:
-        """Global positions of `dim` that this rank holds, in local order, as int64.
+        """Global positions of this rank's shard of `dim`, in local order, as int64.
 
-        Errors: ValueError for a dim that is not known here.
+        Errors: ValueError for a dim without a sharding here.
         """
         if dim not in self._cuts:
             raise ValueError(f"mesh: dim {dim!r} is not known here ({', '.join(self._cuts) or 'none is'})")

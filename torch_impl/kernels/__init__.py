@@ -1,4 +1,4 @@
-"""Triton kernels behind plain functions, each with its eager twin; Triton is imported when it is first asked for."""
+"""Triton kernels behind plain functions, each with an eager equivalent; Triton is imported at first use."""
 
 from torch_impl.kernels.backend import BACKENDS as BACKENDS
 from torch_impl.kernels.backend import checked_backend as checked_backend

@@ -1,6 +1,6 @@
-"""Which implementation computes: torch as it is, torch compiled, or a Triton kernel.
+"""The choice of implementation: eager torch, compiled torch, or a Triton kernel.
 
-An explicit argument says so; "auto" leaves it to the device: Triton on CUDA, eager elsewhere. No environment variable
+An explicit argument decides; "auto" follows the device: Triton on CUDA, eager elsewhere. No environment variable
 is read, and a backend that is missing is an error, never a silent fall back to another.
 """
 
@@ -18,7 +18,7 @@ BACKENDS = ("auto", "eager", "compile", "triton")
 
 
 def checked_backend(function: str, backend: str, name: str, x: Tensor) -> str:
-    """What `backend` comes to for a tensor x on its device: 'eager', 'compile' or 'triton'.
+    """The implementation that `backend` means for a tensor x on its device: 'eager', 'compile' or 'triton'.
 
     `function` and `name`, that of x, are for messages.
 
@@ -26,25 +26,25 @@ def checked_backend(function: str, backend: str, name: str, x: Tensor) -> str:
     """
     if backend not in BACKENDS:
         raise ValueError(f"{function}: backend={backend!r} is not one of {', '.join(BACKENDS)}")
-    asked = f"backend={backend!r}"
+    request = f"backend={backend!r}"
     if backend == "auto":
-        asked += " on CUDA"
+        request += " on CUDA"
         backend = "triton" if x.is_cuda else "eager"
     if backend == "triton":
-        _check_triton(function, asked, name, x.device)
+        _check_triton(function, request, name, x.device)
     return backend
 
 
-def _check_triton(function: str, asked: str, name: str, device: torch.device) -> None:
+def _check_triton(function: str, request: str, name: str, device: torch.device) -> None:
     try:
         import triton  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ImportError(
-            f"{function}: {asked} needs triton; pip install 'shardproof[triton]', or use 'eager' or 'compile'"
+            f"{function}: {request} needs triton; pip install 'shardproof[triton]', or use 'eager' or 'compile'"
         ) from None
     from torch_impl.kernels.row_gather import gather_kernel
 
-    # Triton decides when a kernel is declared: only its interpreter makes something that is no JITFunction.
+    # Triton decides when a kernel is declared: only under its interpreter a kernel is no JITFunction.
     if device.type != "cuda" and isinstance(gather_kernel, triton.JITFunction):
         raise ValueError(
             f"{function}: backend='triton' runs on CUDA but {name} is on {device.type}; use 'auto', 'eager' or "
@@ -55,7 +55,7 @@ def _check_triton(function: str, asked: str, name: str, device: torch.device) ->
 @functools.cache
 def compiled(f: Callable[..., Any]) -> Callable[..., Any]:
     """`torch.compile` of f, a function of row blocks: once for each dtype and set of outputs."""
-    # One row or column is a shape of its own to the compiler, and with all else that is more than its usual 8.
+    # The compiler specializes on one row and on one column; with the other variants that exceeds its default of 8.
     room: dict[str, Any] = (
         {"recompile_limit": 64} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
     )

@@ -1,4 +1,4 @@
-"""Rows of a tensor taken in the order of an index array: what cutting, packing and gathering a sequence come to."""
+"""Rows of a tensor in the order of an index array: sharding, packing and gathering of sequences are made of it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def rows_at(
 ) -> Shaped[Tensor, "*b"]:
     """x[..., index, ...] along one dim, as a contiguous tensor; differentiable.
 
-    Any dtype and strides; a row may be taken several times, its cotangents then add up in x's dtype.
+    Any dtype and strides; a row may be read several times, its cotangents then add up in x's dtype.
     `backend`: "auto" is Triton on CUDA and eager elsewhere; "eager", "compile" and "triton" force one.
 
-    Cost:   reads and writes each row that is taken once, no collective; the Triton kernel copies x where its
+    Cost:   reads and writes each selected row once, no collective; the Triton kernel copies x where its
             dims before or after `dim` cannot be flattened without. Backward zeroes and adds. Saves the index.
     Errors: ValueError for another backend, or Triton for a tensor that is not on CUDA; ImportError without
             Triton; IndexError for an index outside the dim (on CUDA the device's own assertion).
@@ -31,7 +31,7 @@ def rows_at(
 
 
 def _selected(x: Tensor, index: Tensor, dim: int) -> Tensor:
-    """The eager twin of the kernel."""
+    """The eager equivalent of the kernel."""
     return x.index_select(dim, index)
 
 
