@@ -174,14 +174,14 @@ def test_parity(case):
 
 
 @pytest.mark.parametrize(("text", "words"), FAULTS)
-def test_a_fault_is_told_with_its_cell(text, words):
+def test_an_error_names_its_cell(text, words):
     with pytest.raises(ValueError, match=CELL) as refusal:
         read(text)
     assert words in str(refusal.value)
 
 
 @pytest.mark.parametrize(("text", "old", "new", "words"), COMMUNICATION_FAULTS)
-def test_a_fault_of_communication_is_told_with_its_cell(text, old, new, words):
+def test_an_error_of_communication_names_its_cell(text, old, new, words):
     assert read(text).has_communication
     assert text.count(old) == 1
     with pytest.raises(ValueError, match=CELL) as refusal:
@@ -212,7 +212,7 @@ def test_a_file_that_is_not_there_is_told_with_its_argument(tmp_path):
 
 
 @given(st.data(), named_orders(ranks=range(1, 4), most=4), st.booleans())
-def test_an_edited_file_is_a_schedule_or_refused_with_a_cell(data, drawn, has_communication):
+def test_an_edited_file_is_a_schedule_or_rejected_with_a_cell(data, drawn, has_communication):
     _, p, n, _, order, placed = drawn
     rows = with_communication(order, placed, n) if has_communication else order
     cells = [["" if action is None else str(action) for action in actions] for actions in rows]

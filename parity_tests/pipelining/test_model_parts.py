@@ -1,4 +1,4 @@
-"""Parity of models of many families in stages; those that the cut does not know are refused and never cut wrongly."""
+"""Parity of models of many families in stages; those that the cut does not know are rejected and never cut wrongly."""
 
 import pytest
 import torch
@@ -97,7 +97,7 @@ def test_a_stack_of_a_users_own_is_cut(kind):
 
 
 @pytest.mark.parametrize("kind", ["scaled", "reversed", "skipped", "indexed", "scaled at the end"])
-def test_what_every_stage_would_do_again_is_refused(kind):
+def test_what_every_stage_would_do_again_is_rejected(kind):
     def body(mesh):
         parts = cut(mesh, Stack(kind))
         with pytest.raises(ValueError, match="Stack does something to hidden states beside its embedding"):
@@ -114,7 +114,7 @@ def test_what_every_stage_would_do_again_is_refused(kind):
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), r"Sequential has no nn\.ModuleList of layers"),
     ],
 )
-def test_a_family_that_the_cut_does_not_know_is_refused(model, words):
+def test_a_family_that_the_cut_does_not_know_is_rejected(model, words):
     def body(mesh):
         with pytest.raises(ValueError, match=f"split_model_into_stages: {words}"):
             cut(mesh, model())

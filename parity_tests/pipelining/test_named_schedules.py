@@ -1,4 +1,4 @@
-"""Parity of pipelining.named_schedules: orders by hand, torch's own lists, and what is refused."""
+"""Parity of pipelining.named_schedules: orders by hand, torch's own lists, and what is rejected."""
 
 import pytest
 import torch
@@ -72,14 +72,14 @@ def test_orders_are_those_of_torch(name):
         (("GPipe", 2, 0, 1), "n_microbatches=0 must be at least 1"),
     ],
 )
-def test_what_a_schedule_cannot_have_is_refused(given_as, words):
+def test_what_a_schedule_cannot_have_is_rejected(given_as, words):
     with pytest.raises(ValueError, match=r"^pipelining\.schedule_order: ") as refusal:
         schedule_order(*given_as)
     assert words in str(refusal.value)
 
 
 @pytest.mark.parametrize("given_as", [(None, 2, 4, 2), ("GPipe", 2.0, 4, 1), ("GPipe", 2, True, 1)])
-def test_other_kinds_are_refused(given_as):
+def test_other_kinds_are_rejected(given_as):
     with pytest.raises(TypeError, match=r"^pipelining\.schedule_order: "):
         schedule_order(*given_as)
 

@@ -1,4 +1,4 @@
-"""Parity of pipelining.partition: the specified cases by hand, then laws, then what is refused."""
+"""Parity of pipelining.partition: the specified cases by hand, then laws, then what is rejected."""
 
 import jax.numpy as jnp
 import pytest
@@ -112,7 +112,7 @@ def test_the_default_placement_is_a_loop():
         ((0, 2, 4, None), "style=None is not one of loop, v"),
     ],
 )
-def test_stages_that_cannot_be_are_refused(given_as, words):
+def test_stages_that_cannot_be_are_rejected(given_as, words):
     with pytest.raises(ValueError, match=r"^pipelining\.stage_ids_this_rank: ") as refusal:
         stage_ids_this_rank(*given_as)
     assert words in str(refusal.value)
@@ -200,7 +200,7 @@ def test_virtual_stages_by_hand(given_as, result):
         ((8, None, 0, True), "pp_size=0 must be at least 1"),
     ],
 )
-def test_virtual_stages_that_cannot_be_are_refused(given_as, words):
+def test_virtual_stages_that_cannot_be_are_rejected(given_as, words):
     with pytest.raises(ValueError, match=r"^pipelining\.calculate_virtual_stages: ") as refusal:
         calculate_virtual_stages(*given_as)
     assert words in str(refusal.value)
@@ -239,7 +239,7 @@ def fits(stages, layers, ranks, is_single):
 
 
 @pytest.mark.parametrize(("sizes", "name"), [((0, 4), "pp_size"), ((2, 0), "num_stages"), ((-1, 4), "pp_size")])
-def test_sizes_below_one_are_refused(sizes, name):
+def test_sizes_below_one_are_rejected(sizes, name):
     with pytest.raises(ValueError, match=f"stage_to_rank: {name}="):
         stage_to_rank(*sizes)
 
@@ -349,7 +349,7 @@ def test_layers_come_once_and_in_order(data):
         ((2, 4), {"head_cost": float("inf")}, "head_cost=inf must be finite"),
     ],
 )
-def test_what_cannot_be_is_refused(args, kwargs, words):
+def test_what_cannot_be_is_rejected(args, kwargs, words):
     with pytest.raises(ValueError, match=f"^{NAME}: ") as refusal:
         names(*args, **kwargs)
     assert words in str(refusal.value)
@@ -367,7 +367,7 @@ def test_what_cannot_be_is_refused(args, kwargs, words):
         ((2, 4), {"embed_cost": "much"}, "embed_cost='much' is a str; pass a number"),
     ],
 )
-def test_other_kinds_are_refused(args, kwargs, words):
+def test_other_kinds_are_rejected(args, kwargs, words):
     with pytest.raises(TypeError, match=f"^{NAME}: ") as refusal:
         names(*args, **kwargs)
     assert words in str(refusal.value)

@@ -1,4 +1,4 @@
-"""Parity of pipelining.pipeline: one call for everything, with and without FSDP2; what is refused."""
+"""Parity of pipelining.pipeline: one call for everything, with and without FSDP2; what is rejected."""
 
 import re
 
@@ -119,7 +119,7 @@ def test_with_fsdp_inside_stages(name, once, tmp_path):
         assert (ours - theirs).norm() <= PROMISED * theirs.norm(), parameter
 
 
-def test_a_part_that_would_be_reduced_each_time_is_refused():
+def test_a_part_that_would_be_reduced_each_time_is_rejected():
     def body(mesh, case):
         with pytest.raises(ValueError, match="patch_stage_backward_maybe_with_nosync=True, but a part of Llama"):
             run_one(mesh, case)
@@ -160,7 +160,7 @@ def refused(mesh, case):
         ({"parallelize_fn": 3}, "TypeError: .*parallelize_fn is an int; pass a function"),
     ],
 )
-def test_what_cannot_be_is_refused_before_the_model_is_touched(options, words):
+def test_what_cannot_be_is_rejected_before_the_model_is_touched(options, words):
     ranks = run(refused, CaseSpec("pipeline", {"pp": 2}, options=options))
     assert ranks.ledger.rows == []
     assert all(re.match(words, sentence) for sentence in ranks.results), ranks.results

@@ -221,7 +221,7 @@ def divided(sums, divisor):
 
 
 @pytest.mark.parametrize("divisor", [0, -1])
-def test_a_divisor_below_one_is_refused(divisor):
+def test_a_divisor_below_one_is_rejected(divisor):
     words = rf"^pipelining\.scale_grads_by_divisor: divisor={divisor} must be at least 1 \(microbatches x accumulation"
     with pytest.raises(ValueError, match=words):
         scale_grads_by_divisor([], divisor)
@@ -237,7 +237,7 @@ def test_a_divisor_below_one_is_refused(divisor):
         ([SimpleNamespace(submod=nn.Identity())], 2, r"stages\[0\] is a SimpleNamespace; pass a PipelineStage"),
     ],
 )
-def test_other_kinds_are_refused(stages, divisor, words):
+def test_other_kinds_are_rejected(stages, divisor, words):
     with pytest.raises(TypeError, match=rf"^pipelining\.scale_grads_by_divisor: {words}"):
         scale_grads_by_divisor(stages, divisor)
 

@@ -1,4 +1,4 @@
-"""What pipelining.schedule refuses, in one table, on every rank and before anything is sent."""
+"""What pipelining.schedule rejects, in one table, on every rank and before anything is sent."""
 
 import logging
 import re
@@ -22,7 +22,7 @@ def case_of(p, **options):
 
 
 def refusal(mesh, case):
-    """The sentence with which a schedule is refused on this rank."""
+    """The sentence with which a schedule is rejected on this rank."""
     options = dict(case.options)
     return asked(mesh, options.pop("placed"), options)
 
@@ -94,7 +94,7 @@ REFUSED = [
 ]
 
 
-# Beside those that are refused, some that are not.
+# Beside those that are rejected, some that are not.
 ASKED = [
     *((placed, options, 1) for placed, options, _ in REFUSED),
     *((LOOP, {"name": name}, 0) for name in ("LoopedBFS", "Interleaved1F1B", "interleavedzerobubble")),
@@ -116,7 +116,7 @@ def refused(ids):
     draw={"ids": token_below("r")},
 )
 def refusals_of_schedules(mesh, ids) -> Int[Tensor, "k r/pp"]:
-    """1 where a schedule is refused on this rank, 2 where torch is left to refuse it."""
+    """1 where a schedule is rejected on this rank, 2 where torch is left to reject it."""
     said = [asked(mesh, placed, options) for placed, options, _ in ASKED]
     found = [[0 if each == "accepted" else 1 if "pipelin" in each else 2] for each in said]
     return torch.tensor(found, dtype=ids.dtype, device=ids.device).expand_as(ids)
@@ -129,7 +129,7 @@ def test_refusals(case):
 
 
 @pytest.mark.parametrize(("placed", "options", "words"), REFUSED)
-def test_what_cannot_be_is_refused_on_every_rank_before_anything_is_sent(placed, options, words):
+def test_what_cannot_be_is_rejected_on_every_rank_before_anything_is_sent(placed, options, words):
     ranks = run(refusal, case_of(2, placed=placed, **options))
     first, second = ranks.results
     assert ranks.ledger.rows == []
@@ -147,7 +147,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("given_as", "words"), OTHERS, ids=range(len(OTHERS)))
-def test_what_is_not_the_stages_of_one_pipeline_is_refused(given_as, words):
+def test_what_is_not_the_stages_of_one_pipeline_is_rejected(given_as, words):
     def body(mesh, case):
         stages, longer = (list(made_stages(mesh, placed, None).values()) for placed in (SINGLE, LOOP))
         with pytest.raises((TypeError, ValueError)) as error:
@@ -169,7 +169,7 @@ FILES = [
 
 
 @pytest.mark.parametrize(("placed", "text", "words"), FILES)
-def test_a_file_that_cannot_be_is_refused_on_every_rank(placed, text, words, tmp_path):
+def test_a_file_that_cannot_be_is_rejected_on_every_rank(placed, text, words, tmp_path):
     path = written(tmp_path, text)
     ranks = run(refusal, case_of(2, placed=placed, csv=path, batch=4))
     assert ranks.ledger.rows == []

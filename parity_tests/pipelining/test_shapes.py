@@ -1,4 +1,4 @@
-"""Parity of pipelining.shapes: what is told is what running finds; other lengths; what is refused."""
+"""Parity of pipelining.shapes: shapes set in advance are those that running infers; other lengths; what is rejected."""
 
 from types import SimpleNamespace
 
@@ -154,7 +154,7 @@ def test_lengths_that_change_are_accumulated(name):
     assert found == {name: parameter.grad.numpy().tobytes() for name, parameter in model.named_parameters()}
 
 
-def test_a_batch_of_another_size_is_refused_where_it_comes_in():
+def test_a_batch_of_another_size_is_rejected_where_it_comes_in():
     def body(mesh, case):
         stages, schedule = built(mesh, "LoopedBFS", torch.float32)
         _precompute_stage_shapes(stages, OF.config, ROWS, LENGTH)
@@ -167,7 +167,7 @@ def test_a_batch_of_another_size_is_refused_where_it_comes_in():
     assert run(body, case_of(1)).ledger.rows == []
 
 
-def test_a_length_that_running_did_not_find_is_refused_where_it_comes_in():
+def test_a_length_that_running_did_not_find_is_rejected_where_it_comes_in():
     def body(mesh, case):
         stages, schedule = built(mesh, "LoopedBFS", torch.float32)
         ids, targets = tokens(OF, 4)
@@ -181,7 +181,7 @@ def test_a_length_that_running_did_not_find_is_refused_where_it_comes_in():
     assert run(body, case_of(1)).results == (4,)
 
 
-def test_a_step_without_what_it_needs_is_refused_where_that_is_due():
+def test_a_step_without_what_it_needs_is_rejected_where_that_is_due():
     def body(mesh, case):
         _, schedule = built(mesh, "GPipe", torch.float32)
         ids, targets = tokens(OF, 4)
@@ -193,7 +193,7 @@ def test_a_step_without_what_it_needs_is_refused_where_that_is_due():
     assert run(body, case_of(2)).ledger.rows == []
 
 
-def test_what_cannot_be_told_is_refused():
+def test_what_cannot_be_told_is_rejected():
     def body(mesh, case):
         stages, schedule = built(mesh, "LoopedBFS", torch.float32)
         for sizes, words in (
@@ -211,7 +211,7 @@ def test_what_cannot_be_told_is_refused():
     run(body, case_of(1))
 
 
-def test_shapes_that_only_some_ranks_know_are_refused_on_those():
+def test_shapes_that_only_some_ranks_know_are_rejected_on_those():
     """The other rank takes part in torch's vote and goes no further."""
 
     def body(mesh, case):

@@ -1,4 +1,4 @@
-"""Parity of pipelining.simulation: closed forms, bounds, laws of time, and what is refused."""
+"""Parity of pipelining.simulation: closed forms, bounds, laws of time, and what is rejected."""
 
 import subprocess
 import sys
@@ -178,13 +178,13 @@ def test_everything_starts_when_the_last_thing_it_waits_for_is_there(drawn, time
         ),
     ],
 )
-def test_orders_that_cannot_be_are_refused(rows, placed, words):
+def test_orders_that_cannot_be_are_rejected(rows, placed, words):
     with pytest.raises(ValueError, match=r"^order: ") as refusal:
         simulate([[parse_action(text) for text in row.split()] for row in rows], placed)
     assert words in str(refusal.value)
 
 
-def test_microbatches_outside_of_those_given_are_refused():
+def test_microbatches_outside_of_those_given_are_rejected():
     order = [[parse_action(text) for text in ("0F0", "0B0", "0F1", "0B1")]]
     with pytest.raises(ValueError, match="rank 0, position 2: '0F1' is of micro-batch 1; there are 1"):
         simulate(order, [0], n_microbatches=1)
@@ -193,13 +193,13 @@ def test_microbatches_outside_of_those_given_are_refused():
 
 
 @pytest.mark.parametrize(("name", "time"), [("f", -1), ("i", float("nan")), ("w", [1, float("inf")]), ("p2p", True)])
-def test_times_that_cannot_be_are_refused(name, time):
+def test_times_that_cannot_be_are_rejected(name, time):
     with pytest.raises(ValueError, match=rf"^pipelining\.Times: {name}="):
         Times(**{name: time})
 
 
 @pytest.mark.parametrize(("name", "time"), [("f", "long"), ("i", None), ("p2p", [1, 2])])
-def test_times_of_other_kinds_are_refused(name, time):
+def test_times_of_other_kinds_are_rejected(name, time):
     with pytest.raises(TypeError, match=rf"^pipelining\.Times: {name}="):
         Times(**{name: time})
 
