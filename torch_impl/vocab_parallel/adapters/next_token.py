@@ -118,9 +118,10 @@ def get_logprobs_from_vocab_parallel_logits(
         vocab_parallel_logits  "b s/cp v/tp"     input_ids  "b s/cp"     ->   "b u tp=I cp=I",   u = s - 1
 
     The range of each rank follows DTensor's ceil rule, empty shards included; the gradient is a DTensor with
-    the logits' placements. With grad disabled nothing is saved. All else, cost and errors too, is as in
+    the logits' placements. With grad disabled nothing is saved. All else is as in
     `dtensor_from_parallel_logits_to_logprobs`.
 
+    Cost:   that of `dtensor_from_parallel_logits_to_logprobs`.
     Errors: besides, TypeError for logits that are not a DTensor; ValueError without a mesh dim `tp`, with the
             vocabulary not sharded over it, or with plain ids for logits that cp shards.
     """
