@@ -38,13 +38,13 @@ def show(target: str, mesh: Mapping[str, int], tokens: int, changes: Mapping[str
     if max(sizes.get(axis, 1) for axis in TENSOR) > 1:
         _check_has_plan(target, model)
     result = dry_run(model, sizes or {"dp_shard": 1}, tokens=tokens)
-    print(json_module.dumps({**asdict(result), "bytes_held": result.bytes_held}, indent=1) if as_json else result)
+    print(json_module.dumps({**asdict(result), "local_bytes": result.local_bytes}, indent=1) if as_json else result)
 
 
 def _check_axes(mesh: Mapping[str, int]) -> None:
-    from torch_impl.parallelizer.mesh_axes import KNOWN, NEWER
+    from torch_impl.parallelizer.mesh_axes import AXIS_NAMES, NEWER
 
-    axes = [axis for axis in dict.fromkeys([*NEWER.values(), *KNOWN]) if axis not in NOT_PLANNED]
+    axes = [axis for axis in dict.fromkeys([*NEWER.values(), *AXIS_NAMES]) if axis not in NOT_PLANNED]
     for axis, size in mesh.items():
         if size > 1 and axis in NOT_PLANNED:
             raise ValueError(f"--mesh {axis}={size}: is not planned: {NOT_PLANNED[axis]}")

@@ -81,9 +81,9 @@ SHAPES = {
  "mesh": {"tp": 2},
  "parameters": [{"name": "model.embed_tokens.weight", "count": 1, "shape": [151936, 4096],
                  "placements": "dp_shard_cp Shard(0), tp Shard(0)", "local_shape": [75968, 4096],
-                 "bytes_held": 622329856}],
- "sent": [{"phase": "forward", "op": "all_gather", "axis": "tp", "calls": 1, "bytes_in": 622329856}],
- "unmatched": [], "unknown": [], "bytes_whole": 3164627456, "bytes_held": 1582326272
+                 "local_bytes": 622329856}],
+ "collectives": [{"phase": "forward", "op": "all_gather", "axis": "tp", "calls": 1, "bytes_in": 622329856}],
+ "unmatched": [], "unknown": [], "total_bytes": 3164627456, "local_bytes": 1582326272
 }
 """,
 }

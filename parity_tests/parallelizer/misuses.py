@@ -56,28 +56,29 @@ MISUSES = {
         named(lm_head__weight="colwise"),
     ),
     "a name for a style": Misuse(
-        "tp_shard_plan: the value of 'lm_head' is 'colwise', not a ParallelStyle; "
+        "parallelizer.check_plan: plan['lm_head'] is 'colwise', not a ParallelStyle; "
         "translate_to_torch_parallel_style makes one of a name",
         lambda model: {"lm_head": "colwise"},
         error=TypeError,
     ),
     "a number for a key": Misuse(
-        "tp_shard_plan: key 3 is a int; keys are names of modules",
+        "parallelizer.check_plan: plan has the key 3, an int; keys are names of modules",
         lambda model: {3: translate_to_torch_parallel_style("colwise")},
         error=TypeError,
     ),
-    "a list": Misuse("tp_shard_plan: is a list; pass a dict", lambda model: [], error=TypeError),
+    "a list": Misuse("parallelizer.check_plan: plan is a list; pass a dict", lambda model: [], error=TypeError),
     "no plan": Misuse("tp_shard_plan: has no entry for tp={tp}", lambda model: None),
     "an empty plan": Misuse("tp_shard_plan: has no entry for tp={tp}", lambda model: {}),
     "heads that do not divide": Misuse(
-        "tp_shard_plan: key 'model.layers.*.self_attn.k_proj' cuts heads, and num_key_value_heads=1 does not divide by "
-        "tp={tp}",
+        "tp_shard_plan: key 'model.layers.*.self_attn.k_proj' shards heads, and num_key_value_heads=1 does not divide "
+        "by tp={tp}",
         get_hf_tp_shard_plan,
         ONE_KV_HEAD,
     ),
     "queries cut and values whole": Misuse(
-        "tp_shard_plan: key 'model.layers.*.self_attn.q_proj' cuts heads, and 'model.layers.0.self_attn.v_proj' beside "
-        "it is not in the plan, so that heads of different ranks would meet; give it the same style",
+        "tp_shard_plan: key 'model.layers.*.self_attn.q_proj' shards heads, and its sibling "
+        "'model.layers.0.self_attn.v_proj' is not in the plan, so that heads of different ranks would meet; give it "
+        "the same style",
         lambda model: {key: style for key, style in get_hf_tp_shard_plan(model).items() if "v_proj" not in key},
         Chosen("llama", further=(("num_key_value_heads", 4),)),
     ),
@@ -98,16 +99,16 @@ MISUSES = {
         TIED,
     ),
     "two keys for a module": Misuse(
-        "tp_shard_plan: keys 'model.layers.*.mlp.up_proj' and 'model.layers.1.mlp.up_proj' both mean "
+        "tp_shard_plan: keys 'model.layers.*.mlp.up_proj' and 'model.layers.1.mlp.up_proj' both match "
         "'model.layers.1.mlp.up_proj'; keep one",
         named(model__layers__all__mlp__up_proj="colwise", model__layers__1__mlp__up_proj="colwise"),
     ),
     "a norm cut by columns": Misuse(
-        "tp_shard_plan: key 'model.norm': ColwiseParallel cuts Linear and Embedding, not Qwen3RMSNorm",
+        "tp_shard_plan: key 'model.norm': ColwiseParallel shards Linear and Embedding, not Qwen3RMSNorm",
         named(model__norm="colwise"),
     ),
     "a norm of two halves": Misuse(
-        "tp_shard_plan: key 'model.norm': packed_colwise: cuts the halves of a Linear, not a Qwen3RMSNorm",
+        "tp_shard_plan: key 'model.norm': packed_colwise: shards the halves of a Linear, not a Qwen3RMSNorm",
         named(model__norm="packed_colwise"),
     ),
     "halves of an odd width": Misuse(

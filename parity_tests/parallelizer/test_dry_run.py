@@ -50,7 +50,7 @@ def test_it_says_what_a_run_does(family, mesh):
     assert promised(said) == measured(ranks.ledger)
     held = ranks.results[0]
     assert {each.local_shape for each in said.parameters} == {shape for shape, _ in held.values()}
-    assert said.bytes_held == sum(size for _, size in held.values())
+    assert said.local_bytes == sum(size for _, size in held.values())
     assert (said.unmatched, said.unknown) == ((), ())
 
 
@@ -67,7 +67,7 @@ def measured(ledger):
 def promised(said):
     """The same of a dry run."""
     calls, sizes = Counter(), Counter()
-    for each in said.sent:
+    for each in said.collectives:
         key = {"forward": "fwd", "backward": "bwd"}[each.phase], each.op
         calls[key] += each.calls
         sizes[key] += each.bytes_in
@@ -116,21 +116,21 @@ def test_what_each_style_sends_is_what_is_measured(plan):
 def test_what_is_not_counted_is_said(plan, name):
     said = dry_run(three_layers().to("meta"), {"tp": 2}, plan, tokens=10)
     assert said.unknown == (name,)
-    assert f"what {name!r} sends is not counted" in str(said)
+    assert f"collectives of {name!r} are not counted" in str(said)
 
 
 def test_packed_halves_are_shown():
     plan = {"1": named("packed_colwise"), "2": named("packed_rowwise")}
     rows = dry_run(three_layers().to("meta"), {"tp": 2}, plan).parameters
     assert [each.placements.rpartition(", ")[2] for each in rows] == [
-        "tp whole",
+        "tp Replicate()",
         *["tp Shard(0) of each half"] * 2,
-        *["tp Shard(1) of each half", "tp whole"],
+        *["tp Shard(1) of each half", "tp Replicate()"],
     ]
 
 
 @pytest.mark.parametrize(
-    ("replicas", "shown"), [(1, "dp_shard Shard(0)"), (2, "dp_replicate whole, dp_shard Shard(0)")]
+    ("replicas", "shown"), [(1, "dp_shard Shard(0)"), (2, "dp_replicate Replicate(), dp_shard Shard(0)")]
 )
 def test_axes_that_cut_or_repeat_are_shown(replicas, shown):
     rows = dry_run(three_layers().to("meta"), {"dp_replicate": replicas, "dp_shard": 2}).parameters
@@ -167,7 +167,7 @@ def test_a_large_model_on_a_mesh_that_is_not_there():
     shards = {each.name: each.local_shape for each in said.parameters}
     assert shards["model.layers.*.mlp.down_proj.weight"] == (8192 // 64, 28672 // 8)
     assert str(said).splitlines()[0].startswith("dp_shard=64 tp=8: 512 ranks; ")
-    assert said.bytes_whole // 512 <= said.bytes_held < said.bytes_whole // 400
+    assert said.total_bytes // 512 <= said.local_bytes < said.total_bytes // 400
 
 
 def test_keys_that_match_nothing_are_said():
@@ -182,8 +182,8 @@ def test_keys_that_match_nothing_are_said():
     ("mesh", "tokens", "said"),
     [
         ({"dp": 2}, 1, "device_mesh: axis 'dp' of"),
-        ({"dp_shard": 0}, 1, "dry_run: dp_shard=0 is not a size; it is 1 or more"),
-        ({"dp_shard": 1}, 0, "dry_run: tokens=0 is not a size"),
+        ({"dp_shard": 0}, 1, r"parallelizer.dry_run: mesh\['dp_shard'\]=0 is not a size; it is 1 or more"),
+        ({"dp_shard": 1}, 0, "parallelizer.dry_run: tokens=0 must be at least 1"),
         ({"tp": 4}, 1, "num_key_value_heads=2 does not divide by tp=4"),
     ],
 )

@@ -86,7 +86,7 @@ def test_a_sum_that_is_missing_is_said():
         return fsdp2_strategy_parallelize(model, device_mesh, tp_shard_plan=plan)
 
     training, mesh = Training(Chosen("qwen3"), steps=1), {"dp_shard": 1, "tp": 2}
-    with pytest.warns(UserWarning, match=r"self_attn.q_norm' is not in the plan while .* cuts the heads before it"):
+    with pytest.warns(UserWarning, match=r"self_attn.q_norm' is not in the plan while .* shards the heads before it"):
         ranks, _ = on_mesh(mesh, training, parallelize)
     said = verdict(mesh, training, ranks, reference(training.chosen, training.batches))
     assert "gradient: model.layers.0.self_attn.q_norm.weight misses a sum over tp" in said

@@ -311,28 +311,33 @@ def edited_plan(model, **edit):
 
 
 MISUSES = [
-    (DP, dict(model=3), TypeError, "model: is a int; pass a torch.nn.Module"),
-    (DP, dict(device_mesh=(2,)), TypeError, "device_mesh: is a tuple; pass a torch DeviceMesh"),
+    (DP, dict(model=3), TypeError, "parallelizer.fsdp2_strategy_parallelize: model is an int; pass a torch.nn.Module"),
+    (DP, dict(device_mesh=(2,)), TypeError, "device_mesh is a tuple; pass a torch DeviceMesh"),
     ({"dp": 2}, dict(), ValueError, r"device_mesh: axis 'dp' of \('dp',\) is not known"),
     ({"tp": 1, "data_parallel": 2}, dict(), ValueError, "device_mesh: axes .* mix older names"),
-    (DP, dict(mp_policy=torch.bfloat16), TypeError, "mp_policy: is a dtype; pass a MixedPrecisionPolicy or None"),
+    (DP, dict(mp_policy=torch.bfloat16), TypeError, "mp_policy is a dtype; pass a MixedPrecisionPolicy or None"),
     (
         DP,
         dict(mp_policy=MixedPrecisionPolicy(param_dtype="bf16")),  # pyright: ignore[reportArgumentType]
         TypeError,
-        "mp_policy: its param_dtype is 'bf16'; pass a dtype of floats or None",
+        "mp_policy.param_dtype is 'bf16'; pass a floating dtype or None",
     ),
     (
         DP,
         dict(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.int8)),
         TypeError,
-        "mp_policy: its reduce_dtype is torch.int8; pass a dtype of floats or None",
+        "mp_policy.reduce_dtype is torch.int8; pass a floating dtype or None",
     ),
-    (DP, dict(offload_policy=True), TypeError, "offload_policy: is a bool; pass a CPUOffloadPolicy or None"),
-    (DP, dict(activation_checkpointing=1), TypeError, "activation_checkpointing: is 1, a int; pass True or False"),
-    (DP, dict(reshard_after_forward=2), TypeError, "reshard_after_forward: is 2, a int; pass True or False"),
-    (DP, dict(tp_shard_plan={"lm_head": "colwise"}), TypeError, "the value of 'lm_head' is 'colwise', not a Parallel"),
-    (TP, dict(tp_shard_plan=[]), TypeError, "tp_shard_plan: is a list; pass a dict of module name -> ParallelStyle"),
+    (DP, dict(offload_policy=True), TypeError, "offload_policy is a bool; pass a CPUOffloadPolicy or None"),
+    (DP, dict(activation_checkpointing=1), TypeError, "activation_checkpointing=1 is an int; pass True or False"),
+    (DP, dict(reshard_after_forward=2), TypeError, "reshard_after_forward=2 is an int; pass True or False"),
+    (
+        DP,
+        dict(tp_shard_plan={"lm_head": "colwise"}),
+        TypeError,
+        r"tp_shard_plan\['lm_head'\] is 'colwise', not a Parallel",
+    ),
+    (TP, dict(tp_shard_plan=[]), TypeError, "tp_shard_plan is a list; pass a dict of module name -> ParallelStyle"),
     (TP, dict(tp_shard_plan=None), ValueError, "tp_shard_plan: has no entry for tp=2"),
     (TP, dict(tp_shard_plan={}), ValueError, "tp_shard_plan: has no entry for tp=2"),
     (

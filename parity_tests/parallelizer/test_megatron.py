@@ -205,17 +205,21 @@ STRATEGY = (
     ("error", "said", "given"),
     [
         (ValueError, STRATEGY, {"data_parallel_sharding_strategy": "zero3"}),
-        (TypeError, "data_parallel_sharding_strategy: is 3, a int", {"data_parallel_sharding_strategy": 3}),
-        (ValueError, "backend='cuda' is not known; use one of auto, native", {"backend": "cuda"}),
+        (TypeError, "data_parallel_sharding_strategy=3 is an int; pass a str", {"data_parallel_sharding_strategy": 3}),
+        (ValueError, "backend='cuda' is not one of auto, native, megatron_fsdp, nvfsdp", {"backend": "cuda"}),
         (ImportError, "backend='nvfsdp': has no nvfsdp", {"backend": "nvfsdp"}),
-        (TypeError, "nccl_ub: is 1, a int; pass True or False", {"nccl_ub": 1}),
+        (TypeError, "nccl_ub=1 is an int; pass True or False", {"nccl_ub": 1}),
         (
             ValueError,
             "calculate_per_token_loss=True sums gradients and average_in_collective=True",
             {"calculate_per_token_loss": True, "average_in_collective": True},
         ),
         (ValueError, "has no instance of 'torch.nn.GRU'; it has", {"nvfsdp_unit_modules": [BLOCK, "torch.nn.GRU"]}),
-        (TypeError, "class_paths='torch.nn.Linear' is a str", {"nvfsdp_unit_modules": "torch.nn.Linear"}),
+        (
+            TypeError,
+            "nvfsdp_unit_modules='torch.nn.Linear' is a str; pass a list of paths",
+            {"nvfsdp_unit_modules": "torch.nn.Linear"},
+        ),
         (
             ValueError,
             "disable_bucketing=True makes a unit of each module, and 'a.weight' and 'b.weight' share",

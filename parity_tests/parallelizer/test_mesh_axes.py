@@ -80,7 +80,7 @@ def test_a_name_that_was_given_to_other_axes():
             _ = mesh_axes(own).shard_mesh
         return str(error.value)
 
-    said = "axis 'dp_shard_cp' was made of other axes than ['dp_shard', 'cp']; flatten these under this name"
+    said = "axis 'dp_shard_cp' was flattened from other axes than ['dp_shard', 'cp']; flatten these under this name"
     assert all(said in each for each in on_ranks(body, {"x": 4}))
 
 
@@ -89,10 +89,10 @@ def test_a_name_that_was_given_to_other_axes():
     [
         (("dp_shard", "tensor_parallel"), "mix older names ['tensor_parallel'] and newer names ['dp_shard']"),
         (("tp", "tensor_parallel"), "mix older names ['tensor_parallel'] and newer names ['tp']"),
-        (("dp", "tp"), "axis 'dp' of ('dp', 'tp') is not known; known are data_parallel, "),
-        (("dp_shard_cp", "cp"), "axis 'dp_shard_cp' of ('dp_shard_cp', 'cp') stands beside 'cp', which it contains"),
-        (("data_parallel", "dp_cp"), "axis 'dp_cp' of ('data_parallel', 'dp_cp') stands beside 'data_parallel'"),
-        (("dp_shard_cp", "dp_cp"), "axis 'dp_cp' of ('dp_shard_cp', 'dp_cp') stands beside 'dp_shard_cp', which it"),
+        (("dp", "tp"), "axis 'dp' of ('dp', 'tp') is not known; the names are data_parallel, "),
+        (("dp_shard_cp", "cp"), "axis 'dp_shard_cp' of ('dp_shard_cp', 'cp') stands next to 'cp', which it contains"),
+        (("data_parallel", "dp_cp"), "axis 'dp_cp' of ('data_parallel', 'dp_cp') stands next to 'data_parallel'"),
+        (("dp_shard_cp", "dp_cp"), "axis 'dp_cp' of ('dp_shard_cp', 'dp_cp') stands next to 'dp_shard_cp', which it"),
         (None, "its 2 axes have no names; name them (data_parallel, "),
     ],
 )
@@ -119,11 +119,6 @@ def test_a_torch_that_lacks_what_is_needed(monkeypatch):
     monkeypatch.delattr(DeviceMesh, "_flatten")
     said = f"parallelizer: torch {torch.__version__} has no DeviceMesh._flatten, which is needed here"
     assert all(each.startswith(said) for each in on_ranks(body, {"dp_shard": 1, "cp": 2, "pp": 1}))
-
-
-def test_what_is_no_mesh():
-    with pytest.raises(TypeError, match="device_mesh: is a tuple; pass a torch DeviceMesh"):
-        mesh_axes((1, 2))  # pyright: ignore[reportArgumentType]
 
 
 def test_meshes_of_one_root():

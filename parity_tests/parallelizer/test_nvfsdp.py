@@ -15,7 +15,7 @@ from parity_tests.parallelizer.reference import reference
 from parity_tests.parallelizer.small_net import BLOCK, NAMES, Net, net_of, plan, whole
 from parity_tests.parallelizer.training import Training, on_mesh, verdict
 from torch_impl.parallelizer import get_hf_tp_shard_plan
-from torch_impl.parallelizer.adapters.megatron import OF_CUDA, OF_THE_PAGE, STRATEGIES
+from torch_impl.parallelizer.adapters.megatron import ALIASES, CUDA_ONLY, STRATEGIES
 from torch_impl.parallelizer.adapters.nvfsdp import nvfsdp_strategy_parallelize
 
 AXES = {"dp_replicate": (1, 2), "dp_shard": (1, 2), "tp": (1, 2)}
@@ -177,7 +177,7 @@ def half():
     return Net().bfloat16()
 
 
-@pytest.mark.parametrize("strategy", [*STRATEGIES, *OF_THE_PAGE])
+@pytest.mark.parametrize("strategy", [*STRATEGIES, *ALIASES])
 def test_what_each_strategy_sends(strategy):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -227,7 +227,7 @@ def test_masters_of_what_is_wide_change_nothing():
     assert on_ranks(body).results == (True, True)
 
 
-@pytest.mark.parametrize("name", OF_CUDA)
+@pytest.mark.parametrize("name", CUDA_ONLY)
 def test_what_has_no_effect_natively_is_told_by_name(name):
     def body(view, case):
         with pytest.warns(UserWarning, match=f"{name}=True has no effect natively: memory and speed only") as caught:

@@ -102,5 +102,5 @@ def test_a_tensor_without_values_is_refused():
         return str(caught.value)
 
     ranks = on_ranks(body)
-    assert ranks.results == ("parallelizer.to_cpu: v is a DTensor on 'meta', which holds no values",) * 2
+    assert ranks.results == ("parallelizer.to_cpu: v is a DTensor on 'meta', which has no values",) * 2
     assert ranks.ledger.rows == []

@@ -164,8 +164,8 @@ def test_a_mesh_of_two_axes_and_a_model_of_none_are_refused():
         plan = {"": translate_to_torch_parallel_style("colwise")}
         for model, axes, error, said in (
             (nn.Linear(2, 2), mesh.device_mesh, ValueError, "tp_mesh: has 2 axes ('dp', 'tp')"),
-            ("a model", mesh.device_mesh["tp"], TypeError, "model: is a str; pass a torch.nn.Module"),
-            (nn.Linear(2, 2), None, TypeError, "tp_mesh: is a NoneType; pass a 1-D DeviceMesh"),
+            ("a model", mesh.device_mesh["tp"], TypeError, "model is a str; pass a torch.nn.Module"),
+            (nn.Linear(2, 2), None, TypeError, "tp_mesh is None; pass a torch DeviceMesh"),
         ):
             with pytest.raises(error, match=re.escape(said)):
                 check_plan(model, plan, axes)
@@ -259,7 +259,7 @@ class Unknown(ParallelStyle):
 def test_a_style_of_ones_own_that_breaks_a_tie_is_told():
     def body(mesh, case):
         module = Tied(torch.ones(4, 2))
-        with pytest.raises(ValueError, match=r"'table.weight' and 'head.weight' share a parameter and were cut in two"):
+        with pytest.raises(ValueError, match=r"'table.weight' and 'head.weight' share a parameter and were sharded"):
             apply_plan(module, {"table": Unknown()}, mesh.device_mesh)
         return True
 

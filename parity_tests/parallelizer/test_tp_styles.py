@@ -16,7 +16,7 @@ from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer import plain_modules as plain
 from parity_tests.parallelizer.styled import Gated, Norm, Stacks, accumulated, ceil_rule, given, styled
 from torch_impl.parallelizer import translate_to_torch_parallel_style
-from torch_impl.parallelizer.hf_plan import REFUSED, STYLES
+from torch_impl.parallelizer.hf_plan import REJECTED, STYLES
 from torch_impl.parallelizer.tp_styles import Experts
 
 WHOLE_OUTPUTS = ("colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep", "replicate")
@@ -229,8 +229,8 @@ def test_parity(made):
 
 
 def test_every_name_that_transformers_registers_is_a_style_or_a_refusal():
-    assert set(ALL_PARALLEL_STYLES.keys()) <= {*STYLES, *REFUSED}
-    assert not set(STYLES) & set(REFUSED)
+    assert set(ALL_PARALLEL_STYLES.keys()) <= {*STYLES, *REJECTED}
+    assert not set(STYLES) & set(REJECTED)
 
 
 @pytest.mark.parametrize("name", STYLES)
@@ -258,13 +258,13 @@ def test_a_name_that_torch_has_a_style_for(name):
     assert isinstance(found, type(wanted)) and vars(found) == vars(wanted)
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", REJECTED)
 def test_a_refused_name_is_told_why(name):
-    with pytest.raises(ValueError, match=rf"style='{name}' {REFUSED[name][:20]}"):
+    with pytest.raises(ValueError, match=rf"style='{name}' {REJECTED[name][:20]}"):
         translate_to_torch_parallel_style(name)
 
 
-@drawn(st.text().filter(lambda text: text not in STYLES and text not in REFUSED))
+@drawn(st.text().filter(lambda text: text not in STYLES and text not in REJECTED))
 def test_any_other_text_is_not_known(text):
     with pytest.raises(ValueError, match="is not known; nearest: '") as caught:
         translate_to_torch_parallel_style(text)
@@ -281,7 +281,7 @@ def test_names_are_exact_and_the_nearest_is_told(name):
 
 @pytest.mark.parametrize("style", [None, 3, b"colwise", ["colwise"], ColwiseParallel()])
 def test_what_is_no_string(style):
-    with pytest.raises(TypeError, match=r"style=.* is a .*; pass the name of a style, a string"):
+    with pytest.raises(TypeError, match=r"style=.* is .*; pass a str"):
         translate_to_torch_parallel_style(style)
 
 

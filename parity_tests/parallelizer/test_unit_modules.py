@@ -40,9 +40,9 @@ def test_any_text_is_a_class_or_an_error_of_value(text):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (None, "=None is a NoneType; pass a list of paths"),
+        (None, "=None is None; pass a list of paths"),
         ("torch.nn.Linear", "='torch.nn.Linear' is a str; pass a list of paths"),
-        ([3], "[0]=3 is a int; a path is a string"),
+        ([3], "[0]=3 is an int; a path is a string"),
         (["torch.nn.Linear", b"x"], "[1]=b'x' is a bytes; a path is a string"),
     ],
 )
@@ -57,7 +57,7 @@ def test_what_is_no_list_of_strings(given, said):
     [
         ("Linear", "is not the dotted path of a class, such as 'torch.nn.Linear'"),
         ("torch..Linear", "is not the dotted path of a class, such as 'torch.nn.Linear'"),
-        ("no_such_module.Linear", "no module 'no_such_module'; install it or mend the path"),
+        ("no_such_module.Linear", "no module 'no_such_module'; install it or correct the path"),
         ("torch.nn.Linearr", "module 'torch.nn' has no attribute 'Linearr'; nearest: 'Linear'"),
         ("torch.nn.Linear.Inner", "class 'torch.nn.Linear' has no attribute 'Inner'"),
         ("torch.nn.functional.relu", "is a function, not a class"),

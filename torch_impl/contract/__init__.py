@@ -25,6 +25,7 @@ from torch_impl.contract.contract import read_contract as read_contract
 from torch_impl.contract.contract import spec_line as spec_line
 from torch_impl.contract.kinds import Finite as Finite
 from torch_impl.contract.kinds import GradientType as GradientType
+from torch_impl.contract.kinds import Instance as Instance
 from torch_impl.contract.kinds import Kind as Kind
 from torch_impl.contract.kinds import NonNegative as NonNegative
 from torch_impl.contract.kinds import NonNegativeInt as NonNegativeInt
@@ -36,6 +37,8 @@ from torch_impl.contract.kinds import type_name as type_name
 
 if TYPE_CHECKING:
     from torch_impl.contract.tensor_kinds import Group as Group
+    from torch_impl.contract.tensor_kinds import Mesh as Mesh
+    from torch_impl.contract.tensor_kinds import Module as Module
     from torch_impl.contract.tensor_kinds import Sharded as Sharded
     from torch_impl.contract.tensor_kinds import ShardedAny as ShardedAny
     from torch_impl.contract.tensor_kinds import ShardedBool as ShardedBool
@@ -43,7 +46,20 @@ if TYPE_CHECKING:
     from torch_impl.contract.tensor_kinds import ShardedInt as ShardedInt
     from torch_impl.contract.tensor_kinds import dtype_name as dtype_name
 
-_OF_TENSORS = ("Group", "Sharded", "ShardedAny", "ShardedBool", "ShardedIds", "ShardedInt", "dtype_name")
+_OF_TENSORS = (
+    *("Group", "Mesh", "Module", "Sharded", "ShardedAny", "ShardedBool", "ShardedIds", "ShardedInt"),
+    "dtype_name",
+)
+    "Group",
+    "Mesh",
+    "Module",
+    "Sharded",
+    "ShardedAny",
+    "ShardedBool",
+    "ShardedIds",
+    "ShardedInt",
+    "dtype_name",
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -114,14 +114,16 @@ class GradientTypeKind:
 
 @dataclass(frozen=True)
 class Instance:
-    """A value of a type: `bool`, `str` or a class of torch."""
+    """A value of a type: `bool`, `str` or a class of torch. Of a class the message shows the type alone."""
 
     type: type
     advice: str
+    shows_value: bool = True
 
     def validate(self, function: str, name: str, value: Any, sizes: Sizes) -> None:
         if not isinstance(value, self.type):
-            raise TypeError(f"{function}: {name}={value!r} is {type_name(value)}; {self.advice}")
+            shown = f"{name}={value!r}" if self.shows_value else name
+            raise TypeError(f"{function}: {shown} is {type_name(value)}; {self.advice}")
 
 
 Positive = Annotated[float, Number(0, above=True)]

@@ -1,4 +1,4 @@
-"""What a tensor and a process group can be, in a signature.
+"""What a tensor, a process group, a mesh and a module can be, in a signature.
 
 `sizes` is shared by the arguments of one call: the first tensor that has a dim sets its size, every later one must
 agree.
@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
-from torch_impl.contract.kinds import Sizes, type_name
+from torch_impl.contract.kinds import Instance, Sizes, type_name
 
 LEADING = "..."
 
@@ -162,3 +163,6 @@ else:
     ShardedInt = _TensorAnnotation("integer")
     ShardedBool = _TensorAnnotation("bool")
     ShardedAny = _TensorAnnotation("any")
+
+Module = Annotated[nn.Module, Instance(nn.Module, "pass a torch.nn.Module", shows_value=False)]
+Mesh = Annotated[DeviceMesh, Instance(DeviceMesh, "pass a torch DeviceMesh", shows_value=False)]

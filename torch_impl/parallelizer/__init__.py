@@ -1,11 +1,11 @@
-"""Tensor plans, fully sharded data parallelism, and what stands around them.
+"""Tensor-parallel plans, fully sharded data parallelism, activation checkpointing, and a dry run of all three.
 
 Arguments that mean this wherever a function says nothing else:
 
-    model                      the model, which is cut in place and keeps the names of its parameters
-    device_mesh                a mesh whose axes are found by their names
+    model                      the model, which is parallelized in place; its parameters keep their names
+    device_mesh                a mesh whose axes are identified by their names
     tp_shard_plan              names of modules, with * for any, and the style of each; None: none, or the model's own
-    activation_checkpointing   compute each block again in backward instead of keeping what it saved
+    activation_checkpointing   recompute each block in backward instead of storing its activations
 """
 
 from torch_impl.parallelizer.adapters.nvfsdp import HAVE_NVFSDP as HAVE_NVFSDP

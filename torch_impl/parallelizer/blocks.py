@@ -1,7 +1,7 @@
-"""The blocks of a model: which modules they are, how they form units, and how one is computed again in backward.
+"""The blocks of a model: which modules they are, how they form FSDP units, and how backward recomputes one.
 
 A block is an element of a list of layers: an nn.ModuleList, or an nn.ModuleDict whose keys are all numbers, as layers
-are after a split into stages.
+are after a pipeline split.
 """
 
 from __future__ import annotations
@@ -15,28 +15,54 @@ from torch.utils.checkpoint import checkpoint
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The elements of every list, in order, each once; lists inside an element are not entered, those in a list are.
+    """The elements of every list of layers, in order, each once; an element without parameters is left out.
 
-    An element without parameters is none.
+    Lists inside a block, such as its experts, are not searched; lists directly inside a list are.
     """
-    found = {id(block): block for block in _elements(model, is_inside=False)}
-    return [block for block in found.values() if next(block.parameters(), None) is not None]
+    unique = {id(block): block for block in _elements(model, is_inside=False)}
+    return [block for block in unique.values() if next(block.parameters(), None) is not None]
 
 
 def units(model: nn.Module) -> list[list[nn.Module]]:
-    """The blocks in groups, each to be sharded as one."""
+    """The blocks in groups, each of which FSDP shards as one unit."""
     return grouped(model, blocks(model))
 
 
-def grouped(model: nn.Module, chosen: list[nn.Module]) -> list[list[nn.Module]]:
-    """Blocks, those that share a parameter together; one that shares with what is no block is left to the root."""
+def grouped(model: nn.Module, modules: list[nn.Module]) -> list[list[nn.Module]]:
+    """Groups of modules, those that share a parameter in one group.
+
+    FSDP gives each parameter to one unit, so a module that shares one with the rest of the model is left to the root.
+    """
     groups: list[list[nn.Module]] = []
-    for block in chosen:
-        touched = [group for group in groups if _share(block, group)]
-        merged = [member for group in touched for member in group] + [block]
+    for module in modules:
+        # 1. All groups that share a parameter with this module become one with it.
+        touched = [group for group in groups if _share(module, group)]
+        merged = [member for group in touched for member in group] + [module]
         groups = [group for group in groups if group not in touched] + [merged]
-    others = _outside(model, [block for group in groups for block in group])
-    return [group for group in groups if not any(id(p) in others for block in group for p in block.parameters())]
+    # 2. A group that shares a parameter with a module outside of all groups goes to the root.
+    outside = _parameters_outside(model, [module for group in groups for module in group])
+    return [group for group in groups if not any(id(p) in outside for module in group for p in module.parameters())]
+
+
+def checkpoint_blocks(model: nn.Module) -> None:
+    """Make backward recompute each block that has a trainable parameter, in place (activation checkpointing).
+
+    Non-reentrant, with the random state of the first forward, so that gradients are bitwise the same. Key-value caches
+    are switched off in the configuration and in nested ones: a recomputed block would append to them twice. Where
+    layers share keys and values (`num_kv_shared_layers`), attention is not recomputed, the rest of a block is.
+
+    Names of modules and parameters stay as they are. Between two layers only one block's activations are alive.
+    Cost: no collective; one more forward of each block.
+    """
+    config = getattr(model, "config", None)
+    shares_keys = any(getattr(each, "num_kv_shared_layers", 0) for each in _configs(config))
+    for each in _configs(config):
+        if hasattr(each, "use_cache"):
+            each.use_cache = False
+    for block in blocks(model):
+        for module in _without_attention(block) if shares_keys else [block]:
+            if any(parameter.requires_grad for parameter in module.parameters()):
+                _recompute(module)
 
 
 def _elements(module: nn.Module, is_inside: bool) -> Iterator[nn.Module]:
@@ -55,37 +81,16 @@ def _is_list(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList)
 
 
-def _share(block: nn.Module, group: list[nn.Module]) -> bool:
-    own = {id(parameter) for parameter in block.parameters()}
-    return any(id(parameter) in own for member in group for parameter in member.parameters())
+def _share(module: nn.Module, group: list[nn.Module]) -> bool:
+    parameters = {id(parameter) for parameter in module.parameters()}
+    return any(id(parameter) in parameters for member in group for parameter in member.parameters())
 
 
-def _outside(model: nn.Module, inside: list[nn.Module]) -> set[int]:
-    """Parameters that a module outside of all blocks has of its own."""
-    within = {id(module) for block in inside for module in block.modules()}
-    rest = [module for module in model.modules() if id(module) not in within]
+def _parameters_outside(model: nn.Module, modules: list[nn.Module]) -> set[int]:
+    """Ids of the parameters that belong directly to a module outside of all these."""
+    inside = {id(inner) for module in modules for inner in module.modules()}
+    rest = [module for module in model.modules() if id(module) not in inside]
     return {id(parameter) for module in rest for parameter in module.parameters(recurse=False)}
-
-
-def checkpoint_blocks(model: nn.Module) -> None:
-    """Compute each block with a trainable parameter again in backward, in place.
-
-    Non-reentrant, with the random state of the first time, so that gradients are the same to the bit. Caches are
-    switched off in the configuration and those inside it: a block computed again would append to one again. Where
-    layers share keys and values (`num_kv_shared_layers`), attention is not computed again and the rest of a block is.
-
-    Names of modules and parameters stay as they are. Between the layers one block's activations are alive.
-    Cost: no collective; a block's forward once more.
-    """
-    config = getattr(model, "config", None)
-    shares_keys = any(getattr(each, "num_kv_shared_layers", 0) for each in _configs(config))
-    for each in _configs(config):
-        if hasattr(each, "use_cache"):
-            each.use_cache = False
-    for block in blocks(model):
-        for module in _without_attention(block) if shares_keys else [block]:
-            if any(parameter.requires_grad for parameter in module.parameters()):
-                _recompute(module)
 
 
 def _recompute(module: nn.Module) -> None:
@@ -103,7 +108,7 @@ def _without_attention(block: nn.Module) -> list[nn.Module]:
 
 
 def _configs(config: Any) -> Iterator[Any]:
-    """A configuration and those inside it."""
+    """A configuration and the configurations nested in it."""
     if config is None:
         return
     yield config

@@ -1,6 +1,6 @@
-"""What one microbatch sends between ranks, forward and backward: counted from sizes, with no rank there.
+"""Communication of one microbatch, forward and backward, counted from sizes without any rank.
 
-Numbers are per rank, of the first one, which has the longest part where parts are uneven.
+Numbers are per rank, for the first rank, which has the longest shard where shards are uneven.
 """
 
 from __future__ import annotations
@@ -12,16 +12,21 @@ from math import prod
 import torch
 from torch import nn
 from torch.distributed.tensor import Placement, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from torch.distributed.tensor.parallel.style import ParallelStyle
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from torch_impl.parallelizer.blocks import units
-from torch_impl.parallelizer.tp_styles import Divided, PackedColwise, PackedRowwise, Whole, WholeSeenInParts
+from torch_impl.parallelizer.tp_styles import (
+    DividedInput,
+    PackedColwise,
+    PackedRowwise,
+    Replicated,
+    ReplicatedOnShards,
+)
 
 
 @dataclass(frozen=True)
-class Sent:
-    """Collectives of one kind in one phase: calls, and the bytes that a rank hands in."""
+class CollectiveCount:
+    """Collectives of one kind in one phase: calls, and the bytes that a rank passes in."""
 
     phase: str  # forward or backward
     op: str
@@ -30,86 +35,94 @@ class Sent:
     bytes_in: int
 
 
-def added(several: Iterable[Sent]) -> list[Sent]:
+def total(counts: Iterable[CollectiveCount]) -> list[CollectiveCount]:
     """One entry for each phase, operation and axis."""
-    found: dict[tuple[str, str, str], tuple[int, int]] = {}
-    for each in several:
-        calls, size = found.get((each.phase, each.op, each.axis), (0, 0))
-        found[each.phase, each.op, each.axis] = calls + each.calls, size + each.bytes_in
-    return [Sent(*key, *total) for key, total in found.items()]
+    totals: dict[tuple[str, str, str], tuple[int, int]] = {}
+    for each in counts:
+        calls, size = totals.get((each.phase, each.op, each.axis), (0, 0))
+        totals[each.phase, each.op, each.axis] = calls + each.calls, size + each.bytes_in
+    return [CollectiveCount(*key, *value) for key, value in totals.items()]
 
 
-def of_fsdp(
+def fsdp_counts(
     model: nn.Module, shapes: Mapping[int, tuple[int, ...]], shards: int, replicas: int, axes: tuple[str, str]
-) -> list[Sent]:
-    """Each unit gathered, gathered again if it was freed, its gradient reduced; `axes` are (shard, replicate).
+) -> list[CollectiveCount]:
+    """The gathers and reductions of each FSDP unit; `axes` are (shard, replicate).
 
-    `shapes` are those that tensor parallelism leaves, by the id of a parameter.
+    `shapes` are the shapes after tensor parallelism, by the id of a parameter.
     """
+    # 1. The parameters of each unit; those of no block are the root's, whose unit is the last.
     groups = [[p for block in group for p in block.parameters()] for group in units(model)]
-    owned = {id(p) for group in groups for p in group}
-    groups.append([p for p in model.parameters() if id(p) not in owned])
-    last, found, kept = len(groups) - 2, [], keeps_dtypes(model)
+    in_blocks = {id(p) for group in groups for p in group}
+    groups.append([p for p in model.parameters() if id(p) not in in_blocks])
+    last_block, counts, keeps_dtype = len(groups) - 2, [], keeps_dtypes(model)
     for number, group in enumerate(groups):
         parameters = list({id(p): p for p in group}.values())
-        gathered = sum(_padded(shapes[id(p)], shards) // shards * _itemsizes(p.dtype, kept)[0] for p in parameters)
-        moving = [p for p in parameters if p.requires_grad]
-        reduced = sum(_padded(shapes[id(p)], shards) * _itemsizes(p.dtype, kept)[1] for p in moving)
         if not parameters:
             continue
+        # 2. Bytes of a unit: each first dim is padded to a multiple of the ranks.
+        gathered = sum(
+            _padded_numel(shapes[id(p)], shards) // shards * _itemsizes(p.dtype, keeps_dtype)[0] for p in parameters
+        )
+        trainable = [p for p in parameters if p.requires_grad]
+        reduced = sum(_padded_numel(shapes[id(p)], shards) * _itemsizes(p.dtype, keeps_dtype)[1] for p in trainable)
+        # 3. Gathered in forward, again in backward unless it is the last block, then reduced.
         if shards > 1:
-            found.append(Sent("forward", "all_gather", axes[0], 1, gathered))
-            found += [Sent("backward", "all_gather", axes[0], 1, gathered)] if number != last else []
-            found += [Sent("backward", "reduce_scatter", axes[0], 1, reduced)] if reduced else []
+            counts.append(CollectiveCount("forward", "all_gather", axes[0], 1, gathered))
+            if number != last_block:
+                counts.append(CollectiveCount("backward", "all_gather", axes[0], 1, gathered))
+            if reduced:
+                counts.append(CollectiveCount("backward", "reduce_scatter", axes[0], 1, reduced))
         if replicas > 1 and reduced:
-            found.append(Sent("backward", "all_reduce", axes[1], 1, reduced // shards))
-    return found
+            counts.append(CollectiveCount("backward", "all_reduce", axes[1], 1, reduced // shards))
+    return counts
 
 
-def of_style(
-    module: nn.Module, style: ParallelStyle, tp: int, axis: str, tokens: int, kept: bool = False
-) -> list[Sent] | None:
-    """What one styled module sends, its input being differentiable; None where that is not known for its style.
+def style_counts(
+    module: nn.Module, style: ParallelStyle, tp: int, axis: str, tokens: int, keeps_dtype: bool = False
+) -> list[CollectiveCount] | None:
+    """The collectives of one module under a style, its input being differentiable; None for a style without a rule.
 
-    `kept` says that numbers keep their dtype: see `keeps_dtypes`.
+    `keeps_dtype` says that numbers keep their dtype: see `keeps_dtypes`.
     """
-    if tp == 1 or isinstance(style, Divided) or type(style) is Whole:
+    if tp == 1 or isinstance(style, DividedInput) or type(style) is Replicated:
         return []
-    if isinstance(style, WholeSeenInParts):
-        sizes = [p.numel() * _itemsizes(p.dtype, kept)[0] for p in module.parameters() if p.requires_grad]
-        return [Sent("backward", "all_reduce", axis, len(sizes), sum(sizes))] if sizes else []
+    if isinstance(style, ReplicatedOnShards):
+        sizes = [p.numel() * _itemsizes(p.dtype, keeps_dtype)[0] for p in module.parameters() if p.requires_grad]
+        return [CollectiveCount("backward", "all_reduce", axis, len(sizes), sum(sizes))] if sizes else []
     if not isinstance(module, nn.Linear | nn.Embedding):
         return None
-    size = tokens * _itemsizes(module.weight.dtype, kept)[0]
-    linear = isinstance(module, nn.Linear)
-    enters, leaves = (module.in_features, module.out_features) if linear else (0, module.embedding_dim)
-    split = Sent("backward", "all_gather", axis, 1, -(-enters // tp) * size)
-    gathered = Sent("forward", "all_gather", axis, 1, -(-leaves // tp) * size)
-    summed = Sent("forward", "all_reduce", axis, 1, leaves * size)
-    entered = [Sent("backward", "all_reduce", axis, 1, enters * size)] if linear else []
+    size = tokens * _itemsizes(module.weight.dtype, keeps_dtype)[0]
+    is_linear = isinstance(module, nn.Linear)
+    width_in, width_out = (module.in_features, module.out_features) if is_linear else (0, module.embedding_dim)
+    gather_input_grad = CollectiveCount("backward", "all_gather", axis, 1, -(-width_in // tp) * size)
+    gather_output = CollectiveCount("forward", "all_gather", axis, 1, -(-width_out // tp) * size)
+    sum_output = CollectiveCount("forward", "all_reduce", axis, 1, width_out * size)
+    sum_input_grad = [CollectiveCount("backward", "all_reduce", axis, 1, width_in * size)] if is_linear else []
     if isinstance(style, PackedColwise | PackedRowwise):
-        return entered if isinstance(style, PackedColwise) else [summed]
+        return sum_input_grad if isinstance(style, PackedColwise) else [sum_output]
     if not isinstance(style, ColwiseParallel | RowwiseParallel):
         return None
-    known: dict[tuple[Placement, Placement], list[Sent]] = {}
+    by_layouts: dict[tuple[Placement, Placement], list[CollectiveCount]] = {}  # (input, output) -> collectives
     if isinstance(style, RowwiseParallel):
-        known[Replicate(), Replicate()] = [summed, split] if linear else [summed]
-        known |= {(Shard(-1), Replicate()): [summed]} if linear else {}
+        by_layouts[Replicate(), Replicate()] = [sum_output, gather_input_grad] if is_linear else [sum_output]
+        by_layouts |= {(Shard(-1), Replicate()): [sum_output]} if is_linear else {}
     else:
-        known = {(Replicate(), Shard(-1)): entered, (Replicate(), Replicate()): [*entered, gathered]}
-    return known.get((style.input_layouts[0], style.output_layouts[0]))
+        by_layouts[Replicate(), Shard(-1)] = sum_input_grad
+        by_layouts[Replicate(), Replicate()] = [*sum_input_grad, gather_output]
+    return by_layouts.get((style.input_layouts[0], style.output_layouts[0]))
 
 
 def keeps_dtypes(model: nn.Module) -> bool:
-    """Whether no number is narrowed where no policy is given, as in a model that has one of float64."""
+    """Whether the default policy narrows no number, as in a model with a parameter of float64."""
     return any(parameter.dtype == torch.float64 for parameter in model.parameters())
 
 
-def _padded(shape: tuple[int, ...], ranks: int) -> int:
+def _padded_numel(shape: tuple[int, ...], ranks: int) -> int:
     """Numbers of a parameter, its first dim rounded up to a multiple of the ranks."""
     return -(-shape[0] // ranks) * ranks * prod(shape[1:]) if shape else ranks
 
 
-def _itemsizes(dtype: torch.dtype, kept: bool) -> tuple[int, int]:
-    """Bytes that a number is computed with, and its gradient is reduced with, where no policy is given."""
-    return (dtype.itemsize, dtype.itemsize) if kept else (2, 4)
+def _itemsizes(dtype: torch.dtype, keeps_dtype: bool) -> tuple[int, int]:
+    """Bytes of a number in compute and of its gradient in reduction, under the default policy."""
+    return (dtype.itemsize, dtype.itemsize) if keeps_dtype else (2, 4)

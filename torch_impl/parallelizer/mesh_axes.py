@@ -1,13 +1,13 @@
-"""Which axis of a device mesh plays which part. Two generations of names are known.
+"""Which axis of a device mesh has which role. Two generations of names are accepted.
 
-    part        older               newer
+    role        older               newer
     replicate                       dp_replicate
     data        data_parallel       dp_shard
     cp          context_parallel    cp
     tp          tensor_parallel     tp
 
-Parameters are sharded over data x cp, called dp_cp by the older names and dp_shard_cp by the newer; where nobody made
-that axis and cp has more than one rank, it is made here. A mesh may have it as an axis of its own in place of the two.
+Parameters are sharded over data x cp, called dp_cp by the older names and dp_shard_cp by the newer; where the mesh has
+no such axis and cp has more than one rank, it is created here. A mesh may have it as an axis in place of the two.
 The loss is normalised over dp_cp: replicate x data x cp. A missing axis has size 1.
 """
 
@@ -18,28 +18,28 @@ from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_impl.parallelizer._torch_compat import flattened, has_flattened, joined, one_rank, root_of
+from torch_impl.parallelizer._torch_compat import axis_of_one_rank, concatenate, flatten, has_flattened, root_mesh
 
 OLDER = {"data": "data_parallel", "cp": "context_parallel", "tp": "tensor_parallel", "shard": "dp_cp"}
 NEWER = {"replicate": "dp_replicate", "data": "dp_shard", "cp": "cp", "tp": "tp", "shard": "dp_shard_cp"}
-BOTH = ("pp", "ep", "ep_shard", "dp_cp")
-KNOWN = tuple(dict.fromkeys([*OLDER.values(), *NEWER.values(), *BOTH]))
+IN_BOTH = ("pp", "ep", "ep_shard", "dp_cp")
+AXIS_NAMES = tuple(dict.fromkeys([*OLDER.values(), *NEWER.values(), *IN_BOTH]))
 
 
 @dataclass(frozen=True)
 class MeshAxes:
-    """The axes of one mesh by their part; None where it has none."""
+    """The name of the axis of each role; None where the mesh has no such axis."""
 
     mesh: DeviceMesh
     replicate: str | None
     data: str | None
     cp: str | None
     tp: str | None
-    shard: str | None  # data x cp as one axis of the mesh itself
-    shard_name: str  # what that axis is called where it is flattened
+    shard: str | None  # data x cp as one axis of the mesh
+    shard_name: str  # the name of that axis where it is flattened
 
     def size(self, *names: str | None) -> int:
-        """Product of the sizes of axes; a missing one counts 1."""
+        """Product of the sizes of axes; a missing one counts as 1."""
         axes = self.mesh.mesh_dim_names or ()
         return math.prod(self.mesh.size(axes.index(name)) for name in names if name is not None)
 
@@ -61,85 +61,88 @@ class MeshAxes:
         """The 1-D mesh that parameters are sharded over."""
         if self.shard is not None:
             return self.mesh[self.shard]
-        parts = [name for name in (self.data, self.cp) if name is not None]
-        if not parts:
-            return one_rank(self.mesh, self.shard_name)
-        if len(parts) == 2 and (self.size(self.cp) > 1 or has_flattened(self.mesh, self.shard_name)):
-            return _flattened(self.mesh, parts, self.shard_name)
-        return self.mesh[parts[0]]
+        names = [name for name in (self.data, self.cp) if name is not None]
+        if not names:
+            return axis_of_one_rank(self.mesh, self.shard_name)
+        # Ranks of cp have other tokens of the same sequences, so their gradients belong to the same average.
+        if len(names) == 2 and (self.size(self.cp) > 1 or has_flattened(self.mesh, self.shard_name)):
+            return _flattened_axis(self.mesh, names, self.shard_name)
+        return self.mesh[names[0]]
 
     @property
     def fsdp_mesh(self) -> DeviceMesh:
-        """What FSDP is given: the shard mesh, or with replicas (replicate, shard)."""
+        """The mesh for FSDP: the shard mesh, or with replicas (replicate, shard)."""
         if self.size(self.replicate) == 1 or self.replicate is None:
             return self.shard_mesh
-        return joined([self.mesh[self.replicate], self.shard_mesh])
+        return concatenate([self.mesh[self.replicate], self.shard_mesh])
 
     @property
     def loss_mesh(self) -> DeviceMesh:
         """The 1-D mesh of all ranks whose tokens differ."""
-        parts = [name for name in (self.replicate, self.shard, self.data, self.cp) if name is not None]
-        if not parts:
+        names = [name for name in (self.replicate, self.shard, self.data, self.cp) if name is not None]
+        if not names:
             return self.shard_mesh
-        return self.mesh[parts[0]] if len(parts) == 1 else _flattened(self.mesh, parts, "dp_cp")
+        return self.mesh[names[0]] if len(names) == 1 else _flattened_axis(self.mesh, names, "dp_cp")
 
 
 def mesh_axes(device_mesh: DeviceMesh) -> MeshAxes:
-    """The parts that a mesh's axes play. Nothing is sent.
+    """The roles of a mesh's axes, by their names. Nothing is sent.
 
-    Errors: TypeError unless a DeviceMesh; ValueError for axes without names, with unknown names or of both
-            generations, and for a flattened axis beside what it is made of.
+    Errors: ValueError for axes without names, with unknown names or of both generations, and for a flattened axis next
+            to an axis that it contains.
     """
-    if not isinstance(device_mesh, DeviceMesh):
-        raise TypeError(f"device_mesh: is a {type(device_mesh).__name__}; pass a torch DeviceMesh")
     if not device_mesh.mesh_dim_names:
-        raise ValueError(f"device_mesh: its {device_mesh.ndim} axes have no names; name them ({', '.join(KNOWN)})")
-    parts, shard_name = parts_of(device_mesh.mesh_dim_names)
-    return MeshAxes(device_mesh, **parts, shard_name=shard_name)
+        names = ", ".join(AXIS_NAMES)
+        raise ValueError(f"device_mesh: its {device_mesh.ndim} axes have no names; name them ({names})")
+    roles, shard_name = roles_of(device_mesh.mesh_dim_names)
+    return MeshAxes(device_mesh, **roles, shard_name=shard_name)
 
 
-def parts_of(seen: tuple[str, ...]) -> tuple[dict[str, str | None], str]:
-    """Axis of each part by the names seen, and what the axis of all shards is called. Errors: see `mesh_axes`."""
-    unknown = [name for name in seen if name not in KNOWN]
+def roles_of(axes: tuple[str, ...]) -> tuple[dict[str, str | None], str]:
+    """The axis of each role, and the name of the axis over which parameters are sharded. Errors: see `mesh_axes`."""
+    # 1. Every name is in the tables, and all are of one generation.
+    unknown = [name for name in axes if name not in AXIS_NAMES]
     if unknown:
-        raise ValueError(f"device_mesh: axis {unknown[0]!r} of {seen} is not known; known are {', '.join(KNOWN)}")
-    older, newer = _only(OLDER, NEWER, seen), _only(NEWER, OLDER, seen)
+        names = ", ".join(AXIS_NAMES)
+        raise ValueError(f"device_mesh: axis {unknown[0]!r} of {axes} is not known; the names are {names}")
+    older, newer = _only_in(OLDER, NEWER, axes), _only_in(NEWER, OLDER, axes)
     if older and newer:
         raise ValueError(
-            f"device_mesh: axes {seen} mix older names {older} and newer names {newer}; "
+            f"device_mesh: axes {axes} mix older names {older} and newer names {newer}; "
             f"use {', '.join(OLDER.values())} or {', '.join(NEWER.values())}"
         )
-    names = OLDER if older else NEWER
-    found = {part: name if name in seen else None for part, name in names.items()}
-    whole = "dp_cp" if "dp_cp" in seen else found["shard"]
-    parts = [found[part] for part in ("shard", "data", "cp") if found[part] not in (None, whole)]
-    if whole is not None and parts:
+    generation = OLDER if older else NEWER
+    roles = {role: name if name in axes else None for role, name in generation.items()}
+    # 2. A flattened axis stands in place of the axes that it contains, not next to them.
+    shard = "dp_cp" if "dp_cp" in axes else roles["shard"]
+    contained = [roles[role] for role in ("shard", "data", "cp") if roles[role] not in (None, shard)]
+    if shard is not None and contained:
         raise ValueError(
-            f"device_mesh: axis {whole!r} of {seen} stands beside {parts[0]!r}, which it contains; keep one of them"
+            f"device_mesh: axis {shard!r} of {axes} stands next to {contained[0]!r}, which it contains; keep one"
         )
-    found["shard"] = whole
-    return {part: found.get(part) for part in ("replicate", "data", "cp", "tp", "shard")}, names["shard"]
+    roles["shard"] = shard
+    return {role: roles.get(role) for role in ("replicate", "data", "cp", "tp", "shard")}, generation["shard"]
 
 
 def check_one_root(**meshes: DeviceMesh | None) -> None:
-    """ValueError unless all meshes given were sliced from one root; None is no mesh."""
-    roots = {name: root_of(mesh) for name, mesh in meshes.items() if mesh is not None}
-    (first, root), *others = roots.items() or [("", None)]
-    for name, other in others:
+    """ValueError unless all these meshes were sliced from one root; None is no mesh."""
+    roots = {name: root_mesh(mesh) for name, mesh in meshes.items() if mesh is not None}
+    (first, root), *rest = roots.items() or [("", None)]
+    for name, other in rest:
         if other is not root and other != root:
             raise ValueError(f"{name}: its root mesh is {other}, that of {first} is {root}; slice both from one mesh")
 
 
-def _only(names: dict[str, str], others: dict[str, str], seen: tuple[str, ...]) -> list[str]:
-    """Names seen that belong to one generation alone."""
-    return [name for name in seen if name in names.values() and name not in (*others.values(), *BOTH)]
+def _only_in(generation: dict[str, str], other: dict[str, str], axes: tuple[str, ...]) -> list[str]:
+    """The axes whose names belong to one generation alone."""
+    return [name for name in axes if name in generation.values() and name not in (*other.values(), *IN_BOTH)]
 
 
-def _flattened(mesh: DeviceMesh, parts: list[str], name: str) -> DeviceMesh:
-    parts = [axis for axis in mesh.mesh_dim_names or () if axis in parts]  # torch slices in the mesh's own order
+def _flattened_axis(mesh: DeviceMesh, names: list[str], flat_name: str) -> DeviceMesh:
+    names = [axis for axis in mesh.mesh_dim_names or () if axis in names]  # torch slices in the order of the mesh
     try:
-        return flattened(mesh[tuple(parts)], name)
+        return flatten(mesh[tuple(names)], flat_name)
     except ValueError as error:
         raise ValueError(
-            f"device_mesh: axis {name!r} was made of other axes than {parts}; flatten these under this name"
+            f"device_mesh: axis {flat_name!r} was flattened from other axes than {names}; flatten these under this name"
         ) from error

@@ -1,8 +1,8 @@
-"""Tensor-parallel styles beyond torch's, and how any style cuts the parameters of its module.
+"""Tensor-parallel styles beyond torch's, and how any style shards the parameters of its module.
 
-A LocalForward's module computes on this rank's tensors, while its parameters are DTensors everywhere else: for the time
-of a forward each parameter is hidden behind its local part; the optimizer, the checkpoint and FSDP see the DTensor.
-What the module's input and output mean on the ranks is the style's to say.
+The module of a LocalForward computes on this rank's tensors, while its parameters are DTensors everywhere else: during
+a forward each parameter is hidden behind its local shard; the optimizer, the checkpoint and FSDP see the DTensor. What
+the module's input and output mean on the ranks is defined by the style.
 """
 
 from __future__ import annotations
@@ -17,40 +17,48 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
-from torch_impl.parallelizer._torch_compat import halved
+from torch_impl.parallelizer._torch_compat import strided_shard
+
+HALVES = 2  # gate and up in one weight
+STACK_DIMS = 3  # of a stack of experts: experts, rows, columns
 
 
-def as_addends(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """x, whole and the same on each rank; the gradients that come back are addends, and their sum is passed on."""
-    whole = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-    return whole.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+# ---- Modules that compute on local tensors
 
 
-def summed(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum of the ranks' x on each of them; the gradient that comes back is the same on each and passed on."""
-    addend = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Partial()], run_check=False)
-    return addend.redistribute(placements=[Replicate()]).to_local()
+def sum_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """x, the same on each rank; each rank returns a part of its gradient, and their sum is passed on."""
+    replicated = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    # tp=R -> tp=I backward: 1 all_reduce of the gradient
+    return replicated.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+
+def sum_over_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The sum of the ranks' x on each rank; its gradient, the same on each rank, is passed on."""
+    partial_sum = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Partial()], run_check=False)
+    # tp=P -> tp=I forward: 1 all_reduce
+    return partial_sum.redistribute(placements=[Replicate()]).to_local()
 
 
 class LocalForward(ParallelStyle):
-    """What such styles share. A style says how parameters are cut and what happens around the forward."""
+    """A style defines how the parameters are sharded and what happens before and after the forward."""
 
     def placements(self, module: nn.Module) -> dict[str, Placement]:
         """Placement over tp of each parameter of the module, by its name. Errors: ValueError for another module."""
         return {}
 
-    def local(self, name: str, parameter: DTensor) -> Tensor | None:
-        """What the forward sees of a parameter."""
+    def local_parameter(self, name: str, parameter: DTensor) -> Tensor | None:
+        """What the forward reads in place of a parameter."""
         return parameter.to_local()
 
-    def entered(
+    def before_forward(
         self, module: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """The arguments that the forward gets."""
+        """The arguments of the forward, from those of the module."""
         return args, kwargs
 
-    def left(self, module: nn.Module, mesh: DeviceMesh, output: Any) -> Any:
-        """The module's output, from the forward's."""
+    def after_forward(self, module: nn.Module, mesh: DeviceMesh, output: Any) -> Any:
+        """The module's output, from that of the forward."""
         return output
 
     def __repr__(self) -> str:
@@ -61,49 +69,54 @@ class LocalForward(ParallelStyle):
         for name, placement in placements.items():
             owner, leaf = owner_of(module, name)
             parameter = owner.get_parameter(leaf)
-            cut = distributed(parameter, device_mesh, placement, self.src_data_rank)
-            owner.register_parameter(leaf, nn.Parameter(cut, requires_grad=parameter.requires_grad))
+            shard = distribute(parameter, device_mesh, placement, self.src_data_rank)
+            owner.register_parameter(leaf, nn.Parameter(shard, requires_grad=parameter.requires_grad))
         names = tuple(placements)
-        module.register_forward_pre_hook(partial(_enter, self, names, device_mesh), with_kwargs=True)
-        module.register_forward_hook(partial(_uncover, names), always_call=True)
-        module.register_forward_hook(partial(_leave, self, device_mesh))
+        module.register_forward_pre_hook(partial(_hide_parameters, self, names, device_mesh), with_kwargs=True)
+        # Also after a forward that raises, so that nobody reads a local shard as `module.weight` afterwards.
+        module.register_forward_hook(partial(_show_parameters, names), always_call=True)
+        module.register_forward_hook(partial(_finish, self, device_mesh))
         return module
 
 
 def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that has the parameter of a dotted name, and the parameter's own name."""
+    """The module that has the parameter of a dotted name, and the last part of the name."""
     path, _, leaf = name.rpartition(".")
     return module.get_submodule(path), leaf
 
 
-def distributed(parameter: Tensor, mesh: DeviceMesh, placement: Placement, source: int | None) -> DTensor:
-    """The parameter of the source rank, cut. Each rank cuts what was sent to all: a scatter refuses uneven halves."""
-    whole = distribute_tensor(parameter.detach(), mesh, [Replicate()], src_data_rank=source)
-    return distribute_tensor(whole.to_local(), mesh, [placement], src_data_rank=None)
+def distribute(parameter: Tensor, mesh: DeviceMesh, placement: Placement, source: int | None) -> DTensor:
+    """The shard of the source rank's parameter. It is broadcast, then sharded: a scatter rejects uneven halves."""
+    replicated = distribute_tensor(parameter.detach(), mesh, [Replicate()], src_data_rank=source)
+    return distribute_tensor(replicated.to_local(), mesh, [placement], src_data_rank=None)
 
 
-def _enter(
+def _hide_parameters(
     style: LocalForward, names: tuple[str, ...], mesh: DeviceMesh, module: nn.Module, args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
     for name in names:
         owner, leaf = owner_of(module, name)
         parameter = owner._parameters[leaf]
         if isinstance(parameter, DTensor):
-            vars(owner)[leaf] = style.local(name, parameter)  # found before the parameter of this name
-    return style.entered(module, mesh, args, kwargs)
+            # Python looks up instance attributes before nn.Module looks up parameters of the same name.
+            vars(owner)[leaf] = style.local_parameter(name, parameter)
+    return style.before_forward(module, mesh, args, kwargs)
 
 
-def _uncover(names: tuple[str, ...], module: nn.Module, args: Any, output: Any) -> None:
+def _show_parameters(names: tuple[str, ...], module: nn.Module, args: Any, output: Any) -> None:
     for name in names:
         owner, leaf = owner_of(module, name)
         vars(owner).pop(leaf, None)
 
 
-def _leave(style: LocalForward, mesh: DeviceMesh, module: nn.Module, args: Any, output: Any) -> Any:
-    return style.left(module, mesh, output)
+def _finish(style: LocalForward, mesh: DeviceMesh, module: nn.Module, args: Any, output: Any) -> Any:
+    return style.after_forward(module, mesh, output)
 
 
-class Whole(LocalForward):
+# ---- Replicated parameters, and outputs that are partial sums
+
+
+class Replicated(LocalForward):
     """`replicate`: the module sees the same input on each rank.
 
         input  "... tp=I"   parameters  "... tp=I"   ->   "... tp=I"
@@ -115,106 +128,107 @@ class Whole(LocalForward):
         return {name: Replicate() for name, _ in module.named_parameters()}
 
 
-class WholeSeenInParts(Whole):
+class ReplicatedOnShards(Replicated):
     """`replicated_with_grad_allreduce`: the module sees this rank's part of the input, as a norm of its own heads.
 
         input  "... h/tp ..."   parameters  "... tp=R"   ->   "... h/tp ..."
 
-    A rank's gradient is an addend. It is summed in autograd, before it is added to what `.grad` holds, so any number
-    of backwards may be accumulated.
+    A rank's gradient is a partial sum. Autograd adds the ranks' gradients up before they are added to `.grad`, so any
+    number of backwards may be accumulated.
 
     Cost: backward 1 all_reduce of each parameter for each forward that used it.
     """
 
-    def local(self, name: str, parameter: DTensor) -> Tensor:
+    def local_parameter(self, name: str, parameter: DTensor) -> Tensor:
         return parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
 
-class Summed(LocalForward):
-    """`all_reduce`: the module's outputs are addends.
+class SummedOutput(LocalForward):
+    """`all_reduce`: the module's outputs are partial sums.
 
         output  "... tp=P"   ->   "... tp=I"
 
     Cost: forward 1 all_reduce of the output.
     """
 
-    def left(self, module: nn.Module, mesh: DeviceMesh, output: Any) -> Any:
-        return summed(output, mesh)
+    def after_forward(self, module: nn.Module, mesh: DeviceMesh, output: Any) -> Any:
+        return sum_over_ranks(output, mesh)
 
 
-class Divided(LocalForward):
-    """`moe_identity_expert`: every rank passes the whole input, and a sum over the ranks stands after it.
+class DividedInput(LocalForward):
+    """`moe_identity_expert`: every rank passes the full input on, and a sum over the ranks follows.
 
         input  "... tp=I"   ->   "... tp=P"
 
     Cost: none.
     """
 
-    def entered(
+    def before_forward(
         self, module: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        x, *others = args
-        return (x / mesh.size(), *others), kwargs
+        x, *rest = args
+        return (x / mesh.size(), *rest), kwargs
+
+
+# ---- Sharded linear layers
 
 
 class Rowwise(RowwiseParallel):
-    """`rowwise`: as in torch, but a local input is a part of the layer's `in_features`, whatever its own width.
+    """`rowwise`: as in torch, but a local input is a shard of the layer's `in_features`, of any width.
 
         input  "... i/tp"   weight  "o i/tp"   bias  "o tp=I", added once   ->   "... o tp=I"
 
-    torch takes the input for one of equal parts, and refuses the product where they are not.
+    torch takes the input for one of equal shards, and the product fails where they are unequal.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        made = super()._apply(module, device_mesh)
+        applied = super()._apply(module, device_mesh)
         if isinstance(module, nn.Linear) and self.input_layouts == (Shard(-1),):
-            module.register_forward_pre_hook(partial(_with_width, device_mesh), prepend=True)
-        return made
+            module.register_forward_pre_hook(partial(_with_full_width, device_mesh), prepend=True)
+        return applied
 
 
-def _with_width(mesh: DeviceMesh, module: nn.Linear, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    x, *others = args
+def _with_full_width(mesh: DeviceMesh, module: nn.Linear, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    x, *rest = args
     if isinstance(x, DTensor):
         return args
     shape = torch.Size((*x.shape[:-1], module.in_features))
     stride = torch.empty(shape, device="meta").stride()
-    cut = DTensor.from_local(x, mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride)
-    return (cut, *others)
+    return (DTensor.from_local(x, mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride), *rest)
 
 
-HALVES = 2
+def shard_of_halves(dim: int) -> Placement:
+    """Both halves of a dim sharded over the ranks; a rank's shards of the two stand one after the other."""
+    return strided_shard(dim, HALVES)
 
 
-def halves(dim: int) -> Placement:
-    """Both halves of a dim cut over the ranks; a rank's parts of the two stand one after the other."""
-    return halved(dim, HALVES)
-
-
-def is_halved(placement: Placement) -> bool:
-    """Whether a placement is one of `halves`."""
-    return type(placement) is type(halves(0))
+def is_shard_of_halves(placement: Placement) -> bool:
+    """Whether a placement is one of `shard_of_halves`."""
+    return type(placement) is type(shard_of_halves(0))
 
 
 class PackedColwise(LocalForward):
-    """`packed_colwise`: the gate and up columns that this rank has of both.
+    """`packed_colwise`: gate and up columns in one weight; this rank has its columns of both.
 
         input  "... d tp=I"   weight  "o d", "o" = gate | up, each /tp   ->   "... o", each half /tp
+
+    The parameter is a DTensor whose full value has the original order of rows, which state dicts and checkpoints show.
 
     Cost: backward 1 all_reduce of the input's gradient.
     """
 
     def placements(self, module: nn.Module) -> dict[str, Placement]:
-        return {name: halves(0) for name in linear_parameters("packed_colwise", module, "out_features")}
+        return {name: shard_of_halves(0) for name in _packed_parameters("packed_colwise", module, "out_features")}
 
-    def entered(
+    def before_forward(
         self, module: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        x, *others = args
-        return (as_addends(x, mesh), *others), kwargs
+        x, *rest = args
+        return (sum_gradient(x, mesh), *rest), kwargs
 
 
 class PackedRowwise(LocalForward):
-    """`packed_rowwise`: the input is this rank's part of each half, the output is whole, the bias added once.
+    """`packed_rowwise`: the input is this rank's part of each half, the output is full, the bias added once.
 
         input  "... i", each half /tp   weight  "o i", likewise   ->   "... o tp=I"
 
@@ -222,49 +236,44 @@ class PackedRowwise(LocalForward):
     """
 
     def placements(self, module: nn.Module) -> dict[str, Placement]:
-        names = linear_parameters("packed_rowwise", module, "in_features")
-        return {name: Replicate() if name == "bias" else halves(1) for name in names}
+        names = _packed_parameters("packed_rowwise", module, "in_features")
+        return {name: Replicate() if name == "bias" else shard_of_halves(1) for name in names}
 
-    def local(self, name: str, parameter: DTensor) -> Tensor | None:
-        return None if name == "bias" else parameter.to_local()
+    def local_parameter(self, name: str, parameter: DTensor) -> Tensor | None:
+        return None if name == "bias" else parameter.to_local()  # the bias is added after the sum over ranks
 
-    def left(self, module: nn.Module, mesh: DeviceMesh, output: Any) -> Any:
-        whole, bias = summed(output, mesh), module._parameters.get("bias")
-        return whole + bias.to_local() if isinstance(bias, DTensor) else whole
+    def after_forward(self, module: nn.Module, mesh: DeviceMesh, output: Any) -> Any:
+        full, bias = sum_over_ranks(output, mesh), module._parameters.get("bias")
+        return full + bias.to_local() if isinstance(bias, DTensor) else full
 
 
-def linear_parameters(style: str, module: nn.Module, width: str) -> list[str]:
+def _packed_parameters(style: str, module: nn.Module, width: str) -> list[str]:
     """Names of a linear layer's parameters. Errors: ValueError for another module, or a width without halves."""
     if not isinstance(module, nn.Linear):
-        raise ValueError(f"{style}: cuts the halves of a Linear, not a {type(module).__name__}")
+        raise ValueError(f"{style}: shards the halves of a Linear, not a {type(module).__name__}")
     if getattr(module, width) % HALVES:
         raise ValueError(f"{style}: {width}={getattr(module, width)} has no two equal halves")
     return [name for name, _ in module.named_parameters()]
 
 
-STACKED = 3  # dims of a stack: experts, rows, columns
+# ---- Experts in stacks [experts, out, in]: every expert is sharded over tp
 
-
-def equal_parts(dim: int) -> Placement:
-    """A dim cut over the ranks as it stands."""
-    return Shard(dim)
-
-
-# How an entry of a stack cuts it: along the rows of each expert's matrix, or along its columns.
-CUTS: dict[str, tuple[Callable[[int], Placement], int]] = {
-    "colwise": (equal_parts, -2),
-    "rowwise": (equal_parts, -1),
-    "packed_colwise": (halves, -2),
-    "packed_rowwise": (halves, -1),
+# How the entry of a stack shards it: along the rows of each expert's matrix, or along its columns.
+STACK_SHARDS: dict[str, tuple[Callable[[int], Placement], int]] = {
+    "colwise": (Shard, -2),
+    "rowwise": (Shard, -1),
+    "packed_colwise": (shard_of_halves, -2),
+    "packed_rowwise": (shard_of_halves, -1),
 }
 
 
 class Experts(LocalForward):
-    """`moe_tp_experts`: each rank has its part of every expert, and the outputs are addends.
+    """`moe_tp_experts`: each rank has its shard of every expert, and the outputs are partial sums.
 
-        hidden  "t d tp=I"   router weights  "t k tp=I"   stacks  cut as `stacks` says   ->   "t d tp=I"
+        hidden  "t d tp=I"   router weights  "t k tp=I"   stacks  sharded as `stacks` says   ->   "t d tp=I"
 
-    `stacks` gives the entry of each of the module's own parameters: colwise, rowwise, packed_colwise, packed_rowwise.
+    `stacks` has an entry for each parameter of the module: colwise, rowwise, packed_colwise or packed_rowwise. A plan
+    of transformers names the stacks in entries of their own, which are folded into this style.
 
     Cost: forward 1 all_reduce of the output; backward 1 of each floating input's gradient.
     Errors: ValueError for a parameter without an entry, an entry without a parameter, a stack of another form.
@@ -275,44 +284,47 @@ class Experts(LocalForward):
         self.stacks = dict(stacks or {})
 
     def placements(self, module: nn.Module) -> dict[str, Placement]:
-        own = dict(module.named_parameters(recurse=False))
-        missing, unknown = sorted(own.keys() - self.stacks.keys()), sorted(self.stacks.keys() - own.keys())
+        parameters = dict(module.named_parameters(recurse=False))
+        missing = sorted(parameters.keys() - self.stacks.keys())
+        unknown = sorted(self.stacks.keys() - parameters.keys())
         if missing or unknown:
-            kind = type(module).__name__
+            kind, choices = type(module).__name__, ", ".join(STACK_SHARDS)
             wrong = f"parameter {missing[0]!r} has no entry" if missing else f"entry {unknown[0]!r} has no parameter"
-            raise ValueError(f"moe_tp_experts: {wrong} in {kind}; give each of its stacks one of {', '.join(CUTS)}")
-        return {name: self._cut(name, own[name]) for name in own}
+            raise ValueError(f"moe_tp_experts: {wrong} in {kind}; give each of its stacks one of {choices}")
+        return {name: self._placement(name, parameter) for name, parameter in parameters.items()}
 
-    def _cut(self, name: str, parameter: Tensor) -> Placement:
-        entry = self.stacks[name]
-        if entry not in CUTS:
-            raise ValueError(f"moe_tp_experts: entry {entry!r} of {name!r} is not one of {', '.join(CUTS)}")
-        if parameter.ndim != STACKED:
-            shape = list(parameter.shape)
-            raise ValueError(f"moe_tp_experts: {name!r} is {shape}; only stacks [experts, out, in] can be cut")
-        made, dim = CUTS[entry]
-        if made is halves and parameter.shape[dim] % HALVES:
-            raise ValueError(f"moe_tp_experts: {name!r} is {list(parameter.shape)}; {entry} needs two equal halves")
-        return made(parameter.ndim + dim)
+    def _placement(self, name: str, parameter: Tensor) -> Placement:
+        entry, shape = self.stacks[name], list(parameter.shape)
+        if entry not in STACK_SHARDS:
+            raise ValueError(f"moe_tp_experts: entry {entry!r} of {name!r} is not one of {', '.join(STACK_SHARDS)}")
+        if parameter.ndim != STACK_DIMS:
+            raise ValueError(f"moe_tp_experts: {name!r} is {shape}; only stacks [experts, out, in] can be sharded")
+        shard, dim = STACK_SHARDS[entry]
+        if shard is shard_of_halves and parameter.shape[dim] % HALVES:
+            raise ValueError(f"moe_tp_experts: {name!r} is {shape}; {entry} needs two equal halves")
+        return shard(parameter.ndim + dim)
 
-    def entered(
+    def before_forward(
         self, module: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        def each(x: Any) -> Any:
-            return as_addends(x, mesh) if isinstance(x, Tensor) and x.is_floating_point() else x
+        def shared(x: Any) -> Any:
+            return sum_gradient(x, mesh) if isinstance(x, Tensor) and x.is_floating_point() else x
 
-        return tuple(map(each, args)), {name: each(x) for name, x in kwargs.items()}
+        return tuple(map(shared, args)), {name: shared(x) for name, x in kwargs.items()}
 
-    def left(self, module: nn.Module, mesh: DeviceMesh, output: Any) -> Any:
-        return summed(output, mesh)
+    def after_forward(self, module: nn.Module, mesh: DeviceMesh, output: Any) -> Any:
+        return sum_over_ranks(output, mesh)
+
+
+# ---- How a style shards a module
 
 
 def placements_of(style: ParallelStyle, module: nn.Module) -> dict[str, Placement]:
-    """Placement over tp of each of the module's parameters that the style cuts or repeats, by name.
+    """Placement over tp of each parameter that the style shards or replicates, by name, before it is applied.
 
-    A style that is neither torch's nor ours cuts nothing as far as is known.
+    Of a style that is neither torch's nor ours nothing is known, and nothing is returned.
 
-    Errors: ValueError for a module that the style cannot cut.
+    Errors: ValueError for a module that the style cannot shard.
     """
     if isinstance(style, LocalForward):
         return style.placements(module)
@@ -321,15 +333,14 @@ def placements_of(style: ParallelStyle, module: nn.Module) -> dict[str, Placemen
         return {name: Replicate() for name in names}
     if not isinstance(style, ColwiseParallel | RowwiseParallel):
         return {}
+    kind = type(module).__name__
     if not isinstance(module, nn.Linear | nn.Embedding):
-        kind = type(module).__name__
-        raise ValueError(f"{type(style).__name__} cuts Linear and Embedding, not {kind}; choose another style")
+        raise ValueError(f"{type(style).__name__} shards Linear and Embedding, not {kind}; choose another style")
     inner = next((name for name in names if "." in name), None)
     if inner is not None:
-        kind = type(module).__name__
         raise ValueError(
-            f"{type(style).__name__} cuts a layer's own parameters, and this {kind} has {inner!r} inside; "
-            "put what is added beside the layer, or merge it"
+            f"{type(style).__name__} shards a layer's direct parameters, and this {kind} has {inner!r} inside; "
+            "put an adapter next to the layer, or merge it"
         )
     is_linear = isinstance(module, nn.Linear)
     if isinstance(style, ColwiseParallel):
@@ -337,8 +348,8 @@ def placements_of(style: ParallelStyle, module: nn.Module) -> dict[str, Placemen
     return {name: Shard(1 if is_linear else 0) if name == "weight" else Replicate() for name in names}
 
 
-def cut_dim(placement: Placement | None) -> tuple[int | None, int]:
-    """The dim that a placement cuts, None of none, and into how many parts first, each of which is then cut alike."""
-    if placement is not None and is_halved(placement):
+def sharded_dim(placement: Placement | None) -> tuple[int | None, int]:
+    """The dim that a placement shards (None if it shards none), and the number of equal parts sharded separately."""
+    if placement is not None and is_shard_of_halves(placement):
         return placement.dim, HALVES  # pyright: ignore[reportAttributeAccessIssue]
     return (placement.dim, 1) if isinstance(placement, Shard) else (None, 1)

@@ -1,1 +1,1 @@
-"""Functions that stand under the names of other libraries: nvfsdp and Megatron-FSDP, and three small ones."""
+"""Functions of other libraries' APIs: nvfsdp and Megatron-FSDP, and three small ones."""

@@ -1,27 +1,26 @@
-"""Megatron-FSDP: its arguments in one object, and the adapters for the two libraries that have it."""
+"""Megatron-FSDP: its settings in one object, and the adapters for the two libraries that implement it."""
 
 from __future__ import annotations
 
 import importlib
 import warnings
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from torch_impl.parallelizer.fsdp2 import checked_bool
 from torch_impl.parallelizer.mesh_axes import MeshAxes
 
 STRATEGIES = ("optim_grads_params", "optim_grads", "optim", "no_shard")
-OF_THE_PAGE = ("params", "grads_params")  # names of no release; each of them is cut by optim_grads_params
-BACKENDS = ("auto", "native", "megatron_fsdp", "nvfsdp")
-OF_CUDA = ("keep_fp8_transpose_cache_when_using_custom_fsdp", "nccl_ub", "fsdp_double_buffer")
+ALIASES = ("params", "grads_params")  # names of no release; optim_grads_params shards what each of them names
+EXTRA = "pip install 'shardproof[megatron]'"
+CUDA_ONLY = ("keep_fp8_transpose_cache_when_using_custom_fsdp", "nccl_ub", "fsdp_double_buffer")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the page's function is told beside model, mesh, units and plan."""
+    """The arguments of `nvfsdp_strategy_parallelize` other than model, mesh, units, plan and backend."""
 
     data_parallel_sharding_strategy: str
     init_nvfsdp_with_meta_device: bool
@@ -39,15 +38,10 @@ class Settings:
     activation_checkpointing: bool
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if field.name != "data_parallel_sharding_strategy":
-                checked_bool(field.name, getattr(self, field.name))
-        name = "data_parallel_sharding_strategy"
-        strategy: Any = self.data_parallel_sharding_strategy
-        if not isinstance(strategy, str):
-            raise TypeError(f"{name}: is {strategy!r}, a {type(strategy).__name__}; use one of {', '.join(STRATEGIES)}")
-        if strategy not in (*STRATEGIES, *OF_THE_PAGE):
-            raise ValueError(f"{name}={strategy!r} is not known; use one of {', '.join(STRATEGIES)}")
+        strategy = self.data_parallel_sharding_strategy
+        if strategy not in (*STRATEGIES, *ALIASES):
+            choices = ", ".join(STRATEGIES)
+            raise ValueError(f"data_parallel_sharding_strategy={strategy!r} is not known; use one of {choices}")
         if self.calculate_per_token_loss and self.average_in_collective:
             raise ValueError(
                 "calculate_per_token_loss=True sums gradients and average_in_collective=True averages them; "
@@ -56,9 +50,9 @@ class Settings:
 
     @property
     def strategy(self) -> str:
-        """The strategy by one of its four real names."""
+        """One of the four strategies, also where an alias was passed."""
         name = self.data_parallel_sharding_strategy
-        return STRATEGIES[0] if name in OF_THE_PAGE else name
+        return STRATEGIES[0] if name in ALIASES else name
 
     @property
     def is_sharded(self) -> bool:
@@ -66,15 +60,15 @@ class Settings:
 
     def warn_of_aliases(self) -> None:
         name = self.data_parallel_sharding_strategy
-        if name in OF_THE_PAGE:
+        if name in ALIASES:
             _warn(
                 f"data_parallel_sharding_strategy={name!r} is no name of any release and is taken for "
-                f"{STRATEGIES[0]!r}, which cuts all that it names; the names are {', '.join(STRATEGIES)}"
+                f"{STRATEGIES[0]!r}, which shards all that it names; the names are {', '.join(STRATEGIES)}"
             )
 
-    def warn_of_what_has_no_effect(self) -> None:
-        """What the native backend does not do, by name; results do not depend on it."""
-        for name in OF_CUDA:
+    def warn_of_no_effect(self) -> None:
+        """Warn of each setting that the native backend ignores; results do not depend on it."""
+        for name in CUDA_ONLY:
             if getattr(self, name):
                 _warn(f"{name}=True has no effect natively: memory and speed only, needs megatron-fsdp on CUDA")
         if not self.overlap_grad_reduce:
@@ -83,21 +77,12 @@ class Settings:
             _warn("overlap_param_gather=False has no effect with no_shard: no parameter is gathered")
 
 
-def checked_backend(backend: Any) -> str:
-    if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r} is not known; use one of {', '.join(BACKENDS)}")
-    return backend
-
-
-def _warn(said: str) -> None:
-    warnings.warn(said, UserWarning, stacklevel=5)
-
-
-EXTRA = "pip install 'shardproof[megatron]'"
+def _warn(message: str) -> None:
+    warnings.warn(message, UserWarning, stacklevel=5)
 
 
 def have(module: str, name: str) -> bool:
-    """Whether a library has a function, and can be imported at all."""
+    """Whether a library can be imported and has a function."""
     try:
         return hasattr(importlib.import_module(module), name)
     except (ImportError, OSError):
@@ -105,14 +90,14 @@ def have(module: str, name: str) -> bool:
 
 
 def chosen_backend(backend: str, device_type: str, have_nvfsdp: bool) -> str:
-    """The backend that a name means on a device.
+    """The backend of a name on a device; `auto` prefers a library on CUDA.
 
     Errors: ImportError for a library that is not installed; ValueError for one that needs CUDA.
     """
     has_cuda, have_megatron = device_type == "cuda", have("megatron_fsdp", "fully_shard_model")
     if backend == "auto":
-        found = "nvfsdp" if have_nvfsdp else "megatron_fsdp" if has_cuda and have_megatron else "native"
-        return found if has_cuda else "native"
+        library = "nvfsdp" if have_nvfsdp else "megatron_fsdp" if have_megatron else "native"
+        return library if has_cuda else "native"
     if backend == "nvfsdp" and not have_nvfsdp:
         raise ImportError("backend='nvfsdp': has no nvfsdp.fully_shard; use backend='megatron_fsdp' or 'native'")
     if backend == "megatron_fsdp" and not have_megatron:
@@ -131,7 +116,7 @@ def with_nvfsdp(model: nn.Module, axes: MeshAxes, settings: Settings, classes: l
         dp_cp_group=axes.loss_mesh.get_group(),
         data_parallel_sharding_strategy=settings.strategy,
         init_model_with_meta_device=settings.init_nvfsdp_with_meta_device,
-        **_alike(settings),
+        **_same_names(settings),
         grad_reduce_in_fp32=settings.grad_reduce_in_fp32,
         preserve_fp32_weights=settings.preserve_fp32_weights,
         check_for_nan_in_grad=settings.check_for_nan_in_grad,
@@ -140,13 +125,13 @@ def with_nvfsdp(model: nn.Module, axes: MeshAxes, settings: Settings, classes: l
 
 
 def with_megatron_fsdp(model: nn.Module, axes: MeshAxes, settings: Settings, classes: list[type]) -> nn.Module:
-    """The model in megatron-fsdp's wrapper; an optimizer has to go through its `fully_shard_optimizer`."""
+    """The model in megatron-fsdp's wrapper; the optimizer must go through its `fully_shard_optimizer`."""
     library: Any = importlib.import_module("megatron_fsdp")
-    reduced = torch.float32 if settings.grad_reduce_in_fp32 else None
+    reduce_dtype = torch.float32 if settings.grad_reduce_in_fp32 else None
     policy = library.MixedPrecisionPolicy(
         main_params_dtype=torch.float32 if settings.preserve_fp32_weights else None,
-        main_grads_dtype=reduced,
-        grad_comm_dtype=reduced,
+        main_grads_dtype=reduce_dtype,
+        grad_comm_dtype=reduce_dtype,
     )
     has_replicas = axes.replicate is not None and axes.size(axes.replicate) > 1
     names = axes.shard_mesh.mesh_dim_names or (axes.shard_name,)
@@ -163,12 +148,12 @@ def with_megatron_fsdp(model: nn.Module, axes: MeshAxes, settings: Settings, cla
         mixed_precision_policy=policy,
         report_nan_in_param_grad=settings.check_for_nan_in_grad,
         keep_fp8_transpose_cache=settings.keep_fp8_transpose_cache_when_using_custom_fsdp,
-        **_alike(settings),
+        **_same_names(settings),
     )
 
 
-def _alike(settings: Settings) -> dict[str, bool]:
-    """What both libraries call as the page does."""
+def _same_names(settings: Settings) -> dict[str, bool]:
+    """The settings that have the same name in both libraries."""
     names = ("overlap_grad_reduce", "overlap_param_gather", "average_in_collective", "disable_bucketing")
     names += ("calculate_per_token_loss", "nccl_ub", "fsdp_double_buffer")
     return {name: getattr(settings, name) for name in names}

@@ -1,4 +1,4 @@
-"""Values for a model on the meta device, a unit at a time, the same on whatever mesh it is cut over afterwards."""
+"""Values for a model on the meta device, a unit at a time, the same whatever mesh it is sharded over afterwards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch_impl.parallelizer.tp_styles import owner_of
 
 
 def check_meta(model: nn.Module, *, is_expected: bool) -> None:
-    """ValueError unless the model is on the meta device just where that is expected, and can be given values."""
+    """ValueError unless the model is on the meta device exactly if that is expected, and can be initialised."""
     on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if on_meta and not is_expected:
         raise ValueError(
@@ -31,10 +31,10 @@ def check_meta(model: nn.Module, *, is_expected: bool) -> None:
     if not is_expected or hasattr(model, "_init_weights"):
         return
     for name, module in model.named_modules():
-        if any(p.is_meta for p in _own(module).values()) and not hasattr(module, "reset_parameters"):
+        if any(p.is_meta for p in _direct_tensors(module).values()) and not hasattr(module, "reset_parameters"):
             raise ValueError(
                 f"init_nvfsdp_with_meta_device: {name or type(model).__name__!r} has parameters and no "
-                "reset_parameters, nor has the model _init_weights; give it one of them"
+                "reset_parameters, nor has the model _init_weights; add one of them"
             )
 
 
@@ -47,20 +47,21 @@ def shared_seed(mesh: DeviceMesh) -> int:
 
 
 def materialize(model: nn.Module, modules: Iterable[tuple[str, nn.Module]], device: torch.device, seed: int) -> None:
-    """Give modules of a model their values at full size.
+    """Initialise modules of a model at full size.
 
     A module's values follow from the seed and its name. The generators of the process are left as they were. What
     shares a parameter on the meta device shares it afterwards.
 
-    Errors: ValueError for a parameter that is still without a value afterwards.
+    Errors: ValueError for a parameter that has no value after the initialisation.
     """
     modules = list(modules)
     _allocate(model, [module for _, module in modules], device)
     for name, module in modules:
-        own_seed = (seed + zlib.crc32(name.encode())) % 2**62
-        with _seeded(device, own_seed), torch.no_grad():
+        # The name, not the order of calls: on another mesh a rank may initialise other modules before this one.
+        module_seed = (seed + zlib.crc32(name.encode())) % 2**62
+        with _seeded(device, module_seed), torch.no_grad():
             _initialize(model, module)
-        for leaf, tensor in _own(module).items():
+        for leaf, tensor in _direct_tensors(module).items():
             if tensor.is_floating_point() and bool(tensor.isnan().any()):
                 raise ValueError(
                     f"init_nvfsdp_with_meta_device: {f'{name}.{leaf}'!r} has no value after the initialisation of "
@@ -70,11 +71,11 @@ def materialize(model: nn.Module, modules: Iterable[tuple[str, nn.Module]], devi
 
 @contextmanager
 def _seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """The generators of the CPU and of one device, seeded; as they were afterwards. No other device's is touched."""
-    here = [torch.cuda.current_device() if device.index is None else device.index] if device.type == "cuda" else []
-    with torch.random.fork_rng(here, device_type="cuda"):
+    """The generators of the CPU and of one device, seeded, and restored afterwards; no other device's is touched."""
+    cuda = [torch.cuda.current_device() if device.index is None else device.index] if device.type == "cuda" else []
+    with torch.random.fork_rng(cuda, device_type="cuda"):
         torch.default_generator.manual_seed(seed)
-        for index in here:
+        for index in cuda:
             with torch.cuda.device(index):
                 torch.cuda.manual_seed(seed)
         yield
@@ -89,15 +90,16 @@ def _initialize(model: nn.Module, module: nn.Module) -> None:
 
 
 def _allocate(model: nn.Module, modules: list[nn.Module], device: torch.device) -> None:
-    """Memory for each parameter and buffer, NaN in it, under all names that the model has for it."""
-    inside = {id(tensor) for module in modules for tensor in _own(module).values() if tensor.is_meta}
-    made: dict[int, Tensor] = {}
+    """Memory for each parameter and buffer, filled with NaN, under all names that the model has for it."""
+    inside = {id(tensor) for module in modules for tensor in _direct_tensors(module).values() if tensor.is_meta}
+    allocated: dict[int, Tensor] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if id(parameter) in inside:
             owner, leaf = owner_of(model, name)
-            if id(parameter) not in made:
-                made[id(parameter)] = nn.Parameter(_empty(parameter, device), requires_grad=parameter.requires_grad)
-            owner.register_parameter(leaf, made[id(parameter)])  # pyright: ignore[reportArgumentType]
+            if id(parameter) not in allocated:
+                empty = nn.Parameter(_empty(parameter, device), requires_grad=parameter.requires_grad)
+                allocated[id(parameter)] = empty
+            owner.register_parameter(leaf, allocated[id(parameter)])  # pyright: ignore[reportArgumentType]
     for module in modules:
         for leaf, buffer in list(module._buffers.items()):
             if buffer is not None and buffer.is_meta:
@@ -109,7 +111,7 @@ def _empty(tensor: Tensor, device: torch.device) -> Tensor:
     return empty.fill_(float("nan")) if empty.is_floating_point() else empty
 
 
-def _own(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers of a module itself."""
+def _direct_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers of a module, without those of modules inside it."""
     both = {**module._parameters, **module._buffers}
     return {name: tensor for name, tensor in both.items() if tensor is not None}

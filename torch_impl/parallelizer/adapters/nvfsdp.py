@@ -1,36 +1,34 @@
-"""Megatron-FSDP by the page's function: by the library on CUDA, by torch's own functions elsewhere."""
+"""Megatron-FSDP under the name nvfsdp: by the library on CUDA, by torch's own functions elsewhere."""
 
 from __future__ import annotations
 
-from typing import Dict, List, Optional, Union  # noqa: UP035  the page writes them so
+from typing import Literal
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
+from torch_impl.contract import Mesh, Module, contract
 from torch_impl.parallelizer.adapters import nvfsdp_native
-from torch_impl.parallelizer.adapters.megatron import (
-    Settings,
-    checked_backend,
-    chosen_backend,
-    have,
-    with_megatron_fsdp,
-    with_nvfsdp,
-)
+from torch_impl.parallelizer.adapters.megatron import Settings, chosen_backend, have, with_megatron_fsdp, with_nvfsdp
 from torch_impl.parallelizer.adapters.meta_init import check_meta
-from torch_impl.parallelizer.adapters.unit_modules import import_classes_from_paths, instances, owners
+from torch_impl.parallelizer.adapters.unit_modules import (
+    ClassPaths,
+    imported_classes,
+    parameter_owners,
+    unit_instances,
+)
 from torch_impl.parallelizer.blocks import checkpoint_blocks
-from torch_impl.parallelizer.fsdp2 import checked_axes
-from torch_impl.parallelizer.tp_plan import apply_plan
+from torch_impl.parallelizer.fsdp2 import validated_target
+from torch_impl.parallelizer.tp_plan import Plan, shard_modules
 
 HAVE_NVFSDP: bool = have("nvfsdp", "fully_shard")
 
 
+@contract
 def nvfsdp_strategy_parallelize(
-    model: nn.Module,
-    device_mesh: DeviceMesh,
-    nvfsdp_unit_modules: Optional[List[str]] = None,  # noqa: UP006, UP045
-    tp_shard_plan: Optional[Dict[str, Union[RowwiseParallel, ColwiseParallel, SequenceParallel]]] = None,  # noqa: UP006, UP007, UP045
+    model: Module,
+    device_mesh: Mesh,
+    nvfsdp_unit_modules: ClassPaths | None = None,
+    tp_shard_plan: Plan | None = None,
     data_parallel_sharding_strategy: str = "optim_grads_params",
     init_nvfsdp_with_meta_device: bool = False,
     grad_reduce_in_fp32: bool = False,
@@ -46,43 +44,44 @@ def nvfsdp_strategy_parallelize(
     fsdp_double_buffer: bool = False,
     *,
     activation_checkpointing: bool = False,
-    backend: str = "auto",
+    backend: Literal["auto", "native", "megatron_fsdp", "nvfsdp"] = "auto",
 ) -> nn.Module:
-    """Cut a model over a mesh as Megatron-FSDP does: tensor plan, checkpointing, data parallelism.
+    """Parallelize a model over a mesh as Megatron-FSDP does: tensor plan, checkpointing, data parallelism.
 
-        ids  "b/dp s"   ->   logits  "b/dp s v"         whole on each tp rank
+        ids  "b/dp s"   ->   logits  "b/dp s v"         the same on each tp rank
 
     `backend="auto"` is nvfsdp or megatron-fsdp, where one is installed and the mesh is on CUDA, else native: in place,
-    by torch's `fully_shard` and `replicate`, with memory at rest as those have it. With megatron-fsdp the optimizer has
-    to go through its `fully_shard_optimizer`. Axes of the mesh are found by name, see `mesh_axes`. Every
+    by torch's `fully_shard` and `replicate`, with their memory between steps. With megatron-fsdp the optimizer must go
+    through its `fully_shard_optimizer`. Axes of the mesh are identified by name, see `mesh_axes`. Every
     `data_parallel_sharding_strategy` gives the same gradients and weights:
 
-        optim_grads_params   all cut, gathered again in backward        optim        as optim_grads, reduced where
-        optim_grads          all cut, kept whole until backward                      gradient sync is on
-        no_shard             nothing cut, gradients all-reduced
+        optim_grads_params   all sharded, gathered again in backward    optim        as optim_grads, reduced where
+        optim_grads          all sharded, gathered until backward                    gradient sync is on
+        no_shard             all replicated, gradients all-reduced
 
     nvfsdp_unit_modules    paths of classes; each outermost instance is a unit. None: the whole model is one.
-    init_nvfsdp_with_meta_device   give a model on meta its values, a unit at a time at full size, then cut. They follow
+    init_nvfsdp_with_meta_device   initialise a model on meta, a unit at a time at full size, then shard. Values follow
         from the first rank's seed and the names of modules, whatever the mesh.
-    grad_reduce_in_fp32    reduce in float32 or wider; else in the dtype that is computed in.
+    grad_reduce_in_fp32    reduce in float32 or wider; else in the dtype of the computation.
     preserve_fp32_weights  float32 masters of 16-bit parameters, which compute in 16 bits; the state dict is float32.
     overlap_param_gather   gather one unit ahead in forward, two in backward.
     check_for_nan_in_grad  FloatingPointError from `backward`, on every rank, naming the first parameter by name.
     average_in_collective  the collective averages; else it sums and one division follows.
-    disable_bucketing      each module that owns parameters is a unit.
+    disable_bucketing      each module with parameters of its own is a unit.
     calculate_per_token_loss   gradients are summed over the data ranks, not averaged.
 
     Natively `overlap_grad_reduce=False`, `nccl_ub`, `fsdp_double_buffer` and
-    `keep_fp8_transpose_cache_when_using_custom_fsdp` have no effect, and say so.
+    `keep_fp8_transpose_cache_when_using_custom_fsdp` have no effect, and a warning says so.
 
     Cost:   see `fsdp2_strategy_parallelize`; no_shard: 1 all_reduce of each unit. The check: 1 all_reduce of 4 bytes
             for each backward over all axes but pp, and one wait for the device. Meta: 1 broadcast of 8 bytes per axis.
-    Errors: before anything is changed. What `check_plan` and `mesh_axes` refuse; ValueError for an unknown strategy or
+    Errors: before anything is changed. What `check_plan` and `mesh_axes` reject; ValueError for an unknown strategy or
             backend, a class without an instance, a unit of two dtypes, a model that is on meta and should not be or
-            the other way round, a tie across units of one module, averaging a sum; ImportError for a library that is
-            named and not installed; TypeError for a switch that is no bool.
+            the other way round, a tie across units of one module, averaging a sum; ImportError for a backend whose
+            library is not installed; TypeError for a switch that is no bool.
     Source: arXiv 1910.02054 (ZeRO).
     """
+    # 1. Validate everything, before anything is changed or sent.
     settings = Settings(
         data_parallel_sharding_strategy,
         init_nvfsdp_with_meta_device,
@@ -99,21 +98,22 @@ def nvfsdp_strategy_parallelize(
         fsdp_double_buffer,
         activation_checkpointing,
     )
-    checked_backend(backend)
-    axes = checked_axes(model, device_mesh, tp_shard_plan, fsdp_size=None if settings.is_sharded else 1)
-    backend = chosen_backend(backend, device_mesh.device_type, HAVE_NVFSDP)
-    classes = [] if nvfsdp_unit_modules is None else import_classes_from_paths(nvfsdp_unit_modules)
-    chosen = instances(model, classes, nvfsdp_unit_modules or [])
+    axes, styles = validated_target(model, device_mesh, tp_shard_plan, is_sharded=settings.is_sharded)
+    backend_name = chosen_backend(backend, device_mesh.device_type, HAVE_NVFSDP)
+    classes = imported_classes("nvfsdp_unit_modules", nvfsdp_unit_modules or [])
+    instances = unit_instances(model, classes, nvfsdp_unit_modules or [])
     check_meta(model, is_expected=init_nvfsdp_with_meta_device)
     settings.warn_of_aliases()
-    if backend == "native":
-        parts = nvfsdp_native.parts_of(model, owners(model) if disable_bucketing else chosen)
-        settings.warn_of_what_has_no_effect()
-        nvfsdp_native.parallelize(model, axes, tp_shard_plan, settings, parts)
+    # 2. By torch's functions, unit after unit.
+    if backend_name == "native":
+        units = nvfsdp_native.units_of(model, parameter_owners(model) if disable_bucketing else instances)
+        settings.warn_of_no_effect()
+        nvfsdp_native.parallelize(model, axes, styles, settings, units)
         return model
+    # 3. By a library, whose wrapper does all but the tensor plan and checkpointing.
     if axes.tp_mesh is not None:
-        apply_plan(model, tp_shard_plan, axes.tp_mesh)
+        shard_modules(model, styles, axes.tp_mesh)
     if activation_checkpointing:
         checkpoint_blocks(model)
-    wrap = with_nvfsdp if backend == "nvfsdp" else with_megatron_fsdp
+    wrap = with_nvfsdp if backend_name == "nvfsdp" else with_megatron_fsdp
     return wrap(model, axes, settings, classes)

@@ -1,4 +1,4 @@
-"""The end of the default process group."""
+"""Destroying the default process group."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch.distributed as dist
 def _destroy_dist_connection() -> None:
     """Destroy the default process group, if there is one. May be called any number of times, from any thread.
 
-    On the main thread an interrupt is ignored meanwhile, and whoever handled interrupts before does so afterwards,
-    also where the destruction raises. Other threads have no signals to change.
+    On the main thread interrupts are ignored meanwhile, and the handler is restored afterwards, also where destroying
+    the group raises. Other threads cannot change signal handlers.
     """
     with _interrupts_ignored():
         if dist.is_available() and dist.is_initialized():
@@ -23,14 +23,14 @@ def _destroy_dist_connection() -> None:
 
 @contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """SIGINT ignored, where this thread may say so and Python knows whom to put back."""
+    """SIGINT ignored, where this thread may change it and Python knows the handler to restore."""
     is_main = threading.current_thread() is threading.main_thread()
-    before = signal.getsignal(signal.SIGINT) if is_main else None
-    if before is None:  # another thread, or a handler that was installed from C and cannot be put back
+    handler = signal.getsignal(signal.SIGINT) if is_main else None
+    if handler is None:  # another thread, or a handler that was installed from C and cannot be restored
         yield
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, handler)

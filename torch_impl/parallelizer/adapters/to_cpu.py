@@ -1,4 +1,4 @@
-"""A tensor on the CPU, whole if it was distributed."""
+"""A tensor on the CPU, with its full value if it was distributed."""
 
 from __future__ import annotations
 
@@ -8,34 +8,37 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-NAME = "parallelizer.to_cpu"
+from torch_impl.contract import contract
+
 DEVICES = ("cuda", "cpu")
 
 
+@contract
 def to_cpu(v: Any, *, local: bool = False) -> Any:
-    """v on the CPU: the full value of a DTensor, whatever its placements; what is no tensor comes back as it is.
+    """v on the CPU: the full value of a DTensor, whatever its placements; anything but a tensor is returned as it is.
 
         DTensor  any placements   ->   "..." the same on each rank of its mesh, detached
 
-    With `local=True`, this rank's shard of a DTensor. A Tensor that is on the CPU comes back as the same object. Lists
-    and dicts are not walked.
+    With `local=True`, this rank's shard of a DTensor. A Tensor that is on the CPU is returned as the same object. Lists
+    and dicts are not traversed.
 
-    Cost:   for a DTensor 1 all_gather for each axis that cuts it and 1 all_reduce for each that has addends; all ranks
-            of its mesh call this. None with `local=True`.
-    Errors: ValueError for a DTensor on another device than cuda or cpu, or for `local=True` where the ranks hold
-            addends.
+    Cost:   for a DTensor 1 all_gather for each axis that shards it and 1 all_reduce for each with partial sums; all
+            ranks of its mesh call this. None with `local=True`.
+    Errors: ValueError for a DTensor on another device than cuda or cpu, or for `local=True` of partial sums.
     """
     if not isinstance(v, Tensor):
         return v
     if not isinstance(v, DTensor):
         return v.cpu()
     if v.device.type not in DEVICES:
-        why = ", which holds no values" if v.device.type == "meta" else f"; only {' and '.join(DEVICES)} are known"
-        raise ValueError(f"{NAME}: v is a DTensor on {v.device.type!r}{why}")
+        why = ", which has no values" if v.device.type == "meta" else f"; only {' and '.join(DEVICES)} are supported"
+        raise ValueError(f"parallelizer.to_cpu: v is a DTensor on {v.device.type!r}{why}")
     if not local:
         with torch.no_grad():
             return v.full_tensor().cpu()
     if any(placement.is_partial() for placement in v.placements):
-        raise ValueError(f"{NAME}: v is {v.placements}, so that a rank holds an addend and no shard; drop local=True")
+        raise ValueError(
+            f"parallelizer.to_cpu: v is {v.placements}, so that a rank has a partial sum and no shard; drop local=True"
+        )
     with torch.no_grad():
         return v.to_local().cpu()

@@ -1,74 +1,50 @@
-"""Classes from their dotted paths, and the modules of a model that become units of their own."""
+"""Classes from their dotted paths, and the modules of a model that become FSDP units of their own."""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import Any, List  # noqa: UP035  the page writes List
+from typing import Annotated, Any, List  # noqa: UP035  the page writes List
 
 from torch import nn
 
-NAME = "parallelizer.import_classes_from_paths"
+from torch_impl.contract import contract, type_name
 
 
-def import_classes_from_paths(class_paths: List[str]) -> list[type]:  # noqa: UP006
+class PathsKind:
+    """A list of strings."""
+
+    def validate(self, function: str, name: str, value: Any, sizes: Any) -> None:
+        if isinstance(value, str) or not isinstance(value, list | tuple):
+            raise TypeError(f"{function}: {name}={value!r} is {type_name(value)}; pass a list of paths")
+        for i, path in enumerate(value):
+            if not isinstance(path, str):
+                raise TypeError(f"{function}: {name}[{i}]={path!r} is {type_name(path)}; a path is a string")
+
+
+ClassPaths = Annotated[List[str], PathsKind()]  # noqa: UP006
+
+
+@contract
+def import_classes_from_paths(class_paths: ClassPaths) -> list[type]:
     """The classes of `class_paths`, each "package.module.Class" or "package.module.Outer.Inner", in order; [] gives [].
 
     The module is the longest part of the path that can be imported.
 
-    Errors: TypeError for what is not a list of strings; ValueError for a path without a dot, a module or an attribute
-    that is not found, an object that is no class. An ImportError raised inside a module that was found passes through.
+    Errors: TypeError unless a list of strings; ValueError for a path without a dot, a module or an attribute that does
+    not exist, an object that is no class. An ImportError raised inside an existing module passes through.
     """
-    if isinstance(class_paths, str) or not isinstance(class_paths, list | tuple):
-        raise TypeError(f"{NAME}: class_paths={class_paths!r} is a {type(class_paths).__name__}; pass a list of paths")
-    for i, path in enumerate(class_paths):
-        if not isinstance(path, str):
-            raise TypeError(f"{NAME}: class_paths[{i}]={path!r} is a {type(path).__name__}; a path is a string")
-    return [_imported(f"{NAME}: class_paths[{i}]={path!r}", path) for i, path in enumerate(class_paths)]
+    return imported_classes("parallelizer.import_classes_from_paths: class_paths", class_paths)
 
 
-def _imported(said: str, path: str) -> type:
-    parts = path.split(".")
-    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
-        raise ValueError(f"{said}: is not the dotted path of a class, such as 'torch.nn.Linear'")
-    found: Any = None
-    length, missing = len(parts) - 1, None
-    while length and found is None:
-        try:
-            found = importlib.import_module(".".join(parts[:length]))
-        except ModuleNotFoundError as error:
-            if not _is_of(error.name, parts[:length]):
-                raise  # it was found, and something that it imports was not
-            missing, length = missing or error, length - 1
-    if found is None:
-        raise ValueError(f"{said}: no module {parts[0]!r}; install it or mend the path") from missing
-    return _attribute(said, found, parts[:length], parts[length:], missing)
+def imported_classes(begin: str, paths: Sequence[str]) -> list[type]:
+    """The classes of some paths; `begin` names the argument in messages. Errors: the ValueErrors of the above."""
+    return [_import_class(f"{begin}[{i}]={path!r}", path) for i, path in enumerate(paths)]
 
 
-def _is_of(missing: str | None, parts: list[str]) -> bool:
-    """Whether the module that was not found is the one sought, or a package around it."""
-    return missing in {".".join(parts[:n]) for n in range(1, len(parts) + 1)}
-
-
-def _attribute(said: str, module: Any, path: list[str], names: list[str], missing: BaseException | None) -> type:
-    found = module
-    for i, name in enumerate(names):
-        try:
-            found = getattr(found, name)
-        except AttributeError as error:
-            holder = ".".join([*path, *names[:i]])
-            kind = "class" if i else "module"
-            near = get_close_matches(name, dir(found), n=1, cutoff=0.0)
-            nearest = f"; nearest: {near[0]!r}" if near else ""
-            raise ValueError(f"{said}: {kind} {holder!r} has no attribute {name!r}{nearest}") from missing or error
-    if not isinstance(found, type):
-        raise ValueError(f"{said}: is a {type(found).__name__}, not a class")
-    return found
-
-
-def instances(model: nn.Module, classes: Sequence[type], paths: Sequence[str]) -> list[nn.Module]:
-    """Instances of the classes in the model's order; one inside another is left to the outer.
+def unit_instances(model: nn.Module, classes: Sequence[type], paths: Sequence[str]) -> list[nn.Module]:
+    """Instances of the classes in the model's order; one inside another is left to the outer one.
 
     Errors: ValueError for a class without an instance, by its path.
     """
@@ -79,29 +55,70 @@ def instances(model: nn.Module, classes: Sequence[type], paths: Sequence[str]) -
                 f"nvfsdp_unit_modules: {type(model).__name__} has no instance of {path!r}; it has "
                 f"{', '.join(sorted({type(module).__name__ for module in modules}))}"
             )
-    found: list[nn.Module] = []
+    outermost: list[nn.Module] = []
     covered: set[int] = set()
     for module in modules:
         if isinstance(module, tuple(classes)) and id(module) not in covered:
-            found.append(module)
+            outermost.append(module)
             covered |= {id(inner) for inner in module.modules()}
-    return found
+    return outermost
 
 
-def owners(model: nn.Module) -> list[nn.Module]:
-    """Every module below the root that has parameters itself, in the model's order.
+def parameter_owners(model: nn.Module) -> list[nn.Module]:
+    """Every module below the root that has parameters of its own, in the model's order.
 
-    Errors: ValueError for a parameter that two of them share, or one whose owner contains another owner.
+    Errors: ValueError for a parameter that two of them share.
     """
-    named = [(name, each) for name, each in model.named_modules() if name and each._parameters]
-    found = [(name, module) for name, module in named if next(module.parameters(recurse=False), None) is not None]
-    first: dict[int, str] = {}
-    for name, module in found:
+    named = [(name, module) for name, module in model.named_modules() if name and module._parameters]
+    owners = [(name, module) for name, module in named if next(module.parameters(recurse=False), None) is not None]
+    first_names: dict[int, str] = {}
+    for name, module in owners:
         for leaf, parameter in module.named_parameters(recurse=False):
-            other = first.setdefault(id(parameter), f"{name}.{leaf}")
-            if other != f"{name}.{leaf}":
+            first = first_names.setdefault(id(parameter), f"{name}.{leaf}")
+            if first != f"{name}.{leaf}":
                 raise ValueError(
-                    f"disable_bucketing=True makes a unit of each module, and {other!r} and {f'{name}.{leaf}'!r} share "
-                    "a parameter; untie them, or keep the buckets"
+                    f"disable_bucketing=True makes a unit of each module, and {first!r} and {f'{name}.{leaf}'!r} share "
+                    "a parameter; untie them, or pass disable_bucketing=False"
                 )
-    return [module for _, module in found]
+    return [module for _, module in owners]
+
+
+def _import_class(begin: str, path: str) -> type:
+    """The class of a path; `begin` begins its messages."""
+    parts = path.split(".")
+    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+        raise ValueError(f"{begin}: is not the dotted path of a class, such as 'torch.nn.Linear'")
+    # The module is the longest part that can be imported; all behind it are attributes.
+    module: Any = None
+    length, missing = len(parts) - 1, None
+    while length and module is None:
+        try:
+            module = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError as error:
+            if not _is_part_of(error.name, parts[:length]):
+                raise  # the module exists, and something that it imports does not
+            missing, length = missing or error, length - 1
+    if module is None:
+        raise ValueError(f"{begin}: no module {parts[0]!r}; install it or correct the path") from missing
+    return _attribute(begin, module, parts[:length], parts[length:], missing)
+
+
+def _is_part_of(missing: str | None, parts: list[str]) -> bool:
+    """Whether the missing module is that of the path, or a package around it."""
+    return missing in {".".join(parts[:n]) for n in range(1, len(parts) + 1)}
+
+
+def _attribute(begin: str, module: Any, path: list[str], names: list[str], missing: BaseException | None) -> type:
+    value = module
+    for i, name in enumerate(names):
+        try:
+            value = getattr(value, name)
+        except AttributeError as error:
+            owner = ".".join([*path, *names[:i]])
+            kind = "class" if i else "module"
+            matches = get_close_matches(name, dir(value), n=1, cutoff=0.0)
+            nearest = f"; nearest: {matches[0]!r}" if matches else ""
+            raise ValueError(f"{begin}: {kind} {owner!r} has no attribute {name!r}{nearest}") from missing or error
+    if not isinstance(value, type):
+        raise ValueError(f"{begin}: is a {type(value).__name__}, not a class")
+    return value
