@@ -11,7 +11,7 @@ from jax_ref.layouts import packed
 from jax_ref.models import next_ids as reference
 from parity_tests import CaseSpec
 from parity_tests.harness.run.engines import run
-from torch_impl.models import NOBODY, Placement, Stream, layout_of, offsets_of, own_streams, rank_stream
+from torch_impl.models import IGNORED, Placement, Stream, layout_of, offsets_of, rank_stream, streams_of_rank
 
 T = 24
 DOCUMENTS = [
@@ -30,7 +30,7 @@ def stream(padded, real, keep=None):
 def test_a_rank_has_its_share_of_what_is_to_predict(cp, padded, real):
     whole = stream(padded, real, keep=torch.arange(T) % 5 != 3)
     targets, is_there = reference(jnp.asarray(whole.ids.numpy()), jnp.array(padded), jnp.array(real))
-    wanted = np.where(np.asarray(is_there) & whole.keep.numpy(), np.asarray(targets), NOBODY)
+    wanted = np.where(np.asarray(is_there) & whole.keep.numpy(), np.asarray(targets), IGNORED)
     for rank, held in enumerate(packed(T, cp, np.array(padded))):
         found = rank_stream(whole, cp, rank)
         assert found.ids.tolist() == [whole.ids[held].tolist()]
@@ -41,7 +41,7 @@ def test_a_rank_has_its_share_of_what_is_to_predict(cp, padded, real):
 def test_the_last_token_of_a_document_predicts_nothing(padded, real):
     targets = rank_stream(stream(padded, real), 1, 0).targets[0]
     counted = sum(max(count - 1, 0) for count in np.diff(real))
-    assert int((targets != NOBODY).sum()) == counted
+    assert int((targets != IGNORED).sum()) == counted
 
 
 def test_contiguous_cuts_the_stream_where_documents_do_not_end():
@@ -69,15 +69,15 @@ def test_offsets_of_several_streams_make_each_layout_again(order):
 
 def test_dp_ranks_share_the_streams():
     streams = [stream([0, T], [0, T]) for _ in range(4)]
-    shares = [own_streams(streams, 2, rank) for rank in range(2)]
+    shares = [streams_of_rank(streams, 2, rank) for rank in range(2)]
     assert all(a is b for a, b in zip(shares[0] + shares[1], streams[::2] + streams[1::2], strict=True))
-    with pytest.raises(ValueError, match=re.escape("4 streams cannot be shared by dp=3; pass a multiple")):
-        own_streams(streams, 3, 0)
+    with pytest.raises(ValueError, match=re.escape("4 streams cannot be divided by dp=3; pass a multiple")):
+        streams_of_rank(streams, 3, 0)
 
 
 @pytest.mark.parametrize("name", ["ids", "keep"])
 def test_what_is_not_as_long_as_the_stream_is_refused(name):
     held = {"ids": torch.arange(T), "keep": torch.ones(T, dtype=torch.bool), name: torch.arange(T - 1) > 0}
     whole = Stream(cu_padded=torch.tensor([0, T]), cu_real=torch.tensor([0, T]), **held)
-    with pytest.raises(ValueError, match=re.escape(f"{name} is [23] but cu_padded ends at 24; pass all of t")):
+    with pytest.raises(ValueError, match=re.escape(f"{name} is [23] but cu_padded ends at 24; pass [t]")):
         rank_stream(whole, 2, 0)

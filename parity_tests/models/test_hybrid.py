@@ -166,7 +166,7 @@ def test_a_layout_of_another_order_is_refused(order, other):
         return rank_stream(Stream(torch.zeros(16, dtype=torch.int64), cu, cu), 2, rank, other).layout
 
     assert refused(order, layout, 1) == (
-        f"models.MambaLayer: layout is cut by '{other}', the model's Placement has order='{order}'; make them alike"
+        f"models.MambaLayer: layout is sharded by '{other}', the model's Placement has order='{order}'; use one"
     )
 
 

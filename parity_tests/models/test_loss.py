@@ -30,12 +30,12 @@ from parity_tests.models.parameters import (
     specs,
 )
 from torch_impl.models import (
-    NOBODY,
+    IGNORED,
     Stream,
     gradient_norm,
     normalised,
-    own_streams,
     rank_stream,
+    streams_of_rank,
     token_losses,
     valid_count,
 )
@@ -64,7 +64,7 @@ def whole_loss(ids, cu_padded, cu_real, keep, other_ids, other_padded, other_rea
 
 def parallel_loss(mesh, streams, groups, parameters, **chosen):
     dp, cp = (mesh.size(axis) for axis in ("dp", "cp"))
-    own = [rank_stream(each, cp, mesh.rank("cp")) for each in own_streams(streams, dp, mesh.rank("dp"))]
+    own = [rank_stream(each, cp, mesh.rank("cp")) for each in streams_of_rank(streams, dp, mesh.rank("dp"))]
     count = valid_count([each.targets for each in own], [mesh["dp"], mesh["cp"]])
     vocab_size = parameters["embed_tokens"]["weight"].shape[0] * mesh.size("tp")
     losses = [
@@ -119,15 +119,15 @@ def test_parity(case):
 def test_means_of_ranks_are_another_number():
     """Where ranks have unlike counts; the rule gives the same number however the tokens are cut."""
     losses = torch.arange(6.0, dtype=torch.float64)
-    targets = torch.tensor([1, NOBODY, 1, NOBODY, NOBODY, 1])
+    targets = torch.tensor([1, IGNORED, 1, IGNORED, IGNORED, 1])
 
     def body(mesh, case):
         dp, rank = mesh.size("dp"), mesh.rank("dp")
         own, mine = losses.tensor_split(dp)[rank], targets.tensor_split(dp)[rank]
-        kept = own * (mine != NOBODY)
+        kept = own * (mine != IGNORED)
         count = valid_count([mine], [mesh["dp"]])
         averaged = normalised(kept, count, averaged_over=dp)
-        return float(normalised(kept, count)), float(averaged), float(kept.sum() / (mine != NOBODY).sum()), int(count)
+        return float(normalised(kept, count)), float(averaged), float(kept.sum() / (mine != IGNORED).sum()), int(count)
 
     found = {dp: run(body, CaseSpec(scheme="loss", mesh={"dp": dp})).results for dp in (1, 2, 3)}
     assert {dp: sum(each[0] for each in ranks) for dp, ranks in found.items()} == dict.fromkeys((1, 2, 3), 7 / 3)
@@ -140,7 +140,7 @@ def test_means_of_ranks_are_another_number():
 def test_a_target_outside_of_the_vocabulary_is_nobodys(is_told):
     """To the bit: in the sum and in the count. One above is seen only where the size of the vocabulary is told."""
     logits = torch.linspace(-2, 3, 2 * 4 * 5, dtype=torch.float64).sin().view(2, 4, 5)
-    targets = torch.tensor([[1, NOBODY, 4, -1], [-7, 0, NOBODY - 1, 5 if is_told else NOBODY]])
+    targets = torch.tensor([[1, IGNORED, 4, -1], [-7, 0, IGNORED - 1, 5 if is_told else IGNORED]])
     inside = (targets >= 0) & (targets < 5)
 
     def body(mesh, case):
@@ -150,7 +150,7 @@ def test_a_target_outside_of_the_vocabulary_is_nobodys(is_told):
             return normalised(token_losses(own, mine, mesh["tp"], 5), count).item(), count.item()
 
         own = logits.tensor_split(2)[mesh.rank("dp")].tensor_split([3], -1)[mesh.rank("tp")]
-        return share(targets), share(torch.where(inside, targets, NOBODY))
+        return share(targets), share(torch.where(inside, targets, IGNORED))
 
     for found, want in run(body, CaseSpec(scheme="loss", mesh={"dp": 2, "tp": 2})).results:
         assert found == want and want[0] > 0 and want[1] == inside.sum()

@@ -222,7 +222,7 @@ def test_unlike_lengths_on_one_rank_are_refused_on_every():
         return str(caught.value)
 
     first, second = run(body, CaseSpec("staged", {"dp": 2, "pp": 1, "cp": 1, "tp": 1})).results
-    assert first == "models.staged_step: streams of another rank have unlike lengths; pad them to one length"
+    assert first == "models.staged_step: streams of another rank differ in length; pad them to one length"
     assert second == "models.staged_step: streams have [8, 12] tokens on this rank; pad them to one length"
 
 

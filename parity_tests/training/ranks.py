@@ -25,8 +25,8 @@ from torch_impl.models import (
     RankStream,
     StepLoss,
     Stream,
-    own_streams,
     rank_stream,
+    streams_of_rank,
     tensor_parallel_plan,
 )
 from torch_impl.parallelizer.fsdp2 import fsdp2_strategy_parallelize
@@ -130,7 +130,7 @@ def gradients_of(mesh: Any, run: Run, model: Parts, index: int) -> tuple[float, 
 def rank_batch(mesh: Any, run: Run, batch: list[Packed]) -> list[RankStream]:
     """This rank's tokens of its streams."""
     streams = [Stream(torch.from_numpy(x.ids), torch.from_numpy(x.padded), torch.from_numpy(x.real)) for x in batch]
-    local_streams = own_streams(streams, run.dp, dp_rank(mesh))
+    local_streams = streams_of_rank(streams, run.dp, dp_rank(mesh))
     return [rank_stream(each, mesh.size("cp"), mesh.rank("cp")) for each in local_streams]
 
 

@@ -29,8 +29,8 @@ def test_a_fault_is_reached_where_its_function_runs(ran):
 
 def test_a_line_outside_of_functions_is_reached_where_its_file_is_imported(ran):
     file = "torch_impl/models/loss.py"
-    changed = {"kind": "scale", "old": "NOBODY = -100", "new": "NOBODY = -1", "expect": "value: "}
-    assert reached.is_reached(InjectedBug(name="another nobody", at="models:NOBODY", **changed), ran)
+    changed = {"kind": "scale", "old": "IGNORED = -100", "new": "IGNORED = -1", "expect": "value: "}
+    assert reached.is_reached(InjectedBug(name="another nobody", at="models:IGNORED", **changed), ran)
     assert reached.owner(file, 1) is None
 
 

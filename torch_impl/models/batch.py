@@ -1,6 +1,6 @@
 """A batch of packed documents, and the part of it that one rank works on.
 
-Every rank knows the whole batch; rank r of dp takes its streams, rank r of cp its tokens of each stream.
+Every rank has the full batch; rank r of dp takes its streams, rank r of cp its tokens of each stream.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
+from torch_impl.contract import NonNegativeInt, PositiveInt, contract
 from torch_impl.layouts import TokenLayout
 from torch_impl.models.config import Placement
-from torch_impl.models.loss import NOBODY
+from torch_impl.models.loss import IGNORED
 
-FILLED = -1  # stands where a stream has fewer documents than another
+FILL = -1  # pads the offsets of a stream that has fewer documents than another
 
 
 @dataclass(frozen=True)
 class Stream:
-    """One packed stream, whole: ids [t], and the offsets of its documents with and without padding.
+    """One packed stream, unsharded: ids [t], and the offsets of its documents with and without padding.
 
-    `keep` marks tokens whose prediction counts, all if None.
+    `keep` marks the tokens whose prediction counts; None: all.
     """
 
     ids: Int[Tensor, " t"]
@@ -35,7 +36,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class RankStream:
-    """What one cp rank has of a stream: ids and targets "1 t/cp:LAYOUT", and the layout that cut them."""
+    """The shard of a stream on one cp rank: ids and targets "1 t/cp:LAYOUT", and the layout that shards them."""
 
     ids: Int[Tensor, "1 l"]
     targets: Int[Tensor, "1 l"]
@@ -43,68 +44,69 @@ class RankStream:
 
 
 def rank_stream(stream: Stream, cp_size: int, cp_rank: int, order: str = "dual_chunk_swap") -> RankStream:
-    """Shift inside each document, then cut: the next token may be another rank's.
+    """Shift the targets inside each document, then shard: the next token may be on another rank.
 
-    The target of the last token of a document, of padding, and of a token not kept is nobody's.
+    The targets of a document's last token, of padding, and of tokens that `keep` leaves out are ignored.
 
     Cost:   no collective; one copy of the offsets to the host.
     Errors: those of `TokenLayout.packed`; ValueError for ids or keep of another length than the stream.
     """
-    layout = _cut(stream.cu_padded, stream.cu_real, cp_size, cp_rank, order)
-    for name, held in (("ids", stream.ids), ("keep", stream.keep)):
-        if held is not None and held.shape != (layout.total,):
+    layout = _layout(stream.cu_padded, stream.cu_real, cp_size, cp_rank, order)
+    for name, tensor in (("ids", stream.ids), ("keep", stream.keep)):
+        if tensor is not None and tensor.shape != (layout.total,):
             raise ValueError(
-                f"models.rank_stream: {name} is {list(held.shape)} but cu_padded ends at {layout.total}; pass all of t"
+                f"models.rank_stream: {name} is {list(tensor.shape)} but cu_padded ends at {layout.total}; pass [t]"
             )
     targets = next_ids(stream, layout)
     return RankStream(layout.shard(stream.ids, 0)[None], layout.shard(targets, 0)[None], layout)
 
 
 def offsets_of(layouts: Sequence[TokenLayout]) -> Int[Tensor, "m 2 q"]:
-    """The documents of several streams as one tensor: offsets with padding and without, filled to one length.
+    """The documents of several streams as one tensor: offsets with padding and without, padded to one length.
 
-    `layout_of` makes a layout of any of its rows again.
+    `layout_of` turns any of its rows into a layout again.
     """
     longest = max(len(layout.cu_padded) for layout in layouts)
     rows = [torch.stack([layout.cu_padded, layout.cu_real]) for layout in layouts]
-    return torch.stack([pad(row, (0, longest - row.shape[1]), value=FILLED) for row in rows])
+    return torch.stack([pad(row, (0, longest - row.shape[1]), value=FILL) for row in rows])
 
 
 def layout_of(offsets: Int[Tensor, "1 2 q"], placement: Placement) -> TokenLayout:
-    """The layout of one stream, cut over the placement's cp in its order.
+    """The layout of one stream, sharded over the placement's cp in its order.
 
     Cost:   one copy of the offsets to the host.
-    Errors: those of `TokenLayout.packed`; TypeError for offsets of another kind, ValueError for several streams'.
+    Errors: those of `TokenLayout.packed`; TypeError unless a Tensor; ValueError for the offsets of several streams.
     """
     if not isinstance(offsets, Tensor):
         raise TypeError(f"models.layout_of: offsets is a {type(offsets).__name__}; pass a TokenLayout or its offsets")
     if offsets.ndim != 3 or offsets.shape[:2] != (1, 2):
         raise ValueError(f"models.layout_of: offsets is {list(offsets.shape)}; pass [1, 2, q], those of one stream")
     padded, real = offsets[0].unbind()
-    return _cut(padded, real, placement.cp.size(), placement.cp.rank(), placement.order)
+    return _layout(padded, real, placement.cp.size(), placement.cp.rank(), placement.order)
 
 
-def _cut(padded: Tensor, real: Tensor, cp_size: int, cp_rank: int, order: str) -> TokenLayout:
+def _layout(padded: Tensor, real: Tensor, cp_size: int, cp_rank: int, order: str) -> TokenLayout:
     kind = "packed" if order == "dual_chunk_swap" else order
     return TokenLayout.packed(padded, real, cp_size=cp_size, cp_rank=cp_rank, kind=kind)
 
 
 def next_ids(stream: Stream, layout: TokenLayout) -> Int[Tensor, " t"]:
-    """The id after each token in its own document, nobody's where there is none or it does not count."""
+    """The id after each token in its document, IGNORED where there is none or it does not count."""
     real = layout.cu_real.diff()[layout.sequence_ids]
     counts = layout.position_ids + 1 < real
     if stream.keep is not None:
         counts = counts & stream.keep
-    return torch.where(counts, stream.ids.roll(-1), NOBODY)
+    return torch.where(counts, stream.ids.roll(-1), IGNORED)
 
 
-def own_streams(streams: Sequence[Stream], dp_size: int, dp_rank: int) -> list[Stream]:
-    """The streams of one dp rank: every dp_size-th from its own on.
+@contract
+def streams_of_rank(streams: Sequence[Stream], dp_size: PositiveInt, dp_rank: NonNegativeInt) -> list[Stream]:
+    """The streams of one dp rank: every dp_size-th one, from number dp_rank on.
 
-    Errors: ValueError for streams that dp ranks cannot share equally.
+    Errors: ValueError for streams that dp ranks cannot divide equally.
     """
     if len(streams) % dp_size:
         raise ValueError(
-            f"models.own_streams: {len(streams)} streams cannot be shared by dp={dp_size}; pass a multiple"
+            f"models.streams_of_rank: {len(streams)} streams cannot be divided by dp={dp_size}; pass a multiple"
         )
     return list(streams[dp_rank::dp_size])

@@ -1,4 +1,4 @@
-"""The sizes of a hybrid language model, the kind of each layer, and the ranks that it runs on."""
+"""The sizes of a hybrid language model, the kind of each layer, and the groups of ranks that it runs on."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from dataclasses import dataclass
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_impl.collectives.arguments import checked_group
 from torch_impl.context_parallel.kinds import EXCHANGES
+from torch_impl.contract.tensor_kinds import GroupKind
 
 KINDS = ("attention", "mamba")
+MAMBA = ("hidden", "state")
+ORDERS = ("dual_chunk_swap", "contiguous")
 
 
 @dataclass(frozen=True)
 class HybridConfig:
     """`layers` names the kind of each layer; names that Hugging Face configs have mean the same here.
 
-    Errors: ValueError for a kind that is none, a size below 1, an odd head_dim, query heads that KV heads do not share
-            equally, and Mamba heads that their groups do not.
+    Errors: ValueError for an unknown kind, a size below 1, an odd head_dim, and a number of query heads or of Mamba
+            heads that does not divide by the number of KV heads or of groups.
     """
 
     vocab_size: int = 256
@@ -46,28 +48,28 @@ class HybridConfig:
             if kind not in KINDS:
                 raise ValueError(f"models.HybridConfig: layers has {kind!r}; a layer is one of {', '.join(KINDS)}")
         if self.head_dim % 2:
-            raise ValueError(f"models.HybridConfig: head_dim={self.head_dim} must be even, since positions turn pairs")
-        self._check_shared("num_attention_heads", "num_key_value_heads")
-        self._check_shared("mamba_heads", "mamba_groups")
+            raise ValueError(
+                f"models.HybridConfig: head_dim={self.head_dim} must be even, since rotation pairs columns"
+            )
+        self._check_divides("num_attention_heads", "num_key_value_heads")
+        self._check_divides("mamba_heads", "mamba_groups")
 
-    def _check_shared(self, many: str, few: str) -> None:
-        heads, shared = getattr(self, many), getattr(self, few)
-        if heads % shared:
-            raise ValueError(f"models.HybridConfig: {many}={heads} must be divisible by {few}={shared}")
-
-
-MAMBA = ("hidden", "state")
-ORDERS = ("dual_chunk_swap", "contiguous")
+    def _check_divides(self, heads: str, groups: str) -> None:
+        if getattr(self, heads) % getattr(self, groups):
+            raise ValueError(
+                f"models.HybridConfig: {heads}={getattr(self, heads)} must be divisible by "
+                f"{groups}={getattr(self, groups)}"
+            )
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Groups of one rank: `cp` cuts tokens in this `order`, `tp` cuts heads, MLP columns and the vocabulary.
+    """Groups of one rank: `cp` shards tokens in this `order`; `tp` shards heads, MLP columns and the vocabulary.
 
-    `exchange` is that of attention (usp wants `ring_and_heads`, a mesh of 2 dims over the ranks of cp); `mamba` is
+    `exchange` is that of attention (usp needs `ring_and_heads`, a mesh of 2 dims over the ranks of cp); `mamba` is
     hidden, which exchanges tokens for heads, or state, which passes states.
 
-    Errors: TypeError for a group that is none; ValueError for another exchange, strategy or order.
+    Errors: TypeError unless groups; ValueError for another exchange, strategy or order.
     """
 
     cp: ProcessGroup
@@ -79,9 +81,9 @@ class Placement:
 
     def __post_init__(self) -> None:
         for name in ("cp", "tp"):
-            checked_group("models.Placement", name, getattr(self, name))
-        for name, known in {"exchange": EXCHANGES, "mamba": MAMBA, "order": ORDERS}.items():
-            if getattr(self, name) not in known:
+            GroupKind(name).validate("models.Placement", name, getattr(self, name), {})
+        for name, choices in {"exchange": EXCHANGES, "mamba": MAMBA, "order": ORDERS}.items():
+            if getattr(self, name) not in choices:
                 raise ValueError(
-                    f"models.Placement: {name}={getattr(self, name)!r} is not known; it is one of {', '.join(known)}"
+                    f"models.Placement: {name}={getattr(self, name)!r} is not known; it is one of {', '.join(choices)}"
                 )

@@ -1,7 +1,7 @@
 """A hybrid language model: bytes to vectors, layers of attention and Mamba2, vectors to scores of the next byte.
 
-Rank r of cp holds its tokens of each stream, rank r of tp its heads, its columns of every MLP and its share of the
-vocabulary. On a group of one the same lines are the whole model.
+Rank r of cp has its tokens of each stream, rank r of tp its heads, its columns of every MLP and its shard of the
+vocabulary. On a group of one the same lines are the full model.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ class HybridLM(nn.Module):
 
         ids, targets  "b s/cp:LAYOUT"   ->   "b s/cp:LAYOUT v"      with the plan of `tensor_parallel`  v/tp
                                         or   "b s/cp:LAYOUT tp=I"
-        parameters  "... cp=R": whole on each cp rank; their full gradient is the SUM over cp
+        parameters  "... cp=R": replicated on each cp rank; their full gradient is the SUM over cp
 
     One row, b = 1, is a packed stream whose documents `layout` knows; several rows are a sequence each. In place of a
-    layout the offsets of one stream's documents may be given as a tensor, which a schedule cuts as it cuts ids.
+    layout the offsets of one stream's documents may be passed as a tensor, which a schedule splits as it splits ids.
 
-    A stage of a pipeline has some of the modules: without the embedding it is given hidden states "b s/cp d" in place
-    of ids, without the head it returns them.
+    A stage of a pipeline has some of the modules: without the embedding it takes hidden states "b s/cp d" in place of
+    ids, without the head it returns them.
 
     Cost:   that of its layers, and of `token_losses`; of offsets one copy to the host.
     Errors: those of attention, of the Mamba strategies and of `layout_of`.
     """
 
-    def __init__(self, config: HybridConfig, placement: Placement, **made: Any) -> None:
+    def __init__(self, config: HybridConfig, placement: Placement, **factory: Any) -> None:
         super().__init__()
         self.config, self.placement = config, placement
-        self.embed_tokens: nn.Embedding | None = nn.Embedding(config.vocab_size, config.hidden_size, **made)
-        self.layers = nn.ModuleList(layer_of(kind, config, placement, **made) for kind in config.layers)
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps, **made)
-        self.lm_head: nn.Linear | None = nn.Linear(config.hidden_size, config.vocab_size, bias=False, **made)
+        self.embed_tokens: nn.Embedding | None = nn.Embedding(config.vocab_size, config.hidden_size, **factory)
+        self.layers = nn.ModuleList(layer_of(kind, config, placement, **factory) for kind in config.layers)
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps, **factory)
+        self.lm_head: nn.Linear | None = nn.Linear(config.hidden_size, config.vocab_size, bias=False, **factory)
         if config.is_tied:
             self.lm_head.weight = self.embed_tokens.weight
 
@@ -56,10 +56,10 @@ class HybridLM(nn.Module):
         targets: Int[Tensor, "b s"] | None = None,
     ) -> Float[Tensor, "b s *v"]:
         """See the class."""
-        known = layout if isinstance(layout, TokenLayout) else layout_of(layout, self.placement)
+        token_layout = layout if isinstance(layout, TokenLayout) else layout_of(layout, self.placement)
         x = ids if self.embed_tokens is None else self.embed_tokens(ids)
         for layer in self.layers.children():  # a list, or in a stage a dict by the layers' numbers
-            x = layer(x, known)
+            x = layer(x, token_layout)
         if self.lm_head is None:
             return x
         logits = self.lm_head(self.norm(x))
@@ -68,9 +68,9 @@ class HybridLM(nn.Module):
     def get_pipeline_stage_metas(
         self, is_first: bool, microbatch_size: int, seq_len: int, dtype: torch.dtype
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """What enters a stage and what leaves it, without memory, as `_precompute_stage_shapes` asks.
+        """Inputs and outputs of a stage on the meta device, for `_precompute_stage_shapes`.
 
-            ids  "b s/cp"  where `is_first`, else hidden states  "b s/cp d"   ->   logits  "b s/cp v/tp" or the latter
+            ids  "b s/cp"  where `is_first`, else hidden states  "b s/cp d"   ->   logits  "b s/cp v/tp" or hidden
 
         b is `microbatch_size`, `seq_len` counts this rank's tokens, floats have this `dtype` and a gradient.
         """
@@ -91,12 +91,13 @@ ROWS = ("self_attn.o_proj", "mlp.down_proj")
 def tensor_parallel_plan(layers: tuple[str, ...]) -> dict[str, Style]:
     """Module name -> style, for `parallelize_module` and the strategies of `parallelizer`.
 
-        lm_head  "v/tp d"     logits  "b s v/tp": they stay cut, for a vocabulary-parallel loss
+        lm_head  "v/tp d"     logits  "b s v/tp": they stay sharded, for a vocabulary-parallel loss
 
-    Each call makes fresh styles.
+    Heads, columns of the MLPs, and the vocabulary of embedding and head are sharded. Mamba2 layers and norms are
+    replicated on every tp rank, which all compute the same. Each call returns new styles.
 
-    Cost, over tp, each of x or its gradient: a layer of attention forward 2 all_reduces, of what o_proj and down_proj
-    give, backward 5, one for the input of each layer of columns; the embedding forward 1; the head backward 1.
+    Cost, over tp, each of x or its gradient: a layer of attention forward 2 all_reduces, of the outputs of o_proj and
+    down_proj, backward 5, one for the input of each column-wise layer; the embedding forward 1; the head backward 1.
     """
     plan: dict[str, Style] = {
         "embed_tokens": RowwiseParallel(input_layouts=Replicate()),

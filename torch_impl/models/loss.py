@@ -1,7 +1,7 @@
 """The loss of next tokens and the norm of its gradient, the same on any mesh.
 
 The loss is the sum of token losses over the global count of valid tokens. The count is that of the whole optimiser
-step: all ranks, all microbatches. So the gradient is that of one number, however the step is cut into ranks and
+step: all ranks, all microbatches. So the gradient is that of one number, however the step is divided into ranks and
 microbatches, and no other divisor is due anywhere.
 """
 
@@ -11,26 +11,30 @@ from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from torch_impl.collectives import accumulator
+from torch_impl.contract import Group, PositiveInt, Sharded, ShardedIds, ShardedInt, contract
 from torch_impl.vocab_parallel import DistributedLogprob
 from torch_impl.vocab_parallel.vocab_range import ceil_range
 
-NOBODY = -100  # the target of a token whose loss does not count
+IGNORED = -100  # the target of a token whose loss does not count
 
 
+@contract
 def token_losses(
-    logits: Float[Tensor, "b s v"], targets: Int[Tensor, "b s"], tp: ProcessGroup, vocab_size: int
-) -> Float[Tensor, "b s"]:
-    """-log p(target) of each token, 0 where the target is nobody's: any id outside of [0, vocab_size).
+    logits: Sharded[Tensor, "b s/cp v/tp"],
+    targets: ShardedIds[Tensor, "b s/cp"],
+    tp: Group[ProcessGroup, "tp"],
+    vocab_size: PositiveInt,
+) -> Sharded[Tensor, "b s/cp tp=I"]:
+    """-log p(target) of each token, 0 where the target is outside of [0, vocab_size).
 
         logits  "b s/cp v/tp"   targets  "b s/cp"   ->   "b s/cp tp=I"
 
-    The vocabulary is cut over tp by DTensor's ceil rule. No target is read on the host.
+    The vocabulary is sharded over tp by DTensor's ceil rule. No target is read on the host.
 
     Cost:   that of `DistributedLogprob`.
     Errors: those of `DistributedLogprob`.
@@ -39,15 +43,16 @@ def token_losses(
     return -DistributedLogprob.apply(logits, targets, start, end, tp)
 
 
+@contract
 def valid_count(
-    targets: Sequence[Int[Tensor, "b s"]], groups: Sequence[ProcessGroup], vocab_size: int | None = None
-) -> Int[Tensor, ""]:
-    """How many tokens of an optimiser step count: in all its microbatches here, summed over the ranks of all groups.
+    targets: Sequence[Tensor], groups: Sequence[ProcessGroup], vocab_size: PositiveInt | None = None
+) -> ShardedInt[Tensor, ""]:
+    """How many tokens of an optimiser step count: in all its local microbatches, summed over the ranks of all groups.
 
         targets  "b s/cp" of each microbatch   ->   a number, the same on every rank
 
-    `groups` are those that cut the batch (dp, cp), each rank in one group of each. What counts is what has a loss in
-    `token_losses`: targets in [0, vocab_size); without `vocab_size` those that are not negative.
+    `groups` are those that shard the batch (dp, cp), each rank in one group of each. A token counts if it has a loss in
+    `token_losses`: its target is in [0, vocab_size); without `vocab_size`, if it is not negative.
 
     Cost: 1 all_reduce of one int64 for each group.
     """
@@ -58,53 +63,62 @@ def valid_count(
     return count
 
 
-def normalised(losses: Float[Tensor, "b s"], count: Int[Tensor, ""], averaged_over: int = 1) -> Float[Tensor, ""]:
-    """This rank's share of the loss: the sum of its token losses over the global count, 0 of a step without tokens.
+@contract
+def normalised(
+    losses: Sharded[Tensor, "..."], count: ShardedInt[Tensor, ""], averaged_over: PositiveInt = 1
+) -> Sharded[Tensor, "dp=P cp=P"]:
+    """This rank's share of the loss: the sum of its token losses over the global count, 0 for a step without tokens.
 
         losses  "b s/cp"   count  one number   ->   "dp=P cp=P"
 
-    `averaged_over` is how many ranks the gradients are averaged over afterwards: dp * cp under FSDP, 1 where they are
-    summed.
+    `averaged_over` is the number of ranks that gradients are averaged over afterwards: dp * cp under FSDP, 1 where they
+    are summed.
     """
     return losses.sum() * averaged_over / count.clamp_min(1)
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter], pp: ProcessGroup | None = None) -> Float[Tensor, ""]:
-    """sqrt(sum of squares) over all gradients, the same on every rank; a parameter without one counts nothing.
+@contract
+def gradient_norm(
+    parameters: Iterable[nn.Parameter], pp: Group[ProcessGroup, "pp"] | None = None
+) -> Sharded[Tensor, ""]:
+    """sqrt(sum of squares) over all gradients, the same on every rank; a parameter without one counts as 0.
 
-    What is cut is summed over the axes that cut it, what is repeated is counted once, as its DTensor says. Where the
-    ranks of `pp` have other parameters each, theirs are added; of one that two stages share pass one copy alone
-    (`pipelining.tied_weights.distinct_parameters`).
+    A sharded gradient is summed over the axes that shard it, a replicated one is counted once, as its DTensor says.
+    Where the ranks of `pp` have different parameters, theirs are added; of one that two stages share pass one copy
+    alone (`pipelining.tied_weights.distinct_parameters`).
 
-    Cost:   1 all_reduce of one number for each axis of each way in which parameters are cut, and 1 over pp.
-    Errors: ValueError for a gradient that is still a sum of addends.
+    Cost:   1 all_reduce of one number for each axis of each way in which parameters are sharded, and 1 over pp.
+    Errors: ValueError for a gradient that is still a partial sum.
     """
     parameters = list(parameters)
+    # 1. The local sum of squares of each gradient, by the groups over which it is sharded.
     squares: dict[tuple[tuple[int, ...], ...], tuple[tuple[ProcessGroup, ...], list[Tensor]]] = {}
     for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        groups = _cut_by(gradient)
+        groups = _sharding_groups(gradient)
         # By their ranks: of equal meshes DTensor may give either, each with groups of its own, on one rank and not all.
         key = tuple(tuple(dist.get_process_group_ranks(group)) for group in groups)
         squares.setdefault(key, (groups, []))[1].append(local.to(accumulator(local.dtype)).square().sum())
+    # 2. One number for each set of groups, summed over them.
     total = torch.zeros(())
     for parameter in parameters:  # the same dtype on every rank, whichever gradients it has
         total = total.to(parameter.device, torch.promote_types(total.dtype, parameter.dtype))
-    for groups, parts in squares.values():
-        own = torch.stack(parts).sum()
+    for groups, sums in squares.values():
+        partial = torch.stack(sums).sum()
         for group in groups:
-            dist.all_reduce(own, group=group)
-        total = total + own
+            dist.all_reduce(partial, group=group)
+        total = total + partial
+    # 3. The stages of a pipeline have different parameters.
     if pp is not None:
         dist.all_reduce(total, group=pp)
     return total.sqrt()
 
 
-def _cut_by(gradient: Tensor) -> tuple[ProcessGroup, ...]:
-    """The groups of the axes that cut a gradient."""
+def _sharding_groups(gradient: Tensor) -> tuple[ProcessGroup, ...]:
+    """The groups of the axes that shard a gradient."""
     if not isinstance(gradient, DTensor):
         return ()
     if any(placement.is_partial() for placement in gradient.placements):
         raise ValueError(f"models.gradient_norm: a gradient is {gradient.placements}; reduce it first")
-    cut = [axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate()]
-    return tuple(gradient.device_mesh.get_group(axis) for axis in cut)
+    axes = [axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate()]
+    return tuple(gradient.device_mesh.get_group(axis) for axis in axes)

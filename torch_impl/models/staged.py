@@ -1,7 +1,7 @@
 """An optimiser step of a model in pipeline stages: streams are the micro-batches, each with documents of its own.
 
-Every rank of a pipeline knows all of its micro-batches, so that a schedule hands each stage the documents of the very
-micro-batch that it computes. Between stages go hidden states and their gradients alone.
+Every rank of a pipeline has all of its micro-batches, so that a schedule passes each stage the documents of the
+micro-batch that it computes. Stages send each other hidden states and their gradients alone.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def staged_step(
     `loss` its `loss_fn`; `groups` cut the batch, as for `valid_count`. Gradients are left on the parameters.
 
     Cost:   that of the schedule, and of `valid_count`; 1 all_reduce of one int64 for each group, and one host read.
-    Errors: ValueError for streams of unlike lengths on any rank, on every rank of the groups; for another number of
+    Errors: ValueError for streams of different lengths on any rank, on every rank of the groups; for another number of
             streams than the schedule's.
     """
     _check_lengths(streams, groups)
@@ -78,11 +78,11 @@ def staged_step(
 
 
 def _check_lengths(streams: Sequence[RankStream], groups: Sequence[ProcessGroup]) -> None:
-    """Streams are of one length on every rank. Ranks have streams of their own, so that they have to agree."""
+    """Streams have one length on every rank. Each rank has other streams, so the ranks agree on the answer first."""
     lengths = sorted({stream.ids.shape[1] for stream in streams})
-    unlike = torch.tensor(int(len(lengths) > 1), device=streams[0].ids.device)
+    differ = torch.tensor(int(len(lengths) > 1), device=streams[0].ids.device)
     for group in groups:
-        dist.all_reduce(unlike, group=group)
-    if unlike:
-        said = f"have {lengths} tokens on this rank" if len(lengths) > 1 else "of another rank have unlike lengths"
-        raise ValueError(f"models.staged_step: streams {said}; pad them to one length")
+        dist.all_reduce(differ, group=group)
+    if differ:
+        reason = f"have {lengths} tokens on this rank" if len(lengths) > 1 else "of another rank differ in length"
+        raise ValueError(f"models.staged_step: streams {reason}; pad them to one length")

@@ -259,7 +259,7 @@ def _packed_parameters(style: str, module: nn.Module, width: str) -> list[str]:
 # ---- Experts in stacks [experts, out, in]: every expert is sharded over tp
 
 # How the entry of a stack shards it: along the rows of each expert's matrix, or along its columns.
-STACK_SHARDS: dict[str, tuple[Callable[[int], Placement], int]] = {
+STACK_SHARDS: dict[str, tuple[Callable[..., Placement], int]] = {
     "colwise": (Shard, -2),
     "rowwise": (Shard, -1),
     "packed_colwise": (shard_of_halves, -2),
