@@ -50,16 +50,6 @@ _OF_TENSORS = (
     *("Group", "Mesh", "Module", "Sharded", "ShardedAny", "ShardedBool", "ShardedIds", "ShardedInt"),
     "dtype_name",
 )
-    "Group",
-    "Mesh",
-    "Module",
-    "Sharded",
-    "ShardedAny",
-    "ShardedBool",
-    "ShardedIds",
-    "ShardedInt",
-    "dtype_name",
-)
 
 
 def __getattr__(name: str) -> Any:
