@@ -1,4 +1,4 @@
-"""A hybrid language model on whole packed streams, the loss of a step, and its optimiser.
+"""A hybrid language model on unsharded packed streams, the loss of a step, and its optimiser.
 
 Document j of a stream stands at `padded[j]:padded[j + 1]`; its first `real[j + 1] - real[j]` tokens are real.
 
@@ -20,7 +20,7 @@ from jax_ref.mamba import Mamba2
 
 @dataclass(frozen=True)
 class Config:
-    """`layers` names the kind of each layer, attention or mamba. How a scan is cut into chunks changes no value."""
+    """`layers` names the kind of each layer, attention or mamba. The chunk size of a scan changes no value."""
 
     vocab_size: int
     hidden_size: int
@@ -41,14 +41,14 @@ class Config:
 
 
 def rotated(x: Float[Array, "b h s p"], position: Int[Array, " s"], base: float) -> Float[Array, "b h s p"]:
-    """x, each pair of columns turned."""
+    """Rotary positions: columns i and i + p/2 are a point, rotated at position m by m * base^(-2 i / p)."""
     half = x.shape[-1] // 2
     speed = base ** (-2.0 * jnp.arange(half).astype(x.dtype) / x.shape[-1])
     angle = position.astype(x.dtype)[:, None] * speed[None, :]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    turn = jnp.stack([jnp.stack([cos, -sin]), jnp.stack([sin, cos])])  # [to, from, s, i]
+    rotation = jnp.stack([jnp.stack([cos, -sin]), jnp.stack([sin, cos])])  # [to, from, s, i]
     points = x.reshape(*x.shape[:-1], 2, half)
-    return jnp.einsum("ocsi,bhsci->bhsoi", turn, points).reshape(x.shape)
+    return jnp.einsum("ocsi,bhsci->bhsoi", rotation, points).reshape(x.shape)
 
 
 class Attention(nnx.Module):
@@ -57,16 +57,16 @@ class Attention(nnx.Module):
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         d, p = config.hidden_size, config.head_dim
         self.head_dim, self.base = p, config.rope_base
-        wide, narrow = config.num_attention_heads * p, config.num_key_value_heads * p
-        self.q_proj = nnx.Linear(d, wide, use_bias=False, rngs=rngs)
-        self.k_proj = nnx.Linear(d, narrow, use_bias=False, rngs=rngs)
-        self.v_proj = nnx.Linear(d, narrow, use_bias=False, rngs=rngs)
-        self.o_proj = nnx.Linear(wide, d, use_bias=False, rngs=rngs)
+        query_width, kv_width = config.num_attention_heads * p, config.num_key_value_heads * p
+        self.q_proj = nnx.Linear(d, query_width, use_bias=False, rngs=rngs)
+        self.k_proj = nnx.Linear(d, kv_width, use_bias=False, rngs=rngs)
+        self.v_proj = nnx.Linear(d, kv_width, use_bias=False, rngs=rngs)
+        self.o_proj = nnx.Linear(query_width, d, use_bias=False, rngs=rngs)
 
     def __call__(
         self, x: Float[Array, "b s d"], padded: Int[Array, " n"], real: Int[Array, " n"]
     ) -> Float[Array, "b s d"]:
-        """Document j stands at `padded[j]:padded[j + 1]`, `real[j + 1] - real[j]` tokens of it are no padding."""
+        """Document j is at `padded[j]:padded[j + 1]`; its first `real[j + 1] - real[j]` tokens are no padding."""
         b, s, _ = x.shape
         token = jnp.arange(s)
         position = token - padded[(token[:, None] >= padded[None, 1:]).sum(1)]
@@ -104,10 +104,10 @@ class Mlp(nnx.Module):
     """down_proj(silu(gate_proj(x)) * up_proj(x))."""
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        d, wide = config.hidden_size, config.intermediate_size
-        self.gate_proj = nnx.Linear(d, wide, use_bias=False, rngs=rngs)
-        self.up_proj = nnx.Linear(d, wide, use_bias=False, rngs=rngs)
-        self.down_proj = nnx.Linear(wide, d, use_bias=False, rngs=rngs)
+        d, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nnx.Linear(d, inner, use_bias=False, rngs=rngs)
+        self.up_proj = nnx.Linear(d, inner, use_bias=False, rngs=rngs)
+        self.down_proj = nnx.Linear(inner, d, use_bias=False, rngs=rngs)
 
     def __call__(self, x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -167,7 +167,7 @@ class HybridLM(nnx.Module):
     def __call__(
         self, ids: Int[Array, "b s"], padded: Int[Array, " n"], real: Int[Array, " n"]
     ) -> Float[Array, "b s v"]:
-        """Every row has the same documents: j at `padded[j]:padded[j + 1]`, of which `real` says how much is real."""
+        """Every row has the same documents, whose offsets are `padded` and, without padding, `real`."""
         x = self.embed_tokens(ids)
         for layer in self.layers:
             x = layer(x, padded, real)
@@ -180,26 +180,26 @@ class HybridLM(nnx.Module):
 def next_ids(
     ids: Int[Array, " t"], padded: Int[Array, " n"], real: Int[Array, " n"]
 ) -> tuple[Int[Array, " t"], Bool[Array, " t"]]:
-    """(the next id, whether there is one), of each token."""
-    token, targets, is_there = jnp.arange(len(ids)), jnp.zeros_like(ids), jnp.zeros(len(ids), bool)
+    """(the next real token of the same document, whether there is one), for each token."""
+    token, targets, has_target = jnp.arange(len(ids)), jnp.zeros_like(ids), jnp.zeros(len(ids), bool)
     for j in range(len(padded) - 1):
         last = padded[j] + real[j + 1] - real[j] - 1
         has_next = (token >= padded[j]) & (token < last)
         targets = jnp.where(has_next, ids[jnp.minimum(token + 1, len(ids) - 1)], targets)
-        is_there |= has_next
-    return targets, is_there
+        has_target |= has_next
+    return targets, has_target
 
 
 def token_losses(
     logits: Float[Array, "s v"], targets: Int[Array, " s"], is_valid: Bool[Array, " s"]
 ) -> Float[Array, " s"]:
     """-log p(target), 0 where it does not count."""
-    chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], axis=-1)[:, 0]
-    return jnp.where(is_valid, -chosen, 0.0)
+    target_logprob = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], axis=-1)[:, 0]
+    return jnp.where(is_valid, -target_logprob, 0.0)
 
 
 def normalised(losses: Sequence[Float[Array, " s"]], is_valid: Sequence[Bool[Array, " s"]]) -> Float[Array, ""]:
-    """One number for all streams."""
+    """-sum_i log softmax(z_i)[target_i] / max(count, 1), over the valid tokens i of all streams."""
     count = sum(each.sum() for each in is_valid)
     return sum(each.sum() for each in losses) / jnp.maximum(count, 1).astype(losses[0].dtype)
 
@@ -207,7 +207,7 @@ def normalised(losses: Sequence[Float[Array, " s"]], is_valid: Sequence[Bool[Arr
 def step_loss(
     model: HybridLM, ids: Int[Array, "i t"], padded: Int[Array, "i n"], real: Int[Array, "i n"]
 ) -> Float[Array, ""]:
-    """The loss of i streams, row j of the offsets being stream j's."""
+    """The loss of i streams; row j of the offsets belongs to stream j."""
 
     def of_stream(ids: Array, padded: Array, real: Array) -> tuple[Array, Array]:
         targets, is_valid = next_ids(ids, padded, real)
@@ -218,5 +218,9 @@ def step_loss(
 
 
 def adamw(rate: float, decay: float) -> optax.GradientTransformation:
-    """The optimiser."""
+    """The optimiser, in step k:
+
+    m = b1 m + (1 - b1) g,   v = b2 v + (1 - b2) g^2
+    w <- w - rate * (m / (1 - b1^k) / (sqrt(v / (1 - b2^k)) + eps) + decay * w)
+    """
     return optax.adamw(rate, b1=0.9, b2=0.999, eps=1e-8, weight_decay=decay)

@@ -31,8 +31,8 @@ ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 class DecoderTraits:
     """Sizes and rules of one decoder.
 
-    `windows` has, for each layer, how many keys a query sees, itself among them, or None for all before it.
-    `rotated` is how many of a head's columns are rotated. A norm multiplies by `norm_offset` + weight.
+    `windows` has, for each layer, how many keys a query sees, itself included, or None for all before it.
+    `rotated` is the number of a head's columns that are rotated. A norm multiplies by `norm_offset` + weight.
     The lookup of `padding_id` has no gradient, as torch.nn.Embedding has it.
     """
 
@@ -59,19 +59,19 @@ class DecoderTraits:
 
     @classmethod
     def of(cls, config: Any) -> DecoderTraits:
-        """The traits of a configuration. Errors: ValueError for a family, rotation or activation not stated here."""
+        """The traits of a configuration. Errors: ValueError for a family, rotation or activation not defined here."""
         family, attention_bias = config.model_type, bool(getattr(config, "attention_bias", False))
         if family not in FAMILIES:
             raise ValueError(f"decoder: model_type {family!r} is not one of {', '.join(FAMILIES)}")
         rope = config.rope_parameters
         if rope.get("rope_type", "default") != "default":
-            raise ValueError(f"decoder: rope_type {rope['rope_type']!r} is not 'default', the one stated here")
+            raise ValueError(f"decoder: rope_type {rope['rope_type']!r} is not 'default', the one defined here")
         if config.hidden_act not in ACTIVATIONS:
             raise ValueError(f"decoder: hidden_act {config.hidden_act!r} is not one of {', '.join(ACTIVATIONS)}")
         if getattr(config, "use_bidirectional_attention", None):
-            raise ValueError("decoder: use_bidirectional_attention=True is not stated here; attention is causal")
+            raise ValueError("decoder: use_bidirectional_attention=True is not defined here; attention is causal")
         head_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        given = {
+        biases = {
             "qkv_bias": attention_bias,
             "out_bias": attention_bias,
             "mlp_bias": bool(getattr(config, "mlp_bias", False)),
@@ -92,7 +92,7 @@ class DecoderTraits:
             is_tied=bool(config.tie_word_embeddings),
             embed_scale=config.hidden_size**0.5 if family == "gemma" else 1.0,
             padding_id=config.pad_token_id,
-            **given,
+            **biases,
         )
 
 
@@ -175,7 +175,11 @@ class GatedMLP(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """The layer's parameters under their torch names; q, k and v in one matrix where the family fuses them."""
+    """q, k, v = x Wq^T, x Wk^T, x Wv^T;   q, k = R(q), R(k);   y = softmax(q k^T / sqrt(p)) v;   y Wo^T.
+
+    R rotates columns j and j + r/2 of the first r by the angle  position * theta^(-2j/r). Parameters have their torch
+    names; q, k and v are one matrix where the family fuses them.
+    """
 
     def __init__(self, traits: DecoderTraits, window: int | None):
         self.traits, self.window = traits, window
@@ -208,7 +212,7 @@ class Attention(nnx.Module):
 
 
 def rotated(x: Float[Array, "b s h p"], columns: int, theta: float) -> Float[Array, "b s h p"]:
-    """The first `columns` of each head turned by their position's angles."""
+    """The first `columns` of each head, rotated by their position's angles."""
     rate = theta ** (-jnp.arange(0, columns, 2).astype(x.dtype) / columns)
     angle = jnp.arange(x.shape[1]).astype(x.dtype)[:, None] * rate[None, :]
     cos, sin = (part[None, :, None, :] for part in (jnp.cos(angle), jnp.sin(angle)))
@@ -281,30 +285,31 @@ def from_state_dict(config: Any, arrays: Mapping[str, Any]) -> Decoder:
     traits = config if isinstance(config, DecoderTraits) else DecoderTraits.of(config)
     graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(traits)))
     leaves = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
-    given = {name: jnp.asarray(array) for name, array in arrays.items()}
-    if traits.is_tied and HEAD in given:
-        _check_tied(given)
-        del given[HEAD]
-    missing, unknown = sorted(set(leaves) - set(given)), sorted(set(given) - set(leaves))
+    parameters = {name: jnp.asarray(array) for name, array in arrays.items()}
+    if traits.is_tied and HEAD in parameters:
+        _check_tied(parameters)
+        del parameters[HEAD]
+    missing, unknown = sorted(set(leaves) - set(parameters)), sorted(set(parameters) - set(leaves))
     if missing or unknown:
         raise ValueError(f"decoder: parameters {missing} are missing, {unknown} are unknown")
     for name, (_, leaf) in leaves.items():
-        if given[name].shape != leaf.shape:
-            raise ValueError(f"decoder: {name} is {given[name].shape}; this configuration gives it {leaf.shape}")
-    return nnx.merge(graph, nnx.from_flat_state([(path, leaf.replace(given[n])) for n, (path, leaf) in leaves.items()]))
+        if parameters[name].shape != leaf.shape:
+            raise ValueError(f"decoder: {name} is {parameters[name].shape}; this configuration gives it {leaf.shape}")
+    flat = [(path, leaf.replace(parameters[name])) for name, (path, leaf) in leaves.items()]
+    return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
 def by_name(traits: DecoderTraits, state: nnx.State) -> dict[str, Array]:
     """Parameters, or their gradients, under the names of the torch state dict; what is tied, under both."""
-    found = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(state)}
-    return found | {HEAD: found[EMBEDDING]} if traits.is_tied else found
+    named = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(state)}
+    return named | {HEAD: named[EMBEDDING]} if traits.is_tied else named
 
 
-def _check_tied(given: Mapping[str, Any]) -> None:
-    """A head that is another array than the embedding; tracers are taken at their word."""
+def _check_tied(parameters: Mapping[str, Any]) -> None:
+    """ValueError for a head that differs from the embedding; values of tracers are unknown and not compared."""
     from jax.core import Tracer
 
-    embedding, head = given.get(EMBEDDING), given[HEAD]
+    embedding, head = parameters.get(EMBEDDING), parameters[HEAD]
     if embedding is None or isinstance(head, Tracer) or isinstance(embedding, Tracer):
         return
     if embedding.shape != head.shape or not bool((embedding == head).all()):
@@ -316,7 +321,7 @@ Batch = tuple[Int[Array, "b s"], Int[Array, "b s"]]
 
 
 class Step(NamedTuple):
-    """What one batch gives: gradients under the torch names."""
+    """Loss, logits and gradients of one batch, the gradients under their torch names."""
 
     loss: Float[Array, ""]
     logits: Float[Array, "b s v"]
@@ -332,8 +337,8 @@ class Trained(NamedTuple):
 
 def mean_loss(logits: Float[Array, "b s v"], targets: Int[Array, "b s"]) -> Float[Array, ""]:
     """Mean of the token losses over the tokens with a target."""
-    known = (targets >= 0) & (targets < logits.shape[-1])
-    return -logprob(logits, targets).sum() / known.sum().astype(logits.dtype)
+    is_valid = (targets >= 0) & (targets < logits.shape[-1])
+    return -logprob(logits, targets).sum() / is_valid.sum().astype(logits.dtype)
 
 
 def step(traits: DecoderTraits, arrays: Arrays, ids: Int[Array, "b s"], targets: Int[Array, "b s"]) -> Step:
@@ -363,16 +368,16 @@ def train(
     weight_decay: float = 0.01,
     compiled: Callable[..., Step] = compiled_step,
 ) -> Trained:
-    """One AdamW step for each batch. `compiled` is `step`, as it is or compiled in another way."""
+    """One AdamW step for each batch. `compiled` is `step`, compiled or not."""
     traits = config if isinstance(config, DecoderTraits) else DecoderTraits.of(config)
     optimizer = optax.adamw(lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
     # Each number is updated by itself: all of them as one vector are one small program.
     vector, named = ravel_pytree(by_name(traits, nnx.state(from_state_dict(traits, arrays))))
     state, steps = optimizer.init(vector), []
     for ids, targets in batches:
-        taken = compiled(traits, named(vector), jnp.asarray(ids), jnp.asarray(targets))
-        steps.append(taken)
+        result = compiled(traits, named(vector), jnp.asarray(ids), jnp.asarray(targets))
+        steps.append(result)
         with jax.numpy_dtype_promotion("standard"):  # optax counts steps in integers
-            updates, state = optimizer.update(ravel_pytree(taken.gradients)[0], state, vector)
+            updates, state = optimizer.update(ravel_pytree(result.gradients)[0], state, vector)
             vector = jnp.asarray(optax.apply_updates(vector, updates))
     return Trained(steps, named(vector))

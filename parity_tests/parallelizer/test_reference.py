@@ -84,7 +84,7 @@ def test_a_tied_head_that_differs():
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not one of llama, qwen2"),
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not one of silu"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type 'yarn' is not 'default'"),
-        ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not stated here"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not defined here"),
     ],
 )
 def test_a_configuration_that_is_not_stated(edit, said):
