@@ -30,10 +30,10 @@ def flax_value(name: str, x: Any) -> Any:
 def flax_model(config: Config, parameters: Mapping[str, Any]) -> HybridLM:
     """The module with these parameters. Errors: KeyError for a name that either side lacks."""
     graph, state = nnx.split(nnx.eval_shape(lambda: HybridLM(config, rngs=nnx.Rngs(0))))
-    wanted = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
+    expected = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
     given = {flax_name(name): flax_value(name, jnp.asarray(x)) for name, x in flat(parameters).items()}
-    if set(wanted) != set(given):
-        missing, unknown = sorted(set(wanted) - set(given)), sorted(set(given) - set(wanted))
+    if set(expected) != set(given):
+        missing, unknown = sorted(set(expected) - set(given)), sorted(set(given) - set(expected))
         raise KeyError(f"parameters: {missing} are missing, {unknown} unknown")
-    leaves = [(path, leaf.replace(given[name])) for name, (path, leaf) in wanted.items()]
+    leaves = [(path, leaf.replace(given[name])) for name, (path, leaf) in expected.items()]
     return nnx.merge(graph, nnx.from_flat_state(leaves))

@@ -29,8 +29,8 @@ def staged_loss(
         model = filled(mesh, config, dict(zip(leaves, values, strict=True)), **chosen)
         built, loss, stages = in_stages(mesh, model, streams, schedule)
         shares = staged_step(built, stages, loss, streams, [mesh["cp"]])
-        found = {name: p.grad for name, p in distinct_parameters(stages).items() if p.grad is not None}
-        return sum(shares, torch.zeros((), dtype=accumulator(values[0].dtype))), found
+        outcome = {name: p.grad for name, p in distinct_parameters(stages).items() if p.grad is not None}
+        return sum(shares, torch.zeros((), dtype=accumulator(values[0].dtype))), outcome
 
     return Stepped.apply(run, tuple(leaves), *leaves.values())
 

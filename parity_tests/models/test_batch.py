@@ -30,11 +30,11 @@ def stream(padded, real, keep=None):
 def test_a_rank_has_its_share_of_what_is_to_predict(cp, padded, real):
     whole = stream(padded, real, keep=torch.arange(T) % 5 != 3)
     targets, is_there = reference(jnp.asarray(whole.ids.numpy()), jnp.array(padded), jnp.array(real))
-    wanted = np.where(np.asarray(is_there) & whole.keep.numpy(), np.asarray(targets), IGNORED)
-    for rank, held in enumerate(packed(T, cp, np.array(padded))):
-        found = rank_stream(whole, cp, rank)
-        assert found.ids.tolist() == [whole.ids[held].tolist()]
-        assert found.targets.tolist() == [wanted[held].tolist()]
+    expected = np.where(np.asarray(is_there) & whole.keep.numpy(), np.asarray(targets), IGNORED)
+    for rank, positions in enumerate(packed(T, cp, np.array(padded))):
+        outcome = rank_stream(whole, cp, rank)
+        assert outcome.ids.tolist() == [whole.ids[positions].tolist()]
+        assert outcome.targets.tolist() == [expected[positions].tolist()]
 
 
 @pytest.mark.parametrize(("padded", "real"), DOCUMENTS)
@@ -77,7 +77,7 @@ def test_dp_ranks_share_the_streams():
 
 @pytest.mark.parametrize("name", ["ids", "keep"])
 def test_what_is_not_as_long_as_the_stream_is_refused(name):
-    held = {"ids": torch.arange(T), "keep": torch.ones(T, dtype=torch.bool), name: torch.arange(T - 1) > 0}
-    whole = Stream(cu_padded=torch.tensor([0, T]), cu_real=torch.tensor([0, T]), **held)
+    tensors = {"ids": torch.arange(T), "keep": torch.ones(T, dtype=torch.bool), name: torch.arange(T - 1) > 0}
+    whole = Stream(cu_padded=torch.tensor([0, T]), cu_real=torch.tensor([0, T]), **tensors)
     with pytest.raises(ValueError, match=re.escape(f"{name} is [23] but cu_padded ends at 24; pass [t]")):
         rank_stream(whole, 2, 0)

@@ -135,8 +135,8 @@ def test_with_targets_it_gives_the_loss_of_each_token(tp):
         parallelize_module(model, mesh.device_mesh["tp"], tensor_parallel_plan(config.layers))
         stream = rank_stream(Stream(torch.arange(16) % 11, cu, cu), 1, 0)
         losses = model(stream.ids, stream.layout, stream.targets)
-        wanted = token_losses(model(stream.ids, stream.layout), stream.targets, mesh["tp"], 11)
-        assert losses.equal(wanted) and (losses > 0).sum() == 14  # the last token of each document predicts nothing
+        expected = token_losses(model(stream.ids, stream.layout), stream.targets, mesh["tp"], 11)
+        assert losses.equal(expected) and (losses > 0).sum() == 14  # the last token of each document predicts nothing
 
     run(body, CaseSpec("hybrid", {"cp": 1, "tp": tp}))
 

@@ -36,9 +36,9 @@ def test_a_score_knows_the_distance_alone():
     """Turning both by as much again changes no digit that float64 keeps of an angle of thousands."""
     q, k = torch.linspace(-1, 2, 8, dtype=torch.float64).view(2, 1, 1, 1, 4)
     far = torch.arange(0, 3000, 500)
-    near = (rotated(q, torch.tensor([7]), 10.0) * rotated(k, torch.tensor([3]), 10.0)).sum()
+    near_pair = (rotated(q, torch.tensor([7]), 10.0) * rotated(k, torch.tensor([3]), 10.0)).sum()
     moved = torch.stack([(rotated(q, 7 + each[None], 10.0) * rotated(k, 3 + each[None], 10.0)).sum() for each in far])
-    assert moved.round(decimals=9).tolist() == [near.round(decimals=9).item()] * len(far)
+    assert moved.round(decimals=9).tolist() == [near_pair.round(decimals=9).item()] * len(far)
 
 
 def test_place_zero_turns_nothing():

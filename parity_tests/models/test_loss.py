@@ -129,11 +129,11 @@ def test_means_of_ranks_are_another_number():
         averaged = normalised(kept, count, averaged_over=dp)
         return float(normalised(kept, count)), float(averaged), float(kept.sum() / (mine != IGNORED).sum()), int(count)
 
-    found = {dp: run(body, CaseSpec(scheme="loss", mesh={"dp": dp})).results for dp in (1, 2, 3)}
-    assert {dp: sum(each[0] for each in ranks) for dp, ranks in found.items()} == dict.fromkeys((1, 2, 3), 7 / 3)
-    assert {dp: sum(each[1] for each in ranks) / dp for dp, ranks in found.items()} == dict.fromkeys((1, 2, 3), 7 / 3)
-    assert sum(each[2] for each in found[2]) / 2 == 3.0
-    assert {each[3] for ranks in found.values() for each in ranks} == {3}
+    outcome = {dp: run(body, CaseSpec(scheme="loss", mesh={"dp": dp})).results for dp in (1, 2, 3)}
+    assert {dp: sum(each[0] for each in ranks) for dp, ranks in outcome.items()} == dict.fromkeys((1, 2, 3), 7 / 3)
+    assert {dp: sum(each[1] for each in ranks) / dp for dp, ranks in outcome.items()} == dict.fromkeys((1, 2, 3), 7 / 3)
+    assert sum(each[2] for each in outcome[2]) / 2 == 3.0
+    assert {each[3] for ranks in outcome.values() for each in ranks} == {3}
 
 
 @pytest.mark.parametrize("is_told", [True, False])
@@ -152,8 +152,8 @@ def test_a_target_outside_of_the_vocabulary_is_nobodys(is_told):
         own = logits.tensor_split(2)[mesh.rank("dp")].tensor_split([3], -1)[mesh.rank("tp")]
         return share(targets), share(torch.where(inside, targets, IGNORED))
 
-    for found, want in run(body, CaseSpec(scheme="loss", mesh={"dp": 2, "tp": 2})).results:
-        assert found == want and want[0] > 0 and want[1] == inside.sum()
+    for outcome, want in run(body, CaseSpec(scheme="loss", mesh={"dp": 2, "tp": 2})).results:
+        assert outcome == want and want[0] > 0 and want[1] == inside.sum()
 
 
 def test_a_step_without_tokens_has_no_loss():
@@ -221,8 +221,8 @@ def test_what_is_cut_is_summed_and_what_is_repeated_is_not(mesh, placements):
         plain.grad = torch.tensor([0.0, 2.0])
         return gradient_norm([*cut, plain, without]).item()
 
-    found = run(body, CaseSpec(scheme="norm", mesh=mesh)).results
-    assert set(found) == {torch.tensor(float(SQUARE + 4)).sqrt().item()}
+    outcome = run(body, CaseSpec(scheme="norm", mesh=mesh)).results
+    assert set(outcome) == {torch.tensor(float(SQUARE + 4)).sqrt().item()}
 
 
 def test_equal_meshes_are_one():
@@ -233,9 +233,9 @@ def test_equal_meshes_are_one():
         places = [mesh.device_mesh, again if mesh.rank("dp") else mesh.device_mesh]
         return gradient_norm([parameter(torch.ones(4), place, [Shard(0)]) for place in places]).item()
 
-    found = run(body, CaseSpec(scheme="norm", mesh={"dp": 2}))
-    assert set(found.results) == {torch.tensor(8.0).sqrt().item()}
-    assert sum(row.op == "all_reduce" for row in found.ledger.of(0)) == 1
+    outcome = run(body, CaseSpec(scheme="norm", mesh={"dp": 2}))
+    assert set(outcome.results) == {torch.tensor(8.0).sqrt().item()}
+    assert sum(row.op == "all_reduce" for row in outcome.ledger.of(0)) == 1
 
 
 def test_addends_are_refused():

@@ -203,8 +203,8 @@ def test_refusals():
             staged_step(schedule, stages, loss, streams_of(8, 12), [mesh["cp"]])
         return [str(each.value) for each in (no_count, rows, kind, lengths)]
 
-    (found,) = run(body, CaseSpec("staged", {"pp": 1, "cp": 1, "tp": 1})).results
-    assert found == [
+    (outcome,) = run(body, CaseSpec("staged", {"pp": 1, "cp": 1, "tp": 1})).results
+    assert outcome == [
         "models.StepLoss: count is None; set it to the valid_count of the step first",
         "models.layout_of: offsets is [2, 2, 3]; pass [1, 2, q], those of one stream",
         "models.layout_of: offsets is a list; pass a TokenLayout or its offsets",

@@ -89,12 +89,12 @@ class Chosen:
 
     family: str
     tied: bool = False
-    further: tuple[tuple[str, Any], ...] = ()
+    changes: tuple[tuple[str, Any], ...] = ()
 
     @property
     def config(self) -> Any:
-        told = {**SIZES, **OWN.get(self.family, {}), **dict(self.further), "tie_word_embeddings": self.tied}
-        return AutoConfig.for_model(self.family, **told)
+        passed = {**SIZES, **OWN.get(self.family, {}), **dict(self.changes), "tie_word_embeddings": self.tied}
+        return AutoConfig.for_model(self.family, **passed)
 
 
 def empty(chosen: Chosen, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Any:

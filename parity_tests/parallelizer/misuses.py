@@ -15,19 +15,19 @@ from torch_impl.parallelizer.tp_plan import check_plan
 
 QWEN3 = Chosen("qwen3")
 TIED = Chosen("llama", tied=True)
-NORM_OF_HEADS = Chosen("cohere", further=(("use_qk_norm", True), ("num_key_value_heads", 4)))
-ONE_KV_HEAD = Chosen("llama", further=(("num_key_value_heads", 1),))
+NORM_OF_HEADS = Chosen("cohere", changes=(("use_qk_norm", True), ("num_key_value_heads", 4)))
+ONE_KV_HEAD = Chosen("llama", changes=(("num_key_value_heads", 1),))
 
 
 @dataclass(frozen=True)
 class Misuse:
     """`make` gives the plan for a model; `said` is the start of the refusal, `{tp}` in it the number of ranks."""
 
-    said: str
+    message: str
     make: Callable[[Any], Any]
     model: Chosen = QWEN3
     error: type[Exception] = ValueError
-    further: dict[str, Any] = field(default_factory=dict)
+    changes: dict[str, Any] = field(default_factory=dict)
 
 
 def named(**styles: str) -> Callable[[Any], Any]:
@@ -80,7 +80,7 @@ MISUSES = {
         "'model.layers.0.self_attn.v_proj' is not in the plan, so that heads of different ranks would meet; give it "
         "the same style",
         lambda model: {key: style for key, style in get_hf_tp_shard_plan(model).items() if "v_proj" not in key},
-        Chosen("llama", further=(("num_key_value_heads", 4),)),
+        Chosen("llama", changes=(("num_key_value_heads", 4),)),
     ),
     "a norm of all heads behind a part of them": Misuse(
         "tp_shard_plan: 'model.layers.0.self_attn.q_norm' has weights for all 16 features of the heads, and key "
@@ -122,7 +122,7 @@ MISUSES = {
     "halves under FSDP": Misuse(
         "tp_shard_plan: 'model.layers.0.mlp.up_proj.weight' is packed and FSDP would shard it over 2 ranks",
         named(model__layers__all__mlp__up_proj="packed_colwise"),
-        further={"fsdp_size": 2},
+        changes={"fsdp_size": 2},
     ),
 }
 
@@ -132,7 +132,7 @@ def refusal(mesh: Any, misuse: Misuse) -> str:
     model = empty(misuse.model, device="meta")
     before = dict(model.named_parameters(remove_duplicate=False))
     try:
-        check_plan(model, misuse.make(model), mesh.device_mesh, **misuse.further)
+        check_plan(model, misuse.make(model), mesh.device_mesh, **misuse.changes)
     except misuse.error as error:
         after = dict(model.named_parameters(remove_duplicate=False))
         return str(error) if all(after[name] is before[name] for name in before) else "the model was changed"

@@ -42,7 +42,7 @@ def dims(chosen: Chosen) -> dict[str, tuple[int, ...]]:
     return {letter: (size,) for size, letter in _letters(chosen).items() if size in used}
 
 
-def held(chosen: Chosen, ranks: int) -> tuple[int, int, int]:
+def parameter_counts(chosen: Chosen, ranks: int) -> tuple[int, int, int]:
     """Numbers in the blocks and in the rest, first dims rounded up to multiples of the ranks; and of parameters."""
     shapes = _shapes(chosen)
     padded = {name: -(-shape[0] // ranks) * ranks * math.prod(shape[1:]) for name, shape in shapes.items()}

@@ -76,7 +76,7 @@ def counted(model, kind):
 
 @pytest.mark.parametrize("family", OWN)
 def test_gradients_are_the_same_to_the_bit(family):
-    chosen, found = Chosen(family), []
+    chosen, outcome = Chosen(family), []
     for is_recomputed in (False, True):
         model = made(chosen)
         names = list(model.state_dict()), [name for name, _ in model.named_modules()]
@@ -84,8 +84,8 @@ def test_gradients_are_the_same_to_the_bit(family):
             checkpoint_blocks(model)
         assert (list(model.state_dict()), [name for name, _ in model.named_modules()]) == names
         accumulated(model, *batch(chosen, 2, 5), 0, 1, 1)
-        found.append(whole(model, gradients=True))
-    assert all(np.array_equal(found[0][name], found[1][name]) for name in found[0])
+        outcome.append(whole(model, gradients=True))
+    assert all(np.array_equal(outcome[0][name], outcome[1][name]) for name in outcome[0])
 
 
 def test_each_block_is_computed_twice():
@@ -110,7 +110,7 @@ def test_a_strategy_computes_blocks_again_where_it_is_asked_to(strategy, is_reco
 
 
 def test_random_numbers_are_drawn_again_alike():
-    chosen, found = Chosen("llama", further=(("attention_dropout", 0.5),)), []
+    chosen, outcome = Chosen("llama", changes=(("attention_dropout", 0.5),)), []
     for is_recomputed in (False, True):
         model = made(chosen)
         if is_recomputed:
@@ -118,8 +118,8 @@ def test_random_numbers_are_drawn_again_alike():
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(7)
             accumulated(model, *batch(chosen, 2, 5), 0, 1, 1)
-        found.append(whole(model, gradients=True))
-    assert all(np.array_equal(found[0][name], found[1][name]) for name in found[0])
+        outcome.append(whole(model, gradients=True))
+    assert all(np.array_equal(outcome[0][name], outcome[1][name]) for name in outcome[0])
 
 
 def test_caches_are_off():

@@ -29,8 +29,8 @@ def moved(chosen):
 
 def equal(state, chosen, shift=0.0):
     """Whether a state dict has the values of `arrays`, moved as far, under every name of the whole model."""
-    names, held = list(made(chosen).state_dict()), arrays(chosen)
-    want = {name: held.get(name, held["model.embed_tokens.weight"]) + shift for name in names}
+    names, values = list(made(chosen).state_dict()), arrays(chosen)
+    want = {name: values.get(name, values["model.embed_tokens.weight"]) + shift for name in names}
     return list(state) == names and all(np.array_equal(state[name].numpy(), want[name]) for name in names)
 
 
@@ -98,7 +98,7 @@ def test_a_loaded_model_trains_on(mesh, tmp_path):
     save_whole(made(chosen), tmp_path / "whole")
 
     def body(view, case):
-        found = []
+        outcome = []
         for is_loaded in (False, True):
             model = parallelized()(moved(chosen) if is_loaded else made(chosen), view.device_mesh)
             if is_loaded:
@@ -106,7 +106,7 @@ def test_a_loaded_model_trains_on(mesh, tmp_path):
                 dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path / "whole")))
                 model.load_state_dict(state)
             accumulated(model, *batch(chosen, 2, 5), view.rank("dp_shard"), 2, 1)
-            found.append(whole(model, gradients=True))
-        return all(np.array_equal(found[0][name], found[1][name]) for name in found[0])
+            outcome.append(whole(model, gradients=True))
+        return all(np.array_equal(outcome[0][name], outcome[1][name]) for name in outcome[0])
 
     assert all(on_ranks(body, mesh, "lockstep"))

@@ -46,12 +46,12 @@ def test_it_says_what_a_run_does(family, mesh):
         return {name: (tuple(p.to_local().shape), p.to_local().nbytes) for name, p in model.named_parameters()}
 
     ranks = run(body, CaseSpec(scheme="dry", mesh=mesh, dtype="float64"))
-    said = dry_run(empty(chosen, dtype, "meta"), mesh, tokens=10)
-    assert promised(said) == measured(ranks.ledger)
-    held = ranks.results[0]
-    assert {each.local_shape for each in said.parameters} == {shape for shape, _ in held.values()}
-    assert said.local_bytes == sum(size for _, size in held.values())
-    assert (said.unmatched, said.unknown) == ((), ())
+    report = dry_run(empty(chosen, dtype, "meta"), mesh, tokens=10)
+    assert promised(report) == measured(ranks.ledger)
+    shards = ranks.results[0]
+    assert {each.local_shape for each in report.parameters} == {shape for shape, _ in shards.values()}
+    assert report.local_bytes == sum(size for _, size in shards.values())
+    assert (report.unmatched, report.unknown) == ((), ())
 
 
 def measured(ledger):
@@ -64,10 +64,10 @@ def measured(ledger):
     return calls, sizes
 
 
-def promised(said):
+def promised(report):
     """The same of a dry run."""
     calls, sizes = Counter(), Counter()
-    for each in said.collectives:
+    for each in report.collectives:
         key = {"forward": "fwd", "backward": "bwd"}[each.phase], each.op
         calls[key] += each.calls
         sizes[key] += each.bytes_in
@@ -106,17 +106,17 @@ def test_what_each_style_sends_is_what_is_measured(plan):
         return {name: tuple(p.to_local().shape) for name, p in model.named_parameters()}
 
     ranks = run(body, CaseSpec(scheme="dry", mesh={"tp": 2}, dtype="float64"))
-    said = dry_run(three_layers().to("meta"), {"tp": 2}, plan, tokens=10)
-    assert promised(said) == measured(ranks.ledger)
-    assert {each.name: each.local_shape for each in said.parameters} == ranks.results[0]
-    assert said.unknown == ()
+    report = dry_run(three_layers().to("meta"), {"tp": 2}, plan, tokens=10)
+    assert promised(report) == measured(ranks.ledger)
+    assert {each.name: each.local_shape for each in report.parameters} == ranks.results[0]
+    assert report.unknown == ()
 
 
 @pytest.mark.parametrize(("plan", "name"), NOT_COUNTED, ids=str)
 def test_what_is_not_counted_is_said(plan, name):
-    said = dry_run(three_layers().to("meta"), {"tp": 2}, plan, tokens=10)
-    assert said.unknown == (name,)
-    assert f"collectives of {name!r} are not counted" in str(said)
+    report = dry_run(three_layers().to("meta"), {"tp": 2}, plan, tokens=10)
+    assert report.unknown == (name,)
+    assert f"collectives of {name!r} are not counted" in str(report)
 
 
 def test_packed_halves_are_shown():
@@ -163,23 +163,23 @@ def test_one_parameter_of_float64_keeps_all_dtypes():
 def test_a_large_model_on_a_mesh_that_is_not_there():
     more = (("num_hidden_layers", 80), ("hidden_size", 8192), ("intermediate_size", 28672), ("vocab_size", 128256),
             ("num_attention_heads", 64), ("num_key_value_heads", 8), ("head_dim", 128))  # fmt: skip
-    said = dry_run(empty(Chosen("llama", further=more), torch.bfloat16, "meta"), {"dp_shard": 64, "tp": 8})
-    shards = {each.name: each.local_shape for each in said.parameters}
+    report = dry_run(empty(Chosen("llama", changes=more), torch.bfloat16, "meta"), {"dp_shard": 64, "tp": 8})
+    shards = {each.name: each.local_shape for each in report.parameters}
     assert shards["model.layers.*.mlp.down_proj.weight"] == (8192 // 64, 28672 // 8)
-    assert str(said).splitlines()[0].startswith("dp_shard=64 tp=8: 512 ranks; ")
-    assert said.total_bytes // 512 <= said.local_bytes < said.total_bytes // 400
+    assert str(report).splitlines()[0].startswith("dp_shard=64 tp=8: 512 ranks; ")
+    assert report.total_bytes // 512 <= report.local_bytes < report.total_bytes // 400
 
 
 def test_keys_that_match_nothing_are_said():
     model = empty(Chosen("qwen3"), device="meta")
     model._tp_plan = {**model._tp_plan, "model.layers.*.mlp.experts": "replicate"}
-    said = dry_run(model, {"tp": 2})
-    assert said.unmatched == ("model.layers.*.mlp.experts",)
-    assert "plan key 'model.layers.*.mlp.experts' matches nothing in this model" in str(said)
+    report = dry_run(model, {"tp": 2})
+    assert report.unmatched == ("model.layers.*.mlp.experts",)
+    assert "plan key 'model.layers.*.mlp.experts' matches nothing in this model" in str(report)
 
 
 @pytest.mark.parametrize(
-    ("mesh", "tokens", "said"),
+    ("mesh", "tokens", "message"),
     [
         ({"dp": 2}, 1, "device_mesh: axis 'dp' of"),
         ({"dp_shard": 0}, 1, r"parallelizer.dry_run: mesh\['dp_shard'\]=0 is not a size; it is 1 or more"),
@@ -187,6 +187,6 @@ def test_keys_that_match_nothing_are_said():
         ({"tp": 4}, 1, "num_key_value_heads=2 does not divide by tp=4"),
     ],
 )
-def test_what_would_be_refused(mesh, tokens, said):
-    with pytest.raises(ValueError, match=said):
+def test_what_would_be_refused(mesh, tokens, message):
+    with pytest.raises(ValueError, match=message):
         dry_run(empty(Chosen("llama"), device="meta"), mesh, tokens=tokens)

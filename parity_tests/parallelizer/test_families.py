@@ -72,7 +72,7 @@ def test_heads_of_one_rank_are_fewer_than_groups(family):
 @pytest.mark.parametrize("padding", [3, 37])
 def test_the_lookup_of_padding_has_no_gradient(padding):
     """One id of either rank's vocabulary; the other rank has another id at the same place."""
-    training, mesh = Training(Chosen("gemma", further=(("pad_token_id", padding),)), steps=1), {"dp_shard": 1, "tp": 2}
+    training, mesh = Training(Chosen("gemma", changes=(("pad_token_id", padding),)), steps=1), {"dp_shard": 1, "tp": 2}
     ranks, _ = on_mesh(mesh, training, parallelized())
     assert (training.batches[0][0] == 3).any() and (training.batches[0][0] == 37).any()
     assert verdict(mesh, training, ranks, reference(training.chosen, training.batches)) == []
@@ -88,6 +88,6 @@ def test_a_sum_that_is_missing_is_said():
     training, mesh = Training(Chosen("qwen3"), steps=1), {"dp_shard": 1, "tp": 2}
     with pytest.warns(UserWarning, match=r"self_attn.q_norm' is not in the plan while .* shards the heads before it"):
         ranks, _ = on_mesh(mesh, training, parallelize)
-    said = verdict(mesh, training, ranks, reference(training.chosen, training.batches))
-    assert "gradient: model.layers.0.self_attn.q_norm.weight misses a sum over tp" in said
-    assert not [each for each in said if each.startswith("loss")]
+    sentences = verdict(mesh, training, ranks, reference(training.chosen, training.batches))
+    assert "gradient: model.layers.0.self_attn.q_norm.weight misses a sum over tp" in sentences
+    assert not [each for each in sentences if each.startswith("loss")]

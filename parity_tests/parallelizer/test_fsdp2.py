@@ -17,7 +17,7 @@ from parity_tests import CaseSpec, Cost, check, every_case, ids, scheme, token_b
 from parity_tests.harness.declare.declared import flat
 from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.families import Chosen, batch, made
-from parity_tests.parallelizer.steps import dims, held, mean_loss, specs
+from parity_tests.parallelizer.steps import dims, mean_loss, parameter_counts, specs
 from parity_tests.parallelizer.training import (
     TENSOR_PARALLEL,
     Training,
@@ -38,7 +38,7 @@ ONE = (("num_hidden_layers", 1),)
 QWEN3, LLAMA, PHI3 = Chosen("qwen3", True, ONE), Chosen("llama"), Chosen("phi3", True, ONE)
 
 
-def declared(chosen, mesh, **further):
+def declared(chosen, mesh, **changes):
     """What the schemes have in common: rows over all axes but tp, parameters whole, values that a model may have."""
     tree, rows = specs(chosen, tuple(mesh)), "".join(f"/{axis}" for axis in mesh if axis not in TENSOR_PARALLEL)
     ordinary = {f"parameters.{path}": values("normal") for path in flat(tree)}
@@ -50,7 +50,7 @@ def declared(chosen, mesh, **further):
         "dims": {**dims(chosen), "b": (8,), "s": (5,)},
         "dtypes": ("float64", "float32"),
         "reduction": ("s", "d"),
-        **further,
+        **changes,
     }
 
 
@@ -98,7 +98,7 @@ def cost(c):
     Two sums more are the loss and its tokens; the step's own gathers, one for each gradient, give it whole.
     """
     n = c.dp_shard
-    block, root, parameters = held(PHI3, n)
+    block, root, parameters = parameter_counts(PHI3, n)
     sums = {"all_reduce": (2, 8 + 4)}
     if n == 1:
         return Cost(forward=sums)
@@ -168,7 +168,7 @@ def test_bfloat16_is_that_of_a_bfloat16_copy(family):
         accumulated(model, ids_, targets, mesh.rank("dp_shard"), 2, 1)
         return whole(model, gradients=True)
 
-    found = run(body, CaseSpec(scheme="bfloat16", mesh={"dp_shard": 2})).results[0]
+    outcome = run(body, CaseSpec(scheme="bfloat16", mesh={"dp_shard": 2})).results[0]
     means = []
     for rank in range(2):
         copy = made(chosen, torch.float32)
@@ -176,20 +176,20 @@ def test_bfloat16_is_that_of_a_bfloat16_copy(family):
             parameter.data = parameter.data.bfloat16()
         accumulated(copy, ids_, targets, rank, 2, 1)
         means.append({name: p.grad.float() for name, p in copy.named_parameters(remove_duplicate=False)})
-    assert all(np.array_equal(((means[0][name] + means[1][name]) / 2).double(), found[name]) for name in found)
+    assert all(np.array_equal(((means[0][name] + means[1][name]) / 2).double(), outcome[name]) for name in outcome)
 
 
-@pytest.mark.parametrize("wanted", [None, torch.float32, torch.float64])
-def test_output_dtype_is_that_of_the_whole_model(wanted):
+@pytest.mark.parametrize("expected", [None, torch.float32, torch.float64])
+def test_output_dtype_is_that_of_the_whole_model(expected):
     """Of the root alone: a block that returned another dtype would hand it to a head in bfloat16."""
 
     def body(mesh, case):
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, wanted)
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, expected)
         model = parallelized(policy)(made(QWEN3, torch.float32), mesh.device_mesh)
         return str(model(input_ids=torch.zeros(1, 3, dtype=torch.int64)).logits.dtype)
 
-    said = str(wanted or torch.bfloat16)
-    assert run(body, CaseSpec(scheme="output", mesh={"dp_shard": 2})).results == (said,) * 2
+    dtype = str(expected or torch.bfloat16)
+    assert run(body, CaseSpec(scheme="output", mesh={"dp_shard": 2})).results == (dtype,) * 2
 
 
 def test_a_plan_is_applied_before_fsdp():
@@ -206,7 +206,7 @@ def test_a_plan_is_applied_before_fsdp():
 @pytest.mark.parametrize("other", ["model.layers.2.mlp.gate_proj", "model.layers.1.mlp.up_proj", "lm_head"])
 def test_blocks_that_share_a_parameter(other):
     """Two blocks are one unit, and a block that shares with the head is the root's: gradients are the whole model's."""
-    chosen = Chosen("llama", further=(("num_hidden_layers", 3), ("vocab_size", 24), ("mlp_bias", False)))
+    chosen = Chosen("llama", changes=(("num_hidden_layers", 3), ("vocab_size", 24), ("mlp_bias", False)))
 
     def tied():
         model = made(chosen)
@@ -221,8 +221,8 @@ def test_blocks_that_share_a_parameter(other):
 
     alone = tied()
     accumulated(alone, *batch(chosen, 4, 5), 0, 1, 1)
-    for found, same in run(body, CaseSpec(scheme="shared", mesh={"dp_shard": 2}, dtype="float64")).results:
-        assert broken(found, whole(alone, gradients=True)) == [] and same
+    for outcome, same in run(body, CaseSpec(scheme="shared", mesh={"dp_shard": 2}, dtype="float64")).results:
+        assert broken(outcome, whole(alone, gradients=True)) == [] and same
 
 
 def test_buffers_and_names_stay_as_they_were():
@@ -250,12 +250,12 @@ def test_cost_is_that_of_the_docstring(mesh, kept):
 
     def body(view, case):
         model = made(LLAMA)
-        held = [_padded(layer.parameters()) for layer in model.model.layers]
-        held.append(_padded(model.parameters()) - sum(held))
+        local = [_padded(layer.parameters()) for layer in model.model.layers]
+        local.append(_padded(model.parameters()) - sum(local))
         parallelized(reshard_after_forward=kept)(model, view.device_mesh)
         rank = view.rank("dp_shard") + 2 * (view.rank("dp_replicate") if "dp_replicate" in view.axes else 0)
         accumulated(model, *batch(LLAMA, 4, 5), rank, case.world, 1)
-        return held
+        return local
 
     ranks = run(body, CaseSpec(scheme="cost", mesh=mesh, dtype="float64"))
     first, last, root = (8 * numbers for numbers in ranks.results[0])
@@ -278,13 +278,13 @@ def test_what_is_returned_may_be_changed_in_place():
 
     def body(mesh, case):
         ids_, _ = batch(QWEN3, 2, 5)
-        found = []
+        outcome = []
         for in_place in (False, True):
             model = parallelized()(made(QWEN3), mesh.device_mesh)
             logits = model(input_ids=torch.from_numpy(ids_)).logits
             (logits.div_(2) if in_place else logits / 2).logsumexp(-1).sum().backward()
-            found.append(whole(model, gradients=True))
-        return all(np.array_equal(found[0][name], found[1][name]) for name in found[0])
+            outcome.append(whole(model, gradients=True))
+        return all(np.array_equal(outcome[0][name], outcome[1][name]) for name in outcome[0])
 
     assert all(run(body, CaseSpec(scheme="in place", mesh={"dp_shard": 2, "tp": 2})).results)
 
@@ -381,8 +381,8 @@ def snapshot(model):
     return modules, hooks, parameters, model.config.use_cache
 
 
-@pytest.mark.parametrize(("mesh", "edit", "kind", "said"), MISUSES, ids=[each[3][:50] for each in MISUSES])
-def test_misuse(mesh, edit, kind, said):
+@pytest.mark.parametrize(("mesh", "edit", "kind", "message"), MISUSES, ids=[each[3][:50] for each in MISUSES])
+def test_misuse(mesh, edit, kind, message):
     def body(view, case):
         model = made(Chosen("llama", tied=True), torch.float32)
         arguments = {"model": model, "device_mesh": view.device_mesh, "activation_checkpointing": True, **edit}
@@ -398,7 +398,7 @@ def test_misuse(mesh, edit, kind, said):
     ranks = run(body, CaseSpec(scheme="misuse", mesh=mesh))
     assert len(set(ranks.results)) == 1
     got, words, is_unchanged = ranks.results[0]
-    assert got is kind and re.search(said, words) and is_unchanged
+    assert got is kind and re.search(message, words) and is_unchanged
     assert ranks.ledger.rows == []
 
 
@@ -412,8 +412,8 @@ def test_a_model_that_is_parallel_already(wrapped):
         return str(error.value)
 
     name = repr(wrapped) if wrapped else "FSDPLlamaForCausalLM"
-    said = f"model: {name} is already an FSDPModule; parallelize a model once"
-    assert run(body, CaseSpec(scheme="twice", mesh=DP)).results == (said,) * 2
+    message = f"model: {name} is already an FSDPModule; parallelize a model once"
+    assert run(body, CaseSpec(scheme="twice", mesh=DP)).results == (message,) * 2
 
 
 def test_a_replica_of_torch_is_parallel_already():

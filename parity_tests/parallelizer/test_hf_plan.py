@@ -10,7 +10,7 @@ from torch_impl.parallelizer import get_hf_tp_shard_plan, translate_to_torch_par
 from torch_impl.parallelizer.tp_plan import names_of
 from torch_impl.parallelizer.tp_styles import Experts, ReplicatedOnShards
 
-MOE = Chosen("qwen3_moe", further=(("num_experts", 4), ("moe_intermediate_size", 10), ("num_experts_per_tok", 2)))
+MOE = Chosen("qwen3_moe", changes=(("num_experts", 4), ("moe_intermediate_size", 10), ("num_experts_per_tok", 2)))
 MODELS = [*map(Chosen, OWN), MOE, Chosen("gemma3_text"), Chosen("mixtral"), Chosen("olmo2")]
 
 
@@ -18,7 +18,7 @@ def model_of(chosen):
     return empty(chosen, device="meta")
 
 
-def said(plan):
+def style_types(plan):
     """A plan in words, to be compared."""
     return {key: f"{style!r} {getattr(style, 'stacks', '')}" for key, style in plan.items()}
 
@@ -29,7 +29,7 @@ def test_every_key_is_a_module_and_no_two_calls_share_a_style(chosen):
     first, second = get_hf_tp_shard_plan(model), get_hf_tp_shard_plan(model)
     modules = [name for name, _ in model.named_modules()]
     assert first and all(names_of(key, modules) for key in first)
-    assert said(first) == said(second)
+    assert style_types(first) == style_types(second)
     assert not {id(style) for style in first.values()} & {id(style) for style in second.values()}
     assert len({id(style) for style in first.values()}) == len(first)
 
@@ -58,21 +58,21 @@ def test_stacks_are_folded_into_their_module_and_absent_parts_are_dropped():
 
 def test_the_inner_model_alone_has_the_same_plan_without_the_head():
     model = model_of(Chosen("llama"))
-    whole, inner = said(get_hf_tp_shard_plan(model)), said(get_hf_tp_shard_plan(model.model))
+    whole, inner = style_types(get_hf_tp_shard_plan(model)), style_types(get_hf_tp_shard_plan(model.model))
     assert inner == {key.removeprefix("model."): style for key, style in whole.items() if key != "lm_head"}
 
 
 @pytest.mark.parametrize("kept", [("embed", 0), (1,), ("head",), ("embed",), (0, 1, "head")])
 def test_a_part_of_a_pipeline_has_what_the_whole_plan_says_of_its_modules(kept):
     model = model_of(Chosen("llama"))
-    whole = said(get_hf_tp_shard_plan(model))
+    whole = style_types(get_hf_tp_shard_plan(model))
     model.model.layers = nn.ModuleDict({str(i): model.model.layers[i] for i in kept if isinstance(i, int)})
     if "embed" not in kept:
         model.model.embed_tokens = None
     if "head" not in kept:
         model.lm_head = None
     modules = [name for name, _ in model.named_modules()]
-    assert said(get_hf_tp_shard_plan(model)) == {key: s for key, s in whole.items() if names_of(key, modules)}
+    assert style_types(get_hf_tp_shard_plan(model)) == {key: s for key, s in whole.items() if names_of(key, modules)}
 
 
 class Inner(nn.Module):
@@ -95,14 +95,16 @@ def test_the_later_source_wins():
     model = type("Planned", (Outer,), {"_tp_plan": of_class})(
         model=Inner(), head=nn.Linear(2, 2), other=nn.Linear(2, 2)
     )
-    assert said(get_hf_tp_shard_plan(model))["model.up.*"] == said({"": ColwiseParallel()})[""]
+    assert style_types(get_hf_tp_shard_plan(model))["model.up.*"] == style_types({"": ColwiseParallel()})[""]
     model._tp_plan = {"model.up.*": "rowwise", "head": "rowwise"}
     assert repr(get_hf_tp_shard_plan(model)["model.up.*"]) == repr(translate_to_torch_parallel_style("rowwise"))
     model.model._tp_plan = {"up.*": "replicate"}
     plan = get_hf_tp_shard_plan(model)
     assert list(plan) == ["model.embed_tokens", "model.up.*", "head", "other"]
-    wanted = ("embedding_rowwise", "replicate", "rowwise", "colwise")
-    assert list(said(plan).values()) == [said({"": translate_to_torch_parallel_style(name)})[""] for name in wanted]
+    expected = ("embedding_rowwise", "replicate", "rowwise", "colwise")
+    assert list(style_types(plan).values()) == [
+        style_types({"": translate_to_torch_parallel_style(name)})[""] for name in expected
+    ]
 
 
 @pytest.mark.parametrize("prefix", ["", "model", "language_model", "model.language_model"])
@@ -119,7 +121,7 @@ def test_the_inner_model_is_found_where_it_stands(prefix):
 def test_an_embedding_that_the_plan_names_is_left_to_it():
     inner = Inner()
     inner._tp_plan = {"up.*": "colwise", "embed_tokens": "replicate"}
-    assert said(get_hf_tp_shard_plan(inner))["embed_tokens"] == "Whole() "
+    assert style_types(get_hf_tp_shard_plan(inner))["embed_tokens"] == "Whole() "
 
 
 class Codes(nn.Module):

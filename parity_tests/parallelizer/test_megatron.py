@@ -90,7 +90,7 @@ def fully_shard_model(
 ):
     """The parameters that megatron-fsdp 0.6.1 has, of those that we pass."""
     wrapped = nn.Identity()
-    wrapped.told = dict(locals())
+    wrapped.passed = dict(locals())
     return wrapped
 
 
@@ -99,13 +99,13 @@ def test_every_argument_reaches_megatron_fsdp(monkeypatch):
 
     def body(mesh, case):
         axes, model = mesh_axes(mesh.device_mesh), Net()
-        told = with_megatron_fsdp(model, axes, GIVEN, []).told
-        group = told["hybrid_fsdp_group"]
-        assert told["module"] is model and told["fsdp_unit_modules"] == [Net] and told["device_mesh"] is axes.mesh
-        assert told["mixed_precision_policy"] == Policy(torch.float32, torch.float32, torch.float32)
+        passed = with_megatron_fsdp(model, axes, GIVEN, []).passed
+        group = passed["hybrid_fsdp_group"]
+        assert passed["module"] is model and passed["fsdp_unit_modules"] == [Net] and passed["device_mesh"] is axes.mesh
+        assert passed["mixed_precision_policy"] == Policy(torch.float32, torch.float32, torch.float32)
         names = ("dp_shard_dim", "dp_outer_dim", "tp_dim", "zero_dp_strategy", "overlap_param_gather", "nccl_ub")
         names += ("report_nan_in_param_grad", "keep_fp8_transpose_cache", "fsdp_double_buffer", "disable_bucketing")
-        return None if group is None else group.size(), [told[name] for name in names]
+        return None if group is None else group.size(), [passed[name] for name in names]
 
     switches = ["optim", False, False, True, True, True, True]
     replicas = run(body, CaseSpec(scheme="megatron", mesh={"dp_replicate": 2, "dp_shard": 2})).results
@@ -127,22 +127,24 @@ OF_MEGATRON = SWITCHES | {
 }
 
 
-@pytest.mark.parametrize(("wrap", "wanted"), [(with_megatron_fsdp, OF_MEGATRON), (with_nvfsdp, SWITCHES)])
-def test_each_switch_alone_is_told_under_its_name(wrap, wanted, monkeypatch):
+@pytest.mark.parametrize(("wrap", "expected"), [(with_megatron_fsdp, OF_MEGATRON), (with_nvfsdp, SWITCHES)])
+def test_each_switch_alone_is_told_under_its_name(wrap, expected, monkeypatch):
     library("megatron_fsdp", monkeypatch, fully_shard_model=fully_shard_model, MixedPrecisionPolicy=Policy)
-    library("nvfsdp", monkeypatch, fully_shard=lambda **told: types.SimpleNamespace(told=told))
+    library("nvfsdp", monkeypatch, fully_shard=lambda **passed: types.SimpleNamespace(passed=passed))
 
     def body(mesh, case):
         axes, model = mesh_axes(mesh.device_mesh), Net()
 
-        def told(**given):
+        def passed(**given):
             settings = Settings(**{OURS[0]: "optim"}, **{name: given.get(name, False) for name in OURS[1:]})
-            return {name: x for name, x in wrap(model, axes, settings, []).told.items() if name != "wrapped"}
+            return {name: x for name, x in wrap(model, axes, settings, []).passed.items() if name != "wrapped"}
 
-        off = told().items()
-        return {name: {each: x for each, x in told(**{name: True}).items() if (each, x) not in off} for name in wanted}
+        off = passed().items()
+        return {
+            name: {each: x for each, x in passed(**{name: True}).items() if (each, x) not in off} for name in expected
+        }
 
-    assert run(body, CaseSpec(scheme="megatron", mesh={"dp_shard": 1})).results == (wanted,)
+    assert run(body, CaseSpec(scheme="megatron", mesh={"dp_shard": 1})).results == (expected,)
 
 
 def test_a_library_is_given_a_model_that_is_cut_and_checkpointed(monkeypatch):
@@ -152,30 +154,30 @@ def test_a_library_is_given_a_model_that_is_cut_and_checkpointed(monkeypatch):
 
     def body(mesh, case):
         given = {"activation_checkpointing": True, "check_for_nan_in_grad": False}
-        told = nvfsdp_strategy_parallelize(Net(), mesh.device_mesh, [BLOCK], plan(), "optim", **given).told
-        net = told["module"]
+        passed = nvfsdp_strategy_parallelize(Net(), mesh.device_mesh, [BLOCK], plan(), "optim", **given).passed
+        net = passed["module"]
         cut = [name for name, parameter in net.named_parameters() if isinstance(parameter, DTensor)]
         again = [name for name, module in net.named_modules() if "forward" in vars(module)]
-        return cut, again, told["fsdp_unit_modules"] == [Block], told["zero_dp_strategy"]
+        return cut, again, passed["fsdp_unit_modules"] == [Block], passed["zero_dp_strategy"]
 
-    wanted = (list(NAMES[:4]), ["blocks.0", "blocks.1"], True, "optim")
-    assert run(body, CaseSpec(scheme="megatron", mesh={"dp_shard": 1, "tp": 2})).results == (wanted,) * 2
+    expected = (list(NAMES[:4]), ["blocks.0", "blocks.1"], True, "optim")
+    assert run(body, CaseSpec(scheme="megatron", mesh={"dp_shard": 1, "tp": 2})).results == (expected,) * 2
 
 
 def test_every_argument_reaches_nvfsdp(monkeypatch):
-    library("nvfsdp", monkeypatch, fully_shard=lambda **told: told)
+    library("nvfsdp", monkeypatch, fully_shard=lambda **passed: passed)
 
     def body(mesh, case):
-        told = with_nvfsdp(Net(), mesh_axes(mesh.device_mesh), GIVEN, [nn.Linear])
-        assert told["fsdp_unit_modules"] == [nn.Linear] and told["data_parallel_sharding_strategy"] == "optim"
-        return told["dp_cp_group"].size(), sum(isinstance(value, bool) for value in told.values())
+        passed = with_nvfsdp(Net(), mesh_axes(mesh.device_mesh), GIVEN, [nn.Linear])
+        assert passed["fsdp_unit_modules"] == [nn.Linear] and passed["data_parallel_sharding_strategy"] == "optim"
+        return passed["dp_cp_group"].size(), sum(isinstance(value, bool) for value in passed.values())
 
     assert run(body, CaseSpec(scheme="nvfsdp", mesh={"dp_shard": 2})).results == ((2, 12),) * 2
 
 
-def refused(error, said, model=None, **given):
+def refused(error, message, model=None, **given):
     def body(mesh, case):
-        with pytest.raises(error, match=said):
+        with pytest.raises(error, match=message):
             nvfsdp_strategy_parallelize(model() if model else Net(), mesh.device_mesh, **given)
         return True
 
@@ -202,7 +204,7 @@ STRATEGY = (
 
 
 @pytest.mark.parametrize(
-    ("error", "said", "given"),
+    ("error", "message", "given"),
     [
         (ValueError, STRATEGY, {"data_parallel_sharding_strategy": "zero3"}),
         (TypeError, "data_parallel_sharding_strategy=3 is an int; pass a str", {"data_parallel_sharding_strategy": 3}),
@@ -232,8 +234,8 @@ STRATEGY = (
         ),
     ],
 )
-def test_what_is_refused_before_anything_is_sent(error, said, given):
-    refused(error, said, **given)
+def test_what_is_refused_before_anything_is_sent(error, message, given):
+    refused(error, message, **given)
 
 
 def test_units_of_two_dtypes_are_kept_apart():

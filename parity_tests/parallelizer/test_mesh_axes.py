@@ -80,12 +80,12 @@ def test_a_name_that_was_given_to_other_axes():
             _ = mesh_axes(own).shard_mesh
         return str(error.value)
 
-    said = "axis 'dp_shard_cp' was flattened from other axes than ['dp_shard', 'cp']; flatten these under this name"
-    assert all(said in each for each in on_ranks(body, {"x": 4}))
+    message = "axis 'dp_shard_cp' was flattened from other axes than ['dp_shard', 'cp']; flatten these under this name"
+    assert all(message in each for each in on_ranks(body, {"x": 4}))
 
 
 @pytest.mark.parametrize(
-    ("names", "said"),
+    ("names", "message"),
     [
         (("dp_shard", "tensor_parallel"), "mix older names ['tensor_parallel'] and newer names ['dp_shard']"),
         (("tp", "tensor_parallel"), "mix older names ['tensor_parallel'] and newer names ['tp']"),
@@ -96,7 +96,7 @@ def test_a_name_that_was_given_to_other_axes():
         (None, "its 2 axes have no names; name them (data_parallel, "),
     ],
 )
-def test_axes_that_mean_nothing_certain(names, said):
+def test_axes_that_mean_nothing_certain(names, message):
     def body(mesh):
         given = init_device_mesh("cpu", (1, 2), mesh_dim_names=names)
         with pytest.raises(ValueError) as error:
@@ -104,7 +104,7 @@ def test_axes_that_mean_nothing_certain(names, said):
         return str(error.value)
 
     results = run(lambda view, case: body(view.device_mesh), CaseSpec(scheme="axes", mesh={"x": 2}))
-    assert all(each.startswith("device_mesh: ") and said in each for each in results.results)
+    assert all(each.startswith("device_mesh: ") and message in each for each in results.results)
     assert results.ledger.rows == []
 
 
@@ -117,8 +117,8 @@ def test_a_torch_that_lacks_what_is_needed(monkeypatch):
         return str(error.value)
 
     monkeypatch.delattr(DeviceMesh, "_flatten")
-    said = f"parallelizer: torch {torch.__version__} has no DeviceMesh._flatten, which is needed here"
-    assert all(each.startswith(said) for each in on_ranks(body, {"dp_shard": 1, "cp": 2, "pp": 1}))
+    message = f"parallelizer: torch {torch.__version__} has no DeviceMesh._flatten, which is needed here"
+    assert all(each.startswith(message) for each in on_ranks(body, {"dp_shard": 1, "cp": 2, "pp": 1}))
 
 
 def test_meshes_of_one_root():
@@ -130,5 +130,7 @@ def test_meshes_of_one_root():
             check_one_root(world_mesh=mesh["dp_shard"], moe_mesh=other)
         return str(error.value)
 
-    said = on_ranks(body, {"dp_shard": 1, "tp": 2})
-    assert all(each.startswith("moe_mesh: its root mesh is ") and "slice both from one mesh" in each for each in said)
+    messages = on_ranks(body, {"dp_shard": 1, "tp": 2})
+    assert all(
+        each.startswith("moe_mesh: its root mesh is ") and "slice both from one mesh" in each for each in messages
+    )

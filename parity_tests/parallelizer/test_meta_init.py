@@ -56,8 +56,8 @@ def values_of_a_meta_model(mesh, x, strategy, units):
         init_nvfsdp_with_meta_device=True,
         disable_bucketing=units == "modules",
     )
-    found, wanted = whole(net), alone(net_on_meta())
-    return x * float(all(torch.equal(found[name], wanted[name]) for name in wanted))
+    outcome, expected = whole(net), alone(net_on_meta())
+    return x * float(all(torch.equal(outcome[name], expected[name]) for name in expected))
 
 
 def test_parity():
@@ -86,12 +86,12 @@ def test_a_model_of_transformers(chosen):
             model, mesh.device_mesh, [layer], tensor_plan, init_nvfsdp_with_meta_device=True
         )
         single = empty(chosen, device="meta")
-        found, wanted = whole(model), alone(single)
+        outcome, expected = whole(model), alone(single)
         made = empty(chosen)
         buffers = all(torch.equal(a, b) for a, b in zip(model.buffers(), made.buffers(), strict=True))
         is_tied = (model.lm_head.weight is model.model.embed_tokens.weight) == chosen.tied
-        same = all(torch.equal(found[name], wanted[name]) for name in wanted)
-        return same, buffers, is_tied, all(v.std() > 0 for name, v in found.items() if "proj" in name)
+        same = all(torch.equal(outcome[name], expected[name]) for name in expected)
+        return same, buffers, is_tied, all(v.std() > 0 for name, v in outcome.items() if "proj" in name)
 
     assert on_ranks(body, dp_shard=2, tp=2).results == ((True,) * 4,) * 4
 
@@ -105,9 +105,9 @@ def test_a_buffer_that_has_values_keeps_them():
     net = net_on_meta()
     net.register_buffer("known", torch.arange(3.0))
     net.register_buffer("none", None)
-    net.register_buffer("wanted", torch.empty(2, dtype=torch.int64, device="meta"))
+    net.register_buffer("expected", torch.empty(2, dtype=torch.int64, device="meta"))
     alone(net)
-    assert torch.equal(net.known, torch.arange(3.0)) and net.none is None and net.wanted.device.type == "cpu"
+    assert torch.equal(net.known, torch.arange(3.0)) and net.none is None and net.expected.device.type == "cpu"
 
 
 def test_the_process_own_generator_is_left_as_it_was():
@@ -139,7 +139,7 @@ class Forgets(Bare):
 
 
 @pytest.mark.parametrize(
-    ("made", "on_meta", "flag", "said"),
+    ("made", "on_meta", "flag", "message"),
     [
         (Net, False, True, "init_nvfsdp_with_meta_device=True, and no parameter is on the meta device"),
         (Net, True, False, "init_nvfsdp_with_meta_device=False, and 'blocks.0.up.weight' is on the meta device"),
@@ -147,11 +147,11 @@ class Forgets(Bare):
         (Forgets, True, True, "init_nvfsdp_with_meta_device: '.weight' has no value after the initialisation of"),
     ],
 )
-def test_what_cannot_be_given_values(made, on_meta, flag, said):
+def test_what_cannot_be_given_values(made, on_meta, flag, message):
     def body(mesh, case):
         with torch.device("meta" if on_meta else "cpu"):
             model = made()
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             nvfsdp_strategy_parallelize(model, mesh.device_mesh, init_nvfsdp_with_meta_device=flag)
         return True
 

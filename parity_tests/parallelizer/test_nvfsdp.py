@@ -80,10 +80,10 @@ def strategies(mesh, x, up_0, down_0, up_1, down_1, head, cotangent, strategy, h
     data = mesh.size("dp_replicate") * mesh.size("dp_shard")
     scale = 1 / (data * len(x)) if switch == "calculate_per_token_loss" else 1 / len(x)
     outputs = []
-    for micro, (rows, wanted) in enumerate(zip(x.split(1), cotangent.split(1), strict=True)):
+    for micro, (rows, part) in enumerate(zip(x.split(1), cotangent.split(1), strict=True)):
         net.set_requires_gradient_sync(micro == len(x) - 1)
         outputs.append(net(rows))
-        outputs[-1].backward(wanted * scale)
+        outputs[-1].backward(part * scale)
     gradients = whole(net, gradients=True)
     torch.optim.SGD(net.parameters(), lr=0.5, foreach=False).step()
     return torch.cat(outputs).detach(), *gradients.values(), *whole(net).values()
@@ -140,9 +140,9 @@ def stepped(view, model=None, seed=0, **given):
     net = nvfsdp_strategy_parallelize(model or Net().double(), view.device_mesh, **given)
     x = torch.linspace(-1, 1, 6, dtype=next(net.parameters()).dtype).view(2, 3) + view.rank("dp_shard")
     net(x).sum().backward()
-    found = {name: each.tolist() for name, each in whole(net, gradients=True).items()}
+    outcome = {name: each.tolist() for name, each in whole(net, gradients=True).items()}
     torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=False).step()
-    return found, {name: each.tolist() for name, each in whole(net).items()}
+    return outcome, {name: each.tolist() for name, each in whole(net).items()}
 
 
 @pytest.mark.parametrize("switch", ["overlap_param_gather", "activation_checkpointing", "nvfsdp_unit_modules"])
@@ -181,8 +181,8 @@ def half():
 def test_what_each_strategy_sends(strategy):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = reductions(data_parallel_sharding_strategy=strategy, nvfsdp_unit_modules=[BLOCK])
-    assert [op for op, _, _ in found] == ["all_reduce" if strategy == "no_shard" else "reduce_scatter"] * 3
+        outcome = reductions(data_parallel_sharding_strategy=strategy, nvfsdp_unit_modules=[BLOCK])
+    assert [op for op, _, _ in outcome] == ["all_reduce" if strategy == "no_shard" else "reduce_scatter"] * 3
 
 
 def test_a_unit_of_each_module_reduces_by_itself():
@@ -211,10 +211,10 @@ def test_masters_are_float32_and_compute_in_sixteen_bits():
         )
         before = {name: p.detach().float() for name, p in net.named_parameters()}
         net = nvfsdp_strategy_parallelize(net, view.device_mesh, [BLOCK], preserve_fp32_weights=True)
-        held = {name: to for name, to in whole(net).items()}
+        local = {name: to for name, to in whole(net).items()}
         net(torch.ones(2, 3, dtype=torch.bfloat16)).sum().backward()
         dtypes = {str(p.grad.dtype) for p in net.parameters()} | {str(v.dtype) for v in net.state_dict().values()}
-        return dtypes, all(torch.equal(held[name], before[name]) for name in before)
+        return dtypes, all(torch.equal(local[name], before[name]) for name in before)
 
     assert on_ranks(body).results == (({"torch.float32"}, True),) * 2
     assert set(seen) == {(torch.bfloat16, torch.bfloat16)}
@@ -238,7 +238,7 @@ def test_what_has_no_effect_natively_is_told_by_name(name):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"overlap_grad_reduce": False}, "overlap_grad_reduce=False has no effect natively"),
         (
@@ -252,9 +252,9 @@ def test_what_has_no_effect_natively_is_told_by_name(name):
         ),
     ],
 )
-def test_what_else_is_told(given, said):
+def test_what_else_is_told(given, message):
     def body(view, case):
-        with pytest.warns(UserWarning, match=said):
+        with pytest.warns(UserWarning, match=message):
             nvfsdp_strategy_parallelize(Net(), view.device_mesh, **given)
         return True
 

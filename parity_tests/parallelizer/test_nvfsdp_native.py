@@ -33,7 +33,7 @@ class Aside(Net):
         return super().forward(x), self.aside * 2
 
 
-def found(mesh, rank, bad, strategy="optim_grads_params", at="output", **given):
+def outcome(mesh, rank, bad, strategy="optim_grads_params", at="output", **given):
     """What a backward raises where one number of one rank's cotangents is bad; `rank` None plants nothing."""
     model = nvfsdp_strategy_parallelize(Aside(), mesh.device_mesh, [BLOCK], plan(), strategy, **given)
     outputs = model(torch.ones(2, 3, dtype=torch.float64))
@@ -64,13 +64,13 @@ def all_raise(x):
 def planted_in_a_gradient(mesh, x, strategy, bad, place, at):
     """One where every rank raises, whichever rank has the bad number, and whether it spreads or not."""
     rank = (place % mesh.size("dp_shard"), place % mesh.size("tp"))
-    return x * float(found(mesh, rank, bad, strategy, at).startswith("check_for_nan_in_grad: the gradient of "))
+    return x * float(outcome(mesh, rank, bad, strategy, at).startswith("check_for_nan_in_grad: the gradient of "))
 
 
 @pytest.mark.parametrize("at", ["output", "aside"])
 def test_a_finite_number_too_large_for_float32_is_finite(at):
     def body(mesh, case):
-        return found(mesh, (0, 0), 1e200, at=at)
+        return outcome(mesh, (0, 0), 1e200, at=at)
 
     assert run(body, CaseSpec(scheme="finite", mesh={"dp_shard": 2, "tp": 1})).results == ("", "")
 
@@ -90,15 +90,15 @@ def on_ranks(body, **mesh):
 
 def test_the_first_parameter_by_name_is_told_on_every_rank():
     for at, name in (("output", "blocks.0.down.weight"), ("aside", "aside")):
-        said = on_ranks(lambda mesh, case: found(mesh, (1, 0), "nan", at=at)).results  # noqa: B023
-        assert len(set(said)) == 1
-        assert said[0].startswith(f"check_for_nan_in_grad: the gradient of {name!r} is not finite")
+        message = on_ranks(lambda mesh, case: outcome(mesh, (1, 0), "nan", at=at)).results  # noqa: B023
+        assert len(set(message)) == 1
+        assert message[0].startswith(f"check_for_nan_in_grad: the gradient of {name!r} is not finite")
 
 
 @pytest.mark.parametrize("rank", [None, (0, 0)])
 def test_nothing_is_raised_where_nothing_is_asked_or_wrong(rank):
     given = {} if rank is None else {"check_for_nan_in_grad": False}
-    assert on_ranks(lambda mesh, case: found(mesh, rank, "nan", **given)).results == ("",) * 4
+    assert on_ranks(lambda mesh, case: outcome(mesh, rank, "nan", **given)).results == ("",) * 4
 
 
 def test_large_finite_numbers_are_no_alarm():

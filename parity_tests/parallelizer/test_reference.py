@@ -21,9 +21,9 @@ MODELS = [Chosen(family, tied) for family in OWN for tied in (False, True)]
 def test_names_are_those_of_the_torch_state_dict(chosen):
     state = made(chosen).state_dict()
     decoder = from_state_dict(chosen.config, {name: tensor.numpy() for name, tensor in state.items()})
-    held = by_name(DecoderTraits.of(chosen.config), nnx.state(decoder))
-    assert set(held) == set(state)
-    assert all(np.array_equal(held[name], tensor.numpy()) for name, tensor in state.items())
+    local = by_name(DecoderTraits.of(chosen.config), nnx.state(decoder))
+    assert set(local) == set(state)
+    assert all(np.array_equal(local[name], tensor.numpy()) for name, tensor in state.items())
 
 
 @pytest.mark.parametrize("family", OWN)
@@ -57,16 +57,16 @@ def test_a_window_ends():
 
 
 @pytest.mark.parametrize(
-    ("edit", "said"),
+    ("edit", "message"),
     [
         ({"model.norm.weight": None}, r"parameters \['model.norm.weight'\] are missing, \[\] are unknown"),
         ({"model.norm.bias": np.zeros(12)}, r"\[\] are missing, \['model.norm.bias'\] are unknown"),
         ({"model.norm.weight": np.zeros(8)}, r"model.norm.weight is \(8,\); this configuration gives it \(12,\)"),
     ],
 )
-def test_parameters_of_another_model(edit, said):
+def test_parameters_of_another_model(edit, message):
     given = {name: array for name, array in {**arrays(LLAMA), **edit}.items() if array is not None}
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         from_state_dict(LLAMA.config, given)
 
 
@@ -79,7 +79,7 @@ def test_a_tied_head_that_differs():
 
 
 @pytest.mark.parametrize(
-    ("edit", "said"),
+    ("edit", "message"),
     [
         ({"model_type": "gpt2"}, "model_type 'gpt2' is not one of llama, qwen2"),
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not one of silu"),
@@ -87,11 +87,11 @@ def test_a_tied_head_that_differs():
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not defined here"),
     ],
 )
-def test_a_configuration_that_is_not_stated(edit, said):
+def test_a_configuration_that_is_not_stated(edit, message):
     config = LLAMA.config
     for name, value in edit.items():
         object.__setattr__(config, name, value)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         DecoderTraits.of(config)
 
 
@@ -121,9 +121,9 @@ def test_a_sum_that_was_not_taken_is_named():
 WINDOWED = (("use_sliding_window", True), ("sliding_window", 3), ("max_window_layers", 1))
 TRAINED = [
     *(Chosen(family, tied) for family in OWN for tied in (False, True)),
-    Chosen("qwen2", further=WINDOWED),  # one layer sees all, the next a window
-    Chosen("gemma", tied=True, further=(("pad_token_id", 3),)),  # whose embedding has no gradient from the lookup
-    Chosen("llama", further=(("num_key_value_heads", 1), ("num_hidden_layers", 1))),
+    Chosen("qwen2", changes=WINDOWED),  # one layer sees all, the next a window
+    Chosen("gemma", tied=True, changes=(("pad_token_id", 3),)),  # whose embedding has no gradient from the lookup
+    Chosen("llama", changes=(("num_key_value_heads", 1), ("num_hidden_layers", 1))),
 ]
 
 

@@ -65,8 +65,8 @@ def test_shards_put_together_are_the_whole(dim, tp):
         return local.tolist(), local.shape, local.requires_grad
 
     ranks = on_ranks(body, tp)
-    found = [torch.tensor(local).view(shape) for local, shape, _ in ranks.results]
-    assert torch.equal(torch.cat(found, dim), x) and ranks.ledger.rows == []
+    outcome = [torch.tensor(local).view(shape) for local, shape, _ in ranks.results]
+    assert torch.equal(torch.cat(outcome, dim), x) and ranks.ledger.rows == []
     assert not any(requires for _, _, requires in ranks.results)
 
 
@@ -83,8 +83,8 @@ def test_addends_are_summed_and_are_no_shard():
 def test_what_is_on_the_cpu_is_the_same_object():
     parameter = nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
-    found = to_cpu(parameter)
-    assert found is parameter and found.grad is parameter.grad
+    outcome = to_cpu(parameter)
+    assert outcome is parameter and outcome.grad is parameter.grad
     assert to_cpu(to_cpu(parameter)) is parameter
 
 

@@ -41,14 +41,14 @@ EXPERTS = {
 def trained(model, ids, targets, times):
     """Loss, logits and the gradient of every parameter, in `times` backwards of some rows each."""
     count, loss, logits = int((targets != IGNORED).sum()), 0.0, []
-    for rows, wanted in zip(ids.chunk(times), targets.chunk(times), strict=True):
+    for rows, expected in zip(ids.chunk(times), targets.chunk(times), strict=True):
         logits.append(model(input_ids=rows).logits)
-        part = summed_loss(logits[-1], wanted) / count
+        part = summed_loss(logits[-1], expected) / count
         part.backward()
         loss += part.item()
     named = dict(model.named_parameters(remove_duplicate=False))
-    found = {name: to_cpu(parameter.grad).numpy() for name, parameter in named.items()}
-    return loss, torch.cat(logits).detach().numpy(), found
+    outcome = {name: to_cpu(parameter.grad).numpy() for name, parameter in named.items()}
+    return loss, torch.cat(logits).detach().numpy(), outcome
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_every_gradient_is_that_of_the_whole_model(chosen, tp):
     ranks = on_ranks(body, tp).results
     assert max(deviation(loss, want.loss) for loss, _, _ in ranks) <= PROMISED
     assert max(deviation(logits, want.logits) for _, logits, _ in ranks) <= PROMISED
-    assert broken_on_ranks([found for _, _, found in ranks], want.gradients, {"tp": tp}) == []
+    assert broken_on_ranks([outcome for _, _, outcome in ranks], want.gradients, {"tp": tp}) == []
 
 
 @scheme(
@@ -90,8 +90,8 @@ def test_every_gradient_is_that_of_the_whole_model(chosen, tp):
 def tied_embedding(mesh, weight, ids, cotangent, weights, times):
     """One gradient for the lookup and the head, and one parameter under two names."""
     module = styled(mesh, Tied(weight), {"table": "embedding_rowwise", "head": "colwise_gather_output"})
-    y, _, found = accumulated(module, (ids,), cotangent, weights, times)
-    return y, found["head.weight"]
+    y, _, outcome = accumulated(module, (ids,), cotangent, weights, times)
+    return y, outcome["head.weight"]
 
 
 def all_are_refused(x):
@@ -111,8 +111,8 @@ def all_are_refused(x):
 )
 def refused_plans(mesh, x, misuse):
     """One where a plan is refused as it should be, before anything is sent."""
-    said = MISUSES[misuse].said.format(tp=mesh.size("tp"))
-    return x * float(refusal(mesh, MISUSES[misuse]).startswith(said))
+    message = MISUSES[misuse].message.format(tp=mesh.size("tp"))
+    return x * float(refusal(mesh, MISUSES[misuse]).startswith(message))
 
 
 @pytest.mark.parametrize("made_scheme", [tied_embedding, refused_plans], ids=lambda made_scheme: made_scheme.name)
@@ -133,8 +133,8 @@ def on_ranks(body, tp=2, **options):
 @pytest.mark.parametrize("tp", [2, 4])
 def test_a_plan_is_refused_on_every_rank_before_anything_is_sent(name, tp):
     ranks = on_ranks(lambda mesh, case: refusal(mesh, MISUSES[name]), tp)
-    assert [said[: len(MISUSES[name].said.format(tp=tp))] for said in ranks.results] == [
-        MISUSES[name].said.format(tp=tp)
+    assert [message[: len(MISUSES[name].message.format(tp=tp))] for message in ranks.results] == [
+        MISUSES[name].message.format(tp=tp)
     ] * tp
     assert ranks.ledger.rows == []
 
@@ -162,12 +162,12 @@ def test_an_edited_key_matches_or_is_refused(data):
 def test_a_mesh_of_two_axes_and_a_model_of_none_are_refused():
     def body(mesh, case):
         plan = {"": translate_to_torch_parallel_style("colwise")}
-        for model, axes, error, said in (
+        for model, axes, error, message in (
             (nn.Linear(2, 2), mesh.device_mesh, ValueError, "tp_mesh: has 2 axes ('dp', 'tp')"),
             ("a model", mesh.device_mesh["tp"], TypeError, "model is a str; pass a torch.nn.Module"),
             (nn.Linear(2, 2), None, TypeError, "tp_mesh is None; pass a torch DeviceMesh"),
         ):
-            with pytest.raises(error, match=re.escape(said)):
+            with pytest.raises(error, match=re.escape(message)):
                 check_plan(model, plan, axes)
         return True
 
@@ -186,7 +186,7 @@ def test_a_plan_is_applied_once():
     assert ranks.results == (True, True) and ranks.ledger.rows == []
 
 
-PHI = Chosen("phi", further=(("qk_layernorm", True),))  # its own plan leaves the norms out
+PHI = Chosen("phi", changes=(("qk_layernorm", True),))  # its own plan leaves the norms out
 
 
 @pytest.mark.parametrize(("chosen", "norm"), [(QWEN3, "q_norm"), (PHI, "q_layernorm")], ids=str)
@@ -270,11 +270,11 @@ def test_a_style_of_ones_own_that_breaks_a_tie_is_told():
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_experts_are_those_of_the_whole_model(family, tp):
     """Loss, every gradient and the state dict, against transformers in one process: JAX has no twin of routing."""
-    chosen, (ids, targets) = Chosen(family, further=(*FOUR_KV_HEADS, *EXPERTS[family])), batch(QWEN3, 2, 5)
+    chosen, (ids, targets) = Chosen(family, changes=(*FOUR_KV_HEADS, *EXPERTS[family])), batch(QWEN3, 2, 5)
 
     def values_and_gradients(model):
-        found = trained(model, torch.from_numpy(ids), torch.from_numpy(targets), 2)[2]
-        return {name: to_cpu(value).numpy() for name, value in model.state_dict().items()}, found
+        outcome = trained(model, torch.from_numpy(ids), torch.from_numpy(targets), 2)[2]
+        return {name: to_cpu(value).numpy() for name, value in model.state_dict().items()}, outcome
 
     def body(mesh, case):
         with Float64Throughout():
@@ -286,7 +286,7 @@ def test_experts_are_those_of_the_whole_model(family, tp):
         whole, gradients = values_and_gradients(with_values(empty(chosen)))
     ranks = on_ranks(body, tp)
     assert all(np.array_equal(got[name], whole[name]) for got, _ in ranks.results for name in {**whole, **got})
-    assert broken_on_ranks([found for _, found in ranks.results], gradients, {"tp": tp}) == []
+    assert broken_on_ranks([outcome for _, outcome in ranks.results], gradients, {"tp": tp}) == []
 
 
 def with_values(model):
@@ -321,7 +321,7 @@ def test_part_of_attention_may_be_cut_where_each_rank_has_all_heads(styles):
 
     ranks = on_ranks(body).results
     assert max(deviation(logits, want.logits) for _, logits, _ in ranks) <= PROMISED
-    assert broken_on_ranks([found for _, _, found in ranks], want.gradients, {"tp": 2}) == []
+    assert broken_on_ranks([outcome for _, _, outcome in ranks], want.gradients, {"tp": 2}) == []
 
 
 @pytest.mark.parametrize("plan", [None, {}])

@@ -29,7 +29,7 @@ DECLARED = dict(
 )
 
 
-def declared(reference, inputs, outputs, dims, options, **further):
+def declared(reference, inputs, outputs, dims, options, **changes):
     """A scheme whose gradients are outputs: they are those that `.grad` holds after all backwards."""
     floats = {name: ORDINARY for name in inputs if name not in ("ids", "chosen")}
     return scheme(
@@ -39,7 +39,7 @@ def declared(reference, inputs, outputs, dims, options, **further):
         dims={**dims, "n": (3,)},
         rank_options={"times": (1, 2, 3), **options},
         nograd=(*floats, "weights"),
-        draw={**floats, "weights": ORDINARY, **further},
+        draw={**floats, "weights": ORDINARY, **changes},
         **DECLARED,
     )
 
@@ -56,8 +56,8 @@ LINEAR = {"x": "b i tp=I", "weight": "o i tp=I", "bias": "o tp=I"}
 )
 def colwise_linear(mesh, x, weight, bias, cotangent, weights, times):
     layer = styled(mesh, given(weight, bias), {"": "colwise"})
-    y, moved, found = accumulated(layer, (x,), cotangent, weights, times)
-    return y, *moved, found["weight"], found["bias"]
+    y, moved, outcome = accumulated(layer, (x,), cotangent, weights, times)
+    return y, *moved, outcome["weight"], outcome["bias"]
 
 
 @declared(
@@ -69,8 +69,8 @@ def colwise_linear(mesh, x, weight, bias, cotangent, weights, times):
 )
 def linear_whole_to_whole(mesh, x, weight, bias, cotangent, weights, times, style):
     layer = styled(mesh, given(weight, bias), {"": style})
-    y, moved, found = accumulated(layer, (x,), cotangent, weights, times)
-    return y, *moved, found["weight"], found["bias"]
+    y, moved, outcome = accumulated(layer, (x,), cotangent, weights, times)
+    return y, *moved, outcome["weight"], outcome["bias"]
 
 
 @declared(
@@ -90,9 +90,9 @@ def linear_whole_to_whole(mesh, x, weight, bias, cotangent, weights, times, styl
 def gated_mlp(mesh, x, gate, up, down, bias, cotangent, weights, times, is_packed):
     plan = {"gate_up": "packed_colwise"} if is_packed else {"gate": "colwise", "up": "colwise"}
     module = styled(mesh, Gated(gate, up, given(down, bias), is_packed), {**plan, "down": "rowwise"})
-    y, moved, found = accumulated(module, (x,), cotangent, weights, times)
-    both = found["gate_up.weight"].chunk(2) if is_packed else (found["gate.weight"], found["up.weight"])
-    return y, *moved, *both, found["down.weight"], found["down.bias"]
+    y, moved, outcome = accumulated(module, (x,), cotangent, weights, times)
+    both = outcome["gate_up.weight"].chunk(2) if is_packed else (outcome["gate.weight"], outcome["up.weight"])
+    return y, *moved, *both, outcome["down.weight"], outcome["down.bias"]
 
 
 @declared(
@@ -111,8 +111,8 @@ def gated_mlp(mesh, x, gate, up, down, bias, cotangent, weights, times, is_packe
 def packed_rowwise_linear(mesh, left, right, weight, bias, cotangent, weights, times):
     layer = styled(mesh, given(weight, bias), {"": "packed_rowwise"})
     packed = torch.cat([left, right], -1)
-    y, (moved,), found = accumulated(layer, (packed,), cotangent, weights, times)
-    return y, *moved.chunk(2, -1), found["weight"], found["bias"]
+    y, (moved,), outcome = accumulated(layer, (packed,), cotangent, weights, times)
+    return y, *moved.chunk(2, -1), outcome["weight"], outcome["bias"]
 
 
 @declared(
@@ -125,8 +125,8 @@ def packed_rowwise_linear(mesh, left, right, weight, bias, cotangent, weights, t
 )
 def embedding(mesh, weight, ids, cotangent, weights, times, style):
     table = nn.Embedding(*weight.shape, dtype=weight.dtype, _weight=weight.clone())
-    y, _, found = accumulated(styled(mesh, table, {"": style}), (ids,), cotangent, weights, times)
-    return y, found["weight"]
+    y, _, outcome = accumulated(styled(mesh, table, {"": style}), (ids,), cotangent, weights, times)
+    return y, outcome["weight"]
 
 
 @declared(
@@ -138,8 +138,8 @@ def embedding(mesh, weight, ids, cotangent, weights, times, style):
 )
 def norm_of_heads(mesh, x, weight, cotangent, weights, times):
     module = styled(mesh, Norm(weight), {"": "replicated_with_grad_allreduce"})
-    y, moved, found = accumulated(module, (x,), cotangent, weights, times)
-    return y, *moved, found["weight"]
+    y, moved, outcome = accumulated(module, (x,), cotangent, weights, times)
+    return y, *moved, outcome["weight"]
 
 
 @declared(
@@ -151,8 +151,8 @@ def norm_of_heads(mesh, x, weight, cotangent, weights, times):
 )
 def norm_of_a_sequence(mesh, x, weight, cotangent, weights, times):
     module = styled(mesh, Norm(weight), {"": "sequence_parallel"})
-    y, moved, found = accumulated(module, (x,), cotangent, weights, times)
-    return y, *moved, found["weight"]
+    y, moved, outcome = accumulated(module, (x,), cotangent, weights, times)
+    return y, *moved, outcome["weight"]
 
 
 @declared(
@@ -200,8 +200,8 @@ def identity_expert(mesh, x, cotangent, weights, times):
 def stacked_experts(mesh, x, router, gate, up, down, chosen, cotangent, weights, times):
     plan = {"": "moe_tp_experts", ":gate_up_proj": "packed_colwise", ":down_proj": "rowwise"}
     module = styled(mesh, Stacks(gate, up, down), plan)
-    y, moved, found = accumulated(module, (x, chosen, router), cotangent, weights, times)
-    return y, *moved, *found["gate_up_proj"].chunk(2, 1), found["down_proj"]
+    y, moved, outcome = accumulated(module, (x, chosen, router), cotangent, weights, times)
+    return y, *moved, *outcome["gate_up_proj"].chunk(2, 1), outcome["down_proj"]
 
 
 SCHEMES = (
@@ -254,8 +254,8 @@ TORCH = {
 
 @pytest.mark.parametrize("name", TORCH)
 def test_a_name_that_torch_has_a_style_for(name):
-    found, wanted = translate_to_torch_parallel_style(name), TORCH[name]
-    assert isinstance(found, type(wanted)) and vars(found) == vars(wanted)
+    outcome, expected = translate_to_torch_parallel_style(name), TORCH[name]
+    assert isinstance(outcome, type(expected)) and vars(outcome) == vars(expected)
 
 
 @pytest.mark.parametrize("name", REJECTED)
@@ -275,8 +275,8 @@ def test_any_other_text_is_not_known(text):
 def test_names_are_exact_and_the_nearest_is_told(name):
     with pytest.raises(ValueError) as caught:
         translate_to_torch_parallel_style(name)
-    said = f"parallelizer.translate_to_torch_parallel_style: style={name!r} is not known; nearest: 'colwise'"
-    assert str(caught.value) == said if name != "COLWISE" else str(caught.value).startswith(said[:70])
+    message = f"parallelizer.translate_to_torch_parallel_style: style={name!r} is not known; nearest: 'colwise'"
+    assert str(caught.value) == message if name != "COLWISE" else str(caught.value).startswith(message[:70])
 
 
 @pytest.mark.parametrize("style", [None, 3, b"colwise", ["colwise"], ColwiseParallel()])
@@ -307,10 +307,10 @@ def test_cost(name):
     def passes(count):
         def body(mesh, case):
             width = {"rowwise": IN * 2, "packed_rowwise": IN * 2}.get(name, IN)
-            held = width // 2 if "rowwise" in name else width
+            local = width // 2 if "rowwise" in name else width
             layer = given(torch.ones(OUT, width, dtype=torch.float64), torch.ones(OUT, dtype=torch.float64))
             module = styled(mesh, layer, {"": name})
-            x = torch.ones(ROWS, held, dtype=torch.float64, requires_grad=True)
+            x = torch.ones(ROWS, local, dtype=torch.float64, requires_grad=True)
             for _ in range(count):
                 y = module(x)
                 y.backward(torch.ones_like(y))
@@ -319,9 +319,9 @@ def test_cost(name):
         return [{op: ledger.cost(0, phase).get(op, (0, 0)) for op in (AR, "all_gather")} for phase in ("fwd", "bwd")]
 
     once, twice = passes(1), passes(2)
-    for wanted, before, after in zip(COSTS[name], once, twice, strict=True):
+    for expected, before, after in zip(COSTS[name], once, twice, strict=True):
         added = {op: (after[op][0] - before[op][0], after[op][1] - before[op][1]) for op in after}
-        assert {op: cost for op, cost in added.items() if cost != (0, 0)} == wanted
+        assert {op: cost for op, cost in added.items() if cost != (0, 0)} == expected
 
 
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0)], ids=str)
@@ -331,12 +331,12 @@ def test_a_distributed_input_is_what_it_stands_for(placement):
 
     def body(mesh, case):
         module = styled(mesh, given(weight), {"": "packed_colwise"})
-        held = distribute_tensor(x, mesh.device_mesh["tp"], [placement]).requires_grad_()
-        y = module(held)
+        local = distribute_tensor(x, mesh.device_mesh["tp"], [placement]).requires_grad_()
+        y = module(local)
         y.backward(torch.ones_like(y))
         rows = torch.cat([half.chunk(2)[mesh.rank("tp")] for half in weight.chunk(2)])
-        same = torch.equal(y, x @ rows.T) and torch.equal(held.grad.full_tensor(), weight.sum(0).expand(ROWS, IN))
-        return same and held.grad.placements == (placement,)
+        same = torch.equal(y, x @ rows.T) and torch.equal(local.grad.full_tensor(), weight.sum(0).expand(ROWS, IN))
+        return same and local.grad.placements == (placement,)
 
     assert run(body, CaseSpec(scheme="distributed", mesh={"tp": 2})).results == (True, True)
 
@@ -346,8 +346,8 @@ def test_a_distributed_input_of_rowwise_is_cut_where_its_placement_says():
 
     def body(mesh, case):
         module = styled(mesh, given(weight), {"": "rowwise"})
-        found = [module(distribute_tensor(x, mesh.device_mesh["tp"], [cut])) for cut in (Shard(-1), Replicate())]
-        return all(torch.equal(y, x @ weight.T) for y in found)
+        outcome = [module(distribute_tensor(x, mesh.device_mesh["tp"], [cut])) for cut in (Shard(-1), Replicate())]
+        return all(torch.equal(y, x @ weight.T) for y in outcome)
 
     assert run(body, CaseSpec(scheme="distributed", mesh={"tp": 2})).results == (True, True)
 
@@ -381,16 +381,16 @@ def test_the_styles_own_values_are_those_of_the_first_rank():
 
 
 @pytest.mark.parametrize(
-    ("shape", "entries", "said"),
+    ("shape", "entries", "message"),
     [
         ((3, 4, 2), {"up": "colwise", "down": "rowwise"}, "entry 'down' has no parameter in Stack"),
         ((3, 4, 2), {"up": "gather"}, "entry 'gather' of 'up' is not one of colwise, rowwise, packed_colwise"),
-        ((3, 4), {"up": "colwise"}, r"'up' is \[3, 4\]; only stacks \[experts, out, in\] can be cut"),
+        ((3, 4), {"up": "colwise"}, r"'up' is \[3, 4\]; only stacks \[experts, out, in\] can be sharded"),
         ((3, 5, 2), {"up": "packed_colwise"}, r"'up' is \[3, 5, 2\]; packed_colwise needs two equal halves"),
     ],
 )
-def test_stacks_that_cannot_be_cut(shape, entries, said):
+def test_stacks_that_cannot_be_cut(shape, entries, message):
     module = type("Stack", (nn.Module,), {})()
     module.up = nn.Parameter(torch.ones(shape))
-    with pytest.raises(ValueError, match=f"moe_tp_experts: {said}"):
+    with pytest.raises(ValueError, match=f"moe_tp_experts: {message}"):
         Experts(entries).placements(module)

@@ -38,7 +38,7 @@ def test_any_text_is_a_class_or_an_error_of_value(text):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         (None, "=None is None; pass a list of paths"),
         ("torch.nn.Linear", "='torch.nn.Linear' is a str; pass a list of paths"),
@@ -46,14 +46,14 @@ def test_any_text_is_a_class_or_an_error_of_value(text):
         (["torch.nn.Linear", b"x"], "[1]=b'x' is a bytes; a path is a string"),
     ],
 )
-def test_what_is_no_list_of_strings(given, said):
+def test_what_is_no_list_of_strings(given, message):
     with pytest.raises(TypeError) as caught:
         import_classes_from_paths(given)
-    assert str(caught.value) == NAME + said
+    assert str(caught.value) == NAME + message
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "message"),
     [
         ("Linear", "is not the dotted path of a class, such as 'torch.nn.Linear'"),
         ("torch..Linear", "is not the dotted path of a class, such as 'torch.nn.Linear'"),
@@ -64,10 +64,10 @@ def test_what_is_no_list_of_strings(given, said):
         ("torch.nn.functional", "is a module, not a class"),
     ],
 )
-def test_a_path_of_no_class(path, said):
+def test_a_path_of_no_class(path, message):
     with pytest.raises(ValueError) as caught:
         import_classes_from_paths(["torch.nn.Module", path])
-    assert str(caught.value).startswith(f"{NAME}[1]={path!r}: {said}")
+    assert str(caught.value).startswith(f"{NAME}[1]={path!r}: {message}")
 
 
 def test_what_was_not_found_is_the_cause():

@@ -44,14 +44,16 @@ def broken(got: Mapping[str, Any], want: Mapping[str, Any]) -> list[str]:
     """One sentence for each name that deviates by more than is promised, the worst first."""
     if set(got) != set(want):
         return [f"{sorted(set(want) - set(got))} are missing, {sorted(set(got) - set(want))} are unknown"]
-    found = {name: deviation(got[name], want[name]) for name in want}
-    worst = sorted((name for name in found if not found[name] <= PROMISED), key=found.__getitem__, reverse=True)
-    return [f"{name} is {found[name]:.1e} off{_factor(got[name], want[name])}" for name in worst]
+    deviations = {name: deviation(got[name], want[name]) for name in want}
+    worst = sorted(
+        (name for name in deviations if not deviations[name] <= PROMISED), key=deviations.__getitem__, reverse=True
+    )
+    return [f"{name} is {deviations[name]:.1e} off{_factor(got[name], want[name])}" for name in worst]
 
 
 def broken_on_ranks(ranks: Sequence[Mapping[str, Any]], want: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str]:
     """The same of what each rank of a mesh holds whole; a sum over an axis that was not taken is named."""
-    sentences = [f"rank {rank}: {said}" for rank, got in enumerate(ranks) for said in broken(got, want)[:1]]
+    sentences = [f"rank {rank}: {message}" for rank, got in enumerate(ranks) for message in broken(got, want)[:1]]
     if not sentences or any(set(got) != set(want) for got in ranks):
         return sentences
     grid = np.arange(len(ranks)).reshape(tuple(mesh.values()))
@@ -85,7 +87,7 @@ def summed_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def trained(chosen: Chosen, batches: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
     """Loss, logits and gradients of the first batch, weights after a step of AdamW for each; arrays by name."""
-    model, found = made(chosen), {}
+    model, outcome = made(chosen), {}
     named = dict(model.named_parameters(remove_duplicate=False))
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     for ids, targets in batches:
@@ -93,11 +95,11 @@ def trained(chosen: Chosen, batches: Sequence[tuple[np.ndarray, np.ndarray]]) ->
         logits = model(input_ids=torch.from_numpy(ids)).logits
         loss = summed_loss(logits, torch.from_numpy(targets)) / int((targets != IGNORED).sum())
         loss.backward()
-        if not found:
-            found = {"loss": loss.item(), "logits": logits.detach().numpy()}
-            found["gradients"] = {name: p.grad.numpy().copy() for name, p in named.items()}
+        if not outcome:
+            outcome = {"loss": loss.item(), "logits": logits.detach().numpy()}
+            outcome["gradients"] = {name: p.grad.numpy().copy() for name, p in named.items()}
         optimizer.step()
-    return {**found, "weights": {name: p.detach().numpy() for name, p in named.items()}}
+    return {**outcome, "weights": {name: p.detach().numpy() for name, p in named.items()}}
 
 
 ROWS, LENGTH = 12, 5  # rows are a multiple of every number of data ranks times microbatches here
@@ -132,20 +134,20 @@ class OnRank:
 
 def train_on_rank(view: MeshView, training: Training, parallelize: Parallelize) -> OnRank:
     """The steps on this rank."""
-    mesh, found = view.device_mesh, OnRank()
+    mesh, result = view.device_mesh, OnRank()
     axes = mesh_axes(mesh)
     rank = axes.loss_mesh.get_local_rank()
-    found.is_counted = axes.tp_mesh is None or axes.tp_mesh.get_local_rank() == 0
+    result.is_counted = axes.tp_mesh is None or axes.tp_mesh.get_local_rank() == 0
     model = parallelize(made(training.chosen, training.dtype), mesh)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW, foreach=False)
     for number, (ids, targets) in enumerate(training.batches):
         optimizer.zero_grad()
-        found.losses.append(accumulated(model, ids, targets, rank, axes.data_size, training.accumulation))
+        result.losses.append(accumulated(model, ids, targets, rank, axes.data_size, training.accumulation))
         if number == 0:
-            found.gradients = whole(model, gradients=True)
+            result.gradients = whole(model, gradients=True)
         optimizer.step()
-    found.weights = whole(model)
-    return found
+    result.weights = whole(model)
+    return result
 
 
 def accumulated(
@@ -166,8 +168,8 @@ def accumulated(
 def whole(model: nn.Module, *, gradients: bool = False) -> dict[str, np.ndarray]:
     """Every parameter, or its gradient, under every name it has; collective."""
     named = model.named_parameters(remove_duplicate=False)
-    found = {name: to_cpu(p.grad if gradients else p) for name, p in named}
-    return {name: tensor.detach().double().numpy().copy() for name, tensor in found.items()}
+    tensors = {name: to_cpu(p.grad if gradients else p) for name, p in named}
+    return {name: tensor.detach().double().numpy().copy() for name, tensor in tensors.items()}
 
 
 def on_mesh(
@@ -184,22 +186,22 @@ def on_mesh(
 
 def verdict(mesh: Mapping[str, int], training: Training, ranks: Sequence[OnRank], want: Any) -> list[str]:
     """What is not as the reference has it, a sentence each: losses, gradients, weights, replicas."""
-    said = []
+    sentences = []
     for number, step in enumerate(want.steps):
         loss = sum(rank.losses[number] for rank in ranks if rank.is_counted)
-        said += broken({"loss": loss}, {"loss": step.loss})
-    said += [
+        sentences += broken({"loss": loss}, {"loss": step.loss})
+    sentences += [
         f"gradient: {each}" for each in broken_on_ranks([r.gradients for r in ranks], want.steps[0].gradients, mesh)
     ]
-    said += [f"weight: {each}" for each in broken_on_ranks([r.weights for r in ranks], want.parameters, mesh)]
+    sentences += [f"weight: {each}" for each in broken_on_ranks([r.weights for r in ranks], want.parameters, mesh)]
     first = ranks[0].weights
-    said += [
+    sentences += [
         f"weight: {name} differs between rank 0 and rank {number}"
         for number, rank in enumerate(ranks)
         for name in first
         if not np.array_equal(first[name], rank.weights[name]) and deviation(first[name], rank.weights[name])
     ]
-    return said
+    return sentences
 
 
 TENSOR_PARALLEL = {"tp", "tensor_parallel"}
