@@ -44,7 +44,7 @@ def test_the_last_token_of_a_document_predicts_nothing(padded, real):
     assert int((targets != IGNORED).sum()) == counted
 
 
-def test_contiguous_cuts_the_stream_where_documents_do_not_end():
+def test_contiguous_splits_the_stream_where_documents_do_not_end():
     whole = stream([0, 5, 24], [0, 5, 24])
     assert [rank_stream(whole, 3, rank, "contiguous").ids.shape for rank in range(3)] == [(1, 8)] * 3
 
@@ -76,7 +76,7 @@ def test_dp_ranks_share_the_streams():
 
 
 @pytest.mark.parametrize("name", ["ids", "keep"])
-def test_what_is_not_as_long_as_the_stream_is_refused(name):
+def test_what_is_not_as_long_as_the_stream_is_rejected(name):
     tensors = {"ids": torch.arange(T), "keep": torch.ones(T, dtype=torch.bool), name: torch.arange(T - 1) > 0}
     whole = Stream(cu_padded=torch.tensor([0, T]), cu_real=torch.tensor([0, T]), **tensors)
     with pytest.raises(ValueError, match=re.escape(f"{name} is [23] but cu_padded ends at 24; pass [t]")):

@@ -1,4 +1,4 @@
-"""What a config of models refuses, and a placement."""
+"""What a config of models rejects, and a placement."""
 
 from dataclasses import asdict
 
@@ -9,7 +9,7 @@ from parity_tests import CaseSpec
 from parity_tests.harness.run.engines import run
 from torch_impl.models import HybridConfig, Placement
 
-REFUSED = [
+REJECTED_SIZES = [
     ({"hidden_size": 0}, "hidden_size=0 is not a size; it is 1 or more"),
     ({"layers": ("attention", "rnn")}, "layers has 'rnn'; a layer is one of attention, mamba"),
     ({"head_dim": 3}, "head_dim=3 must be even, since rotation pairs columns"),
@@ -18,8 +18,8 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("sizes", "text"), REFUSED)
-def test_refusal(sizes, text):
+@pytest.mark.parametrize(("sizes", "text"), REJECTED_SIZES)
+def test_rejection(sizes, text):
     with pytest.raises(ValueError) as caught:
         HybridConfig(**sizes)
     assert str(caught.value) == f"models.HybridConfig: {text}"
@@ -33,7 +33,7 @@ PLACED = [
 
 
 @pytest.mark.parametrize(("chosen", "text"), PLACED)
-def test_a_placement_refuses(chosen, text):
+def test_a_placement_rejects(chosen, text):
     def body(mesh, case):
         with pytest.raises(ValueError) as caught:
             Placement(mesh["cp"], mesh["cp"], **chosen)

@@ -145,7 +145,7 @@ ORDERS = ("contiguous", "dual_chunk_swap")
 MAMBA_ALONE = HybridConfig(layers=("mamba",), hidden_size=8)
 
 
-def refused(order, layout, rows):
+def rejected(order, layout, rows):
     """What a model of Mamba alone says on each of two cp ranks."""
 
     def body(mesh, case):
@@ -160,12 +160,12 @@ def refused(order, layout, rows):
 
 
 @pytest.mark.parametrize(("order", "other"), [("contiguous", "dual_chunk_swap"), ("dual_chunk_swap", "contiguous")])
-def test_a_layout_of_another_order_is_refused(order, other):
+def test_a_layout_of_another_order_is_rejected(order, other):
     def layout(rank):
         cu = torch.tensor([0, 8, 16])
         return rank_stream(Stream(torch.zeros(16, dtype=torch.int64), cu, cu), 2, rank, other).layout
 
-    assert refused(order, layout, 1) == (
+    assert rejected(order, layout, 1) == (
         f"models.MambaLayer: layout is sharded by '{other}', the model's Placement has order='{order}'; use one"
     )
 
@@ -180,10 +180,10 @@ def test_one_rank_takes_a_layout_of_any_order():
     assert run(body, CaseSpec("hybrid", {"cp": 1, "tp": 1})).results == (True,)
 
 
-def test_rows_of_several_documents_are_refused():
+def test_rows_of_several_documents_are_rejected():
     def layout(rank):
         return TokenLayout.packed(torch.tensor([0, 8, 16]), cp_size=2, cp_rank=rank)
 
-    assert refused("dual_chunk_swap", layout, 3) == (
+    assert rejected("dual_chunk_swap", layout, 3) == (
         "models.MambaLayer: x has 3 rows and layout 2 documents; pass one packed row, or rows of one sequence each"
     )

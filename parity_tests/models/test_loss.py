@@ -137,7 +137,7 @@ def test_means_of_ranks_are_another_number():
 
 
 @pytest.mark.parametrize("is_told", [True, False])
-def test_a_target_outside_of_the_vocabulary_is_nobodys(is_told):
+def test_a_target_outside_of_the_vocabulary_is_ignored(is_told):
     """To the bit: in the sum and in the count. One above is seen only where the size of the vocabulary is told."""
     logits = torch.linspace(-2, 3, 2 * 4 * 5, dtype=torch.float64).sin().view(2, 4, 5)
     targets = torch.tensor([[1, IGNORED, 4, -1], [-7, 0, IGNORED - 1, 5 if is_told else IGNORED]])
@@ -214,7 +214,7 @@ def parameter(gradient, mesh, placements):
     ],
 )
 @pytest.mark.parametrize("mesh", [{"dp": 1, "tp": 1}, {"dp": 2, "tp": 2}, {"dp": 1, "tp": 3}])
-def test_what_is_cut_is_summed_and_what_is_repeated_is_not(mesh, placements):
+def test_what_is_sharded_is_summed_and_what_is_replicated_is_not(mesh, placements):
     def body(mesh, case):
         cut = [parameter(x, mesh.device_mesh, list(p)) for x, p in zip(GRADIENTS, placements, strict=True)]
         plain, without = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
@@ -238,7 +238,7 @@ def test_equal_meshes_are_one():
     assert sum(row.op == "all_reduce" for row in outcome.ledger.of(0)) == 1
 
 
-def test_addends_are_refused():
+def test_partial_sums_are_rejected():
     def body(mesh, case):
         made = nn.Parameter(distribute_tensor(torch.zeros(2), mesh.device_mesh, [Replicate()]))
         made.grad = DTensor.from_local(torch.ones(2), mesh.device_mesh, [Partial()])

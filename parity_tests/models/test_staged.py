@@ -189,7 +189,7 @@ def test_a_stage_tells_the_shapes_that_it_has(tp):
     run(body, CaseSpec("staged", {"cp": 1, "tp": tp}))
 
 
-def test_refusals():
+def test_rejections():
     def body(mesh, case):
         model = HybridLM(SMALL, Placement(mesh["cp"], mesh["tp"]))
         with pytest.raises(ValueError) as no_count:
@@ -212,7 +212,7 @@ def test_refusals():
     ]
 
 
-def test_unlike_lengths_on_one_rank_are_refused_on_every():
+def test_unlike_lengths_on_one_rank_are_rejected_on_every():
     def body(mesh, case):
         model = HybridLM(SMALL, Placement(mesh["cp"], mesh["tp"]))
         schedule, loss, stages = in_stages(mesh, model, streams_of(8, 8), "GPipe")
@@ -226,7 +226,7 @@ def test_unlike_lengths_on_one_rank_are_refused_on_every():
     assert second == "models.staged_step: streams have [8, 12] tokens on this rank; pad them to one length"
 
 
-def test_another_number_of_streams_is_refused():
+def test_another_number_of_streams_is_rejected():
     def body(mesh, case):
         model = HybridLM(SMALL, Placement(mesh["cp"], mesh["tp"]))
         schedule, loss, stages = in_stages(mesh, model, streams_of(8, 8), "GPipe")

@@ -85,7 +85,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Chosen:
-    """A family, whether its head is tied, and what else its configuration is told."""
+    """A family, whether its head is tied, and the further settings of its configuration."""
 
     family: str
     tied: bool = False

@@ -1,4 +1,4 @@
-"""Plans that must be refused, each with the words that name what is wrong; on models without values."""
+"""Plans that must be rejected, each with the words that name what is wrong; on models without values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ONE_KV_HEAD = Chosen("llama", changes=(("num_key_value_heads", 1),))
 
 @dataclass(frozen=True)
 class Misuse:
-    """`make` gives the plan for a model; `said` is the start of the refusal, `{tp}` in it the number of ranks."""
+    """`make` gives the plan for a model; `message` is the start of the rejection, `{tp}` in it the number of ranks."""
 
     message: str
     make: Callable[[Any], Any]
@@ -127,8 +127,8 @@ MISUSES = {
 }
 
 
-def refusal(mesh: Any, misuse: Misuse) -> str:
-    """What the plan is refused with, or nothing; the model must be as it was."""
+def rejection(mesh: Any, misuse: Misuse) -> str:
+    """What the plan is rejected with, or nothing; the model must be as it was."""
     model = empty(misuse.model, device="meta")
     before = dict(model.named_parameters(remove_duplicate=False))
     try:

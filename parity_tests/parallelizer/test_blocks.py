@@ -98,7 +98,7 @@ def test_each_block_is_computed_twice():
 
 @pytest.mark.parametrize("strategy", [fsdp2_strategy_parallelize, nvfsdp_strategy_parallelize])
 @pytest.mark.parametrize("is_recomputed", [False, True])
-def test_a_strategy_computes_blocks_again_where_it_is_asked_to(strategy, is_recomputed):
+def test_a_strategy_computes_blocks_again_where_a_switch_says_so(strategy, is_recomputed):
     def body(mesh, case):
         net = Net().double()
         calls = counted(net, "Linear")  # two in each of two blocks, and the head

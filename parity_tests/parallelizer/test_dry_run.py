@@ -113,7 +113,7 @@ def test_what_each_style_sends_is_what_is_measured(plan):
 
 
 @pytest.mark.parametrize(("plan", "name"), NOT_COUNTED, ids=str)
-def test_what_is_not_counted_is_said(plan, name):
+def test_what_is_not_counted_is_reported(plan, name):
     report = dry_run(three_layers().to("meta"), {"tp": 2}, plan, tokens=10)
     assert report.unknown == (name,)
     assert f"collectives of {name!r} are not counted" in str(report)
@@ -132,7 +132,7 @@ def test_packed_halves_are_shown():
 @pytest.mark.parametrize(
     ("replicas", "shown"), [(1, "dp_shard Shard(0)"), (2, "dp_replicate Replicate(), dp_shard Shard(0)")]
 )
-def test_axes_that_cut_or_repeat_are_shown(replicas, shown):
+def test_axes_that_shard_or_replicate_are_shown(replicas, shown):
     rows = dry_run(three_layers().to("meta"), {"dp_replicate": replicas, "dp_shard": 2}).parameters
     assert {each.placements for each in rows} == {shown}
 
@@ -170,7 +170,7 @@ def test_a_large_model_on_a_mesh_that_is_not_there():
     assert report.total_bytes // 512 <= report.local_bytes < report.total_bytes // 400
 
 
-def test_keys_that_match_nothing_are_said():
+def test_keys_that_match_nothing_are_reported():
     model = empty(Chosen("qwen3"), device="meta")
     model._tp_plan = {**model._tp_plan, "model.layers.*.mlp.experts": "replicate"}
     report = dry_run(model, {"tp": 2})
@@ -187,6 +187,6 @@ def test_keys_that_match_nothing_are_said():
         ({"tp": 4}, 1, "num_key_value_heads=2 does not divide by tp=4"),
     ],
 )
-def test_what_would_be_refused(mesh, tokens, message):
+def test_what_would_be_rejected(mesh, tokens, message):
     with pytest.raises(ValueError, match=message):
         dry_run(empty(Chosen("llama"), device="meta"), mesh, tokens=tokens)

@@ -78,7 +78,7 @@ def test_the_lookup_of_padding_has_no_gradient(padding):
     assert verdict(mesh, training, ranks, reference(training.chosen, training.batches)) == []
 
 
-def test_a_sum_that_is_missing_is_said():
+def test_a_sum_that_is_missing_is_reported():
     """Without the norms of heads in the plan, losses are right and one gradient is that of the rank's own heads."""
 
     def parallelize(model, device_mesh):

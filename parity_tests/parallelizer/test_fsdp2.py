@@ -180,7 +180,7 @@ def test_bfloat16_is_that_of_a_bfloat16_copy(family):
 
 
 @pytest.mark.parametrize("expected", [None, torch.float32, torch.float64])
-def test_output_dtype_is_that_of_the_whole_model(expected):
+def test_output_dtype_is_that_of_the_full_model(expected):
     """Of the root alone: a block that returned another dtype would hand it to a head in bfloat16."""
 
     def body(mesh, case):
@@ -428,7 +428,7 @@ def test_a_replica_of_torch_is_parallel_already():
     assert run(body, CaseSpec(scheme="ddp", mesh={"dp_shard": 1})).results == (True,)
 
 
-def test_a_plan_for_one_rank_cuts_nothing():
+def test_a_plan_for_one_rank_shards_nothing():
     def body(view, case):
         model = made(Chosen("llama"), torch.float32)
         fsdp2_strategy_parallelize(model, view.device_mesh, tp_shard_plan=get_hf_tp_shard_plan(model))

@@ -1,4 +1,4 @@
-"""The plan that a model brings along: where it is read, what is dropped, folded, added and refused."""
+"""The plan that a model brings along: where it is read, what is dropped, folded, added and rejected."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_every_key_is_a_module_and_no_two_calls_share_a_style(chosen):
 
 
 @pytest.mark.parametrize("chosen", MODELS, ids=lambda chosen: chosen.family)
-def test_logits_are_gathered_and_the_vocabulary_is_cut(chosen):
+def test_logits_are_gathered_and_the_vocabulary_is_sharded(chosen):
     plan = get_hf_tp_shard_plan(model_of(chosen))
     assert isinstance(plan["lm_head"], ColwiseParallel) and plan["lm_head"].output_layouts[0].is_replicate()
     assert isinstance(plan["model.embed_tokens"], RowwiseParallel)
@@ -63,7 +63,7 @@ def test_the_inner_model_alone_has_the_same_plan_without_the_head():
 
 
 @pytest.mark.parametrize("kept", [("embed", 0), (1,), ("head",), ("embed",), (0, 1, "head")])
-def test_a_part_of_a_pipeline_has_what_the_whole_plan_says_of_its_modules(kept):
+def test_a_part_of_a_pipeline_has_what_the_full_plan_says_of_its_modules(kept):
     model = model_of(Chosen("llama"))
     whole = style_types(get_hf_tp_shard_plan(model))
     model.model.layers = nn.ModuleDict({str(i): model.model.layers[i] for i in kept if isinstance(i, int)})
@@ -133,7 +133,7 @@ class Codes(nn.Module):
 
 
 @pytest.mark.parametrize("says_which", [True, False])
-def test_an_input_embedding_of_another_kind_is_left_whole(says_which):
+def test_an_input_embedding_of_another_kind_is_left_replicated(says_which):
     inner = Inner()
     inner.embed_tokens, inner._tp_plan = Codes(), {"up.*": "colwise"}
     if says_which:
@@ -141,7 +141,7 @@ def test_an_input_embedding_of_another_kind_is_left_whole(says_which):
     assert list(get_hf_tp_shard_plan(inner)) == ["up.*"]
 
 
-def test_a_model_without_a_plan_is_told():
+def test_a_model_without_a_plan_is_reported():
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(n_layer=1, n_embd=4, n_head=2, vocab_size=5, bos_token_id=None, eos_token_id=None)
@@ -176,7 +176,7 @@ def test_an_entry_that_cannot_be_a_style(plan, error, words):
         get_hf_tp_shard_plan(inner)
 
 
-def test_a_refused_style_of_a_part_that_is_not_there_is_no_mistake():
+def test_a_rejected_style_of_a_part_that_is_not_there_is_no_mistake():
     inner = Inner()
     inner._tp_plan = {"up.*": "colwise", "experts.*": "ep_dispatch_experts"}
     assert list(get_hf_tp_shard_plan(inner)) == ["embed_tokens", "up.*"]

@@ -128,7 +128,7 @@ OF_MEGATRON = SWITCHES | {
 
 
 @pytest.mark.parametrize(("wrap", "expected"), [(with_megatron_fsdp, OF_MEGATRON), (with_nvfsdp, SWITCHES)])
-def test_each_switch_alone_is_told_under_its_name(wrap, expected, monkeypatch):
+def test_each_switch_alone_is_passed_under_its_name(wrap, expected, monkeypatch):
     library("megatron_fsdp", monkeypatch, fully_shard_model=fully_shard_model, MixedPrecisionPolicy=Policy)
     library("nvfsdp", monkeypatch, fully_shard=lambda **passed: types.SimpleNamespace(passed=passed))
 
@@ -147,7 +147,7 @@ def test_each_switch_alone_is_told_under_its_name(wrap, expected, monkeypatch):
     assert run(body, CaseSpec(scheme="megatron", mesh={"dp_shard": 1})).results == (expected,)
 
 
-def test_a_library_is_given_a_model_that_is_cut_and_checkpointed(monkeypatch):
+def test_a_library_gets_a_model_that_is_sharded_and_checkpointed(monkeypatch):
     """As on CUDA, where the library takes what tensor parallelism leaves."""
     library("megatron_fsdp", monkeypatch, fully_shard_model=fully_shard_model, MixedPrecisionPolicy=Policy)
     monkeypatch.setattr(nvfsdp, "chosen_backend", lambda *_: "megatron_fsdp")
@@ -175,7 +175,7 @@ def test_every_argument_reaches_nvfsdp(monkeypatch):
     assert run(body, CaseSpec(scheme="nvfsdp", mesh={"dp_shard": 2})).results == ((2, 12),) * 2
 
 
-def refused(error, message, model=None, **given):
+def rejected(error, message, model=None, **given):
     def body(mesh, case):
         with pytest.raises(error, match=message):
             nvfsdp_strategy_parallelize(model() if model else Net(), mesh.device_mesh, **given)
@@ -234,11 +234,11 @@ STRATEGY = (
         ),
     ],
 )
-def test_what_is_refused_before_anything_is_sent(error, message, given):
-    refused(error, message, **given)
+def test_what_is_rejected_before_anything_is_sent(error, message, given):
+    rejected(error, message, **given)
 
 
-def test_units_of_two_dtypes_are_kept_apart():
+def test_units_of_two_dtypes_are_separate():
     def body(mesh, case):
         net = nvfsdp_strategy_parallelize(two_dtypes(), mesh.device_mesh, [BLOCK], preserve_fp32_weights=True)
         return sorted({str(parameter.dtype) for parameter in net.parameters()})

@@ -61,7 +61,7 @@ def test_parts(mesh, want):
 
 
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-def test_whoever_flattened_first_is_asked_again(engine):
+def test_whoever_flattened_first_is_used_again(engine):
     def body(mesh):
         flat = mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
         axes = mesh_axes(mesh)

@@ -96,7 +96,7 @@ def test_a_model_of_transformers(chosen):
     assert on_ranks(body, dp_shard=2, tp=2).results == ((True,) * 4,) * 4
 
 
-def test_each_module_has_values_of_its_own():
+def test_each_module_has_its_values():
     first, second = (alone(net_on_meta())[f"blocks.{block}.up.weight"] for block in range(2))
     assert first.shape == second.shape and not (first == second).any()
 
@@ -110,7 +110,7 @@ def test_a_buffer_that_has_values_keeps_them():
     assert torch.equal(net.known, torch.arange(3.0)) and net.none is None and net.expected.device.type == "cpu"
 
 
-def test_the_process_own_generator_is_left_as_it_was():
+def test_the_generator_of_the_process_is_left_as_it_was():
     before = torch.get_rng_state()
     alone(net_on_meta())
     assert torch.equal(before, torch.get_rng_state())

@@ -114,7 +114,7 @@ LAYER = {"qwen3": "Qwen3", "llama": "Llama", "gemma": "Gemma"}
     ],
     ids=str,
 )
-def test_three_steps_of_a_whole_model(mesh, strategy):
+def test_three_steps_of_a_full_model(mesh, strategy):
     """Losses, every gradient, and every weight after three steps of AdamW, against JAX."""
     number = (*MESHES, *OLDER, REPLICAS).index(mesh)
     family = ("qwen3", "llama", "gemma")[number % 3]
@@ -228,7 +228,7 @@ def test_masters_of_what_is_wide_change_nothing():
 
 
 @pytest.mark.parametrize("name", CUDA_ONLY)
-def test_what_has_no_effect_natively_is_told_by_name(name):
+def test_what_has_no_effect_natively_is_reported_by_name(name):
     def body(view, case):
         with pytest.warns(UserWarning, match=f"{name}=True has no effect natively: memory and speed only") as caught:
             nvfsdp_strategy_parallelize(Net(), view.device_mesh, **{name: True})
@@ -252,7 +252,7 @@ def test_what_has_no_effect_natively_is_told_by_name(name):
         ),
     ],
 )
-def test_what_else_is_told(given, message):
+def test_what_else_is_reported(given, message):
     def body(view, case):
         with pytest.warns(UserWarning, match=message):
             nvfsdp_strategy_parallelize(Net(), view.device_mesh, **given)
@@ -269,7 +269,7 @@ def test_a_layer_without_parameters_is_no_obstacle():
     assert on_ranks(body).results == (4, 4)
 
 
-def test_a_unit_that_is_cut_over_tp_returns_no_view():
+def test_a_unit_that_is_sharded_over_tp_returns_no_view():
     """What FSDP would warn of: an operation in place on the output would lose the backward."""
 
     def body(view, case):

@@ -88,7 +88,7 @@ def on_ranks(body, **mesh):
     return run(body, CaseSpec(scheme="finite", mesh=mesh or {"dp_shard": 2, "tp": 2}))
 
 
-def test_the_first_parameter_by_name_is_told_on_every_rank():
+def test_the_first_parameter_by_name_is_reported_on_every_rank():
     for at, name in (("output", "blocks.0.down.weight"), ("aside", "aside")):
         message = on_ranks(lambda mesh, case: outcome(mesh, (1, 0), "nan", at=at)).results  # noqa: B023
         assert len(set(message)) == 1
@@ -96,7 +96,7 @@ def test_the_first_parameter_by_name_is_told_on_every_rank():
 
 
 @pytest.mark.parametrize("rank", [None, (0, 0)])
-def test_nothing_is_raised_where_nothing_is_asked_or_wrong(rank):
+def test_nothing_is_raised_where_nothing_is_checked_or_wrong(rank):
     given = {} if rank is None else {"check_for_nan_in_grad": False}
     assert on_ranks(lambda mesh, case: outcome(mesh, rank, "nan", **given)).results == ("",) * 4
 

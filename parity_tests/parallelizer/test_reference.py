@@ -27,7 +27,7 @@ def test_names_are_those_of_the_torch_state_dict(chosen):
 
 
 @pytest.mark.parametrize("family", OWN)
-def test_stages_are_the_whole(family):
+def test_stages_are_the_full_model(family):
     chosen = Chosen(family)
     decoder, (ids, _) = from_state_dict(chosen.config, arrays(chosen)), batch(chosen, 2, 5)
     x = decoder.embed(ids)

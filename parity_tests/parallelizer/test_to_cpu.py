@@ -49,7 +49,7 @@ def on_ranks(body, tp=2):
 
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_shards_put_together_are_the_whole(dim, tp):
+def test_shards_put_together_are_the_full_tensor(dim, tp):
     x = torch.arange(15.0).view(5, 3)
 
     def body(mesh, case):
@@ -70,7 +70,7 @@ def test_shards_put_together_are_the_whole(dim, tp):
     assert not any(requires for _, _, requires in ranks.results)
 
 
-def test_addends_are_summed_and_are_no_shard():
+def test_partial_sums_are_summed_and_are_no_shard():
     def body(mesh, case):
         v = DTensor.from_local(torch.full((2,), mesh.rank("tp") + 1.0), mesh.device_mesh, [Partial()], run_check=False)
         with pytest.raises(ValueError, match=r"to_cpu: v is \(Partial\(sum\),\), so that a rank holds an addend"):
@@ -94,7 +94,7 @@ def test_what_is_no_tensor_comes_back(v):
     assert to_cpu(v, local=True) is v
 
 
-def test_a_tensor_without_values_is_refused():
+def test_a_tensor_without_values_is_rejected():
     def body(mesh, case):
         v = DTensor.from_local(torch.ones(2, device="meta"), mesh.device_mesh, [Shard(0)], run_check=False)
         with pytest.raises(ValueError) as caught:

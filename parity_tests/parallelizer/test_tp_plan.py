@@ -1,4 +1,4 @@
-"""Tensor-parallel plans applied to whole models, and plans that must be refused or warned of."""
+"""Tensor-parallel plans applied to full models, and plans that must be rejected or warned of."""
 
 import re
 import zlib
@@ -17,7 +17,7 @@ from parity_tests import CaseSpec, Cost, check, every_case, scheme, token_below,
 from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer import plain_modules as plain
 from parity_tests.parallelizer.families import IGNORED, OWN, Chosen, Float64Throughout, batch, empty, made
-from parity_tests.parallelizer.misuses import MISUSES, QWEN3, TIED, Tied, refusal
+from parity_tests.parallelizer.misuses import MISUSES, QWEN3, TIED, Tied, rejection
 from parity_tests.parallelizer.reference import reference
 from parity_tests.parallelizer.small_net import NAMES, Net
 from parity_tests.parallelizer.styled import accumulated, styled
@@ -54,7 +54,7 @@ def trained(model, ids, targets, times):
 @pytest.mark.parametrize(
     ("chosen", "tp"), [(chosen, tp) for chosen in MODELS for tp in (1, 2, 4) if tp > 1 or chosen.tied], ids=str
 )
-def test_every_gradient_is_that_of_the_whole_model(chosen, tp):
+def test_every_gradient_is_that_of_the_full_model(chosen, tp):
     """Vocabularies of 31 and 67 do not divide; four ranks need as many KV heads; one, two or three backwards."""
     chosen = Chosen(chosen.family, chosen.tied, FOUR_KV_HEADS) if tp == 4 else chosen
     ids, targets = batch(chosen, 3, 5)
@@ -110,9 +110,9 @@ def all_are_refused(x):
     cost=lambda case: Cost(),
 )
 def refused_plans(mesh, x, misuse):
-    """One where a plan is refused as it should be, before anything is sent."""
+    """One where a plan is rejected as it should be, before anything is sent."""
     message = MISUSES[misuse].message.format(tp=mesh.size("tp"))
-    return x * float(refusal(mesh, MISUSES[misuse]).startswith(message))
+    return x * float(rejection(mesh, MISUSES[misuse]).startswith(message))
 
 
 @pytest.mark.parametrize("made_scheme", [tied_embedding, refused_plans], ids=lambda made_scheme: made_scheme.name)
@@ -131,8 +131,8 @@ def on_ranks(body, tp=2, **options):
 
 @pytest.mark.parametrize("name", MISUSES)
 @pytest.mark.parametrize("tp", [2, 4])
-def test_a_plan_is_refused_on_every_rank_before_anything_is_sent(name, tp):
-    ranks = on_ranks(lambda mesh, case: refusal(mesh, MISUSES[name]), tp)
+def test_a_plan_is_rejected_on_every_rank_before_anything_is_sent(name, tp):
+    ranks = on_ranks(lambda mesh, case: rejection(mesh, MISUSES[name]), tp)
     assert [message[: len(MISUSES[name].message.format(tp=tp))] for message in ranks.results] == [
         MISUSES[name].message.format(tp=tp)
     ] * tp
@@ -141,7 +141,7 @@ def test_a_plan_is_refused_on_every_rank_before_anything_is_sent(name, tp):
 
 @given(st.data())
 @settings(max_examples=40)
-def test_an_edited_key_matches_or_is_refused(data):
+def test_an_edited_key_matches_or_is_rejected(data):
     """A key with a letter taken out, put in or changed is a module's, or an error that names the key."""
     key = data.draw(st.sampled_from(["model.layers.*.mlp.up_proj", "model.norm", "lm_head"]))
     at, letter = data.draw(st.integers(0, len(key) - 1)), data.draw(st.sampled_from("ab.*0_"))
@@ -159,7 +159,7 @@ def test_an_edited_key_matches_or_is_refused(data):
     assert first == second and (first is True or f"key {edited!r} matches no module of LlamaForCausalLM" in first)
 
 
-def test_a_mesh_of_two_axes_and_a_model_of_none_are_refused():
+def test_a_mesh_of_two_axes_and_a_model_of_none_are_rejected():
     def body(mesh, case):
         plan = {"": translate_to_torch_parallel_style("colwise")}
         for model, axes, error, message in (
@@ -190,7 +190,7 @@ PHI = Chosen("phi", changes=(("qk_layernorm", True),))  # its own plan leaves th
 
 
 @pytest.mark.parametrize(("chosen", "norm"), [(QWEN3, "q_norm"), (PHI, "q_layernorm")], ids=str)
-def test_a_norm_of_heads_that_the_plan_leaves_out_is_told(chosen, norm):
+def test_a_norm_of_heads_that_the_plan_leaves_out_is_reported(chosen, norm):
     def body(mesh, case):
         model = empty(chosen, device="meta")
         plan = {key: style for key, style in get_hf_tp_shard_plan(model).items() if "norm" not in key}
@@ -204,7 +204,7 @@ def test_a_norm_of_heads_that_the_plan_leaves_out_is_told(chosen, norm):
     assert on_ranks(body).results == (True, True)
 
 
-def test_a_layer_with_parameters_inside_is_refused():
+def test_a_layer_with_parameters_inside_is_rejected():
     def body(mesh, case):
         model = empty(Chosen("llama"), device="meta")
         model.lm_head.adapter = nn.Linear(3, 2, device="meta")
@@ -256,7 +256,7 @@ class Unknown(ParallelStyle):
         return module
 
 
-def test_a_style_of_ones_own_that_breaks_a_tie_is_told():
+def test_a_style_of_a_user_that_breaks_a_tie_is_reported():
     def body(mesh, case):
         module = Tied(torch.ones(4, 2))
         with pytest.raises(ValueError, match=r"'table.weight' and 'head.weight' share a parameter and were sharded"):
@@ -268,7 +268,7 @@ def test_a_style_of_ones_own_that_breaks_a_tie_is_told():
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_experts_are_those_of_the_whole_model(family, tp):
+def test_experts_are_those_of_the_full_model(family, tp):
     """Loss, every gradient and the state dict, against transformers in one process: JAX has no twin of routing."""
     chosen, (ids, targets) = Chosen(family, changes=(*FOUR_KV_HEADS, *EXPERTS[family])), batch(QWEN3, 2, 5)
 
@@ -303,7 +303,7 @@ ALONE = [{"q_proj": "colwise_gather_output"}, {"k_proj": "colwise_gather_output"
 
 
 @pytest.mark.parametrize("styles", ALONE, ids=str)
-def test_part_of_attention_may_be_cut_where_each_rank_has_all_heads(styles):
+def test_part_of_attention_may_be_sharded_where_each_rank_has_all_heads(styles):
     chosen = Chosen("llama")
     ids, targets = batch(chosen, 3, 5)
     (want,) = reference(chosen, [(ids, targets)]).steps

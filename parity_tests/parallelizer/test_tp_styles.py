@@ -228,7 +228,7 @@ def test_parity(made):
     example()
 
 
-def test_every_name_that_transformers_registers_is_a_style_or_a_refusal():
+def test_every_name_that_transformers_registers_is_a_style_or_a_rejection():
     assert set(ALL_PARALLEL_STYLES.keys()) <= {*STYLES, *REJECTED}
     assert not set(STYLES) & set(REJECTED)
 
@@ -259,7 +259,7 @@ def test_a_name_that_torch_has_a_style_for(name):
 
 
 @pytest.mark.parametrize("name", REJECTED)
-def test_a_refused_name_is_told_why(name):
+def test_a_rejected_name_is_rejected_with_the_reason(name):
     with pytest.raises(ValueError, match=rf"style='{name}' {REJECTED[name][:20]}"):
         translate_to_torch_parallel_style(name)
 
@@ -272,7 +272,7 @@ def test_any_other_text_is_not_known(text):
 
 
 @pytest.mark.parametrize("name", ["Colwise", "colwise ", "colwize", "COLWISE"])
-def test_names_are_exact_and_the_nearest_is_told(name):
+def test_names_are_exact_and_the_nearest_is_reported(name):
     with pytest.raises(ValueError) as caught:
         translate_to_torch_parallel_style(name)
     message = f"parallelizer.translate_to_torch_parallel_style: style={name!r} is not known; nearest: 'colwise'"
@@ -341,7 +341,7 @@ def test_a_distributed_input_is_what_it_stands_for(placement):
     assert run(body, CaseSpec(scheme="distributed", mesh={"tp": 2})).results == (True, True)
 
 
-def test_a_distributed_input_of_rowwise_is_cut_where_its_placement_says():
+def test_a_distributed_input_of_rowwise_is_sharded_where_its_placement_says():
     x, weight = torch.arange(8.0).view(ROWS, IN), (torch.arange(32.0) % 5).view(OUT, IN)
 
     def body(mesh, case):
@@ -371,7 +371,7 @@ def test_a_forward_that_raises_leaves_the_parameters_as_they_were():
     assert run(body, CaseSpec(scheme="raises", mesh={"tp": 2})).results == (("DTensor", ["weight"]),) * 2
 
 
-def test_the_styles_own_values_are_those_of_the_first_rank():
+def test_the_values_of_a_style_are_those_of_the_first_rank():
     def body(mesh, case):
         layer = given(torch.full((4, 2), float(mesh.rank("tp"))))
         module = styled(mesh, layer, {"": "packed_colwise"})
@@ -389,7 +389,7 @@ def test_the_styles_own_values_are_those_of_the_first_rank():
         ((3, 5, 2), {"up": "packed_colwise"}, r"'up' is \[3, 5, 2\]; packed_colwise needs two equal halves"),
     ],
 )
-def test_stacks_that_cannot_be_cut(shape, entries, message):
+def test_stacks_that_cannot_be_sharded(shape, entries, message):
     module = type("Stack", (nn.Module,), {})()
     module.up = nn.Parameter(torch.ones(shape))
     with pytest.raises(ValueError, match=f"moe_tp_experts: {message}"):

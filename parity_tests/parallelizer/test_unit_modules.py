@@ -27,7 +27,7 @@ def path_of(cls):
 
 
 @given(st.lists(st.sampled_from(CLASSES)))
-def test_paths_are_made_classes_in_order(classes):
+def test_paths_become_classes_in_order(classes):
     assert import_classes_from_paths([path_of(cls) for cls in classes]) == classes
 
 
