@@ -121,7 +121,7 @@ def test_the_inner_model_is_found_where_it_stands(prefix):
 def test_an_embedding_that_the_plan_names_is_left_to_it():
     inner = Inner()
     inner._tp_plan = {"up.*": "colwise", "embed_tokens": "replicate"}
-    assert style_types(get_hf_tp_shard_plan(inner))["embed_tokens"] == "Whole() "
+    assert style_types(get_hf_tp_shard_plan(inner))["embed_tokens"] == "Replicated() "
 
 
 class Codes(nn.Module):

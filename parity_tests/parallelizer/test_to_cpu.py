@@ -73,7 +73,7 @@ def test_shards_put_together_are_the_full_tensor(dim, tp):
 def test_partial_sums_are_summed_and_are_no_shard():
     def body(mesh, case):
         v = DTensor.from_local(torch.full((2,), mesh.rank("tp") + 1.0), mesh.device_mesh, [Partial()], run_check=False)
-        with pytest.raises(ValueError, match=r"to_cpu: v is \(Partial\(sum\),\), so that a rank holds an addend"):
+        with pytest.raises(ValueError, match=r"to_cpu: v is \(Partial\(sum\),\), so that a rank has a partial sum"):
             to_cpu(v, local=True)
         return to_cpu(v).tolist()
 

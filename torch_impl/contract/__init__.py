@@ -25,7 +25,6 @@ from torch_impl.contract.contract import read_contract as read_contract
 from torch_impl.contract.contract import spec_line as spec_line
 from torch_impl.contract.kinds import Finite as Finite
 from torch_impl.contract.kinds import GradientType as GradientType
-from torch_impl.contract.kinds import Instance as Instance
 from torch_impl.contract.kinds import Kind as Kind
 from torch_impl.contract.kinds import NonNegative as NonNegative
 from torch_impl.contract.kinds import NonNegativeInt as NonNegativeInt

@@ -54,7 +54,8 @@ def valid_count(
     `groups` are those that shard the batch (dp, cp), each rank in one group of each. A token counts if it has a loss in
     `token_losses`: its target is in [0, vocab_size); without `vocab_size`, if it is not negative.
 
-    Cost: 1 all_reduce of one int64 for each group.
+    Cost:   1 all_reduce of one int64 for each group.
+    Errors: ValueError for a vocab_size below 1.
     """
     end = torch.iinfo(torch.int32).max if vocab_size is None else vocab_size
     count = torch.stack([((each >= 0) & (each < end)).sum() for each in targets]).sum()
@@ -73,6 +74,8 @@ def normalised(
 
     `averaged_over` is the number of ranks that gradients are averaged over afterwards: dp * cp under FSDP, 1 where they
     are summed.
+
+    Errors: TypeError unless tensors; ValueError for `averaged_over` below 1.
     """
     return losses.sum() * averaged_over / count.clamp_min(1)
 

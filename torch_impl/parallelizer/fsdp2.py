@@ -17,7 +17,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_impl.contract import Instance, Mesh, Module, contract, type_name
+from torch_impl.contract import Mesh, Module, contract, type_name
+from torch_impl.contract.kinds import Instance
 from torch_impl.parallelizer._torch_compat import map_tensors
 from torch_impl.parallelizer.blocks import checkpoint_blocks, units
 from torch_impl.parallelizer.mesh_axes import MeshAxes, mesh_axes
