@@ -9,7 +9,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_impl.context_parallel.kinds import EXCHANGES
 from torch_impl.contract.tensor_kinds import GroupKind
-from torch_impl.contract.tensor_kinds import GroupKind
 
 KINDS = ("attention", "mamba")
 MAMBA = ("hidden", "state")
