@@ -173,7 +173,7 @@ BUGS = (
         kind="sequence",
         at="layouts:_cut",
         old="index = packed_rows(padded.long(), total,",
-        new="index = rows(real.long().clamp(max=total), total,",
+        new="index = packed_rows(real.long().clamp(max=total), total,",
         expect="raised: ",
     ),
     InjectedBug(
