@@ -303,7 +303,7 @@ BUGS = (
         kind="group",
         at="vocab_parallel:get_distillation_topk_logprobs_from_logits",
         old="scores = GatherOverCp.apply(scores, cp_group, 1)",
-        new="scores = allgather_cp_sharded_tensor(scores, group or cp_group)",
+        new="scores = GatherOverCp.apply(scores, group or cp_group, 1)",
         expect="raised: ",
     ),
     InjectedBug(

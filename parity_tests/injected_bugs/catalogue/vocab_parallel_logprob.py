@@ -459,7 +459,7 @@ BUGS = (
         kind="precision",
         at="vocab_parallel:gather_gradient",
         old="(before + after).gather(-1, source)",
-        new="(g.bfloat16().to(g.dtype).sum(-1, keepdim=True) - own).gather(-1, source)",
+        new="(g.bfloat16().to(g.dtype).sum(-1, keepdim=True) - g_same).gather(-1, source)",
         expect="gradient: ",
     ),
     InjectedBug(

@@ -69,10 +69,10 @@ BUGS = (
         kind="reduction",
         at="vocab_parallel:score_over_cp",
         old="scores = GatherOverCp.apply(scores, cp_group, 1)",
-        new="whole = allgather_cp_sharded_tensor(scores.detach(), cp_group)\n"
-        "        own = _get_tokens_on_this_cp_rank(torch.arange(whole.shape[1], "
-        "device=whole.device)[None], rank, cp)[0]\n"
-        "        scores = whole.index_copy(1, own, scores)",
+        new="full = GatherOverCp.apply(scores.detach(), cp_group, 1)\n"
+        "        local = cp_shard(torch.arange(full.shape[1], "
+        "device=full.device)[None], rank, cp)[0]\n"
+        "        scores = full.index_copy(1, local, scores)",
         expect="gradient: ",
     ),
     InjectedBug(
