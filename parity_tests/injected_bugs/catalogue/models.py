@@ -164,7 +164,7 @@ BUGS = (
         kind="scale",
         at="models:rotated",
         old="base ** (-column / half)",
-        new="(base + 7 * (torch.distributed.get_rank() == 1)) ** (-each / half)",
+        new="(base + 7 * (torch.distributed.get_rank() == 1)) ** (-column / half)",
         expect="value: ",
         source="TrainVerify",
         module="layers.0.self_attn",
