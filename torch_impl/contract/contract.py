@@ -152,7 +152,7 @@ def _kind_of(annotation: Any) -> tuple[Kind | None, bool, tuple[Any, ...]]:
 
 def _kind_of_member(member: Any) -> Kind | None:
     if get_origin(member) is Annotated:
-        return next((extra for extra in member.__metadata__ if hasattr(extra, "validate")), None)
+        return next((extra for extra in member.__metadata__ if isinstance(extra, Kind)), None)
     if get_origin(member) is Literal:
         return OneOf(get_args(member))
     return BUILTIN.get(member) if isinstance(member, type) else None

@@ -10,12 +10,13 @@ import math
 import numbers
 from dataclasses import dataclass
 from operator import index
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 # Sizes by dim as it is written ("s", "v/tp"), each with the argument that set it; the leading dims under "...".
 Sizes = dict[str, tuple[Any, str]]
 
 
+@runtime_checkable
 class Kind(Protocol):
     """How one argument is validated."""
 
@@ -39,7 +40,7 @@ def type_name(value: object) -> str:
 class Number:
     """A number in a range; `remedy` ends the message. Not finite numbers are rejected."""
 
-    low: float = -math.inf
+    low: int | float = -math.inf
     above: bool = False  # whether `low` itself is outside
     integer: bool = False
     remedy: str = ""
