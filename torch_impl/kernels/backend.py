@@ -26,6 +26,7 @@ def checked_backend(function: str, backend: str, name: str, x: Tensor) -> str:
     """
     if backend not in BACKENDS:
         raise ValueError(f"{function}: backend={backend!r} is not one of {', '.join(BACKENDS)}")
+    # Messages name the backend that the caller passed, also where "auto" resolves to Triton.
     request = f"backend={backend!r}"
     if backend == "auto":
         request += " on CUDA"
@@ -42,6 +43,7 @@ def _check_triton(function: str, request: str, name: str, device: torch.device) 
         raise ImportError(
             f"{function}: {request} needs triton; pip install 'shardproof[triton]', or use 'eager' or 'compile'"
         ) from None
+    # Only here, after the check above: the module of a kernel imports Triton.
     from torch_impl.kernels.row_gather import gather_kernel
 
     # Triton decides when a kernel is declared: only under its interpreter a kernel is no JITFunction.
@@ -54,9 +56,9 @@ def _check_triton(function: str, request: str, name: str, device: torch.device) 
 
 @functools.cache
 def compiled(f: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.compile` of f, a function of row blocks: once for each dtype and set of outputs."""
+    """f, a function of row blocks, under `torch.compile`; it recompiles for each dtype and set of outputs."""
     # The compiler specializes on one row and on one column; with the other variants that exceeds its default of 8.
-    room: dict[str, Any] = (
+    limit: dict[str, Any] = (
         {"recompile_limit": 64} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
     )
-    return torch.compile(f, dynamic=True, fullgraph=True, **room)
+    return torch.compile(f, dynamic=True, fullgraph=True, **limit)

@@ -1,7 +1,7 @@
-"""Triton kernel: rows in the order of an index array, one read and one write.
+"""Triton kernel that gathers rows by an index array, with one read and one write of each.
 
 The tensor is seen as [outer, rows, inner], and a program copies a tile of some rows by some inner columns. Bits are
-copied, whatever they mean. The eager twin is `torch.index_select`, in `rows.py`.
+copied, whatever the dtype. The eager equivalent is `torch.index_select`, in `rows.py`.
 """
 
 from __future__ import annotations
@@ -21,24 +21,27 @@ def gathered_rows(
     x: Shaped[Tensor, "*a"], index: Int[Tensor, " m"], dim: int, tile: int = TILE
 ) -> Shaped[Tensor, "*b"]:
     """x.index_select(dim, index)."""
-    taken = len(index)
-    out = x.new_empty((*x.shape[:dim], taken, *x.shape[dim + 1 :]))
+    count = len(index)
+    out = x.new_empty((*x.shape[:dim], count, *x.shape[dim + 1 :]))
     if not out.numel():
         return out
+    # Strides are passed to the kernel, so this copies x only where the flattened dims have no common stride.
     source = x.reshape(x.shape[:dim].numel(), x.shape[dim], x.shape[dim + 1 :].numel())
     outer, rows, inner = source.shape
-    if not index.is_cuda and not bool(((index >= 0) & (index < rows)).all()):  # on CUDA the kernel asserts it
+    # On CUDA the kernel asserts this itself: reading the index from the host would wait for the device.
+    if not index.is_cuda and not bool(((index >= 0) & (index < rows)).all()):
         raise IndexError(f"kernels.rows_at: index has entries outside [0, {rows}), the rows along dim {dim}")
+    # Wide rows are copied one or few at a time, narrow rows many at a time.
     columns = min(triton.next_power_of_2(inner), tile)
-    height = min(triton.next_power_of_2(taken), max(tile // columns, 1))
-    grid = (outer * triton.cdiv(taken, height), triton.cdiv(inner, columns))
+    height = min(triton.next_power_of_2(count), max(tile // columns, 1))
+    grid = (outer * triton.cdiv(count, height), triton.cdiv(inner, columns))
     with torch.cuda.device_of(x):
         gather_kernel[grid](
             _as_bits(out),
             _as_bits(source),
             index.contiguous(),
             rows,
-            taken,
+            count,
             inner,
             *source.stride(),
             HEIGHT=height,
@@ -51,7 +54,7 @@ def gathered_rows(
 
 
 def _as_bits(x: Tensor) -> Tensor:
-    """Integers of the same size; a complex number of 16 bytes is refused by name, as none has its size."""
+    """x viewed as integers of the same size. Errors: TypeError for complex128, for which there are none."""
     if x.element_size() not in BITS:
         raise TypeError(f"kernels.rows_at: x is {str(x.dtype).removeprefix('torch.')}; pass torch.view_as_real(x)")
     return x.view(BITS[x.element_size()])
@@ -71,13 +74,15 @@ def gather_kernel(
     HEIGHT: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
+    # int64 throughout: an offset into a large tensor does not fit 32 bits.
     tiles = tl.cdiv(taken, HEIGHT)
     outer = (tl.program_id(0) // tiles).to(tl.int64)
     place = tl.program_id(0) % tiles * HEIGHT + tl.arange(0, HEIGHT)
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
+    # Lanes beyond the index get row 0, so that the assertion passes; they store nothing.
     row = tl.load(index + place, mask=place < taken, other=0).to(tl.int64)
     tl.device_assert((row >= 0) & (row < rows), "kernels.rows_at: an index is outside its dim")
     inside = (place < taken)[:, None] & (column < inner)[None, :]
-    taken_from = source + outer * outer_stride + row[:, None] * row_stride + column[None, :] * column_stride
+    read_from = source + outer * outer_stride + row[:, None] * row_stride + column[None, :] * column_stride
     written_to = out + (outer * taken + place.to(tl.int64))[:, None] * inner + column[None, :]
-    tl.store(written_to, tl.load(taken_from, mask=inside), mask=inside)
+    tl.store(written_to, tl.load(read_from, mask=inside), mask=inside)

@@ -1,4 +1,4 @@
-"""Rows of a tensor in the order of an index array: sharding, packing and gathering of sequences are made of it."""
+"""Select rows of a tensor by an index array, the step that shards, packs and gathers sequences."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def rows_at(
     Errors: ValueError for another backend, or Triton for a tensor that is not on CUDA; ImportError without
             Triton; IndexError for an index outside the dim (on CUDA the device's own assertion).
     """
-    chosen = checked_backend("kernels.rows_at", backend, "x", x)
-    if chosen == "triton":
+    implementation = checked_backend("kernels.rows_at", backend, "x", x)
+    if implementation == "triton":
         return _RowsAt.apply(x, index, dim % x.ndim)
-    return (_selected if chosen == "eager" else compiled(_selected))(x, index, dim)
+    return (_selected if implementation == "eager" else compiled(_selected))(x, index, dim)
 
 
 def _selected(x: Tensor, index: Tensor, dim: int) -> Tensor:
@@ -38,7 +38,8 @@ def _selected(x: Tensor, index: Tensor, dim: int) -> Tensor:
 class _RowsAt(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, dim: int) -> Tensor:
-        from torch_impl.kernels.row_gather import gathered_rows  # here: only it needs triton
+        # Imported here, since only this route needs Triton.
+        from torch_impl.kernels.row_gather import gathered_rows
 
         ctx.save_for_backward(index)
         ctx.dim, ctx.shape = dim, x.shape
@@ -46,5 +47,6 @@ class _RowsAt(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        # A row that was read several times receives several cotangents: add, do not assign.
         (index,) = ctx.saved_tensors
         return cotangent.new_zeros(ctx.shape).index_add(ctx.dim, index, cotangent), None, None

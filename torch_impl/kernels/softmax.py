@@ -1,15 +1,15 @@
-"""Triton kernels of the softmax: what one rank knows of its rows, and the gradient of what is computed from that.
+"""Triton kernels of the softmax: statistics of one rank's columns, and the gradient of log-probability and entropy.
 
-Statistics: a program reads one row, some columns at a time, and keeps as it goes
+Statistics: a program reads one row, some columns at a time, and updates
 
     m = max_v z_v      R = sum_v exp(b_v) - 1      D = sum_v exp(b_v) b_v      b_v = (z_v - m) / temperature
 
-brought to the new maximum with each step: R is all terms but one largest, which is 1. The eager twin is
+which it rescales to the new maximum at each step: R is all terms but one largest, which is 1. The eager equivalent is
 `vocab_parallel.statistics.local_statistics`, which also says what the results mean.
 
 Gradient, of log-probability and negative entropy together, in one read and one write: a program computes some columns
 of one row; where several ids of a row are looked up, a second, small kernel writes the gradient at those. The eager
-twin is `vocab_parallel.fused_logprob.write_gradient`, which also states the formula.
+equivalent is `vocab_parallel.fused_logprob.write_gradient`, which also states the formula.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GRADIENT_STEP = 2048  # columns of a program of the gradient
 WARPS = 8
 IDS = 64  # ids that a program takes at a time
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # a finite floor for depths, so that 0 log 0 is 0
-NOT_HERE = tl.constexpr(-1)  # a column below this is an id that no rank owns
+NOT_HERE = tl.constexpr(-1)  # -1 is an id of another rank, a lower column an out-of-vocabulary id
 
 
 def local_statistics(
@@ -39,12 +39,13 @@ def local_statistics(
     with_entropy: bool,
     step: int = STATISTICS_STEP,
 ) -> Float[Tensor, "f n"]:
-    """Rows m and R, then k rows z_t if there are columns (+inf where one is below 0), then D / (1 + R) if asked."""
+    """Rows m and R, then k rows z_t if there are columns (+inf where one is below 0), then D / (1 + R) with entropy."""
     n, v = block.shape
     k = 0 if column is None else column.shape[-1]
     out = torch.empty(2 + k + with_entropy, n, dtype=accumulator(block.dtype), device=block.device)
     if not n:  # a grid of no programs
         return out
+    # The temperature is a tensor: Triton passes Python floats as float32, also where the logits are float64.
     with torch.cuda.device_of(block):
         _statistics[(n,)](
             block,
@@ -82,6 +83,7 @@ def _statistics(
     STEP: tl.constexpr,
     IDS: tl.constexpr,
 ):
+    # 1. One row, read once, with the running maximum m, R and D of the blocks so far.
     row = tl.program_id(0).to(tl.int64)
     of_row = logits + row * row_stride
     heat = tl.load(temperature)
@@ -92,6 +94,7 @@ def _statistics(
         columns = start + tl.arange(0, STEP)
         z = tl.load(of_row + columns.to(tl.int64) * column_stride, mask=columns < v, other=float("-inf"))
         z = z.to(heat.dtype)
+        # 2. The new maximum; depths of this block, and of the old maximum, below it.
         top = tl.maximum(largest, tl.max(z, 0))
         shift = tl.where(tl.abs(top) < float("inf"), top, 0.0)  # a row of -inf: -inf - -inf would be NaN
         depths = z - shift
@@ -99,18 +102,20 @@ def _statistics(
         if IS_HEATED:
             depths = depths / heat
             above = above / heat
+        # 3. Terms of this block; `weight` rescales the sums of the blocks before it.
         terms = tl.exp(depths)
         weight = tl.exp(above)
         tops = tl.sum(tl.where(z == top, terms, 0.0), 0)
-        others = tl.sum(tl.where(z == top, 0.0, terms), 0)
+        below_top = tl.sum(tl.where(z == top, 0.0, terms), 0)
         if WITH_ENTROPY:
             lowered = tl.where(weight > 0.0, above, 0.0)  # 0 * -inf is no zero
             depth = weight * (depth + (1.0 + rest) * lowered) + tl.sum(terms * tl.maximum(depths, LOWEST), 0)
         # The 1 that was left out counts for its weight once another term is the largest.
-        rest = weight * rest + others + tl.where(top > largest, (tops - 1.0) + weight, tops)
+        rest = weight * rest + below_top + tl.where(top > largest, (tops - 1.0) + weight, tops)
         largest = top
     # A maximum passes over NaN; the sum does not.
     largest = tl.where((rest != rest) & (largest < float("inf")), float("nan"), largest)
+    # 4. Store m and R, the logits at the ids of this rank, and the mean depth.
     tl.store(out + row, largest)
     tl.store(out + n + row, rest)
     if IDS > 0:
@@ -152,16 +157,18 @@ def write_gradient(
     n, v = block.shape
     if not n or not v:  # a grid of no programs
         return
-    nothing = largest  # in the place of what is not there, and not read
+    # A kernel takes every pointer: `unread` stands for absent tensors, which the constexpr flags exclude.
+    unread = largest
     k = 0 if at_ids is None else at_ids.column.shape[-1]
-    column, own, total = (nothing,) * 3 if at_ids is None else (at_ids.column, at_ids.g_same, at_ids.g_total)
-    slope = (nothing, nothing) if depth is None or g_entropy is None else (depth, g_entropy)
+    column, g_same, total = (unread,) * 3 if at_ids is None else (at_ids.column, at_ids.g_same, at_ids.g_total)
+    slope = (unread, unread) if depth is None or g_entropy is None else (depth, g_entropy)
     heat = torch.full((1,), temperature, dtype=largest.dtype, device=largest.device)
-    of_rows = [x.contiguous() for x in (largest, log_total, *slope, column, own)]
-    settings = dict(IS_HEATED=temperature != 1.0, IS_NORMALISED=normalised, WITH_ENTROPY=slope[0] is not nothing)
+    of_rows = [x.contiguous() for x in (largest, log_total, *slope, column, g_same)]
+    settings = dict(IS_HEATED=temperature != 1.0, IS_NORMALISED=normalised, WITH_ENTROPY=slope[0] is not unread)
     width = min(step, triton.next_power_of_2(v))
     with torch.cuda.device_of(block):
-        looked_up = block.gather(-1, column.clamp_min(0).long()) if k > 1 else None  # before out is written
+        # Before the first kernel: `out` may be `block`, and the second kernel reads logits at the ids.
+        looked_up = block.gather(-1, column.clamp_min(0).long()) if k > 1 else None
         _gradient[(n, triton.cdiv(v, width))](
             out,
             block,
@@ -182,7 +189,8 @@ def write_gradient(
             _gradient_at_ids[(n, triton.cdiv(k, width))](
                 out, looked_up, heat, *of_rows, at_ids.g_other.contiguous(), k, *out.stride(), IDS=width, **settings
             )
-    torch.autograd.graph.increment_version(out)  # the kernel wrote behind autograd's back
+    # Autograd does not see what a Triton kernel writes in place.
+    torch.autograd.graph.increment_version(out)
 
 
 @triton.jit
@@ -217,6 +225,7 @@ def _gradient(
     heat = tl.load(temperature)
     z = tl.load(logits + row * row_stride + places * column_stride, mask=inside, other=float("-inf")).to(heat.dtype)
     log_p, slope = _log_p_and_slope(z, row, heat, largest, log_total, depth, g_entropy, IS_HEATED, WITH_ENTROPY)
+    # 1. Log-probability: -p times the sum of cotangents; at a single id 1 - p, at several the second kernel writes.
     gradient = tl.zeros((STEP,), heat.dtype)
     if IDS > 0:
         if IS_NORMALISED:
@@ -229,15 +238,16 @@ def _gradient(
                 if IS_NORMALISED:
                     at_id = _one_minus_exp(log_p) * g
                 gradient = tl.where(columns == column, at_id, gradient)
-            is_nobodys = column < NOT_HERE
+            out_of_vocabulary = column < NOT_HERE
         else:
-            best = tl.full((), -2147483648, tl.int32)
+            highest = tl.full((), -2147483648, tl.int32)  # no gradient if all ids are out of the vocabulary
             for first in range(0, k, IDS):
                 slot = first + tl.arange(0, IDS)
-                found = tl.load(ids + row * k + slot, mask=slot < k, other=-2147483648)
-                best = tl.maximum(best, tl.max(found, 0))
-            is_nobodys = best < NOT_HERE
-        gradient = tl.where(is_nobodys, 0.0, gradient)  # selected, since 0 * NaN is no zero
+                id_columns = tl.load(ids + row * k + slot, mask=slot < k, other=-2147483648)
+                highest = tl.maximum(highest, tl.max(id_columns, 0))
+            out_of_vocabulary = highest < NOT_HERE
+        gradient = tl.where(out_of_vocabulary, 0.0, gradient)  # selected, since 0 * NaN is no zero
+    # 2. Entropy, temperature, and one rounding to the dtype of the output.
     if WITH_ENTROPY:
         gradient += slope
     if IS_HEATED:
@@ -275,8 +285,9 @@ def _gradient_at_ids(
     z = tl.load(looked_up + at, mask=slot < k, other=float("-inf")).to(heat.dtype)
     log_p, slope = _log_p_and_slope(z, row, heat, largest, log_total, depth, g_entropy, IS_HEATED, WITH_ENTROPY)
     if IS_NORMALISED:
-        of_others = tl.exp(log_p) * tl.load(others + at, mask=slot < k, other=0.0)
-        gradient = _one_minus_exp(log_p) * gradient - of_others
+        # Cotangents of equal ids times 1 - p, those of the row's other ids times -p.
+        from_other_ids = tl.exp(log_p) * tl.load(others + at, mask=slot < k, other=0.0)
+        gradient = _one_minus_exp(log_p) * gradient - from_other_ids
     if WITH_ENTROPY:
         gradient += slope
     if IS_HEATED:
