@@ -1,4 +1,4 @@
-"""The names by which other components still import what `torch_impl.contract` and `lengths` do now."""
+"""Former names of checks that `torch_impl.contract` and `lengths` implement, for components that import them here."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def checked_group(function: str, name: str, group: object, hint: str = "") -> Pr
 
 def checked_type(function: str, out: Literal["R", "I"]) -> Literal["R", "I"]:
     """`out` itself, 'R' or 'I'."""
+    # The same check as in the signatures, so that the message is the same.
     from torch_impl.contract.kinds import GradientTypeKind
 
     GradientTypeKind().validate(function, "out", out, {})

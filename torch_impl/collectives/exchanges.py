@@ -71,6 +71,7 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        # Each shard of the cotangent goes back to the rank that sent it: dims and lengths change places.
         (split_dim, concat_dim), (sent, received) = ctx.dims, ctx.lengths
         gradient = _exchanged(cotangent, ctx.group, concat_dim, split_dim, received, sent)
         return gradient, None, None, None, None, None
@@ -138,11 +139,13 @@ def start_ring_shift(
 
 def _start(tensors: Sequence[Tensor], group: ProcessGroup, shift: int) -> tuple[list[Tensor], list[Work]]:
     rank, world = group.rank(), group.size()
+    # A copy here too, so that the result never aliases the argument.
     if shift % world == 0:
         return [x.clone(memory_format=torch.contiguous_format) for x in tensors], []
     to, source = (rank + shift) % world, (rank - shift) % world
     sent = [x.contiguous() for x in tensors]
     received = [torch.empty_like(x) for x in sent]
+    # One batch of sends and receives: if every rank of a ring blocked in its send, none would reach its receive.
     messages = [P2POp(dist.isend, x, group=group, group_peer=to) for x in sent]
     messages += [P2POp(dist.irecv, x, group=group, group_peer=source) for x in received]
     return received, dist.batch_isend_irecv(messages)

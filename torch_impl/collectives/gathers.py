@@ -84,9 +84,11 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        # "R": the ranks' cotangents are addends of the gradient of the full tensor; this rank needs its shard of it.
         if ctx.out == "R":
             gradient = scattered_sum(cotangent, ctx.group, ctx.dim, ctx.lengths)
         else:
+            # "I": every rank has the full gradient already; nothing is sent.
             rank = ctx.group.rank()
             shard = cotangent.narrow(ctx.dim, sum(ctx.lengths[:rank]), ctx.lengths[rank])
             gradient = shard.clone(memory_format=torch.contiguous_format)  # a view: x.grad would alias the cotangent
@@ -102,4 +104,5 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        # x is one addend of the sum, so its gradient is the full cotangent.
         return gathered(cotangent, ctx.group, ctx.dim, ctx.lengths), None, None, None

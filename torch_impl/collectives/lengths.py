@@ -31,6 +31,7 @@ def lengths_to_gather(
     size, rank = x.shape[dim], group.rank()
     if lengths is None:
         return [size] * group.size()
+    # A rank can compare only its entry with a tensor; comparing the others would take a collective.
     lengths = lengths_of_ranks(function, name, lengths, group)
     if lengths[rank] != size:
         raise ValueError(f"{function}: {name}[{rank}]={lengths[rank]} but x has {size} positions along dim {dim}")
@@ -48,6 +49,7 @@ def lengths_to_scatter(
                 f"{function}: dim {dim} has {size} positions, which {world} ranks cannot share equally; pass {name}"
             )
         return [size // world] * world
+    # Here x has the shards of all ranks, so their lengths must add up.
     lengths = lengths_of_ranks(function, name, lengths, group)
     if sum(lengths) != size:
         raise ValueError(f"{function}: {name}={lengths} add up to {sum(lengths)} but dim {dim} has {size} positions")

@@ -1,4 +1,4 @@
-"""The mesh view: the first argument of a function that runs on every rank.
+"""The mesh as one rank sees it, the first argument of a function that runs on every rank.
 
 A thin wrapper of torch's DeviceMesh, plus the global positions of this rank's shard of each dim.
 """
@@ -44,6 +44,7 @@ class MeshView:
 
     def size(self, axis: str) -> int:
         """Number of ranks along an axis. Errors: ValueError for an axis that is not in the mesh."""
+        # torch counts dims of a mesh by position here, and by name in the other two methods.
         self._check(axis)
         return self.device_mesh.size(self.axes.index(axis))
 
@@ -65,6 +66,7 @@ class MeshView:
             raise ValueError(f"mesh: dim {dim!r} is not known here ({', '.join(self._cuts) or 'none is'})")
         size, cuts = self._cuts[dim]
         device = self.device_mesh.device_type
+        # Outermost sharding first: each next one divides the positions that are left to this rank.
         ids = torch.arange(size, device=device)
         for axis, layout in cuts:
             ids = ids[torch.as_tensor(layout(len(ids), self.size(axis))[self.rank(axis)], device=device)]

@@ -1,7 +1,7 @@
-"""The plain forms: sum, gather, scattered sum and exchange of tensors that carry no gradient.
+"""Collectives without autograd: sum, gather, scattered sum and exchange.
 
-The differentiable collectives are made of these, forward and backward. Each takes a tensor of any strides, leaves it
-unchanged, and returns a contiguous tensor of its own. What a public function has validated is not validated again.
+The differentiable collectives call these in forward and in backward. Each takes a tensor of any strides, leaves it
+unchanged and returns a contiguous one. Arguments are not validated again: the public functions do that.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def widened_copy(x: Tensor) -> Tensor:
 
 def summed(x: Tensor, group: ProcessGroup) -> Tensor:
     """Sum over the group, on every rank. One all_reduce."""
+    # all_reduce works in place, so it gets a copy; a wide one, so that 16-bit addends are rounded once, at the end.
     total = widened_copy(x)
     dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
     return total.to(x.dtype)
@@ -63,6 +64,7 @@ def scattered_sum(x: Tensor, group: ProcessGroup, dim: int, lengths: Sequence[in
     """This rank's shard of the sum over the group. One reduce_scatter of shards as long as the longest."""
     longest = max(lengths)
     shards = x.to(accumulator(x.dtype)).movedim(dim, 0).split(list(lengths))
+    # reduce_scatter sends every rank as much: pad to the longest, and drop the padding after the sum.
     addends = torch.cat([_padded(shard, longest) for shard in shards])
     total = addends.new_empty(longest, *addends.shape[1:])
     _reduce_scatter(total, addends, op=dist.ReduceOp.SUM, group=group)
@@ -87,7 +89,8 @@ def _padded(shard: Tensor, longest: int) -> Tensor:
 
 
 def _unpadded(full: Tensor, lengths: Sequence[int]) -> Tensor:
-    """The rows of `full` that are no padding."""
+    """The rows of `full` that are not padding."""
+    # Equal lengths, the usual case, need no copy.
     longest = max(lengths)
     if min(lengths) == longest:
         return full

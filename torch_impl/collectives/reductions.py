@@ -53,6 +53,7 @@ def all_reduce_max(
     Cost:   forward 1 all_reduce of x, in its dtype. Saves nothing.
     Errors: TypeError if group is no ProcessGroup.
     """
+    # In x's dtype: a maximum is one of the values, so nothing is rounded.
     largest = x.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     return largest
@@ -99,6 +100,7 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, src: int, out: str) -> Tensor:
         ctx.group, ctx.src, ctx.out = group, src, out
+        # A copy: broadcast overwrites the tensor of every rank but src.
         result = x.clone(memory_format=torch.contiguous_format)
         dist.broadcast(result, group=group, group_src=src)
         return result
