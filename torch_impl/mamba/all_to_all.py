@@ -1,4 +1,4 @@
-"""From tokens sharded over cp, with all columns, to columns sharded over cp, with all tokens; and back.
+"""All-to-alls between tokens sharded over cp, with all columns, and columns sharded over cp, with all tokens.
 
 Rows are received in rank order, `rank-major`: those of rank 0, then those of rank 1, ...
 """
@@ -40,11 +40,13 @@ class _AllToAll(torch.autograd.Function):
             shape = list(input_.shape)
             raise ValueError(f"mamba._AllToAll: input_ is {shape}; cp={group.size()} ranks share dim 0 equally")
         ctx.group = group
+        # In a group of one `exchanged` returns input_ itself; to autograd the output is another tensor.
         received = exchanged(input_, group)
         return received.view_as(received) if received is input_ else received
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        # By `apply`, so that the gradient is differentiable in turn.
         return _AllToAll.apply(grad_output, ctx.group), None
 
 
@@ -124,6 +126,7 @@ def _check_shape(function: str, x: Tensor, batch_size: int) -> None:
 
 
 def _columns_for_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
+    # The exchange runs along dim 0: put one block of columns per rank there. Received are one block of tokens per rank.
     world = group.size()
     blocks = x.unflatten(-1, (world, x.shape[-1] // world)).movedim(-2, 0)  # n b s w
     return _all_to_all(blocks, group).movedim(0, -3).flatten(-3, -2)

@@ -1,4 +1,4 @@
-"""Bytes that the two strategies of a Mamba2 mixer over cp ranks send, so that the cheaper one can be chosen."""
+"""Compare the bytes that the two context-parallel strategies of a Mamba2 mixer send, to choose the cheaper one."""
 
 from __future__ import annotations
 
@@ -55,13 +55,16 @@ def mamba_cp_bytes(
     sizes = mixer_sizes("mamba_cp_bytes", num_heads, head_dim, n_groups, d_state)
     if tokens % cp_size:
         raise ValueError(f"mamba.mamba_cp_bytes: tokens={tokens} must be divisible by cp_size={cp_size}; pad them")
+    # What a segment passes on: the last taps of x|B|C, and per head its state and log decay, in float32 at least.
     state = num_heads * (head_dim * d_state + 1) * max(element_size, 4)
     segment = (d_conv - 1) * sizes.channels * element_size + state
     state_passing = (cp_size - 1) * segments * segment
     if sizes.uncuttable(cp_size):
         return MambaCost(None, state_passing, "state_passing", 0)
+    # z, x and the output, B and C, dt; fewer groups than ranks are copied until each rank has one.
     columns = 3 * sizes.inner + 2 * max(n_groups, cp_size) * d_state + num_heads
     hidden_parallel = tokens // cp_size * element_size * (cp_size - 1) * columns // cp_size
+    # The crossover: local tokens for which the two formulas above are equal.
     return MambaCost(
         hidden_parallel,
         state_passing,

@@ -61,6 +61,7 @@ class MambaContextParallel(MixerStrategy):
         self.fused, self.local = fused, self.sizes.local(self.cp_size)
         self.d_inner, self.d_inner_local = self.sizes.inner, self.local.inner
         self.num_heads_local, self.n_groups_local = self.local.num_heads, self.local.n_groups
+        # Ranks that read the same group, where there are fewer groups than ranks.
         self.group_repeat_count = max(self.cp_size // self.sizes.n_groups, 1)
 
     @contract("mamba.MambaContextParallel")
@@ -89,6 +90,7 @@ class MambaContextParallel(MixerStrategy):
     def _heads_for_tokens(self, projected: Tensor, cu_seqlens: Tensor | None, tokens: TokenLayout) -> Tensor:
         if self.cp_size == 1:
             return projected
+        # No token: a result of the right shape that still depends on the input, for autograd.
         if not tokens.total:
             return projected[..., : self.local.width]
         rows = as_rows(projected)
@@ -156,7 +158,7 @@ class MambaContextParallel(MixerStrategy):
         local = self._heads_for_tokens(projected_states, cu_seqlens, tokens)
         rows = as_rows(local)
         # 2. Convolution, scan and gate of these heads.
-        ids = None
+        ids = None  # one sequence per row
         if len(tokens.cu_padded) > 2:
             ids = tokens.sequence_ids.to(rows.device).expand(rows.shape[:2])
         out = mixed(rows, self.local, parameters, ids, chunk_size=self.chunk_size, dt_limit=self.dt_limit)

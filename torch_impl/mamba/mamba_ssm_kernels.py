@@ -1,4 +1,4 @@
-"""mamba-ssm's scan and causal-conv1d's convolution, where these packages import and support a CUDA tensor as it is.
+"""Use mamba-ssm's scan and causal-conv1d's convolution, where these packages import and support the CUDA tensors.
 
 Both compute in float32: wider tensors, and sizes that they have no kernel for, are left to the eager functions.
 """
@@ -39,6 +39,7 @@ def conv_kernel(x: Tensor, weight: Tensor) -> Callable[..., Any] | None:
 @cache
 def imported(package: str, module: str, name: str) -> Callable[..., Any] | None:
     """A function of an optional package, or None; one warning if the package is installed and does not import."""
+    # Not installed is the usual case and no reason to warn; installed and broken is.
     if find_spec(package) is None:
         return None
     try:
@@ -61,6 +62,7 @@ def kernel_scan(
     initial_states: Float[Tensor, "b h p n"] | None,
 ) -> tuple[Float[Tensor, "b s h p"], Float[Tensor, "b h p n"]]:
     """`chunked_scan` by `kernel`, of the same arguments."""
+    # The kernel's options for the bias, softplus and limits of dt stay off: `steps` has applied them.
     return kernel(
         x.contiguous(),
         dt.contiguous(),

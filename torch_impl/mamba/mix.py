@@ -83,12 +83,14 @@ def causal_conv(
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None) -> Float[Tensor, "b s c"]:
     """`causal_conv` of arguments that fit."""
+    # Without tokens there are fewer padded rows than taps.
     if not x.shape[1]:
         return x
     if kernel := conv_kernel(x, weight):
         return kernel_conv(kernel, x, weight, bias, seq_idx)
     wide, k = accumulator(x.dtype), weight.shape[1]
     taps = F.pad(x.to(wide), (0, 0, k - 1, 0)).unfold(1, k, 1)  # [b s c k], the last is the token itself
+    # A tap in another sequence reads zero, as one before the first token does.
     if seq_idx is not None:
         before = F.pad(seq_idx, (k - 1, 0), value=-1).unfold(1, k, 1)
         taps = taps.masked_fill((before != seq_idx[..., None])[:, :, None], 0.0)

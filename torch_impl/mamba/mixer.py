@@ -91,6 +91,7 @@ class Mamba2Mixer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        # 1. What a contract of one argument cannot say.
         self.sizes = mixer_sizes("Mamba2Mixer", num_heads, head_dim, n_groups, d_state)
         norm_groups = n_groups if norm_groups is None else norm_groups
         if not 0 <= dt_limit[0] <= dt_limit[1]:
@@ -100,21 +101,23 @@ class Mamba2Mixer(nn.Module):
                 f"mamba.Mamba2Mixer: norm_groups={norm_groups} must divide num_heads * head_dim = {self.sizes.inner}"
             )
         self.d_model, self.d_conv, self.chunk_size, self.dt_limit = d_model, d_conv, chunk_size, dt_limit
-        placed: dict[str, Any] = {"device": device, "dtype": dtype}
-        wide: dict[str, Any] = {"device": device, "dtype": accumulator(dtype or torch.get_default_dtype())}
+        # 2. Parameters. Those of the recurrence are wide: a rounding of a decay is repeated with every token.
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        wide_factory: dict[str, Any] = {"device": device, "dtype": accumulator(dtype or torch.get_default_dtype())}
         channels = self.sizes.channels
-        self.in_proj = nn.Linear(d_model, self.sizes.width, bias=bias, **placed)
-        self.conv1d = nn.Conv1d(channels, channels, d_conv, groups=channels, bias=conv_bias, **placed)
-        self.dt_bias = nn.Parameter(torch.empty(num_heads, **wide))
-        self.A_log = nn.Parameter(torch.empty(num_heads, **wide))
-        self.D = nn.Parameter(torch.ones(num_heads, **wide))
-        self.norm = GroupedNorm(self.sizes.inner, norm_groups, norm_eps, **placed)
-        self.out_proj = nn.Linear(self.sizes.inner, d_model, bias=bias, **placed)
+        self.in_proj = nn.Linear(d_model, self.sizes.width, bias=bias, **factory)
+        self.conv1d = nn.Conv1d(channels, channels, d_conv, groups=channels, bias=conv_bias, **factory)
+        self.dt_bias = nn.Parameter(torch.empty(num_heads, **wide_factory))
+        self.A_log = nn.Parameter(torch.empty(num_heads, **wide_factory))
+        self.D = nn.Parameter(torch.ones(num_heads, **wide_factory))
+        self.norm = GroupedNorm(self.sizes.inner, norm_groups, norm_eps, **factory)
+        self.out_proj = nn.Linear(self.sizes.inner, d_model, bias=bias, **factory)
         self.reset_parameters()
+        # 3. Last, since a strategy reads the parameters.
         self.context_parallel = None if context_parallel is None else context_parallel(self)
 
     def reset_parameters(self) -> None:
-        """dt_bias and A_log drawn as the paper does; the projections and the convolution draw their own."""
+        """Initialize dt_bias, A_log and D as the paper does; the projections and the convolution do so themselves."""
         with torch.no_grad():
             low, high = map(math.log, STEPS)
             dt = torch.empty_like(self.dt_bias).uniform_(low, high).exp()
@@ -149,6 +152,7 @@ class Mamba2Mixer(nn.Module):
         return self._mix(projected_states, cu_seqlens)
 
     def _mix(self, projected_states: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        # A packed stream is one row, in which the ids say where a sequence begins.
         rows = projected_states if projected_states.ndim == 3 else projected_states[None]
         ids = None
         if cu_seqlens is not None:
@@ -159,6 +163,7 @@ class Mamba2Mixer(nn.Module):
 
     def _projected(self, x: Tensor) -> Tensor:
         """in_proj of x. TypeError for an x of another dtype that neither autocast nor a hook casts."""
+        # Whether the dtypes differ is known only here, after autocast and hooks; torch's message names no tensor.
         try:
             return self.in_proj(x)
         except RuntimeError as error:

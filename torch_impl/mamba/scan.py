@@ -73,6 +73,7 @@ def scan(
     ids = torch.zeros(x.shape[:2], dtype=torch.long, device=x.device) if seq_idx is None else seq_idx
     u, logs = x.to(wide) * dt.to(wide)[..., None], dt.to(wide) * A.to(wide)
     B, C = (part.to(wide).repeat_interleave(heads_per_group, dim=2) for part in (B, C))
+    # autocast would run the products of float32 tensors in 16 bits.
     with uncast(x.device):
         y, final = _chunks(u, logs, B, C, ids, entering, min(chunk_size, x.shape[1]))
     if D is not None:
@@ -88,18 +89,18 @@ def _chunks(
     s = u.shape[1]
     u, logs, B, C = (_chunks_of(part, size) for part in (u, logs, B, C))
     ids = torch.cat([ids, ids[:, -1:].expand(-1, -s % size)], 1).view(u.shape[:3])
-    last = torch.cat([ids[:, :1, 0], ids[:, :, -1]], 1)  # the sequence at each border of chunks
+    border_ids = torch.cat([ids[:, :1, 0], ids[:, :, -1]], 1)  # the sequence at each border of chunks
     # 2. The output of each chunk by itself: what token m writes and token l of the same chunk reads.
     inside = _log_decays(logs, ids)  # b c l m h
     y = torch.einsum("bclmh,bcmhp->bclhp", torch.einsum("bclhn,bcmhn->bclmh", C, B) * inside.exp(), u)
     # 3. The state at the end of each chunk, if none enters it.
-    left = torch.einsum("bclhp,bclhn,bclh->bchpn", u, B, inside[:, :, -1].exp())
+    chunk_states = torch.einsum("bclhp,bclhn,bclh->bchpn", u, B, inside[:, :, -1].exp())
     # 4. The recurrence between chunks, as one product with the decays from border f to border e.
     through = logs[:, :, :1] + inside[:, :, :, 0]  # from before the chunk's first token
-    between = _log_decays(F.pad(through[:, :, -1], (0, 0, 1, 0)), last).exp()
-    states = torch.einsum("befh,bfhpn->behpn", between, torch.cat([entering[:, None], left], 1))
+    between = _log_decays(F.pad(through[:, :, -1], (0, 0, 1, 0)), border_ids).exp()
+    states = torch.einsum("befh,bfhpn->behpn", between, torch.cat([entering[:, None], chunk_states], 1))
     # 5. What the state that enters a chunk adds to its tokens, up to the first border of sequences.
-    enters = through.masked_fill((ids[:, :, :1] != last[:, :-1, None])[..., None], NEVER).exp()
+    enters = through.masked_fill((ids[:, :, :1] != border_ids[:, :-1, None])[..., None], NEVER).exp()
     y = y + torch.einsum("bclhn,bchpn,bclh->bclhp", C, states[:, :-1], enters)
     return y.flatten(1, 2)[:, :s], states[:, -1]
 

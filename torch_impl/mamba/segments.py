@@ -1,4 +1,4 @@
-"""Segments of a rank's stream, as index arrays: runs of one sequence's tokens, which states pass between.
+"""Index arrays of the segments of a rank's stream: runs of one sequence's tokens, which states pass between.
 
 Each rank sends the final states of `count` segments and receives the states that enter as many: under dual_chunk_swap
 both halves of each sequence on it; under contiguous it sends that of the segment at its last row, which the next rank
@@ -88,6 +88,7 @@ def segments_of(layout: TokenLayout, d_conv: int, chunk_size: int, device: torch
 
 
 def _built(layout: TokenLayout, d_conv: int, chunk_size: int) -> Segments:
+    # A contiguous shard passes one state on, a DualChunkSwap shard one for each half of every sequence.
     local, device = layout.total // layout.cp_size, layout.index.device
     spans = (_runs_at_the_ends if layout.kind == "contiguous" else _halves)(layout)
     order = (_order_of_ranks if layout.kind == "contiguous" else _order_of_halves)(layout, spans)
@@ -128,6 +129,7 @@ def _order_of_halves(layout: TokenLayout, spans: _Spans) -> tuple[Tensor, Tensor
     positions = layout.index[:, spans.starts.clamp(max=layout.index.shape[1] - 1)]
     by_position = positions.view(n, -1, 2).transpose(0, 1).flatten(1).argsort(-1)  # 2 * rank + half, of each sequence
     sequence = torch.arange(count // 2, device=by_position.device)[:, None]
+    # The inverse permutation: where this rank's two halves come in each sequence.
     before = by_position.argsort(-1)[:, 2 * rank : 2 * rank + 2]
     order = by_position // 2 * count + 2 * sequence + by_position % 2
     return order, sequence.expand_as(order), before
@@ -146,13 +148,16 @@ def _order_of_ranks(layout: TokenLayout, spans: _Spans) -> tuple[Tensor, Tensor,
 def _blocks(starts: Tensor, stops: Tensor, everywhere: Tensor, size: int) -> Blocks:
     """Segments in blocks of `size` rows, the last of each padded with zeros; as many blocks for any lengths."""
     local, count = len(everywhere), len(starts)
-    needed = -(-(stops - starts) // size)
-    ends = needed.cumsum(0)
+    # 1. The segment of each block. local // size + count blocks are enough for any lengths: no host read.
+    block_counts = -(-(stops - starts) // size)
+    ends = block_counts.cumsum(0)
     block = torch.arange(local // size + count, device=starts.device)
     segment = torch.searchsorted(ends, block, right=True).clamp(max=count - 1)
-    offset = (block - (ends - needed)[segment]) * size
+    # 2. The rows of each block; after its segment's last row the index of the row of zeros.
+    offset = (block - (ends - block_counts)[segment]) * size
     rows = (starts[segment] + offset)[:, None] + torch.arange(size, device=starts.device)
     rows = torch.where(rows < stops[segment][:, None], rows, local)
+    # 3. The inverse. Padding is written to place[local], which is dropped.
     place = torch.full((local + 1,), rows.numel(), device=starts.device)
     place[rows.flatten()] = torch.arange(rows.numel(), device=starts.device)
     return Blocks(rows, segment, place[:-1])
@@ -164,11 +169,11 @@ def _halo(layout: TokenLayout, spans: _Spans, everywhere: Tensor, reach: int) ->
     entry = spans.entry_starts.clamp(max=local - 1)
     position = layout.local_index[entry]
     back = torch.arange(reach, 0, -1, device=device)
-    wanted_position = position[:, None] - back
+    halo_position = position[:, None] - back
     sequence_start = layout.cu_padded[layout.sequence_ids[position]]
-    exists = (wanted_position >= sequence_start[:, None]) & (spans.entry_stops > spans.entry_starts)[:, None]
+    exists = (halo_position >= sequence_start[:, None]) & (spans.entry_stops > spans.entry_starts)[:, None]
     # 2. Which rank sends each of them, at which place of its message: the last `reach` rows of each segment are sent.
-    row = layout.inverse[wanted_position.clamp(min=0)]
+    row = layout.inverse[halo_position.clamp(min=0)]
     rank, row = row // local, row % local
     segment = spans.segment_of_row[row]
     before = (rank * count + segment) * reach + reach - (spans.stops[segment] - row)

@@ -148,8 +148,8 @@ def running_sums(logs: Float[Tensor, "b t h"], ids: Int64[Tensor, " t"]) -> Floa
     total, reach = logs, 1
     while reach < len(ids):
         is_same = (ids[reach:] == ids[:-reach])[:, None]
-        further = torch.where(is_same, total[:, :-reach], 0.0)
-        total = total + F.pad(further, (0, 0, reach, 0))
+        earlier = torch.where(is_same, total[:, :-reach], 0.0)
+        total = total + F.pad(earlier, (0, 0, reach, 0))
         reach *= 2
     return total
 

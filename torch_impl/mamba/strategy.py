@@ -1,4 +1,4 @@
-"""What both strategies share: the group, the sizes, the layout of tokens, the parameters of the mixer."""
+"""The base class of both strategies: the group, the sizes, the layout of tokens, the parameters of the mixer."""
 
 from __future__ import annotations
 
@@ -83,6 +83,7 @@ class MixerStrategy:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MixerStrategy:
         """For the copy of the mixer that `memo` has, or a new one; groups and layouts are shared."""
+        # Into `memo` first: the mixer refers to its strategy, and copying it would start over.
         copy = memo[id(self)] = type(self).__new__(type(self))
         copy.__dict__.update(self.__dict__, mixer=deepcopy(self.mixer, memo))
         return copy
@@ -133,6 +134,7 @@ class MixerStrategy:
         if not isinstance(parameter, DTensor):
             return parameter
         if not all(placement.is_replicate() for placement in parameter.placements):
+            # Strategies slice full parameters; a shard would be sliced a second time.
             raise ValueError(f"mamba.{self.name}: {name} is {parameter.placements}; unshard it first")
         return parameter.to_local()
 
@@ -151,6 +153,7 @@ class MixerStrategy:
                 parameter = attrgetter(name)(self.mixer)
             except AttributeError:
                 raise ValueError(f"mamba.{self.name}: the mixer has no {name}") from None
+            # The convolution's bias is optional.
             if parameter is None and name != "conv1d.bias":
                 raise ValueError(f"mamba.{self.name}: the mixer's {name} is None")
             if parameter is not None and not fits(parameter):
@@ -176,16 +179,19 @@ class MixerStrategy:
         Errors: ValueError for a layout of other tokens, sequences or ranks or of unequal shards, offsets that do not
                 rise from 0 to the number of tokens.
         """
+        # 1. A batch or a stream. A TokenLayout has the offsets, so a stream needs them only without one.
         order = self.layout if layout is None else layout
         check_dims(self.name, x)
         if cu_seqlens is not None or isinstance(order, str):
             check_stream(self.name, x, cu_seqlens)
+        # 2. A TokenLayout must be of this group and of these tokens.
         total = x.shape[-2] * ranks
         if isinstance(order, TokenLayout):
             self._check_layout(order, total)
             if cu_seqlens is not None:
                 self._check_sequences(order, cu_seqlens)
             return order
+        # 3. From the name of an order: each row one sequence, or a packed stream.
         if cu_seqlens is None:
             return dense_layout(order, total, self.cp_size, self.cp_rank, x.device)
         return TokenLayout.packed(
@@ -200,6 +206,7 @@ class MixerStrategy:
             )
         if layout.total != total:
             raise ValueError(f"mamba.{self.name}: layout has {layout.total} tokens, the ranks have {total}")
+        # The collectives exchange blocks of one size.
         if len(set(layout.counts)) > 1:
             raise ValueError(f"mamba.{self.name}: layout gives the ranks {layout.counts} tokens; they must be equal")
 

@@ -40,7 +40,7 @@ BUGS = (
         name="what enters a chunk reaches its later sequences",
         kind="sequence",
         at="mamba:_chunks",
-        old="enters = through.masked_fill((ids[:, :, :1] != last[:, :-1, None])[..., None], NEVER).exp()",
+        old="enters = through.masked_fill((ids[:, :, :1] != border_ids[:, :-1, None])[..., None], NEVER).exp()",
         new="enters = through.exp()",
         expect="value: ",
     ),
@@ -72,8 +72,8 @@ BUGS = (
         name="initial states forgotten",
         kind="sequence",
         at="mamba:_chunks",
-        old="torch.cat([entering[:, None], left], 1))",
-        new="torch.cat([entering[:, None] * 0, left], 1))",
+        old="torch.cat([entering[:, None], chunk_states], 1))",
+        new="torch.cat([entering[:, None] * 0, chunk_states], 1))",
         expect="value: ",
     ),
     InjectedBug(
@@ -256,18 +256,18 @@ BUGS = (
         name="a halo that ends at a short segment's neighbour",
         kind="border",
         at="mamba:_halo",
-        old="row = layout.inverse[wanted_position.clamp(min=0)]",
-        new="row = layout.inverse[wanted_position.clamp(min=0)]\n"
-        "    near = layout.inverse[(position - 1).clamp(min=0)]\n"
-        "    exists = exists & (row // local == (near // local)[:, None])",
+        old="row = layout.inverse[halo_position.clamp(min=0)]",
+        new="row = layout.inverse[halo_position.clamp(min=0)]\n"
+        "    neighbour = layout.inverse[(position - 1).clamp(min=0)]\n"
+        "    exists = exists & (row // local == (neighbour // local)[:, None])",
         expect="value: ",
     ),
     InjectedBug(
         name="a halo taken across the border of sequences",
         kind="sequence",
         at="mamba:_halo",
-        old="exists = (wanted_position >= sequence_start[:, None])",
-        new="exists = (wanted_position >= 0 * sequence_start[:, None])",
+        old="exists = (halo_position >= sequence_start[:, None])",
+        new="exists = (halo_position >= 0 * sequence_start[:, None])",
         expect="value: ",
     ),
     InjectedBug(
