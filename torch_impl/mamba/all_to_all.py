@@ -71,7 +71,7 @@ def _all_to_all(input_: Shaped[Tensor, "*a"], group: ProcessGroup) -> Shaped[Ten
 def _all_to_all_cp2hp(
     input_: ShardedAny[Tensor, "..."], cp_group: Group[ProcessGroup, "cp"], batch_size: int
 ) -> Shaped[Tensor, "*b"]:
-    """Columns instead of tokens sharded over cp.
+    """Exchange tokens sharded over cp, with all columns, for columns sharded over cp, with all tokens.
 
         input_  "b s/cp w"   ->   "b s w/cp"        or  "t/cp w"   ->   "t w/cp",  rows rank-major
 
@@ -97,7 +97,7 @@ def _all_to_all_cp2hp(
 def _all_to_all_hp2cp(
     input_: ShardedAny[Tensor, "..."], cp_group: Group[ProcessGroup, "cp"], batch_size: int
 ) -> Shaped[Tensor, "*b"]:
-    """Tokens instead of columns sharded over cp: the inverse of `_all_to_all_cp2hp`, and its backward.
+    """Exchange columns sharded over cp for tokens sharded over cp: inverse and backward of `_all_to_all_cp2hp`.
 
         input_  "b s w/cp"   ->   "b s/cp w"        or  "t w/cp"   ->   "t/cp w",  rows rank-major
 

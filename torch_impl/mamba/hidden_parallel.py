@@ -146,7 +146,7 @@ class MambaContextParallel(MixerStrategy):
     def mix(
         self, projected_states: Sharded[Tensor, "... w"], cu_seqlens: Int[Tensor, " offsets"] | None = None
     ) -> Sharded[Tensor, "... i"]:
-        """All between in_proj and norm: see the class.
+        """Convolution, recurrence and gate, from the output of in_proj to the input of norm: see the class.
 
         Cost:   that of `pre_conv_ssm` and `post_conv_ssm`.
         Errors: those of `pre_conv_ssm`; ValueError for parameters of other sizes.

@@ -82,7 +82,7 @@ def causal_conv(
 
 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None) -> Float[Tensor, "b s c"]:
-    """`causal_conv` of arguments that fit."""
+    """`causal_conv`, of validated arguments."""
     # Without tokens there are fewer padded rows than taps.
     if not x.shape[1]:
         return x

@@ -143,7 +143,7 @@ class Mamba2Mixer(nn.Module):
     def mix(
         self, projected_states: Sharded[Tensor, "... w"], cu_seqlens: Int[Tensor, " offsets"] | None = None
     ) -> Sharded[Tensor, "... i"]:
-        """All between in_proj and norm, of complete sequences: [b, s, w], or [t, w] with offsets.
+        """Convolution, recurrence and gate of complete sequences: [b, s, w], or [t, w] with offsets.
 
         Errors: ValueError for offsets that do not rise from 0 to t, [t, w] without them, [b, s, w] with them and b > 1;
                 TypeError for another dtype.

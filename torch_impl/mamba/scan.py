@@ -61,7 +61,7 @@ def scan(
     seq_idx: Tensor | None = None,
     initial_states: Tensor | None = None,
 ) -> tuple[Float[Tensor, "b s h p"], Float[Tensor, "b h p n"]]:
-    """`chunked_scan` of arguments that fit."""
+    """`chunked_scan`, of validated arguments."""
     if kernel := scan_kernel(x, B, C):
         return kernel_scan(kernel, x, dt, A, B, C, D, chunk_size, seq_idx, initial_states)
     wide = accumulator(x.dtype)

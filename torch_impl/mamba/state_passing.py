@@ -64,7 +64,9 @@ class MambaStatePassing(MixerStrategy):
     def mix(
         self, projected_states: Sharded[Tensor, "... w"], cu_seqlens: Int[Tensor, " offsets"] | None = None
     ) -> Sharded[Tensor, "... i"]:
-        """All between in_proj and norm: see the class. `cu_seqlens` are the padded offsets of the full stream.
+        """Convolution, recurrence and gate, from the output of in_proj to the input of norm: see the class.
+
+        `cu_seqlens` are the padded offsets of the full stream.
 
         Cost:   that of the class.
         Errors: ValueError for other columns, offsets that do not end at n * rows, a stream without offsets;

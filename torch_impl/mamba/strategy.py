@@ -89,24 +89,24 @@ class MixerStrategy:
         return copy
 
     def get_conv1d_weight(self) -> Float[Tensor, "c k"]:
-        """[channels, k] of this rank's x|B|C."""
+        """This rank's channels x|B|C of the convolution's weight, [channels, k]."""
         return self._slice_conv_param(self._parameter("conv1d.weight")).flatten(1)
 
     def get_conv1d_bias(self) -> Float[Tensor, " c"] | None:
-        """[channels] of this rank's x|B|C, or None."""
+        """This rank's channels x|B|C of the convolution's bias, [channels]; None without a bias."""
         bias = self._parameter("conv1d.bias")
         return None if bias is None else self._slice_conv_param(bias)
 
     def get_dt_bias(self) -> Float[Tensor, " h"]:
-        """[heads] of this rank."""
+        """dt_bias of this rank's heads, [heads]."""
         return self._slice_vector_param(self._parameter("dt_bias"))
 
     def get_A_log(self) -> Float[Tensor, " h"]:
-        """[heads] of this rank."""
+        """A_log of this rank's heads, [heads]."""
         return self._slice_vector_param(self._parameter("A_log"))
 
     def get_D(self) -> Float[Tensor, " h"]:
-        """[heads] of this rank; or [heads * head_dim], where D has one number per channel."""
+        """D of this rank's heads, [heads]; or [heads * head_dim], where D has one number per channel."""
         return self._slice_vector_param(self._parameter("D"))
 
     def ssm_parameters(self) -> SsmParameters:
