@@ -1,4 +1,4 @@
-"""Top-k distillation: a student's and a teacher's log-probabilities at the teacher's k ids.
+"""Top-k distillation: log-probabilities of student and teacher at the teacher's k ids.
 
 Rank r of tp has some columns of the student's logits, rank r of cp some positions (DualChunkSwap); every rank
 has all of the teacher's k logits and ids. Shards of the vocabulary are in rank order and may differ in width.
@@ -111,6 +111,8 @@ def get_distillation_topk_logprobs_from_logits(
 
 def _log_softmax_over_k(logits: Float[Tensor, "b s k"], in_vocabulary: Bool[Tensor, "b s k"]) -> Float[Tensor, "b s k"]:
     """Log-softmax over the last dim of the ids in the vocabulary, 0 elsewhere: the k logits are full rows."""
+    # Slot i is scored as id i of a vocabulary of k ids, so the fused core computes all k in one read. Logits of
+    # out-of-vocabulary ids become -inf, which leaves them out of the sum, and IGNORED_ID makes their score 0.
     k = logits.shape[-1]
     slots = torch.where(in_vocabulary, torch.arange(k, device=logits.device), IGNORED_ID)
     options = LogprobOptions(None, 0, k, has_id_dim=True)
@@ -123,6 +125,7 @@ def _cp_group_of(logits: DTensor, group: ProcessGroup | None, cp_group: ProcessG
     for name, each in (("vocab_parallel_group", group), ("context_parallel_group", cp_group)):
         if each is not None:
             raise ValueError(f"{NAME}: student_logits is a DTensor, whose mesh has the groups; drop {name}")
+    # A mesh dim `cp` that does not shard the sequence means full sequences on every rank: no group.
     reason = why_not_sharded_over_tp("student_logits", logits)
     axes = logits.device_mesh.mesh_dim_names or ()
     if not reason and "cp" in axes and logits.placements[axes.index("cp")].is_shard():

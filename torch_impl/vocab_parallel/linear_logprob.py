@@ -224,6 +224,7 @@ def _forward(
     """The log-probabilities; `is_sharded` says whether the hidden states are sequence-parallel."""
     ctx.group, ctx.chunk_size, ctx.inference_only, ctx.is_sharded = group, chunk_size, inference_only, is_sharded
     # 1. Statistics of this rank's logits, chunk by chunk.
+    # Rows are [s, b] like the hidden states, while ids are [b, s]: transpose here, and the result back.
     column = st.local_column(target.T.reshape(-1, 1), *vocab_range)
     with uncast(hidden.device):
         states = _all_positions(ctx, hidden)
@@ -232,6 +233,7 @@ def _forward(
     # 2. Those of all ranks.
     m_r, rest_r, z_r = st.all_ranks(local, group).unbind(1)
     normaliser, z_t = st.merged_normaliser(m_r, rest_r, 1.0), st.merged_target(z_r)
+    # No rank has the id: mark it, so that backward skips the row.
     column = torch.where((z_t == math.inf).unsqueeze(-1), st.OUT_OF_VOCABULARY, column)
     if not inference_only:
         ctx.save_for_backward(hidden, weight, column, *normaliser)
@@ -265,6 +267,7 @@ def _all_positions(ctx: Any, hidden: Float[Tensor, "l b d"]) -> Float[Tensor, "s
 def chunk_positions(hidden: Float[Tensor, "s b d"], width: int, chunk_size: int | None) -> int:
     """Positions of one chunk: `chunk_size`, or the largest power of two whose logits stay within the limit."""
     s, b = hidden.shape[:2]
+    # Each row of logits takes 4 bytes for each of `width` columns.
     if chunk_size is None:
         rows = _limit(hidden.device) // (4 * max(width, 1))
         fitting = max(rows // max(b, 1), 1)
@@ -331,6 +334,7 @@ def _add_product(total: Float[Tensor, "v d"], d_logits: Float[Tensor, "m v"], ro
     if total.dtype == rows.dtype:
         total.addmm_(d_logits.T, rows)
         return
+    # addmm_ takes one dtype, so the product is a temporary; computed for some rows at a time it stays small.
     step = max(1, _limit(total.device) // (4 * max(total.shape[1], 1)))
     for part, columns in zip(total.split(step), d_logits.split(step, dim=1), strict=True):
         part += columns.T @ rows

@@ -130,6 +130,7 @@ def score_over_cp(
     limits: Limits,
 ) -> Float[Tensor, "b u"]:
     """Next-token scores, positions sharded over cp by DualChunkSwap: "b s/cp:dual_chunk_swap v/tp" -> "b u cp=R"."""
+    # Shift, then shard: the id after the last position of a chunk is usually on another rank.
     rank, cp = rank_and_size(cp_group)
     target = cp_shard(next_ids(ids.to(logits.device), logits.shape[1] * cp), rank, cp)
     scores = score(logits, target, options, limits)
@@ -148,6 +149,7 @@ def score(
     logits: Float[Tensor, "b s v"], target: Int[Tensor, "b s"], options: LogprobOptions, limits: Limits
 ) -> Float[Tensor, "b s"]:
     """log p of targets that are shifted already, on this rank's positions."""
+    # Without a filter one read of the logits is enough; top-k and top-p decide first which logits count.
     if limits.are_off:
         return FusedLogprob.apply(logits, target, options)[0]
     return FilteredLogprob.apply(logits, target, options, limits)
@@ -225,6 +227,7 @@ def score_in_stored_order(
     limits: Limits,
 ) -> Float[Tensor, "b u"]:
     """Next-token scores in original order: "b s/cp v/tp", "b s/cp" -> "b u cp=I"."""
+    # A single rank has all positions in the original order.
     if seq_index is None or ids.cp_group is None:
         return score_over_cp(logits, ids.local, None, options, limits)
     size, stored = logits.shape[1] * ids.cp, seq_index.long().to(logits.device)

@@ -57,10 +57,9 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     Cotangents are summed over cp: a loss repeated on each cp rank gives cp times the gradient; divide by cp
     or let each rank own a share.
 
-    Cost:   forward that of the core (1 all_gather of 3 * t/cp numbers over tp; more with a filter) and
-            1 all_gather of t/cp numbers over cp; backward none over tp, 1 reduce_scatter of t numbers over cp.
-            None depends on b. One host read of the offsets, none if they are on the host. Saves what the
-            core does and 8 bytes per token.
+    Cost:   forward that of the core (1 all_gather of 3 * t/cp numbers over tp; more with a filter) and 1 all_gather
+            of t/cp numbers over cp; backward none over tp, 1 reduce_scatter of t numbers over cp. None depends on b.
+            One host read of the offsets, none if they are on the host. Saves what the core does and 8 bytes per token.
     Errors: as `from_parallel_logits_to_logprobs`; besides ValueError if offsets do not ascend from 0, a padded
             length is no multiple of 2 * cp over two ranks or more, the last lies past the stream or the ids,
             a true length is longer than its slot, or unpacked_seqlen is below 1.
@@ -103,6 +102,7 @@ class PackedSlots:
 
     def next_ids(self, ids: Int[Tensor, "b t"], rank: int) -> Int[Tensor, "b l"]:
         """The id after each token of one rank, in its own sequence; IGNORED_ID where there is none."""
+        # Where there is no next token any valid index will do: `ignore_last` overwrites what it reads.
         after = torch.where(self.has_next[rank], self.position[rank] + 1, 0)
         return self.ignore_last(ids[:, after], rank)
 
@@ -120,6 +120,7 @@ class PackedSlots:
         cp, used = self.position.shape
         if cp_group is not None:
             scores = all_gather(scores, cp_group, out="R", dim=1)
+        # One column more receives what is dropped, so that shapes do not depend on the data.
         flat = scores.view(len(scores), cp, -1)[:, :, :used].flatten(1)
         index = torch.where(self.has_next, to, size).clamp_max(size).flatten()
         return flat.new_zeros(len(flat), size + 1).index_copy(1, index, flat)[:, :size]
@@ -128,10 +129,11 @@ class PackedSlots:
 def packed_slots(
     padded: Int64[Tensor, " n"], true: Int64[Tensor, " n"] | None, cp: int, device: torch.device
 ) -> PackedSlots:
-    """Slots for offsets on the host that `checked_offsets` has let pass; with true ones padding has no next."""
+    """Slots for offsets on the host that `why_not_offsets` accepts; with true ones padding has no next."""
     total, offsets = int(padded[-1]), padded.to(device)
     lengths = offsets.diff()
     ends = lengths if true is None else true.to(device).diff()
+    # Without cp lengths need be no multiple of 2 * cp, which `packed` asks for.
     positions = packed(total, cp, padded, device=device) if cp > 1 else contiguous(total, 1, device=device)
     position = torch.stack(positions)
     each = torch.arange(len(lengths), device=device)

@@ -1,4 +1,4 @@
-"""The sequence sharded over context-parallel ranks, and gathered again.
+"""Shard a sequence over context-parallel ranks, and gather it again.
 
 Rank r of cp has chunks r and 2 cp - 1 - r of 2 cp equal chunks of the sequence (DualChunkSwap). A single rank has all
 of it, of any length. Public functions validate; `cp_shard` and `GatherOverCp` are what the package itself calls.
@@ -101,6 +101,8 @@ class GatherOverCp(torch.autograd.Function):
     def forward(ctx: Any, tensor: Shaped[Tensor, "*a"], group: ProcessGroup, dim: int) -> Shaped[Tensor, "*b"]:
         ctx.group, ctx.dim = group, dim % tensor.ndim
         local, cp = tensor.shape[ctx.dim], group.size()
+        # 1. Gather the shards, in rank order. 2. Put the positions in the order of the sequence: the inverse of the
+        # order in which the ranks have them.
         rank_major = gathered(tensor, group, ctx.dim, [local] * cp)
         return rows_at(rank_major, inverted(torch.cat(positions_of_ranks(local * cp, cp, tensor.device))), ctx.dim)
 
@@ -108,12 +110,14 @@ class GatherOverCp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
         size, cp = grad_output.shape[ctx.dim], ctx.group.size()
+        # The same in reverse. The result is replicated (R), so the gradient is the sum of all ranks' cotangents.
         rank_major = rows_at(grad_output, torch.cat(positions_of_ranks(size, cp, grad_output.device)), ctx.dim)
         return scattered_sum(rank_major, ctx.group, ctx.dim, [size // cp] * cp), None, None
 
 
 def cp_shard(x: Shaped[Tensor, "*a"], rank: int, cp: int, dim: int = 1) -> Shaped[Tensor, "*b"]:
     """One rank's positions of x along `dim`; x itself over one rank."""
+    # A single rank has every position in order, and any number of them.
     if cp == 1:
         return x
     return rows_at(x, positions_of_ranks(x.shape[dim], cp, x.device)[rank], dim)
@@ -149,6 +153,7 @@ def _why_not_a_dim(x: Tensor, seq_dim: int) -> str | None:
 
 
 def _why_not_gathered(x: Tensor, seq_dim: int, cp: int) -> str | None:
+    # Each rank has two chunks of equal length.
     reason = _why_not_a_dim(x, seq_dim)
     if reason is None and cp > 1 and x.shape[seq_dim] % 2:
         local = x.shape[seq_dim]

@@ -1,7 +1,7 @@
-"""A short top-k, and top-p within it, from each rank's list of its k largest logits.
+"""Short top-k, and top-p within it, from each rank's list of its k largest logits.
 
 The k largest of all ranks are among the lists, so that one exchange decides everything: the k-th largest, how
-many logits equal it, and what the tokens that are kept add up to.
+many logits equal it, and the sum over the tokens that the filter keeps.
 """
 
 from __future__ import annotations
@@ -46,12 +46,14 @@ def topk_by_lists(
 ) -> tuple[FilterBounds, Ties | None, Float[Tensor, " n"]]:
     """(bounds, ties unless all of them are kept, the target's logit). One all_gather of k + 2 numbers, with
     top-p k + 3."""
+    # 1. This rank's list, ties and target, one block of rows at a time; one exchange.
     k, n = limits.top_k or 0, len(column)
     message = torch.empty(k + 2 + (limits.top_p is not None), n, dtype=accumulator(logits.dtype), device=logits.device)
     for part, block in row_blocks(logits, block_rows(logits, options.chunk_size)):
         message[:, part] = _rank_lists(block, column[part], k, limits.top_p is not None)
     messages = st.all_ranks(message, options.group)
     lists = Lists(messages[:, :k], messages[:, k], messages[:, k + 1], *messages[:, k + 2 :].unbind(1) or (None,))
+    # 2. The same arithmetic on every rank, so that all decide alike.
     bounds, counts = _bounds(lists, options.temperature, limits.top_p)
     ties = None if lists.place is None else Ties(counts, lists.place, Candidates(logits, options.chunk_size))
     return bounds, ties, st.merged_target(lists.z_t)

@@ -1,4 +1,4 @@
-"""A long top-k, and top-p without a short one, by radix selection over the ranks' columns.
+"""Long top-k, and top-p without a short one, by radix selection over the ranks' columns.
 
 The k-th largest logit is selected by counts of all columns; the last token of top-p by the masses of those that
 can be kept. A token of a probability below (1 - p) / V cannot: all tokens of such probabilities together have
@@ -80,6 +80,7 @@ def last_kept(
     above = torch.zeros_like(room)
     prefix = torch.zeros(room.shape, dtype=torch.int64, device=room.device)
     lowest, highest = low, torch.full_like(low, math.inf)
+    # Each pass fixes the next eight bits of every row's answer, from the sign on.
     for shift in reversed(range(0, BITS * dtype.itemsize, BITS)):
         is_first = shift + BITS == BITS * dtype.itemsize
         base = prefix - BINS // 2 if is_first else prefix << BITS  # the first digit has the sign
@@ -166,6 +167,7 @@ def _kth_largest(logits: Float[Tensor, "*a v"], k: int, options: LogprobOptions)
     """The k-th largest logit of each row, of fewer than k the smallest. R all_reduce."""
     dtype = accumulator(logits.dtype)
     low = torch.full((logits.shape[:-1].numel(),), -math.inf, dtype=dtype, device=logits.device)
+    # A lower bound first: `last_kept` then visits only the logits above it.
     group_size = logits.shape[-1] // (FEWEST_GROUPS * k)
     if group_size > 1:
         for part, block in row_blocks(logits, block_rows(logits, options.chunk_size)):
@@ -174,6 +176,7 @@ def _kth_largest(logits: Float[Tensor, "*a v"], k: int, options: LogprobOptions)
     def one(part: slice, entries: Entries) -> Tensor:
         return torch.ones(entries.rows.shape, dtype=dtype, device=low.device)
 
+    # Where every logit weighs 1, the last that has less than k above it is the k-th largest.
     return last_kept(Candidates(logits, options.chunk_size), low, torch.full_like(low, k), one, options.group)[0]
 
 
