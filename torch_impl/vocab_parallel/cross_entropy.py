@@ -47,6 +47,7 @@ class DistributedCrossEntropy(torch.autograd.Function):
         group: Group[ProcessGroup, "tp"],
         inference_only: bool = False,
     ) -> Sharded[Tensor, "... tp=I"]:
+        # 1. Five numbers per row and rank, in one exchange. 2. Merge them: normalisers of q and p, then the cross term.
         parts = st.all_ranks(_local_statistics(student_logits, target_logits), group)
         m_q, rest_q, m_p, rest_p, x_r = parts.view(*parts.shape[:2], *student_logits.shape[:-1]).unbind(1)
         q, p = st.merged_normaliser(m_q, rest_q, 1.0), st.merged_normaliser(m_p, rest_p, 1.0)
@@ -64,6 +65,7 @@ class DistributedCrossEntropy(torch.autograd.Function):
         gradient = student.new_empty(per_row[0].numel(), student.shape[-1])
         per_row = [x.reshape(-1, 1) for x in (*per_row, *grad_outputs)]
         for part, (student_block, target_block) in rows_together((student, target), block_rows(student, None)):
+            # q and p are computed again from the logits, block by block: no probability is saved.
             m_q, log_total_q, m_p, log_total_p, g = (x[part] for x in per_row)
             log_q = st.block_below(_no_narrower(student_block, g.dtype), m_q, 1.0).sub_(log_total_q)
             log_p = st.block_below(_no_narrower(target_block, g.dtype), m_p, 1.0).sub_(log_total_p)
@@ -74,6 +76,7 @@ class DistributedCrossEntropy(torch.autograd.Function):
 def _difference(log_q: Float[Tensor, "n v"], log_p: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]:
     """q - p = +-max(q, p) (1 - exp(-|log q - log p|)), which keeps its digits where both are all but 1; in place."""
     log_q, log_p = st.without_minus_infinity(log_q), st.without_minus_infinity(log_p)
+    # Buffers are reused from here on: log_q becomes max(q, p), and log_p the factor.
     gap = log_q - log_p
     larger = torch.maximum(log_q, log_p, out=log_q).exp_()
     share = torch.abs(gap, out=log_p).neg_().expm1_().neg_()

@@ -4,7 +4,7 @@ Rank r of the group has its columns of the logits of every token, and every rank
 change rank, and no rank sees a full one. The tokens that top-k and top-p keep are the first ones of a row in
 descending order of the logits, of equal ones the lowest id first, so that three numbers describe them: the last logit
 that is kept, how many tokens of that logit are, and what the kept ones add up to (`filter_bounds`). All ranks agree on
-them; each works out which of its own columns they mean.
+them; each computes from them which of its columns are kept.
 """
 
 from __future__ import annotations
@@ -133,16 +133,19 @@ def kept_set(
     Collectives: 1 all_gather with top_k <= 1024; else 1 all_gather and R all_reduce for top_k, and 3 all_gather
     and R all_reduce for top_p (1 all_gather of them shared): R is the bytes of a logit.
     """
+    # 1. The bounds, the same on every rank: a short top-k fits in one message, a long one is selected bit by bit.
     in_lists = limits.top_k is not None and limits.top_k <= LONGEST_LIST
     bounds_of = topk_by_lists if in_lists else topk_by_radix
     bounds, ties, z_t = bounds_of(logits, column, options, limits)
     normaliser = st.Normaliser(bounds.largest, bounds.rest.log1p())
+    # 2. Which tokens at the threshold are kept: the first in rank order, and on a rank the lowest columns.
     if ties is None:  # all of them stay
         last_tie = torch.full_like(column.squeeze(-1), logits.shape[-1])
         return KeptSet(normaliser, bounds.threshold, last_tie, z_t, z_t >= bounds.threshold)
     before = ties.counts.cumsum(0) - ties.counts
     rank = 0 if options.group is None else options.group.rank()
     count = torch.minimum((bounds.ties - before[rank]).clamp_min(0), ties.counts[rank])
+    # 3. Whether the target is kept. Only its rank has a finite place for it, so the minimum selects that rank's.
     is_early = (before + ties.places).amin(0) < bounds.ties
     has_target = (z_t > bounds.threshold) | ((z_t == bounds.threshold) & is_early)
     last_tie = _column_of_tie(ties.candidates, bounds.threshold, count)
@@ -153,6 +156,7 @@ def is_kept(
     block: Float[Tensor, "n v"], threshold: Float[Tensor, " n"], last_tie: Int[Tensor, " n"]
 ) -> Bool[Tensor, "n v"]:
     """The kept ones of this rank's columns."""
+    # Columns are in ascending order of the ids, so the kept ties of a rank are those up to the last kept one.
     threshold, last_tie = threshold.unsqueeze(-1), last_tie.unsqueeze(-1)
     columns = torch.arange(block.shape[-1], dtype=last_tie.dtype, device=block.device)
     return (block > threshold) | ((block == threshold) & (columns <= last_tie))
@@ -179,12 +183,14 @@ def forward(
     ctx.is_filtered = not limits.are_off
     if limits.are_off:
         return fused_logprob.forward(ctx, logits, target, options)[0]
+    # 1. The score, as if the filter had kept the target.
     column = st.local_column(target.reshape(-1, 1), options.vocab_start, options.vocab_end)
     filtered = kept_set(logits, column, options, limits)
     score = st.logprob_of(filtered.z_t, filtered.normaliser, options.temperature)
+    # 2. -inf where it did not; added, not selected: a row that is NaN stays NaN.
     is_ignored = filtered.z_t == math.inf
-    # Added, not selected: a row that is NaN stays NaN.
     score = score + torch.where(filtered.has_target | is_ignored, 0.0, -math.inf)
+    # 3. For backward a filtered target is like one of another rank: no 1[v=t] anywhere, but a row of -p.
     ctx.options = options
     if not options.inference_only:
         missing = torch.where(is_ignored, st.OUT_OF_VOCABULARY, st.ON_ANOTHER_RANK).to(column.dtype)
@@ -203,6 +209,7 @@ def backward(ctx: Any, cotangent: Tensor) -> Float[Tensor, "*a v"]:
     at_ids = gather_gradient(column.unsqueeze(-1), cotangent.reshape(-1, 1))
     write = block_function(write_gradient, options, logits)
     for part, block in row_blocks(logits.detach(), block_rows(logits, options.chunk_size)):
+        # Which tokens are kept is recomputed: a mask of all logits would be the largest thing saved.
         is_kept_here = is_kept(block, threshold[part], last_tie[part])
         masked = block.masked_fill(~is_kept_here, -math.inf)
         rows = largest[part], log_total[part], None, None

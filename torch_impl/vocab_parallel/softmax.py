@@ -68,11 +68,13 @@ def _compute_distributed_softmax(
 
 def _normaliser(logits: Tensor, group: ProcessGroup) -> Normaliser:
     """lse of each row over all ranks' columns."""
+    # One read of the logits for the normaliser; the caller reads them again for the result.
     m_r, rest_r = all_ranks(row_statistics(logits, None, LogprobOptions(group)), group).unbind(1)
     return merged_normaliser(m_r, rest_r, 1.0)
 
 
 def _log_p(block: Tensor, normaliser: Normaliser, part: slice) -> Tensor:
     """Log-probabilities of one row block, in the accumulation dtype."""
+    # Two subtractions, in this order: z - m is exact near the maximum, where lse alone would have lost digits.
     depths = block_below(block, normaliser.largest[part].unsqueeze(-1), 1.0)
     return depths.sub_(normaliser.log_total[part].unsqueeze(-1))

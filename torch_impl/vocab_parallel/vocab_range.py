@@ -44,6 +44,7 @@ class _RangeEnd:
                 f"{function}: vocab_start_index=None but {name}={value}; pass both, or neither to "
                 "count ids in rank order"
             )
+        # The kinds before this one, from left to right, have stored the range's start and the width of the shard.
         start, (columns, shard) = sizes["vocab_start_index"][0], sizes.get("v/tp", (value, ""))
         vocab_range = f"{function}: vocab range [{start}, {value})"
         if start < 0:
@@ -68,6 +69,7 @@ def all_gather_range(width: int, group: ProcessGroup, device: torch.device) -> t
 
 def all_gather_range_and_size(width: int, group: ProcessGroup, device: torch.device) -> tuple[int, int, int]:
     """`all_gather_range`, and the ids of all ranks together."""
+    # Shards may differ in width, so every rank needs the widths of the ranks before it.
     ends = stacked(torch.tensor(width, device=device), group).cumsum(0).tolist()
     end = ends[group.rank()]
     return end - width, end, ends[-1]
@@ -107,6 +109,7 @@ def why_not_sharded_by(name: str, x: DTensor, dims: dict[str, int]) -> str | Non
     """Why x has another placement: each named mesh dim shards its own dim or nothing, every other one the batch."""
     names = x.device_mesh.mesh_dim_names
     for number, placement in enumerate(x.placements):
+        # A mesh dim that `dims` does not name may shard the batch, dim 0.
         axis = names[number] if names else f"dim {number} of a mesh without names"
         dim = dims.get(axis, 0)
         if not (placement.is_replicate() or placement.is_shard(dim)):
@@ -117,6 +120,7 @@ def why_not_sharded_by(name: str, x: DTensor, dims: dict[str, int]) -> str | Non
 
 def why_not_rank(rank: int | None, group: ProcessGroup | None) -> str | None:
     """Why `rank` is not this rank in the group; without a group it can only be 0."""
+    # The group knows the rank already; the argument only shows that the caller means the same group.
     if group is None:
         return f"vocab_parallel_rank={rank} but vocab_parallel_group is None; pass both" if rank else None
     if rank is None:

@@ -49,10 +49,12 @@ class Patch:
         fusion = vars(self.model_class).get(FUSION)
         if fusion is None:
             return
+        # Another patch on top of ours calls our forward: removing the attribute would break it.
         if vars(self.model_class).get("forward") is not _gpt_forward_with_linear_ce_fusion:
             raise RuntimeError(
                 f"{PATCH}: {self.model_class.__name__}.forward was replaced after the patch; undo that first"
             )
+        # An inherited forward shows again once the class has none of its own.
         if fusion.class_forward is None:
             del self.model_class.forward
         else:
@@ -127,13 +129,15 @@ def _gpt_forward_with_linear_ce_fusion(
     Errors: with the flag ValueError if labels are None on the last stage, or logits are more than a product
             (a bias, a scale); TypeError for a keyword that only the original knows.
     """
+    # 1. Without the flag the original, with only the keywords that were passed: older versions know fewer.
     if not return_logprobs_for_linear_ce_fusion:
         keywords = {"inference_params": inference_params, "loss_mask": loss_mask, "padding_mask": padding_mask}
         keywords |= {"is_spec_decode": is_spec_decode}
         keywords = {name: value for name, value in keywords.items() if value is not None}
         tokens = (input_ids, position_ids, attention_mask, decoder_input, labels)
-        further = (inference_context, packed_seq_params, extra_block_kwargs, runtime_gather_output)
-        return getattr(self, FUSION).original(self, *tokens, *further, **keywords, **later_keywords)
+        options = (inference_context, packed_seq_params, extra_block_kwargs, runtime_gather_output)
+        return getattr(self, FUSION).original(self, *tokens, *options, **keywords, **later_keywords)
+    # 2. With it the hidden states, computed as the original does.
     _check(self, labels, later_keywords)
     if getattr(self.config, "fine_grained_activation_offloading", False):
         self.preprocess_for_fine_grained_offloading()
@@ -143,6 +147,7 @@ def _gpt_forward_with_linear_ce_fusion(
     hidden = _decoded(self, self._preprocess(**ids, **inputs), attention_mask, inputs, extra_block_kwargs or {})
     if not self.post_process:
         return hidden
+    # 3. On the last stage their scores, in place of logits.
     is_inference = inference_context is not None and not self.training
     return _scored(self, hidden, labels, runtime_gather_output, packed_seq_params, is_inference)  # pyright: ignore[reportArgumentType]
 
@@ -175,6 +180,7 @@ def _scored(
     inference_only: bool,
 ) -> Float[Tensor, "b u"]:
     """Log-probabilities of the labels by the model's weight and groups."""
+    # Megatron pads the vocabulary to equal shards, so the range follows from the rank; no collective.
     is_tied = model.share_embeddings_and_output_weights
     weight = model.shared_embedding_or_output_weight() if is_tied else model.output_layer.weight
     tp_group, cp_group = _groups(model)

@@ -99,6 +99,7 @@ def dtensor_from_parallel_logits_to_logprobs(
     reason = why_not_stored("vocab_parallel_logits", vocab_parallel_logits.shape[1], "target", target, seq_index)
     if reason:
         raise ValueError(f"{name}: {reason}")
+    # `stored_ids` brings a plain target and a DTensor to one form.
     options, limits = scoring_options(
         tp_group, vocab_start_index, vocab_end_index, chunk_size, sampling_params, inference_only
     )
@@ -128,6 +129,7 @@ def get_logprobs_from_vocab_parallel_logits(
     from torch.distributed.tensor import DTensor
 
     name, logits = "vocab_parallel.get_logprobs_from_vocab_parallel_logits", vocab_parallel_logits
+    # A contract does not validate DTensor annotations, which are imported for type checkers only.
     if not isinstance(logits, DTensor):
         kind = type(logits).__name__
         raise TypeError(f"{name}: vocab_parallel_logits is a {kind}; pass a DTensor with a mesh dim 'tp'")

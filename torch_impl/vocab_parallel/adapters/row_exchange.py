@@ -27,6 +27,7 @@ def all_to_all_vp2sq(
     Errors: TypeError if tp_group is None or no ProcessGroup; ValueError if the logits are not a matrix or tp does
             not divide the rows.
     """
+    # Checked here, so that the message is in rows of logits and not in lengths of an all_to_all.
     rows, tp = len(vocab_parallel_logits), tp_group.size()
     if rows % tp:
         name = "vocab_parallel.all_to_all_vp2sq"
