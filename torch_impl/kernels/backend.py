@@ -46,7 +46,7 @@ def _check_triton(function: str, request: str, name: str, device: torch.device) 
     # Only here, after the check above: the module of a kernel imports Triton.
     from torch_impl.kernels.row_gather import gather_kernel
 
-    # Triton decides when a kernel is declared: only under its interpreter a kernel is no JITFunction.
+    # Triton decides when a kernel is declared: only under its interpreter a kernel is not a JITFunction.
     if device.type != "cuda" and isinstance(gather_kernel, triton.JITFunction):
         raise ValueError(
             f"{function}: backend='triton' runs on CUDA but {name} is on {device.type}; use 'auto', 'eager' or "

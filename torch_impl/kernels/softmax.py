@@ -108,7 +108,7 @@ def _statistics(
         tops = tl.sum(tl.where(z == top, terms, 0.0), 0)
         below_top = tl.sum(tl.where(z == top, 0.0, terms), 0)
         if WITH_ENTROPY:
-            lowered = tl.where(weight > 0.0, above, 0.0)  # 0 * -inf is no zero
+            lowered = tl.where(weight > 0.0, above, 0.0)  # 0 * -inf is NaN
             depth = weight * (depth + (1.0 + rest) * lowered) + tl.sum(terms * tl.maximum(depths, LOWEST), 0)
         # The 1 that was left out counts for its weight once another term is the largest.
         rest = weight * rest + below_top + tl.where(top > largest, (tops - 1.0) + weight, tops)
@@ -246,7 +246,7 @@ def _gradient(
                 id_columns = tl.load(ids + row * k + slot, mask=slot < k, other=-2147483648)
                 highest = tl.maximum(highest, tl.max(id_columns, 0))
             out_of_vocabulary = highest < NOT_HERE
-        gradient = tl.where(out_of_vocabulary, 0.0, gradient)  # selected, since 0 * NaN is no zero
+        gradient = tl.where(out_of_vocabulary, 0.0, gradient)  # selected, since 0 * NaN is NaN
     # 2. Entropy, temperature, and one rounding to the dtype of the output.
     if WITH_ENTROPY:
         gradient += slope
@@ -310,7 +310,7 @@ def _log_p_and_slope(
     if WITH_ENTROPY:
         g = tl.load(g_entropy + row)
         slope = tl.exp(log_p) * (tl.maximum(depths, LOWEST) - tl.load(depth + row)) * g
-        slope = tl.where(g == 0.0, 0.0, slope)  # selected, since 0 * NaN is no zero
+        slope = tl.where(g == 0.0, 0.0, slope)  # selected, since 0 * NaN is NaN
     return log_p, slope
 
 

@@ -55,7 +55,7 @@ def get_distillation_topk_logprobs_from_logits(
     entropy   h = sum_v p_v log p_v over the student's full vocabulary, in both cases; with `calculate_entropy`
 
     Nothing is rolled: both sides lose their last position. The student's logits may cover more positions than the
-    teacher's (padding). An id outside the vocabulary scores 0.0 without gradient and is no part of the student's sum
+    teacher's (padding). An id outside the vocabulary scores 0.0 without gradient and is not part of the student's sum
     over k. Without a group each rank has the full vocabulary, or the full sequence; a DTensor of the mesh dims `tp`,
     over which the last dim is sharded, and `cp`, which shards the sequence if it is there, brings both groups. Results
     are float32 or wider; gradients have their logits' dtype.

@@ -43,7 +43,7 @@ def distributed_vocab_topk(
 
         vocab_parallel_logits  "b s v/tp"   ->   "b s k", "b s k" (no gradient),   k = min(k, v)
 
-    Values are float32, for float64 logits float64. Columns past this rank's range are no candidates; masked ones
+    Values are float32, for float64 logits float64. Columns past this rank's range are not candidates; masked ones
     (-inf) are, after all others; NaN counts as +inf. Neither tp nor `chunk_size` changes the result.
 
     Cost:   1 all_gather of k pairs (value, id) per token, 8 bytes each (float64: 16), and one number more. A
@@ -61,7 +61,7 @@ def distributed_vocab_topk(
         columns = _largest_columns(block[:, :width], count)
         values[part, :count] = block.gather(-1, columns).to(values.dtype)
         ids[part, :count] = columns + vocab_start_index
-    # 2. Those of all ranks, of which the k largest stay; there are no more than the vocabulary has ids.
+    # 2. Those of all ranks, of which the k largest stay; there are at most as many as the vocabulary has ids.
     values_of, ids_of, sizes = _candidates_of_all(values, ids, width, tp_group)
     k = k if k <= width else min(k, int(sizes.sum()))
     values, ids = _largest_of_all(values_of, ids_of, k)

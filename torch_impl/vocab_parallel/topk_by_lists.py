@@ -89,7 +89,7 @@ def _bounds(lists: Lists, temperature: float, top_p: float | None) -> tuple[Filt
         ties = _equal_to(k_largest[:, -1], largest, last_count).sum(0)
         bounds = _bounds_of_rows(k_largest, ties, temperature, top_p)
         parts.append((*bounds, _equal_to(bounds.threshold, largest, last_count)))
-    *fields, counts = (torch.cat(pieces, dim=-1) for pieces in zip(*parts, strict=True))
+    *fields, counts = (torch.cat(blocks, dim=-1) for blocks in zip(*parts, strict=True))
     return FilterBounds(*fields), counts
 
 

@@ -50,7 +50,7 @@ Weigh = Callable[[slice, Entries], Float[Tensor, " m"]]
 # The bound on a kept token's probability is halved: sums of that many rounded terms decide, not exact ones.
 SLACK = 0.5
 
-# Groups of columns for each of the k largest: with fewer their k-th largest maximum is no good bound.
+# Groups of columns for each of the k largest: with fewer their k-th largest maximum is a poor bound.
 FEWEST_GROUPS = 2
 
 
