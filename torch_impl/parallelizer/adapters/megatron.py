@@ -85,6 +85,7 @@ def have(module: str, name: str) -> bool:
     """Whether a library can be imported and has a function."""
     try:
         return hasattr(importlib.import_module(module), name)
+    # OSError: a library that is installed, but whose shared objects cannot be loaded.
     except (ImportError, OSError):
         return False
 
@@ -96,6 +97,7 @@ def chosen_backend(backend: str, device_type: str, have_nvfsdp: bool) -> str:
     """
     has_cuda, have_megatron = device_type == "cuda", have("megatron_fsdp", "fully_shard_model")
     if backend == "auto":
+        # Without CUDA `auto` is torch's functions, which do the same; only a library that was named is an error.
         library = "nvfsdp" if have_nvfsdp else "megatron_fsdp" if have_megatron else "native"
         return library if has_cuda else "native"
     if backend == "nvfsdp" and not have_nvfsdp:
@@ -127,6 +129,7 @@ def with_nvfsdp(model: nn.Module, axes: MeshAxes, settings: Settings, classes: l
 def with_megatron_fsdp(model: nn.Module, axes: MeshAxes, settings: Settings, classes: list[type]) -> nn.Module:
     """The model in megatron-fsdp's wrapper; the optimizer must go through its `fully_shard_optimizer`."""
     library: Any = importlib.import_module("megatron_fsdp")
+    # One dtype for what is sent and what is accumulated, so that neither rounds what the other has.
     reduce_dtype = torch.float32 if settings.grad_reduce_in_fp32 else None
     policy = library.MixedPrecisionPolicy(
         main_params_dtype=torch.float32 if settings.preserve_fp32_weights else None,
@@ -134,6 +137,7 @@ def with_megatron_fsdp(model: nn.Module, axes: MeshAxes, settings: Settings, cla
         grad_comm_dtype=reduce_dtype,
     )
     has_replicas = axes.replicate is not None and axes.size(axes.replicate) > 1
+    # `shard_mesh` creates the flattened axis if it is needed; the library looks it up by its name.
     names = axes.shard_mesh.mesh_dim_names or (axes.shard_name,)
     return library.fully_shard_model(
         module=model,

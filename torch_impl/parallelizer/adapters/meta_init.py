@@ -1,4 +1,4 @@
-"""Values for a model on the meta device, a unit at a time, the same whatever mesh it is sharded over afterwards."""
+"""Initialise a model on the meta device, a unit at a time, to values that do not depend on the mesh."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def check_meta(model: nn.Module, *, is_expected: bool) -> None:
             "init_nvfsdp_with_meta_device=True, and no parameter is on the meta device; build the model under "
             "torch.device('meta'), or pass False"
         )
+    # Models of transformers initialise all their modules by this one method; others need one for each module.
     if not is_expected or hasattr(model, "_init_weights"):
         return
     for name, module in model.named_modules():
@@ -90,9 +91,10 @@ def _initialize(model: nn.Module, module: nn.Module) -> None:
 
 
 def _allocate(model: nn.Module, modules: list[nn.Module], device: torch.device) -> None:
-    """Memory for each parameter and buffer, filled with NaN, under all names that the model has for it."""
+    """Allocate each parameter and buffer, filled with NaN, under all names that the model has for it."""
     inside = {id(tensor) for module in modules for tensor in _direct_tensors(module).values() if tensor.is_meta}
     allocated: dict[int, Tensor] = {}
+    # A parameter that several modules share is allocated once and registered under each of its names.
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if id(parameter) in inside:
             owner, leaf = owner_of(model, name)

@@ -59,7 +59,7 @@ def nvfsdp_strategy_parallelize(
         optim_grads          all sharded, gathered until backward                    gradient sync is on
         no_shard             all replicated, gradients all-reduced
 
-    nvfsdp_unit_modules    paths of classes; each outermost instance is a unit. None: the whole model is one.
+    nvfsdp_unit_modules    paths of classes; each outermost instance is a unit. None: the full model is one.
     init_nvfsdp_with_meta_device   initialise a model on meta, a unit at a time at full size, then shard. Values follow
         from the first rank's seed and the names of modules, whatever the mesh.
     grad_reduce_in_fp32    reduce in float32 or wider; else in the dtype of the computation.

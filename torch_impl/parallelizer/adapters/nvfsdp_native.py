@@ -1,4 +1,4 @@
-"""The contract of Megatron-FSDP on torch's own `fully_shard` and `replicate`, and its check of the gradients."""
+"""What Megatron-FSDP does, by torch's `fully_shard` and `replicate`; and its check that gradients are finite."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NARROW = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Unit:
-    """What is sharded together: the modules passed to FSDP, all modules inside them by name, and their dtype."""
+    """One FSDP unit: the modules passed to FSDP, all modules inside them by name, and their dtype."""
 
     heads: list[nn.Module]
     modules: dict[str, nn.Module]
@@ -121,6 +121,7 @@ def _configure_units(model: nn.Module, units: list[nn.Module], settings: Setting
                 module.set_gradient_divide_factor(1.0)
     if settings.overlap_param_gather and settings.is_sharded:
         sharded: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]
+        # Backward runs in reverse: the unit before this one is needed first, then the one before that.
         for number, unit in enumerate(sharded):
             unit.set_modules_to_forward_prefetch(sharded[number + 1 : number + 2])
             unit.set_modules_to_backward_prefetch(sharded[max(0, number - 2) : number][::-1])
@@ -186,6 +187,7 @@ class _GradientCheck:
 def _distance_from_end(gradients: list[Tensor]) -> Tensor:
     """Number of gradients from the first one that is not finite on this rank to the last one; 0 if all are finite."""
     shards = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    # A rank can have an empty shard of a small parameter, which has no largest magnitude.
     filled = [number for number, shard in enumerate(shards) if shard.numel()]
     device = shards[0].device
     if not filled:

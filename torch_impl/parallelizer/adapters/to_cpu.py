@@ -35,6 +35,7 @@ def to_cpu(v: Any, *, local: bool = False) -> Any:
         raise ValueError(f"parallelizer.to_cpu: v is a DTensor on {v.device.type!r}{why}")
     if not local:
         with torch.no_grad():
+            # The result is for reading: it is detached, so that no backward has to communicate.
             return v.full_tensor().cpu()
     if any(placement.is_partial() for placement in v.placements):
         raise ValueError(

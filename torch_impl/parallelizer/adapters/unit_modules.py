@@ -57,6 +57,7 @@ def unit_instances(model: nn.Module, classes: Sequence[type], paths: Sequence[st
             )
     outermost: list[nn.Module] = []
     covered: set[int] = set()
+    # A module comes before those inside it, so that an inner instance is covered when it is reached.
     for module in modules:
         if isinstance(module, tuple(classes)) and id(module) not in covered:
             outermost.append(module)
@@ -118,6 +119,7 @@ def _attribute(begin: str, module: Any, path: list[str], names: list[str], missi
             kind = "class" if i else "module"
             matches = get_close_matches(name, dir(value), n=1, cutoff=0.0)
             nearest = f"; nearest: {matches[0]!r}" if matches else ""
+            # If the path has more packages than could be imported, the failed import is the cause, not the attribute.
             raise ValueError(f"{begin}: {kind} {owner!r} has no attribute {name!r}{nearest}") from missing or error
     if not isinstance(value, type):
         raise ValueError(f"{begin}: is a {type(value).__name__}, not a class")
