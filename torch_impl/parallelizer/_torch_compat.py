@@ -1,4 +1,4 @@
-"""Everything private of torch that the parallelizer uses; each attribute is looked up before it is used."""
+"""The private functions of torch that the parallelizer uses; each is looked up by name before it is used."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ def strided_shard(dim: int, parts: int) -> Placement:
 def replicate_module(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
     """Data parallelism with replicated parameters and reduced gradients, with the interface of `fully_shard`."""
     try:
+        # Imported here, so that a torch without it fails where it is needed and not when this module is imported.
         from torch.distributed._composable import replicate_with_fsdp
     except ImportError:
         raise _missing(torch.distributed, "_composable.replicate_with_fsdp") from None

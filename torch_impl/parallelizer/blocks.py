@@ -29,16 +29,16 @@ def units(model: nn.Module) -> list[list[nn.Module]]:
 
 
 def grouped(model: nn.Module, modules: list[nn.Module]) -> list[list[nn.Module]]:
-    """Groups of modules, those that share a parameter in one group.
+    """Group modules so that those that share a parameter are in one group.
 
     FSDP gives each parameter to one unit, so a module that shares one with the rest of the model is left to the root.
     """
     groups: list[list[nn.Module]] = []
     for module in modules:
         # 1. All groups that share a parameter with this module become one with it.
-        touched = [group for group in groups if _share(module, group)]
-        merged = [member for group in touched for member in group] + [module]
-        groups = [group for group in groups if group not in touched] + [merged]
+        overlapping = [group for group in groups if _share(module, group)]
+        union = [member for group in overlapping for member in group] + [module]
+        groups = [group for group in groups if group not in overlapping] + [union]
     # 2. A group that shares a parameter with a module outside of all groups goes to the root.
     outside = _parameters_outside(model, [module for group in groups for module in group])
     return [group for group in groups if not any(id(p) in outside for module in group for p in module.parameters())]
@@ -77,6 +77,7 @@ def _elements(module: nn.Module, is_inside: bool) -> Iterator[nn.Module]:
 
 def _is_list(module: nn.Module) -> bool:
     if isinstance(module, nn.ModuleDict):
+        # A pipeline stage lists its layers by their original numbers, with gaps that a ModuleList cannot have.
         return len(module) > 0 and all(key.isdigit() for key in module)
     return isinstance(module, nn.ModuleList)
 
@@ -100,6 +101,7 @@ def _recompute(module: nn.Module) -> None:
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=True, **kwargs)
 
+    # On the instance: names of parameters stay, and hooks run once, outside of what is recomputed.
     module.forward = recomputed
 
 

@@ -69,6 +69,7 @@ def fsdp_counts(
         # 3. Gathered in forward, again in backward unless it is the last block, then reduced.
         if shards > 1:
             counts.append(CollectiveCount("forward", "all_gather", axes[0], 1, gathered))
+            # The last block stays gathered from forward to backward, which begins with it.
             if number != last_block:
                 counts.append(CollectiveCount("backward", "all_gather", axes[0], 1, gathered))
             if reduced:
@@ -83,13 +84,14 @@ def style_counts(
 ) -> list[CollectiveCount] | None:
     """The collectives of one module under a style, its input being differentiable; None for a style without a rule.
 
-    `keeps_dtype` says that numbers keep their dtype: see `keeps_dtypes`.
+    `keeps_dtype` is True where the policy keeps every dtype: see `keeps_dtypes`.
     """
     if tp == 1 or isinstance(style, DividedInput) or type(style) is Replicated:
         return []
     if isinstance(style, ReplicatedOnShards):
         sizes = [p.numel() * _itemsizes(p.dtype, keeps_dtype)[0] for p in module.parameters() if p.requires_grad]
         return [CollectiveCount("backward", "all_reduce", axis, len(sizes), sum(sizes))] if sizes else []
+    # What other modules receive and return, as experts do, does not follow from the sizes of their parameters.
     if not isinstance(module, nn.Linear | nn.Embedding):
         return None
     size = tokens * _itemsizes(module.weight.dtype, keeps_dtype)[0]
@@ -114,15 +116,15 @@ def style_counts(
 
 
 def keeps_dtypes(model: nn.Module) -> bool:
-    """Whether the default policy narrows no number, as in a model with a parameter of float64."""
+    """Whether the default policy keeps every dtype, as it does for a model with a parameter of float64."""
     return any(parameter.dtype == torch.float64 for parameter in model.parameters())
 
 
 def _padded_numel(shape: tuple[int, ...], ranks: int) -> int:
-    """Numbers of a parameter, its first dim rounded up to a multiple of the ranks."""
+    """The number of elements of a parameter, its first dim rounded up to a multiple of the ranks."""
     return -(-shape[0] // ranks) * ranks * prod(shape[1:]) if shape else ranks
 
 
 def _itemsizes(dtype: torch.dtype, keeps_dtype: bool) -> tuple[int, int]:
-    """Bytes of a number in compute and of its gradient in reduction, under the default policy."""
+    """Bytes of an element in computation and of its gradient in reduction, under the default policy."""
     return (dtype.itemsize, dtype.itemsize) if keeps_dtype else (2, 4)

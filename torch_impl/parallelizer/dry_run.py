@@ -26,7 +26,7 @@ from torch_impl.parallelizer.tp_styles import placements_of, sharded_dim
 
 @dataclass(frozen=True)
 class ParameterShards:
-    """Parameters of one name, the number of the layer left open, and what a rank stores of them between steps."""
+    """One row of the table: a parameter of all layers, and what a rank stores of it between steps."""
 
     name: str
     count: int
@@ -38,8 +38,8 @@ class ParameterShards:
 
 @dataclass(frozen=True)
 class DryRun:
-    """The table. `unmatched` are keys of the model's plan that match nothing; of `unknown` modules the style has no
-    rule, so that their collectives are not counted."""
+    """What `dry_run` returns, printed as a table. `unmatched` are keys of the model's plan that match nothing; of
+    `unknown` modules the style has no rule, so that their collectives are not counted."""
 
     mesh: dict[str, int]
     parameters: tuple[ParameterShards, ...]
@@ -151,6 +151,7 @@ def _parameter_shards(
         on_tp = "Replicate()" if dim is None else f"Shard({dim})" + (" of each half" if parts > 1 else "")
         by_role = {"replicate": "Replicate()", "shard": "Shard(0)", "tp": on_tp}
         placements = ", ".join(f"{axes[role]} {how}" for role, how in by_role.items() if axes[role])
+        # With * for the number of its layer, a parameter has one name in all layers.
         key = generic(name), tuple(parameter.shape), placements, local
         rows.setdefault(key, []).append(prod(local) * parameter.element_size())
     return [
@@ -162,6 +163,7 @@ def _parameter_shards(
 def _unmatched(keys: Mapping[str, str], names: list[str]) -> list[str]:
     """Keys that match nothing, with or without the prefix of the inner model."""
     matched = [key for key in keys if names_of(key, names)]
+    # The plan of an inner model is read under several prefixes, of which one is right: the others match nothing.
     return [key for key in keys if key not in matched and not any(other.endswith(f".{key}") for other in matched)]
 
 
@@ -170,6 +172,7 @@ def _local_shape(shape: tuple[int, ...], placement: Placement | None, ranks: int
     dim, parts = sharded_dim(placement)
     if dim is None:
         return tuple(shape)
+    # DTensor's ceil rule, for each of the parts: the first rank has the longest shard.
     return (*shape[:dim], parts * -(-shape[dim] // (parts * ranks)), *shape[dim + 1 :])
 
 

@@ -148,6 +148,7 @@ def _policy(model: nn.Module, mp_policy: MixedPrecisionPolicy | None) -> MixedPr
     """The user's policy; else bfloat16 with float32 sums, and for a float64 model float64 throughout."""
     if mp_policy is not None:
         return mp_policy
+    # Who computes in float64 wants its digits, which bfloat16 would drop.
     if any(parameter.dtype == torch.float64 for parameter in model.parameters()):
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

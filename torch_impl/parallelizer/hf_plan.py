@@ -36,6 +36,7 @@ def _rowwise_of_full_input() -> ParallelStyle:
     return RowwiseParallel(input_layouts=Replicate())
 
 
+# Several names of one style are those of several releases of transformers.
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": Rowwise,
@@ -141,6 +142,7 @@ def style_names(model: nn.Module) -> dict[str, str]:
 def _entries(model: nn.Module) -> dict[str, str]:
     """The entries of all sources under the module names of this model; a later source wins."""
     entries: dict[str, str] = {}
+    # `vars`, since an attribute lookup would return the plan of the class where the instance has none.
     instance_plan = vars(model).get("_tp_plan")
     entries |= getattr(type(model), "_tp_plan", None) or {}
     entries |= instance_plan or {}
@@ -149,6 +151,7 @@ def _entries(model: nn.Module) -> dict[str, str]:
         if base is None:
             continue
         config = getattr(base, "config", None)
+        # The model's attribute was read above; a base model inside it has one too, or a plan in its config.
         plan = (getattr(base, "_tp_plan", None) if prefix else None) or getattr(config, "base_model_tp_plan", None)
         entries |= {f"{prefix}.{key}" if prefix else key: style for key, style in (plan or {}).items()}
     return entries
@@ -192,6 +195,7 @@ def _style(key: str, style: str) -> ParallelStyle:
 def _fold_into_owner(plan: dict[str, ParallelStyle], key: str, style: str) -> None:
     """Put the entry of a parameter into the style of its module."""
     path, _, leaf = key.rpartition(".")
+    # A key names one layer by its number, or all of them by *; the module's entry may be written either way.
     owner = plan.get(path) or plan.get(generic(path))
     if not isinstance(owner, Experts):
         has = f"its module has {type(owner).__name__}" if owner else "its module has no entry"

@@ -74,6 +74,7 @@ class MeshAxes:
         """The mesh for FSDP: the shard mesh, or with replicas (replicate, shard)."""
         if self.size(self.replicate) == 1 or self.replicate is None:
             return self.shard_mesh
+        # On two axes `fully_shard` shards parameters over the second and replicates them over the first.
         return concatenate([self.mesh[self.replicate], self.shard_mesh])
 
     @property
@@ -111,6 +112,7 @@ def roles_of(axes: tuple[str, ...]) -> tuple[dict[str, str | None], str]:
             f"device_mesh: axes {axes} mix older names {older} and newer names {newer}; "
             f"use {', '.join(OLDER.values())} or {', '.join(NEWER.values())}"
         )
+    # Axes that both generations name alike, as pp, do not tell them apart: then the newer names apply.
     generation = OLDER if older else NEWER
     roles = {role: name if name in axes else None for role, name in generation.items()}
     # 2. A flattened axis stands in place of the axes that it contains, not next to them.

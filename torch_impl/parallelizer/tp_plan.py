@@ -50,7 +50,7 @@ Plan = Annotated[Mapping[str, ParallelStyle], PlanKind()]
 
 
 class PlanEntry(NamedTuple):
-    """What a plan says of one module: the key that matched it, and the style."""
+    """The entry of a plan that applies to one module: the key that matched it, and the style."""
 
     key: str
     style: ParallelStyle
@@ -294,8 +294,8 @@ def shard_modules(model: nn.Module, styles: Styles, tp_mesh: DeviceMesh) -> None
         if name in frozen and parameter.requires_grad:
             parameter.requires_grad_(False)
     # 3. What was one parameter under several names became several: tie them again.
-    for first, *others in ties:
-        _tie(model, first, others)
+    for first, *aliases in ties:
+        _tie(model, first, aliases)
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:

@@ -41,7 +41,7 @@ def sum_over_ranks(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 class LocalForward(ParallelStyle):
-    """A style defines how the parameters are sharded and what happens before and after the forward."""
+    """Base class of styles: how the parameters are sharded, and what happens before and after the forward."""
 
     def placements(self, module: nn.Module) -> dict[str, Placement]:
         """Placement over tp of each parameter of the module, by its name. Errors: ValueError for another module."""
@@ -73,7 +73,7 @@ class LocalForward(ParallelStyle):
             owner.register_parameter(leaf, nn.Parameter(shard, requires_grad=parameter.requires_grad))
         names = tuple(placements)
         module.register_forward_pre_hook(partial(_hide_parameters, self, names, device_mesh), with_kwargs=True)
-        # Also after a forward that raises, so that nobody reads a local shard as `module.weight` afterwards.
+        # Also after a forward that raises, so that `module.weight` is the DTensor again and not a local shard.
         module.register_forward_hook(partial(_show_parameters, names), always_call=True)
         module.register_forward_hook(partial(_finish, self, device_mesh))
         return module
@@ -192,6 +192,7 @@ def _with_full_width(mesh: DeviceMesh, module: nn.Linear, args: tuple[Any, ...])
     x, *rest = args
     if isinstance(x, DTensor):
         return args
+    # Without a shape DTensor multiplies the local width by the ranks, which is wrong where shards are unequal.
     shape = torch.Size((*x.shape[:-1], module.in_features))
     stride = torch.empty(shape, device="meta").stride()
     return (DTensor.from_local(x, mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride), *rest)
@@ -203,7 +204,7 @@ def shard_of_halves(dim: int) -> Placement:
 
 
 def is_shard_of_halves(placement: Placement) -> bool:
-    """Whether a placement is one of `shard_of_halves`."""
+    """Whether a placement was made by `shard_of_halves`."""
     return type(placement) is type(shard_of_halves(0))
 
 
@@ -308,6 +309,7 @@ class Experts(LocalForward):
         self, module: nn.Module, mesh: DeviceMesh, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         def shared(x: Any) -> Any:
+            # Integers, such as the ids of the chosen experts, have no gradient.
             return sum_gradient(x, mesh) if isinstance(x, Tensor) and x.is_floating_point() else x
 
         return tuple(map(shared, args)), {name: shared(x) for name, x in kwargs.items()}
@@ -322,7 +324,7 @@ class Experts(LocalForward):
 def placements_of(style: ParallelStyle, module: nn.Module) -> dict[str, Placement]:
     """Placement over tp of each parameter that the style shards or replicates, by name, before it is applied.
 
-    Of a style that is neither torch's nor ours nothing is known, and nothing is returned.
+    A style that is neither torch's nor one of this module has no known placements: the result is empty.
 
     Errors: ValueError for a module that the style cannot shard.
     """
