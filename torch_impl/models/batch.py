@@ -51,12 +51,14 @@ def rank_stream(stream: Stream, cp_size: int, cp_rank: int, order: str = "dual_c
     Cost:   no collective; one copy of the offsets to the host.
     Errors: those of `TokenLayout.packed`; ValueError for ids or keep of another length than the stream.
     """
+    # 1. The layout, with which ids and keep must agree.
     layout = _layout(stream.cu_padded, stream.cu_real, cp_size, cp_rank, order)
     for name, tensor in (("ids", stream.ids), ("keep", stream.keep)):
         if tensor is not None and tensor.shape != (layout.total,):
             raise ValueError(
                 f"models.rank_stream: {name} is {list(tensor.shape)} but cu_padded ends at {layout.total}; pass [t]"
             )
+    # 2. Targets of the full stream, then the shards of this rank.
     targets = next_ids(stream, layout)
     return RankStream(layout.shard(stream.ids, 0)[None], layout.shard(targets, 0)[None], layout)
 
@@ -86,6 +88,7 @@ def layout_of(offsets: Int[Tensor, "1 2 q"], placement: Placement) -> TokenLayou
 
 
 def _layout(padded: Tensor, real: Tensor, cp_size: int, cp_rank: int, order: str) -> TokenLayout:
+    # A packed stream shards each document by DualChunkSwap, which is a kind of layout of its own.
     kind = "packed" if order == "dual_chunk_swap" else order
     return TokenLayout.packed(padded, real, cp_size=cp_size, cp_rank=cp_rank, kind=kind)
 
@@ -93,6 +96,7 @@ def _layout(padded: Tensor, real: Tensor, cp_size: int, cp_rank: int, order: str
 def next_ids(stream: Stream, layout: TokenLayout) -> Int[Tensor, " t"]:
     """The id after each token in its document, IGNORED where there is none or it does not count."""
     real = layout.cu_real.diff()[layout.sequence_ids]
+    # The last real token of a document has no next one; the roll gives it padding, or the next document's first id.
     counts = layout.position_ids + 1 < real
     if stream.keep is not None:
         counts = counts & stream.keep

@@ -42,6 +42,7 @@ class HybridConfig:
 
     def __post_init__(self) -> None:
         for name, size in vars(self).items():
+            # Every int here is a size; `is_tied` is an int too, as Python has it.
             if isinstance(size, int) and not isinstance(size, bool) and size < 1:
                 raise ValueError(f"models.HybridConfig: {name}={size} is not a size; it is 1 or more")
         for kind in self.layers:
@@ -81,6 +82,7 @@ class Placement:
 
     def __post_init__(self) -> None:
         for name in ("cp", "tp"):
+            # A dataclass generates its constructor, so that there is no function for `contract` to decorate.
             GroupKind(name).validate("models.Placement", name, getattr(self, name), {})
         for name, choices in {"exchange": EXCHANGES, "mamba": MAMBA, "order": ORDERS}.items():
             if getattr(self, name) not in choices:

@@ -60,6 +60,7 @@ class HybridLM(nn.Module):
         x = ids if self.embed_tokens is None else self.embed_tokens(ids)
         for layer in self.layers.children():  # a list, or in a stage a dict by the layers' numbers
             x = layer(x, token_layout)
+        # The norm goes with the head: a stage without them returns hidden states.
         if self.lm_head is None:
             return x
         logits = self.lm_head(self.norm(x))
@@ -74,6 +75,7 @@ class HybridLM(nn.Module):
 
         b is `microbatch_size`, `seq_len` counts this rank's tokens, floats have this `dtype` and a gradient.
         """
+        # The ranks' shards of the vocabulary may be unequal: DTensor rounds up, so that the last ones are shorter.
         start, end = ceil_range(self.config.vocab_size, self.placement.tp.size(), self.placement.tp.rank())
         ids = torch.empty(microbatch_size, seq_len, dtype=torch.int64, device="meta")
         hidden, logits = (
@@ -99,11 +101,13 @@ def tensor_parallel_plan(layers: tuple[str, ...]) -> dict[str, Style]:
     Cost, over tp, each of x or its gradient: a layer of attention forward 2 all_reduces, of the outputs of o_proj and
     down_proj, backward 5, one for the input of each column-wise layer; the embedding forward 1; the head backward 1.
     """
+    # Rows of the embedding are ids: each rank looks up those of its shard, and the sum over the ranks has all of them.
     plan: dict[str, Style] = {
         "embed_tokens": RowwiseParallel(input_layouts=Replicate()),
         "lm_head": ColwiseParallel(),
     }
     for index, kind in enumerate(layers):
+        # Columns of the first product, rows of the second: between the two a rank needs no other rank.
         if kind == "attention":
             plan |= {f"layers.{index}.{name}": ColwiseParallel() for name in COLUMNS}
             plan |= {f"layers.{index}.{name}": RowwiseParallel() for name in ROWS}

@@ -126,6 +126,7 @@ class MambaLayer(nn.Module):
             d_conv=config.conv_width,
             chunk_size=config.chunk_size,
             norm_eps=config.norm_eps,
+            # A function, since the strategy needs the mixer, whose constructor calls it.
             context_parallel=lambda mixer: strategy(placement.cp, **sizes, mixer=mixer, layout=placement.order),
             **factory,
         )
@@ -138,6 +139,7 @@ class MambaLayer(nn.Module):
 
 
 def _check_layout(layout: TokenLayout, order: str, rows: int) -> None:
+    # `packed` is DualChunkSwap of each document.
     kind = "dual_chunk_swap" if layout.kind == "packed" else layout.kind
     if layout.cp_size > 1 and kind != order:
         raise ValueError(

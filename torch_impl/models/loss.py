@@ -87,8 +87,8 @@ def gradient_norm(
     """sqrt(sum of squares) over all gradients, the same on every rank; a parameter without one counts as 0.
 
     A sharded gradient is summed over the axes that shard it, a replicated one is counted once, as its DTensor says.
-    Where the ranks of `pp` have different parameters, theirs are added; of one that two stages share pass one copy
-    alone (`pipelining.tied_weights.distinct_parameters`).
+    Where the ranks of `pp` have different parameters, their squares are added; of a parameter that two stages share
+    pass only one copy (`pipelining.tied_weights.distinct_parameters`).
 
     Cost:   1 all_reduce of one number for each axis of each way in which parameters are sharded, and 1 over pp.
     Errors: ValueError for a gradient that is still a partial sum.
@@ -99,7 +99,8 @@ def gradient_norm(
     for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         groups = _sharding_groups(gradient)
-        # By their ranks: of equal meshes DTensor may give either, each with groups of its own, on one rank and not all.
+        # Keyed by ranks: DTensor may return either of two equal meshes, whose groups differ, and not the same one
+        # on every rank.
         key = tuple(tuple(dist.get_process_group_ranks(group)) for group in groups)
         squares.setdefault(key, (groups, []))[1].append(local.to(accumulator(local.dtype)).square().sum())
     # 2. One number for each set of groups, summed over them.

@@ -58,15 +58,18 @@ def staged_step(
         shares  "dp=P cp=P tp=I pp=P", none on ranks without the last stage
 
     `schedule` and `stages` are those of `pipeline_model` for as many micro-batches of one row as there are `streams`,
-    `loss` its `loss_fn`; `groups` cut the batch, as for `valid_count`. Gradients are left on the parameters.
+    `loss` its `loss_fn`; `groups` shard the batch, as for `valid_count`. Gradients are left on the parameters.
 
     Cost:   that of the schedule, and of `valid_count`; 1 all_reduce of one int64 for each group, and one host read.
     Errors: ValueError for streams of different lengths on any rank, on every rank of the groups; for another number of
             streams than the schedule's.
     """
+    # 1. The count first: each micro-batch divides its loss by that of the full step.
     _check_lengths(streams, groups)
     targets = [stream.targets for stream in streams]
     loss.count = valid_count(targets, groups, loss.vocab_size)
+    # 2. The first stage takes ids, the last one targets, every stage the documents. These are passed as a tensor, since
+    #    a schedule splits tensors over the micro-batches and nothing else.
     shares: list[Tensor] = []
     schedule.step(
         *([torch.cat([stream.ids for stream in streams])] if any(stage.is_first for stage in stages) else []),
