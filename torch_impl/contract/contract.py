@@ -48,6 +48,7 @@ class Contract:
     def validate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Validate the `args` and `kwargs` of a call, in the order of the signature. Errors: TypeError, ValueError."""
         sizes: Sizes = {}
+        # By position or name, without `Signature.bind`, which costs more than the validation.
         for each in self.arguments:
             if each.position < len(args):
                 value = args[each.position]
@@ -82,6 +83,7 @@ def contract(function: Callable[P, R] | str, /) -> Any:
 
 def contract_of(public: Any) -> Contract | None:
     """The contract of a function, of an autograd Function or of a class's constructor; None if it states none."""
+    # A function states its contract itself, an autograd Function on `forward`, a class on `__init__`.
     for entry in (public, getattr(public, "forward", None), getattr(public, "__init__", None)):
         stated = getattr(entry, "__contract__", None)
         if stated is not None:
@@ -129,13 +131,15 @@ def _read(function: Callable[..., Any], name: str) -> Contract:
     signature = inspect.signature(function)
     arguments = []
     for position, parameter in enumerate(signature.parameters.values()):
+        # `*args` and `**kwargs` have no one value that a kind could validate.
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         keyword_only = parameter.kind is parameter.KEYWORD_ONLY
-        kind, takes_none, others = _kind_of(_meaning(parameter.annotation, function))
+        kind, takes_none, other_types = _kind_of(_meaning(parameter.annotation, function))
         if kind is not None:
+            # Beyond every positional argument of a call, so that it is looked up by name.
             place = len(signature.parameters) if keyword_only else position
-            arguments.append(Argument(parameter.name, place, kind, takes_none, others))
+            arguments.append(Argument(parameter.name, place, kind, takes_none, other_types))
     return Contract(name, tuple(arguments), tuple(_outputs(_meaning(signature.return_annotation, function))))
 
 
@@ -144,10 +148,11 @@ def _kind_of(annotation: Any) -> tuple[Kind | None, bool, tuple[Any, ...]]:
     members = list(_members(annotation))
     takes_none = any(member in (None, NoneType) for member in members)
     kinds = [kind for kind in map(_kind_of_member, members) if kind is not None]
-    others = tuple(member for member in members if member not in (None, NoneType) and _kind_of_member(member) is None)
-    if len(kinds) != 1 or any(other is Any for other in others):
+    types = tuple(member for member in members if member not in (None, NoneType) and _kind_of_member(member) is None)
+    # Any accepts everything, and of two kinds neither decides: such a union is not validated.
+    if len(kinds) != 1 or any(member is Any for member in types):
         return None, takes_none, ()
-    return kinds[0], takes_none, others
+    return kinds[0], takes_none, types
 
 
 def _kind_of_member(member: Any) -> Kind | None:
@@ -183,7 +188,7 @@ def _spec(kind: Any) -> str | None:
 
 
 def _is_one_of(value: Any, types: tuple[Any, ...]) -> bool:
-    """Whether a value is of one of the types; one that was not imported is known by its name."""
+    """Whether a value is of one of the types; a type that was not imported is compared by its name."""
     for each in types:
         if isinstance(each, _Unresolved):
             name = each.name.rpartition(".")[2]
@@ -220,14 +225,15 @@ class _Unresolved:
 
 
 def _meaning(annotation: Any, function: Callable[..., Any]) -> Any:
-    """What an annotation means, be it written as a string or not."""
+    """The object that an annotation stands for, written as a string or not."""
     if annotation is inspect.Parameter.empty:
         return Any
     if not isinstance(annotation, str):
         return annotation
+    # A name that only a type checker imports becomes a placeholder, so that the rest of the annotation still counts.
     code = compile(annotation, f"<annotation of {function.__qualname__}>", "eval")
-    known = {**vars(builtins), **function.__globals__, **_nonlocals(function)}
-    return eval(code, {name: known.get(name, _Unresolved(name)) for name in code.co_names})
+    namespace = {**vars(builtins), **function.__globals__, **_nonlocals(function)}
+    return eval(code, {name: namespace.get(name, _Unresolved(name)) for name in code.co_names})
 
 
 def _nonlocals(function: Callable[..., Any]) -> dict[str, Any]:

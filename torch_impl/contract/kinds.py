@@ -1,7 +1,7 @@
-"""What an argument can be: a number in a range, one of several values, a value of a type.
+"""The kinds of arguments without tensors: a number in a range, one of several values, a value of a type.
 
-A kind validates one argument. Settings decide and no value is read from a device, so that each rank comes to the same
-answer before anything is sent. Nothing here loads torch: schedules of pipelines are made and simulated without it.
+A kind validates one argument. No value is read from a device, so that every rank comes to the same answer before
+anything is sent. Nothing here loads torch: schedules of pipelines are built and simulated without it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def type_name(value: object) -> str:
 
 @dataclass(frozen=True)
 class Number:
-    """A number in a range; `remedy` ends the message. Not finite numbers are rejected."""
+    """A number in a range; `remedy` ends the message. Infinity and NaN are rejected."""
 
     low: int | float = -math.inf
     above: bool = False  # whether `low` itself is outside
@@ -46,7 +46,7 @@ class Number:
     remedy: str = ""
 
     def validate(self, function: str, name: str, value: Any, sizes: Sizes) -> None:
-        """Reject a `value` that is none of it; `function`, `name` and `sizes` are those of `Kind.validate`.
+        """Reject a `value` outside of the range; `function`, `name` and `sizes` are those of `Kind.validate`.
 
         Errors: TypeError, ValueError.
         """
@@ -55,6 +55,7 @@ class Number:
                 raise TypeError(f"{function}: {name}={value!r} is {type_name(value)}; pass an int{self.remedy}")
         elif not _is_real(value):
             raise TypeError(f"{function}: {name}={value!r} is {type_name(value)}; pass a number{self.remedy}")
+        # With `not`, so that NaN is rejected too: it compares as False.
         if not (value > self.low if self.above else value >= self.low):
             rule = "be positive" if self.above and self.low == 0 else f"be at least {self.low:g}"
             raise ValueError(f"{function}: {name}={value} must {rule}{self.remedy}")
@@ -63,7 +64,7 @@ class Number:
 
 
 def _is_int(value: Any) -> bool:
-    """Whether a value is an integer of Python, numpy or torch, symbolic ones included; a bool is none."""
+    """Whether a value is an integer of Python, numpy or torch, symbolic ones included; a bool is not one."""
     if type(value) is int or _is_symbolic(value):
         return True
     if isinstance(value, bool):
@@ -93,7 +94,7 @@ class OneOf:
     choices: tuple[Any, ...]
 
     def validate(self, function: str, name: str, value: Any, sizes: Sizes) -> None:
-        """Reject a `value` that is none of it; `function`, `name` and `sizes` are those of `Kind.validate`.
+        """Reject a `value` that is not among the choices; `function`, `name` and `sizes` are those of `Kind.validate`.
 
         Errors: TypeError, ValueError.
         """
@@ -123,8 +124,8 @@ class Instance:
 
     def validate(self, function: str, name: str, value: Any, sizes: Sizes) -> None:
         if not isinstance(value, self.type):
-            shown = f"{name}={value!r}" if self.shows_value else name
-            raise TypeError(f"{function}: {shown} is {type_name(value)}; {self.advice}")
+            label = f"{name}={value!r}" if self.shows_value else name
+            raise TypeError(f"{function}: {label} is {type_name(value)}; {self.advice}")
 
 
 Positive = Annotated[float, Number(0, above=True)]

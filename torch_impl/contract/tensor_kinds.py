@@ -67,6 +67,7 @@ class TensorKind:
     has_trailing: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        # `axis=type` says the gradient type on an axis and is not a dim.
         dims = [word for word in self.spec.split() if "=" not in word]
         object.__setattr__(self, "has_leading", dims[:1] == [LEADING])
         object.__setattr__(self, "has_trailing", dims[1:] != [] and dims[-1] == LEADING)
@@ -81,12 +82,13 @@ class TensorKind:
             subject = "" if rule.startswith("token") else "logits " if "logits" in name else "it "
             raise TypeError(f"{function}: {name} is {dtype_name(value)}; {subject}{rule}")
         # 2. The number of dims.
-        own = len(self.dims)
-        if value.ndim < own or (value.ndim > own and not (self.has_leading or self.has_trailing)):
+        n_dims = len(self.dims)
+        if value.ndim < n_dims or (value.ndim > n_dims and not (self.has_leading or self.has_trailing)):
             self._reject_ndim(function, name, value, sizes)
         # 3. The leading dims, then each other one, agree with those of the arguments before.
-        shape, first = value.shape, 0 if self.has_trailing else value.ndim - own
+        shape, first = value.shape, 0 if self.has_trailing else value.ndim - n_dims
         if self.has_leading:
+            # The first argument to have the dims sets them, the others are compared with it.
             leading, setter = sizes.setdefault(LEADING, (shape[:first], name))
             if leading != shape[:first]:
                 raise ValueError(
@@ -150,6 +152,7 @@ class _GroupAnnotation:
 
 
 if TYPE_CHECKING:
+    # A type checker sees the first item alone: a Tensor, a ProcessGroup.
     from typing import Annotated as Group
     from typing import Annotated as Sharded
     from typing import Annotated as ShardedAny
