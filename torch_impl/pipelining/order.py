@@ -122,6 +122,7 @@ def check_computed(order: Order, stage_to_rank: Sequence[int] | Mapping[int, int
             earlier = action._replace(kind=kind)
             if earlier not in seen:
                 raise InvalidOrder(rank, position, f"'{action}' stands before '{earlier}'")
+        # A backward is full or in two halves, never both.
         for kind in {"B": "IW", "I": "B", "W": "B"}.get(action.kind, ""):
             if action._replace(kind=kind) in seen:
                 raise InvalidOrder(
@@ -169,6 +170,7 @@ def _check_complete(
         if not 0 <= rank < len(order):
             raise InvalidOrder(rank, 0, f"stage {stage} is on rank {rank}; the order has {len(order)}")
         for microbatch in range(n_microbatches):
+            # A backward that has begun with its input half ends with its weight half.
             backward = "W" if Action(stage, "I", microbatch) in seen else "B"
             for kind in ("F", backward):
                 if Action(stage, kind, microbatch) not in seen:
@@ -243,6 +245,7 @@ def _check_message(
 
 def _computed_with(places: dict[Action, Place], stage: int, sent: str, microbatch: int) -> Action:
     """The forward, or the backward that computes the input gradient: I if the backward is split, else B."""
+    # The weight half neither needs a message nor produces one.
     halved = Action(stage, "I", microbatch)
     return halved if sent == "B" and halved in places else Action(stage, sent, microbatch)
 
@@ -267,6 +270,7 @@ def _check_turns(order: Order, ranks: Sequence[int]) -> None:
             if action and action.kind in ("SEND_F", "SEND_B"):
                 step = 1 if action.kind == "SEND_F" else -1
                 to = action.stage + step
+                # As the receive that must match it, so that the two lists can be compared.
                 sent[rank, ranks[to]].append(Action(to, f"RECV_{action.kind[-1]}", action.microbatch))
             elif action and action.kind in ("RECV_F", "RECV_B"):
                 source = ranks[action.stage - (1 if action.kind == "RECV_F" else -1)]
@@ -283,6 +287,7 @@ def _check_turns(order: Order, ranks: Sequence[int]) -> None:
 
 def _check_stage_actions(order: Order, places: dict[Action, Place]) -> None:
     """A sharded stage is gathered when it computes; its gradient is reduced once, after its last backward."""
+    # A stage that the order never gathers is not sharded, and has nothing to be gathered for.
     uses_sharding = {action.stage for action in places if action.kind in ("UNSHARD", "RESHARD")}
     for rank, actions in enumerate(order):
         gathered: set[int] = set()

@@ -43,6 +43,7 @@ def stage_ids_this_rank(
 
 def stage_ids(pp_rank: int, pp_size: int, num_stages: int, style: str) -> tuple[int, ...]:
     """Stages of one rank; `stage_ids_this_rank` validates."""
+    # Each pass deals out pp_size stages, one to each rank; under `v` every second pass runs backwards.
     reversed_rank = pp_size - 1 - pp_rank if style == "v" else pp_rank
     passes = range(num_stages // pp_size)
     return tuple(k * pp_size + (reversed_rank if k % 2 else pp_rank) for k in passes)
@@ -150,6 +151,7 @@ def _problem(stages: int, num_layers: int, pp_size: int, is_single: bool) -> str
 
 def _advice(num_layers: int, layers_per_stage: int | None, pp_size: int, is_single: bool, rounding: str | None) -> str:
     """The largest layers_per_stage that every rule accepts, and the roundings that would accept the one passed."""
+    # From the largest down: the fewest stages, and with them the fewest messages, come first.
     for per_stage in range(num_layers, 0, -1):
         stages = _stages(num_layers, per_stage, pp_size, is_single, rounding)
         if not _problem(stages, num_layers, pp_size, is_single):
@@ -166,6 +168,7 @@ def _roundings(num_layers: int, per_stage: int | None, pp_size: int, is_single: 
     return "".join(f", or round_to_pp_multiple={each!r}" for each in legal)
 
 
+# Names under which transformers' families have encoders of images and sound, and what projects their outputs.
 MULTIMODAL = (
     "vision_tower",
     "visual",
@@ -220,15 +223,18 @@ def generate_hf_model_fqn_per_model_part(
         )
     _check_names(extra_module_fqns)
     counts = layer_counts(num_stages, num_layers, embed_cost, head_cost)
+    # 1. The layers of each stage, in order.
     ends = list(accumulate(counts))
     stages = [
         [f"{fqn_prefix}layers.{layer}" for layer in range(end - count, end)]
         for count, end in zip(counts, ends, strict=True)
     ]
+    # 2. What comes before the layers goes to the first stage, what comes after them to the last.
     encoders = [f"{fqn_prefix}{module}" for module in MULTIMODAL] if include_multimodal_encoders else []
     embedding = [f"{fqn_prefix}embed_tokens"] if include_embeddings else []
     stages[0] = [*embedding, *encoders, *(extra_module_fqns or ()), *stages[0]]
     stages[-1] += [f"{fqn_prefix}norm", *([lm_head_fqn] if include_lm_head else [])]
+    # 3. The rotary embedding has no parameters: every stage can have its copy.
     return [[*stage, *([f"{fqn_prefix}rotary_emb"] if include_rotary_emb else [])] for stage in stages]
 
 

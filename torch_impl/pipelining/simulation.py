@@ -39,7 +39,7 @@ class Times:
 
     `p2p` is what a message between two ranks takes; within a rank nothing is sent.
 
-    Errors: TypeError for what is not a number; ValueError for negative numbers or such as are not finite.
+    Errors: TypeError for what is not a number; ValueError for a number that is negative, infinite or NaN.
     """
 
     f: Time = 1.0
@@ -123,6 +123,7 @@ def run_order(order: Order, ranks: Sequence[int], times: Times) -> list[Event]:
                 # 2. It starts when its rank is free and all its inputs have arrived.
                 arrivals = [done[source] + (times.p2p if is_remote else 0) for source, is_remote in inputs]
                 start = max([free_at[rank], *arrivals])
+                # A message takes no time of its rank: it is sent as soon as the rank comes to it.
                 stop = start
                 if action.kind in COMPUTED:
                     stop = start + times.of(action)
@@ -155,6 +156,7 @@ def _input_from(
     source: int, stage: int, kind: str, m: int | None, ranks: Sequence[int], sends: bool
 ) -> tuple[Action, bool]:
     is_remote = ranks[source] != ranks[stage]
+    # Where an order states messages, an input comes when it is sent, which may be later than when it is computed.
     return Action(source, f"SEND_{kind}" if is_remote and sends else kind, m), is_remote
 
 
@@ -243,6 +245,7 @@ class Timeline:
                 changes.setdefault(event.start, []).append(1)
             elif event.action.kind in ("B", "W"):
                 changes.setdefault(event.stop, []).append(-1)
+        # All changes of one time at once, so that what ends then is freed before what starts.
         live, counts = 0, []
         for time in sorted(changes):
             live += sum(changes[time])
@@ -268,6 +271,7 @@ class Timeline:
                 first, last = round(event.start / unit), round(event.stop / unit)
                 letter = event.action.kind
                 name = f"{letter.lower() if self.chunk(event.action.stage) % 2 else letter}{event.action.microbatch}"
+                # What is shorter than a column has no cell; what is longer goes on in dashes.
                 cells[first:last] = [name, *["-"] * (last - first - 1)][: last - first]
             lines.append((f"rank {rank}", cells, f"idle {self.bubble[rank]:.1%}, live {self.peak_live[rank]}"))
         width = max((len(cell) for _, cells, _ in lines for cell in cells), default=1)
@@ -282,6 +286,7 @@ class Timeline:
     def _columns(self) -> tuple[int, Number]:
         """How many columns the grid has, and the time of one: the greatest common divisor of all times."""
         times = [Fraction(time) for event in self.events for time in (event.start, event.stop)]
+        # Every float is exactly a fraction, so that all times have a common divisor; a tiny one is rounded up below.
         denominator = math.lcm(*(time.denominator for time in times))
         divisor = math.gcd(*(int(time * denominator) for time in times))
         if not divisor:
