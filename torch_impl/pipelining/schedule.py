@@ -101,6 +101,7 @@ def choose_schedule(
     if path is None and name is None:
         raise ValueError(f"{NAME}: {ARGUMENT}=None and {BY_NAME}=None; pass one of them")
     rule = None if name is None else rule_of(f"{NAME}: {BY_NAME}", name)
+    # A file decides, also next to a name, which is compared with it when the stages are known.
     if path is not None:
         file = read_csv(path, pp_size=pp_size, n_microbatches=n)
         return ScheduleChoice(rule, file, path, n, local_batch_size)
@@ -179,6 +180,7 @@ def _check_stages_of_file(file: CsvSchedule, path: Any, stages: list[PipelineSta
             f"{NAME}: {ARGUMENT}={os.fspath(path)!r} has {len(file.stage_to_rank)} stages, the model "
             f"{stages[0].num_stages}; split the model into as many as the file has"
         )
+    # With a complete file torch gathers a sharded stage only where the file says so.
     gathered = {action.stage for row in file.order for action in row if action and action.kind == "UNSHARD"}
     for stage in stages:
         if file.has_communication and isinstance(stage.submod, FSDPModule) and stage.stage_index not in gathered:
@@ -191,6 +193,7 @@ def _check_stages_of_file(file: CsvSchedule, path: Any, stages: list[PipelineSta
 def _check_rule(rule: Rule, ranks: int, count: int, n: int, file: CsvSchedule | None) -> None:
     """The stages and micro-batches, or the file, fit the named schedule. Errors: ValueError."""
     if file:
+        # The order is the file's; of the named schedule it must have the stages, their ranks and the micro-batches.
         problems = [stages_problem(rule, each) for each in file.stages_per_rank]
         is_placed = count % ranks == 0 and file.stage_to_rank == ranks_of_stages(ranks, count, rule.style)
         if not is_placed:
@@ -250,6 +253,7 @@ def _with_reductions(file: CsvSchedule) -> list[list[Action | None]]:
 
 def _with_reductions_of_rank(row: list[Action | None]) -> list[Action | None]:
     parts = [(position, part) for position, action in enumerate(row) if action for part in action.parts]
+    # A stage's gradient is complete after its last backward, or the last weight half of one.
     last = {part.stage: position for position, part in parts if part.kind in "BW"}
     stated = {part.stage for _, part in parts if part.kind == "REDUCE_GRAD"}
     complete: list[Action | None] = []
@@ -283,6 +287,7 @@ def scale_grads_by_divisor(stages: list[PipelineStage], divisor: Divisor) -> Non
             raise TypeError(
                 f"pipelining.scale_grads_by_divisor: stages[{index}] is {type_name(stage)}; pass a PipelineStage"
             )
+    # By identity, so that a parameter that two stages share is divided once.
     parameters = {id(parameter): parameter for stage in stages for parameter in stage.submod.parameters()}
     with torch.no_grad():
         for parameter in parameters.values():
@@ -319,6 +324,7 @@ def _recorded(stage: PipelineStage, actions: list[Action]) -> Iterator[None]:
         actions.append(Action(stage.stage_index, "W", chunk))
         return original(chunk, *args, **kwargs)
 
+    # torch runs a full backward and its input half by one method, told apart by an argument.
     names = {"forward_one_chunk": forward, "backward_one_chunk": backward, "backward_weight_one_chunk": weights}
     outer = {name: vars(stage)[name] for name in names if name in vars(stage)}  # set by a block around this one
     for name, record in names.items():
@@ -328,5 +334,6 @@ def _recorded(stage: PipelineStage, actions: list[Action]) -> Iterator[None]:
         yield
     finally:
         for name in names:
+            # Without the attribute of the instance the method of the class is back.
             delattr(stage, name)
         vars(stage).update(outer)
