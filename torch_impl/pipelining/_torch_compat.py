@@ -34,6 +34,7 @@ def schedule_of_order(
     parse = of_torch(of_torch(schedules, "_Action"), "from_str")
     prepare = of_torch(runtime, "_prepare_schedule_with_comms")
     schedule = runtime(stages, n_microbatches, loss_fn=loss_fn, scale_grads=scale)
+    # Actions print in the notation that torch parses.
     actions = {rank: [parse(str(action)) for action in row if action] for rank, row in enumerate(order)}
     schedule.pipeline_order = actions
     prepare(schedule, actions, format="compute_comms" if has_communication else "compute_only")
@@ -84,6 +85,7 @@ def _set_metas_of_2_11(stage: Any, inputs: Sequence[torch.Tensor], outputs: Sequ
 
 
 def _without_strides(check: Callable[..., None], outputs: Sequence[torch.Tensor]) -> None:
+    # Empty tensors are contiguous, as the static outputs are with which torch compares them.
     check(tuple(torch.empty(x.shape, dtype=x.dtype, device="meta") for x in outputs))
 
 
@@ -118,6 +120,7 @@ def forget_shapes(schedule: Any, stages: Sequence[PipelineStage]) -> None:
         for name in ("args_recv_info", "grad_recv_info"):
             of_torch(stage, name).clear()
         writable.grad_send_info = None
+    # The flags have one name in schedules of one stage, and another in those of several.
     names = [name for name in vars(schedule) if name.endswith(("_forward_initialized", "_backward_initialized"))]
     if len(names) != 2:
         of_torch(schedule, "_stages_forward_initialized")

@@ -1,5 +1,5 @@
-"""The parts of a model: its stack of layers, what comes before and after it, and what every stage needs; and a
-validation of the modules that a caller assigns to stages."""
+"""The parts of a model: its stack of layers, what comes before and after it, and what every stage needs; and the
+checks of the modules that a caller assigns to stages."""
 
 from __future__ import annotations
 
@@ -114,6 +114,7 @@ def _inner(model: nn.Module) -> str:
     ]
     if not candidates:
         raise ValueError(f"{NAME}: {type(model).__name__} has no nn.ModuleList of layers to be split")
+    # A list inside a layer, such as its experts, has a longer name than the list of layers.
     return min(candidates, key=lambda name: len(name.split(".")) if name else 0)
 
 
@@ -157,6 +158,7 @@ def check_names(model: nn.Module, parts: ModelParts, module_names_per_stage: obj
         stages.append([name for name in names if name in modules])
     _check_layers(parts, stages)
     _check_ends(parts, stages)
+    # Modules without parameters need not be named: those before the layers go to the first stage, the shared to all.
     needed = [(*parts.parameterless, *parts.shared), *[parts.shared] * (len(stages) - 1)]
     return [
         [*names, *(name for name in of_stage if name not in names)]

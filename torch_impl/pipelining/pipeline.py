@@ -98,6 +98,7 @@ def pipeline_model(
         world_mesh[pp_axis_name].size(),
         loss_fn,
     )
+    # Here, so that a config without sizes is an error before the model is split.
     sizes = None if seq_len is None else _get_hidden_and_vocab_size(getattr(model, "config", None))
     # 2. Split the model, and shard each part.
     stages, parts = split_model(
@@ -118,6 +119,7 @@ def pipeline_model(
         names |= dict(ep_axis_name=ep_axis_name, ep_shard_axis_names=ep_shard_axis_names)
         parts = [_sharded(parallelize_fn, part, world_mesh, moe_mesh, names) for part in parts]
         for stage, part in zip(stages, parts, strict=True):
+            # The function may have returned another module, which the stage must run.
             stage.submod = part
     if patch_stage_backward_maybe_with_nosync:
         _check_reduced_once(parts)

@@ -1,5 +1,5 @@
-"""Shapes of what enters and leaves each stage, set in advance so that no stage has to run to infer them; and a
-validation of each step's batch against them."""
+"""Shapes of what enters and leaves each stage, set in advance so that no stage has to run to infer them; and the check
+of each step's batch against them."""
 
 from __future__ import annotations
 
@@ -75,6 +75,7 @@ def set_shapes(
     for stage in stages:
         dtype = tensor_dtype or emitted_dtype(stage.submod)
         key = (microbatch_size, seq_len, dtype)
+        # Only a change is reported: `reset_pp_stage_shapes` then drops buffers, which the same shapes can use again.
         if getattr(stage, "static_key", None) != key:
             entering, leaving = _metas(stage, sizes, key)
             set_static_shapes(stage, entering, leaving, key)
@@ -110,6 +111,7 @@ def reset_pp_stage_shapes(
 def _metas(stage: PipelineStage, sizes: tuple[int, int], key: tuple[int, int, torch.dtype]) -> Any:
     """The tensors that enter a stage and those that leave it, on meta."""
     microbatch, length, dtype = key
+    # A module's method decides; otherwise the layout of transformers is assumed: ids enter, a head returns logits.
     metas_of_module = getattr(stage.submod, "get_pipeline_stage_metas", None)
     if metas_of_module is not None:
         return metas_of_module(stage.is_first, microbatch, length, dtype)
@@ -130,6 +132,7 @@ def check_batches_of_each_step(schedule: Any, stages: Sequence[PipelineStage], l
     lengths: set[int] = set()  # sequence lengths of earlier steps, for which stages have inferred shapes
 
     def checked_step(*args: Any, target: Any = None, **kwargs: Any) -> Any:
+        # The model's inputs may be passed by position or by name; these two names are options of `step`.
         inputs = args or set(kwargs) - {"losses", "return_outputs"}
         _check_inputs(schedule, stages, bool(inputs), target)
         for name, x in (*((f"args[{index}]", x) for index, x in enumerate(args)), ("target", target)):
@@ -169,6 +172,7 @@ def _check_batch(
             f"pipelining.step: {name} has s={x.shape[1]}, the stages were set to seq_len={key[1]}; call "
             "reset_pp_stage_shapes on every rank first"
         )
+    # Without set shapes torch infers them at the first step, and uses them for all later ones.
     if not key and lengths and x.shape[1] not in lengths:
         raise ValueError(
             f"pipelining.step: {name} has s={x.shape[1]}, the first step had s={min(lengths)}; call "

@@ -168,6 +168,7 @@ def _part(model: nn.Module, names: Sequence[Sequence[str]], stage: int, local_st
 
     def move_or_copy(path: str, module: nn.Module) -> nn.Module:
         first = next(other for other in local_stages if path in names[other])
+        # A copy, so that what is done to one stage, as sharding it, does not change the other.
         return module if first == stage else copy.deepcopy(module)
 
     return shell(model, set(names[stage]), move_or_copy)

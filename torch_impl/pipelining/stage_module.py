@@ -23,6 +23,7 @@ def shell(
     Other modules become None, or are missing from the dict by original index that replaces a list. `removed_modules`
     lists them, also those inside other modules, by the names that plans for tensor parallelism use.
     """
+    # A shallow copy shares its tables with the model; with copies, changes to the one do not reach the other.
     clone = copy.copy(module)
     for name, table in vars(clone).items():
         if isinstance(table, (dict, set)):  # parameters, buffers, hooks
@@ -68,6 +69,7 @@ def run_as_family(inner: nn.Module, layers: str, count: int, skippable: tuple[st
         with _completed(inner, layers, count, skippable, _by_name(x).get("inputs_embeds")) as other_layers:
             output = family(inner, **_by_name(x), use_cache=False, **kwargs)
             hidden = output if isinstance(output, Tensor) else output[0]
+            # Without the norm, the family must return what its last layer returned.
             if not has_last:
                 other_layers.check(count, hidden)
         return hidden
@@ -83,6 +85,7 @@ def run_head(outer: nn.Module, inner: nn.Module, heads: tuple[str, ...]) -> None
 
     def forward(x: Tensor, **kwargs: Any) -> Tensor:
         if not has_heads:
+            # This is an argument of the head, which the inner forward does not have.
             kwargs.pop("logits_to_keep", None)
             return inner(x, **kwargs)
         # The family's head needs what the family's inner forward returns, and not its first tensor alone.
@@ -108,6 +111,7 @@ def _completed(
 ) -> Iterator[_OtherLayers]:
     """Inside, the layers are a list of all, in which those of other stages are the identity, and so are missing
     modules."""
+    # The family indexes and counts its layers, so that the list has them all.
     stage_layers: Mapping[str, nn.Module] = dict(getattr(inner, layers).items())
     other_layers = _OtherLayers(type(inner).__name__, {int(number) for number in stage_layers}, entering)
     replaced: dict[str, Any] = {

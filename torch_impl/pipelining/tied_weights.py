@@ -120,6 +120,7 @@ def _exchange(gradient: Tensor, stage: PipelineStage, other: int) -> Tensor:
     """The gradient of the other copy, from the rank of the other stage; that rank receives this one."""
     received = torch.empty_like(gradient, memory_format=torch.contiguous_format)
     group, peer = stage.group, stage.stage_index_to_group_rank[other]
+    # Both directions in one batch: two ranks that both sent first could wait for each other.
     works = dist.batch_isend_irecv(
         [
             dist.P2POp(dist.isend, gradient.contiguous(), group=group, group_peer=peer),
