@@ -1,4 +1,4 @@
-"""Where positions live, in NumPy alone: ranks import it without JAX."""
+"""Which positions each rank has under a layout, in NumPy alone: ranks import it without JAX."""
 
 from jax_ref.layouts.reference import DIGITS as DIGITS
 from jax_ref.layouts.reference import ceil_lengths as ceil_lengths

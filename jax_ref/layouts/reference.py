@@ -1,7 +1,8 @@
-"""Where positions live, stated from the definition in NumPy alone; the harness shards and restores arrays by these.
+"""Which positions each rank has under a layout, by definition, in NumPy alone. The harness shards and restores arrays
+by these.
 
 A layout is a function of a size and a number of ranks that returns the positions of each rank. Production computes the
-same by index arithmetic; here arrays are reshaped, flipped and sliced, so that one mistake cannot stand in both.
+same by index arithmetic; here arrays are reshaped, flipped and sliced, so that both cannot have the same mistake.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,17 +19,17 @@ MULTIPLES = {
     "ragged": lambda world: 1,
     "dual_chunk_swap": lambda world: 2 * world,
     "striped": lambda world: world,
-    "packed": lambda world: 1,  # asks nothing of the total; each sequence must suit dual_chunk_swap
+    "packed": lambda world: 1,  # any total will do; each sequence must suit dual_chunk_swap
 }
 
 
 def needs(layout: str, world: int) -> int:
-    """The number of which a size must be a multiple; 1 where anything will do, as for custom layouts."""
+    """The number of which a size must be a multiple; 1 where any size will do, as for custom layouts."""
     return MULTIPLES[layout](world) if layout in MULTIPLES else 1
 
 
 def uncuttable(dim: str, size: int, axis: str, world: int, layout: str) -> str | None:
-    """Why `dim` cannot be cut, or None if it can.
+    """Why a layout cannot shard `dim`, or None if it can.
 
     >>> uncuttable("s", 30, "cp", 4, "dual_chunk_swap")
     's=30 cannot be cut by dual_chunk_swap over cp=4 (needs a multiple of 8); pad to 32'
@@ -48,7 +49,7 @@ def uncuttable(dim: str, size: int, axis: str, world: int, layout: str) -> str |
 
 
 def check_cuttable(size: int, world: int, layout: str) -> None:
-    """Raise the sentence as a ValueError, in the layout function's own words `size` and `world`."""
+    """Raise ValueError if a layout cannot shard the size, in terms of its arguments `size` and `world`."""
     sentence = uncuttable("size", size, "world", world, layout)
     if sentence:
         raise ValueError(sentence)
@@ -58,7 +59,7 @@ def check_cuttable(size: int, world: int, layout: str) -> None:
 
 
 def contiguous(size: int, world: int) -> list[np.ndarray]:
-    """Rank r holds block r of `world` equal blocks.
+    """Rank r has block r of `world` equal blocks.
 
     >>> contiguous(6, 3)
     [array([0, 1]), array([2, 3]), array([4, 5])]
@@ -68,7 +69,7 @@ def contiguous(size: int, world: int) -> list[np.ndarray]:
 
 
 def striped(size: int, world: int) -> list[np.ndarray]:
-    """Rank r holds positions r, r + world, r + 2 * world, ...
+    """Rank r has positions r, r + world, r + 2 * world, ...
 
     >>> striped(6, 3)
     [array([0, 3]), array([1, 4]), array([2, 5])]
@@ -80,7 +81,7 @@ def striped(size: int, world: int) -> list[np.ndarray]:
 
 
 def dual_chunk_swap(size: int, world: int) -> list[np.ndarray]:
-    """Of 2 * world equal chunks, rank r holds chunk r, then chunk 2 * world - 1 - r.
+    """Of 2 * world equal chunks, rank r has chunk r, then chunk 2 * world - 1 - r.
 
     >>> dual_chunk_swap(8, 2)
     [array([0, 1, 6, 7]), array([2, 3, 4, 5])]
@@ -88,6 +89,7 @@ def dual_chunk_swap(size: int, world: int) -> list[np.ndarray]:
     Source: arXiv 2310.03294 (balanced causal work); the chunk order is Megatron-LM's.
     """
     check_cuttable(size, world, "dual_chunk_swap")
+    # Early chunks see few keys and late ones many: the pairs r and 2 * world - 1 - r all have the same causal work.
     chunks = np.arange(size, dtype=np.int64).reshape(2 * world, size // (2 * world))
     front, back = chunks[:world], np.flip(chunks[world:], axis=0)
     return [np.concatenate(pair) for pair in zip(front, back, strict=True)]
@@ -102,12 +104,13 @@ def ceil_lengths(size: int, world: int) -> list[int]:
     block = -(-size // world)
     lengths = []
     for _ in range(world):
+        # What is left may be less than a block, or nothing: the last ranks are short or empty.
         lengths.append(min(block, size - sum(lengths)))
     return lengths
 
 
 def ragged(size: int, world: int, lengths: Sequence[int] | None = None) -> list[np.ndarray]:
-    """Rank r holds the next `lengths[r]` positions; without lengths, DTensor's ceil rule.
+    """Rank r has the next `lengths[r]` positions; without lengths, DTensor's ceil rule.
 
     >>> ragged(7, 3)
     [array([0, 1, 2]), array([3, 4, 5]), array([6])]
@@ -118,29 +121,29 @@ def ragged(size: int, world: int, lengths: Sequence[int] | None = None) -> list[
     check_cuttable(size, world, "ragged")
     if lengths is None:
         lengths = ceil_lengths(size, world)
-    shown = tuple(int(length) for length in lengths)
-    if len(shown) != world:
-        raise ValueError(f"ragged: lengths {shown} are {len(shown)}, world={world}; give one for each rank")
-    if any(length < 0 for length in shown):
-        raise ValueError(f"ragged: lengths {shown} have a negative one; lengths are 0 or more")
-    if sum(shown) != size:
-        raise ValueError(f"ragged: lengths {shown} add up to {sum(shown)}, size={size}; they must be equal")
+    counts = tuple(int(length) for length in lengths)
+    if len(counts) != world:
+        raise ValueError(f"ragged: lengths {counts} are {len(counts)}, world={world}; give one for each rank")
+    if any(length < 0 for length in counts):
+        raise ValueError(f"ragged: lengths {counts} have a negative one; lengths are 0 or more")
+    if sum(counts) != size:
+        raise ValueError(f"ragged: lengths {counts} add up to {sum(counts)}, size={size}; they must be equal")
     blocks, left = [], np.arange(size, dtype=np.int64)
-    for length in shown:
+    for length in counts:
         blocks.append(left[:length])
         left = left[length:]
     return blocks
 
 
 def packed(size: int, world: int, cu_seqlens: Offsets) -> list[np.ndarray]:
-    """Rank r holds its DualChunkSwap share of sequence 0, then of sequence 1, ...
+    """Rank r has its DualChunkSwap shard of sequence 0, then of sequence 1, ...
 
     `cu_seqlens` are the padded offsets, from 0 to `size`; sequence j is `cu_seqlens[j]:cu_seqlens[j + 1]`.
 
     >>> packed(12, 2, [0, 4, 12])
     [array([ 0,  3,  4,  5, 10, 11]), array([1, 2, 6, 7, 8, 9])]
 
-    Errors: ValueError if the offsets do not run from 0 up to size, or a padded length cannot be cut.
+    Errors: ValueError if the offsets do not run from 0 up to size, or a padded length cannot be sharded.
     """
     check_cuttable(size, world, "packed")
     offsets = checked_offsets(cu_seqlens, size)
@@ -160,7 +163,7 @@ def packed(size: int, world: int, cu_seqlens: Offsets) -> list[np.ndarray]:
 
 
 def checked_offsets(cu_seqlens: Offsets, size: int) -> list[int]:
-    """The offsets as integers, known to run from 0 up to `size` without a step back."""
+    """The offsets as integers, once they are validated to run from 0 up to `size` and never to decrease."""
     offsets = np.asarray(cu_seqlens)
     if offsets.ndim != 1 or not len(offsets):
         raise ValueError(f"cu_seqlens: shape is {offsets.shape}; offsets are one row of at least [0]")
@@ -182,11 +185,11 @@ def checked_offsets(cu_seqlens: Offsets, size: int) -> list[int]:
     return offsets.tolist()
 
 
-# A layout as a whole: its inverse, its promise, its picture.
+# What holds for any layout: its inverse, the check that it is a partition, a picture.
 
 
 def inverse(positions: Sequence[np.ndarray]) -> np.ndarray:
-    """`inverse[p]` is the row of position p in the pieces of rank 0, rank 1, ... laid end to end.
+    """`inverse[p]` is the row of position p in the shards of rank 0, rank 1, ... one after another.
 
     >>> inverse([np.array([0, 3]), np.array([1, 2])])
     array([0, 2, 3, 1])
@@ -195,21 +198,22 @@ def inverse(positions: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def check_partition(name: str, positions: Sequence[np.ndarray], size: int) -> None:
-    """Raise ValueError unless `positions`, one array for each rank, hold each of `range(size)` once.
+    """Raise ValueError unless `positions`, one array for each rank, have each of `range(size)` once.
 
     >>> check_partition("mine", [np.array([0, 1, 1, 3]), np.array([4, 5, 6, 7])], 8)
     Traceback (most recent call last):
     ValueError: layout 'mine' is not a partition of 8 positions over 2 ranks: missing [2], repeated [1]
     """
-    for rank, held in enumerate(positions):
-        array = np.asarray(held)
+    for rank, row in enumerate(positions):
+        array = np.asarray(row)
         if array.ndim != 1:
             raise ValueError(
                 f"layout {name!r} gives rank {rank} an array of shape {array.shape}; positions are one row"
             )
         if array.size and array.dtype.kind not in "iu":
             raise ValueError(f"layout {name!r} gives rank {rank} dtype {array.dtype}; positions are integers")
-    everything = np.concatenate([np.zeros(0, np.int64), *(np.asarray(held).astype(np.int64) for held in positions)])
+    # Every entry, counted: each position of the layout must occur once, and no other number at all.
+    everything = np.concatenate([np.zeros(0, np.int64), *(np.asarray(row).astype(np.int64) for row in positions)])
     inside = (everything >= 0) & (everything < size)
     count = np.bincount(everything[inside], minlength=size)
     wrong = {
@@ -217,10 +221,10 @@ def check_partition(name: str, positions: Sequence[np.ndarray], size: int) -> No
         "repeated": np.flatnonzero(count > 1),
         "outside": np.unique(everything[~inside]),
     }
-    found = ", ".join(f"{what} {_listed(where)}" for what, where in wrong.items() if len(where))
-    if found:
+    problems = ", ".join(f"{what} {_listed(where)}" for what, where in wrong.items() if len(where))
+    if problems:
         ranks = f"{len(positions)} rank{'' if len(positions) == 1 else 's'}"
-        raise ValueError(f"layout {name!r} is not a partition of {size} positions over {ranks}: {found}")
+        raise ValueError(f"layout {name!r} is not a partition of {size} positions over {ranks}: {problems}")
 
 
 def _listed(where: np.ndarray) -> str:
@@ -229,7 +233,7 @@ def _listed(where: np.ndarray) -> str:
 
 
 def draw(layout: Callable[[int, int], Sequence[np.ndarray]], size: int, world: int) -> str:
-    """One digit for each position, the rank that holds it; letters from rank 10, `?` from rank 36.
+    """One digit for each position, the rank that has it; letters from rank 10, `?` from rank 36.
 
     >>> draw(dual_chunk_swap, 16, 4)
     '0011223333221100'
@@ -243,7 +247,7 @@ def draw(layout: Callable[[int, int], Sequence[np.ndarray]], size: int, world: i
     return "".join(owner[position] for position in range(size))
 
 
-# Whole streams in another order, by slicing.
+# Unsharded streams in another order, by slicing.
 
 
 def reorder_chunks(x: np.ndarray, order: Sequence[int], cu_seqlens: Offsets | None = None) -> np.ndarray:
@@ -263,7 +267,7 @@ def reorder_chunks(x: np.ndarray, order: Sequence[int], cu_seqlens: Offsets | No
 
 
 def undo_attention_load_balancing(x: np.ndarray, cp_size: int, cu_seqlens: Offsets) -> np.ndarray:
-    """Each sequence's rows put where DualChunkSwap took them from."""
+    """Each sequence's rows in their original order, from that of its DualChunkSwap shards."""
     out = np.empty_like(x)
     for start, stop in pairwise(cu_seqlens):
         out[start:stop][np.concatenate(dual_chunk_swap(stop - start, cp_size))] = x[start:stop]
@@ -271,7 +275,7 @@ def undo_attention_load_balancing(x: np.ndarray, cp_size: int, cu_seqlens: Offse
 
 
 def redo_attention_load_balancing(x: np.ndarray, cp_size: int, cu_seqlens: Offsets) -> np.ndarray:
-    """Each sequence's rows in the order of its DualChunkSwap shares."""
+    """Each sequence's rows in the order of its DualChunkSwap shards."""
     pieces = [x[:0]]
     for start, stop in pairwise(cu_seqlens):
         pieces += [x[start:stop][share] for share in dual_chunk_swap(stop - start, cp_size)]
@@ -279,18 +283,18 @@ def redo_attention_load_balancing(x: np.ndarray, cp_size: int, cu_seqlens: Offse
 
 
 def deinterleave_packed_seqs(x: np.ndarray, cu_seqlens: Offsets, cp_size: int) -> np.ndarray:
-    """For each sequence, the share of rank 0, of rank 1, ...; offsets are those of one rank's stream."""
+    """For each sequence, the shard of rank 0, of rank 1, ...; offsets are those of one rank's stream."""
     ranks = np.split(x, cp_size)
     return np.concatenate([x[:0], *(rank[start:stop] for start, stop in pairwise(cu_seqlens) for rank in ranks)])
 
 
 def reinterleave_packed_seqs(x: np.ndarray, cu_seqlens: Offsets, cp_size: int) -> np.ndarray:
-    """For each rank, its share of sequence 0, of sequence 1, ..."""
+    """For each rank, its shard of sequence 0, of sequence 1, ..."""
     ranks = [[x[:0]] for _ in range(cp_size)]
     for start, stop in pairwise(cu_seqlens):
-        for held, share in zip(ranks, np.split(x[cp_size * start : cp_size * stop], cp_size), strict=True):
-            held.append(share)
-    return np.concatenate([share for held in ranks for share in held])
+        for shares, share in zip(ranks, np.split(x[cp_size * start : cp_size * stop], cp_size), strict=True):
+            shares.append(share)
+    return np.concatenate([share for shares in ranks for share in shares])
 
 
 # Tables of a packed stream: sequence j is cu_padded[j]:cu_padded[j + 1], and its first
@@ -298,7 +302,7 @@ def reinterleave_packed_seqs(x: np.ndarray, cu_seqlens: Offsets, cp_size: int) -
 
 
 def sequence_ids(cu_padded: Offsets) -> np.ndarray:
-    """j, as often as sequence j is long.
+    """The number j of its sequence, for each token.
 
     >>> sequence_ids([0, 2, 2, 5])
     array([0, 0, 2, 2, 2])
@@ -307,7 +311,7 @@ def sequence_ids(cu_padded: Offsets) -> np.ndarray:
 
 
 def position_ids(cu_padded: Offsets) -> np.ndarray:
-    """0, 1, 2, ... in each sequence, and on through its padding.
+    """The position of each token in its sequence, counted on through the padding.
 
     >>> position_ids([0, 2, 2, 5])
     array([0, 1, 0, 1, 2])
@@ -336,19 +340,19 @@ def _joined(pieces: list[np.ndarray]) -> np.ndarray:
 
 
 def projection_columns(num_heads: int, head_dim: int, n_groups: int, d_state: int, world: int) -> list[np.ndarray]:
-    """Rank r holds the columns of its heads in z, x and dt, and in B and C those of the groups that they read.
+    """Rank r has the columns of its heads in z, x and dt, and in B and C those of the groups that they read.
 
     >>> projection_columns(4, 1, 2, 1, 4)[3]
     array([ 3,  7,  9, 11, 15])
     """
     inner, shared = num_heads * head_dim, n_groups * d_state
-    whole = np.arange(2 * inner + 2 * shared + num_heads, dtype=np.int64)
-    z, x, b, c, dt = np.split(whole, np.cumsum([inner, inner, shared, shared]))
+    columns = np.arange(2 * inner + 2 * shared + num_heads, dtype=np.int64)
+    z, x, b, c, dt = np.split(columns, np.cumsum([inner, inner, shared, shared]))
     return _held(num_heads, n_groups, world, heads=(z, x), groups=(b, c), last=(dt,))
 
 
 def conv_channels(num_heads: int, head_dim: int, n_groups: int, d_state: int, world: int) -> list[np.ndarray]:
-    """The same of the channels x, B and C of the convolution.
+    """The channels x, B and C of the convolution that rank r has, as for `projection_columns`.
 
     >>> conv_channels(4, 1, 2, 1, 4)[1]
     array([1, 4, 6])
@@ -361,10 +365,11 @@ def conv_channels(num_heads: int, head_dim: int, n_groups: int, d_state: int, wo
 def _held(num_heads: int, n_groups: int, world: int, *, heads, groups, last) -> list[np.ndarray]:
     """One rank after another: which heads it has, which groups these read, and the blocks of both."""
     ranks = []
-    for own in np.split(np.arange(num_heads), world):
-        read = np.unique(own // (num_heads // n_groups))
-        parts = [part.reshape(num_heads, -1)[own] for part in heads]
+    for heads_of_rank in np.split(np.arange(num_heads), world):
+        # Ranks that have heads of one group have copies of its columns.
+        read = np.unique(heads_of_rank // (num_heads // n_groups))
+        parts = [part.reshape(num_heads, -1)[heads_of_rank] for part in heads]
         parts += [part.reshape(n_groups, -1)[read] for part in groups]
-        parts += [part.reshape(num_heads, -1)[own] for part in last]
+        parts += [part.reshape(num_heads, -1)[heads_of_rank] for part in last]
         ranks.append(np.concatenate([part.ravel() for part in parts]))
     return ranks
