@@ -28,8 +28,11 @@ def attention(
     q: Queries, k: Keys, v: Keys, seen: Bool[Array, "s s"], scale: float | None = None
 ) -> Float[Array, "b h s p"]:
     """`seen[i, j]`: whether query i sees key j."""
+    # 1. A KV head for each query head: consecutive query heads share one.
     k, v = (jnp.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
+    # 2. All scores, then the softmax over the keys that are seen.
     scores = jnp.einsum("bhip,bhjp->bhij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    # A large negative number, since a row of -inf would give NaN; a query without keys gets zeros below.
     weights = jax.nn.softmax(jnp.where(seen, scores, -1e30))
     return jnp.einsum("bhij,bhjp->bhip", jnp.where(seen, weights, 0.0), v)
 
@@ -44,6 +47,7 @@ def seen_pairs(
     """Which query sees which key, from the sequence and the place inside it of every token."""
     ahead = position[:, None] - position[None, :]
     seen = (sequence[:, None] == sequence[None, :]) & is_real[:, None] & is_real[None, :]
+    # Without the causal rule a window reaches in both directions.
     seen &= (ahead >= 0) | jnp.logical_not(causal)
     return seen if window is None else seen & (abs(ahead) < window)
 
@@ -81,14 +85,15 @@ def slots(size: int, seq_lens: Rows, seq_lens_padded: Rows, fill: int) -> list[t
     >>> slots(8, [[3, 2], [8, -1]], [[4, 2], [8, -1]], -1)
     [(3, 4), (2, 4), (8, 8)]
     """
-    found = []
+    pairs = []
     for real_row, padded_row in zip(seq_lens, seq_lens_padded, strict=True):
         row = [(real, padded) for real, padded in zip(real_row, padded_row, strict=True) if real != fill]
         if row:
+            # The last slot takes the rest of the row as padding.
             real, padded = row.pop()
             row.append((real, padded + size - sum(slot for _, slot in row) - padded))
-        found += row
-    return found
+        pairs += row
+    return pairs
 
 
 def stream(found: Sequence[tuple[int, int]]) -> dict[str, list]:

@@ -17,8 +17,10 @@ def causal_conv(
     `first` marks the first token of each sequence; without it there is one.
     """
     width, size = weight.shape[0], x.shape[1]
+    # The number of each token's sequence: a tap counts only within one.
     sequence = jnp.zeros(size, jnp.int64) if first is None else jnp.cumsum(first)
     total = jnp.zeros_like(x)
+    # One tap at a time: the input `back` tokens earlier, with zeros before the start.
     for back in range(min(width, size)):
         shifted = jnp.concatenate([jnp.zeros_like(x[:, :back]), x[:, : size - back]], axis=1)
         before = jnp.concatenate([jnp.full(back, -1), sequence[: size - back]])
@@ -47,8 +49,10 @@ def scan(
     groups, n = B.shape[2:]
     group = jnp.arange(h) * groups // h
     state = jnp.zeros((b, h, p, n), x.dtype) if initial_states is None else initial_states
+    # Token 0 is the first of a sequence and yet starts from `initial_states`, not from 0.
     again = jnp.zeros(s, bool) if first is None else first.at[0].set(False) if s else first
 
+    # The recurrence token by token, as the paper defines it: production computes it in chunks.
     def step(state, token):
         x, dt, B, C, again = token
         decay = jnp.exp(dt * A[None, :])
@@ -70,6 +74,7 @@ class GatedNorm(nnx.Module):
 
     def __call__(self, y: Float[Array, "b s i"], z: Float[Array, "b s i"]) -> Float[Array, "b s i"]:
         gated = y * jax.nn.silu(z)
+        # Gate first, then normalise: the order of Mamba2's RMSNormGated with norm_before_gate=False.
         parts = gated.reshape(*gated.shape[:-1], self.groups, gated.shape[-1] // self.groups)
         mean_square = jnp.mean(parts**2, axis=-1, keepdims=True)
         return (parts / jnp.sqrt(mean_square + self.eps)).reshape(gated.shape) * self.weight[...][None, None, :]
@@ -118,6 +123,7 @@ class Mamba2(nnx.Module):
     def __call__(self, u: Float[Array, "b s d"], cu_seqlens: Int[Array, " q"] | None = None) -> Float[Array, "b s d"]:
         """`cu_seqlens` are the offsets of the sequences in one row of u."""
         h, p, g, n = self.sizes
+        # The order of the columns is that of the checkpoint: z, x, B, C, dt.
         z, x, B, C, dt = jnp.split(self.in_proj(u), _ends(h * p, h * p, g * n, g * n), axis=-1)
         first = None if cu_seqlens is None else jnp.zeros(u.shape[1], bool).at[cu_seqlens[:-1]].set(True, mode="drop")
         bias = None if self.conv1d.bias is None else self.conv1d.bias[...]

@@ -43,10 +43,12 @@ class Config:
 def rotated(x: Float[Array, "b h s p"], position: Int[Array, " s"], base: float) -> Float[Array, "b h s p"]:
     """Rotary positions: columns i and i + p/2 are a point, rotated at position m by m * base^(-2 i / p)."""
     half = x.shape[-1] // 2
+    # 1. The angle of each position and column pair.
     speed = base ** (-2.0 * jnp.arange(half).astype(x.dtype) / x.shape[-1])
     angle = position.astype(x.dtype)[:, None] * speed[None, :]
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     rotation = jnp.stack([jnp.stack([cos, -sin]), jnp.stack([sin, cos])])  # [to, from, s, i]
+    # 2. The two halves of the columns are the coordinates of p/2 points, which one matrix rotates.
     points = x.reshape(*x.shape[:-1], 2, half)
     return jnp.einsum("ocsi,bhsci->bhsoi", rotation, points).reshape(x.shape)
 
@@ -69,6 +71,7 @@ class Attention(nnx.Module):
         """Document j is at `padded[j]:padded[j + 1]`; its first `real[j + 1] - real[j]` tokens are no padding."""
         b, s, _ = x.shape
         token = jnp.arange(s)
+        # The number of a token's document is how many documents end at or before it; positions count from its start.
         position = token - padded[(token[:, None] >= padded[None, 1:]).sum(1)]
         q, k, v = (
             jnp.swapaxes(project(x).reshape(b, s, -1, self.head_dim), 1, 2)
@@ -172,6 +175,7 @@ class HybridLM(nnx.Module):
         for layer in self.layers:
             x = layer(x, padded, real)
         x = self.norm(x)
+        # One parameter in two places: the gradient of a tied head is the sum of both uses.
         if self.lm_head is None:
             return jnp.einsum("bsd,vd->bsv", x, self.embed_tokens.embedding[...])
         return self.lm_head(x)
@@ -183,6 +187,7 @@ def next_ids(
     """(the next real token of the same document, whether there is one), for each token."""
     token, targets, has_target = jnp.arange(len(ids)), jnp.zeros_like(ids), jnp.zeros(len(ids), bool)
     for j in range(len(padded) - 1):
+        # The last real token of a document predicts nothing, nor does its padding.
         last = padded[j] + real[j + 1] - real[j] - 1
         has_next = (token >= padded[j]) & (token < last)
         targets = jnp.where(has_next, ids[jnp.minimum(token + 1, len(ids) - 1)], targets)
@@ -200,6 +205,7 @@ def token_losses(
 
 def normalised(losses: Sequence[Float[Array, " s"]], is_valid: Sequence[Bool[Array, " s"]]) -> Float[Array, ""]:
     """-sum_i log softmax(z_i)[target_i] / max(count, 1), over the valid tokens i of all streams."""
+    # The count of the full step, not of each stream: a mean of means would weigh short streams more.
     count = sum(each.sum() for each in is_valid)
     return sum(each.sum() for each in losses) / jnp.maximum(count, 1).astype(losses[0].dtype)
 

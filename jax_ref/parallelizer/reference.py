@@ -108,6 +108,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def _windows(config: Any) -> tuple[int | None, ...]:
     window = getattr(config, "sliding_window", None)
+    # Without a list of kinds, all layers have the window of the configuration, if it has one.
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
@@ -136,6 +137,7 @@ class Embedding(nnx.Module):
 
     def __call__(self, ids: Int[Array, "b s"]) -> Float[Array, "b s d"]:
         rows = self.weight[...][ids]
+        # torch.nn.Embedding gives the row of `padding_idx` no gradient.
         if self.padding_id is None:
             return rows
         return jnp.where((ids == self.padding_id)[..., None], jax.lax.stop_gradient(rows), rows)
@@ -198,6 +200,7 @@ class Attention(nnx.Module):
     def __call__(self, x: Float[Array, "b s d"]) -> Float[Array, "b s d"]:
         q, k, v = (_heads(part, self.traits.head_width) for part in self._projected(x))
         if self.traits.has_qk_norm:
+            # Over the columns of one head, and before rotation, as Qwen3 has it.
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = (rotated(part, self.traits.rotated, self.traits.rope_theta) for part in (q, k))
         q, k, v = (part.swapaxes(1, 2) for part in (q, k, v))
@@ -213,9 +216,11 @@ class Attention(nnx.Module):
 
 def rotated(x: Float[Array, "b s h p"], columns: int, theta: float) -> Float[Array, "b s h p"]:
     """The first `columns` of each head, rotated by their position's angles."""
+    # 1. The angle of each position and column pair.
     rate = theta ** (-jnp.arange(0, columns, 2).astype(x.dtype) / columns)
     angle = jnp.arange(x.shape[1]).astype(x.dtype)[:, None] * rate[None, :]
     cos, sin = (part[None, :, None, :] for part in (jnp.cos(angle), jnp.sin(angle)))
+    # 2. Both halves of the rotated columns are coordinates; the columns after them stay as they are.
     first, second, rest = jnp.split(x, [columns // 2, columns], axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 
@@ -272,6 +277,7 @@ class Decoder(nnx.Module):
         return self.model.embed_tokens(ids) * self.traits.embed_scale
 
     def head(self, x: Float[Array, "b s d"]) -> Float[Array, "b s v"]:
+        # One parameter in two places: its gradient is the sum of both uses.
         weight = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         return jnp.einsum("bsd,vd->bsv", self.model.norm(x), weight[...])
 
@@ -283,8 +289,10 @@ def from_state_dict(config: Any, arrays: Mapping[str, Any]) -> Decoder:
     tied head that is not the embedding.
     """
     traits = config if isinstance(config, DecoderTraits) else DecoderTraits.of(config)
+    # 1. The names and shapes of this configuration, without any memory for values.
     graph, state = nnx.split(nnx.eval_shape(lambda: Decoder(traits)))
     leaves = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
+    # 2. A state dict of torch lists a tied head under both names.
     parameters = {name: jnp.asarray(array) for name, array in arrays.items()}
     if traits.is_tied and HEAD in parameters:
         _check_tied(parameters)
@@ -295,6 +303,7 @@ def from_state_dict(config: Any, arrays: Mapping[str, Any]) -> Decoder:
     for name, (_, leaf) in leaves.items():
         if parameters[name].shape != leaf.shape:
             raise ValueError(f"decoder: {name} is {parameters[name].shape}; this configuration gives it {leaf.shape}")
+    # 3. The values under the paths of the module.
     flat = [(path, leaf.replace(parameters[name])) for name, (path, leaf) in leaves.items()]
     return nnx.merge(graph, nnx.from_flat_state(flat))
 

@@ -36,6 +36,7 @@ def dearest_stage_first(num_stages: int, num_layers: int, embed_cost: float, hea
         costs[-1] += head_cost
         return costs.max(), (costs**2).sum(), [-count for count in counts]
 
+    # Every division of layers into contiguous stages, none of them empty.
     cuts = combinations(range(1, num_layers), num_stages - 1)
     return min((list(map(int, np.diff((0, *cut, num_layers)))) for cut in cuts), key=rank_of)
 
@@ -61,6 +62,7 @@ def idle(name: str, p: int, n: int, v: int, f: int = 1, i: int = 1, w: int = 1) 
 
     With fewer micro-batches than ranks LoopedBFS waits between chunks too, for those that are still on their way.
     """
+    # These compute weight gradients while the pipeline drains, so that ranks wait only while it fills.
     if name in FILL_ALONE:
         return p - 1
     between = (v - 1) * max(0, p - n) if name == "LoopedBFS" else 0
@@ -104,6 +106,7 @@ def accumulate(
     """
     order = range(len(microbatches)) if order is None else order
     losses_and_gradients = {m: jax.value_and_grad(loss)(parameters, *microbatches[m]) for m in order}
+    # In the order of the schedule, since sums of floats depend on it.
     total = losses_and_gradients[order[0]][1]
     for m in order[1:]:
         total = jax.tree.map(lambda sum_so_far, gradient: sum_so_far + gradient, total, losses_and_gradients[m][1])

@@ -103,11 +103,11 @@ def logprob(logits: Float[Array, "*a v"], target: Int[Array, "*a"], temperature:
     rows = jnp.where(in_vocabulary[..., None], logits, 0)  # selected before the softmax: no gradient for the others
     below = (rows - lax.stop_gradient(rows.max(-1, keepdims=True))) / temperature
     is_target = jax.nn.one_hot(target, logits.shape[-1], dtype=bool)
-    others = jnp.where(is_target, 0, jnp.exp(below)).sum(-1)
+    rest = jnp.where(is_target, 0, jnp.exp(below)).sum(-1)
     at_target = jnp.where(is_target, below, 0).sum(-1)
     is_largest = at_target == 0
-    largest = -jnp.log1p(others * jnp.exp(-jnp.where(is_largest, at_target, 0)))
-    smaller = at_target - jnp.log(others + jnp.exp(at_target))
+    largest = -jnp.log1p(rest * jnp.exp(-jnp.where(is_largest, at_target, 0)))
+    smaller = at_target - jnp.log(rest + jnp.exp(at_target))
     return jnp.where(in_vocabulary, jnp.where(is_largest, largest, smaller), 0)
 
 
@@ -204,8 +204,8 @@ def packed_next_token_logprob(
     rows = []
     for i in range(len(starts)):
         has_next = j + 1 < lengths[i]
-        here = jnp.where(has_next, starts[i] + j, 0)
-        row = logprob(logits[0, here], jnp.where(has_next, target[0, here + 1], -1), temperature)
+        token = jnp.where(has_next, starts[i] + j, 0)
+        row = logprob(logits[0, token], jnp.where(has_next, target[0, token + 1], -1), temperature)
         rows.append(row)
     return jnp.stack(rows)
 
