@@ -238,10 +238,10 @@ def draw(layout: Callable[[int, int], Sequence[np.ndarray]], size: int, world: i
     >>> draw(dual_chunk_swap, 16, 4)
     '0011223333221100'
     """
-    pieces = layout(size, world)
-    check_partition(getattr(layout, "__name__", "given"), pieces, size)
+    shards = layout(size, world)
+    check_partition(getattr(layout, "__name__", "given"), shards, size)
     owner = {}
-    for rank, positions in enumerate(pieces):
+    for rank, positions in enumerate(shards):
         for position in positions:
             owner[int(position)] = DIGITS[rank] if rank < len(DIGITS) else "?"
     return "".join(owner[position] for position in range(size))
@@ -276,10 +276,10 @@ def undo_attention_load_balancing(x: np.ndarray, cp_size: int, cu_seqlens: Offse
 
 def redo_attention_load_balancing(x: np.ndarray, cp_size: int, cu_seqlens: Offsets) -> np.ndarray:
     """Each sequence's rows in the order of its DualChunkSwap shards."""
-    pieces = [x[:0]]
+    rows = [x[:0]]
     for start, stop in pairwise(cu_seqlens):
-        pieces += [x[start:stop][share] for share in dual_chunk_swap(stop - start, cp_size)]
-    return np.concatenate(pieces)
+        rows += [x[start:stop][share] for share in dual_chunk_swap(stop - start, cp_size)]
+    return np.concatenate(rows)
 
 
 def deinterleave_packed_seqs(x: np.ndarray, cu_seqlens: Offsets, cp_size: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""A hybrid language model on unsharded packed streams, the loss of a step, and its optimiser.
+"""A hybrid language model on unsharded packed streams, the loss of a step, and the optimiser.
 
 Document j of a stream stands at `padded[j]:padded[j + 1]`; its first `real[j + 1] - real[j]` tokens are real.
 

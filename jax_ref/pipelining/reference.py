@@ -14,7 +14,7 @@ import numpy as np
 
 
 def stage_ids_this_rank(pp_rank: int, pp_size: int, num_stages: int, style: str = "loop") -> tuple[int, ...]:
-    """A row of stages for each pass, under `v` every second row reversed; a rank has its column."""
+    """The stages of one rank: its column of a table with a row for each pass, every second row reversed under `v`."""
     rows = np.arange(num_stages).reshape(-1, pp_size)
     if style == "v":
         rows[1::2] = rows[1::2, ::-1].copy()
@@ -22,13 +22,13 @@ def stage_ids_this_rank(pp_rank: int, pp_size: int, num_stages: int, style: str 
 
 
 def layer_counts(num_stages: int, num_layers: int) -> list[int]:
-    """Layers of each stage where only layers cost anything."""
+    """The number of layers of each stage, as even as possible, where nothing but layers costs anything."""
     return [len(layers) for layers in np.array_split(np.arange(num_layers), num_stages)]
 
 
 def dearest_stage_first(num_stages: int, num_layers: int, embed_cost: float, head_cost: float) -> list[int]:
-    """Layers of each stage by trying every division: the least largest cost, then the least sum of squares of costs,
-    then the most layers in front."""
+    """The number of layers of each stage, by trying every division: the smallest maximum of costs, then the smallest sum
+    of their squares, then the most layers in front."""
 
     def rank_of(counts: list[int]) -> tuple:
         costs = np.array(counts, dtype=np.float64)
@@ -36,13 +36,13 @@ def dearest_stage_first(num_stages: int, num_layers: int, embed_cost: float, hea
         costs[-1] += head_cost
         return costs.max(), (costs**2).sum(), [-count for count in counts]
 
-    # Every division of layers into contiguous stages, none of them empty.
-    cuts = combinations(range(1, num_layers), num_stages - 1)
-    return min((list(map(int, np.diff((0, *cut, num_layers)))) for cut in cuts), key=rank_of)
+    # Every division of the layers into contiguous stages with at least one layer each.
+    divisions = combinations(range(1, num_layers), num_stages - 1)
+    return min((list(map(int, np.diff((0, *borders, num_layers)))) for borders in divisions), key=rank_of)
 
 
 def stages_by_search(num_layers: int, layers_per_stage: int, pp_size: int, rounding: str | None) -> int:
-    """The least number of stages that holds all layers, or the multiple of pp_size next to it."""
+    """The smallest number of stages that has room for all layers, or the multiple of pp_size next to it."""
     needed = min(count for count in range(1, num_layers + 1) if count * layers_per_stage >= num_layers)
     multiples = range(0, needed + pp_size, pp_size)
     if rounding == "up":
