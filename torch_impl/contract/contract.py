@@ -122,6 +122,7 @@ def _with_contract(function: Callable[P, R], name: str) -> Callable[P, R]:
 
 
 def _default_name(function: Callable[..., Any]) -> str:
+    # torch_impl.<component>.<file>: the file is not part of the name that messages begin with.
     component = function.__module__.split(".")[1] if "." in function.__module__ else function.__module__
     qualified = function.__qualname__.rpartition("<locals>.")[2]
     return f"{component}.{qualified.removesuffix('.forward').removesuffix('.__init__')}"
@@ -174,6 +175,7 @@ def _members(annotation: Any) -> Iterator[Any]:
 
 def _outputs(annotation: Any) -> Iterator[tuple[str, ...]]:
     """The specs of each form of the result."""
+    # Each member of a union is one form of the result; each member of a tuple is one of its tensors.
     for form in _members(annotation):
         parts = get_args(form) if get_origin(form) is tuple else (form,)
         kinds = [_kind_of_member(part) for part in parts]

@@ -65,6 +65,7 @@ class Number:
 
 def _is_int(value: Any) -> bool:
     """Whether a value is an integer of Python, numpy or torch, symbolic ones included; a bool is not one."""
+    # The usual cases first: `index` and `isinstance` are slower, and `index` fixes a symbolic size.
     if type(value) is int or _is_symbolic(value):
         return True
     if isinstance(value, bool):

@@ -1,6 +1,6 @@
 """The loss of next tokens and the norm of its gradient, the same on any mesh.
 
-The loss is the sum of token losses over the global count of valid tokens. The count is that of the whole optimiser
+The loss is the sum of token losses over the global count of valid tokens. The count is that of the full optimiser
 step: all ranks, all microbatches. So the gradient is that of one number, however the step is divided into ranks and
 microbatches, and no other divisor is due anywhere.
 """

@@ -27,7 +27,7 @@ class StepLoss:
 
         logits  "1 s/cp v/tp"   targets  "1 s/cp"   ->   "dp=P cp=P tp=I"
 
-    `count` is that of the whole step, all micro-batches and ranks; `staged_step` sets it. So nothing is divided by
+    `count` is that of the full step, all micro-batches and ranks; `staged_step` sets it. So nothing is divided by
     the number of micro-batches: `pipeline_model` is to be called with `scale_grads=False`.
 
     Cost:   that of `token_losses`.

@@ -59,7 +59,7 @@ def fsdp2_strategy_parallelize(
 
     Axes are identified by name: see `mesh_axes`. With replicas (`dp_replicate`) parameters are sharded inside one. The
     gradient is the mean over dp_replicate x dp_shard x cp, so a rank's loss must be
-    dp * cp * sum(its token losses) / N, with N the tokens of the whole step; accumulation needs no division either.
+    dp * cp * sum(its token losses) / N, with N the tokens of the full step; accumulation needs no division either.
 
     `mp_policy=None` computes in bfloat16 and reduces in float32; a model with float64 parameters stays float64.
     `output_dtype` is the model's, not that of each block. Buffers keep their dtype. Units are the elements of lists of

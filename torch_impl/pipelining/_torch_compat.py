@@ -135,6 +135,7 @@ def stages_of(schedule: Any) -> list[Any]:
 
 def emitted_dtype(module: torch.nn.Module) -> torch.dtype:
     """The dtype of a stage's output: that of its FSDP policy, else of its first floating parameter."""
+    # An FSDP unit casts its output to the policy's dtype; other modules compute in that of their parameters.
     policy = None
     if isinstance(module, FSDPModule):
         policy = of_torch(of_torch(module, "_get_fsdp_state")(), "_mp_policy")

@@ -324,7 +324,7 @@ def _recorded(stage: PipelineStage, actions: list[Action]) -> Iterator[None]:
         actions.append(Action(stage.stage_index, "W", chunk))
         return original(chunk, *args, **kwargs)
 
-    # torch runs a full backward and its input half by one method, told apart by an argument.
+    # torch runs a full backward and its input half by one method, which an argument distinguishes.
     names = {"forward_one_chunk": forward, "backward_one_chunk": backward, "backward_weight_one_chunk": weights}
     outer = {name: vars(stage)[name] for name in names if name in vars(stage)}  # set by a block around this one
     for name, record in names.items():

@@ -24,6 +24,7 @@ def _get_hidden_and_vocab_size(config: Any) -> tuple[int, int]:
 
 def _size(config: Any, field: str) -> int:
     name = type(config).__name__
+    # Multimodal configs of transformers have the sizes of their language model in `text_config`.
     value = getattr(config, field, None)
     if value is None:
         value = getattr(getattr(config, "text_config", None), field, None)

@@ -41,6 +41,7 @@ def check_meta(model: nn.Module, *, is_expected: bool) -> None:
 
 def shared_seed(mesh: DeviceMesh) -> int:
     """The first rank's seed, on every rank of a mesh. Cost: 1 broadcast of 8 bytes for each axis."""
+    # Below 2^62, so that it fits int64 also after a module's checksum has been added.
     seed = torch.tensor(torch.initial_seed() % 2**62, device=mesh.device_type)
     for axis in range(mesh.ndim):
         dist.broadcast(seed, group=mesh.get_group(axis), group_src=0)

@@ -115,5 +115,6 @@ def nvfsdp_strategy_parallelize(
         shard_modules(model, styles, axes.tp_mesh)
     if activation_checkpointing:
         checkpoint_blocks(model)
+    # The wrapper is another module than the model, which this function therefore returns.
     wrap = with_nvfsdp if backend_name == "nvfsdp" else with_megatron_fsdp
     return wrap(model, axes, settings, classes)

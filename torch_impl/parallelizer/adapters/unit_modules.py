@@ -70,6 +70,7 @@ def parameter_owners(model: nn.Module) -> list[nn.Module]:
 
     Errors: ValueError for a parameter that two of them share.
     """
+    # All entries of a module's table of parameters can be None, as those of a LayerNorm without weights.
     named = [(name, module) for name, module in model.named_modules() if name and module._parameters]
     owners = [(name, module) for name, module in named if next(module.parameters(recurse=False), None) is not None]
     first_names: dict[int, str] = {}
