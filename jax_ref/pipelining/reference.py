@@ -27,8 +27,8 @@ def layer_counts(num_stages: int, num_layers: int) -> list[int]:
 
 
 def dearest_stage_first(num_stages: int, num_layers: int, embed_cost: float, head_cost: float) -> list[int]:
-    """The number of layers of each stage, by trying every division: the smallest maximum of costs, then the smallest sum
-    of their squares, then the most layers in front."""
+    """The number of layers of each stage, by trying every division: the smallest maximum of costs, then the smallest
+    sum of their squares, then the most layers in front."""
 
     def rank_of(counts: list[int]) -> tuple:
         costs = np.array(counts, dtype=np.float64)
