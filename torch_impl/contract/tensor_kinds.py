@@ -1,4 +1,4 @@
-"""What a tensor, a process group, a mesh and a module can be, in a signature.
+"""The kinds of tensors, process groups, meshes and modules in a signature.
 
 `sizes` is shared by the arguments of one call: the first tensor that has a dim sets its size, every later one must
 agree.

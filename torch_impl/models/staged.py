@@ -1,4 +1,4 @@
-"""An optimiser step of a model in pipeline stages: streams are the micro-batches, each with documents of its own.
+"""An optimiser step of a model in pipeline stages: each stream of documents is a micro-batch.
 
 Every rank of a pipeline has all of its micro-batches, so that a schedule passes each stage the documents of the
 micro-batch that it computes. Stages send each other hidden states and their gradients alone.

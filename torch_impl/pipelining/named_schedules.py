@@ -74,14 +74,14 @@ def rule_of(argument: str, name: str) -> Rule:
 
 
 def stages_problem(rule: Rule, stages_per_rank: int) -> str | None:
-    """Why a schedule cannot have so many stages on each rank, or None."""
+    """Why a schedule cannot have this number of stages on each rank, or None if it can."""
     if rule.stages is None or rule.stages == stages_per_rank:
         return None
     return f"{rule.name} has exactly {rule.stages} on each rank; use {rule.stages}"
 
 
 def microbatches_problem(rule: Rule, n_microbatches: int, pp_size: int) -> str | None:
-    """Why a schedule cannot have so many micro-batches, or None; with the next number that it can have."""
+    """Why a schedule cannot have this number of micro-batches, with the next one that it can have; None if it can."""
     if rule.accepts(n_microbatches, pp_size):
         return None
     larger = next(n for n in range(max(1, n_microbatches), 4 * (pp_size + n_microbatches)) if rule.accepts(n, pp_size))

@@ -87,7 +87,7 @@ BEFORE = {"B": ("F",), "I": ("F",), "W": ("I",)}
 
 
 class InvalidOrder(ValueError):
-    """What is wrong in an order, on which rank and at which position (both from 0)."""
+    """An order that cannot run: the problem, and the rank and position where it occurs (both from 0)."""
 
     def __init__(self, rank: int, position: int, problem: str) -> None:
         super().__init__(f"order: rank {rank}, position {position}: {problem}")

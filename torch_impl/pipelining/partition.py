@@ -42,7 +42,7 @@ def stage_ids_this_rank(
 
 
 def stage_ids(pp_rank: int, pp_size: int, num_stages: int, style: str) -> tuple[int, ...]:
-    """Stages of one rank; `stage_ids_this_rank` validates."""
+    """The stages of one rank, ascending; `stage_ids_this_rank` has validated the arguments."""
     # Each pass deals out pp_size stages, one to each rank; under `v` every second pass runs backwards.
     reversed_rank = pp_size - 1 - pp_rank if style == "v" else pp_rank
     passes = range(num_stages // pp_size)
@@ -64,7 +64,7 @@ def stage_to_rank(pp_size: PositiveInt, num_stages: PositiveInt, style: Style = 
 
 
 def ranks_of_stages(pp_size: int, num_stages: int, style: str) -> list[int]:
-    """The rank of each stage; `stage_to_rank` validates."""
+    """The rank of each stage; `stage_to_rank` has validated the arguments."""
     ranks = [0] * num_stages
     for rank in range(pp_size):
         for stage in stage_ids(rank, pp_size, num_stages, style):
@@ -139,7 +139,7 @@ def _stages(num_layers: int, per_stage: int | None, pp_size: int, is_single: boo
 
 
 def _problem(stages: int, num_layers: int, pp_size: int, is_single: bool) -> str | None:
-    """Why there cannot be so many stages, or None."""
+    """Why this number of stages is impossible, or None if it is possible."""
     if stages % pp_size:
         return f"not a multiple of pp_size={pp_size}"
     if is_single and stages != pp_size:

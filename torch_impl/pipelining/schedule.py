@@ -94,7 +94,7 @@ def choose_schedule(
     pp_size: int,
     loss_fn: Callable | None,
 ) -> ScheduleChoice:
-    """What can be validated before there are stages. Errors: those of `build_pipeline_schedule`."""
+    """The schedule of a name or a file, validated before there are stages. Errors: see `build_pipeline_schedule`."""
     n = _n_microbatches(microbatch_size, local_batch_size)
     if loss_fn is not None and not callable(loss_fn):
         raise TypeError(f"{NAME}: loss_fn={loss_fn!r} is {type_name(loss_fn)}; pass a function or None")
