@@ -1,13 +1,13 @@
-"""Where tokens and columns live: the global positions that each rank holds, as torch index arrays.
+"""Layouts of tokens and columns: the global positions that each rank holds, as torch index arrays.
 
-Arguments that mean this wherever a function says nothing else:
+Arguments with one meaning throughout the package, unless a function says otherwise:
 
-    size                length of the dim that is cut, over all ranks
-    world, cp_size      number of ranks that it is cut over
-    cp_rank             the rank that asks
-    device              where the arrays stand; None: torch's default
-    input_              a tensor of whole streams: [t, w] with `cu_seqlens`, [b, s, w] without
-    cu_seqlens          offsets of the sequences in the stream, integers from 0 that never decrease
+    size                global length of the sharded dim
+    world, cp_size      number of ranks that the dim is sharded over
+    cp_rank             the calling rank
+    device              device of the index arrays; None: torch's default
+    input_              an unsharded tensor: [t, w] with `cu_seqlens`, [b, s, w] without
+    cu_seqlens          offsets of the sequences in the stream: non-decreasing integers from 0
 """
 
 from torch_impl.layouts.divisibility import needs as needs
@@ -26,6 +26,7 @@ from torch_impl.layouts.reorder import _reorder_chunks as _reorder_chunks
 from torch_impl.layouts.reorder import _undo_attention_load_balancing as _undo_attention_load_balancing
 from torch_impl.layouts.token_layout import TokenLayout as TokenLayout
 
+# For tests and drawings that go through every layout by name.
 BUILTIN = {
     "contiguous": contiguous,
     "dual_chunk_swap": dual_chunk_swap,

@@ -1,4 +1,7 @@
-"""Which sizes a layout can cut, and the sentence that refuses the others, from sizes alone on every rank."""
+"""Validation of sizes and offsets against a layout.
+
+Every check reads sizes and host values alone, so all ranks reject the same input before any collective.
+"""
 
 from collections.abc import Sequence
 from numbers import Integral
@@ -7,22 +10,23 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+# Of equal length. Layouts that are not listed take any size; packed has its rule per sequence, in `checked_offsets`.
 PIECES_PER_RANK = {"contiguous": 1, "striped": 1, "dual_chunk_swap": 2}
 
 
 def needs(layout: str, world: int) -> int:
-    """The multiple that a size must be for `layout`; 1 for all that ask nothing of it."""
-    pieces = PIECES_PER_RANK.get(layout)
-    return pieces * world if pieces else 1
+    """The number that a size must be a multiple of for `layout`; 1 if any size will do."""
+    chunks = PIECES_PER_RANK.get(layout)
+    return chunks * world if chunks else 1
 
 
 def uncuttable(dim: str, size: int, axis: str, world: int, layout: str) -> str | None:
-    """The sentence for a `dim` that `layout` cannot cut over `axis`, else None.
+    """The error message for a `dim` that `layout` cannot shard over `axis`, or None.
 
     >>> uncuttable("s", 30, "cp", 4, "dual_chunk_swap")
     's=30 cannot be cut by dual_chunk_swap over cp=4 (needs a multiple of 8); pad to 32'
 
-    Errors: TypeError for a size or world that is no integer.
+    Errors: TypeError for a size or world that is not an integer.
     """
     check_whole(dim, size)
     check_whole(axis, world)
@@ -31,7 +35,7 @@ def uncuttable(dim: str, size: int, axis: str, world: int, layout: str) -> str |
     if size < 0:
         return f"{dim}={size} is not a size; sizes are 0 or more"
     multiple = needs(layout, world)
-    padded = -(-size // multiple) * multiple
+    padded = -(-size // multiple) * multiple  # the next multiple, which the message recommends
     if padded == size:
         return None
     what = f"{dim}={size} cannot be cut by {layout} over {axis}={world}"
@@ -39,7 +43,7 @@ def uncuttable(dim: str, size: int, axis: str, world: int, layout: str) -> str |
 
 
 def check_cut(layout: str, size: int, world: int, rank: int | None = None) -> None:
-    """ValueError if `size` cannot be cut, or `rank` is none of the ranks; TypeError for what is no integer."""
+    """ValueError if `size` cannot be sharded or `rank` is not in the world; TypeError for non-integers."""
     check_whole(f"{layout}: size", size)
     check_whole(f"{layout}: world", world)
     if reason := uncuttable("size", size, "world", world, layout):
@@ -52,7 +56,7 @@ def check_cut(layout: str, size: int, world: int, rank: int | None = None) -> No
 
 
 def check_whole(name: str, size: object) -> None:
-    """TypeError unless `size` is an integer of any kind, a tensor of one included; True and False are none."""
+    """TypeError unless `size` is an integer: an int, a SymInt or a 0-d integer tensor, but not a bool."""
     if isinstance(size, Tensor) and not size.ndim and not size.is_floating_point() and size.dtype != torch.bool:
         return
     if isinstance(size, bool) or not isinstance(size, Integral | torch.SymInt):
@@ -67,9 +71,10 @@ def checked_offsets(
     axis: str = "world",
     multiple: int | None = None,
 ) -> Int64[Tensor, " offsets"]:
-    """The offsets on the host as int64, from 0 up to `size` (wherever they end, if None), or why they cut nothing.
+    """The offsets on the host as int64; ValueError unless they run from 0 to `size` in lengths that can be sharded.
 
-    Each length must be a multiple of `multiple`, which is DualChunkSwap's over `axis` if not said.
+    With `size` None they may end anywhere. Each length must be a multiple of `multiple`, by default DualChunkSwap's
+    over `axis`.
     """
     offsets = host_offsets(cu_seqlens, "cu_seqlens")
     if size is not None and offsets[-1] != size:
@@ -85,7 +90,8 @@ def checked_offsets(
 
 
 def host_offsets(given: Tensor | Sequence[int], name: str) -> Int64[Tensor, " offsets"]:
-    """Integers in one row that start at 0 and never decrease, on the host."""
+    """Offsets as int64 on the host, validated: one row of integers that starts at 0 and never decreases."""
+    # Dtype and shape first: they are known without the copy, which waits for the device.
     given = offsets_of(name, given)
     check_row(name, given)
     offsets = given.cpu().long()
@@ -94,18 +100,19 @@ def host_offsets(given: Tensor | Sequence[int], name: str) -> Int64[Tensor, " of
 
 
 def offsets_of(name: str, given: Tensor | Sequence[int]) -> Tensor:
-    """A tensor of integers, where it stands; TypeError for what is none. Nothing waits for the device."""
+    """Offsets as a tensor on their own device; TypeError unless they are integers. Does not wait for the device."""
     try:
         offsets = torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{name}={given!r} are no offsets; pass a row of integers") from None
+    # An empty list becomes a float tensor: its error is the one about its shape, from `check_row`.
     if offsets.numel():
         _check_integers(name, offsets)
     return offsets
 
 
 def check_row(name: str, given: Tensor) -> None:
-    """What is known of offsets without their values: one row of integers."""
+    """Validate what can be known of offsets without reading their values: one row of integers."""
     if given.dim() != 1 or not len(given):
         raise ValueError(f"{name}: shape is {tuple(given.shape)}; offsets are one row of at least [0]")
     _check_integers(name, given)
@@ -117,7 +124,7 @@ def _check_integers(name: str, given: Tensor) -> None:
 
 
 def check_rising(name: str, offsets: Int64[Tensor, " offsets"]) -> None:
-    """ValueError unless offsets on the host start at 0 and never decrease."""
+    """ValueError unless the offsets, on the host, start at 0 and never decrease."""
     if offsets[0] != 0:
         raise ValueError(f"{name}: starts at {offsets[0]}; offsets start at 0")
     for j in first(offsets.diff() < 0):
@@ -126,14 +133,15 @@ def check_rising(name: str, offsets: Int64[Tensor, " offsets"]) -> None:
 
 
 def first(wrong: Tensor) -> list[int]:
-    """The first entry that is wrong, if any."""
+    """The index of the first True entry, as a list of one; an empty list if there is none."""
     return wrong.nonzero()[:1].flatten().tolist()
 
 
 def stripped(offsets: Tensor | Sequence[int]) -> Tensor:
-    """The offsets on the host, without the negative fill on their right."""
+    """The offsets on the host, without the negative fill at their end."""
     host = torch.as_tensor(offsets).cpu()
     if host.dim() != 1 or host.dtype == torch.bool or host.is_floating_point() or not len(host):
-        return host  # refused with its own sentence
-    kept = (host >= 0).nonzero().flatten()
-    return host[: int(kept[-1]) + 1] if len(kept) else host
+        return host  # the checks that follow reject it with a message of their own
+    # Up to the last entry that is not fill; a negative entry before it stays, and is rejected later.
+    valid = (host >= 0).nonzero().flatten()
+    return host[: int(valid[-1]) + 1] if len(valid) else host

@@ -1,13 +1,12 @@
-"""Where the positions of a sequence live: for each layout, the positions of every rank as index arrays.
+"""Index arrays of the layouts: the global positions that each rank holds.
 
     contiguous        equal blocks in order
-    striped           positions dealt out in turn
-    dual_chunk_swap   an early chunk and its mirror image from the end, which cost the same on every rank under a
-                      causal mask
-    ragged            blocks in order, of any lengths, empty ones included
-    packed            many sequences in one stream (THD), DualChunkSwap inside each, by one formula for the stream
+    striped           position i on rank i % world
+    dual_chunk_swap   an early chunk and its mirror image from the end: equal work on every rank under a causal mask
+    ragged            blocks in order, of any lengths, including 0
+    packed            many sequences in one stream (THD), each in dual_chunk_swap order
 
-A function `<layout>` gives the positions of all ranks, `<layout>_positions` those of one rank.
+A function `<layout>` returns the positions of all ranks, `<layout>_positions` those of one rank.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -29,19 +28,19 @@ ALPHABET = digits + ascii_lowercase
 def contiguous_positions(
     size: int, world: int, rank: int, *, device: torch.device | str | None = None
 ) -> Int64[Tensor, " local"]:
-    """Global positions that one rank holds: index[r, i] = r * (size / world) + i."""
+    """Global positions of one rank: index[r, i] = r * (size / world) + i."""
     check_cut("contiguous", size, world, rank)
     local = size // world
     return torch.arange(rank * local, (rank + 1) * local, device=device)
 
 
 def contiguous(size: int, world: int, *, device: torch.device | str | None = None) -> list[Int64[Tensor, " _"]]:
-    """Global positions that each rank holds.
+    """Global positions that each rank holds, in equal contiguous blocks.
 
     >>> contiguous(6, 3)
     [tensor([0, 1]), tensor([2, 3]), tensor([4, 5])]
 
-    Errors: ValueError unless size is a multiple of world; TypeError for what is no integer.
+    Errors: ValueError unless size is a multiple of world; TypeError for non-integers.
     """
     check_cut("contiguous", size, world)
     return list(torch.arange(size, device=device).view(world, size // world).unbind())
@@ -50,18 +49,19 @@ def contiguous(size: int, world: int, *, device: torch.device | str | None = Non
 def striped_positions(
     size: int, world: int, rank: int, *, device: torch.device | str | None = None
 ) -> Int64[Tensor, " local"]:
-    """Global positions that one rank holds: index[r, i] = i * world + r."""
+    """Global positions of one rank: index[r, i] = i * world + r."""
     check_cut("striped", size, world, rank)
+    # arange rejects a start beyond its end, which every rank but 0 has in an empty sequence.
     return torch.arange(rank, size, world, device=device) if size else torch.arange(0, device=device)
 
 
 def striped(size: int, world: int, *, device: torch.device | str | None = None) -> list[Int64[Tensor, " _"]]:
-    """Global positions that each rank holds.
+    """Global positions that each rank holds, dealt out round-robin.
 
     >>> striped(6, 3)
     [tensor([0, 3]), tensor([1, 4]), tensor([2, 5])]
 
-    Errors: ValueError unless size is a multiple of world; TypeError for what is no integer.
+    Errors: ValueError unless size is a multiple of world; TypeError for non-integers.
     Source: arXiv 2311.09431 (striped attention).
     """
     check_cut("striped", size, world)
@@ -72,27 +72,28 @@ def striped(size: int, world: int, *, device: torch.device | str | None = None) 
 def dual_chunk_swap_positions(
     size: int, world: int, rank: int, *, device: torch.device | str | None = None
 ) -> Int64[Tensor, " local"]:
-    """Global positions that one rank holds: chunk `rank`, then chunk `2 * world - 1 - rank`, of 2 * world."""
+    """Global positions of one rank: chunk `rank`, then chunk `2 * world - 1 - rank`, of 2 * world chunks."""
     check_cut("dual_chunk_swap", size, world, rank)
     return _dual_chunk_swap(size, world, rank, device)
 
 
 def dual_chunk_swap(size: int, world: int, *, device: torch.device | str | None = None) -> list[Int64[Tensor, " _"]]:
-    """Global positions that each rank holds.
+    """Global positions that each rank holds: an early chunk and its mirror image from the end.
 
     >>> dual_chunk_swap(8, 2)
     [tensor([0, 1, 6, 7]), tensor([2, 3, 4, 5])]
 
-    Errors: ValueError unless size is a multiple of 2 * world; TypeError for what is no integer.
+    Errors: ValueError unless size is a multiple of 2 * world; TypeError for non-integers.
     """
     check_cut("dual_chunk_swap", size, world)
     return list(_dual_chunk_swap(size, world, torch.arange(world, device=device)[:, None], device).unbind())
 
 
 def _dual_chunk_swap(size: int, world: int, rank: int | Tensor, device: torch.device | str | None) -> Tensor:
-    """index[r, i] = i + c * r in the first chunk, i + c * (2 * (world - 1) - r) in the second; c a chunk."""
+    """index[r, i] = i + c * r in the first chunk, i + c * (2 * (world - 1) - r) in the second; c is its length."""
     chunk = size // (2 * world)
     i = torch.arange(2 * chunk, device=device)
+    # The second chunk starts at c * (2 * world - 1 - r); i counts from c there, hence one chunk less.
     return i + chunk * torch.where(i < chunk, rank, 2 * (world - 1) - rank)
 
 
@@ -104,7 +105,7 @@ def ragged_positions(
     *,
     device: torch.device | str | None = None,
 ) -> Int64[Tensor, " local"]:
-    """Global positions that one rank holds: from the sum of the lengths before it to the sum with its own."""
+    """Global positions of one rank: from the sum of the lengths before it to the sum including its own."""
     check_cut("ragged", size, world, rank)
     bounds = _ragged_bounds(size, world, lengths)
     return torch.arange(bounds[rank], bounds[rank + 1], device=device)
@@ -113,13 +114,13 @@ def ragged_positions(
 def ragged(
     size: int, world: int, lengths: Sequence[int] | None = None, *, device: torch.device | str | None = None
 ) -> list[Int64[Tensor, " _"]]:
-    """Global positions that each rank holds; without lengths, ceil(size / world) while it lasts, as DTensor.
+    """Global positions that each rank holds, in blocks of the `lengths`; by default DTensor's, ceil(size / world).
 
     >>> ragged(4, 3)
     [tensor([0, 1]), tensor([2, 3]), tensor([], dtype=torch.int64)]
 
-    Errors: ValueError if the lengths are not one for each rank, one is negative, or they miss the size; TypeError for
-            a size, world or lengths that are no integers.
+    Errors: ValueError if the lengths are not one for each rank, one is negative, or they do not add up to the size;
+            TypeError for a size, world or lengths that are not integers.
     """
     check_cut("ragged", size, world)
     bounds = _ragged_bounds(size, world, lengths)
@@ -127,12 +128,12 @@ def ragged(
 
 
 def ceil_bound(size: int, world: int, rank: int) -> int:
-    """Where a rank's block starts by DTensor's rule: blocks of ceil(size / world) while they last."""
+    """Where a rank's block starts by DTensor's rule: blocks of ceil(size / world) until the size is used up."""
     return min(rank * -(-size // world), size)
 
 
 def _ragged_bounds(size: int, world: int, lengths: Sequence[int] | None) -> list[int]:
-    """Where each block starts, and the end: world + 1 offsets."""
+    """The start of each block and the end of the last: world + 1 offsets."""
     if lengths is None:
         return [ceil_bound(size, world, rank) for rank in range(world + 1)]
     lengths = _checked_lengths(lengths)
@@ -147,15 +148,15 @@ def _ragged_bounds(size: int, world: int, lengths: Sequence[int] | None) -> list
 
 
 def _checked_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Lengths of any kind of integer, as ints; True and False are none."""
+    """Lengths of any integer type, as ints; TypeError for bools and all else."""
     try:
-        given = tuple(lengths)
+        entries = tuple(lengths)
     except TypeError:
         raise TypeError(f"ragged: lengths={lengths!r} is no sequence; give one int for each rank") from None
-    if not any(isinstance(length, bool) for length in given):
+    if not any(isinstance(length, bool) for length in entries):
         with suppress(TypeError):
-            return tuple(map(index, given))
-    raise TypeError(f"ragged: lengths {given} are not all integers; pass ints")
+            return tuple(map(index, entries))
+    raise TypeError(f"ragged: lengths {entries} are not all integers; pass ints")
 
 
 def packed_positions(
@@ -166,7 +167,7 @@ def packed_positions(
     *,
     device: torch.device | str | None = None,
 ) -> Int64[Tensor, " local"]:
-    """Global positions that one rank holds: its share of sequence 0, then of sequence 1, ..."""
+    """Global positions of one rank: its shard of sequence 0, then of sequence 1, ..."""
     check_cut("packed", size, world, rank)
     offsets_of("packed: cu_seqlens", cu_seqlens)
     return packed_rows(checked_offsets(cu_seqlens, size, world).to(_device_of(cu_seqlens, device)), size, world, rank)
@@ -179,14 +180,14 @@ def packed(
     *,
     device: torch.device | str | None = None,
 ) -> list[Int64[Tensor, " _"]]:
-    """Global positions that each rank holds; `cu_seqlens` are the padded offsets, from 0 to `size`.
+    """Global positions that each rank holds of a packed stream; `cu_seqlens` are the padded offsets, from 0 to `size`.
 
     >>> packed(12, 2, [0, 4, 12])
     [tensor([ 0,  3,  4,  5, 10, 11]), tensor([1, 2, 6, 7, 8, 9])]
 
-    Cost:   one copy of the offsets to the host; the arrays stand where `cu_seqlens` does, or on `device`.
-    Errors: ValueError if the offsets do not run from 0 up to size or a padded length is no multiple of
-            2 * world; TypeError if they, size or world are no integers.
+    Cost:   one copy of the offsets to the host; the arrays are on the device of `cu_seqlens`, or on `device`.
+    Errors: ValueError if the offsets do not run from 0 up to size or a padded length is not a multiple of
+            2 * world; TypeError if they, size or world are not integers.
     """
     check_cut("packed", size, world)
     offsets_of("packed: cu_seqlens", cu_seqlens)
@@ -195,15 +196,21 @@ def packed(
 
 
 def packed_rows(offsets: Int64[Tensor, " offsets"], size: int, world: int, rank: int | Tensor) -> Tensor:
-    """Slot t of a rank holds position t + shift, with one shift for the early chunk of a sequence, one for the late."""
-    starts = offsets // world  # of the sequences in a rank's own stream
+    """Slot t of a rank holds position t + shift, with one shift for the early and one for the late chunk of a sequence.
+
+    `rank` is one rank, or [n, 1] for the rows of n ranks. One formula for the stream: no loop over sequences.
+    """
+    # 1. The sequences in the rank's local stream: where they start, their lengths, and their early chunks.
+    starts = offsets // world
     lengths = starts.diff()
     half = lengths // 2
+    # 2. The shift of each chunk from local slot to global position, as in `_dual_chunk_swap`, in order of the stream.
     before = offsets[:-1] - starts[:-1]
     early, late = before + half * rank, before + half * (2 * (world - 1) - rank)
     shift = torch.stack([early, late], -1).flatten(-2)
-    each, local = torch.stack([half, lengths - half], -1).flatten(), size // world
-    chunk = torch.repeat_interleave(each, output_size=local)
+    # 3. The chunk of each slot. With its output_size known, repeat_interleave does not wait for the device.
+    chunk_lengths, local = torch.stack([half, lengths - half], -1).flatten(), size // world
+    chunk = torch.repeat_interleave(chunk_lengths, output_size=local)
     return shift.gather(-1, chunk.expand(*shift.shape[:-1], -1)).add_(torch.arange(local, device=offsets.device))
 
 
@@ -212,14 +219,16 @@ def _device_of(cu_seqlens: Tensor | Sequence[int], device: torch.device | str | 
 
 
 def inverse(positions: Iterable[Int[Tensor, " _"]]) -> Int64[Tensor, " _"]:
-    """`inverse[p]` is the row of position p in cat(rank 0, rank 1, ...): `sequential = rank_major[inverse]`.
+    """The index array that restores sequential order: `sequential = rank_major[inverse]`.
+
+    `inverse[p]` is the row of position p in cat(rank 0, rank 1, ...).
 
     >>> inverse([torch.tensor([0, 3]), torch.tensor([1, 2])])
     tensor([0, 2, 3, 1])
 
-    Cost:   one sort, and one read of it by the host; neither where a tensor has no numbers, as while it is traced.
-    Errors: ValueError unless the pieces are rows that hold each of 0..n-1 once; TypeError for what are no tensors of
-            integers, or none at all.
+    Cost:   one sort, and one read of it by the host; neither where tensors have no values, as under tracing.
+    Errors: ValueError unless the `positions` are 1-D and hold each of 0..n-1 once; TypeError unless they are tensors
+            of integers, at least one.
     """
     rank_major = torch.cat(_checked_pieces(positions)).long()
     _check_permutation(rank_major)
@@ -227,30 +236,31 @@ def inverse(positions: Iterable[Int[Tensor, " _"]]) -> Int64[Tensor, " _"]:
 
 
 def inverted(rank_major: Int64[Tensor, " n"]) -> Int64[Tensor, " n"]:
-    """The way back from what is known to be a permutation. Nothing is checked, and nothing waits for the device."""
+    """The inverse of a permutation, which is not checked; does not wait for the device."""
     rows = torch.arange(len(rank_major), device=rank_major.device)
     return torch.empty_like(rank_major).scatter_(0, rank_major, rows)
 
 
 def _check_permutation(rank_major: Int64[Tensor, " n"]) -> None:
-    """Where it holds numbers: a traced, a vmapped, a fake or a meta tensor has none to look at."""
+    """ValueError unless it is a permutation; a traced, vmapped, fake or meta tensor has no values and is accepted."""
     if torch.compiler.is_compiling():
         return
     ordered = rank_major.sort().values
     try:
         wrong = first(ordered != torch.arange(len(ordered), device=ordered.device))
-    except RuntimeError:
+    except RuntimeError:  # of a tensor without values
         return
+    # At the first difference the sorted entry is too large, so that k is missing, or too small: a repeat or negative.
     for k in wrong:
-        held = int(ordered[k])
-        why = f"{k} is missing" if held > k else f"{held} is {'negative' if held < 0 else 'there twice'}"
+        entry = int(ordered[k])
+        why = f"{k} is missing" if entry > k else f"{entry} is {'negative' if entry < 0 else 'there twice'}"
         raise ValueError(
             f"layouts.inverse: positions are not a permutation of 0..{len(ordered) - 1}: {why}; give each position once"
         )
 
 
 def _checked_pieces(positions: Iterable[Tensor]) -> list[Tensor]:
-    """One row of integers for each rank."""
+    """The positions as a list, validated: one row of integers for each rank."""
     if not isinstance(positions, Iterable):
         raise TypeError(f"layouts.inverse: positions={positions!r} is no sequence; {_REMEDY}")
     pieces = list(positions)
@@ -270,18 +280,18 @@ def _checked_pieces(positions: Iterable[Tensor]) -> list[Tensor]:
 
 
 def draw(layout: Callable[[int, int], Sequence[Tensor]], size: int, world: int) -> str:
-    """`layout` as text, one character for each position: its rank in base 36, `?` from rank 36.
+    """Draw `layout` as text, one character for each position: its rank in base 36, `?` from rank 36.
 
     >>> draw(dual_chunk_swap, 16, 4)
     '0011223333221100'
 
     Errors: ValueError if a position is held by no rank or by two.
     """
-    pieces = layout(size, world)
-    held = torch.cat(list(pieces)).cpu()
-    if not torch.equal(held.sort().values, torch.arange(size)):
+    shards = layout(size, world)
+    positions = torch.cat(list(shards)).cpu()
+    if not torch.equal(positions.sort().values, torch.arange(size)):
         name = getattr(layout, "__name__", "given")
         raise ValueError(f"layout {name!r} is not a partition of {size} positions over {world} ranks")
-    ranks = torch.arange(world).repeat_interleave(torch.tensor([len(piece) for piece in pieces]))
-    owner = ranks[held.argsort()]
+    ranks = torch.arange(world).repeat_interleave(torch.tensor([len(shard) for shard in shards]))
+    owner = ranks[positions.argsort()]
     return "".join(ALPHABET[rank] if rank < len(ALPHABET) else "?" for rank in owner.tolist())

@@ -1,8 +1,8 @@
-"""Whole streams put from one order into another: chunks of each sequence, and ranks against sequences.
+"""Reorder full (unsharded) streams: chunks within each sequence, and rank-major against sequence-major order.
 
-Each function is one gather of rows by an index array, and its backward the gather by the inverse. *Rank-major* is
-cat(rank 0, rank 1, ...), as an all-gather leaves it; *sequence-major* has each sequence together, the ranks' shares
-of it one after another; *sequential* is the order of positions.
+Each function is one gather of rows by an index array, and its backward is the gather by the inverse. *Rank-major* is
+cat(rank 0, rank 1, ...), as an all-gather leaves it; *sequence-major* has the rows of each sequence together, in the
+order of the ranks that hold them; *sequential* is the order of positions.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from torch_impl.layouts.index_arrays import inverted
 def _reorder_chunks(
     input_: Shaped[Tensor, "*a"], order: list[int], cu_seqlens: Int[Tensor, " offsets"] | None = None
 ) -> Shaped[Tensor, "*a"]:
-    """Output chunk j is input chunk `order[j]`, of `len(order)` equal ones: of dim 1, or of each sequence of dim 0.
+    """Permute equal chunks of dim 1, or of each sequence of dim 0: output chunk j is input chunk `order[j]`.
 
         input_  "b s w"  or, with offsets of the whole stream,  "t w"   ->   the same
+
+    There are `len(order)` chunks.
 
     >>> _reorder_chunks(torch.arange(6)[:, None], [1, 0], torch.tensor([0, 2, 6])).flatten()
     tensor([1, 0, 4, 5, 2, 3])
 
     Cost:   no collective; one copy forward, one backward. One host read of the offsets.
             Saves the index.
-    Errors: ValueError if `order` is no permutation, a length is no multiple of its size, the offsets do not rise
-            from 0 to the rows, or input_ has other dims; TypeError for offsets of no integers.
+    Errors: ValueError if `order` is not a permutation, a length is not a multiple of its size, the offsets do not
+            rise from 0 to the rows, or input_ has other dims; TypeError for offsets that are not integers.
     """
     return _chunks("layouts._reorder_chunks", input_, order, cu_seqlens)
 
@@ -48,6 +50,7 @@ def _undo_attention_load_balancing(
     """
     function = "layouts._undo_attention_load_balancing"
     chunks = range(2 * _checked_size(function, cp_size))
+    # Rank r holds chunks r and 2 n - 1 - r: even places hold the early chunks in order, odd ones the late in reverse.
     return _chunks(function, input_, [*chunks[::2], *chunks[::-2]], cu_seqlens)
 
 
@@ -70,14 +73,14 @@ def _redo_attention_load_balancing(
 def _deinterleave_packed_seqs(
     input_: Shaped[Tensor, "t w"], cu_seqlens: Int[Tensor, " offsets"], cp_size: int
 ) -> Shaped[Tensor, "t w"]:
-    """Rank-major rows to sequence-major ones. `cu_seqlens` are the offsets in one rank's stream (global // cp_size).
+    """Rank-major rows to sequence-major rows. `cu_seqlens` are the offsets in one rank's stream (global // cp_size).
 
     >>> _deinterleave_packed_seqs(torch.arange(12)[:, None], torch.tensor([0, 2, 6]), 2).flatten()
     tensor([ 0,  1,  6,  7,  2,  3,  4,  5,  8,  9, 10, 11])
 
     Cost:   as `_reorder_chunks`.
     Errors: ValueError if the offsets do not rise from 0 to rows / cp_size, or input_ is not 2-D; TypeError for
-            offsets of no integers.
+            offsets that are not integers.
     """
     function = "layouts._deinterleave_packed_seqs"
     return _permuted(input_, _interleaving(function, input_, cu_seqlens, cp_size), 0)
@@ -86,7 +89,7 @@ def _deinterleave_packed_seqs(
 def _reinterleave_packed_seqs(
     input_: Shaped[Tensor, "t w"], cu_seqlens: Int[Tensor, " offsets"], cp_size: int
 ) -> Shaped[Tensor, "t w"]:
-    """Sequence-major rows to rank-major ones, the inverse of `_deinterleave_packed_seqs`.
+    """Sequence-major rows to rank-major rows, the inverse of `_deinterleave_packed_seqs`.
 
     >>> _reinterleave_packed_seqs(torch.arange(12)[:, None], torch.tensor([0, 2, 6]), 2).flatten()
     tensor([ 0,  1,  4,  5,  6,  7,  2,  3,  8,  9, 10, 11])
@@ -103,16 +106,20 @@ Both = tuple[Int64[Tensor, " rows"], Int64[Tensor, " rows"]]  # an index array a
 
 
 def _chunks(function: str, x: Tensor, order: list[int], cu_seqlens: Tensor | None) -> Tensor:
+    """Validate the arguments on the host, then permute the chunks: the common core of the functions above."""
+    # 1. A permutation of chunks, and the sequences as offsets: [b, s, w] is one sequence of s rows.
     if sorted(order) != list(range(len(order))) or not order:
         raise ValueError(f"{function}: order={order} is not a permutation of 0..{len(order) - 1}")
     dim = _checked_dim(function, x, cu_seqlens is not None)
     rows = x.shape[dim]
     host = torch.tensor([0, rows]) if cu_seqlens is None else _offsets(function, cu_seqlens)
+    # 2. Offsets of the full stream, since local ones would permute rows across sequences without any error.
     if host[-1] != rows:
         raise ValueError(
             f"{function}: cu_seqlens ends at {host[-1]} but input_ has {rows} rows; "
             "this function takes the padded offsets of the whole stream"
         )
+    # 3. Equal chunks in every sequence.
     for j in first(host.diff() % len(order) != 0):
         length = int(host.diff()[j])
         what = f"s={length}" if cu_seqlens is None else f"sequence {j} has length {length}, which"
@@ -123,8 +130,9 @@ def _chunks(function: str, x: Tensor, order: list[int], cu_seqlens: Tensor | Non
 
 
 def _chunk_rows(offsets: Tensor, rows: int, order: list[int]) -> Int64[Tensor, " rows"]:
-    """Row of output slot i of a sequence: start + order[i // c] * c + i % c, c a chunk of the sequence."""
+    """Row of output slot i of a sequence: start + order[i // c] * c + i % c, with c the length of its chunks."""
     lengths = offsets.diff()
+    # Start and chunk length of each slot's sequence; with its output_size known, nothing waits for the device.
     start = offsets[:-1].repeat_interleave(lengths, output_size=rows)
     chunk = (lengths // len(order)).repeat_interleave(lengths, output_size=rows)
     i = torch.arange(rows, device=offsets.device) - start
@@ -132,11 +140,12 @@ def _chunk_rows(offsets: Tensor, rows: int, order: list[int]) -> Int64[Tensor, "
 
 
 def _interleaving(function: str, x: Tensor, cu_seqlens: Tensor, cp_size: int) -> Both:
-    """Rank-major row of each sequence-major one, and back."""
+    """The rank-major row of each sequence-major row, and the inverse."""
     _checked_size(function, cp_size)
     rows = x.shape[_checked_dim(function, x, True)]
     host = _offsets(function, cu_seqlens)
     end = int(host[-1])
+    # Local offsets here, where the functions above take global ones: the message names the mix-up if it is that.
     if end * cp_size != rows:
         why = " = the whole stream" if end == rows else f", {end * cp_size} rows over cp={cp_size}, not {rows}"
         raise ValueError(
@@ -147,9 +156,10 @@ def _interleaving(function: str, x: Tensor, cu_seqlens: Tensor, cp_size: int) ->
 
 def _sequence_major(local: Tensor, rows: int, cp_size: int) -> Int64[Tensor, " rows"]:
     """Slot i of a sequence of local length l is of rank i // l: row rank * (rows / cp_size) + start + i % l."""
-    spread = local.diff() * cp_size
-    start = local[:-1].repeat_interleave(spread, output_size=rows)
-    length = local.diff().repeat_interleave(spread, output_size=rows)
+    global_lengths = local.diff() * cp_size
+    # Local start and length of each slot's sequence; its global start is cp_size times the local one.
+    start = local[:-1].repeat_interleave(global_lengths, output_size=rows)
+    length = local.diff().repeat_interleave(global_lengths, output_size=rows)
     i = torch.arange(rows, device=local.device) - start * cp_size
     return i // length * (rows // cp_size) + start + i % length
 
@@ -163,7 +173,7 @@ def _permuted(x: Tensor, index: Both, dim: int) -> Tensor:
 
 
 class _Permuted(torch.autograd.Function):
-    """Rows in another order, each once: the cotangent needs no sum, only the way back."""
+    """Permuted rows: since each row occurs once, the gradient is a gather by the inverse and needs no sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, back: Tensor, dim: int) -> Tensor:
@@ -174,6 +184,7 @@ class _Permuted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         index, back = ctx.saved_tensors
+        # By the function itself, with both indices swapped, so that it can be differentiated twice.
         return _Permuted.apply(cotangent, back, index, ctx.dim), None, None, None
 
 

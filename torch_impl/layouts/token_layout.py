@@ -1,10 +1,11 @@
-"""Where the tokens of one batch live: the positions of every rank, sequences and padding, built once and used by all.
+"""The token layout of one batch: the positions that every rank holds, the sequences and their padding.
 
-`index[r]` are the global positions that cp rank r holds, in its local order. Sequence j stands at
+`index[r]` are the global positions that cp rank r holds, in local order. Sequence j occupies
 `cu_padded[j]:cu_padded[j + 1]` of the global stream, and its first `cu_real[j + 1] - cu_real[j]` tokens are real.
 A dense row is one sequence.
 
-The fields of a TokenLayout from lengths or offsets: checked on the host, computed on the device.
+A TokenLayout is built once per batch from lengths or offsets, which are validated on the host; its arrays are computed
+on the device.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ from torch_impl.layouts.index_arrays import ALPHABET, contiguous, inverted, pack
 
 @dataclass(frozen=True, eq=False)
 class TokenLayout:
-    """The positions that each of `cp_size` ranks holds, and what stands there; `cp_rank` is the one asking.
+    """The positions that each of `cp_size` ranks holds, and the sequences they belong to; `cp_rank` is this rank.
 
-    `total` counts global tokens, padding included; `counts` those of each rank; a row of `index` beyond its count
-    (ragged only) is -1. All tensors stand on one device; what is derived is built on first use and kept.
+    `total` counts global tokens, padding included, and `counts` those of each rank; a row of `index` beyond its count
+    (ragged only) is -1. All tensors are on one device; derived values are computed on first use and cached.
 
     >>> layout = TokenLayout.packed([0, 4, 12], cp_size=2, cp_rank=0)
     >>> layout.index.tolist()
@@ -74,16 +75,17 @@ class TokenLayout:
         real_length: int | None = None,
         counts: Sequence[int] | None = None,
     ) -> TokenLayout:
-        """One sequence of `length` tokens, the first `real_length` of them real (all, if not said).
+        """The layout of one sequence of `length` tokens, the first `real_length` of them real (default: all).
 
         `kind` is contiguous, ragged, dual_chunk_swap or striped; `counts` are the tokens of each rank, for ragged
-        only (DTensor's ceil rule, if not said). One rank alone takes any length.
+        only (default: DTensor's ceil rule). With `cp_size` 1 any length will do; arrays are on `device`, and `cp_rank`
+        is the calling rank.
 
         >>> TokenLayout.dense("dual_chunk_swap", 8, cp_size=2, cp_rank=0).local_index
         tensor([0, 1, 6, 7])
 
-        Errors: ValueError for another kind, a rank that is none, a length that cannot be cut, or counts that do
-                not add up; TypeError for a length, count, size or rank that is no integer.
+        Errors: ValueError for another kind, a rank outside cp, a length that cannot be sharded, or counts that do
+                not add up; TypeError for a length, count, size or rank that is not an integer.
         """
         return dense_cut(kind, length, cp_size, cp_rank, device, real_length, counts)
 
@@ -99,73 +101,78 @@ class TokenLayout:
         total: int | None = None,
         validate: bool = True,
     ) -> TokenLayout:
-        """Sequences one after another: `cu_padded` are their offsets in the stream, `cu_real` sums of real lengths.
+        """The layout of packed sequences: `cu_padded` are their offsets in the stream, `cu_real` sums of real lengths.
 
-        `kind` packed cuts each sequence by DualChunkSwap; contiguous and striped cut the stream and ignore where
-        sequences end. Offsets may be filled on the right with any negative number. Stands where the offsets do.
+        `kind` packed shards each sequence by DualChunkSwap; contiguous and striped shard the stream and ignore where
+        sequences end. Offsets may end in fill of any negative number. The arrays are on the device of the offsets.
 
         >>> TokenLayout.packed([0, 4, 6, 12], [0, 3, 5, 11], cp_size=1, cp_rank=0).padding_mask.nonzero().flatten()
         tensor([3])
 
-        Cost:   one copy of the offsets to the host; of tensors with `total` and `validate=False` none, and of what
-                they hold on a device nothing is checked: there a total that is not their last makes rows without
-                meaning, if it can be cut at all. Build it once for a batch: each call builds a layout of its own.
-        Errors: ValueError for another kind, a rank that is none, offsets that do not rise from 0 to total, a real
-                length above its padded one, a padded length that cannot be cut, real lengths of other sequences;
-                TypeError for offsets of no integers, or a size or rank that is none.
+        Cost:   one copy of the offsets to the host. None for tensors with `total` and `validate=False`, whose values
+                on a device are not checked: a total that is not their last offset then makes meaningless rows, if it
+                can be sharded at all. Each call builds a new layout: build one per batch.
+        Errors: ValueError for another kind, a rank outside cp, offsets that do not rise from 0 to total, a real
+                length above its padded one, a padded length that cannot be sharded, or real lengths of other
+                sequences; TypeError for offsets, a size or a rank that are not integers.
         """
         return packed_cut(kind, cu_padded, cu_real, cp_size, cp_rank, total, validate)
 
     def derived(self, key: Hashable, build: Callable[[], Value]) -> Value:
-        """What `build` makes of this layout, once for each key: a schedule, the same layout elsewhere."""
+        """The cached value of `build()` for this key, such as a block schedule or a copy on another device."""
+        # Fake tensors are neither cached nor served from the cache.
         if not has_numbers():
             return build()
         if key not in self._derived:
-            # Dynamo traces no change of inference mode; what it traces needs none.
+            # Dynamo cannot trace a change of inference mode, and traced code does not need one.
             self._derived[key] = build() if torch.compiler.is_compiling() else for_training(build)()
         return self._derived[key]
 
     @cached_tensor
     def local_index(self) -> Int64[Tensor, " local"]:
-        """Global positions that this rank holds, in local order."""
+        """Global positions that this rank holds, in local order, without the -1 that fills a ragged row."""
         return self.index[self.cp_rank, : self.counts[self.cp_rank]]
 
     @cached_tensor
     def inverse(self) -> Int64[Tensor, " total"]:
         """Row of each position in cat(rank 0, rank 1, ...): `sequential = rank_major[inverse]`."""
+        # A ragged index has fill, so it cannot be inverted; but ragged is the identity.
         return inverted(self._everywhere if self.is_identity else self.index.flatten())
 
     @cached_tensor
     def sequence_ids(self) -> Int64[Tensor, " total"]:
-        """The sequence of each global position."""
+        """The sequence that each global position belongs to."""
+        # right=True passes over every offset at or before the position, so that empty sequences hold none.
         return torch.searchsorted(self.cu_padded[1:].long(), self._everywhere, right=True)
 
     @cached_tensor
     def position_ids(self) -> Int64[Tensor, " total"]:
-        """Place of each global position inside its sequence; runs on through the padding."""
+        """Position of each token within its sequence; counts on through the padding."""
         return self._everywhere - self.cu_padded.long()[self.sequence_ids]
 
     @cached_tensor
     def padding_mask(self) -> Bool[Tensor, " total"]:
-        """True where a global position is padding."""
+        """True at global positions that are padding."""
         return self.position_ids >= self.cu_real.diff()[self.sequence_ids]
 
     @cached_tensor
     def local_cu(self) -> Int32[Tensor, " offsets"]:
-        """Offsets of the sequences in this rank's own stream, padding included."""
-        own = self.sequence_ids[self.local_index]
-        each = torch.arange(len(self.cu_padded), device=own.device)
-        return torch.searchsorted(own, each, out_int32=True)
+        """Offsets of the sequences in this rank's local stream, padding included."""
+        # A rank holds sequences in order, so its ids are sorted, and sequence j starts where they reach j.
+        local_ids = self.sequence_ids[self.local_index]
+        sequences = torch.arange(len(self.cu_padded), device=local_ids.device)
+        return torch.searchsorted(local_ids, sequences, out_int32=True)
 
     @property
     def is_identity(self) -> bool:
-        """Whether the ranks' streams, laid end to end, are the global stream."""
+        """Whether cat(rank 0, rank 1, ...) is the global stream."""
         return self.cp_size == 1 or self.kind in ("contiguous", "ragged")
 
     @cached_tensor
     def original_length(self) -> int:
-        """Global positions up to the last real token. One read of the offsets."""
+        """Number of global positions up to the last real token. Reads the offsets once."""
         ends = self.cu_padded[:-1] + self.cu_real.diff()
+        # A sequence without real tokens has no last one: it counts as 0.
         return max(torch.where(self.cu_real.diff() > 0, ends, 0).tolist(), default=0)
 
     @cached_tensor
@@ -173,14 +180,14 @@ class TokenLayout:
         return torch.arange(self.total, device=self.index.device)
 
     def shard(self, x: Shaped[Tensor, "*a"], dim: int) -> Shaped[Tensor, "*b"]:
-        """This rank's rows of a whole tensor, along `dim`.
+        """This rank's shard of the full tensor `x` along `dim`.
 
             x  "t cp=R"   ->   "t/cp:LAYOUT"
 
-        Any dtype, which is kept; differentiable.
+        Any dtype, which the shard keeps; differentiable.
 
         Cost:   no collective; one copy of the shard.
-        Errors: ValueError if x lacks the dim or has not `total` rows along it.
+        Errors: ValueError if x lacks the dim or does not have `total` rows along it.
         """
         dim = checked_dim("TokenLayout.shard", "dim", dim, x)
         self._check_rows("shard", x, dim, self.total, "global")
@@ -195,16 +202,17 @@ class TokenLayout:
         trim: bool = False,
         gradient: Literal["R", "I"] = "R",
     ) -> Shaped[Tensor, "*b"]:
-        """The whole tensor, in global order along `dim`; with `trim` without the padding at its end.
+        """The full tensor in global order along `dim`, gathered over `group`; `trim` drops the padding at its end.
 
             x  "t/cp:LAYOUT"   ->   "t cp=R"  or, with gradient="I",  "t cp=I"
 
-        With R cotangents are addends: each rank's rows of their sum over cp. With I they are equal: its own rows.
+        With `gradient` R the ranks' cotangents are addends, and a rank gets its rows of their sum over cp. With I they
+        are equal, and a rank takes its rows without a collective.
 
         Cost:   forward 1 all_gather of the longest shard; backward 1 reduce_scatter (R, summed in float32 or
                 wider) or none (I). Saves the index.
-        Errors: TypeError if group is no ProcessGroup; ValueError for another gradient type, a group of other ranks
-                than the layout's, or rows that are not this rank's.
+        Errors: TypeError if group is not a ProcessGroup; ValueError for another gradient type, a group of other ranks
+                than the layout's, or a number of rows that is not this rank's.
         """
         function = "TokenLayout.unshard"
         group, gradient = checked_group(function, "group", group), checked_type(function, gradient)
@@ -215,12 +223,13 @@ class TokenLayout:
             )
         dim = checked_dim(function, "dim", dim, x)
         self._check_rows("unshard", x, dim, self.counts[self.cp_rank], "local")
+        # The gather leaves rank-major order; the inverse index restores the global one.
         rank_major = all_gather(x, group, out=gradient, dim=dim, lengths=self.counts)
-        whole = rows_at(rank_major, self.inverse, dim)
-        return whole.narrow(dim, 0, self.original_length) if trim else whole
+        full = rows_at(rank_major, self.inverse, dim)
+        return full.narrow(dim, 0, self.original_length) if trim else full
 
     def draw(self) -> str:
-        """The rank that holds each position, in base 36 (`?` from rank 36), with `|` between sequences."""
+        """Draw the rank that holds each position, in base 36 (`?` from rank 36), with `|` between sequences."""
         ranks = torch.arange(self.cp_size).repeat_interleave(torch.tensor(self.counts), output_size=self.total)
         owners = ranks[self.inverse.cpu()].tolist()
         text = "".join(ALPHABET[rank] if rank < len(ALPHABET) else "?" for rank in owners)
@@ -229,15 +238,15 @@ class TokenLayout:
 
     @for_training
     def on(self, device: torch.device | str) -> TokenLayout:
-        """The same layout with its tensors on another device."""
+        """The same layout with its tensors on another `device`."""
         index, padded, real = self.index.to(device), self.cu_padded.to(device), self.cu_real.to(device)
         return replace(self, index=index, cu_padded=padded, cu_real=real)
 
     @for_training
     def rebind(self, cp_size: int, cp_rank: int) -> TokenLayout:
-        """The same tokens cut over another group; ragged counts follow DTensor's ceil rule.
+        """The same tokens sharded over another group, as rank `cp_rank`; ragged counts follow DTensor's ceil rule.
 
-        Errors: ValueError for a rank that is none, or a length that cannot be cut over `cp_size`.
+        Errors: ValueError for a rank outside cp, or a length that cannot be sharded over `cp_size`.
         """
         return recut(self.kind, self.total, cp_size, cp_rank, self.cu_padded, self.cu_real)
 
@@ -251,13 +260,13 @@ class TokenLayout:
 
 @cached
 def dense_layout(kind: str, length: int, cp_size: int, cp_rank: int, device: torch.device) -> TokenLayout:
-    """One object for all calls of one shape, so that what is derived from it is derived once: a memo."""
+    """One cached layout for all calls of one shape, so that what is derived from it is shared, too."""
     return TokenLayout.dense(kind, length, cp_size=cp_size, cp_rank=cp_rank, device=device)
 
 
 DENSE = ("contiguous", "dual_chunk_swap", "ragged", "striped")
 PACKED = ("contiguous", "packed", "striped")
-STREAM = {"contiguous": contiguous, "striped": striped}  # cut as one piece
+STREAM = {"contiguous": contiguous, "striped": striped}  # sharded as one stream, across the ends of sequences
 
 
 def dense_cut(
@@ -269,7 +278,8 @@ def dense_cut(
     real_length: int | None,
     counts: Sequence[int] | None,
 ) -> TokenLayout:
-    """One sequence."""
+    """The core of `TokenLayout.dense`."""
+    # 1. Validate, on the host.
     _check_kind("dense", kind, DENSE)
     _check_rank(cp_size, cp_rank)
     real = length if real_length is None else real_length
@@ -281,13 +291,15 @@ def dense_cut(
         raise ValueError(f"real_length={real} is outside s={length}; it counts the tokens that are no padding")
     if counts is not None and kind != "ragged":
         raise ValueError(f"counts={counts} are for ragged, the layout is {kind}; leave them out")
+    # 2. Both rows of offsets in one tensor, so that a device gets one copy.
     cu = torch.tensor([[0, length], [0, real]], device=device)
     if kind != "ragged":
         return _cut(kind, length, cp_size, cp_rank, cu[0], cu[1])
-    pieces = ragged(length, cp_size, counts, device=device)
-    index = pad_sequence(pieces, batch_first=True, padding_value=-1)
-    held = tuple(len(piece) for piece in pieces)
-    return TokenLayout(kind, cp_size, cp_rank, length, index, cu[0].int(), cu[1].int(), held)
+    # 3. Ragged shards differ in length: -1 fills the rows of the index.
+    shards = ragged(length, cp_size, counts, device=device)
+    index = pad_sequence(shards, batch_first=True, padding_value=-1)
+    rank_counts = tuple(len(shard) for shard in shards)
+    return TokenLayout(kind, cp_size, cp_rank, length, index, cu[0].int(), cu[1].int(), rank_counts)
 
 
 def packed_cut(
@@ -299,23 +311,26 @@ def packed_cut(
     total: int | None,
     validate: bool,
 ) -> TokenLayout:
-    """Sequences by their offsets."""
+    """The core of `TokenLayout.packed`."""
+    # 1. What is known without the values of the offsets.
     _check_kind("packed", kind, PACKED)
     _check_rank(cp_size, cp_rank)
     offsets_of("TokenLayout.packed: cu_padded", cu_padded)
     if cu_real is not None:
         offsets_of("TokenLayout.packed: cu_real", cu_real)
-    if not validate and total is not None and isinstance(cu_padded, Tensor):  # a list is on the host, to be checked
+    # 2. Without a copy to the host, if the caller vouches for the offsets; a list is on the host and costs no copy.
+    if not validate and total is not None and isinstance(cu_padded, Tensor):
         check_row("cu_seqlens", cu_padded)
         _check_total(kind, cu_padded, total, cp_size)
         padded = real = _unfilled(cu_padded, total)
         if cu_real is not None:
-            given = torch.as_tensor(cu_real)
-            check_row("cu_real", given)
-            real = _unfilled(given, None)
+            real_offsets = torch.as_tensor(cu_real)
+            check_row("cu_real", real_offsets)
+            real = _unfilled(real_offsets, None)
         if real.shape != padded.shape:
             raise ValueError(f"cu_real: {len(real)} offsets, the padded ones are {len(padded)}; give as many")
         return _cut(kind, total, cp_size, cp_rank, padded, real.to(padded.device))
+    # 3. Else all is validated on the host. Packed has a rule for each sequence, the other kinds one for the stream.
     multiple = _multiple(kind, cp_size) if kind == "packed" else 1
     padded = checked_offsets(stripped(cu_padded), total, cp_size, axis="cp", multiple=multiple)
     size = int(padded[-1])
@@ -327,7 +342,7 @@ def packed_cut(
 
 
 def recut(kind: str, total: int, cp_size: int, cp_rank: int, cu_padded: Tensor, cu_real: Tensor) -> TokenLayout:
-    """The same tokens over another group."""
+    """The core of `TokenLayout.rebind`."""
     if kind in ("ragged", "dual_chunk_swap"):
         real = int(cu_real[-1])
         return dense_cut(kind, total, cp_size, cp_rank, cu_padded.device, real, None)
@@ -335,25 +350,25 @@ def recut(kind: str, total: int, cp_size: int, cp_rank: int, cu_padded: Tensor, 
 
 
 def _cut(kind: str, total: int, cp_size: int, cp_rank: int, padded: Tensor, real: Tensor) -> TokenLayout:
-    """Equal shares, from offsets that are known to cut."""
+    """A layout of equal shards, from validated offsets."""
     if kind in STREAM:
         index = torch.stack(STREAM[kind](total, cp_size, device=padded.device))
     else:
         index = packed_rows(padded.long(), total, cp_size, torch.arange(cp_size, device=padded.device)[:, None])
-    # copies: a layout stays as it is when the caller writes into the offsets
+    # Copies, so that a caller who writes into the offsets does not change the layout.
     cu_padded, cu_real = padded.to(torch.int32, copy=True), real.to(torch.int32, copy=True)
     return TokenLayout(kind, cp_size, cp_rank, total, index, cu_padded, cu_real, (total // cp_size,) * cp_size)
 
 
 def _multiple(kind: str, cp_size: int) -> int:
-    """The multiple that a sequence must be; one rank alone holds all of it, of any length."""
+    """The number that a length must be a multiple of; a single rank takes any length."""
     if cp_size == 1 or kind == "ragged":
         return 1
     return needs("dual_chunk_swap", cp_size) if kind == "packed" else needs(kind, cp_size)
 
 
 def _check_total(kind: str, offsets: Tensor, total: int, cp_size: int) -> None:
-    """What can be known of a total without a copy to the host: whether it can be cut; of offsets there, their end."""
+    """Validate a total without a copy to the host: it can be sharded, and offsets that are on the host end there."""
     check_whole("total", total)
     multiple = _multiple(kind, cp_size)
     if total < 0 or total % multiple:
@@ -361,19 +376,20 @@ def _check_total(kind: str, offsets: Tensor, total: int, cp_size: int) -> None:
             f"total={total} cannot be cut by {kind} over cp={cp_size} (needs a multiple of {multiple}); "
             "pass where the padded offsets end"
         )
-    is_here = type(offsets) is Tensor and offsets.device.type == "cpu"
-    if is_here and (end := int(offsets.max())) != total:
+    # By its exact type: a fake tensor says it is on the CPU, and has no values.
+    is_on_host = type(offsets) is Tensor and offsets.device.type == "cpu"
+    if is_on_host and (end := int(offsets.max())) != total:
         raise ValueError(f"cu_seqlens ends at {end} but the stream holds {total} tokens; pass the padded offsets")
 
 
 def _unfilled(offsets: Tensor, end: int | None) -> Tensor:
-    """Fill on the right becomes empty sequences at the end, which needs no look at the values."""
+    """Replace the fill at the end by empty sequences, without reading any value on the host."""
     last = offsets.max() if end is None else end
     return torch.where(offsets < 0, last, offsets)
 
 
 def _checked_real(cu_real: Tensor, padded: Tensor) -> Tensor:
-    """The sums of real lengths, one for each padded one and none above it."""
+    """The sums of real lengths on the host; ValueError unless there is one for each padded length and none above it."""
     real = host_offsets(cu_real, "cu_real")
     if len(real) != len(padded):
         raise ValueError(
