@@ -1,13 +1,13 @@
-"""Context parallelism: batches cut over cp, and attention over any sequence layout.
+"""Context parallelism: batches sharded over cp, and attention over any sequence layout.
 
-Arguments that mean this wherever a function says nothing else:
+Arguments with one meaning throughout the package, unless a function says otherwise:
 
-    batch                    a dict of tensors by name, as a data loader makes it, the same on each rank of cp
-    cp_mesh                  the mesh of cp alone; None for one rank
-    device_mesh              a mesh of which the axis cp is taken by its name
-    padding_token_id         the id that stands at padding
-    seq_lens_padding_value   what says in a table of lengths that a row has no further sequence; negative
-    num_chunks               streams that rows are shared over: the microbatches of a pipeline
+    batch                    a dict of tensors by name, from a data loader, the same on each rank of cp
+    cp_mesh                  the 1-D mesh of cp; None for one rank
+    device_mesh              a mesh, of which the dim named cp is used
+    padding_token_id         the token id of padding
+    seq_lens_padding_value   the negative number that fills a row of a table of lengths after its last sequence
+    num_chunks               number of streams that the rows are split into: the microbatches of a pipeline
 """
 
 from torch_impl.context_parallel.attention import context_parallel_attention as context_parallel_attention

@@ -1,13 +1,12 @@
-"""One block on CUDA by the operations that return the logarithm of the softmax's sum: flash, or memory-efficient.
+"""Attention of one block on CUDA, by kernels that also return the logarithm of the softmax's sum (lse).
 
-Flash takes half precision without a mask, from compute capability 8.0 on. Memory-efficient attention takes more: it
-knows no grouped heads, pads its lse to a multiple of 32 rows, and cuts its triangle from the top left. Only a mask is
-handed to it as addends. Plain operations take what is left: float64, bfloat16 on older devices, widths that tensor
-cores cannot load.
+Flash attention supports half precision without a mask, from compute capability 8.0 on. Memory-efficient attention
+supports more, but no grouped heads; it pads its lse to a multiple of 32 rows, aligns its causal mask to the top left,
+and takes masks as addends. Plain operations, which run on any device, do the rest: float64 above all, bfloat16 on
+older devices, and head widths that tensor cores cannot load.
 
-One block by plain operations on any device: what no fused operation takes, float64 on CUDA first of all.
-
-Scores of ROWS queries are held at a time, in float32 or wider, so that memory does not grow with pairs.
+Plain operations hold the scores of ROWS queries at a time, in float32 or wider, so that memory does not grow with the
+number of pairs.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ OTHER, OTHER_BACKWARD = (
     _aten._scaled_dot_product_efficient_attention,
     _aten._scaled_dot_product_efficient_attention_backward,
 )
+# Limits of the kernels, which they would otherwise report in words of their own, or not at all.
 HALF = (torch.float16, torch.bfloat16)
 LSE_ROWS, BIAS_COLUMNS = 32, 16
 LARGEST_FLASH_WIDTH = 256
@@ -37,15 +37,15 @@ AMPERE = (8, 0)
 def cuda_forward(
     q: Heads, k: KVHeads, v: KVHeads, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Heads, Tensor]:
-    """Output and lse of one block; causal is from the top left."""
+    """Output and lse of one block; the causal mask is aligned to the top left."""
     capability = _capability(q)
     if _flash_takes(q, k, mask, is_causal, capability):
         out, lse, *_ = FLASH(q, k, v, 0.0, is_causal, False, scale=scale)
         return out, lse
     if not _efficient_takes(q, capability):
         return plain_forward(q, k, v, mask, is_causal, scale)
-    wide = [_every_head(x, q.shape[1]) for x in (k, v)]
-    out, lse, *_ = OTHER(q, *wide, _bias(q, mask), True, 0.0, is_causal, scale=scale)
+    every_head = [_every_head(x, q.shape[1]) for x in (k, v)]
+    out, lse, *_ = OTHER(q, *every_head, _bias(q, mask), True, 0.0, is_causal, scale=scale)
     return out, lse[..., : q.shape[2]]
 
 
@@ -60,31 +60,34 @@ def cuda_backward(
     is_causal: bool,
     scale: float,
 ) -> tuple[Heads, KVHeads, KVHeads]:
-    """Gradients of one block, by the global out and lse."""
+    """Gradients of one block, from the output and lse over all blocks."""
     capability = _capability(q)
-    unused = torch.zeros((), dtype=torch.int64, device=q.device)  # seed and offset of dropout, of which there is none
+    unused = torch.zeros((), dtype=torch.int64, device=q.device)  # seed and offset of dropout, which is off
     if _flash_takes(q, k, mask, is_causal, capability):
-        given = cotangent, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, is_causal, unused, unused
-        return FLASH_BACKWARD(*given, scale=scale)
+        arguments = cotangent, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, is_causal, unused, unused
+        return FLASH_BACKWARD(*arguments, scale=scale)
     if not _efficient_takes(q, capability):
         return plain_backward(cotangent, q, k, v, out, lse, mask, is_causal, scale)
-    wide, bias = [_every_head(x, q.shape[1]) for x in (k, v)], _bias(q, mask)
+    every_head, bias = [_every_head(x, q.shape[1]) for x in (k, v)], _bias(q, mask)
+    # With an lse of infinity the rows of the padding have weight exp(-inf) = 0.
     lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % LSE_ROWS), value=torch.inf)
-    given = cotangent, q, *wide, bias, out, lse, unused, unused, 0.0, [True, True, True, False]
-    dq, dk, dv, _ = OTHER_BACKWARD(*given, is_causal, scale=scale)
+    arguments = cotangent, q, *every_head, bias, out, lse, unused, unused, 0.0, [True, True, True, False]
+    dq, dk, dv, _ = OTHER_BACKWARD(*arguments, is_causal, scale=scale)
+    # Keys were repeated for each query head of their group, so their gradients are summed over the group.
     heads = k.shape[1], -1
     return dq, dk.unflatten(1, heads).sum(2), dv.unflatten(1, heads).sum(2)
 
 
 def _capability(x: Tensor) -> tuple[int, int]:
-    """Of the device, major and minor; the meta device, which computes nothing, has that of an A100."""
+    """Compute capability of the device, (major, minor); the meta device, which computes nothing, counts as an A100."""
     return torch.cuda.get_device_capability(x.device) if x.is_cuda else AMPERE
 
 
 def _flash_takes(q: Heads, k: KVHeads, mask: Tensor | None, is_causal: bool, capability: tuple[int, int]) -> bool:
-    """Its causal mask is from the bottom right, the same only for as many queries as keys.
+    """Whether the flash kernel supports these inputs.
 
-    Widths above 192 and up to 224 have no backward on devices with little shared memory, 8.6 to 8.9 and 12.
+    Its causal mask is aligned to the bottom right, which is the same only for as many queries as keys. Widths above
+    192 and up to 224 have no backward on devices with little shared memory, of capability 8.6 to 8.9 and 12.
     """
     width = q.shape[-1]
     square = not is_causal or q.shape[2] == k.shape[2]
@@ -94,9 +97,9 @@ def _flash_takes(q: Heads, k: KVHeads, mask: Tensor | None, is_causal: bool, cap
 
 
 def _efficient_takes(q: Heads, capability: tuple[int, int]) -> bool:
-    """It loads 16 bytes at a time, and knows bfloat16 where tensor cores do."""
-    known = q.dtype in (torch.float16, torch.float32) or (q.dtype == torch.bfloat16 and capability >= AMPERE)
-    return known and q.shape[-1] * q.dtype.itemsize % 16 == 0
+    """Whether memory-efficient attention supports it: rows of 16 bytes, bfloat16 only where tensor cores have it."""
+    is_supported = q.dtype in (torch.float16, torch.float32) or (q.dtype == torch.bfloat16 and capability >= AMPERE)
+    return is_supported and q.shape[-1] * q.dtype.itemsize % 16 == 0
 
 
 def _every_head(x: Heads, heads: int) -> Heads:
@@ -104,7 +107,7 @@ def _every_head(x: Heads, heads: int) -> Heads:
 
 
 def _bias(q: Heads, mask: Tensor | None) -> Tensor | None:
-    """The mask as addends, rows aligned as the operation asks."""
+    """The mask as addends, each row aligned in memory as the kernel requires."""
     if mask is None:
         return None
     columns = mask.shape[-1]
@@ -113,23 +116,24 @@ def _bias(q: Heads, mask: Tensor | None) -> Tensor | None:
     return aligned[..., :columns].expand(len(q), q.shape[1], q.shape[2], -1)
 
 
-ROWS = 512
+ROWS = 512  # queries whose scores are in memory at a time
 
 
 def plain_forward(
     q: Heads, k: KVHeads, v: KVHeads, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Heads, Float[Tensor, "b h s"]]:
-    """Output and lse of one block; causal is from the top left. A query without a key has output 0 and lse -inf."""
+    """Output and lse of one block, causal from the top left. A query that sees no key has output 0 and lse -inf."""
     wide_q, wide_k, wide_v = _by_group(q, k), k.to(accumulator(k.dtype)), v.to(accumulator(v.dtype))
-    outs, sums = [], []
+    outs, lses = [], []
     with uncast(q.device):
         for rows in _slices(q.shape[2]):
             scores = _scores(wide_q[:, :, :, rows], wide_k, _seen(q, k, mask, is_causal, rows), scale)
             lse = scores.logsumexp(-1)
+            # Of a query without a key, -inf less 0 makes weights of 0, where -inf less -inf would be NaN.
             weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
             outs.append(torch.einsum("bkgij,bkjp->bkgip", weights, wide_v))
-            sums.append(lse)
-    return torch.cat(outs, 3).flatten(1, 2).to(q.dtype), torch.cat(sums, 3).flatten(1, 2)
+            lses.append(lse)
+    return torch.cat(outs, 3).flatten(1, 2).to(q.dtype), torch.cat(lses, 3).flatten(1, 2)
 
 
 def plain_backward(
@@ -143,21 +147,24 @@ def plain_backward(
     is_causal: bool,
     scale: float,
 ) -> tuple[Heads, KVHeads, KVHeads]:
-    """Gradients of one block, by the global out and lse; none of a query whose lse is infinite."""
+    """Gradients of one block, from the output and lse over all blocks; 0 for a query whose lse is infinite."""
     wide_q, wide_k, wide_v = _by_group(q, k), k.to(accumulator(k.dtype)), v.to(accumulator(v.dtype))
-    above, total = _by_group(cotangent, k), lse.unflatten(1, (k.shape[1], -1))
-    inner = (above * _by_group(out, k)).sum(-1)
+    dout, grouped_lse = _by_group(cotangent, k), lse.unflatten(1, (k.shape[1], -1))
+    # 1. delta[i] = sum_j weights[i, j] dweights[i, j] over the keys of all blocks, which equals dout[i] . out[i].
+    delta = (dout * _by_group(out, k)).sum(-1)
     dq, dk, dv = torch.zeros_like(wide_q), torch.zeros_like(wide_k), torch.zeros_like(wide_v)
     with uncast(q.device):
         for rows in _slices(q.shape[2]):
-            own_q, own_above = wide_q[:, :, :, rows], above[:, :, :, rows]
-            scores = _scores(own_q, wide_k, _seen(q, k, mask, is_causal, rows), scale)
-            weights = (scores - total[:, :, :, rows, None]).exp()
-            dv += torch.einsum("bkgij,bkgip->bkjp", weights, own_above)
-            towards = torch.einsum("bkgip,bkjp->bkgij", own_above, wide_v) - inner[:, :, :, rows, None]
-            ds = scale * weights * towards
+            # 2. The weights, computed again: by the global lse they are those of the softmax over all keys.
+            q_rows, dout_rows = wide_q[:, :, :, rows], dout[:, :, :, rows]
+            scores = _scores(q_rows, wide_k, _seen(q, k, mask, is_causal, rows), scale)
+            weights = (scores - grouped_lse[:, :, :, rows, None]).exp()
+            dv += torch.einsum("bkgij,bkgip->bkjp", weights, dout_rows)
+            # 3. Through the softmax and the scale to q and k.
+            centered_dweights = torch.einsum("bkgip,bkjp->bkgij", dout_rows, wide_v) - delta[:, :, :, rows, None]
+            ds = scale * weights * centered_dweights
             dq[:, :, :, rows] = torch.einsum("bkgij,bkjp->bkgip", ds, wide_k)
-            dk += torch.einsum("bkgij,bkgip->bkjp", ds, own_q)
+            dk += torch.einsum("bkgij,bkgip->bkjp", ds, q_rows)
     return dq.flatten(1, 2).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -166,7 +173,7 @@ def _slices(size: int) -> Iterator[slice]:
 
 
 def _by_group(x: Heads, k: KVHeads) -> Float[Tensor, "b hk g s p"]:
-    """Query heads by the KV head that they read, in the accumulator's dtype."""
+    """Query heads grouped by the KV head that they read, in the accumulator's dtype."""
     return x.to(accumulator(x.dtype)).unflatten(1, (k.shape[1], -1))
 
 
@@ -180,7 +187,7 @@ def _scores(
 def _seen(
     q: Heads, k: KVHeads, mask: Bool[Tensor, "m 1 i j"] | None, is_causal: bool, rows: slice
 ) -> Bool[Tensor, "*a i2 j"] | None:
-    """Which keys the queries of `rows` see; None: all."""
+    """A mask of the keys that the queries of `rows` see; None if they see all."""
     if mask is not None:
         return (mask if mask.shape[2] == 1 else mask[:, :, rows])[:, :, None]
     if not is_causal:

@@ -1,10 +1,11 @@
-"""Which rows of queries meet which rows of keys, for each rank whose keys this rank sees: index arrays, no attention.
+"""The block schedule of attention: which rows of queries attend to which rows of keys, for each source rank.
 
-Every layout keeps the tokens of a sequence in order on each rank, so a rank's share of a sequence is one run of rows,
-its real tokens first. Of the queries of one rank and the keys of another all pairs count, or those below a diagonal,
-or none: no mask, except at the edges of a window, for which queries are cut into short runs.
+It consists of index arrays alone; `blockwise_attention` computes with them. Every layout keeps the tokens of a sequence
+in order on each rank, so a rank's shard of a sequence is one run of consecutive rows, real tokens first. Between the
+queries of one rank and the keys of another, all pairs count, or those below a diagonal, or none. So no mask is needed,
+except at the edges of a window, where the queries are split into short runs.
 
-Rows of queries that meet rows of keys: what one call of an attention kernel computes.
+A block is what one call of an attention kernel computes: runs of queries, each with its run of keys.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from torch import Tensor
 
 from torch_impl.layouts.token_layout import TokenLayout
 
-MOST_LENGTHS = 8  # distinct lengths of sequences; where there are more, those up to one power of two share a block
-TILE = 256  # queries that meet the keys of their window together
+# With more distinct lengths than this, runs up to the same power of two share a block: fewer kernels, some fill.
+MOST_LENGTHS = 8
+TILE = 256  # queries of one run under a window
 
 
 @dataclass(frozen=True)
 class BlockSchedule:
-    """`blocks[source]`: what this rank's queries see of the keys of rank `source`. `hops`: how far keys travel."""
+    """The blocks of one rank: `blocks[source]` for the keys of rank `source`, which travel up to `hops` hops."""
 
     rank: int
     counts: tuple[int, ...]
@@ -34,35 +36,44 @@ class BlockSchedule:
 
 
 def schedule_of(layout: TokenLayout, causal: bool, window: int | None) -> BlockSchedule:
-    """The pairs of one rank. All layers that share a layout share them: a memo, which changes no result.
+    """The block schedule of this rank, cached with the layout: layers that share a layout share the schedule.
 
-    Cost:   one copy of two numbers per rank and sequence to the host. With a window that does not see all anyway, the
-            positions too; work grows with tokens times window + TILE, and masks are of the runs at a window's edges,
-            at most 2 * TILE keys each, one for all that are alike. Kept as long as the layout is.
+    Cost:   one copy of four numbers per rank and sequence to the host. With a window shorter than the longest
+            sequence the positions too; work grows with tokens times window + TILE, and only the runs at a window's
+            edges have masks, of at most 2 * TILE keys each, equal ones shared.
     """
     return layout.derived(("schedule", causal, window), lambda: _schedule(layout, causal, window))
 
 
 def _schedule(layout: TokenLayout, causal: bool, window: int | None) -> BlockSchedule:
+    # 1. The run of rows that each rank holds of each sequence.
     runs = _Runs.of(layout)
+    # 2. What this rank's queries see of each source rank, the window left aside.
     sources = range(layout.cp_size)
     overlap = [_overlap(layout.kind, runs, layout.cp_rank, source, causal) for source in sources]
-    near = window if window is not None and window < max(runs.real.sum(0).tolist(), default=0) else None
-    blocks = [_blocks(_Rules(layout, source, causal, near), *overlap[source]) for source in sources]
+    # 3. A window as long as the longest sequence hides nothing, so its masks and short runs can be spared.
+    hiding_window = window if window is not None and window < max(runs.real.sum(0).tolist(), default=0) else None
+    # 4. Runs of equal shape batched into blocks.
+    blocks = [_blocks(_Rules(layout, source, causal, hiding_window), *overlap[source]) for source in sources]
     return BlockSchedule(layout.cp_rank, layout.counts, tuple(blocks), _hops(layout, causal, window))
 
 
 def _hops(layout: TokenLayout, causal: bool, window: int | None) -> int:
-    """With contiguous rows a causal window reaches back over a few ranks only."""
-    everyone = layout.cp_size - 1
+    """How many ranks back the keys are needed: with contiguous rows a causal window reaches only a few."""
+    all_hops = layout.cp_size - 1
     if layout.kind != "contiguous" or not causal or window is None:
-        return everyone
-    return min(everyone, -(-(window - 1) // max(layout.counts[0], 1)))
+        return all_hops
+    # The first query of a rank sees the window - 1 positions before it.
+    return min(all_hops, -(-(window - 1) // max(layout.counts[0], 1)))
 
 
 @dataclass(frozen=True)
 class _Runs:
-    """Of every rank and sequence, on the host: first row, real rows, rows of DualChunkSwap's early chunk, place."""
+    """The run of rows of every rank and sequence, on the host.
+
+    `start` is its first row, `real` its number of real rows, `early` the rows of DualChunkSwap's early chunk, and
+    `place` the position of its first row within the sequence.
+    """
 
     start: Int64[Tensor, "n q"]
     real: Int64[Tensor, "n q"]
@@ -77,15 +88,18 @@ class _Runs:
         def row_of(position: Tensor) -> Tensor:
             return torch.searchsorted(rows, position.expand(n, -1).contiguous())
 
+        # 1. On each rank, where the rows of a sequence start and stop, its padding included.
         start, stop = row_of(cu[:-1]), row_of(cu[1:])
-        beyond = torch.cat([rows, rows.new_full((n, 1), layout.total)], 1)
-        fields = start, row_of(ends) - start, (stop - start) // 2, beyond.gather(1, start) - cu[:-1]
+        # 2. One column more, for a sequence that starts behind the last row of a rank, which holds nothing of it.
+        padded_rows = torch.cat([rows, rows.new_full((n, 1), layout.total)], 1)
+        # 3. Chunks are halves of the padded run; real rows end at `ends`. One copy takes all to the host.
+        fields = start, row_of(ends) - start, (stop - start) // 2, padded_rows.gather(1, start) - cu[:-1]
         return _Runs(*torch.stack(fields).cpu())
 
 
 @dataclass(frozen=True)
 class _Overlap:
-    """Of every sequence: the first query and key that meet, and how many."""
+    """For each run, in general one per sequence: its first query and first key, and how many of each."""
 
     query: Int64[Tensor, " q"]
     queries: Int64[Tensor, " q"]
@@ -97,32 +111,36 @@ class _Overlap:
 
 
 def _overlap(kind: str, runs: _Runs, rank: int, source: int, causal: bool) -> tuple[_Overlap, bool]:
-    """What of `source` the queries of `rank` see, and whether only below the diagonal."""
+    """The queries of `rank` and the keys of `source` that they see; and whether only those below the diagonal."""
     query, queries, key, keys = runs.start[rank], runs.real[rank], runs.start[source], runs.real[source]
+    # All real queries and keys; on this rank itself the kernel applies the diagonal.
     if not causal or rank == source:
         return _Overlap(query, queries, key, keys), causal
     if kind == "striped":
-        # Where the source's stripe is the later one, a query sees as many keys as queries stand before it. The source
-        # has that many: its stripe is at most one token shorter, and only if it is the later one.
+        # Query i of a stripe sees keys 0 to i of an earlier stripe, and keys 0 to i - 1 of a later one: there the
+        # queries start one row late. The source has as many keys as that: a stripe is at most one token shorter than
+        # another, and only if it is the later one.
         late = (runs.place[source] > runs.place[rank]).long()
         queries = (queries - late).clamp(min=0)
         return _Overlap(query + late, queries, key, queries), True
     if kind in ("contiguous", "ragged"):
         return _Overlap(query, queries, key, keys * (source < rank)), False
+    # DualChunkSwap: rank r of n holds chunks r and 2 n - 1 - r of each sequence.
     early = runs.early[rank]
-    if source < rank:  # its early chunk stands before both of ours, its late one behind both
+    if source < rank:  # its early chunk is before both of this rank's chunks, its late chunk after both
         return _Overlap(query, queries, key, torch.minimum(keys, early)), False
+    # A later source has both of its chunks between this rank's two: its keys are for the queries of the late chunk.
     return _Overlap(query + early, (queries - early).clamp(min=0), key, keys), False
 
 
 def _rising(layout: TokenLayout) -> Int64[Tensor, "n local"]:
-    """The positions of every rank; what fills a ragged row stands behind it."""
+    """The positions of every rank in ascending order, as searchsorted needs: fill of a ragged row sorts last."""
     return torch.where(layout.index < 0, layout.total, layout.index)
 
 
 @dataclass(frozen=True)
 class _Rules:
-    """Whose keys are rules about, and by which rules they are seen."""
+    """The source rank of the keys, and the rules by which this rank's queries see them."""
 
     layout: TokenLayout
     source: int
@@ -131,66 +149,74 @@ class _Rules:
 
 
 def _blocks(rules: _Rules, overlap: _Overlap, is_causal: bool) -> tuple[Block, ...]:
-    """All blocks of one source: of the edges of windows, and of what stands between them, which all queries see."""
+    """All blocks of one source. With a window: of its two edges, with masks, and of the keys between, without."""
     if rules.window is None:
         return _of_lengths(rules, overlap, is_causal)
-    early, between, late = _cut_by_window(rules, overlap, rules.window)  # apart, since a block has a query once
+    # Separate calls, since within a block no query may occur twice: its rows are merged all at once.
+    early, between, late = _cut_by_window(rules, overlap, rules.window)
     edges = _of_lengths(rules, early, False) + _of_lengths(rules, late, False)
     return edges + _of_lengths(replace(rules, window=None), between, False)
 
 
 def _cut_by_window(rules: _Rules, overlap: _Overlap, window: int) -> tuple[_Overlap, _Overlap, _Overlap]:
-    """Runs of TILE queries: with keys that the late ones of a run do not see, that all see, that early ones do not."""
+    """Runs of at most TILE queries with three ranges of keys: those that only early queries of the run see, those that
+    all see, and those that only late queries see."""
     rows = _rising(rules.layout).cpu()
-    of_queries, of_keys = rows[rules.layout.cp_rank], rows[rules.source]
+    query_positions, key_positions = rows[rules.layout.cp_rank], rows[rules.source]
+    # 1. Split each run into tiles: `run` is the run of a tile, `begin` its first query within the run.
     tiles = -(-overlap.queries // TILE)
-    each = torch.repeat_interleave(tiles)
-    begin = (torch.arange(len(each)) - (tiles.cumsum(0) - tiles)[each]) * TILE
-    query, queries = overlap.query[each] + begin, (overlap.queries[each] - begin).clamp(max=TILE)
-    first, last = of_queries[query], of_queries[query + queries - 1]
-    key, end = overlap.key[each], (overlap.key + overlap.keys)[each]
+    run = torch.repeat_interleave(tiles)
+    begin = (torch.arange(len(run)) - (tiles.cumsum(0) - tiles)[run]) * TILE
+    query, queries = overlap.query[run] + begin, (overlap.queries[run] - begin).clamp(max=TILE)
+    # 2. The positions of the first and last query of a tile, and the keys of its run.
+    first, last = query_positions[query], query_positions[query + queries - 1]
+    key, end = overlap.key[run], (overlap.key + overlap.keys)[run]
 
     def key_at(position: Tensor) -> Tensor:
-        return torch.searchsorted(of_keys, position).clamp(key, end)
+        return torch.searchsorted(key_positions, position).clamp(key, end)
 
+    # 3. [start, stop) are the keys that any query of the tile sees, [common, rest) those that all of them see.
     behind, ahead = window - 1, 0 if rules.causal else window - 1
     start, stop = key_at(first - behind), key_at(last + ahead + 1)
     common, rest = key_at(last - behind), key_at(first + ahead + 1)
+    # 4. If no key is seen by all, the first range takes them all, and its mask decides.
     common, rest = (torch.where(rest > common, x, stop) for x in (common, rest))
-    cuts = (start, common), (common, rest), (rest, stop)
-    early, between, late = (_Overlap(query, queries, begin, end - begin) for begin, end in cuts)
+    key_ranges = (start, common), (common, rest), (rest, stop)
+    early, between, late = (_Overlap(query, queries, begin, end - begin) for begin, end in key_ranges)
     return early, between, late
 
 
 def _of_lengths(rules: _Rules, overlap: _Overlap, is_causal: bool) -> tuple[Block, ...]:
-    """One block for each pair of lengths that occurs, however many runs have it; of one sequence one for each run."""
+    """One block for all runs of similar lengths; in a layout of one sequence, one block for each run."""
     overlap = overlap.of((overlap.queries > 0) & (overlap.keys > 0))
     lengths = torch.stack([overlap.queries, overlap.keys], 1)
-    alike = torch.arange(len(lengths)) if len(rules.layout.cu_padded) == 2 else _alike(lengths)
+    # With one sequence the batch may have several rows, which only a block of a single run, a slice, can serve.
+    block_of_run = torch.arange(len(lengths)) if len(rules.layout.cu_padded) == 2 else _alike(lengths)
     masks: dict[Any, tuple[Tensor, Tensor | None]] = {}
     blocks = []
-    for group in range(max(alike.tolist(), default=-1) + 1):
-        chosen = alike == group
-        blocks.append(_block(rules, overlap.of(chosen), lengths[chosen].amax(0).tolist(), is_causal, masks))
+    for group in range(max(block_of_run.tolist(), default=-1) + 1):
+        members = block_of_run == group
+        blocks.append(_block(rules, overlap.of(members), lengths[members].amax(0).tolist(), is_causal, masks))
     return tuple(block for block in blocks if block is not None)
 
 
 def _alike(lengths: Int64[Tensor, "m 2"]) -> Int64[Tensor, " m"]:
-    """The number of the block that each run of queries and keys is in."""
-    distinct, alike = lengths.unique(dim=0, return_inverse=True)
+    """The index of the block that each run goes into, by its numbers of queries and keys."""
+    distinct, block_of_run = lengths.unique(dim=0, return_inverse=True)
     if len(distinct) > MOST_LENGTHS:
-        powers = (lengths - 0.5).log2().floor()  # one for those up to each power of two
-        alike = powers.unique(dim=0, return_inverse=True)[1]
-    return alike
+        powers = (lengths - 0.5).log2().floor()  # less 0.5, so that a power of two is in one class with those below it
+        block_of_run = powers.unique(dim=0, return_inverse=True)[1]
+    return block_of_run
 
 
 def _block(
     rules: _Rules, overlap: _Overlap, shape: list[int], is_causal: bool, masks: dict[Any, tuple[Tensor, Tensor | None]]
 ) -> Block | None:
-    """The runs of one shape; None if the window hides all keys."""
+    """The block of some runs, filled up to one `shape` (queries, keys); None if the window hides all keys."""
     device = rules.layout.index.device
     queries, is_query = _filled(overlap.query, overlap.queries, shape[0])
     keys, is_key = _filled(overlap.key, overlap.keys, shape[1])
+    # Keys that fill a run come last: the kernel's causal mask hides them, unless there are more queries than keys.
     fill_is_seen = not is_causal or bool((overlap.keys < overlap.queries).any())
     mask = blind = None
     if rules.window is not None or (fill_is_seen and not is_key.all()):
@@ -210,7 +236,7 @@ def _block(
 
 
 def _seen(rules: _Rules, queries: Tensor, keys: Tensor, is_key: Tensor, is_causal: bool) -> Bool[Tensor, "m i j"]:
-    """Which of its keys each query of a run sees; i is 1 where all see the same."""
+    """Which keys of its run each query sees; i is 1 where all queries see the same."""
     mask = is_key[:, None]
     if rules.window is None and not is_causal:
         return mask
@@ -223,7 +249,7 @@ def _seen(rules: _Rules, queries: Tensor, keys: Tensor, is_key: Tensor, is_causa
 def _shared_mask(
     seen: Bool[Tensor, "m i j"], masks: dict[Any, tuple[Tensor, Tensor | None]], device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
-    """A mask and the queries it leaves blind: one for all runs of a block, and for all blocks, that have the same."""
+    """A mask and the queries that it leaves without a key; equal masks share memory, over runs and over blocks."""
     if (seen == seen[:1]).all():
         seen = seen[:1]
     key = seen.shape, seen.numpy().tobytes()
@@ -234,13 +260,13 @@ def _shared_mask(
 
 
 def _filled(start: Tensor, length: Tensor, longest: int) -> tuple[Int64[Tensor, "m i"], Bool[Tensor, "m i"]]:
-    """The rows of every run, the last one repeated up to the longest, and which of them are no such repetition."""
+    """The rows of every run, its last row repeated up to the longest, and a mask that is False at the repeats."""
     i = torch.arange(longest)
     return start[:, None] + torch.minimum(i, length[:, None] - 1), i < length[:, None]
 
 
 def _rows(rows: Int64[Tensor, "m i"], own: Bool[Tensor, "m i"], device: torch.device) -> Rows:
-    """One run as a slice, which copies nothing."""
+    """Rows as an index array on the device, or as a slice for a single run: slicing copies nothing."""
     if len(rows) > 1 or not own.all():
         return rows.to(device)
     return slice(int(rows[0, 0]), int(rows[0, -1]) + 1)
@@ -248,17 +274,17 @@ def _rows(rows: Int64[Tensor, "m i"], own: Bool[Tensor, "m i"], device: torch.de
 
 Rows = slice | Tensor
 Places = tuple[slice | Tensor, Tensor]
-LEAST = 128  # queries below which a triangle is not cut again
+LEAST = 128  # queries below which a triangle is not split again
 
 
 @dataclass(frozen=True)
 class Block:
-    """Runs of queries, each with its run of keys.
+    """Runs of queries, each with its run of keys: the input of one kernel call.
 
-    Rows are one slice, for all of the batch, or [m, rows]: m runs of a batch of one. `is_causal`: query i of a run sees
-    its keys 0 to i. `mask` [m or 1, 1, queries or 1, keys] is True where a key is seen, `blind` where a query has none;
-    one row serves all. `is_query` [m, queries] and `is_key` [m, keys] are False where a shorter run is filled up;
-    None: none is.
+    Rows are one slice, for every row of the batch, or [m, rows]: m runs of a batch of one. `is_causal`: query i of a
+    run sees its keys 0 to i. `mask` [m or 1, 1, queries or 1, keys] is True where a key is seen, `blind` where a query
+    sees none. `is_query` [m, queries] and `is_key` [m, keys] are False at rows that fill up a shorter run; None if
+    there is no fill.
     """
 
     queries: Rows
@@ -271,23 +297,25 @@ class Block:
 
     @cached_property
     def query_places(self) -> Places | None:
-        """Where the queries of runs come from: their places among all of the block, and their rows."""
+        """The queries of the block that are not fill: their places in the flattened block, and their rows in q."""
         return _places(self.queries, self.is_query)
 
     @cached_property
     def key_places(self) -> Places | None:
+        """The same of the keys."""
         return _places(self.keys, self.is_key)
 
     @cached_property
     def finer(self) -> tuple[Block, ...]:
-        """The same pairs with less that is computed and thrown away: a triangle as two of half its size and a square.
+        """The same pairs with less wasted work: a causal triangle split into two of half its size and a square.
 
-        A kernel that works on 512 keys at a time computes all of a triangle of 512.
+        A kernel that works on 512 keys at a time computes the full square of a triangle of 512.
         """
         shortest = min(_length(self.queries), _length(self.keys))
         if not self.is_causal or shortest < 2 * LEAST:
             return (self,)
         half = shortest // 2
+        # Late queries see all early keys; early queries see no late keys.
         early, late = slice(0, half), slice(half, None)
         parts = self._part(early, early), self._part(late, early, is_causal=False), self._part(late, late)
         return tuple(finer for part in parts for finer in part.finer)
@@ -311,7 +339,7 @@ def _part_of(rows: Rows, part: slice) -> Rows:
 
 
 def _places(rows: Rows, own: Bool[Tensor, "m i"] | None) -> Places | None:
-    """Found once for each block, since it takes a look at the values; None for a slice."""
+    """Places and rows of what is not fill; None for a slice. Reads values on the host, so a block caches it."""
     if isinstance(rows, slice):
         return None
     flat = rows.flatten()

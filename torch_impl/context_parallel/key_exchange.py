@@ -1,11 +1,11 @@
-"""Keys that travel around a ring, or along a window; without a hop, one rank's own keys.
+"""Exchanges of keys: around a ring, hop by hop, or all at once by an all-gather.
 
-K and V go from rank to rank in one buffer; the gradients of keys follow them, always after the block that adds to them,
-and in the end go home.
+In a ring, K and V go from rank to rank in one buffer. In backward the sums of the gradients of keys travel one hop
+behind them: each rank adds to the sums before it sends them on, and the last hop takes them back to the rank that the
+keys belong to. A window over contiguous rows needs only the first hops; with none, a rank sees its own keys.
 
-The keys of all ranks gathered at once: one message instead of a ring, and shares may be uneven.
-
-Every rank holds all keys for the length of a call.
+An all-gather is one collective instead of a ring, and shards may be uneven; in return, every rank holds all keys for
+the length of a call.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from torch_impl.collectives import start_ring_shift
 from torch_impl.collectives.plain import gathered, scattered_sum
 from torch_impl.context_parallel.block_schedule import BlockSchedule
 
-Buffer = Float[Tensor, "keys 2 b hk p"]  # K and V of some rows in one piece, cut by rows without a copy
-# The rank whose keys these are, the keys, and what gives the sums that their gradients are added to.
+Buffer = Float[Tensor, "keys 2 b hk p"]  # K and V of some rows in one buffer; rows are split without a copy
+# Called with the source rank, its keys, and a function that returns the sums that their gradients are added to.
 AddGradients = Callable[[int, Buffer, Callable[[], Buffer]], None]
 
 
-@runtime_checkable  # so that annotations can be held to it
+@runtime_checkable  # so that annotations can be checked at run time
 class Exchange(Protocol):
-    """How keys come from all ranks and their gradients go back. K and V are one buffer, gradients float32 or wider."""
+    """How keys reach the other ranks, and how their gradients return, in float32 or wider."""
 
     def keys(self, own: Buffer, schedule: BlockSchedule) -> Iterator[tuple[int, Buffer]]:
-        """Every rank whose keys are seen, and its keys."""
+        """Yield each rank whose keys this rank sees, with its keys; `own` are this rank's."""
         ...
 
     def gradients(self, own: Buffer, schedule: BlockSchedule, dtype: torch.dtype, add: AddGradients) -> Buffer:
-        """The gradients of this rank's own keys, from `add` for each rank whose keys are seen, here and elsewhere."""
+        """The gradients of `own`, this rank's keys, summed over ranks. Calls `add` for each rank whose keys it sees."""
         ...
 
 
 @dataclass(frozen=True)
 class Ring:
-    """As many hops as `schedule` says; without one `group` is never spoken to.
+    """Keys that travel around a ring, for as many hops as `schedule` says; with none, nothing is sent over `group`.
 
     Cost:   forward `hops` shifts of K and V together; backward as many of K and V, and of their gradients.
     """
@@ -53,26 +53,36 @@ class Ring:
     def keys(self, own: Buffer, schedule: BlockSchedule) -> Iterator[tuple[int, Buffer]]:
         in_flight = _InFlight.from_here(own)
         for hop in range(schedule.hops + 1):
-            here = in_flight.arrived()
+            # 1. Wait for the keys of this hop.
+            keys = in_flight.arrived()
+            # 2. Send them on before they are used, so that the next hop overlaps with the attention of this one.
             if hop < schedule.hops:
-                in_flight = _InFlight.post(here, self.group, 1)
-            yield _source(schedule, hop), here
+                in_flight = _InFlight.post(keys, self.group, 1)
+            # 3. The caller computes here; it must not write into them, since they are being sent.
+            yield _source(schedule, hop), keys
 
     def gradients(self, own: Buffer, schedule: BlockSchedule, dtype: torch.dtype, add: AddGradients) -> Buffer:
+        # 1. The keys go around again. Those of hop 0 are this rank's own, which it keeps for the end.
         arriving = self.keys(own, schedule)
-        here = next(arriving)
+        local_keys = next(arriving)
+        # 2. The sums for a source's keys start as zeros at its neighbour, the first rank that the keys come to.
         sums = _InFlight.from_here(torch.zeros_like(own, dtype=dtype))
         for hop, (source, keys) in enumerate(arriving, 1):
-            add(source, keys, sums.arrived)  # which waits for them when their block is computed
-            # on to the next rank, which adds its own; from the last one home, past those it came by
+            add(source, keys, sums.arrived)  # not called yet: the block is computed before the wait
+            # 3. After the block, send the sums after their keys; from the last hop straight back to their source.
             sums = _InFlight.post(sums.arrived(), self.group, 1 if hop < schedule.hops else -schedule.hops)
-        add(*here, sums.arrived)  # of this rank's own keys: it never leaves
+        # 4. Now the sums for this rank's keys arrive; its own block comes last, and they travel meanwhile.
+        add(*local_keys, sums.arrived)  # its gradient is never sent
         return sums.arrived()
 
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A buffer on its way here. `sent` is what left for the next rank; it must stay as it is until this has arrived."""
+    """A buffer on its way to this rank.
+
+    `sent` is what this rank sends meanwhile. The reference keeps its memory alive, and it must not be written into,
+    until this buffer has arrived.
+    """
 
     buffer: Tensor
     sent: Tensor
@@ -80,27 +90,33 @@ class _InFlight:
 
     @staticmethod
     def from_here(x: Tensor) -> _InFlight:
+        """A buffer that is here already."""
         return _InFlight(x, x, [])
 
     @staticmethod
     def post(x: Tensor, group: ProcessGroup, shift: int) -> _InFlight:
+        """Send `x` by `shift` ranks and receive what arrives from the other side, without waiting."""
         (arriving,), works = start_ring_shift([x], group, shift)
         return _InFlight(arriving, x, works)
 
     def arrived(self) -> Tensor:
+        """The buffer, once it has arrived; later calls do not wait."""
         while self.works:
             self.works.pop().wait()
         return self.buffer
 
 
 def _source(schedule: BlockSchedule, hop: int) -> int:
-    """The rank whose keys are here after so many hops."""
+    """The rank whose keys are on this rank after `hop` hops."""
     return (schedule.rank - hop) % len(schedule.blocks)
 
 
 @dataclass(frozen=True)
 class AllGatherKeys:
-    """Cost: forward 1 all_gather of K and V; backward the same again and 1 reduce_scatter of their gradients."""
+    """All keys gathered at once.
+
+    Cost: forward 1 all_gather of K and V; backward the same again and 1 reduce_scatter of their gradients.
+    """
 
     group: ProcessGroup
 
@@ -108,6 +124,7 @@ class AllGatherKeys:
         yield from enumerate(gathered(own, self.group, 0, schedule.counts).split(schedule.counts))
 
     def gradients(self, own: Buffer, schedule: BlockSchedule, dtype: torch.dtype, add: AddGradients) -> Buffer:
+        # This rank adds into a view of each source's rows; the reduce_scatter then sums the ranks.
         sums = own.new_zeros(sum(schedule.counts), *own.shape[1:], dtype=dtype)
         shares = sums.split(schedule.counts)
         for source, keys in self.keys(own, schedule):

@@ -1,8 +1,8 @@
-"""Heads exchanged for positions: each rank gets some heads of all positions, attends, and gives the rows back.
+"""Head-parallel attention: an all_to_all trades heads for positions, each rank attends, and another one trades back.
 
-Rank `ring_rank * a + heads_rank` holds its positions. The a ranks of one `heads` group give each other heads, so that
-each then holds the positions of all of them; what is left of the sequence is cut over the ring (usp), or nothing is
-(Ulysses).
+The cp rank is `ring_rank * a + heads_rank`. The a ranks of one `heads` group exchange heads, so that each then holds
+some heads at the positions of all of them. With usp the positions of one group are a shard of the sequence, and the
+groups exchange keys around the ring; with Ulysses they are the full sequence.
 """
 
 from __future__ import annotations
@@ -37,28 +37,33 @@ def head_parallel_attention(
     window: int | None,
     scale: float,
 ) -> Heads:
-    """Attention with heads cut over `heads` and what is left of the positions over `ring`.
+    """Attention with heads sharded over `heads` and positions over `ring`.
 
         q "b h s/cp p", k, v "b hk s/cp p"   ->   "b h s/cp p"
 
-    Where there are fewer KV heads than ranks of `heads`, each is sent to several.
+    With fewer KV heads than ranks of `heads`, each KV head is sent to several ranks.
 
-    Cost:   forward 1 all_to_all of q, k and v together and 1 of the output, backward the same, in their dtype; besides
-            what the ring costs, with the rows of `a` ranks and the heads of one.
+    Cost:   forward 1 all_to_all of q, k and v together and 1 of the output, backward the same, in their dtype; and
+            the cost of the ring, with the rows of `a` ranks and the heads of one.
     """
     a = heads.size()
-    joined = _joined(layout, a)
-    held = [_for_each_rank(x, a) for x in (q, k, v)]
-    widths = [x.shape[2] for x in held]
-    mixed = all_to_all(torch.cat(held, 2).flatten(1, 2), heads, split_dim=HEAD, concat_dim=ROW)
-    whole_q, whole_k, whole_v = mixed[:, :, joined.in_order].split(widths, HEAD)
-    out = blockwise_attention(whole_q, whole_k, whole_v, schedule_of(joined.layout, causal, window), Ring(ring), scale)
-    return all_to_all(out[:, :, joined.by_rank], heads, split_dim=ROW, concat_dim=HEAD)
+    group_rows = _joined(layout, a)
+    # 1. q, k and v side by side for each receiving rank, so that one all_to_all exchanges all three.
+    head_shards = [_for_each_rank(x, a) for x in (q, k, v)]
+    widths = [x.shape[2] for x in head_shards]
+    mixed = all_to_all(torch.cat(head_shards, 2).flatten(1, 2), heads, split_dim=HEAD, concat_dim=ROW)
+    # 2. Rows arrive rank by rank; a block schedule needs those of each sequence in order.
+    group_q, group_k, group_v = mixed[:, :, group_rows.in_order].split(widths, HEAD)
+    out = blockwise_attention(
+        group_q, group_k, group_v, schedule_of(group_rows.layout, causal, window), Ring(ring), scale
+    )
+    # 3. Back into the order of ranks, and each rank's rows back to it.
+    return all_to_all(out[:, :, group_rows.by_rank], heads, split_dim=ROW, concat_dim=HEAD)
 
 
 @dataclass(frozen=True)
 class _Joined:
-    """What `a` ranks hold together: rows by rank, which `in_order` sorts by position and `by_rank` puts back."""
+    """The rows that `a` ranks hold together: `in_order` sorts them from rank order by position, `by_rank` undoes it."""
 
     layout: TokenLayout
     in_order: Int64[Tensor, " rows"]
@@ -66,18 +71,19 @@ class _Joined:
 
 
 def _joined(layout: TokenLayout, a: int) -> _Joined:
-    """The cut over the ring. All layers that share a layout share it: a memo, which changes no result."""
+    """The rows of a heads group and their layout over the ring, cached with the layout."""
     return layout.derived(("joined", a), lambda: _built(layout, a))
 
 
 def _built(layout: TokenLayout, a: int) -> _Joined:
+    # The same tokens over the ring alone, whose ranks hold what the a consecutive cp ranks of a group hold together.
     inner = layout.rebind(layout.cp_size // a, layout.cp_rank // a)
     in_order = layout.index[inner.cp_rank * a : (inner.cp_rank + 1) * a].flatten().argsort()
     return _Joined(inner, in_order, in_order.argsort())
 
 
 def _for_each_rank(x: Heads, a: int) -> Float[Tensor, "b a share s p"]:
-    """Heads by the rank that gets them; a KV head that several ranks need is there once for each."""
+    """Heads grouped by the rank that receives them; a KV head that several ranks need is repeated for each."""
     if x.shape[1] % a:
         x = x.unsqueeze(2).expand(-1, -1, a // x.shape[1], -1, -1).flatten(1, 2)
     return x.unflatten(1, (a, -1))

@@ -137,15 +137,15 @@ BUGS = (
         name="the larger lse for that of both",
         kind="statistic",
         at="context_parallel:_merge",
-        old="together = torch.logaddexp(total, lse)",
-        new="together = torch.maximum(total, lse)",
+        old="merged_lse = torch.logaddexp(total, lse)",
+        new="merged_lse = torch.maximum(total, lse)",
         expect="value: ",
     ),
     InjectedBug(
         name="the lse of the last block for that of all",
         kind="statistic",
         at="context_parallel:_merge",
-        old="total.copy_(together)",
+        old="total.copy_(merged_lse)",
         new="total.copy_(lse)",
         expect="gradient: ",
     ),
@@ -185,8 +185,8 @@ BUGS = (
         name="the backward of queries that fill a run",
         kind="border",
         at="context_parallel:add_gradients",
-        old="own_lse = own_lse.masked_fill(~part.is_query[:, None], torch.inf)",
-        new="own_lse = own_lse.contiguous()",
+        old="lse_rows = lse_rows.masked_fill(~part.is_query[:, None], torch.inf)",
+        new="lse_rows = lse_rows.contiguous()",
         expect="gradient: forward equal, gradient not",
     ),
     InjectedBug(
@@ -243,8 +243,8 @@ BUGS = (
         name="the gradient of a rank's own keys dropped",
         kind="reduction",
         at="context_parallel:Ring.gradients",
-        old="add(*here, sums.arrived)  #",
-        new="here  #",
+        old="add(*local_keys, sums.arrived)  #",
+        new="local_keys  #",
         expect="gradient: forward equal, gradient not",
     ),
     InjectedBug(
@@ -259,9 +259,10 @@ BUGS = (
         name="gradients that come home left there",
         kind="reduction",
         at="context_parallel:Ring.gradients",
-        old="        add(*here, sums.arrived)  # of this rank's own keys: it never leaves\n"
-        "        return sums.arrived()",
-        new="        home = torch.zeros_like(sums.arrived())\n        add(*here, lambda: home)\n        return home",
+        old="        add(*local_keys, sums.arrived)  # its gradient is never sent\n        return sums.arrived()",
+        new="        home = torch.zeros_like(sums.arrived())\n"
+        "        add(*local_keys, lambda: home)\n"
+        "        return home",
         expect="gradient: forward equal, gradient not",
     ),
     InjectedBug(
@@ -284,15 +285,15 @@ BUGS = (
         name="gradients of keys read before they arrive",
         kind="buffer",
         at="context_parallel:Ring.gradients",
-        old="add(*here, sums.arrived)  #",
-        new="add(*here, lambda: sums.buffer)  #",
+        old="add(*local_keys, sums.arrived)  #",
+        new="add(*local_keys, lambda: sums.buffer)  #",
         expect="gradient: forward equal, gradient not",
     ),
     InjectedBug(
         name="gradients of keys sent before their block",
         kind="buffer",
         at="context_parallel:Ring.gradients",
-        old="            add(source, keys, sums.arrived)  # which waits for them when their block is computed\n",
+        old="            add(source, keys, sums.arrived)  # not called yet: the block is computed before the wait\n",
         new="            early = sums.arrived()\n"
         "            if hop == schedule.hops:\n"
         "                _InFlight.post(early, self.group, -schedule.hops)\n"
@@ -336,7 +337,7 @@ BUGS = (
         name="rows left in the order of ranks",
         kind="order",
         at="context_parallel:head_parallel_attention",
-        old="mixed[:, :, joined.in_order].split",
+        old="mixed[:, :, group_rows.in_order].split",
         new="mixed.split",
         expect="value: ",
     ),
@@ -344,8 +345,8 @@ BUGS = (
         name="rows put in order twice",
         kind="order",
         at="context_parallel:head_parallel_attention",
-        old="out[:, :, joined.by_rank]",
-        new="out[:, :, joined.in_order]",
+        old="out[:, :, group_rows.by_rank]",
+        new="out[:, :, group_rows.in_order]",
         expect="value: ",
     ),
     InjectedBug(
