@@ -1,7 +1,7 @@
 """Attention over a sequence that is sharded over cp, in any order of its tokens.
 
-Rank r has the queries, keys and values of the positions that the layout gives it, and returns their outputs. How the
-ranks let each other see their keys is the exchange: `ring`, `all_gather`, `ulysses` or `usp`.
+Rank r has the queries, keys and values of the positions that the layout assigns to it, and returns their outputs. The
+exchange is the way in which ranks see the keys of other ranks: `ring`, `all_gather`, `ulysses` or `usp`.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ def context_parallel_attention(
     window: Window | None = None,
     scale: Scale | None = None,
 ) -> Sharded[Tensor, "b h s/cp:LAYOUT p"]:
-    """Attention of this rank's queries to all keys of their sequences.
+    """Attention of this rank's queries over all keys of their sequences, whichever rank holds them.
 
         q "b h s/cp:LAYOUT p", k, v "b hk s/cp:LAYOUT p"   ->   "b h s/cp:LAYOUT p"      with tp: h/tp, hk/tp
 
     out[i] = sum_j softmax_j(scale * q[i] . k[j]) v[j];   query head i uses KV head i * hk // h
 
-    Query i sees key j if both are real tokens of one sequence and j is not behind i (causal) nor `window` or more away,
-    in positions inside the sequence. Padding gives 0 and gets gradient 0. `scale` is p ** -0.5 by
-    default, else positive and finite: others make NaN where keys are hidden.
+    Query i sees key j if both are real tokens of one sequence, j is not after i (`causal`), and they are less than
+    `window` positions of the sequence apart. Padding has output 0 and gradient 0. `scale` is p ** -0.5 by default,
+    else positive and finite: other values make NaN where keys are hidden.
 
-    `layout` is a TokenLayout, or contiguous, dual_chunk_swap or striped; `cu_seqlens` are the padded offsets of
-    packed sequences in the global stream, for a batch of one, where the layout does not carry them; dual_chunk_swap is
-    then inside each sequence. Give `group`, or `mesh`: of one dim; of two for usp, ring first and heads within, so
-    that cp rank = ring_rank * a + heads_rank.
+    `layout` is a TokenLayout, or contiguous, dual_chunk_swap or striped. `cu_seqlens` are the padded offsets of
+    packed sequences in the global stream, for a batch of one, if the layout does not carry them; dual_chunk_swap then
+    applies within each sequence. Pass `group` or `mesh`: a mesh of one dim, or of two for usp, the outer one the ring
+    and the inner one the heads, so that cp rank = ring_rank * a + heads_rank. `exchange` is one of those below.
 
     Cost:   with n ranks, forward; backward. Around a ring and into a reduce_scatter gradients of keys travel in float32
             or wider. Through an all_to_all they travel in k's dtype, and those of a head that several ranks have are
@@ -70,11 +70,11 @@ def context_parallel_attention(
     per query and head. Every rank makes the same calls, whichever of q, k, v needs a gradient: gradients of keys are
     computed and sent even for q alone. Every rank must run its backward.
 
-    Errors: TypeError if group, mesh, causal, window, scale or offsets are of another kind, dtypes differ or are none of
-            float16, bfloat16, float32, float64; ValueError for shapes that do not fit, heads that are no multiple, an
-            unknown exchange or one that cannot shard these heads or this layout, a window below 1, a scale that is not
-            positive and finite, offsets that are none or differ from the layout's, a batch of packed rows, a layout
-            of other ranks.
+    Errors: TypeError if group, mesh, causal, window, scale or offsets are of another type, or dtypes differ or are not
+            float16, bfloat16, float32 or float64; ValueError for shapes that do not fit, query heads that are not a
+            multiple of KV heads, an unknown exchange or one that cannot shard these heads or this layout, a window
+            below 1, a scale that is not positive and finite, invalid offsets or offsets that differ from the layout's,
+            a batch of packed rows, or a layout of other ranks.
     Source: arXiv 2310.01889 (ring), 2309.14509 (Ulysses), 2405.07719 (usp).
     """
     # 1. What the signature does not say: which groups, whether the heads divide, whether the layout is of these rows.
@@ -92,7 +92,10 @@ def context_parallel_attention(
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of cp: `heads` exchange heads, `ring` keys. Only usp has both with more than one rank in common."""
+    """The ranks of cp: those of `heads` exchange heads, those of `ring` keys; `size` and `rank` are those of cp.
+
+    Only for usp are they two groups; for every other exchange both are the group of cp, of which it uses one.
+    """
 
     ring: ProcessGroup
     heads: ProcessGroup
@@ -101,7 +104,7 @@ class Ranks:
 
 
 def _ranks(mesh: DeviceMesh | None, group: ProcessGroup | None, exchange: str) -> Ranks:
-    """The groups of an exchange, from a group or a mesh."""
+    """The groups of an exchange, from either a group or a mesh."""
     if (mesh is None) == (group is None):
         both = "both" if group is not None else "neither"
         raise ValueError(f"{FUNCTION}: mesh and group are {both} given; pass one of them")
@@ -121,11 +124,12 @@ def _ranks(mesh: DeviceMesh | None, group: ProcessGroup | None, exchange: str) -
     ring, heads = mesh.get_group(0), mesh.get_group(dims - 1)
     if dims == 1:
         return Ranks(ring, heads, ring.size(), ring.rank())
+    # Heads within the ring: the ranks of a heads group are consecutive in cp, as `ulysses._built` relies on.
     return Ranks(ring, heads, ring.size() * heads.size(), ring.rank() * heads.size() + heads.rank())
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """One dtype that the kernels take, one device, at least one number a head, query heads a multiple of KV heads."""
+    """Validate q, k and v: one supported dtype, one device, p of at least 1, query heads a multiple of KV heads."""
     if q.dtype not in DTYPES or not (q.dtype == k.dtype == v.dtype):
         dtypes = ", ".join(map(dtype_name, (q, k, v)))
         supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
@@ -142,13 +146,15 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
 def _layout_of(
     layout: TokenLayout | str, cu_seqlens: Tensor | Sequence[int] | None, ranks: Ranks, q: Tensor
 ) -> TokenLayout:
-    """The layout of these ranks and rows, built from its name if need be."""
+    """The layout, validated against the ranks and the rows of q; built from its name if it is a name."""
     rows = q.shape[2]
+    # 1. A name becomes a layout of as many rows as all ranks have together.
     if isinstance(layout, str):
         token_layout = _built(layout, cu_seqlens, ranks, rows * ranks.size, q.device)
     else:
         token_layout = layout
         _check_same_offsets(layout, cu_seqlens)
+    # 2. It is of this rank of this group, of the rows that q has here, and of one stream if it is packed.
     if (token_layout.cp_size, token_layout.cp_rank) != (ranks.size, ranks.rank):
         raise ValueError(
             f"{FUNCTION}: the layout is for rank {token_layout.cp_rank} of cp={token_layout.cp_size}, this is rank "
@@ -161,15 +167,17 @@ def _layout_of(
         )
     if len(token_layout.cu_padded) > 2 and q.shape[0] != 1:
         raise ValueError(f"{FUNCTION}: b={q.shape[0]} but packed sequences are one stream; pass b=1")
+    # 3. Its index arrays are on q's device; if not, they are copied once for all layers.
     return token_layout if token_layout.index.device == q.device else _on(token_layout, q.device)
 
 
 def _check_exchange(exchange: str, ranks: Ranks, layout: TokenLayout, heads: int, kv_heads: int) -> None:
-    """Whether the exchange can shard these heads, and rows in this order."""
+    """ValueError unless the exchange supports the layout and can shard the heads."""
     if layout.kind == "ragged" and exchange != "all_gather":
         raise ValueError(
             f"{FUNCTION}: exchange={exchange!r} needs as many rows on each rank, which ragged has not; use all_gather"
         )
+    # The ranks of a heads group hold their stripes together, which is not a stripe of the sequence.
     if exchange == "usp" and layout.kind == "striped":
         raise ValueError(
             f"{FUNCTION}: exchange='usp' cannot join striped rows; use ring, all_gather or ulysses, or another layout"
@@ -185,6 +193,7 @@ def _check_exchange(exchange: str, ranks: Ranks, layout: TokenLayout, heads: int
 def _built(
     order: str, cu_seqlens: Tensor | Sequence[int] | None, ranks: Ranks, total: int, device: torch.device
 ) -> TokenLayout:
+    """The layout by its name. Dense layouts are cached by shape, so that all layers share one block schedule."""
     if cu_seqlens is not None:
         offsets_of(f"{FUNCTION}: cu_seqlens", cu_seqlens)
         kind = "packed" if order == "dual_chunk_swap" else order
@@ -196,13 +205,14 @@ def _built(
 
 
 def _on(layout: TokenLayout, device: torch.device) -> TokenLayout:
-    """The layout on another device, copied once for all layers."""
+    """The layout on another device, copied once and cached for all layers."""
     return layout.derived(("on", device), lambda: layout.on(device))
 
 
 def _check_same_offsets(layout: TokenLayout, cu_seqlens: Tensor | Sequence[int] | None) -> None:
     if cu_seqlens is None or cu_seqlens is layout.cu_padded:
         return
+    # Offsets in another tensor are compared by value, on the host.
     name = f"{FUNCTION}: cu_seqlens"
     offsets = host_offsets(stripped(offsets_of(name, cu_seqlens)), name)
     if not torch.equal(offsets, layout.cu_padded.cpu().long()):

@@ -1,6 +1,6 @@
-"""What each exchange of attention sends, in closed form, and which sends least.
+"""The bytes that each exchange of attention sends, in closed form, and the exchange that sends the fewest.
 
-Bytes are those that one rank sends to others, forward and backward; every rank sends as many.
+Bytes are those that one rank sends to other ranks, forward and backward; every rank sends the same number.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from torch_impl.layouts.divisibility import uncuttable
 
 FUNCTION = "context_parallel.attention_bytes"
 LayoutName = Literal["contiguous", "dual_chunk_swap", "packed", "ragged", "striped"]
-RULE_OF = {"packed": "dual_chunk_swap"}  # which shards each sequence so, hence the sum of them
+RULE_OF = {"packed": "dual_chunk_swap"}  # packed shards each sequence by this rule, so their sum obeys it, too
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a rank sends with one exchange; `heads_size` is a, the ranks that exchange heads (usp: inner dim)."""
+    """Bytes that a rank sends with one `exchange`, `forward` and `backward`.
+
+    `heads_size` is a, the number of ranks that exchange heads (usp: the inner dim of the mesh).
+    """
 
     exchange: str
     heads_size: int
@@ -28,6 +31,7 @@ class Traffic:
 
     @property
     def total(self) -> int:
+        """Forward and backward together."""
         return self.forward + self.backward
 
 
@@ -45,7 +49,7 @@ def attention_bytes(
     causal: bool = True,
     window: Window | None = None,
 ) -> list[Traffic]:
-    """What each exchange that can cut these shapes sends, ring first; usp once for each way to write n = a * m.
+    """The bytes of each exchange that supports these shapes, ring first; usp once for each way to write n = a * m.
 
         q "b h s/cp:LAYOUT p", k, v "b hk s/cp:LAYOUT p"   with s global rows, n = cp_size
 
@@ -62,10 +66,12 @@ def attention_bytes(
     >>> [(t.exchange, t.total) for t in attention_bytes(b=1, s=8, h=4, hk=2, p=1, cp_size=2, itemsize=2)]
     [('ring', 128), ('all_gather', 128), ('ulysses', 96)]
 
-    Errors: ValueError for a size below 1, query heads that are no multiple of KV heads, a window below 1, a layout
-            that is not known or cannot cut s; TypeError for a size or window that is no int, a causal that is no bool.
+    Errors: ValueError for a size below 1, query heads that are not a multiple of KV heads, a window below 1, an unknown
+            layout or one that cannot shard s; TypeError for a size or window that is not an int, or a causal that is
+            not a bool.
     """
     _check_shapes({"s": s, "h": h, "hk": hk, "cp_size": cp_size}, layout)
+    # 1. Rows of a rank, and bytes of a number whose gradients are summed.
     rows, wide, n = -(-s // cp_size), max(itemsize, 4), cp_size
     token = 2 * p * b * rows  # numbers of K and V of one head
 
@@ -76,23 +82,25 @@ def attention_bytes(
     def mixed(a: int) -> int:
         return (a - 1) * token * (h + max(hk, a)) * itemsize // a
 
-    near = layout == "contiguous" and causal and window is not None
-    hops = min(n - 1, -(-((window or 1) - 1) // rows)) if near else n - 1
+    # 2. Exchanges of keys: around the ring as many hops as the window reaches back, as in the block schedule.
+    window_limits_hops = layout == "contiguous" and causal and window is not None
+    hops = min(n - 1, -(-((window or 1) - 1) // rows)) if window_limits_hops else n - 1
     traffic = [] if layout == "ragged" else [Traffic("ring", 1, *keys(hops, hk))]
     traffic.append(Traffic("all_gather", 1, *keys(n - 1, hk)))
-    cuts = [a for a in range(1, n + 1) if n % a == 0 and h % a == 0 and (hk % a == 0 or a % hk == 0)]
-    for a in cuts if layout != "ragged" else ():
+    # 3. Exchanges of heads, over every number of ranks that the heads can be sharded over.
+    head_group_sizes = [a for a in range(1, n + 1) if n % a == 0 and h % a == 0 and (hk % a == 0 or a % hk == 0)]
+    for a in head_group_sizes if layout != "ragged" else ():
         if a == n:
             traffic.append(Traffic("ulysses", a, mixed(a), mixed(a)))
         elif a > 1 and layout != "striped":
-            far = min(n // a - 1, -(-((window or 1) - 1) // (a * rows))) if near else n // a - 1
-            forward, backward = keys(far, max(hk, a))  # a times the rows, an a-th of the heads
+            hops_of_ring = min(n // a - 1, -(-((window or 1) - 1) // (a * rows))) if window_limits_hops else n // a - 1
+            forward, backward = keys(hops_of_ring, max(hk, a))  # a times the rows, an a-th of the heads
             traffic.append(Traffic("usp", a, mixed(a) + forward, mixed(a) + backward))
     return traffic
 
 
 def _check_shapes(sizes: dict[str, int], layout: str) -> None:
-    """Heads that divide, and a length that the layout can shard."""
+    """ValueError unless the KV heads divide the query heads and the layout can shard the length."""
     if sizes["h"] % sizes["hk"]:
         heads, kv_heads = sizes["h"], sizes["hk"]
         raise ValueError(f"{FUNCTION}: h={heads} query heads cannot share hk={kv_heads} KV heads (needs a multiple)")
@@ -102,7 +110,7 @@ def _check_shapes(sizes: dict[str, int], layout: str) -> None:
 
 
 def fewest_bytes(**shapes: Any) -> Traffic:
-    """The exchange that sends least, forward and backward together; of equals the first of ring, all_gather, ...
+    """The exchange that sends the fewest bytes, forward and backward; of equals, the first of `attention_bytes`.
 
     `shapes` are the keywords of `attention_bytes`.
 

@@ -1,7 +1,7 @@
-"""Batches for Transformer Engine: rows of packed sequences as one stream, of which each cp rank takes its share.
+"""Batches for Transformer Engine: rows of packed sequences as one stream that is sharded over cp.
 
-Rank r of cp holds its DualChunkSwap share of sequence 0, then of sequence 1, ... The offsets in the batch are those
-of the whole stream; a kernel that is fed one rank's stream takes `cu_seqlens_padded // cp_size`.
+Rank r of cp holds its DualChunkSwap shard of sequence 0, then of sequence 1, ... The offsets in the batch are those of
+the full stream; a kernel that gets one rank's stream takes `cu_seqlens_padded // cp_size`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch_impl.kernels import rows_at
 from torch_impl.layouts import TokenLayout, needs
 from torch_impl.layouts.divisibility import checked_offsets, offsets_of, stripped
 
-IDS = ("input_ids", "labels", "position_ids")
+IDS = ("input_ids", "labels", "position_ids")  # int64 in the result, whatever integers they are in the batch
 
 
 @contract("context_parallel.te")
@@ -33,24 +33,24 @@ def make_cp_batch_for_te(
     num_chunks: int = 1,
     seq_lens_padding_value: int = -1000,
 ) -> dict[str, Any]:
-    """This cp rank's share of a batch of packed rows, as one stream or stacked in `num_chunks` of them.
+    """This cp rank's shard of a batch of packed rows, as one stream or as `num_chunks` stacked streams.
 
         input_ids  "b s cp=R" or "b s d cp=R"   ->   "t/cp:packed" or "t/cp:packed d",   t = b s
         with m chunks                           ->   "m t/cp:packed" or "m t/cp:packed d",   t = b s / m
 
-    labels, position_ids, padding_mask (True for padding) and whatever else is by token go with them. The mask is that
-    of the lengths: a `padding_mask` in the batch is replaced. Offsets
-    `cu_seqlens` (real), `cu_seqlens_padded` and `max_seqlen` are those of the whole stream, int32. The keys are the
-    same at every cp size, and without a mesh. Batches are as `process_input_for_thd` takes them.
+    labels, position_ids, padding_mask (True for padding) and all other tensors by token are sharded likewise. The mask
+    is computed from the lengths: a `padding_mask` in the batch is replaced. `cu_seqlens` (real offsets),
+    `cu_seqlens_padded` and `max_seqlen` are those of the full stream, int32. The keys are the same at every cp size,
+    and without a mesh. `batch` is as for `process_input_for_thd`; the only `qkv_format` is "thd".
 
     >>> batch = {"input_ids": torch.tensor([[1, 2, 3, 4]]), "labels": torch.tensor([[2, 3, 4, 5]])}
     >>> batch |= {"seq_lens": torch.tensor([[4]]), "seq_lens_padded": torch.tensor([[4]])}
     >>> make_cp_batch_for_te(None, batch)["input_ids"].shape
     torch.Size([4])
 
-    Cost:   no collective; one copy of the share for each key, one host copy of the lengths.
-    Errors: ValueError for another qkv_format, a mesh of several dims, or a slot that is no multiple of 2 * cp over two
-            ranks or more; TypeError for what is no mesh; else as `split_batch_into_thd_chunks`.
+    Cost:   no collective; one copy of the shard for each key, one host copy of the lengths.
+    Errors: ValueError for another qkv_format, a mesh of several dims, or, on two ranks or more, a slot that is not a
+            multiple of 2 * cp; TypeError if cp_mesh is not a mesh; else as `split_batch_into_thd_chunks`.
     """
     _check_format(qkv_format)
     return te_batch(cp_mesh, batch, num_chunks, seq_lens_padding_value)
@@ -61,16 +61,19 @@ def te_batch(
 ) -> dict[str, Any]:
     """The core of `make_cp_batch_for_te`."""
     cp_size, cp_rank = _place(cp_mesh)
-    made = stream(batch, num_chunks, seq_lens_padding_value)
-    checked_offsets(made.slots.offsets[0], made.slots.total, cp_size, axis="cp", multiple=_multiple(cp_size))
-    layout = made.layout(cp_size, cp_rank)
-    cut = _cut(made.tokens, layout)
-    if made.chunks > 1:
-        others = {name: made.stacked(name, value) for name, value in made.others.items()}
-        cut = {name: by_chunk(name, x, made.chunks) for name, x in cut.items()}
+    # 1. All rows as one stream, in slots that cp can shard; the slots are on the host, so this waits for no device.
+    full = stream(batch, num_chunks, seq_lens_padding_value)
+    checked_offsets(full.slots.offsets[0], full.slots.total, cp_size, axis="cp", multiple=_multiple(cp_size))
+    # 2. One layout and one index for all chunks: the rank's shard of the stream is its shards of the chunks in order.
+    layout = full.layout(cp_size, cp_rank)
+    shards = _cut(full.tokens, layout)
+    # 3. Only then split into chunks; what is not by token is split by rows.
+    if full.chunks > 1:
+        unsharded = {name: full.stacked(name, value) for name, value in full.others.items()}
+        shards = {name: by_chunk(name, x, full.chunks) for name, x in shards.items()}
     else:
-        others = made.others
-    return {**cut, **others, **made.tables(), **_told(layout)}
+        unsharded = full.others
+    return {**shards, **unsharded, **full.tables(), **_told(layout)}
 
 
 @contract("context_parallel.te")
@@ -81,18 +84,19 @@ def _shard_thd_chunk_for_te(
     seq_lens_padding_value: int,
     padding_token_id: int,
 ) -> dict[str, Any]:
-    """This cp rank's share of one stream, as `process_input_for_thd` returns it or a row of the stacked ones.
+    """This cp rank's shard of one stream, which is a result of `process_input_for_thd` or one row of stacked chunks.
 
         input_ids  "t cp=R"   ->   "t/cp:packed"
 
-    The stream is cut by `cu_seqlens_padded`, or `cu_seqlens` if that is all there is; fill on their right is
-    stripped. A padding mask that is absent comes from the two offsets. What has one entry for each token is cut.
+    The stream is sharded by `cu_seqlens_padded`, or by `cu_seqlens` if that is all there is; fill at their end is
+    stripped. A missing padding mask is computed from the two offsets. Every tensor with one entry per token is sharded.
 
-    Cost:   no collective; one copy of the share for each key, one host copy of the offsets.
+    Cost:   no collective; one copy of the shard for each key, one host copy of the offsets.
     Errors: ValueError without cu_seqlens or input_ids, for another qkv_format, offsets that do not end where the
-            stream does, or a slot that is no multiple of 2 * cp over two ranks or more; TypeError for no batch, no
-            mesh, offsets of no integers, input_ids or a max_seqlen that are no Tensor.
+            stream does, or, on two ranks or more, a slot that is not a multiple of 2 * cp; TypeError if batch is not a
+            dict, cp_mesh not a mesh, offsets not integers, or input_ids or max_seqlen not Tensors.
     """
+    # 1. Validate what the contract cannot say of a dict: its keys, and that these are tensors.
     _check_format(qkv_format)
     for name in ("cu_seqlens", "input_ids"):
         if name not in batch:
@@ -100,33 +104,36 @@ def _shard_thd_chunk_for_te(
     for name in ("input_ids", "max_seqlen"):
         if name in batch:
             checked_tensor("context_parallel.te", name, batch[name])
+    # 2. The layout from the offsets, validated on the host; its arrays then go to the device of the tokens.
     cp_size, cp_rank = _place(cp_mesh)
     real = _stripped(batch, "cu_seqlens")
     padded = _stripped(batch, "cu_seqlens_padded") if "cu_seqlens_padded" in batch else real
     total, device = len(batch["input_ids"]), batch["input_ids"].device
-    made = TokenLayout.packed(padded, real, cp_size=cp_size, cp_rank=cp_rank, total=total)
-    layout = made.on(device)
+    host_layout = TokenLayout.packed(padded, real, cp_size=cp_size, cp_rank=cp_rank, total=total)
+    layout = host_layout.on(device)
+    # 3. Tensors by token are sharded, offsets are made anew, and the rest is passed on.
     tokens = {name: x for name, x in batch.items() if _is_by_token(name, x, total)}
-    others = {name: x for name, x in batch.items() if name not in (*tokens, *TABLES)}
+    unsharded = {name: x for name, x in batch.items() if name not in (*tokens, *TABLES)}
     longest = batch.get("max_seqlen", torch.tensor(max(padded.diff().tolist(), default=0)))
     tables = {"cu_seqlens": layout.cu_real, "cu_seqlens_padded": layout.cu_padded, "max_seqlen": longest.to(device)}
     return {
         **_cut(tokens, layout),
-        **others,
+        **unsharded,
         **{name: x.to(torch.int32) for name, x in tables.items()},
         **_told(layout),
     }
 
 
 def _cut(tokens: Mapping[str, Tensor], layout: TokenLayout) -> dict[str, Tensor]:
-    """Every tensor by token, and positions and mask where they were not given, by one index."""
+    """Shards of every tensor by token, by one index; missing positions and padding mask come from the layout."""
     index = local_index(layout)
     derived = {name: getattr(layout, name) for name in ("position_ids", "padding_mask") if name not in tokens}
-    cut = {}
+    shards = {}
     for name, x in {**tokens, **derived}.items():
+        # Positions of several kinds are [k, 1, t]. Embeddings may stand under input_ids, and stay floating.
         share = rows_at(x, index, 2 if name == "position_ids" and x.ndim == 3 else 0)
-        cut[name] = share.long() if name in IDS and not share.is_floating_point() else share
-    return cut
+        shards[name] = share.long() if name in IDS and not share.is_floating_point() else share
+    return shards
 
 
 def _stripped(batch: Mapping[str, Any], name: str) -> Tensor:
@@ -144,12 +151,12 @@ def _is_by_token(name: str, value: Any, total: int) -> bool:
 
 
 def _place(cp_mesh: DeviceMesh | None) -> tuple[int, int]:
-    """How many cp ranks there are, and which this one is; without a mesh it is the only one."""
+    """The number of cp ranks and the calling rank; (1, 0) without a mesh."""
     return (1, 0) if cp_mesh is None else (cp_mesh.size(), cp_mesh.get_group().rank())
 
 
 def _multiple(cp_size: int) -> int:
-    """One rank alone holds slots of any length."""
+    """The number that a slot must be a multiple of; a single rank takes slots of any length."""
     return needs("dual_chunk_swap", cp_size) if cp_size > 1 else 1
 
 

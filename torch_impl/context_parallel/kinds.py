@@ -1,4 +1,4 @@
-"""What the contracts of this component state of an argument: a batch, the mesh of cp, a layout, a window, a scale."""
+"""Kinds of arguments in this component's contracts: a batch, the mesh of cp, a layout, a window, a scale."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch_impl.contract import OneOf, type_name
 from torch_impl.layouts.token_layout import TokenLayout
 
+# Messages list them in this order.
 EXCHANGES = ("ring", "all_gather", "ulysses", "usp")
 ORDERS = ("contiguous", "dual_chunk_swap", "striped")
 
 
 class _Batch:
-    """Tensors by name."""
+    """A dict of tensors by name."""
 
     def validate(self, function: str, name: str, value: Any, sizes: Any) -> None:
+        # By its method: BatchEncoding and TensorDict are mappings of tensors, too, but not dicts.
         if not hasattr(value, "items"):
             raise TypeError(f"{function}: {name} is {type_name(value)}; pass a dict of tensors by name")
 
@@ -33,9 +35,10 @@ class _OneTensor:
 
 
 class _CpMesh:
-    """The mesh of cp alone, or what has its group."""
+    """The 1-D mesh of cp, or an object with its group."""
 
     def validate(self, function: str, name: str, value: Any, sizes: Any) -> None:
+        # By its method, not its class: any object with `size` and `get_group` will do.
         remedy = "pass the DeviceMesh that shards the sequence, mesh['cp']"
         if isinstance(value, DeviceMesh) and value.ndim != 1:
             raise ValueError(f"{function}: {name} has {value.ndim} dims; {remedy}")
@@ -44,7 +47,7 @@ class _CpMesh:
 
 
 class _NamedMesh:
-    """A mesh whose dims may have names."""
+    """A mesh, whose dims may have names."""
 
     def validate(self, function: str, name: str, value: Any, sizes: Any) -> None:
         if not hasattr(value, "mesh_dim_names"):
@@ -52,9 +55,10 @@ class _NamedMesh:
 
 
 class _Window:
-    """How far a query sees: an int from 1, the query itself."""
+    """The number of positions that a query sees, itself included: an int of at least 1."""
 
     def validate(self, function: str, name: str, value: Any, sizes: Any) -> None:
+        # True is an int to Python; as a window it would mean 1.
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{function}: {name} is {type_name(value)}; pass an int, or None to see all")
         if value < 1:
@@ -91,7 +95,7 @@ ExchangeName = Annotated[str, OneOf(EXCHANGES)]
 
 
 def checked_tensor(function: str, name: str, x: Any) -> Tensor:
-    """`x`, an entry of a batch; TypeError for what is no Tensor."""
+    """`x`, an entry of a batch; TypeError unless it is a Tensor."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{function}: {name} is {type_name(x)}; pass a Tensor")
     return x

@@ -1,11 +1,11 @@
-"""Attention over the full sequence in place of torch's `scaled_dot_product_attention`, while a context is open.
+"""Replaces torch's `scaled_dot_product_attention` by attention over the full sequence while a context is open.
 
-Every call of that function ends in one operation of the dispatcher, be it called by name, by a reference imported
-before, from a module, from what backward recomputes or from another thread. While any context is open, that operation
-has a kernel of ours: of the calling thread's context, or torch's own where the thread is another rank. No function of
-torch is replaced, and without an open context the dispatcher is as torch leaves it.
+Every call of that function ends in one operation of the dispatcher, whether it is called by name, through an earlier
+import, from a module, from recomputation in backward or from another thread. While any context is open, our kernel is
+registered for that operation. It serves the context of the calling thread, and falls back to torch's own kernel where
+the thread is another rank. No function of torch is replaced, and when the last context closes, the kernel is removed.
 
-Attention weights and flex_attention, which end in other operations, are rejected by a mode on the context's thread.
+Attention weights and flex_attention end in other operations; a mode on the context's thread rejects them.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ DISPATCH_KEYS = ("AutogradCPU", "AutogradCUDA", "CPU", "CUDA")
 
 
 class SequenceAttention(TorchFunctionMode):
-    """Within it `F.scaled_dot_product_attention` is attention over the sequence that `layout` shards.
+    """A context in which `F.scaled_dot_product_attention` is attention over the full sequence, sharded by `layout`.
 
-    `causal_only` says why attention that is not causal would be wrong, or None.
+    `causal_only` is the reason why attention that is not causal would be wrong, or None.
     """
 
     def __init__(self, group: ProcessGroup, layout: TokenLayout, exchange: str, causal_only: str | None = None) -> None:
@@ -53,6 +53,7 @@ class SequenceAttention(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
+        # The mode only rejects; every other function runs as it is, and attention goes to the kernel below.
         kwargs = kwargs or {}
         if func is MULTI_HEAD and kwargs.get("need_weights", True):
             raise ValueError(
@@ -77,7 +78,9 @@ class SequenceAttention(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """What SDPA gives for these arguments, over the full sequence."""
+        """SDPA with the same arguments, over the full sequence."""
+        # Rejected: masks, whose columns are not sharded; dropout, which would differ by rank; attention to the padding
+        # of a dropped mask; and grouped heads without enable_gqa, as SDPA does itself.
         if attn_mask is not None:
             raise ValueError(
                 f"{FUNCTION}: attn_mask is {list(attn_mask.shape)}, whose columns are not sharded over cp; "
@@ -104,19 +107,21 @@ class SequenceAttention(TorchFunctionMode):
 
 
 class _OpenContexts:
-    """The contexts of all threads, and our kernel of the operation while there are any.
+    """The open contexts of all threads; while there are any, our kernel is registered.
 
-    Fused inference of whole layers is off meanwhile: its operation has attention inside and calls no other.
+    Fused inference of full layers is off meanwhile: its operation contains attention and does not call SDPA.
     """
 
     def __init__(self) -> None:
         self.lock = Lock()
         self.thread = local()  # .contexts of the calling thread, the innermost last
-        self.threads: list[list[SequenceAttention]] = []  # those of all threads that have any
+        self.threads: list[list[SequenceAttention]] = []  # the lists of all threads that have contexts
         self.library: Library | None = None
         self.was_fused = True
 
     def add(self, context: SequenceAttention) -> None:
+        """Open a context in the calling thread; the first of all registers the kernel."""
+        # The dispatcher is shared by all threads, so the first and the last context are counted under a lock.
         with self.lock:
             if not self.threads:
                 self._register()
@@ -126,6 +131,7 @@ class _OpenContexts:
             self.thread.contexts.append(context)
 
     def remove(self) -> None:
+        """Close the calling thread's innermost context; the last of all removes the kernel."""
         with self.lock:
             self.thread.contexts.pop()
             self.threads = [contexts for contexts in self.threads if contexts]
@@ -133,25 +139,29 @@ class _OpenContexts:
                 self._unregister()
 
     def of_caller(self) -> SequenceAttention | None:
-        """The calling thread's context, or the only one that it can belong to; None outside of any.
+        """The calling thread's context, or the only one that it can belong to; None if there is none.
 
-        A thread that has process groups and not the context's is another rank. Autograd's threads have their caller's.
+        A thread that has process groups, but not the context's, is another rank. Autograd's threads have the groups of
+        the thread that called backward.
         """
+        # 1. The innermost context of this thread.
         contexts = self._of_this_thread()
         if contexts:
             return contexts[-1]
+        # 2. Else a context of another thread of the same rank: autograd's threads, and workers of the user.
         with self.lock:
-            possible = [others[-1] for others in self.threads if _can_belong_to(others[-1].group)]
-        if len(possible) > 1:
+            matches = [opened[-1] for opened in self.threads if _can_belong_to(opened[-1].group)]
+        if len(matches) > 1:
             raise RuntimeError(
-                f"{FUNCTION}: this thread has no context and {len(possible)} are open in other threads; enter one here"
+                f"{FUNCTION}: this thread has no context and {len(matches)} are open in other threads; enter one here"
             )
-        return possible[0] if possible else None
+        return matches[0] if matches else None
 
     def _of_this_thread(self) -> list[SequenceAttention]:
         return getattr(self.thread, "contexts", [])
 
     def _register(self) -> None:
+        # Our kernels replace torch's until the library is destroyed, which restores them.
         self.library = Library("aten", "IMPL")
         for key in DISPATCH_KEYS:
             self.library.impl("scaled_dot_product_attention", _attention, key)
@@ -169,16 +179,17 @@ _OPEN = _OpenContexts()
 
 
 def _attention(*args: Any, **kwargs: Any) -> Tensor:
-    """The kernel: attention of the caller's context. Autocast has cast the arguments before it."""
+    """The kernel of the dispatcher: attention in the caller's context. Autocast has already cast the arguments."""
     context = _OPEN.of_caller()
+    # Without a context, torch's own decomposition: calling SDPA here would end in this kernel again.
     return SDPA.decompose(*args, **kwargs) if context is None else context.attention(*args, **kwargs)
 
 
 def _can_belong_to(group: ProcessGroup) -> bool:
-    """Whether the calling thread can be one of the group's ranks: it has the group, or no groups at all."""
+    """Whether the calling thread can be a rank of the group: it has the group, or no process groups at all."""
     if not dist.is_initialized():
         return True
     try:
         return bool(dist.get_process_group_ranks(group))
-    except KeyError:
+    except KeyError:  # a group of another rank, in an engine that runs ranks as threads
         return False

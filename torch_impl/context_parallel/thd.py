@@ -1,10 +1,10 @@
 """Rows of packed sequences as one stream of tokens (THD), and such streams in equal chunks.
 
 `input_ids` are [B, S] or [B, S, d]. Row b holds sequences one after another: sequence j has `seq_lens[b, j]` real
-tokens in a slot of `seq_lens_padded[b, j]`; entries equal to a negative value of the caller's say there is none.
-Memory is indexed by `cu_seqlens_padded` alone; `cu_seqlens` sums up real lengths.
+tokens in a slot of `seq_lens_padded[b, j]`; a row with fewer sequences is filled with a negative value of the caller's.
+Memory is indexed by `cu_seqlens_padded` alone; `cu_seqlens` are the sums of real lengths.
 
-The slots of a batch: which sequences its rows hold, from lengths that are read once, on the host.
+The lengths are read once, on the host, into `Slots`; everything else follows from them.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from torch_impl.layouts import TokenLayout
 from torch_impl.layouts.divisibility import check_whole, first
 
 TABLES = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
-CONSUMED = ("attention_mask", "padding_mask", "seq_lens", "seq_lens_padded", *TABLES)  # some to be made anew
+# Not passed on: the lengths, and what is computed from them or superseded by them.
+CONSUMED = ("attention_mask", "padding_mask", "seq_lens", "seq_lens_padded", *TABLES)
 
 
 @contract("context_parallel.thd")
 def process_input_for_thd(
     batch: Batch, seq_lens_padding_value: int = -1000, padding_token_id: int = 0
 ) -> dict[str, Any]:
-    """One stream of all rows, with its offsets, positions and padding mask.
+    """Flatten packed rows into one stream, with its offsets, positions and padding mask.
 
         input_ids  "b s" or "b s d"   ->   "b*s" or "b*s d";   position_ids  "k b s"   ->   "k 1 b*s"
 
-    Every tensor that starts with [B, S] is flattened so; `attention_mask`, `seq_lens` and `seq_lens_padded` are
-    consumed, a `padding_mask` is replaced by that of the lengths, and all else is passed on. A tail that a row's
-    padded lengths leave over joins the slot of its last sequence as padding. Positions restart in each slot, unless
-    given. The mask comes from the lengths, never from token ids, so that `padding_token_id` is not looked at: nothing
-    is padded here.
+    Every tensor that starts with [B, S] is flattened likewise; `attention_mask`, `seq_lens` and `seq_lens_padded` are
+    consumed, a `padding_mask` is replaced by that of the lengths, and all else is passed on. If a row's padded lengths
+    leave a tail, it joins the slot of its last sequence as padding. Positions restart in each slot, unless the batch
+    has `position_ids`. The mask comes from the lengths, never from token ids, so `padding_token_id` is not used:
+    nothing is padded here.
 
     >>> ids, lengths = torch.arange(12).view(2, 6), torch.tensor([[3, 2], [6, -1000]])
     >>> slots = torch.tensor([[4, 2], [6, -1000]])
@@ -49,8 +50,9 @@ def process_input_for_thd(
 
     Cost:   no collective; views, and one host copy of the lengths.
     Errors: KeyError without input_ids, seq_lens or seq_lens_padded; ValueError for lengths that do not fit the rows
-            or each other, a row without any sequence, or a fill that could be a length; TypeError for lengths of no
-            integers, a fill that is none, ids, labels, positions or lengths that are no Tensor, or no batch.
+            or each other, a row without any sequence, or a fill that could be a length; TypeError for lengths or a
+            fill that are not integers, ids, labels, positions or lengths that are not Tensors, or a batch that is not
+            a dict.
     """
     return stream(batch, 1, seq_lens_padding_value).processed()
 
@@ -63,22 +65,23 @@ def split_batch_into_thd_chunks(
 
         input_ids  "b s d"   ->   "m b*s/m d"
 
-    Offsets are filled on the right with `seq_lens_padding_value`, and stand nowhere else. A tensor [B, ...] that is
-    not by token is split by rows. `num_chunks` of 1 or less is `process_input_for_thd`.
+    Offsets are filled at their end with `seq_lens_padding_value`. A tensor [B, ...] that is not by token is split by
+    rows. `num_chunks` of 1 or less is `process_input_for_thd`.
 
     Cost:   as `process_input_for_thd`.
-    Errors: as there; besides ValueError if num_chunks does not divide the rows, or a tensor has other first dims;
-            TypeError if it is no integer.
+    Errors: as there, and ValueError if num_chunks does not divide the rows or a tensor has other first dims;
+            TypeError if it is not an integer.
     """
     if checked_chunks(num_chunks) == 1:
         return stream(batch, 1, seq_lens_padding_value).processed()
-    made = stream(batch, num_chunks, seq_lens_padding_value)
-    return {name: made.stacked(name, value) for name, value in made.processed().items()}
+    # Rows are split evenly, so chunks of the one stream are the streams of the blocks of rows.
+    all_rows = stream(batch, num_chunks, seq_lens_padding_value)
+    return {name: all_rows.stacked(name, value) for name, value in all_rows.processed().items()}
 
 
 @dataclass(frozen=True)
 class Stream:
-    """All rows of a batch as one stream. `tokens` are by position of it; `others` are not. Chunks are blocks of it."""
+    """All rows of a batch as one stream: `tokens` have an entry per position, `others` do not; chunks are blocks."""
 
     tokens: Mapping[str, Tensor]
     others: Mapping[str, Any]
@@ -87,26 +90,27 @@ class Stream:
     fill: int
 
     def layout(self, cp_size: int, cp_rank: int) -> TokenLayout:
-        """The layout of the stream over a group: since no slot crosses a chunk, the chunks' layouts end to end."""
+        """The layout of the stream over a group. No slot crosses a chunk, so it is that of the chunks, concatenated."""
+        # Not validated again: `checked_slots` did so on the host, and reading a device's offsets would wait for it.
         cu_padded, cu_real = self.slots.offsets.to(self.tokens["input_ids"].device)
         total = self.slots.total
         return TokenLayout.packed(cu_padded, cu_real, cp_size=cp_size, cp_rank=cp_rank, total=total, validate=False)
 
     def processed(self) -> dict[str, Any]:
-        """The stream uncut."""
+        """The full, unsharded stream as a batch."""
         layout = self.layout(1, 0)
         positions = {} if "position_ids" in self.tokens else {"position_ids": layout.position_ids}
         tokens = {**self.tokens, **positions, "padding_mask": layout.padding_mask}
         return {**tokens, **self.others, **self.tables()}
 
     def tables(self) -> dict[str, Tensor]:
-        """Offsets and the longest slot of each chunk; of one chunk without the dim of chunks."""
-        made = self.slots.tables(self.chunks, self.fill)
+        """Offsets and longest slot of each chunk; for a single chunk without the dim of chunks."""
+        by_chunks = self.slots.tables(self.chunks, self.fill)
         device = self.tokens["input_ids"].device
-        return {name: (x if self.chunks > 1 else x[0]).to(device, torch.int32) for name, x in made.items()}
+        return {name: (x if self.chunks > 1 else x[0]).to(device, torch.int32) for name, x in by_chunks.items()}
 
     def stacked(self, name: str, value: Any) -> Any:
-        """A value with the dim of chunks in front."""
+        """A value of the batch with the dim of chunks in front; tables have it already."""
         if name in self.others:
             return self._split_rows(name, value)
         if name in TABLES:
@@ -126,14 +130,16 @@ class Stream:
 
 
 def by_chunk(name: str, x: Tensor, chunks: int) -> Tensor:
-    """A per-token tensor in equal chunks of its stream, the dim of chunks in front."""
+    """A tensor by token in equal chunks of its stream, with the dim of chunks in front."""
+    # Positions of several kinds are [k, 1, t]: their stream is dim 2.
     if name == "position_ids" and x.ndim == 3:
         return x.unflatten(2, (chunks, x.shape[2] // chunks)).movedim(2, 0)
     return x.unflatten(0, (chunks, len(x) // chunks))
 
 
 def stream(batch: Mapping[str, Any], chunks: int, fill: int) -> Stream:
-    """The stream of a batch whose lengths and shapes are known to fit."""
+    """The stream of a batch, after its keys, shapes and lengths have been validated."""
+    # 1. The keys and the shape of the tokens.
     for name in ("input_ids", "seq_lens", "seq_lens_padded"):
         if name not in batch:
             raise KeyError(f"context_parallel.thd: batch has no {name!r}; it has {', '.join(batch) or 'nothing'}")
@@ -147,18 +153,20 @@ def stream(batch: Mapping[str, Any], chunks: int, fill: int) -> Stream:
         raise ValueError(
             f"context_parallel.thd: num_chunks={chunks} does not divide the batch of {rows} rows; drop or add a row"
         )
+    # 2. The slots, by one copy of the lengths to the host.
     slots = checked_slots(batch["seq_lens"], batch["seq_lens_padded"], rows, size, fill)
-    tokens, others = {}, {}
+    # 3. Tensors by token become one stream, as views; the rest is passed on.
+    tokens, unflattened = {}, {}
     for name, value in batch.items():
         if name in CONSUMED:
             continue
-        (tokens if _is_by_token(name, value, rows, size) else others)[name] = value
+        (tokens if _is_by_token(name, value, rows, size) else unflattened)[name] = value
     flat = {name: _flattened(name, x) for name, x in tokens.items()}
-    return Stream(flat, others, slots, chunks, fill)
+    return Stream(flat, unflattened, slots, chunks, fill)
 
 
 def checked_chunks(num_chunks: int) -> int:
-    """How many chunks: one, if it says less; TypeError for what is no integer."""
+    """The number of chunks, at least 1; TypeError unless it is an integer."""
     try:
         return max(index(num_chunks), 1)
     except TypeError:
@@ -167,7 +175,8 @@ def checked_chunks(num_chunks: int) -> int:
 
 
 def _is_by_token(name: str, value: Any, rows: int, size: int) -> bool:
-    """Whether a value has one entry for each token; ValueError for labels or positions that have not."""
+    """Whether a value has one entry for each token; ValueError for labels or positions that do not."""
+    # Labels and positions are rejected, not passed on: they would no longer belong to the tokens.
     if not isinstance(value, Tensor):
         if name in ("labels", "position_ids") and value is not None:
             checked_tensor("context_parallel.thd", name, value)
@@ -185,13 +194,16 @@ def _is_by_token(name: str, value: Any, rows: int, size: int) -> bool:
 
 
 def _flattened(name: str, x: Tensor) -> Tensor:
-    """Rows end to end; positions of several kinds [k, B, S] stay by kind."""
+    """Rows concatenated; positions of several kinds, [k, B, S], become [k, 1, B * S]."""
     return x.flatten(1, 2)[:, None] if name == "position_ids" and x.ndim == 3 else x.flatten(0, 1)
 
 
 @dataclass(frozen=True)
 class Slots:
-    """Sequence i has `real[i]` tokens in a slot of `padded[i]`, in row `row[i]`; the slots of a row fill it."""
+    """The slots of a batch, on the host: sequence i has `real[i]` tokens in a slot of `padded[i]`, in row `row[i]`.
+
+    There are `rows` rows of `size` tokens, and the slots of a row fill it.
+    """
 
     real: Int64[Tensor, " q"]
     padded: Int64[Tensor, " q"]
@@ -205,51 +217,60 @@ class Slots:
 
     @property
     def offsets(self) -> Int64[Tensor, "2 offsets"]:
-        """Offsets of the slots in the stream of all rows, and sums of real lengths."""
+        """Offsets of the slots in the stream of all rows, and the sums of real lengths."""
         return _sums(torch.stack([self.padded, self.real]))
 
     def tables(self, chunks: int, fill: int) -> dict[str, Tensor]:
-        """For each block of rows, the offsets in its own stream, filled on the right, and the longest slot."""
+        """For each chunk, the offsets within its stream, filled at their end, and the longest slot."""
+        # 1. The chunk of each slot, the first slot of each chunk, and each slot's place within its chunk.
         chunk = self.row // max(self.rows // chunks, 1)
         counts = torch.bincount(chunk, minlength=chunks)
         starts = _sums(counts)[:-1]
         place = torch.arange(len(chunk)) - starts[chunk]
-        made = {}
+        # 2. A row of offsets for each chunk: those of the stream, less where the chunk starts in it.
+        offset_tables = {}
         for name, sums in zip(("cu_seqlens_padded", "cu_seqlens"), self.offsets, strict=True):
             table = torch.full((chunks, int(counts.max()) + 1), fill)
             table[:, 0] = 0
             table[chunk, place + 1] = sums[1:] - sums[starts[chunk]]
-            made[name] = table
+            offset_tables[name] = table
         longest = torch.zeros(chunks, dtype=torch.int64).scatter_reduce(0, chunk, self.padded, "amax")
-        return {"cu_seqlens": made["cu_seqlens"], "cu_seqlens_padded": made["cu_seqlens_padded"], "max_seqlen": longest}
+        return {
+            "cu_seqlens": offset_tables["cu_seqlens"],
+            "cu_seqlens_padded": offset_tables["cu_seqlens_padded"],
+            "max_seqlen": longest,
+        }
 
 
 def checked_slots(seq_lens: Tensor, seq_lens_padded: Tensor, rows: int, size: int, fill: int) -> Slots:
-    """The slots of `rows` rows of `size` tokens, without filled entries; a row's tail joins its last slot.
+    """The slots of `rows` rows of `size` tokens, without the fill; a row's tail joins its last slot.
 
-    Errors: ValueError for lengths that do not fit; TypeError for lengths or a fill of no integers.
+    Errors: ValueError for lengths that do not fit; TypeError for lengths or a fill that are not integers.
     """
+    # 1. Fill cannot be a length, so an entry is one or the other.
     check_whole("context_parallel.thd: seq_lens_padding_value", fill)
     if fill >= 0:
         raise ValueError(_said(f"seq_lens_padding_value={fill} could be a length; use a negative one"))
     real, padded = _on_host(seq_lens, seq_lens_padded, rows)
-    kept = real != fill
-    _check_lengths(real, padded, kept, fill)
-    left = size - torch.where(kept, padded, 0).sum(1)
-    for b in first(left < 0):
+    is_slot = real != fill
+    _check_lengths(real, padded, is_slot, fill)
+    # 2. The tail of each row: what its slots leave of it. A row that is all tail has no slot to put it into.
+    tail = size - torch.where(is_slot, padded, 0).sum(1)
+    for b in first(tail < 0):
         raise ValueError(
-            _said(f"row {b}: seq_lens_padded adds up to {size - int(left[b])}, the row has {size} tokens; shorten it")
+            _said(f"row {b}: seq_lens_padded adds up to {size - int(tail[b])}, the row has {size} tokens; shorten it")
         )
-    for b in first(~kept.any(1) & (left > 0)):
+    for b in first(~is_slot.any(1) & (tail > 0)):
         raise ValueError(_said(f"row {b} has no sequence; give it seq_lens 0 and seq_lens_padded {size}"))
+    # 3. The last slot of each row grows by the tail. (amax rejects tables without columns.)
     columns = torch.arange(real.shape[1])
-    last = torch.where(kept, columns, -1).amax(1, keepdim=True) if len(columns) else left[:, None]
-    padded = padded + torch.where(columns == last, left[:, None], 0)
-    return Slots(real[kept], padded[kept], kept.nonzero()[:, 0], rows, size)
+    last = torch.where(is_slot, columns, -1).amax(1, keepdim=True) if len(columns) else tail[:, None]
+    padded = padded + torch.where(columns == last, tail[:, None], 0)
+    return Slots(real[is_slot], padded[is_slot], is_slot.nonzero()[:, 0], rows, size)
 
 
 def _on_host(seq_lens: Tensor, seq_lens_padded: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Both as int64, by one copy."""
+    """Both tables as int64 on the host, by one copy."""
     for name, lengths in (("seq_lens", seq_lens), ("seq_lens_padded", seq_lens_padded)):
         if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
             raise TypeError(_said(f"{name} is {str(lengths.dtype).removeprefix('torch.')}; lengths are integers"))
@@ -267,14 +288,14 @@ def _on_host(seq_lens: Tensor, seq_lens_padded: Tensor, rows: int) -> tuple[Tens
 
 
 def _check_lengths(real: Tensor, padded: Tensor, kept: Tensor, fill: int) -> None:
-    """Filled alike, not negative, and none longer than its slot."""
+    """ValueError unless both have fill at the same entries, no length is negative, and none exceeds its slot."""
     wrong = {
         "differ": (kept != (padded != fill), f"both or neither are {fill}; fill both"),
         "negative": (kept & ((real < 0) | (padded < 0)), f"lengths are 0 or more, or {fill} for none"),
         "longer": (kept & (real > padded), "a real length exceeds its padded one; lengthen the slot"),
     }
-    for found, rule in wrong.values():
-        for b, j in found.nonzero()[:1].tolist():
+    for violations, rule in wrong.values():
+        for b, j in violations.nonzero()[:1].tolist():
             what = f"row {b}, sequence {j}: seq_lens is {int(real[b, j])} and seq_lens_padded {int(padded[b, j])}"
             raise ValueError(_said(f"{what}; {rule}"))
 

@@ -1,1 +1,1 @@
-"""Other libraries, by their own names; nothing here is imported where they are not installed."""
+"""Adapters for other libraries, by the names of those libraries; each imports its library only when it is used."""

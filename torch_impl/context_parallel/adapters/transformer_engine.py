@@ -1,4 +1,4 @@
-"""Transformer Engine, where it is installed and the tensors are on CUDA; nothing here imports it otherwise."""
+"""Adapters for Transformer Engine, which is imported only if it is installed and the tensors are on CUDA."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ EXTENSION = "transformer_engine_torch"
 
 
 def local_index(layout: TokenLayout) -> Int64[Tensor, " local"]:
-    """The positions that a rank holds: Transformer Engine's where it can compute them, else the layout's own.
+    """The positions that this rank holds, computed by Transformer Engine where it can, else by the layout.
 
-    They are equal. The layout's lengths have been checked before: a length that does not divide is an assertion on
-    the device there, which ends the process or is silent.
+    Both are equal. The lengths of `layout` are validated before: Transformer Engine has only a device-side assertion
+    for a length that does not divide, which ends the process or passes silently.
     """
     if layout.cu_padded.is_cuda and layout.cp_size > 1 and importlib.util.find_spec(EXTENSION):
         return partitioned_indices(layout.cu_padded, layout.total, layout.cp_size, layout.cp_rank)
@@ -29,9 +29,9 @@ def local_index(layout: TokenLayout) -> Int64[Tensor, " local"]:
 def partitioned_indices(
     cu_seqlens_padded: Int[Tensor, " offsets"], total: int, cp_size: int, cp_rank: int
 ) -> Int64[Tensor, " local"]:
-    """Transformer Engine's own index of a rank's positions.
+    """The positions that rank `cp_rank` of `cp_size` holds of `total` tokens, computed by Transformer Engine.
 
-    Errors: ImportError without it; ValueError for offsets that are not on CUDA.
+    Errors: ImportError if it is not installed; ValueError for `cu_seqlens_padded` that are not on CUDA.
     """
     extension = _extension()
     if not cu_seqlens_padded.is_cuda:
@@ -43,9 +43,9 @@ def partitioned_indices(
 
 
 def attention_kwargs(batch: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of Transformer Engine's attention for a batch of one chunk, as `make_cp_batch_for_te` returns it.
+    """The arguments of Transformer Engine's attention for a batch of one chunk from `make_cp_batch_for_te`.
 
-    Under cp the padded offsets stand in both places: no release is known to place real lengths rightly there
+    Under cp the padded offsets are passed for the real ones, too: no release is known to handle real lengths correctly
     (NVIDIA/TransformerEngine #1929, #1930, #3331, #3487), and causal attention never sees padding on the right.
 
     Cost:   one host read of max_seqlen.
@@ -55,6 +55,7 @@ def attention_kwargs(batch: dict[str, Any]) -> dict[str, Any]:
         chunks = len(batch["cu_seqlens_padded"])
         raise ValueError(f"context_parallel.te: batch holds {chunks} chunks; pass one of them")
     padded, longest = batch["cu_seqlens_padded"], int(batch["max_seqlen"])
+    # The kernel needs max_seqlen as an int, hence the host read.
     real = padded if batch["cp_size"] > 1 else batch["cu_seqlens"]
     return {
         "qkv_format": "thd",
@@ -68,6 +69,7 @@ def attention_kwargs(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def _extension() -> ModuleType:
+    # By its name, so that this module can be imported and type-checked where the library is not installed.
     try:
         return importlib.import_module(EXTENSION)
     except ImportError as error:
