@@ -1,10 +1,10 @@
-"""Dense batches: rows padded to what cp ranks can share, cut while a context is entered, whole outside of it.
+"""Dense batches: rows are padded to a length that cp can shard; they are sharded inside a context and full outside.
 
 Rank r of cp holds chunks r and 2 cp - 1 - r of 2 cp equal chunks of every row (DualChunkSwap).
 
-What an attention mask says of a dense batch: padding on the right, which causal attention never sees, or more.
-
-Under cp a mask's columns would have to be cut with the keys, so a mask is read once, on the whole batch, and dropped.
+The columns of an attention mask would have to be sharded with the keys. Instead the mask is read once, on the full
+batch, and dropped: padding on the right becomes a padding mask, since causal attention never sees it, and any other
+mask is rejected.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from torch_impl.layouts.divisibility import first
 
 FUNCTION = "context_parallel.batch"
 BY_TOKEN = ("input_ids", "inputs_embeds", "labels", "position_ids", "loss_mask", "padding_mask")
-FILLS = {"labels": -100, "padding_mask": True}  # input_ids have the caller's, all else 0
-NONE = -1000
+FILLS = {"labels": -100, "padding_mask": True}  # input_ids are padded by the caller's id, all else by 0
+NONE = -1000  # in a table of lengths: no sequence
 
 
 @dataclass(frozen=True)
 class BatchContext:
-    """Called, it gives the context in which the batch is cut; any number of times.
+    """A factory of the context in which the batch is sharded; it can be called any number of times.
 
-    `layout.unshard(x, dim, group, trim=True)` gives back a result without the padding.
+    `layout.unshard(x, dim, group, trim=True)` returns a full result without the padding.
     """
 
     context: SequenceContext
@@ -61,26 +61,27 @@ def make_cp_batch_and_ctx(
     num_chunks: int = 1,
     seq_lens_padding_value: int = -1000,
 ) -> tuple[Callable[[], AbstractContextManager[Any]], dict[str, Any]]:
-    """What makes the context of a step, and the batch for it: `with factory():`.
+    """A factory of the context for one training step, and the padded batch for it: `with factory():`.
 
         input_ids  "b s"   ->   inside  "b s/cp:dual_chunk_swap",   s padded to a multiple of 2 * cp
 
-    One rank, or a mesh without `cp`, gives back the batch itself; so does a mesh without names, which has no `cp`
-    that could be known, with a RuntimeWarning if it has several ranks. With `use_te` the batch is that of
+    With one rank, or a mesh without `cp`, the batch is returned as it is; so it is for a mesh without names, of which
+    no dim can be known as `cp`, with a RuntimeWarning if it has several ranks. With `use_te` the batch is that of
     `make_cp_batch_for_te`. Else it is a new dict of new tensors, padded on the right: ids by `padding_token_id`, labels
-    by -100, masks and floats by 0, positions run on. Everything [b, s, ...] is cut on entering and whole on leaving;
-    what needs a gradient is cut here and stays so. `loss_mask` joins the batch, and the caller's own object follows it.
-    Labels must be shifted before this call: inside, the next token is on another rank.
+    by -100, masks and floats by 0, and positions count on. Everything [b, s, ...] is sharded on entering the context
+    and full again on leaving it; what needs a gradient is sharded here and stays sharded. `loss_mask` joins the batch,
+    and the caller's tensor is sharded and restored with it. Labels must be shifted before this call: inside, the next
+    token may be on another rank.
 
-    `num_chunks` and `seq_lens_padding_value` serve `use_te` alone.
-    `attention_mask` is dropped where it is all ones or padding on the right, which becomes `padding_mask` (True) and
-    binds attention inside to causal.
+    `num_chunks` and `seq_lens_padding_value` are for `use_te` alone.
+    `attention_mask` is dropped if it is all ones or padding on the right. Padding becomes `padding_mask` (True), and
+    attention inside must then be causal.
 
     Cost:   no collective; two copies of each tensor, and one host read of the mask and positions.
     Errors: ValueError for left padding, holes, packing ids, other entries than 0 and 1, a mask or a tensor by token of
-            another shape, input_ids that are not [b, s], or a batch without input_ids and inputs_embeds; TypeError for
-            no batch, no mesh, or what is by token and no Tensor.
-            RuntimeWarning for positions that start anew inside a row without a mask: those sequences see each other.
+            another shape, input_ids that are not [b, s], or a batch without input_ids and inputs_embeds; TypeError if
+            batch is not a dict, device_mesh not a mesh, or an entry by token not a Tensor.
+            RuntimeWarning for positions that restart inside a row without a mask: those sequences see each other.
     """
     cp_mesh = _cp_mesh(device_mesh)
     if use_te:
@@ -93,13 +94,13 @@ def make_cp_batch_and_ctx(
 
 @contract(FUNCTION)
 def _build_position_ids(batch: Batch, device: torch.device | str) -> dict[str, Any]:
-    """The same dict, with `position_ids` 0, 1, 2, ... of each row, "b s", unless it has them.
+    """Add `position_ids` 0, 1, 2, ... for each row, "b s", to the batch, unless it has them; returns the same dict.
 
-    With `seq_lens_padded` they start anew in each slot. They stand on `device`.
+    With `seq_lens_padded` they restart in each slot. They are on `device`.
 
     Cost:   no collective; with seq_lens_padded one host copy of them.
     Errors: ValueError without input_ids [b, s] and inputs_embeds [b, s, d], or for slots that do not fit the rows;
-            TypeError for no batch, or what of it is no Tensor.
+            TypeError if batch is not a dict, or one of these entries is not a Tensor.
     """
     return with_position_ids(batch, device)
 
@@ -123,18 +124,22 @@ def with_position_ids(batch: dict[str, Any], device: torch.device | str) -> dict
 def _cut_inside(
     cp_mesh: DeviceMesh, batch: dict[str, Any], loss_mask: Tensor | None, padding_token_id: int
 ) -> tuple[BatchContext, dict[str, Any]]:
-    """The batch padded, and the context that cuts it."""
+    """The padded batch, and the context that shards it."""
+    # 1. How much padding makes the rows shardable.
     shape = _shape(batch)
     size = shape[1]
     cp_size, cp_rank = cp_mesh.size(), cp_mesh.get_group().rank()
     multiple = needs("dual_chunk_swap", cp_size)
     more = -size % multiple
     device = next(batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None).device
+    # 2. The batch with positions and padding mask and without attention mask, padded into new tensors.
     full, masked = _completed(batch, loss_mask, shape, more, device)
     padded = {name: _padded(name, x, shape, more, padding_token_id) for name, x in full.items()}
     layout = TokenLayout.dense(
         "dual_chunk_swap", size + more, cp_size=cp_size, cp_rank=cp_rank, device=device, real_length=size
     )
+    # 3. The buffers that the context shards. It does so in place, outside autograd, so what needs a gradient cannot be
+    #    one of them and is sharded here.
     buffers: list[tuple[Tensor, int, Tensor | None]] = []
     for name, x in padded.items():
         dim = _dim(name, full[name], shape)
@@ -142,18 +147,22 @@ def _cut_inside(
             padded[name] = layout.shard(x, dim)
         elif dim is not None:
             buffers.append((x, dim, None))
+    # 4. The caller's loss_mask is not padded: inside, it is the shard of the padded copy; on leaving, it is restored.
     if loss_mask is not None:
         buffers.append((loss_mask, 1, padded["loss_mask"]))
-    own, dims, wholes = zip(*buffers, strict=True) if buffers else ((), (), ())
+    tensors, dims, full_values = zip(*buffers, strict=True) if buffers else ((), (), ())
     why = "would see the padding of a dropped attention_mask" if masked else None
-    context = SequenceContext(cp_mesh.get_group(), layout, None, own, dims, [False] * len(own), wholes, causal_only=why)
+    context = SequenceContext(
+        cp_mesh.get_group(), layout, None, tensors, dims, [False] * len(tensors), full_values, causal_only=why
+    )
     return BatchContext(context, layout, size, size + more), padded
 
 
 def _completed(
     batch: dict[str, Any], loss_mask: Tensor | None, shape: tuple[int, int], more: int, device: torch.device
 ) -> tuple[dict[str, Any], bool]:
-    """The batch without its attention mask, with positions and padding mask; and whether a mask had padding."""
+    """The batch with positions and padding mask, without attention mask; and whether that mask had padding."""
+    # 1. One loss mask, and every tensor by token of the shape of the tokens.
     full = {name: x for name, x in batch.items() if name != "attention_mask" and x is not None}
     if loss_mask is not None:
         if full.get("loss_mask", loss_mask) is not loss_mask:
@@ -164,39 +173,46 @@ def _completed(
             raise ValueError(
                 f"{FUNCTION}: {name} is {list(full[name].shape)}, the batch has {list(shape)} tokens; give one for each"
             )
+    # 2. Read the mask, and add positions. Restarting ones without a mask are packed rows, which this path cannot keep
+    #    apart; they are legal, so it only warns. Positions that were added for lack of any do not restart.
     mask = batch.get("attention_mask")
-    behind = None if mask is None else padding_of(FUNCTION, checked_tensor(FUNCTION, "attention_mask", mask), shape)
-    has_own = "position_ids" in full or "seq_lens_padded" in full
+    padding_mask = (
+        None if mask is None else padding_of(FUNCTION, checked_tensor(FUNCTION, "attention_mask", mask), shape)
+    )
+    has_positions = "position_ids" in full or "seq_lens_padded" in full
     with_position_ids(full, device)
-    if mask is None and has_own and restarts(full["position_ids"]):
+    if mask is None and has_positions and restarts(full["position_ids"]):
         warnings.warn(
             f"{FUNCTION}: position_ids start anew inside a row and there is no mask, so that its documents attend to "
             "each other; pass use_te=True with seq_lens",
             RuntimeWarning,
             stacklevel=5,
         )
+    # 3. The padding mask, wherever there is or will be padding.
     if mask is not None or more or "padding_mask" in full:
         padding = full.get("padding_mask", torch.zeros(shape, dtype=torch.bool, device=device))
-        full["padding_mask"] = padding if behind is None else padding | behind
-    return full, behind is not None
+        full["padding_mask"] = padding if padding_mask is None else padding | padding_mask
+    return full, padding_mask is not None
 
 
 def _padded(name: str, x: Any, shape: tuple[int, int], more: int, padding_token_id: int) -> Any:
-    """A tensor of its own with `more` positions on the right; whatever is not by token is passed on."""
+    """A new tensor with `more` positions on the right; what is not by token is returned as it is."""
     dim = _dim(name, x, shape)
     if dim is None:
         return x
+    # Positions count on from the last one of each row, and one row for all becomes a row for each.
     if name == "position_ids":
-        further = torch.arange(1, more + 1, device=x.device)
+        steps = torch.arange(1, more + 1, device=x.device)
         last = x[..., -1:] if shape[1] else x.new_full((*x.shape[:-1], 1), -1)
-        return torch.cat([x, last + further], -1).expand(*x.shape[:-2], shape[0], -1).contiguous()
+        return torch.cat([x, last + steps], -1).expand(*x.shape[:-2], shape[0], -1).contiguous()
     fill = padding_token_id if name == "input_ids" else FILLS.get(name, 0)
-    behind = [0, 0] * (x.ndim - 1 - dim)
-    return F.pad(x, [*behind, 0, more], value=fill) if more else x.clone()
+    # F.pad counts dims from the last. A copy even without padding: the context changes it in place.
+    trailing = [0, 0] * (x.ndim - 1 - dim)
+    return F.pad(x, [*trailing, 0, more], value=fill) if more else x.clone()
 
 
 def _dim(name: str, x: Any, shape: tuple[int, int]) -> int | None:
-    """The dim of the sequence, or None for what is not by token."""
+    """The sequence dim of a tensor by token, or None for what is not by token."""
     if not isinstance(x, Tensor):
         return None
     if name == "position_ids":
@@ -206,12 +222,12 @@ def _dim(name: str, x: Any, shape: tuple[int, int]) -> int | None:
 
 
 def _shape(batch: dict[str, Any]) -> tuple[int, int]:
-    """Rows and tokens of each."""
-    for name, least in (("input_ids", 2), ("inputs_embeds", 3)):
+    """The number of rows, and of tokens in a row."""
+    for name, min_dims in (("input_ids", 2), ("inputs_embeds", 3)):
         if batch.get(name) is not None:
             shape = checked_tensor(FUNCTION, name, batch[name]).shape
-            if len(shape) < least:
-                dims = "[b, s, d]" if least > 2 else "[b, s]"
+            if len(shape) < min_dims:
+                dims = "[b, s, d]" if min_dims > 2 else "[b, s]"
                 raise ValueError(f"{FUNCTION}: {name} is {list(shape)}; it is {dims}, one row for each sequence")
             return shape[0], shape[1]
     raise ValueError(
@@ -220,7 +236,7 @@ def _shape(batch: dict[str, Any]) -> tuple[int, int]:
 
 
 def _cp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """The submesh `cp`; None where there is none."""
+    """The submesh of the dim named cp, or None if there is none."""
     if device_mesh is not None and not device_mesh.mesh_dim_names and device_mesh.size() > 1:
         warnings.warn(
             f"{FUNCTION}: the mesh of {device_mesh.size()} ranks has no names, so that none of its dims cuts the "
@@ -235,7 +251,9 @@ def _cp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
 def padding_of(
     function: str, attention_mask: Shaped[Tensor, "*a"], shape: tuple[int, int]
 ) -> Bool[Tensor, "b s"] | None:
-    """True where a mask of `shape` has padding on the right; None for all ones. One read by the host.
+    """The padding mask of an attention mask of `shape`: True at padding on the right; None if it is all ones.
+
+    Cost:   one read by the host.
 
     Errors: ValueError for left padding, holes, packing ids, other entries than 0 and 1, or a mask of another shape.
     """
@@ -249,27 +267,33 @@ def padding_of(
             f"{function}: attention_mask is {list(attention_mask.shape)}, the batch has {list(shape)} tokens; "
             "give one for each"
         )
+    # 1. Facts of each row, on the device.
     zeros = attention_mask == 0
     entries = attention_mask.double()
     is_fraction = ((entries != entries.trunc()) | entries.isinf()).any(1)
     real = (~zeros).sum(1)
     leading = zeros.long().cumprod(1).sum(1)
-    behind = torch.arange(zeros.shape[1], device=zeros.device) >= real[:, None]
-    least, most = attention_mask.aminmax(dim=1) if zeros.shape[1] else (real, real)
-    is_odd = (zeros != behind).any(1)
-    facts = torch.stack([real, leading, is_odd, least < 0, most.long(), is_fraction]).cpu()
+    # 2. What the mask must be: as many ones in each row, all of them first.
+    is_padding = torch.arange(zeros.shape[1], device=zeros.device) >= real[:, None]
+    smallest, largest = attention_mask.aminmax(dim=1) if zeros.shape[1] else (real, real)
+    is_odd = (zeros != is_padding).any(1)
+    # 3. All facts in one copy to the host, where the first row that is wrong is reported.
+    facts = torch.stack([real, leading, is_odd, smallest < 0, largest.long(), is_fraction]).cpu()
     _refuse(function, facts, zeros.shape[1])
-    return behind if bool((facts[0] < zeros.shape[1]).any()) else None
+    return is_padding if bool((facts[0] < zeros.shape[1]).any()) else None
 
 
 def restarts(position_ids: Tensor) -> bool:
-    """Whether positions start anew inside a row. One read by the host."""
+    """Whether positions restart inside a row. One read by the host."""
     return position_ids.ndim == 2 and bool((position_ids.diff() <= 0).any())
 
 
 def _refuse(function: str, facts: Tensor, size: int) -> None:
-    """`facts` by row: ones, zeros before the first, whether a zero is not behind or an entry negative, the largest,
-    and whether an entry is no finite integer."""
+    """Reject a mask by the facts of its rows, with the most specific reason first.
+
+    `facts` are, by row: the number of ones, the number of leading zeros, whether a zero stands before a one, whether an
+    entry is negative, the largest entry, and whether an entry is not a finite integer.
+    """
     leading, is_odd, is_additive, largest, is_fraction = facts[1:]
     for b in first(is_additive > 0):
         raise ValueError(f"{function}: attention_mask: row {b} has a negative entry; pass ones, and zeros for padding")

@@ -1,9 +1,7 @@
-"""The contexts of a training step: what is entered around forward and backward, in which order.
+"""The contexts of a training step, which are entered around forward and backward.
 
-Inside a context-parallel context each buffer is this rank's DualChunkSwap share of its sequence, and attention sees
-the whole sequence. Backward runs inside, too: what was saved there is a share.
-
-A context in which tensors hold this rank's share of their sequence, and attention sees the whole of it.
+Inside a context-parallel context each buffer is this rank's DualChunkSwap shard of its sequence, and attention sees
+the full sequence. Backward must run inside, too: the tensors that forward saved there are shards.
 """
 
 from __future__ import annotations
@@ -32,15 +30,15 @@ def get_train_context(
     enable_compiled_autograd: bool,
     cp_context: AbstractContextManager[Any] | Callable[[], AbstractContextManager[Any]] | None = None,
 ) -> Callable[[], AbstractContextManager[None]]:
-    """What makes the context of one step: loss parallelism, compiled autograd, fused attention, context parallelism.
+    """A factory of the context of one step: loss parallelism, compiled autograd, fused attention, context parallelism.
 
-    `enable_loss_parallel` enters torch's `loss_parallel`, `enable_compiled_autograd` its compiled autograd. What is
-    asked for is entered in this order and left in the reverse one, also when the step raises. Fused attention alone is
-    allowed only with a `cp_context`, which is a context manager or a function that makes one. What is returned can be
+    `enable_loss_parallel` enters torch's `loss_parallel`, `enable_compiled_autograd` its compiled autograd. The enabled
+    ones are entered in this order and left in reverse order, also when the step raises. With a `cp_context`, which is a
+    context manager or a function that returns one, attention is restricted to fused backends. The factory can be
     called any number of times.
 
     Cost:   no collective.
-    Errors: on entering, RuntimeError if `cp_context` can be entered once only and was, or is entered already.
+    Errors: on entering, RuntimeError if `cp_context` can be entered only once and was, or is entered already.
     """
     entered = Entries(cp_context)
 
@@ -60,7 +58,8 @@ def get_train_context(
 
 
 def fused_backends() -> list[SDPBackend]:
-    """The attention backends that return a logsumexp, as far as this build has them; flash is a CPU's, too."""
+    """The attention backends of this build that return a logsumexp, without which blocks of keys cannot be merged."""
+    # Flash attention is on the CPU, too, so that the list is never without a backend of the device.
     has_cuda = torch.cuda.is_available()
     return [
         *([SDPBackend.CUDNN_ATTENTION] if has_cuda and torch.backends.cudnn.is_available() else []),
@@ -70,7 +69,7 @@ def fused_backends() -> list[SDPBackend]:
 
 
 class Entries:
-    """A caller's context, entered one time after another."""
+    """A caller's context, or a function that makes one, entered once for each step."""
 
     def __init__(self, given: Any) -> None:
         self.given = given
@@ -84,6 +83,8 @@ class Entries:
                 f"context_parallel.train_context: cp_context {self.name} is entered already; leave it first"
             )
         current = self.given if isinstance(self.given, AbstractContextManager) else self.given()
+        # A generator's context fails on its second entry, with an AttributeError or RuntimeError that says nothing of
+        # the remedy. Errors of a first entry, and of our own context, are about something else.
         try:
             result = current.__enter__()
         except (AttributeError, RuntimeError) as error:
@@ -110,30 +111,33 @@ def create_context_parallel_ctx(
     cp_no_restore_buffers: set[Tensor],
     cp_rotate_method: str | None = None,
 ) -> SequenceContext:
-    """A context in which every buffer is this rank's share of its sequence, in place, and attention sees all of it.
+    """A context in which every buffer is sharded in place over cp, and attention sees the full sequence.
 
         buffer  "... s ..."   ->   inside  "... s/cp:dual_chunk_swap ..."
 
-    `cp_buffers` are cut over the ranks of `cp_mesh`, each along its dim of `cp_seq_dims`. On leaving, they become what
-    they were, but those in `cp_no_restore_buffers`, which stay shares with what is written into them. It can be entered
-    any number of times. `cp_rotate_method` says how: `F.scaled_dot_product_attention` inside is
-    `context_parallel_attention`: with "allgather" by one gather of keys, with "alltoall" (or "addtoall") around the
-    ring, with None as torch's own rotate method says, which is left alone. Every call of that
-    function is meant: by name or imported before, in modules (MultiheadAttention with need_weights=False, Transformer
-    layers), in what backward recomputes inside, and in threads without a context of their own, as long as one is open.
-    `flex_attention` is rejected on this thread, whose masks are made of places in the full sequence.
+    `cp_buffers` are sharded over the ranks of `cp_mesh`, each along its dim of `cp_seq_dims`. On leaving, they are
+    restored, except those in `cp_no_restore_buffers`, which stay shards with what was written into them. The context
+    can be entered any number of times.
 
-    Cost:   no collective to enter and leave, one copy of the share for each buffer; attention as it says there.
-    Errors: ValueError for no buffers, collections that do not fit, a length that cannot be cut, another rotate
-            method, or a buffer that stands twice, needs a gradient or is a view of overlapping entries; in attention
+    Inside, `F.scaled_dot_product_attention` is `context_parallel_attention`. `cp_rotate_method` is the exchange of its
+    keys: "allgather" for one gather, "alltoall" (or "addtoall") for the ring, None for torch's own setting, which is
+    not changed. This holds for every call of that function: by name or through an earlier import, in modules
+    (MultiheadAttention with need_weights=False, Transformer layers), in what backward recomputes inside, and in
+    threads without a context of their own while one is open. `flex_attention` is rejected on this thread: its masks
+    are functions of positions in the full sequence.
+
+    Cost:   no collective to enter and leave, one copy of the shard for each buffer; attention as it says there.
+    Errors: ValueError for no buffers, collections that do not fit, a length that cannot be sharded, another rotate
+            method, or a buffer that is there twice, needs a gradient or is a view of overlapping entries; in attention
             inside, for a mask, dropout or need_weights. TypeError without a mesh. RuntimeError if entered inside
             itself, or for attention in a thread without a context while several are open.
     """
     function = "context_parallel.create_context_parallel_ctx"
     exchange = checked_exchange(function, cp_rotate_method)
     layout = checked_buffers(function, cp_mesh, cp_buffers, cp_seq_dims, cp_no_restore_buffers)
-    kept = {id(buffer) for buffer in cp_no_restore_buffers}
-    stays = [id(buffer) in kept for buffer in cp_buffers]
+    # By identity, whatever collection they come in: `in` a list compares tensors by value.
+    unrestored = {id(buffer) for buffer in cp_no_restore_buffers}
+    stays = [id(buffer) in unrestored for buffer in cp_buffers]
     return SequenceContext(cp_mesh.get_group(), layout, exchange, cp_buffers, cp_seq_dims, stays)
 
 
@@ -141,10 +145,11 @@ EXCHANGES = {"allgather": "all_gather", "alltoall": "ring", "addtoall": "ring"}
 
 
 class SequenceContext:
-    """Buffers cut on entering and whole on leaving, unless they `stays`; can be entered again, not inside itself.
+    """A context that shards buffers on entering and restores them on leaving; reusable, but not inside itself.
 
-    A buffer keeps its identity and gets other memory, so what it held is untouched. `wholes` are what is cut in
-    place of the buffers' own values, where these differ (padding). `exchange` None is torch's rotate method.
+    A buffer remains the same object and gets other memory, so its original values are untouched. `stays` says for each
+    buffer whether it stays a shard on leaving. `wholes` are the full tensors that are sharded instead of the buffers'
+    values, where these differ (by padding). `exchange` None stands for torch's rotate method.
     """
 
     def __init__(
@@ -161,15 +166,17 @@ class SequenceContext:
         self.group, self.layout, self.exchange, self.causal_only = group, layout, exchange, causal_only
         self.buffers, self.dims, self.stays = list(buffers), list(dims), list(stays)
         self.wholes = list(wholes) or [None] * len(self.buffers)
-        self._left: dict[int, Tensor] = {}  # position -> share of a buffer that was left cut
+        self._left: dict[int, Tensor] = {}  # by position: the shard of a buffer that stayed sharded
         self._stack: ExitStack | None = None
 
     def __enter__(self) -> SequenceContext:
         if self._stack is not None:
             raise RuntimeError("context_parallel: this context is entered already; leave it first, or make another")
+        # 1. Compute every shard before any buffer changes: an error leaves all of them as they are.
         originals = [buffer.detach() for buffer in self.buffers]
         shares = [self._share(i, original) for i, original in enumerate(originals)]
         exchange = self.exchange or EXCHANGES[torch_rotate_method()]
+        # 2. Swap memory and enter attention. The stack undoes both, here if one raises, else in `__exit__`.
         with ExitStack() as stack:
             stack.callback(self._restore, originals, shares)
             for buffer, share in zip(self.buffers, shares, strict=True):
@@ -183,12 +190,13 @@ class SequenceContext:
         return None if stack is None else stack.__exit__(*raised)
 
     def _share(self, i: int, original: Tensor) -> Tensor:
-        """This rank's share; what was left cut is one already, written into or not, unless it has other memory now."""
+        """This rank's shard of a buffer. One that stayed sharded is its own shard, unless it has other memory now."""
         left = self._left.get(i)
+        # Same memory, whatever was written into it: still a shard. Other memory: the user put a full tensor there.
         if left is not None and original.data_ptr() == left.data_ptr() and original.shape == left.shape:
             return original
-        whole = self.wholes[i]
-        return self.layout.shard(original if whole is None else whole, self.dims[i])
+        full = self.wholes[i]
+        return self.layout.shard(original if full is None else full, self.dims[i])
 
     def _restore(self, originals: list[Tensor], shares: list[Tensor]) -> None:
         for i, buffer in enumerate(self.buffers):
@@ -201,22 +209,25 @@ class SequenceContext:
 def checked_buffers(
     function: str, mesh: DeviceMesh, buffers: Sequence[Tensor], dims: Sequence[int], kept: set[Tensor]
 ) -> TokenLayout:
-    """The layout that cuts all buffers; ValueError where there is none, TypeError without a mesh."""
+    """The layout that shards all buffers; ValueError if there is none, TypeError without a mesh."""
+    # 1. The collections fit each other.
     if not buffers:
         raise ValueError(f"{function}: cp_buffers is empty; pass the tensors to cut")
     if len(dims) != len(buffers):
         raise ValueError(
             f"{function}: cp_seq_dims has {len(dims)} entries for {len(buffers)} buffers; give one for each"
         )
-    known = {id(buffer) for buffer in buffers}
-    if any(id(buffer) not in known for buffer in kept):
+    buffer_ids = {id(buffer) for buffer in buffers}
+    if any(id(buffer) not in buffer_ids for buffer in kept):
         raise ValueError(f"{function}: cp_no_restore_buffers has a tensor that is not in cp_buffers; add it there")
+    # 2. Each buffer occurs once and can be given other memory.
     places: dict[int, int] = {}
     for i, buffer in enumerate(buffers):
         if (before := places.setdefault(id(buffer), i)) < i:
             raise ValueError(f"{function}: cp_buffers[{i}] is cp_buffers[{before}] again; give each tensor once")
         if why := _unfit(buffer):
             raise ValueError(f"{function}: cp_buffers[{i}] {why}; cut it by layout.shard instead")
+    # 3. All have one length, which the layout can shard.
     lengths = [x.shape[checked_dim(function, f"cp_seq_dims[{i}]", dims[i], x)] for i, x in enumerate(buffers)]
     for i, length in enumerate(lengths):
         if length != lengths[0]:
@@ -233,15 +244,16 @@ def checked_buffers(
 
 
 def checked_exchange(function: str, rotate_method: str | None) -> str | None:
-    """How keys travel; None leaves it to torch's setting at the time of entering."""
+    """The exchange of a rotate method; None for torch's setting at the time of entering."""
     if rotate_method is not None and rotate_method not in EXCHANGES:
-        known = ", ".join(map(repr, EXCHANGES))
-        raise ValueError(f"{function}: cp_rotate_method={rotate_method!r} is not one of {known} or None")
+        methods = ", ".join(map(repr, EXCHANGES))
+        raise ValueError(f"{function}: cp_rotate_method={rotate_method!r} is not one of {methods} or None")
     return None if rotate_method is None else EXCHANGES[rotate_method]
 
 
 def torch_rotate_method() -> str:
-    """torch's process-wide setting, as its own function takes it; it is read and never written."""
+    """torch's process-wide rotate method, in the words of `set_rotate_method`; it is only read."""
+    # Imported here, since the module is experimental and private: nothing else depends on it.
     from torch.distributed.tensor.experimental import _context_parallel
 
     method = _context_parallel._attention._cp_options.rotate_method
@@ -256,7 +268,8 @@ def _unfit(buffer: Tensor) -> str | None:
         return "requires a gradient"
     if any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
         return "is an expanded view, which cannot be written in place"
-    reach = 0  # of the dims with smaller strides
+    # By rising stride, each dim must step over everything that the dims before it reach.
+    reach = 0
     for stride, size in sorted(zip(buffer.stride(), buffer.shape, strict=True)):
         if size > 1 and stride <= reach:
             return "is a view whose entries overlap, which cannot be written in place"
@@ -265,7 +278,8 @@ def _unfit(buffer: Tensor) -> str | None:
 
 
 def _replace(buffer: Tensor, by: Tensor) -> None:
-    """The same object with other memory; a backward that saved what it was refuses to run."""
+    """Give a buffer other memory; a backward that saved the buffer before then raises an error."""
+    # Assigning .data does not count as a write, so the version is raised by hand: that is what backward compares.
     with torch.no_grad():
         buffer.data = by
     if not buffer.is_inference():

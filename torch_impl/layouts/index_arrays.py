@@ -124,6 +124,7 @@ def ragged(
     """
     check_cut("ragged", size, world)
     bounds = _ragged_bounds(size, world, lengths)
+    # tensor_split takes the places between shards: neither the first start nor the last end.
     return list(torch.arange(size, device=device).tensor_split(bounds[1:-1]))
 
 
@@ -191,6 +192,7 @@ def packed(
     """
     check_cut("packed", size, world)
     offsets_of("packed: cu_seqlens", cu_seqlens)
+    # Validated on the host; the arrays are computed on the device, all ranks at once.
     offsets = checked_offsets(cu_seqlens, size, world).to(_device_of(cu_seqlens, device))
     return list(packed_rows(offsets, size, world, torch.arange(world, device=offsets.device)[:, None]).unbind())
 
@@ -263,20 +265,20 @@ def _checked_pieces(positions: Iterable[Tensor]) -> list[Tensor]:
     """The positions as a list, validated: one row of integers for each rank."""
     if not isinstance(positions, Iterable):
         raise TypeError(f"layouts.inverse: positions={positions!r} is no sequence; {_REMEDY}")
-    pieces = list(positions)
-    if not pieces:
+    shards = list(positions)
+    if not shards:
         raise TypeError(f"layouts.inverse: positions=[] holds no tensor; {_REMEDY}")
-    for r, piece in enumerate(pieces):
-        if not isinstance(piece, Tensor):
-            raise TypeError(f"layouts.inverse: positions[{r}] is a {type(piece).__name__}; {_REMEDY}")
-        if piece.is_floating_point() or piece.is_complex() or piece.dtype == torch.bool:
-            kind = str(piece.dtype).removeprefix("torch.")
+    for r, shard in enumerate(shards):
+        if not isinstance(shard, Tensor):
+            raise TypeError(f"layouts.inverse: positions[{r}] is a {type(shard).__name__}; {_REMEDY}")
+        if shard.is_floating_point() or shard.is_complex() or shard.dtype == torch.bool:
+            kind = str(shard.dtype).removeprefix("torch.")
             raise TypeError(f"layouts.inverse: positions[{r}] is {kind}; positions are integers")
-        if piece.ndim != 1:
+        if shard.ndim != 1:
             raise ValueError(
-                f"layouts.inverse: positions[{r}] is {list(piece.shape)}; positions are one row for each rank"
+                f"layouts.inverse: positions[{r}] is {list(shard.shape)}; positions are one row for each rank"
             )
-    return pieces
+    return shards
 
 
 def draw(layout: Callable[[int, int], Sequence[Tensor]], size: int, world: int) -> str:
@@ -292,6 +294,7 @@ def draw(layout: Callable[[int, int], Sequence[Tensor]], size: int, world: int) 
     if not torch.equal(positions.sort().values, torch.arange(size)):
         name = getattr(layout, "__name__", "given")
         raise ValueError(f"layout {name!r} is not a partition of {size} positions over {world} ranks")
+    # The rank of each entry of cat(rank 0, ...), sorted by position.
     ranks = torch.arange(world).repeat_interleave(torch.tensor([len(shard) for shard in shards]))
     owner = ranks[positions.argsort()]
     return "".join(ALPHABET[rank] if rank < len(ALPHABET) else "?" for rank in owner.tolist())

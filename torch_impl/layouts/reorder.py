@@ -23,7 +23,7 @@ def _reorder_chunks(
 ) -> Shaped[Tensor, "*a"]:
     """Permute equal chunks of dim 1, or of each sequence of dim 0: output chunk j is input chunk `order[j]`.
 
-        input_  "b s w"  or, with offsets of the whole stream,  "t w"   ->   the same
+        input_  "b s w"  or, with offsets of the full stream,  "t w"   ->   the same
 
     There are `len(order)` chunks.
 

@@ -493,16 +493,16 @@ BUGS = (
         name="padding on the left",
         kind="border",
         at="context_parallel:_padded",
-        old="F.pad(x, [*behind, 0, more], value=fill)",
-        new="F.pad(x, [*behind, more, 0], value=fill)",
+        old="F.pad(x, [*trailing, 0, more], value=fill)",
+        new="F.pad(x, [*trailing, more, 0], value=fill)",
         expect="value: ",
     ),
     InjectedBug(
         name="positions of padding start anew",
         kind="sequence",
         at="context_parallel:_padded",
-        old="last + further],",
-        new="further - 1 + 0 * last],",
+        old="last + steps],",
+        new="steps - 1 + 0 * last],",
         expect="value: ",
     ),
     InjectedBug(
@@ -525,8 +525,8 @@ BUGS = (
         name="buffers sharded in blocks",
         kind="order",
         at="context_parallel:SequenceContext._share",
-        old="return self.layout.shard(original if whole is None else whole, self.dims[i])",
-        new="x = original if whole is None else whole\n"
+        old="return self.layout.shard(original if full is None else full, self.dims[i])",
+        new="x = original if full is None else full\n"
         "        return x.chunk(self.layout.cp_size, self.dims[i])[self.layout.cp_rank].contiguous()",
         expect="value: ",
     ),
