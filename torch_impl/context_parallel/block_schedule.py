@@ -159,8 +159,11 @@ def _blocks(rules: _Rules, overlap: _Overlap, is_causal: bool) -> tuple[Block, .
 
 
 def _cut_by_window(rules: _Rules, overlap: _Overlap, window: int) -> tuple[_Overlap, _Overlap, _Overlap]:
-    """Runs of at most TILE queries with three ranges of keys: those that only early queries of the run see, those that
-    all see, and those that only late queries see."""
+    """Split runs into tiles of at most TILE queries, each with three ranges of keys.
+
+    They are the keys that only early queries of a tile see, those that all of them see, and those that only late ones
+    see: the first and last range need a mask, the middle one does not.
+    """
     rows = _rising(rules.layout).cpu()
     query_positions, key_positions = rows[rules.layout.cp_rank], rows[rules.source]
     # 1. Split each run into tiles: `run` is the run of a tile, `begin` its first query within the run.
