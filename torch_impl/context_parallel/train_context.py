@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from torch_impl.collectives.arguments import checked_dim
+from torch_impl.collectives.lengths import positive_dim
 from torch_impl.context_parallel.kinds import CpMesh
 from torch_impl.context_parallel.sdpa_mode import SequenceAttention
 from torch_impl.contract import contract
@@ -228,7 +228,7 @@ def checked_buffers(
         if why := _unfit(buffer):
             raise ValueError(f"{function}: cp_buffers[{i}] {why}; cut it by layout.shard instead")
     # 3. All have one length, which the layout can shard.
-    lengths = [x.shape[checked_dim(function, f"cp_seq_dims[{i}]", dims[i], x)] for i, x in enumerate(buffers)]
+    lengths = [x.shape[positive_dim(function, f"cp_seq_dims[{i}]", dims[i], x)] for i, x in enumerate(buffers)]
     for i, length in enumerate(lengths):
         if length != lengths[0]:
             raise ValueError(

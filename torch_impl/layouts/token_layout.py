@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Int32, Int64, Shaped
@@ -22,7 +22,8 @@ from torch.distributed import ProcessGroup
 from torch.nn.utils.rnn import pad_sequence
 
 from torch_impl.collectives import all_gather
-from torch_impl.collectives.arguments import checked_dim, checked_group, checked_type
+from torch_impl.collectives.lengths import positive_dim
+from torch_impl.contract import GradientType, Group, ShardedAny, contract
 from torch_impl.kernels import rows_at
 from torch_impl.layouts.cache import Value, cached, cached_tensor, for_training, has_numbers
 from torch_impl.layouts.divisibility import (
@@ -179,7 +180,8 @@ class TokenLayout:
     def _everywhere(self) -> Int64[Tensor, " total"]:
         return torch.arange(self.total, device=self.index.device)
 
-    def shard(self, x: Shaped[Tensor, "*a"], dim: int) -> Shaped[Tensor, "*b"]:
+    @contract("TokenLayout.shard")
+    def shard(self, x: ShardedAny[Tensor, "..."], dim: int) -> Shaped[Tensor, "*b"]:
         """This rank's shard of the full tensor `x` along `dim`.
 
             x  "t cp=R"   ->   "t/cp:LAYOUT"
@@ -189,18 +191,19 @@ class TokenLayout:
         Cost:   no collective; one copy of the shard.
         Errors: ValueError if x lacks the dim or does not have `total` rows along it.
         """
-        dim = checked_dim("TokenLayout.shard", "dim", dim, x)
+        dim = positive_dim("TokenLayout.shard", "dim", dim, x)
         self._check_rows("shard", x, dim, self.total, "global")
         return rows_at(x, self.local_index, dim)
 
+    @contract("TokenLayout.unshard")
     def unshard(
         self,
-        x: Shaped[Tensor, "*a"],
+        x: ShardedAny[Tensor, "..."],
         dim: int,
-        group: ProcessGroup,
+        group: Group[ProcessGroup, "axis"],
         *,
         trim: bool = False,
-        gradient: Literal["R", "I"] = "R",
+        gradient: GradientType = "R",
     ) -> Shaped[Tensor, "*b"]:
         """The full tensor in global order along `dim`, gathered over `group`; `trim` drops the padding at its end.
 
@@ -215,13 +218,12 @@ class TokenLayout:
                 than the layout's, or a number of rows that is not this rank's.
         """
         function = "TokenLayout.unshard"
-        group, gradient = checked_group(function, "group", group), checked_type(function, gradient)
         if (group.size(), group.rank()) != (self.cp_size, self.cp_rank):
             raise ValueError(
                 f"{function}: group has cp={group.size()} and rank {group.rank()}, "
                 f"the layout is for cp={self.cp_size} and rank {self.cp_rank}; rebind it"
             )
-        dim = checked_dim(function, "dim", dim, x)
+        dim = positive_dim(function, "dim", dim, x)
         self._check_rows("unshard", x, dim, self.counts[self.cp_rank], "local")
         # The gather leaves rank-major order; the inverse index restores the global one.
         rank_major = all_gather(x, group, out=gradient, dim=dim, lengths=self.counts)
