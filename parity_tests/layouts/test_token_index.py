@@ -221,8 +221,8 @@ OF_A_GROUP = [
     (
         lambda m: dense("striped", 8, 2, m.rank("cp")).unshard(torch.zeros(4), 0, m["cp"], gradient="P"),
         ValueError,
-        "TokenLayout.unshard: gradient='P' is not the gradient type of a replicated result; write 'R' (gradients add up) or "
-        "'I' (same gradient)",
+        "TokenLayout.unshard: gradient='P' is not the gradient type of a replicated result; write 'R' (gradients add "
+        "up) or 'I' (same gradient)",
     ),
 ]
 
