@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch_impl.contract import PositiveInt, contract
 from torch_impl.pipelining.order import Action, overlapped
-from torch_impl.pipelining.partition import stage_ids
+from torch_impl.pipelining.partition import Style, stage_ids
 
 Actions = list[Action | None]
 
@@ -27,7 +27,7 @@ class Rule:
     """
 
     name: str
-    style: str
+    style: Style
     stages: int | None
     requirement: str = "n >= 1"
     accepts: Callable[[int, int], bool] = lambda n, p: n >= 1

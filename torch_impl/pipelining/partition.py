@@ -41,7 +41,7 @@ def stage_ids_this_rank(
     return stage_ids(pp_rank, pp_size, num_stages, style)
 
 
-def stage_ids(pp_rank: int, pp_size: int, num_stages: int, style: str) -> tuple[int, ...]:
+def stage_ids(pp_rank: int, pp_size: int, num_stages: int, style: Style) -> tuple[int, ...]:
     """The stages of one rank, ascending; `stage_ids_this_rank` has validated the arguments."""
     # Each pass deals out pp_size stages, one to each rank; under `v` every second pass runs backwards.
     reversed_rank = pp_size - 1 - pp_rank if style == "v" else pp_rank
@@ -63,7 +63,7 @@ def stage_to_rank(pp_size: PositiveInt, num_stages: PositiveInt, style: Style = 
     return ranks_of_stages(pp_size, num_stages, style)
 
 
-def ranks_of_stages(pp_size: int, num_stages: int, style: str) -> list[int]:
+def ranks_of_stages(pp_size: int, num_stages: int, style: Style) -> list[int]:
     """The rank of each stage; `stage_to_rank` has validated the arguments."""
     ranks = [0] * num_stages
     for rank in range(pp_size):
