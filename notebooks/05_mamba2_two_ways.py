@@ -160,8 +160,8 @@ print(mixed.verify(examples=12))
 # %%
 class WithoutHalo(MambaStatePassing):
     def _convolved(self, x, parameters, segments):
-        zeros = torch.full_like(segments.halo.taken, self.cp_size * len(segments.halo.sent))
-        return super()._convolved(x, parameters, replace(segments, halo=replace(segments.halo, taken=zeros)))
+        zeros = torch.full_like(segments.halo.before, self.cp_size * len(segments.halo.sent))
+        return super()._convolved(x, parameters, replace(segments, halo=replace(segments.halo, before=zeros)))
 
 
 STRATEGIES["without halo"] = WithoutHalo

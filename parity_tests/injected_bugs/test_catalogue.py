@@ -56,7 +56,7 @@ def test_closing_lines_compare_the_catalogue_with_the_outcome():
         assert not set(wrong) & set(report.closing([right], EXAMPLES))
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_drawn_examples_catch_the_bugs(tmp_path):
     """Every thirteenth bug; `make bugs` injects them all and writes the page."""
     outcomes = run_bugs(CATALOGUE[::13], BugRunner())
