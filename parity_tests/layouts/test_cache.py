@@ -1,5 +1,6 @@
 """What is kept between calls: never a fake tensor, though a model's memory be estimated before it runs."""
 
+import dataclasses
 import warnings
 import weakref
 
@@ -136,3 +137,10 @@ def test_attention_runs_after_it_was_tried_among_fakes(exchange):
         return attended(x).eq(1).all().item()
 
     assert run(body, CaseSpec(scheme="attention", mesh={"cp": 2})).results == (True, True)
+
+
+def test_a_copy_of_a_layout_derives_for_itself():
+    """As FSDP's mixed precision copies the dataclasses among a module's arguments."""
+    layout = TokenLayout.dense("striped", 8, cp_size=2, cp_rank=0)
+    layout.derived("key", lambda: 1)
+    assert dataclasses.replace(layout).derived("key", lambda: 2) == 2

@@ -11,7 +11,7 @@ on the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -62,7 +62,11 @@ class TokenLayout:
     cu_padded: Int32[Tensor, " offsets"]
     cu_real: Int32[Tensor, " offsets"]
     counts: tuple[int, ...]
-    _derived: dict[Hashable, Any] = field(init=False, repr=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # Not a field: FSDP's mixed precision copies the dataclasses that it finds among a module's arguments.
+        derived: dict[Hashable, Any] = {}
+        object.__setattr__(self, "_derived", derived)
 
     @staticmethod
     @for_training
@@ -124,10 +128,11 @@ class TokenLayout:
         # Fake tensors are neither cached nor served from the cache.
         if not has_numbers():
             return build()
-        if key not in self._derived:
+        cache: dict[Hashable, Any] = self.__dict__["_derived"]
+        if key not in cache:
             # Dynamo cannot trace a change of inference mode, and traced code does not need one.
-            self._derived[key] = build() if torch.compiler.is_compiling() else for_training(build)()
-        return self._derived[key]
+            cache[key] = build() if torch.compiler.is_compiling() else for_training(build)()
+        return cache[key]
 
     @cached_tensor
     def local_index(self) -> Int64[Tensor, " local"]:
