@@ -136,7 +136,7 @@ def check(logits: Tensor, backends: tuple[str, ...]) -> None:
         fused_logprob.in_backend(fused_logprob.write_gradient, backend)(out, some, 1.0, True, own, *given, None, None)
         worst = max(
             worst_ratio(found, sums, (some,), some.shape[-1]),
-            worst_ratio(out, gradient, (some, own.own, *given), 1),
+            worst_ratio(out, gradient, (some, own.g_same, *given), 1),
         )
         if not worst <= 1:
             raise RuntimeError(f"benchmarks: {backend} is {worst:.2g} budgets off its twin; it is not timed")
