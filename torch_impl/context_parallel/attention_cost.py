@@ -71,7 +71,6 @@ def attention_bytes(
             not a bool.
     """
     _check_shapes({"s": s, "h": h, "hk": hk, "cp_size": cp_size}, layout)
-    # 1. Rows of a rank, and bytes of a number whose gradients are summed.
     rows, wide, n = -(-s // cp_size), max(itemsize, 4), cp_size
     token = 2 * p * b * rows  # numbers of K and V of one head
 
@@ -82,12 +81,12 @@ def attention_bytes(
     def mixed(a: int) -> int:
         return (a - 1) * token * (h + max(hk, a)) * itemsize // a
 
-    # 2. Exchanges of keys: around the ring as many hops as the window reaches back, as in the block schedule.
+    # 1. Exchanges of keys: around the ring as many hops as the window reaches back, as in the block schedule.
     window_limits_hops = layout == "contiguous" and causal and window is not None
     hops = min(n - 1, -(-((window or 1) - 1) // rows)) if window_limits_hops else n - 1
     traffic = [] if layout == "ragged" else [Traffic("ring", 1, *keys(hops, hk))]
     traffic.append(Traffic("all_gather", 1, *keys(n - 1, hk)))
-    # 3. Exchanges of heads, over every number of ranks that the heads can be sharded over.
+    # 2. Exchanges of heads, over every number of ranks that the heads can be sharded over.
     head_group_sizes = [a for a in range(1, n + 1) if n % a == 0 and h % a == 0 and (hk % a == 0 or a % hk == 0)]
     for a in head_group_sizes if layout != "ragged" else ():
         if a == n:
