@@ -179,6 +179,18 @@ def test_an_autograd_function_is_named_by_its_class():
         Doubled.apply(torch.ones(3))
 
 
+@contract("scores.inner")
+@torch.inference_mode()  # its wrapper is defined in another module, which knows no PositiveInt
+def inner(rows: PositiveInt) -> int:
+    return rows
+
+
+def test_a_decorator_below_hides_no_annotation():
+    assert inner(1) == 1
+    with pytest.raises(ValueError, match=r"^scores.inner: rows=0 must be at least 1$"):
+        inner(0)
+
+
 class Base:
     def __init__(self, size: int) -> None:
         self.size = size

@@ -130,18 +130,19 @@ def _default_name(function: Callable[..., Any]) -> str:
 
 def _read(function: Callable[..., Any], name: str) -> Contract:
     signature = inspect.signature(function)
+    defined = inspect.unwrap(function)  # another decorator's wrapper has the globals of the decorator's module
     arguments = []
     for position, parameter in enumerate(signature.parameters.values()):
         # `*args` and `**kwargs` have no one value that a kind could validate.
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         keyword_only = parameter.kind is parameter.KEYWORD_ONLY
-        kind, takes_none, other_types = _kind_of(_meaning(parameter.annotation, function))
+        kind, takes_none, other_types = _kind_of(_meaning(parameter.annotation, defined))
         if kind is not None:
             # Beyond every positional argument of a call, so that it is looked up by name.
             place = len(signature.parameters) if keyword_only else position
             arguments.append(Argument(parameter.name, place, kind, takes_none, other_types))
-    return Contract(name, tuple(arguments), tuple(_outputs(_meaning(signature.return_annotation, function))))
+    return Contract(name, tuple(arguments), tuple(_outputs(_meaning(signature.return_annotation, defined))))
 
 
 def _kind_of(annotation: Any) -> tuple[Kind | None, bool, tuple[Any, ...]]:

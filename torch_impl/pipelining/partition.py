@@ -73,7 +73,7 @@ def ranks_of_stages(pp_size: int, num_stages: int, style: Style) -> list[int]:
 
 
 def layer_counts(
-    num_stages: int, num_layers: int, embed_cost: float | Fraction = 0.0, head_cost: float | Fraction = 0.0
+    num_stages: int, num_layers: int, embed_cost: int | float | Fraction = 0, head_cost: int | float | Fraction = 0
 ) -> list[int]:
     """How many contiguous layers each stage has, at least one: the most expensive stage costs as little as possible,
     then costs are as even as possible.

@@ -96,7 +96,7 @@ def local_column(target: Int[Tensor, "*n"], start: int, end: int) -> Int[Tensor,
     return column.masked_fill_(is_elsewhere, ON_ANOTHER_RANK).to(torch.int32)
 
 
-def index_of(column: Int[Tensor, "n k"]) -> Int[Tensor, "n k"]:
+def index_of(column: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
     """Columns as an index for `gather`; 0 for those of other ranks, whose entries are then masked."""
     return column.clamp_min(0).long()
 

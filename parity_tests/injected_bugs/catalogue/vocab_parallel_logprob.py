@@ -690,8 +690,8 @@ BUGS = (
         kind="group",
         at="vocab_parallel:_backward",
         old="of_hidden, _, of_weight, *_ = ctx.needs_input_grad",
-        new="of_hidden, _, of_weight, *_ = ctx.needs_input_grad\n        if ctx.is_sharded:\n"
-        "            hidden = hidden.roll(1, 0)",
+        new="of_hidden, _, of_weight, *_ = ctx.needs_input_grad\n    if ctx.is_sharded:\n"
+        "        hidden = hidden.roll(1, 0)",
         expect="gradient: ",
     ),
     InjectedBug(
