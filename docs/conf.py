@@ -63,11 +63,11 @@ def of_apply(app, what, name, of, options, signature, returned):
     if not (inspect.isclass(of) and issubclass(of, torch.autograd.Function)):
         return None
     forward = inspect.signature(of.forward)
-    shown = [
+    parameters = [
         f"{x.name}: {x.annotation}" + ("" if x.default is x.empty else f" = {x.default}")
         for x in list(forward.parameters.values())[1:]
     ]
-    return f"({', '.join(shown)})", forward.return_annotation
+    return f"({', '.join(parameters)})", forward.return_annotation
 
 
 def is_left_out(app, what, name, of, skip, options):

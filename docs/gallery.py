@@ -107,13 +107,13 @@ CAPTIONS = {
 
 def figures(notebook: Path) -> list[bytes]:
     """Every PNG among a notebook's outputs, in order."""
-    found: list[str] = []
+    images: list[str] = []
     for cell in json.loads(notebook.read_text())["cells"]:
         for output in cell.get("outputs", []):
             data = output.get("data", {})
-            found += ["".join(data["image/png"])] if "image/png" in data else []
-            found += IN_HTML.findall("".join(data.get("text/html", [])))
-    return [base64.b64decode(text) for text in found]
+            images += ["".join(data["image/png"])] if "image/png" in data else []
+            images += IN_HTML.findall("".join(data.get("text/html", [])))
+    return [base64.b64decode(text) for text in images]
 
 
 def files() -> dict[str, bytes]:
@@ -125,12 +125,14 @@ def files() -> dict[str, bytes]:
 def page() -> str:
     """The text of the page."""
     parts = [HEAD, "\n## Pages and commands\n"]
-    parts += [f"\n{said} `{command}`\n\n![{said}](images/{name})\n" for name, said, command in PICTURES]
+    parts += [f"\n{caption} `{command}`\n\n![{caption}](images/{name})\n" for name, caption, command in PICTURES]
     for stem, captions in CAPTIONS.items():
         number, _, words = stem.partition("_")
         title = words.replace("_", " ").capitalize()
         parts.append(f"\n## {number} {title}\n\n[The notebook](../notebooks/{stem}.ipynb)\n")
-        parts += [f"\n{said}\n\n![{said}](images/gallery/{stem}-{k}.png)\n" for k, said in enumerate(captions, 1)]
+        parts += [
+            f"\n{caption}\n\n![{caption}](images/gallery/{stem}-{k}.png)\n" for k, caption in enumerate(captions, 1)
+        ]
     return "".join(parts)
 
 

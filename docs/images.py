@@ -16,8 +16,8 @@ def spec_strings() -> None:
     """A scheme's input and output: who holds which position, and what the other axes promise."""
     axes = ("cp", "tp")
     tensors = {"logits": parse("b s/cp:dual_chunk_swap v/tp", axes), "-> logprob": parse("b s tp=I cp=R", axes)}
-    drawn = figure(tensors, {"b": 2, "s": 16, "v": 12}, {"cp": 4, "tp": 2})
-    drawn.savefig(FOLDER / "spec.png", dpi=150, metadata=PLAIN)
+    canvas = figure(tensors, {"b": 2, "s": 16, "v": 12}, {"cp": 4, "tp": 2})
+    canvas.savefig(FOLDER / "spec.png", dpi=150, metadata=PLAIN)
 
 
 def layouts() -> None:
@@ -30,8 +30,8 @@ def layouts() -> None:
 def schedule() -> None:
     """One pipeline schedule, as the command draws it."""
     name = "ZBVZeroBubble"
-    drawn = draw(simulate(schedule_order(name, 4, 8, 2), stage_to_rank(4, 8, "v")), name)
-    drawn.savefig(FOLDER / "schedule.png", dpi=100, metadata=PLAIN)
+    canvas = draw(simulate(schedule_order(name, 4, 8, 2), stage_to_rank(4, 8, "v")), name)
+    canvas.savefig(FOLDER / "schedule.png", dpi=100, metadata=PLAIN)
 
 
 if __name__ == "__main__":

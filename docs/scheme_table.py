@@ -18,13 +18,13 @@ MOST = 8  # tensors of a scheme that are shown
 STYLE = "white-space: nowrap; vertical-align: top"
 
 
-def folder_of(made: Declared) -> str:
-    return Path(made.file).parent.name
+def folder_of(scheme: Declared) -> str:
+    return Path(scheme.file).parent.name
 
 
 def table(folder: str) -> str:
     """The schemes that the tests of one folder declare."""
-    rows = "".join(row(made) for made in schemes() if folder_of(made) == folder)
+    rows = "".join(row(scheme) for scheme in schemes() if folder_of(scheme) == folder)
     head = "<tr><th>scheme</th><th>specs</th><th>collectives of one case, calls and bytes per rank</th></tr>"
     return f"<div class='table-wrapper'><table class='docutils'>{head}{rows}</table></div>"
 
@@ -40,29 +40,29 @@ def schemes() -> tuple[Declared, ...]:
     return tuple(discover.built_in())
 
 
-def row(made: Declared) -> str:
-    told = record(made)
-    mesh = ", ".join(f"{axis} {'|'.join(map(str, sizes))}" for axis, sizes in told["mesh"].items())
-    module, _, function = told["reference"].rpartition(".")
-    name = [made.name, f"mesh: {mesh}", f"reference: {module.removeprefix('jax_ref.')}.{function}", told["file"]]
-    specs = [f"{name}  {spec}".strip() for name, spec in told["inputs"].items()]
+def row(scheme: Declared) -> str:
+    fields = record(scheme)
+    mesh = ", ".join(f"{axis} {'|'.join(map(str, sizes))}" for axis, sizes in fields["mesh"].items())
+    module, _, function = fields["reference"].rpartition(".")
+    name = [scheme.name, f"mesh: {mesh}", f"reference: {module.removeprefix('jax_ref.')}.{function}", fields["file"]]
+    specs = [f"{name}  {spec}".strip() for name, spec in fields["inputs"].items()]
     if len(specs) > MOST:
         specs = [*specs[:MOST], f"and {len(specs) - MOST} more"]
-    specs += [f"-> {spec}" for spec in told["outputs"].values()]
-    return f"<tr>{cell(name)}{cell(specs)}{cell([*collectives(made)])}</tr>"
+    specs += [f"-> {spec}" for spec in fields["outputs"].values()]
+    return f"<tr>{cell(name)}{cell(specs)}{cell([*collectives(scheme)])}</tr>"
 
 
 def cell(lines: list[str]) -> str:
     return f"<td style='{STYLE}'>" + "<br>".join(f"<code>{html.escape(line)}</code>" for line in lines) + "</td>"
 
 
-def collectives(made: Declared) -> Iterator[str]:
+def collectives(scheme: Declared) -> Iterator[str]:
     """The declared cost of the case with the most ranks among some that are drawn."""
-    if made.cost is None:
+    if scheme.cost is None:
         yield "not declared"
         return
-    case = max((one_case(made, seed=seed) for seed in range(SEEDS)), key=lambda case: case.world)
-    cost = made.cost(case)
+    case = max((one_case(scheme, seed=seed) for seed in range(SEEDS)), key=lambda case: case.world)
+    cost = scheme.cost(case)
     yield f"forward: {of_phase(cost.forward)}"
     yield f"backward: {of_phase(cost.backward)}"
     yield sizes(case)

@@ -24,10 +24,10 @@ def main() -> int:
         from parity_tests.harness.verdict import judge
 
         bridge.start()
-        schemes = [made for made in discover.built_in() if made.name not in WRONG_ON_PURPOSE]
+        schemes = [scheme for scheme in discover.built_in() if scheme.name not in WRONG_ON_PURPOSE]
         reports = [
-            judge(made, draw_case(made, seeded_chooser(seed), {}, seed=seed, limit=SHAPES))
-            for made in schemes
+            judge(scheme, draw_case(scheme, seeded_chooser(seed), {}, seed=seed, limit=SHAPES))
+            for scheme in schemes
             for seed in range(EXAMPLES)
         ]
     wrong = [report for report in reports if not report.ok]

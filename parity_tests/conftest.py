@@ -30,8 +30,8 @@ def shardproof(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["shardproof", *arguments])
         with pytest.raises(SystemExit) as left:
             main()
-        said = capsys.readouterr()
-        return left.value.code or 0, said.out, said.err
+        output = capsys.readouterr()
+        return left.value.code or 0, output.out, output.err
 
     return call
 

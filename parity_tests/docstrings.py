@@ -52,12 +52,15 @@ def missing(public: Any) -> list[str]:
     if issubclass(public, torch.autograd.Function):
         parts = [inspect.unwrap(public.forward), inspect.unwrap(public.backward)]
         return _of_call(public, inspect.getdoc(public), _arguments(parts[0])[1:], parts)
-    own = [f"{name}: {fault}" for name, method in _methods(public) for fault in missing(method)]
-    made = public.__dict__.get("__init__")
-    if is_dataclass(public) or getattr(made, "__module__", "") != public.__module__:
-        made = None  # a dataclass shows its fields itself; a protocol's constructor is Python's
-    said = "\n".join(filter(None, (public.__doc__, getattr(made, "__doc__", None))))
-    return _of_call(public, said, _arguments(made)[1:] if made else [], [made] if made else []) + own
+    in_methods = [f"{name}: {fault}" for name, method in _methods(public) for fault in missing(method)]
+    constructor = public.__dict__.get("__init__")
+    if is_dataclass(public) or getattr(constructor, "__module__", "") != public.__module__:
+        constructor = None  # a dataclass shows its fields itself; a protocol's constructor is Python's
+    text = "\n".join(filter(None, (public.__doc__, getattr(constructor, "__doc__", None))))
+    return (
+        _of_call(public, text, _arguments(constructor)[1:] if constructor else [], [constructor] if constructor else [])
+        + in_methods
+    )
 
 
 def _methods(public: type) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -81,7 +84,7 @@ def _of_call(
     kinds = [str(argument.annotation) for argument in arguments]
     is_over_ranks = any("Tensor" in kind for kind in kinds) and any(r in kind for r in RANKS for kind in kinds)
     contract = contract_of(public)
-    asked = {
+    checks = {
         "Errors:": (contract is not None or any(map(_raises, reached))) and "Errors:" not in doc,
         "Cost:": any(_sends(function) for function in reached) and "Cost:" not in doc,
         "a spec string": is_over_ranks and not SPEC.search(doc) and not spec_line(public),
@@ -89,7 +92,7 @@ def _of_call(
     names = [x.name for x in arguments if x.name != "self" and not x.name.startswith("_")]
     explained = f"{doc}\n{_package_docstring(public)}"
     unexplained = [name for name in names if not re.search(rf"\b{name}\b", explained)]
-    return [what for what, is_missing in asked.items() if is_missing] + unexplained
+    return [what for what, is_missing in checks.items() if is_missing] + unexplained
 
 
 def _package_docstring(public: Any) -> str:
@@ -108,25 +111,25 @@ def _sends(function: Callable[..., Any]) -> bool:
         if isinstance(node, ast.Attribute) and node.attr in SENT_BY_METHODS:
             return True
         if isinstance(node, (ast.Attribute, ast.Name)):
-            found = _value(node, function, {})
-            of_torch = getattr(found, "__module__", "").startswith("torch.distributed")
-            if of_torch and getattr(found, "__name__", "") in SENT:
+            value = _value(node, function, {})
+            of_torch = getattr(value, "__module__", "").startswith("torch.distributed")
+            if of_torch and getattr(value, "__name__", "") in SENT:
                 return True
     return False
 
 
 def _reached(starts: list[Callable[..., Any]]) -> set[Callable[..., Any]]:
-    found, todo = set(), [inspect.unwrap(start) for start in starts]
+    seen, todo = set(), [inspect.unwrap(start) for start in starts]
     while todo:
         function = todo.pop()
-        if function in found:
+        if function in seen:
             continue
-        found.add(function)
+        seen.add(function)
         local = _local_imports(function)
         for node in ast.walk(_tree(function)):
             if isinstance(node, (ast.Name, ast.Attribute)):
                 todo += _called(_value(node, function, local))
-    return found
+    return seen
 
 
 def _called(value: Any) -> list[Callable[..., Any]]:
@@ -153,15 +156,15 @@ def _value(node: ast.expr, function: Callable[..., Any], local: dict[str, Any]) 
 
 
 def _local_imports(function: Callable[..., Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    imports: dict[str, Any] = {}
     for node in ast.walk(_tree(function)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PRODUCTION):
             try:
                 module = import_module(node.module or "")
             except ImportError:  # of an optional package, as Triton's kernels are
                 continue
-            found |= {alias.asname or alias.name: getattr(module, alias.name, None) for alias in node.names}
-    return found
+            imports |= {alias.asname or alias.name: getattr(module, alias.name, None) for alias in node.names}
+    return imports
 
 
 _TREES: dict[Callable[..., Any], ast.AST] = {}

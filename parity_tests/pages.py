@@ -32,8 +32,8 @@ class Block:
 
 def pages() -> list[str]:
     """Markdown files that people read, relative to the repository."""
-    found = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
-    return sorted({path.relative_to(ROOT).as_posix() for path in found if not BUILT & set(path.parts)} - GENERATED)
+    paths = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+    return sorted({path.relative_to(ROOT).as_posix() for path in paths if not BUILT & set(path.parts)} - GENERATED)
 
 
 @cache
@@ -43,32 +43,32 @@ def text_of(page: str) -> str:
     if not page.endswith(".py"):
         return text
     cells = re.split(r"^# %%(.*)$", text, flags=re.MULTILINE)[1:]
-    told = [body for kind, body in zip(cells[::2], cells[1::2], strict=True) if "[markdown]" in kind]
-    return re.sub(r"^# ?", "", "\n".join(told), flags=re.MULTILINE)
+    markdown = [body for kind, body in zip(cells[::2], cells[1::2], strict=True) if "[markdown]" in kind]
+    return re.sub(r"^# ?", "", "\n".join(markdown), flags=re.MULTILINE)
 
 
 def blocks(page: str) -> list[Block]:
     counted: dict[str, int] = {}
-    found = []
+    collected = []
     for match in FENCE.finditer(text_of(page)):
         language = match["language"].strip()
         nth = counted.get(language, 0)
         counted[language] = nth + 1
-        found.append(Block(page, language, nth, match["text"]))
-    return found
+        collected.append(Block(page, language, nth, match["text"]))
+    return collected
 
 
 def links(page: str) -> list[str]:
     """Targets of links and pictures, of directives that show a file, entries of tables of contents."""
     prose = FENCE.sub("", text_of(page))
-    found = LINK.findall(re.sub(r"`[^`\n]*`", "", prose))
+    targets = LINK.findall(re.sub(r"`[^`\n]*`", "", prose))
     for match in FENCE.finditer(text_of(page)):
         language = match["language"].strip()
-        found += DIRECTIVE.findall(language)
+        targets += DIRECTIVE.findall(language)
         if language == "{toctree}":
             entries = [line for line in match["text"].splitlines() if line and not line.startswith(":")]
-            found += [f"{entry}.md" for entry in entries]
-    return found
+            targets += [f"{entry}.md" for entry in entries]
+    return targets
 
 
 def paths_in_code(page: str) -> list[str]:

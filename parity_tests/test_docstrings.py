@@ -17,9 +17,9 @@ from torch_impl.collectives import all_reduce
 
 @pytest.mark.parametrize("home", HOMES)
 def test_a_public_docstring_is_complete(home):
-    found = {name: docstrings.missing(of) for name, of in exported(home).items() if isroutine(of) or isclass(of)}
-    assert found
-    assert {name: wanting for name, wanting in found.items() if wanting} == {}
+    missing = {name: docstrings.missing(of) for name, of in exported(home).items() if isroutine(of) or isclass(of)}
+    assert missing
+    assert {name: wanting for name, wanting in missing.items() if wanting} == {}
 
 
 # The rule itself: each of these omits one thing.
@@ -94,5 +94,5 @@ def test_an_omission_is_seen(of, wanting):
 def test_a_line_taken_out_of_a_complete_docstring(line, monkeypatch):
     """Errors and Cost are required; prose is not, nor a spec string that the signature states."""
     monkeypatch.setattr(all_reduce, "__doc__", all_reduce.__doc__.replace(line, "").replace('"', "'"))
-    asked = {"Errors:": ["Errors:"], "Cost:": ["Cost:"]}.get(line, [])
-    assert docstrings.missing(all_reduce) == asked
+    expected = {"Errors:": ["Errors:"], "Cost:": ["Cost:"]}.get(line, [])
+    assert docstrings.missing(all_reduce) == expected

@@ -4,7 +4,7 @@ import pytest
 
 from parity_tests.harness.declare.discover import built_in
 
-SCHEMES = {made.key: made for made in built_in()}
+SCHEMES = {scheme.key: scheme for scheme in built_in()}
 
 
 @pytest.mark.parametrize("key", SCHEMES)
@@ -21,4 +21,4 @@ def test_a_scheme_on_gloo(key):
 
 
 def test_a_scheme_that_a_tests_own_wrapper_declares_is_among_them():
-    assert "colwise_linear" in {made.name for made in SCHEMES.values()}
+    assert "colwise_linear" in {scheme.name for scheme in SCHEMES.values()}

@@ -22,8 +22,8 @@ def test_every_figure_of_a_notebook_has_a_line(notebook):
 
 def test_every_figure_is_written_and_shown(tmp_path):
     gallery.write(tmp_path)
-    shown = re.findall(r"!\[[^]]*\]\(images/gallery/([^)]*)\)", (tmp_path / "gallery.md").read_text())
-    assert sorted(shown) == sorted(path.name for path in (tmp_path / "images" / "gallery").iterdir())
+    pictures = re.findall(r"!\[[^]]*\]\(images/gallery/([^)]*)\)", (tmp_path / "gallery.md").read_text())
+    assert sorted(pictures) == sorted(path.name for path in (tmp_path / "images" / "gallery").iterdir())
 
 
 def test_every_picture_of_the_pages_is_in_it():

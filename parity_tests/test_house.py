@@ -32,8 +32,8 @@ HARNESS_FOLDERS = {"cli", "import_name", "harness", "injected_bugs", "specimens"
 
 def python_files(tree: str) -> list[str]:
     """Paths relative to the tree, without packages' own files."""
-    found = sorted(path.relative_to(ROOT / tree).as_posix() for path in (ROOT / tree).rglob("*.py"))
-    return [path for path in found if not path.endswith("__init__.py")]
+    paths = sorted(path.relative_to(ROOT / tree).as_posix() for path in (ROOT / tree).rglob("*.py"))
+    return [path for path in paths if not path.endswith("__init__.py")]
 
 
 def components(tree: str) -> set[str]:
@@ -77,8 +77,8 @@ def test_every_exported_function_is_in_a_test(component):
 def test_every_reference_is_used(component):
     """By a test, or by another reference."""
     written = {name for path in (ROOT / "jax_ref" / component).glob("*.py") for name in public_functions(path)}
-    others = [path for path in (ROOT / "jax_ref").rglob("*.py") if path.name != "__init__.py"]
-    uses = re.findall(r"(?<!def )\b\w+", "\n".join(path.read_text() for path in others))
+    modules = [path for path in (ROOT / "jax_ref").rglob("*.py") if path.name != "__init__.py"]
+    uses = re.findall(r"(?<!def )\b\w+", "\n".join(path.read_text() for path in modules))
     assert sorted(written - words_in(ROOT / "parity_tests") - set(uses)) == []
 
 
@@ -94,8 +94,10 @@ def tolerances_in(source: str) -> set[str]:
 
 
 def test_no_tolerance_in_a_test():
-    found = {path: tolerances_in((ROOT / "parity_tests" / path).read_text()) for path in python_files("parity_tests")}
-    assert {path: names for path, names in found.items() if names} == {}
+    tolerances = {
+        path: tolerances_in((ROOT / "parity_tests" / path).read_text()) for path in python_files("parity_tests")
+    }
+    assert {path: names for path, names in tolerances.items() if names} == {}
 
 
 def test_a_tolerance_would_be_found():
@@ -116,14 +118,14 @@ def imported(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("tree", "others"),
+    ("tree", "forbidden"),
     [
         ("torch_impl", {"jax", "flax", "jax_ref", "parity_tests"}),
         ("jax_ref", {"torch", "torch_impl", "parity_tests"}),
     ],
 )
-def test_imports_run_one_way(tree, others):
-    crossing = {path: imported(ROOT / tree / path) & others for path in python_files(tree)}
+def test_imports_run_one_way(tree, forbidden):
+    crossing = {path: imported(ROOT / tree / path) & forbidden for path in python_files(tree)}
     assert {path: names for path, names in crossing.items() if names} == {}
 
 

@@ -26,8 +26,8 @@ execute = loaded(ROOT / "notebooks" / "execute.py")
 
 def cpu_seconds():
     """What the processes that were started here and have ended took: a machine that is shared makes it no longer."""
-    taken = os.times()
-    return taken.children_user + taken.children_system
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def sources(notebook):
@@ -36,11 +36,11 @@ def sources(notebook):
 
 def kinds(notebook):
     """What each cell shows, without what it says: text, figures, pages. A stream may come in any number of pieces."""
-    shown = [
+    cells = [
         [tuple(sorted(output.get("data", {"text": ""}))) for output in cell.get("outputs", [])]
         for cell in notebook.cells
     ]
-    return [[kind for kind, _ in groupby(cell)] for cell in shown]
+    return [[kind for kind, _ in groupby(cell)] for cell in cells]
 
 
 @pytest.mark.parametrize("script", execute.SCRIPTS, ids=lambda script: script.stem)

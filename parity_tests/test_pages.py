@@ -120,8 +120,8 @@ def checked(words: list[str]) -> None:
 
 def read_verb(rest: list[str]) -> None:
     verb = VERBS[rest[0]]
-    given = verb.make_context(rest[0], rest[1:]).params
-    assert given.get("engine") in {None, *ENGINES}
+    parameters = verb.make_context(rest[0], rest[1:]).params
+    assert parameters.get("engine") in {None, *ENGINES}
 
 
 def read_module(words: list[str]) -> None:
@@ -136,20 +136,20 @@ def read_install(words: list[str]) -> None:
     """Extras of ours that are named exist."""
     with (ROOT / "pyproject.toml").open("rb") as file:
         extras = tomllib.load(file)["project"]["optional-dependencies"]
-    named = {extra for word in words for found in re.findall(r"\[(.*)\]", word) for extra in found.split(",")}
+    named = {extra for word in words for extras in re.findall(r"\[(.*)\]", word) for extra in extras.split(",")}
     assert named <= set(extras), f"there are no extras {sorted(named - set(extras))}"
 
 
 @pytest.mark.parametrize("block", SCRIPTS, ids=str)
 def test_commands_are_such_as_their_programs_read(block):
-    found = commands(block)
-    assert found
-    for words in found:
+    lines = commands(block)
+    assert lines
+    for words in lines:
         checked(words)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ("shardproof verify x.py --egnine gloo", "No such option"),
         ("shardproof verifi x.py", "verifi"),
@@ -161,20 +161,20 @@ def test_commands_are_such_as_their_programs_read(block):
         ("conda install shardproof", "say in checked"),
     ],
 )
-def test_a_wrong_command_is_seen(wrong, said):
-    with pytest.raises(Exception, match=said):
+def test_a_wrong_command_is_seen(wrong, message):
+    with pytest.raises(Exception, match=message):
         checked(shlex.split(wrong))
 
 
 def test_options_named_in_prose_exist():
-    known = {option for verb in VERBS.values() for x in verb.params for option in (*x.opts, *x.secondary_opts)}
-    known |= options_of("parity_tests/benchmarks/__main__.py") | options_of("parity_tests/injected_bugs/__main__.py")
-    known |= {option for x in typer.main.get_command(app).params for option in x.opts}
-    known |= {"--nproc-per-node", "--rdzv-endpoint", "--hypothesis-profile"}  # of torchrun and pytest
-    known |= {"--help", "--version", "--install-completion", "--show-completion"}  # of the command itself
+    existing = {option for verb in VERBS.values() for x in verb.params for option in (*x.opts, *x.secondary_opts)}
+    existing |= options_of("parity_tests/benchmarks/__main__.py") | options_of("parity_tests/injected_bugs/__main__.py")
+    existing |= {option for x in typer.main.get_command(app).params for option in x.opts}
+    existing |= {"--nproc-per-node", "--rdzv-endpoint", "--hypothesis-profile"}  # of torchrun and pytest
+    existing |= {"--help", "--version", "--install-completion", "--show-completion"}  # of the command itself
     prose = {page: re.findall(r"`(?:[^`\n]* )?(--[a-z][a-z0-9-]*)[^`\n]*`", text_of(page)) for page in PAGES}
-    unknown = {page: sorted(set(found) - known) for page, found in prose.items()}
-    assert {page: found for page, found in unknown.items() if found} == {}
+    unknown = {page: sorted(set(options) - existing) for page, options in prose.items()}
+    assert {page: options for page, options in unknown.items() if options} == {}
 
 
 def options_of(path: str) -> set[str]:
@@ -193,9 +193,9 @@ def of_the_example():
 
 
 def of_a_replay():
-    found = of_the_example()
-    (scheme,) = found.values()
-    return found | {"CASE": scheme.case(cp=2, tp=1).json}
+    namespace = of_the_example()
+    (scheme,) = namespace.values()
+    return namespace | {"CASE": scheme.case(cp=2, tp=1).json}
 
 
 def of_a_step():
@@ -216,8 +216,8 @@ PREPARED = {
 
 
 def test_every_python_block_is_prepared():
-    found = {(block.page, block.nth) for block in PYTHON} - {("README.md", 0)}
-    assert found == set(PREPARED)
+    in_pages = {(block.page, block.nth) for block in PYTHON} - {("README.md", 0)}
+    assert in_pages == set(PREPARED)
 
 
 @pytest.mark.parametrize("block", [block for block in PYTHON if block.page != "README.md"], ids=str)

@@ -34,7 +34,7 @@ def arriving(functions: dict[str, bytes]) -> str:
 
 
 def test_no_scheme_brings_jax_to_its_ranks():
-    assert arriving({made.key: dumps(Program.of(made)) for made in built_in()}) == ""
+    assert arriving({scheme.key: dumps(Program.of(scheme)) for scheme in built_in()}) == ""
 
 
 def test_one_that_does_is_named():

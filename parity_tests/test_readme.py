@@ -20,13 +20,13 @@ def shape(printed: str) -> list[str]:
     """Lines without what differs by machine: widths, ids, and of a tensor's row all but name and verdict."""
     lines = [re.sub(r"replay_[0-9a-f]{8}", "replay_#", line.rstrip()) for line in printed.strip("\n").splitlines()]
     rows = [ROW.match(line) for line in lines]
-    told = [f"{row['label']} {row['verdict']}" if row else line for line, row in zip(lines, rows, strict=True)]
-    return [re.sub(r"(?<=\S) +", " ", line) for line in told]
+    reduced = [f"{row['label']} {row['verdict']}" if row else line for line, row in zip(lines, rows, strict=True)]
+    return [re.sub(r"(?<=\S) +", " ", line) for line in reduced]
 
 
 def console(block: str, folder: Path) -> tuple[list[str], list[str]]:
     """(what is printed, what the README says is printed) for a block of one command and its output."""
-    command, said = block.split("\n", 1)
+    command, documented = block.split("\n", 1)
     program, *arguments = command.removeprefix("$ ").split()
     assert program == "shardproof"
     done = subprocess.run(
@@ -36,20 +36,20 @@ def console(block: str, folder: Path) -> tuple[list[str], list[str]]:
         text=True,
         check=False,
     )
-    return shape(done.stdout), shape(said)
+    return shape(done.stdout), shape(documented)
 
 
 def test_the_scheme_and_its_reports(tmp_path):
     (source,), (difference,), (right, wrong) = blocks("python"), blocks("diff"), blocks("console")
     file = tmp_path / "my_logprob.py"
     file.write_text(source)
-    printed, said = console(right, tmp_path)
-    assert printed == said
+    printed, documented = console(right, tmp_path)
+    assert printed == documented
     old, new = (line[1:] for line in difference.splitlines())
     assert source.count(old + "\n") == 1
     file.write_text(source.replace(old, new))
-    printed, said = console(wrong, tmp_path)
-    assert printed == said
+    printed, documented = console(wrong, tmp_path)
+    assert printed == documented
 
 
 def test_a_row_is_told_from_a_sentence():
@@ -100,11 +100,11 @@ def measured(dtype: str) -> dict[str, str]:
 def test_what_was_measured_is_what_the_page_says(name):
     (row,) = [cells(line) for line in README.splitlines() if line.startswith(f"| {name} |")]
     _, collectives, sent, memory, time, error = row
-    said, in_bfloat16 = (measured(dtype)[OF_THE_PAGE[name]] for dtype in ("float32", "bfloat16"))
-    assert f"; {collectives}, {sent} bytes per rank;" in said
+    summary, in_bfloat16 = (measured(dtype)[OF_THE_PAGE[name]] for dtype in ("float32", "bfloat16"))
+    assert f"; {collectives}, {sent} bytes per rank;" in summary
     digits = len(memory.partition(".")[2])
-    assert f"{float(re.search(r'memory ([^;]+);', said)[1]):.{digits}f}" == memory
+    assert f"{float(re.search(r'memory ([^;]+);', summary)[1]):.{digits}f}" == memory
     assert f"error {error} budgets;" in in_bfloat16
-    spread = re.search(r"\(([\d.]+) to ([\d.]+)\) times ours", said)
-    least, greatest = map(float, spread.groups()) if spread else (1.0, 1.0)
-    assert least <= float(time) <= greatest
+    spread = re.search(r"\(([\d.]+) to ([\d.]+)\) times ours", summary)
+    smallest, greatest = map(float, spread.groups()) if spread else (1.0, 1.0)
+    assert smallest <= float(time) <= greatest

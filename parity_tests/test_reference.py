@@ -23,8 +23,8 @@ ALONE = {name for kind, name, _ in DIRECTIVES if kind != "module"}
 
 def listed(options: str, name: str) -> set[str] | None:
     """The names of an option, an empty set where it stands alone; None where it is not there."""
-    found = re.search(rf":{name}:(.*)", options)
-    return found and {part.strip() for part in found[1].split(",") if part.strip()}
+    match = re.search(rf":{name}:(.*)", options)
+    return match and {part.strip() for part in match[1].split(",") if part.strip()}
 
 
 def is_shown(home: str, name: str, of: object) -> bool:
@@ -74,8 +74,8 @@ def test_the_tables_of_schemes_have_each_of_them():
     table = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(table)
     folders = re.findall(r'^HTML\(table\("(\w+)"\)\)$', REFERENCE["schemes.md"], re.MULTILINE)
-    shown, schemes = "".join(map(table.table, folders)), discover.built_in()
-    assert sorted(folders) == sorted({table.folder_of(made) for made in schemes})
-    assert shown.count("<tr><td") == len(schemes) > 0
-    assert [made.name for made in schemes if f"<code>{made.name}</code>" not in shown] == []
-    assert shown.count(">not declared<") == sum(made.cost is None for made in schemes)
+    tables, schemes = "".join(map(table.table, folders)), discover.built_in()
+    assert sorted(folders) == sorted({table.folder_of(scheme) for scheme in schemes})
+    assert tables.count("<tr><td") == len(schemes) > 0
+    assert [scheme.name for scheme in schemes if f"<code>{scheme.name}</code>" not in tables] == []
+    assert tables.count(">not declared<") == sum(scheme.cost is None for scheme in schemes)

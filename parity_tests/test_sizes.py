@@ -30,11 +30,11 @@ def python_files(folders: Sequence[str]) -> dict[str, str]:
 def function_lines(source: str) -> dict[str, tuple[int, int]]:
     """Of each function its lines, and those without its signature and docstring."""
     functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
-    found = {}
+    lengths = {}
     for node in functions:
         first = node.body[1 if ast.get_docstring(node) and len(node.body) > 1 else 0]
-        found[node.name] = (node.end_lineno - node.lineno + 1, node.end_lineno - first.lineno + 1)
-    return found
+        lengths[node.name] = (node.end_lineno - node.lineno + 1, node.end_lineno - first.lineno + 1)
+    return lengths
 
 
 def test_no_file_is_longer_than_one_idea():

@@ -96,14 +96,14 @@ def slots(size: int, seq_lens: Rows, seq_lens_padded: Rows, fill: int) -> list[t
     return pairs
 
 
-def stream(found: Sequence[tuple[int, int]]) -> dict[str, list]:
+def stream(slots: Sequence[tuple[int, int]]) -> dict[str, list]:
     """Offsets, positions and padding mask of slots laid end to end.
 
     >>> stream([(1, 2), (3, 3)])["cu_seqlens_padded"]
     [0, 2, 5]
     """
     out: dict[str, list] = {"cu_seqlens": [0], "cu_seqlens_padded": [0], "position_ids": [], "padding_mask": []}
-    for real, padded in found:
+    for real, padded in slots:
         out["cu_seqlens"].append(out["cu_seqlens"][-1] + real)
         out["cu_seqlens_padded"].append(out["cu_seqlens_padded"][-1] + padded)
         for place in range(padded):

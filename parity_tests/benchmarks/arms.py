@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from parity_tests.benchmarks.live_peak import LivePeak
-from parity_tests.benchmarks.peer_arms import COMPILED, HEAD, LOGPROB, Arm, Given, missing
+from parity_tests.benchmarks.peer_arms import COMPILED, HEAD, LOGPROB, Arm, ArmInputs, missing
 from parity_tests.harness.run.processes.recorder import Recorder
 
 WORLD = 2
@@ -42,39 +42,39 @@ def main(rank: int, folder: Path) -> None:
     figures: dict[str, Any] = {}
     for topic, arms in (("logprob", LOGPROB), ("head", HEAD)):
         for dtype in DTYPES:
-            with np.load(folder / f"{topic}_{dtype}.npz") as drawn:
-                arrays = {name: torch.from_numpy(drawn[name]) for name in drawn.files}
+            with np.load(folder / f"{topic}_{dtype}.npz") as archive:
+                arrays = {name: torch.from_numpy(archive[name]) for name in archive.files}
             figures[f"{topic} {dtype}"] = _compared(rank, mesh, arrays, arms, getattr(torch, dtype))
     (folder / f"found_{rank}.json").write_text(json.dumps(figures))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _given(rank: int, mesh: DeviceMesh, arrays: dict[str, Tensor], dtype: torch.dtype) -> Given:
+def _inputs(rank: int, mesh: DeviceMesh, arrays: dict[str, Tensor], dtype: torch.dtype) -> ArmInputs:
     """The part of the logits is columns of them, that of the weight rows."""
     has_head = "weight" in arrays
     full = arrays["weight" if has_head else "logits"].to(dtype)
     local = full.chunk(WORLD, 0 if has_head else -1)[rank].contiguous()
     hidden = arrays["hidden"].to(dtype) if has_head else full[:0]
-    return Given(full, local, arrays["target"], arrays["cotangent"], mesh, hidden)
+    return ArmInputs(full, local, arrays["target"], arrays["cotangent"], mesh, hidden)
 
 
 def _compared(
     rank: int, mesh: DeviceMesh, arrays: dict[str, Tensor], arms: dict[str, Arm], dtype: torch.dtype
 ) -> dict[str, Any]:
-    given = _given(rank, mesh, arrays, dtype)
+    inputs = _inputs(rank, mesh, arrays, dtype)
     reasons = {name: missing(name) for name in arms}
     results: dict[str, Any] = {name: {"missing": reason} for name, reason in reasons.items() if reason}
     running = {name: arm for name, arm in arms.items() if not reasons[name]}
     for name, arm in running.items():
-        results[name] = {"ratio": _worst(arm(_fresh(given)), arrays, rank)}
+        results[name] = {"ratio": _worst(arm(_fresh(inputs)), arrays, rank)}
         if name not in COMPILED:
-            results[name] |= _sent_and_kept(arm, given)
-    jobs: dict[str, Callable[[Given], Any]] = {BOUND: _bound(given), **running}
+            results[name] |= _sent_and_kept(arm, inputs)
+    jobs: dict[str, Callable[[ArmInputs], Any]] = {BOUND: _bound(inputs), **running}
     times = {name: {"wall": [], "cpu": []} for name in jobs}
     for turn in range(WARM + ROUNDS):
         for name, job in jobs.items():
-            fresh = _fresh(given)
+            fresh = _fresh(inputs)
             dist.barrier()
             wall, cpu = time.perf_counter(), time.process_time()
             job(fresh)
@@ -85,9 +85,11 @@ def _compared(
     return {name: {**results.get(name, {}), **times.get(name, {})} for name in (*jobs, *results)}
 
 
-def _fresh(given: Given) -> Given:
+def _fresh(inputs: ArmInputs) -> ArmInputs:
     """Copies of what an arm may overwrite, made outside of its time."""
-    return Given(given.whole, given.own.clone(), given.target, given.cotangent, given.mesh, given.hidden.clone())
+    return ArmInputs(
+        inputs.full, inputs.shard.clone(), inputs.target, inputs.cotangent, inputs.mesh, inputs.hidden.clone()
+    )
 
 
 def _worst(results: list[Tensor], arrays: dict[str, Tensor], rank: int) -> float:
@@ -106,9 +108,9 @@ def _worst(results: list[Tensor], arrays: dict[str, Tensor], rank: int) -> float
     return worst
 
 
-def _sent_and_kept(arm: Arm, given: Given) -> dict[str, Any]:
+def _sent_and_kept(arm: Arm, inputs: ArmInputs) -> dict[str, Any]:
     """Collectives and bytes of one run, and the live memory of another in parts of this rank's part."""
-    recorded, measured = _fresh(given), _fresh(given)
+    recorded, measured = _fresh(inputs), _fresh(inputs)
     with Recorder() as recorder:
         arm(recorded)
     with LivePeak() as peak:
@@ -117,19 +119,19 @@ def _sent_and_kept(arm: Arm, given: Given) -> dict[str, Any]:
         "collectives": [row.op for row in recorder.rows],
         "bytes": sum(row.payload for row in recorder.rows),
         "memory": peak.most,
-        "part": given.own.nbytes,
+        "part": inputs.shard.nbytes,
     }
 
 
-def _bound(given: Given) -> Callable[[Given], Any]:
+def _bound(inputs: ArmInputs) -> Callable[[ArmInputs], Any]:
     """What no implementation can do without: of logits one and a half copies, of a head four products."""
-    if not given.hidden.numel():
-        into = torch.empty_like(given.own)
-        half = given.own.flatten()[: given.own.numel() // 2]
-        return lambda fresh: (into.copy_(fresh.own), into.view(-1)[: len(half)].copy_(half))
-    states = given.hidden.flatten(0, 1)
-    logits = states @ given.own.T
-    return lambda fresh: (states @ given.own.T, states @ given.own.T, logits @ given.own, logits.T @ states)
+    if not inputs.hidden.numel():
+        into = torch.empty_like(inputs.shard)
+        half = inputs.shard.flatten()[: inputs.shard.numel() // 2]
+        return lambda fresh: (into.copy_(fresh.shard), into.view(-1)[: len(half)].copy_(half))
+    states = inputs.hidden.flatten(0, 1)
+    logits = states @ inputs.shard.T
+    return lambda fresh: (states @ inputs.shard.T, states @ inputs.shard.T, logits @ inputs.shard, logits.T @ states)
 
 
 if __name__ == "__main__":

@@ -69,17 +69,17 @@ def main(rank: int, world: int, folder: Path) -> None:
     group = dist.new_group(list(range(world)))
     layout = TokenLayout.dense("dual_chunk_swap", s, cp_size=world, cp_rank=rank)
     generator = torch.Generator().manual_seed(0)
-    whole = [torch.randn(b, s, h, p, generator=generator).transpose(1, 2) for _ in range(4)]  # q, k, v, cotangent
-    share = [layout.shard(x.transpose(1, 2), 1).transpose(1, 2) for x in whole]
+    full = [torch.randn(b, s, h, p, generator=generator).transpose(1, 2) for _ in range(4)]  # q, k, v, cotangent
+    share = [layout.shard(x.transpose(1, 2), 1).transpose(1, 2) for x in full]
 
     def ring() -> tuple[Tensor, ...]:
         return _differentiated(lambda *x: context_parallel_attention(*x, group=group, layout=layout), share)
 
     def alone() -> tuple[Tensor, ...]:
-        return _differentiated(_sdpa, whole)
+        return _differentiated(_sdpa, full)
 
     gathered = [layout.unshard(x.detach(), 2, group, gradient="I") for x in ring()]
-    figures: dict[str, Any] = {"ring": [], "whole": [], "error": _relative_error(gathered, whole) if rank == 0 else 0.0}
+    figures: dict[str, Any] = {"ring": [], "whole": [], "error": _relative_error(gathered, full) if rank == 0 else 0.0}
     for turn in range(WARM + sizes["rounds"]):
         for name, job, takes_part in (("ring", ring, True), ("whole", alone, rank == 0)):
             dist.barrier(group)
@@ -91,21 +91,21 @@ def main(rank: int, world: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def _differentiated(attention: Callable[..., Tensor], given: list[Tensor]) -> tuple[Tensor, ...]:
+def _differentiated(attention: Callable[..., Tensor], tensors: list[Tensor]) -> tuple[Tensor, ...]:
     """Output, and the gradients of q, k and v."""
-    leaves = [x.detach().requires_grad_() for x in given[:3]]
+    leaves = [x.detach().requires_grad_() for x in tensors[:3]]
     out = attention(*leaves)
-    return out.detach(), *torch.autograd.grad(out, leaves, given[3])
+    return out.detach(), *torch.autograd.grad(out, leaves, tensors[3])
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def _relative_error(ring: list[Tensor], whole: list[Tensor]) -> float:
+def _relative_error(ring: list[Tensor], tensors: list[Tensor]) -> float:
     """The ring's largest error over that of torch's own in the same dtype. Errors: RuntimeError if it is far larger."""
-    exact = _differentiated(_sdpa, [x.double() for x in whole])
-    reference = _differentiated(_sdpa, whole)
+    exact = _differentiated(_sdpa, [x.double() for x in tensors])
+    reference = _differentiated(_sdpa, tensors)
     ours, theirs = (
         torch.stack([(x.double() - y).abs().max() for x, y in zip(got, exact, strict=True)])
         for got in (ring, reference)

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Figure:
-    """`held` is None where nothing was promised. `how` says what was run, with its numbers."""
+    """`is_met` is None where nothing was promised. `how` says what was run, with its numbers."""
 
     name: str
     promised: str
     measured: str
-    held: bool | None
+    is_met: bool | None
     how: str
 
     @property
     def verdict(self) -> str:
-        return {True: "held", False: "MISSED", None: "-"}[self.held]
+        return {True: "held", False: "MISSED", None: "-"}[self.is_met]
 
 
 def spread(values: Sequence[float], unit: str = "", digits: int = 3) -> str:

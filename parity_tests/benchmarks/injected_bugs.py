@@ -16,15 +16,15 @@ CACHE = ".jax_cache"
 
 def figures() -> Iterator[Figure]:
     outcomes = run_bugs(CATALOGUE[::EVERY], BugRunner(cache=CACHE))
-    those = report.counted(outcomes)
-    caught = [outcome for outcome in those if outcome.caught]
+    counted = report.counted(outcomes)
+    caught = [outcome for outcome in counted if outcome.caught]
     needed = sorted(outcome.examples or 0 for outcome in caught)
-    lost = ", ".join(outcome.bug.name for outcome in those if not outcome.caught)
+    lost = ", ".join(outcome.bug.name for outcome in counted if not outcome.caught)
     yield Figure(
         "injected bugs caught, of those that are not equivalent",
         ">= 95 % of 100 or more",
-        report.share(len(caught), len(those)) + (f"; survived: {lost}" if lost else ""),
-        len(CATALOGUE) >= 100 and len(caught) >= PROMISED * len(those),
+        report.share(len(caught), len(counted)) + (f"; survived: {lost}" if lost else ""),
+        len(CATALOGUE) >= 100 and len(caught) >= PROMISED * len(counted),
         f"within {EXAMPLES} drawn examples of each affected scheme; median {needed[len(needed) // 2]}, "
         f"most {needed[-1]}; every sixth of the {len(CATALOGUE)} that the catalogue then had; "
         "injected-bugs.md is a run of all",
@@ -32,8 +32,8 @@ def figures() -> Iterator[Figure]:
     yield Figure(
         "the same by a test of one shape on two ranks, three seeds",
         "-",
-        f"{report.share(sum(outcome.baseline for outcome in those), len(those))} by values, "
-        f"{report.share(sum(outcome.baseline_all_oracles for outcome in those), len(those))} by all oracles",
+        f"{report.share(sum(outcome.baseline for outcome in counted), len(counted))} by values, "
+        f"{report.share(sum(outcome.baseline_all_oracles for outcome in counted), len(counted))} by all oracles",
         None,
         "the same budgets",
     )

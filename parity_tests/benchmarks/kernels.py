@@ -103,12 +103,14 @@ def arms_of(logits: Tensor, backends: tuple[str, ...]) -> dict[str, Arm]:
     arms[f"logprob, gradient in place, {first}"] = Arm(
         partial(logprob_and_gradient, over, first, inplace_gradient=True), 1.5
     )
-    column, own, given = _given(logits)
+    column, at_ids, statistics = _kernel_inputs(logits)
     for backend in backends:
         local = fused_logprob.in_backend(st.local_statistics, backend)
         write = fused_logprob.in_backend(fused_logprob.write_gradient, backend)
         arms[f"statistics, {backend}"] = Arm(partial(local, logits, column, 1.0, False), 0.5)
-        arms[f"gradient, {backend}"] = Arm(partial(write, into, logits, 1.0, True, own, *given, None, None), 1.0)
+        arms[f"gradient, {backend}"] = Arm(
+            partial(write, into, logits, 1.0, True, at_ids, *statistics, None, None), 1.0
+        )
     order = torch.cat(dual_chunk_swap(len(logits), 2, device=logits.device))
     for backend in backends:
         arms[f"rows in DualChunkSwap order, {backend}"] = Arm(partial(rows_at, logits, order, backend=backend), 1.0)
@@ -120,7 +122,7 @@ def check(logits: Tensor, backends: tuple[str, ...]) -> None:
     from parity_tests.kernels.twin import worst_ratio
 
     some = logits[:4]
-    column, own, given = _given(some)
+    column, at_ids, statistics = _kernel_inputs(some)
 
     def sums(x: Tensor) -> Tensor:
         return st.local_statistics(x, None, 1.0, True)[1:]
@@ -131,12 +133,14 @@ def check(logits: Tensor, backends: tuple[str, ...]) -> None:
         return out
 
     for backend in backends:
-        found = fused_logprob.in_backend(st.local_statistics, backend)(some, None, 1.0, True)[1:]
+        computed = fused_logprob.in_backend(st.local_statistics, backend)(some, None, 1.0, True)[1:]
         out = torch.empty(some.shape, device=some.device)
-        fused_logprob.in_backend(fused_logprob.write_gradient, backend)(out, some, 1.0, True, own, *given, None, None)
+        fused_logprob.in_backend(fused_logprob.write_gradient, backend)(
+            out, some, 1.0, True, at_ids, *statistics, None, None
+        )
         worst = max(
-            worst_ratio(found, sums, (some,), some.shape[-1]),
-            worst_ratio(out, gradient, (some, own.g_same, *given), 1),
+            worst_ratio(computed, sums, (some,), some.shape[-1]),
+            worst_ratio(out, gradient, (some, at_ids.g_same, *statistics), 1),
         )
         if not worst <= 1:
             raise RuntimeError(f"benchmarks: {backend} is {worst:.2g} budgets off its twin; it is not timed")
@@ -147,9 +151,9 @@ def in_turn(arms: Mapping[str, Arm], device: torch.device, rounds: int) -> dict[
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for turn in range(WARM + rounds):
         for name, arm in arms.items():
-            taken = _seconds(arm.job, device)
+            elapsed = _seconds(arm.job, device)
             if turn >= WARM:
-                seconds[name].append(taken)
+                seconds[name].append(elapsed)
     return seconds
 
 
@@ -195,7 +199,7 @@ def _target(logits: Tensor) -> Tensor:
     return torch.arange(len(logits), device=logits.device) * 7919 % logits.shape[-1]
 
 
-def _given(logits: Tensor) -> tuple[Tensor, Any, tuple[Tensor, Tensor]]:
+def _kernel_inputs(logits: Tensor) -> tuple[Tensor, Any, tuple[Tensor, Tensor]]:
     """(columns, what is asked of them, m and log(1 + R))."""
     column = st.local_column(_target(logits).unsqueeze(-1), 0, logits.shape[-1])
     largest = logits.amax(-1).float()

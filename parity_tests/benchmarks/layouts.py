@@ -72,8 +72,8 @@ def by_loop(offsets: Tensor) -> Tensor:
     pieces = []
     for start, stop in pairwise(offsets.tolist()):
         chunk = (stop - start) // (2 * CP)
-        for own in (RANK, 2 * CP - 1 - RANK):
-            pieces.append(torch.arange(start + own * chunk, start + (own + 1) * chunk))
+        for part in (RANK, 2 * CP - 1 - RANK):
+            pieces.append(torch.arange(start + part * chunk, start + (part + 1) * chunk))
     return torch.cat(pieces)
 
 

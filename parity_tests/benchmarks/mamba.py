@@ -50,8 +50,8 @@ def figures(tokens: int = TOKENS, sequences: tuple[int, ...] = SEQUENCES, rounds
     )
     for count in sequences:
         yield from _beside_the_loop(count, by_count[str(count)], how)
-    most, least = (by_count[str(count)]["ours"] for count in (sequences[-1], sequences[0]))
-    growth = [a / b for a, b in zip(most, least, strict=True)]
+    many, few = (by_count[str(count)]["ours"] for count in (sequences[-1], sequences[0]))
+    growth = [a / b for a, b in zip(many, few, strict=True)]
     yield Figure(
         f"Mamba2 in and out, {sequences[-1]} sequences over {sequences[0]}",
         f"<= {GROWTH} times",

@@ -17,11 +17,11 @@ def loop_pre(x: Tensor, cu: Tensor, strategy: MambaContextParallel) -> Tensor:
     """As `pre_conv_ssm`."""
     z, inner, B, C, dt = x.split(list(strategy.sizes.blocks), -1)
     parts = z, inner, strategy._repeat_group_state(B), strategy._repeat_group_state(C), dt
-    found = []
+    in_columns = []
     for part in parts:
         arrived = _all_to_all_cp2hp(part, strategy.cp_group, 1)
-        found.append(sequential(sequence_major(arrived, cu, strategy.cp_size), cu, strategy.cp_size))
-    return torch.cat(found, -1)
+        in_columns.append(sequential(sequence_major(arrived, cu, strategy.cp_size), cu, strategy.cp_size))
+    return torch.cat(in_columns, -1)
 
 
 def loop_post(output: Tensor, cu: Tensor, strategy: MambaContextParallel) -> Tensor:

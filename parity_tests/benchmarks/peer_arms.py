@@ -24,11 +24,11 @@ from torch_impl.vocab_parallel import ChunkedDistributedHiddenStatesToLogprobs, 
 
 
 @dataclass(frozen=True)
-class Given:
-    """What a rank has: logits, or a weight that makes them of hidden states, whole and its own part."""
+class ArmInputs:
+    """What a rank has: logits, or a weight that makes them of hidden states, full and its shard."""
 
-    whole: Tensor
-    own: Tensor
+    full: Tensor
+    shard: Tensor
     target: Tensor
     cotangent: Tensor
     mesh: DeviceMesh
@@ -36,100 +36,100 @@ class Given:
 
     @property
     def owned(self) -> dict[str, int]:
-        width = self.own.shape[-1]
+        width = self.shard.shape[-1]
         start = self.mesh.get_local_rank() * width
         return {"vocab_start_index": start, "vocab_end_index": start + width}
 
 
-Arm = Callable[[Given], list[Tensor]]
+Arm = Callable[[ArmInputs], list[Tensor]]
 
 
 def backward(out: Tensor, by: list[Tensor], cotangent: Tensor) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, by, cotangent.to(out.dtype))]
 
 
-def ours(given: Given, **options: Any) -> list[Tensor]:
-    logits = given.own.detach().requires_grad_()
-    out = vocab_parallel_logprob(logits, given.target, given.mesh.get_group(), **given.owned, **options)
+def ours(inputs: ArmInputs, **options: Any) -> list[Tensor]:
+    logits = inputs.shard.detach().requires_grad_()
+    out = vocab_parallel_logprob(logits, inputs.target, inputs.mesh.get_group(), **inputs.owned, **options)
     assert isinstance(out, Tensor)  # a pair with entropy only
-    return backward(out, [logits], given.cotangent)
+    return backward(out, [logits], inputs.cotangent)
 
 
-def ours_with_entropy(given: Given) -> list[Tensor]:
+def ours_with_entropy(inputs: ArmInputs) -> list[Tensor]:
     """The entropy's cotangent is 0, so that the gradient is the other arms'; the work is the same."""
-    logits = given.own.detach().requires_grad_()
-    options = {"with_entropy": True, **given.owned}
-    out, entropy = vocab_parallel_logprob(logits, given.target, given.mesh.get_group(), **options)
-    cotangents = [given.cotangent.to(out.dtype), torch.zeros_like(entropy)]
+    logits = inputs.shard.detach().requires_grad_()
+    options = {"with_entropy": True, **inputs.owned}
+    out, entropy = vocab_parallel_logprob(logits, inputs.target, inputs.mesh.get_group(), **options)
+    cotangents = [inputs.cotangent.to(out.dtype), torch.zeros_like(entropy)]
     return [out.detach(), *torch.autograd.grad([out, entropy], logits, cotangents)]
 
 
-def whole_vocabulary(given: Given) -> list[Tensor]:
+def whole_vocabulary(inputs: ArmInputs) -> list[Tensor]:
     """Every rank has all logits and does all the work."""
-    logits = given.whole.detach().requires_grad_()
-    return backward(_log_softmax_at(logits, given.target), [logits], given.cotangent)
+    logits = inputs.full.detach().requires_grad_()
+    return backward(_log_softmax_at(logits, inputs.target), [logits], inputs.cotangent)
 
 
-def gathered_vocabulary(given: Given) -> list[Tensor]:
+def gathered_vocabulary(inputs: ArmInputs) -> list[Tensor]:
     """The same, on logits that are first gathered from the ranks."""
-    world, own = given.mesh.size(), given.own
-    logits = gathered(own, given.mesh.get_group(), own.ndim - 1, [own.shape[-1]] * world).requires_grad_()
-    out, gradient = backward(_log_softmax_at(logits, given.target), [logits], given.cotangent)
-    return [out, gradient.chunk(world, -1)[given.mesh.get_local_rank()].contiguous()]
+    world, shard = inputs.mesh.size(), inputs.shard
+    logits = gathered(shard, inputs.mesh.get_group(), shard.ndim - 1, [shard.shape[-1]] * world).requires_grad_()
+    out, gradient = backward(_log_softmax_at(logits, inputs.target), [logits], inputs.cotangent)
+    return [out, gradient.chunk(world, -1)[inputs.mesh.get_local_rank()].contiguous()]
 
 
-def dtensor(given: Given) -> list[Tensor]:
+def dtensor(inputs: ArmInputs) -> list[Tensor]:
     """torch's own: a DTensor cut over the vocabulary, cross_entropy under loss_parallel."""
-    local = given.own.detach().requires_grad_()
+    local = inputs.shard.detach().requires_grad_()
     with loss_parallel():
-        logits = DTensor.from_local(local, given.mesh, [Shard(local.ndim - 1)], run_check=False)
-        target = given.target
+        logits = DTensor.from_local(local, inputs.mesh, [Shard(local.ndim - 1)], run_check=False)
+        target = inputs.target
         loss = cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none").view(target.shape)
         out = -(loss.full_tensor() if isinstance(loss, DTensor) else loss)
-        return backward(out, [local], given.cotangent)
+        return backward(out, [local], inputs.cotangent)
 
 
-def megatron(given: Given) -> list[Tensor]:
+def megatron(inputs: ArmInputs) -> list[Tensor]:
     """Overwrites float32 logits, and takes the sequence first or last alike."""
-    logits = given.own.detach().requires_grad_()
-    return backward(-_megatron()(logits, given.target), [logits], given.cotangent)
+    logits = inputs.shard.detach().requires_grad_()
+    return backward(-_megatron()(logits, inputs.target), [logits], inputs.cotangent)
 
 
-def our_head(given: Given) -> list[Tensor]:
+def our_head(inputs: ArmInputs) -> list[Tensor]:
     """Hidden states are whole on every rank, the weight's rows are cut over the ranks."""
-    hidden, weight = given.hidden.detach().requires_grad_(), given.own.detach().requires_grad_()
-    start = given.mesh.get_local_rank() * len(weight)
-    options = start, start + len(weight), None, given.mesh.get_group()
-    out = ChunkedDistributedHiddenStatesToLogprobs.apply(hidden, given.target, weight, *options)
-    return backward(out, [hidden, weight], given.cotangent)
+    hidden, weight = inputs.hidden.detach().requires_grad_(), inputs.shard.detach().requires_grad_()
+    start = inputs.mesh.get_local_rank() * len(weight)
+    options = start, start + len(weight), None, inputs.mesh.get_group()
+    out = ChunkedDistributedHiddenStatesToLogprobs.apply(hidden, inputs.target, weight, *options)
+    return backward(out, [hidden, weight], inputs.cotangent)
 
 
-def whole_head(given: Given) -> list[Tensor]:
+def whole_head(inputs: ArmInputs) -> list[Tensor]:
     """Every rank has the whole weight, makes all logits and keeps them."""
-    hidden, weight = given.hidden.detach().requires_grad_(), given.whole.detach().requires_grad_()
-    out = _log_softmax_at((hidden @ weight.T).transpose(0, 1), given.target)
-    return backward(out, [hidden, weight], given.cotangent)
+    hidden, weight = inputs.hidden.detach().requires_grad_(), inputs.full.detach().requires_grad_()
+    out = _log_softmax_at((hidden @ weight.T).transpose(0, 1), inputs.target)
+    return backward(out, [hidden, weight], inputs.cotangent)
 
 
-def megatron_head(given: Given) -> list[Tensor]:
+def megatron_head(inputs: ArmInputs) -> list[Tensor]:
     """A rank's logits whole, then Megatron's cross entropy; d hidden is summed over the ranks as its layer does."""
     from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 
     _megatron()
-    hidden, weight = given.hidden.detach().requires_grad_(), given.own.detach().requires_grad_()
+    hidden, weight = inputs.hidden.detach().requires_grad_(), inputs.shard.detach().requires_grad_()
     logits = copy_to_tensor_model_parallel_region(hidden) @ weight.T
-    out = -_megatron()(logits, given.target.T.contiguous()).T
-    return backward(out, [hidden, weight], given.cotangent)
+    out = -_megatron()(logits, inputs.target.T.contiguous()).T
+    return backward(out, [hidden, weight], inputs.cotangent)
 
 
-def cut_cross_entropy_compiled(given: Given) -> list[Tensor]:
+def cut_cross_entropy_compiled(inputs: ArmInputs) -> list[Tensor]:
     """The path of cut-cross-entropy that is no kernel of its own: torch.compile of the whole head."""
     from cut_cross_entropy import linear_cross_entropy
 
-    hidden, weight = given.hidden.detach().requires_grad_(), given.whole.detach().requires_grad_()
+    hidden, weight = inputs.hidden.detach().requires_grad_(), inputs.full.detach().requires_grad_()
     states = hidden.transpose(0, 1)
-    loss = linear_cross_entropy(states, weight, given.target, reduction="none", impl="torch_compile")
-    return backward(-loss.view(given.target.shape), [hidden, weight], given.cotangent)
+    loss = linear_cross_entropy(states, weight, inputs.target, reduction="none", impl="torch_compile")
+    return backward(-loss.view(inputs.target.shape), [hidden, weight], inputs.cotangent)
 
 
 def _log_softmax_at(logits: Tensor, target: Tensor) -> Tensor:
@@ -150,9 +150,9 @@ def _megatron() -> Callable[[Tensor, Tensor], Tensor]:
 
 LOGPROB: dict[str, Arm] = {
     "ours": ours,
-    "ours, gradient in place": lambda given: ours(given, inplace_gradient=True),
+    "ours, gradient in place": lambda inputs: ours(inputs, inplace_gradient=True),
     "ours, with entropy": ours_with_entropy,
-    "ours, compiled": lambda given: ours(given, backend="compile"),
+    "ours, compiled": lambda inputs: ours(inputs, backend="compile"),
     "whole vocabulary on each rank": whole_vocabulary,
     "logits gathered, then whole": gathered_vocabulary,
     "DTensor loss_parallel": dtensor,

@@ -60,7 +60,7 @@ def figures() -> Iterator[Figure]:
 
 def _compared(topic: str, dtype: str, ranks: list[Mapping[str, Any]]) -> Iterator[Figure]:
     """One figure for each arm: its error in budgets, its collectives, memory and time, over ours round by round."""
-    own = _slowest(ranks, "ours", "cpu")
+    baseline = _slowest(ranks, "ours", "cpu")
     sizes = " ".join(f"{name}={size}" for name, size in TOPICS[topic][1].items())
     how = (
         f"{sizes}, {dtype}, two gloo ranks of one thread, forward and backward, {ROUNDS} rounds in turn, slower rank; "
@@ -75,7 +75,7 @@ def _compared(topic: str, dtype: str, ranks: list[Mapping[str, Any]]) -> Iterato
             yield Figure(title, "-", ranks[0][name]["missing"], None, how)
             continue
         ratio = max(rank[name]["ratio"] for rank in ranks)
-        over = [theirs / ours for theirs, ours in zip(_slowest(ranks, name, "cpu"), own, strict=True)]
+        over = [theirs / ours for theirs, ours in zip(_slowest(ranks, name, "cpu"), baseline, strict=True)]
         measured = f"error {ratio:.2g} budgets; {_sent(ranks[0][name])}; {_times(topic, ranks, name)}"
         measured += "" if name == "ours" else f"; {spread(over)} times ours"
         measured += NOTES.get((topic, name), "")

@@ -15,13 +15,13 @@ LOOK = 0.02  # seconds between two looks at the ranks
 
 
 def found_by(
-    command: Sequence[str], world: int, folder: Path, *further: str, topic: str, seconds: float
+    command: Sequence[str], world: int, folder: Path, *arguments: str, topic: str, seconds: float
 ) -> list[dict[str, Any]]:
     """What each rank writes to `found_RANK.json` of the folder, run as `command RANK *further FOLDER`.
 
     Errors: RuntimeError as soon as a rank fails, or when they take longer than so many seconds.
     """
-    commands = [[*command, str(rank), *further, str(folder)] for rank in range(world)]
+    commands = [[*command, str(rank), *arguments, str(folder)] for rank in range(world)]
     with started(commands) as ranks:
         end = time.monotonic() + seconds
         while _go_on(topic, [rank.poll() for rank in ranks]):

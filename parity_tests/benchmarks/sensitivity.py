@@ -65,10 +65,10 @@ def in_one_rank() -> Figure:
 
 
 def _off_on_one_rank(fn: Callable[..., Any], error: float) -> Callable[..., Any]:
-    def off(mesh: Any, **given: Any) -> Any:
+    def off(mesh: Any, **tensors: Any) -> Any:
         if mesh.rank("tp") == 1:
-            given["logits"] = given["logits"] * (1.0 + error)
-        return fn(mesh, **given)
+            tensors["logits"] = tensors["logits"] * (1.0 + error)
+        return fn(mesh, **tensors)
 
     return off
 

@@ -66,9 +66,9 @@ def _figures_of(group: ProcessGroup | None, rounds: int, calls: int) -> Iterator
     for name, limit in LIMITS.items():
         ratios = [ours / plain for ours, plain in zip(seconds[name], seconds["plain"], strict=True)]
         micros = spread([1e6 * each for each in seconds[name]])
-        shown = f"{spread(ratios)} times; {micros} us"
+        measured = f"{spread(ratios)} times; {micros} us"
         promised = f"<= {limit:.0f} times log_softmax + gather"
-        yield Figure(f"{name} over log_softmax + gather", promised, shown, sorted(ratios)[rounds // 2] <= limit, how)
+        yield Figure(f"{name} over log_softmax + gather", promised, measured, sorted(ratios)[rounds // 2] <= limit, how)
 
 
 def _seconds(arm: Arm, logits: Tensor, calls: int) -> float:

@@ -9,7 +9,7 @@ def test_without_a_gpu_every_promise_is_said_to_be_not_run(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     figures = list(kernels.figures())
     assert {figure.name: figure.promised for figure in figures} == kernels.PROMISES
-    assert {(figure.measured, figure.held) for figure in figures} == {("not run: needs CUDA", None)}
+    assert {(figure.measured, figure.is_met) for figure in figures} == {("not run: needs CUDA", None)}
 
 
 def test_arms_are_checked_and_timed_in_turn_on_whatever_there_is():
@@ -23,8 +23,8 @@ def test_an_arm_that_is_wrong_is_not_timed(monkeypatch):
     healthy = kernels.fused_logprob.in_backend
     monkeypatch.setattr(kernels.fused_logprob, "in_backend", lambda f, b: lambda *a, **k: wrong(healthy(f, b)(*a, **k)))
 
-    def wrong(found):
-        return None if found is None else found * 2
+    def wrong(tensor):
+        return None if tensor is None else tensor * 2
 
     logits = torch.randn(4, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
     try:

@@ -41,8 +41,8 @@ def test_lists_of_tensors_and_the_tensors_that_autograd_keeps():
         assert peak.now == BYTES
         y = torch.stack(halves).square().sum()
         del halves
-        kept = peak.now
+        live = peak.now
         y.backward()
         del y
-    assert kept == 2 * BYTES + 4  # exp for its own backward, the stack for that of the square; and the sum
-    assert x.grad is not None and peak.most > kept
+    assert live == 2 * BYTES + 4  # exp for its own backward, the stack for that of the square; and the sum
+    assert x.grad is not None and peak.most > live

@@ -5,7 +5,7 @@ import torch
 
 from parity_tests.benchmarks import peer_arms
 from parity_tests.benchmarks.arms import BOUND, _worst
-from parity_tests.benchmarks.peer_arms import HEAD, LOGPROB, Given, missing
+from parity_tests.benchmarks.peer_arms import HEAD, LOGPROB, ArmInputs, missing
 from parity_tests.benchmarks.peers import _compared
 from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec
@@ -23,7 +23,7 @@ def figures(**arms):
 
 def test_a_figure_says_what_was_found():
     figure = figures()["logprob, float32: ours"]
-    assert figure.held and figure.measured == (
+    assert figure.is_met and figure.measured == (
         "error 0.5 budgets; 1 all_gather, 12 bytes per rank; memory 1.05; 2 (2 to 2) ms CPU, 4 (4 to 4) ms wall; "
         "0.5 (0.5 to 0.5) of the copy bound"
     )
@@ -31,12 +31,12 @@ def test_a_figure_says_what_was_found():
 
 def test_an_arm_is_shown_as_a_ratio_to_ours_and_a_promise_as_missed():
     slow = {**FOUND, "cpu": [0.006] * 3, "wall": [0.006] * 3}
-    shown = figures(**{"megatron-core": slow, "ours, with entropy": slow})
-    assert shown["logprob, float32: megatron-core"].measured.endswith(
+    by_name = figures(**{"megatron-core": slow, "ours, with entropy": slow})
+    assert by_name["logprob, float32: megatron-core"].measured.endswith(
         "3 (3 to 3) times ours; it overwrites float32 logits"
     )
-    assert shown["logprob, float32: megatron-core"].held is None
-    assert shown["logprob, float32: ours, with entropy"].held is False
+    assert by_name["logprob, float32: megatron-core"].is_met is None
+    assert by_name["logprob, float32: ours, with entropy"].is_met is False
 
 
 def test_what_is_not_installed_is_not_run(monkeypatch):
@@ -49,11 +49,11 @@ def test_what_is_not_installed_is_not_run(monkeypatch):
 @pytest.mark.parametrize("which", [0, 1])
 def test_an_arm_that_gives_what_is_no_number_is_not_timed(which):
     arrays = {f"{name} {i}": torch.ones(3) for name in ("want", "budget") for i in (0, 1)}
-    made = [torch.tensor([1.0, 2.0, 4.0]), torch.ones(3)]
-    assert _worst(made, arrays, 0) == 3.0
-    made[which][1] = torch.nan
+    outputs = [torch.tensor([1.0, 2.0, 4.0]), torch.ones(3)]
+    assert _worst(outputs, arrays, 0) == 3.0
+    outputs[which][1] = torch.nan
     with pytest.raises(RuntimeError) as caught:
-        _worst(made, arrays, 0)
+        _worst(outputs, arrays, 0)
     assert str(caught.value) == "benchmarks: an arm gives what is no number; it is not timed"
 
 
@@ -64,20 +64,22 @@ def test_the_arms_mean_the_same(arms):
 
     def body(mesh, case):
         hidden = torch.ones(3, 1, 4) if is_head else torch.zeros(0)
-        whole = torch.zeros(8, 4) if is_head else torch.zeros(1, 3, 8)
+        full = torch.zeros(8, 4) if is_head else torch.zeros(1, 3, 8)
         dim, rank = 0 if is_head else -1, mesh.rank("tp")
-        own = whole.chunk(2, dim)[rank].clone()
-        given = Given(whole, own, torch.tensor([[0, 5, 7]]), torch.tensor([[1.0, 2.0, 4.0]]), mesh.device_mesh, hidden)
+        shard = full.chunk(2, dim)[rank].clone()
+        inputs = ArmInputs(
+            full, shard, torch.tensor([[0, 5, 7]]), torch.tensor([[1.0, 2.0, 4.0]]), mesh.device_mesh, hidden
+        )
         results = {}
         for name in [name for name in arms if name not in (*peer_arms.COMPILED, *OF_A_PROCESS)]:
-            out, *gradients = arms[name](given)
-            if gradients[-1].shape == whole.shape:
+            out, *gradients = arms[name](inputs)
+            if gradients[-1].shape == full.shape:
                 gradients[-1] = gradients[-1].chunk(2, dim)[rank]
             results[name] = [out.tolist(), *(x.tolist() for x in gradients)]
-            own.zero_()
+            shard.zero_()
         return results
 
     for results in run(body, CaseSpec(scheme="arms", mesh={"tp": 2})).results:
         assert len(results) >= 2
         first = results.pop("ours")
-        assert all(found == first for found in results.values()), results
+        assert all(result == first for result in results.values()), results

@@ -37,8 +37,8 @@ def pids(folder):
 
 
 def test_what_every_rank_found(tmp_path):
-    found = found_by(COMMAND, 2, tmp_path, "end", topic="this", seconds=60)
-    assert [of_rank["pid"] for of_rank in found] == pids(tmp_path)
+    records = found_by(COMMAND, 2, tmp_path, "end", topic="this", seconds=60)
+    assert [of_rank["pid"] for of_rank in records] == pids(tmp_path)
     assert not any(map(is_there, pids(tmp_path)))
 
 

@@ -28,12 +28,14 @@ SLOW = ("torch", "jax", "transformers")
 def completed(words, shell="zsh"):
     """What is offered for the last of the words."""
     if shell == "bash":
-        asked = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
+        environment = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
     else:
-        asked = {"_TYPER_COMPLETE_ARGS": words, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
-    said = CliRunner().invoke(app, prog_name="shardproof", env={**asked, "_SHARDPROOF_COMPLETE": f"complete_{shell}"})
-    assert said.exit_code == 0
-    return said.stdout
+        environment = {"_TYPER_COMPLETE_ARGS": words, "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    result = CliRunner().invoke(
+        app, prog_name="shardproof", env={**environment, "_SHARDPROOF_COMPLETE": f"complete_{shell}"}
+    )
+    assert result.exit_code == 0
+    return result.stdout
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -102,11 +104,13 @@ def test_bash_itself_completes(tmp_path):
 
 
 def test_nothing_slow_is_loaded_for_a_word():
-    offers = [name for name, made in vars(complete).items() if callable(made) and made.__module__.endswith("complete")]
-    asked = [name for name in offers if not name.startswith("_") and name not in ("of_run", "profiles")]
-    assert len(asked) == 9
+    offers = [
+        name for name, member in vars(complete).items() if callable(member) and member.__module__.endswith("complete")
+    ]
+    names = [name for name in offers if not name.startswith("_") and name not in ("of_run", "profiles")]
+    assert len(names) == 9
     lines = ["import sys", "from parity_tests.cli import app, complete"]
-    lines += [f"complete.{name}('')" for name in asked]
+    lines += [f"complete.{name}('')" for name in names]
     lines += [f"sys.exit(','.join(name for name in {SLOW} if name in sys.modules) or 0)"]
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

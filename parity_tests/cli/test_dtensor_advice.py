@@ -11,8 +11,10 @@ from parity_tests.injected_bugs.runner import run_bugs
 
 def is_said(level=logging.WARNING):
     """Whether the logger lets a record of this level through."""
-    said = logging.getLogger(SAID_BY)
-    return said.isEnabledFor(level) and bool(said.filter(said.makeRecord(SAID_BY, level, "", 0, "advice", (), None)))
+    logger = logging.getLogger(SAID_BY)
+    return logger.isEnabledFor(level) and bool(
+        logger.filter(logger.makeRecord(SAID_BY, level, "", 0, "advice", (), None))
+    )
 
 
 def test_it_is_said_again_whatever_was_raised():
@@ -42,7 +44,7 @@ class Looks:
 
 def test_it_is_silent_while_bugs_are_injected_and_schemes_verified(monkeypatch):
     assert run_bugs(["a bug"], Looks()) == [False]
-    found = []
-    monkeypatch.setattr(session.bridge, "start", lambda cache: found.append(is_said()))
+    enabled = []
+    monkeypatch.setattr(session.bridge, "start", lambda cache: enabled.append(is_said()))
     session.run([], session.VerifyOptions())
-    assert found == [False] and is_said()
+    assert enabled == [False] and is_said()

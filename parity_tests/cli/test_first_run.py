@@ -16,10 +16,10 @@ def identity(x):
 
 
 def first_run(function, reference, outputs="b s/cp", **changes):
-    made = scheme(
+    declaration = scheme(
         **{"reference": reference, "mesh": {"cp": (4,)}, "inputs": {"x": "b s/cp"}, "outputs": outputs, **changes}
     )(function)
-    return made.verify(cp=4, b=2, s=8)
+    return declaration.verify(cp=4, b=2, s=8)
 
 
 def said_by_a_rank(function, reference=identity, **changes):
@@ -40,8 +40,8 @@ def test_shape_of_an_output_that_is_whole():
     def flat(mesh, x):
         return x.flatten()
 
-    said = said_by_a_rank(flat, inputs={"x": "b s cp=I"}, outputs="b s cp=I")
-    assert said == "scheme 'flat': rank 0 returned (16,), 'b s cp=I' with b=2, s=8 says (2, 8)"
+    message = said_by_a_rank(flat, inputs={"x": "b s cp=I"}, outputs="b s cp=I")
+    assert message == "scheme 'flat': rank 0 returned (16,), 'b s cp=I' with b=2, s=8 says (2, 8)"
 
 
 def test_number_and_kind_of_outputs():
@@ -65,10 +65,10 @@ def test_number_and_kind_of_outputs():
     assert said_by_a_rank(whole_numbers) == (
         "scheme 'whole_numbers': rank 0 returned torch.int64 for 'out'; annotate the return as Int or Bool if it is one"
     )
-    said = said_by_a_rank(named, reference=lambda x: {"z": x}, outputs={"z": "b s/cp"})
-    assert said == "scheme 'named': rank 0 returned ['y'], outputs has ['z']"
-    said = said_by_a_rank(fraction, reference=lambda x: x.astype(int))
-    assert said == (
+    message = said_by_a_rank(named, reference=lambda x: {"z": x}, outputs={"z": "b s/cp"})
+    assert message == "scheme 'named': rank 0 returned ['y'], outputs has ['z']"
+    message = said_by_a_rank(fraction, reference=lambda x: x.astype(int))
+    assert message == (
         "scheme 'fraction': rank 0 returned torch.float32 for 'out'; annotate the return as Float if it is one"
     )
 
@@ -116,10 +116,10 @@ def test_integers_alone_and_no_gradient_at_all():
     def largest(mesh, x) -> Int[Tensor, "b"]:
         return x.argmax(-1)
 
-    made = scheme(
+    declaration = scheme(
         reference=lambda x: x.argmax(-1), mesh={"tp": (1, 2)}, inputs={"x": "b/tp s"}, outputs="b/tp", nograd=("x",)
     )(largest)
-    report = made.verify(examples=5)
+    report = declaration.verify(examples=5)
     assert report.ok, str(report)
     assert [row.label for row in report.rows] == ["out"]
 
@@ -131,7 +131,7 @@ def test_a_tree_of_parameters_and_outputs_by_name():
     def reference(params, x):
         return {"half": x / 2, "y": x @ params["inner"]["w"] + params["bias"][None]}
 
-    made = scheme(
+    declaration = scheme(
         reference=reference,
         mesh={"tp": (1, 2)},
         inputs={"params": {"inner": {"w": "d f/tp"}, "bias": "f/tp"}, "x": "b d tp=R"},
@@ -139,7 +139,7 @@ def test_a_tree_of_parameters_and_outputs_by_name():
         draw={"x": values("normal"), "params.inner.w": values("normal")},
         cost=lambda c: Cost(),
     )(linear)
-    report = made.verify(tp=2, b=2, d=3, f=4)
+    report = declaration.verify(tp=2, b=2, d=3, f=4)
     assert [row.label for row in report.rows] == ["y", "half", "d/d params.inner.w", "d/d params.bias", "d/d x"]
     # Each rank returned the whole half where their sum was promised: twice too much, forward and back.
     assert [row.label for row in report.rows if not row.ok] == ["half", "d/d x"]
@@ -149,13 +149,13 @@ def test_scalars_in_and_out():
     def scaled_loss(mesh, x, scale):
         return (x.double() ** 2).sum() * scale
 
-    made = scheme(
+    declaration = scheme(
         reference=lambda x, scale: (x**2).sum() * scale,
         mesh={"tp": (1, 2)},
         inputs={"x": "n tp=R", "scale": "tp=P"},
         outputs="tp=P",
         draw={"x": values("normal")},
     )(scaled_loss)
-    report = made.verify(examples=6)
+    report = declaration.verify(examples=6)
     assert report.ok, str(report)
     assert [(row.label, row.want.ndim) for row in report.rows] == [("out", 0), ("d/d x", 1), ("d/d scale", 0)]

@@ -58,14 +58,14 @@ def test_help_has_examples_and_statuses(shardproof, verb, monkeypatch):
     status, out, _ = shardproof(verb, "--help")
     assert status == 0 and 1 <= len(EXAMPLES[verb]) <= 3
     assert all(f"\n    {line}\n" in out for line in EXAMPLES[verb])
-    told = STATUS if verb in JUDGING else {2: STATUS[2]}
-    assert all(f"{number}  {what}" in out for number, what in told.items())
+    statuses = STATUS if verb in JUDGING else {2: STATUS[2]}
+    assert all(f"{number}  {what}" in out for number, what in statuses.items())
     assert shardproof(verb, "-h")[1] == out
 
 
 def test_help_names_every_value():
-    known = {"--dtype": run.DTYPES, "--mamba": run.MAMBA, "--attention": run.ATTENTION}
-    for verb, flags in {"train": known, "trace": known, "verify": {"--profile": PROFILES}}.items():
+    choices = {"--dtype": run.DTYPES, "--mamba": run.MAMBA, "--attention": run.ATTENTION}
+    for verb, flags in {"train": choices, "trace": choices, "verify": {"--profile": PROFILES}}.items():
         helps = {flag: option.help for option in VERBS[verb].params for flag in option.opts}
         for flag, values in flags.items():
             assert [value for value in values if value not in helps[flag]] == []
@@ -83,13 +83,15 @@ def shape(x, name=""):
     return None
 
 
-def lacks(said, real):
+def lacks(documented, real):
     """Keys that the page alone has, or the command alone; an empty list or map agrees with any."""
-    if isinstance(said, dict) and isinstance(real, dict):
-        differing = set() if "*" in said else said.keys() ^ real.keys()
-        return sorted(differing) + [at for key in said.keys() & real.keys() for at in lacks(said[key], real[key])]
-    if isinstance(said, list) and isinstance(real, list):
-        return lacks(said[0], real[0]) if said and real else []
+    if isinstance(documented, dict) and isinstance(real, dict):
+        differing = set() if "*" in documented else documented.keys() ^ real.keys()
+        return sorted(differing) + [
+            at for key in documented.keys() & real.keys() for at in lacks(documented[key], real[key])
+        ]
+    if isinstance(documented, list) and isinstance(real, list):
+        return lacks(documented[0], real[0]) if documented and real else []
     return []
 
 
@@ -98,9 +100,9 @@ def compared(verb, text):
 
 
 def test_shapes_that_differ_are_seen():
-    said = {"a": [{"b": 1}], "mesh": {"tp": 2}}
-    assert lacks(shape(said), shape({"a": [{"b": 2}], "mesh": {"cp": 1}})) == []
-    assert lacks(shape(said), shape({"a": [{"c": 2}], "mesh": {}})) == ["b", "c"]
+    documented = {"a": [{"b": 1}], "mesh": {"tp": 2}}
+    assert lacks(shape(documented), shape({"a": [{"b": 2}], "mesh": {"cp": 1}})) == []
+    assert lacks(shape(documented), shape({"a": [{"c": 2}], "mesh": {}})) == ["b", "c"]
 
 
 def test_json_of_verdicts(shardproof):
@@ -131,7 +133,7 @@ def test_json_of_the_training_run():
 
 def test_json_of_a_trace(capsys):
     line = Line("output of ln", "forward", "ln", float("inf"), 1e-6, (0,), ("has another shape",))
-    assert traces.write([traces.Told("block", "in flax", [line])], "-") == 1
+    assert traces.write([traces.TraceReport("block", "in flax", [line])], "-") == 1
     out = capsys.readouterr().out
     compared("trace", out)
     assert json.loads(out)["traces"][0]["lines"][0]["error"] == "inf"

@@ -45,13 +45,15 @@ RUN = [command for _, command in SHOWN if not any(re.fullmatch(pattern, command)
 
 
 def test_what_is_not_run_here_is_shown_somewhere():
-    shown = [command for _, command in SHOWN]
-    assert [pattern for pattern in NOT_HERE if not any(re.fullmatch(pattern, each) for each in shown)] == []
+    commands = [command for _, command in SHOWN]
+    assert [pattern for pattern in NOT_HERE if not any(re.fullmatch(pattern, each) for each in commands)] == []
 
 
 def recorded():
     """A replay file, as a failing case leaves it, under the name that pages give it."""
-    (wrong,) = [made for made in schemes_of_file(written("wrong.py", RIGHT, WRONG)) if not made.verify(examples=3).ok]
+    (wrong,) = [
+        scheme for scheme in schemes_of_file(written("wrong.py", RIGHT, WRONG)) if not scheme.verify(examples=3).ok
+    ]
     (left,) = Path().glob("replay_*.py")
     (name,) = {word for command in RUN for word in command.split() if word.startswith("replay_")}
     left.rename(name)

@@ -41,7 +41,7 @@ def test_a_factory(shardproof):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("nosuchmodel",), "nosuchmodel: is no model that is known here; give a model type such as qwen3"),
         (("qwen33",), "qwen33: is no model that is known here (did you mean qwen3?); give a model type such"),
@@ -63,12 +63,12 @@ def test_a_factory(shardproof):
         ),
     ],
 )
-def test_what_it_cannot_use(shardproof, arguments, said):
+def test_what_it_cannot_use(shardproof, arguments, message):
     Path("made.py").write_text(FACTORY)
     Path("empty").mkdir()
     status, out, err = shardproof("plan", *arguments)
     assert (status, out) == (2, "")
-    assert err.replace("\n", " ").startswith(f"shardproof: {said}")
+    assert err.replace("\n", " ").startswith(f"shardproof: {message}")
 
 
 @pytest.mark.parametrize("axis", ["pp", "ep", "ep_shard"])
@@ -82,9 +82,11 @@ def test_an_axis_that_is_not_planned_is_rejected(shardproof, axis):
 
 def test_a_model_without_a_plan_is_named(shardproof, recwarn):
     Path("made.py").write_text(FACTORY)
-    said = "brings no tensor-parallel plan; use a mesh without tp, or dry_run(model, mesh, tp_shard_plan=...) in Python"
+    message = (
+        "brings no tensor-parallel plan; use a mesh without tp, or dry_run(model, mesh, tp_shard_plan=...) in Python"
+    )
     for mesh in ("tp=2", "dp=2,tp=4", "tensor_parallel=2"):
         status, out, err = shardproof("plan", "made.py:net", "--mesh", mesh)
-        assert (status, out, err.replace("\n", " ")) == (2, "", f"shardproof: made.py:net: Sequential {said} ")
+        assert (status, out, err.replace("\n", " ")) == (2, "", f"shardproof: made.py:net: Sequential {message} ")
     assert shardproof("plan", "made.py:net", "--mesh", "dp=2,tp=1")[0] == 0
     assert not recwarn.list

@@ -47,7 +47,7 @@ def in_a_terminal(arguments, **environment):
         [*COMMAND, *arguments], stdout=follow, stderr=follow, env={**settings, "TERM": "xterm", **environment}
     )
     os.close(follow)
-    said = b""
+    output = b""
     while True:
         try:
             piece = os.read(lead, 4096)
@@ -55,10 +55,10 @@ def in_a_terminal(arguments, **environment):
             break
         if not piece:
             break
-        said += piece
+        output += piece
     os.close(lead)
     assert process.wait(LIMIT_S) == 2
-    return said.decode()
+    return output.decode()
 
 
 def test_colours_are_for_terminals():

@@ -34,14 +34,14 @@ def declared(factor="(2.0 + 1.0 * mesh.rank('tp'))", file="twice.py"):
     """The path of a file with a scheme of that factor, and the scheme."""
     path = Path(file).resolve()
     path.write_text(SOURCE.replace("FACTOR", factor))
-    [made] = schemes_of_file(str(path))
-    return path, made
+    [scheme] = schemes_of_file(str(path))
+    return path, scheme
 
 
-def forget(made):
+def forget(scheme):
     """As a process that has not seen the scheme."""
-    del TABLE[made.key]
-    sys.modules.pop(made.fn.__module__)
+    del TABLE[scheme.key]
+    sys.modules.pop(scheme.fn.__module__)
 
 
 def status_of(file, engine=None, repeat=1):
@@ -60,34 +60,34 @@ def alone(file, *arguments):
 
 
 def test_a_replay_file_runs_alone():
-    path, made = declared()
-    report = made.verify(tp=2, b=4)
+    path, scheme = declared()
+    report = scheme.verify(tp=2, b=4)
     assert not report.ok and Path(report.replay) == Path(f"replay_{report.case.id}.py")
     text = Path(report.replay).read_text()
     assert text.startswith('"""twice: mismatch\n')
     assert str(report).splitlines()[2] in text and "torch " in text and "jax " in text
     assert f"SOURCE = {str(path)!r}" in text
     assert str(report).splitlines()[-1].endswith(f"      replay: python {report.replay}")
-    status, said, complaint = alone(report.replay, "--repeat", "2")
+    status, output, complaint = alone(report.replay, "--repeat", "2")
     assert (status, complaint) == (1, "")
-    assert rows(said) == 2 * rows(str(report))
+    assert rows(output) == 2 * rows(str(report))
 
 
 def test_a_mended_scheme_passes_its_replay():
-    path, made = declared(file="mended.py")
-    report = made.verify(tp=2, b=4)
-    forget(made)
+    path, scheme = declared(file="mended.py")
+    report = scheme.verify(tp=2, b=4)
+    forget(scheme)
     path.write_text(SOURCE.replace("FACTOR", "2.0"))
     assert status_of(report.replay) == 0
 
 
 def test_a_file_that_cannot_be_written_is_said_and_leaves_nothing():
     """As on a full disk: the first bytes of a file are taken, the rest is not."""
-    _, made = declared(file="unsaved.py")
+    _, scheme = declared(file="unsaved.py")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (16, hard))
     try:
-        report = made.verify(tp=2, b=4)
+        report = scheme.verify(tp=2, b=4)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert report.verdict == "mismatch" and report.replay is None
@@ -97,8 +97,8 @@ def test_a_file_that_cannot_be_written_is_said_and_leaves_nothing():
 
 
 def test_no_file_is_written_where_all_is_equal():
-    _, made = declared("2.0", "right.py")
-    assert made.verify(tp=2, b=4).replay is None
+    _, scheme = declared("2.0", "right.py")
+    assert scheme.verify(tp=2, b=4).replay is None
     assert list(Path().glob("replay_*")) == []
 
 
@@ -115,9 +115,9 @@ def test_a_function_of_a_notebook_travels_in_a_pickle(file):
     assert f"it lies beside this file as {pickle.name}. A pickle runs code when it is read:" in text
     assert listing.replay_file(report.replay, None, 1) == MISMATCH
     if file.startswith("<"):
-        status, said, complaint = alone(report.replay, "--engine", "gloo")
+        status, output, complaint = alone(report.replay, "--engine", "gloo")
         assert (status, complaint) == (1, "")
-        assert rows(said) == rows(str(report))
+        assert rows(output) == rows(str(report))
     pickle.unlink()
     with pytest.raises(ValueError, match=rf"{pickle.name} is not there; it holds the function, which no file declares"):
         listing.replay_file(report.replay, None, 1)
@@ -125,8 +125,8 @@ def test_a_function_of_a_notebook_travels_in_a_pickle(file):
 
 
 def test_replays_are_deterministic():
-    _, made = declared(file="again.py")
-    first, second = (made.verify(tp=2, b=4, seed=3) for _ in range(2))
+    _, scheme = declared(file="again.py")
+    first, second = (scheme.verify(tp=2, b=4, seed=3) for _ in range(2))
     assert first.replay == second.replay
     assert [row.ratio for row in first.rows] == [row.ratio for row in second.rows]
     assert str(first) == str(second)
@@ -148,18 +148,18 @@ def test_check_leaves_the_file_of_the_last_failure_only():
 
 
 def test_a_report_full_of_quotes_is_still_a_file():
-    path, made = declared("(1 / 0)", file="quotes.py")
-    report = made.verify(tp=2, b=2)
+    path, scheme = declared("(1 / 0)", file="quotes.py")
+    report = scheme.verify(tp=2, b=2)
     object.__setattr__(report, "notes", {})
     object.__setattr__(report.failure, "args", ('say """no""" \\ to \\n it\'s',))
-    file = write_replay(made, report)
+    file = write_replay(scheme, report)
     assert listing._recorded(file) == (report.case, str(path))
     compile(Path(file).read_text(), file, "exec")
 
 
 def test_statuses(capsys):
-    _, made = declared("(1 / 0)", file="raises.py")
-    report = made.verify(tp=2, b=2)
+    _, scheme = declared("(1 / 0)", file="raises.py")
+    report = scheme.verify(tp=2, b=2)
     assert status_of(report.replay) == 3
     assert status_of(report.replay, "nccl") == 4
     assert capsys.readouterr().err == "shardproof: not run: nccl needs 2 GPUs, 0 are here; not run\n"
@@ -179,9 +179,9 @@ def test_a_file_that_is_no_replay():
 
 
 def test_a_scheme_that_is_gone(capsys):
-    path, made = declared(file="gone.py")
-    report = made.verify(tp=2, b=2)
-    forget(made)
+    path, scheme = declared(file="gone.py")
+    report = scheme.verify(tp=2, b=2)
+    forget(scheme)
     path.write_text(SOURCE.replace("FACTOR", "2.0").replace("twice", "renamed"))
     assert status_of(report.replay) == 2
     assert capsys.readouterr().err == f"shardproof: replay: {path} no longer declares scheme 'twice'\n"

@@ -20,9 +20,9 @@ def test_a_schedule_by_the_beginning_of_its_name(shardproof):
 def test_a_schedule_as_json(shardproof):
     status, out, _ = shardproof("schedule", "GPIPE", "--pp", "2", "--microbatches", "1", "--json", "--times", "1,2,3")
     assert status == 0
-    found = json.loads(out)
-    assert (found["schedule"], found["makespan"], found["stage_to_rank"]) == ("GPipe", 12, [0, 1])
-    assert found["ranks"][0] == {
+    document = json.loads(out)
+    assert (document["schedule"], document["makespan"], document["stage_to_rank"]) == ("GPipe", 12, [0, 1])
+    assert document["ranks"][0] == {
         "idle": 6,
         "bubble": 0.5,
         "peak_live": 1,
@@ -52,8 +52,8 @@ def test_a_number_below_one_is_rejected_by_its_option(shardproof, option):
 
 
 def test_help_names_the_endings_of_a_picture(shardproof):
-    said = " ".join(shardproof("schedule", "--help")[1].split())
-    assert "a path ending in .png, .svg or .pdf" in said and set(ENDINGS) == {".png", ".svg", ".pdf"}
+    text = " ".join(shardproof("schedule", "--help")[1].split())
+    assert "a path ending in .png, .svg or .pdf" in text and set(ENDINGS) == {".png", ".svg", ".pdf"}
 
 
 def test_a_file_with_a_fault_is_told_with_its_cell(shardproof):
@@ -64,7 +64,7 @@ def test_a_file_with_a_fault_is_told_with_its_cell(shardproof):
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("arguments", "words"),
     [
         (["interleaved", "--pp", "2", "--microbatches", "4"], "is not one of Interleaved1F1B, InterleavedZeroBubble"),
         (["zbw", "--pp", "2", "--microbatches", "4"], "schedule 'zbw' is not one of GPipe, 1F1B, "),
@@ -85,8 +85,8 @@ def test_a_file_with_a_fault_is_told_with_its_cell(shardproof):
         (["none.csv"], "schedule 'none.csv' does not exist"),
     ],
 )
-def test_a_mistake_is_one_sentence(shardproof, given, words):
-    status, out, err = shardproof("schedule", *given)
+def test_a_mistake_is_one_sentence(shardproof, arguments, words):
+    status, out, err = shardproof("schedule", *arguments)
     assert (status, out) == (2, "")
     assert words in err
     assert len(err.splitlines()) == 1

@@ -15,11 +15,11 @@ SCHEMES = [projection_without_backward_sum, gather_that_keeps_the_layout]
 def test_outcomes_come_in_the_order_of_the_schemes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a failing scheme leaves a replay file
     outcome = several.verified(SCHEMES, 2)
-    assert [report.scheme for report in outcome.reports] == [made.key for made in SCHEMES]
+    assert [report.scheme for report in outcome.reports] == [scheme.key for scheme in SCHEMES]
     assert outcome.status == MISMATCH
     assert "missing a sum over tp" in str(outcome.reports[0])
     assert "a layout is not undone" in str(outcome.reports[1])
-    assert set(outcome.seconds) == {made.name for made in SCHEMES}
+    assert set(outcome.seconds) == {scheme.name for scheme in SCHEMES}
 
 
 def test_no_scheme_is_no_outcome():
@@ -28,9 +28,9 @@ def test_no_scheme_is_no_outcome():
 
 def test_a_failure_travels_whole():
     case = CaseSpec("some:scheme", {"tp": 2})
-    known = {"rank": 1, "op": "all_reduce", "source": "a.py:1", "case": case, "others": ("rank 0 waits",)}
-    failure = Raised("rank 1 raised", **known, ledger=Ledger())
+    fields = {"rank": 1, "op": "all_reduce", "source": "a.py:1", "case": case, "others": ("rank 0 waits",)}
+    failure = Raised("rank 1 raised", **fields, ledger=Ledger())
     again = pickle.loads(pickle.dumps(failure))
     assert type(again) is Raised
     assert str(again) == str(failure)
-    assert {name: getattr(again, name) for name in known} == known
+    assert {name: getattr(again, name) for name in fields} == fields

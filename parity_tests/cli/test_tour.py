@@ -13,7 +13,7 @@ LOGPROB = discover.PACKAGE / "vocab_parallel" / "test_logprob.py"
 
 def reader():
     """The scheme that reads the text: enough for a quick tour."""
-    return next(made for made in discover.schemes_of_file(str(LOGPROB)) if made.name == tour.READER)
+    return next(scheme for scheme in discover.schemes_of_file(str(LOGPROB)) if scheme.name == tour.READER)
 
 
 @pytest.fixture
@@ -32,8 +32,8 @@ def test_all_is_well(one_scheme, tmp_path, capsys):
 
 
 def test_a_bug_that_is_not_named_is_not_caught(one_scheme, tmp_path, capsys, monkeypatch):
-    first, *others = wrong_schemes.WRONG_SCHEMES
-    monkeypatch.setattr(wrong_schemes, "WRONG_SCHEMES", (replace(first, expect="something else"), *others))
+    first, *rest = wrong_schemes.WRONG_SCHEMES
+    monkeypatch.setattr(wrong_schemes, "WRONG_SCHEMES", (replace(first, expect="something else"), *rest))
     assert tour.run(str(tmp_path / "figure.png"), examples=1) == 1
     assert f"NOT CAUGHT: {first.mistake}" in capsys.readouterr().out
 

@@ -48,12 +48,12 @@ def test_a_quiet_trace_is_one_line_where_the_mistake_has_a_pattern(shardproof):
 
 def test_json_is_all_of_standard_output(shardproof):
     status, out, err = shardproof("trace", written(), "--json", "-", "--whole")
-    found = json.loads(out)
-    (traced,) = found["traces"]
-    assert (status, found["status"], traced["name"], traced["verdict"]) == (0, 0, "block  float32", "equal")
+    document = json.loads(out)
+    (traced,) = document["traces"]
+    assert (status, document["status"], traced["name"], traced["verdict"]) == (0, 0, "block  float32", "equal")
     assert traced["lines"][0]["tensor"] == "input of the model" and "output of w_down" in err
     shardproof("trace", "my_pair.py", "--json", "trace.json")
-    assert json.loads(Path("trace.json").read_text()) == found
+    assert json.loads(Path("trace.json").read_text()) == document
 
 
 def test_a_module_that_raises_is_a_failed_rank(shardproof):

@@ -72,8 +72,8 @@ def train(
         raise ValueError(f"--every {every} needs --checkpoint DIR, where the state goes")
     settings = {"steps": steps, "seed": seed, "is_tied": tied, "dtype": dtype, "mamba": mamba, "attention": attention}
     settings |= {"schedule": schedule, "checkpoint": checkpoint, "every": every, "resume": resume}
-    given = [sizes([text] if text else [], "--mesh") for text in mesh or [""]]
-    runs = meshes.runs(steps=steps, seed=seed) if page else [Run.on(each, **settings) for each in given]
+    mesh_sizes = [sizes([text] if text else [], "--mesh") for text in mesh or [""]]
+    runs = meshes.runs(steps=steps, seed=seed) if page else [Run.on(each, **settings) for each in mesh_sizes]
     raise typer.Exit(session.train(runs, session.TrainOptions(engine, figure, json, page, quiet)))
 
 
@@ -108,7 +108,7 @@ def trace(
     seed: Annotated[int, typer.Option(min=0, help="Of the weights and the batch.")] = 0,
     engine: Annotated[str, typer.Option(help="gloo, lockstep or nccl.", autocompletion=complete.engines)] = "gloo",
     json: JsonPath = None,
-    whole: Annotated[bool, typer.Option("--whole", "--verbose", "-v", help="Print every tensor.")] = False,
+    every_tensor: Annotated[bool, typer.Option("--whole", "--verbose", "-v", help="Print every tensor.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print one line for each trace only.")] = False,
 ) -> None:
     """Name the first module whose tensors differ: in a training step from one device's, or in a pair of your own."""
@@ -118,14 +118,14 @@ def trace(
         foreign = [name for name in OF_THE_STEP if _is_given(context, name)]
         if foreign:
             raise ValueError(f"--{foreign[0]} is of the training step; a pair runs on one rank, so leave it out")
-        raise typer.Exit(pair_session.trace(file, dtype, json, whole, quiet))
+        raise typer.Exit(pair_session.trace(file, dtype, json, every_tensor, quiet))
     from parity_tests.training import trace_session
     from parity_tests.training.run import Run
 
     settings = {"mamba": mamba, "attention": attention, "schedule": schedule, "is_tied": tied, "seed": seed}
     settings["dtype"] = dtype or "float64"
     run = Run.on(sizes([mesh] if mesh else [], "--mesh"), **settings, steps=1)
-    raise typer.Exit(trace_session.trace(run, engine, json, whole, quiet))
+    raise typer.Exit(trace_session.trace(run, engine, json, every_tensor, quiet))
 
 
 def _is_given(context: typer.Context, name: str) -> bool:

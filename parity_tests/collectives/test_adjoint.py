@@ -34,9 +34,9 @@ def one_rank(operation, dtype):
         y = operation.call(x, group)
         seed = 100 if operation.out == "I" else 100 + group.rank()  # for I the ranks pass the same cotangent
         cotangent = integers(y.shape, seed, dtype)
-        given = cotangent.clone()
+        expected = cotangent.clone()
         (gradient,) = torch.autograd.grad(y, x, cotangent)
-        untouched = torch.equal(x, before) and torch.equal(cotangent, given)
+        untouched = torch.equal(x, before) and torch.equal(cotangent, expected)
         facts = [y.dtype == gradient.dtype == dtype, y.is_contiguous(), untouched]
         return [t.detach().double().numpy() for t in (x, y, cotangent, gradient)], all(facts)
 
@@ -53,8 +53,8 @@ def check_law(operation, ranks):
     for got, want in zip(ys, operation.means(list(xs)), strict=True):
         np.testing.assert_array_equal(got, want)
     assert all(fine for _, fine in ranks.results)
-    said = [np.vdot(y, c) for y, c in zip(ys, cotangents, strict=True)]
-    forward = said[0] if operation.out == "I" else sum(said)
+    products = [np.vdot(y, c) for y, c in zip(ys, cotangents, strict=True)]
+    forward = products[0] if operation.out == "I" else sum(products)
     assert forward == sum(np.vdot(x, g) for x, g in zip(xs, gradients, strict=True))
 
 
@@ -99,9 +99,9 @@ def gradient_on_every_rank(operation, world):
 
 @pytest.mark.parametrize("operation", [o for o in OPERATIONS if o.out == "R"], ids=str)
 def test_cotangents_of_a_replicated_result_add_up(operation):
-    whole = on_ranks(operation, torch.float64, 3, "lockstep")
+    outcome = on_ranks(operation, torch.float64, 3, "lockstep")
     pieces = gradient_on_every_rank(operation, 3)
     for rank, columns in enumerate(pieces):
         ones = sum(columns)
         reached = operation.name.startswith("broadcast") and rank != 2
-        np.testing.assert_array_equal(ones, np.full(whole.results[rank][0][0].shape, 0.0 if reached else 3.0))
+        np.testing.assert_array_equal(ones, np.full(outcome.results[rank][0][0].shape, 0.0 if reached else 3.0))

@@ -29,15 +29,15 @@ def test_strides_change_nothing(operation, strides):
             x = x.detach().requires_grad_()
             y = operation.call(x, group)
             cotangent = STRIDES[strides](torch.ones_like(y).cumsum(0) + (0 if operation.out == "I" else rank))
-            kept = cotangent.clone(memory_format=torch.contiguous_format)
+            copy = cotangent.clone(memory_format=torch.contiguous_format)
             if x.is_contiguous():
-                cotangent = kept.clone()
+                cotangent = copy.clone()
             (gradient,) = torch.autograd.grad(y, x, cotangent)
-            results.append((y.detach().numpy(), gradient.numpy().copy(), torch.equal(cotangent, kept)))
+            results.append((y.detach().numpy(), gradient.numpy().copy(), torch.equal(cotangent, copy)))
         return results
 
-    for first, *others in run(body, THREE).results:
-        for other in others:
+    for first, *rest in run(body, THREE).results:
+        for other in rest:
             np.testing.assert_array_equal(other[0], first[0])
             np.testing.assert_array_equal(other[1], first[1])
             assert other[2] and first[2]
@@ -72,5 +72,5 @@ def test_a_second_derivative_is_refused(operation):
         except RuntimeError as error:
             return str(error).splitlines()[0]
 
-    said = set(run(body, THREE).results)
-    assert said == {"trying to differentiate twice a function that was marked with @once_differentiable"}
+    messages = set(run(body, THREE).results)
+    assert messages == {"trying to differentiate twice a function that was marked with @once_differentiable"}

@@ -22,8 +22,8 @@ def scatter_to_a_strided_group(mesh, x):
 
 @scheme(reference=meanings.identity, mesh=MESH, inputs={"x": "a/dp b/tp"}, outputs="a b/dp/tp")
 def exchange_in_both_groups(mesh, x):
-    whole = c.all_gather(x, mesh["tp"], out="R", dim=1)
-    by_dp = c.all_to_all(whole, mesh["dp"], split_dim=1, concat_dim=0)
+    gathered = c.all_gather(x, mesh["tp"], out="R", dim=1)
+    by_dp = c.all_to_all(gathered, mesh["dp"], split_dim=1, concat_dim=0)
     width = by_dp.shape[1] // mesh.size("tp")
     return by_dp.narrow(1, mesh.rank("tp") * width, width)
 

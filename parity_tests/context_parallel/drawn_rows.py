@@ -34,8 +34,8 @@ def drawn_rows(draw):
 def batch_of(rows, n):
     """A batch of ids, labels and lengths whose slots can be cut over `n`."""
     unit = 2 * n
-    most = max(map(len, rows.units)) + 1
-    real, padded = torch.full((2, len(rows.units), most), FILL)
+    width = max(map(len, rows.units)) + 1
+    real, padded = torch.full((2, len(rows.units), width), FILL)
     for b, (units, short) in enumerate(zip(rows.units, rows.short, strict=True)):
         for j, (count, less) in enumerate(zip(units, short, strict=True)):
             real[b, j], padded[b, j] = max(count * unit - less, 0), count * unit

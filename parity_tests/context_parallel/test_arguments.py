@@ -14,8 +14,8 @@ STREAM = {"input_ids": torch.arange(8), "cu_seqlens": torch.tensor([0, 8])}
 NO_BATCH = "batch is None; pass a dict of tensors by name"
 
 
-def make(mesh, loss_mask=None, **further):
-    return cp.make_cp_batch_and_ctx(mesh, ROWS | further, loss_mask)
+def make(mesh, loss_mask=None, **options):
+    return cp.make_cp_batch_and_ctx(mesh, ROWS | options, loss_mask)
 
 
 def shard(batch, mesh):
@@ -73,5 +73,5 @@ def test_an_empty_batch_is_told():
             cp.make_cp_batch_and_ctx(mesh.device_mesh["cp"], {})
         return str(caught.value)
 
-    told = "context_parallel.batch: batch has neither input_ids nor inputs_embeds; it has nothing"
-    assert run(body, CaseSpec(scheme="batch", mesh={"cp": 2})).results == (told,) * 2
+    message = "context_parallel.batch: batch has neither input_ids nor inputs_embeds; it has nothing"
+    assert run(body, CaseSpec(scheme="batch", mesh={"cp": 2})).results == (message,) * 2

@@ -25,8 +25,8 @@ from torch_impl.layouts import TokenLayout
 
 def by_rules(q, k, v, causal, window):
     token = jnp.arange(q.shape[2])
-    near = jnp.where(window[0] > 0, window[0] + 2, len(token))
-    return attention(q, k, v, seen_pairs(0 * token, token, token >= 0, causal[0] > 0, near), SCALE)
+    width = jnp.where(window[0] > 0, window[0] + 2, len(token))
+    return attention(q, k, v, seen_pairs(0 * token, token, token >= 0, causal[0] > 0, width), SCALE)
 
 
 EXCHANGES = ("ring", "all_gather", "ulysses")

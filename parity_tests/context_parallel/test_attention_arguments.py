@@ -181,11 +181,11 @@ USP = [
 ]
 
 
-@pytest.mark.parametrize(("given", "text"), USP, ids=["striped", "heads"])
-def test_refusal_of_two_axes(given, text):
+@pytest.mark.parametrize(("options", "text"), USP, ids=["striped", "heads"])
+def test_refusal_of_two_axes(options, text):
     def body(mesh, case):
         try:
-            attend(mesh, mesh=mesh.device_mesh, exchange="usp", **given)
+            attend(mesh, mesh=mesh.device_mesh, exchange="usp", **options)
         except ValueError as error:
             return str(error)
 
@@ -206,9 +206,9 @@ def test_a_mesh_of_two_dims_has_the_heads_within():
         except ValueError as error:
             return str(error)
 
-    found = run(body, CaseSpec(scheme="context_parallel", mesh={"ring": 2, "heads": 2}))
+    outcome = run(body, CaseSpec(scheme="context_parallel", mesh={"ring": 2, "heads": 2}))
     sentence = f"{NAME}: the layout is for rank {{}} of cp=4, this is rank {{}} of cp=4; rebind it"
-    assert found.results == (None, sentence.format(2, 1), sentence.format(1, 2), None)
+    assert outcome.results == (None, sentence.format(2, 1), sentence.format(1, 2), None)
 
 
 @pytest.mark.parametrize("order", ["contiguous", "striped", "dual_chunk_swap"])
@@ -217,11 +217,11 @@ def test_a_name_with_offsets_cuts_the_stream_in_its_order(order):
         cu, kind = torch.tensor([0, 4, 16]), {"dual_chunk_swap": "packed"}.get(order, order)
         layout = TokenLayout.packed(cu, cp_size=2, cp_rank=mesh.rank("cp"), kind=kind)
         rows = torch.linspace(-2, 3, 6 * 16 * 2).sin().view(1, 6, 16, 2)
-        own = dict(zip("qkv", layout.shard(rows, 2).split([2, 2, 2], 1), strict=True))
-        named, made = (
-            attend(mesh, **own, **given) for given in (dict(layout=order, cu_seqlens=cu), dict(layout=layout))
+        shards = dict(zip("qkv", layout.shard(rows, 2).split([2, 2, 2], 1), strict=True))
+        named, by_layout = (
+            attend(mesh, **shards, **options) for options in (dict(layout=order, cu_seqlens=cu), dict(layout=layout))
         )
-        return torch.equal(named, made), bool(named.any())
+        return torch.equal(named, by_layout), bool(named.any())
 
     assert run(body, CaseSpec(scheme="context_parallel", mesh={"cp": 2})).results == ((True, True),) * 2
 
@@ -248,8 +248,8 @@ def test_masks_go_with_their_layout():
 
 def test_a_copy_on_another_device_goes_with_its_layout():
     layout = TokenLayout.dense("contiguous", 64, cp_size=1, cp_rank=0)
-    made = weakref.ref(layout), weakref.ref(attention._on(layout, torch.device("meta")))
-    assert attention._on(layout, torch.device("meta")) is made[1]()
+    weak = weakref.ref(layout), weakref.ref(attention._on(layout, torch.device("meta")))
+    assert attention._on(layout, torch.device("meta")) is weak[1]()
     del layout
     gc.collect()
-    assert [found() for found in made] == [None, None]
+    assert [ref() for ref in weak] == [None, None]

@@ -27,10 +27,10 @@ def measured(traffic, shapes):
         dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[shapes["itemsize"]]
         heads = (shapes["h"], shapes["hk"], shapes["hk"])
         rows = shapes["s"] // n
-        own = [torch.zeros(shapes["b"], h, rows, shapes["p"], dtype=dtype, requires_grad=True) for h in heads]
+        shards = [torch.zeros(shapes["b"], h, rows, shapes["p"], dtype=dtype, requires_grad=True) for h in heads]
         rules = {name: shapes[name] for name in ("layout", "window", "causal") if name in shapes}
         out = context_parallel_attention(
-            *own, mesh=mesh.device_mesh, exchange=traffic.exchange, **{"layout": "dual_chunk_swap", **rules}
+            *shards, mesh=mesh.device_mesh, exchange=traffic.exchange, **{"layout": "dual_chunk_swap", **rules}
         )
         out.backward(torch.ones_like(out))
 
@@ -60,15 +60,15 @@ SHAPES = [
 
 @pytest.mark.parametrize("shapes", SHAPES, ids=lambda shapes: "-".join(map(str, shapes.values())))
 def test_bytes_are_those_that_ranks_send(shapes):
-    found = attention_bytes(**shapes)
-    assert [traffic.exchange for traffic in found][:2] == ["ring", "all_gather"]
-    for traffic in found:
+    rows = attention_bytes(**shapes)
+    assert [traffic.exchange for traffic in rows][:2] == ["ring", "all_gather"]
+    for traffic in rows:
         assert measured(traffic, shapes) == [(traffic.forward, traffic.backward)] * shapes["cp_size"], traffic
 
 
 def exchanges(**shapes):
-    given = dict(b=1, s=4096, h=32, hk=8, p=64, cp_size=8, itemsize=2)
-    return [(traffic.exchange, traffic.heads_size) for traffic in attention_bytes(**{**given, **shapes})]
+    defaults = dict(b=1, s=4096, h=32, hk=8, p=64, cp_size=8, itemsize=2)
+    return [(traffic.exchange, traffic.heads_size) for traffic in attention_bytes(**{**defaults, **shapes})]
 
 
 def test_what_can_cut_the_heads_and_the_layout():

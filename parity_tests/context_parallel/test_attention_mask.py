@@ -28,10 +28,10 @@ rows = st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=1, max
 def test_a_mask_is_let_pass_if_its_zeros_are_behind(mask, dtype):
     is_right = all(sorted(row, reverse=True) == row for row in mask)
     with nullcontext() if is_right else pytest.raises(ValueError, match=r"left padding|holes"):
-        found = padding_of("here", torch.tensor(mask).to(dtype), (len(mask), 6))
-        padding = torch.zeros(len(mask), 6, dtype=torch.bool) if found is None else found
-        assert padding.tolist() == [[not kept for kept in row] for row in mask]
-        assert (found is None) == all(all(row) for row in mask)
+        padding_mask = padding_of("here", torch.tensor(mask).to(dtype), (len(mask), 6))
+        padding = torch.zeros(len(mask), 6, dtype=torch.bool) if padding_mask is None else padding_mask
+        assert padding.tolist() == [[not token for token in row] for row in mask]
+        assert (padding_mask is None) == all(all(row) for row in mask)
 
 
 @pytest.mark.parametrize("shape", [(2, 0), (0, 3), (0, 0)])
@@ -89,8 +89,8 @@ def test_positions_that_start_anew():
     assert not restarts(torch.zeros(3, 1, 4))  # several kinds of positions may stand still
 
 
-def make(mesh, mask=None, **further):
-    batch = {"input_ids": torch.zeros(3, 4, dtype=torch.int64), **further}
+def make(mesh, mask=None, **entries):
+    batch = {"input_ids": torch.zeros(3, 4, dtype=torch.int64), **entries}
     batch |= {} if mask is None else {"attention_mask": torch.tensor(mask)}
     return make_cp_batch_and_ctx(mesh.device_mesh["cp"], batch)
 
@@ -155,11 +155,11 @@ def test_refusal_on_every_rank_before_any_collective(call, sentence):
 
 
 @pytest.mark.parametrize(
-    "further", [{"position_ids": torch.tensor([[0, 1, 0, 1]] * 3)}, {"seq_lens_padded": [[2, 2]] * 3}]
+    "entries", [{"position_ids": torch.tensor([[0, 1, 0, 1]] * 3)}, {"seq_lens_padded": [[2, 2]] * 3}]
 )
-def test_documents_in_a_row_without_a_mask_are_told_of(further):
+def test_documents_in_a_row_without_a_mask_are_told_of(entries):
     def body(mesh, case):
-        given_here = {name: torch.as_tensor(x) for name, x in further.items()}
+        given_here = {name: torch.as_tensor(x) for name, x in entries.items()}
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             make_cp_batch_and_ctx(mesh.device_mesh["cp"], {"input_ids": torch.zeros(3, 4), **given_here})

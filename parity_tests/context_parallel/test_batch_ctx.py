@@ -38,8 +38,8 @@ def share_of_a_dense_batch(
     mesh, x, ids, labels, less
 ) -> tuple[Float[Tensor, "b l d"], Int[Tensor, "b l"], Int[Tensor, "b l"], Int[Tensor, "b l"], Bool[Tensor, "b l"]]:
     """The last `less` columns are not given, and padded."""
-    kept = ids.shape[1] - less
-    batch = {"inputs_embeds": x[:, :kept], "input_ids": ids[:, :kept], "labels": labels[:, :kept]}
+    length = ids.shape[1] - less
+    batch = {"inputs_embeds": x[:, :length], "input_ids": ids[:, :length], "labels": labels[:, :length]}
     batch["attention_mask"] = torch.ones_like(batch["labels"])
     factory, padded = cp.make_cp_batch_and_ctx(mesh.device_mesh["cp"], batch)
     with factory():
@@ -79,9 +79,9 @@ def test_the_worked_example():
         sizes = factory.original_length, factory.padded_length, factory.layout.draw()
         return inside, sizes, padded["input_ids"].tolist(), batch["input_ids"].tolist()
 
-    whole = [[5, 6, 7, 8, 9, 4, 0, 0]]
+    full = [[5, 6, 7, 8, 9, 4, 0, 0]]
     for rank, (inside, sizes, outside, given_ids) in enumerate(on_ranks(2, body)):
-        assert (sizes, outside, given_ids) == ((6, 8, "00111100"), whole, [[5, 6, 7, 8, 9, 4]])
+        assert (sizes, outside, given_ids) == ((6, 8, "00111100"), full, [[5, 6, 7, 8, 9, 4]])
         assert (
             inside
             == [
@@ -150,23 +150,23 @@ def test_the_ranks_together_are_the_padded_batch(n, s, b):
         "weights": np.pad(every_key(b, s)["weights"].numpy(), ((0, 0), (0, more), (0, 0))),
         "position_ids": every_key(b, s)["position_ids"].numpy()[..., :1] + np.arange(s + more),
     }
-    for name, whole in expected.items():
-        np.testing.assert_array_equal(outside[name], whole)
+    for name, full in expected.items():
+        np.testing.assert_array_equal(outside[name], full)
         along = 2 if name == "position_ids" else 1
-        for held, (inside, _) in zip(dual_chunk_swap(s + more, n), results, strict=True):
-            np.testing.assert_array_equal(inside[name], whole.take(held, along))
+        for positions, (inside, _) in zip(dual_chunk_swap(s + more, n), results, strict=True):
+            np.testing.assert_array_equal(inside[name], full.take(positions, along))
             np.testing.assert_array_equal(inside["the caller's"], inside["loss_mask"])
 
 
 @pytest.mark.parametrize("mesh", [None, "nameless", "without cp", "one"])
 def test_one_rank_gets_its_own_batch_back(mesh):
     def body(view, case):
-        whole = view.device_mesh
+        full_mesh = view.device_mesh
         given_mesh = {
             None: None,
             "nameless": DeviceMesh("cpu", [0], _init_backend=False),
-            "without cp": whole["tp"],
-            "one": whole,
+            "without cp": full_mesh["tp"],
+            "one": full_mesh,
         }[mesh]
         batch = {"input_ids": torch.arange(5)[None], "attention_mask": torch.tensor([[0, 1, 0, 1, 1]])}
         keys = list(batch)
@@ -181,9 +181,9 @@ def test_with_te_the_batch_is_that_of_te():
     def body(mesh, case):
         lengths = torch.tensor([[8]])
         batch = {"input_ids": torch.arange(8)[None], "seq_lens": lengths, "seq_lens_padded": lengths}
-        factory, made = cp.make_cp_batch_and_ctx(mesh.device_mesh, batch, torch.ones(1, 8), use_te=True)
+        factory, te_batch = cp.make_cp_batch_and_ctx(mesh.device_mesh, batch, torch.ones(1, 8), use_te=True)
         with factory():
-            return made["input_ids"].tolist(), made["loss_mask"].tolist(), factory is nullcontext
+            return te_batch["input_ids"].tolist(), te_batch["loss_mask"].tolist(), factory is nullcontext
 
     assert on_ranks(2, body) == (([0, 1, 6, 7], [1.0] * 4, True), ([2, 3, 4, 5], [1.0] * 4, True))
 
@@ -236,8 +236,8 @@ def test_positions_start_anew_in_each_slot():
     assert cp._build_position_ids(batch, "cpu")["position_ids"].tolist() == [[0, 1, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5]]
 
 
-def make(mesh, loss_mask=None, **further):
-    batch = {"input_ids": torch.zeros(3, 4, dtype=torch.int64), **further}
+def make(mesh, loss_mask=None, **entries):
+    batch = {"input_ids": torch.zeros(3, 4, dtype=torch.int64), **entries}
     return cp.make_cp_batch_and_ctx(mesh_of(mesh), batch, loss_mask)
 
 

@@ -137,27 +137,27 @@ def test_the_ranks_together_are_the_whole_stream(rows, n, has_positions):
     batch["loss_mask"], batch["name"] = batch["labels"] % 2 == 0, "any"
     before = {key: value.clone() for key, value in batch.items() if key != "name"}
     m = rows.chunks
-    whole = cp.make_cp_batch_for_te(None, batch, num_chunks=m)
+    full = cp.make_cp_batch_for_te(None, batch, num_chunks=m)
     shares = [cp.make_cp_batch_for_te(Mesh(n, rank), batch, num_chunks=m) for rank in range(n)]
-    assert [share.keys() for share in shares] == [whole.keys()] * n
-    assert whole.keys() == cp.make_cp_batch_for_te(None, batch).keys()
-    assert {key: whole[key].dtype for key in KEYS} == {key: shares[0][key].dtype for key in KEYS} == KEYS
+    assert [share.keys() for share in shares] == [full.keys()] * n
+    assert full.keys() == cp.make_cp_batch_for_te(None, batch).keys()
+    assert {key: full[key].dtype for key in KEYS} == {key: shares[0][key].dtype for key in KEYS} == KEYS
     assert [(share["cp_size"], share["cp_rank"], share["name"]) for share in shares] == [
         (n, r, "any") for r in range(n)
     ]
     for chunk in range(m):
         view = lambda out, key, chunk=chunk: (out[key] if m == 1 else out[key][chunk]).numpy()  # noqa: E731
-        cu = view(whole, "cu_seqlens_padded")
+        cu = view(full, "cu_seqlens_padded")
         cu = cu[cu >= 0]
         total = int(cu[-1])
         back = inverse(packed_reference(total, n, cu))
         for key in ("input_ids", "labels", "position_ids", "padding_mask", "loss_mask"):
             along = -1 if key == "position_ids" else 0
             together = np.concatenate([view(share, key) for share in shares], along).take(back, along)
-            np.testing.assert_array_equal(together, view(whole, key))
+            np.testing.assert_array_equal(together, view(full, key))
         for key in ("cu_seqlens", "cu_seqlens_padded", "max_seqlen"):
             for share in shares:
-                np.testing.assert_array_equal(view(share, key), view(whole, key))
+                np.testing.assert_array_equal(view(share, key), view(full, key))
     for key, value in before.items():
         assert torch.equal(batch[key], value)
 
@@ -226,10 +226,10 @@ def test_embeddings_of_width_one_keep_their_bits_and_gradient():
     assert x.grad.flatten().tolist() == [0, 0, 1, 1, 1, 1, 0, 0]
 
 
-def make(mesh=None, qkv_format="thd", **further):
+def make(mesh=None, qkv_format="thd", **options):
     six = torch.tensor([[4, 6]])
     batch = {"input_ids": torch.arange(10)[None], "seq_lens": six, "seq_lens_padded": six}
-    return cp.make_cp_batch_for_te(mesh, batch, qkv_format, **further)
+    return cp.make_cp_batch_for_te(mesh, batch, qkv_format, **options)
 
 
 def test_a_mesh_of_several_dims_is_refused():

@@ -36,9 +36,11 @@ def test_shapes_and_dtypes(name, masked, dtype):
     k, v = torch.empty(keys, 2, b, hk, p, dtype=dtype, device="meta").permute(1, 2, 3, 0, 4).unbind()
     rows = {"keys": 1, "pairs": queries}.get(masked)
     mask = None if rows is None else torch.empty(b, 1, rows, keys, dtype=torch.bool, device="meta")
-    given = mask, masked == "causal", 0.125
-    out, lse = block_kernels.cuda_forward(q, k, v, *given)
-    gradients = block_kernels.cuda_backward(torch.empty_like(q), q, k, v, torch.empty_like(q), lse.contiguous(), *given)
+    settings = mask, masked == "causal", 0.125
+    out, lse = block_kernels.cuda_forward(q, k, v, *settings)
+    gradients = block_kernels.cuda_backward(
+        torch.empty_like(q), q, k, v, torch.empty_like(q), lse.contiguous(), *settings
+    )
     assert out.shape == q.shape and out.dtype == dtype
     assert lse.shape == (b, h, queries) and lse.dtype == accumulator(dtype)
     assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
@@ -51,10 +53,10 @@ class Largest(TorchDispatchMode):
     numbers = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        sizes = [x.numel() for x in tree_leaves(made) if isinstance(x, torch.Tensor)]
+        output = func(*args, **(kwargs or {}))
+        sizes = [x.numel() for x in tree_leaves(output) if isinstance(x, torch.Tensor)]
         self.numbers = max([self.numbers, *sizes])
-        return made
+        return output
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -91,17 +93,17 @@ HALF, WIDE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 def test_which_operation_takes_a_causal_block(dtype, masked, keys, width, capability, takes, monkeypatch):
     q, k = (torch.empty(1, 1, rows, width, dtype=dtype, device="meta") for rows in (16, keys))
     mask = torch.ones(1, 1, 16, keys, dtype=torch.bool, device="meta") if masked else None
-    asked = []
+    calls = []
     for name, operation in {"FLASH": "flash", "OTHER": "efficient"}.items():
         for way in (name, f"{name}_BACKWARD"):
             plain = getattr(block_kernels, way)
             monkeypatch.setattr(
-                block_kernels, way, lambda *x, op=plain, said=operation, **y: (asked.append(said), op(*x, **y))[1]
+                block_kernels, way, lambda *x, op=plain, label=operation, **y: (calls.append(label), op(*x, **y))[1]
             )
     monkeypatch.setattr(block_kernels, "_capability", lambda x: capability)
     out, lse = block_kernels.cuda_forward(q, k, k, mask, True, 0.5)
     block_kernels.cuda_backward(out, q, k, k, out, lse.contiguous(), mask, True, 0.5)
-    assert asked == ([] if takes == "plain" else [takes] * 2)
+    assert calls == ([] if takes == "plain" else [takes] * 2)
 
 
 def test_a_mask_as_addends():
@@ -134,9 +136,9 @@ def test_what_an_operation_leaves_where_a_query_sees_nothing_is_not_merged(left,
         return (out if args[3].blind is None else out.masked_fill(blind[..., None], left)), lse
 
     orders = parts, parts[::-1], parts[:1]
-    wanted = [merged(order) for order in orders]
+    expected = [merged(order) for order in orders]
     monkeypatch.setattr(blockwise_attention, "_forward", forward)
-    for order, both in zip(orders, wanted, strict=True):
+    for order, both in zip(orders, expected, strict=True):
         assert all(map(torch.equal, merged(order), both))
 
 
@@ -146,8 +148,8 @@ def test_parity_of_plain_operations(monkeypatch):
     def forward(q, k, v, block, scale):
         return block_kernels.plain_forward(q, k, v, block.mask, block.is_causal, scale)
 
-    def backward(given, k, v, lse, block, scale):
-        cotangent, q, out = given
+    def backward(query_side, k, v, lse, block, scale):
+        cotangent, q, out = query_side
         return block_kernels.plain_backward(cotangent, q, k, v, out, lse, block.mask, block.is_causal, scale)
 
     monkeypatch.setattr(blockwise_attention, "_forward", forward)
@@ -174,11 +176,11 @@ def test_a_mask_of_one_row_is_that_of_every_query(monkeypatch):
     monkeypatch.setattr(block_kernels, "ROWS", 3)
     x = torch.linspace(-2, 3, 3 * 2 * 4 * 7 * 2, dtype=torch.float64).sin().view(3, 2, 4, 7, 2)
     mask = torch.tensor([[True] * 7, [True] * 5 + [False] * 2])[:, None, None]
-    found = []
+    results = []
     for seen in (mask, mask.expand(-1, -1, 7, -1)):
         out, lse = block_kernels.plain_forward(*x, seen, False, 0.5)
-        found.append((out, lse, *block_kernels.plain_backward(out, *x, out, lse, seen, False, 0.5)))
-    assert all(torch.equal(one, every) for one, every in zip(*found, strict=True))
+        results.append((out, lse, *block_kernels.plain_backward(out, *x, out, lse, seen, False, 0.5)))
+    assert all(torch.equal(one, every) for one, every in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("keys", [5, 7, 9])
@@ -186,11 +188,11 @@ def test_causal_is_a_triangle_from_the_top_left(monkeypatch, keys):
     monkeypatch.setattr(block_kernels, "ROWS", 3)
     q = torch.linspace(-2, 3, 4 * 7 * 2, dtype=torch.float64).sin().view(1, 4, 7, 2)
     k, v = torch.linspace(-1, 4, 2 * 2 * keys * 2, dtype=torch.float64).cos().view(2, 1, 2, keys, 2)
-    found = []
+    results = []
     for seen, is_causal in ((None, True), (torch.ones(7, keys).tril().bool()[None, None], False)):
         out, lse = block_kernels.plain_forward(q, k, v, seen, is_causal, 0.5)
-        found.append((out, lse, *block_kernels.plain_backward(out, q, k, v, out, lse, seen, is_causal, 0.5)))
-    assert all(torch.equal(triangle, mask) for triangle, mask in zip(*found, strict=True))
+        results.append((out, lse, *block_kernels.plain_backward(out, q, k, v, out, lse, seen, is_causal, 0.5)))
+    assert all(torch.equal(triangle, mask) for triangle, mask in zip(*results, strict=True))
 
 
 def test_scores_are_held_for_few_rows():
@@ -204,9 +206,9 @@ def test_scores_are_held_for_few_rows():
 
 def test_autocast_changes_nothing():
     x = torch.linspace(-2, 3, 3 * 2 * 4 * 7 * 2).sin().view(3, 2, 4, 7, 2)
-    found = []
+    results = []
     for is_cast in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
             out, lse = block_kernels.plain_forward(*x, None, True, 0.5)
-            found.append((out, lse, *block_kernels.plain_backward(out, *x, out, lse, None, True, 0.5)))
-    assert all(map(torch.equal, *found))
+            results.append((out, lse, *block_kernels.plain_backward(out, *x, out, lse, None, True, 0.5)))
+    assert all(map(torch.equal, *results))

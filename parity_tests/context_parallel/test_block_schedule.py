@@ -30,8 +30,8 @@ from torch_impl.layouts import TokenLayout
 
 
 def by_rules(q, k, v, padded, real, causal, window):
-    near = jnp.where(window[0] > 0, window[0] + 2, q.shape[2])
-    return packed_attention(q, k, v, padded, real, causal[0] > 0, near, SCALE)
+    width = jnp.where(window[0] > 0, window[0] + 2, q.shape[2])
+    return packed_attention(q, k, v, padded, real, causal[0] > 0, width, SCALE)
 
 
 def declared(cut, ranks, exchanges, **sizes):
@@ -175,8 +175,8 @@ LENGTHS = {
 @pytest.mark.parametrize("name", LENGTHS)
 def test_every_pair_meets_once_on_one_rank(name, kind, causal, window):
     layouts = streams(LENGTHS[name], kind, 4)
-    whole = layouts[0]
-    places = [x.numpy() for x in (whole.sequence_ids, whole.position_ids, ~whole.padding_mask)]
+    full = layouts[0]
+    places = [x.numpy() for x in (full.sequence_ids, full.position_ids, ~full.padding_mask)]
     expected = np.asarray(seen_pairs(*places, causal, window))
     np.testing.assert_array_equal(sum(times_seen(layout, causal, window) for layout in layouts), expected)
 
@@ -224,9 +224,9 @@ def test_a_window_costs_its_width_for_each_token(kind, window):
 def test_a_window_that_sees_all_is_none(kind, causal):
     for lengths, window in (([24], 24), ([8, 16, 8], 15)):  # of 16 the last is padding
         layout = streams(lengths, kind, 2)[0]
-        wide, whole = (schedule_of(layout, causal, near).blocks for near in (window, None))
-        for found, wanted in zip(wide, whole, strict=True):
-            assert [(b.is_causal, b.mask is None) for b in found] == [(b.is_causal, b.mask is None) for b in wanted]
+        wide, unlimited = (schedule_of(layout, causal, span).blocks for span in (window, None))
+        for limited, expected in zip(wide, unlimited, strict=True):
+            assert [(b.is_causal, b.mask is None) for b in limited] == [(b.is_causal, b.mask is None) for b in expected]
 
 
 def test_a_long_sequence_among_short_ones_is_not_filled():
@@ -298,8 +298,8 @@ def small_triangles(monkeypatch):
 @pytest.mark.parametrize("name", LENGTHS)
 def test_every_pair_meets_once_in_split_triangles(name, kind, small_triangles):
     layouts = streams(LENGTHS[name], kind, 2)
-    whole = layouts[0]
-    places = [x.numpy() for x in (whole.sequence_ids, whole.position_ids, ~whole.padding_mask)]
+    full = layouts[0]
+    places = [x.numpy() for x in (full.sequence_ids, full.position_ids, ~full.padding_mask)]
     expected = np.asarray(seen_pairs(*places, True, None))
     np.testing.assert_array_equal(sum(times_seen(layout, True, None) for layout in layouts), expected)
 

@@ -28,27 +28,27 @@ def on_two_axes(body):
 
 def layout_of(mesh, kind, cp=None):
     size, rank = cp or (mesh.size("cp"), mesh.rank("cp"))
-    given = dict(cp_size=size, cp_rank=rank)
+    sizes = dict(cp_size=size, cp_rank=rank)
     if kind == "packed":
-        return TokenLayout.packed(torch.tensor(PADDED), torch.tensor(REAL), **given)
-    return TokenLayout.dense(kind, S, **given)
+        return TokenLayout.packed(torch.tensor(PADDED), torch.tensor(REAL), **sizes)
+    return TokenLayout.dense(kind, S, **sizes)
 
 
 def attended(mesh, kind, exchange, tensors=(Q, K, V), cotangent=COTANGENT, **rules):
     """Whole output and gradients, put together from what this rank and the others hold."""
     layout = layout_of(mesh, kind)
-    own = [layout.shard(x, 2).requires_grad_() for x in tensors]
-    out = context_parallel_attention(*own, group=mesh["cp"], layout=layout, exchange=exchange, **rules)
-    gradients = torch.autograd.grad(out, own, layout.shard(cotangent, 2))
-    whole = [layout.unshard(x.detach(), 2, mesh["cp"], gradient="I").numpy() for x in (out, *gradients)]
-    return dict(zip(("out", "q", "k", "v"), whole, strict=True))
+    shards = [layout.shard(x, 2).requires_grad_() for x in tensors]
+    out = context_parallel_attention(*shards, group=mesh["cp"], layout=layout, exchange=exchange, **rules)
+    gradients = torch.autograd.grad(out, shards, layout.shard(cotangent, 2))
+    full = [layout.unshard(x.detach(), 2, mesh["cp"], gradient="I").numpy() for x in (out, *gradients)]
+    return dict(zip(("out", "q", "k", "v"), full, strict=True))
 
 
 def attended_over_two_axes(mesh, kind, tensors):
     """Where each row stands in the whole, and the output of usp there."""
     layout = layout_of(mesh, kind, (4, 2 * mesh.rank("ring") + mesh.rank("heads")))
-    own = [layout.shard(x, 2) for x in tensors]
-    out = context_parallel_attention(*own, mesh=mesh.device_mesh, layout=layout, exchange="usp")
+    shards = [layout.shard(x, 2) for x in tensors]
+    out = context_parallel_attention(*shards, mesh=mesh.device_mesh, layout=layout, exchange="usp")
     return layout.local_index.numpy(), out.numpy()
 
 
@@ -57,16 +57,16 @@ def test_a_token_changes_nothing_before_it_over_two_axes(kind):
     tokens, ends = (3, 12, 16), (13, 13, 17) if kind == "packed" else (S, S, S)
 
     def body(mesh, case):
-        rows, whole = attended_over_two_axes(mesh, kind, (Q, K, V))
-        found = []
+        rows, full = attended_over_two_axes(mesh, kind, (Q, K, V))
+        changes = []
         for token in tokens:
             moved = [x.index_add(2, torch.tensor([token]), torch.ones_like(x[:, :, :1])) for x in (Q, K, V)]
-            found.append(rows[(attended_over_two_axes(mesh, kind, moved)[1] != whole).any((0, 1, 3))])
-        return found
+            changes.append(rows[(attended_over_two_axes(mesh, kind, moved)[1] != full).any((0, 1, 3))])
+        return changes
 
     ranks = on_two_axes(body).results
     for i, (token, end) in enumerate(zip(tokens, ends, strict=True)):
-        changed = np.sort(np.concatenate([found[i] for found in ranks]))
+        changed = np.sort(np.concatenate([rows[i] for rows in ranks]))
         np.testing.assert_array_equal(changed, np.arange(token, end))
 
 
@@ -85,15 +85,15 @@ def test_what_inference_built_serves_training(exchange, kind):
         rank = 2 * mesh.rank("ring") + mesh.rank("heads") if exchange == "usp" else mesh.rank("cp")
         layout = layout_of(mesh, kind, (4, rank))
         group = {"mesh": mesh.device_mesh} if exchange == "usp" else {"group": mesh["cp"]}
-        own = [layout.shard(x, 2).requires_grad_() for x in (Q, K, V)]
+        shards = [layout.shard(x, 2).requires_grad_() for x in (Q, K, V)]
 
         def attend():
-            return context_parallel_attention(*own, **group, layout=layout, exchange=exchange, window=7)
+            return context_parallel_attention(*shards, **group, layout=layout, exchange=exchange, window=7)
 
         with torch.inference_mode():
             first = attend()
         out = attend()
-        gradients = torch.autograd.grad(out, own, layout.shard(COTANGENT, 2))
+        gradients = torch.autograd.grad(out, shards, layout.shard(COTANGENT, 2))
         return torch.equal(first, out), [x.shape[2] for x in gradients]
 
     ranks = on_two_axes(body) if exchange == "usp" else on_ranks(body)
@@ -106,14 +106,14 @@ def test_a_token_changes_nothing_before_it_nor_in_another_sequence(kind, exchang
     tokens = (3, 12, 16) if kind == "packed" else (5, 31)
 
     def body(mesh, case):
-        whole = attended(mesh, kind, exchange)["out"]
-        found = []
+        unchanged = attended(mesh, kind, exchange)["out"]
+        changes = []
         for token in tokens:
             moved = [x.clone() for x in (Q, K, V)]
             for x in moved:
                 x[:, :, token] += 1.0
-            found.append((attended(mesh, kind, exchange, moved)["out"] != whole).any((0, 1, 3)))
-        return found
+            changes.append((attended(mesh, kind, exchange, moved)["out"] != unchanged).any((0, 1, 3)))
+        return changes
 
     for changed in on_ranks(body).results:
         for token, rows in zip(tokens, changed, strict=True):
@@ -130,15 +130,15 @@ def test_padding_gives_nothing_and_gets_nothing_whatever_it_holds(kind):
         padding = layout_of(mesh, kind).padding_mask[:, None]
         spoilt = [x.masked_fill(padding, torch.nan) for x in (Q, K, V, COTANGENT)]
         clean = [x.masked_fill(padding, 0.0) for x in (Q, K, V, COTANGENT)]
-        found = []
+        compared = []
         for exchange in EXCHANGES:
             for causal in (True, False):
                 a, b = (attended(mesh, kind, exchange, x[:3], x[3], causal=causal) for x in (spoilt, clean))
-                found.append((a, b, padding[:, 0].numpy()))
-        return found
+                compared.append((a, b, padding[:, 0].numpy()))
+        return compared
 
-    for found in on_ranks(body).results:
-        for spoilt, clean, padding in found:
+    for triples in on_ranks(body).results:
+        for spoilt, clean, padding in triples:
             for name in clean:
                 np.testing.assert_array_equal(spoilt[name], clean[name])
                 assert not clean[name][:, :, padding].any()
@@ -160,8 +160,8 @@ def test_more_sequences_send_no_more():
     def ledger(lengths):
         def body(mesh, case):
             cu = torch.tensor([0, *lengths]).cumsum(0)
-            own = [x[:, :, : S // 2].clone().requires_grad_() for x in (Q, K, V)]
-            out = context_parallel_attention(*own, group=mesh["cp"], layout="dual_chunk_swap", cu_seqlens=cu)
+            shards = [x[:, :, : S // 2].clone().requires_grad_() for x in (Q, K, V)]
+            out = context_parallel_attention(*shards, group=mesh["cp"], layout="dual_chunk_swap", cu_seqlens=cu)
             out.sum().backward()
 
         return [(row.op, row.shapes, row.phase) for row in on_ranks(body, cp=2).ledger.rows]
@@ -174,7 +174,7 @@ def test_one_layout_serves_every_layer_and_each_spelling():
 
     def body(mesh, case):
         layout = layout_of(mesh, "packed")
-        own = [layout.shard(x, 2) for x in (Q, K, V)]
+        shards = [layout.shard(x, 2) for x in (Q, K, V)]
         dense = TokenLayout.packed(torch.tensor(PADDED), cp_size=4, cp_rank=mesh.rank("cp"))
         ways = (
             dict(group=mesh["cp"], layout=dense),
@@ -185,7 +185,7 @@ def test_one_layout_serves_every_layer_and_each_spelling():
             dict(group=mesh["cp"], layout="packed", cu_seqlens=PADDED),
             dict(group=mesh["cp"], layout="dual_chunk_swap", cu_seqlens=torch.tensor(PADDED), scale=P**-0.5),
         )
-        outs = [context_parallel_attention(*own, **way) for way in ways]
+        outs = [context_parallel_attention(*shards, **way) for way in ways]
         return [torch.equal(out, outs[0]) for out in outs]
 
     assert all(map(all, on_ranks(body).results))
@@ -198,8 +198,8 @@ def test_a_rank_that_needs_no_gradient_of_keys_still_takes_part():
         q.requires_grad_()
         out = context_parallel_attention(q, k, v, group=mesh["cp"], layout=layout)
         (alone,) = torch.autograd.grad(out, q, layout.shard(COTANGENT, 2))
-        whole = layout.unshard(alone, 2, mesh["cp"], gradient="I").numpy()
-        return np.array_equal(whole, attended(mesh, "dual_chunk_swap", "ring")["q"])
+        full = layout.unshard(alone, 2, mesh["cp"], gradient="I").numpy()
+        return np.array_equal(full, attended(mesh, "dual_chunk_swap", "ring")["q"])
 
     assert all(on_ranks(body).results)
 
@@ -218,21 +218,21 @@ def test_queries_of_any_strides(way, exchange):
 
     def body(mesh, case):
         q, *keys = (x[:, :, :8] for x in (Q, K, V))
-        found = []
+        runs = []
         for kind in ("dual_chunk_swap", "packed"):
             layout = TokenLayout.dense("dual_chunk_swap", 16, cp_size=2, cp_rank=mesh.rank("cp"))
             if kind == "packed":
                 layout = TokenLayout.packed([0, 4, 16], cp_size=2, cp_rank=mesh.rank("cp"))
             strided = STRIDED[way](q)
-            for given in (strided, strided.clone(memory_format=torch.contiguous_format)):
-                own = [x.detach().requires_grad_() for x in (given, *keys)]
-                out = context_parallel_attention(*own, group=mesh["cp"], layout=layout, exchange=exchange)
-                found.append([x.numpy() for x in (out.detach(), *torch.autograd.grad(out, own, COTANGENT[:, :, :8]))])
-        return found
+            for queries in (strided, strided.clone(memory_format=torch.contiguous_format)):
+                leaves = [x.detach().requires_grad_() for x in (queries, *keys)]
+                out = context_parallel_attention(*leaves, group=mesh["cp"], layout=layout, exchange=exchange)
+                runs.append([x.numpy() for x in (out.detach(), *torch.autograd.grad(out, leaves, COTANGENT[:, :, :8]))])
+        return runs
 
-    for found in on_ranks(body, cp=2).results:
-        for given, clean in (found[:2], found[2:]):
-            for x, y in zip(given, clean, strict=True):
+    for results in on_ranks(body, cp=2).results:
+        for leaf, clean in (results[:2], results[2:]):
+            for x, y in zip(leaf, clean, strict=True):
                 np.testing.assert_array_equal(x, y)
 
 
@@ -240,17 +240,17 @@ def test_queries_of_any_strides(way, exchange):
 @pytest.mark.parametrize("way", ["every other number", "rows across"])
 def test_queries_of_any_strides_that_choose_one_key(way, exchange):
     """Of queries that each want one key alone the output is that key's value, exactly."""
-    wanted = torch.randperm(16, generator=torch.Generator().manual_seed(1))
+    chosen = torch.randperm(16, generator=torch.Generator().manual_seed(1))
     values = torch.randn(1, 2, 16, 16, generator=generator)
 
     def body(mesh, case):
         layout = TokenLayout.dense("contiguous", 16, cp_size=2, cp_rank=mesh.rank("cp"))
-        q, k = (x.expand(1, 2, 16, 16) for x in (1e4 * torch.eye(16)[wanted], torch.eye(16)))
-        own = STRIDED[way](layout.shard(q, 2)), layout.shard(k, 2), layout.shard(values, 2)
+        q, k = (x.expand(1, 2, 16, 16) for x in (1e4 * torch.eye(16)[chosen], torch.eye(16)))
+        shards = STRIDED[way](layout.shard(q, 2)), layout.shard(k, 2), layout.shard(values, 2)
         out = context_parallel_attention(
-            *own, group=mesh["cp"], layout=layout, exchange=exchange, causal=False, scale=1.0
+            *shards, group=mesh["cp"], layout=layout, exchange=exchange, causal=False, scale=1.0
         )
-        return torch.equal(out, layout.shard(values[:, :, wanted], 2))
+        return torch.equal(out, layout.shard(values[:, :, chosen], 2))
 
     assert all(on_ranks(body, cp=2).results)
 
@@ -267,12 +267,12 @@ def test_an_output_may_be_written_to(exchange):
         q = Q[:, :, :8].clone().requires_grad_()
         out, twice = attend(q), attend(q).mul_(2)
         assert not out._is_view() and torch.equal(twice, 2 * out)
-        (wanted,) = torch.autograd.grad(2 * out, q, COTANGENT[:, :, :8])
+        (expected,) = torch.autograd.grad(2 * out, q, COTANGENT[:, :, :8])
         try:
-            (found,) = torch.autograd.grad(twice, q, COTANGENT[:, :, :8])
+            (gradient,) = torch.autograd.grad(twice, q, COTANGENT[:, :, :8])
         except RuntimeError as error:
             return "modified by an inplace operation" in str(error)
-        return torch.equal(found, wanted)
+        return torch.equal(gradient, expected)
 
     assert all(on_ranks(body, cp=2).results)
 
@@ -282,9 +282,9 @@ def test_a_second_derivative_is_refused(exchange):
     """The gradient is computed outside of autograd: derived again it would lack what it owes to queries and keys."""
 
     def body(mesh, case):
-        own = [x[:, :, :8].clone().requires_grad_() for x in (Q, K, V)]
-        out = context_parallel_attention(*own, group=mesh["cp"], layout="contiguous", exchange=exchange)
-        gradients = torch.autograd.grad(out.square().sum(), own, create_graph=True)
+        leaves = [x[:, :, :8].clone().requires_grad_() for x in (Q, K, V)]
+        out = context_parallel_attention(*leaves, group=mesh["cp"], layout="contiguous", exchange=exchange)
+        gradients = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             sum(x.square().sum() for x in gradients).backward()
 

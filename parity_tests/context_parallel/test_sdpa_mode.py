@@ -45,9 +45,9 @@ def by_heads(x):
     return x.unflatten(-1, (HEADS, SIZE)).transpose(1, 2)
 
 
-def attended(x, **further):
+def attended(x, **options):
     q = by_heads(x)
-    return SDPA(q, q, q, **further).transpose(1, 2).flatten(2)
+    return SDPA(q, q, q, **options).transpose(1, 2).flatten(2)
 
 
 def identity(attention):
@@ -63,16 +63,21 @@ def mha():
 
 
 def layer(dropout=0.0):
-    made = nn.TransformerEncoderLayer(HEADS * SIZE, HEADS, 4, dropout, batch_first=True, norm_first=True)
-    identity(made.self_attn)
-    for zeros in (made.linear2.weight, made.linear2.bias, made.self_attn.in_proj_bias, made.self_attn.out_proj.bias):
+    encoder = nn.TransformerEncoderLayer(HEADS * SIZE, HEADS, 4, dropout, batch_first=True, norm_first=True)
+    identity(encoder.self_attn)
+    for zeros in (
+        encoder.linear2.weight,
+        encoder.linear2.bias,
+        encoder.self_attn.in_proj_bias,
+        encoder.self_attn.out_proj.bias,
+    ):
         nn.init.zeros_(zeros)
-    return made
+    return encoder
 
 
 def bound(x):
-    made, x = mha(), x.transpose(0, 1)
-    weights = made.in_proj_weight, None, None, None, False, 0.0, made.out_proj.weight, None
+    module, x = mha(), x.transpose(0, 1)
+    weights = module.in_proj_weight, None, None, None, False, 0.0, module.out_proj.weight, None
     return BOUND(x, x, x, HEADS * SIZE, HEADS, *weights)[0].transpose(0, 1)
 
 
@@ -170,9 +175,9 @@ def test_a_thread_without_a_context_is_told_of_several():
         q = by_heads(drawn(mesh))
         with context(mesh):
             dist.barrier(mesh["cp"])
-            said = in_a_thread(lambda: refused(q))
+            message = in_a_thread(lambda: refused(q))
             dist.barrier(mesh["cp"])
-        return said
+        return message
 
     sentence = "this thread has no context and 2 are open in other threads; enter one here"
     assert on_ranks(2, body) == (f"context_parallel.sdpa: {sentence}",) * 2
@@ -212,10 +217,10 @@ def test_what_somebody_else_puts_in_torchs_place_stays(monkeypatch):
     def body(mesh, case):
         with context(mesh):
             monkeypatch.setattr(F, "scaled_dot_product_attention", imported_too)
-        found = F.scaled_dot_product_attention is imported_too
+        is_swapped = F.scaled_dot_product_attention is imported_too
         monkeypatch.undo()
         F.scaled_dot_product_attention = SDPA
-        return found
+        return is_swapped
 
     imported_too = functools.partial(SDPA)
     assert on_ranks(1, body) == (True,)

@@ -52,27 +52,27 @@ def on_ranks(n, body):
     return run(body, CaseSpec(scheme="train_context", mesh={"cp": n}))
 
 
-def context(mesh, buffers, dims=None, kept=(), rotate="allgather"):
+def context(mesh, buffers, dims=None, no_restore=(), rotate="allgather"):
     dims = [0] * len(buffers) if dims is None else dims
-    return create_context_parallel_ctx(mesh.device_mesh["cp"], buffers, dims, set(kept), rotate)
+    return create_context_parallel_ctx(mesh.device_mesh["cp"], buffers, dims, set(no_restore), rotate)
 
 
 def test_buffers_are_shares_inside_and_whole_after():
     def body(mesh, case):
         ids, wide = torch.arange(16).view(2, 8), torch.arange(24.0).view(3, 8).T  # not contiguous
-        kept = torch.arange(8)
-        before = [(x.clone(), x.stride()) for x in (ids, wide, kept)]
-        made, seen = context(mesh, [ids, wide, kept], [1, 0, -1], {kept}), []
+        unrestored = torch.arange(8)
+        before = [(x.clone(), x.stride()) for x in (ids, wide, unrestored)]
+        manager, seen = context(mesh, [ids, wide, unrestored], [1, 0, -1], {unrestored}), []
         for _ in range(2):
-            with made as entered:
+            with manager as entered:
                 layout = entered.layout
-                whole = [layout.shard(x, dim) for (x, _), dim in zip(before, [1, 0, 0], strict=True)]
-                assert all(torch.equal(x, y) for x, y in zip((ids, wide, kept), whole, strict=True))
-                seen.append([x.tolist() for x in (ids, wide, kept)])
+                expected = [layout.shard(x, dim) for (x, _), dim in zip(before, [1, 0, 0], strict=True)]
+                assert all(torch.equal(x, y) for x, y in zip((ids, wide, unrestored), expected, strict=True))
+                seen.append([x.tolist() for x in (ids, wide, unrestored)])
                 ids.fill_(0)  # what is written inside is not what comes back
             for x, (value, stride) in zip((ids, wide), before, strict=False):
                 assert torch.equal(x, value) and x.stride() == stride
-            assert torch.equal(kept, whole[2])
+            assert torch.equal(unrestored, expected[2])
         assert seen[0] == seen[1]
         return seen[0][0]
 
@@ -83,13 +83,13 @@ def test_buffers_are_shares_inside_and_whole_after():
 
 def test_a_kept_buffer_that_was_given_anew_is_taken_as_it_is():
     def body(mesh, case):
-        kept = torch.arange(8)
-        made = context(mesh, [kept], kept={kept})
-        with made:
+        unrestored = torch.arange(8)
+        manager = context(mesh, [unrestored], no_restore={unrestored})
+        with manager:
             pass
-        kept.data = torch.arange(8) + 100
-        with made:
-            return kept.tolist()
+        unrestored.data = torch.arange(8) + 100
+        with manager:
+            return unrestored.tolist()
 
     assert on_ranks(2, body).results[0] == [100, 101, 106, 107]
 
@@ -99,16 +99,16 @@ def test_what_is_written_into_a_kept_buffer_stays(where):
     """It is a share, then and when the context is entered again: the next write is on top of the last."""
 
     def body(mesh, case):
-        kept, restored = torch.arange(8), torch.arange(8)
-        made = context(mesh, [kept, restored], kept={kept})
+        unrestored, restored = torch.arange(8), torch.arange(8)
+        manager = context(mesh, [unrestored, restored], no_restore={unrestored})
         for _ in range(2):
-            with made:
+            with manager:
                 if where == "inside":
-                    kept.add_(100)
+                    unrestored.add_(100)
             if where == "between":
-                kept.add_(100)
-        with made:
-            return kept.tolist(), restored.tolist()
+                unrestored.add_(100)
+        with manager:
+            return unrestored.tolist(), restored.tolist()
 
     expected = tuple(([x + 200 for x in share], share) for share in ([0, 1, 6, 7], [2, 3, 4, 5]))
     assert on_ranks(2, body).results == expected
@@ -129,11 +129,11 @@ def test_after_an_exception_everything_is_whole_and_attention_is_torchs():
     def body(mesh, case):
         ids, q = torch.arange(8), torch.rand(1, 1, 8, 4)
         plain = F.scaled_dot_product_attention(q, q, q)
-        made = context(mesh, [ids])
-        with pytest.raises(KeyError), made:
+        manager = context(mesh, [ids])
+        with pytest.raises(KeyError), manager:
             raise KeyError
         assert ids.tolist() == list(range(8))
-        with made:
+        with manager:
             pass
         return torch.equal(F.scaled_dot_product_attention(q, q, q), plain)
 
@@ -167,10 +167,10 @@ def padded(mesh):
     return make_cp_batch_and_ctx(mesh.device_mesh["cp"], batch)[0]()
 
 
-def attend(made, heads=1, **further):
+def attend(manager, heads=1, **options):
     x = torch.rand(1, 1, 4, 4)
-    with made:
-        F.scaled_dot_product_attention(x.expand(1, heads, 4, 4), x, x, **further)
+    with manager:
+        F.scaled_dot_product_attention(x.expand(1, heads, 4, 4), x, x, **options)
 
 
 def tensors(*sizes):
@@ -185,7 +185,7 @@ REFUSED = [
         CREATE + "cp_seq_dims has 2 entries for 1 buffers; give one for each",
     ),
     (
-        lambda m: context(m, tensors(8), kept=tensors(8)),
+        lambda m: context(m, tensors(8), no_restore=tensors(8)),
         CREATE + "cp_no_restore_buffers has a tensor that is not in cp_buffers; add it there",
     ),
     (
@@ -257,11 +257,11 @@ def test_refusal_on_every_rank_before_any_collective(call, sentence):
 def test_a_view_whose_entries_lie_apart_is_cut():
     def body(mesh, case):
         apart = torch.arange(48).view(2, 8, 3)[:, :, ::2].transpose(0, 2)
-        whole = apart.clone()
+        full = apart.clone()
         row = torch.arange(8).as_strided((1, 8), (0, 1))  # a dim of one entry may have any stride
         with context(mesh, [apart, torch.zeros(8, 0), row], [1, 0, 1]) as entered:
-            cut = torch.equal(apart, entered.layout.shard(whole, 1))
-        return cut and torch.equal(apart, whole)
+            cut = torch.equal(apart, entered.layout.shard(full, 1))
+        return cut and torch.equal(apart, full)
 
     assert on_ranks(2, body).results == (True, True)
 
@@ -274,8 +274,8 @@ def test_no_mesh_is_refused():
 
 def test_a_context_is_not_entered_inside_itself():
     def body(mesh, case):
-        made = context(mesh, tensors(8))
-        with pytest.raises(RuntimeError) as caught, made, made:
+        manager = context(mesh, tensors(8))
+        with pytest.raises(RuntimeError) as caught, manager, manager:
             pass
         return str(caught.value)
 

@@ -11,10 +11,10 @@ from parity_tests.context_parallel.drawn_rows import FILL, batch_of, drawn_rows
 from torch_impl.context_parallel import make_cp_batch_for_te, process_input_for_thd, split_batch_into_thd_chunks
 
 
-def batch(real, padded, size, ids=None, **further):
+def batch(real, padded, size, ids=None, **entries):
     rows = len(real)
     ids = torch.arange(rows * size).view(rows, size) if ids is None else ids
-    return {"input_ids": ids, "seq_lens": torch.tensor(real), "seq_lens_padded": torch.tensor(padded), **further}
+    return {"input_ids": ids, "seq_lens": torch.tensor(real), "seq_lens_padded": torch.tensor(padded), **entries}
 
 
 def lists(out):
@@ -38,21 +38,21 @@ def test_a_tail_joins_the_last_slot_of_its_row():
     assert [i for i, masked in enumerate(out["padding_mask"]) if masked] == [6, 7]
 
 
-def component_of(made):
+def component_of(process):
     """How the messages of a function begin."""
-    return "te" if isinstance(made, partial) and made.func is make_cp_batch_for_te else "thd"
+    return "te" if isinstance(process, partial) and process.func is make_cp_batch_for_te else "thd"
 
 
-@pytest.mark.parametrize("made", [process_input_for_thd, partial(make_cp_batch_for_te, None)])
-def test_a_mask_that_is_given_is_replaced(made):
-    out = made(batch([[3]], [[4]], 4, padding_mask=torch.tensor([[True, True, False, False]])))
+@pytest.mark.parametrize("process", [process_input_for_thd, partial(make_cp_batch_for_te, None)])
+def test_a_mask_that_is_given_is_replaced(process):
+    out = process(batch([[3]], [[4]], 4, padding_mask=torch.tensor([[True, True, False, False]])))
     assert out["padding_mask"].tolist() == [False, False, False, True]
 
 
 def test_every_key():
     b, s = 2, 4
-    given = batch([[4], [3]], [[4], [4]], s)
-    given |= {
+    inputs = batch([[4], [3]], [[4], [4]], s)
+    inputs |= {
         "labels": torch.arange(8).view(b, s),
         "loss_mask": torch.ones(b, s, dtype=torch.bool),
         "position_ids": torch.arange(3 * b * s).view(3, b, s),
@@ -63,7 +63,7 @@ def test_every_key():
         "table": torch.ones(8, 3),
         "name": "any",
     }
-    out = process_input_for_thd(given)
+    out = process_input_for_thd(inputs)
     assert {name: tuple(value.shape) for name, value in out.items() if isinstance(value, torch.Tensor)} == {
         "input_ids": (8,),
         "labels": (8,),
@@ -76,8 +76,8 @@ def test_every_key():
         "cu_seqlens_padded": (3,),
         "max_seqlen": (),
     }
-    assert out["name"] == "any" and out["rewards"] is given["rewards"] and out["table"] is given["table"]
-    assert torch.equal(out["position_ids"][:, 0], given["position_ids"].view(3, 8))
+    assert out["name"] == "any" and out["rewards"] is inputs["rewards"] and out["table"] is inputs["table"]
+    assert torch.equal(out["position_ids"][:, 0], inputs["position_ids"].view(3, 8))
     assert out["padding_mask"].tolist() == [False] * 7 + [True]
 
 
@@ -96,27 +96,27 @@ def test_positions_of_one_kind_are_kept():
 
 @given(drawn_rows())
 def test_the_stream_is_the_reference(rows):
-    given = batch_of(rows, 1)
-    ids = given["input_ids"]
-    found = reference.slots(ids.shape[1], given["seq_lens"].tolist(), given["seq_lens_padded"].tolist(), FILL)
-    expected = reference.stream(found)
-    out = process_input_for_thd(given)
+    inputs = batch_of(rows, 1)
+    ids = inputs["input_ids"]
+    slots = reference.slots(ids.shape[1], inputs["seq_lens"].tolist(), inputs["seq_lens_padded"].tolist(), FILL)
+    expected = reference.stream(slots)
+    out = process_input_for_thd(inputs)
     assert {name: out[name].tolist() for name in expected} == expected
-    assert int(out["max_seqlen"]) == max((slot for _, slot in found), default=0)
-    assert torch.equal(out["input_ids"], ids.flatten()) and torch.equal(out["labels"], given["labels"].flatten())
+    assert int(out["max_seqlen"]) == max((slot for _, slot in slots), default=0)
+    assert torch.equal(out["input_ids"], ids.flatten()) and torch.equal(out["labels"], inputs["labels"].flatten())
 
 
 @given(drawn_rows())
 def test_a_chunk_is_its_rows_alone(rows):
-    given, m = batch_of(rows, 1), rows.chunks
-    given |= {"rewards": torch.arange(len(given["labels"])), "name": "any"}
-    given["position_ids"] = torch.arange(2 * given["labels"].numel()).view(2, *given["labels"].shape)
-    stacked = split_batch_into_thd_chunks(given, m)
-    each = len(given["labels"]) // m
+    inputs, m = batch_of(rows, 1), rows.chunks
+    inputs |= {"rewards": torch.arange(len(inputs["labels"])), "name": "any"}
+    inputs["position_ids"] = torch.arange(2 * inputs["labels"].numel()).view(2, *inputs["labels"].shape)
+    stacked = split_batch_into_thd_chunks(inputs, m)
+    each = len(inputs["labels"]) // m
     for i in range(m if m > 1 else 0):
-        own = slice(i * each, (i + 1) * each)
-        block = {name: x[own] if isinstance(x, torch.Tensor) else x for name, x in given.items()}
-        block["position_ids"] = given["position_ids"][:, own]
+        span = slice(i * each, (i + 1) * each)
+        block = {name: x[span] if isinstance(x, torch.Tensor) else x for name, x in inputs.items()}
+        block["position_ids"] = inputs["position_ids"][:, span]
         alone = process_input_for_thd(block)
         assert alone.keys() == stacked.keys()
         for name, value in alone.items():
@@ -135,12 +135,12 @@ def test_what_is_by_token_keeps_its_further_dims_in_several_chunks():
     assert torch.equal(out["features"], torch.stack([features.flatten(0, 1), features.flatten(0, 1) + 1]))
 
 
-def thd(real, padded, size=8, fill=FILL, **further):
-    return process_input_for_thd(batch(real, padded, size, **further), fill)
+def thd(real, padded, size=8, fill=FILL, **entries):
+    return process_input_for_thd(batch(real, padded, size, **entries), fill)
 
 
-def chunks(rows, m, **further):
-    return split_batch_into_thd_chunks(batch([[8]] * rows, [[8]] * rows, 8, **further), m)
+def chunks(rows, m, **entries):
+    return split_batch_into_thd_chunks(batch([[8]] * rows, [[8]] * rows, 8, **entries), m)
 
 
 REFUSED = [
@@ -209,23 +209,23 @@ def test_lengths_are_integers():
 
 @pytest.mark.parametrize("name", ["input_ids", "seq_lens", "seq_lens_padded"])
 def test_what_must_be_there(name):
-    given = batch([[8]], [[8]], 8)
-    del given[name]
+    inputs = batch([[8]], [[8]], 8)
+    del inputs[name]
     with pytest.raises(KeyError) as caught:
-        process_input_for_thd(given)
-    assert caught.value.args == (f"context_parallel.thd: batch has no '{name}'; it has {', '.join(given)}",)
+        process_input_for_thd(inputs)
+    assert caught.value.args == (f"context_parallel.thd: batch has no '{name}'; it has {', '.join(inputs)}",)
 
 
-@pytest.mark.parametrize("made", [split_batch_into_thd_chunks, partial(make_cp_batch_for_te, None)])
-def test_a_number_of_chunks_is_an_integer(made):
+@pytest.mark.parametrize("process", [split_batch_into_thd_chunks, partial(make_cp_batch_for_te, None)])
+def test_a_number_of_chunks_is_an_integer(process):
     with pytest.raises(TypeError) as caught:
-        made(batch([[8]], [[8]], 8), num_chunks=1.0)
-    assert str(caught.value) == f"context_parallel.{component_of(made)}: num_chunks=1.0 is a float; pass an int"
+        process(batch([[8]], [[8]], 8), num_chunks=1.0)
+    assert str(caught.value) == f"context_parallel.{component_of(process)}: num_chunks=1.0 is a float; pass an int"
 
 
-@pytest.mark.parametrize("made", [process_input_for_thd, partial(make_cp_batch_for_te, None)])
+@pytest.mark.parametrize("process", [process_input_for_thd, partial(make_cp_batch_for_te, None)])
 @pytest.mark.parametrize(
-    ("further", "sentence"),
+    ("entries", "sentence"),
     [
         ({"seq_lens": [[8]]}, "seq_lens is a list; pass a Tensor"),
         ({"seq_lens_padded": None}, "seq_lens_padded is None; pass a Tensor"),
@@ -233,11 +233,11 @@ def test_a_number_of_chunks_is_an_integer(made):
         ({"labels": [[1]]}, "labels is a list; pass a Tensor"),
         ({"position_ids": (1,)}, "position_ids is a tuple; pass a Tensor"),
     ],
-    ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_is_by_token_is_a_tensor(made, further, sentence):
+def test_what_is_by_token_is_a_tensor(process, entries, sentence):
     with pytest.raises(TypeError) as caught:
-        made(batch([[8]], [[8]], 8) | further)
+        process(batch([[8]], [[8]], 8) | entries)
     assert str(caught.value) == f"context_parallel.thd: {sentence}"
 
 
@@ -245,13 +245,15 @@ def test_labels_may_be_none():
     assert process_input_for_thd(batch([[8]], [[8]], 8, labels=None))["labels"] is None
 
 
-@pytest.mark.parametrize("made", [process_input_for_thd, partial(make_cp_batch_for_te, None)])
-def test_a_batch_is_a_dict_with_something_in_it(made):
+@pytest.mark.parametrize("process", [process_input_for_thd, partial(make_cp_batch_for_te, None)])
+def test_a_batch_is_a_dict_with_something_in_it(process):
     with pytest.raises(TypeError) as caught:
-        made(None)
-    assert str(caught.value) == f"context_parallel.{component_of(made)}: batch is None; pass a dict of tensors by name"
+        process(None)
+    assert (
+        str(caught.value) == f"context_parallel.{component_of(process)}: batch is None; pass a dict of tensors by name"
+    )
     with pytest.raises(KeyError) as missing:
-        made({})
+        process({})
     assert missing.value.args == ("context_parallel.thd: batch has no 'input_ids'; it has nothing",)
 
 

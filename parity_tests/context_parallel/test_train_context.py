@@ -74,8 +74,8 @@ def test_what_a_context_raises_when_it_is_first_entered_is_raised():
         raise RuntimeError("its own")
         yield
 
-    for given in (broken, broken()):
-        with pytest.raises(RuntimeError, match=r"^its own$"), get_train_context(False, False, given)():
+    for context in (broken, broken()):
+        with pytest.raises(RuntimeError, match=r"^its own$"), get_train_context(False, False, context)():
             pass
 
 

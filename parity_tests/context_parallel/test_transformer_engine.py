@@ -21,11 +21,11 @@ LAYOUT = TokenLayout.packed([0, 4, 12], [0, 3, 11], cp_size=2, cp_rank=1)
 @pytest.fixture
 def extension(monkeypatch):
     """One that answers; no more of it is known here."""
-    made = ModuleType(transformer_engine.EXTENSION)
-    made.__spec__ = SimpleNamespace(name=transformer_engine.EXTENSION)
-    made.thd_get_partitioned_indices = lambda cu, total, n, rank: torch.tensor([total, n, rank], dtype=torch.int32)
-    monkeypatch.setitem(sys.modules, transformer_engine.EXTENSION, made)
-    return made
+    module = ModuleType(transformer_engine.EXTENSION)
+    module.__spec__ = SimpleNamespace(name=transformer_engine.EXTENSION)
+    module.thd_get_partitioned_indices = lambda cu, total, n, rank: torch.tensor([total, n, rank], dtype=torch.int32)
+    monkeypatch.setitem(sys.modules, transformer_engine.EXTENSION, module)
+    return module
 
 
 class OnCuda(torch.Tensor):
@@ -64,10 +64,12 @@ def test_under_cp_attention_is_told_padded_offsets(cp_size):
     mesh = SimpleNamespace(size=lambda: cp_size, get_group=lambda: SimpleNamespace(rank=lambda: 0))
     lengths = torch.tensor([[3, 8]])
     batch = {"input_ids": torch.arange(12)[None], "seq_lens": lengths, "seq_lens_padded": torch.tensor([[4, 8]])}
-    told = transformer_engine.attention_kwargs(make_cp_batch_for_te(mesh, batch))
-    assert told["cu_seqlens_q"].tolist() == told["cu_seqlens_kv"].tolist() == [[0, 3, 11], [0, 4, 12]][cp_size - 1]
-    assert told["cu_seqlens_q_padded"].tolist() == told["cu_seqlens_kv_padded"].tolist() == [0, 4, 12]
-    assert (told["max_seqlen_q"], told["max_seqlen_kv"], told["qkv_format"]) == (8, 8, "thd")
+    keywords = transformer_engine.attention_kwargs(make_cp_batch_for_te(mesh, batch))
+    assert (
+        keywords["cu_seqlens_q"].tolist() == keywords["cu_seqlens_kv"].tolist() == [[0, 3, 11], [0, 4, 12]][cp_size - 1]
+    )
+    assert keywords["cu_seqlens_q_padded"].tolist() == keywords["cu_seqlens_kv_padded"].tolist() == [0, 4, 12]
+    assert (keywords["max_seqlen_q"], keywords["max_seqlen_kv"], keywords["qkv_format"]) == (8, 8, "thd")
 
 
 def test_attention_takes_one_chunk():

@@ -48,10 +48,10 @@ CORRECT = {
 def test_no_false_alarm(name):
     function, reference, inputs, outputs, draw = CORRECT[name]
     used = {dim for spec in (*inputs.values(), outputs) for dim in spec.split()}
-    made = scheme(
+    declaration = scheme(
         reference=reference, mesh={"tp": (1,)}, inputs=inputs, outputs=outputs, draw=draw, dtypes=DTYPES,
         dims={dim: sizes for dim, sizes in LONG.items() if dim in used},
     )(function)  # fmt: skip
     for seed in range(40):
-        report = judge(made, draw_case(made, seeded_chooser(seed), {}, seed=seed))
+        report = judge(declaration, draw_case(declaration, seeded_chooser(seed), {}, seed=seed))
         assert report.ok, str(report)

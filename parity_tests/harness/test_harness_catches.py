@@ -19,8 +19,8 @@ VERDICTS = {"cotangent": "hygiene", "input": "hygiene", "last bit": "hygiene", "
 
 
 def verdict(name):
-    made = SENTINELS[name]
-    return judge.judge(made, made.case(b=4, seed=7))
+    sentinel = SENTINELS[name]
+    return judge.judge(sentinel, sentinel.case(b=4, seed=7))
 
 
 @pytest.mark.parametrize("name", SENTINELS)
@@ -43,18 +43,18 @@ def budget_without_end(patch):
 
 def dropped_cotangent(patch):
     """Gradients are zero on both sides."""
-    drawn = inputs.cotangent
-    patch.setattr(inputs, "cotangent", lambda arg, case: 0.0 * drawn(arg, case))
+    original = inputs.cotangent
+    patch.setattr(inputs, "cotangent", lambda arg, case: 0.0 * original(arg, case))
 
 
 def skipped_gradients(patch):
     rows = compare.compare
-    patch.setattr(compare, "compare", lambda *given: [row for row in rows(*given) if row.role == "output"])
+    patch.setattr(compare, "compare", lambda *arguments: [row for row in rows(*arguments) if row.role == "output"])
 
 
 def skipped_second_output(patch):
     rows = compare.compare
-    patch.setattr(compare, "compare", lambda *given: [row for row in rows(*given) if row.name != "out[1]"])
+    patch.setattr(compare, "compare", lambda *arguments: [row for row in rows(*arguments) if row.name != "out[1]"])
 
 
 def missing_gradient_taken_for_right(patch):
@@ -85,19 +85,19 @@ def addends_not_summed(patch):
 def first_copy_alone(patch):
     stitched = compare.stitch
 
-    def first(*given):
-        found = stitched(*given)
-        return replace(found, copies=found.copies[:1], coordinates=found.coordinates[:1])
+    def first(*arguments):
+        outcome = stitched(*arguments)
+        return replace(outcome, copies=outcome.copies[:1], coordinates=outcome.coordinates[:1])
 
     patch.setattr(compare, "stitch", first)
 
 
 def stitch_with_the_wrong_layout(patch):
     """The ranks are cut by one layout and the reference is told another, which undoes the mistake."""
-    own = inputs.layout_function
+    original = inputs.layout_function
 
     def contiguous(name, lengths, custom, trusted):
-        return own("contiguous" if name == "striped" else name, lengths, custom, trusted)
+        return original("contiguous" if name == "striped" else name, lengths, custom, trusted)
 
     patch.setattr(inputs, "layout_function", contiguous)
 
@@ -123,14 +123,14 @@ def reference_that_echoes_the_ranks(patch):
     """The ranks' own answer stands in for the reference's: a test of a thing against itself."""
     evaluated = oracle.evaluate
 
-    def echo(scheme, given, case):
-        found = evaluated(scheme, given, case)
-        results = judge.run(given, case, case.engine).results
+    def echo(scheme, program, case):
+        evaluation = evaluated(scheme, program, case)
+        results = judge.run(program, case, case.engine).results
         outputs = {
             arg.name: compare.stitch(arg, [r.outputs[arg.name] for r in results], case, {}, "output").copies[0]
             for arg in scheme.outputs
         }
-        return replace(found, outputs=outputs)
+        return replace(evaluation, outputs=outputs)
 
     patch.setattr(oracle, "evaluate", echo)
 

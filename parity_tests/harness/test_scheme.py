@@ -45,21 +45,21 @@ def rejection(function=None, **changes):
 
 
 def test_a_scheme_is_frozen_and_calls_its_function():
-    made = declare()
-    assert made(None, torch.ones(2, 3), None).tolist() == [1.0, 1.0]
-    assert repr(made) == "<scheme logprob_over_tp: logits 'b s/cp v/tp', target 'b s/cp' -> 'b s/cp tp=I'>"
+    declaration = declare()
+    assert declaration(None, torch.ones(2, 3), None).tolist() == [1.0, 1.0]
+    assert repr(declaration) == "<scheme logprob_over_tp: logits 'b s/cp v/tp', target 'b s/cp' -> 'b s/cp tp=I'>"
     with pytest.raises(FrozenInstanceError):
-        made.name = "other"
+        declaration.name = "other"
 
 
 def test_what_is_integer():
     def annotated(mesh, x: Float[Tensor, "n"], y: Int[Tensor, "n"]) -> Int[Tensor, "n"]: ...
 
-    made = scheme(
+    declaration = scheme(
         reference=lambda x, y: y, mesh={"tp": (1,)}, inputs={"x": "n/tp", "y": "n/tp"}, outputs="n/tp",
         draw={"y": integers(0, 3)},
     )(annotated)  # fmt: skip
-    assert [arg.is_integer for arg in (*made.inputs, *made.outputs)] == [False, True, True]
+    assert [arg.is_integer for arg in (*declaration.inputs, *declaration.outputs)] == [False, True, True]
     assert [declare(draw={"target": how}).inputs[1].is_integer for how in (mask("s"), integers(0, 3))] == [True, True]
 
 
@@ -159,11 +159,11 @@ def test_a_spec_is_a_string():
 def test_an_axis_in_no_spec():
     def ranks(mesh, x: Int[Tensor, "n"]) -> Int[Tensor, "n"]: ...
 
-    said = rejection(
+    message = rejection(
         ranks, reference=identity, mesh={"tp": (1,), "cp": (1,)}, inputs={"x": "n/tp"}, outputs="n/tp",
         draw={"x": integers(0, 1)},
     )  # fmt: skip
-    assert said == "scheme 'ranks': axis 'cp' is in mesh and in no spec; drop it"
+    assert message == "scheme 'ranks': axis 'cp' is in mesh and in no spec; drop it"
 
 
 async def coroutine(mesh, logits, target): ...
@@ -206,26 +206,26 @@ def test_what_is_no_plain_function(function, sentence):
 def test_an_integer_needs_a_draw():
     def ranks(mesh, x: Int[Tensor, "n"]): ...
 
-    said = rejection(ranks, reference=identity, mesh={"tp": (1,)}, inputs={"x": "n/tp"}, outputs="n/tp", draw=...)
-    assert said == (
+    message = rejection(ranks, reference=identity, mesh={"tp": (1,)}, inputs={"x": "n/tp"}, outputs="n/tp", draw=...)
+    assert message == (
         "scheme 'ranks': 'x' is an integer and has no draw; give draw={'x': token_below(...)} or integers(...)"
     )
 
 
 def test_names_that_are_given_must_be_known():
-    made = declare()
+    declaration = declare()
     with pytest.raises(ValueError) as caught:
-        made.case(cp=4, k=3)
+        declaration.case(cp=4, k=3)
     assert str(caught.value) == "scheme 'logprob_over_tp': 'k' is no mesh axis, dim or option (cp, tp, b, s, v)"
     with pytest.raises(ValueError) as caught:
-        made.case(cp=0)
+        declaration.case(cp=0)
     assert str(caught.value) == "scheme 'logprob_over_tp': cp=0; sizes are integers >= 1"
     with pytest.raises(ValueError) as caught:
-        made.verify(engine="mpi")
+        declaration.verify(engine="mpi")
     assert str(caught.value) == ("scheme 'logprob_over_tp': engine 'mpi' is not one of lockstep, gloo, nccl, torchrun")
     with pytest.raises(ValueError) as caught:
         declare(engines=("gloo",)).verify()
     assert str(caught.value) == "scheme 'logprob_over_tp': is declared for gloo only, not lockstep"
     with pytest.raises(ValueError) as caught:
-        made.verify(examples=0)
+        declaration.verify(examples=0)
     assert str(caught.value) == "scheme 'logprob_over_tp': examples=0; give 1 or more"

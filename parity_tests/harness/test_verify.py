@@ -22,22 +22,22 @@ def wrong_in_bfloat16(mesh, x):
 
 
 def test_where_all_dims_are_given_each_dtype_is_tried():
-    made = declared(wrong_in_bfloat16)
-    assert made.verify(tp=2, b=6, dtype="float32").ok
-    report = made.verify(tp=2, b=6)
+    declaration = declared(wrong_in_bfloat16)
+    assert declaration.verify(tp=2, b=6, dtype="float32").ok
+    report = declaration.verify(tp=2, b=6)
     assert not report.ok and report.case.dtype == "bfloat16"
-    assert made.verify(tp=2, b=6, examples=1).examples == 1
+    assert declaration.verify(tp=2, b=6, examples=1).examples == 1
 
 
 def test_where_all_dims_are_given_each_mesh_that_fits_them_is_tried():
     def wrong_on_three_ranks(mesh, x):
         return x * (2 if mesh.size("tp") == 3 else 3)
 
-    made = declared(wrong_on_three_ranks, mesh={"tp": (1, 2, 3, 4)})
+    declaration = declared(wrong_on_three_ranks, mesh={"tp": (1, 2, 3, 4)})
     for seed in range(4):
-        report = made.verify(b=6, seed=seed)  # 4 ranks cannot cut it
+        report = declaration.verify(b=6, seed=seed)  # 4 ranks cannot cut it
         assert not report.ok and dict(report.case.mesh) == {"tp": 3}, seed
-        assert made.verify(b=4, seed=seed).meshes == ("tp=1", "tp=2", "tp=4")
+        assert declaration.verify(b=4, seed=seed).meshes == ("tp=1", "tp=2", "tp=4")
 
 
 def tripled(mesh, x):
@@ -45,22 +45,24 @@ def tripled(mesh, x):
 
 
 def test_meshes_that_cannot_cut_the_sizes_given_are_named_with_the_reason():
-    made = declared(tripled, mesh={"dp": (1, 2), "tp": (1, 2, 4)}, inputs={"x": "b/tp dp=I"}, outputs="b/tp dp=I")
+    declaration = declared(
+        tripled, mesh={"dp": (1, 2), "tp": (1, 2, 4)}, inputs={"x": "b/tp dp=I"}, outputs="b/tp dp=I"
+    )
     why = "b=6 cannot be cut by contiguous over tp=4 (needs a multiple of 4); pad to 8"
-    report = made.verify(b=6)
+    report = declaration.verify(b=6)
     assert report.ok and report.meshes == ("dp=1,tp=1", "dp=1,tp=2", "dp=2,tp=1", "dp=2,tp=2")
     assert report.left_out == {"dp=1,tp=4": why, "dp=2,tp=4": why}
     assert str(report).splitlines()[-1] == f"  left out: dp=1,tp=4 dp=2,tp=4: {why}"
     assert report.to_dict()["left_out"] == report.left_out
-    assert made.verify(b=8).left_out == {} and "left out" not in str(made.verify(b=8))
-    assert made.verify(b=6, tp=2).left_out == {}
+    assert declaration.verify(b=8).left_out == {} and "left out" not in str(declaration.verify(b=8))
+    assert declaration.verify(b=6, tp=2).left_out == {}
 
 
 def test_a_mesh_is_left_out_for_a_size_that_was_given_not_for_one_that_was_drawn():
     inputs = {"x": "s/tp", "y": "b/tp"}
-    made = declared(lambda mesh, x, y: y * 3, mesh={"tp": (1, 2, 4)}, inputs=inputs, draw={},
+    declaration = declared(lambda mesh, x, y: y * 3, mesh={"tp": (1, 2, 4)}, inputs=inputs, draw={},
                     reference=lambda x, y: y * 3, dims={"s": (1, 2, 3)})  # fmt: skip
-    why = made.verify(b=7, examples=2).left_out
+    why = declaration.verify(b=7, examples=2).left_out
     assert why == {
         f"tp={size}": f"b=7 cannot be cut by contiguous over tp={size} (needs a multiple of {size}); pad to 8"
         for size in (2, 4)
@@ -68,11 +70,11 @@ def test_a_mesh_is_left_out_for_a_size_that_was_given_not_for_one_that_was_drawn
 
 
 def test_a_mesh_that_no_drawn_size_suits_is_told_as_such():
-    made = declared(lambda mesh, x, y: y * 3, mesh={"tp": (2, 3)}, inputs={"x": "s/tp", "y": "b tp=I"},
+    declaration = declared(lambda mesh, x, y: y * 3, mesh={"tp": (2, 3)}, inputs={"x": "s/tp", "y": "b tp=I"},
                     outputs="b tp=I", draw={}, reference=lambda x, y: y * 3, dims={"s": (2, 3)})  # fmt: skip
-    assert meshes_left_out(made, {"b": 2}) == []
+    assert meshes_left_out(declaration, {"b": 2}) == []
     why = "of the sizes drawn, s=2 cannot be cut by contiguous over tp=3 (needs a multiple of 3); pad to 3"
-    assert meshes_left_out(made, {"b": 2}, limit=1) == [({"tp": 3}, why)]
+    assert meshes_left_out(declaration, {"b": 2}, limit=1) == [({"tp": 3}, why)]
 
 
 def test_a_mistake_is_told_with_the_meshes_that_were_left_out():
@@ -94,20 +96,20 @@ def test_where_an_option_is_left_open_the_profile_says_how_many_cases_are_drawn(
     def wrong_in_one_option(mesh, x, chunk_size):
         return x * (2 if chunk_size == 7 else 3)
 
-    made = declared(wrong_in_one_option, rank_options={"chunk_size": (1, 2, 7)}, draw={"x": values("iota")})
+    declaration = declared(wrong_in_one_option, rank_options={"chunk_size": (1, 2, 7)}, draw={"x": values("iota")})
     for seed in range(4):
-        assert made.verify(tp=2, b=6, seed=seed).case.options == {"chunk_size": 7}, seed
-    assert made.verify(tp=2, b=6, chunk_size=2).examples == len(made.dtypes)
+        assert declaration.verify(tp=2, b=6, seed=seed).case.options == {"chunk_size": 7}, seed
+    assert declaration.verify(tp=2, b=6, chunk_size=2).examples == len(declaration.dtypes)
 
 
 def test_a_reference_that_is_nan_everywhere_is_equal_to_nothing():
     def root(mesh, x):
         return torch.sqrt(-1.0 - x * x)
 
-    made = declared(root, reference=lambda x: jnp.sqrt(-1.0 - x * x))
-    for given in ({}, {"tp": 2, "b": 4}, {"examples": 1}):
+    declaration = declared(root, reference=lambda x: jnp.sqrt(-1.0 - x * x))
+    for sizes in ({}, {"tp": 2, "b": 4}, {"examples": 1}):
         with pytest.raises(ValueError) as caught:
-            made.verify(**given)
+            declaration.verify(**sizes)
         assert str(caught.value).startswith("scheme 'root': the reference of out is NaN everywhere at tp=2 b=")
         assert str(caught.value).endswith("; nothing of it was compared: mend it, or draw values that it is made for")
 
@@ -124,8 +126,8 @@ def test_a_gradient_that_is_none_is_told_from_one_that_is_zero():
     def detached(mesh, x):
         return x.detach() * 3 + (0 * x if mesh.size("tp") > 1 else 0)
 
-    made = declared(detached, mesh={"tp": (1, 2)}, dtypes=("float32",))
-    none, zero = made.verify(tp=1, b=4), made.verify(tp=2, b=4)
+    declaration = declared(detached, mesh={"tp": (1, 2)}, dtypes=("float32",))
+    none, zero = declaration.verify(tp=1, b=4), declaration.verify(tp=2, b=4)
     assert none.notes["d/d x"][0] == "no gradient was returned (None): backward does not reach this input"
     assert zero.notes["d/d x"][0] == "gradient is zero: backward does not reach this input"
     assert "inf" not in str(none) + str(zero)
@@ -136,17 +138,17 @@ def test_a_gradient_that_is_none_on_one_rank_is_told_with_the_rank():
         return (x if mesh.rank("tp") == 0 else x.detach()) * 3
 
     report = declared(forgetful, dtypes=("float32",)).verify(b=4)
-    said = "no gradient was returned (None) by tp rank 1: backward does not reach this input there"
-    assert report.notes["d/d x"][0] == said
+    note = "no gradient was returned (None) by tp rank 1: backward does not reach this input there"
+    assert report.notes["d/d x"][0] == note
 
 
 def test_a_gradient_that_is_none_is_told_where_the_expected_one_is_within_its_budget():
     def detached(mesh, x, y):
         return x * 3
 
-    made = declared(detached, inputs={"x": "b/tp", "y": "b/tp"}, dtypes=("float32",), draw={},
+    declaration = declared(detached, inputs={"x": "b/tp", "y": "b/tp"}, dtypes=("float32",), draw={},
                     reference=lambda x, y: 3.0 * x + 1e-42 * y)  # fmt: skip
-    report = made.verify(b=4)
+    report = declaration.verify(b=4)
     assert not report.ok and report.notes["d/d y"] == (
         "no gradient was returned (None): backward does not reach this input",
         "the reference's is not zero, although too small for its budget: return zeros, or let backward reach it",

@@ -38,9 +38,9 @@ def logits(kind: str, dtype: torch.dtype, device: str, n: int = 6, v: int = 13) 
 
 def columns(z: Tensor, k: int) -> Tensor:
     """k columns of each row, some twice, some of another rank, one row all of nobody's."""
-    drawn = generator(k).integers(OUT_OF_VOCABULARY, z.shape[-1], (len(z), k))
-    drawn[3] = OUT_OF_VOCABULARY
-    return torch.from_numpy(drawn).to(z.device, torch.int32)
+    ids = generator(k).integers(OUT_OF_VOCABULARY, z.shape[-1], (len(z), k))
+    ids[3] = OUT_OF_VOCABULARY
+    return torch.from_numpy(ids).to(z.device, torch.int32)
 
 
 STRIDES = {

@@ -118,21 +118,23 @@ class _InSteps(torch.autograd.Function):
         rows = logits.flatten(0, 1)
         column = st.local_column(target.reshape(-1, 1), start, end)
         m_r, rest_r, z_r, d_r = st.all_ranks(local_statistics(rows, column, temperature, True, STEP), group).unbind(1)
-        whole, z_t = st.merged_normaliser(m_r, rest_r, temperature), st.merged_target(z_r)
-        depth = st.merged_depth(m_r, rest_r, d_r, whole, temperature)
+        normaliser, z_t = st.merged_normaliser(m_r, rest_r, temperature), st.merged_target(z_r)
+        depth = st.merged_depth(m_r, rest_r, d_r, normaliser, temperature)
         column = torch.where(z_t.unsqueeze(-1) == torch.inf, st.OUT_OF_VOCABULARY, column)
-        ctx.save_for_backward(logits, *whole, column, depth)
+        ctx.save_for_backward(logits, *normaliser, column, depth)
         ctx.temperature = temperature
-        scores = st.logprob_of(z_t, whole, temperature), depth - whole.log_total
+        scores = st.logprob_of(z_t, normaliser, temperature), depth - normaliser.log_total
         return tuple(x.view(target.shape) for x in scores)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, g_logprob, g_entropy):
-        logits, *whole, column, depth = ctx.saved_tensors
+        logits, *normaliser, column, depth = ctx.saved_tensors
         rows = logits.flatten(0, 1)
-        gradient, asked = torch.empty_like(rows), gather_gradient(column, g_logprob.reshape(-1, 1))
-        write_gradient(gradient, rows, ctx.temperature, True, asked, *whole, depth, g_entropy.reshape(-1), STEP)
+        gradient, at_target = torch.empty_like(rows), gather_gradient(column, g_logprob.reshape(-1, 1))
+        write_gradient(
+            gradient, rows, ctx.temperature, True, at_target, *normaliser, depth, g_entropy.reshape(-1), STEP
+        )
         return gradient.view(logits.shape), None, None, None, None, None
 
 
@@ -147,5 +149,5 @@ class _InSteps(torch.autograd.Function):
 )
 def triton_cut_sequence(mesh, x):
     cp = mesh.size("cp")
-    held = dual_chunk_swap(x.shape[1], cp)[mesh.rank("cp")]
-    return rows_at(x, held, 1, backend="triton")
+    positions = dual_chunk_swap(x.shape[1], cp)[mesh.rank("cp")]
+    return rows_at(x, positions, 1, backend="triton")

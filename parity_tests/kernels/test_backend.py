@@ -21,7 +21,7 @@ class OnCuda:
 
 
 @pytest.mark.parametrize(
-    ("asked", "x", "chosen"),
+    ("backend", "x", "chosen"),
     [
         ("auto", ON_CPU, "eager"),
         ("eager", ON_CPU, "eager"),
@@ -32,12 +32,12 @@ class OnCuda:
         ("compile", OnCuda, "compile"),
     ],
 )
-def test_the_device_decides_where_nothing_is_asked_for(asked, x, chosen):
-    assert checked_backend("f", asked, "x", x) == chosen
+def test_the_device_decides_where_nothing_is_asked_for(backend, x, chosen):
+    assert checked_backend("f", backend, "x", x) == chosen
 
 
 @pytest.mark.parametrize(
-    ("asked", "text"),
+    ("backend", "text"),
     [
         ("cuda", "kernels.rows_at: backend='cuda' is not one of auto, eager, compile, triton"),
         (
@@ -47,20 +47,20 @@ def test_the_device_decides_where_nothing_is_asked_for(asked, x, chosen):
         ),
     ],
 )
-def test_refusals(asked, text):
+def test_refusals(backend, text):
     with pytest.raises(ValueError) as caught:
-        rows_at(ON_CPU, torch.tensor([0]), backend=asked)
+        rows_at(ON_CPU, torch.tensor([0]), backend=backend)
     assert str(caught.value) == text
 
 
 @pytest.mark.parametrize(
-    ("asked", "x", "which"),
+    ("backend", "x", "which"),
     [("triton", ON_CPU, "backend='triton' needs triton"), ("auto", OnCuda, "backend='auto' on CUDA needs triton")],
 )
-def test_without_triton_the_extra_is_named(asked, x, which, monkeypatch):
+def test_without_triton_the_extra_is_named(backend, x, which, monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(ImportError) as caught:
-        checked_backend("vocab_parallel.logprob", asked, "vocab_parallel_logits", x)
+        checked_backend("vocab_parallel.logprob", backend, "vocab_parallel_logits", x)
     assert str(caught.value) == (
         f"vocab_parallel.logprob: {which}; pip install 'shardproof[triton]', or use 'eager' or 'compile'"
     )

@@ -75,8 +75,8 @@ def stack_bytes(binary, folder):
     file = Path(folder) / "kernel.cubin"
     file.write_bytes(binary)
     tool = resources.files(triton) / "backends" / "nvidia" / "bin" / "cuobjdump"
-    said = subprocess.run([str(tool), "-res-usage", str(file)], capture_output=True, text=True, check=True)
-    return [int(size) for size in re.findall(r"(?:STACK|LOCAL):(\d+)", said.stdout + said.stderr)]
+    result = subprocess.run([str(tool), "-res-usage", str(file)], capture_output=True, text=True, check=True)
+    return [int(size) for size in re.findall(r"(?:STACK|LOCAL):(\d+)", result.stdout + result.stderr)]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -84,13 +84,13 @@ def stack_bytes(binary, folder):
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_spills_nothing_and_moves_16_bytes_at_once(name, logits, accumulator, architecture, tmp_path):
     kernel, constants, warps = KERNELS[name]
-    made = compiled(kernel, architecture, logits, accumulator, constants, num_warps=warps)
-    sizes = stack_bytes(made.asm["cubin"], tmp_path)
+    binary = compiled(kernel, architecture, logits, accumulator, constants, num_warps=warps)
+    sizes = stack_bytes(binary.asm["cubin"], tmp_path)
     assert sizes and set(sizes) == {0}
     if name != "gradient at ids":
-        assert re.search(r"ld\.global\S*\.v4\.b32", made.asm["ptx"])
+        assert re.search(r"ld\.global\S*\.v4\.b32", binary.asm["ptx"])
     if name.startswith("gradient") and name != "gradient at ids":
-        assert re.search(r"st\.global\S*\.v4\.b32", made.asm["ptx"])
+        assert re.search(r"st\.global\S*\.v4\.b32", binary.asm["ptx"])
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -101,5 +101,5 @@ def test_a_kernel_compiles_for_float64(name):
 
 def test_the_gather_asserts_on_the_device_that_an_index_is_inside():
     constants = dict(column_stride=1, HEIGHT=4, COLUMNS=1024)
-    made = compiled(row_gather.gather_kernel, 90, "i32", "i32", constants, debug=True, sanitize_overflow=False)
-    assert "__assertfail" in made.asm["ptx"]
+    binary = compiled(row_gather.gather_kernel, 90, "i32", "i32", constants, debug=True, sanitize_overflow=False)
+    assert "__assertfail" in binary.asm["ptx"]

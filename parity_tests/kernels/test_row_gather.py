@@ -60,9 +60,9 @@ def test_strides_change_nothing(view, dim):
     assert torch.equal(rows_at(x, index, dim, backend="triton"), x.index_select(dim, index))
 
 
-@pytest.mark.parametrize(("shape", "taken"), [((0, 4), 0), ((3, 0), 2), ((3, 4), 0), ((5,), 3)])
-def test_nothing_and_single_numbers_can_be_taken(shape, taken):
-    x, index = torch.ones(shape, device=DEVICE), torch.arange(taken, device=DEVICE)
+@pytest.mark.parametrize(("shape", "count"), [((0, 4), 0), ((3, 0), 2), ((3, 4), 0), ((5,), 3)])
+def test_nothing_and_single_numbers_can_be_taken(shape, count):
+    x, index = torch.ones(shape, device=DEVICE), torch.arange(count, device=DEVICE)
     assert torch.equal(rows_at(x, index, backend="triton"), x.index_select(0, index))
 
 
@@ -77,11 +77,11 @@ def test_gradients_of_a_row_taken_twice_add_up():
 
 
 def test_packed_rows_come_back_in_order():
-    held = packed(12, 2, torch.tensor([0, 4, 12]), device=DEVICE)
+    index = packed(12, 2, torch.tensor([0, 4, 12]), device=DEVICE)
     x = normal(12, 3).to(DEVICE)
-    there = rows_at(x, torch.cat(held), backend="triton")
-    assert torch.equal(there, x[torch.cat(held)])
-    assert torch.equal(rows_at(there, inverse(held), backend="triton"), x)
+    there = rows_at(x, torch.cat(index), backend="triton")
+    assert torch.equal(there, x[torch.cat(index)])
+    assert torch.equal(rows_at(there, inverse(index), backend="triton"), x)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="an assertion on CUDA ends the process")

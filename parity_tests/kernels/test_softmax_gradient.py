@@ -40,8 +40,8 @@ def given_to(z, k, temperature=1.0, with_entropy=True):
 def by_kernel(z, column, floats, temperature=1.0, normalised=True, step=4, dtype=None):
     g, *rest = floats
     out = torch.empty(z.shape, dtype=dtype or z.dtype, device=z.device)
-    asked = None if column is None else gather_gradient(column, g)
-    write_gradient(out, z, temperature, normalised, asked, *rest, step=step)
+    at_ids = None if column is None else gather_gradient(column, g)
+    write_gradient(out, z, temperature, normalised, at_ids, *rest, step=step)
     return out
 
 
@@ -54,8 +54,8 @@ def held(z, k, temperature, normalised, with_entropy, step):
 
     def twin(x, g, *rest):
         out = torch.empty_like(x)
-        asked = None if column is None else gather_gradient(column.cpu(), g)
-        fused_logprob.write_gradient(out, x, temperature, normalised, asked, *rest)
+        at_ids = None if column is None else gather_gradient(column.cpu(), g)
+        fused_logprob.write_gradient(out, x, temperature, normalised, at_ids, *rest)
         return out
 
     return worst_ratio(got, twin, (z, *floats), 1 if column is None else column.shape[-1])

@@ -78,9 +78,9 @@ def test_an_empty_shard_or_no_row_says_nothing(shape, k):
 
 def test_nothing_is_asked_for_that_is_not_returned():
     z = logits("normal", torch.float32, DEVICE)
-    whole = local_statistics(z, columns(z, 2), 1.0, True)
-    assert torch.equal(local_statistics(z, None, 1.0, False), whole[:2])
-    assert torch.equal(local_statistics(z, columns(z, 2), 1.0, False), whole[:-1])
+    full = local_statistics(z, columns(z, 2), 1.0, True)
+    assert torch.equal(local_statistics(z, None, 1.0, False), full[:2])
+    assert torch.equal(local_statistics(z, columns(z, 2), 1.0, False), full[:-1])
 
 
 @pytest.mark.parametrize("step", [2, 16])
@@ -88,6 +88,6 @@ def test_nan_and_infinity_stay_visible(step):
     z = normal(4, 6).float().to(DEVICE)
     z[0, 1], z[1, 5], z[2, 0] = math.nan, math.nan, math.inf
     largest, rest = local_statistics(z, None, 1.0, False, step=step)
-    merged = st.merged_normaliser(largest.unsqueeze(0), rest.unsqueeze(0), 1.0)
-    assert merged.log_total.isnan().tolist() == [True, True, True, False]
+    total = st.merged_normaliser(largest.unsqueeze(0), rest.unsqueeze(0), 1.0)
+    assert total.log_total.isnan().tolist() == [True, True, True, False]
     assert (largest < math.inf).tolist() == [False, False, False, True]

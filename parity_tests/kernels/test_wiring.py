@@ -90,14 +90,14 @@ def test_an_entropy_that_nobody_uses_has_no_slope_on_either():
     def body(mesh, case):
         z = logits(mesh.rank("tp")).detach()
         z[0, 2] = math.nan  # nobody's target
-        found = []
+        checks = []
         for backend in ("triton", "eager"):
             x = z.clone().requires_grad_()
             (gradient,) = torch.autograd.grad(
                 logprob(mesh, x, backend=backend, with_entropy=True), x, [torch.ones(B, S), (TARGET >= 0).float()]
             )
-            found.append(bool((gradient[0, 2] == 0).all()) and not gradient.isnan().any())
-        return found
+            checks.append(bool((gradient[0, 2] == 0).all()) and not gradient.isnan().any())
+        return checks
 
     assert on_two_ranks(body) == ([True, True],) * 2
 
@@ -112,14 +112,14 @@ def test_a_row_that_is_no_number_is_none_on_both():
         z[1, 1] = -math.inf
         same = []
         for with_entropy in (False, True):
-            found = []
+            results = []
             for backend in ("triton", "eager"):
                 x = z.clone().requires_grad_()
                 y = logprob(mesh, x, backend=backend, with_entropy=with_entropy)
                 outputs = y if with_entropy else (y,)
                 (gradient,) = torch.autograd.grad(outputs, x, [torch.ones(B, S)] * len(outputs))
-                found.append([*(output.isnan().tolist() for output in outputs), gradient.isnan().tolist()])
-            same.append(found[0] == found[1] and any(map(any, found[0][0])))
+                results.append([*(output.isnan().tolist() for output in outputs), gradient.isnan().tolist()])
+            same.append(results[0] == results[1] and any(map(any, results[0][0])))
         return same
 
     assert on_two_ranks(body) == ([True, True],) * 2

@@ -20,8 +20,8 @@ DERIVED = ("inverse", "sequence_ids", "position_ids", "padding_mask", "local_ind
 
 
 def test_one_object_for_equal_arguments():
-    asked = "striped", 14, 2, 0, torch.device("cpu")
-    assert dense_layout(*asked) is dense_layout(*asked)
+    arguments = "striped", 14, 2, 0, torch.device("cpu")
+    assert dense_layout(*arguments) is dense_layout(*arguments)
 
 
 def test_nothing_fake_is_kept_and_nothing_kept_is_given_among_fakes():
@@ -102,7 +102,7 @@ def test_a_mixer_runs_after_its_memory_was_estimated(strategy_of, cu):
     """The numbers of a run without it, of sizes that no other test asks for."""
 
     def body(mesh, case):
-        found, offsets = [], cu and torch.tensor(cu)
+        results, offsets = [], cu and torch.tensor(cu)
         for d_state, is_estimated in ((6, False), (7, True)):
             mixer = filled(d_state=d_state)
             strategy = strategy_of(mesh, mixer, d_state=d_state)
@@ -115,8 +115,8 @@ def test_a_mixer_runs_after_its_memory_was_estimated(strategy_of, cu):
                     else:
                         with pytest.raises(RuntimeError):  # fake offsets have no numbers to cut by
                             strategy.mix(among, offsets)
-            found.append(type(strategy.mix(x, offsets)) is torch.Tensor)
-        return found
+            results.append(type(strategy.mix(x, offsets)) is torch.Tensor)
+        return results
 
     assert run(body, CaseSpec(scheme="mamba", mesh={"cp": 2})).results == ([True, True],) * 2
 

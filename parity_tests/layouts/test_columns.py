@@ -19,8 +19,8 @@ CUT = [
 def test_columns_are_those_of_the_reference(heads, width, groups, state, cp):
     sizes = MambaSizes(heads, width, groups, state)
     for ours, theirs in ((projection_columns, reference.projection_columns), (conv_channels, reference.conv_channels)):
-        wanted = [held.tolist() for held in theirs(heads, width, groups, state, cp)]
-        assert ours(sizes, cp).tolist() == wanted
+        expected = [columns.tolist() for columns in theirs(heads, width, groups, state, cp)]
+        assert ours(sizes, cp).tolist() == expected
     assert projection_columns(sizes, cp).shape[1] == sizes.local(cp).width
     assert conv_channels(sizes, cp).shape[1] == sizes.local(cp).channels
 

@@ -31,15 +31,15 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("given", "sentence"), REFUSED, ids=[text[:60] for _, text in REFUSED])
-def test_what_is_no_permutation_is_refused(given, sentence):
+@pytest.mark.parametrize(("shards", "sentence"), REFUSED, ids=[text[:60] for _, text in REFUSED])
+def test_what_is_no_permutation_is_refused(shards, sentence):
     with pytest.raises(ValueError) as caught:
-        inverse([torch.tensor(piece) for piece in given])
+        inverse([torch.tensor(piece) for piece in shards])
     assert str(caught.value) == f"layouts.inverse: {sentence}"
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("positions", "sentence"),
     [
         (5, "positions=5 is no sequence; pass a tensor of positions for each rank"),
         ([], "positions=[] holds no tensor; pass a tensor of positions for each rank"),
@@ -49,9 +49,9 @@ def test_what_is_no_permutation_is_refused(given, sentence):
     ],
     ids=["int", "empty", "list", "float", "bool"],
 )
-def test_what_are_no_positions_is_refused(given, sentence):
+def test_what_are_no_positions_is_refused(positions, sentence):
     with pytest.raises(TypeError) as caught:
-        inverse(given)
+        inverse(positions)
     assert str(caught.value) == f"layouts.inverse: {sentence}"
 
 
@@ -72,10 +72,10 @@ def among_fakes(pieces):
     ids=["fake", "meta", "vmap", "compile"],
 )
 def test_what_has_no_numbers_is_not_looked_at(called):
-    found = called([torch.tensor([0, 3]), torch.tensor([1, 2])])
-    assert found.shape == (4,)
-    if type(found) is torch.Tensor and found.device.type == "cpu":
-        assert found.tolist() == [0, 2, 3, 1]
+    index = called([torch.tensor([0, 3]), torch.tensor([1, 2])])
+    assert index.shape == (4,)
+    if type(index) is torch.Tensor and index.device.type == "cpu":
+        assert index.tolist() == [0, 2, 3, 1]
 
 
 def test_pieces_come_in_any_order_of_giving():

@@ -10,16 +10,16 @@ from jax_ref.layouts import uncuttable as uncuttable_reference
 from torch_impl.layouts import BUILTIN, needs, uncuttable
 
 
-@pytest.mark.parametrize("wanted", [needs, needs_reference])
-def test_multiples(wanted):
-    assert {name: wanted(name, 4) for name in BUILTIN} == {
+@pytest.mark.parametrize("multiple", [needs, needs_reference])
+def test_multiples(multiple):
+    assert {name: multiple(name, 4) for name in BUILTIN} == {
         "contiguous": 4,
         "dual_chunk_swap": 8,
         "packed": 1,
         "ragged": 1,
         "striped": 4,
     }
-    assert wanted("mine", 4) == 1
+    assert multiple("mine", 4) == 1
 
 
 def test_both_sides_have_the_same_layouts():
@@ -63,17 +63,17 @@ NO_INTEGERS += [
 
 
 @pytest.mark.parametrize("name", [name for name in BUILTIN if name != "packed"])
-@pytest.mark.parametrize(("size", "world", "told"), NO_INTEGERS)
-def test_what_is_no_integer_is_refused(name, size, world, told):
+@pytest.mark.parametrize(("size", "world", "message"), NO_INTEGERS)
+def test_what_is_no_integer_is_refused(name, size, world, message):
     with pytest.raises(TypeError) as caught:
         BUILTIN[name](size, world)
-    assert str(caught.value) == f"{name}: {told}; pass an int"
+    assert str(caught.value) == f"{name}: {message}; pass an int"
     with pytest.raises(TypeError) as caught:
         uncuttable("size", size, "world", world, name)
-    assert str(caught.value) == f"{told}; pass an int"
+    assert str(caught.value) == f"{message}; pass an int"
 
 
 @pytest.mark.parametrize("name", [name for name in BUILTIN if name != "packed"])
-@pytest.mark.parametrize("given", [(np.int32(8), np.int64(2)), (torch.tensor(8), 2), (8, torch.tensor(2))])
-def test_a_size_is_an_integer_of_any_kind(name, given):
-    assert [len(piece) for piece in BUILTIN[name](*given)] == [4, 4]
+@pytest.mark.parametrize("arguments", [(np.int32(8), np.int64(2)), (torch.tensor(8), 2), (8, torch.tensor(2))])
+def test_a_size_is_an_integer_of_any_kind(name, arguments):
+    assert [len(piece) for piece in BUILTIN[name](*arguments)] == [4, 4]

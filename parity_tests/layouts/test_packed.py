@@ -118,8 +118,10 @@ def test_offsets_are_integers():
     assert str(caught.value) == "packed: cu_seqlens=['a'] are no offsets; pass a row of integers"
 
 
-@pytest.mark.parametrize(("size", "world", "told"), [(8.0, 2, "size=8.0 is a float"), (8, "2", "world='2' is a str")])
-def test_sizes_are_integers(size, world, told):
+@pytest.mark.parametrize(
+    ("size", "world", "message"), [(8.0, 2, "size=8.0 is a float"), (8, "2", "world='2' is a str")]
+)
+def test_sizes_are_integers(size, world, message):
     with pytest.raises(TypeError) as caught:
         packed(size, world, [0, 8])
-    assert str(caught.value) == f"packed: {told}; pass an int"
+    assert str(caught.value) == f"packed: {message}; pass an int"

@@ -148,10 +148,10 @@ def test_chunks_are_the_reference(counts, order, m):
 def test_balancing_and_interleaving_are_the_reference_and_each_other_undone(counts, n):
     offsets = [0, *accumulate(2 * n * count for count in counts)]
     local = [offset // n for offset in offsets]
-    x, whole, own = rows(offsets[-1]), torch.tensor(offsets), torch.tensor(local)
+    x, full_offsets, local_offsets = rows(offsets[-1]), torch.tensor(offsets), torch.tensor(local)
     pairs = [
-        (_undo_attention_load_balancing, _redo_attention_load_balancing, (n, whole), (n, offsets)),
-        (_deinterleave_packed_seqs, _reinterleave_packed_seqs, (own, n), (local, n)),
+        (_undo_attention_load_balancing, _redo_attention_load_balancing, (n, full_offsets), (n, offsets)),
+        (_deinterleave_packed_seqs, _reinterleave_packed_seqs, (local_offsets, n), (local, n)),
     ]
     for there, back, args, plain in pairs:
         for function in (there, back):
@@ -159,9 +159,11 @@ def test_balancing_and_interleaving_are_the_reference_and_each_other_undone(coun
             assert flat(function(x, *args)) == flat(stated)
         assert torch.equal(back(there(x, *args), *args), x)
         assert torch.equal(there(back(x, *args), *args), x)
-    layout = TokenLayout.packed(whole, cp_size=n, cp_rank=0)
+    layout = TokenLayout.packed(full_offsets, cp_size=n, cp_rank=0)
     rank_major = layout.index.reshape(-1, 1)
-    assert torch.equal(_undo_attention_load_balancing(_deinterleave_packed_seqs(rank_major, own, n), n, whole), x)
+    assert torch.equal(
+        _undo_attention_load_balancing(_deinterleave_packed_seqs(rank_major, local_offsets, n), n, full_offsets), x
+    )
 
 
 def test_one_sequence_is_together_in_rank_order():

@@ -8,12 +8,12 @@ from parity_tests.harness.run.engines import run
 from torch_impl.layouts import TokenLayout
 
 
-def dense(kind, length, n=2, rank=0, **further):
-    return TokenLayout.dense(kind, length, cp_size=n, cp_rank=rank, **further)
+def dense(kind, length, n=2, rank=0, **options):
+    return TokenLayout.dense(kind, length, cp_size=n, cp_rank=rank, **options)
 
 
-def packed(cu, real=None, n=2, rank=0, **further):
-    return TokenLayout.packed(cu, real, cp_size=n, cp_rank=rank, **further)
+def packed(cu, real=None, n=2, rank=0, **options):
+    return TokenLayout.packed(cu, real, cp_size=n, cp_rank=rank, **options)
 
 
 REFUSED = [
@@ -54,8 +54,8 @@ REFUSED = [
         "cu_seqlens ends at 8 but the stream holds 12 tokens; pass the padded offsets",
     ),
     *[
-        (lambda given=given: packed(*given, total=8, validate=False), kind, sentence)
-        for given, kind, sentence in (
+        (lambda passed=arguments: packed(*passed, total=8, validate=False), kind, sentence)
+        for arguments, kind, sentence in (
             (
                 (torch.tensor([[0, 8]]),),
                 ValueError,

@@ -145,9 +145,9 @@ def cut_by_layout(mesh, x, padded):
 
 def gather_cost(gradient):
     def cost(c):
-        whole = c.b * c.t * c.d
-        back = {"reduce_scatter": (1, whole * c.accumulator_itemsize)} if gradient == "R" else {}
-        return Cost(forward={"all_gather": (1, whole // c.cp * c.itemsize)}, backward=back)
+        elements = c.b * c.t * c.d
+        back = {"reduce_scatter": (1, elements * c.accumulator_itemsize)} if gradient == "R" else {}
+        return Cost(forward={"all_gather": (1, elements // c.cp * c.itemsize)}, backward=back)
 
     return cost
 
@@ -269,21 +269,21 @@ def test_a_layout_made_in_inference_serves_training(kind):
     """With all that is derived from it; shared rows are saved for backward."""
 
     def body(mesh, case):
-        given = dict(cp_size=2, cp_rank=mesh.rank("cp"))
+        sizes = dict(cp_size=2, cp_rank=mesh.rank("cp"))
         with torch.inference_mode():
             offsets = torch.tensor([0, 4, 8])
-            layout = TokenLayout.packed(offsets, **given) if kind == "packed" else TokenLayout.dense(kind, 8, **given)
+            layout = TokenLayout.packed(offsets, **sizes) if kind == "packed" else TokenLayout.dense(kind, 8, **sizes)
             layouts = layout, layout.on("cpu"), layout.rebind(2, mesh.rank("cp"))
             for one in layouts:
                 assert len(one.inverse) == len(one.padding_mask) == 8 and len(one.local_index) == one.local_cu[-1]
         x = torch.arange(8.0, requires_grad=True)
         for one in layouts:
-            whole = one.unshard(one.shard(x, 0), 0, mesh["cp"], gradient="I")
-            (whole.masked_fill(one.padding_mask, 0.0) * one.position_ids).sum().backward()
-            if any(kept.is_inference() for kept in vars(one).values() if isinstance(kept, torch.Tensor)):
+            full = one.unshard(one.shard(x, 0), 0, mesh["cp"], gradient="I")
+            (full.masked_fill(one.padding_mask, 0.0) * one.position_ids).sum().backward()
+            if any(value.is_inference() for value in vars(one).values() if isinstance(value, torch.Tensor)):
                 return None
         return x.grad.tolist()
 
     places = torch.tensor([0, 1, 2, 3] * 2 if kind == "packed" else range(8))
-    whole = sum(torch.tensor(gradient) for gradient in on_ranks(2, body))
-    assert whole.tolist() == (3 * places).tolist()  # of three layouts
+    total = sum(torch.tensor(gradient) for gradient in on_ranks(2, body))
+    assert total.tolist() == (3 * places).tolist()  # of three layouts

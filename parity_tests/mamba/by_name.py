@@ -23,9 +23,11 @@ def flax_mixer(parameters: Mapping[str, Any], **settings: Any) -> Mamba2:
     """The module with these parameters. Errors: KeyError for a name that either side lacks."""
     empty = nnx.eval_shape(lambda: Mamba2(**settings, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(empty)
-    wanted = {".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)}
-    given = {RENAMED.get(name, name): TURNED.get(name, jnp.asarray)(x) for name, x in flat(parameters).items()}
-    if wanted != set(given):
-        raise KeyError(f"parameters: {sorted(wanted - set(given))} are missing, {sorted(set(given) - wanted)} unknown")
-    leaves = [(path, leaf.replace(given[".".join(map(str, path))])) for path, leaf in nnx.to_flat_state(state)]
+    expected = {".".join(map(str, path)) for path, _ in nnx.to_flat_state(state)}
+    arrays = {RENAMED.get(name, name): TURNED.get(name, jnp.asarray)(x) for name, x in flat(parameters).items()}
+    if expected != set(arrays):
+        raise KeyError(
+            f"parameters: {sorted(expected - set(arrays))} are missing, {sorted(set(arrays) - expected)} unknown"
+        )
+    leaves = [(path, leaf.replace(arrays[".".join(map(str, path))])) for path, leaf in nnx.to_flat_state(state)]
     return nnx.merge(graph, nnx.from_flat_state(leaves))

@@ -44,21 +44,21 @@ def on_ranks(body: Callable[..., Any], cp: int = 2) -> Ranks:
     return run(body, CaseSpec(scheme="mamba", mesh={"cp": cp}))
 
 
-def check_what_a_token_changes(made: Callable[..., Any], cp: int, layout: str, cu: Sequence[int] | None) -> None:
+def check_what_a_token_changes(strategy_of: Callable[..., Any], cp: int, layout: str, cu: Sequence[int] | None) -> None:
     """What follows it in its own sequence, and nothing else, on whichever rank."""
     cuts = [0, T] if cu is None else cu
     sequence = torch.searchsorted(torch.tensor(cuts[1:]), torch.arange(T), right=True)
 
     def body(mesh, case):
-        own = torch.tensor(held(cp, layout, cu)[mesh.rank("cp")])
-        strategy, moved = made(mesh, layout=layout), []
-        y = strategy.mix(PROJECTED[:1, own], offsets_of(cu))
+        held_positions = torch.tensor(held(cp, layout, cu)[mesh.rank("cp")])
+        strategy, moved = strategy_of(mesh, layout=layout), []
+        y = strategy.mix(PROJECTED[:1, held_positions], offsets_of(cu))
         for t in range(T):
             edited = PROJECTED[:1].clone()
             edited[:, t, 8:] += 0.5
-            moved.append((strategy.mix(edited[:, own], offsets_of(cu)) != y)[0].any(-1).tolist())
+            moved.append((strategy.mix(edited[:, held_positions], offsets_of(cu)) != y)[0].any(-1).tolist())
         return moved
 
     for rank, moved in enumerate(on_ranks(body, cp).results):
-        own = held(cp, layout, cu)[rank]
-        assert moved == [[u >= t and bool(sequence[u] == sequence[t]) for u in own] for t in range(T)]
+        positions = held(cp, layout, cu)[rank]
+        assert moved == [[u >= t and bool(sequence[u] == sequence[t]) for u in positions] for t in range(T)]

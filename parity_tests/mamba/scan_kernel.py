@@ -29,9 +29,9 @@ SEEDS = 3
 )
 def scanned_by_kernel(mesh, x, dt, A, B, C, D, entering, cu, chunk_size):
     ids = TokenLayout.packed(cu, cp_size=1, cp_rank=0).sequence_ids.expand(x.shape[:2])
-    given = [part.to(DEVICE) for part in (x, dt.exp(), -A.exp(), B, C, D)]
+    parts = [part.to(DEVICE) for part in (x, dt.exp(), -A.exp(), B, C, D)]
     kernel = outside().scan.mamba_chunk_scan_combined
-    y, state = mamba_ssm_kernels.kernel_scan(kernel, *given, chunk_size, ids.to(DEVICE), entering.to(DEVICE))
+    y, state = mamba_ssm_kernels.kernel_scan(kernel, *parts, chunk_size, ids.to(DEVICE), entering.to(DEVICE))
     return y.to(x.device), state.to(x.device)
 
 

@@ -20,25 +20,25 @@ def test_the_worked_examples():
 @pytest.mark.parametrize(("cp", "segments"), [(2, 1), (2, 6), (4, 2), (8, 2)])
 def test_state_passing_is_cheaper_just_above_the_crossover(cp, segments):
     at = mamba_cp_bytes(tokens=cp, cp_size=cp, segments=segments, **SMALL).crossover_tokens
-    found = [mamba_cp_bytes(tokens=cp * t, cp_size=cp, segments=segments, **SMALL).cheaper for t in (at, at + 1)]
-    assert found == ["hidden_parallel", "state_passing"]
+    cheaper = [mamba_cp_bytes(tokens=cp * t, cp_size=cp, segments=segments, **SMALL).cheaper for t in (at, at + 1)]
+    assert cheaper == ["hidden_parallel", "state_passing"]
 
 
 def test_many_sequences_want_hidden_parallel():
-    found = [mamba_cp_bytes(tokens=131072, cp_size=8, segments=2 * q, **LARGE).cheaper for q in (1, 12, 13, 1000)]
-    assert found == ["state_passing"] * 2 + ["hidden_parallel"] * 2
+    cheaper = [mamba_cp_bytes(tokens=131072, cp_size=8, segments=2 * q, **LARGE).cheaper for q in (1, 12, 13, 1000)]
+    assert cheaper == ["state_passing"] * 2 + ["hidden_parallel"] * 2
 
 
 def test_where_heads_cannot_be_shared_one_strategy_is_left():
-    found = mamba_cp_bytes(tokens=3, cp_size=3, **SMALL)
-    assert (found.hidden_parallel, found.cheaper, found.crossover_tokens) == (None, "state_passing", 0)
-    assert found.state_passing == 2 * 2 * (3 * 48 * 8 + 8 * 9 * 8)
+    cost = mamba_cp_bytes(tokens=3, cp_size=3, **SMALL)
+    assert (cost.hidden_parallel, cost.cheaper, cost.crossover_tokens) == (None, "state_passing", 0)
+    assert cost.state_passing == 2 * 2 * (3 * 48 * 8 + 8 * 9 * 8)
 
 
 def test_one_rank_sends_nothing_however_many_tokens_it_has():
-    found = mamba_cp_bytes(tokens=7, cp_size=1, **SMALL)
-    assert (found.hidden_parallel, found.state_passing, found.cheaper) == (0, 0, "hidden_parallel")
-    assert found.crossover_tokens is None
+    cost = mamba_cp_bytes(tokens=7, cp_size=1, **SMALL)
+    assert (cost.hidden_parallel, cost.state_passing, cost.cheaper) == (0, 0, "hidden_parallel")
+    assert cost.crossover_tokens is None
 
 
 REFUSED = [
@@ -48,8 +48,8 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("given", "text"), REFUSED)
-def test_refusal(given, text):
+@pytest.mark.parametrize(("options", "text"), REFUSED)
+def test_refusal(options, text):
     with pytest.raises(ValueError) as caught:
-        mamba_cp_bytes(**{"tokens": 8, "cp_size": 2, **SMALL, **given})
+        mamba_cp_bytes(**{"tokens": 8, "cp_size": 2, **SMALL, **options})
     assert str(caught.value) == f"mamba.mamba_cp_bytes: {text}"

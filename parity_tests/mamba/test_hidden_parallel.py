@@ -78,11 +78,11 @@ def test_rows_are_in_order_and_columns_those_of_the_rank(cp):
         pre = strategy.pre_conv_ssm(own(mesh, PROJECTED))
         columns = torch.tensor(reference_columns(4, 2, 2, 3, cp)[mesh.rank("cp")])
         back = strategy.post_conv_ssm(pre[..., : strategy.d_inner_local])
-        held = strategy.num_heads_local, strategy.n_groups_local
-        return torch.equal(pre, PROJECTED[..., columns]), torch.equal(back, own(mesh, PROJECTED[..., :8])), held
+        sizes = strategy.num_heads_local, strategy.n_groups_local
+        return torch.equal(pre, PROJECTED[..., columns]), torch.equal(back, own(mesh, PROJECTED[..., :8])), sizes
 
-    held = {1: (4, 2), 2: (2, 1), 4: (1, 1)}[cp]
-    assert on_ranks(body, cp).results == ((True, True, held),) * cp
+    counts = {1: (4, 2), 2: (2, 1), 4: (1, 1)}[cp]
+    assert on_ranks(body, cp).results == ((True, True, counts),) * cp
 
 
 @pytest.mark.parametrize("cu", [None, CU])
@@ -92,14 +92,14 @@ def test_fused_is_unfused_to_the_bit(cp, order, cu):
     def body(mesh, case):
         x = own(mesh, PROJECTED[:1], cu=cu).requires_grad_()
         offsets = None if cu is None else torch.tensor(cu)
-        found = []
+        results = []
         for fused in (True, False):
             strategy = made(mesh, fused=fused, layout=order)
             pre = strategy.pre_conv_ssm(x, offsets)
             post = strategy.post_conv_ssm(pre[..., : strategy.d_inner_local] * 3, offsets)
             (gradient,) = torch.autograd.grad(post, x, post.detach())
-            found.append((pre, post, gradient))
-        return [torch.equal(a, b) for a, b in zip(*found, strict=True)]
+            results.append((pre, post, gradient))
+        return [torch.equal(a, b) for a, b in zip(*results, strict=True)]
 
     assert on_ranks(body, cp).results == ([True] * 3,) * cp
 
@@ -111,7 +111,7 @@ def test_a_layout_is_data(cp):
     def body(mesh, case):
         striped = TokenLayout.dense("striped", T, cp_size=cp, cp_rank=mesh.rank("cp"))
         packed = TokenLayout.packed(CU, cp_size=cp, cp_rank=mesh.rank("cp"))
-        columns, found = torch.tensor(reference_columns(4, 2, 2, 3, cp)[mesh.rank("cp")]), []
+        columns, checks = torch.tensor(reference_columns(4, 2, 2, 3, cp)[mesh.rank("cp")]), []
         for layout, x in ((striped, PROJECTED), (packed, PROJECTED), (packed, PROJECTED[0])):
             for fused, cu in ((True, None), (False, None), (True, CU), (False, CU)):
                 if cu and (layout is striped or x.ndim == 3):
@@ -119,8 +119,8 @@ def test_a_layout_is_data(cp):
                 strategy, offsets = made(mesh, layout=layout, fused=fused), cu and torch.tensor([*cu, -1])
                 pre = strategy.pre_conv_ssm(layout.shard(x, -2), offsets)
                 post = strategy.post_conv_ssm(pre[..., : strategy.d_inner_local], offsets)
-                found += [torch.equal(pre, x[..., columns]), torch.equal(post, layout.shard(x[..., :8], -2))]
-        return found
+                checks += [torch.equal(pre, x[..., columns]), torch.equal(post, layout.shard(x[..., :8], -2))]
+        return checks
 
     assert on_ranks(body, cp).results == ([True] * 16,) * cp
 
@@ -145,12 +145,12 @@ def test_getters_give_what_a_rank_holds():
     def body(mesh, case):
         mixer = filled()
         strategy, rank = made(mesh, mixer), mesh.rank("cp")
-        held = torch.tensor(reference_channels(4, 2, 2, 3, 4)[rank])
+        channels = torch.tensor(reference_channels(4, 2, 2, 3, 4)[rank])
         twice = strategy._repeat_group_state(torch.arange(6.0).view(1, 6))
         strategy.mixer.D = torch.nn.Parameter(torch.arange(8.0))
         return (
-            torch.equal(strategy.get_conv1d_weight(), mixer.conv1d.weight[held, 0]),
-            torch.equal(strategy.get_conv1d_bias(), mixer.conv1d.bias[held]),
+            torch.equal(strategy.get_conv1d_weight(), mixer.conv1d.weight[channels, 0]),
+            torch.equal(strategy.get_conv1d_bias(), mixer.conv1d.bias[channels]),
             torch.equal(strategy.get_dt_bias(), mixer.dt_bias[rank : rank + 1]),
             torch.equal(strategy.get_A_log(), mixer.A_log[rank : rank + 1]),
             strategy.get_D().tolist() == [2 * rank, 2 * rank + 1],
@@ -163,12 +163,12 @@ def test_getters_give_what_a_rank_holds():
 
 def test_a_stream_without_tokens_sends_nothing():
     def body(mesh, case):
-        found = []
+        shapes = []
         for x, cu in ((PROJECTED[:, :0], None), (PROJECTED[0, :0], torch.tensor([0, 0]))):
             y = made(mesh, filled()).mix(x.clone().requires_grad_(), cu)
             y.sum().backward()
-            found.append(y.shape)
-        return found
+            shapes.append(y.shape)
+        return shapes
 
     ranks = on_ranks(body)
     assert ranks.results == ([(2, 0, 8), (0, 8)],) * 2 and ranks.ledger.rows == []
@@ -178,7 +178,7 @@ def test_no_number_of_sequences_changes_what_is_done():
     """As many operations for 1, 10 and 1,000 sequences, and for a second layer none for the index."""
 
     def body(mesh, case):
-        strategy, x, found = made(mesh), torch.zeros(4000, W, requires_grad=True), []
+        strategy, x, counts = made(mesh), torch.zeros(4000, W, requires_grad=True), []
         strategy.pre_conv_ssm(x, torch.tensor([0, 8000]))  # the columns are found once
         for count in (1, 10, 1000):
             cu = torch.arange(0, 8001, 8000 // count)
@@ -186,8 +186,8 @@ def test_no_number_of_sequences_changes_what_is_done():
                 with Operations() as operations:
                     y = strategy.post_conv_ssm(strategy.pre_conv_ssm(x, cu)[:, :4], cu)
                     torch.autograd.grad(y, x, torch.ones_like(y))
-                found.append(operations.count)
-        return found
+                counts.append(operations.count)
+        return counts
 
-    for first, second, *others in on_ranks(body).results:
-        assert {second, *others} == {first}
+    for first, second, *rest in on_ranks(body).results:
+        assert {second, *rest} == {first}

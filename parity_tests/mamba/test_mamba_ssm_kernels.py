@@ -94,8 +94,8 @@ def conv_that_checks(x, weight, bias=None, seq_idx=None, activation=None):
 def test_the_convolution_gets_what_it_takes(rows, ids):
     ids = None if ids is None else ids[: len(rows), : rows.shape[1]]
     for bias in (BIAS, None):
-        found = mamba_ssm_kernels.kernel_conv(conv_that_checks, rows, WEIGHT, bias, ids)
-        assert torch.equal(found, causal_conv(rows, WEIGHT, bias, ids))
+        out = mamba_ssm_kernels.kernel_conv(conv_that_checks, rows, WEIGHT, bias, ids)
+        assert torch.equal(out, causal_conv(rows, WEIGHT, bias, ids))
 
 
 @on_the_packages
@@ -109,54 +109,54 @@ def test_the_arguments_are_theirs():
 
 
 def test_a_number_for_each_channel_is_one_for_each_of_a_head():
-    given = X[..., None].expand(2, 7, 8, 3), X.exp(), -WEIGHT[:, 0].exp(), X[..., None, :2], X[..., None, 2:4]
+    parts = X[..., None].expand(2, 7, 8, 3), X.exp(), -WEIGHT[:, 0].exp(), X[..., None, :2], X[..., None, 2:4]
     seen = []
 
-    def kernel(*args, D, **further):
+    def kernel(*args, D, **options):
         seen.append(D.shape)
         return args[0], None
 
     for D in (BIAS, BIAS[:, None], torch.arange(24.0), torch.arange(24.0).view(8, 3)):
-        mamba_ssm_kernels.kernel_scan(kernel, *given, D, 4, None, None)
-        assert chunked_scan(*given, D, chunk_size=4)[0].shape == (2, 7, 8, 3)
+        mamba_ssm_kernels.kernel_scan(kernel, *parts, D, 4, None, None)
+        assert chunked_scan(*parts, D, chunk_size=4)[0].shape == (2, 7, 8, 3)
     assert seen == [(8,), (8,), (8, 3), (8, 3)]
 
 
 def test_a_kernel_that_is_found_is_given_the_arguments(monkeypatch):
     """Each in its place, by the functions that ask for one."""
-    asked = []
+    calls = []
     for module, kernel, caller in ((mix, "conv_kernel", "kernel_conv"), (scan, "scan_kernel", "kernel_scan")):
-        monkeypatch.setattr(module, kernel, lambda *given: asked.append(given) or "kernel")
-        monkeypatch.setattr(module, caller, lambda *given: given)
+        monkeypatch.setattr(module, kernel, lambda *arguments_: calls.append(arguments_) or "kernel")
+        monkeypatch.setattr(module, caller, lambda *arguments_: arguments_)
     rows = X, WEIGHT, BIAS, IDS
     x, dt, A, B, C, D = X[..., None], X.exp(), -WEIGHT[:, 0].exp(), X[:, :, None, :2], X[:, :, None, 2:4], BIAS
     states = torch.zeros(2, 8, 1, 2)
-    found = causal_conv(*rows), chunked_scan(x, dt, A, B, C, D, chunk_size=3, seq_idx=IDS, initial_states=states)
-    wanted = ("kernel", *rows), ("kernel", x, dt, A, B, C, D, 3, IDS, states)
-    for given, expected in zip((*found, *asked), (*wanted, rows[:2], (x, B, C)), strict=True):
-        assert all(ours is theirs for ours, theirs in zip(given, expected, strict=True))
+    outputs = causal_conv(*rows), chunked_scan(x, dt, A, B, C, D, chunk_size=3, seq_idx=IDS, initial_states=states)
+    arguments = ("kernel", *rows), ("kernel", x, dt, A, B, C, D, 3, IDS, states)
+    for passed, expected in zip((*outputs, *calls), (*arguments, rows[:2], (x, B, C)), strict=True):
+        assert all(ours is theirs for ours, theirs in zip(passed, expected, strict=True))
 
 
 def test_a_kernel_is_given_the_kinds_that_it_takes():
     """Sequences as int32 that count from 0, since the first begins with the initial state; one dtype of a row's own."""
-    x, given = X[..., None].expand(2, 7, 8, 3), {}
+    x, passed = X[..., None].expand(2, 7, 8, 3), {}
 
-    def kernel(x, dt, A, B, C, chunk_size, **further):
-        given.update(further, strides=(x.is_contiguous(), dt.is_contiguous(), B.is_contiguous(), C.is_contiguous()))
+    def kernel(x, dt, A, B, C, chunk_size, **options):
+        passed.update(options, strides=(x.is_contiguous(), dt.is_contiguous(), B.is_contiguous(), C.is_contiguous()))
         return x, None
 
     parts = X.exp().mT.contiguous().mT, -WEIGHT[:, 0].exp(), WIDER[:, :, None, :2], WIDER[:, :, None, 2:4]
     mamba_ssm_kernels.kernel_scan(kernel, x, *parts, None, 4, IDS + 5, None)
-    assert torch.equal(given["seq_idx"], IDS.int()) and given["seq_idx"].dtype == torch.int32
-    assert given["strides"] == (True,) * 4
+    assert torch.equal(passed["seq_idx"], IDS.int()) and passed["seq_idx"].dtype == torch.int32
+    assert passed["strides"] == (True,) * 4
 
-    def conv_kernel(x, weight, bias, **further):
-        given.update(further, kinds=(weight.dtype, bias.dtype), is_whole=weight.is_contiguous())
+    def conv_kernel(x, weight, bias, **options):
+        passed.update(options, kinds=(weight.dtype, bias.dtype), is_whole=weight.is_contiguous())
         return x
 
     rows = mamba_ssm_kernels.kernel_conv(conv_kernel, X.bfloat16(), WEIGHT.T.contiguous().T.bfloat16(), BIAS, IDS)
-    assert given["kinds"] == (torch.bfloat16, torch.bfloat16) and given["is_whole"]
-    assert given["seq_idx"].dtype == torch.int32 and given["seq_idx"].is_contiguous()
+    assert passed["kinds"] == (torch.bfloat16, torch.bfloat16) and passed["is_whole"]
+    assert passed["seq_idx"].dtype == torch.int32 and passed["seq_idx"].is_contiguous()
     assert torch.equal(rows, X.bfloat16())
 
 

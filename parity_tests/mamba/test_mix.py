@@ -60,8 +60,8 @@ def test_a_token_is_seen_by_itself_and_after_it_in_its_sequence(cut):
         edited = X.clone()
         edited[:, t] += 1
         moved = (causal_conv(X, WEIGHT, seq_idx=ids) != causal_conv(edited, WEIGHT, seq_idx=ids)).any(0).any(-1)
-        own = [t <= u < t + 4 and (u >= cut) == (t >= cut) for u in range(7)]
-        assert moved.tolist() == own
+        expected = [t <= u < t + 4 and (u >= cut) == (t >= cut) for u in range(7)]
+        assert moved.tolist() == expected
 
 
 def test_no_token_gives_none():

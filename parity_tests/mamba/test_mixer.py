@@ -54,9 +54,9 @@ GIVEN = {"d_model": 5, "num_heads": 4, "head_dim": 3, "n_groups": 2, "d_state": 
 U = torch.linspace(-1, 2, 11 * 5, dtype=torch.float64).sin().view(11, 5)
 
 
-def made(**further):
+def made(**options):
     """A mixer whose parameters are all different and all seen."""
-    module = Mamba2Mixer(**{**GIVEN, "chunk_size": 4, "dtype": torch.float64, **further})
+    module = Mamba2Mixer(**{**GIVEN, "chunk_size": 4, "dtype": torch.float64, **options})
     with torch.no_grad():
         for k, parameter in enumerate(module.parameters(), 2):
             parameter.copy_(torch.linspace(-1, k, parameter.numel()).sin().view(parameter.shape))
@@ -89,9 +89,9 @@ def test_padding_changes_no_real_token():
 
 def test_names_and_dtypes_are_those_of_mamba_ssm():
     module = Mamba2Mixer(**GIVEN, dtype=torch.bfloat16)
-    found = {name: (list(x.shape), x.dtype) for name, x in module.state_dict().items()}
+    tensors = {name: (list(x.shape), x.dtype) for name, x in module.state_dict().items()}
     narrow, wide = torch.bfloat16, torch.float32
-    assert found == {
+    assert tensors == {
         "dt_bias": ([4], wide),
         "A_log": ([4], wide),
         "D": ([4], wide),
@@ -201,10 +201,10 @@ def test_hidden_states_that_are_cast_on_the_way_are_taken():
     module, x = made(dtype=torch.float32), U[None]
     with torch.autocast("cpu", torch.bfloat16):
         assert module(x.float().bfloat16()).isfinite().all()
-    module.in_proj.register_forward_pre_hook(lambda _, given: (given[0].float(),))
+    module.in_proj.register_forward_pre_hook(lambda _, arguments: (arguments[0].float(),))
     assert torch.equal(module(x), module(x.float()))
     patched = made(dtype=torch.float32)
-    patched.in_proj.forward = lambda x, own=patched.in_proj.forward: own(x.float())
+    patched.in_proj.forward = lambda x, forward=patched.in_proj.forward: forward(x.float())
     assert torch.equal(patched(x), patched(x.float()))
     with Cast():
         assert made(dtype=torch.float32)(x).isfinite().all()

@@ -45,8 +45,8 @@ def minimal(x, dt, A, B, C, D, entering, cu):
     y, state = [], entering
     for k, part in enumerate(of_each_sequence(cu, *terms)):
         first = entering if k == 0 else torch.zeros_like(entering)
-        found, state = outside().minimal.ssd_minimal_discrete(*part, block(part[0]), initial_states=first[:, None])
-        y.append(found)
+        out, state = outside().minimal.ssd_minimal_discrete(*part, block(part[0]), initial_states=first[:, None])
+        y.append(out)
     return torch.cat(y, 1) + x * D[:, None], state
 
 
@@ -85,9 +85,9 @@ def layer(case):
     def function(u, groups, cu, **parameters):
         w = {name.removeprefix("parameters."): x for name, x in parameters.items()}
         fixed = {"rmsnorm_eps": 1e-5, "norm_before_gate": False, **limits}
-        whole = outside().scan.mamba_split_conv1d_scan_ref
-        found = [
-            whole(
+        reference = outside().scan.mamba_split_conv1d_scan_ref
+        outputs = [
+            reference(
                 F.linear(part, w["in_proj.weight"]),
                 w["conv1d.weight"][:, 0],
                 w["conv1d.bias"],
@@ -103,9 +103,9 @@ def layer(case):
             )
             for (part,) in of_each_sequence(cu, u)
         ]
-        return (torch.cat(found, 1),)
+        return (torch.cat(outputs, 1),)
 
-    def in_plain_torch(**given):
+    def in_plain_torch(**arrays):
         """Their three functions for CUDA replaced by their own of plain torch."""
         theirs = outside()
 
@@ -118,7 +118,7 @@ def layer(case):
             patch.setattr(theirs.scan, "rmsnorm_fn", norm)
             plain = SimpleNamespace(selective_scan_fn=theirs.selective.selective_scan_ref)
             patch.setitem(sys.modules, "mamba_ssm.ops.selective_scan_interface", plain)
-            return function(**given)
+            return function(**arrays)
 
     return in_plain_torch
 
@@ -127,18 +127,20 @@ def agrees(scheme, case, function, has_gradients=True):
     """Ours, judged against the reference, is within the same budgets of theirs."""
     report = judge(scheme, case)
     report.raise_if_failed()
-    given = {arg.name: torch.from_numpy(inputs.full_array(arg, scheme.draws[arg.name], case)) for arg in scheme.inputs}
-    wanted = [arg.name for arg in scheme.inputs if arg.differentiable] if has_gradients else []
-    leaves = [given[name].requires_grad_() for name in wanted]
-    outputs = function(**given)
-    found = [*outputs]
+    tensors = {
+        arg.name: torch.from_numpy(inputs.full_array(arg, scheme.draws[arg.name], case)) for arg in scheme.inputs
+    }
+    differentiable = [arg.name for arg in scheme.inputs if arg.differentiable] if has_gradients else []
+    leaves = [tensors[name].requires_grad_() for name in differentiable]
+    outputs = function(**tensors)
+    results = [*outputs]
     if has_gradients:
-        fed = [oracle.feed(arg, inputs.cotangent(arg, case), case, "cotangent").total for arg in scheme.outputs]
-        cotangents = [torch.from_numpy(x).to(y) for x, y in zip(fed, outputs, strict=True)]
-        found += torch.autograd.grad(outputs, leaves, cotangents)
+        sums = [oracle.feed(arg, inputs.cotangent(arg, case), case, "cotangent").total for arg in scheme.outputs]
+        cotangents = [torch.from_numpy(x).to(y) for x, y in zip(sums, outputs, strict=True)]
+        results += torch.autograd.grad(outputs, leaves, cotangents)
     rows = [row for row in report.rows if row.role == "output"][: len(outputs)]
     rows += [row for row in report.rows if row.role == "gradient"] if has_gradients else []
-    for row, theirs in zip(rows, found, strict=True):
+    for row, theirs in zip(rows, results, strict=True):
         error = np.abs(row.got - theirs.detach().double().numpy())
         assert (error <= row.budgets).all(), (row.label, float(error.max()))
 
@@ -178,8 +180,8 @@ def test_the_layer_over_ranks_is_theirs(scheme):
 
 
 def test_one_that_is_another_function_does_not_agree():
-    def half_the_decay(A, **given):
-        return minimal(A=A - 0.7, **given)
+    def half_the_decay(A, **arguments):
+        return minimal(A=A - 0.7, **arguments)
 
     with pytest.raises(AssertionError):
         agrees(scanned, scanned.case(seed=0, dtype="float64", s=9), half_the_decay)

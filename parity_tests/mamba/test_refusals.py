@@ -122,7 +122,7 @@ def test_refusal_to_pass_states(call, text):
 
 @pytest.mark.parametrize("strategy_of", [made, passing])
 @pytest.mark.parametrize(
-    ("name", "shape", "wanted"),
+    ("name", "shape", "required"),
     [
         ("A_log", (4, 3), "[4]"),
         ("A_log", (), "[4]"),
@@ -135,7 +135,7 @@ def test_refusal_to_pass_states(call, text):
         ("conv1d.bias", (20, 1), "[20]"),
     ],
 )
-def test_parameters_of_other_shapes_are_refused(strategy_of, name, shape, wanted):
+def test_parameters_of_other_shapes_are_refused(strategy_of, name, shape, required):
     """One that fits the heads along its first dim alone would be found out between two collectives, or never."""
 
     def call(mesh):
@@ -144,8 +144,8 @@ def test_parameters_of_other_shapes_are_refused(strategy_of, name, shape, wanted
         setattr(mixer.get_submodule(owner), last, torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64)))
         strategy_of(mesh, mixer)
 
-    assert {told.partition(": ")[2] for told in refused(call)} == {
-        f"{name} is {list(shape)}; these sizes require {wanted}"
+    assert {message.partition(": ")[2] for message in refused(call)} == {
+        f"{name} is {list(shape)}; these sizes require {required}"
     }
 
 
@@ -154,12 +154,12 @@ def test_parameters_of_the_same_numbers_in_other_dims_are_taken(strategy_of):
     """The convolution's weight as causal-conv1d has it, and D in as many dims as there are."""
 
     def body(mesh, case):
-        mixer, found = filled(), []
+        mixer, outputs = filled(), []
         for conv, D in (((20, 1, 4), (4,)), ((20, 4), (4, 1)), ((20, 4), (4, 1, 1))):
             mixer.conv1d.weight = torch.nn.Parameter(mixer.conv1d.weight.detach().view(conv))
             mixer.D = torch.nn.Parameter(mixer.D.detach().view(D))
-            found.append(strategy_of(mesh, mixer).mix(X))
-        return all(torch.equal(found[0], other) for other in found[1:])
+            outputs.append(strategy_of(mesh, mixer).mix(X))
+        return all(torch.equal(outputs[0], other) for other in outputs[1:])
 
     assert run(body, CaseSpec(scheme="mamba", mesh={"cp": 2})).results == (True, True)
 
@@ -168,15 +168,19 @@ def test_parameters_of_the_same_numbers_in_other_dims_are_taken(strategy_of):
 def test_a_parameter_that_is_none_is_refused(strategy_of):
     mixer = filled()
     mixer.D = None
-    assert {told.partition(": ")[2] for told in refused(lambda m: strategy_of(m, mixer))} == {"the mixer's D is None"}
+    assert {message.partition(": ")[2] for message in refused(lambda m: strategy_of(m, mixer))} == {
+        "the mixer's D is None"
+    }
 
 
 @pytest.mark.parametrize("strategy_of", [made, passing])
 def test_sizes_that_only_the_mixer_knows_are_compared(strategy_of):
     """Two groups of three states have the parameters of six groups of one, and other numbers."""
     mixer = filled(num_heads=6, n_groups=6, d_state=1)
-    told = "the mixer has n_groups=6 and d_state=1, the strategy n_groups=2 and d_state=3; pass the sizes of the mixer"
-    assert {one.partition(": ")[2] for one in refused(lambda m: strategy_of(m, mixer, num_heads=6))} == {told}
+    sentence = (
+        "the mixer has n_groups=6 and d_state=1, the strategy n_groups=2 and d_state=3; pass the sizes of the mixer"
+    )
+    assert {one.partition(": ")[2] for one in refused(lambda m: strategy_of(m, mixer, num_heads=6))} == {sentence}
 
 
 @pytest.mark.parametrize("strategy_of", [made, passing])
@@ -185,7 +189,7 @@ def test_rows_of_other_dims_are_refused_where_the_layout_is_known(strategy_of, s
     def call(mesh):
         strategy_of(mesh, layout=packed_as(mesh, [0, 24])).mix(torch.zeros(shape, dtype=torch.float64))
 
-    assert {told.partition(": ")[2] for told in refused(call)} == {
+    assert {message.partition(": ")[2] for message in refused(call)} == {
         f"input is {list(shape)}; it is [b, s, w], or [t, w] with cu_seqlens"
     }
 
@@ -200,7 +204,7 @@ def test_refused_offsets(cu, text):
 @pytest.mark.parametrize(("strategy_of", "name"), [(made, "MambaContextParallel"), (passing, "MambaStatePassing")])
 def test_what_is_of_another_kind_is_refused(strategy_of, name):
     def body(mesh, case):
-        found = []
+        messages = []
         calls = (
             lambda: strategy_of(mesh, num_heads=4.0),
             lambda: strategy_of(mesh, layout=["contiguous"]),
@@ -212,10 +216,10 @@ def test_what_is_of_another_kind_is_refused(strategy_of, name):
         for call in calls:
             with pytest.raises(TypeError) as caught:
                 call()
-            found.append(str(caught.value))
-        return found
+            messages.append(str(caught.value))
+        return messages
 
-    told = [
+    messages = [
         "num_heads=4.0 is a float; pass an int",
         "layout is a list; pass contiguous, dual_chunk_swap or a TokenLayout",
         "projected_states is a list; pass a Tensor",
@@ -224,21 +228,21 @@ def test_what_is_of_another_kind_is_refused(strategy_of, name):
         "cu_seqlens='ab' are no offsets; pass a row of integers",
     ]
     ranks = run(body, CaseSpec(scheme="mamba", mesh={"cp": 2}))
-    assert ranks.results == ([f"mamba.{name}: {text}" for text in told],) * 2 and ranks.ledger.rows == []
+    assert ranks.results == ([f"mamba.{name}: {text}" for text in messages],) * 2 and ranks.ledger.rows == []
 
 
 @pytest.mark.parametrize(
-    ("output", "told"),
+    ("output", "message"),
     [([1.0], "output is a list; pass a Tensor"), (X[..., :4].long(), "output is int64; it must be floating")],
 )
-def test_an_output_of_another_kind_is_refused(output, told):
+def test_an_output_of_another_kind_is_refused(output, message):
     def body(mesh, case):
         with pytest.raises(TypeError) as caught:
             made(mesh).post_conv_ssm(output)
         return str(caught.value)
 
     ranks = run(body, CaseSpec(scheme="mamba", mesh={"cp": 2}))
-    assert ranks.results == (f"mamba.MambaContextParallel: {told}",) * 2 and ranks.ledger.rows == []
+    assert ranks.results == (f"mamba.MambaContextParallel: {message}",) * 2 and ranks.ledger.rows == []
 
 
 def test_no_group_is_refused():
@@ -258,8 +262,8 @@ def test_hidden_states_are_refused_before_they_are_projected(strategy):
         return str(caught.value)
 
     ranks = run(body, CaseSpec(scheme="mamba", mesh={"cp": 2}))
-    told = "mamba.Mamba2Mixer: input is [24, 5] without cu_seqlens; pass them, or [b, s, w]"
-    assert ranks.results == (told,) * 2 and ranks.ledger.rows == []
+    message = "mamba.Mamba2Mixer: input is [24, 5] without cu_seqlens; pass them, or [b, s, w]"
+    assert ranks.results == (message,) * 2 and ranks.ledger.rows == []
 
 
 @pytest.mark.parametrize("strategy", [made, passing])

@@ -74,8 +74,8 @@ def test_parity(case):
 PARTS = [torch.linspace(-1, k, math.prod(shape)).sin().view(shape) for k, shape in enumerate(SHAPES, 1)]
 
 
-def called(x=PARTS[0], dt=PARTS[1], A=PARTS[2], B=PARTS[3], C=PARTS[4], **further):
-    return chunked_scan(x, dt.exp(), -A.exp(), B, C, **further)
+def called(x=PARTS[0], dt=PARTS[1], A=PARTS[2], B=PARTS[3], C=PARTS[4], **options):
+    return chunked_scan(x, dt.exp(), -A.exp(), B, C, **options)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 4, 7, 64])
@@ -88,8 +88,8 @@ def test_a_token_changes_what_follows_in_its_sequence_alone(chunk_size, border):
             edited = part.clone()
             edited[:, t] += 0.5
             moved = (called(chunk_size=chunk_size, seq_idx=ids, **{name: edited})[0] != y).any(0).any(-1).any(-1)
-            own = [t <= u and (u >= border) == (t >= border) for u in range(7)]
-            assert moved.tolist() == own
+            expected = [t <= u and (u >= border) == (t >= border) for u in range(7)]
+            assert moved.tolist() == expected
 
 
 def test_long_decays_are_neither_lost_nor_undefined():

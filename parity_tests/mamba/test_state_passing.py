@@ -98,7 +98,7 @@ def test_a_stream_is_a_batch_of_one(layout, cu):
 
 @pytest.mark.parametrize("layout", ["dual_chunk_swap", "contiguous"])
 def test_bytes_are_those_of_the_formula_at_any_length(layout):
-    found = set()
+    sent = set()
     for t in (T, 2 * T):
 
         def body(mesh, case, t=t):
@@ -106,9 +106,9 @@ def test_bytes_are_those_of_the_formula_at_any_length(layout):
             return passing(mesh, layout=layout).mix(x).shape
 
         rows = on_ranks(body).ledger.rows
-        found.add(sum(row.bytes_in for row in rows) // 2)
+        sent.add(sum(row.bytes_in for row in rows) // 2)
     sizes = {**GIVEN, "d_conv": 4, "element_size": 8, "segments": 2 if layout == "dual_chunk_swap" else 1}
-    assert found == {mamba_cp_bytes(tokens=T, cp_size=2, **sizes).state_passing}
+    assert sent == {mamba_cp_bytes(tokens=T, cp_size=2, **sizes).state_passing}
 
 
 @pytest.mark.parametrize("cp", [1, 2, 3, 4])
@@ -152,18 +152,18 @@ def test_no_number_of_sequences_changes_what_is_done():
     """As many operations for 2, 10 and 1,000 sequences, and for a second layer none for the index."""
 
     def body(mesh, case):
-        strategy, x, found = passing(mesh), torch.zeros(4000, W, dtype=torch.float64, requires_grad=True), []
+        strategy, x, counts = passing(mesh), torch.zeros(4000, W, dtype=torch.float64, requires_grad=True), []
         strategy.mixer.chunk_size = 4
         for count in (2, 10, 1000):
             cu = torch.arange(0, 8001, 8000 // count)
             for _ in range(2):
                 with Operations() as operations:
                     strategy.mix(x, cu)
-                found.append(operations.count)
-        return found
+                counts.append(operations.count)
+        return counts
 
-    for first, second, *others in on_ranks(body).results:
-        assert {second, *others} == {first}
+    for first, second, *rest in on_ranks(body).results:
+        assert {second, *rest} == {first}
 
 
 def test_a_stream_without_tokens_sends_nothing():

@@ -64,12 +64,12 @@ def test_autocast_changes_nothing(strategy_of):
     def body(mesh, case):
         x = own(mesh, PROJECTED[:1]).float().requires_grad_()
         strategy = strategy_of(mesh, filled().float())
-        found = []
+        results = []
         for is_cast in (False, True):
             with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
                 y = strategy.mix(x, torch.tensor(CU))
-            found.append((y, *torch.autograd.grad(y.square().sum(), [x, *strategy.mixer.conv1d.parameters()])))
-        return [torch.equal(*pair) for pair in zip(*found, strict=True)]
+            results.append((y, *torch.autograd.grad(y.square().sum(), [x, *strategy.mixer.conv1d.parameters()])))
+        return [torch.equal(*pair) for pair in zip(*results, strict=True)]
 
     assert on_ranks(body).results == ([True] * 4,) * 2
 
@@ -92,7 +92,7 @@ def test_steps_are_held_in_the_mixers_limits(strategy_of):
 def test_ranks_are_a_group_or_a_mesh_of_one_dim(strategy):
     def body(mesh, case):
         mixer, x = filled(), own(mesh, PROJECTED[:1])
-        group, of_mesh = (strategy(given, **GIVEN, mixer=mixer) for given in (mesh["cp"], mesh.device_mesh["cp"]))
+        group, of_mesh = (strategy(ranks, **GIVEN, mixer=mixer) for ranks in (mesh["cp"], mesh.device_mesh["cp"]))
         with pytest.raises(ValueError) as caught:
             strategy(mesh.device_mesh, **GIVEN, mixer=mixer)
         return torch.equal(group.mix(x, torch.tensor(CU)), of_mesh.mix(x, torch.tensor(CU))), str(caught.value)
@@ -118,7 +118,7 @@ def test_fully_sharded_parameters_are_read_when_they_are_whole(strategy_of):
     """FSDP2 over the same two ranks: its mean of the gradients is half their sum, to the bit."""
 
     def body(mesh, case):
-        found = []
+        runs = []
         for is_sharded in (False, True):
             mixer = filled()
             mixer.context_parallel = strategy = strategy_of(mesh, mixer)
@@ -128,11 +128,11 @@ def test_fully_sharded_parameters_are_read_when_they_are_whole(strategy_of):
                     strategy.get_A_log()
             y = mixer(own(mesh, U, None))
             y.backward(y.detach())
-            found.append([y, *(parameter.grad for parameter in mixer.parameters())])
-        alone, sharded = found
+            runs.append([y, *(parameter.grad for parameter in mixer.parameters())])
+        alone, sharded = runs
         means = [alone[0], *(all_reduce(gradient, mesh["cp"]) / 2 for gradient in alone[1:])]
-        whole = [sharded[0], *(gradient.full_tensor() for gradient in sharded[1:])]
-        return [torch.equal(a, b) for a, b in zip(means, whole, strict=True)]
+        full = [sharded[0], *(gradient.full_tensor() for gradient in sharded[1:])]
+        return [torch.equal(a, b) for a, b in zip(means, full, strict=True)]
 
     assert on_ranks(body).results == ([True] * 9,) * 2
 
@@ -142,7 +142,7 @@ def test_replicated_tensors_are_whole(strategy_of):
     """DTensors that every rank holds whole: the same outputs and local gradients as of plain parameters."""
 
     def body(mesh, case):
-        found = []
+        runs = []
         for is_distributed in (False, True):
             mixer = filled()
             if is_distributed:
@@ -150,8 +150,8 @@ def test_replicated_tensors_are_whole(strategy_of):
             y = strategy_of(mesh, mixer).mix(own(mesh, PROJECTED, None))
             y.backward(y.detach())
             gradients = [mixer.get_parameter(name).grad for name in NAMES]
-            found.append([y, *(g.to_local() if is_distributed else g for g in gradients)])
-        return [torch.equal(a, b) for a, b in zip(*found, strict=True)]
+            runs.append([y, *(g.to_local() if is_distributed else g for g in gradients)])
+        return [torch.equal(a, b) for a, b in zip(*runs, strict=True)]
 
     assert on_ranks(body).results == ([True] * 6,) * 2
 
@@ -172,5 +172,5 @@ def test_a_parameter_that_is_cut_is_refused_before_anything_is_sent(strategy_of,
 def replicate(mixer, device_mesh, placement, only=None):
     for name in NAMES if only is None else (only,):
         module, _, last = name.rpartition(".")
-        whole = distribute_tensor(mixer.get_parameter(name).detach(), device_mesh, [placement])
-        setattr(mixer.get_submodule(module), last, torch.nn.Parameter(whole))
+        full = distribute_tensor(mixer.get_parameter(name).detach(), device_mesh, [placement])
+        setattr(mixer.get_submodule(module), last, torch.nn.Parameter(full))

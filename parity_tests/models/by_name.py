@@ -31,9 +31,9 @@ def flax_model(config: Config, parameters: Mapping[str, Any]) -> HybridLM:
     """The module with these parameters. Errors: KeyError for a name that either side lacks."""
     graph, state = nnx.split(nnx.eval_shape(lambda: HybridLM(config, rngs=nnx.Rngs(0))))
     expected = {".".join(map(str, path)): (path, leaf) for path, leaf in nnx.to_flat_state(state)}
-    given = {flax_name(name): flax_value(name, jnp.asarray(x)) for name, x in flat(parameters).items()}
-    if set(expected) != set(given):
-        missing, unknown = sorted(set(expected) - set(given)), sorted(set(given) - set(expected))
+    arrays = {flax_name(name): flax_value(name, jnp.asarray(x)) for name, x in flat(parameters).items()}
+    if set(expected) != set(arrays):
+        missing, unknown = sorted(set(expected) - set(arrays)), sorted(set(arrays) - set(expected))
         raise KeyError(f"parameters: {missing} are missing, {unknown} unknown")
-    leaves = [(path, leaf.replace(given[name])) for name, (path, leaf) in expected.items()]
+    leaves = [(path, leaf.replace(arrays[name])) for name, (path, leaf) in expected.items()]
     return nnx.merge(graph, nnx.from_flat_state(leaves))

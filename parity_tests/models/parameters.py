@@ -110,7 +110,7 @@ def rank_logits(
     )
     parallelize_module(model, tp, tensor_parallel_plan(config.layers), src_data_rank=None)
     cut = {name: x.placements for name, x in model.named_parameters() if isinstance(x, DTensor)}
-    given = {n: DTensor.from_local(x, tp, cut[n], run_check=False) if n in cut else x for n, x in leaves.items()}
+    tensors = {n: DTensor.from_local(x, tp, cut[n], run_check=False) if n in cut else x for n, x in leaves.items()}
     if config.is_tied:
-        given["lm_head.weight"] = given["embed_tokens.weight"]
-    return functional_call(model, given, (ids, layout), strict=True)
+        tensors["lm_head.weight"] = tensors["embed_tokens.weight"]
+    return functional_call(model, tensors, (ids, layout), strict=True)

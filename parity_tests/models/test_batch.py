@@ -28,12 +28,12 @@ def stream(padded, real, keep=None):
 @pytest.mark.parametrize(("padded", "real"), DOCUMENTS)
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_a_rank_has_its_share_of_what_is_to_predict(cp, padded, real):
-    whole = stream(padded, real, keep=torch.arange(T) % 5 != 3)
-    targets, is_there = reference(jnp.asarray(whole.ids.numpy()), jnp.array(padded), jnp.array(real))
-    expected = np.where(np.asarray(is_there) & whole.keep.numpy(), np.asarray(targets), IGNORED)
+    full = stream(padded, real, keep=torch.arange(T) % 5 != 3)
+    targets, is_there = reference(jnp.asarray(full.ids.numpy()), jnp.array(padded), jnp.array(real))
+    expected = np.where(np.asarray(is_there) & full.keep.numpy(), np.asarray(targets), IGNORED)
     for rank, positions in enumerate(packed(T, cp, np.array(padded))):
-        outcome = rank_stream(whole, cp, rank)
-        assert outcome.ids.tolist() == [whole.ids[positions].tolist()]
+        outcome = rank_stream(full, cp, rank)
+        assert outcome.ids.tolist() == [full.ids[positions].tolist()]
         assert outcome.targets.tolist() == [expected[positions].tolist()]
 
 
@@ -45,8 +45,8 @@ def test_the_last_token_of_a_document_predicts_nothing(padded, real):
 
 
 def test_contiguous_splits_the_stream_where_documents_do_not_end():
-    whole = stream([0, 5, 24], [0, 5, 24])
-    assert [rank_stream(whole, 3, rank, "contiguous").ids.shape for rank in range(3)] == [(1, 8)] * 3
+    full = stream([0, 5, 24], [0, 5, 24])
+    assert [rank_stream(full, 3, rank, "contiguous").ids.shape for rank in range(3)] == [(1, 8)] * 3
 
 
 @pytest.mark.parametrize("order", ["dual_chunk_swap", "contiguous"])
@@ -78,6 +78,6 @@ def test_dp_ranks_share_the_streams():
 @pytest.mark.parametrize("name", ["ids", "keep"])
 def test_what_is_not_as_long_as_the_stream_is_rejected(name):
     tensors = {"ids": torch.arange(T), "keep": torch.ones(T, dtype=torch.bool), name: torch.arange(T - 1) > 0}
-    whole = Stream(cu_padded=torch.tensor([0, T]), cu_real=torch.tensor([0, T]), **tensors)
+    full = Stream(cu_padded=torch.tensor([0, T]), cu_real=torch.tensor([0, T]), **tensors)
     with pytest.raises(ValueError, match=re.escape(f"{name} is [23] but cu_padded ends at 24; pass [t]")):
-        rank_stream(whole, 2, 0)
+        rank_stream(full, 2, 0)

@@ -64,14 +64,14 @@ def whole_loss(ids, cu_padded, cu_real, keep, other_ids, other_padded, other_rea
 
 def parallel_loss(mesh, streams, groups, parameters, **chosen):
     dp, cp = (mesh.size(axis) for axis in ("dp", "cp"))
-    own = [rank_stream(each, cp, mesh.rank("cp")) for each in streams_of_rank(streams, dp, mesh.rank("dp"))]
-    count = valid_count([each.targets for each in own], [mesh["dp"], mesh["cp"]])
+    local_streams = [rank_stream(each, cp, mesh.rank("cp")) for each in streams_of_rank(streams, dp, mesh.rank("dp"))]
+    count = valid_count([each.targets for each in local_streams], [mesh["dp"], mesh["cp"]])
     vocab_size = parameters["embed_tokens"]["weight"].shape[0] * mesh.size("tp")
     losses = [
         token_losses(
             rank_logits(mesh, each.ids, each.layout, parameters, groups, **chosen), each.targets, mesh["tp"], vocab_size
         )
-        for each in own
+        for each in local_streams
     ]
     everyone = [torch.zeros_like(losses[0][0]) for _ in streams]
     everyone[mesh.rank("dp") :: dp] = [each[0] for each in losses]
@@ -123,11 +123,16 @@ def test_means_of_ranks_are_another_number():
 
     def body(mesh, case):
         dp, rank = mesh.size("dp"), mesh.rank("dp")
-        own, mine = losses.tensor_split(dp)[rank], targets.tensor_split(dp)[rank]
-        kept = own * (mine != IGNORED)
+        local, mine = losses.tensor_split(dp)[rank], targets.tensor_split(dp)[rank]
+        counted = local * (mine != IGNORED)
         count = valid_count([mine], [mesh["dp"]])
-        averaged = normalised(kept, count, averaged_over=dp)
-        return float(normalised(kept, count)), float(averaged), float(kept.sum() / (mine != IGNORED).sum()), int(count)
+        averaged = normalised(counted, count, averaged_over=dp)
+        return (
+            float(normalised(counted, count)),
+            float(averaged),
+            float(counted.sum() / (mine != IGNORED).sum()),
+            int(count),
+        )
 
     outcome = {dp: run(body, CaseSpec(scheme="loss", mesh={"dp": dp})).results for dp in (1, 2, 3)}
     assert {dp: sum(each[0] for each in ranks) for dp, ranks in outcome.items()} == dict.fromkeys((1, 2, 3), 7 / 3)
@@ -147,9 +152,9 @@ def test_a_target_outside_of_the_vocabulary_is_ignored(is_told):
         def share(targets):
             mine = targets.tensor_split(2)[mesh.rank("dp")]
             count = valid_count([mine], [mesh["dp"]], *([5] if is_told else []))
-            return normalised(token_losses(own, mine, mesh["tp"], 5), count).item(), count.item()
+            return normalised(token_losses(local, mine, mesh["tp"], 5), count).item(), count.item()
 
-        own = logits.tensor_split(2)[mesh.rank("dp")].tensor_split([3], -1)[mesh.rank("tp")]
+        local = logits.tensor_split(2)[mesh.rank("dp")].tensor_split([3], -1)[mesh.rank("tp")]
         return share(targets), share(torch.where(inside, targets, IGNORED))
 
     for outcome, want in run(body, CaseSpec(scheme="loss", mesh={"dp": 2, "tp": 2})).results:
@@ -181,12 +186,12 @@ CUT = {"both": (Shard(0), Shard(1)), "rows": (Shard(0), Replicate()), "columns":
     reduction=("a", "b", "e"),
 )
 def norm_of_cut_gradients(mesh, gradients):
-    made = []
+    parameters = []
     for name, local in gradients.items():
         placements = list(CUT.get(name, (Replicate(), Replicate())))
-        made.append(nn.Parameter(DTensor.from_local(torch.zeros_like(local), mesh.device_mesh, placements)))
-        made[-1].grad = DTensor.from_local(local, mesh.device_mesh, placements)
-    return gradient_norm(made)
+        parameters.append(nn.Parameter(DTensor.from_local(torch.zeros_like(local), mesh.device_mesh, placements)))
+        parameters[-1].grad = DTensor.from_local(local, mesh.device_mesh, placements)
+    return gradient_norm(parameters)
 
 
 @settings(max_examples=20)
@@ -201,9 +206,9 @@ SQUARE = sum(Fraction(float(each.square().sum())) for each in GRADIENTS)
 
 
 def parameter(gradient, mesh, placements):
-    made = nn.Parameter(distribute_tensor(torch.zeros_like(gradient), mesh, placements))
-    made.grad = distribute_tensor(gradient, mesh, placements)
-    return made
+    parameter = nn.Parameter(distribute_tensor(torch.zeros_like(gradient), mesh, placements))
+    parameter.grad = distribute_tensor(gradient, mesh, placements)
+    return parameter
 
 
 @pytest.mark.parametrize(
@@ -240,15 +245,15 @@ def test_equal_meshes_are_one():
 
 def test_partial_sums_are_rejected():
     def body(mesh, case):
-        made = nn.Parameter(distribute_tensor(torch.zeros(2), mesh.device_mesh, [Replicate()]))
-        made.grad = DTensor.from_local(torch.ones(2), mesh.device_mesh, [Partial()])
+        parameter = nn.Parameter(distribute_tensor(torch.zeros(2), mesh.device_mesh, [Replicate()]))
+        parameter.grad = DTensor.from_local(torch.ones(2), mesh.device_mesh, [Partial()])
         with pytest.raises(ValueError, match=re.escape("a gradient is (Partial(sum),); reduce it first")):
-            gradient_norm([made])
+            gradient_norm([parameter])
 
     run(body, CaseSpec(scheme="norm", mesh={"tp": 2}))
 
 
 def test_narrow_gradients_are_summed_wide():
-    made = nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16))
-    made.grad = torch.ones_like(made)
-    assert gradient_norm([made]).item() == 64.0
+    parameter = nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16))
+    parameter.grad = torch.ones_like(parameter)
+    assert gradient_norm([parameter]).item() == 64.0

@@ -89,8 +89,12 @@ def declared(parameters, names):
 
 
 def parallel(mesh, streams, groups, parameters, **chosen):
-    own = [rank_stream(each, mesh.size("cp"), mesh.rank("cp")) for each in streams]
-    return staged_loss(mesh, own, parameters, len(groups), **chosen), own[0].ids[0], own[1].ids[0]
+    local_streams = [rank_stream(each, mesh.size("cp"), mesh.rank("cp")) for each in streams]
+    return (
+        staged_loss(mesh, local_streams, parameters, len(groups), **chosen),
+        local_streams[0].ids[0],
+        local_streams[1].ids[0],
+    )
 
 
 @scheme(**declared(FOUR_TIED, ("ZBVZeroBubble", "1F1B", "Interleaved1F1B", "LoopedBFS")))
@@ -148,10 +152,10 @@ def norm_over_stages(mesh, table, first, second):
     stages, parts = split_model_into_stages(
         Tied(table, first, second), mesh.device_mesh, "pp", schedule, place, layers_per_stage=1
     )
-    given = {"embed_tokens": table, "lm_head": table, "layers.0": first, "layers.1": second}
+    gradients = {"embed_tokens": table, "lm_head": table, "layers.0": first, "layers.1": second}
     for part in parts:
         for name, parameter in part.named_parameters():
-            parameter.grad = given[name.removesuffix(".weight")]
+            parameter.grad = gradients[name.removesuffix(".weight")]
     return gradient_norm(distinct_parameters(stages).values(), mesh["pp"])
 
 
@@ -216,9 +220,9 @@ def test_unlike_lengths_on_one_rank_are_rejected_on_every():
     def body(mesh, case):
         model = HybridLM(SMALL, Placement(mesh["cp"], mesh["tp"]))
         schedule, loss, stages = in_stages(mesh, model, streams_of(8, 8), "GPipe")
-        own = streams_of(8, 12) if mesh.rank("dp") == 1 else streams_of(8, 8)
+        local_streams = streams_of(8, 12) if mesh.rank("dp") == 1 else streams_of(8, 8)
         with pytest.raises(ValueError) as caught:
-            staged_step(schedule, stages, loss, own, [mesh["dp"], mesh["cp"]])
+            staged_step(schedule, stages, loss, local_streams, [mesh["dp"], mesh["cp"]])
         return str(caught.value)
 
     first, second = run(body, CaseSpec("staged", {"dp": 2, "pp": 1, "cp": 1, "tp": 1})).results

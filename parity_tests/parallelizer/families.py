@@ -30,12 +30,12 @@ class Float64Throughout(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[Any], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        given = {name: _widened(value) for name, value in (kwargs or {}).items()}
+        keywords = {name: _widened(value) for name, value in (kwargs or {}).items()}
         if func is torch.Tensor.float:
             return args[0].double()
         if func is torch.tensor and isinstance(args[0], float):
-            given.setdefault("dtype", torch.float64)
-        return func(*map(_widened, args), **given)
+            keywords.setdefault("dtype", torch.float64)
+        return func(*map(_widened, args), **keywords)
 
 
 def keep_float64(model: nn.Module) -> None:
@@ -117,12 +117,12 @@ def exact(chosen: Chosen, dtype: torch.dtype) -> Any:
 @cache
 def arrays(chosen: Chosen) -> dict[str, np.ndarray]:
     """Float64 values for each parameter, from its name alone; a tied head is left out."""
-    drawn = {}
+    by_name = {}
     for name, parameter in empty(chosen, device="meta").named_parameters():
         rng = np.random.Generator(np.random.Philox(key=[zlib.crc32(name.encode()), 0]))
         values = rng.standard_normal(tuple(parameter.shape))
-        drawn[name] = values / np.sqrt(values.shape[-1]) if values.ndim == 2 else 1.0 + values / 4
-    return drawn
+        by_name[name] = values / np.sqrt(values.shape[-1]) if values.ndim == 2 else 1.0 + values / 4
+    return by_name
 
 
 def made(chosen: Chosen, dtype: torch.dtype = torch.float64) -> Any:

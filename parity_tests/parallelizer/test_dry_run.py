@@ -76,9 +76,9 @@ def promised(report):
 
 def three_layers():
     """Ids to vectors of 12, to 8 features and back, in float64; the first layer's bias does not move."""
-    made = nn.Sequential(nn.Embedding(16, 12), nn.Linear(12, 8), nn.Linear(8, 12), nn.Identity()).double()
-    made[1].bias.requires_grad_(False)
-    return made
+    model = nn.Sequential(nn.Embedding(16, 12), nn.Linear(12, 8), nn.Linear(8, 12), nn.Identity()).double()
+    model[1].bias.requires_grad_(False)
+    return model
 
 
 named = translate_to_torch_parallel_style
@@ -130,11 +130,11 @@ def test_packed_halves_are_shown():
 
 
 @pytest.mark.parametrize(
-    ("replicas", "shown"), [(1, "dp_shard Shard(0)"), (2, "dp_replicate Replicate(), dp_shard Shard(0)")]
+    ("replicas", "placements"), [(1, "dp_shard Shard(0)"), (2, "dp_replicate Replicate(), dp_shard Shard(0)")]
 )
-def test_axes_that_shard_or_replicate_are_shown(replicas, shown):
+def test_axes_that_shard_or_replicate_are_shown(replicas, placements):
     rows = dry_run(three_layers().to("meta"), {"dp_replicate": replicas, "dp_shard": 2}).parameters
-    assert {each.placements for each in rows} == {shown}
+    assert {each.placements for each in rows} == {placements}
 
 
 class Mixed(nn.Module):

@@ -37,8 +37,8 @@ def runs(draw, family):
     """The mesh first, then what is trained on it."""
     mesh, tied = draw(st.sampled_from(MESHES)), draw(st.booleans())
     ranks = [size for axis, size in mesh.items() if axis not in ("tp", "tensor_parallel")]
-    most = 12 // int(torch.tensor(ranks or [1]).prod())
-    accumulation = draw(st.sampled_from([n for n in (1, 2, 3) if most % n == 0]))
+    limit = 12 // int(torch.tensor(ranks or [1]).prod())
+    accumulation = draw(st.sampled_from([n for n in (1, 2, 3) if limit % n == 0]))
     return mesh, Training(Chosen(family, tied), accumulation), draw(st.sampled_from(SWITCHES))
 
 
@@ -46,8 +46,8 @@ def runs(draw, family):
 def test_three_steps_are_those_of_the_reference(family):
     @settings(max_examples=5)
     @given(runs(family))
-    def example(drawn):
-        mesh, training, switches = drawn
+    def example(settings):
+        mesh, training, switches = settings
         ranks, _ = on_mesh(mesh, training, parallelized(**switches))
         assert verdict(mesh, training, ranks, reference(training.chosen, training.batches)) == []
 

@@ -83,12 +83,12 @@ def fully_sharded_step(mesh, parameters, token, target, microbatches, recomputed
 
 @scheme(
     reference=loss_of(LLAMA),
-    rank_options={"kept": (None, False, True), "offloaded": (False, True)},
+    rank_options={"resharded": (None, False, True), "offloaded": (False, True)},
     **declared(LLAMA, {"data_parallel": (1, 2), "context_parallel": (1, 2), "tensor_parallel": (1, 2)}),
 )
-def fully_sharded_step_by_older_names(mesh, parameters, token, target, kept, offloaded):
+def fully_sharded_step_by_older_names(mesh, parameters, token, target, resharded, offloaded):
     offload = CPUOffloadPolicy() if offloaded else None  # asks for pinned memory, which a CPU has not
-    switches = {"reshard_after_forward": kept, "offload_policy": offload}
+    switches = {"reshard_after_forward": resharded, "offload_policy": offload}
     return step(mesh, LLAMA, parameters, token, target, own_dtype(parameters), **switches)
 
 
@@ -243,23 +243,26 @@ def test_buffers_and_names_stay_as_they_were():
         assert results == ((True, True, True, True, ["FSDPQwen3DecoderLayer"]),) * 2
 
 
-@pytest.mark.parametrize("kept", [None, True, False])
+@pytest.mark.parametrize("resharded", [None, True, False])
 @pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"dp_replicate": 2, "dp_shard": 2}], ids=str)
-def test_cost_is_that_of_the_docstring(mesh, kept):
+def test_cost_is_that_of_the_docstring(mesh, resharded):
     """Two blocks and the root, their parameters' first dims rounded up to multiples of two."""
 
     def body(view, case):
         model = made(LLAMA)
         local = [_padded(layer.parameters()) for layer in model.model.layers]
         local.append(_padded(model.parameters()) - sum(local))
-        parallelized(reshard_after_forward=kept)(model, view.device_mesh)
+        parallelized(reshard_after_forward=resharded)(model, view.device_mesh)
         rank = view.rank("dp_shard") + 2 * (view.rank("dp_replicate") if "dp_replicate" in view.axes else 0)
         accumulated(model, *batch(LLAMA, 4, 5), rank, case.world, 1)
         return local
 
     ranks = run(body, CaseSpec(scheme="cost", mesh=mesh, dtype="float64"))
     first, last, root = (8 * numbers for numbers in ranks.results[0])
-    every, freed = first + last + root, {None: (2, first + root), True: (3, first + last + root), False: (0, 0)}[kept]
+    every, freed = (
+        first + last + root,
+        {None: (2, first + root), True: (3, first + last + root), False: (0, 0)}[resharded],
+    )
     backward = {"reduce_scatter": (3, every)}
     if freed[0]:
         backward["all_gather"] = (freed[0], freed[1] // 2)

@@ -58,21 +58,21 @@ def test_stacks_are_folded_into_their_module_and_absent_parts_are_dropped():
 
 def test_the_inner_model_alone_has_the_same_plan_without_the_head():
     model = model_of(Chosen("llama"))
-    whole, inner = style_types(get_hf_tp_shard_plan(model)), style_types(get_hf_tp_shard_plan(model.model))
-    assert inner == {key.removeprefix("model."): style for key, style in whole.items() if key != "lm_head"}
+    full, inner = style_types(get_hf_tp_shard_plan(model)), style_types(get_hf_tp_shard_plan(model.model))
+    assert inner == {key.removeprefix("model."): style for key, style in full.items() if key != "lm_head"}
 
 
-@pytest.mark.parametrize("kept", [("embed", 0), (1,), ("head",), ("embed",), (0, 1, "head")])
-def test_a_part_of_a_pipeline_has_what_the_full_plan_says_of_its_modules(kept):
+@pytest.mark.parametrize("parts", [("embed", 0), (1,), ("head",), ("embed",), (0, 1, "head")])
+def test_a_part_of_a_pipeline_has_what_the_full_plan_says_of_its_modules(parts):
     model = model_of(Chosen("llama"))
-    whole = style_types(get_hf_tp_shard_plan(model))
-    model.model.layers = nn.ModuleDict({str(i): model.model.layers[i] for i in kept if isinstance(i, int)})
-    if "embed" not in kept:
+    full = style_types(get_hf_tp_shard_plan(model))
+    model.model.layers = nn.ModuleDict({str(i): model.model.layers[i] for i in parts if isinstance(i, int)})
+    if "embed" not in parts:
         model.model.embed_tokens = None
-    if "head" not in kept:
+    if "head" not in parts:
         model.lm_head = None
     modules = [name for name, _ in model.named_modules()]
-    assert style_types(get_hf_tp_shard_plan(model)) == {key: s for key, s in whole.items() if names_of(key, modules)}
+    assert style_types(get_hf_tp_shard_plan(model)) == {key: s for key, s in full.items() if names_of(key, modules)}
 
 
 class Inner(nn.Module):

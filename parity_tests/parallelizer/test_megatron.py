@@ -135,8 +135,8 @@ def test_each_switch_alone_is_passed_under_its_name(wrap, expected, monkeypatch)
     def body(mesh, case):
         axes, model = mesh_axes(mesh.device_mesh), Net()
 
-        def passed(**given):
-            settings = Settings(**{OURS[0]: "optim"}, **{name: given.get(name, False) for name in OURS[1:]})
+        def passed(**switches):
+            settings = Settings(**{OURS[0]: "optim"}, **{name: switches.get(name, False) for name in OURS[1:]})
             return {name: x for name, x in wrap(model, axes, settings, []).passed.items() if name != "wrapped"}
 
         off = passed().items()
@@ -153,8 +153,8 @@ def test_a_library_gets_a_model_that_is_sharded_and_checkpointed(monkeypatch):
     monkeypatch.setattr(nvfsdp, "chosen_backend", lambda *_: "megatron_fsdp")
 
     def body(mesh, case):
-        given = {"activation_checkpointing": True, "check_for_nan_in_grad": False}
-        passed = nvfsdp_strategy_parallelize(Net(), mesh.device_mesh, [BLOCK], plan(), "optim", **given).passed
+        switches = {"activation_checkpointing": True, "check_for_nan_in_grad": False}
+        passed = nvfsdp_strategy_parallelize(Net(), mesh.device_mesh, [BLOCK], plan(), "optim", **switches).passed
         net = passed["module"]
         cut = [name for name, parameter in net.named_parameters() if isinstance(parameter, DTensor)]
         again = [name for name, module in net.named_modules() if "forward" in vars(module)]
@@ -175,10 +175,10 @@ def test_every_argument_reaches_nvfsdp(monkeypatch):
     assert run(body, CaseSpec(scheme="nvfsdp", mesh={"dp_shard": 2})).results == ((2, 12),) * 2
 
 
-def rejected(error, message, model=None, **given):
+def rejected(error, message, model=None, **options):
     def body(mesh, case):
         with pytest.raises(error, match=message):
-            nvfsdp_strategy_parallelize(model() if model else Net(), mesh.device_mesh, **given)
+            nvfsdp_strategy_parallelize(model() if model else Net(), mesh.device_mesh, **options)
         return True
 
     ranks = run(body, CaseSpec(scheme="nvfsdp", mesh={"dp_shard": 2}))
@@ -204,7 +204,7 @@ STRATEGY = (
 
 
 @pytest.mark.parametrize(
-    ("error", "message", "given"),
+    ("error", "message", "options"),
     [
         (ValueError, STRATEGY, {"data_parallel_sharding_strategy": "zero3"}),
         (TypeError, "data_parallel_sharding_strategy=3 is an int; pass a str", {"data_parallel_sharding_strategy": 3}),
@@ -234,8 +234,8 @@ STRATEGY = (
         ),
     ],
 )
-def test_what_is_rejected_before_anything_is_sent(error, message, given):
-    rejected(error, message, **given)
+def test_what_is_rejected_before_anything_is_sent(error, message, options):
+    rejected(error, message, **options)
 
 
 def test_units_of_two_dtypes_are_separate():
@@ -275,9 +275,9 @@ PAGE = {
 
 
 def test_the_signature_is_that_of_the_page_and_what_is_ours_stands_behind_it():
-    given = inspect.signature(nvfsdp_strategy_parallelize).parameters
-    positional = {name: p.default for name, p in given.items() if p.kind is p.POSITIONAL_OR_KEYWORD}
+    parameters = inspect.signature(nvfsdp_strategy_parallelize).parameters
+    positional = {name: p.default for name, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD}
     assert list(positional) == ["model", "device_mesh", *PAGE]
     assert {name: positional[name] for name in PAGE} == PAGE
-    ours = {name: p.default for name, p in given.items() if p.kind is p.KEYWORD_ONLY}
+    ours = {name: p.default for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
     assert ours == {"activation_checkpointing": False, "backend": "auto"}

@@ -74,10 +74,10 @@ def test_whoever_flattened_first_is_used_again(engine):
 
 def test_a_name_that_was_given_to_other_axes():
     def body(mesh):
-        own = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp_shard", "cp", "tp"))
-        own["cp", "tp"]._flatten("dp_shard_cp")
+        second_mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp_shard", "cp", "tp"))
+        second_mesh["cp", "tp"]._flatten("dp_shard_cp")
         with pytest.raises(ValueError) as error:
-            _ = mesh_axes(own).shard_mesh
+            _ = mesh_axes(second_mesh).shard_mesh
         return str(error.value)
 
     message = "axis 'dp_shard_cp' was flattened from other axes than ['dp_shard', 'cp']; flatten these under this name"
@@ -98,9 +98,9 @@ def test_a_name_that_was_given_to_other_axes():
 )
 def test_axes_that_mean_nothing_certain(names, message):
     def body(mesh):
-        given = init_device_mesh("cpu", (1, 2), mesh_dim_names=names)
+        device_mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=names)
         with pytest.raises(ValueError) as error:
-            mesh_axes(given)
+            mesh_axes(device_mesh)
         return str(error.value)
 
     results = run(lambda view, case: body(view.device_mesh), CaseSpec(scheme="axes", mesh={"x": 2}))

@@ -87,8 +87,8 @@ def test_a_model_of_transformers(chosen):
         )
         single = empty(chosen, device="meta")
         outcome, expected = whole(model), alone(single)
-        made = empty(chosen)
-        buffers = all(torch.equal(a, b) for a, b in zip(model.buffers(), made.buffers(), strict=True))
+        meta_model = empty(chosen)
+        buffers = all(torch.equal(a, b) for a, b in zip(model.buffers(), meta_model.buffers(), strict=True))
         is_tied = (model.lm_head.weight is model.model.embed_tokens.weight) == chosen.tied
         same = all(torch.equal(outcome[name], expected[name]) for name in expected)
         return same, buffers, is_tied, all(v.std() > 0 for name, v in outcome.items() if "proj" in name)
@@ -139,7 +139,7 @@ class Forgets(Bare):
 
 
 @pytest.mark.parametrize(
-    ("made", "on_meta", "flag", "message"),
+    ("factory", "on_meta", "flag", "message"),
     [
         (Net, False, True, "init_nvfsdp_with_meta_device=True, and no parameter is on the meta device"),
         (Net, True, False, "init_nvfsdp_with_meta_device=False, and 'blocks.0.up.weight' is on the meta device"),
@@ -147,10 +147,10 @@ class Forgets(Bare):
         (Forgets, True, True, "init_nvfsdp_with_meta_device: '.weight' has no value after the initialisation of"),
     ],
 )
-def test_what_cannot_be_given_values(made, on_meta, flag, message):
+def test_what_cannot_be_given_values(factory, on_meta, flag, message):
     def body(mesh, case):
         with torch.device("meta" if on_meta else "cpu"):
-            model = made()
+            model = factory()
         with pytest.raises(ValueError, match=message):
             nvfsdp_strategy_parallelize(model, mesh.device_mesh, init_nvfsdp_with_meta_device=flag)
         return True

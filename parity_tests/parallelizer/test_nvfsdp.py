@@ -134,10 +134,10 @@ def on_ranks(body, **mesh):
     return run(body, CaseSpec(scheme="nvfsdp", mesh=mesh or {"dp_shard": 2}))
 
 
-def stepped(view, model=None, seed=0, **given):
+def stepped(view, model=None, seed=0, **options):
     """Gradients and weights, as lists, after one backward and one step of AdamW."""
     torch.manual_seed(seed)
-    net = nvfsdp_strategy_parallelize(model or Net().double(), view.device_mesh, **given)
+    net = nvfsdp_strategy_parallelize(model or Net().double(), view.device_mesh, **options)
     x = torch.linspace(-1, 1, 6, dtype=next(net.parameters()).dtype).view(2, 3) + view.rank("dp_shard")
     net(x).sum().backward()
     outcome = {name: each.tolist() for name, each in whole(net, gradients=True).items()}
@@ -147,11 +147,11 @@ def stepped(view, model=None, seed=0, **given):
 
 @pytest.mark.parametrize("switch", ["overlap_param_gather", "activation_checkpointing", "nvfsdp_unit_modules"])
 def test_a_switch_that_changes_no_bit(switch):
-    given = {"overlap_param_gather": False, "activation_checkpointing": True, "nvfsdp_unit_modules": [BLOCK]}[switch]
+    value = {"overlap_param_gather": False, "activation_checkpointing": True, "nvfsdp_unit_modules": [BLOCK]}[switch]
 
     def body(view, case):
         units = {} if switch == "nvfsdp_unit_modules" else {"nvfsdp_unit_modules": [BLOCK]}
-        return stepped(view, **units) == stepped(view, **{**units, switch: given})
+        return stepped(view, **units) == stepped(view, **{**units, switch: value})
 
     assert on_ranks(body).results == (True, True)
 
@@ -164,11 +164,13 @@ def test_per_token_is_the_sum_over_the_data_ranks():
     assert on_ranks(body, dp_shard=2, cp=2).results == (True,) * 4
 
 
-def reductions(**given):
+def reductions(**options):
     """What the reductions of gradients were: op, dtype, reduce op, number."""
-    model = given.pop("model", None)
-    mesh = given.pop("mesh", {"dp_shard": 2})
-    rows = on_ranks(lambda view, case: stepped(view, model() if model else None, **given) and None, **mesh).ledger.rows
+    model = options.pop("model", None)
+    mesh = options.pop("mesh", {"dp_shard": 2})
+    rows = on_ranks(
+        lambda view, case: stepped(view, model() if model else None, **options) and None, **mesh
+    ).ledger.rows
     sent = [row for row in rows if row.rank == 0 and row.phase == "bwd" and row.op in ("reduce_scatter", "all_reduce")]
     return [(row.op, row.dtypes[0], row.reduce_op) for row in sent if "int" not in row.dtypes[0]]
 
@@ -238,7 +240,7 @@ def test_what_has_no_effect_natively_is_reported_by_name(name):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         ({"overlap_grad_reduce": False}, "overlap_grad_reduce=False has no effect natively"),
         (
@@ -252,10 +254,10 @@ def test_what_has_no_effect_natively_is_reported_by_name(name):
         ),
     ],
 )
-def test_what_else_is_reported(given, message):
+def test_what_else_is_reported(options, message):
     def body(view, case):
         with pytest.warns(UserWarning, match=message):
-            nvfsdp_strategy_parallelize(Net(), view.device_mesh, **given)
+            nvfsdp_strategy_parallelize(Net(), view.device_mesh, **options)
         return True
 
     assert on_ranks(body, dp_shard=1).results == (True,)

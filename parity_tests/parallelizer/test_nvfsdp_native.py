@@ -33,9 +33,9 @@ class Aside(Net):
         return super().forward(x), self.aside * 2
 
 
-def outcome(mesh, rank, bad, strategy="optim_grads_params", at="output", **given):
+def outcome(mesh, rank, bad, strategy="optim_grads_params", at="output", **options):
     """What a backward raises where one number of one rank's cotangents is bad; `rank` None plants nothing."""
-    model = nvfsdp_strategy_parallelize(Aside(), mesh.device_mesh, [BLOCK], plan(), strategy, **given)
+    model = nvfsdp_strategy_parallelize(Aside(), mesh.device_mesh, [BLOCK], plan(), strategy, **options)
     outputs = model(torch.ones(2, 3, dtype=torch.float64))
     cotangents = [torch.ones_like(y) for y in outputs]
     if rank is not None and mesh.rank("dp_shard") == rank[0] and mesh.rank("tp") == rank[1]:
@@ -97,8 +97,8 @@ def test_the_first_parameter_by_name_is_reported_on_every_rank():
 
 @pytest.mark.parametrize("rank", [None, (0, 0)])
 def test_nothing_is_raised_where_nothing_is_checked_or_wrong(rank):
-    given = {} if rank is None else {"check_for_nan_in_grad": False}
-    assert on_ranks(lambda mesh, case: outcome(mesh, rank, "nan", **given)).results == ("",) * 4
+    options = {} if rank is None else {"check_for_nan_in_grad": False}
+    assert on_ranks(lambda mesh, case: outcome(mesh, rank, "nan", **options)).results == ("",) * 4
 
 
 def test_large_finite_numbers_are_no_alarm():

@@ -68,6 +68,6 @@ def test_another_thread_ends_the_group_and_leaves_signals_alone(group, handler):
 def test_a_handler_that_was_installed_from_c_is_left(group, monkeypatch):
     changed = []
     monkeypatch.setattr(signal, "getsignal", lambda number: None)
-    monkeypatch.setattr(signal, "signal", lambda *given: changed.append(given))
+    monkeypatch.setattr(signal, "signal", lambda *arguments: changed.append(arguments))
     _destroy_dist_connection()
     assert not dist.is_initialized() and changed == []

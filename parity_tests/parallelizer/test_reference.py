@@ -65,17 +65,17 @@ def test_a_window_ends():
     ],
 )
 def test_parameters_of_another_model(edit, message):
-    given = {name: array for name, array in {**arrays(LLAMA), **edit}.items() if array is not None}
+    parameters = {name: array for name, array in {**arrays(LLAMA), **edit}.items() if array is not None}
     with pytest.raises(ValueError, match=message):
-        from_state_dict(LLAMA.config, given)
+        from_state_dict(LLAMA.config, parameters)
 
 
 def test_a_tied_head_that_differs():
     chosen = Chosen("llama", tied=True)
-    given = arrays(chosen)
-    from_state_dict(chosen.config, {**given, HEAD: given[EMBEDDING].copy()})
+    parameters = arrays(chosen)
+    from_state_dict(chosen.config, {**parameters, HEAD: parameters[EMBEDDING].copy()})
     with pytest.raises(ValueError, match=r"lm_head.weight is tied to model.embed_tokens.weight and differs from it"):
-        from_state_dict(chosen.config, {**given, HEAD: given[EMBEDDING] + 1})
+        from_state_dict(chosen.config, {**parameters, HEAD: parameters[EMBEDDING] + 1})
 
 
 @pytest.mark.parametrize(

@@ -283,9 +283,9 @@ def test_experts_are_those_of_the_full_model(family, tp):
             return values_and_gradients(model)
 
     with Float64Throughout():
-        whole, gradients = values_and_gradients(with_values(empty(chosen)))
+        full, gradients = values_and_gradients(with_values(empty(chosen)))
     ranks = on_ranks(body, tp)
-    assert all(np.array_equal(got[name], whole[name]) for got, _ in ranks.results for name in {**whole, **got})
+    assert all(np.array_equal(got[name], full[name]) for got, _ in ranks.results for name in {**full, **got})
     assert broken_on_ranks([outcome for _, outcome in ranks.results], gradients, {"tp": tp}) == []
 
 

@@ -218,10 +218,10 @@ SCHEMES = (
 )
 
 
-@pytest.mark.parametrize("made", SCHEMES, ids=lambda made: made.name)
-def test_parity(made):
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
+def test_parity(scheme):
     @settings(max_examples=30)
-    @drawn(every_case(made))
+    @drawn(every_case(scheme))
     def example(case):
         check(case)
 

@@ -156,10 +156,12 @@ def accumulated(
     """Backward of this rank's rows, a microbatch at a time, reduced after the last; its part of the mean loss."""
     tokens, total = int((targets != IGNORED).sum()), 0.0
     for micro in range(accumulation):
-        own = slice(micro * ranks + rank, None, ranks * accumulation)
+        rows = slice(micro * ranks + rank, None, ranks * accumulation)
         if hasattr(model, "set_requires_gradient_sync"):
             model.set_requires_gradient_sync(micro == accumulation - 1)  # pyright: ignore[reportCallIssue]
-        loss = summed_loss(model(input_ids=torch.from_numpy(ids[own])).logits, torch.from_numpy(targets[own])) / tokens
+        loss = (
+            summed_loss(model(input_ids=torch.from_numpy(ids[rows])).logits, torch.from_numpy(targets[rows])) / tokens
+        )
         (ranks * loss).backward()
         total += loss.item()
     return total

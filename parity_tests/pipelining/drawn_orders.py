@@ -7,14 +7,14 @@ from torch_impl.pipelining.named_schedules import RULES
 from torch_impl.pipelining.order import Action
 
 
-def legal_sizes(name, ranks=range(1, 6), most=12, chunks=(1, 2, 3)):
+def legal_sizes(name, ranks=range(1, 6), max_microbatches=12, chunks=(1, 2, 3)):
     """(p, n, v) that a schedule accepts."""
     rule = RULES[name]
     return [
         (p, n, v)
         for p in ranks
         for v in ([rule.stages] if rule.stages else chunks)
-        for n in range(1, most + 1)
+        for n in range(1, max_microbatches + 1)
         if rule.accepts(n, p)
     ]
 
@@ -28,7 +28,7 @@ def named_orders(draw, **limits):
 
 
 @st.composite
-def own_orders(draw, ranks=(1, 3), stages=4, most=3, for_torch=False):
+def own_orders(draw, ranks=(1, 3), stages=4, max_microbatches=3, for_torch=False):
     """(order, rank of each stage, n): any order in which everything comes after what it needs.
 
     `for_torch` keeps the forwards of the last stage in the order of micro-batches, by which torch knows them.
@@ -36,7 +36,7 @@ def own_orders(draw, ranks=(1, 3), stages=4, most=3, for_torch=False):
     p = draw(st.integers(*ranks))
     placed = list(range(p)) + draw(st.lists(st.integers(0, p - 1), max_size=stages - p))
     placed = list(draw(st.permutations(placed)))
-    n = draw(st.integers(1, most))
+    n = draw(st.integers(1, max_microbatches))
     halved = {(s, m): draw(st.booleans()) for s in range(len(placed)) for m in range(n)}
     todo = {Action(s, kind, m) for (s, m), cut in halved.items() for kind in ("FIW" if cut else "FB")}
     done: set[Action] = set()

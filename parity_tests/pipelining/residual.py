@@ -68,13 +68,13 @@ def stepped(mesh, x, target, w1, w2, name, source):
     n, size = x.shape[:2]
     stages = cut(mesh, w1, w2, name)
     schedule, timeline = scheduled(mesh, stages, name, source, n, size, lambda y, t: ((y - t) ** 2).sum() / 2)
-    held = {stage.stage_index for stage in stages}
+    stage_ids = {stage.stage_index for stage in stages}
     losses, executed = [], []
     for _ in range(STEPS):
         with executed_actions(stages) as actions:
             schedule.step(
-                *([x.flatten(0, 1)] if 0 in held else []),
-                **({"target": target.flatten(0, 1), "losses": losses} if stages[0].num_stages - 1 in held else {}),
+                *([x.flatten(0, 1)] if 0 in stage_ids else []),
+                **({"target": target.flatten(0, 1), "losses": losses} if stages[0].num_stages - 1 in stage_ids else {}),
             )
         executed += actions
     scale_grads_by_divisor(stages, n * STEPS)
@@ -90,8 +90,8 @@ def stepped(mesh, x, target, w1, w2, name, source):
 
 def gathered(stages, name, like):
     """Gradients of this rank's layers where they belong, 0 elsewhere."""
-    whole = torch.zeros_like(like)
+    gradient = torch.zeros_like(like)
     for stage in stages:
         for layer, parameter in zip(stage.submod.layers, getattr(stage.submod, name), strict=True):
-            whole[layer] += parameter.grad
-    return whole
+            gradient[layer] += parameter.grad
+    return gradient

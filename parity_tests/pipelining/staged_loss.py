@@ -33,7 +33,7 @@ def staged_loss(mesh, chosen, parameters, ids, targets, schedule, is_told):
             microbatch_size=1,
             local_batch_size=len(ids),
             device=ids.device,
-            loss_fn=lambda logits, wanted: summed_loss(logits, wanted) / tokens,
+            loss_fn=lambda logits, target: summed_loss(logits, target) / tokens,
             seq_len=ids.shape[1] if is_told else None,
         )
         losses = []
@@ -41,8 +41,8 @@ def staged_loss(mesh, chosen, parameters, ids, targets, schedule, is_told):
             last = {"target": targets, "losses": losses} if has_last else {}
             built.step(*([ids] if has_first else []), **last)
         scale_grads_by_divisor(stages, STEPS)
-        found = {name: p.grad for stage in reversed(stages) for name, p in stage.submod.named_parameters()}
-        return sum(losses, torch.zeros((), dtype=values[0].dtype)).detach(), found
+        gradients = {name: p.grad for stage in reversed(stages) for name, p in stage.submod.named_parameters()}
+        return sum(losses, torch.zeros((), dtype=values[0].dtype)).detach(), gradients
 
     return Stepped.apply(run, tuple(leaves), *leaves.values())
 

@@ -14,12 +14,14 @@ class Stepped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Any, names: tuple[str, ...], *values: Tensor) -> Tensor:
         with torch.enable_grad():
-            loss, ctx.found = run(*(value.detach() for value in values))
+            loss, ctx.gradients = run(*(value.detach() for value in values))
         ctx.names, ctx.like = names, values
         return loss
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
         pairs = zip(ctx.names, ctx.like, strict=True)
-        found = [ctx.found[name] * cotangent if name in ctx.found else torch.zeros_like(x) for name, x in pairs]
-        return None, None, *found
+        gradients = [
+            ctx.gradients[name] * cotangent if name in ctx.gradients else torch.zeros_like(x) for name, x in pairs
+        ]
+        return None, None, *gradients

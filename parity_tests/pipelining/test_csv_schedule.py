@@ -37,39 +37,39 @@ def dumped(order):
 def with_communication(order, placed, n):
     """What torch makes of an order, as text: what is sent, gathered and reduced."""
     theirs = {rank: [_Action.from_str(str(a)) for a in actions if a] for rank, actions in enumerate(order)}
-    whole = {rank: _add_reduce_grad(_add_unshard_reshard(actions), n) for rank, actions in theirs.items()}
-    sent = _add_send_recv(whole, lambda stage: placed[stage], len(placed))
+    full_order = {rank: _add_reduce_grad(_add_unshard_reshard(actions), n) for rank, actions in theirs.items()}
+    sent = _add_send_recv(full_order, lambda stage: placed[stage], len(placed))
     return [[parse_action(str(action)) for action in sent[rank]] for rank in range(len(order))]
 
 
-@given(named_orders(ranks=range(1, 5), most=8))
-def test_a_written_schedule_is_read_again(drawn):
-    _, p, n, _, order, placed = drawn
-    found = read(dumped(order), pp_size=p, n_microbatches=n)
-    assert (found.order, found.stage_to_rank, found.n_microbatches) == (order, placed, n)
-    assert not found.has_communication
+@given(named_orders(ranks=range(1, 5), max_microbatches=8))
+def test_a_written_schedule_is_read_again(sample):
+    _, p, n, _, order, placed = sample
+    schedule = read(dumped(order), pp_size=p, n_microbatches=n)
+    assert (schedule.order, schedule.stage_to_rank, schedule.n_microbatches) == (order, placed, n)
+    assert not schedule.has_communication
 
 
 @given(own_orders(for_torch=True))
-def test_any_order_that_can_be_is_read(drawn):
-    order, placed, n = drawn
-    found = read(dumped(order))
-    assert (found.order, found.stage_to_rank, found.n_microbatches) == (order, placed, n)
-    assert found.stages_per_rank == [placed.count(rank) for rank in range(len(order))]
+def test_any_order_that_can_be_is_read(sample):
+    order, placed, n = sample
+    schedule = read(dumped(order))
+    assert (schedule.order, schedule.stage_to_rank, schedule.n_microbatches) == (order, placed, n)
+    assert schedule.stages_per_rank == [placed.count(rank) for rank in range(len(order))]
 
 
-@given(named_orders(ranks=range(1, 5), most=6))
-def test_what_torch_makes_of_a_schedule_is_read_and_takes_as_long(drawn):
-    name, p, n, _, order, placed = drawn
-    whole = with_communication(order, placed, n)
-    found = read(dumped(whole), pp_size=p, n_microbatches=n)
-    assert (found.order, found.stage_to_rank) == (whole, placed)
-    assert found.has_communication
-    told, computed_alone = simulate(whole, placed), simulate(order, placed)
+@given(named_orders(ranks=range(1, 5), max_microbatches=6))
+def test_what_torch_makes_of_a_schedule_is_read_and_takes_as_long(sample):
+    name, p, n, _, order, placed = sample
+    full_order = with_communication(order, placed, n)
+    schedule = read(dumped(full_order), pp_size=p, n_microbatches=n)
+    assert (schedule.order, schedule.stage_to_rank) == (full_order, placed)
+    assert schedule.has_communication
+    timed, computed_alone = simulate(full_order, placed), simulate(order, placed)
     if name == "DualPipeV":  # torch sends what a pair makes when both of it are done
-        assert told.makespan >= computed_alone.makespan
+        assert timed.makespan >= computed_alone.makespan
     else:
-        assert told == computed_alone
+        assert timed == computed_alone
 
 
 def test_blanks_wait_and_lines_may_end_in_any_way():
@@ -163,8 +163,8 @@ def verdict(text):
 )
 def verdicts_on_files(mesh, ids) -> Int[Tensor, "k r/pp"]:
     """Row and column of the fault of each file, 0 where there is none."""
-    found = torch.tensor([verdict(text) for text, _ in WRITTEN], dtype=ids.dtype, device=ids.device)
-    return found[:, mesh.global_ids("r")]
+    verdicts = torch.tensor([verdict(text) for text, _ in WRITTEN], dtype=ids.dtype, device=ids.device)
+    return verdicts[:, mesh.global_ids("r")]
 
 
 @settings(max_examples=3)
@@ -211,23 +211,23 @@ def test_a_file_that_is_not_there_is_told_with_its_argument(tmp_path):
             read_csv(path)
 
 
-@given(st.data(), named_orders(ranks=range(1, 4), most=4), st.booleans())
-def test_an_edited_file_is_a_schedule_or_rejected_with_a_cell(data, drawn, has_communication):
-    _, p, n, _, order, placed = drawn
+@given(st.data(), named_orders(ranks=range(1, 4), max_microbatches=4), st.booleans())
+def test_an_edited_file_is_a_schedule_or_rejected_with_a_cell(data, sample, has_communication):
+    _, p, n, _, order, placed = sample
     rows = with_communication(order, placed, n) if has_communication else order
     cells = [["" if action is None else str(action) for action in actions] for actions in rows]
     for _ in range(data.draw(st.integers(1, 2))):
         edited(cells, data)
     text = "\n".join(",".join(row) for row in cells)
     try:
-        found = read(text, pp_size=p, n_microbatches=n)
+        schedule = read(text, pp_size=p, n_microbatches=n)
     except ValueError as refusal:
         assert CELL.match(str(refusal))
     else:
-        every = [computed(actions) for actions in found.order]
+        every = [computed(actions) for actions in schedule.order]
         assert [sorted(actions) for actions in every] == [sorted(set(actions)) for actions in every]
         forwards = sorted(a[::2][:2] for actions in every for a in actions if a.kind == "F")
-        assert forwards == [(s, m) for s in range(len(found.stage_to_rank)) for m in range(n)]
+        assert forwards == [(s, m) for s in range(len(schedule.stage_to_rank)) for m in range(n)]
 
 
 def edited(cells, data):

@@ -30,9 +30,9 @@ def in_a_row(parts):
     return x
 
 
-def made(family, **further):
-    told = {"num_hidden_layers": LAYERS, "n_layer": LAYERS, **further}
-    return families.empty(families.Chosen(family, False, tuple(told.items())), torch.float32)
+def made(family, **settings):
+    config = {"num_hidden_layers": LAYERS, "n_layer": LAYERS, **settings}
+    return families.empty(families.Chosen(family, False, tuple(config.items())), torch.float32)
 
 
 @pytest.mark.parametrize("family", sorted(DROPOUT))
@@ -41,9 +41,9 @@ def test_dropout_before_the_layers_is_the_first_stages(family):
         model = made(family, **{DROPOUT[family]: 0.5})
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
-            wanted = model(IDS, use_cache=False).logits
+            expected = model(IDS, use_cache=False).logits
             torch.manual_seed(3)
-            return in_a_row(cut(mesh, model)).equal(wanted)
+            return in_a_row(cut(mesh, model)).equal(expected)
 
     assert on_one_rank(body)
 
@@ -57,8 +57,8 @@ def test_what_has_no_parameters_need_not_be_named():
 
     def body(mesh):
         model = made("llama")
-        wanted = model(IDS, use_cache=False).logits
-        return in_a_row(cut(mesh, model, names)).equal(wanted)
+        expected = model(IDS, use_cache=False).logits
+        return in_a_row(cut(mesh, model, names)).equal(expected)
 
     assert on_one_rank(body)
 
@@ -90,8 +90,8 @@ class Stack(nn.Module):
 def test_a_stack_of_a_users_own_is_cut(kind):
     def body(mesh):
         model = Stack(kind)
-        wanted = model(IDS)
-        return in_a_row(cut(mesh, model)).equal(wanted)
+        expected = model(IDS)
+        return in_a_row(cut(mesh, model)).equal(expected)
 
     assert on_one_rank(body)
 

@@ -16,7 +16,7 @@ def written(order):
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes", "wanted"),
+    ("name", "sizes", "expected"),
     [
         ("GPipe", (2, 3, 1), ["0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2"]),
         ("1F1B", (2, 3, 1), ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]),
@@ -32,8 +32,8 @@ def written(order):
         ),
     ],
 )
-def test_orders_by_hand(name, sizes, wanted):
-    assert written(schedule_order(name, *sizes)) == wanted
+def test_orders_by_hand(name, sizes, expected):
+    assert written(schedule_order(name, *sizes)) == expected
 
 
 class Stage:

@@ -51,8 +51,8 @@ def numbers_of_stages(mesh, ids) -> Int[Tensor, "k r/pp"]:
     placed = [row(stage_ids_this_rank(p - 1, p, stages, style)) for p, stages, style in PLACED]
     layers = [row(layer_counts(*sizes)) for sizes in CUT]
     stages = [row([calculate_virtual_stages(*sizes, False, rounding)[0]]) for *sizes, rounding in VIRTUAL]
-    found = torch.tensor([*placed, *layers, *stages], dtype=ids.dtype, device=ids.device)
-    return found[:, mesh.global_ids("r")]
+    numbers = torch.tensor([*placed, *layers, *stages], dtype=ids.dtype, device=ids.device)
+    return numbers[:, mesh.global_ids("r")]
 
 
 @settings(max_examples=3)
@@ -259,7 +259,7 @@ EMBED, ROTARY, END = ["model.embed_tokens"], ["model.rotary_emb"], ["model.norm"
 
 
 @pytest.mark.parametrize(
-    ("stages", "of_layers", "wanted"),
+    ("stages", "of_layers", "expected"),
     [
         (1, 2, [[*EMBED, *layers(0, 1), *END, *ROTARY]]),
         (2, 5, [[*EMBED, *layers(0, 1, 2), *ROTARY], [*layers(3, 4), *END, *ROTARY]]),
@@ -274,8 +274,8 @@ EMBED, ROTARY, END = ["model.embed_tokens"], ["model.rotary_emb"], ["model.norm"
         ),
     ],
 )
-def test_names_by_hand(stages, of_layers, wanted):
-    assert names(stages, of_layers) == wanted
+def test_names_by_hand(stages, of_layers, expected):
+    assert names(stages, of_layers) == expected
 
 
 def test_the_example_of_the_page_with_rotary():
@@ -319,10 +319,10 @@ def test_each_switch_removes_its_names_and_no_others(data):
     stages = data.draw(st.integers(1, 6))
     count = data.draw(st.integers(stages, 30))
     off = data.draw(st.sets(st.sampled_from(sorted(SWITCHES))))
-    whole = generate_hf_model_fqn_per_model_part(stages, count)
+    full = generate_hf_model_fqn_per_model_part(stages, count)
     gone = set().union(*(SWITCHES[switch] for switch in off))
     cut = generate_hf_model_fqn_per_model_part(stages, count, **dict.fromkeys(off, False))
-    assert cut == [[name for name in stage if name not in gone] for stage in whole]
+    assert cut == [[name for name in stage if name not in gone] for stage in full]
 
 
 @given(st.data())

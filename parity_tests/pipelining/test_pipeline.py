@@ -20,7 +20,7 @@ OF = chosen("llama", True, 4)
 N = 4
 
 
-def given_to(mesh, **further):
+def given_to(mesh, **options):
     arguments = {
         "pp_axis_name": "pp",
         "dp_axis_names": ("dp",) if "dp" in mesh.axes else (),
@@ -32,7 +32,7 @@ def given_to(mesh, **further):
         "device": torch.device("cpu"),
         "loss_fn": loss_of,
     }
-    return arguments | further
+    return arguments | options
 
 
 def run_one(mesh, case):
@@ -61,8 +61,8 @@ def run_one(mesh, case):
     assert [stage.submod for stage in stages] == parts
     assert len(called) == len(parts)
     grads = {name: p.grad for part in parts for name, p in part.named_parameters()}
-    whole = {name: (g.full_tensor() if sharded else g).numpy() for name, g in grads.items()}
-    return has_first, has_last, {name: g.tobytes() for name, g in whole.items()}, sum(units)
+    full = {name: (g.full_tensor() if sharded else g).numpy() for name, g in grads.items()}
+    return has_first, has_last, {name: g.tobytes() for name, g in full.items()}, sum(units)
 
 
 @pytest.mark.parametrize(
@@ -79,14 +79,14 @@ def run_one(mesh, case):
 )
 def test_gradients_are_those_of_the_whole_model(p, options):
     ranks = run(run_one, CaseSpec("pipeline", {"pp": p}, options=options))
-    found = {}
+    gradients = {}
     for _, _, of_rank, _ in ranks.results:
-        found |= of_rank
-    _, wanted = accumulated(OF, N, "float64", range(N))
+        gradients |= of_rank
+    _, expected = accumulated(OF, N, "float64", range(N))
     if p == 1 and options.get("layers_per_stage") == 4:  # one stage: the tie is one parameter, added otherwise
         for name in ("lm_head.weight", "model.embed_tokens.weight"):
-            wanted.pop(name), found.pop(name, None)
-    assert found == wanted
+            expected.pop(name), gradients.pop(name, None)
+    assert gradients == expected
     flags = [(first, last) for first, last, *_ in ranks.results]
     v = options.get("pipeline_parallel_schedule") == "DualPipeV"
     assert flags == (
@@ -108,14 +108,14 @@ def test_with_fsdp_inside_stages(name, once, tmp_path):
         }
     options["patch_stage_backward_maybe_with_nosync"] = once
     ranks = run(run_one, CaseSpec("pipeline", {"pp": 2, "dp": 2}, options=options))
-    found = {}
+    gradients = {}
     for rank, (_, _, of_rank, units) in enumerate(ranks.results):
-        found |= of_rank
+        gradients |= of_rank
         assert sum(row.op == "reduce_scatter" for row in ranks.ledger.of(rank)) == units  # once, not per micro-batch
-    _, wanted = accumulated(OF, N, "float64", range(N))
-    assert set(found) == set(wanted)
-    for parameter, bits in wanted.items():
-        ours, theirs = (torch.frombuffer(bytearray(x), dtype=torch.float64) for x in (found[parameter], bits))
+    _, expected = accumulated(OF, N, "float64", range(N))
+    assert set(gradients) == set(expected)
+    for parameter, bits in expected.items():
+        ours, theirs = (torch.frombuffer(bytearray(x), dtype=torch.float64) for x in (gradients[parameter], bits))
         assert (ours - theirs).norm() <= PROMISED * theirs.norm(), parameter
 
 

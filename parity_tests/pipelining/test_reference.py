@@ -112,9 +112,9 @@ def cost_of_schedules(mesh, ids) -> Int[Tensor, "k r/pp"]:
         simulate(schedule_order(name, p, n, v), stage_to_rank(p, p * v, RULES[name].style), Times(*times))
         for name, p, n, v, times in SIZES
     ]
-    found = [row(run.idle) for run in runs]
-    found += [row(run.peak_live if name in EXACT else []) for run, (name, *_) in zip(runs, SIZES, strict=True)]
-    return torch.tensor(found, dtype=ids.dtype, device=ids.device)[:, mesh.global_ids("r")]
+    rows = [row(run.idle) for run in runs]
+    rows += [row(run.peak_live if name in EXACT else []) for run, (name, *_) in zip(runs, SIZES, strict=True)]
+    return torch.tensor(rows, dtype=ids.dtype, device=ids.device)[:, mesh.global_ids("r")]
 
 
 @settings(max_examples=3)

@@ -45,10 +45,10 @@ def quiet():
 def check_steps(ranks, order, placed, n, dtype, steps=1):
     """Losses, gradients and the executed order are those of one device and of the simulation."""
     losses, gradients = accumulated(len(placed), n, dtype, last_backwards(order), steps)
-    found = {}
+    of_ranks = {}
     for result in ranks.results:
-        found |= result["gradients"]
-    assert found == gradients
+        of_ranks |= result["gradients"]
+    assert of_ranks == gradients
     assert [result["losses"] for result in ranks.results if result["losses"]] == [losses]
     timeline = simulate(order, placed)
     for rank, result in enumerate(ranks.results):
@@ -59,9 +59,9 @@ def case_of(p, dtype="float32", **options):
     return CaseSpec("pipeline", {"pp": p}, dtype=dtype, options=options)
 
 
-@given(named_orders(ranks=range(1, 5), most=8), DTYPES, st.integers(1, 2))
-def test_every_schedule_is_accumulation_bit_by_bit(drawn, dtype, steps):
-    name, p, n, _, order, placed = drawn
+@given(named_orders(ranks=range(1, 5), max_microbatches=8), DTYPES, st.integers(1, 2))
+def test_every_schedule_is_accumulation_bit_by_bit(sample, dtype, steps):
+    name, p, n, _, order, placed = sample
     ranks = run(stepped, case_of(p, dtype, n=n, placed=placed, name=name, steps=steps))
     check_steps(ranks, order, placed, n, dtype, steps)
 
@@ -85,17 +85,17 @@ def test_every_schedule_in_processes(name, p):
 
 
 @given(own_orders(for_torch=True), st.booleans(), DTYPES)
-def test_any_file_is_accumulation_in_its_order(drawn, says_all, dtype):
-    order, placed, n = drawn
+def test_any_file_is_accumulation_in_its_order(sample, says_all, dtype):
+    order, placed, n = sample
     text = dumped(with_communication(order, placed, n) if says_all else order)
     with tempfile.TemporaryDirectory() as folder:
         ranks = run(stepped, case_of(len(order), dtype, n=n, placed=placed, name=None, csv=written(folder, text)))
     check_steps(ranks, order, placed, n, dtype)
 
 
-@given(named_orders(ranks=range(1, 4), most=6), st.booleans())
-def test_a_dumped_schedule_gives_what_the_schedule_gives(drawn, says_all):
-    name, p, n, _, order, placed = drawn
+@given(named_orders(ranks=range(1, 4), max_microbatches=6), st.booleans())
+def test_a_dumped_schedule_gives_what_the_schedule_gives(sample, says_all):
+    name, p, n, _, order, placed = sample
     text = dumped(with_communication(order, placed, n) if says_all else order)
     by_name = run(stepped, case_of(p, n=n, placed=placed, name=name))
     with tempfile.TemporaryDirectory() as folder:
@@ -103,9 +103,9 @@ def test_a_dumped_schedule_gives_what_the_schedule_gives(drawn, says_all):
     assert by_file.results == by_name.results
 
 
-@given(named_orders(ranks=range(2, 5), most=6))
-def test_the_ledger_has_the_messages_of_the_simulation_in_their_order(drawn):
-    name, p, n, _, order, placed = drawn
+@given(named_orders(ranks=range(2, 5), max_microbatches=6))
+def test_the_ledger_has_the_messages_of_the_simulation_in_their_order(sample):
+    name, p, n, _, order, placed = sample
     ranks = run(stepped, case_of(p, n=n, placed=placed, name=name))
     timeline = simulate(order, placed)
     for rank in range(p):
@@ -128,9 +128,9 @@ def stage(*parameters):
 
 
 def parameter(gradient):
-    made = nn.Parameter(torch.zeros(len(gradient), dtype=torch.float64))
-    made.grad = torch.tensor(gradient, dtype=torch.float64)
-    return made
+    leaf = nn.Parameter(torch.zeros(len(gradient), dtype=torch.float64))
+    leaf.grad = torch.tensor(gradient, dtype=torch.float64)
+    return leaf
 
 
 FLOATS = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=4)
@@ -138,10 +138,10 @@ FLOATS = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=4)
 
 @given(FLOATS, st.integers(1, 10**6))
 def test_every_gradient_is_divided_once(values, divisor):
-    shared, own = parameter(values), parameter(values)
+    shared, separate = parameter(values), parameter(values)
     without = nn.Parameter(torch.ones(2))
-    scale_grads_by_divisor([stage(shared, own), stage(shared, without)], divisor)
-    for gradient in (shared.grad, own.grad):
+    scale_grads_by_divisor([stage(shared, separate), stage(shared, without)], divisor)
+    for gradient in (shared.grad, separate.grad):
         assert gradient.tolist() == [value / divisor for value in values]
     assert without.grad is None
 
@@ -157,23 +157,23 @@ def test_powers_of_two_multiply(values, a, b):
 
 def test_it_is_divided_in_place():
     given_as = parameter([4.0])
-    held = given_as.grad
+    gradient = given_as.grad
     scale_grads_by_divisor([stage(given_as)], 4)
-    assert given_as.grad is held
-    assert held.tolist() == [1.0]
+    assert given_as.grad is gradient
+    assert gradient.tolist() == [1.0]
 
 
 def sharded(mesh, case):
-    found = []
+    gradients = []
     for placed in (Shard(0), Replicate()):
         local = torch.arange(3, dtype=torch.float64) + mesh.rank("dp")
-        whole = DTensor.from_local(local, mesh.device_mesh, [placed], run_check=False)
-        made = nn.Parameter(torch.zeros_like(whole))
-        made.grad = whole
-        scale_grads_by_divisor([stage(made)], 4)
-        assert made.grad.placements == (placed,)
-        found.append(made.grad.to_local().tolist())
-    return found
+        full = DTensor.from_local(local, mesh.device_mesh, [placed], run_check=False)
+        leaf = nn.Parameter(torch.zeros_like(full))
+        leaf.grad = full
+        scale_grads_by_divisor([stage(leaf)], 4)
+        assert leaf.grad.placements == (placed,)
+        gradients.append(leaf.grad.to_local().tolist())
+    return gradients
 
 
 def test_shards_are_divided_where_they_lie():
@@ -186,14 +186,14 @@ def mean_step(mesh, case):
     """Some steps of a schedule whose gradients are divided once at the end."""
     n, steps, by_torch = case.n, case.steps, case.by_torch
     stages = made_stages(mesh, stage_to_rank(2, 2), torch.float64)
-    held = list(stages.values())
-    schedule = build_pipeline_schedule(None, "GPipe", PER_MICROBATCH, n * PER_MICROBATCH, held, loss_of)
+    local_stages = list(stages.values())
+    schedule = build_pipeline_schedule(None, "GPipe", PER_MICROBATCH, n * PER_MICROBATCH, local_stages, loss_of)
     schedule.scale_grads = by_torch
     inputs, target = batch(n, torch.float64)
     for _ in range(steps):
         schedule.step(*([inputs] if 0 in stages else []), **({"target": target} if 1 in stages else {}))
     if not by_torch:
-        scale_grads_by_divisor(held, n * steps)
+        scale_grads_by_divisor(local_stages, n * steps)
     return gradients({number: each.submod for number, each in stages.items()})
 
 
@@ -206,13 +206,13 @@ def test_steps_then_one_division_are_the_mean(n, steps):
 
 def test_torch_divides_what_was_divided():
     """Two equal steps of two micro-batches come to 1.5 means where 2 are due."""
-    found = {}
+    gradients = {}
     for steps in (1, 2):
         ranks = run(mean_step, CaseSpec("mean", {"pp": 2}, options={"n": 2, "steps": steps, "by_torch": True}))
-        found[steps] = {
+        gradients[steps] = {
             name: torch.frombuffer(bytearray(x), dtype=torch.float64) for name, x in ranks.results[0].items()
         }
-    ratios = torch.cat([found[2][name] / found[1][name] for name in found[1]])
+    ratios = torch.cat([gradients[2][name] / gradients[1][name] for name in gradients[1]])
     assert set(ratios.round(decimals=9).tolist()) == {1.5}
 
 

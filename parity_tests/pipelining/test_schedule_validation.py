@@ -117,9 +117,9 @@ def refused(ids):
 )
 def refusals_of_schedules(mesh, ids) -> Int[Tensor, "k r/pp"]:
     """1 where a schedule is rejected on this rank, 2 where torch is left to reject it."""
-    said = [asked(mesh, placed, options) for placed, options, _ in ASKED]
-    found = [[0 if each == "accepted" else 1 if "pipelin" in each else 2] for each in said]
-    return torch.tensor(found, dtype=ids.dtype, device=ids.device).expand_as(ids)
+    messages = [asked(mesh, placed, options) for placed, options, _ in ASKED]
+    codes = [[0 if each == "accepted" else 1 if "pipelin" in each else 2] for each in messages]
+    return torch.tensor(codes, dtype=ids.dtype, device=ids.device).expand_as(ids)
 
 
 @settings(max_examples=3)
@@ -213,9 +213,9 @@ def test_what_is_told_and_warned_of(caplog):
 
     logging.getLogger("torch_impl.pipelining.schedule").setLevel(logging.INFO)
     run(built, case_of(2))
-    told = [record.getMessage() for record in caplog.records if record.name.startswith("torch_impl")]
+    messages = [record.getMessage() for record in caplog.records if record.name.startswith("torch_impl")]
     assert (
-        told
+        messages
         == [
             "schedule GPipe: 2 ranks, 2 stages, 1 micro-batches, forward only (no loss_fn)",
             "1 micro-batches are fewer than the 2 stages: ranks will wait; use at least as many",

@@ -76,9 +76,9 @@ def built(mesh, name, dtype, n=4):
 
 
 def step(schedule, stages, ids, targets):
-    held, losses = {stage.stage_index for stage in stages}, []
-    last = {"target": targets, "losses": losses} if stages[0].num_stages - 1 in held else {}
-    schedule.step(*([ids] if 0 in held else []), **last)
+    stage_ids, losses = {stage.stage_index for stage in stages}, []
+    last = {"target": targets, "losses": losses} if stages[0].num_stages - 1 in stage_ids else {}
+    schedule.step(*([ids] if 0 in stage_ids else []), **last)
     return [loss.item() for loss in losses]
 
 
@@ -93,9 +93,9 @@ def gradients(stages):
 def found_and_told(mesh, case):
     """Shapes by running and shapes told, and what came out either way."""
     outcomes = []
-    for told in (False, True):
+    for has_shapes in (False, True):
         stages, schedule = built(mesh, case.name, torch.float64)
-        if told:
+        if has_shapes:
             _precompute_stage_shapes(stages, OF.config, ROWS, LENGTH)
         losses = step(schedule, stages, *tokens(OF, 4))
         metas = [
@@ -146,12 +146,12 @@ def test_lengths_that_change_are_accumulated(name):
     model = families.made(OF, torch.float32)
     for length in chain:
         ids, targets = (torch.from_numpy(x) for x in families.batch(OF, 2 * ROWS, length))
-        for rows, wanted in zip(ids.split(ROWS), targets.split(ROWS), strict=True):
-            loss_of(model(rows, use_cache=False).logits, wanted).backward()
-    found = {}
+        for rows, labels in zip(ids.split(ROWS), targets.split(ROWS), strict=True):
+            loss_of(model(rows, use_cache=False).logits, labels).backward()
+    gradients = {}
     for of_rank in ranks.results:
-        found |= of_rank
-    assert found == {name: parameter.grad.numpy().tobytes() for name, parameter in model.named_parameters()}
+        gradients |= of_rank
+    assert gradients == {name: parameter.grad.numpy().tobytes() for name, parameter in model.named_parameters()}
 
 
 def test_a_batch_of_another_size_is_rejected_where_it_comes_in():
@@ -248,9 +248,9 @@ def test_lengths_that_change_are_accumulated_under_fsdp():
     for length in chain:
         ids, targets = (torch.from_numpy(x) for x in families.batch(OF, 2 * ROWS, length))
         loss_of(model(ids, use_cache=False).logits, targets).backward()
-    found = {}
+    gradients = {}
     for of_rank in ranks.results:
-        found |= of_rank
+        gradients |= of_rank
     for name, parameter in model.named_parameters():
-        ours = torch.frombuffer(bytearray(found[name]), dtype=torch.float64).view_as(parameter)
+        ours = torch.frombuffer(bytearray(gradients[name]), dtype=torch.float64).view_as(parameter)
         assert (ours - parameter.grad).norm() <= PROMISED * parameter.grad.norm(), name

@@ -24,9 +24,9 @@ def simulated(name, p, n, v, times=None):
     return simulate(schedule_order(name, p, n, v), stage_to_rank(p, p * v, RULES[name].style), times)
 
 
-def in_closed_form(name, most=16):
+def in_closed_form(name, max_microbatches=16):
     """(p, n, v) where the closed form is promised."""
-    for p, n, v in legal_sizes(name, ranks=range(1, 6), most=most, chunks=(1, 2, 4)):
+    for p, n, v in legal_sizes(name, ranks=range(1, 6), max_microbatches=max_microbatches, chunks=(1, 2, 4)):
         whole_rounds = name not in ("Interleaved1F1B", "InterleavedZeroBubble") or n % p == 0
         enough = name != "ZBVZeroBubble" or n >= 2 * p
         if whole_rounds and enough and (v == 2 or name != "InterleavedZeroBubble"):
@@ -53,7 +53,7 @@ def test_live_chunks_are_the_closed_form(name):
 def test_live_chunks_are_bounded(name):
     peaks = [
         max(simulated(name, p, n, v).peak_live) - reference.live_bound(name, p)
-        for p, n, v in legal_sizes(name, most=16, chunks=(2,))
+        for p, n, v in legal_sizes(name, max_microbatches=16, chunks=(2,))
         if name != "InterleavedZeroBubble" or n % p == 0
     ]
     assert max(peaks) == 0
@@ -62,7 +62,7 @@ def test_live_chunks_are_bounded(name):
 @pytest.mark.parametrize("name", reference.FILL_AND_DRAIN)
 @given(data=st.data())
 def test_idle_time_for_any_durations(name, data):
-    p, n, v = data.draw(st.sampled_from(list(in_closed_form(name, most=8))))
+    p, n, v = data.draw(st.sampled_from(list(in_closed_form(name, max_microbatches=8))))
     f, i, w = (data.draw(TIME) for _ in range(3))
     assert set(simulated(name, p, n, v, Times(f, i, w)).idle) == {reference.idle(name, p, n, v, f, i, w)}
 
@@ -105,9 +105,9 @@ def test_a_cut_backward_sends_before_its_weights_are_done():
     assert simulate(order, [0, 1]).makespan == 5
 
 
-@given(named_orders(ranks=range(1, 5), most=8), DURATIONS)
-def test_no_schedule_beats_its_work_and_its_longest_path(drawn, times):
-    _, p, n, v, order, placed = drawn
+@given(named_orders(ranks=range(1, 5), max_microbatches=8), DURATIONS)
+def test_no_schedule_beats_its_work_and_its_longest_path(sample, times):
+    _, p, n, v, order, placed = sample
     timeline = simulate(order, placed, times)
     work = n * v * (times.f + times.i + times.w)
     hops = sum(a != b for a, b in pairwise(placed))
@@ -122,8 +122,8 @@ def test_no_schedule_beats_its_work_and_its_longest_path(drawn, times):
 
 
 @given(own_orders(), DURATIONS, st.sampled_from("fiw") | st.just("p2p"), TIME)
-def test_longer_times_never_end_earlier(drawn, times, name, more):
-    order, placed, _ = drawn
+def test_longer_times_never_end_earlier(sample, times, name, more):
+    order, placed, _ = sample
     longer = Times(**{**vars(times), name: getattr(times, name) + more})
     before, after = simulate(order, placed, times), simulate(order, placed, longer)
     assert after.makespan >= before.makespan
@@ -132,8 +132,8 @@ def test_longer_times_never_end_earlier(drawn, times, name, more):
 
 
 @given(own_orders(), DURATIONS, st.fractions(Fraction(1, 8), 8))
-def test_scaled_times_scale_everything(drawn, times, scale):
-    order, placed, _ = drawn
+def test_scaled_times_scale_everything(sample, times, scale):
+    order, placed, _ = sample
     scaled = Times(*(time * scale for time in vars(times).values()))
     before, after = simulate(order, placed, times), simulate(order, placed, scaled)
     assert after.makespan == before.makespan * scale
@@ -141,8 +141,8 @@ def test_scaled_times_scale_everything(drawn, times, scale):
 
 
 @given(own_orders(), DURATIONS)
-def test_everything_starts_when_the_last_thing_it_waits_for_is_there(drawn, times):
-    order, placed, _ = drawn
+def test_everything_starts_when_the_last_thing_it_waits_for_is_there(sample, times):
+    order, placed, _ = sample
     timeline = simulate(order, placed, times)
     stop = {event.action: event.stop for event in timeline.events}
     for rank in range(len(order)):
@@ -260,19 +260,19 @@ def boxes(ax):
     """(start, stop, colour) of what has a colour of a kind of action."""
     from matplotlib.colors import to_hex
 
-    found = []
+    rectangles = []
     for collection in ax.collections:
         colour = to_hex(collection.get_facecolor()[0])
         if colour in COLOURS.values():
             for path in collection.get_paths():
                 (start, low), (stop, high) = path.vertices.min(0), path.vertices.max(0)
-                found.append((start, stop, round((low + high) / 2), colour))
-    return found
+                rectangles.append((start, stop, round((low + high) / 2), colour))
+    return rectangles
 
 
 @given(own_orders())
-def test_every_event_is_a_box_of_its_kind_in_the_row_of_its_rank(drawn):
-    order, placed, _ = drawn
+def test_every_event_is_a_box_of_its_kind_in_the_row_of_its_rank(sample):
+    order, placed, _ = sample
     timeline = simulate(order, placed, Times(2, 1, 3, 1))
     (ax,) = draw(timeline, "mine").axes
     assert boxes(ax) == [(e.start, e.stop, e.rank, COLOURS[e.action.kind]) for e in timeline.events]

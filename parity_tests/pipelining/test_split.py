@@ -15,7 +15,7 @@ from parity_tests.pipelining.unsplit_models import LAYERS, accumulated, chosen, 
 from torch_impl.pipelining.named_schedules import RULES
 from torch_impl.pipelining.split import split_model_into_stages
 
-made = pytest.importorskip("parity_tests.parallelizer.families", reason="needs transformers").made
+build_model = pytest.importorskip("parity_tests.parallelizer.families", reason="needs transformers").made
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "phi3")
 ROW = 5  # layers of models that are cut anywhere
@@ -27,7 +27,7 @@ def case_of(p, **options):
     return CaseSpec("split", {"pp": p}, options=options)
 
 
-def cut_by_file(mesh, path, counts, model, **further):
+def cut_by_file(mesh, path, counts, model, **options):
     """Stages of one rank that has them all, as many layers in each as given."""
     path.write_text(",".join([f"{stage}F0" for stage in range(len(counts))]) + ",")
     path.write_text(path.read_text() + ",".join(f"{stage}B0" for stage in reversed(range(len(counts)))))
@@ -39,7 +39,7 @@ def cut_by_file(mesh, path, counts, model, **further):
     names[0] = ["model.embed_tokens", *names[0]]
     names[-1] += ["model.norm", "lm_head"]
     return split_model_into_stages(
-        model, mesh.device_mesh, "pp", None, CPU, names, pipeline_parallel_schedule_csv=str(path), **further
+        model, mesh.device_mesh, "pp", None, CPU, names, pipeline_parallel_schedule_csv=str(path), **options
     )
 
 
@@ -56,19 +56,19 @@ def test_stages_in_a_row_are_the_model(tmp_path_factory, family, tied, cut, dtyp
 
     def body(mesh, case):
         of = chosen(family, tied, ROW)
-        (ids, _), whole = tokens(of, 1), made(of, dtype)
-        wanted = whole(ids, use_cache=False).logits
-        state = whole.state_dict()
-        stages, modules = cut_by_file(mesh, path, cut, made(of, dtype))
+        (ids, _), model = tokens(of, 1), build_model(of, dtype)
+        expected = model(ids, use_cache=False).logits
+        state = model.state_dict()
+        stages, modules = cut_by_file(mesh, path, cut, build_model(of, dtype))
         x = ids
         for module in modules:
             x = module(x)
         names = [name for module in modules for name, _ in module.named_parameters()]
         loaded = {name: value for module in modules for name, value in module.state_dict().items()}
-        whole.load_state_dict(loaded)
-        assert x.equal(wanted)
+        model.load_state_dict(loaded)
+        assert x.equal(expected)
         assert len(names) == len(set(names))
-        assert set(names) == {name for name, _ in whole.named_parameters(remove_duplicate=False)} - (
+        assert set(names) == {name for name, _ in model.named_parameters(remove_duplicate=False)} - (
             {"lm_head.weight"} if tied and len(cut) == 1 else set()
         )
         assert all(loaded[name].equal(value) for name, value in state.items())
@@ -84,13 +84,13 @@ def check_steps(p, family, tied, name, n, dtype, steps=1, cut=(), engine="lockst
     ranks = run(stepped, case_of(p, **options, cut=dict(cut)).replace(dtype=dtype), engine, quiet_s=IMPORTING_S)
     order = range(n - 1, -1, -1) if name == "LoopedBFS" else range(n)
     losses, gradients = accumulated(chosen(family, tied, layers), n, dtype, order, steps)
-    found = {}
+    of_ranks = {}
     for _, of_rank in ranks.results:
-        found |= of_rank
+        of_ranks |= of_rank
     if tied and p == 1 and RULES[name].is_single:
         gradients.pop("lm_head.weight")
-        found["model.embed_tokens.weight"] = gradients["model.embed_tokens.weight"]  # one parameter, added otherwise
-    assert found == gradients
+        of_ranks["model.embed_tokens.weight"] = gradients["model.embed_tokens.weight"]  # one parameter, added otherwise
+    assert of_ranks == gradients
     assert [of_rank for of_rank, _ in ranks.results if of_rank] == [losses]
 
 
@@ -121,7 +121,7 @@ def test_in_processes():
 
 def test_a_model_that_was_split_says_so(tmp_path):
     def body(mesh, case):
-        model = made(chosen("llama", False), torch.float32)
+        model = build_model(chosen("llama", False), torch.float32)
         cut_by_file(mesh, tmp_path / "s.csv", [3, 5], model)
         with pytest.raises(RuntimeError, match="this LlamaForCausalLM was split into 2 stages"):
             model(tokens(chosen("llama", False), 1)[0])
@@ -134,7 +134,7 @@ def test_what_is_hung_on_a_stage_is_its_own(tmp_path):
 
     def body(mesh, case):
         of, called = chosen("llama", False), []
-        _, (first, second) = cut_by_file(mesh, tmp_path / "s.csv", [3, 5], made(of, torch.float32))
+        _, (first, second) = cut_by_file(mesh, tmp_path / "s.csv", [3, 5], build_model(of, torch.float32))
         for each, name in ((first, "first"), (second, "second"), (second.model, "inner")):
             each.register_forward_pre_hook(lambda module, args, name=name: called.append(name))
             each.register_buffer(f"of_{name}", torch.zeros(1))
@@ -142,8 +142,8 @@ def test_what_is_hung_on_a_stage_is_its_own(tmp_path):
         assert called == ["first"]
         second(x)
         assert called == ["first", "second", "inner"]
-        held = [[name for name, _ in part.named_buffers() if "of_" in name] for part in (first, second)]
-        assert held == [["of_first"], ["of_second", "model.of_inner"]]
+        buffers = [[name for name, _ in part.named_buffers() if "of_" in name] for part in (first, second)]
+        assert buffers == [["of_first"], ["of_second", "model.of_inner"]]
 
     run(body, case_of(1))
 
@@ -151,10 +151,10 @@ def test_what_is_hung_on_a_stage_is_its_own(tmp_path):
 def test_a_model_without_a_head_is_cut(tmp_path):
     def body(mesh, case):
         of = chosen("llama", False)
-        ids, whole = tokens(of, 1)[0], made(of, torch.float32).model
-        wanted = whole(ids, use_cache=False).last_hidden_state
-        _, (first, second) = split_model_into_stages(whole, mesh.device_mesh, "pp", "LoopedBFS", CPU)
-        assert second(first(ids)).equal(wanted)
+        ids, model = tokens(of, 1)[0], build_model(of, torch.float32).model
+        expected = model(ids, use_cache=False).last_hidden_state
+        _, (first, second) = split_model_into_stages(model, mesh.device_mesh, "pp", "LoopedBFS", CPU)
+        assert second(first(ids)).equal(expected)
         assert isinstance(first.layers, nn.ModuleDict)
         assert list(second.layers) == ["4", "5", "6", "7"]
         assert second.removed_modules == ("embed_tokens", "layers.0", "layers.1", "layers.2", "layers.3")
@@ -165,10 +165,10 @@ def test_a_model_without_a_head_is_cut(tmp_path):
 def test_logits_to_keep():
     def body(mesh, case):
         of = chosen("llama", False)
-        ids, whole = tokens(of, 1)[0], made(of, torch.float32)
-        wanted = whole(ids, use_cache=False, logits_to_keep=2).logits
-        _, (first, second) = split_model_into_stages(whole, mesh.device_mesh, "pp", "LoopedBFS", CPU)
-        assert second(first(ids), logits_to_keep=2).equal(wanted)
+        ids, model = tokens(of, 1)[0], build_model(of, torch.float32)
+        expected = model(ids, use_cache=False, logits_to_keep=2).logits
+        _, (first, second) = split_model_into_stages(model, mesh.device_mesh, "pp", "LoopedBFS", CPU)
+        assert second(first(ids), logits_to_keep=2).equal(expected)
 
     run(body, case_of(1))
 
@@ -176,7 +176,7 @@ def test_logits_to_keep():
 def refused(mesh, case):
     of = chosen("llama", False)
     given_as = {"pp_schedule": "LoopedBFS", "axis": "pp"} | dict(case.options)
-    model = made(of, torch.float32) if not given_as.pop("no_model", False) else "model"
+    model = build_model(of, torch.float32) if not given_as.pop("no_model", False) else "model"
     axis, name = given_as.pop("axis"), given_as.pop("pp_schedule")
     with pytest.raises((ValueError, TypeError)) as error:
         split_model_into_stages(model, mesh.device_mesh, axis, name, CPU, **given_as)

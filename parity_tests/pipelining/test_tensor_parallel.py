@@ -27,7 +27,7 @@ def stepped(mesh, case):
     model = families.made(of, torch.float64)
     plan_of_all = get_hf_tp_shard_plan(model)
 
-    def parallelize(part, world_mesh, moe_mesh, *, dp_axis_names, tp_axis_name, **others):
+    def parallelize(part, world_mesh, moe_mesh, *, dp_axis_names, tp_axis_name, **options):
         plan = plan_of_all if is_whole_plan else get_hf_tp_shard_plan(part)
         if dp_axis_names:
             fsdp2_strategy_parallelize(part, world_mesh, tp_shard_plan=plan, reshard_after_forward=False)
@@ -67,17 +67,17 @@ def local(x):
 def check_steps(axes, **options):
     ranks = run(stepped, CaseSpec("tensor_parallel", axes, options=options))
     losses, gradients = accumulated(chosen(options["family"], options["tied"], LAYERS), N, "float64", range(N), 2)
-    found = {}
+    of_ranks = {}
     assert sum(bool(of_last) for of_last, *_ in ranks.results) == len(ranks.results) // axes["pp"]
     for of_last, of_rank, cut in ranks.results:
-        found |= of_rank
+        of_ranks |= of_rank
         assert any(name.endswith("q_proj.weight") for name in cut)
         for ours, theirs in zip(of_last, losses if of_last else [], strict=True):
             assert abs(ours - theirs) <= PROMISED * abs(theirs)
         for name, ours in of_rank.items():
             theirs = torch.frombuffer(bytearray(gradients[name]), dtype=torch.float64).view(ours.shape)
             assert (torch.from_numpy(ours) - theirs).norm() <= PROMISED * theirs.norm(), name
-    assert set(found) == set(gradients)
+    assert set(of_ranks) == set(gradients)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

@@ -79,18 +79,19 @@ def copies(mesh, case):
     )
     schedule = build_pipeline_schedule(None, case.name, ROWS, 4 * ROWS, stages, loss_of)
     (tie,) = stages[0].tied_copies
-    held, found = {stage.stage_index: stage for stage in stages}, []
+    local_stages, gradients = {stage.stage_index: stage for stage in stages}, []
     ids_of, targets = tokens(TIED, 4)
     for _ in range(2):
         schedule.step(
-            *([ids_of] if 0 in held else []), **({"target": targets} if stages[0].num_stages - 1 in held else {})
+            *([ids_of] if 0 in local_stages else []),
+            **({"target": targets} if stages[0].num_stages - 1 in local_stages else {}),
         )
-        own = [held[stage].submod.get_parameter(name) for stage, name in tie if stage in held]
-        found.append([parameter.grad.numpy().tobytes() for parameter in own])
-        for parameter in own:
+        local = [local_stages[stage].submod.get_parameter(name) for stage, name in tie if stage in local_stages]
+        gradients.append([parameter.grad.numpy().tobytes() for parameter in local])
+        for parameter in local:
             with torch.no_grad():
                 parameter -= 0.1 * parameter.grad
-    return found, [parameter.detach().numpy().tobytes() for parameter in own], tie
+    return gradients, [parameter.detach().numpy().tobytes() for parameter in local], tie
 
 
 @pytest.mark.parametrize("name", ["GPipe", "ZBVZeroBubble"])

@@ -34,11 +34,11 @@ def stepped(mesh, case):
         made(of, getattr(torch, case.dtype)), mesh.device_mesh, "pp", case.name, torch.device("cpu"), **case.cut
     )
     schedule = build_pipeline_schedule(None, case.name, ROWS, n * ROWS, stages, loss_of)
-    held, losses = {stage.stage_index: stage for stage in stages}, []
+    stage_ids, losses = {stage.stage_index: stage for stage in stages}, []
     for _ in range(case.steps):
         schedule.step(
-            *([ids] if 0 in held else []),
-            **({"target": targets, "losses": losses} if stages[0].num_stages - 1 in held else {}),
+            *([ids] if 0 in stage_ids else []),
+            **({"target": targets, "losses": losses} if stages[0].num_stages - 1 in stage_ids else {}),
         )
     gradients = {
         name: parameter.grad.numpy().tobytes()

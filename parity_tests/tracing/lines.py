@@ -55,7 +55,7 @@ class Found:
 
 
 def lines(
-    reference_trace: ReferenceTrace, found: Found, positions: Positions, dtype: str, axes: Mapping[str, int]
+    reference_trace: ReferenceTrace, recorded: Found, positions: Positions, dtype: str, axes: Mapping[str, int]
 ) -> list[Line]:
     """Forward in order, the loss, then backward in the reverse order with each module's weights where it ends.
 
@@ -63,26 +63,26 @@ def lines(
     tensor, None if that cannot be. An event that no rank has, or the reference lacks, has no line.
     """
     judge = _Judge(reference_trace, dtype, axes, {event.module for event in reference_trace.values})
-    events = [event for event in reference_trace.values if any(event in rank.values for rank in found.ranks)]
+    events = [event for event in reference_trace.values if any(event in rank.values for rank in recorded.ranks)]
     result = []
     for event in events:
-        pieces = {i: rank.values[event] for i, rank in enumerate(found.ranks) if event in rank.values}
+        pieces = {i: rank.values[event] for i, rank in enumerate(recorded.ranks) if event in rank.values}
         result.append(judge.event("forward", event, reference_trace.values[event], pieces, positions))
-    result += judge.number(LOSS, "forward", found.numbers)
+    result += judge.number(LOSS, "forward", recorded.numbers)
     for step in _backward(events, list(reference_trace.of_weights)):
         if isinstance(step, str):
-            if step in found.of_weights:
-                result.append(judge.weight(step, found.of_weights[step]))
+            if step in recorded.of_weights:
+                result.append(judge.weight(step, recorded.of_weights[step]))
             continue
-        pieces = {i: rank.gradients[step] for i, rank in enumerate(found.ranks) if step in rank.gradients}
+        pieces = {i: rank.gradients[step] for i, rank in enumerate(recorded.ranks) if step in rank.gradients}
         if pieces:
             result.append(judge.event("backward", step, reference_trace.gradients[step], pieces, positions))
-    return result + judge.number(NORM, "weight", found.numbers)
+    return result + judge.number(NORM, "weight", recorded.numbers)
 
 
-def first(found: Sequence[Line]) -> Line | None:
+def first(compared: Sequence[Line]) -> Line | None:
     """The first line that is beyond its budget."""
-    return next((line for line in found if not line.ok), None)
+    return next((line for line in compared if not line.ok), None)
 
 
 def _backward(events: Sequence[Event], weights: Sequence[str]) -> Iterator[Event | str]:
@@ -148,16 +148,16 @@ class _Judge:
         phase: str,
         home: str,
         pairs: Mapping[int, tuple[np.ndarray, np.ndarray | None]],
-        whole: np.ndarray,
+        full: np.ndarray,
         spread: float,
     ) -> Line:
         budget = K * (spread + UNIT_ROUNDOFF[self.dtype])
-        finite = whole[np.isfinite(whole)]
+        finite = full[np.isfinite(full)]
         size = max(float(np.linalg.norm(finite)), float(np.finfo(np.float64).tiny))
         errors = {rank: _apart(*pair) / size for rank, pair in pairs.items()}
         wrong = tuple(rank for rank, error in errors.items() if not error <= budget)
         notes: tuple[str, ...] = ()
-        if whole.size and (not finite.size or not math.isfinite(budget)):
+        if full.size and (not finite.size or not math.isfinite(budget)):
             wrong, notes = tuple(pairs), ("the reference is not finite here, so that nothing can be compared",)
         elif wrong:
             got, want = pairs[max(wrong, key=lambda rank: errors[rank])]
@@ -165,7 +165,7 @@ class _Judge:
         return Line(name, phase, home, max(errors.values()), budget, wrong, notes)
 
     def _notes(self, name: str, phase: str, got: np.ndarray, want: np.ndarray, budget: float) -> tuple[str, ...]:
-        """What kind of mistake, told from one rank's piece; each element has a share of the tensor's budget."""
+        """What kind of mistake, judged from one rank's piece; each element has a share of the tensor's budget."""
         share = ELEMENT * budget * float(np.linalg.norm(want)) / math.sqrt(max(want.size, 1))
         role = "output" if phase == "forward" else "gradient"
         notes = explain(Evidence(name, role, got, want, np.full(want.shape, share), axes=self.axes, dtype=self.dtype))

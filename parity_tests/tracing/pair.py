@@ -116,9 +116,9 @@ def traced_pair(pair: Pair, dtype: str | None = None) -> Traced:
         {event._replace(module=ours[event.module]): x for event, x in values.items()}
         for values in (seen.values, seen.gradients)
     ]
-    found = lines(reference_trace, Found([Recording(*renamed)], gradients), _whole, tested, {})
+    compared = lines(reference_trace, Found([Recording(*renamed)], gradients), _whole, tested, {})
     torch_only = tuple(name for name, other in ours.items() if other not in theirs)
-    return Traced(found, torch_only, tuple(sorted(theirs - set(ours.values()))), tested)
+    return Traced(compared, torch_only, tuple(sorted(theirs - set(ours.values()))), tested)
 
 
 def _known(pair: Pair, module: nn.Module, rounded: list[torch.Tensor], cotangent: np.ndarray) -> ReferenceTrace:
@@ -146,8 +146,8 @@ def _run(
     with recorded(module, is_whole=True) as seen:
         out = of_torch(module, *arguments)
         check_output(out)
-        drawn = np.random.default_rng(pair.seed).standard_normal(out.shape)
-        cotangent = torch.from_numpy(drawn).to(out)
+        noise = np.random.default_rng(pair.seed).standard_normal(out.shape)
+        cotangent = torch.from_numpy(noise).to(out)
         leaves = {name: p for name, p in module.named_parameters() if p.requires_grad}
         gradients = of_torch(_gradients, out, list(leaves.values()), cotangent)
     reached = zip(leaves.items(), gradients, strict=True)
@@ -178,5 +178,5 @@ def _kind(x: Any) -> str:
     return type(x).__name__
 
 
-def _whole(rank: int, event: Event, whole: tuple[int, ...], local: tuple[int, ...]) -> list[np.ndarray] | None:
-    return [np.arange(size) for size in whole] if whole == local else None
+def _whole(rank: int, event: Event, full: tuple[int, ...], local: tuple[int, ...]) -> list[np.ndarray] | None:
+    return [np.arange(size) for size in full] if full == local else None

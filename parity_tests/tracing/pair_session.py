@@ -22,8 +22,8 @@ def trace(file: str, dtype: str | None, json: str | None, is_whole: bool, quiet:
     bridge.start()
     console, done = show.console(json), []
     for name, pair in pairs_of_file(file).items():
-        done.append(_told(name, pair, dtype))
-        show.tell(console, done[-1], is_whole, quiet)
+        done.append(_report_of(name, pair, dtype))
+        show.print_report(console, done[-1], is_whole, quiet)
     return show.write(done, json)
 
 
@@ -38,16 +38,16 @@ def pairs_of_file(file: str) -> dict[str, Pair]:
     return pairs
 
 
-def _told(name: str, pair: Pair, dtype: str | None) -> show.Told:
+def _report_of(name: str, pair: Pair, dtype: str | None) -> show.TraceReport:
     title = f"{name}  {dtype or pair.dtype}"
     try:
         traced = traced_pair(pair, dtype)
     except RankFailure as failure:
-        return show.Told(title, "in flax", failure=failure)
+        return show.TraceReport(title, "in flax", failure=failure)
     except ReferenceFailure as failure:
         raise ReferenceFailure(f"pair '{name}': {failure}") from failure
     except ValueError as error:
         raise ValueError(f"pair '{name}': {error}") from error
     names = {pair.flax_name(ours): ours for ours, _ in pair.torch_module.named_modules()}
     differing = {theirs: ours for theirs, ours in names.items() if theirs != ours}
-    return show.Told(title, "in flax", traced.lines, None, differing, traced.torch_only, traced.flax_only)
+    return show.TraceReport(title, "in flax", traced.lines, None, differing, traced.torch_only, traced.flax_only)

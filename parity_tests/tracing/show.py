@@ -1,4 +1,4 @@
-"""How traces are told: for each a table and a sentence, and one JSON for all."""
+"""How traces are reported: for each a table and a sentence, and one JSON for all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTH = 150  # where there is no terminal to ask
 
 
 @dataclass(frozen=True)
-class Told:
+class TraceReport:
     """One trace: its name, what it was held against (`on one device`), and its lines, or how a rank failed.
 
     `torch_names` gives a module's name in PyTorch by the one in `lines`, where they differ; `torch_only` and
@@ -43,16 +43,16 @@ class Told:
         return EQUAL if first(self.lines) is None else MISMATCH
 
 
-def tell(console: Console, told: Told, is_whole: bool, quiet: bool) -> None:
+def print_report(console: Console, report: TraceReport, is_whole: bool, quiet: bool) -> None:
     """The lines about the first that differs, or all; then a sentence, and one for what was not compared.
 
     `quiet`: the first line of the sentence alone.
     """
-    shown_lines = told.lines if is_whole else around(told.lines)
+    shown_lines = report.lines if is_whole else around(report.lines)
     if shown_lines and not quiet:
         console.print(table(shown_lines))
-    style = "bold" if told.failure is None else "red"
-    sentences = [closing(told).partition("\n")[0]] if quiet else [closing(told), *asides(told)]
+    style = "bold" if report.failure is None else "red"
+    sentences = [closing(report).partition("\n")[0]] if quiet else [closing(report), *asides(report)]
     for text in sentences:
         console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
         style = ""
@@ -64,10 +64,10 @@ def console(json: str | None) -> Console:
     return Console(stderr=aside, width=None if Console(stderr=aside).is_terminal else WIDTH)
 
 
-def write(all_told: Sequence[Told], json: str | None) -> int:
+def write(reports: Sequence[TraceReport], json: str | None) -> int:
     """The JSON, if it was asked for; returns the exit status, the worst of all."""
-    status = max(told.status for told in all_told)
-    text = json_module.dumps({"status": status, "traces": [record(told) for told in all_told]}, indent=1)
+    status = max(report.status for report in reports)
+    text = json_module.dumps({"status": status, "traces": [record(report) for report in reports]}, indent=1)
     if json:
         write_text(json, text)
     return status
@@ -90,40 +90,40 @@ def table(lines: Sequence[Line]) -> Table:
     return grid
 
 
-def closing(told: Told) -> str:
+def closing(report: TraceReport) -> str:
     """One sentence, and a line for each thing known of the kind of mistake."""
-    if told.failure is not None:
-        return f"{told.name}: {told.failure}"
-    line = first(told.lines)
+    if report.failure is not None:
+        return f"{report.name}: {report.failure}"
+    line = first(report.lines)
     if line is None:
-        nearest = max(told.lines, key=lambda line: line.ratio)
+        nearest = max(report.lines, key=lambda line: line.ratio)
         return (
-            f"{told.name}: {len(told.lines)} tensors as {told.like}, at most {nearest.ratio:.2g} of the budget "
+            f"{report.name}: {len(report.lines)} tensors as {report.like}, at most {nearest.ratio:.2g} of the budget "
             f"({nearest.name})."
         )
     ranks = f"{'rank' if len(line.ranks) == 1 else 'ranks'} {', '.join(map(str, line.ranks))}"
-    sentence = f"{told.name}: first to differ: {line.name}, {ranks}; look in {_home(told, line)}."
+    sentence = f"{report.name}: first to differ: {line.name}, {ranks}; look in {_home(report, line)}."
     return sentence + "".join(f"\n  {note}" for note in line.notes)
 
 
-def asides(told: Told) -> list[str]:
+def asides(report: TraceReport) -> list[str]:
     """What was not compared, since one side alone has it."""
-    sides = (("PyTorch", told.torch_only), ("flax", told.flax_only))
+    sides = (("PyTorch", report.torch_only), ("flax", report.flax_only))
     return [f"  not compared, called by {side} alone: {', '.join(names)}" for side, names in sides if names]
 
 
-def record(told: Told) -> dict[str, Any]:
+def record(report: TraceReport) -> dict[str, Any]:
     """A trace as JSON: an error beyond every number is written as text."""
-    line = first(told.lines)
+    line = first(report.lines)
     return {
-        "name": told.name,
-        "verdict": told.failure.cause if told.failure else "equal" if line is None else "mismatch",
+        "name": report.name,
+        "verdict": report.failure.cause if report.failure else "equal" if line is None else "mismatch",
         "first": None if line is None else line.name,
         "home": None if line is None else line.home,
-        "failure": None if told.failure is None else str(told.failure),
-        "torch_only": list(told.torch_only),
-        "flax_only": list(told.flax_only),
-        "lines": [_line(each) for each in told.lines],
+        "failure": None if report.failure is None else str(report.failure),
+        "torch_only": list(report.torch_only),
+        "flax_only": list(report.flax_only),
+        "lines": [_line(each) for each in report.lines],
     }
 
 
@@ -139,8 +139,8 @@ def _line(line: Line) -> dict[str, Any]:
     }
 
 
-def _home(told: Told, line: Line) -> str:
+def _home(report: TraceReport, line: Line) -> str:
     if not line.home:
         return "the model itself"
-    other = told.torch_names.get(line.home)
+    other = report.torch_names.get(line.home)
     return f"{other} ({line.home} in flax)" if other else line.home

@@ -48,8 +48,8 @@ def masked(y):
 
 
 def test_a_gradient_that_is_not_a_number_in_the_reference_alone():
-    found = lines(positive_root, lambda y: jnp.where(y > 0, jnp.sqrt(jnp.maximum(y, 1.0) * jnp.sign(y)), 0.0))
-    line = first(found)
+    compared = lines(positive_root, lambda y: jnp.where(y > 0, jnp.sqrt(jnp.maximum(y, 1.0) * jnp.sign(y)), 0.0))
+    line = first(compared)
     assert line is not None and line.phase == "backward"
 
 

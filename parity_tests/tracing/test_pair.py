@@ -86,19 +86,19 @@ X = np.linspace(-1, 2, 15).reshape(5, 3)
 
 
 def pair(**changed):
-    given = {"torch_module": Net(), "make_flax": make_flax, "inputs": (X,), "names": NAMES, **changed}
-    return Pair(**given)
+    arguments = {"torch_module": Net(), "make_flax": make_flax, "inputs": (X,), "names": NAMES, **changed}
+    return Pair(**arguments)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_equal_modules_have_no_first_difference(dtype):
-    found = trace_pair(pair(torch_module=Net(dtype=dtype)))
-    assert first(found) is None
-    named = [line.name for line in found]
+    compared = trace_pair(pair(torch_module=Net(dtype=dtype)))
+    assert first(compared) is None
+    named = [line.name for line in compared]
     assert named[:3] == ["input of the model", "input of proj", "output of proj"]
     assert "output of ffn.w_down, call 1" in named and "output of the model" in named
-    assert sum(line.phase == "weight" for line in found) == 6
-    assert 0 < max(line.ratio for line in found) < 1
+    assert sum(line.phase == "weight" for line in compared) == 6
+    assert 0 < max(line.ratio for line in compared) < 1
 
 
 def test_a_value_is_found_where_it_first_differs():
@@ -129,8 +129,8 @@ def test_a_weight_without_a_gradient_is_found_unless_it_wants_none():
     line = first(trace_pair(pair(torch_module=module)))
     assert (line.name, line.home) == ("gradient of embed.bias", "embed")
     module.embed.bias.requires_grad_(False)
-    found = trace_pair(pair(torch_module=module))
-    assert first(found) is None and "gradient of embed.bias" not in [line.name for line in found]
+    compared = trace_pair(pair(torch_module=module))
+    assert first(compared) is None and "gradient of embed.bias" not in [line.name for line in compared]
 
 
 def test_other_weights_are_found_where_they_are_used():
@@ -158,13 +158,13 @@ def test_what_the_model_itself_does_is_compared_too():
 
 
 def test_what_one_side_alone_has_is_said():
-    found = traced_pair(pair(names={name: to for name, to in NAMES.items() if name != "block.gate"}))
-    assert found.torch_only == ("block.gate",) and found.flax_only == ("ffn.w_gate",) and first(found.lines) is None
+    traced = traced_pair(pair(names={name: to for name, to in NAMES.items() if name != "block.gate"}))
+    assert traced.torch_only == ("block.gate",) and traced.flax_only == ("ffn.w_gate",) and first(traced.lines) is None
 
 
 def test_a_copy_in_another_dtype_is_traced():
-    given = pair()
-    assert traced_pair(given, "bfloat16").dtype == "bfloat16" and given.dtype == "float64"
+    original = pair()
+    assert traced_pair(original, "bfloat16").dtype == "bfloat16" and original.dtype == "float64"
 
 
 class Returning(Net):
@@ -224,11 +224,11 @@ AMISS = [
 ]
 
 
-@pytest.mark.parametrize(("changed", "error", "said"), AMISS)
-def test_what_cannot_be_traced_is_rejected(changed, error, said):
+@pytest.mark.parametrize(("changed", "error", "message"), AMISS)
+def test_what_cannot_be_traced_is_rejected(changed, error, message):
     with pytest.raises(error) as caught:
         trace_pair(pair(**changed))
-    assert str(caught.value).startswith(said)
+    assert str(caught.value).startswith(message)
 
 
 def test_a_module_that_raises_is_named_with_its_line():

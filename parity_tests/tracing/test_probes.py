@@ -28,8 +28,8 @@ def test_a_dtype_that_sums_run_in_is_off_by_a_unit(dtype):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_narrow_dtype_is_off_anywhere_within_a_unit_where_it_is_stored(dtype):
-    drawn = draws(dtype, (POOL,), 0)
-    assert np.abs(drawn).max() <= 1.0 and len(np.unique(drawn)) == POOL
+    errors = draws(dtype, (POOL,), 0)
+    assert np.abs(errors).max() <= 1.0 and len(np.unique(errors)) == POOL
     read = probes(dtype, 1 / 64).read(jnp.asarray(X, float))
     assert np.array_equal(np.asarray(read), torch.tensor(X).to(getattr(torch, dtype)).double().numpy())
 
@@ -48,8 +48,10 @@ def test_no_two_arrays_have_the_same_errors():
 
 def test_what_is_stored_in_bfloat16_is_off_by_no_more_than_rounding_would_move_it():
     """A number is moved at most to half way between its neighbours in the dtype, and some are moved as far."""
-    held = torch.tensor(X).bfloat16()
-    moved = np.asarray(probes("bfloat16", UNIT_ROUNDOFF["bfloat16"]).rounded(jnp.asarray(held.double().numpy(), float)))
-    away = torch.nextafter(held, torch.full_like(held, torch.inf) * held.sign()).double() - held.double()
-    share = np.abs(moved - held.double().numpy()) / (away.abs().numpy() / 2)
+    stored = torch.tensor(X).bfloat16()
+    moved = np.asarray(
+        probes("bfloat16", UNIT_ROUNDOFF["bfloat16"]).rounded(jnp.asarray(stored.double().numpy(), float))
+    )
+    ulp = torch.nextafter(stored, torch.full_like(stored, torch.inf) * stored.sign()).double() - stored.double()
+    share = np.abs(moved - stored.double().numpy()) / (ulp.abs().numpy() / 2)
     assert 0.9 < share.max() <= 1.0

@@ -47,8 +47,8 @@ class Follower(threading.Thread):
 
     def run(self) -> None:
         try:
-            for known in self._known.steps(self._run):
-                if known.step.index >= self._first and not self._judge(known):
+            for expected in self._known.steps(self._run):
+                if expected.step.index >= self._first and not self._judge(expected):
                     return
         except BaseException as error:  # it is raised where the run was started
             self.error = error

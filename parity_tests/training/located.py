@@ -61,7 +61,7 @@ def runs(dtype: str, **sizes: Any) -> list[Run]:
     return [Run.on(mesh, dtype=dtype, **{**SMALL, **sizes, **how}) for mesh, how in HOW]
 
 
-def located(bug: InjectedBug, known: ReferenceTrace, tried: Sequence[Run] | None = None) -> Located:
+def located(bug: InjectedBug, reference_trace: ReferenceTrace, tried: Sequence[Run] | None = None) -> Located:
     """Inject a bug and trace until something differs. A rank that fails is not located: its own words say where."""
     tried = runs("float64") if tried is None else tried
     home = home_of(bug) or ""
@@ -70,27 +70,27 @@ def located(bug: InjectedBug, known: ReferenceTrace, tried: Sequence[Run] | None
         for run in tried:
             mesh = " ".join(f"{axis}={size}" for axis, size in run.mesh.items())
             try:
-                line = first(injected.modules[0].trace(run, known, "lockstep"))
+                line = first(injected.modules[0].trace(run, reference_trace, "lockstep"))
             except RankFailure as failure:
-                return Located(bug, home, FAILED, said=str(failure).splitlines()[0], mesh=mesh)
+                return Located(bug, home, FAILED, message=str(failure).splitlines()[0], mesh=mesh)
             if line is not None:
                 word = RIGHT if fnmatch(line.home, home) else WRONG
                 return Located(bug, home, word, line.home, line.name, mesh)
     return Located(bug, home, EQUAL if tried else NOT_RUN)
 
 
-def all_located(bugs: Sequence[InjectedBug], dtype: str, kept: Kept) -> Iterator[Located]:
-    """Every bug in turn, those that `kept` has an answer of at once."""
-    tried, known, ran = runs(dtype), None, None
+def all_located(bugs: Sequence[InjectedBug], dtype: str, cache: Kept) -> Iterator[Located]:
+    """Every bug in turn, those that `cache` has an answer of at once."""
+    tried, reference_trace, ran = runs(dtype), None, None
     for bug in bugs:
-        before = kept.answer(bug, dtype)
+        before = cache.answer(bug, dtype)
         if before is None:
-            known = known or known_of(Run(mesh={}, dtype=dtype, **SMALL))
+            reference_trace = reference_trace or known_of(Run(mesh={}, dtype=dtype, **SMALL))
             ran = ran or [reached.functions_run(run) for run in tried]
-            those = [run for run, functions in zip(tried, ran, strict=True) if reached.is_reached(bug, functions)]
-            made = located(bug, known, those)
-            before = {name: value for name, value in vars(made).items() if name != "bug"}
-            kept.keep(bug, dtype, before)
+            reaching = [run for run, functions in zip(tried, ran, strict=True) if reached.is_reached(bug, functions)]
+            outcome = located(bug, reference_trace, reaching)
+            before = {name: value for name, value in vars(outcome).items() if name != "bug"}
+            cache.keep(bug, dtype, before)
         yield Located(bug, **before)
 
 
@@ -109,10 +109,10 @@ def main(
     if not chosen:
         raise typer.BadParameter(f"no bug with a home has one of {names} in its name or symbol")
     outcomes = []
-    for made in all_located(chosen, dtype, Kept(keep)):
-        outcomes.append(made)
-        if made.word != NOT_RUN:
-            print(f"{made.word:6}  {made.bug.name}: {made.said}", flush=True)
+    for outcome in all_located(chosen, dtype, Kept(keep)):
+        outcomes.append(outcome)
+        if outcome.word != NOT_RUN:
+            print(f"{outcome.word:6}  {outcome.bug.name}: {outcome.message}", flush=True)
     print(located_page.closing(outcomes))
     if page:
         print(f"written: {located_page.write(outcomes, dtype, page)}")
@@ -123,7 +123,7 @@ def main(
 
 def is_kept(outcomes: Sequence[Located]) -> bool:
     """Whether what is promised holds. Of no bug that changes anything it does not: nothing was shown."""
-    right, wrong = (sum(made.word == word for made in outcomes) for word in (RIGHT, WRONG))
+    right, wrong = (sum(outcome.word == word for outcome in outcomes) for word in (RIGHT, WRONG))
     return right + wrong > 0 and right >= PROMISED * (right + wrong)
 
 

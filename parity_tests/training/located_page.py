@@ -48,7 +48,7 @@ SHOWN = (RIGHT, WRONG, FAILED)
 
 @dataclass(frozen=True)
 class Located:
-    """What became of one bug: the homes that are right, the one that was found, and the words that named it.
+    """What became of one bug: the homes that are right, the module that differs first, and the words that named it.
 
     `word` is `not run` where no traced step calls a function of the bug, `equal` where no tensor differs, `failed`
     where a rank does, else `right` or `wrong`. `mesh` is where it differed.
@@ -57,8 +57,8 @@ class Located:
     bug: InjectedBug
     home: str
     word: str
-    found: str = ""
-    said: str = ""
+    first_module: str = ""
+    message: str = ""
     mesh: str = ""
 
     @property
@@ -68,7 +68,7 @@ class Located:
 
 def closing(outcomes: Sequence[Located]) -> str:
     """The figures, in a sentence."""
-    count = Counter(made.word for made in outcomes)
+    count = Counter(outcome.word for outcome in outcomes)
     differing = count["right"] + count["wrong"]
     return (
         f"{len(outcomes)} bugs: {differing} change a tensor of the step, and {count['right']} of these are located in "
@@ -81,7 +81,7 @@ def write(outcomes: Sequence[Located], dtype: str, folder: Path) -> Path:
     """Write the page, the published mistakes and a summary; returns its path."""
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "jax", "flax"))
     stamp = f" on {date.today().isoformat()} with Python {platform.python_version()}, {versions}"
-    by_component = summary([(made.bug.component, made.word) for made in outcomes])
+    by_component = summary([(outcome.bug.component, outcome.word) for outcome in outcomes])
     text = HEAD.format(
         dtype=dtype, stamp=stamp, closing=closing(outcomes), classes=_mistakes(outcomes), summary=by_component
     )
@@ -101,34 +101,34 @@ def summary(words: Sequence[tuple[str, str]]) -> str:
 def write_table(outcomes: Sequence[Located], path: Path) -> Path:
     """Write a line for each bug that changes something, a table for each component; returns the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    seen = [made for made in outcomes if made.word in SHOWN]
+    seen = [outcome for outcome in outcomes if outcome.word in SHOWN]
     text = "# Injected bugs, located one by one\n"
-    for component in sorted({made.bug.component for made in seen}):
-        rows = [_row(made) for made in seen if made.bug.component == component]
+    for component in sorted({outcome.bug.component for outcome in seen}):
+        rows = [_row(outcome) for outcome in seen if outcome.bug.component == component]
         text += f"\n## {component}\n\n" + markdown(COLUMNS, rows)
     path.write_text(text)
     return path
 
 
 def _mistakes(outcomes: Sequence[Located]) -> str:
-    by_name = {made.bug.name: made for made in outcomes}
+    by_name = {each.bug.name: each for each in outcomes}
     rows = []
     for mistake in MISTAKES:
-        made = by_name.get(mistake.bug or "")
-        verdict = (_home(made), made.word) if made else ("-", mistake.reason or "not tried")
+        outcome = by_name.get(mistake.bug or "")
+        verdict = (_home(outcome), outcome.word) if outcome else ("-", mistake.reason or "not tried")
         rows.append((mistake.source, mistake.words, *map(_cell, (mistake.bug or "-", *verdict))))
     return markdown(MISTAKE_COLUMNS, rows)
 
 
-def _row(made: Located) -> tuple[str, ...]:
-    name = f"{made.bug.name} ({made.bug.source})" if made.bug.source else made.bug.name
-    return tuple(map(_cell, (name, made.mesh, made.said, _home(made), made.word)))
+def _row(outcome: Located) -> tuple[str, ...]:
+    name = f"{outcome.bug.name} ({outcome.bug.source})" if outcome.bug.source else outcome.bug.name
+    return tuple(map(_cell, (name, outcome.mesh, outcome.message, _home(outcome), outcome.word)))
 
 
-def _home(made: Located) -> str:
-    if made.word == "failed":
+def _home(outcome: Located) -> str:
+    if outcome.word == "failed":
         return "-"
-    return made.found or "the model itself"
+    return outcome.first_module or "the model itself"
 
 
 def _cell(text: str | None) -> str:

@@ -54,8 +54,8 @@ class Parts:
 
     def gradients(self) -> dict[str, Any]:
         """Of the whole model, none where backward did not come; all ranks take part."""
-        own = distinct_parameters(self.stages)
-        return self._whole({name: p.grad for name, p in own.items() if p.grad is not None})
+        parameters = distinct_parameters(self.stages)
+        return self._whole({name: p.grad for name, p in parameters.items() if p.grad is not None})
 
     def _whole(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
         """Every tensor whole, in float64, those of other stages too."""
@@ -77,10 +77,10 @@ class Parts:
 @contextmanager
 def all_recorded(stages: Sequence[PipelineStage]) -> Iterator[Recording]:
     """As `recorded`, of all stages of this rank; whole once the context is left."""
-    found = Recording()
+    recording = Recording()
     with ExitStack() as opened:
         parts = [opened.enter_context(recorded(stage.submod)) for stage in stages]
-        yield found
+        yield recording
     for part in parts:
-        found.values.update(part.values)
-        found.gradients.update(part.gradients)
+        recording.values.update(part.values)
+        recording.gradients.update(part.gradients)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch_impl.pipelining.named_schedules import RULES, Rule
 
 
-def rule_named(text: str, what: str, further: str = "") -> Rule:
+def rule_named(text: str, what: str, hint: str = "") -> Rule:
     """The rule of `zbv` or `1f1b`. `what` is asked for, `further` may be given beside the names.
 
     Errors: ValueError for what begins no name, or several.
@@ -14,5 +14,5 @@ def rule_named(text: str, what: str, further: str = "") -> Rule:
         name for name in RULES if text and name.lower().startswith(text.lower())
     ]
     if len(matches) != 1:
-        raise ValueError(f"{what} {text!r} is not one of {', '.join(matches or RULES)}{further}")
+        raise ValueError(f"{what} {text!r} is not one of {', '.join(matches or RULES)}{hint}")
     return RULES[matches[0]]

@@ -99,9 +99,9 @@ def as_json(runs: Sequence[tuple[Run, Sequence[Judged] | RankFailure]]) -> str:
     return json.dumps([_record(run, steps) for run, steps in runs], indent=1)
 
 
-def _record(run: Run, found: Sequence[Judged] | RankFailure) -> dict[str, Any]:
-    failure = found if isinstance(found, RankFailure) else None
-    steps = () if isinstance(found, RankFailure) else found
+def _record(run: Run, outcome: Sequence[Judged] | RankFailure) -> dict[str, Any]:
+    failure = outcome if isinstance(outcome, RankFailure) else None
+    steps = () if isinstance(outcome, RankFailure) else outcome
     word = "equal" if all(step.ok for step in steps) else "mismatch"
     return {
         "mesh": dict(run.mesh),

@@ -22,9 +22,9 @@ def test_they_are_those_of_the_model(is_tied):
         return {name: tuple(x.shape) for name, x in model.named_parameters()}
 
     (shapes,) = run(body, CaseSpec(scheme="initial", mesh={"cp": 1})).results
-    given = initial_weights(config, 0)
-    assert {name: x.shape for name, x in given.items()} == shapes
-    assert flax_model(Config(**config), given) is not None
+    weights = initial_weights(config, 0)
+    assert {name: x.shape for name, x in weights.items()} == shapes
+    assert flax_model(Config(**config), weights) is not None
 
 
 def test_they_are_all_different_and_follow_the_seed():

@@ -35,8 +35,8 @@ def test_an_error_of_twice_the_budget_is_seen_and_half_of_it_is_not(kind):
 
 def test_a_name_that_one_side_lacks_is_seen():
     lacking = Step(0, 5.0, 2.0, {}, {**step().weights, "b": np.zeros(1)})
-    found = judged(lacking, KNOWN, "float32")
-    assert found.wrong == ["gradient/a", "weight/b"] and found.worst_ratio == math.inf
+    verdict = judged(lacking, KNOWN, "float32")
+    assert verdict.wrong == ["gradient/a", "weight/b"] and verdict.worst_ratio == math.inf
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

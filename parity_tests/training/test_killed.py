@@ -40,25 +40,25 @@ def small(mesh, **settings):
 @contextmanager
 def records():
     """What each step gave, by its number, of the runs that are followed meanwhile."""
-    read, found = record.read, {}
+    read, written = record.read, {}
 
     def reading(folder, index):
         step = read(folder, index)
         if step is not None:
-            found[index] = step
+            written[index] = step
         return step
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(record, "read", reading)
-        yield found
+        yield written
 
 
 @pytest.fixture(scope="module")
 def uninterrupted():
     """Every step of the run that nothing interrupts."""
-    with records() as found:
+    with records() as written:
         session.followed(small({"dp": 2}), KNOWN, "gloo")
-    return found
+    return written
 
 
 def killed(folder, moment):
@@ -95,10 +95,10 @@ def test_a_killed_run_goes_on(tmp_path, moment, uninterrupted):
     assert (tmp_path / "run" / checkpoint.LOCK).exists()  # which its process held
     first = checkpoint.newest(run)
     assert 0 < first < STEPS
-    with records() as found:
+    with records() as written:
         steps = session.followed(run, KNOWN, "gloo")
-    assert [step.index for step in steps] == list(range(first, STEPS)) == sorted(found)
-    assert all(same(found[index], uninterrupted[index]) for index in found)
+    assert [step.index for step in steps] == list(range(first, STEPS)) == sorted(written)
+    assert all(same(written[index], uninterrupted[index]) for index in written)
     elsewhere = small({"cp": 2}, checkpoint=str(tmp_path / "elsewhere"), resume=True)
     steps = session.followed(elsewhere, KNOWN, "lockstep")
     assert [step.index for step in steps] == list(range(first, STEPS)) and all(step.ok for step in steps)

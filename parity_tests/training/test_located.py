@@ -34,16 +34,20 @@ def test_a_line_outside_of_functions_is_reached_where_its_file_is_imported(ran):
     assert reached.owner(file, 1) is None
 
 
-def outcome(name, word, **said):
-    return Located(BY_NAME[name], located.home_of(BY_NAME[name]) or "", word, **said)
+def outcome(name, word, **fields):
+    return Located(BY_NAME[name], located.home_of(BY_NAME[name]) or "", word, **fields)
 
 
 SOME = [
     outcome(
-        "gate and up exchanged", "right", found="layers.0.mlp", said="input of layers.0.mlp.down_proj", mesh="cp=2"
+        "gate and up exchanged",
+        "right",
+        first_module="layers.0.mlp",
+        message="input of layers.0.mlp.down_proj",
+        mesh="cp=2",
     ),
-    outcome("one rank's other norm eps", "wrong", found="norm", said="output of norm", mesh="cp=2"),
-    outcome("the backward without the mask", "failed", said="rank 1 raised a | b", mesh="cp=2"),
+    outcome("one rank's other norm eps", "wrong", first_module="norm", message="output of norm", mesh="cp=2"),
+    outcome("the backward without the mask", "failed", message="rank 1 raised a | b", mesh="cp=2"),
     outcome("keys that are not turned", "equal"),
     outcome("padding is predicted", "not run"),
 ]
@@ -78,10 +82,10 @@ def test_nothing_found_is_not_kept(words, is_kept):
 
 
 def test_an_answer_is_kept(tmp_path):
-    made = {"home": "norm", "word": "right", "found": "norm", "said": "output of norm", "mesh": "cp=2"}
-    Kept(tmp_path / "answers").keep(SOME[0].bug, "float64", made)
+    answer = {"home": "norm", "word": "right", "first_module": "norm", "message": "output of norm", "mesh": "cp=2"}
+    Kept(tmp_path / "answers").keep(SOME[0].bug, "float64", answer)
     again = Kept(tmp_path / "answers")
-    assert again.answer(SOME[0].bug, "float64") == made
+    assert again.answer(SOME[0].bug, "float64") == answer
     assert again.answer(SOME[0].bug, "float32") is None and again.answer(SOME[1].bug, "float64") is None
 
 
@@ -104,7 +108,7 @@ def test_the_command(monkeypatch, tmp_path):
     monkeypatch.setattr(located, "HOW", (({"cp": 2, "tp": 2}, {}),))
     app = located.typer.Typer()
     app.command()(located.main)
-    asked = [
+    arguments = [
         *SAMPLE,
         "--keep",
         str(tmp_path / "answers"),
@@ -113,9 +117,9 @@ def test_the_command(monkeypatch, tmp_path):
         "--table",
         str(tmp_path / "table.md"),
     ]
-    done = CliRunner().invoke(app, asked)
+    done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0 and "3 of these are located in the right module" in done.output
     monkeypatch.setattr(located, "located", None)
-    assert CliRunner().invoke(app, asked).output == done.output
+    assert CliRunner().invoke(app, arguments).output == done.output
     assert "| one rank's other norm eps (TrainVerify) | cp=2 tp=2 |" in (tmp_path / "table.md").read_text()
     assert CliRunner().invoke(app, ["no such bug"]).exit_code == 2

@@ -53,7 +53,7 @@ def test_processes_give_the_same():
 
 
 def test_a_tied_gradient_that_stays_on_its_stage_is_named(monkeypatch):
-    monkeypatch.setattr(tied_weights, "_sum", lambda tie, held: None)
+    monkeypatch.setattr(tied_weights, "_sum", lambda tie, copies: None)
     run = small({"pp": 2})
     steps = session.followed(run, KNOWN, "lockstep")
     assert set(steps[0].wrong) == {"norm", "gradient/embed_tokens.weight", "weight/embed_tokens.weight"}
@@ -65,8 +65,10 @@ PLACES = {"one rank": ({}, "1f1b"), "1f1b": ({"pp": 2}, "1f1b"), "zbv": ({"pp": 
 
 @pytest.mark.parametrize("left", PLACES)
 def test_a_run_goes_on_with_other_stages_and_to_the_bit_with_the_same(tmp_path, monkeypatch, left):
-    kept, written = record.write, {}
-    monkeypatch.setattr(record, "write", lambda folder, step: (written.update({step.index: step}), kept(folder, step)))
+    original, written = record.write, {}
+    monkeypatch.setattr(
+        record, "write", lambda folder, step: (written.update({step.index: step}), original(folder, step))
+    )
     mesh, schedule = PLACES[left]
     session.followed(small(mesh, schedule=schedule, checkpoint=str(tmp_path), every=1), KNOWN, "lockstep")
     straight = written[1]
@@ -83,8 +85,8 @@ def test_a_run_goes_on_with_other_stages_and_to_the_bit_with_the_same(tmp_path, 
 
 def test_every_tensor_of_every_stage_is_traced():
     run = small({"pp": 2, "cp": 2}, schedule="zbv", streams=2)
-    found = trace(run, known_of(run), "lockstep")
-    assert first(found) is None
-    names = [line.name for line in found]
+    compared = trace(run, known_of(run), "lockstep")
+    assert first(compared) is None
+    names = [line.name for line in compared]
     assert names[0] == "output of embed_tokens"
     assert "gradient of layers.2.mixer.A_log" in names and "gradient of the output of norm, call 1" in names

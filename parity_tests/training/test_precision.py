@@ -20,7 +20,7 @@ MESHES = [
 
 
 @pytest.fixture(scope="module")
-def known():
+def reference_trace():
     return known_of(Run(mesh={}, **SMALL))
 
 
@@ -32,22 +32,22 @@ def test_no_mesh_changes_a_number():
 
 
 @pytest.mark.parametrize(("mesh", "how"), MESHES)
-def test_every_tensor_is_within_its_budget(known, mesh, how):
-    assert first(trace(Run.on(mesh, **SMALL, **how), known, "lockstep")) is None
+def test_every_tensor_is_within_its_budget(reference_trace, mesh, how):
+    assert first(trace(Run.on(mesh, **SMALL, **how), reference_trace, "lockstep")) is None
 
 
 CAUGHT = ("attention over padding", "several ranks' inconsistent constants", "a loss over the last microbatch's count")
 
 
 @pytest.mark.parametrize("name", CAUGHT)
-def test_a_fault_is_found_in_its_module(known, monkeypatch, name):
+def test_a_fault_is_found_in_its_module(reference_trace, monkeypatch, name):
     (bug,) = [bug for bug in BUGS if bug.name == name]
     monkeypatch.setattr(located, "SMALL", {name: SMALL[name] for name in ("streams", "length", "sizes")})
-    assert located.located(bug, known, located.runs("bfloat16")).is_right
+    assert located.located(bug, reference_trace, located.runs("bfloat16")).is_right
 
 
 def test_sums_and_weights_are_kept_in_float32():
     assert set(KEPT) == set(DTYPES)
-    asked = policy("bfloat16")
-    assert (asked.param_dtype, asked.reduce_dtype, KEPT["bfloat16"]) == (torch.bfloat16, torch.float32, "float32")
+    dtypes = policy("bfloat16")
+    assert (dtypes.param_dtype, dtypes.reduce_dtype, KEPT["bfloat16"]) == (torch.bfloat16, torch.float32, "float32")
     assert {policy(dtype).param_dtype for dtype in ("float32", "float64")} == {None}

@@ -16,25 +16,25 @@ SHAPES = {1: [[0]], 2: [[0, 1]], 3: [[0, 1, 2]], 4: [[0, 1], [2, 3]], 6: [[0, 1]
 
 
 @pytest.fixture(scope="module")
-def known():
+def reference_trace():
     return known_of(Run(mesh={}, **SMALL))
 
 
 @pytest.mark.parametrize("cp", SHAPES)
 def test_the_ranks_of_cp_are_a_ring_of_groups(cp):
     def body(mesh, case):
-        made = ring_and_heads(mesh)
+        rings = ring_and_heads(mesh)
         ranks = dist.get_process_group_ranks(mesh["cp"])
-        return made.mesh.tolist() == [[ranks[i] for i in row] for row in SHAPES[cp]]
+        return rings.mesh.tolist() == [[ranks[i] for i in row] for row in SHAPES[cp]]
 
     assert all(run(body, CaseSpec(scheme="ring", mesh={"dp": 2, "cp": cp, "tp": 1})).results)
 
 
 @pytest.mark.parametrize("mesh", [{"cp": 2, "tp": 2}, {"cp": 3}, {"dp": 2, "cp": 2}, {"cp": 4}])
-def test_every_tensor_is_equal(known, mesh):
-    found = trace(Run.on(mesh, **SMALL), known, "lockstep")
-    assert first(found) is None and len(found) > 40
+def test_every_tensor_is_equal(reference_trace, mesh):
+    compared = trace(Run.on(mesh, **SMALL), reference_trace, "lockstep")
+    assert first(compared) is None and len(compared) > 40
 
 
-def test_processes_give_the_same(known):
-    assert first(trace(Run.on({"cp": 4}, **SMALL), known, "gloo")) is None
+def test_processes_give_the_same(reference_trace):
+    assert first(trace(Run.on({"cp": 4}, **SMALL), reference_trace, "gloo")) is None

@@ -59,8 +59,8 @@ def test_a_count_of_this_rank_alone_is_seen_in_the_first_step(monkeypatch):
 
 
 def test_a_gradient_that_is_not_summed_is_named(monkeypatch):
-    kept = MambaContextParallel.get_D
-    monkeypatch.setattr(MambaContextParallel, "get_D", lambda self: (kept(self) + kept(self).detach()) / 2)
+    original = MambaContextParallel.get_D
+    monkeypatch.setattr(MambaContextParallel, "get_D", lambda self: (original(self) + original(self).detach()) / 2)
     run = small({})
     steps = session.followed(run, KNOWN, "lockstep")
     assert set(steps[0].wrong) == {"norm", "gradient/layers.0.mixer.D", "weight/layers.0.mixer.D"}
@@ -73,14 +73,14 @@ LEFT = {"steps": 3, "every": 1, "resume": True}
 @pytest.fixture
 def written(monkeypatch):
     """Every record that the ranks write, by step."""
-    kept, found = record.write, {}
+    original, steps = record.write, {}
 
     def write(folder, step):
-        found[step.index] = step
-        kept(folder, step)
+        steps[step.index] = step
+        original(folder, step)
 
     monkeypatch.setattr(record, "write", write)
-    return found
+    return steps
 
 
 def test_a_run_goes_on_to_the_bit_and_on_another_mesh(tmp_path, written):
@@ -145,8 +145,8 @@ def test_one_run_at_a_time_has_a_folder(tmp_path):
 
 
 def test_a_run_that_ends_early_is_not_equal(monkeypatch):
-    kept = record.write
-    monkeypatch.setattr(record, "write", lambda folder, step: None if step.index else kept(folder, step))
+    original = record.write
+    monkeypatch.setattr(record, "write", lambda folder, step: None if step.index else original(folder, step))
     with pytest.raises(RankFailure) as caught:
         session.followed(small({}), KNOWN, "lockstep")
     assert str(caught.value) == "failed: the ranks ended with 1 of 2 steps told; run it again"
@@ -161,14 +161,14 @@ def test_the_command(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["shardproof", "train", "--engine", "lockstep", "--steps", "1", *arguments])
         with pytest.raises(SystemExit) as left:
             main()
-        said = capsys.readouterr()
-        return left.value.code or 0, said.out, said.err
+        output = capsys.readouterr()
+        return left.value.code or 0, output.out, output.err
 
     status, out, _ = call("--mesh", "dp=2", "--figure", "curve.png", "--json", "run.json")
     assert status == 0 and "1 steps as on one device" in out
     with open("run.json") as file, open("curve.png", "rb") as picture:
-        (found,) = json.load(file)
-        assert found["mesh"] == {"dp_shard": 2} and found["verdict"] == "equal" and picture.read(4) == b"\x89PNG"
+        (entry,) = json.load(file)
+        assert entry["mesh"] == {"dp_shard": 2} and entry["verdict"] == "equal" and picture.read(4) == b"\x89PNG"
     monkeypatch.setattr(page, "MESHES", (({"cp": 2}, {"mamba": "state"}),))
     monkeypatch.setattr(page, "DTYPES", ("float64",))
     assert call("--page", "page.md")[0] == 0

@@ -19,49 +19,49 @@ SMALL = {**located.SMALL, "sizes": {**SIZES, "layers": ("attention", "mamba")}}
 
 
 @pytest.fixture(scope="module")
-def known():
+def reference_trace():
     return known_of(Run(mesh={}, **SMALL))
 
 
 @pytest.mark.parametrize(("mesh", "how"), located.HOW)
-def test_every_tensor_is_equal_on_every_mesh(known, mesh, how):
-    found = trace(Run.on(mesh, **SMALL, **how), known, "lockstep")
-    assert first(found) is None
-    names = [line.name for line in found]
+def test_every_tensor_is_equal_on_every_mesh(reference_trace, mesh, how):
+    compared = trace(Run.on(mesh, **SMALL, **how), reference_trace, "lockstep")
+    assert first(compared) is None
+    names = [line.name for line in compared]
     assert names[0] == "output of embed_tokens"
-    assert {line.phase for line in found} == {"forward", "backward", "weight"}
+    assert {line.phase for line in compared} == {"forward", "backward", "weight"}
     assert "gradient of layers.1.mixer.A_log" in names and "gradient of the output of lm_head, call 1" in names
 
 
-def test_processes_record_the_same(known):
-    assert first(trace(Run.on({"cp": 2}, **SMALL), known, "gloo")) is None
+def test_processes_record_the_same(reference_trace):
+    assert first(trace(Run.on({"cp": 2}, **SMALL), reference_trace, "gloo")) is None
 
 
 def test_calls_are_numbered_by_the_streams_of_the_whole_step():
     run = Run.on({"dp": 2}, **{**SMALL, "streams": 4, "length": 24, "sizes": {**SIZES, "layers": ("mamba",)}})
-    found = trace(run, known_of(run), "lockstep")
-    assert first(found) is None
-    assert {f"output of norm, call {call}" for call in range(1, 4)} <= {line.name for line in found}
+    compared = trace(run, known_of(run), "lockstep")
+    assert first(compared) is None
+    assert {f"output of norm, call {call}" for call in range(1, 4)} <= {line.name for line in compared}
 
 
 LOCATED = ("attention over padding", "states that run on through documents", "a loss over this rank's count of tokens")
 
 
 @pytest.mark.parametrize("name", LOCATED)
-def test_a_fault_is_found_in_its_module(known, monkeypatch, name):
+def test_a_fault_is_found_in_its_module(reference_trace, monkeypatch, name):
     (bug,) = [bug for bug in BUGS if bug.name == name]
     monkeypatch.setattr(located, "SMALL", SMALL)
-    found = located.located(bug, known)
-    assert found.is_right, found
+    outcome = located.located(bug, reference_trace)
+    assert outcome.is_right, outcome
 
 
-def test_the_ranks_that_differ_are_named(known, monkeypatch):
-    kept = ranks.rank_batch
+def test_the_ranks_that_differ_are_named(reference_trace, monkeypatch):
+    original = ranks.rank_batch
     monkeypatch.setattr(
-        ranks, "rank_batch", lambda mesh, run, batch: kept(mesh, run, batch[:: mesh.rank("cp") * -2 + 1])
+        ranks, "rank_batch", lambda mesh, run, batch: original(mesh, run, batch[:: mesh.rank("cp") * -2 + 1])
     )
-    found = trace(Run.on({"dp": 2, "cp": 2}, **SMALL), known, "lockstep")
-    assert first(found).ranks in ((1,), (3,)) and first(found).home == "embed_tokens"
+    compared = trace(Run.on({"dp": 2, "cp": 2}, **SMALL), reference_trace, "lockstep")
+    assert first(compared).ranks in ((1,), (3,)) and first(compared).home == "embed_tokens"
 
 
 def test_every_home_is_of_a_fault_that_counts():
@@ -70,24 +70,24 @@ def test_every_home_is_of_a_fault_that_counts():
     assert without == {"tokens that count because they are kept"}  # the training run keeps all tokens
 
 
-def test_the_command(known, monkeypatch, capsys):
+def test_the_command(reference_trace, monkeypatch, capsys):
     small = {name: SMALL[name] for name in ("streams", "length", "sizes")}
-    monkeypatch.setattr(trace_session.traced, "known_of", lambda run: known)
-    monkeypatch.setattr(trace_session.traced, "trace", lambda run, *given: trace(run.replace(**small), *given))
+    monkeypatch.setattr(trace_session.traced, "known_of", lambda run: reference_trace)
+    monkeypatch.setattr(trace_session.traced, "trace", lambda run, *arguments: trace(run.replace(**small), *arguments))
 
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["shardproof", "trace", "--engine", "lockstep", *arguments])
         with pytest.raises(SystemExit) as left:
             main()
-        said = capsys.readouterr()
-        return left.value.code or 0, said.out, said.err
+        output = capsys.readouterr()
+        return left.value.code or 0, output.out, output.err
 
     status, out, _ = call("--mesh", "cp=2", "--json", "trace.json")
     assert status == 0 and "tensors as on one device, at most" in out
     with open("trace.json") as file:
-        found = json.load(file)
-    (traced,) = found["traces"]
-    assert found["status"] == 0 and traced["verdict"] == "equal" and traced["first"] is None
+        document = json.load(file)
+    (traced,) = document["traces"]
+    assert document["status"] == 0 and traced["verdict"] == "equal" and traced["first"] is None
     assert all(not line["ranks"] for line in traced["lines"])
     monkeypatch.setattr(staged, "valid_count", lambda targets, *_: targets[0].new_tensor(7))
     status, out, _ = call("--mesh", "cp=2")

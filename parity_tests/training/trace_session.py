@@ -22,8 +22,8 @@ def trace(run: Run, engine: str, json: str | None, is_whole: bool, quiet: bool =
     bridge.start()
     reference_trace = traced.known_of(run)
     try:
-        told = show.Told(named(run), "on one device", traced.trace(run, reference_trace, engine))
+        report = show.TraceReport(named(run), "on one device", traced.trace(run, reference_trace, engine))
     except RankFailure as failure:
-        told = show.Told(named(run), "on one device", failure=failure)
-    show.tell(show.console(json), told, is_whole, quiet)
-    return show.write([told], json)
+        report = show.TraceReport(named(run), "on one device", failure=failure)
+    show.print_report(show.console(json), report, is_whole, quiet)
+    return show.write([report], json)

@@ -49,8 +49,8 @@ def is_undecided(rows: np.ndarray, options: dict[str, Any], dtype: str) -> np.nd
     if top_p is None or top_p == 1.0 or not rows.shape[-1]:
         return np.zeros(rows.shape[:-1], dtype=bool)
     before, equal = mass_before(rows, options)
-    near = (np.abs(before[..., 1:] - top_p) <= mass_budget(rows.shape[-1], dtype)).any(-1)
-    return near & ~(equal & (top_p * EXACT == round(top_p * EXACT)))
+    is_near = (np.abs(before[..., 1:] - top_p) <= mass_budget(rows.shape[-1], dtype)).any(-1)
+    return is_near & ~(equal & (top_p * EXACT == round(top_p * EXACT)))
 
 
 def mass_before(rows: np.ndarray, options: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:

@@ -10,11 +10,11 @@ from torch_impl.vocab_parallel import filter_bounds as c
 def within(candidates, low, high, rows):
     """Flat places of what is listed and within the bounds, each list checked to be in order and true."""
     places = []
-    for part, found in candidates.between(low, high):
-        flat = (found.rows + part.start) * rows.shape[1] + found.columns
-        assert (flat.diff() > 0).all() and (found.rows < part.stop - part.start).all()
-        assert torch.equal(rows.flatten()[flat], found.logits)
-        inside = (found.logits >= low[part][found.rows]) & (found.logits <= high[part][found.rows])
+    for part, picked in candidates.between(low, high):
+        flat = (picked.rows + part.start) * rows.shape[1] + picked.columns
+        assert (flat.diff() > 0).all() and (picked.rows < part.stop - part.start).all()
+        assert torch.equal(rows.flatten()[flat], picked.logits)
+        inside = (picked.logits >= low[part][picked.rows]) & (picked.logits <= high[part][picked.rows])
         places.append(flat[inside])
     return torch.cat(places).sort().values
 
@@ -36,13 +36,13 @@ def test_a_short_list_is_kept_and_a_long_one_is_not():
     logits = torch.zeros(2, 200)
     candidates = c.Candidates(logits, 1)
     everything = torch.full((2,), -torch.inf), torch.full((2,), torch.inf)
-    assert [len(found.rows) for _, found in candidates.between(*everything)] == [200, 200]
+    assert [len(picked.rows) for _, picked in candidates.between(*everything)] == [200, 200]
     logits[0] = 1.0  # only a block that is read again shows it
     logits[1, :190] = -1.0
     only_zero = torch.zeros(2), torch.zeros(2)
-    assert [len(found.rows) for _, found in candidates.between(*only_zero)] == [10]
+    assert [len(picked.rows) for _, picked in candidates.between(*only_zero)] == [10]
     logits.zero_()
-    assert [len(found.rows) for _, found in candidates.between(*only_zero)] == [10]
+    assert [len(picked.rows) for _, picked in candidates.between(*only_zero)] == [10]
 
 
 def test_ordinals_count_the_flagged_entries_of_a_row():

@@ -178,11 +178,11 @@ def test_the_sums_run_in_the_wider_dtype(student, target, result):
     z, t = torch.arange(8.0).view(1, 8), torch.arange(8.0).flip(0).view(1, 8).remainder(5)
 
     def body(group, mine):
-        own = mine(z).to(student).requires_grad_()
-        y = vp.DistributedCrossEntropy.apply(own, mine(t).to(target), group)
+        leaf = mine(z).to(student).requires_grad_()
+        y = vp.DistributedCrossEntropy.apply(leaf, mine(t).to(target), group)
         same = torch.equal(y, vp.DistributedCrossEntropy.apply(mine(z).to(result), mine(t).to(result), group))
         y.sum().backward()
-        return y.dtype == result and own.grad.dtype == student and same
+        return y.dtype == result and leaf.grad.dtype == student and same
 
     assert on_ranks(2, body) == (True, True)
 
@@ -215,8 +215,8 @@ def test_saves_both_logits_by_reference_and_sixteen_bytes_per_token():
         z, t, saved = torch.zeros(2, 3, 64, requires_grad=True), torch.zeros(2, 3, 64), []
         with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
             vp.DistributedCrossEntropy.apply(z, t, group)
-        own = [x for x in saved if x.data_ptr() not in (z.data_ptr(), t.data_ptr())]
-        return len(saved) - len(own), sum(x.nbytes for x in own)
+        extra = [x for x in saved if x.data_ptr() not in (z.data_ptr(), t.data_ptr())]
+        return len(saved) - len(extra), sum(x.nbytes for x in extra)
 
     assert on_ranks(1, body) == ((2, 16 * 2 * 3),)
 
@@ -230,5 +230,5 @@ def test_inference_only_saves_nothing():
             y.sum().backward()
         return len(saved), str(caught.value)
 
-    told = "inference_only=True saved nothing for backward; call with inference_only=False"
-    assert on_ranks(1, body) == ((0, told),)
+    message = "inference_only=True saved nothing for backward; call with inference_only=False"
+    assert on_ranks(1, body) == ((0, message),)

@@ -39,8 +39,8 @@ def cost(has_group, has_cp, asks_widths):
         forward = {"all_gather": (len(gathers), sum(gathers))} if gathers else {}
         if has_group and not reads_all:
             forward["all_reduce"] = (1, k * n * a)
-        whole = (k + c.calculate_entropy) * n * getattr(c, "cp", 1) * a
-        return Cost(forward=forward, backward={"reduce_scatter": (1, whole)} if has_cp else {})
+        size = (k + c.calculate_entropy) * n * getattr(c, "cp", 1) * a
+        return Cost(forward=forward, backward={"reduce_scatter": (1, size)} if has_cp else {})
 
     return of
 
@@ -181,11 +181,11 @@ def test_masked_columns_and_nobodys_ids(route, zero_outside_topk):
     student, teacher = normal(1, 8, 8), normal(1, 8, 3, key=18)
     student[..., [0, 3, 4, 7]] = -np.inf  # the borders of two shards
     teacher[..., 2] = -np.inf
-    asked = np.stack([[i, (i + 2) % 8, (-100, 8, 2**40)[i % 3]] for i in range(8)])[None]
+    ids = np.stack([[i, (i + 2) % 8, (-100, 8, 2**40)[i % 3]] for i in range(8)])[None]
     cuts = {"tp": 2, "cp": 2} if "cp" in route.mesh else {"tp": 2}
     sizes = dict(b=1, s=8, e=0, v=8, k=3, dtype="float32", calculate_entropy=True)
     case = route.case(**cuts, **sizes, zero_outside_topk=zero_outside_topk)
-    report = judge(route, case, arrays={"student": student, "teacher": teacher, "ids": asked})
+    report = judge(route, case, arrays={"student": student, "teacher": teacher, "ids": ids})
     report.raise_if_failed()
     for row in report.rows:
         assert not np.isnan(row.got).any()
@@ -196,8 +196,8 @@ def test_masked_columns_and_nobodys_ids(route, zero_outside_topk):
 def test_over_all_ids_both_choices_are_one():
     """k = V: the sum over the k ids is that over the whole vocabulary, term by term in the same order."""
     student, teacher = torch.from_numpy(normal(2, 4, 6)).float(), torch.from_numpy(normal(2, 4, 6, key=18)).float()
-    asked = torch.arange(6).expand(2, 4, 6)
-    inside, outside = (alone(student, teacher, asked, zero_outside_topk=choice) for choice in (False, True))
+    ids = torch.arange(6).expand(2, 4, 6)
+    inside, outside = (alone(student, teacher, ids, zero_outside_topk=choice) for choice in (False, True))
     for a, b in zip(inside, outside, strict=True):
         assert torch.equal(a, b)
 
@@ -206,22 +206,22 @@ def test_over_k_the_probabilities_add_up_to_one():
     """Logits of 0 and of -inf: the probabilities are powers of two, and so exact."""
     student = torch.zeros(1, 3, 8)
     student[..., 5] = -torch.inf
-    asked = torch.tensor([[[0, 1, 2, 3, 5], [4, 6, 7, 0, -100], [0, 0, 0, 0, 0]]])
-    scores, teacher, _ = alone(student, torch.zeros(1, 3, 5), asked, zero_outside_topk=False)
-    p = torch.where(asked[:, :-1] == -100, 0.0, scores.exp())
+    ids = torch.tensor([[[0, 1, 2, 3, 5], [4, 6, 7, 0, -100], [0, 0, 0, 0, 0]]])
+    scores, teacher, _ = alone(student, torch.zeros(1, 3, 5), ids, zero_outside_topk=False)
+    p = torch.where(ids[:, :-1] == -100, 0.0, scores.exp())
     assert torch.equal(p.sum(-1), torch.ones(1, 2)) and torch.equal(scores[0, 1, 4], torch.tensor(0.0))
     np.testing.assert_array_equal(teacher, np.full((1, 2, 5), -np.log1p(np.float32(4))))
 
 
 def test_the_last_position_has_no_part():
     student, teacher = (torch.from_numpy(normal(1, 5, k, key=k)).requires_grad_() for k in (8, 3))
-    asked = torch.from_numpy(np.arange(15).reshape(1, 5, 3) % 8)
-    before = alone(student, teacher, asked)
+    ids = torch.from_numpy(np.arange(15).reshape(1, 5, 3) % 8)
+    before = alone(student, teacher, ids)
     gradients = torch.autograd.grad([x.sum() for x in before], [student, teacher])
     assert all((g[:, -1] == 0).all() and (g[:, :-1] != 0).any() for g in gradients)
     with torch.no_grad():
-        student[:, -1], teacher[:, -1], asked[:, -1] = 7.0, -7.0, 0
-    for a, b in zip(before, alone(student, teacher, asked), strict=True):
+        student[:, -1], teacher[:, -1], ids[:, -1] = 7.0, -7.0, 0
+    for a, b in zip(before, alone(student, teacher, ids), strict=True):
         assert torch.equal(a, b)
 
 
@@ -229,20 +229,20 @@ def test_the_last_position_has_no_part():
 @pytest.mark.parametrize("zero_outside_topk", [True, False])
 @pytest.mark.parametrize(("cp", "tp"), [(1, 2), (2, 1), (2, 2)])
 def test_a_dropped_row_of_nan_reaches_no_gradient(cp, tp, zero_outside_topk, calculate_entropy):
-    whole, teacher = torch.from_numpy(normal(1, 8, 6 * tp)), torch.from_numpy(normal(1, 8, 2, key=18))
-    whole[:, -2:] = torch.nan  # the last position of the ids, and one of padding
-    asked = torch.arange(14).view(1, 7, 2) * 5 % (6 * tp)
+    full, teacher = torch.from_numpy(normal(1, 8, 6 * tp)), torch.from_numpy(normal(1, 8, 2, key=18))
+    full[:, -2:] = torch.nan  # the last position of the ids, and one of padding
+    ids = torch.arange(14).view(1, 7, 2) * 5 % (6 * tp)
 
     def body(mesh, case):
-        held = vp._get_tokens_on_this_cp_rank(whole, mesh.rank("cp"), cp)
-        student = held[..., 6 * mesh.rank("tp") : 6 * mesh.rank("tp") + 6].clone().requires_grad_()
+        local = vp._get_tokens_on_this_cp_rank(full, mesh.rank("cp"), cp)
+        student = local[..., 6 * mesh.rank("tp") : 6 * mesh.rank("tp") + 6].clone().requires_grad_()
         groups = mesh.rank("tp"), mesh["tp"], mesh["cp"]
-        made = vp.get_distillation_topk_logprobs_from_logits(
-            student, teacher[:, :7], asked, zero_outside_topk, calculate_entropy, *groups
+        outputs = vp.get_distillation_topk_logprobs_from_logits(
+            student, teacher[:, :7], ids, zero_outside_topk, calculate_entropy, *groups
         )
-        used = [x for x in (made[0], made[2]) if x is not None]
+        used = [x for x in (outputs[0], outputs[2]) if x is not None]
         (gradient,) = torch.autograd.grad(used, student, [torch.ones_like(x) for x in used])
-        is_dropped = held[..., 0].isnan()
+        is_dropped = local[..., 0].isnan()
         return bool((gradient[is_dropped] == 0).all()), bool((gradient[~is_dropped] != 0).any())
 
     results = run(body, CaseSpec(scheme="vocab_parallel", mesh={"cp": cp, "tp": tp})).results
@@ -252,9 +252,9 @@ def test_a_dropped_row_of_nan_reaches_no_gradient(cp, tp, zero_outside_topk, cal
 @pytest.mark.parametrize("zero_outside_topk", [True, False])
 def test_gradcheck(zero_outside_topk):
     student, teacher = (torch.from_numpy(normal(1, 4, k, key=k)).requires_grad_() for k in (6, 3))
-    asked = torch.tensor([[[0, 5, -100], [1, 1, 2], [3, 4, 5], [0, 0, 0]]])
+    ids = torch.tensor([[[0, 5, -100], [1, 1, 2], [3, 4, 5], [0, 0, 0]]])
     assert torch.autograd.gradcheck(
-        lambda z, t: alone(z, t, asked, zero_outside_topk=zero_outside_topk), (student, teacher)
+        lambda z, t: alone(z, t, ids, zero_outside_topk=zero_outside_topk), (student, teacher)
     )
 
 
@@ -273,17 +273,17 @@ def test_dtypes():
 def test_keeps_the_logits_by_reference_and_nothing_else_of_their_size(v, zero_outside_topk, calculate_entropy):
     def body(mesh, case):
         z, saved = torch.zeros(2, 4, v, requires_grad=True), []
-        teacher, asked = torch.zeros(2, 4, 3), torch.zeros(2, 4, 3, dtype=torch.int64)
+        teacher, ids = torch.zeros(2, 4, 3), torch.zeros(2, 4, 3, dtype=torch.int64)
         with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
             vp.get_distillation_topk_logprobs_from_logits(
-                z, teacher, asked, zero_outside_topk, calculate_entropy, 0, mesh["tp"]
+                z, teacher, ids, zero_outside_topk, calculate_entropy, 0, mesh["tp"]
             )
-        kept = {x.data_ptr(): x.nbytes for x in saved if x.data_ptr() != z.data_ptr()}
-        return len([x for x in saved if x.data_ptr() == z.data_ptr()]), sum(kept.values())
+        extra = {x.data_ptr(): x.nbytes for x in saved if x.data_ptr() != z.data_ptr()}
+        return len([x for x in saved if x.data_ptr() == z.data_ptr()]), sum(extra.values())
 
-    ((references, kept),) = run(body, CaseSpec(scheme="distillation", mesh={"tp": 1})).results
+    ((references, saved_bytes),) = run(body, CaseSpec(scheme="distillation", mesh={"tp": 1})).results
     joint = 2 * 4 * (8 + 4 * 3 + 4 * calculate_entropy)
     over_k = 2 * 4 * (4 * 3 + 8 + 4 * 3)  # its own k logits, their normaliser and their slots
     selected = 2 * 4 * 3  # which of them are asked for
     assert references == (zero_outside_topk or calculate_entropy)
-    assert kept <= joint + (0 if zero_outside_topk else over_k + selected)
+    assert saved_bytes <= joint + (0 if zero_outside_topk else over_k + selected)

@@ -117,10 +117,10 @@ def test_equals_the_entropy_that_comes_with_a_logprob():
 
     def body(mesh, case):
         start = 4 * mesh.rank("tp")
-        own, target = logits[..., start : start + 4], torch.zeros(2, 3, dtype=torch.int64)
+        shard, target = logits[..., start : start + 4], torch.zeros(2, 3, dtype=torch.int64)
         owned = dict(vocab_start_index=start, vocab_end_index=start + 4)
-        _, h = vp.vocab_parallel_logprob(own, target, mesh["tp"], with_entropy=True, **owned)
-        return torch.equal(h, vp.ChunkedDistributedEntropy.apply(own, 2, mesh["tp"]))
+        _, h = vp.vocab_parallel_logprob(shard, target, mesh["tp"], with_entropy=True, **owned)
+        return torch.equal(h, vp.ChunkedDistributedEntropy.apply(shard, 2, mesh["tp"]))
 
     assert run(body, CaseSpec(scheme="entropy", mesh={"tp": 2})).results == (True, True)
 
@@ -148,8 +148,8 @@ def test_saves_the_logits_by_reference_and_twelve_bytes_per_token():
         z, saved = torch.zeros(2, 3, 64, requires_grad=True), []
         with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
             vp.ChunkedDistributedEntropy.apply(z, None, mesh["tp"])
-        own = [x for x in saved if x.data_ptr() != z.data_ptr()]
-        return len(saved) - len(own), sum(x.nbytes for x in own)
+        extra = [x for x in saved if x.data_ptr() != z.data_ptr()]
+        return len(saved) - len(extra), sum(x.nbytes for x in extra)
 
     assert run(body, CaseSpec(scheme="entropy", mesh={"tp": 1})).results == ((1, 12 * 2 * 3),)
 
@@ -163,5 +163,5 @@ def test_inference_only_saves_nothing():
             y.sum().backward()
         return len(saved), str(caught.value)
 
-    told = "inference_only=True saved nothing for backward; call with inference_only=False"
-    assert run(body, CaseSpec(scheme="entropy", mesh={"tp": 1})).results == ((0, told),)
+    message = "inference_only=True saved nothing for backward; call with inference_only=False"
+    assert run(body, CaseSpec(scheme="entropy", mesh={"tp": 1})).results == ((0, message),)

@@ -100,9 +100,9 @@ def test_all_ids_give_the_whole_log_softmax():
 
     def body(mesh, case):
         start = 4 * mesh.rank("tp")
-        own = logits[..., start : start + 4]
-        y = vp.ChunkedDistributedGatherLogprob.apply(own, everything, start, start + 4, None, mesh["tp"])
-        return torch.equal(y[..., start : start + 4], vp._compute_distributed_log_softmax(own, mesh["tp"]))
+        shard = logits[..., start : start + 4]
+        y = vp.ChunkedDistributedGatherLogprob.apply(shard, everything, start, start + 4, None, mesh["tp"])
+        return torch.equal(y[..., start : start + 4], vp._compute_distributed_log_softmax(shard, mesh["tp"]))
 
     assert run(body, CaseSpec(scheme="gather_logprob", mesh={"tp": 2})).results == (True, True)
 
@@ -161,8 +161,8 @@ def test_saves_the_logits_by_reference_and_a_few_bytes_per_token(k):
             vp.ChunkedDistributedGatherLogprob.apply(
                 z, torch.zeros(2, 3, k, dtype=torch.int64), 0, 64, None, mesh["tp"]
             )
-        own = [x for x in saved if x.data_ptr() != z.data_ptr()]
-        return len(saved) - len(own), sum(x.nbytes for x in own)
+        extra = [x for x in saved if x.data_ptr() != z.data_ptr()]
+        return len(saved) - len(extra), sum(x.nbytes for x in extra)
 
     result = run(body, CaseSpec(scheme="gather_logprob", mesh={"tp": 1})).results
     assert result == ((1, (8 + 4 * k) * 2 * 3),)
@@ -179,8 +179,8 @@ def test_inference_only_saves_nothing():
             y.sum().backward()
         return len(saved), str(caught.value)
 
-    told = "inference_only=True saved nothing for backward; call with inference_only=False"
-    assert run(body, CaseSpec(scheme="gather_logprob", mesh={"tp": 1})).results == ((0, told),)
+    message = "inference_only=True saved nothing for backward; call with inference_only=False"
+    assert run(body, CaseSpec(scheme="gather_logprob", mesh={"tp": 1})).results == ((0, message),)
 
 
 STRIDES = {
@@ -200,9 +200,9 @@ def test_leading_dims_strides_and_expanded_cotangents_change_nothing(strides):
         v = z.shape[-1]
         ids = (torch.arange(z.shape[:-1].numel() * 3) % v).view(*z.shape[:-1], 3)
         results = []
-        for own, asked in ((z, ids.repeat_interleave(2, -1)[..., ::2]), (z.contiguous(), ids)):
-            leaf = own.detach().requires_grad_()
-            y = vp.ChunkedDistributedGatherLogprob.apply(leaf, asked, 0, v, 1, mesh["tp"])
+        for shard, index in ((z, ids.repeat_interleave(2, -1)[..., ::2]), (z.contiguous(), ids)):
+            leaf = shard.detach().requires_grad_()
+            y = vp.ChunkedDistributedGatherLogprob.apply(leaf, index, 0, v, 1, mesh["tp"])
             (gradient,) = torch.autograd.grad(y, leaf, torch.tensor(0.5).double().expand(y.shape))
             results.append((y, gradient))
         return all(torch.equal(a, b) for a, b in zip(*results, strict=True)) and results[0][1].shape == z.shape

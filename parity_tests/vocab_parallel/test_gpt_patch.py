@@ -47,10 +47,10 @@ def fake_model_class():
             self.config, self.pg_collection = SimpleNamespace(), SimpleNamespace(tp=tp_group, cp=cp_group)
             self.share_embeddings_and_output_weights, self.results = tied, results
             self.embedding, self.decoder = parameter(V, D, frequency=30), Decoder()
-            whole = parameter(V, D, frequency=50).data
+            full = parameter(V, D, frequency=50).data
             self.output_layer = SimpleNamespace(bias=None, weight=None)
             if not tied:
-                self.head = nn.Parameter(whole.chunk(world)[rank].clone())
+                self.head = nn.Parameter(full.chunk(world)[rank].clone())
                 self.output_layer.weight = self.head
 
         def shared_embedding_or_output_weight(self):
@@ -62,8 +62,8 @@ def fake_model_class():
             states = self.embedding[input_ids].transpose(0, 1) if decoder_input is None else decoder_input
             return (states, "emb", "cos", "sin", "offset", padding_mask, "both")[: self.results]
 
-        def forward(self, input_ids, position_ids, attention_mask, *further, **keywords):
-            self.called = (input_ids, position_ids, attention_mask, *further), keywords
+        def forward(self, input_ids, position_ids, attention_mask, *rest, **keywords):
+            self.called = (input_ids, position_ids, attention_mask, *rest), keywords
             return "original"
 
     return FakeGPT
@@ -80,8 +80,8 @@ def own_logprobs(model, input_ids, labels):
     return log_p.gather(-1, labels[:, 1:, None]).squeeze(-1)
 
 
-def fused(model, input_ids=IDS, labels=IDS, **further):
-    return model(input_ids, None, None, labels=labels, return_logprobs_for_linear_ce_fusion=True, **further)
+def fused(model, input_ids=IDS, labels=IDS, **options):
+    return model(input_ids, None, None, labels=labels, return_logprobs_for_linear_ce_fusion=True, **options)
 
 
 def on_mesh(body, **mesh):
@@ -101,11 +101,11 @@ def test_it_scores_as_the_models_own_logits(tied, results):
         with patch(chunk_size=3, model_class=model_class):
             y = fused(model)
             gradients = torch.autograd.grad(y.sum(), list(model.parameters()))
-        own = own_logprobs(model, IDS, IDS)
-        return rounded(y, *gradients), rounded(own, *torch.autograd.grad(own.sum(), list(model.parameters())))
+        scores = own_logprobs(model, IDS, IDS)
+        return rounded(y, *gradients), rounded(scores, *torch.autograd.grad(scores.sum(), list(model.parameters())))
 
-    ((found, expected),) = on_mesh(body, cp=1, tp=1)
-    for a, b in zip(found, expected, strict=True):
+    ((patched, expected),) = on_mesh(body, cp=1, tp=1)
+    for a, b in zip(patched, expected, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -120,13 +120,13 @@ def test_over_tp_and_cp():
             gradients = torch.autograd.grad(y.sum() / 2, list(model.parameters()))
         gradients = [all_gather(g[None], mesh["cp"], out="I").sum(0) for g in gradients]
         alone = fake_model_class()()
-        own = own_logprobs(alone, IDS, IDS)
-        expected = list(torch.autograd.grad(own.sum(), list(alone.parameters())))
+        scores = own_logprobs(alone, IDS, IDS)
+        expected = list(torch.autograd.grad(scores.sum(), list(alone.parameters())))
         expected[1] = expected[1].chunk(2)[mesh.rank("tp")]  # the head
-        return rounded(y, *gradients), rounded(own, *expected)
+        return rounded(y, *gradients), rounded(scores, *expected)
 
-    for found, expected in on_mesh(body, cp=2, tp=2):
-        for a, b in zip(found, expected, strict=True):
+    for patched, expected in on_mesh(body, cp=2, tp=2):
+        for a, b in zip(patched, expected, strict=True):
             np.testing.assert_array_equal(np.float16(a), np.float16(b))
 
 
@@ -155,8 +155,8 @@ def test_the_decoder_is_given_what_was_made_and_what_came():
         model = model_class(mesh["tp"], mesh["cp"], results=7)
         model.post_process = False
         model.config.fine_grained_activation_offloading = True
-        model.preprocess_for_fine_grained_offloading = lambda: found.append("offloading")
-        found = []
+        model.preprocess_for_fine_grained_offloading = lambda: calls.append("offloading")
+        calls = []
         with patch(chunk_size=3, model_class=model_class):
             hidden = fused(
                 model,
@@ -166,7 +166,7 @@ def test_the_decoder_is_given_what_was_made_and_what_came():
                 packed_seq_params="packed",
                 extra_block_kwargs={"more": 1},
             )
-        return tuple(hidden.shape), model.decoder.seen, found
+        return tuple(hidden.shape), model.decoder.seen, calls
 
     seen = dict(
         attention_mask=None,
@@ -209,7 +209,7 @@ def test_without_the_flag_the_original_gets_the_same_arguments():
 
 def test_a_patch_is_idempotent_and_leaves_no_trace():
     model_class, other = fake_model_class(), fake_model_class()
-    before, others = dict(vars(model_class)), dict(vars(other))
+    before, other_before = dict(vars(model_class)), dict(vars(other))
     first = patch(chunk_size=3, model_class=model_class)
     assert model_class.forward is vp._gpt_forward_with_linear_ce_fusion
     once = {name: value for name, value in vars(model_class).items() if name not in before}
@@ -218,7 +218,7 @@ def test_a_patch_is_idempotent_and_leaves_no_trace():
     assert [vars(fusion) for fusion in once.values()] == [
         {"class_forward": before["forward"], "original": before["forward"], "chunk_size": None}
     ]
-    assert dict(vars(other)) == others
+    assert dict(vars(other)) == other_before
     for handle in (second, first, first):
         handle.unpatch()
         assert dict(vars(model_class)) == before

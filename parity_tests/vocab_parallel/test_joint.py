@@ -39,8 +39,8 @@ def test_saves_the_logits_by_reference_and_a_few_bytes_per_token(with_entropy, b
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             logprob(mesh, z, with_entropy=with_entropy)
-        own = [x for x in saved if x.data_ptr() != z.data_ptr()]
-        return len(saved) - len(own), sum(x.nbytes for x in own)
+        extra = [x for x in saved if x.data_ptr() != z.data_ptr()]
+        return len(saved) - len(extra), sum(x.nbytes for x in extra)
 
     assert on_two_ranks(body) == ((1, bytes_per_token * B * S),) * 2
 
@@ -54,8 +54,8 @@ def test_inference_only_saves_nothing():
             y.sum().backward()
         return len(saved), str(caught.value)
 
-    told = "inference_only=True saved nothing for backward; call with inference_only=False"
-    assert on_two_ranks(body) == ((0, told),) * 2
+    message = "inference_only=True saved nothing for backward; call with inference_only=False"
+    assert on_two_ranks(body) == ((0, message),) * 2
 
 
 class Largest(TorchDispatchMode):
@@ -66,12 +66,12 @@ class Largest(TorchDispatchMode):
         self.numel = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        if isinstance(made, torch.Tensor) and "empty" not in str(function):  # an allocation is no computation
-            known = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
-            if made.untyped_storage().data_ptr() not in known:
-                self.numel = max(self.numel, made.numel())
-        return made
+        output = function(*args, **(kwargs or {}))
+        if isinstance(output, torch.Tensor) and "empty" not in str(function):  # an allocation is no computation
+            inputs = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+            if output.untyped_storage().data_ptr() not in inputs:
+                self.numel = max(self.numel, output.numel())
+        return output
 
 
 @pytest.mark.parametrize("chunk_size", [1, 4])
@@ -152,9 +152,9 @@ def test_one_of_two_outputs_may_go_unused():
         return [
             torch.equal(
                 torch.autograd.grad(used, z, c, retain_graph=True)[0],
-                torch.autograd.grad((y, h), z, given, retain_graph=True)[0],
+                torch.autograd.grad((y, h), z, cotangents, retain_graph=True)[0],
             )
-            for used, given in pairs
+            for used, cotangents in pairs
         ]
 
     assert on_two_ranks(body) == ([True, True],) * 2

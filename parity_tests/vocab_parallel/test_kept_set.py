@@ -22,9 +22,9 @@ def kept_columns(group, logits, top_k, top_p, temperature):
     """Which of this rank's columns are kept; the limits are on."""
     options = LogprobOptions(group, temperature=temperature)
     elsewhere = torch.full((logits.shape[:-1].numel(), 1), ON_ANOTHER_RANK, dtype=torch.int32)
-    kept = kept_set(logits, elsewhere, options, limits_of(top_k, top_p))
+    selection = kept_set(logits, elsewhere, options, limits_of(top_k, top_p))
     rows = logits.reshape(len(elsewhere), logits.shape[-1])
-    return is_kept(rows, kept.threshold, kept.last_tie).view(logits.shape)
+    return is_kept(rows, selection.threshold, selection.last_tie).view(logits.shape)
 
 
 DECLARED = dict(
@@ -85,9 +85,9 @@ def test_a_long_top_k(case):
 
 @pytest.mark.parametrize(("top_k", "width"), [(1024, "list"), (1025, "rounds")])
 def test_both_routes_meet_at_the_longest_list(top_k, width):
-    made = kept_by_lists if width == "list" else kept_by_count
-    case = made.case(tp=4, b=1, s=2, v=2100, top_k=1025, top_p=0.9, temperature=1.0, dtype="float32", seed=4)
-    report = judge(made, case.replace(options={**case.options, "top_k": top_k}))
+    scheme = kept_by_lists if width == "list" else kept_by_count
+    case = scheme.case(tp=4, b=1, s=2, v=2100, top_k=1025, top_p=0.9, temperature=1.0, dtype="float32", seed=4)
+    report = judge(scheme, case.replace(options={**case.options, "top_k": top_k}))
     report.raise_if_failed()
     assert {row.op for row in report.ledger.rows} == {"list": {"all_gather"}, "rounds": {"all_gather", "all_reduce"}}[
         width
@@ -101,13 +101,13 @@ def test_a_long_top_k_of_a_vocabulary_much_longer(kind, tp):
     judge(kept_by_count, case.replace(values={"logits": {"kind": kind}})).raise_if_failed()
 
 
-def kept_over(widths, whole, top_k, top_p, temperature=1.0):
+def kept_over(widths, logits, top_k, top_p, temperature=1.0):
     """Kept tokens of whole rows [n, v], cut into shards of the given widths."""
 
     def body(mesh, case):
         rank = mesh.rank("tp")
-        own = whole[:, sum(widths[:rank]) : sum(widths[: rank + 1])]
-        return kept_columns(mesh["tp"], own, top_k, top_p, temperature).numpy()
+        shard = logits[:, sum(widths[:rank]) : sum(widths[: rank + 1])]
+        return kept_columns(mesh["tp"], shard, top_k, top_p, temperature).numpy()
 
     ranks = run(body, CaseSpec(scheme="kept_set", mesh={"tp": len(widths)}))
     return np.concatenate(ranks.results, axis=-1)

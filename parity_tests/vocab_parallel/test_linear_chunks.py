@@ -18,11 +18,11 @@ def on_ranks(body, tp=2):
     return run(body, CaseSpec(scheme="vocab_parallel", mesh={"cp": 1, "tp": tp})).results
 
 
-def scored(mesh, hidden, weight, target, chunk_size=None, **further):
+def scored(mesh, hidden, weight, target, chunk_size=None, **options):
     rows = len(weight)
     start = mesh.rank("tp") * rows
     return vp.ChunkedDistributedHiddenStatesToLogprobs.apply(
-        hidden, target, weight, start, start + rows, chunk_size, mesh["tp"], **further
+        hidden, target, weight, start, start + rows, chunk_size, mesh["tp"], **options
     )
 
 
@@ -52,8 +52,8 @@ class Alive(TorchDispatchMode):
         self.shapes.add(tuple(tensor.shape))
         if tensor.shape[-1:] == (self.width,):
             self._alive.append(weakref.ref(tensor))
-        self._alive = [held for held in self._alive if held() is not None]
-        storages = [(held().untyped_storage(), held().element_size()) for held in self._alive]
+        self._alive = [ref for ref in self._alive if ref() is not None]
+        storages = [(ref().untyped_storage(), ref().element_size()) for ref in self._alive]
         sizes = {storage.data_ptr(): storage.nbytes() // size for storage, size in storages}
         self.most = max(self.most, sum(sizes.values()))
 
@@ -79,15 +79,15 @@ def test_a_frozen_weight_or_frozen_states_make_no_buffer():
     v, s, d = 7, 6, 5
 
     def body(mesh, case):
-        found = []
+        results = []
         for frozen in (0, 1):
             leaves = list(tensors(s, 2, v, d))
             leaves[frozen] = leaves[frozen].detach()
             y = scored(mesh, *leaves, 2)
             with Alive(v) as backward:
                 y.sum().backward()
-            found.append((backward.shapes, leaves[frozen].grad, leaves[1 - frozen].grad is not None))
-        (states_frozen, no_states, has_weight), (weight_frozen, no_weight, has_states) = found
+            results.append((backward.shapes, leaves[frozen].grad, leaves[1 - frozen].grad is not None))
+        (states_frozen, no_states, has_weight), (weight_frozen, no_weight, has_states) = results
         assert no_states is None and no_weight is None and has_weight and has_states
         return (v, d) in states_frozen, (v, d) in weight_frozen, (s, 2, d) in weight_frozen
 

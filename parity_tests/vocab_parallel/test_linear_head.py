@@ -15,10 +15,10 @@ NO_TP = "pass a ProcessGroup (a group of size 1 for no tensor parallelism)"
 NO_CP = "pass a ProcessGroup (a group of size 1 for no context parallelism)"
 
 
-def face(mesh, hidden=HIDDEN, weight=WEIGHT, target=IDS, end=3, tp="tp", cp="cp", **further):
+def face(mesh, hidden=HIDDEN, weight=WEIGHT, target=IDS, end=3, tp="tp", cp="cp", **options):
     tp, cp = (mesh[group] if isinstance(group, str) else group for group in (tp, cp))
     return vp.from_parallel_hidden_states_to_logprobs(
-        hidden, weight, None, True, target, 0, end, tp, cp_group=cp, **further
+        hidden, weight, None, True, target, 0, end, tp, cp_group=cp, **options
     )
 
 

@@ -47,17 +47,17 @@ def replicated_cost(c, over_cp=False):
 
 def sequence_parallel_cost(c, over_cp=False):
     """The hidden states in both directions, and d hidden scattered."""
-    whole = replicated_cost(c, over_cp)
+    base = replicated_cost(c, over_cp)
     if c.tp == 1:
-        return whole
-    n, gathered = c.b * c.s // c.mesh.get("cp", 1) * c.d, whole.forward["all_gather"]
+        return base
+    n, gathered = c.b * c.s // c.mesh.get("cp", 1) * c.d, base.forward["all_gather"]
     shard = n // c.tp * c.itemsize
-    further = whole.backward.get("reduce_scatter", (0, 0))
+    reduced = base.backward.get("reduce_scatter", (0, 0))
     return Cost(
         forward={"all_gather": (gathered[0] + 1, gathered[1] + shard)},
         backward={
             "all_gather": (1, shard),
-            "reduce_scatter": (further[0] + 1, further[1] + n * c.accumulator_itemsize),
+            "reduce_scatter": (reduced[0] + 1, reduced[1] + n * c.accumulator_itemsize),
         },
     )
 
@@ -69,7 +69,7 @@ def scored(mesh, hidden, weight, target, chunk_size):
     )
 
 
-def next_scored(mesh, hidden, weight, target, chunk_size, tied=False, **further):
+def next_scored(mesh, hidden, weight, target, chunk_size, tied=False, **options):
     weights = (None, weight) if tied else (weight, None)
     return vp.from_parallel_hidden_states_to_logprobs(
         hidden,
@@ -80,7 +80,7 @@ def next_scored(mesh, hidden, weight, target, chunk_size, tied=False, **further)
         mesh["tp"],
         cp_group=mesh["cp"],
         chunk_size=chunk_size,
-        **further,
+        **options,
     )
 
 
@@ -141,16 +141,16 @@ def on_mesh(body, **mesh):
 def of_rank(mesh, hidden=HIDDEN, cut=False, layout=None):
     """This rank's hidden states, and its rows of the weight, as leaves."""
     cp, tp, r = mesh.size("cp"), mesh.size("tp"), mesh.rank("tp")
-    held = dual_chunk_swap(len(hidden), cp)[mesh.rank("cp")] if layout is None else layout
-    states = hidden[held]
-    own = states.chunk(tp)[r] if cut else states
-    return own.clone().requires_grad_(), WEIGHT.chunk(tp)[r].clone().requires_grad_()
+    positions = dual_chunk_swap(len(hidden), cp)[mesh.rank("cp")] if layout is None else layout
+    states = hidden[positions]
+    shard = states.chunk(tp)[r] if cut else states
+    return shard.clone().requires_grad_(), WEIGHT.chunk(tp)[r].clone().requires_grad_()
 
 
-def next_of_rank(mesh, hidden, weight, target=IDS, **further):
+def next_of_rank(mesh, hidden, weight, target=IDS, **options):
     start, rows = mesh.rank("tp") * len(weight), len(weight)
     return vp.from_parallel_hidden_states_to_logprobs(
-        hidden, weight, None, False, target, start, start + rows, mesh["tp"], cp_group=mesh["cp"], **further
+        hidden, weight, None, False, target, start, start + rows, mesh["tp"], cp_group=mesh["cp"], **options
     )
 
 
@@ -162,21 +162,21 @@ def test_it_is_the_product_and_then_the_scores():
     """Both layouts of the hidden states, against logits that are made whole; gradients of all ranks together."""
 
     def body(mesh, case):
-        found = []
+        results = []
         for cut in (False, True):
             hidden, weight = of_rank(mesh, cut=cut)
             y = next_of_rank(mesh, hidden, weight)
             y.sum().backward()
             d_hidden = all_gather(hidden.grad, mesh["tp"], out="I") if cut else hidden.grad
-            found.append(rounded(y, d_hidden, weight.grad))
-        whole, weight = of_rank(mesh)
-        logits = torch.einsum("sbd,vd->bsv", whole, weight)
+            results.append(rounded(y, d_hidden, weight.grad))
+        full, weight = of_rank(mesh)
+        logits = torch.einsum("sbd,vd->bsv", full, weight)
         start = mesh.rank("tp") * len(weight)
         y = vp.from_parallel_logits_to_logprobs(
             logits, IDS, start, start + len(weight), mesh["tp"], cp_group=mesh["cp"]
         )
         y.sum().backward()
-        return *found, rounded(y, all_reduce(whole.grad, mesh["tp"]), weight.grad)
+        return *results, rounded(y, all_reduce(full.grad, mesh["tp"]), weight.grad)
 
     for replicated, cut, expected in on_mesh(body, cp=2, tp=2):
         for a, b, c in zip(replicated, cut, expected, strict=True):
@@ -191,8 +191,8 @@ def test_packed_is_sequence_by_sequence(cut):
     offsets = torch.tensor([0, 8, 8, 20])
 
     def body(mesh, case):
-        held = torch.cat([torch.tensor(x) for x in cut_positions([*lengths, 4], mesh)])
-        hidden, weight = of_rank(mesh, stream, cut, held)
+        positions = torch.cat([torch.tensor(x) for x in cut_positions([*lengths, 4], mesh)])
+        hidden, weight = of_rank(mesh, stream, cut, positions)
         y = next_of_rank(mesh, hidden, weight, ids, cu_seqlens_padded=offsets, chunk_size=3)
         y.sum().backward()
         return y.detach().numpy(), all_gather(hidden.grad, mesh["tp"], out="I").numpy()[10:12] if cut else None

@@ -157,11 +157,11 @@ def test_boundary_ids_and_ids_of_nobody(tp):
 
     def body(mesh, case):
         rank = mesh.rank("tp")
-        own = logits[..., rank * width : (rank + 1) * width].clone().requires_grad_()
+        shard = logits[..., rank * width : (rank + 1) * width].clone().requires_grad_()
         ids = torch.from_numpy(target)
-        y = vp.DistributedLogprob.apply(own, ids, rank * width, (rank + 1) * width, mesh["tp"])
+        y = vp.DistributedLogprob.apply(shard, ids, rank * width, (rank + 1) * width, mesh["tp"])
         y.backward(torch.ones_like(y))
-        return y.detach().numpy(), own.grad.numpy()
+        return y.detach().numpy(), shard.grad.numpy()
 
     for y, gradient in run(body, case).results:
         assert (y[0, len(borders) :] == 0.0).all() and (gradient[0, len(borders) :] == 0.0).all()

@@ -63,8 +63,8 @@ def peaks(call, dtype, kind="flat"):
     def body(mesh, case):
         rank = of_rank(mesh, dtype, kind)
         with LivePeak() as forward:
-            made = call(rank)
-        outputs = [x for x in (made if isinstance(made, tuple) else (made,)) if x is not None and x.requires_grad]
+            result = call(rank)
+        outputs = [x for x in (result if isinstance(result, tuple) else (result,)) if x is not None and x.requires_grad]
         cotangents = [torch.ones_like(x) for x in outputs]
         with LivePeak() as backward:
             if outputs:

@@ -150,31 +150,31 @@ def shard(mesh, logits=LOGITS):
     return part.chunk(mesh.size("tp"), -1)[mesh.rank("tp")].clone()
 
 
-def scored(mesh, logits, target=IDS, **further):
+def scored(mesh, logits, target=IDS, **options):
     width = logits.shape[-1]
     start = mesh.rank("tp") * width
     return vp.from_parallel_logits_to_logprobs(
-        logits, target, start, start + width, mesh["tp"], cp_group=mesh["cp"], **further
+        logits, target, start, start + width, mesh["tp"], cp_group=mesh["cp"], **options
     )
 
 
 def test_the_routes_agree_on_values_and_gradients():
     """A loss on each cp rank gives cp times the gradient where the type is R, and once where it is I."""
 
-    def block(mesh, whole):
-        return whole.chunk(2, 1)[mesh.rank("cp")].chunk(2, -1)[mesh.rank("tp")].clone()
+    def block(mesh, full):
+        return full.chunk(2, 1)[mesh.rank("cp")].chunk(2, -1)[mesh.rank("tp")].clone()
 
     def body(mesh, case):
-        own, stored, whole = (x.requires_grad_() for x in (shard(mesh), block(mesh, LOGITS), LOGITS.clone()))
+        local, stored, full = (x.requires_grad_() for x in (shard(mesh), block(mesh, LOGITS), LOGITS.clone()))
         cut = DTensor.from_local(IDS.chunk(2, 1)[mesh.rank("cp")], mesh.device_mesh["cp"], [Shard(1)])
         start, order = 3 * mesh.rank("tp"), torch.arange(S)
         by_dtensor = vp.dtensor_from_parallel_logits_to_logprobs(
             stored, cut, start, start + 3, mesh["tp"], seq_index=order
         )
-        scores = scored(mesh, own), by_dtensor, vp.get_next_token_logprobs_from_logits(IDS, whole)
+        scores = scored(mesh, local), by_dtensor, vp.get_next_token_logprobs_from_logits(IDS, full)
         for y in scores:
             y.sum().backward()
-        gradients = own.grad, 2 * shard(mesh, whole.grad), stored.grad, block(mesh, whole.grad)
+        gradients = local.grad, 2 * shard(mesh, full.grad), stored.grad, block(mesh, full.grad)
         return [x.detach().float().numpy() for x in (*scores, *gradients)]
 
     for by_group, by_dtensor, plain, of_r, twice, of_i, once in on_mesh(body, cp=2, tp=2).results:

@@ -116,25 +116,25 @@ def fixed(scheme, dtype, sizes):
     return case.replace(values=plain)
 
 
-def with_torch(function, arrays, wanted, cotangents):
+def with_torch(function, arrays, differentiable, cotangents):
     """Outputs, and gradients of the floating inputs for the first outputs' cotangents."""
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    leaves = [tensors[name].requires_grad_() for name in wanted]
+    leaves = [tensors[name].requires_grad_() for name in differentiable]
     outputs = function(**tensors)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     gradients = torch.autograd.grad(outputs, leaves, [torch.from_numpy(c) for c in cotangents[: len(outputs)]])
     return [x.detach().numpy() for x in (*outputs, *gradients)]
 
 
-def with_jax(function, arrays, wanted, cotangents):
-    fixed = {name: jnp.asarray(array) for name, array in arrays.items() if name not in wanted}
+def with_jax(function, arrays, differentiable, cotangents):
+    fixed = {name: jnp.asarray(array) for name, array in arrays.items() if name not in differentiable}
     outputs, pullback = jax.vjp(
-        lambda *leaves: function(**fixed, **dict(zip(wanted, leaves, strict=True))),
-        *(jnp.asarray(arrays[name]) for name in wanted),
+        lambda *leaves: function(**fixed, **dict(zip(differentiable, leaves, strict=True))),
+        *(jnp.asarray(arrays[name]) for name in differentiable),
     )
     several = isinstance(outputs, tuple)
-    given = [jnp.asarray(c) for c in cotangents]
-    gradients = pullback(tuple(given[: len(outputs)]) if several else given[0])
+    jax_cotangents = [jnp.asarray(c) for c in cotangents]
+    gradients = pullback(tuple(jax_cotangents[: len(outputs)]) if several else jax_cotangents[0])
     return [np.asarray(x) for x in (*(outputs if several else (outputs,)), *gradients)]
 
 
@@ -148,10 +148,10 @@ def test_agrees_with(scheme, oracles, sizes, library, dtype):
     report = judge(scheme, case)
     report.raise_if_failed()
     arrays = {arg.name: inputs.full_array(arg, scheme.draws[arg.name], case) for arg in scheme.inputs}
-    wanted = [arg.name for arg in scheme.inputs if arg.differentiable]
+    differentiable = [arg.name for arg in scheme.inputs if arg.differentiable]
     cotangents = [oracle.feed(arg, inputs.cotangent(arg, case), case, "cotangent").total for arg in scheme.outputs]
-    evaluated = (with_jax if library == "jax" else with_torch)(oracles[library], arrays, wanted, cotangents)
-    outputs = [row for row in report.rows if row.role == "output"][: len(evaluated) - len(wanted)]
+    evaluated = (with_jax if library == "jax" else with_torch)(oracles[library], arrays, differentiable, cotangents)
+    outputs = [row for row in report.rows if row.role == "output"][: len(evaluated) - len(differentiable)]
     gradients = [row for row in report.rows if row.role == "gradient"]
     for row, want in zip([*outputs, *gradients], evaluated, strict=True):
         assert want.dtype == np.float64

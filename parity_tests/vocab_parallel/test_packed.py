@@ -45,7 +45,7 @@ DECLARED = dict(
 INPUTS = {"logits": "1 t/cp:packed v/tp:ragged", "target": "1 t", "padded": "n", "true": "n", "columns": "u"}
 
 
-def scored(mesh, logits, target, padded, columns, temperature, chunk_size, **further):
+def scored(mesh, logits, target, padded, columns, temperature, chunk_size, **options):
     return vp.from_parallel_logits_to_logprobs_packed_sequences(
         logits,
         target,
@@ -56,7 +56,7 @@ def scored(mesh, logits, target, padded, columns, temperature, chunk_size, **fur
         cp_group=mesh["cp"],
         chunk_size=chunk_size,
         sampling_params=SimpleNamespace(top_k=None, top_p=1.0, temperature=temperature),
-        **further,
+        **options,
     )
 
 
@@ -93,8 +93,8 @@ def rolled_and_cut(target, padded, cp, rank):
 
 @scheme(reference=by_padded, inputs=INPUTS, **DECLARED)
 def packed_next_tokens_rolled_before(mesh, logits, target, padded, true, columns, temperature, chunk_size):
-    own = rolled_and_cut(target, padded, mesh.size("cp"), mesh.rank("cp"))
-    return scored(mesh, logits, own, padded, columns, temperature, chunk_size, target_is_pre_rolled=True)
+    rolled = rolled_and_cut(target, padded, mesh.size("cp"), mesh.rank("cp"))
+    return scored(mesh, logits, rolled, padded, columns, temperature, chunk_size, target_is_pre_rolled=True)
 
 
 SCHEMES = (packed_next_tokens, packed_next_tokens_of_true_lengths, packed_next_tokens_rolled_before)
@@ -134,15 +134,15 @@ def cut(mesh, lengths, stream=STREAM, tail=4):
     return torch.cat(pieces, dim=1)
 
 
-def rows(mesh, logits, target=IDS, lengths=LENGTHS, unpacked_seqlen=12, **further):
+def rows(mesh, logits, target=IDS, lengths=LENGTHS, unpacked_seqlen=12, **options):
     return vp.from_parallel_logits_to_logprobs_packed_sequences(
-        logits, target, starts(lengths), unpacked_seqlen, 0, V, mesh["tp"], cp_group=mesh["cp"], **further
+        logits, target, starts(lengths), unpacked_seqlen, 0, V, mesh["tp"], cp_group=mesh["cp"], **options
     )
 
 
-def values_and_gradient(mesh, stream=STREAM, target=IDS, **further):
+def values_and_gradient(mesh, stream=STREAM, target=IDS, **options):
     leaf = cut(mesh, LENGTHS, stream).requires_grad_()
-    y = rows(mesh, leaf, target, **further)
+    y = rows(mesh, leaf, target, **options)
     y.sum().backward()
     return y.detach().numpy(), leaf.grad.numpy()
 
@@ -156,8 +156,8 @@ def test_a_row_is_its_sequence_alone(unpacked_seqlen):
 
     expected = np.zeros((len(LENGTHS), unpacked_seqlen - 1))
     for row, start, length in zip(expected, starts(LENGTHS).tolist(), LENGTHS, strict=False):
-        own = slice(start, start + length)
-        alone = vp.get_next_token_logprobs_from_logits(IDS[:, own], STREAM[:, own])[0].numpy()
+        span = slice(start, start + length)
+        alone = vp.get_next_token_logprobs_from_logits(IDS[:, span], STREAM[:, span])[0].numpy()
         row[: len(alone)] = alone[: len(row)]
     for y, gradient in on_ranks(body):
         np.testing.assert_array_equal(y, expected)
@@ -180,8 +180,8 @@ def test_two_sequences_never_see_each_other():
 def test_a_target_rolled_before_is_the_same_to_the_bit():
     def body(mesh, case):
         padded = starts([*LENGTHS, 4])
-        own = rolled_and_cut(IDS, padded, mesh.size("cp"), mesh.rank("cp"))
-        return values_and_gradient(mesh), values_and_gradient(mesh, target=own, target_is_pre_rolled=True)
+        rolled = rolled_and_cut(IDS, padded, mesh.size("cp"), mesh.rank("cp"))
+        return values_and_gradient(mesh), values_and_gradient(mesh, target=rolled, target_is_pre_rolled=True)
 
     for raw, rolled in on_ranks(body):
         for a, b in zip(raw, rolled, strict=True):
@@ -237,7 +237,7 @@ def test_the_cost_per_token_is_flat_in_the_number_of_sequences():
     """As many operations for 10, 1,000 and 100,000 sequences of one stream, and no more than twice the time."""
 
     def body(mesh, case):
-        tokens, found = 400_000, {}
+        tokens, seconds_of = 400_000, {}
         logits = torch.zeros(1, tokens // 2, 2)
         ids = torch.zeros(1, tokens, dtype=torch.int64)
         for _ in range(3):
@@ -250,10 +250,10 @@ def test_the_cost_per_token_is_flat_in_the_number_of_sequences():
                         leaf, ids, offsets, length, 0, 2, mesh["tp"], cp_group=mesh["cp"]
                     )
                     y.backward(torch.ones_like(y))
-                found.setdefault(count, []).append((time.thread_time() - began, operations.count))
-        return {count: (min(seconds for seconds, _ in runs), runs[0][1]) for count, runs in found.items()}
+                seconds_of.setdefault(count, []).append((time.thread_time() - began, operations.count))
+        return {count: (min(seconds for seconds, _ in runs), runs[0][1]) for count, runs in seconds_of.items()}
 
-    for found in on_ranks(body):
-        seconds, operations = zip(*found.values(), strict=True)
+    for by_count in on_ranks(body):
+        seconds, operations = zip(*by_count.values(), strict=True)
         assert len(set(operations)) == 1
-        assert max(seconds) < 2 * min(seconds), found
+        assert max(seconds) < 2 * min(seconds), by_count

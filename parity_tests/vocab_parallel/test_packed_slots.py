@@ -16,9 +16,9 @@ IDS = (torch.arange(24) % 3)[None]
 def test_slots_are_the_layout_read_three_ways(cp):
     offsets = [0, 4 * cp, 4 * cp, 6 * cp, 12 * cp]
     slots = packed_slots(torch.tensor(offsets), None, cp, torch.device("cpu"))
-    for rank, held in enumerate(reference(offsets[-1], cp, offsets)):
-        assert slots.position[rank].tolist() == held.tolist()
-        for i, position in enumerate(held.tolist()):
+    for rank, positions in enumerate(reference(offsets[-1], cp, offsets)):
+        assert slots.position[rank].tolist() == positions.tolist()
+        for i, position in enumerate(positions.tolist()):
             start, stop = offsets[slots.sequence[i]], offsets[slots.sequence[i] + 1]
             assert start <= position < stop
             assert slots.place[rank, i] == position - start
@@ -35,11 +35,11 @@ NAME = "vocab_parallel.from_parallel_logits_to_logprobs_packed_sequences"
 LOCAL = torch.zeros(1, 8, 3)
 
 
-def packed(mesh, offsets=(0, 8, 16), logits=LOCAL, target=IDS[:, :16], size=5, group="tp", true=None, **further):
+def packed(mesh, offsets=(0, 8, 16), logits=LOCAL, target=IDS[:, :16], size=5, group="tp", true=None, **options):
     group = mesh[group] if group else None
     true = None if true is None else torch.tensor(true)
     return vp.from_parallel_logits_to_logprobs_packed_sequences(
-        logits, target, torch.tensor(offsets), size, 0, 3, group, cp_group=mesh["cp"], cu_seqlens=true, **further
+        logits, target, torch.tensor(offsets), size, 0, 3, group, cp_group=mesh["cp"], cu_seqlens=true, **options
     )
 
 

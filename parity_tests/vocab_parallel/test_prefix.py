@@ -35,14 +35,14 @@ def drawn_rows(seed, kind, temperature):
 
 def scores_and_shares(rows, tp, options, dtype):
     """(log p of each row's largest logit, p of every kept token and 0 of the others), as all ranks agree on them."""
-    whole, target = torch.from_numpy(rows).to(dtype), torch.from_numpy(rows.argmax(-1))
+    logits, target = torch.from_numpy(rows).to(dtype), torch.from_numpy(rows.argmax(-1))
 
     def body(mesh, case):
         start = sum(WIDTHS[tp][: mesh.rank("tp")])
-        own = whole[:, start : start + WIDTHS[tp][mesh.rank("tp")]].clone().requires_grad_()
+        shard = logits[:, start : start + WIDTHS[tp][mesh.rank("tp")]].clone().requires_grad_()
         limits = options["top_k"], options["top_p"], False, options["temperature"]
-        y = vp.DistributedLogprobWithSampling.apply(own, target, mesh["tp"], *limits)
-        (slope,) = torch.autograd.grad(y, own, torch.ones_like(y))
+        y = vp.DistributedLogprobWithSampling.apply(shard, target, mesh["tp"], *limits)
+        (slope,) = torch.autograd.grad(y, shard, torch.ones_like(y))
         return y.detach().double().numpy(), slope.double().numpy()
 
     results = run(body, CaseSpec(scheme="prefix", mesh={"tp": tp})).results
@@ -70,13 +70,13 @@ def test_on_the_border_the_kept_tokens_are_right_by_mass(seed, kind, place, top_
     scores, shares = scores_and_shares(rows, tp, options, dtype)
     order = np.argsort(-rows, axis=-1, kind="stable")
     for row, score, share, in_order, masses in zip(rows, scores, shares, order, before, strict=True):
-        kept = share != 0
-        count = int(kept.sum())
-        assert kept[in_order[:count]].all()  # upward closed, of equal ones the lowest ids
+        is_kept = share != 0
+        count = int(is_kept.sum())
+        assert is_kept[in_order[:count]].all()  # upward closed, of equal ones the lowest ids
         assert count == 1 or masses[count - 1] < options["top_p"] + budget  # not enough without the last one
         mass = masses[count] if count < SIZE else 1.0
         assert mass >= options["top_p"] - budget
-        weights = np.where(kept, np.exp((row - row.max()) / temperature), 0.0)
+        weights = np.where(is_kept, np.exp((row - row.max()) / temperature), 0.0)
         assert abs(score + np.log(weights.sum())) <= budget
         assert (np.abs(share - weights / weights.sum()) <= budget).all()
 

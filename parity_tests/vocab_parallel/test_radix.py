@@ -64,12 +64,12 @@ def test_selection_equals_a_sort(seed, kind, tp, size, dtype):
     low[1] = rows[1].max()
 
     def body(mesh, case):
-        own = torch.arange(size).tensor_split(tp)[mesh.rank("tp")]
+        columns = torch.arange(size).tensor_split(tp)[mesh.rank("tp")]
 
-        def weigh(part, found):
-            return weights[:, own][part][found.rows, found.columns].to(room.dtype)
+        def weigh(part, picked):
+            return weights[:, columns][part][picked.rows, picked.columns].to(room.dtype)
 
-        candidates = Candidates(rows[:, own], chunk_size=1)
+        candidates = Candidates(rows[:, columns], chunk_size=1)
         return [x.double().numpy() for x in last_kept(candidates, low, room, weigh, mesh["tp"])]
 
     for value, above in run(body, CaseSpec(scheme="radix", mesh={"tp": tp})).results:
@@ -82,8 +82,8 @@ def test_a_round_for_each_byte_and_none_without_a_group(dtype, rounds):
     row = torch.arange(8.0).view(1, 8).to(dtype)
     room = torch.tensor([3.0], dtype=torch.promote_types(dtype, torch.float32))
 
-    def one(part, found):
-        return torch.ones_like(found.rows, dtype=room.dtype)
+    def one(part, picked):
+        return torch.ones_like(picked.rows, dtype=room.dtype)
 
     def body(mesh, case):
         return last_kept(Candidates(row, None), torch.full_like(room, -math.inf), room, one, mesh["tp"])[0].item()

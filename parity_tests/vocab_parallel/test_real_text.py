@@ -15,7 +15,7 @@ SCHEMES = (vocab_parallel_logprob, distributed_logprob, chunked_distributed_logp
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 @pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda made: made.name)
+@pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
 def test_log_probabilities_of_real_text(scheme, tp, dtype):
     real_text.read_with(scheme, tp, dtype).report.raise_if_failed()
 

@@ -242,7 +242,7 @@ def test_a_rank_that_is_not_the_groups():
 
     with pytest.raises(ValueError, match="vocab_parallel_rank=1 but vocab_parallel_group is None; pass both"):
         distillation(1, None)
-    said = "{}: vocab_parallel_rank={} but this is rank {} of vocab_parallel_group"
+    template = "{}: vocab_parallel_rank={} but this is rank {} of vocab_parallel_group"
     ranks = run(body, CaseSpec(scheme="vocab_parallel", mesh={"tp": 2}))
-    assert ranks.results == (said.format(DISTILLATION, 1, 0), said.format(DISTILLATION, 0, 1))
+    assert ranks.results == (template.format(DISTILLATION, 1, 0), template.format(DISTILLATION, 0, 1))
     assert ranks.ledger.rows == []

@@ -50,16 +50,16 @@ def test_parity_on_gloo(case):
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_there_and_back_is_the_identity_of_any_dtype_and_strides(tp, dtype):
-    whole = torch.arange(8 * 12).view(8, 12).remainder(13).to(dtype)
+    matrix = torch.arange(8 * 12).view(8, 12).remainder(13).to(dtype)
 
     def body(mesh, case):
         rank, width, height = mesh.rank("tp"), 12 // tp, 8 // tp
-        own = whole.t().contiguous().t()[:, rank * width : (rank + 1) * width]  # columns first, and a slice of them
-        assert not own.is_contiguous()
-        rows = vp.all_to_all_vp2sq(own, mesh["tp"])
+        shard = matrix.t().contiguous().t()[:, rank * width : (rank + 1) * width]  # columns first, and a slice of them
+        assert not shard.is_contiguous()
+        rows = vp.all_to_all_vp2sq(shard, mesh["tp"])
         again = vp.all_to_all_sq2vp(rows.t().contiguous().t(), mesh["tp"])
-        share = whole[rank * height : (rank + 1) * height]
-        return torch.equal(rows, share) and torch.equal(again, own) and again.data_ptr() != own.data_ptr()
+        share = matrix[rank * height : (rank + 1) * height]
+        return torch.equal(rows, share) and torch.equal(again, shard) and again.data_ptr() != shard.data_ptr()
 
     assert all(run(body, CaseSpec(scheme="row_exchange", mesh={"tp": tp})).results)
 

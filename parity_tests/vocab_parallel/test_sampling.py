@@ -125,16 +125,16 @@ def normal(*shape):
     return torch.from_numpy(np.random.Generator(np.random.Philox(key=[7, 0])).standard_normal(shape))
 
 
-def shard(mesh, whole):
+def shard(mesh, full):
     """This rank's equal share of the columns, a leaf of its own."""
-    return whole.chunk(mesh.size("tp"), dim=-1)[mesh.rank("tp")].clone().requires_grad_()
+    return full.chunk(mesh.size("tp"), dim=-1)[mesh.rank("tp")].clone().requires_grad_()
 
 
-def score(mesh, own, target, limits, **options):
-    start = mesh.rank("tp") * own.shape[-1]
+def score(mesh, logits, target, limits, **options):
+    start = mesh.rank("tp") * logits.shape[-1]
     options = {"inference_only": False, "temperature": 1.0} | options
-    owned = start, start + own.shape[-1]
-    return vp.DistributedLogprobWithSampling.apply(own, target, mesh["tp"], *limits, *options.values(), *owned)
+    owned = start, start + logits.shape[-1]
+    return vp.DistributedLogprobWithSampling.apply(logits, target, mesh["tp"], *limits, *options.values(), *owned)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -142,13 +142,13 @@ def test_without_limits_it_is_the_plain_function_to_the_bit(temperature):
     target = torch.tensor([[0, 3, 7, -100]])
 
     def body(mesh, case):
-        own, rank = shard(mesh, normal(1, 4, 8).float()), mesh.rank("tp")
+        local, rank = shard(mesh, normal(1, 4, 8).float()), mesh.rank("tp")
         pairs = []
         for off in ((None, 1.0), (0, None), (-1, 1)):
-            y = score(mesh, own, target, off, temperature=temperature)
-            pairs.append([y, *torch.autograd.grad(y.sum(), own)])
-        y = vp.DistributedLogprob.apply(own, target, 4 * rank, 4 * rank + 4, mesh["tp"], False, temperature)
-        plain = [y, *torch.autograd.grad(y.sum(), own)]
+            y = score(mesh, local, target, off, temperature=temperature)
+            pairs.append([y, *torch.autograd.grad(y.sum(), local)])
+        y = vp.DistributedLogprob.apply(local, target, 4 * rank, 4 * rank + 4, mesh["tp"], False, temperature)
+        plain = [y, *torch.autograd.grad(y.sum(), local)]
         return all(torch.equal(a, b) for pair in pairs for a, b in zip(pair, plain, strict=True))
 
     ranks = run(body, CaseSpec(scheme="sampling", mesh={"tp": 2}))
@@ -161,22 +161,22 @@ def test_without_limits_it_is_the_plain_function_to_the_bit(temperature):
 def test_targets_kept_filtered_and_nobodys(tp, limits):
     # Id 7 is kept by all limits, 0 to 2 by none but a top-k of more than there are.
     target = torch.tensor([[7, 6, 5, 0, 1, 2, -100, 8, 15, 2**40]])
-    whole = (2.0 * torch.arange(8.0)).expand(1, 10, 8)
-    kept, filtered, nobodys = slice(0, 1), slice(3, 6), slice(6, 10)
+    logits = (2.0 * torch.arange(8.0)).expand(1, 10, 8)
+    within, filtered, nobodys = slice(0, 1), slice(3, 6), slice(6, 10)
     if limits[0] == 2000 and limits[1] == 1.0:
-        kept, filtered = slice(0, 6), slice(0, 0)
+        within, filtered = slice(0, 6), slice(0, 0)
 
     def body(mesh, case):
-        own = shard(mesh, whole)
-        y = score(mesh, own, target, limits)
-        (slope,) = torch.autograd.grad(y, own, torch.ones_like(y))
+        local = shard(mesh, logits)
+        y = score(mesh, local, target, limits)
+        (slope,) = torch.autograd.grad(y, local, torch.ones_like(y))
         return y.detach().numpy()[0], slope.numpy()[0]
 
     results = on_ranks(body, tp)
     slopes = np.concatenate([slope for _, slope in results], axis=-1)
     for y, _ in results:
         np.testing.assert_array_equal(y, results[0][0])
-        assert np.isfinite(y[kept]).all()
+        assert np.isfinite(y[within]).all()
         assert (y[filtered] == -np.inf).all() and (y[nobodys] == 0.0).all()
     assert (slopes[nobodys] == 0.0).all()
     assert (slopes[filtered] <= 0.0).all() and (slopes[filtered, :3] == 0.0).all()  # -p g on kept columns alone
@@ -186,13 +186,13 @@ def test_targets_kept_filtered_and_nobodys(tp, limits):
 @every_limit
 @pytest.mark.parametrize("mask", [[0, 3, 4, 7], [0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3, 4, 6, 7]])
 def test_masked_columns(mask, limits):
-    whole = normal(1, 8, 8).float()
-    whole[..., mask] = -torch.inf
+    logits = normal(1, 8, 8).float()
+    logits[..., mask] = -torch.inf
 
     def body(mesh, case):
-        own = shard(mesh, whole)
-        y = score(mesh, own, torch.arange(8).view(1, 8), limits)
-        (slope,) = torch.autograd.grad(y, own, torch.ones_like(y))
+        local = shard(mesh, logits)
+        y = score(mesh, local, torch.arange(8).view(1, 8), limits)
+        (slope,) = torch.autograd.grad(y, local, torch.ones_like(y))
         return y.detach().numpy()[0], slope.numpy()
 
     for y, slope in on_ranks(body):
@@ -202,13 +202,13 @@ def test_masked_columns(mask, limits):
 
 @every_limit
 def test_what_has_no_softmax_stays_visible(limits):
-    whole = normal(1, 4, 8).float()
-    whole[0, 0], whole[0, 1, 6], whole[0, 2, 1] = -torch.inf, torch.nan, torch.inf
+    logits = normal(1, 4, 8).float()
+    logits[0, 0], logits[0, 1, 6], logits[0, 2, 1] = -torch.inf, torch.nan, torch.inf
 
     def body(mesh, case):
-        own = shard(mesh, whole)
-        y = score(mesh, own, torch.tensor([[0, 0, 0, 0]]), limits)
-        (slope,) = torch.autograd.grad(y, own, torch.ones_like(y))
+        local = shard(mesh, logits)
+        y = score(mesh, local, torch.tensor([[0, 0, 0, 0]]), limits)
+        (slope,) = torch.autograd.grad(y, local, torch.ones_like(y))
         return np.isnan(y.detach().numpy()[0]).tolist(), np.isnan(slope.numpy()[0]).all(-1).tolist()
 
     assert on_ranks(body) == (([True, True, True, False],) * 2,) * 2
@@ -220,19 +220,19 @@ def test_any_strides_and_an_expanded_cotangent(limits):
         rank = mesh.rank("tp")
         wide = normal(3, 5, 2, 16).float()[:, 1:, 0, 4 * rank : 4 * rank + 4]
         target = torch.arange(12).remainder(8).view(4, 3).t()
-        found = []
-        for own, ids_ in (
+        results = []
+        for local, ids_ in (
             (wide, target),
             (wide.contiguous(), target.contiguous()),
             (wide.flatten(0, 1), target.reshape(12)),
         ):
-            own = own.detach().requires_grad_()
-            before = own.detach().clone()
-            y = score(mesh, own, ids_, limits)
-            (slope,) = torch.autograd.grad(y, own, torch.ones(()).expand(y.shape))
-            assert torch.equal(own, before)
-            found.append((y.reshape(-1), slope.reshape(12, 4)))
-        return all(torch.equal(a, b) for one in found[1:] for a, b in zip(one, found[0], strict=True))
+            local = local.detach().requires_grad_()
+            before = local.detach().clone()
+            y = score(mesh, local, ids_, limits)
+            (slope,) = torch.autograd.grad(y, local, torch.ones(()).expand(y.shape))
+            assert torch.equal(local, before)
+            results.append((y.reshape(-1), slope.reshape(12, 4)))
+        return all(torch.equal(a, b) for one in results[1:] for a, b in zip(one, results[0], strict=True))
 
     assert all(on_ranks(body))
 
@@ -252,11 +252,11 @@ def test_no_tokens_and_no_columns(limits):
 @every_limit
 def test_five_numbers_per_token_are_saved_beside_the_logits(limits):
     def body(mesh, case):
-        own, saved = shard(mesh, normal(2, 3, 40)), []
+        local, saved = shard(mesh, normal(2, 3, 40)), []
         with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-            score(mesh, own, torch.zeros(2, 3, dtype=torch.int64), limits)
-        others = [x for x in saved if x.data_ptr() != own.data_ptr()]
-        return len(saved) - len(others), sum(x.numel() for x in others)
+            score(mesh, local, torch.zeros(2, 3, dtype=torch.int64), limits)
+        extra = [x for x in saved if x.data_ptr() != local.data_ptr()]
+        return len(saved) - len(extra), sum(x.numel() for x in extra)
 
     assert on_ranks(body) == ((1, 5 * 6),) * 2
 
@@ -264,15 +264,15 @@ def test_five_numbers_per_token_are_saved_beside_the_logits(limits):
 @every_limit
 def test_no_backward_after_inference_or_an_edit_of_the_logits(limits):
     def body(mesh, case):
-        own, target = shard(mesh, normal(2, 3, 40)), torch.zeros(2, 3, dtype=torch.int64)
+        local, target = shard(mesh, normal(2, 3, 40)), torch.zeros(2, 3, dtype=torch.int64)
         with pytest.raises(RuntimeError, match="inference_only=True saved nothing for backward"):
-            score(mesh, own, target, limits, inference_only=True).sum().backward()
-        y = score(mesh, own, target, limits)
+            score(mesh, local, target, limits, inference_only=True).sum().backward()
+        y = score(mesh, local, target, limits)
         with torch.no_grad():
-            own += 1.0
+            local += 1.0
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
-        return own.grad is None
+        return local.grad is None
 
     assert all(on_ranks(body))
 
@@ -280,18 +280,18 @@ def test_no_backward_after_inference_or_an_edit_of_the_logits(limits):
 @every_limit
 def test_gradcheck(limits):
     target = torch.tensor([[4, 0, -100], [2, 2, 1]])
-    whole = normal(2, 3, 5)
-    target[0, 0], target[1, 1] = whole[0, 0].argmax(), whole[1, 1].argmax()
-    target[target >= 0] = whole.argmax(-1)[target >= 0]  # filtered ones are -inf, and have no difference quotient
+    full = normal(2, 3, 5)
+    target[0, 0], target[1, 1] = full[0, 0].argmax(), full[1, 1].argmax()
+    target[target >= 0] = full.argmax(-1)[target >= 0]  # filtered ones are -inf, and have no difference quotient
 
     def body(mesh, case):
-        own = whole.clone().requires_grad_()
-        return torch.autograd.gradcheck(lambda z: score(mesh, z, target, limits, temperature=0.7), own)
+        leaf = full.clone().requires_grad_()
+        return torch.autograd.gradcheck(lambda z: score(mesh, z, target, limits, temperature=0.7), leaf)
 
     assert on_ranks(body, tp=1) == (True,)
 
 
 def test_tokens_need_not_be_shared_equally():
-    for made in (logprob_with_sampling, chunked_logprob_with_sampling):
+    for route in (logprob_with_sampling, chunked_logprob_with_sampling):
         for limits in ({"top_k": None, "top_p": 0.5}, {"top_k": 5, "top_p": 0.9}):
-            judge(made, made.case(tp=4, b=1, s=3, v=12, dtype="float32", **limits)).raise_if_failed()
+            judge(route, route.case(tp=4, b=1, s=3, v=12, dtype="float32", **limits)).raise_if_failed()

@@ -95,8 +95,8 @@ def test_refusal(kind, call, text):
     [(None, 1.0, (None, None)), (0, None, (None, None)), (-1, 1, (None, None)), (5, 0, (5, 0.0)), (1, 0.5, (1, 0.5))],
 )
 def test_what_is_off(top_k, top_p, limits):
-    found = limits_of(top_k, top_p)
-    assert found == limits and found.are_off == (limits == (None, None))
+    computed = limits_of(top_k, top_p)
+    assert computed == limits and computed.are_off == (limits == (None, None))
 
 
 def test_the_parameters_are_values():
@@ -112,8 +112,8 @@ def test_columns_past_the_range_take_part_and_are_no_target(top_k, top_p):
     def body(mesh, case):
         start = 5 * mesh.rank("tp")  # 5 ids and 3 more columns on each rank
         target = torch.tensor([4, 9, 10], dtype=torch.int32)  # the last id of each rank, and nobody's
-        own = torch.arange(8.0).expand(3, 8)
-        return plain(mesh["tp"], own, target, top_k, top_p, start=start, end=start + 5).tolist()
+        local = torch.arange(8.0).expand(3, 8)
+        return plain(mesh["tp"], local, target, top_k, top_p, start=start, end=start + 5).tolist()
 
     # The two largest logits, 7 and 7, are past the ranges; they alone have more than 0.4 of the mass, or are kept
     # by three with the two sixes: ids 4 and 9 of logit 4 are filtered.

@@ -18,25 +18,25 @@ NO_TP = "pass a ProcessGroup (a group of size 1 for no tensor parallelism)"
 LOCAL = torch.zeros(2, 4, 3)
 
 
-def plain(mesh, logits=LOCAL, target=IDS, start=0, end=3, tp="tp", cp="cp", **further):
+def plain(mesh, logits=LOCAL, target=IDS, start=0, end=3, tp="tp", cp="cp", **options):
     """The scores, with groups by their axis or as they are."""
     tp, cp = (mesh[group] if isinstance(group, str) else group for group in (tp, cp))
-    return vp.from_parallel_logits_to_logprobs(logits, target, start, end, tp, cp_group=cp, **further)
+    return vp.from_parallel_logits_to_logprobs(logits, target, start, end, tp, cp_group=cp, **options)
 
 
-def routed(mesh, logits=LOCAL, ids=IDS, rank=None, cp="cp", tp="tp", **further):
+def routed(mesh, logits=LOCAL, ids=IDS, rank=None, cp="cp", tp="tp", **options):
     return vp.get_next_token_logprobs_from_logits(
         ids,
         logits,
         vocab_parallel_rank=rank,
         vocab_parallel_group=mesh[tp] if tp else None,
         context_parallel_group=mesh[cp] if cp else None,
-        **further,
+        **options,
     )
 
 
-def params(**given):
-    return {"sampling_params": SimpleNamespace(**{"top_k": None, "top_p": None, "temperature": 1.0, **given})}
+def params(**values):
+    return {"sampling_params": SimpleNamespace(**{"top_k": None, "top_p": None, "temperature": 1.0, **values})}
 
 
 def as_dtensor(mesh):

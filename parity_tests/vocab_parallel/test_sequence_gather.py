@@ -17,10 +17,10 @@ SEQ_DIMS = {"seq_dim": (1, -2, 0, 2, -1, -3)}
 
 def gather_cost(case):
     """One all_gather of the shard; backward one reduce_scatter of the whole."""
-    whole = case.b * case.s * case.d
+    elements = case.b * case.s * case.d
     return Cost(
-        forward={"all_gather": (1, whole // case.cp * case.itemsize)},
-        backward={"reduce_scatter": (1, whole * case.accumulator_itemsize)},
+        forward={"all_gather": (1, elements // case.cp * case.itemsize)},
+        backward={"reduce_scatter": (1, elements * case.accumulator_itemsize)},
     )
 
 
@@ -69,19 +69,19 @@ def on_ranks(cp, body):
 @pytest.mark.parametrize("cp", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8])
 def test_pieces_are_a_partition_and_gather_to_the_whole(cp, dtype):
-    whole = torch.arange(2 * 12 * cp).view(2, -1).to(dtype)
+    tokens = torch.arange(2 * 12 * cp).view(2, -1).to(dtype)
 
     def body(mesh, case):
-        piece = vp._get_tokens_on_this_cp_rank(whole, mesh.rank("cp"), cp)
+        piece = vp._get_tokens_on_this_cp_rank(tokens, mesh.rank("cp"), cp)
         again = vp.allgather_cp_sharded_tensor(piece, mesh["cp"])
         return piece.numpy(), again.numpy(), again.dtype == dtype
 
     results = on_ranks(cp, body)
     for _, again, same_dtype in results:
-        np.testing.assert_array_equal(again, whole.numpy())
+        np.testing.assert_array_equal(again, tokens.numpy())
         assert same_dtype
     together = np.concatenate([piece for piece, _, _ in results], axis=1)
-    np.testing.assert_array_equal(np.sort(together, axis=1), np.sort(whole.numpy(), axis=1))
+    np.testing.assert_array_equal(np.sort(together, axis=1), np.sort(tokens.numpy(), axis=1))
 
 
 def test_one_rank_holds_any_length_and_the_same_object():

@@ -24,9 +24,9 @@ def normaliser_and_entropy(logits):
 def merged_statistics(mesh, logits):
     local = st.local_statistics(logits, None, 1.0, True)
     m_r, rest_r, d_r = st.all_ranks(local, mesh["tp"]).unbind(1)
-    whole = st.merged_normaliser(m_r, rest_r, 1.0)
-    depth = st.merged_depth(m_r, rest_r, d_r, whole, 1.0)
-    return *whole, depth - whole.log_total
+    normaliser = st.merged_normaliser(m_r, rest_r, 1.0)
+    depth = st.merged_depth(m_r, rest_r, d_r, normaliser, 1.0)
+    return *normaliser, depth - normaliser.log_total
 
 
 @given(every_case(merged_statistics))

@@ -69,8 +69,8 @@ def stored_next_tokens(mesh, logits, target, keys, columns, temperature, chunk_s
 
 def cut_logits(mesh, logits, s, v):
     """The DTensor of these shards, which may be uneven."""
-    whole = dict(shape=torch.Size((len(logits), s, v)), stride=(s * v, v, 1))
-    return DTensor.from_local(logits, mesh.device_mesh, [Shard(1), Shard(2)], **whole)
+    full_size = dict(shape=torch.Size((len(logits), s, v)), stride=(s * v, v, 1))
+    return DTensor.from_local(logits, mesh.device_mesh, [Shard(1), Shard(2)], **full_size)
 
 
 @scheme(
@@ -137,8 +137,8 @@ def test_no_order_of_storage_changes_a_score():
     def body(mesh, case):
         def scored(order):
             part = LOGITS[:, order].chunk(2, 1)[mesh.rank("cp")]
-            own = IDS[:, order].chunk(2, 1)[mesh.rank("cp")]
-            target = DTensor.from_local(own, mesh.device_mesh["cp"], [Shard(1)])
+            ids = IDS[:, order].chunk(2, 1)[mesh.rank("cp")]
+            target = DTensor.from_local(ids, mesh.device_mesh["cp"], [Shard(1)])
             return vp.dtensor_from_parallel_logits_to_logprobs(part, target, 0, 6, mesh["tp"], seq_index=order)
 
         return torch.equal(scored(ORDER), scored(torch.arange(8)))
@@ -152,16 +152,16 @@ def test_ids_may_be_whole_on_each_cp_rank_or_on_a_mesh_without_cp():
         replicated = DTensor.from_local(IDS[:, ORDER], mesh.device_mesh["cp"], [Replicate()])
         stored = vp.dtensor_from_parallel_logits_to_logprobs(part, replicated, 0, 6, mesh["tp"], seq_index=ORDER)
         on_tp = DTensor.from_local(IDS, mesh.device_mesh["tp"], [Replicate()])
-        whole = vp.dtensor_from_parallel_logits_to_logprobs(LOGITS, on_tp, 0, 6, mesh["tp"])
+        from_full = vp.dtensor_from_parallel_logits_to_logprobs(LOGITS, on_tp, 0, 6, mesh["tp"])
         plain = vp.dtensor_from_parallel_logits_to_logprobs(LOGITS, IDS, 0, 6, mesh["tp"])
-        return torch.equal(stored, whole), torch.equal(plain, whole)
+        return torch.equal(stored, from_full), torch.equal(plain, from_full)
 
     assert on_mesh(body, cp=2, tp=1) == ((True, True), (True, True))
 
 
 def cut_ids(mesh, axis="cp", placement=None):
-    own = IDS.chunk(2, 1)[mesh.rank(axis)] if placement is None else IDS
-    return DTensor.from_local(own, mesh.device_mesh[axis], [placement or Shard(1)])
+    local_ids = IDS.chunk(2, 1)[mesh.rank(axis)] if placement is None else IDS
+    return DTensor.from_local(local_ids, mesh.device_mesh[axis], [placement or Shard(1)])
 
 
 def on_unnamed(mesh, *placements):

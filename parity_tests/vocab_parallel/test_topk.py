@@ -111,13 +111,13 @@ def largest(logits, k, lengths, chunk_size=None):
         rank = mesh.rank("tp")
         start = sum(lengths[:rank])
         owned = dict(vocab_start_index=start, vocab_end_index=start + lengths[rank])
-        own = logits[..., start : start + lengths[rank]]
-        found = vp.distributed_vocab_topk(own, k, mesh["tp"], chunk_size=chunk_size, **owned)
-        assert not any(x.requires_grad for x in found)
-        return [x.numpy() for x in found]
+        local = logits[..., start : start + lengths[rank]]
+        result = vp.distributed_vocab_topk(local, k, mesh["tp"], chunk_size=chunk_size, **owned)
+        assert not any(x.requires_grad for x in result)
+        return [x.numpy() for x in result]
 
-    first, *others = on_ranks({"tp": len(lengths)}, body)
-    for other in others:
+    first, *rest = on_ranks({"tp": len(lengths)}, body)
+    for other in rest:
         for a, b in zip(first, other, strict=True):
             np.testing.assert_array_equal(a, b)
     return first
@@ -143,11 +143,11 @@ def test_a_masked_column_comes_before_nothing(lengths):
 @pytest.mark.parametrize("chunk_size", [None, 1, 2, 7])
 def test_neither_cut_nor_chunk_changes_the_result(chunk_size):
     logits = torch.from_numpy(normal(2, 5, 12)).round()  # with ties
-    whole = largest(logits, 4, (12,))
+    unsharded = largest(logits, 4, (12,))
     for lengths in [(6, 6), (3, 3, 3, 3), (0, 1, 11), (9, 0, 3)]:
-        for a, b in zip(whole, largest(logits, 4, lengths, chunk_size), strict=True):
+        for a, b in zip(unsharded, largest(logits, 4, lengths, chunk_size), strict=True):
             np.testing.assert_array_equal(a, b)
-    np.testing.assert_array_equal(np.take_along_axis(logits.numpy(), whole[1], -1), whole[0])
+    np.testing.assert_array_equal(np.take_along_axis(logits.numpy(), unsharded[1], -1), unsharded[0])
 
 
 def test_signs_of_zero_are_equal_and_nan_is_largest():
@@ -220,14 +220,14 @@ def test_a_whole_vocabulary_needs_no_group():
 @pytest.mark.parametrize("padding", [0, 1, 2, 3])
 def test_logits_may_cover_more_positions_than_the_ids(padding):
     size, v = 8, 6
-    whole, ids = torch.from_numpy(normal(1, size, v)).float(), torch.arange(size - padding).view(1, -1, 1) % v
+    full, ids = torch.from_numpy(normal(1, size, v)).float(), torch.arange(size - padding).view(1, -1, 1) % v
 
     def body(mesh, case):
-        held = vp._get_tokens_on_this_cp_rank(whole, mesh.rank("cp"), 2).requires_grad_()
+        local = vp._get_tokens_on_this_cp_rank(full, mesh.rank("cp"), 2).requires_grad_()
         owned = dict(vocab_start_index=0, vocab_end_index=v)
-        y = vp.gather_logits_at_global_indices(held, ids, None, mesh["cp"], **owned)
-        (gradient,) = torch.autograd.grad(y, held, torch.ones(()).expand(y.shape))
-        return torch.equal(y, whole[:, : size - padding].gather(-1, ids)), gradient.sum().item()
+        y = vp.gather_logits_at_global_indices(local, ids, None, mesh["cp"], **owned)
+        (gradient,) = torch.autograd.grad(y, local, torch.ones(()).expand(y.shape))
+        return torch.equal(y, full[:, : size - padding].gather(-1, ids)), gradient.sum().item()
 
     results = on_ranks({"cp": 2}, body)
     assert all(same for same, _ in results)
@@ -246,10 +246,10 @@ def test_what_is_kept_for_backward_does_not_grow_with_the_vocabulary(v):
 
 
 def test_no_chunk_size_changes_the_ledger():
-    for made, sizes in [(vocab_topk, {"k": 3, "e": 5}), (gathered_logits, {"cp": 2, "s": 8, "e": 0, "v": 6, "k": 2})]:
+    for route, sizes in [(vocab_topk, {"k": 3, "e": 5}), (gathered_logits, {"cp": 2, "s": 8, "e": 0, "v": 6, "k": 2})]:
         rows = set()
         for chunk_size in (None, 1, 2, 5, 9):
-            report = judge(made, made.case(**{"tp": 2, "b": 2, "s": 5, **sizes}, seed=3, chunk_size=chunk_size))
+            report = judge(route, route.case(**{"tp": 2, "b": 2, "s": 5, **sizes}, seed=3, chunk_size=chunk_size))
             report.raise_if_failed()
             rows.add(tuple((row.rank, row.op, row.dtypes, row.shapes, row.phase) for row in report.ledger.rows))
         assert len(rows) == 1

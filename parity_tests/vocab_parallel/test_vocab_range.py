@@ -23,9 +23,9 @@ def test_ranges_follow_one_another(widths):
 @pytest.mark.parametrize("size", [1, 5, 7, 16])
 def test_the_ceil_rule_is_that_of_dtensor(size):
     def body(mesh, case):
-        whole = torch.arange(size)
-        own = distribute_tensor(whole, mesh.device_mesh, [Shard(0)], src_data_rank=None).to_local()
+        full = torch.arange(size)
+        local = distribute_tensor(full, mesh.device_mesh, [Shard(0)], src_data_rank=None).to_local()
         start, end = ceil_range(size, mesh.size("tp"), mesh.rank("tp"))
-        return own.tolist() == list(range(start, end))
+        return local.tolist() == list(range(start, end))
 
     assert run(body, CaseSpec(scheme="vocab_parallel", mesh={"tp": 4})).results == (True,) * 4

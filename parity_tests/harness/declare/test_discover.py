@@ -28,7 +28,7 @@ def test_a_folder_is_searched_for_its_own_files(tmp_path: Path) -> None:
     written(project / "inner" / "second.py", "second")
     for foreign in (".venv/lib", "lib/site-packages", "node_modules", "__pycache__"):
         written(project / foreign / "foreign.py", "foreign")
-    assert [made.name for made in discover.find([str(project)])] == ["first", "second"]
+    assert [scheme.name for scheme in discover.find([str(project)])] == ["first", "second"]
 
 
 def test_a_whole_disk_is_no_project() -> None:

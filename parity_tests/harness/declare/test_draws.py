@@ -26,9 +26,9 @@ def test_half_of_the_ids_sit_on_a_border():
 
 
 def test_every_place_of_every_shard_is_drawn():
-    drawn = Counter(tuple(pick) for case in cases(tokens, 400, tp=4) for pick in case.values["target"]["picks"])
+    counts = Counter(tuple(pick) for case in cases(tokens, 400, tp=4) for pick in case.values["target"]["picks"])
     places = ("first", "middle", "last", "before", "after", "anywhere")
-    assert set(drawn) == {(shard, place) for shard in range(4) for place in places}
+    assert set(counts) == {(shard, place) for shard in range(4) for place in places}
 
 
 def test_places_mean_what_they_say():
@@ -43,10 +43,10 @@ def test_places_mean_what_they_say():
 
 
 def test_some_ids_are_ignored_and_all_others_known():
-    found = [array(tokens, case, "label") for case in cases(tokens, 100)]
-    ignored = [bool((label == -100).any()) for label in found]
+    labels = [array(tokens, case, "label") for case in cases(tokens, 100)]
+    ignored = [bool((label == -100).any()) for label in labels]
     assert 20 < sum(ignored) < 80
-    assert all(((label == -100) | (label >= 0)).all() for label in found)
+    assert all(((label == -100) | (label >= 0)).all() for label in labels)
     assert not any((array(tokens, case, "target") < 0).any() for case in cases(tokens, 100))
 
 
@@ -54,8 +54,8 @@ def test_some_ids_are_ignored_and_all_others_known():
 
 
 def test_masks():
-    kept = Counter(case.values["keep"]["keep"] for case in cases(tokens, 100))
-    assert set(kept) == {"all", "half", "none", "first", "last"}
+    counts = Counter(case.values["keep"]["keep"] for case in cases(tokens, 100))
+    assert set(counts) == {"all", "half", "none", "first", "last"}
     case = tokens.case(b=2, s=3)
     built = {
         keep: array(tokens, case.replace(values={"keep": {"kind": "mask", "keep": keep}}), "keep")[0].tolist()
@@ -72,8 +72,8 @@ def test_masks():
 
 
 def test_integers_reach_both_ends():
-    drawn = {int(level) for case in cases(tokens, 60) for level in array(tokens, case, "level")}
-    assert drawn == {-2, -1, 0, 1, 2}
+    levels = {int(level) for case in cases(tokens, 60) for level in array(tokens, case, "level")}
+    assert levels == {-2, -1, 0, 1, 2}
     with pytest.raises(ValueError) as caught:
         integers(2, 1)
     assert str(caught.value) == "integers: low=2 is above high=1"
@@ -99,12 +99,12 @@ def of_kind(kind, dtype="float32", shape=(40, 50), seed=0):
 @pytest.mark.parametrize("dtype", UNIT_ROUNDOFF)
 @pytest.mark.parametrize("kind", FLOAT_KINDS)
 def test_values_are_of_the_tested_dtype(kind, dtype):
-    drawn = of_kind(kind, dtype)
-    again = torch.from_numpy(drawn).to(getattr(torch, dtype)).double().numpy()
-    assert drawn.dtype == np.float64
-    assert np.array_equal(drawn, again)
-    assert not np.isnan(drawn).any()
-    assert np.isfinite(drawn).all() == (kind != "neg_inf_mask")
+    sample = of_kind(kind, dtype)
+    again = torch.from_numpy(sample).to(getattr(torch, dtype)).double().numpy()
+    assert sample.dtype == np.float64
+    assert np.array_equal(sample, again)
+    assert not np.isnan(sample).any()
+    assert np.isfinite(sample).all() == (kind != "neg_inf_mask")
 
 
 def test_plain_kinds():
@@ -115,9 +115,9 @@ def test_plain_kinds():
 
 
 def test_ties_are_many():
-    drawn = of_kind("ties")
-    assert len(np.unique(drawn)) < 12
-    assert (np.sort(drawn)[:, -1] == np.sort(drawn)[:, -2]).any()  # the largest of a row, twice
+    sample = of_kind("ties")
+    assert len(np.unique(sample)) < 12
+    assert (np.sort(sample)[:, -1] == np.sort(sample)[:, -2]).any()  # the largest of a row, twice
 
 
 def test_an_inf_mask_never_covers_a_row():
@@ -130,10 +130,10 @@ def test_an_inf_mask_never_covers_a_row():
 
 def test_an_inf_mask_covers_rows_where_the_scheme_says_so():
     case = tokens.case()
-    drawn = values("neg_inf_mask", full_rows=True).build(
+    sample = values("neg_inf_mask", full_rows=True).build(
         {"kind": "neg_inf_mask"}, (200, 2), np.random.default_rng(0), case
     )
-    assert np.isneginf(drawn).all(axis=-1).any()
+    assert np.isneginf(sample).all(axis=-1).any()
 
 
 @pytest.mark.parametrize("dtype", UNIT_ROUNDOFF)

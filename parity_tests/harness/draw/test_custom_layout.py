@@ -55,9 +55,9 @@ def declared(layout, cut="mine", **more):
     )(doubled)  # fmt: skip
 
 
-def drawn(made, count=60, **given):
+def drawn(declaration, count=60, **sizes):
     """(ranks, size) of the cases of many seeds."""
-    return {(case.ring, case.t) for case in (made.case(seed=seed, **given) for seed in range(count))}
+    return {(case.ring, case.t) for case in (declaration.case(seed=seed, **sizes) for seed in range(count))}
 
 
 def viewed(size, world):
@@ -73,20 +73,20 @@ def asserted(size, world):
     return (range(rank, size, world) for rank in range(world))
 
 
-def said(call, *args, **given):
+def said(call, *args, **keywords):
     with pytest.raises(ValueError) as caught:
-        call(*args, **given)
+        call(*args, **keywords)
     return str(caught.value)
 
 
 @pytest.mark.parametrize("layout", [viewed, reshaped, asserted])
 def test_a_library_s_own_rejection_is_one(layout):
     """As of a view, a reshape, an assertion; and a generator of rows is as good as a list of them."""
-    made = declared(layout)
-    assert made.verify(examples=12).meshes == ("ring=1", "ring=2", "ring=4")
-    assert made.verify(ring=2, t=8, examples=2).ok
-    assert made.draw(ring=2, t=8)
-    assert "t=7 cannot be cut by mine over ring=2: " in said(made.verify, ring=2, t=7)
+    declaration = declared(layout)
+    assert declaration.verify(examples=12).meshes == ("ring=1", "ring=2", "ring=4")
+    assert declaration.verify(ring=2, t=8, examples=2).ok
+    assert declaration.draw(ring=2, t=8)
+    assert "t=7 cannot be cut by mine over ring=2: " in said(declaration.verify, ring=2, t=7)
 
 
 def test_the_words_of_another_error_have_its_kind():
@@ -95,19 +95,19 @@ def test_the_words_of_another_error_have_its_kind():
 
 @pytest.mark.parametrize("layout", [blocks(2), blocks(3), blocks(100), blocks(1024), odd, power_of_two])
 def test_only_sizes_that_a_layout_takes_are_drawn_and_every_mesh_is_served(layout):
-    met = drawn(declared(layout))
-    assert {world for world, _ in met} == set(MESH)
-    for world, size in met:
+    pairs = drawn(declared(layout))
+    assert {world for world, _ in pairs} == set(MESH)
+    for world, size in pairs:
         assert sum(map(len, layout(size, world))) == size
 
 
 def test_a_short_menu_serves_every_mesh():
     """The least common size of all meshes is none of the odd ones or the powers of two."""
     for layout in (odd, power_of_two):
-        made = declared(layout, mesh={"ring": (1, 2, 3, 4)} if layout is odd else {"ring": MESH})
-        tried = size_choices.meshes(made, {}, None)
-        shapes = size_choices.shapes(made, {}, tried, 1)
-        assert all(any(size_choices.compatible(made, shape, mesh) for shape in shapes) for mesh in tried)
+        declaration = declared(layout, mesh={"ring": (1, 2, 3, 4)} if layout is odd else {"ring": MESH})
+        tried = size_choices.meshes(declaration, {}, None)
+        shapes = size_choices.shapes(declaration, {}, tried, 1)
+        assert all(any(size_choices.compatible(declaration, shape, mesh) for shape in shapes) for mesh in tried)
 
 
 def test_a_menu_of_sizes_is_asked_of_the_layout():
@@ -121,18 +121,18 @@ def test_a_further_cut_is_asked_about_the_pieces():
     axes = {"dp": (1, 2), "ring": (1, 2)}
     outer, inner = "b t/ring:mine/dp", "b t/dp/ring:mine"
     for spec, layout in ((outer, blocks(3)), (inner, blocks(3)), (outer, odd)):
-        made = declared(layout, mesh=axes, inputs={"x": spec}, outputs=spec, dims={"t": (3, 6, 9, 12)})
-        for case in (made.case(dp=1, seed=seed) for seed in range(20)):
+        declaration = declared(layout, mesh=axes, inputs={"x": spec}, outputs=spec, dims={"t": (3, 6, 9, 12)})
+        for case in (declaration.case(dp=1, seed=seed) for seed in range(20)):
             assert check(case).ok
     # Of 9 positions the first rank has all: two ranks of dp cannot halve them.
-    assert said(made.case, dp=2, ring=2, t=9).endswith("t=9 cannot be cut by contiguous over dp=2 (needs a multiple of "
-                                                      "2); pad to 10")  # fmt: skip
+    sentence = "t=9 cannot be cut by contiguous over dp=2 (needs a multiple of 2); pad to 10"
+    assert said(declaration.case, dp=2, ring=2, t=9).endswith(sentence)
 
 
 def test_it_is_verified_where_it_can_be_cut():
-    made = declared(blocks(2))
-    assert made.verify(examples=12).meshes == ("ring=1", "ring=2", "ring=4")
-    assert made.verify(t=4).meshes == ("ring=1", "ring=2")
+    declaration = declared(blocks(2))
+    assert declaration.verify(examples=12).meshes == ("ring=1", "ring=2", "ring=4")
+    assert declaration.verify(t=4).meshes == ("ring=1", "ring=2")
 
 
 def test_a_mistake_shrinks_to_the_smallest_size_that_can_be_cut():
@@ -148,22 +148,22 @@ def test_a_mistake_shrinks_to_the_smallest_size_that_can_be_cut():
 
 
 def test_a_size_given_by_hand_is_rejected_in_the_layouts_words():
-    made = declared(blocks(2))
+    declaration = declared(blocks(2))
     sentence = "scheme 'doubled': t=6 cannot be cut by mine over ring=2: blocked needs a multiple of 4"
-    assert said(made.case, ring=2, t=6) == sentence
-    assert said(made.verify, ring=2, t=6) == sentence
-    assert said(made.draw, ring=2, t=6) == sentence
-    assert said(made.run, np.ones((1, 6), np.float32), ring=2) == sentence
-    assert said(check, made.case(ring=2, t=8).replace(dims={"b": 1, "t": 6})) == sentence
+    assert said(declaration.case, ring=2, t=6) == sentence
+    assert said(declaration.verify, ring=2, t=6) == sentence
+    assert said(declaration.draw, ring=2, t=6) == sentence
+    assert said(declaration.run, np.ones((1, 6), np.float32), ring=2) == sentence
+    assert said(check, declaration.case(ring=2, t=8).replace(dims={"b": 1, "t": 6})) == sentence
 
 
 def test_a_layout_that_takes_no_size_is_told():
     words = "invalid literal for int() with base 10: 'not a number'"
     start, rest = "scheme 'doubled': mine cuts no size of t over ring=", f" tried: {words}; "
     end = "if it cuts others, name them: dims={'t': (...)}"
-    for given in ({}, {"b": 2}):
-        assert said(declared(broken).verify, **given) == f"{start}1, of 1 to 1024{rest}{end}"
-        assert said(declared(broken_on_four).verify, **given) == f"{start}4, of 4 to 4096{rest}{end}"
+    for sizes in ({}, {"b": 2}):
+        assert said(declared(broken).verify, **sizes) == f"{start}1, of 1 to 1024{rest}{end}"
+        assert said(declared(broken_on_four).verify, **sizes) == f"{start}4, of 4 to 4096{rest}{end}"
     assert declared(broken_on_four).verify(ring=2, examples=2).ok
     # Of a size that is given only that is said.
     report = declared(broken_on_four).verify(t=8, examples=4)
@@ -192,25 +192,25 @@ def test_other_errors_of_a_layout_are_raised_as_they_are():
 
 
 @pytest.mark.parametrize(
-    ("layout", "told"),
+    ("layout", "message"),
     [
         (lambda size, world: [list(range(size))], "returns positions for 1 ranks where there are 2"),
         (lambda size, world: None, "returns a NoneType; return a list of positions for each rank"),
     ],
 )
-def test_a_layout_without_a_row_for_each_rank_is_told(layout, told):
-    made = declared(layout)
-    with pytest.raises(ValueError, match=f"layout 'mine' {told}"):
-        made.verify(ring=2)
-    with pytest.raises(ValueError, match=f"layout 'mine' {told}"):
-        check(made.case(ring=2))
+def test_a_layout_without_a_row_for_each_rank_is_told(layout, message):
+    declaration = declared(layout)
+    with pytest.raises(ValueError, match=f"layout 'mine' {message}"):
+        declaration.verify(ring=2)
+    with pytest.raises(ValueError, match=f"layout 'mine' {message}"):
+        check(declaration.case(ring=2))
 
 
 @pytest.mark.parametrize("cut", ["1/ring:ragged b", "1/ring:mine b"])
 def test_a_dim_of_size_one_may_be_cut(cut):
     """One rank has it, whichever."""
     layouts = {"mine": lambda size, world: [[]] * (world - 1) + [list(range(size))]}
-    made = declared(None, inputs={"x": cut}, outputs=cut, layouts=layouts)
-    assert made.verify(ring=4).ok
+    declaration = declared(None, inputs={"x": cut}, outputs=cut, layouts=layouts)
+    assert declaration.verify(ring=4).ok
     with pytest.raises(ValueError, match="1=1 cannot be cut by contiguous over ring=2"):
         declared(None, inputs={"x": "1/ring b"}, outputs="1/ring b", layouts={}).verify(ring=2)

@@ -27,12 +27,12 @@ def test_seeded_chooser():
 def fingerprint(schemes):
     """A hash of twenty cases of each scheme and of every array in them."""
     digest = hashlib.sha256()
-    for made in schemes:
-        for case in cases(made, 20):
+    for scheme in schemes:
+        for case in cases(scheme, 20):
             digest.update(case.json.encode())
-            for arg in made.inputs:
-                digest.update(array(made, case, arg.name).tobytes())
-            for arg in made.outputs:
+            for arg in scheme.inputs:
+                digest.update(array(scheme, case, arg.name).tobytes())
+            for arg in scheme.outputs:
                 digest.update(inputs.cotangent(arg, case).tobytes())
     return digest.hexdigest()
 
@@ -64,30 +64,30 @@ def test_what_is_given_is_kept(case):
 
 
 def test_ragged_lengths_have_empty_shards_and_the_ceil_rule():
-    drawn = [case for case in cases(tokens, 300) if case.tp == 4]
-    lengths_of = [case.layouts["v/tp"]["lengths"] for case in drawn]
-    assert all(sum(lengths) == case.v and len(lengths) == 4 for lengths, case in zip(lengths_of, drawn, strict=True))
+    selected = [case for case in cases(tokens, 300) if case.tp == 4]
+    lengths_of = [case.layouts["v/tp"]["lengths"] for case in selected]
+    assert all(sum(lengths) == case.v and len(lengths) == 4 for lengths, case in zip(lengths_of, selected, strict=True))
     empty = [0 in lengths for lengths in lengths_of]
     assert any(empty) and not all(empty)
-    ceil = [-(-case.v // 4) for case in drawn]
+    ceil = [-(-case.v // 4) for case in selected]
     by_rule = [lengths == [max(0, min(c, case.v - c * r)) for r in range(4)]
-               for lengths, c, case in zip(lengths_of, ceil, drawn, strict=True)]  # fmt: skip
+               for lengths, c, case in zip(lengths_of, ceil, selected, strict=True)]  # fmt: skip
     assert any(by_rule) and not all(by_rule)
 
 
 def test_packed_lengths():
     """Sequences of no token and of one token occur, and padding inside the stream; every length can be cut."""
-    found = Counter()
+    counts = Counter()
     for case in cases(sequences, 300):
         true, padded = np.array(case.lengths["t"]["true"]), np.array(case.lengths["t"]["padded"])
         assert padded.sum() == case.t and (padded % (2 * case.cp) == 0).all()
         assert ((true >= 0) & (true <= padded)).all() and len(true) == case.m - 1
-        found["empty"] += bool((true == 0).any())
-        found["one token"] += bool((true == 1).any())
-        found["padding inside"] += bool((true < padded)[:-1].any())
-        found["uneven"] += len(set(true[true > 0])) > 1
-        found["no padding"] += bool((true == padded).all())
-    assert min(found[what] for what in ("empty", "one token", "padding inside", "uneven", "no padding")) >= 15, found
+        counts["empty"] += bool((true == 0).any())
+        counts["one token"] += bool((true == 1).any())
+        counts["padding inside"] += bool((true < padded)[:-1].any())
+        counts["uneven"] += len(set(true[true > 0])) > 1
+        counts["no padding"] += bool((true == padded).all())
+    assert min(counts[what] for what in ("empty", "one token", "padding inside", "uneven", "no padding")) >= 15, counts
 
 
 def test_offsets_and_lengths_are_of_one_draw():

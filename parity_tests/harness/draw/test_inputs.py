@@ -221,9 +221,9 @@ def test_cotangents_of_invariant_and_partial_outputs_are_the_same_everywhere(let
     case = a_case(dtype="bfloat16")
     each = fed(f"b s dp={letter} cp={letter} tp={letter}", case)
     assert len({cotangent.tobytes() for cotangent in each.values()}) == 1
-    whole = inputs.cotangent(argument("b s dp=I cp=I tp=I", "out"), case)
-    assert all(np.array_equal(cotangent, whole) for cotangent in each.values())
-    assert is_of(whole, "bfloat16")
+    full = inputs.cotangent(argument("b s dp=I cp=I tp=I", "out"), case)
+    assert all(np.array_equal(cotangent, full) for cotangent in each.values())
+    assert is_of(full, "bfloat16")
 
 
 def test_cotangents_of_replicated_outputs_are_partial():
@@ -239,8 +239,8 @@ def test_cotangents_of_replicated_outputs_are_partial():
 
 def test_outputs_have_cotangents_of_their_own():
     case = a_case()
-    drawn = [inputs.cotangent(argument("b s dp=I cp=I tp=I", name), case) for name in ("out[0]", "out[1]")]
-    assert not np.array_equal(*drawn)
+    cotangents = [inputs.cotangent(argument("b s dp=I cp=I tp=I", name), case) for name in ("out[0]", "out[1]")]
+    assert not np.array_equal(*cotangents)
 
 
 def test_nested_names():

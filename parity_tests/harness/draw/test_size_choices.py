@@ -45,47 +45,47 @@ SCHEMES = {
     "shorter": declared({"tp": (1, 2)}, {"x": "s/tp", "y": "r tp=I"}, "s/tp", dims={"r": "s-3"}),
     "few sizes": declared({"tp": (1, 2, 4)}, {"x": "s/tp v"}, "s/tp v", dims={"s": (3, 4, 6)}),
 }  # fmt: skip
-each_scheme = pytest.mark.parametrize("made", SCHEMES.values(), ids=SCHEMES.keys())
+each_scheme = pytest.mark.parametrize("declaration", SCHEMES.values(), ids=SCHEMES.keys())
 
 
 @each_scheme
 @pytest.mark.parametrize("profile", ["dev", "ci", "nightly"])
-def test_a_short_menu_serves_every_mesh(made, profile):
-    tried = size_choices.meshes(made, {}, None)
-    shapes = size_choices.shapes(made, {}, tried, SHAPES[profile])
+def test_a_short_menu_serves_every_mesh(declaration, profile):
+    tried = size_choices.meshes(declaration, {}, None)
+    shapes = size_choices.shapes(declaration, {}, tried, SHAPES[profile])
     assert 1 < len(shapes) <= {"dev": 8, "ci": 12, "nightly": 48}[profile]
     assert len({tuple(shape.items()) for shape in shapes}) == len(shapes)
     for mesh in tried:
-        served = [shape for shape in shapes if size_choices.compatible(made, shape, mesh)]
+        served = [shape for shape in shapes if size_choices.compatible(declaration, shape, mesh)]
         assert served, mesh
 
 
 @each_scheme
-def test_drawn_cases_are_of_the_menu_and_meet_every_mesh(made):
-    tried = size_choices.meshes(made, {}, None)
-    shapes = size_choices.shapes(made, {}, tried, 8)
-    cases = [draw_case(made, seeded_chooser(seed), {}, seed=seed) for seed in range(300)]
+def test_drawn_cases_are_of_the_menu_and_meet_every_mesh(declaration):
+    tried = size_choices.meshes(declaration, {}, None)
+    shapes = size_choices.shapes(declaration, {}, tried, 8)
+    cases = [draw_case(declaration, seeded_chooser(seed), {}, seed=seed) for seed in range(300)]
     assert all(dict(case.dims) in shapes for case in cases)
     assert {tuple(case.mesh.items()) for case in cases} == {tuple(mesh.items()) for mesh in tried}
     assert max(case.world for case in cases) <= 64
 
 
 def test_the_first_shape_is_the_smallest():
-    made = SCHEMES["one cut"]
-    shapes = size_choices.shapes(made, {}, size_choices.meshes(made, {}, None), 8)
+    declaration = SCHEMES["one cut"]
+    shapes = size_choices.shapes(declaration, {}, size_choices.meshes(declaration, {}, None), 8)
     assert shapes[:3] == [{"b": 1, "s": 1, "v": 1}, {"b": 1, "s": 1, "v": 2}, {"b": 1, "s": 1, "v": 4}]
     assert all(len(set(shape.values())) > 1 for shape in shapes[3:])  # unequal sizes are the rule
 
 
 def test_local_sizes():
-    made = declared({"tp": (4,)}, {"x": "b v/tp"}, "b tp=I")
-    shapes = size_choices.shapes(made, {}, size_choices.meshes(made, {}, None), 48)
+    declaration = declared({"tp": (4,)}, {"x": "b v/tp"}, "b tp=I")
+    shapes = size_choices.shapes(declaration, {}, size_choices.meshes(declaration, {}, None), 48)
     assert {shape["v"] // 4 for shape in shapes} == {1, 2, 3, 5, 8} == {shape["b"] for shape in shapes}
 
 
 def sizes_of(name):
-    made = SCHEMES[name]
-    return size_choices.shapes(made, {}, size_choices.meshes(made, {}, None), 48)
+    declaration = SCHEMES[name]
+    return size_choices.shapes(declaration, {}, size_choices.meshes(declaration, {}, None), 48)
 
 
 def test_relations_hold_in_every_shape():
@@ -104,51 +104,52 @@ def test_offsets_hold_one_sequence_at_least():
     assert min(shape["m"] for shape in sizes_of("packed")) == 2
 
 
-def rejection(made, **given):
+def rejection(declaration, **sizes):
     with pytest.raises(ValueError) as caught:
-        made.case(**given)
+        declaration.case(**sizes)
     return str(caught.value)
 
 
 def test_sizes_given_by_hand():
-    made = SCHEMES["swapped"]
-    assert rejection(made, cp=4, s=30) == (
-        f"scheme '{made.name}': s=30 cannot be cut by dual_chunk_swap over cp=4 (needs a multiple of 8); pad to 32"
+    declaration = SCHEMES["swapped"]
+    assert rejection(declaration, cp=4, s=30) == (
+        f"scheme '{declaration.name}': "
+        "s=30 cannot be cut by dual_chunk_swap over cp=4 (needs a multiple of 8); pad to 32"
     )
-    assert made.case(cp=4, s=32).dims["s"] == 32
+    assert declaration.case(cp=4, s=32).dims["s"] == 32
     # Of the declared meshes those are kept that can cut it: 30 is no multiple of 4 or 8.
-    assert {made.case(s=30, seed=seed).cp for seed in range(40)} == {1, 3}
-    assert made.case(cp=5, s=10).mesh == {"cp": 5}
+    assert {declaration.case(s=30, seed=seed).cp for seed in range(40)} == {1, 3}
+    assert declaration.case(cp=5, s=10).mesh == {"cp": 5}
 
 
 def test_a_dim_in_a_relation_given_by_hand():
-    made = SCHEMES["groups"]
-    assert made.case(tp=2, h=12).dims == {"g": 6, "p": 4, "h": 12}
-    assert made.case(tp=2, g=4).dims["h"] == 8
-    none = f"scheme '{made.name}': no sizes agree with h=2*g and can be cut"
-    assert rejection(made, tp=1, h=5) == none
-    assert rejection(made, tp=1, h=6, g=4) == none
+    declaration = SCHEMES["groups"]
+    assert declaration.case(tp=2, h=12).dims == {"g": 6, "p": 4, "h": 12}
+    assert declaration.case(tp=2, g=4).dims["h"] == 8
+    none = f"scheme '{declaration.name}': no sizes agree with h=2*g and can be cut"
+    assert rejection(declaration, tp=1, h=5) == none
+    assert rejection(declaration, tp=1, h=6, g=4) == none
 
 
 def test_a_mesh_that_can_never_be_drawn():
-    made = declared({"tp": (1, 2, 4)}, {"x": "v/tp"}, "v/tp", dims={"v": (2, 6)})
-    assert rejection(made) == (
-        f"scheme '{made.name}': mesh {{'tp': 4}} can never be drawn: "
+    declaration = declared({"tp": (1, 2, 4)}, {"x": "v/tp"}, "v/tp", dims={"v": (2, 6)})
+    assert rejection(declaration) == (
+        f"scheme '{declaration.name}': mesh {{'tp': 4}} can never be drawn: "
         "v=2 cannot be cut by contiguous over tp=4 (needs a multiple of 4); pad to 4"
     )
-    assert made.case(v=6).dims == {"v": 6}
+    assert declaration.case(v=6).dims == {"v": 6}
 
 
 def test_a_world_above_the_limit_or_of_no_mesh():
-    made = SCHEMES["one cut"]
-    said = f"scheme '{made.name}': no mesh of "
-    assert rejection(made, tp=65) == said + "{'tp': 65} has 64 ranks or fewer, which is the limit"
+    declaration = SCHEMES["one cut"]
+    prefix = f"scheme '{declaration.name}': no mesh of "
+    assert rejection(declaration, tp=65) == prefix + "{'tp': 65} has 64 ranks or fewer, which is the limit"
     with pytest.raises(ValueError) as caught:
-        draw_case(made, seeded_chooser(0), {}, world=3)
-    assert str(caught.value) == said + "{'tp': (1, 2, 4)} has 3 ranks"
+        draw_case(declaration, seeded_chooser(0), {}, world=3)
+    assert str(caught.value) == prefix + "{'tp': (1, 2, 4)} has 3 ranks"
 
 
 def test_a_fixed_world():
-    made = SCHEMES["many meshes"]
-    drawn = {tuple(draw_case(made, seeded_chooser(s), {}, world=8).mesh.values()) for s in range(80)}
-    assert drawn == {(1, 1, 8), (1, 2, 4), (1, 4, 2), (2, 1, 4), (2, 2, 2), (2, 4, 1)}
+    declaration = SCHEMES["many meshes"]
+    meshes = {tuple(draw_case(declaration, seeded_chooser(s), {}, world=8).mesh.values()) for s in range(80)}
+    assert meshes == {(1, 1, 8), (1, 2, 4), (1, 4, 2), (2, 1, 4), (2, 2, 2), (2, 4, 1)}

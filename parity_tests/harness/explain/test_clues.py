@@ -45,8 +45,10 @@ def test_forward_equal_gradient_not():
 
 def test_the_report_of_the_manual():
     want = numbers(1, 1, 4)
-    told = evidence(4 * want, want, role="gradient", outputs_pass=True, backward="all_reduce at my_scheme.py:31 [bwd]")
-    assert explain(told) == (
+    observed = evidence(
+        4 * want, want, role="gradient", outputs_pass=True, backward="all_reduce at my_scheme.py:31 [bwd]"
+    )
+    assert explain(observed) == (
         "off by the constant factor 4 (= tp): a reduction is missing or repeated, or a mean divides by a local count",
         "forward equal, gradient not: all_reduce at my_scheme.py:31 [bwd]",
     )
@@ -54,9 +56,9 @@ def test_the_report_of_the_manual():
 
 def test_a_collective_of_the_whole_mesh():
     want, other = numbers(5), numbers(5, seed=1)
-    told = {"axes": {"dp": 2, "tp": 4}, "over_all": "all_reduce at my_scheme.py:9"}
-    said = "all_reduce at my_scheme.py:9 is over all 8 ranks, which is no one axis: pass group=mesh[axis]"
-    assert said in explain(evidence(other, want, **told))
+    fields = {"axes": {"dp": 2, "tp": 4}, "over_all": "all_reduce at my_scheme.py:9"}
+    clue = "all_reduce at my_scheme.py:9 is over all 8 ranks, which is no one axis: pass group=mesh[axis]"
+    assert clue in explain(evidence(other, want, **fields))
 
 
 def test_accumulation_in_the_narrow_dtype():
@@ -123,5 +125,5 @@ def anything(draw):
 
 
 @given(anything())
-def test_something_is_always_said_about_a_wrong_tensor_and_nothing_about_a_right_one(told):
-    assert bool(explain(told)) == bool(told.bad.any())
+def test_something_is_always_said_about_a_wrong_tensor_and_nothing_about_a_right_one(observed):
+    assert bool(explain(observed)) == bool(observed.bad.any())

@@ -22,14 +22,14 @@ def noted(x, waits):
         work = dist.all_reduce(top, op=dist.ReduceOp.MAX, group=mesh["tp"], async_op=True)
         if waits:
             work.wait()
-        found = x - top
+        out = x - top
         work.wait()
-        return found
+        return out
 
-    made = scheme(
+    declaration = scheme(
         reference=above_the_greatest, mesh={"tp": (2,)}, inputs={"x": "b v/tp"}, outputs="b v/tp", nograd=("x",)
     )(of_ranks)
-    return judge(made, made.case(b=1, v=4, dtype="float32"), arrays={"x": np.array([x])}).notes["out"][0]
+    return judge(declaration, declaration.case(b=1, v=4, dtype="float32"), arrays={"x": np.array([x])}).notes["out"][0]
 
 
 def test_a_nan_of_finite_values_may_be_a_buffer_that_was_read_too_early():

@@ -40,10 +40,10 @@ def test_another_layout_than_the_declared_one():
     declared, used = dual_chunk_swap(16, 4), striped(16, 4)
     got = np.empty_like(want)
     got[np.concatenate(declared)] = want[np.concatenate(used)]
-    known = {"layouts": (Placed(0, "tp", "dual_chunk_swap", declared),), "dims": ("s",)}
-    assert headline(got, want, **known) == f"{ORDER}; s is in striped order over tp, not in dual_chunk_swap order"
+    fields = {"layouts": (Placed(0, "tp", "dual_chunk_swap", declared),), "dims": ("s",)}
+    assert headline(got, want, **fields) == f"{ORDER}; s is in striped order over tp, not in dual_chunk_swap order"
     got[np.concatenate(declared)] = want
-    assert headline(got, want, **known).endswith("s is in contiguous order over tp, not in dual_chunk_swap order")
+    assert headline(got, want, **fields).endswith("s is in contiguous order over tp, not in dual_chunk_swap order")
 
 
 def test_a_layout_of_the_callers():
@@ -53,12 +53,12 @@ def test_a_layout_of_the_callers():
     def mine(size, world):
         return packed(size, world, [0, 4, 12])
 
-    known = {"axes": {"cp": 2}}
-    assert headline(got, want, **known) == ORDER
-    assert headline(got, want, candidates={"mine": mine}, **known).endswith("dim 0 is still in mine order over cp")
+    fields = {"axes": {"cp": 2}}
+    assert headline(got, want, **fields) == ORDER
+    assert headline(got, want, candidates={"mine": mine}, **fields).endswith("dim 0 is still in mine order over cp")
     ragged_now = (Placed(0, "cp", "ragged", ragged(12, 2)),)
-    told = headline(got, want, candidates={"mine": mine}, layouts=ragged_now, **known)
-    assert "in mine order over cp, not in ragged order" in told
+    clue = headline(got, want, candidates={"mine": mine}, layouts=ragged_now, **fields)
+    assert "in mine order over cp, not in ragged order" in clue
 
 
 def test_a_layout_that_cannot_cut_this_size_explains_nothing():

@@ -29,8 +29,8 @@ def test_missing_sum_through_noise():
     pieces = numbers(4, 6, seed=1)
     pieces[3] = want - pieces[:3].sum(0)
     noise = 0.9 * (np.abs(want) * 2.0**-8 + 1e-12)
-    known = {"relative": 2.0**-8, "pieces": {"tp": pieces + noise}, "at": {"tp": 0}}
-    assert headline(pieces[0] + noise, want, **known).startswith("output missing a sum over tp")
+    fields = {"relative": 2.0**-8, "pieces": {"tp": pieces + noise}, "at": {"tp": 0}}
+    assert headline(pieces[0] + noise, want, **fields).startswith("output missing a sum over tp")
 
 
 def test_missing_sum_of_equal_shares_is_a_factor_too():

@@ -53,10 +53,10 @@ def test_jax_has_its_own_copy():
 
 
 def test_what_comes_back_is_writable_and_its_own():
-    given = jnp.ones(5)
-    back = bridge.from_jax("x", given)
+    source = jnp.ones(5)
+    back = bridge.from_jax("x", source)
     back[:] = 3.0
-    assert float(given.max()) == 1.0
+    assert float(source.max()) == 1.0
 
 
 def test_awkward_tensors():

@@ -28,8 +28,8 @@ def test_constants():
 
 def one_budget(want, spread, terms=1, dtype="float32", out_dtype=None, roundings=1):
     narrow = min(UNIT_ROUNDOFF[dtype], U32)
-    given = np.array([want]), np.array([spread])
-    return float(compare.budget(*given, terms, dtype, out_dtype or dtype, roundings, narrow)[0])
+    arrays = np.array([want]), np.array([spread])
+    return float(compare.budget(*arrays, terms, dtype, out_dtype or dtype, roundings, narrow)[0])
 
 
 TINY = {"float32": 2.0**-126, "bfloat16": 2.0**-126}
@@ -63,10 +63,10 @@ def test_a_small_float16_sum_without_one_shard_is_caught():
         y = x.float().sum(-1)
         return (y if mesh.rank("tp") == 0 else y * 0).to(x.dtype)
 
-    made = scheme(
+    declaration = scheme(
         reference=lambda x: x.sum(-1), mesh={"tp": (2,)}, inputs={"x": "b v/tp"}, outputs="b tp=P", nograd=("x",)
     )(first_of_two)
-    report = judge(made, made.case(b=1, v=66, dtype="float16"), arrays={"x": np.full((1, 66), 2.0**-14)})
+    report = judge(declaration, declaration.case(b=1, v=66, dtype="float16"), arrays={"x": np.full((1, 66), 2.0**-14)})
     assert not report.ok and report.rows[0].error == 33 * 2.0**-14
 
 
@@ -128,16 +128,16 @@ def product_and_sum(mesh, x, w):
     return x * w, (x if x.dtype == torch.float64 else x.float()).sum(-1)
 
 
-def rows_of(made, case, spoil=None):
+def rows_of(declaration, case, spoil=None):
     """The rows of a case, and of the same results after `spoil(results)`."""
-    program = Program.of(made)
-    reference = oracle.evaluate(made, program, case)
+    program = Program.of(declaration)
+    reference = oracle.evaluate(declaration, program, case)
     from parity_tests.harness.run.engines import run
 
     results = list(run(program, case, "lockstep").results)
     if spoil:
         spoil(results)
-    return {row.label: row for row in compare.compare(made, case, results, reference)}
+    return {row.label: row for row in compare.compare(declaration, case, results, reference)}
 
 
 CASE = product_and_sum.case(tp=4, b=3, v=8, dtype="float32")
@@ -168,10 +168,10 @@ def test_an_error_beyond_its_budget_is_caught_wherever_it_is(label, times, dtype
             table = results[rank].gradients if clean.role == "gradient" else results[rank].outputs
             table[name][(row, local)[: len(at)]] += wrong
 
-        found = rows_of(product_and_sum, case, spoil)
-        assert not found[label].ok and found[label].where == at
-        assert found[label].ratio > 0.9 * times
-        assert all(row.ok for other, row in found.items() if other != label)
+        by_label = rows_of(product_and_sum, case, spoil)
+        assert not by_label[label].ok and by_label[label].where == at
+        assert by_label[label].ratio > 0.9 * times
+        assert all(row.ok for other, row in by_label.items() if other != label)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -220,19 +220,21 @@ def unused_scheme(reference, function=unused):
 
 
 def test_none_is_zero_where_the_gradient_is_zero():
-    rows = rows_of(*(lambda made: (made, made.case(b=4)))(unused_scheme(lambda x, y, w: x * 1.0)))
+    rows = rows_of(*(lambda declaration: (declaration, declaration.case(b=4)))(unused_scheme(lambda x, y, w: x * 1.0)))
     assert all(row.ok for row in rows.values()) and rows["d/d y"].ratio == 0.0
 
 
 def test_none_is_wrong_where_the_gradient_is_not_zero_however_small():
-    made = unused_scheme(lambda x, y, w: x + 1e-42 * y + 1e-30 * w)
-    rows = rows_of(made, made.case(b=4))
+    declaration = unused_scheme(lambda x, y, w: x + 1e-42 * y + 1e-30 * w)
+    rows = rows_of(declaration, declaration.case(b=4))
     assert rows["out"].ok and rows["d/d x"].ok and not rows["d/d y"].ok and not rows["d/d w"].ok
     assert rows["d/d y"].error < rows["d/d y"].budget and rows["d/d y"].ratio == np.inf  # zeros would be near enough
 
 
 def test_the_ratio_of_a_gradient_that_is_none_is_its_error_over_its_budget():
-    row = rows_of(*(lambda made: (made, made.case(b=4)))(unused_scheme(lambda x, y, w: x + y + w)))["d/d w"]
+    row = rows_of(
+        *(lambda declaration: (declaration, declaration.case(b=4)))(unused_scheme(lambda x, y, w: x + y + w))
+    )["d/d w"]
     assert row.ratio == row.error / row.budget > 1
 
 
@@ -243,8 +245,8 @@ def test_one_rank_of_a_sum_may_have_no_gradient():
     def spoil(results):
         results[1].outputs["out"][:] = results[0].outputs["out"]
 
-    made = unused_scheme(lambda x, y, w: x + w, only_rank_0)
-    assert rows_of(made, made.case(b=4), spoil)["d/d w"].ok
+    declaration = unused_scheme(lambda x, y, w: x + w, only_rank_0)
+    assert rows_of(declaration, declaration.case(b=4), spoil)["d/d w"].ok
 
 
 def test_one_piece_without_a_gradient_is_caught():

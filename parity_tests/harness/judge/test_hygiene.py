@@ -33,8 +33,8 @@ def test_an_input_that_is_modified():
     assert findings(doubled).hygiene == ("rank 1: input 'x' was modified, first at (1,)",)
 
 
-@pytest.mark.parametrize(("name", "found"), [("neg_", 2), ("exp_", 2), ("zero_", 0)])
-def test_zeros_that_are_modified(name, found):
+@pytest.mark.parametrize(("name", "count"), [("neg_", 2), ("exp_", 2), ("zero_", 0)])
+def test_zeros_that_are_modified(name, count):
     """Also where the new bits are equal in value, as -0 is to 0; what leaves all bits as they were is no change."""
 
     def doubled(mesh, x):
@@ -42,7 +42,7 @@ def test_zeros_that_are_modified(name, found):
         getattr(x.data, name)()
         return y
 
-    assert len(findings(doubled, draw={"x": values("zeros")}).hygiene) == found
+    assert len(findings(doubled, draw={"x": values("zeros")}).hygiene) == count
 
 
 def test_an_integer_input_that_is_modified():
@@ -82,8 +82,10 @@ def test_replicas_that_differ_in_the_last_bit():
         above = torch.nextafter(y, torch.full_like(y, 9.0))
         return y + (above - y).detach() if mesh.rank("tp") == 1 else y
 
-    made = declared(doubled, inputs={"x": "b tp=R"}, outputs="b tp=I", draw={"x": values("ones")}, mesh={"tp": (2,)})
-    report = made.verify(tp=2, b=3)
+    declaration = declared(
+        doubled, inputs={"x": "b tp=R"}, outputs="b tp=I", draw={"x": values("ones")}, mesh={"tp": (2,)}
+    )
+    report = declaration.verify(tp=2, b=3)
     assert all(row.ok for row in report.rows if row.role == "output")
     assert report.hygiene == ("out differs between replicas: at tp=1 from the first, at (0,)",)
     loose = declared(
@@ -141,13 +143,13 @@ def test_the_default_group_inside_a_sub_group():
     def total(mesh, x):
         return summed(x, None)
 
-    made = declared(total, lambda x: x * 1.0, {"x": "b tp=P"}, "b tp=I")
-    assert made.verify(tp=2, b=3).ok  # where the mesh is the world, nothing is wrong
-    report = made.verify(tp=2, b=3, inside_subgroup=True)
+    declaration = declared(total, lambda x: x * 1.0, {"x": "b tp=P"}, "b tp=I")
+    assert declaration.verify(tp=2, b=3).ok  # where the mesh is the world, nothing is wrong
+    report = declaration.verify(tp=2, b=3, inside_subgroup=True)
     assert report.case.mesh == {"spare": 2, "tp": 2}
     assert report.verdict == "mismatch"  # twice too much
-    [found] = report.hygiene
-    assert found.startswith("the default group is used inside a sub-group: rank 0, all_reduce float32[3] SUM (group ")
+    [finding] = report.hygiene
+    assert finding.startswith("the default group is used inside a sub-group: rank 0, all_reduce float32[3] SUM (group ")
 
     def well_behaved(mesh, x):
         return summed(x, mesh["tp"])
@@ -165,9 +167,9 @@ def test_global_ranks_inside_a_sub_group():
         dist.broadcast(y, src=0, group=mesh["tp"])
         return x + (y - x).detach()
 
-    made = declared(shared, lambda x: x * 1.0, {"x": "b tp=I"}, "b tp=I")
-    assert made.verify(tp=2, b=3).ok
-    assert made.verify(tp=2, b=3, inside_subgroup=True).failure is not None
+    declaration = declared(shared, lambda x: x * 1.0, {"x": "b tp=I"}, "b tp=I")
+    assert declaration.verify(tp=2, b=3).ok
+    assert declaration.verify(tp=2, b=3, inside_subgroup=True).failure is not None
 
 
 def test_a_scheme_sees_its_own_axes_alone():
@@ -187,5 +189,7 @@ def test_the_default_group_on_a_mesh_of_two_axes_is_named():
 
     declared_on = {"mesh": {"dp": (2,), "tp": (2,)}, "inputs": {"x": "b/dp tp=P"}, "outputs": "b/dp tp=I"}
     report = declared(both, lambda x: x * 1.0, **declared_on).verify(b=6)
-    said = [note for notes in report.notes.values() for note in notes]
-    assert any("is over all 4 ranks, which is no one axis: pass group=mesh[axis]" in note for note in said), said
+    all_notes = [note for notes in report.notes.values() for note in notes]
+    assert any("is over all 4 ranks, which is no one axis: pass group=mesh[axis]" in note for note in all_notes), (
+        all_notes
+    )

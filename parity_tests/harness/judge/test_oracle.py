@@ -51,12 +51,12 @@ def partial_to_replicated(mesh, x):
     return x
 
 
-def evaluated(made, case, **given):
-    return oracle.evaluate(made, Program.of(made, **given), case)
+def evaluated(declaration, case, **options):
+    return oracle.evaluate(declaration, Program.of(declaration, **options), case)
 
 
-def drawn(made, case):
-    return {arg.name: inputs.full_array(arg, made.draws[arg.name], case) for arg in made.inputs}
+def drawn(declaration, case):
+    return {arg.name: inputs.full_array(arg, declaration.draws[arg.name], case) for arg in declaration.inputs}
 
 
 def signs(case, name, shape):
@@ -76,11 +76,11 @@ def is_spread(got, want):
 
 def test_gradients_of_a_product():
     case = matmul.case(tp=2, b=3, d=4, f=6, dtype="float32")
-    found, given = evaluated(matmul, case), drawn(matmul, case)
+    evaluation, arrays = evaluated(matmul, case), drawn(matmul, case)
     c = inputs.cotangent(matmul.outputs[0], case)
-    assert within_rounding(found.outputs["out"], given["x"] @ given["w"])
-    assert within_rounding(found.gradients["x"], c @ given["w"].T)
-    assert within_rounding(found.gradients["w"], given["x"].T @ c)
+    assert within_rounding(evaluation.outputs["out"], arrays["x"] @ arrays["w"])
+    assert within_rounding(evaluation.gradients["x"], c @ arrays["w"].T)
+    assert within_rounding(evaluation.gradients["w"], arrays["x"].T @ c)
 
 
 def test_gradient_of_a_log_softmax():
@@ -93,83 +93,83 @@ def test_gradient_of_a_log_softmax():
 
     def on_ranks(mesh, logits, target): ...
 
-    made = scheme(
+    declaration = scheme(
         reference=logprob, mesh={"tp": (2,)}, inputs={"logits": "s v/tp", "target": "s"}, outputs="s tp=I",
         draw={"logits": values("normal"), "target": token_below("v")},
     )(on_ranks)  # fmt: skip
-    case = made.case(s=5, v=6)
-    found, given = evaluated(made, case), drawn(made, case)
-    p = np.exp(given["logits"]) / np.exp(given["logits"]).sum(-1, keepdims=True)
-    hit = np.eye(6)[given["target"]]
-    c = inputs.cotangent(made.outputs[0], case)[:, None]
-    assert within_rounding(found.gradients["logits"], c * (hit - p))
-    assert set(found.gradients) == {"logits"}
+    case = declaration.case(s=5, v=6)
+    evaluation, arrays = evaluated(declaration, case), drawn(declaration, case)
+    p = np.exp(arrays["logits"]) / np.exp(arrays["logits"]).sum(-1, keepdims=True)
+    hit = np.eye(6)[arrays["target"]]
+    c = inputs.cotangent(declaration.outputs[0], case)[:, None]
+    assert within_rounding(evaluation.gradients["logits"], c * (hit - p))
+    assert set(evaluation.gradients) == {"logits"}
 
 
 def test_spread_of_a_linear_map():
     """F(x) = a x is linear: D is a u |x|, whatever the signs; and that of the gradient is a u |c|."""
     case = times.case(tp=1, b=7, scale=2.5, dtype="bfloat16")
-    found, x = evaluated(times, case), drawn(times, case)["x"]
+    evaluation, x = evaluated(times, case), drawn(times, case)["x"]
     c = inputs.cotangent(times.outputs[0], case)
-    assert is_spread(found.output_spread["out"], 2.5 * U * np.abs(x))
-    assert is_spread(found.gradient_spread["x"], 2.5 * U * np.abs(c))
+    assert is_spread(evaluation.output_spread["out"], 2.5 * U * np.abs(x))
+    assert is_spread(evaluation.gradient_spread["x"], 2.5 * U * np.abs(c))
 
 
 def test_spread_of_a_product():
     """By the product rule, with the oracle's signs: the root mean square over eight directions."""
     case = matmul.case(tp=1, b=2, d=3, f=2, dtype="bfloat16")
     u = U
-    found, given = evaluated(matmul, case), drawn(matmul, case)
-    x, w, c = given["x"], given["w"], inputs.cotangent(matmul.outputs[0], case)
-    dx, dw = (u * np.abs(given[name]) * signs(case, name, given[name].shape) for name in ("x", "w"))
+    evaluation, arrays = evaluated(matmul, case), drawn(matmul, case)
+    x, w, c = arrays["x"], arrays["w"], inputs.cotangent(matmul.outputs[0], case)
+    dx, dw = (u * np.abs(arrays[name]) * signs(case, name, arrays[name].shape) for name in ("x", "w"))
     dc = u * np.abs(c) * signs(case, "c out", c.shape)
     d_out = np.stack([dx[i] @ w + x @ dw[i] for i in range(8)])
     d_x = np.stack([dc[i] @ w.T + c @ dw[i].T for i in range(8)])
-    assert is_spread(found.output_spread["out"], np.sqrt((d_out**2).mean(0)))
-    assert is_spread(found.gradient_spread["x"], np.sqrt((d_x**2).mean(0)))
+    assert is_spread(evaluation.output_spread["out"], np.sqrt((d_out**2).mean(0)))
+    assert is_spread(evaluation.gradient_spread["x"], np.sqrt((d_x**2).mean(0)))
 
 
 def test_addends_move_the_reference_as_far_as_they_are_large():
     """Their cancellation is the harness's doing: u times the sum of |addends| stands where u |x| stood."""
     case = partial_to_replicated.case(tp=4, b=5, dtype="bfloat16")
     [x], [out] = partial_to_replicated.inputs, partial_to_replicated.outputs
-    found = evaluated(partial_to_replicated, case)
+    evaluation = evaluated(partial_to_replicated, case)
     terms = inputs.addends(x, drawn(partial_to_replicated, case)["x"], case, "input")
     fed_back = inputs.addends(out, inputs.cotangent(out, case), case, "cotangent")
-    assert within_rounding(found.outputs["out"], terms.sum(0))
-    assert is_spread(found.output_spread["out"], U * np.abs(terms).sum(0))
-    assert within_rounding(found.gradients["x"], fed_back.sum(0))
-    assert is_spread(found.gradient_spread["x"], U * np.abs(fed_back).sum(0))
+    assert within_rounding(evaluation.outputs["out"], terms.sum(0))
+    assert is_spread(evaluation.output_spread["out"], U * np.abs(terms).sum(0))
+    assert within_rounding(evaluation.gradients["x"], fed_back.sum(0))
+    assert is_spread(evaluation.gradient_spread["x"], U * np.abs(fed_back).sum(0))
 
 
 def test_inputs_without_a_gradient_are_rounded_all_the_same():
     def weighted(mesh, x, w): ...
 
-    made = scheme(
+    declaration = scheme(
         reference=lambda x, w: x * w, mesh={"tp": (1,)}, inputs={"x": "b/tp", "w": "b/tp"}, outputs="b/tp",
         draw={"x": values("normal"), "w": values("normal")}, nograd=("x", "w"),
     )(weighted)  # fmt: skip
-    case = made.case(b=4, dtype="bfloat16")
-    found, given = evaluated(made, case), drawn(made, case)
-    x, w = given["x"], given["w"]
+    case = declaration.case(b=4, dtype="bfloat16")
+    evaluation, arrays = evaluated(declaration, case), drawn(declaration, case)
+    x, w = arrays["x"], arrays["w"]
     moved = U * (np.abs(x) * signs(case, "x", (4,)) * w + np.abs(w) * signs(case, "w", (4,)) * x)
-    assert found.gradients == {}
-    assert is_spread(found.output_spread["out"], np.sqrt((moved**2).mean(0)))
+    assert evaluation.gradients == {}
+    assert is_spread(evaluation.output_spread["out"], np.sqrt((moved**2).mean(0)))
 
 
 def test_a_masked_entry_does_not_move():
     def exponential(mesh, x): ...
 
-    made = scheme(
+    declaration = scheme(
         reference=lambda x: jnp.exp(x), mesh={"tp": (1,)}, inputs={"x": "b s/tp"}, outputs="b s/tp",
         draw={"x": values("neg_inf_mask")},
     )(exponential)  # fmt: skip
-    case = made.case(b=20, s=3, dtype="bfloat16")
-    found, x = evaluated(made, case), drawn(made, case)["x"]
+    case = declaration.case(b=20, s=3, dtype="bfloat16")
+    evaluation, x = evaluated(declaration, case), drawn(declaration, case)["x"]
     masked = np.isneginf(x)
     assert masked.any()
-    assert (found.output_spread["out"][masked] == 0).all()
-    assert is_spread(found.output_spread["out"][~masked], U * np.abs(x[~masked] * np.exp(x[~masked])))
+    assert (evaluation.output_spread["out"][masked] == 0).all()
+    assert is_spread(evaluation.output_spread["out"][~masked], U * np.abs(x[~masked] * np.exp(x[~masked])))
 
 
 def test_a_direction_without_a_derivative_is_left_out():
@@ -197,16 +197,16 @@ def test_the_reference_does_not_depend_on_dtype_mesh_or_engine():
 def test_one_compilation_for_each_shape_and_option():
     def fresh(mesh, x, scale): ...
 
-    made = scheme(
+    declaration = scheme(
         reference=scaled, mesh={"tp": (1, 2)}, inputs={"x": "b/tp"}, outputs="b/tp", options={"scale": (1.0, 2.0)}
     )(fresh)
     before = oracle.CLOCK.count
     for seed in range(3):
         for dtype in ("float32", "bfloat16", "float64"):
-            evaluated(made, made.case(tp=1, b=4, scale=1.0, seed=seed, dtype=dtype))
+            evaluated(declaration, declaration.case(tp=1, b=4, scale=1.0, seed=seed, dtype=dtype))
     assert oracle.CLOCK.count == before + 1
-    evaluated(made, made.case(tp=1, b=4, scale=2.0))
-    evaluated(made, made.case(tp=2, b=6, scale=1.0))
+    evaluated(declaration, declaration.case(tp=1, b=4, scale=2.0))
+    evaluated(declaration, declaration.case(tp=2, b=6, scale=1.0))
     assert oracle.CLOCK.count == before + 3
     assert oracle.CLOCK.seconds > 0
 
@@ -225,9 +225,9 @@ def test_what_is_compiled_does_not_pile_up(monkeypatch):
 def test_arrays_given_by_hand_take_the_place_of_drawn_ones():
     case = times.case(tp=2, b=4, scale=2.5)
     x, c = np.array([1.0, 2.0, 3.0, 4.0]), np.array([1.0, 0.0, 0.0, 2.0])
-    found = evaluated(times, case, arrays={"x": x}, cotangents={"out": c})
-    assert found.outputs["out"].tolist() == [2.5, 5.0, 7.5, 10.0]
-    assert found.gradients["x"].tolist() == [2.5, 0.0, 0.0, 5.0]
+    evaluation = evaluated(times, case, arrays={"x": x}, cotangents={"out": c})
+    assert evaluation.outputs["out"].tolist() == [2.5, 5.0, 7.5, 10.0]
+    assert evaluation.gradients["x"].tolist() == [2.5, 0.0, 0.0, 5.0]
 
 
 def test_an_error_of_the_reference_is_one_sentence():
@@ -236,12 +236,12 @@ def test_an_error_of_the_reference_is_one_sentence():
 
     def on_ranks(mesh, x, n): ...
 
-    made = scheme(
+    declaration = scheme(
         reference=broken, mesh={"tp": (1,)}, inputs={"x": "b/tp", "n": "b/tp"}, outputs="b/tp",
         draw={"n": integers(0, 3)},
     )(on_ranks)  # fmt: skip
     with pytest.raises(ReferenceFailure) as caught:
-        evaluated(made, made.case(b=4))
+        evaluated(declaration, declaration.case(b=4))
     at = f"test_oracle.py:{broken.__code__.co_firstlineno + 1}"
     assert str(caught.value) == (
         f"scheme 'on_ranks': reference broken raised RuntimeError at {at}: no mathematics for (4,)"

@@ -54,22 +54,22 @@ def test_errors_travel_by_the_chain_rule():
     """y = exp(x*x): the product's error e1 x^2 is multiplied by exp(x^2), the exponential adds e2 exp(x^2)."""
     x = np.array([0.5, 1.0, 1.5])
     y, square = np.exp(x * x), x * x
-    found = moved(lambda x: jnp.exp(x * x), x) / y
+    errors = moved(lambda x: jnp.exp(x * x), x) / y
     possible = np.stack([first * square + second for first in (-1, 1) for second in (-1, 1)])
-    assert (np.abs(found - possible).min(axis=0) < 2.0**-50 * possible.max()).all()
+    assert (np.abs(errors - possible).min(axis=0) < 2.0**-50 * possible.max()).all()
 
 
 def test_errors_join_the_given_tangent():
     assert moved(lambda x: 3.0 * x, X, tangents=[np.ones(4)], unit=0.0).tolist() == [3.0] * 4
-    joined = moved(lambda x: 3.0 * x, X, tangents=[np.ones(4)])
-    assert np.abs(joined - 3.0).tolist() == np.abs(3.0 * X).tolist()
+    tangent = moved(lambda x: 3.0 * x, X, tangents=[np.ones(4)])
+    assert np.abs(tangent - 3.0).tolist() == np.abs(3.0 * X).tolist()
 
 
 def test_a_difference_of_equals_keeps_the_errors_of_both():
     """What rounding the inputs alone cannot see: 3x - 3x is zero, and so is its derivative."""
-    found = moved(lambda x: 3.0 * x - (x + x + x), X)
-    assert (np.abs(found) > 0).any()
-    assert np.abs(found).max() <= 3 * 3.0 * np.abs(X).max()
+    errors = moved(lambda x: 3.0 * x - (x + x + x), X)
+    assert (np.abs(errors) > 0).any()
+    assert np.abs(errors).max() <= 3 * 3.0 * np.abs(X).max()
 
 
 def test_operations_err_on_their_own():
@@ -88,8 +88,8 @@ def test_functions_inside_functions():
 
 
 def test_infinities_and_larger_arrays_than_the_pool():
-    found = moved(lambda x: x * 2.0, np.array([1.0, np.inf, -np.inf]))
-    assert np.abs(found).tolist() == [2.0, 0.0, 0.0]
+    errors = moved(lambda x: x * 2.0, np.array([1.0, np.inf, -np.inf]))
+    assert np.abs(errors).tolist() == [2.0, 0.0, 0.0]
     assert np.abs(moved(lambda x: x * 2.0, np.ones(3 * POOL))).tolist() == [2.0] * (3 * POOL)
     assert moved(lambda x: x * 2.0, np.zeros((0, 3))).shape == (0, 3)
 

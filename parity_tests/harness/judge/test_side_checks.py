@@ -21,7 +21,7 @@ def costs(cost):
 
 
 @pytest.mark.parametrize(
-    ("cost", "found"),
+    ("cost", "violations"),
     [
         (lambda c: Cost(forward={"all_reduce": (1, 4 * c.b)}), ()),
         (
@@ -43,10 +43,10 @@ def costs(cost):
         ),
     ],
 )
-def test_cost(cost, found):
+def test_cost(cost, violations):
     report = costs(cost)
-    assert report.cost == found
-    assert report.verdict == ("cost" if found else "equal")
+    assert report.cost == violations
+    assert report.verdict == ("cost" if violations else "equal")
 
 
 def test_cost_of_one_rank():
@@ -55,10 +55,12 @@ def test_cost_of_one_rank():
             dist.all_reduce(x.detach().clone(), group=dist.new_group([1], use_local_synchronization=True))
         return summed(x, mesh["tp"])
 
-    made = declared(
+    declaration = declared(
         uneven, lambda x: x * 1.0, {"x": "b tp=P"}, "b tp=I", cost=lambda c: Cost(forward={"all_reduce": (1, 4 * c.b)})
     )  # fmt: skip
-    assert made.verify(tp=2, b=3).cost == ("forward all_reduce: declared 1 calls of 12 bytes, rank 1 issued 2 of 24",)
+    assert declaration.verify(tp=2, b=3).cost == (
+        "forward all_reduce: declared 1 calls of 12 bytes, rank 1 issued 2 of 24",
+    )
 
 
 # Protocol
@@ -84,13 +86,13 @@ def a_row(rank, **changes):
 def test_ledgers_that_disagree_although_all_ranks_finished(change):
     """As on a backend that gives wrong numbers without an error."""
     assert side_checks.protocol(Ledger([a_row(0), a_row(1)])) == ()
-    [said] = side_checks.protocol(Ledger([a_row(0), a_row(1, **change)]))
-    assert "rank" in said and "scheme.py:" in said
+    [message] = side_checks.protocol(Ledger([a_row(0), a_row(1, **change)]))
+    assert "rank" in message and "scheme.py:" in message
 
 
 def test_a_row_left_over():
-    [said] = side_checks.protocol(Ledger([a_row(0), a_row(1), a_row(1, seq=1)]))
-    assert "#1" in said
+    [message] = side_checks.protocol(Ledger([a_row(0), a_row(1), a_row(1, seq=1)]))
+    assert "#1" in message
 
 
 # What a report makes of them

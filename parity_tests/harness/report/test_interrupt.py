@@ -42,8 +42,8 @@ def in_a_gc_callback(times: int) -> None:
 def in_a_finalizer(times: int) -> None:
     for _ in range(times):
         referred = Referred()
-        kept = weakref.ref(referred, lambda _: signal.raise_signal(signal.SIGINT))
-        del referred, kept
+        ref = weakref.ref(referred, lambda _: signal.raise_signal(signal.SIGINT))
+        del referred, ref
     del_ = type("Dying", (), {"__del__": lambda self: signal.raise_signal(signal.SIGINT)})
     del_()
     time.sleep(LONG_S)
@@ -69,8 +69,8 @@ def test_an_interrupt_that_python_drops_ends_the_run(
 
 
 def test_other_exceptions_go_where_they_went(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[type[BaseException]] = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda lost: told.append(lost.exc_type))
+    reported: list[type[BaseException]] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda lost: reported.append(lost.exc_type))
     hook = sys.unraisablehook
 
     def failing(self: object) -> None:
@@ -78,5 +78,5 @@ def test_other_exceptions_go_where_they_went(monkeypatch: pytest.MonkeyPatch) ->
 
     with interrupts_kept():
         type("Dying", (), {"__del__": failing})()
-    assert told == [ArithmeticError]
+    assert reported == [ArithmeticError]
     assert sys.unraisablehook is hook

@@ -18,8 +18,8 @@ from torch_impl.collectives import all_reduce, ring_shift
 
 def sums(mesh, case):
     x = torch.ones(3, requires_grad=True)
-    whole = all_reduce(x, mesh["tp"], out="R")
-    (whole if mesh.rank("cp") else all_reduce(whole, mesh["tp"])).sum().backward()
+    total = all_reduce(x, mesh["tp"], out="R")
+    (total if mesh.rank("cp") else all_reduce(total, mesh["tp"])).sum().backward()
 
 
 def shifted(mesh, case):
@@ -35,11 +35,11 @@ def boxes(canvas):
 def test_a_column_for_each_collective_and_a_box_for_each_rank_in_it():
     canvas = figure(run(sums, CaseSpec("sums", {"cp": 2, "tp": 2})).ledger, "sums")
     panel = canvas.axes[0]
-    said = [label.get_text().split("\n")[0] for label in panel.get_xticklabels()]
-    assert said == ["all_reduce, 12 B"] * 5  # three on the ranks 0 and 1, two on the others
-    found = boxes(canvas)
-    assert {colour for _, rank, colour in found if rank == 2} == {of_rank(2).lower()}
-    assert [len({column for column, rank, _ in found if rank == of}) for of in range(4)] == [3, 3, 2, 2]
+    labels = [label.get_text().split("\n")[0] for label in panel.get_xticklabels()]
+    assert labels == ["all_reduce, 12 B"] * 5  # three on the ranks 0 and 1, two on the others
+    rectangles = boxes(canvas)
+    assert {colour for _, rank, colour in rectangles if rank == 2} == {of_rank(2).lower()}
+    assert [len({column for column, rank, _ in rectangles if rank == of}) for of in range(4)] == [3, 3, 2, 2]
     assert [label.get_text() for label in panel.get_yticklabels()] == [f"rank {rank}" for rank in range(4)]
     assert panel.get_title(loc="left") == "sums"
 
@@ -52,8 +52,8 @@ def test_backward_stands_on_grey():
 
 def test_what_all_ranks_send_at_once_is_one_column():
     canvas = figure(run(shifted, CaseSpec("shifted", {"cp": 2})).ledger)
-    said = [label.get_text().split(",")[0] for label in canvas.axes[0].get_xticklabels()]
-    assert sorted(said) == ["recv", "send"]
+    labels = [label.get_text().split(",")[0] for label in canvas.axes[0].get_xticklabels()]
+    assert sorted(labels) == ["recv", "send"]
     assert len(boxes(canvas)) == 4
 
 

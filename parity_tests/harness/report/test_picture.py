@@ -69,9 +69,9 @@ def test_a_rank_of_a_custom_layout_may_hold_nothing():
     def first_has_all(size, world):
         return [list(range(size))] + [[]] * (world - 1)
 
-    given = {"layouts": {"mine": first_has_all}, "custom": ("mine",)}
-    assert picture("s/tp:mine", {"s": 4}, **given) == "s/tp:mine  0000"
-    assert picture("s/tp:mine/cp:mine", {"s": 4}, **given) == "s/tp:mine          0000\ns/tp:mine/cp:mine  0000"
+    options = {"layouts": {"mine": first_has_all}, "custom": ("mine",)}
+    assert picture("s/tp:mine", {"s": 4}, **options) == "s/tp:mine  0000"
+    assert picture("s/tp:mine/cp:mine", {"s": 4}, **options) == "s/tp:mine          0000\ns/tp:mine/cp:mine  0000"
 
 
 def test_what_cannot_be_cut_is_said_in_its_own_names():
@@ -117,8 +117,8 @@ def bars(canvas):
     """(colour, width) of every bar, from left to right and top to bottom."""
     from matplotlib.colors import to_hex
 
-    found = [(p.get_y(), p.get_x(), to_hex(p.get_facecolor()), p.get_width()) for p in canvas.axes[0].patches]
-    return [(paint, width) for _, _, paint, width in sorted(found, key=lambda bar: (-bar[0], bar[1]))]
+    patches = [(p.get_y(), p.get_x(), to_hex(p.get_facecolor()), p.get_width()) for p in canvas.axes[0].patches]
+    return [(paint, width) for _, _, paint, width in sorted(patches, key=lambda bar: (-bar[0], bar[1]))]
 
 
 def test_the_figure_has_a_bar_for_each_run_in_its_rank_s_colour():
@@ -140,9 +140,9 @@ def test_the_figure_has_a_bar_for_each_run_in_its_rank_s_colour():
 
 
 def test_the_figure_is_labelled():
-    said = [text.get_text() for text in scheme_figure(declared(), CASE).axes[0].texts]
-    assert "x:  b s/cp:ragged tp=I" in said and "s/cp:ragged" in said
-    assert said.count("same value, gradients add up") == 2
-    assert {"0", "1"} <= set(said)
+    texts = [text.get_text() for text in scheme_figure(declared(), CASE).axes[0].texts]
+    assert "x:  b s/cp:ragged tp=I" in texts and "s/cp:ragged" in texts
+    assert texts.count("same value, gradients add up") == 2
+    assert {"0", "1"} <= set(texts)
     assert "whole on every rank" in [t.get_text() for t in figure({"x": parse("b", ())}, {"b": 1}, {}).axes[0].texts]
     assert scheme_figure(declared(), CASE).axes[0].get_title(loc="left") == "mesh cp=2 tp=2"

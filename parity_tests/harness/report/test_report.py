@@ -45,8 +45,8 @@ def broken(mesh, x):
 
 
 def report_of(function, b=4, **more):
-    made = of_ones(function, **more)
-    return judge(made, made.case(tp=2, b=b, dtype="float32"))
+    declaration = of_ones(function, **more)
+    return judge(declaration, declaration.case(tp=2, b=b, dtype="float32"))
 
 
 # The budget of 1, where four elements stand for four terms: 4 u sqrt(4) 1 + u 1 = 9 u = 5.4e-7, u = 2^-24.
@@ -83,16 +83,16 @@ def test_text_of_a_failed_rank():
 
 
 def test_one_rank_is_enough():
-    made = of_ones(doubled)
-    last = str(judge(made, made.case(tp=1, b=4, dtype="float32"))).splitlines()[-1]
+    declaration = of_ones(doubled)
+    last = str(judge(declaration, declaration.case(tp=1, b=4, dtype="float32"))).splitlines()[-1]
     assert last == "  one rank is enough for it: the function and its reference differ before anything is cut"
-    made = of_ones(broken)
-    assert "one rank" not in str(judge(made, made.case(tp=1, b=4, dtype="float32")))
+    declaration = of_ones(broken)
+    assert "one rank" not in str(judge(declaration, declaration.case(tp=1, b=4, dtype="float32")))
 
 
 def test_values_that_may_never_occur():
-    made = of_ones(doubled, draw={"x": values("large")})
-    last = str(judge(made, made.case(tp=2, b=4, dtype="float32"))).splitlines()[-1]
+    declaration = of_ones(doubled, draw={"x": values("large")})
+    last = str(judge(declaration, declaration.case(tp=2, b=4, dtype="float32"))).splitlines()[-1]
     assert last == ("  drawn for it: x large; if such values never occur, declare draw={'x': values('normal', 'ties')}")
 
 
@@ -190,13 +190,13 @@ def test_junit():
 
 def test_junit_names_the_meshes_that_were_left_out():
     report = replace(report_of(unharmed), left_out={"tp=2": "b=7 cannot be cut"})
-    found = ElementTree.fromstring(summary.as_junit(Outcome([report]))).iter("property")
-    assert {p.get("name"): p.get("value") for p in found}["left_out"] == "tp=2: b=7 cannot be cut"
+    properties = ElementTree.fromstring(summary.as_junit(Outcome([report]))).iter("property")
+    assert {p.get("name"): p.get("value") for p in properties}["left_out"] == "tp=2: b=7 cannot be cut"
 
 
 def test_many_examples_become_one_report():
-    made = of_ones(unharmed, draw={"x": values("normal")})
-    reports = [judge(made, made.case(seed=seed, dtype="float32")) for seed in range(5)]
+    declaration = of_ones(unharmed, draw={"x": values("normal")})
+    reports = [judge(declaration, declaration.case(seed=seed, dtype="float32")) for seed in range(5)]
     report = merged(reports)
     assert report.ok and report.examples == 5 and report.meshes == ("tp=1", "tp=2")
     assert report.rows[0].ratio == max(r.rows[0].ratio for r in reports)

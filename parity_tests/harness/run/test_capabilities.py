@@ -58,14 +58,14 @@ def gathers(mesh: Any, case: CaseSpec) -> Pairs:
         parts = [torch.empty(2, 3, dtype=dtype) for _ in range(size)]
         dist.all_gather(parts, held(rank, dtype), group=group)
         yield parts, every
-        joined = torch.empty(2 * size, 3, dtype=dtype)
-        all_gather(joined, held(rank, dtype), group=group)
-        yield joined, torch.cat(every)
+        concatenated = torch.empty(2 * size, 3, dtype=dtype)
+        all_gather(concatenated, held(rank, dtype), group=group)
+        yield concatenated, torch.cat(every)
         dist.gather(held(rank, dtype), parts if rank == 0 else None, group_dst=0, group=group)
         yield parts, every
-    whole = torch.empty(0, 3)
-    all_gather(whole, torch.empty(0, 3), group=group)
-    yield whole, torch.empty(0, 3)
+    empty = torch.empty(0, 3)
+    all_gather(empty, torch.empty(0, 3), group=group)
+    yield empty, torch.empty(0, 3)
 
 
 def scatters(mesh: Any, case: CaseSpec) -> Pairs:
@@ -100,10 +100,10 @@ def exchanges(mesh: Any, case: CaseSpec) -> Pairs:
 
 def asynchronous(mesh: Any, case: CaseSpec) -> Pairs:
     group, rank, size = mesh["tp"], mesh.rank("tp"), mesh.size("tp")
-    x, whole, part = held(rank), torch.empty(2 * size, 3), torch.empty(2, 3)
+    x, output, part = held(rank), torch.empty(2 * size, 3), torch.empty(2, 3)
     works = [
         dist.all_reduce(x, group=group, async_op=True),
-        all_gather(whole, held(rank), group=group, async_op=True),
+        all_gather(output, held(rank), group=group, async_op=True),
         reduce_scatter(part, held(rank, shape=(2 * size, 3)), group=group, async_op=True),
         dist.barrier(group=group, async_op=True),
     ]
@@ -111,7 +111,7 @@ def asynchronous(mesh: Any, case: CaseSpec) -> Pairs:
         work.wait()
     every = all_held(mesh)
     total = torch.stack([held(r, shape=(2 * size, 3)) for r in range(size)]).sum(0)
-    yield [x, whole, part], [sum(every), torch.cat(every), total[2 * rank : 2 * rank + 2]]
+    yield [x, output, part], [sum(every), torch.cat(every), total[2 * rank : 2 * rank + 2]]
     y = held(rank)
     work = dist.all_reduce(y, group=group, async_op=True)
     yield work.get_future().wait(), [sum(every)]

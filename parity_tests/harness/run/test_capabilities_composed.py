@@ -39,12 +39,12 @@ def objects(mesh: Any, case: CaseSpec) -> Pairs:
     group, rank, size = mesh["tp"], mesh.rank("tp"), mesh.size("tp")
     thing = {"rank": rank, "text": "x" * (rank + 1)}
     things = [{"rank": r, "text": "x" * (r + 1)} for r in range(size)]
-    found = [None] * size
-    dist.all_gather_object(found, thing, group=group)
-    yield found, things
-    found = [None] * size if rank == 0 else None
-    dist.gather_object(thing, found, group_dst=0, group=group)
-    yield found, things if rank == 0 else None
+    received = [None] * size
+    dist.all_gather_object(received, thing, group=group)
+    yield received, things
+    received = [None] * size if rank == 0 else None
+    dist.gather_object(thing, received, group_dst=0, group=group)
+    yield received, things if rank == 0 else None
     line = [thing, rank]
     dist.broadcast_object_list(line, group_src=size - 1, group=group)
     yield line, [things[-1], size - 1]

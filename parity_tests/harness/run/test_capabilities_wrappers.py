@@ -108,10 +108,10 @@ def pipeline(schedule: type, per_rank: int) -> Any:
         )
         x, target = integers(2 * MICROBATCHES, 4, seed=7), integers(2 * MICROBATCHES, 4, seed=8).abs() + 1
         runner.step(*([x] if 0 in mine else []), **({"target": target} if count - 1 in mine else {}))
-        whole = nn.Sequential(*[network(1, seed=100 * i) for i in range(count)])
-        (whole(x) * target).sum().backward()
+        model = nn.Sequential(*[network(1, seed=100 * i) for i in range(count)])
+        (model(x) * target).sum().backward()
         for i in mine:
-            yield [p.grad for p in parts[i].parameters()], [p.grad for p in whole[i].parameters()]
+            yield [p.grad for p in parts[i].parameters()], [p.grad for p in model[i].parameters()]
 
     body.__name__ = schedule.__name__
     return body
@@ -150,6 +150,6 @@ def test_values_do_not_depend_on_the_interleaving(body, schedule):
 
 
 def test_the_pipelines_gradients_are_not_all_zero():
-    whole = nn.Sequential(*[network(1, seed=100 * i) for i in range(8)])
-    whole(integers(2 * MICROBATCHES, 4, seed=7)).sum().backward()
-    assert all(bool(p.grad.any()) for p in whole.parameters())
+    model = nn.Sequential(*[network(1, seed=100 * i) for i in range(8)])
+    model(integers(2 * MICROBATCHES, 4, seed=7)).sum().backward()
+    assert all(bool(p.grad.any()) for p in model.parameters())

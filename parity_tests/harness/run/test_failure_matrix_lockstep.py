@@ -237,8 +237,8 @@ def failed(body: Callable, world: int, cause: type[failure.RankFailure]) -> tupl
 @pytest.mark.parametrize("world", (2, 4))
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.body.__name__)
 def test_row(fault, world):
-    found, seconds = failed(fault.body, world, fault.cause)
-    text = str(found)
+    error, seconds = failed(fault.body, world, fault.cause)
+    text = str(error)
     assert fault.says.format(last=world - 1) in text
     sides = {int(rank): (op, group, int(line)) for rank, op, group, _, line in SIDE.findall(text)}
     assert set(fault.ranks) <= set(sides)
@@ -248,17 +248,17 @@ def test_row(fault, world):
         assert op in fault.ops
         assert group == "tp"
         assert first <= line < first + len(lines)
-    assert len(found.others) == world - 1
-    assert found.case == case(world)
+    assert len(error.others) == world - 1
+    assert error.case == case(world)
     assert seconds <= VERDICT_S
 
 
 def test_a_rank_own_exception_is_the_cause_and_its_frames_are_shown():
-    found, _ = failed(raises, 2, failure.Raised)
-    assert found.rank == 1
-    assert repr(found.__cause__) == "KeyError('no such weight')"
-    assert 'raise KeyError("no such weight")' in str(found)
-    assert found.source == f"{FILE}:{inspect.getsourcelines(raises)[1] + 2}"
+    error, _ = failed(raises, 2, failure.Raised)
+    assert error.rank == 1
+    assert repr(error.__cause__) == "KeyError('no such weight')"
+    assert 'raise KeyError("no such weight")' in str(error)
+    assert error.source == f"{FILE}:{inspect.getsourcelines(raises)[1] + 2}"
 
 
 def test_the_default_group_inside_a_subgroup_is_called_so():

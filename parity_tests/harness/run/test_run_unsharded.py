@@ -37,9 +37,9 @@ W, X = np.arange(12.0).reshape(3, 4), np.arange(6.0).reshape(2, 3)
 
 @pytest.mark.parametrize("convert", [np.asarray, torch.from_numpy, jnp.asarray])
 def test_outputs_and_gradients(convert):
-    given = {"w": convert(W)}, convert(X)
-    assert linear.run(*given, tp=2).tolist() == (X @ W).tolist()
-    out, gradients = linear.run(*given, grad=np.ones((2, 4)), tp=4)
+    arrays = {"w": convert(W)}, convert(X)
+    assert linear.run(*arrays, tp=2).tolist() == (X @ W).tolist()
+    out, gradients = linear.run(*arrays, grad=np.ones((2, 4)), tp=4)
     assert out.tolist() == (X @ W).tolist()
     assert gradients["x"].tolist() == (np.ones((2, 4)) @ W.T).tolist()
     assert gradients["params.w"].tolist() == (X.T @ np.ones((2, 4))).tolist()
@@ -52,9 +52,9 @@ def test_the_dtype_is_that_of_what_is_given():
         seen.append(x.dtype)
         return x * 1
 
-    made = scheme(reference=lambda x: x, mesh={"tp": (1, 2)}, inputs={"x": "b/tp"}, outputs="b/tp")(noted)
+    declaration = scheme(reference=lambda x: x, mesh={"tp": (1, 2)}, inputs={"x": "b/tp"}, outputs="b/tp")(noted)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        assert made.run(torch.ones(4, dtype=dtype), tp=1).tolist() == [1.0] * 4
+        assert declaration.run(torch.ones(4, dtype=dtype), tp=1).tolist() == [1.0] * 4
     assert seen == [torch.float32, torch.bfloat16, torch.float64]
 
 
@@ -62,16 +62,18 @@ def test_the_form_of_the_outputs():
     def three(mesh, x) -> tuple[Tensor, Int[Tensor, "b"]]:
         return x * 2, x.long()
 
-    made = scheme(
+    declaration = scheme(
         reference=lambda x: (x, x), mesh={"tp": (1, 2)}, inputs={"x": "b/tp"}, outputs=("b/tp", "b/tp")
     )(three)  # fmt: skip
-    assert [array.tolist() for array in made.run(np.arange(4.0), tp=2)] == [[0, 2, 4, 6], [0, 1, 2, 3]]
+    assert [array.tolist() for array in declaration.run(np.arange(4.0), tp=2)] == [[0, 2, 4, 6], [0, 1, 2, 3]]
 
     def named(mesh, x):
         return {"double": x * 2}
 
-    made = scheme(reference=lambda x: x, mesh={"tp": (1, 2)}, inputs={"x": "b/tp"}, outputs={"double": "b/tp"})(named)
-    assert made.run(np.arange(2.0), tp=2)["double"].tolist() == [0, 2]
+    declaration = scheme(reference=lambda x: x, mesh={"tp": (1, 2)}, inputs={"x": "b/tp"}, outputs={"double": "b/tp"})(
+        named
+    )
+    assert declaration.run(np.arange(2.0), tp=2)["double"].tolist() == [0, 2]
 
 
 def test_sequences_are_cut_where_they_were_given():
@@ -81,9 +83,9 @@ def test_sequences_are_cut_where_they_were_given():
     assert first_of_each_rank.run(x, np.array([0, 12]), cp=2).tolist() == [0, 0, 0, 1, 1, 1, 1, 1, 1, 0, 0, 0]
 
 
-def rejection(made, *arrays, **more):
+def rejection(declaration, *arrays, **more):
     with pytest.raises(ValueError) as caught:
-        made.run(*arrays, **more)
+        declaration.run(*arrays, **more)
     return str(caught.value)
 
 

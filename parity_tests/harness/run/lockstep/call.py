@@ -48,8 +48,8 @@ class Call:
         span = len(self.results) // len(self.outputs)
         for index, output in enumerate(self.outputs):
             parts = self.results[index * span : (index + 1) * span]
-            joined = parts[0] if span == 1 else torch.cat([part.reshape(-1) for part in parts])
-            output.data.copy_(joined.reshape(output.shape))
+            gathered = parts[0] if span == 1 else torch.cat([part.reshape(-1) for part in parts])
+            output.data.copy_(gathered.reshape(output.shape))
 
     def disturbed(self) -> str | None:
         """What was written between issue and wait, if anything was."""

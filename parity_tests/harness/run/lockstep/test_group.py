@@ -45,19 +45,19 @@ def test_a_second_wait_does_nothing():
 
 def test_gathering_in_place_is_no_modification():
     def body(mesh: Any, case: CaseSpec) -> list[float]:
-        whole = torch.zeros(2)
-        mine = whole[mesh.rank("tp") :][:1].fill_(mesh.rank("tp") + 1)
-        all_gather(whole, mine, group=mesh["tp"], async_op=True).wait()
-        return whole.tolist()
+        output = torch.zeros(2)
+        mine = output[mesh.rank("tp") :][:1].fill_(mesh.rank("tp") + 1)
+        all_gather(output, mine, group=mesh["tp"], async_op=True).wait()
+        return output.tolist()
 
     assert lockstep.run(body, CASE).results == ([1.0, 2.0],) * 2
 
 
 def test_nan_in_an_input_is_no_modification():
     def body(mesh: Any, case: CaseSpec) -> bool:
-        whole, mine = torch.zeros(4), torch.tensor([float("nan"), -0.0])
-        all_gather(whole, mine, group=mesh["tp"], async_op=True).wait()
-        return bool(whole[::2].isnan().all())
+        output, mine = torch.zeros(4), torch.tensor([float("nan"), -0.0])
+        all_gather(output, mine, group=mesh["tp"], async_op=True).wait()
+        return bool(output[::2].isnan().all())
 
     assert lockstep.run(body, CASE).results == (True, True)
 

@@ -74,8 +74,8 @@ def test_rows_are_numbered_in_each_group():
 
 @pytest.mark.parametrize("schedule", (0, 5))
 def test_each_rank_draws_from_its_own_stream(schedule):
-    found = lockstep.run(chatter, case(4, seed=100, schedule=schedule)).results
-    for rank, draws in enumerate(found):
+    by_rank = lockstep.run(chatter, case(4, seed=100, schedule=schedule)).results
+    for rank, draws in enumerate(by_rank):
         stream = torch.Generator().manual_seed(100 + rank)
         assert draws == [torch.rand(3, generator=stream)[0].item() for _ in range(5)]
 
@@ -195,12 +195,12 @@ def test_threads_are_kept_between_examples_and_new_after_a_failure():
 
 def test_meshes_of_different_sessions_are_never_equal():
     """DTensor keeps caches for the whole process, keyed by mesh."""
-    made = set()
+    meshes = set()
     for _ in range(5):
-        made |= set(lockstep.run(lambda mesh, case: mesh.device_mesh, case(2)).results)
+        meshes |= set(lockstep.run(lambda mesh, case: mesh.device_mesh, case(2)).results)
         with pytest.raises(failure.Raised):
             lockstep.run(lambda mesh, case: 1 / 0, case(2))
-    assert len(made) == 10
+    assert len(meshes) == 10
 
 
 def test_failures_leave_no_threads_behind():
@@ -215,8 +215,8 @@ def test_failures_leave_no_threads_behind():
 
 def test_many_meshes_do_not_keep_their_threads():
     for mesh in [{"a": a, "b": b} for a in (1, 2, 3, 4) for b in (1, 2, 3, 4, 5)] * 2:
-        found = lockstep.run(lambda mesh, case: (mesh.rank("a"), mesh.rank("b")), CaseSpec("many", mesh))
-        assert found.results == tuple((a, b) for a in range(mesh["a"]) for b in range(mesh["b"]))
+        outcome = lockstep.run(lambda mesh, case: (mesh.rank("a"), mesh.rank("b")), CaseSpec("many", mesh))
+        assert outcome.results == tuple((a, b) for a in range(mesh["a"]) for b in range(mesh["b"]))
     ranks = [thread for thread in threading.enumerate() if thread.name.startswith("lockstep-rank")]
     assert len(ranks) <= 16 * 20
 

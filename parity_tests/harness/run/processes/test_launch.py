@@ -95,12 +95,12 @@ def two_ranks(folder: Path, *command: str) -> list[tuple[int, str]]:
         port = probe.getsockname()[1]
     common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     with contextlib.ExitStack() as open_files:
-        said = [open_files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)]  # a pipe would fill
+        outputs = [open_files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)]  # a pipe would fill
         ranks = [
             subprocess.Popen(
                 [sys.executable, *command],
                 env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"},
-                stdout=said[rank],
+                stdout=outputs[rank],
                 cwd=folder,
             )
             for rank in range(2)
@@ -111,9 +111,9 @@ def two_ranks(folder: Path, *command: str) -> list[tuple[int, str]]:
             for rank in ranks:
                 rank.kill()
                 rank.wait()
-        for file in said:
+        for file in outputs:
             file.seek(0)
-        return list(zip(statuses, [file.read() for file in said], strict=True))
+        return list(zip(statuses, [file.read() for file in outputs], strict=True))
 
 
 def torchrun(*command: str) -> subprocess.CompletedProcess[str]:
@@ -124,22 +124,25 @@ def torchrun(*command: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.timeout(30)
 def test_ranks_of_a_test_may_say_more_than_a_pipe_holds(tmp_path: Path) -> None:
     wordy = "import os; print('x' * 200_000 * (1 + int(os.environ['RANK'])))"
-    assert [(status, len(said)) for status, said in two_ranks(tmp_path, "-c", wordy)] == [(0, 200_001), (0, 400_001)]
+    assert [(status, len(output)) for status, output in two_ranks(tmp_path, "-c", wordy)] == [
+        (0, 200_001),
+        (0, 400_001),
+    ]
 
 
 def test_healthy_runs_and_one_status(script: Path) -> None:
-    (lead, said), (follow, served) = two_ranks(script.parent, str(script), "healthy", "healthy", "large")
+    (lead, printed), (follow, served) = two_ranks(script.parent, str(script), "healthy", "healthy", "large")
     assert (lead, follow) == (3, 3)
-    assert said.split("\n")[:3] == ["healthy 2 3 3", "healthy 2 3 3", "large 0 36000003 36000003"]
+    assert printed.split("\n")[:3] == ["healthy 2 3 3", "healthy 2 3 3", "large 0 36000003 36000003"]
     assert served == "served 3 False\n"
 
 
 def test_after_a_failure_the_ranks_meet_again(script: Path) -> None:
-    (lead, said), (follow, _) = two_ranks(
+    (lead, printed), (follow, _) = two_ranks(
         script.parent, str(script), "raises", "healthy", "other_dtype", "skips", "healthy"
     )
     assert (lead, follow) == (3, 3)
-    raised, again, mismatch, stalled, last = said.splitlines()
+    raised, again, mismatch, stalled, last = printed.splitlines()
     assert raised.startswith("raises Raised raised: rank 1 raised KeyError: 'no such weight' at job.py:")
     assert "rank 0 waits in all_reduce float32[3] SUM (group tp, #0) at job.py:" in raised
     assert again == last == "healthy 2 3 3"
@@ -149,9 +152,9 @@ def test_after_a_failure_the_ranks_meet_again(script: Path) -> None:
 
 
 def test_a_rank_in_an_endless_loop_ends_the_job(script: Path) -> None:
-    (lead, said), (follow, _) = two_ranks(script.parent, str(script), "loops", "loops", "healthy")
+    (lead, printed), (follow, _) = two_ranks(script.parent, str(script), "loops", "loops", "healthy")
     assert (lead, follow) == (3, 3)
-    first, second, third = said.splitlines()
+    first, second, third = printed.splitlines()
     assert first.startswith("loops Stalled stalled: nothing has moved")
     assert "rank 1 computes, nothing issued yet" in first
     assert second == first
@@ -164,9 +167,9 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, st
     path.write_text(textwrap.dedent(SCHEME).replace("FAULT", fault))
     verify = ("-m", "shardproof", "verify", str(path), "--engine", "torchrun", "--examples", "2")
     monkeypatch.chdir(tmp_path)  # a replay file is written
-    (lead, said), (follow, _) = two_ranks(tmp_path, *verify)
+    (lead, printed), (follow, _) = two_ranks(tmp_path, *verify)
     assert (lead, follow) == (status, status)
-    assert "total    tp=2   torchrun" in said
+    assert "total    tp=2   torchrun" in printed
 
 
 def test_torchrun_starts_it(tmp_path: Path) -> None:
@@ -191,6 +194,6 @@ def test_outside_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_wrong_argument_of_rank_zero_sends_the_others_home(tmp_path: Path) -> None:
     verify = ("-m", "shardproof", "verify", "absent.py", "--engine", "torchrun")
-    (lead, said), (follow, _) = two_ranks(tmp_path, *verify)
+    (lead, printed), (follow, _) = two_ranks(tmp_path, *verify)
     assert (lead, follow) == (2, 2)
-    assert said == ""
+    assert printed == ""

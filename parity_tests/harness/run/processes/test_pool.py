@@ -76,16 +76,16 @@ def test_only_the_loopback_device_is_listened_on() -> None:
     def listening(mesh: Any, case: CaseSpec) -> list[str]:
         total(mesh, case)
         links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-        own = {link[8:-1] for link in links if link.startswith("socket:[")}
+        inodes = {link[8:-1] for link in links if link.startswith("socket:[")}
         lines = [
             line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
         ]
-        return [line[1].partition(":")[0] for line in lines if line[3] == "0A" and line[9] in own]
+        return [line[1].partition(":")[0] for line in lines if line[3] == "0A" and line[9] in inodes]
 
     loopback = socket.inet_aton("127.0.0.1")[::-1].hex().upper()
-    found = pool.run(listening, case(2)).results
-    assert all(found)
-    assert {address for addresses in found for address in addresses} == {loopback}
+    results = pool.run(listening, case(2)).results
+    assert all(results)
+    assert {address for addresses in results for address in addresses} == {loopback}
 
 
 def test_a_function_travels_once() -> None:
@@ -184,17 +184,17 @@ def test_a_server_killed_between_runs_is_replaced() -> None:
 
 
 def test_threads_of_the_caller_take_turns() -> None:
-    found: dict[int, tuple] = {}
+    results: dict[int, tuple] = {}
 
     def ask(world: int) -> None:
-        found[world] = pool.run(total, case(world)).results
+        results[world] = pool.run(total, case(world)).results
 
     threads = [threading.Thread(target=ask, args=(world,)) for world in (1, 2, 4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == {1: (0.0,), 2: (1.0,) * 2, 4: (6.0,) * 4}
+    assert results == {1: (0.0,), 2: (1.0,) * 2, 4: (6.0,) * 4}
 
 
 def test_nccl_without_enough_gpus_is_not_run() -> None:
@@ -204,8 +204,8 @@ def test_nccl_without_enough_gpus_is_not_run() -> None:
 
 
 def test_every_operator_of_c10d_is_written_down_or_rejected() -> None:
-    known = {"c10d": {*IN_PLACE, *SILENT}, "_c10d_functional": {*FUNCTIONAL, *SILENT, *MISSING}}
+    operators = {"c10d": {*IN_PLACE, *SILENT}, "_c10d_functional": {*FUNCTIONAL, *SILENT, *MISSING}}
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, operator = name.partition("::")
-        if namespace in known:
-            assert operator.partition(".")[0] in known[namespace], name
+        if namespace in operators:
+            assert operator.partition(".")[0] in operators[namespace], name
