@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import ProcessGroup
 
 from torch_impl.contract import (
+    Dtype,
+    Function,
     GradientType,
     Group,
+    Instance,
+    ListOf,
+    Names,
     NonNegative,
     NonNegativeInt,
     Positive,
@@ -254,3 +260,31 @@ def test_numbers_and_names_load_no_torch():
 
 def test_a_type_is_named_with_its_article():
     assert [type_name(value) for value in (None, 1, "x", 0.5, [])] == ["None", "an int", "a str", "a float", "a list"]
+
+
+@contract("lists.run")
+def run_lists(names: Names | None = None, step: Function | None = None, dtype: Dtype = torch.float32) -> None:
+    """Lists, functions and dtypes."""
+
+
+@pytest.mark.parametrize(
+    ("error", "kwargs", "message"),
+    [
+        (TypeError, {"names": "visual"}, "names='visual' is a str; pass a list of names"),
+        (TypeError, {"names": ["visual", 3]}, "names[1]=3 is an int; pass a str"),
+        (TypeError, {"step": 3}, "step=3 is an int; pass a function"),
+        (TypeError, {"dtype": "float32"}, "dtype='float32' is a str; pass a torch.dtype"),
+    ],
+)
+def test_lists_functions_and_dtypes(error, kwargs, message):
+    run_lists(["visual"], len, torch.bfloat16)
+    with pytest.raises(error, match=f"^lists.run: {re.escape(message)}$"):
+        run_lists(**kwargs)
+
+
+def test_a_list_that_must_not_be_empty():
+    stages = ListOf(Instance(Tensor, "pass a Tensor", shows_value=False), "tensors", if_empty="pass one for each rank")
+    with pytest.raises(ValueError, match=r"^f: x is empty; pass one for each rank$"):
+        stages.validate("f", "x", [], {})
+    with pytest.raises(TypeError, match=r"^f: x\[0\] is an int; pass a Tensor$"):
+        stages.validate("f", "x", [1], {})

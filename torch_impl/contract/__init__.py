@@ -24,8 +24,13 @@ from torch_impl.contract.contract import contract_of as contract_of
 from torch_impl.contract.contract import read_contract as read_contract
 from torch_impl.contract.contract import spec_line as spec_line
 from torch_impl.contract.kinds import Finite as Finite
+from torch_impl.contract.kinds import Function as Function
 from torch_impl.contract.kinds import GradientType as GradientType
+from torch_impl.contract.kinds import Instance as Instance
 from torch_impl.contract.kinds import Kind as Kind
+from torch_impl.contract.kinds import ListOf as ListOf
+from torch_impl.contract.kinds import Names as Names
+from torch_impl.contract.kinds import NamesKind as NamesKind
 from torch_impl.contract.kinds import NonNegative as NonNegative
 from torch_impl.contract.kinds import NonNegativeInt as NonNegativeInt
 from torch_impl.contract.kinds import Number as Number
@@ -35,6 +40,8 @@ from torch_impl.contract.kinds import PositiveInt as PositiveInt
 from torch_impl.contract.kinds import type_name as type_name
 
 if TYPE_CHECKING:
+    from torch_impl.contract.tensor_kinds import Device as Device
+    from torch_impl.contract.tensor_kinds import Dtype as Dtype
     from torch_impl.contract.tensor_kinds import Group as Group
     from torch_impl.contract.tensor_kinds import Mesh as Mesh
     from torch_impl.contract.tensor_kinds import Module as Module
@@ -46,7 +53,7 @@ if TYPE_CHECKING:
     from torch_impl.contract.tensor_kinds import dtype_name as dtype_name
 
 _OF_TENSORS = (
-    *("Group", "Mesh", "Module", "Sharded", "ShardedAny", "ShardedBool", "ShardedIds", "ShardedInt"),
+    *("Device", "Dtype", "Group", "Mesh", "Module", "Sharded", "ShardedAny", "ShardedBool", "ShardedIds", "ShardedInt"),
     "dtype_name",
 )
 

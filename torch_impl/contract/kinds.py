@@ -6,6 +6,7 @@ anything is sent. Nothing here loads torch: schedules of pipelines are built and
 
 from __future__ import annotations
 
+import collections.abc
 import math
 import numbers
 from dataclasses import dataclass
@@ -119,7 +120,7 @@ class GradientTypeKind:
 class Instance:
     """A value of a type: `bool`, `str` or a class of torch. Of a class the message shows the type alone."""
 
-    type: type
+    type: Any  # what `isinstance` takes
     advice: str
     shows_value: bool = True
 
@@ -129,12 +130,37 @@ class Instance:
             raise TypeError(f"{function}: {label} is {type_name(value)}; {self.advice}")
 
 
+@dataclass(frozen=True)
+class ListOf:
+    """A list or tuple of values of one kind, which `nouns` names. With `if_empty`, an advice, it must not be empty."""
+
+    element: Instance | ListOf
+    nouns: str
+    if_empty: str | None = None
+
+    @property
+    def shows_value(self) -> bool:
+        """Whether messages show the value: if they show those of the elements."""
+        return self.element.shows_value
+
+    def validate(self, function: str, name: str, value: Any, sizes: Sizes) -> None:
+        Instance((list, tuple), f"pass a list of {self.nouns}", self.shows_value).validate(function, name, value, sizes)
+        if self.if_empty is not None and not value:
+            raise ValueError(f"{function}: {name} is empty; {self.if_empty}")
+        for i, element in enumerate(value):
+            self.element.validate(function, f"{name}[{i}]", element, sizes)
+
+
 Positive = Annotated[float, Number(0, above=True)]
 NonNegative = Annotated[float, Number(0)]
 Finite = Annotated[float, Number()]
 PositiveInt = Annotated[int, Number(1, integer=True)]
 NonNegativeInt = Annotated[int, Number(0, integer=True)]
 GradientType = Annotated[Literal["R", "I"], GradientTypeKind()]
+
+NamesKind = ListOf(Instance(str, "pass a str"), "names")
+Names = Annotated[list[str], NamesKind]
+Function = Annotated[collections.abc.Callable, Instance(collections.abc.Callable, "pass a function")]
 
 # What an annotation that is a plain type validates; any other annotation validates nothing.
 BUILTIN: dict[Any, Kind] = {

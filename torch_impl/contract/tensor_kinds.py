@@ -168,4 +168,6 @@ else:
     ShardedAny = _TensorAnnotation("any")
 
 Module = Annotated[nn.Module, Instance(nn.Module, "pass a torch.nn.Module", shows_value=False)]
+Dtype = Annotated[torch.dtype, Instance(torch.dtype, "pass a torch.dtype")]
+Device = Annotated[torch.device, Instance((torch.device, str), "pass a torch.device", shows_value=False)]
 Mesh = Annotated[DeviceMesh, Instance(DeviceMesh, "pass a torch DeviceMesh", shows_value=False)]
