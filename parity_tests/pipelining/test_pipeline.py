@@ -142,7 +142,7 @@ def refused(mesh, case):
     [
         ({"pipeline_parallel_schedule": None}, "ValueError: .*pipeline_parallel_schedule=None; pass one of them"),
         ({"dp_axis_names": ("dp",)}, r"ValueError: .*dp_axis_names=\('dp',\) are not axes of world_mesh \('pp',\)"),
-        ({"world_mesh": {"pp": 2}}, "TypeError: .*world_mesh is a dict; pass a DeviceMesh"),
+        ({"world_mesh": {"pp": 2}}, "TypeError: .*world_mesh is a dict; pass a torch DeviceMesh"),
         ({"pp_axis_name": "pipe"}, r"ValueError: .*pp_axis_name='pipe' is no axis of world_mesh \('pp',\)"),
         ({"microbatch_size": 3}, "ValueError: .*microbatch_size=3 does not divide local_batch_size=8"),
         ({"local_batch_size": 10}, "ValueError: .*n_microbatches=5 cannot be scheduled by Interleaved1F1B"),
@@ -155,7 +155,7 @@ def refused(mesh, case):
         ({"device": None}, "TypeError: .*device is None; pass a torch.device"),
         (
             {"tensor_dtype": "float32", "seq_len": 5},
-            "TypeError: .*tensor_dtype='float32' is no dtype; pass one of torch",
+            "TypeError: .*tensor_dtype='float32' is a str; pass a torch.dtype",
         ),
         ({"parallelize_fn": 3}, "TypeError: .*parallelize_fn is an int; pass a function"),
     ],

@@ -87,7 +87,7 @@ REFUSED = [
     (SINGLE, {"name": "GPipe", "microbatch": -2}, "ValueError: .*microbatch_size=-2 must be at least 1"),
     (SINGLE, {"name": "GPipe", "microbatch": 2.0}, "TypeError: .*microbatch_size=2.0 is a float; pass an int"),
     (SINGLE, {"name": "GPipe", "scale": 1}, "TypeError: .*scale_grads=1 is an int; pass True or False"),
-    (SINGLE, {"name": "GPipe", "loss": "mse"}, "TypeError: .*loss_fn='mse' is a str; pass a function or None"),
+    (SINGLE, {"name": "GPipe", "loss": "mse"}, "TypeError: .*loss_fn='mse' is a str; pass a function"),
     (SINGLE, {"name": "GPipe", "empty": True}, "ValueError: .*stages is empty"),
     (SINGLE, {"csv": 7}, "TypeError: .*pipeline_parallel_schedule_csv=7 is an int; pass a str"),
     (SINGLE, {"csv": "none.csv"}, "FileNotFoundError: .*pipeline_parallel_schedule_csv='none.csv' does not exist"),

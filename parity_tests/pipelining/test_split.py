@@ -191,13 +191,16 @@ L = [f"model.layers.{layer}" for layer in range(LAYERS)]
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"no_model": True}, "TypeError: .*model is a str; pass an nn.Module"),
+        ({"no_model": True}, "TypeError: .*model is a str; pass a torch.nn.Module"),
         ({"axis": "tp"}, r"ValueError: .*pp_axis_name='tp' is no axis of pp_mesh \('pp',\)"),
         ({"pp_schedule": None}, "ValueError: .*pp_schedule=None and pipeline_parallel_schedule_csv=None"),
         ({"pp_schedule": "LopedBFS"}, "ValueError: .*pp_schedule='LopedBFS' is not a schedule; nearest: 'LoopedBFS'"),
         ({"layers_per_stage": 3}, "ValueError: .*layers_per_stage=3 gives 3 stages for num_layers=8"),
         ({"module_names_per_stage": []}, "ValueError: .*module_names_per_stage is empty"),
-        ({"module_names_per_stage": "model"}, "TypeError: .*module_names_per_stage is a str"),
+        (
+            {"module_names_per_stage": "model"},
+            "TypeError: .*='model' is a str; pass a list of lists of names",
+        ),
         (
             {"module_names_per_stage": [["model.embed_tokens", *L[:3]], L[3:6], [*L[6:], "model.norm", "lm_head"]]},
             "ValueError: .*module_names_per_stage has 3 stages, not a multiple of pp_size=2",

@@ -1,16 +1,18 @@
-"""The parts of a model: its stack of layers, what comes before and after it, and what every stage needs; and the
-checks of the modules that a caller assigns to stages."""
+"""The parts of a model: its stack of layers, what comes before and after it, and what every stage needs; and why the
+modules that a caller assigns to stages cannot be stages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 from torch import nn
 
-from torch_impl.contract import type_name
+from torch_impl.contract import ListOf, NamesKind
 from torch_impl.pipelining.partition import MULTIMODAL, layer_counts
 
+StageNames = Annotated[list[list[str]], ListOf(NamesKind, "lists of names", if_empty="pass the names of each stage")]
 NAME = "pipelining.split_model_into_stages"
 
 
@@ -48,10 +50,8 @@ class ModelParts:
         Errors: ValueError for more stages than layers.
         """
         if num_stages > self.count:
-            raise ValueError(
-                f"{NAME}: {num_stages} stages are more than the {self.count} layers of the model; use at most "
-                f"{self.count} stages"
-            )
+            excess = f"{num_stages} stages are more than the {self.count} layers of the model"
+            raise ValueError(f"{NAME}: {excess}; use at most {self.count} stages")
         stages, start = [], 0
         for count in layer_counts(num_stages, self.count, embed_cost, head_cost):
             stages.append([f"{self.layers}.{layer}" for layer in range(start, start + count)])
@@ -74,10 +74,9 @@ def model_parts(model: nn.Module) -> ModelParts:
     layers = next((name for name in planned if isinstance(getattr(module, name), nn.ModuleList)), "layers")
     if not isinstance(getattr(module, layers, None), nn.ModuleList):
         lists = [f"{prefix}{name}" for name, child in module.named_children() if isinstance(child, nn.ModuleList)]
-        raise ValueError(
-            f"{NAME}: {type(model).__name__} has its layers in {' and '.join(map(repr, lists))}; what comes before "
-            f"and after them is known of models that have them in {prefix + layers!r}, or a base_model_pp_plan"
-        )
+        place = f"{type(model).__name__} has its layers in {' and '.join(map(repr, lists))}"
+        known = f"models that have them in {prefix + layers!r}, or a base_model_pp_plan"
+        raise ValueError(f"{NAME}: {place}; what comes before and after them is known of {known}")
     # 2. What comes before and after the layers: by the plan, else by name.
     before = planned[: planned.index(layers)] if layers in planned else ["embed_tokens"]
     after = planned[planned.index(layers) + 1 :] if layers in planned else ["norm", "lm_head"]
@@ -133,31 +132,18 @@ HARMLESS = {*MULTIMODAL, "embed_tokens", "norm", "rotary_emb", "lm_head"}
 ARGUMENT = "module_names_per_stage"
 
 
-def check_names(model: nn.Module, parts: ModelParts, module_names_per_stage: object) -> list[list[str]]:
+def completed_names(
+    model: nn.Module, parts: ModelParts, module_names_per_stage: Sequence[Sequence[str]]
+) -> list[list[str]]:
     """The names of each stage, without those that the model lacks, and with the modules that every stage needs.
 
-    Errors: TypeError for what is not a list of lists of names; ValueError for a name that is no module of the model or
-            part of a layer, for layers that are missing or out of order, for a first or last module elsewhere.
+    Errors: ValueError for a name that is no module of the model or part of a layer, for layers that are missing or out
+            of order, for a first or last module elsewhere.
     """
-    if not isinstance(module_names_per_stage, (list, tuple)) or not all(
-        isinstance(names, (list, tuple)) for names in module_names_per_stage
-    ):
-        raise TypeError(f"{NAME}: {ARGUMENT} is {type_name(module_names_per_stage)}; pass a list of lists of names")
-    if not module_names_per_stage:
-        raise ValueError(f"{NAME}: {ARGUMENT} is empty; pass the names of each stage")
     modules = {name for name, _ in model.named_modules()}
-    stages: list[list[str]] = []
-    for stage, names in enumerate(module_names_per_stage):
-        for name in names:
-            if not isinstance(name, str):
-                raise TypeError(f"{NAME}: {ARGUMENT}[{stage}] has {name!r}; pass names of modules")
-            if name not in modules and name.rpartition(".")[2] not in HARMLESS:
-                raise ValueError(f"{NAME}: {ARGUMENT}[{stage}] has {name!r}, no module of the model")
-            if name.startswith(f"{parts.layers}.") and not name.removeprefix(f"{parts.layers}.").isdigit():
-                raise ValueError(f"{NAME}: {ARGUMENT}[{stage}] has {name!r}, part of a layer; pass the layer")
-        stages.append([name for name in names if name in modules])
-    _check_layers(parts, stages)
-    _check_ends(parts, stages)
+    stages = [[name for name in names if name in modules] for names in module_names_per_stage]
+    for problem in (*_name_problems(parts, modules, module_names_per_stage), *_assignment_problems(parts, stages)):
+        raise ValueError(f"{NAME}: {ARGUMENT}{problem}")
     # Modules without parameters need not be named: those before the layers go to the first stage, the shared to all.
     needed = [(*parts.parameterless, *parts.shared), *[parts.shared] * (len(stages) - 1)]
     return [
@@ -166,57 +152,57 @@ def check_names(model: nn.Module, parts: ModelParts, module_names_per_stage: obj
     ]
 
 
-def _check_layers(parts: ModelParts, stages: Sequence[Sequence[str]]) -> None:
+def _name_problems(parts: ModelParts, modules: set[str], stages: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Names that are neither modules of the model nor harmless, and names of parts of a layer."""
+    for stage, names in enumerate(stages):
+        for name in names:
+            if name not in modules and name.rpartition(".")[2] not in HARMLESS:
+                yield f"[{stage}] has {name!r}, no module of the model"
+            if name.startswith(f"{parts.layers}.") and not name.removeprefix(f"{parts.layers}.").isdigit():
+                yield f"[{stage}] has {name!r}, part of a layer; pass the layer"
+
+
+def _assignment_problems(parts: ModelParts, stages: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Layers that are missing or out of order, and modules of the first or last stage on another one."""
     prefix = f"{parts.layers}."
-    order = [int(name.removeprefix(prefix)) for names in stages for name in names if name.startswith(prefix)]
-    if order != list(range(parts.count)):
-        raise ValueError(
-            f"{NAME}: {ARGUMENT} has the layers {order}; they must be 0 to {parts.count - 1}, each once and in order"
-        )
-
-
-def _check_ends(parts: ModelParts, stages: Sequence[Sequence[str]]) -> None:
+    order = [name.removeprefix(prefix) for names in stages for name in names if name.startswith(prefix)]
+    if order != [str(layer) for layer in range(parts.count)]:
+        yield f" has the layers [{', '.join(order)}]; they must be 0 to {parts.count - 1}, each once and in order"
     for names_of_end, end, where in ((parts.first, 0, "first"), (parts.last, len(stages) - 1, "last")):
         for stage, names in enumerate(stages):
             for name in names_of_end:
                 if name in names and stage != end:
-                    raise ValueError(f"{NAME}: {ARGUMENT}[{stage}] has {name!r}, which belongs to the {where} stage")
+                    yield f"[{stage}] has {name!r}, which belongs to the {where} stage"
 
 
-def check_parameters(model: nn.Module, stages: Sequence[Sequence[str]]) -> None:
-    """Each parameter is on one stage. Errors: ValueError."""
+def split_problems(
+    model: nn.Module, parts: ModelParts, stages: Sequence[Sequence[str]], patch_inner: bool, patch_outer: bool
+) -> Iterator[str]:
+    """Why a model cannot be split into these stages: parameters that are not on one of them, forwards that need others.
+
+    Forwards are those of transformers' families, of which a few do with every stage what a model does once.
+    """
+    # 1. Each parameter is on one stage.
     for name, _ in model.named_parameters(remove_duplicate=False):
         on = [stage for stage, names in enumerate(stages) if any(name.startswith(f"{each}.") for each in names)]
         if len(on) != 1:
-            raise ValueError(
-                f"{NAME}: parameter {name!r} is on {f'stages {on}' if on else 'no stage'}; name its module in one of "
-                f"{ARGUMENT}"
-            )
-
-
-def check_forwards(
-    model: nn.Module, parts: ModelParts, stages: Sequence[Sequence[str]], patch_inner: bool, patch_outer: bool
-) -> None:
-    """Each stage's forward can run without the modules of others. Errors: ValueError for a family that cannot."""
-    config = getattr(model.get_submodule(parts.inner), "config", None)
+            place = f"stages {on}" if on else "no stage"
+            yield f"parameter {name!r} is on {place}; name its module in one of {ARGUMENT}"
+    # 2. Each stage's forward can run without the modules of others.
+    inner = model.get_submodule(parts.inner)
+    config = getattr(inner, "config", None)
     if len(stages) == 1 or config is None:
         return
-    if getattr(config, "num_kv_shared_layers", 0):
-        raise ValueError(
-            f"{NAME}: {type(model).__name__} shares keys and values across layers "
-            f"(num_kv_shared_layers={config.num_kv_shared_layers}), which stages cannot; use one stage"
-        )
-    if getattr(config, "embedding_multiplier", 1) != 1:
-        raise ValueError(
-            f"{NAME}: {type(model).__name__} scales what enters its layers "
-            f"(embedding_multiplier={config.embedding_multiplier}), which every stage would do; use one stage"
-        )
-    for switch, on, module in (
-        ("patch_inner_model", patch_inner, model.get_submodule(parts.inner)),
+    if kv_shared := getattr(config, "num_kv_shared_layers", 0):
+        shares = f"shares keys and values across layers (num_kv_shared_layers={kv_shared})"
+        yield f"{type(model).__name__} {shares}, which stages cannot; use one stage"
+    if (scale := getattr(config, "embedding_multiplier", 1)) != 1:
+        scales = f"scales what enters its layers (embedding_multiplier={scale})"
+        yield f"{type(model).__name__} {scales}, which every stage would do; use one stage"
+    for switch, is_on, module in (
+        ("patch_inner_model", patch_inner, inner),
         ("patch_causal_lm_model", patch_outer or not parts.inner, model),
     ):
-        if not on and type(module).__module__.startswith("transformers."):
-            raise ValueError(
-                f"{NAME}: {switch}=False, but the forward of {type(module).__name__} calls modules that "
-                "other stages have; pass True"
-            )
+        if not is_on and type(module).__module__.startswith("transformers."):
+            calls = f"the forward of {type(module).__name__} calls modules that other stages have"
+            yield f"{switch}=False, but {calls}; pass True"

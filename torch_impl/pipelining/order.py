@@ -111,25 +111,13 @@ def inferred_stage_to_rank(order: Order) -> list[int]:
 def check_computed(order: Order, stage_to_rank: Sequence[int] | Mapping[int, int], n_microbatches: int) -> None:
     """Each stage, on its rank, computes each micro-batch once: F, then B, or I and W. Errors: InvalidOrder."""
     ranks = dict(enumerate(stage_to_rank)) if isinstance(stage_to_rank, Sequence) else dict(stage_to_rank)
-    seen: dict[Action, tuple[int, int]] = {}
+    seen: set[Action] = set()
     for rank, position, action in _positions(order):
-        _check_place(rank, position, action, ranks, n_microbatches)
-        if action.kind not in COMPUTED:
-            continue
-        if action in seen:
-            raise InvalidOrder(rank, position, f"'{action}' stands for the second time")
-        for kind in BEFORE.get(action.kind, ()):
-            earlier = action._replace(kind=kind)
-            if earlier not in seen:
-                raise InvalidOrder(rank, position, f"'{action}' stands before '{earlier}'")
-        # A backward is full or in two halves, never both.
-        for kind in {"B": "IW", "I": "B", "W": "B"}.get(action.kind, ""):
-            if action._replace(kind=kind) in seen:
-                raise InvalidOrder(
-                    rank, position, f"'{action}' stands beside '{action._replace(kind=kind)}'; write B, or I and W"
-                )
-        seen[action] = (rank, position)
-    _check_complete(order, ranks, n_microbatches, seen)
+        if problem := _misplaced(action, rank, ranks, n_microbatches) or _out_of_turn(action, seen):
+            raise InvalidOrder(rank, position, problem)
+        seen.update([action] if action.kind in COMPUTED else [])
+    for incomplete in _incomplete(order, ranks, n_microbatches, seen):
+        raise incomplete
 
 
 def check_last_forwards(order: Order, last_stage: int) -> None:
@@ -137,45 +125,54 @@ def check_last_forwards(order: Order, last_stage: int) -> None:
 
     torch stores losses and outputs in the order in which they are computed, without their numbers.
     """
-    next_microbatch = 0
-    for rank, position, action in _positions(order):
-        if action.stage == last_stage and action.kind == "F":
-            if action.microbatch != next_microbatch:
-                expected = action._replace(microbatch=next_microbatch)
-                raise InvalidOrder(
-                    rank, position, f"'{action}' stands before '{expected}' on the last stage; put that first"
-                )
-            next_microbatch += 1
+    places = [place for place in _positions(order) if place[2].stage == last_stage and place[2].kind == "F"]
+    for expected, (rank, position, action) in enumerate(places):
+        if action.microbatch != expected:
+            earlier = action._replace(microbatch=expected)
+            raise InvalidOrder(
+                rank, position, f"'{action}' stands before '{earlier}' on the last stage; put that first"
+            )
 
 
-def _check_place(rank: int, position: int, action: Action, ranks: Mapping[int, int], n_microbatches: int) -> None:
+def _misplaced(action: Action, rank: int, ranks: Mapping[int, int], n_microbatches: int) -> str | None:
+    """Why an action cannot stand on a rank at all, or None."""
     if action.stage not in ranks:
-        raise InvalidOrder(rank, position, f"'{action}' is of stage {action.stage}; there are {len(ranks)}")
+        return f"'{action}' is of stage {action.stage}; there are {len(ranks)}"
     if ranks[action.stage] != rank:
-        raise InvalidOrder(
-            rank,
-            position,
-            f"'{action}' stands on rank {rank}, but stage {action.stage} is on rank {ranks[action.stage]}",
-        )
+        return f"'{action}' stands on rank {rank}, but stage {action.stage} is on rank {ranks[action.stage]}"
     if action.microbatch is not None and not 0 <= action.microbatch < n_microbatches:
-        raise InvalidOrder(
-            rank, position, f"'{action}' is of micro-batch {action.microbatch}; there are {n_microbatches}"
-        )
+        return f"'{action}' is of micro-batch {action.microbatch}; there are {n_microbatches}"
+    return None
 
 
-def _check_complete(
-    order: Order, ranks: Mapping[int, int], n_microbatches: int, seen: Mapping[Action, tuple[int, int]]
-) -> None:
+def _out_of_turn(action: Action, seen: set[Action]) -> str | None:
+    """Why an action cannot follow those seen before it, or None. What is not computed is never seen."""
+    if action in seen:
+        return f"'{action}' stands for the second time"
+    for kind in BEFORE.get(action.kind, ()):
+        if action._replace(kind=kind) not in seen:
+            return f"'{action}' stands before '{action._replace(kind=kind)}'"
+    # A backward is full or in two halves, never both.
+    for kind in {"B": "IW", "I": "B", "W": "B"}.get(action.kind, ""):
+        if action._replace(kind=kind) in seen:
+            return f"'{action}' stands beside '{action._replace(kind=kind)}'; write B, or I and W"
+    return None
+
+
+def _incomplete(
+    order: Order, ranks: Mapping[int, int], n_microbatches: int, seen: set[Action]
+) -> Iterator[InvalidOrder]:
+    """The stages whose rank does not exist, and the forwards and backwards that no rank computes."""
     for stage, rank in sorted(ranks.items()):
         if not 0 <= rank < len(order):
-            raise InvalidOrder(rank, 0, f"stage {stage} is on rank {rank}; the order has {len(order)}")
+            yield InvalidOrder(rank, 0, f"stage {stage} is on rank {rank}; the order has {len(order)}")
         for microbatch in range(n_microbatches):
             # A backward that has begun with its input half ends with its weight half.
             backward = "W" if Action(stage, "I", microbatch) in seen else "B"
             for kind in ("F", backward):
-                if Action(stage, kind, microbatch) not in seen:
-                    missing = Action(stage, kind, microbatch)
-                    raise InvalidOrder(rank, len(order[rank]), f"the rank ends without '{missing}'")
+                missing = Action(stage, kind, microbatch)
+                if missing not in seen:
+                    yield InvalidOrder(rank, len(order[rank]), f"the rank ends without '{missing}'")
 
 
 def _positions(order: Order) -> list[tuple[int, int, Action]]:
@@ -199,48 +196,50 @@ def check_communication(order: Order, stage_to_rank: Sequence[int], n_microbatch
 
     Errors: InvalidOrder for the first action that is missing, repeated, too early, too late or out of turn.
     """
-    places = _places(order)
-    # 1. Every message between two ranks has both ends, after what computes it and before what uses it.
-    for stage, rank in enumerate(stage_to_rank):
+    for problem in _communication_problems(order, stage_to_rank, n_microbatches):
+        raise problem
+
+
+def _communication_problems(order: Order, ranks: Sequence[int], n_microbatches: int) -> Iterator[InvalidOrder]:
+    """What is wrong with the messages of an order. A rule relies on those before it, so only the first one counts."""
+    # 1. No message is there twice.
+    places: dict[Action, Place] = {}
+    for rank, position, action in _positions(order):
+        if action in places and action.microbatch is not None:
+            yield InvalidOrder(rank, position, f"'{action}' stands for the second time")
+        places[action] = (rank, position)
+    # 2. Every message between two ranks has both ends, after what computes it and before what uses it.
+    for stage, rank in enumerate(ranks):
         for microbatch in range(n_microbatches):
             for step, sent in ((1, "F"), (-1, "B")):
-                if 0 <= stage + step < len(stage_to_rank) and stage_to_rank[stage + step] != rank:
-                    _check_message(order, places, stage_to_rank, stage, stage + step, sent, microbatch)
-    # 2. Nothing else is sent or received.
-    messages = set(_messages(stage_to_rank, n_microbatches))
+                if 0 <= stage + step < len(ranks) and ranks[stage + step] != rank:
+                    yield from _message_problems(order, places, ranks, stage, stage + step, sent, microbatch)
+    # 3. Nothing else is sent or received.
+    messages = set(_messages(ranks, n_microbatches))
     for action, (rank, position) in places.items():
         if "_" in action.kind and action.microbatch is not None and action not in messages:
-            raise InvalidOrder(rank, position, f"'{action}' has no other end on another rank; leave it out")
-    # 3. Both ranks have the messages between them in one order, and sharded stages are gathered when they compute.
-    _check_turns(order, stage_to_rank)
-    _check_stage_actions(order, places)
-
-
-def _places(order: Order) -> dict[Action, Place]:
-    """Rank and position of each action, pairs split. Errors: InvalidOrder for an action that is repeated."""
-    places: dict[Action, Place] = {}
+            yield InvalidOrder(rank, position, f"'{action}' has no other end on another rank; leave it out")
+    # 4. Both ranks have the messages between them in one order, and sharded stages are gathered when they compute.
+    yield from _crossing_messages(order, ranks)
+    # A stage that the order never gathers is not sharded, and has nothing to be gathered for.
+    uses_sharding = {action.stage for action in places if action.kind in ("UNSHARD", "RESHARD")}
     for rank, actions in enumerate(order):
-        for position, action in enumerate(actions):
-            for part in action.parts if action else ():
-                if part in places and part.microbatch is not None:
-                    raise InvalidOrder(rank, position, f"'{part}' stands for the second time")
-                places[part] = (rank, position)
-    return places
+        yield from _sharding_problems(rank, actions, uses_sharding)
 
 
-def _check_message(
+def _message_problems(
     order: Order, places: dict[Action, Place], ranks: Sequence[int], stage: int, to: int, sent: str, microbatch: int
-) -> None:
-    """One message is computed, then sent; received, then used. Errors: InvalidOrder."""
+) -> Iterator[InvalidOrder]:
+    """Unless one message is computed, then sent; received, then used."""
     send, receive = Action(stage, f"SEND_{sent}", microbatch), Action(to, f"RECV_{sent}", microbatch)
     for action, rank in ((send, ranks[stage]), (receive, ranks[to])):
         if action not in places:
-            raise InvalidOrder(rank, len(order[rank]), f"the rank ends without '{action}'")
+            yield InvalidOrder(rank, len(order[rank]), f"the rank ends without '{action}'")
     source, use = (_computed_with(places, each, sent, microbatch) for each in (stage, to))
     if places[send][1] < places[source][1]:
-        raise InvalidOrder(*places[send], f"'{send}' stands before '{source}'")
+        yield InvalidOrder(*places[send], f"'{send}' stands before '{source}'")
     if places[use][1] < places[receive][1]:
-        raise InvalidOrder(*places[use], f"'{use}' stands before '{receive}'")
+        yield InvalidOrder(*places[use], f"'{use}' stands before '{receive}'")
 
 
 def _computed_with(places: dict[Action, Place], stage: int, sent: str, microbatch: int) -> Action:
@@ -261,55 +260,42 @@ def _messages(ranks: Sequence[int], n_microbatches: int) -> Iterator[Action]:
                 yield Action(stage, "RECV_B", m)
 
 
-def _check_turns(order: Order, ranks: Sequence[int]) -> None:
-    """Between two ranks the k-th message received is the k-th one sent. Errors: InvalidOrder."""
+def _crossing_messages(order: Order, ranks: Sequence[int]) -> Iterator[InvalidOrder]:
+    """Unless between two ranks the k-th message received is the k-th one sent."""
     sent: dict[Place, list[Action]] = defaultdict(list)
-    received: dict[Place, list[tuple[Place, Action]]] = defaultdict(list)
-    for rank, actions in enumerate(order):
-        for position, action in enumerate(actions):
-            if action and action.kind in ("SEND_F", "SEND_B"):
-                step = 1 if action.kind == "SEND_F" else -1
-                to = action.stage + step
-                # As the receive that must match it, so that the two lists can be compared.
-                sent[rank, ranks[to]].append(Action(to, f"RECV_{action.kind[-1]}", action.microbatch))
-            elif action and action.kind in ("RECV_F", "RECV_B"):
-                source = ranks[action.stage - (1 if action.kind == "RECV_F" else -1)]
-                received[source, rank].append(((rank, position), action))
+    received: dict[Place, list[tuple[int, int, Action]]] = defaultdict(list)
+    for rank, position, action in _positions(order):
+        step = 1 if action.kind[-1] == "F" else -1
+        if action.kind in ("SEND_F", "SEND_B"):
+            to = action.stage + step
+            # As the receive that must match it, so that the two lists can be compared.
+            sent[rank, ranks[to]].append(Action(to, f"RECV_{action.kind[-1]}", action.microbatch))
+        elif action.kind in ("RECV_F", "RECV_B"):
+            received[ranks[action.stage - step], rank].append((rank, position, action))
     for pair, messages in sent.items():
-        for ((rank, position), action), expected in zip(received[pair], messages, strict=True):
+        for (rank, position, action), expected in zip(received[pair], messages, strict=True):
             if action != expected:
-                raise InvalidOrder(
-                    rank,
-                    position,
-                    f"'{action}' stands where rank {pair[0]} sends what '{expected}' receives; put that first",
-                )
+                cross = f"'{action}' stands where rank {pair[0]} sends what '{expected}' receives; put that first"
+                yield InvalidOrder(rank, position, cross)
 
 
-def _check_stage_actions(order: Order, places: dict[Action, Place]) -> None:
-    """A sharded stage is gathered when it computes; its gradient is reduced once, after its last backward."""
-    # A stage that the order never gathers is not sharded, and has nothing to be gathered for.
-    uses_sharding = {action.stage for action in places if action.kind in ("UNSHARD", "RESHARD")}
-    for rank, actions in enumerate(order):
-        gathered: set[int] = set()
-        reduced: set[int] = set()
-        for position, action in enumerate(actions):
-            for part in action.parts if action else ():
-                if part.kind in ("F", "B", "I", "W"):
-                    if part.stage in uses_sharding - gathered:
-                        raise InvalidOrder(rank, position, f"'{part}' stands where '{part.stage}UNSHARD' has not been")
-                    if part.kind in "BW" and part.stage in reduced:
-                        raise InvalidOrder(rank, position, f"'{part}' stands after '{part.stage}REDUCE_GRAD'")
-                elif part.kind == "UNSHARD":
-                    if part.stage in gathered:
-                        raise InvalidOrder(
-                            rank, position, f"'{part}' stands where stage {part.stage} is gathered already"
-                        )
-                    gathered.add(part.stage)
-                elif part.kind == "RESHARD":
-                    if part.stage not in gathered:
-                        raise InvalidOrder(rank, position, f"'{part}' stands where stage {part.stage} is not gathered")
-                    gathered.remove(part.stage)
-                elif part.kind == "REDUCE_GRAD":
-                    if part.stage in reduced:
-                        raise InvalidOrder(rank, position, f"'{part}' stands for the second time")
-                    reduced.add(part.stage)
+def _sharding_problems(rank: int, actions: Sequence[Action | None], uses_sharding: set[int]) -> Iterator[InvalidOrder]:
+    """Unless a sharded stage is gathered when it computes, and its gradient reduced once, after its last backward."""
+    gathered: set[int] = set()
+    reduced: set[int] = set()
+    for _, position, action in _positions([actions]):
+        stage, kind = action.stage, action.kind
+        rules = (
+            (kind in COMPUTED and stage in uses_sharding - gathered, f"stands where '{stage}UNSHARD' has not been"),
+            (kind in ("B", "W") and stage in reduced, f"stands after '{stage}REDUCE_GRAD'"),
+            (kind == "UNSHARD" and stage in gathered, f"stands where stage {stage} is gathered already"),
+            (kind == "RESHARD" and stage not in gathered, f"stands where stage {stage} is not gathered"),
+            (kind == "REDUCE_GRAD" and stage in reduced, "stands for the second time"),
+        )
+        for is_broken, problem in rules:
+            if is_broken:
+                yield InvalidOrder(rank, position, f"'{action}' {problem}")
+        if kind in ("UNSHARD", "RESHARD"):
+            gathered ^= {stage}
+        elif kind == "REDUCE_GRAD":
+            reduced.add(stage)

@@ -10,7 +10,7 @@ from fractions import Fraction
 from itertools import accumulate
 from typing import Literal
 
-from torch_impl.contract import NonNegative, PositiveInt, contract, type_name
+from torch_impl.contract import Names, NonNegative, PositiveInt, contract
 
 Style = Literal["loop", "v"]
 Rounding = Literal["up", "down"]
@@ -33,11 +33,8 @@ def stage_ids_this_rank(
             f"pipelining.stage_ids_this_rank: pp_rank={pp_rank} is no rank of pp_size={pp_size}; "
             f"pass 0 to {pp_size - 1}"
         )
-    if num_stages % pp_size:
-        raise ValueError(
-            f"pipelining.stage_ids_this_rank: num_stages={num_stages} is not a multiple of pp_size={pp_size}; "
-            f"use {-(-num_stages // pp_size) * pp_size}"
-        )
+    if uneven := _uneven(pp_size, num_stages):
+        raise ValueError(f"pipelining.stage_ids_this_rank: {uneven}")
     return stage_ids(pp_rank, pp_size, num_stages, style)
 
 
@@ -55,12 +52,17 @@ def stage_to_rank(pp_size: PositiveInt, num_stages: PositiveInt, style: Style = 
 
     Errors: TypeError for another type; ValueError for stages that ranks cannot share equally or an unknown style.
     """
-    if num_stages % pp_size:
-        raise ValueError(
-            f"pipelining.stage_to_rank: num_stages={num_stages} is not a multiple of pp_size={pp_size}; "
-            f"use {-(-num_stages // pp_size) * pp_size}"
-        )
+    if uneven := _uneven(pp_size, num_stages):
+        raise ValueError(f"pipelining.stage_to_rank: {uneven}")
     return ranks_of_stages(pp_size, num_stages, style)
+
+
+def _uneven(pp_size: int, num_stages: int) -> str | None:
+    """Why ranks cannot have equally many stages, or None if they can."""
+    if num_stages % pp_size == 0:
+        return None
+    multiple = -(-num_stages // pp_size) * pp_size
+    return f"num_stages={num_stages} is not a multiple of pp_size={pp_size}; use {multiple}"
 
 
 def ranks_of_stages(pp_size: int, num_stages: int, style: Style) -> list[int]:
@@ -196,7 +198,7 @@ def generate_hf_model_fqn_per_model_part(
     include_lm_head: bool = True,
     include_rotary_emb: bool = True,
     include_multimodal_encoders: bool = True,
-    extra_module_fqns: list[str] | None = None,
+    extra_module_fqns: Names | None = None,
     fqn_prefix: str = "model.",
     lm_head_fqn: str = "lm_head",
     *,
@@ -221,7 +223,6 @@ def generate_hf_model_fqn_per_model_part(
             f"pipelining.generate_hf_model_fqn_per_model_part: num_stages={num_stages} exceeds "
             f"num_layers={num_layers}; every stage needs a layer, so use at most {num_layers} stages"
         )
-    _check_names(extra_module_fqns)
     counts = layer_counts(num_stages, num_layers, embed_cost, head_cost)
     # 1. The layers of each stage, in order.
     ends = list(accumulate(counts))
@@ -236,15 +237,3 @@ def generate_hf_model_fqn_per_model_part(
     stages[-1] += [f"{fqn_prefix}norm", *([lm_head_fqn] if include_lm_head else [])]
     # 3. The rotary embedding has no parameters: every stage can have its copy.
     return [[*stage, *([f"{fqn_prefix}rotary_emb"] if include_rotary_emb else [])] for stage in stages]
-
-
-def _check_names(names: object) -> None:
-    """`extra_module_fqns` is a list of names or None. Errors: TypeError."""
-    function = "pipelining.generate_hf_model_fqn_per_model_part"
-    if names is None:
-        return
-    if not isinstance(names, (list, tuple)):
-        raise TypeError(f"{function}: extra_module_fqns={names!r} is {type_name(names)}; pass a list of names")
-    for index, module in enumerate(names):
-        if not isinstance(module, str):
-            raise TypeError(f"{function}: extra_module_fqns[{index}]={module!r} is {type_name(module)}; pass a str")

@@ -12,7 +12,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -20,13 +20,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from torch_impl.contract import Number, PositiveInt, contract, type_name
+from torch_impl.contract import Function, Instance, ListOf, Number, PositiveInt, contract
 from torch_impl.pipelining._torch_compat import of_torch, open_in_separate_buffers, schedule_of_order
 from torch_impl.pipelining.csv_schedule import ARGUMENT, CsvSchedule, read_csv
 from torch_impl.pipelining.named_schedules import Rule, microbatches_problem, rule_of, stages_problem
 from torch_impl.pipelining.order import Action
 from torch_impl.pipelining.partition import ranks_of_stages
-from torch_impl.pipelining.shapes import check_batches_of_each_step
+from torch_impl.pipelining.shapes import Stages, check_batches_of_each_step
 from torch_impl.pipelining.tied_weights import sum_tied_gradients_after_each_step
 
 logger = logging.getLogger(__name__)
@@ -40,8 +40,8 @@ def build_pipeline_schedule(
     pipeline_parallel_schedule: str | None,
     microbatch_size: PositiveInt,
     local_batch_size: PositiveInt,
-    stages: list[PipelineStage],
-    loss_fn: Callable | None,
+    stages: Stages,
+    loss_fn: Function | None,
     scale_grads: bool = False,
 ) -> Any:
     """torch's schedule over `stages`, those of this rank, for local_batch_size / microbatch_size micro-batches.
@@ -63,14 +63,12 @@ def build_pipeline_schedule(
             stages, placement or micro-batches that it cannot have, an error in a file (row and column from 1);
             FileNotFoundError for a missing file; TypeError for another type.
     """
-    _check_stages(stages)
     choice = choose_schedule(
         pipeline_parallel_schedule_csv,
         pipeline_parallel_schedule,
         microbatch_size,
         local_batch_size,
         stages[0].group_size,
-        loss_fn,
     )
     return build_schedule(choice, stages, loss_fn, scale_grads)
 
@@ -92,12 +90,9 @@ def choose_schedule(
     microbatch_size: int,
     local_batch_size: int,
     pp_size: int,
-    loss_fn: Callable | None,
 ) -> ScheduleChoice:
     """The schedule of a name or a file, validated before there are stages. Errors: see `build_pipeline_schedule`."""
     n = _n_microbatches(microbatch_size, local_batch_size)
-    if loss_fn is not None and not callable(loss_fn):
-        raise TypeError(f"{NAME}: loss_fn={loss_fn!r} is {type_name(loss_fn)}; pass a function or None")
     if path is None and name is None:
         raise ValueError(f"{NAME}: {ARGUMENT}=None and {BY_NAME}=None; pass one of them")
     rule = None if name is None else rule_of(f"{NAME}: {BY_NAME}", name)
@@ -121,11 +116,8 @@ def build_schedule(
     ordered = sorted(stages, key=lambda stage: stage.stage_index)
     ranks, count, n = ordered[0].group_size, ordered[0].num_stages, choice.n_microbatches
     # 1. The stages are those of the file and of the named schedule, on the ranks where these place them.
-    if choice.file:
-        _check_stages_of_file(choice.file, choice.path, ordered)
-    if choice.rule is not None:
-        _check_rule(choice.rule, ranks, count, n, choice.file)
-    _check_placement(ordered, choice)
+    for problem in _stage_problems(choice, ordered):
+        raise ValueError(f"{NAME}: {problem}")
     _log(choice, ranks, count, loss_fn, scale_grads)
     # 2. torch's schedule, by name or with the order of the file.
     if choice.file:
@@ -158,75 +150,56 @@ def _n_microbatches(microbatch_size: int, local_batch_size: int) -> int:
     return local_batch_size // microbatch_size
 
 
-def _check_stages(stages: object) -> None:
-    """The stages of one pipeline. Errors: TypeError; ValueError."""
-    if not isinstance(stages, (list, tuple)):
-        raise TypeError(f"{NAME}: stages is {type_name(stages)}; pass a list of PipelineStage")
-    if not stages:
-        raise ValueError(f"{NAME}: stages is empty; pass the stages of this rank")
-    for index, stage in enumerate(stages):
-        if not isinstance(stage, PipelineStage):
-            raise TypeError(f"{NAME}: stages[{index}] is {type_name(stage)}; pass a PipelineStage")
-    counts = sorted({stage.num_stages for stage in stages})
-    ranks = sorted({stage.group_size for stage in stages})
-    if len(counts) > 1 or len(ranks) > 1:
-        raise ValueError(f"{NAME}: stages are of pipelines with {counts} stages over {ranks} ranks; pass those of one")
-
-
-def _check_stages_of_file(file: CsvSchedule, path: Any, stages: list[PipelineStage]) -> None:
-    """A file has as many stages as the model, and gathers those that are sharded. Errors: ValueError."""
-    if len(file.stage_to_rank) != stages[0].num_stages:
-        raise ValueError(
-            f"{NAME}: {ARGUMENT}={os.fspath(path)!r} has {len(file.stage_to_rank)} stages, the model "
-            f"{stages[0].num_stages}; split the model into as many as the file has"
-        )
-    # With a complete file torch gathers a sharded stage only where the file says so.
-    gathered = {action.stage for row in file.order for action in row if action and action.kind == "UNSHARD"}
-    for stage in stages:
-        if file.has_communication and isinstance(stage.submod, FSDPModule) and stage.stage_index not in gathered:
-            raise ValueError(
-                f"{NAME}: {ARGUMENT}={os.fspath(path)!r} has no '{stage.stage_index}UNSHARD', but stage "
-                f"{stage.stage_index} is sharded; add it, or leave all communication to torch"
-            )
-
-
-def _check_rule(rule: Rule, ranks: int, count: int, n: int, file: CsvSchedule | None) -> None:
-    """The stages and micro-batches, or the file, fit the named schedule. Errors: ValueError."""
-    if file:
-        # The order is the file's; of the named schedule it must have the stages, their ranks and the micro-batches.
-        problems = [stages_problem(rule, each) for each in file.stages_per_rank]
-        is_placed = count % ranks == 0 and file.stage_to_rank == ranks_of_stages(ranks, count, rule.style)
-        if not is_placed:
-            problems.append(f"{rule.name} places stages as {rule.style!r}, the file as {file.stage_to_rank}")
-        problem = next(filter(None, [*problems, microbatches_problem(rule, n, ranks)]), None)
-        if problem:
-            raise ValueError(f"{NAME}: {BY_NAME}={rule.name!r} does not fit {ARGUMENT}: {problem}, or pass None")
-        return
-    if count % ranks:
-        raise ValueError(
-            f"{NAME}: {BY_NAME}={rule.name!r} with {count} stages over {ranks} ranks; use a multiple of {ranks}"
-        )
-    problem = stages_problem(rule, count // ranks)
-    if problem:
-        raise ValueError(f"{NAME}: {BY_NAME}={rule.name!r} with {count // ranks} stages on each rank: {problem}")
-
-
-def _check_placement(stages: list[PipelineStage], choice: ScheduleChoice) -> None:
-    """This rank has the stages that the schedule places on it. Errors: ValueError."""
-    rank, ranks = stages[0].group_rank, stages[0].group_size
+def _stage_problems(choice: ScheduleChoice, stages: list[PipelineStage]) -> Iterator[str]:
+    """Why a schedule cannot have these stages of this rank. Each rule relies on those before it."""
+    rank, ranks, count = stages[0].group_rank, stages[0].group_size, stages[0].num_stages
+    counts, group_sizes = ({getattr(stage, name) for stage in stages} for name in ("num_stages", "group_size"))
+    if len(counts) > 1 or len(group_sizes) > 1:
+        pipelines = f"pipelines with {sorted(counts)} stages over {sorted(group_sizes)} ranks"
+        yield f"stages are of {pipelines}; pass those of one"
+    # 1. The file, and the named schedule if there is one; the placement is that of the file, else of the schedule.
+    placed_by = ARGUMENT
     if choice.file:
-        placement, placed_by = choice.file.stage_to_rank, ARGUMENT
+        yield from _file_problems(choice, choice.file, stages)
+        placement = choice.file.stage_to_rank
     else:
         rule: Rule = choice.rule  # pyright: ignore[reportAssignmentType]
-        placement = ranks_of_stages(ranks, stages[0].num_stages, rule.style)
+        if count % ranks:
+            yield f"{BY_NAME}={rule.name!r} with {count} stages over {ranks} ranks; use a multiple of {ranks}"
+        if problem := stages_problem(rule, count // ranks):
+            yield f"{BY_NAME}={rule.name!r} with {count // ranks} stages on each rank: {problem}"
+        placement = ranks_of_stages(ranks, count, rule.style)
         placed_by = f"{BY_NAME}={rule.name!r} ({rule.style!r} placement)"
+    # 2. This rank has the stages that are placed on it.
     present = [stage.stage_index for stage in stages]
     expected = [stage for stage, other in enumerate(placement) if other == rank]
     if present != expected:
-        raise ValueError(
-            f"{NAME}: stages on rank {rank} of {ranks} are {present}, but {placed_by} places {expected} there; "
+        yield (
+            f"stages on rank {rank} of {ranks} are {present}, but {placed_by} places {expected} there; "
             "build the stages by stage_ids_this_rank"
         )
+
+
+def _file_problems(choice: ScheduleChoice, file: CsvSchedule, stages: list[PipelineStage]) -> Iterator[str]:
+    """Why a file does not fit the model's stages, or the schedule that is named beside it."""
+    label = f"{ARGUMENT}={os.fspath(choice.path)!r}"  # pyright: ignore[reportArgumentType,reportCallIssue]
+    ranks, count, rule = stages[0].group_size, stages[0].num_stages, choice.rule
+    if len(file.stage_to_rank) != count:
+        yield f"{label} has {len(file.stage_to_rank)} stages, the model {count}; split the model into as many"
+    # With a complete file torch gathers a sharded stage only where the file says so.
+    gathered = {action.stage for row in file.order for action in row if action and action.kind == "UNSHARD"}
+    for stage in (stage.stage_index for stage in stages if isinstance(stage.submod, FSDPModule)):
+        if file.has_communication and stage not in gathered:
+            missing = f"no '{stage}UNSHARD', but stage {stage} is sharded"
+            yield f"{label} has {missing}; add it, or leave all communication to torch"
+    if rule is None:
+        return
+    # The order is the file's; of the named schedule it must have the stages, their ranks and the micro-batches.
+    misfits = [stages_problem(rule, each) for each in file.stages_per_rank]
+    if count % ranks or file.stage_to_rank != ranks_of_stages(ranks, count, rule.style):
+        misfits.append(f"{rule.name} places stages as {rule.style!r}, the file as {file.stage_to_rank}")
+    for misfit in filter(None, [*misfits, microbatches_problem(rule, choice.n_microbatches, ranks)]):
+        yield f"{BY_NAME}={rule.name!r} does not fit {ARGUMENT}: {misfit}, or pass None"
 
 
 def _log(choice: ScheduleChoice, ranks: int, count: int, loss_fn: object, scale_grads: bool) -> None:
@@ -263,11 +236,24 @@ def _with_reductions_of_rank(row: list[Action | None]) -> list[Action | None]:
     return complete
 
 
+@runtime_checkable
+class ScalableStage(Protocol):
+    """What scaling needs of a stage: its module, and that it is a stage, whose gradients can be scaled."""
+
+    submod: nn.Module
+
+    def scale_grads(self, grad_scale_factor: int) -> None: ...
+
+
+ScalableStages = Annotated[
+    list[PipelineStage],
+    ListOf(Instance(ScalableStage, "pass a PipelineStage", shows_value=False), "PipelineStage"),
+]
 Divisor = Annotated[int, Number(1, integer=True, remedy=" (microbatches x accumulation steps)")]
 
 
 @contract
-def scale_grads_by_divisor(stages: list[PipelineStage], divisor: Divisor) -> None:
+def scale_grads_by_divisor(stages: ScalableStages, divisor: Divisor) -> None:
     """Divide the gradients of these `stages` in place, each once, also where stages share a parameter.
 
     Call it once for each step of the optimiser, after the last backward: with losses that are means, n micro-batches
@@ -277,16 +263,6 @@ def scale_grads_by_divisor(stages: list[PipelineStage], divisor: Divisor) -> Non
     Cost:   none between ranks; of a DTensor the local shard is divided.
     Errors: TypeError for what is not a stage or an int; ValueError for a divisor below 1.
     """
-    if not isinstance(stages, (list, tuple)):
-        raise TypeError(
-            f"pipelining.scale_grads_by_divisor: stages is {type_name(stages)}; pass a list of PipelineStage"
-        )
-    for index, stage in enumerate(stages):
-        has_module = isinstance(getattr(stage, "submod", None), nn.Module)
-        if not has_module or not callable(getattr(stage, "scale_grads", None)):
-            raise TypeError(
-                f"pipelining.scale_grads_by_divisor: stages[{index}] is {type_name(stage)}; pass a PipelineStage"
-            )
     # By identity, so that a parameter that two stages share is divided once.
     parameters = {id(parameter): parameter for stage in stages for parameter in stage.submod.parameters()}
     with torch.no_grad():

@@ -3,15 +3,24 @@ of each step's batch against them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-from torch_impl.contract import PositiveInt, contract
+from torch_impl.contract import Dtype, Instance, ListOf, PositiveInt, contract
 from torch_impl.pipelining._torch_compat import emitted_dtype, forget_shapes, of_torch, set_static_shapes, stages_of
+
+Stages = Annotated[
+    list[PipelineStage],
+    ListOf(
+        Instance(PipelineStage, "pass a PipelineStage", shows_value=False),
+        "PipelineStage",
+        if_empty="pass the stages of this rank",
+    ),
+]
 
 
 def _get_hidden_and_vocab_size(config: Any) -> tuple[int, int]:
@@ -39,12 +48,12 @@ def _size(config: Any, field: str) -> int:
 
 @contract
 def _precompute_stage_shapes(
-    stages: list[PipelineStage],
+    stages: Stages,
     model_config: Any,
     microbatch_size: PositiveInt,
     seq_len: PositiveInt,
     *,
-    tensor_dtype: torch.dtype | None = None,
+    tensor_dtype: Dtype | None = None,
 ) -> None:
     """Set the shapes of each stage's input and output. Every rank must call it, with the same sizes.
 
@@ -59,8 +68,6 @@ def _precompute_stage_shapes(
     Errors: ValueError for sizes below 1, no stages, a config without sizes; RuntimeError at the first step if stages
             of other ranks have no shapes.
     """
-    if not stages:
-        raise ValueError("pipelining._precompute_stage_shapes: stages is empty; pass the stages of this rank")
     set_shapes(stages, _get_hidden_and_vocab_size(model_config), microbatch_size, seq_len, tensor_dtype)
 
 
@@ -87,12 +94,12 @@ def set_shapes(
 @contract
 def reset_pp_stage_shapes(
     schedule: Any,
-    stages: list[PipelineStage],
+    stages: Stages,
     model_config: Any,
     microbatch_size: PositiveInt,
     seq_len: PositiveInt,
     *,
-    tensor_dtype: torch.dtype | None = None,
+    tensor_dtype: Dtype | None = None,
 ) -> None:
     """Set the shapes for batches of another length on the stages of a `schedule`; gradients are not changed.
 
@@ -135,10 +142,11 @@ def check_batches_of_each_step(schedule: Any, stages: Sequence[PipelineStage], l
     def checked_step(*args: Any, target: Any = None, **kwargs: Any) -> Any:
         # The model's inputs may be passed by position or by name; these two names are options of `step`.
         inputs = args or set(kwargs) - {"losses", "return_outputs"}
-        _check_inputs(schedule, stages, bool(inputs), target)
+        for problem in _step_problems(schedule, stages, bool(inputs), target):
+            raise ValueError(f"pipelining.step: {problem}")
         for name, x in (*((f"args[{index}]", x) for index, x in enumerate(args)), ("target", target)):
-            if isinstance(x, Tensor) and x.ndim:
-                _check_batch(name, x, stages, local_batch_size, lengths)
+            for problem in _batch_problems(name, x, stages, local_batch_size, lengths):
+                raise ValueError(f"pipelining.step: {name} has {problem}")
         returned = step(*args, target=target, **kwargs)
         lengths.update(x.shape[1] for x in args if isinstance(x, Tensor) and x.ndim > 1)
         return returned
@@ -146,36 +154,25 @@ def check_batches_of_each_step(schedule: Any, stages: Sequence[PipelineStage], l
     schedule.step = checked_step
 
 
-def _check_inputs(schedule: Any, stages: Sequence[PipelineStage], has_inputs: bool, target: Any) -> None:
-    """The rank of the first stage has inputs, that of the last stage targets; torch would fail in the middle of a step.
-
-    Errors: ValueError.
-    """
+def _step_problems(schedule: Any, stages: Sequence[PipelineStage], has_inputs: bool, target: Any) -> Iterator[str]:
+    """Unless the rank of the first stage has inputs, that of the last targets; torch would fail amid the step."""
     if any(stage.is_first for stage in stages) and not has_inputs:
-        raise ValueError("pipelining.step: args is empty on the rank of the first stage; pass what enters the model")
+        yield "args is empty on the rank of the first stage; pass what enters the model"
     if any(stage.is_last for stage in stages) and target is None and of_torch(schedule, "_loss_fn") is not None:
-        raise ValueError("pipelining.step: target=None on the rank of the last stage; pass what loss_fn compares with")
+        yield "target=None on the rank of the last stage; pass what loss_fn compares with"
 
 
-def _check_batch(
-    name: str, x: Tensor, stages: Sequence[PipelineStage], local_batch_size: int, lengths: set[int]
-) -> None:
-    if x.shape[0] != local_batch_size:
-        raise ValueError(
-            f"pipelining.step: {name} has {x.shape[0]} rows, the schedule was built for "
-            f"local_batch_size={local_batch_size}; pass as many"
-        )
-    key = getattr(stages[0], "static_key", None)
-    if name == "target" or x.ndim < 2:
+def _batch_problems(
+    name: str, x: Any, stages: Sequence[PipelineStage], local_batch_size: int, lengths: set[int]
+) -> Iterator[str]:
+    """What an argument of a step has that the schedule was not built for; only tensors are batches."""
+    if not isinstance(x, Tensor) or not x.ndim:
         return
-    if key and x.shape[1] != key[1]:
-        raise ValueError(
-            f"pipelining.step: {name} has s={x.shape[1]}, the stages were set to seq_len={key[1]}; call "
-            "reset_pp_stage_shapes on every rank first"
-        )
+    if x.shape[0] != local_batch_size:
+        yield f"{x.shape[0]} rows, the schedule was built for local_batch_size={local_batch_size}; pass as many"
+    key = getattr(stages[0], "static_key", None)
     # Without set shapes torch infers them at the first step, and uses them for all later ones.
-    if not key and lengths and x.shape[1] not in lengths:
-        raise ValueError(
-            f"pipelining.step: {name} has s={x.shape[1]}, the first step had s={min(lengths)}; call "
-            "reset_pp_stage_shapes on every rank first"
-        )
+    expected = {key[1]} if key else lengths
+    if name != "target" and x.ndim > 1 and expected and x.shape[1] not in expected:
+        earlier = f"the stages were set to seq_len={key[1]}" if key else f"the first step had s={min(lengths)}"
+        yield f"s={x.shape[1]}, {earlier}; call reset_pp_stage_shapes on every rank first"

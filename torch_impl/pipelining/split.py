@@ -11,15 +11,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 
-from torch_impl.contract import NonNegative, PositiveInt, contract, type_name
+from torch_impl.contract import Device, Mesh, Module, NonNegative, PositiveInt, contract
 from torch_impl.pipelining.csv_schedule import read_csv
 from torch_impl.pipelining.model_parts import (
     NAME,
     ModelParts,
-    check_forwards,
-    check_names,
-    check_parameters,
+    StageNames,
+    completed_names,
     model_parts,
+    split_problems,
 )
 from torch_impl.pipelining.named_schedules import Rule, rule_of, stages_problem
 from torch_impl.pipelining.partition import Rounding, calculate_virtual_stages, ranks_of_stages
@@ -29,12 +29,12 @@ from torch_impl.pipelining.tied_weights import copy_tied_weights, tied_weights_a
 
 @contract
 def split_model_into_stages(
-    model: nn.Module,
-    pp_mesh: DeviceMesh,
+    model: Module,
+    pp_mesh: Mesh,
     pp_axis_name: str,
     pp_schedule: str | None,
-    device: torch.device,
-    module_names_per_stage: list[list[str]] | None = None,
+    device: Device,
+    module_names_per_stage: StageNames | None = None,
     layers_per_stage: PositiveInt | None = None,
     patch_inner_model: bool = True,
     patch_causal_lm_model: bool = True,
@@ -59,12 +59,6 @@ def split_model_into_stages(
             ranks cannot have, names that the model lacks or that do not cover its layers in order, parameters that no
             stage or two stages would have.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{NAME}: model is {type_name(model)}; pass an nn.Module")
-    if not isinstance(device, (torch.device, str)):
-        raise TypeError(f"{NAME}: device is {type_name(device)}; pass a torch.device")
-    if not isinstance(pp_mesh, DeviceMesh):
-        raise TypeError(f"{NAME}: pp_mesh is {type_name(pp_mesh)}; pass a DeviceMesh")
     if pp_axis_name not in (pp_mesh.mesh_dim_names or ()):
         raise ValueError(f"{NAME}: pp_axis_name={pp_axis_name!r} is no axis of pp_mesh {pp_mesh.mesh_dim_names}")
     if pp_schedule is None and pipeline_parallel_schedule_csv is None:
@@ -113,16 +107,16 @@ def split_model(
     # 1. The names of the modules of each stage: those that were passed, else layers divided evenly.
     parts = model_parts(model)
     if module_names_per_stage is not None:
-        names = check_names(model, parts, module_names_per_stage)
+        names = completed_names(model, parts, module_names_per_stage)
         count = len(names)
     else:
         count = len(placement) if placement else _n_stages(parts, layers_per_stage, ranks, rule, rounding)
         names = parts.names(count, embed_cost, head_cost)
     # 2. The rank of each stage. From here on nothing can fail that depends on arguments.
     placement = _placement(placement, count, ranks, rule)
-    check_parameters(model, names)
+    for problem in split_problems(model, parts, names, patch_inner, patch_outer):
+        raise ValueError(f"{NAME}: {problem}")
     tied_weights = tied_weights_across(model, names)
-    check_forwards(model, parts, names, patch_inner, patch_outer)
     # 3. A module for each stage of this rank, with its copies of tied weights and its forward.
     local_stages = [stage for stage, other in enumerate(placement) if other == rank]
     modules = [_part(model, names, stage, local_stages) for stage in local_stages]

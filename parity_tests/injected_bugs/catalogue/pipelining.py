@@ -257,15 +257,15 @@ BUGS = (
     InjectedBug(
         name="an action that stands twice accepted",
         kind="order",
-        at="pipelining:check_computed",
-        old="        if action in seen:",
-        new="        if action in ():",
+        at="pipelining:_out_of_turn",
+        old="    if action in seen:",
+        new="    if action in ():",
         expect="value: ",
     ),
     InjectedBug(
         name="a missing backward accepted",
         kind="order",
-        at="pipelining:_check_complete",
+        at="pipelining:_incomplete",
         old='for kind in ("F", backward):',
         new='for kind in ("F",):',
         expect="raised: ",
@@ -289,7 +289,7 @@ BUGS = (
     InjectedBug(
         name="messages that cross over accepted",
         kind="order",
-        at="pipelining:_check_turns",
+        at="pipelining:_crossing_messages",
         old="            if action != expected:",
         new="            if action.kind != expected.kind:",
         expect="value: ",
@@ -297,7 +297,7 @@ BUGS = (
     InjectedBug(
         name="a message taken after it is used accepted",
         kind="order",
-        at="pipelining:_check_message",
+        at="pipelining:_message_problems",
         old="    if places[use][1] < places[receive][1]:",
         new="    if places[use][1] < 0:",
         expect="value: ",
@@ -305,9 +305,9 @@ BUGS = (
     InjectedBug(
         name="a gradient reduced before it is complete accepted",
         kind="reduction",
-        at="pipelining:_check_stage_actions",
-        old='if part.kind in "BW" and part.stage in reduced:',
-        new='if part.kind in "W" and part.stage in reduced:',
+        at="pipelining:_sharding_problems",
+        old='kind in ("B", "W") and stage in reduced',
+        new='kind in ("W",) and stage in reduced',
         expect="value: ",
     ),
     InjectedBug(
@@ -329,7 +329,7 @@ BUGS = (
     InjectedBug(
         name="stages of another placement accepted",
         kind="schedule",
-        at="pipelining:_check_placement",
+        at="pipelining:_stage_problems",
         old="    if present != expected:",
         new="    if len(present) != len(expected):",
         expect="value: ",
