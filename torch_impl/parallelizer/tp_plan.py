@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Annotated, Any, NamedTuple
 
 from torch import nn
@@ -159,14 +160,10 @@ def validated_styles(
     placements: dict[str, Placement] = {}
     for name, (key, style) in styles.items():
         placements |= _module_placements(model, name, key, style)
-    # 2. Each rank gets full heads, the same ones in queries, keys, values and norms.
-    _check_heads(model, styles, tp)
-    if tp > 1:
-        _check_sibling_projections(model, styles)
-        _check_norms(model, styles)
-    # 3. No parameter is sharded in two ways, and FSDP can shard every parameter again.
-    _check_ties(model, placements)
-    _check_packed(placements, fsdp_size)
+    # 2. Each rank gets full heads, the same ones in queries, keys, values and norms; no parameter is sharded in two
+    #    ways, and FSDP can shard every parameter again.
+    for problem in chain(_head_problems(model, styles, tp), _parameter_problems(model, placements, fsdp_size)):
+        raise ValueError(f"tp_shard_plan: {problem}")
     return styles
 
 
@@ -200,57 +197,62 @@ def _module_placements(model: nn.Module, name: str, key: str, style: ParallelSty
     return {f"{name}.{leaf}" if name else leaf: placement for leaf, placement in placements.items()}
 
 
-def _check_heads(model: nn.Module, styles: Styles, tp: int) -> None:
+def _head_problems(model: nn.Module, styles: Styles, tp: int) -> Iterator[str]:
+    """Heads that ranks cannot share, or that would meet projections or norms of other heads."""
     config = getattr(model, "config", None)
     text: Any = getattr(config, "get_text_config", lambda: config)()
-    for name, (key, style) in styles.items():
-        count = HEADS.get(name.rpartition(".")[2])
-        if count is None or not _leaves_heads_sharded(style):
-            continue
-        heads = getattr(text, count, None) or getattr(text, "num_attention_heads", None)
-        for number in heads if isinstance(heads, list | tuple) else [heads]:
-            if isinstance(number, int) and number % tp:
-                raise ValueError(
-                    f"tp_shard_plan: key {key!r} shards heads, and {count}={number} does not divide by tp={tp}; "
-                    f"use a tp that divides it, or leave attention out of the plan"
+    leaves = {name: name.rpartition(".") for name, entry in styles.items() if _leaves_heads_sharded(entry.style)}
+    heads = {name: (path, leaf) for name, (path, _, leaf) in leaves.items() if leaf in HEADS}
+    # 1. The ranks divide the heads.
+    for name, (_, leaf) in heads.items():
+        counts = getattr(text, HEADS[leaf], None) or getattr(text, "num_attention_heads", None)
+        for count in counts if isinstance(counts, list | tuple) else [counts]:
+            if isinstance(count, int) and count % tp:
+                yield (
+                    f"key {styles[name].key!r} shards heads, and {HEADS[leaf]}={count} does not divide by tp={tp}; "
+                    "use a tp that divides it, or leave attention out of the plan"
                 )
-
-
-def _check_sibling_projections(model: nn.Module, styles: Styles) -> None:
-    """If only queries, or only keys or values, are sharded, heads of different ranks are paired."""
-    for name, (key, style) in styles.items():
-        path, _, leaf = name.rpartition(".")
-        if leaf not in HEADS or not _leaves_heads_sharded(style):
-            continue
-        for other in HEADS:
-            sibling = f"{path}.{other}" if path else other
+    if tp == 1:
+        return
+    # 2. If only queries, or only keys or values, were sharded, heads of different ranks would be paired.
+    for name, (path, _) in heads.items():
+        siblings = {other: f"{path}.{other}" if path else other for other in HEADS}
+        for other, sibling in siblings.items():
             if sibling not in styles and isinstance(getattr(model.get_submodule(path), other, None), nn.Module):
-                raise ValueError(
-                    f"tp_shard_plan: key {key!r} shards heads, and its sibling {sibling!r} is not in the plan, so that "
+                yield (
+                    f"key {styles[name].key!r} shards heads, and its sibling {sibling!r} is not in the plan, so that "
                     "heads of different ranks would meet; give it the same style, or leave attention out of the plan"
                 )
+    # 3. A norm with a weight for each feature of all heads does not fit behind a rank's heads.
+    for name, module, key in _unsummed_norms(model, styles):
+        path, _, leaf = name.rpartition(".")
+        features = getattr(model.get_submodule(f"{path}.{NORMS[leaf]}"), "out_features", None)
+        if next(module.parameters()).numel() == features:
+            yield (
+                f"{name!r} has weights for all {features} features of the heads, and key {key!r} leaves each rank a "
+                "part of them; use colwise_gather_output for the projections and rowwise_split_input behind "
+                "attention, or leave attention out of the plan"
+            )
 
 
 def _leaves_heads_sharded(style: Any) -> bool:
     return isinstance(style, ColwiseParallel) and style.output_layouts == (Shard(-1),)
 
 
-def _check_ties(model: nn.Module, placements: Mapping[str, Placement]) -> None:
+def _parameter_problems(model: nn.Module, placements: Mapping[str, Placement], fsdp_size: int) -> Iterator[str]:
+    """Shared parameters with two placements, and packed halves that FSDP would shard again."""
     first_names: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first = first_names.setdefault(id(parameter), name)
         one, two = placements.get(first), placements.get(name)
         if one != two:
             both = f"{first!r} is {one or 'not in the plan'} and {name!r} is {two or 'not in the plan'}"
-            raise ValueError(f"tp_shard_plan: {both}, but they share one parameter; give both the same placement")
-
-
-def _check_packed(placements: Mapping[str, Placement], fsdp_size: int) -> None:
+            yield f"{both}, but they share one parameter; give both the same placement"
     packed = [name for name, placement in placements.items() if is_shard_of_halves(placement)]
     if packed and fsdp_size > 1:
-        raise ValueError(
-            f"tp_shard_plan: {packed[0]!r} is packed and FSDP would shard it over {fsdp_size} ranks, from which torch "
-            "puts its rows together in another order; use data_parallel_sharding_strategy='no_shard', or tp alone"
+        yield (
+            f"{packed[0]!r} is packed and FSDP would shard it over {fsdp_size} ranks, from which torch puts its rows "
+            "together in another order; use data_parallel_sharding_strategy='no_shard', or tp alone"
         )
 
 
@@ -264,19 +266,6 @@ def _unsummed_norms(model: nn.Module, styles: Styles) -> Iterator[tuple[str, nn.
             continue
         if next(module.parameters(), None) is not None:
             yield name, module, projection.key
-
-
-def _check_norms(model: nn.Module, styles: Styles) -> None:
-    """A norm with a weight for each feature of all heads does not fit behind a rank's heads."""
-    for name, module, key in _unsummed_norms(model, styles):
-        path, _, leaf = name.rpartition(".")
-        features = getattr(model.get_submodule(f"{path}.{NORMS[leaf]}"), "out_features", None)
-        if next(module.parameters()).numel() == features:
-            raise ValueError(
-                f"tp_shard_plan: {name!r} has weights for all {features} features of the heads, and key {key!r} leaves "
-                "each rank a part of them; use colwise_gather_output for the projections and rowwise_split_input "
-                "behind attention, or leave attention out of the plan"
-            )
 
 
 # ---- Application

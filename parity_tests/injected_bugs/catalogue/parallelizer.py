@@ -399,9 +399,9 @@ BUGS = (
     InjectedBug(
         name="heads that do not divide passed over",
         kind="border",
-        at="parallelizer:_check_heads",
-        old="if isinstance(number, int) and number % tp:",
-        new="if isinstance(number, int) and number % tp and tp > number * 8:",
+        at="parallelizer:_head_problems",
+        old="if isinstance(count, int) and count % tp:",
+        new="if isinstance(count, int) and count % tp and tp > count * 8:",
         expect="value: ",
     ),
     InjectedBug(
@@ -415,7 +415,7 @@ BUGS = (
     InjectedBug(
         name="a tie of two placements passed over",
         kind="tied",
-        at="parallelizer:_check_ties",
+        at="parallelizer:_parameter_problems",
         old="        if one != two:",
         new="        if one != two and not (one or two):",
         expect="value: ",
@@ -423,7 +423,7 @@ BUGS = (
     InjectedBug(
         name="packed halves under FSDP passed over",
         kind="border",
-        at="parallelizer:_check_packed",
+        at="parallelizer:_parameter_problems",
         old="if packed and fsdp_size > 1:",
         new="if packed and fsdp_size > 1024:",
         expect="value: ",

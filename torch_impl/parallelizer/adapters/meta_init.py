@@ -17,26 +17,24 @@ from torch_impl.parallelizer.tp_styles import owner_of
 
 def check_meta(model: nn.Module, *, is_expected: bool) -> None:
     """ValueError unless the model is on the meta device exactly if that is expected, and can be initialised."""
+    for problem in _meta_problems(model, is_expected):
+        raise ValueError(f"init_nvfsdp_with_meta_device{problem}")
+
+
+def _meta_problems(model: nn.Module, is_expected: bool) -> Iterator[str]:
     on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if on_meta and not is_expected:
-        raise ValueError(
-            f"init_nvfsdp_with_meta_device=False, and {on_meta[0]!r} is on the meta device; pass True, or a model "
-            "with values"
-        )
+        yield f"=False, and {on_meta[0]!r} is on the meta device; pass True, or a model with values"
     if is_expected and not on_meta:
-        raise ValueError(
-            "init_nvfsdp_with_meta_device=True, and no parameter is on the meta device; build the model under "
-            "torch.device('meta'), or pass False"
-        )
+        build = "build the model under torch.device('meta'), or pass False"
+        yield f"=True, and no parameter is on the meta device; {build}"
     # Models of transformers initialise all their modules by this one method; others need one for each module.
     if not is_expected or hasattr(model, "_init_weights"):
         return
     for name, module in model.named_modules():
         if any(p.is_meta for p in _direct_tensors(module).values()) and not hasattr(module, "reset_parameters"):
-            raise ValueError(
-                f"init_nvfsdp_with_meta_device: {name or type(model).__name__!r} has parameters and no "
-                "reset_parameters, nor has the model _init_weights; add one of them"
-            )
+            lacks = "has parameters and no reset_parameters, nor has the model _init_weights"
+            yield f": {name or type(model).__name__!r} {lacks}; add one of them"
 
 
 def shared_seed(mesh: DeviceMesh) -> int:

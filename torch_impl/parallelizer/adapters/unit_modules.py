@@ -9,21 +9,9 @@ from typing import Annotated, Any, List  # noqa: UP035  the page writes List
 
 from torch import nn
 
-from torch_impl.contract import contract, type_name
+from torch_impl.contract import Instance, ListOf, contract
 
-
-class PathsKind:
-    """A list of strings."""
-
-    def validate(self, function: str, name: str, value: Any, sizes: Any) -> None:
-        if isinstance(value, str) or not isinstance(value, list | tuple):
-            raise TypeError(f"{function}: {name}={value!r} is {type_name(value)}; pass a list of paths")
-        for i, path in enumerate(value):
-            if not isinstance(path, str):
-                raise TypeError(f"{function}: {name}[{i}]={path!r} is {type_name(path)}; a path is a string")
-
-
-ClassPaths = Annotated[List[str], PathsKind()]  # noqa: UP006
+ClassPaths = Annotated[List[str], ListOf(Instance(str, "a path is a string"), "paths")]  # noqa: UP006
 
 
 @contract
@@ -51,9 +39,9 @@ def unit_instances(model: nn.Module, classes: Sequence[type], paths: Sequence[st
     modules = list(model.modules())
     for cls, path in zip(classes, paths, strict=True):
         if not any(isinstance(module, cls) for module in modules):
+            present = ", ".join(sorted({type(module).__name__ for module in modules}))
             raise ValueError(
-                f"nvfsdp_unit_modules: {type(model).__name__} has no instance of {path!r}; it has "
-                f"{', '.join(sorted({type(module).__name__ for module in modules}))}"
+                f"nvfsdp_unit_modules: {type(model).__name__} has no instance of {path!r}; it has {present}"
             )
     outermost: list[nn.Module] = []
     covered: set[int] = set()
