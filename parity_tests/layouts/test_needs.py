@@ -58,7 +58,7 @@ NO_INTEGERS = [(8.0, 2, "size=8.0 is a float"), ("8", 2, "size='8' is a str"), (
 NO_INTEGERS += [
     (8, 2.0, "world=2.0 is a float"),
     (True, 1, "size=True is a bool"),
-    (None, 1, "size=None is a NoneType"),
+    (None, 1, "size=None is None"),
 ]
 
 

@@ -264,12 +264,12 @@ REFUSED = [
     (
         lambda: _undo_attention_load_balancing(wide(6), 0, cu(0, 6)),
         ValueError,
-        "layouts._undo_attention_load_balancing: cp_size=0 is not a number of ranks; it is 1 or more",
+        "layouts._undo_attention_load_balancing: cp_size=0 must be at least 1",
     ),
     (
         lambda: _deinterleave_packed_seqs(wide(6), cu(0, 6), 0),
         ValueError,
-        "layouts._deinterleave_packed_seqs: cp_size=0 is not a number of ranks; it is 1 or more",
+        "layouts._deinterleave_packed_seqs: cp_size=0 must be at least 1",
     ),
     (
         lambda: _reorder_chunks(wide(6), [0, 1], torch.tensor([0.0, 6.0])),

@@ -39,10 +39,14 @@ REFUSED = [
         "TokenLayout.packed: kind='ragged' is not one of contiguous, packed, striped",
     ),
     (lambda: dense("striped", 8, 2, 2), ValueError, "cp_rank=2 is not in cp=2; ranks are 0 to 1"),
-    (lambda: dense("contiguous", 8, rank=0.0), TypeError, "cp_rank=0.0 is a float; pass an int"),
-    (lambda: packed([0, 8], n=True), TypeError, "cp=True is a bool; pass an int"),
-    (lambda: dense("contiguous", 8.0), TypeError, "s=8.0 is a float; pass an int"),
-    (lambda: dense("contiguous", 8, real_length="4"), TypeError, "real_length='4' is a str; pass an int"),
+    (lambda: dense("contiguous", 8, rank=0.0), TypeError, "TokenLayout.dense: cp_rank=0.0 is a float; pass an int"),
+    (lambda: packed([0, 8], n=True), TypeError, "TokenLayout.packed: cp_size=True is a bool; pass an int"),
+    (lambda: dense("contiguous", 8.0), TypeError, "TokenLayout.dense: length=8.0 is a float; pass an int"),
+    (
+        lambda: dense("contiguous", 8, real_length="4"),
+        TypeError,
+        "TokenLayout.dense: real_length='4' is a str; pass an int",
+    ),
     (
         lambda: packed([0, 4, 8], total=12, validate=False),
         ValueError,
@@ -81,7 +85,7 @@ REFUSED = [
     (
         lambda: packed(torch.tensor([0, 8]), total=8.0, validate=False),
         TypeError,
-        "total=8.0 is a float; pass an int",
+        "TokenLayout.packed: total=8.0 is a float; pass an int",
     ),
     (
         lambda: packed(torch.tensor([0, 4, 8]).as_subclass(OnDevice), total=10, validate=False),

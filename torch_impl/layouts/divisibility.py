@@ -10,10 +10,13 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from torch_impl.contract import contract, dtype_name, type_name
+
 # Of equal length. Layouts that are not listed take any size; packed has its rule per sequence, in `checked_offsets`.
 PIECES_PER_RANK = {"contiguous": 1, "striped": 1, "dual_chunk_swap": 2}
 
 
+@contract
 def needs(layout: str, world: int) -> int:
     """The number that a size must be a multiple of for `layout`; 1 if any size will do."""
     chunks = PIECES_PER_RANK.get(layout)
@@ -43,16 +46,12 @@ def uncuttable(dim: str, size: int, axis: str, world: int, layout: str) -> str |
 
 
 def check_cut(layout: str, size: int, world: int, rank: int | None = None) -> None:
-    """ValueError if `size` cannot be sharded or `rank` is not in the world; TypeError for non-integers."""
-    check_whole(f"{layout}: size", size)
-    check_whole(f"{layout}: world", world)
-    if reason := uncuttable("size", size, "world", world, layout):
+    """ValueError if `size` cannot be sharded or `rank` is not in the world."""
+    reason = uncuttable("size", size, "world", world, layout)
+    if reason is None and rank is not None and not 0 <= rank < world:
+        reason = f"{layout}: rank={rank} is not in a world of {world}; ranks are 0 to {world - 1}"
+    if reason is not None:
         raise ValueError(reason)
-    if rank is None:
-        return
-    check_whole(f"{layout}: rank", rank)
-    if not 0 <= rank < world:
-        raise ValueError(f"{layout}: rank={rank} is not in a world of {world}; ranks are 0 to {world - 1}")
 
 
 def check_whole(name: str, size: object) -> None:
@@ -60,7 +59,7 @@ def check_whole(name: str, size: object) -> None:
     if isinstance(size, Tensor) and not size.ndim and not size.is_floating_point() and size.dtype != torch.bool:
         return
     if isinstance(size, bool) or not isinstance(size, Integral | torch.SymInt):
-        raise TypeError(f"{name}={size!r} is a {type(size).__name__}; pass an int")
+        raise TypeError(f"{name}={size!r} is {type_name(size)}; pass an int")
 
 
 def checked_offsets(
@@ -78,8 +77,7 @@ def checked_offsets(
     """
     offsets = host_offsets(cu_seqlens, "cu_seqlens")
     if size is not None and offsets[-1] != size:
-        short = f"ends at {offsets[-1]} but the stream holds {size} tokens"
-        raise ValueError(f"cu_seqlens {short}; pass the padded offsets")
+        raise ValueError(too_short(int(offsets[-1]), size))
     lengths = offsets.diff()
     multiple = needs("dual_chunk_swap", world) if multiple is None else multiple
     for j in first(lengths % multiple != 0):
@@ -87,6 +85,11 @@ def checked_offsets(
         padded = lengths[j] + -lengths[j] % multiple
         raise ValueError(f"cu_seqlens: sequence {j} has padded length {lengths[j]}, {rule}; pad it to {padded}")
     return offsets
+
+
+def too_short(end: int, size: int) -> str:
+    """The error message for offsets that do not end where the stream does."""
+    return f"cu_seqlens ends at {end} but the stream holds {size} tokens; pass the padded offsets"
 
 
 def host_offsets(given: Tensor | Sequence[int], name: str) -> Int64[Tensor, " offsets"]:
@@ -120,7 +123,7 @@ def check_row(name: str, given: Tensor) -> None:
 
 def _check_integers(name: str, given: Tensor) -> None:
     if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
-        raise TypeError(f"{name}: dtype is {str(given.dtype).removeprefix('torch.')}; offsets are integers")
+        raise TypeError(f"{name}: dtype is {dtype_name(given)}; offsets are integers")
 
 
 def check_rising(name: str, offsets: Int64[Tensor, " offsets"]) -> None:

@@ -19,12 +19,14 @@ import torch
 from jaxtyping import Int, Int64
 from torch import Tensor
 
+from torch_impl.contract import contract, dtype_name
 from torch_impl.layouts.divisibility import check_cut, checked_offsets, first, offsets_of
 
 _REMEDY = "pass a tensor of positions for each rank"
 ALPHABET = digits + ascii_lowercase
 
 
+@contract("contiguous")
 def contiguous_positions(
     size: int, world: int, rank: int, *, device: torch.device | str | None = None
 ) -> Int64[Tensor, " local"]:
@@ -34,6 +36,7 @@ def contiguous_positions(
     return torch.arange(rank * local, (rank + 1) * local, device=device)
 
 
+@contract("contiguous")
 def contiguous(size: int, world: int, *, device: torch.device | str | None = None) -> list[Int64[Tensor, " _"]]:
     """Global positions that each rank holds, in equal contiguous blocks.
 
@@ -46,6 +49,7 @@ def contiguous(size: int, world: int, *, device: torch.device | str | None = Non
     return list(torch.arange(size, device=device).view(world, size // world).unbind())
 
 
+@contract("striped")
 def striped_positions(
     size: int, world: int, rank: int, *, device: torch.device | str | None = None
 ) -> Int64[Tensor, " local"]:
@@ -55,6 +59,7 @@ def striped_positions(
     return torch.arange(rank, size, world, device=device) if size else torch.arange(0, device=device)
 
 
+@contract("striped")
 def striped(size: int, world: int, *, device: torch.device | str | None = None) -> list[Int64[Tensor, " _"]]:
     """Global positions that each rank holds, dealt out round-robin.
 
@@ -69,6 +74,7 @@ def striped(size: int, world: int, *, device: torch.device | str | None = None) 
     return list((rank + world * torch.arange(size // world, device=device)).unbind())
 
 
+@contract("dual_chunk_swap")
 def dual_chunk_swap_positions(
     size: int, world: int, rank: int, *, device: torch.device | str | None = None
 ) -> Int64[Tensor, " local"]:
@@ -77,6 +83,7 @@ def dual_chunk_swap_positions(
     return _dual_chunk_swap(size, world, rank, device)
 
 
+@contract("dual_chunk_swap")
 def dual_chunk_swap(size: int, world: int, *, device: torch.device | str | None = None) -> list[Int64[Tensor, " _"]]:
     """Global positions that each rank holds: an early chunk and its mirror image from the end.
 
@@ -97,6 +104,7 @@ def _dual_chunk_swap(size: int, world: int, rank: int | Tensor, device: torch.de
     return i + chunk * torch.where(i < chunk, rank, 2 * (world - 1) - rank)
 
 
+@contract("ragged")
 def ragged_positions(
     size: int,
     world: int,
@@ -111,6 +119,7 @@ def ragged_positions(
     return torch.arange(bounds[rank], bounds[rank + 1], device=device)
 
 
+@contract("ragged")
 def ragged(
     size: int, world: int, lengths: Sequence[int] | None = None, *, device: torch.device | str | None = None
 ) -> list[Int64[Tensor, " _"]]:
@@ -138,13 +147,15 @@ def _ragged_bounds(size: int, world: int, lengths: Sequence[int] | None) -> list
     if lengths is None:
         return [ceil_bound(size, world, rank) for rank in range(world + 1)]
     lengths = _checked_lengths(lengths)
-    if len(lengths) != world:
-        raise ValueError(f"ragged: lengths {lengths} are {len(lengths)}, world={world}; give one for each rank")
-    if min(lengths) < 0:
-        raise ValueError(f"ragged: lengths {lengths} have a negative one; lengths are 0 or more")
     bounds = list(accumulate(lengths, initial=0))
-    if bounds[-1] != size:
-        raise ValueError(f"ragged: lengths {lengths} add up to {bounds[-1]}, size={size}; they must be equal")
+    rules = (
+        (len(lengths) != world, f"are {len(lengths)}, world={world}; give one for each rank"),
+        (any(length < 0 for length in lengths), "have a negative one; lengths are 0 or more"),
+        (bounds[-1] != size, f"add up to {bounds[-1]}, size={size}; they must be equal"),
+    )
+    for is_broken, problem in rules:
+        if is_broken:
+            raise ValueError(f"ragged: lengths {lengths} {problem}")
     return bounds
 
 
@@ -160,6 +171,7 @@ def _checked_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
     raise TypeError(f"ragged: lengths {entries} are not all integers; pass ints")
 
 
+@contract("packed")
 def packed_positions(
     size: int,
     world: int,
@@ -174,6 +186,7 @@ def packed_positions(
     return packed_rows(checked_offsets(cu_seqlens, size, world).to(_device_of(cu_seqlens, device)), size, world, rank)
 
 
+@contract("packed")
 def packed(
     size: int,
     world: int,
@@ -256,9 +269,8 @@ def _check_permutation(rank_major: Int64[Tensor, " n"]) -> None:
     for k in wrong:
         entry = int(ordered[k])
         why = f"{k} is missing" if entry > k else f"{entry} is {'negative' if entry < 0 else 'there twice'}"
-        raise ValueError(
-            f"layouts.inverse: positions are not a permutation of 0..{len(ordered) - 1}: {why}; give each position once"
-        )
+        problem = f"positions are not a permutation of 0..{len(ordered) - 1}: {why}"
+        raise ValueError(f"layouts.inverse: {problem}; give each position once")
 
 
 def _checked_pieces(positions: Iterable[Tensor]) -> list[Tensor]:
@@ -269,15 +281,13 @@ def _checked_pieces(positions: Iterable[Tensor]) -> list[Tensor]:
     if not shards:
         raise TypeError(f"layouts.inverse: positions=[] holds no tensor; {_REMEDY}")
     for r, shard in enumerate(shards):
+        label = f"layouts.inverse: positions[{r}] is"
         if not isinstance(shard, Tensor):
-            raise TypeError(f"layouts.inverse: positions[{r}] is a {type(shard).__name__}; {_REMEDY}")
+            raise TypeError(f"{label} a {type(shard).__name__}; {_REMEDY}")
         if shard.is_floating_point() or shard.is_complex() or shard.dtype == torch.bool:
-            kind = str(shard.dtype).removeprefix("torch.")
-            raise TypeError(f"layouts.inverse: positions[{r}] is {kind}; positions are integers")
+            raise TypeError(f"{label} {dtype_name(shard)}; positions are integers")
         if shard.ndim != 1:
-            raise ValueError(
-                f"layouts.inverse: positions[{r}] is {list(shard.shape)}; positions are one row for each rank"
-            )
+            raise ValueError(f"{label} {list(shard.shape)}; positions are one row for each rank")
     return shards
 
 

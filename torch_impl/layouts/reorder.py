@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Int, Int64, Shaped
 from torch import Tensor
 
+from torch_impl.contract import PositiveInt, contract
 from torch_impl.kernels import rows_at
 from torch_impl.layouts.divisibility import first, host_offsets, offsets_of, stripped
 from torch_impl.layouts.index_arrays import inverted
@@ -38,8 +39,9 @@ def _reorder_chunks(
     return _chunks("layouts._reorder_chunks", input_, order, cu_seqlens)
 
 
+@contract
 def _undo_attention_load_balancing(
-    input_: Shaped[Tensor, "*a"], cp_size: int, cu_seqlens: Int[Tensor, " offsets"] | None = None
+    input_: Shaped[Tensor, "*a"], cp_size: PositiveInt, cu_seqlens: Int[Tensor, " offsets"] | None = None
 ) -> Shaped[Tensor, "*a"]:
     """Sequence-major DualChunkSwap order to sequential order; shapes and cost as `_reorder_chunks`.
 
@@ -49,13 +51,14 @@ def _undo_attention_load_balancing(
     Errors: those of `_reorder_chunks`; ValueError for a cp_size below 1.
     """
     function = "layouts._undo_attention_load_balancing"
-    chunks = range(2 * _checked_size(function, cp_size))
+    chunks = range(2 * cp_size)
     # Rank r holds chunks r and 2 n - 1 - r: even places hold the early chunks in order, odd ones the late in reverse.
     return _chunks(function, input_, [*chunks[::2], *chunks[::-2]], cu_seqlens)
 
 
+@contract
 def _redo_attention_load_balancing(
-    input_: Shaped[Tensor, "*a"], cp_size: int, cu_seqlens: Int[Tensor, " offsets"] | None = None
+    input_: Shaped[Tensor, "*a"], cp_size: PositiveInt, cu_seqlens: Int[Tensor, " offsets"] | None = None
 ) -> Shaped[Tensor, "*a"]:
     """Sequential order to sequence-major DualChunkSwap order; shapes and cost as `_reorder_chunks`.
 
@@ -65,13 +68,14 @@ def _redo_attention_load_balancing(
     Errors: those of `_reorder_chunks`; ValueError for a cp_size below 1.
     """
     function = "layouts._redo_attention_load_balancing"
-    last = 2 * _checked_size(function, cp_size) - 1
+    last = 2 * cp_size - 1
     order = [chunk for rank in range(cp_size) for chunk in (rank, last - rank)]
     return _chunks(function, input_, order, cu_seqlens)
 
 
+@contract
 def _deinterleave_packed_seqs(
-    input_: Shaped[Tensor, "t w"], cu_seqlens: Int[Tensor, " offsets"], cp_size: int
+    input_: Shaped[Tensor, "t w"], cu_seqlens: Int[Tensor, " offsets"], cp_size: PositiveInt
 ) -> Shaped[Tensor, "t w"]:
     """Rank-major rows to sequence-major rows. `cu_seqlens` are the offsets in one rank's stream (global // cp_size).
 
@@ -86,8 +90,9 @@ def _deinterleave_packed_seqs(
     return _permuted(input_, _interleaving(function, input_, cu_seqlens, cp_size), 0)
 
 
+@contract
 def _reinterleave_packed_seqs(
-    input_: Shaped[Tensor, "t w"], cu_seqlens: Int[Tensor, " offsets"], cp_size: int
+    input_: Shaped[Tensor, "t w"], cu_seqlens: Int[Tensor, " offsets"], cp_size: PositiveInt
 ) -> Shaped[Tensor, "t w"]:
     """Sequence-major rows to rank-major rows, the inverse of `_deinterleave_packed_seqs`.
 
@@ -115,17 +120,14 @@ def _chunks(function: str, x: Tensor, order: list[int], cu_seqlens: Tensor | Non
     host = torch.tensor([0, rows]) if cu_seqlens is None else _offsets(function, cu_seqlens)
     # 2. Offsets of the full stream, since local ones would permute rows across sequences without any error.
     if host[-1] != rows:
-        raise ValueError(
-            f"{function}: cu_seqlens ends at {host[-1]} but input_ has {rows} rows; "
-            "this function takes the padded offsets of the whole stream"
-        )
+        ends = f"cu_seqlens ends at {host[-1]} but input_ has {rows} rows"
+        raise ValueError(f"{function}: {ends}; this function takes the padded offsets of the whole stream")
     # 3. Equal chunks in every sequence.
     for j in first(host.diff() % len(order) != 0):
         length = int(host.diff()[j])
         what = f"s={length}" if cu_seqlens is None else f"sequence {j} has length {length}, which"
-        raise ValueError(
-            f"{function}: {what} is not a multiple of {len(order)} chunks; pad to {length + -length % len(order)}"
-        )
+        padded = length + -length % len(order)
+        raise ValueError(f"{function}: {what} is not a multiple of {len(order)} chunks; pad to {padded}")
     return _permuted(x, _with_inverse(_chunk_rows(host.to(x.device), rows, order)), dim)
 
 
@@ -141,16 +143,14 @@ def _chunk_rows(offsets: Tensor, rows: int, order: list[int]) -> Int64[Tensor, "
 
 def _interleaving(function: str, x: Tensor, cu_seqlens: Tensor, cp_size: int) -> Both:
     """The rank-major row of each sequence-major row, and the inverse."""
-    _checked_size(function, cp_size)
     rows = x.shape[_checked_dim(function, x, True)]
     host = _offsets(function, cu_seqlens)
     end = int(host[-1])
     # Local offsets here, where the functions above take global ones: the message names the mix-up if it is that.
     if end * cp_size != rows:
         why = " = the whole stream" if end == rows else f", {end * cp_size} rows over cp={cp_size}, not {rows}"
-        raise ValueError(
-            f"{function}: cu_seqlens ends at {end}{why}; this function takes local offsets (global // {cp_size})"
-        )
+        local = f"this function takes local offsets (global // {cp_size})"
+        raise ValueError(f"{function}: cu_seqlens ends at {end}{why}; {local}")
     return _with_inverse(_sequence_major(host.to(x.device), rows, cp_size))
 
 
@@ -199,9 +199,3 @@ def _checked_dim(function: str, x: Tensor, is_packed: bool) -> int:
         want = "[t, w] goes with cu_seqlens" if is_packed else "[b, s, w] goes without cu_seqlens"
         raise ValueError(f"{function}: input_ is {list(x.shape)}; {want}")
     return 0 if is_packed else 1
-
-
-def _checked_size(function: str, cp_size: int) -> int:
-    if cp_size < 1:
-        raise ValueError(f"{function}: cp_size={cp_size} is not a number of ranks; it is 1 or more")
-    return cp_size

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Bool, Int32, Int64, Shaped
@@ -23,21 +23,24 @@ from torch.nn.utils.rnn import pad_sequence
 
 from torch_impl.collectives import all_gather
 from torch_impl.collectives.lengths import positive_dim
-from torch_impl.contract import GradientType, Group, ShardedAny, contract
+from torch_impl.contract import GradientType, Group, OneOf, ShardedAny, contract
 from torch_impl.kernels import rows_at
 from torch_impl.layouts.cache import Value, cached, cached_tensor, for_training, has_numbers
 from torch_impl.layouts.divisibility import (
     check_row,
-    check_whole,
     checked_offsets,
     first,
     host_offsets,
     needs,
     offsets_of,
     stripped,
+    too_short,
     uncuttable,
 )
 from torch_impl.layouts.index_arrays import ALPHABET, contiguous, inverted, packed_rows, ragged, striped
+
+DenseKind = Annotated[str, OneOf(("contiguous", "dual_chunk_swap", "ragged", "striped"))]
+PackedKind = Annotated[str, OneOf(("contiguous", "packed", "striped"))]
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,9 +72,10 @@ class TokenLayout:
         object.__setattr__(self, "_derived", derived)
 
     @staticmethod
+    @contract("TokenLayout.dense")
     @for_training
     def dense(
-        kind: str,
+        kind: DenseKind,
         length: int,
         *,
         cp_size: int,
@@ -95,6 +99,7 @@ class TokenLayout:
         return dense_cut(kind, length, cp_size, cp_rank, device, real_length, counts)
 
     @staticmethod
+    @contract("TokenLayout.packed")
     @for_training
     def packed(
         cu_padded: Tensor | Sequence[int],
@@ -102,7 +107,7 @@ class TokenLayout:
         *,
         cp_size: int,
         cp_rank: int,
-        kind: str = "packed",
+        kind: PackedKind = "packed",
         total: int | None = None,
         validate: bool = True,
     ) -> TokenLayout:
@@ -224,10 +229,8 @@ class TokenLayout:
         """
         function = "TokenLayout.unshard"
         if (group.size(), group.rank()) != (self.cp_size, self.cp_rank):
-            raise ValueError(
-                f"{function}: group has cp={group.size()} and rank {group.rank()}, "
-                f"the layout is for cp={self.cp_size} and rank {self.cp_rank}; rebind it"
-            )
+            made_for = f"the layout is for cp={self.cp_size} and rank {self.cp_rank}"
+            raise ValueError(f"{function}: group has cp={group.size()} and rank {group.rank()}, {made_for}; rebind it")
         dim = positive_dim(function, "dim", dim, x)
         self._check_rows("unshard", x, dim, self.counts[self.cp_rank], "local")
         # The gather leaves rank-major order; the inverse index restores the global one.
@@ -249,6 +252,7 @@ class TokenLayout:
         index, padded, real = self.index.to(device), self.cu_padded.to(device), self.cu_real.to(device)
         return replace(self, index=index, cu_padded=padded, cu_real=real)
 
+    @contract("TokenLayout.rebind")
     @for_training
     def rebind(self, cp_size: int, cp_rank: int) -> TokenLayout:
         """The same tokens sharded over another group, as rank `cp_rank`; ragged counts follow DTensor's ceil rule.
@@ -259,10 +263,8 @@ class TokenLayout:
 
     def _check_rows(self, function: str, x: Tensor, dim: int, rows: int, where: str) -> None:
         if x.shape[dim] != rows:
-            raise ValueError(
-                f"TokenLayout.{function}: x has {x.shape[dim]} rows along dim {dim}, the layout {rows} {where} ones; "
-                "pass the tensor it was made for"
-            )
+            difference = f"x has {x.shape[dim]} rows along dim {dim}, the layout {rows} {where} ones"
+            raise ValueError(f"TokenLayout.{function}: {difference}; pass the tensor it was made for")
 
 
 @cached
@@ -271,8 +273,6 @@ def dense_layout(kind: str, length: int, cp_size: int, cp_rank: int, device: tor
     return TokenLayout.dense(kind, length, cp_size=cp_size, cp_rank=cp_rank, device=device)
 
 
-DENSE = ("contiguous", "dual_chunk_swap", "ragged", "striped")
-PACKED = ("contiguous", "packed", "striped")
 STREAM = {"contiguous": contiguous, "striped": striped}  # sharded as one stream, across the ends of sequences
 
 
@@ -287,17 +287,9 @@ def dense_cut(
 ) -> TokenLayout:
     """The core of `TokenLayout.dense`."""
     # 1. Validate, on the host.
-    _check_kind("dense", kind, DENSE)
-    _check_rank(cp_size, cp_rank)
     real = length if real_length is None else real_length
-    check_whole("s", length)
-    check_whole("real_length", real)
-    if reason := uncuttable("s", length, "cp", cp_size, kind) if _multiple(kind, cp_size) > 1 or length < 0 else None:
-        raise ValueError(reason)
-    if not 0 <= real <= length:
-        raise ValueError(f"real_length={real} is outside s={length}; it counts the tokens that are no padding")
-    if counts is not None and kind != "ragged":
-        raise ValueError(f"counts={counts} are for ragged, the layout is {kind}; leave them out")
+    if problem := _rank_problem(cp_size, cp_rank) or _length_problem(kind, length, cp_size, real, counts):
+        raise ValueError(problem)
     # 2. Both rows of offsets in one tensor, so that a device gets one copy.
     cu = torch.tensor([[0, length], [0, real]], device=device)
     if kind != "ragged":
@@ -320,8 +312,8 @@ def packed_cut(
 ) -> TokenLayout:
     """The core of `TokenLayout.packed`."""
     # 1. What is known without the values of the offsets.
-    _check_kind("packed", kind, PACKED)
-    _check_rank(cp_size, cp_rank)
+    if problem := _rank_problem(cp_size, cp_rank):
+        raise ValueError(problem)
     offsets_of("TokenLayout.packed: cu_padded", cu_padded)
     if cu_real is not None:
         offsets_of("TokenLayout.packed: cu_real", cu_real)
@@ -376,17 +368,14 @@ def _multiple(kind: str, cp_size: int) -> int:
 
 def _check_total(kind: str, offsets: Tensor, total: int, cp_size: int) -> None:
     """Validate a total without a copy to the host: it can be sharded, and offsets that are on the host end there."""
-    check_whole("total", total)
     multiple = _multiple(kind, cp_size)
     if total < 0 or total % multiple:
-        raise ValueError(
-            f"total={total} cannot be cut by {kind} over cp={cp_size} (needs a multiple of {multiple}); "
-            "pass where the padded offsets end"
-        )
+        what = f"total={total} cannot be cut by {kind} over cp={cp_size} (needs a multiple of {multiple})"
+        raise ValueError(f"{what}; pass where the padded offsets end")
     # By its exact type: a fake tensor says it is on the CPU, and has no values.
     is_on_host = type(offsets) is Tensor and offsets.device.type == "cpu"
     if is_on_host and (end := int(offsets.max())) != total:
-        raise ValueError(f"cu_seqlens ends at {end} but the stream holds {total} tokens; pass the padded offsets")
+        raise ValueError(too_short(end, total))
 
 
 def _unfilled(offsets: Tensor, end: int | None) -> Tensor:
@@ -399,24 +388,30 @@ def _checked_real(cu_real: Tensor, padded: Tensor) -> Tensor:
     """The sums of real lengths on the host; ValueError unless there is one for each padded length and none above it."""
     real = host_offsets(cu_real, "cu_real")
     if len(real) != len(padded):
-        raise ValueError(
-            f"cu_real: {len(real) - 1} sequences, the padded offsets have {len(padded) - 1}; give one length for each"
-        )
+        sequences = f"{len(real) - 1} sequences, the padded offsets have {len(padded) - 1}"
+        raise ValueError(f"cu_real: {sequences}; give one length for each")
     for j in first(real.diff() > padded.diff()):
         length, slot = int(real.diff()[j]), int(padded.diff()[j])
         raise ValueError(f"cu_real: sequence {j}: real length {length} exceeds its padded length {slot}")
     return real
 
 
-def _check_kind(constructor: str, kind: str, known: tuple[str, ...]) -> None:
-    if kind not in known:
-        raise ValueError(f"TokenLayout.{constructor}: kind={kind!r} is not one of {', '.join(known)}")
-
-
-def _check_rank(cp_size: int, cp_rank: int) -> None:
-    check_whole("cp", cp_size)
-    check_whole("cp_rank", cp_rank)
+def _rank_problem(cp_size: int, cp_rank: int) -> str | None:
+    """Why there is no such rank, or None if there is one."""
     if cp_size < 1:
-        raise ValueError(f"cp={cp_size} is not a number of ranks; it is 1 or more")
+        return f"cp={cp_size} is not a number of ranks; it is 1 or more"
     if not 0 <= cp_rank < cp_size:
-        raise ValueError(f"cp_rank={cp_rank} is not in cp={cp_size}; ranks are 0 to {cp_size - 1}")
+        return f"cp_rank={cp_rank} is not in cp={cp_size}; ranks are 0 to {cp_size - 1}"
+    return None
+
+
+def _length_problem(kind: str, length: int, cp_size: int, real: int, counts: Sequence[int] | None) -> str | None:
+    """Why a sequence cannot be sharded, or has no such real tokens or counts; None if it can."""
+    # A single rank takes any length.
+    if (length < 0 or _multiple(kind, cp_size) > 1) and (problem := uncuttable("s", length, "cp", cp_size, kind)):
+        return problem
+    if not 0 <= real <= length:
+        return f"real_length={real} is outside s={length}; it counts the tokens that are no padding"
+    if counts is not None and kind != "ragged":
+        return f"counts={counts} are for ragged, the layout is {kind}; leave them out"
+    return None
