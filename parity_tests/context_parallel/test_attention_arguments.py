@@ -120,8 +120,11 @@ VALUE_ERRORS = [
 ONE_DTYPE = "pass one dtype of float16, bfloat16, float32, float64"
 NARROW, FP8 = torch.float8_e4m3fn, "float8_e4m3fn"
 TYPE_ERRORS = [
-    (lambda m: attend(m, group="cp"), "group is a str; pass a ProcessGroup"),
-    (lambda m: attend(m, mesh="cp"), "mesh is a str; pass a DeviceMesh"),
+    (
+        lambda m: attend(m, group="cp"),
+        "group is a str; pass a ProcessGroup (a group of size 1 for no context parallelism)",
+    ),
+    (lambda m: attend(m, mesh="cp"), "mesh is a str; pass a torch DeviceMesh"),
     (lambda m: attend(m, k=KV.double()), f"q, k, v are float32, float64, float64; {ONE_DTYPE}"),
     (lambda m: attend(m, v=KV.double()), f"q, k, v are float32, float32, float64; {ONE_DTYPE}"),
     (lambda m: attend(m, q=Q.int(), k=KV.int()), "q is int32; it must be floating"),

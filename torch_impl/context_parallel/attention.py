@@ -19,7 +19,7 @@ from torch_impl.context_parallel.blockwise_attention import blockwise_attention
 from torch_impl.context_parallel.key_exchange import AllGatherKeys, Ring
 from torch_impl.context_parallel.kinds import ORDERS, ExchangeName, Layout, Scale, Window
 from torch_impl.context_parallel.ulysses import head_parallel_attention
-from torch_impl.contract import Sharded, contract, dtype_name, type_name
+from torch_impl.contract import Group, Mesh, Sharded, contract, dtype_name
 from torch_impl.layouts.divisibility import host_offsets, offsets_of, stripped
 from torch_impl.layouts.token_layout import TokenLayout, dense_layout
 
@@ -34,8 +34,8 @@ def context_parallel_attention(
     k: Sharded[Tensor, "b hk s/cp:LAYOUT p"],
     v: Sharded[Tensor, "b hk s/cp:LAYOUT p"],
     *,
-    mesh: DeviceMesh | None = None,
-    group: ProcessGroup | None = None,
+    mesh: Mesh | None = None,
+    group: Group[ProcessGroup, "cp"] | None = None,
     layout: Layout,
     causal: bool = True,
     exchange: ExchangeName = "ring",
@@ -79,9 +79,14 @@ def context_parallel_attention(
     """
     # 1. What the signature does not say: which groups, whether the heads divide, whether the layout is of these rows.
     ranks = _ranks(mesh, group, exchange)
-    _check_heads(q, k, v)
+    if not (q.dtype == k.dtype == v.dtype) or q.dtype not in DTYPES:
+        dtypes, supported = ", ".join(map(dtype_name, (q, k, v))), "float16, bfloat16, float32, float64"
+        raise TypeError(f"{FUNCTION}: q, k, v are {dtypes}; pass one dtype of {supported}")
+    if problem := _head_problem(q, k, v):
+        raise ValueError(f"{FUNCTION}: {problem}")
     token_layout = _layout_of(layout, cu_seqlens, ranks, q)
-    _check_exchange(exchange, ranks, token_layout, q.shape[1], k.shape[1])
+    if problem := _layout_problem(token_layout, ranks, q) or _exchange_problem(exchange, ranks, token_layout, q, k):
+        raise ValueError(f"{FUNCTION}: {problem}")
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     # 2. Exchange heads and run a ring over the rest, or leave the heads where they are and exchange keys.
     if exchange in ("ulysses", "usp"):
@@ -105,22 +110,17 @@ class Ranks:
 
 def _ranks(mesh: DeviceMesh | None, group: ProcessGroup | None, exchange: str) -> Ranks:
     """The groups of an exchange, from either a group or a mesh."""
-    if (mesh is None) == (group is None):
-        both = "both" if group is not None else "neither"
-        raise ValueError(f"{FUNCTION}: mesh and group are {both} given; pass one of them")
     dims = 2 if exchange == "usp" else 1
-    if mesh is None:
-        if not isinstance(group, ProcessGroup):
-            raise TypeError(f"{FUNCTION}: group is {type_name(group)}; pass a ProcessGroup")
+    if mesh is None and group is not None:
         if dims == 2:
             raise ValueError(f"{FUNCTION}: exchange='usp' needs a mesh of 2 dims, ring and heads; pass mesh")
         return Ranks(group, group, group.size(), group.rank())
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"{FUNCTION}: mesh is {type_name(mesh)}; pass a DeviceMesh")
+    if mesh is None or group is not None:
+        both = "neither" if mesh is None else "both"
+        raise ValueError(f"{FUNCTION}: mesh and group are {both} given; pass one of them")
     if mesh.ndim != dims:
-        raise ValueError(
-            f"{FUNCTION}: mesh has {mesh.ndim} dims, exchange={exchange!r} needs {dims}; pass a mesh of that many"
-        )
+        needed = f"mesh has {mesh.ndim} dims, exchange={exchange!r} needs {dims}"
+        raise ValueError(f"{FUNCTION}: {needed}; pass a mesh of that many")
     ring, heads = mesh.get_group(0), mesh.get_group(dims - 1)
     if dims == 1:
         return Ranks(ring, heads, ring.size(), ring.rank())
@@ -128,66 +128,57 @@ def _ranks(mesh: DeviceMesh | None, group: ProcessGroup | None, exchange: str) -
     return Ranks(ring, heads, ring.size() * heads.size(), ring.rank() * heads.size() + heads.rank())
 
 
-def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Validate q, k and v: one supported dtype, one device, p of at least 1, query heads a multiple of KV heads."""
-    if q.dtype not in DTYPES or not (q.dtype == k.dtype == v.dtype):
-        dtypes = ", ".join(map(dtype_name, (q, k, v)))
-        supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise TypeError(f"{FUNCTION}: q, k, v are {dtypes}; pass one dtype of {supported}")
+def _head_problem(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Why q, k and v do not go together, or None: one device, p of at least 1, heads a multiple of KV heads."""
     if not (q.device == k.device == v.device):
-        raise ValueError(f"{FUNCTION}: q, k, v are on {q.device}, {k.device}, {v.device}; pass one device")
+        return f"q, k, v are on {q.device}, {k.device}, {v.device}; pass one device"
     if not q.shape[3]:
-        raise ValueError(f"{FUNCTION}: q is {list(q.shape)}; p must be at least 1")
+        return f"q is {list(q.shape)}; p must be at least 1"
     heads, kv_heads = q.shape[1], k.shape[1]
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
-        raise ValueError(f"{FUNCTION}: h={heads} query heads cannot share hk={kv_heads} KV heads (needs a multiple)")
+        return f"h={heads} query heads cannot share hk={kv_heads} KV heads (needs a multiple)"
+    return None
 
 
 def _layout_of(
     layout: TokenLayout | str, cu_seqlens: Tensor | Sequence[int] | None, ranks: Ranks, q: Tensor
 ) -> TokenLayout:
-    """The layout, validated against the ranks and the rows of q; built from its name if it is a name."""
-    rows = q.shape[2]
-    # 1. A name becomes a layout of as many rows as all ranks have together.
+    """The layout on q's device; built from its name, for as many rows as all ranks have together, if it is a name."""
     if isinstance(layout, str):
-        token_layout = _built(layout, cu_seqlens, ranks, rows * ranks.size, q.device)
+        token_layout = _built(layout, cu_seqlens, ranks, q.shape[2] * ranks.size, q.device)
     else:
         token_layout = layout
         _check_same_offsets(layout, cu_seqlens)
-    # 2. It is of this rank of this group, of the rows that q has here, and of one stream if it is packed.
-    if (token_layout.cp_size, token_layout.cp_rank) != (ranks.size, ranks.rank):
-        raise ValueError(
-            f"{FUNCTION}: the layout is for rank {token_layout.cp_rank} of cp={token_layout.cp_size}, this is rank "
-            f"{ranks.rank} of cp={ranks.size}; rebind it"
-        )
-    if rows != token_layout.counts[ranks.rank]:
-        raise ValueError(
-            f"{FUNCTION}: q, k, v have s={rows} rows here, the layout gives this rank "
-            f"{token_layout.counts[ranks.rank]} of {token_layout.total}; shard them by layout.shard"
-        )
-    if len(token_layout.cu_padded) > 2 and q.shape[0] != 1:
-        raise ValueError(f"{FUNCTION}: b={q.shape[0]} but packed sequences are one stream; pass b=1")
-    # 3. Its index arrays are on q's device; if not, they are copied once for all layers.
+    # If its index arrays are on another device, they are copied once for all layers.
     return token_layout if token_layout.index.device == q.device else _on(token_layout, q.device)
 
 
-def _check_exchange(exchange: str, ranks: Ranks, layout: TokenLayout, heads: int, kv_heads: int) -> None:
-    """ValueError unless the exchange supports the layout and can shard the heads."""
+def _layout_problem(layout: TokenLayout, ranks: Ranks, q: Tensor) -> str | None:
+    """Why a layout is not that of the rows of q on this rank of this group, or None."""
+    if (layout.cp_size, layout.cp_rank) != (ranks.size, ranks.rank):
+        made_for = f"the layout is for rank {layout.cp_rank} of cp={layout.cp_size}"
+        return f"{made_for}, this is rank {ranks.rank} of cp={ranks.size}; rebind it"
+    rows, rows_here = q.shape[2], layout.counts[ranks.rank]
+    if rows != rows_here:
+        shared = f"the layout gives this rank {rows_here} of {layout.total}"
+        return f"q, k, v have s={rows} rows here, {shared}; shard them by layout.shard"
+    if len(layout.cu_padded) > 2 and q.shape[0] != 1:
+        return f"b={q.shape[0]} but packed sequences are one stream; pass b=1"
+    return None
+
+
+def _exchange_problem(exchange: str, ranks: Ranks, layout: TokenLayout, q: Tensor, k: Tensor) -> str | None:
+    """Why an exchange does not support the layout or cannot shard the heads, or None."""
+    label, heads, kv_heads, a = f"exchange={exchange!r}", q.shape[1], k.shape[1], ranks.heads.size()
     if layout.kind == "ragged" and exchange != "all_gather":
-        raise ValueError(
-            f"{FUNCTION}: exchange={exchange!r} needs as many rows on each rank, which ragged has not; use all_gather"
-        )
+        return f"{label} needs as many rows on each rank, which ragged has not; use all_gather"
     # The ranks of a heads group hold their stripes together, which is not a stripe of the sequence.
     if exchange == "usp" and layout.kind == "striped":
-        raise ValueError(
-            f"{FUNCTION}: exchange='usp' cannot join striped rows; use ring, all_gather or ulysses, or another layout"
-        )
-    a = ranks.heads.size()
+        return f"{label} cannot join striped rows; use ring, all_gather or ulysses, or another layout"
     if exchange in ("ulysses", "usp") and (heads % a or (kv_heads % a and a % kv_heads)):
-        raise ValueError(
-            f"{FUNCTION}: exchange={exchange!r} cannot shard h={heads}, hk={kv_heads} over {a} ranks "
-            "(needs h % n == 0, and hk % n == 0 or n % hk == 0); use ring or all_gather"
-        )
+        rule = "needs h % n == 0, and hk % n == 0 or n % hk == 0"
+        return f"{label} cannot shard h={heads}, hk={kv_heads} over {a} ranks ({rule}); use ring or all_gather"
+    return None
 
 
 def _built(
