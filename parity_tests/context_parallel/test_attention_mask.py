@@ -28,7 +28,7 @@ rows = st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=1, max
 def test_a_mask_is_let_pass_if_its_zeros_are_behind(mask, dtype):
     is_right = all(sorted(row, reverse=True) == row for row in mask)
     with nullcontext() if is_right else pytest.raises(ValueError, match=r"left padding|holes"):
-        padding_mask = padding_of("here", torch.tensor(mask).to(dtype), (len(mask), 6))
+        padding_mask = padding_of(torch.tensor(mask).to(dtype), (len(mask), 6))
         padding = torch.zeros(len(mask), 6, dtype=torch.bool) if padding_mask is None else padding_mask
         assert padding.tolist() == [[not token for token in row] for row in mask]
         assert (padding_mask is None) == all(all(row) for row in mask)
@@ -36,7 +36,7 @@ def test_a_mask_is_let_pass_if_its_zeros_are_behind(mask, dtype):
 
 @pytest.mark.parametrize("shape", [(2, 0), (0, 3), (0, 0)])
 def test_a_mask_of_no_tokens_has_no_padding(shape):
-    assert padding_of("here", torch.ones(shape), shape) is None
+    assert padding_of(torch.ones(shape), shape) is None
 
 
 def test_positions_of_one_row_become_each_rows_own():
@@ -131,7 +131,7 @@ REFUSED = [
     ],
     (
         lambda m: make(m, [[[[1]]]]),
-        "attention_mask is [1, 1, 1, 1]; it is [b, s] under cp, and packed sequences go with use_te=True, where "
+        "attention_mask is [1, 1, 1, 1], under cp it is [b, s]; packed sequences go with use_te=True, where "
         "cu_seqlens keep them apart",
     ),
     *[

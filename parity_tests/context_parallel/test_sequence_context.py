@@ -199,7 +199,7 @@ REFUSED = [
     ),
     (
         lambda m: context(m, tensors(8), rotate="ring"),
-        CREATE + "cp_rotate_method='ring' is not one of 'allgather', 'alltoall', 'addtoall' or None",
+        CREATE + "cp_rotate_method='ring' is not one of allgather, alltoall, addtoall",
     ),
     (
         lambda m: context(m, [torch.zeros(8, requires_grad=True)]),

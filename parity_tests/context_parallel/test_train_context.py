@@ -105,3 +105,16 @@ def test_the_real_parts():
 
     ranks = run(body, CaseSpec(scheme="train_context", mesh={"cp": 1}))
     assert ranks.results == (((1, 1, 6, 4), False),)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((1, False), "enable_loss_parallel=1 is an int; pass True or False"),
+        ((False, None), "enable_compiled_autograd=None is None; pass True or False"),
+        ((False, False, 3), "cp_context is an int; pass a context manager, or a function that makes one"),
+    ],
+)
+def test_other_kinds_are_rejected(arguments, message):
+    with pytest.raises(TypeError, match=f"^context_parallel.get_train_context: {message}$"):
+        get_train_context(*arguments)

@@ -10,7 +10,7 @@ mask is rejected.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -170,15 +170,12 @@ def _completed(
         full["loss_mask"] = loss_mask
     for name in BY_TOKEN:
         if name in full and _dim(name, checked_tensor(FUNCTION, name, full[name]), shape) is None:
-            raise ValueError(
-                f"{FUNCTION}: {name} is {list(full[name].shape)}, the batch has {list(shape)} tokens; give one for each"
-            )
+            tokens = f"the batch has {list(shape)} tokens"
+            raise ValueError(f"{FUNCTION}: {name} is {list(full[name].shape)}, {tokens}; give one for each")
     # 2. Read the mask, and add positions. Restarting ones without a mask are packed rows, which this path cannot keep
     #    apart; they are legal, so it only warns. Positions that were added for lack of any do not restart.
     mask = batch.get("attention_mask")
-    padding_mask = (
-        None if mask is None else padding_of(FUNCTION, checked_tensor(FUNCTION, "attention_mask", mask), shape)
-    )
+    padding_mask = None if mask is None else padding_of(checked_tensor(FUNCTION, "attention_mask", mask), shape)
     has_positions = "position_ids" in full or "seq_lens_padded" in full
     with_position_ids(full, device)
     if mask is None and has_positions and restarts(full["position_ids"]):
@@ -230,9 +227,8 @@ def _shape(batch: dict[str, Any]) -> tuple[int, int]:
                 dims = "[b, s, d]" if min_dims > 2 else "[b, s]"
                 raise ValueError(f"{FUNCTION}: {name} is {list(shape)}; it is {dims}, one row for each sequence")
             return shape[0], shape[1]
-    raise ValueError(
-        f"{FUNCTION}: batch has neither input_ids nor inputs_embeds; it has {', '.join(batch) or 'nothing'}"
-    )
+    present = ", ".join(batch) or "nothing"
+    raise ValueError(f"{FUNCTION}: batch has neither input_ids nor inputs_embeds; it has {present}")
 
 
 def _cp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
@@ -248,25 +244,18 @@ def _cp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
     return device_mesh["cp"] if device_mesh is not None and has_cp else None
 
 
-def padding_of(
-    function: str, attention_mask: Shaped[Tensor, "*a"], shape: tuple[int, int]
-) -> Bool[Tensor, "b s"] | None:
+def padding_of(attention_mask: Shaped[Tensor, "*a"], shape: tuple[int, int]) -> Bool[Tensor, "b s"] | None:
     """The padding mask of an attention mask of `shape`: True at padding on the right; None if it is all ones.
 
     Cost:   one read by the host.
 
     Errors: ValueError for left padding, holes, packing ids, other entries than 0 and 1, or a mask of another shape.
     """
-    if attention_mask.ndim != 2:
-        raise ValueError(
-            f"{function}: attention_mask is {list(attention_mask.shape)}; it is [b, s] under cp, and packed sequences "
-            "go with use_te=True, where cu_seqlens keep them apart"
-        )
     if attention_mask.shape != shape:
-        raise ValueError(
-            f"{function}: attention_mask is {list(attention_mask.shape)}, the batch has {list(shape)} tokens; "
-            "give one for each"
-        )
+        rule = f"the batch has {list(shape)} tokens; give one for each"
+        if attention_mask.ndim != 2:
+            rule = "under cp it is [b, s]; packed sequences go with use_te=True, where cu_seqlens keep them apart"
+        raise ValueError(f"{FUNCTION}: attention_mask is {list(attention_mask.shape)}, {rule}")
     # 1. Facts of each row, on the device.
     zeros = attention_mask == 0
     entries = attention_mask.double()
@@ -279,7 +268,8 @@ def padding_of(
     is_odd = (zeros != is_padding).any(1)
     # 3. All facts in one copy to the host, where the first row that is wrong is reported.
     facts = torch.stack([real, leading, is_odd, smallest < 0, largest.long(), is_fraction]).cpu()
-    _refuse(function, facts, zeros.shape[1])
+    for problem in _mask_problems(facts, zeros.shape[1]):
+        raise ValueError(f"{FUNCTION}: attention_mask: {problem}")
     return is_padding if bool((facts[0] < zeros.shape[1]).any()) else None
 
 
@@ -288,30 +278,21 @@ def restarts(position_ids: Tensor) -> bool:
     return position_ids.ndim == 2 and bool((position_ids.diff() <= 0).any())
 
 
-def _refuse(function: str, facts: Tensor, size: int) -> None:
-    """Reject a mask by the facts of its rows, with the most specific reason first.
+def _mask_problems(facts: Tensor, size: int) -> Iterator[str]:
+    """What is wrong with a mask, by the facts of its rows, with the most specific reason first.
 
     `facts` are, by row: the number of ones, the number of leading zeros, whether a zero stands before a one, whether an
     entry is negative, the largest entry, and whether an entry is not a finite integer.
     """
     leading, is_odd, is_additive, largest, is_fraction = facts[1:]
     for b in first(is_additive > 0):
-        raise ValueError(f"{function}: attention_mask: row {b} has a negative entry; pass ones, and zeros for padding")
+        yield f"row {b} has a negative entry; pass ones, and zeros for padding"
     for b in first(is_fraction > 0):
-        raise ValueError(
-            f"{function}: attention_mask: row {b} has an entry other than 0 and 1; pass ones, and zeros for padding"
-        )
+        yield f"row {b} has an entry other than 0 and 1; pass ones, and zeros for padding"
     for b in first(largest > 1):
-        raise ValueError(
-            f"{function}: attention_mask: row {b} has {int(largest[b])}, an id of packed sequences; pass use_te=True "
-            "with seq_lens, where cu_seqlens keep them apart"
-        )
+        packed = f"row {b} has {int(largest[b])}, an id of packed sequences"
+        yield f"{packed}; pass use_te=True with seq_lens, where cu_seqlens keep them apart"
     for b in first((leading > 0) & (leading < size)):
-        raise ValueError(
-            f"{function}: attention_mask: row {b} starts with {int(leading[b])} zeros; left padding is lost under cp; "
-            "pad on the right"
-        )
+        yield f"row {b} starts with {int(leading[b])} zeros; left padding is lost under cp; pad on the right"
     for b in first(is_odd > 0):
-        raise ValueError(
-            f"{function}: attention_mask: row {b} has zeros between ones; holes are lost under cp; pad on the right"
-        )
+        yield f"row {b} has zeros between ones; holes are lost under cp; pad on the right"

@@ -9,7 +9,7 @@ The lengths are read once, on the host, into `Slots`; everything else follows fr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import index
 from typing import Any
@@ -19,16 +19,17 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from torch_impl.context_parallel.kinds import Batch, checked_tensor
-from torch_impl.contract import contract
+from torch_impl.contract import contract, dtype_name
 from torch_impl.layouts import TokenLayout
-from torch_impl.layouts.divisibility import check_whole, first
+from torch_impl.layouts.divisibility import first
 
+FUNCTION = "context_parallel.thd"
 TABLES = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
 # Not passed on: the lengths, and what is computed from them or superseded by them.
 CONSUMED = ("attention_mask", "padding_mask", "seq_lens", "seq_lens_padded", *TABLES)
 
 
-@contract("context_parallel.thd")
+@contract(FUNCTION)
 def process_input_for_thd(
     batch: Batch, seq_lens_padding_value: int = -1000, padding_token_id: int = 0
 ) -> dict[str, Any]:
@@ -57,7 +58,7 @@ def process_input_for_thd(
     return stream(batch, 1, seq_lens_padding_value).processed()
 
 
-@contract("context_parallel.thd")
+@contract(FUNCTION)
 def split_batch_into_thd_chunks(
     batch: Batch, num_chunks: int, seq_lens_padding_value: int = -1000, padding_token_id: int = 0
 ) -> dict[str, Any]:
@@ -72,7 +73,7 @@ def split_batch_into_thd_chunks(
     Errors: as there, and ValueError if num_chunks does not divide the rows or a tensor has other first dims;
             TypeError if it is not an integer.
     """
-    if checked_chunks(num_chunks) == 1:
+    if num_chunks <= 1:
         return stream(batch, 1, seq_lens_padding_value).processed()
     # Rows are split evenly, so chunks of the one stream are the streams of the blocks of rows.
     all_rows = stream(batch, num_chunks, seq_lens_padding_value)
@@ -122,10 +123,8 @@ class Stream:
             return value
         rows = self.slots.rows
         if not value.ndim or len(value) != rows:
-            raise ValueError(
-                f"context_parallel.thd: {name} is {list(value.shape)}, which has no dim of {rows} rows to split into "
-                f"num_chunks={self.chunks}; take it out of the batch"
-            )
+            lacks = f"has no dim of {rows} rows to split into num_chunks={self.chunks}"
+            raise ValueError(f"{FUNCTION}: {name} is {list(value.shape)}, which {lacks}; take it out of the batch")
         return value.unflatten(0, (self.chunks, rows // self.chunks))
 
 
@@ -142,17 +141,15 @@ def stream(batch: Mapping[str, Any], chunks: int, fill: int) -> Stream:
     # 1. The keys and the shape of the tokens.
     for name in ("input_ids", "seq_lens", "seq_lens_padded"):
         if name not in batch:
-            raise KeyError(f"context_parallel.thd: batch has no {name!r}; it has {', '.join(batch) or 'nothing'}")
-        checked_tensor("context_parallel.thd", name, batch[name])
-    ids = batch["input_ids"]
+            raise KeyError(f"{FUNCTION}: batch has no {name!r}; it has {', '.join(batch) or 'nothing'}")
+        checked_tensor(FUNCTION, name, batch[name])
+    ids, chunks = batch["input_ids"], max(index(chunks), 1)
     if ids.ndim not in (2, 3):
-        raise ValueError(f"context_parallel.thd: input_ids is {list(ids.shape)}; it is [b, s] or [b, s, d]")
-    chunks = checked_chunks(chunks)
+        raise ValueError(f"{FUNCTION}: input_ids is {list(ids.shape)}; it is [b, s] or [b, s, d]")
     rows, size = ids.shape[:2]
-    if chunks > 1 and rows % chunks:
-        raise ValueError(
-            f"context_parallel.thd: num_chunks={chunks} does not divide the batch of {rows} rows; drop or add a row"
-        )
+    if rows % chunks:
+        batch_of = f"num_chunks={chunks} does not divide the batch of {rows} rows"
+        raise ValueError(f"{FUNCTION}: {batch_of}; drop or add a row")
     # 2. The slots, by one copy of the lengths to the host.
     slots = checked_slots(batch["seq_lens"], batch["seq_lens_padded"], rows, size, fill)
     # 3. Tensors by token become one stream, as views; the rest is passed on.
@@ -165,31 +162,20 @@ def stream(batch: Mapping[str, Any], chunks: int, fill: int) -> Stream:
     return Stream(flat, unflattened, slots, chunks, fill)
 
 
-def checked_chunks(num_chunks: int) -> int:
-    """The number of chunks, at least 1; TypeError unless it is an integer."""
-    try:
-        return max(index(num_chunks), 1)
-    except TypeError:
-        kind = type(num_chunks).__name__
-        raise TypeError(f"context_parallel.thd: num_chunks={num_chunks!r} is a {kind}; pass an int") from None
-
-
 def _is_by_token(name: str, value: Any, rows: int, size: int) -> bool:
     """Whether a value has one entry for each token; ValueError for labels or positions that do not."""
     # Labels and positions are rejected, not passed on: they would no longer belong to the tokens.
     if not isinstance(value, Tensor):
         if name in ("labels", "position_ids") and value is not None:
-            checked_tensor("context_parallel.thd", name, value)
+            checked_tensor(FUNCTION, name, value)
         return False
     if name == "position_ids" and value.ndim == 3 and value.shape[1:] == (rows, size):
         return True
     if value.shape[:2] == (rows, size):
         return True
     if name in ("labels", "position_ids"):
-        raise ValueError(
-            f"context_parallel.thd: {name} is {list(value.shape)}, input_ids has [{rows}, {size}] tokens; "
-            "give one for each"
-        )
+        tokens = f"input_ids has [{rows}, {size}] tokens"
+        raise ValueError(f"{FUNCTION}: {name} is {list(value.shape)}, {tokens}; give one for each")
     return False
 
 
@@ -247,21 +233,18 @@ def checked_slots(seq_lens: Tensor, seq_lens_padded: Tensor, rows: int, size: in
 
     Errors: ValueError for lengths that do not fit; TypeError for lengths or a fill that are not integers.
     """
-    # 1. Fill cannot be a length, so an entry is one or the other.
-    check_whole("context_parallel.thd: seq_lens_padding_value", fill)
-    if fill >= 0:
-        raise ValueError(_said(f"seq_lens_padding_value={fill} could be a length; use a negative one"))
-    real, padded = _on_host(seq_lens, seq_lens_padded, rows)
+    # 1. Both tables as int64 on the host, by one copy. Fill cannot be a length, so an entry is one or the other.
+    for name, lengths in (("seq_lens", seq_lens), ("seq_lens_padded", seq_lens_padded)):
+        if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
+            raise TypeError(f"{FUNCTION}: {name} is {dtype_name(lengths)}; lengths are integers")
+    if problem := _table_problem(seq_lens, seq_lens_padded, rows, fill):
+        raise ValueError(f"{FUNCTION}: {problem}")
+    real, padded = torch.stack([seq_lens, seq_lens_padded.to(seq_lens)]).cpu().long()
+    # 2. The tail of each row: what its slots leave of it.
     is_slot = real != fill
-    _check_lengths(real, padded, is_slot, fill)
-    # 2. The tail of each row: what its slots leave of it. A row that is all tail has no slot to put it into.
     tail = size - torch.where(is_slot, padded, 0).sum(1)
-    for b in first(tail < 0):
-        raise ValueError(
-            _said(f"row {b}: seq_lens_padded adds up to {size - int(tail[b])}, the row has {size} tokens; shorten it")
-        )
-    for b in first(~is_slot.any(1) & (tail > 0)):
-        raise ValueError(_said(f"row {b} has no sequence; give it seq_lens 0 and seq_lens_padded {size}"))
+    for problem in _length_problems(real, padded, is_slot, tail, fill, size):
+        raise ValueError(f"{FUNCTION}: {problem}")
     # 3. The last slot of each row grows by the tail. (amax rejects tables without columns.)
     columns = torch.arange(real.shape[1])
     last = torch.where(is_slot, columns, -1).amax(1, keepdim=True) if len(columns) else tail[:, None]
@@ -269,39 +252,37 @@ def checked_slots(seq_lens: Tensor, seq_lens_padded: Tensor, rows: int, size: in
     return Slots(real[is_slot], padded[is_slot], is_slot.nonzero()[:, 0], rows, size)
 
 
-def _on_host(seq_lens: Tensor, seq_lens_padded: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Both tables as int64 on the host, by one copy."""
+def _table_problem(seq_lens: Tensor, seq_lens_padded: Tensor, rows: int, fill: int) -> str | None:
+    """Why two tables of lengths do not belong to a batch of `rows` rows, by their shapes alone; None if they do."""
+    if fill >= 0:
+        return f"seq_lens_padding_value={fill} could be a length; use a negative one"
     for name, lengths in (("seq_lens", seq_lens), ("seq_lens_padded", seq_lens_padded)):
-        if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
-            raise TypeError(_said(f"{name} is {str(lengths.dtype).removeprefix('torch.')}; lengths are integers"))
         if lengths.ndim != 2 or len(lengths) != rows:
-            raise ValueError(_said(f"{name} is {list(lengths.shape)}; it has a row for each of {rows} rows of tokens"))
+            return f"{name} is {list(lengths.shape)}; it has a row for each of {rows} rows of tokens"
     if seq_lens.shape != seq_lens_padded.shape:
-        raise ValueError(
-            _said(
-                f"seq_lens is {list(seq_lens.shape)}, seq_lens_padded is {list(seq_lens_padded.shape)}; "
-                "give a padded length for each length"
-            )
-        )
-    real, padded = torch.stack([seq_lens, seq_lens_padded.to(seq_lens)]).cpu().long()
-    return real, padded
+        shapes = f"seq_lens is {list(seq_lens.shape)}, seq_lens_padded is {list(seq_lens_padded.shape)}"
+        return f"{shapes}; give a padded length for each length"
+    return None
 
 
-def _check_lengths(real: Tensor, padded: Tensor, kept: Tensor, fill: int) -> None:
-    """ValueError unless both have fill at the same entries, no length is negative, and none exceeds its slot."""
-    wrong = {
-        "differ": (kept != (padded != fill), f"both or neither are {fill}; fill both"),
-        "negative": (kept & ((real < 0) | (padded < 0)), f"lengths are 0 or more, or {fill} for none"),
-        "longer": (kept & (real > padded), "a real length exceeds its padded one; lengthen the slot"),
-    }
-    for violations, rule in wrong.values():
+def _length_problems(
+    real: Tensor, padded: Tensor, is_slot: Tensor, tail: Tensor, fill: int, size: int
+) -> Iterator[str]:
+    """Unless both tables have fill at the same entries, no length is negative or exceeds its slot, and slots fit."""
+    rules = (
+        (is_slot != (padded != fill), f"both or neither are {fill}; fill both"),
+        (is_slot & ((real < 0) | (padded < 0)), f"lengths are 0 or more, or {fill} for none"),
+        (is_slot & (real > padded), "a real length exceeds its padded one; lengthen the slot"),
+    )
+    for violations, rule in rules:
         for b, j in violations.nonzero()[:1].tolist():
-            what = f"row {b}, sequence {j}: seq_lens is {int(real[b, j])} and seq_lens_padded {int(padded[b, j])}"
-            raise ValueError(_said(f"{what}; {rule}"))
-
-
-def _said(sentence: str) -> str:
-    return f"context_parallel.thd: {sentence}"
+            lengths = f"seq_lens is {int(real[b, j])} and seq_lens_padded {int(padded[b, j])}"
+            yield f"row {b}, sequence {j}: {lengths}; {rule}"
+    for b in first(tail < 0):
+        yield f"row {b}: seq_lens_padded adds up to {size - int(tail[b])}, the row has {size} tokens; shorten it"
+    # A row that is all tail has no slot to put it into.
+    for b in first(~is_slot.any(1) & (tail > 0)):
+        yield f"row {b} has no sequence; give it seq_lens 0 and seq_lens_padded {size}"
 
 
 def _sums(lengths: Tensor) -> Tensor:

@@ -8,27 +8,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torch_impl.collectives.lengths import positive_dim
 from torch_impl.context_parallel.kinds import CpMesh
 from torch_impl.context_parallel.sdpa_mode import SequenceAttention
-from torch_impl.contract import contract
+from torch_impl.contract import Instance, ListOf, OneOf, contract
 from torch_impl.layouts import TokenLayout, uncuttable
 
+# A context manager is whatever can be entered and left, by its methods.
+OneContext = Annotated[
+    AbstractContextManager[Any] | Callable[[], AbstractContextManager[Any]],
+    Instance((AbstractContextManager, Callable), "pass a context manager, or a function that makes one", False),
+]
+EXCHANGES = {"allgather": "all_gather", "alltoall": "ring", "addtoall": "ring"}
+RotateMethod = Annotated[str, OneOf(tuple(EXCHANGES))]
+Buffers = Annotated[
+    list[Tensor],
+    ListOf(Instance(Tensor, "pass a Tensor", shows_value=False), "tensors", if_empty="pass the tensors to cut"),
+]
+CREATE = "context_parallel.create_context_parallel_ctx"
 
+
+@contract
 def get_train_context(
     enable_loss_parallel: bool,
     enable_compiled_autograd: bool,
-    cp_context: AbstractContextManager[Any] | Callable[[], AbstractContextManager[Any]] | None = None,
+    cp_context: OneContext | None = None,
 ) -> Callable[[], AbstractContextManager[None]]:
     """A factory of the context of one step: loss parallelism, compiled autograd, fused attention, context parallelism.
 
@@ -38,7 +51,8 @@ def get_train_context(
     called any number of times.
 
     Cost:   no collective.
-    Errors: on entering, RuntimeError if `cp_context` can be entered only once and was, or is entered already.
+    Errors: TypeError for another type; on entering, RuntimeError if `cp_context` can be entered only once and was,
+            or is entered already.
     """
     entered = Entries(cp_context)
 
@@ -103,13 +117,13 @@ class Entries:
         return None if current is None else current.__exit__(*raised)
 
 
-@contract
+@contract(CREATE)
 def create_context_parallel_ctx(
     cp_mesh: CpMesh,
-    cp_buffers: list[Tensor],
+    cp_buffers: Buffers,
     cp_seq_dims: list[int],
     cp_no_restore_buffers: set[Tensor],
-    cp_rotate_method: str | None = None,
+    cp_rotate_method: RotateMethod | None = None,
 ) -> SequenceContext:
     """A context in which every buffer is sharded in place over cp, and attention sees the full sequence.
 
@@ -132,16 +146,20 @@ def create_context_parallel_ctx(
             inside, for a mask, dropout or need_weights. TypeError without a mesh. RuntimeError if entered inside
             itself, or for attention in a thread without a context while several are open.
     """
-    function = "context_parallel.create_context_parallel_ctx"
-    exchange = checked_exchange(function, cp_rotate_method)
-    layout = checked_buffers(function, cp_mesh, cp_buffers, cp_seq_dims, cp_no_restore_buffers)
     # By identity, whatever collection they come in: `in` a list compares tensors by value.
     unrestored = {id(buffer) for buffer in cp_no_restore_buffers}
+    for problem in _buffer_problems(cp_buffers, cp_seq_dims, unrestored, cp_mesh.size()):
+        raise ValueError(f"{CREATE}: {problem}")
+    layout = TokenLayout.dense(
+        "dual_chunk_swap",
+        cp_buffers[0].shape[cp_seq_dims[0]],
+        cp_size=cp_mesh.size(),
+        cp_rank=cp_mesh.get_group().rank(),
+        device=cp_buffers[0].device,
+    )
+    exchange = None if cp_rotate_method is None else EXCHANGES[cp_rotate_method]
     stays = [id(buffer) in unrestored for buffer in cp_buffers]
     return SequenceContext(cp_mesh.get_group(), layout, exchange, cp_buffers, cp_seq_dims, stays)
-
-
-EXCHANGES = {"allgather": "all_gather", "alltoall": "ring", "addtoall": "ring"}
 
 
 class SequenceContext:
@@ -206,49 +224,31 @@ class SequenceContext:
                 _replace(buffer, originals[i])
 
 
-def checked_buffers(
-    function: str, mesh: DeviceMesh, buffers: Sequence[Tensor], dims: Sequence[int], kept: set[Tensor]
-) -> TokenLayout:
-    """The layout that shards all buffers; ValueError if there is none, TypeError without a mesh."""
+def _buffer_problems(
+    buffers: Sequence[Tensor], dims: Sequence[int], unrestored: set[int], cp_size: int
+) -> Iterator[str]:
+    """Why a context cannot shard these buffers. Each rule relies on those before it."""
     # 1. The collections fit each other.
-    if not buffers:
-        raise ValueError(f"{function}: cp_buffers is empty; pass the tensors to cut")
     if len(dims) != len(buffers):
-        raise ValueError(
-            f"{function}: cp_seq_dims has {len(dims)} entries for {len(buffers)} buffers; give one for each"
-        )
-    buffer_ids = {id(buffer) for buffer in buffers}
-    if any(id(buffer) not in buffer_ids for buffer in kept):
-        raise ValueError(f"{function}: cp_no_restore_buffers has a tensor that is not in cp_buffers; add it there")
+        yield f"cp_seq_dims has {len(dims)} entries for {len(buffers)} buffers; give one for each"
+    if unrestored - {id(buffer) for buffer in buffers}:
+        yield "cp_no_restore_buffers has a tensor that is not in cp_buffers; add it there"
     # 2. Each buffer occurs once and can be given other memory.
     places: dict[int, int] = {}
     for i, buffer in enumerate(buffers):
         if (before := places.setdefault(id(buffer), i)) < i:
-            raise ValueError(f"{function}: cp_buffers[{i}] is cp_buffers[{before}] again; give each tensor once")
+            yield f"cp_buffers[{i}] is cp_buffers[{before}] again; give each tensor once"
         if why := _unfit(buffer):
-            raise ValueError(f"{function}: cp_buffers[{i}] {why}; cut it by layout.shard instead")
+            yield f"cp_buffers[{i}] {why}; cut it by layout.shard instead"
     # 3. All have one length, which the layout can shard.
-    lengths = [x.shape[positive_dim(function, f"cp_seq_dims[{i}]", dims[i], x)] for i, x in enumerate(buffers)]
+    lengths = [x.shape[positive_dim(CREATE, f"cp_seq_dims[{i}]", dims[i], x)] for i, x in enumerate(buffers)]
     for i, length in enumerate(lengths):
         if length != lengths[0]:
-            raise ValueError(
-                f"{function}: cp_buffers[{i}] has {length} positions along dim {dims[i]}, cp_buffers[0] has "
-                f"{lengths[0]}; pass whole tensors of one length"
-            )
-    cp_size, cp_rank = mesh.size(), mesh.get_group().rank()
+            here = f"cp_buffers[{i}] has {length} positions along dim {dims[i]}"
+            yield f"{here}, cp_buffers[0] has {lengths[0]}; pass whole tensors of one length"
     reason = uncuttable("s", lengths[0], "cp", cp_size, "dual_chunk_swap") if cp_size > 1 else None
     if reason:
-        raise ValueError(f"{function}: {reason}")
-    device = buffers[0].device
-    return TokenLayout.dense("dual_chunk_swap", lengths[0], cp_size=cp_size, cp_rank=cp_rank, device=device)
-
-
-def checked_exchange(function: str, rotate_method: str | None) -> str | None:
-    """The exchange of a rotate method; None for torch's setting at the time of entering."""
-    if rotate_method is not None and rotate_method not in EXCHANGES:
-        methods = ", ".join(map(repr, EXCHANGES))
-        raise ValueError(f"{function}: cp_rotate_method={rotate_method!r} is not one of {methods} or None")
-    return None if rotate_method is None else EXCHANGES[rotate_method]
+        yield reason
 
 
 def torch_rotate_method() -> str:
