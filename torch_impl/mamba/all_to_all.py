@@ -84,12 +84,8 @@ def _all_to_all_cp2hp(
     Errors: TypeError if cp_group is no ProcessGroup; ValueError for other dims, another batch_size, or columns that
             the ranks cannot share equally.
     """
-    _check_shape("_all_to_all_cp2hp", input_, batch_size)
-    columns, world = input_.shape[-1], cp_group.size()
-    if columns % world:
-        raise ValueError(
-            f"mamba._all_to_all_cp2hp: input_ has {columns} columns, which cp={world} ranks cannot share equally"
-        )
+    if problem := _shape_problem(input_, batch_size) or _uneven(input_.shape[-1], "columns", cp_group):
+        raise ValueError(f"mamba._all_to_all_cp2hp: input_ {problem}")
     return _columns_for_tokens(input_, cp_group)
 
 
@@ -106,23 +102,24 @@ def _all_to_all_hp2cp(
     Cost:   as `_all_to_all_cp2hp`.
     Errors: as `_all_to_all_cp2hp`, of rows instead of columns.
     """
-    _check_shape("_all_to_all_hp2cp", input_, batch_size)
-    rows, world = input_.shape[-2], cp_group.size()
-    if rows % world:
-        raise ValueError(
-            f"mamba._all_to_all_hp2cp: input_ has {rows} rows, which cp={world} ranks cannot share equally"
-        )
+    if problem := _shape_problem(input_, batch_size) or _uneven(input_.shape[-2], "rows", cp_group):
+        raise ValueError(f"mamba._all_to_all_hp2cp: input_ {problem}")
     return _tokens_for_columns(input_, cp_group)
 
 
-def _check_shape(function: str, x: Tensor, batch_size: int) -> None:
-    """A batch of that size, or a stream."""
+def _shape_problem(x: Tensor, batch_size: int) -> str | None:
+    """Why a tensor is neither a batch of that size nor a stream; None if it is one."""
     if x.ndim not in (2, 3):
-        raise ValueError(f"mamba.{function}: input_ is {list(x.shape)}; it is [b, s, w] or [t, w]")
+        return f"is {list(x.shape)}; it is [b, s, w] or [t, w]"
     if x.ndim == 3 and len(x) != batch_size:
-        raise ValueError(
-            f"mamba.{function}: input_ is {list(x.shape)}, batch_size={batch_size}; pass batch_size={len(x)}"
-        )
+        return f"is {list(x.shape)}, batch_size={batch_size}; pass batch_size={len(x)}"
+    return None
+
+
+def _uneven(size: int, what: str, group: ProcessGroup) -> str | None:
+    """Why ranks cannot share rows or columns equally; None if they can."""
+    world = group.size()
+    return f"has {size} {what}, which cp={world} ranks cannot share equally" if size % world else None
 
 
 def _columns_for_tokens(x: Tensor, group: ProcessGroup) -> Tensor:

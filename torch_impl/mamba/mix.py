@@ -130,11 +130,11 @@ def check_dims(function: str, x: Tensor) -> None:
 def check_stream(function: str, x: Tensor, cu_seqlens: Tensor | None) -> None:
     """x is [b, s, w], one sequence a row, or one stream, [t, w] or [1, t, w], with the offsets of its sequences."""
     check_dims(function, x)
-    if cu_seqlens is None and x.ndim == 2:
-        raise ValueError(f"mamba.{function}: input is {list(x.shape)} without cu_seqlens; pass them, or [b, s, w]")
-    if cu_seqlens is not None and x.ndim == 3 and len(x) != 1:
-        raise ValueError(
-            f"mamba.{function}: input is {list(x.shape)} with cu_seqlens; one stream is [t, w] or [1, t, w]"
-        )
+    is_stream = x.ndim == 2 or len(x) == 1
+    if (cu_seqlens is None and x.ndim == 2) or (cu_seqlens is not None and not is_stream):
+        rule = "without cu_seqlens; pass them, or [b, s, w]"
+        if cu_seqlens is not None:
+            rule = "with cu_seqlens; one stream is [t, w] or [1, t, w]"
+        raise ValueError(f"mamba.{function}: input is {list(x.shape)} {rule}")
     if cu_seqlens is not None:
         offsets_of(f"mamba.{function}: cu_seqlens", cu_seqlens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from operator import attrgetter
@@ -79,7 +80,8 @@ class MixerStrategy:
         if reason := self._indivisible():
             raise ValueError(f"mamba.{self.name}: {reason}")
         self.mixer, self.layout = mixer, layout
-        self._check_parameters()
+        for problem in _parameter_problems(mixer, self.sizes):
+            raise ValueError(f"mamba.{self.name}: {problem}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MixerStrategy:
         """For the copy of the mixer that `memo` has, or a new one; groups and layouts are shared."""
@@ -138,34 +140,6 @@ class MixerStrategy:
             raise ValueError(f"mamba.{self.name}: {name} is {parameter.placements}; unshard it first")
         return parameter.to_local()
 
-    def _check_parameters(self) -> None:
-        """The mixer has the parameters, of the shapes that the sizes imply, and its sizes are the same."""
-        sizes, heads, channels = self.sizes, self.sizes.num_heads, self.sizes.channels
-        shapes = {
-            "conv1d.weight": (f"[{channels}, 1, k]", lambda p: p.shape[:-1] in ((channels,), (channels, 1))),
-            "conv1d.bias": (f"[{channels}]", lambda p: p.shape == (channels,)),
-            "dt_bias": (f"[{heads}]", lambda p: p.shape == (heads,)),
-            "A_log": (f"[{heads}]", lambda p: p.shape == (heads,)),
-            "D": (f"[{heads}] or [{sizes.inner}]", lambda p: _has_number_per_head_or_channel(p, sizes)),
-        }
-        for name, (shape, fits) in shapes.items():
-            try:
-                parameter = attrgetter(name)(self.mixer)
-            except AttributeError:
-                raise ValueError(f"mamba.{self.name}: the mixer has no {name}") from None
-            # The convolution's bias is optional.
-            if parameter is None and name != "conv1d.bias":
-                raise ValueError(f"mamba.{self.name}: the mixer's {name} is None")
-            if parameter is not None and not fits(parameter):
-                raise ValueError(f"mamba.{self.name}: {name} is {list(parameter.shape)}; these sizes require {shape}")
-        # Parameters of two groups of three states have the shapes of six groups of one.
-        of_mixer = getattr(self.mixer, "sizes", sizes)
-        if isinstance(of_mixer, MambaSizes) and of_mixer != sizes:
-            raise ValueError(
-                f"mamba.{self.name}: the mixer has n_groups={of_mixer.n_groups} and d_state={of_mixer.d_state}, "
-                f"the strategy n_groups={sizes.n_groups} and d_state={sizes.d_state}; pass the sizes of the mixer"
-            )
-
     def _check_columns(self, name: str, x: Tensor, columns: int, owner: str) -> None:
         if x.shape[-1] != columns:
             raise ValueError(f"mamba.{self.name}: {name} is {list(x.shape)}; {owner} {columns} columns")
@@ -187,9 +161,8 @@ class MixerStrategy:
         # 2. A TokenLayout must be of this group and of these tokens.
         total = x.shape[-2] * ranks
         if isinstance(order, TokenLayout):
-            self._check_layout(order, total)
-            if cu_seqlens is not None:
-                self._check_sequences(order, cu_seqlens)
+            if problem := self._layout_problem(order, total) or _sequence_problem(order, cu_seqlens):
+                raise ValueError(f"mamba.{self.name}: {problem}")
             return order
         # 3. From the name of an order: each row one sequence, or a packed stream.
         if cu_seqlens is None:
@@ -198,29 +171,17 @@ class MixerStrategy:
             cu_seqlens, cp_size=self.cp_size, cp_rank=self.cp_rank, kind=PACKED[order], total=total
         )
 
-    def _check_layout(self, layout: TokenLayout, total: int) -> None:
+    def _layout_problem(self, layout: TokenLayout, total: int) -> str | None:
+        """Why a layout is not one of this group and of `total` tokens, or gives ranks unequal shards; else None."""
         if (layout.cp_size, layout.cp_rank) != (self.cp_size, self.cp_rank):
-            raise ValueError(
-                f"mamba.{self.name}: layout is for cp={layout.cp_size} and rank {layout.cp_rank}, "
-                f"cp_group has cp={self.cp_size} and rank {self.cp_rank}; rebind it"
-            )
+            of_group = f"cp_group has cp={self.cp_size} and rank {self.cp_rank}"
+            return f"layout is for cp={layout.cp_size} and rank {layout.cp_rank}, {of_group}; rebind it"
         if layout.total != total:
-            raise ValueError(f"mamba.{self.name}: layout has {layout.total} tokens, the ranks have {total}")
+            return f"layout has {layout.total} tokens, the ranks have {total}"
         # The collectives exchange blocks of one size.
         if len(set(layout.counts)) > 1:
-            raise ValueError(f"mamba.{self.name}: layout gives the ranks {layout.counts} tokens; they must be equal")
-
-    def _check_sequences(self, layout: TokenLayout, cu_seqlens: Tensor) -> bool:
-        """True if the offsets are those of the layout, without the negative entries that fill them on the right."""
-        offsets, of_layout = [x for x in cu_seqlens.tolist() if x >= 0], layout.cu_padded.tolist()
-        if offsets == of_layout:
-            return True
-        if len(offsets) != len(of_layout):
-            difference = f"cu_seqlens has {len(offsets) - 1} sequences, layout {len(of_layout) - 1}"
-        else:
-            j = next(j for j, pair in enumerate(zip(offsets, of_layout, strict=True)) if pair[0] != pair[1])
-            difference = f"cu_seqlens[{j}] is {offsets[j]}, {of_layout[j]} in layout"
-        raise ValueError(f"mamba.{self.name}: {difference}; pass the layout of this batch, or its offsets alone")
+            return f"layout gives the ranks {layout.counts} tokens; they must be equal"
+        return None
 
     @property
     def chunk_size(self) -> int:
@@ -231,6 +192,49 @@ class MixerStrategy:
     def dt_limit(self) -> tuple[float, float]:
         """The range that steps are clamped to, where the mixer has one."""
         return getattr(self.mixer, "dt_limit", (0.0, math.inf))
+
+
+def _parameter_problems(mixer: nn.Module, sizes: MambaSizes) -> Iterator[str]:
+    """Unless a mixer has the parameters, of the shapes that the sizes imply, and its own sizes are the same."""
+    heads, channels = sizes.num_heads, sizes.channels
+    shapes = {
+        "conv1d.weight": (f"[{channels}, 1, k]", lambda p: p.shape[:-1] in ((channels,), (channels, 1))),
+        "conv1d.bias": (f"[{channels}]", lambda p: p.shape == (channels,)),
+        "dt_bias": (f"[{heads}]", lambda p: p.shape == (heads,)),
+        "A_log": (f"[{heads}]", lambda p: p.shape == (heads,)),
+        "D": (f"[{heads}] or [{sizes.inner}]", lambda p: _has_number_per_head_or_channel(p, sizes)),
+    }
+    for name, (shape, fits) in shapes.items():
+        try:
+            parameter = attrgetter(name)(mixer)
+        except AttributeError:
+            yield f"the mixer has no {name}"
+            return
+        # The convolution's bias is optional.
+        if parameter is None and name != "conv1d.bias":
+            yield f"the mixer's {name} is None"
+        elif parameter is not None and not fits(parameter):
+            yield f"{name} is {list(parameter.shape)}; these sizes require {shape}"
+    # Parameters of two groups of three states have the shapes of six groups of one.
+    of_mixer = getattr(mixer, "sizes", sizes)
+    if isinstance(of_mixer, MambaSizes) and of_mixer != sizes:
+        mixer_groups, groups = (f"n_groups={x.n_groups} and d_state={x.d_state}" for x in (of_mixer, sizes))
+        yield f"the mixer has {mixer_groups}, the strategy {groups}; pass the sizes of the mixer"
+
+
+def _sequence_problem(layout: TokenLayout, cu_seqlens: Tensor | None) -> str | None:
+    """Why offsets, without the negative entries that fill them on the right, are not the layout's; None if they are."""
+    if cu_seqlens is None:
+        return None
+    offsets, of_layout = [x for x in cu_seqlens.tolist() if x >= 0], layout.cu_padded.tolist()
+    if offsets == of_layout:
+        return None
+    if len(offsets) != len(of_layout):
+        difference = f"cu_seqlens has {len(offsets) - 1} sequences, layout {len(of_layout) - 1}"
+    else:
+        j = next(j for j, pair in enumerate(zip(offsets, of_layout, strict=True)) if pair[0] != pair[1])
+        difference = f"cu_seqlens[{j}] is {offsets[j]}, {of_layout[j]} in layout"
+    return f"{difference}; pass the layout of this batch, or its offsets alone"
 
 
 def _has_number_per_head_or_channel(D: Tensor, sizes: MambaSizes) -> bool:
