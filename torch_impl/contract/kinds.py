@@ -118,13 +118,20 @@ class GradientTypeKind:
 
 @dataclass(frozen=True)
 class Instance:
-    """A value of a type: `bool`, `str` or a class of torch. Of a class the message shows the type alone."""
+    """A value of a type: `bool`, `str` or a class of torch. Of a class the message shows the type alone.
 
-    type: Any  # what `isinstance` takes
+    `type` is what `isinstance` takes, and `advice` ends the message.
+    """
+
+    type: Any
     advice: str
     shows_value: bool = True
 
     def validate(self, function: str, name: str, value: Any, sizes: Sizes) -> None:
+        """Reject a `value` of another type; `function`, `name` and `sizes` are those of `Kind.validate`.
+
+        Errors: TypeError.
+        """
         if not isinstance(value, self.type):
             label = f"{name}={value!r}" if self.shows_value else name
             raise TypeError(f"{function}: {label} is {type_name(value)}; {self.advice}")
@@ -144,6 +151,10 @@ class ListOf:
         return self.element.shows_value
 
     def validate(self, function: str, name: str, value: Any, sizes: Sizes) -> None:
+        """Reject a `value` that is no such list; `function`, `name` and `sizes` are those of `Kind.validate`.
+
+        Errors: TypeError; ValueError for an empty list where it must not be, and of the elements' kind.
+        """
         Instance((list, tuple), f"pass a list of {self.nouns}", self.shows_value).validate(function, name, value, sizes)
         if self.if_empty is not None and not value:
             raise ValueError(f"{function}: {name} is empty; {self.if_empty}")

@@ -18,7 +18,10 @@ PIECES_PER_RANK = {"contiguous": 1, "striped": 1, "dual_chunk_swap": 2}
 
 @contract
 def needs(layout: str, world: int) -> int:
-    """The number that a size must be a multiple of for `layout`; 1 if any size will do."""
+    """The number that a size must be a multiple of for `layout`; 1 if any size will do.
+
+    Errors: TypeError for a layout that is not a str, or a world that is not an integer.
+    """
     chunks = PIECES_PER_RANK.get(layout)
     return chunks * world if chunks else 1
 
