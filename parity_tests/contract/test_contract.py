@@ -98,7 +98,7 @@ REJECTED = [
     (TypeError, (LOGITS, IDS.bool()), {}, "ids is bool; token ids must be int64"),
     (ValueError, (LOGITS, IDS[:1]), {}, "ids is [1, 3] but logits has leading shape [2, 3]"),
     (ValueError, (LOGITS, IDS[0]), {}, "ids is [3] but logits has leading shape [2, 3]"),
-    (ValueError, (LOGITS, IDS, LOGITS), {}, "weight is [2, 3, 4]; its dims must be [d v/tp]"),
+    (ValueError, (LOGITS, IDS, LOGITS), {}, "weight is [2, 3, 4]; its dims must be [d v/tp]; reshape it to these"),
     (
         ValueError,
         (LOGITS, IDS, LOGITS[0, :, :2]),
@@ -120,7 +120,12 @@ REJECTED = [
     (TypeError, (LOGITS, IDS), {"with_entropy": 1}, "with_entropy=1 is an int; pass True or False"),
     (TypeError, (LOGITS, IDS), {"label": 3}, "label=3 is an int; pass a str"),
     (TypeError, (LOGITS, IDS), {"rows": "3"}, "rows='3' is a str; pass an int"),
-    (ValueError, (LOGITS, IDS), {"blocks": torch.tensor(1.0)}, "blocks is []; its dims must be [n/cp ...]"),
+    (
+        ValueError,
+        (LOGITS, IDS),
+        {"blocks": torch.tensor(1.0)},
+        "blocks is []; its dims must be [n/cp ...]; reshape it to these",
+    ),
     (
         ValueError,
         (LOGITS, IDS),
@@ -181,7 +186,9 @@ def test_an_autograd_function_is_named_by_its_class():
     x = torch.ones(2, 3, requires_grad=True)
     (gradient,) = torch.autograd.grad(Doubled.apply(x).sum(), x)
     assert gradient.tolist() == [[2.0] * 3] * 2
-    with pytest.raises(ValueError, match=r"^contract.Doubled: x is \[3\]; its dims must be \[b s/cp\]$"):
+    with pytest.raises(
+        ValueError, match=r"^contract.Doubled: x is \[3\]; its dims must be \[b s/cp\]; reshape it to these$"
+    ):
         Doubled.apply(torch.ones(3))
 
 

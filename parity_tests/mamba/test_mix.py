@@ -69,11 +69,14 @@ def test_no_token_gives_none():
 
 
 REFUSED = [
-    (lambda: causal_conv(X[0], WEIGHT), "x is [7, 3]; its dims must be [b s c]"),
-    (lambda: causal_conv(X, WEIGHT[:, None]), "weight is [3, 1, 4]; its dims must be [c k]"),
+    (lambda: causal_conv(X[0], WEIGHT), "x is [7, 3]; its dims must be [b s c]; reshape it to these"),
+    (lambda: causal_conv(X, WEIGHT[:, None]), "weight is [3, 1, 4]; its dims must be [c k]; reshape it to these"),
     (lambda: causal_conv(X, WEIGHT[:2]), "weight is [2, 4] but x has c=3: c differs, 2 and 3"),
-    (lambda: causal_conv(X, WEIGHT, WEIGHT[:, :2]), "bias is [3, 2]; its dims must be [c]"),
-    (lambda: causal_conv(X, WEIGHT, seq_idx=torch.zeros(7).long()), "seq_idx is [7]; its dims must be [b s]"),
+    (lambda: causal_conv(X, WEIGHT, WEIGHT[:, :2]), "bias is [3, 2]; its dims must be [c]; reshape it to these"),
+    (
+        lambda: causal_conv(X, WEIGHT, seq_idx=torch.zeros(7).long()),
+        "seq_idx is [7]; its dims must be [b s]; reshape it to these",
+    ),
 ]
 
 

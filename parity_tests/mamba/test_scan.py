@@ -129,7 +129,7 @@ REFUSED = [
         lambda: called(B=PARTS[0][..., :3, :2], C=PARTS[0][..., :3, :2]),
         "num_heads=4 must be divisible by n_groups=3",
     ),
-    (lambda: called(seq_idx=torch.zeros(7).long()), "seq_idx is [7]; its dims must be [b s]"),
+    (lambda: called(seq_idx=torch.zeros(7).long()), "seq_idx is [7]; its dims must be [b s]; reshape it to these"),
     (lambda: called(initial_states=PARTS[0]), "initial_states is [2, 7, 4, 3] but x has h=4: h differs, 7 and 4"),
 ]
 

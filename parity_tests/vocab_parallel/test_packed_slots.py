@@ -54,7 +54,7 @@ REFUSED = [
     (
         lambda m: packed(m, [[0, 16]]),
         ValueError,
-        "cu_seqlens_padded is [1, 2]; its dims must be [n]",
+        "cu_seqlens_padded is [1, 2]; its dims must be [n]; reshape it to these",
     ),
     (
         lambda m: packed(m, true=[0, 16]),

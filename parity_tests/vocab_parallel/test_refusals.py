@@ -100,7 +100,7 @@ REFUSED = [
     (
         ValueError,
         lambda m: logits_at(m["tp"], ids=IDS[0]),
-        f"{AT}: global_indices is [8, 3]; its dims must be [b s k]",
+        f"{AT}: global_indices is [8, 3]; its dims must be [b s k]; reshape it to these",
     ),
     (
         ValueError,

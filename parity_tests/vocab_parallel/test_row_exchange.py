@@ -97,12 +97,12 @@ REFUSED = [
     (
         ValueError,
         lambda g: vp.all_to_all_vp2sq(MATRIX.view(2, 4, 8), g),
-        f"{VP2SQ}: vocab_parallel_logits is [2, 4, 8]; its dims must be [t v/tp]",
+        f"{VP2SQ}: vocab_parallel_logits is [2, 4, 8]; its dims must be [t v/tp]; reshape it to these",
     ),
     (
         ValueError,
         lambda g: vp.all_to_all_sq2vp(MATRIX[0], g),
-        f"{SQ2VP}: seq_parallel_logits is [8]; its dims must be [t/tp v]",
+        f"{SQ2VP}: seq_parallel_logits is [8]; its dims must be [t/tp v]; reshape it to these",
     ),
     (
         ValueError,

@@ -115,7 +115,7 @@ class TensorKind:
             last = "the vocabulary" if self.dims[-1].startswith("v") else self.dims[-1]
             raise ValueError(f"{function}: {name} has no dims; the last one must be {last}")
         dims = " ".join([LEADING] * self.has_leading + list(self.dims) + [LEADING] * self.has_trailing)
-        raise ValueError(f"{function}: {name} is {list(value.shape)}; its dims must be [{dims}]")
+        raise ValueError(f"{function}: {name} is {list(value.shape)}; its dims must be [{dims}]; reshape it to these")
 
 
 _PARALLELISM = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline", "ep": "expert"}
