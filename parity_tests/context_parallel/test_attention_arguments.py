@@ -42,7 +42,7 @@ VALUE_ERRORS = [
         lambda m: attend(m, exchange="usp", mesh=m.device_mesh),
         "mesh has 1 dims, exchange='usp' needs 2; pass a mesh of that many",
     ),
-    (lambda m: attend(m, q=Q[0]), "q is [4, 8, 2]; its dims must be [b h s/cp:LAYOUT p]"),
+    (lambda m: attend(m, q=Q[0]), "q is [4, 8, 2]; its dims must be [b h s/cp:LAYOUT p]; reshape it to these"),
     (
         lambda m: attend(m, v=KV[:, :1]),
         "v is [1, 1, 8, 2] but k has hk=2: hk differs, 1 and 2",
@@ -52,7 +52,7 @@ VALUE_ERRORS = [
         "k is [1, 2, 8, 2] but q has s/cp:LAYOUT=6: s/cp:LAYOUT differs, 8 and 6",
     ),
     (lambda m: attend(m, q=Q[:, :3]), "h=3 query heads cannot share hk=2 KV heads (needs a multiple)"),
-    (lambda m: attend(m, window=0), "window=0 must be at least 1, the query itself; None sees all"),
+    (lambda m: attend(m, window=0), "window=0 must be at least 1, or None to see all"),
     *[
         (
             lambda m, scale=scale: attend(m, scale=scale),
@@ -130,8 +130,8 @@ TYPE_ERRORS = [
     (lambda m: attend(m, q=Q.int(), k=KV.int()), "q is int32; it must be floating"),
     (lambda m: attend(m, q=Q.to(NARROW), k=KV.to(NARROW)), f"q, k, v are {', '.join([FP8] * 3)}; {ONE_DTYPE}"),
     (lambda m: attend(m, q=Q.numpy()), "q is a ndarray; pass a Tensor"),
-    (lambda m: attend(m, window=2.5), "window is a float; pass an int, or None to see all"),
-    (lambda m: attend(m, window=True), "window is a bool; pass an int, or None to see all"),
+    (lambda m: attend(m, window=2.5), "window=2.5 is a float; pass an int, or None to see all"),
+    (lambda m: attend(m, window=True), "window=True is a bool; pass an int, or None to see all"),
     (lambda m: attend(m, causal=None), "causal=None is None; pass True or False"),
     (lambda m: attend(m, causal=1), "causal=1 is an int; pass True or False"),
     (lambda m: attend(m, scale="1"), "scale is a str; pass a float, or None for p ** -0.5"),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from torch_impl.contract import OneOf, type_name
+from torch_impl.contract import Instance, Number, OneOf, type_name
 from torch_impl.layouts.token_layout import TokenLayout
 
 # Messages list them in this order.
@@ -25,13 +25,6 @@ class _Batch:
         # By its method: BatchEncoding and TensorDict are mappings of tensors, too, but not dicts.
         if not hasattr(value, "items"):
             raise TypeError(f"{function}: {name} is {type_name(value)}; pass a dict of tensors by name")
-
-
-class _OneTensor:
-    """A tensor of any shape and dtype."""
-
-    def validate(self, function: str, name: str, value: Any, sizes: Any) -> None:
-        checked_tensor(function, name, value)
 
 
 class _CpMesh:
@@ -54,17 +47,6 @@ class _NamedMesh:
             raise TypeError(f"{function}: {name} is {type_name(value)}; pass a DeviceMesh with a dim named cp, or None")
 
 
-class _Window:
-    """The number of positions that a query sees, itself included: an int of at least 1."""
-
-    def validate(self, function: str, name: str, value: Any, sizes: Any) -> None:
-        # True is an int to Python; as a window it would mean 1.
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{function}: {name} is {type_name(value)}; pass an int, or None to see all")
-        if value < 1:
-            raise ValueError(f"{function}: {name}={value} must be at least 1, the query itself; None sees all")
-
-
 class _Scale:
     """A positive and finite factor of the scores."""
 
@@ -85,10 +67,11 @@ class _Layout:
 
 
 Batch = Annotated[dict[str, Any], _Batch()]
-OneTensor = Annotated[Tensor, _OneTensor()]
+OneTensor = Annotated[Tensor, Instance(Tensor, "pass a Tensor", shows_value=False)]
 CpMesh = Annotated[DeviceMesh, _CpMesh()]
 NamedMesh = Annotated[DeviceMesh, _NamedMesh()]
-Window = Annotated[int, _Window()]
+# The number of positions that a query sees, itself included.
+Window = Annotated[int, Number(1, integer=True, remedy=", or None to see all")]
 Scale = Annotated[float, _Scale()]
 Layout = Annotated[TokenLayout | str, _Layout()]
 ExchangeName = Annotated[str, OneOf(EXCHANGES)]
