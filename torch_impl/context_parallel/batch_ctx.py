@@ -26,8 +26,8 @@ from torch_impl.context_parallel.kinds import Batch, NamedMesh, OneTensor, check
 from torch_impl.context_parallel.thd import checked_slots
 from torch_impl.context_parallel.train_context import SequenceContext
 from torch_impl.contract import contract
-from torch_impl.layouts import TokenLayout, needs
-from torch_impl.layouts.divisibility import first
+from torch_impl.layouts import TokenLayout
+from torch_impl.layouts.divisibility import first, multiple_of
 
 FUNCTION = "context_parallel.batch"
 BY_TOKEN = ("input_ids", "inputs_embeds", "labels", "position_ids", "loss_mask", "padding_mask")
@@ -129,7 +129,7 @@ def _cut_inside(
     shape = _shape(batch)
     size = shape[1]
     cp_size, cp_rank = cp_mesh.size(), cp_mesh.get_group().rank()
-    multiple = needs("dual_chunk_swap", cp_size)
+    multiple = multiple_of("dual_chunk_swap", cp_size)
     more = -size % multiple
     device = next(batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None).device
     # 2. The batch with positions and padding mask and without attention mask, padded into new tensors.

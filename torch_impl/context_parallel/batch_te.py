@@ -18,8 +18,8 @@ from torch_impl.context_parallel.kinds import Batch, CpMesh, checked_tensor
 from torch_impl.context_parallel.thd import TABLES, by_chunk, stream
 from torch_impl.contract import contract
 from torch_impl.kernels import rows_at
-from torch_impl.layouts import TokenLayout, needs
-from torch_impl.layouts.divisibility import checked_offsets, offsets_of, stripped
+from torch_impl.layouts import TokenLayout
+from torch_impl.layouts.divisibility import checked_offsets, multiple_of, offsets_of, stripped
 
 IDS = ("input_ids", "labels", "position_ids")  # int64 in the result, whatever integers they are in the batch
 
@@ -157,7 +157,7 @@ def _place(cp_mesh: DeviceMesh | None) -> tuple[int, int]:
 
 def _multiple(cp_size: int) -> int:
     """The number that a slot must be a multiple of; a single rank takes slots of any length."""
-    return needs("dual_chunk_swap", cp_size) if cp_size > 1 else 1
+    return multiple_of("dual_chunk_swap", cp_size) if cp_size > 1 else 1
 
 
 def _check_format(qkv_format: str) -> None:

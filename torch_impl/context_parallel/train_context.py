@@ -21,7 +21,8 @@ from torch_impl.collectives.lengths import positive_dim
 from torch_impl.context_parallel.kinds import CpMesh
 from torch_impl.context_parallel.sdpa_mode import SequenceAttention
 from torch_impl.contract import Instance, ListOf, OneOf, contract
-from torch_impl.layouts import TokenLayout, uncuttable
+from torch_impl.layouts import TokenLayout
+from torch_impl.layouts.divisibility import cut_problem
 
 # A context manager is whatever can be entered and left, by its methods.
 OneContext = Annotated[
@@ -246,7 +247,7 @@ def _buffer_problems(
         if length != lengths[0]:
             here = f"cp_buffers[{i}] has {length} positions along dim {dims[i]}"
             yield f"{here}, cp_buffers[0] has {lengths[0]}; pass whole tensors of one length"
-    reason = uncuttable("s", lengths[0], "cp", cp_size, "dual_chunk_swap") if cp_size > 1 else None
+    reason = cut_problem("s", lengths[0], "cp", cp_size, "dual_chunk_swap") if cp_size > 1 else None
     if reason:
         yield reason
 

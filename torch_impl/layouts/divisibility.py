@@ -22,6 +22,11 @@ def needs(layout: str, world: int) -> int:
 
     Errors: TypeError for a layout that is not a str, or a world that is not an integer.
     """
+    return multiple_of(layout, world)
+
+
+def multiple_of(layout: str, world: int) -> int:
+    """The core of `needs`."""
     chunks = PIECES_PER_RANK.get(layout)
     return chunks * world if chunks else 1
 
@@ -36,11 +41,16 @@ def uncuttable(dim: str, size: int, axis: str, world: int, layout: str) -> str |
     """
     check_whole(dim, size)
     check_whole(axis, world)
+    return cut_problem(dim, size, axis, world, layout)
+
+
+def cut_problem(dim: str, size: int, axis: str, world: int, layout: str) -> str | None:
+    """The core of `uncuttable`."""
     if world < 1:
         return f"{axis}={world} is not a number of ranks; it is 1 or more"
     if size < 0:
         return f"{dim}={size} is not a size; sizes are 0 or more"
-    multiple = needs(layout, world)
+    multiple = multiple_of(layout, world)
     padded = -(-size // multiple) * multiple  # the next multiple, which the message recommends
     if padded == size:
         return None
@@ -50,7 +60,7 @@ def uncuttable(dim: str, size: int, axis: str, world: int, layout: str) -> str |
 
 def check_cut(layout: str, size: int, world: int, rank: int | None = None) -> None:
     """ValueError if `size` cannot be sharded or `rank` is not in the world."""
-    reason = uncuttable("size", size, "world", world, layout)
+    reason = cut_problem("size", size, "world", world, layout)
     if reason is None and rank is not None and not 0 <= rank < world:
         reason = f"{layout}: rank={rank} is not in a world of {world}; ranks are 0 to {world - 1}"
     if reason is not None:
@@ -82,7 +92,7 @@ def checked_offsets(
     if size is not None and offsets[-1] != size:
         raise ValueError(too_short(int(offsets[-1]), size))
     lengths = offsets.diff()
-    multiple = needs("dual_chunk_swap", world) if multiple is None else multiple
+    multiple = multiple_of("dual_chunk_swap", world) if multiple is None else multiple
     for j in first(lengths % multiple != 0):
         rule = f"dual_chunk_swap over {axis}={world} needs a multiple of {multiple}"
         padded = lengths[j] + -lengths[j] % multiple

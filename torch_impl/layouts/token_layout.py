@@ -29,13 +29,13 @@ from torch_impl.layouts.cache import Value, cached, cached_tensor, for_training,
 from torch_impl.layouts.divisibility import (
     check_row,
     checked_offsets,
+    cut_problem,
     first,
     host_offsets,
-    needs,
+    multiple_of,
     offsets_of,
     stripped,
     too_short,
-    uncuttable,
 )
 from torch_impl.layouts.index_arrays import ALPHABET, contiguous, inverted, packed_rows, ragged, striped
 
@@ -333,7 +333,7 @@ def packed_cut(
     multiple = _multiple(kind, cp_size) if kind == "packed" else 1
     padded = checked_offsets(stripped(cu_padded), total, cp_size, axis="cp", multiple=multiple)
     size = int(padded[-1])
-    if reason := uncuttable("t", size, "cp", cp_size, kind):
+    if reason := cut_problem("t", size, "cp", cp_size, kind):
         raise ValueError(reason)
     real = padded if cu_real is None else _checked_real(stripped(cu_real), padded)
     device = cu_padded.device if isinstance(cu_padded, Tensor) else None
@@ -363,7 +363,7 @@ def _multiple(kind: str, cp_size: int) -> int:
     """The number that a length must be a multiple of; a single rank takes any length."""
     if cp_size == 1 or kind == "ragged":
         return 1
-    return needs("dual_chunk_swap", cp_size) if kind == "packed" else needs(kind, cp_size)
+    return multiple_of("dual_chunk_swap" if kind == "packed" else kind, cp_size)
 
 
 def _check_total(kind: str, offsets: Tensor, total: int, cp_size: int) -> None:
@@ -408,7 +408,7 @@ def _rank_problem(cp_size: int, cp_rank: int) -> str | None:
 def _length_problem(kind: str, length: int, cp_size: int, real: int, counts: Sequence[int] | None) -> str | None:
     """Why a sequence cannot be sharded, or has no such real tokens or counts; None if it can."""
     # A single rank takes any length.
-    if (length < 0 or _multiple(kind, cp_size) > 1) and (problem := uncuttable("s", length, "cp", cp_size, kind)):
+    if (length < 0 or _multiple(kind, cp_size) > 1) and (problem := cut_problem("s", length, "cp", cp_size, kind)):
         return problem
     if not 0 <= real <= length:
         return f"real_length={real} is outside s={length}; it counts the tokens that are no padding"
