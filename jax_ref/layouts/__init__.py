@@ -8,6 +8,7 @@ from jax_ref.layouts.reference import conv_channels as conv_channels
 from jax_ref.layouts.reference import deinterleave_packed_seqs as deinterleave_packed_seqs
 from jax_ref.layouts.reference import draw as draw
 from jax_ref.layouts.reference import dual_chunk_swap as dual_chunk_swap
+from jax_ref.layouts.reference import indivisible as indivisible
 from jax_ref.layouts.reference import inverse as inverse
 from jax_ref.layouts.reference import needs as needs
 from jax_ref.layouts.reference import packed as packed
@@ -20,7 +21,6 @@ from jax_ref.layouts.reference import reinterleave_packed_seqs as reinterleave_p
 from jax_ref.layouts.reference import reorder_chunks as reorder_chunks
 from jax_ref.layouts.reference import sequence_ids as sequence_ids
 from jax_ref.layouts.reference import striped as striped
-from jax_ref.layouts.reference import uncuttable as uncuttable
 from jax_ref.layouts.reference import undo_attention_load_balancing as undo_attention_load_balancing
 
 BUILTIN = {

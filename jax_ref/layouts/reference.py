@@ -28,12 +28,12 @@ def needs(layout: str, world: int) -> int:
     return MULTIPLES[layout](world) if layout in MULTIPLES else 1
 
 
-def uncuttable(dim: str, size: int, axis: str, world: int, layout: str) -> str | None:
+def indivisible(dim: str, size: int, axis: str, world: int, layout: str) -> str | None:
     """Why a layout cannot shard `dim`, or None if it can.
 
-    >>> uncuttable("s", 30, "cp", 4, "dual_chunk_swap")
+    >>> indivisible("s", 30, "cp", 4, "dual_chunk_swap")
     's=30 cannot be cut by dual_chunk_swap over cp=4 (needs a multiple of 8); pad to 32'
-    >>> uncuttable("s", 32, "cp", 4, "dual_chunk_swap")
+    >>> indivisible("s", 32, "cp", 4, "dual_chunk_swap")
     """
     if size < 0:
         return f"{dim}={size} is not a size; sizes are 0 or more"
@@ -50,7 +50,7 @@ def uncuttable(dim: str, size: int, axis: str, world: int, layout: str) -> str |
 
 def check_cuttable(size: int, world: int, layout: str) -> None:
     """Raise ValueError if a layout cannot shard the size, in terms of its arguments `size` and `world`."""
-    sentence = uncuttable("size", size, "world", world, layout)
+    sentence = indivisible("size", size, "world", world, layout)
     if sentence:
         raise ValueError(sentence)
 

@@ -3,7 +3,6 @@
 from jax_ref.vocab_parallel.reference import cross_entropy as cross_entropy
 from jax_ref.vocab_parallel.reference import distillation as distillation
 from jax_ref.vocab_parallel.reference import gather_logprob as gather_logprob
-from jax_ref.vocab_parallel.reference import kept_set as kept_set
 from jax_ref.vocab_parallel.reference import linear_logprob as linear_logprob
 from jax_ref.vocab_parallel.reference import linear_next_token_logprob as linear_next_token_logprob
 from jax_ref.vocab_parallel.reference import log_probabilities as log_probabilities
@@ -19,6 +18,7 @@ from jax_ref.vocab_parallel.reference import normaliser as normaliser
 from jax_ref.vocab_parallel.reference import packed_next_token_logprob as packed_next_token_logprob
 from jax_ref.vocab_parallel.reference import same as same
 from jax_ref.vocab_parallel.reference import sampled_logprob as sampled_logprob
+from jax_ref.vocab_parallel.reference import sampling_mask as sampling_mask
 from jax_ref.vocab_parallel.reference import sequence as sequence
 from jax_ref.vocab_parallel.reference import softmax as softmax
 from jax_ref.vocab_parallel.reference import topk as topk

@@ -127,7 +127,7 @@ def gather_logprob(logits: Float[Array, "*a v"], ids: Int[Array, "*a k"]) -> Flo
 # 4. The distribution that a sampler draws from.
 
 
-def kept_set(
+def sampling_mask(
     logits: Float[Array, "*a v"], top_k: int | None, top_p: float | None, temperature: float = 1.0
 ) -> Bool[Array, "*a v"]:
     """The columns that pass top-k, then top-p; off are None, a top_k below 1, and a top_p of 1.
@@ -161,7 +161,7 @@ def sampled_logprob(
 
     Which columns are kept is a constant: no gradient goes through the choice.
     """
-    is_kept = kept_set(lax.stop_gradient(logits), top_k, top_p, temperature)
+    is_kept = sampling_mask(lax.stop_gradient(logits), top_k, top_p, temperature)
     return logprob(jnp.where(is_kept, logits, -jnp.inf), target, temperature)
 
 

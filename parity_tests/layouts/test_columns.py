@@ -11,7 +11,7 @@ from torch_impl.layouts.columns import MambaSizes, conv_channels, projection_col
 CUT = [
     (*sizes, cp)
     for *sizes, cp in itertools.product((4, 8, 12), (1, 3), (1, 2, 4), (1, 2), (1, 2, 4))
-    if MambaSizes(*sizes).uncuttable(cp) is None
+    if MambaSizes(*sizes).indivisible(cp) is None
 ]
 
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from jax_ref.layouts import BUILTIN as REFERENCES
+from jax_ref.layouts import indivisible as indivisible_reference
 from jax_ref.layouts import needs as needs_reference
-from jax_ref.layouts import uncuttable as uncuttable_reference
-from torch_impl.layouts import BUILTIN, needs, uncuttable
+from torch_impl.layouts import BUILTIN, indivisible, needs
 
 
 @pytest.mark.parametrize("multiple", [needs, needs_reference])
@@ -26,7 +26,7 @@ def test_both_sides_have_the_same_layouts():
     assert list(BUILTIN) == list(REFERENCES) == sorted(BUILTIN)
 
 
-@pytest.mark.parametrize("why", [uncuttable, uncuttable_reference])
+@pytest.mark.parametrize("why", [indivisible, indivisible_reference])
 def test_sentences(why):
     assert (
         why("s", 30, "cp", 4, "dual_chunk_swap")
@@ -47,7 +47,7 @@ def test_sentences(why):
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_what_is_promised_can_be_cut_and_nothing_else(name, world):
     for size in range(4 * world + 3):
-        if uncuttable("s", size, "cp", world, name) is None:
+        if indivisible("s", size, "cp", world, name) is None:
             assert sum(len(piece) for piece in BUILTIN[name](size, world)) == size
         else:
             with pytest.raises(ValueError):
@@ -69,7 +69,7 @@ def test_what_is_no_integer_is_refused(name, size, world, message):
         BUILTIN[name](size, world)
     assert str(caught.value) == f"{name}: {message}; pass an int"
     with pytest.raises(TypeError) as caught:
-        uncuttable("size", size, "world", world, name)
+        indivisible("size", size, "world", world, name)
     assert str(caught.value) == f"{message}; pass an int"
 
 

@@ -18,7 +18,7 @@ Layout = Callable[[int, int], Sequence[Tensor]]
 class MeshView:
     """A named mesh, torch's `device_mesh`, as seen from one rank; `mesh["tp"]` is the process group of an axis.
 
-    `cuts` maps a sharded dim to its global size and its shardings, outermost first, each a mesh axis and a layout
+    `shardings` maps a sharded dim to its global size and its shardings, outermost first, each a mesh axis and a layout
     `(size, world) -> positions of each rank`.
 
     Cost:   no collective.
@@ -28,10 +28,10 @@ class MeshView:
     def __init__(
         self,
         device_mesh: DeviceMesh,
-        cuts: Mapping[str, tuple[int, Sequence[tuple[str, Layout]]]] | None = None,
+        shardings: Mapping[str, tuple[int, Sequence[tuple[str, Layout]]]] | None = None,
     ) -> None:
         self.device_mesh = device_mesh
-        self._cuts = dict(cuts or {})
+        self._shardings = dict(shardings or {})
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -53,22 +53,22 @@ class MeshView:
         self._check(axis)
         return self.device_mesh.get_local_rank(axis)
 
-    def bind(self, cuts: Mapping[str, tuple[int, Sequence[tuple[str, Layout]]]]) -> MeshView:
-        """The same mesh with the dims of one example; `cuts` as above."""
-        return MeshView(self.device_mesh, cuts)
+    def bind(self, shardings: Mapping[str, tuple[int, Sequence[tuple[str, Layout]]]]) -> MeshView:
+        """The same mesh with the dims of one example; `shardings` as above."""
+        return MeshView(self.device_mesh, shardings)
 
     def global_ids(self, dim: str) -> Tensor:
         """Global positions of this rank's shard of `dim`, in local order, as int64.
 
         Errors: ValueError for a dim without a sharding here.
         """
-        if dim not in self._cuts:
-            raise ValueError(f"mesh: dim {dim!r} is not known here ({', '.join(self._cuts) or 'none is'})")
-        size, cuts = self._cuts[dim]
+        if dim not in self._shardings:
+            raise ValueError(f"mesh: dim {dim!r} is not known here ({', '.join(self._shardings) or 'none is'})")
+        size, shardings = self._shardings[dim]
         device = self.device_mesh.device_type
         # Outermost sharding first: each next one divides the positions that are left to this rank.
         ids = torch.arange(size, device=device)
-        for axis, layout in cuts:
+        for axis, layout in shardings:
             ids = ids[torch.as_tensor(layout(len(ids), self.size(axis))[self.rank(axis)], device=device)]
         return ids
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch_impl.context_parallel.kinds import Window
 from torch_impl.contract import PositiveInt, contract
-from torch_impl.layouts.divisibility import uncuttable
+from torch_impl.layouts.divisibility import indivisible
 
 FUNCTION = "context_parallel.attention_bytes"
 LayoutName = Literal["contiguous", "dual_chunk_swap", "packed", "ragged", "striped"]
@@ -104,7 +104,7 @@ def _check_shapes(sizes: dict[str, int], layout: str) -> None:
         heads, kv_heads = sizes["h"], sizes["hk"]
         raise ValueError(f"{FUNCTION}: h={heads} query heads cannot share hk={kv_heads} KV heads (needs a multiple)")
     s, n = sizes["s"], sizes["cp_size"]
-    if n > 1 and (reason := uncuttable("s", s, "cp", n, RULE_OF.get(layout, layout))):
+    if n > 1 and (reason := indivisible("s", s, "cp", n, RULE_OF.get(layout, layout))):
         raise ValueError(f"{FUNCTION}: {reason}")
 
 

@@ -89,7 +89,7 @@ def make_cp_batch_and_ctx(
         return nullcontext, te_batch(cp_mesh, packed, num_chunks, seq_lens_padding_value)
     if cp_mesh is None or cp_mesh.size() == 1:
         return nullcontext, batch
-    return _cut_inside(cp_mesh, batch, loss_mask, padding_token_id)
+    return _shard_inside(cp_mesh, batch, loss_mask, padding_token_id)
 
 
 @contract(FUNCTION)
@@ -121,7 +121,7 @@ def with_position_ids(batch: dict[str, Any], device: torch.device | str) -> dict
     return batch
 
 
-def _cut_inside(
+def _shard_inside(
     cp_mesh: DeviceMesh, batch: dict[str, Any], loss_mask: Tensor | None, padding_token_id: int
 ) -> tuple[BatchContext, dict[str, Any]]:
     """The padded batch, and the context that shards it."""

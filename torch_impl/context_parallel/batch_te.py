@@ -66,14 +66,14 @@ def te_batch(
     checked_offsets(full.slots.offsets[0], full.slots.total, cp_size, axis="cp", multiple=_multiple(cp_size))
     # 2. One layout and one index for all chunks: the rank's shard of the stream is its shards of the chunks in order.
     layout = full.layout(cp_size, cp_rank)
-    shards = _cut(full.tokens, layout)
+    shards = _shard_tokens(full.tokens, layout)
     # 3. Only then split into chunks; what is not by token is split by rows.
     if full.chunks > 1:
-        unsharded = {name: full.stacked(name, value) for name, value in full.others.items()}
+        unsharded = {name: full.stacked(name, value) for name, value in full.constants.items()}
         shards = {name: by_chunk(name, x, full.chunks) for name, x in shards.items()}
     else:
-        unsharded = full.others
-    return {**shards, **unsharded, **full.tables(), **_told(layout)}
+        unsharded = full.constants
+    return {**shards, **unsharded, **full.tables(), **_layout_fields(layout)}
 
 
 @contract("context_parallel.te")
@@ -117,14 +117,14 @@ def _shard_thd_chunk_for_te(
     longest = batch.get("max_seqlen", torch.tensor(max(padded.diff().tolist(), default=0)))
     tables = {"cu_seqlens": layout.cu_real, "cu_seqlens_padded": layout.cu_padded, "max_seqlen": longest.to(device)}
     return {
-        **_cut(tokens, layout),
+        **_shard_tokens(tokens, layout),
         **unsharded,
         **{name: x.to(torch.int32) for name, x in tables.items()},
-        **_told(layout),
+        **_layout_fields(layout),
     }
 
 
-def _cut(tokens: Mapping[str, Tensor], layout: TokenLayout) -> dict[str, Tensor]:
+def _shard_tokens(tokens: Mapping[str, Tensor], layout: TokenLayout) -> dict[str, Tensor]:
     """Shards of every tensor by token, by one index; missing positions and padding mask come from the layout."""
     index = local_index(layout)
     derived = {name: getattr(layout, name) for name in ("position_ids", "padding_mask") if name not in tokens}
@@ -140,7 +140,7 @@ def _stripped(batch: Mapping[str, Any], name: str) -> Tensor:
     return stripped(offsets_of(f"context_parallel.te: {name}", batch[name]))
 
 
-def _told(layout: TokenLayout) -> dict[str, Any]:
+def _layout_fields(layout: TokenLayout) -> dict[str, Any]:
     return {"qkv_format": "thd", "cp_size": layout.cp_size, "cp_rank": layout.cp_rank}
 
 

@@ -153,12 +153,12 @@ def _blocks(rules: _Rules, overlap: _Overlap, is_causal: bool) -> tuple[Block, .
     if rules.window is None:
         return _of_lengths(rules, overlap, is_causal)
     # Separate calls, since within a block no query may occur twice: its rows are merged all at once.
-    early, between, late = _cut_by_window(rules, overlap, rules.window)
+    early, between, late = _split_by_window(rules, overlap, rules.window)
     edges = _of_lengths(rules, early, False) + _of_lengths(rules, late, False)
     return edges + _of_lengths(replace(rules, window=None), between, False)
 
 
-def _cut_by_window(rules: _Rules, overlap: _Overlap, window: int) -> tuple[_Overlap, _Overlap, _Overlap]:
+def _split_by_window(rules: _Rules, overlap: _Overlap, window: int) -> tuple[_Overlap, _Overlap, _Overlap]:
     """Split runs into tiles of at most TILE queries, each with three ranges of keys.
 
     They are the keys that only early queries of a tile see, those that all of them see, and those that only late ones
@@ -268,9 +268,9 @@ def _filled(start: Tensor, length: Tensor, longest: int) -> tuple[Int64[Tensor, 
     return start[:, None] + torch.minimum(i, length[:, None] - 1), i < length[:, None]
 
 
-def _rows(rows: Int64[Tensor, "m i"], own: Bool[Tensor, "m i"], device: torch.device) -> Rows:
+def _rows(rows: Int64[Tensor, "m i"], is_row: Bool[Tensor, "m i"], device: torch.device) -> Rows:
     """Rows as an index array on the device, or as a slice for a single run: slicing copies nothing."""
-    if len(rows) > 1 or not own.all():
+    if len(rows) > 1 or not is_row.all():
         return rows.to(device)
     return slice(int(rows[0, 0]), int(rows[0, -1]) + 1)
 
@@ -341,12 +341,12 @@ def _part_of(rows: Rows, part: slice) -> Rows:
     return slice(rows.start + part.start, stop)
 
 
-def _places(rows: Rows, own: Bool[Tensor, "m i"] | None) -> Places | None:
+def _places(rows: Rows, is_row: Bool[Tensor, "m i"] | None) -> Places | None:
     """Places and rows of what is not fill; None for a slice. Reads values on the host, so a block caches it."""
     if isinstance(rows, slice):
         return None
     flat = rows.flatten()
-    if own is None:
+    if is_row is None:
         return slice(None), flat
-    present = own.flatten().nonzero().squeeze(1)
+    present = is_row.flatten().nonzero().squeeze(1)
     return present, flat[present]

@@ -45,7 +45,7 @@ def blockwise_attention(
 
     Cost:   that of the exchange. Saves q, k and v, the output and one number per query and head.
     """
-    return _BlockwiseAttention.apply(with_whole_rows(q), k, v, schedule, exchange, scale)
+    return _BlockwiseAttention.apply(with_contiguous_rows(q), k, v, schedule, exchange, scale)
 
 
 class _BlockwiseAttention(torch.autograd.Function):
@@ -112,12 +112,12 @@ class Running:
         self.out[0, :, rows], self.lse[0, :, rows] = running_out, running_lse
 
 
-def _merge(merged: Tensor, total: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Merge `out` and `lse` of a block into the running `merged` and its lse `total`, in place."""
+def _merge(running: Tensor, total: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Merge `out` and `lse` of a block into the `running` output and its lse `total`, in place."""
     merged_lse = torch.logaddexp(total, lse)
     # The weights exp(total - merged_lse) and exp(lse - merged_lse) add up to 1, so a lerp by the second will do.
     weight = (lse - merged_lse).exp_().nan_to_num_(nan=0.0)  # -inf less -inf: no key so far
-    merged.lerp_(out.to(merged.dtype), weight.unsqueeze(-1))
+    running.lerp_(out.to(running.dtype), weight.unsqueeze(-1))
     total.copy_(merged_lse)
 
 
@@ -179,7 +179,7 @@ def row_major_zeros(x: Heads) -> Heads:
     return torch.empty_strided(x.shape, strides, dtype=accumulator(x.dtype), device=x.device).zero_()
 
 
-def with_whole_rows(q: Heads) -> Heads:
+def with_contiguous_rows(q: Heads) -> Heads:
     """Queries with a last dim of stride 1: the CPU's kernel assumes it, whatever the strides say."""
     return q if q.stride(-1) == 1 else q.contiguous()
 
@@ -200,9 +200,9 @@ def _forward(q: Heads, k: KVHeads, v: KVHeads, block: Block, scale: float) -> tu
 
 
 def _backward(
-    given: list[Tensor], k: KVHeads, v: KVHeads, lse: Tensor, block: Block, scale: float
+    query_side: list[Tensor], k: KVHeads, v: KVHeads, lse: Tensor, block: Block, scale: float
 ) -> tuple[Tensor, ...]:
-    cotangent, q, out = given
+    cotangent, q, out = query_side
     if q.is_cuda:
         return cuda_backward(cotangent, q, k, v, out, lse, block.mask, block.is_causal, scale)
     mask = _additive(block.mask, q)

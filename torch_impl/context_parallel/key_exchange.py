@@ -32,12 +32,12 @@ AddGradients = Callable[[int, Buffer, Callable[[], Buffer]], None]
 class Exchange(Protocol):
     """How keys reach the other ranks, and how their gradients return, in float32 or wider."""
 
-    def keys(self, own: Buffer, schedule: BlockSchedule) -> Iterator[tuple[int, Buffer]]:
-        """Yield each rank whose keys this rank sees, with its keys; `own` are this rank's."""
+    def keys(self, local: Buffer, schedule: BlockSchedule) -> Iterator[tuple[int, Buffer]]:
+        """Yield each rank whose keys this rank sees, with its keys; `local` are this rank's."""
         ...
 
-    def gradients(self, own: Buffer, schedule: BlockSchedule, dtype: torch.dtype, add: AddGradients) -> Buffer:
-        """The gradients of `own`, this rank's keys, summed over ranks. Calls `add` for each rank whose keys it sees."""
+    def gradients(self, local: Buffer, schedule: BlockSchedule, dtype: torch.dtype, add: AddGradients) -> Buffer:
+        """Gradients of `local`, this rank's keys, summed over ranks. Calls `add` for each rank whose keys it sees."""
         ...
 
 
@@ -50,8 +50,8 @@ class Ring:
 
     group: ProcessGroup
 
-    def keys(self, own: Buffer, schedule: BlockSchedule) -> Iterator[tuple[int, Buffer]]:
-        in_flight = _InFlight.from_here(own)
+    def keys(self, local: Buffer, schedule: BlockSchedule) -> Iterator[tuple[int, Buffer]]:
+        in_flight = _InFlight.from_here(local)
         for hop in range(schedule.hops + 1):
             # 1. Wait for the keys of this hop.
             keys = in_flight.arrived()
@@ -61,12 +61,12 @@ class Ring:
             # 3. The caller computes here; it must not write into them, since they are being sent.
             yield _source(schedule, hop), keys
 
-    def gradients(self, own: Buffer, schedule: BlockSchedule, dtype: torch.dtype, add: AddGradients) -> Buffer:
+    def gradients(self, local: Buffer, schedule: BlockSchedule, dtype: torch.dtype, add: AddGradients) -> Buffer:
         # 1. The keys go around again. Those of hop 0 are this rank's own, which it keeps for the end.
-        arriving = self.keys(own, schedule)
+        arriving = self.keys(local, schedule)
         local_keys = next(arriving)
         # 2. The sums for a source's keys start as zeros at its neighbour, the first rank that the keys come to.
-        sums = _InFlight.from_here(torch.zeros_like(own, dtype=dtype))
+        sums = _InFlight.from_here(torch.zeros_like(local, dtype=dtype))
         for hop, (source, keys) in enumerate(arriving, 1):
             add(source, keys, sums.arrived)  # not called yet: the block is computed before the wait
             # 3. After the block, send the sums after their keys; from the last hop straight back to their source.
@@ -120,13 +120,13 @@ class AllGatherKeys:
 
     group: ProcessGroup
 
-    def keys(self, own: Buffer, schedule: BlockSchedule) -> Iterator[tuple[int, Buffer]]:
-        yield from enumerate(gathered(own, self.group, 0, schedule.counts).split(schedule.counts))
+    def keys(self, local: Buffer, schedule: BlockSchedule) -> Iterator[tuple[int, Buffer]]:
+        yield from enumerate(gathered(local, self.group, 0, schedule.counts).split(schedule.counts))
 
-    def gradients(self, own: Buffer, schedule: BlockSchedule, dtype: torch.dtype, add: AddGradients) -> Buffer:
+    def gradients(self, local: Buffer, schedule: BlockSchedule, dtype: torch.dtype, add: AddGradients) -> Buffer:
         # This rank adds into a view of each source's rows; the reduce_scatter then sums the ranks.
-        sums = own.new_zeros(sum(schedule.counts), *own.shape[1:], dtype=dtype)
+        sums = local.new_zeros(sum(schedule.counts), *local.shape[1:], dtype=dtype)
         shares = sums.split(schedule.counts)
-        for source, keys in self.keys(own, schedule):
+        for source, keys in self.keys(local, schedule):
             add(source, keys, lambda share=shares[source]: share)
         return scattered_sum(sums, self.group, 0, schedule.counts)

@@ -82,10 +82,10 @@ def split_batch_into_thd_chunks(
 
 @dataclass(frozen=True)
 class Stream:
-    """All rows of a batch as one stream: `tokens` have an entry per position, `others` do not; chunks are blocks."""
+    """All rows of a batch as one stream: `tokens` have an entry per position, `constants` do not; chunks are blocks."""
 
     tokens: Mapping[str, Tensor]
-    others: Mapping[str, Any]
+    constants: Mapping[str, Any]
     slots: Slots
     chunks: int
     fill: int
@@ -102,7 +102,7 @@ class Stream:
         layout = self.layout(1, 0)
         positions = {} if "position_ids" in self.tokens else {"position_ids": layout.position_ids}
         tokens = {**self.tokens, **positions, "padding_mask": layout.padding_mask}
-        return {**tokens, **self.others, **self.tables()}
+        return {**tokens, **self.constants, **self.tables()}
 
     def tables(self) -> dict[str, Tensor]:
         """Offsets and longest slot of each chunk; for a single chunk without the dim of chunks."""
@@ -112,7 +112,7 @@ class Stream:
 
     def stacked(self, name: str, value: Any) -> Any:
         """A value of the batch with the dim of chunks in front; tables have it already."""
-        if name in self.others:
+        if name in self.constants:
             return self._split_rows(name, value)
         if name in TABLES:
             return value

@@ -86,9 +86,9 @@ def fused_backends() -> list[SDPBackend]:
 class Entries:
     """A caller's context, or a function that makes one, entered once for each step."""
 
-    def __init__(self, given: Any) -> None:
-        self.given = given
-        self.name = type(given).__name__
+    def __init__(self, context: Any) -> None:
+        self.context = context
+        self.name = type(context).__name__
         self.entries = 0
         self.inside: AbstractContextManager[Any] | None = None
 
@@ -97,13 +97,13 @@ class Entries:
             raise RuntimeError(
                 f"context_parallel.train_context: cp_context {self.name} is entered already; leave it first"
             )
-        current = self.given if isinstance(self.given, AbstractContextManager) else self.given()
+        current = self.context if isinstance(self.context, AbstractContextManager) else self.context()
         # A generator's context fails on its second entry, with an AttributeError or RuntimeError that says nothing of
         # the remedy. Errors of a first entry, and of our own context, are about something else.
         try:
             result = current.__enter__()
         except (AttributeError, RuntimeError) as error:
-            if not self.entries or isinstance(self.given, SequenceContext):
+            if not self.entries or isinstance(self.context, SequenceContext):
                 raise
             raise RuntimeError(
                 f"context_parallel.train_context: cp_context {self.name} can be entered only once; "

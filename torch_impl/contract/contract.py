@@ -18,13 +18,13 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Argument:
-    """An argument that a contract validates. A value of one of `others` needs no validation: `None`, a DTensor."""
+    """An argument that a contract validates. A value of one of `other_types` needs no validation: `None`, a DTensor."""
 
     name: str
     position: int  # of a keyword-only argument: beyond all positional ones
     kind: Kind
     takes_none: bool
-    others: tuple[Any, ...]
+    other_types: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Contract:
                 continue
             if value is None and each.takes_none:
                 continue
-            if each.others and _is_one_of(value, each.others):
+            if each.other_types and _is_one_of(value, each.other_types):
                 continue
             each.kind.validate(self.function, each.name, value, sizes)
 

@@ -66,7 +66,7 @@ def gather_kernel(
     source,
     index,
     rows,
-    taken,
+    count,
     inner,
     outer_stride,
     row_stride,
@@ -75,14 +75,14 @@ def gather_kernel(
     COLUMNS: tl.constexpr,
 ):
     # int64 throughout: an offset into a large tensor does not fit 32 bits.
-    tiles = tl.cdiv(taken, HEIGHT)
+    tiles = tl.cdiv(count, HEIGHT)
     outer = (tl.program_id(0) // tiles).to(tl.int64)
     place = tl.program_id(0) % tiles * HEIGHT + tl.arange(0, HEIGHT)
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
     # Lanes beyond the index get row 0, so that the assertion passes; they store nothing.
-    row = tl.load(index + place, mask=place < taken, other=0).to(tl.int64)
+    row = tl.load(index + place, mask=place < count, other=0).to(tl.int64)
     tl.device_assert((row >= 0) & (row < rows), "kernels.rows_at: an index is outside its dim")
-    inside = (place < taken)[:, None] & (column < inner)[None, :]
+    inside = (place < count)[:, None] & (column < inner)[None, :]
     read_from = source + outer * outer_stride + row[:, None] * row_stride + column[None, :] * column_stride
-    written_to = out + (outer * taken + place.to(tl.int64))[:, None] * inner + column[None, :]
+    written_to = out + (outer * count + place.to(tl.int64))[:, None] * inner + column[None, :]
     tl.store(written_to, tl.load(read_from, mask=inside), mask=inside)

@@ -203,7 +203,7 @@ def _gradient(
     depth,
     g_entropy,
     ids,
-    own,
+    g_same,
     total,
     v,
     k,
@@ -233,7 +233,7 @@ def _gradient(
         if IDS == 1:
             column = tl.load(ids + row)
             if (column >= start) & (column < start + STEP):
-                g = tl.load(own + row)
+                g = tl.load(g_same + row)
                 at_id = tl.zeros((STEP,), heat.dtype) + g
                 if IS_NORMALISED:
                     at_id = _one_minus_exp(log_p) * g
@@ -266,8 +266,8 @@ def _gradient_at_ids(
     depth,
     g_entropy,
     ids,
-    own,
-    others,
+    g_same,
+    g_other,
     k,
     out_row_stride,
     out_column_stride,
@@ -281,12 +281,12 @@ def _gradient_at_ids(
     at = row * k + slot
     heat = tl.load(temperature)
     column = tl.load(ids + at, mask=slot < k, other=-1).to(tl.int64)
-    gradient = tl.load(own + at, mask=slot < k, other=0.0)
+    gradient = tl.load(g_same + at, mask=slot < k, other=0.0)
     z = tl.load(looked_up + at, mask=slot < k, other=float("-inf")).to(heat.dtype)
     log_p, slope = _log_p_and_slope(z, row, heat, largest, log_total, depth, g_entropy, IS_HEATED, WITH_ENTROPY)
     if IS_NORMALISED:
         # Cotangents of equal ids times 1 - p, those of the row's other ids times -p.
-        from_other_ids = tl.exp(log_p) * tl.load(others + at, mask=slot < k, other=0.0)
+        from_other_ids = tl.exp(log_p) * tl.load(g_other + at, mask=slot < k, other=0.0)
         gradient = _one_minus_exp(log_p) * gradient - from_other_ids
     if WITH_ENTROPY:
         gradient += slope

@@ -10,8 +10,8 @@ Arguments with one meaning throughout the package, unless a function says otherw
     cu_seqlens          offsets of the sequences in the stream: non-decreasing integers from 0
 """
 
+from torch_impl.layouts.divisibility import indivisible as indivisible
 from torch_impl.layouts.divisibility import needs as needs
-from torch_impl.layouts.divisibility import uncuttable as uncuttable
 from torch_impl.layouts.index_arrays import contiguous as contiguous
 from torch_impl.layouts.index_arrays import draw as draw
 from torch_impl.layouts.index_arrays import dual_chunk_swap as dual_chunk_swap

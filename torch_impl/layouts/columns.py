@@ -48,10 +48,10 @@ class MambaSizes:
         """Columns of in_proj."""
         return sum(self.blocks)
 
-    def uncuttable(self, cp: int) -> str | None:
+    def indivisible(self, cp: int) -> str | None:
         """The reason why heads and groups cannot be sharded over cp ranks, or None.
 
-        >>> MambaSizes(6, 1, 2, 1).uncuttable(4)
+        >>> MambaSizes(6, 1, 2, 1).indivisible(4)
         'num_heads=6 must be divisible by cp_size=4; use cp=2 or 3, or MambaStatePassing'
         """
         heads, groups = self.num_heads, self.n_groups
@@ -117,5 +117,5 @@ def _group_columns(sizes: MambaSizes, cp: int, device: torch.device | str | None
 
 
 def _check(sizes: MambaSizes, cp: int) -> None:
-    if reason := sizes.uncuttable(cp):
+    if reason := sizes.indivisible(cp):
         raise ValueError(reason)

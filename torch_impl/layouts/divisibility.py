@@ -31,21 +31,21 @@ def multiple_of(layout: str, world: int) -> int:
     return chunks * world if chunks else 1
 
 
-def uncuttable(dim: str, size: int, axis: str, world: int, layout: str) -> str | None:
+def indivisible(dim: str, size: int, axis: str, world: int, layout: str) -> str | None:
     """The error message for a `dim` that `layout` cannot shard over `axis`, or None.
 
-    >>> uncuttable("s", 30, "cp", 4, "dual_chunk_swap")
+    >>> indivisible("s", 30, "cp", 4, "dual_chunk_swap")
     's=30 cannot be cut by dual_chunk_swap over cp=4 (needs a multiple of 8); pad to 32'
 
     Errors: TypeError for a size or world that is not an integer.
     """
-    check_whole(dim, size)
-    check_whole(axis, world)
+    check_integer(dim, size)
+    check_integer(axis, world)
     return cut_problem(dim, size, axis, world, layout)
 
 
 def cut_problem(dim: str, size: int, axis: str, world: int, layout: str) -> str | None:
-    """The core of `uncuttable`."""
+    """The core of `indivisible`."""
     if world < 1:
         return f"{axis}={world} is not a number of ranks; it is 1 or more"
     if size < 0:
@@ -58,7 +58,7 @@ def cut_problem(dim: str, size: int, axis: str, world: int, layout: str) -> str 
     return f"{what} (needs a multiple of {multiple}); pad to {padded}"
 
 
-def check_cut(layout: str, size: int, world: int, rank: int | None = None) -> None:
+def check_divisible(layout: str, size: int, world: int, rank: int | None = None) -> None:
     """ValueError if `size` cannot be sharded or `rank` is not in the world."""
     reason = cut_problem("size", size, "world", world, layout)
     if reason is None and rank is not None and not 0 <= rank < world:
@@ -67,7 +67,7 @@ def check_cut(layout: str, size: int, world: int, rank: int | None = None) -> No
         raise ValueError(reason)
 
 
-def check_whole(name: str, size: object) -> None:
+def check_integer(name: str, size: object) -> None:
     """TypeError unless `size` is an integer: an int, a SymInt or a 0-d integer tensor, but not a bool."""
     if isinstance(size, Tensor) and not size.ndim and not size.is_floating_point() and size.dtype != torch.bool:
         return
@@ -105,38 +105,38 @@ def too_short(end: int, size: int) -> str:
     return f"cu_seqlens ends at {end} but the stream holds {size} tokens; pass the padded offsets"
 
 
-def host_offsets(given: Tensor | Sequence[int], name: str) -> Int64[Tensor, " offsets"]:
+def host_offsets(values: Tensor | Sequence[int], name: str) -> Int64[Tensor, " offsets"]:
     """Offsets as int64 on the host, validated: one row of integers that starts at 0 and never decreases."""
     # Dtype and shape first: they are known without the copy, which waits for the device.
-    given = offsets_of(name, given)
-    check_row(name, given)
-    offsets = given.cpu().long()
+    on_device = offsets_of(name, values)
+    check_row(name, on_device)
+    offsets = on_device.cpu().long()
     check_rising(name, offsets)
     return offsets
 
 
-def offsets_of(name: str, given: Tensor | Sequence[int]) -> Tensor:
+def offsets_of(name: str, values: Tensor | Sequence[int]) -> Tensor:
     """Offsets as a tensor on their own device; TypeError unless they are integers. Does not wait for the device."""
     try:
-        offsets = torch.as_tensor(given)
+        offsets = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"{name}={given!r} are no offsets; pass a row of integers") from None
+        raise TypeError(f"{name}={values!r} are no offsets; pass a row of integers") from None
     # An empty list becomes a float tensor: its error is the one about its shape, from `check_row`.
     if offsets.numel():
         _check_integers(name, offsets)
     return offsets
 
 
-def check_row(name: str, given: Tensor) -> None:
+def check_row(name: str, offsets: Tensor) -> None:
     """Validate what can be known of offsets without reading their values: one row of integers."""
-    if given.dim() != 1 or not len(given):
-        raise ValueError(f"{name}: shape is {tuple(given.shape)}; offsets are one row of at least [0]")
-    _check_integers(name, given)
+    if offsets.dim() != 1 or not len(offsets):
+        raise ValueError(f"{name}: shape is {tuple(offsets.shape)}; offsets are one row of at least [0]")
+    _check_integers(name, offsets)
 
 
-def _check_integers(name: str, given: Tensor) -> None:
-    if given.is_floating_point() or given.is_complex() or given.dtype == torch.bool:
-        raise TypeError(f"{name}: dtype is {dtype_name(given)}; offsets are integers")
+def _check_integers(name: str, offsets: Tensor) -> None:
+    if offsets.is_floating_point() or offsets.is_complex() or offsets.dtype == torch.bool:
+        raise TypeError(f"{name}: dtype is {dtype_name(offsets)}; offsets are integers")
 
 
 def check_rising(name: str, offsets: Int64[Tensor, " offsets"]) -> None:

@@ -20,7 +20,7 @@ from jaxtyping import Int, Int64
 from torch import Tensor
 
 from torch_impl.contract import contract, dtype_name
-from torch_impl.layouts.divisibility import check_cut, checked_offsets, first, offsets_of
+from torch_impl.layouts.divisibility import check_divisible, checked_offsets, first, offsets_of
 
 _REMEDY = "pass a tensor of positions for each rank"
 ALPHABET = digits + ascii_lowercase
@@ -31,7 +31,7 @@ def contiguous_positions(
     size: int, world: int, rank: int, *, device: torch.device | str | None = None
 ) -> Int64[Tensor, " local"]:
     """Global positions of one rank: index[r, i] = r * (size / world) + i."""
-    check_cut("contiguous", size, world, rank)
+    check_divisible("contiguous", size, world, rank)
     local = size // world
     return torch.arange(rank * local, (rank + 1) * local, device=device)
 
@@ -45,7 +45,7 @@ def contiguous(size: int, world: int, *, device: torch.device | str | None = Non
 
     Errors: ValueError unless size is a multiple of world; TypeError for non-integers.
     """
-    check_cut("contiguous", size, world)
+    check_divisible("contiguous", size, world)
     return list(torch.arange(size, device=device).view(world, size // world).unbind())
 
 
@@ -54,7 +54,7 @@ def striped_positions(
     size: int, world: int, rank: int, *, device: torch.device | str | None = None
 ) -> Int64[Tensor, " local"]:
     """Global positions of one rank: index[r, i] = i * world + r."""
-    check_cut("striped", size, world, rank)
+    check_divisible("striped", size, world, rank)
     # arange rejects a start beyond its end, which every rank but 0 has in an empty sequence.
     return torch.arange(rank, size, world, device=device) if size else torch.arange(0, device=device)
 
@@ -69,7 +69,7 @@ def striped(size: int, world: int, *, device: torch.device | str | None = None) 
     Errors: ValueError unless size is a multiple of world; TypeError for non-integers.
     Source: arXiv 2311.09431 (striped attention).
     """
-    check_cut("striped", size, world)
+    check_divisible("striped", size, world)
     rank = torch.arange(world, device=device)[:, None]
     return list((rank + world * torch.arange(size // world, device=device)).unbind())
 
@@ -79,7 +79,7 @@ def dual_chunk_swap_positions(
     size: int, world: int, rank: int, *, device: torch.device | str | None = None
 ) -> Int64[Tensor, " local"]:
     """Global positions of one rank: chunk `rank`, then chunk `2 * world - 1 - rank`, of 2 * world chunks."""
-    check_cut("dual_chunk_swap", size, world, rank)
+    check_divisible("dual_chunk_swap", size, world, rank)
     return _dual_chunk_swap(size, world, rank, device)
 
 
@@ -92,7 +92,7 @@ def dual_chunk_swap(size: int, world: int, *, device: torch.device | str | None 
 
     Errors: ValueError unless size is a multiple of 2 * world; TypeError for non-integers.
     """
-    check_cut("dual_chunk_swap", size, world)
+    check_divisible("dual_chunk_swap", size, world)
     return list(_dual_chunk_swap(size, world, torch.arange(world, device=device)[:, None], device).unbind())
 
 
@@ -114,7 +114,7 @@ def ragged_positions(
     device: torch.device | str | None = None,
 ) -> Int64[Tensor, " local"]:
     """Global positions of one rank: from the sum of the lengths before it to the sum including its own."""
-    check_cut("ragged", size, world, rank)
+    check_divisible("ragged", size, world, rank)
     bounds = _ragged_bounds(size, world, lengths)
     return torch.arange(bounds[rank], bounds[rank + 1], device=device)
 
@@ -131,7 +131,7 @@ def ragged(
     Errors: ValueError if the lengths are not one for each rank, one is negative, or they do not add up to the size;
             TypeError for a size, world or lengths that are not integers.
     """
-    check_cut("ragged", size, world)
+    check_divisible("ragged", size, world)
     bounds = _ragged_bounds(size, world, lengths)
     # tensor_split takes the places between shards: neither the first start nor the last end.
     return list(torch.arange(size, device=device).tensor_split(bounds[1:-1]))
@@ -181,7 +181,7 @@ def packed_positions(
     device: torch.device | str | None = None,
 ) -> Int64[Tensor, " local"]:
     """Global positions of one rank: its shard of sequence 0, then of sequence 1, ..."""
-    check_cut("packed", size, world, rank)
+    check_divisible("packed", size, world, rank)
     offsets_of("packed: cu_seqlens", cu_seqlens)
     return packed_rows(checked_offsets(cu_seqlens, size, world).to(_device_of(cu_seqlens, device)), size, world, rank)
 
@@ -203,7 +203,7 @@ def packed(
     Errors: ValueError if the offsets do not run from 0 up to size or a padded length is not a multiple of
             2 * world; TypeError if they, size or world are not integers.
     """
-    check_cut("packed", size, world)
+    check_divisible("packed", size, world)
     offsets_of("packed: cu_seqlens", cu_seqlens)
     # Validated on the host; the arrays are computed on the device, all ranks at once.
     offsets = checked_offsets(cu_seqlens, size, world).to(_device_of(cu_seqlens, device))

@@ -96,7 +96,7 @@ class TokenLayout:
         Errors: ValueError for another kind, a rank outside cp, a length that cannot be sharded, or counts that do
                 not add up; TypeError for a length, count, size or rank that is not an integer.
         """
-        return dense_cut(kind, length, cp_size, cp_rank, device, real_length, counts)
+        return build_dense(kind, length, cp_size, cp_rank, device, real_length, counts)
 
     @staticmethod
     @contract("TokenLayout.packed")
@@ -126,7 +126,7 @@ class TokenLayout:
                 length above its padded one, a padded length that cannot be sharded, or real lengths of other
                 sequences; TypeError for offsets, a size or a rank that are not integers.
         """
-        return packed_cut(kind, cu_padded, cu_real, cp_size, cp_rank, total, validate)
+        return build_packed(kind, cu_padded, cu_real, cp_size, cp_rank, total, validate)
 
     def derived(self, key: Hashable, build: Callable[[], Value]) -> Value:
         """The cached value of `build()` for this key, such as a block schedule or a copy on another device."""
@@ -259,7 +259,7 @@ class TokenLayout:
 
         Errors: ValueError for a rank outside cp, or a length that cannot be sharded over `cp_size`.
         """
-        return recut(self.kind, self.total, cp_size, cp_rank, self.cu_padded, self.cu_real)
+        return rebuild(self.kind, self.total, cp_size, cp_rank, self.cu_padded, self.cu_real)
 
     def _check_rows(self, function: str, x: Tensor, dim: int, rows: int, where: str) -> None:
         if x.shape[dim] != rows:
@@ -276,7 +276,7 @@ def dense_layout(kind: str, length: int, cp_size: int, cp_rank: int, device: tor
 STREAM = {"contiguous": contiguous, "striped": striped}  # sharded as one stream, across the ends of sequences
 
 
-def dense_cut(
+def build_dense(
     kind: str,
     length: int,
     cp_size: int,
@@ -293,7 +293,7 @@ def dense_cut(
     # 2. Both rows of offsets in one tensor, so that a device gets one copy.
     cu = torch.tensor([[0, length], [0, real]], device=device)
     if kind != "ragged":
-        return _cut(kind, length, cp_size, cp_rank, cu[0], cu[1])
+        return _build(kind, length, cp_size, cp_rank, cu[0], cu[1])
     # 3. Ragged shards differ in length: -1 fills the rows of the index.
     shards = ragged(length, cp_size, counts, device=device)
     index = pad_sequence(shards, batch_first=True, padding_value=-1)
@@ -301,7 +301,7 @@ def dense_cut(
     return TokenLayout(kind, cp_size, cp_rank, length, index, cu[0].int(), cu[1].int(), rank_counts)
 
 
-def packed_cut(
+def build_packed(
     kind: str,
     cu_padded: Tensor | Sequence[int],
     cu_real: Tensor | Sequence[int] | None,
@@ -328,7 +328,7 @@ def packed_cut(
             real = _unfilled(real_offsets, None)
         if real.shape != padded.shape:
             raise ValueError(f"cu_real: {len(real)} offsets, the padded ones are {len(padded)}; give as many")
-        return _cut(kind, total, cp_size, cp_rank, padded, real.to(padded.device))
+        return _build(kind, total, cp_size, cp_rank, padded, real.to(padded.device))
     # 3. Else all is validated on the host. Packed has a rule for each sequence, the other kinds one for the stream.
     multiple = _multiple(kind, cp_size) if kind == "packed" else 1
     padded = checked_offsets(stripped(cu_padded), total, cp_size, axis="cp", multiple=multiple)
@@ -337,18 +337,18 @@ def packed_cut(
         raise ValueError(reason)
     real = padded if cu_real is None else _checked_real(stripped(cu_real), padded)
     device = cu_padded.device if isinstance(cu_padded, Tensor) else None
-    return _cut(kind, size, cp_size, cp_rank, padded.to(device), real.to(device))
+    return _build(kind, size, cp_size, cp_rank, padded.to(device), real.to(device))
 
 
-def recut(kind: str, total: int, cp_size: int, cp_rank: int, cu_padded: Tensor, cu_real: Tensor) -> TokenLayout:
+def rebuild(kind: str, total: int, cp_size: int, cp_rank: int, cu_padded: Tensor, cu_real: Tensor) -> TokenLayout:
     """The core of `TokenLayout.rebind`."""
     if kind in ("ragged", "dual_chunk_swap"):
         real = int(cu_real[-1])
-        return dense_cut(kind, total, cp_size, cp_rank, cu_padded.device, real, None)
-    return packed_cut(kind, cu_padded, cu_real, cp_size, cp_rank, total, True)
+        return build_dense(kind, total, cp_size, cp_rank, cu_padded.device, real, None)
+    return build_packed(kind, cu_padded, cu_real, cp_size, cp_rank, total, True)
 
 
-def _cut(kind: str, total: int, cp_size: int, cp_rank: int, padded: Tensor, real: Tensor) -> TokenLayout:
+def _build(kind: str, total: int, cp_size: int, cp_rank: int, padded: Tensor, real: Tensor) -> TokenLayout:
     """A layout of equal shards, from validated offsets."""
     if kind in STREAM:
         index = torch.stack(STREAM[kind](total, cp_size, device=padded.device))

@@ -59,7 +59,7 @@ def mamba_cp_bytes(
     state = num_heads * (head_dim * d_state + 1) * max(element_size, 4)
     segment = (d_conv - 1) * sizes.channels * element_size + state
     state_passing = (cp_size - 1) * segments * segment
-    if sizes.uncuttable(cp_size):
+    if sizes.indivisible(cp_size):
         return MambaCost(None, state_passing, "state_passing", 0)
     # z, x and the output, B and C, dt; fewer groups than ranks are copied until each rank has one.
     columns = 3 * sizes.inner + 2 * max(n_groups, cp_size) * d_state + num_heads

@@ -191,7 +191,7 @@ class MambaContextParallel(MixerStrategy):
         return param.index_select(0, _channels(self.sizes, self.cp_size, param.device)[self.cp_rank])
 
     def _indivisible(self) -> str | None:
-        return self.sizes.uncuttable(self.cp_size)
+        return self.sizes.indivisible(self.cp_size)
 
 
 def _row_order(

@@ -295,10 +295,10 @@ def tied_names(model: nn.Module) -> list[list[str]]:
     return [names for names in groups.values() if len(names) > 1]
 
 
-def _tie(model: nn.Module, first: str, others: list[str]) -> None:
+def _tie(model: nn.Module, first: str, aliases: list[str]) -> None:
     shared = model.get_parameter(first)
     placements = shared.placements if isinstance(shared, DTensor) else None
-    for name in others:
+    for name in aliases:
         owner, leaf = owner_of(model, name)
         parameter = owner.get_parameter(leaf)
         if parameter is shared:

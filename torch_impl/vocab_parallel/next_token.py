@@ -25,7 +25,7 @@ from torch_impl.collectives import all_gather
 from torch_impl.collectives.plain import gathered
 from torch_impl.contract import Group, Sharded, ShardedIds, ShardedInt, contract
 from torch_impl.contract.tensor_kinds import TensorKind
-from torch_impl.layouts import uncuttable
+from torch_impl.layouts import indivisible
 from torch_impl.layouts.index_arrays import inverted
 from torch_impl.vocab_parallel import sampling
 from torch_impl.vocab_parallel.filter_bounds import Limits, limits_of
@@ -271,7 +271,7 @@ def why_not_stored(
     if isinstance(ids, DTensor):
         reason = why_not_sharded_by(ids_name, ids, {"cp": 1})
         if not reason and stored.is_sharded:
-            reason = uncuttable("s", ids.shape[1], "cp", stored.cp, "contiguous")
+            reason = indivisible("s", ids.shape[1], "cp", stored.cp, "contiguous")
     # 2. Without cp the order is the original one.
     size = local * stored.cp
     if not reason and stored.size > size:

@@ -115,7 +115,7 @@ def _of_training(top_k: TopK | None, top_p: TopP | None, temperature: Positive) 
     """What the constructor takes."""
 
 
-class KeptSet(NamedTuple):
+class SamplingFilter(NamedTuple):
     """What a rank needs of the kept tokens, per row; has_target is for all ranks, the rest for its columns."""
 
     normaliser: st.Normaliser
@@ -125,9 +125,9 @@ class KeptSet(NamedTuple):
     has_target: Bool[Tensor, " n"]
 
 
-def kept_set(
+def sampling_filter(
     logits: Float[Tensor, "*a v"], column: Int[Tensor, "n 1"], options: LogprobOptions, limits: Limits
-) -> KeptSet:
+) -> SamplingFilter:
     """The kept tokens of each row.
 
     Collectives: 1 all_gather with top_k <= 1024; else 1 all_gather and R all_reduce for top_k, and 3 all_gather
@@ -141,7 +141,7 @@ def kept_set(
     # 2. Which tokens at the threshold are kept: the first in rank order, and on a rank the lowest columns.
     if ties is None:  # all of them stay
         last_tie = torch.full_like(column.squeeze(-1), logits.shape[-1])
-        return KeptSet(normaliser, bounds.threshold, last_tie, z_t, z_t >= bounds.threshold)
+        return SamplingFilter(normaliser, bounds.threshold, last_tie, z_t, z_t >= bounds.threshold)
     before = ties.counts.cumsum(0) - ties.counts
     rank = 0 if options.group is None else options.group.rank()
     count = torch.minimum((bounds.ties - before[rank]).clamp_min(0), ties.counts[rank])
@@ -149,7 +149,7 @@ def kept_set(
     is_early = (before + ties.places).amin(0) < bounds.ties
     has_target = (z_t > bounds.threshold) | ((z_t == bounds.threshold) & is_early)
     last_tie = _column_of_tie(ties.candidates, bounds.threshold, count)
-    return KeptSet(normaliser, bounds.threshold, last_tie, z_t, has_target)
+    return SamplingFilter(normaliser, bounds.threshold, last_tie, z_t, has_target)
 
 
 def is_kept(
@@ -185,7 +185,7 @@ def forward(
         return fused_logprob.forward(ctx, logits, target, options)[0]
     # 1. The score, as if the filter had kept the target.
     column = st.local_column(target.reshape(-1, 1), options.vocab_start, options.vocab_end)
-    filtered = kept_set(logits, column, options, limits)
+    filtered = sampling_filter(logits, column, options, limits)
     score = st.logprob_of(filtered.z_t, filtered.normaliser, options.temperature)
     # 2. -inf where it did not; added, not selected: a row that is NaN stays NaN.
     is_ignored = filtered.z_t == math.inf

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from torch_impl.collectives.plain import gathered, scattered_sum
 from torch_impl.contract import Group, NonNegativeInt, PositiveInt, ShardedAny, contract
 from torch_impl.kernels import rows_at
-from torch_impl.layouts import contiguous, dual_chunk_swap, uncuttable
+from torch_impl.layouts import contiguous, dual_chunk_swap, indivisible
 from torch_impl.layouts.index_arrays import inverted
 
 
@@ -135,7 +135,7 @@ def rank_and_size(group: ProcessGroup | None) -> tuple[int, int]:
 
 def why_not_over_cp(size: int, cp: int) -> str | None:
     """Why a sequence of `size` positions cannot be sharded over cp ranks."""
-    return uncuttable("s", size, "cp", cp, "dual_chunk_swap") if cp > 1 else None
+    return indivisible("s", size, "cp", cp, "dual_chunk_swap") if cp > 1 else None
 
 
 def why_not_covered(ids_name: str, positions: int, logits_name: str, local: int, cp: int) -> str | None:

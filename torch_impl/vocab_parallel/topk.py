@@ -114,10 +114,10 @@ def _largest_columns(block: Float[Tensor, "n v"], k: int) -> Int64[Tensor, "n k"
     if k == 0:
         return torch.empty(len(block), 0, dtype=torch.int64, device=block.device)
     z, width = torch.where(block.isnan(), math.inf, block), block.shape[-1]
-    least = z.topk(k).values[:, -1:]
+    smallest = z.topk(k).values[:, -1:]
     # All that exceed the k-th largest, and the lowest of those that equal it: no two of them have one score.
-    score = torch.where(z >= least, torch.arange(width, 0, -1, dtype=torch.int32, device=z.device), 0)
-    score.add_(z > least, alpha=width)
+    score = torch.where(z >= smallest, torch.arange(width, 0, -1, dtype=torch.int32, device=z.device), 0)
+    score.add_(z > smallest, alpha=width)
     return score.topk(k).indices
 
 

@@ -54,7 +54,7 @@ def draw_case(
 ) -> CaseSpec:
     """Draw what is not given; inside a sub-group, the mesh has an axis more that the scheme does not see.
 
-    Errors: ValueError for an unknown name, an uncuttable size, a menu that is empty."""
+    Errors: ValueError for an unknown name, an indivisible size, a menu that is empty."""
     # 1. A mesh, then one of the shapes that it can shard.
     sizes, options = _sorted_out(scheme, fixed)
     mesh, fits = choose(_remembered(scheme, sizes, world, limit).fits)

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 
-from jax_ref.layouts import needs, uncuttable
+from jax_ref.layouts import indivisible, needs
 from parity_tests.harness.declare.case import LARGEST_WORLD
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.declare.relations import names_in, related
@@ -91,7 +91,7 @@ def _shard_sizes(scheme: Declared, dim: Dim, size: int, cut: Cut, world: int) ->
         parts = custom_layout.parts(cut.layout, scheme.layouts[cut.layout], dim.name, size, cut.axis, world)
         return [len(part) for part in parts] if cut is not dim.cuts[-1] else []
     rule = "dual_chunk_swap" if cut.layout == "packed" else cut.layout
-    if why := uncuttable(dim.name, size, cut.axis, world, rule):
+    if why := indivisible(dim.name, size, cut.axis, world, rule):
         raise ValueError(why)
     return [size // world]
 

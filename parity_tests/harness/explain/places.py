@@ -8,7 +8,7 @@ from itertools import chain
 
 import numpy as np
 
-from jax_ref.layouts import contiguous, dual_chunk_swap, striped, uncuttable
+from jax_ref.layouts import contiguous, dual_chunk_swap, indivisible, striped
 from parity_tests.harness.explain.arithmetic import fitted_number, known_number
 from parity_tests.harness.explain.evidence import Evidence
 
@@ -137,7 +137,7 @@ def _streams(evidence: Evidence, size: int, axis: str, world: int) -> dict[str, 
         return {}
     pieces = {p.layout: p.positions for p in evidence.layouts if p.axis == axis}
     for name, layout in {**evidence.candidates, **_TRIED}.items():
-        if name not in pieces and uncuttable("size", size, axis, world, name) is None:
+        if name not in pieces and indivisible("size", size, axis, world, name) is None:
             with suppress(Exception):  # a custom layout may reject a size in its own way; then it explains nothing
                 pieces[name] = layout(size, world)
     streams = {name: np.concatenate([np.asarray(h, np.int64) for h in positions]) for name, positions in pieces.items()}

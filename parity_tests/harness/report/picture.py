@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jax_ref.layouts import BUILTIN, DIGITS, check_partition, uncuttable
+from jax_ref.layouts import BUILTIN, DIGITS, check_partition, indivisible
 from parity_tests.harness.declare.spec import Spec
 from parity_tests.harness.report import colours
 
@@ -68,7 +68,7 @@ def owner_strips(spec: Spec, sizes: Mapping[str, int], mesh: Mapping[str, int], 
             layout = layouts.get(f"{dim.name}/{cut.axis}") or layouts.get(cut.layout) or BUILTIN[cut.layout]
             owners, parts = np.zeros(size, dtype=np.int64), []
             for piece in pieces:
-                if sentence := uncuttable(dim.name, len(piece), cut.axis, world, cut.layout):
+                if sentence := indivisible(dim.name, len(piece), cut.axis, world, cut.layout):
                     raise ValueError(sentence)
                 by_rank = list(layout(len(piece), world))
                 check_partition(cut.layout, by_rank, len(piece))

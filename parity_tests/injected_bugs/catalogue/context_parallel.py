@@ -129,8 +129,8 @@ BUGS = (
         name="blocks added without their lse",
         kind="statistic",
         at="context_parallel:_merge",
-        old="merged.lerp_(out.to(merged.dtype), weight.unsqueeze(-1))",
-        new="merged.add_(out)",
+        old="running.lerp_(out.to(running.dtype), weight.unsqueeze(-1))",
+        new="running.add_(out)",
         expect="value: ",
     ),
     InjectedBug(
@@ -312,8 +312,8 @@ BUGS = (
         name="gradients of keys summed in the input's dtype",
         kind="precision",
         at="context_parallel:Ring.gradients",
-        old="torch.zeros_like(own, dtype=dtype)",
-        new="torch.zeros_like(own)",
+        old="torch.zeros_like(local, dtype=dtype)",
+        new="torch.zeros_like(local)",
         expect="cost: ",
     ),
     InjectedBug(
@@ -328,8 +328,8 @@ BUGS = (
         name="gathered keys taken for those of other ranks",
         kind="order",
         at="context_parallel:AllGatherKeys.keys",
-        old="enumerate(gathered(own, self.group, 0, schedule.counts).split(schedule.counts))",
-        new="enumerate(gathered(own, self.group, 0, schedule.counts).split(schedule.counts)[::-1])",
+        old="enumerate(gathered(local, self.group, 0, schedule.counts).split(schedule.counts))",
+        new="enumerate(gathered(local, self.group, 0, schedule.counts).split(schedule.counts)[::-1])",
         expect="value: ",
     ),
     # How heads change ranks
@@ -377,7 +377,7 @@ BUGS = (
     InjectedBug(
         name="labels sharded by another layout",
         kind="order",
-        at="context_parallel:_cut",
+        at="context_parallel:_shard_tokens",
         old="share = rows_at(x, index, 2 if",
         new="at = index if name != 'labels' else torch.arange(len(index)) + layout.cp_rank * len(index)\n"
         "        share = rows_at(x, at, 2 if",
@@ -386,7 +386,7 @@ BUGS = (
     InjectedBug(
         name="positions sharded by another layout",
         kind="order",
-        at="context_parallel:_cut",
+        at="context_parallel:_shard_tokens",
         old="share = rows_at(x, index, 2 if",
         new="at = index if name != 'position_ids' else torch.arange(len(index)) + layout.cp_rank * len(index)\n"
         "        share = rows_at(x, at, 2 if",
@@ -395,7 +395,7 @@ BUGS = (
     InjectedBug(
         name="embeddings cast to integers",
         kind="precision",
-        at="context_parallel:_cut",
+        at="context_parallel:_shard_tokens",
         old="share.long() if name in IDS and not share.is_floating_point() else share",
         new="share.long().to(share.dtype) if name in IDS else share",
         expect="value: ",
@@ -508,7 +508,7 @@ BUGS = (
     InjectedBug(
         name="last columns dropped",
         kind="border",
-        at="context_parallel:_cut_inside",
+        at="context_parallel:_shard_inside",
         old="more = -size % multiple",
         new="more = -(size % multiple)",
         expect="raised: ",
@@ -516,7 +516,7 @@ BUGS = (
     InjectedBug(
         name="embeddings that need a gradient left unsharded",
         kind="order",
-        at="context_parallel:_cut_inside",
+        at="context_parallel:_shard_inside",
         old="padded[name] = layout.shard(x, dim)",
         new="padded[name] = x",
         expect="raised: ",

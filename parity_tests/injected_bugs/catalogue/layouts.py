@@ -163,7 +163,7 @@ BUGS = (
     InjectedBug(
         name="zigzag over the full packed stream",
         kind="sequence",
-        at="layouts:_cut",
+        at="layouts:_build",
         old="index = packed_rows(padded.long(), total,",
         new="index = packed_rows(padded.long()[[0, -1]], total,",
         expect="value: ",
@@ -171,7 +171,7 @@ BUGS = (
     InjectedBug(
         name="stream sharded at real offsets",
         kind="sequence",
-        at="layouts:_cut",
+        at="layouts:_build",
         old="index = packed_rows(padded.long(), total,",
         new="index = packed_rows(real.long().clamp(max=total), total,",
         expect="raised: ",

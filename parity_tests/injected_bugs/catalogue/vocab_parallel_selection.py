@@ -64,8 +64,8 @@ BUGS = (
         name="the k-th largest left out",
         kind="border",
         at="vocab_parallel:_largest_columns",
-        old="score = torch.where(z >= least,",
-        new="score = torch.where(z != least,",
+        old="score = torch.where(z >= smallest,",
+        new="score = torch.where(z != smallest,",
         expect="value: ",
     ),
     InjectedBug(
@@ -457,7 +457,7 @@ BUGS = (
     InjectedBug(
         name="ties split by each rank for itself",
         kind="border",
-        at="vocab_parallel:kept_set",
+        at="vocab_parallel:sampling_filter",
         old="before = ties.counts.cumsum(0) - ties.counts",
         new="before = torch.zeros_like(ties.counts)",
         expect="value: ",
@@ -465,7 +465,7 @@ BUGS = (
     InjectedBug(
         name="ties split from the last rank on",
         kind="order",
-        at="vocab_parallel:kept_set",
+        at="vocab_parallel:sampling_filter",
         old="before = ties.counts.cumsum(0) - ties.counts",
         new="before = ties.counts.flip(0).cumsum(0).flip(0) - ties.counts",
         expect="value: ",
@@ -489,7 +489,7 @@ BUGS = (
     InjectedBug(
         name="one tie more may be a target",
         kind="border",
-        at="vocab_parallel:kept_set",
+        at="vocab_parallel:sampling_filter",
         old="is_early = (before + ties.places).amin(0) < bounds.ties",
         new="is_early = (before + ties.places).amin(0) <= bounds.ties",
         expect="value: ",
@@ -497,7 +497,7 @@ BUGS = (
     InjectedBug(
         name="a target at the k-th largest is filtered",
         kind="border",
-        at="vocab_parallel:kept_set",
+        at="vocab_parallel:sampling_filter",
         old="last_tie, z_t, z_t >= bounds.threshold)",
         new="last_tie, z_t, z_t > bounds.threshold)",
         expect="value: ",
@@ -505,7 +505,7 @@ BUGS = (
     InjectedBug(
         name="a target at the threshold is always kept",
         kind="border",
-        at="vocab_parallel:kept_set",
+        at="vocab_parallel:sampling_filter",
         old="has_target = (z_t > bounds.threshold) |",
         new="has_target = (z_t >= bounds.threshold) |",
         expect="value: ",

@@ -172,7 +172,7 @@ class LockstepGroup(dist.ProcessGroup):
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         for output, full in zip(outputs, inputs, strict=True):
-            operations.check_whole("reduce_scatter", "the input", full, output, self._size)
+            operations.check_full_size("reduce_scatter", "the input", full, output, self._size)
 
         def cut(copies: list[Tensor]) -> list[Tensor]:
             return [part for copy in copies for part in copy.reshape(self._size, -1).unbind(0)]
@@ -199,7 +199,7 @@ class LockstepGroup(dist.ProcessGroup):
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         for full, one in zip(outputs, inputs, strict=True):
-            operations.check_whole("all_gather", "the output", full, one, self._size)
+            operations.check_full_size("all_gather", "the output", full, one, self._size)
         return self._collective("all_gather", inputs, outputs, opts)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:

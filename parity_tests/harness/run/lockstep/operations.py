@@ -98,7 +98,7 @@ def check_one_each(op: str, parts: Sequence[Tensor], size: int, like: Tensor | N
             raise ValueError(f"{op}: {described(part)} in the list, {described(like)} beside it (all must be alike)")
 
 
-def check_whole(op: str, name: str, full: Tensor, part: Tensor, size: int) -> None:
+def check_full_size(op: str, name: str, full: Tensor, part: Tensor, size: int) -> None:
     """One tensor that holds every rank's part."""
     if full.numel() != part.numel() * size or full.dtype != part.dtype:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Parity of vocab_parallel.kept_set: which tokens stay, token by token."""
+"""Parity of vocab_parallel.sampling_filter: which tokens stay, token by token."""
 
 import numpy as np
 import pytest
@@ -7,14 +7,14 @@ from hypothesis import given, settings
 from jaxtyping import Bool
 from torch import Tensor
 
-from jax_ref.vocab_parallel import kept_set as reference
+from jax_ref.vocab_parallel import sampling_mask as reference
 from parity_tests import CaseSpec, check, every_case, scheme
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.verdict import judge
 from parity_tests.vocab_parallel.decided_rows import decided_rows
 from torch_impl.vocab_parallel.filter_bounds import limits_of
 from torch_impl.vocab_parallel.fused_logprob import LogprobOptions
-from torch_impl.vocab_parallel.sampling import is_kept, kept_set
+from torch_impl.vocab_parallel.sampling import is_kept, sampling_filter
 from torch_impl.vocab_parallel.statistics import ON_ANOTHER_RANK
 
 
@@ -22,7 +22,7 @@ def kept_columns(group, logits, top_k, top_p, temperature):
     """Which of this rank's columns are kept; the limits are on."""
     options = LogprobOptions(group, temperature=temperature)
     elsewhere = torch.full((logits.shape[:-1].numel(), 1), ON_ANOTHER_RANK, dtype=torch.int32)
-    selection = kept_set(logits, elsewhere, options, limits_of(top_k, top_p))
+    selection = sampling_filter(logits, elsewhere, options, limits_of(top_k, top_p))
     rows = logits.reshape(len(elsewhere), logits.shape[-1])
     return is_kept(rows, selection.threshold, selection.last_tie).view(logits.shape)
 
@@ -109,7 +109,7 @@ def kept_over(widths, logits, top_k, top_p, temperature=1.0):
         shard = logits[:, sum(widths[:rank]) : sum(widths[: rank + 1])]
         return kept_columns(mesh["tp"], shard, top_k, top_p, temperature).numpy()
 
-    ranks = run(body, CaseSpec(scheme="kept_set", mesh={"tp": len(widths)}))
+    ranks = run(body, CaseSpec(scheme="sampling_filter", mesh={"tp": len(widths)}))
     return np.concatenate(ranks.results, axis=-1)
 
 
