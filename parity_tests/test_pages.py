@@ -11,12 +11,12 @@ import tomllib
 import pytest
 import typer
 
-from parity_tests import Cost
 from parity_tests.cli.app import app
 from parity_tests.harness.declare.case import ENGINES
 from parity_tests.harness.declare.discover import schemes_of_file
 from parity_tests.harness.replay import _arguments
 from parity_tests.pages import GENERATED, ROOT, Block, anchors, blocks, commands, links, pages, paths_in_code, text_of
+from shardproof import Cost
 
 PAGES = pages()
 NOTEBOOKS = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("notebooks/[0-9]*.py"))]

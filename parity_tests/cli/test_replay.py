@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from parity_tests import check, scheme, values
 from parity_tests.cli import listing
 from parity_tests.harness.declare.discover import TABLE, UnusableTarget, schemes_of_file
 from parity_tests.harness.replay import write_replay
 from parity_tests.harness.report.guard import guarded
 from parity_tests.harness.report.report import ValueMismatch
 from parity_tests.harness.run.exit_status import MISMATCH
+from shardproof import check, scheme, values
 
 SOURCE = """
-from parity_tests import scheme, values
+from shardproof import scheme, values
 
 def reference(x):
     return 2.0 * x

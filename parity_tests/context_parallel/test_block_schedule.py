@@ -11,7 +11,6 @@ from hypothesis import given, settings
 
 from jax_ref.context_parallel import packed_attention, seen_pairs
 from jax_ref.layouts import packed
-from parity_tests import check, every_case, offsets, scheme
 from parity_tests.context_parallel.attention_schemes import (
     DTYPES,
     HEADS,
@@ -23,6 +22,7 @@ from parity_tests.context_parallel.attention_schemes import (
     usp_cost,
 )
 from parity_tests.context_parallel.met_pairs import KINDS, streams, times_seen
+from shardproof import check, every_case, offsets, scheme
 from torch_impl.context_parallel import block_schedule, context_parallel_attention
 from torch_impl.context_parallel.block_schedule import MOST_LENGTHS, TILE, Block, schedule_of
 from torch_impl.context_parallel.blockwise_attention import Running

@@ -11,9 +11,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from jax_ref.vocab_parallel import gather_logprob, logprob, logprob_and_negative_entropy, sequence
-from parity_tests import Cost, ids, scheme, values
 from parity_tests.kernels import device as device  # rounds as a GPU does
 from parity_tests.vocab_parallel.shard import owned_range
+from shardproof import Cost, ids, scheme, values
 from torch_impl.kernels import rows_at
 from torch_impl.kernels.softmax import local_statistics, write_gradient
 from torch_impl.layouts import dual_chunk_swap

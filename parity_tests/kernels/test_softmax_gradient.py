@@ -6,11 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 
-from parity_tests import check, every_case
 from parity_tests.kernels.device import DEVICE, INTERPRETED, REASON, is_here
 from parity_tests.kernels.rows import DTYPES, KINDS, OUT_OF_VOCABULARY, STRIDES, columns, logits, normal
 from parity_tests.kernels.schemes import triton_gather_logprob, triton_logprob_with_entropy
 from parity_tests.kernels.twin import worst_ratio
+from shardproof import check, every_case
 from torch_impl.collectives import accumulator
 from torch_impl.kernels.softmax import write_gradient
 from torch_impl.vocab_parallel import fused_logprob

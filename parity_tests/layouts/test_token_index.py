@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from parity_tests import CaseSpec
 from parity_tests.harness.run.engines import run
+from shardproof import CaseSpec
 from torch_impl.layouts import TokenLayout
 
 

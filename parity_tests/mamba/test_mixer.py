@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from parity_tests import check, every_case, offsets, scheme, values
 from parity_tests.harness.declare.declared import flat
 from parity_tests.mamba.by_name import flax_mixer
 from parity_tests.mamba.parameters import DRAW, SIZES, SPECS, settings_of
+from shardproof import check, every_case, offsets, scheme, values
 from torch_impl.mamba import Mamba2Mixer
 from torch_impl.mamba.mix import gated
 

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from torch.distributed.tensor.parallel import parallelize_module
 
 from jax_ref.models import Config
-from parity_tests import CaseSpec, check, every_case, integers, offsets, scheme, token_below
 from parity_tests.harness.run.engines import run
 from parity_tests.models.by_name import flax_model
 from parity_tests.models.parameters import (
@@ -24,6 +23,7 @@ from parity_tests.models.parameters import (
     rank_logits,
     specs,
 )
+from shardproof import CaseSpec, check, every_case, integers, offsets, scheme, token_below
 from torch_impl.layouts import TokenLayout
 from torch_impl.models import (
     HybridConfig,

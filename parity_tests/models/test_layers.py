@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 
 from jax_ref.models import rotated as reference
-from parity_tests import check, every_case, integers, scheme, values
+from shardproof import check, every_case, integers, scheme, values
 from torch_impl.models.layers import rotated
 
 

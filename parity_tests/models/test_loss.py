@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from jax_ref.models import Config, next_ids
 from jax_ref.models import normalised as whole_normalised
 from jax_ref.models import token_losses as whole_token_losses
-from parity_tests import CaseSpec, check, every_case, integers, mask, offsets, scheme, token_below, values
 from parity_tests.harness.run.engines import run
 from parity_tests.models.by_name import flax_model
 from parity_tests.models.parameters import (
@@ -29,6 +28,7 @@ from parity_tests.models.parameters import (
     rank_logits,
     specs,
 )
+from shardproof import CaseSpec, check, every_case, integers, mask, offsets, scheme, token_below, values
 from torch_impl.models import (
     IGNORED,
     Stream,

@@ -13,7 +13,6 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.utils import skip_init
 
 from jax_ref.models import Config, next_ids, normalised, token_losses
-from parity_tests import CaseSpec, check, every_case, integers, offsets, scheme, token_below, values
 from parity_tests.harness.run.engines import run
 from parity_tests.models.by_name import flax_model
 from parity_tests.models.parameters import (
@@ -29,6 +28,7 @@ from parity_tests.models.parameters import (
     specs,
 )
 from parity_tests.models.staged_gradients import in_stages, staged_loss
+from shardproof import CaseSpec, check, every_case, integers, offsets, scheme, token_below, values
 from torch_impl.models import (
     HybridConfig,
     HybridLM,

@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch import nn
 
-from parity_tests import CaseSpec
 from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.families import OWN, Chosen, batch, made
 from parity_tests.parallelizer.small_net import Net
 from parity_tests.parallelizer.training import accumulated, whole
+from shardproof import CaseSpec
 from torch_impl.parallelizer import fsdp2_strategy_parallelize, nvfsdp_strategy_parallelize
 from torch_impl.parallelizer.blocks import blocks, checkpoint_blocks, units
 

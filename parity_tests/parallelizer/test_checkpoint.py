@@ -6,10 +6,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
-from parity_tests import CaseSpec
 from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.families import Chosen, arrays, batch, made
 from parity_tests.parallelizer.training import accumulated, parallelized, whole
+from shardproof import CaseSpec
 from torch_impl.parallelizer import to_cpu
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as it is where all is loaded whole

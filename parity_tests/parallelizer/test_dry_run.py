@@ -8,10 +8,10 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from parity_tests import CaseSpec
 from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.families import OWN, Chosen, batch, empty, made
 from parity_tests.parallelizer.training import accumulated, parallelized
+from shardproof import CaseSpec
 from torch_impl.parallelizer.dry_run import dry_run
 from torch_impl.parallelizer.fsdp2 import fsdp2_strategy_parallelize
 from torch_impl.parallelizer.hf_plan import translate_to_torch_parallel_style

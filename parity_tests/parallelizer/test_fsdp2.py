@@ -13,7 +13,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from jax_ref.parallelizer import from_state_dict
 from jax_ref.parallelizer import mean_loss as reference_loss
-from parity_tests import CaseSpec, Cost, check, every_case, ids, scheme, token_below, values
 from parity_tests.harness.declare.declared import flat
 from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.families import Chosen, batch, made
@@ -27,6 +26,7 @@ from parity_tests.parallelizer.training import (
     parallelized,
     whole,
 )
+from shardproof import CaseSpec, Cost, check, every_case, ids, scheme, token_below, values
 from torch_impl.parallelizer import (
     fsdp2_strategy_parallelize,
     get_hf_tp_shard_plan,

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from parity_tests import CaseSpec
 from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.small_net import BLOCK, NAMES, Block, Net, plan
+from shardproof import CaseSpec
 from torch_impl.parallelizer.adapters import nvfsdp
 from torch_impl.parallelizer.adapters.megatron import Settings, chosen_backend, have, with_megatron_fsdp, with_nvfsdp
 from torch_impl.parallelizer.adapters.nvfsdp import HAVE_NVFSDP, nvfsdp_strategy_parallelize

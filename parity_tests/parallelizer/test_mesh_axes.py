@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from parity_tests import CaseSpec
 from parity_tests.harness.run.engines import run
+from shardproof import CaseSpec
 from torch_impl.parallelizer.mesh_axes import check_one_root, mesh_axes
 
 

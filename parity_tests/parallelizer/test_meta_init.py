@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
-from parity_tests import CaseSpec, check, every_case, scheme, values
 from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.families import Chosen, empty
 from parity_tests.parallelizer.small_net import BLOCK, Net, plan, whole
+from shardproof import CaseSpec, check, every_case, scheme, values
 from torch_impl.parallelizer import get_hf_tp_shard_plan
 from torch_impl.parallelizer.adapters.megatron import STRATEGIES
 from torch_impl.parallelizer.adapters.meta_init import materialize

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
-from parity_tests import CaseSpec, check, every_case, scheme, values
 from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.families import Chosen
 from parity_tests.parallelizer.reference import reference
 from parity_tests.parallelizer.small_net import BLOCK, NAMES, Net, net_of, plan, whole
 from parity_tests.parallelizer.training import Training, on_mesh, verdict
+from shardproof import CaseSpec, check, every_case, scheme, values
 from torch_impl.parallelizer import get_hf_tp_shard_plan
 from torch_impl.parallelizer.adapters.megatron import ALIASES, CUDA_ONLY, STRATEGIES
 from torch_impl.parallelizer.adapters.nvfsdp import nvfsdp_strategy_parallelize

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
-from parity_tests import CaseSpec, check, every_case, scheme, values
 from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.small_net import BLOCK, NAMES, Net, net_of, plan
+from shardproof import CaseSpec, check, every_case, scheme, values
 from torch_impl.parallelizer.adapters.megatron import STRATEGIES
 from torch_impl.parallelizer.adapters.nvfsdp import nvfsdp_strategy_parallelize
 

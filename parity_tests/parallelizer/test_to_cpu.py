@@ -6,8 +6,8 @@ from hypothesis import given
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from parity_tests import CaseSpec, check, every_case, scheme
 from parity_tests.harness.run.engines import run
+from shardproof import CaseSpec, check, every_case, scheme
 from torch_impl.parallelizer import to_cpu
 
 PLACEMENTS = {"whole": Replicate(), "rows": Shard(0), "columns": Shard(1), "addends": Partial()}

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from parity_tests import CaseSpec
 from parity_tests.harness.run.engines import run
+from shardproof import CaseSpec
 from torch_impl import vocab_parallel as vp
 
 HIDDEN, WEIGHT = torch.zeros(8, 2, 4), torch.zeros(3, 4)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from jax_ref.layouts import packed as reference
-from parity_tests import CaseSpec
 from parity_tests.harness.run.engines import run
+from shardproof import CaseSpec
 from torch_impl import vocab_parallel as vp
 from torch_impl.vocab_parallel.packed import packed_slots
 

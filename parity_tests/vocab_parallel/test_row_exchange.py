@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 
 from jax_ref.vocab_parallel import same
-from parity_tests import CaseSpec, Cost, check, every_case, scheme
 from parity_tests.harness.run.engines import run
+from shardproof import CaseSpec, Cost, check, every_case, scheme
 from torch_impl import vocab_parallel as vp
 
 DECLARED = dict(

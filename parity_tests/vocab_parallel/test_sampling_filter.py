@@ -8,10 +8,10 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from jax_ref.vocab_parallel import sampling_mask as reference
-from parity_tests import CaseSpec, check, every_case, scheme
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.verdict import judge
 from parity_tests.vocab_parallel.decided_rows import decided_rows
+from shardproof import CaseSpec, check, every_case, scheme
 from torch_impl.vocab_parallel.filter_bounds import limits_of
 from torch_impl.vocab_parallel.fused_logprob import LogprobOptions
 from torch_impl.vocab_parallel.sampling import is_kept, sampling_filter

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from parity_tests import CaseSpec
 from parity_tests.harness.run.engines import run
+from shardproof import CaseSpec
 from torch_impl import vocab_parallel as vp
 
 IDS = torch.arange(16).view(2, 8)

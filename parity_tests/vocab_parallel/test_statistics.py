@@ -3,7 +3,7 @@
 from hypothesis import given
 
 from jax_ref.vocab_parallel import negative_entropy, normaliser
-from parity_tests import Cost, check, every_case, scheme
+from shardproof import Cost, check, every_case, scheme
 from torch_impl.vocab_parallel import statistics as st
 
 

@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from jax_ref.vocab_parallel import next_token_logprob_of_stored
-from parity_tests import CaseSpec, Cost, check, every_case, ids, integers, scheme
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.verdict import judge
 from parity_tests.vocab_parallel.shard import owned_range
+from shardproof import CaseSpec, Cost, check, every_case, ids, integers, scheme
 from torch_impl import vocab_parallel as vp
 
 STORED = dict(
