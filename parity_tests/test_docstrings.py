@@ -91,7 +91,7 @@ def test_an_omission_is_seen(of, wanting):
 
 
 @pytest.mark.parametrize("line", ["Errors:", "Cost:", "Backward", "axis=P"])
-def test_a_line_taken_out_of_a_complete_docstring(line, monkeypatch):
+def test_a_line_removed_from_a_complete_docstring(line, monkeypatch):
     """Errors and Cost are required; prose is not, nor a spec string that the signature states."""
     monkeypatch.setattr(all_reduce, "__doc__", all_reduce.__doc__.replace(line, "").replace('"', "'"))
     expected = {"Errors:": ["Errors:"], "Cost:": ["Cost:"]}.get(line, [])

@@ -20,5 +20,5 @@ def test_a_scheme_on_gloo(key):
     assert report.ok, str(report)
 
 
-def test_a_scheme_that_a_tests_own_wrapper_declares_is_among_them():
+def test_a_scheme_declared_by_a_wrapper_is_among_them():
     assert "colwise_linear" in {scheme.name for scheme in SCHEMES.values()}

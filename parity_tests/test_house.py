@@ -83,7 +83,7 @@ def test_every_reference_is_used(component):
 
 
 @pytest.mark.parametrize("tree", TREES)
-def test_every_file_has_a_name_of_its_own(tree):
+def test_every_file_has_a_distinct_name(tree):
     assert [path for path in python_files(tree) if NAMELESS & set(Path(path).with_suffix("").parts)] == []
 
 
@@ -100,7 +100,7 @@ def test_no_tolerance_in_a_test():
     assert {path: names for path, names in tolerances.items() if names} == {}
 
 
-def test_a_tolerance_would_be_found():
+def test_a_tolerance_would_be_detected():
     word = "".join(["a", "tol"])
     assert tolerances_in(f"check(x, {word}=1)  # rtol") == {word}
     assert tolerances_in("f(x)  # allclose\n'approx'") == set()

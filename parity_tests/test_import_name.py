@@ -100,13 +100,13 @@ def test_the_module_is_the_command(tmp_path):
 
 
 @pytest.mark.parametrize("absent", [OF_VERIFY, ("jax",), ("typer", "rich")], ids=", ".join)
-def test_the_command_without_its_extra_says_so_in_a_sentence(absent, without, tmp_path):
+def test_the_command_without_its_extra_is_one_sentence(absent, without, tmp_path):
     done = python("-m", "shardproof", "tour", folder=tmp_path, packages=without(*absent))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"shardproof: needs {', '.join(absent)}; pip install 'shardproof[verify]'\n"
 
 
-def test_a_name_without_its_extra_says_so_in_a_sentence(without, tmp_path):
+def test_a_name_without_its_extra_is_one_sentence(without, tmp_path):
     program = "from shardproof import every_case"
     done = python("-c", program, folder=tmp_path, packages=without(*OF_VERIFY))
     assert done.stderr.splitlines()[-1] == (

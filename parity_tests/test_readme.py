@@ -52,7 +52,7 @@ def test_the_scheme_and_its_reports(tmp_path):
     assert printed == documented
 
 
-def test_a_row_is_told_from_a_sentence():
+def test_a_row_is_distinguished_from_a_sentence():
     assert shape("  out   6.5e-08  2.4e-07  0.27  4x  (0,1) float32\n") == ["out None"]
     assert shape("  d/d x  6.5e-08  2.4e-07  0.27  -  (0,1) float32   MISMATCH") == ["d/d x MISMATCH"]
     assert shape("    out: off by 2\nreplay: replay_00ff00ff.py") == ["    out: off by 2", "replay: replay_#.py"]
@@ -97,7 +97,7 @@ def measured(dtype: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", OF_THE_PAGE)
-def test_what_was_measured_is_what_the_page_says(name):
+def test_the_page_states_what_was_measured(name):
     (row,) = [cells(line) for line in README.splitlines() if line.startswith(f"| {name} |")]
     _, collectives, sent, memory, time, error = row
     summary, in_bfloat16 = (measured(dtype)[OF_THE_PAGE[name]] for dtype in ("float32", "bfloat16"))

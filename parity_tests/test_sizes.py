@@ -52,6 +52,6 @@ def test_no_function_is_longer_than_a_screen():
     assert {name: code for name, (_, code) in long.items() if code > LONGEST_FUNCTION} == {}
 
 
-def test_a_long_function_would_be_found():
+def test_a_long_function_would_be_detected():
     body = "\n".join(f"    x{i} = {i}" for i in range(LONGEST_FUNCTION))
     assert function_lines(f'def f(a):\n    """One\n    two."""\n{body}') == {"f": (63, 60)}

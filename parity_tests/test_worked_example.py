@@ -53,20 +53,20 @@ def test_a_mistake_is_explained(mistake):
     assert mistake.place is None or mistake.place in printed
 
 
-def test_the_command_says_equal(tmp_path):
+def test_the_command_prints_equal(tmp_path):
     done = shardproof("verify", str(mistakes.RIGHT), folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "1 scheme, 0 mismatches, 0 not run." in done.stdout
 
 
-def test_a_loop_without_end_is_given_up_on_lockstep_too():
+def test_an_endless_loop_is_ended_on_lockstep_too():
     printed = said(replace(mistakes.HANGS, engine="lockstep").printed())
     assert "stalled: rank 1 has reached no collective" in printed
     assert "my_scheme.py" in printed
 
 
 @pytest.mark.parametrize(("mistake", "status"), [(mistakes.DROPPED, 1), (mistakes.RAISES, 3)])
-def test_the_command_says_what_is_wrong(mistake, status, tmp_path):
+def test_the_command_prints_what_is_wrong(mistake, status, tmp_path):
     (tmp_path / "my_scheme.py").write_text(mistake.source)
     done = shardproof("verify", "my_scheme.py", folder=tmp_path)
     assert done.returncode == status

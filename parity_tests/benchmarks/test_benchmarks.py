@@ -44,7 +44,7 @@ def test_a_spread_is_median_least_and_greatest():
     assert spread([3.0, 1.0, 2.0], " s") == "2 s (1 to 3)"
 
 
-def test_a_page_says_kept_missed_and_unpromised():
+def test_a_page_shows_held_missed_and_unpromised_figures():
     figures = [
         Figure("kept", "<= 2 s", "1 s", True, "once"),
         Figure("late", "<= 2 s", "3 s", False, "twice"),

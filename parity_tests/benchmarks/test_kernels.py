@@ -5,7 +5,7 @@ import torch
 from parity_tests.benchmarks import kernels
 
 
-def test_without_a_gpu_every_promise_is_said_to_be_not_run(monkeypatch):
+def test_without_a_gpu_every_promise_is_reported_as_not_run(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     figures = list(kernels.figures())
     assert {figure.name: figure.promised for figure in figures} == kernels.PROMISES

@@ -27,7 +27,7 @@ def test_what_was_there_before_and_views_of_it_are_not_counted():
     assert (peak.most, peak.now) == (4, 4) and total == N // 2
 
 
-def test_a_part_keeps_the_whole_alive():
+def test_a_slice_keeps_its_storage_alive():
     with LivePeak() as peak:
         part = torch.zeros(N)[:1]
         assert peak.now == BYTES

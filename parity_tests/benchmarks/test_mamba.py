@@ -18,7 +18,7 @@ def test_figures_of_few_tokens():
     assert all("times" in figure.measured for figure in rows) and rows[-1].is_met is not None
 
 
-def test_offsets_are_unequal_and_can_be_cut():
+def test_offsets_are_unequal_and_can_be_sharded():
     for count in (1, 3, 16):
         cu = mamba.drawn_offsets(64, count)
         assert len(cu) == count + 1 and (cu[0], cu[-1]) == (0, 64)

@@ -21,7 +21,7 @@ def figures(**arms):
     return {figure.name: figure for figure in _compared("logprob", "float32", ranks)}
 
 
-def test_a_figure_says_what_was_found():
+def test_a_figure_shows_what_was_measured():
     figure = figures()["logprob, float32: ours"]
     assert figure.is_met and figure.measured == (
         "error 0.5 budgets; 1 all_gather, 12 bytes per rank; memory 1.05; 2 (2 to 2) ms CPU, 4 (4 to 4) ms wall; "

@@ -36,7 +36,7 @@ def pids(folder):
     return [int("".join(filter(str.isdigit, (folder / f"found_{rank}.json").read_text()))) for rank in (0, 1)]
 
 
-def test_what_every_rank_found(tmp_path):
+def test_results_of_every_rank(tmp_path):
     records = found_by(COMMAND, 2, tmp_path, "end", topic="this", seconds=60)
     assert [of_rank["pid"] for of_rank in records] == pids(tmp_path)
     assert not any(map(is_there, pids(tmp_path)))

@@ -50,7 +50,7 @@ def test_4_nothing_ran(shardproof):
     ]
 
 
-def test_what_was_not_run_is_said_beside_what_was(shardproof):
+def test_what_was_not_run_is_reported_with_what_was(shardproof):
     narrow = RIGHT.replace("right", "narrow").replace("(narrow)", "(narrow, engines=('gloo',))")
     status, out, _ = shardproof("verify", written("engines.py", RIGHT, narrow, SCALED), "--option", "scale=3.0")
     assert status == 0
@@ -60,7 +60,7 @@ def test_what_was_not_run_is_said_beside_what_was(shardproof):
     assert "not run: narrow: is declared for gloo only" in shardproof("verify", "engines.py", "--examples", "1")[1]
 
 
-def test_meshes_that_cannot_cut_what_was_given_are_counted_and_named(shardproof):
+def test_meshes_that_do_not_divide_the_sizes_are_counted_and_named(shardproof):
     why = "b=7 cannot be cut by contiguous over tp=2 (needs a multiple of 2); pad to 8"
     status, out, _ = shardproof("verify", written("right.py", RIGHT), "--dim", "b=7", "--json", "out.json")
     assert status == 0 and f"  left out: tp=2: {why}" in out.splitlines()

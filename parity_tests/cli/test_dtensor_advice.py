@@ -17,7 +17,7 @@ def is_said(level=logging.WARNING):
     )
 
 
-def test_it_is_said_again_whatever_was_raised():
+def test_the_advice_returns_after_an_exception():
     with pytest.raises(KeyError), without_advice():
         assert not is_said()
         assert is_said(logging.ERROR)

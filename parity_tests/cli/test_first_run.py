@@ -36,7 +36,7 @@ def test_local_shape():
     assert first_run(too_wide, identity).failure.args[0] == sentence
 
 
-def test_shape_of_an_output_that_is_whole():
+def test_shape_of_an_output_that_is_replicated():
     def flat(mesh, x):
         return x.flatten()
 

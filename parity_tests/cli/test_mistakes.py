@@ -150,7 +150,7 @@ def test_targets_that_are_not_there(shardproof, arguments, sentence, monkeypatch
         (("draw", "right.py", "--svg", "full.svg"), "full.svg"),
     ],
 )
-def test_a_full_disk_is_told_with_the_file(shardproof, arguments, file):
+def test_a_full_disk_is_reported_with_the_file(shardproof, arguments, file):
     written("right.py", RIGHT)
     Path(file).symlink_to("/dev/full")
     status, _, err = shardproof(*arguments)

@@ -23,7 +23,7 @@ COLOUR = "\x1b[31m"
 
 
 @pytest.mark.parametrize("arguments", [PLAIN, ["--help"]])
-def test_nothing_is_said_where_nobody_reads(arguments):
+def test_nothing_is_printed_where_nobody_reads(arguments):
     """What `| head` does: the reader is gone before the first line."""
     reader, writer = os.pipe()
     os.close(reader)

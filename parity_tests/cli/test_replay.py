@@ -81,7 +81,7 @@ def test_a_mended_scheme_passes_its_replay():
     assert status_of(report.replay) == 0
 
 
-def test_a_file_that_cannot_be_written_is_said_and_leaves_nothing():
+def test_a_file_that_cannot_be_written_is_reported_and_leaves_nothing():
     """As on a full disk: the first bytes of a file are taken, the rest is not."""
     _, scheme = declared(file="unsaved.py")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -56,7 +56,7 @@ def test_help_names_the_endings_of_a_picture(shardproof):
     assert "a path ending in .png, .svg or .pdf" in text and set(ENDINGS) == {".png", ".svg", ".pdf"}
 
 
-def test_a_file_with_a_fault_is_told_with_its_cell(shardproof):
+def test_a_wrong_file_is_reported_with_its_cell(shardproof):
     Path("mine.csv").write_text("0F0,0B0\n1B0,1F0\n")
     status, out, err = shardproof("schedule", "mine.csv", "--pp", "2")
     assert (status, out) == (2, "")

@@ -26,7 +26,7 @@ def test_no_scheme_is_no_outcome():
     assert several.verified([], 2).reports == []
 
 
-def test_a_failure_travels_whole():
+def test_a_failure_travels_with_all_its_fields():
     case = CaseSpec("some:scheme", {"tp": 2})
     fields = {"rank": 1, "op": "all_reduce", "source": "a.py:1", "case": case, "others": ("rank 0 waits",)}
     failure = Raised("rank 1 raised", **fields, ledger=Ledger())

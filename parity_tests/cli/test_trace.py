@@ -31,7 +31,7 @@ def test_the_example_is_right(shardproof):
     assert all("23 tensors as in flax, at most 0." in line for line in out.splitlines())
 
 
-def test_a_difference_is_told_with_its_table_and_status(shardproof):
+def test_a_difference_is_reported_with_its_table_and_status(shardproof):
     file = written(("epsilon=1e-5", "epsilon=1e-2"))
     status, out, _ = shardproof("trace", file, "--dtype", "float64")
     assert status == 1
@@ -66,7 +66,7 @@ def test_a_module_that_raises_is_a_failed_rank(shardproof):
     assert (traced["verdict"], traced["lines"]) == ("raised", [])
 
 
-def test_what_is_not_compared_is_said(shardproof):
+def test_what_is_not_compared_is_reported(shardproof):
     file = written(('"norm": "ln", ', ""))
     status, out, _ = shardproof("trace", file)
     assert status == 0

@@ -58,7 +58,7 @@ def test_a_gradient_shares_no_memory_with_the_cotangent(operation):
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=str)
-def test_a_second_derivative_is_refused(operation):
+def test_a_second_derivative_is_rejected(operation):
     def body(mesh, case):
         group = mesh["x"]
         x = torch.ones(operation.shape(group.rank(), 3)).requires_grad_()

@@ -56,7 +56,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("call", "sentence"), REFUSED, ids=[text[:60] for _, text in REFUSED])
-def test_refusal(call, sentence):
+def test_rejection(call, sentence):
     def body(mesh, case):
         with pytest.raises(TypeError) as caught:
             call(mesh.device_mesh["cp"])
@@ -67,7 +67,7 @@ def test_refusal(call, sentence):
     assert ranks.ledger.rows == []
 
 
-def test_an_empty_batch_is_told():
+def test_an_empty_batch_is_rejected():
     def body(mesh, case):
         with pytest.raises(ValueError) as caught:
             cp.make_cp_batch_and_ctx(mesh.device_mesh["cp"], {})

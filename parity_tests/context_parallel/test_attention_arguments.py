@@ -159,7 +159,7 @@ TYPE_ERRORS = [
     [(TypeError, *row) for row in TYPE_ERRORS] + [(ValueError, *row) for row in VALUE_ERRORS],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
-def test_refusal(kind, call, text):
+def test_rejection(kind, call, text):
     def body(mesh, case):
         try:
             call(mesh)
@@ -185,7 +185,7 @@ USP = [
 
 
 @pytest.mark.parametrize(("options", "text"), USP, ids=["striped", "heads"])
-def test_refusal_of_two_axes(options, text):
+def test_rejection_over_two_axes(options, text):
     def body(mesh, case):
         try:
             attend(mesh, mesh=mesh.device_mesh, exchange="usp", **options)
@@ -215,7 +215,7 @@ def test_a_mesh_of_two_dims_has_the_heads_within():
 
 
 @pytest.mark.parametrize("order", ["contiguous", "striped", "dual_chunk_swap"])
-def test_a_name_with_offsets_cuts_the_stream_in_its_order(order):
+def test_a_name_with_offsets_shards_the_stream_in_its_order(order):
     def body(mesh, case):
         cu, kind = torch.tensor([0, 4, 16]), {"dual_chunk_swap": "packed"}.get(order, order)
         layout = TokenLayout.packed(cu, cp_size=2, cp_rank=mesh.rank("cp"), kind=kind)

@@ -71,7 +71,7 @@ def exchanges(**shapes):
     return [(traffic.exchange, traffic.heads_size) for traffic in attention_bytes(**{**defaults, **shapes})]
 
 
-def test_what_can_cut_the_heads_and_the_layout():
+def test_what_divides_the_heads_and_the_layout():
     keys = [("ring", 1), ("all_gather", 1)]
     assert exchanges() == [*keys, ("usp", 2), ("usp", 4), ("ulysses", 8)]
     assert exchanges(h=12, hk=12) == [*keys, ("usp", 2), ("usp", 4)]
@@ -126,7 +126,7 @@ def test_the_exchange_of_heads_shrinks_with_the_ranks_and_the_ring_does_not():
         ),
     ],
 )
-def test_refusals(wrong, kind, message, function):
+def test_rejections(wrong, kind, message, function):
     with pytest.raises(kind) as refused:
         function(**{**dict(b=1, s=8, h=4, hk=4, p=2, cp_size=2, itemsize=4), **wrong})
     assert str(refused.value) == f"context_parallel.attention_bytes: {message}"

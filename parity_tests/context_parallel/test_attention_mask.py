@@ -39,7 +39,7 @@ def test_a_mask_of_no_tokens_has_no_padding(shape):
     assert padding_of(torch.ones(shape), shape) is None
 
 
-def test_positions_of_one_row_become_each_rows_own():
+def test_positions_of_one_row_become_those_of_each_row():
     def body(mesh, case):
         batch = {"input_ids": torch.zeros(3, 6), "position_ids": torch.arange(6)[None]}
         _, padded = make_cp_batch_and_ctx(mesh.device_mesh["cp"], batch)
@@ -71,7 +71,7 @@ def test_what_is_dropped_becomes_a_padding_mask():
     assert on_ranks(2, body) == ([[0, 0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 1, 1]],) * 2
 
 
-def test_a_given_padding_mask_is_kept_beside_the_dropped_one():
+def test_a_padding_mask_stays_when_the_attention_mask_is_dropped():
     def body(mesh, case):
         batch = {
             "input_ids": torch.zeros(1, 4, dtype=torch.int64),
@@ -145,7 +145,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("call", "sentence"), REFUSED, ids=[text[:60] for _, text in REFUSED])
-def test_refusal_on_every_rank_before_any_collective(call, sentence):
+def test_rejection_on_every_rank_before_any_collective(call, sentence):
     def body(mesh, case):
         with pytest.raises(ValueError) as caught:
             call(mesh)
@@ -157,7 +157,7 @@ def test_refusal_on_every_rank_before_any_collective(call, sentence):
 @pytest.mark.parametrize(
     "entries", [{"position_ids": torch.tensor([[0, 1, 0, 1]] * 3)}, {"seq_lens_padded": [[2, 2]] * 3}]
 )
-def test_documents_in_a_row_without_a_mask_are_told_of(entries):
+def test_documents_in_a_row_without_a_mask_are_warned_of(entries):
     def body(mesh, case):
         given_here = {name: torch.as_tensor(x) for name, x in entries.items()}
         with warnings.catch_warnings(record=True) as caught:

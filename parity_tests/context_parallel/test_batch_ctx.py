@@ -159,7 +159,7 @@ def test_the_ranks_together_are_the_padded_batch(n, s, b):
 
 
 @pytest.mark.parametrize("mesh", [None, "nameless", "without cp", "one"])
-def test_one_rank_gets_its_own_batch_back(mesh):
+def test_one_rank_gets_its_batch_unchanged(mesh):
     def body(view, case):
         full_mesh = view.device_mesh
         given_mesh = {
@@ -200,7 +200,7 @@ def test_a_result_comes_back_without_the_padding():
     assert ranks.results == ([[0, 2, 4, 6, 8, 10]],) * 2
 
 
-def test_embeddings_that_need_a_gradient_are_cut_at_the_call():
+def test_embeddings_that_need_a_gradient_are_sharded_at_the_call():
     def body(mesh, case):
         x = torch.rand(1, 6, 2, requires_grad=True)
         factory, padded = cp.make_cp_batch_and_ctx(mesh_of(mesh), {"inputs_embeds": x})
@@ -219,7 +219,7 @@ def test_one_row_of_positions_is_that_of_every_row():
     assert on_ranks(2, body) == ([[2, 3, 4, 5]] * 3,) * 2
 
 
-def test_positions_are_built_once_and_kept():
+def test_positions_are_built_once_and_cached():
     batch = {"input_ids": torch.zeros(2, 3)}
     assert cp._build_position_ids(batch, "cpu") is batch
     assert batch["position_ids"].tolist() == [[0, 1, 2]] * 2
@@ -275,7 +275,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("call", "sentence"), REFUSED, ids=[text[:60] for _, text in REFUSED])
-def test_refusal_on_every_rank_before_any_collective(call, sentence):
+def test_rejection_on_every_rank_before_any_collective(call, sentence):
     def body(mesh, case):
         with pytest.raises(ValueError) as caught:
             call(mesh)
@@ -284,7 +284,7 @@ def test_refusal_on_every_rank_before_any_collective(call, sentence):
     assert on_ranks(2, body) == (f"context_parallel.batch: {sentence}",) * 2
 
 
-def test_a_mesh_without_names_is_told_of():
+def test_a_mesh_without_names_is_warned_of():
     def body(mesh, case):
         nameless, batch = DeviceMesh("cpu", [0, 1], _init_backend=False), {"input_ids": torch.zeros(1, 4)}
         with pytest.warns(RuntimeWarning) as caught:

@@ -129,7 +129,7 @@ KEYS = {
 
 
 @given(drawn_rows(), st.sampled_from([1, 2, 3]), st.booleans())
-def test_the_ranks_together_are_the_whole_stream(rows, n, has_positions):
+def test_the_ranks_together_are_the_full_stream(rows, n, has_positions):
     """Every key: the shares through the inverse are what one rank has, for any lengths and chunks."""
     batch = batch_of(rows, n)
     if has_positions:
@@ -163,7 +163,7 @@ def test_the_ranks_together_are_the_whole_stream(rows, n, has_positions):
 
 
 @given(drawn_rows(), st.sampled_from([1, 2, 3]), st.booleans())
-def test_a_row_of_a_stack_is_cut_as_the_stack_is(rows, n, has_positions):
+def test_a_row_of_a_stack_is_sharded_as_the_stack_is(rows, n, has_positions):
     batch, m = batch_of(rows, n), rows.chunks
     if has_positions:
         batch["position_ids"] = torch.arange(3 * batch["labels"].numel()).view(3, *batch["labels"].shape)
@@ -189,7 +189,7 @@ def shard(batch, mesh=None, qkv_format="thd"):
     return cp._shard_thd_chunk_for_te(batch, mesh or Mesh(2, 0), qkv_format, FILL, 0)
 
 
-def test_a_mask_comes_from_the_offsets_unless_given():
+def test_a_mask_comes_from_the_offsets_unless_passed():
     assert shard(STREAM | PADDED)["padding_mask"].tolist() == [False, True, False, True]
     given_mask = torch.arange(8) == 0
     assert shard(STREAM | PADDED | {"padding_mask": given_mask})["padding_mask"].tolist() == [True, False, False, False]
@@ -232,7 +232,7 @@ def make(mesh=None, qkv_format="thd", **options):
     return cp.make_cp_batch_for_te(mesh, batch, qkv_format, **options)
 
 
-def test_a_mesh_of_several_dims_is_refused():
+def test_a_mesh_of_several_dims_is_rejected():
     def body(mesh, case):
         with pytest.raises(ValueError) as caught:
             make(mesh.device_mesh)
@@ -282,7 +282,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("call", "sentence"), REFUSED, ids=[text[:70] for _, text in REFUSED])
-def test_refusal_on_every_rank_before_any_collective(call, sentence):
+def test_rejection_on_every_rank_before_any_collective(call, sentence):
     def body(mesh, case):
         with pytest.raises(ValueError) as caught:
             call(mesh.device_mesh["cp"])

@@ -195,7 +195,7 @@ def test_causal_is_a_triangle_from_the_top_left(monkeypatch, keys):
     assert all(torch.equal(triangle, mask) for triangle, mask in zip(*results, strict=True))
 
 
-def test_scores_are_held_for_few_rows():
+def test_scores_are_stored_for_few_rows():
     heads, size = 2, 8 * block_kernels.ROWS
     q, k, v = torch.empty(3, 1, heads, size, 4, dtype=torch.float64, device="meta").unbind()
     with Largest() as largest:

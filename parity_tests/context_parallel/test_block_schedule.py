@@ -221,7 +221,7 @@ def test_a_window_costs_its_width_for_each_token(kind, window):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_window_that_sees_all_is_none(kind, causal):
+def test_a_window_that_sees_all_equals_no_window(kind, causal):
     for lengths, window in (([24], 24), ([8, 16, 8], 15)):  # of 16 the last is padding
         layout = streams(lengths, kind, 2)[0]
         wide, unlimited = (schedule_of(layout, causal, span).blocks for span in (window, None))
@@ -256,7 +256,7 @@ def test_calls_do_not_grow_with_the_sequences(kind, causal):
     assert max(calls([4 * length for length in range(1, 120)])) <= 3 * MOST_LENGTHS
 
 
-def test_a_shape_is_asked_for_once():
+def test_each_shape_is_looked_up_once():
     layout = streams([8, 16], "packed", 2)[0]
     assert schedule_of(layout, True, None) is schedule_of(layout, True, None)
     assert schedule_of(layout, True, 3) is not schedule_of(layout, True, None)
@@ -280,7 +280,7 @@ def test_dual_chunk_swap_gives_every_rank_the_same_work():
     assert [work(rank) for rank in range(4)] == [[72, 72, 72, 144]] * 4
 
 
-def test_a_block_without_keys_is_refused_before_it_ends_the_process():
+def test_a_block_without_keys_is_rejected_before_it_ends_the_process():
     q, keys = torch.zeros(1, 1, 2, 4), torch.zeros(2, 1, 1, 0, 4)
     with pytest.raises(RuntimeError) as refused:
         Running(q).add(q, keys, Block(slice(0, 2), slice(0, 2)), 1.0)

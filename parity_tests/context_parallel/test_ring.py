@@ -70,7 +70,7 @@ def test_a_token_changes_nothing_before_it_over_two_axes(kind):
         np.testing.assert_array_equal(changed, np.arange(token, end))
 
 
-def test_layers_share_what_the_ranks_of_an_axis_hold_together():
+def test_layers_share_what_the_ranks_of_an_axis_have_together():
     layout = layout_of(None, "packed", (4, 1))
     assert _joined(layout, 2) is _joined(layout, 2)
     assert _joined(layout, 2) is not _joined(layout, 4)
@@ -278,7 +278,7 @@ def test_an_output_may_be_written_to(exchange):
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_a_second_derivative_is_refused(exchange):
+def test_a_second_derivative_is_rejected(exchange):
     """The gradient is computed outside of autograd: derived again it would lack what it owes to queries and keys."""
 
     def body(mesh, case):

@@ -106,7 +106,7 @@ WAYS = {
 
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 @pytest.mark.parametrize("way", WAYS)
-def test_modules_see_the_whole_sequence(way, engine):
+def test_modules_see_the_full_sequence(way, engine):
     def body(mesh, case):
         (called, expected), x = WAYS[way], drawn(mesh)
         with context(mesh):
@@ -131,7 +131,7 @@ def gradient(attention, backward, q):
 
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_what_backward_recomputes_sees_the_whole_sequence(use_reentrant, engine):
+def test_what_backward_recomputes_sees_the_full_sequence(use_reentrant, engine):
     def body(mesh, case):
         q = by_heads(drawn(mesh))
         with context(mesh):
@@ -165,7 +165,7 @@ def test_a_thread_without_a_context_has_the_only_one():
     assert on_ranks(2, body, "gloo") == (True, True)
 
 
-def test_a_thread_without_a_context_is_told_of_several():
+def test_a_thread_without_a_context_is_rejected_among_several():
     def refused(q):
         with pytest.raises(RuntimeError) as caught:
             F.scaled_dot_product_attention(q, q, q)
@@ -201,7 +201,7 @@ def test_a_rank_outside_has_torchs_attention_while_another_is_inside():
     on_ranks(2, body)
 
 
-def test_the_inner_one_of_two_contexts_is_meant():
+def test_the_inner_one_of_two_contexts_applies():
     def body(mesh, case):
         q = by_heads(drawn(mesh))
         with context(mesh) as outer, context(mesh) as inner:
@@ -262,7 +262,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("call", "sentence"), REFUSED, ids=[text[:60] for _, text in REFUSED])
-def test_modules_are_refused_what_attention_is(call, sentence):
+def test_modules_reject_what_attention_rejects(call, sentence):
     def body(mesh, case):
         x = drawn(mesh)
         with pytest.raises(ValueError) as caught, context(mesh):

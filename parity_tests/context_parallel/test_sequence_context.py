@@ -57,7 +57,7 @@ def context(mesh, buffers, dims=None, no_restore=(), rotate="allgather"):
     return create_context_parallel_ctx(mesh.device_mesh["cp"], buffers, dims, set(no_restore), rotate)
 
 
-def test_buffers_are_shares_inside_and_whole_after():
+def test_buffers_are_shards_inside_and_full_after():
     def body(mesh, case):
         ids, wide = torch.arange(16).view(2, 8), torch.arange(24.0).view(3, 8).T  # not contiguous
         unrestored = torch.arange(8)
@@ -81,7 +81,7 @@ def test_buffers_are_shares_inside_and_whole_after():
     assert ranks.ledger.rows == []
 
 
-def test_a_kept_buffer_that_was_given_anew_is_taken_as_it_is():
+def test_an_unrestored_buffer_with_new_data_is_not_sharded_again():
     def body(mesh, case):
         unrestored = torch.arange(8)
         manager = context(mesh, [unrestored], no_restore={unrestored})
@@ -95,7 +95,7 @@ def test_a_kept_buffer_that_was_given_anew_is_taken_as_it_is():
 
 
 @pytest.mark.parametrize("where", ["inside", "between"])
-def test_what_is_written_into_a_kept_buffer_stays(where):
+def test_what_is_written_into_an_unrestored_buffer_stays(where):
     """It is a share, then and when the context is entered again: the next write is on top of the last."""
 
     def body(mesh, case):
@@ -114,7 +114,7 @@ def test_what_is_written_into_a_kept_buffer_stays(where):
     assert on_ranks(2, body).results == expected
 
 
-def test_backward_of_what_was_saved_inside_refuses_to_run_outside():
+def test_backward_outside_of_what_was_saved_inside_is_rejected():
     def body(mesh, case):
         weight, cosine = torch.ones(4, requires_grad=True), torch.arange(8.0)
         with context(mesh, [cosine]):
@@ -125,7 +125,7 @@ def test_backward_of_what_was_saved_inside_refuses_to_run_outside():
     on_ranks(2, body)
 
 
-def test_after_an_exception_everything_is_whole_and_attention_is_torchs():
+def test_after_an_exception_buffers_and_attention_are_restored():
     def body(mesh, case):
         ids, q = torch.arange(8), torch.rand(1, 1, 8, 4)
         plain = F.scaled_dot_product_attention(q, q, q)
@@ -243,7 +243,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("call", "sentence"), REFUSED, ids=[text[:80] for _, text in REFUSED])
-def test_refusal_on_every_rank_before_any_collective(call, sentence):
+def test_rejection_on_every_rank_before_any_collective(call, sentence):
     def body(mesh, case):
         with pytest.raises(ValueError) as caught:
             call(mesh)
@@ -254,7 +254,7 @@ def test_refusal_on_every_rank_before_any_collective(call, sentence):
     assert ranks.ledger.rows == []
 
 
-def test_a_view_whose_entries_lie_apart_is_cut():
+def test_a_strided_view_is_sharded():
     def body(mesh, case):
         apart = torch.arange(48).view(2, 8, 3)[:, :, ::2].transpose(0, 2)
         full = apart.clone()
@@ -266,7 +266,7 @@ def test_a_view_whose_entries_lie_apart_is_cut():
     assert on_ranks(2, body).results == (True, True)
 
 
-def test_no_mesh_is_refused():
+def test_no_mesh_is_rejected():
     with pytest.raises(TypeError) as caught:
         create_context_parallel_ctx(None, tensors(8), [0], set())  # pyright: ignore
     assert str(caught.value) == CREATE + "cp_mesh is None; pass the DeviceMesh that shards the sequence, mesh['cp']"

@@ -44,7 +44,7 @@ def component_of(process):
 
 
 @pytest.mark.parametrize("process", [process_input_for_thd, partial(make_cp_batch_for_te, None)])
-def test_a_mask_that_is_given_is_replaced(process):
+def test_a_mask_of_the_batch_is_replaced(process):
     out = process(batch([[3]], [[4]], 4, padding_mask=torch.tensor([[True, True, False, False]])))
     assert out["padding_mask"].tolist() == [False, False, False, True]
 
@@ -89,7 +89,7 @@ def test_floats_keep_bits_width_and_gradient():
     assert x.grad.flatten().tolist() == [1.0] * 8
 
 
-def test_positions_of_one_kind_are_kept():
+def test_positions_of_one_kind_are_unchanged():
     out = process_input_for_thd(batch([[4]], [[4]], 4, position_ids=torch.tensor([[5, 6, 7, 8]])))
     assert out["position_ids"].tolist() == [5, 6, 7, 8]
 
@@ -195,7 +195,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("call", "sentence"), REFUSED, ids=[text[:70] for _, text in REFUSED])
-def test_refusal(call, sentence):
+def test_rejection(call, sentence):
     with pytest.raises(ValueError) as caught:
         call()
     assert str(caught.value) == f"context_parallel.thd: {sentence}"

@@ -34,16 +34,16 @@ class OnCuda(torch.Tensor):
     is_cuda = True
 
 
-def test_on_a_cpu_the_index_is_the_layouts_own(extension):
+def test_on_a_cpu_the_index_is_that_of_the_layout(extension):
     assert transformer_engine.local_index(LAYOUT) is LAYOUT.local_index
 
 
-def test_on_cuda_the_index_is_asked_for(extension):
+def test_on_cuda_the_index_is_that_of_transformer_engine(extension):
     layout = replace(LAYOUT, cu_padded=LAYOUT.cu_padded.as_subclass(OnCuda))
     assert transformer_engine.local_index(layout).tolist() == [12, 2, 1]
 
 
-def test_without_the_package_the_index_is_the_layouts_own(monkeypatch):
+def test_without_the_package_the_index_is_that_of_the_layout(monkeypatch):
     monkeypatch.setitem(sys.modules, transformer_engine.EXTENSION, None)
     assert transformer_engine.local_index(LAYOUT) is LAYOUT.local_index
     with pytest.raises(ImportError) as caught:
@@ -51,7 +51,7 @@ def test_without_the_package_the_index_is_the_layouts_own(monkeypatch):
     assert str(caught.value) == "context_parallel.te: needs transformer-engine; pip install 'shardproof[te]'"
 
 
-def test_an_index_is_not_asked_for_on_a_cpu(extension):
+def test_on_a_cpu_transformer_engine_is_not_called(extension):
     with pytest.raises(ValueError) as caught:
         transformer_engine.partitioned_indices(LAYOUT.cu_padded, 12, 2, 0)
     assert str(caught.value) == (
@@ -60,7 +60,7 @@ def test_an_index_is_not_asked_for_on_a_cpu(extension):
 
 
 @pytest.mark.parametrize("cp_size", [1, 2])
-def test_under_cp_attention_is_told_padded_offsets(cp_size):
+def test_under_cp_attention_gets_padded_offsets(cp_size):
     mesh = SimpleNamespace(size=lambda: cp_size, get_group=lambda: SimpleNamespace(rank=lambda: 0))
     lengths = torch.tensor([[3, 8]])
     batch = {"input_ids": torch.arange(12)[None], "seq_lens": lengths, "seq_lens_padded": torch.tensor([[4, 8]])}

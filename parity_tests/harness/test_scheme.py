@@ -146,7 +146,7 @@ def test_rejected_at_declaration(changes, sentence):
         ),
     ],
 )
-def test_a_mistake_in_a_spec_is_told_with_the_scheme(changes, sentence):
+def test_a_mistake_in_a_spec_is_reported_with_the_scheme(changes, sentence):
     assert rejection(**changes) == f"scheme 'logprob_over_tp': {sentence}"
 
 
@@ -212,7 +212,7 @@ def test_an_integer_needs_a_draw():
     )
 
 
-def test_names_that_are_given_must_be_known():
+def test_unknown_names_of_sizes_and_axes_are_rejected():
     declaration = declare()
     with pytest.raises(ValueError) as caught:
         declaration.case(cp=4, k=3)

@@ -21,7 +21,7 @@ def wrong_in_bfloat16(mesh, x):
     return x * (3 if x.dtype != torch.bfloat16 else 2)
 
 
-def test_where_all_dims_are_given_each_dtype_is_tried():
+def test_with_all_dims_passed_each_dtype_is_tried():
     declaration = declared(wrong_in_bfloat16)
     assert declaration.verify(tp=2, b=6, dtype="float32").ok
     report = declaration.verify(tp=2, b=6)
@@ -29,7 +29,7 @@ def test_where_all_dims_are_given_each_dtype_is_tried():
     assert declaration.verify(tp=2, b=6, examples=1).examples == 1
 
 
-def test_where_all_dims_are_given_each_mesh_that_fits_them_is_tried():
+def test_with_all_dims_passed_each_mesh_that_fits_them_is_tried():
     def wrong_on_three_ranks(mesh, x):
         return x * (2 if mesh.size("tp") == 3 else 3)
 
@@ -44,7 +44,7 @@ def tripled(mesh, x):
     return x * 3
 
 
-def test_meshes_that_cannot_cut_the_sizes_given_are_named_with_the_reason():
+def test_meshes_that_do_not_divide_the_sizes_are_named_with_the_reason():
     declaration = declared(
         tripled, mesh={"dp": (1, 2), "tp": (1, 2, 4)}, inputs={"x": "b/tp dp=I"}, outputs="b/tp dp=I"
     )
@@ -58,7 +58,7 @@ def test_meshes_that_cannot_cut_the_sizes_given_are_named_with_the_reason():
     assert declaration.verify(b=6, tp=2).left_out == {}
 
 
-def test_a_mesh_is_left_out_for_a_size_that_was_given_not_for_one_that_was_drawn():
+def test_a_mesh_is_left_out_for_a_size_that_was_passed_not_for_a_drawn_one():
     inputs = {"x": "s/tp", "y": "b/tp"}
     declaration = declared(lambda mesh, x, y: y * 3, mesh={"tp": (1, 2, 4)}, inputs=inputs, draw={},
                     reference=lambda x, y: y * 3, dims={"s": (1, 2, 3)})  # fmt: skip
@@ -69,7 +69,7 @@ def test_a_mesh_is_left_out_for_a_size_that_was_given_not_for_one_that_was_drawn
     }
 
 
-def test_a_mesh_that_no_drawn_size_suits_is_told_as_such():
+def test_a_mesh_that_no_drawn_size_suits_is_reported_as_such():
     declaration = declared(lambda mesh, x, y: y * 3, mesh={"tp": (2, 3)}, inputs={"x": "s/tp", "y": "b tp=I"},
                     outputs="b tp=I", draw={}, reference=lambda x, y: y * 3, dims={"s": (2, 3)})  # fmt: skip
     assert meshes_left_out(declaration, {"b": 2}) == []
@@ -77,7 +77,7 @@ def test_a_mesh_that_no_drawn_size_suits_is_told_as_such():
     assert meshes_left_out(declaration, {"b": 2}, limit=1) == [({"tp": 3}, why)]
 
 
-def test_a_mistake_is_told_with_the_meshes_that_were_left_out():
+def test_a_mistake_is_reported_with_the_meshes_that_were_left_out():
     def wrong(mesh, x):
         return x * 2
 
@@ -85,7 +85,7 @@ def test_a_mistake_is_told_with_the_meshes_that_were_left_out():
     assert not report.ok and list(report.left_out) == ["tp=2"] and "\n  left out: tp=2: b=7 cannot" in str(report)
 
 
-def test_where_no_mesh_can_cut_the_sizes_given_there_is_no_verdict():
+def test_where_no_mesh_divides_the_sizes_there_is_no_verdict():
     with pytest.raises(ValueError) as caught:
         declared(tripled, mesh={"tp": (2, 4)}).verify(b=7)
     rule = "(needs a multiple of 4); pad to 8"
@@ -122,7 +122,7 @@ def test_a_reference_may_be_nan_where_infinities_are_drawn():
     assert declared(difference, reference=lambda x: x - x, draw=draw, inputs={"x": "b/tp"}).verify(b=2, examples=4).ok
 
 
-def test_a_gradient_that_is_none_is_told_from_one_that_is_zero():
+def test_a_missing_gradient_is_distinguished_from_a_zero_one():
     def detached(mesh, x):
         return x.detach() * 3 + (0 * x if mesh.size("tp") > 1 else 0)
 
@@ -133,7 +133,7 @@ def test_a_gradient_that_is_none_is_told_from_one_that_is_zero():
     assert "inf" not in str(none) + str(zero)
 
 
-def test_a_gradient_that_is_none_on_one_rank_is_told_with_the_rank():
+def test_a_missing_gradient_on_one_rank_is_reported_with_the_rank():
     def forgetful(mesh, x):
         return (x if mesh.rank("tp") == 0 else x.detach()) * 3
 
@@ -142,7 +142,7 @@ def test_a_gradient_that_is_none_on_one_rank_is_told_with_the_rank():
     assert report.notes["d/d x"][0] == note
 
 
-def test_a_gradient_that_is_none_is_told_where_the_expected_one_is_within_its_budget():
+def test_a_missing_gradient_is_reported_where_the_expected_one_is_within_its_budget():
     def detached(mesh, x, y):
         return x * 3
 

@@ -126,7 +126,7 @@ def test_an_ambiguous_bug_is_stale():
     assert twice in message(bug("collectives:summed"))
 
 
-def test_a_bug_is_found_by_component_or_by_more_of_the_path():
+def test_a_bug_is_selected_by_component_or_by_more_of_the_path():
     for at in ("collectives:summed", "collectives/plain:summed"):
         assert patched_text(bug(at, HALVED.old)).file == "torch_impl/collectives/plain.py"
     (symbol,) = [symbol for symbol in symbols("collectives/plain") if symbol.name == "summed"]

@@ -32,7 +32,7 @@ class OnCuda:
         ("compile", OnCuda, "compile"),
     ],
 )
-def test_the_device_decides_where_nothing_is_asked_for(backend, x, chosen):
+def test_the_device_decides_without_a_backend(backend, x, chosen):
     assert checked_backend("f", backend, "x", x) == chosen
 
 
@@ -47,7 +47,7 @@ def test_the_device_decides_where_nothing_is_asked_for(backend, x, chosen):
         ),
     ],
 )
-def test_refusals(backend, text):
+def test_rejections(backend, text):
     with pytest.raises(ValueError) as caught:
         rows_at(ON_CPU, torch.tensor([0]), backend=backend)
     assert str(caught.value) == text

@@ -61,12 +61,12 @@ def test_strides_change_nothing(view, dim):
 
 
 @pytest.mark.parametrize(("shape", "count"), [((0, 4), 0), ((3, 0), 2), ((3, 4), 0), ((5,), 3)])
-def test_nothing_and_single_numbers_can_be_taken(shape, count):
+def test_gathering_nothing_and_single_elements(shape, count):
     x, index = torch.ones(shape, device=DEVICE), torch.arange(count, device=DEVICE)
     assert torch.equal(rows_at(x, index, backend="triton"), x.index_select(0, index))
 
 
-def test_gradients_of_a_row_taken_twice_add_up():
+def test_gradients_of_a_row_gathered_twice_add_up():
     index = torch.tensor([4, 1, 4], device=DEVICE)
     x, c = normal(2, 5, 3).to(DEVICE), normal(2, 3, 3).to(DEVICE)
     results = []
@@ -86,13 +86,13 @@ def test_packed_rows_come_back_in_order():
 
 @pytest.mark.skipif(not INTERPRETED, reason="an assertion on CUDA ends the process")
 @pytest.mark.parametrize("index", [-1, 5])
-def test_an_index_outside_is_refused(index):
+def test_an_index_out_of_range_is_rejected(index):
     with pytest.raises(IndexError) as caught:
         rows_at(torch.ones(2, 5), torch.tensor([0, index]), 1, backend="triton")
     assert str(caught.value) == "kernels.rows_at: index has entries outside [0, 5), the rows along dim 1"
 
 
-def test_what_has_no_integer_of_its_size_is_refused():
+def test_a_dtype_without_an_integer_of_its_size_is_rejected():
     with pytest.raises(TypeError) as caught:
         gathered_rows(torch.ones(2, dtype=torch.complex128, device=DEVICE), torch.tensor([0], device=DEVICE), 0)
     assert str(caught.value) == "kernels.rows_at: x is complex128; pass torch.view_as_real(x)"

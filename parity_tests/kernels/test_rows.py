@@ -10,7 +10,7 @@ from torch_impl.kernels import rows_at
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("dim", [0, 1, -1])
 @pytest.mark.parametrize("backend", ["auto", "eager", "compile"])
-def test_rows_are_taken_and_their_cotangents_add_up(backend, dim):
+def test_rows_are_gathered_and_their_cotangents_add_up(backend, dim):
     x, index = normal(3, 4, 5).requires_grad_(), torch.tensor([2, 0, 2])
     y = rows_at(x, index, dim, backend=backend)
     one_by_one = torch.stack([x.select(dim, i) for i in (2, 0, 2)], dim)
@@ -19,6 +19,6 @@ def test_rows_are_taken_and_their_cotangents_add_up(backend, dim):
     assert torch.equal(*(torch.autograd.grad(result, x, c)[0] for result in (y, one_by_one)))
 
 
-def test_an_index_outside_is_refused():
+def test_an_index_out_of_range_is_rejected():
     with pytest.raises(IndexError):
         rows_at(torch.ones(2), torch.tensor([2]))

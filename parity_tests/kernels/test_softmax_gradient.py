@@ -106,7 +106,7 @@ def test_in_place_is_the_same_and_is_seen_by_autograd(strides, k):
     assert torch.equal(over, want) and over._version > version
 
 
-def test_only_its_own_columns_are_written():
+def test_columns_outside_of_the_shard_are_not_written():
     z = normal(4, 11).float().to(DEVICE)
     column, (g, *rest) = given_to(z, 3)
     around = torch.full((4, 20), 5.0, device=DEVICE)
@@ -128,7 +128,7 @@ def test_an_empty_shard_has_nothing_to_write(shape):
 
 
 @pytest.mark.parametrize("k", [1, 3])
-def test_a_nan_row_that_nobody_asks_for_has_no_gradient(k):
+def test_a_nan_row_without_a_target_has_no_gradient(k):
     z = normal(4, 6).float().to(DEVICE)
     column, (g, m, log_total, *_) = given_to(z, k, with_entropy=False)
     column[3] = OUT_OF_VOCABULARY

@@ -68,7 +68,7 @@ def test_strides_change_nothing(strides):
 
 @pytest.mark.parametrize("k", [None, 0, 2])
 @pytest.mark.parametrize("shape", [(4, 0), (0, 5), (0, 0)])
-def test_an_empty_shard_or_no_row_says_nothing(shape, k):
+def test_an_empty_shard_or_no_rows(shape, k):
     z = torch.empty(shape, device=DEVICE)
     column = None if k is None else torch.full((shape[0], k), -1, dtype=torch.int32, device=DEVICE)
     for with_entropy in (False, True):
@@ -76,7 +76,7 @@ def test_an_empty_shard_or_no_row_says_nothing(shape, k):
         assert torch.equal(got, st.local_statistics(z, column, 1.0, with_entropy))
 
 
-def test_nothing_is_asked_for_that_is_not_returned():
+def test_only_requested_statistics_are_returned():
     z = logits("normal", torch.float32, DEVICE)
     full = local_statistics(z, columns(z, 2), 1.0, True)
     assert torch.equal(local_statistics(z, None, 1.0, False), full[:2])

@@ -86,7 +86,7 @@ def test_strides_and_chunks_change_nothing(view):
     assert on_two_ranks(body) == ([True, True],) * 2
 
 
-def test_an_entropy_that_nobody_uses_has_no_slope_on_either():
+def test_an_unused_entropy_has_no_gradient_on_either():
     def body(mesh, case):
         z = logits(mesh.rank("tp")).detach()
         z[0, 2] = math.nan  # nobody's target
@@ -102,7 +102,7 @@ def test_an_entropy_that_nobody_uses_has_no_slope_on_either():
     assert on_two_ranks(body) == ([True, True],) * 2
 
 
-def test_a_row_that_is_no_number_is_none_on_both():
+def test_a_row_of_nan_is_nan_on_both():
     def body(mesh, case):
         z = logits(mesh.rank("tp")).detach()
         if mesh.rank("tp"):

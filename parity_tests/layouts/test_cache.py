@@ -24,7 +24,7 @@ def test_one_object_for_equal_arguments():
     assert dense_layout(*arguments) is dense_layout(*arguments)
 
 
-def test_nothing_fake_is_kept_and_nothing_kept_is_given_among_fakes():
+def test_no_fake_tensor_is_cached_and_no_cached_one_is_used_under_fake_mode():
     @cached
     def counted(size):
         return torch.arange(size)
@@ -37,7 +37,7 @@ def test_nothing_fake_is_kept_and_nothing_kept_is_given_among_fakes():
         assert type(counted(3)) is not torch.Tensor
 
 
-def test_nothing_that_is_functionalized_is_kept():
+def test_no_functionalized_tensor_is_cached():
     def asked(x):
         return x + dense_layout("striped", 22, 2, 0, torch.device("cpu")).inverse
 
@@ -45,7 +45,7 @@ def test_nothing_that_is_functionalized_is_kept():
     assert dense_layout("striped", 22, 2, 0, torch.device("cpu")).inverse.tolist()[:3] == [0, 11, 1]
 
 
-def test_what_is_kept_breaks_no_graph():
+def test_the_cache_breaks_no_graph():
     @cached
     def counted(size):
         return torch.arange(size)
@@ -55,7 +55,7 @@ def test_what_is_kept_breaks_no_graph():
         assert compiled(torch.zeros(4)).tolist() == [0, 1, 2, 3]
 
 
-def test_a_layout_looked_at_among_fakes_derives_its_own_numbers_later():
+def test_a_layout_seen_under_fake_mode_derives_real_tensors_later():
     layout = TokenLayout.dense("striped", 8, cp_size=2, cp_rank=0)
     with FakeTensorMode(allow_non_fake_inputs=True):
         among = [getattr(layout, name) for name in DERIVED]

@@ -36,7 +36,7 @@ def test_columns_typed_by_hand():
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4, 8])
-def test_every_column_is_held_once_and_those_of_shared_groups_as_often_as_they_are_shared(cp):
+def test_every_column_is_on_one_rank_and_those_of_shared_groups_on_each_that_shares_them(cp):
     sizes = MambaSizes(8, 2, 2, 3)
     count = torch.bincount(projection_columns(sizes, cp).flatten(), minlength=sizes.width)
     shared = torch.zeros(sizes.width, dtype=torch.bool)
@@ -54,7 +54,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("heads", "groups", "cp", "text"), REFUSED)
-def test_refusal(heads, groups, cp, text):
+def test_rejection(heads, groups, cp, text):
     for columns in (projection_columns, conv_channels):
         with pytest.raises(ValueError) as caught:
             columns(MambaSizes(heads, 1, groups, 1), cp)

@@ -49,7 +49,7 @@ def test_every_rank_has_the_same_number_of_causal_pairs(size, world):
         (8, 0, "world=0 is not a number of ranks; it is 1 or more"),
     ],
 )
-def test_refusals(layout, size, world, sentence):
+def test_rejections(layout, size, world, sentence):
     with pytest.raises(ValueError) as caught:
         layout(size, world)
     assert str(caught.value) == sentence

@@ -32,7 +32,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("shards", "sentence"), REFUSED, ids=[text[:60] for _, text in REFUSED])
-def test_what_is_no_permutation_is_refused(shards, sentence):
+def test_what_is_not_a_permutation_is_rejected(shards, sentence):
     with pytest.raises(ValueError) as caught:
         inverse([torch.tensor(piece) for piece in shards])
     assert str(caught.value) == f"layouts.inverse: {sentence}"
@@ -49,7 +49,7 @@ def test_what_is_no_permutation_is_refused(shards, sentence):
     ],
     ids=["int", "empty", "list", "float", "bool"],
 )
-def test_what_are_no_positions_is_refused(positions, sentence):
+def test_invalid_positions_are_rejected(positions, sentence):
     with pytest.raises(TypeError) as caught:
         inverse(positions)
     assert str(caught.value) == f"layouts.inverse: {sentence}"
@@ -71,14 +71,14 @@ def among_fakes(pieces):
     ],
     ids=["fake", "meta", "vmap", "compile"],
 )
-def test_what_has_no_numbers_is_not_looked_at(called):
+def test_tensors_without_values_are_not_read(called):
     index = called([torch.tensor([0, 3]), torch.tensor([1, 2])])
     assert index.shape == (4,)
     if type(index) is torch.Tensor and index.device.type == "cpu":
         assert index.tolist() == [0, 2, 3, 1]
 
 
-def test_pieces_come_in_any_order_of_giving():
+def test_shards_may_come_in_any_order():
     assert inverse(torch.tensor(piece) for piece in ([0, 3], [1, 2])).tolist() == [0, 2, 3, 1]
 
 

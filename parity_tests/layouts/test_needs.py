@@ -45,7 +45,7 @@ def test_sentences(why):
 
 @pytest.mark.parametrize("name", ["contiguous", "dual_chunk_swap", "striped"])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_what_is_promised_can_be_cut_and_nothing_else(name, world):
+def test_sizes_are_accepted_exactly_if_they_can_be_sharded(name, world):
     for size in range(4 * world + 3):
         if indivisible("s", size, "cp", world, name) is None:
             assert sum(len(piece) for piece in BUILTIN[name](size, world)) == size
@@ -64,7 +64,7 @@ NO_INTEGERS += [
 
 @pytest.mark.parametrize("name", [name for name in BUILTIN if name != "packed"])
 @pytest.mark.parametrize(("size", "world", "message"), NO_INTEGERS)
-def test_what_is_no_integer_is_refused(name, size, world, message):
+def test_what_is_not_an_integer_is_rejected(name, size, world, message):
     with pytest.raises(TypeError) as caught:
         BUILTIN[name](size, world)
     assert str(caught.value) == f"{name}: {message}; pass an int"

@@ -54,7 +54,7 @@ def test_production_is_the_reference_and_a_partition(size, world, kind):
         (4, 0, "world=0 is not a number of ranks; it is 1 or more"),
     ],
 )
-def test_refusals(side, kind, size, world, sentence):
+def test_rejections(side, kind, size, world, sentence):
     with pytest.raises(ValueError) as caught:
         getattr(side, kind)(size, world)
     assert str(caught.value) == sentence.format(kind)

@@ -97,7 +97,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("layout", [reference, packed])
 @pytest.mark.parametrize(("size", "world", "offsets", "kind", "sentence"), REFUSED)
-def test_refusals(layout, size, world, offsets, kind, sentence):
+def test_rejections(layout, size, world, offsets, kind, sentence):
     with pytest.raises(kind) as caught:
         layout(size, world, torch.tensor(offsets) if layout is packed else np.array(offsets, int))
     assert str(caught.value) == sentence

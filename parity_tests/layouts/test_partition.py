@@ -25,10 +25,10 @@ def test_what_is_wrong_is_listed():
     assert refusal([[0, 1, 2, 3, -1], [4, 5, 6, 7, 9]], 8) == start + "outside [-1, 9]"
 
 
-def test_long_lists_are_cut_short():
+def test_long_lists_are_abbreviated():
     assert refusal([[0]], 20).endswith("over 1 rank: missing [1, 2, 3, 4, 5, 6, 7, 8] and 11 more")
 
 
-def test_pieces_are_rows_of_integers():
+def test_shards_are_rows_of_integers():
     assert refusal([[[0, 1]]], 2) == "layout 'mine' gives rank 0 an array of shape (1, 2); positions are one row"
     assert refusal([[0], [1.0]], 2) == "layout 'mine' gives rank 1 dtype float64; positions are integers"

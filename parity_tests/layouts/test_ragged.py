@@ -54,14 +54,14 @@ def test_production_is_the_reference_and_a_partition(lengths):
         (4, 0, None, "world=0 is not a number of ranks; it is 1 or more"),
     ],
 )
-def test_refusals(layout, size, world, lengths, sentence):
+def test_rejections(layout, size, world, lengths, sentence):
     with pytest.raises(ValueError) as caught:
         layout(size, world, lengths)
     assert str(caught.value) == sentence
 
 
 @pytest.mark.parametrize("lengths", [(4.5, 4.5), (4, "4"), (None, 8), (True, 7)])
-def test_lengths_that_are_no_integers_are_refused(lengths):
+def test_lengths_that_are_not_integers_are_rejected(lengths):
     with pytest.raises(TypeError) as caught:
         ragged(8, 2, lengths)
     assert str(caught.value) == f"ragged: lengths {lengths} are not all integers; pass ints"

@@ -290,7 +290,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("call", "kind", "sentence"), REFUSED, ids=[text[:70] for _, _, text in REFUSED])
-def test_refusal(call, kind, sentence):
+def test_rejection(call, kind, sentence):
     with pytest.raises(kind) as caught:
         call()
     assert str(caught.value) == sentence

@@ -195,7 +195,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("call", "kind", "sentence"), REFUSED, ids=[text[:60] for _, _, text in REFUSED])
-def test_refusal(call, kind, sentence):
+def test_rejection(call, kind, sentence):
     with pytest.raises(kind) as caught:
         call()
     assert str(caught.value) == sentence
@@ -232,7 +232,7 @@ OF_A_GROUP = [
 
 
 @pytest.mark.parametrize(("call", "kind", "sentence"), OF_A_GROUP, ids=[text[:60] for _, _, text in OF_A_GROUP])
-def test_refusal_on_every_rank_before_any_collective(call, kind, sentence):
+def test_rejection_on_every_rank_before_any_collective(call, kind, sentence):
     def body(mesh, case):
         with pytest.raises(kind) as caught:
             call(mesh)
@@ -264,7 +264,7 @@ class OnDevice(torch.Tensor):
     tolist = item = __bool__ = __int__ = __index__ = cpu
 
 
-def test_offsets_taken_on_trust_are_never_read_by_the_host():
+def test_trusted_offsets_are_never_read_by_the_host():
     cu, real = torch.tensor([0, 4, 12, -1]), torch.tensor([0, 3, 10, -1])
     trusted = packed(cu.as_subclass(OnDevice), real.as_subclass(OnDevice), total=12, validate=False)
     read = packed(cu, real)

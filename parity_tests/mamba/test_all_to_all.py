@@ -68,7 +68,7 @@ def test_the_picture_of_the_page():
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
-def test_it_is_its_own_inverse_and_its_own_backward_twice(cp):
+def test_twice_is_the_identity_forward_and_backward(cp):
     def body(mesh, case):
         x = torch.arange(8.0 * 3).view(8, 3).sub(mesh.rank("cp")).requires_grad_()
         y = mamba._AllToAll.apply(x.t().contiguous().t(), mesh["cp"])
@@ -108,7 +108,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("call", "text"), REFUSED)
-def test_refusal(call, text):
+def test_rejection(call, text):
     def body(mesh, case):
         with pytest.raises(ValueError) as caught:
             call(mesh["cp"])
@@ -117,7 +117,7 @@ def test_refusal(call, text):
     assert on_ranks(body) == (f"mamba.{'' if text[0] == '_' else '_all_to_all_'}{text}",) * 2
 
 
-def test_no_group_is_refused():
+def test_no_group_is_rejected():
     with pytest.raises(TypeError, match="cp_group is None; pass a ProcessGroup"):
         mamba._all_to_all_cp2hp(X, None, 2)
     with pytest.raises(TypeError, match="group is None; pass a ProcessGroup"):

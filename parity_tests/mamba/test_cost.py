@@ -29,7 +29,7 @@ def test_many_sequences_want_hidden_parallel():
     assert cheaper == ["state_passing"] * 2 + ["hidden_parallel"] * 2
 
 
-def test_where_heads_cannot_be_shared_one_strategy_is_left():
+def test_where_heads_cannot_be_sharded_one_strategy_is_left():
     cost = mamba_cp_bytes(tokens=3, cp_size=3, **SMALL)
     assert (cost.hidden_parallel, cost.cheaper, cost.crossover_tokens) == (None, "state_passing", 0)
     assert cost.state_passing == 2 * 2 * (3 * 48 * 8 + 8 * 9 * 8)
@@ -49,7 +49,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("options", "text"), REFUSED)
-def test_refusal(options, text):
+def test_rejection(options, text):
     with pytest.raises(ValueError) as caught:
         mamba_cp_bytes(**{"tokens": 8, "cp_size": 2, **SMALL, **options})
     assert str(caught.value) == f"mamba.mamba_cp_bytes: {text}"

@@ -141,7 +141,7 @@ def test_a_token_changes_what_follows_in_its_sequence_alone(cp, layout, cu):
     check_what_a_token_changes(lambda mesh, **chosen: made(mesh, filled(), **chosen), cp, layout, cu)
 
 
-def test_getters_give_what_a_rank_holds():
+def test_getters_give_the_shard_of_a_rank():
     def body(mesh, case):
         mixer = filled()
         strategy, rank = made(mesh, mixer), mesh.rank("cp")
@@ -174,7 +174,7 @@ def test_a_stream_without_tokens_sends_nothing():
     assert ranks.results == ([(2, 0, 8), (0, 8)],) * 2 and ranks.ledger.rows == []
 
 
-def test_no_number_of_sequences_changes_what_is_done():
+def test_the_number_of_sequences_changes_no_operation():
     """As many operations for 1, 10 and 1,000 sequences, and for a second layer none for the index."""
 
     def body(mesh, case):

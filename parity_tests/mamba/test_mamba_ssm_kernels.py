@@ -60,7 +60,7 @@ class OnCuda:
         return self.shape.numel()
 
 
-def test_what_a_kernel_would_narrow_or_refuse_is_not_given_to_it(monkeypatch):
+def test_what_a_kernel_would_narrow_or_reject_is_not_passed_to_it(monkeypatch):
     monkeypatch.setattr(mamba_ssm_kernels, "imported", lambda *_: "kernel")
     x, B = OnCuda((1, 4, 2, 3)), OnCuda((1, 4, 1, 5))
     scan_of, conv_of = mamba_ssm_kernels.scan_kernel, mamba_ssm_kernels.conv_kernel
@@ -122,7 +122,7 @@ def test_a_number_for_each_channel_is_one_for_each_of_a_head():
     assert seen == [(8,), (8,), (8, 3), (8, 3)]
 
 
-def test_a_kernel_that_is_found_is_given_the_arguments(monkeypatch):
+def test_an_installed_kernel_gets_the_arguments(monkeypatch):
     """Each in its place, by the functions that ask for one."""
     calls = []
     for module, kernel, caller in ((mix, "conv_kernel", "kernel_conv"), (scan, "scan_kernel", "kernel_scan")):
@@ -137,7 +137,7 @@ def test_a_kernel_that_is_found_is_given_the_arguments(monkeypatch):
         assert all(ours is theirs for ours, theirs in zip(passed, expected, strict=True))
 
 
-def test_a_kernel_is_given_the_kinds_that_it_takes():
+def test_a_kernel_gets_the_dtypes_and_strides_that_it_takes():
     """Sequences as int32 that count from 0, since the first begins with the initial state; one dtype of a row's own."""
     x, passed = X[..., None].expand(2, 7, 8, 3), {}
 
@@ -162,7 +162,7 @@ def test_a_kernel_is_given_the_kinds_that_it_takes():
 
 @on_the_packages
 @pytest.mark.timeout(600)
-def test_the_kernels_of_the_scan_compute_what_the_reference_says():
+def test_the_kernels_of_the_scan_equal_the_reference():
     """On CUDA where there is one, else in Triton's interpreter."""
     pytest.importorskip("triton", reason="not run: needs triton; pip install 'shardproof[triton]'")
     settings = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1", "MAMBA_DETERMINISTIC": "1"}

@@ -81,7 +81,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("call", "text"), REFUSED)
-def test_refusal(call, text):
+def test_rejection(call, text):
     with pytest.raises(ValueError) as caught:
         call()
     assert str(caught.value) == f"mamba.causal_conv: {text}"

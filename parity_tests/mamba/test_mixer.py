@@ -112,7 +112,7 @@ def test_the_first_steps_and_decays_are_in_their_ranges():
     assert 1 <= decay.min() < 2 and 15 < decay.max() <= 16
 
 
-def test_a_mixer_on_the_meta_device_is_given_what_it_is_made_with():
+def test_a_mixer_on_the_meta_device_gets_the_same_initial_values():
     """Each module fills its own parameters, so that a model may be built without memory."""
     with torch.device("meta"):
         mixer = Mamba2Mixer(**GIVEN)
@@ -126,7 +126,7 @@ def test_a_mixer_on_the_meta_device_is_given_what_it_is_made_with():
     assert mixer.norm.weight.eq(1.0).all() and mixer.D.eq(1.0).all()
 
 
-def test_a_name_that_either_side_lacks_is_refused():
+def test_a_name_that_either_side_lacks_is_rejected():
     parameters = {name: x.detach().numpy() for name, x in made().named_parameters()}
     with pytest.raises(KeyError, match=re.escape("['gate'] unknown")):
         flax_mixer({**parameters, "gate": parameters["D"]}, **GIVEN)
@@ -152,14 +152,14 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("call", "text"), REFUSED)
-def test_refusal(call, text):
+def test_rejection(call, text):
     with pytest.raises(ValueError) as caught:
         call()
     assert str(caught.value) == f"mamba.Mamba2Mixer: {text}"
 
 
 @pytest.mark.parametrize(("size", "kind"), [(3.0, "a float"), ("3", "a str"), (None, "None")])
-def test_a_size_that_is_no_integer_is_refused(size, kind):
+def test_a_size_that_is_not_an_integer_is_rejected(size, kind):
     with pytest.raises(TypeError) as caught:
         Mamba2Mixer(**{**GIVEN, "num_heads": size})
     assert str(caught.value) == f"mamba.Mamba2Mixer: num_heads={size!r} is {kind}; pass an int"
@@ -175,7 +175,7 @@ def test_a_size_may_be_a_tensor_of_one_integer():
 
 
 @pytest.mark.parametrize("shape", [(2, 11, 4), (11, 6), (0,)])
-def test_another_width_is_refused(shape):
+def test_another_width_is_rejected(shape):
     with pytest.raises(ValueError) as caught:
         made()(torch.zeros(shape, dtype=torch.float64))
     assert str(caught.value) == f"mamba.Mamba2Mixer: x is {list(shape)}; d_model=5 is its last dim"
@@ -190,13 +190,13 @@ def test_another_width_is_refused(shape):
     ],
     ids=["list", "int64", "float32"],
 )
-def test_what_are_no_hidden_states_is_refused(x, text):
+def test_what_is_not_hidden_states_is_rejected(x, text):
     with pytest.raises(TypeError) as caught:
         made()(x)
     assert str(caught.value) == f"mamba.Mamba2Mixer: {text}"
 
 
-def test_hidden_states_that_are_cast_on_the_way_are_taken():
+def test_hidden_states_that_are_cast_on_the_way_are_accepted():
     """By autocast, a hook, a forward put in its place, a mode, or a projection of another kind."""
     module, x = made(dtype=torch.float32), U[None]
     with torch.autocast("cpu", torch.bfloat16):
@@ -229,7 +229,7 @@ class Narrowed(torch.nn.Module):
         return x.float()
 
 
-def test_offsets_that_end_elsewhere_are_refused():
+def test_offsets_that_end_elsewhere_are_rejected():
     with pytest.raises(ValueError, match="cu_seqlens ends at 10 but the stream holds 11 tokens; pass the padded"):
         made()(U, torch.tensor([0, 10]))
 

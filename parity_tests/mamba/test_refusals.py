@@ -111,12 +111,12 @@ def refused(call):
 
 
 @pytest.mark.parametrize(("call", "text"), REFUSED, ids=[text[:40] for _, text in REFUSED])
-def test_refusal(call, text):
+def test_rejection(call, text):
     assert refused(call) == tuple(f"mamba.MambaContextParallel: {text.format(rank=rank)}" for rank in range(2))
 
 
 @pytest.mark.parametrize(("call", "text"), PASSING, ids=[text[:40] for _, text in PASSING])
-def test_refusal_to_pass_states(call, text):
+def test_rejection_of_state_passing(call, text):
     assert refused(call) == (f"mamba.MambaStatePassing: {text}",) * 2
 
 
@@ -135,7 +135,7 @@ def test_refusal_to_pass_states(call, text):
         ("conv1d.bias", (20, 1), "[20]"),
     ],
 )
-def test_parameters_of_other_shapes_are_refused(strategy_of, name, shape, required):
+def test_parameters_of_other_shapes_are_rejected(strategy_of, name, shape, required):
     """One that fits the heads along its first dim alone would be found out between two collectives, or never."""
 
     def call(mesh):
@@ -150,7 +150,7 @@ def test_parameters_of_other_shapes_are_refused(strategy_of, name, shape, requir
 
 
 @pytest.mark.parametrize("strategy_of", [made, passing])
-def test_parameters_of_the_same_numbers_in_other_dims_are_taken(strategy_of):
+def test_parameters_of_equal_size_in_other_dims_are_accepted(strategy_of):
     """The convolution's weight as causal-conv1d has it, and D in as many dims as there are."""
 
     def body(mesh, case):
@@ -165,7 +165,7 @@ def test_parameters_of_the_same_numbers_in_other_dims_are_taken(strategy_of):
 
 
 @pytest.mark.parametrize("strategy_of", [made, passing])
-def test_a_parameter_that_is_none_is_refused(strategy_of):
+def test_a_parameter_that_is_none_is_rejected(strategy_of):
     mixer = filled()
     mixer.D = None
     assert {message.partition(": ")[2] for message in refused(lambda m: strategy_of(m, mixer))} == {
@@ -185,7 +185,7 @@ def test_sizes_that_only_the_mixer_knows_are_compared(strategy_of):
 
 @pytest.mark.parametrize("strategy_of", [made, passing])
 @pytest.mark.parametrize("shape", [(32,), (1, 2, 12, 32)])
-def test_rows_of_other_dims_are_refused_where_the_layout_is_known(strategy_of, shape):
+def test_rows_of_other_dims_are_rejected_where_a_layout_is_set(strategy_of, shape):
     def call(mesh):
         strategy_of(mesh, layout=packed_as(mesh, [0, 24])).mix(torch.zeros(shape, dtype=torch.float64))
 
@@ -195,14 +195,14 @@ def test_rows_of_other_dims_are_refused_where_the_layout_is_known(strategy_of, s
 
 
 @pytest.mark.parametrize(("cu", "text"), OFFSETS)
-def test_refused_offsets(cu, text):
+def test_rejected_offsets(cu, text):
     assert refused(lambda mesh: made(mesh).pre_conv_ssm(STREAM, torch.tensor(cu))) == (text,) * 2
     assert refused(lambda mesh: passing(mesh).mix(STREAM, torch.tensor(cu))) == (text,) * 2
     assert refused(lambda mesh: made(mesh).pre_conv_ssm(X[:, :11]))[0].startswith("s=22 cannot be cut by")
 
 
 @pytest.mark.parametrize(("strategy_of", "name"), [(made, "MambaContextParallel"), (passing, "MambaStatePassing")])
-def test_what_is_of_another_kind_is_refused(strategy_of, name):
+def test_arguments_of_another_kind_are_rejected(strategy_of, name):
     def body(mesh, case):
         messages = []
         calls = (
@@ -235,7 +235,7 @@ def test_what_is_of_another_kind_is_refused(strategy_of, name):
     ("output", "message"),
     [([1.0], "output is a list; pass a Tensor"), (X[..., :4].long(), "output is int64; it must be floating")],
 )
-def test_an_output_of_another_kind_is_refused(output, message):
+def test_an_output_of_another_kind_is_rejected(output, message):
     def body(mesh, case):
         with pytest.raises(TypeError) as caught:
             made(mesh).post_conv_ssm(output)
@@ -245,13 +245,13 @@ def test_an_output_of_another_kind_is_refused(output, message):
     assert ranks.results == (f"mamba.MambaContextParallel: {message}",) * 2 and ranks.ledger.rows == []
 
 
-def test_no_group_is_refused():
+def test_no_group_is_rejected():
     with pytest.raises(TypeError, match=r"cp_group is None; pass a ProcessGroup or a 1-D DeviceMesh"):
         MambaContextParallel(None, 4, 2, 2, 3, filled())
 
 
 @pytest.mark.parametrize("strategy", [None, made, passing])
-def test_hidden_states_are_refused_before_they_are_projected(strategy):
+def test_hidden_states_are_rejected_before_they_are_projected(strategy):
     """With and without a strategy, in the words of the mixer's own argument."""
 
     def body(mesh, case):
@@ -267,7 +267,7 @@ def test_hidden_states_are_refused_before_they_are_projected(strategy):
 
 
 @pytest.mark.parametrize("strategy", [made, passing])
-def test_a_stream_whose_layout_is_known_needs_no_offsets(strategy):
+def test_a_stream_with_a_layout_needs_no_offsets(strategy):
     def body(mesh, case):
         mixer = filled()
         mixer.context_parallel = strategy(mesh, mixer, layout=packed_as(mesh, [0, 24]))

@@ -133,7 +133,7 @@ def test_the_states_are_exchanged_back_before_the_halo():
     assert ops == [("all_gather", halo), ("all_gather", states), *backward]
 
 
-def test_getters_give_whole_parameters():
+def test_getters_give_full_parameters():
     def body(mesh, case):
         mixer = filled()
         strategy = passing(mesh, mixer)
@@ -148,7 +148,7 @@ def test_getters_give_whole_parameters():
     assert on_ranks(body).results == ((True,) * 5,) * 2
 
 
-def test_no_number_of_sequences_changes_what_is_done():
+def test_the_number_of_sequences_changes_no_operation():
     """As many operations for 2, 10 and 1,000 sequences, and for a second layer none for the index."""
 
     def body(mesh, case):

@@ -24,7 +24,7 @@ def own(mesh, x, cu=CU):
 
 
 @both
-def test_a_copied_mixer_has_a_strategy_of_its_own(strategy_of):
+def test_a_copied_mixer_has_a_separate_strategy(strategy_of):
     """As an average of a model's weights is kept: the copy reads the copy's parameters."""
 
     def body(mesh, case):
@@ -75,7 +75,7 @@ def test_autocast_changes_nothing(strategy_of):
 
 
 @both
-def test_steps_are_held_in_the_mixers_limits(strategy_of):
+def test_time_steps_are_clamped_to_the_limits_of_the_mixer(strategy_of):
     """A range of one step: no column of dt moves anything."""
 
     def body(mesh, case):
@@ -114,7 +114,7 @@ def test_a_convolution_may_have_no_bias(strategy_of):
 
 
 @both
-def test_fully_sharded_parameters_are_read_when_they_are_whole(strategy_of):
+def test_fully_sharded_parameters_are_read_after_their_all_gather(strategy_of):
     """FSDP2 over the same two ranks: its mean of the gradients is half their sum, to the bit."""
 
     def body(mesh, case):
@@ -138,7 +138,7 @@ def test_fully_sharded_parameters_are_read_when_they_are_whole(strategy_of):
 
 
 @both
-def test_replicated_tensors_are_whole(strategy_of):
+def test_replicated_dtensors_equal_plain_parameters(strategy_of):
     """DTensors that every rank holds whole: the same outputs and local gradients as of plain parameters."""
 
     def body(mesh, case):
@@ -158,7 +158,7 @@ def test_replicated_tensors_are_whole(strategy_of):
 
 @both
 @pytest.mark.parametrize("name", NAMES)
-def test_a_parameter_that_is_cut_is_refused_before_anything_is_sent(strategy_of, name):
+def test_a_sharded_parameter_is_rejected_before_anything_is_sent(strategy_of, name):
     def body(mesh, case):
         mixer = filled()
         replicate(mixer, mesh.device_mesh, Shard(0), only=name)

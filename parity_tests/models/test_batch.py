@@ -27,7 +27,7 @@ def stream(padded, real, keep=None):
 
 @pytest.mark.parametrize(("padded", "real"), DOCUMENTS)
 @pytest.mark.parametrize("cp", [1, 2, 4])
-def test_a_rank_has_its_share_of_what_is_to_predict(cp, padded, real):
+def test_a_rank_has_its_shard_of_the_targets(cp, padded, real):
     full = stream(padded, real, keep=torch.arange(T) % 5 != 3)
     targets, is_there = reference(jnp.asarray(full.ids.numpy()), jnp.array(padded), jnp.array(real))
     expected = np.where(np.asarray(is_there) & full.keep.numpy(), np.asarray(targets), IGNORED)

@@ -72,7 +72,7 @@ def test_whoever_flattened_first_is_used_again(engine):
     assert on_ranks(body, {"dp_shard": 1, "cp": 2}, engine) == ((True, True, 2.0),) * 2
 
 
-def test_a_name_that_was_given_to_other_axes():
+def test_a_flattened_name_of_other_axes():
     def body(mesh):
         second_mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp_shard", "cp", "tp"))
         second_mesh["cp", "tp"]._flatten("dp_shard_cp")

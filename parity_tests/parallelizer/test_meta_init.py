@@ -147,7 +147,7 @@ class Forgets(Bare):
         (Forgets, True, True, "init_nvfsdp_with_meta_device: '.weight' has no value after the initialisation of"),
     ],
 )
-def test_what_cannot_be_given_values(factory, on_meta, flag, message):
+def test_what_cannot_be_initialised(factory, on_meta, flag, message):
     def body(mesh, case):
         with torch.device("meta" if on_meta else "cpu"):
             model = factory()

@@ -110,7 +110,7 @@ def test_a_deviation_is_named_with_its_factor():
     assert broken({**want, "b": want["b"] * np.nan}, want)[0].startswith("b is nan off")
 
 
-def test_a_sum_that_was_not_taken_is_named():
+def test_a_missing_sum_is_named():
     want, mesh = {"w": np.array([3.0, 5.0])}, {"dp": 2, "tp": 2}
     parts = [np.array([1.0, 4.0]), np.array([2.0, 1.0])]
     ranks = [{"w": parts[rank % 2]} for rank in range(4)]

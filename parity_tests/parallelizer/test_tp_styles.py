@@ -265,7 +265,7 @@ def test_a_rejected_name_is_rejected_with_the_reason(name):
 
 
 @drawn(st.text().filter(lambda text: text not in STYLES and text not in REJECTED))
-def test_any_other_text_is_not_known(text):
+def test_any_other_text_is_rejected(text):
     with pytest.raises(ValueError, match="is not known; nearest: '") as caught:
         translate_to_torch_parallel_style(text)
     assert f"style={text!r}" in str(caught.value)

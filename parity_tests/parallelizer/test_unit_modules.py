@@ -70,7 +70,7 @@ def test_a_path_of_no_class(path, message):
     assert str(caught.value).startswith(f"{NAME}[1]={path!r}: {message}")
 
 
-def test_what_was_not_found_is_the_cause():
+def test_the_import_error_is_the_cause():
     with pytest.raises(ValueError) as caught:
         import_classes_from_paths(["no_such_module.Linear"])
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)

@@ -197,13 +197,13 @@ def test_an_error_of_communication_names_its_cell(text, old, new, words):
         ({"n_microbatches": 2}, "row 1, column 3: the rank ends without '0F1'"),
     ],
 )
-def test_a_file_for_other_sizes_is_told_with_its_cell(sizes, words):
+def test_a_file_for_other_sizes_is_reported_with_its_cell(sizes, words):
     with pytest.raises(ValueError, match=CELL) as refusal:
         read("0F0,0B0\n1F0,1B0", **sizes)
     assert words in str(refusal.value)
 
 
-def test_a_file_that_is_not_there_is_told_with_its_argument(tmp_path):
+def test_a_missing_file_is_reported_with_its_argument(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"pipeline_parallel_schedule_csv='.*none.csv' does not exist"):
         read_csv(tmp_path / "none.csv")
     for path in (tmp_path, "no\0path"):

@@ -51,6 +51,6 @@ def test_pipeline_model_is_that_of_the_page():
     )
 
 
-def test_a_function_that_shards_is_asked_for():
+def test_a_function_that_shards_is_required():
     assert isinstance(lambda model, world_mesh, moe_mesh, **axes: None, functional.ParallelizeFnProtocol)
     assert isinstance(functional.logger, logging.Logger)

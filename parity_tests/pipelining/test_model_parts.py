@@ -87,7 +87,7 @@ class Stack(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["plain", "headed"])
-def test_a_stack_of_a_users_own_is_cut(kind):
+def test_a_custom_stack_of_layers_is_split(kind):
     def body(mesh):
         model = Stack(kind)
         expected = model(IDS)
@@ -114,7 +114,7 @@ def test_what_every_stage_would_do_again_is_rejected(kind):
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), r"Sequential has no nn\.ModuleList of layers"),
     ],
 )
-def test_a_family_that_the_cut_does_not_know_is_rejected(model, words):
+def test_an_unsupported_family_is_rejected(model, words):
     def body(mesh):
         with pytest.raises(ValueError, match=f"split_model_into_stages: {words}"):
             cut(mesh, model())

@@ -85,7 +85,7 @@ def test_other_kinds_are_rejected(given_as):
 
 
 @pytest.mark.parametrize("name", list(RULES))
-def test_the_number_that_a_refusal_names_is_accepted(name):
+def test_the_number_that_a_message_recommends_is_accepted(name):
     rule = RULES[name]
     for p in range(1, 6):
         for n in range(1, 16):

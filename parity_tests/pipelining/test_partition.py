@@ -85,7 +85,7 @@ def test_stages_of_a_rank_by_hand(rank, ranks, stages, style, ids):
 
 
 @given(st.integers(1, 8), st.integers(1, 5), STYLES)
-def test_stages_are_shared_out_as_torch_shares_them_out(ranks, passes, style):
+def test_stages_are_placed_as_torch_places_them(ranks, passes, style):
     stages = ranks * passes
     ids = [stage_ids_this_rank(rank, ranks, stages, style) for rank in range(ranks)]
     assert ids == [reference.stage_ids_this_rank(rank, ranks, stages, style) for rank in range(ranks)]
@@ -153,7 +153,7 @@ QUARTERS = st.integers(0, 40).map(lambda quarters: quarters / 4)
 
 
 @given(st.data())
-def test_no_cut_is_more_even(data):
+def test_no_partition_is_more_even(data):
     stages = data.draw(st.integers(1, 5))
     layers = data.draw(st.integers(stages, 11))
     costs = data.draw(QUARTERS), data.draw(QUARTERS)

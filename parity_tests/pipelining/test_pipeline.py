@@ -77,7 +77,7 @@ def run_one(mesh, case):
         (2, {"pipeline_parallel_schedule": "GPipe", "layers_per_stage": 3, "round_to_pp_multiple": "up"}),
     ],
 )
-def test_gradients_are_those_of_the_whole_model(p, options):
+def test_gradients_are_those_of_the_full_model(p, options):
     ranks = run(run_one, CaseSpec("pipeline", {"pp": p}, options=options))
     gradients = {}
     for _, _, of_rank, _ in ranks.results:

@@ -58,7 +58,7 @@ def test_parity(case):
 
 
 @pytest.mark.parametrize("order", [range(4), (3, 1, 0, 2)])
-def test_gradients_are_added_in_the_order_given(order):
+def test_gradients_are_added_in_the_order_passed(order):
     """Micro-batches of different lengths, whose sum in another order has other bits."""
     source = np.random.default_rng(3)
     w = jnp.asarray(source.normal(size=3), jnp.float32)

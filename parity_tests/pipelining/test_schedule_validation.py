@@ -124,7 +124,7 @@ def refusals_of_schedules(mesh, ids) -> Int[Tensor, "k r/pp"]:
 
 @settings(max_examples=3)
 @given(every_case(refusals_of_schedules))
-def test_refusals(case):
+def test_rejections(case):
     check(case)
 
 
@@ -205,7 +205,7 @@ def test_a_name_beside_a_file_must_fit_it(placed, text, name, words, tmp_path):
         assert re.search(words, sentence)
 
 
-def test_what_is_told_and_warned_of(caplog):
+def test_what_is_logged_and_warned_of(caplog):
     def built(mesh, case):
         stages = list(made_stages(mesh, placement("GPipe", 2, 1), None).values())
         with pytest.warns(UserWarning, match="scale_grads=True divides what has been accumulated"):

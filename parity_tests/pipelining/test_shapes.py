@@ -107,7 +107,7 @@ def found_and_told(mesh, case):
 
 
 @pytest.mark.parametrize("name", ["GPipe", "Interleaved1F1B", "ZBVZeroBubble"])
-def test_what_is_told_is_what_running_finds(name):
+def test_shapes_that_are_passed_equal_those_that_a_run_infers(name):
     ranks = run(found_and_told, case_of(name=name))
     assert [same for same, _ in ranks.results] == [True, True]
 
@@ -193,7 +193,7 @@ def test_a_step_without_what_it_needs_is_rejected_where_that_is_due():
     assert run(body, case_of(2)).ledger.rows == []
 
 
-def test_what_cannot_be_told_is_rejected():
+def test_invalid_shapes_are_rejected():
     def body(mesh, case):
         stages, schedule = built(mesh, "LoopedBFS", torch.float32)
         for sizes, words in (

@@ -100,7 +100,7 @@ def test_a_message_within_a_rank_takes_no_time():
     assert simulated("ZBVZeroBubble", 1, 3, 2, Times(p2p=100)).makespan == 18
 
 
-def test_a_cut_backward_sends_before_its_weights_are_done():
+def test_a_split_backward_sends_before_its_weights_are_done():
     order = [[parse_action(text) for text in row.split()] for row in ("0F0 0I0 0W0", "1F0 1I0 1W0")]
     assert simulate(order, [0, 1]).makespan == 5
 
@@ -184,7 +184,7 @@ def test_orders_that_cannot_be_are_rejected(rows, placed, words):
     assert words in str(refusal.value)
 
 
-def test_microbatches_outside_of_those_given_are_rejected():
+def test_microbatches_out_of_range_are_rejected():
     order = [[parse_action(text) for text in ("0F0", "0B0", "0F1", "0B1")]]
     with pytest.raises(ValueError, match="rank 0, position 2: '0F1' is of micro-batch 1; there are 1"):
         simulate(order, [0], n_microbatches=1)
@@ -204,7 +204,7 @@ def test_times_of_other_kinds_are_rejected(name, time):
         Times(**{name: time})
 
 
-def test_where_nothing_takes_time_nobody_waits():
+def test_where_nothing_takes_time_no_rank_waits():
     timeline = simulated("GPipe", 2, 2, 1, Times(0, 0, 0))
     assert (timeline.makespan, timeline.bubble) == (0, (0, 0))
     assert str(timeline).splitlines()[1] == "rank 0 || idle 0.0%, live 0"  # what ends makes room for what starts then
@@ -245,7 +245,7 @@ def test_columns_are_the_measure_of_all_times():
     assert rows[1] == "rank 0 |F0 B0 - | idle 0.0%, live 1"
 
 
-def test_times_without_a_measure_are_shares_of_the_whole():
+def test_times_without_a_common_unit_are_scaled_to_the_width():
     (_, row) = grid("GPipe", 1, 1, 1, "loop", Times(f=0.1, i=0.1, w=0.1)).splitlines()
     assert len(row.partition("|")[2].partition("|")[0].split()) == WIDEST
 

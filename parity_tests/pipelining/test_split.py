@@ -110,7 +110,7 @@ def test_every_schedule_is_accumulation_bit_by_bit(name, p):
     st.booleans(),
     st.sampled_from(["float32", "float64"]),
 )
-def test_drawn_cuts_and_ties(name, p, family, tied, dtype):
+def test_random_splits_and_ties(name, p, family, tied, dtype):
     check_steps(p, family, tied, name, 2 * p, dtype, cut={"embed_cost": 0.5, "head_cost": 1.5})
 
 
@@ -119,7 +119,7 @@ def test_in_processes():
     check_steps(2, "llama", True, "1F1B", 4, "float32", steps=2, engine="gloo")
 
 
-def test_a_model_that_was_split_says_so(tmp_path):
+def test_calling_a_split_model_is_rejected(tmp_path):
     def body(mesh, case):
         model = build_model(chosen("llama", False), torch.float32)
         cut_by_file(mesh, tmp_path / "s.csv", [3, 5], model)
@@ -129,7 +129,7 @@ def test_a_model_that_was_split_says_so(tmp_path):
     run(body, case_of(1))
 
 
-def test_what_is_hung_on_a_stage_is_its_own(tmp_path):
+def test_hooks_and_buffers_of_one_stage_are_not_the_other_stages(tmp_path):
     """Two stages of a rank: hooks, as FSDP hangs on a part, and buffers of one are not the other's."""
 
     def body(mesh, case):
@@ -148,7 +148,7 @@ def test_what_is_hung_on_a_stage_is_its_own(tmp_path):
     run(body, case_of(1))
 
 
-def test_a_model_without_a_head_is_cut(tmp_path):
+def test_a_model_without_a_head_is_split(tmp_path):
     def body(mesh, case):
         of = chosen("llama", False)
         ids, model = tokens(of, 1)[0], build_model(of, torch.float32).model
@@ -237,7 +237,7 @@ L = [f"model.layers.{layer}" for layer in range(LAYERS)]
         ({"patch_causal_lm_model": False}, "ValueError: .*patch_causal_lm_model=False, but the forward of LlamaFor"),
     ],
 )
-def test_what_cannot_be_cut_is_rejected_on_every_rank(options, words):
+def test_what_cannot_be_split_is_rejected_on_every_rank(options, words):
     ranks = run(refused, case_of(2, **options))
     assert ranks.ledger.rows == []
     assert all(re.match(words, sentence) for sentence in ranks.results), ranks.results

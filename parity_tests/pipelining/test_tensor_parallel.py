@@ -89,7 +89,7 @@ def test_with_tp_inside_stages(family, name, tied):
 
 
 @pytest.mark.parametrize("name", ["1F1B", "DualPipeV"])
-def test_the_plan_of_the_whole_model_is_taken_by_its_parts(name):
+def test_the_plan_of_the_full_model_applies_to_its_parts(name):
     check_steps({"pp": 2, "tp": 2}, family="llama", tied=False, name=name, whole_plan=True)
 
 

@@ -101,18 +101,18 @@ def test_equal_modules_have_no_first_difference(dtype):
     assert 0 < max(line.ratio for line in compared) < 1
 
 
-def test_a_value_is_found_where_it_first_differs():
+def test_a_value_is_located_where_it_first_differs():
     line = first(trace_pair(pair(torch_module=Net("value"))))
     assert (line.name, line.phase, line.home) == ("input of ffn.w_down", "forward", "ffn")
 
 
-def test_a_gradient_is_found_where_it_first_differs():
+def test_a_gradient_is_located_where_it_first_differs():
     line = first(trace_pair(pair(torch_module=Net("gradient"))))
     assert (line.name, line.phase) == ("gradient of the output of ffn.w_up, call 1", "backward") and line.home == "ffn"
     assert any("factor 0.5" in note for note in line.notes)
 
 
-def test_what_backward_never_comes_to_is_found_where_it_ends():
+def test_what_backward_never_reaches_is_located_where_it_ends():
     line = first(trace_pair(pair(torch_module=Net("no gradient"))))
     assert (line.name, line.home) == ("gradient of the output of ffn.w_up, call 1", "ffn")
     assert line.notes == ("gradient is zero: backward does not reach this input",)
@@ -123,7 +123,7 @@ class OfAConstantBias(nn.Linear):
         return nn.functional.linear(x, self.weight, self.bias.detach())
 
 
-def test_a_weight_without_a_gradient_is_found_unless_it_wants_none():
+def test_a_weight_without_a_gradient_is_reported_unless_it_requires_none():
     module = Net()
     module.embed.__class__ = OfAConstantBias
     line = first(trace_pair(pair(torch_module=module)))
@@ -133,7 +133,7 @@ def test_a_weight_without_a_gradient_is_found_unless_it_wants_none():
     assert first(compared) is None and "gradient of embed.bias" not in [line.name for line in compared]
 
 
-def test_other_weights_are_found_where_they_are_used():
+def test_different_weights_are_located_where_they_are_used():
     other = {name: p.detach().double().numpy() for name, p in Net().named_parameters()}
     other["block.up.weight"] = other["block.up.weight"] + 1e-9
     line = first(trace_pair(pair(make_flax=lambda weights: make_flax(other))))
@@ -157,7 +157,7 @@ def test_what_the_model_itself_does_is_compared_too():
     assert (line.name, line.home) == ("output of the model", "")
 
 
-def test_what_one_side_alone_has_is_said():
+def test_what_one_side_alone_has_is_reported():
     traced = traced_pair(pair(names={name: to for name, to in NAMES.items() if name != "block.gate"}))
     assert traced.torch_only == ("block.gate",) and traced.flax_only == ("ffn.w_gate",) and first(traced.lines) is None
 

@@ -27,7 +27,7 @@ def test_no_stream_is_read_twice():
     assert len(set(streams)) == len(streams) == 20 * RUN.streams
 
 
-def test_documents_are_unequal_and_stand_where_any_mesh_can_cut_them():
+def test_documents_are_unequal_and_divisible_by_any_mesh():
     streams = [stream for step in range(20) for stream in global_batch(RUN, step)]
     lengths = np.array([np.diff(stream.padded) for stream in streams])
     real = np.array([np.diff(stream.real) for stream in streams])
@@ -47,6 +47,6 @@ def test_padding_is_zero_and_the_rest_is_the_text():
 
 
 @pytest.mark.parametrize("length", [0, 90])
-def test_a_length_that_cannot_be_cut_is_rejected(length):
+def test_an_indivisible_length_is_rejected(length):
     with pytest.raises(ValueError, match=f"--length {length} must be a multiple of 24"):
         global_batch(RUN.replace(length=length), 0)

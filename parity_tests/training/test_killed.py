@@ -88,7 +88,7 @@ def same(one, other):
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_killed_run_goes_on(tmp_path, moment, uninterrupted):
+def test_a_killed_run_continues(tmp_path, moment, uninterrupted):
     killed(tmp_path / "run", MOMENTS[moment])
     shutil.copytree(tmp_path / "run", tmp_path / "elsewhere")
     run = small({"dp": 2}, checkpoint=str(tmp_path / "run"), resume=True)

@@ -20,7 +20,7 @@ def ran():
     return reached.functions_run(Run.on({"cp": 2, "tp": 2}, **SMALL, attention="ring"))
 
 
-def test_a_fault_is_reached_where_its_function_runs(ran):
+def test_a_bug_is_reached_where_its_function_runs(ran):
     assert reached.is_reached(BY_NAME["gate and up exchanged"], ran)
     assert reached.is_reached(BY_NAME["the gradient of a rank's own keys dropped"], ran)  # of a backward
     assert not reached.is_reached(BY_NAME["states that run on through documents"], ran)  # no Mamba layer
@@ -77,11 +77,11 @@ def test_the_table(tmp_path):
         ([], False),
     ],
 )
-def test_nothing_found_is_not_kept(words, is_kept):
+def test_no_answer_is_not_cached(words, is_kept):
     assert located.is_kept([outcome("gate and up exchanged", word) for word in words]) is is_kept
 
 
-def test_an_answer_is_kept(tmp_path):
+def test_an_answer_is_cached(tmp_path):
     answer = {"home": "norm", "word": "right", "first_module": "norm", "message": "output of norm", "mesh": "cp=2"}
     Kept(tmp_path / "answers").keep(SOME[0].bug, "float64", answer)
     again = Kept(tmp_path / "answers")
@@ -89,7 +89,7 @@ def test_an_answer_is_kept(tmp_path):
     assert again.answer(SOME[0].bug, "float32") is None and again.answer(SOME[1].bug, "float64") is None
 
 
-def test_every_published_class_has_a_fault_that_counts_or_a_reason():
+def test_every_published_class_has_a_bug_that_counts_or_a_reason():
     assert all((each.bug is None) == bool(each.reason) for each in MISTAKES)
     named = [BY_NAME[each.bug] for each in MISTAKES if each.bug is not None]
     assert all(not bug.equivalent and located.home_of(bug) is not None for bug in named)

@@ -40,13 +40,13 @@ CAUGHT = ("attention over padding", "several ranks' inconsistent constants", "a 
 
 
 @pytest.mark.parametrize("name", CAUGHT)
-def test_a_fault_is_found_in_its_module(reference_trace, monkeypatch, name):
+def test_a_bug_is_located_in_its_module(reference_trace, monkeypatch, name):
     (bug,) = [bug for bug in BUGS if bug.name == name]
     monkeypatch.setattr(located, "SMALL", {name: SMALL[name] for name in ("streams", "length", "sizes")})
     assert located.located(bug, reference_trace, located.runs("bfloat16")).is_right
 
 
-def test_sums_and_weights_are_kept_in_float32():
+def test_sums_and_weights_are_float32():
     assert set(KEPT) == set(DTYPES)
     dtypes = policy("bfloat16")
     assert (dtypes.param_dtype, dtypes.reduce_dtype, KEPT["bfloat16"]) == (torch.bfloat16, torch.float32, "float32")

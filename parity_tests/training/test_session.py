@@ -101,7 +101,7 @@ def test_a_run_goes_on_to_the_bit_and_on_another_mesh(tmp_path, written):
 OTHERS = {"learning_rate": 1e-3, "weight_decay": 0.0, "dtype": "float32", "is_tied": True, "streams": 4, "length": 72}
 
 
-def test_state_is_kept_every_so_many_steps_and_after_the_last(tmp_path):
+def test_state_is_saved_every_so_many_steps_and_after_the_last(tmp_path):
     run = small({}, steps=3, checkpoint=str(tmp_path), every=2)
     session.followed(run, KNOWN, "lockstep")
     assert checkpoint.newest(run.replace(steps=9, every=4)) == 3 and checkpoint.newest(run.replace(steps=2)) == 2
@@ -111,7 +111,7 @@ def test_state_is_kept_every_so_many_steps_and_after_the_last(tmp_path):
             checkpoint.newest(run.replace(**{name: value}))
 
 
-def test_a_checkpoint_that_was_cut_short_is_passed_over(tmp_path):
+def test_a_truncated_checkpoint_is_skipped(tmp_path):
     run = small({}, checkpoint=str(tmp_path), every=1)
     session.followed(run, KNOWN, "lockstep")
     (tmp_path / "step_000002" / "done").unlink()
@@ -185,7 +185,7 @@ def test_the_command(monkeypatch, capsys):
     assert status == 3 and "rank 1 raised ZeroDivisionError" in out
 
 
-def test_a_reference_that_fails_is_said(monkeypatch):
+def test_a_reference_that_fails_is_reported(monkeypatch):
     def steps(run):
         raise ValueError("there is no reference")
         yield

@@ -48,7 +48,7 @@ LOCATED = ("attention over padding", "states that run on through documents", "a 
 
 
 @pytest.mark.parametrize("name", LOCATED)
-def test_a_fault_is_found_in_its_module(reference_trace, monkeypatch, name):
+def test_a_bug_is_located_in_its_module(reference_trace, monkeypatch, name):
     (bug,) = [bug for bug in BUGS if bug.name == name]
     monkeypatch.setattr(located, "SMALL", SMALL)
     outcome = located.located(bug, reference_trace)
@@ -64,7 +64,7 @@ def test_the_ranks_that_differ_are_named(reference_trace, monkeypatch):
     assert first(compared).ranks in ((1,), (3,)) and first(compared).home == "embed_tokens"
 
 
-def test_every_home_is_of_a_fault_that_counts():
+def test_every_module_is_of_a_bug_that_counts():
     assert not [bug.name for bug in CATALOGUE if bug.module is not None and bug.equivalent]
     without = {bug.name for bug in BUGS if not bug.equivalent and bug.module is None}
     assert without == {"tokens that count because they are kept"}  # the training run keeps all tokens

@@ -108,7 +108,7 @@ VALUE_ERRORS = [
     [(TypeError, *row) for row in TYPE_ERRORS] + [(ValueError, *row) for row in VALUE_ERRORS],
     ids=lambda value: value[15:55] if isinstance(value, str) else "",
 )
-def test_refusal(kind, call, text):
+def test_rejection(kind, call, text):
     def body(mesh, case):
         try:
             call(mesh["tp"])

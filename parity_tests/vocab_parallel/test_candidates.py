@@ -20,7 +20,7 @@ def within(candidates, low, high, rows):
 
 
 @given(seed=st.integers(0, 2**16), wide=st.booleans(), chunk_size=st.sampled_from([None, 1, 40]))
-def test_every_column_within_the_bounds_is_found_in_every_round(seed, wide, chunk_size):
+def test_every_column_within_the_bounds_is_listed_in_every_round(seed, wide, chunk_size):
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(3, 4, 1200 if wide else 7, generator=generator)[:, 1:]  # no flat view has these strides
     rows = logits.reshape(9, -1)
@@ -32,7 +32,7 @@ def test_every_column_within_the_bounds_is_found_in_every_round(seed, wide, chun
         assert torch.equal(within(candidates, low, high, rows), inside.flatten().nonzero().squeeze(-1).int())
 
 
-def test_a_short_list_is_kept_and_a_long_one_is_not():
+def test_a_short_list_is_cached_and_a_long_one_is_not():
     logits = torch.zeros(2, 200)
     candidates = c.Candidates(logits, 1)
     everything = torch.full((2,), -torch.inf), torch.full((2,), torch.inf)

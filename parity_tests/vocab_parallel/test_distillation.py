@@ -152,7 +152,7 @@ def test_parity_on_gloo(case):
 
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("v", [5, 7])
-def test_dtensor_cuts_that_are_uneven(v, tp):
+def test_dtensor_shards_that_are_uneven(v, tp):
     """Declared here: only DTensor's own cut can be said by a DTensor, which no draw of lengths knows."""
 
     @scheme(mesh={"tp": (2, 4)}, **specs("b f v/tp:ragged", "tp=I"), cost=cost(True, False, False), **DECLARED)
@@ -177,7 +177,7 @@ def alone(*tensors, zero_outside_topk=True, calculate_entropy=True):
 
 @pytest.mark.parametrize("route", [distillation_over_tp, distillation_over_tp_and_cp], ids=lambda route: route.name)
 @pytest.mark.parametrize("zero_outside_topk", [True, False])
-def test_masked_columns_and_nobodys_ids(route, zero_outside_topk):
+def test_masked_columns_and_out_of_vocabulary_ids(route, zero_outside_topk):
     student, teacher = normal(1, 8, 8), normal(1, 8, 3, key=18)
     student[..., [0, 3, 4, 7]] = -np.inf  # the borders of two shards
     teacher[..., 2] = -np.inf

@@ -66,7 +66,7 @@ def on_ranks(tp, logits, ids, cotangent):
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_boundary_ids_and_ids_of_nobody(tp):
+def test_boundary_ids_and_out_of_vocabulary_ids(tp):
     v, width = 8, 8 // tp
     borders = [id for start in range(0, v, width) for id in (start, start + width - 1)]
     nobodys = [-100, -1, v, v + 7, 2**40]
@@ -94,7 +94,7 @@ def test_masked_columns_do_not_leak(mask, tp):
         assert not np.isnan(row.got).any()
 
 
-def test_all_ids_give_the_whole_log_softmax():
+def test_all_ids_give_the_full_log_softmax():
     logits = torch.from_numpy(normal(2, 3, 8)).float()
     everything = torch.arange(8).expand(2, 3, 8)
 

@@ -94,7 +94,7 @@ def rounded(*tensors):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("results", [6, 7])
-def test_it_scores_as_the_models_own_logits(tied, results):
+def test_it_scores_as_the_logits_of_the_model(tied, results):
     def body(mesh, case):
         model_class = fake_model_class()
         model = model_class(mesh["tp"], mesh["cp"], tied, results=results)
@@ -149,7 +149,7 @@ def test_packed_is_sequence_by_sequence(name):
     np.testing.assert_array_equal(y, expected)
 
 
-def test_the_decoder_is_given_what_was_made_and_what_came():
+def test_the_decoder_gets_the_computed_and_the_passed_arguments():
     def body(mesh, case):
         model_class = fake_model_class()
         model = model_class(mesh["tp"], mesh["cp"], results=7)
@@ -234,7 +234,7 @@ def test_a_class_that_inherits_its_forward_gets_it_back():
     assert dict(vars(heir)) == before
 
 
-def test_what_was_replaced_since_is_not_thrown_away():
+def test_a_later_patch_is_not_discarded():
     model_class = fake_model_class()
     handle, mine = patch(chunk_size=1, model_class=model_class), model_class.forward
     model_class.forward = lambda self: None
@@ -273,7 +273,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("call", "kind", "text"), REFUSED, ids=[text[:40] for _, _, text in REFUSED])
-def test_refusal(call, kind, text):
+def test_rejection(call, kind, text):
     model_class = fake_model_class()
     with patch(chunk_size=1, model_class=model_class), pytest.raises(kind) as caught:
         call(model_class())

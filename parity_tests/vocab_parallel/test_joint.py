@@ -210,7 +210,7 @@ def test_leading_dims_and_strides_change_nothing(strides, chunk_size):
     assert on_two_ranks(body) == ([True, True],) * 2
 
 
-def test_a_second_derivative_is_refused():
+def test_a_second_derivative_is_rejected():
     def body(mesh, case):
         z = logits(0)
         c = torch.ones(B, S).requires_grad_()
@@ -222,7 +222,7 @@ def test_a_second_derivative_is_refused():
     assert all(on_two_ranks(body))
 
 
-def test_a_nan_row_that_nobody_asks_for_reaches_no_gradient():
+def test_a_nan_row_without_a_target_reaches_no_gradient():
     def body(mesh, case):
         z = logits(mesh.rank("tp"))
         with torch.no_grad():

@@ -146,7 +146,7 @@ def normal(*shape):
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_boundary_ids_and_ids_of_nobody(tp):
+def test_boundary_ids_and_out_of_vocabulary_ids(tp):
     v = 8
     width = v // tp
     borders = [id for start in range(0, v, width) for id in (start, start + width - 1)]

@@ -61,7 +61,7 @@ def scores_and_shares(rows, tp, options, dtype):
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
 @example(seed=0, kind="equal", place=8, top_k=None, temperature=1.0, tp=4, dtype=torch.float32)
-def test_on_the_border_the_kept_tokens_are_right_by_mass(seed, kind, place, top_k, temperature, tp, dtype):
+def test_at_the_border_the_sampled_tokens_are_right_by_mass(seed, kind, place, top_k, temperature, tp, dtype):
     rows = drawn_rows(seed, kind, temperature)
     options = {"top_k": top_k, "top_p": 0.5, "temperature": temperature}
     before, _ = mass_before(rows, options)

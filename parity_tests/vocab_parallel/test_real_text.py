@@ -33,7 +33,7 @@ def test_processes_read_as_lockstep_does():
     assert reading.perplexity == real_text.read_with(vocab_parallel_logprob, 2, "float64").perplexity
 
 
-def test_the_text_is_what_it_is_taken_for():
+def test_the_text_has_ties_and_pairs_that_never_occur():
     logits, target = real_text.passages()
     best = logits.max(-1)
     followed = np.take_along_axis(logits, target[..., None], -1)

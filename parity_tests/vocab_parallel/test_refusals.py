@@ -222,7 +222,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("kind", "call", "text"), REFUSED, ids=[text[15:90] for _, _, text in REFUSED])
-def test_refusal_on_every_rank_before_anything_is_sent(kind, call, text):
+def test_rejection_on_every_rank_before_anything_is_sent(kind, call, text):
     def body(mesh, case):
         try:
             call(mesh)

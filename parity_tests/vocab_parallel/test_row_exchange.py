@@ -114,7 +114,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("kind", "call", "text"), REFUSED, ids=[row[2][15:60] for row in REFUSED])
-def test_refusal(kind, call, text):
+def test_rejection(kind, call, text):
     def body(mesh, case):
         try:
             call(mesh["tp"])

@@ -158,7 +158,7 @@ def test_without_limits_it_is_the_plain_function_to_the_bit(temperature):
 
 @every_limit
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_targets_kept_filtered_and_nobodys(tp, limits):
+def test_targets_within_filtered_and_out_of_vocabulary(tp, limits):
     # Id 7 is kept by all limits, 0 to 2 by none but a top-k of more than there are.
     target = torch.tensor([[7, 6, 5, 0, 1, 2, -100, 8, 15, 2**40]])
     logits = (2.0 * torch.arange(8.0)).expand(1, 10, 8)
@@ -291,7 +291,7 @@ def test_gradcheck(limits):
     assert on_ranks(body, tp=1) == (True,)
 
 
-def test_tokens_need_not_be_shared_equally():
+def test_tokens_need_not_be_sharded_equally():
     for route in (logprob_with_sampling, chunked_logprob_with_sampling):
         for limits in ({"top_k": None, "top_p": 0.5}, {"top_k": 5, "top_p": 0.9}):
             judge(route, route.case(tp=4, b=1, s=3, v=12, dtype="float32", **limits)).raise_if_failed()

@@ -127,7 +127,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("call", "kind", "text"), REFUSED, ids=[text[15:90] for _, _, text in REFUSED])
-def test_refusal(call, kind, text):
+def test_rejection(call, kind, text):
     def body(mesh, case):
         with pytest.raises(kind) as caught:
             call(mesh)

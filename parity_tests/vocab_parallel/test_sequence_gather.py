@@ -68,7 +68,7 @@ def on_ranks(cp, body):
 
 @pytest.mark.parametrize("cp", [1, 2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8])
-def test_pieces_are_a_partition_and_gather_to_the_whole(cp, dtype):
+def test_shards_are_a_partition_and_gather_to_the_full_sequence(cp, dtype):
     tokens = torch.arange(2 * 12 * cp).view(2, -1).to(dtype)
 
     def body(mesh, case):
@@ -166,7 +166,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("call", "kind", "text"), REFUSED, ids=[row[2][15:70] for row in REFUSED])
-def test_refusal(call, kind, text):
+def test_rejection(call, kind, text):
     def body(mesh, case):
         try:
             call(mesh["cp"])

@@ -146,7 +146,7 @@ def test_no_order_of_storage_changes_a_score():
     assert on_mesh(body, cp=2, tp=1) == (True, True)
 
 
-def test_ids_may_be_whole_on_each_cp_rank_or_on_a_mesh_without_cp():
+def test_ids_may_be_replicated_over_cp_or_on_a_mesh_without_cp():
     def body(mesh, case):
         part = LOGITS[:, ORDER].chunk(2, 1)[mesh.rank("cp")]
         replicated = DTensor.from_local(IDS[:, ORDER], mesh.device_mesh["cp"], [Replicate()])
@@ -253,7 +253,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("call", "text"), REFUSED, ids=[text[15:90] for _, text in REFUSED])
-def test_refusal(call, text):
+def test_rejection(call, text):
     def body(mesh, case):
         with pytest.raises(ValueError) as caught:
             call(mesh)
@@ -264,7 +264,7 @@ def test_refusal(call, text):
     assert ranks.ledger.rows == []
 
 
-def test_logits_that_are_no_dtensor_are_refused():
+def test_logits_that_are_not_a_dtensor_are_rejected():
     with pytest.raises(TypeError) as caught:
         vp.get_logprobs_from_vocab_parallel_logits(LOGITS, IDS)
     assert str(caught.value) == (f"{GLOBAL}: vocab_parallel_logits is a Tensor; pass a DTensor with a mesh dim 'tp'")

@@ -141,7 +141,7 @@ def test_a_masked_column_comes_before_nothing(lengths):
 
 
 @pytest.mark.parametrize("chunk_size", [None, 1, 2, 7])
-def test_neither_cut_nor_chunk_changes_the_result(chunk_size):
+def test_neither_shards_nor_chunks_change_the_result(chunk_size):
     logits = torch.from_numpy(normal(2, 5, 12)).round()  # with ties
     unsharded = largest(logits, 4, (12,))
     for lengths in [(6, 6), (3, 3, 3, 3), (0, 1, 11), (9, 0, 3)]:
@@ -198,7 +198,7 @@ def test_one_id_is_indexing_and_masked_columns_do_not_leak(tp):
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_nobodys_ids_are_zero_and_duplicates_add(tp):
+def test_out_of_vocabulary_ids_are_zero_and_duplicates_add(tp):
     ids = torch.tensor([[[5, 5, -100, 8], [-1, 15, 2**40, 0]]])
     results = looked_up(torch.full((1, 2, 8), 3.0), ids, tp)
     for y, _ in results:
@@ -207,7 +207,7 @@ def test_nobodys_ids_are_zero_and_duplicates_add(tp):
     np.testing.assert_array_equal(gradient[0], [2 * (np.arange(8) == 5), np.arange(8) == 0])
 
 
-def test_a_whole_vocabulary_needs_no_group():
+def test_a_full_vocabulary_needs_no_group():
     z = torch.from_numpy(normal(2, 5, 6)).requires_grad_()
     ids = torch.tensor([[[3], [0], [5]], [[1], [1], [-100]]])
     y = vp.gather_logits_at_global_indices(z, ids, vocab_start_index=0, vocab_end_index=6, chunk_size=2)
@@ -235,7 +235,7 @@ def test_logits_may_cover_more_positions_than_the_ids(padding):
 
 
 @pytest.mark.parametrize("v", [16, 4096])
-def test_what_is_kept_for_backward_does_not_grow_with_the_vocabulary(v):
+def test_what_is_saved_for_backward_does_not_grow_with_the_vocabulary(v):
     saved = []
     z = torch.zeros(2, 3, v, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):

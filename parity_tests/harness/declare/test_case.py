@@ -45,7 +45,7 @@ def test_round_trip():
     assert hash(case) == hash(CaseSpec(**EXAMPLE))
 
 
-def test_order_of_keys_says_nothing_but_in_the_mesh():
+def test_order_of_keys_matters_only_in_the_mesh():
     turned = {key: EXAMPLE[key] for key in reversed(EXAMPLE)}
     assert CaseSpec(**turned).json == CANONICAL
     assert CaseSpec(**{**EXAMPLE, "dims": {"v": 16, "s": 3, "b": 2}}).json == CANONICAL

@@ -22,7 +22,7 @@ def written(path: Path, name: str) -> None:
     path.write_text(SCHEME.replace("NAME", name))
 
 
-def test_a_folder_is_searched_for_its_own_files(tmp_path: Path) -> None:
+def test_a_folder_is_searched_without_installed_packages(tmp_path: Path) -> None:
     project = tmp_path / ".hidden_above" / "project"
     written(project / "first.py", "first")
     written(project / "inner" / "second.py", "second")
@@ -31,13 +31,13 @@ def test_a_folder_is_searched_for_its_own_files(tmp_path: Path) -> None:
     assert [scheme.name for scheme in discover.find([str(project)])] == ["first", "second"]
 
 
-def test_a_whole_disk_is_no_project() -> None:
+def test_a_root_directory_is_not_a_project() -> None:
     with pytest.raises(discover.UnusableTarget) as caught:
         discover.find(["/"])
     assert str(caught.value) == "/: is a whole disk; give a file, or the folder of a project"
 
 
-def test_a_mistake_without_a_line_names_none(tmp_path: Path) -> None:
+def test_a_mistake_without_a_line_has_no_line_in_its_message(tmp_path: Path) -> None:
     file = tmp_path / "bad.py"
     file.write_bytes(b"x = 1\0\n")
     with pytest.raises(discover.UnusableTarget, match=r"null bytes$"):

@@ -42,7 +42,7 @@ def test_places_mean_what_they_say():
     assert array(tokens, case, "target").tolist() == [[6, 10, 14, 5, 15]]
 
 
-def test_some_ids_are_ignored_and_all_others_known():
+def test_some_ids_are_ignored_and_all_others_in_the_vocabulary():
     labels = [array(tokens, case, "label") for case in cases(tokens, 100)]
     ignored = [bool((label == -100).any()) for label in labels]
     assert 20 < sum(ignored) < 80

@@ -16,7 +16,7 @@ def rejection(text, axes=AXES, **kwargs):
     return str(caught.value)
 
 
-def test_cuts_layouts_and_types():
+def test_axes_layouts_and_types():
     assert parse("b s/cp:dual_chunk_swap v/tp", AXES) == Spec(
         (Dim("b", ()), Dim("s", (Cut("cp", "dual_chunk_swap"),)), Dim("v", (Cut("tp", "contiguous"),))), ()
     )
@@ -26,7 +26,7 @@ def test_cuts_layouts_and_types():
     assert parse("b 1 v/tp cp=I", AXES).dim_names == ("b", "1", "v")
 
 
-def test_untyped_where_no_gradient_is_asked_for():
+def test_untyped_where_no_gradient_is_needed():
     bare = Spec((Dim("b", ()), Dim("s", ())), ())
     assert parse("b s", AXES, differentiable=False) == bare
     assert parse("b s", AXES, typeless_ok=True) == bare
@@ -59,7 +59,7 @@ def test_blanks_of_any_kind_separate():
     assert str(parse("\t b \n\n s/cp\r\n\x0b tp=R ", AXES)) == "b s/cp tp=R"
 
 
-def test_size_one_may_stand_twice_and_be_cut():
+def test_size_one_may_stand_twice_and_be_sharded():
     assert str(parse("1 1 v/tp 1/cp:ragged", AXES)) == "1 1 v/tp 1/cp:ragged"
 
 
@@ -147,7 +147,7 @@ def test_mistakes(text, sentence):
     assert rejection(text) == f"spec '{text}' (input 'x'): {sentence}"
 
 
-def test_the_first_mistake_is_told():
+def test_the_first_mistake_is_reported():
     assert rejection("b s/xp s!").endswith("axis 'xp' is not in mesh (cp, tp); did you mean 'cp'?")
     assert rejection("b! s/xp").startswith("spec 'b! s/xp' (input 'x'): unexpected '!' at column 2;")
 

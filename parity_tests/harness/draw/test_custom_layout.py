@@ -80,7 +80,7 @@ def said(call, *args, **keywords):
 
 
 @pytest.mark.parametrize("layout", [viewed, reshaped, asserted])
-def test_a_library_s_own_rejection_is_one(layout):
+def test_a_rejection_by_a_library_counts(layout):
     """As of a view, a reshape, an assertion; and a generator of rows is as good as a list of them."""
     declaration = declared(layout)
     assert declaration.verify(examples=12).meshes == ("ring=1", "ring=2", "ring=4")
@@ -94,14 +94,14 @@ def test_the_words_of_another_error_have_its_kind():
 
 
 @pytest.mark.parametrize("layout", [blocks(2), blocks(3), blocks(100), blocks(1024), odd, power_of_two])
-def test_only_sizes_that_a_layout_takes_are_drawn_and_every_mesh_is_served(layout):
+def test_only_sizes_that_a_layout_takes_are_drawn_and_every_mesh_has_one(layout):
     pairs = drawn(declared(layout))
     assert {world for world, _ in pairs} == set(MESH)
     for world, size in pairs:
         assert sum(map(len, layout(size, world))) == size
 
 
-def test_a_short_menu_serves_every_mesh():
+def test_few_size_choices_fit_every_mesh():
     """The least common size of all meshes is none of the odd ones or the powers of two."""
     for layout in (odd, power_of_two):
         declaration = declared(layout, mesh={"ring": (1, 2, 3, 4)} if layout is odd else {"ring": MESH})
@@ -110,14 +110,14 @@ def test_a_short_menu_serves_every_mesh():
         assert all(any(size_choices.compatible(declaration, shape, mesh) for shape in shapes) for mesh in tried)
 
 
-def test_a_menu_of_sizes_is_asked_of_the_layout():
+def test_size_choices_are_checked_against_the_layout():
     assert drawn(declared(blocks(2), dims={"t": (4, 8, 9, 16)})) <= {
         (1, 4), (1, 8), (1, 16), (2, 4), (2, 8), (2, 16), (4, 8), (4, 16)
     }  # fmt: skip
     assert drawn(declared(odd, dims={"t": (4, 5, 9)})) == {(world, size) for world in MESH for size in (5, 9)}
 
 
-def test_a_further_cut_is_asked_about_the_pieces():
+def test_a_second_sharding_divides_the_shards_of_the_first():
     axes = {"dp": (1, 2), "ring": (1, 2)}
     outer, inner = "b t/ring:mine/dp", "b t/dp/ring:mine"
     for spec, layout in ((outer, blocks(3)), (inner, blocks(3)), (outer, odd)):
@@ -129,13 +129,13 @@ def test_a_further_cut_is_asked_about_the_pieces():
     assert said(declaration.case, dp=2, ring=2, t=9).endswith(sentence)
 
 
-def test_it_is_verified_where_it_can_be_cut():
+def test_it_is_verified_where_it_can_be_sharded():
     declaration = declared(blocks(2))
     assert declaration.verify(examples=12).meshes == ("ring=1", "ring=2", "ring=4")
     assert declaration.verify(t=4).meshes == ("ring=1", "ring=2")
 
 
-def test_a_mistake_shrinks_to_the_smallest_size_that_can_be_cut():
+def test_a_mistake_shrinks_to_the_smallest_size_that_can_be_sharded():
     def tripled(mesh, x):
         return x * 3
 
@@ -147,7 +147,7 @@ def test_a_mistake_shrinks_to_the_smallest_size_that_can_be_cut():
     assert not report.ok and dict(report.case.dims) == {"b": 1, "t": 4}
 
 
-def test_a_size_given_by_hand_is_rejected_in_the_layouts_words():
+def test_a_size_passed_by_hand_is_rejected_with_the_message_of_the_layout():
     declaration = declared(blocks(2))
     sentence = "scheme 'doubled': t=6 cannot be cut by mine over ring=2: blocked needs a multiple of 4"
     assert said(declaration.case, ring=2, t=6) == sentence
@@ -157,7 +157,7 @@ def test_a_size_given_by_hand_is_rejected_in_the_layouts_words():
     assert said(check, declaration.case(ring=2, t=8).replace(dims={"b": 1, "t": 6})) == sentence
 
 
-def test_a_layout_that_takes_no_size_is_told():
+def test_a_layout_that_takes_no_size_is_rejected():
     words = "invalid literal for int() with base 10: 'not a number'"
     start, rest = "scheme 'doubled': mine cuts no size of t over ring=", f" tried: {words}; "
     end = "if it cuts others, name them: dims={'t': (...)}"
@@ -170,14 +170,14 @@ def test_a_layout_that_takes_no_size_is_told():
     assert report.ok and report.left_out == {"ring=4": f"t=8 cannot be cut by mine over ring=4: {words}"}
 
 
-def test_a_menu_of_sizes_none_of_which_a_mesh_can_cut():
+def test_size_choices_none_of_which_a_mesh_divides():
     assert said(declared(blocks(2), dims={"t": (2, 4)}).verify) == (
         "scheme 'doubled': mesh {'ring': 4} can never be drawn: "
         "t=2 cannot be cut by mine over ring=4: blocked needs a multiple of 8"
     )
 
 
-def test_no_partition_is_told_with_the_scheme():
+def test_an_incomplete_partition_is_reported_with_the_scheme():
     def lost(size, world):
         return [[0]] * world
 
@@ -198,7 +198,7 @@ def test_other_errors_of_a_layout_are_raised_as_they_are():
         (lambda size, world: None, "returns a NoneType; return a list of positions for each rank"),
     ],
 )
-def test_a_layout_without_a_row_for_each_rank_is_told(layout, message):
+def test_a_layout_without_a_row_for_each_rank_is_rejected(layout, message):
     declaration = declared(layout)
     with pytest.raises(ValueError, match=f"layout 'mine' {message}"):
         declaration.verify(ring=2)
@@ -207,7 +207,7 @@ def test_a_layout_without_a_row_for_each_rank_is_told(layout, message):
 
 
 @pytest.mark.parametrize("cut", ["1/ring:ragged b", "1/ring:mine b"])
-def test_a_dim_of_size_one_may_be_cut(cut):
+def test_a_dim_of_size_one_may_be_sharded(cut):
     """One rank has it, whichever."""
     layouts = {"mine": lambda size, world: [[]] * (world - 1) + [list(range(size))]}
     declaration = declared(None, inputs={"x": cut}, outputs=cut, layouts=layouts)

@@ -59,7 +59,7 @@ def test_what_hypothesis_draws_can_be_built(case):
 
 
 @given(every_case(tokens, dtype="float16", tp=2, v=10, chunk=3))
-def test_what_is_given_is_kept(case):
+def test_sizes_that_are_passed_are_not_drawn(case):
     assert (case.dtype, case.tp, case.v, case.chunk) == ("float16", 2, 10, 3)
 
 

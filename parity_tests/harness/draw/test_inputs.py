@@ -64,7 +64,7 @@ SPECS = (
 
 @pytest.mark.parametrize("text", SPECS)
 @pytest.mark.parametrize("lengths", [[7, 0, 0], [0, 3, 4], [3, 3, 1]])
-def test_cut_and_stitched_again(text, lengths):
+def test_sharded_and_stitched_again(text, lengths):
     arg = argument(text)
     case = a_case(layouts={"v/tp": {"name": "ragged", "lengths": lengths}})
     array = np.random.default_rng(0).normal(size=arg.shape(case))
@@ -93,7 +93,7 @@ def test_who_holds_what():
     assert held("s/cp:reversed_blocks", cp=0) == [6, 7, 8, 9, 10, 11]
 
 
-def test_two_cuts_of_a_dim_are_made_from_left_to_right():
+def test_two_shardings_of_a_dim_apply_from_left_to_right():
     assert held("s/cp/tp", cp=1, tp=2) == [10, 11]
     assert held("s/tp/cp", cp=1, tp=2) == [10, 11]
     assert held("s/cp/tp", cp=0, tp=2) == [4, 5]
@@ -111,7 +111,7 @@ def test_a_custom_layout_must_be_a_partition():
     )
 
 
-def test_pieces_that_are_summed_and_pieces_that_are_repeated():
+def test_shards_that_are_summed_and_shards_that_are_repeated():
     """tp=P adds up, cp=R repeats in an output and adds up in a gradient."""
     arg, case = argument("b/dp tp=P cp=R"), a_case()
     pieces = [np.full(2, 100.0 * at["cp"] + at["tp"]) for at in inputs.coordinates(MESH)]
@@ -141,7 +141,7 @@ def is_of(array, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["normal", "zeros", "ones", "large", "tiny", "huge", "neg_inf_mask"])
-def test_addends_sum_to_what_the_reference_is_given(dtype, kind):
+def test_addends_sum_to_the_input_of_the_reference(dtype, kind):
     arg, case = argument("b s cp=P tp=P dp=R"), a_case(dtype=dtype, values={"x": {"kind": kind}})
     array = inputs.full_array(arg, values(), case)
     terms = inputs.addends(arg, array, case, "input")
@@ -157,7 +157,7 @@ def test_addends_sum_to_what_the_reference_is_given(dtype, kind):
     assert len({term.tobytes() for term in terms}) == 6
 
 
-def test_a_term_says_nothing_about_the_whole():
+def test_an_addend_does_not_resemble_the_sum():
     arg, case = argument("b s cp=P dp=R tp=R"), a_case(values={"x": {"kind": "normal"}})
     array = inputs.full_array(arg, values("normal"), case)
     terms = inputs.addends(arg, array, case, "input")
@@ -166,7 +166,7 @@ def test_a_term_says_nothing_about_the_whole():
         assert term.std() > array.std() / 2
 
 
-def test_what_is_not_finite_goes_whole_to_one_rank():
+def test_what_is_not_finite_goes_to_one_rank_alone():
     arg, case = argument("b s tp=P dp=R cp=R"), a_case()
     array = np.zeros((4, 12))
     array[1, 2], array[3, 4], array[0, 0] = np.inf, -np.inf, np.nan
@@ -189,7 +189,7 @@ def test_addends_of_a_scalar(value):
     assert terms.sum() == value or abs(terms.sum() - value) < abs(terms[-1]) * 2**-23
 
 
-def test_own_term_over_several_axes():
+def test_the_addend_of_a_rank_over_several_axes():
     """The rank's number among the P axes alone, counted as they stand in the spec, whatever the others are."""
     arg, case = argument("b tp=P cp=R dp=P"), a_case()
     terms = np.arange(6.0)[:, None] * np.ones(4)

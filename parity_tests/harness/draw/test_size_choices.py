@@ -50,7 +50,7 @@ each_scheme = pytest.mark.parametrize("declaration", SCHEMES.values(), ids=SCHEM
 
 @each_scheme
 @pytest.mark.parametrize("profile", ["dev", "ci", "nightly"])
-def test_a_short_menu_serves_every_mesh(declaration, profile):
+def test_few_size_choices_fit_every_mesh(declaration, profile):
     tried = size_choices.meshes(declaration, {}, None)
     shapes = size_choices.shapes(declaration, {}, tried, SHAPES[profile])
     assert 1 < len(shapes) <= {"dev": 8, "ci": 12, "nightly": 48}[profile]
@@ -61,7 +61,7 @@ def test_a_short_menu_serves_every_mesh(declaration, profile):
 
 
 @each_scheme
-def test_drawn_cases_are_of_the_menu_and_meet_every_mesh(declaration):
+def test_drawn_cases_are_of_the_size_choices_and_cover_every_mesh(declaration):
     tried = size_choices.meshes(declaration, {}, None)
     shapes = size_choices.shapes(declaration, {}, tried, 8)
     cases = [draw_case(declaration, seeded_chooser(seed), {}, seed=seed) for seed in range(300)]
@@ -95,7 +95,7 @@ def test_relations_hold_in_every_shape():
     assert all(shape["r"] == shape["s"] - 3 >= 0 for shape in sizes_of("shorter"))
 
 
-def test_menus_of_dims_are_kept():
+def test_size_choices_of_dims_are_respected():
     assert {shape["s"] for shape in sizes_of("few sizes")} == {3, 4, 6}
     assert {shape["p"] for shape in sizes_of("groups")} == {4}
 

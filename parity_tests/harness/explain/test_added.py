@@ -15,7 +15,7 @@ def test_an_input_added_by_each_rank():
     assert headline(want + BIAS, want, inputs={"bias": BIAS}, axes={"tp": 4}) == "bias is added once too often"
 
 
-def test_an_input_that_nobody_adds():
+def test_an_input_that_no_rank_adds():
     want = numbers(4, 5)
     assert headline(want - BIAS, want, inputs={"bias": BIAS}) == "bias is left out"
 

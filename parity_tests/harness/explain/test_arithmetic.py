@@ -33,7 +33,7 @@ def test_constant_factor(factor, written):
     )
 
 
-def test_two_names_for_one_factor_are_both_told():
+def test_two_names_for_one_factor_are_both_reported():
     want = numbers(5)
     assert "factor 2 (= cp or dp):" in headline(2 * want, want, axes={"cp": 2, "dp": 2, "tp": 3})
 
@@ -54,7 +54,7 @@ def test_a_factor_in_huge_and_tiny_numbers():
         assert explain(wide)[0].startswith("off by the constant factor 0.25 (= 1/tp)")
 
 
-def test_one_element_says_less():
+def test_one_element_is_less_certain():
     assert headline([20.0], [5.0]) == (f"off by the constant factor 4 (= tp): {MEANING}; only one element tells")
     assert headline(20.0, 5.0).endswith("only one element tells")
     assert headline([10.0], [5.0], axes={"tp": 4, "m": 8}) == "no pattern; worst at (0)"  # not m/tp

@@ -13,7 +13,7 @@ from parity_tests.harness.explain.evidence import Evidence, Placed
 from parity_tests.specimens.evidence_by_hand import columns_of, evidence, headline, numbers
 
 
-def test_nothing_wrong_is_nothing_to_say():
+def test_a_right_tensor_has_no_clue():
     want = numbers(2, 3)
     assert explain(evidence(want * (1 + 2.0**-22), want)) == ()
     assert explain(evidence(np.zeros((0, 3)), np.zeros((0, 3)))) == ()
@@ -54,7 +54,7 @@ def test_the_report_of_the_manual():
     )
 
 
-def test_a_collective_of_the_whole_mesh():
+def test_a_collective_over_the_full_mesh():
     want, other = numbers(5), numbers(5, seed=1)
     fields = {"axes": {"dp": 2, "tp": 4}, "over_all": "all_reduce at my_scheme.py:9"}
     clue = "all_reduce at my_scheme.py:9 is over all 8 ranks, which is no one axis: pass group=mesh[axis]"
@@ -125,5 +125,5 @@ def anything(draw):
 
 
 @given(anything())
-def test_something_is_always_said_about_a_wrong_tensor_and_nothing_about_a_right_one(observed):
+def test_a_wrong_tensor_always_has_a_clue_and_a_right_one_none(observed):
     assert bool(explain(observed)) == bool(observed.bad.any())

@@ -28,7 +28,7 @@ def test_equal_sizes_share_a_number_and_one_is_none():
     assert named({"tp": 1, "m": math.inf, "z": 0}) == {}
 
 
-def test_the_simplest_name_is_told():
+def test_the_simplest_name_is_reported():
     assert named({"dp": 8, "tp": 2, "cp": 4})[8.0] == "dp"  # not tp*cp
     assert named({"dp": 8, "tp": 2, "cp": 4})[2.0] == "tp"  # not dp/cp
 

@@ -61,7 +61,7 @@ def test_a_layout_of_the_callers():
     assert "in mine order over cp, not in ragged order" in clue
 
 
-def test_a_layout_that_cannot_cut_this_size_explains_nothing():
+def test_a_layout_that_does_not_divide_this_size_explains_nothing():
     want = numbers(6)
 
     def stubborn(size, world):

@@ -19,7 +19,7 @@ def test_not_finite_names_the_first_element_and_its_rank():
     assert headline(got, want) == "not finite first at (0,5)"
 
 
-def test_poison_is_told_from_an_infinity():
+def test_poison_is_distinguished_from_an_infinity():
     want = numbers(4)
     poison = "all_reduce at logprob.py:41"
     assert (

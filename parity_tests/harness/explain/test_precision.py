@@ -21,7 +21,7 @@ def test_a_few_roundings_more():
     assert headline(got + 1.0, want, **fields).startswith("no pattern")
 
 
-def test_one_element_says_so():
+def test_one_element_is_reported_as_such():
     clue = headline([2.01], [2.0], loose_budget=np.array([0.1]))
     assert clue == "within what bfloat16 accumulation may do; only one element tells"
 

@@ -76,7 +76,7 @@ def test_an_axis_of_one_rank_has_no_sum():
     )
 
 
-def test_copies_that_add_up_are_not_told_twice():
+def test_copies_that_add_up_are_not_reported_twice():
     pieces = numbers(2, 3)
     notes = explain(evidence(pieces[0], pieces.sum(0), pieces={"cp": pieces}, at={"cp": 0}))
     assert notes == ("output missing a sum over cp: the ranks' outputs add up to the reference",)

@@ -52,7 +52,7 @@ def test_jax_has_its_own_copy():
     assert [float(copy.max()) for copy in moved] == [1.0, 1.0]
 
 
-def test_what_comes_back_is_writable_and_its_own():
+def test_what_comes_back_is_a_writable_copy():
     source = jnp.ones(5)
     back = bridge.from_jax("x", source)
     back[:] = 3.0

@@ -192,7 +192,7 @@ def test_an_error_beyond_all_measure_is_an_infinite_number_of_budgets():
     assert row.ratio == np.inf and row.where == (0, 0)
 
 
-def test_the_worst_copy_of_a_replicated_tensor_is_told():
+def test_the_worst_copy_of_a_replicated_tensor_is_reported():
     @scheme(reference=lambda x: x * 2.0, mesh={"tp": (4,)}, inputs={"x": "b tp=I"}, outputs="b tp=I")
     def doubled(mesh, x):
         return x * 2
@@ -231,7 +231,7 @@ def test_none_is_wrong_where_the_gradient_is_not_zero_however_small():
     assert rows["d/d y"].error < rows["d/d y"].budget and rows["d/d y"].ratio == np.inf  # zeros would be near enough
 
 
-def test_the_ratio_of_a_gradient_that_is_none_is_its_error_over_its_budget():
+def test_the_ratio_of_a_missing_gradient_is_its_error_over_its_budget():
     row = rows_of(
         *(lambda declaration: (declaration, declaration.case(b=4)))(unused_scheme(lambda x, y, w: x + y + w))
     )["d/d w"]
@@ -249,7 +249,7 @@ def test_one_rank_of_a_sum_may_have_no_gradient():
     assert rows_of(declaration, declaration.case(b=4), spoil)["d/d w"].ok
 
 
-def test_one_piece_without_a_gradient_is_caught():
+def test_one_shard_without_a_gradient_is_caught():
     def spoil(results):
         results[1].gradients["w"] = None
 

@@ -172,7 +172,7 @@ def test_global_ranks_inside_a_sub_group():
     assert declaration.verify(tp=2, b=3, inside_subgroup=True).failure is not None
 
 
-def test_a_scheme_sees_its_own_axes_alone():
+def test_a_scheme_sees_only_its_axes():
     seen = []
 
     def doubled(mesh, x):

@@ -222,7 +222,7 @@ def test_what_is_compiled_does_not_pile_up(monkeypatch):
     assert len(oracle._COMPILED[product]) <= 3
 
 
-def test_arrays_given_by_hand_take_the_place_of_drawn_ones():
+def test_arrays_passed_by_hand_replace_drawn_ones():
     case = times.case(tp=2, b=4, scale=2.5)
     x, c = np.array([1.0, 2.0, 3.0, 4.0]), np.array([1.0, 0.0, 0.0, 2.0])
     evaluation = evaluated(times, case, arrays={"x": x}, cotangents={"out": c})

@@ -59,7 +59,7 @@ def test_errors_travel_by_the_chain_rule():
     assert (np.abs(errors - possible).min(axis=0) < 2.0**-50 * possible.max()).all()
 
 
-def test_errors_join_the_given_tangent():
+def test_errors_are_added_to_the_tangent():
     assert moved(lambda x: 3.0 * x, X, tangents=[np.ones(4)], unit=0.0).tolist() == [3.0] * 4
     tangent = moved(lambda x: 3.0 * x, X, tangents=[np.ones(4)])
     assert np.abs(tangent - 3.0).tolist() == np.abs(3.0 * X).tolist()
@@ -72,7 +72,7 @@ def test_a_difference_of_equals_keeps_the_errors_of_both():
     assert np.abs(errors).max() <= 3 * 3.0 * np.abs(X).max()
 
 
-def test_operations_err_on_their_own():
+def test_operations_round_independently():
     two = moved(lambda x: jnp.stack([x * 1.5, x * 2.5]), np.ones(200)) / np.array([[1.5], [2.5]])
     assert 0.3 < (two[0] == two[1]).mean() < 0.7
     assert not np.array_equal(moved(lambda x: x * x, np.ones(200)), moved(lambda x: x * x, np.ones(200), seed=1))

@@ -69,6 +69,6 @@ def test_a_rank_has_one_colour_wherever_it_is_drawn():
     ]
 
 
-def test_a_line_has_a_colour_and_a_mark_of_its_own():
+def test_each_line_has_a_distinct_colour_and_mark():
     looks = [(line(number)["color"], line(number)["marker"]) for number in range(len(LINES))]
     assert len(set(looks)) == len({colour for colour, _ in looks}) == len({mark for _, mark in looks}) == len(LINES)

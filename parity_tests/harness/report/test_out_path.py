@@ -8,7 +8,7 @@ import pytest
 from parity_tests.harness.report.out_path import check_folder
 
 
-def test_a_folder_that_can_be_made_is_not_rejected(tmp_path):
+def test_a_folder_that_can_be_created_is_not_rejected(tmp_path):
     check_folder(checkpoint=None)
     check_folder(checkpoint=str(tmp_path))
     check_folder(checkpoint=str(tmp_path / "new" / "below"))

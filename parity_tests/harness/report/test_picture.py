@@ -20,7 +20,7 @@ def picture(text, sizes, mesh=MESH, layouts=None, custom=()):
     return strips(parse(text, tuple(mesh), names, typeless_ok=True), sizes, mesh, layouts)
 
 
-def test_a_line_for_each_cut_and_each_type():
+def test_a_line_for_each_sharding_and_each_type():
     assert picture("b s/cp:dual_chunk_swap v/tp", {"b": 2, "s": 16, "v": 6}) == (
         "s/cp:dual_chunk_swap  0011223333221100\n"
         "v/tp                  000111"
@@ -33,7 +33,7 @@ def test_a_line_for_each_cut_and_each_type():
     assert picture("b s", {"b": 2, "s": 3}) == picture("", {}) == "whole on every rank"
 
 
-def test_a_dim_cut_twice_has_two_strips():
+def test_a_dim_sharded_twice_has_two_strips():
     assert picture("h/cp/tp", {"h": 8}) == "h/cp     00112233\nh/cp/tp  01010101"
     assert picture("h/tp/cp:striped", {"h": 8}) == "h/tp             00001111\nh/tp/cp:striped  01230123"
 
@@ -74,7 +74,7 @@ def test_a_rank_of_a_custom_layout_may_hold_nothing():
     assert picture("s/tp:mine/cp:mine", {"s": 4}, **options) == "s/tp:mine          0000\ns/tp:mine/cp:mine  0000"
 
 
-def test_what_cannot_be_cut_is_said_in_its_own_names():
+def test_what_cannot_be_sharded_is_reported_by_its_names():
     with pytest.raises(ValueError) as caught:
         picture("s/cp:dual_chunk_swap", {"s": 30})
     assert str(caught.value) == "s=30 cannot be cut by dual_chunk_swap over cp=4 (needs a multiple of 8); pad to 32"

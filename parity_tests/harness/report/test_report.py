@@ -96,7 +96,7 @@ def test_values_that_may_never_occur():
     assert last == ("  drawn for it: x large; if such values never occur, declare draw={'x': values('normal', 'ties')}")
 
 
-def test_findings_stand_on_lines_of_their_own():
+def test_findings_stand_on_separate_lines():
     def noisy(mesh, x):
         x.data.add_(1)
         return x - 1

@@ -206,13 +206,13 @@ def in_a_stage(mesh: Any, case: Any) -> None:
         raise RuntimeError("[Stage 1] failed to run forward:") from error
 
 
-def test_what_a_stage_raised_is_told_and_not_what_torch_put_over_it() -> None:
+def test_the_exception_of_a_stage_is_reported_and_not_that_of_torch_around_it() -> None:
     with pytest.raises(RankFailure, match=r"^raised: rank 1 raised KeyError: 'no such weight' at ") as caught:
         pool.run(in_a_stage, case(2))
     assert "failed to run forward" not in str(caught.value) and "failed to run" in "".join(caught.value.__notes__)
 
 
-def test_own_exception_before_its_victims(world: int) -> None:
+def test_the_first_exception_is_reported_before_its_consequences(world: int) -> None:
     with pytest.raises(RankFailure) as caught:
         pool.run(raises, case(world))
     assert caught.value.rank == 1

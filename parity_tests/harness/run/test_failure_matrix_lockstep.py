@@ -276,7 +276,7 @@ def test_the_default_group_inside_a_subgroup_is_called_so():
 
 
 @pytest.mark.parametrize("world", (2, 4))
-def test_a_loop_without_end_is_given_up_with_its_stack(world):
+def test_an_endless_loop_is_ended_with_its_stack(world):
     stop = threading.Event()
 
     def spins(mesh: Any, case: CaseSpec) -> None:

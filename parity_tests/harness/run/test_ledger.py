@@ -19,7 +19,7 @@ def summed_twice(mesh, case):
 
 
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-def test_a_backward_is_told_by_the_line_of_its_forward(engine):
+def test_a_backward_is_named_by_the_line_of_its_forward(engine):
     ranks = run(summed_twice, CaseSpec("none", {"tp": 2}, {}), engine)
     assert ranks.results == (2.0, 2.0)
     lines, first = inspect.getsourcelines(summed_twice)

@@ -62,7 +62,7 @@ def test_the_odd_one_out_is_named() -> None:
     assert (mismatch.row.rank, sorted(mismatch.others)) == (1, [0, 2, 3])
 
 
-def test_the_first_in_the_order_of_issue_is_found() -> None:
+def test_the_first_in_the_order_of_issue_is_reported() -> None:
     rows = [
         row(0, group_name="cp", reduce_op="SUM"),
         row(0, reduce_op="SUM"),

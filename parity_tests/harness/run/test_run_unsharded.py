@@ -45,7 +45,7 @@ def test_outputs_and_gradients(convert):
     assert gradients["params.w"].tolist() == (X.T @ np.ones((2, 4))).tolist()
 
 
-def test_the_dtype_is_that_of_what_is_given():
+def test_the_dtype_is_that_of_the_inputs():
     seen = []
 
     def noted(mesh, x):
@@ -76,7 +76,7 @@ def test_the_form_of_the_outputs():
     assert declaration.run(np.arange(2.0), tp=2)["double"].tolist() == [0, 2]
 
 
-def test_sequences_are_cut_where_they_were_given():
+def test_sequences_are_sharded_at_the_offsets_of_the_argument():
     x = np.zeros(12)
     assert first_of_each_rank.run(x, np.array([0, 4, 12]), cp=2).tolist() == [0, 1, 1, 0, 0, 0, 1, 1, 1, 1, 0, 0]
     assert first_of_each_rank.run(x, np.array([0, 8, 12]), cp=2).tolist() == [0, 0, 1, 1, 1, 1, 0, 0, 0, 1, 1, 0]

@@ -171,7 +171,7 @@ def plain_net() -> nn.Module:
 
 
 @pytest.mark.parametrize("wrap", ("ddp", "fsdp", "functional"))
-def test_a_failure_unwinds_through_torchs_own_backward(wrap):
+def test_a_failure_unwinds_through_the_backward_of_torch(wrap):
     def body(mesh: Any, case: CaseSpec) -> None:
         net = plain_net()
         if wrap == "ddp":

@@ -73,7 +73,7 @@ def test_rows_are_numbered_in_each_group():
 
 
 @pytest.mark.parametrize("schedule", (0, 5))
-def test_each_rank_draws_from_its_own_stream(schedule):
+def test_each_rank_has_its_own_random_stream(schedule):
     by_rank = lockstep.run(chatter, case(4, seed=100, schedule=schedule)).results
     for rank, draws in enumerate(by_rank):
         stream = torch.Generator().manual_seed(100 + rank)
@@ -86,7 +86,7 @@ def test_the_callers_stream_does_not_move():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_grad_mode_and_autocast_are_each_ranks_own():
+def test_grad_mode_and_autocast_are_separate_for_each_rank():
     def body(mesh: Any, case: CaseSpec) -> tuple[bool, bool, bool]:
         begins = torch.is_grad_enabled()
         first = mesh.rank("tp") == 0
@@ -101,7 +101,7 @@ def test_grad_mode_and_autocast_are_each_ranks_own():
     assert torch.is_grad_enabled()
 
 
-def test_groups_made_by_an_example_are_gone_in_the_next():
+def test_groups_created_by_an_example_are_gone_in_the_next():
     def body(mesh: Any, case: CaseSpec) -> tuple[str, int]:
         group = dist.new_group([0, 1])
         other = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
@@ -153,7 +153,7 @@ def in_a_stage(mesh: Any, case: CaseSpec) -> None:
         raise RuntimeError("[Stage 1] failed to run forward:") from error
 
 
-def test_what_a_stage_raised_is_told_and_not_what_torch_put_over_it():
+def test_the_exception_of_a_stage_is_reported_and_not_that_of_torch_around_it():
     with pytest.raises(failure.Raised, match=r"^raised: rank 0 raised KeyError: 'no such weight'") as caught:
         lockstep.run(in_a_stage, case(1))
     assert repr(caught.value.__cause__) == "KeyError('no such weight')" and "failed to run" not in str(caught.value)
@@ -185,7 +185,7 @@ def ident(mesh: Any, case: CaseSpec) -> int:
     return threading.get_native_id()
 
 
-def test_threads_are_kept_between_examples_and_new_after_a_failure():
+def test_threads_are_reused_between_examples_and_new_after_a_failure():
     first = lockstep.run(ident, case(2)).results
     assert lockstep.run(ident, case(2)).results == first
     with pytest.raises(failure.Raised):

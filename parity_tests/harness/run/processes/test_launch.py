@@ -122,7 +122,7 @@ def torchrun(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(30)
-def test_ranks_of_a_test_may_say_more_than_a_pipe_holds(tmp_path: Path) -> None:
+def test_ranks_of_a_test_may_print_more_than_a_pipe_buffers(tmp_path: Path) -> None:
     wordy = "import os; print('x' * 200_000 * (1 + int(os.environ['RANK'])))"
     assert [(status, len(output)) for status, output in two_ranks(tmp_path, "-c", wordy)] == [
         (0, 200_001),

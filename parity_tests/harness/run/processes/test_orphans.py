@@ -57,7 +57,7 @@ SCRIPT = """
 """
 
 
-def test_script_is_run_once_and_by_nobody_else(start: Callable[..., Parent]) -> None:
+def test_script_is_run_once_and_by_no_other_process(start: Callable[..., Parent]) -> None:
     parent = start("leaves")
     assert parent.process.wait(30) == 0
     assert parent.process.stdout.read() == ""  # a rank that imported the script would have printed, too

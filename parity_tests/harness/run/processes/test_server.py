@@ -19,7 +19,7 @@ def test_a_parent_that_ends_in_the_middle_of_a_line_has_ended(sent: bytes) -> No
         assert not _serve(served, set(), (0, 0))
 
 
-def test_a_line_that_comes_in_two_pieces_is_one() -> None:
+def test_a_line_that_comes_in_two_reads_is_one() -> None:
     parent, served = socket.socketpair()
     with parent, served:
         parent.sendall(b'{"kill": ')
