@@ -83,7 +83,7 @@ def test_every_reference_is_used(component):
 
 
 @pytest.mark.parametrize("tree", TREES)
-def test_every_file_has_a_distinct_name(tree):
+def test_every_file_has_a_meaningful_name(tree):
     assert [path for path in python_files(tree) if NAMELESS & set(Path(path).with_suffix("").parts)] == []
 
 
