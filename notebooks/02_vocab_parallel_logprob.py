@@ -62,9 +62,9 @@ row = torch.tensor([0.3, 2.0, -1.0, 0.0, 5.0, 1.0, 5.0, -2.0, 0.5, 0.5, 0.5, 0.5
 m_r = torch.stack([part.max() for part in row.chunk(4)])
 rest_r = torch.stack([(part - part.max()).exp().sum() - 1 for part in row.chunk(4)])
 m = m_r.max()
-merged = m + ((m_r - m).exp() * (1 + rest_r)).sum().log()
+merged_lse = m + ((m_r - m).exp() * (1 + rest_r)).sum().log()
 print("m_r        ", m_r.tolist())
-print("merged lse ", merged.item())
+print("merged lse ", merged_lse.item())
 print("full lse   ", row.logsumexp(0).item())
 
 # %% [markdown]
@@ -213,8 +213,8 @@ def in_place(mesh, logits, target):
 
 def peak(way):
     def body(mesh, case):
-        drawn = torch.Generator().manual_seed(mesh.rank("tp"))
-        logits = torch.randn(1, 256, 8192, generator=drawn).bfloat16().requires_grad_()
+        generator = torch.Generator().manual_seed(mesh.rank("tp"))
+        logits = torch.randn(1, 256, 8192, generator=generator).bfloat16().requires_grad_()
         target = torch.arange(256)[None] * 61 % (2 * logits.shape[-1])
         with LivePeak() as memory:
             logprob = way(mesh, logits, target)

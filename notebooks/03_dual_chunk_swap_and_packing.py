@@ -84,8 +84,8 @@ for rank in range(CP):
 padded, real = [0, 8, 24, 32], [0, 5, 21, 22]
 packed = [TokenLayout.packed(padded, real, cp_size=2, cp_rank=rank) for rank in range(2)]
 dense = TokenLayout.dense("dual_chunk_swap", 32, cp_size=2, cp_rank=0)
-shown = {"each sequence": packed[0].index.tolist(), "the stream": dense.index.tolist()}
-layout_figure(shown, dict.fromkeys(shown, padded))
+kinds = {"each sequence": packed[0].index.tolist(), "the stream": dense.index.tolist()}
+layout_figure(kinds, dict.fromkeys(kinds, padded))
 
 # %% [markdown]
 # What a rank must know of its shard: where its sequences begin, the place of each token inside its sequence, and
@@ -129,8 +129,8 @@ plt.show()
 WORLDS = (1, 2, 4, 8, 16, 32, 64)
 figure, panel = plt.subplots(figsize=(6.5, 3), layout="constrained")
 for number, mean in enumerate((64, 512, 4096)):
-    drawn = np.random.default_rng(0).exponential(mean, 4000).astype(int) + 1
-    shares = [1 - drawn.sum() / (-(-drawn // (2 * cp)) * 2 * cp).sum() for cp in WORLDS]
+    lengths = np.random.default_rng(0).exponential(mean, 4000).astype(int) + 1
+    shares = [1 - lengths.sum() / (-(-lengths // (2 * cp)) * 2 * cp).sum() for cp in WORLDS]
     panel.plot(WORLDS, [100 * share for share in shares], **colours.line(number), label=f"mean length {mean}")
 panel.set(xscale="log", xlabel="ranks of cp", ylabel="slots that are padding, %", ylim=(0, None))
 panel.set_xticks(WORLDS, WORLDS)

@@ -187,8 +187,8 @@ for panel, kv_heads in zip(panels, (64, 8, 1), strict=True):
         sent = {
             n: [t.total for t in attention_bytes(hk=kv_heads, cp_size=n, **SHAPE) if t.exchange == name] for n in WORLDS
         }
-        drawn = {n: min(totals) / 2**30 for n, totals in sent.items() if totals}
-        panel.plot(drawn.keys(), drawn.values(), **colours.line(number), label=label)
+        least_bytes = {n: min(totals) / 2**30 for n, totals in sent.items() if totals}
+        panel.plot(least_bytes.keys(), least_bytes.values(), **colours.line(number), label=label)
     panel.set(title=f"{kv_heads} KV head{'s' * (kv_heads > 1)}", xlabel="ranks of cp", xscale="log", yscale="log")
     panel.set_xticks(WORLDS, WORLDS)
     panel.minorticks_off()

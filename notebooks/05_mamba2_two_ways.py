@@ -226,8 +226,8 @@ mebibytes = [sent(s).hidden_parallel / 2**20 for s in LENGTHS]
 panel.plot(LENGTHS, mebibytes, **colours.line(0), label="hidden-parallel")
 for number, (name, segments) in enumerate(SEGMENTS.items(), 1):
     cost_of = [sent(s, segments) for s in LENGTHS]
-    drawn = {**colours.line(number), "marker": ""}
-    panel.plot(LENGTHS, [c.state_passing / 2**20 for c in cost_of], **drawn, label=f"states: {name}")
+    style = {**colours.line(number), "marker": ""}
+    panel.plot(LENGTHS, [c.state_passing / 2**20 for c in cost_of], **style, label=f"states: {name}")
     crossing = 8 * cost_of[0].crossover_tokens
     panel.plot(crossing, sent(crossing // 8 * 8).hidden_parallel / 2**20, **{**colours.line(number), "markersize": 8})
 panel.set(xscale="log", yscale="log", xlabel="tokens of the full sequence", ylabel="MiB sent by a rank, forward")

@@ -42,13 +42,13 @@ from shardproof.tracing import (
     Found,
     Model,
     batch,
+    buggy_model,
     drawn_weights,
     first,
+    full_model,
     lines,
-    planted_model,
     recorded,
     traced,
-    whole_model,
 )
 from torch_impl.collectives import all_reduce
 
@@ -58,10 +58,10 @@ from torch_impl.collectives import all_reduce
 # Two gated blocks and a head, on bytes of Python's own language reference; each byte predicts the next. `up`, `gate`
 # and the head are sharded by rows, so each rank computes some of their outputs; `down` is sharded by columns, so each
 # rank computes an addend of every output. Somewhere in this file is the bug. Do not look for it yet. The reference is
-# the same in flax, unsharded: `parity_tests/tracing/planted_reference.py`.
+# the same in flax, unsharded: `parity_tests/tracing/buggy_model_reference.py`.
 
 # %%
-print(inspect.getsource(planted_model))
+print(inspect.getsource(buggy_model))
 
 # %% [markdown]
 # ## The loss is right
@@ -95,9 +95,9 @@ def reference_loss(model):
     return -logprob.mean()
 
 
-known = traced(whole_model, reference_loss, WEIGHTS, "float64")
+reference_trace = traced(full_model, reference_loss, WEIGHTS, "float64")
 with jax.enable_x64(True):
-    want = float(reference_loss(whole_model({name: jnp.asarray(x) for name, x in WEIGHTS.items()})))
+    want = float(reference_loss(full_model({name: jnp.asarray(x) for name, x in WEIGHTS.items()})))
 ranks = run(lambda mesh, case: one_step(mesh), CaseSpec("step", {"tp": TP}))
 print(f"one device  {want:.15f}")
 for rank, (loss, _, _) in enumerate(ranks.results):
@@ -121,13 +121,13 @@ def full_gradients(ranks):
     return gradients
 
 
-norm, of_one = np.linalg.norm, known.of_weights
+norm, of_one = np.linalg.norm, reference_trace.of_weights
 gradients = full_gradients(ranks)
 deviation = {name: norm(gradients[name] - of_one[name]) / norm(of_one[name]) for name in gradients}
 figure, panel = plt.subplots(figsize=(8, 3.4), layout="constrained")
 for label, colour, is_shown in (("as on one device", colours.RIGHT, False), ("wrong", colours.WRONG, True)):
-    shown = {name: value if (value > 1e-9) == is_shown else np.nan for name, value in deviation.items()}
-    panel.barh(list(shown), list(shown.values()), color=colour, label=label)
+    bars = {name: value if (value > 1e-9) == is_shown else np.nan for name, value in deviation.items()}
+    panel.barh(list(bars), list(bars.values()), color=colour, label=label)
 panel.set(xscale="log", xlim=(1e-18, 10), xlabel="gradient: relative distance from one device", title="tp=2, one step")
 panel.invert_yaxis()
 panel.legend(loc="lower right")
@@ -153,7 +153,7 @@ def positions(rank, event, full, local):
 
 def trace(ranks):
     recordings = Found([seen for _, seen, _ in ranks.results], full_gradients(ranks))
-    return lines(known, recordings, positions, "float64", {"tp": TP})
+    return lines(reference_trace, recordings, positions, "float64", {"tp": TP})
 
 
 compared = trace(ranks)
@@ -171,8 +171,8 @@ print(*line.notes, sep="\n")
 # %%
 figure, panel = plt.subplots(figsize=(8, 3.2), layout="constrained")
 for number, phase in enumerate(("forward", "backward", "weight")):
-    drawn = {i: max(each.error, 1e-17) for i, each in enumerate(compared) if each.phase == phase}
-    panel.semilogy(list(drawn), list(drawn.values()), **{**colours.line(number), "linestyle": ""}, label=phase)
+    errors = {i: max(each.error, 1e-17) for i, each in enumerate(compared) if each.phase == phase}
+    panel.semilogy(list(errors), list(errors.values()), **{**colours.line(number), "linestyle": ""}, label=phase)
 panel.semilogy([each.budget for each in compared], color="0.6", linewidth=1, label="budget")
 panel.annotate(line.name, (at, line.error), (at - 3, 1e-5), ha="right", arrowprops={"arrowstyle": "->"})
 panel.set(xlabel="tensor, in the order of execution", ylabel="relative distance", ylim=(1e-18, 10))

@@ -44,8 +44,8 @@ RUNS = {
     "cp=2 tp=2, Ulysses, states passed": Run.on({"cp": 2, "tp": 2}, mamba="state", attention="ulysses", **SMALL),
     "pp=2, 1F1B": Run.on({"pp": 2}, **SMALL),
 }
-known = ReferenceSteps()
-judged = {name: followed(run, known, "lockstep") for name, run in RUNS.items()}
+reference_steps = ReferenceSteps()
+judged = {name: followed(run, reference_steps, "lockstep") for name, run in RUNS.items()}
 
 print(f"{'mesh':36}{'loss of step 5':>20}{'largest error / budget':>26}")
 for name, steps in judged.items():
@@ -82,7 +82,7 @@ injected = PatchedModules.of(bug, [trace.__module__, followed.__module__])
 buggy_trace, buggy_run = injected.modules[0].trace, injected.modules[1].followed
 run = RUNS["cp=2, ring, heads exchanged"]
 with injected:
-    broken = buggy_run(run, known, "lockstep")
+    broken = buggy_run(run, reference_steps, "lockstep")
 print(f"{bug.at}\n- {bug.old}\n+ {bug.new}\n")
 for step in broken[:3]:
     wrong = ", ".join(name for name in step.wrong[:3]) or "nothing"
@@ -107,8 +107,8 @@ print(f"with the bug: first to differ: {line.name}; look in {line.home}", *line.
 # %%
 figure, panel = plt.subplots(figsize=(9, 3), layout="constrained")
 for number, (name, traced) in enumerate({"healthy": healthy, "with the bug": lines}.items()):
-    drawn = {**colours.line(number), "linestyle": "", "markersize": 3}
-    panel.semilogy([max(each.error, 1e-17) for each in traced], **drawn, label=name)
+    style = {**colours.line(number), "linestyle": "", "markersize": 3}
+    panel.semilogy([max(each.error, 1e-17) for each in traced], **style, label=name)
 panel.semilogy([each.budget for each in healthy], color="0.6", linewidth=1, label="budget")
 at = lines.index(line)
 panel.annotate(line.name, (at, line.error), (at - 5, 1e-6), ha="right", fontsize=9, arrowprops={"arrowstyle": "->"})

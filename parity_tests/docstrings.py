@@ -52,7 +52,7 @@ def missing(public: Any) -> list[str]:
     if issubclass(public, torch.autograd.Function):
         parts = [inspect.unwrap(public.forward), inspect.unwrap(public.backward)]
         return _of_call(public, inspect.getdoc(public), _arguments(parts[0])[1:], parts)
-    in_methods = [f"{name}: {fault}" for name, method in _methods(public) for fault in missing(method)]
+    in_methods = [f"{name}: {problem}" for name, method in _methods(public) for problem in missing(method)]
     constructor = public.__dict__.get("__init__")
     if is_dataclass(public) or getattr(constructor, "__module__", "") != public.__module__:
         constructor = None  # a dataclass shows its fields itself; a protocol's constructor is Python's

@@ -25,7 +25,7 @@ DTYPES = ("float32", "bfloat16")
 HOME = "parity_tests.vocab_parallel.test_logprob"
 TRIED = ("vocab_parallel_logprob", "logprob_with_entropy")
 MULTIPLES = (0.5, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
-PLANTED_IN = 30
+INJECTED_IN = 30
 ROUNDINGS = (1, 2, 4, 8, 16, 32, 64, 128)
 EXAMPLES = 40
 
@@ -78,8 +78,8 @@ def in_one_element() -> Figure:
     tried = _tried()
     caught: Counter[float] = Counter()
     relative: list[float] = []
-    planted = 0
-    for scheme, seed in itertools.product(tried, range(PLANTED_IN)):
+    injected = 0
+    for scheme, seed in itertools.product(tried, range(INJECTED_IN)):
         case = draw_case(scheme, seeded_chooser(seed), {}, dtype=DTYPES[seed % 2], seed=seed)
         reference = oracle.evaluate(scheme, Program.of(scheme), case)
         results = run(Program.of(scheme), case, "lockstep").results
@@ -87,20 +87,20 @@ def in_one_element() -> Figure:
             place = _place(row, seed)
             if place is None:
                 continue
-            planted += 1
+            injected += 1
             relative.append(row.budgets[place] / abs(row.want[place]))
             for multiple in MULTIPLES:
                 worse = _with_error(scheme, case, results, row, place, multiple * row.budgets[place])
                 judged = compare.compare(scheme, case, worse, reference)
                 caught[multiple] += not all(other.ok for other in judged)
-    always = min((m for m in MULTIPLES if caught[m] == planted), default=float("inf"))
-    each = ", ".join(f"{m:g} budgets {caught[m] / planted:.0%}" for m in MULTIPLES)
+    always = min((m for m in MULTIPLES if caught[m] == injected), default=float("inf"))
+    each = ", ".join(f"{m:g} budgets {caught[m] / injected:.0%}" for m in MULTIPLES)
     return Figure(
-        "smallest planted error that is always caught",
+        "smallest injected error that is always caught",
         "<= 10 budgets",
         f"{always:g} budgets; caught: {each}",
         always <= 10,
-        f"{planted} elements of outputs and gradients of {len(tried)} schemes, float32 and bfloat16; "
+        f"{injected} elements of outputs and gradients of {len(tried)} schemes, float32 and bfloat16; "
         f"a budget is {spread(relative)} of its element",
     )
 

@@ -30,7 +30,7 @@ def toy(mesh: Any, case: CaseSpec) -> float:
 
 def raising(mesh: Any, case: CaseSpec) -> None:
     if mesh.rank("tp") == 1:
-        raise RuntimeError("planted")
+        raise RuntimeError("injected")
     dist.all_reduce(torch.ones(3), group=mesh["tp"])
 
 

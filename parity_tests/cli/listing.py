@@ -84,7 +84,7 @@ def pictures(target: str, sizes: Mapping[str, Any], svg: str | None, as_json: bo
 
 
 def drawn(scheme: Declared, case: CaseSpec) -> dict[str, Any]:
-    """A picture as JSON: for each cut of each tensor the rank that owns each position, for other axes their types."""
+    """A picture as JSON: for each sharding of a tensor the rank of each position, for other axes their types."""
     tensors = {
         name: {
             "spec": str(spec),

@@ -1,4 +1,4 @@
-"""The verbs that only calculate: a pipeline schedule, and what cutting a model would do."""
+"""The verbs that only calculate: a pipeline schedule, and what sharding a model would do."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def plan(
     ] = None,
     json: JsonFlag = False,
 ) -> None:
-    """What cutting a model over a mesh of any size would do: placements, bytes, collectives. Nothing runs."""
+    """What sharding a model over a mesh of any size would do: placements, bytes, collectives. Nothing runs."""
     from parity_tests.cli import plan as dry
 
     dry.show(model, sizes(mesh, "--mesh"), tokens, options(option), json)

@@ -1,4 +1,4 @@
-"""`shardproof plan`: a model without memory, and what cutting it over a mesh of any size would do."""
+"""`shardproof plan`: a model without memory, and what sharding it over a mesh of any size would do."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ FORMS = (
 TENSOR = ("tp", "tensor_parallel")
 NOT_PLANNED = {  # axes that a mesh may have, of which a dry run counts nothing
     "pp": "pp parts the model into stages; leave it out, or plan one stage, as a factory in file.py:function",
-    "ep": "ep parts experts by their number, and here they are cut over tp; leave it out",
-    "ep_shard": "ep_shard belongs to ep, and here experts are cut over tp; leave it out",
+    "ep": "ep parts experts by their number, and here they are sharded over tp; leave it out",
+    "ep_shard": "ep_shard belongs to ep, and here experts are sharded over tp; leave it out",
 }
 
 

@@ -81,7 +81,7 @@ def record(name: str, timeline: Timeline) -> dict[str, Any]:
 def _found(
     target: str, pp: int | None, microbatches: int | None, stages_per_rank: int | None
 ) -> tuple[str, Order, list[int]]:
-    """Name, order and the rank of each stage, of a file or of a name, which may be cut short."""
+    """Name, order and the rank of each stage, of a file or of a name, which may be abbreviated."""
     if target.lower().endswith(".csv"):
         read = read_csv(target, pp_size=pp, n_microbatches=microbatches, argument="schedule")
         return Path(target).name, read.order, read.stage_to_rank

@@ -25,7 +25,7 @@ SHAPES = {
     "tour": REPORTS.replace(
         "MORE",
         """,
- "caught": {"what was planted": true}, "wrong": [], "figure": "shardproof_verify.png\"""",
+ "caught": {"what was injected": true}, "wrong": [], "figure": "shardproof_verify.png\"""",
     ),
     "list": """
 [

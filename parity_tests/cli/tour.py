@@ -1,7 +1,7 @@
-"""The first run: every built-in scheme, real text, three planted bugs, one figure, one sentence.
+"""The first run: every built-in scheme, real text, three injected bugs, one figure, one sentence.
 
-What each part prints is what it found; the status is 0 only if every scheme is equal, the text's perplexity is the
-reference's, and every planted bug is caught and called by its name.
+Each part prints its results; the status is 0 only if every scheme is equal, the text's perplexity is the
+reference's, and every injected bug is caught and called by its name.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ WIDTH = 150  # of the table where there is no terminal to ask
 
 @dataclass
 class Tour:
-    """What has been found so far: the lines of the figure, and what is not as it should be."""
+    """The results so far: the lines of the figure, and what is not as it should be."""
 
     console: Console
     outcome: Outcome = field(default_factory=Outcome)
     caught: dict[str, bool] = field(default_factory=dict)
     verified: list[tour_figure.Line] = field(default_factory=list)
-    planted: list[tour_figure.Line] = field(default_factory=list)
+    injected: list[tour_figure.Line] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     examples: int = 0
 
@@ -45,7 +45,7 @@ class Tour:
 
 
 def run(figure_path: str, examples: int, json: str | None = None, quiet: bool = False) -> int:
-    """The whole tour; returns the exit status. If `quiet`, only the closing sentence is printed."""
+    """Run the tour; returns the exit status. If `quiet`, only the closing sentence is printed."""
     check_writable(figure=figure_path, json=json)
     start, aside = time.perf_counter(), json == "-"
     width = None if Console(stderr=aside).is_terminal else WIDTH
@@ -57,7 +57,7 @@ def run(figure_path: str, examples: int, json: str | None = None, quiet: bool = 
         f"{tour.examples} examples; Python {platform.python_version()}, torch {version('torch')}, jax {version('jax')}"
     )
     with naming(figure_path):
-        tour_figure.figure(tour.verified, tour.planted, caption).savefig(figure_path, dpi=130)
+        tour_figure.figure(tour.verified, tour.injected, caption).savefig(figure_path, dpi=130)
     status = status or (MISMATCH if tour.wrong else EQUAL)
     tour.console.print()
     closing = _closing(tour, time.perf_counter() - start)
@@ -117,12 +117,12 @@ def _text(tour: Tour) -> None:
 def _bugs(tour: Tour) -> None:
     from parity_tests.injected_bugs.wrong_schemes import WRONG_SCHEMES
 
-    tour.heading(f"{len(WRONG_SCHEMES)} planted bugs")
+    tour.heading(f"{len(WRONG_SCHEMES)} injected bugs")
     for bug in WRONG_SCHEMES:
         report = judge(bug.scheme, bug.scheme.case(dtype="float32", **bug.sizes))
         notes = [f"{label}: {note}" for label, notes_of_tensor in report.notes.items() for note in notes_of_tensor]
         is_caught = not report.ok and any(bug.expect in note for note in notes)
-        tour.planted.append(tour_figure.line_of(bug.scheme.name, report))
+        tour.injected.append(tour_figure.line_of(bug.scheme.name, report))
         tour.caught[bug.mistake] = is_caught
         tour.console.print(f"{'caught' if is_caught else 'NOT CAUGHT'}: {bug.mistake}", highlight=False, soft_wrap=True)
         shown_notes = notes if notes else [report.verdict]
@@ -138,5 +138,5 @@ def _closing(tour: Tour, seconds: float) -> str:
     schemes = len(tour.verified) - len(READERS_TP)
     return (
         f"All {schemes} schemes mean what their references mean, the text reads alike on 1, 2 and 4 ranks, "
-        f"and {len(tour.planted)} of {len(tour.planted)} planted bugs were caught, in {seconds:.0f} s."
+        f"and {len(tour.injected)} of {len(tour.injected)} injected bugs were caught, in {seconds:.0f} s."
     )

@@ -1,4 +1,4 @@
-"""What the tour verified, as one figure: error over budget of every scheme, and of the planted bugs beyond it."""
+"""What the tour verified, as one figure: error over budget of every scheme, and of the injected bugs beyond it."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def line_of(name: str, report: Report) -> Line:
     return Line(name, {role: row.ratio for role, row in worst.items() if row is not None})
 
 
-def figure(verified: Sequence[Line], planted: Sequence[Line], caption: str) -> Any:
-    """A matplotlib figure; `verified` above, `planted` below a gap."""
+def figure(verified: Sequence[Line], injected: Sequence[Line], caption: str) -> Any:
+    """A matplotlib figure; `verified` above, `injected` below a gap."""
     from matplotlib.figure import Figure
 
-    lines = [*verified, None, *planted]
+    lines = [*verified, None, *injected]
     canvas = Figure(figsize=(9.0, 1.5 + 0.24 * len(lines)), layout="constrained")
     panel = canvas.subplots()
     for height, line in enumerate(lines):
@@ -49,7 +49,7 @@ def figure(verified: Sequence[Line], planted: Sequence[Line], caption: str) -> A
     panel.text(1.0, 0.9, "budget", ha="center", fontsize=8)
     panel.text(RIGHT * 20, 0.9, "headroom", ha="right", fontsize=8)
     panel.axhspan(-len(lines) + 0.5, -len(verified), color="0.95", zorder=0)
-    panel.text(LEFT * 1.3, -len(verified), "planted bugs", va="center", fontsize=8, style="italic")
+    panel.text(LEFT * 1.3, -len(verified), "injected bugs", va="center", fontsize=8, style="italic")
     panel.set(xscale="log", xlim=(LEFT / 2, RIGHT * 30), ylim=(-len(lines) + 0.5, 0.8))
     levels = [(-height, line) for height, line in enumerate(lines) if line is not None]
     panel.set_yticks([height for height, _ in levels], [line.name for _, line in levels], fontsize=8)

@@ -92,7 +92,7 @@ def tour(
     json: JsonPath = None,
     quiet: Quiet = False,
 ) -> None:
-    """Everything at once on this CPU: all built-in schemes, real text, three planted bugs, one figure."""
+    """Everything at once on this CPU: all built-in schemes, real text, three injected bugs, one figure."""
     from parity_tests.cli import tour as first_run
 
     raise typer.Exit(first_run.run(figure, examples, json, quiet))

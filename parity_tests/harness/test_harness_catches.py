@@ -1,7 +1,7 @@
-"""A wrong harness passes everything: each fault planted in the harness lets a mistake through that the harness catches.
+"""A wrong harness passes everything: each bug injected into it lets a mistake through that the harness catches.
 
-A sentinel is a scheme with one mistake. The harness as it is must turn it red for the right reason; with the fault
-planted it must not, which shows that nothing else stands in for the part that is broken.
+A sentinel is a scheme with one mistake. The harness as it is must turn it red for the right reason; with the bug
+injected it must not, which shows that nothing else replaces the part that is broken.
 """
 
 from dataclasses import replace
@@ -33,11 +33,11 @@ def test_the_harness_catches_the_sentinel(name):
 # Faults: each takes pytest's monkeypatch and breaks one thing.
 
 
-def comparison_that_is_always_content(patch):
+def comparison_that_always_passes(patch):
     patch.setattr(compare, "errors", lambda got, want, dtype: np.zeros(np.broadcast_shapes(got.shape, want.shape)))
 
 
-def budget_without_end(patch):
+def infinite_budget(patch):
     patch.setattr(compare, "K", 1e9)
 
 
@@ -57,7 +57,7 @@ def skipped_second_output(patch):
     patch.setattr(compare, "compare", lambda *arguments: [row for row in rows(*arguments) if row.name != "out[1]"])
 
 
-def missing_gradient_taken_for_right(patch):
+def missing_gradient_accepted(patch):
     """A None becomes whatever the reference says."""
     judged = compare._judged
 
@@ -70,14 +70,14 @@ def missing_gradient_taken_for_right(patch):
     patch.setattr(compare, "_judged", lenient)
 
 
-def addends_not_drawn(patch):
-    """Each rank is fed the whole: then a sum that is never taken is right."""
+def addends_replaced_by_the_sum(patch):
+    """Each rank gets the full tensor: then a missing sum is right."""
     patch.setattr(inputs, "addends", lambda arg, array, case, kind: array[None])
     patch.setattr(inputs, "own_term", lambda arg, terms, case, coords, kind: terms[0])
 
 
 def addends_not_summed(patch):
-    """A partial output is judged by its first rank's term."""
+    """A partial output is judged by the addend of its first rank."""
     patch.setattr(stitch, "SUMMED", {"output": "none", "gradient": "R"})
     first_copy_alone(patch)
 
@@ -93,7 +93,7 @@ def first_copy_alone(patch):
 
 
 def stitch_with_the_wrong_layout(patch):
-    """The ranks are cut by one layout and the reference is told another, which undoes the mistake."""
+    """The ranks are sharded by one layout and stitched by another, which undoes the mistake."""
     original = inputs.layout_function
 
     def contiguous(name, lengths, custom, trusted):
@@ -102,7 +102,7 @@ def stitch_with_the_wrong_layout(patch):
     patch.setattr(inputs, "layout_function", contiguous)
 
 
-def nothing_is_modified(patch):
+def modifications_are_ignored(patch):
     patch.setattr(program, "_modified", lambda role, before, after: [])
 
 
@@ -114,13 +114,13 @@ def replicas_are_never_compared(patch):
     patch.setattr(side_checks, "_replicas", lambda row: [])
 
 
-def not_a_number_is_close(patch):
+def nan_is_close(patch):
     wrong = compare.errors
     patch.setattr(compare, "errors", lambda got, want, dtype: np.where(np.isnan(got), 0.0, wrong(got, want, dtype)))
 
 
 def reference_that_echoes_the_ranks(patch):
-    """The ranks' own answer stands in for the reference's: a test of a thing against itself."""
+    """The output of the ranks replaces that of the reference: a test of a thing against itself."""
     evaluated = oracle.evaluate
 
     def echo(scheme, program, case):
@@ -135,33 +135,33 @@ def reference_that_echoes_the_ranks(patch):
     patch.setattr(oracle, "evaluate", echo)
 
 
-FAULTS = [
-    (comparison_that_is_always_content, "value"),
-    (comparison_that_is_always_content, "gradient"),
-    (budget_without_end, "value"),
+INJECTED = [
+    (comparison_that_always_passes, "value"),
+    (comparison_that_always_passes, "gradient"),
+    (infinite_budget, "value"),
     (dropped_cotangent, "gradient"),
     (skipped_gradients, "gradient"),
     (skipped_second_output, "second output"),
-    (missing_gradient_taken_for_right, "no gradient"),
-    (addends_not_drawn, "sum"),
+    (missing_gradient_accepted, "no gradient"),
+    (addends_replaced_by_the_sum, "sum"),
     (addends_not_summed, "doubled sum"),
     (first_copy_alone, "copy"),
     (stitch_with_the_wrong_layout, "order"),
-    (nothing_is_modified, "cotangent"),
-    (nothing_is_modified, "input"),
+    (modifications_are_ignored, "cotangent"),
+    (modifications_are_ignored, "input"),
     (cost_of_nothing, "cost"),
     (replicas_are_never_compared, "last bit"),
-    (not_a_number_is_close, "not a number"),
+    (nan_is_close, "not a number"),
     (reference_that_echoes_the_ranks, "value"),
 ]
 
 
-@pytest.mark.parametrize(("fault", "name"), FAULTS, ids=[f"{fault.__name__}-{name}" for fault, name in FAULTS])
-def test_a_broken_harness_lets_the_sentinel_pass(fault, name, monkeypatch):
-    fault(monkeypatch)
+@pytest.mark.parametrize(("bug", "name"), INJECTED, ids=[f"{bug.__name__}-{name}" for bug, name in INJECTED])
+def test_a_broken_harness_lets_the_sentinel_pass(bug, name, monkeypatch):
+    bug(monkeypatch)
     report = verdict(name)
     assert report.verdict == "equal", str(report)
 
 
 def test_every_sentinel_guards_something():
-    assert {name for _, name in FAULTS} == set(SENTINELS)
+    assert {name for _, name in INJECTED} == set(SENTINELS)

@@ -61,7 +61,7 @@ def all_raise(x):
     nograd=("x",),
     draw={"x": values("ones")},
 )
-def planted_in_a_gradient(mesh, x, strategy, bad, place, at):
+def injected_into_a_gradient(mesh, x, strategy, bad, place, at):
     """One where every rank raises, whichever rank has the bad number, and whether it spreads or not."""
     rank = (place % mesh.size("dp_shard"), place % mesh.size("tp"))
     return x * float(outcome(mesh, rank, bad, strategy, at).startswith("check_for_nan_in_grad: the gradient of "))
@@ -77,7 +77,7 @@ def test_a_finite_number_too_large_for_float32_is_finite(at):
 
 def test_parity():
     @settings(max_examples=25)
-    @given(every_case(planted_in_a_gradient))
+    @given(every_case(injected_into_a_gradient))
     def example(case):
         check(case)
 

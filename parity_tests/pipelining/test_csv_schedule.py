@@ -1,4 +1,4 @@
-"""Parity of pipelining.csv_schedule: what is written is read again, torch's own files, and every fault by its cell."""
+"""Parity of pipelining.csv_schedule: a written file is read again, torch's files too, and each mistake has its cell."""
 
 import re
 import tempfile
@@ -162,7 +162,7 @@ def verdict(text):
     draw={"ids": token_below("r")},
 )
 def verdicts_on_files(mesh, ids) -> Int[Tensor, "k r/pp"]:
-    """Row and column of the fault of each file, 0 where there is none."""
+    """Row and column of the mistake in each file, 0 where there is none."""
     verdicts = torch.tensor([verdict(text) for text, _ in WRITTEN], dtype=ids.dtype, device=ids.device)
     return verdicts[:, mesh.global_ids("r")]
 

@@ -17,7 +17,7 @@ from parity_tests.tracing.pair import traced_pair
 
 
 class Gated(nn.Module):
-    """down(silu(gate(x)) * up(x)), twice with the same weights; a mistake can be planted in it."""
+    """down(silu(gate(x)) * up(x)), twice with the same weights; a bug can be injected into it."""
 
     def __init__(self, mistake=None):
         super().__init__()

@@ -107,11 +107,11 @@ class Run:
                 f"--schedule {rule.name} over pp={pp} has {stages} stages, the model {layers} layers; "
                 "use fewer ranks of pp, or a schedule with fewer stages on each"
             )
-        fault = microbatches_problem(rule, self.streams // self.dp, pp)
-        if fault:
+        problem = microbatches_problem(rule, self.streams // self.dp, pp)
+        if problem:
             raise ValueError(
                 f"--mesh pp={pp}: {self.streams // self.dp} micro-batches, those of one rank of dp={self.dp}, "
-                f"{fault.partition(';')[0]}; use fewer ranks of dp or pp, or another schedule"
+                f"{problem.partition(';')[0]}; use fewer ranks of dp or pp, or another schedule"
             )
 
     @classmethod

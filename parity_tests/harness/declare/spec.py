@@ -156,7 +156,7 @@ def _check_axis(axis: str, axes: tuple[str, ...]) -> None:
 
 def _check_letter(axis: str, letter: str) -> None:
     if letter == "V":
-        raise ValueError(f"{axis}=V: Varying is written by cutting a dim, as in v/{axis}")
+        raise ValueError(f"{axis}=V: Varying is written by sharding a dim, as in v/{axis}")
     if letter not in ("R", "I", "P"):
         raise ValueError(f"{axis}={letter}: a type is R, I or P")
 

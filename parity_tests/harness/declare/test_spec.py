@@ -128,7 +128,7 @@ def test_thousands_of_dims():
         ("v tp=X", "tp=X: a type is R, I or P"),
         ("v tp=RR", "tp=RR: a type is R, I or P"),
         ("v tp=i", "tp=i: a type is R, I or P"),
-        ("v tp=V", "tp=V: Varying is written by cutting a dim, as in v/tp"),
+        ("v tp=V", "tp=V: Varying is written by sharding a dim, as in v/tp"),
         (
             "b s cp=R",
             "axis 'tp' cuts no dim and has no type; write tp=R (gradients add up), tp=I (same gradient) "

@@ -173,7 +173,7 @@ class Summed(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Fault:
+class Mistake:
     """A body, what must be said of it, the ops and ranks that must be named, each with its line."""
 
     body: Callable
@@ -183,35 +183,35 @@ class Fault:
     ranks: tuple[int, ...] = (0, 1)
 
 
-FAULTS = (
-    Fault(raises, failure.Raised, "rank 1 raised KeyError: 'no such weight'", ranks=(0,)),
-    Fault(raises_in_backward, failure.Raised, "rank 1 raised KeyError: 'no such gradient'", ranks=(0,)),
-    Fault(other_size, failure.Mismatch, "shapes differ, [3] and [2]"),
-    Fault(other_shape, failure.Mismatch, "shapes differ, [2, 3] and [3, 2]"),
-    Fault(other_dtype, failure.Mismatch, "dtypes differ, float32 and int32"),
-    Fault(other_reduce_op, failure.Mismatch, "reduce ops differ, SUM and MAX"),
-    Fault(reduce_or_broadcast, failure.Mismatch, "different operations meet", ("all_reduce", "broadcast")),
-    Fault(reduce_or_gather, failure.Mismatch, "different operations meet", ("all_reduce", "all_gather")),
-    Fault(other_root, failure.Mismatch, "roots differ, 0 and 1", ("broadcast",)),
-    Fault(uneven_gather, failure.Mismatch, "shapes differ, [4] and [3]", ("all_gather",)),
-    Fault(uneven_scatter, failure.Mismatch, "outputs differ, float32[4] and float32[3]", ("scatter",)),
-    Fault(
+MISTAKES = (
+    Mistake(raises, failure.Raised, "rank 1 raised KeyError: 'no such weight'", ranks=(0,)),
+    Mistake(raises_in_backward, failure.Raised, "rank 1 raised KeyError: 'no such gradient'", ranks=(0,)),
+    Mistake(other_size, failure.Mismatch, "shapes differ, [3] and [2]"),
+    Mistake(other_shape, failure.Mismatch, "shapes differ, [2, 3] and [3, 2]"),
+    Mistake(other_dtype, failure.Mismatch, "dtypes differ, float32 and int32"),
+    Mistake(other_reduce_op, failure.Mismatch, "reduce ops differ, SUM and MAX"),
+    Mistake(reduce_or_broadcast, failure.Mismatch, "different operations meet", ("all_reduce", "broadcast")),
+    Mistake(reduce_or_gather, failure.Mismatch, "different operations meet", ("all_reduce", "all_gather")),
+    Mistake(other_root, failure.Mismatch, "roots differ, 0 and 1", ("broadcast",)),
+    Mistake(uneven_gather, failure.Mismatch, "shapes differ, [4] and [3]", ("all_gather",)),
+    Mistake(uneven_scatter, failure.Mismatch, "outputs differ, float32[4] and float32[3]", ("scatter",)),
+    Mistake(
         other_splits,
         failure.Mismatch,
         "splits disagree, rank {last} sends float32[1, 2] to rank 0, which expects float32[2, 2]",
         ("all_to_all",),
         (0,),
     ),
-    Fault(other_size_in_backward, failure.Mismatch, "shapes differ, [3] and [2]"),
-    Fault(other_size_functional, failure.Mismatch, "shapes differ, [3] and [2]"),
-    Fault(short_receive, failure.Mismatch, "shapes differ, [4] and [2]", ("send", "recv")),
-    Fault(other_tag, failure.Mismatch, "tags differ, 5 and 6", ("send", "recv")),
-    Fault(all_send_first, failure.Deadlock, "nobody can run: rank 0 waits in send float32[4] peer=1", ("send",)),
-    Fault(skips, failure.Deadlock, "rank 1 finished", ranks=(0,)),
-    Fault(forgets_to_wait, failure.Unwaited, "rank 1 returned and never waited for all_reduce", ranks=(1,)),
-    Fault(forgets_a_functional, failure.Unwaited, "rank 1 returned and never waited for all_reduce", ranks=(1,)),
-    Fault(changes_an_input, failure.Modified, ": input 0 was changed at (2,) before its", ("all_gather",), (1,)),
-    Fault(writes_to_an_output, failure.Modified, ": output 0 was written at (1,) before its wait", ranks=(1,)),
+    Mistake(other_size_in_backward, failure.Mismatch, "shapes differ, [3] and [2]"),
+    Mistake(other_size_functional, failure.Mismatch, "shapes differ, [3] and [2]"),
+    Mistake(short_receive, failure.Mismatch, "shapes differ, [4] and [2]", ("send", "recv")),
+    Mistake(other_tag, failure.Mismatch, "tags differ, 5 and 6", ("send", "recv")),
+    Mistake(all_send_first, failure.Deadlock, "nobody can run: rank 0 waits in send float32[4] peer=1", ("send",)),
+    Mistake(skips, failure.Deadlock, "rank 1 finished", ranks=(0,)),
+    Mistake(forgets_to_wait, failure.Unwaited, "rank 1 returned and never waited for all_reduce", ranks=(1,)),
+    Mistake(forgets_a_functional, failure.Unwaited, "rank 1 returned and never waited for all_reduce", ranks=(1,)),
+    Mistake(changes_an_input, failure.Modified, ": input 0 was changed at (2,) before its", ("all_gather",), (1,)),
+    Mistake(writes_to_an_output, failure.Modified, ": output 0 was written at (1,) before its wait", ranks=(1,)),
 )
 
 
@@ -235,17 +235,17 @@ def failed(body: Callable, world: int, cause: type[failure.RankFailure]) -> tupl
 
 
 @pytest.mark.parametrize("world", (2, 4))
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.body.__name__)
-def test_row(fault, world):
-    error, seconds = failed(fault.body, world, fault.cause)
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.body.__name__)
+def test_row(mistake, world):
+    error, seconds = failed(mistake.body, world, mistake.cause)
     text = str(error)
-    assert fault.says.format(last=world - 1) in text
+    assert mistake.says.format(last=world - 1) in text
     sides = {int(rank): (op, group, int(line)) for rank, op, group, _, line in SIDE.findall(text)}
-    assert set(fault.ranks) <= set(sides)
-    lines, first = inspect.getsourcelines(Summed if "backward" in fault.body.__name__ else fault.body)
-    for rank in fault.ranks:
+    assert set(mistake.ranks) <= set(sides)
+    lines, first = inspect.getsourcelines(Summed if "backward" in mistake.body.__name__ else mistake.body)
+    for rank in mistake.ranks:
         op, group, line = sides[rank]
-        assert op in fault.ops
+        assert op in mistake.ops
         assert group == "tp"
         assert first <= line < first + len(lines)
     assert len(error.others) == world - 1

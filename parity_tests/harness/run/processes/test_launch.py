@@ -75,7 +75,7 @@ SCHEME = """
             dtypes=("float32",), reduction=("v",))
     def total(mesh, x):
         y = x.sum(-1)
-        FAULT
+        BUG
         dist.all_reduce(y, group=mesh["tp"])
         return y
 """
@@ -161,10 +161,10 @@ def test_a_rank_in_an_endless_loop_ends_the_job(script: Path) -> None:
     assert third.startswith("healthy NotRun torchrun: a rank still hangs")
 
 
-@pytest.mark.parametrize(("fault", "status"), [("y = y + mesh.rank('tp')", 1), ("y.no_such_method()", 3)])
-def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, status: int) -> None:
+@pytest.mark.parametrize(("bug", "status"), [("y = y + mesh.rank('tp')", 1), ("y.no_such_method()", 3)])
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bug: str, status: int) -> None:
     path = tmp_path / "total.py"
-    path.write_text(textwrap.dedent(SCHEME).replace("FAULT", fault))
+    path.write_text(textwrap.dedent(SCHEME).replace("BUG", bug))
     verify = ("-m", "shardproof", "verify", str(path), "--engine", "torchrun", "--examples", "2")
     monkeypatch.chdir(tmp_path)  # a replay file is written
     (lead, printed), (follow, _) = two_ranks(tmp_path, *verify)
@@ -174,7 +174,7 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, st
 
 def test_torchrun_starts_it(tmp_path: Path) -> None:
     path = tmp_path / "total.py"
-    path.write_text(textwrap.dedent(SCHEME).replace("FAULT", ""))
+    path.write_text(textwrap.dedent(SCHEME).replace("BUG", ""))
     done = torchrun("-m", "shardproof", "verify", str(path), "--engine", "torchrun", "--examples", "2")
     assert done.returncode == 0
     assert "1 scheme, 0 mismatches, 0 not run" in done.stdout

@@ -1,4 +1,4 @@
-"""A small language model cut over tensor-parallel ranks. One line is wrong: notebooks/09_find_the_injected_bug.py."""
+"""A small language model, sharded over tp ranks. One line is wrong: notebooks/09_find_the_injected_bug.py."""
 
 import torch
 import torch.nn.functional as F
@@ -23,15 +23,15 @@ class Shared(torch.autograd.Function):
         return all_reduce(gradient, ctx.group), None
 
 
-class Cut(nn.Module):
-    """A linear layer, cut by rows (its output is this rank's part) or by columns (its output is the ranks' sum)."""
+class ShardedLinear(nn.Module):
+    """A linear layer, sharded by rows (its output is a shard) or by columns (its output is the ranks' sum)."""
 
     def __init__(self, weight, rank, dim):
         super().__init__()
         self.weight = nn.Parameter(weight.chunk(TP, dim)[rank].clone())
 
 
-class Rows(Cut):
+class Rows(ShardedLinear):
     def __init__(self, weight, rank, group):
         super().__init__(weight, rank, 0)
         self.group = group
@@ -40,7 +40,7 @@ class Rows(Cut):
         return F.linear(Shared.apply(x, self.group), self.weight)
 
 
-class Columns(Cut):
+class Columns(ShardedLinear):
     def __init__(self, weight, rank, group, out):
         super().__init__(weight, rank, 1)
         self.group, self.out = group, out

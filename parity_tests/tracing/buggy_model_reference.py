@@ -1,4 +1,4 @@
-"""The reference of the planted model, in flax and whole; the weights and the batches that both are given."""
+"""The reference of the buggy model, in flax and unsharded; the weights and the batches of both."""
 
 from pydoc_data.topics import topics
 
@@ -7,10 +7,10 @@ import numpy as np
 from flax import nnx
 
 from jax_ref.models import Embed, Norm
-from parity_tests.tracing.planted_model import HIDDEN, VOCAB, D
+from parity_tests.tracing.buggy_model import HIDDEN, VOCAB, D
 
 
-class WholeBlock(nnx.Module):
+class FullBlock(nnx.Module):
     def __init__(self, rngs):
         self.norm = Norm(D, 1e-5)
         self.gate, self.up = (nnx.Linear(D, HIDDEN, use_bias=False, rngs=rngs) for _ in range(2))
@@ -21,10 +21,10 @@ class WholeBlock(nnx.Module):
         return x + self.down(jax.nn.silu(self.gate(n)) * self.up(n))
 
 
-class WholeModel(nnx.Module):
+class FullModel(nnx.Module):
     def __init__(self, rngs):
         self.embed = Embed(VOCAB, D)
-        self.lower, self.upper = WholeBlock(rngs), WholeBlock(rngs)
+        self.lower, self.upper = FullBlock(rngs), FullBlock(rngs)
         self.norm = Norm(D, 1e-5)
         self.head = nnx.Linear(D, VOCAB, use_bias=False, rngs=rngs)
 
@@ -32,9 +32,9 @@ class WholeModel(nnx.Module):
         return self.head(self.norm(self.upper(self.lower(self.embed(ids)))))
 
 
-def whole_model(weights):
-    """The flax model with weights by PyTorch's names: a kernel is a weight turned round."""
-    model = nnx.eval_shape(lambda: WholeModel(nnx.Rngs(0)))
+def full_model(weights):
+    """The flax model with weights by PyTorch's names: a kernel is a transposed weight."""
+    model = nnx.eval_shape(lambda: FullModel(nnx.Rngs(0)))
     for name, weight in weights.items():
         module = model
         for part in name.split(".")[:-1]:
