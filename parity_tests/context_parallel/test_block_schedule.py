@@ -21,7 +21,7 @@ from parity_tests.context_parallel.attention_schemes import (
     rules,
     usp_cost,
 )
-from parity_tests.context_parallel.met_pairs import KINDS, streams, times_seen
+from parity_tests.context_parallel.seen_pairs import KINDS, streams, times_seen
 from shardproof import check, every_case, offsets, scheme
 from torch_impl.context_parallel import block_schedule, context_parallel_attention
 from torch_impl.context_parallel.block_schedule import MOST_LENGTHS, TILE, Block, schedule_of

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parity_tests.harness.run.engines import run
-from parity_tests.mamba.made import filled, made, passing
+from parity_tests.mamba.mixers import filled, hidden_parallel_strategy, state_passing_strategy
 from shardproof import CaseSpec
 from torch_impl.context_parallel import context_parallel_attention
 from torch_impl.layouts import TokenLayout
@@ -96,7 +96,7 @@ def test_offsets_written_to_are_read_again_and_leave_the_layout_as_it_is():
     assert (after.cu_padded.tolist(), after.cu_real.tolist()) == ([0, 8, 12], [0, 3, 7])
 
 
-@pytest.mark.parametrize("strategy_of", [made, passing])
+@pytest.mark.parametrize("strategy_of", [hidden_parallel_strategy, state_passing_strategy])
 @pytest.mark.parametrize("cu", [None, [0, 8, 8, 24]])
 def test_a_mixer_runs_after_its_memory_was_estimated(strategy_of, cu):
     """The numbers of a run without it, of sizes that no other test asks for."""

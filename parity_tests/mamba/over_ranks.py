@@ -13,7 +13,7 @@ from jax_ref.layouts import BUILTIN as DENSE_LAYOUTS
 from jax_ref.layouts import packed as packed_layout
 from parity_tests.harness.declare.declared import flat
 from parity_tests.harness.run.engines import Ranks, run
-from parity_tests.mamba.made import PROJECTED, T
+from parity_tests.mamba.mixers import PROJECTED, T
 from parity_tests.mamba.parameters import settings_of, sizes_of
 from shardproof import CaseSpec
 from torch_impl.mamba import Mamba2Mixer

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from jax_ref.layouts import conv_channels as reference_channels
 from jax_ref.layouts import projection_columns as reference_columns
 from parity_tests.harness.run.engines import run
-from parity_tests.mamba.cut import FOLLOW, rows_cut, stream_cut
-from parity_tests.mamba.made import CU, PROJECTED, T, W, filled, made
+from parity_tests.mamba.mixers import CU, PROJECTED, T, W, filled, hidden_parallel_strategy
 from parity_tests.mamba.operations import Operations
 from parity_tests.mamba.over_ranks import check_what_a_token_changes, held, on_ranks, parallel
+from parity_tests.mamba.sharded_inputs import FOLLOW, sharded_rows, sharded_stream
 from shardproof import CaseSpec, Cost, check, every_case, scheme
 from torch_impl.layouts import TokenLayout
 from torch_impl.mamba import MambaContextParallel
@@ -37,17 +37,17 @@ DECLARED = dict(
 )
 
 
-@scheme(dims={**SIZES, **FOLLOW, "b": (2,), "t": (16,)}, **rows_cut(":dual_chunk_swap"), **DECLARED)
+@scheme(dims={**SIZES, **FOLLOW, "b": (2,), "t": (16,)}, **sharded_rows(":dual_chunk_swap"), **DECLARED)
 def hidden_parallel(mesh, u, parameters, groups, fused):
     return parallel(MambaContextParallel, mesh, u, parameters, groups, fused=fused)
 
 
-@scheme(dims={**SIZES, **FOLLOW, "b": (2,), "t": (16,), "k": (4, 1)}, **rows_cut(""), **DECLARED)
+@scheme(dims={**SIZES, **FOLLOW, "b": (2,), "t": (16,), "k": (4, 1)}, **sharded_rows(""), **DECLARED)
 def hidden_parallel_contiguous(mesh, u, parameters, groups, fused):
     return parallel(MambaContextParallel, mesh, u, parameters, groups, fused=fused, layout="contiguous")
 
 
-@scheme(dims={**SIZES, **FOLLOW, "t": (24,), "q": (4,)}, **stream_cut(":packed"), **DECLARED)
+@scheme(dims={**SIZES, **FOLLOW, "t": (24,), "q": (4,)}, **sharded_stream(":packed"), **DECLARED)
 def hidden_parallel_packed(mesh, u, parameters, groups, cu, fused):
     return parallel(MambaContextParallel, mesh, u, parameters, groups, cu, fused=fused)
 
@@ -74,7 +74,7 @@ def own(mesh, x, cu=None):
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_rows_are_in_order_and_columns_those_of_the_rank(cp):
     def body(mesh, case):
-        strategy = made(mesh)
+        strategy = hidden_parallel_strategy(mesh)
         pre = strategy.pre_conv_ssm(own(mesh, PROJECTED))
         columns = torch.tensor(reference_columns(4, 2, 2, 3, cp)[mesh.rank("cp")])
         back = strategy.post_conv_ssm(pre[..., : strategy.d_inner_local])
@@ -94,7 +94,7 @@ def test_fused_is_unfused_to_the_bit(cp, order, cu):
         offsets = None if cu is None else torch.tensor(cu)
         results = []
         for fused in (True, False):
-            strategy = made(mesh, fused=fused, layout=order)
+            strategy = hidden_parallel_strategy(mesh, fused=fused, layout=order)
             pre = strategy.pre_conv_ssm(x, offsets)
             post = strategy.post_conv_ssm(pre[..., : strategy.d_inner_local] * 3, offsets)
             (gradient,) = torch.autograd.grad(post, x, post.detach())
@@ -116,7 +116,10 @@ def test_a_layout_is_data(cp):
             for fused, cu in ((True, None), (False, None), (True, CU), (False, CU)):
                 if cu and (layout is striped or x.ndim == 3):
                     continue  # rows, or no sequences
-                strategy, offsets = made(mesh, layout=layout, fused=fused), cu and torch.tensor([*cu, -1])
+                strategy, offsets = (
+                    hidden_parallel_strategy(mesh, layout=layout, fused=fused),
+                    cu and torch.tensor([*cu, -1]),
+                )
                 pre = strategy.pre_conv_ssm(layout.shard(x, -2), offsets)
                 post = strategy.post_conv_ssm(pre[..., : strategy.d_inner_local], offsets)
                 checks += [torch.equal(pre, x[..., columns]), torch.equal(post, layout.shard(x[..., :8], -2))]
@@ -127,7 +130,7 @@ def test_a_layout_is_data(cp):
 
 def test_one_rank_gets_the_same_object_and_sends_nothing():
     def body(mesh, case):
-        strategy, x = made(mesh), PROJECTED[:, :7]
+        strategy, x = hidden_parallel_strategy(mesh), PROJECTED[:, :7]
         y = torch.zeros(2, 7, 8, dtype=torch.float64)
         return strategy.pre_conv_ssm(x) is x, strategy.post_conv_ssm(y) is y
 
@@ -138,13 +141,15 @@ def test_one_rank_gets_the_same_object_and_sends_nothing():
 @pytest.mark.parametrize(("layout", "cu"), [("dual_chunk_swap", CU), ("dual_chunk_swap", None), ("contiguous", None)])
 @pytest.mark.parametrize("cp", [2, 4])
 def test_a_token_changes_what_follows_in_its_sequence_alone(cp, layout, cu):
-    check_what_a_token_changes(lambda mesh, **chosen: made(mesh, filled(), **chosen), cp, layout, cu)
+    check_what_a_token_changes(
+        lambda mesh, **chosen: hidden_parallel_strategy(mesh, filled(), **chosen), cp, layout, cu
+    )
 
 
 def test_getters_give_the_shard_of_a_rank():
     def body(mesh, case):
         mixer = filled()
-        strategy, rank = made(mesh, mixer), mesh.rank("cp")
+        strategy, rank = hidden_parallel_strategy(mesh, mixer), mesh.rank("cp")
         channels = torch.tensor(reference_channels(4, 2, 2, 3, 4)[rank])
         twice = strategy._repeat_group_state(torch.arange(6.0).view(1, 6))
         strategy.mixer.D = torch.nn.Parameter(torch.arange(8.0))
@@ -165,7 +170,7 @@ def test_a_stream_without_tokens_sends_nothing():
     def body(mesh, case):
         shapes = []
         for x, cu in ((PROJECTED[:, :0], None), (PROJECTED[0, :0], torch.tensor([0, 0]))):
-            y = made(mesh, filled()).mix(x.clone().requires_grad_(), cu)
+            y = hidden_parallel_strategy(mesh, filled()).mix(x.clone().requires_grad_(), cu)
             y.sum().backward()
             shapes.append(y.shape)
         return shapes
@@ -178,7 +183,7 @@ def test_the_number_of_sequences_changes_no_operation():
     """As many operations for 1, 10 and 1,000 sequences, and for a second layer none for the index."""
 
     def body(mesh, case):
-        strategy, x, counts = made(mesh), torch.zeros(4000, W, requires_grad=True), []
+        strategy, x, counts = hidden_parallel_strategy(mesh), torch.zeros(4000, W, requires_grad=True), []
         strategy.pre_conv_ssm(x, torch.tensor([0, 8000]))  # the columns are found once
         for count in (1, 10, 1000):
             cu = torch.arange(0, 8001, 8000 // count)

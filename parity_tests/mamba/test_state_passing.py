@@ -4,10 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from parity_tests.mamba.cut import FOLLOW, rows_cut, stream_cut
-from parity_tests.mamba.made import CU, GIVEN, PROJECTED, T, W, filled, passing
+from parity_tests.mamba.mixers import CU, GIVEN, PROJECTED, T, W, filled, state_passing_strategy
 from parity_tests.mamba.operations import Operations
 from parity_tests.mamba.over_ranks import check_what_a_token_changes, held, offsets_of, on_ranks, parallel
+from parity_tests.mamba.sharded_inputs import FOLLOW, sharded_rows, sharded_stream
 from shardproof import Cost, check, every_case, scheme
 from torch_impl.mamba import MambaStatePassing, mamba_cp_bytes
 
@@ -39,14 +39,14 @@ DECLARED = dict(
 @scheme(
     dims={**SIZES, **FOLLOW, "b": (2,), "t": (24,), "k": (6, 1)},
     cost=cost(lambda c: 2),
-    **rows_cut(":dual_chunk_swap"),
+    **sharded_rows(":dual_chunk_swap"),
     **DECLARED,
 )
 def state_passing(mesh, u, parameters, groups):
     return parallel(MambaStatePassing, mesh, u, parameters, groups)
 
 
-@scheme(dims={**SIZES, **FOLLOW, "b": (2,), "t": (12,)}, cost=cost(lambda c: 1), **rows_cut(""), **DECLARED)
+@scheme(dims={**SIZES, **FOLLOW, "b": (2,), "t": (12,)}, cost=cost(lambda c: 1), **sharded_rows(""), **DECLARED)
 def state_passing_contiguous(mesh, u, parameters, groups):
     return parallel(MambaStatePassing, mesh, u, parameters, groups, layout="contiguous")
 
@@ -54,14 +54,14 @@ def state_passing_contiguous(mesh, u, parameters, groups):
 @scheme(
     dims={**SIZES, **FOLLOW, "t": (24,), "q": (4,)},
     cost=cost(lambda c: 2 * (c.q - 1)),
-    **stream_cut(":packed"),
+    **sharded_stream(":packed"),
     **DECLARED,
 )
 def state_passing_packed(mesh, u, parameters, groups, cu):
     return parallel(MambaStatePassing, mesh, u, parameters, groups, cu)
 
 
-@scheme(dims={**SIZES, **FOLLOW, "t": (24,), "q": (4,)}, cost=cost(lambda c: 1), **stream_cut(""), **DECLARED)
+@scheme(dims={**SIZES, **FOLLOW, "t": (24,), "q": (4,)}, cost=cost(lambda c: 1), **sharded_stream(""), **DECLARED)
 def state_passing_stream(mesh, u, parameters, groups, cu):
     return parallel(MambaStatePassing, mesh, u, parameters, groups, cu, layout="contiguous")
 
@@ -84,13 +84,16 @@ def test_parity(declared, engine):
 @pytest.mark.parametrize(("layout", "cu"), CUTS)
 @pytest.mark.parametrize("cp", [2, 4])
 def test_a_token_changes_what_follows_in_its_sequence_alone(cp, layout, cu):
-    check_what_a_token_changes(passing, cp, layout, cu)
+    check_what_a_token_changes(state_passing_strategy, cp, layout, cu)
 
 
 @pytest.mark.parametrize(("layout", "cu"), CUTS[2:])
 def test_a_stream_is_a_batch_of_one(layout, cu):
     def body(mesh, case):
-        x, strategy = PROJECTED[0, torch.tensor(held(2, layout, cu)[mesh.rank("cp")])], passing(mesh, layout=layout)
+        x, strategy = (
+            PROJECTED[0, torch.tensor(held(2, layout, cu)[mesh.rank("cp")])],
+            state_passing_strategy(mesh, layout=layout),
+        )
         return torch.equal(strategy.mix(x, offsets_of(cu)), strategy.mix(x[None], offsets_of(cu))[0])
 
     assert on_ranks(body).results == (True, True)
@@ -103,7 +106,7 @@ def test_bytes_are_those_of_the_formula_at_any_length(layout):
 
         def body(mesh, case, t=t):
             x = torch.zeros(1, t // 2, W, dtype=torch.float64)
-            return passing(mesh, layout=layout).mix(x).shape
+            return state_passing_strategy(mesh, layout=layout).mix(x).shape
 
         rows = on_ranks(body).ledger.rows
         sent.add(sum(row.bytes_in for row in rows) // 2)
@@ -115,7 +118,7 @@ def test_bytes_are_those_of_the_formula_at_any_length(layout):
 def test_backward_ends_where_one_rank_has_a_loss(cp):
     def body(mesh, case):
         x = PROJECTED[:, torch.tensor(held(cp, "dual_chunk_swap", None)[mesh.rank("cp")])].requires_grad_()
-        y = passing(mesh).mix(x)
+        y = state_passing_strategy(mesh).mix(x)
         (gradient,) = torch.autograd.grad(y, x, torch.full_like(y, float(mesh.rank("cp") == cp - 1)))
         return bool(gradient.any())
 
@@ -125,7 +128,7 @@ def test_backward_ends_where_one_rank_has_a_loss(cp):
 def test_the_states_are_exchanged_back_before_the_halo():
     def body(mesh, case):
         x = PROJECTED[:, : T // 2].clone().requires_grad_()
-        passing(mesh).mix(x).sum().backward()
+        state_passing_strategy(mesh).mix(x).sum().backward()
 
     ops = [(row.op, row.bytes_in) for row in on_ranks(body).ledger.rows if row.rank == 0]
     halo, states = 2 * 2 * 3 * 20 * 8, 2 * 2 * 4 * 7 * 8
@@ -136,7 +139,7 @@ def test_the_states_are_exchanged_back_before_the_halo():
 def test_getters_give_full_parameters():
     def body(mesh, case):
         mixer = filled()
-        strategy = passing(mesh, mixer)
+        strategy = state_passing_strategy(mesh, mixer)
         return (
             torch.equal(strategy.get_conv1d_weight(), mixer.conv1d.weight[:, 0]),
             strategy.get_conv1d_bias() is mixer.conv1d.bias,
@@ -152,7 +155,11 @@ def test_the_number_of_sequences_changes_no_operation():
     """As many operations for 2, 10 and 1,000 sequences, and for a second layer none for the index."""
 
     def body(mesh, case):
-        strategy, x, counts = passing(mesh), torch.zeros(4000, W, dtype=torch.float64, requires_grad=True), []
+        strategy, x, counts = (
+            state_passing_strategy(mesh),
+            torch.zeros(4000, W, dtype=torch.float64, requires_grad=True),
+            [],
+        )
         strategy.mixer.chunk_size = 4
         for count in (2, 10, 1000):
             cu = torch.arange(0, 8001, 8000 // count)
@@ -168,7 +175,7 @@ def test_the_number_of_sequences_changes_no_operation():
 
 def test_a_stream_without_tokens_sends_nothing():
     def body(mesh, case):
-        return passing(mesh).mix(PROJECTED[:, :0]).shape
+        return state_passing_strategy(mesh).mix(PROJECTED[:, :0]).shape
 
     ranks = on_ranks(body)
     assert ranks.results == (torch.Size([2, 0, 8]),) * 2 and ranks.ledger.rows == []

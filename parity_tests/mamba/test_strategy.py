@@ -8,14 +8,23 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from parity_tests.harness.run.engines import run
-from parity_tests.mamba.made import CU, GIVEN, PROJECTED, T, U, filled, made, passing
+from parity_tests.mamba.mixers import (
+    CU,
+    GIVEN,
+    PROJECTED,
+    T,
+    U,
+    filled,
+    hidden_parallel_strategy,
+    state_passing_strategy,
+)
 from parity_tests.mamba.over_ranks import held, on_ranks
 from shardproof import CaseSpec
 from torch_impl.collectives import all_reduce
 from torch_impl.mamba import MambaContextParallel, MambaStatePassing
 
 NAMES = ("conv1d.weight", "conv1d.bias", "dt_bias", "A_log", "D")
-both = pytest.mark.parametrize("strategy_of", [made, passing])
+both = pytest.mark.parametrize("strategy_of", [hidden_parallel_strategy, state_passing_strategy])
 
 
 def own(mesh, x, cu=CU):

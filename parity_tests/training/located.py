@@ -24,7 +24,7 @@ from parity_tests.injected_bugs.patched_modules import PatchedModules
 from parity_tests.tracing.flax_side import ReferenceTrace
 from parity_tests.tracing.lines import first
 from parity_tests.training import located_page, reached
-from parity_tests.training.kept import Kept
+from parity_tests.training.answer_cache import AnswerCache
 from parity_tests.training.located_page import EQUAL, FAILED, NOT_RUN, RIGHT, WRONG, Located
 from parity_tests.training.run import SIZES, Run
 from parity_tests.training.traced import known_of
@@ -79,7 +79,7 @@ def located(bug: InjectedBug, reference_trace: ReferenceTrace, tried: Sequence[R
     return Located(bug, home, EQUAL if tried else NOT_RUN)
 
 
-def all_located(bugs: Sequence[InjectedBug], dtype: str, cache: Kept) -> Iterator[Located]:
+def all_located(bugs: Sequence[InjectedBug], dtype: str, cache: AnswerCache) -> Iterator[Located]:
     """Every bug in turn, those that `cache` has an answer of at once."""
     tried, reference_trace, ran = runs(dtype), None, None
     for bug in bugs:
@@ -109,7 +109,7 @@ def main(
     if not chosen:
         raise typer.BadParameter(f"no bug with a home has one of {names} in its name or symbol")
     outcomes = []
-    for outcome in all_located(chosen, dtype, Kept(keep)):
+    for outcome in all_located(chosen, dtype, AnswerCache(keep)):
         outcomes.append(outcome)
         if outcome.word != NOT_RUN:
             print(f"{outcome.word:6}  {outcome.bug.name}: {outcome.message}", flush=True)

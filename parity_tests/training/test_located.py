@@ -7,7 +7,7 @@ from parity_tests.injected_bugs.catalogue import CATALOGUE
 from parity_tests.injected_bugs.catalogue.published import MISTAKES
 from parity_tests.injected_bugs.injected_bug import InjectedBug
 from parity_tests.training import located, located_page, reached
-from parity_tests.training.kept import Kept
+from parity_tests.training.answer_cache import AnswerCache
 from parity_tests.training.located_page import Located
 from parity_tests.training.run import SIZES, Run
 
@@ -83,8 +83,8 @@ def test_no_answer_is_not_cached(words, is_kept):
 
 def test_an_answer_is_cached(tmp_path):
     answer = {"home": "norm", "word": "right", "first_module": "norm", "message": "output of norm", "mesh": "cp=2"}
-    Kept(tmp_path / "answers").keep(SOME[0].bug, "float64", answer)
-    again = Kept(tmp_path / "answers")
+    AnswerCache(tmp_path / "answers").keep(SOME[0].bug, "float64", answer)
+    again = AnswerCache(tmp_path / "answers")
     assert again.answer(SOME[0].bug, "float64") == answer
     assert again.answer(SOME[0].bug, "float32") is None and again.answer(SOME[1].bug, "float64") is None
 

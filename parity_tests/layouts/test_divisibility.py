@@ -1,4 +1,4 @@
-"""Which sizes can be cut: the multiple of each layout, and the sentence in the caller's names."""
+"""Which sizes can be sharded: the multiple of each layout, and the message in the caller's names."""
 
 import numpy as np
 import pytest

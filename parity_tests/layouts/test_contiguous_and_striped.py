@@ -1,4 +1,4 @@
-"""Contiguous and striped, which cut a stream as one piece: goldens, both statements alike, a partition, refusals."""
+"""Contiguous and striped, which shard a stream regardless of sequences: goldens, reference, partition, messages."""
 
 import pytest
 

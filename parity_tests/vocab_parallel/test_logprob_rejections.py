@@ -1,4 +1,4 @@
-"""Every sentence with which these functions refuse, in full, on every rank and before anything is sent."""
+"""Every message with which log-probabilities reject arguments, in full, on every rank and before anything is sent."""
 
 import pytest
 import torch

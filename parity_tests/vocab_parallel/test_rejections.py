@@ -1,4 +1,4 @@
-"""What entropy, cross entropy, top-k, distillation and log-probability at several ids refuse, in full sentences."""
+"""What entropy, cross entropy, top-k, distillation and log-probability at several ids reject, in full sentences."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Where a row's kept tokens end, by mass: rows of which rounding decides the kept set, and so no comparison of sets."""
+"""Where the filtered tokens of a row begin, by mass: in rows where rounding decides it, sets cannot be compared."""
 
 from fractions import Fraction
 

@@ -1,4 +1,4 @@
-"""What is no batch, no mesh or no tensor, told by its name on every rank before any collective."""
+"""What is not a batch, a mesh or a tensor is rejected by its name on every rank before any collective."""
 
 import pytest
 import torch

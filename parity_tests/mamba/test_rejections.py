@@ -1,10 +1,10 @@
-"""What the two strategies refuse, on every rank and before anything is sent."""
+"""What the two strategies reject, on every rank and before anything is sent."""
 
 import pytest
 import torch
 
 from parity_tests.harness.run.engines import run
-from parity_tests.mamba.made import CU, PROJECTED, T, U, filled, made, passing
+from parity_tests.mamba.mixers import CU, PROJECTED, T, U, filled, hidden_parallel_strategy, state_passing_strategy
 from shardproof import CaseSpec
 from torch_impl.layouts import TokenLayout
 from torch_impl.mamba import MambaContextParallel
@@ -22,70 +22,85 @@ def uneven(mesh):
 
 
 REFUSED = [
-    (lambda m: made(m, num_heads=6, n_groups=4), "num_heads=6 must be divisible by n_groups=4"),
-    (lambda m: made(m, head_dim=0), "head_dim=0 must be at least 1"),
-    (lambda m: made(m, num_heads=5, n_groups=1), "num_heads=5 must be divisible by cp_size=2; use MambaStatePassing"),
-    (lambda m: made(m, num_heads=6, n_groups=3), "n_groups=3 must be divisible by cp_size=2"),
-    (lambda m: made(m, num_heads=8), "conv1d.weight is [20, 1, 4]; these sizes require [28, 1, k]"),
-    (lambda m: made(m, torch.nn.Linear(1, 1)), "the mixer has no conv1d.weight"),
+    (lambda m: hidden_parallel_strategy(m, num_heads=6, n_groups=4), "num_heads=6 must be divisible by n_groups=4"),
+    (lambda m: hidden_parallel_strategy(m, head_dim=0), "head_dim=0 must be at least 1"),
     (
-        lambda m: made(m, layout="striped"),
+        lambda m: hidden_parallel_strategy(m, num_heads=5, n_groups=1),
+        "num_heads=5 must be divisible by cp_size=2; use MambaStatePassing",
+    ),
+    (lambda m: hidden_parallel_strategy(m, num_heads=6, n_groups=3), "n_groups=3 must be divisible by cp_size=2"),
+    (lambda m: hidden_parallel_strategy(m, num_heads=8), "conv1d.weight is [20, 1, 4]; these sizes require [28, 1, k]"),
+    (lambda m: hidden_parallel_strategy(m, torch.nn.Linear(1, 1)), "the mixer has no conv1d.weight"),
+    (
+        lambda m: hidden_parallel_strategy(m, layout="striped"),
         "layout='striped' is not contiguous, dual_chunk_swap or a TokenLayout",
     ),
     (
-        lambda m: made(m).pre_conv_ssm(X, layout=LAYOUT),
+        lambda m: hidden_parallel_strategy(m).pre_conv_ssm(X, layout=LAYOUT),
         "layout is for cp=4 and rank 0, cp_group has cp=2 and rank {rank}; rebind it",
     ),
     (
-        lambda m: made(m).pre_conv_ssm(X[:, :6], layout=LAYOUT.rebind(2, m.rank("cp"))),
+        lambda m: hidden_parallel_strategy(m).pre_conv_ssm(X[:, :6], layout=LAYOUT.rebind(2, m.rank("cp"))),
         "layout has 24 tokens, the ranks have 12",
     ),
     (
-        lambda m: made(m).pre_conv_ssm(X, layout=uneven(m)),
+        lambda m: hidden_parallel_strategy(m).pre_conv_ssm(X, layout=uneven(m)),
         "layout gives the ranks (10, 14) tokens; they must be equal",
     ),
     (
-        lambda m: made(m).pre_conv_ssm(X[:1], torch.tensor(CU), layout=packed_as(m, [0, 12, 24])),
+        lambda m: hidden_parallel_strategy(m).pre_conv_ssm(X[:1], torch.tensor(CU), layout=packed_as(m, [0, 12, 24])),
         "cu_seqlens has 3 sequences, layout 2; pass the layout of this batch, or its offsets alone",
     ),
     (
-        lambda m: made(m, layout=packed_as(m, [0, 24])).mix(X[:1], torch.tensor([0, 12])),
+        lambda m: hidden_parallel_strategy(m, layout=packed_as(m, [0, 24])).mix(X[:1], torch.tensor([0, 12])),
         "cu_seqlens[1] is 12, 24 in layout; pass the layout of this batch, or its offsets alone",
     ),
-    (lambda m: made(m).pre_conv_ssm(X[..., 1:]), "projected_states is [2, 12, 31]; in_proj has 32 columns"),
-    (lambda m: made(m).post_conv_ssm(X), "output is [2, 12, 32]; 2 of 4 heads have 4 columns"),
-    (lambda m: made(m).post_conv_ssm(torch.tensor(1.0)), "output has no dims; the last one must be i/cp"),
-    (lambda m: made(m).pre_conv_ssm(STREAM), "input is [12, 32] without cu_seqlens; pass them, or [b, s, w]"),
     (
-        lambda m: made(m).pre_conv_ssm(X, torch.tensor(CU)),
+        lambda m: hidden_parallel_strategy(m).pre_conv_ssm(X[..., 1:]),
+        "projected_states is [2, 12, 31]; in_proj has 32 columns",
+    ),
+    (lambda m: hidden_parallel_strategy(m).post_conv_ssm(X), "output is [2, 12, 32]; 2 of 4 heads have 4 columns"),
+    (
+        lambda m: hidden_parallel_strategy(m).post_conv_ssm(torch.tensor(1.0)),
+        "output has no dims; the last one must be i/cp",
+    ),
+    (
+        lambda m: hidden_parallel_strategy(m).pre_conv_ssm(STREAM),
+        "input is [12, 32] without cu_seqlens; pass them, or [b, s, w]",
+    ),
+    (
+        lambda m: hidden_parallel_strategy(m).pre_conv_ssm(X, torch.tensor(CU)),
         "input is [2, 12, 32] with cu_seqlens; one stream is [t, w] or [1, t, w]",
     ),
-    (lambda m: made(m)._slice_vector_param(torch.zeros(7)), "param is [7]; there are 4 heads"),
-    (lambda m: made(m)._slice_conv_param(torch.zeros(7)), "param is [7]; the convolution has 20 channels"),
+    (lambda m: hidden_parallel_strategy(m)._slice_vector_param(torch.zeros(7)), "param is [7]; there are 4 heads"),
+    (
+        lambda m: hidden_parallel_strategy(m)._slice_conv_param(torch.zeros(7)),
+        "param is [7]; the convolution has 20 channels",
+    ),
 ]
 PASSING = [
-    (lambda m: passing(m, n_groups=3), "num_heads=4 must be divisible by n_groups=3"),
-    (lambda m: passing(m, num_heads=8), "conv1d.weight is [20, 1, 4]; these sizes require [28, 1, k]"),
+    (lambda m: state_passing_strategy(m, n_groups=3), "num_heads=4 must be divisible by n_groups=3"),
+    (lambda m: state_passing_strategy(m, num_heads=8), "conv1d.weight is [20, 1, 4]; these sizes require [28, 1, k]"),
     (
-        lambda m: passing(m, layout="striped"),
+        lambda m: state_passing_strategy(m, layout="striped"),
         "layout='striped' is not contiguous, dual_chunk_swap or a TokenLayout",
     ),
     (
-        lambda m: passing(m, layout=LAYOUT.rebind(2, m.rank("cp"))).mix(X),
+        lambda m: state_passing_strategy(m, layout=LAYOUT.rebind(2, m.rank("cp"))).mix(X),
         "layout='striped' shards sequences into more than two runs a rank; use contiguous or dual_chunk_swap",
     ),
     (
-        lambda m: passing(m, layout=LAYOUT.rebind(2, m.rank("cp"))).mix(X[:, :6]),
+        lambda m: state_passing_strategy(m, layout=LAYOUT.rebind(2, m.rank("cp"))).mix(X[:, :6]),
         "layout has 24 tokens, the ranks have 12",
     ),
     (
-        lambda m: passing(m, layout=packed_as(m, [0, 12, 24])).mix(X[:1], torch.tensor([0, 8, 24])),
+        lambda m: state_passing_strategy(m, layout=packed_as(m, [0, 12, 24])).mix(X[:1], torch.tensor([0, 8, 24])),
         "cu_seqlens[1] is 8, 12 in layout; pass the layout of this batch, or its offsets alone",
     ),
-    (lambda m: passing(m).mix(X[..., 1:]), "projected_states is [2, 12, 31]; in_proj has 32 columns"),
-    (lambda m: passing(m).mix(STREAM), "input is [12, 32] without cu_seqlens; pass them, or [b, s, w]"),
+    (lambda m: state_passing_strategy(m).mix(X[..., 1:]), "projected_states is [2, 12, 31]; in_proj has 32 columns"),
+    (lambda m: state_passing_strategy(m).mix(STREAM), "input is [12, 32] without cu_seqlens; pass them, or [b, s, w]"),
     (
-        lambda m: passing(m).mix(X, torch.tensor(CU)),
+        lambda m: state_passing_strategy(m).mix(X, torch.tensor(CU)),
         "input is [2, 12, 32] with cu_seqlens; one stream is [t, w] or [1, t, w]",
     ),
 ]
@@ -120,7 +135,7 @@ def test_rejection_of_state_passing(call, text):
     assert refused(call) == (f"mamba.MambaStatePassing: {text}",) * 2
 
 
-@pytest.mark.parametrize("strategy_of", [made, passing])
+@pytest.mark.parametrize("strategy_of", [hidden_parallel_strategy, state_passing_strategy])
 @pytest.mark.parametrize(
     ("name", "shape", "required"),
     [
@@ -149,7 +164,7 @@ def test_parameters_of_other_shapes_are_rejected(strategy_of, name, shape, requi
     }
 
 
-@pytest.mark.parametrize("strategy_of", [made, passing])
+@pytest.mark.parametrize("strategy_of", [hidden_parallel_strategy, state_passing_strategy])
 def test_parameters_of_equal_size_in_other_dims_are_accepted(strategy_of):
     """The convolution's weight as causal-conv1d has it, and D in as many dims as there are."""
 
@@ -164,7 +179,7 @@ def test_parameters_of_equal_size_in_other_dims_are_accepted(strategy_of):
     assert run(body, CaseSpec(scheme="mamba", mesh={"cp": 2})).results == (True, True)
 
 
-@pytest.mark.parametrize("strategy_of", [made, passing])
+@pytest.mark.parametrize("strategy_of", [hidden_parallel_strategy, state_passing_strategy])
 def test_a_parameter_that_is_none_is_rejected(strategy_of):
     mixer = filled()
     mixer.D = None
@@ -173,7 +188,7 @@ def test_a_parameter_that_is_none_is_rejected(strategy_of):
     }
 
 
-@pytest.mark.parametrize("strategy_of", [made, passing])
+@pytest.mark.parametrize("strategy_of", [hidden_parallel_strategy, state_passing_strategy])
 def test_sizes_that_only_the_mixer_knows_are_compared(strategy_of):
     """Two groups of three states have the parameters of six groups of one, and other numbers."""
     mixer = filled(num_heads=6, n_groups=6, d_state=1)
@@ -183,7 +198,7 @@ def test_sizes_that_only_the_mixer_knows_are_compared(strategy_of):
     assert {one.partition(": ")[2] for one in refused(lambda m: strategy_of(m, mixer, num_heads=6))} == {sentence}
 
 
-@pytest.mark.parametrize("strategy_of", [made, passing])
+@pytest.mark.parametrize("strategy_of", [hidden_parallel_strategy, state_passing_strategy])
 @pytest.mark.parametrize("shape", [(32,), (1, 2, 12, 32)])
 def test_rows_of_other_dims_are_rejected_where_a_layout_is_set(strategy_of, shape):
     def call(mesh):
@@ -196,12 +211,17 @@ def test_rows_of_other_dims_are_rejected_where_a_layout_is_set(strategy_of, shap
 
 @pytest.mark.parametrize(("cu", "text"), OFFSETS)
 def test_rejected_offsets(cu, text):
-    assert refused(lambda mesh: made(mesh).pre_conv_ssm(STREAM, torch.tensor(cu))) == (text,) * 2
-    assert refused(lambda mesh: passing(mesh).mix(STREAM, torch.tensor(cu))) == (text,) * 2
-    assert refused(lambda mesh: made(mesh).pre_conv_ssm(X[:, :11]))[0].startswith("s=22 cannot be cut by")
+    assert refused(lambda mesh: hidden_parallel_strategy(mesh).pre_conv_ssm(STREAM, torch.tensor(cu))) == (text,) * 2
+    assert refused(lambda mesh: state_passing_strategy(mesh).mix(STREAM, torch.tensor(cu))) == (text,) * 2
+    assert refused(lambda mesh: hidden_parallel_strategy(mesh).pre_conv_ssm(X[:, :11]))[0].startswith(
+        "s=22 cannot be cut by"
+    )
 
 
-@pytest.mark.parametrize(("strategy_of", "name"), [(made, "MambaContextParallel"), (passing, "MambaStatePassing")])
+@pytest.mark.parametrize(
+    ("strategy_of", "name"),
+    [(hidden_parallel_strategy, "MambaContextParallel"), (state_passing_strategy, "MambaStatePassing")],
+)
 def test_arguments_of_another_kind_are_rejected(strategy_of, name):
     def body(mesh, case):
         messages = []
@@ -238,7 +258,7 @@ def test_arguments_of_another_kind_are_rejected(strategy_of, name):
 def test_an_output_of_another_kind_is_rejected(output, message):
     def body(mesh, case):
         with pytest.raises(TypeError) as caught:
-            made(mesh).post_conv_ssm(output)
+            hidden_parallel_strategy(mesh).post_conv_ssm(output)
         return str(caught.value)
 
     ranks = run(body, CaseSpec(scheme="mamba", mesh={"cp": 2}))
@@ -250,7 +270,7 @@ def test_no_group_is_rejected():
         MambaContextParallel(None, 4, 2, 2, 3, filled())
 
 
-@pytest.mark.parametrize("strategy", [None, made, passing])
+@pytest.mark.parametrize("strategy", [None, hidden_parallel_strategy, state_passing_strategy])
 def test_hidden_states_are_rejected_before_they_are_projected(strategy):
     """With and without a strategy, in the words of the mixer's own argument."""
 
@@ -266,7 +286,7 @@ def test_hidden_states_are_rejected_before_they_are_projected(strategy):
     assert ranks.results == (message,) * 2 and ranks.ledger.rows == []
 
 
-@pytest.mark.parametrize("strategy", [made, passing])
+@pytest.mark.parametrize("strategy", [hidden_parallel_strategy, state_passing_strategy])
 def test_a_stream_with_a_layout_needs_no_offsets(strategy):
     def body(mesh, case):
         mixer = filled()

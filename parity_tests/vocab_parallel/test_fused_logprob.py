@@ -1,4 +1,4 @@
-"""What the joint forward and backward keep, write and refuse: memory, versions, dtypes, strides."""
+"""What the fused forward and backward save, write and reject: memory, versions, dtypes, strides."""
 
 import numpy as np
 import pytest

@@ -12,13 +12,13 @@ GIVEN: dict[str, Any] = {"num_heads": 4, "head_dim": 2, "n_groups": 2, "d_state"
 W, T, CU = 32, 24, [0, 8, 8, 24]
 
 
-def made(mesh, mixer=None, **options):
+def hidden_parallel_strategy(mesh, mixer=None, **options):
     settings = {**GIVEN, **{name: options.pop(name) for name in GIVEN if name in options}}
     mixer = Mamba2Mixer(5, **GIVEN, dtype=torch.float64) if mixer is None else mixer
     return MambaContextParallel(mesh["cp"], **settings, mixer=mixer, **options)
 
 
-def passing(mesh, mixer=None, **options):
+def state_passing_strategy(mesh, mixer=None, **options):
     """The strategy that passes states, of a mixer whose parameters are all different."""
     settings = {**GIVEN, **{name: options.pop(name) for name in GIVEN if name in options}}
     return MambaStatePassing(mesh["cp"], **settings, mixer=filled() if mixer is None else mixer, **options)

@@ -1,4 +1,4 @@
-"""Every sentence with which attention refuses, in full, on every rank and before anything is sent."""
+"""Every message with which attention rejects its arguments, in full, on every rank and before anything is sent."""
 
 import gc
 import weakref

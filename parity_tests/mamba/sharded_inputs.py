@@ -1,0 +1,33 @@
+"""What a mixer over cp ranks means on one device, and the declarations of sharded rows and streams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from parity_tests.mamba.by_name import flax_mixer
+from parity_tests.mamba.parameters import DRAW, SPECS, settings_of
+from shardproof import offsets, values
+
+FOLLOW = {"i": "h*p", "c": "h*p+2*g*n", "w": "2*h*p+2*g*n+h"}
+EACH = {**DRAW, "u": values("normal", "ties")}
+
+
+def dense(u, parameters, groups):
+    return flax_mixer(parameters, **settings_of(parameters, groups))(u)
+
+
+def packed(u, parameters, groups, cu):
+    return flax_mixer(parameters, **settings_of(parameters, groups))(u, cu)
+
+
+def sharded_rows(layout: str) -> dict[str, Any]:
+    """A declaration of rows sharded by `layout`."""
+    inputs = {"u": f"b t/cp{layout} d", "parameters": SPECS, "groups": "g"}
+    return {"reference": dense, "inputs": inputs, "outputs": f"b t/cp{layout} d", "draw": EACH}
+
+
+def sharded_stream(layout: str) -> dict[str, Any]:
+    """A declaration of a stream sharded by `layout`."""
+    inputs = {"u": f"1 t/cp{layout} d", "parameters": SPECS, "groups": "g", "cu": "q"}
+    draw = {**EACH, "cu": offsets("t", padded=True)}
+    return {"reference": packed, "inputs": inputs, "outputs": f"1 t/cp{layout} d", "draw": draw}
