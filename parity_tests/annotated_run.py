@@ -1,6 +1,6 @@
 """`python -m parity_tests.annotated_run`: schemes judged while beartype holds production to its annotations.
 
-In a process of its own, since a function is wrapped when its module is first imported; and not in the whole suite,
+In a process of its own, since a function is wrapped when its module is first imported; and not in the full suite,
 where the wrapper's complaint would come before our own sentence for a user's mistake.
 """
 

@@ -1,4 +1,4 @@
-"""One rank of the comparison with peers: the arms, each first held against its budgets, then timed in turn.
+"""One rank of the comparison with peers: the arms, each first compared with its budgets, then timed in turn.
 
 Run as `python -m parity_tests.benchmarks.arms RANK FOLDER`; no JAX is loaded here. The folder holds what the parent
 drew and computed, and takes this rank's findings.

@@ -200,7 +200,7 @@ def _target(logits: Tensor) -> Tensor:
 
 
 def _kernel_inputs(logits: Tensor) -> tuple[Tensor, Any, tuple[Tensor, Tensor]]:
-    """(columns, what is asked of them, m and log(1 + R))."""
+    """(columns, their cotangents, m and log(1 + R))."""
     column = st.local_column(_target(logits).unsqueeze(-1), 0, logits.shape[-1])
     largest = logits.amax(-1).float()
     log_total = torch.stack([(row.float() - m).exp().sum().log() for row, m in zip(logits, largest, strict=True)])

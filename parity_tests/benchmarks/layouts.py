@@ -1,7 +1,7 @@
 """The index of a packed batch beside the loop over sequences that it replaces, on one core.
 
 The loop makes two ranges for each sequence and joins them, as one rank of four needs them, from offsets that are on the
-host already. Beside it stand the index of one rank, and a whole layout, which has every rank's. All are first compared,
+host already. Beside it stand the index of one rank, and a full layout, which has every rank's. All are first compared,
 then timed in turn.
 """
 

@@ -1,6 +1,6 @@
 """What goes in and out of a hidden-parallel mixer, sequence by sequence: the arm that the benchmark compares with.
 
-z, x, B, C and dt are exchanged one by one. Each sequence is sliced out of what arrives, from every rank, then cut into
+z, x, B, C and dt are exchanged one by one. Each sequence is sliced out of what arrives, from each rank, then split into
 chunks; all slices are joined. Offsets are read one number at a time.
 """
 

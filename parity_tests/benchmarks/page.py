@@ -41,7 +41,7 @@ def _processor() -> str:
 
 
 def text(sections: Sequence[tuple[str, Sequence[Figure]]], on: str, seconds: float) -> str:
-    """The whole page."""
+    """The text of the page."""
     parts = [HEAD.format(machine=on)]
     for title, figures in sections:
         parts.append(f"## {title}\n\n| figure | promised | measured | |\n| --- | --- | --- | --- |\n")

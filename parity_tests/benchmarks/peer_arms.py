@@ -1,7 +1,7 @@
-"""The arms that are compared: ours, whole-vocabulary torch, and what installs from the index.
+"""The arms that are compared: ours, full-vocabulary torch, and what installs from the index.
 
 An arm takes what every rank is given and returns the log-probabilities and the gradients by what it was
-differentiated by: those of whole arguments are whole, those of a rank's part are its part.
+differentiated by: those of full arguments are full, those of a rank's part are its part.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def gathered_vocabulary(inputs: ArmInputs) -> list[Tensor]:
 
 
 def dtensor(inputs: ArmInputs) -> list[Tensor]:
-    """torch's own: a DTensor cut over the vocabulary, cross_entropy under loss_parallel."""
+    """torch's own: a DTensor sharded over the vocabulary, cross_entropy under loss_parallel."""
     local = inputs.shard.detach().requires_grad_()
     with loss_parallel():
         logits = DTensor.from_local(local, inputs.mesh, [Shard(local.ndim - 1)], run_check=False)
@@ -96,7 +96,7 @@ def megatron(inputs: ArmInputs) -> list[Tensor]:
 
 
 def our_head(inputs: ArmInputs) -> list[Tensor]:
-    """Hidden states are whole on every rank, the weight's rows are cut over the ranks."""
+    """Hidden states are replicated, the weight's rows are sharded over the ranks."""
     hidden, weight = inputs.hidden.detach().requires_grad_(), inputs.shard.detach().requires_grad_()
     start = inputs.mesh.get_local_rank() * len(weight)
     options = start, start + len(weight), None, inputs.mesh.get_group()
@@ -105,7 +105,7 @@ def our_head(inputs: ArmInputs) -> list[Tensor]:
 
 
 def whole_head(inputs: ArmInputs) -> list[Tensor]:
-    """Every rank has the whole weight, makes all logits and keeps them."""
+    """Every rank has the full weight, makes all logits and keeps them."""
     hidden, weight = inputs.hidden.detach().requires_grad_(), inputs.full.detach().requires_grad_()
     out = _log_softmax_at((hidden @ weight.T).transpose(0, 1), inputs.target)
     return backward(out, [hidden, weight], inputs.cotangent)
@@ -123,7 +123,7 @@ def megatron_head(inputs: ArmInputs) -> list[Tensor]:
 
 
 def cut_cross_entropy_compiled(inputs: ArmInputs) -> list[Tensor]:
-    """The path of cut-cross-entropy that is no kernel of its own: torch.compile of the whole head."""
+    """The path of cut-cross-entropy that is no kernel of its own: torch.compile of the full head."""
     from cut_cross_entropy import linear_cross_entropy
 
     hidden, weight = inputs.hidden.detach().requires_grad_(), inputs.full.detach().requires_grad_()

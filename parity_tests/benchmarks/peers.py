@@ -1,4 +1,4 @@
-"""Vocab-parallel log-probabilities on two gloo ranks, beside whole-vocabulary torch and what PyPI has."""
+"""Vocab-parallel log-probabilities on two gloo ranks, beside full-vocabulary torch and what PyPI has."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from parity_tests.harness.run.engines import run
 from parity_tests.harness.run.program import Program
 
 TESTS = "parity_tests.vocab_parallel"
-# The scheme whose reference and budgets are every arm's, what is drawn, and what is cut.
+# The scheme whose reference and budgets are every arm's, what is drawn, and what is sharded.
 TOPICS: dict[str, tuple[str, dict[str, Any], str]] = {
     "logprob": (
         f"{TESTS}.test_logprob:distributed_logprob",

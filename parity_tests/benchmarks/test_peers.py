@@ -11,7 +11,7 @@ from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec
 
 TIMES = {"cpu": [0.002] * 3, "wall": [0.004] * 3}
-# They have state of a whole process, of which ranks are threads here.
+# They have state of the entire process, of which ranks are threads here.
 OF_A_PROCESS = ("DTensor loss_parallel", *peer_arms.NEEDS)
 FOUND = {"ratio": 0.5, "collectives": ["all_gather"], "bytes": 12, "memory": 105, "part": 100}
 

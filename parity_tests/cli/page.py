@@ -47,7 +47,7 @@ report, and the agent leaves with 1.
 
 
 def page() -> str:
-    """The whole page."""
+    """The text of the page."""
     verbs: dict[str, Any] = typer.main.get_command(app).commands  # pyright: ignore[reportAttributeAccessIssue]
     rows = "\n".join(f"| [`{name}`](#{name}) | {_sentence(verb.help)} |" for name, verb in verbs.items())
     statuses = "\n".join(f"| {status} | {what} |" for status, what in STATUS.items())

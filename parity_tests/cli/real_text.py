@@ -47,7 +47,7 @@ def passages() -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True)
 class Reading:
-    """One verification on the text: the whole report, and the perplexity that each side's log-probabilities give."""
+    """One verification on the text: the full report, and the perplexity that each side's log-probabilities give."""
 
     report: Report
     perplexity: str

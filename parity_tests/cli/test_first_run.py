@@ -141,7 +141,7 @@ def test_a_tree_of_parameters_and_outputs_by_name():
     )(linear)
     report = declaration.verify(tp=2, b=2, d=3, f=4)
     assert [row.label for row in report.rows] == ["y", "half", "d/d params.inner.w", "d/d params.bias", "d/d x"]
-    # Each rank returned the whole half where their sum was promised: twice too much, forward and back.
+    # Each rank returned all of the half where their sum was promised: twice too much, forward and back.
     assert [row.label for row in report.rows if not row.ok] == ["half", "d/d x"]
 
 

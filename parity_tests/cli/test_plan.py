@@ -1,4 +1,4 @@
-"""`shardproof plan`: the models that it can be told, and what it says of those that it cannot."""
+"""`shardproof plan`: the models that it accepts, and its messages for those that it rejects."""
 
 from pathlib import Path
 

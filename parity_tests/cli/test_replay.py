@@ -49,7 +49,7 @@ def status_of(file, engine=None, repeat=1):
 
 
 def rows(text):
-    """The lines of a report that tell of a tensor."""
+    """The lines of a report about a tensor."""
     return [line for line in text.splitlines() if line.startswith(("  out ", "  d/d "))]
 
 

@@ -1,6 +1,6 @@
-"""What collectives mean on a single device: the references of this folder's schemes, whole arrays in JAX.
+"""What collectives mean on a single device: the references of this folder's schemes, full arrays in JAX.
 
-Most are the identity: a collective moves pieces and adds terms, and the whole stays what it is.
+Most are the identity: a collective moves shards and adds addends, and the full array stays what it is.
 """
 
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ def identity(x: Float[Array, "*a"]) -> Float[Array, "*a"]:
 
 
 def identity_beside(x: Float[Array, "*a"], beside: Int[Array, " b"]) -> Float[Array, "*a"]:
-    """x; `beside` tells the ranks how long a dim is."""
+    """x; `beside` gives the ranks the length of a dim."""
     return x
 
 
@@ -38,7 +38,7 @@ def numbered(x: Float[Array, "s d"]) -> Float[Array, "s d"]:
 
 
 def numbered_beside(x: Float[Array, "s d"], offsets: Int[Array, " n"]) -> Float[Array, "s d"]:
-    """Row i of x, times i; `offsets` tells the ranks where sequences begin."""
+    """Row i of x, times i; `offsets` gives the ranks the offsets of sequences."""
     return numbered(x)
 
 

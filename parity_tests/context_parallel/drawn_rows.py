@@ -32,7 +32,7 @@ def drawn_rows(draw):
 
 
 def batch_of(rows, n):
-    """A batch of ids, labels and lengths whose slots can be cut over `n`."""
+    """A batch of ids, labels and lengths whose slots can be sharded over `n`."""
     unit = 2 * n
     width = max(map(len, rows.units)) + 1
     real, padded = torch.full((2, len(rows.units), width), FILL)

@@ -197,7 +197,7 @@ def test_rejection_over_two_axes(options, text):
 
 
 def test_a_mesh_of_two_dims_has_the_heads_within():
-    """A layout that counts ranks the other way round is refused where the two counts differ."""
+    """A layout that counts ranks the other way round is rejected where the two counts differ."""
 
     def body(mesh, case):
         rank = 2 * mesh.rank("heads") + mesh.rank("ring")

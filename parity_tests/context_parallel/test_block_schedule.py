@@ -1,6 +1,6 @@
 """Which queries meet which keys: packed sequences for every exchange and order, and the pairs themselves.
 
-Triangles that are cut into smaller ones: the same pairs, and the same values, of runs of many lengths too.
+Triangles that are split into smaller ones: the same pairs, and the same values, of runs of many lengths too.
 """
 
 import jax.numpy as jnp
@@ -98,7 +98,7 @@ WRITTEN = np.array([0, 6, 6, 30, 31])
 
 
 def documents(size, world):
-    """The packed cut of these documents, or of a rank's share of them."""
+    """The packed layout of these documents, or of a rank's share of them."""
     return packed(size, world, DOCUMENTS * size // DOCUMENTS[-1])
 
 
@@ -189,7 +189,7 @@ LONG = {"one": [2400], "several": [1200, 0, 8, 1232], "alike": [800, 800, 800]}
 @pytest.mark.parametrize("kind", [*KINDS, "dual_chunk_swap", "ragged"])
 @pytest.mark.parametrize("name", LONG)
 def test_every_pair_of_long_sequences_meets_once(name, kind, causal, window):
-    """Long sequences are cut into runs and small triangles; the rank at the end or in the midst sees as it should."""
+    """Long sequences are split into runs and small triangles; the rank at the end or in the midst sees as it should."""
     if kind in KINDS:
         layout = streams(LONG[name], kind, 2)[1]
     else:

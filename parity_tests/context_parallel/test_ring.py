@@ -35,7 +35,7 @@ def layout_of(mesh, kind, cp=None):
 
 
 def attended(mesh, kind, exchange, tensors=(Q, K, V), cotangent=COTANGENT, **rules):
-    """Whole output and gradients, put together from what this rank and the others hold."""
+    """Full output and gradients, put together from what this rank and the others hold."""
     layout = layout_of(mesh, kind)
     shards = [layout.shard(x, 2).requires_grad_() for x in tensors]
     out = context_parallel_attention(*shards, group=mesh["cp"], layout=layout, exchange=exchange, **rules)
@@ -257,7 +257,7 @@ def test_queries_of_any_strides_that_choose_one_key(way, exchange):
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_an_output_may_be_written_to(exchange):
-    """It is no view; where it was saved, a gradient that would be wrong is refused, as of torch's own attention."""
+    """It is no view; where it was saved, a gradient that would be wrong is rejected, as of torch's own attention."""
 
     def body(mesh, case):
         def attend(q):

@@ -1,4 +1,4 @@
-"""Attention inside a context sees the whole sequence by whatever way it is called: modules, recomputation, threads."""
+"""Attention inside a context sees the full sequence by whatever way it is called: modules, recomputation, threads."""
 
 import functools
 import threading

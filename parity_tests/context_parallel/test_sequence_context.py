@@ -1,4 +1,4 @@
-"""Parity of attention inside a context, and its buffers: shares inside, whole after, entered any number of times."""
+"""Parity of attention inside a context, and its buffers: shards inside, full after, entered any number of times."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Rows of packed sequences as one stream: worked examples, the reference, what is never lost, what is refused."""
+"""Rows of packed sequences as one stream: worked examples, the reference, what is never lost, what is rejected."""
 
 from functools import partial
 

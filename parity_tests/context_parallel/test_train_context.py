@@ -91,7 +91,7 @@ def test_a_train_context_is_not_entered_inside_itself(recorded):
 
 
 def test_the_real_parts():
-    """On one rank, since the parts are settings of the whole process."""
+    """On one rank, since the parts are settings of the entire process."""
 
     def body(mesh, case):
         ids, q = torch.arange(6), torch.rand(1, 1, 6, 4, requires_grad=True)

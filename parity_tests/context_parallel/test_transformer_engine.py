@@ -1,4 +1,4 @@
-"""Transformer Engine where there is one: asked for its index on CUDA alone, told padded offsets under cp."""
+"""Transformer Engine where there is one: its index is used on CUDA alone, padded offsets under cp."""
 
 import sys
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Which backend is chosen, for what device, and what is refused."""
+"""Which backend is chosen, for what device, and what is rejected."""
 
 import inspect
 import subprocess
@@ -15,7 +15,7 @@ ON_CPU = torch.ones(2)
 
 
 class OnCuda:
-    """What is asked of a tensor on a GPU."""
+    """What is read of a tensor on a GPU."""
 
     is_cuda, device = True, torch.device("cuda")
 

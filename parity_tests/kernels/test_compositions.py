@@ -1,4 +1,4 @@
-"""Every composition of the core on the kernels: the device is asked in one place, so there it is told otherwise."""
+"""Every composition of the core on the kernels: the device is looked up in one place, and there replaced."""
 
 import pytest
 

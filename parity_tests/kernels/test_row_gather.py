@@ -1,4 +1,4 @@
-"""The kernel of rows by index beside its eager twin, bit by bit, and as a cut of the sequence beside the reference."""
+"""The kernel of rows by index beside its eager twin, bit by bit, and as shards of the sequence beside the reference."""
 
 import pytest
 import torch

@@ -89,7 +89,7 @@ def test_strides_and_chunks_change_nothing(view):
 def test_an_unused_entropy_has_no_gradient_on_either():
     def body(mesh, case):
         z = logits(mesh.rank("tp")).detach()
-        z[0, 2] = math.nan  # nobody's target
+        z[0, 2] = math.nan  # an out-of-vocabulary target
         checks = []
         for backend in ("triton", "eager"):
             x = z.clone().requires_grad_()
@@ -107,7 +107,7 @@ def test_a_row_of_nan_is_nan_on_both():
         z = logits(mesh.rank("tp")).detach()
         if mesh.rank("tp"):
             z[0, 0, 5] = math.nan
-        z[0, 2, 1] = math.nan  # nobody's target
+        z[0, 2, 1] = math.nan  # an out-of-vocabulary target
         z[1, 0, 2] = math.inf
         z[1, 1] = -math.inf
         same = []

@@ -1,4 +1,4 @@
-"""A kernel held against its eager twin: what the twin gives in float64, and the harness' budget for each element.
+"""A kernel compared with its eager twin: what the twin gives in float64, and the harness' budget for each element.
 
 The budget's spread is what random roundings of the inputs to the accumulation dtype do to the twin. The inputs
 themselves are given, and exact to both, however narrow they are.

@@ -113,7 +113,7 @@ def test_a_mixer_runs_after_its_memory_was_estimated(strategy_of, cu):
                     if cu is None:
                         strategy.mix(among)
                     else:
-                        with pytest.raises(RuntimeError):  # fake offsets have no numbers to cut by
+                        with pytest.raises(RuntimeError):  # fake offsets have no numbers to shard by
                             strategy.mix(among, offsets)
             results.append(type(strategy.mix(x, offsets)) is torch.Tensor)
         return results

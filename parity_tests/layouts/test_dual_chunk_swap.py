@@ -1,4 +1,4 @@
-"""DualChunkSwap: goldens, both statements alike, a partition, equal causal work, and the sizes it refuses."""
+"""DualChunkSwap: goldens, both statements alike, a partition, equal causal work, and the sizes it rejects."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Packed: goldens, both statements alike, a partition, equal causal work, and the offsets it refuses."""
+"""Packed: goldens, both statements alike, a partition, equal causal work, and the offsets it rejects."""
 
 from itertools import accumulate
 

@@ -1,4 +1,4 @@
-"""Ragged: goldens, DTensor's rule, both statements alike, a partition, and the lengths it refuses."""
+"""Ragged: goldens, DTensor's rule, both statements alike, a partition, and the lengths it rejects."""
 
 import pytest
 import torch

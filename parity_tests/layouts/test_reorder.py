@@ -1,4 +1,4 @@
-"""Whole streams put from one order into another: goldens, the reference, round trips, gradients, refusals."""
+"""Full streams put from one order into another: goldens, the reference, round trips, gradients, messages."""
 
 from itertools import accumulate
 

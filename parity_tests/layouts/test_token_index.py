@@ -1,4 +1,4 @@
-"""What a TokenLayout refuses, fill that is stripped, and offsets that are taken on trust."""
+"""What a TokenLayout rejects, fill that is stripped, and offsets that are taken on trust."""
 
 import pytest
 import torch
@@ -256,7 +256,7 @@ class Read(Exception):
 
 
 class OnDevice(torch.Tensor):
-    """Offsets whose values nobody on the host may look at."""
+    """Offsets whose values the host must not read."""
 
     def cpu(self):
         raise Read

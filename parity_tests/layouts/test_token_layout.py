@@ -1,4 +1,4 @@
-"""The layout of one batch: goldens typed by hand, both statements alike, and what it refuses."""
+"""The layout of one batch: goldens typed by hand, both statements alike, and what it rejects."""
 
 from itertools import accumulate
 

@@ -35,7 +35,7 @@ DRAW = {**{f"parameters.{path}": ORDINARY for path in PATHS}, "groups": integers
 
 
 def sizes_of(parameters: Mapping[str, Any], groups: Any) -> dict[str, int]:
-    """What a mixer, and a strategy for it, is told of its sizes."""
+    """What a mixer, and a strategy for it, is passed of its sizes."""
     heads, inner, g = parameters["dt_bias"].shape[0], parameters["norm"]["weight"].shape[0], groups.shape[0]
     shared = parameters["conv1d"]["bias"].shape[0] - inner
     return {"num_heads": heads, "head_dim": inner // heads, "n_groups": g, "d_state": shared // (2 * g)}

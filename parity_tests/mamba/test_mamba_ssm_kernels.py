@@ -18,7 +18,7 @@ from torch_impl.mamba.scan import chunked_scan
 
 ROOT = Path(__file__).resolve().parents[2]
 on_the_packages = pytest.mark.skipif(not is_installed(), reason=NEEDS)
-# Whole numbers, whose sums are exact in any order.
+# Integers, whose sums are exact in any order.
 X = (torch.arange(2.0 * 7 * 8) * 5 % 7 - 3).view(2, 7, 8)
 WEIGHT = (torch.arange(8.0 * 4) * 3 % 5 - 2).view(8, 4)
 BIAS = torch.arange(8.0)
@@ -80,7 +80,7 @@ def test_what_a_kernel_would_narrow_or_reject_is_not_passed_to_it(monkeypatch):
 
 
 def conv_that_checks(x, weight, bias=None, seq_idx=None, activation=None):
-    """What causal-conv1d's kernel refuses, then its own plain torch."""
+    """What causal-conv1d's kernel rejects, then its own plain torch."""
     assert x.stride(1) == 1 and x.stride(0) % 8 == x.stride(2) % 8 == x.shape[1] % 8 == 0
     assert x.dtype in mamba_ssm_kernels.DTYPES and 2 <= weight.shape[1] <= 4
     assert bias is None or (bias.dtype == weight.dtype and bias.stride(-1) == 1)

@@ -1,4 +1,4 @@
-"""The scan, the convolution and the whole layer, over ranks too, against mamba-ssm's and causal-conv1d's plain torch.
+"""The scan, the convolution and the full layer, over ranks too, against mamba-ssm's and causal-conv1d's plain torch.
 
 Most of theirs take one sequence, so they are given one after another. What ours returned, values and gradients, must
 be within the budgets that the harness computed for the case.
@@ -70,7 +70,7 @@ def stepwise(x, dt, A, B, C, D, entering, cu):
 
 
 def convolution(x, weight, bias, cu):
-    """Of the whole stream: it takes the sequence of each token."""
+    """Of the full stream: it takes the sequence of each token."""
     ids = torch.searchsorted(cu[1:].contiguous(), torch.arange(x.shape[1]), right=True).expand(x.shape[:2])
     y = outside().conv.causal_conv1d_ref(x.transpose(1, 2), weight, bias, activation="silu", seq_idx=ids)
     return (y.transpose(1, 2),)

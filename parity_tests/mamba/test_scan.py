@@ -53,7 +53,7 @@ DECLARED = dict(
     **DECLARED,
 )
 def scanned(mesh, x, dt, A, B, C, D, entering, cu, chunk_size, split):
-    """The whole in one, or in two of which the second begins with what the first leaves."""
+    """The sequence at once, or in two parts of which the second begins with what the first leaves."""
     ids = TokenLayout.packed(cu, cp_size=1, cp_rank=0).sequence_ids.expand(x.shape[:2])
     state, pieces, cut = entering, [], x.shape[1] * split // 3
     for part in (slice(cut), slice(cut, None)) if split else (slice(None),):

@@ -28,7 +28,7 @@ both = pytest.mark.parametrize("strategy_of", [hidden_parallel_strategy, state_p
 
 
 def own(mesh, x, cu=CU):
-    """This rank's tokens of a whole stream, or of rows."""
+    """This rank's tokens of a full stream, or of rows."""
     return x[:, torch.tensor(held(mesh.size("cp"), "dual_chunk_swap", cu)[mesh.rank("cp")])]
 
 
@@ -148,7 +148,7 @@ def test_fully_sharded_parameters_are_read_after_their_all_gather(strategy_of):
 
 @both
 def test_replicated_dtensors_equal_plain_parameters(strategy_of):
-    """DTensors that every rank holds whole: the same outputs and local gradients as of plain parameters."""
+    """DTensors that every rank has in full: the same outputs and local gradients as of plain parameters."""
 
     def body(mesh, case):
         runs = []
@@ -175,7 +175,7 @@ def test_a_sharded_parameter_is_rejected_before_anything_is_sent(strategy_of, na
             strategy_of(mesh, mixer).mix(own(mesh, PROJECTED, None))
 
     sent = {row.op for row in on_ranks(body).ledger.rows}
-    assert sent == {"scatter"}  # by DTensor, to cut the parameter
+    assert sent == {"scatter"}  # by DTensor, to shard the parameter
 
 
 def replicate(mixer, device_mesh, placement, only=None):

@@ -61,7 +61,7 @@ def in_stages(mesh: Any, model: HybridLM, streams: Sequence[RankStream], schedul
 
 
 def filled(mesh: Any, config: HybridConfig, values: dict[str, Tensor], **chosen: Any) -> HybridLM:
-    """The whole model with these parameters, in their dtype; no random state moves."""
+    """The full model with these parameters, in their dtype; no random state moves."""
     first = next(iter(values.values()))
     with torch.random.fork_rng(devices=[]):
         model = HybridLM(config, Placement(mesh["cp"], mesh["tp"], **chosen), device=first.device, dtype=first.dtype)

@@ -83,7 +83,7 @@ def each_row_alone(ids, groups, parameters):
 
 
 def of_rows(tokens):
-    """Rows of one sequence each, their tokens cut as told."""
+    """Rows of one sequence each, their tokens sharded as declared."""
     return dict(
         reference=each_row_alone,
         mesh={"cp": (1, 2), "tp": (1,)},

@@ -117,7 +117,7 @@ def test_parity(case):
 
 
 def test_means_of_ranks_are_another_number():
-    """Where ranks have unlike counts; the rule gives the same number however the tokens are cut."""
+    """Where ranks have unlike counts; the rule gives the same number however the tokens are sharded."""
     losses = torch.arange(6.0, dtype=torch.float64)
     targets = torch.tensor([1, IGNORED, 1, IGNORED, IGNORED, 1])
 
@@ -170,7 +170,7 @@ def whole_norm(gradients):
     return jnp.sqrt(sum((x**2).sum() for x in gradients.values()))
 
 
-# How DTensor says that an axis of the mesh (dp, tp) cuts or repeats each.
+# How DTensor says that an axis of the mesh (dp, tp) shards or repeats each.
 CUT = {"both": (Shard(0), Shard(1)), "rows": (Shard(0), Replicate()), "columns": (Replicate(), Shard(0))}
 
 
@@ -200,7 +200,7 @@ def test_parity_of_the_norm(case):
     check(case)
 
 
-# Squares of whole numbers add up exactly, in any order.
+# Squares of integers add up exactly, in any order.
 GRADIENTS = [torch.arange(-4.0, 8.0).view(6, 2), torch.arange(5.0), torch.tensor([[3.0]])]
 SQUARE = sum(Fraction(float(each.square().sum())) for each in GRADIENTS)
 

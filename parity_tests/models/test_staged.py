@@ -1,4 +1,4 @@
-"""Parity of models.staged: a step of the model in stages is the step of the whole model, by every schedule."""
+"""Parity of models.staged: a step of the model in stages is the step of the full model, by every schedule."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The plain modules that styles are held against: output and gradients, on whole arrays.
+"""The plain modules that styles are compared with: output and gradients, on full arrays.
 
 Each takes the arguments of its scheme: what moves, a cotangent, and weights whose sum the cotangent is taken times. The
 ranks add the same sum up in one, two or three backwards.

@@ -15,7 +15,7 @@ from parity_tests.parallelizer.training import ADAMW
 
 
 def reference(chosen: Chosen, batches: Sequence[tuple[np.ndarray, np.ndarray]]) -> Trained:
-    """Steps on whole batches, and the weights after them."""
+    """Steps on full batches, and the weights after them."""
     return train(chosen.config, arrays(chosen), batches, **ADAMW, compiled=_compiled())
 
 

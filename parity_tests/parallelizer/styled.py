@@ -1,4 +1,4 @@
-"""Modules under a style, on the ranks: made from whole arrays, cut by a plan, run backward one, two or three times."""
+"""Modules under a style, on the ranks: made from full arrays, sharded by a plan, run backward up to three times."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIMES = {1: (slice(0, 3),), 2: (slice(0, 2), slice(2, 3)), 3: (slice(0, 1), slic
 
 
 def ceil_rule(size: int, world: int) -> list[list[int]]:
-    """Positions of each rank where a dim is cut as DTensor cuts it: all parts but the last are equally long."""
+    """Positions of each rank where a dim is sharded as DTensor shards it: all parts but the last are equally long."""
     step = -(-size // world)
     return [list(range(min(size, step * rank), min(size, step * (rank + 1)))) for rank in range(world)]
 

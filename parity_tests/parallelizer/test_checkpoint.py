@@ -1,4 +1,4 @@
-"""Checkpoints: what is saved sharded is loaded whole and the other way round, to the bit, under the same names."""
+"""Checkpoints: what is saved sharded is loaded unsharded and the other way round, to the bit, under the same names."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from parity_tests.parallelizer.training import accumulated, parallelized, whole
 from shardproof import CaseSpec
 from torch_impl.parallelizer import to_cpu
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as it is where all is loaded whole
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as it is where all is unsharded
 
 MESHES = [{"dp_shard": 2}, {"dp_shard": 2, "tp": 2}]
 CHOSEN = [Chosen("qwen3", tied=True), Chosen("llama")]
@@ -28,7 +28,7 @@ def moved(chosen):
 
 
 def equal(state, chosen, shift=0.0):
-    """Whether a state dict has the values of `arrays`, moved as far, under every name of the whole model."""
+    """Whether a state dict has the values of `arrays`, moved as far, under every name of the full model."""
     names, values = list(made(chosen).state_dict()), arrays(chosen)
     want = {name: values.get(name, values["model.embed_tokens.weight"]) + shift for name in names}
     return list(state) == names and all(np.array_equal(state[name].numpy(), want[name]) for name in names)
@@ -93,7 +93,7 @@ def test_safetensors(chosen, mesh, tmp_path):
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_a_loaded_model_trains_on(mesh, tmp_path):
-    """Values that are loaded after the model was cut are those that it computes with, under both of a tied name."""
+    """Values that are loaded after the model was sharded are those that it computes with, under both of a tied name."""
     chosen = CHOSEN[0]
     save_whole(made(chosen), tmp_path / "whole")
 

@@ -193,7 +193,7 @@ def test_output_dtype_is_that_of_the_full_model(expected):
 
 
 def test_a_plan_is_applied_before_fsdp():
-    """Cut over tp and then over dp, on the first dim for a column-wise style and on the second for a row-wise one."""
+    """Sharded over tp, then over dp, on the first dim for a column-wise style and on the second for a row-wise one."""
 
     def body(mesh, case):
         model = parallelized()(made(LLAMA), mesh.device_mesh)
@@ -205,7 +205,7 @@ def test_a_plan_is_applied_before_fsdp():
 
 @pytest.mark.parametrize("other", ["model.layers.2.mlp.gate_proj", "model.layers.1.mlp.up_proj", "lm_head"])
 def test_blocks_that_share_a_parameter(other):
-    """Two blocks are one unit, and a block that shares with the head is the root's: gradients are the whole model's."""
+    """Two blocks are one unit, and a block that shares with the head is the root's: gradients are the full model's."""
     chosen = Chosen("llama", changes=(("num_hidden_layers", 3), ("vocab_size", 24), ("mlp_bias", False)))
 
     def tied():

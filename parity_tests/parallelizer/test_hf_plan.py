@@ -125,7 +125,7 @@ def test_an_embedding_that_the_plan_names_is_left_to_it():
 
 
 class Codes(nn.Module):
-    """An embedding of another kind, which the style for a table cannot cut."""
+    """An embedding of another kind, which the style for a table cannot shard."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A tensor on the CPU: the whole of whatever was distributed, and this rank's shard where that is asked for."""
+"""A tensor on the CPU: the full tensor of whatever was distributed, and this rank's shard where that is asked for."""
 
 import pytest
 import torch

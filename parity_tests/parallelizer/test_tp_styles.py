@@ -1,4 +1,4 @@
-"""Tensor-parallel styles: values, gradients, what they send, what they leave behind, and what they cannot cut."""
+"""Tensor-parallel styles: values, gradients, what they send, what they leave behind, and what they cannot shard."""
 
 import pytest
 import torch
@@ -326,7 +326,7 @@ def test_cost(name):
 
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0)], ids=str)
 def test_a_distributed_input_is_what_it_stands_for(placement):
-    """Of a style that takes its input whole; the gradient comes back as the input is cut."""
+    """Of a style that takes its input whole; the gradient comes back as the input is sharded."""
     x, weight = torch.arange(8.0).view(ROWS, IN), (torch.arange(32.0) % 5).view(OUT, IN)
 
     def body(mesh, case):

@@ -1,6 +1,6 @@
 """Train a small model, in one process or on a mesh with a parallelizer; give back loss, gradients and weights by name.
 
-A rank's loss is data * sum(its token losses) / N, with N the tokens of the whole step, so that what FSDP averages is
+A rank's loss is data * sum(its token losses) / N, with N the tokens of the full step, so that what FSDP averages is
 the gradient of the mean over all tokens, whatever the mesh and however many microbatches. Ranks in other processes
 import this module, which therefore loads no JAX.
 """
@@ -52,7 +52,7 @@ def broken(got: Mapping[str, Any], want: Mapping[str, Any]) -> list[str]:
 
 
 def broken_on_ranks(ranks: Sequence[Mapping[str, Any]], want: Mapping[str, Any], mesh: Mapping[str, int]) -> list[str]:
-    """The same of what each rank of a mesh holds whole; a sum over an axis that was not taken is named."""
+    """The same of what each rank of a mesh has in full; a sum over an axis that was not taken is named."""
     sentences = [f"rank {rank}: {message}" for rank, got in enumerate(ranks) for message in broken(got, want)[:1]]
     if not sentences or any(set(got) != set(want) for got in ranks):
         return sentences

@@ -1,4 +1,4 @@
-"""Parity of models of many families in stages; those that the cut does not know are rejected and never cut wrongly."""
+"""Parity of models of many families in stages; unsupported ones are rejected and never split wrongly."""
 
 import pytest
 import torch

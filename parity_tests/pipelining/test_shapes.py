@@ -91,7 +91,7 @@ def gradients(stages):
 
 
 def found_and_told(mesh, case):
-    """Shapes by running and shapes told, and what came out either way."""
+    """Shapes inferred by running and shapes passed, and what came out either way."""
     outcomes = []
     for has_shapes in (False, True):
         stages, schedule = built(mesh, case.name, torch.float64)
@@ -127,7 +127,7 @@ def test_no_message_has_a_shape(name):
 
 
 def lengths(mesh, case):
-    """Batches of several lengths, gradients added; told each time."""
+    """Batches of several lengths, gradients added; shapes are passed each time."""
     stages, schedule = built(mesh, case.name, torch.float32, n=2)
     for length in case.lengths_of:
         reset_pp_stage_shapes(schedule, stages, OF.config, ROWS, length)

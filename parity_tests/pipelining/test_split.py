@@ -18,7 +18,7 @@ from torch_impl.pipelining.split import split_model_into_stages
 build_model = pytest.importorskip("parity_tests.parallelizer.families", reason="needs transformers").made
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "phi3")
-ROW = 5  # layers of models that are cut anywhere
+ROW = 5  # layers of models that are split anywhere
 CPU = torch.device("cpu")
 IMPORTING_S = 60  # a process that imports transformers gives no sign of life
 

@@ -1,4 +1,4 @@
-"""Parity of stages whose modules are cut over tp, alone and under FSDP2, with micro-batch accumulation."""
+"""Parity of stages whose modules are sharded over tp, alone and under FSDP2, with micro-batch accumulation."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def whole(x):
 
 
 def stepped(mesh, case):
-    """Two steps on one rank: losses of the last, whole gradients by name, and names of what is cut."""
+    """Two steps on one rank: losses of the last, full gradients by name, and names of what is sharded."""
     of, is_whole_plan, axes = chosen(case.family, case.tied, LAYERS), case.whole_plan, set(mesh.axes)
     model = families.made(of, torch.float64)
     plan_of_all = get_hf_tp_shard_plan(model)

@@ -49,7 +49,7 @@ def stepped(mesh, case):
 
 
 def accumulated(of, n, dtype, order, steps=1):
-    """The whole model, its micro-batches in this order; a tied head has a copy, whose gradient is added at each end."""
+    """The full model, its micro-batches in this order; a tied head has a copy, whose gradient is added at each end."""
     tied = of.tied
     model = made(of, getattr(torch, dtype))
     pair = (model.model.embed_tokens.weight, model.lm_head.weight)

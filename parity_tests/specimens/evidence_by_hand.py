@@ -25,5 +25,5 @@ def headline(got: Any, want: Any, **more: Any) -> str:
 
 
 def columns_of(shape: tuple[int, ...], world: int) -> np.ndarray:
-    """The rank that owns each element where the last dim is cut in equal blocks."""
+    """The rank that owns each element where the last dim is sharded in equal blocks."""
     return np.broadcast_to(np.repeat(np.arange(world), shape[-1] // world), shape)

@@ -1,6 +1,6 @@
 """Where a model first parts from its reference: every module's input, output and gradients, in the order of execution.
 
-Nothing is loaded before it is asked for: ranks in other processes import this package and must not load JAX.
+Nothing is loaded before it is used: ranks in other processes import this package and must not load JAX.
 """
 
 from importlib import import_module

@@ -10,7 +10,7 @@ from collections.abc import Container
 from typing import NamedTuple
 
 IN, OUT = "in", "out"
-LOSS, NORM = "loss", "norm of the gradient"  # numbers of the whole model: the last of forward, the last of all
+LOSS, NORM = "loss", "norm of the gradient"  # numbers of the full model: the last of forward, the last of all
 
 
 class Event(NamedTuple):

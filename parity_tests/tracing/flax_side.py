@@ -24,7 +24,7 @@ Called = Callable[[Any], Any]  # from that module to the loss
 
 @dataclass(frozen=True)
 class ReferenceTrace:
-    """Whole arrays by event and by weight, and for each the root mean square distance of its copies, relative.
+    """Full arrays by event and by weight, and for each the root mean square distance of its copies, relative.
 
     `numbers` are the loss and the norm of the weights' gradient, under the names in `events`.
     """

@@ -47,7 +47,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Found:
-    """What all ranks recorded, the gradients of the weights, whole, and each rank's numbers of the whole model."""
+    """What all ranks recorded, the gradients of the weights, full, and each rank's numbers of the full model."""
 
     ranks: Sequence[Recording]
     of_weights: Mapping[str, np.ndarray]
@@ -59,7 +59,7 @@ def lines(
 ) -> list[Line]:
     """Forward in order, the loss, then backward in the reverse order with each module's weights where it ends.
 
-    `positions(rank, event, whole shape, local shape)` are the indices of each dim that the rank holds of the whole
+    `positions(rank, event, full shape, local shape)` are the indices of each dim that the rank holds of the full
     tensor, None if that cannot be. An event that no rank has, or the reference lacks, has no line.
     """
     judge = _Judge(reference_trace, dtype, axes, {event.module for event in reference_trace.values})

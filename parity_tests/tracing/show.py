@@ -22,7 +22,7 @@ WIDTH = 150  # where there is no terminal to ask
 
 @dataclass(frozen=True)
 class TraceReport:
-    """One trace: its name, what it was held against (`on one device`), and its lines, or how a rank failed.
+    """One trace: its name, what it was compared with (`on one device`), and its lines, or how a rank failed.
 
     `torch_names` gives a module's name in PyTorch by the one in `lines`, where they differ; `torch_only` and
     `flax_only` are modules that one side alone calls.

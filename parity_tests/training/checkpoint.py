@@ -60,7 +60,7 @@ def save(run: Run, named: Mapping[str, nn.Parameter], optimizer: torch.optim.Opt
 
 
 def load(run: Run, named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> int:
-    """The newest state into parameters and optimizer, cut as they are; returns how many steps it has behind it.
+    """The newest state into parameters and optimizer, sharded as they are; returns how many steps it has behind it.
 
     Errors: those of `newest`.
     """

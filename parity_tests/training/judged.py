@@ -1,4 +1,4 @@
-"""A step of the ranks held against the reference's: the distance of every number, beside what rounding accounts for."""
+"""A step of the ranks compared with the reference's: each distance, beside what rounding accounts for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMISED = 1e-9
 
 @dataclass(frozen=True)
 class Row:
-    """Relative distance of one number or one whole tensor from the reference's."""
+    """Relative distance of one number or one full tensor from the reference's."""
 
     error: float
     budget: float

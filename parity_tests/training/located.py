@@ -52,7 +52,7 @@ COMPONENTS = {
 
 
 def home_of(bug: InjectedBug) -> str | None:
-    """Where a bug is to be found; None for one that says nothing of a module."""
+    """Where a bug is located; None for one that says nothing of a module."""
     return COMPONENTS.get(bug.component) if bug.module is None else bug.module
 
 

@@ -1,4 +1,4 @@
-"""The model of a run as one rank has it: the stages of a pipeline, cut over the other axes, under their schedule."""
+"""The model of a run on one rank: the stages of a pipeline, sharded over the other axes, under their schedule."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch_impl.pipelining.tied_weights import distinct_parameters
 
 @dataclass(frozen=True)
 class Parts:
-    """`schedule` over the `stages` of this rank, with the `loss` of its last; `shapes` are the whole model's."""
+    """`schedule` over the `stages` of this rank, with the `loss` of its last; `shapes` are the full model's."""
 
     schedule: Any
     stages: Sequence[PipelineStage]
@@ -36,7 +36,7 @@ class Parts:
         return sum((share.double() for share in shares), torch.zeros((), dtype=torch.float64))
 
     def norm(self) -> float:
-        """Of the whole gradient."""
+        """Of the full gradient."""
         return gradient_norm(distinct_parameters(self.stages).values(), self.pp).item()
 
     def parameters(self) -> list[nn.Parameter]:
@@ -49,11 +49,11 @@ class Parts:
         return {name: p for part in parts for name, p in part.named_parameters(remove_duplicate=False)}
 
     def weights(self) -> dict[str, Any]:
-        """Of the whole model; all ranks take part."""
+        """Of the full model; all ranks take part."""
         return self._whole(dict(distinct_parameters(self.stages)))
 
     def gradients(self) -> dict[str, Any]:
-        """Of the whole model, none where backward did not come; all ranks take part."""
+        """Of the full model, none where backward did not come; all ranks take part."""
         parameters = distinct_parameters(self.stages)
         return self._whole({name: p.grad for name, p in parameters.items() if p.grad is not None})
 

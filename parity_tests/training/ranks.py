@@ -36,7 +36,7 @@ CUTTING = ("dp_replicate", "dp_shard", "cp")  # axes whose ranks have tokens of 
 
 
 def train(mesh: Any, case: Any) -> list[float]:
-    """The whole run on one rank; rank 0 writes each step's record into the case's folder. Returns the losses."""
+    """The full run on one rank; rank 0 writes each step's record into the case's folder. Returns the losses."""
     run, folder = Run(**case.options["run"]), case.options["folder"]
     model = parallel_model(mesh, run)
     optimizer = torch.optim.AdamW(
@@ -59,7 +59,7 @@ def train(mesh: Any, case: Any) -> list[float]:
 
 
 def trace(mesh: Any, case: Any) -> tuple[Recording, dict[str, Any], dict[str, float]]:
-    """What every module of this rank saw in the first step, its calls numbered by stream; whole gradients; numbers."""
+    """What every module of this rank saw in the first step, its calls numbered by stream; full gradients; numbers."""
     run = Run(**case.options["run"])
     model = parallel_model(mesh, run)
     with all_recorded(model.stages) as recording:
@@ -79,7 +79,7 @@ def trace(mesh: Any, case: Any) -> tuple[Recording, dict[str, Any], dict[str, fl
 
 
 def parallel_model(mesh: Any, run: Run) -> Parts:
-    """The model with the run's first weights, cut over the mesh: into stages first, then each of them."""
+    """The model with the run's first weights, sharded over the mesh: into stages first, then each of them."""
     config, dtype = HybridConfig(**run.config), getattr(torch, KEPT[run.dtype])
     rings = ring_and_heads(mesh) if run.attention == "usp" else None
     placement = Placement(mesh["cp"], mesh["tp"], exchange=run.attention, mamba=run.mamba, ring_and_heads=rings)

@@ -14,7 +14,7 @@ GRADIENT, WEIGHT = "gradient/", "weight/"
 
 @dataclass(frozen=True)
 class Step:
-    """One optimiser step, whole arrays in float64; gradients before the step, weights after it."""
+    """One optimiser step, full arrays in float64; gradients before the step, weights after it."""
 
     index: int
     loss: float

@@ -1,4 +1,4 @@
-"""The same run on one device: the flax model, optax AdamW, float64, whole batches. And how far rounding moves it.
+"""The same run on one device: the flax model, optax AdamW, float64, full batches. And how far rounding moves it.
 
 Beside the run itself go copies of it in which every weight that is read, every tensor that leaves a module, every
 gradient and every new weight is off by as much as its dtype rounds it, anew in every step (`tracing.probes.draws`).

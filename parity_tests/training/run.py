@@ -16,7 +16,7 @@ DTYPES = ("float64", "float32", "bfloat16")
 MAMBA = ("hidden", "state")
 ATTENTION = ("ring", "all_gather", "ulysses", "usp")
 SCHEDULES = tuple(name.lower() for name in RULES)
-# Every document is padded to a multiple of this, so that the same batch can be cut over 1, 2, 3 and 4 ranks of cp.
+# Every document is padded to a multiple of this, so that the same batch can be sharded over 1, 2, 3 and 4 ranks of cp.
 BLOCK = 24
 # Sizes that 1, 2, 3 and 4 ranks of cp share, with tp up to 2; layers for four stages.
 SIZES = {

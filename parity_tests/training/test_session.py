@@ -1,4 +1,4 @@
-"""Whole runs: the curve of one device on every mesh, a mistake that is seen, and a run that goes on elsewhere."""
+"""Full runs: the curve of one device on every mesh, a mistake that is seen, and a run that goes on elsewhere."""
 
 import json
 import shutil

@@ -17,7 +17,7 @@ from parity_tests.training.started import Mark
 
 SCRIPT = Path(__file__).with_name("two_hosts.sh")
 EXAMPLE = Path(__file__).resolve().parents[2] / "docs" / "examples" / "my_scheme.py"
-LIMIT_S = 240  # of a whole run, on a loaded machine
+LIMIT_S = 240  # of a full run, on a loaded machine
 GONE_S = 10.0  # until the last process has ended, on a loaded machine
 ENDS_S = 60.0  # from the death of one host to the end of the other: ten seconds of silence, and a loaded machine
 NETWORK = (["unshare", "--net"], ["unshare", "--user", "--map-root-user", "--net"])

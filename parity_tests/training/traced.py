@@ -79,7 +79,7 @@ def case_of(run: Run, engine: str) -> CaseSpec:
 def held(
     shape: tuple[int, ...], local: tuple[int, ...], padded: np.ndarray, at: dict[str, int], run: Run
 ) -> list[np.ndarray] | None:
-    """Positions of each dim, [1, tokens, ...]: tokens as cp cuts the stream, the last dim whole or in tp's blocks."""
+    """Positions of each dim, [1, tokens, ...]: tokens as cp shards the stream, the last dim full or in tp's blocks."""
     if len(shape) != len(local):
         return None
     parts = [np.arange(size) for size in shape]

@@ -1,4 +1,4 @@
-"""Which ids of the vocabulary a rank owns, as its functions want to be told."""
+"""Which ids of the vocabulary a rank owns, as its functions take it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from torch_impl.collectives import MeshView
 
 
 def owned_range(mesh: MeshView, dim: str = "v") -> tuple[int, int]:
-    """[start, end) of this rank's ids of a dim that is cut in rank order; an empty shard owns [0, 0)."""
+    """[start, end) of this rank's ids of a dim that is sharded in rank order; an empty shard owns [0, 0)."""
     ids = mesh.global_ids(dim)
     return (int(ids[0]), int(ids[-1]) + 1) if len(ids) else (0, 0)

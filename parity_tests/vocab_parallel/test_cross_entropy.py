@@ -72,7 +72,7 @@ def judged(student, target, tp):
 
 
 def on_ranks(tp, body):
-    """`body(mesh, mine)` on each rank; `mine` cuts equal shards."""
+    """`body(mesh, mine)` on each rank; `mine` takes equal shards."""
 
     def on_rank(mesh, case):
         def mine(x):
@@ -174,7 +174,7 @@ def test_the_target_has_no_gradient():
     ],
 )
 def test_the_sums_run_in_the_wider_dtype(student, target, result):
-    """Small whole numbers: every dtype has them exactly, so the value is that of the wider one to the bit."""
+    """Small integers: every dtype has them exactly, so the value is that of the wider one to the bit."""
     z, t = torch.arange(8.0).view(1, 8), torch.arange(8.0).flip(0).view(1, 8).remainder(5)
 
     def body(group, mine):

@@ -93,7 +93,7 @@ def distillation_over_tp_and_cp(mesh, student, teacher, ids, zero_outside_topk, 
 
 
 def as_dtensor(mesh, local, v):
-    """The local logits as a DTensor of the whole mesh, sequence and vocabulary cut."""
+    """The local logits as a DTensor of the full mesh, sequence and vocabulary sharded."""
     cuts = {"cp": Shard(1), "tp": Shard(2)}
     placements = [cuts.get(axis, Replicate()) for axis in mesh.axes]
     shape = (local.shape[0], local.shape[1] * (mesh.size("cp") if "cp" in mesh.axes else 1), v)
@@ -153,7 +153,7 @@ def test_parity_on_gloo(case):
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("v", [5, 7])
 def test_dtensor_shards_that_are_uneven(v, tp):
-    """Declared here: only DTensor's own cut can be said by a DTensor, which no draw of lengths knows."""
+    """Declared here: only DTensor's sharding can be said by a DTensor, which no draw of lengths knows."""
 
     @scheme(mesh={"tp": (2, 4)}, **specs("b f v/tp:ragged", "tp=I"), cost=cost(True, False, False), **DECLARED)
     def distillation_of_uneven_dtensor(mesh, student, teacher, ids, zero_outside_topk, calculate_entropy):
@@ -194,7 +194,7 @@ def test_masked_columns_and_out_of_vocabulary_ids(route, zero_outside_topk):
 
 
 def test_over_all_ids_both_choices_are_one():
-    """k = V: the sum over the k ids is that over the whole vocabulary, term by term in the same order."""
+    """k = V: the sum over the k ids is that over the full vocabulary, term by term in the same order."""
     student, teacher = torch.from_numpy(normal(2, 4, 6)).float(), torch.from_numpy(normal(2, 4, 6, key=18)).float()
     ids = torch.arange(6).expand(2, 4, 6)
     inside, outside = (alone(student, teacher, ids, zero_outside_topk=choice) for choice in (False, True))

@@ -24,7 +24,7 @@ from torch_impl import vocab_parallel as vp
     cost=lambda c: Cost(forward={"all_gather": (1, 3 * c.b * c.s * c.accumulator_itemsize)}),
 )
 def chunked_distributed_entropy(mesh, logits, chunk_size):
-    own_size = chunk_size and chunk_size + mesh.rank("tp")  # each rank its own: chunks are nobody else's business
+    own_size = chunk_size and chunk_size + mesh.rank("tp")  # each rank may have another size
     return vp.ChunkedDistributedEntropy.apply(logits, own_size, mesh["tp"])
 
 
@@ -106,7 +106,7 @@ def test_lies_between_minus_log_v_and_zero(case):
 
 def test_a_row_constant_changes_nothing():
     plain = torch.arange(24.0).view(1, 3, 8).remainder(7)
-    for constant in (-512.0, 8192.0):  # whole numbers: the sum is exact, so is what follows
+    for constant in (-512.0, 8192.0):  # integers: the sum is exact, so is what follows
         for a, b in zip(on_ranks(plain, 2), on_ranks(plain + constant, 2), strict=True):
             for x, y in zip(a, b, strict=True):
                 np.testing.assert_array_equal(x, y)

@@ -26,7 +26,7 @@ from torch_impl import vocab_parallel as vp
     cost=lambda c: Cost(forward={"all_gather": (1, (2 + c.k) * c.b * c.s * c.accumulator_itemsize)}),
 )
 def gathered_logprob(mesh, logits, ids, chunk_size):
-    own_size = chunk_size and chunk_size + mesh.rank("tp")  # each rank its own: chunks are nobody else's business
+    own_size = chunk_size and chunk_size + mesh.rank("tp")  # each rank may have another size
     return vp.ChunkedDistributedGatherLogprob.apply(logits, ids, *owned_range(mesh), own_size, mesh["tp"])
 
 
@@ -53,7 +53,7 @@ def judged(logits, ids, tp, **options):
 
 
 def on_ranks(tp, logits, ids, cotangent):
-    """(value, gradient of this rank's columns) of each rank; the vocabulary is cut in equal shards."""
+    """(value, gradient of this rank's columns) of each rank; the vocabulary is in equal shards."""
     width = logits.shape[-1] // tp
 
     def body(mesh, case):

@@ -1,4 +1,4 @@
-"""Chunks of logits: how many are alive, what they add up to, and what is left out when nothing is asked of it."""
+"""Chunks of logits: how many are alive, what they add up to, and what is left out when no gradient is needed."""
 
 import weakref
 

@@ -1,4 +1,4 @@
-"""What the output layer refuses: every sentence in full, on every rank, before anything is sent."""
+"""What the output layer rejects: every sentence in full, on every rank, before anything is sent."""
 
 import pytest
 import torch

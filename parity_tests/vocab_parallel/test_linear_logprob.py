@@ -63,7 +63,7 @@ def sequence_parallel_cost(c, over_cp=False):
 
 
 def scored(mesh, hidden, weight, target, chunk_size):
-    chunk_size = chunk_size and chunk_size + mesh.rank("tp")  # each rank its own: chunks are nobody else's business
+    chunk_size = chunk_size and chunk_size + mesh.rank("tp")  # each rank may have another size
     return vp.ChunkedDistributedHiddenStatesToLogprobs.apply(
         hidden, target, weight, *owned_range(mesh), chunk_size, mesh["tp"]
     )

@@ -82,7 +82,7 @@ def distributed_logprob(mesh, logits, target, temperature):
     **DECLARED,
 )
 def chunked_distributed_logprob(mesh, logits, target, temperature, chunk_size):
-    own_size = chunk_size + mesh.rank("tp")  # each rank its own: chunks are nobody else's business
+    own_size = chunk_size + mesh.rank("tp")  # each rank may have another size
     return vp.ChunkedDistributedLogprob.apply(
         logits, target, *owned_range(mesh), own_size, mesh["tp"], False, temperature
     )
@@ -94,7 +94,7 @@ def chunked_distributed_logprob(mesh, logits, target, temperature, chunk_size):
     nograd=("logits",),
     **{
         **DECLARED,
-        "draw": {**DECLARED["draw"], "logits": values("ties", "iota", "ones")},  # whole numbers: exact in bfloat16
+        "draw": {**DECLARED["draw"], "logits": values("ties", "iota", "ones")},  # integers: exact in bfloat16
         "dtypes": ("float32",),
     },
 )
@@ -192,7 +192,7 @@ def test_a_row_constant_changes_nothing():
         start = 4 * mesh.rank("tp")
         z = torch.arange(24.0).view(1, 6, 4).remainder(7) + start
         results = []
-        for constant in (0.0, 8192.0):  # whole numbers: the sum is exact, so is what follows
+        for constant in (0.0, 8192.0):  # integers: the sum is exact, so is what follows
             shifted = (z + constant).requires_grad_()
             y = vp.vocab_parallel_logprob(
                 shifted,

@@ -145,7 +145,7 @@ IDS = torch.arange(B * S).view(B, S) * 5 % V
 
 
 def shard(mesh, logits=LOGITS):
-    """This rank's part of whole logits."""
+    """This rank's part of full logits."""
     part = vp._get_tokens_on_this_cp_rank(logits, mesh.rank("cp"), mesh.size("cp"))
     return part.chunk(mesh.size("tp"), -1)[mesh.rank("tp")].clone()
 

@@ -1,6 +1,6 @@
 """Fixed cases against three oracles that are not ours: plain torch on one device, torch.nn.functional, and jax.nn.
 
-Each states a function in its own words, in float64 and on whole arrays. What the ranks returned, values and
+Each states a function in its own words, in float64 and on full arrays. What the ranks returned, values and
 gradients, must be within the budgets that the harness computed for the case.
 """
 

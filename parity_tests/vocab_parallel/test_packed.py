@@ -149,7 +149,7 @@ def values_and_gradient(mesh, stream=STREAM, target=IDS, **options):
 
 @pytest.mark.parametrize("unpacked_seqlen", [1, 6, 12, 20])
 def test_a_row_is_its_sequence_alone(unpacked_seqlen):
-    """Cut off where the rows are short, 0 where they are long; the padding behind the last is nobody's."""
+    """Cut off where the rows are short, 0 where they are long; the padding behind the last belongs to no row."""
 
     def body(mesh, case):
         return values_and_gradient(mesh, unpacked_seqlen=unpacked_seqlen)

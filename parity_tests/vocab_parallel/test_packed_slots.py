@@ -1,4 +1,4 @@
-"""What a packed stream refuses, and where its slots stand."""
+"""What a packed stream rejects, and where its slots stand."""
 
 import pytest
 import torch

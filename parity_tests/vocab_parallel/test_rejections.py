@@ -164,7 +164,7 @@ REFUSED = [
     (ValueError, lambda m: entropy(m["tp"], chunk_size=-1), f"{ENTROPY}: chunk_size=-1 {BLOCKS}"),
     (ValueError, lambda m: topk(m["tp"], chunk_size=0), f"{TOPK}: chunk_size=0 {BLOCKS}"),
     (ValueError, lambda m: logits_at(None, chunk_size=-2), f"{AT}: chunk_size=-2 {BLOCKS}"),
-    # E6: sequences that cannot be cut
+    # E6: sequences that cannot be sharded
     (
         ValueError,
         lambda m: logits_at(None, m["cp"], LOGITS[:, :7]),

@@ -85,7 +85,7 @@ def test_each_is_the_adjoint_of_the_other(function):
     results = run(body, CaseSpec(scheme="row_exchange", mesh={"tp": 2})).results
     assert all(same_gradient and untouched for same_gradient, untouched, _, _ in results)
     image, preimage = np.array([row[2:] for row in results]).sum(0)
-    assert image == preimage  # <A x, y> = <x, A^T y>, in whole numbers
+    assert image == preimage  # <A x, y> = <x, A^T y>, in integers
 
 
 MATRIX = torch.zeros(8, 8)

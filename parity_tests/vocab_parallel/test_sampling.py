@@ -59,7 +59,7 @@ def logprob_with_sampling(mesh, logits, target, top_k, top_p, temperature):
     **DECLARED,
 )
 def chunked_logprob_with_sampling(mesh, logits, target, top_k, top_p, temperature, chunk_size):
-    own_size = None if chunk_size is None else chunk_size + mesh.rank("tp")  # chunks are nobody else's business
+    own_size = None if chunk_size is None else chunk_size + mesh.rank("tp")  # each rank may have another size
     return vp.ChunkedDistributedLogprobWithSampling.apply(
         logits, target, mesh["tp"], top_k, top_p, own_size, False, temperature, *owned_range(mesh)
     )

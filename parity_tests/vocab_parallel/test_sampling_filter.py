@@ -102,7 +102,7 @@ def test_a_long_top_k_of_a_vocabulary_much_longer(kind, tp):
 
 
 def kept_over(widths, logits, top_k, top_p, temperature=1.0):
-    """Kept tokens of whole rows [n, v], cut into shards of the given widths."""
+    """Kept tokens of full rows [n, v], split into shards of the given widths."""
 
     def body(mesh, case):
         rank = mesh.rank("tp")

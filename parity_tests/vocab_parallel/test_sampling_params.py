@@ -1,4 +1,4 @@
-"""Every sentence with which sampling refuses, in full, on every rank and before anything is sent."""
+"""Every sentence with which sampling rejects arguments, in full, on every rank and before anything is sent."""
 
 import dataclasses
 
@@ -111,7 +111,7 @@ def test_the_parameters_are_values():
 def test_columns_past_the_range_take_part_and_are_no_target(top_k, top_p):
     def body(mesh, case):
         start = 5 * mesh.rank("tp")  # 5 ids and 3 more columns on each rank
-        target = torch.tensor([4, 9, 10], dtype=torch.int32)  # the last id of each rank, and nobody's
+        target = torch.tensor([4, 9, 10], dtype=torch.int32)  # the last id of each rank, and one out of the vocabulary
         local = torch.arange(8.0).expand(3, 8)
         return plain(mesh["tp"], local, target, top_k, top_p, start=start, end=start + 5).tolist()
 

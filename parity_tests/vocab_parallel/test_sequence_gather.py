@@ -112,7 +112,7 @@ def test_an_expanded_cotangent_is_summed_and_left_alone():
 
 @pytest.mark.parametrize("seq_dim", range(-3, 3))
 def test_gather_and_scattered_sum_are_adjoint(seq_dim):
-    """<A x, y> = <x, A^T y>, both sums over all ranks, in whole numbers, where they are exact."""
+    """<A x, y> = <x, A^T y>, both sums over all ranks, in integers, where they are exact."""
 
     def body(mesh, case):
         rng = np.random.Generator(np.random.Philox(key=[seq_dim + 3, mesh.rank("cp")]))

@@ -63,7 +63,7 @@ def test_softmax_is_the_exponential_of_log_softmax():
 def test_a_row_constant_changes_nothing():
     def body(mesh, case):
         logits = torch.arange(12.0).view(2, 6) - 5 * mesh.rank("tp")
-        return both(mesh, logits), both(mesh, logits + 8192.0)  # whole numbers: the sum is exact
+        return both(mesh, logits), both(mesh, logits + 8192.0)  # integers: the sum is exact
 
     for plain, shifted in on_two_ranks(body):
         np.testing.assert_array_equal(plain, shifted)

@@ -36,7 +36,7 @@ def topk_of_each(logits, each):
 )
 def vocab_topk(mesh, logits, each, chunk_size) -> tuple[Float[Tensor, "b s k"], Int[Tensor, "b s k"]]:
     start, end = owned_range(mesh)
-    own_size = chunk_size and chunk_size + mesh.rank("tp")  # each rank its own: chunks are nobody else's business
+    own_size = chunk_size and chunk_size + mesh.rank("tp")  # each rank may have another size
     owned = dict(vocab_start_index=start, vocab_end_index=end)
     return vp.distributed_vocab_topk(logits, len(each), mesh["tp"], chunk_size=own_size, **owned)
 
@@ -105,7 +105,7 @@ def on_ranks(mesh, body):
 
 
 def largest(logits, k, lengths, chunk_size=None):
-    """(values, ids) of rank 0, the vocabulary cut by lengths; all ranks' results are the same."""
+    """(values, ids) of rank 0, the vocabulary sharded by lengths; all ranks' results are the same."""
 
     def body(mesh, case):
         rank = mesh.rank("tp")

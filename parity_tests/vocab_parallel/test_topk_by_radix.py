@@ -56,7 +56,7 @@ def test_selection_equals_a_sort(seed, kind, tp, size, dtype):
         "flat": np.full((3, size), -2.5),
     }[kind]
     rows = torch.from_numpy(z).to(dtype)
-    weights = torch.from_numpy(rng.integers(1, 4, (3, size))).double()  # whole numbers: every sum is exact
+    weights = torch.from_numpy(rng.integers(1, 4, (3, size))).double()  # integers: every sum is exact
     room = torch.tensor([1.0, float(rng.integers(1, 2 * size + 1)), math.inf]).to(
         torch.promote_types(dtype, torch.float32)
     )

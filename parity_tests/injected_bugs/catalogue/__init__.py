@@ -1,6 +1,6 @@
 """All injected bugs, one file of data for each component; those of vocab_parallel by topic.
 
-The files are long because they are tables: nobody reads one from top to bottom, and one looks an entry up by its name.
+The files are long because they are tables: an entry is looked up by its name.
 """
 
 from parity_tests.injected_bugs.catalogue import (
