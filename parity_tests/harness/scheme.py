@@ -1,4 +1,4 @@
-"""@scheme: one declaration that says what a per-rank function means, and what can be asked of it."""
+"""@scheme: one declaration that says what a per-rank function means, and its methods."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Scheme(Declared):
-    """A declared scheme. Calling it calls the function; what else it can do is loaded when asked for."""
+    """A declared scheme. Calling it calls the function; what else it can do is loaded when used."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.fn(*args, **kwargs)
@@ -39,9 +39,9 @@ class Scheme(Declared):
         """Draw cases, run each on the ranks and against the reference, and report the worst of each tensor.
 
         Names resolve to mesh axes, dims and options; what is not given is drawn. `examples=None` is the Hypothesis
-        profile's number, and where all dims are given at least one of each dtype on each mesh that can cut them; where
-        mesh and options are given as well, one of each dtype. Meshes that cannot cut the sizes given are left out and
-        named in the report. Errors: ValueError for an unknown name, or for sizes that no mesh can cut.
+        profile's number, and where all dims are given at least one of each dtype on each mesh that shards them; where
+        mesh and options are given as well, one of each dtype. Meshes that cannot shard the sizes given are left out and
+        named in the report. Errors: ValueError for an unknown name, or for sizes that no mesh can shard.
         `inside_subgroup` makes the world twice as large and runs the scheme in each half of it, which finds what speaks
         to the default group. A mismatch is in the report, not raised; see Report.raise_if_failed.
         """
@@ -50,7 +50,7 @@ class Scheme(Declared):
         return verify(self, engine, examples, seed, dtype, sizes_and_options, inside_subgroup=inside_subgroup)
 
     def run(self, *whole_arrays: Any, engine: str = "lockstep", grad: Any = None, **mesh_and_options: Any) -> Any:
-        """Stitched outputs for the given whole arrays, in the order of `inputs`; nothing is compared.
+        """Stitched outputs for the given full arrays, in the order of `inputs`; nothing is compared.
 
         With `grad`, cotangents for the outputs, returns (outputs, {input: gradient}).
         """
@@ -59,7 +59,7 @@ class Scheme(Declared):
         return run_unsharded(self, whole_arrays, engine, grad, mesh_and_options)
 
     def draw(self, **sizes: Any) -> str:
-        """Picture: the ownership strip of every cut dim, the type of every other axis."""
+        """Picture: the ownership strip of every sharded dim, the type of every other axis."""
         from parity_tests.harness.report.picture import scheme_picture
 
         return scheme_picture(self, self.case(**sizes))

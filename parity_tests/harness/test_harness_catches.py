@@ -30,7 +30,7 @@ def test_the_harness_catches_the_sentinel(name):
     assert report.verdict == VERDICTS.get(name, "mismatch"), str(report)
 
 
-# Faults: each takes pytest's monkeypatch and breaks one thing.
+# Bugs: each takes pytest's monkeypatch and breaks one thing.
 
 
 def comparison_that_always_passes(patch):

@@ -35,7 +35,7 @@ def test_with_all_dims_passed_each_mesh_that_fits_them_is_tried():
 
     declaration = declared(wrong_on_three_ranks, mesh={"tp": (1, 2, 3, 4)})
     for seed in range(4):
-        report = declaration.verify(b=6, seed=seed)  # 4 ranks cannot cut it
+        report = declaration.verify(b=6, seed=seed)  # 4 ranks cannot shard it
         assert not report.ok and dict(report.case.mesh) == {"tp": 3}, seed
         assert declaration.verify(b=4, seed=seed).meshes == ("tp=1", "tp=2", "tp=4")
 

@@ -40,7 +40,7 @@ def judge(
 
     `reference` spares evaluating it again; `ship` wraps what travels to the ranks. A failed rank is in the report,
     not raised. Errors: ReferenceFailure where the reference cannot be evaluated; ValueError for
-    a layout of the user's that is no partition or cannot cut a size of the case.
+    a layout of the user's that is no partition or cannot shard a size of the case.
     """
     # 1. A user's own layouts must be partitions before anything is sharded by them.
     try:

@@ -85,7 +85,7 @@ def _has_all_dims(scheme: Declared, names: Mapping[str, Any]) -> bool:
 
 
 def _planned(scheme: Declared, names: Mapping[str, Any], how: Mapping[str, Any], seed: int) -> list[CaseSpec]:
-    """Where all dims are given: one case on each mesh that can cut them, in each dtype.
+    """Where all dims are given: one case on each mesh that can shard them, in each dtype.
 
     A mistake on one mesh or in one dtype alone is common, such as a sum kept in bfloat16.
     """

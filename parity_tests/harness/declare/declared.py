@@ -1,4 +1,4 @@
-"""What @scheme was told, checked and complete: tensors by name and spec, costs, and the scheme itself."""
+"""What @scheme declares, validated and complete: tensors by name and spec, costs, and the scheme itself."""
 
 from __future__ import annotations
 

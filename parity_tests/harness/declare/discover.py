@@ -97,7 +97,7 @@ def find(targets: list[str]) -> list[Declared]:
 
 
 def _own_files(folder: Path) -> list[Path]:
-    """Python files below a folder, but what is installed there or hidden. Errors: UnusableTarget for a whole disk."""
+    """Python files below a folder, except installed or hidden ones. Errors: UnusableTarget for a root directory."""
     if folder.resolve() == Path(folder.resolve().anchor):
         raise UnusableTarget(f"{folder}: is a whole disk; give a file, or the folder of a project")
     paths: list[Path] = []

@@ -63,7 +63,7 @@ class Draw:
         return {"kind": self.kind}
 
     def build(self, value: dict[str, Any], shape: tuple[int, ...], rng: Generator, case: CaseSpec) -> np.ndarray:
-        """The whole array: float64 (not yet rounded to the tested dtype), int64 or bool."""
+        """The full array: float64 (not yet rounded to the tested dtype), int64 or bool."""
         if self.kind == "float":
             return _floats(value["kind"], shape, rng, case.dtype, self.full_rows)
         if self.kind == "ids":
@@ -143,7 +143,7 @@ def _mask(keep: str, shape: tuple[int, ...], rng: Generator) -> np.ndarray:
 
 
 def values(*kinds: str, full_rows: bool = False) -> Draw:
-    """Floating values of the given kinds; none given: all kinds. `full_rows` lets a mask cover a whole row."""
+    """Floating values of the given kinds; none given: all kinds. `full_rows` lets a mask cover a full row."""
     unknown = [kind for kind in kinds if kind not in FLOAT_KINDS]
     if unknown:
         raise ValueError(f"values: kind {unknown[0]!r} is not one of {', '.join(FLOAT_KINDS)}")

@@ -1,7 +1,7 @@
 """Spec strings: shape, sharding and gradient type of one tensor in one line.
 
 `parse` reads one and knows every mistake by its own sentence; `Spec` is what the harness works with.
-Nothing here knows a size: whether a dim can be cut is decided when sizes are drawn.
+Nothing here knows a size: whether a dim can be sharded is decided when sizes are drawn.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _VALUE = re.compile(r"[A-Za-z0-9_]+")
 
 @dataclass(frozen=True)
 class Cut:
-    """One cut of a dim: the mesh axis it is cut over and the layout of the pieces."""
+    """One sharding of a dim: the mesh axis and the layout of the shards."""
 
     axis: str
     layout: str = "contiguous"
@@ -34,7 +34,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Dim:
-    """A dim and its cuts, outermost first; the name "1" is a dim of size one."""
+    """A dim and its shardings, outermost first; the name "1" is a dim of size one."""
 
     name: str
     cuts: tuple[Cut, ...] = ()
@@ -49,7 +49,7 @@ class Dim:
 
 @dataclass(frozen=True)
 class Spec:
-    """The dims of a tensor, in order, and the gradient type of each axis that cuts none of them."""
+    """The dims of a tensor, in order, and the gradient type of each axis that shards none of them."""
 
     dims: tuple[Dim, ...] = ()
     types: tuple[tuple[str, str], ...] = ()
@@ -63,7 +63,7 @@ class Spec:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes that cut a dim, in the order they are written."""
+        """The axes that shard a dim, in the order they are written."""
         return tuple(cut.axis for dim in self.dims for cut in dim.cuts)
 
     def type_of(self, axis: str) -> str:
@@ -84,7 +84,7 @@ def parse(
     """Read the spec string of input or output `name` on a mesh with these axes.
 
     `differentiable=False` is an integer or boolean, which has no gradient and so no types; `typeless_ok` is a
-    floating input that needs none because its gradient is not asked for.
+    floating input that needs none because its gradient is not needed.
 
     Errors: TypeError if `text` is not a string; ValueError, one sentence for each kind of mistake.
     """
@@ -128,7 +128,7 @@ def _read(text: str, axes: tuple[str, ...], layouts: Collection[str]) -> Spec:
 
 
 def _check_cuts(dim: Dim, axes: tuple[str, ...], layouts: Collection[str], cut_by: dict[str, str]) -> None:
-    """Check the cuts of one dim and enter them in `cut_by`, axis to dim."""
+    """Validate the shardings of one dim and enter them in `cut_by`, axis to dim."""
     for cut in dim.cuts:
         _check_axis(cut.axis, axes)
         if cut.layout not in layouts:
@@ -219,7 +219,7 @@ class _Word:
         if not match:
             raise self.unexpected(what)
         self.at = match.end()
-        # A capital inside a name is told here: what may follow the name is known only to the caller.
+        # A capital inside a name is reported here: what may follow the name is known only to the caller.
         if self.at < self.stop and self.text[self.at] in ascii_uppercase:
             raise self.unexpected(what)
         return match.group()
@@ -244,7 +244,7 @@ class _Word:
 def placements(spec: Spec, axes: tuple[str, ...]) -> tuple[Any, ...]:
     """One placement for each mesh axis: Shard(dim), Partial() for P, Replicate() for R and I.
 
-    Errors: ValueError, `not expressible: ...`, for an order that is a permutation, or a dim cut twice against
+    Errors: ValueError, `not expressible: ...`, for an order that is a permutation, or a dim sharded twice against
     the order of the mesh.
     """
     from torch.distributed.tensor import Partial, Replicate, Shard

@@ -1,4 +1,4 @@
-"""Layouts of the user's own: where one rejects a size, that cannot be cut and is not drawn."""
+"""Layouts of the user's own: where one rejects a size, that cannot be sharded and is not drawn."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def never(name: str, layout: Layout, dim: str, axis: str, world: int) -> str | N
 def _takes(layout: Layout, size: int, world: int) -> bool:
     try:
         layout(size, world)
-    except Exception:  # told where that size is asked for
+    except Exception:  # reported where that size is used
         return False
     return True
 

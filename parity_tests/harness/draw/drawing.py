@@ -17,13 +17,13 @@ DEFAULT_LIMIT = 8
 
 
 class Served(NamedTuple):
-    """The meshes that can be tried, each with the shapes that it can cut; those that cannot, each with the reason."""
+    """The meshes that can be tried, each with the shapes that it can shard; those that cannot, each with the reason."""
 
     fits: list[tuple[dict[str, int], list[dict[str, int]]]]
     left_out: list[tuple[dict[str, int], str]]
 
 
-# What can be drawn, for each scheme and what was asked of it: it takes longer to find than an example to run.
+# What can be drawn, for each scheme and its arguments: it takes longer to find than an example to run.
 _SERVED: WeakKeyDictionary[Declared, dict[Any, Served]] = WeakKeyDictionary()
 
 
@@ -87,7 +87,7 @@ def draw_case(
 
 
 def fitting_meshes(scheme: Declared, fixed: Mapping[str, Any], world: int | None = None) -> list[dict[str, int]]:
-    """The meshes that can cut the sizes given, the smallest first. Errors: as of draw_case."""
+    """The meshes that can shard the sizes given, the smallest first. Errors: as of draw_case."""
     sizes, _ = _sorted_out(scheme, fixed)
     return [mesh for mesh, _ in _remembered(scheme, sizes, world, DEFAULT_LIMIT).fits]
 
@@ -95,7 +95,7 @@ def fitting_meshes(scheme: Declared, fixed: Mapping[str, Any], world: int | None
 def meshes_left_out(
     scheme: Declared, fixed: Mapping[str, Any], world: int | None = None, limit: int = DEFAULT_LIMIT
 ) -> list[tuple[dict[str, int], str]]:
-    """The meshes that cannot cut the sizes given, or any drawn beside them, with the reason. Errors: of draw_case."""
+    """The meshes that cannot shard the sizes given, or any drawn beside them, with the reason. Errors: of draw_case."""
     sizes, _ = _sorted_out(scheme, fixed)
     given_ones = tuple(f"{name}=" for name in sizes)
     return [
@@ -113,7 +113,7 @@ def _remembered(scheme: Declared, sizes: Mapping[str, int], world: int | None, l
 
 
 def _served(scheme: Declared, sizes: Mapping[str, int], world: int | None, limit: int) -> Served:
-    """Sort the meshes. Errors: ValueError where there is none, or none that can cut anything."""
+    """Sort the meshes. Errors: ValueError where there is none, or none that can shard anything."""
 
     def rejection(why: str) -> ValueError:
         return ValueError(f"scheme '{scheme.name}': {why}")
@@ -137,7 +137,7 @@ def _served(scheme: Declared, sizes: Mapping[str, int], world: int | None, limit
         else:
             why = size_choices.objection(scheme, shapes[0], mesh, sizes) if shapes else None
             sorted_meshes.left_out.append((mesh, why or nothing))
-    # Where sizes were given by hand, meshes that cannot cut them are left out; where none were, it is a mistake.
+    # Where sizes were given by hand, meshes that cannot shard them are left out; where none were, it is a mistake.
     if sorted_meshes.left_out and (not sorted_meshes.fits or not sizes):
         mesh, why = sorted_meshes.left_out[-1]
         named = "" if sizes else f"mesh {mesh} can never be drawn: "
@@ -176,7 +176,7 @@ def _shards(scheme: Declared, mesh: Mapping[str, int], name: str | None) -> int:
 def _layouts(
     scheme: Declared, mesh: Mapping[str, int], shape: Mapping[str, int], choose: Chooser
 ) -> dict[str, dict[str, Any]]:
-    """The layout of every cut, with drawn shard lengths where it is ragged."""
+    """The layout of every sharding, with drawn shard lengths where it is ragged."""
     records: dict[str, dict[str, Any]] = {}
     for arg in (*scheme.inputs, *scheme.outputs):
         for dim in arg.spec.dims:

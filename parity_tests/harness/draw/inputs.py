@@ -1,4 +1,4 @@
-"""Arrays of one case: whole inputs and cotangents, their cut into pieces, and the addends of partial values.
+"""Arrays of one case: full inputs and cotangents, their shards, and the addends of partial values.
 
 Everything is a function of the case alone (NumPy Philox keyed by seed and name), so every rank and the
 reference build the same bits without sending any. Cutting uses the reference's layouts, never production's.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from parity_tests.harness.declare.declared import Argument
 
 Layouts = Mapping[str, Callable[..., Any]]
-# A partial value is cut over the axes of this type; its dual is what the gradient of the other side has.
+# A partial value is sharded over the axes of this type; its dual is what the gradient of the other side has.
 ADDEND_TYPE = {"input": "P", "cotangent": "R"}
 
 
@@ -40,7 +40,7 @@ def rounded(array: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def full_array(arg: Argument, draw: Draw, case: CaseSpec) -> np.ndarray:
-    """The whole input before any addends: float64 values of the tested dtype, int64 or bool."""
+    """The full input before any addends: float64 values of the tested dtype, int64 or bool."""
     array = draw.build(case.values.get(arg.name, {}), arg.shape(case), generator(case, arg.name), case)
     if array.shape != arg.shape(case):
         raise ValueError(f"case: input '{arg.name}' is {array.shape}, '{arg.spec}' says {arg.shape(case)}")
@@ -60,7 +60,7 @@ def addends(arg: Argument, array: np.ndarray, case: CaseSpec, kind: str) -> np.n
     """[ranks, *shape]: random terms in the tested dtype whose sum is (about) the array, one for each rank of the axes.
 
     All terms but the last are drawn; the last is the rounded remainder, so the reference is given the float64
-    sum of the rounded terms. A non-finite entry goes whole to one rank and is zero elsewhere.
+    sum of the rounded terms. A non-finite entry goes to one rank and is zero elsewhere.
     """
     count = int(np.prod([case.mesh[axis] for axis in addend_axes(arg, kind)], dtype=np.int64))
     if count == 1:

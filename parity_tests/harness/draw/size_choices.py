@@ -15,7 +15,7 @@ from parity_tests.harness.draw import custom_layout
 
 LOCAL = (1, 2, 3, 5, 8)
 TURNS = len(LOCAL) ** 2  # after which rounds bring little that is new
-FACTORS = range(1, 65)  # tried on dims in relations until what follows from them can be cut
+FACTORS = range(1, 65)  # tried on dims in relations until what follows from them can be sharded
 
 
 def meshes(scheme: Declared, fixed: Mapping[str, int], world: int | None) -> list[dict[str, int]]:
@@ -71,7 +71,7 @@ def compatible(scheme: Declared, shape: Mapping[str, int], mesh: Mapping[str, in
 def objection(
     scheme: Declared, shape: Mapping[str, int], mesh: Mapping[str, int], fixed: Collection[str] = ()
 ) -> str | None:
-    """Why this shape cannot be cut on this mesh, or None; of several dims that cannot, one of the `given`."""
+    """Why this shape cannot be sharded on this mesh, or None; of several dims that cannot, one of the `given`."""
     for dim in sorted(_cut_dims(scheme), key=lambda dim: dim.name not in fixed):
         sizes = [dim.size(shape)]
         for cut in dim.cuts:
@@ -86,7 +86,7 @@ def objection(
 
 
 def _shard_sizes(scheme: Declared, dim: Dim, size: int, cut: Cut, world: int) -> list[int]:
-    """The sizes of the pieces of a dim, as a further cut meets them; ValueError where it cannot be cut."""
+    """The sizes of the shards of a dim, which a further sharding divides; ValueError where it cannot be sharded."""
     if cut.layout in scheme.layouts:
         parts = custom_layout.parts(cut.layout, scheme.layouts[cut.layout], dim.name, size, cut.axis, world)
         return [len(part) for part in parts] if cut is not dim.cuts[-1] else []
@@ -118,7 +118,7 @@ def free_dims(scheme: Declared) -> list[str]:
 
 
 def _shape(scheme: Declared, fixed: Mapping[str, int], unit: Mapping[str, int], turn: int) -> dict[str, int] | None:
-    """The shape of one turn for a mesh with these units, or None where the menus have none that it can cut."""
+    """The shape of one turn for a mesh with these units, or None where the size choices have none that it can shard."""
     shape = {}
     for index, name in enumerate(free_dims(scheme)):
         choices = scheme.dims.get(name)
@@ -139,7 +139,7 @@ def _shape(scheme: Declared, fixed: Mapping[str, int], unit: Mapping[str, int], 
 def _tied(
     scheme: Declared, fixed: Mapping[str, int], unit: Mapping[str, int], shape: Mapping[str, int]
 ) -> dict[str, int] | None:
-    """The shape with the dims that follow from others, these made larger until all can be cut."""
+    """The shape with the dims that follow from others, these made larger until all can be sharded."""
     named = {name for rule in scheme.dims.values() if isinstance(rule, str) for name in names_in(rule)}
     movable = [name for name in named if name in shape and name not in fixed and name not in scheme.dims]
     for factor in FACTORS if movable else (1,):
@@ -157,7 +157,7 @@ def _offsets_dims(scheme: Declared) -> set[str]:
 
 
 def _units(scheme: Declared, mesh: Mapping[str, int]) -> dict[str, int]:
-    """What each dim's size must be a multiple of on this mesh; a menu of sizes is asked of a custom layout instead."""
+    """What each dim's size must be a multiple of on this mesh; a custom layout is asked about each size instead."""
     unit: dict[str, int] = {}
     for dim in _cut_dims(scheme):
         custom = [cut for cut in dim.cuts if cut.layout in scheme.layouts]

@@ -1,4 +1,4 @@
-"""A layout of the user's own may reject sizes by a ValueError: these are not drawn, and one that takes none is told."""
+"""A layout of the user's own may reject sizes by a ValueError: these are not drawn; one without a size is rejected."""
 
 import jax.numpy as jnp
 import numpy as np

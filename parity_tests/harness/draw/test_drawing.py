@@ -76,7 +76,7 @@ def test_ragged_lengths_have_empty_shards_and_the_ceil_rule():
 
 
 def test_packed_lengths():
-    """Sequences of no token and of one token occur, and padding inside the stream; every length can be cut."""
+    """Sequences of no token and of one token occur, and padding inside the stream; every length can be sharded."""
     counts = Counter()
     for case in cases(sequences, 300):
         true, padded = np.array(case.lengths["t"]["true"]), np.array(case.lengths["t"]["padded"])

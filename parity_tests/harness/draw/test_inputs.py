@@ -84,7 +84,7 @@ def held(text, **at):
 
 
 def test_who_holds_what():
-    """By hand, so that a wrong cut and a wrong stitch cannot cancel."""
+    """By hand, so that a wrong sharding and a wrong stitch cannot cancel."""
     assert held("s/cp", cp=1) == [6, 7, 8, 9, 10, 11]
     assert held("s/cp:dual_chunk_swap", cp=0) == [0, 1, 2, 9, 10, 11]
     assert held("s/cp:dual_chunk_swap", cp=1) == [3, 4, 5, 6, 7, 8]
@@ -208,7 +208,7 @@ def test_without_a_partial_axis_there_is_one_term():
 
 
 def fed(text, case):
-    """The cotangent of each rank, whole, by coordinates."""
+    """The full cotangent of each rank, by coordinates."""
     arg = argument(text, "out")
     terms = inputs.addends(arg, inputs.cotangent(arg, case), case, "cotangent")
     return {

@@ -1,4 +1,4 @@
-"""The menu of shapes: short, simplest first, every mesh served, relations kept, and what cannot be cut is told."""
+"""The choice of shapes: few, simplest first, some for every mesh, relations satisfied, and messages."""
 
 import inspect
 import itertools
@@ -117,7 +117,7 @@ def test_sizes_given_by_hand():
         "s=30 cannot be cut by dual_chunk_swap over cp=4 (needs a multiple of 8); pad to 32"
     )
     assert declaration.case(cp=4, s=32).dims["s"] == 32
-    # Of the declared meshes those are kept that can cut it: 30 is no multiple of 4 or 8.
+    # Of the declared meshes those are kept that can shard it: 30 is no multiple of 4 or 8.
     assert {declaration.case(s=30, seed=seed).cp for seed in range(40)} == {1, 3}
     assert declaration.case(cp=5, s=10).mesh == {"cp": 5}
 

@@ -95,7 +95,9 @@ def fitted_number(evidence: Evidence) -> Iterator[str]:
 
 def _zero(evidence: Evidence) -> str | None:
     lacks = evidence.lacks_gradient
-    if evidence.got.any() or (lacks.any() and np.array_equal(lacks, evidence.want != 0.0)):  # None is told as such
+    if evidence.got.any() or (
+        lacks.any() and np.array_equal(lacks, evidence.want != 0.0)
+    ):  # None has a clue of its own
         return None
     return f"{evidence.role} is zero: {_REACH[evidence.role]}{evidence.thin if evidence.got.size == 1 else ''}"
 
@@ -137,7 +139,7 @@ def _plain_constant(evidence: Evidence) -> str | None:
 
 
 def _part_by_part(evidence: Evidence) -> Iterator[str]:
-    """One relation, but with another number on each rank of a cut axis, or at each index of a dim."""
+    """One relation, but with another number on each rank of a sharding axis, or at each index of a dim."""
     for where, owner, meaning in _divisions(evidence):
         parts = [evidence.only(owner == value) for value in np.unique(owner)]
         if sum(part.wrong > 0 for part in parts) < 2:
@@ -229,12 +231,12 @@ def _best(evidence: Evidence, tried: list[tuple[Named, float]], relation: Relati
 
 
 def _names(evidence: Evidence) -> list[Named]:
-    # A single element always fits some quotient of sizes, so it is told only by products and inverses.
+    # A single element always fits some quotient of sizes, so it is recognised only by products and inverses.
     return named_numbers(sizes_of(evidence.axes, evidence.factors), mixed=evidence.wrong > 1)
 
 
 def _telling(evidence: Evidence) -> np.ndarray:
-    """The elements that can tell one number from another: finite, and not lost in their budget."""
+    """The elements that can distinguish one number from another: finite, and not lost in their budget."""
     finite = np.isfinite(evidence.got) & np.isfinite(evidence.want) & np.isfinite(evidence.budget)
     return finite & (evidence.bad | (np.abs(evidence.want) > evidence.budget))
 

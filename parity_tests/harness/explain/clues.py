@@ -1,6 +1,6 @@
 """What kind of mistake: from the evidence on one failing tensor to sentences, the headline first.
 
-A pure function. Each clue claims a pattern only if the whole tensor fits it within its budget; the order of the clues
+A pure function. Each clue claims a pattern only if the full tensor fits it within its budget; the order of the clues
 is the order of what they explain, from one number that explains everything to one place that explains nothing.
 """
 

@@ -17,7 +17,7 @@ Layout = Callable[[int, int], Sequence[np.ndarray]]
 
 
 class Placed(NamedTuple):
-    """A cut of this tensor: dim number `dim` over `axis`, rank r holding `positions[r]`."""
+    """A sharding of this tensor: dim number `dim` over `axis`, rank r holding `positions[r]`."""
 
     dim: int
     axis: str
@@ -31,7 +31,7 @@ class Evidence:
 
     `got` is one stitched copy; `at` says which, by the coordinates of the axes that repeat the tensor. `owners` gives,
     for each axis that cuts it, the coordinate that holds each element. `pieces` gives, for an axis that does not
-    cut it, what each rank of the axis returned, stacked: copies if the axis is in `at`, else terms that were added.
+    shard it, what each rank of the axis returned, stacked: copies if the axis is in `at`, else terms that were added.
     `addends` is one rank's own term of the sum, where it is known; `inputs` are those that could be added to this
     tensor, in its shape. `factors` are numbers beside the mesh sizes that a scale may be made of.
     """
@@ -50,7 +50,7 @@ class Evidence:
     candidates: Mapping[str, Layout] = field(default_factory=dict)  # tried besides the built-in layouts
     borders: Mapping[str, np.ndarray] = field(default_factory=dict)  # "sequence boundaries", "padding", ...
     addends: Mapping[tuple[str, int], np.ndarray] = field(default_factory=dict)
-    inputs: Mapping[str, np.ndarray] = field(default_factory=dict)  # whole, in the shape of `got`
+    inputs: Mapping[str, np.ndarray] = field(default_factory=dict)  # full, in the shape of `got`
     pieces: Mapping[str, np.ndarray] = field(default_factory=dict)  # axis -> [ranks of the axis, *shape]
     outputs_pass: bool = False
     absent: np.ndarray | None = None  # where the gradient is None, and zero was put in its place

@@ -1,4 +1,4 @@
-"""What is known about a failing tensor, gathered for `explain`: owners, layouts, borders, pieces, collectives."""
+"""What is known about a failing tensor, gathered for `explain`: owners, layouts, borders, shards, collectives."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _poison(scheme: Declared, program: Program, case: CaseSpec, ledger: Ledger) 
 
 
 def _over_all(case: CaseSpec, ledger: Ledger) -> str | None:
-    """A collective of the whole mesh, where no one axis is all of it."""
+    """A collective of the full mesh, where no one axis is all of it."""
     everyone = tuple(range(case.world))
     if case.world in case.mesh.values():
         return None
@@ -96,7 +96,7 @@ def _addable(scheme: Declared, program: Program, case: CaseSpec, row: TensorRow)
 
 
 def _placed(scheme: Declared, case: CaseSpec, row: TensorRow) -> tuple[Placed, ...]:
-    """The cuts of dims that are cut once: of a second cut, the positions are not a layout of the whole dim."""
+    """The shardings of dims that are sharded once: of a second one, the positions are not a layout of the full dim."""
     placed = []
     for index, dim in enumerate(row.argument.spec.dims):
         if len(dim.cuts) == 1:

@@ -132,7 +132,7 @@ def _permutations(evidence: Evidence, dim: int, axis: str, world: int) -> Iterat
 
 
 def _streams(evidence: Evidence, size: int, axis: str, world: int) -> dict[str, np.ndarray]:
-    """Layout to the positions of rank 0, rank 1, ... end to end, for each layout that can cut this size."""
+    """Layout to the positions of rank 0, rank 1, ... end to end, for each layout that can shard this size."""
     if world < 2:
         return {}
     pieces = {p.layout: p.positions for p in evidence.layouts if p.axis == axis}

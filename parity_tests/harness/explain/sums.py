@@ -35,7 +35,7 @@ def sums(evidence: Evidence) -> Iterator[str]:
 
 
 def copies(evidence: Evidence) -> Iterator[str]:
-    """Ranks that should hold the same value and do not; copies that add up are told by `sums`."""
+    """Ranks that should hold the same value and do not; copies that add up are reported by `sums`."""
     for axis, pieces in _shared(evidence):
         if axis not in evidence.at or _adds_up(evidence, pieces):
             continue

@@ -27,7 +27,7 @@ def test_a_layout_applied_twice():
         f"{ORDER}; dim 0 went through dual_chunk_swap twice over cp"
     )
     declared = (Placed(0, "cp", "dual_chunk_swap", dual_chunk_swap(12, 3)),)
-    # Rank by rank the twice swapped pieces lie where the declared layout says that swapped ones do.
+    # Rank by rank the twice swapped shards lie where the declared layout says that swapped ones do.
     got = np.empty_like(want)
     got[order] = want[order][order]
     assert headline(got, want, axes={"cp": 3}, layouts=declared) == (

@@ -112,7 +112,7 @@ def budget(
     size = np.where(np.isfinite(want), np.abs(want), 0.0)
     moved = np.maximum(spread, float(np.median(spread)) if spread.size else 0.0)
     scale = np.maximum(size, moved / u)
-    # An output wider than the tested dtype has less to round; a narrower one was not asked for and gets no more.
+    # An output wider than the tested dtype has less to round; a narrower one was not declared and gets no more.
     last_rounding = min(UNIT_ROUNDOFF[out_dtype], max(u, accumulator)) * size
     summation = C * accumulator * math.sqrt(max(terms, 1)) * scale + last_rounding
     return np.maximum(summation, K * math.sqrt(roundings) * moved) + max(terms, 1) * lost_below(dtype)
@@ -150,7 +150,7 @@ def _judged(
     out_dtype: str,
     absent: np.ndarray | None = None,  # where no rank returned a gradient
 ) -> TensorRow:
-    """Hold every element against its budget. A gradient that nobody returned is right only where it is exactly zero."""
+    """Compare every element with its budget. A gradient that no rank returned is right only where exactly zero."""
     # 1. What each element may be off by, and what it might be had sums been accumulated in a coarser dtype.
     u = UNIT_ROUNDOFF[case.dtype]
     narrow = min(u, UNIT_ROUNDOFF["float32"])

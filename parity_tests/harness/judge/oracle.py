@@ -1,4 +1,4 @@
-"""The reference: JAX on whole float64 arrays, its gradient for the drawn cotangents, and how much rounding moves it.
+"""The reference: JAX on full float64 arrays, its gradient for the drawn cotangents, and how much rounding moves it.
 
 One jitted function per signature gives outputs, gradients, and their derivative in eight random directions of
 rounding, from which the budgets are computed.

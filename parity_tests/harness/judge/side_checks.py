@@ -77,7 +77,7 @@ def _replicas(row: TensorRow) -> list[str]:
 
 
 def _foreign_groups(case: CaseSpec, ledger: Ledger) -> list[str]:
-    """Rows over the whole world where the scheme's own mesh is a part of it."""
+    """Rows over the full world where the scheme's own mesh is a part of it."""
     if SPARE not in case.mesh or case.mesh[SPARE] == 1:
         return []
     everyone = tuple(range(case.world))

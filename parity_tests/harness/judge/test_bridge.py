@@ -69,7 +69,7 @@ def test_awkward_tensors():
 
 
 def test_bfloat16_goes_as_what_it_means():
-    """NumPy has no bfloat16: whoever bridges one widens it first, and is told so."""
+    """NumPy has no bfloat16: whoever bridges one widens it first; the message says so."""
     with pytest.raises(TypeError) as caught:
         bridge.to_jax("x", torch.ones(3, dtype=torch.bfloat16))
     assert str(caught.value) == "bridge: 'x' is torch.bfloat16, which NumPy lacks; widen it to float64 first"

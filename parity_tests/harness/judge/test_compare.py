@@ -114,7 +114,7 @@ def test_overflow_depends_on_the_dtype():
     assert compare.errors(got, want, "bfloat16").tolist() == [np.inf]
 
 
-# Whole rows, from what ranks returned
+# Full rows, from what ranks returned
 
 
 @scheme(

@@ -17,7 +17,7 @@ DARKEST_WITH_BLACK = 0.18  # relative luminance: on darker ground white has more
 
 
 def of_rank(rank: int) -> str:
-    """The colour of a rank; from rank 8 they come round again, and the number tells."""
+    """The colour of a rank; from rank 8 they come round again, and the number distinguishes them."""
     return RANKS[rank % len(RANKS)]
 
 
@@ -86,7 +86,7 @@ def tiles(panel: Any, owners: Any, world: int, text: Any = None, **labels: Any) 
 
 
 def whole_numbers(panel: Any) -> None:
-    """Ticks at whole numbers only, which is what positions are."""
+    """Ticks at integers only, which is what positions are."""
     from matplotlib.ticker import MaxNLocator
 
     for axis in (panel.xaxis, panel.yaxis):

@@ -114,7 +114,7 @@ class _Reader:
 
 @contextmanager
 def _while_it_is_read() -> Iterator[None]:
-    """Standard output that says when nobody reads it; what is left unwritten then goes nowhere."""
+    """Standard output that says when its reader is gone; what is left unwritten then goes nowhere."""
     stream = sys.stdout
     if stream is None:  # closed by who started this
         yield

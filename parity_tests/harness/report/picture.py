@@ -1,4 +1,4 @@
-"""Pictures of specs: who owns each position of a cut dim, and what the other axes promise.
+"""Pictures of specs: who owns each position of a sharded dim, and what the other axes promise.
 
 The same strips as text, for terminals and errors, and as a figure. A rank has the same digit and the same colour
 wherever it stands, on whatever axis.
@@ -36,7 +36,7 @@ Layouts = Mapping[str, Callable[[int, int], Sequence[np.ndarray]]]
 
 @dataclass(frozen=True)
 class Strip:
-    """One cut: how it is written, and the rank of its axis that owns each position of the dim."""
+    """One sharding: how it is written, and the rank of its axis that owns each position of the dim."""
 
     label: str
     owners: np.ndarray
@@ -54,9 +54,9 @@ def digit(rank: int) -> str:
 
 
 def owner_strips(spec: Spec, sizes: Mapping[str, int], mesh: Mapping[str, int], layouts: Layouts) -> list[Strip]:
-    """One strip for each cut, outermost first. `layouts` by name, or by `dim/axis` for the cut of one dim.
+    """One strip for each sharding, outermost first. `layouts` by name, or by `dim/axis` for the sharding of one dim.
 
-    Errors: ValueError if a dim cannot be cut or a custom layout is no partition.
+    Errors: ValueError if a dim cannot be sharded or a custom layout is no partition.
     """
     strips = []
     for dim in spec.dims:
@@ -82,7 +82,7 @@ def owner_strips(spec: Spec, sizes: Mapping[str, int], mesh: Mapping[str, int], 
 
 
 def strips(spec: Spec, sizes: Mapping[str, int], mesh: Mapping[str, int], layouts: Layouts | None = None) -> str:
-    """A line for each cut and for each type.
+    """A line for each sharding and for each type.
 
     >>> from parity_tests.harness.declare.spec import parse
     >>> print(strips(parse("b s/cp:dual_chunk_swap tp=I", ("cp", "tp")), {"b": 2, "s": 16}, {"cp": 4, "tp": 2}))
@@ -172,7 +172,7 @@ def _tensors(scheme: Declared) -> dict[str, Spec]:
 
 
 def _bound(scheme: Declared, case: CaseSpec, spec: Spec) -> Layouts:
-    """The layout of each cut of a spec with the lengths of this case bound, by `dim/axis`."""
+    """The layout of each sharding of a spec with the lengths of this case bound, by `dim/axis`."""
     from parity_tests.harness.draw.inputs import cut_lengths, layout_function
 
     return {

@@ -67,7 +67,9 @@ class Report:
     examples: int = 1
     dtypes: tuple[str, ...] = ()
     meshes: tuple[str, ...] = ()
-    left_out: Mapping[str, str] = field(default_factory=dict)  # meshes that cannot cut the sizes given, with the reason
+    left_out: Mapping[str, str] = field(
+        default_factory=dict
+    )  # meshes that cannot shard the sizes given, with the reason
     row_cases: Mapping[str, CaseSpec] = field(default_factory=dict)
     compile_seconds: float = 0.0
     replay: str | None = None
@@ -93,7 +95,7 @@ class Report:
         return max((row for row in self.rows if row.role == role), key=lambda row: row.ratio, default=None)
 
     def raise_if_failed(self) -> None:
-        """Raise the failure, one exception type for each cause; the message is the whole report."""
+        """Raise the failure, one exception type for each cause; the message is the full report."""
         if self.ok:
             return
         if self.failure is not None:
@@ -187,7 +189,7 @@ class Report:
         return f"{name}    {meshes}   {self.case.engine}   {count}   {' '.join(self.dtypes or (self.case.dtype,))}"
 
     def _hints(self) -> list[str]:
-        """What the smallest case tells by itself: that nothing need be cut for it, or that its values are rare ones."""
+        """What the smallest case shows by itself: that it needs no sharding, or that its values are rare ones."""
         hints = []
         if self.case.world == 1 and not all(row.ok for row in self.rows):
             hints.append("one rank is enough for it: the function and its reference differ before anything is cut")
@@ -342,7 +344,7 @@ def _panel(panel: Any, row: TensorRow) -> Any:
 
 
 def _borders(row: TensorRow) -> tuple[list[int], list[int]]:
-    """Columns and rows of the drawn matrix at which the owner changes, by the last dim's cuts and by the others'."""
+    """Columns and rows of the drawn matrix where the owner changes, by the last dim's shardings and by the others'."""
     dims = row.argument.spec.dims
     if not dims:
         return [], []

@@ -18,7 +18,7 @@ from parity_tests.harness.run.exit_status import EQUAL, FAILED, MISMATCH, NOTHIN
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """What the command line asked for."""
+    """The arguments of the command line."""
 
     engine: str = "lockstep"
     examples: int | None = None
@@ -55,7 +55,7 @@ SLOWEST = 5
 
 
 def show(console: Console, outcome: Outcome, options: VerifyOptions) -> None:
-    """Print reports and closing lines: the whole report of a single scheme or of a failure, else the table."""
+    """Print reports and closing lines: the full report of a single scheme or of a failure, else the table."""
     single = len(outcome.reports) == 1
     if len(outcome.reports) > 1 and not options.quiet:
         console.print(table(outcome))

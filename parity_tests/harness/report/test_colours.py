@@ -8,7 +8,7 @@ import pytest
 from parity_tests.harness.report.colours import LINES, RANKS, ink, line, linear, luminance, of_rank, of_ranks, rank_map
 from torch_impl.pipelining.simulation import COLOURS as KINDS
 
-# CIELAB's distance of two colours. 2 is just seen side by side; at 24 nobody takes one for the other across a figure.
+# CIELAB's distance of two colours. 2 is just seen side by side; at 24 they are not confused across a figure.
 APART = 24.0
 CONTRAST = 4.5  # of text on its ground: WCAG 2, level AA
 

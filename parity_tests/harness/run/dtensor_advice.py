@@ -11,7 +11,7 @@ SAID_BY = "torch.distributed.tensor._redistribute"
 
 @contextmanager
 def without_advice() -> Iterator[None]:
-    """Unsaid for as long as this lasts: the mesh is what is asked for, and the ledger judges what is gathered.
+    """Unsaid for as long as this lasts: the mesh is what is verified, and the ledger judges what is gathered.
 
     Ranks that are threads enter and leave in any order: each has a filter of its own, and none restores a level.
     """

@@ -24,7 +24,7 @@ class RankFault(Exception):
 
 
 class NotRun(Exception):
-    """Asked for what this machine does not have; to be counted and said, never green."""
+    """Asked for what this machine does not have; to be counted and reported, never green."""
 
 
 class RankFailure(Exception):
@@ -80,7 +80,7 @@ class Mismatch(RankFailure):
 
 
 class Deadlock(RankFailure):
-    """Nobody can run; the message says of every rank where it stands."""
+    """No rank can run; the message says of every rank where it stands."""
 
     cause = "deadlock"
 

@@ -1,6 +1,6 @@
 """Program: the half of a scheme that travels to the ranks. It knows shapes, specs and the function, and no JAX.
 
-Calling a program on a rank builds that rank's pieces from the case, runs the function forward and backward
+Calling a program on a rank builds that rank's shards from the case, runs the function forward and backward
 once, and returns plain NumPy arrays with what the hygiene oracle noticed.
 """
 

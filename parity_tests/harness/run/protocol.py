@@ -82,7 +82,7 @@ def _collectives(ledger: Ledger, complete: bool) -> Iterator[Disagreement]:
 def _difference(issued: Mapping[int, Row]) -> Disagreement | None:
     """The first property in which rows of one place in one group differ."""
     rows = list(issued.values())
-    # Where one hands in more tensors than another, the shapes tell.
+    # Where one hands in more tensors than another, the shapes show it.
     fewest = 1 if rows[0].op == "all_to_all" else min((len(row.dtypes) for row in rows if row.dtypes), default=0)
     properties = {
         "op": [row.op for row in rows],
@@ -101,7 +101,7 @@ def _difference(issued: Mapping[int, Row]) -> Disagreement | None:
 
 
 def _common_shapes(row: Row) -> object:
-    """What must be alike on all ranks; of a tensor that is cut into rows for each, the shape of a row."""
+    """What must be alike on all ranks; of a tensor that is split into rows for each, the shape of a row."""
     if row.op == "all_to_all":
         return row.shapes[0][1:] if len(row.shapes) == 1 and math.prod(row.shapes[0]) else None
     return None if row.op == "scatter" else row.shapes

@@ -18,7 +18,7 @@ SUMMED = {"output": "P", "gradient": "R"}
 
 @dataclass(frozen=True)
 class Stitched:
-    """Global arrays put together from the ranks' pieces, one for each coordinate of the axes that repeat them."""
+    """Global arrays put together from the ranks' shards, one for each coordinate of the axes that repeat them."""
 
     copies: np.ndarray  # [repeats, *global shape]
     coordinates: tuple[dict[str, int], ...]  # of each copy, on the repeating axes
@@ -47,7 +47,7 @@ def gradient_pieces(scheme: Declared, arg: Argument, case: CaseSpec, results: Se
 
 
 def stitch(arg: Argument, pieces: Sequence[np.ndarray], case: CaseSpec, custom: inputs.Layouts, role: str) -> Stitched:
-    """Put pieces back by the reference's layouts; sum over P axes of an output, over R axes of a gradient."""
+    """Put shards back by the reference's layouts; sum over P axes of an output, over R axes of a gradient."""
     summed = [axis for axis, letter in arg.spec.types if letter == SUMMED[role]]
     repeating = [axis for axis in case.mesh if axis not in arg.spec.axes and axis not in summed]
     names = (*repeating, *summed)

@@ -1,4 +1,4 @@
-"""Scheme.run: whole arrays in, whole arrays out, by the layouts and lengths that were given."""
+"""Scheme.run: full arrays in, full arrays out, by the layouts and lengths that were given."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -17,7 +17,7 @@ from parity_tests.harness.run.ledger import Row
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """`pieces` are what the operation combines, cut from the copies; `results` what it gives this rank."""
+    """`pieces` are what the operation combines, slices of the copies; `results` what it gives this rank."""
 
     row: Row
     place: int  # the rank's position in the group
@@ -62,7 +62,7 @@ class Call:
         for index, (source, copy) in enumerate(zip(self.sources, self.copies, strict=True)):
             home = source.untyped_storage()
             if home.data_ptr() in homes or not home.nbytes() or source.shape != copy.shape:
-                continue  # gathered in place (the poison tells), freed, or resized by its owner
+                continue  # gathered in place (the poison shows it), freed, or resized by its owner
             same = (_bits(source.data.contiguous()) == _bits(copy)).reshape(*copy.shape, -1).all(-1)
             if not bool(same.all()):
                 return f"input {index} was changed at {_first(~same)} before its wait"

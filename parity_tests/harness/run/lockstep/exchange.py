@@ -70,7 +70,7 @@ class Exchange:
         self.scheduler.nudge(call.row.rank)
 
     def post(self, key: GroupKey, call: Call, peer: int | None) -> None:
-        """Issue a send or a receive; `peer` is the other's place, None for anybody's message."""
+        """Issue a send or a receive; `peer` is the other's place, None for a message of any rank."""
         self._issue(call)
         queues = self._queues[key]
         try:
@@ -138,7 +138,7 @@ class Exchange:
         self.scheduler.failure = self.scheduler.failure or failure
 
     def stuck(self) -> RankFailure:
-        """Nobody can run."""
+        """No rank can run."""
         waiting = [(rank, call.row) for rank, call in enumerate(self.scheduler.waits) if isinstance(call, Call)]
         states = "; ".join(self._state(rank) for rank in range(self.scheduler.world))
         rank, row = waiting[0]

@@ -128,7 +128,7 @@ class MessageQueues:
         return None
 
     def receive(self, call: Call, origin: int | None) -> Call | None:
-        """Post a receive, `origin` None for anybody's; the send that it meets, if one is there."""
+        """Post a receive, `origin` None for any rank's; the send that it meets, if one is there."""
         if origin is None:
             lines = [line for (_, target), line in self._sends.items() if target == call.place and line]
             waiting = min(lines, key=lambda line: line[0].order, default=None)

@@ -41,7 +41,7 @@ class Scheduler:
             lock.acquire()
 
     def begin(self, schedule: int, seeds: list[int], stuck: Callable[[], RankFailure]) -> None:
-        """Give the first turn. `stuck` tells the failure when nobody can run; schedule 0 is round robin."""
+        """Give the first turn. `stuck` makes the failure when no rank can run; schedule 0 is round robin."""
         self._dice = random.Random(schedule) if schedule else None
         self._stuck = stuck
         self.failure, self.moves = None, 0
@@ -83,7 +83,7 @@ class Scheduler:
         self.check()
         moves = self.moves - 1
         if not self._pass(rank):
-            self.moves = moves  # a poll that nobody can answer is no progress
+            self.moves = moves  # a poll that no rank can answer is no progress
 
     def wake(self, rank: int, pending: Pending) -> None:
         """`pending` is done; its rank can run again."""
@@ -118,8 +118,8 @@ class Scheduler:
                 lock.release()
 
     def _pass(self, rank: int) -> bool:
-        """Give the turn away and get it back; False if there was nobody else to give it to."""
-        # 1. Who can run now? Nobody: every rank waits for another, a deadlock.
+        """Give the turn away and get it back; False if no other rank could take it."""
+        # 1. Who can run now? None: every rank waits for another, a deadlock.
         able = self._able(rank)
         if not able:
             self.failure = self._stuck()

@@ -194,7 +194,7 @@ def test_threads_are_reused_between_examples_and_new_after_a_failure():
 
 
 def test_meshes_of_different_sessions_are_never_equal():
-    """DTensor keeps caches for the whole process, keyed by mesh."""
+    """DTensor keeps caches for the full process, keyed by mesh."""
     meshes = set()
     for _ in range(5):
         meshes |= set(lockstep.run(lambda mesh, case: mesh.device_mesh, case(2)).results)
@@ -237,7 +237,7 @@ def test_the_promised_speed(capsys):
 
 
 def toy_logprob(mesh: Any, case: CaseSpec) -> Any:
-    """Forward and backward of log-probabilities over a vocabulary cut in pieces: three all_reduces."""
+    """Forward and backward of log-probabilities over a sharded vocabulary: three all_reduces."""
     group, rank, width = mesh["tp"], mesh.rank("tp"), 16 // mesh.size("tp")
     logits = torch.randn(2, 3, width, requires_grad=True)
     local = torch.arange(6).reshape(2, 3) - rank * width

@@ -147,7 +147,7 @@ def _send_home() -> None:
 
 
 def _with_store(call: Callable[[], T]) -> T:
-    """What a call returns; where the store is gone there is nobody to lead and nothing to wait for, so it leaves."""
+    """What a call returns; where the store is gone there is no rank to lead and nothing to wait for, so it leaves."""
     try:
         return call()
     except dist.DistError as error:

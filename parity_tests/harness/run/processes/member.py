@@ -1,6 +1,6 @@
 """One rank of a torchrun job: it leads or follows, and runs each job in a thread of its own.
 
-So the main thread of a rank that hangs in a collective still answers, and leaves when it is told to. Orders are
+So the main thread of a rank that hangs in a collective still answers, and leaves when it is ordered to. Orders are
 numbered alike on all ranks: rank 0 writes `do/n` and, when a job is over, `over/n`; the others write `done/n/rank`.
 """
 
@@ -96,7 +96,7 @@ class Channel:
 TICK_S = 0.01
 SHOW_S = 0.2  # between two signs of life
 COLLECT_S = 0.5  # for the others, after the first failure
-ANSWER_S = 3.0  # for a rank that was told to stop, and for one that hangs to come free
+ANSWER_S = 3.0  # for a rank that was ordered to stop, and for one that hangs to come free
 
 
 class Member:

@@ -49,7 +49,7 @@ class Rank:
         self._kept = _groups()
 
     def run(self, job: Job, ready: Callable[[], object]) -> Outcome:
-        """One job; `ready` is called when function and mesh are there, so that a slow import counts for nobody."""
+        """One job; `ready` is called when function and mesh are there, so that a slow import counts for no rank."""
         key, function, path, text = job
         self._settle()
         try:

@@ -174,7 +174,7 @@ def _functional_bytes(op: str, handed: tuple[Tensor, ...], world: int, splits: A
 
 
 class _Nowhere:
-    """A status table that nobody reads."""
+    """A status table that is never read."""
 
     def enter(self, state: int) -> None: ...
     def issue(self, text: str) -> None: ...
@@ -268,7 +268,7 @@ class Recorder(TorchDispatchMode):
         return self._blocked(self._works.pop(id(work), (None, None))[1])
 
     def unwaited(self) -> list[Row]:
-        """Functional collectives whose result nobody waited for. (An in-place one is waited for out of sight.)"""
+        """Functional collectives whose result was never waited for. (An in-place one is waited for out of sight.)"""
         return list(dict.fromkeys(row for _, row in self._unwaited.values()))
 
     def is_backends(self, error: BaseException | None) -> bool:
@@ -281,7 +281,7 @@ class Recorder(TorchDispatchMode):
 
 
 def observe_waits(current: Callable[[], Recorder | None]) -> None:
-    """Make this process's `Work.wait` tell the current recorder; for rank processes only, once, at their start.
+    """Make this process's `Work.wait` notify the current recorder; for rank processes only, once, at their start.
 
     Waiting does not go through the dispatcher, so without this a rank blocked in a wait looks like one computing.
     """

@@ -1,7 +1,7 @@
 """The status table: 512 bytes of shared memory per rank that say what it is doing.
 
 Each rank writes its own slot before and after every collective; the parent reads all slots without asking, so
-a rank that hangs in native code or is killed has still said where it was.
+a rank that hangs in native code or is killed has already recorded where it was.
 """
 
 from __future__ import annotations
