@@ -1,6 +1,6 @@
 """How far rounding moves a reference: its derivative, with a fresh rounding error at every step of the arithmetic.
 
-Rounding of inputs alone does not determine how well a result can be computed: log p of a row of zeros moves with nothing,
+Rounding of inputs alone does not tell how well a result can be computed: log p of a row of zeros moves with nothing,
 and its gradient is a difference of two equal numbers that no finite arithmetic finds exactly. So each operation of
 the traced reference adds an error of its own, half a unit in the last place with a random sign (the first order of
 Monte Carlo arithmetic, Parker 1997), and all of them travel to the results by the chain rule.
