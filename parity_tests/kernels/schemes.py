@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from jax_ref.vocab_parallel import gather_logprob, logprob, logprob_and_negative_entropy, sequence
 from parity_tests.kernels import device as device  # rounds as a GPU does
+from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.shard import owned_range
 from shardproof import Cost, ids, scheme, values
 from torch_impl.kernels import rows_at
@@ -36,7 +37,7 @@ DECLARED: dict[str, Any] = dict(
 
 def one_exchange(numbers):
     """One all_gather of so many numbers per token forward, nothing backward."""
-    return lambda c: Cost(forward={"all_gather": (1, numbers * c.b * c.s * c.accumulator_itemsize)})
+    return lambda c: Cost(forward=all_gathers(over_tp(c, numbers * c.b * c.s)))
 
 
 @scheme(
@@ -73,7 +74,7 @@ def _logprob(mesh, logits, target, temperature, with_entropy):
     reference=gather_logprob,
     outputs="b s k tp=I",
     dtypes=("float32", "float64", "bfloat16"),
-    cost=lambda c: Cost(forward={"all_gather": (1, (2 + c.k) * c.b * c.s * c.accumulator_itemsize)}),
+    cost=lambda c: Cost(forward=all_gathers(over_tp(c, (2 + c.k) * c.b * c.s))),
     **{
         **DECLARED,
         "inputs": {"logits": "b s v/tp:ragged", "ids": "b s k"},

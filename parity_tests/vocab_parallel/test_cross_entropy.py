@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from jax_ref.vocab_parallel import cross_entropy
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.verdict import judge
+from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from shardproof import CaseSpec, Cost, check, every_case, scheme, values
 from torch_impl import vocab_parallel as vp
 
@@ -18,7 +19,7 @@ DECLARED = dict(
     dtypes=("float32", "float64", "bfloat16", "float16"),
     reduction=("v",),
     roundings=3,  # log total, depth, gradient
-    cost=lambda c: Cost(forward={"all_gather": (1, 5 * c.b * c.s * c.accumulator_itemsize)}),
+    cost=lambda c: Cost(forward=all_gathers(over_tp(c, 5 * c.b * c.s))),
 )
 # Masks and underflow matter where they meet, in one or in both.
 OFTEN_MASKED = values("normal", "neg_inf_mask", "large", "peaked", "huge", "ties", "tiny", "neg_inf_mask", "large")

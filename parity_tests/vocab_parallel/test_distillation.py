@@ -34,7 +34,9 @@ def cost(has_group, has_cp, asks_widths):
     def of(c):
         n, k, a = c.b * c.f // getattr(c, "cp", 1), c.k, c.accumulator_itemsize
         reads_all = c.zero_outside_topk or c.calculate_entropy
-        gathers = [8] * asks_widths + [(k + 2 + c.calculate_entropy) * n * a] * (has_group and reads_all)
+        gathers = [8] * asks_widths + [(k + 2 + c.calculate_entropy) * n * a] * (
+            has_group and reads_all and c.mesh["tp"] > 1
+        )
         gathers += [(k + c.calculate_entropy) * n * a] * has_cp
         forward = {"all_gather": (len(gathers), sum(gathers))} if gathers else {}
         if has_group and not reads_all:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from jax_ref.vocab_parallel import negative_entropy
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.verdict import judge
+from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from shardproof import CaseSpec, Cost, check, every_case, scheme
 from torch_impl import vocab_parallel as vp
 
@@ -21,7 +22,7 @@ from torch_impl import vocab_parallel as vp
     dtypes=("float32", "float64", "bfloat16", "float16"),
     reduction=("v",),
     roundings=3,  # log total, depth, gradient
-    cost=lambda c: Cost(forward={"all_gather": (1, 3 * c.b * c.s * c.accumulator_itemsize)}),
+    cost=lambda c: Cost(forward=all_gathers(over_tp(c, 3 * c.b * c.s))),
 )
 def chunked_distributed_entropy(mesh, logits, chunk_size):
     own_size = chunk_size and chunk_size + mesh.rank("tp")  # each rank may have another size

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from jax_ref.vocab_parallel import gather_logprob
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.verdict import judge
+from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.shard import owned_range
 from shardproof import CaseSpec, Cost, check, every_case, ids, scheme
 from torch_impl import vocab_parallel as vp
@@ -23,7 +24,7 @@ from torch_impl import vocab_parallel as vp
     rank_options={"chunk_size": (None, 1, 2, 5)},
     dtypes=("float32", "float64", "bfloat16", "float16"),
     reduction=("v",),
-    cost=lambda c: Cost(forward={"all_gather": (1, (2 + c.k) * c.b * c.s * c.accumulator_itemsize)}),
+    cost=lambda c: Cost(forward=all_gathers(over_tp(c, (2 + c.k) * c.b * c.s))),
 )
 def gathered_logprob(mesh, logits, ids, chunk_size):
     own_size = chunk_size and chunk_size + mesh.rank("tp")  # each rank may have another size

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from jax_ref.layouts import dual_chunk_swap
 from jax_ref.vocab_parallel import linear_logprob, linear_next_token_logprob
 from parity_tests.harness.run.engines import run
+from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.shard import owned_range
 from shardproof import CaseSpec, Cost, check, every_case, ids, scheme, values
 from torch_impl import vocab_parallel as vp
@@ -37,7 +38,7 @@ def replicated_cost(c, over_cp=False):
     cp, size = c.mesh.get("cp", 1), c.accumulator_itemsize
     n = c.b * c.s // cp
     return Cost(
-        forward={"all_gather": (1 + over_cp, (3 + over_cp) * n * size)},
+        forward=all_gathers(over_tp(c, 3 * n), (int(over_cp), over_cp * n * size)),
         backward={
             "all_reduce": (1, n * c.d * size),
             **({"reduce_scatter": (1, c.b * c.s * size)} if over_cp else {}),

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from jax_ref.vocab_parallel import logprob, logprob_and_negative_entropy
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.verdict import judge
+from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.shard import owned_range
 from shardproof import CaseSpec, Cost, check, every_case, ids, scheme, values
 from torch_impl import vocab_parallel as vp
@@ -24,7 +25,7 @@ DECLARED = dict(
 
 def one_exchange(numbers):
     """One all_gather of so many numbers per token forward, nothing backward."""
-    return lambda c: Cost(forward={"all_gather": (1, numbers * c.b * c.s * c.accumulator_itemsize)})
+    return lambda c: Cost(forward=all_gathers(over_tp(c, numbers * c.b * c.s)))
 
 
 @scheme(

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Shard
 from jax_ref.vocab_parallel import next_token_logprob
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.verdict import judge
+from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.decided_rows import decided_rows
 from parity_tests.vocab_parallel.shard import owned_range
 from shardproof import CaseSpec, Cost, check, every_case, ids, scheme
@@ -36,7 +37,7 @@ def over_cp(c):
     """Over tp the core's exchange; over cp the scores there and the cotangents back."""
     scores, size = c.b * c.s // c.cp, c.accumulator_itemsize
     return Cost(
-        forward={"all_gather": (2, (3 * scores + scores) * size)},
+        forward=all_gathers(over_tp(c, 3 * scores), (1, scores * size)),
         backward={"reduce_scatter": (1, c.b * c.s * size)},
     )
 

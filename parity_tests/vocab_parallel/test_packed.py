@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from jax_ref.layouts import dual_chunk_swap
 from jax_ref.vocab_parallel import packed_next_token_logprob
 from parity_tests.harness.run.engines import run
+from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.shard import owned_range
 from shardproof import CaseSpec, Cost, check, every_case, ids, integers, offsets, scheme
 from torch_impl import vocab_parallel as vp
@@ -38,7 +39,7 @@ DECLARED = dict(
     dtypes=("float32", "bfloat16", "float64"),
     reduction=("v",),
     cost=lambda c: Cost(
-        forward={"all_gather": (2, (3 + 1) * c.t // c.cp * c.accumulator_itemsize)},
+        forward=all_gathers(over_tp(c, 3 * c.t // c.cp), (1, c.t // c.cp * c.accumulator_itemsize)),
         backward={"reduce_scatter": (1, c.t * c.accumulator_itemsize)},
     ),
 )

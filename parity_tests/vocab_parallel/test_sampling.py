@@ -37,7 +37,9 @@ def filter_cost(c, known_range):
         integers += has_p
     else:
         gathers, numbers, rounds = 1, 3, 0
-    forward = {"all_gather": (gathers + integers, numbers * token + integers * INTEGER)}
+    if c.mesh["tp"] == 1:  # one rank has full rows: there is nothing to merge
+        gathers = numbers = 0
+    forward = {"all_gather": (gathers + integers, numbers * token + integers * INTEGER)} if gathers + integers else {}
     return Cost(forward=forward | ({"all_reduce": (rounds, rounds * 256 * token)} if rounds else {}))
 
 

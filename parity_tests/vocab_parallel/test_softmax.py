@@ -6,6 +6,7 @@ from hypothesis import given
 
 from jax_ref.vocab_parallel import log_softmax, softmax
 from parity_tests.harness.run.engines import run
+from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from shardproof import CaseSpec, Cost, check, every_case, scheme
 from torch_impl import vocab_parallel as vp
 
@@ -16,7 +17,7 @@ DECLARED = dict(
     nograd=("logits",),
     dtypes=("float32", "float64", "bfloat16", "float16"),
     reduction=("v",),
-    cost=lambda c: Cost(forward={"all_gather": (1, 2 * c.b * c.s * c.accumulator_itemsize)}),
+    cost=lambda c: Cost(forward=all_gathers(over_tp(c, 2 * c.b * c.s))),
 )
 
 

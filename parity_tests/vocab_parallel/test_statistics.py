@@ -3,6 +3,7 @@
 from hypothesis import given
 
 from jax_ref.vocab_parallel import negative_entropy, normaliser
+from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from shardproof import Cost, check, every_case, scheme
 from torch_impl.vocab_parallel import statistics as st
 
@@ -19,7 +20,7 @@ def normaliser_and_entropy(logits):
     nograd=("logits",),
     dtypes=("float32", "float64", "bfloat16"),
     reduction=("v",),
-    cost=lambda c: Cost(forward={"all_gather": (1, 3 * c.t * c.accumulator_itemsize)}),
+    cost=lambda c: Cost(forward=all_gathers(over_tp(c, 3 * c.t))),
 )
 def merged_statistics(mesh, logits):
     local = st.local_statistics(logits, None, 1.0, True)

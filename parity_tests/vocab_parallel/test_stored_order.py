@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from jax_ref.vocab_parallel import next_token_logprob_of_stored
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.verdict import judge
+from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.shard import owned_range
 from shardproof import CaseSpec, Cost, check, every_case, ids, integers, scheme
 from torch_impl import vocab_parallel as vp
@@ -38,7 +39,7 @@ def ceil(size, world):
 def in_stored_order(c):
     """Ids over cp, the core's exchange over tp, scores over cp; nothing backward."""
     n = c.b * c.s // c.cp
-    return Cost(forward={"all_gather": (3, 8 * n + (3 * n + n) * c.accumulator_itemsize)})
+    return Cost(forward=all_gathers((1, 8 * n), over_tp(c, 3 * n), (1, n * c.accumulator_itemsize)))
 
 
 def params(temperature):

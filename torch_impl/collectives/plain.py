@@ -21,7 +21,9 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """The dtype that values of `dtype` are summed in: float32 for narrower floats, else `dtype` itself."""
-    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+    if dtype in (torch.float32, torch.float64) or not dtype.is_floating_point:
+        return dtype
+    return torch.promote_types(dtype, torch.float32)
 
 
 def uncast(device: torch.device) -> AbstractContextManager[object]:

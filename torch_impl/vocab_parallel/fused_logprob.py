@@ -136,26 +136,41 @@ def write_gradient(
     """
     if block.shape[-1] == 0:
         return
-    # 1. log p, and the terms at the ids while it is still there.
-    depths = st.block_below(block, largest.unsqueeze(-1), temperature)
-    log_p = (depths if g_entropy is None else depths.clone()).sub_(log_total.unsqueeze(-1))
-    index = None if at_ids is None else st.index_of(at_ids.column)
-    term = None if at_ids is None or index is None else _terms_at_ids(log_p, index, at_ids, normalised)
-    # 2. p, and the slope of the entropy.
-    p = log_p.exp_()
-    slope = None
+    shift = largest.unsqueeze(-1)
+    target = out if out.dtype == largest.dtype else None
+    # 1. The gradient at the ids, while their logits are still there.
+    index = term = is_ignored = None
+    if at_ids is not None:
+        index = st.index_of(at_ids.column)
+        z_t = block.gather(-1, index).to(shift.dtype)
+        term = _terms_at_ids(z_t, at_ids, temperature, normalised, shift, log_total, depth, g_entropy)
+        is_ignored = at_ids.is_ignored
+    # 2. Everywhere else p (g_h (log p - h) - g), p = exp(b - log_total) and b = (z - m) / temperature. Everything
+    #    that a row has one of is a factor of the row.
+    total = log_total.exp() if temperature == 1.0 else log_total.exp().mul_(temperature)
+    g = at_ids.g_total if at_ids is not None and normalised else None
     if g_entropy is not None and depth is not None:
-        slope = st.without_minus_infinity(depths).sub_(depth.unsqueeze(-1)).mul_(p)
-    # 3. -p g everywhere but at the ids.
-    gradient = p.zero_() if at_ids is None or not normalised else p.mul_(-at_ids.g_total.unsqueeze(-1))
-    if at_ids is not None and index is not None and term is not None:
-        _put_at_ids(gradient, index, term, at_ids.column)
-    # 4. The entropy's share, of the rows that have a cotangent: an entropy that is not used, as at a dropped
-    #    position, has no slope, even if its row is NaN.
-    if slope is not None and g_entropy is not None:
-        g = g_entropy.unsqueeze(-1)
-        gradient.addcmul_(without_rows(slope, g == 0), g)
-    out.copy_(gradient if temperature == 1.0 else gradient.div_(temperature))
+        depths = st.binary_depths(block, shift, temperature)
+        p = depths.exp2()
+        offset = depth * g_entropy if g is None else torch.addcmul(g, depth, g_entropy)
+        slope = (g_entropy / (st.LOG2_E * total)).unsqueeze(-1)
+        gradient = torch.addcmul((offset / total).neg_().unsqueeze(-1), st.with_floor(depths), slope, out=depths).mul_(
+            p
+        )
+        # An entropy that is not used, as at a dropped position, has no slope, even if its row is NaN.
+        is_unused = (g_entropy == 0).unsqueeze(-1)
+        is_ignored = is_unused if is_ignored is None else is_ignored & is_unused
+    elif g is not None:
+        gradient = st.binary_depths(block, shift, temperature, target).exp2_().mul_((g / total).neg_().unsqueeze(-1))
+    else:
+        gradient = torch.zeros(block.shape, dtype=shift.dtype, device=block.device)
+    if index is not None and term is not None:
+        gradient.scatter_(-1, index, term)
+    # 3. Rows of out-of-vocabulary ids alone: selected, since 0 * NaN is not zero.
+    if is_ignored is not None:
+        without_rows(gradient, is_ignored)
+    if gradient is not target:
+        out.copy_(gradient)
 
 
 def _score(z_t: Float[Tensor, "*a"], normaliser: st.Normaliser, options: LogprobOptions) -> Float[Tensor, "*a"]:
@@ -177,20 +192,22 @@ class GatherGradient(NamedTuple):
     g_same: Float[Tensor, "n k"]
     g_other: Float[Tensor, "n k"] | None  # None where k is 1
     g_total: Float[Tensor, " n"]
+    is_ignored: Bool[Tensor, "n 1"]  # rows that look up out-of-vocabulary ids alone
 
     def rows(self, part: slice) -> GatherGradient:
         """Some of the rows."""
         if part.stop - part.start == len(self.column):
             return self
         g_other = None if self.g_other is None else self.g_other[part]
-        return GatherGradient(self.column[part], self.g_same[part], g_other, self.g_total[part])
+        return GatherGradient(self.column[part], self.g_same[part], g_other, self.g_total[part], self.is_ignored[part])
 
 
 def gather_gradient(column: Int[Tensor, "n k"], g: Float[Tensor, "n k"]) -> GatherGradient:
     """The sums of cotangents g of k >= 1 columns; an id outside the vocabulary adds nothing."""
-    g = g.masked_fill(column == st.OUT_OF_VOCABULARY, 0.0)
+    is_outside = column == st.OUT_OF_VOCABULARY
+    g = g.masked_fill(is_outside, 0.0)
     if column.shape[-1] == 1:
-        return GatherGradient(column, g, None, g.squeeze(-1))
+        return GatherGradient(column, g, None, g.squeeze(-1), is_outside)
     # 1. In the order of the ids, slots of one id stand together: from `first` up to before `past`.
     column = column.contiguous()
     in_order, order = column.sort(-1)
@@ -205,33 +222,42 @@ def gather_gradient(column: Int[Tensor, "n k"], g: Float[Tensor, "n k"]) -> Gath
     slot = torch.arange(column.shape[-1], device=column.device)
     source = torch.where(column >= 0, slot, order[:, -1:])
     g_other = (before + after).gather(-1, source)
-    return GatherGradient(column.gather(-1, source), g_same.gather(-1, source), g_other, g.sum(-1))
+    is_ignored = is_outside.all(-1, keepdim=True)
+    return GatherGradient(column.gather(-1, source), g_same.gather(-1, source), g_other, g.sum(-1), is_ignored)
 
 
 def _terms_at_ids(
-    log_p: Float[Tensor, "n v"], index: Int[Tensor, "n k"], at_ids: GatherGradient, normalised: bool
+    z_t: Float[Tensor, "n k"],
+    at_ids: GatherGradient,
+    temperature: float,
+    normalised: bool,
+    shift: Float[Tensor, "n 1"],
+    log_total: Float[Tensor, " n"],
+    depth: Float[Tensor, " n"] | None,
+    g_entropy: Float[Tensor, " n"] | None,
 ) -> Float[Tensor, "n k"]:
-    """g_same (1 - p) - p g_other at each id."""
-    if not normalised:
-        return at_ids.g_same
-    log_p_at_id = log_p.gather(-1, index)
-    # -expm1(log p), not 1 - p: where p = 1 - tiny the difference is all there is
-    term = -torch.expm1(log_p_at_id) * at_ids.g_same
-    if at_ids.g_other is not None:
-        term = term - log_p_at_id.exp() * at_ids.g_other
-    return term
+    """The gradient at each id: (g_same (1 - p) - p g_other + g_h p (log p - h)) / temperature.
 
-
-def _put_at_ids(
-    gradient: Float[Tensor, "n v"], index: Int[Tensor, "n k"], term: Float[Tensor, "n k"], column: Int[Tensor, "n k"]
-) -> None:
-    """Put the terms at this rank's ids, and 0 in the rows that look up ids outside the vocabulary alone."""
-    term = torch.where(column >= 0, term, gradient.gather(-1, index))
-    gradient.scatter_(-1, index, term)
-    is_ignored = column == st.OUT_OF_VOCABULARY
-    if column.shape[-1] > 1:
-        is_ignored = is_ignored.all(-1, keepdim=True)
-    without_rows(gradient, is_ignored)  # selected, since 0 * NaN is not zero
+    The column of an id of another rank, 0, is none of the ids: there it is (-p g + g_h p (log p - h)) / temperature.
+    """
+    is_here = at_ids.column >= 0
+    if not normalised and g_entropy is None:
+        return at_ids.g_same.where(is_here, 0.0).div_(temperature)
+    b = st.below(z_t, shift, temperature)
+    log_p = b - log_total.unsqueeze(-1)
+    p = log_p.exp()
+    if normalised:
+        # -expm1(log p), not 1 - p: where p = 1 - tiny the difference is all there is.
+        term = torch.where(is_here, log_p.expm1_(), p).neg_().mul_(at_ids.g_same)
+        if at_ids.g_other is not None:
+            term -= p * at_ids.g_other
+    else:
+        term = at_ids.g_same.where(is_here, 0.0)
+    if g_entropy is not None and depth is not None:
+        # A masked logit has no slope: 0 log 0 is 0.
+        slope = p * (b.clamp_min(st.LOWEST_DEPTH) - depth.unsqueeze(-1))
+        term += slope * g_entropy.unsqueeze(-1)
+    return term if temperature == 1.0 else term.div_(temperature)
 
 
 def without_rows(x: Float[Tensor, "n v"], rows: Bool[Tensor, "n 1"]) -> Float[Tensor, "n v"]:
