@@ -20,8 +20,8 @@ from torch_impl.kernels import row_gather, softmax
 ARCHITECTURES = (80, 90)
 ALIGNED = [["tt.divisibility", 16]]
 SETTINGS = dict(IS_HEATED=True, WITH_ENTROPY=True)
-NUMBERS = "n v k rows taken inner entropy_at row_stride out_row_stride outer_stride"
-ACCUMULATED = "temperature largest log_total depth g_entropy own total others"
+NUMBERS = "n v k rows count inner entropy_at row_stride out_row_stride outer_stride"
+ACCUMULATED = "temperature largest log_total depth g_entropy g_same total g_other"
 
 
 def compiled(kernel, architecture, logits, accumulator, constants, **options):

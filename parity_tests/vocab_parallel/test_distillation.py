@@ -34,7 +34,7 @@ def cost(has_group, has_cp, asks_widths):
     def of(c):
         n, k, a = c.b * c.f // getattr(c, "cp", 1), c.k, c.accumulator_itemsize
         reads_all = c.zero_outside_topk or c.calculate_entropy
-        gathers = [8] * asks_widths + [(k + 2 + c.calculate_entropy) * n * a] * (
+        gathers = [8] * (asks_widths and c.mesh["tp"] > 1) + [(k + 2 + c.calculate_entropy) * n * a] * (
             has_group and reads_all and c.mesh["tp"] > 1
         )
         gathers += [(k + c.calculate_entropy) * n * a] * has_cp

@@ -1,5 +1,7 @@
 """Parity of vocab_parallel.statistics: normaliser and negative entropy from what the ranks say of their columns."""
 
+import pytest
+import torch
 from hypothesis import given
 
 from jax_ref.vocab_parallel import negative_entropy, normaliser
@@ -33,3 +35,16 @@ def merged_statistics(mesh, logits):
 @given(every_case(merged_statistics))
 def test_parity(case):
     check(case)
+
+
+@pytest.mark.parametrize("width", [1, 63, st.LONG_ROW - 1, st.LONG_ROW, st.LONG_ROW + 1, st.LONG_ROW + st.STRETCH - 1])
+def test_the_largest_of_a_row_of_any_width(width):
+    x = torch.randn(5, width, generator=torch.Generator().manual_seed(0))
+    x[1] = -torch.inf
+    x[2, width // 2] = torch.nan
+    x[3, width - 1] = 9.0
+    x[4, 0] = 9.0
+    at_largest = st.argmax(x)
+    assert at_largest.shape == (5, 1)
+    assert at_largest[2:].flatten().tolist() == [width // 2, width - 1, 0]
+    assert torch.equal(x.gather(-1, at_largest)[:2], x[:2].amax(-1, keepdim=True))

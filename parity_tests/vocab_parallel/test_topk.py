@@ -10,6 +10,7 @@ from torch import Tensor
 from jax_ref.vocab_parallel import logits_at, topk
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.verdict import judge
+from parity_tests.vocab_parallel.costs import all_gathers, over_tp
 from parity_tests.vocab_parallel.shard import owned_range
 from shardproof import CaseSpec, Cost, check, every_case, ids, integers, scheme, values
 from torch_impl import vocab_parallel as vp
@@ -32,7 +33,7 @@ def topk_of_each(logits, each):
     nograd=("logits",),
     rank_options={"chunk_size": (None, 1, 2, 5)},
     dtypes=("float32", "float64", "bfloat16", "float16"),
-    cost=lambda c: Cost(forward={"all_gather": (1, (2 * c.b * c.s * c.k + 1) * c.accumulator_itemsize)}),
+    cost=lambda c: Cost(forward=all_gathers(over_tp(c, 2 * c.b * c.s * c.k + 1))),
 )
 def vocab_topk(mesh, logits, each, chunk_size) -> tuple[Float[Tensor, "b s k"], Int[Tensor, "b s k"]]:
     start, end = owned_range(mesh)

@@ -56,7 +56,9 @@ def gathered(x: Tensor, group: ProcessGroup, dim: int, lengths: Sequence[int]) -
 
 
 def stacked(x: Tensor, group: ProcessGroup) -> Tensor:
-    """The ranks' tensors of one shape, along a new first dim. One all_gather."""
+    """The ranks' tensors of one shape, along a new first dim. One all_gather; a view of x in a group of one."""
+    if group.size() == 1:
+        return x.unsqueeze(0)
     stack = x.new_empty(group.size(), *x.shape)
     _all_gather(stack, x.unsqueeze(0).contiguous(), group=group)
     return stack

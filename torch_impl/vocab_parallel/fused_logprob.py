@@ -30,6 +30,7 @@ from torch_impl.collectives import accumulator
 from torch_impl.vocab_parallel import statistics as st
 from torch_impl.vocab_parallel.statistics import block_rows, row_blocks, rows_of
 
+SHORT_ROW = 512  # columns of a row that takes less time than calls do
 NOTHING_SAVED = "inference_only=True saved nothing for backward; call with inference_only=False"
 
 
@@ -69,10 +70,11 @@ class FusedLogprob(torch.autograd.Function):
 def forward(ctx: Any, logits: Tensor, ids: Tensor | None, options: LogprobOptions) -> tuple[Tensor, ...]:
     """(logprob of the ids' shape if there are ids, sum p log p of the logits' leading shape with the entropy)."""
     # 1. This rank's column of each id, [n, k]; a target is the only id of its row.
-    column = None
+    column, is_alone = None, options.group is None or options.group.size() == 1
     if ids is not None:
-        k = ids.shape[-1] if options.has_id_dim else 1
-        column = st.local_column(ids.reshape(logits.shape[:-1].numel(), k), options.vocab_start, options.vocab_end)
+        id_rows = ids.reshape(logits.shape[:-1].numel(), ids.shape[-1] if options.has_id_dim else 1)
+        elsewhere = st.OUT_OF_VOCABULARY if is_alone else st.ON_ANOTHER_RANK
+        column = st.local_column(id_rows, options.vocab_start, options.vocab_end, elsewhere)
     # 2. Statistics of this rank's columns, those of all ranks, and the normaliser of full rows.
     statistics = st.all_ranks(row_statistics(logits, column, options), options.group)
     m_r, rest_r = statistics[:, 0], statistics[:, 1]
@@ -81,7 +83,8 @@ def forward(ctx: Any, logits: Tensor, ids: Tensor | None, options: LogprobOption
     outputs, depth, leading = [], None, logits.shape[:-1]
     if ids is not None and column is not None:
         z_t = st.merged_target(statistics[:, 2 : 2 + column.shape[-1]])
-        column = column.masked_fill_((z_t == math.inf).mT, st.OUT_OF_VOCABULARY)
+        if not is_alone:
+            column.masked_fill_((z_t == math.inf).mT, st.OUT_OF_VOCABULARY)
         of_ids = [x.view(*leading, 1) if options.has_id_dim else x.view(leading) for x in normaliser]
         outputs.append(_score(z_t.mT.reshape(ids.shape), st.Normaliser(*of_ids), options))
     if options.with_entropy:
@@ -261,7 +264,10 @@ def _terms_at_ids(
 
 
 def without_rows(x: Float[Tensor, "n v"], rows: Bool[Tensor, "n 1"]) -> Float[Tensor, "n v"]:
-    """Zeros in some rows, whatever is there, in place: on the bits, since masked_fill_ takes long on a CPU."""
+    """Zeros in some rows, whatever is there, in place."""
+    if x.shape[-1] < SHORT_ROW:
+        return x.masked_fill_(rows, 0.0)
+    # On the bits: on a CPU masked_fill_ takes ten times as long on long rows.
     bits = x.view(torch.int32 if x.itemsize == 4 else torch.int64)
     bits.bitwise_and_(rows.to(bits.dtype) - 1)
     return x

@@ -187,6 +187,7 @@ def forward(
     column = st.local_column(target.reshape(-1, 1), options.vocab_start, options.vocab_end)
     filtered = sampling_filter(logits, column, options, limits)
     score = st.logprob_of(filtered.z_t, filtered.normaliser, options.temperature)
+    score = st.zero_outside_vocabulary(filtered.z_t, score, filtered.normaliser.largest)  # also in rows of -inf
     # 2. -inf where it did not; added, not selected: a row that is NaN stays NaN.
     is_ignored = filtered.z_t == math.inf
     score = score + torch.where(filtered.has_target | is_ignored, 0.0, -math.inf)

@@ -33,6 +33,8 @@ from torch_impl.collectives.plain import stacked
 LOG2_E = math.log2(math.e)
 LOWEST_DEPTH = -(2.0**14)  # 2 to the power of it is 0 in float64, and products with it are finite
 
+LONG_ROW, STRETCH = 4096, 64  # columns of a row that is searched in stretches, and of a stretch
+
 ON_ANOTHER_RANK = -1  # column of an id that is not among this rank's
 OUT_OF_VOCABULARY = -2  # column of an id that is on no rank
 
@@ -92,11 +94,13 @@ class Normaliser(NamedTuple):
     log_total: Float[Tensor, "*a"]
 
 
-def local_column(target: Int[Tensor, "*n"], start: int, end: int) -> Int[Tensor, "*n"]:
-    """Column of each target within this rank's ids [start, end), or ON_ANOTHER_RANK."""
+def local_column(
+    target: Int[Tensor, "*n"], start: int, end: int, elsewhere: int = ON_ANOTHER_RANK
+) -> Int[Tensor, "*n"]:
+    """Column of each target within this rank's ids [start, end), or `elsewhere`."""
     column = target - start
     is_elsewhere = column.clamp(0, end - start - 1) != column
-    return column.masked_fill_(is_elsewhere, ON_ANOTHER_RANK).to(torch.int32)
+    return column.masked_fill_(is_elsewhere, elsewhere).to(torch.int32)
 
 
 def index_of(column: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
@@ -137,31 +141,50 @@ def binary_depths(
     return difference.mul_(LOG2_E / temperature)
 
 
+def argmax(x: Float[Tensor, "n v"]) -> Int[Tensor, "n 1"]:
+    """The column of a largest entry, or of a NaN.
+
+    On a CPU a long argmax takes ten times as long as amax: here the maxima of short stretches come first.
+    """
+    width = x.shape[-1]
+    if not x.is_cpu or width < LONG_ROW:
+        return x.argmax(-1, keepdim=True)
+    # 1. The stretch with the largest entry; the last one may be shorter.
+    end = width - width % STRETCH
+    largest = x[:, :end].unflatten(-1, (-1, STRETCH)).amax(-1)
+    if end < width:
+        largest = torch.cat([largest, x[:, end:].amax(-1, keepdim=True)], dim=-1)
+    start = largest.argmax(-1, keepdim=True).mul_(STRETCH)
+    # 2. Its place within the stretch.
+    columns = (start + torch.arange(STRETCH, device=x.device)).clamp_max_(width - 1)
+    return columns.gather(-1, x.gather(-1, columns).argmax(-1, keepdim=True))
+
+
 def local_statistics(
     block: Float[Tensor, "n v"], column: Int[Tensor, "n k"] | None, temperature: float, with_entropy: bool
 ) -> Float[Tensor, "f n"]:
     """Rows m_r and R_r, then k rows z_t if there are columns, then d_r with the entropy."""
     if block.shape[-1] == 0:
         return _statistics_of_no_columns(block, column, with_entropy)
-    # 1. The largest logit. On a CPU argmax would take several times as long.
+    # 1. The largest logit.
     wide = block.to(accumulator(block.dtype))
-    largest = wide.amax(-1, keepdim=True)
-    # 2. R_r: the largest term is exactly 1, and a sum in float64 keeps what is left without it. A row of -inf is
-    #    shifted by a finite number, since -inf - -inf would be NaN, and has no term: its R_r is 0 too.
+    at_largest = argmax(wide)
+    largest = wide.gather(-1, at_largest)
+    # 2. R_r. A row of -inf is shifted by a finite number, since -inf - -inf would be NaN.
     depths = binary_depths(wide, largest.clamp_min(torch.finfo(largest.dtype).min), temperature)
     del wide  # a block less beside the next
     terms = depths.exp2() if with_entropy else depths.exp2_()
-    rest = terms.sum(-1, keepdim=True, dtype=torch.float64).sub_(1.0).clamp_min_(0.0).to(largest.dtype)
-    rows = [largest.mT, rest.mT]
+    rest = terms.scatter_(-1, at_largest, 0.0).sum(-1, keepdim=True)
+    numbers = [largest, rest]
     # 3. The logits at the ids.
     if column is not None:
         z_t = block.gather(-1, index_of(column)).to(rest.dtype)
-        rows.append(z_t.masked_fill_(column < 0, math.inf).mT)
+        numbers.append(z_t.masked_fill_(column < 0, math.inf))
     # 4. d_r. The largest's own term is 0 here too: its depth is.
     if with_entropy:
         depth = terms.mul_(with_floor(depths)).sum(-1, keepdim=True)
-        rows.append((depth / (LOG2_E * (1.0 + rest))).mT)
-    return torch.cat(rows)
+        numbers.append(depth / (LOG2_E * (1.0 + rest)))
+    return torch.cat(numbers, dim=-1).mT
 
 
 def local_cross_depth(
@@ -183,9 +206,7 @@ def local_cross_depth(
 
 def all_ranks(statistics: Float[Tensor, "f n"], group: ProcessGroup | None) -> Float[Tensor, "r f n"]:
     """The statistics of every rank, in rank order. The one collective; none where one rank has full rows."""
-    if group is None or group.size() == 1:
-        return statistics.unsqueeze(0)
-    return stacked(statistics, group)
+    return statistics.unsqueeze(0) if group is None else stacked(statistics, group)
 
 
 def merged_normaliser(m_r: Float[Tensor, "r ..."], rest_r: Float[Tensor, "r ..."], temperature: float) -> Normaliser:
@@ -204,7 +225,8 @@ def merged_rest(
     The 1 that is left out of R is the term of that rank's largest logit.
     """
     largest, first = m_r.max(0, keepdim=True)
-    weight = below(m_r, largest, temperature).exp()
+    # A row that is -inf on every rank has no terms: the finite shift keeps -inf - -inf = NaN out.
+    weight = below(m_r, largest.clamp_min(torch.finfo(largest.dtype).min), temperature).exp()
     rest = torch.addcmul(weight.scatter(0, first, 0.0), weight, rest_r).sum(0)
     return largest.squeeze(0), rest, first.squeeze(0)
 
@@ -244,9 +266,8 @@ def merged_cross_depth(
 
 def logprob_of(z_t: Float[Tensor, "*a"], normaliser: Normaliser, temperature: float) -> Float[Tensor, "*a"]:
     """log p[t]; 0 outside the vocabulary; NaN where the row itself is NaN or +inf."""
-    score = below(z_t, normaliser.largest, temperature).sub_(normaliser.log_total)
-    # +inf at an id outside the vocabulary; a row of NaN or +inf has NaN, which stays visible.
-    return score.masked_fill_(score == math.inf, 0.0)
+    # No log-probability is above 0 but the +inf of an id outside the vocabulary; NaN stays what it is.
+    return below(z_t, normaliser.largest, temperature).sub_(normaliser.log_total).clamp_max_(0.0)
 
 
 def zero_outside_vocabulary(

@@ -62,13 +62,16 @@ ChunkSize = Annotated[int, Number(1, integer=True, remedy=", or None for automat
 
 
 def all_gather_range(width: int, group: ProcessGroup, device: torch.device) -> tuple[int, int]:
-    """[start, end) of this rank's ids, from the widths of all ranks. One all_gather of one int64, one host read."""
+    """[start, end) of this rank's ids, from the widths of all ranks. One all_gather of one int64, one host read;
+    neither in a group of one."""
     start, end, _ = all_gather_range_and_size(width, group, device)
     return start, end
 
 
 def all_gather_range_and_size(width: int, group: ProcessGroup, device: torch.device) -> tuple[int, int, int]:
     """`all_gather_range`, and the ids of all ranks together."""
+    if group.size() == 1:
+        return 0, width, width
     # Shards may differ in width, so every rank needs the widths of the ranks before it.
     ends = stacked(torch.tensor(width, device=device), group).cumsum(0).tolist()
     end = ends[group.rank()]
