@@ -30,7 +30,6 @@ from torch_impl.contract.kinds import Instance as Instance
 from torch_impl.contract.kinds import Kind as Kind
 from torch_impl.contract.kinds import ListOf as ListOf
 from torch_impl.contract.kinds import Names as Names
-from torch_impl.contract.kinds import NamesKind as NamesKind
 from torch_impl.contract.kinds import NonNegative as NonNegative
 from torch_impl.contract.kinds import NonNegativeInt as NonNegativeInt
 from torch_impl.contract.kinds import Number as Number

@@ -169,8 +169,7 @@ PositiveInt = Annotated[int, Number(1, integer=True)]
 NonNegativeInt = Annotated[int, Number(0, integer=True)]
 GradientType = Annotated[Literal["R", "I"], GradientTypeKind()]
 
-NamesKind = ListOf(Instance(str, "pass a str"), "names")
-Names = Annotated[list[str], NamesKind]
+Names = Annotated[list[str], ListOf(Instance(str, "pass a str"), "names")]
 Function = Annotated[collections.abc.Callable, Instance(collections.abc.Callable, "pass a function")]
 
 # What an annotation that is a plain type validates; any other annotation validates nothing.

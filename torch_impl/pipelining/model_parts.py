@@ -9,10 +9,11 @@ from typing import Annotated
 
 from torch import nn
 
-from torch_impl.contract import ListOf, NamesKind
+from torch_impl.contract import Instance, ListOf
 from torch_impl.pipelining.partition import MULTIMODAL, layer_counts
 
-StageNames = Annotated[list[list[str]], ListOf(NamesKind, "lists of names", if_empty="pass the names of each stage")]
+NAMES = ListOf(Instance(str, "pass a str"), "names")
+StageNames = Annotated[list[list[str]], ListOf(NAMES, "lists of names", if_empty="pass the names of each stage")]
 NAME = "pipelining.split_model_into_stages"
 
 
