@@ -24,16 +24,35 @@ def stacked(rank, world, operation, dtype):
     return integers(operation.shape(rank, world), rank, dtype)
 
 
-def one_rank(operation, dtype):
+def contiguous(x):
+    return x
+
+
+def every_other(x):
+    """The same values, with gaps between them."""
+    return torch.stack([x, x + 1], -1)[..., 0]
+
+
+def transposed(x):
+    """The same values, in the order of their columns."""
+    return x.movedim(0, -1).contiguous().movedim(-1, 0)
+
+
+def expanded(x):
+    """Ones in the place of all values, as `.sum().backward()` has them."""
+    return torch.ones((), dtype=x.dtype).expand(x.shape)
+
+
+def one_rank(operation, dtype, of_input=contiguous, of_cotangent=contiguous):
     """What a rank does: forward and backward once; all it returns is NumPy."""
 
     def body(mesh, case):
         group, world = mesh["x"], case.world
-        x = stacked(group.rank(), world, operation, dtype).requires_grad_()
+        x = of_input(stacked(group.rank(), world, operation, dtype)).requires_grad_()
         before = x.detach().clone()
         y = operation.call(x, group)
         seed = 100 if operation.out == "I" else 100 + group.rank()  # for I the ranks pass the same cotangent
-        cotangent = integers(y.shape, seed, dtype)
+        cotangent = of_cotangent(integers(y.shape, seed, dtype))
         expected = cotangent.clone()
         (gradient,) = torch.autograd.grad(y, x, cotangent)
         untouched = torch.equal(x, before) and torch.equal(cotangent, expected)
@@ -43,9 +62,9 @@ def one_rank(operation, dtype):
     return body
 
 
-def on_ranks(operation, dtype, world, engine):
+def on_ranks(operation, dtype, world, engine, *strides):
     case = CaseSpec(scheme="collectives", mesh={"x": world}, engine=engine)
-    return run(one_rank(operation, dtype), case, engine)
+    return run(one_rank(operation, dtype, *strides), case, engine)
 
 
 def check_law(operation, ranks):
@@ -56,6 +75,15 @@ def check_law(operation, ranks):
     products = [np.vdot(y, c) for y, c in zip(ys, cotangents, strict=True)]
     forward = products[0] if operation.out == "I" else sum(products)
     assert forward == sum(np.vdot(x, g) for x, g in zip(xs, gradients, strict=True))
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+@pytest.mark.parametrize("strides", [(every_other, every_other), (transposed, transposed), (contiguous, expanded)])
+@pytest.mark.parametrize("operation", OPERATIONS, ids=str)
+def test_any_strides(operation, strides, engine):
+    ranks = on_ranks(operation, torch.float32, 3, engine, *strides)
+    check_law(operation, ranks)
+    assert [row.rejected for row in ranks.ledger.rows if row.rejected] == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

@@ -90,8 +90,9 @@ def _exchanged(
         shape[concat_dim] = length  # after the line above: with equal dims `received` decides
         shapes.append(shape)
     sizes = [math.prod(shape) for shape in shapes]
-    # 2. Pack, exchange. Shards along dim 0 are adjacent in memory: split there, x itself is the message.
-    outbox = x.reshape(-1) if split_dim == 0 else torch.cat([shard.reshape(-1) for shard in shards])
+    # 2. Pack, exchange. Shards along dim 0 are adjacent in memory: split there, x itself is the message. Flat views of
+    #    some strides are not contiguous, which backends reject.
+    outbox = x.reshape(-1).contiguous() if split_dim == 0 else torch.cat([shard.reshape(-1) for shard in shards])
     inbox = outbox.new_empty(sum(sizes))
     dist.all_to_all_single(inbox, outbox, sizes, [shard.numel() for shard in shards], group=group)
     # 3. Unpack. Concatenated along dim 0, the received message is the result.

@@ -20,9 +20,10 @@ PHASES = {"forward": "fwd", "backward": "bwd"}
 
 
 def protocol(ledger: Ledger) -> tuple[str, ...]:
-    """All ranks of a group issued the same sequence: op, dtype, shape, reduce op, root, splits."""
+    """Ranks of a group issue the same sequence: op, dtype, shape, reduce op, root, splits; gloo and NCCL accept it."""
     difference = disagreement(ledger)
-    return () if difference is None else (str(difference),)
+    rejected = next((f"rank {row.rank} issued {row}: {row.rejected}" for row in ledger.rows if row.rejected), None)
+    return tuple(filter(None, (None if difference is None else str(difference), rejected)))
 
 
 def cost(scheme: Declared, case: CaseSpec, ledger: Ledger) -> tuple[str, ...]:

@@ -9,6 +9,25 @@ from parity_tests.harness.run.ledger import Ledger, Row
 from parity_tests.specimens.small_scheme import declared, summed
 from shardproof import Cost
 
+# What a real backend rejects
+
+
+def sum_of_columns(mesh, x):
+    total = x.detach().clone().T  # as wide as high, so that only the strides tell the two apart
+    dist.all_reduce(total, group=mesh["tp"])
+    return x * 0.0 + total.T
+
+
+def test_a_tensor_that_is_not_contiguous_is_a_protocol_finding():
+    report = declared(sum_of_columns, lambda x: x * 1.0, {"x": "b c tp=P"}, "b c tp=I").verify(tp=2, b=3, c=3)
+    (finding,) = report.protocol
+    assert finding.startswith("rank 0 issued all_reduce float32[3, 3] SUM (group tp, #0) at test_side_checks.py:")
+    assert finding.endswith(
+        ": its input has strides (1, 3), which NCCL rejects ('Tensors must be contiguous') and of which gloo may give "
+        "other numbers without an error; pass x.contiguous()"
+    )
+
+
 # Cost
 
 

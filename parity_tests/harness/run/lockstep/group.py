@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import Store
 
 from parity_tests.harness.run.ledger import Row, call_site, group_label, phase
 from parity_tests.harness.run.lockstep import operations, world
+from parity_tests.harness.run.lockstep.backends import rejection
 from parity_tests.harness.run.lockstep.call import Call
 from parity_tests.harness.run.lockstep.exchange import Exchange
 from parity_tests.harness.run.lockstep.operations import listed, nested, reduce_op, root_place
@@ -327,6 +328,7 @@ class LockstepGroup(dist.ProcessGroup):
             bytes_out=operations.size_in_bytes(outputs),
             phase=phase(),
             source=call_site(),
+            rejected=rejection(op, inputs, outputs),
             **details,
         )
 

@@ -1,0 +1,52 @@
+"""What real backends reject of a call that lockstep itself could carry out.
+
+Measured with gloo of torch 2.13 on two processes; NCCL's rules are those of torch's ProcessGroupNCCL. Gloo accepts more
+than it can do: a scatter or reduce_scatter of a list, an in-place all_reduce and a broadcast of tensors that are not
+contiguous end without an error and with other numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# Neither gloo nor NCCL has these; float8 is NCCL's alone, complex numbers are gloo's and, as pairs, NCCL's.
+MISSING_DTYPES = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
+MESSAGES = ("send", "recv")
+REWRITTEN = ("all_reduce", "broadcast", "scatter", "reduce_scatter")  # of these gloo may give other numbers
+
+
+def rejection(op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str | None:
+    """Why gloo or NCCL would not carry out a call of these tensors, and what to pass instead; None if both would."""
+    for name, tensors in (("input", inputs), ("output", outputs)):
+        for tensor in tensors:
+            if tensor.dtype in MISSING_DTYPES:
+                return f"gloo and NCCL have no {_name(tensor.dtype)}; pass another dtype"
+            if not _is_contiguous(tensor):
+                strides = ", ".join(map(str, tensor.stride()))
+                return f"its {name} has strides ({strides}), {_consequence(op, len(inputs))}; pass {_remedy(name)}"
+    return None
+
+
+def _is_contiguous(tensor: Tensor) -> bool:
+    """In the layout that NCCL compares with: that of channels last is one."""
+    return tensor.is_contiguous() or (tensor.ndim == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+
+
+def _consequence(op: str, inputs: int) -> str:
+    if op in MESSAGES:
+        return "which gloo rejects ('Tensors must be contiguous') and NCCL sends in the order of memory"
+    if op == "all_to_all" and inputs == 1:
+        return "which gloo and NCCL reject ('Tensors must be contiguous')"
+    other = " and of which gloo may give other numbers without an error" if op in REWRITTEN else ""
+    return f"which NCCL rejects ('Tensors must be contiguous'){other}"
+
+
+def _remedy(name: str) -> str:
+    return "x.contiguous()" if name == "input" else "a contiguous output"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
