@@ -105,8 +105,8 @@ def arms_of(logits: Tensor, backends: tuple[str, ...]) -> dict[str, Arm]:
     )
     column, at_ids, statistics = _kernel_inputs(logits)
     for backend in backends:
-        local = fused_logprob.in_backend(st.local_statistics, backend)
-        write = fused_logprob.in_backend(fused_logprob.write_gradient, backend)
+        local = fused_logprob.implementation_of(st.local_statistics, backend)
+        write = fused_logprob.implementation_of(fused_logprob.write_gradient, backend)
         arms[f"statistics, {backend}"] = Arm(partial(local, logits, column, 1.0, False), 0.5)
         arms[f"gradient, {backend}"] = Arm(
             partial(write, into, logits, 1.0, True, at_ids, *statistics, None, None), 1.0
@@ -133,9 +133,9 @@ def check(logits: Tensor, backends: tuple[str, ...]) -> None:
         return out
 
     for backend in backends:
-        computed = fused_logprob.in_backend(st.local_statistics, backend)(some, None, 1.0, True)[1:]
+        computed = fused_logprob.implementation_of(st.local_statistics, backend)(some, None, 1.0, True)[1:]
         out = torch.empty(some.shape, device=some.device)
-        fused_logprob.in_backend(fused_logprob.write_gradient, backend)(
+        fused_logprob.implementation_of(fused_logprob.write_gradient, backend)(
             out, some, 1.0, True, at_ids, *statistics, None, None
         )
         worst = max(

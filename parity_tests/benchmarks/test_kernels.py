@@ -20,8 +20,10 @@ def test_arms_are_checked_and_timed_in_turn_on_whatever_there_is():
 
 
 def test_an_arm_that_is_wrong_is_not_timed(monkeypatch):
-    healthy = kernels.fused_logprob.in_backend
-    monkeypatch.setattr(kernels.fused_logprob, "in_backend", lambda f, b: lambda *a, **k: wrong(healthy(f, b)(*a, **k)))
+    healthy = kernels.fused_logprob.implementation_of
+    monkeypatch.setattr(
+        kernels.fused_logprob, "implementation_of", lambda f, b: lambda *a, **k: wrong(healthy(f, b)(*a, **k))
+    )
 
     def wrong(tensor):
         return None if tensor is None else tensor * 2

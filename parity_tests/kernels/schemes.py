@@ -118,7 +118,9 @@ class _InSteps(torch.autograd.Function):
     def forward(ctx, logits, target, start, end, group, temperature):
         rows = logits.flatten(0, 1)
         column = st.local_column(target.reshape(-1, 1), start, end)
-        m_r, rest_r, z_r, d_r = st.all_ranks(local_statistics(rows, column, temperature, True, STEP), group).unbind(1)
+        m_r, rest_r, z_r, d_r = st.from_all_ranks(
+            local_statistics(rows, column, temperature, True, STEP), group
+        ).unbind(1)
         normaliser, z_t = st.merged_normaliser(m_r, rest_r, temperature), st.merged_target(z_r)
         depth = st.merged_depth(m_r, rest_r, d_r, normaliser, temperature)
         column = torch.where(z_t.unsqueeze(-1) == torch.inf, st.OUT_OF_VOCABULARY, column)

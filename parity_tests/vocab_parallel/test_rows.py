@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torch_impl.vocab_parallel.statistics import block_rows, row_blocks
+from torch_impl.vocab_parallel.statistics import row_blocks, rows_per_block
 
 WHOLE = torch.arange(3 * 5 * 4.0).view(3, 5, 4)
 VIEWS = {
@@ -34,13 +34,13 @@ def test_blocks_are_views_that_cover_the_rows_in_order(name, rows):
 
 
 def test_a_chunk_counts_positions_of_each_sequence():
-    assert block_rows(torch.empty(4, 6, 8), 3) == 12
-    assert block_rows(torch.empty(6, 8), 3) == 3
-    assert block_rows(torch.empty(0, 6, 8), 3) == 1
+    assert rows_per_block(torch.empty(4, 6, 8), 3) == 12
+    assert rows_per_block(torch.empty(6, 8), 3) == 3
+    assert rows_per_block(torch.empty(0, 6, 8), 3) == 1
 
 
 def test_automatic_blocks_hold_a_mebibyte_in_the_accumulation_dtype():
-    assert block_rows(torch.empty(4, 6, 1024), None) == 256
-    assert block_rows(torch.empty(4, 6, 1024, dtype=torch.bfloat16), None) == 256
-    assert block_rows(torch.empty(4, 6, 1024, dtype=torch.float64), None) == 128
-    assert block_rows(torch.empty(1, 1, 1 << 20), None) == 1
+    assert rows_per_block(torch.empty(4, 6, 1024), None) == 256
+    assert rows_per_block(torch.empty(4, 6, 1024, dtype=torch.bfloat16), None) == 256
+    assert rows_per_block(torch.empty(4, 6, 1024, dtype=torch.float64), None) == 128
+    assert rows_per_block(torch.empty(1, 1, 1 << 20), None) == 1

@@ -26,7 +26,7 @@ def normaliser_and_entropy(logits):
 )
 def merged_statistics(mesh, logits):
     local = st.local_statistics(logits, None, 1.0, True)
-    m_r, rest_r, d_r = st.all_ranks(local, mesh["tp"]).unbind(1)
+    m_r, rest_r, d_r = st.from_all_ranks(local, mesh["tp"]).unbind(1)
     normaliser = st.merged_normaliser(m_r, rest_r, 1.0)
     depth = st.merged_depth(m_r, rest_r, d_r, normaliser, 1.0)
     return *normaliser, depth - normaliser.log_total

@@ -1,9 +1,9 @@
 """Functions of logits whose vocabulary is sharded over the ranks of a group.
 
-Read `fused_logprob` for the formula, its forward and its backward; `logprob` is its public face. Functions of other
-libraries' pages that only keep a name are in `adapters`.
+Read `fused_logprob` for the formula, its forward and its backward; `logprob` has the public functions. `adapters` has
+functions under the names of other libraries, which only pass their arguments on.
 
-Arguments that mean this wherever a function says nothing else:
+Arguments with one meaning throughout the package, unless a function says otherwise:
 
     vocab_start_index, vocab_end_index   the ids of this rank's columns, from the first up to before the second
     tp_group, vocab_parallel_group       the ranks over which the vocabulary is sharded

@@ -17,7 +17,7 @@ from torch_impl.collectives import accumulator
 from torch_impl.contract import Group, Sharded, contract
 from torch_impl.vocab_parallel import statistics as st
 from torch_impl.vocab_parallel.fused_logprob import NOTHING_SAVED, LogprobOptions, block_function
-from torch_impl.vocab_parallel.statistics import block_rows, rows_together
+from torch_impl.vocab_parallel.statistics import aligned_row_blocks, rows_per_block
 
 
 class DistributedCrossEntropy(torch.autograd.Function):
@@ -48,7 +48,7 @@ class DistributedCrossEntropy(torch.autograd.Function):
         inference_only: bool = False,
     ) -> Sharded[Tensor, "... tp=I"]:
         # 1. Five numbers per row and rank, in one exchange. 2. Merge them: normalisers of q and p, then the cross term.
-        parts = st.all_ranks(_local_statistics(student_logits, target_logits), group)
+        parts = st.from_all_ranks(_local_statistics(student_logits, target_logits), group)
         m_q, rest_q, m_p, rest_p, x_r = parts.view(*parts.shape[:2], *student_logits.shape[:-1]).unbind(1)
         q, p = st.merged_normaliser(m_q, rest_q, 1.0), st.merged_normaliser(m_p, rest_p, 1.0)
         ctx.inference_only = inference_only
@@ -64,17 +64,17 @@ class DistributedCrossEntropy(torch.autograd.Function):
         student, target, *per_row = ctx.saved_tensors
         gradient = student.new_empty(per_row[0].numel(), student.shape[-1])
         per_row = [x.reshape(-1, 1) for x in (*per_row, *grad_outputs)]
-        for part, (student_block, target_block) in rows_together((student, target), block_rows(student, None)):
+        for part, (student_block, target_block) in aligned_row_blocks((student, target), rows_per_block(student, None)):
             # q and p are computed again from the logits, block by block: no probability is saved.
             m_q, log_total_q, m_p, log_total_p, g = (x[part] for x in per_row)
-            log_q = st.block_below(_no_narrower(student_block, g.dtype), m_q, 1.0).sub_(log_total_q)
-            log_p = st.block_below(_no_narrower(target_block, g.dtype), m_p, 1.0).sub_(log_total_p)
+            log_q = st.block_depths(_no_narrower(student_block, g.dtype), m_q, 1.0).sub_(log_total_q)
+            log_p = st.block_depths(_no_narrower(target_block, g.dtype), m_p, 1.0).sub_(log_total_p)
             gradient[part] = _difference(log_q, log_p).mul_(g)
         return gradient.view(student.shape), None, None, None
 
 
 def _difference(log_q: Float[Tensor, "n v"], log_p: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]:
-    """q - p = +-max(q, p) (1 - exp(-|log q - log p|)), which keeps its digits where both are all but 1; in place."""
+    """q - p = +-max(q, p) (1 - exp(-|log q - log p|)), which does not cancel where both are almost 1; in place."""
     log_q, log_p = st.without_minus_infinity(log_q), st.without_minus_infinity(log_p)
     # Buffers are reused from here on: log_q becomes max(q, p), and log_p the factor.
     gap = log_q - log_p
@@ -84,7 +84,7 @@ def _difference(log_q: Float[Tensor, "n v"], log_p: Float[Tensor, "n v"]) -> Flo
 
 
 def _no_narrower(block: Tensor, dtype: torch.dtype) -> Tensor:
-    """A block whose sums run in `dtype`: a copy only where its own would be narrower."""
+    """The block itself if sums over it run in `dtype`, else a copy in `dtype`."""
     return block if accumulator(block.dtype) == dtype else block.to(dtype)
 
 
@@ -93,7 +93,7 @@ def _local_statistics(student: Float[Tensor, "*a v"], target: Float[Tensor, "*a 
     dtype = torch.promote_types(accumulator(student.dtype), accumulator(target.dtype))
     statistics = torch.empty(5, student.shape[:-1].numel(), dtype=dtype, device=student.device)
     local = block_function(st.local_statistics, LogprobOptions(None), student)
-    for part, blocks in rows_together((student, target), block_rows(student, None)):
+    for part, blocks in aligned_row_blocks((student, target), rows_per_block(student, None)):
         q_block, p_block = (_no_narrower(block, dtype) for block in blocks)
         q, p = (local(block, None, 1.0, False) for block in (q_block, p_block))
         x_r = st.local_cross_depth(q_block, p_block, q[0], p[0], p[1])

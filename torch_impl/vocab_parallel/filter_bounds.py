@@ -15,9 +15,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from torch_impl.vocab_parallel.statistics import below, block_rows, row_blocks
+from torch_impl.vocab_parallel.statistics import depths_of, row_blocks, rows_per_block
 
-# An entry takes 8 bytes and its logit; so many entries keep all lists within a twentieth of the logits.
+# An entry takes 8 bytes and its logit. With at most this many a block, all lists stay below 1/20 of the logits.
 SHORT, SHARE = 64, 128
 # Entries that are looked at together, and rows: each entry takes a few integers more then, each row 256 sums.
 JOINED, JOINED_ROWS = 1 << 14, 256
@@ -26,7 +26,7 @@ FINER = 8
 
 
 class Limits(NamedTuple):
-    """What a filter keeps at most; None is off."""
+    """The limits of a filter; None turns one off."""
 
     top_k: int | None
     top_p: float | None
@@ -67,7 +67,7 @@ def room_for(rest: Float[Tensor, "*n"], top_p: float) -> Float[Tensor, "*n"]:
 
 def weight_of(z: Float[Tensor, "*n"], largest: Float[Tensor, "*#n"], temperature: float) -> Float[Tensor, "*n"]:
     """exp((z - m) / temperature)."""
-    return below(z, largest, temperature).exp()
+    return depths_of(z, largest, temperature).exp()
 
 
 def ties_within(
@@ -87,15 +87,15 @@ class Entries(NamedTuple):
 
 
 class Candidates:
-    """Columns of each row between two bounds that only ever close in, as short lists in id order.
+    """Columns of each row between two bounds that only become narrower, as short lists in id order.
 
-    Each rank looks at its own columns only. A filter closes in on one logit in several rounds, each with narrower
-    bounds than the last. Once a row block's list is short it is stored and the block is not read again, so that rows
+    Each rank reads its own columns only. A filter finds one logit in several rounds, each with narrower bounds than the
+    one before. Once a row block's list is short it is stored and the block is not read again, so that rows
     with a few likely tokens are read once or twice.
     """
 
     def __init__(self, logits: Float[Tensor, "*a v"], chunk_size: int | None) -> None:
-        rows = max(1, block_rows(logits, chunk_size) // FINER)
+        rows = max(1, rows_per_block(logits, chunk_size) // FINER)
         self.dtype, self.device = logits.dtype, logits.device
         self._blocks = list(row_blocks(logits, rows))
         self._lists: list[tuple[slice, Entries]] = []

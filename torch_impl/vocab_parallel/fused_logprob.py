@@ -9,7 +9,7 @@ of a row, or k of them. With y = z / temperature, lse = log sum_v exp(y_v) and p
 Forward: one read of the logits, one all_gather. Backward: one read, one write, no collective; p is computed again from
 the logits and the saved normaliser, so that nothing of the logits' size is saved but the logits themselves.
 
-Read `forward`, then `backward`, then `write_gradient`. What is here validates nothing: public functions have.
+Read `forward`, then `backward`, then `write_gradient`. Nothing is validated here: the public functions did so.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from torch.distributed import ProcessGroup
 from torch_impl import kernels
 from torch_impl.collectives import accumulator
 from torch_impl.vocab_parallel import statistics as st
-from torch_impl.vocab_parallel.statistics import block_rows, row_blocks, rows_of
+from torch_impl.vocab_parallel.statistics import row_blocks, rows_of, rows_per_block
 
-SHORT_ROW = 512  # columns of a row that takes less time than calls do
+SHORT_ROW = 512  # below so many columns the overhead of a call outweighs the work on a row
 NOTHING_SAVED = "inference_only=True saved nothing for backward; call with inference_only=False"
 
 
 class LogprobOptions(NamedTuple):
     """Everything but the tensors.
 
-    With `has_id_dim` the ids have a last dim of their own, k of each row. Their logits come as they are where they
-    are not `normalised`.
+    With `has_id_dim` the ids have a last dim of size k that the logits do not have: k ids of each row. Without
+    `normalised` the result is the logits at the ids instead of their log-probabilities.
     """
 
     group: ProcessGroup | None  # None: one rank has full rows
@@ -68,25 +68,25 @@ class FusedLogprob(torch.autograd.Function):
 
 
 def forward(ctx: Any, logits: Tensor, ids: Tensor | None, options: LogprobOptions) -> tuple[Tensor, ...]:
-    """(logprob of the ids' shape if there are ids, sum p log p of the logits' leading shape with the entropy)."""
+    """A tuple: if there are ids, their log-probabilities in the ids' shape; `with_entropy`, sum p log p of each row."""
     # 1. This rank's column of each id, [n, k]; a target is the only id of its row.
-    column, is_alone = None, options.group is None or options.group.size() == 1
+    column, has_full_rows = None, options.group is None or options.group.size() == 1
     if ids is not None:
         id_rows = ids.reshape(logits.shape[:-1].numel(), ids.shape[-1] if options.has_id_dim else 1)
-        elsewhere = st.OUT_OF_VOCABULARY if is_alone else st.ON_ANOTHER_RANK
+        elsewhere = st.OUT_OF_VOCABULARY if has_full_rows else st.ON_ANOTHER_RANK
         column = st.local_column(id_rows, options.vocab_start, options.vocab_end, elsewhere)
     # 2. Statistics of this rank's columns, those of all ranks, and the normaliser of full rows.
-    statistics = st.all_ranks(row_statistics(logits, column, options), options.group)
+    statistics = st.from_all_ranks(row_statistics(logits, column, options), options.group)
     m_r, rest_r = statistics[:, 0], statistics[:, 1]
     normaliser = st.merged_normaliser(m_r, rest_r, options.temperature)
     # 3. The outputs. An id is outside the vocabulary if no rank has its logit: its score is 0.
     outputs, depth, leading = [], None, logits.shape[:-1]
     if ids is not None and column is not None:
         z_t = st.merged_target(statistics[:, 2 : 2 + column.shape[-1]])
-        if not is_alone:
+        if not has_full_rows:
             column.masked_fill_((z_t == math.inf).mT, st.OUT_OF_VOCABULARY)
-        of_ids = [x.view(*leading, 1) if options.has_id_dim else x.view(leading) for x in normaliser]
-        outputs.append(_score(z_t.mT.reshape(ids.shape), st.Normaliser(*of_ids), options))
+        normaliser_of_ids = [x.view(*leading, 1) if options.has_id_dim else x.view(leading) for x in normaliser]
+        outputs.append(_score(z_t.mT.reshape(ids.shape), st.Normaliser(*normaliser_of_ids), options))
     if options.with_entropy:
         depth = st.merged_depth(m_r, rest_r, statistics[:, -1], normaliser, options.temperature)
         outputs.append(depth.view(leading) - normaliser.log_total.view(leading))
@@ -113,7 +113,7 @@ def backward(ctx: Any, *cotangents: Tensor | None) -> Tensor:
     if g_logprob is not None and column is not None and column.numel():
         at_ids = gather_gradient(column, g_logprob.reshape(column.shape))
     backend = backend_of(options, logits)
-    write = in_backend(write_gradient, backend)
+    write = implementation_of(write_gradient, backend)
     for part, block in row_blocks(logits, rows_at_once(logits, options.chunk_size, backend)):
         rows = (None if x is None else rows_of(x, part) for x in (largest, log_total, depth, g_entropy))
         out = block if gradient is None else rows_of(gradient, part)
@@ -134,8 +134,8 @@ def write_gradient(
 ) -> None:
     """out = (sum_t g_t (1[v=t] - p) + g_h p (log p - h)) / temperature; out may be the block.
 
-    Looked-up logits that are not normalised have no `- p`. log p - h is written as (z - m) / temperature - d: a
-    row of equal logits has no slope, to the bit.
+    If looked-up logits are not normalised, there is no `- p`. log p - h is computed as (z - m) / temperature - d, so
+    that the gradient of a row of equal logits is exactly 0.
     """
     if block.shape[-1] == 0:
         return
@@ -148,30 +148,32 @@ def write_gradient(
         z_t = block.gather(-1, index).to(shift.dtype)
         term = _terms_at_ids(z_t, at_ids, temperature, normalised, shift, log_total, depth, g_entropy)
         is_ignored = at_ids.is_ignored
-    # 2. Everywhere else p (g_h (log p - h) - g), p = exp(b - log_total) and b = (z - m) / temperature. Everything
-    #    that a row has one of is a factor of the row.
+    # 2. Everywhere else p (g_h (log p - h) - g), p = exp(b - log_total) and b = (z - m) / temperature. What is the
+    #    same for a whole row is multiplied in once per row.
     total = log_total.exp() if temperature == 1.0 else log_total.exp().mul_(temperature)
     g = at_ids.g_total if at_ids is not None and normalised else None
     if g_entropy is not None and depth is not None:
-        depths = st.binary_depths(block, shift, temperature)
+        depths = st.block_depths_base_2(block, shift, temperature)
         p = depths.exp2()
         offset = depth * g_entropy if g is None else torch.addcmul(g, depth, g_entropy)
         slope = (g_entropy / (st.LOG2_E * total)).unsqueeze(-1)
         gradient = torch.addcmul((offset / total).neg_().unsqueeze(-1), st.with_floor(depths), slope, out=depths).mul_(
             p
         )
-        # An entropy that is not used, as at a dropped position, has no slope, even if its row is NaN.
+        # Where the cotangent of the entropy is 0, as at a dropped position, the gradient is 0 even if the row is NaN.
         is_unused = (g_entropy == 0).unsqueeze(-1)
         is_ignored = is_unused if is_ignored is None else is_ignored & is_unused
     elif g is not None:
-        gradient = st.binary_depths(block, shift, temperature, target).exp2_().mul_((g / total).neg_().unsqueeze(-1))
+        gradient = (
+            st.block_depths_base_2(block, shift, temperature, target).exp2_().mul_((g / total).neg_().unsqueeze(-1))
+        )
     else:
         gradient = torch.zeros(block.shape, dtype=shift.dtype, device=block.device)
     if index is not None and term is not None:
         gradient.scatter_(-1, index, term)
-    # 3. Rows of out-of-vocabulary ids alone: selected, since 0 * NaN is not zero.
+    # 3. Rows whose ids are all outside the vocabulary are set to 0, not multiplied by 0, since 0 * NaN is NaN.
     if is_ignored is not None:
-        without_rows(gradient, is_ignored)
+        zero_rows(gradient, is_ignored)
     if gradient is not target:
         out.copy_(gradient)
 
@@ -186,9 +188,10 @@ def _score(z_t: Float[Tensor, "*a"], normaliser: st.Normaliser, options: Logprob
 class GatherGradient(NamedTuple):
     """The gradient of looked-up ids, slot by slot, as sums of cotangents.
 
-    At the column of an id it is g_same (1 - p) - p g_other, elsewhere -p g_total: sums of the cotangents of the slots
-    with the same id, with other ids, and of all. Each is a sum of its own and no difference of two, since p may be
-    all but 1. Slots are in any order; one of another rank repeats one of this rank, if there is any.
+    A slot is one of the k places of a row's ids. At the column of an id the gradient is g_same (1 - p) - p g_other,
+    elsewhere -p g_total: sums of the cotangents of the slots with the same id, with other ids, and of all slots. Each
+    is summed by itself, not computed as a difference of the others, which would cancel where p is almost 1. Slots are
+    in any order. A slot whose id belongs to another rank repeats a slot of this rank, if there is one.
     """
 
     column: Int[Tensor, "n k"]
@@ -211,7 +214,7 @@ def gather_gradient(column: Int[Tensor, "n k"], g: Float[Tensor, "n k"]) -> Gath
     g = g.masked_fill(is_outside, 0.0)
     if column.shape[-1] == 1:
         return GatherGradient(column, g, None, g.squeeze(-1), is_outside)
-    # 1. In the order of the ids, slots of one id stand together: from `first` up to before `past`.
+    # 1. Sorted by id, slots of equal ids are adjacent: from `first` up to, not including, `past`.
     column = column.contiguous()
     in_order, order = column.sort(-1)
     first = torch.searchsorted(in_order, column)
@@ -221,7 +224,8 @@ def gather_gradient(column: Int[Tensor, "n k"], g: Float[Tensor, "n k"]) -> Gath
     before = F.pad(sorted_g.cumsum(-1), (1, 0)).gather(-1, first)
     after = F.pad(sorted_g.flip(-1).cumsum(-1).flip(-1), (0, 1)).gather(-1, past)
     g_same = torch.zeros_like(g).scatter_add_(-1, first, g).gather(-1, first)
-    # 3. All slots are written to the gradient at once: one of another rank must not undo what this rank's writes.
+    # 3. One scatter writes all slots into the gradient, so a slot of another rank must not overwrite what a slot of
+    #    this rank writes: it repeats one.
     slot = torch.arange(column.shape[-1], device=column.device)
     source = torch.where(column >= 0, slot, order[:, -1:])
     g_other = (before + after).gather(-1, source)
@@ -241,33 +245,34 @@ def _terms_at_ids(
 ) -> Float[Tensor, "n k"]:
     """The gradient at each id: (g_same (1 - p) - p g_other + g_h p (log p - h)) / temperature.
 
-    The column of an id of another rank, 0, is none of the ids: there it is (-p g + g_h p (log p - h)) / temperature.
+    An id of another rank is given column 0, which is then no id of the row: the term there is that of any other column,
+    (-p g + g_h p (log p - h)) / temperature.
     """
     is_here = at_ids.column >= 0
     if not normalised and g_entropy is None:
         return at_ids.g_same.where(is_here, 0.0).div_(temperature)
-    b = st.below(z_t, shift, temperature)
+    b = st.depths_of(z_t, shift, temperature)
     log_p = b - log_total.unsqueeze(-1)
     p = log_p.exp()
     if normalised:
-        # -expm1(log p), not 1 - p: where p = 1 - tiny the difference is all there is.
+        # -expm1(log p), not 1 - p, which loses all digits where p is almost 1.
         term = torch.where(is_here, log_p.expm1_(), p).neg_().mul_(at_ids.g_same)
         if at_ids.g_other is not None:
             term -= p * at_ids.g_other
     else:
         term = at_ids.g_same.where(is_here, 0.0)
     if g_entropy is not None and depth is not None:
-        # A masked logit has no slope: 0 log 0 is 0.
+        # A masked logit has gradient 0: 0 log 0 is 0.
         slope = p * (b.clamp_min(st.LOWEST_DEPTH) - depth.unsqueeze(-1))
         term += slope * g_entropy.unsqueeze(-1)
     return term if temperature == 1.0 else term.div_(temperature)
 
 
-def without_rows(x: Float[Tensor, "n v"], rows: Bool[Tensor, "n 1"]) -> Float[Tensor, "n v"]:
-    """Zeros in some rows, whatever is there, in place."""
+def zero_rows(x: Float[Tensor, "n v"], rows: Bool[Tensor, "n 1"]) -> Float[Tensor, "n v"]:
+    """Set some rows to 0, in place, also where they are NaN."""
     if x.shape[-1] < SHORT_ROW:
         return x.masked_fill_(rows, 0.0)
-    # On the bits: on a CPU masked_fill_ takes ten times as long on long rows.
+    # By a bitwise and with 0 or all ones: on a CPU masked_fill_ takes ten times as long on long rows.
     bits = x.view(torch.int32 if x.itemsize == 4 else torch.int64)
     bits.bitwise_and_(rows.to(bits.dtype) - 1)
     return x
@@ -276,7 +281,7 @@ def without_rows(x: Float[Tensor, "n v"], rows: Bool[Tensor, "n 1"]) -> Float[Te
 def row_statistics(logits: Tensor, column: Tensor | None, options: LogprobOptions) -> Float[Tensor, "f n"]:
     """Statistics of this rank's columns of every row, one row block at a time."""
     backend, blocks = backend_of(options, logits), []
-    local = in_backend(st.local_statistics, backend)
+    local = implementation_of(st.local_statistics, backend)
     for part, block in row_blocks(logits, rows_at_once(logits, options.chunk_size, backend)):
         block_column = None if column is None else rows_of(column, part)
         blocks.append(local(block, block_column, options.temperature, options.with_entropy))
@@ -287,8 +292,8 @@ def row_statistics(logits: Tensor, column: Tensor | None, options: LogprobOption
 
 
 def rows_at_once(logits: Tensor, chunk_size: int | None, backend: str) -> int:
-    """Rows of one block; a kernel has no working set to bound and takes them all."""
-    return max(1, math.prod(logits.shape[:-1])) if backend == "triton" else block_rows(logits, chunk_size)
+    """Number of rows of one block: all for a Triton kernel, which has no working set to bound."""
+    return max(1, math.prod(logits.shape[:-1])) if backend == "triton" else rows_per_block(logits, chunk_size)
 
 
 def backend_of(options: LogprobOptions, logits: Tensor) -> str:
@@ -299,12 +304,12 @@ def backend_of(options: LogprobOptions, logits: Tensor) -> str:
 
 
 def block_function(f: Callable[..., Any], options: LogprobOptions, logits: Tensor) -> Callable[..., Any]:
-    """`local_statistics` or `write_gradient`, as the options and the logits' device want it."""
-    return in_backend(f, backend_of(options, logits))
+    """`local_statistics` or `write_gradient`, implemented by the backend that the options and the device call for."""
+    return implementation_of(f, backend_of(options, logits))
 
 
-def in_backend(f: Callable[..., Any], backend: str) -> Callable[..., Any]:
-    """A function of row blocks, as it is or compiled, or its Triton kernel."""
+def implementation_of(f: Callable[..., Any], backend: str) -> Callable[..., Any]:
+    """The implementation of a function of row blocks: itself for eager, compiled, or its Triton kernel."""
     if backend != "triton":
         return f if backend == "eager" else kernels.compiled(f)
     from torch_impl.kernels import softmax  # here: only it needs triton

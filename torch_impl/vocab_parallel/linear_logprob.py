@@ -231,7 +231,7 @@ def _forward(
         positions = chunk_positions(states, len(weight), chunk_size)
         local = chunk_statistics(states, weight, column, positions)
     # 2. Those of all ranks.
-    m_r, rest_r, z_r = st.all_ranks(local, group).unbind(1)
+    m_r, rest_r, z_r = st.from_all_ranks(local, group).unbind(1)
     normaliser, z_t = st.merged_normaliser(m_r, rest_r, 1.0), st.merged_target(z_r)
     # No rank has the id: mark it, so that backward skips the row.
     column = torch.where((z_t == math.inf).unsqueeze(-1), st.OUT_OF_VOCABULARY, column)

@@ -2,7 +2,7 @@
 
 Rank r of the group has columns [vocab_start_index, vocab_end_index) of the logits of every token, and every
 rank has every target. Shards are in rank order; they may differ in width and be empty. `vocab_parallel_logprob` is the
-function to call; the autograd Functions below it have the names and arguments of NeMo-RL. All of them are
+function to call; the autograd Functions below it have the names and arguments of NeMo-RL. All of them call
 `fused_logprob.forward` and `fused_logprob.backward`.
 """
 
@@ -49,9 +49,9 @@ def vocab_parallel_logprob(
     Any leading dims and strides. A target outside the vocabulary (-100, padding) gives 0.0 and a zero gradient row.
     Columns of -inf are masked. Results are float32, for float64 logits float64; the gradient has the logits'
     dtype. Every tp rank passes the same cotangent.
-    `chunk_size` (positions of s per block; None: chosen here) bounds the working set and may differ by rank.
-    `inplace_gradient` writes the gradient over the logits, and any other use of them is then autograd's
-    error.
+    `chunk_size` (positions of s per block; None: chosen automatically) bounds the working set and may differ by rank.
+    `inplace_gradient` writes the gradient into the memory of the logits. If another operation saved them for its own
+    backward, autograd raises an error there.
     `backend`: "auto" is Triton on CUDA and eager elsewhere; "eager", "compile" and "triton" force one.
 
     Cost:   forward 1 all_gather, 3 * b*s numbers of 4 bytes per rank (float64: 8; with entropy 4 * b*s);
@@ -62,7 +62,7 @@ def vocab_parallel_logprob(
             RuntimeError in backward after inference_only=True.
     Source: arXiv 1805.02867 (online softmax), arXiv 1909.08053 (vocab-parallel cross entropy).
     """
-    # A choice of Triton that cannot run here fails on entry, before any collective.
+    # Where Triton is asked for and cannot run, fail on entry, before any collective.
     if backend == "triton":
         kernels.checked_backend(NAME, backend, "vocab_parallel_logits", vocab_parallel_logits)
     if inplace_gradient and _is_expanded(vocab_parallel_logits):
@@ -86,7 +86,7 @@ def vocab_parallel_logprob(
 
 
 def _is_expanded(logits: Tensor) -> bool:
-    """Whether two elements share their memory, so that no gradient can be written over them."""
+    """Whether several elements share memory (stride 0), so that a gradient cannot be written in their place."""
     return any(stride == 0 and size > 1 for stride, size in zip(logits.stride(), logits.shape, strict=True))
 
 
@@ -123,7 +123,7 @@ class DistributedLogprob(torch.autograd.Function):
 
 
 class ChunkedDistributedLogprob(torch.autograd.Function):
-    """`DistributedLogprob` in blocks of `chunk_size` positions of s (None: chosen here), for `.apply`.
+    """`DistributedLogprob` in blocks of `chunk_size` positions of s (None: chosen automatically), for `.apply`.
 
         vocab_parallel_logits  "b s v/tp"     target  "b s"     ->   "b s tp=I"
 
@@ -174,7 +174,7 @@ class ChunkedDistributedGatherLogprob(torch.autograd.Function):
     Any leading dims and strides. An id outside the vocabulary gives 0.0 and no gradient; duplicates add up; k may be 0.
     Columns of -inf are masked. Results are float32, for float64 logits float64; the gradient has the logits'
     dtype. Every tp rank passes the same cotangent.
-    `chunk_size` (positions of s per block; None: chosen here) bounds the working set and may differ by rank.
+    `chunk_size` (positions of s per block; None: chosen automatically) bounds the working set and may differ by rank.
 
     Cost:   forward 1 all_gather, (k + 2) * b*s numbers of 4 bytes per rank (float64: 8); backward none. Saves
             the logits by reference and 8 + 4 k bytes per token.
@@ -221,7 +221,7 @@ class ChunkedDistributedEntropy(torch.autograd.Function):
 
     Any leading dims and strides, and any columns on any rank. Columns of -inf are masked. Results are float32, for
     float64 logits float64; the gradient has the logits' dtype. Every tp rank passes the same cotangent.
-    `chunk_size` (positions of s per block; None: chosen here) bounds the working set and may differ by rank.
+    `chunk_size` (positions of s per block; None: chosen automatically) bounds the working set and may differ by rank.
     Together with a log-probability: `vocab_parallel_logprob(..., with_entropy=True)`, without another read.
 
     Cost:   forward 1 all_gather, 3 * b*s numbers of 4 bytes per rank (float64: 8); backward none. Saves the

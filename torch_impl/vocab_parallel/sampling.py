@@ -25,7 +25,7 @@ from torch_impl.vocab_parallel import fused_logprob
 from torch_impl.vocab_parallel import statistics as st
 from torch_impl.vocab_parallel.filter_bounds import Candidates, Limits, limits_of, ordinals
 from torch_impl.vocab_parallel.fused_logprob import LogprobOptions, block_function, gather_gradient, write_gradient
-from torch_impl.vocab_parallel.statistics import block_rows, row_blocks
+from torch_impl.vocab_parallel.statistics import row_blocks, rows_per_block
 from torch_impl.vocab_parallel.topk_by_lists import topk_by_lists
 from torch_impl.vocab_parallel.topk_by_radix import topk_by_radix
 from torch_impl.vocab_parallel.vocab_range import ChunkSize, VocabEnd, VocabStart, all_gather_range
@@ -188,10 +188,10 @@ def forward(
     filtered = sampling_filter(logits, column, options, limits)
     score = st.logprob_of(filtered.z_t, filtered.normaliser, options.temperature)
     score = st.zero_outside_vocabulary(filtered.z_t, score, filtered.normaliser.largest)  # also in rows of -inf
-    # 2. -inf where it did not; added, not selected: a row that is NaN stays NaN.
+    # 2. -inf where the filter did not keep it. It is added, not filled in, so that a row that is NaN stays NaN.
     is_ignored = filtered.z_t == math.inf
     score = score + torch.where(filtered.has_target | is_ignored, 0.0, -math.inf)
-    # 3. For backward a filtered target is like one of another rank: no 1[v=t] anywhere, but a row of -p.
+    # 3. In backward a filtered target is treated like one of another rank: its row is -p, without 1[v=t].
     ctx.options = options
     if not options.inference_only:
         missing = torch.where(is_ignored, st.OUT_OF_VOCABULARY, st.ON_ANOTHER_RANK).to(column.dtype)
@@ -201,7 +201,7 @@ def forward(
 
 
 def backward(ctx: Any, cotangent: Tensor) -> Float[Tensor, "*a v"]:
-    """d logits of `forward`, in the logits' dtype: that of the core, on logits of which the filtered are masked."""
+    """d logits of `forward`, in the logits' dtype: that of `fused_logprob`, with filtered logits masked."""
     options: LogprobOptions = ctx.options
     if options.inference_only or not ctx.is_filtered:
         return fused_logprob.backward(ctx, cotangent)
@@ -209,7 +209,7 @@ def backward(ctx: Any, cotangent: Tensor) -> Float[Tensor, "*a v"]:
     gradient = logits.new_empty(len(column), logits.shape[-1])
     at_ids = gather_gradient(column.unsqueeze(-1), cotangent.reshape(-1, 1))
     write = block_function(write_gradient, options, logits)
-    for part, block in row_blocks(logits.detach(), block_rows(logits, options.chunk_size)):
+    for part, block in row_blocks(logits.detach(), rows_per_block(logits, options.chunk_size)):
         # Which tokens are kept is recomputed: a mask of all logits would be the largest thing saved.
         is_kept_here = is_kept(block, threshold[part], last_tie[part])
         masked = block.masked_fill(~is_kept_here, -math.inf)
@@ -273,7 +273,7 @@ class DistributedLogprobWithSampling(torch.autograd.Function):
 
 
 class ChunkedDistributedLogprobWithSampling(torch.autograd.Function):
-    """`DistributedLogprobWithSampling` in blocks of `chunk_size` positions of s (None: chosen here), for `.apply`.
+    """`DistributedLogprobWithSampling` in blocks of `chunk_size` positions of s (None: automatic), for `.apply`.
 
         vocab_parallel_logits  "b s v/tp"     target  "b s"     ->   "b s tp=I"
 

@@ -10,11 +10,11 @@ from torch_impl.contract import Group, Sharded, contract
 from torch_impl.vocab_parallel.fused_logprob import LogprobOptions, row_statistics
 from torch_impl.vocab_parallel.statistics import (
     Normaliser,
-    all_ranks,
-    block_below,
-    block_rows,
+    block_depths,
+    from_all_ranks,
     merged_normaliser,
     row_blocks,
+    rows_per_block,
 )
 
 
@@ -37,7 +37,7 @@ def _compute_distributed_log_softmax(
     logits, normaliser = vocab_parallel_logits, _normaliser(vocab_parallel_logits, group)
     result = torch.empty_like(logits, memory_format=torch.contiguous_format)
     rows = result.view(len(normaliser.largest), logits.shape[-1])
-    for part, block in row_blocks(logits, block_rows(logits, None)):
+    for part, block in row_blocks(logits, rows_per_block(logits, None)):
         rows[part] = _log_p(block, normaliser, part).to(result.dtype)
     return result
 
@@ -61,7 +61,7 @@ def _compute_distributed_softmax(
     logits, normaliser = vocab_parallel_logits, _normaliser(vocab_parallel_logits, group)
     result = torch.empty_like(logits, memory_format=torch.contiguous_format)
     rows = result.view(len(normaliser.largest), logits.shape[-1])
-    for part, block in row_blocks(logits, block_rows(logits, None)):
+    for part, block in row_blocks(logits, rows_per_block(logits, None)):
         rows[part] = _log_p(block, normaliser, part).exp().to(result.dtype)
     return result
 
@@ -69,12 +69,12 @@ def _compute_distributed_softmax(
 def _normaliser(logits: Tensor, group: ProcessGroup) -> Normaliser:
     """lse of each row over all ranks' columns."""
     # One read of the logits for the normaliser; the caller reads them again for the result.
-    m_r, rest_r = all_ranks(row_statistics(logits, None, LogprobOptions(group)), group).unbind(1)
+    m_r, rest_r = from_all_ranks(row_statistics(logits, None, LogprobOptions(group)), group).unbind(1)
     return merged_normaliser(m_r, rest_r, 1.0)
 
 
 def _log_p(block: Tensor, normaliser: Normaliser, part: slice) -> Tensor:
     """Log-probabilities of one row block, in the accumulation dtype."""
     # Two subtractions, in this order: z - m is exact near the maximum, where lse alone would have lost digits.
-    depths = block_below(block, normaliser.largest[part].unsqueeze(-1), 1.0)
+    depths = block_depths(block, normaliser.largest[part].unsqueeze(-1), 1.0)
     return depths.sub_(normaliser.log_total[part].unsqueeze(-1))

@@ -1,13 +1,16 @@
 """What a rank computes of a softmax row from its own columns, and how the ranks' numbers merge.
 
-Every rank holds V_l columns of each row. It reads them once and computes, per row and in float32 or wider,
+Every rank holds V_l columns of each row. The *depth* b_v of a logit is the logit less the largest of its row, over the
+temperature: 0 for the largest, and never above. A rank reads its columns once and computes, per row and in float32 or
+wider,
 
     m_r = max_v z_v                       -inf for an empty or fully masked shard
     R_r = sum_v exp(b_v) - 1              b_v = (z_v - m_r) / temperature: all terms but the largest, which is 1
     z_t                                   the target's logit if it is one of the rank's columns, else +inf; where
                                           several ids are looked up, one for each
-    d_r = sum_v p_v b_v                   over the local softmax; 0 for an empty shard
-    x_r = sum_v p_v b^q_v                 p of one's logits, b of another's q; -inf where p > 0 meets q = 0
+    d_r = sum_v p_v b_v                   mean depth under the local softmax p, for the entropy; 0 for an empty shard
+    x_r = sum_v p_v b^q_v                 mean depth of q's logits under the softmax of p's, for the cross entropy;
+                                          -inf where p > 0 and q = 0
 
 One all_gather brings the ranks' numbers together, and every rank merges them by the same arithmetic in the
 same order, so that the results are equal to the bit. The normaliser lse = m + log(1 + R) is stored as m and
@@ -31,19 +34,19 @@ from torch_impl.collectives import accumulator
 from torch_impl.collectives.plain import stacked
 
 LOG2_E = math.log2(math.e)
-LOWEST_DEPTH = -(2.0**14)  # 2 to the power of it is 0 in float64, and products with it are finite
+LOWEST_DEPTH = -(2.0**14)  # 2 ** LOWEST_DEPTH is 0 in float64, and products with LOWEST_DEPTH are finite
 
 LONG_ROW, STRETCH = 4096, 64  # columns of a row that is searched in stretches, and of a stretch
 
 ON_ANOTHER_RANK = -1  # column of an id that is not among this rank's
 OUT_OF_VOCABULARY = -2  # column of an id that is on no rank
 
-# A block in the accumulation dtype: it should stay in a core's cache on a CPU, and fill a GPU.
+# Size of a row block in the accumulation dtype: on a CPU it should stay in a core's cache, on a GPU occupy the device.
 BLOCK_BYTES = {"cpu": 1 << 20}
 BLOCK_BYTES_ELSEWHERE = 1 << 26
 
 
-def block_rows(logits: Float[Tensor, "*a v"], chunk_size: int | None) -> int:
+def rows_per_block(logits: Float[Tensor, "*a v"], chunk_size: int | None) -> int:
     """Rows of one block: `chunk_size` positions of the last dim but one, or what suits the device."""
     if chunk_size is not None:
         return max(1, chunk_size * math.prod(logits.shape[:-2]))
@@ -52,15 +55,15 @@ def block_rows(logits: Float[Tensor, "*a v"], chunk_size: int | None) -> int:
 
 
 def row_blocks(x: Float[Tensor, "*a v"], rows: int) -> Iterator[tuple[slice, Float[Tensor, "n v"]]]:
-    """Views of at most `rows` rows that cover x in order, each with the slice of rows that it is."""
+    """Views of at most `rows` rows each, which together cover x in order; each with its slice of the rows of x."""
     n = math.prod(x.shape[:-1])
     if n <= rows and x.is_contiguous():  # one block, as in every small call
         return iter([(slice(0, n), x.view(n, x.shape[-1]))])
-    return ((part, view) for part, (view,) in rows_together((x,), rows))
+    return ((part, view) for part, (view,) in aligned_row_blocks((x,), rows))
 
 
-def rows_together(xs: Sequence[Tensor], rows: int) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
-    """`row_blocks` of tensors of one shape but any strides: the same rows of each."""
+def aligned_row_blocks(xs: Sequence[Tensor], rows: int) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
+    """`row_blocks` of several tensors of one shape, whatever their strides: each block has the same rows of all."""
     done = 0
     for views in _row_views(xs, rows):
         n = len(views[0])
@@ -69,7 +72,7 @@ def rows_together(xs: Sequence[Tensor], rows: int) -> Iterator[tuple[slice, tupl
 
 
 def rows_of(x: Tensor, part: slice) -> Tensor:
-    """x[part], and x itself where that is all of it: a small call has one block, and a view costs a microsecond."""
+    """x[part], or x itself if `part` covers it: a small call has one block, and even a view takes a microsecond."""
     return x if part.stop - part.start == len(x) else x[part]
 
 
@@ -108,29 +111,31 @@ def index_of(column: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
     return column.clamp_min(0).long()
 
 
-def below(z: Float[Tensor, "*n"], largest: Float[Tensor, "*#n"], temperature: float) -> Float[Tensor, "*n"]:
-    """(z - m) / temperature, of z in float32 or wider."""
+def depths_of(z: Float[Tensor, "*n"], largest: Float[Tensor, "*#n"], temperature: float) -> Float[Tensor, "*n"]:
+    """Depths of logits that are float32 or wider: (z - m) / temperature."""
     difference = z - largest
     return difference if temperature == 1.0 else difference.div_(temperature)
 
 
-def block_below(block: Float[Tensor, "n v"], largest: Float[Tensor, "n 1"], temperature: float) -> Float[Tensor, "n v"]:
-    """(z - m) / temperature of a block of logits, in float32 or wider."""
+def block_depths(
+    block: Float[Tensor, "n v"], largest: Float[Tensor, "n 1"], temperature: float
+) -> Float[Tensor, "n v"]:
+    """Depths of a block of logits of any dtype, (z - m) / temperature, in float32 or wider."""
     wide = block.to(accumulator(block.dtype))
     difference = wide - largest if wide.dtype == block.dtype else wide.sub_(largest)  # a copy is not copied again
     return difference if temperature == 1.0 else difference.div_(temperature)
 
 
-def binary_depths(
+def block_depths_base_2(
     block: Float[Tensor, "n v"],
     largest: Float[Tensor, "n 1"],
     temperature: float,
     out: Float[Tensor, "n v"] | None = None,
 ) -> Float[Tensor, "n v"]:
-    """log2 e (z - m) / temperature, in float32 or wider: the softmax's terms are 2 to the power of it.
+    """Depths in base 2, log2(e) (z - m) / temperature, in float32 or wider: the terms of the softmax are exp2 of them.
 
-    On a CPU exp2 takes a quarter of the time of exp, and the temperature costs nothing. Written to `out` if there is
-    one and its dtype will do.
+    On a CPU exp2 takes a quarter of the time of exp, and dividing by the temperature adds nothing to it. The result is
+    written into `out` if it is given and no conversion of dtype is needed.
     """
     if block.dtype != largest.dtype:
         difference = block.to(largest.dtype).sub_(largest)
@@ -142,9 +147,10 @@ def binary_depths(
 
 
 def argmax(x: Float[Tensor, "n v"]) -> Int[Tensor, "n 1"]:
-    """The column of a largest entry, or of a NaN.
+    """The column of the largest entry (of equal ones any), or of a NaN.
 
-    On a CPU a long argmax takes ten times as long as amax: here the maxima of short stretches come first.
+    On a CPU argmax over a long row takes ten times as long as amax, so the row is split into short stretches: first the
+    maximum of each stretch, then the argmax within the stretch that has the largest.
     """
     width = x.shape[-1]
     if not x.is_cpu or width < LONG_ROW:
@@ -171,8 +177,8 @@ def local_statistics(
     at_largest = argmax(wide)
     largest = wide.gather(-1, at_largest)
     # 2. R_r. A row of -inf is shifted by a finite number, since -inf - -inf would be NaN.
-    depths = binary_depths(wide, largest.clamp_min(torch.finfo(largest.dtype).min), temperature)
-    del wide  # a block less beside the next
+    depths = block_depths_base_2(wide, largest.clamp_min(torch.finfo(largest.dtype).min), temperature)
+    del wide  # frees a block before the next one is allocated
     terms = depths.exp2() if with_entropy else depths.exp2_()
     rest = terms.scatter_(-1, at_largest, 0.0).sum(-1, keepdim=True)
     numbers = [largest, rest]
@@ -180,7 +186,7 @@ def local_statistics(
     if column is not None:
         z_t = block.gather(-1, index_of(column)).to(rest.dtype)
         numbers.append(z_t.masked_fill_(column < 0, math.inf))
-    # 4. d_r. The largest's own term is 0 here too: its depth is.
+    # 4. d_r. The term of the largest logit was set to 0 above; it is 0 here anyway, since its depth is 0.
     if with_entropy:
         depth = terms.mul_(with_floor(depths)).sum(-1, keepdim=True)
         numbers.append(depth / (LOG2_E * (1.0 + rest)))
@@ -196,15 +202,15 @@ def local_cross_depth(
 ) -> Float[Tensor, " n"]:
     """x_r: the depth of q's logits below their largest, under the local softmax of p's; 0 for an empty shard."""
     m_q, m_p = (torch.where(m.isfinite(), m, 0.0).unsqueeze(-1) for m in (m_q, m_p))
-    depths, terms = block_below(q_block, m_q, 1.0), block_below(p_block, m_p, 1.0).exp_()
+    depths, terms = block_depths(q_block, m_q, 1.0), block_depths(p_block, m_p, 1.0).exp_()
     masked = depths == -math.inf
     cross_depth = terms.mul_(depths.masked_fill_(masked, 0.0)).sum(-1) / (1.0 + rest_p)
-    # Of the logits, not of p: a p that underflows is not 0, and float64 would disagree with float32 about it.
+    # Tested on the logits, not on p: where p underflows to 0 in float32 but not in float64, the two would disagree.
     is_impossible = (masked & (p_block > -math.inf)).any(-1)
     return torch.where(is_impossible, -math.inf, cross_depth)
 
 
-def all_ranks(statistics: Float[Tensor, "f n"], group: ProcessGroup | None) -> Float[Tensor, "r f n"]:
+def from_all_ranks(statistics: Float[Tensor, "f n"], group: ProcessGroup | None) -> Float[Tensor, "r f n"]:
     """The statistics of every rank, in rank order. The one collective; none where one rank has full rows."""
     return statistics.unsqueeze(0) if group is None else stacked(statistics, group)
 
@@ -226,7 +232,7 @@ def merged_rest(
     """
     largest, first = m_r.max(0, keepdim=True)
     # A row that is -inf on every rank has no terms: the finite shift keeps -inf - -inf = NaN out.
-    weight = below(m_r, largest.clamp_min(torch.finfo(largest.dtype).min), temperature).exp()
+    weight = depths_of(m_r, largest.clamp_min(torch.finfo(largest.dtype).min), temperature).exp()
     rest = torch.addcmul(weight.scatter(0, first, 0.0), weight, rest_r).sum(0)
     return largest.squeeze(0), rest, first.squeeze(0)
 
@@ -244,7 +250,7 @@ def merged_depth(
     temperature: float,
 ) -> Float[Tensor, "*a"]:
     """d = sum_v p_v b_v = sum_r w_r (d_r + a_r),   a_r = (m_r - m) / temperature,   w_r = the share of rank r."""
-    above = below(m_r, normaliser.largest, temperature)
+    above = depths_of(m_r, normaliser.largest, temperature)
     weight = (above + (rest_r.log1p() - normaliser.log_total)).exp()
     return torch.where(weight == 0, 0.0, weight * (d_r + above)).sum(0)
 
@@ -266,8 +272,9 @@ def merged_cross_depth(
 
 def logprob_of(z_t: Float[Tensor, "*a"], normaliser: Normaliser, temperature: float) -> Float[Tensor, "*a"]:
     """log p[t]; 0 outside the vocabulary; NaN where the row itself is NaN or +inf."""
-    # No log-probability is above 0 but the +inf of an id outside the vocabulary; NaN stays what it is.
-    return below(z_t, normaliser.largest, temperature).sub_(normaliser.log_total).clamp_max_(0.0)
+    # A log-probability is at most 0. What is above is the +inf of an id outside the vocabulary, which becomes 0; NaN
+    # stays NaN.
+    return depths_of(z_t, normaliser.largest, temperature).sub_(normaliser.log_total).clamp_max_(0.0)
 
 
 def zero_outside_vocabulary(

@@ -21,7 +21,7 @@ from torch_impl.collectives import accumulator
 from torch_impl.collectives.plain import stacked, summed
 from torch_impl.contract import Group, NonNegativeInt, Sharded, ShardedIds, contract
 from torch_impl.vocab_parallel.sequence_gather import GatherOverCp, cp_shard, rank_and_size, why_not_covered
-from torch_impl.vocab_parallel.statistics import block_rows, index_of, local_column, row_blocks
+from torch_impl.vocab_parallel.statistics import index_of, local_column, row_blocks, rows_per_block
 from torch_impl.vocab_parallel.vocab_range import IGNORED_ID, ChunkSize, VocabEnd, VocabStart
 
 NO_CANDIDATE = -1  # in place of an id: the rank has fewer columns than k
@@ -57,7 +57,7 @@ def distributed_vocab_topk(
     values = torch.zeros(n, k, dtype=accumulator(logits.dtype), device=logits.device)
     ids = torch.full((n, k), NO_CANDIDATE, device=logits.device)
     count = min(k, width)
-    for part, block in row_blocks(logits, block_rows(logits, chunk_size)):
+    for part, block in row_blocks(logits, rows_per_block(logits, chunk_size)):
         columns = _largest_columns(block[:, :width], count)
         values[part, :count] = block.gather(-1, columns).to(values.dtype)
         ids[part, :count] = columns + vocab_start_index
@@ -87,7 +87,7 @@ def gather_logits_at_global_indices(
 
     `tp_group=None` is for a full vocabulary, `cp_group=None` for a full sequence. The logits may cover more
     positions than the ids (padding). Results are float32, for float64 logits float64; the gradient has the logits'
-    dtype, and duplicates add up in it. `chunk_size` (positions of s per block; None: chosen here) bounds the
+    dtype, and duplicates add up in it. `chunk_size` (positions of s per block; None: automatic) bounds the
     working set of backward; forward reads the logits at the ids alone.
     Cotangents are summed over cp: a loss repeated on each cp rank gives cp times the gradient; divide by cp or
     let each rank own a share.
@@ -124,7 +124,7 @@ def _largest_columns(block: Float[Tensor, "n v"], k: int) -> Int64[Tensor, "n k"
 def _candidates_of_all(
     values: Float[Tensor, "n k"], ids: Int64[Tensor, "n k"], width: int, group: ProcessGroup
 ) -> tuple[Float[Tensor, "n r k"], Int64[Tensor, "n r k"], Int[Tensor, " r"]]:
-    """Values, ids and widths of all ranks. One all_gather: numbers of one size travel as each other's bits."""
+    """Values, ids and widths of all ranks. One all_gather: values are sent as the integers of the same bits."""
     bits = torch.int32 if values.itemsize == 4 else torch.int64
     size = torch.tensor([width], dtype=bits, device=values.device)
     messages = stacked(torch.cat([values.view(bits).flatten(), ids.to(bits).flatten(), size]), group)
@@ -184,7 +184,7 @@ class LogitsAt(torch.autograd.Function):
         g = torch.where(column >= 0, cotangent, 0.0).reshape(rows)
         index = index_of(column).reshape(rows)
         gradient = torch.empty(shape, dtype=dtype, device=cotangent.device)
-        for part, block in row_blocks(gradient, block_rows(gradient, ctx.chunk_size)):
+        for part, block in row_blocks(gradient, rows_per_block(gradient, ctx.chunk_size)):
             if block.shape[-1]:
                 added = torch.zeros(block.shape, dtype=g.dtype, device=g.device).scatter_add_(-1, index[part], g[part])
                 block.copy_(added)

@@ -26,7 +26,7 @@ from torch_impl.vocab_parallel.filter_bounds import (
     weight_of,
 )
 from torch_impl.vocab_parallel.fused_logprob import LogprobOptions
-from torch_impl.vocab_parallel.statistics import block_rows, row_blocks
+from torch_impl.vocab_parallel.statistics import row_blocks, rows_per_block
 
 # Bytes of lists that are merged at a time: sorting them takes several copies.
 MERGED_BYTES = 1 << 22
@@ -49,9 +49,9 @@ def topk_by_lists(
     # 1. This rank's list, ties and target, one block of rows at a time; one exchange.
     k, n = limits.top_k or 0, len(column)
     message = torch.empty(k + 2 + (limits.top_p is not None), n, dtype=accumulator(logits.dtype), device=logits.device)
-    for part, block in row_blocks(logits, block_rows(logits, options.chunk_size)):
+    for part, block in row_blocks(logits, rows_per_block(logits, options.chunk_size)):
         message[:, part] = _rank_lists(block, column[part], k, limits.top_p is not None)
-    messages = st.all_ranks(message, options.group)
+    messages = st.from_all_ranks(message, options.group)
     lists = Lists(messages[:, :k], messages[:, k], messages[:, k + 1], *messages[:, k + 2 :].unbind(1) or (None,))
     # 2. The same arithmetic on every rank, so that all decide alike.
     bounds, counts = _bounds(lists, options.temperature, limits.top_p)

@@ -37,7 +37,7 @@ from torch_impl.vocab_parallel.filter_bounds import (
     weight_of,
 )
 from torch_impl.vocab_parallel.fused_logprob import LogprobOptions, block_function, row_statistics
-from torch_impl.vocab_parallel.statistics import block_rows, row_blocks
+from torch_impl.vocab_parallel.statistics import row_blocks, rows_per_block
 
 BITS = 8
 BINS = 1 << BITS
@@ -152,7 +152,7 @@ def topk_by_radix(
     """(bounds, ties unless all of them are kept, the target's logit)."""
     # 1. The k-th largest logit, if top-k is on; statistics of what it leaves, and the target's logit.
     kth = None if limits.top_k is None else _kth_largest(logits, limits.top_k, options)
-    m_r, rest_r, z_t = st.all_ranks(_survivors(logits, column, kth, options), options.group).unbind(1)
+    m_r, rest_r, z_t = st.from_all_ranks(_survivors(logits, column, kth, options), options.group).unbind(1)
     largest, rest, first = st.merged_rest(m_r, rest_r, options.temperature)
     kth = torch.full_like(largest, -math.inf) if kth is None else kth
     survivors, z_t = FilterBounds(largest, rest, kth, torch.full_like(kth, math.inf)), st.merged_target(z_t)
@@ -170,7 +170,7 @@ def _kth_largest(logits: Float[Tensor, "*a v"], k: int, options: LogprobOptions)
     # A lower bound first: `last_kept` then visits only the logits above it.
     group_size = logits.shape[-1] // (FEWEST_GROUPS * k)
     if group_size > 1:
-        for part, block in row_blocks(logits, block_rows(logits, options.chunk_size)):
+        for part, block in row_blocks(logits, rows_per_block(logits, options.chunk_size)):
             low[part] = _kth_largest_of_groups(block, k, group_size).to(dtype)
 
     def one(part: slice, entries: Entries) -> Tensor:
@@ -195,7 +195,7 @@ def _survivors(
         return row_statistics(logits, column, options)
     statistics = torch.empty(3, len(column), dtype=accumulator(logits.dtype), device=logits.device)
     local = block_function(st.local_statistics, options, logits)
-    for part, block in row_blocks(logits, block_rows(logits, options.chunk_size)):
+    for part, block in row_blocks(logits, rows_per_block(logits, options.chunk_size)):
         left = block.masked_fill(block < kth[part].unsqueeze(-1), -math.inf)
         statistics[:, part] = local(left, column[part], options.temperature, False)
     return statistics
@@ -213,7 +213,7 @@ def _top_p(
     largest, rest, temperature = survivors.largest, survivors.rest, options.temperature
     is_on_this_rank = first == (0 if options.group is None else options.group.rank())
     room = room_for(rest, top_p)
-    is_alone = room <= 0  # the first token is enough; the rounds are to end at its logit
+    keeps_only_first = room <= 0  # the first token is enough; the rounds are to end at its logit
 
     def mass(part: slice, entries: Entries) -> Tensor:
         """Of each entry but the row's first, whose mass is the 1 of 1 + R."""
@@ -222,14 +222,14 @@ def _top_p(
         is_first = is_largest & is_on_this_rank[part][entries.rows]
         is_first &= ordinals(is_first, entries.rows, len(largest[part])) == 0
         weights = torch.where(is_first, 0.0, weight_of(entries.logits, m, temperature))
-        return torch.where(is_alone[part][entries.rows], is_largest.to(m.dtype), weights)
+        return torch.where(keeps_only_first[part][entries.rows], is_largest.to(m.dtype), weights)
 
-    # 1. No token below `low` can be kept.
+    # 1. No token below `low` can be kept (see the top of this file).
     likely = (SLACK * (1.0 - top_p) / _columns_of_all(logits, options)).log()
     low = largest + temperature * (likely.to(rest.dtype) + rest.log1p())
     # 2. The last logit of which a token is kept, and the mass above it.
     candidates = Candidates(logits, options.chunk_size)
-    some_room = torch.where(is_alone, 1.0, room)
+    some_room = torch.where(keeps_only_first, 1.0, room)
     threshold, above = last_kept(candidates, torch.maximum(low, survivors.threshold), some_room, mass, options.group)
     # 3. How many tokens of that very logit are kept.
     ties = _ties(candidates, column, threshold, options)
@@ -253,7 +253,7 @@ def _ties(
         message[0, part] += counted(is_tie, entries.rows, n)
         message[1, part] += counted(is_before, entries.rows, n)
     message[1].masked_fill_(target < 0, math.inf)
-    ties, before = st.all_ranks(message, options.group).unbind(1)
+    ties, before = st.from_all_ranks(message, options.group).unbind(1)
     return Ties(ties, before, candidates)
 
 

@@ -1,7 +1,7 @@
 """Which ids a rank has: shards are contiguous in rank order and may differ in width.
 
-Beside the ranges stand what public functions say of them in their signatures (`VocabStart`, `VocabEnd`), and what a
-DTensor's mesh says instead.
+`VocabStart` and `VocabEnd` are the kinds of argument by which public functions state a range in their signatures. For a
+DTensor the range follows from its mesh.
 """
 
 from __future__ import annotations

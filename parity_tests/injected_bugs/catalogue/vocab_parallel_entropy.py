@@ -174,7 +174,7 @@ BUGS = (
     InjectedBug(
         name="target's rows of another block",
         kind="order",
-        at="vocab_parallel:rows_together",
+        at="vocab_parallel:aligned_row_blocks",
         old="yield slice(done, done + n), views",
         new="yield slice(done, done + n), (views[0], *(x.flip(0) for x in views[1:]))",
         expect="value: ",
@@ -191,18 +191,18 @@ BUGS = (
         name="statistics of student and target in two messages",
         kind="reduction",
         at="vocab_parallel:DistributedCrossEntropy.forward",
-        old="parts = st.all_ranks(_local_statistics(student_logits, target_logits), group)",
+        old="parts = st.from_all_ranks(_local_statistics(student_logits, target_logits), group)",
         new="both = _local_statistics(student_logits, target_logits)\n"
-        "        parts = torch.cat([st.all_ranks(x, group) for x in both.split(3)], 1)",
+        "        parts = torch.cat([st.from_all_ranks(x, group) for x in both.split(3)], 1)",
         expect="cost: forward all_gather",
     ),
     InjectedBug(
         name="cross entropy over the global group",
         kind="group",
         at="vocab_parallel:DistributedCrossEntropy.forward",
-        old="parts = st.all_ranks(_local_statistics(student_logits, target_logits), group)",
+        old="parts = st.from_all_ranks(_local_statistics(student_logits, target_logits), group)",
         new="group = torch.distributed.group.WORLD\n"
-        "        parts = st.all_ranks(_local_statistics(student_logits, target_logits), group)",
+        "        parts = st.from_all_ranks(_local_statistics(student_logits, target_logits), group)",
         expect="value: ",
     ),
     # Top-k distillation

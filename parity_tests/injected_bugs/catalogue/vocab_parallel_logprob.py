@@ -22,7 +22,7 @@ BUGS = (
         name="softmax of the own shard",
         kind="statistic",
         at="vocab_parallel:_normaliser",
-        old="all_ranks(row_statistics(logits, None, LogprobOptions(group)), group).unbind(1)",
+        old="from_all_ranks(row_statistics(logits, None, LogprobOptions(group)), group).unbind(1)",
         new="row_statistics(logits, None, LogprobOptions(group)).unsqueeze(0).unbind(1)",
         expect="value: ",
     ),
@@ -46,7 +46,7 @@ BUGS = (
         name="ranks' sums not brought to one maximum",
         kind="statistic",
         at="vocab_parallel:merged_rest",
-        old="weight = below(m_r, largest.clamp_min(torch.finfo(largest.dtype).min), temperature).exp()",
+        old="weight = depths_of(m_r, largest.clamp_min(torch.finfo(largest.dtype).min), temperature).exp()",
         new="weight = torch.ones_like(m_r)",
         expect="value: ",
     ),
@@ -102,9 +102,9 @@ BUGS = (
         name="statistics exchanged chunk by chunk",
         kind="reduction",
         at="vocab_parallel:forward",
-        old="st.all_ranks(row_statistics(logits, column, options), options.group)",
+        old="st.from_all_ranks(row_statistics(logits, column, options), options.group)",
         new=(
-            "torch.cat([st.all_ranks(x, options.group)"
+            "torch.cat([st.from_all_ranks(x, options.group)"
             " for x in row_statistics(logits, column, options).split(2, 1)], 2)"
         ),
         expect="cost: forward all_gather",
@@ -222,7 +222,7 @@ BUGS = (
     InjectedBug(
         name="blocks one row too long",
         kind="border",
-        at="vocab_parallel:rows_together",
+        at="vocab_parallel:aligned_row_blocks",
         old="done += n",
         new="done += max(n - 1, 1)",
         expect="value: ",
@@ -255,7 +255,7 @@ BUGS = (
     InjectedBug(
         name="temperature multiplied",
         kind="scale",
-        at="vocab_parallel:below",
+        at="vocab_parallel:depths_of",
         old="difference.div_(temperature)",
         new="difference.mul_(temperature)",
         expect="value: ",
@@ -297,7 +297,7 @@ BUGS = (
         kind="order",
         at="vocab_parallel:row_statistics",
         old="return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=-1)",
-        new="return torch.cat(blocks, dim=-1).roll(block_rows(logits, options.chunk_size), 1)",
+        new="return torch.cat(blocks, dim=-1).roll(rows_per_block(logits, options.chunk_size), 1)",
         expect="value: ",
     ),
     InjectedBug(
@@ -311,7 +311,7 @@ BUGS = (
     InjectedBug(
         name="logits shifted in place",
         kind="buffer",
-        at="vocab_parallel:block_below",
+        at="vocab_parallel:block_depths",
         old="difference = wide - largest if wide.dtype == block.dtype else wide.sub_(largest)",
         new="difference = wide.sub_(largest)",
         expect="hygiene: was modified",
@@ -344,7 +344,7 @@ BUGS = (
     InjectedBug(
         name="float64 narrowed to float32",
         kind="precision",
-        at="vocab_parallel:block_below",
+        at="vocab_parallel:block_depths",
         old="difference = wide - largest if wide.dtype == block.dtype else wide.sub_(largest)",
         new="difference = (block.float() - largest.float()).to(largest.dtype)",
         expect="value: float32 accumulation",
@@ -353,7 +353,7 @@ BUGS = (
         name="normaliser in one number",
         kind="precision",
         at="vocab_parallel:logprob_of",
-        old="below(z_t, normaliser.largest, temperature).sub_(normaliser.log_total)",
+        old="depths_of(z_t, normaliser.largest, temperature).sub_(normaliser.log_total)",
         new="z_t / temperature - (normaliser.largest / temperature + normaliser.log_total)",
         expect="value: ",
     ),
@@ -506,10 +506,10 @@ BUGS = (
         name="slots exchanged one by one",
         kind="reduction",
         at="vocab_parallel:forward",
-        old="statistics = st.all_ranks(row_statistics(logits, column, options), options.group)",
+        old="statistics = st.from_all_ranks(row_statistics(logits, column, options), options.group)",
         new=(
             "local = row_statistics(logits, column, options).split(3 if options.has_id_dim else 99)\n"
-            "    statistics = torch.cat([st.all_ranks(x, options.group) for x in local], 1)"
+            "    statistics = torch.cat([st.from_all_ranks(x, options.group) for x in local], 1)"
         ),
         expect="cost: forward all_gather",
     ),
@@ -673,8 +673,8 @@ BUGS = (
         name="normaliser of the own rows",
         kind="statistic",
         at="vocab_parallel:_forward",
-        old="m_r, rest_r, z_r = st.all_ranks(local, group).unbind(1)",
-        new="m_r, rest_r, z_r = st.all_ranks(local, group).unbind(1)\n    m_r, rest_r = local[:1], local[1:2]",
+        old="m_r, rest_r, z_r = st.from_all_ranks(local, group).unbind(1)",
+        new="m_r, rest_r, z_r = st.from_all_ranks(local, group).unbind(1)\n    m_r, rest_r = local[:1], local[1:2]",
         expect="value: ",
     ),
     InjectedBug(
@@ -722,7 +722,7 @@ BUGS = (
     InjectedBug(
         name="all-reduce for all-gather",
         kind="reduction",
-        at="vocab_parallel:all_ranks",
+        at="vocab_parallel:from_all_ranks",
         old="else stacked(statistics, group)",
         new="else __import__('torch_impl.collectives.plain', fromlist=['summed'])"
         ".summed(statistics, group).expand(group.size(), *statistics.shape)",
@@ -807,8 +807,8 @@ BUGS = (
         name="statistics exchanged over the global group",
         kind="group",
         at="vocab_parallel:forward",
-        old="st.all_ranks(row_statistics(logits, column, options), options.group)",
-        new="st.all_ranks(row_statistics(logits, column, options), torch.distributed.group.WORLD)",
+        old="st.from_all_ranks(row_statistics(logits, column, options), options.group)",
+        new="st.from_all_ranks(row_statistics(logits, column, options), torch.distributed.group.WORLD)",
         expect="hygiene: the default group is used inside a sub-group",
         source=MEGATRON,
     ),

@@ -554,16 +554,16 @@ BUGS = (
         name="masses by a squared temperature",
         kind="scale",
         at="vocab_parallel:weight_of",
-        old="return below(z, largest, temperature).exp()",
-        new="return below(z, largest, temperature * temperature).exp()",
+        old="return depths_of(z, largest, temperature).exp()",
+        new="return depths_of(z, largest, temperature * temperature).exp()",
         expect="value: ",
     ),
     InjectedBug(
         name="depth of a mass rounded to bfloat16",
         kind="precision",
         at="vocab_parallel:weight_of",
-        old="return below(z, largest, temperature).exp()",
-        new="return below(z, largest, temperature).bfloat16().to(largest.dtype).exp()",
+        old="return depths_of(z, largest, temperature).exp()",
+        new="return depths_of(z, largest, temperature).bfloat16().to(largest.dtype).exp()",
         expect="gradient: forward equal, gradient not",
     ),
     # Selection in a filtered set
@@ -619,7 +619,7 @@ BUGS = (
         name="a lone first token sends the rounds astray",
         kind="border",
         at="vocab_parallel:_top_p",
-        old="some_room = torch.where(is_alone, 1.0, room)",
+        old="some_room = torch.where(keeps_only_first, 1.0, room)",
         new="some_room = room",
         expect="value: ",
     ),
@@ -735,9 +735,9 @@ BUGS = (
         name="lists sent once for the values and once for the rest",
         kind="reduction",
         at="vocab_parallel:topk_by_lists",
-        old="messages = st.all_ranks(message, options.group)",
+        old="messages = st.from_all_ranks(message, options.group)",
         new=(
-            "messages = torch.cat([st.all_ranks(message[:k], options.group), st.all_ranks(message[k:], "
+            "messages = torch.cat([st.from_all_ranks(message[:k], options.group), st.from_all_ranks(message[k:], "
             "options.group)], dim=1)"
         ),
         expect="cost: forward all_gather",
