@@ -251,8 +251,8 @@ def test_masks_go_with_their_layout():
 
 def test_a_copy_on_another_device_goes_with_its_layout():
     layout = TokenLayout.dense("contiguous", 64, cp_size=1, cp_rank=0)
-    weak = weakref.ref(layout), weakref.ref(attention._on(layout, torch.device("meta")))
-    assert attention._on(layout, torch.device("meta")) is weak[1]()
+    weak = weakref.ref(layout), weakref.ref(attention._on_device(layout, torch.device("meta")))
+    assert attention._on_device(layout, torch.device("meta")) is weak[1]()
     del layout
     gc.collect()
     assert [ref() for ref in weak] == [None, None]

@@ -16,7 +16,7 @@ from shardproof import check, every_case
 from torch_impl.collectives import accumulator
 from torch_impl.context_parallel import block_kernels, blockwise_attention
 from torch_impl.context_parallel.block_schedule import Block
-from torch_impl.context_parallel.blockwise_attention import Running
+from torch_impl.context_parallel.blockwise_attention import RunningAttention
 
 SHAPES = {  # b, h, hk, queries, keys, p
     "as many keys": (2, 4, 4, 16, 16, 64),
@@ -94,7 +94,7 @@ def test_which_operation_takes_a_causal_block(dtype, masked, keys, width, capabi
     q, k = (torch.empty(1, 1, rows, width, dtype=dtype, device="meta") for rows in (16, keys))
     mask = torch.ones(1, 1, 16, keys, dtype=torch.bool, device="meta") if masked else None
     calls = []
-    for name, operation in {"FLASH": "flash", "OTHER": "efficient"}.items():
+    for name, operation in {"FLASH": "flash", "EFFICIENT": "efficient"}.items():
         for way in (name, f"{name}_BACKWARD"):
             plain = getattr(block_kernels, way)
             monkeypatch.setattr(
@@ -120,11 +120,14 @@ def test_what_an_operation_leaves_where_a_query_sees_nothing_is_not_merged(left,
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 4, 8, generator=generator).unbind()
     mask = torch.tensor([[True] * 4, [False] * 4, [True, False, False, False], [False] * 4])[None, None]
-    blind = ~mask.any(-1)
-    parts = Block(slice(0, 4), slice(0, 4), mask=mask, blind=blind), Block(slice(0, 4), slice(0, 4), is_causal=True)
+    fully_masked = ~mask.any(-1)
+    parts = (
+        Block(slice(0, 4), slice(0, 4), mask=mask, fully_masked=fully_masked),
+        Block(slice(0, 4), slice(0, 4), is_causal=True),
+    )
 
     def merged(order):
-        running = Running(q)
+        running = RunningAttention(q)
         for block in order:
             running.add(q, torch.stack([k, v]), block, 0.5)
         return running.out, running.lse
@@ -133,7 +136,7 @@ def test_what_an_operation_leaves_where_a_query_sees_nothing_is_not_merged(left,
 
     def forward(*args):
         out, lse = plain(*args)
-        return (out if args[3].blind is None else out.masked_fill(blind[..., None], left)), lse
+        return (out if args[3].fully_masked is None else out.masked_fill(fully_masked[..., None], left)), lse
 
     orders = parts, parts[::-1], parts[:1]
     expected = [merged(order) for order in orders]

@@ -25,7 +25,7 @@ from parity_tests.context_parallel.seen_pairs import KINDS, streams, times_seen
 from shardproof import check, every_case, offsets, scheme
 from torch_impl.context_parallel import block_schedule, context_parallel_attention
 from torch_impl.context_parallel.block_schedule import MOST_LENGTHS, TILE, Block, schedule_of
-from torch_impl.context_parallel.blockwise_attention import Running
+from torch_impl.context_parallel.blockwise_attention import RunningAttention
 from torch_impl.layouts import TokenLayout
 
 
@@ -283,7 +283,7 @@ def test_dual_chunk_swap_gives_every_rank_the_same_work():
 def test_a_block_without_keys_is_rejected_before_it_ends_the_process():
     q, keys = torch.zeros(1, 1, 2, 4), torch.zeros(2, 1, 1, 0, 4)
     with pytest.raises(RuntimeError) as refused:
-        Running(q).add(q, keys, Block(slice(0, 2), slice(0, 2)), 1.0)
+        RunningAttention(q).add(q, keys, Block(slice(0, 2), slice(0, 2)), 1.0)
     sentence = "context_parallel.blocks: a block has queries and no keys; leave it out of the schedule"
     assert str(refused.value) == sentence
 
@@ -291,7 +291,7 @@ def test_a_block_without_keys_is_rejected_before_it_ends_the_process():
 @pytest.fixture
 def small_triangles(monkeypatch):
     """Triangles of two queries are split, so that short sequences have some."""
-    monkeypatch.setattr(block_schedule, "LEAST", 2)
+    monkeypatch.setattr(block_schedule, "LEAST_QUERIES", 2)
 
 
 @pytest.mark.parametrize("kind", KINDS)

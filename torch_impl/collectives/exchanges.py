@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import P2POp, ProcessGroup, Work
 
-from torch_impl.collectives.lengths import lengths_of_ranks, lengths_to_gather, lengths_to_scatter, positive_dim
+from torch_impl.collectives.lengths import dim_from_front, lengths_of_ranks, lengths_to_gather, lengths_to_scatter
 from torch_impl.contract import Group, ShardedAny, contract
 
 
@@ -33,19 +33,19 @@ def all_to_all(
         [B0, B1, B2]   =>   [A1, B1, C1]        for split_dim=1, concat_dim=0
         [C0, C1, C2]        [A2, B2, C2]
 
-    On a single device: `return x  # Identity!`
+    On a single device: `return x`, the identity.
     `split_lengths[j]` positions along `split_dim` go to rank j; the shard of rank i has `concat_lengths[i]`
     positions along `concat_dim`; without them all shards are equal. With split_dim == concat_dim the two are
     what this rank sends to and receives from each rank, and both may differ from rank to rank.
-    Backward: the same exchange with the two dims and the two lengths changing places.
+    Backward: the same exchange with the two dims swapped and the two lengths swapped.
 
     Cost:   1 all_to_all of x forward, 1 backward. Saves nothing.
     Errors: TypeError if group is no ProcessGroup; ValueError for a dim that x lacks, for lengths that
             do not fit the group or x, or without split_lengths for a size that cannot be shared equally.
     """
     name = "collectives.all_to_all"
-    split_dim = positive_dim(name, "split_dim", split_dim, x)
-    concat_dim = positive_dim(name, "concat_dim", concat_dim, x)
+    split_dim = dim_from_front(name, "split_dim", split_dim, x)
+    concat_dim = dim_from_front(name, "concat_dim", concat_dim, x)
     sent = lengths_to_scatter(name, "split_lengths", split_lengths, x, split_dim, group)
     if split_dim != concat_dim:
         received = lengths_to_gather(name, "concat_lengths", concat_lengths, x, concat_dim, group)
@@ -71,7 +71,7 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
-        # Each shard of the cotangent goes back to the rank that sent it: dims and lengths change places.
+        # Each shard of the cotangent goes back to the rank that sent it: dims and lengths are swapped.
         (split_dim, concat_dim), (sent, received) = ctx.dims, ctx.lengths
         gradient = _exchanged(cotangent, ctx.group, concat_dim, split_dim, received, sent)
         return gradient, None, None, None, None, None
@@ -80,7 +80,7 @@ class _AllToAll(torch.autograd.Function):
 def _exchanged(
     x: Tensor, group: ProcessGroup, split_dim: int, concat_dim: int, sent: list[int], received: list[int]
 ) -> Tensor:
-    """One all_to_all of flattened shards, each of which may have another shape."""
+    """One all_to_all of flattened shards, whose shapes may differ."""
     # 1. The shape of the shard that each rank sends here.
     shards = x.split(sent, dim=split_dim)
     shapes = []
@@ -92,13 +92,13 @@ def _exchanged(
     sizes = [math.prod(shape) for shape in shapes]
     # 2. Pack, exchange. Shards along dim 0 are adjacent in memory: split there, x itself is the message. Flat views of
     #    some strides are not contiguous, which backends reject.
-    outbox = x.reshape(-1).contiguous() if split_dim == 0 else torch.cat([shard.reshape(-1) for shard in shards])
-    inbox = outbox.new_empty(sum(sizes))
-    dist.all_to_all_single(inbox, outbox, sizes, [shard.numel() for shard in shards], group=group)
+    message = x.reshape(-1).contiguous() if split_dim == 0 else torch.cat([shard.reshape(-1) for shard in shards])
+    received_message = message.new_empty(sum(sizes))
+    dist.all_to_all_single(received_message, message, sizes, [shard.numel() for shard in shards], group=group)
     # 3. Unpack. Concatenated along dim 0, the received message is the result.
     if concat_dim == 0:
-        return inbox.view(sum(received), *shapes[0][1:])
-    blocks = [flat.view(shape) for flat, shape in zip(inbox.split(sizes), shapes, strict=True)]
+        return received_message.view(sum(received), *shapes[0][1:])
+    blocks = [flat.view(shape) for flat, shape in zip(received_message.split(sizes), shapes, strict=True)]
     return torch.cat(blocks, dim=concat_dim)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from torch_impl.collectives.lengths import lengths_to_gather, lengths_to_scatter, positive_dim
+from torch_impl.collectives.lengths import dim_from_front, lengths_to_gather, lengths_to_scatter
 from torch_impl.collectives.plain import gathered, scattered_sum
 from torch_impl.contract import GradientType, Group, ShardedAny, contract
 
@@ -31,7 +31,7 @@ def all_gather(
            A1     =>  [A0, A1, A2]
               A2      [A0, A1, A2]
 
-    On a single device: `return x  # Identity!`
+    On a single device: `return x`, the identity.
     `lengths` gives each rank's positions along `dim`, zero allowed; without it all shards are as long as x.
     `out` is the gradient type of the result. Backward: for "R" the cotangents are addends, and the gradient is this
     rank's shard of their sum. For "I" they are equal, and it is this rank's shard.
@@ -41,7 +41,7 @@ def all_gather(
     Errors: TypeError if group is no ProcessGroup; ValueError for another `out`, a dim that x lacks,
             or lengths that do not fit the group or x.
     """
-    dim = positive_dim("collectives.all_gather", "dim", dim, x)
+    dim = dim_from_front("collectives.all_gather", "dim", dim, x)
     lengths = lengths_to_gather("collectives.all_gather", "lengths", lengths, x, dim, group)
     return _AllGather.apply(x, group, out, dim, lengths)
 
@@ -61,7 +61,7 @@ def reduce_scatter(
         +[B0, B1, B2]   =>                  A1 + B1 + C1
         +[C0, C1, C2]                                      A2 + B2 + C2
 
-    On a single device: `return x  # Identity!`
+    On a single device: `return x`, the identity.
     `lengths` gives the positions along `dim` that each rank receives, zero allowed; without it equal ones.
     Backward: the shards of the cotangent, concatenated, are the gradient on each rank.
 
@@ -70,7 +70,7 @@ def reduce_scatter(
     Errors: TypeError if group is no ProcessGroup; ValueError for a dim that x lacks, for lengths that
             do not fit the group or x, or without lengths for a size that the ranks cannot share equally.
     """
-    dim = positive_dim("collectives.reduce_scatter", "dim", dim, x)
+    dim = dim_from_front("collectives.reduce_scatter", "dim", dim, x)
     lengths = lengths_to_scatter("collectives.reduce_scatter", "lengths", lengths, x, dim, group)
     return _ReduceScatter.apply(x, group, dim, lengths)
 

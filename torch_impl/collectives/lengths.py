@@ -1,4 +1,4 @@
-"""What the signature of a collective cannot say: a dim that depends on the tensor, a length for each rank."""
+"""Checks that the signature of a collective cannot state: a dim that depends on the tensor, a length for each rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 
-def positive_dim(function: str, name: str, dim: int, x: Tensor) -> int:
+def dim_from_front(function: str, name: str, dim: int, x: Tensor) -> int:
     """`dim` counted from the front. Errors: ValueError if x has no such dim."""
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"{function}: {name}={dim} is outside a tensor of {x.ndim} dims")

@@ -27,7 +27,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def uncast(device: torch.device) -> AbstractContextManager[object]:
-    """A context without autocast on `device`: matrix products run in the dtypes of their arguments."""
+    """A context that turns autocast off on `device`: matrix products run in the dtypes of their arguments."""
     kind = device.type
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
@@ -39,7 +39,7 @@ def widened_copy(x: Tensor) -> Tensor:
 
 def summed(x: Tensor, group: ProcessGroup) -> Tensor:
     """Sum over the group, on every rank. One all_reduce."""
-    # all_reduce works in place, so it gets a copy; a wide one, so that 16-bit addends are rounded once, at the end.
+    # all_reduce works in place, so it gets a copy, in float32 or wider: 16-bit addends are rounded once, at the end.
     total = widened_copy(x)
     dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
     return total.to(x.dtype)
@@ -68,7 +68,7 @@ def scattered_sum(x: Tensor, group: ProcessGroup, dim: int, lengths: Sequence[in
     """This rank's shard of the sum over the group. One reduce_scatter of shards as long as the longest."""
     longest = max(lengths)
     shards = x.to(accumulator(x.dtype)).movedim(dim, 0).split(list(lengths))
-    # reduce_scatter sends every rank as much: pad to the longest, and drop the padding after the sum.
+    # reduce_scatter gives every rank the same length: pad to the longest, and drop the padding after the sum.
     addends = torch.cat([_padded(shard, longest) for shard in shards])
     total = addends.new_empty(longest, *addends.shape[1:])
     _reduce_scatter(total, addends, op=dist.ReduceOp.SUM, group=group)

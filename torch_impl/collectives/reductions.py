@@ -25,7 +25,7 @@ def all_reduce(
         +Ay   =>   Ax + Ay + Az
         +Az        Ax + Ay + Az
 
-    On a single device: `return x  # Identity!`
+    On a single device: `return x`, the identity.
     `out` is the gradient type of the result. Backward: for "I" every rank has the same cotangent, which is the
     gradient. For "R" the cotangents are addends, and their sum is the gradient.
 

@@ -88,7 +88,7 @@ def context_parallel_attention(
     if problem := _layout_problem(token_layout, ranks, q) or _exchange_problem(exchange, ranks, token_layout, q, k):
         raise ValueError(f"{FUNCTION}: {problem}")
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    # 2. Exchange heads and run a ring over the rest, or leave the heads where they are and exchange keys.
+    # 2. Exchange heads, and keys over the ring that is left; or leave the heads where they are and exchange keys alone.
     if exchange in ("ulysses", "usp"):
         return head_parallel_attention(q, k, v, token_layout, ranks.heads, ranks.ring, causal, window, factor)
     keys = Ring(ranks.ring) if exchange == "ring" else AllGatherKeys(ranks.ring)
@@ -124,7 +124,7 @@ def _ranks(mesh: DeviceMesh | None, group: ProcessGroup | None, exchange: str) -
     ring, heads = mesh.get_group(0), mesh.get_group(dims - 1)
     if dims == 1:
         return Ranks(ring, heads, ring.size(), ring.rank())
-    # Heads within the ring: the ranks of a heads group are consecutive in cp, as `ulysses._built` relies on.
+    # Heads within the ring: the ranks of a heads group are consecutive in cp, as `ulysses._join` relies on.
     return Ranks(ring, heads, ring.size() * heads.size(), ring.rank() * heads.size() + heads.rank())
 
 
@@ -145,12 +145,12 @@ def _layout_of(
 ) -> TokenLayout:
     """The layout on q's device; built from its name, for as many rows as all ranks have together, if it is a name."""
     if isinstance(layout, str):
-        token_layout = _built(layout, cu_seqlens, ranks, q.shape[2] * ranks.size, q.device)
+        token_layout = _layout_of_name(layout, cu_seqlens, ranks, q.shape[2] * ranks.size, q.device)
     else:
         token_layout = layout
         _check_same_offsets(layout, cu_seqlens)
     # If its index arrays are on another device, they are copied once for all layers.
-    return token_layout if token_layout.index.device == q.device else _on(token_layout, q.device)
+    return token_layout if token_layout.index.device == q.device else _on_device(token_layout, q.device)
 
 
 def _layout_problem(layout: TokenLayout, ranks: Ranks, q: Tensor) -> str | None:
@@ -181,7 +181,7 @@ def _exchange_problem(exchange: str, ranks: Ranks, layout: TokenLayout, q: Tenso
     return None
 
 
-def _built(
+def _layout_of_name(
     order: str, cu_seqlens: Tensor | Sequence[int] | None, ranks: Ranks, total: int, device: torch.device
 ) -> TokenLayout:
     """The layout by its name. Dense layouts are cached by shape, so that all layers share one block schedule."""
@@ -195,7 +195,7 @@ def _built(
     return dense_layout(order, total, ranks.size, ranks.rank, device)
 
 
-def _on(layout: TokenLayout, device: torch.device) -> TokenLayout:
+def _on_device(layout: TokenLayout, device: torch.device) -> TokenLayout:
     """The layout on another device, copied once and cached for all layers."""
     return layout.derived(("on", device), lambda: layout.on(device))
 

@@ -23,11 +23,11 @@ Heads = Float[Tensor, "b h s p"]
 KVHeads = Float[Tensor, "b hk keys p"]
 _aten = torch.ops.aten
 FLASH, FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention, _aten._scaled_dot_product_flash_attention_backward
-OTHER, OTHER_BACKWARD = (
+EFFICIENT, EFFICIENT_BACKWARD = (
     _aten._scaled_dot_product_efficient_attention,
     _aten._scaled_dot_product_efficient_attention_backward,
 )
-# Limits of the kernels, which they would otherwise report in words of their own, or not at all.
+# Limits of the kernels, tested here, since the kernels report some of them unclearly and others not at all.
 HALF = (torch.float16, torch.bfloat16)
 LSE_ROWS, BIAS_COLUMNS = 32, 16
 LARGEST_FLASH_WIDTH = 256
@@ -39,13 +39,13 @@ def cuda_forward(
 ) -> tuple[Heads, Tensor]:
     """Output and lse of one block; the causal mask is aligned to the top left."""
     capability = _capability(q)
-    if _flash_takes(q, k, mask, is_causal, capability):
+    if _flash_supports(q, k, mask, is_causal, capability):
         out, lse, *_ = FLASH(q, k, v, 0.0, is_causal, False, scale=scale)
         return out, lse
-    if not _efficient_takes(q, capability):
+    if not _efficient_supports(q, capability):
         return plain_forward(q, k, v, mask, is_causal, scale)
     every_head = [_every_head(x, q.shape[1]) for x in (k, v)]
-    out, lse, *_ = OTHER(q, *every_head, _bias(q, mask), True, 0.0, is_causal, scale=scale)
+    out, lse, *_ = EFFICIENT(q, *every_head, _bias(q, mask), True, 0.0, is_causal, scale=scale)
     return out, lse[..., : q.shape[2]]
 
 
@@ -63,16 +63,16 @@ def cuda_backward(
     """Gradients of one block, from the output and lse over all blocks."""
     capability = _capability(q)
     unused = torch.zeros((), dtype=torch.int64, device=q.device)  # seed and offset of dropout, which is off
-    if _flash_takes(q, k, mask, is_causal, capability):
+    if _flash_supports(q, k, mask, is_causal, capability):
         arguments = cotangent, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, is_causal, unused, unused
         return FLASH_BACKWARD(*arguments, scale=scale)
-    if not _efficient_takes(q, capability):
+    if not _efficient_supports(q, capability):
         return plain_backward(cotangent, q, k, v, out, lse, mask, is_causal, scale)
     every_head, bias = [_every_head(x, q.shape[1]) for x in (k, v)], _bias(q, mask)
-    # With an lse of infinity the rows of the padding have weight exp(-inf) = 0.
+    # Padding rows have an lse of infinity, so that their weights are exp(-inf) = 0.
     lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % LSE_ROWS), value=torch.inf)
     arguments = cotangent, q, *every_head, bias, out, lse, unused, unused, 0.0, [True, True, True, False]
-    dq, dk, dv, _ = OTHER_BACKWARD(*arguments, is_causal, scale=scale)
+    dq, dk, dv, _ = EFFICIENT_BACKWARD(*arguments, is_causal, scale=scale)
     # Keys were repeated for each query head of their group, so their gradients are summed over the group.
     heads = k.shape[1], -1
     return dq, dk.unflatten(1, heads).sum(2), dv.unflatten(1, heads).sum(2)
@@ -83,7 +83,7 @@ def _capability(x: Tensor) -> tuple[int, int]:
     return torch.cuda.get_device_capability(x.device) if x.is_cuda else AMPERE
 
 
-def _flash_takes(q: Heads, k: KVHeads, mask: Tensor | None, is_causal: bool, capability: tuple[int, int]) -> bool:
+def _flash_supports(q: Heads, k: KVHeads, mask: Tensor | None, is_causal: bool, capability: tuple[int, int]) -> bool:
     """Whether the flash kernel supports these inputs.
 
     Its causal mask is aligned to the bottom right, which is the same only for as many queries as keys. Widths above
@@ -96,7 +96,7 @@ def _flash_takes(q: Heads, k: KVHeads, mask: Tensor | None, is_causal: bool, cap
     return q.dtype in HALF and mask is None and square and fits and capability >= AMPERE
 
 
-def _efficient_takes(q: Heads, capability: tuple[int, int]) -> bool:
+def _efficient_supports(q: Heads, capability: tuple[int, int]) -> bool:
     """Whether memory-efficient attention supports it: rows of 16 bytes, bfloat16 only where tensor cores have it."""
     is_supported = q.dtype in (torch.float16, torch.float32) or (q.dtype == torch.bfloat16 and capability >= AMPERE)
     return is_supported and q.shape[-1] * q.dtype.itemsize % 16 == 0
@@ -129,7 +129,7 @@ def plain_forward(
         for rows in _slices(q.shape[2]):
             scores = _scores(wide_q[:, :, :, rows], wide_k, _seen(q, k, mask, is_causal, rows), scale)
             lse = scores.logsumexp(-1)
-            # Of a query without a key, -inf less 0 makes weights of 0, where -inf less -inf would be NaN.
+            # For a query without a key, -inf - 0 gives weights of 0; -inf - -inf would be NaN.
             weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
             outs.append(torch.einsum("bkgij,bkjp->bkgip", weights, wide_v))
             lses.append(lse)

@@ -5,7 +5,8 @@ in order on each rank, so a rank's shard of a sequence is one run of consecutive
 queries of one rank and the keys of another, all pairs count, or those below a diagonal, or none. So no mask is needed,
 except at the edges of a window, where the queries are split into short runs.
 
-A block is what one call of an attention kernel computes: runs of queries, each with its run of keys.
+A block is what one call of an attention kernel computes: runs of queries, each with its run of keys. Runs of different
+lengths in one block are filled up to the longest by repeating their last row; *fill* are these repeated rows.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ TILE = 256  # queries of one run under a window
 
 @dataclass(frozen=True)
 class BlockSchedule:
-    """The blocks of one rank: `blocks[source]` for the keys of rank `source`, which travel up to `hops` hops."""
+    """The blocks of one rank, `blocks[source]` for the keys of rank `source`; in a ring keys travel `hops` hops."""
 
     rank: int
     counts: tuple[int, ...]
@@ -48,10 +49,10 @@ def schedule_of(layout: TokenLayout, causal: bool, window: int | None) -> BlockS
 def _schedule(layout: TokenLayout, causal: bool, window: int | None) -> BlockSchedule:
     # 1. The run of rows that each rank holds of each sequence.
     runs = _Runs.of(layout)
-    # 2. What this rank's queries see of each source rank, the window left aside.
+    # 2. What this rank's queries see of each source rank, without regard to the window.
     sources = range(layout.cp_size)
     overlap = [_overlap(layout.kind, runs, layout.cp_rank, source, causal) for source in sources]
-    # 3. A window as long as the longest sequence hides nothing, so its masks and short runs can be spared.
+    # 3. A window as long as the longest sequence hides nothing, so it needs no masks and no short runs.
     hiding_window = window if window is not None and window < max(runs.real.sum(0).tolist(), default=0) else None
     # 4. Runs of equal shape batched into blocks.
     blocks = [_blocks(_Rules(layout, source, causal, hiding_window), *overlap[source]) for source in sources]
@@ -71,18 +72,18 @@ def _hops(layout: TokenLayout, causal: bool, window: int | None) -> int:
 class _Runs:
     """The run of rows of every rank and sequence, on the host.
 
-    `start` is its first row, `real` its number of real rows, `early` the rows of DualChunkSwap's early chunk, and
-    `place` the position of its first row within the sequence.
+    `start` is its first row, `real` its number of real rows, `early` the number of rows of DualChunkSwap's early chunk,
+    and `first_position` the position of its first row within the sequence.
     """
 
     start: Int64[Tensor, "n q"]
     real: Int64[Tensor, "n q"]
     early: Int64[Tensor, "n q"]
-    place: Int64[Tensor, "n q"]
+    first_position: Int64[Tensor, "n q"]
 
     @staticmethod
     def of(layout: TokenLayout) -> _Runs:
-        cu, rows = layout.cu_padded.long(), _rising(layout)
+        cu, rows = layout.cu_padded.long(), _ascending_positions(layout)
         n, ends = len(rows), cu[:-1] + layout.cu_real.long().diff()
 
         def row_of(position: Tensor) -> Tensor:
@@ -99,14 +100,15 @@ class _Runs:
 
 @dataclass(frozen=True)
 class _Overlap:
-    """For each run, in general one per sequence: its first query and first key, and how many of each."""
+    """For each run (one per sequence, or several): its first query and first key, and how many of each."""
 
     query: Int64[Tensor, " q"]
     queries: Int64[Tensor, " q"]
     key: Int64[Tensor, " q"]
     keys: Int64[Tensor, " q"]
 
-    def of(self, which: Bool[Tensor, " q"]) -> _Overlap:
+    def selected(self, which: Bool[Tensor, " q"]) -> _Overlap:
+        """Those of some runs."""
         return _Overlap(self.query[which], self.queries[which], self.key[which], self.keys[which])
 
 
@@ -120,7 +122,7 @@ def _overlap(kind: str, runs: _Runs, rank: int, source: int, causal: bool) -> tu
         # Query i of a stripe sees keys 0 to i of an earlier stripe, and keys 0 to i - 1 of a later one: there the
         # queries start one row late. The source has as many keys as that: a stripe is at most one token shorter than
         # another, and only if it is the later one.
-        late = (runs.place[source] > runs.place[rank]).long()
+        late = (runs.first_position[source] > runs.first_position[rank]).long()
         queries = (queries - late).clamp(min=0)
         return _Overlap(query + late, queries, key, queries), True
     if kind in ("contiguous", "ragged"):
@@ -133,8 +135,8 @@ def _overlap(kind: str, runs: _Runs, rank: int, source: int, causal: bool) -> tu
     return _Overlap(query + early, (queries - early).clamp(min=0), key, keys), False
 
 
-def _rising(layout: TokenLayout) -> Int64[Tensor, "n local"]:
-    """The positions of every rank in ascending order, as searchsorted needs: fill of a ragged row sorts last."""
+def _ascending_positions(layout: TokenLayout) -> Int64[Tensor, "n local"]:
+    """The positions of every rank, ascending as searchsorted needs: the -1 that fill a ragged row become largest."""
     return torch.where(layout.index < 0, layout.total, layout.index)
 
 
@@ -149,13 +151,13 @@ class _Rules:
 
 
 def _blocks(rules: _Rules, overlap: _Overlap, is_causal: bool) -> tuple[Block, ...]:
-    """All blocks of one source. With a window: of its two edges, with masks, and of the keys between, without."""
+    """All blocks of one source. With a window: those of its two edges, with masks, and those between, without."""
     if rules.window is None:
-        return _of_lengths(rules, overlap, is_causal)
-    # Separate calls, since within a block no query may occur twice: its rows are merged all at once.
+        return _blocks_by_length(rules, overlap, is_causal)
+    # Separate blocks, since no query may occur twice in one: all rows of a block are merged at once.
     early, between, late = _split_by_window(rules, overlap, rules.window)
-    edges = _of_lengths(rules, early, False) + _of_lengths(rules, late, False)
-    return edges + _of_lengths(replace(rules, window=None), between, False)
+    edges = _blocks_by_length(rules, early, False) + _blocks_by_length(rules, late, False)
+    return edges + _blocks_by_length(replace(rules, window=None), between, False)
 
 
 def _split_by_window(rules: _Rules, overlap: _Overlap, window: int) -> tuple[_Overlap, _Overlap, _Overlap]:
@@ -164,7 +166,7 @@ def _split_by_window(rules: _Rules, overlap: _Overlap, window: int) -> tuple[_Ov
     They are the keys that only early queries of a tile see, those that all of them see, and those that only late ones
     see: the first and last range need a mask, the middle one does not.
     """
-    rows = _rising(rules.layout).cpu()
+    rows = _ascending_positions(rules.layout).cpu()
     query_positions, key_positions = rows[rules.layout.cp_rank], rows[rules.source]
     # 1. Split each run into tiles: `run` is the run of a tile, `begin` its first query within the run.
     tiles = -(-overlap.queries // TILE)
@@ -189,21 +191,21 @@ def _split_by_window(rules: _Rules, overlap: _Overlap, window: int) -> tuple[_Ov
     return early, between, late
 
 
-def _of_lengths(rules: _Rules, overlap: _Overlap, is_causal: bool) -> tuple[Block, ...]:
+def _blocks_by_length(rules: _Rules, overlap: _Overlap, is_causal: bool) -> tuple[Block, ...]:
     """One block for all runs of similar lengths; in a layout of one sequence, one block for each run."""
-    overlap = overlap.of((overlap.queries > 0) & (overlap.keys > 0))
+    overlap = overlap.selected((overlap.queries > 0) & (overlap.keys > 0))
     lengths = torch.stack([overlap.queries, overlap.keys], 1)
-    # With one sequence the batch may have several rows, which only a block of a single run, a slice, can serve.
-    block_of_run = torch.arange(len(lengths)) if len(rules.layout.cu_padded) == 2 else _alike(lengths)
+    # With one sequence the batch may have several rows. Only a block of a single run, a slice, covers all of them.
+    block_of_run = torch.arange(len(lengths)) if len(rules.layout.cu_padded) == 2 else _block_of_run(lengths)
     masks: dict[Any, tuple[Tensor, Tensor | None]] = {}
     blocks = []
     for group in range(max(block_of_run.tolist(), default=-1) + 1):
         members = block_of_run == group
-        blocks.append(_block(rules, overlap.of(members), lengths[members].amax(0).tolist(), is_causal, masks))
+        blocks.append(_block(rules, overlap.selected(members), lengths[members].amax(0).tolist(), is_causal, masks))
     return tuple(block for block in blocks if block is not None)
 
 
-def _alike(lengths: Int64[Tensor, "m 2"]) -> Int64[Tensor, " m"]:
+def _block_of_run(lengths: Int64[Tensor, "m 2"]) -> Int64[Tensor, " m"]:
     """The index of the block that each run goes into, by its numbers of queries and keys."""
     distinct, block_of_run = lengths.unique(dim=0, return_inverse=True)
     if len(distinct) > MOST_LENGTHS:
@@ -221,18 +223,18 @@ def _block(
     keys, is_key = _filled(overlap.key, overlap.keys, shape[1])
     # Keys that fill a run come last: the kernel's causal mask hides them, unless there are more queries than keys.
     fill_is_seen = not is_causal or bool((overlap.keys < overlap.queries).any())
-    mask = blind = None
+    mask = fully_masked = None
     if rules.window is not None or (fill_is_seen and not is_key.all()):
         seen = _seen(rules, queries, keys, is_key, is_causal)
         if not seen.any():
             return None
-        mask, blind = _shared_mask(seen, masks, device)
+        mask, fully_masked = _shared_mask(seen, masks, device)
     return Block(
         _rows(queries, is_query, device),
         _rows(keys, is_key, device),
         is_causal and mask is None,
         mask,
-        blind,
+        fully_masked,
         None if is_query.all() else is_query.to(device),
         None if is_key.all() else is_key.to(device),
     )
@@ -257,8 +259,8 @@ def _shared_mask(
         seen = seen[:1]
     key = seen.shape, seen.numpy().tobytes()
     if key not in masks:
-        blind = ~seen.any(-1)
-        masks[key] = seen[:, None].to(device), blind[:, None].to(device) if blind.any() else None
+        fully_masked = ~seen.any(-1)
+        masks[key] = seen[:, None].to(device), fully_masked[:, None].to(device) if fully_masked.any() else None
     return masks[key]
 
 
@@ -277,7 +279,7 @@ def _rows(rows: Int64[Tensor, "m i"], is_row: Bool[Tensor, "m i"], device: torch
 
 Rows = slice | Tensor
 Places = tuple[slice | Tensor, Tensor]
-LEAST = 128  # queries below which a triangle is not split again
+LEAST_QUERIES = 128  # queries below which a triangle is not split again
 
 
 @dataclass(frozen=True)
@@ -285,16 +287,16 @@ class Block:
     """Runs of queries, each with its run of keys: the input of one kernel call.
 
     Rows are one slice, for every row of the batch, or [m, rows]: m runs of a batch of one. `is_causal`: query i of a
-    run sees its keys 0 to i. `mask` [m or 1, 1, queries or 1, keys] is True where a key is seen, `blind` where a query
-    sees none. `is_query` [m, queries] and `is_key` [m, keys] are False at rows that fill up a shorter run; None if
-    there is no fill.
+    run sees its keys 0 to i. `mask` [m or 1, 1, queries or 1, keys] is True where a key is seen, `fully_masked` where a
+    query sees none. `is_query` [m, queries] and `is_key` [m, keys] are False at rows that fill up a shorter run; None
+    if there is no fill.
     """
 
     queries: Rows
     keys: Rows
     is_causal: bool = False
     mask: Bool[Tensor, "#m 1 #i j"] | None = None
-    blind: Bool[Tensor, "#m 1 #i"] | None = None
+    fully_masked: Bool[Tensor, "#m 1 #i"] | None = None
     is_query: Bool[Tensor, "m i"] | None = None
     is_key: Bool[Tensor, "m j"] | None = None
 
@@ -305,23 +307,24 @@ class Block:
 
     @cached_property
     def key_places(self) -> Places | None:
-        """The same of the keys."""
+        """The same for the keys."""
         return _places(self.keys, self.is_key)
 
     @cached_property
-    def finer(self) -> tuple[Block, ...]:
-        """The same pairs with less wasted work: a causal triangle split into two of half its size and a square.
+    def triangle_parts(self) -> tuple[Block, ...]:
+        """The same pairs of queries and keys: a causal triangle as two of half its size and a square, and so on.
 
-        A kernel that works on 512 keys at a time computes the full square of a triangle of 512.
+        It saves work in a kernel that does not skip hidden pairs: one that computes 512 keys at a time computes the
+        full square for a triangle of 512.
         """
         shortest = min(_length(self.queries), _length(self.keys))
-        if not self.is_causal or shortest < 2 * LEAST:
+        if not self.is_causal or shortest < 2 * LEAST_QUERIES:
             return (self,)
         half = shortest // 2
         # Late queries see all early keys; early queries see no late keys.
         early, late = slice(0, half), slice(half, None)
         parts = self._part(early, early), self._part(late, early, is_causal=False), self._part(late, late)
-        return tuple(finer for part in parts for finer in part.finer)
+        return tuple(smaller for part in parts for smaller in part.triangle_parts)
 
     def _part(self, queries: slice, keys: slice, is_causal: bool = True) -> Block:
         is_query = None if self.is_query is None else self.is_query[:, queries]

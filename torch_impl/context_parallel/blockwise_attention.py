@@ -54,7 +54,7 @@ class _BlockwiseAttention(torch.autograd.Function):
         ctx: Any, q: Heads, k: KVHeads, v: KVHeads, schedule: BlockSchedule, exchange: Exchange, scale: float
     ) -> Heads:
         # 1. Merge block after block while the keys come in from each source rank.
-        running, local_keys = Running(q), buffer_of(k, v)
+        running, local_keys = RunningAttention(q), buffer_of(k, v)
         for source, keys in exchange.keys(local_keys, schedule):
             for block in schedule.blocks[source]:
                 running.add(q, keys_in(keys), block, scale)
@@ -69,7 +69,7 @@ class _BlockwiseAttention(torch.autograd.Function):
     def backward(ctx: Any, cotangent: Heads) -> tuple[Tensor | None, ...]:
         q, local_keys, out, lse = ctx.saved_tensors
         schedule: BlockSchedule = ctx.schedule
-        # dq adds up here; the gradients of keys add up in buffers that the exchange moves, which `sums` waits for.
+        # dq is summed here. The gradients of keys are summed in buffers that the exchange moves; `sums` waits for one.
         dq = row_major_zeros(q)
 
         def add(source: int, keys: Buffer, sums: Callable[[], Buffer]) -> None:
@@ -80,7 +80,7 @@ class _BlockwiseAttention(torch.autograd.Function):
         return dq.to(q.dtype), *keys_in(dkeys).to(local_keys.dtype), None, None, None
 
 
-class Running:
+class RunningAttention:
     """The running result: output and lse of this rank's queries over the keys seen so far, in float32 or wider.
 
     A row of padding is in no block: it keeps output 0 and lse -inf, and backward never reads it.
@@ -92,15 +92,17 @@ class Running:
 
     def add(self, q: Heads, keys: Keys, block: Block, scale: float) -> None:
         """Merge the attention of one block into the running result."""
-        for part in _computed(block, q):
+        for part in _kernel_blocks(block, q):
             self._merge(q, keys, part, scale)
 
     def _merge(self, q: Heads, keys: Keys, block: Block, scale: float) -> None:
         k, v = keys.unbind()
-        out, lse = _forward(taken(q, block.queries), taken(k, block.keys), taken(v, block.keys), block, scale)
-        if block.blind is not None:  # kernels differ in what they return for a query without a key
-            out = out.masked_fill(block.blind.unsqueeze(-1), 0.0)
-            lse = lse.masked_fill(block.blind, -torch.inf)
+        out, lse = _forward(
+            rows_of_block(q, block.queries), rows_of_block(k, block.keys), rows_of_block(v, block.keys), block, scale
+        )
+        if block.fully_masked is not None:  # kernels differ in what they return for a query without a key
+            out = out.masked_fill(block.fully_masked.unsqueeze(-1), 0.0)
+            lse = lse.masked_fill(block.fully_masked, -torch.inf)
         if block.query_places is None:
             _merge(self.out[:, :, block.queries], self.lse[:, :, block.queries], out, lse)
             return
@@ -115,8 +117,8 @@ class Running:
 def _merge(running: Tensor, total: Tensor, out: Tensor, lse: Tensor) -> None:
     """Merge `out` and `lse` of a block into the `running` output and its lse `total`, in place."""
     merged_lse = torch.logaddexp(total, lse)
-    # The weights exp(total - merged_lse) and exp(lse - merged_lse) add up to 1, so a lerp by the second will do.
-    weight = (lse - merged_lse).exp_().nan_to_num_(nan=0.0)  # -inf less -inf: no key so far
+    # The weights exp(total - merged_lse) and exp(lse - merged_lse) add up to 1, so this is a lerp by the second.
+    weight = (lse - merged_lse).exp_().nan_to_num_(nan=0.0)  # -inf - -inf is NaN: no key so far
     running.lerp_(out.to(running.dtype), weight.unsqueeze(-1))
     total.copy_(merged_lse)
 
@@ -132,17 +134,19 @@ def add_gradients(
 ) -> None:
     """Add one block's part of the gradients. `saved` are the queries with their output and lse over all blocks.
 
-    `dkeys` returns the sums that gradients of keys are added to, and waits for them if they are on their way.
+    `dkeys` returns the sums that gradients of keys are added to, and waits for them if they are still being received.
     """
     (q, out, lse), (k, v) = saved, keys.unbind()
-    for part in _computed(block, q):
-        # 1. The rows of the block. By an lse of infinity, fill gets weight exp(-inf) = 0 and adds nothing to dk and dv.
-        query_rows = [taken(x, part.queries) for x in (cotangent, q, out)]
-        lse_rows = taken(lse.unsqueeze(-1), part.queries).squeeze(-1)
+    for part in _kernel_blocks(block, q):
+        # 1. The rows of the block. Fill gets an lse of infinity: its weights are exp(-inf) = 0, and it adds nothing.
+        query_rows = [rows_of_block(x, part.queries) for x in (cotangent, q, out)]
+        lse_rows = rows_of_block(lse.unsqueeze(-1), part.queries).squeeze(-1)
         if part.is_query is not None:
             lse_rows = lse_rows.masked_fill(~part.is_query[:, None], torch.inf)
-        gradients = _backward(query_rows, taken(k, part.keys), taken(v, part.keys), lse_rows.contiguous(), part, scale)
-        # 2. Only now wait for the sums of other ranks: they travelled while the kernel ran.
+        gradients = _backward(
+            query_rows, rows_of_block(k, part.keys), rows_of_block(v, part.keys), lse_rows.contiguous(), part, scale
+        )
+        # 2. Only now wait for the sums of other ranks, which were sent while the kernel ran.
         dk, dv = keys_in(dkeys()).unbind()
         _add(dq, gradients[0], part.queries, part.query_places)
         _add(dk, gradients[1], part.keys, part.key_places)
@@ -157,9 +161,9 @@ def _add(total: Heads, share: Float[Tensor, "c h r p"], rows: Rows, places: Plac
         total[0].index_add_(1, targets, share.transpose(0, 1).flatten(1, 2)[:, present].to(total.dtype))
 
 
-def _computed(block: Block, q: Heads) -> tuple[Block, ...]:
-    """The blocks that kernels are called for: CUDA's skip the hidden half of a triangle, the CPU's does not."""
-    return (block,) if q.is_cuda else block.finer
+def _kernel_blocks(block: Block, q: Heads) -> tuple[Block, ...]:
+    """The blocks that kernels are called with: CUDA's skip the hidden half of a triangle; for the CPU's it is split."""
+    return (block,) if q.is_cuda else block.triangle_parts
 
 
 def buffer_of(k: KVHeads, v: KVHeads) -> Buffer:
@@ -184,7 +188,7 @@ def with_contiguous_rows(q: Heads) -> Heads:
     return q if q.stride(-1) == 1 else q.contiguous()
 
 
-def taken(x: Heads, rows: Rows) -> Float[Tensor, "m h i p"]:
+def rows_of_block(x: Heads, rows: Rows) -> Float[Tensor, "m h i p"]:
     """The rows of a block: a view of the full batch, or a new batch with one run in each entry."""
     if isinstance(rows, slice):
         return x[:, :, rows]

@@ -1,8 +1,9 @@
 """Exchanges of keys: around a ring, hop by hop, or all at once by an all-gather.
 
-In a ring, K and V go from rank to rank in one buffer. In backward the sums of the gradients of keys travel one hop
-behind them: each rank adds to the sums before it sends them on, and the last hop takes them back to the rank that the
-keys belong to. A window over contiguous rows needs only the first hops; with none, a rank sees its own keys.
+In a ring, K and V go from rank to rank in one buffer; a hop is one shift of that buffer to the next rank. "Keys" means
+both K and V. In backward the sums of the gradients of keys travel one hop behind them: each rank adds its terms before
+it sends the sums on, and the last hop takes them back to the rank that the keys belong to. A window over contiguous
+rows needs only the first hops; without a hop, a rank sees its own keys alone.
 
 An all-gather is one collective instead of a ring, and shards may be uneven; in return, every rank holds all keys for
 the length of a call.
@@ -43,7 +44,7 @@ class Exchange(Protocol):
 
 @dataclass(frozen=True)
 class Ring:
-    """Keys that travel around a ring, for as many hops as `schedule` says; with none, nothing is sent over `group`.
+    """Keys that travel around a ring for `schedule.hops` hops; with 0 hops nothing is sent over `group`.
 
     Cost:   forward `hops` shifts of K and V together; backward as many of K and V, and of their gradients.
     """
@@ -68,7 +69,7 @@ class Ring:
         # 2. The sums for a source's keys start as zeros at its neighbour, the first rank that the keys come to.
         sums = _InFlight.from_here(torch.zeros_like(local, dtype=dtype))
         for hop, (source, keys) in enumerate(arriving, 1):
-            add(source, keys, sums.arrived)  # not called yet: the block is computed before the wait
+            add(source, keys, sums.arrived)  # a function: `add` computes the block before it waits
             # 3. After the block, send the sums after their keys; from the last hop straight back to their source.
             sums = _InFlight.post(sums.arrived(), self.group, 1 if hop < schedule.hops else -schedule.hops)
         # 4. Now the sums for this rank's keys arrive; its own block comes last, and they travel meanwhile.
@@ -78,10 +79,10 @@ class Ring:
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A buffer on its way to this rank.
+    """A buffer that is being received.
 
-    `sent` is what this rank sends meanwhile. The reference keeps its memory alive, and it must not be written into,
-    until this buffer has arrived.
+    `sent` is the buffer that this rank sends at the same time. This reference keeps its memory alive; nothing may be
+    written into it until `buffer` has arrived.
     """
 
     buffer: Tensor
@@ -90,12 +91,12 @@ class _InFlight:
 
     @staticmethod
     def from_here(x: Tensor) -> _InFlight:
-        """A buffer that is here already."""
+        """A buffer that is on this rank already, with nothing to wait for."""
         return _InFlight(x, x, [])
 
     @staticmethod
     def post(x: Tensor, group: ProcessGroup, shift: int) -> _InFlight:
-        """Send `x` by `shift` ranks and receive what arrives from the other side, without waiting."""
+        """Post the send of `x` to the rank `shift` places on, and the receive from the rank `shift` places back."""
         (arriving,), works = start_ring_shift([x], group, shift)
         return _InFlight(arriving, x, works)
 

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from torch_impl.collectives.lengths import positive_dim
+from torch_impl.collectives.lengths import dim_from_front
 from torch_impl.context_parallel.kinds import CpMesh
 from torch_impl.context_parallel.sdpa_mode import SequenceAttention
 from torch_impl.contract import Instance, ListOf, OneOf, contract
@@ -167,8 +167,8 @@ class SequenceContext:
     """A context that shards buffers on entering and restores them on leaving; reusable, but not inside itself.
 
     A buffer remains the same object and gets other memory, so its original values are untouched. `stays` says for each
-    buffer whether it stays a shard on leaving. `wholes` are the full tensors that are sharded instead of the buffers'
-    values, where these differ (by padding). `exchange` None stands for torch's rotate method.
+    buffer whether it stays a shard on leaving. `full_tensors` are sharded instead of the buffers' values, where
+    these differ (by padding). `exchange` None stands for torch's rotate method.
     """
 
     def __init__(
@@ -179,12 +179,12 @@ class SequenceContext:
         buffers: Sequence[Tensor],
         dims: Sequence[int],
         stays: Sequence[bool],
-        wholes: Sequence[Tensor | None] = (),
+        full_tensors: Sequence[Tensor | None] = (),
         causal_only: str | None = None,
     ) -> None:
         self.group, self.layout, self.exchange, self.causal_only = group, layout, exchange, causal_only
         self.buffers, self.dims, self.stays = list(buffers), list(dims), list(stays)
-        self.wholes = list(wholes) or [None] * len(self.buffers)
+        self.full_tensors = list(full_tensors) or [None] * len(self.buffers)
         self._left: dict[int, Tensor] = {}  # by position: the shard of a buffer that stayed sharded
         self._stack: ExitStack | None = None
 
@@ -214,7 +214,7 @@ class SequenceContext:
         # Same memory, whatever was written into it: still a shard. Other memory: the user put a full tensor there.
         if left is not None and original.data_ptr() == left.data_ptr() and original.shape == left.shape:
             return original
-        full = self.wholes[i]
+        full = self.full_tensors[i]
         return self.layout.shard(original if full is None else full, self.dims[i])
 
     def _restore(self, originals: list[Tensor], shares: list[Tensor]) -> None:
@@ -242,7 +242,7 @@ def _buffer_problems(
         if why := _unfit(buffer):
             yield f"cp_buffers[{i}] {why}; cut it by layout.shard instead"
     # 3. All have one length, which the layout can shard.
-    lengths = [x.shape[positive_dim(CREATE, f"cp_seq_dims[{i}]", dims[i], x)] for i, x in enumerate(buffers)]
+    lengths = [x.shape[dim_from_front(CREATE, f"cp_seq_dims[{i}]", dims[i], x)] for i, x in enumerate(buffers)]
     for i, length in enumerate(lengths):
         if length != lengths[0]:
             here = f"cp_buffers[{i}] has {length} positions along dim {dims[i]}"
@@ -269,7 +269,7 @@ def _unfit(buffer: Tensor) -> str | None:
         return "requires a gradient"
     if any(size > 1 and stride == 0 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
         return "is an expanded view, which cannot be written in place"
-    # By rising stride, each dim must step over everything that the dims before it reach.
+    # In order of stride, each dim must step over all memory that the dims before it cover.
     reach = 0
     for stride, size in sorted(zip(buffer.stride(), buffer.shape, strict=True)):
         if size > 1 and stride <= reach:

@@ -1,4 +1,4 @@
-"""Head-parallel attention: an all_to_all trades heads for positions, each rank attends, and another one trades back.
+"""Head-parallel attention: one all_to_all exchanges heads for positions, each rank attends, and another undoes it.
 
 The cp rank is `ring_rank * a + heads_rank`. The a ranks of one `heads` group exchange heads, so that each then holds
 some heads at the positions of all of them. With usp the positions of one group are a shard of the sequence, and the
@@ -49,7 +49,7 @@ def head_parallel_attention(
     a = heads.size()
     group_rows = _joined(layout, a)
     # 1. q, k and v side by side for each receiving rank, so that one all_to_all exchanges all three.
-    head_shards = [_for_each_rank(x, a) for x in (q, k, v)]
+    head_shards = [_by_receiving_rank(x, a) for x in (q, k, v)]
     widths = [x.shape[2] for x in head_shards]
     mixed = all_to_all(torch.cat(head_shards, 2).flatten(1, 2), heads, split_dim=HEAD, concat_dim=ROW)
     # 2. Rows arrive rank by rank; a block schedule needs those of each sequence in order.
@@ -63,7 +63,7 @@ def head_parallel_attention(
 
 @dataclass(frozen=True)
 class _Joined:
-    """The rows that `a` ranks hold together: `in_order` sorts them from rank order by position, `by_rank` undoes it."""
+    """The rows that `a` ranks hold together: `in_order` permutes them from rank order to positions, `by_rank` back."""
 
     layout: TokenLayout
     in_order: Int64[Tensor, " rows"]
@@ -72,17 +72,17 @@ class _Joined:
 
 def _joined(layout: TokenLayout, a: int) -> _Joined:
     """The rows of a heads group and their layout over the ring, cached with the layout."""
-    return layout.derived(("joined", a), lambda: _built(layout, a))
+    return layout.derived(("joined", a), lambda: _join(layout, a))
 
 
-def _built(layout: TokenLayout, a: int) -> _Joined:
+def _join(layout: TokenLayout, a: int) -> _Joined:
     # The same tokens over the ring alone, whose ranks hold what the a consecutive cp ranks of a group hold together.
     inner = layout.rebind(layout.cp_size // a, layout.cp_rank // a)
     in_order = layout.index[inner.cp_rank * a : (inner.cp_rank + 1) * a].flatten().argsort()
     return _Joined(inner, in_order, in_order.argsort())
 
 
-def _for_each_rank(x: Heads, a: int) -> Float[Tensor, "b a share s p"]:
+def _by_receiving_rank(x: Heads, a: int) -> Float[Tensor, "b a share s p"]:
     """Heads grouped by the rank that receives them; a KV head that several ranks need is repeated for each."""
     if x.shape[1] % a:
         x = x.unsqueeze(2).expand(-1, -1, a // x.shape[1], -1, -1).flatten(1, 2)

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.utils.rnn import pad_sequence
 
 from torch_impl.collectives import all_gather
-from torch_impl.collectives.lengths import positive_dim
+from torch_impl.collectives.lengths import dim_from_front
 from torch_impl.contract import GradientType, Group, OneOf, ShardedAny, contract
 from torch_impl.kernels import rows_at
 from torch_impl.layouts.cache import Value, cached, cached_tensor, for_training, has_numbers
@@ -201,7 +201,7 @@ class TokenLayout:
         Cost:   no collective; one copy of the shard.
         Errors: ValueError if x lacks the dim or does not have `total` rows along it.
         """
-        dim = positive_dim("TokenLayout.shard", "dim", dim, x)
+        dim = dim_from_front("TokenLayout.shard", "dim", dim, x)
         self._check_rows("shard", x, dim, self.total, "global")
         return rows_at(x, self.local_index, dim)
 
@@ -231,7 +231,7 @@ class TokenLayout:
         if (group.size(), group.rank()) != (self.cp_size, self.cp_rank):
             made_for = f"the layout is for cp={self.cp_size} and rank {self.cp_rank}"
             raise ValueError(f"{function}: group has cp={group.size()} and rank {group.rank()}, {made_for}; rebind it")
-        dim = positive_dim(function, "dim", dim, x)
+        dim = dim_from_front(function, "dim", dim, x)
         self._check_rows("unshard", x, dim, self.counts[self.cp_rank], "local")
         # The gather leaves rank-major order; the inverse index restores the global one.
         rank_major = all_gather(x, group, out=gradient, dim=dim, lengths=self.counts)

@@ -255,7 +255,7 @@ BUGS = (
         name="sum in the tensor's own dtype",
         kind="precision",
         at="collectives:accumulator",
-        old="return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype",
+        old="return torch.promote_types(dtype, torch.float32)",
         new="return dtype",
         expect="cost: declared",
     ),

@@ -48,15 +48,15 @@ BUGS = (
         name="a later stripe not shifted",
         kind="border",
         at="context_parallel:_overlap",
-        old="late = (runs.place[source] > runs.place[rank]).long()",
-        new="late = (runs.place[source] > runs.place[rank]).long() * 0",
+        old="late = (runs.first_position[source] > runs.first_position[rank]).long()",
+        new="late = (runs.first_position[source] > runs.first_position[rank]).long() * 0",
         expect="value: ",
     ),
     InjectedBug(
         name="every other stripe shifted",
         kind="border",
         at="context_parallel:_overlap",
-        old="late = (runs.place[source] > runs.place[rank]).long()",
+        old="late = (runs.first_position[source] > runs.first_position[rank]).long()",
         new="late = torch.ones_like(query)",
         expect="value: ",
     ),
@@ -152,9 +152,9 @@ BUGS = (
     InjectedBug(
         name="lse of a row without a key left at 0",
         kind="statistic",
-        at="context_parallel:Running._merge",
-        old="lse = lse.masked_fill(block.blind, -torch.inf)",
-        new="lse = lse.masked_fill(block.blind, 0.0)",
+        at="context_parallel:RunningAttention._merge",
+        old="lse = lse.masked_fill(block.fully_masked, -torch.inf)",
+        new="lse = lse.masked_fill(block.fully_masked, 0.0)",
         expect="value: ",
     ),
     InjectedBug(
@@ -209,7 +209,7 @@ BUGS = (
     InjectedBug(
         name="the square below two triangles left out",
         kind="border",
-        at="context_parallel:Block.finer",
+        at="context_parallel:Block.triangle_parts",
         old="self._part(late, early, is_causal=False), ",
         new="",
         expect="value: ",
@@ -217,7 +217,7 @@ BUGS = (
     InjectedBug(
         name="the square below two triangles made causal",
         kind="border",
-        at="context_parallel:Block.finer",
+        at="context_parallel:Block.triangle_parts",
         old="self._part(late, early, is_causal=False)",
         new="self._part(late, early)",
         expect="value: ",
@@ -233,7 +233,7 @@ BUGS = (
     InjectedBug(
         name="the early triangle twice",
         kind="border",
-        at="context_parallel:Block.finer",
+        at="context_parallel:Block.triangle_parts",
         old="self._part(late, late)\n",
         new="self._part(early, early)\n",
         expect="value: ",
@@ -293,7 +293,7 @@ BUGS = (
         name="gradients of keys sent before their block",
         kind="buffer",
         at="context_parallel:Ring.gradients",
-        old="            add(source, keys, sums.arrived)  # not called yet: the block is computed before the wait\n",
+        old="            add(source, keys, sums.arrived)  # a function: `add` computes the block before it waits\n",
         new="            early = sums.arrived()\n"
         "            if hop == schedule.hops:\n"
         "                _InFlight.post(early, self.group, -schedule.hops)\n"
@@ -352,7 +352,7 @@ BUGS = (
     InjectedBug(
         name="copies of KV heads in the order of copies",
         kind="order",
-        at="context_parallel:_for_each_rank",
+        at="context_parallel:_by_receiving_rank",
         old="x = x.unsqueeze(2).expand(-1, -1, a // x.shape[1], -1, -1).flatten(1, 2)",
         new="x = x.repeat(1, a // x.shape[1], 1, 1)",
         expect="value: ",
@@ -360,7 +360,7 @@ BUGS = (
     InjectedBug(
         name="heads dealt out in turn instead of in blocks",
         kind="order",
-        at="context_parallel:_for_each_rank",
+        at="context_parallel:_by_receiving_rank",
         old="return x.unflatten(1, (a, -1))",
         new="return x.unflatten(1, (-1, a)).transpose(1, 2)",
         expect="value: ",
@@ -368,7 +368,7 @@ BUGS = (
     InjectedBug(
         name="the place on the ring by the other axis",
         kind="group",
-        at="context_parallel:_built",
+        at="context_parallel:_join",
         old="inner = layout.rebind(layout.cp_size // a, layout.cp_rank // a)",
         new="inner = layout.rebind(layout.cp_size // a, layout.cp_rank % (layout.cp_size // a))",
         expect="value: ",
