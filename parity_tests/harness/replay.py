@@ -71,7 +71,7 @@ def write_replay(scheme: Declared, report: Report, folder: str = ".", replaces: 
         with naming(path):
             path.write_text(text)
     except OSError:
-        path.unlink(missing_ok=True)  # a full disk leaves a beginning
+        path.unlink(missing_ok=True)  # on a full disk only the first part was written
         raise
     return str(path)
 

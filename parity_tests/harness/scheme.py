@@ -65,7 +65,7 @@ class Scheme(Declared):
         return scheme_picture(self, self.case(**sizes))
 
     def placements(self, **mesh: int) -> dict[str, tuple[Any, ...]]:
-        """DTensor placements of every input and output; ValueError where DTensor cannot say it."""
+        """DTensor placements of every input and output; ValueError where DTensor cannot express it."""
         from parity_tests.harness.declare.spec import placements
 
         return {arg.name: placements(arg.spec, tuple(self.mesh)) for arg in (*self.inputs, *self.outputs)}
@@ -116,21 +116,21 @@ def scheme(
 
     def declare(fn: Callable[..., Any]) -> Scheme:
         name = getattr(fn, "__name__", "?")
-        say = validation.prefixed(name)
-        signature = validation.function_names(fn, say)
-        validation.check_mesh(mesh, say)
+        rejection = validation.rejection_of(name)
+        signature = validation.function_names(fn, rejection)
+        validation.check_mesh(mesh, rejection)
         custom = dict(layouts or {})
-        in_specs, out_specs = from_contract.specs(fn, signature, contract, inputs, outputs, say)
-        leaves = validation.input_arguments(fn, signature, in_specs, mesh, custom, draw or {}, nograd, say)
-        results = validation.output_arguments(fn, out_specs, mesh, custom, say)
-        validation.check_axes_used(mesh, leaves, results, say)
-        menus = dict(options or {}), dict(rank_options or {})
-        validation.check_options(signature, in_specs, *menus, say)
-        validation.check_reference(signature, in_specs, menus[0], reference, say)
-        validation.check_covered(fn, (*in_specs, *menus[0], *menus[1]), say)
-        validation.check_draws(leaves, draw or {}, say)
-        relations.check_dims(leaves, results, dims or {}, say)
-        validation.check_menus(dtypes, engines, replicas, reduction, roundings, leaves, results, say)
+        in_specs, out_specs = from_contract.specs(fn, signature, contract, inputs, outputs, rejection)
+        leaves = validation.input_arguments(fn, signature, in_specs, mesh, custom, draw or {}, nograd, rejection)
+        results = validation.output_arguments(fn, out_specs, mesh, custom, rejection)
+        validation.check_axes_used(mesh, leaves, results, rejection)
+        choices = dict(options or {}), dict(rank_options or {})
+        validation.check_options(signature, in_specs, *choices, rejection)
+        validation.check_reference(signature, in_specs, choices[0], reference, rejection)
+        validation.check_covered(fn, (*in_specs, *choices[0], *choices[1]), rejection)
+        validation.check_draws(leaves, draw or {}, rejection)
+        relations.check_dims(leaves, results, dims or {}, rejection)
+        validation.check_choices(dtypes, engines, replicas, reduction, roundings, leaves, results, rejection)
         form = "dict" if isinstance(out_specs, Mapping) else "one" if isinstance(out_specs, str) else "tuple"
         draws = {arg.name: (draw or {}).get(arg.name, values()) for arg in leaves}
         declared = Scheme(
@@ -144,8 +144,8 @@ def scheme(
             draws=draws,
             dims=dict(dims or {}),
             layouts=custom,
-            options=menus[0],
-            rank_options=menus[1],
+            options=choices[0],
+            rank_options=choices[1],
             dtypes=tuple(dtypes),
             reduction=reduction,
             roundings=roundings,
@@ -157,7 +157,7 @@ def scheme(
             line=fn.__code__.co_firstlineno,
             of_module=_is_being_executed(fn.__module__),
         )
-        discover.enter(declared, say)
+        discover.enter(declared, rejection)
         return declared
 
     return declare

@@ -1,4 +1,9 @@
-"""Judge one case: run the ranks, evaluate the reference, ask the four oracles, and say what kind of mistake it is."""
+"""Judge one case: run the ranks, evaluate the reference, apply the four oracles, and say what kind of mistake it is.
+
+An oracle, as in papers on testing, decides whether a run was right. The four are value (outputs and gradients against
+the reference), protocol (the ranks' collectives fit together), cost (their bytes are as declared) and hygiene (nothing
+was modified, replicas are equal).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +29,7 @@ if TYPE_CHECKING:
     from parity_tests.harness.run.program import Program, RankResult
 
 NARROW = ("bfloat16", "float16")
-MORE_ROUNDINGS = (2, 4)  # times the declared ones; beyond, it is no matter of storage
+MORE_ROUNDINGS = (2, 4)  # times the declared number; an error beyond that does not come from storing intermediates
 
 
 def judge(
@@ -36,11 +41,11 @@ def judge(
     ship: Callable[[Program], Callable[..., Any]] | None = None,
     **arrays: Any,
 ) -> Report:
-    """The report of one case; `given` may carry `arrays` and `cotangents` to use in place of drawn ones.
+    """The report of one case; keywords `arrays` and `cotangents` replace those that would be drawn.
 
-    `reference` spares evaluating it again; `ship` wraps what travels to the ranks. A failed rank is in the report,
-    not raised. Errors: ReferenceFailure where the reference cannot be evaluated; ValueError for
-    a layout of the user's that is no partition or cannot shard a size of the case.
+    `reference` is an evaluated one, so that it is not evaluated again; `ship` wraps the program that is sent to the
+    ranks. A failed rank is in the report, not raised. Errors: ReferenceFailure where the reference cannot be
+    evaluated; ValueError for a layout of the user's that is no partition or cannot shard a size of the case.
     """
     # 1. A user's own layouts must be partitions before anything is sharded by them.
     try:

@@ -53,7 +53,7 @@ def verify(
     if examples is not None and (not isinstance(examples, int) or examples < 1):
         raise ValueError(f"scheme '{scheme.name}': examples={examples!r}; give 1 or more")
     how = {"dtype": dtype, "engine": engine, "world": world, "inside_subgroup": inside_subgroup}
-    # 1. The cases that are certain: the drawn one alone, or with all dims given, one on each mesh and dtype.
+    # 1. The cases that are known in advance: a single drawn one or, with all dims given, one for each mesh and dtype.
     seeded_case = draw_case(scheme, seeded_chooser(seed), names, seed=seed, **how)
     compiled = oracle.CLOCK.seconds
     planned = _planned(scheme, names, how, seed)
@@ -173,7 +173,7 @@ def _search(
         smallest, larger = failing[-1], failing[:-1]
         if how["engine"] == "lockstep" and any(_is_vague(notes) for notes in smallest.notes.values()):
             larger = [*larger, *_larger_failures(scheme, smallest, names, how)]
-        return [*reports, telling(smallest, larger)]
+        return [*reports, with_clearer_notes(smallest, larger)]
     return reports
 
 
@@ -194,10 +194,10 @@ def _larger_failures(
     return failures
 
 
-def telling(smallest: Report, candidates: Sequence[Report]) -> Report:
-    """The smallest failing case, and where it shows no pattern, the note of the largest other that does.
+def with_clearer_notes(smallest: Report, candidates: Sequence[Report]) -> Report:
+    """The smallest failing case; where its notes name no pattern, the note of the largest other case that names one.
 
-    A tensor of one element fits no pattern, and shrinking ends there if it can.
+    Shrinking goes down to tensors of one element if it can, and one element is too little to recognise a pattern.
     """
     larger = sorted(candidates, key=lambda report: sum(row.want.size for row in report.rows), reverse=True)
     notes = dict(smallest.notes)
@@ -219,7 +219,7 @@ _LAST_REPLAY: dict[str, str] = {}
 
 
 def check(case: CaseSpec) -> Report:
-    """Judge one case and raise unless all four oracles are content; a failing case leaves a replay file."""
+    """Judge one case and raise unless all four oracles pass; for a failing case a replay file is written."""
     scheme = lookup(case.scheme)
     report = judge(scheme, case)
     if not report.ok:

@@ -17,7 +17,7 @@ FORMAT = 1
 ENGINES = ("lockstep", "gloo", "nccl", "torchrun")
 LARGEST_WORLD = 64
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-SPARE = "spare"  # the axis that stands around a scheme's own mesh where it runs inside a sub-group
+SPARE = "spare"  # the outer axis that is added to a scheme's mesh to run it inside a sub-group
 
 
 @dataclass(frozen=True, eq=False)

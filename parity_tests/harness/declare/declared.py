@@ -50,7 +50,7 @@ def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a scheme promises to send: per phase, op -> (calls, bytes per rank)."""
+    """What a scheme declares that it sends: per phase, op -> (calls, bytes per rank)."""
 
     forward: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     backward: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Cost:
 
 @dataclass(frozen=True, eq=False)
 class Declared:
-    """A per-rank function with its reference, its arguments and its menus."""
+    """A per-rank function with its reference, its arguments and the values to try."""
 
     name: str
     fn: Callable[..., Any]

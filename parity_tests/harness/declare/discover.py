@@ -21,7 +21,7 @@ from parity_tests.harness.declare.declared import Declared
 TABLE: dict[str, Declared] = {}
 
 
-def enter(scheme: Declared, say: Callable[[str], ValueError]) -> None:
+def enter(scheme: Declared, rejection: Callable[[str], ValueError]) -> None:
     """Put a scheme in the table; the same file, or a notebook cell run again, replaces its own entry.
 
     One run of a file that declares a name twice is rejected: a case knows its scheme by the name alone.
@@ -29,11 +29,11 @@ def enter(scheme: Declared, say: Callable[[str], ValueError]) -> None:
     old = TABLE.get(scheme.key)
     if old is not None and not _is_cell(old.file):
         if old.file != scheme.file:
-            raise say(f"is already declared in {old.file}:{old.line}")
+            raise rejection(f"is already declared in {old.file}:{old.line}")
         if old.line != scheme.line and (_is_of_one_import(old, scheme) or _is_defined_twice(scheme)):
-            raise say(f"is defined in line {old.line} and again in line {scheme.line}; give one another name")
+            raise rejection(f"is defined in line {old.line} and again in line {scheme.line}; give one another name")
         if _is_of_one_import(old, scheme):
-            raise say(
+            raise rejection(
                 f"is declared twice by line {scheme.line}, as in a loop; "
                 "give each function another __name__ before scheme(...) takes it"
             )
@@ -196,7 +196,7 @@ def _imported(path: Path) -> ModuleType:
         raise
     finally:
         sys.path.remove(str(path.parent))
-    travel.BROUGHT |= {name} | {new for new in set(sys.modules) - before if _beside(new, path.parent)}
+    travel.IMPORTED_WITH_SCHEMES |= {name} | {new for new in set(sys.modules) - before if _beside(new, path.parent)}
     return module
 
 
@@ -212,7 +212,7 @@ def _imported_with_package(path: Path) -> ModuleType:
         sys.path.remove(str(root))
     if Path(module.__file__ or "").resolve() != path:
         raise ImportError(f"another package {name.partition('.')[0]!r} is already imported; rename this one")
-    travel.BROUGHT |= {new for new in set(sys.modules) - before if _beside(new, root)}
+    travel.IMPORTED_WITH_SCHEMES |= {new for new in set(sys.modules) - before if _beside(new, root)}
     return module
 
 

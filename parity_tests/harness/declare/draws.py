@@ -16,10 +16,10 @@ from numpy.random import Generator
 
 from parity_tests.harness.declare.case import CaseSpec
 
-RARE = ("huge", "large", "tiny", "peaked", "neg_inf_mask")  # what many a formula is never given
+RARE = ("huge", "large", "tiny", "peaked", "neg_inf_mask")  # values that many formulas never meet
 FLOAT_KINDS = ("normal", "zeros", "ones", "iota", "ties", *RARE)
 PLACES = ("first", "middle", "last", "before", "after")
-# float64's is narrowed: the reference is in float64, too, and needs room for what the formula does between.
+# Narrower than float64 allows: the reference is in float64 too, and its intermediates must not overflow.
 _RANGE = {"float64": 1e120, "float32": 3e38, "bfloat16": 3e38, "float16": 6e4}
 _TINY = {"float64": 1e-290, "float32": 1e-30, "bfloat16": 1e-30, "float16": 1e-3}
 
@@ -32,7 +32,7 @@ class Chooser(Protocol):
 
 @dataclass(frozen=True)
 class Draw:
-    """How an input is drawn: `kind` is float, ids, mask, offsets, lengths or integers; `dim` whom it refers to."""
+    """How an input is drawn: `kind` is float, ids, mask, offsets, lengths or integers; `dim` is its dim, if any."""
 
     kind: str
     dim: str | None = None

@@ -16,7 +16,7 @@ def specs(
     contract: Callable[..., Any] | None,
     inputs: Mapping[str, Any] | None,
     outputs: Any,
-    say: Callable[[str], ValueError],
+    rejection: Callable[[str], ValueError],
 ) -> tuple[Any, Any]:
     """The specs of the inputs and outputs of `fn`: as declared, else those of the contract.
 
@@ -28,17 +28,17 @@ def specs(
     stated = contract_of(contract or fn) or (read_contract(fn) if contract is None else None)
     if stated is None or not (stated.inputs or stated.outputs):
         missing = "inputs" if inputs is None else "outputs"
-        raise say(f"has no {missing}, and the signature of {name} states no contract; pass {missing}")
+        raise rejection(f"has no {missing}, and the signature of {name} states no contract; pass {missing}")
     if inputs is None:
         inputs = {key: _expanded(spec) for key, spec in stated.inputs.items() if key in signature}
         if not inputs:
-            raise say(
+            raise rejection(
                 f"takes ({', '.join(signature)}), of which the contract of {name} has none "
                 f"({', '.join(stated.inputs)}); name the arguments alike, or pass inputs"
             )
     if outputs is None:
         if not stated.outputs:
-            raise say(f"has no outputs, and the signature of {name} states none; pass outputs")
+            raise rejection(f"has no outputs, and the signature of {name} states none; pass outputs")
         form = tuple(map(_expanded, stated.outputs[0]))
         outputs = form[0] if len(form) == 1 else form
     return inputs, outputs

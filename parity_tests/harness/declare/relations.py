@@ -8,7 +8,7 @@ from typing import Any
 
 from parity_tests.harness.declare.declared import Argument
 
-Say = Callable[[str], ValueError]
+Rejection = Callable[[str], ValueError]
 _OPERATORS: dict[type, Callable[[int, int], int]] = {
     ast.Add: lambda a, b: a + b,
     ast.Sub: lambda a, b: a - b,
@@ -17,42 +17,46 @@ _OPERATORS: dict[type, Callable[[int, int], int]] = {
 }
 
 
-def check_dims(leaves: Sequence[Argument], results: Sequence[Argument], dims: Mapping[str, Any], say: Say) -> None:
+def check_dims(
+    leaves: Sequence[Argument], results: Sequence[Argument], dims: Mapping[str, Any], rejection: Rejection
+) -> None:
     input_dims = {name for arg in leaves for name in arg.spec.dim_names}
     all_dims = input_dims | {name for arg in results for name in arg.spec.dim_names}
-    used = {other for name, rule in dims.items() if isinstance(rule, str) for other in relation_names(rule, name, say)}
-    for name, menu in dims.items():
+    used = {
+        other for name, rule in dims.items() if isinstance(rule, str) for other in relation_names(rule, name, rejection)
+    }
+    for name, choices in dims.items():
         if name not in all_dims | used:
-            raise say(f"dims has {name!r}, the dims are ({', '.join(sorted(all_dims))})")
-        if isinstance(menu, str):
-            for other in relation_names(menu, name, say):
+            raise rejection(f"dims has {name!r}, the dims are ({', '.join(sorted(all_dims))})")
+        if isinstance(choices, str):
+            for other in relation_names(choices, name, rejection):
                 if other not in input_dims and other not in dims:
-                    raise say(f"dims[{name!r}] = {menu!r}: no input has dim {other}")
-        elif not menu or not all(isinstance(size, int) and size >= 0 for size in menu):
-            raise say(f"dims[{name!r}] is {menu!r}; give a tuple of sizes or a relation such as '2*g'")
+                    raise rejection(f"dims[{name!r}] = {choices!r}: no input has dim {other}")
+        elif not choices or not all(isinstance(size, int) and size >= 0 for size in choices):
+            raise rejection(f"dims[{name!r}] is {choices!r}; give a tuple of sizes or a relation such as '2*g'")
     for name in dims:
-        _check_no_cycle([name], dims, say)
+        _check_no_cycle([name], dims, rejection)
 
 
-def _check_no_cycle(path: Sequence[str], dims: Mapping[str, Any], say: Say) -> None:
+def _check_no_cycle(path: Sequence[str], dims: Mapping[str, Any], rejection: Rejection) -> None:
     """Follow every relation from the last dim of a path of relations."""
     rule = dims.get(path[-1])
-    for name in relation_names(rule, path[-1], say) if isinstance(rule, str) else ():
+    for name in relation_names(rule, path[-1], rejection) if isinstance(rule, str) else ():
         if name in path:
-            raise say(f"dims: {' -> '.join([*path[path.index(name) :], name])} is a cycle")
-        _check_no_cycle([*path, name], dims, say)
+            raise rejection(f"dims: {' -> '.join([*path[path.index(name) :], name])} is a cycle")
+        _check_no_cycle([*path, name], dims, rejection)
 
 
-def relation_names(text: str, name: str, say: Say) -> list[str]:
+def relation_names(text: str, name: str, rejection: Rejection) -> list[str]:
     """Dims that a relation refers to; rejects anything but +, -, *, // of dims and integers."""
     try:
         tree = ast.parse(text, mode="eval").body
     except SyntaxError:
-        raise say(f"dims[{name!r}] = {text!r} is no relation; write one such as '2*g'") from None
+        raise rejection(f"dims[{name!r}] = {text!r} is no relation; write one such as '2*g'") from None
     allowed = (ast.BinOp, ast.Name, ast.Constant, ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Load)
     numbers = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
     if not all(isinstance(node, allowed) for node in ast.walk(tree)) or any(type(n) is not int for n in numbers):
-        raise say(f"dims[{name!r}] = {text!r}: a relation has dims, integers and + - * //")
+        raise rejection(f"dims[{name!r}] = {text!r}: a relation has dims, integers and + - * //")
     return names_in(text)
 
 

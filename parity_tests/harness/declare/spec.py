@@ -1,7 +1,7 @@
 """Spec strings: shape, sharding and gradient type of one tensor in one line.
 
-`parse` reads one and knows every mistake by its own sentence; `Spec` is what the harness works with.
-Nothing here knows a size: whether a dim can be sharded is decided when sizes are drawn.
+`parse` reads one and reports each kind of mistake in its own sentence; `Spec` is what the harness works with. To *cut*
+a dim by an axis is to shard it. Sizes play no role here: whether a dim can be sharded is decided when they are drawn.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a per-rank function travels to other processes: by value, so that no worker imports the file it stands in."""
+"""How a per-rank function is sent to other processes: pickled by value, so that no worker imports its file."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 import cloudpickle
 
-# Modules that a scheme's file brought with it from its own folder; workers could not import them.
-BROUGHT: set[str] = set()
+# Modules that a scheme's file imported from its own folder; workers could not import them.
+IMPORTED_WITH_SCHEMES: set[str] = set()
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Knows torch's operators, which every rank has and no pickler can take."""
+    """Also pickles torch's operators, by name: cloudpickle cannot, and every rank has them."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj).__module__ in ("torch._ops", "torch._classes") and type(obj).__name__ in _OPERATORS:
@@ -44,14 +44,14 @@ def dumps(travelling: Any) -> bytes:
     """Pickle a function, or what carries one as `.fn`, with its own module by value."""
     fn = getattr(travelling, "fn", travelling)
     check_travels(fn)
-    with _by_value({getattr(fn, "__module__", None) or "__main__", *BROUGHT}):
+    with _by_value({getattr(fn, "__module__", None) or "__main__", *IMPORTED_WITH_SCHEMES}):
         file = io.BytesIO()
         _Pickler(file).dump(travelling)
         return file.getvalue()
 
 
-def bare(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function without annotations, which may name types of JAX and would take it to the ranks."""
+def without_annotations(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function without annotations: those may name types of JAX, which the ranks would then import."""
     copy = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
     copy.__kwdefaults__ = fn.__kwdefaults__
     copy.__module__, copy.__qualname__ = fn.__module__, fn.__qualname__

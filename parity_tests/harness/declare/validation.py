@@ -1,4 +1,7 @@
-"""What @scheme rejects at declaration, each with the sentence that mends it."""
+"""What @scheme rejects at declaration, each with a sentence that says how to mend it.
+
+`rejection(text)` makes the exception to raise, with the scheme's name before the text.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,15 @@ from parity_tests.harness.declare.declared import Argument
 from parity_tests.harness.declare.draws import Draw
 from parity_tests.harness.declare.spec import BUILTIN, Spec, parse
 
-Say = Callable[[str], ValueError]
+Rejection = Callable[[str], ValueError]
 INTEGER = ("int", "uint", "bool")
 
 
-def prefixed(name: str) -> Say:
+def rejection_of(name: str) -> Rejection:
     return lambda text: ValueError(f"scheme '{name}': {text}")
 
 
-def function_names(fn: Any, say: Say) -> tuple[str, ...]:
+def function_names(fn: Any, rejection: Rejection) -> tuple[str, ...]:
     """Names of the function's arguments after `mesh`; rejects what is no plain function."""
     kinds = {
         "a coroutine function": inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn),
@@ -29,26 +32,26 @@ def function_names(fn: Any, say: Say) -> tuple[str, ...]:
     }
     for kind, holds in kinds.items():
         if holds:
-            raise say(f"must be a plain function; got {kind}")
+            raise rejection(f"must be a plain function; got {kind}")
     if not inspect.isfunction(fn):
-        raise say(f"must be a plain function; got {type(fn).__name__}")
+        raise rejection(f"must be a plain function; got {type(fn).__name__}")
     parameters = list(inspect.signature(fn).parameters.values())
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY) for p in parameters):
-        raise say("must name its arguments; *args, **kwargs and positional-only arguments cannot be matched")
+        raise rejection("must name its arguments; *args, **kwargs and positional-only arguments cannot be matched")
     if not parameters or parameters[0].name != "mesh":
-        raise say("must take the mesh first: def f(mesh, ...)")
+        raise rejection("must take the mesh first: def f(mesh, ...)")
     return tuple(p.name for p in parameters[1:])
 
 
-def check_mesh(mesh: Any, say: Say) -> None:
+def check_mesh(mesh: Any, rejection: Rejection) -> None:
     if not isinstance(mesh, Mapping) or not mesh:
-        raise say("mesh must be a dict of axis -> sizes, such as {'tp': (1, 2, 4)}")
+        raise rejection("mesh must be a dict of axis -> sizes, such as {'tp': (1, 2, 4)}")
     for axis, sizes in mesh.items():
         if isinstance(sizes, int | str) or not sizes:
-            raise say(f"mesh[{axis!r}] is {sizes!r}; give a tuple of sizes, such as (1, 2, 4)")
+            raise rejection(f"mesh[{axis!r}] is {sizes!r}; give a tuple of sizes, such as (1, 2, 4)")
         for size in sizes:
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise say(f"mesh[{axis!r}] has {size!r}; sizes are integers >= 1")
+                raise rejection(f"mesh[{axis!r}] has {size!r}; sizes are integers >= 1")
 
 
 def input_arguments(
@@ -59,40 +62,40 @@ def input_arguments(
     custom: Mapping[str, Any],
     draw: Mapping[str, Draw],
     nograd: Sequence[str],
-    say: Say,
+    rejection: Rejection,
 ) -> tuple[Argument, ...]:
     if not isinstance(inputs, Mapping) or not inputs:
-        raise say("inputs must be a dict of argument -> spec")
+        raise rejection("inputs must be a dict of argument -> spec")
     shadowed = sorted(set(custom) & set(BUILTIN))
     if shadowed:
-        raise say(f"layout {shadowed[0]!r} is built in; give yours another name")
+        raise rejection(f"layout {shadowed[0]!r} is built in; give yours another name")
     for name in inputs:
         if name not in signature:
-            raise say(f"inputs has {name!r}, the function has ({', '.join(signature)})")
+            raise rejection(f"inputs has {name!r}, the function has ({', '.join(signature)})")
     flat = dict(_leaves(inputs))
     for name in nograd:
         if name not in flat:
-            raise say(f"nograd has {name!r}, the inputs are ({', '.join(flat)})")
+            raise rejection(f"nograd has {name!r}, the inputs are ({', '.join(flat)})")
     for name, how in draw.items():
         if not isinstance(how, Draw):
             makers = "token_below, ids, mask, offsets, lengths, integers or values"
-            raise say(f"draw[{name!r}] is {type(how).__name__}; use {makers}")
+            raise rejection(f"draw[{name!r}] is {type(how).__name__}; use {makers}")
     annotations = _annotations(fn)
     arguments = []
     for path, text in flat.items():
         path_draw = draw.get(path)
         is_integer = path_draw.is_integer if path_draw else _is_integer(annotations.get(path))
         if is_integer and path_draw is None:
-            raise say(
+            raise rejection(
                 f"'{path}' is an integer and has no draw; give draw={{'{path}': token_below(...)}} or integers(...)"
             )
-        spec = _parsed(text, mesh, custom, "input", path, not is_integer, path in nograd, say)
+        spec = _parsed(text, mesh, custom, "input", path, not is_integer, path in nograd, rejection)
         arguments.append(Argument(path, spec, is_integer, path in nograd))
     return tuple(arguments)
 
 
 def output_arguments(
-    fn: Any, outputs: Any, mesh: Mapping[str, Any], custom: Mapping[str, Any], say: Say
+    fn: Any, outputs: Any, mesh: Mapping[str, Any], custom: Mapping[str, Any], rejection: Rejection
 ) -> tuple[Argument, ...]:
     if isinstance(outputs, Mapping):
         named = list(outputs.items())
@@ -101,24 +104,26 @@ def output_arguments(
     else:
         named = [("out", outputs)]
     if not named:
-        raise say("outputs is empty; a scheme returns at least one tensor")
+        raise rejection("outputs is empty; a scheme returns at least one tensor")
     returned = _annotations(fn).get("return")
     parts = get_args(returned) if get_origin(returned) is tuple else (returned,) * len(named)
     if len(parts) != len(named):
-        raise say(f"the return annotation has {len(parts)} tensors, outputs has {len(named)}")
+        raise rejection(f"the return annotation has {len(parts)} tensors, outputs has {len(named)}")
     arguments = []
     for (name, text), annotation in zip(named, parts, strict=True):
         is_integer = _is_integer(annotation)
-        spec = _parsed(text, mesh, custom, "output", name, not is_integer, False, say)
+        spec = _parsed(text, mesh, custom, "output", name, not is_integer, False, rejection)
         arguments.append(Argument(name, spec, is_integer))
     return tuple(arguments)
 
 
-def check_axes_used(mesh: Mapping[str, Any], leaves: Sequence[Argument], results: Sequence[Argument], say: Say) -> None:
+def check_axes_used(
+    mesh: Mapping[str, Any], leaves: Sequence[Argument], results: Sequence[Argument], rejection: Rejection
+) -> None:
     used = {axis for arg in (*leaves, *results) for axis in (*arg.spec.axes, *dict(arg.spec.types))}
     for axis in mesh:
         if axis not in used:
-            raise say(f"axis {axis!r} is in mesh and in no spec; drop it")
+            raise rejection(f"axis {axis!r} is in mesh and in no spec; drop it")
 
 
 def check_options(
@@ -126,33 +131,37 @@ def check_options(
     inputs: Mapping[str, Any],
     options: Mapping[str, Any],
     rank_options: Mapping[str, Any],
-    say: Say,
+    rejection: Rejection,
 ) -> None:
     for name in rank_options:
         if name in options:
-            raise say(f"option {name!r} is declared twice")
-    for name, menu in {**options, **rank_options}.items():
+            raise rejection(f"option {name!r} is declared twice")
+    for name, choices in {**options, **rank_options}.items():
         if name in inputs:
-            raise say(f"option {name!r} is declared twice")
+            raise rejection(f"option {name!r} is declared twice")
         if name not in signature:
-            raise say(f"option {name!r} is no argument of the function ({', '.join(signature)})")
-        if not isinstance(menu, tuple | list) or not menu:
-            raise say(f"option {name!r} is {menu!r}; give a tuple of values to try")
+            raise rejection(f"option {name!r} is no argument of the function ({', '.join(signature)})")
+        if not isinstance(choices, tuple | list) or not choices:
+            raise rejection(f"option {name!r} is {choices!r}; give a tuple of values to try")
 
 
 def check_reference(
-    signature: Sequence[str], inputs: Mapping[str, Any], options: Mapping[str, Any], reference: Any, say: Say
+    signature: Sequence[str],
+    inputs: Mapping[str, Any],
+    options: Mapping[str, Any],
+    reference: Any,
+    rejection: Rejection,
 ) -> None:
     """The reference must take the inputs and the options, by name; further ones need a default."""
     if not callable(reference):
-        raise say(f"reference is {type(reference).__name__}; pass a JAX function")
+        raise rejection(f"reference is {type(reference).__name__}; pass a JAX function")
     title = reference_named(reference)
     try:
         parameters = inspect.signature(reference).parameters
     except ValueError:  # a compiled callable may have none to show
         return
     if any(p.kind is p.POSITIONAL_ONLY for p in parameters.values()):
-        raise say(f"{title} has positional-only arguments; wrap it in a function that names them")
+        raise rejection(f"{title} has positional-only arguments; wrap it in a function that names them")
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
     required = [n for n, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
@@ -161,14 +170,14 @@ def check_reference(
     missing = [name for name in required if name not in arguments]
     if missing:
         kinds = "input or option" if options else "input"
-        raise say(
+        raise rejection(
             f"{asks}; its argument {missing[0]!r} is no {kinds} of the scheme ({', '.join(arguments)}): "
             "rename it or add it"
         )
     unknown = [name for name in arguments if name not in parameters]
     if unknown:
         kind = "inputs" if unknown[0] in inputs else "options (rank_options go to the ranks alone)"
-        raise say(f"{asks}; it has no {unknown[0]!r} of {kind}")
+        raise rejection(f"{asks}; it has no {unknown[0]!r} of {kind}")
 
 
 def reference_named(reference: Any) -> str:
@@ -177,24 +186,24 @@ def reference_named(reference: Any) -> str:
     return "the reference" if name == "reference" else f"reference {name}"
 
 
-def check_covered(fn: Any, names: Sequence[str], say: Say) -> None:
+def check_covered(fn: Any, names: Sequence[str], rejection: Rejection) -> None:
     """Whatever has no default must be an input or an option."""
     for parameter in list(inspect.signature(fn).parameters.values())[1:]:
         if parameter.default is parameter.empty and parameter.name not in names:
-            raise say(f"takes {parameter.name!r}, which is no input and no option; add it to inputs")
+            raise rejection(f"takes {parameter.name!r}, which is no input and no option; add it to inputs")
 
 
-def check_draws(leaves: Sequence[Argument], draw: Mapping[str, Draw], say: Say) -> None:
+def check_draws(leaves: Sequence[Argument], draw: Mapping[str, Draw], rejection: Rejection) -> None:
     dims = {name for arg in leaves for name in arg.spec.dim_names}
     makers = {"ids": "token_below", "mask": "mask", "offsets": "offsets", "lengths": "lengths"}
     for name, how in draw.items():
         if name not in {arg.name for arg in leaves}:
-            raise say(f"draw has {name!r}, the inputs are ({', '.join(arg.name for arg in leaves)})")
+            raise rejection(f"draw has {name!r}, the inputs are ({', '.join(arg.name for arg in leaves)})")
         if how.dim is not None and how.dim not in dims:
-            raise say(f"draw[{name!r}] = {makers[how.kind]}({how.dim!r}): no input has dim {how.dim}")
+            raise rejection(f"draw[{name!r}] = {makers[how.kind]}({how.dim!r}): no input has dim {how.dim}")
 
 
-def check_menus(
+def check_choices(
     dtypes: Sequence[str],
     engines: Sequence[str],
     replicas: str,
@@ -202,22 +211,22 @@ def check_menus(
     roundings: Any,
     leaves: Sequence[Argument],
     results: Sequence[Argument],
-    say: Say,
+    rejection: Rejection,
 ) -> None:
     for dtype in dtypes:
         if dtype not in DTYPES:
-            raise say(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+            raise rejection(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     for engine in engines:
         if engine not in ENGINES:
-            raise say(f"engine {engine!r} is not one of {', '.join(ENGINES)}")
+            raise rejection(f"engine {engine!r} is not one of {', '.join(ENGINES)}")
     if replicas not in ("bitwise", "budget"):
-        raise say(f"replicas is {replicas!r}; write 'bitwise' or 'budget'")
+        raise rejection(f"replicas is {replicas!r}; write 'bitwise' or 'budget'")
     if not isinstance(roundings, int) or roundings < 0:
-        raise say(f"roundings is {roundings!r}; count the times an intermediate is stored in the dtype")
+        raise rejection(f"roundings is {roundings!r}; count the times an intermediate is stored in the dtype")
     dims = {name for arg in (*leaves, *results) for name in arg.spec.dim_names}
     for name in reduction or ():
         if name not in dims:
-            raise say(f"reduction has {name!r}; the dims are ({', '.join(sorted(dims))})")
+            raise rejection(f"reduction has {name!r}; the dims are ({', '.join(sorted(dims))})")
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
@@ -236,7 +245,7 @@ def _parsed(
     name: str,
     differentiable: bool,
     typeless_ok: bool,
-    say: Say,
+    rejection: Rejection,
 ) -> Spec:
     layouts = (*BUILTIN, *custom)
     try:
@@ -250,7 +259,7 @@ def _parsed(
             typeless_ok=typeless_ok,
         )
     except ValueError as error:
-        raise say(str(error)) from None
+        raise rejection(str(error)) from None
 
 
 def _annotations(fn: Any) -> dict[str, Any]:

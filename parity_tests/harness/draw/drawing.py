@@ -16,15 +16,15 @@ from parity_tests.harness.draw import size_choices
 DEFAULT_LIMIT = 8
 
 
-class Served(NamedTuple):
-    """The meshes that can be tried, each with the shapes that it can shard; those that cannot, each with the reason."""
+class MeshChoices(NamedTuple):
+    """The meshes to try, each with the shapes that it can shard; the others, each with the reason why not."""
 
     fits: list[tuple[dict[str, int], list[dict[str, int]]]]
     left_out: list[tuple[dict[str, int], str]]
 
 
-# What can be drawn, for each scheme and its arguments: it takes longer to find than an example to run.
-_SERVED: WeakKeyDictionary[Declared, dict[Any, Served]] = WeakKeyDictionary()
+# What can be drawn, cached for each scheme and its arguments: finding it takes longer than running an example.
+_MESH_CHOICES: WeakKeyDictionary[Declared, dict[Any, MeshChoices]] = WeakKeyDictionary()
 
 
 def seeded_chooser(seed: int) -> Chooser:
@@ -54,10 +54,10 @@ def draw_case(
 ) -> CaseSpec:
     """Draw what is not given; inside a sub-group, the mesh has an axis more that the scheme does not see.
 
-    Errors: ValueError for an unknown name, an indivisible size, a menu that is empty."""
+    Errors: ValueError for an unknown name, an indivisible size, or where nothing is left to choose from."""
     # 1. A mesh, then one of the shapes that it can shard.
-    sizes, options = _sorted_out(scheme, fixed)
-    mesh, fits = choose(_remembered(scheme, sizes, world, limit).fits)
+    sizes, options = _sizes_and_options(scheme, fixed)
+    mesh, fits = choose(_cached_mesh_choices(scheme, sizes, world, limit).fits)
     shape = choose(fits)
     # 2. What the layouts need: lengths of ragged shards, lengths of packed sequences.
     layouts = _layouts(scheme, mesh, shape, choose)
@@ -88,31 +88,31 @@ def draw_case(
 
 def fitting_meshes(scheme: Declared, fixed: Mapping[str, Any], world: int | None = None) -> list[dict[str, int]]:
     """The meshes that can shard the sizes given, the smallest first. Errors: as of draw_case."""
-    sizes, _ = _sorted_out(scheme, fixed)
-    return [mesh for mesh, _ in _remembered(scheme, sizes, world, DEFAULT_LIMIT).fits]
+    sizes, _ = _sizes_and_options(scheme, fixed)
+    return [mesh for mesh, _ in _cached_mesh_choices(scheme, sizes, world, DEFAULT_LIMIT).fits]
 
 
 def meshes_left_out(
     scheme: Declared, fixed: Mapping[str, Any], world: int | None = None, limit: int = DEFAULT_LIMIT
 ) -> list[tuple[dict[str, int], str]]:
     """The meshes that cannot shard the sizes given, or any drawn beside them, with the reason. Errors: of draw_case."""
-    sizes, _ = _sorted_out(scheme, fixed)
+    sizes, _ = _sizes_and_options(scheme, fixed)
     given_ones = tuple(f"{name}=" for name in sizes)
     return [
         (mesh, why if why.startswith(given_ones) else f"of the sizes drawn, {why}")
-        for mesh, why in _remembered(scheme, sizes, world, limit).left_out
+        for mesh, why in _cached_mesh_choices(scheme, sizes, world, limit).left_out
     ]
 
 
-def _remembered(scheme: Declared, sizes: Mapping[str, int], world: int | None, limit: int) -> Served:
-    served = _SERVED.setdefault(scheme, {})
+def _cached_mesh_choices(scheme: Declared, sizes: Mapping[str, int], world: int | None, limit: int) -> MeshChoices:
+    cached = _MESH_CHOICES.setdefault(scheme, {})
     key = tuple(sorted(sizes.items())), world, limit
-    if key not in served:
-        served[key] = _served(scheme, sizes, world, limit)
-    return served[key]
+    if key not in cached:
+        cached[key] = _mesh_choices(scheme, sizes, world, limit)
+    return cached[key]
 
 
-def _served(scheme: Declared, sizes: Mapping[str, int], world: int | None, limit: int) -> Served:
+def _mesh_choices(scheme: Declared, sizes: Mapping[str, int], world: int | None, limit: int) -> MeshChoices:
     """Sort the meshes. Errors: ValueError where there is none, or none that can shard anything."""
 
     def rejection(why: str) -> ValueError:
@@ -127,7 +127,7 @@ def _served(scheme: Declared, sizes: Mapping[str, int], world: int | None, limit
     shapes = size_choices.shapes(scheme, sizes, tried, limit)
     tied = [f"{name}={rule}" for name, rule in scheme.dims.items() if isinstance(rule, str)]
     nothing = f"no sizes agree with {', '.join(tied)} and can be cut" if tied else "no size of its dims can be cut"
-    sorted_meshes = Served([], [])
+    sorted_meshes = MeshChoices([], [])
     for mesh in tried:
         fits = [shape for shape in shapes if size_choices.compatible(scheme, shape, mesh)]
         if fits:
@@ -145,7 +145,7 @@ def _served(scheme: Declared, sizes: Mapping[str, int], world: int | None, limit
     return sorted_meshes
 
 
-def _sorted_out(scheme: Declared, fixed: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any]]:
+def _sizes_and_options(scheme: Declared, fixed: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any]]:
     """Split what the caller gave into sizes (mesh axes and dims) and options."""
     dims = {*size_choices.free_dims(scheme), *scheme.dims}
     options = {**scheme.options, **scheme.rank_options}

@@ -1,7 +1,7 @@
 """Arrays of one case: full inputs and cotangents, their shards, and the addends of partial values.
 
 Everything is a function of the case alone (NumPy Philox keyed by seed and name), so every rank and the
-reference build the same bits without sending any. Cutting uses the reference's layouts, never production's.
+reference build the same bits without sending any. Arrays are sharded by the reference's layouts, never production's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from parity_tests.harness.declare.declared import Argument
 
 Layouts = Mapping[str, Callable[..., Any]]
-# A partial value is sharded over the axes of this type; its dual is what the gradient of the other side has.
+# The gradient type whose axes split a value into addends: P for inputs; for cotangents R, its dual.
 ADDEND_TYPE = {"input": "P", "cotangent": "R"}
 
 
@@ -67,10 +67,10 @@ def addends(arg: Argument, array: np.ndarray, case: CaseSpec, kind: str) -> np.n
         return array[None]
     rng = generator(case, f"addends {kind} {arg.name}")
     finite = np.isfinite(array)
-    settled = np.where(finite, array, 0.0)
-    scale = float(np.abs(settled).max(initial=0.0)) or 1.0
+    finite_values = np.where(finite, array, 0.0)
+    scale = float(np.abs(finite_values).max(initial=0.0)) or 1.0
     terms = rounded(scale * rng.standard_normal((count - 1, *array.shape)), case.dtype)
-    terms = np.concatenate([terms, rounded(settled - terms.sum(0), case.dtype)[None]])
+    terms = np.concatenate([terms, rounded(finite_values - terms.sum(0), case.dtype)[None]])
     owner = int(rng.integers(count))
     terms[:, ~finite] = 0.0
     terms[owner, ~finite] = array[~finite]

@@ -1,4 +1,4 @@
-"""The short menu of shapes: JAX compiles once per shape, so a scheme meets few shapes and many of everything else."""
+"""The few shapes that are drawn: JAX compiles once per shape, so a scheme has few shapes and much variety otherwise."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from parity_tests.harness.declare.spec import Cut, Dim
 from parity_tests.harness.draw import custom_layout
 
 LOCAL = (1, 2, 3, 5, 8)
-TURNS = len(LOCAL) ** 2  # after which rounds bring little that is new
+TURNS = len(LOCAL) ** 2  # later rounds give few new shapes
 FACTORS = range(1, 65)  # tried on dims in relations until what follows from them can be sharded
 
 
 def meshes(scheme: Declared, fixed: Mapping[str, int], world: int | None) -> list[dict[str, int]]:
     """Mesh sizes to try, smallest world first, none above the limit; `world` keeps those whose product equals it."""
-    sizes = [(fixed[axis],) if axis in fixed else menu for axis, menu in scheme.mesh.items()]
+    sizes = [(fixed[axis],) if axis in fixed else axis_sizes for axis, axis_sizes in scheme.mesh.items()]
     tried = [dict(zip(scheme.mesh, combination, strict=True)) for combination in itertools.product(*sizes)]
     allowed = [
         mesh
@@ -33,7 +33,7 @@ def meshes(scheme: Declared, fixed: Mapping[str, int], world: int | None) -> lis
 def shapes(
     scheme: Declared, fixed: Mapping[str, int], tried: Sequence[Mapping[str, int]], limit: int
 ) -> list[dict[str, int]]:
-    """At most `limit` shape tuples, simplest first, every mesh served by one at least.
+    """At most `limit` shapes, simplest first, with at least one for every mesh.
 
     A round takes local sizes (1, ...), then (2, 3, ...) and so on; inside a round each mesh may add the shape that
     these local sizes give it. Where there are too many meshes for that, the units of all are joined. A shape that
@@ -71,7 +71,7 @@ def compatible(scheme: Declared, shape: Mapping[str, int], mesh: Mapping[str, in
 def objection(
     scheme: Declared, shape: Mapping[str, int], mesh: Mapping[str, int], fixed: Collection[str] = ()
 ) -> str | None:
-    """Why this shape cannot be sharded on this mesh, or None; of several dims that cannot, one of the `given`."""
+    """Why this shape cannot be sharded on this mesh, or None; of several dims that cannot, one of `fixed`."""
     for dim in sorted(_cut_dims(scheme), key=lambda dim: dim.name not in fixed):
         sizes = [dim.size(shape)]
         for cut in dim.cuts:

@@ -81,14 +81,14 @@ _REACH = {"gradient": "backward does not reach this input", "output": "nothing w
 
 
 def known_number(evidence: Evidence) -> Iterator[str]:
-    """The simplest relation with a number that has a name and holds on every element, if there is one."""
+    """The simplest relation that holds on every element and whose number has a name, such as a mesh size."""
     sentences = (relation(evidence) for relation in (_zero, _named_factor, _opposite, _named_constant))
     yield from islice(filter(None, sentences), 1)
 
 
 def fitted_number(evidence: Evidence) -> Iterator[str]:
     """A relation with a number fitted to the tensor, where none with a name holds: one for all, or one a rank."""
-    if evidence.got.any() and not any(known_number(evidence)):  # nothing is no multiple of what was wanted
+    if evidence.got.any() and not any(known_number(evidence)):  # zeros have a clue of their own
         for_all = (relation(evidence) for relation in (_plain_factor, _plain_constant))
         yield from islice(filter(None, chain(for_all, _part_by_part(evidence))), 1)
 
@@ -141,7 +141,7 @@ def _plain_constant(evidence: Evidence) -> str | None:
 def _part_by_part(evidence: Evidence) -> Iterator[str]:
     """One relation, but with another number on each rank of a sharding axis, or at each index of a dim."""
     for where, owner, meaning in _divisions(evidence):
-        parts = [evidence.only(owner == value) for value in np.unique(owner)]
+        parts = [evidence.restricted_to(owner == value) for value in np.unique(owner)]
         if sum(part.wrong > 0 for part in parts) < 2:
             continue
         for what, fitted, neutral in (
@@ -157,7 +157,7 @@ def _part_by_part(evidence: Evidence) -> Iterator[str]:
 
 
 def _divisions(evidence: Evidence) -> Iterator[tuple[str, np.ndarray, Mapping[str, str]]]:
-    """Ways to part a tensor: what is said of a part, the part of each element, and what a number of its own means."""
+    """Ways to divide a tensor into parts: in words, the part of each element, and what different numbers mean."""
     for axis, owner in evidence.owners.items():
         yield f"on each {axis} rank", owner, OF_A_RANK
     for number, dim in enumerate(evidence.dims):
@@ -165,8 +165,8 @@ def _divisions(evidence: Evidence) -> Iterator[tuple[str, np.ndarray, Mapping[st
 
 
 def fitted_factor(evidence: Evidence) -> float | None:
-    """f with got = f * want on every element; None where two different values do not vouch for it."""
-    clear = _telling(evidence)
+    """f with got = f * want on every element; None unless there are two different values to support it."""
+    clear = _informative(evidence)
     if len(np.unique(np.abs(evidence.want[clear]))) < 2:
         return None
     weight = _weights(evidence, clear)
@@ -177,8 +177,8 @@ def fitted_factor(evidence: Evidence) -> float | None:
 
 
 def fitted_constant(evidence: Evidence) -> float | None:
-    """c with got = want + c on every element; None where two different values do not vouch for it."""
-    clear = _telling(evidence)
+    """c with got = want + c on every element; None unless there are two different values to support it."""
+    clear = _informative(evidence)
     if len(np.unique(evidence.want[clear])) < 2:
         return None
     weight = _weights(evidence, clear) ** 2
@@ -186,7 +186,7 @@ def fitted_constant(evidence: Evidence) -> float | None:
     return constant if _explains(evidence, _plus, constant) else None
 
 
-CLEARLY = 4.0  # times smaller than before
+CLEARLY = 4.0  # the factor by which a number that explains an error must reduce it
 Relation = Callable[[np.ndarray, float], np.ndarray]
 
 
@@ -206,10 +206,10 @@ def _fits(evidence: Evidence, relation: Relation, number: float) -> bool:
 
 
 def _explains(evidence: Evidence, relation: Relation, number: float) -> bool:
-    """A fitted number brings any small error down a little; one that explains brings it down clearly."""
+    """Whether a fitted number explains the error: any fit reduces an error a little, this must reduce it clearly."""
     if not (math.isfinite(number) and _fits(evidence, relation, number)):
         return False
-    clear = _telling(evidence)
+    clear = _informative(evidence)
     budget, got, want = evidence.budget[clear], evidence.got[clear], evidence.want[clear]
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         before = np.nan_to_num(np.abs(got - want) / budget, posinf=np.inf).max(initial=0.0)
@@ -219,7 +219,7 @@ def _explains(evidence: Evidence, relation: Relation, number: float) -> bool:
 
 def _best(evidence: Evidence, tried: list[tuple[Named, float]], relation: Relation) -> tuple[Named, float] | None:
     """Of the numbers that fit, the one that leaves least; the simplest of those that leave the same."""
-    clear = _telling(evidence)
+    clear = _informative(evidence)
     if not clear.any():
         return None
     weight = _weights(evidence, clear)
@@ -235,7 +235,7 @@ def _names(evidence: Evidence) -> list[Named]:
     return named_numbers(sizes_of(evidence.axes, evidence.factors), mixed=evidence.wrong > 1)
 
 
-def _telling(evidence: Evidence) -> np.ndarray:
+def _informative(evidence: Evidence) -> np.ndarray:
     """The elements that can distinguish one number from another: finite, and not lost in their budget."""
     finite = np.isfinite(evidence.got) & np.isfinite(evidence.want) & np.isfinite(evidence.budget)
     return finite & (evidence.bad | (np.abs(evidence.want) > evidence.budget))
@@ -265,7 +265,7 @@ def narrow_sums(evidence: Evidence) -> Iterator[str]:
 
 
 def added(evidence: Evidence) -> Iterator[str]:
-    """What came is what should have, and an input some times more, or less by the input; a named number says more."""
+    """The result is right but for an input that was added too often or left out; a named number would say more."""
     if any(known_number(evidence)):
         return
     for name, x in evidence.inputs.items():

@@ -1,7 +1,7 @@
 """What kind of mistake: from the evidence on one failing tensor to sentences, the headline first.
 
-A pure function. Each clue claims a pattern only if the full tensor fits it within its budget; the order of the clues
-is the order of what they explain, from one number that explains everything to one place that explains nothing.
+A pure function. Each clue claims a pattern only if the full tensor fits it within its budget. The first clue that
+applies gives the headline. Clues that explain more come first: a factor of the whole tensor before a wrong place in it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def explain(evidence: Evidence) -> tuple[str, ...]:
     missing = tuple(sums.absent(evidence))
     if not evidence.bad.any():
         return missing
-    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # what came may be beyond all measure
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):  # results may overflow
         notes = [sentence for clue in CLUES for sentence in clue(evidence)]
     return (*missing, *notes) or (places.worst(evidence),)
 
@@ -41,8 +41,8 @@ def _divergence(evidence: Evidence) -> Iterator[str]:
         yield f"first diverging collective: {evidence.first_divergence}"
 
 
-# What declared roundings would cover is no mistake yet.
-# Rounding puts its errors anywhere, often in one place only and near a fitted line: it is looked for before both.
+# `stored` is early: what more declared roundings would cover may be meant. `narrow_sums` comes before `fitted_number`
+# and `narrowest`, since rounding errors may by chance lie near a fitted number, or in one place only.
 CLUES = (
     places.not_finite,
     arithmetic.stored,

@@ -16,8 +16,8 @@ THIN = "; only one element tells"
 Layout = Callable[[int, int], Sequence[np.ndarray]]
 
 
-class Placed(NamedTuple):
-    """A sharding of this tensor: dim number `dim` over `axis`, rank r holding `positions[r]`."""
+class ShardedDim(NamedTuple):
+    """A dim of this tensor that is sharded: number `dim`, over `axis`; rank r holds `positions[r]`."""
 
     dim: int
     axis: str
@@ -27,7 +27,7 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """One failing tensor. Only name, role and the first three arrays, which share a shape, are needed.
+    """One failing tensor. Required are name, role and the first three arrays, which have one shape.
 
     `got` is one stitched copy; `at` says which, by the coordinates of the axes that repeat the tensor. `owners` gives,
     for each axis that cuts it, the coordinate that holds each element. `pieces` gives, for an axis that does not
@@ -46,7 +46,7 @@ class Evidence:
     dims: tuple[str, ...] = ()
     owners: Mapping[str, np.ndarray] = field(default_factory=dict)
     at: Mapping[str, int] = field(default_factory=dict)
-    layouts: tuple[Placed, ...] = ()
+    layouts: tuple[ShardedDim, ...] = ()
     candidates: Mapping[str, Layout] = field(default_factory=dict)  # tried besides the built-in layouts
     borders: Mapping[str, np.ndarray] = field(default_factory=dict)  # "sequence boundaries", "padding", ...
     addends: Mapping[tuple[str, int], np.ndarray] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Evidence:
 
     @property
     def thin(self) -> str:
-        """What a claim about one element ends in: it fits much."""
+        """The words that end a claim that rests on one element, which fits many patterns; empty otherwise."""
         return THIN if self.got.size == 1 or self.wrong == 1 else ""
 
     def differs(self, expected: np.ndarray, slack: float = 1.0, *, got: np.ndarray | None = None) -> np.ndarray:
@@ -98,8 +98,8 @@ class Evidence:
     def fits(self, expected: np.ndarray, slack: float = 1.0) -> bool:
         return not self.differs(expected, slack).any()
 
-    def only(self, mask: np.ndarray) -> Evidence:
-        """The same evidence on the elements of `mask`, as one row; what needs the shape is left out."""
+    def restricted_to(self, mask: np.ndarray) -> Evidence:
+        """The same evidence for the elements of `mask` alone, as one row; fields that need the shape are empty."""
         return replace(
             self,
             got=self.got[mask],

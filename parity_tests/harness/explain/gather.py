@@ -1,4 +1,4 @@
-"""What is known about a failing tensor, gathered for `explain`: owners, layouts, borders, shards, collectives."""
+"""Collects what is known about a failing tensor for `explain`: owners, layouts, borders, shards, collectives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.declared import Argument, Declared
 from parity_tests.harness.declare.spec import Spec
 from parity_tests.harness.draw import inputs
-from parity_tests.harness.explain.evidence import Evidence, Placed
+from parity_tests.harness.explain.evidence import Evidence, ShardedDim
 from parity_tests.harness.judge.compare import COARSER, TensorRow
 from parity_tests.harness.run.ledger import Ledger
 from parity_tests.harness.run.program import Program
@@ -40,7 +40,7 @@ def evidence(
         dims=row.argument.spec.dim_names,
         owners=row.owners,
         at=at,
-        layouts=_placed(scheme, case, row),
+        layouts=_sharded_dims(scheme, case, row),
         candidates=scheme.layouts,
         borders={**_borders(case, row), **id_marks(scheme, program, case, row)},
         inputs=_addable(scheme, program, case, row),
@@ -59,7 +59,7 @@ def evidence(
 
 
 def _poison(scheme: Declared, program: Program, case: CaseSpec, ledger: Ledger) -> str | None:
-    """A collective whose buffer may have been read too early; where infinities were drawn, these may make the NaN."""
+    """A collective whose buffer may have been read too early; None where infinities were drawn, which make NaN too."""
     floating = [program.full_array(arg, case) for arg in scheme.inputs if not arg.is_integer]
     if not all(np.isfinite(array).all() for array in floating):
         return None
@@ -95,7 +95,7 @@ def _addable(scheme: Declared, program: Program, case: CaseSpec, row: TensorRow)
     return by_name
 
 
-def _placed(scheme: Declared, case: CaseSpec, row: TensorRow) -> tuple[Placed, ...]:
+def _sharded_dims(scheme: Declared, case: CaseSpec, row: TensorRow) -> tuple[ShardedDim, ...]:
     """The shardings of dims that are sharded once: of a second one, the positions are not a layout of the full dim."""
     placed = []
     for index, dim in enumerate(row.argument.spec.dims):
@@ -107,12 +107,12 @@ def _placed(scheme: Declared, case: CaseSpec, row: TensorRow) -> tuple[Placed, .
             positions = [
                 np.asarray(rank_positions, dtype=np.int64) for rank_positions in layout(size, case.mesh[cut.axis])
             ]
-            placed.append(Placed(index, cut.axis, cut.layout, positions))
+            placed.append(ShardedDim(index, cut.axis, cut.layout, positions))
     return tuple(placed)
 
 
 def _borders(case: CaseSpec, row: TensorRow) -> dict[str, np.ndarray]:
-    """Masks of the places where mistakes live: borders of sequences, padding, borders of shards."""
+    """Masks of the places where mistakes are common: borders of sequences, padding, borders of shards."""
     shape = row.want.shape
     names = row.argument.spec.dim_names
     masks: dict[str, np.ndarray] = {}

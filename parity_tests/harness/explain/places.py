@@ -27,7 +27,10 @@ def not_finite(evidence: Evidence) -> Iterator[str]:
 
 
 def narrowest(evidence: Evidence) -> Iterator[str]:
-    """All that is wrong is what one rank owns, or lies at borders of one kind; a wider place adds nothing."""
+    """All wrong elements belong to one rank, or lie at borders of one kind.
+
+    A region is named only if it is smaller than those named before.
+    """
     smallest = evidence.got.size
     for words, region in chain(_owned(evidence), _at_borders(evidence)):
         if region.sum() < smallest:
@@ -69,7 +72,7 @@ def worst(evidence: Evidence) -> str:
 
 def _there(evidence: Evidence, region: np.ndarray) -> str:
     """How many are wrong in the region, and the relation that holds there."""
-    inside = evidence.only(region)
+    inside = evidence.restricted_to(region)
     count = "all of its" if inside.wrong == inside.got.size else f"{inside.wrong} of its {inside.got.size}"
     relation = next(chain(known_number(inside), fitted_number(inside)), None)
     return f" ({count} elements)" + (f"; there {relation}" if relation else "")
@@ -166,7 +169,7 @@ def _same_values(evidence: Evidence) -> bool:
     return 2 * int(apart.sum()) >= len(wrong)
 
 
-LEAST_ROWS = 2  # one row is displaced by some number always
+LEAST_ROWS = 2  # a single row with two errors always shows some distance
 
 
 def displaced(evidence: Evidence) -> Iterator[str]:

@@ -48,7 +48,7 @@ def copies(evidence: Evidence) -> Iterator[str]:
 
 
 def silent(evidence: Evidence) -> Iterator[str]:
-    """Of the ranks whose terms are summed, one gave nothing."""
+    """Of the ranks whose terms are summed, one contributed only zeros."""
     for axis, pieces in _shared(evidence):
         nothing = [rank for rank, piece in enumerate(pieces) if not piece.any()]
         if axis not in evidence.at and len(nothing) == 1:

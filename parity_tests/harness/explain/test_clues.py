@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jax_ref.layouts import ragged
 from parity_tests.harness.explain.clues import explain
-from parity_tests.harness.explain.evidence import Evidence, Placed
+from parity_tests.harness.explain.evidence import Evidence, ShardedDim
 from parity_tests.specimens.evidence_by_hand import columns_of, evidence, headline, numbers
 
 
@@ -114,7 +114,7 @@ def anything(draw):
         {"tp": 4, "cp": 1},
         {"microbatches": draw(st.sampled_from([0, 1, 3, math.inf]))},
         owners=owners,
-        layouts=(Placed(0, "tp", "ragged", ragged(shape[0], 4)),) if shape else (),
+        layouts=(ShardedDim(0, "tp", "ragged", ragged(shape[0], 4)),) if shape else (),
         borders={"padding": tensor(st.booleans()).astype(bool)},
         addends={("tp", 1): tensor()},
         pieces={"cp": tensor()[None], "tp": np.stack([tensor(), tensor(), tensor(), tensor()])},

@@ -4,7 +4,7 @@ import numpy as np
 
 from jax_ref.layouts import dual_chunk_swap, packed, ragged, striped
 from parity_tests.harness.explain.clues import explain
-from parity_tests.harness.explain.evidence import Evidence, Placed
+from parity_tests.harness.explain.evidence import Evidence, ShardedDim
 from parity_tests.specimens.evidence_by_hand import headline, numbers
 
 ORDER = "same values in another order: a layout is not undone, or applied twice"
@@ -26,7 +26,7 @@ def test_a_layout_applied_twice():
     assert headline(want[order][order], want, axes={"cp": 3}) == (
         f"{ORDER}; dim 0 went through dual_chunk_swap twice over cp"
     )
-    declared = (Placed(0, "cp", "dual_chunk_swap", dual_chunk_swap(12, 3)),)
+    declared = (ShardedDim(0, "cp", "dual_chunk_swap", dual_chunk_swap(12, 3)),)
     # Rank by rank the twice swapped shards lie where the declared layout says that swapped ones do.
     got = np.empty_like(want)
     got[order] = want[order][order]
@@ -40,7 +40,7 @@ def test_another_layout_than_the_declared_one():
     declared, used = dual_chunk_swap(16, 4), striped(16, 4)
     got = np.empty_like(want)
     got[np.concatenate(declared)] = want[np.concatenate(used)]
-    fields = {"layouts": (Placed(0, "tp", "dual_chunk_swap", declared),), "dims": ("s",)}
+    fields = {"layouts": (ShardedDim(0, "tp", "dual_chunk_swap", declared),), "dims": ("s",)}
     assert headline(got, want, **fields) == f"{ORDER}; s is in striped order over tp, not in dual_chunk_swap order"
     got[np.concatenate(declared)] = want
     assert headline(got, want, **fields).endswith("s is in contiguous order over tp, not in dual_chunk_swap order")
@@ -56,7 +56,7 @@ def test_a_layout_of_the_callers():
     fields = {"axes": {"cp": 2}}
     assert headline(got, want, **fields) == ORDER
     assert headline(got, want, candidates={"mine": mine}, **fields).endswith("dim 0 is still in mine order over cp")
-    ragged_now = (Placed(0, "cp", "ragged", ragged(12, 2)),)
+    ragged_now = (ShardedDim(0, "cp", "ragged", ragged(12, 2)),)
     clue = headline(got, want, candidates={"mine": mine}, layouts=ragged_now, **fields)
     assert "in mine order over cp, not in ragged order" in clue
 

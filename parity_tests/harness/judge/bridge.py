@@ -26,7 +26,7 @@ def start(cache: str | None = None) -> Any:
 def to_jax(name: str, array: Any) -> Any:
     """JAX's own copy of a NumPy array or torch tensor, of the same dtype.
 
-    An array that came by DLPack would change under JAX when the torch tensor is written, so nothing is shared.
+    Nothing is shared: memory passed by DLPack would change under JAX when the torch tensor is written.
     """
     import jax.numpy as jnp
 

@@ -129,7 +129,7 @@ def lost_below(dtype: str) -> float:
 
 
 def errors(got: np.ndarray, want: np.ndarray, dtype: str) -> np.ndarray:
-    """|got - want|; infinities and NaN must stand in the same places, and what overflows the dtype may be infinite."""
+    """|got - want|; infinities and NaN must be in the same places, and what overflows the dtype may be infinite."""
     largest = torch.finfo(getattr(torch, dtype)).max
     with np.errstate(invalid="ignore", over="ignore"):
         difference = np.abs(got - want)
@@ -160,9 +160,9 @@ def _judged(
     loose = budget(want, spread * (wide / u), terms, coarse, coarse, max(scheme.roundings, 1), wide)
     # 2. Errors in budgets, of every copy.
     wrong = errors(stitched.copies, want[None], out_dtype)
-    with np.errstate(over="ignore"):  # an error beyond all measure is an infinite number of budgets
+    with np.errstate(over="ignore"):  # a ratio that overflows is infinite
         ratios = wrong / allowed[None]
-    if absent is not None:  # beyond its budget, or else without a number: zeros would have been near enough
+    if absent is not None:  # zeros may be within the budget, but None is wrong where the gradient is not 0
         ratios = np.where(absent & (want[None] != 0.0) & (ratios <= 1.0), np.inf, ratios)
     # 3. The worst element of all copies is the tensor's verdict.
     copy, where, ratio, error, limit = 0, (), 0.0, 0.0, float(allowed.max(initial=0.0))

@@ -1,7 +1,7 @@
-"""The reference: JAX on full float64 arrays, its gradient for the drawn cotangents, and how much rounding moves it.
+"""The reference: JAX on full float64 arrays, its gradient for the drawn cotangents, and how much rounding perturbs it.
 
-One jitted function per signature gives outputs, gradients, and their derivative in eight random directions of
-rounding, from which the budgets are computed.
+One jitted function per signature (shapes, dtypes and options) gives outputs, gradients, and their derivative in eight
+random directions of rounding, from which the budgets are computed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ReferenceFailure(Exception):
 
 @dataclass(frozen=True)
 class Reference:
-    """Values, gradients and, for each, the root mean square of what rounding the inputs does to it."""
+    """Outputs, gradients and, for each, its spread: the root mean square of how much rounding perturbs it."""
 
     outputs: dict[str, np.ndarray]
     gradients: dict[str, np.ndarray]
@@ -56,29 +56,31 @@ _COMPILED: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
-class Fed:
-    """What the reference is given for one tensor: the sum of the addends, and how far rounding may move it."""
+class ReferenceInput:
+    """What the reference is given for one tensor: the sum of the addends, and the size that rounding is relative to."""
 
     total: np.ndarray
     magnitude: np.ndarray
 
 
-def feed(arg: Argument, array: np.ndarray, case: CaseSpec, kind: str) -> Fed:
+def reference_input(arg: Argument, array: np.ndarray, case: CaseSpec, kind: str) -> ReferenceInput:
     terms = inputs.addends(arg, array, case, kind)
     with np.errstate(invalid="ignore"):
         total, magnitude = terms.sum(0), np.abs(terms).sum(0)
-    # A masked (infinite) entry is exact: rounding does not move it.
-    return Fed(total, np.where(np.isfinite(magnitude), magnitude, 0.0))
+    # A masked (infinite) entry is exact: rounding does not change it.
+    return ReferenceInput(total, np.where(np.isfinite(magnitude), magnitude, 0.0))
 
 
 def evaluate(scheme: Declared, program: Program, case: CaseSpec) -> Reference:
-    """The reference's verdict on one case. Errors: ReferenceFailure with the reference's own exception inside."""
+    """The reference on one case. Errors: ReferenceFailure, with the reference's own exception as its cause."""
     bridge.start()
-    # 1. What the ranks will be given, as one device has it: the float64 sum of the rounded terms of each partial value.
+    # 1. The inputs of the ranks, unsharded: for each partial value the float64 sum of its rounded terms.
     arrays = {arg.name: program.full_array(arg, case) for arg in scheme.inputs}
-    floating = {a.name: feed(a, arrays[a.name], case, "input") for a in scheme.inputs if not a.is_integer}
+    floating = {a.name: reference_input(a, arrays[a.name], case, "input") for a in scheme.inputs if not a.is_integer}
     cotangents = {
-        arg.name: feed(arg, (program.cotangents or {}).get(arg.name, inputs.cotangent(arg, case)), case, "cotangent")
+        arg.name: reference_input(
+            arg, (program.cotangents or {}).get(arg.name, inputs.cotangent(arg, case)), case, "cotangent"
+        )
         for arg in scheme.outputs
         if arg.differentiable
     }
@@ -128,7 +130,7 @@ def _call(scheme: Declared, case: CaseSpec, *arrays: Any) -> Any:
 
 
 def _make_room() -> None:
-    """Drop all that is compiled once there is much of it: each takes some 80 memory maps and 10 MB.
+    """Drop all compiled functions once there are MOST_COMPILED: each takes some 80 memory maps and 10 MB.
 
     Linux allows a process 65,530 maps; XLA ends it with a segmentation fault where it gets no more.
     """
@@ -219,8 +221,8 @@ def _check_output(scheme: Declared, arg: Argument, part: Any, shape: tuple[int, 
         )
 
 
-def _directions(case: CaseSpec, prefix: str, tensors: Mapping[str, Fed]) -> dict[str, Any]:
-    """Random signs times half a unit in the last place of each number, and so many times over."""
+def _directions(case: CaseSpec, prefix: str, tensors: Mapping[str, ReferenceInput]) -> dict[str, Any]:
+    """DIRECTIONS times: random signs times half a unit in the last place of each number."""
     by_name = {}
     for name, item in tensors.items():
         step = UNIT_ROUNDOFF[case.dtype] * item.magnitude

@@ -1,9 +1,9 @@
-"""How far rounding moves a reference: its derivative, with a fresh rounding error at every step of the arithmetic.
+"""How far rounding perturbs a reference: its derivative, with a new rounding error at every step of the arithmetic.
 
-Rounding of inputs alone does not tell how well a result can be computed: log p of a row of zeros moves with nothing,
-and its gradient is a difference of two equal numbers that no finite arithmetic finds exactly. So each operation of
-the traced reference adds an error of its own, half a unit in the last place with a random sign (the first order of
-Monte Carlo arithmetic, Parker 1997), and all of them travel to the results by the chain rule.
+Rounding of inputs alone does not tell how well a result can be computed: rounding leaves a row of zeros as it is, yet
+the gradient of its log p is a difference of two equal numbers, which finite arithmetic does not compute exactly. So
+each operation of the traced reference adds an error of its own, half a unit in the last place with a random sign (the
+first order of Monte Carlo arithmetic, Parker 1997), and the chain rule propagates all of them to the results.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def derivative_with_rounding(
 
 
 class _Errors:
-    """A new array of errors for every operation that asks: each reads the pool of signs from another place."""
+    """A new array of errors for each operation, whose signs are read from another place in the pool of signs."""
 
     def __init__(self, unit: Any, signs: Any) -> None:
         self.unit, self.signs, self.count = unit, signs, 0

@@ -1,6 +1,7 @@
-"""Three oracles beside the value: do the ledgers agree, is the cost as declared, was anything touched or left.
+"""Three oracles besides the values: protocol (do the ledgers agree), cost (is it as declared), hygiene (was a tensor
+modified, do replicas differ, was a wrong group used).
 
-Each returns sentences; none means the oracle is content.
+Each returns sentences; none means that the oracle passes.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ DARKEST_WITH_BLACK = 0.18  # relative luminance: on darker ground white has more
 
 
 def of_rank(rank: int) -> str:
-    """The colour of a rank; from rank 8 they come round again, and the number distinguishes them."""
+    """The colour of a rank. From rank 8 on the colours repeat, and the number distinguishes the ranks."""
     return RANKS[rank % len(RANKS)]
 
 

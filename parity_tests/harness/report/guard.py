@@ -14,9 +14,9 @@ from parity_tests.harness.run.exit_status import EQUAL, FAILED, INTERRUPTED, NOT
 
 @contextmanager
 def interrupts_kept() -> Iterator[None]:
-    """A KeyboardInterrupt that was dropped is raised again at the main thread's next call or return.
+    """Python drops a KeyboardInterrupt that is raised in a callback; here it is raised again in the main thread.
 
-    If that is in a callback too, it is dropped and raised once more, until it reaches what ran.
+    That is at the next call or return. If this is in a callback too, it is dropped and raised once more.
     """
     previous_hook = sys.unraisablehook
 
@@ -40,7 +40,7 @@ def interrupts_kept() -> Iterator[None]:
 def guarded(call: Callable[[], Any]) -> int:
     """The status that a call returns; each said in a sentence: 2 a user's mistake, 3 lost processes, 4 what is absent.
 
-    141 where whoever reads standard output went away, as `| head` does; nothing is said then.
+    141 where the reader of standard output has closed it, as `| head` does; nothing is printed then.
     """
     try:
         with interrupts_kept(), _while_it_is_read():
@@ -62,12 +62,12 @@ def guarded(call: Callable[[], Any]) -> int:
 
 
 def _sentence(error: Exception) -> tuple[int, str] | None:
-    """The status and the sentence of a mistake; None for an exception that is ours to mend."""
+    """The status and the sentence of a user's mistake; None for any other exception, which is a bug of ours."""
     if isinstance(error, OSError):
         return USAGE, f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
     if isinstance(error, (ValueError, TypeError, ImportError)):
         return USAGE, str(error)
-    # Loaded only now: what completes a word or prints a help waits for nothing.
+    # Imported only now, so that shell completion and --help stay fast.
     from parity_tests.harness.declare.discover import UnusableTarget
     from parity_tests.harness.judge.oracle import ReferenceFailure
     from parity_tests.harness.run.failure import NotRun

@@ -1,4 +1,4 @@
-"""Files that a command writes: rejected before any work where they cannot be."""
+"""Files that a command writes: paths that cannot be written are rejected before any work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PICTURES, ENDINGS = ("figure", "svg"), (".png", ".svg", ".pdf")
 def check_writable(**paths: str | None) -> None:
     """Each option with its path: `json="out.json"`; None and `-`, which is standard output, are never rejected.
 
-    Errors: ValueError for a folder that there is not, and for what is a folder or may not be written.
+    Errors: ValueError for a folder that does not exist, and for a path that is a folder or may not be written.
     """
     for option, path in paths.items():
         if path is None or path == "-":
@@ -61,7 +61,7 @@ def write_text(path: str, text: str) -> None:
 
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """While a file is written: an OSError has its path, which one of a full disk lacks."""
+    """Adds the path to an OSError raised inside: that of a full disk has none."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The verdict: one record of what was checked and found, printed in a terminal and drawn in a notebook."""
+"""The report: one record of what was checked and found, printed in a terminal and drawn in a notebook."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class Report:
 
     def __str__(self) -> str:
         out = io.StringIO()
-        # In a notebook, rich would show the table there and then instead of writing it.
+        # In a notebook, rich would display the table at once instead of writing it.
         plain = Console(file=out, width=PLAIN_WIDTH, color_system=None, legacy_windows=False, force_jupyter=False)
         plain.print(self.__rich__())
         return "\n".join(line.rstrip() for line in out.getvalue().rstrip().splitlines())

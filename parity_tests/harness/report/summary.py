@@ -130,7 +130,7 @@ def timing(outcome: Outcome) -> str:
 
 
 def as_json(outcome: Outcome, **fields: Any) -> str:
-    """Status, reports, and what was not run; `further` is put beside them, or in their place."""
+    """Status, reports, and what was not run; `fields` are added to them, or replace those of the same name."""
     record = {
         "status": outcome.status,
         "reports": [report.to_dict() for report in outcome.reports],

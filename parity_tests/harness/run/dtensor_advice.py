@@ -1,4 +1,4 @@
-"""torch's advice on how DTensor gathers over two axes, which would stand between what a command says."""
+"""Silences torch's advice on how DTensor gathers over two axes, which would interrupt the output of a command."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SAID_BY = "torch.distributed.tensor._redistribute"
 
 @contextmanager
 def without_advice() -> Iterator[None]:
-    """Unsaid for as long as this lasts: the mesh is what is verified, and the ledger judges what is gathered.
+    """Silent inside: the mesh is given by what is verified, and the ledger shows what is gathered.
 
     Ranks that are threads enter and leave in any order: each has a filter of its own, and none restores a level.
     """

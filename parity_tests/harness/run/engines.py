@@ -17,8 +17,8 @@ def run(
     """Run `fn(mesh, case)` on every rank of `case.mesh`; `mesh` is a torch_impl.collectives.MeshView.
 
     A result must be picklable and hold no tensor (NumPy arrays travel as bytes). `quiet_s` is how long a rank
-    may compute without a sign of life: by default 10 s in processes, 30 s on lockstep, which needs a clock for
-    nothing but a loop without end.
+    may compute without reaching a collective: by default 10 s in processes, 30 s on lockstep, which needs a
+    clock for nothing but an endless loop.
 
     Errors: ValueError for an unknown engine or a world above the limit; RankFailure, one subclass per cause.
     """

@@ -9,11 +9,11 @@ from typing import Any
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.ledger import Ledger
 
-WRAPPED = "failed to run forward"  # in torch's words over what a stage of a pipeline raised
+WRAPPED = "failed to run forward"  # in the message of torch's exception around that of a pipeline's stage
 
 
-def own(error: BaseException) -> BaseException:
-    """What the function raised: of a pipeline's stage not what torch put over it, which leaves out what it was."""
+def raised_by_function(error: BaseException) -> BaseException:
+    """The exception that the function raised: torch wraps that of a pipeline's stage in one that does not name it."""
     while type(error) is RuntimeError and WRAPPED in str(error) and error.__cause__ is not None:
         error = error.__cause__
     return error
@@ -24,7 +24,7 @@ class RankFault(Exception):
 
 
 class NotRun(Exception):
-    """Asked for what this machine does not have; to be counted and reported, never green."""
+    """The machine lacks what was asked for; counted and reported as not run, never as passed."""
 
 
 class RankFailure(Exception):
@@ -57,8 +57,8 @@ class RankFailure(Exception):
         return partial(type(self), **fields), self.args
 
     def __str__(self) -> str:
-        untold = (f"  {line}" for line in self.others if line not in self.args[0])
-        return "\n".join([f"{self.cause}: {self.args[0]}", *untold])
+        not_mentioned = (f"  {line}" for line in self.others if line not in self.args[0])
+        return "\n".join([f"{self.cause}: {self.args[0]}", *not_mentioned])
 
 
 class Raised(RankFailure):
@@ -68,7 +68,7 @@ class Raised(RankFailure):
 
 
 class Died(RankFailure):
-    """A rank's process ended without a word."""
+    """A rank's process ended without an exception."""
 
     cause = "died"
 
@@ -98,6 +98,6 @@ class Unwaited(RankFailure):
 
 
 class Modified(RankFailure):
-    """A buffer was changed that was not the function's to change."""
+    """A buffer was changed that the function may not change."""
 
     cause = "modified"

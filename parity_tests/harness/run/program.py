@@ -1,4 +1,4 @@
-"""Program: the half of a scheme that travels to the ranks. It knows shapes, specs and the function, and no JAX.
+"""Program: the part of a scheme that is sent to the ranks: shapes, specs and the function, without JAX.
 
 Calling a program on a rank builds that rank's shards from the case, runs the function forward and backward
 once, and returns plain NumPy arrays with what the hygiene oracle noticed.
@@ -17,7 +17,7 @@ from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.declared import Argument, Declared, nested
 from parity_tests.harness.declare.draws import Draw
 from parity_tests.harness.declare.spec import Cut
-from parity_tests.harness.declare.travel import bare
+from parity_tests.harness.declare.travel import without_annotations
 from parity_tests.harness.draw import inputs
 from parity_tests.harness.run.failure import RankFault
 from torch_impl.collectives.mesh import MeshView
@@ -51,10 +51,10 @@ class Program:
 
     @classmethod
     def of(cls, scheme: Declared, **arrays: Any) -> Program:
-        """The half of a scheme that travels; `arrays` and `cotangents` stand in for those that would be drawn."""
+        """The part of a scheme that is sent; `arrays` and `cotangents` replace those that would be drawn."""
         return cls(
             scheme.name,
-            bare(scheme.fn),
+            without_annotations(scheme.fn),
             tuple(scheme.mesh),
             scheme.inputs,
             scheme.outputs,

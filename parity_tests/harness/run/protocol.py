@@ -20,7 +20,7 @@ _P2P = ("send", "recv")
 
 @dataclass(frozen=True)
 class Disagreement:
-    """What does not fit; `row` is the odd one out, `others` a sentence for each other rank that has a part in it."""
+    """What does not fit; `row` is the one that differs, `others` a sentence for each other rank that is involved."""
 
     what: str
     row: Row
@@ -30,7 +30,7 @@ class Disagreement:
         return f"{self.what}: rank {self.row.rank} issued {self.row}"
 
     def failure(self, case: CaseSpec | None, ledger: Ledger, states: Mapping[int, str] | None = None) -> Mismatch:
-        """`states` says a sentence of ranks that have no part in it."""
+        """The failure to raise; `states` has a sentence for each rank that is not involved."""
         row = self.row
         rest = {rank: state for rank, state in (states or {}).items() if rank != row.rank}
         others = [sentence for _, sentence in sorted((rest | dict(self.others)).items())]
@@ -40,7 +40,7 @@ class Disagreement:
 def disagreement(ledger: Ledger, *, complete: bool = True) -> Disagreement | None:
     """The first rows that do not fit together, or None.
 
-    `complete=False` is for ranks that were stopped on their way: what one rank has not issued yet is then no
+    `complete=False` is for ranks that were stopped before their end: that a rank has not issued a row is then no
     mistake, and only rows that all sides have issued are compared.
     """
     place = {id(row): index for rank in {r.rank for r in ledger.rows} for index, row in enumerate(ledger.of(rank))}
@@ -49,7 +49,7 @@ def disagreement(ledger: Ledger, *, complete: bool = True) -> Disagreement | Non
 
 
 def crossed(waiting: Mapping[int, Row], ledger: Ledger) -> Disagreement | None:
-    """Of ranks that wait: two in different groups of both, and neither has issued what the other waits for."""
+    """Two waiting ranks, each in a collective of a group that has both, which the other has not issued."""
     issued = Counter((row.rank, row.group, row.group_name) for row in ledger.rows if row.op not in _P2P)
 
     def lacks(rank: int, row: Row) -> bool:

@@ -1,4 +1,4 @@
-"""Run a scheme on full arrays given by hand and stitch what the ranks return; nothing is compared."""
+"""Run a scheme on full arrays that the caller gives and stitch what the ranks return; nothing is compared."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ SUMMED = {"output": "P", "gradient": "R"}
 
 @dataclass(frozen=True)
 class Stitched:
-    """Global arrays put together from the ranks' shards, one for each coordinate of the axes that repeat them."""
+    """Global arrays put together from the ranks' shards, a copy for each coordinate on the axes that replicate them."""
 
     copies: np.ndarray  # [repeats, *global shape]
     coordinates: tuple[dict[str, int], ...]  # of each copy, on the repeating axes

@@ -34,7 +34,7 @@ class Call:
     origin: int = -1  # of a receive: the place of its sender
 
     def take(self, cut: Callable[[list[Tensor]], list[Tensor]] | None) -> None:
-        """Copy what is handed in; then, for work that is waited for later, spoil the outputs."""
+        """Copy what is handed in; then, for work that is waited for later, fill the outputs with poison."""
         self.copies = [source.data.clone(memory_format=torch.contiguous_format) for source in self.sources]
         self.pieces = cut(self.copies) if cut else self.copies
         if self.tracked:

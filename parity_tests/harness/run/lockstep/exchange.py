@@ -22,7 +22,7 @@ from parity_tests.harness.run.failure import (
     RankFault,
     Stalled,
     Unwaited,
-    own,
+    raised_by_function,
 )
 from parity_tests.harness.run.ledger import Ledger, Row, is_plumbing, raised_at
 from parity_tests.harness.run.lockstep.call import Call
@@ -33,7 +33,7 @@ GroupKey = tuple[str, tuple[int, ...]]
 
 
 class Exchange:
-    """What one session's ranks say to each other; `reset` before each example."""
+    """All communication of the ranks of one session; call `reset` before each example."""
 
     def __init__(self, scheduler: Scheduler, axes: dict[str, int]) -> None:
         self.scheduler, self.axes = scheduler, axes
@@ -67,7 +67,7 @@ class Exchange:
             del self._rendezvous[spot]
             for each in complete:
                 self._complete(each)
-        self.scheduler.nudge(call.row.rank)
+        self.scheduler.maybe_yield(call.row.rank)
 
     def post(self, key: GroupKey, call: Call, peer: int | None) -> None:
         """Issue a send or a receive; `peer` is the other's place, None for a message of any rank."""
@@ -80,7 +80,7 @@ class Exchange:
         if other is not None:
             self._complete(other)
             self._complete(call)
-        self.scheduler.nudge(call.row.rank)
+        self.scheduler.maybe_yield(call.row.rank)
 
     def wait(self, call: Call) -> None:
         """Block until the call is complete, then write its results; a second wait does nothing."""
@@ -124,7 +124,7 @@ class Exchange:
 
     def raised(self, rank: int, error: BaseException) -> None:
         """A rank's own exception; the frames shown are the user's. A verdict reached on the rank stays one."""
-        error, last = own(error), next(reversed(self.ledger.of(rank)), None)
+        error, last = raised_by_function(error), next(reversed(self.ledger.of(rank)), None)
         frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_plumbing(f.filename)]
         summary = "".join(traceback.format_exception_only(error)).strip()
         message = "\n".join([f"rank {rank} raised {summary}", *traceback.format_list(frames)]).rstrip()

@@ -1,8 +1,8 @@
-"""The lockstep engine: every rank a thread of this process, one running at a time, nothing left to chance.
+"""The lockstep engine: every rank is a thread of this process, one runs at a time, and their order is deterministic.
 
 A session holds the threads, groups and meshes of one mesh and serves example after example; after a failure it is
-thrown away. Threads cannot be killed: a rank in a loop without end is reported and interrupted in its Python code,
-or left behind in a C call.
+discarded. Threads cannot be killed: a rank in an endless loop is reported and interrupted at its next Python
+instruction; a thread inside a C call is abandoned.
 
 Blind spot: ranks share module globals, so a cache filled by one rank looks right to all; also the generators of
 Python and NumPy (torch's are each rank's own). Processes share nothing.
@@ -119,7 +119,7 @@ class Session:
         return Ranks(tuple(self._results), self._exchange.ledger, time.perf_counter() - started)
 
     def _await(self, quiet_s: float) -> None:
-        """Until all ranks have left. A rank that makes no move for `quiet_s` is given up."""
+        """Wait until all ranks have left. If a rank makes no progress for `quiet_s`, the run fails as stalled."""
         moves, since = -1, 0.0
         while not self._scheduler.over(min(quiet_s, 0.25)):
             if self._scheduler.moves != moves:

@@ -1,7 +1,7 @@
-"""The scheduler: one rank runs at a time, and whoever stops says who is next.
+"""The scheduler: one rank runs at a time, and the rank that stops chooses the next.
 
-Holds whose turn it is, who waits for what, the ranks' random streams and the first failure of a run. It knows
-nothing of collectives: what a rank waits for is any object with a `done` flag.
+It holds which rank runs, what each rank waits for, the ranks' random streams and the first failure of a run. It is
+independent of collectives: what a rank waits for is any object with a `done` flag.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class Scheduler:
 
     def begin(self, schedule: int, seeds: list[int], stuck: Callable[[], RankFailure]) -> None:
         """Give the first turn. `stuck` makes the failure when no rank can run; schedule 0 is round robin."""
-        self._dice = random.Random(schedule) if schedule else None
+        self._random = random.Random(schedule) if schedule else None
         self._stuck = stuck
         self.failure, self.moves = None, 0
         self.waits = [None] * self.world
         self.finished = [False] * self.world
         self._streams = [torch.Generator().manual_seed(seed).get_state() for seed in seeds]
-        self._give(self._heir(self._able(self.world - 1)))
+        self._give(self._next_rank(self._runnable(self.world - 1)))
 
     def over(self, seconds: float) -> bool:
         """Wait until every rank has left; False after that many seconds."""
@@ -66,9 +66,9 @@ class Scheduler:
             raise Halt
         self.moves += 1
 
-    def nudge(self, rank: int) -> None:
+    def maybe_yield(self, rank: int) -> None:
         """A point at which a seeded schedule may let another rank go first."""
-        if self._dice is not None and self._dice.random() < 0.5:
+        if self._random is not None and self._random.random() < 0.5:
             self._pass(rank)
 
     def wait(self, rank: int, pending: Pending) -> None:
@@ -78,7 +78,7 @@ class Scheduler:
             self.waits[rank] = pending
             self._pass(rank)
 
-    def offer(self, rank: int) -> None:
+    def let_others_run(self, rank: int) -> None:
         """Let the next rank that can run go first, if there is one: a poll must not starve the others."""
         self.check()
         moves = self.moves - 1
@@ -104,11 +104,11 @@ class Scheduler:
         if all(self.finished):
             self._over.release()
             return
-        able = self._able(rank)
-        if not able:  # all others wait for a rank that has left: after the failure they can run, to unwind
+        runnable = self._runnable(rank)
+        if not runnable:  # all others wait for a rank that has left: after the failure they can run, to unwind
             self.failure = self._stuck()
-            able = self._able(rank)
-        self._give(self._heir(able))
+            runnable = self._runnable(rank)
+        self._give(self._next_rank(runnable))
 
     def dismiss(self) -> None:
         """From outside, at the end: every rank that is not running leaves by itself; there are no more turns."""
@@ -120,17 +120,17 @@ class Scheduler:
     def _pass(self, rank: int) -> bool:
         """Give the turn away and get it back; False if no other rank could take it."""
         # 1. Who can run now? None: every rank waits for another, a deadlock.
-        able = self._able(rank)
-        if not able:
+        runnable = self._runnable(rank)
+        if not runnable:
             self.failure = self._stuck()
             raise Halt
         # 2. Choose the next rank: in order, or by the seeded dice.
-        heir = self._heir(able)
-        if heir == rank:
+        next_rank = self._next_rank(runnable)
+        if next_rank == rank:
             return False
         # 3. Keep this rank's random stream, wake the other thread, and sleep until the turn comes back.
         self._streams[rank] = torch.default_generator.get_state()
-        self._give(heir)
+        self._give(next_rank)
         self.enter(rank)
         return True
 
@@ -139,11 +139,11 @@ class Scheduler:
         self.running = rank
         self._turns[rank].release()
 
-    def _able(self, rank: int) -> list[int]:
+    def _runnable(self, rank: int) -> list[int]:
         """Who can run, from the next rank on: after a failure all who must still unwind, else who waits for nothing."""
         order = [(rank + step) % self.world for step in range(1, self.world + 1)]
         failed = self.failure is not None
         return [r for r in order if not self.finished[r] and (failed or self.waits[r] is None)]
 
-    def _heir(self, able: list[int]) -> int:
-        return able[0] if self.failure is not None or self._dice is None else self._dice.choice(able)
+    def _next_rank(self, runnable: list[int]) -> int:
+        return runnable[0] if self.failure is not None or self._random is None else self._random.choice(runnable)

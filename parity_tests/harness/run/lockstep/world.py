@@ -1,7 +1,7 @@
 """One process group world for each rank's thread, in a process that has only one.
 
-c10d keeps the default group and the maps of groups in one module-level object. For the time of a run a switchboard
-stands in its place, which shows each rank's thread its own and everybody else the process's.
+c10d keeps the default group and the maps of groups in one module-level object. During a run a proxy replaces it, which
+gives each rank's thread its own object and any other thread that of the process.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RankWorld:
         self.comms: list[Any] = []
 
     def mark(self) -> None:
-        """Remember the groups of now."""
+        """Remember the groups that exist now."""
         self._marked = {name: dict(getattr(self, name)) for name in _TABLES}
         self._marked_tags = {tag: list(groups) for tag, groups in self.tags_to_pg.items()}
         self._marked_rest = self.default_pg, self.group_count
@@ -108,7 +108,7 @@ class _Switchboard:
 
 
 class _Identities:
-    """Stands for `threading` where a DeviceMesh asks which thread made it: the numbers of threads come again."""
+    """Replaces `threading` where a DeviceMesh asks which thread made it: Python reuses the numbers of threads."""
 
     def get_ident(self) -> int:
         world = getattr(_here, "world", None)

@@ -1,7 +1,7 @@
-"""The verdict: of all that is known of the ranks after a failure, which is the cause and which are its victims.
+"""The cause of a failed run: of all ranks that failed, which one is the cause and which only follow from it (victims).
 
-Own exception before death before mismatch of ledgers before an error from inside a collective before stall.
-A rank that lost its peers is a victim and never shown first.
+In order of precedence: an exception of the function, a process that died, ledgers that do not fit, an error from inside
+a collective, a stall. A rank that failed because its peers were gone is a victim and never shown first.
 """
 
 from __future__ import annotations

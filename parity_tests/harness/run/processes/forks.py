@@ -1,4 +1,4 @@
-"""The parent's side of the fork server: start it, ask it for ranks, hear of their ends, have them killed."""
+"""The parent's side of the fork server: start it, request ranks, learn when they end, have them killed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GONE = "engines.pool: the process that forks the ranks has ended, and the ranks 
 
 
 class ServerGone(RuntimeError):
-    """The fork server has ended, which only an outside hand or a lack of memory makes it do."""
+    """The fork server has ended: it was killed from outside, or for lack of memory."""
 
 
 class ForkServer:
@@ -105,7 +105,7 @@ class ForkServer:
             self._process.wait()
 
     def forget(self) -> None:
-        """In a forked child of the parent: hold nothing open that says that the parent lives."""
+        """In a forked child of the parent: close the socket, which would tell the server that the parent is alive."""
         self._socket.close()
         self._process.returncode = 0
 

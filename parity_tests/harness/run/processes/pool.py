@@ -1,4 +1,4 @@
-"""The process engines gloo and nccl: a standing pool of ranks per world size, forked from a warm server.
+"""The process engines gloo and nccl: a persistent pool of ranks per world size, forked from a server that has torch.
 
 The server and the pools start at the first run that needs them and stay. A pool in which anything went wrong is
 killed and forked anew at its next run, never repaired. Nothing of this outlives the parent, however it ends.
@@ -128,7 +128,7 @@ class Pool:
         self.drop()
 
     def drop(self) -> None:
-        """Let go of the ranks, which ends them where the server has not."""
+        """Close the connections to the ranks, which ends those that the server has not ended."""
         for handle in self._handles:
             handle.close()
         if self._table is not None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.run.failure import RankFailure, RankFault, own
+from parity_tests.harness.run.failure import RankFailure, RankFault, raised_by_function
 from parity_tests.harness.run.ledger import Row, raised_at
 from parity_tests.harness.run.lockstep.world import flattened
 from parity_tests.harness.run.processes import status_table
@@ -25,7 +25,7 @@ from parity_tests.harness.run.processes.cause import DONE, RAISED, Outcome
 from parity_tests.harness.run.processes.recorder import Recorder, observe_waits
 from torch_impl.collectives import MeshView
 
-BACKEND_TIMEOUT_S = 30  # the last net, far above every verdict
+BACKEND_TIMEOUT_S = 30  # a last resort, far longer than any of the harness's own limits
 
 Job = tuple[str, bytes | None, Sequence[str], str]  # key, function if new, sys.path, case
 
@@ -120,7 +120,7 @@ def _groups() -> set[dist.ProcessGroup]:
 
 
 def _raised(rank: int, recorder: Recorder, raised: BaseException) -> Outcome:
-    error = own(raised)
+    error = raised_by_function(raised)
     return Outcome(
         rank,
         RAISED,
@@ -153,7 +153,7 @@ def main(work_fd: int, control_fd: int, *, rank: int, world: int, backend: str, 
 
 
 def _answer(control: Connection) -> None:
-    """Answer each question with the rows issued so far; leave without a word when the parent does."""
+    """Answer each question with the rows issued so far; end this process silently when the parent ends."""
     while True:
         try:
             question = control.recv()

@@ -1,4 +1,4 @@
-"""The fork server: a small process, warm with torch, that forks one rank per request and reaps it.
+"""The fork server: a small process that has imported torch, forks one rank per request and reaps it.
 
 It holds one socket to the parent: a line of JSON per message, and with each fork request the rank's two sockets.
 It reports each rank's end, kills on request, and when the parent's end of the socket closes, however the parent

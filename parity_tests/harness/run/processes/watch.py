@@ -1,4 +1,4 @@
-"""One run, seen from the parent: messages, deaths, and a status table on which nothing moves any more."""
+"""One run, watched by the parent: messages, ended processes, and a status table that no longer changes."""
 
 from __future__ import annotations
 
