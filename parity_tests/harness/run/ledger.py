@@ -72,7 +72,7 @@ class Row:
     is_async: bool = False
     phase: str = "fwd"
     source: str = "?"
-    rejected: str | None = None  # lockstep: why a real backend would not carry it out
+    rejected: str | None = field(default=None, compare=False)  # lockstep: why a real backend would not carry it out
 
     @property
     def payload(self) -> int:
