@@ -176,8 +176,8 @@ def local_statistics(
     wide = block.to(accumulator(block.dtype))
     at_largest = argmax(wide)
     largest = wide.gather(-1, at_largest)
-    # 2. R_r. A row of -inf is shifted by a finite number, since -inf - -inf would be NaN.
-    depths = block_depths_base_2(wide, largest.clamp_min(torch.finfo(largest.dtype).min), temperature)
+    # 2. R_r. A row of -inf is shifted by 0: -inf - -inf would be NaN.
+    depths = block_depths_base_2(wide, largest.nan_to_num(0.0, 0.0, 0.0), temperature)
     del wide  # frees a block before the next one is allocated
     terms = depths.exp2() if with_entropy else depths.exp2_()
     rest = terms.scatter_(-1, at_largest, 0.0).sum(-1, keepdim=True)
@@ -218,7 +218,8 @@ def from_all_ranks(statistics: Float[Tensor, "f n"], group: ProcessGroup | None)
 def merged_normaliser(m_r: Float[Tensor, "r ..."], rest_r: Float[Tensor, "r ..."], temperature: float) -> Normaliser:
     """m and log(1 + R)."""
     if len(m_r) == 1:
-        return Normaliser(m_r[0], rest_r[0].log1p())
+        visible = m_r[0].clamp_min(0.0).mul_(0.0)  # NaN where the row is NaN or +inf, which has no softmax
+        return Normaliser(m_r[0], visible.add_(rest_r[0]).log1p_())
     largest, rest, _ = merged_rest(m_r, rest_r, temperature)
     return Normaliser(largest, rest.log1p())
 
