@@ -109,7 +109,7 @@ def arms_of(logits: Tensor, backends: tuple[str, ...]) -> dict[str, Arm]:
         write = fused_logprob.implementation_of(fused_logprob.write_gradient, backend)
         arms[f"statistics, {backend}"] = Arm(partial(local, logits, column, 1.0, False), 0.5)
         arms[f"gradient, {backend}"] = Arm(
-            partial(write, into, logits, 1.0, True, at_ids, *statistics, None, None), 1.0
+            partial(write, into, logits, st.Normaliser(*statistics), at_ids, None, 1.0, True), 1.0
         )
     order = torch.cat(dual_chunk_swap(len(logits), 2, device=logits.device))
     for backend in backends:
@@ -129,14 +129,15 @@ def check(logits: Tensor, backends: tuple[str, ...]) -> None:
 
     def gradient(x: Tensor, g: Tensor, *rest: Tensor) -> Tensor:
         out = torch.empty_like(x)
-        fused_logprob.write_gradient(out, x, 1.0, True, gather_gradient(column.to(x.device), g), *rest, None, None)
+        gradient_at_ids = gather_gradient(column.to(x.device), g)
+        fused_logprob.write_gradient(out, x, st.Normaliser(*rest), gradient_at_ids, None, 1.0, True)
         return out
 
     for backend in backends:
         computed = fused_logprob.implementation_of(st.local_statistics, backend)(some, None, 1.0, True)[1:]
         out = torch.empty(some.shape, device=some.device)
         fused_logprob.implementation_of(fused_logprob.write_gradient, backend)(
-            out, some, 1.0, True, at_ids, *statistics, None, None
+            out, some, st.Normaliser(*statistics), at_ids, None, 1.0, True
         )
         worst = max(
             worst_ratio(computed, sums, (some,), some.shape[-1]),

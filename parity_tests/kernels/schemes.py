@@ -20,7 +20,7 @@ from torch_impl.kernels.softmax import local_statistics, write_gradient
 from torch_impl.layouts import dual_chunk_swap
 from torch_impl.vocab_parallel import fused_logprob, vocab_parallel_logprob
 from torch_impl.vocab_parallel import statistics as st
-from torch_impl.vocab_parallel.fused_logprob import gather_gradient
+from torch_impl.vocab_parallel.fused_logprob import EntropyGradient, gather_gradient
 
 KINDS = values("peaked", "neg_inf_mask", "normal", "ties", "huge")
 STEP = 2  # columns: a row of five has three blocks
@@ -135,9 +135,8 @@ class _InSteps(torch.autograd.Function):
         logits, *normaliser, column, depth = ctx.saved_tensors
         rows = logits.flatten(0, 1)
         gradient, at_target = torch.empty_like(rows), gather_gradient(column, g_logprob.reshape(-1, 1))
-        write_gradient(
-            gradient, rows, ctx.temperature, True, at_target, *normaliser, depth, g_entropy.reshape(-1), STEP
-        )
+        entropy = EntropyGradient(depth, g_entropy.reshape(-1))
+        write_gradient(gradient, rows, st.Normaliser(*normaliser), at_target, entropy, ctx.temperature, True, STEP)
         return gradient.view(logits.shape), None, None, None, None, None
 
 

@@ -38,11 +38,17 @@ def given_to(z, k, temperature=1.0, with_entropy=True):
     return (columns(z, k) if k else None), (g, m, rest.log1p(), *entropy)
 
 
+def of_rows(largest, log_total, depth, g_entropy, at_ids):
+    """The arguments of `write_gradient` that stand for rows."""
+    entropy = None if depth is None else fused_logprob.EntropyGradient(depth, g_entropy)
+    return st.Normaliser(largest, log_total), at_ids, entropy
+
+
 def by_kernel(z, column, floats, temperature=1.0, normalised=True, step=4, dtype=None):
     g, *rest = floats
     out = torch.empty(z.shape, dtype=dtype or z.dtype, device=z.device)
     at_ids = None if column is None else gather_gradient(column, g)
-    write_gradient(out, z, temperature, normalised, at_ids, *rest, step=step)
+    write_gradient(out, z, *of_rows(*rest, at_ids), temperature, normalised, step=step)
     return out
 
 
@@ -56,7 +62,7 @@ def held(z, k, temperature, normalised, with_entropy, step):
     def twin(x, g, *rest):
         out = torch.empty_like(x)
         at_ids = None if column is None else gather_gradient(column.cpu(), g)
-        fused_logprob.write_gradient(out, x, temperature, normalised, at_ids, *rest)
+        fused_logprob.write_gradient(out, x, *of_rows(*rest, at_ids), temperature, normalised)
         return out
 
     return worst_ratio(got, twin, (z, *floats), 1 if column is None else column.shape[-1])
@@ -103,7 +109,7 @@ def test_in_place_is_the_same_and_is_seen_by_autograd(strides, k):
     want = by_kernel(z, column, (g, *rest))
     over = z.clone() if strides is None else STRIDES[strides](z)
     version = over._version
-    write_gradient(over, over, 1.0, True, gather_gradient(column, g), *rest, step=4)
+    write_gradient(over, over, *of_rows(*rest, gather_gradient(column, g)), 1.0, True, step=4)
     assert torch.equal(over, want) and over._version > version
 
 
@@ -111,7 +117,7 @@ def test_columns_outside_of_the_shard_are_not_written():
     z = normal(4, 11).float().to(DEVICE)
     column, (g, *rest) = given_to(z, 3)
     around = torch.full((4, 20), 5.0, device=DEVICE)
-    write_gradient(around[:, 4:15], z, 1.0, True, gather_gradient(column, g), *rest, step=4)
+    write_gradient(around[:, 4:15], z, *of_rows(*rest, gather_gradient(column, g)), 1.0, True, step=4)
     assert torch.equal(around[:, :4], torch.full((4, 4), 5.0, device=DEVICE))
     assert torch.equal(around[:, 15:], torch.full((4, 5), 5.0, device=DEVICE))
 
@@ -122,9 +128,8 @@ def test_an_empty_shard_has_nothing_to_write(shape):
     rows = [torch.zeros(shape[0], device=DEVICE)] * 2
     column = torch.full((shape[0], 1), -1, dtype=torch.int32, device=DEVICE)
     out = torch.empty_like(z)
-    write_gradient(
-        out, z, 1.0, True, gather_gradient(column, torch.ones(shape[0], 1, device=DEVICE)), *rows, None, None
-    )
+    at_ids = gather_gradient(column, torch.ones(shape[0], 1, device=DEVICE))
+    write_gradient(out, z, st.Normaliser(*rows), at_ids, None, 1.0, True)
     assert out.shape == shape
 
 

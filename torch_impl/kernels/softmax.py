@@ -144,13 +144,11 @@ class GatherGradient(Protocol):
 def write_gradient(
     out: Float[Tensor, "n v"],
     block: Float[Tensor, "n v"],
+    normaliser: tuple[Float[Tensor, " n"], Float[Tensor, " n"]],
+    at_ids: GatherGradient | None,
+    entropy: tuple[Float[Tensor, " n"], Float[Tensor, " n"]] | None,
     temperature: float,
     normalised: bool,
-    at_ids: GatherGradient | None,
-    largest: Float[Tensor, " n"],
-    log_total: Float[Tensor, " n"],
-    depth: Float[Tensor, " n"] | None,
-    g_entropy: Float[Tensor, " n"] | None,
     step: int = GRADIENT_STEP,
 ) -> None:
     """out = (sum_t g_t (1[v=t] - p) + g_h p (log p - h)) / temperature; out may be the block."""
@@ -158,13 +156,13 @@ def write_gradient(
     if not n or not v:  # a grid of no programs
         return
     # A kernel takes every pointer: `unread` stands for absent tensors, which the constexpr flags exclude.
-    unread = largest
+    unread = largest = normaliser.largest
     k = 0 if at_ids is None else at_ids.column.shape[-1]
     column, g_same, total = (unread,) * 3 if at_ids is None else (at_ids.column, at_ids.g_same, at_ids.g_total)
-    slope = (unread, unread) if depth is None or g_entropy is None else (depth, g_entropy)
+    slope = (unread, unread) if entropy is None else entropy
     heat = torch.full((1,), temperature, dtype=largest.dtype, device=largest.device)
-    of_rows = [x.contiguous() for x in (largest, log_total, *slope, column, g_same)]
-    settings = dict(IS_HEATED=temperature != 1.0, IS_NORMALISED=normalised, WITH_ENTROPY=slope[0] is not unread)
+    of_rows = [x.contiguous() for x in (*normaliser, *slope, column, g_same)]
+    settings = dict(IS_HEATED=temperature != 1.0, IS_NORMALISED=normalised, WITH_ENTROPY=entropy is not None)
     width = min(step, triton.next_power_of_2(v))
     with torch.cuda.device_of(block):
         # Before the first kernel: `out` may be `block`, and the second kernel reads logits at the ids.

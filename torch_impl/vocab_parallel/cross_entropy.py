@@ -67,8 +67,8 @@ class DistributedCrossEntropy(torch.autograd.Function):
         for part, (student_block, target_block) in aligned_row_blocks((student, target), rows_per_block(student, None)):
             # q and p are computed again from the logits, block by block: no probability is saved.
             m_q, log_total_q, m_p, log_total_p, g = (x[part] for x in per_row)
-            log_q = st.block_depths(_no_narrower(student_block, g.dtype), m_q, 1.0).sub_(log_total_q)
-            log_p = st.block_depths(_no_narrower(target_block, g.dtype), m_p, 1.0).sub_(log_total_p)
+            log_q = st.block_depths(_no_narrower(student_block, g.dtype), m_q).sub_(log_total_q)
+            log_p = st.block_depths(_no_narrower(target_block, g.dtype), m_p).sub_(log_total_p)
             gradient[part] = _difference(log_q, log_p).mul_(g)
         return gradient.view(student.shape), None, None, None
 

@@ -108,29 +108,28 @@ def backward(ctx: Any, *cotangents: Tensor | None) -> Tensor:
     gradient = None if options.inplace_gradient else logits.new_empty(largest.numel(), logits.shape[-1])
     g_logprob = None if column is None else cotangents[0]
     g_entropy = cotangents[-1] if options.with_entropy else None
-    g_entropy = None if g_entropy is None else g_entropy.reshape(-1)
+    entropy = None if g_entropy is None else EntropyGradient(depth, g_entropy.reshape(-1))
     at_ids = None
     if g_logprob is not None and column is not None and column.numel():
         at_ids = gather_gradient(column, g_logprob.reshape(column.shape))
     backend = backend_of(options, logits)
     write = implementation_of(write_gradient, backend)
     for part, block in row_blocks(logits, rows_at_once(logits, options.chunk_size, backend)):
-        rows = (None if x is None else rows_of(x, part) for x in (largest, log_total, depth, g_entropy))
         out = block if gradient is None else rows_of(gradient, part)
-        write(out, block, options.temperature, options.normalised, at_ids and at_ids.rows(part), *rows)
+        rows = st.Normaliser(rows_of(largest, part), rows_of(log_total, part))
+        of_part = (None if x is None else x.rows(part) for x in (at_ids, entropy))
+        write(out, block, rows, *of_part, options.temperature, options.normalised)
     return logits if gradient is None else gradient.view(logits.shape)
 
 
 def write_gradient(
     out: Float[Tensor, "n v"],
     block: Float[Tensor, "n v"],
+    normaliser: st.Normaliser,
+    at_ids: GatherGradient | None,
+    entropy: EntropyGradient | None,
     temperature: float,
     normalised: bool,
-    at_ids: GatherGradient | None,
-    largest: Float[Tensor, " n"],
-    log_total: Float[Tensor, " n"],
-    depth: Float[Tensor, " n"] | None,
-    g_entropy: Float[Tensor, " n"] | None,
 ) -> None:
     """out = (sum_t g_t (1[v=t] - p) + g_h p (log p - h)) / temperature; out may be the block.
 
@@ -139,43 +138,53 @@ def write_gradient(
     """
     if block.shape[-1] == 0:
         return
-    shift = largest.unsqueeze(-1)
-    target = out if out.dtype == largest.dtype else None
-    # 1. The gradient at the ids, while their logits are still there.
-    index = term = is_ignored = None
+    buffer = out if out.dtype == normaliser.largest.dtype else None
+    # 1. The gradient at the ids, while their logits are still there: `out` may be the block.
+    index = term = None
     if at_ids is not None:
         index = st.index_of(at_ids.column)
-        z_t = block.gather(-1, index).to(shift.dtype)
-        term = _terms_at_ids(z_t, at_ids, temperature, normalised, shift, log_total, depth, g_entropy)
-        is_ignored = at_ids.is_ignored
-    # 2. Everywhere else p (g_h (log p - h) - g), p = exp(b - log_total) and b = (z - m) / temperature. What is the
-    #    same for a whole row is multiplied in once per row.
-    total = log_total.exp() if temperature == 1.0 else log_total.exp().mul_(temperature)
+        z_t = block.gather(-1, index).to(normaliser.largest.dtype)
+        term = _terms_at_ids(z_t, normaliser, at_ids, entropy, temperature, normalised)
+    # 2. The gradient of every column, as if it were no id's; then that at the ids.
     g = at_ids.g_total if at_ids is not None and normalised else None
-    if g_entropy is not None and depth is not None:
-        depths = st.block_depths_base_2(block, shift, temperature)
-        p = depths.exp2()
-        offset = depth * g_entropy if g is None else torch.addcmul(g, depth, g_entropy)
-        slope = (g_entropy / (st.LOG2_E * total)).unsqueeze(-1)
-        gradient = torch.addcmul((offset / total).neg_().unsqueeze(-1), st.with_floor(depths), slope, out=depths).mul_(
-            p
-        )
-        # Where the cotangent of the entropy is 0, as at a dropped position, the gradient is 0 even if the row is NaN.
-        is_unused = (g_entropy == 0).unsqueeze(-1)
-        is_ignored = is_unused if is_ignored is None else is_ignored & is_unused
-    elif g is not None:
-        gradient = (
-            st.block_depths_base_2(block, shift, temperature, target).exp2_().mul_((g / total).neg_().unsqueeze(-1))
-        )
-    else:
-        gradient = torch.zeros(block.shape, dtype=shift.dtype, device=block.device)
+    gradient = _terms_of_no_id(block, normaliser, g, entropy, temperature, buffer)
     if index is not None and term is not None:
         gradient.scatter_(-1, index, term)
-    # 3. Rows whose ids are all outside the vocabulary are set to 0, not multiplied by 0, since 0 * NaN is NaN.
-    if is_ignored is not None:
-        zero_rows(gradient, is_ignored)
-    if gradient is not target:
+    # 3. Rows of which nothing is differentiated, as at ids outside the vocabulary and dropped positions, are set to 0,
+    #    not multiplied by 0, since 0 * NaN is NaN.
+    unused = [x.is_unused for x in (at_ids, entropy) if x is not None]
+    if unused:
+        zero_rows(gradient, unused[0] if len(unused) == 1 else unused[0] & unused[1])
+    if gradient is not buffer:
         out.copy_(gradient)
+
+
+def _terms_of_no_id(
+    block: Float[Tensor, "n v"],
+    normaliser: st.Normaliser,
+    g: Float[Tensor, " n"] | None,
+    entropy: EntropyGradient | None,
+    temperature: float,
+    buffer: Float[Tensor, "n v"] | None,
+) -> Float[Tensor, "n v"]:
+    """p (g_h (log p - h) - g) / temperature: the gradient at a column that is no id; in `buffer` where there is one.
+
+    With b = (z - m) / temperature it is exp(b) (g_h (b - d) - g) / total. What is the same for a whole row is
+    multiplied in once per row.
+    """
+    shift = normaliser.largest.unsqueeze(-1)
+    total = normaliser.log_total.exp().mul_(temperature)
+    if entropy is None:
+        if g is None:
+            return torch.zeros(block.shape, dtype=shift.dtype, device=block.device)
+        terms = st.block_depths_base_2(block, shift, temperature, buffer).exp2_()
+        return terms.mul_((g / total).neg_().unsqueeze(-1))
+    depths = st.block_depths_base_2(block, shift, temperature)
+    terms = depths.exp2()
+    offset = entropy.depth * entropy.g if g is None else torch.addcmul(g, entropy.depth, entropy.g)
+    slope = (entropy.g / (st.LOG2_E * total)).unsqueeze(-1)
+    row_offset = (offset / total).neg_().unsqueeze(-1)
+    return torch.addcmul(row_offset, st.with_floor(depths), slope, out=depths).mul_(terms)
 
 
 def _score(z_t: Float[Tensor, "*a"], normaliser: st.Normaliser, options: LogprobOptions) -> Float[Tensor, "*a"]:
@@ -183,6 +192,21 @@ def _score(z_t: Float[Tensor, "*a"], normaliser: st.Normaliser, options: Logprob
     if options.normalised:
         return st.logprob_of(z_t, normaliser, options.temperature)
     return st.zero_outside_vocabulary(z_t, z_t, normaliser.largest)
+
+
+class EntropyGradient(NamedTuple):
+    """The cotangent of the entropy, and the mean depth that its gradient is relative to."""
+
+    depth: Float[Tensor, " n"]
+    g: Float[Tensor, " n"]
+
+    @property
+    def is_unused(self) -> Bool[Tensor, "n 1"]:
+        return (self.g == 0).unsqueeze(-1)
+
+    def rows(self, part: slice) -> EntropyGradient:
+        """Some of the rows."""
+        return EntropyGradient(rows_of(self.depth, part), rows_of(self.g, part))
 
 
 class GatherGradient(NamedTuple):
@@ -198,14 +222,14 @@ class GatherGradient(NamedTuple):
     g_same: Float[Tensor, "n k"]
     g_other: Float[Tensor, "n k"] | None  # None where k is 1
     g_total: Float[Tensor, " n"]
-    is_ignored: Bool[Tensor, "n 1"]  # rows that look up out-of-vocabulary ids alone
+    is_unused: Bool[Tensor, "n 1"]  # rows that look up out-of-vocabulary ids alone
 
     def rows(self, part: slice) -> GatherGradient:
         """Some of the rows."""
         if part.stop - part.start == len(self.column):
             return self
         g_other = None if self.g_other is None else self.g_other[part]
-        return GatherGradient(self.column[part], self.g_same[part], g_other, self.g_total[part], self.is_ignored[part])
+        return GatherGradient(self.column[part], self.g_same[part], g_other, self.g_total[part], self.is_unused[part])
 
 
 def gather_gradient(column: Int[Tensor, "n k"], g: Float[Tensor, "n k"]) -> GatherGradient:
@@ -229,19 +253,17 @@ def gather_gradient(column: Int[Tensor, "n k"], g: Float[Tensor, "n k"]) -> Gath
     slot = torch.arange(column.shape[-1], device=column.device)
     source = torch.where(column >= 0, slot, order[:, -1:])
     g_other = (before + after).gather(-1, source)
-    is_ignored = is_outside.all(-1, keepdim=True)
-    return GatherGradient(column.gather(-1, source), g_same.gather(-1, source), g_other, g.sum(-1), is_ignored)
+    is_unused = is_outside.all(-1, keepdim=True)
+    return GatherGradient(column.gather(-1, source), g_same.gather(-1, source), g_other, g.sum(-1), is_unused)
 
 
 def _terms_at_ids(
     z_t: Float[Tensor, "n k"],
+    normaliser: st.Normaliser,
     at_ids: GatherGradient,
+    entropy: EntropyGradient | None,
     temperature: float,
     normalised: bool,
-    shift: Float[Tensor, "n 1"],
-    log_total: Float[Tensor, " n"],
-    depth: Float[Tensor, " n"] | None,
-    g_entropy: Float[Tensor, " n"] | None,
 ) -> Float[Tensor, "n k"]:
     """The gradient at each id: (g_same (1 - p) - p g_other + g_h p (log p - h)) / temperature.
 
@@ -249,10 +271,10 @@ def _terms_at_ids(
     (-p g + g_h p (log p - h)) / temperature.
     """
     is_here = at_ids.column >= 0
-    if not normalised and g_entropy is None:
+    if not normalised and entropy is None:
         return at_ids.g_same.where(is_here, 0.0).div_(temperature)
-    b = st.depths_of(z_t, shift, temperature)
-    log_p = b - log_total.unsqueeze(-1)
+    b = st.depths_of(z_t, normaliser.largest.unsqueeze(-1), temperature)
+    log_p = b - normaliser.log_total.unsqueeze(-1)
     p = log_p.exp()
     if normalised:
         # -expm1(log p), not 1 - p, which loses all digits where p is almost 1.
@@ -261,10 +283,10 @@ def _terms_at_ids(
             term -= p * at_ids.g_other
     else:
         term = at_ids.g_same.where(is_here, 0.0)
-    if g_entropy is not None and depth is not None:
+    if entropy is not None:
         # A masked logit has gradient 0: 0 log 0 is 0.
-        slope = p * (b.clamp_min(st.LOWEST_DEPTH) - depth.unsqueeze(-1))
-        term += slope * g_entropy.unsqueeze(-1)
+        slope = p * (b.clamp_min(st.LOWEST_DEPTH) - entropy.depth.unsqueeze(-1))
+        term += slope * entropy.g.unsqueeze(-1)
     return term if temperature == 1.0 else term.div_(temperature)
 
 

@@ -325,8 +325,8 @@ def _turn_into_gradient(
     """Logits of a chunk, overwritten by their gradient, which is rounded once."""
     write = block_function(write_gradient, FULL_ROWS, logits)
     for rows, block in _blocks(logits, part):
-        largest, log_total = normaliser.largest[rows], normaliser.log_total[rows]
-        write(block, block, 1.0, True, at_ids.rows(rows), largest, log_total, None, None)
+        of_rows = st.Normaliser(normaliser.largest[rows], normaliser.log_total[rows])
+        write(block, block, of_rows, at_ids.rows(rows), None, 1.0, True)
 
 
 def _add_product(total: Float[Tensor, "v d"], d_logits: Float[Tensor, "m v"], rows: Float[Tensor, "m d"]) -> None:

@@ -25,7 +25,7 @@ from torch_impl.vocab_parallel import fused_logprob
 from torch_impl.vocab_parallel import statistics as st
 from torch_impl.vocab_parallel.filter_bounds import Candidates, Limits, limits_of, ordinals
 from torch_impl.vocab_parallel.fused_logprob import LogprobOptions, block_function, gather_gradient, write_gradient
-from torch_impl.vocab_parallel.statistics import row_blocks, rows_per_block
+from torch_impl.vocab_parallel.statistics import Normaliser, row_blocks, rows_per_block
 from torch_impl.vocab_parallel.topk_by_lists import topk_by_lists
 from torch_impl.vocab_parallel.topk_by_radix import topk_by_radix
 from torch_impl.vocab_parallel.vocab_range import ChunkSize, VocabEnd, VocabStart, all_gather_range
@@ -213,8 +213,8 @@ def backward(ctx: Any, cotangent: Tensor) -> Float[Tensor, "*a v"]:
         # Which tokens are kept is recomputed: a mask of all logits would be the largest thing saved.
         is_kept_here = is_kept(block, threshold[part], last_tie[part])
         masked = block.masked_fill(~is_kept_here, -math.inf)
-        rows = largest[part], log_total[part], None, None
-        write(gradient[part], masked, options.temperature, True, at_ids.rows(part), *rows)
+        normaliser = Normaliser(largest[part], log_total[part])
+        write(gradient[part], masked, normaliser, at_ids.rows(part), None, options.temperature, True)
     return gradient.view(logits.shape)
 
 

@@ -76,5 +76,5 @@ def _normaliser(logits: Tensor, group: ProcessGroup) -> Normaliser:
 def _log_p(block: Tensor, normaliser: Normaliser, part: slice) -> Tensor:
     """Log-probabilities of one row block, in the accumulation dtype."""
     # Two subtractions, in this order: z - m is exact near the maximum, where lse alone would have lost digits.
-    depths = block_depths(block, normaliser.largest[part].unsqueeze(-1), 1.0)
+    depths = block_depths(block, normaliser.largest[part].unsqueeze(-1))
     return depths.sub_(normaliser.log_total[part].unsqueeze(-1))

@@ -118,12 +118,14 @@ def depths_of(z: Float[Tensor, "*n"], largest: Float[Tensor, "*#n"], temperature
 
 
 def block_depths(
-    block: Float[Tensor, "n v"], largest: Float[Tensor, "n 1"], temperature: float
+    block: Float[Tensor, "n v"], largest: Float[Tensor, "n 1"], out: Float[Tensor, "n v"] | None = None
 ) -> Float[Tensor, "n v"]:
-    """Depths of a block of logits of any dtype, (z - m) / temperature, in float32 or wider."""
-    wide = block.to(accumulator(block.dtype))
-    difference = wide - largest if wide.dtype == block.dtype else wide.sub_(largest)  # a copy is not copied again
-    return difference if temperature == 1.0 else difference.div_(temperature)
+    """Depths z - m of a block of logits in the dtype of m; in `out` if it is given and the block has that dtype."""
+    if block.dtype != largest.dtype:
+        return block.to(largest.dtype).sub_(largest)
+    if out is None or torch.compiler.is_compiling():
+        return block - largest
+    return torch.sub(block, largest, out=out)
 
 
 def block_depths_base_2(
@@ -134,16 +136,9 @@ def block_depths_base_2(
 ) -> Float[Tensor, "n v"]:
     """Depths in base 2, log2(e) (z - m) / temperature, in float32 or wider: the terms of the softmax are exp2 of them.
 
-    On a CPU exp2 takes a quarter of the time of exp, and dividing by the temperature adds nothing to it. The result is
-    written into `out` if it is given and no conversion of dtype is needed.
+    On a CPU exp2 takes a quarter of the time of exp, and dividing by the temperature adds nothing to it.
     """
-    if block.dtype != largest.dtype:
-        difference = block.to(largest.dtype).sub_(largest)
-    elif out is None or torch.compiler.is_compiling():
-        difference = block - largest
-    else:
-        difference = torch.sub(block, largest, out=out)
-    return difference.mul_(LOG2_E / temperature)
+    return block_depths(block, largest, out).mul_(LOG2_E / temperature)
 
 
 def argmax(x: Float[Tensor, "n v"]) -> Int[Tensor, "n 1"]:
@@ -202,7 +197,7 @@ def local_cross_depth(
 ) -> Float[Tensor, " n"]:
     """x_r: the depth of q's logits below their largest, under the local softmax of p's; 0 for an empty shard."""
     m_q, m_p = (torch.where(m.isfinite(), m, 0.0).unsqueeze(-1) for m in (m_q, m_p))
-    depths, terms = block_depths(q_block, m_q, 1.0), block_depths(p_block, m_p, 1.0).exp_()
+    depths, terms = block_depths(q_block, m_q), block_depths(p_block, m_p).exp_()
     masked = depths == -math.inf
     cross_depth = terms.mul_(depths.masked_fill_(masked, 0.0)).sum(-1) / (1.0 + rest_p)
     # Tested on the logits, not on p: where p underflows to 0 in float32 but not in float64, the two would disagree.

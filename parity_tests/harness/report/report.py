@@ -178,8 +178,6 @@ class Report:
         return Group(*parts)
 
     def _repr_html_(self) -> str:
-        from parity_tests.harness.report.report import html
-
         return html(self)
 
     def _heading(self) -> str:

@@ -60,7 +60,7 @@ BUGS = (
     InjectedBug(
         name="entropy of masked columns counts",
         kind="border",
-        at="vocab_parallel:write_gradient",
+        at="vocab_parallel:_terms_of_no_id",
         old="st.with_floor(depths), slope",
         new="depths.clone(), slope",
         expect="gradient: not finite",
