@@ -149,12 +149,12 @@ def write_gradient(
     g = at_ids.g_total if at_ids is not None and normalised else None
     gradient = _terms_of_no_id(block, normaliser, g, entropy, temperature, buffer)
     if index is not None and term is not None:
-        gradient.scatter_(-1, index, term)
+        gradient = _put(gradient, index, term)
     # 3. Rows of which nothing is differentiated, as at ids outside the vocabulary and dropped positions, are set to 0,
     #    not multiplied by 0, since 0 * NaN is NaN.
     unused = [x.is_unused for x in (at_ids, entropy) if x is not None]
     if unused:
-        zero_rows(gradient, unused[0] if len(unused) == 1 else unused[0] & unused[1])
+        gradient = zero_rows(gradient, unused[0] if len(unused) == 1 else unused[0] & unused[1])
     if gradient is not buffer:
         out.copy_(gradient)
 
@@ -290,8 +290,17 @@ def _terms_at_ids(
     return term if temperature == 1.0 else term.div_(temperature)
 
 
+def _put(gradient: Float[Tensor, "n v"], index: Int[Tensor, "n k"], term: Float[Tensor, "n k"]) -> Float[Tensor, "n v"]:
+    """The terms at the ids' columns, in place if eager. Compiled, a comparison is fused, and a scatter is not."""
+    if torch.compiler.is_compiling() and index.shape[-1] == 1:
+        return torch.where(torch.arange(gradient.shape[-1], device=gradient.device) == index, term, gradient)
+    return gradient.scatter_(-1, index, term)
+
+
 def zero_rows(x: Float[Tensor, "n v"], rows: Bool[Tensor, "n 1"]) -> Float[Tensor, "n v"]:
-    """Set some rows to 0, in place, also where they are NaN."""
+    """Set some rows to 0, in place if eager, also where they are NaN."""
+    if torch.compiler.is_compiling():
+        return x.masked_fill(rows, 0.0)
     if x.shape[-1] < SHORT_ROW:
         return x.masked_fill_(rows, 0.0)
     # By a bitwise and with 0 or all ones: on a CPU masked_fill_ takes ten times as long on long rows.

@@ -36,7 +36,7 @@ from torch_impl.collectives.plain import stacked
 LOG2_E = math.log2(math.e)
 LOWEST_DEPTH = -(2.0**14)  # 2 ** LOWEST_DEPTH is 0 in float64, and products with LOWEST_DEPTH are finite
 
-LONG_ROW, STRETCH = 4096, 64  # columns of a row that is searched in stretches, and of a stretch
+LONG_ROW, STRETCH = 4096, 256  # columns of a row that is searched in stretches, and of a stretch
 
 ON_ANOTHER_RANK = -1  # column of an id that is not among this rank's
 OUT_OF_VOCABULARY = -2  # column of an id that is on no rank
@@ -167,25 +167,46 @@ def local_statistics(
     """Rows m_r and R_r, then k rows z_t if there are columns, then d_r with the entropy."""
     if block.shape[-1] == 0:
         return _statistics_of_no_columns(block, column, with_entropy)
-    # 1. The largest logit.
-    wide = block.to(accumulator(block.dtype))
-    at_largest = argmax(wide)
-    largest = wide.gather(-1, at_largest)
-    # 2. R_r. A row of -inf is shifted by 0: -inf - -inf would be NaN.
-    depths = block_depths_base_2(wide, largest.nan_to_num(0.0, 0.0, 0.0), temperature)
-    del wide  # frees a block before the next one is allocated
-    terms = depths.exp2() if with_entropy else depths.exp2_()
-    rest = terms.scatter_(-1, at_largest, 0.0).sum(-1, keepdim=True)
+    # 1. The largest logit, and R_r with its terms.
+    sums = _compiled_sums if torch.compiler.is_compiling() else _eager_sums
+    largest, rest, depths, terms = sums(block.to(accumulator(block.dtype)), temperature, with_entropy)
     numbers = [largest, rest]
-    # 3. The logits at the ids.
+    # 2. The logits at the ids.
     if column is not None:
         z_t = block.gather(-1, index_of(column)).to(rest.dtype)
         numbers.append(z_t.masked_fill_(column < 0, math.inf))
-    # 4. d_r. The term of the largest logit was set to 0 above; it is 0 here anyway, since its depth is 0.
+    # 3. d_r. The term of the largest logit was set to 0 above; it is 0 here anyway, since its depth is 0.
     if with_entropy:
         depth = terms.mul_(with_floor(depths)).sum(-1, keepdim=True)
         numbers.append(depth / (LOG2_E * (1.0 + rest)))
     return torch.cat(numbers, dim=-1).mT
+
+
+def _eager_sums(wide: Float[Tensor, "n v"], temperature: float, keeps_depths: bool) -> tuple[Tensor, ...]:
+    """m_r, R_r, binary depths and terms of a block; the term of one largest logit is set to 0."""
+    at_largest = argmax(wide)
+    largest = wide.gather(-1, at_largest)
+    depths = block_depths_base_2(wide, _finite(largest), temperature)
+    terms = depths.exp2() if keeps_depths else depths.exp2_()
+    return largest, terms.scatter_(-1, at_largest, 0.0).sum(-1, keepdim=True), depths, terms
+
+
+def _compiled_sums(wide: Float[Tensor, "n v"], temperature: float, keeps_depths: bool) -> tuple[Tensor, ...]:
+    """The same in two passes over the logits once they are fused, where an argmax and a scatter would be passes apart.
+
+    The terms of all columns that have the largest logit are set to 0; all but one of them are 1 and added by number.
+    """
+    largest = wide.amax(-1, keepdim=True)
+    is_largest = wide == largest
+    depths = block_depths_base_2(wide, _finite(largest), temperature)
+    terms = depths.exp2().masked_fill(is_largest, 0.0)
+    equal_ones = (is_largest.to(terms.dtype).sum(-1, keepdim=True) - 1.0).masked_fill(largest == -math.inf, 0.0)
+    return largest, terms.sum(-1, keepdim=True) + equal_ones, depths, terms
+
+
+def _finite(largest: Float[Tensor, "n 1"]) -> Float[Tensor, "n 1"]:
+    """What a row is shifted by: 0 for a row of -inf, where -inf - -inf would be NaN."""
+    return largest.nan_to_num(0.0, 0.0, 0.0)
 
 
 def local_cross_depth(

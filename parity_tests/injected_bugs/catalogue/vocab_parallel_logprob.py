@@ -53,9 +53,9 @@ BUGS = (
     InjectedBug(
         name="local sum counts its largest term",
         kind="statistic",
-        at="vocab_parallel:local_statistics",
-        old="rest = terms.scatter_(-1, at_largest, 0.0).sum(-1, keepdim=True)",
-        new="rest = terms.sum(-1, keepdim=True)",
+        at="vocab_parallel:_eager_sums",
+        old="terms.scatter_(-1, at_largest, 0.0).sum(-1, keepdim=True)",
+        new="terms.sum(-1, keepdim=True)",
         expect="value: ",
     ),
     InjectedBug(
@@ -198,8 +198,8 @@ BUGS = (
     InjectedBug(
         name="masked column has a term of its own",
         kind="border",
-        at="vocab_parallel:local_statistics",
-        old="terms = depths.exp2() if with_entropy else depths.exp2_()",
+        at="vocab_parallel:_eager_sums",
+        old="terms = depths.exp2() if keeps_depths else depths.exp2_()",
         new="terms = depths.clamp_min(-1.0).exp2()",
         expect="value: ",
     ),
@@ -214,7 +214,7 @@ BUGS = (
     InjectedBug(
         name="masked shard shifted by minus infinity",
         kind="border",
-        at="vocab_parallel:local_statistics",
+        at="vocab_parallel:_finite",
         old="largest.nan_to_num(0.0, 0.0, 0.0)",
         new="largest",
         expect="value: not finite",
@@ -328,7 +328,7 @@ BUGS = (
     InjectedBug(
         name="no shift before exp",
         kind="precision",
-        at="vocab_parallel:local_statistics",
+        at="vocab_parallel:_eager_sums",
         old="largest = wide.gather(-1, at_largest)\n",
         new="largest = torch.zeros_like(at_largest, dtype=wide.dtype)\n",
         expect="value: ",
@@ -337,8 +337,8 @@ BUGS = (
         name="row statistics in the logits' own dtype",
         kind="precision",
         at="vocab_parallel:local_statistics",
-        old="wide = block.to(accumulator(block.dtype))\n    at",
-        new="wide = block\n    at",
+        old="sums(block.to(accumulator(block.dtype)), ",
+        new="sums(block, ",
         expect="value: within what bfloat16 accumulation may do",
     ),
     InjectedBug(
