@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import P2POp, ProcessGroup, Work
 
 from torch_impl.collectives.lengths import dim_from_front, lengths_of_ranks, lengths_to_gather, lengths_to_scatter
@@ -69,11 +68,10 @@ class _AllToAll(torch.autograd.Function):
         return _exchanged(x, group, split_dim, concat_dim, sent, received)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         # Each shard of the cotangent goes back to the rank that sent it: dims and lengths are swapped.
         (split_dim, concat_dim), (sent, received) = ctx.dims, ctx.lengths
-        gradient = _exchanged(cotangent, ctx.group, concat_dim, split_dim, received, sent)
+        gradient = _AllToAll.apply(cotangent, ctx.group, concat_dim, split_dim, received, sent)
         return gradient, None, None, None, None, None
 
 
@@ -159,9 +157,8 @@ class _RingShift(torch.autograd.Function):
         return _shifted(x, group, shift)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None]:
-        return _shifted(cotangent, ctx.group, -ctx.shift), None, None
+        return _RingShift.apply(cotangent, ctx.group, -ctx.shift), None, None
 
 
 def _shifted(x: Tensor, group: ProcessGroup, shift: int) -> Tensor:

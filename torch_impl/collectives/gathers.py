@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives.lengths import dim_from_front, lengths_to_gather, lengths_to_scatter
@@ -43,7 +42,7 @@ def all_gather(
     """
     dim = dim_from_front("collectives.all_gather", "dim", dim, x)
     lengths = lengths_to_gather("collectives.all_gather", "lengths", lengths, x, dim, group)
-    return _AllGather.apply(x, group, out, dim, lengths)
+    return AllGather.apply(x, group, out, dim, lengths)
 
 
 # reduce_scatter: P -> V
@@ -72,37 +71,45 @@ def reduce_scatter(
     """
     dim = dim_from_front("collectives.reduce_scatter", "dim", dim, x)
     lengths = lengths_to_scatter("collectives.reduce_scatter", "lengths", lengths, x, dim, group)
-    return _ReduceScatter.apply(x, group, dim, lengths)
+    return ReduceScatter.apply(x, group, dim, lengths)
 
 
-class _AllGather(torch.autograd.Function):
+class AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, out: str, dim: int, lengths: list[int]) -> Tensor:
         ctx.group, ctx.out, ctx.dim, ctx.lengths = group, out, dim, lengths
         return gathered(x, group, dim, lengths)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         # "R": the ranks' cotangents are addends of the gradient of the full tensor; this rank needs its shard of it.
-        if ctx.out == "R":
-            gradient = scattered_sum(cotangent, ctx.group, ctx.dim, ctx.lengths)
-        else:
-            # "I": every rank has the full gradient already; nothing is sent.
-            rank = ctx.group.rank()
-            shard = cotangent.narrow(ctx.dim, sum(ctx.lengths[:rank]), ctx.lengths[rank])
-            gradient = shard.clone(memory_format=torch.contiguous_format)  # a view: x.grad would alias the cotangent
-        return gradient, None, None, None, None
+        # "I": every rank has the full gradient already; nothing is sent.
+        shard_of = ReduceScatter if ctx.out == "R" else _Shard
+        return shard_of.apply(cotangent, ctx.group, ctx.dim, ctx.lengths), None, None, None, None
 
 
-class _ReduceScatter(torch.autograd.Function):
+class _Shard(torch.autograd.Function):
+    """This rank's shard of a tensor that all ranks have, `axis=I`: the transpose of an all_gather to "I"."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int, lengths: list[int]) -> Tensor:
+        ctx.group, ctx.dim, ctx.lengths = group, dim, lengths
+        rank = group.rank()
+        shard = x.narrow(dim, sum(lengths[:rank]), lengths[rank])
+        return shard.clone(memory_format=torch.contiguous_format)  # a view: a gradient would alias the cotangent
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        return AllGather.apply(cotangent, ctx.group, "I", ctx.dim, ctx.lengths), None, None, None
+
+
+class ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int, lengths: list[int]) -> Tensor:
         ctx.group, ctx.dim, ctx.lengths = group, dim, lengths
         return scattered_sum(x, group, dim, lengths)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         # x is one addend of the sum, so its gradient is the full cotangent.
-        return gathered(cotangent, ctx.group, ctx.dim, ctx.lengths), None, None, None
+        return AllGather.apply(cotangent, ctx.group, "R", ctx.dim, ctx.lengths), None, None, None

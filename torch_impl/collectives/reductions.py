@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives.plain import summed, widened_copy
@@ -90,10 +89,27 @@ class _AllReduce(torch.autograd.Function):
         return summed(x, group)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None]:
-        gradient = summed(cotangent, ctx.group) if ctx.out == "R" else cotangent
-        return gradient, None, None
+        if ctx.out == "R":
+            return _AllReduce.apply(cotangent, ctx.group, "R"), None, None
+        return replicated(cotangent, ctx.group), None, None
+
+
+# I -> R
+def replicated(x: Tensor, group: ProcessGroup) -> Tensor:
+    """x itself; if it requires grad, the ranks' cotangents are addends from here on. No collective; backward 1."""
+    return _Replicated.apply(x, group) if x.requires_grad else x
+
+
+class _Replicated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:
+        return _AllReduce.apply(cotangent, ctx.group, "I"), None
 
 
 class _Broadcast(torch.autograd.Function):
@@ -106,12 +122,24 @@ class _Broadcast(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        return _ToSource.apply(cotangent, ctx.group, ctx.src, ctx.out), None, None, None
+
+
+class _ToSource(torch.autograd.Function):
+    """The transpose of a broadcast: the cotangents' sum ("R") or one of them ("I") on rank src, zeros elsewhere."""
+
+    @staticmethod
+    def forward(ctx: Any, cotangent: Tensor, group: ProcessGroup, src: int, out: str) -> Tensor:
+        ctx.group, ctx.src, ctx.out = group, src, out
         gradient = widened_copy(cotangent)
-        if ctx.out == "R":
-            dist.reduce(gradient, op=dist.ReduceOp.SUM, group=ctx.group, group_dst=ctx.src)
+        if out == "R":
+            dist.reduce(gradient, op=dist.ReduceOp.SUM, group=group, group_dst=src)
         # What dist.reduce leaves in the buffer of another rank than src is unspecified.
-        if ctx.group.rank() != ctx.src:
+        if group.rank() != src:
             gradient = torch.zeros_like(gradient)
-        return gradient.to(cotangent.dtype), None, None, None
+        return gradient.to(cotangent.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        return _Broadcast.apply(cotangent, ctx.group, ctx.src, ctx.out), None, None, None

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from torch_impl.collectives import accumulator
 from torch_impl.context_parallel.block_kernels import cuda_backward, cuda_forward
 from torch_impl.context_parallel.block_schedule import Block, BlockSchedule, Places, Rows
 from torch_impl.context_parallel.key_exchange import Buffer, Exchange
+from torch_impl.contract.derivatives import first_derivative_only
 
 Heads = Float[Tensor, "b h s p"]
 KVHeads = Float[Tensor, "b hk keys p"]
@@ -65,7 +65,7 @@ class _BlockwiseAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, cotangent: Heads) -> tuple[Tensor | None, ...]:
         q, local_keys, out, lse = ctx.saved_tensors
         schedule: BlockSchedule = ctx.schedule

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import accumulator
 from torch_impl.contract import Group, Sharded, contract
+from torch_impl.contract.derivatives import first_derivative_only
 from torch_impl.vocab_parallel import statistics as st
 from torch_impl.vocab_parallel.fused_logprob import NOTHING_SAVED, LogprobOptions, block_function
 from torch_impl.vocab_parallel.statistics import aligned_row_blocks, rows_per_block
@@ -57,7 +57,7 @@ class DistributedCrossEntropy(torch.autograd.Function):
         return q.log_total - st.merged_cross_depth(m_q, m_p, rest_p, x_r, q, p)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.inference_only:
             raise RuntimeError(NOTHING_SAVED)

@@ -22,11 +22,11 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from torch_impl import kernels
 from torch_impl.collectives import accumulator
+from torch_impl.contract.derivatives import first_derivative_only
 from torch_impl.vocab_parallel import statistics as st
 from torch_impl.vocab_parallel.statistics import row_blocks, rows_of, rows_per_block
 
@@ -62,7 +62,7 @@ class FusedLogprob(torch.autograd.Function):
         return forward(ctx, logits, ids, options)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, ...]:
         return backward(ctx, *cotangents), None, None
 

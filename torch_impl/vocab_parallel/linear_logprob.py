@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import accumulator, uncast
 from torch_impl.collectives.plain import gathered, scattered_sum, summed
 from torch_impl.contract import Group, Sharded, ShardedIds, ShardedInt, contract, dtype_name
+from torch_impl.contract.derivatives import first_derivative_only
 from torch_impl.vocab_parallel import statistics as st
 from torch_impl.vocab_parallel.fused_logprob import (
     NOTHING_SAVED,
@@ -103,7 +103,7 @@ class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
         )
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden, d_weight = _backward(ctx, *grad_outputs)
         return d_hidden, None, d_weight, None, None, None, None, None
@@ -204,7 +204,7 @@ class _HiddenStatesToLogprobs(torch.autograd.Function):
         return _forward(ctx, hidden, target, weight, *settings)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden, d_weight = _backward(ctx, *grad_outputs)
         return d_hidden, None, d_weight, None, None, None, None, None

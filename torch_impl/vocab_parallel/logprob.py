@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from torch_impl import kernels
 from torch_impl.contract import Group, Positive, Sharded, ShardedIds, contract
+from torch_impl.contract.derivatives import first_derivative_only
 from torch_impl.vocab_parallel import fused_logprob
 from torch_impl.vocab_parallel.fused_logprob import FusedLogprob, LogprobOptions
 from torch_impl.vocab_parallel.vocab_range import ChunkSize, VocabEnd, VocabStart
@@ -117,7 +117,7 @@ class DistributedLogprob(torch.autograd.Function):
         return fused_logprob.forward(ctx, vocab_parallel_logits, target, options)[0]
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         return fused_logprob.backward(ctx, *grad_outputs), None, None, None, None, None, None
 
@@ -158,7 +158,7 @@ class ChunkedDistributedLogprob(torch.autograd.Function):
         return fused_logprob.forward(ctx, vocab_parallel_logits, target, options)[0]
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         return fused_logprob.backward(ctx, *grad_outputs), None, None, None, None, None, None, None
 
@@ -206,7 +206,7 @@ class ChunkedDistributedGatherLogprob(torch.autograd.Function):
         return fused_logprob.forward(ctx, vocab_parallel_logits, global_indices, options)[0]
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         return fused_logprob.backward(ctx, *grad_outputs), None, None, None, None, None, None
 
@@ -243,6 +243,6 @@ class ChunkedDistributedEntropy(torch.autograd.Function):
         return fused_logprob.forward(ctx, vocab_parallel_logits, None, options)[0]
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         return fused_logprob.backward(ctx, *grad_outputs), None, None, None

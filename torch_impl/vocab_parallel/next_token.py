@@ -18,12 +18,12 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int, Int64
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import all_gather
 from torch_impl.collectives.plain import gathered
 from torch_impl.contract import Group, Sharded, ShardedIds, ShardedInt, contract
+from torch_impl.contract.derivatives import first_derivative_only
 from torch_impl.contract.tensor_kinds import TensorKind
 from torch_impl.layouts import indivisible
 from torch_impl.layouts.index_arrays import inverted
@@ -163,7 +163,7 @@ class FilteredLogprob(torch.autograd.Function):
         return sampling.forward(ctx, logits, target, options, limits)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         return sampling.backward(ctx, cotangent), None, None, None
 

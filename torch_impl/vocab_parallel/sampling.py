@@ -17,10 +17,10 @@ from typing import Annotated, Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from torch_impl.contract import Group, Number, Positive, Sharded, ShardedIds, contract
+from torch_impl.contract.derivatives import first_derivative_only
 from torch_impl.vocab_parallel import fused_logprob
 from torch_impl.vocab_parallel import statistics as st
 from torch_impl.vocab_parallel.filter_bounds import Candidates, Limits, limits_of, ordinals
@@ -267,7 +267,7 @@ class DistributedLogprobWithSampling(torch.autograd.Function):
         return forward(ctx, vocab_parallel_logits, target, options, limits_of(top_k, top_p))
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         return backward(ctx, *grad_outputs), *(None,) * 8
 
@@ -308,7 +308,7 @@ class ChunkedDistributedLogprobWithSampling(torch.autograd.Function):
         return forward(ctx, vocab_parallel_logits, target, options, limits_of(top_k, top_p))
 
     @staticmethod
-    @once_differentiable
+    @first_derivative_only
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         return backward(ctx, *grad_outputs), *(None,) * 9
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from jaxtyping import Int64, Shaped
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from torch_impl.collectives.plain import gathered, scattered_sum
+from torch_impl.collectives.gathers import ReduceScatter
+from torch_impl.collectives.plain import gathered
 from torch_impl.contract import Group, NonNegativeInt, PositiveInt, ShardedAny, contract
 from torch_impl.kernels import rows_at
 from torch_impl.layouts import contiguous, dual_chunk_swap, indivisible
@@ -107,12 +107,11 @@ class GatherOverCp(torch.autograd.Function):
         return rows_at(rank_major, inverted(torch.cat(positions_of_ranks(local * cp, cp, tensor.device))), ctx.dim)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
         size, cp = grad_output.shape[ctx.dim], ctx.group.size()
         # The same in reverse. The result is replicated (R), so the gradient is the sum of all ranks' cotangents.
         rank_major = rows_at(grad_output, torch.cat(positions_of_ranks(size, cp, grad_output.device)), ctx.dim)
-        return scattered_sum(rank_major, ctx.group, ctx.dim, [size // cp] * cp), None, None
+        return ReduceScatter.apply(rank_major, ctx.group, ctx.dim, [size // cp] * cp), None, None
 
 
 def cp_shard(x: Shaped[Tensor, "*a"], rank: int, cp: int, dim: int = 1) -> Shaped[Tensor, "*b"]:

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int, Int64
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import accumulator
 from torch_impl.collectives.plain import stacked, summed
+from torch_impl.collectives.reductions import replicated
 from torch_impl.contract import Group, NonNegativeInt, Sharded, ShardedIds, contract
 from torch_impl.vocab_parallel.sequence_gather import GatherOverCp, cp_shard, rank_and_size, why_not_covered
 from torch_impl.vocab_parallel.statistics import index_of, local_column, row_blocks, rows_per_block
@@ -168,7 +168,7 @@ class LogitsAt(torch.autograd.Function):
         chunk_size: int | None,
     ) -> Float[Tensor, "*a k"]:
         column = local_column(ids, start, end)
-        ctx.like, ctx.chunk_size = (logits.shape, logits.dtype), chunk_size
+        ctx.like, ctx.chunk_size, ctx.group = (logits.shape, logits.dtype), chunk_size, group
         ctx.save_for_backward(column)
         z = torch.zeros(column.shape, dtype=accumulator(logits.dtype), device=logits.device)
         if logits.shape[-1]:
@@ -177,9 +177,10 @@ class LogitsAt(torch.autograd.Function):
         return z if group is None else summed(z, group)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         (column,), (shape, dtype) = ctx.saved_tensors, ctx.like
+        if cotangent.requires_grad:  # the transpose of a lookup, in operations that can be differentiated again
+            return _put_at(cotangent, column, shape, dtype, ctx.group), None, None, None, None, None
         rows = column.shape[:-1].numel(), column.shape[-1]
         g = torch.where(column >= 0, cotangent, 0.0).reshape(rows)
         index = index_of(column).reshape(rows)
@@ -189,6 +190,18 @@ class LogitsAt(torch.autograd.Function):
                 added = torch.zeros(block.shape, dtype=g.dtype, device=g.device).scatter_add_(-1, index[part], g[part])
                 block.copy_(added)
         return gradient, None, None, None, None, None
+
+
+def _put_at(
+    cotangent: Float[Tensor, "*a k"],
+    column: Int[Tensor, "*a k"],
+    shape: torch.Size,
+    dtype: torch.dtype,
+    group: ProcessGroup | None,
+) -> Float[Tensor, "*a v"]:
+    """The gradient of looked-up logits, differentiable by the cotangent, which all ranks of the group have."""
+    g = torch.where(column >= 0, cotangent if group is None else replicated(cotangent, group), 0.0)
+    return g.new_zeros(shape).scatter_add(-1, index_of(column), g).to(dtype)
 
 
 def local_ids(

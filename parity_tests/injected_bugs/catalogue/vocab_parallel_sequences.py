@@ -373,7 +373,7 @@ BUGS = (
         name="cotangent of a gathered sequence not summed over cp",
         kind="reduction",
         at="vocab_parallel:GatherOverCp.backward",
-        old="return scattered_sum(rank_major, ctx.group, ctx.dim, [size // cp] * cp), None, None",
+        old="return ReduceScatter.apply(rank_major, ctx.group, ctx.dim, [size // cp] * cp), None, None",
         new="own = rank_major.split(size // cp, ctx.dim)[ctx.group.rank()]\n"
         "        return own.contiguous(), None, None",
         expect="gradient: ",
@@ -382,8 +382,8 @@ BUGS = (
         name="cotangent of a gathered sequence averaged over cp",
         kind="scale",
         at="vocab_parallel:GatherOverCp.backward",
-        old="return scattered_sum(rank_major, ctx.group, ctx.dim, [size // cp] * cp), None, None",
-        new="return scattered_sum(rank_major, ctx.group, ctx.dim, [size // cp] * cp) / cp, None, None",
+        old="return ReduceScatter.apply(rank_major, ctx.group, ctx.dim, [size // cp] * cp), None, None",
+        new="return ReduceScatter.apply(rank_major, ctx.group, ctx.dim, [size // cp] * cp) / cp, None, None",
         expect="gradient: off by the constant factor",
     ),
     InjectedBug(
