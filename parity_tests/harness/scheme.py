@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from parity_tests.harness.declare import discover, from_contract, relations, validation
@@ -95,6 +96,8 @@ def scheme(
     engines: tuple[str, ...] = ("lockstep", "gloo", "nccl", "torchrun"),
     replicas: str = "bitwise",
     random: bool = False,
+    setup: Callable[[Any], Any] | None = None,
+    around: Callable[[Any], AbstractContextManager[Any]] | None = None,
 ) -> Callable[[Callable[..., Any]], Scheme]:
     """Declare that the decorated per-rank function means `reference`.
 
@@ -109,7 +112,9 @@ def scheme(
     narrows a dim to some sizes or ties it to others ("2*g"). `options` go to both sides, `rank_options` to the ranks
     alone. `reduction` names the dims that are summed over, `roundings` how often a value is stored in the tested dtype
     on its way: 1 where sums and intermediates are in float32 or wider, more where a softmax, a product or a norm is
-    stored in bfloat16 and used again. `random=True` says that the function draws random numbers.
+    stored in bfloat16 and used again. `random=True` says that the function draws random numbers. `setup(mesh)` runs
+    once per rank and mesh before the function, on every engine; `around(mesh)` returns a context manager, which each
+    rank enters for forward and backward.
 
     Errors: ValueError at declaration, `scheme '<name>': ...`, for whatever can be known to be wrong.
     """
@@ -131,6 +136,7 @@ def scheme(
         validation.check_draws(leaves, draw or {}, rejection)
         relations.check_dims(leaves, results, dims or {}, rejection)
         validation.check_choices(dtypes, engines, replicas, reduction, roundings, leaves, results, rejection)
+        validation.check_surroundings(setup, around, rejection)
         form = "dict" if isinstance(out_specs, Mapping) else "one" if isinstance(out_specs, str) else "tuple"
         draws = {arg.name: (draw or {}).get(arg.name, values()) for arg in leaves}
         declared = Scheme(
@@ -153,6 +159,8 @@ def scheme(
             engines=tuple(engines),
             replicas=replicas,
             random=random,
+            setup=setup,
+            around=around,
             file=fn.__code__.co_filename,
             line=fn.__code__.co_firstlineno,
             of_module=_is_being_executed(fn.__module__),

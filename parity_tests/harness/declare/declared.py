@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,6 +83,8 @@ class Declared:
     file: str
     line: int
     of_module: bool  # declared while its module was executed, not by a function that was called later
+    setup: Callable[[Any], Any] | None = None  # of the mesh; once per rank and mesh
+    around: Callable[[Any], AbstractContextManager[Any]] | None = None  # of the mesh; entered for forward and backward
 
     @property
     def key(self) -> str:

@@ -229,6 +229,25 @@ def check_choices(
             raise rejection(f"reduction has {name!r}; the dims are ({', '.join(sorted(dims))})")
 
 
+def check_surroundings(setup: Any, around: Any, rejection: Rejection) -> None:
+    """`setup` and `around` are functions of the mesh; what `around` returns is known on the ranks alone."""
+    for name, function in (("setup", setup), ("around", around)):
+        if function is None:
+            continue
+        if not callable(function):
+            raise rejection(f"{name} is {type(function).__name__}; pass a function of the mesh: def {name}(mesh): ...")
+        if inspect.isgeneratorfunction(function):
+            remedy = "; decorate it with contextlib.contextmanager" if name == "around" else ", which would never run"
+            raise rejection(f"{name} is a generator function{remedy}")
+        try:
+            inspect.signature(function).bind(None)
+        except TypeError:
+            parameters = ", ".join(inspect.signature(function).parameters)
+            raise rejection(f"{name} takes ({parameters}); it is called with the mesh alone") from None
+        except ValueError:  # a builtin may have no signature to show
+            continue
+
+
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     flat: list[tuple[str, Any]] = []
     for name, value in tree.items():

@@ -7,6 +7,7 @@ once, and returns plain NumPy arrays with what the hygiene oracle noticed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,8 @@ from parity_tests.harness.declare.draws import Draw
 from parity_tests.harness.declare.spec import Cut
 from parity_tests.harness.declare.travel import without_annotations
 from parity_tests.harness.draw import inputs
-from parity_tests.harness.run.failure import RankFault
+from parity_tests.harness.run.failure import RankFailure, RankFault
+from parity_tests.harness.run.ledger import at_users_line
 from torch_impl.collectives.mesh import MeshView
 
 
@@ -46,6 +48,8 @@ class Program:
     draws: Mapping[str, Draw] = field(default_factory=dict)
     layouts: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     random: bool = False
+    setup: Callable[[Any], Any] | None = None
+    around: Callable[[Any], AbstractContextManager[Any]] | None = None
     arrays: Mapping[str, np.ndarray] | None = None  # given by hand instead of drawn
     cotangents: Mapping[str, np.ndarray] | None = None
 
@@ -62,8 +66,26 @@ class Program:
             scheme.draws,
             scheme.layouts,
             scheme.random,
+            scheme.setup,
+            scheme.around,
             **arrays,
         )
+
+    @property
+    def session(self) -> tuple[str, Callable[[Any], Any]] | None:
+        """What ranks that have been set up serve alone; None for a program without `setup`, which shares them."""
+        return None if self.setup is None else (self.name, self.setup)
+
+    def prepare(self, mesh: Any, case: CaseSpec) -> None:
+        """Run `setup` on this rank. The engine calls it once per mesh, before the first case."""
+        assert self.setup is not None
+        try:
+            self.setup(self._own_axes(mesh))
+        except Exception as error:
+            if isinstance(error, RankFailure):
+                raise
+            what = f"{type(error).__name__}: {error}{at_users_line(error)}"
+            raise RankFault(f"scheme '{self.name}': setup of rank {torch.distributed.get_rank()} raised {what}") from error
 
     def __call__(self, mesh: Any, case: CaseSpec) -> RankResult:
         view = self._bind(mesh, case)
@@ -72,12 +94,13 @@ class Program:
         leaves = {arg.name: self._leaf(arg, case, coords, device) for arg in self.inputs}
         before = {name: leaf.detach().clone() for name, leaf in leaves.items()}
         generator = torch.get_rng_state()
-        returned = self.fn(view, **nested(leaves), **case.options)
-        outputs = self._flatten(returned, case, view, coords)
-        differentiable = [arg for arg in self.outputs if arg.differentiable and outputs[arg.name].requires_grad]
-        cotangents = [self._cotangent(arg, case, coords).to(device) for arg in differentiable]
-        cotangents_before = [c.clone() for c in cotangents]
-        gradients = self._backward([outputs[arg.name] for arg in differentiable], cotangents, leaves)
+        with self._surroundings(view):
+            returned = self.fn(view, **nested(leaves), **case.options)
+            outputs = self._flatten(returned, case, view, coords)
+            differentiable = [arg for arg in self.outputs if arg.differentiable and outputs[arg.name].requires_grad]
+            cotangents = [self._cotangent(arg, case, coords).to(device) for arg in differentiable]
+            cotangents_before = [c.clone() for c in cotangents]
+            gradients = self._backward([outputs[arg.name] for arg in differentiable], cotangents, leaves)
         findings = _modified("input", before, leaves)
         findings += _modified(
             "cotangent",
@@ -99,15 +122,27 @@ class Program:
 
     def _bind(self, mesh: Any, case: CaseSpec) -> Any:
         """The mesh as the scheme sees it: its own axes, and the global ids of this example's dims."""
-        if mesh.axes != self.mesh_axes:  # inside a sub-group
-            mesh = MeshView(mesh.device_mesh[self.mesh_axes])
         cuts = {}
         for arg in (*self.inputs, *self.outputs):
             for dim in arg.spec.dims:
                 if dim.cuts and dim.name not in cuts:
                     pairs = [(cut.axis, self._production_layout(case, dim.name, cut)) for cut in dim.cuts]
                     cuts[dim.name] = (dim.size(case.dims), pairs)
-        return mesh.bind(cuts)
+        return self._own_axes(mesh).bind(cuts)
+
+    def _own_axes(self, mesh: Any) -> Any:
+        return mesh if mesh.axes == self.mesh_axes else MeshView(mesh.device_mesh[self.mesh_axes])  # inside a sub-group
+
+    def _surroundings(self, view: Any) -> AbstractContextManager[Any]:
+        """What `around` returns for this rank, which must be a context manager."""
+        if self.around is None:
+            return nullcontext()
+        manager = self.around(view)
+        if not hasattr(manager, "__enter__"):
+            raise RankFault(
+                f"scheme '{self.name}': around returned {type(manager).__name__}; return a context manager"
+            )
+        return manager
 
     def _production_layout(self, case: CaseSpec, dim: str, cut: Cut) -> Callable[[int, int], Any]:
         lengths = inputs.cut_lengths(case, dim, cut)

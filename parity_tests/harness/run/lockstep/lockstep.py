@@ -15,7 +15,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ from torch_impl.collectives.mesh import MeshView
 Job = Callable[[Any, CaseSpec], Any]
 
 _one_run = threading.Lock()
-_sessions: dict[tuple[tuple[str, int], ...], Session] = {}
+_sessions: dict[Hashable, Session] = {}
 _MOST_SESSIONS = 16
 
 
@@ -50,18 +51,19 @@ def run(fn: Job, case: CaseSpec, *, quiet_s: float = 60.0) -> Ranks:
         raise RuntimeError("lockstep.run: another run is going on in this process; use engine='gloo'")
     try:
         with world.installed(group.create):
-            return _session(case, quiet_s).run(fn, case, quiet_s)
+            return _session(fn, case, quiet_s).run(fn, case, quiet_s)
     finally:
         _one_run.release()
 
 
-def _session(case: CaseSpec, quiet_s: float) -> Session:
-    key = tuple(case.mesh.items())
+def _session(fn: Job, case: CaseSpec, quiet_s: float) -> Session:
+    """The session of this mesh; a job with a `setup` of its own has one that serves it alone."""
+    key = tuple(case.mesh.items()), getattr(fn, "session", None)
     session = _sessions.pop(key, None)
     if session is None:
         if len(_sessions) >= _MOST_SESSIONS:
             _sessions.pop(next(iter(_sessions))).close()
-        session = Session(case, quiet_s)
+        session = Session(key, fn, case, quiet_s)
     _sessions[key] = session
     return session
 
@@ -69,8 +71,8 @@ def _session(case: CaseSpec, quiet_s: float) -> Session:
 class Session:
     """The threads of one mesh."""
 
-    def __init__(self, case: CaseSpec, quiet_s: float) -> None:
-        self._axes = dict(case.mesh)
+    def __init__(self, key: tuple[Hashable, Hashable], fn: Job, case: CaseSpec, quiet_s: float) -> None:
+        self._key, self._axes = key, dict(case.mesh)
         self._scheduler = Scheduler(case.world)
         self._exchange = Exchange(self._scheduler, self._axes)
         self._store = c_api.HashStore()
@@ -83,13 +85,15 @@ class Session:
         for thread in self._threads:
             thread.start()
         self._all_ranks(self._build, case.replace(schedule=0), quiet_s)
+        if key[1] is not None:
+            self._all_ranks(partial(self._set_up, fn), case.replace(schedule=0), quiet_s)
 
     def run(self, fn: Job, case: CaseSpec, quiet_s: float) -> Ranks:
         """One example; a failure ends the session."""
         try:
             return self._all_ranks(fn, case, quiet_s)
         except BaseException:
-            _sessions.pop(tuple(self._axes.items()), None)
+            _sessions.pop(self._key, None)
             raise
 
     def close(self) -> None:
@@ -172,6 +176,11 @@ class Session:
         device_mesh = init_device_mesh("cpu", tuple(self._axes.values()), mesh_dim_names=tuple(self._axes))
         self._meshes[rank] = MeshView(device_mesh)
         self._worlds[rank].mark()
+
+    def _set_up(self, fn: Any, mesh: MeshView, case: CaseSpec) -> None:
+        """The second job, of a session with a `setup`: what groups it makes are the session's, as the mesh's are."""
+        fn.prepare(mesh, case)
+        world.here().mark()
 
 
 def _users_stack(thread: int) -> str:

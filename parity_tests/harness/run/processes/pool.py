@@ -48,7 +48,13 @@ def run(fn: Callable[[Any, CaseSpec], Any], case: CaseSpec, backend: str = "gloo
         raise NotRun(f"nccl needs {case.world} GPUs, {torch.cuda.device_count()} are here; not run")
     function = dumps(fn)
     with _lock:
-        return _pool(case.world, backend).run(function, case, quiet_s)
+        return _pool(case.world, backend).run(function, case, quiet_s, session_of(fn, case))
+
+
+def session_of(fn: Callable[..., Any], case: CaseSpec) -> object:
+    """What ranks with a `setup` serve alone, a function and a mesh; None for a function that shares them."""
+    session = getattr(fn, "session", None)
+    return None if session is None else (session, tuple(case.mesh.items()))
 
 
 def close() -> None:
@@ -101,14 +107,16 @@ class Pool:
         self._handles: list[RankHandle] = []
         self._table: StatusTable | None = None
         self._known: set[str] = set()
+        self._session: object = None
 
     @property
     def pids(self) -> list[int]:
         return [handle.pid for handle in self._handles]
 
-    def run(self, function: bytes, case: CaseSpec, quiet_s: float) -> Ranks:
-        if any(self._server.exit_code(pid) is not None for pid in self.pids):
+    def run(self, function: bytes, case: CaseSpec, quiet_s: float, session: object = None) -> Ranks:
+        if session != self._session or any(self._server.exit_code(pid) is not None for pid in self.pids):
             self.kill()
+        self._session = session
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self.kill)
             table = self._table or self._fork()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import cloudpickle
 import torch
@@ -47,6 +48,7 @@ class Rank:
         self._functions: dict[str, Callable] = {}
         self._meshes: dict[tuple, MeshView] = {}
         self._kept = _groups()
+        self._session: object = None
 
     def run(self, job: Job, ready: Callable[[], object]) -> Outcome:
         """One job; `ready` is called when function and mesh are there, so that a slow import counts for no rank."""
@@ -62,8 +64,25 @@ class Rank:
             return _raised(self.rank, Recorder(), error)
         self._slot.issue("", status_table.COMPUTING)
         ready()
-        outcome = attempt(self._functions[key], mesh, case, self._slot)
+        outcome = self._set_up(self._functions[key], mesh, case)
+        if outcome is None or outcome.kind == DONE:
+            outcome = attempt(self._functions[key], mesh, case, self._slot)
         self._slot.enter(status_table.FINISHED)
+        return outcome
+
+    def _set_up(self, function: Any, mesh: MeshView, case: CaseSpec) -> Outcome | None:
+        """Run the `setup` of a function that has one, where this rank was last set up for another or on another mesh.
+
+        A pool's rank serves one session and does so once; one of torchrun cannot be started anew.
+        """
+        session = getattr(function, "session", None)
+        key = session and (session[0], getattr(session[1], "__code__", session[1]), tuple(case.mesh.items()))
+        if key is None or key == self._session:
+            return None
+        outcome = attempt(function.prepare, mesh, case, self._slot)
+        if outcome.kind == DONE:
+            self._session = key
+            self._kept |= _groups()
         return outcome
 
     def _settle(self) -> None:
