@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from parity_tests.harness.declare import travel
 from parity_tests.harness.declare.declared import Declared
@@ -172,6 +173,45 @@ def nearest(word: str, names: Sequence[str]) -> str:
     """`; did you mean that?` for a name that is near, else nothing."""
     matches = [name for name in names if word in name] or difflib.get_close_matches(word, names, n=1)
     return f"; did you mean {matches[0]}?" if matches else ""
+
+
+class LeftToParent(BaseException):
+    """A file starts a run as it is imported, and this process is a rank of such a run: the parent does it."""
+
+
+_on_rank: set[str] = set()
+is_importing_on_rank = False
+
+
+def file_of(job: Any) -> str | None:
+    """The file that a process rank imports before it loads a job with a scheme's function as `.fn`.
+
+    None for a notebook's cell, for a script that is being run, which must not be run again, and for our own.
+    """
+    module = getattr(getattr(job, "fn", None), "__module__", None) or "__main__"
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if module == "__main__" or file is None or not Path(file).is_file():
+        return None
+    path = Path(file).resolve()
+    return None if path.is_relative_to(PACKAGE) else str(path)
+
+
+def import_on_rank(file: str) -> None:
+    """In a rank's process: import a scheme's file once, so that whatever it patches and sets is in force here too.
+
+    A file that another host lacks is passed over: its function comes by value.
+    """
+    global is_importing_on_rank
+    if file in _on_rank or not Path(file).is_file():
+        return
+    _on_rank.add(file)
+    is_importing_on_rank = True
+    try:
+        _imported(Path(file))
+    except LeftToParent:
+        pass
+    finally:
+        is_importing_on_rank = False
 
 
 def _imported(path: Path) -> ModuleType:

@@ -1,4 +1,4 @@
-"""How a per-rank function is sent to other processes: pickled by value, so that no worker imports its file."""
+"""How a per-rank function is sent to other processes: pickled by value, as it stands in this process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import cloudpickle
 
-# Modules that a scheme's file imported from its own folder; workers could not import them.
+# Scheme files and what they imported from their own folders.
 IMPORTED_WITH_SCHEMES: set[str] = set()
 
 
@@ -40,11 +40,16 @@ def _operator(path: str) -> Any:
     return reduce(getattr, path.split("."), torch)
 
 
-def dumps(travelling: Any) -> bytes:
-    """Pickle a function, or what carries one as `.fn`, with its own module by value."""
+def dumps(travelling: Any, *, file_is_imported: bool = False) -> bytes:
+    """Pickle a function, or what carries one as `.fn`, with its own module by value.
+
+    Modules beside the scheme's file travel by value too, unless ranks import the file and so have them: a state that
+    functions share must be one and the same there.
+    """
     fn = getattr(travelling, "fn", travelling)
     check_travels(fn)
-    with _by_value({getattr(fn, "__module__", None) or "__main__", *IMPORTED_WITH_SCHEMES}):
+    beside = set() if file_is_imported else IMPORTED_WITH_SCHEMES
+    with _by_value({getattr(fn, "__module__", None) or "__main__", *beside}):
         file = io.BytesIO()
         _Pickler(file).dump(travelling)
         return file.getvalue()

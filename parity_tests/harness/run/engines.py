@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from parity_tests.harness.declare import discover
 from parity_tests.harness.declare.case import ENGINES, LARGEST_WORLD, CaseSpec
 from parity_tests.harness.run.ledger import Ranks
 
@@ -22,6 +23,8 @@ def run(
 
     Errors: ValueError for an unknown engine or a world above the limit; RankFailure, one subclass per cause.
     """
+    if discover.is_importing_on_rank:
+        raise discover.LeftToParent
     if engine not in ENGINES:
         raise ValueError(f"engines.run: engine {engine!r} is not one of {', '.join(ENGINES)}")
     if not 1 <= case.world <= LARGEST_WORLD:

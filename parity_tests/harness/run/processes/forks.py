@@ -140,4 +140,5 @@ def _environment() -> dict[str, str]:
     path = os.pathsep.join([str(_PACKAGES), *filter(None, [os.environ.get("PYTHONPATH")])])
     threads = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     devices = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback)
-    return os.environ | {"PYTHONPATH": path} | threads | devices
+    # Files that ranks import may make arrays of JAX, which are float64 in the parent.
+    return os.environ | {"PYTHONPATH": path, "JAX_ENABLE_X64": "1"} | threads | devices

@@ -31,6 +31,7 @@ from typing import Any, NoReturn, TypeVar
 import cloudpickle
 import torch.distributed as dist
 
+from parity_tests.harness.declare import discover
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.travel import dumps
 from parity_tests.harness.run.exit_status import FAILED, USAGE
@@ -100,7 +101,8 @@ def run(fn: Callable[[Any, CaseSpec], Any], case: CaseSpec, quiet_s: float = 10.
         raise ValueError(f"engines.launch: rank {rank} called run; only rank 0 runs, the others serve")
     if case.world != world:
         raise ValueError(f"engines.launch: mesh {dict(case.mesh)} has {case.world} ranks, the job has {world}")
-    function = dumps(fn)
+    file = discover.file_of(fn)
+    function = dumps(fn, file_is_imported=file is not None)
     if _leader is None:
         _leader = _with_store(partial(Leader, world))
         atexit.register(finish, 0)
@@ -113,7 +115,8 @@ def run(fn: Callable[[Any, CaseSpec], Any], case: CaseSpec, quiet_s: float = 10.
         if _failed is not None and _failed[:2] == (key, case.json):
             raise _failed[2] from None  # asked again for what made a rank hang: the answer is known
         raise
-    job = (key, None if key in _sent else function, [entry or os.getcwd() for entry in sys.path], case.json)
+    path = [entry or os.getcwd() for entry in sys.path]
+    job = (key, None if key in _sent else function, file, path, case.json)
     _sent.add(key)
     start = time.monotonic()
     outcomes, quiet = _with_store(partial(leader.run, job, quiet_s))

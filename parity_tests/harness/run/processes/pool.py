@@ -21,6 +21,7 @@ from typing import Any
 import cloudpickle
 import torch
 
+from parity_tests.harness.declare import discover
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.travel import dumps
 from parity_tests.harness.run.failure import NotRun
@@ -46,7 +47,8 @@ def run(fn: Callable[[Any, CaseSpec], Any], case: CaseSpec, backend: str = "gloo
     """
     if backend == "nccl" and torch.cuda.device_count() < case.world:
         raise NotRun(f"nccl needs {case.world} GPUs, {torch.cuda.device_count()} are here; not run")
-    function = dumps(fn)
+    file = discover.file_of(fn)
+    function = dumps(fn, file_is_imported=file is not None), file
     with _lock:
         return _pool(case.world, backend).run(function, case, quiet_s, session_of(fn, case))
 
@@ -113,7 +115,8 @@ class Pool:
     def pids(self) -> list[int]:
         return [handle.pid for handle in self._handles]
 
-    def run(self, function: bytes, case: CaseSpec, quiet_s: float, session: object = None) -> Ranks:
+    def run(self, function: tuple[bytes, str | None], case: CaseSpec, quiet_s: float, session: object = None) -> Ranks:
+        """One job; `function` is pickled, with the file to import before it."""
         if session != self._session or any(self._server.exit_code(pid) is not None for pid in self.pids):
             self.kill()
         self._session = session
@@ -153,11 +156,12 @@ class Pool:
             self._handles.append(RankHandle(rank, *handle))
         return self._table
 
-    def _send(self, function: bytes, case: CaseSpec) -> None:
-        key = hashlib.sha256(function).hexdigest()
+    def _send(self, function: tuple[bytes, str | None], case: CaseSpec) -> None:
+        pickled, file = function
+        key = hashlib.sha256(pickled).hexdigest()
         fresh = key not in self._known
         self._known.add(key)
         path = [entry or os.getcwd() for entry in sys.path]
         for handle in self._handles:
             with contextlib.suppress(OSError):  # it has just died; the watch will see it
-                handle.work.send((key, function if fresh else None, path, case.json))
+                handle.work.send((key, pickled if fresh else None, file, path, case.json))

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from parity_tests.harness.declare import discover
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.failure import RankFailure, RankFault, raised_by_function
 from parity_tests.harness.run.ledger import Row, raised_at
@@ -28,7 +29,8 @@ from torch_impl.collectives import MeshView
 
 BACKEND_TIMEOUT_S = 30  # a last resort, far longer than any of the harness's own limits
 
-Job = tuple[str, bytes | None, Sequence[str], str]  # key, function if new, sys.path, case
+# key, function if new, the file to import before it, sys.path, case
+Job = tuple[str, bytes | None, str | None, Sequence[str], str]
 
 _current: Recorder | None = None
 
@@ -52,11 +54,13 @@ class Rank:
 
     def run(self, job: Job, ready: Callable[[], object]) -> Outcome:
         """One job; `ready` is called when function and mesh are there, so that a slow import counts for no rank."""
-        key, function, path, text = job
+        key, function, file, path, text = job
         self._settle()
         try:
             if function is not None:
                 sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]
+                if file is not None:
+                    discover.import_on_rank(file)
                 self._functions[key] = cloudpickle.loads(function)
             case = CaseSpec.from_json(text)
             mesh = self._mesh(case)

@@ -1,0 +1,79 @@
+"""A process rank imports the file of a scheme before it loads the function: its patches and shims are in force."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from parity_tests.harness.declare.discover import schemes_of_file
+
+SCHEME = """
+import jax.numpy as jnp
+import torch
+from shardproof import scheme, values
+{imports}
+
+@scheme(reference=lambda x: x * 2.0, mesh={{"tp": (1, 2)}}, inputs={{"x": "b/tp"}}, outputs="b/tp",
+        draw={{"x": values("normal")}}, dtypes=("float32",))
+def doubled(mesh, x):
+    return {body}
+"""
+SHIM = """
+import torch
+torch.Tensor.twice = lambda self: self * 2
+"""
+
+
+def written(folder: Path, name: str, **parts: str) -> str:
+    path = folder / name
+    path.write_text(SCHEME.format(**parts))
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def without_the_patch(monkeypatch):
+    """Whatever a test's file does to torch.Tensor in this process ends with it."""
+    import torch
+
+    yield
+    for name in ("twice", "imported"):
+        if hasattr(torch.Tensor, name):
+            delattr(torch.Tensor, name)
+
+
+@pytest.mark.parametrize("imports", ["import a_shim", SHIM])
+def test_what_a_file_patches_is_patched_on_every_rank(tmp_path, imports):
+    (tmp_path / "a_shim.py").write_text(SHIM)
+    (scheme,) = schemes_of_file(written(tmp_path, "shimmed.py", imports=imports, body="x.twice()"))
+    assert scheme.verify("gloo", examples=2, tp=2).ok
+
+
+def test_a_file_of_a_package_is_imported_under_its_name(tmp_path):
+    folder = tmp_path / "packaged"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "shim.py").write_text(SHIM)
+    (scheme,) = schemes_of_file(written(folder, "schemes.py", imports="from . import shim", body="x.twice()"))
+    assert scheme.verify("gloo", examples=2, tp=2).ok
+
+
+def test_a_file_is_imported_once_by_each_rank(tmp_path):
+    count = "torch.Tensor.imported = getattr(torch.Tensor, 'imported', 0) + 1"
+    (scheme,) = schemes_of_file(written(tmp_path, "counted.py", imports=count, body="x * 2 * x.imported"))
+    assert scheme.verify("gloo", examples=3, tp=2).ok
+
+
+def test_a_file_that_verifies_as_it_is_imported_does_so_in_the_parent_alone(tmp_path):
+    file = written(tmp_path, "recursive.py", imports=SHIM, body="x.twice()")
+    with open(file, "a") as end:
+        end.write("\nREPORT = doubled.verify('gloo', examples=1, tp=2)\n")
+    (scheme,) = schemes_of_file(file)
+    assert scheme.fn.__globals__["REPORT"].ok
+    assert scheme.verify("gloo", examples=1, tp=2).ok
+
+
+def test_a_file_that_cannot_be_imported_on_a_rank_is_reported_with_its_line(tmp_path):
+    raising = f"import os\nif os.getpid() != {os.getpid()}: raise OSError('no disk')"
+    (scheme,) = schemes_of_file(written(tmp_path, "raising_on_ranks.py", imports=raising, body="x * 2"))
+    report = scheme.verify("gloo", examples=1, tp=2)
+    assert "OSError: no disk at raising_on_ranks.py:6" in str(report.failure)
