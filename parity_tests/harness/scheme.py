@@ -98,6 +98,7 @@ def scheme(
     random: bool = False,
     setup: Callable[[Any], Any] | None = None,
     around: Callable[[Any], AbstractContextManager[Any]] | None = None,
+    isolate: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., Any]], Scheme]:
     """Declare that the decorated per-rank function means `reference`.
 
@@ -114,7 +115,8 @@ def scheme(
     on its way: 1 where sums and intermediates are in float32 or wider, more where a softmax, a product or a norm is
     stored in bfloat16 and used again. `random=True` says that the function draws random numbers. `setup(mesh)` runs
     once per rank and mesh before the function, on every engine; `around(mesh)` returns a context manager, which each
-    rank enters for forward and backward.
+    rank enters for forward and backward. `isolate` names further modules and packages
+    whose globals each rank of lockstep has for itself, as those of the scheme's file and of what it imports are.
 
     Errors: ValueError at declaration, `scheme '<name>': ...`, for whatever can be known to be wrong.
     """
@@ -136,7 +138,7 @@ def scheme(
         validation.check_draws(leaves, draw or {}, rejection)
         relations.check_dims(leaves, results, dims or {}, rejection)
         validation.check_choices(dtypes, engines, replicas, reduction, roundings, leaves, results, rejection)
-        validation.check_surroundings(setup, around, rejection)
+        validation.check_surroundings(setup, around, isolate, rejection)
         form = "dict" if isinstance(out_specs, Mapping) else "one" if isinstance(out_specs, str) else "tuple"
         draws = {arg.name: (draw or {}).get(arg.name, values()) for arg in leaves}
         declared = Scheme(
@@ -161,6 +163,7 @@ def scheme(
             random=random,
             setup=setup,
             around=around,
+            isolate=tuple(isolate),
             file=fn.__code__.co_filename,
             line=fn.__code__.co_firstlineno,
             of_module=_is_being_executed(fn.__module__),

@@ -85,6 +85,7 @@ class Declared:
     of_module: bool  # declared while its module was executed, not by a function that was called later
     setup: Callable[[Any], Any] | None = None  # of the mesh; once per rank and mesh
     around: Callable[[Any], AbstractContextManager[Any]] | None = None  # of the mesh; entered for forward and backward
+    isolate: tuple[str, ...] = ()  # further modules whose globals each rank of lockstep has for itself
 
     @property
     def key(self) -> str:

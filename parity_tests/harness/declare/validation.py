@@ -16,6 +16,7 @@ from parity_tests.harness.declare.spec import BUILTIN, Spec, parse
 
 Rejection = Callable[[str], ValueError]
 INTEGER = ("int", "uint", "bool")
+SHARED = ("torch", "numpy", "jax")  # packages too large to have once for each rank
 
 
 def rejection_of(name: str) -> Rejection:
@@ -229,8 +230,13 @@ def check_choices(
             raise rejection(f"reduction has {name!r}; the dims are ({', '.join(sorted(dims))})")
 
 
-def check_surroundings(setup: Any, around: Any, rejection: Rejection) -> None:
+def check_surroundings(setup: Any, around: Any, isolate: Any, rejection: Rejection) -> None:
     """`setup` and `around` are functions of the mesh; what `around` returns is known on the ranks alone."""
+    if not isinstance(isolate, tuple | list) or not all(isinstance(name, str) for name in isolate):
+        raise rejection(f"isolate is {isolate!r}; give a tuple of module names, such as ('megatron.core',)")
+    for name in isolate:
+        if name in SHARED:
+            raise rejection(f"isolate names {name!r}, whose thousand modules ranks share; name the one that is changed")
     for name, function in (("setup", setup), ("around", around)):
         if function is None:
             continue

@@ -50,6 +50,7 @@ class Program:
     random: bool = False
     setup: Callable[[Any], Any] | None = None
     around: Callable[[Any], AbstractContextManager[Any]] | None = None
+    isolate: tuple[str, ...] = ()
     arrays: Mapping[str, np.ndarray] | None = None  # given by hand instead of drawn
     cotangents: Mapping[str, np.ndarray] | None = None
 
@@ -68,6 +69,7 @@ class Program:
             scheme.random,
             scheme.setup,
             scheme.around,
+            scheme.isolate,
             **arrays,
         )
 
@@ -84,8 +86,8 @@ class Program:
         except Exception as error:
             if isinstance(error, RankFailure):
                 raise
-            what = f"{type(error).__name__}: {error}{at_users_line(error)}"
-            raise RankFault(f"scheme '{self.name}': setup of rank {torch.distributed.get_rank()} raised {what}") from error
+            who = f"scheme '{self.name}': setup of rank {torch.distributed.get_rank()}"
+            raise RankFault(f"{who} raised {type(error).__name__}: {error}{at_users_line(error)}") from error
 
     def __call__(self, mesh: Any, case: CaseSpec) -> RankResult:
         view = self._bind(mesh, case)
@@ -139,9 +141,7 @@ class Program:
             return nullcontext()
         manager = self.around(view)
         if not hasattr(manager, "__enter__"):
-            raise RankFault(
-                f"scheme '{self.name}': around returned {type(manager).__name__}; return a context manager"
-            )
+            raise RankFault(f"scheme '{self.name}': around returned {type(manager).__name__}; return a context manager")
         return manager
 
     def _production_layout(self, case: CaseSpec, dim: str, cut: Cut) -> Callable[[int, int], Any]:

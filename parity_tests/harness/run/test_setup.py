@@ -96,6 +96,11 @@ def generator(mesh):
         ({"setup": lambda mesh, x: None}, "setup takes (mesh, x); it is called with the mesh alone"),
         ({"setup": generator}, "setup is a generator function, which would never run"),
         ({"around": "autocast"}, "around is str; pass a function of the mesh: def around(mesh): ..."),
+        ({"isolate": "megatron"}, "isolate is 'megatron'; give a tuple of module names, such as ('megatron.core',)"),
+        (
+            {"isolate": ("torch",)},
+            "isolate names 'torch', whose thousand modules ranks share; name the one that is changed",
+        ),
         ({"around": generator}, "around is a generator function; decorate it with contextlib.contextmanager"),
     ],
 )

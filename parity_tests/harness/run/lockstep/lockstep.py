@@ -4,8 +4,8 @@ A session holds the threads, groups and meshes of one mesh and serves example af
 discarded. Threads cannot be killed: a rank in an endless loop is reported and interrupted at its next Python
 instruction; a thread inside a C call is abandoned.
 
-Blind spot: ranks share module globals, so a cache filled by one rank looks right to all; also the generators of
-Python and NumPy (torch's are each rank's own). Processes share nothing.
+Ranks of a scheme have the globals of its modules each for itself (see rank_globals.py). Blind spot: they share those of
+libraries, and the generators of Python and NumPy (torch's are each rank's own). Processes share nothing.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.ledger import Ranks, is_plumbing
 from parity_tests.harness.run.lockstep import group, world
 from parity_tests.harness.run.lockstep.exchange import Exchange
+from parity_tests.harness.run.lockstep.rank_globals import Namespace, namespaces_of
 from parity_tests.harness.run.lockstep.scheduler import Halt, Scheduler
 from torch_impl.collectives.mesh import MeshView
 
@@ -86,12 +87,13 @@ class Session:
             thread.start()
         self._all_ranks(self._build, case.replace(schedule=0), quiet_s)
         if key[1] is not None:
-            self._all_ranks(partial(self._set_up, fn), case.replace(schedule=0), quiet_s)
+            set_up = partial(self._set_up, fn)
+            self._all_ranks(set_up, case.replace(schedule=0), quiet_s, namespaces_of(fn))
 
     def run(self, fn: Job, case: CaseSpec, quiet_s: float) -> Ranks:
         """One example; a failure ends the session."""
         try:
-            return self._all_ranks(fn, case, quiet_s)
+            return self._all_ranks(fn, case, quiet_s, namespaces_of(fn))
         except BaseException:
             _sessions.pop(self._key, None)
             raise
@@ -103,12 +105,15 @@ class Session:
             if self._scheduler.finished[rank] or rank != self._scheduler.running:
                 thread.join(1.0)
 
-    def _all_ranks(self, fn: Job, case: CaseSpec, quiet_s: float) -> Ranks:
+    def _all_ranks(
+        self, fn: Job, case: CaseSpec, quiet_s: float, namespaces: dict[str, Namespace] | None = None
+    ) -> Ranks:
         # 1. Lay out the example where the rank threads, which sleep in `Scheduler.enter`, will find it.
         started = time.perf_counter()
         self._job, self._case = fn, case
         self._results: list[Any] = [None] * self._scheduler.world
         self._exchange.reset(case)
+        self._scheduler.globals.begin(namespaces or {})
         # 2. Give the first turn; from here on one rank thread runs at a time.
         seeds = [rank_seed(case, rank) for rank in range(case.world)]
         self._scheduler.begin(case.schedule, seeds, self._exchange.stuck)
@@ -120,6 +125,8 @@ class Session:
         except BaseException:
             self.close()
             raise
+        finally:
+            self._scheduler.globals.end()
         return Ranks(tuple(self._results), self._exchange.ledger, time.perf_counter() - started)
 
     def _await(self, quiet_s: float) -> None:

@@ -1,6 +1,7 @@
 """The scheduler: one rank runs at a time, and the rank that stops chooses the next.
 
-It holds which rank runs, what each rank waits for, the ranks' random streams and the first failure of a run. It is
+It holds which rank runs, what each rank waits for, the ranks' random streams and module globals, and the first failure
+of a run. It is
 independent of collectives: what a rank waits for is any object with a `done` flag.
 """
 
@@ -14,6 +15,7 @@ from typing import NoReturn, Protocol
 import torch
 
 from parity_tests.harness.run.failure import RankFailure
+from parity_tests.harness.run.lockstep.rank_globals import RankGlobals
 
 
 class Halt(BaseException):
@@ -29,6 +31,7 @@ class Scheduler:
 
     def __init__(self, world: int) -> None:
         self.world = world
+        self.globals = RankGlobals(world)
         self.running = 0
         self.moves = 0
         self.failure: RankFailure | None = None
@@ -57,6 +60,7 @@ class Scheduler:
     def enter(self, rank: int) -> None:
         """Wait for the first turn of a run, or for the next after a hand-over."""
         self._turns[rank].acquire()
+        self.globals.enter(rank)
         if self.failure is not None or self.dismissed:
             raise Halt
 

@@ -1,0 +1,198 @@
+"""The module globals of each rank of lockstep: ranks are threads, and would share what each process has for itself.
+
+One rank runs at a time, so at each change of turn the namespaces of some modules are exchanged: what the rank that
+stops has bound is put aside, and what the rank that goes on had bound comes back. Containers, tensors, caches of
+functions and objects of the user's classes that stand in a global are copied for each rank before its first turn.
+
+Limits: an object of a library's class, a class attribute, a default argument and a variable of a closure are shared as
+before, and so is every module that is not on the list.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import operator
+import sys
+import sysconfig
+from collections import OrderedDict, defaultdict, deque
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+import torch.distributed.tensor
+
+from parity_tests.harness.declare import travel
+
+Namespace = dict[str, Any]
+Values = tuple[Any, ...]
+OURS = ("torch_impl", "jax_ref", "parity_tests", "shardproof")
+INSTALLED = ("site-packages", "dist-packages")
+_LIBRARY = Path(sysconfig.get_paths()["stdlib"]).resolve()
+MAPPINGS, SEQUENCES = (dict, OrderedDict, defaultdict), (list, deque)
+TENSORS = (torch.Tensor, torch.nn.Parameter)
+# What torch's own context managers patch for the whole process: context_parallel these, loss_parallel the handlers.
+PATCHED_BY_TORCH = (
+    "torch.nn.functional",
+    "torch.distributed.tensor.experimental._attention",
+    "torch.distributed.tensor.experimental._context_parallel._attention",
+)
+
+
+def namespaces_of(job: Any) -> dict[str, Namespace]:
+    """The namespaces that each rank has for itself while it runs a scheme's program; none for any other job.
+
+    They are those of the scheme's module and of what it imports that is no installed library, of `isolate`, and where
+    the scheme has an `around` or a `setup` those that torch's context managers change. Errors: ImportError for a name
+    in `isolate` that is no module.
+    """
+    module = getattr(getattr(job, "fn", None), "__module__", None)
+    if module is None:
+        return {}
+    for name in job.isolate:
+        importlib.import_module(name)
+    names = {*_imported_by(module), *travel.IMPORTED_WITH_SCHEMES.intersection(sys.modules)}
+    names |= {name for name in sys.modules for root in job.isolate if f"{name}.".startswith(f"{root}.")}
+    namespaces = {name: vars(sys.modules[name]) for name in names if isinstance(sys.modules[name], ModuleType)}
+    if job.around is not None or job.setup is not None:
+        namespaces |= {name: vars(sys.modules[name]) for name in PATCHED_BY_TORCH if name in sys.modules}
+        dispatcher = torch.distributed.tensor.DTensor._op_dispatcher
+        namespaces["handlers of DTensor"] = getattr(dispatcher, "_custom_op_handlers", {})
+    return namespaces
+
+
+def _imported_by(module: str) -> set[str]:
+    """This module and what it imports, and what that imports, as far as it is no installed library."""
+    names, left = set(), [module]
+    while left:
+        name = left.pop()
+        if name in names or name not in sys.modules or not _is_users(name):
+            continue
+        names.add(name)
+        for value in list(vars(sys.modules[name]).values()):
+            home = value if isinstance(value, FunctionType | type) else type(value)
+            left.append(str(value.__name__ if isinstance(value, ModuleType) else home.__module__))
+    return names
+
+
+@functools.cache
+def _is_users(name: str) -> bool:
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if file is None or name.partition(".")[0] in OURS:
+        return False
+    path = Path(file).resolve()
+    return not path.is_relative_to(_LIBRARY) and not set(INSTALLED).intersection(path.parts)
+
+
+class RankGlobals:
+    """What each rank of a session has bound in the namespaces of the current run; `rank` is whose values they hold."""
+
+    def __init__(self, world: int) -> None:
+        self._namespaces: dict[str, Namespace] = {}
+        self._values: list[dict[str, Namespace]] = [{} for _ in range(world)]
+        self._copies: list[dict[int, tuple[Any, Any]]] = [{} for _ in range(world)]
+        self._parents: dict[str, Namespace] = {}  # the values of the process, which come back after the run
+        self._seen: dict[str, dict[str, tuple[Any, Values]]] = {}
+        self.rank: int | None = None
+
+    def begin(self, namespaces: dict[str, Namespace]) -> None:
+        """Before a run: give each rank its values of namespaces that are new, and what the process has bound since."""
+        self._namespaces = namespaces
+        self._parents = {name: namespace.copy() for name, namespace in namespaces.items()}
+        for name, parents in self._parents.items():
+            seen = self._seen.setdefault(name, {})
+            now = {key: (value, _contents(value)) for key, value in parents.items()}
+            changed = [key for key, state in now.items() if key not in seen or not _is_same(seen[key], state)]
+            for values, copies in zip(self._values, self._copies, strict=True):
+                own = values.setdefault(name, {})
+                for key in seen.keys() - now.keys():
+                    own.pop(key, None)
+                for key in changed:
+                    copies.pop(id(parents[key]), None)
+                for key in changed:
+                    own[key] = parents[key] if _is_special(key) else self._own_copy(parents[key], copies)
+            self._seen[name] = now
+
+    def enter(self, rank: int) -> None:
+        """The turn is this rank's: put aside what the last one has bound."""
+        if rank == self.rank or not self._namespaces:
+            return
+        self._put_aside()
+        self.rank = rank
+        self._bind(self._values[rank])
+
+    def end(self) -> None:
+        """After a run: the process has its own values again."""
+        if self.rank is not None:
+            self._put_aside()
+            self._bind(self._parents)
+        self._namespaces, self.rank = {}, None
+
+    def _put_aside(self) -> None:
+        if self.rank is not None:
+            self._values[self.rank] |= {name: namespace.copy() for name, namespace in self._namespaces.items()}
+
+    def _bind(self, values: dict[str, Namespace]) -> None:
+        for name, namespace in self._namespaces.items():
+            namespace.update(values[name])
+            if len(namespace) > len(values[name]):  # another rank has bound more; a module that it imported stays
+                for key in [key for key in namespace if key not in values[name]]:
+                    if not isinstance(namespace[key], ModuleType):
+                        del namespace[key]
+
+    def _own_copy(self, value: Any, copies: dict[int, tuple[Any, Any]]) -> Any:
+        """A rank's own copy of what can be written in place; of one object, one copy for all who refer to it."""
+        if id(value) in copies:
+            return copies[id(value)][1]
+        new = self._shallow(value)
+        copies[id(value)] = value, new
+        if new is value:
+            return value
+        if isinstance(new, MAPPINGS):
+            new.update({key: self._own_copy(item, copies) for key, item in new.items()})
+        elif isinstance(new, SEQUENCES):
+            for index, item in enumerate(new):
+                new[index] = self._own_copy(item, copies)
+        elif self._is_of_users_class(new):
+            vars(new).update({key: self._own_copy(item, copies) for key, item in vars(new).items()})
+        return new
+
+    def _shallow(self, value: Any) -> Any:
+        if type(value) in TENSORS and value.is_leaf:
+            clone = value.detach().clone()
+            return (
+                torch.nn.Parameter(clone, value.requires_grad)
+                if type(value) is torch.nn.Parameter
+                else (clone.requires_grad_(value.requires_grad))
+            )
+        if isinstance(value, functools._lru_cache_wrapper):
+            return functools.lru_cache(**value.cache_parameters())(value.__wrapped__)
+        if type(value) in (*MAPPINGS, *SEQUENCES, set, bytearray) or self._is_of_users_class(value):
+            try:
+                return copy.copy(value)
+            except Exception:  # an object that cannot be copied stays shared
+                return value
+        return value
+
+    def _is_of_users_class(self, value: Any) -> bool:
+        is_users = type(value).__module__ in self._namespaces and hasattr(value, "__dict__")
+        return is_users and not isinstance(value, type)
+
+
+def _is_special(key: object) -> bool:
+    """The names that Python itself sets in a module, such as `__builtins__`."""
+    return isinstance(key, str) and key.startswith("__") and key.endswith("__")
+
+
+def _contents(value: Any) -> Values:
+    """What stands directly in a container, to see that the process has changed it."""
+    if isinstance(value, MAPPINGS):
+        return (*value, *value.values())
+    return tuple(value) if isinstance(value, (*SEQUENCES, set)) else ()
+
+
+def _is_same(old: tuple[Any, Values], new: tuple[Any, Values]) -> bool:
+    (value, contents), (other, others) = old, new
+    return value is other and len(contents) == len(others) and all(map(operator.is_, contents, others))
