@@ -142,3 +142,22 @@ def test_parity(declared, engine):
         check(case)
 
     example()
+
+
+def divided_by_the_full_size(mesh, x):
+    return x / mesh.total("s")
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "ragged", "dual_chunk_swap"])
+def test_the_full_size_of_a_sharded_dim_is_known_on_a_rank(layout):
+    spec = f"s/cp:{layout} d"
+    declared = scheme(reference=lambda x: x / len(x), mesh=RANKS, inputs={"x": spec}, outputs=spec)
+    assert declared(divided_by_the_full_size).verify(examples=8).ok
+
+
+def test_a_dim_that_is_not_sharded_has_no_full_size():
+    def outside(mesh, x):
+        return x / mesh.total("d")
+
+    declared = scheme(reference=lambda x: x, mesh={"cp": (2,)}, inputs={"x": "s/cp d"}, outputs="s/cp d")(outside)
+    assert "ValueError: mesh: dim 'd' is not known here (s)" in str(declared.verify(examples=1).failure)

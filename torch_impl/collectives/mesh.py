@@ -57,20 +57,30 @@ class MeshView:
         """The same mesh with the dims of one example; `shardings` as above."""
         return MeshView(self.device_mesh, shardings)
 
+    def total(self, dim: str) -> int:
+        """Full size of a sharded dim, of which this rank has a part.
+
+        Errors: ValueError for a dim without a sharding here.
+        """
+        return self._sharding(dim)[0]
+
     def global_ids(self, dim: str) -> Tensor:
         """Global positions of this rank's shard of `dim`, in local order, as int64.
 
         Errors: ValueError for a dim without a sharding here.
         """
-        if dim not in self._shardings:
-            raise ValueError(f"mesh: dim {dim!r} is not known here ({', '.join(self._shardings) or 'none is'})")
-        size, shardings = self._shardings[dim]
+        size, shardings = self._sharding(dim)
         device = self.device_mesh.device_type
         # Outermost sharding first: each next one divides the positions that are left to this rank.
         ids = torch.arange(size, device=device)
         for axis, layout in shardings:
             ids = ids[torch.as_tensor(layout(len(ids), self.size(axis))[self.rank(axis)], device=device)]
         return ids
+
+    def _sharding(self, dim: str) -> tuple[int, Sequence[tuple[str, Layout]]]:
+        if dim not in self._shardings:
+            raise ValueError(f"mesh: dim {dim!r} is not known here ({', '.join(self._shardings) or 'none is'})")
+        return self._shardings[dim]
 
     def _check(self, axis: str) -> None:
         if axis not in self.axes:
