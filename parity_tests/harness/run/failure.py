@@ -91,6 +91,12 @@ class Stalled(RankFailure):
     cause = "stalled"
 
 
+class Shared(RankFailure):
+    """Two ranks of lockstep used one process group or one storage, which processes would each have for themselves."""
+
+    cause = "shared"
+
+
 class Unwaited(RankFailure):
     """An asynchronous collective was never waited for."""
 

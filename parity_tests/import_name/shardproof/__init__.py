@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from parity_tests.harness.run.failure import NotRun as NotRun
     from parity_tests.harness.run.failure import Raised as Raised
     from parity_tests.harness.run.failure import RankFailure as RankFailure
+    from parity_tests.harness.run.failure import Shared as Shared
     from parity_tests.harness.run.failure import Stalled as Stalled
     from parity_tests.harness.run.failure import Unwaited as Unwaited
     from parity_tests.harness.scheme import Scheme as Scheme
@@ -102,6 +103,7 @@ _HOMES = {
     "Died": "parity_tests.harness.run.failure:Died",
     "Mismatch": "parity_tests.harness.run.failure:Mismatch",
     "Deadlock": "parity_tests.harness.run.failure:Deadlock",
+    "Shared": "parity_tests.harness.run.failure:Shared",
     "Stalled": "parity_tests.harness.run.failure:Stalled",
     "Unwaited": "parity_tests.harness.run.failure:Unwaited",
     "Modified": "parity_tests.harness.run.failure:Modified",

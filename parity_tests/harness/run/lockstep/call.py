@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from parity_tests.harness.run.ledger import Row
 
@@ -32,6 +33,13 @@ class Call:
     tracked: bool = False
     order: int = 0  # among all calls of the run
     origin: int = -1  # of a receive: the place of its sender
+
+    storages: set[int] = field(default_factory=set)  # of all tensors that are handed in
+    writes: set[int] = field(default_factory=set)  # those of the outputs
+
+    def __post_init__(self) -> None:
+        self.writes = _storages(self.outputs)
+        self.storages = self.writes | _storages(self.sources)
 
     def take(self, cut: Callable[[list[Tensor]], list[Tensor]] | None) -> None:
         """Copy what is handed in; then, for work that is waited for later, fill the outputs with poison."""
@@ -67,6 +75,11 @@ class Call:
             if not bool(same.all()):
                 return f"input {index} was changed at {_first(~same)} before its wait"
         return None
+
+
+def _storages(tensors: Sequence[Tensor]) -> set[int]:
+    homes = (tensor.untyped_storage() for tensor in tensors if not is_traceable_wrapper_subclass(tensor))
+    return {home.data_ptr() for home in homes if home.nbytes()}
 
 
 def _poison(dtype: torch.dtype) -> float | int | bool:

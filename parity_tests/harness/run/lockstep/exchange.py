@@ -20,16 +20,23 @@ from parity_tests.harness.run.failure import (
     Raised,
     RankFailure,
     RankFault,
+    Shared,
     Stalled,
     Unwaited,
     raised_by_function,
 )
-from parity_tests.harness.run.ledger import Ledger, Row, is_plumbing, raised_at
+from parity_tests.harness.run.ledger import Ledger, Row, call_site, is_plumbing, raised_at
 from parity_tests.harness.run.lockstep.call import Call
 from parity_tests.harness.run.lockstep.rendezvous import Disagreement, MessageQueues, Rendezvous
 from parity_tests.harness.run.lockstep.scheduler import Halt, Scheduler
 
 GroupKey = tuple[str, tuple[int, ...]]
+THREADS = (
+    "ranks of lockstep are threads, which share what a library's module, a class or a closure keeps: "
+    "bind it in setup=, name its module in isolate=, or run with --engine gloo"
+)
+# What torch says of a group that the calling rank lacks.
+UNREGISTERED = ("is not registered, please create group", "Could not resolve the process group")
 
 
 class Exchange:
@@ -45,6 +52,7 @@ class Exchange:
         self._rendezvous: dict[tuple[GroupKey, int], Rendezvous] = {}
         self._queues: dict[GroupKey, MessageQueues] = defaultdict(MessageQueues)
         self._tracked: list[dict[Call, None]] = [{} for _ in range(self.scheduler.world)]
+        self._in_flight: dict[Call, None] = {}
 
     def next_seq(self, rank: int, line: object) -> int:
         """How many calls this rank has issued on `line` before."""
@@ -95,6 +103,7 @@ class Exchange:
             if change is not None:
                 self._fail(Modified, f"rank {rank} in {call.row}: {change}", call.row)
         call.write()
+        self._in_flight.pop(call, None)
 
     def drop(self, rank: int) -> None:
         """After a failure: take what this rank never waited for out of torch's registry of functional work."""
@@ -107,6 +116,11 @@ class Exchange:
         self.scheduler.check()
         call.order = len(self.ledger.rows)
         self.ledger.rows.append(call.row)
+        for other in self._in_flight:
+            if other.row.rank != call.row.rank and (other.writes & call.storages or call.writes & other.storages):
+                what = f"rank {call.row.rank} hands in a storage that rank {other.row.rank} has handed in"
+                self._fail(Shared, f"{what}, {other.row}, in {call.row}; {THREADS}", call.row)
+        self._in_flight[call] = None
         if call.tracked:
             self._tracked[call.row.rank][call] = None
 
@@ -115,6 +129,12 @@ class Exchange:
         self.scheduler.wake(call.row.rank, call)
 
     # What goes wrong, and what is said then.
+
+    def foreign_group(self, op: str, owner: int, label: str) -> NoReturn:
+        """The rank that runs has called another rank's end of a group."""
+        rank, source = self.scheduler.running, call_site()
+        what = f"rank {rank} calls {op} at {source} on the process group {label} of rank {owner}"
+        self.scheduler.fail(self._failure(Shared, f"{what}; {THREADS}", rank, op, source))
 
     def unwaited(self, rank: int) -> None:
         """Fail if this rank, which returns now, has left work behind."""
@@ -128,6 +148,8 @@ class Exchange:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_plumbing(f.filename)]
         summary = "".join(traceback.format_exception_only(error)).strip()
         message = "\n".join([f"rank {rank} raised {summary}", *traceback.format_list(frames)]).rstrip()
+        if any(phrase in str(error) for phrase in UNREGISTERED):
+            message += f"\nif it is the process group of another rank: {THREADS}"
         if isinstance(error, RankFault):  # the harness's own sentence, with the rank in it
             message = str(error)
         failure = self._failure(Raised, message, rank, last.op if last else None, raised_at(error))

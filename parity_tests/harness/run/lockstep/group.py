@@ -115,7 +115,8 @@ class LockstepGroup(dist.ProcessGroup):
         super().__init__(place, len(ranks))  # pyright: ignore[reportCallIssue]  (the stub lacks this overload)
         self.ranks, self._store = ranks, store
         self._place, self._size, self._rank = place, len(ranks), ranks[place]
-        self._exchange = world.here().exchange
+        self._world = world.here()
+        self._exchange = self._world.exchange
         self._name, self._desc = "", ""
         self._block: list[Call] | None = None
 
@@ -290,6 +291,7 @@ class LockstepGroup(dist.ProcessGroup):
         expected: Tensors = (),
         **details: Any,
     ) -> Work:
+        self._check_caller(op)
         key = (self._name, self.ranks)
         is_async = getattr(opts, "asyncOp", True)
         root = None if root is None else self.ranks[root]
@@ -301,6 +303,7 @@ class LockstepGroup(dist.ProcessGroup):
         return self._work(call)
 
     def _post(self, op: str, tensors: Tensors, outputs: Tensors, peer: int | None, tag: int) -> Work:
+        self._check_caller(op)
         key = (self._name, self.ranks)
         seq = self._exchange.next_seq(self._rank, (key, op))
         peer_rank = None if peer is None else self.ranks[peer]
@@ -309,6 +312,13 @@ class LockstepGroup(dist.ProcessGroup):
         call.take(None)
         self._exchange.post(key, call, peer)
         return self._work(call)
+
+    def _check_caller(self, op: str) -> None:
+        """Only its own rank may call this end, which a global or a closure may have handed to another."""
+        caller = world.here()
+        if caller is not self._world:
+            label = group_label(self._desc, self.ranks, self._exchange.axes)
+            caller.exchange.foreign_group(op, self._rank, label)
 
     def _work(self, call: Call) -> Work:
         if self._block is None:
