@@ -25,6 +25,7 @@ from parity_tests.harness.judge import oracle
 from parity_tests.harness.replay import write_replay
 from parity_tests.harness.report.report import Report, merged, mesh_text, sizes
 from parity_tests.harness.run.failure import Stalled
+from parity_tests.harness.second_opinion import VERIFIED, second_opinion
 from parity_tests.harness.verdict import judge
 
 Progress = Callable[[int, int], None]
@@ -52,6 +53,7 @@ def verify(
         raise ValueError(f"scheme '{scheme.name}': is declared for {', '.join(scheme.engines)} only, not {engine}")
     if examples is not None and (not isinstance(examples, int) or examples < 1):
         raise ValueError(f"scheme '{scheme.name}': examples={examples!r}; give 1 or more")
+    VERIFIED.add(scheme.key)
     how = {"dtype": dtype, "engine": engine, "world": world, "inside_subgroup": inside_subgroup}
     # 1. The cases that are known in advance: a single drawn one or, with all dims given, one for each mesh and dtype.
     seeded_case = draw_case(scheme, seeded_chooser(seed), names, seed=seed, **how)
@@ -69,7 +71,7 @@ def verify(
     report = replace(merged(reports), left_out=left_out, compile_seconds=oracle.CLOCK.seconds - compiled)
     if report.ok:
         return report
-    return _saved(scheme, report, replay_folder)
+    return _saved(scheme, second_opinion(scheme, report), replay_folder)
 
 
 def _is_open(scheme: Declared, names: Mapping[str, Any]) -> bool:

@@ -49,6 +49,10 @@ class HygieneViolation(VerdictError):
     """Something was modified, left un-waited, or differs between replicas."""
 
 
+class EnginesDisagree(VerdictError):
+    """The case fails on lockstep and passes on gloo in fresh processes."""
+
+
 @dataclass(frozen=True, repr=False)
 class Report:
     """What one scheme's verification found: `rows` is the worst of each tensor, `notes` what kind of mistake it is."""
@@ -74,6 +78,8 @@ class Report:
     compile_seconds: float = 0.0
     replay: str | None = None
     unsaved: str | None = None  # why there is no replay file
+    confirmed_on: str | None = None  # the engine that fails on this case too, in fresh processes
+    contested: str | None = None  # what it means that the case passes there
 
     @property
     def ok(self) -> bool:
@@ -82,7 +88,9 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """One word: equal, or the first thing that is wrong."""
+        """In a word or two: equal, or the first thing that is wrong."""
+        if self.contested is not None:
+            return "engines disagree"
         if self.failure is not None:
             return self.failure.cause
         if not all(row.ok for row in self.rows):
@@ -98,6 +106,8 @@ class Report:
         """Raise the failure, one exception type for each cause; the message is the full report."""
         if self.ok:
             return
+        if self.contested is not None:
+            raise EnginesDisagree("\n" + str(self)) from self.failure
         if self.failure is not None:
             raise self.failure
         outputs = all(row.ok for row in self.rows if row.role == "output")
@@ -148,6 +158,8 @@ class Report:
             "failure": None if self.failure is None else str(self.failure),
             "replay": self.replay,
             "left_out": dict(self.left_out),
+            "confirmed_on": self.confirmed_on,
+            "contested": self.contested,
         }
 
     def __str__(self) -> str:
@@ -162,6 +174,8 @@ class Report:
 
     def __rich__(self) -> RenderableType:
         parts: list[RenderableType] = [Text(self._heading(), style="bold")]
+        if self.contested is not None:
+            parts.append(Text(f"  engines disagree: {self.contested}", style="yellow"))
         if self.failure is not None:
             parts.append(Text("\n".join("  " + line for line in str(self.failure).splitlines()), style="red"))
         else:
@@ -188,7 +202,7 @@ class Report:
 
     def _hints(self) -> list[str]:
         """What the smallest case shows by itself: that it needs no sharding, or that its values are rare ones."""
-        hints = []
+        hints = [] if self.confirmed_on is None else [f"{self.confirmed_on}, in fresh processes, fails on it too"]
         if self.case.world == 1 and not all(row.ok for row in self.rows):
             hints.append("one rank is enough for it: the function and its reference differ before anything is cut")
         rare = {name: value["kind"] for name, value in self.case.values.items() if value.get("kind") in RARE}
@@ -218,7 +232,8 @@ class Report:
             owner = [
                 f"{axis} {coordinate[row.where]}" for axis, coordinate in row.owners.items() if case.mesh[axis] > 1
             ]
-            where += (f", owner {' '.join(owner)}" if owner else "") + "   MISMATCH"
+            where += f", owner {' '.join(owner)}" if owner else ""
+            where += f"   {'MISMATCH' if self.contested is None else f'differs on {case.engine}'}"
         headroom = f"{row.headroom:.0f}x" if row.ok and math.isfinite(row.headroom) else "exact" if row.ok else "-"
         return [f"{row.error:.1e}", f"{row.budget:.1e}", _short(row.ratio), headroom, where]
 

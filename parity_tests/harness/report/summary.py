@@ -108,9 +108,12 @@ def table(outcome: Outcome) -> Table:
 
 def closing(outcome: Outcome) -> str:
     schemes = len(outcome.reports)
-    mismatches = sum(1 for report in outcome.reports if not report.ok and report.failure is None)
-    failures = sum(1 for report in outcome.reports if report.failure is not None)
+    clear = [report for report in outcome.reports if not report.ok and report.contested is None]
+    failures = sum(report.failure is not None for report in clear)
+    mismatches = len(clear) - failures
+    contested = sum(report.contested is not None for report in outcome.reports)
     failed = f", {failures} failed" if failures else ""
+    failed += f", {contested} on which engines disagree" if contested else ""
     meshes = sum(len(report.left_out) for report in outcome.reports)
     omitted = f", {meshes} mesh{'es' if meshes != 1 else ''} left out" if meshes else ""
     return (

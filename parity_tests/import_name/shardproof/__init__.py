@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from parity_tests.harness.report.picture import owner_strips as owner_strips
     from parity_tests.harness.report.picture import scheme_figure as scheme_figure
     from parity_tests.harness.report.report import CostMismatch as CostMismatch
+    from parity_tests.harness.report.report import EnginesDisagree as EnginesDisagree
     from parity_tests.harness.report.report import GradientMismatch as GradientMismatch
     from parity_tests.harness.report.report import HygieneViolation as HygieneViolation
     from parity_tests.harness.report.report import ProtocolMismatch as ProtocolMismatch
@@ -97,6 +98,7 @@ _HOMES = {
     "ProtocolMismatch": "parity_tests.harness.report.report:ProtocolMismatch",
     "CostMismatch": "parity_tests.harness.report.report:CostMismatch",
     "HygieneViolation": "parity_tests.harness.report.report:HygieneViolation",
+    "EnginesDisagree": "parity_tests.harness.report.report:EnginesDisagree",
     # exceptions: a run that did not end
     "RankFailure": "parity_tests.harness.run.failure:RankFailure",
     "Raised": "parity_tests.harness.run.failure:Raised",

@@ -59,6 +59,13 @@ def session_of(fn: Callable[..., Any], case: CaseSpec) -> object:
     return None if session is None else (session, tuple(case.mesh.items()))
 
 
+def renew(world: int, backend: str = "gloo") -> None:
+    """End the ranks of this size, whatever they hold; the next run forks fresh ones."""
+    with _lock:
+        if (world, backend) in _pools:
+            _pools[world, backend].kill()
+
+
 def close() -> None:
     """End all pools and the server. The next run starts them again."""
     global _server

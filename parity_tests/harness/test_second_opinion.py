@@ -1,0 +1,142 @@
+"""A failure is judged once more in fresh processes: confirmed, contested, or nothing that they could see."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from parity_tests.harness import second_opinion
+from parity_tests.harness.declare.discover import schemes_of_file
+from parity_tests.harness.run.processes import pool
+from parity_tests.specimens.small_scheme import declared
+from parity_tests.specimens.user_files import HEAD, RIGHT, WRONG, written
+from shardproof import EnginesDisagree, ValueMismatch, check
+
+SHARING = """
+import torch.distributed as dist
+import a_library_of_state as L
+def sharing(mesh, x):
+    L.RANK = mesh.rank("tp")
+    dist.barrier(group=mesh["tp"])
+    return x * 2 + L.RANK - mesh.rank("tp")
+declare(sharing, mesh={"tp": (2,)})
+"""
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """A library that keeps a number for its process."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "a_library_of_state.py").write_text("RANK = 0\n")
+    monkeypatch.syspath_prepend(str(folder))
+    yield
+    sys.modules.pop("a_library_of_state", None)
+
+
+@pytest.fixture
+def first(monkeypatch):
+    """As if this process had imported and verified no other scheme."""
+    monkeypatch.setattr(second_opinion, "TABLE", {})
+    monkeypatch.setattr(second_opinion, "VERIFIED", set())
+
+
+def test_a_mistake_is_confirmed_and_its_verdict_is_as_before():
+    (scheme,) = schemes_of_file(written("confirmed.py", WRONG))
+    report = scheme.verify(examples=2, tp=2)
+    assert (report.verdict, report.confirmed_on, report.contested) == ("mismatch", "gloo", None)
+    assert "  gloo, in fresh processes, fails on it too" in str(report).splitlines()
+    assert "MISMATCH" in str(report) and report.to_dict()["confirmed_on"] == "gloo"
+    with pytest.raises(ValueMismatch):
+        report.raise_if_failed()
+
+
+def test_a_rank_that_raises_is_confirmed():
+    def raising(mesh, x):
+        raise KeyError("no such weight")
+
+    report = declared(raising).verify(examples=1, tp=2)
+    assert (report.verdict, report.confirmed_on) == ("raised", "gloo")
+
+
+def test_where_gloo_passes_the_engines_disagree(library, first, shardproof):
+    status, out, _ = shardproof(
+        "verify", written("sharing.py", SHARING, RIGHT), "--junit", "out.xml", "--json", "o.json"
+    )
+    assert status == 1
+    assert f"  engines disagree: {second_opinion.SHARED}" in out.splitlines()
+    assert "differs on lockstep" in out and "MISMATCH" not in out
+    assert out.splitlines()[-1] == "2 schemes, 0 mismatches, 1 on which engines disagree, 0 not run."
+    (sharing, _) = json.loads(Path("o.json").read_text())["reports"]
+    assert (sharing["verdict"], sharing["contested"]) == ("engines disagree", second_opinion.SHARED)
+    assert 'failure message="engines disagree"' in Path("out.xml").read_text()
+    (scheme, _) = schemes_of_file("sharing.py")
+    with pytest.raises(EnginesDisagree):
+        scheme.verify(examples=2).raise_if_failed()
+
+
+def test_a_state_that_another_file_left_is_no_verdict_on_this_one(tmp_path):
+    (tmp_path / "patching.py").write_text("import torch\ntorch.Tensor.half_of = lambda x: x / 3\n" + HEAD + RIGHT)
+    shim = "\nimport torch\nif not hasattr(torch.Tensor, 'half_of'): torch.Tensor.half_of = lambda x: x / 2\n"
+    halving = "\ndef halving(mesh, x):\n    return x.half_of() * 4\ndeclare(halving)\n"
+    (tmp_path / "halving.py").write_text(HEAD + shim + halving)
+    try:
+        for name in ("patching", "halving"):
+            (scheme,) = schemes_of_file(str(tmp_path / f"{name}.py"))
+        report = scheme.verify(examples=2, tp=2)
+    finally:
+        del torch.Tensor.half_of
+    assert (report.verdict, report.contested) == ("engines disagree", second_opinion.LEFT_OVER)
+
+
+def test_gloo_is_judged_again_in_fresh_processes_if_they_served_another_scheme():
+    def leaving(mesh, x):
+        torch.Tensor.left_over = 1.0
+        return x * 2
+
+    def finding(mesh, x):
+        return x * 2 + getattr(torch.Tensor, "left_over", 0.0)
+
+    assert declared(leaving).verify("gloo", examples=1, tp=2).ok
+    report = declared(finding).verify("gloo", examples=1, tp=2)
+    assert (report.verdict, report.contested) == ("engines disagree", second_opinion.LEFT_OVER)
+
+
+def strided(mesh, x):
+    dist.all_reduce(torch.ones(4, 2).T, group=mesh["tp"])
+    return x * 2
+
+
+def read_before_its_wait(mesh, x):
+    y = torch.zeros(1)
+    work = dist.all_reduce(y, group=mesh["tp"], async_op=True)
+    z = y + 0
+    work.wait()
+    return x * 2 + z
+
+
+def never_waited(mesh, x):
+    dist.all_reduce(torch.zeros(1), group=mesh["tp"], async_op=True)
+    return x * 2
+
+
+@pytest.mark.parametrize(
+    ("function", "verdict"),
+    [(strided, "protocol"), (read_before_its_wait, "mismatch"), (never_waited, "unwaited")],
+)
+def test_what_gloo_cannot_see_stays_a_verdict(function, verdict, monkeypatch):
+    monkeypatch.setattr(pool, "run", None)
+    report = declared(function).verify(examples=1, tp=2)
+    assert (report.verdict, report.confirmed_on, report.contested) == (verdict, None, None)
+
+
+def test_one_case_alone_is_judged_once(monkeypatch):
+    monkeypatch.setattr(pool, "run", None)
+    (scheme,) = schemes_of_file(written("alone.py", WRONG))
+    with pytest.raises(ValueMismatch):
+        check(scheme.case(tp=2))
+    narrow = declared(lambda mesh, x: x * 3, engines=("lockstep",)).verify(examples=1, tp=2)
+    assert (narrow.verdict, narrow.confirmed_on) == ("mismatch", None)
