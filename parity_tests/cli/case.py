@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from parity_tests.cli import complete
-from parity_tests.cli.values import Dims, JsonFlag, JsonPath, Mesh, Replay, sizes
+from parity_tests.cli.values import Dims, JsonFlag, JsonPath, Mesh, Replay, Traceback, sizes
 
 
 def draw(
@@ -33,11 +33,12 @@ def replay(
     json: JsonPath = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print one line for each time only.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print the ledger as well.")] = False,
+    traceback: Traceback = False,
 ) -> None:
     """Run one recorded case again."""
     from parity_tests.cli import listing
 
-    raise typer.Exit(listing.replay_file(file, engine, repeat, json, quiet, verbose))
+    raise typer.Exit(listing.replay_file(file, engine, repeat, json, quiet, verbose, traceback))
 
 
 def timeline(

@@ -103,6 +103,7 @@ def replay_file(
     json: str | None = None,
     quiet: bool = False,
     verbose: bool = False,
+    traceback: bool = False,
 ) -> int:
     """Run the case of a replay file so often and print each report, its first line if `quiet`; returns the status."""
     check_writable(json=json)
@@ -113,6 +114,8 @@ def replay_file(
         print(f"{report.scheme.rpartition(':')[2]}: {report.verdict}" if quiet else report, file=aside)
         if verbose:
             print(report.trace(), file=aside)
+        if traceback and report.failure is not None and report.failure.traceback:
+            print(report.failure.traceback, file=aside)
     if json:
         write_text(json, summary.as_json(outcome))
     return outcome.status

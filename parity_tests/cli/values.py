@@ -22,6 +22,9 @@ JsonPath = Annotated[
     typer.Option(help="Write JSON to a file; - is standard output, which then has nothing else.", metavar="PATH"),
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Traceback = Annotated[
+    bool, typer.Option("--traceback", help="Print the full traceback of a rank that raised, libraries included.")
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print failures and the closing line only.")]
 
 # What is counted by hand: ranks, of which there is one at least, and elements, of which there may be none.

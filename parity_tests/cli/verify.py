@@ -7,12 +7,13 @@ from typing import Annotated
 import typer
 
 from parity_tests.cli import complete
-from parity_tests.cli.values import Dims, JsonFlag, JsonPath, Mesh, Quiet, options, sizes
+from parity_tests.cli.values import Dims, JsonFlag, JsonPath, Mesh, Quiet, Traceback, options, sizes
 
 Targets = Annotated[
     list[str] | None,
     typer.Argument(
-        help="Files, folders, scheme names or globs; none: every built-in scheme.", autocompletion=complete.targets
+        help="Files, file.py::name, folders, scheme names or globs; none: every built-in scheme.",
+        autocompletion=complete.targets,
     ),
 ]
 
@@ -54,6 +55,7 @@ def verify(
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Print every scheme's tensors and the ledger of one case.")
     ] = False,
+    traceback: Traceback = False,
 ) -> None:
     """Compare schemes with their references on drawn cases."""
     from parity_tests.cli import session
@@ -71,6 +73,7 @@ def verify(
         junit=junit,
         quiet=quiet,
         verbose=verbose,
+        traceback=traceback,
     )
     raise typer.Exit(session.verify(targets or [], verify_options))
 

@@ -80,11 +80,14 @@ class NeedsExtra(UnusableTarget):
 
 
 def find(targets: list[str]) -> list[Declared]:
-    """Schemes of all targets: files, folders, names or globs; all built-in schemes if there is none."""
+    """Schemes of all targets: files, `file.py::name`, folders, names, globs; all built-in schemes if there is none."""
     schemes_by_key: dict[str, Declared] = {}
     for target in targets or ["*"]:
         path = Path(target)
-        if path.is_dir():
+        file, _, name = target.partition("::")
+        if name:
+            schemes = [scheme_of_file(file, name)]
+        elif path.is_dir():
             files = [file for file in _own_files(path) if "@scheme" in file.read_text(errors="replace")]
             if not files:
                 raise UnusableTarget(f"{target}: no file below declares a scheme (none has '@scheme')")
@@ -138,6 +141,17 @@ def schemes_of_file(file: str) -> list[Declared]:
     if not declared:
         raise UnusableTarget(f"{file}: declares no scheme; decorate a function with @scheme")
     return sorted(declared, key=lambda scheme: scheme.line)
+
+
+def scheme_of_file(file: str, name: str) -> Declared:
+    """The scheme that a file declares, or has imported from another module, under this name. Errors: UnusableTarget."""
+    module = module_of_file(file)
+    by_name = {key: value for key, value in vars(module).items() if isinstance(value, Declared)}
+    by_name |= {each.name: each for each in TABLE.values() if each.of_module and each.fn.__module__ == module.__name__}
+    if name not in by_name:
+        has = f"it has {', '.join(sorted(by_name))}" if by_name else "it declares and imports none"
+        raise UnusableTarget(f"{file}::{name}: no scheme of this name{nearest(name, sorted(by_name))} ({has})")
+    return by_name[name]
 
 
 def module_of_file(file: str) -> ModuleType:

@@ -32,6 +32,7 @@ class VerifyOptions:
     junit: str | None = None
     quiet: bool = False
     verbose: bool = False
+    traceback: bool = False
 
 
 @dataclass
@@ -62,6 +63,8 @@ def show(console: Console, outcome: Outcome, options: VerifyOptions) -> None:
     for report in outcome.reports:
         if not report.ok or options.verbose or (single and not options.quiet):
             console.print(report, soft_wrap=True, highlight=False)
+            if options.traceback and report.failure is not None and report.failure.traceback:
+                console.print(report.failure.traceback, markup=False, highlight=False, soft_wrap=True)
         if options.verbose:
             console.print(report.trace(), markup=False, highlight=False, soft_wrap=True)
         elif report.ok and not single and not options.quiet:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from traceback import format_exception
 from typing import Any
 
 from parity_tests.harness.declare.case import CaseSpec
@@ -55,6 +56,13 @@ class RankFailure(Exception):
         # An exception is pickled as its type and its positional arguments, and this one has others.
         fields = {name: getattr(self, name) for name in ("rank", "op", "source", "case", "others", "ledger")}
         return partial(type(self), **fields), self.args
+
+    @property
+    def traceback(self) -> str | None:
+        """The full traceback of what the rank raised, frames of libraries included; None where no rank raised."""
+        if self.__cause__ is not None:
+            return "".join(format_exception(self.__cause__)).rstrip()
+        return "\n".join(getattr(self, "__notes__", ())).rstrip() or None
 
     def __str__(self) -> str:
         not_mentioned = (f"  {line}" for line in self.others if line not in self.args[0])

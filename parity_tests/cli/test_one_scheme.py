@@ -1,0 +1,73 @@
+"""One scheme of a file, and the full traceback of a rank that raised."""
+
+from pathlib import Path
+
+import pytest
+
+from parity_tests.harness.declare.discover import UnusableTarget, find
+from parity_tests.specimens.user_files import HEAD, RIGHT, WRONG, written
+
+DEEP = """
+import an_outer_module
+def deep(mesh, x):
+    return an_outer_module.call(x)
+declare(deep)
+"""
+
+
+def modules_three_deep():
+    Path("an_inner_module.py").write_text("def call(x):\n    return {}['no such weight']\n")
+    for name, inner in (("a_middle_module", "an_inner_module"), ("an_outer_module", "a_middle_module")):
+        Path(f"{name}.py").write_text(f"import {inner}\n\ndef call(x):\n    return {inner}.call(x)\n")
+
+
+def test_one_scheme_of_a_file(shardproof):
+    written("several.py", RIGHT, WRONG)
+    status, out, err = shardproof("verify", "several.py::right", "--examples", "2")
+    assert (status, err) == (0, "") and out.startswith("right ")
+    assert shardproof("verify", "several.py::wrong", "--examples", "2")[0] == 1
+    assert shardproof("draw", "several.py::right")[1].startswith("right\n")
+
+
+def test_a_scheme_that_the_file_has_imported():
+    Path("declaring.py").write_text(HEAD + RIGHT.replace("\ndeclare(right)", "\nimported = declare(right)"))
+    Path("importing.py").write_text("from declaring import imported, imported as renamed\n")
+    assert [scheme.name for scheme in find(["importing.py::imported"])] == ["right"]
+    assert find(["importing.py::renamed"]) == find(["importing.py::imported"])
+
+
+@pytest.mark.parametrize(
+    ("target", "sentence"),
+    [
+        ("several.py::rigth", "several.py::rigth: no scheme of this name; did you mean right? (it has right, wrong)"),
+        ("absent.py::right", "absent.py: no such file"),
+        ("empty.py::right", "empty.py::right: no scheme of this name (it declares and imports none)"),
+    ],
+)
+def test_a_name_that_the_file_lacks(target, sentence):
+    written("several.py", RIGHT, WRONG)
+    Path("empty.py").touch()
+    with pytest.raises(UnusableTarget) as caught:
+        find([target])
+    assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+def test_the_full_traceback_on_request(engine, shardproof):
+    modules_three_deep()
+    file = written(f"deep_on_{engine}.py", DEEP)
+    arguments = ("verify", file, "--mesh", "tp=2", "--examples", "1", "--engine", engine)
+    status, out, _ = shardproof(*arguments)
+    assert status == 3 and "Traceback" not in out
+    _, out, _ = shardproof(*arguments, "--traceback")
+    traceback = out[out.index("Traceback (most recent call last)") :]
+    names = (f"deep_on_{engine}", "an_outer_module", "a_middle_module", "an_inner_module")
+    places = [traceback.index(f"/{name}.py") for name in names]
+    assert places == sorted(places) and "KeyError: 'no such weight'" in traceback
+    (replay,) = Path().glob("replay_*.py")
+    assert "an_inner_module.py" in shardproof("replay", str(replay), "--traceback")[1].partition("Traceback")[2]
+
+
+def test_where_no_rank_raised_there_is_no_traceback(shardproof):
+    out = shardproof("verify", written("wrong_alone.py", WRONG), "--examples", "1", "--traceback")[1]
+    assert "MISMATCH" in out and "Traceback" not in out
