@@ -29,6 +29,7 @@ from torch._C import _distributed_c10d as c_api
 from torch.distributed.device_mesh import init_device_mesh
 
 from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.run import compiling
 from parity_tests.harness.run.ledger import Ranks, is_plumbing
 from parity_tests.harness.run.lockstep import group, world
 from parity_tests.harness.run.lockstep.exchange import Exchange
@@ -130,13 +131,18 @@ class Session:
         return Ranks(tuple(self._results), self._exchange.ledger, time.perf_counter() - started)
 
     def _await(self, quiet_s: float) -> None:
-        """Wait until all ranks have left. If a rank makes no progress for `quiet_s`, the run fails as stalled."""
+        """Wait until all ranks have left. If a rank makes no progress for `quiet_s`, the run fails as stalled.
+
+        Inside torch.compile it may take longer.
+        """
         moves, since = -1, 0.0
         while not self._scheduler.over(min(quiet_s, 0.25)):
             if self._scheduler.moves != moves:
                 moves, since = self._scheduler.moves, time.monotonic()
             elif time.monotonic() - since >= quiet_s:
                 thread = self._threads[self._scheduler.running].ident or 0
+                if time.monotonic() - since < compiling.LIMIT_S and compiling.is_compiling(thread):
+                    continue
                 stalled = self._exchange.stalled(_users_stack(thread), quiet_s)
                 self._scheduler.failure = self._scheduler.failure or stalled
                 # Takes effect at the thread's next Python instruction; one inside a C call is left behind.

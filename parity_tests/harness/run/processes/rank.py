@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from parity_tests.harness.declare import discover
 from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.run.compiling import is_compiling
 from parity_tests.harness.run.failure import RankFailure, RankFault, raised_by_function
 from parity_tests.harness.run.ledger import Row, raised_at
 from parity_tests.harness.run.lockstep.world import flattened
@@ -176,10 +177,13 @@ def main(work_fd: int, control_fd: int, *, rank: int, world: int, backend: str, 
 
 
 def _answer(control: Connection) -> None:
-    """Answer each question with the rows issued so far; end this process silently when the parent ends."""
+    """Answer each question with the rows issued so far and whether the main thread is inside torch.compile.
+
+    When the parent ends, this process does so silently.
+    """
     while True:
         try:
             question = control.recv()
-            control.send((question, rows_so_far()))
+            control.send((question, rows_so_far(), is_compiling(threading.main_thread().ident)))
         except (EOFError, OSError):
             os._exit(0)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+from parity_tests.harness.run import compiling
 from parity_tests.harness.run.ledger import Row
 from parity_tests.harness.run.processes.cause import DIED, DONE, RUNNING, Outcome, verdict
 from parity_tests.harness.run.processes.forks import ForkServer
@@ -18,6 +19,7 @@ START_S = 120.0  # ranks are up and the function is loaded
 PROBE_S = 0.3  # after which their ledgers are compared
 COLLECT_S = 0.25  # for the others, after the first failure
 ANSWER_S = 0.1  # for a control thread to say what was issued
+COMPILER_ANSWER_S = 2.0  # beside a thread that traces a function and leaves the interpreter seldom
 REAP_S = 0.1  # between a closed socket and word of how the process ended
 
 
@@ -32,16 +34,23 @@ class RankHandle:
 
     def rows_so_far(self) -> tuple[Row, ...]:
         """What the rank has issued, also while it hangs; nothing if it does not answer in time."""
+        return self._answer(ANSWER_S)[0]
+
+    def is_compiling(self) -> bool:
+        """Whether the rank is inside torch.compile."""
+        return self._answer(COMPILER_ANSWER_S)[1]
+
+    def _answer(self, seconds: float) -> tuple[tuple[Row, ...], bool]:
         self._questions += 1
         try:
             self.control.send(self._questions)
-            while self.control.poll(ANSWER_S):
-                question, rows = self.control.recv()
+            while self.control.poll(seconds):
+                question, rows, is_compiling = self.control.recv()
                 if question == self._questions:  # an answer that came too late for an earlier one is passed over
-                    return rows
+                    return rows, is_compiling
         except (EOFError, OSError):
             pass  # it died just now; the status table has its last row
-        return ()
+        return (), False
 
     def close(self) -> None:
         self.work.close()
@@ -110,6 +119,8 @@ class Watch:
             else:
                 limit = STALL_S if still.idle_seconds >= STALL_S else max(quiet_s, STALL_S)
             if still.seconds >= limit:
+                if still.seconds < compiling.LIMIT_S and any(handle.is_compiling() for handle in self._pending()):
+                    continue
                 return self._collected(), still.seconds
         return self._collected(), None
 

@@ -1,0 +1,26 @@
+"""Whether a thread is inside torch.compile: the first compilation of C++ may take a minute, and is no stall."""
+
+from __future__ import annotations
+
+import sys
+
+from parity_tests.harness.run.ledger import is_plumbing
+
+LIMIT_S = 600.0  # for a compilation, after which the rank is stalled all the same
+COMPILERS = ("/torch/_dynamo/", "/torch/_inductor/")
+
+
+def is_compiling(thread: int | None) -> bool:
+    """Whether the innermost frame that is no library's has called the compiler.
+
+    A frame of the user inside one of the compiler's is code that has been compiled, and runs.
+    """
+    frame = sys._current_frames().get(thread or 0)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if any(part in name for part in COMPILERS):
+            return True
+        if not is_plumbing(name) and "site-packages" not in name:
+            return False
+        frame = frame.f_back
+    return False

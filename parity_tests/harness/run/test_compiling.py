@@ -1,0 +1,57 @@
+"""A rank inside torch.compile is waited for; what it has compiled is not."""
+
+import time
+import types
+
+import pytest
+import torch.distributed as dist
+
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.run.engines import run
+from parity_tests.harness.run.failure import Stalled
+
+CASE, QUIET_S = CaseSpec("compiling", {"tp": 2}), 1.0
+SOURCE = """
+def compile_for(seconds, sleep):
+    sleep(seconds)
+
+def run_compiled(function):
+    function()
+"""
+
+
+def compiler():
+    """Two functions whose frames stand in a file of the compiler."""
+    scope = {}
+    exec(compile(SOURCE, "/site-packages/torch/_inductor/of_this_test.py", "exec"), scope)
+    return [types.FunctionType(scope[name].__code__, {}) for name in ("compile_for", "run_compiled")]
+
+
+COMPILE_FOR, RUN_COMPILED = compiler()
+
+
+def compiles(mesh, case):
+    if mesh.rank("tp") == 1:
+        COMPILE_FOR(3 * QUIET_S, time.sleep)
+    dist.barrier(group=mesh["tp"])
+    return True
+
+
+def runs_what_is_compiled(mesh, case):
+    def hangs():
+        time.sleep(5 * QUIET_S)
+
+    if mesh.rank("tp") == 1:
+        RUN_COMPILED(hangs)
+    dist.barrier(group=mesh["tp"])
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+def test_a_compilation_is_waited_for(engine):
+    assert run(compiles, CASE, engine, quiet_s=QUIET_S).results == (True, True)
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+def test_compiled_code_that_hangs_is_stalled(engine):
+    with pytest.raises(Stalled):
+        run(runs_what_is_compiled, CASE, engine, quiet_s=QUIET_S)
