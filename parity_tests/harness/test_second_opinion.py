@@ -48,7 +48,7 @@ def test_a_mistake_is_confirmed_and_its_verdict_is_as_before():
     (scheme,) = schemes_of_file(written("confirmed.py", WRONG))
     report = scheme.verify(examples=2, tp=2)
     assert (report.verdict, report.confirmed_on, report.contested) == ("mismatch", "gloo", None)
-    assert "  gloo, in fresh processes, fails on it too" in str(report).splitlines()
+    assert "  confirmed on gloo, in fresh processes" in str(report).splitlines()
     assert "MISMATCH" in str(report) and report.to_dict()["confirmed_on"] == "gloo"
     with pytest.raises(ValueMismatch):
         report.raise_if_failed()

@@ -61,7 +61,7 @@ def judge(
         return Report(scheme.key, case, failure=failure, ledger=failure.ledger or Ledger())
     # 3. Compare values and gradients, then the ledgers.
     rows = compare.compare(scheme, case, ranks.results, reference)
-    protocol = side_checks.protocol(ranks.ledger)
+    protocol = side_checks.protocol(ranks.ledger, scheme.engines)
     # 4. Explain each tensor that failed.
     notes = _notes(scheme, program, case, ranks, rows, protocol)
     return Report(

@@ -181,6 +181,8 @@ class Report:
         else:
             parts += [*self._table(), Text("  " + self._conduct())]
         parts += [Text(f"  left out: {omission}") for omission in self.omissions()]
+        if self.confirmed_on is not None:
+            parts.append(Text(f"  confirmed on {self.confirmed_on}, in fresh processes"))
         if not self.ok:
             parts.append(
                 Text(
@@ -202,7 +204,7 @@ class Report:
 
     def _hints(self) -> list[str]:
         """What the smallest case shows by itself: that it needs no sharding, or that its values are rare ones."""
-        hints = [] if self.confirmed_on is None else [f"{self.confirmed_on}, in fresh processes, fails on it too"]
+        hints = []
         if self.case.world == 1 and not all(row.ok for row in self.rows):
             hints.append("one rank is enough for it: the function and its reference differ before anything is cut")
         rare = {name: value["kind"] for name, value in self.case.values.items() if value.get("kind") in RARE}

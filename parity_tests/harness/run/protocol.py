@@ -97,12 +97,12 @@ def _difference(issued: Mapping[int, Row]) -> Disagreement | None:
             usual = Counter(numbers).most_common(1)[0][0]
             odd = next(row for row, value in zip(rows, values, strict=True) if value not in (usual, None))
             return _against(f"{name} differs", odd, rows)
-    return _splits(rows) if rows[0].op == "all_to_all" else _pieces(rows) if rows[0].op == "scatter" else None
+    return _splits(rows) if all(row.splits for row in rows) else _pieces(rows) if rows[0].op == "scatter" else None
 
 
 def _common_shapes(row: Row) -> object:
     """What must be alike on all ranks; of a tensor that is split into rows for each, the shape of a row."""
-    if row.op == "all_to_all":
+    if row.splits or row.op == "all_to_all":
         return row.shapes[0][1:] if len(row.shapes) == 1 and math.prod(row.shapes[0]) else None
     return None if row.op == "scatter" else row.shapes
 

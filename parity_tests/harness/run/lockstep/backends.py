@@ -2,7 +2,8 @@
 
 Measured with gloo of torch 2.13 on two processes; NCCL's rules are those of torch's ProcessGroupNCCL. Gloo accepts more
 than it can do: a scatter or reduce_scatter of a list, an in-place all_reduce and a broadcast of tensors that are not
-contiguous end without an error and with other numbers.
+contiguous end without an error and with other numbers. Of tensors of unlike sizes it takes the list of a reduce_scatter
+and rejects that of an all_gather.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 # Neither gloo nor NCCL has these; float8 is NCCL's alone, complex numbers are gloo's and, as pairs, NCCL's.
 MISSING_DTYPES = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
+UNEVEN = "its list has tensors of unlike sizes, which gloo rejects and NCCL carries out; pad them to one size for gloo"
 MESSAGES = ("send", "recv")
 REWRITTEN = ("all_reduce", "broadcast", "scatter", "reduce_scatter")  # of these gloo may give other numbers
 
@@ -27,7 +29,12 @@ def rejection(op: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> s
             if not _is_contiguous(tensor):
                 strides = ", ".join(map(str, tensor.stride()))
                 return f"its {name} has strides ({strides}), {_consequence(op, len(inputs))}; pass {_remedy(name)}"
-    return None
+    return UNEVEN if len(inputs) == 1 and _is_uneven(op, outputs) else None
+
+
+def _is_uneven(op: str, outputs: Sequence[Tensor]) -> bool:
+    """Whether the list of an all_gather has tensors of unlike sizes."""
+    return op == "all_gather" and len({tensor.shape for tensor in outputs}) > 1
 
 
 def _is_contiguous(tensor: Tensor) -> bool:

@@ -165,7 +165,7 @@ class LockstepGroup(dist.ProcessGroup):
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
         outputs, inputs = listed(outputs), nested(inputs)
         for output, parts in zip(outputs, inputs, strict=True):
-            operations.check_one_each("reduce_scatter", parts, self._size, like=output)
+            operations.check_uneven("reduce_scatter", parts, self._place, self._size, output)
         flat = [part for parts in inputs for part in parts]
         return self._collective("reduce_scatter", flat, outputs, opts, reduce_op=reduce_op(opts))
 
@@ -190,8 +190,12 @@ class LockstepGroup(dist.ProcessGroup):
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Work:
         outputs, inputs = nested(outputs), listed(inputs)
         for parts, one in zip(outputs, inputs, strict=True):
-            operations.check_one_each("all_gather", parts, self._size, like=one)
-        return self._collective("all_gather", inputs, [part for parts in outputs for part in parts], opts)
+            operations.check_uneven("all_gather", parts, self._place, self._size, one)
+        flat = [part for parts in outputs for part in parts]
+        if len({part.shape for part in flat}) == 1 or len(inputs) > 1:
+            return self._collective("all_gather", inputs, flat, opts)
+        splits = operations.uneven_splits(inputs[0], flat)
+        return self._collective("all_gather", inputs, flat, opts, splits=splits, expected=flat)
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         return self.allgather([[line[j] for line in outputs] for j in range(len(inputs))], inputs, opts)

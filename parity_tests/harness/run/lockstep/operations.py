@@ -73,6 +73,11 @@ def rows(tensor: Tensor) -> int:
     return tensor.shape[0] if tensor.ndim else 1
 
 
+def uneven_splits(own: Tensor, parts: Sequence[Tensor]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Rows to and from each rank, where an all_gather of a list has tensors of unlike sizes."""
+    return (rows(own),) * len(parts), tuple(map(rows, parts))
+
+
 def size_in_bytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -87,6 +92,18 @@ def splits_of(name: str, tensor: Tensor, splits: Sequence[int], size: int) -> li
     if len(splits) != size or sum(splits) != count:
         raise ValueError(f"all_to_all: {name} has {count} rows for {size} ranks, its splits are {list(splits)}")
     return list(splits)
+
+
+def check_uneven(op: str, parts: Sequence[Tensor], place: int, size: int, own: Tensor) -> None:
+    """A list has one tensor for each rank, of any sizes, this rank's like the one beside it."""
+    check_one_each(op, parts, size)
+    for part in parts:
+        if part.dtype != own.dtype:
+            raise ValueError(f"{op}: {described(part)} in the list, {described(own)} beside it (dtypes must be alike)")
+    if parts[place].shape != own.shape:
+        raise ValueError(
+            f"{op}: {described(parts[place])} in this rank's place of the list, {described(own)} beside it"
+        )
 
 
 def check_one_each(op: str, parts: Sequence[Tensor], size: int, like: Tensor | None = None) -> None:

@@ -31,7 +31,7 @@ class Rendezvous:
         """Add one rank's call; when it was the last, all calls, their results known; else none."""
         arrived = [other for other in self._calls if other is not None]
         # Splits are held against everybody's, one's own too; all else is equality, so one other is enough.
-        for other in [*arrived, call] if call.row.op == "all_to_all" else arrived[:1]:
+        for other in [*arrived, call] if call.row.splits else arrived[:1]:
             _agree(other, call)
         self._calls[call.place] = call
         self._missing -= 1
@@ -57,7 +57,10 @@ def _agree(first: Call, second: Call) -> None:
     else:
         if a.dtypes != b.dtypes:
             raise Disagreement(f"dtypes differ, {', '.join(a.dtypes)} and {', '.join(b.dtypes)}", a, b)
-        if a.shapes != b.shapes:
+        if a.splits and b.splits:
+            _pair(first, second)
+            _pair(second, first)
+        elif a.shapes != b.shapes:
             raise Disagreement(f"shapes differ, {_shapes(a)} and {_shapes(b)}", a, b)
     if a.reduce_op != b.reduce_op:
         raise Disagreement(f"reduce ops differ, {a.reduce_op} and {b.reduce_op}", a, b)
@@ -70,7 +73,8 @@ def _same_outputs(first: Call, second: Call) -> None:
 
 
 def _pair(sender: Call, receiver: Call) -> None:
-    sent, expected = sender.pieces[receiver.place], receiver.expected[sender.place]
+    sent = sender.pieces[0] if sender.row.op == "all_gather" else sender.pieces[receiver.place]
+    expected = receiver.expected[sender.place]
     if (sent.shape, sent.dtype) != (expected.shape, expected.dtype):
         raise Disagreement(
             f"splits disagree, rank {sender.row.rank} sends {described(sent)} to rank {receiver.row.rank}, which "

@@ -8,7 +8,10 @@ import torch.distributed as dist
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.engines import run
-from parity_tests.harness.run.lockstep.backends import rejection
+from parity_tests.harness.run.failure import Mismatch
+from parity_tests.harness.run.lockstep.backends import UNEVEN, rejection
+from parity_tests.specimens.small_scheme import declared
+from shardproof import ProtocolMismatch
 
 CONTIGUOUS = torch.zeros(4, 6)
 STRIDED = {
@@ -62,6 +65,58 @@ def scattered(mesh, case):
     received = torch.empty(4, 4)
     dist.scatter(received, [x, x] if mesh.rank("tp") == 0 else None, group=mesh["tp"], group_src=0)
     return bool(torch.equal(received, x))
+
+
+def gathered_unevenly(mesh, case):
+    x = torch.full((mesh.rank("tp") + 1, 2), float(mesh.rank("tp")))
+    parts = [torch.empty(rank + 1, 2) for rank in range(mesh.size("tp"))]
+    try:
+        dist.all_gather(parts, x, group=mesh["tp"])
+    except RuntimeError as error:
+        assert "invalid tensor size" in str(error)
+        return "rejected"
+    return [part.tolist() for part in parts]
+
+
+def scattered_unevenly(mesh, case):
+    out = torch.empty(mesh.rank("tp") + 1, 2)
+    dist.reduce_scatter(out, [torch.ones(rank + 1, 2) for rank in range(mesh.size("tp"))], group=mesh["tp"])
+    return out.tolist()
+
+
+def gathered_otherwise(mesh, case):
+    x = torch.ones(mesh.rank("tp") + 1)
+    parts = [torch.empty(3 - rank if mesh.rank("tp") == 0 and rank else rank + 1) for rank in range(3)]
+    dist.all_gather(parts, x, group=mesh["tp"])
+
+
+def test_lists_of_unlike_sizes_are_carried_out():
+    pair, three = CaseSpec("lists", {"tp": 2}), CaseSpec("lists", {"tp": 3})
+    ranks = run(gathered_unevenly, three)
+    assert ranks.results == ([[[0.0] * 2], [[1.0] * 2] * 2, [[2.0] * 2] * 3],) * 3
+    assert [row.rejected for row in ranks.ledger.rows] == [UNEVEN] * 3
+    assert run(scattered_unevenly, pair).results == run(scattered_unevenly, pair, "gloo").results
+    with pytest.raises(Mismatch) as caught:
+        run(gathered_otherwise, three)
+    assert "rank 2 sends float32[3] to rank 0, which expects float32[1]" in str(caught.value)
+
+
+def test_gloo_rejects_the_list_of_an_all_gather():
+    assert run(gathered_unevenly, CaseSpec("lists", {"tp": 2}), "gloo").results == ("rejected",) * 2
+
+
+@pytest.mark.parametrize(("engines", "verdict"), [(("lockstep", "gloo"), "protocol"), (("lockstep", "nccl"), "equal")])
+def test_what_gloo_alone_rejects_is_a_finding_where_the_scheme_is_declared_for_it(engines, verdict):
+    def uneven(mesh, x):
+        gathered_unevenly(mesh, None)
+        return x * 2
+
+    report = declared(uneven, engines=engines).verify(examples=2, tp=2)
+    assert report.verdict == verdict
+    if verdict == "protocol":
+        assert report.protocol[0].endswith(UNEVEN)
+        with pytest.raises(ProtocolMismatch):
+            report.raise_if_failed()
 
 
 def test_gloo_does_what_is_said_of_it():

@@ -120,8 +120,11 @@ MISTAKES = {
     "all_gather: a list of 1 tensors for 2 ranks (needs one for each)": (
         lambda group: group.allgather([[torch.ones(2)]], [torch.ones(2)])
     ),
-    "all_gather: float32[3] in the list, float32[2] beside it (all must be alike)": (
-        lambda group: group.allgather([[torch.ones(2), torch.ones(3)]], [torch.ones(2)])
+    "all_gather: float32[3] in this rank's place of the list, float32[2] beside it": (
+        lambda group: group.allgather([[torch.ones(3), torch.ones(3)]], [torch.ones(2)])
+    ),
+    "reduce_scatter: float64[2] in the list, float32[2] beside it (dtypes must be alike)": (
+        lambda group: group.reduce_scatter([torch.ones(2)], [[torch.ones(2), torch.ones(2, dtype=torch.float64)]])
     ),
     "all_to_all: the input has 3 rows for 2 ranks (needs a multiple); give splits": (
         lambda group: group.all_to_all_single(torch.ones(2), torch.ones(3), [], [])

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 from parity_tests.harness.run.ledger import Row, call_site, group_label, phase
+from parity_tests.harness.run.lockstep.operations import uneven_splits
 from parity_tests.harness.run.processes import status_table
 
 # operator -> (family, argument handed in, argument written; None: a new tensor)
@@ -99,6 +100,8 @@ def issue(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Issue:
     handed = _tensors(call.get(takes))
     written = _tensors(call.get(gives)) if gives is not None else None
     splits = _splits(call, handed, written, len(ranks)) if op == "all_to_all" else None
+    if op == "all_gather" and len(handed) == 1 and len({tensor.shape for tensor in written or ()}) > 1:
+        splits = uneven_splits(handed[0], written or ())
     size_in = sum(map(_nbytes, handed))
     size_out = _functional_bytes(op, handed, len(ranks), splits) if written is None else sum(map(_nbytes, written))
     root = call.get("root_rank", call.get("src") if op == "broadcast" else None)
