@@ -188,3 +188,13 @@ def test_replay_and_timeline(shardproof):
     assert json.loads(Path("trace.json").read_text()) == {"traceEvents": []}
     status, _, err = shardproof("timeline", replay, "--out", "no/such/trace.json")
     assert (status, err) == (2, "shardproof: --out no/such/trace.json: there is no folder no/such\n")
+
+
+def test_a_reference_may_broadcast_as_jax_does(shardproof):
+    biased = """
+def biased(mesh, x, w, b):
+    return x @ w + b
+declare(biased, reference=lambda x, w, b: x @ w + b, inputs={"x": "n/tp d", "w": "d f tp=R", "b": "f tp=R"}, outputs="n/tp f",
+        draw={})
+"""
+    assert shardproof("verify", written("biased.py", biased), "--examples", "4")[0] == 0

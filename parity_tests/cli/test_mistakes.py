@@ -41,9 +41,8 @@ MISTAKES = {
         "scheme 'right': the reference raised NameError at bad.py:16: name 'no' is not defined",
     ),
     "broadcast": (
-        RIGHT.replace("(right)", "(right, reference=lambda x: 2.0 * (x[None] + x)[0])"),
-        "scheme 'right': reference <lambda> raised ValueError at bad.py:15: Operands could not be broadcast together "
-        "for add on shapes (1, 1) (1,); nothing is broadcast unseen, write bias[None, None] for a dim that lacks two",
+        RIGHT.replace("(right)", "(right, reference=lambda x: (x[:, None] + jnp.ones(3))[:, :2])"),
+        "scheme 'right': reference <lambda> returned (1, 2) for 'out', 'b/tp' says (1,)",
     ),
     "two of one name": (
         RIGHT + RIGHT.replace("x * 2", "x * 3"),

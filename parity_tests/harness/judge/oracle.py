@@ -149,7 +149,7 @@ def _build(scheme: Declared, options: Mapping[str, Any], output_shapes: Mapping[
     integer = {arg.name for arg in scheme.outputs if not arg.differentiable}
 
     def split(arguments: Any) -> tuple[Any, Any]:
-        parts = _named(scheme, output_shapes, scheme.reference(**nested(arguments), **options))
+        parts = _named(scheme, output_shapes, bridge.called(scheme.reference, **nested(arguments), **options))
         return {n: v for n, v in parts.items() if n not in integer}, {n: v for n, v in parts.items() if n in integer}
 
     def value_and_gradient(fixed: Any, x: Any, c: Any) -> tuple[tuple[Any, Any], Any]:

@@ -27,6 +27,21 @@ def test_jax_is_set_up_for_a_reference():
         jnp.ones((2, 3)) + jnp.ones(3)
 
 
+def biased(x, b):
+    return x + b
+
+
+@pytest.mark.parametrize("module", ["jax_ref.norms", "parity_tests.judge.test_bridge", "my_project.reference", None])
+def test_a_reference_of_this_project_broadcasts_nothing_unseen(module):
+    biased.__module__ = module
+    if module is not None and module.startswith(("jax_ref", "parity_tests")):
+        with pytest.raises(ValueError, match="rank"):
+            bridge.called(biased, x=jnp.ones((2, 3)), b=jnp.ones(3))
+    else:
+        assert bridge.called(biased, x=jnp.ones((2, 3)), b=jnp.ones(3)).shape == (2, 3)
+    assert jax.config.jax_numpy_rank_promotion == "raise"
+
+
 @pytest.mark.parametrize("dtype", ["float64", "float32", "int64", "int32", "bool"])
 def test_dtypes_survive(dtype):
     array = np.array([0, 1, 3]).astype(dtype)
