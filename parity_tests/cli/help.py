@@ -5,8 +5,7 @@ from __future__ import annotations
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "verify": (
         "shardproof verify my_scheme.py",
-        "shardproof verify my_scheme.py::sharded_logprob --traceback",
-        "shardproof verify my_scheme.py --mesh cp=2,tp=2 --dim s=8 --engine gloo",
+        "shardproof verify my_scheme.py::sharded_logprob --mesh cp=2,tp=2 --dim s=8 --engine gloo",
         "shardproof verify 'vocab_parallel_*' --profile ci --json verdicts.json --quiet",
     ),
     "list": (

@@ -194,7 +194,7 @@ def test_a_reference_may_broadcast_as_jax_does(shardproof):
     biased = """
 def biased(mesh, x, w, b):
     return x @ w + b
-declare(biased, reference=lambda x, w, b: x @ w + b, inputs={"x": "n/tp d", "w": "d f tp=R", "b": "f tp=R"}, outputs="n/tp f",
-        draw={})
+declare(biased, reference=lambda x, w, b: x @ w + b, draw={},
+        inputs={"x": "n/tp d", "w": "d f tp=R", "b": "f tp=R"}, outputs="n/tp f")
 """
     assert shardproof("verify", written("biased.py", biased), "--examples", "4")[0] == 0

@@ -1,11 +1,13 @@
 """What surrounds a scheme's function on each rank: `setup`, once per mesh, and `around`, for forward and backward."""
 
 import inspect
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from parity_tests.harness.declare.discover import schemes_of_file
 from parity_tests.specimens.small_scheme import declared, summed
 from shardproof import GradientMismatch, judge
 
@@ -108,3 +110,12 @@ def test_what_is_rejected_at_declaration(change, sentence):
     with pytest.raises(ValueError) as caught:
         declared(lambda mesh, x: x * 2, **change)
     assert str(caught.value) == f"scheme '<lambda>': {sentence}"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_example_of_the_page(engine):
+    file = Path(__file__).parents[3] / "docs" / "examples" / "my_globals.py"
+    (scheme,) = schemes_of_file(str(file))
+    for size in (2, 1, 4):
+        report = scheme.verify(engine, examples=2, tp=size)
+        assert report.ok, report
