@@ -52,11 +52,11 @@ def second_opinion(scheme: Declared, report: Report) -> Report:
         return report
     if "gloo" not in scheme.engines or report.case.world > MOST_RANKS or not _may_be_contested(report):
         return report
-    on_gloo = _passes_on_gloo(scheme, report)
-    if on_gloo is None:
+    verdict = _verdict_of_gloo(scheme, report)
+    if verdict is None:
         return report
-    if not on_gloo:
-        return replace(report, confirmed_on="gloo")
+    if verdict != "equal":
+        return replace(report, confirmed_on="gloo" if verdict == report.verdict else f"gloo ({verdict})")
     is_left_over = engine == "gloo" or (others and _passes_alone(scheme, report))
     return replace(report, contested=LEFT_OVER if is_left_over else SHARED, notes={})
 
@@ -79,14 +79,14 @@ def _may_be_contested(report: Report) -> bool:
     return bool(wrong or report.cost or report.hygiene) or not is_rejected_alone
 
 
-def _passes_on_gloo(scheme: Declared, report: Report) -> bool | None:
-    """Whether fresh gloo processes pass the case; None where they cannot be started or the function cannot travel."""
+def _verdict_of_gloo(scheme: Declared, report: Report) -> str | None:
+    """What fresh gloo processes make of the case; None where they cannot be started or the function cannot travel."""
     from parity_tests.harness.run.processes import pool
     from parity_tests.harness.run.processes.forks import ServerGone
 
     pool.renew(report.case.world)
     try:
-        return judge(scheme, report.case.replace(engine="gloo")).ok
+        return judge(scheme, report.case.replace(engine="gloo")).verdict
     except (NotRun, ServerGone, OSError, TypeError):
         return None
 

@@ -78,7 +78,7 @@ class Report:
     compile_seconds: float = 0.0
     replay: str | None = None
     unsaved: str | None = None  # why there is no replay file
-    confirmed_on: str | None = None  # the engine that fails on this case too, in fresh processes
+    confirmed_on: str | None = None  # the engine that fails on the case too, with its verdict where that is another
     contested: str | None = None  # what it means that the case passes there
 
     @property

@@ -25,6 +25,7 @@ import torch
 import torch.distributed.tensor
 
 from parity_tests.harness.declare import travel
+from parity_tests.harness.run.program import Program
 
 Namespace = dict[str, Any]
 Values = tuple[Any, ...]
@@ -48,12 +49,11 @@ def namespaces_of(job: Any) -> dict[str, Namespace]:
     the scheme has an `around` or a `setup` those that torch's context managers change. Errors: ImportError for a name
     in `isolate` that is no module.
     """
-    module = getattr(getattr(job, "fn", None), "__module__", None)
-    if module is None:
+    if not isinstance(job, Program):
         return {}
     for name in job.isolate:
         importlib.import_module(name)
-    names = {*_imported_by(module), *travel.IMPORTED_WITH_SCHEMES.intersection(sys.modules)}
+    names = {*_imported_by(job.fn.__module__), *travel.IMPORTED_WITH_SCHEMES.intersection(sys.modules)}
     names |= {name for name in sys.modules for root in job.isolate if f"{name}.".startswith(f"{root}.")}
     namespaces = {name: vars(sys.modules[name]) for name in names if isinstance(sys.modules[name], ModuleType)}
     if job.around is not None or job.setup is not None:
@@ -103,7 +103,7 @@ class RankGlobals:
         self._parents = {name: namespace.copy() for name, namespace in namespaces.items()}
         for name, parents in self._parents.items():
             seen = self._seen.setdefault(name, {})
-            now = {key: (value, _contents(value)) for key, value in parents.items()}
+            now = {key: (value, self._contents(value)) for key, value in parents.items()}
             changed = [key for key, state in now.items() if key not in seen or not _is_same(seen[key], state)]
             for values, copies in zip(self._values, self._copies, strict=True):
                 own = values.setdefault(name, {})
@@ -176,6 +176,14 @@ class RankGlobals:
                 return value
         return value
 
+    def _contents(self, value: Any) -> Values:
+        """What stands directly in a container or object, to see that the process has changed it."""
+        if self._is_of_users_class(value):
+            value = vars(value)
+        if isinstance(value, MAPPINGS):
+            return (*value, *value.values())
+        return tuple(value) if isinstance(value, (*SEQUENCES, set)) else ()
+
     def _is_of_users_class(self, value: Any) -> bool:
         is_users = type(value).__module__ in self._namespaces and hasattr(value, "__dict__")
         return is_users and not isinstance(value, type)
@@ -184,13 +192,6 @@ class RankGlobals:
 def _is_special(key: object) -> bool:
     """The names that Python itself sets in a module, such as `__builtins__`."""
     return isinstance(key, str) and key.startswith("__") and key.endswith("__")
-
-
-def _contents(value: Any) -> Values:
-    """What stands directly in a container, to see that the process has changed it."""
-    if isinstance(value, MAPPINGS):
-        return (*value, *value.values())
-    return tuple(value) if isinstance(value, (*SEQUENCES, set)) else ()
 
 
 def _is_same(old: tuple[Any, Values], new: tuple[Any, Values]) -> bool:

@@ -31,7 +31,7 @@ TENSOR = torch.zeros(1)
 
 class Memory:
     def __init__(self):
-        self.buffer = {}
+        self.buffer, self.more = {}, 0
     def take(self, n):
         return self.buffer.setdefault(n, torch.empty(n))
 
@@ -113,13 +113,17 @@ def test_what_a_rank_has_bound_stays_for_the_next_case(tmp_path):
 
 
 def test_what_the_process_binds_between_two_runs_is_every_ranks(tmp_path):
-    scheme = declared(tmp_path, "rebound", "S.RANK += 1; return x * 2 + S.RANK + S.BUFFERS.get('more', 0)")
+    scheme = declared(
+        tmp_path, "rebound", "S.RANK += 1; return x * 2 + S.RANK + S.BUFFERS.get('more', 0) + S.MEMORY.more"
+    )
     state = sys.modules["a_state_of_rebound"]
     assert scheme.run([1.0, 1.0], tp=2).tolist() == [2.0, 2.0]
     state.RANK = 9
     assert scheme.run([1.0, 1.0], tp=2).tolist() == [12.0, 12.0]
     state.BUFFERS["more"] = 100
     assert scheme.run([1.0, 1.0], tp=2).tolist() == [113.0, 113.0]
+    state.MEMORY.more = 1000
+    assert scheme.run([1.0, 1.0], tp=2).tolist() == [1114.0, 1114.0]
 
 
 def test_a_module_of_a_library_is_isolated_where_it_is_named(tmp_path):
