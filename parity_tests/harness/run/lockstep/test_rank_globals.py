@@ -140,11 +140,37 @@ def test_a_module_of_a_library_is_isolated_where_it_is_named(tmp_path):
         sys.path.remove(str(library))
 
 
-def test_what_loss_parallel_patches_is_each_ranks(tmp_path):
-    from torch.distributed.tensor.parallel import loss_parallel
+def test_after_a_failure_the_process_has_its_own_values(tmp_path):
+    body = "S.RANK = mesh.rank('tp'); S.NEW = 1; dist.barrier(group=mesh['tp']); return {}[S.RANK]"
+    scheme = declared(tmp_path, "failing", body)
+    assert "raised KeyError: " in str(scheme.verify(examples=1, tp=2).failure)
+    state = sys.modules["a_state_of_failing"]
+    assert state.RANK == -1 and not hasattr(state, "NEW")
 
-    body = "dist.barrier(group=mesh['tp']); return x * 2"
-    scheme = declared(tmp_path, "patching", body, "around=lambda mesh: _loss_parallel()")
-    scheme.fn.__globals__["_loss_parallel"] = loss_parallel
-    report = scheme.verify(examples=2, tp=4)
+
+LOSS_PARALLEL = """
+import jax
+import jax.numpy as jnp
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import loss_parallel
+from shardproof import scheme, token_below, values
+
+def cross_entropy(logits, target):
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), target[:, None], -1)[:, 0].sum()[None]
+
+@scheme(reference=cross_entropy, mesh={"tp": (2, 4)}, inputs={"logits": "b v/tp", "target": "b"}, outputs="1 tp=I",
+        draw={"target": token_below("v"), "logits": values("normal")}, dtypes=("float32",), reduction=("b", "v"),
+        around=lambda mesh: loss_parallel())
+def loss_of_a_sharded_vocabulary(mesh, logits, target):
+    sharded = DTensor.from_local(logits, mesh.device_mesh, [Shard(1)], run_check=False)
+    return F.cross_entropy(sharded, target, reduction="sum").to_local().reshape(1)
+"""
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+def test_what_loss_parallel_patches_is_each_ranks(engine, tmp_path):
+    (tmp_path / "loss.py").write_text(LOSS_PARALLEL)
+    (scheme,) = schemes_of_file(str(tmp_path / "loss.py"))
+    report = scheme.verify(engine, examples=3, tp=4)
     assert report.ok, report
