@@ -11,7 +11,8 @@ from parity_tests.benchmarks.figure import Figure
 from parity_tests.harness.declare import discover
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
-from parity_tests.harness.judge import bridge, oracle
+from parity_tests.harness.judge import bridge
+from parity_tests.harness.judge.reference import CLOCK
 from parity_tests.harness.report.report import Report
 from parity_tests.harness.verdict import judge
 from parity_tests.injected_bugs.runner import NOT_TRIED
@@ -37,7 +38,7 @@ def false_alarms(seconds: float) -> Iterator[Figure]:
     alarms: list[str] = []
     worst: dict[str, float] = dict.fromkeys(DTYPES, 0.0)
     priced = mispriced = 0
-    compiled, start = oracle.CLOCK.seconds, time.perf_counter()
+    compiled, start = CLOCK.seconds, time.perf_counter()
     tried = [scheme for scheme in schemes() if set(DTYPES) & set(scheme.dtypes)]
     for seed, scheme in ((seed, scheme) for seed in itertools.count() for scheme in tried):
         if time.perf_counter() - start > seconds:
@@ -69,7 +70,7 @@ def false_alarms(seconds: float) -> Iterator[Figure]:
         priced > 0 and not mispriced,
         "every rank and both phases of each of these examples whose scheme declares a cost",
     )
-    share = (oracle.CLOCK.seconds - compiled) / took
+    share = (CLOCK.seconds - compiled) / took
     yield Figure(
         "share of JAX compilation",
         "<= 30 % (of the merge-gate suite)",

@@ -20,7 +20,8 @@ from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.discover import lookup
 from parity_tests.harness.draw import inputs
 from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
-from parity_tests.harness.judge import bridge, compare, oracle
+from parity_tests.harness.judge import bridge, compare
+from parity_tests.harness.judge.reference import evaluate
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.run.program import Program
 
@@ -115,7 +116,7 @@ def _draw(topic: str, dtype: str, path: Path) -> None:
     declared = lookup(scheme)
     case = _case(declared, sizes, cut, dtype)
     program = Program.of(declared)
-    reference = oracle.evaluate(declared, program, case)
+    reference = evaluate(declared, program, case)
     rows = compare.compare(declared, case, run(program, case, "lockstep").results, reference)
     arrays = {arg.name: inputs.full_array(arg, declared.draws[arg.name], case) for arg in declared.inputs}
     arrays["cotangent"] = inputs.cotangent(declared.outputs[0], case)

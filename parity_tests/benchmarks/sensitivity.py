@@ -16,7 +16,8 @@ from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.declare.discover import lookup
 from parity_tests.harness.draw import inputs
 from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
-from parity_tests.harness.judge import bridge, compare, oracle
+from parity_tests.harness.judge import bridge, compare
+from parity_tests.harness.judge.reference import UNIT_ROUNDOFF, evaluate
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.run.program import Program, RankResult
 from parity_tests.harness.verdict import judge
@@ -47,10 +48,10 @@ def in_one_rank() -> Figure:
         draw_case(scheme, seeded_chooser(seed), {"tp": 2 + seed % 3}, dtype="float32", seed=seed)
         for seed in range(EXAMPLES)
     ]
-    references = [oracle.evaluate(scheme, Program.of(scheme), case) for case in cases]
+    references = [evaluate(scheme, Program.of(scheme), case) for case in cases]
     caught = {}
     for count in ROUNDINGS:
-        wrong = replace(scheme, fn=_off_on_one_rank(scheme.fn, count * oracle.UNIT_ROUNDOFF["float32"]))
+        wrong = replace(scheme, fn=_off_on_one_rank(scheme.fn, count * UNIT_ROUNDOFF["float32"]))
         reports = [judge(wrong, case, reference=reference) for case, reference in zip(cases, references, strict=True)]
         caught[count] = sum(not report.ok for report in reports)
     smallest = min((count for count, seen in caught.items() if seen), default=None)
@@ -81,7 +82,7 @@ def in_one_element() -> Figure:
     injected = 0
     for scheme, seed in itertools.product(tried, range(INJECTED_IN)):
         case = draw_case(scheme, seeded_chooser(seed), {}, dtype=DTYPES[seed % 2], seed=seed)
-        reference = oracle.evaluate(scheme, Program.of(scheme), case)
+        reference = evaluate(scheme, Program.of(scheme), case)
         results = run(Program.of(scheme), case, "lockstep").results
         for row in compare.compare(scheme, case, results, reference):
             place = _place(row, seed)

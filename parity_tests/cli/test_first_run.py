@@ -6,7 +6,7 @@ import pytest
 from jaxtyping import Int
 from torch import Tensor
 
-from parity_tests.harness.judge.oracle import ReferenceFailure
+from parity_tests.harness.judge.reference import ReferenceFailure
 from parity_tests.harness.run.failure import Raised
 from shardproof import Cost, scheme, values
 

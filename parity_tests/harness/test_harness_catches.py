@@ -11,7 +11,7 @@ import pytest
 
 from parity_tests.harness import verdict as judge
 from parity_tests.harness.draw import inputs
-from parity_tests.harness.judge import compare, oracle, side_checks
+from parity_tests.harness.judge import compare, side_checks
 from parity_tests.harness.run import program, stitch
 from parity_tests.specimens.sentinels import SENTINELS
 
@@ -121,7 +121,7 @@ def nan_is_close(patch):
 
 def reference_that_echoes_the_ranks(patch):
     """The output of the ranks replaces that of the reference: a test of a thing against itself."""
-    evaluated = oracle.evaluate
+    evaluated = judge.evaluate
 
     def echo(scheme, program, case):
         evaluation = evaluated(scheme, program, case)
@@ -132,7 +132,7 @@ def reference_that_echoes_the_ranks(patch):
         }
         return replace(evaluation, outputs=outputs)
 
-    patch.setattr(oracle, "evaluate", echo)
+    patch.setattr(judge, "evaluate", echo)
 
 
 INJECTED = [

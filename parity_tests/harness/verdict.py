@@ -15,7 +15,8 @@ from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.draw import inputs
 from parity_tests.harness.explain.clues import explain
 from parity_tests.harness.explain.gather import evidence
-from parity_tests.harness.judge import compare, oracle, side_checks
+from parity_tests.harness.judge import compare, side_checks
+from parity_tests.harness.judge.reference import Reference, evaluate
 from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.run.failure import RankFailure
@@ -37,7 +38,7 @@ def judge(
     case: CaseSpec,
     *,
     quiet_s: float | None = None,
-    reference: oracle.Reference | None = None,
+    reference: Reference | None = None,
     ship: Callable[[Program], Callable[..., Any]] | None = None,
     **arrays: Any,
 ) -> Report:
@@ -54,7 +55,7 @@ def judge(
         raise ValueError(f"scheme '{scheme.name}': {error}") from error
     # 2. Evaluate the reference on one device, run the program on every rank.
     program = Program.of(scheme, **arrays)
-    reference = reference or oracle.evaluate(scheme, program, case)
+    reference = reference or evaluate(scheme, program, case)
     try:
         ranks = run(ship(program) if ship else program, case, case.engine, quiet_s=quiet_s)
     except RankFailure as failure:
@@ -106,6 +107,6 @@ def _stored_budgets(
     by_count = {}
     for count in (times * max(scheme.roundings, 1) for times in MORE_ROUNDINGS):
         loose_scheme = replace(scheme, roundings=count)
-        rows = compare.compare(loose_scheme, case, results, oracle.evaluate(loose_scheme, program, case))
+        rows = compare.compare(loose_scheme, case, results, evaluate(loose_scheme, program, case))
         by_count[count] = {row.label: row.budgets for row in rows}
     return by_count

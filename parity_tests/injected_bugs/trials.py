@@ -19,7 +19,7 @@ from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.declare.draws import Chooser
 from parity_tests.harness.draw import size_choices
 from parity_tests.harness.draw.drawing import draw_case
-from parity_tests.harness.judge import oracle
+from parity_tests.harness.judge.reference import Reference, evaluate
 from parity_tests.harness.judge.side_checks import SPARE
 from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.dtensor_advice import without_advice
@@ -44,8 +44,8 @@ class Trial:
         self.scheme, self.case = scheme, case
 
     @cached_property
-    def reference(self) -> oracle.Reference:
-        return oracle.evaluate(self.scheme, Program.of(self.scheme), self.case)
+    def reference(self) -> Reference:
+        return evaluate(self.scheme, Program.of(self.scheme), self.case)
 
     @cached_property
     def healthy(self) -> Report:

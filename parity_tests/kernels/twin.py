@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from parity_tests.harness.judge import compare
-from parity_tests.harness.judge.oracle import UNIT_ROUNDOFF
+from parity_tests.harness.judge.reference import UNIT_ROUNDOFF
 
 DIRECTIONS = 8
 ROUNDINGS = 3  # depth, log-probability, result

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from jax_ref.parallelizer import Trained, step, train
-from parity_tests.harness.judge import bridge, oracle
+from parity_tests.harness.judge import bridge
+from parity_tests.harness.judge.reference import compiler_options
 from parity_tests.parallelizer.families import Chosen, arrays
 from parity_tests.parallelizer.training import ADAMW
 
@@ -21,4 +22,4 @@ def reference(chosen: Chosen, batches: Sequence[tuple[np.ndarray, np.ndarray]]) 
 
 @cache
 def _compiled() -> Any:
-    return bridge.start().jit(step, static_argnums=0, compiler_options=oracle.compiler_options())
+    return bridge.start().jit(step, static_argnums=0, compiler_options=compiler_options())

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from parity_tests.harness.judge import bridge
-from parity_tests.harness.judge.oracle import UNIT_ROUNDOFF, compiler_options
+from parity_tests.harness.judge.reference import UNIT_ROUNDOFF, compiler_options
 from parity_tests.tracing.events import LOSS, NORM, Event
 from parity_tests.tracing.probes import POOL, Probes, draws, watch
 

@@ -11,7 +11,7 @@ import numpy as np
 from parity_tests.harness.explain.clues import explain
 from parity_tests.harness.explain.evidence import Evidence
 from parity_tests.harness.judge.compare import K
-from parity_tests.harness.judge.oracle import UNIT_ROUNDOFF
+from parity_tests.harness.judge.reference import UNIT_ROUNDOFF
 from parity_tests.tracing.events import IN, LOSS, NORM, Event
 from parity_tests.tracing.flax_side import ReferenceTrace
 from parity_tests.tracing.torch_side import Recording

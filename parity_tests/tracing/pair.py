@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from parity_tests.harness.judge import bridge
-from parity_tests.harness.judge.oracle import UNIT_ROUNDOFF
+from parity_tests.harness.judge.reference import UNIT_ROUNDOFF
 from parity_tests.tracing.events import Event
 from parity_tests.tracing.flax_side import ReferenceTrace, traced
 from parity_tests.tracing.lines import Found, Line, lines

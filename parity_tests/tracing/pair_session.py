@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from parity_tests.harness.declare import discover
 from parity_tests.harness.judge import bridge
-from parity_tests.harness.judge.oracle import UNIT_ROUNDOFF, ReferenceFailure
+from parity_tests.harness.judge.reference import UNIT_ROUNDOFF, ReferenceFailure
 from parity_tests.harness.report.out_path import check_writable
 from parity_tests.harness.run.failure import RankFailure
 from parity_tests.tracing import show

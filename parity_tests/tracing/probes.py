@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from parity_tests.harness.judge.oracle import UNIT_ROUNDOFF
+from parity_tests.harness.judge.reference import UNIT_ROUNDOFF
 from parity_tests.tracing.events import IN, OUT, Event
 
 POOL, STRIDE = 8191, 1009  # both prime, so that no two arrays read the same draws

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from parity_tests.harness.judge.oracle import ReferenceFailure
+from parity_tests.harness.judge.reference import ReferenceFailure
 from parity_tests.harness.run.failure import Raised
 from parity_tests.harness.run.ledger import at_users_line, raised_at
 

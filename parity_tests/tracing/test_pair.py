@@ -10,7 +10,7 @@ import torch
 from flax import nnx
 from torch import nn
 
-from parity_tests.harness.judge.oracle import ReferenceFailure
+from parity_tests.harness.judge.reference import ReferenceFailure
 from parity_tests.harness.run.failure import Raised
 from parity_tests.tracing import Pair, first, trace_pair
 from parity_tests.tracing.pair import traced_pair

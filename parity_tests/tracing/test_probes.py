@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from parity_tests.harness.judge import bridge
-from parity_tests.harness.judge.oracle import UNIT_ROUNDOFF
+from parity_tests.harness.judge.reference import UNIT_ROUNDOFF
 from parity_tests.tracing.probes import BITS, POOL, Probes, draws
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from parity_tests.harness.judge.compare import K
-from parity_tests.harness.judge.oracle import UNIT_ROUNDOFF
+from parity_tests.harness.judge.reference import UNIT_ROUNDOFF
 from parity_tests.training.precision import KEPT
 from parity_tests.training.record import GRADIENT, WEIGHT, Step
 from parity_tests.training.reference import ReferenceStep

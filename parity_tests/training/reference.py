@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from parity_tests.harness.judge import bridge
-from parity_tests.harness.judge.oracle import UNIT_ROUNDOFF, compiler_options
+from parity_tests.harness.judge.reference import UNIT_ROUNDOFF, compiler_options
 from parity_tests.tracing.flax_side import parted
 from parity_tests.tracing.probes import POOL, Probes, is_summed_in, off, watch
 from parity_tests.training.corpus import global_batch

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from parity_tests.harness.judge.compare import K
-from parity_tests.harness.judge.oracle import UNIT_ROUNDOFF
+from parity_tests.harness.judge.reference import UNIT_ROUNDOFF
 from parity_tests.training.judged import PROMISED, budget, distance, judged
 from parity_tests.training.record import Step
 from parity_tests.training.reference import ReferenceStep

@@ -18,7 +18,7 @@ from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.draws import FLOAT_KINDS, Draw
 from parity_tests.harness.draw import inputs
 from parity_tests.harness.judge.compare import C
-from parity_tests.harness.judge.oracle import UNIT_ROUNDOFF
+from parity_tests.harness.judge.reference import UNIT_ROUNDOFF
 
 TRIES = 100
 EXACT = 1024

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from parity_tests.harness.judge.compare import K
-from parity_tests.harness.judge.oracle import UNIT_ROUNDOFF
+from parity_tests.harness.judge.reference import UNIT_ROUNDOFF
 from parity_tests.harness.run.engines import run
 from parity_tests.vocab_parallel.decided_rows import is_undecided, mass_before, mass_budget
 from shardproof import CaseSpec

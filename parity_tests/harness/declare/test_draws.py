@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from parity_tests.harness.declare.draws import FLOAT_KINDS, shard_borders
-from parity_tests.harness.judge.oracle import UNIT_ROUNDOFF
+from parity_tests.harness.judge.reference import UNIT_ROUNDOFF
 from parity_tests.specimens.drawn_schemes import array, cases, tokens
 from shardproof import integers, mask, values
 

@@ -12,7 +12,7 @@ from parity_tests.harness.declare.case import DTYPES, CaseSpec
 from parity_tests.harness.declare.declared import Argument, nested
 from parity_tests.harness.declare.spec import parse
 from parity_tests.harness.draw import inputs
-from parity_tests.harness.judge.oracle import reference_input
+from parity_tests.harness.judge.reference import reference_input
 from parity_tests.harness.run.stitch import stitch
 
 MESH = {"dp": 2, "cp": 2, "tp": 3}

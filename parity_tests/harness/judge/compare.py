@@ -20,7 +20,7 @@ import torch
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.declared import Argument, Declared
-from parity_tests.harness.judge.oracle import UNIT_ROUNDOFF, Reference
+from parity_tests.harness.judge.reference import UNIT_ROUNDOFF, Reference
 from parity_tests.harness.run.program import RankResult
 from parity_tests.harness.run.stitch import Stitched, gradient_pieces, owners, stitch
 

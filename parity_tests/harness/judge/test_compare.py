@@ -10,9 +10,9 @@ from torch import Tensor
 
 from parity_tests import scheme, values
 from parity_tests.harness.declare.case import DTYPES
-from parity_tests.harness.judge import compare, oracle
+from parity_tests.harness.judge import compare
 from parity_tests.harness.judge.compare import C, K
-from parity_tests.harness.judge.oracle import UNIT_ROUNDOFF
+from parity_tests.harness.judge.reference import UNIT_ROUNDOFF, evaluate
 from parity_tests.harness.run.program import Program, RankResult
 from parity_tests.harness.verdict import judge
 
@@ -131,7 +131,7 @@ def product_and_sum(mesh, x, w):
 def rows_of(declaration, case, spoil=None):
     """The rows of a case, and of the same results after `spoil(results)`."""
     program = Program.of(declaration)
-    reference = oracle.evaluate(declaration, program, case)
+    reference = evaluate(declaration, program, case)
     from parity_tests.harness.run.engines import run
 
     results = list(run(program, case, "lockstep").results)

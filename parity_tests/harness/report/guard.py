@@ -69,7 +69,7 @@ def _sentence(error: Exception) -> tuple[int, str] | None:
         return USAGE, str(error)
     # Imported only now, so that shell completion and --help stay fast.
     from parity_tests.harness.declare.discover import UnusableTarget
-    from parity_tests.harness.judge.oracle import ReferenceFailure
+    from parity_tests.harness.judge.reference import ReferenceFailure
     from parity_tests.harness.run.failure import NotRun
     from parity_tests.harness.run.processes.forks import ServerGone
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from parity_tests.harness.declare.draws import values as values
     from parity_tests.harness.declare.spec import parse as parse
     from parity_tests.harness.draw.strategy import every_case as every_case
-    from parity_tests.harness.judge.oracle import ReferenceFailure as ReferenceFailure
+    from parity_tests.harness.judge.reference import ReferenceFailure as ReferenceFailure
     from parity_tests.harness.replay import replay as replay
     from parity_tests.harness.report import colours as colours
     from parity_tests.harness.report.colours import rank_legend as rank_legend
@@ -110,7 +110,7 @@ _HOMES = {
     "Unwaited": "parity_tests.harness.run.failure:Unwaited",
     "Modified": "parity_tests.harness.run.failure:Modified",
     "NotRun": "parity_tests.harness.run.failure:NotRun",
-    "ReferenceFailure": "parity_tests.harness.judge.oracle:ReferenceFailure",
+    "ReferenceFailure": "parity_tests.harness.judge.reference:ReferenceFailure",
     # layouts and pictures
     "layouts": "jax_ref.layouts",
     "figure": "parity_tests.harness.report.picture:figure",

@@ -6,8 +6,8 @@ import pytest
 
 from parity_tests import integers, scheme, token_below, values
 from parity_tests.harness.draw import inputs
-from parity_tests.harness.judge import oracle
-from parity_tests.harness.judge.oracle import UNIT_ROUNDOFF, ReferenceFailure
+from parity_tests.harness.judge import reference
+from parity_tests.harness.judge.reference import UNIT_ROUNDOFF, ReferenceFailure
 from parity_tests.harness.run.program import Program
 
 U = UNIT_ROUNDOFF["bfloat16"]
@@ -52,7 +52,7 @@ def partial_to_replicated(mesh, x):
 
 
 def evaluated(declaration, case, **options):
-    return oracle.evaluate(declaration, Program.of(declaration, **options), case)
+    return reference.evaluate(declaration, Program.of(declaration, **options), case)
 
 
 def drawn(declaration, case):
@@ -60,7 +60,7 @@ def drawn(declaration, case):
 
 
 def signs(case, name, shape):
-    """The same random signs as the oracle's, which are part of the meaning of a case."""
+    """The same random signs as the reference's, which are part of the meaning of a case."""
     return 2.0 * inputs.generator(case, f"direction {name}").integers(0, 2, size=(8, *shape)) - 1.0
 
 
@@ -116,7 +116,7 @@ def test_spread_of_a_linear_map():
 
 
 def test_spread_of_a_product():
-    """By the product rule, with the oracle's signs: the root mean square over eight directions."""
+    """By the product rule, with the reference's signs: the root mean square over eight directions."""
     case = matmul.case(tp=1, b=2, d=3, f=2, dtype="bfloat16")
     u = U
     evaluation, arrays = evaluated(matmul, case), drawn(matmul, case)
@@ -174,11 +174,11 @@ def test_a_masked_entry_does_not_move():
 
 def test_a_direction_without_a_derivative_is_left_out():
     derivatives = np.array([[3.0, np.nan], [4.0, np.nan], [np.nan, np.nan], [np.inf, 1e200]])
-    spread = oracle._rms(derivatives)
+    spread = reference._rms(derivatives)
     assert within_rounding(spread[:1], np.sqrt([12.5])) and spread[1] == 1e200
-    assert oracle._rms(np.full((4, 1), np.nan)).tolist() == [0.0]
-    assert oracle._rms(np.full((8, 2), 1e200)).tolist() == [1e200, 1e200]
-    assert oracle._rms(np.zeros((8, 0))).tolist() == []
+    assert reference._rms(np.full((4, 1), np.nan)).tolist() == [0.0]
+    assert reference._rms(np.full((8, 2), 1e200)).tolist() == [1e200, 1e200]
+    assert reference._rms(np.zeros((8, 0))).tolist() == []
 
 
 def test_options_reach_the_reference():
@@ -200,26 +200,26 @@ def test_one_compilation_for_each_shape_and_option():
     declaration = scheme(
         reference=scaled, mesh={"tp": (1, 2)}, inputs={"x": "b/tp"}, outputs="b/tp", options={"scale": (1.0, 2.0)}
     )(fresh)
-    before = oracle.CLOCK.count
+    before = reference.CLOCK.count
     for seed in range(3):
         for dtype in ("float32", "bfloat16", "float64"):
             evaluated(declaration, declaration.case(tp=1, b=4, scale=1.0, seed=seed, dtype=dtype))
-    assert oracle.CLOCK.count == before + 1
+    assert reference.CLOCK.count == before + 1
     evaluated(declaration, declaration.case(tp=1, b=4, scale=2.0))
     evaluated(declaration, declaration.case(tp=2, b=6, scale=1.0))
-    assert oracle.CLOCK.count == before + 3
-    assert oracle.CLOCK.seconds > 0
+    assert reference.CLOCK.count == before + 3
+    assert reference.CLOCK.seconds > 0
 
 
 def test_what_is_compiled_does_not_pile_up(monkeypatch):
     """Linux counts a process's memory maps, of which every compilation takes some dozens."""
-    monkeypatch.setattr(oracle, "MOST_COMPILED", 3)
+    monkeypatch.setattr(reference, "MOST_COMPILED", 3)
     cases = [matmul.case(tp=1, b=b, d=2, f=2) for b in range(1, 9)]
-    before = oracle.CLOCK.count
+    before = reference.CLOCK.count
     first, again = ([evaluated(matmul, case).outputs["out"] for case in cases] for _ in range(2))
     assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
-    assert oracle.CLOCK.count == before + 2 * len(cases)  # the second round found none of the first
-    assert len(oracle._COMPILED[product]) <= 3
+    assert reference.CLOCK.count == before + 2 * len(cases)  # the second round found none of the first
+    assert len(reference._COMPILED[product]) <= 3
 
 
 def test_arrays_passed_by_hand_replace_drawn_ones():
@@ -242,7 +242,7 @@ def test_an_error_of_the_reference_is_one_sentence():
     )(on_ranks)  # fmt: skip
     with pytest.raises(ReferenceFailure) as caught:
         evaluated(declaration, declaration.case(b=4))
-    at = f"test_oracle.py:{broken.__code__.co_firstlineno + 1}"
+    at = f"test_reference.py:{broken.__code__.co_firstlineno + 1}"
     assert str(caught.value) == (
         f"scheme 'on_ranks': reference broken raised RuntimeError at {at}: no mathematics for (4,)"
     )
