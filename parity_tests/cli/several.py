@@ -1,4 +1,4 @@
-"""Verify schemes side by side, each in whichever process is free: what costs time is compiling references.
+"""Verify schemes side by side, each in whichever process is free: what costs time is tracing references.
 
 A worker imports the file that declares a scheme, verifies it as `shardproof verify --profile quick` does, and sends
 its outcome back.

@@ -57,7 +57,7 @@ def verify(
     how = {"dtype": dtype, "engine": engine, "world": world, "inside_subgroup": inside_subgroup}
     # 1. The cases that are known in advance: a single drawn one or, with all dims given, one for each mesh and dtype.
     seeded_case = draw_case(scheme, seeded_chooser(seed), names, seed=seed, **how)
-    compiled = CLOCK.seconds
+    traced = CLOCK.seconds
     planned = _planned(scheme, names, how, seed)
     total = examples or (EXAMPLES[profile()] if _is_open(scheme, names) else len(planned))
     reports = _until_one_fails(scheme, [seeded_case] if total == 1 else planned if total >= len(planned) else [])
@@ -68,7 +68,7 @@ def verify(
     if all(r.ok for r in reports):
         _check_compared(scheme, reports)
     left_out = {mesh_text(mesh): why for mesh, why in meshes_left_out(scheme, names, world, SHAPES[profile()])}
-    report = replace(merged(reports), left_out=left_out, compile_seconds=CLOCK.seconds - compiled)
+    report = replace(merged(reports), left_out=left_out, trace_seconds=CLOCK.seconds - traced)
     if report.ok:
         return report
     return _saved(scheme, second_opinion(scheme, report), replay_folder)

@@ -1,7 +1,8 @@
 """The reference: JAX on full float64 arrays, its gradient for the drawn cotangents, and how much rounding perturbs it.
 
-One jitted function per signature (shapes, dtypes and options) gives outputs, gradients, and their derivative in eight
-random directions of rounding, from which the budgets are computed.
+JAX traces the reference and derives its gradient, once for a signature (shapes, dtypes and options); NumPy evaluates
+the traced program: outputs, gradients, and their derivative in eight random directions of rounding, from which the
+budgets are computed. Nothing is compiled, but for what NumPy has no rule for and for large arrays.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from parity_tests.harness.declare.declared import Argument, Declared, nested
 from parity_tests.harness.declare.validation import reference_named
 from parity_tests.harness.draw import inputs
 from parity_tests.harness.judge import bridge
-from parity_tests.harness.judge.rounding import POOL, derivative_with_rounding
+from parity_tests.harness.judge.rounding import POOL, evaluator
+from parity_tests.harness.judge.step import DIRECTIONS
 from parity_tests.harness.run.ledger import at_users_line
 from parity_tests.harness.run.program import Program
 
-DIRECTIONS = 8
-MOST_COMPILED = 250
+MOST_TRACED = 250
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 
@@ -44,15 +45,15 @@ class Reference:
 
 
 @dataclass
-class CompileClock:
-    """Seconds spent in first calls, which compile, and how many there were."""
+class TraceClock:
+    """Seconds spent in first calls, which trace and may compile, and how many there were."""
 
     seconds: float = 0.0
     count: int = 0
 
 
-CLOCK = CompileClock()
-_COMPILED: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+CLOCK = TraceClock()
+_TRACED: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -84,65 +85,76 @@ def evaluate(scheme: Declared, program: Program, case: CaseSpec) -> Reference:
         for arg in scheme.outputs
         if arg.differentiable
     }
-    # 2. JAX's own copies: integers are fixed, floating inputs x and cotangents c are what rounding moves.
-    fixed = {name: bridge.to_jax(name, array) for name, array in arrays.items() if name not in floating}
-    x = {name: bridge.to_jax(name, item.total) for name, item in floating.items()}
-    c = {name: bridge.to_jax(name, item.total) for name, item in cotangents.items()}
+    # 2. Integers are fixed; floating inputs x and cotangents c are what rounding moves.
+    fixed = {name: array for name, array in arrays.items() if name not in floating}
+    x = {name: item.total for name, item in floating.items()}
+    c = {name: item.total for name, item in cotangents.items()}
     # 3. Values and gradients, and how far random rounding of x, c and every intermediate moves each element.
     directions = _directions(case, "", floating), _directions(case, "c ", cotangents)
-    ((y, g), aux), (dy, dg) = _call(scheme, case, fixed, x, c, directions, *_rounding(scheme, case))
+    ((y, g), aux), ((dy, dg), _) = _call(scheme, case, (fixed, x, c), directions, _rounding(scheme, case))
     return Reference(
-        {name: bridge.from_jax(f"output '{name}'", value) for name, value in {**y, **aux}.items()},
-        {name: bridge.from_jax(f"gradient of '{name}'", value) for name, value in g.items()},
-        {name: _rms(value) for name, value in dy.items()},
-        {name: _rms(value) for name, value in dg.items()},
+        {name: np.array(value) for name, value in {**y, **aux}.items()},
+        {name: np.array(value) for name, value in g.items()},
+        {name: _spread(y[name], moved) for name, moved in dy.items()},
+        {name: _spread(g[name], moved) for name, moved in dg.items()},
     )
 
 
-def _call(scheme: Declared, case: CaseSpec, *arrays: Any) -> Any:
-    """The compiled function of this signature, timed on its first call."""
+def _call(scheme: Declared, case: CaseSpec, arrays: Any, directions: Any, errors: np.ndarray) -> Any:
+    """The traced program of this signature; its first call is timed."""
+    import jax
+
     options = {name: case.options[name] for name in scheme.options if name in case.options}
     output_shapes = {arg.name: arg.shape(case) for arg in scheme.outputs}
-    fixed, x, *_ = arrays
+    fixed, x, _ = arrays
     shapes = tuple((name, a.shape, str(a.dtype)) for name, a in {**fixed, **x}.items())
     roles = tuple((arg.name, arg.differentiable) for arg in (*scheme.inputs, *scheme.outputs)), scheme.output_form
     chosen = tuple(sorted((name, repr(value)) for name, value in options.items()))
     signature = roles, shapes, tuple(output_shapes.values()), chosen
-    compiled_by_signature = _COMPILED.setdefault(
-        scheme.reference, {}
-    )  # schemes of one reference share what is compiled
-    if signature in compiled_by_signature:
-        return compiled_by_signature[signature](*arrays)
-    # The first call of a signature compiles, which is most of what a reference costs.
-    start = time.perf_counter()
-    _make_room()
-    compiled = _build(scheme, options, output_shapes)
-    try:
-        result = compiled(*arrays)
-    except ReferenceFailure:
-        raise
-    except Exception as error:
-        raise _failure(scheme, f"raised {type(error).__name__}{at_users_line(error)}: {_first_line(error)}") from error
-    _COMPILED.setdefault(scheme.reference, {})[signature] = compiled
-    CLOCK.seconds += time.perf_counter() - start
-    CLOCK.count += 1
-    return result
+    of_reference = _TRACED.setdefault(scheme.reference, {})  # schemes of one reference share what is traced
+    still = [None] * len(fixed)
+    flat = jax.tree.leaves(arrays), [*still, *jax.tree.leaves(directions)], errors
+    if signature in of_reference:
+        program, structure = of_reference[signature]
+        with np.errstate(all="ignore"):
+            results = program(*flat)
+    else:
+        # The first call of a signature traces, which is most of what a reference costs.
+        start = time.perf_counter()
+        _make_room()
+        try:
+            with np.errstate(all="ignore"):
+                program, structure = _build(scheme, options, output_shapes, arrays)
+                results = program(*flat)
+        except ReferenceFailure:
+            raise
+        except Exception as error:
+            message = f"raised {type(error).__name__}{at_users_line(error)}: {_first_line(error)}"
+            raise _failure(scheme, message) from error
+        _TRACED.setdefault(scheme.reference, {})[signature] = program, structure
+        CLOCK.seconds += time.perf_counter() - start
+        CLOCK.count += 1
+    values, moved = results
+    return jax.tree.unflatten(structure, values), jax.tree.unflatten(structure, moved)
 
 
 def _make_room() -> None:
-    """Drop all compiled functions once there are MOST_COMPILED: each takes some 80 memory maps and 10 MB.
+    """Drop all programs once there are MOST_TRACED, and what JAX keeps of their traces.
 
-    Linux allows a process 65,530 maps; XLA ends it with a segmentation fault where it gets no more.
+    A compiled one takes some 80 memory maps and 10 MB. Linux allows a process 65,530 maps; XLA ends it with a
+    segmentation fault where it gets no more.
     """
-    if sum(map(len, _COMPILED.values())) >= MOST_COMPILED:
+    if sum(map(len, _TRACED.values())) >= MOST_TRACED:
         import jax
 
-        _COMPILED.clear()
+        _TRACED.clear()
         jax.clear_caches()
 
 
-def _build(scheme: Declared, options: Mapping[str, Any], output_shapes: Mapping[str, tuple[int, ...]]) -> Any:
-    """(fixed, x, c, ...) -> (((outputs, gradients), integer outputs), how far each direction moves the former)."""
+def _build(
+    scheme: Declared, options: Mapping[str, Any], output_shapes: Mapping[str, tuple[int, ...]], arrays: Any
+) -> tuple[Any, Any]:
+    """The evaluator of ((outputs, gradients), integer outputs) as a function of (fixed, x, c), and their structure."""
     import jax
 
     active = [arg.name for arg in scheme.inputs if arg.differentiable]
@@ -157,16 +169,10 @@ def _build(scheme: Declared, options: Mapping[str, Any], output_shapes: Mapping[
         y, pullback, aux = jax.vjp(lambda moving: split({**fixed, **x, **moving}), moving, has_aux=True)
         return (y, pullback(c)[0]), aux
 
-    def everything(fixed: Any, x: Any, c: Any, directions: Any, unit: Any, signs: Any) -> Any:
-        def moving(x: Any, c: Any) -> Any:
-            return value_and_gradient(fixed, x, c)[0]
-
-        def along(direction: Any, row: Any) -> Any:
-            return derivative_with_rounding(moving, (x, c), direction, unit, row)
-
-        return value_and_gradient(fixed, x, c), jax.vmap(along)(directions, signs)
-
-    return jax.jit(everything, compiler_options=compiler_options())
+    closed, shapes = jax.make_jaxpr(value_and_gradient, return_shape=True)(*arrays)
+    fixed, x, c = arrays
+    moving = [False] * len(fixed) + [True] * (len(x) + len(c))
+    return evaluator(closed, moving, compiler_options), jax.tree.structure(shapes)
 
 
 @cache
@@ -227,18 +233,22 @@ def _directions(case: CaseSpec, prefix: str, tensors: Mapping[str, ReferenceInpu
     for name, item in tensors.items():
         step = UNIT_ROUNDOFF[case.dtype] * item.magnitude
         signs = inputs.generator(case, f"direction {prefix}{name}").integers(0, 2, size=(DIRECTIONS, *step.shape))
-        by_name[name] = bridge.to_jax(name, (2.0 * signs - 1.0) * step)
+        by_name[name] = (2.0 * signs - 1.0) * step
     return by_name
 
 
-def _rounding(scheme: Declared, case: CaseSpec) -> tuple[float, np.ndarray]:
-    """The error of one operation, and the signs of such errors for each direction.
+def _rounding(scheme: Declared, case: CaseSpec) -> np.ndarray:
+    """For each direction the signs of operations' errors, times the size of one relative to its result.
 
     Intermediates are held in the accumulation dtype, unless the scheme says that some are stored in the tested one.
     """
     u = UNIT_ROUNDOFF[case.dtype]
     unit = u if scheme.roundings > 1 else min(u, UNIT_ROUNDOFF["float32"])
-    return unit, 2.0 * inputs.generator(case, "rounding").integers(0, 2, size=(DIRECTIONS, POOL)) - 1.0
+    return unit * (2.0 * inputs.generator(case, "rounding").integers(0, 2, size=(DIRECTIONS, POOL)) - 1.0)
+
+
+def _spread(value: Any, derivatives: Any) -> np.ndarray:
+    return np.zeros(value.shape) if derivatives is None else _rms(derivatives)
 
 
 def _rms(derivatives: Any) -> np.ndarray:

@@ -4,9 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from parity_tests.harness.judge import bridge
-from parity_tests.harness.judge.rounding import POOL, derivative_with_rounding
+from parity_tests.harness.judge.control_flow import LONG
+from parity_tests.harness.judge.primitives import RULES
+from parity_tests.harness.judge.rounding import LARGE, POOL, Program, Trace, by_numpy, by_xla, evaluator
+from parity_tests.harness.judge.step import DIRECTIONS
+
+EVALUATIONS = {"numpy": by_numpy, "xla": lambda trace, moving: by_xla(trace, moving, dict)}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -14,18 +20,26 @@ def started():
     bridge.start()
 
 
-def moved(function, *arguments, unit=1.0, tangents=None, seed=0):
-    """The derivative along nothing, so that what is left is the errors of the operations."""
-    signs = 2.0 * np.random.default_rng(seed).integers(0, 2, size=POOL) - 1.0
-    arguments = [jnp.asarray(x, dtype=jnp.float64) for x in arguments]
-    still = [jnp.zeros_like(x) for x in arguments] if tangents is None else [jnp.asarray(t) for t in tangents]
-    return np.asarray(derivative_with_rounding(function, arguments, still, unit, jnp.asarray(signs)))
+@pytest.fixture(params=EVALUATIONS)
+def moved(request):
+    """The derivative along nothing, so that what is left is the errors of the operations; in the first direction."""
+
+    def derivative(function, *arguments, unit=1.0, tangents=None, seed=0):
+        signs = 2.0 * np.random.default_rng(seed).integers(0, 2, size=(DIRECTIONS, POOL)) - 1.0
+        arguments = [np.asarray(x, dtype=np.float64) for x in arguments]
+        still = [np.zeros((DIRECTIONS, *x.shape)) for x in arguments]
+        along = still if tangents is None else [s + t for s, t in zip(still, tangents, strict=True)]
+        program = EVALUATIONS[request.param](Trace(jax.make_jaxpr(function)(*arguments)), [True] * len(arguments))
+        [value], [tangent] = program(arguments, along, unit * signs)
+        return np.zeros(value.shape) if tangent is None else np.asarray(tangent[0])
+
+    return derivative
 
 
 X = np.array([0.5, -2.0, 3.0, 100.0])
 
 
-def test_one_operation_errs_by_its_result():
+def test_one_operation_errs_by_its_result(moved):
     assert np.abs(moved(lambda x: x * x, X)).tolist() == (X * X).tolist()
     assert np.abs(moved(jnp.exp, X[:3], unit=2.0**-10)).tolist() == (np.exp(X[:3]) * 2.0**-10).tolist()
     assert set(np.sign(moved(lambda x: x * x, np.ones(100)))) == {-1.0, 1.0}
@@ -46,11 +60,11 @@ def test_one_operation_errs_by_its_result():
         lambda x: x.max(-1),
     ],
 )
-def test_what_moves_or_chooses_numbers_is_exact(function):
+def test_what_moves_or_chooses_numbers_is_exact(moved, function):
     assert not moved(function, X).any()
 
 
-def test_errors_travel_by_the_chain_rule():
+def test_errors_travel_by_the_chain_rule(moved):
     """y = exp(x*x): the product's error e1 x^2 is multiplied by exp(x^2), the exponential adds e2 exp(x^2)."""
     x = np.array([0.5, 1.0, 1.5])
     y, square = np.exp(x * x), x * x
@@ -59,26 +73,26 @@ def test_errors_travel_by_the_chain_rule():
     assert (np.abs(errors - possible).min(axis=0) < 2.0**-50 * possible.max()).all()
 
 
-def test_errors_are_added_to_the_tangent():
+def test_errors_are_added_to_the_tangent(moved):
     assert moved(lambda x: 3.0 * x, X, tangents=[np.ones(4)], unit=0.0).tolist() == [3.0] * 4
     tangent = moved(lambda x: 3.0 * x, X, tangents=[np.ones(4)])
     assert np.abs(tangent - 3.0).tolist() == np.abs(3.0 * X).tolist()
 
 
-def test_a_difference_of_equals_keeps_the_errors_of_both():
+def test_a_difference_of_equals_keeps_the_errors_of_both(moved):
     """What rounding the inputs alone cannot see: 3x - 3x is zero, and so is its derivative."""
     errors = moved(lambda x: 3.0 * x - (x + x + x), X)
     assert (np.abs(errors) > 0).any()
     assert np.abs(errors).max() <= 3 * 3.0 * np.abs(X).max()
 
 
-def test_operations_round_independently():
+def test_operations_round_independently(moved):
     two = moved(lambda x: jnp.stack([x * 1.5, x * 2.5]), np.ones(200)) / np.array([[1.5], [2.5]])
     assert 0.3 < (two[0] == two[1]).mean() < 0.7
     assert not np.array_equal(moved(lambda x: x * x, np.ones(200)), moved(lambda x: x * x, np.ones(200), seed=1))
 
 
-def test_functions_inside_functions():
+def test_functions_inside_functions(moved):
     inner = jax.jit(lambda x: x * x)
     assert np.abs(moved(lambda x: inner(x), X)).tolist() == (X * X).tolist()
     looped = moved(lambda x: jax.lax.fori_loop(0, 3, lambda _, y: y * 2.0, x), X)
@@ -87,12 +101,50 @@ def test_functions_inside_functions():
     assert np.abs(chosen).tolist() == np.abs(2.0 * X).tolist()
 
 
-def test_infinities_and_larger_arrays_than_the_pool():
+def test_infinities_and_larger_arrays_than_the_pool(moved):
     errors = moved(lambda x: x * 2.0, np.array([1.0, np.inf, -np.inf]))
     assert np.abs(errors).tolist() == [2.0, 0.0, 0.0]
     assert np.abs(moved(lambda x: x * 2.0, np.ones(3 * POOL))).tolist() == [2.0] * (3 * POOL)
     assert moved(lambda x: x * 2.0, np.zeros((0, 3))).shape == (0, 3)
 
 
-def test_an_output_that_nothing_moves():
+def test_an_output_that_nothing_moves(moved):
     assert moved(lambda x: jnp.zeros(3), X).tolist() == [0.0] * 3
+
+
+def test_what_numpy_has_no_rule_for_is_compiled(monkeypatch):
+    """A primitive, a parameter or a dtype; so is a program of large arrays."""
+
+    def chosen(function, *arguments):
+        return isinstance(evaluator(jax.make_jaxpr(function)(*arguments), [True], dict), Program)
+
+    assert chosen(jnp.sin, X)
+    assert not chosen(lambda x: jnp.linalg.cholesky(x * jnp.eye(4)), X[:, None])
+    assert not chosen(lambda x: jnp.abs(jnp.fft.fft(x)), X)
+    assert not chosen(lambda x: (x.astype(jnp.bfloat16) * 2).astype(x.dtype), X)
+    assert not chosen(lambda x: lax.scan(lambda c, e: (jnp.sin(c), e), 1.0, None, length=2 * LONG)[0] * x, X)
+    assert not chosen(jnp.sin, jax.ShapeDtypeStruct((LARGE + 1,), X.dtype))
+    monkeypatch.delitem(RULES, "sin")
+    assert not chosen(jnp.sin, X)
+
+
+@pytest.mark.parametrize("missing", ["sin", "mul", "cond", "dot_general"])
+def test_a_missing_rule_changes_no_verdict(missing, monkeypatch):
+    def function(x):
+        y = lax.cond(x[0] > 0, jnp.sin, jnp.cos, x) * x
+        return y @ y[:, None] * x
+
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], size=(DIRECTIONS, POOL))
+    tangents = 1e-9 * signs[:, : len(X)]
+
+    def evaluated():
+        program = evaluator(jax.make_jaxpr(function)(X), [True], dict)
+        values, moved = program([X], [tangents], 1e-9 * signs)
+        return isinstance(program, Program), np.asarray(values[0]), np.asarray(moved[0])
+
+    by_rule = evaluated()
+    monkeypatch.delitem(RULES, missing)
+    compiled = evaluated()
+    assert by_rule[0] and not compiled[0]
+    for ours, theirs in zip(by_rule[1:], compiled[1:], strict=True):
+        assert (np.abs(ours - theirs) <= len(X) * 2.0**-40 * np.abs(theirs).max()).all()

@@ -75,7 +75,7 @@ class Report:
         default_factory=dict
     )  # meshes that cannot shard the sizes given, with the reason
     row_cases: Mapping[str, CaseSpec] = field(default_factory=dict)
-    compile_seconds: float = 0.0
+    trace_seconds: float = 0.0
     replay: str | None = None
     unsaved: str | None = None  # why there is no replay file
     confirmed_on: str | None = None  # the engine that fails on the case too, with its verdict where that is another

@@ -127,12 +127,12 @@ def closing(outcome: Outcome) -> str:
 
 def timing(outcome: Outcome) -> str:
     total = sum(outcome.seconds.values())
-    compiled = sum(report.compile_seconds for report in outcome.reports)
+    traced = sum(report.trace_seconds for report in outcome.reports)
     examples = sum(report.examples for report in outcome.reports)
     slowest = sorted(outcome.seconds.items(), key=lambda item: -item[1])[:SLOWEST]
     named = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in slowest)
-    share = compiled / total if total else 0.0
-    return f"{examples} examples in {total:.0f} s, {share:.0%} of it compiling references; slowest: {named}"
+    share = traced / total if total else 0.0
+    return f"{examples} examples in {total:.0f} s, {share:.0%} of it tracing references; slowest: {named}"
 
 
 def as_json(outcome: Outcome, **fields: Any) -> str:
@@ -161,7 +161,7 @@ def as_junit(outcome: Outcome) -> str:
         for key, value in (
             ("ratio", f"{worst:.3g}"),
             ("examples", report.examples),
-            ("compile_seconds", f"{report.compile_seconds:.3f}"),
+            ("trace_seconds", f"{report.trace_seconds:.3f}"),
         ):
             ElementTree.SubElement(properties, "property", name=key, value=str(value))
         if report.left_out:

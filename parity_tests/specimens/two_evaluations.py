@@ -1,0 +1,81 @@
+"""A traced function evaluated by NumPy and by XLA: the same values, and moved alike by the same rounding errors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from parity_tests.harness.judge.compare import budget
+from parity_tests.harness.judge.reference import UNIT_ROUNDOFF, _rms, compiler_options
+from parity_tests.harness.judge.rounding import POOL, Trace, by_numpy, by_xla
+from parity_tests.harness.judge.step import DIRECTIONS
+
+U = UNIT_ROUNDOFF["float64"]
+HALF_THE_DIGITS = 2.0**-26  # of float64: a spread, over eight directions, is itself known to a quarter
+
+
+LONG = 500  # operations, beyond which XLA takes seconds to compile the derivative: of those it gets the values alone
+
+
+def evaluated_twice(closed: Any, arrays: Sequence[np.ndarray], seed: int = 0) -> list[str]:
+    """What differs between the two evaluations of a traced function; floating inputs move by a roundoff of theirs."""
+    arrays = [np.asarray(array) for array in arrays]
+    moving = [array.dtype.kind == "f" for array in arrays]
+    random = np.random.default_rng(seed)
+    tangents = [
+        U * random.choice([-1.0, 1.0], size=(DIRECTIONS, *array.shape)) * np.where(np.isfinite(array), array, 0.0)
+        if moves
+        else None
+        for array, moves in zip(arrays, moving, strict=True)
+    ]
+    errors = U * random.choice([-1.0, 1.0], size=(DIRECTIONS, POOL))
+    trace = Trace(closed)
+    with np.errstate(all="ignore"):
+        ours = by_numpy(trace, moving)(arrays, tangents, errors)
+    if len(trace.operations) > LONG:
+        exact = by_xla(Trace(closed, rounded=False), [False] * len(arrays), compiler_options)
+        theirs = exact(arrays, [None] * len(arrays), errors)[0], ours[1]
+    else:
+        theirs = by_xla(trace, moving, compiler_options)(arrays, tangents, errors)
+    terms = max((n for each in trace.operations for var in each.equation.invars for n in var.aval.shape), default=1)
+    differences = []
+    for i, (aval, *pairs) in enumerate(zip(closed.out_avals, *ours, *theirs, strict=True)):
+        value, moved, want, want_moved = (None if each is None else np.asarray(each) for each in pairs)
+        if value.shape != aval.shape or value.dtype != aval.dtype:
+            differences.append(f"output {i} is {value.dtype}{value.shape}, traced as {aval}")
+            continue
+        spread, want_spread = (np.zeros(aval.shape) if t is None else _rms(t) for t in (moved, want_moved))
+        if not _same_values(value, want, want_spread, terms):
+            differences.append(f"output {i} is {value}, {want} by XLA, spread {want_spread}")
+        if not _same_spread(spread, want_spread):
+            differences.append(f"output {i} has the spread {spread}, {want_spread} by XLA")
+        if not _same_directions(moved, want_moved):
+            differences.append(f"output {i} moves by {moved}, by {want_moved} by XLA")
+    return differences
+
+
+def _same_values(value: np.ndarray, want: np.ndarray, spread: np.ndarray, terms: int) -> bool:
+    """Within the budget of a float64 sum of so many terms; integers, infinities and nan are the same ones."""
+    if value.dtype.kind != "f":
+        return bool((value == want).all())
+    with np.errstate(invalid="ignore"):
+        distance = np.abs(value - want)
+    same = (value == want) | (np.isnan(value) & np.isnan(want))
+    return bool((same | (distance <= budget(want, spread, terms, "float64", "float64", 1, U))).all())
+
+
+def _same_spread(spread: np.ndarray, want: np.ndarray) -> bool:
+    return bool((np.abs(spread - want) <= HALF_THE_DIGITS * want.max(initial=0.0)).all())
+
+
+def _same_directions(moved: np.ndarray | None, want: np.ndarray | None) -> bool:
+    """Finite in the same places, and there as large; what does not move is zero by XLA."""
+    if moved is None or want is None:
+        return not (np.zeros(1) if want is None else want).any() and moved is None
+    finite = np.isfinite(want)
+    if not np.array_equal(finite, np.isfinite(moved)):
+        return False
+    distance = np.abs(np.where(finite, moved, 0.0) - np.where(finite, want, 0.0))
+    return bool((distance <= HALF_THE_DIGITS * np.abs(np.where(finite, want, 0.0)).max(initial=0.0)).all())
