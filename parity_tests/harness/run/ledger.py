@@ -120,15 +120,18 @@ def phase() -> str:
 def call_site() -> str:
     """file:line of the first frame outside torch, Python's library, the harness, the collectives and their contracts.
 
-    The backward of a collective is called by autograd alone; its node remembers who called the forward.
+    The backward of a collective, ours or torch's, is called by autograd alone; its node remembers who called the
+    forward.
     """
     inner, node = "?", None
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if name.startswith(_COLLECTIVES):
-            inner = f"{base(name)}:{frame.f_lineno}"
+        is_collective = name.startswith(_COLLECTIVES)
+        if (is_collective or name.startswith(_TORCH)) and "ctx" in frame.f_code.co_varnames:
             node = frame.f_locals.get("ctx", node)
+        if is_collective:
+            inner = f"{base(name)}:{frame.f_lineno}"
         elif not is_plumbing(name) and "/torch_impl/contract/" not in name:
             source = f"{base(name)}:{frame.f_lineno}"
             if node is not None and not hasattr(node, "called_at"):
