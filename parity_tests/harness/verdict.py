@@ -15,6 +15,7 @@ from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.draw import inputs
 from parity_tests.harness.explain.clues import explain
 from parity_tests.harness.explain.gather import evidence
+from parity_tests.harness.explain.note import Note
 from parity_tests.harness.judge import compare, side_checks
 from parity_tests.harness.judge.reference import Reference, evaluate
 from parity_tests.harness.report.report import Report
@@ -86,7 +87,7 @@ def _notes(
     ranks: Ranks,
     rows: Sequence[compare.TensorRow],
     protocol: Sequence[str],
-) -> dict[str, tuple[str, ...]]:
+) -> dict[str, tuple[Note, ...]]:
     """What kind of mistake it is, for each tensor that failed."""
     failed = [row for row in rows if not row.ok]
     outputs_pass = all(row.ok for row in rows if row.role == "output")

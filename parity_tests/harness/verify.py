@@ -19,8 +19,7 @@ from parity_tests.harness.declare.discover import lookup
 from parity_tests.harness.draw import size_choices
 from parity_tests.harness.draw.drawing import draw_case, fitting_meshes, meshes_left_out, seeded_chooser
 from parity_tests.harness.draw.strategy import EXAMPLES, SHAPES, every_case, profile
-from parity_tests.harness.explain.arithmetic import STORED
-from parity_tests.harness.explain.evidence import THIN
+from parity_tests.harness.experiments.notes import from_one_case, tested
 from parity_tests.harness.judge.reference import CLOCK, ReferenceFailure
 from parity_tests.harness.replay import write_replay
 from parity_tests.harness.report.report import Report, merged, mesh_text, sizes
@@ -29,7 +28,6 @@ from parity_tests.harness.second_opinion import VERIFIED, second_opinion
 from parity_tests.harness.verdict import judge
 
 Progress = Callable[[int, int], None]
-PROBES = 12  # cases drawn to explain a failure whose smallest case shows no pattern
 
 
 def verify(
@@ -71,7 +69,7 @@ def verify(
     report = replace(merged(reports), left_out=left_out, trace_seconds=CLOCK.seconds - traced)
     if report.ok:
         return report
-    return _saved(scheme, second_opinion(scheme, report), replay_folder)
+    return _saved(scheme, tested(scheme, second_opinion(scheme, report)), replay_folder)
 
 
 def _is_open(scheme: Declared, names: Mapping[str, Any]) -> bool:
@@ -172,49 +170,8 @@ def _search(
     except Exception:
         if not failing:
             raise
-        smallest, larger = failing[-1], failing[:-1]
-        if how["engine"] == "lockstep" and any(_is_vague(notes) for notes in smallest.notes.values()):
-            larger = [*larger, *_larger_failures(scheme, smallest, names, how)]
-        return [*reports, with_clearer_notes(smallest, larger)]
+        return [*reports, failing[-1]]
     return reports
-
-
-def _larger_failures(
-    scheme: Declared, smallest: Report, names: Mapping[str, Any], how: Mapping[str, Any]
-) -> list[Report]:
-    """Failing reports of some drawn cases with plain values, which have more to show than the smallest."""
-    failures = []
-    for seed in range(1, PROBES + 1):
-        options = {**how, "dtype": smallest.case.dtype}
-        case = draw_case(scheme, seeded_chooser(seed), names, seed=seed, **options)
-        plain = {
-            name: {"kind": "normal"} if scheme.draws[name].kind == "float" else v for name, v in case.values.items()
-        }
-        report = judge(scheme, case.replace(values=plain))
-        if not report.ok and report.failure is None:
-            failures.append(report)
-    return failures
-
-
-def with_clearer_notes(smallest: Report, candidates: Sequence[Report]) -> Report:
-    """The smallest failing case; where its notes name no pattern, the note of the largest other case that names one.
-
-    Shrinking goes down to tensors of one element if it can, and one element is too little to recognise a pattern.
-    """
-    larger = sorted(candidates, key=lambda report: sum(row.want.size for row in report.rows), reverse=True)
-    notes = dict(smallest.notes)
-    for label, smallest_notes in smallest.notes.items():
-        for other in larger if _is_vague(smallest_notes) else ():
-            other_notes = other.notes.get(label, ())
-            if other_notes and not _is_vague(other_notes):
-                rest = [note for note in smallest_notes if note.removesuffix(THIN) != other_notes[0]]
-                notes[label] = (f"{other_notes[0]} (at {sizes(other.case)})", *rest)
-                break
-    return replace(smallest, notes=notes)
-
-
-def _is_vague(notes: Sequence[str]) -> bool:
-    return notes[0].startswith(("no pattern", "forward equal", STORED)) or notes[0].endswith(THIN)
 
 
 _LAST_REPLAY: dict[str, str] = {}
@@ -225,7 +182,7 @@ def check(case: CaseSpec) -> Report:
     scheme = lookup(case.scheme)
     report = judge(scheme, case)
     if not report.ok:
-        report = _saved(scheme, report, ".", replaces=_LAST_REPLAY.get(scheme.key))
+        report = _saved(scheme, from_one_case(report), ".", replaces=_LAST_REPLAY.get(scheme.key))
         if report.replay:
             _LAST_REPLAY[scheme.key] = report.replay
         report.raise_if_failed()

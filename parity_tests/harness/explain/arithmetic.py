@@ -10,6 +10,7 @@ from itertools import chain, islice, product
 import numpy as np
 
 from parity_tests.harness.explain.evidence import Evidence
+from parity_tests.harness.explain.note import MESHES, ROUNDING, SIZES, Note
 
 MOST_NAMES = 6  # combinations grow as 3 ** names
 
@@ -69,90 +70,106 @@ def _written(above: list[str], below: list[str]) -> str:
 
 MOST_LISTED = 8
 OF_A_NAME = "a reduction is missing or repeated, or a mean divides by a local count"
+_FACTOR, _CONSTANT = "a constant factor", "an added constant"
+_SOME_FACTOR, _SOME_CONSTANT = "off by some factor", "off by some constant"
 OF_A_RANK = {
-    "a constant factor": "a local count or sum stands for the global one",
-    "an added constant": "a local statistic stands for the global one",
+    _FACTOR: "a local count or sum stands for the global one",
+    _CONSTANT: "a local statistic stands for the global one",
 }
 OF_AN_INDEX = {
-    "a constant factor": "a count or sum there is over other elements than the reference's",
-    "an added constant": "a statistic there is of other elements than the reference's",
+    _FACTOR: "a count or sum there is over other elements than the reference's",
+    _CONSTANT: "a statistic there is of other elements than the reference's",
 }
 _REACH = {"gradient": "backward does not reach this input", "output": "nothing was written to it"}
 
 
-def known_number(evidence: Evidence) -> Iterator[str]:
+def known_number(evidence: Evidence) -> Iterator[Note]:
     """The simplest relation that holds on every element and whose number has a name, such as a mesh size."""
     sentences = (relation(evidence) for relation in (_zero, _named_factor, _opposite, _named_constant))
     yield from islice(filter(None, sentences), 1)
 
 
-def fitted_number(evidence: Evidence) -> Iterator[str]:
+def fitted_number(evidence: Evidence) -> Iterator[Note]:
     """A relation with a number fitted to the tensor, where none with a name holds: one for all, or one a rank."""
     if evidence.got.any() and not any(known_number(evidence)):  # zeros have a clue of their own
         for_all = (relation(evidence) for relation in (_plain_factor, _plain_constant))
         yield from islice(filter(None, chain(for_all, _part_by_part(evidence))), 1)
 
 
-def _zero(evidence: Evidence) -> str | None:
+def _zero(evidence: Evidence) -> Note | None:
     lacks = evidence.lacks_gradient
     if evidence.got.any() or (
         lacks.any() and np.array_equal(lacks, evidence.want != 0.0)
     ):  # None has a clue of its own
         return None
-    return f"{evidence.role} is zero: {_REACH[evidence.role]}{evidence.thin if evidence.got.size == 1 else ''}"
+    zero = f"{evidence.role} is zero"
+    return Note(f"{zero}: {_REACH[evidence.role]}{evidence.thin if evidence.got.size == 1 else ''}", MESHES, zero)
 
 
-def _named_factor(evidence: Evidence) -> str | None:
+def _named_factor(evidence: Evidence) -> Note | None:
     best = _best(evidence, [(named, sign * named.value) for named in _names(evidence) for sign in (1, -1)], _times)
     if best is None:
         return None
     named, value = best
-    name = f"-{named}" if value < 0 else str(named)
-    return f"off by the constant factor {shown(value)} (= {name}): {OF_A_NAME}{evidence.thin}"
+    names = {f"factor {name}": f"-{name}" if value < 0 else name for name in named.names}
+    meaning = f"the sign is opposite, and {OF_A_NAME}" if value < 0 else OF_A_NAME
+    text = f"off by the constant factor {shown(value)} (= {' or '.join(names.values())}): {meaning}{evidence.thin}"
+    return Note(text, MESHES, names, {_SOME_FACTOR})
 
 
-def _opposite(evidence: Evidence) -> str | None:
-    return "opposite sign" + evidence.thin if evidence.fits(-evidence.want) else None
+def _opposite(evidence: Evidence) -> Note | None:
+    if not evidence.fits(-evidence.want):
+        return None
+    return Note("opposite sign" + evidence.thin, MESHES, "opposite sign", {_SOME_FACTOR})
 
 
-def _named_constant(evidence: Evidence) -> str | None:
+def _named_constant(evidence: Evidence) -> Note | None:
     above_one = [named for named in _names(evidence) if named.value > 1]
     best = _best(evidence, [(n, sign * math.log(n.value)) for n in above_one for sign in (1, -1)], _plus)
     if best is None:
         return None
     named, value = best
     sign = "-" if value < 0 else ""
-    logs = " or ".join(
-        f"{sign}log({name})" if "*" in name or "/" in name else f"{sign}log {name}" for name in named.names
-    )
-    return f"off by the added constant {sign}log {shown(named.value)} (= {logs}){evidence.thin}"
+    logs = {
+        f"constant {sign}log {name}": f"{sign}log({name})" if "*" in name or "/" in name else f"{sign}log {name}"
+        for name in named.names
+    }
+    text = f"off by the added constant {sign}log {shown(named.value)} (= {' or '.join(logs.values())}){evidence.thin}"
+    return Note(text, MESHES, logs, {_SOME_CONSTANT})
 
 
-def _plain_factor(evidence: Evidence) -> str | None:
+def _plain_factor(evidence: Evidence) -> Note | None:
     factor = fitted_factor(evidence)
-    return None if factor is None else f"off by the constant factor {shown(factor)}: a scale is missing or wrong"
+    if factor is None:
+        return None
+    return Note(f"off by the constant factor {shown(factor)}: a scale is missing or wrong", MESHES, _SOME_FACTOR)
 
 
-def _plain_constant(evidence: Evidence) -> str | None:
+def _plain_constant(evidence: Evidence) -> Note | None:
     constant = fitted_constant(evidence)
-    return None if constant is None else f"off by the added constant {shown(constant)}"
+    if constant is None:
+        return None
+    return Note(f"off by the added constant {shown(constant)}", MESHES, _SOME_CONSTANT)
 
 
-def _part_by_part(evidence: Evidence) -> Iterator[str]:
+def _part_by_part(evidence: Evidence) -> Iterator[Note]:
     """One relation, but with another number on each rank of a sharding axis, or at each index of a dim."""
     for where, owner, meaning in _divisions(evidence):
         parts = [evidence.restricted_to(owner == value) for value in np.unique(owner)]
         if sum(part.wrong > 0 for part in parts) < 2:
             continue
         for what, fitted, neutral in (
-            ("a constant factor", fitted_factor, 1.0),
-            ("an added constant", fitted_constant, 0.0),
+            (_FACTOR, fitted_factor, 1.0),
+            (_CONSTANT, fitted_constant, 0.0),
         ):
             numbers = [fitted(part) if part.wrong else neutral for part in parts]
             written = [shown(number) for number in numbers if number is not None]
             if len(written) == len(numbers) and len(set(written)) > 1:
                 listed = ", ".join(written[:MOST_LISTED]) + (", ..." if len(written) > MOST_LISTED else "")
-                yield f"off by {what} {where} ({listed}): {meaning[what]}"
+                # A count is positive, and so is a quotient of two.
+                are_counts = what != _FACTOR or all(number is not None and number > 0 for number in numbers)
+                means = f": {meaning[what]}" if are_counts else ""
+                yield Note(f"off by {what} {where} ({listed}){means}", SIZES, f"off by {what} {where}")
                 return
 
 
@@ -250,21 +267,23 @@ def _weights(evidence: Evidence, clear: np.ndarray) -> np.ndarray:
 STORED = "within what "
 
 
-def stored(evidence: Evidence) -> Iterator[str]:
+def stored(evidence: Evidence) -> Iterator[Note]:
     """The error is what some more intermediates in the tested dtype would bring."""
     for count, budget in sorted(evidence.stored_budgets.items()):
         if replace(evidence, budget=budget).wrong == 0:
-            yield f"{STORED}{count} roundings to {evidence.dtype} may do: declare roundings={count} if they are meant"
+            what = f"{STORED}{count} roundings to {evidence.dtype} may do"
+            yield Note(f"{what}: declare roundings={count} if they are meant", ROUNDING, what)
             return
 
 
-def narrow_sums(evidence: Evidence) -> Iterator[str]:
+def narrow_sums(evidence: Evidence) -> Iterator[Note]:
     """The error is what sums in a coarser dtype would bring."""
     if evidence.loose_budget is not None and replace(evidence, budget=evidence.loose_budget).wrong == 0:
-        yield f"{STORED}{evidence.dtype} accumulation may do{evidence.thin if evidence.got.size == 1 else ''}"
+        what = f"{STORED}{evidence.dtype} accumulation may do"
+        yield Note(f"{what}{evidence.thin if evidence.got.size == 1 else ''}", ROUNDING, what)
 
 
-def added(evidence: Evidence) -> Iterator[str]:
+def added(evidence: Evidence) -> Iterator[Note]:
     """The result is right but for an input that was added too often or left out; a named number would say more."""
     if any(known_number(evidence)):
         return
@@ -275,13 +294,14 @@ def added(evidence: Evidence) -> Iterator[str]:
             with np.errstate(invalid="ignore", over="ignore"):
                 expected = evidence.want + times * x
             if evidence.fits(expected):
-                yield sentence + evidence.thin
+                yield sentence.extended(evidence.thin)
                 return
 
 
-def _tried(evidence: Evidence, name: str) -> Iterator[tuple[int, str]]:
+def _tried(evidence: Evidence, name: str) -> Iterator[tuple[int, Note]]:
     for axis, ranks in evidence.axes.items():
         if ranks > 1:
-            yield ranks - 1, f"{name} is counted {ranks} times (= {axis}): each rank adds it before the sum"
-    yield 1, f"{name} is added once too often"
-    yield -1, f"{name} is left out"
+            text = f"{name} is counted {ranks} times (= {axis}): each rank adds it before the sum"
+            yield ranks - 1, Note(text, MESHES, f"{name} is counted {axis} times")
+    for times, text in ((1, f"{name} is added once too often"), (-1, f"{name} is left out")):
+        yield times, Note(text, MESHES, text)

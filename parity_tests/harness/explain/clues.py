@@ -13,9 +13,12 @@ import numpy as np
 
 from parity_tests.harness.explain import arithmetic, places, sums
 from parity_tests.harness.explain.evidence import Evidence
+from parity_tests.harness.explain.note import BESIDE, Note
+
+FORWARD_EQUAL = "forward equal, gradient not"
 
 
-def explain(evidence: Evidence) -> tuple[str, ...]:
+def explain(evidence: Evidence) -> tuple[Note, ...]:
     """Notes on one tensor, the headline first; none if nothing is wrong with it."""
     missing = tuple(sums.absent(evidence))
     if not evidence.bad.any():
@@ -25,20 +28,21 @@ def explain(evidence: Evidence) -> tuple[str, ...]:
     return (*missing, *notes) or (places.worst(evidence),)
 
 
-def _backward(evidence: Evidence) -> Iterator[str]:
+def _backward(evidence: Evidence) -> Iterator[Note]:
     if evidence.role == "gradient" and evidence.outputs_pass:
-        yield f"forward equal, gradient not: {evidence.backward or 'a collective without its backward'}"
+        yield Note(FORWARD_EQUAL, BESIDE)
 
 
-def _over_all(evidence: Evidence) -> Iterator[str]:
+def _over_all(evidence: Evidence) -> Iterator[Note]:
     if evidence.over_all is not None:
         size = math.prod(evidence.axes.values())
-        yield f"{evidence.over_all} is over all {size} ranks, which is no one axis: pass group=mesh[axis]"
+        text = f"{evidence.over_all} is over all {size} ranks, which is no one axis: pass group=mesh[axis]"
+        yield Note(text, BESIDE)
 
 
-def _divergence(evidence: Evidence) -> Iterator[str]:
+def _divergence(evidence: Evidence) -> Iterator[Note]:
     if evidence.first_divergence is not None:
-        yield f"first diverging collective: {evidence.first_divergence}"
+        yield Note(f"first diverging collective: {evidence.first_divergence}", BESIDE)
 
 
 # `stored` is early: what more declared roundings would cover may be meant. `narrow_sums` comes before `fitted_number`

@@ -58,8 +58,6 @@ class Evidence:
     stored_budgets: Mapping[int, np.ndarray] = field(default_factory=dict)  # had so many roundings been declared
     dtype: str = "bfloat16"
     largest: float = np.inf  # of the dtype: beyond it an infinity of the same sign is right
-    poison: str | None = None  # the asynchronous collective whose buffer is NaN until its wait, if there is one
-    backward: str | None = None  # the collective of the backward that is suspected, as op at file:line
     over_all: str | None = None  # a collective of all ranks of a mesh of several axes, as op at file:line
     first_divergence: str | None = None  # where the ranks' ledgers part, as #n op at file:line
 

@@ -51,19 +51,9 @@ def evidence(
         stored_budgets=stored_budgets,
         dtype=COARSER[case.dtype],
         largest=torch.finfo(getattr(torch, case.dtype)).max,
-        poison=_poison(scheme, program, case, ledger),
-        backward=next((f"{r.op} at {r.source} [bwd]" for r in ledger.rows if r.phase == "bwd"), None),
         over_all=_over_all(case, ledger),
         first_divergence=protocol[0] if protocol else None,
     )
-
-
-def _poison(scheme: Declared, program: Program, case: CaseSpec, ledger: Ledger) -> str | None:
-    """A collective whose buffer may have been read too early; None where infinities were drawn, which make NaN too."""
-    floating = [program.full_array(arg, case) for arg in scheme.inputs if not arg.is_integer]
-    if not all(np.isfinite(array).all() for array in floating):
-        return None
-    return next((f"{r.op} at {r.source}" for r in ledger.rows if r.is_async or r.op == "recv"), None)
 
 
 def _over_all(case: CaseSpec, ledger: Ledger) -> str | None:

@@ -11,22 +11,24 @@ import numpy as np
 from jax_ref.layouts import contiguous, dual_chunk_swap, indivisible, striped
 from parity_tests.harness.explain.arithmetic import fitted_number, known_number
 from parity_tests.harness.explain.evidence import Evidence
+from parity_tests.harness.explain.note import MESHES, SIZES, Note
+
+NO_PATTERN = "no pattern"
+NOT_FINITE = "not finite first at "
 
 
-def not_finite(evidence: Evidence) -> Iterator[str]:
+def not_finite(evidence: Evidence) -> Iterator[Note]:
     """A NaN or infinity that the reference lacks, or lacks here what the reference has."""
     strange = evidence.bad & ~np.isfinite(evidence.got)
     if strange.any():
-        poisoned = evidence.poison and np.isnan(evidence.got[strange]).all()
-        early = f"; read before its wait: {evidence.poison}" if poisoned else ""
-        yield f"not finite first at {_first(evidence, strange)}{early}"
+        yield Note(f"{NOT_FINITE}{_first(evidence, strange)}")
     tame = evidence.bad & np.isfinite(evidence.got) & ~np.isfinite(evidence.want)
     if tame.any():
         reference = evidence.want[tame].flat[0]
-        yield f"finite where the reference is {reference}, first at {_first(evidence, tame)}"
+        yield Note(f"finite where the reference is {reference}, first at {_first(evidence, tame)}")
 
 
-def narrowest(evidence: Evidence) -> Iterator[str]:
+def narrowest(evidence: Evidence) -> Iterator[Note]:
     """All wrong elements belong to one rank, or lie at borders of one kind.
 
     A region is named only if it is smaller than those named before.
@@ -35,11 +37,12 @@ def narrowest(evidence: Evidence) -> Iterator[str]:
     for words, region in chain(_owned(evidence), _at_borders(evidence)):
         if region.sum() < smallest:
             smallest = int(region.sum())
-            yield words + _there(evidence, region)
+            yield _there(evidence, words, region)
     for axis, ranks in evidence.owners.items():
         wrong, right = np.unique(ranks[evidence.bad]), np.unique(ranks[~evidence.bad])
         if len(right) == 1 and len(wrong) > 1 and right[0] not in wrong:
-            yield f"right only where {axis} rank {int(right[0])} owns"
+            text = f"right only where {axis} rank {int(right[0])} owns"
+            yield Note(text, SIZES, text)
 
 
 def _owned(evidence: Evidence) -> Iterator[tuple[str, np.ndarray]]:
@@ -60,22 +63,27 @@ def _at_borders(evidence: Evidence) -> Iterator[tuple[str, np.ndarray]]:
             yield f"wrong only at {name}", mask
 
 
-def worst(evidence: Evidence) -> str:
+def worst(evidence: Evidence) -> Note:
     """Where the error is the most budgets."""
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         budgets = np.abs(evidence.got - evidence.want) / evidence.budget
     ratio = np.where(evidence.bad, np.nan_to_num(budgets, nan=np.inf, posinf=np.inf), -np.inf)
     index = tuple(int(i) for i in np.unravel_index(int(np.argmax(ratio)), ratio.shape))
     holders = [f"{axis} rank {ranks[index]}" for axis, ranks in evidence.owners.items()]
-    return f"no pattern; worst at {_written(index)}" + (f", owner {', '.join(holders)}" if holders else "")
+    return Note(f"{NO_PATTERN}; worst at {_written(index)}" + (f", owner {', '.join(holders)}" if holders else ""))
 
 
-def _there(evidence: Evidence, region: np.ndarray) -> str:
+def _there(evidence: Evidence, where: str, region: np.ndarray) -> Note:
     """How many are wrong in the region, and the relation that holds there."""
     inside = evidence.restricted_to(region)
     count = "all of its" if inside.wrong == inside.got.size else f"{inside.wrong} of its {inside.got.size}"
     relation = next(chain(known_number(inside), fitted_number(inside)), None)
-    return f" ({count} elements)" + (f"; there {relation}" if relation else "")
+    text = f"{where} ({count} elements)"
+    if relation is None:
+        return Note(text, SIZES, where)
+    claims = {f"{where}: {claim}": words for claim, words in relation.claims.items()}
+    weaker = {f"{where}: {claim}" for claim in relation.implied}
+    return Note(f"{text}; there {relation}", SIZES, claims, {where, *weaker})
 
 
 def _first(evidence: Evidence, mask: np.ndarray) -> str:
@@ -101,7 +109,7 @@ _HEADLINE = "same values in another order: a layout is not undone, or applied tw
 _TRIED = {"contiguous": contiguous, "dual_chunk_swap": dual_chunk_swap, "striped": striped}
 
 
-def another_order(evidence: Evidence) -> Iterator[str]:
+def another_order(evidence: Evidence) -> Iterator[Note]:
     """A layout that mends it, by name; else only that the values are the same."""
     if evidence.got.size < 2:
         return
@@ -109,10 +117,10 @@ def another_order(evidence: Evidence) -> Iterator[str]:
         for axis, world in evidence.axes.items():
             for permutation, words in _permutations(evidence, dim, axis, world):
                 if _is_permuted(evidence, dim, permutation):
-                    yield f"{_HEADLINE}; {words}"
+                    yield Note(f"{_HEADLINE}; {words}", MESHES, words, {_HEADLINE})
                     return
     if _same_values(evidence):
-        yield _HEADLINE
+        yield Note(_HEADLINE, MESHES, _HEADLINE)
 
 
 def _permutations(evidence: Evidence, dim: int, axis: str, world: int) -> Iterator[tuple[np.ndarray, str]]:
@@ -172,25 +180,34 @@ def _same_values(evidence: Evidence) -> bool:
 LEAST_ROWS = 2  # a single row with two errors always shows some distance
 
 
-def displaced(evidence: Evidence) -> Iterator[str]:
-    """Pairs of opposite errors at one distance; a row with a single error has lost its term at a border."""
-    shape = evidence.want.shape
-    if evidence.want.ndim == 0 or shape[-1] < 2 or not np.isfinite(evidence.got[evidence.bad]).all():
+def displaced(evidence: Evidence) -> Iterator[Note]:
+    """Pairs of opposite errors at one distance; a row with a single error has lost its term at a border.
+
+    In rows of two, such as a softmax of two, every error that leaves their sum as it is looks so.
+    """
+    if not _is_sparse(evidence):
         return
-    bad = evidence.bad.reshape(-1, shape[-1])
+    width = evidence.want.shape[-1]
+    bad = evidence.bad.reshape(-1, width)
     with np.errstate(invalid="ignore"):
         residual = np.where(evidence.bad, evidence.got - evidence.want, 0.0).reshape(bad.shape)
     slack = evidence.budget.reshape(bad.shape)
     distances = []
     for row in np.flatnonzero(bad.any(axis=1)):
         places = np.flatnonzero(bad[row])
-        if len(places) > 2:
-            return
         if len(places) == 2:
             if abs(residual[row, places].sum()) > slack[row, places].sum():
                 return
             distances.append(int(places[1] - places[0]))
     if len(distances) >= LEAST_ROWS and len(set(distances)) == 1:
-        along = evidence.dim(len(shape) - 1)
-        places = f"{distances[0]} place{'s' if distances[0] > 1 else ''}"
-        yield f"a term sits {places} off along {along}: an offset is wrong by {distances[0]}"
+        along = evidence.dim(evidence.want.ndim - 1)
+        text = f"a term sits {distances[0]} place{'s' if distances[0] > 1 else ''} off along {along}"
+        yield Note(f"{text}: an offset is wrong by {distances[0]}", SIZES, text, applies=_is_sparse)
+
+
+def _is_sparse(evidence: Evidence) -> bool:
+    """Whether a pair of errors in a row would be one term that moved: rows of more than two, with two errors or one."""
+    if evidence.want.ndim == 0 or evidence.want.shape[-1] <= 2 or not np.isfinite(evidence.got[evidence.bad]).all():
+        return False
+    in_row = evidence.bad.sum(axis=-1).ravel()
+    return int((in_row == 2).sum()) >= LEAST_ROWS and int(in_row.max(initial=0)) <= 2

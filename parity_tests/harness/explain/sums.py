@@ -7,34 +7,41 @@ from collections.abc import Iterator
 import numpy as np
 
 from parity_tests.harness.explain.evidence import Evidence
+from parity_tests.harness.explain.note import BESIDE, MESHES, SIZES, Note
 
 
-def terms(evidence: Evidence) -> Iterator[str]:
+def terms(evidence: Evidence) -> Iterator[Note]:
     """One rank's addend explains the difference."""
     for (axis, rank), term in evidence.addends.items():
         with np.errstate(invalid="ignore", over="ignore"):
             without, twice = evidence.want - term, evidence.want + term
         if evidence.fits(without):
-            yield f"one rank's term is missing: {axis} rank {rank}"
+            yield _of_a_rank("one rank's term is missing", axis, rank)
         elif evidence.fits(twice):
-            yield f"one rank's term is counted twice: {axis} rank {rank}"
+            yield _of_a_rank("one rank's term is counted twice", axis, rank)
         elif evidence.fits(term):
-            yield f"only one rank's term is there: {axis} rank {rank}"
+            yield _of_a_rank("only one rank's term is there", axis, rank)
 
 
-def sums(evidence: Evidence) -> Iterator[str]:
+def _of_a_rank(what: str, axis: str, rank: int) -> Note:
+    text = f"{what}: {axis} rank {rank}"
+    return Note(text, SIZES, text)
+
+
+def sums(evidence: Evidence) -> Iterator[Note]:
     """The copies add up to what each should be, or the terms of a sum are already what only their sum should be."""
     for axis, pieces in _shared(evidence):
         if axis not in evidence.at:
             if all(_is_right(evidence, piece) for piece in pieces):
                 often = f"{evidence.role} summed over {axis} once too often"
-                yield f"{often}: each rank already has the reference{evidence.thin}"
+                yield Note(f"{often}: each rank already has the reference{evidence.thin}", MESHES, often)
         elif _adds_up(evidence, pieces):
-            role = evidence.role
-            yield f"{role} missing a sum over {axis}: the ranks' {role}s add up to the reference{evidence.thin}"
+            missing = f"{evidence.role} missing a sum over {axis}"
+            what = f"the ranks' {evidence.role}s add up to the reference"
+            yield Note(f"{missing}: {what}{evidence.thin}", MESHES, missing)
 
 
-def copies(evidence: Evidence) -> Iterator[str]:
+def copies(evidence: Evidence) -> Iterator[Note]:
     """Ranks that should hold the same value and do not; copies that add up are reported by `sums`."""
     for axis, pieces in _shared(evidence):
         if axis not in evidence.at or _adds_up(evidence, pieces):
@@ -42,17 +49,19 @@ def copies(evidence: Evidence) -> Iterator[str]:
         wrong = [rank for rank, piece in enumerate(pieces) if not _is_right(evidence, piece)]
         if 0 < len(wrong) < len(pieces):
             ranks = f"rank{'s' if len(wrong) > 1 else ''} {', '.join(map(str, wrong))}"
-            yield f"wrong only on {axis} {ranks}: the copies of the other ranks are right"
+            text = f"wrong only on {axis} {ranks}"
+            yield Note(f"{text}: the copies of the other ranks are right", SIZES, text)
         elif any(evidence.differs(pieces[0], got=piece).any() for piece in pieces[1:]):
-            yield f"{axis} ranks hold different copies of what should be one value"
+            yield Note(f"{axis} ranks hold different copies of what should be one value", BESIDE)
 
 
-def silent(evidence: Evidence) -> Iterator[str]:
+def silent(evidence: Evidence) -> Iterator[Note]:
     """Of the ranks whose terms are summed, one contributed only zeros."""
     for axis, pieces in _shared(evidence):
         nothing = [rank for rank, piece in enumerate(pieces) if not piece.any()]
         if axis not in evidence.at and len(nothing) == 1:
-            yield f"{axis} rank {nothing[0]} gave only zeros to the sum"
+            text = f"{axis} rank {nothing[0]} gave only zeros to the sum"
+            yield Note(text, SIZES, text)
 
 
 def _shared(evidence: Evidence) -> Iterator[tuple[str, np.ndarray]]:
@@ -70,18 +79,18 @@ def _adds_up(evidence: Evidence, pieces: np.ndarray) -> bool:
     return not evidence.differs(evidence.want, len(pieces), got=total).any()
 
 
-def absent(evidence: Evidence) -> Iterator[str]:
+def absent(evidence: Evidence) -> Iterator[Note]:
     """None came back, on every rank or on some ranks of an axis; also where zeros would have been near enough."""
     missing = evidence.absent
     if missing is None or not evidence.lacks_gradient.any():
         return
     if missing.all():
-        yield "no gradient was returned (None): backward does not reach this input"
+        yield Note("no gradient was returned (None): backward does not reach this input")
     else:
-        yield f"no gradient was returned (None){_by(evidence, missing)}: backward does not reach this input there"
+        yield Note(f"no gradient was returned (None){_by(evidence, missing)}: backward does not reach this input there")
     if not evidence.bad.any():
         hint = "the reference's is not zero, although too small for its budget"
-        yield f"{hint}: return zeros, or let backward reach it"
+        yield Note(f"{hint}: return zeros, or let backward reach it")
 
 
 def _by(evidence: Evidence, missing: np.ndarray) -> str:

@@ -23,7 +23,6 @@ MEANING = "a reduction is missing or repeated, or a mean divides by a local coun
         (3.0, "3 (= microbatches)"),
         (12.0, "12 (= tp*microbatches)"),
         (1.5, "1.5 (= microbatches/cp)"),
-        (-4.0, "-4 (= -tp)"),
     ],
 )
 def test_constant_factor(factor, written):
@@ -31,6 +30,11 @@ def test_constant_factor(factor, written):
     assert (
         headline(factor * want, want, factors={"microbatches": 3}) == f"off by the constant factor {written}: {MEANING}"
     )
+
+
+def test_a_negative_factor_is_more_than_a_count():
+    want = numbers(3, 4)
+    assert headline(-4.0 * want, want) == f"off by the constant factor -4 (= -tp): the sign is opposite, and {MEANING}"
 
 
 def test_two_names_for_one_factor_are_both_reported():

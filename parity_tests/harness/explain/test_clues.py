@@ -36,21 +36,16 @@ def test_shapes_agree():
 def test_forward_equal_gradient_not():
     want, other = numbers(5), numbers(5, seed=1)
     tell = {"role": "gradient", "outputs_pass": True}
-    assert headline(other, want, **tell) == "forward equal, gradient not: a collective without its backward"
-    assert headline(other, want, backward="all_reduce at my_scheme.py:31 [bwd]", **tell) == (
-        "forward equal, gradient not: all_reduce at my_scheme.py:31 [bwd]"
-    )
+    assert headline(other, want, **tell) == "forward equal, gradient not"
     assert headline(other, want, role="output", outputs_pass=True).startswith("no pattern")
 
 
 def test_the_report_of_the_manual():
     want = numbers(1, 1, 4)
-    observed = evidence(
-        4 * want, want, role="gradient", outputs_pass=True, backward="all_reduce at my_scheme.py:31 [bwd]"
-    )
+    observed = evidence(4 * want, want, role="gradient", outputs_pass=True)
     assert explain(observed) == (
         "off by the constant factor 4 (= tp): a reduction is missing or repeated, or a mean divides by a local count",
-        "forward equal, gradient not: all_reduce at my_scheme.py:31 [bwd]",
+        "forward equal, gradient not",
     )
 
 

@@ -19,16 +19,6 @@ def test_not_finite_names_the_first_element_and_its_rank():
     assert headline(got, want) == "not finite first at (0,5)"
 
 
-def test_poison_is_distinguished_from_an_infinity():
-    want = numbers(4)
-    poison = "all_reduce at logprob.py:41"
-    assert (
-        headline([want[0], np.nan, want[2], np.nan], want, poison=poison)
-        == "not finite first at (1); read before its wait: all_reduce at logprob.py:41"
-    )
-    assert headline([np.inf, np.nan, *want[2:]], want, poison=poison) == "not finite first at (0)"
-
-
 def test_a_mask_that_was_lost():
     assert headline([0.0, 1.0], [-np.inf, 1.0]).startswith("finite where the reference is -inf, first at (0)")
 

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.draws import RARE
+from parity_tests.harness.explain.note import Note
 from parity_tests.harness.judge.compare import TensorRow, errors
 from parity_tests.harness.report.colours import whole_numbers
 from parity_tests.harness.run.failure import RankFailure
@@ -63,7 +64,7 @@ class Report:
     protocol: tuple[str, ...] = ()
     cost: tuple[str, ...] = ()
     hygiene: tuple[str, ...] = ()
-    notes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    notes: Mapping[str, tuple[Note, ...]] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
     failure: RankFailure | None = None
     cost_declared: bool = False

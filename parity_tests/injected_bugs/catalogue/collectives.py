@@ -174,7 +174,7 @@ BUGS = (
         at="collectives:_AllToAll.backward",
         old=".apply(cotangent, ctx.group,",
         new=".apply(cotangent.movedim(split_dim, concat_dim).reshape_as(cotangent), ctx.group,",
-        expect="gradient: forward equal, gradient not: all_to_all",
+        expect="gradient: forward equal, gradient not",
     ),
     InjectedBug(
         name="gradient of the source on every rank",
@@ -190,7 +190,7 @@ BUGS = (
         at="collectives:_ToSource.forward",
         old="if group.rank() != src:",
         new="if group.rank() != (src + 1) % group.size():",
-        expect="gradient: forward equal, gradient not: reduce",
+        expect="gradient: forward equal, gradient not",
     ),
     InjectedBug(
         name="gradient shifted the same way as the value",
@@ -198,7 +198,7 @@ BUGS = (
         at="collectives:_RingShift.backward",
         old=".apply(cotangent, ctx.group, -ctx.shift)",
         new=".apply(cotangent, ctx.group, ctx.shift)",
-        expect="gradient: forward equal, gradient not: send",
+        expect="gradient: forward equal, gradient not",
     ),
     InjectedBug(
         name="every rank sends before it receives",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import traceback
 from collections import defaultdict
 from contextlib import suppress
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -30,6 +30,9 @@ from parity_tests.harness.run.lockstep.call import Call
 from parity_tests.harness.run.lockstep.rendezvous import Disagreement, MessageQueues, Rendezvous
 from parity_tests.harness.run.lockstep.scheduler import Halt, Scheduler
 
+if TYPE_CHECKING:
+    from parity_tests.harness.run.lockstep.repair import Repair
+
 GroupKey = tuple[str, tuple[int, ...]]
 THREADS = (
     "ranks of lockstep are threads, which share what a library's module, a class or a closure keeps: "
@@ -48,6 +51,7 @@ class Exchange:
 
     def reset(self, case: CaseSpec | None) -> None:
         self.case, self.ledger = case, Ledger()
+        self.repair: Repair | None = None  # what is done otherwise in this example, to convict a line
         self._count: dict[object, int] = defaultdict(int)
         self._rendezvous: dict[tuple[GroupKey, int], Rendezvous] = {}
         self._queues: dict[GroupKey, MessageQueues] = defaultdict(MessageQueues)
@@ -73,6 +77,8 @@ class Exchange:
         # 3. The last to arrive completes all; each rank writes its results when it waits.
         if complete:
             del self._rendezvous[spot]
+            if self.repair is not None:
+                self.repair.mend_results(complete)
             for each in complete:
                 self._complete(each)
         self.scheduler.maybe_yield(call.row.rank)

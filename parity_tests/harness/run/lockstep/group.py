@@ -23,6 +23,7 @@ from parity_tests.harness.run.lockstep.backends import rejection
 from parity_tests.harness.run.lockstep.call import Call
 from parity_tests.harness.run.lockstep.exchange import Exchange
 from parity_tests.harness.run.lockstep.operations import listed, nested, reduce_op, root_place
+from parity_tests.harness.run.lockstep.repair import NO_POISON
 
 Tensors = Sequence[Tensor]
 Split = Callable[[list[Tensor]], list[Tensor]]
@@ -301,7 +302,9 @@ class LockstepGroup(dist.ProcessGroup):
         root = None if root is None else self.ranks[root]
         seq = self._exchange.next_seq(self._rank, key)
         row = self._row(op, inputs, outputs, seq=seq, root=root, is_async=is_async, **details)
-        call = Call(row, self._place, inputs, outputs, expected=expected, tracked=is_async)
+        call = Call(row, self._place, inputs, outputs, expected=expected, tracked=is_async and self._poisons(row))
+        if self._exchange.repair is not None:
+            self._exchange.repair.mend_gradient(row, outputs, self._total)
         call.take(cut)
         self._exchange.collective(key, call)
         return self._work(call)
@@ -312,7 +315,7 @@ class LockstepGroup(dist.ProcessGroup):
         seq = self._exchange.next_seq(self._rank, (key, op))
         peer_rank = None if peer is None else self.ranks[peer]
         row = self._row(op, tensors, outputs, seq=seq, peer=peer_rank, tag=tag)
-        call = Call(row, self._place, [] if outputs else tensors, outputs, tracked=True)
+        call = Call(row, self._place, [] if outputs else tensors, outputs, tracked=self._poisons(row))
         call.take(None)
         self._exchange.post(key, call, peer)
         return self._work(call)
@@ -323,6 +326,16 @@ class LockstepGroup(dist.ProcessGroup):
         if caller is not self._world:
             label = group_label(self._desc, self.ranks, self._exchange.axes)
             caller.exchange.foreign_group(op, self._rank, label)
+
+    def _poisons(self, row: Row) -> bool:
+        """Whether the outputs of this call are poison until its wait; a repair may say that they are not."""
+        repair = self._exchange.repair
+        return repair is None or not repair.concerns(row, NO_POISON)
+
+    def _total(self, term: Tensor) -> Tensor:
+        total = term.clone(memory_format=torch.contiguous_format)
+        self.allreduce([total]).wait()
+        return total
 
     def _work(self, call: Call) -> Work:
         if self._block is None:

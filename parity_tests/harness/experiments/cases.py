@@ -1,0 +1,102 @@
+"""Cases derived from a failing one, each of which could refute what the failing one suggests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from parity_tests.harness.declare.case import SPARE, CaseSpec
+from parity_tests.harness.declare.declared import Declared
+from parity_tests.harness.draw import size_choices
+from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
+
+SHAPES_TRIED = 12
+MOST_ELEMENTS = 10**5  # of all dims together
+WIDE = 12  # elements along a dim of one id among many
+ENOUGH = 3  # elements along a dim: with two, every error is at one end or the other
+
+
+def larger(scheme: Declared, case: CaseSpec, seed: int, *, values: bool) -> CaseSpec | None:
+    """The same mesh, dtype and options at larger sizes and another seed; `values` keeps the kinds of its values."""
+    drawn = _drawn(scheme, case, own_axes(case), seed)
+    if drawn is None:
+        return None
+    return drawn.replace(values=case.values if values else plain(scheme, drawn))
+
+
+def on_another_mesh(scheme: Declared, case: CaseSpec, seed: int) -> CaseSpec | None:
+    """Plain values at larger sizes on another declared mesh, each of its axes of two ranks or more if one is."""
+    here = own_axes(case)
+    meshes = [mesh for mesh in size_choices.meshes(scheme, {}, None) if mesh != here and math.prod(mesh.values()) > 1]
+
+    def alike(mesh: Mapping[str, int]) -> tuple[int, int, int]:
+        """Axes of one rank, axes of as many ranks as in the failing case, and ranks."""
+        return (
+            sum(size == 1 for size in mesh.values()),
+            sum(mesh[axis] == here[axis] for axis in mesh),
+            math.prod(mesh.values()),
+        )
+
+    for mesh in sorted(meshes, key=alike)[:1]:
+        drawn = _drawn(scheme, case, mesh, seed)
+        return None if drawn is None else drawn.replace(values=plain(scheme, drawn))
+    return None
+
+
+def on_one_rank(scheme: Declared, case: CaseSpec) -> CaseSpec | None:
+    """The same sizes and values on a mesh of one rank, declared or not."""
+    mesh = dict.fromkeys(own_axes(case), 1)
+    if not size_choices.compatible(scheme, case.dims, mesh):
+        return None
+    layouts = {
+        key: {**record, "lengths": [sum(record["lengths"])]} if "lengths" in record else record
+        for key, record in case.layouts.items()
+    }
+    return case.replace(mesh=mesh, layouts=layouts)
+
+
+def of_one_id(scheme: Declared, case: CaseSpec, seed: int, shard: int) -> CaseSpec | None:
+    """All ids the same, in the middle of a shard, and wide tensors: what belongs to one id stands by itself."""
+    by_ids = [arg for arg in scheme.inputs if scheme.draws[arg.name].kind == "ids"]
+    if not by_ids:
+        return None
+    short = {name for arg in by_ids for name in arg.spec.dim_names}
+    shape = {}
+    for dim in size_choices.free_dims(scheme):
+        size, declared = case.dims[dim], scheme.dims.get(dim)
+        choices = [other for other in declared or () if isinstance(other, int)]
+        shape[dim] = size if dim in short else max(choices) if choices else size * -(-WIDE // max(size, 1))
+    try:
+        fixed = {**own_axes(case), **shape, **case.options}
+        drawn = draw_case(scheme, seeded_chooser(seed), fixed, dtype=case.dtype, engine=case.engine, seed=seed)
+    except ValueError:  # a size that follows from these, or a layout, does not allow it
+        return None
+    ids = {arg.name: {**drawn.values[arg.name], "picks": [[shard, "middle"]]} for arg in by_ids}
+    return drawn.replace(mesh=case.mesh, values={**plain(scheme, drawn), **ids})
+
+
+def own_axes(case: CaseSpec) -> dict[str, int]:
+    """The mesh as the scheme sees it."""
+    return {axis: size for axis, size in case.mesh.items() if axis != SPARE}
+
+
+def plain(scheme: Declared, case: CaseSpec) -> dict[str, object]:
+    """The values of a case with all floating inputs normal, so that none are equal or extreme."""
+    return {
+        name: {"kind": "normal"} if scheme.draws[name].kind == "float" else value for name, value in case.values.items()
+    }
+
+
+def _drawn(scheme: Declared, case: CaseSpec, mesh: Mapping[str, int], seed: int) -> CaseSpec | None:
+    """The largest of some shapes that the mesh can shard, with whatever else a case has drawn from the seed."""
+    shapes = [
+        shape
+        for shape in size_choices.shapes(scheme, {}, [mesh], SHAPES_TRIED)
+        if size_choices.compatible(scheme, shape, mesh) and math.prod(shape.values()) <= MOST_ELEMENTS
+    ]
+    if not shapes:
+        return None
+    shape = max(shapes, key=lambda shape: (min([ENOUGH, *shape.values()]), math.prod(shape.values())))
+    fixed = {**mesh, **shape, **case.options}
+    drawn = draw_case(scheme, seeded_chooser(seed), fixed, dtype=case.dtype, engine=case.engine, seed=seed)
+    return drawn.replace(mesh={axis: mesh.get(axis, size) for axis, size in case.mesh.items()})

@@ -1,0 +1,126 @@
+"""A collective is named only if it is convicted: with that one line repaired, the tensor is right.
+
+A gradient may be wrong for reasons that no collective has a part in, and the first collective of the backward is not
+to blame for being first. So the case is run again with one line repaired at a time (see run/lockstep/repair.py), and
+the line whose repair makes the tensor right is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from parity_tests.harness.declare.declared import Declared
+from parity_tests.harness.experiments import cases
+from parity_tests.harness.explain.clues import FORWARD_EQUAL
+from parity_tests.harness.explain.note import Note
+from parity_tests.harness.explain.places import NOT_FINITE
+from parity_tests.harness.judge.compare import TensorRow
+from parity_tests.harness.report.report import Report
+from parity_tests.harness.run.ledger import Row
+from parity_tests.harness.run.lockstep.repair import (
+    NO_POISON,
+    OF_THE_BACKWARD,
+    OMIT,
+    OTHER_MEAN,
+    SUM_GRADIENT,
+    Repair,
+    under,
+)
+from parity_tests.harness.verdict import judge
+
+MOST_REPAIRS = 16  # runs for each question
+Notes = Mapping[str, tuple[Note, ...]]
+
+
+def convicted(scheme: Declared, report: Report, others: Sequence[Report], notes: Notes) -> dict[str, tuple[Note, ...]]:
+    """The notes with the lines that an experiment convicts, on the failing case or a larger one of the same mesh."""
+    by_label = dict(notes)
+    in_backward = [label for label in notes if any(note.startswith(FORWARD_EQUAL) for note in notes[label])]
+    if in_backward and report.case.world > 1 and not _fails_alone(scheme, report, in_backward):
+        for label, words in _in_backward(scheme, _telling(report, others, in_backward), in_backward).items():
+            by_label[label] = _extended(by_label[label], FORWARD_EQUAL, f": {words}")
+    if any(note.startswith(NOT_FINITE) for notes_of_tensor in notes.values() for note in notes_of_tensor):
+        for label, words in _read_too_early(scheme, report).items():
+            by_label[label] = _extended(by_label[label], NOT_FINITE, f"; read before its wait: {words}")
+    return by_label
+
+
+def _extended(notes: Iterable[Note], start: str, words: str) -> tuple[Note, ...]:
+    return tuple(note.extended(words) if note.startswith(start) else note for note in notes)
+
+
+def _telling(report: Report, others: Sequence[Report], labels: Sequence[str]) -> Report:
+    """The failing case with most elements in which all these tensors are wrong and the outputs are right."""
+    for other in others:
+        outputs_pass = all(row.ok for row in other.rows if row.role == "output")
+        if outputs_pass and other.case.mesh == report.case.mesh and all(label in other.notes for label in labels):
+            return other
+    return report
+
+
+def _fails_alone(scheme: Declared, report: Report, labels: Sequence[str]) -> bool:
+    """Whether one rank, which has nobody to talk to, makes the same mistake."""
+    alone = cases.on_one_rank(scheme, report.case)
+    if alone is None:
+        return False
+    of_one = judge(scheme, alone)
+    return of_one.failure is None and any(label in of_one.notes for label in labels)
+
+
+def _in_backward(scheme: Declared, report: Report, labels: Sequence[str]) -> dict[str, str]:
+    """For each gradient, the line whose repair makes it right and no other tensor wrong."""
+    repairs = list(_repairs(report.ledger.rows))
+    wrong = {row.label for row in report.rows if not row.ok}
+    named: dict[str, str] = {}
+    for repair in repairs[:MOST_REPAIRS]:
+        if all(label in named for label in labels):
+            break
+        repaired = judge(scheme, report.case, ship=under(repair))
+        still = {row.label for row in repaired.rows if not row.ok}
+        if repaired.failure is None and still < wrong:
+            for label in sorted(wrong - still):
+                named.setdefault(label, _words(repair))
+    return {label: words for label, words in named.items() if label in labels}
+
+
+def _repairs(rows: Sequence[Row]) -> Iterator[Repair]:
+    """Of each line of the backward and then of the forward; then of single calls of lines that issue several."""
+    calls: dict[tuple[str, str, str], dict[int, None]] = {}
+    for row in rows:
+        if len(row.group) > 1 and row.source != "?" and row.op not in ("send", "recv", "barrier"):
+            calls.setdefault((row.phase, row.op, row.source), {})[row.seq] = None
+    lines = sorted(calls, key=lambda line: line[0] != "bwd")
+    for seqs_of in (lambda line: [None], lambda line: list(calls[line]) if len(calls[line]) > 1 else []):
+        for phase, op, source in lines:
+            actions = OF_THE_BACKWARD.get(op, ()) if phase == "bwd" else (SUM_GRADIENT,)
+            for seq in seqs_of((phase, op, source)):
+                yield from (Repair(op, source, phase, action, seq) for action in actions)
+
+
+def _words(repair: Repair) -> str:
+    what = repair.op + (f" #{repair.seq}" if repair.seq is not None else "") + f" at {repair.source}"
+    return {
+        OMIT: f"{what} [bwd] is one too many",
+        OTHER_MEAN: f"{what} [bwd] takes a sum for a mean, or a mean for a sum",
+        SUM_GRADIENT: f"the backward of {what} lacks a sum of the ranks' gradients",
+    }[repair.action]
+
+
+def _read_too_early(scheme: Declared, report: Report) -> dict[str, str]:
+    """For each tensor, the asynchronous collective without whose poison it has no NaN that the reference lacks."""
+    lines = {(row.op, row.source, row.phase): None for row in report.ledger.rows if row.is_async or row.op == "recv"}
+    named: dict[str, str] = {}
+    before = {row.label: _strange(row) for row in report.rows}
+    for op, source, phase in list(lines)[:MOST_REPAIRS]:
+        repaired = judge(scheme, report.case, ship=under(Repair(op, source, phase, NO_POISON)))
+        for row in repaired.rows if repaired.failure is None else ():
+            if _strange(row) < before[row.label]:
+                named.setdefault(row.label, f"{op} at {source}")
+    return named
+
+
+def _strange(row: TensorRow) -> int:
+    """How many NaN a tensor has where the reference has none."""
+    return int((np.isnan(row.stitched.copies) & ~np.isnan(row.want)).sum())

@@ -1,0 +1,173 @@
+"""A note is printed as a fact only if it survives an experiment that could refute it.
+
+What one case suggests is tried on other cases: larger ones with the same values and with plain ones, another mesh, a
+wider dtype, inputs a little off. A claim must hold in each that fails on the same tensor, and be of a kind that the
+experiment can refute. What no other case could try says so; what one refutes is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.declared import Declared
+from parity_tests.harness.draw import inputs
+from parity_tests.harness.experiments import cases
+from parity_tests.harness.experiments.conviction import convicted
+from parity_tests.harness.explain.evidence import THIN, Evidence
+from parity_tests.harness.explain.note import BESIDE, MESHES, ROUNDING, SEEN, SIZES, Note
+from parity_tests.harness.explain.places import NO_PATTERN, worst
+from parity_tests.harness.report.report import Report, sizes
+from parity_tests.harness.run.program import Program
+from parity_tests.harness.verdict import judge
+
+UNTRIED = "; from this case alone"
+
+
+def from_one_case(report: Report) -> Report:
+    """The report with its hypotheses worded as such: no other case has tried them."""
+    notes = {label: tuple(_untried(note) for note in notes) for label, notes in report.notes.items()}
+    return replace(report, notes=notes)
+
+
+def tested(scheme: Declared, report: Report) -> Report:
+    """The report of a failing case with the notes that survive; at most a dozen cases more are judged."""
+    if report.failure is not None or not report.notes:
+        return report
+    if report.case.engine != "lockstep":
+        return from_one_case(report)
+    others = _experiments(scheme, report.case)
+    notes = {label: tuple(_survivors(scheme, report, label, others)) for label in report.notes}
+    return replace(report, notes=convicted(scheme, report, others, notes))
+
+
+def _experiments(scheme: Declared, case: CaseSpec) -> list[Report]:
+    """Failing reports of derived cases, the one with most elements first."""
+    derived = (
+        cases.larger(scheme, case, 1, values=True),
+        cases.larger(scheme, case, 2, values=False),
+        cases.larger(scheme, case, 3, values=False),
+        cases.on_another_mesh(scheme, case, 4),
+        cases.of_one_id(scheme, case, 5, shard=0),
+        cases.of_one_id(scheme, case, 6, shard=1),
+    )
+    reports = [judge(scheme, other) for other in derived if other is not None]
+    failing = [report for report in reports if report.failure is None and report.notes]
+    return sorted(failing, key=_elements, reverse=True)
+
+
+def _elements(report: Report) -> int:
+    return sum(row.want.size for row in report.rows)
+
+
+def _survivors(scheme: Declared, report: Report, label: str, others: Sequence[Report]) -> Iterator[Note]:
+    """Notes on one tensor: those of its own case, then hypotheses that only larger cases suggest."""
+    own = report.notes[label]
+    elsewhere = [other for other in others if label in other.notes]
+    kept: list[Note] = []
+    for origin in (report, *elsewhere):
+        for note in origin.notes[label]:
+            is_known = any(claim in earlier.claims for earlier in kept for claim in note.claims)
+            if note.scope in (SIZES, MESHES, ROUNDING) and not is_known:
+                survivor = _tried(scheme, report, origin, label, note, elsewhere)
+                kept += [] if survivor is None else [survivor]
+    seen = [note for note in own if note.scope == SEEN and not note.startswith(NO_PATTERN)]
+    beside = [note for note in own if note.scope == BESIDE]
+    yield from [*seen, *kept, *beside] or [worst(_evidence(report, label))]
+
+
+def _evidence(report: Report, label: str) -> Evidence:
+    """What the report itself says about a tensor."""
+    row = next(row for row in report.rows if row.label == label)
+    return Evidence(row.name, row.role, row.got, row.want, row.budgets, owners=row.owners)
+
+
+def _tried(
+    scheme: Declared, report: Report, origin: Report, label: str, note: Note, elsewhere: Sequence[Report]
+) -> Note | None:
+    """A hypothesis of one of the cases, worded by what the other cases say of it; None if one refutes it."""
+    is_own = origin is report
+    if note.scope == ROUNDING:
+        vanishes = _vanishes(scheme, origin.case, label) if is_own else None
+        return None if vanishes is False or not is_own else note if vanishes else _untried(note)
+    relevant = [
+        other
+        for other in elsewhere
+        if other is not origin
+        and (note.scope == MESHES or other.case.mesh == origin.case.mesh)
+        and (note.applies is None or note.applies(_evidence(other, label)))
+    ]
+    supported: Note | None = note
+    for other in relevant or ([] if is_own else [report]):
+        supported = supported and supported.supported_by(other.notes[label])
+    if supported is None:
+        return None
+    if not is_own:
+        return supported.extended(f" (at {sizes(origin.case)})")
+    if not relevant:
+        return _untried(note)
+    return _clearer(supported, label, relevant) if supported.endswith(THIN) else supported
+
+
+def _clearer(thin: Note, label: str, relevant: Sequence[Report]) -> Note:
+    """A note that rests on one element, in the words of a larger case that has more."""
+    for other in relevant:
+        for note in other.notes[label]:
+            if not note.endswith(THIN) and note.supported_by([thin]):
+                return note.extended(f" (at {sizes(other.case)})")
+    return thin
+
+
+def _untried(note: Note) -> Note:
+    """The note, worded as what one case suggests."""
+    is_fact = note.scope in (SEEN, BESIDE) or note.endswith(THIN)
+    return note if is_fact else note.extended(UNTRIED)
+
+
+WIDER = ("float64", "float32")
+OFF = 2.0**-5  # of an input: some roundings to bfloat16
+ENOUGH = 8  # elements of a tensor, for two errors to be alike by more than chance
+
+
+def _vanishes(scheme: Declared, case: CaseSpec, label: str) -> bool | None:
+    """Whether the error of a tensor is one of rounding; None where no wider dtype could be tried.
+
+    Then it is gone in a wider dtype, or it is another one at inputs a little off, as that of a cast to a dtype that
+    the function names itself. A mistake is in every dtype, and hardly changes where the inputs hardly do.
+    """
+    wider = [case.replace(dtype=dtype) for dtype in WIDER[: WIDER.index(case.dtype) if case.dtype in WIDER else None]]
+    reports = [report for report in (judge(scheme, wide) for wide in wider or [case]) if report.failure is None]
+    if any(label not in report.notes for report in reports):
+        return True
+    if not reports:
+        return None
+    wide = reports[0].case
+    larger = [cases.larger(scheme, wide, seed, values=seed == 1) for seed in (1, 2)]
+    verdicts = (_is_erratic(scheme, other, label) for other in (*larger, wide) if other is not None)
+    return next((verdict for verdict in verdicts if verdict is not None), False)
+
+
+def _is_erratic(scheme: Declared, case: CaseSpec, label: str) -> bool | None:
+    """Whether inputs a little off change the error beyond recognition; None without one, or of too few elements."""
+    report, program = judge(scheme, case), Program.of(scheme)
+    if report.failure is not None or label not in report.notes:
+        return None
+    moved = {}
+    for arg in scheme.inputs:
+        full = program.full_array(arg, case)
+        signs = inputs.generator(case, f"off {arg.name}").choice((-1.0, 1.0), size=full.shape)
+        moved[arg.name] = full if arg.is_integer else inputs.rounded(full * (1 + OFF * signs), case.dtype)
+    other = judge(scheme, case, arrays=moved)
+    if other.failure is not None:
+        return None
+    with np.errstate(invalid="ignore"):
+        first, second = (next(row.got - row.want for row in r.rows if row.label == label) for r in (report, other))
+    finite = np.isfinite(first) & np.isfinite(second)
+    first, second = first[finite], second[finite]
+    size = float(np.linalg.norm(first) * np.linalg.norm(second))
+    if first.size < ENOUGH:
+        return None
+    return size == 0.0 or float(first @ second) < 0.5 * size

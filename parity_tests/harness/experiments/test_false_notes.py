@@ -1,0 +1,167 @@
+"""Sentences that one failing case suggests, and that another case or a repaired collective shows to be false."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as dist_nn
+
+from parity_tests.specimens.wrong_gradients import (
+    GatherWithoutSum,
+    line_of,
+    summed,
+    two_products_scheme,
+)
+from shardproof import scheme, token_below, values
+
+
+def declared(function, reference, inputs, outputs, **more):
+    inputs = {"x": inputs} if isinstance(inputs, str) else inputs
+    defaults = {"mesh": {"tp": (2,)}, "draw": {"x": values("normal")}, "dtypes": ("float32",)}
+    return scheme(reference=reference, inputs=inputs, outputs=outputs, **{**defaults, **more})(function)
+
+
+def notes(report):
+    assert not report.ok and report.failure is None, str(report)
+    return [note for of_tensor in report.notes.values() for note in of_tensor]
+
+
+def test_two_opposite_errors_in_a_row_of_two_are_no_offset():
+    def sharper(mesh, x):
+        return torch.softmax(1.5 * x, -1)
+
+    declaration = declared(sharper, lambda x: jax.nn.softmax(x, -1), "b v tp=I", "b v tp=I", dims={"v": (2,)})
+    assert not any("off along v" in note for note in notes(declaration.verify(b=8)))
+
+
+def smoothed(eps_of_others, where):
+    """Minus the log-probability of the target, `eps_of_others` of its weight spread over all."""
+
+    def loss(x, target):
+        wide = where.float(x)
+        logprob = where.log_softmax(wide)
+        return -(1 - eps_of_others) * where.at(logprob, target) - eps_of_others * logprob.mean(-1)
+
+    return loss
+
+
+class Torch:
+    float = staticmethod(lambda x: x.float() if x.dtype != torch.float64 else x)
+    log_softmax = staticmethod(lambda x: torch.log_softmax(x, -1))
+    at = staticmethod(lambda x, target: x.gather(-1, target[..., None])[..., 0])
+
+
+class Jax:
+    float = staticmethod(lambda x: x)
+    log_softmax = staticmethod(lambda x: jax.nn.log_softmax(x, -1))
+    at = staticmethod(lambda x, target: jnp.take_along_axis(x, target[..., None], -1)[..., 0])
+
+
+def test_an_error_that_stays_in_a_wider_dtype_is_no_rounding():
+    loss = smoothed(0.1 * 9 / 8, Torch)
+    declaration = declared(
+        lambda mesh, x, target: loss(x, target), smoothed(0.1, Jax), {"x": "b v tp=I", "target": "b"}, "b tp=I",
+        draw={"x": values("normal"), "target": token_below("v")}, dtypes=("bfloat16",),
+    )  # fmt: skip
+    assert not any("within what" in note for note in notes(declaration.verify()))
+
+
+def test_a_collective_that_was_waited_for_was_not_read_before_its_wait():
+    def undefined(mesh, x):
+        total = x.detach().clone()
+        dist.all_reduce(total, group=mesh["tp"], async_op=True).wait()
+        return torch.log(x - 100.0) + 0.0 * total
+
+    declaration = declared(undefined, lambda x: jnp.log(100.0 - x), "b tp=I", "b tp=I")
+    assert not any("before its wait" in note for note in notes(declaration.verify(b=4)))
+
+
+def third_of_the_gradient(x):
+    return (3 * x).detach() + (x - x.detach())
+
+
+def test_no_collective_is_to_blame_where_one_rank_is_enough():
+    declaration = declared(lambda mesh, x: third_of_the_gradient(x), lambda x: 3.0 * x, "b/tp", "b/tp",
+                           mesh={"tp": (1, 2)})  # fmt: skip
+    for tp in (1, 2):
+        assert "forward equal, gradient not" in notes(declaration.verify(tp=tp, b=4))
+
+
+def test_no_collective_is_to_blame_for_what_was_detached():
+    declaration = declared(lambda mesh, x: x.detach() * 3 + 0 * x, lambda x: 3.0 * x, "b/tp", "b/tp")
+    assert not any("collective" in note for note in notes(declaration.verify(b=4)))
+
+
+def sum_of_torch(mesh, x):
+    return dist_nn.all_reduce(x, group=mesh["tp"])
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_backward_of_torchs_own_collective_is_at_the_line_that_called_it():
+    declaration = declared(sum_of_torch, lambda x: x, "b tp=P", "b tp=I")
+    report = declaration.verify(b=4)
+    backward = [row for row in report.ledger.rows if row.phase == "bwd"]
+    assert backward and {row.source for row in backward} == {line_of(sum_of_torch, "all_reduce")}
+    assert not any("?" in note for note in notes(report))
+
+
+def test_a_negative_factor_is_no_count():
+    def wrong(mesh, x):
+        return x * (2.0 if mesh.rank("tp") == 0 else -426.5)
+
+    declaration = declared(wrong, lambda x: 1.0 * x, "b/tp", "b/tp")
+    assert not any("count" in note for note in notes(declaration.verify(b=8)))
+
+
+def test_the_first_collective_of_the_backward_is_not_named_for_being_first():
+    report = two_products_scheme().verify(tp=2, b=4, d=3)
+    of_backward = [row for row in report.ledger.of(0) if row.phase == "bwd"]
+    assert [row.seq for row in of_backward] == [2, 3]  # that of g, which is right, and that of w
+    line = line_of(summed, "dist.all_reduce")
+    assert f"forward equal, gradient not: all_reduce #3 at {line} [bwd] is one too many" in report.notes["d/d w"]
+
+
+def test_a_backward_that_lacks_a_sum_is_named_by_the_collective_of_its_forward():
+    def weighted(mesh, x, w):
+        everybody = GatherWithoutSum.apply(x, mesh["tp"])
+        return everybody[None] * w[:, None]
+
+    normal = {"x": values("normal"), "w": values("normal")}
+    declaration = declared(
+        weighted, lambda x, w: x[None] * w[:, None], {"x": "b/tp", "w": "c/tp"}, "c/tp b", draw=normal
+    )
+    line = line_of(GatherWithoutSum, "dist.all_gather(")
+    expected = f"forward equal, gradient not: the backward of all_gather at {line} lacks a sum of the ranks' gradients"
+    assert expected in notes(declaration.verify())
+
+
+def test_a_buffer_that_was_read_too_early_is_convicted():
+    def early(mesh, x):
+        first = x.detach().clone()
+        dist.all_reduce(first, group=mesh["tp"], async_op=True).wait()
+        total = x.detach().clone()
+        work = dist.all_reduce(total, group=mesh["tp"], async_op=True)
+        out = x + 0.0 * total + 0.0 * first
+        work.wait()
+        return out
+
+    declaration = declared(early, lambda x: 1.0 * x, "b tp=R", "b tp=I")
+    line = line_of(early, "work = ")
+    assert any(note.endswith(f"; read before its wait: all_reduce at {line}") for note in notes(declaration.verify()))
+
+
+def test_a_nan_that_infinities_make_is_no_buffer_read_too_early():
+    def above_the_greatest(mesh, x):
+        top = x.amax(-1, keepdim=True)
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=mesh["tp"], async_op=True).wait()
+        return x - top
+
+    def reference(x):
+        top = x.max(-1, keepdims=True)
+        return jnp.where(jnp.isfinite(top), x - jnp.where(jnp.isfinite(top), top, 0.0), 0.0)
+
+    draw = {"x": values("neg_inf_mask", full_rows=True)}
+    declaration = declared(above_the_greatest, reference, "b v/tp", "b v/tp", nograd=("x",), draw=draw)
+    (note,) = notes(declaration.verify(b=1, v=2, tp=2, examples=40))
+    assert note.startswith("not finite first at") and "wait" not in note

@@ -1,0 +1,101 @@
+"""A repair: what the exchange does otherwise at one line, to see whether that line is to blame for a wrong result.
+
+Where the result is right with a collective left out of the backward, that collective was one too many; where it is
+right once the gradient is summed over the group first, the backward lacked the sum; where a NaN is gone once a buffer
+holds no poison until its wait, the buffer was read too early.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.run.ledger import Row
+from parity_tests.harness.run.lockstep import world
+from parity_tests.harness.run.lockstep.call import Call
+from parity_tests.harness.run.lockstep.operations import combined
+
+OMIT = "omit"  # each rank gets what it handed in
+OTHER_MEAN = "other mean"  # the mean of the ranks' terms where their sum was taken, or the sum for the mean
+SUM_GRADIENT = "sum gradient"  # of what a forward collective returns, over its group, before its backward
+NO_POISON = "no poison"  # in the output of an asynchronous collective, until its wait
+OF_THE_BACKWARD = {"all_reduce": (OMIT, OTHER_MEAN), "reduce_scatter": (OMIT, OTHER_MEAN)}
+_OTHER = {"SUM": "AVG", "AVG": "SUM"}
+
+
+@dataclass(frozen=True)
+class Repair:
+    """`action` at the calls of `op` that the line `source` issues in `phase`: all of them, or that with number `seq`.
+
+    A line of a function that many call issues many collectives, of which one is wrong.
+    """
+
+    op: str
+    source: str
+    phase: str
+    action: str
+    seq: int | None = None
+
+    def concerns(self, row: Row, action: str) -> bool:
+        is_it = (self.op, self.source, self.phase) == (row.op, row.source, row.phase) and self.seq in (None, row.seq)
+        return is_it and self.action == action
+
+    def mend_results(self, calls: Sequence[Call]) -> None:
+        """Give the calls of one rendezvous other results."""
+        row = calls[0].row
+        if self.concerns(row, OMIT):
+            for call in calls:
+                call.results = _of_place(call, call.place, len(calls))
+        elif self.concerns(row, OTHER_MEAN) and row.reduce_op in _OTHER:
+            other = _OTHER[row.reduce_op]
+            for call in calls:
+                terms = zip(*(_of_place(each, call.place, len(calls)) for each in calls), strict=True)
+                call.results = [combined(other, each) for each in terms]
+
+    def mend_gradient(self, row: Row, tensors: Sequence[Tensor], total: Callable[[Tensor], Tensor]) -> None:
+        """Have the gradient of what this call returns replaced by its total over the group."""
+        if not self.concerns(row, SUM_GRADIENT):
+            return
+        node = _autograd_function()
+        if node is not None:
+            node.register_prehook(lambda gradients: tuple(g if g is None else total(g) for g in gradients))
+        for tensor in tensors if node is None and torch.is_grad_enabled() else ():
+            if tensor.requires_grad:
+                tensor.register_hook(total)
+
+
+def under(repair: Repair) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Wraps a program so that the exchange of its run carries out the repair."""
+
+    def wrapped(program: Callable[..., Any]) -> Callable[..., Any]:
+        def repaired(mesh: Any, case: CaseSpec) -> Any:
+            world.here().exchange.repair = repair
+            return program(mesh, case)
+
+        return repaired
+
+    return wrapped
+
+
+def _of_place(call: Call, place: int, size: int) -> list[Tensor]:
+    """What one rank hands in for another: all of it, or its blocks."""
+    if call.row.op != "reduce_scatter":
+        return call.pieces
+    return [call.pieces[block + place] for block in range(0, len(call.pieces), size)]
+
+
+def _autograd_function() -> Any:
+    """The node of the innermost torch.autograd.Function whose forward is running."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        for value in frame.f_locals.values():
+            if isinstance(value, torch.autograd.function.BackwardCFunction):
+                return value
+        frame = frame.f_back
+    return None
