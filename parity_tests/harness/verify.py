@@ -20,6 +20,7 @@ from parity_tests.harness.draw import size_choices
 from parity_tests.harness.draw.drawing import draw_case, fitting_meshes, meshes_left_out, seeded_chooser
 from parity_tests.harness.draw.strategy import EXAMPLES, SHAPES, every_case, profile
 from parity_tests.harness.experiments.notes import from_one_case, tested
+from parity_tests.harness.experiments.smallest import shrunk
 from parity_tests.harness.judge.reference import CLOCK, ReferenceFailure
 from parity_tests.harness.replay import write_replay
 from parity_tests.harness.report.report import Report, merged, mesh_text, sizes
@@ -69,7 +70,16 @@ def verify(
     report = replace(merged(reports), left_out=left_out, trace_seconds=CLOCK.seconds - traced)
     if report.ok:
         return report
-    return _saved(scheme, tested(scheme, second_opinion(scheme, report)), replay_folder)
+    smallest = _with_smallest_case(scheme, report, names)
+    return _saved(scheme, tested(scheme, second_opinion(scheme, smallest)), replay_folder)
+
+
+def _with_smallest_case(scheme: Declared, report: Report, names: Mapping[str, Any]) -> Report:
+    """The report with what its smallest case shows in place of the failing one."""
+    small = shrunk(scheme, report, names)
+    meshes = (mesh_text(small.case.mesh),)
+    rest = {name: getattr(report, name) for name in ("examples", "dtypes", "left_out", "trace_seconds")}
+    return replace(small, **rest, meshes=meshes, row_cases={row.label: small.case for row in small.rows})
 
 
 def _is_open(scheme: Declared, names: Mapping[str, Any]) -> bool:

@@ -77,6 +77,7 @@ class Report:
     )  # meshes that cannot shard the sizes given, with the reason
     row_cases: Mapping[str, CaseSpec] = field(default_factory=dict)
     trace_seconds: float = 0.0
+    smallest: bool = False  # each size of the case was tried one step smaller, and none of these fails as it does
     replay: str | None = None
     unsaved: str | None = None  # why there is no replay file
     confirmed_on: str | None = None  # the engine that fails on the case too, with its verdict where that is another
@@ -187,7 +188,7 @@ class Report:
         if not self.ok:
             parts.append(
                 Text(
-                    f"smallest case: {sizes(self.case)}"
+                    f"{'smallest' if self.smallest else 'failing'} case: {sizes(self.case)}"
                     + (f"      replay: python {self.replay}" if self.replay else "")
                 )
             )
@@ -204,7 +205,7 @@ class Report:
         return f"{name}    {meshes}   {self.case.engine}   {count}   {' '.join(self.dtypes or (self.case.dtype,))}"
 
     def _hints(self) -> list[str]:
-        """What the smallest case shows by itself: that it needs no sharding, or that its values are rare ones."""
+        """What the failing case shows by itself: that it needs no sharding, or that its values are rare ones."""
         hints = []
         if self.case.world == 1 and not all(row.ok for row in self.rows):
             hints.append("one rank is enough for it: the function and its reference differ before anything is cut")

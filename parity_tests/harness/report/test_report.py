@@ -56,7 +56,7 @@ doubled    tp=2   lockstep   1 example   float32
   out      1.0e+00       5.4e-07   1.9e6   -          (0) float32, owner tp 0   MISMATCH
     off by the constant factor 2 (= tp): a reduction is missing or repeated, or a mean divides by a local count
   protocol ok   cost not declared   hygiene ok
-smallest case: tp=2 b=4 float32 seed=0"""
+failing case: tp=2 b=4 float32 seed=0"""
 
 UNHARMED = """\
 unharmed    tp=2   lockstep   1 example   float32
@@ -79,7 +79,7 @@ def test_text_of_a_failed_rank():
     lines = str(report_of(broken)).splitlines()
     assert lines[0] == "broken    tp=2   lockstep   1 example   float32"
     assert lines[1].startswith("  raised: rank ") and lines[1].endswith(" raised ValueError: no such thing")
-    assert lines[-1] == "smallest case: tp=2 b=4 float32 seed=0"
+    assert lines[-1] == "failing case: tp=2 b=4 float32 seed=0"
 
 
 def test_one_rank_is_enough():

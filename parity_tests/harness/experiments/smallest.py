@@ -1,0 +1,118 @@
+"""The smallest case: sizes shrink one at a time, outside the few shapes that are drawn, until no step fails any more.
+
+Hypothesis shrinks a failure to the simplest of the shapes that are drawn, which are few, since a reference compiles
+once for each. A case of some other shape may be smaller by far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.declared import Declared
+from parity_tests.harness.declare.relations import related
+from parity_tests.harness.draw import size_choices
+from parity_tests.harness.draw.drawing import draw_case
+from parity_tests.harness.experiments.cases import own_axes
+from parity_tests.harness.report.report import Report
+from parity_tests.harness.run.failure import Stalled
+from parity_tests.harness.verdict import judge
+
+MOST_RUNS = 40
+
+
+def shrunk(scheme: Declared, report: Report, given_names: Mapping[str, Any]) -> Report:
+    """The report of the smallest case found that fails as this one does; sizes that were given stay as they are.
+
+    `smallest` is true in it where every size was tried one step smaller and none of these cases fails so; it is false
+    where the number of runs did not suffice for that.
+    """
+    if report.case.engine != "lockstep" or isinstance(report.failure, Stalled):  # each run would be as slow
+        return report
+    runs = 0
+    while True:
+        for case in _smaller(scheme, report.case, given_names):
+            if runs == MOST_RUNS:
+                return report
+            runs += 1
+            other = judge(scheme, case)
+            if _fails_alike(other, report):
+                report = replace(other, smallest=False)
+                break
+        else:
+            return replace(report, smallest=True)
+
+
+def _fails_alike(report: Report, other: Report) -> bool:
+    """The same oracle, and a tensor in common; of a failed rank, the same cause at the same line."""
+    if report.ok or report.verdict != other.verdict:
+        return False
+    if report.failure is not None and other.failure is not None:
+        return (report.failure.op, report.failure.source) == (other.failure.op, other.failure.source)
+    return bool({row.label for row in other.rows if not row.ok} & {row.label for row in report.rows if not row.ok}) or (
+        all(row.ok for row in report.rows) and all(row.ok for row in other.rows)
+    )
+
+
+def _smaller(scheme: Declared, case: CaseSpec, given_names: Mapping[str, Any]) -> Iterator[CaseSpec]:
+    """Valid cases with one size smaller, for each size the smallest first and one step down last."""
+    for axis, choices in scheme.mesh.items():
+        for size in sorted(choice for choice in choices if axis not in given_names and choice < case.mesh[axis]):
+            yield from _resized(scheme, case, {**own_axes(case), axis: size}, _free(scheme, case))
+    for dim in size_choices.free_dims(scheme):
+        for size in _steps(scheme, dim, case.dims[dim]) if dim not in given_names else ():
+            yield from _resized(scheme, case, own_axes(case), {**_free(scheme, case), dim: size})
+
+
+def _free(scheme: Declared, case: CaseSpec) -> dict[str, int]:
+    return {dim: case.dims[dim] for dim in size_choices.free_dims(scheme)}
+
+
+def _steps(scheme: Declared, dim: str, size: int) -> list[int]:
+    """Sizes below one: of those declared if there are, else 1, the halves between, and all of the last few."""
+    declared = scheme.dims.get(dim)
+    if declared is not None and not isinstance(declared, str):
+        return sorted(choice for choice in declared if choice < size)
+    return sorted({1, size // 4, size // 2, *range(max(1, size - 4), size)} - {0, size})
+
+
+def _resized(scheme: Declared, case: CaseSpec, mesh: Mapping[str, int], free: Mapping[str, int]) -> Iterator[CaseSpec]:
+    """The case with other sizes, where they can be sharded: its own values, seed and options, its lengths if they fit.
+
+    Lengths of shards or sequences that no longer fit are drawn anew, the simplest.
+    """
+    dims = related(scheme.dims, free)
+    if min(dims.values(), default=0) < 0 or not size_choices.compatible(scheme, dims, mesh):
+        return
+    fixed = {**mesh, **dims, **case.options}
+    try:
+        drawn = draw_case(
+            scheme, lambda options: options[0], fixed, dtype=case.dtype, engine=case.engine, seed=case.seed
+        )
+    except ValueError:  # no mesh or shape of the menus leads there
+        return
+    layouts = {
+        key: case.layouts[key] if _same_dim(key, case, drawn, mesh) else drawn.layouts[key] for key in drawn.layouts
+    }
+    lengths = {
+        dim: case.lengths[dim]
+        if sum(case.lengths[dim]["padded"]) == drawn.dims[dim] and mesh == own_axes(case)
+        else its
+        for dim, its in drawn.lengths.items()
+    }
+    yield drawn.replace(
+        mesh={axis: mesh.get(axis, size) for axis, size in case.mesh.items()},
+        layouts=layouts,
+        lengths=lengths,
+        values=case.values,
+        schedule=case.schedule,
+    )
+
+
+def _same_dim(key: str, case: CaseSpec, drawn: CaseSpec, mesh: Mapping[str, int]) -> bool:
+    """Whether the lengths of `dim/axis` still fit."""
+    dim, _, axis = key.partition("/")
+    same_size = case.dims.get(dim) == drawn.dims.get(dim)
+    return same_size and mesh[axis] == case.mesh[axis] and key in case.layouts

@@ -1,0 +1,64 @@
+"""The smallest failing case is the smallest: no size of it can be one step smaller."""
+
+import pytest
+
+from parity_tests.harness.experiments.smallest import MOST_RUNS, shrunk
+from parity_tests.harness.verdict import judge
+from shardproof import scheme, values
+
+
+def declared(function, inputs, outputs=None, **more):
+    defaults = {"mesh": {"tp": (1, 2)}, "draw": {"x": values("normal")}, "dtypes": ("float32",)}
+    reference = more.pop("reference", lambda x: 3.0 * x)
+    return scheme(reference=reference, inputs={"x": inputs}, outputs=outputs or inputs, **{**defaults, **more})(
+        function
+    )
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_failure_at_two_heads_is_reported_at_two_heads(seed):
+    def wrong_from_two_heads(mesh, x):
+        return x * (3 if x.shape[2] < 2 else 2)
+
+    report = declared(wrong_from_two_heads, "b s h d tp=I").verify(seed=seed)
+    assert dict(report.case.dims) == {"b": 1, "s": 1, "h": 2, "d": 1} and dict(report.case.mesh) == {"tp": 1}
+    assert report.smallest and "smallest case: tp=1 b=1 s=1 h=2 d=1" in str(report)
+
+
+def test_sizes_stay_divisible_and_declared():
+    def wrong_on_wide_shards(mesh, x):
+        return x * (3 if x.shape[1] < 3 else 2)
+
+    report = declared(wrong_on_wide_shards, "b v/tp", mesh={"tp": (2,)}, dims={"b": (4, 6)}).verify()
+    assert dict(report.case.dims) == {"b": 4, "v": 6} and report.smallest
+
+
+def test_what_was_given_is_not_changed():
+    def wrong(mesh, x):
+        return x * 2
+
+    report = declared(wrong, "b v/tp").verify(v=8, tp=2)
+    assert dict(report.case.dims) == {"b": 1, "v": 8} and dict(report.case.mesh) == {"tp": 2}
+
+
+def test_another_mistake_at_a_smaller_size_is_not_followed():
+    def two_mistakes(mesh, x):
+        if x.shape[0] < 4:
+            raise ValueError("too few rows")
+        return x * 2
+
+    report = declared(two_mistakes, "b tp=I").verify(b=9)
+    assert report.verdict == "mismatch"
+    assert dict(shrunk(declared(two_mistakes, "b tp=I"), report, {}).case.dims) == {"b": 4}
+
+
+def test_where_the_runs_do_not_suffice_the_case_is_not_called_the_smallest(monkeypatch):
+    def wrong(mesh, x):
+        return x * 2
+
+    declaration = declared(wrong, "b s h d tp=I", mesh={"tp": (1,)})
+    report = judge(declaration, declaration.case(b=5, s=5, h=5, d=5))
+    monkeypatch.setattr("parity_tests.harness.experiments.smallest.MOST_RUNS", 2)
+    few = shrunk(declaration, report, {})
+    assert not few.smallest and "\nfailing case: " in str(few) and "smallest case" not in str(few)
+    assert MOST_RUNS > 2
