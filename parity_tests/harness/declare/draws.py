@@ -18,6 +18,9 @@ from parity_tests.harness.declare.case import CaseSpec
 
 RARE = ("huge", "large", "tiny", "peaked", "neg_inf_mask")  # values that many formulas never meet
 FLOAT_KINDS = ("normal", "zeros", "ones", "iota", "ties", *RARE)
+# What is put at the border of a shard, and how often beside nothing: a border of a mask is as likely as one of an id.
+EXTREMES = ("neg_inf_mask", "neg_inf_mask", "neg_inf_mask", "large", "zeros")
+UNCHANGED = ("none", "none", "none")
 PLACES = ("first", "middle", "last", "before", "after")
 # Narrower than float64 allows: the reference is in float64 too, and its intermediates must not overflow.
 _RANGE = {"float64": 1e120, "float32": 3e38, "bfloat16": 3e38, "float16": 6e4}
@@ -50,7 +53,7 @@ class Draw:
     def value(self, choose: Chooser, shards: int) -> dict[str, Any]:
         """The JSON record of one draw; `shards` is the number of shards of `dim`."""
         if self.kind == "float":
-            return {"kind": choose(self.kinds)}
+            return {"kind": choose(self.kinds), **self._border(choose)}
         if self.kind == "ids":
             count = choose((1, 2, 3, 5))
             places = (*PLACES, "anywhere", "anywhere")  # four of the seven are borders
@@ -61,6 +64,14 @@ class Draw:
         if self.kind == "mask":
             return {"kind": "mask", "keep": choose(("all", "half", "none", "first", "last"))}
         return {"kind": self.kind}
+
+    def _border(self, choose: Chooser) -> dict[str, list[Any]]:
+        """An extreme value at the border of a shard or throughout it, whatever the others are."""
+        extremes = [kind for kind in EXTREMES if kind in self.kinds]
+        extreme = choose((*UNCHANGED, *extremes)) if extremes else "none"
+        if extreme == "none":
+            return {}
+        return {"border": [extreme, choose(range(8)), choose(("all", "first", "last"))]}
 
     def build(self, value: dict[str, Any], shape: tuple[int, ...], rng: Generator, case: CaseSpec) -> np.ndarray:
         """The full array: float64 (not yet rounded to the tested dtype), int64 or bool."""
@@ -99,6 +110,35 @@ def shard_borders(dim: str, case: CaseSpec) -> list[tuple[int, int]]:
     lengths = ragged[0] if ragged else [len(part) for part in np.array_split(np.arange(size), shards)]
     ends = np.cumsum(lengths)
     return [(int(e - n), int(e) - 1) for e, n in zip(ends, lengths, strict=True) if n] or [(0, size - 1)]
+
+
+def with_border(
+    array: np.ndarray, border: list[Any], dims: Sequence[str], case: CaseSpec, full_rows: bool
+) -> np.ndarray:
+    """The array with an extreme value in the first, the last or all columns of a shard of one of its sharded dims.
+
+    `border` is [kind, number, place]; the number counts sharded dims, then shards. Without `full_rows` a row keeps one
+    value that is not masked.
+    """
+    kind, number, place = border
+    sharded = {key.partition("/")[0] for key in case.layouts}
+    axes = [axis for axis, dim in enumerate(dims) if dim in sharded and dim in case.dims]
+    if not axes or not array.size:
+        return array
+    axis = axes[int(number) % len(axes)]
+    borders = shard_borders(dims[axis], case)
+    first, last = borders[number // len(axes) % len(borders)]
+    columns = {"first": [first], "last": [last]}.get(place, range(first, last + 1))
+    inside = np.isin(np.arange(array.shape[axis]), columns)
+    inside = np.broadcast_to(inside.reshape([-1 if i == axis else 1 for i in range(array.ndim)]), array.shape)
+    largest = math.sqrt(_RANGE[case.dtype]) / 64.0
+    extreme = {"neg_inf_mask": -np.inf, "zeros": 0.0}.get(kind, largest)
+    changed = np.where(inside, extreme, array)
+    if not full_rows:
+        masked = np.isneginf(changed).all(axis=-1, keepdims=True)
+        at = np.isfinite(array).argmax(axis=-1)[..., None]
+        changed = np.where(masked & (np.arange(array.shape[-1]) == at), array, changed)
+    return changed
 
 
 def _floats(kind: str, shape: tuple[int, ...], rng: Generator, dtype: str, full_rows: bool) -> np.ndarray:
@@ -142,8 +182,16 @@ def _mask(keep: str, shape: tuple[int, ...], rng: Generator) -> np.ndarray:
     return rng.random(shape) < 0.5 if keep == "half" else np.broadcast_to(rows[keep], shape).copy()
 
 
+def has_infinities(value: dict[str, Any]) -> bool:
+    """Whether the record of a draw puts -inf somewhere."""
+    return "neg_inf_mask" in (value.get("kind"), value.get("border", [None])[0])
+
+
 def values(*kinds: str, full_rows: bool = False) -> Draw:
-    """Floating values of the given kinds; none given: all kinds. `full_rows` lets a mask cover a full row."""
+    """Floating values of the given kinds, some at the borders of shards; none given: all kinds.
+
+    `full_rows` lets a mask cover a full row.
+    """
     unknown = [kind for kind in kinds if kind not in FLOAT_KINDS]
     if unknown:
         raise ValueError(f"values: kind {unknown[0]!r} is not one of {', '.join(FLOAT_KINDS)}")

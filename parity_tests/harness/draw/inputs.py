@@ -18,7 +18,7 @@ from numpy.random import Generator, Philox
 import jax_ref.layouts as trusted_layouts
 import torch_impl.layouts as production_layouts
 from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.declare.draws import Draw
+from parity_tests.harness.declare.draws import Draw, with_border
 from parity_tests.harness.declare.spec import Cut
 from parity_tests.harness.draw import custom_layout
 
@@ -41,7 +41,10 @@ def rounded(array: np.ndarray, dtype: str) -> np.ndarray:
 
 def full_array(arg: Argument, draw: Draw, case: CaseSpec) -> np.ndarray:
     """The full input before any addends: float64 values of the tested dtype, int64 or bool."""
-    array = draw.build(case.values.get(arg.name, {}), arg.shape(case), generator(case, arg.name), case)
+    value = case.values.get(arg.name, {})
+    array = draw.build(value, arg.shape(case), generator(case, arg.name), case)
+    if "border" in value:
+        array = with_border(array, value["border"], arg.spec.dim_names, case, draw.full_rows)
     if array.shape != arg.shape(case):
         raise ValueError(f"case: input '{arg.name}' is {array.shape}, '{arg.spec}' says {arg.shape(case)}")
     return array if arg.is_integer else rounded(array, case.dtype)

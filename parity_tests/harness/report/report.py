@@ -210,6 +210,11 @@ class Report:
         if self.case.world == 1 and not all(row.ok for row in self.rows):
             hints.append("one rank is enough for it: the function and its reference differ before anything is cut")
         rare = {name: value["kind"] for name, value in self.case.values.items() if value.get("kind") in RARE}
+        rare |= {
+            name: f"{value['border'][0]} at the border of a shard"
+            for name, value in self.case.values.items()
+            if value.get("border", [None])[0] in RARE
+        }
         if rare:
             kinds = ", ".join(f"{name} {kind}" for name, kind in rare.items())
             other = ", ".join(f"{name!r}: values('normal', 'ties')" for name in rare)
