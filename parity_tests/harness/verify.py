@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, currently_in_test_context, given, reject, settings
 from hypothesis import seed as hypothesis_seed
 
 from parity_tests.harness.declare.case import ENGINES, CaseSpec
@@ -22,12 +22,12 @@ from parity_tests.harness.draw.drawing import draw_case, fitting_meshes, meshes_
 from parity_tests.harness.draw.strategy import EXAMPLES, SHAPES, every_case, profile
 from parity_tests.harness.experiments.notes import from_one_case, tested
 from parity_tests.harness.experiments.smallest import shrunk
+from parity_tests.harness.experiments.undecided import decided
 from parity_tests.harness.judge.reference import CLOCK, ReferenceFailure
 from parity_tests.harness.replay import write_replay
 from parity_tests.harness.report.report import Report, merged, mesh_text, sizes
 from parity_tests.harness.run.failure import Stalled
 from parity_tests.harness.second_opinion import VERIFIED, second_opinion
-from parity_tests.harness.verdict import judge
 
 Progress = Callable[[int, int], None]
 
@@ -62,24 +62,30 @@ def verify(
     total = examples or (EXAMPLES[profile()] if _is_open(scheme, names) else len(planned))
     reports = _until_one_fails(scheme, [seeded_case] if total == 1 else planned if total >= len(planned) else [])
     # 2. Hypothesis draws the rest, and shrinks a failure to the smallest case.
-    if total > len(reports) and all(report.ok for report in reports):
+    if total > len(reports) and not any(report.failed for report in reports):
         reports += _search(scheme, names, how, seed, total - len(reports), progress)
     # 3. One report: the worst of each tensor, or the smallest failure with its replay file.
-    if all(r.ok for r in reports):
-        _check_compared(scheme, reports)
+    equal = [report for report in reports if report.ok]
+    if equal and not any(report.failed for report in reports):
+        _check_compared(scheme, equal)
     left_out = {mesh_text(mesh): why for mesh, why in meshes_left_out(scheme, names, world, SHAPES[profile()])}
     report = replace(merged(reports), left_out=left_out, trace_seconds=CLOCK.seconds - traced)
     if report.ok:
         return report
+    if report.undecided is not None:
+        return _saved(scheme, report, replay_folder)
     smallest = _with_smallest_case(scheme, report, names)
     return _saved(scheme, tested(scheme, second_opinion(scheme, smallest)), replay_folder)
+
+
+_OF_ALL_EXAMPLES = ("examples", "dtypes", "left_out", "trace_seconds", "undecided_why", "undecided_examples")
 
 
 def _with_smallest_case(scheme: Declared, report: Report, names: Mapping[str, Any]) -> Report:
     """The report with what its smallest case shows in place of the failing one."""
     small = shrunk(scheme, report, names)
     meshes = (mesh_text(small.case.mesh),)
-    rest = {name: getattr(report, name) for name in ("examples", "dtypes", "left_out", "trace_seconds")}
+    rest = {name: getattr(report, name) for name in _OF_ALL_EXAMPLES}
     return replace(small, **rest, meshes=meshes, row_cases={row.label: small.case for row in small.rows})
 
 
@@ -135,8 +141,8 @@ def _check_compared(scheme: Declared, reports: Sequence[Report]) -> None:
 def _until_one_fails(scheme: Declared, cases: Sequence[CaseSpec]) -> list[Report]:
     reports: list[Report] = []
     for case in cases:
-        if not reports or reports[-1].ok:
-            reports.append(judge(scheme, case))
+        if not reports or not reports[-1].failed:
+            reports.append(decided(scheme, case))
     return reports
 
 
@@ -168,11 +174,12 @@ def _search(
     def example(case: CaseSpec) -> None:
         if failing and isinstance(failing[-1].failure, Stalled):
             return  # every further example would wait as long; the search ends without a smaller case
-        report = judge(scheme, case)
-        (reports if report.ok else failing).append(report)
+        report = decided(scheme, case)
+        (failing if report.failed else reports).append(report)
         if progress and not failing:
             progress(len(reports), total)
-        report.raise_if_failed()
+        if report.failed:
+            report.raise_if_failed()
 
     try:
         example()
@@ -191,7 +198,9 @@ _LAST_REPLAY: dict[str, str] = {}
 def check(case: CaseSpec) -> Report:
     """Judge one case and raise unless all four oracles pass; for a failing case a replay file is written."""
     scheme = lookup(case.scheme)
-    report = judge(scheme, case)
+    report = decided(scheme, case)
+    if report.undecided is not None and currently_in_test_context():
+        reject()  # another example is drawn in its place; where there is none, the test does not pass
     if not report.ok:
         report = _saved(scheme, from_one_case(report), ".", replaces=_LAST_REPLAY.get(scheme.key))
         if report.replay:

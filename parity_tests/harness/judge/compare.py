@@ -138,6 +138,19 @@ def errors(got: np.ndarray, want: np.ndarray, dtype: str) -> np.ndarray:
     return np.where(same, 0.0, np.where(np.isnan(difference), np.inf, difference))
 
 
+def beyond_budget(row: TensorRow, values: np.ndarray) -> np.ndarray:
+    """Where these values, or any of these copies, are further from the reference than the budget allows."""
+    if row.argument.is_integer:
+        return np.not_equal(values, row.want)
+    return np.greater(errors(values, row.want, row.dtype), row.budgets)
+
+
+def wrong_elements(row: TensorRow) -> np.ndarray:
+    """Where some copy of a tensor is wrong."""
+    wrong = np.logical_or.reduce(beyond_budget(row, row.stitched.copies), axis=0)
+    return wrong if row.absent is None else wrong | (row.absent & (row.want != 0.0))
+
+
 def _judged(
     scheme: Declared,
     case: CaseSpec,

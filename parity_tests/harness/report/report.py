@@ -23,6 +23,7 @@ from parity_tests.harness.run.failure import RankFailure
 from parity_tests.harness.run.ledger import Ledger
 
 PLAIN_WIDTH = 132
+MOST_UNDECIDED = 0.25  # of the examples of a scheme that passes
 COLUMNS = ("tensor", "worst error", "budget", "ratio", "headroom", "where")
 
 
@@ -36,6 +37,10 @@ class ValueMismatch(VerdictError):
 
 class GradientMismatch(VerdictError):
     """The outputs are right and a gradient is not."""
+
+
+class Undecided(VerdictError):
+    """The reference jumps where the tensors differ: nothing can be said."""
 
 
 class ProtocolMismatch(VerdictError):
@@ -77,6 +82,9 @@ class Report:
     )  # meshes that cannot shard the sizes given, with the reason
     row_cases: Mapping[str, CaseSpec] = field(default_factory=dict)
     trace_seconds: float = 0.0
+    undecided: str | None = None  # why there is no verdict, where there is none
+    undecided_why: str | None = None  # the same, of examples that were left out of the verdict
+    undecided_examples: int = 0
     smallest: bool = False  # each size of the case was tried one step smaller, and none of these fails as it does
     replay: str | None = None
     unsaved: str | None = None  # why there is no replay file
@@ -85,8 +93,13 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        findings = self.protocol or self.cost or self.hygiene
+        findings = self.protocol or self.cost or self.hygiene or self.undecided
         return self.failure is None and not findings and all(row.ok for row in self.rows)
+
+    @property
+    def failed(self) -> bool:
+        """Not equal, and not undecided either."""
+        return not self.ok and self.undecided is None
 
     @property
     def verdict(self) -> str:
@@ -95,6 +108,8 @@ class Report:
             return "engines disagree"
         if self.failure is not None:
             return self.failure.cause
+        if self.undecided is not None:
+            return "undecided"
         if not all(row.ok for row in self.rows):
             return "mismatch"
         named = {"protocol": self.protocol, "cost": self.cost, "hygiene": self.hygiene}
@@ -112,6 +127,8 @@ class Report:
             raise EnginesDisagree("\n" + str(self)) from self.failure
         if self.failure is not None:
             raise self.failure
+        if self.undecided is not None:
+            raise Undecided("\n" + str(self))
         outputs = all(row.ok for row in self.rows if row.role == "output")
         gradients = all(row.ok for row in self.rows if row.role == "gradient")
         mistakes: list[tuple[bool, type[VerdictError]]] = [
@@ -162,6 +179,8 @@ class Report:
             "left_out": dict(self.left_out),
             "confirmed_on": self.confirmed_on,
             "contested": self.contested,
+            "undecided": self.undecided_examples,
+            "undecided_why": self.undecided_why,
         }
 
     def __str__(self) -> str:
@@ -182,6 +201,10 @@ class Report:
             parts.append(Text("\n".join("  " + line for line in str(self.failure).splitlines()), style="red"))
         else:
             parts += [*self._table(), Text("  " + self._conduct())]
+        if self.undecided_why is not None:
+            share = f"{self.undecided_examples} of {self.examples} example{'s' if self.examples != 1 else ''}"
+            too_many = ", too many for a pass" if self.undecided else ""
+            parts.append(Text(f"  undecided: {share}{too_many}: {self.undecided_why}"))
         parts += [Text(f"  left out: {omission}") for omission in self.omissions()]
         if self.confirmed_on is not None:
             parts.append(Text(f"  confirmed on {self.confirmed_on}, in fresh processes"))
@@ -242,9 +265,14 @@ class Report:
                 f"{axis} {coordinate[row.where]}" for axis, coordinate in row.owners.items() if case.mesh[axis] > 1
             ]
             where += f", owner {' '.join(owner)}" if owner else ""
-            where += f"   {'MISMATCH' if self.contested is None else f'differs on {case.engine}'}"
+            where += f"   {self._word_of_a_difference()}"
         headroom = f"{row.headroom:.0f}x" if row.ok and math.isfinite(row.headroom) else "exact" if row.ok else "-"
         return [f"{row.error:.1e}", f"{row.budget:.1e}", _short(row.ratio), headroom, where]
+
+    def _word_of_a_difference(self) -> str:
+        if self.contested is not None:
+            return f"differs on {self.case.engine}"
+        return "MISMATCH" if self.undecided is None else "undecided"
 
     def _conduct(self) -> str:
         cost = "cost as declared, forward and backward" if self.cost_declared else "cost not declared"
@@ -259,11 +287,13 @@ class Report:
 def merged(reports: Iterable[Report]) -> Report:
     """One report of many examples of a scheme: the worst row of each tensor; the last example's case if it failed."""
     seen = list(reports)
-    last = seen[-1]
-    failed = [report for report in seen if not report.ok]
-    example = failed[-1] if failed else last
+    failed = [report for report in seen if report.failed]
+    undecided = [report for report in seen if report.undecided is not None]
+    equal = [report for report in seen if report.ok]
+    example = (failed or equal or undecided)[-1]
+    too_many = len(undecided) > MOST_UNDECIDED * len(seen)
     worst: dict[str, tuple[TensorRow, CaseSpec]] = {}
-    for report in [example] if failed else seen:
+    for report in [example] if failed else equal or undecided:
         for row in report.rows:
             if row.label not in worst or row.ratio >= worst[row.label][0].ratio:
                 worst[row.label] = row, report.case
@@ -276,6 +306,9 @@ def merged(reports: Iterable[Report]) -> Report:
         meshes=(mesh_text(example.case.mesh),) if failed else tuple(sorted({mesh_text(r.case.mesh) for r in seen})),
         seconds=sum(report.seconds for report in seen),
         ledger=example.ledger,
+        undecided=undecided[-1].undecided if undecided and too_many and not failed else None,
+        undecided_why=undecided[-1].undecided if undecided else None,
+        undecided_examples=len(undecided),
     )
 
 

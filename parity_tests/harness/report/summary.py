@@ -103,7 +103,7 @@ def table(outcome: Outcome) -> Table:
             _error(backward),
             f"{ratio:.2g}" if report.rows else "-",
             str(_bytes(report)),
-            report.verdict,
+            report.verdict + (f", {report.undecided_examples} undecided" if report.ok and report.undecided_why else ""),
             style="" if report.ok else "red",
         )
     return grid
@@ -111,17 +111,19 @@ def table(outcome: Outcome) -> Table:
 
 def closing(outcome: Outcome) -> str:
     schemes = len(outcome.reports)
-    clear = [report for report in outcome.reports if not report.ok and report.contested is None]
+    clear = [report for report in outcome.reports if report.failed and report.contested is None]
     failures = sum(report.failure is not None for report in clear)
     mismatches = len(clear) - failures
     contested = sum(report.contested is not None for report in outcome.reports)
+    without_verdict = sum(report.undecided is not None for report in outcome.reports)
+    undecided = f", {without_verdict} undecided" if without_verdict else ""
     failed = f", {failures} failed" if failures else ""
     failed += f", {contested} on which engines disagree" if contested else ""
     meshes = sum(len(report.left_out) for report in outcome.reports)
     omitted = f", {meshes} mesh{'es' if meshes != 1 else ''} left out" if meshes else ""
     return (
         f"{schemes} scheme{'s' if schemes != 1 else ''}, {mismatches} mismatch{'es' if mismatches != 1 else ''}"
-        f"{failed}, {len(outcome.not_run)} not run{omitted}."
+        f"{undecided}{failed}, {len(outcome.not_run)} not run{omitted}."
     )
 
 
@@ -161,6 +163,7 @@ def as_junit(outcome: Outcome) -> str:
         for key, value in (
             ("ratio", f"{worst:.3g}"),
             ("examples", report.examples),
+            ("undecided", report.undecided_examples),
             ("trace_seconds", f"{report.trace_seconds:.3f}"),
         ):
             ElementTree.SubElement(properties, "property", name=key, value=str(value))

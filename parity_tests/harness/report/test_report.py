@@ -181,7 +181,7 @@ def test_junit():
     assert (suite.get("tests"), suite.get("failures"), suite.get("skipped")) == ("4", "2", "1")
     passed, mismatch, failed, skipped = suite.findall("testcase")
     assert (passed.get("name"), passed.get("time"), passed.find("failure")) == ("unharmed", "1.250", None)
-    assert {p.get("name") for p in passed.iter("property")} == {"ratio", "examples", "trace_seconds"}
+    assert {p.get("name") for p in passed.iter("property")} == {"ratio", "examples", "undecided", "trace_seconds"}
     assert mismatch.find("failure").get("message") == "mismatch"
     assert "off by the constant factor 2" in mismatch.find("failure").text
     assert failed.find("failure").get("message") == "raised"
