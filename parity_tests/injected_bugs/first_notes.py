@@ -14,7 +14,8 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one thread for each rank
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Annotated, NamedTuple
 
 import numpy as np
@@ -25,6 +26,8 @@ from parity_tests.harness.experiments.notes import tested
 from parity_tests.harness.experiments.undecided import second_look
 from parity_tests.harness.report.report import Report
 from parity_tests.injected_bugs.injected_bug import InjectedBug, patched_text
+from parity_tests.injected_bugs.runner import NOT_TRIED, patched_schemes
+from parity_tests.injected_bugs.trials import SchemeTrials
 
 # What a sentence begins with or contains, and the kinds of mistakes that it can truly mean.
 MEANS = (
@@ -76,14 +79,11 @@ def sample(bugs: Sequence[InjectedBug], count: int) -> list[InjectedBug]:
     return turns[:count]
 
 
-def headlines(bug: InjectedBug, schemes: Sequence[Declared]) -> Headlines | None:
+def headlines(bug: InjectedBug, near: Iterable[SchemeTrials]) -> Headlines | None:
     """What is said of the first failing case of a bug that has notes; None where no case has."""
-    from parity_tests.injected_bugs.runner import patched_schemes
-    from parity_tests.injected_bugs.trials import SchemeTrials
-
     patch = patched_text(bug)
-    trials = (SchemeTrials(scheme, EXAMPLES) for scheme in schemes)
-    affected = [each for each in trials if each.runs(patch.file, patch.first_line, patch.last_line)][:SCHEMES]
+    running = (trials for trials in near if trials.runs(patch.file, patch.first_line, patch.last_line))
+    affected = list(islice(running, SCHEMES))
     modules, patched = patched_schemes(bug, [each.scheme for each in affected])
     with modules:
         for each in affected:
@@ -112,15 +112,13 @@ def main(
     from parity_tests.harness.run.dtensor_advice import without_advice
     from parity_tests.injected_bugs.catalogue import CATALOGUE
     from parity_tests.injected_bugs.report import without_schedule_warnings
-    from parity_tests.injected_bugs.runner import NOT_TRIED
 
     built_in = [scheme for scheme in discover.built_in() if scheme.name not in NOT_TRIED]
+    trials = [SchemeTrials(scheme, EXAMPLES) for scheme in built_in if "lockstep" in scheme.engines]
     found: list[Headlines] = []
     with without_advice(), without_schedule_warnings():
         for bug in sample(CATALOGUE, count):
-            near = [
-                scheme for scheme in built_in if f".{bug.component}." in scheme.key and "lockstep" in scheme.engines
-            ]
+            near = [each for each in trials if f".{bug.component}." in each.scheme.key]
             said = headlines(bug, near)
             found += [said] if said else []
             if every and said:

@@ -4,7 +4,8 @@ import pytest
 
 from parity_tests.harness.declare import discover
 from parity_tests.injected_bugs.catalogue import CATALOGUE
-from parity_tests.injected_bugs.first_notes import FALSE, NOTHING, TRUE, headlines, sample, truth
+from parity_tests.injected_bugs.first_notes import EXAMPLES, FALSE, NOTHING, TRUE, headlines, sample, truth
+from parity_tests.injected_bugs.trials import SchemeTrials
 
 
 def bug_of(kind):
@@ -38,7 +39,7 @@ def test_a_sample_is_drawn_across_components_and_repeats():
 
 def test_the_notes_of_a_sum_that_was_averaged():
     (bug,) = (bug for bug in CATALOGUE if bug.name == "sum averaged" and bug.component == "collectives")
-    near = [scheme for scheme in discover.built_in() if ".collectives." in scheme.key]
+    near = [SchemeTrials(scheme, EXAMPLES) for scheme in discover.built_in() if ".collectives." in scheme.key]
     said = headlines(bug, near)
     assert said is not None and not said.undecided
     assert [truth(bug, note) for note in (said.alone, said.tested)] == [TRUE, TRUE]
