@@ -15,7 +15,7 @@ REPORTS = """
              "dtype": "float32", "ok": false, "notes": ["gradient missing a sum over tp"]}],
    "protocol": [], "cost": [], "hygiene": [], "failure": null, "replay": "replay_f9a714ca.py",
    "left_out": {"tp=4": "v=6 cannot be cut by contiguous over tp=4 (needs a multiple of 4); pad to 8"},
-   "confirmed_on": "gloo", "contested": null}
+   "confirmed_on": "gloo", "contested": null, "undecided": 0, "undecided_why": null}
  ],
  "not_run": {"another_scheme": "is declared for gloo only"}MORE
 }

@@ -331,7 +331,7 @@ def test_a_distributed_input_is_what_it_stands_for(placement):
 
     def body(mesh, case):
         module = styled(mesh, given(weight), {"": "packed_colwise"})
-        local = distribute_tensor(x, mesh.device_mesh["tp"], [placement]).requires_grad_()
+        local = distribute_tensor(x.clone(), mesh.device_mesh["tp"], [placement]).requires_grad_()
         y = module(local)
         y.backward(torch.ones_like(y))
         rows = torch.cat([half.chunk(2)[mesh.rank("tp")] for half in weight.chunk(2)])
@@ -346,7 +346,7 @@ def test_a_distributed_input_of_rowwise_is_sharded_where_its_placement_says():
 
     def body(mesh, case):
         module = styled(mesh, given(weight), {"": "rowwise"})
-        outcome = [module(distribute_tensor(x, mesh.device_mesh["tp"], [cut])) for cut in (Shard(-1), Replicate())]
+        outcome = [module(distribute_tensor(x.clone(), mesh.device_mesh["tp"], [cut])) for cut in (Shard(-1), Replicate())]
         return all(torch.equal(y, x @ weight.T) for y in outcome)
 
     assert run(body, CaseSpec(scheme="distributed", mesh={"tp": 2})).results == (True, True)

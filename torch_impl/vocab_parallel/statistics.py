@@ -187,6 +187,7 @@ def _eager_sums(wide: Float[Tensor, "n v"], temperature: float, keeps_depths: bo
     at_largest = argmax(wide)
     largest = wide.gather(-1, at_largest)
     depths = block_depths_base_2(wide, _finite(largest), temperature)
+    del wide  # frees a block before the next one is allocated
     terms = depths.exp2() if keeps_depths else depths.exp2_()
     return largest, terms.scatter_(-1, at_largest, 0.0).sum(-1, keepdim=True), depths, terms
 
