@@ -24,7 +24,7 @@ from parity_tests.harness.report.report import Report, sizes
 from parity_tests.harness.run.program import Program
 from parity_tests.harness.verdict import judge
 
-UNTRIED = "; from this case alone"
+UNTRIED = "; from one case"
 
 
 def from_one_case(report: Report) -> Report:
