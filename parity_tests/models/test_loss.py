@@ -207,7 +207,7 @@ SQUARE = sum(Fraction(float(each.square().sum())) for each in GRADIENTS)
 
 def parameter(gradient, mesh, placements):
     parameter = nn.Parameter(distribute_tensor(torch.zeros_like(gradient), mesh, placements))
-    parameter.grad = distribute_tensor(gradient, mesh, placements)
+    parameter.grad = distribute_tensor(gradient.clone(), mesh, placements)  # a broadcast writes it
     return parameter
 
 

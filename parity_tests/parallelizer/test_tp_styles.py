@@ -346,7 +346,9 @@ def test_a_distributed_input_of_rowwise_is_sharded_where_its_placement_says():
 
     def body(mesh, case):
         module = styled(mesh, given(weight), {"": "rowwise"})
-        outcome = [module(distribute_tensor(x.clone(), mesh.device_mesh["tp"], [cut])) for cut in (Shard(-1), Replicate())]
+        outcome = [
+            module(distribute_tensor(x.clone(), mesh.device_mesh["tp"], [cut])) for cut in (Shard(-1), Replicate())
+        ]
         return all(torch.equal(y, x @ weight.T) for y in outcome)
 
     assert run(body, CaseSpec(scheme="distributed", mesh={"tp": 2})).results == (True, True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from parity_tests.harness.run.ledger import Row
@@ -78,7 +79,12 @@ class Call:
 
 
 def _storages(tensors: Sequence[Tensor]) -> set[int]:
-    homes = (tensor.untyped_storage() for tensor in tensors if not is_traceable_wrapper_subclass(tensor))
+    """Where the tensors' memory is; tensors of a memory estimate, which are fake, have none."""
+    homes = (
+        tensor.untyped_storage()
+        for tensor in tensors
+        if not is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, FakeTensor)
+    )
     return {home.data_ptr() for home in homes if home.nbytes()}
 
 
