@@ -42,7 +42,7 @@ def command_line(monkeypatch):
 
 
 def test_it_prints_progress_and_no_warning_of_a_schedule(command_line, caplog, tmp_path):
-    result = command_line("local depth not divided by its sum", "--examples", "6", "--jax-cache", str(tmp_path))
+    result = command_line("local depth not divided by its sum", "--examples", "20", "--jax-cache", str(tmp_path))
     assert result.exit_code == 0, result.output
     lines = result.stderr.splitlines()
     assert [line.partition(" of scheme ")[2][:3] for line in lines[:2]] == ["1/2", "2/2"]

@@ -8,6 +8,9 @@ from parity_tests.injected_bugs.runner import EXAMPLES, BugRunner, run_bugs
 from parity_tests.kernels import schemes
 from parity_tests.kernels.device import INTERPRETED
 
+# Only rows of which one target is all but certain show it, which 40 draws may lack; a test has one:
+# test_softmax_gradient.py::test_a_target_that_is_all_but_certain_keeps_its_digits.
+CAUGHT_BY_HAND = "one minus exp where it cancels"
 SCHEMES = (
     schemes.logprob_in_steps,
     schemes.triton_gather_logprob,
@@ -20,5 +23,6 @@ SCHEMES = (
 def test_drawn_examples_catch_the_bugs():
     outcomes = run_bugs(BUGS, BugRunner(EXAMPLES, schemes=SCHEMES))
     text = "\n".join(report.closing(outcomes, EXAMPLES))
-    assert [outcome.bug.name for outcome in outcomes if not outcome.caught] == [], text
+    survivors = {outcome.bug.name for outcome in outcomes if not outcome.caught}
+    assert survivors <= {CAUGHT_BY_HAND}, text
     assert [outcome.bug.name for outcome in outcomes if outcome.note == "wrong"] == [], text
