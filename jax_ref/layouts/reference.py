@@ -32,7 +32,7 @@ def indivisible(dim: str, size: int, axis: str, world: int, layout: str) -> str 
     """Why a layout cannot shard `dim`, or None if it can.
 
     >>> indivisible("s", 30, "cp", 4, "dual_chunk_swap")
-    's=30 cannot be cut by dual_chunk_swap over cp=4 (needs a multiple of 8); pad to 32'
+    's=30 cannot be sharded by dual_chunk_swap over cp=4 (needs a multiple of 8); pad to 32'
     >>> indivisible("s", 32, "cp", 4, "dual_chunk_swap")
     """
     if size < 0:
@@ -43,9 +43,8 @@ def indivisible(dim: str, size: int, axis: str, world: int, layout: str) -> str 
     if size % multiple == 0:
         return None
     padded = size + multiple - size % multiple
-    return (
-        f"{dim}={size} cannot be cut by {layout} over {axis}={world} (needs a multiple of {multiple}); pad to {padded}"
-    )
+    problem = f"{dim}={size} cannot be sharded by {layout} over {axis}={world}"
+    return f"{problem} (needs a multiple of {multiple}); pad to {padded}"
 
 
 def check_cuttable(size: int, world: int, layout: str) -> None:

@@ -14,7 +14,7 @@ REPORTS = """
    "rows": [{"tensor": "d/d hidden", "error": 0.7, "budget": 2e-06, "ratio": 350000.0, "where": [0, 0, 0],
              "dtype": "float32", "ok": false, "notes": ["gradient missing a sum over tp"]}],
    "protocol": [], "cost": [], "hygiene": [], "failure": null, "replay": "replay_f9a714ca.py",
-   "left_out": {"tp=4": "v=6 cannot be cut by contiguous over tp=4 (needs a multiple of 4); pad to 8"},
+   "left_out": {"tp=4": "v=6 cannot be sharded by contiguous over tp=4 (needs a multiple of 4); pad to 8"},
    "confirmed_on": "gloo", "contested": null, "undecided": 0, "undecided_why": null}
  ],
  "not_run": {"another_scheme": "is declared for gloo only"}MORE

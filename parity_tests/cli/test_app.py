@@ -61,7 +61,7 @@ def test_what_was_not_run_is_reported_with_what_was(shardproof):
 
 
 def test_meshes_that_do_not_divide_the_sizes_are_counted_and_named(shardproof):
-    why = "b=7 cannot be cut by contiguous over tp=2 (needs a multiple of 2); pad to 8"
+    why = "b=7 cannot be sharded by contiguous over tp=2 (needs a multiple of 2); pad to 8"
     status, out, _ = shardproof("verify", written("right.py", RIGHT), "--dim", "b=7", "--json", "out.json")
     assert status == 0 and f"  left out: tp=2: {why}" in out.splitlines()
     assert closing(out) == "1 scheme, 0 mismatches, 0 not run, 1 mesh left out."
@@ -73,7 +73,7 @@ def test_meshes_that_do_not_divide_the_sizes_are_counted_and_named(shardproof):
     out = shardproof("verify", "two.py", "--dim", "b=7", "-q")[1]
     assert out == "2 schemes, 0 mismatches, 0 not run, 3 meshes left out.\n"
     status, out, err = shardproof("verify", written("none.py", RIGHT, wide.replace("1, 2, 4", "2, 4")), "--dim", "b=7")
-    assert (status, out) == (2, "") and err.startswith("shardproof: scheme 'wide': b=7 cannot be cut by contiguous")
+    assert (status, out) == (2, "") and err.startswith("shardproof: scheme 'wide': b=7 cannot be sharded by contiguous")
 
 
 def test_130_interrupted(shardproof, monkeypatch):

@@ -19,7 +19,7 @@ MISTAKES = {
     ),
     "gradient type": (
         RIGHT.replace("(right)", "(right, outputs='b')"),
-        "cannot import bad.py: scheme 'right': spec 'b' (output 'out'): axis 'tp' cuts no dim and has no type; "
+        "cannot import bad.py: scheme 'right': spec 'b' (output 'out'): axis 'tp' shards no dim and has no type; "
         "write tp=R (gradients add up), tp=I (same gradient) or tp=P (values add up) (line 9)",
     ),
     "arity": (
@@ -91,7 +91,7 @@ SIZES = "scheme 'right': "
         (("--dim", "b=²"), "--dim 'b=²' is not NAME=NUMBER with a whole number of at least 0, such as s=16"),
         (
             ("--mesh", "tp=2", "--dim", "b=3"),
-            SIZES + "b=3 cannot be cut by contiguous over tp=2 (needs a multiple of 2); pad to 4",
+            SIZES + "b=3 cannot be sharded by contiguous over tp=2 (needs a multiple of 2); pad to 4",
         ),
         (("--option", "scale=true"), "--option 'scale=true': write True, as in Python"),
         (("--option", "scale"), "--option 'scale' is not NAME=VALUE, such as temperature=2.0"),

@@ -118,11 +118,11 @@ def test_the_exchange_of_heads_shrinks_with_the_ranks_and_the_ring_does_not():
             ValueError,
             "layout='zigzag' is not one of contiguous, dual_chunk_swap, packed, ragged, striped",
         ),
-        ({"s": 6}, ValueError, "s=6 cannot be cut by dual_chunk_swap over cp=2 (needs a multiple of 4); pad to 8"),
+        ({"s": 6}, ValueError, "s=6 cannot be sharded by dual_chunk_swap over cp=2 (needs a multiple of 4); pad to 8"),
         (
             {"s": 7, "layout": "striped"},
             ValueError,
-            "s=7 cannot be cut by striped over cp=2 (needs a multiple of 2); pad to 8",
+            "s=7 cannot be sharded by striped over cp=2 (needs a multiple of 2); pad to 8",
         ),
     ],
 )

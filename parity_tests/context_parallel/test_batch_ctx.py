@@ -292,7 +292,7 @@ def test_a_mesh_without_names_is_warned_of():
         return same is batch and factory is nullcontext, [str(entry.message) for entry in caught], caught[0].filename
 
     sentence = (
-        "context_parallel.batch: the mesh of 2 ranks has no names, so that none of its dims cuts the sequence; "
+        "context_parallel.batch: the mesh of 2 ranks has no names, so that none of its dims shards the sequence; "
         'pass one with mesh_dim_names=("cp",)'
     )
     assert run(body, CaseSpec(scheme="batch_ctx", mesh={"cp": 2})).results[0] == (True, [sentence], __file__)

@@ -179,7 +179,7 @@ def tensors(*sizes):
 
 CREATE = "context_parallel.create_context_parallel_ctx: "
 REFUSED = [
-    (lambda m: context(m, []), CREATE + "cp_buffers is empty; pass the tensors to cut"),
+    (lambda m: context(m, []), CREATE + "cp_buffers is empty; pass the tensors to shard"),
     (
         lambda m: context(m, tensors(8), [0, 0]),
         CREATE + "cp_seq_dims has 2 entries for 1 buffers; give one for each",
@@ -195,7 +195,7 @@ REFUSED = [
     (lambda m: context(m, tensors(8), [1]), CREATE + "cp_seq_dims[0]=1 is outside a tensor of 1 dims"),
     (
         lambda m: context(m, tensors(18)),
-        CREATE + "s=18 cannot be cut by dual_chunk_swap over cp=2 (needs a multiple of 4); pad to 20",
+        CREATE + "s=18 cannot be sharded by dual_chunk_swap over cp=2 (needs a multiple of 4); pad to 20",
     ),
     (
         lambda m: context(m, tensors(8), rotate="ring"),
@@ -203,20 +203,21 @@ REFUSED = [
     ),
     (
         lambda m: context(m, [torch.zeros(8, requires_grad=True)]),
-        CREATE + "cp_buffers[0] requires a gradient; cut it by layout.shard instead",
+        CREATE + "cp_buffers[0] requires a gradient; shard it with layout.shard instead",
     ),
     (
         lambda m: context(m, [torch.zeros(8), torch.nn.Parameter(torch.zeros(8))]),
-        CREATE + "cp_buffers[1] is an nn.Parameter; cut it by layout.shard instead",
+        CREATE + "cp_buffers[1] is an nn.Parameter; shard it with layout.shard instead",
     ),
     (
         lambda m: context(m, [torch.zeros(1, 8).expand(2, 8)], [1]),
-        CREATE + "cp_buffers[0] is an expanded view, which cannot be written in place; cut it by layout.shard instead",
+        CREATE
+        + "cp_buffers[0] is an expanded view, which cannot be written in place; shard it with layout.shard instead",
     ),
     (
         lambda m: context(m, [torch.zeros(9).as_strided((8, 2), (1, 1))]),
         CREATE + "cp_buffers[0] is a view whose entries overlap, which cannot be written in place; "
-        "cut it by layout.shard instead",
+        "shard it with layout.shard instead",
     ),
     (
         lambda m: context(m, 2 * tensors(8)),

@@ -137,7 +137,7 @@ def test_rejected_at_declaration(changes, sentence):
         ),
         (
             {"outputs": "b s/cp"},
-            "spec 'b s/cp' (output 'out'): axis 'tp' cuts no dim and has no type; write tp=R (gradients add up), "
+            "spec 'b s/cp' (output 'out'): axis 'tp' shards no dim and has no type; write tp=R (gradients add up), "
             "tp=I (same gradient) or tp=P (values add up)",
         ),
         (

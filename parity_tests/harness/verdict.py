@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.draw import inputs
 from parity_tests.harness.explain.clues import explain
-from parity_tests.harness.explain.gather import evidence
+from parity_tests.harness.explain.collect_evidence import evidence
 from parity_tests.harness.explain.note import Note
 from parity_tests.harness.judge import compare, side_checks
 from parity_tests.harness.judge.reference import Reference, evaluate

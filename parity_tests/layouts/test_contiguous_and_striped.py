@@ -48,8 +48,8 @@ def test_production_is_the_reference_and_a_partition(size, world, kind):
 @pytest.mark.parametrize(
     ("size", "world", "sentence"),
     [
-        (30, 4, "size=30 cannot be cut by {} over world=4 (needs a multiple of 4); pad to 32"),
-        (1, 2, "size=1 cannot be cut by {} over world=2 (needs a multiple of 2); pad to 2"),
+        (30, 4, "size=30 cannot be sharded by {} over world=4 (needs a multiple of 4); pad to 32"),
+        (1, 2, "size=1 cannot be sharded by {} over world=2 (needs a multiple of 2); pad to 2"),
         (-1, 2, "size=-1 is not a size; sizes are 0 or more"),
         (4, 0, "world=0 is not a number of ranks; it is 1 or more"),
     ],

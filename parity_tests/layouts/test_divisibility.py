@@ -30,11 +30,11 @@ def test_both_sides_have_the_same_layouts():
 def test_sentences(why):
     assert (
         why("s", 30, "cp", 4, "dual_chunk_swap")
-        == "s=30 cannot be cut by dual_chunk_swap over cp=4 (needs a multiple of 8); pad to 32"
+        == "s=30 cannot be sharded by dual_chunk_swap over cp=4 (needs a multiple of 8); pad to 32"
     )
     assert (
         why("v", 7, "tp", 2, "contiguous")
-        == "v=7 cannot be cut by contiguous over tp=2 (needs a multiple of 2); pad to 8"
+        == "v=7 cannot be sharded by contiguous over tp=2 (needs a multiple of 2); pad to 8"
     )
     assert why("s", -1, "cp", 4, "ragged") == "s=-1 is not a size; sizes are 0 or more"
     assert why("s", 4, "cp", 0, "striped") == "cp=0 is not a number of ranks; it is 1 or more"

@@ -42,9 +42,9 @@ def test_every_rank_has_the_same_number_of_causal_pairs(size, world):
 @pytest.mark.parametrize(
     ("size", "world", "sentence"),
     [
-        (30, 4, "size=30 cannot be cut by dual_chunk_swap over world=4 (needs a multiple of 8); pad to 32"),
-        (10, 2, "size=10 cannot be cut by dual_chunk_swap over world=2 (needs a multiple of 4); pad to 12"),
-        (3, 1, "size=3 cannot be cut by dual_chunk_swap over world=1 (needs a multiple of 2); pad to 4"),
+        (30, 4, "size=30 cannot be sharded by dual_chunk_swap over world=4 (needs a multiple of 8); pad to 32"),
+        (10, 2, "size=10 cannot be sharded by dual_chunk_swap over world=2 (needs a multiple of 4); pad to 12"),
+        (3, 1, "size=3 cannot be sharded by dual_chunk_swap over world=1 (needs a multiple of 2); pad to 4"),
         (-8, 2, "size=-8 is not a size; sizes are 0 or more"),
         (8, 0, "world=0 is not a number of ranks; it is 1 or more"),
     ],

@@ -20,12 +20,12 @@ REFUSED = [
     (
         lambda: dense("dual_chunk_swap", 30, 4),
         ValueError,
-        "s=30 cannot be cut by dual_chunk_swap over cp=4 (needs a multiple of 8); pad to 32",
+        "s=30 cannot be sharded by dual_chunk_swap over cp=4 (needs a multiple of 8); pad to 32",
     ),
     (
         lambda: dense("striped", 7, 3),
         ValueError,
-        "s=7 cannot be cut by striped over cp=3 (needs a multiple of 3); pad to 9",
+        "s=7 cannot be sharded by striped over cp=3 (needs a multiple of 3); pad to 9",
     ),
     (lambda: dense("contiguous", -4), ValueError, "s=-4 is not a size; sizes are 0 or more"),
     (
@@ -90,7 +90,7 @@ REFUSED = [
     (
         lambda: packed(torch.tensor([0, 4, 8]).as_subclass(OnDevice), total=10, validate=False),
         ValueError,
-        "total=10 cannot be cut by packed over cp=2 (needs a multiple of 4); pass where the padded offsets end",
+        "total=10 cannot be sharded by packed over cp=2 (needs a multiple of 4); pass where the padded offsets end",
     ),
     (
         lambda: packed(torch.tensor([0, 4, 8]), torch.tensor([0, 3]), total=8, validate=False),
@@ -122,7 +122,7 @@ REFUSED = [
     (
         lambda: packed([0, 3, 7], kind="striped"),
         ValueError,
-        "t=7 cannot be cut by striped over cp=2 (needs a multiple of 2); pad to 8",
+        "t=7 cannot be sharded by striped over cp=2 (needs a multiple of 2); pad to 8",
     ),
     (lambda: packed([4, 8]), ValueError, "cu_seqlens: starts at 4; offsets start at 0"),
     (lambda: packed([-1000, -1000]), ValueError, "cu_seqlens: starts at -1000; offsets start at 0"),
@@ -184,7 +184,7 @@ REFUSED = [
     (
         lambda: dense("dual_chunk_swap", 8).rebind(3, 0),
         ValueError,
-        "s=8 cannot be cut by dual_chunk_swap over cp=3 (needs a multiple of 6); pad to 12",
+        "s=8 cannot be sharded by dual_chunk_swap over cp=3 (needs a multiple of 6); pad to 12",
     ),
     (
         lambda: packed([0, 4, 12]).rebind(3, 0),

@@ -214,7 +214,7 @@ def test_rejected_offsets(cu, text):
     assert refused(lambda mesh: hidden_parallel_strategy(mesh).pre_conv_ssm(STREAM, torch.tensor(cu))) == (text,) * 2
     assert refused(lambda mesh: state_passing_strategy(mesh).mix(STREAM, torch.tensor(cu))) == (text,) * 2
     assert refused(lambda mesh: hidden_parallel_strategy(mesh).pre_conv_ssm(X[:, :11]))[0].startswith(
-        "s=22 cannot be cut by"
+        "s=22 cannot be sharded by"
     )
 
 

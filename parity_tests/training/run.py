@@ -94,7 +94,7 @@ class Run:
         heads, kv_heads = heads // tp, kv_heads // tp
         if heads % exchanging or (kv_heads % exchanging and exchanging % kv_heads):
             raise ValueError(
-                f"--attention {self.attention}: cannot cut the {heads} query heads and {kv_heads} KV heads of each "
+                f"--attention {self.attention}: cannot shard the {heads} query heads and {kv_heads} KV heads of each "
                 f"rank of tp={tp} over {exchanging} ranks; use ring or all_gather, or another --mesh"
             )
 

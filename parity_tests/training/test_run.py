@@ -37,12 +37,12 @@ REJECTED = [
     ({"mesh": {"tp": 5}}, "--mesh tp=5: cannot share the heads of attention; use one of 1, 2, 3, 4, 6, 12"),
     (
         {"mesh": {"cp": 2, "tp": 4}, "attention": "ulysses"},
-        "--attention ulysses: cannot cut the 6 query heads and 3 KV heads of each rank of tp=4 over 2 ranks; use ring "
-        "or all_gather, or another --mesh",
+        "--attention ulysses: cannot shard the 6 query heads and 3 KV heads of each rank of tp=4 over 2 ranks; use "
+        "ring or all_gather, or another --mesh",
     ),
     (
         {"mesh": {"cp": 4, "tp": 4}, "attention": "usp"},
-        "--attention usp: cannot cut the 6 query heads and 3 KV heads of each rank of tp=4 over 2 ranks; use ring or "
+        "--attention usp: cannot shard the 6 query heads and 3 KV heads of each rank of tp=4 over 2 ranks; use ring or "
         "all_gather, or another --mesh",
     ),
     ({"resume": True}, "--resume needs --checkpoint DIR, where the state is"),

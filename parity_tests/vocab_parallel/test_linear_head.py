@@ -68,7 +68,7 @@ REFUSED = [
     (
         lambda m: face(m, target=IDS[:, :10]),
         ValueError,
-        f"{FACE}: s=10 cannot be cut by dual_chunk_swap over cp=2 (needs a multiple of 4); pad to 12",
+        f"{FACE}: s=10 cannot be sharded by dual_chunk_swap over cp=2 (needs a multiple of 4); pad to 12",
     ),
     (
         lambda m: face(m, hidden=HIDDEN[:6]),

@@ -168,17 +168,17 @@ REFUSED = [
     (
         ValueError,
         lambda m: logits_at(None, m["cp"], LOGITS[:, :7]),
-        f"{AT}: s=14 cannot be cut by dual_chunk_swap over cp=2 (needs a multiple of 4); pad to 16",
+        f"{AT}: s=14 cannot be sharded by dual_chunk_swap over cp=2 (needs a multiple of 4); pad to 16",
     ),
     (
         ValueError,
         lambda m: distillation(None, None, m["cp"], student=LOGITS[:, :5]),
-        f"{DISTILLATION}: s=10 cannot be cut by dual_chunk_swap over cp=2 (needs a multiple of 4); pad to 12",
+        f"{DISTILLATION}: s=10 cannot be sharded by dual_chunk_swap over cp=2 (needs a multiple of 4); pad to 12",
     ),
     (
         ValueError,
         lambda m: distillation(student=as_dtensor(m, [Shard(1), Shard(2)], (2, 15, 16))),
-        f"{DISTILLATION}: s=15 cannot be cut by dual_chunk_swap over cp=2 (needs a multiple of 4); pad to 16",
+        f"{DISTILLATION}: s=15 cannot be sharded by dual_chunk_swap over cp=2 (needs a multiple of 4); pad to 16",
     ),
     # their own
     (ValueError, lambda m: topk(m["tp"], -1), f"{TOPK}: k=-1 must be at least 0"),

@@ -75,7 +75,7 @@ REFUSED = [
     (
         lambda m: plain(m, logits=torch.zeros(2, 5, 3)),
         ValueError,
-        f"{PREFIX}: s=10 cannot be cut by dual_chunk_swap over cp=2 (needs a multiple of 4); pad to 12",
+        f"{PREFIX}: s=10 cannot be sharded by dual_chunk_swap over cp=2 (needs a multiple of 4); pad to 12",
     ),
     (
         lambda m: plain(m, chunk_size=0),

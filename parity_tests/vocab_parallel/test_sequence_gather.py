@@ -133,7 +133,7 @@ REFUSED = [
     (
         lambda g: vp._get_tokens_on_this_cp_rank(torch.zeros(1, 9), g.rank(), 2),
         ValueError,
-        f"{CUT}: s=9 cannot be cut by dual_chunk_swap over cp=2 (needs a multiple of 4); pad to 12",
+        f"{CUT}: s=9 cannot be sharded by dual_chunk_swap over cp=2 (needs a multiple of 4); pad to 12",
     ),
     (
         lambda g: vp._get_tokens_on_this_cp_rank(torch.zeros(1, 8), 4, 4),

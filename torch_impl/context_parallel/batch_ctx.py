@@ -235,7 +235,7 @@ def _cp_mesh(device_mesh: DeviceMesh | None) -> DeviceMesh | None:
     """The submesh of the dim named cp, or None if there is none."""
     if device_mesh is not None and not device_mesh.mesh_dim_names and device_mesh.size() > 1:
         warnings.warn(
-            f"{FUNCTION}: the mesh of {device_mesh.size()} ranks has no names, so that none of its dims cuts the "
+            f"{FUNCTION}: the mesh of {device_mesh.size()} ranks has no names, so that none of its dims shards the "
             'sequence; pass one with mesh_dim_names=("cp",)',
             RuntimeWarning,
             stacklevel=4,

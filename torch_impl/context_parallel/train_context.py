@@ -22,7 +22,7 @@ from torch_impl.context_parallel.kinds import CpMesh
 from torch_impl.context_parallel.sdpa_mode import SequenceAttention
 from torch_impl.contract import Instance, ListOf, OneOf, contract
 from torch_impl.layouts import TokenLayout
-from torch_impl.layouts.divisibility import cut_problem
+from torch_impl.layouts.divisibility import sharding_problem
 
 # A context manager is whatever can be entered and left, by its methods.
 OneContext = Annotated[
@@ -33,7 +33,7 @@ EXCHANGES = {"allgather": "all_gather", "alltoall": "ring", "addtoall": "ring"}
 RotateMethod = Annotated[str, OneOf(tuple(EXCHANGES))]
 Buffers = Annotated[
     list[Tensor],
-    ListOf(Instance(Tensor, "pass a Tensor", shows_value=False), "tensors", if_empty="pass the tensors to cut"),
+    ListOf(Instance(Tensor, "pass a Tensor", shows_value=False), "tensors", if_empty="pass the tensors to shard"),
 ]
 CREATE = "context_parallel.create_context_parallel_ctx"
 
@@ -240,14 +240,14 @@ def _buffer_problems(
         if (before := places.setdefault(id(buffer), i)) < i:
             yield f"cp_buffers[{i}] is cp_buffers[{before}] again; give each tensor once"
         if why := _unfit(buffer):
-            yield f"cp_buffers[{i}] {why}; cut it by layout.shard instead"
+            yield f"cp_buffers[{i}] {why}; shard it with layout.shard instead"
     # 3. All have one length, which the layout can shard.
     lengths = [x.shape[dim_from_front(CREATE, f"cp_seq_dims[{i}]", dims[i], x)] for i, x in enumerate(buffers)]
     for i, length in enumerate(lengths):
         if length != lengths[0]:
             here = f"cp_buffers[{i}] has {length} positions along dim {dims[i]}"
             yield f"{here}, cp_buffers[0] has {lengths[0]}; pass whole tensors of one length"
-    reason = cut_problem("s", lengths[0], "cp", cp_size, "dual_chunk_swap") if cp_size > 1 else None
+    reason = sharding_problem("s", lengths[0], "cp", cp_size, "dual_chunk_swap") if cp_size > 1 else None
     if reason:
         yield reason
 

@@ -35,16 +35,16 @@ def indivisible(dim: str, size: int, axis: str, world: int, layout: str) -> str 
     """The error message for a `dim` that `layout` cannot shard over `axis`, or None.
 
     >>> indivisible("s", 30, "cp", 4, "dual_chunk_swap")
-    's=30 cannot be cut by dual_chunk_swap over cp=4 (needs a multiple of 8); pad to 32'
+    's=30 cannot be sharded by dual_chunk_swap over cp=4 (needs a multiple of 8); pad to 32'
 
     Errors: TypeError for a size or world that is not an integer.
     """
     check_integer(dim, size)
     check_integer(axis, world)
-    return cut_problem(dim, size, axis, world, layout)
+    return sharding_problem(dim, size, axis, world, layout)
 
 
-def cut_problem(dim: str, size: int, axis: str, world: int, layout: str) -> str | None:
+def sharding_problem(dim: str, size: int, axis: str, world: int, layout: str) -> str | None:
     """The core of `indivisible`."""
     if world < 1:
         return f"{axis}={world} is not a number of ranks; it is 1 or more"
@@ -54,13 +54,13 @@ def cut_problem(dim: str, size: int, axis: str, world: int, layout: str) -> str 
     padded = -(-size // multiple) * multiple  # the next multiple, which the message recommends
     if padded == size:
         return None
-    what = f"{dim}={size} cannot be cut by {layout} over {axis}={world}"
+    what = f"{dim}={size} cannot be sharded by {layout} over {axis}={world}"
     return f"{what} (needs a multiple of {multiple}); pad to {padded}"
 
 
 def check_divisible(layout: str, size: int, world: int, rank: int | None = None) -> None:
     """ValueError if `size` cannot be sharded or `rank` is not in the world."""
-    reason = cut_problem("size", size, "world", world, layout)
+    reason = sharding_problem("size", size, "world", world, layout)
     if reason is None and rank is not None and not 0 <= rank < world:
         reason = f"{layout}: rank={rank} is not in a world of {world}; ranks are 0 to {world - 1}"
     if reason is not None:

@@ -29,11 +29,11 @@ from torch_impl.layouts.cache import Value, cached, cached_tensor, for_training,
 from torch_impl.layouts.divisibility import (
     check_row,
     checked_offsets,
-    cut_problem,
     first,
     host_offsets,
     multiple_of,
     offsets_of,
+    sharding_problem,
     stripped,
     too_short,
 )
@@ -333,7 +333,7 @@ def build_packed(
     multiple = _multiple(kind, cp_size) if kind == "packed" else 1
     padded = checked_offsets(stripped(cu_padded), total, cp_size, axis="cp", multiple=multiple)
     size = int(padded[-1])
-    if reason := cut_problem("t", size, "cp", cp_size, kind):
+    if reason := sharding_problem("t", size, "cp", cp_size, kind):
         raise ValueError(reason)
     real = padded if cu_real is None else _checked_real(stripped(cu_real), padded)
     device = cu_padded.device if isinstance(cu_padded, Tensor) else None
@@ -370,7 +370,7 @@ def _check_total(kind: str, offsets: Tensor, total: int, cp_size: int) -> None:
     """Validate a total without a copy to the host: it can be sharded, and offsets that are on the host end there."""
     multiple = _multiple(kind, cp_size)
     if total < 0 or total % multiple:
-        what = f"total={total} cannot be cut by {kind} over cp={cp_size} (needs a multiple of {multiple})"
+        what = f"total={total} cannot be sharded by {kind} over cp={cp_size} (needs a multiple of {multiple})"
         raise ValueError(f"{what}; pass where the padded offsets end")
     # By its exact type: a fake tensor says it is on the CPU, and has no values.
     is_on_host = type(offsets) is Tensor and offsets.device.type == "cpu"
@@ -408,7 +408,7 @@ def _rank_problem(cp_size: int, cp_rank: int) -> str | None:
 def _length_problem(kind: str, length: int, cp_size: int, real: int, counts: Sequence[int] | None) -> str | None:
     """Why a sequence cannot be sharded, or has no such real tokens or counts; None if it can."""
     # A single rank takes any length.
-    if (length < 0 or _multiple(kind, cp_size) > 1) and (problem := cut_problem("s", length, "cp", cp_size, kind)):
+    if (length < 0 or _multiple(kind, cp_size) > 1) and (problem := sharding_problem("s", length, "cp", cp_size, kind)):
         return problem
     if not 0 <= real <= length:
         return f"real_length={real} is outside s={length}; it counts the tokens that are no padding"

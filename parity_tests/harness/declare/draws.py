@@ -104,9 +104,9 @@ class Draw:
 def shard_borders(dim: str, case: CaseSpec) -> list[tuple[int, int]]:
     """First and last global id of each shard of a dim, taken as contiguous; empty shards are left out."""
     size = case.dims[dim]
-    cuts = {key.split("/")[1]: record for key, record in case.layouts.items() if key.split("/")[0] == dim}
-    ragged = [record["lengths"] for record in cuts.values() if "lengths" in record]
-    shards = math.prod(case.mesh[axis] for axis in cuts)
+    shardings = {key.split("/")[1]: record for key, record in case.layouts.items() if key.split("/")[0] == dim}
+    ragged = [record["lengths"] for record in shardings.values() if "lengths" in record]
+    shards = math.prod(case.mesh[axis] for axis in shardings)
     lengths = ragged[0] if ragged else [len(part) for part in np.array_split(np.arange(size), shards)]
     ends = np.cumsum(lengths)
     return [(int(e - n), int(e) - 1) for e, n in zip(ends, lengths, strict=True) if n] or [(0, size - 1)]

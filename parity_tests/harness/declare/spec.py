@@ -1,7 +1,7 @@
 """Spec strings: shape, sharding and gradient type of one tensor in one line.
 
-`parse` reads one and reports each kind of mistake in its own sentence; `Spec` is what the harness works with. To *cut*
-a dim by an axis is to shard it. Sizes play no role here: whether a dim can be sharded is decided when they are drawn.
+`parse` reads one and reports each kind of mistake in its own sentence; `Spec` is what the harness works with. Sizes
+play no role here: whether a dim can be sharded is decided when they are drawn.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _VALUE = re.compile(r"[A-Za-z0-9_]+")
 
 
 @dataclass(frozen=True)
-class Cut:
+class Sharding:
     """One sharding of a dim: the mesh axis and the layout of the shards."""
 
     axis: str
@@ -37,10 +37,10 @@ class Dim:
     """A dim and its shardings, outermost first; the name "1" is a dim of size one."""
 
     name: str
-    cuts: tuple[Cut, ...] = ()
+    shardings: tuple[Sharding, ...] = ()
 
     def __str__(self) -> str:
-        return self.name + "".join(map(str, self.cuts))
+        return self.name + "".join(map(str, self.shardings))
 
     def size(self, sizes: Mapping[str, int]) -> int:
         """What its name has in `sizes`, or one."""
@@ -64,10 +64,10 @@ class Spec:
     @property
     def axes(self) -> tuple[str, ...]:
         """The axes that shard a dim, in the order they are written."""
-        return tuple(cut.axis for dim in self.dims for cut in dim.cuts)
+        return tuple(sharding.axis for dim in self.dims for sharding in dim.shardings)
 
     def type_of(self, axis: str) -> str:
-        """V, R, I or P. An axis that neither cuts nor is typed holds the same value on each rank: I."""
+        """V, R, I or P. An axis that neither shards nor is typed holds the same value on each rank: I."""
         return "V" if axis in self.axes else dict(self.types).get(axis, "I")
 
 
@@ -103,23 +103,23 @@ def parse(
 def _read(text: str, axes: tuple[str, ...], layouts: Collection[str]) -> Spec:
     dims: list[Dim] = []
     types: dict[str, str] = {}
-    cut_by: dict[str, str] = {}
+    sharded_dim: dict[str, str] = {}
     for item in _items(text):
         if isinstance(item, Dim):
             if types:
                 raise ValueError(f"dim '{item.name}' follows {_last(types)}; dims come first")
             if item.name != "1" and any(item.name == dim.name for dim in dims):
                 raise ValueError(f"dim '{item.name}' occurs twice; give the second its own letter")
-            _check_cuts(item, axes, layouts, cut_by)
+            _check_shardings(item, axes, layouts, sharded_dim)
             dims.append(item)
         else:
             axis, letter = item
             _check_axis(axis, axes)
             _check_letter(axis, letter)
-            if axis in cut_by:
+            if axis in sharded_dim:
                 raise ValueError(
-                    f"axis '{axis}' cuts {cut_by[axis]} and is typed {axis}={letter}; "
-                    f"a cut axis is Varying, drop {axis}={letter}"
+                    f"axis '{axis}' shards {sharded_dim[axis]} and is typed {axis}={letter}; "
+                    f"a sharding axis is Varying, drop {axis}={letter}"
                 )
             if axis in types:
                 raise ValueError(f"axis '{axis}' is typed twice ({axis}={types[axis]}, {axis}={letter})")
@@ -127,22 +127,25 @@ def _read(text: str, axes: tuple[str, ...], layouts: Collection[str]) -> Spec:
     return Spec(tuple(dims), tuple(types.items()))
 
 
-def _check_cuts(dim: Dim, axes: tuple[str, ...], layouts: Collection[str], cut_by: dict[str, str]) -> None:
+def _check_shardings(dim: Dim, axes: tuple[str, ...], layouts: Collection[str], sharded_dim: dict[str, str]) -> None:
     """Validate the shardings of one dim and enter them in `cut_by`, axis to dim."""
-    for cut in dim.cuts:
-        _check_axis(cut.axis, axes)
-        if cut.layout not in layouts:
+    for sharding in dim.shardings:
+        _check_axis(sharding.axis, axes)
+        if sharding.layout not in layouts:
             names = ", ".join(sorted(layouts))
-            raise ValueError(f"layout '{cut.layout}' is not known ({names}); pass layouts={{'{cut.layout}': f}}")
-        if sum(cut.axis == other.axis for other in dim.cuts) > 1:
-            raise ValueError(f"axis '{cut.axis}' cuts {dim.name} twice; an axis cuts a dim once")
-        if cut.axis in cut_by:
             raise ValueError(
-                f"axis '{cut.axis}' cuts both {cut_by[cut.axis]} and {dim.name}; an axis cuts one dim of a tensor"
+                f"layout '{sharding.layout}' is not known ({names}); pass layouts={{'{sharding.layout}': f}}"
             )
-        cut_by[cut.axis] = dim.name
-    if len(dim.cuts) > 1 and any(cut.layout == "packed" for cut in dim.cuts):
-        raise ValueError(f"packed must be the only cut of dim {dim.name}")
+        if sum(sharding.axis == other.axis for other in dim.shardings) > 1:
+            raise ValueError(f"axis '{sharding.axis}' shards {dim.name} twice; an axis shards a dim once")
+        if sharding.axis in sharded_dim:
+            raise ValueError(
+                f"axis '{sharding.axis}' shards both {sharded_dim[sharding.axis]} and {dim.name}; "
+                "an axis shards one dim of a tensor"
+            )
+        sharded_dim[sharding.axis] = dim.name
+    if len(dim.shardings) > 1 and any(sharding.layout == "packed" for sharding in dim.shardings):
+        raise ValueError(f"packed must be the only sharding of dim {dim.name}")
 
 
 def _check_axis(axis: str, axes: tuple[str, ...]) -> None:
@@ -169,7 +172,7 @@ def _check_types(spec: Spec, axes: tuple[str, ...], name: str, differentiable: b
         for axis in axes:
             if axis not in spec.axes and axis not in dict(spec.types):
                 raise ValueError(
-                    f"axis '{axis}' cuts no dim and has no type; write {axis}=R (gradients add up), "
+                    f"axis '{axis}' shards no dim and has no type; write {axis}=R (gradients add up), "
                     f"{axis}=I (same gradient) or {axis}=P (values add up)"
                 )
 
@@ -205,14 +208,14 @@ class _Word:
         return self.dim(name)
 
     def dim(self, name: str) -> Dim:
-        cuts = []
+        shardings = []
         while self.at < self.stop:
             if not self.take("/"):
-                raise self.unexpected("a cut")
+                raise self.unexpected("a sharding")
             axis = self.name("an axis")
             explicit = self.take(":")
-            cuts.append(Cut(axis, self.name("a layout") if explicit else "contiguous", explicit))
-        return Dim(name, tuple(cuts))
+            shardings.append(Sharding(axis, self.name("a layout") if explicit else "contiguous", explicit))
+        return Dim(name, tuple(shardings))
 
     def name(self, what: str) -> str:
         match = _NAME.match(self.text, self.at, self.stop)
@@ -251,13 +254,13 @@ def placements(spec: Spec, axes: tuple[str, ...]) -> tuple[Any, ...]:
 
     by_axis: dict[str, Any] = {axis: Partial() if letter == "P" else Replicate() for axis, letter in spec.types}
     for index, dim in enumerate(spec.dims):
-        order = [axes.index(cut.axis) for cut in dim.cuts]
+        order = [axes.index(sharding.axis) for sharding in dim.shardings]
         if order != sorted(order):
-            raise ValueError(f"not expressible: {dim} is cut against the order of the mesh ({', '.join(axes)})")
-        for cut in dim.cuts:
-            if cut.layout == "ragged":
+            raise ValueError(f"not expressible: {dim} is sharded against the order of the mesh ({', '.join(axes)})")
+        for sharding in dim.shardings:
+            if sharding.layout == "ragged":
                 raise ValueError("not expressible: ragged lengths are free, DTensor's follow its ceil rule")
-            if cut.layout != "contiguous":
-                raise ValueError(f"not expressible: {cut.layout} is a permutation")
-            by_axis[cut.axis] = Shard(index)
+            if sharding.layout != "contiguous":
+                raise ValueError(f"not expressible: {sharding.layout} is a permutation")
+            by_axis[sharding.axis] = Shard(index)
     return tuple(by_axis.get(axis, Replicate()) for axis in axes)

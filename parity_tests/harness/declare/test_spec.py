@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parity_tests.harness.declare.spec import Cut, Dim, Spec, parse
+from parity_tests.harness.declare.spec import Dim, Sharding, Spec, parse
 
 AXES = ("cp", "tp")
 LAYOUTS = ("contiguous", "dual_chunk_swap", "packed", "ragged", "striped")
@@ -18,10 +18,10 @@ def rejection(text, axes=AXES, **kwargs):
 
 def test_axes_layouts_and_types():
     assert parse("b s/cp:dual_chunk_swap v/tp", AXES) == Spec(
-        (Dim("b", ()), Dim("s", (Cut("cp", "dual_chunk_swap"),)), Dim("v", (Cut("tp", "contiguous"),))), ()
+        (Dim("b", ()), Dim("s", (Sharding("cp", "dual_chunk_swap"),)), Dim("v", (Sharding("tp", "contiguous"),))), ()
     )
     assert parse("b s tp=I cp=R", AXES) == Spec((Dim("b", ()), Dim("s", ())), (("tp", "I"), ("cp", "R")))
-    assert parse("h/cp/tp", AXES) == Spec((Dim("h", (Cut("cp"), Cut("tp"))),), ())
+    assert parse("h/cp/tp", AXES) == Spec((Dim("h", (Sharding("cp"), Sharding("tp"))),), ())
     assert parse("tp=P cp=I", AXES) == Spec((), (("tp", "P"), ("cp", "I")))
     assert parse("b 1 v/tp cp=I", AXES).dim_names == ("b", "1", "v")
 
@@ -64,7 +64,7 @@ def test_size_one_may_stand_twice_and_be_sharded():
 
 
 def test_custom_layouts():
-    assert parse("s/cp:mine tp=I", AXES, ("mine",)).dims[0].cuts == (Cut("cp", "mine"),)
+    assert parse("s/cp:mine tp=I", AXES, ("mine",)).dims[0].shardings == (Sharding("cp", "mine"),)
     assert rejection("s/cp:yours tp=I", layouts=("mine", "alpha")).endswith(
         "layout 'yours' is not known (alpha, mine); pass layouts={'yours': f}"
     )
@@ -119,10 +119,10 @@ def test_thousands_of_dims():
             "layout 'zigzag' is not known (contiguous, dual_chunk_swap, packed, ragged, striped); "
             "pass layouts={'zigzag': f}",
         ),
-        ("h/tp v/tp", "axis 'tp' cuts both h and v; an axis cuts one dim of a tensor"),
-        ("h/tp/tp", "axis 'tp' cuts h twice; an axis cuts a dim once"),
-        ("h/tp:ragged/tp", "axis 'tp' cuts h twice; an axis cuts a dim once"),
-        ("v/tp tp=I", "axis 'tp' cuts v and is typed tp=I; a cut axis is Varying, drop tp=I"),
+        ("h/tp v/tp", "axis 'tp' shards both h and v; an axis shards one dim of a tensor"),
+        ("h/tp/tp", "axis 'tp' shards h twice; an axis shards a dim once"),
+        ("h/tp:ragged/tp", "axis 'tp' shards h twice; an axis shards a dim once"),
+        ("v/tp tp=I", "axis 'tp' shards v and is typed tp=I; a sharding axis is Varying, drop tp=I"),
         ("v tp=I tp=R", "axis 'tp' is typed twice (tp=I, tp=R)"),
         ("v tp=I tp=I", "axis 'tp' is typed twice (tp=I, tp=I)"),
         ("v tp=X", "tp=X: a type is R, I or P"),
@@ -131,16 +131,16 @@ def test_thousands_of_dims():
         ("v tp=V", "tp=V: Varying is written by sharding a dim, as in v/tp"),
         (
             "b s cp=R",
-            "axis 'tp' cuts no dim and has no type; write tp=R (gradients add up), tp=I (same gradient) "
+            "axis 'tp' shards no dim and has no type; write tp=R (gradients add up), tp=I (same gradient) "
             "or tp=P (values add up)",
         ),
         (
             "",
-            "axis 'cp' cuts no dim and has no type; write cp=R (gradients add up), cp=I (same gradient) "
+            "axis 'cp' shards no dim and has no type; write cp=R (gradients add up), cp=I (same gradient) "
             "or cp=P (values add up)",
         ),
-        ("t/cp:packed/tp", "packed must be the only cut of dim t"),
-        ("t/cp/tp:packed", "packed must be the only cut of dim t"),
+        ("t/cp:packed/tp", "packed must be the only sharding of dim t"),
+        ("t/cp/tp:packed", "packed must be the only sharding of dim t"),
     ],
 )
 def test_mistakes(text, sentence):

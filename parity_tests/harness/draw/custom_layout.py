@@ -18,7 +18,7 @@ def parts(name: str, layout: Layout, dim: str, size: int, axis: str, world: int)
         positions = layout(size, world)
         return list(positions) if isinstance(positions, Iterable) else positions
     except REJECTIONS as error:
-        raise ValueError(f"{dim}={size} cannot be cut by {name} over {axis}={world}: {_words(error)}") from error
+        raise ValueError(f"{dim}={size} cannot be sharded by {name} over {axis}={world}: {_words(error)}") from error
 
 
 def check_ranks(name: str, positions: Any, world: int) -> None:
@@ -49,8 +49,8 @@ def never(name: str, layout: Layout, dim: str, axis: str, world: int) -> str | N
     except Exception as error:
         last = world * MULTIPLES[-1]
         return (
-            f"{name} cuts no size of {dim} over {axis}={world}, of {world} to {last} tried: {_words(error)}; "
-            f"if it cuts others, name them: dims={{{dim!r}: (...)}}"
+            f"{name} shards no size of {dim} over {axis}={world}, of {world} to {last} tried: {_words(error)}; "
+            f"if it shards others, name them: dims={{{dim!r}: (...)}}"
         )
     return None
 

@@ -126,7 +126,9 @@ def _mesh_choices(scheme: Declared, sizes: Mapping[str, int], world: int | None,
         )
     shapes = size_choices.shapes(scheme, sizes, tried, limit)
     tied = [f"{name}={rule}" for name, rule in scheme.dims.items() if isinstance(rule, str)]
-    nothing = f"no sizes agree with {', '.join(tied)} and can be cut" if tied else "no size of its dims can be cut"
+    nothing = (
+        f"no sizes agree with {', '.join(tied)} and can be sharded" if tied else "no size of its dims can be sharded"
+    )
     sorted_meshes = MeshChoices([], [])
     for mesh in tried:
         fits = [shape for shape in shapes if size_choices.compatible(scheme, shape, mesh)]
@@ -169,7 +171,7 @@ def _shards(scheme: Declared, mesh: Mapping[str, int], name: str | None) -> int:
     for arg in (*scheme.inputs, *scheme.outputs):
         for dim in arg.spec.dims:
             if dim.name == name:
-                count = max(count, int(np.prod([mesh[cut.axis] for cut in dim.cuts], dtype=np.int64)))
+                count = max(count, int(np.prod([mesh[sharding.axis] for sharding in dim.shardings], dtype=np.int64)))
     return count
 
 
@@ -180,11 +182,11 @@ def _layouts(
     records: dict[str, dict[str, Any]] = {}
     for arg in (*scheme.inputs, *scheme.outputs):
         for dim in arg.spec.dims:
-            for cut in dim.cuts:
-                record: dict[str, Any] = {"name": cut.layout}
-                key = f"{dim.name}/{cut.axis}"
-                if cut.layout == "ragged" and key not in records and len(dim.cuts) == 1:
-                    record["lengths"] = _ragged(dim.size(shape), mesh[cut.axis], choose)
+            for sharding in dim.shardings:
+                record: dict[str, Any] = {"name": sharding.layout}
+                key = f"{dim.name}/{sharding.axis}"
+                if sharding.layout == "ragged" and key not in records and len(dim.shardings) == 1:
+                    record["lengths"] = _ragged(dim.size(shape), mesh[sharding.axis], choose)
                 records.setdefault(key, record)
     return records
 
@@ -218,14 +220,16 @@ def _lengths(
 
 
 def _packed_dims(scheme: Declared) -> Sequence[str]:
-    cut = [dim.name for arg in scheme.inputs for dim in arg.spec.dims if any(c.layout == "packed" for c in dim.cuts)]
+    sharding = [
+        dim.name for arg in scheme.inputs for dim in arg.spec.dims if any(c.layout == "packed" for c in dim.shardings)
+    ]
     described = [draw.dim for draw in scheme.draws.values() if draw.kind in ("offsets", "lengths") and draw.dim]
-    return list(dict.fromkeys([*cut, *described]))
+    return list(dict.fromkeys([*sharding, *described]))
 
 
 def _is_packed(scheme: Declared, name: str) -> bool:
     arguments = (*scheme.inputs, *scheme.outputs)
-    return any(c.layout == "packed" for a in arguments for d in a.spec.dims if d.name == name for c in d.cuts)
+    return any(c.layout == "packed" for a in arguments for d in a.spec.dims if d.name == name for c in d.shardings)
 
 
 def _sequence_count(scheme: Declared, name: str, shape: Mapping[str, int]) -> int | None:

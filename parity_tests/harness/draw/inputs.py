@@ -19,7 +19,7 @@ import jax_ref.layouts as trusted_layouts
 import torch_impl.layouts as production_layouts
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.draws import Draw, with_border
-from parity_tests.harness.declare.spec import Cut
+from parity_tests.harness.declare.spec import Sharding
 from parity_tests.harness.draw import custom_layout
 
 if TYPE_CHECKING:
@@ -88,11 +88,11 @@ def own_term(arg: Argument, terms: np.ndarray, case: CaseSpec, coords: Mapping[s
     return terms[index, ...]  # an array, of a scalar too
 
 
-def cut_lengths(case: CaseSpec, dim: str, cut: Cut) -> Any:
+def shard_lengths(case: CaseSpec, dim: str, sharding: Sharding) -> Any:
     """What a layout needs besides size and world: shard lengths (ragged), padded cu_seqlens (packed), or None."""
-    if cut.layout == "packed":
+    if sharding.layout == "packed":
         return tuple(np.concatenate([[0], np.cumsum(case.lengths[dim]["padded"])]).tolist())
-    lengths = case.layouts.get(f"{dim}/{cut.axis}", {}).get("lengths")
+    lengths = case.layouts.get(f"{dim}/{sharding.axis}", {}).get("lengths")
     return None if lengths is None else tuple(lengths)
 
 
@@ -112,16 +112,16 @@ def positions(arg: Argument, case: CaseSpec, coords: Mapping[str, int], custom: 
     by_dim = []
     for dim, size in zip(arg.spec.dims, arg.shape(case), strict=True):
         ids = np.arange(size)
-        for cut in dim.cuts:
-            layout = layout_function(cut.layout, cut_lengths(case, dim.name, cut), custom, trusted=True)
-            world = case.mesh[cut.axis]
-            if cut.layout in custom:
-                parts = custom_layout.parts(cut.layout, layout, dim.name, len(ids), cut.axis, world)
-                custom_layout.check_ranks(cut.layout, parts, world)
+        for sharding in dim.shardings:
+            layout = layout_function(sharding.layout, shard_lengths(case, dim.name, sharding), custom, trusted=True)
+            world = case.mesh[sharding.axis]
+            if sharding.layout in custom:
+                parts = custom_layout.parts(sharding.layout, layout, dim.name, len(ids), sharding.axis, world)
+                custom_layout.check_ranks(sharding.layout, parts, world)
             else:
                 parts = layout(len(ids), world)
-            trusted_layouts.check_partition(cut.layout, parts, len(ids))
-            ids = ids[np.asarray(parts[coords[cut.axis]], dtype=np.int64)]
+            trusted_layouts.check_partition(sharding.layout, parts, len(ids))
+            ids = ids[np.asarray(parts[coords[sharding.axis]], dtype=np.int64)]
         by_dim.append(ids)
     return by_dim
 
@@ -129,7 +129,7 @@ def positions(arg: Argument, case: CaseSpec, coords: Mapping[str, int], custom: 
 def check_custom_layouts(arguments: Sequence[Argument], case: CaseSpec, custom: Layouts) -> None:
     """ValueError for a user's layout that leaves out, repeats or makes up positions, or rejects a size."""
     for arg in arguments:
-        if any(cut.layout in custom for dim in arg.spec.dims for cut in dim.cuts):
+        if any(sharding.layout in custom for dim in arg.spec.dims for sharding in dim.shardings):
             for coords in coordinates(case.mesh):
                 positions(arg, case, coords, custom)
 

@@ -10,7 +10,7 @@ from jax_ref.layouts import indivisible, needs
 from parity_tests.harness.declare.case import LARGEST_WORLD
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.declare.relations import names_in, related
-from parity_tests.harness.declare.spec import Cut, Dim
+from parity_tests.harness.declare.spec import Dim, Sharding
 from parity_tests.harness.draw import custom_layout
 
 LOCAL = (1, 2, 3, 5, 8)
@@ -74,24 +74,26 @@ def objection(
     """Why this shape cannot be sharded on this mesh, or None; of several dims that cannot, one of `fixed`."""
     for dim in sorted(_cut_dims(scheme), key=lambda dim: dim.name not in fixed):
         sizes = [dim.size(shape)]
-        for cut in dim.cuts:
+        for sharding in dim.shardings:
             pieces: list[int] = []
             for size in sizes:
                 try:
-                    pieces += _shard_sizes(scheme, dim, size, cut, mesh[cut.axis])
+                    pieces += _shard_sizes(scheme, dim, size, sharding, mesh[sharding.axis])
                 except ValueError as error:
                     return str(error)
             sizes = list(dict.fromkeys(pieces))
     return None
 
 
-def _shard_sizes(scheme: Declared, dim: Dim, size: int, cut: Cut, world: int) -> list[int]:
+def _shard_sizes(scheme: Declared, dim: Dim, size: int, sharding: Sharding, world: int) -> list[int]:
     """The sizes of the shards of a dim, which a further sharding divides; ValueError where it cannot be sharded."""
-    if cut.layout in scheme.layouts:
-        parts = custom_layout.parts(cut.layout, scheme.layouts[cut.layout], dim.name, size, cut.axis, world)
-        return [len(part) for part in parts] if cut is not dim.cuts[-1] else []
-    rule = "dual_chunk_swap" if cut.layout == "packed" else cut.layout
-    if why := indivisible(dim.name, size, cut.axis, world, rule):
+    if sharding.layout in scheme.layouts:
+        parts = custom_layout.parts(
+            sharding.layout, scheme.layouts[sharding.layout], dim.name, size, sharding.axis, world
+        )
+        return [len(part) for part in parts] if sharding is not dim.shardings[-1] else []
+    rule = "dual_chunk_swap" if sharding.layout == "packed" else sharding.layout
+    if why := indivisible(dim.name, size, sharding.axis, world, rule):
         raise ValueError(why)
     return [size // world]
 
@@ -99,8 +101,10 @@ def _shard_sizes(scheme: Declared, dim: Dim, size: int, cut: Cut, world: int) ->
 def never(scheme: Declared, mesh: Mapping[str, int], fixed: Collection[str] = ()) -> str | None:
     """The words for a custom layout that takes no size at all of a dim that is not given on this mesh, or None."""
     dims = [dim for dim in _cut_dims(scheme) if dim.name not in fixed]
-    cuts = [(dim, cut) for dim in dims for cut in dim.cuts if cut.layout in scheme.layouts]
-    reasons = (custom_layout.never(c.layout, scheme.layouts[c.layout], d.name, c.axis, mesh[c.axis]) for d, c in cuts)
+    shardings = [(dim, sharding) for dim in dims for sharding in dim.shardings if sharding.layout in scheme.layouts]
+    reasons = (
+        custom_layout.never(c.layout, scheme.layouts[c.layout], d.name, c.axis, mesh[c.axis]) for d, c in shardings
+    )
     return next((why for why in reasons if why), None)
 
 
@@ -160,16 +164,16 @@ def _units(scheme: Declared, mesh: Mapping[str, int]) -> dict[str, int]:
     """What each dim's size must be a multiple of on this mesh; a custom layout is asked about each size instead."""
     unit: dict[str, int] = {}
     for dim in _cut_dims(scheme):
-        custom = [cut for cut in dim.cuts if cut.layout in scheme.layouts]
+        custom = [sharding for sharding in dim.shardings if sharding.layout in scheme.layouts]
         if custom and dim.name in scheme.dims and not isinstance(scheme.dims[dim.name], str):
             continue
         step = 1
-        for cut in reversed(dim.cuts):
-            world = mesh[cut.axis]
+        for sharding in reversed(dim.shardings):
+            world = mesh[sharding.axis]
             # A packed total is made of sequences that each suit dual_chunk_swap.
-            rule = "dual_chunk_swap" if cut.layout == "packed" else cut.layout
-            if cut in custom:
-                step = custom_layout.unit(scheme.layouts[cut.layout], world, step * world) or step * world
+            rule = "dual_chunk_swap" if sharding.layout == "packed" else sharding.layout
+            if sharding in custom:
+                step = custom_layout.unit(scheme.layouts[sharding.layout], world, step * world) or step * world
             else:
                 step = 1 if rule == "ragged" else math.lcm(needs(rule, world), step * world)
         unit[dim.name] = math.lcm(unit.get(dim.name, 1), step)
@@ -177,5 +181,5 @@ def _units(scheme: Declared, mesh: Mapping[str, int]) -> dict[str, int]:
 
 
 def _cut_dims(scheme: Declared) -> list[Dim]:
-    dims = [dim for arg in (*scheme.inputs, *scheme.outputs) for dim in arg.spec.dims if dim.cuts]
+    dims = [dim for arg in (*scheme.inputs, *scheme.outputs) for dim in arg.spec.dims if dim.shardings]
     return list(dict.fromkeys(dims))

@@ -43,14 +43,15 @@ def broken_on_four(size, world):
     return broken(size, world) if world == 4 else blocks(1)(size, world)
 
 
-def declared(layout, cut="mine", **more):
+def declared(layout, sharding="mine", **more):
     def doubled(mesh, x):
         return x * 2
 
     return scheme(
         **{
-            "reference": lambda x: jnp.multiply(x, 2.0), "mesh": {"ring": MESH}, "inputs": {"x": f"b t/ring:{cut}"},
-            "outputs": f"b t/ring:{cut}", "layouts": {"mine": layout}, "dtypes": ("float32",), **more,
+            "reference": lambda x: jnp.multiply(x, 2.0), "mesh": {"ring": MESH},
+            "inputs": {"x": f"b t/ring:{sharding}"}, "outputs": f"b t/ring:{sharding}",
+            "layouts": {"mine": layout}, "dtypes": ("float32",), **more,
         }
     )(doubled)  # fmt: skip
 
@@ -86,7 +87,7 @@ def test_a_rejection_by_a_library_counts(layout):
     assert declaration.verify(examples=12).meshes == ("ring=1", "ring=2", "ring=4")
     assert declaration.verify(ring=2, t=8, examples=2).ok
     assert declaration.draw(ring=2, t=8)
-    assert "t=7 cannot be cut by mine over ring=2: " in said(declaration.verify, ring=2, t=7)
+    assert "t=7 cannot be sharded by mine over ring=2: " in said(declaration.verify, ring=2, t=7)
 
 
 def test_the_words_of_another_error_have_its_kind():
@@ -125,7 +126,7 @@ def test_a_second_sharding_divides_the_shards_of_the_first():
         for case in (declaration.case(dp=1, seed=seed) for seed in range(20)):
             assert check(case).ok
     # Of 9 positions the first rank has all: two ranks of dp cannot halve them.
-    sentence = "t=9 cannot be cut by contiguous over dp=2 (needs a multiple of 2); pad to 10"
+    sentence = "t=9 cannot be sharded by contiguous over dp=2 (needs a multiple of 2); pad to 10"
     assert said(declaration.case, dp=2, ring=2, t=9).endswith(sentence)
 
 
@@ -149,7 +150,7 @@ def test_a_mistake_shrinks_to_the_smallest_size_that_can_be_sharded():
 
 def test_a_size_passed_by_hand_is_rejected_with_the_message_of_the_layout():
     declaration = declared(blocks(2))
-    sentence = "scheme 'doubled': t=6 cannot be cut by mine over ring=2: blocked needs a multiple of 4"
+    sentence = "scheme 'doubled': t=6 cannot be sharded by mine over ring=2: blocked needs a multiple of 4"
     assert said(declaration.case, ring=2, t=6) == sentence
     assert said(declaration.verify, ring=2, t=6) == sentence
     assert said(declaration.draw, ring=2, t=6) == sentence
@@ -159,21 +160,21 @@ def test_a_size_passed_by_hand_is_rejected_with_the_message_of_the_layout():
 
 def test_a_layout_that_takes_no_size_is_rejected():
     words = "invalid literal for int() with base 10: 'not a number'"
-    start, rest = "scheme 'doubled': mine cuts no size of t over ring=", f" tried: {words}; "
-    end = "if it cuts others, name them: dims={'t': (...)}"
+    start, rest = "scheme 'doubled': mine shards no size of t over ring=", f" tried: {words}; "
+    end = "if it shards others, name them: dims={'t': (...)}"
     for sizes in ({}, {"b": 2}):
         assert said(declared(broken).verify, **sizes) == f"{start}1, of 1 to 1024{rest}{end}"
         assert said(declared(broken_on_four).verify, **sizes) == f"{start}4, of 4 to 4096{rest}{end}"
     assert declared(broken_on_four).verify(ring=2, examples=2).ok
     # Of a size that is given only that is said.
     report = declared(broken_on_four).verify(t=8, examples=4)
-    assert report.ok and report.left_out == {"ring=4": f"t=8 cannot be cut by mine over ring=4: {words}"}
+    assert report.ok and report.left_out == {"ring=4": f"t=8 cannot be sharded by mine over ring=4: {words}"}
 
 
 def test_size_choices_none_of_which_a_mesh_divides():
     assert said(declared(blocks(2), dims={"t": (2, 4)}).verify) == (
         "scheme 'doubled': mesh {'ring': 4} can never be drawn: "
-        "t=2 cannot be cut by mine over ring=4: blocked needs a multiple of 8"
+        "t=2 cannot be sharded by mine over ring=4: blocked needs a multiple of 8"
     )
 
 
@@ -206,11 +207,11 @@ def test_a_layout_without_a_row_for_each_rank_is_rejected(layout, message):
         check(declaration.case(ring=2))
 
 
-@pytest.mark.parametrize("cut", ["1/ring:ragged b", "1/ring:mine b"])
-def test_a_dim_of_size_one_may_be_sharded(cut):
+@pytest.mark.parametrize("sharding", ["1/ring:ragged b", "1/ring:mine b"])
+def test_a_dim_of_size_one_may_be_sharded(sharding):
     """One rank has it, whichever."""
     layouts = {"mine": lambda size, world: [[]] * (world - 1) + [list(range(size))]}
-    declaration = declared(None, inputs={"x": cut}, outputs=cut, layouts=layouts)
+    declaration = declared(None, inputs={"x": sharding}, outputs=sharding, layouts=layouts)
     assert declaration.verify(ring=4).ok
-    with pytest.raises(ValueError, match="1=1 cannot be cut by contiguous over ring=2"):
+    with pytest.raises(ValueError, match="1=1 cannot be sharded by contiguous over ring=2"):
         declared(None, inputs={"x": "1/ring b"}, outputs="1/ring b", layouts={}).verify(ring=2)

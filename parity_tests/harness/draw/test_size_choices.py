@@ -25,7 +25,7 @@ def declared(mesh, inputs, outputs, **more):
 
 
 SCHEMES = {
-    "one cut": declared({"tp": (1, 2, 4)}, {"x": "b s v/tp"}, "b s tp=I"),
+    "one sharding": declared({"tp": (1, 2, 4)}, {"x": "b s v/tp"}, "b s tp=I"),
     "swapped": declared({"cp": (1, 2, 3, 4)}, {"x": "b s/cp:dual_chunk_swap"}, "b s/cp"),
     "twice": declared({"cp": (1, 2, 3), "tp": (1, 2, 4)}, {"x": "s/cp:dual_chunk_swap/tp:striped"}, "s/cp/tp"),
     "many meshes": declared(
@@ -71,7 +71,7 @@ def test_drawn_cases_are_of_the_size_choices_and_cover_every_mesh(declaration):
 
 
 def test_the_first_shape_is_the_smallest():
-    declaration = SCHEMES["one cut"]
+    declaration = SCHEMES["one sharding"]
     shapes = size_choices.shapes(declaration, {}, size_choices.meshes(declaration, {}, None), 8)
     assert shapes[:3] == [{"b": 1, "s": 1, "v": 1}, {"b": 1, "s": 1, "v": 2}, {"b": 1, "s": 1, "v": 4}]
     assert all(len(set(shape.values())) > 1 for shape in shapes[3:])  # unequal sizes are the rule
@@ -114,7 +114,7 @@ def test_sizes_given_by_hand():
     declaration = SCHEMES["swapped"]
     assert rejection(declaration, cp=4, s=30) == (
         f"scheme '{declaration.name}': "
-        "s=30 cannot be cut by dual_chunk_swap over cp=4 (needs a multiple of 8); pad to 32"
+        "s=30 cannot be sharded by dual_chunk_swap over cp=4 (needs a multiple of 8); pad to 32"
     )
     assert declaration.case(cp=4, s=32).dims["s"] == 32
     # Of the declared meshes those are kept that can shard it: 30 is no multiple of 4 or 8.
@@ -126,7 +126,7 @@ def test_a_dim_in_a_relation_given_by_hand():
     declaration = SCHEMES["groups"]
     assert declaration.case(tp=2, h=12).dims == {"g": 6, "p": 4, "h": 12}
     assert declaration.case(tp=2, g=4).dims["h"] == 8
-    none = f"scheme '{declaration.name}': no sizes agree with h=2*g and can be cut"
+    none = f"scheme '{declaration.name}': no sizes agree with h=2*g and can be sharded"
     assert rejection(declaration, tp=1, h=5) == none
     assert rejection(declaration, tp=1, h=6, g=4) == none
 
@@ -135,13 +135,13 @@ def test_a_mesh_that_can_never_be_drawn():
     declaration = declared({"tp": (1, 2, 4)}, {"x": "v/tp"}, "v/tp", dims={"v": (2, 6)})
     assert rejection(declaration) == (
         f"scheme '{declaration.name}': mesh {{'tp': 4}} can never be drawn: "
-        "v=2 cannot be cut by contiguous over tp=4 (needs a multiple of 4); pad to 4"
+        "v=2 cannot be sharded by contiguous over tp=4 (needs a multiple of 4); pad to 4"
     )
     assert declaration.case(v=6).dims == {"v": 6}
 
 
 def test_a_world_above_the_limit_or_of_no_mesh():
-    declaration = SCHEMES["one cut"]
+    declaration = SCHEMES["one sharding"]
     prefix = f"scheme '{declaration.name}': no mesh of "
     assert rejection(declaration, tp=65) == prefix + "{'tp': 65} has 64 ranks or fewer, which is the limit"
     with pytest.raises(ValueError) as caught:

@@ -30,7 +30,7 @@ class Evidence:
     """One failing tensor. Required are name, role and the first three arrays, which have one shape.
 
     `got` is one stitched copy; `at` says which, by the coordinates of the axes that repeat the tensor. `owners` gives,
-    for each axis that cuts it, the coordinate that holds each element. `pieces` gives, for an axis that does not
+    for each axis that shards it, the coordinate that holds each element. `pieces` gives, for an axis that does not
     shard it, what each rank of the axis returned, stacked: copies if the axis is in `at`, else terms that were added.
     `addends` is one rank's own term of the sum, where it is known; `inputs` are those that could be added to this
     tensor, in its shape. `factors` are numbers beside the mesh sizes that a scale may be made of.

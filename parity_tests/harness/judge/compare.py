@@ -48,7 +48,7 @@ class TensorRow:
     want: np.ndarray
     budgets: np.ndarray
     loose_budgets: np.ndarray  # the same, had sums been accumulated in COARSER[tested dtype]
-    owners: Mapping[str, np.ndarray]  # for each axis that cuts it: which coordinate holds each element
+    owners: Mapping[str, np.ndarray]  # for each axis that shards it: which coordinate holds each element
     absent: np.ndarray | None = None  # where no rank returned a gradient of this copy
 
     @property

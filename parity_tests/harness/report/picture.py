@@ -62,16 +62,18 @@ def owner_strips(spec: Spec, sizes: Mapping[str, int], mesh: Mapping[str, int], 
     for dim in spec.dims:
         size = dim.size(sizes)
         pieces, label = [np.arange(size)], dim.name
-        for cut in dim.cuts:
-            label += str(cut)
-            world = mesh[cut.axis]
-            layout = layouts.get(f"{dim.name}/{cut.axis}") or layouts.get(cut.layout) or BUILTIN[cut.layout]
+        for sharding in dim.shardings:
+            label += str(sharding)
+            world = mesh[sharding.axis]
+            layout = (
+                layouts.get(f"{dim.name}/{sharding.axis}") or layouts.get(sharding.layout) or BUILTIN[sharding.layout]
+            )
             owners, parts = np.zeros(size, dtype=np.int64), []
             for piece in pieces:
-                if sentence := indivisible(dim.name, len(piece), cut.axis, world, cut.layout):
+                if sentence := indivisible(dim.name, len(piece), sharding.axis, world, sharding.layout):
                     raise ValueError(sentence)
                 by_rank = list(layout(len(piece), world))
-                check_partition(cut.layout, by_rank, len(piece))
+                check_partition(sharding.layout, by_rank, len(piece))
                 for rank, positions in enumerate(by_rank):
                     local_ids = piece[np.asarray(positions, dtype=np.int64)]  # an empty list is float64 to NumPy
                     owners[local_ids] = rank
@@ -173,12 +175,12 @@ def _tensors(scheme: Declared) -> dict[str, Spec]:
 
 def _bound(scheme: Declared, case: CaseSpec, spec: Spec) -> Layouts:
     """The layout of each sharding of a spec with the lengths of this case bound, by `dim/axis`."""
-    from parity_tests.harness.draw.inputs import cut_lengths, layout_function
+    from parity_tests.harness.draw.inputs import layout_function, shard_lengths
 
     return {
-        f"{dim.name}/{cut.axis}": layout_function(
-            cut.layout, cut_lengths(case, dim.name, cut), scheme.layouts, trusted=True
+        f"{dim.name}/{sharding.axis}": layout_function(
+            sharding.layout, shard_lengths(case, dim.name, sharding), scheme.layouts, trusted=True
         )
         for dim in spec.dims
-        for cut in dim.cuts
+        for sharding in dim.shardings
     }

@@ -145,7 +145,7 @@ class Report:
         return "\n".join(f"rank {row.rank}: {row}" for row in self.ledger.rows)
 
     def omissions(self) -> list[str]:
-        """The meshes that were left out, those of one reason together: `tp=2 tp=4: v=7 cannot be cut ...`."""
+        """The meshes that were left out, those of one reason together: `tp=2 tp=4: v=7 cannot be sharded ...`."""
         reasons = dict.fromkeys(self.left_out.values())
         return [f"{' '.join(mesh for mesh, its in self.left_out.items() if its == why)}: {why}" for why in reasons]
 
@@ -231,7 +231,7 @@ class Report:
         """What the failing case shows by itself: that it needs no sharding, or that its values are rare ones."""
         hints = []
         if self.case.world == 1 and not all(row.ok for row in self.rows):
-            hints.append("one rank is enough for it: the function and its reference differ before anything is cut")
+            hints.append("one rank is enough for it: the function and its reference differ before anything is sharded")
         rare = {name: value["kind"] for name, value in self.case.values.items() if value.get("kind") in RARE}
         rare |= {
             name: f"{value['border'][0]} at the border of a shard"
@@ -405,9 +405,14 @@ def _borders(row: TensorRow) -> tuple[list[int], list[int]]:
         return [], []
     width = row.want.shape[-1]
     borders = []
-    for cuts, axis in ((dims[-1].cuts, 1), ([cut for dim in dims[:-1] for cut in dim.cuts], 0)):
-        changes = [np.diff(row.owners[cut.axis].reshape(-1, width), axis=axis).any(1 - axis) for cut in cuts]
-        borders.append((np.flatnonzero(np.any(changes, axis=0)) + 1).tolist() if cuts else [])
+    for shardings, axis in (
+        (dims[-1].shardings, 1),
+        ([sharding for dim in dims[:-1] for sharding in dim.shardings], 0),
+    ):
+        changes = [
+            np.diff(row.owners[sharding.axis].reshape(-1, width), axis=axis).any(1 - axis) for sharding in shardings
+        ]
+        borders.append((np.flatnonzero(np.any(changes, axis=0)) + 1).tolist() if shardings else [])
     return borders[0], borders[1]
 
 

@@ -77,7 +77,7 @@ def test_a_rank_of_a_custom_layout_may_hold_nothing():
 def test_what_cannot_be_sharded_is_reported_by_its_names():
     with pytest.raises(ValueError) as caught:
         picture("s/cp:dual_chunk_swap", {"s": 30})
-    assert str(caught.value) == "s=30 cannot be cut by dual_chunk_swap over cp=4 (needs a multiple of 8); pad to 32"
+    assert str(caught.value) == "s=30 cannot be sharded by dual_chunk_swap over cp=4 (needs a multiple of 8); pad to 32"
 
 
 def test_long_strips_are_counted():

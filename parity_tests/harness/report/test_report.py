@@ -85,7 +85,7 @@ def test_text_of_a_failed_rank():
 def test_one_rank_is_enough():
     declaration = of_ones(doubled)
     last = str(judge(declaration, declaration.case(tp=1, b=4, dtype="float32"))).splitlines()[-1]
-    assert last == "  one rank is enough for it: the function and its reference differ before anything is cut"
+    assert last == "  one rank is enough for it: the function and its reference differ before anything is sharded"
     declaration = of_ones(broken)
     assert "one rank" not in str(judge(declaration, declaration.case(tp=1, b=4, dtype="float32")))
 
@@ -189,9 +189,9 @@ def test_junit():
 
 
 def test_junit_names_the_meshes_that_were_left_out():
-    report = replace(report_of(unharmed), left_out={"tp=2": "b=7 cannot be cut"})
+    report = replace(report_of(unharmed), left_out={"tp=2": "b=7 cannot be sharded"})
     properties = ElementTree.fromstring(summary.as_junit(Outcome([report]))).iter("property")
-    assert {p.get("name"): p.get("value") for p in properties}["left_out"] == "tp=2: b=7 cannot be cut"
+    assert {p.get("name"): p.get("value") for p in properties}["left_out"] == "tp=2: b=7 cannot be sharded"
 
 
 def test_many_examples_become_one_report():

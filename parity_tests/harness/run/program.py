@@ -17,7 +17,7 @@ import torch
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.declared import Argument, Declared, nested
 from parity_tests.harness.declare.draws import Draw
-from parity_tests.harness.declare.spec import Cut
+from parity_tests.harness.declare.spec import Sharding
 from parity_tests.harness.declare.travel import without_annotations
 from parity_tests.harness.draw import inputs
 from parity_tests.harness.run.failure import RankFailure, RankFault
@@ -124,13 +124,15 @@ class Program:
 
     def _bind(self, mesh: Any, case: CaseSpec) -> Any:
         """The mesh as the scheme sees it: its own axes, and the global ids of this example's dims."""
-        cuts = {}
+        shardings = {}
         for arg in (*self.inputs, *self.outputs):
             for dim in arg.spec.dims:
-                if dim.cuts and dim.name not in cuts:
-                    pairs = [(cut.axis, self._production_layout(case, dim.name, cut)) for cut in dim.cuts]
-                    cuts[dim.name] = (dim.size(case.dims), pairs)
-        return self._own_axes(mesh).bind(cuts)
+                if dim.shardings and dim.name not in shardings:
+                    pairs = [
+                        (sharding.axis, self._production_layout(case, dim.name, sharding)) for sharding in dim.shardings
+                    ]
+                    shardings[dim.name] = (dim.size(case.dims), pairs)
+        return self._own_axes(mesh).bind(shardings)
 
     def _own_axes(self, mesh: Any) -> Any:
         return mesh if mesh.axes == self.mesh_axes else MeshView(mesh.device_mesh[self.mesh_axes])  # inside a sub-group
@@ -144,9 +146,9 @@ class Program:
             raise RankFault(f"scheme '{self.name}': around returned {type(manager).__name__}; return a context manager")
         return manager
 
-    def _production_layout(self, case: CaseSpec, dim: str, cut: Cut) -> Callable[[int, int], Any]:
-        lengths = inputs.cut_lengths(case, dim, cut)
-        return inputs.layout_function(cut.layout, lengths, self.layouts, trusted=False)
+    def _production_layout(self, case: CaseSpec, dim: str, sharding: Sharding) -> Callable[[int, int], Any]:
+        lengths = inputs.shard_lengths(case, dim, sharding)
+        return inputs.layout_function(sharding.layout, lengths, self.layouts, trusted=False)
 
     def _leaf(self, arg: Argument, case: CaseSpec, coords: Mapping[str, int], device: str) -> torch.Tensor:
         full = self.full_array(arg, case)
@@ -231,9 +233,9 @@ class Program:
 
 def _sizes(arg: Argument, case: CaseSpec) -> str:
     """` with s=8, cp=4`: the sizes that a local shape follows from."""
-    cut = {dim.name: case.dims[dim.name] for dim in arg.spec.dims if dim.cuts and dim.name != "1"}
+    sharding = {dim.name: case.dims[dim.name] for dim in arg.spec.dims if dim.shardings and dim.name != "1"}
     sizes = {dim.name: case.dims[dim.name] for dim in arg.spec.dims if dim.name != "1"}
-    named = {**(cut or sizes), **{axis: case.mesh[axis] for axis in arg.spec.axes}}
+    named = {**(sharding or sizes), **{axis: case.mesh[axis] for axis in arg.spec.axes}}
     return f" with {', '.join(f'{name}={size}' for name, size in named.items())}" if named else ""
 
 

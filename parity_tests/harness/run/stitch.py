@@ -66,7 +66,7 @@ def stitch(arg: Argument, pieces: Sequence[np.ndarray], case: CaseSpec, custom: 
 
 
 def owners(arg: Argument, case: CaseSpec, custom: inputs.Layouts) -> dict[str, np.ndarray]:
-    """For each axis that cuts a tensor: which of its coordinates holds each element."""
+    """For each axis that shards a tensor: which of its coordinates holds each element."""
     by_axis = {axis: np.zeros(arg.shape(case), dtype=np.int64) for axis in arg.spec.axes}
     for at in _ranks(case):
         local_positions = inputs.positions(arg, case, at, custom)

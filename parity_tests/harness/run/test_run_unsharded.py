@@ -95,7 +95,7 @@ def test_what_does_not_fit():
     assert rejection(linear, params, X[0]) == "scheme 'linear': 'x' is (3,), its spec is 'b d tp=R'"
     assert rejection(linear, params, X.T) == "scheme 'linear': d is 3 and 2 ('x')"
     assert rejection(linear, params, X, tp=3) == (
-        "scheme 'linear': f=4 cannot be cut by contiguous over tp=3 (needs a multiple of 3); pad to 6"
+        "scheme 'linear': f=4 cannot be sharded by contiguous over tp=3 (needs a multiple of 3); pad to 6"
     )
     assert rejection(linear, params, X, tp=2, grad=(1, 2)) == "scheme 'linear': grad has 2 cotangents for 1 outputs"
     assert rejection(linear, params, X, tp=2, grad=np.ones(4)) == (

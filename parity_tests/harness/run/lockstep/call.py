@@ -42,10 +42,10 @@ class Call:
         self.writes = _storages(self.outputs)
         self.storages = self.writes | _storages(self.sources)
 
-    def take(self, cut: Callable[[list[Tensor]], list[Tensor]] | None) -> None:
+    def take(self, split: Callable[[list[Tensor]], list[Tensor]] | None) -> None:
         """Copy what is handed in; then, for work that is waited for later, fill the outputs with poison."""
         self.copies = [source.data.clone(memory_format=torch.contiguous_format) for source in self.sources]
-        self.pieces = cut(self.copies) if cut else self.copies
+        self.pieces = split(self.copies) if split else self.copies
         if self.tracked:
             for output in self.outputs:
                 output.data.fill_(_poison(output.dtype))

@@ -177,10 +177,10 @@ class LockstepGroup(dist.ProcessGroup):
         for output, full in zip(outputs, inputs, strict=True):
             operations.check_full_size("reduce_scatter", "the input", full, output, self._size)
 
-        def cut(copies: list[Tensor]) -> list[Tensor]:
+        def split(copies: list[Tensor]) -> list[Tensor]:
             return [part for copy in copies for part in copy.reshape(self._size, -1).unbind(0)]
 
-        return self._collective("reduce_scatter", inputs, outputs, opts, cut, reduce_op=reduce_op(opts))
+        return self._collective("reduce_scatter", inputs, outputs, opts, split, reduce_op=reduce_op(opts))
 
     # Copies.
 
@@ -241,12 +241,12 @@ class LockstepGroup(dist.ProcessGroup):
         gives = operations.splits_of("the input", input, input_split_sizes, self._size)
         takes = operations.splits_of("the output", output, output_split_sizes, self._size)
 
-        def cut(copies: list[Tensor]) -> list[Tensor]:
+        def split(copies: list[Tensor]) -> list[Tensor]:
             return list(copies[0].split(gives))
 
         expected = list(output.data.split(takes))
         splits = (tuple(gives), tuple(takes))
-        return self._collective("all_to_all", [input], [output], opts, cut, splits=splits, expected=expected)
+        return self._collective("all_to_all", [input], [output], opts, split, splits=splits, expected=expected)
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Work:
         return self._collective("barrier", [], [], opts)
@@ -290,7 +290,7 @@ class LockstepGroup(dist.ProcessGroup):
         inputs: Tensors,
         outputs: Tensors,
         opts: Any,
-        cut: Split | None = None,
+        split: Split | None = None,
         *,
         root: int | None = None,
         expected: Tensors = (),
@@ -305,7 +305,7 @@ class LockstepGroup(dist.ProcessGroup):
         call = Call(row, self._place, inputs, outputs, expected=expected, tracked=is_async and self._poisons(row))
         if self._exchange.repair is not None:
             self._exchange.repair.mend_gradient(row, outputs, self._total)
-        call.take(cut)
+        call.take(split)
         self._exchange.collective(key, call)
         return self._work(call)
 

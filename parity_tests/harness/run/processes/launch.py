@@ -37,8 +37,8 @@ from parity_tests.harness.declare.travel import dumps
 from parity_tests.harness.run.exit_status import FAILED, USAGE
 from parity_tests.harness.run.failure import NotRun, RankFailure
 from parity_tests.harness.run.ledger import Ledger, Ranks
-from parity_tests.harness.run.processes.cause import verdict
 from parity_tests.harness.run.processes.member import Follower, Leader, place
+from parity_tests.harness.run.processes.root_cause import verdict
 
 LOOK_S = 0.5  # between two looks
 _watching: list[threading.Thread] = []

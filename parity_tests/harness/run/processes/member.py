@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from parity_tests.harness.run.failure import NotRun
 from parity_tests.harness.run.processes import server
-from parity_tests.harness.run.processes.cause import DIED, DONE, RUNNING, Outcome
 from parity_tests.harness.run.processes.rank import Job, Rank, observe, rows_so_far
+from parity_tests.harness.run.processes.root_cause import DIED, DONE, RUNNING, Outcome
 from parity_tests.harness.run.processes.status_table import WAITING, StatusTable
 
 PIECE = 4 << 20

@@ -26,8 +26,8 @@ from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.travel import dumps
 from parity_tests.harness.run.failure import NotRun
 from parity_tests.harness.run.ledger import Ledger, Ranks
-from parity_tests.harness.run.processes.cause import verdict
 from parity_tests.harness.run.processes.forks import ForkServer
+from parity_tests.harness.run.processes.root_cause import verdict
 from parity_tests.harness.run.processes.status_table import StatusTable
 from parity_tests.harness.run.processes.watch import RankHandle, Watch
 

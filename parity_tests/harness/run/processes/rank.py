@@ -24,8 +24,8 @@ from parity_tests.harness.run.failure import RankFailure, RankFault, raised_by_f
 from parity_tests.harness.run.ledger import Row, raised_at
 from parity_tests.harness.run.lockstep.world import flattened
 from parity_tests.harness.run.processes import status_table
-from parity_tests.harness.run.processes.cause import DONE, RAISED, Outcome
 from parity_tests.harness.run.processes.recorder import Recorder, observe_waits
+from parity_tests.harness.run.processes.root_cause import DONE, RAISED, Outcome
 from torch_impl.collectives import MeshView
 
 BACKEND_TIMEOUT_S = 30  # a last resort, far longer than any of the harness's own limits

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from parity_tests.harness.run import compiling
 from parity_tests.harness.run.ledger import Row
-from parity_tests.harness.run.processes.cause import DIED, DONE, RUNNING, Outcome, verdict
 from parity_tests.harness.run.processes.forks import ForkServer
+from parity_tests.harness.run.processes.root_cause import DIED, DONE, RUNNING, Outcome, verdict
 from parity_tests.harness.run.processes.status_table import COMPUTING, STARTING, WAITING, StatusTable
 
 TICK_S = 0.05

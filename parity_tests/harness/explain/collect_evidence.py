@@ -89,15 +89,15 @@ def _sharded_dims(scheme: Declared, case: CaseSpec, row: TensorRow) -> tuple[Sha
     """The shardings of dims that are sharded once: of a second one, the positions are not a layout of the full dim."""
     placed = []
     for index, dim in enumerate(row.argument.spec.dims):
-        if len(dim.cuts) == 1:
-            cut = dim.cuts[0]
-            lengths = inputs.cut_lengths(case, dim.name, cut)
-            layout = inputs.layout_function(cut.layout, lengths, scheme.layouts, trusted=True)
+        if len(dim.shardings) == 1:
+            sharding = dim.shardings[0]
+            lengths = inputs.shard_lengths(case, dim.name, sharding)
+            layout = inputs.layout_function(sharding.layout, lengths, scheme.layouts, trusted=True)
             size = row.want.shape[index]
             positions = [
-                np.asarray(rank_positions, dtype=np.int64) for rank_positions in layout(size, case.mesh[cut.axis])
+                np.asarray(rank_positions, dtype=np.int64) for rank_positions in layout(size, case.mesh[sharding.axis])
             ]
-            placed.append(ShardedDim(index, cut.axis, cut.layout, positions))
+            placed.append(ShardedDim(index, sharding.axis, sharding.layout, positions))
     return tuple(placed)
 
 
@@ -168,9 +168,9 @@ def _marked(scheme: Declared, case: CaseSpec, dim: str, ids: np.ndarray) -> dict
 
 
 def _owners_of(scheme: Declared, case: CaseSpec, dim: str) -> dict[str, np.ndarray]:
-    """For each axis that cuts a dim: which of its coordinates holds each position, by the first spec that cuts it."""
+    """For each axis that shards a dim: the coordinate that has each position, by the first spec that shards it."""
     for arg in (*scheme.inputs, *scheme.outputs):
         for part in arg.spec.dims:
-            if part.name == dim and part.cuts:
+            if part.name == dim and part.shardings:
                 return owners(Argument(dim, Spec((part,))), case, scheme.layouts)
     return {}
