@@ -79,6 +79,32 @@ def test_a_mistake_at_zeros_is_no_tie():
     assert declaration.verify(examples=4).verdict == "mismatch"
 
 
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        lambda x, y: torch.where(x == 0.0, y + 1.0, y),
+        lambda x, y: torch.where((x == x[:, :1]).all(-1, keepdim=True), -y, y),
+        lambda x, y: torch.where(x == 0.0, y.detach(), y),
+    ],
+    ids=["one added where x is 0", "sign of rows of equal numbers", "no gradient where x is 0"],
+)
+def test_a_mistake_at_equal_numbers_is_a_mismatch_in_each_example(mistake):
+    """Equal numbers may move by the rounding of others, and their products with them, but not as far as these errors."""
+    declaration = scheme(
+        reference=lambda x, w: x * w, mesh={"tp": (1,)}, inputs={"x": "b v tp=I", "w": "b v tp=I"},
+        outputs="b v tp=I", draw={"x": values("zeros", "ties", "ones")}, dtypes=("float32",),
+    )(lambda mesh, x, w: mistake(x, x * w))  # fmt: skip
+    failed = 0
+    for kind in ("zeros", "ties", "ones"):
+        for seed in range(10):
+            case = declaration.case(tp=1, b=3, v=6, seed=seed)
+            case = case.replace(values={"x": {"kind": kind}, "w": {"kind": "normal"}})
+            report = judge(declaration, case)
+            failed += report.failed
+            assert report.ok or second_look(declaration, report).verdict == "mismatch", str(case)
+    assert failed
+
+
 def mixture(scale=1.0):
     """Each token times the weight of the expert that its logits choose; the logits are stored in bfloat16."""
 
