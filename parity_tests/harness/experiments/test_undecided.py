@@ -89,7 +89,7 @@ def test_a_mistake_at_zeros_is_no_tie():
     ids=["one added where x is 0", "sign of rows of equal numbers", "no gradient where x is 0"],
 )
 def test_a_mistake_at_equal_numbers_is_a_mismatch_in_each_example(mistake):
-    """Equal numbers may move by the rounding of others, and their products with them, but not as far as these errors."""
+    """Equal numbers may move by the rounding of others, and products with them, but not as far as these errors."""
     declaration = scheme(
         reference=lambda x, w: x * w, mesh={"tp": (1,)}, inputs={"x": "b v tp=I", "w": "b v tp=I"},
         outputs="b v tp=I", draw={"x": values("zeros", "ties", "ones")}, dtypes=("float32",),
