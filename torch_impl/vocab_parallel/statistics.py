@@ -101,9 +101,9 @@ def local_column(
     target: Int[Tensor, "*n"], start: int, end: int, elsewhere: int = ON_ANOTHER_RANK
 ) -> Int[Tensor, "*n"]:
     """Column of each target within this rank's ids [start, end), or `elsewhere`."""
-    column = target - start
+    column = target - start if start else target
     is_elsewhere = column.clamp(0, end - start - 1) != column
-    return column.masked_fill_(is_elsewhere, elsewhere).to(torch.int32)
+    return column.masked_fill(is_elsewhere, elsewhere).to(torch.int32)
 
 
 def index_of(column: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
@@ -141,15 +141,15 @@ def block_depths_base_2(
     return block_depths(block, largest, out).mul_(LOG2_E / temperature)
 
 
-def argmax(x: Float[Tensor, "n v"]) -> Int[Tensor, "n 1"]:
-    """The column of the largest entry (of equal ones any), or of a NaN.
+def maximum(x: Float[Tensor, "n v"]) -> tuple[Float[Tensor, "n 1"], Int[Tensor, "n 1"]]:
+    """The largest entry of each row, or a NaN, and its column (of equal ones any).
 
-    On a CPU argmax over a long row takes ten times as long as amax, so the row is split into short stretches: first the
-    maximum of each stretch, then the argmax within the stretch that has the largest.
+    On a CPU the column of the largest entry of a long row takes ten times as long as that entry, so the row is split
+    into short stretches: first the maximum of each stretch, then the column within the stretch that has the largest.
     """
     width = x.shape[-1]
     if not x.is_cpu or width < LONG_ROW:
-        return x.argmax(-1, keepdim=True)
+        return x.max(-1, keepdim=True)
     # 1. The stretch with the largest entry; the last one may be shorter.
     end = width - width % STRETCH
     largest = x[:, :end].unflatten(-1, (-1, STRETCH)).amax(-1)
@@ -158,7 +158,8 @@ def argmax(x: Float[Tensor, "n v"]) -> Int[Tensor, "n 1"]:
     start = largest.argmax(-1, keepdim=True).mul_(STRETCH)
     # 2. Its place within the stretch.
     columns = (start + torch.arange(STRETCH, device=x.device)).clamp_max_(width - 1)
-    return columns.gather(-1, x.gather(-1, columns).argmax(-1, keepdim=True))
+    entry, place = x.gather(-1, columns).max(-1, keepdim=True)
+    return entry, columns.gather(-1, place)
 
 
 def local_statistics(
@@ -184,8 +185,7 @@ def local_statistics(
 
 def _eager_sums(wide: Float[Tensor, "n v"], temperature: float, keeps_depths: bool) -> tuple[Tensor, ...]:
     """m_r, R_r, binary depths and terms of a block; the term of one largest logit is set to 0."""
-    at_largest = argmax(wide)
-    largest = wide.gather(-1, at_largest)
+    largest, at_largest = maximum(wide)
     depths = block_depths_base_2(wide, _finite(largest), temperature)
     del wide  # frees a block before the next one is allocated
     terms = depths.exp2() if keeps_depths else depths.exp2_()
@@ -235,8 +235,9 @@ def from_all_ranks(statistics: Float[Tensor, "f n"], group: ProcessGroup | None)
 def merged_normaliser(m_r: Float[Tensor, "r ..."], rest_r: Float[Tensor, "r ..."], temperature: float) -> Normaliser:
     """m and log(1 + R)."""
     if len(m_r) == 1:
-        visible = m_r[0].clamp_min(0.0).mul_(0.0)  # NaN where the row is NaN or +inf, which has no softmax
-        return Normaliser(m_r[0], visible.add_(rest_r[0]).log1p_())
+        largest = m_r[0]
+        visible = largest.clamp_min(0.0).mul_(0.0)  # NaN where the row is NaN or +inf, which has no softmax
+        return Normaliser(largest, visible.add_(rest_r[0]).log1p_())
     largest, rest, _ = merged_rest(m_r, rest_r, temperature)
     return Normaliser(largest, rest.log1p())
 
