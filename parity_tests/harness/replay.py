@@ -129,10 +129,10 @@ def rerun(case: CaseSpec, source: str, file: str, engine: str | None, repeat: in
 def reruns(case: CaseSpec, source: str, file: str, engine: str | None, repeat: int) -> Iterator[Report]:
     """The reports of a recorded case that is judged so many times."""
     from parity_tests.harness.experiments.notes import from_one_case
-    from parity_tests.harness.experiments.undecided import decided
+    from parity_tests.harness.experiments.undecided import verdict_of
 
     scheme = load_scheme(case, source, file)
     if (engine or case.engine) not in scheme.engines:
         raise ValueError(f"scheme '{scheme.name}': is declared for {', '.join(scheme.engines)} only, not {engine}")
     for _ in range(repeat):
-        yield from_one_case(decided(scheme, case.replace(engine=engine or case.engine)))
+        yield from_one_case(verdict_of(scheme, case.replace(engine=engine or case.engine)))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from parity_tests.harness.declare.declared import Declared
-    from parity_tests.harness.run.program import Program, RankResult
+    from parity_tests.harness.run.program import RankResult
 
 NARROW = ("bfloat16", "float16")
 MORE_ROUNDINGS = (2, 4)  # times the declared number; an error beyond that does not come from storing intermediates

@@ -22,7 +22,7 @@ from parity_tests.harness.draw.drawing import draw_case, fitting_meshes, meshes_
 from parity_tests.harness.draw.strategy import EXAMPLES, SHAPES, every_case, profile
 from parity_tests.harness.experiments.notes import from_one_case, tested
 from parity_tests.harness.experiments.smallest import shrunk
-from parity_tests.harness.experiments.undecided import decided
+from parity_tests.harness.experiments.undecided import verdict_of
 from parity_tests.harness.judge.reference import CLOCK, ReferenceFailure
 from parity_tests.harness.replay import write_replay
 from parity_tests.harness.report.report import Report, merged, mesh_text, sizes
@@ -142,7 +142,7 @@ def _until_one_fails(scheme: Declared, cases: Sequence[CaseSpec]) -> list[Report
     reports: list[Report] = []
     for case in cases:
         if not reports or not reports[-1].failed:
-            reports.append(decided(scheme, case))
+            reports.append(verdict_of(scheme, case))
     return reports
 
 
@@ -174,7 +174,7 @@ def _search(
     def example(case: CaseSpec) -> None:
         if failing and isinstance(failing[-1].failure, Stalled):
             return  # every further example would wait as long; the search ends without a smaller case
-        report = decided(scheme, case)
+        report = verdict_of(scheme, case)
         (failing if report.failed else reports).append(report)
         if progress and not failing:
             progress(len(reports), total)
@@ -198,7 +198,7 @@ _LAST_REPLAY: dict[str, str] = {}
 def check(case: CaseSpec) -> Report:
     """Judge one case and raise unless all four oracles pass; for a failing case a replay file is written."""
     scheme = lookup(case.scheme)
-    report = decided(scheme, case)
+    report = verdict_of(scheme, case)
     if report.undecided is not None and currently_in_test_context():
         reject()  # another example is drawn in its place; where there is none, the test does not pass
     if not report.ok:

@@ -23,7 +23,7 @@ import typer
 
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.experiments.notes import tested
-from parity_tests.harness.experiments.undecided import second_look
+from parity_tests.harness.experiments.undecided import mark_undecided
 from parity_tests.harness.report.report import Report
 from parity_tests.injected_bugs.injected_bug import InjectedBug, patched_text
 from parity_tests.injected_bugs.runner import NOT_TRIED, patched_schemes
@@ -99,7 +99,7 @@ def _headlines(bug: InjectedBug, scheme: Declared, report: Report) -> Headlines:
     after = tested(scheme, report)
     first = next(iter(report.notes))
     return Headlines(
-        bug, report.notes[first][0], after.notes[first][0], second_look(scheme, report).undecided is not None
+        bug, report.notes[first][0], after.notes[first][0], mark_undecided(scheme, report).undecided is not None
     )
 
 

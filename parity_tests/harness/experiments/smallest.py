@@ -16,7 +16,7 @@ from parity_tests.harness.declare.relations import related
 from parity_tests.harness.draw import size_choices
 from parity_tests.harness.draw.drawing import draw_case
 from parity_tests.harness.experiments.cases import own_axes
-from parity_tests.harness.experiments.undecided import decided
+from parity_tests.harness.experiments.undecided import verdict_of
 from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.failure import Stalled
 
@@ -37,7 +37,7 @@ def shrunk(scheme: Declared, report: Report, given_names: Mapping[str, Any]) -> 
             if runs == MOST_RUNS:
                 return report
             runs += 1
-            other = decided(scheme, case)
+            other = verdict_of(scheme, case)
             if _fails_alike(other, report):
                 report = replace(other, smallest=False)
                 break

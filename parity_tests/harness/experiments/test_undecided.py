@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 
 from parity_tests.harness.draw.strategy import every_case
-from parity_tests.harness.experiments.undecided import CHOICE, TIE, second_look
+from parity_tests.harness.experiments.undecided import CHOICE, TIE, mark_undecided
 from parity_tests.harness.report.report import Undecided
 from parity_tests.harness.report.summary import Outcome, as_junit, closing
 from parity_tests.harness.verdict import judge
@@ -39,7 +39,7 @@ def test_zeros_that_are_equal_are_a_tie_too(seed):
     declaration = greatest()
     case = declaration.case(tp=1, b=1, v=6, seed=seed).replace(values={"x": {"kind": "ties"}})
     report = judge(declaration, case)
-    assert report.failed and second_look(declaration, report).verdict == "undecided"
+    assert report.failed and mark_undecided(declaration, report).verdict == "undecided"
 
 
 def test_some_undecided_examples_are_counted_in_a_pass():
@@ -101,7 +101,7 @@ def test_a_mistake_at_equal_numbers_is_a_mismatch_in_each_example(mistake):
             case = case.replace(values={"x": {"kind": kind}, "w": {"kind": "normal"}})
             report = judge(declaration, case)
             failed += report.failed
-            assert report.ok or second_look(declaration, report).verdict == "mismatch", str(case)
+            assert report.ok or mark_undecided(declaration, report).verdict == "mismatch", str(case)
     assert failed
 
 

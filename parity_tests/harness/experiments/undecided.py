@@ -31,13 +31,13 @@ TIE = "equal inputs have no one order or gradient; with distinct ones all is equ
 CHOICE = "the reference jumps as far within the rounding of its inputs"
 
 
-def decided(scheme: Declared, case: CaseSpec) -> Report:
+def verdict_of(scheme: Declared, case: CaseSpec) -> Report:
     """The report of a case; one that fails is looked at again, and may be undecided."""
     report = judge(scheme, case)
-    return report if report.ok else second_look(scheme, report)
+    return report if report.ok else mark_undecided(scheme, report)
 
 
-def second_look(scheme: Declared, report: Report) -> Report:
+def mark_undecided(scheme: Declared, report: Report) -> Report:
     """The report, undecided if the reference jumps as far as every wrong element and nothing else is wrong."""
     wrong = [row for row in report.rows if not row.ok]
     if report.failure is not None or report.protocol or report.cost or report.hygiene or not wrong:
