@@ -20,7 +20,7 @@ from torch_impl.kernels import rows_at
 from torch_impl.layouts import dual_chunk_swap
 from torch_impl.vocab_parallel import fused_logprob
 from torch_impl.vocab_parallel import statistics as st
-from torch_impl.vocab_parallel.fused_logprob import gather_gradient
+from torch_impl.vocab_parallel.fused_logprob import id_cotangents
 
 ROWS, COLUMNS = 4096, 131072  # 1 GiB in bfloat16
 ROUNDS, WARM = 21, 3
@@ -129,7 +129,7 @@ def check(logits: Tensor, backends: tuple[str, ...]) -> None:
 
     def gradient(x: Tensor, g: Tensor, *rest: Tensor) -> Tensor:
         out = torch.empty_like(x)
-        gradient_at_ids = gather_gradient(column.to(x.device), g)
+        gradient_at_ids = id_cotangents(column.to(x.device), g)
         fused_logprob.write_gradient(out, x, st.Normaliser(*rest), gradient_at_ids, None, 1.0, True)
         return out
 
@@ -205,7 +205,7 @@ def _kernel_inputs(logits: Tensor) -> tuple[Tensor, Any, tuple[Tensor, Tensor]]:
     column = st.local_column(_target(logits).unsqueeze(-1), 0, logits.shape[-1])
     largest = logits.amax(-1).float()
     log_total = torch.stack([(row.float() - m).exp().sum().log() for row, m in zip(logits, largest, strict=True)])
-    return column, gather_gradient(column, torch.ones(column.shape, device=logits.device)), (largest, log_total)
+    return column, id_cotangents(column, torch.ones(column.shape, device=logits.device)), (largest, log_total)
 
 
 def _both(backend: str) -> str:

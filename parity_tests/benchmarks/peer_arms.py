@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.functional import cross_entropy, log_softmax
 
-from torch_impl.collectives.plain import gathered
+from torch_impl.collectives.plain import all_gather_concat
 from torch_impl.vocab_parallel import ChunkedDistributedHiddenStatesToLogprobs, vocab_parallel_logprob
 
 
@@ -73,7 +73,9 @@ def whole_vocabulary(inputs: ArmInputs) -> list[Tensor]:
 def gathered_vocabulary(inputs: ArmInputs) -> list[Tensor]:
     """The same, on logits that are first gathered from the ranks."""
     world, shard = inputs.mesh.size(), inputs.shard
-    logits = gathered(shard, inputs.mesh.get_group(), shard.ndim - 1, [shard.shape[-1]] * world).requires_grad_()
+    logits = all_gather_concat(
+        shard, inputs.mesh.get_group(), shard.ndim - 1, [shard.shape[-1]] * world
+    ).requires_grad_()
     out, gradient = backward(_log_softmax_at(logits, inputs.target), [logits], inputs.cotangent)
     return [out, gradient.chunk(world, -1)[inputs.mesh.get_local_rank()].contiguous()]
 

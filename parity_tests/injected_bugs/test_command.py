@@ -42,11 +42,11 @@ def command_line(monkeypatch):
 
 
 def test_it_prints_progress_and_no_warning_of_a_schedule(command_line, caplog, tmp_path):
-    result = command_line("local depth not divided by its sum", "--examples", "20", "--jax-cache", str(tmp_path))
+    result = command_line("local mean not divided by its sum", "--examples", "20", "--jax-cache", str(tmp_path))
     assert result.exit_code == 0, result.output
     lines = result.stderr.splitlines()
     assert [line.partition(" of scheme ")[2][:3] for line in lines[:2]] == ["1/2", "2/2"]
-    assert lines[2:] == ["bug 1/1 local depth not divided by its sum"]
+    assert lines[2:] == ["bug 1/1 local mean not divided by its sum"]
     assert [record.message for record in caplog.records if "micro-batches are fewer" in record.message] == []
 
 

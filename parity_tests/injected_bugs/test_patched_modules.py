@@ -19,7 +19,7 @@ PLAIN = "torch_impl/collectives/plain.py"
 HALVED = InjectedBug(
     name="sum halved",
     kind="scale",
-    at="collectives:summed",
+    at="collectives:all_reduce_sum",
     old="return total.to(x.dtype)\n",
     new="return (total / 2).to(x.dtype)\n",
     expect="value: off by the constant factor",
@@ -38,10 +38,12 @@ def test_a_patched_module_replaces_the_healthy_one_inside_the_block():
 
 
 def test_inspect_reads_the_patched_source():
-    healthy = inspect.getsource(torch_impl.collectives.plain.summed)
+    healthy = inspect.getsource(torch_impl.collectives.plain.all_reduce_sum)
     with PatchedModules.of(HALVED, ["torch_impl.collectives.plain"]) as injected:
-        assert inspect.getsource(injected.modules[0].summed) == healthy.replace(HALVED.old, HALVED.new) != healthy
-    assert inspect.getsource(torch_impl.collectives.plain.summed) == healthy
+        assert (
+            inspect.getsource(injected.modules[0].all_reduce_sum) == healthy.replace(HALVED.old, HALVED.new) != healthy
+        )
+    assert inspect.getsource(torch_impl.collectives.plain.all_reduce_sum) == healthy
 
 
 def test_the_harness_uses_the_patched_code_inside_the_block():
@@ -85,12 +87,12 @@ def test_a_rank_elsewhere_runs_the_patch_and_no_jax():
         import cloudpickle
         def job(x):
             from torch_impl.collectives import plain
-            return plain.summed.__code__.co_consts, "jax" in sys.modules
+            return plain.all_reduce_sum.__code__.co_consts, "jax" in sys.modules
         text = open("torch_impl/collectives/plain.py").read().replace("total.to(x.dtype)", "total.to(x.dtype) * 77")
         job = _unpickled("torch_impl/collectives/plain.py", text, cloudpickle.dumps(job))
         constants, jax = job(None)
         import torch_impl.collectives.plain as healthy
-        sys.exit(77 not in constants or jax or 77 in healthy.summed.__code__.co_consts)
+        sys.exit(77 not in constants or jax or 77 in healthy.all_reduce_sum.__code__.co_consts)
     """
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
 
@@ -107,31 +109,33 @@ def message(bug):
 
 def test_a_stale_bug_names_the_symbol_that_has_its_text_now():
     text = "return total.to(x.dtype)"
-    ending = "its old text is not in collectives:{}, but in at='collectives:summed' (torch_impl/collectives/plain.py)"
+    ending = "its old text is not in collectives:{}, but in at='collectives:all_reduce_sum' (torch_impl/collectives/plain.py)"
     for elsewhere in ("gathered", "no_such_name"):
         assert message(bug(f"collectives:{elsewhere}", text)).endswith(ending.format(elsewhere))
 
 
 def test_a_stale_bug_whose_text_is_gone_names_its_symbol_or_the_nearest():
     begin = "injected bug 'changed' is stale: "
-    assert message(bug("collectives:summed", "no such text")).startswith(f"{begin}its old text does not occur in")
-    assert "there is no collectives:sumed; the nearest name is 'summed'" in message(
-        bug("collectives:sumed", "no such text")
+    assert message(bug("collectives:all_reduce_sum", "no such text")).startswith(
+        f"{begin}its old text does not occur in"
     )
-    assert message(bug("nowhere:summed")).endswith("torch_impl/nowhere has no symbols; old text 'group'")
+    assert "there is no collectives:all_reduce_sun; the nearest name is 'all_reduce_sum'" in message(
+        bug("collectives:all_reduce_sun", "no such text")
+    )
+    assert message(bug("nowhere:all_reduce_sum")).endswith("torch_impl/nowhere has no symbols; old text 'group'")
 
 
 def test_an_ambiguous_bug_is_stale():
-    twice = "times in collectives:summed (torch_impl/collectives/plain.py), not once"
-    assert twice in message(bug("collectives:summed"))
+    twice = "times in collectives:all_reduce_sum (torch_impl/collectives/plain.py), not once"
+    assert twice in message(bug("collectives:all_reduce_sum"))
 
 
 def test_a_bug_is_selected_by_component_or_by_more_of_the_path():
-    for at in ("collectives:summed", "collectives/plain:summed"):
+    for at in ("collectives:all_reduce_sum", "collectives/plain:all_reduce_sum"):
         assert patched_text(bug(at, HALVED.old)).file == "torch_impl/collectives/plain.py"
-    (symbol,) = [symbol for symbol in symbols("collectives/plain") if symbol.name == "summed"]
-    assert source(symbol).startswith("def summed(") and HALVED.old in source(symbol)
-    assert bug("collectives/plain:summed").component == "collectives"
+    (symbol,) = [symbol for symbol in symbols("collectives/plain") if symbol.name == "all_reduce_sum"]
+    assert source(symbol).startswith("def all_reduce_sum(") and HALVED.old in source(symbol)
+    assert bug("collectives/plain:all_reduce_sum").component == "collectives"
 
 
 def test_a_symbol_begins_with_its_decorators_and_lies_in_its_class():

@@ -20,7 +20,7 @@ from torch_impl.kernels.softmax import local_statistics, write_gradient
 from torch_impl.layouts import dual_chunk_swap
 from torch_impl.vocab_parallel import fused_logprob, vocab_parallel_logprob
 from torch_impl.vocab_parallel import statistics as st
-from torch_impl.vocab_parallel.fused_logprob import EntropyGradient, gather_gradient
+from torch_impl.vocab_parallel.fused_logprob import EntropyGradient, id_cotangents
 
 KINDS = values("peaked", "neg_inf_mask", "normal", "ties", "huge")
 STEP = 2  # columns: a row of five has three blocks
@@ -55,7 +55,7 @@ def triton_logprob(mesh, logits, target, temperature):
     reference=logprob_and_negative_entropy,
     outputs=("b s tp=I", "b s tp=I"),
     dtypes=("float32", "bfloat16"),
-    roundings=3,  # log total, depth, gradient
+    roundings=3,  # log total, mean shifted logit, gradient
     cost=one_exchange(4),
     **DECLARED,
 )
@@ -122,20 +122,20 @@ class _InSteps(torch.autograd.Function):
             local_statistics(rows, column, temperature, True, STEP), group
         ).unbind(1)
         normaliser, z_t = st.merged_normaliser(m_r, rest_r, temperature), st.merged_target(z_r)
-        depth = st.merged_depth(m_r, rest_r, d_r, normaliser, temperature)
+        shifted_mean = st.merged_shifted_mean(m_r, rest_r, d_r, normaliser, temperature)
         column = torch.where(z_t.unsqueeze(-1) == torch.inf, st.OUT_OF_VOCABULARY, column)
-        ctx.save_for_backward(logits, *normaliser, column, depth)
+        ctx.save_for_backward(logits, *normaliser, column, shifted_mean)
         ctx.temperature = temperature
-        scores = st.logprob_of(z_t, normaliser, temperature), depth - normaliser.log_total
+        scores = st.logprob_of(z_t, normaliser, temperature), shifted_mean - normaliser.log_total
         return tuple(x.view(target.shape) for x in scores)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, g_logprob, g_entropy):
-        logits, *normaliser, column, depth = ctx.saved_tensors
+        logits, *normaliser, column, shifted_mean = ctx.saved_tensors
         rows = logits.flatten(0, 1)
-        gradient, at_target = torch.empty_like(rows), gather_gradient(column, g_logprob.reshape(-1, 1))
-        entropy = EntropyGradient(depth, g_entropy.reshape(-1))
+        gradient, at_target = torch.empty_like(rows), id_cotangents(column, g_logprob.reshape(-1, 1))
+        entropy = EntropyGradient(shifted_mean, g_entropy.reshape(-1))
         write_gradient(gradient, rows, st.Normaliser(*normaliser), at_target, entropy, ctx.temperature, True, STEP)
         return gradient.view(logits.shape), None, None, None, None, None
 

@@ -16,7 +16,7 @@ from torch_impl.collectives import accumulator
 from torch_impl.kernels.softmax import write_gradient
 from torch_impl.vocab_parallel import fused_logprob
 from torch_impl.vocab_parallel import statistics as st
-from torch_impl.vocab_parallel.fused_logprob import gather_gradient
+from torch_impl.vocab_parallel.fused_logprob import id_cotangents
 
 pytestmark = pytest.mark.skipif(not is_here(), reason=REASON)
 if INTERPRETED:  # a rank's tensors are on the CPU
@@ -38,16 +38,16 @@ def given_to(z, k, temperature=1.0, with_entropy=True):
     return (columns(z, k) if k else None), (g, m, rest.log1p(), *entropy)
 
 
-def of_rows(largest, log_total, depth, g_entropy, at_ids):
+def of_rows(largest, log_total, shifted_mean, g_entropy, at_ids):
     """The arguments of `write_gradient` that stand for rows."""
-    entropy = None if depth is None else fused_logprob.EntropyGradient(depth, g_entropy)
+    entropy = None if shifted_mean is None else fused_logprob.EntropyGradient(shifted_mean, g_entropy)
     return st.Normaliser(largest, log_total), at_ids, entropy
 
 
 def by_kernel(z, column, floats, temperature=1.0, normalised=True, step=4, dtype=None):
     g, *rest = floats
     out = torch.empty(z.shape, dtype=dtype or z.dtype, device=z.device)
-    at_ids = None if column is None else gather_gradient(column, g)
+    at_ids = None if column is None else id_cotangents(column, g)
     write_gradient(out, z, *of_rows(*rest, at_ids), temperature, normalised, step=step)
     return out
 
@@ -61,7 +61,7 @@ def held(z, k, temperature, normalised, with_entropy, step):
 
     def twin(x, g, *rest):
         out = torch.empty_like(x)
-        at_ids = None if column is None else gather_gradient(column.cpu(), g)
+        at_ids = None if column is None else id_cotangents(column.cpu(), g)
         fused_logprob.write_gradient(out, x, *of_rows(*rest, at_ids), temperature, normalised)
         return out
 
@@ -109,7 +109,7 @@ def test_in_place_is_the_same_and_is_seen_by_autograd(strides, k):
     want = by_kernel(z, column, (g, *rest))
     over = z.clone() if strides is None else STRIDES[strides](z)
     version = over._version
-    write_gradient(over, over, *of_rows(*rest, gather_gradient(column, g)), 1.0, True, step=4)
+    write_gradient(over, over, *of_rows(*rest, id_cotangents(column, g)), 1.0, True, step=4)
     assert torch.equal(over, want) and over._version > version
 
 
@@ -117,7 +117,7 @@ def test_columns_outside_of_the_shard_are_not_written():
     z = normal(4, 11).float().to(DEVICE)
     column, (g, *rest) = given_to(z, 3)
     around = torch.full((4, 20), 5.0, device=DEVICE)
-    write_gradient(around[:, 4:15], z, *of_rows(*rest, gather_gradient(column, g)), 1.0, True, step=4)
+    write_gradient(around[:, 4:15], z, *of_rows(*rest, id_cotangents(column, g)), 1.0, True, step=4)
     assert torch.equal(around[:, :4], torch.full((4, 4), 5.0, device=DEVICE))
     assert torch.equal(around[:, 15:], torch.full((4, 5), 5.0, device=DEVICE))
 
@@ -128,7 +128,7 @@ def test_an_empty_shard_has_nothing_to_write(shape):
     rows = [torch.zeros(shape[0], device=DEVICE)] * 2
     column = torch.full((shape[0], 1), -1, dtype=torch.int32, device=DEVICE)
     out = torch.empty_like(z)
-    at_ids = gather_gradient(column, torch.ones(shape[0], 1, device=DEVICE))
+    at_ids = id_cotangents(column, torch.ones(shape[0], 1, device=DEVICE))
     write_gradient(out, z, st.Normaliser(*rows), at_ids, None, 1.0, True)
     assert out.shape == shape
 

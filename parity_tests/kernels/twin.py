@@ -16,7 +16,7 @@ from parity_tests.harness.judge import compare
 from parity_tests.harness.judge.reference import UNIT_ROUNDOFF
 
 DIRECTIONS = 8
-ROUNDINGS = 3  # depth, log-probability, result
+ROUNDINGS = 3  # mean shifted logit, log-probability, result
 
 
 def worst_ratio(got: Tensor, twin: Callable[..., Tensor], floats: Sequence[Tensor | None], terms: int) -> float:

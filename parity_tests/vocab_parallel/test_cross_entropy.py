@@ -18,7 +18,7 @@ DECLARED = dict(
     outputs="b s tp=I",
     dtypes=("float32", "float64", "bfloat16", "float16"),
     reduction=("v",),
-    roundings=3,  # log total, depth, gradient
+    roundings=3,  # log total, mean shifted logit, gradient
     cost=lambda c: Cost(forward=all_gathers(over_tp(c, 5 * c.b * c.s))),
 )
 # Masks and underflow matter where they meet, in one or in both.

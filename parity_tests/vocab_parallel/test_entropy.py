@@ -21,7 +21,7 @@ from torch_impl import vocab_parallel as vp
     rank_options={"chunk_size": (None, 1, 2, 5)},
     dtypes=("float32", "float64", "bfloat16", "float16"),
     reduction=("v",),
-    roundings=3,  # log total, depth, gradient
+    roundings=3,  # log total, mean shifted logit, gradient
     cost=lambda c: Cost(forward=all_gathers(over_tp(c, 3 * c.b * c.s))),
 )
 def chunked_distributed_entropy(mesh, logits, chunk_size):

@@ -53,7 +53,7 @@ def vocab_parallel_logprob(mesh, logits, target, temperature, chunk_size):
     outputs=("b s tp=I", "b s tp=I"),
     rank_options={"chunk_size": (None, 1, 2, 5)},
     cost=one_exchange(4),
-    roundings=3,  # log total, depth, gradient
+    roundings=3,  # log total, mean shifted logit, gradient
     **{**DECLARED, "dtypes": ("float32", "bfloat16")},  # the reference's own slope is no better than float64
 )
 def logprob_with_entropy(mesh, logits, target, temperature, chunk_size):

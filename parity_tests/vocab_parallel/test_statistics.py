@@ -28,8 +28,8 @@ def merged_statistics(mesh, logits):
     local = st.local_statistics(logits, None, 1.0, True)
     m_r, rest_r, d_r = st.from_all_ranks(local, mesh["tp"]).unbind(1)
     normaliser = st.merged_normaliser(m_r, rest_r, 1.0)
-    depth = st.merged_depth(m_r, rest_r, d_r, normaliser, 1.0)
-    return *normaliser, depth - normaliser.log_total
+    shifted_mean = st.merged_shifted_mean(m_r, rest_r, d_r, normaliser, 1.0)
+    return *normaliser, shifted_mean - normaliser.log_total
 
 
 @given(every_case(merged_statistics))
@@ -44,7 +44,7 @@ def test_the_largest_of_a_row_of_any_width(width):
     x[2, width // 2] = torch.nan
     x[3, width - 1] = 9.0
     x[4, 0] = 9.0
-    entry, at_largest = st.maximum(x)
+    entry, at_largest = st.max_and_column(x)
     assert at_largest.shape == (5, 1)
     assert at_largest[2:].flatten().tolist() == [width // 2, width - 1, 0]
     assert torch.equal(x.gather(-1, at_largest)[:2], x[:2].amax(-1, keepdim=True))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives.lengths import dim_from_front, lengths_to_gather, lengths_to_scatter
-from torch_impl.collectives.plain import gathered, scattered_sum
+from torch_impl.collectives.plain import all_gather_concat, reduce_scatter_sum
 from torch_impl.contract import GradientType, Group, ShardedAny, contract
 
 
@@ -78,7 +78,7 @@ class AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, out: str, dim: int, lengths: list[int]) -> Tensor:
         ctx.group, ctx.out, ctx.dim, ctx.lengths = group, out, dim, lengths
-        return gathered(x, group, dim, lengths)
+        return all_gather_concat(x, group, dim, lengths)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
@@ -107,7 +107,7 @@ class ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int, lengths: list[int]) -> Tensor:
         ctx.group, ctx.dim, ctx.lengths = group, dim, lengths
-        return scattered_sum(x, group, dim, lengths)
+        return reduce_scatter_sum(x, group, dim, lengths)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:

@@ -37,7 +37,7 @@ def widened_copy(x: Tensor) -> Tensor:
     return x.to(accumulator(x.dtype), copy=True, memory_format=torch.contiguous_format)
 
 
-def summed(x: Tensor, group: ProcessGroup) -> Tensor:
+def all_reduce_sum(x: Tensor, group: ProcessGroup) -> Tensor:
     """Sum over the group, on every rank. One all_reduce."""
     # all_reduce works in place, so it gets a copy, in float32 or wider: 16-bit addends are rounded once, at the end.
     total = widened_copy(x)
@@ -45,7 +45,7 @@ def summed(x: Tensor, group: ProcessGroup) -> Tensor:
     return total.to(x.dtype)
 
 
-def gathered(x: Tensor, group: ProcessGroup, dim: int, lengths: Sequence[int]) -> Tensor:
+def all_gather_concat(x: Tensor, group: ProcessGroup, dim: int, lengths: Sequence[int]) -> Tensor:
     """The ranks' shards, concatenated along `dim`. One all_gather of the longest shard."""
     # No backend gathers unequal shapes in one message: every shard is padded to the longest.
     longest = max(lengths)
@@ -55,7 +55,7 @@ def gathered(x: Tensor, group: ProcessGroup, dim: int, lengths: Sequence[int]) -
     return _unpadded(full, lengths).movedim(0, dim).contiguous()
 
 
-def stacked(x: Tensor, group: ProcessGroup) -> Tensor:
+def all_gather_stack(x: Tensor, group: ProcessGroup) -> Tensor:
     """The ranks' tensors of one shape, along a new first dim. One all_gather; a view of x in a group of one."""
     if group.size() == 1:
         return x.unsqueeze(0)
@@ -64,7 +64,7 @@ def stacked(x: Tensor, group: ProcessGroup) -> Tensor:
     return stack
 
 
-def scattered_sum(x: Tensor, group: ProcessGroup, dim: int, lengths: Sequence[int]) -> Tensor:
+def reduce_scatter_sum(x: Tensor, group: ProcessGroup, dim: int, lengths: Sequence[int]) -> Tensor:
     """This rank's shard of the sum over the group. One reduce_scatter of shards as long as the longest."""
     longest = max(lengths)
     shards = x.to(accumulator(x.dtype)).movedim(dim, 0).split(list(lengths))
@@ -75,7 +75,7 @@ def scattered_sum(x: Tensor, group: ProcessGroup, dim: int, lengths: Sequence[in
     return total[: lengths[group.rank()]].to(x.dtype).movedim(0, dim).contiguous()
 
 
-def exchanged(x: Tensor, group: ProcessGroup) -> Tensor:
+def all_to_all_equal(x: Tensor, group: ProcessGroup) -> Tensor:
     """Block j of dim 0 to rank j, the received blocks in rank order. One all_to_all; x itself in a group of one."""
     if group.size() == 1:
         return x

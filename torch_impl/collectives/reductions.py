@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torch_impl.collectives.plain import summed, widened_copy
+from torch_impl.collectives.plain import all_reduce_sum, widened_copy
 from torch_impl.contract import GradientType, Group, ShardedAny, contract
 
 
@@ -86,7 +86,7 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, out: str) -> Tensor:
         ctx.group, ctx.out = group, out
-        return summed(x, group)
+        return all_reduce_sum(x, group)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None]:

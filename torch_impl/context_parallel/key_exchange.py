@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from torch_impl.collectives import start_ring_shift
-from torch_impl.collectives.plain import gathered, scattered_sum
+from torch_impl.collectives.plain import all_gather_concat, reduce_scatter_sum
 from torch_impl.context_parallel.block_schedule import BlockSchedule
 
 Buffer = Float[Tensor, "keys 2 b hk p"]  # K and V of some rows in one buffer; rows are split without a copy
@@ -122,7 +122,7 @@ class AllGatherKeys:
     group: ProcessGroup
 
     def keys(self, local: Buffer, schedule: BlockSchedule) -> Iterator[tuple[int, Buffer]]:
-        yield from enumerate(gathered(local, self.group, 0, schedule.counts).split(schedule.counts))
+        yield from enumerate(all_gather_concat(local, self.group, 0, schedule.counts).split(schedule.counts))
 
     def gradients(self, local: Buffer, schedule: BlockSchedule, dtype: torch.dtype, add: AddGradients) -> Buffer:
         # This rank adds into a view of each source's rows; the reduce_scatter then sums the ranks.
@@ -130,4 +130,4 @@ class AllGatherKeys:
         shares = sums.split(schedule.counts)
         for source, keys in self.keys(local, schedule):
             add(source, keys, lambda share=shares[source]: share)
-        return scattered_sum(sums, self.group, 0, schedule.counts)
+        return reduce_scatter_sum(sums, self.group, 0, schedule.counts)

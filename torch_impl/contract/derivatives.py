@@ -1,4 +1,4 @@
-"""What an autograd Function says of its second derivative: right, or an error; never silently left out.
+"""Make a second derivative of an autograd Function right or an error, never silently left out.
 
 Linear Functions call, in backward, the Function that is their transpose, and so can be differentiated any number of
 times. The others compute their gradient outside autograd from saved tensors and are marked `first_derivative_only`.

@@ -28,8 +28,8 @@ STATISTICS_STEP = 4096  # columns that a program of the statistics reads at a ti
 GRADIENT_STEP = 2048  # columns of a program of the gradient
 WARPS = 8
 IDS = 64  # ids that a program takes at a time
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # a finite floor for depths, so that 0 log 0 is 0
-NOT_HERE = tl.constexpr(-1)  # -1 is an id of another rank, a lower column an out-of-vocabulary id
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # a finite floor for shifted logits, so that 0 log 0 is 0
+ON_ANOTHER_RANK = tl.constexpr(-1)  # -1 is an id of another rank, a lower column an out-of-vocabulary id
 
 
 def local_statistics(
@@ -57,7 +57,7 @@ def local_statistics(
             k,
             (2 + k) * n,
             *block.stride(),
-            IS_HEATED=temperature != 1.0,
+            HAS_TEMPERATURE=temperature != 1.0,
             WITH_ENTROPY=with_entropy,
             STEP=min(step, triton.next_power_of_2(max(v, 1))),
             IDS=min(IDS, triton.next_power_of_2(k)) if k else 0,
@@ -78,7 +78,7 @@ def _statistics(
     entropy_at,
     row_stride,
     column_stride,
-    IS_HEATED: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
     WITH_ENTROPY: tl.constexpr,
     STEP: tl.constexpr,
     IDS: tl.constexpr,
@@ -86,36 +86,37 @@ def _statistics(
     # 1. One row, read once, with the running maximum m, R and D of the blocks so far.
     row = tl.program_id(0).to(tl.int64)
     of_row = logits + row * row_stride
-    heat = tl.load(temperature)
-    largest = tl.full((), float("-inf"), heat.dtype)
-    rest = tl.zeros((), heat.dtype)
-    depth = tl.zeros((), heat.dtype)
+    temp = tl.load(temperature)
+    largest = tl.full((), float("-inf"), temp.dtype)
+    rest = tl.zeros((), temp.dtype)
+    shifted_mean = tl.zeros((), temp.dtype)
     for start in range(0, v, STEP):
         columns = start + tl.arange(0, STEP)
         z = tl.load(of_row + columns.to(tl.int64) * column_stride, mask=columns < v, other=float("-inf"))
-        z = z.to(heat.dtype)
-        # 2. The new maximum; depths of this block, and of the old maximum, below it.
+        z = z.to(temp.dtype)
+        # 2. The new maximum; logits of this block, and the old maximum, less it.
         top = tl.maximum(largest, tl.max(z, 0))
         shift = tl.where(tl.abs(top) < float("inf"), top, 0.0)  # a row of -inf: -inf - -inf would be NaN
-        depths = z - shift
+        shifted = z - shift
         above = largest - shift
-        if IS_HEATED:
-            depths = depths / heat
-            above = above / heat
+        if HAS_TEMPERATURE:
+            shifted = shifted / temp
+            above = above / temp
         # 3. Terms of this block; `weight` rescales the sums of the blocks before it.
-        terms = tl.exp(depths)
+        terms = tl.exp(shifted)
         weight = tl.exp(above)
-        tops = tl.sum(tl.where(z == top, terms, 0.0), 0)
+        tied = tl.sum(tl.where(z == top, terms, 0.0), 0)
         below_top = tl.sum(tl.where(z == top, 0.0, terms), 0)
         if WITH_ENTROPY:
             lowered = tl.where(weight > 0.0, above, 0.0)  # 0 * -inf is NaN
-            depth = weight * (depth + (1.0 + rest) * lowered) + tl.sum(terms * tl.maximum(depths, LOWEST), 0)
+            of_block = tl.sum(terms * tl.maximum(shifted, LOWEST), 0)
+            shifted_mean = weight * (shifted_mean + (1.0 + rest) * lowered) + of_block
         # The 1 that was left out counts for its weight once another term is the largest.
-        rest = weight * rest + below_top + tl.where(top > largest, (tops - 1.0) + weight, tops)
+        rest = weight * rest + below_top + tl.where(top > largest, (tied - 1.0) + weight, tied)
         largest = top
     # A maximum passes over NaN; the sum does not.
     largest = tl.where((rest != rest) & (largest < float("inf")), float("nan"), largest)
-    # 4. Store m and R, the logits at the ids of this rank, and the mean depth.
+    # 4. Store m and R, the logits at the ids of this rank, and the mean shifted logit.
     tl.store(out + row, largest)
     tl.store(out + n + row, rest)
     if IDS > 0:
@@ -123,13 +124,13 @@ def _statistics(
             slot = first + tl.arange(0, IDS)
             column = tl.load(ids + row * k + slot, mask=slot < k, other=-1).to(tl.int64)
             z_t = tl.load(of_row + column * column_stride, mask=column >= 0, other=float("inf"))
-            tl.store(out + (2 + slot.to(tl.int64)) * n + row, z_t.to(heat.dtype), mask=slot < k)
+            tl.store(out + (2 + slot.to(tl.int64)) * n + row, z_t.to(temp.dtype), mask=slot < k)
     if WITH_ENTROPY:
-        tl.store(out + entropy_at + row, depth / (1.0 + rest))
+        tl.store(out + entropy_at + row, shifted_mean / (1.0 + rest))
 
 
-class GatherGradient(Protocol):
-    """`vocab_parallel.fused_logprob.GatherGradient`: columns that are looked up, and sums of their cotangents."""
+class IdCotangents(Protocol):
+    """`vocab_parallel.fused_logprob.IdCotangents`: columns that are looked up, and sums of their cotangents."""
 
     @property
     def column(self) -> Int[Tensor, "n k"]: ...
@@ -145,7 +146,7 @@ def write_gradient(
     out: Float[Tensor, "n v"],
     block: Float[Tensor, "n v"],
     normaliser: tuple[Float[Tensor, " n"], Float[Tensor, " n"]],
-    at_ids: GatherGradient | None,
+    at_ids: IdCotangents | None,
     entropy: tuple[Float[Tensor, " n"], Float[Tensor, " n"]] | None,
     temperature: float,
     normalised: bool,
@@ -159,10 +160,10 @@ def write_gradient(
     unread = largest = normaliser.largest
     k = 0 if at_ids is None else at_ids.column.shape[-1]
     column, g_same, total = (unread,) * 3 if at_ids is None else (at_ids.column, at_ids.g_same, at_ids.g_total)
-    slope = (unread, unread) if entropy is None else entropy
-    heat = torch.full((1,), temperature, dtype=largest.dtype, device=largest.device)
-    of_rows = [x.contiguous() for x in (*normaliser, *slope, column, g_same)]
-    settings = dict(IS_HEATED=temperature != 1.0, IS_NORMALISED=normalised, WITH_ENTROPY=entropy is not None)
+    entropy_rows = (unread, unread) if entropy is None else entropy
+    temp = torch.full((1,), temperature, dtype=largest.dtype, device=largest.device)
+    of_rows = [x.contiguous() for x in (*normaliser, *entropy_rows, column, g_same)]
+    settings = dict(HAS_TEMPERATURE=temperature != 1.0, IS_NORMALISED=normalised, WITH_ENTROPY=entropy is not None)
     width = min(step, triton.next_power_of_2(v))
     with torch.cuda.device_of(block):
         # Before the first kernel: `out` may be `block`, and the second kernel reads logits at the ids.
@@ -170,7 +171,7 @@ def write_gradient(
         _gradient[(n, triton.cdiv(v, width))](
             out,
             block,
-            heat,
+            temp,
             *of_rows,
             total.contiguous(),
             v,
@@ -185,7 +186,7 @@ def write_gradient(
         if at_ids is not None and at_ids.g_other is not None and looked_up is not None:
             width = min(IDS, triton.next_power_of_2(k))
             _gradient_at_ids[(n, triton.cdiv(k, width))](
-                out, looked_up, heat, *of_rows, at_ids.g_other.contiguous(), k, *out.stride(), IDS=width, **settings
+                out, looked_up, temp, *of_rows, at_ids.g_other.contiguous(), k, *out.stride(), IDS=width, **settings
             )
     # Autograd does not see what a Triton kernel writes in place.
     torch.autograd.graph.increment_version(out)
@@ -198,7 +199,7 @@ def _gradient(
     temperature,
     largest,
     log_total,
-    depth,
+    shifted_mean,
     g_entropy,
     ids,
     g_same,
@@ -209,7 +210,7 @@ def _gradient(
     out_column_stride,
     row_stride,
     column_stride,
-    IS_HEATED: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
     IS_NORMALISED: tl.constexpr,
     WITH_ENTROPY: tl.constexpr,
     STEP: tl.constexpr,
@@ -220,11 +221,13 @@ def _gradient(
     columns = start + tl.arange(0, STEP)
     inside = columns < v
     places = columns.to(tl.int64)
-    heat = tl.load(temperature)
-    z = tl.load(logits + row * row_stride + places * column_stride, mask=inside, other=float("-inf")).to(heat.dtype)
-    log_p, slope = _log_p_and_slope(z, row, heat, largest, log_total, depth, g_entropy, IS_HEATED, WITH_ENTROPY)
+    temp = tl.load(temperature)
+    z = tl.load(logits + row * row_stride + places * column_stride, mask=inside, other=float("-inf")).to(temp.dtype)
+    log_p, entropy_term = _log_p_and_entropy_term(
+        z, row, temp, largest, log_total, shifted_mean, g_entropy, HAS_TEMPERATURE, WITH_ENTROPY
+    )
     # 1. Log-probability: -p times the sum of cotangents; at a single id 1 - p, at several the second kernel writes.
-    gradient = tl.zeros((STEP,), heat.dtype)
+    gradient = tl.zeros((STEP,), temp.dtype)
     if IDS > 0:
         if IS_NORMALISED:
             gradient = tl.exp(log_p) * -tl.load(total + row)
@@ -232,24 +235,24 @@ def _gradient(
             column = tl.load(ids + row)
             if (column >= start) & (column < start + STEP):
                 g = tl.load(g_same + row)
-                at_id = tl.zeros((STEP,), heat.dtype) + g
+                at_id = tl.zeros((STEP,), temp.dtype) + g
                 if IS_NORMALISED:
                     at_id = _one_minus_exp(log_p) * g
                 gradient = tl.where(columns == column, at_id, gradient)
-            out_of_vocabulary = column < NOT_HERE
+            out_of_vocabulary = column < ON_ANOTHER_RANK
         else:
             highest = tl.full((), -2147483648, tl.int32)  # no gradient if all ids are out of the vocabulary
             for first in range(0, k, IDS):
                 slot = first + tl.arange(0, IDS)
                 id_columns = tl.load(ids + row * k + slot, mask=slot < k, other=-2147483648)
                 highest = tl.maximum(highest, tl.max(id_columns, 0))
-            out_of_vocabulary = highest < NOT_HERE
+            out_of_vocabulary = highest < ON_ANOTHER_RANK
         gradient = tl.where(out_of_vocabulary, 0.0, gradient)  # selected, since 0 * NaN is NaN
     # 2. Entropy, temperature, and one rounding to the dtype of the output.
     if WITH_ENTROPY:
-        gradient += slope
-    if IS_HEATED:
-        gradient = gradient / heat
+        gradient += entropy_term
+    if HAS_TEMPERATURE:
+        gradient = gradient / temp
     written_to = out + row * out_row_stride + places * out_column_stride
     tl.store(written_to, gradient.to(out.dtype.element_ty), mask=inside)
 
@@ -261,7 +264,7 @@ def _gradient_at_ids(
     temperature,
     largest,
     log_total,
-    depth,
+    shifted_mean,
     g_entropy,
     ids,
     g_same,
@@ -269,7 +272,7 @@ def _gradient_at_ids(
     k,
     out_row_stride,
     out_column_stride,
-    IS_HEATED: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
     IS_NORMALISED: tl.constexpr,
     WITH_ENTROPY: tl.constexpr,
     IDS: tl.constexpr,
@@ -277,39 +280,41 @@ def _gradient_at_ids(
     row = tl.program_id(0).to(tl.int64)
     slot = tl.program_id(1) * IDS + tl.arange(0, IDS)
     at = row * k + slot
-    heat = tl.load(temperature)
+    temp = tl.load(temperature)
     column = tl.load(ids + at, mask=slot < k, other=-1).to(tl.int64)
     gradient = tl.load(g_same + at, mask=slot < k, other=0.0)
-    z = tl.load(looked_up + at, mask=slot < k, other=float("-inf")).to(heat.dtype)
-    log_p, slope = _log_p_and_slope(z, row, heat, largest, log_total, depth, g_entropy, IS_HEATED, WITH_ENTROPY)
+    z = tl.load(looked_up + at, mask=slot < k, other=float("-inf")).to(temp.dtype)
+    log_p, entropy_term = _log_p_and_entropy_term(
+        z, row, temp, largest, log_total, shifted_mean, g_entropy, HAS_TEMPERATURE, WITH_ENTROPY
+    )
     if IS_NORMALISED:
         # Cotangents of equal ids times 1 - p, those of the row's other ids times -p.
         from_other_ids = tl.exp(log_p) * tl.load(g_other + at, mask=slot < k, other=0.0)
         gradient = _one_minus_exp(log_p) * gradient - from_other_ids
     if WITH_ENTROPY:
-        gradient += slope
-    if IS_HEATED:
-        gradient = gradient / heat
+        gradient += entropy_term
+    if HAS_TEMPERATURE:
+        gradient = gradient / temp
     # Equal ids write equal numbers, in whatever order.
     written_to = out + row * out_row_stride + column * out_column_stride
     tl.store(written_to, gradient.to(out.dtype.element_ty), mask=column >= 0)
 
 
 @triton.jit
-def _log_p_and_slope(
-    z, row, heat, largest, log_total, depth, g_entropy, IS_HEATED: tl.constexpr, WITH_ENTROPY: tl.constexpr
+def _log_p_and_entropy_term(
+    z, row, temp, largest, log_total, shifted_mean, g_entropy, HAS_TEMPERATURE: tl.constexpr, WITH_ENTROPY: tl.constexpr
 ):
     """(log p, the entropy's part of the gradient) at some logits of a row."""
-    depths = z - tl.load(largest + row)
-    if IS_HEATED:
-        depths = depths / heat
-    log_p = depths - tl.load(log_total + row)
-    slope = tl.zeros_like(z)
+    shifted = z - tl.load(largest + row)
+    if HAS_TEMPERATURE:
+        shifted = shifted / temp
+    log_p = shifted - tl.load(log_total + row)
+    entropy_term = tl.zeros_like(z)
     if WITH_ENTROPY:
         g = tl.load(g_entropy + row)
-        slope = tl.exp(log_p) * (tl.maximum(depths, LOWEST) - tl.load(depth + row)) * g
-        slope = tl.where(g == 0.0, 0.0, slope)  # selected, since 0 * NaN is NaN
-    return log_p, slope
+        entropy_term = tl.exp(log_p) * (tl.maximum(shifted, LOWEST) - tl.load(shifted_mean + row)) * g
+        entropy_term = tl.where(g == 0.0, 0.0, entropy_term)  # selected, since 0 * NaN is NaN
+    return log_p, entropy_term
 
 
 @triton.jit

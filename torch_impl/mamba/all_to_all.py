@@ -12,7 +12,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torch_impl.collectives.plain import exchanged
+from torch_impl.collectives.plain import all_to_all_equal
 from torch_impl.contract import Group, ShardedAny, contract
 from torch_impl.kernels import rows_at
 from torch_impl.layouts import (
@@ -40,8 +40,8 @@ class _AllToAll(torch.autograd.Function):
             shape = list(input_.shape)
             raise ValueError(f"mamba._AllToAll: input_ is {shape}; cp={group.size()} ranks share dim 0 equally")
         ctx.group = group
-        # In a group of one `exchanged` returns input_ itself; to autograd the output is another tensor.
-        received = exchanged(input_, group)
+        # In a group of one `all_to_all_equal` returns input_ itself; to autograd the output is another tensor.
+        received = all_to_all_equal(input_, group)
         return received.view_as(received) if received is input_ else received
 
     @staticmethod

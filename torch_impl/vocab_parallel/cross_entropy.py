@@ -54,7 +54,7 @@ class DistributedCrossEntropy(torch.autograd.Function):
         ctx.inference_only = inference_only
         if not inference_only:
             ctx.save_for_backward(student_logits, target_logits, *q, *p)
-        return q.log_total - st.merged_cross_depth(m_q, m_p, rest_p, x_r, q, p)
+        return q.log_total - st.merged_cross_mean(m_q, m_p, rest_p, x_r, q, p)
 
     @staticmethod
     @first_derivative_only
@@ -67,8 +67,8 @@ class DistributedCrossEntropy(torch.autograd.Function):
         for part, (student_block, target_block) in aligned_row_blocks((student, target), rows_per_block(student, None)):
             # q and p are computed again from the logits, block by block: no probability is saved.
             m_q, log_total_q, m_p, log_total_p, g = (x[part] for x in per_row)
-            log_q = st.block_depths(_no_narrower(student_block, g.dtype), m_q).sub_(log_total_q)
-            log_p = st.block_depths(_no_narrower(target_block, g.dtype), m_p).sub_(log_total_p)
+            log_q = st.shifted_block(_no_narrower(student_block, g.dtype), m_q).sub_(log_total_q)
+            log_p = st.shifted_block(_no_narrower(target_block, g.dtype), m_p).sub_(log_total_p)
             gradient[part] = _difference(log_q, log_p).mul_(g)
         return gradient.view(student.shape), None, None, None
 
@@ -89,13 +89,13 @@ def _no_narrower(block: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _local_statistics(student: Float[Tensor, "*a v"], target: Float[Tensor, "*a v"]) -> Float[Tensor, "f n"]:
-    """Rows m_r and R_r of the student, then of the target, and the cross depth, one row block at a time."""
+    """Rows m_r and R_r of the student, then of the target, and the cross mean, one row block at a time."""
     dtype = torch.promote_types(accumulator(student.dtype), accumulator(target.dtype))
     statistics = torch.empty(5, student.shape[:-1].numel(), dtype=dtype, device=student.device)
     local = block_function(st.local_statistics, LogprobOptions(None), student)
     for part, blocks in aligned_row_blocks((student, target), rows_per_block(student, None)):
         q_block, p_block = (_no_narrower(block, dtype) for block in blocks)
         q, p = (local(block, None, 1.0, False) for block in (q_block, p_block))
-        x_r = st.local_cross_depth(q_block, p_block, q[0], p[0], p[1])
+        x_r = st.local_cross_mean(q_block, p_block, q[0], p[0], p[1])
         statistics[:, part] = torch.cat([q, p, x_r.unsqueeze(0)])
     return statistics

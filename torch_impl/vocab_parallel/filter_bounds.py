@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from torch_impl.vocab_parallel.statistics import depths_of, row_blocks, rows_per_block
+from torch_impl.vocab_parallel.statistics import row_blocks, rows_per_block, shifted_by
 
 # An entry takes 8 bytes and its logit. With at most this many a block, all lists stay below 1/20 of the logits.
 SHORT, SHARE = 64, 128
@@ -67,7 +67,7 @@ def room_for(rest: Float[Tensor, "*n"], top_p: float) -> Float[Tensor, "*n"]:
 
 def weight_of(z: Float[Tensor, "*n"], largest: Float[Tensor, "*#n"], temperature: float) -> Float[Tensor, "*n"]:
     """exp((z - m) / temperature)."""
-    return depths_of(z, largest, temperature).exp()
+    return shifted_by(z, largest, temperature).exp()
 
 
 def ties_within(

@@ -80,7 +80,7 @@ def forward(ctx: Any, logits: Tensor, ids: Tensor | None, options: LogprobOption
     m_r, rest_r = statistics[:, 0], statistics[:, 1]
     normaliser = st.merged_normaliser(m_r, rest_r, options.temperature)
     # 3. The outputs. An id is outside the vocabulary if no rank has its logit: its score is 0.
-    outputs, depth, leading = [], None, logits.shape[:-1]
+    outputs, shifted_mean, leading = [], None, logits.shape[:-1]
     if ids is not None and column is not None:
         z_t = st.merged_target(statistics[:, 2 : 2 + column.shape[-1]])
         if not has_full_rows:
@@ -88,13 +88,13 @@ def forward(ctx: Any, logits: Tensor, ids: Tensor | None, options: LogprobOption
         normaliser_of_ids = [x.view(*leading, 1) if options.has_id_dim else x.view(leading) for x in normaliser]
         outputs.append(_score(z_t.mT.reshape(ids.shape), st.Normaliser(*normaliser_of_ids), options))
     if options.with_entropy:
-        depth = st.merged_depth(m_r, rest_r, statistics[:, -1], normaliser, options.temperature)
-        outputs.append(depth.view(leading) - normaliser.log_total.view(leading))
+        shifted_mean = st.merged_shifted_mean(m_r, rest_r, statistics[:, -1], normaliser, options.temperature)
+        outputs.append(shifted_mean.view(leading) - normaliser.log_total.view(leading))
     # 4. What backward needs: the logits by reference, and 12 bytes per token and target.
     ctx.options = options
     ctx.set_materialize_grads(False)
     if not options.inference_only:
-        ctx.save_for_backward(logits, *normaliser, column, depth)
+        ctx.save_for_backward(logits, *normaliser, column, shifted_mean)
     return tuple(outputs)
 
 
@@ -103,15 +103,15 @@ def backward(ctx: Any, *cotangents: Tensor | None) -> Tensor:
     options: LogprobOptions = ctx.options
     if options.inference_only:
         raise RuntimeError(NOTHING_SAVED)
-    logits, largest, log_total, column, depth = ctx.saved_tensors
+    logits, largest, log_total, column, shifted_mean = ctx.saved_tensors
     logits = logits.detach()  # shares the version counter: autograd sees a gradient written over the logits
     gradient = None if options.inplace_gradient else logits.new_empty(largest.numel(), logits.shape[-1])
     g_logprob = None if column is None else cotangents[0]
     g_entropy = cotangents[-1] if options.with_entropy else None
-    entropy = None if g_entropy is None else EntropyGradient(depth, g_entropy.reshape(-1))
+    entropy = None if g_entropy is None else EntropyGradient(shifted_mean, g_entropy.reshape(-1))
     at_ids = None
     if g_logprob is not None and column is not None and column.numel():
-        at_ids = gather_gradient(column, g_logprob.reshape(column.shape))
+        at_ids = id_cotangents(column, g_logprob.reshape(column.shape))
     backend = backend_of(options, logits)
     write = implementation_of(write_gradient, backend)
     for part, block in row_blocks(logits, rows_at_once(logits, options.chunk_size, backend)):
@@ -126,7 +126,7 @@ def write_gradient(
     out: Float[Tensor, "n v"],
     block: Float[Tensor, "n v"],
     normaliser: st.Normaliser,
-    at_ids: GatherGradient | None,
+    at_ids: IdCotangents | None,
     entropy: EntropyGradient | None,
     temperature: float,
     normalised: bool,
@@ -144,12 +144,12 @@ def write_gradient(
     if at_ids is not None:
         index = st.index_of(at_ids.column)
         z_t = block.gather(-1, index).to(normaliser.largest.dtype)
-        term = _terms_at_ids(z_t, normaliser, at_ids, entropy, temperature, normalised)
+        term = _gradient_of_ids(z_t, normaliser, at_ids, entropy, temperature, normalised)
     # 2. The gradient of every column, as if it were no id's; then that at the ids.
     g = at_ids.g_total if at_ids is not None and normalised else None
-    gradient = _terms_of_no_id(block, normaliser, g, entropy, temperature, buffer)
+    gradient = _dense_gradient(block, normaliser, g, entropy, temperature, buffer)
     if index is not None and term is not None:
-        gradient = _put(gradient, index, term)
+        gradient = _scatter_at_ids(gradient, index, term)
     # 3. Rows of which nothing is differentiated, as at ids outside the vocabulary and dropped positions, are set to 0,
     #    not multiplied by 0, since 0 * NaN is NaN.
     unused = [x.is_unused for x in (at_ids, entropy) if x is not None]
@@ -159,7 +159,7 @@ def write_gradient(
         out.copy_(gradient)
 
 
-def _terms_of_no_id(
+def _dense_gradient(
     block: Float[Tensor, "n v"],
     normaliser: st.Normaliser,
     g: Float[Tensor, " n"] | None,
@@ -169,22 +169,22 @@ def _terms_of_no_id(
 ) -> Float[Tensor, "n v"]:
     """p (g_h (log p - h) - g) / temperature: the gradient at a column that is no id; in `buffer` where there is one.
 
-    With b = (z - m) / temperature it is exp(b) (g_h (b - d) - g) / total. What is the same for a whole row is
+    With b = (z - m) / temperature it is exp(b) (g_h (b - d) - g) / denominator. What is the same for a whole row is
     multiplied in once per row.
     """
-    shift = normaliser.largest.unsqueeze(-1)
-    total = normaliser.log_total.exp().mul_(temperature)
+    largest = normaliser.largest.unsqueeze(-1)
+    denominator = normaliser.log_total.exp().mul_(temperature)
     if entropy is None:
         if g is None:
-            return torch.zeros(block.shape, dtype=shift.dtype, device=block.device)
-        terms = st.block_depths_base_2(block, shift, temperature, buffer).exp2_()
-        return terms.mul_((g / total).neg_().unsqueeze(-1))
-    depths = st.block_depths_base_2(block, shift, temperature)
-    terms = depths.exp2()
-    offset = entropy.depth * entropy.g if g is None else torch.addcmul(g, entropy.depth, entropy.g)
-    slope = (entropy.g / (st.LOG2_E * total)).unsqueeze(-1)
-    row_offset = (offset / total).neg_().unsqueeze(-1)
-    return torch.addcmul(row_offset, st.with_floor(depths), slope, out=depths).mul_(terms)
+            return torch.zeros(block.shape, dtype=largest.dtype, device=block.device)
+        terms = st.shifted_block_base_2(block, largest, temperature, buffer).exp2_()
+        return terms.mul_((g / denominator).neg_().unsqueeze(-1))
+    shifted = st.shifted_block_base_2(block, largest, temperature)
+    terms = shifted.exp2()
+    offset = entropy.shifted_mean * entropy.g if g is None else torch.addcmul(g, entropy.shifted_mean, entropy.g)
+    slope = (entropy.g / (st.LOG2_E * denominator)).unsqueeze(-1)
+    row_offset = (offset / denominator).neg_().unsqueeze(-1)
+    return torch.addcmul(row_offset, st.with_floor(shifted), slope, out=shifted).mul_(terms)
 
 
 def _score(z_t: Float[Tensor, "*a"], normaliser: st.Normaliser, options: LogprobOptions) -> Float[Tensor, "*a"]:
@@ -195,9 +195,9 @@ def _score(z_t: Float[Tensor, "*a"], normaliser: st.Normaliser, options: Logprob
 
 
 class EntropyGradient(NamedTuple):
-    """The cotangent of the entropy, and the mean depth that its gradient is relative to."""
+    """The cotangent of the entropy, and the mean shifted logit that its gradient is relative to."""
 
-    depth: Float[Tensor, " n"]
+    shifted_mean: Float[Tensor, " n"]
     g: Float[Tensor, " n"]
 
     @property
@@ -206,11 +206,11 @@ class EntropyGradient(NamedTuple):
 
     def rows(self, part: slice) -> EntropyGradient:
         """Some of the rows."""
-        return EntropyGradient(rows_of(self.depth, part), rows_of(self.g, part))
+        return EntropyGradient(rows_of(self.shifted_mean, part), rows_of(self.g, part))
 
 
-class GatherGradient(NamedTuple):
-    """The gradient of looked-up ids, slot by slot, as sums of cotangents.
+class IdCotangents(NamedTuple):
+    """The cotangents of looked-up ids, slot by slot, summed as their gradient needs them.
 
     A slot is one of the k places of a row's ids. At the column of an id the gradient is g_same (1 - p) - p g_other,
     elsewhere -p g_total: sums of the cotangents of the slots with the same id, with other ids, and of all slots. Each
@@ -224,20 +224,20 @@ class GatherGradient(NamedTuple):
     g_total: Float[Tensor, " n"]
     is_unused: Bool[Tensor, "n 1"]  # rows that look up out-of-vocabulary ids alone
 
-    def rows(self, part: slice) -> GatherGradient:
+    def rows(self, part: slice) -> IdCotangents:
         """Some of the rows."""
         if part.stop - part.start == len(self.column):
             return self
         g_other = None if self.g_other is None else self.g_other[part]
-        return GatherGradient(self.column[part], self.g_same[part], g_other, self.g_total[part], self.is_unused[part])
+        return IdCotangents(self.column[part], self.g_same[part], g_other, self.g_total[part], self.is_unused[part])
 
 
-def gather_gradient(column: Int[Tensor, "n k"], g: Float[Tensor, "n k"]) -> GatherGradient:
+def id_cotangents(column: Int[Tensor, "n k"], g: Float[Tensor, "n k"]) -> IdCotangents:
     """The sums of cotangents g of k >= 1 columns; an id outside the vocabulary adds nothing."""
     is_outside = column == st.OUT_OF_VOCABULARY
     g = g.masked_fill(is_outside, 0.0)
     if column.shape[-1] == 1:
-        return GatherGradient(column, g, None, g.squeeze(-1), is_outside)
+        return IdCotangents(column, g, None, g.squeeze(-1), is_outside)
     # 1. Sorted by id, slots of equal ids are adjacent: from `first` up to, not including, `past`.
     column = column.contiguous()
     in_order, order = column.sort(-1)
@@ -254,13 +254,13 @@ def gather_gradient(column: Int[Tensor, "n k"], g: Float[Tensor, "n k"]) -> Gath
     source = torch.where(column >= 0, slot, order[:, -1:])
     g_other = (before + after).gather(-1, source)
     is_unused = is_outside.all(-1, keepdim=True)
-    return GatherGradient(column.gather(-1, source), g_same.gather(-1, source), g_other, g.sum(-1), is_unused)
+    return IdCotangents(column.gather(-1, source), g_same.gather(-1, source), g_other, g.sum(-1), is_unused)
 
 
-def _terms_at_ids(
+def _gradient_of_ids(
     z_t: Float[Tensor, "n k"],
     normaliser: st.Normaliser,
-    at_ids: GatherGradient,
+    at_ids: IdCotangents,
     entropy: EntropyGradient | None,
     temperature: float,
     normalised: bool,
@@ -273,7 +273,7 @@ def _terms_at_ids(
     is_here = at_ids.column >= 0
     if not normalised and entropy is None:
         return at_ids.g_same.where(is_here, 0.0).div_(temperature)
-    b = st.depths_of(z_t, normaliser.largest.unsqueeze(-1), temperature)
+    b = st.shifted_by(z_t, normaliser.largest.unsqueeze(-1), temperature)
     log_p = b - normaliser.log_total.unsqueeze(-1)
     p = log_p.exp()
     if normalised:
@@ -285,12 +285,14 @@ def _terms_at_ids(
         term = at_ids.g_same.where(is_here, 0.0)
     if entropy is not None:
         # A masked logit has gradient 0: 0 log 0 is 0.
-        slope = p * (b.clamp_min(st.LOWEST_DEPTH) - entropy.depth.unsqueeze(-1))
-        term += slope * entropy.g.unsqueeze(-1)
+        derivative = p * (b.clamp_min(st.LOWEST_SHIFTED) - entropy.shifted_mean.unsqueeze(-1))
+        term += derivative * entropy.g.unsqueeze(-1)
     return term if temperature == 1.0 else term.div_(temperature)
 
 
-def _put(gradient: Float[Tensor, "n v"], index: Int[Tensor, "n k"], term: Float[Tensor, "n k"]) -> Float[Tensor, "n v"]:
+def _scatter_at_ids(
+    gradient: Float[Tensor, "n v"], index: Int[Tensor, "n k"], term: Float[Tensor, "n k"]
+) -> Float[Tensor, "n v"]:
     """The terms at the ids' columns, in place if eager. Compiled, a comparison is fused, and a scatter is not."""
     if torch.compiler.is_compiling() and index.shape[-1] == 1:
         return torch.where(torch.arange(gradient.shape[-1], device=gradient.device) == index, term, gradient)

@@ -19,17 +19,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import accumulator, uncast
-from torch_impl.collectives.plain import gathered, scattered_sum, summed
+from torch_impl.collectives.plain import all_gather_concat, all_reduce_sum, reduce_scatter_sum
 from torch_impl.contract import Group, Sharded, ShardedIds, ShardedInt, contract, dtype_name
 from torch_impl.contract.derivatives import first_derivative_only
 from torch_impl.vocab_parallel import statistics as st
 from torch_impl.vocab_parallel.fused_logprob import (
     NOTHING_SAVED,
-    GatherGradient,
+    IdCotangents,
     LogprobOptions,
     backend_of,
     block_function,
-    gather_gradient,
+    id_cotangents,
     rows_at_once,
     write_gradient,
 )
@@ -249,19 +249,22 @@ def _backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | 
     with uncast(hidden.device):
         states = _all_positions(ctx, hidden)
         positions = chunk_positions(states, len(weight), ctx.chunk_size)
-        at_ids = gather_gradient(column, grad_outputs[0].T.reshape(-1, 1))
+        at_ids = id_cotangents(column, grad_outputs[0].T.reshape(-1, 1))
         d_hidden, d_weight = gradients(
             states, weight, at_ids, st.Normaliser(*normaliser), positions, (of_hidden, of_weight)
         )
     if d_hidden is not None:  # each rank's term covers its own columns of the logits
         lengths = [len(hidden)] * ctx.group.size()
-        d_hidden = scattered_sum(d_hidden, ctx.group, 0, lengths) if ctx.is_sharded else summed(d_hidden, ctx.group)
+        if ctx.is_sharded:
+            d_hidden = reduce_scatter_sum(d_hidden, ctx.group, 0, lengths)
+        else:
+            d_hidden = all_reduce_sum(d_hidden, ctx.group)
     return d_hidden, d_weight
 
 
 def _all_positions(ctx: Any, hidden: Float[Tensor, "l b d"]) -> Float[Tensor, "s b d"]:
     """All positions: "s/tp b d" -> "s b d" where the hidden states are sequence-parallel."""
-    return gathered(hidden, ctx.group, 0, [len(hidden)] * ctx.group.size()) if ctx.is_sharded else hidden
+    return all_gather_concat(hidden, ctx.group, 0, [len(hidden)] * ctx.group.size()) if ctx.is_sharded else hidden
 
 
 def chunk_positions(hidden: Float[Tensor, "s b d"], width: int, chunk_size: int | None) -> int:
@@ -288,7 +291,7 @@ def chunk_statistics(
 def gradients(
     hidden: Float[Tensor, "s b d"],
     weight: Float[Tensor, "v d"],
-    at_ids: GatherGradient,
+    at_ids: IdCotangents,
     normaliser: st.Normaliser,
     positions: int,
     needs_gradient: tuple[bool, bool],
@@ -320,7 +323,7 @@ def _put_statistics(
 
 
 def _turn_into_gradient(
-    logits: Float[Tensor, "m v"], at_ids: GatherGradient, normaliser: st.Normaliser, part: slice
+    logits: Float[Tensor, "m v"], at_ids: IdCotangents, normaliser: st.Normaliser, part: slice
 ) -> None:
     """Logits of a chunk, overwritten by their gradient, which is rounded once."""
     write = block_function(write_gradient, FULL_ROWS, logits)

@@ -71,15 +71,15 @@ def vocab_parallel_logprob(
             "pass vocab_parallel_logits.contiguous() or inplace_gradient=False"
         )
     options = LogprobOptions(
-        tp_group,
-        vocab_start_index,
-        vocab_end_index,
-        temperature,
-        with_entropy,
-        chunk_size,
-        inference_only,
-        inplace_gradient,
-        backend,
+        group=tp_group,
+        vocab_start=vocab_start_index,
+        vocab_end=vocab_end_index,
+        temperature=temperature,
+        with_entropy=with_entropy,
+        chunk_size=chunk_size,
+        inference_only=inference_only,
+        inplace_gradient=inplace_gradient,
+        backend=backend,
     )
     outputs = FusedLogprob.apply(vocab_parallel_logits, target, options)
     return outputs if with_entropy else outputs[0]

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import all_gather
-from torch_impl.collectives.plain import gathered
+from torch_impl.collectives.plain import all_gather_concat
 from torch_impl.contract import Group, Sharded, ShardedIds, ShardedInt, contract
 from torch_impl.contract.derivatives import first_derivative_only
 from torch_impl.contract.tensor_kinds import TensorKind
@@ -193,7 +193,7 @@ class StoredIds:
         """All ids in stored order."""
         if self.cp_group is None or not self.is_sharded:
             return self.local
-        return gathered(self.local, self.cp_group, 1, [self.local.shape[1]] * self.cp)
+        return all_gather_concat(self.local, self.cp_group, 1, [self.local.shape[1]] * self.cp)
 
 
 def stored_ids(ids: Tensor | DTensor) -> StoredIds:

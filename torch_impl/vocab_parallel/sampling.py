@@ -24,7 +24,7 @@ from torch_impl.contract.derivatives import first_derivative_only
 from torch_impl.vocab_parallel import fused_logprob
 from torch_impl.vocab_parallel import statistics as st
 from torch_impl.vocab_parallel.filter_bounds import Candidates, Limits, limits_of, ordinals
-from torch_impl.vocab_parallel.fused_logprob import LogprobOptions, block_function, gather_gradient, write_gradient
+from torch_impl.vocab_parallel.fused_logprob import LogprobOptions, block_function, id_cotangents, write_gradient
 from torch_impl.vocab_parallel.statistics import Normaliser, row_blocks, rows_per_block
 from torch_impl.vocab_parallel.topk_by_lists import topk_by_lists
 from torch_impl.vocab_parallel.topk_by_radix import topk_by_radix
@@ -207,7 +207,7 @@ def backward(ctx: Any, cotangent: Tensor) -> Float[Tensor, "*a v"]:
         return fused_logprob.backward(ctx, cotangent)
     logits, largest, log_total, column, threshold, last_tie = ctx.saved_tensors
     gradient = logits.new_empty(len(column), logits.shape[-1])
-    at_ids = gather_gradient(column.unsqueeze(-1), cotangent.reshape(-1, 1))
+    at_ids = id_cotangents(column.unsqueeze(-1), cotangent.reshape(-1, 1))
     write = block_function(write_gradient, options, logits)
     for part, block in row_blocks(logits.detach(), rows_per_block(logits, options.chunk_size)):
         # Which tokens are kept is recomputed: a mask of all logits would be the largest thing saved.

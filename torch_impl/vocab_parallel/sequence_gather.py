@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives.gathers import ReduceScatter
-from torch_impl.collectives.plain import gathered
+from torch_impl.collectives.plain import all_gather_concat
 from torch_impl.contract import Group, NonNegativeInt, PositiveInt, ShardedAny, contract
 from torch_impl.kernels import rows_at
 from torch_impl.layouts import contiguous, dual_chunk_swap, indivisible
@@ -103,7 +103,7 @@ class GatherOverCp(torch.autograd.Function):
         local, cp = tensor.shape[ctx.dim], group.size()
         # 1. Gather the shards, in rank order. 2. Put the positions in the order of the sequence: the inverse of the
         # order in which the ranks have them.
-        rank_major = gathered(tensor, group, ctx.dim, [local] * cp)
+        rank_major = all_gather_concat(tensor, group, ctx.dim, [local] * cp)
         return rows_at(rank_major, inverted(torch.cat(positions_of_ranks(local * cp, cp, tensor.device))), ctx.dim)
 
     @staticmethod

@@ -10,11 +10,11 @@ from torch_impl.contract import Group, Sharded, contract
 from torch_impl.vocab_parallel.fused_logprob import LogprobOptions, row_statistics
 from torch_impl.vocab_parallel.statistics import (
     Normaliser,
-    block_depths,
     from_all_ranks,
     merged_normaliser,
     row_blocks,
     rows_per_block,
+    shifted_block,
 )
 
 
@@ -76,5 +76,5 @@ def _normaliser(logits: Tensor, group: ProcessGroup) -> Normaliser:
 def _log_p(block: Tensor, normaliser: Normaliser, part: slice) -> Tensor:
     """Log-probabilities of one row block, in the accumulation dtype."""
     # Two subtractions, in this order: z - m is exact near the maximum, where lse alone would have lost digits.
-    depths = block_depths(block, normaliser.largest[part].unsqueeze(-1))
-    return depths.sub_(normaliser.log_total[part].unsqueeze(-1))
+    shifted = shifted_block(block, normaliser.largest[part].unsqueeze(-1))
+    return shifted.sub_(normaliser.log_total[part].unsqueeze(-1))

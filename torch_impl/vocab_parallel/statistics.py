@@ -1,6 +1,6 @@
 """What a rank computes of a softmax row from its own columns, and how the ranks' numbers merge.
 
-Every rank holds V_l columns of each row. The *depth* b_v of a logit is the logit less the largest of its row, over the
+Every rank holds V_l columns of each row. A *shifted logit* b_v is the logit less the largest of its row, over the
 temperature: 0 for the largest, and never above. A rank reads its columns once and computes, per row and in float32 or
 wider,
 
@@ -8,8 +8,9 @@ wider,
     R_r = sum_v exp(b_v) - 1              b_v = (z_v - m_r) / temperature: all terms but the largest, which is 1
     z_t                                   the target's logit if it is one of the rank's columns, else +inf; where
                                           several ids are looked up, one for each
-    d_r = sum_v p_v b_v                   mean depth under the local softmax p, for the entropy; 0 for an empty shard
-    x_r = sum_v p_v b^q_v                 mean depth of q's logits under the softmax of p's, for the cross entropy;
+    d_r = sum_v p_v b_v                   mean shifted logit under the local softmax p, for the entropy; 0 for an
+                                          empty shard
+    x_r = sum_v p_v b^q_v                 mean of q's shifted logits under the softmax of p's, for the cross entropy;
                                           -inf where p > 0 and q = 0
 
 One all_gather brings the ranks' numbers together, and every rank merges them by the same arithmetic in the
@@ -31,10 +32,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import accumulator
-from torch_impl.collectives.plain import stacked
+from torch_impl.collectives.plain import all_gather_stack
 
 LOG2_E = math.log2(math.e)
-LOWEST_DEPTH = -(2.0**14)  # 2 ** LOWEST_DEPTH is 0 in float64, and products with LOWEST_DEPTH are finite
+LOWEST_SHIFTED = -(2.0**14)  # 2 ** LOWEST_SHIFTED is 0 in float64, and products with LOWEST_SHIFTED are finite
 
 LONG_ROW, STRETCH = 4096, 256  # columns of a row that is searched in stretches, and of a stretch
 
@@ -111,16 +112,16 @@ def index_of(column: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
     return column.clamp_min(0).long()
 
 
-def depths_of(z: Float[Tensor, "*n"], largest: Float[Tensor, "*#n"], temperature: float) -> Float[Tensor, "*n"]:
-    """Depths of logits that are float32 or wider: (z - m) / temperature."""
+def shifted_by(z: Float[Tensor, "*n"], largest: Float[Tensor, "*#n"], temperature: float) -> Float[Tensor, "*n"]:
+    """Shifted logits of what is float32 or wider: (z - m) / temperature."""
     difference = z - largest
     return difference if temperature == 1.0 else difference.div_(temperature)
 
 
-def block_depths(
+def shifted_block(
     block: Float[Tensor, "n v"], largest: Float[Tensor, "n 1"], out: Float[Tensor, "n v"] | None = None
 ) -> Float[Tensor, "n v"]:
-    """Depths z - m of a block of logits in the dtype of m; in `out` if it is given and the block has that dtype."""
+    """Shifted logits z - m of a block, in the dtype of m; in `out` if it is given and the block has that dtype."""
     if block.dtype != largest.dtype:
         return block.to(largest.dtype).sub_(largest)
     if out is None or torch.compiler.is_compiling():
@@ -128,20 +129,21 @@ def block_depths(
     return torch.sub(block, largest, out=out)
 
 
-def block_depths_base_2(
+def shifted_block_base_2(
     block: Float[Tensor, "n v"],
     largest: Float[Tensor, "n 1"],
     temperature: float,
     out: Float[Tensor, "n v"] | None = None,
 ) -> Float[Tensor, "n v"]:
-    """Depths in base 2, log2(e) (z - m) / temperature, in float32 or wider: the terms of the softmax are exp2 of them.
+    """Shifted logits in base 2, log2(e) (z - m) / temperature, in float32 or wider.
 
-    On a CPU exp2 takes a quarter of the time of exp, and dividing by the temperature adds nothing to it.
+    The terms of the softmax are exp2 of them. On a CPU exp2 takes a quarter of the time of exp, and dividing by the
+    temperature adds nothing to it.
     """
-    return block_depths(block, largest, out).mul_(LOG2_E / temperature)
+    return shifted_block(block, largest, out).mul_(LOG2_E / temperature)
 
 
-def maximum(x: Float[Tensor, "n v"]) -> tuple[Float[Tensor, "n 1"], Int[Tensor, "n 1"]]:
+def max_and_column(x: Float[Tensor, "n v"]) -> tuple[Float[Tensor, "n 1"], Int[Tensor, "n 1"]]:
     """The largest entry of each row, or a NaN, and its column (of equal ones any).
 
     On a CPU the column of the largest entry of a long row takes ten times as long as that entry, so the row is split
@@ -170,39 +172,39 @@ def local_statistics(
         return _statistics_of_no_columns(block, column, with_entropy)
     # 1. The largest logit, and R_r with its terms.
     sums = _compiled_sums if torch.compiler.is_compiling() else _eager_sums
-    largest, rest, depths, terms = sums(block.to(accumulator(block.dtype)), temperature, with_entropy)
+    largest, rest, shifted, terms = sums(block.to(accumulator(block.dtype)), temperature, with_entropy)
     numbers = [largest, rest]
     # 2. The logits at the ids.
     if column is not None:
         z_t = block.gather(-1, index_of(column)).to(rest.dtype)
         numbers.append(z_t.masked_fill_(column < 0, math.inf))
-    # 3. d_r. The term of the largest logit was set to 0 above; it is 0 here anyway, since its depth is 0.
+    # 3. d_r. The term of the largest logit was set to 0 above; it is 0 here anyway, since it is shifted to 0.
     if with_entropy:
-        depth = terms.mul_(with_floor(depths)).sum(-1, keepdim=True)
-        numbers.append(depth / (LOG2_E * (1.0 + rest)))
+        shifted_mean = terms.mul_(with_floor(shifted)).sum(-1, keepdim=True)
+        numbers.append(shifted_mean / (LOG2_E * (1.0 + rest)))
     return torch.cat(numbers, dim=-1).mT
 
 
-def _eager_sums(wide: Float[Tensor, "n v"], temperature: float, keeps_depths: bool) -> tuple[Tensor, ...]:
-    """m_r, R_r, binary depths and terms of a block; the term of one largest logit is set to 0."""
-    largest, at_largest = maximum(wide)
-    depths = block_depths_base_2(wide, _finite(largest), temperature)
+def _eager_sums(wide: Float[Tensor, "n v"], temperature: float, keeps_shifted: bool) -> tuple[Tensor, ...]:
+    """m_r, R_r, shifted logits in base 2 and terms of a block; the term of one largest logit is set to 0."""
+    largest, at_largest = max_and_column(wide)
+    shifted = shifted_block_base_2(wide, _finite(largest), temperature)
     del wide  # frees a block before the next one is allocated
-    terms = depths.exp2() if keeps_depths else depths.exp2_()
-    return largest, terms.scatter_(-1, at_largest, 0.0).sum(-1, keepdim=True), depths, terms
+    terms = shifted.exp2() if keeps_shifted else shifted.exp2_()
+    return largest, terms.scatter_(-1, at_largest, 0.0).sum(-1, keepdim=True), shifted, terms
 
 
-def _compiled_sums(wide: Float[Tensor, "n v"], temperature: float, keeps_depths: bool) -> tuple[Tensor, ...]:
+def _compiled_sums(wide: Float[Tensor, "n v"], temperature: float, keeps_shifted: bool) -> tuple[Tensor, ...]:
     """The same in two passes over the logits once they are fused, where an argmax and a scatter would be passes apart.
 
     The terms of all columns that have the largest logit are set to 0; all but one of them are 1 and added by number.
     """
     largest = wide.amax(-1, keepdim=True)
     is_largest = wide == largest
-    depths = block_depths_base_2(wide, _finite(largest), temperature)
-    terms = depths.exp2().masked_fill(is_largest, 0.0)
+    shifted = shifted_block_base_2(wide, _finite(largest), temperature)
+    terms = shifted.exp2().masked_fill(is_largest, 0.0)
     equal_ones = (is_largest.to(terms.dtype).sum(-1, keepdim=True) - 1.0).masked_fill(largest == -math.inf, 0.0)
-    return largest, terms.sum(-1, keepdim=True) + equal_ones, depths, terms
+    return largest, terms.sum(-1, keepdim=True) + equal_ones, shifted, terms
 
 
 def _finite(largest: Float[Tensor, "n 1"]) -> Float[Tensor, "n 1"]:
@@ -210,34 +212,33 @@ def _finite(largest: Float[Tensor, "n 1"]) -> Float[Tensor, "n 1"]:
     return largest.nan_to_num(0.0, 0.0, 0.0)
 
 
-def local_cross_depth(
+def local_cross_mean(
     q_block: Float[Tensor, "n v"],
     p_block: Float[Tensor, "n v"],
     m_q: Float[Tensor, " n"],
     m_p: Float[Tensor, " n"],
     rest_p: Float[Tensor, " n"],
 ) -> Float[Tensor, " n"]:
-    """x_r: the depth of q's logits below their largest, under the local softmax of p's; 0 for an empty shard."""
+    """x_r: the mean of q's shifted logits under the local softmax of p's; 0 for an empty shard."""
     m_q, m_p = (torch.where(m.isfinite(), m, 0.0).unsqueeze(-1) for m in (m_q, m_p))
-    depths, terms = block_depths(q_block, m_q), block_depths(p_block, m_p).exp_()
-    masked = depths == -math.inf
-    cross_depth = terms.mul_(depths.masked_fill_(masked, 0.0)).sum(-1) / (1.0 + rest_p)
+    shifted, terms = shifted_block(q_block, m_q), shifted_block(p_block, m_p).exp_()
+    masked = shifted == -math.inf
+    cross_mean = terms.mul_(shifted.masked_fill_(masked, 0.0)).sum(-1) / (1.0 + rest_p)
     # Tested on the logits, not on p: where p underflows to 0 in float32 but not in float64, the two would disagree.
     is_impossible = (masked & (p_block > -math.inf)).any(-1)
-    return torch.where(is_impossible, -math.inf, cross_depth)
+    return torch.where(is_impossible, -math.inf, cross_mean)
 
 
 def from_all_ranks(statistics: Float[Tensor, "f n"], group: ProcessGroup | None) -> Float[Tensor, "r f n"]:
     """The statistics of every rank, in rank order. The one collective; none where one rank has full rows."""
-    return statistics.unsqueeze(0) if group is None else stacked(statistics, group)
+    return statistics.unsqueeze(0) if group is None else all_gather_stack(statistics, group)
 
 
 def merged_normaliser(m_r: Float[Tensor, "r ..."], rest_r: Float[Tensor, "r ..."], temperature: float) -> Normaliser:
     """m and log(1 + R)."""
     if len(m_r) == 1:
         largest = m_r[0]
-        visible = largest.clamp_min(0.0).mul_(0.0)  # NaN where the row is NaN or +inf, which has no softmax
-        return Normaliser(largest, visible.add_(rest_r[0]).log1p_())
+        return Normaliser(largest, _nan_of_broken(largest).add_(rest_r[0]).log1p_())
     largest, rest, _ = merged_rest(m_r, rest_r, temperature)
     return Normaliser(largest, rest.log1p())
 
@@ -251,7 +252,7 @@ def merged_rest(
     """
     largest, first = m_r.max(0, keepdim=True)
     # A row that is -inf on every rank has no terms: the finite shift keeps -inf - -inf = NaN out.
-    weight = depths_of(m_r, largest.clamp_min(torch.finfo(largest.dtype).min), temperature).exp()
+    weight = shifted_by(m_r, largest.clamp_min(torch.finfo(largest.dtype).min), temperature).exp()
     rest = torch.addcmul(weight.scatter(0, first, 0.0), weight, rest_r).sum(0)
     return largest.squeeze(0), rest, first.squeeze(0)
 
@@ -261,7 +262,7 @@ def merged_target(z_t: Float[Tensor, "r ..."]) -> Float[Tensor, "*a"]:
     return z_t[0] if len(z_t) == 1 else z_t.amin(0)
 
 
-def merged_depth(
+def merged_shifted_mean(
     m_r: Float[Tensor, "r ..."],
     rest_r: Float[Tensor, "r ..."],
     d_r: Float[Tensor, "r ..."],
@@ -269,12 +270,12 @@ def merged_depth(
     temperature: float,
 ) -> Float[Tensor, "*a"]:
     """d = sum_v p_v b_v = sum_r w_r (d_r + a_r),   a_r = (m_r - m) / temperature,   w_r = the share of rank r."""
-    above = depths_of(m_r, normaliser.largest, temperature)
+    above = shifted_by(m_r, normaliser.largest, temperature)
     weight = (above + (rest_r.log1p() - normaliser.log_total)).exp()
     return torch.where(weight == 0, 0.0, weight * (d_r + above)).sum(0)
 
 
-def merged_cross_depth(
+def merged_cross_mean(
     m_q: Float[Tensor, "r ..."],
     m_p: Float[Tensor, "r ..."],
     rest_p: Float[Tensor, "r ..."],
@@ -283,35 +284,39 @@ def merged_cross_depth(
     p: Normaliser,
 ) -> Float[Tensor, "*a"]:
     """x = sum_v p_v b^q_v = sum_r w_r (x_r + m^q_r - m^q),   w_r = the share of rank r in p; -inf stays."""
-    depth = x_r + (m_q - q.largest)
+    shifted_mean = x_r + (m_q - q.largest)
     weight = ((m_p - p.largest) + (rest_p.log1p() - p.log_total)).exp()
-    of_no_weight = torch.where((depth == -math.inf) & (m_p > -math.inf), -math.inf, 0.0)
-    return torch.where(weight == 0, of_no_weight, weight * depth).sum(0)
+    of_no_weight = torch.where((shifted_mean == -math.inf) & (m_p > -math.inf), -math.inf, 0.0)
+    return torch.where(weight == 0, of_no_weight, weight * shifted_mean).sum(0)
 
 
 def logprob_of(z_t: Float[Tensor, "*a"], normaliser: Normaliser, temperature: float) -> Float[Tensor, "*a"]:
     """log p[t]; 0 outside the vocabulary; NaN where the row itself is NaN or +inf."""
     # A log-probability is at most 0. What is above is the +inf of an id outside the vocabulary, which becomes 0; NaN
     # stays NaN.
-    return depths_of(z_t, normaliser.largest, temperature).sub_(normaliser.log_total).clamp_max_(0.0)
+    return shifted_by(z_t, normaliser.largest, temperature).sub_(normaliser.log_total).clamp_max_(0.0)
 
 
 def zero_outside_vocabulary(
     z_t: Float[Tensor, "*a"], score: Float[Tensor, "*a"], largest: Float[Tensor, "*#a"]
 ) -> Float[Tensor, "*a"]:
     """The score of an id of the vocabulary, 0 for another one, NaN where the row itself is NaN or +inf."""
-    zero = largest.clamp_min(0.0).mul_(0.0)  # 0 * inf and 0 * NaN are NaN: a broken row stays visible
-    return torch.where(z_t < math.inf, score, zero)
+    return torch.where(z_t < math.inf, score, _nan_of_broken(largest))
 
 
-def with_floor(depths: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]:
-    """Binary depths with a finite floor, so that 0 log 0 is 0; in place."""
-    return depths.clamp_min_(LOWEST_DEPTH)
+def _nan_of_broken(largest: Float[Tensor, "*a"]) -> Float[Tensor, "*a"]:
+    """0, or NaN for a row whose largest logit is NaN or +inf, which has no softmax."""
+    return largest.clamp_min(0.0).mul_(0.0)
 
 
-def without_minus_infinity(depths: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]:
-    """Depths with a finite floor, so that 0 log 0 is 0; in place."""
-    return depths.clamp_min_(torch.finfo(depths.dtype).min)
+def with_floor(shifted: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]:
+    """Shifted logits in base 2 with a finite floor, so that 0 log 0 is 0; in place."""
+    return shifted.clamp_min_(LOWEST_SHIFTED)
+
+
+def without_minus_infinity(shifted: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]:
+    """Shifted logits with a finite floor, so that 0 log 0 is 0; in place."""
+    return shifted.clamp_min_(torch.finfo(shifted.dtype).min)
 
 
 def _statistics_of_no_columns(block: Tensor, column: Tensor | None, with_entropy: bool) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import accumulator
-from torch_impl.collectives.plain import stacked, summed
+from torch_impl.collectives.plain import all_gather_stack, all_reduce_sum
 from torch_impl.collectives.reductions import replicated
 from torch_impl.contract import Group, NonNegativeInt, Sharded, ShardedIds, contract
 from torch_impl.vocab_parallel.sequence_gather import GatherOverCp, cp_shard, rank_and_size, why_not_covered
@@ -127,7 +127,7 @@ def _candidates_of_all(
     """Values, ids and widths of all ranks. One all_gather: values are sent as the integers of the same bits."""
     bits = torch.int32 if values.itemsize == 4 else torch.int64
     size = torch.tensor([width], dtype=bits, device=values.device)
-    messages = stacked(torch.cat([values.view(bits).flatten(), ids.to(bits).flatten(), size]), group)
+    messages = all_gather_stack(torch.cat([values.view(bits).flatten(), ids.to(bits).flatten(), size]), group)
     pairs = messages[:, :-1].view(len(messages), 2, *values.shape).movedim(0, 2)
     return pairs[0].view(values.dtype), pairs[1].long(), messages[:, -1]
 
@@ -174,7 +174,7 @@ class LogitsAt(torch.autograd.Function):
         if logits.shape[-1]:
             looked_up = logits.gather(-1, index_of(column))
             z = torch.where(column >= 0, looked_up.to(z.dtype), z)
-        return z if group is None else summed(z, group)
+        return z if group is None else all_reduce_sum(z, group)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:

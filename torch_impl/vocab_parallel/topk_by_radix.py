@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import accumulator
-from torch_impl.collectives.plain import stacked
+from torch_impl.collectives.plain import all_gather_stack
 from torch_impl.vocab_parallel import statistics as st
 from torch_impl.vocab_parallel.filter_bounds import (
     Candidates,
@@ -260,5 +260,5 @@ def _ties(
 def _columns_of_all(logits: Float[Tensor, "*a v"], options: LogprobOptions) -> Float[Tensor, ""]:
     """V, the columns of all ranks. One all_gather of one integer; it stays on the device."""
     width = torch.tensor([logits.shape[-1]], device=logits.device)
-    widths = width if options.group is None else stacked(width, options.group)
+    widths = width if options.group is None else all_gather_stack(width, options.group)
     return widths.sum().double()

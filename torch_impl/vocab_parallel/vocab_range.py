@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 from torch.distributed import ProcessGroup
 
-from torch_impl.collectives.plain import stacked
+from torch_impl.collectives.plain import all_gather_stack
 from torch_impl.contract import Number
 from torch_impl.layouts.index_arrays import ceil_bound
 
@@ -34,7 +34,7 @@ class _RangeStart:
 
 @dataclass(frozen=True)
 class _RangeEnd:
-    """The id after this rank's last one; the range fits the columns of the shard, which stands before it."""
+    """The id after this rank's last one. The range must fit the columns of the shard, an earlier argument."""
 
     def validate(self, function: str, name: str, value: Any, sizes: dict[str, tuple[Any, str]]) -> None:
         """Errors: TypeError for what is not an int, ValueError for a range that does not fit."""
@@ -73,7 +73,7 @@ def all_gather_range_and_size(width: int, group: ProcessGroup, device: torch.dev
     if group.size() == 1:
         return 0, width, width
     # Shards may differ in width, so every rank needs the widths of the ranks before it.
-    ends = stacked(torch.tensor(width, device=device), group).cumsum(0).tolist()
+    ends = all_gather_stack(torch.tensor(width, device=device), group).cumsum(0).tolist()
     end = ends[group.rank()]
     return end - width, end, ends[-1]
 

@@ -7,7 +7,7 @@ BUGS = (
     InjectedBug(
         name="sum averaged",
         kind="reduction",
-        at="collectives:summed",
+        at="collectives:all_reduce_sum",
         old="return total.to(x.dtype)\n",
         new="return (total / group.size()).to(x.dtype)\n",
         expect="value: off by the constant factor",
@@ -15,7 +15,7 @@ BUGS = (
     InjectedBug(
         name="sum taken twice",
         kind="reduction",
-        at="collectives:summed",
+        at="collectives:all_reduce_sum",
         old="dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)",
         new="dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)\n    dist.all_reduce(total, group=group)",
         expect="cost: forward all_reduce",
@@ -23,7 +23,7 @@ BUGS = (
     InjectedBug(
         name="maximum for sum",
         kind="reduction",
-        at="collectives:summed",
+        at="collectives:all_reduce_sum",
         old="dist.all_reduce(total, op=dist.ReduceOp.SUM,",
         new="dist.all_reduce(total, op=dist.ReduceOp.MAX,",
         expect="value: ",
@@ -39,7 +39,7 @@ BUGS = (
     InjectedBug(
         name="scattered sum averaged",
         kind="reduction",
-        at="collectives:scattered_sum",
+        at="collectives:reduce_scatter_sum",
         old="total[: lengths[group.rank()]].to(x.dtype)",
         new="(total / group.size())[: lengths[group.rank()]].to(x.dtype)",
         expect="gradient: off by the constant factor",
@@ -47,7 +47,7 @@ BUGS = (
     InjectedBug(
         name="scattered product for scattered sum",
         kind="reduction",
-        at="collectives:scattered_sum",
+        at="collectives:reduce_scatter_sum",
         old="_reduce_scatter(total, addends, op=dist.ReduceOp.SUM,",
         new="_reduce_scatter(total, addends, op=dist.ReduceOp.PRODUCT,",
         expect="gradient: forward equal, gradient not",
@@ -87,7 +87,7 @@ BUGS = (
     InjectedBug(
         name="sum over the default group",
         kind="group",
-        at="collectives:summed",
+        at="collectives:all_reduce_sum",
         old="dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)",
         new="dist.all_reduce(total, op=dist.ReduceOp.SUM)",
         expect="hygiene: the default group is used inside a sub-group",
@@ -95,7 +95,7 @@ BUGS = (
     InjectedBug(
         name="gather over the default group",
         kind="group",
-        at="collectives:gathered",
+        at="collectives:all_gather_concat",
         old="full = shard.new_empty(longest * group.size(), *shard.shape[1:])\n"
         "    _all_gather(full, shard, group=group)",
         new="full = shard.new_empty(longest * dist.get_world_size(), *shard.shape[1:])\n"
@@ -145,7 +145,7 @@ BUGS = (
     InjectedBug(
         name="shards concatenated along another dim",
         kind="order",
-        at="collectives:gathered",
+        at="collectives:all_gather_concat",
         old="return _unpadded(full, lengths).movedim(0, dim).contiguous()",
         new="y = _unpadded(full, lengths).movedim(0, dim)\n"
         "    return y.reshape(-1).view(*y.shape[:dim], *y.shape[dim:][::-1]).movedim(-1, dim).contiguous()",
@@ -154,7 +154,7 @@ BUGS = (
     InjectedBug(
         name="shards concatenated in reverse",
         kind="order",
-        at="collectives:gathered",
+        at="collectives:all_gather_concat",
         old="    _all_gather(full, shard, group=group)\n",
         new="    _all_gather(full, shard, group=group)\n"
         "    full = torch.cat(full.split(longest)[::-1]) if longest else full\n",
@@ -260,7 +260,7 @@ BUGS = (
     InjectedBug(
         name="scattered sum in the tensor's own dtype",
         kind="precision",
-        at="collectives:scattered_sum",
+        at="collectives:reduce_scatter_sum",
         old="shards = x.to(accumulator(x.dtype)).movedim(dim, 0)",
         new="shards = x.movedim(dim, 0)",
         expect="cost: reduce_scatter",
@@ -276,7 +276,7 @@ BUGS = (
     InjectedBug(
         name="an exchange of a rank with itself sent all the same",
         kind="reduction",
-        at="collectives:exchanged",
+        at="collectives:all_to_all_equal",
         old="    if group.size() == 1:\n        return x\n    x = x.contiguous()",
         new="    x = x.contiguous()",
         expect="cost: ",
@@ -286,7 +286,7 @@ BUGS = (
         name="all-reduce missing, data flow intact",
         kind="reduction",
         at="collectives:_AllReduce.forward",
-        old="ctx.group, ctx.out = group, out\n        return summed(x, group)",
+        old="ctx.group, ctx.out = group, out\n        return all_reduce_sum(x, group)",
         new="ctx.group, ctx.out = group, out\n        return x.clone()",
         expect="value: missing a sum over tp",
         source=TRAIN_VERIFY,
@@ -294,7 +294,7 @@ BUGS = (
     InjectedBug(
         name="all-reduce there, its result lost",
         kind="reduction",
-        at="collectives:summed",
+        at="collectives:all_reduce_sum",
         old="dist.all_reduce(total, op=",
         new="dist.all_reduce(total.clone(), op=",
         expect="value: missing a sum over tp",
@@ -304,9 +304,9 @@ BUGS = (
         name="all-gather for all-reduce",
         kind="reduction",
         at="collectives:_AllReduce.forward",
-        old="return summed(x, group)",
-        new="from torch_impl.collectives.plain import gathered\n\n"
-        "        return gathered(x.unsqueeze(0), group, 0, [1] * group.size())[0]",
+        old="return all_reduce_sum(x, group)",
+        new="from torch_impl.collectives.plain import all_gather_concat\n\n"
+        "        return all_gather_concat(x.unsqueeze(0), group, 0, [1] * group.size())[0]",
         expect="cost: all_gather: declared 0 calls",
         source=TRAIN_VERIFY,
     ),

@@ -96,10 +96,11 @@ BUGS = (
         name="values and ids in two messages",
         kind="reduction",
         at="vocab_parallel:_candidates_of_all",
-        old="messages = stacked(torch.cat([values.view(bits).flatten(), ids.to(bits).flatten(), size]), group)",
+        old="messages = all_gather_stack("
+        "torch.cat([values.view(bits).flatten(), ids.to(bits).flatten(), size]), group)",
         new=(
             "parts = torch.cat([values.view(bits).flatten(), ids.to(bits).flatten(), size]).split(4)\n"
-            "    messages = torch.cat([stacked(x, group) for x in parts], 1)"
+            "    messages = torch.cat([all_gather_stack(x, group) for x in parts], 1)"
         ),
         expect="cost: forward all_gather",
     ),
@@ -143,15 +144,15 @@ BUGS = (
         name="looked-up logits averaged over the ranks",
         kind="reduction",
         at="vocab_parallel:LogitsAt.forward",
-        old="return z if group is None else summed(z, group)",
-        new="return z if group is None else summed(z, group) / group.size()",
+        old="return z if group is None else all_reduce_sum(z, group)",
+        new="return z if group is None else all_reduce_sum(z, group) / group.size()",
         expect="value: ",
     ),
     InjectedBug(
         name="looked-up logits not summed",
         kind="reduction",
         at="vocab_parallel:LogitsAt.forward",
-        old="return z if group is None else summed(z, group)",
+        old="return z if group is None else all_reduce_sum(z, group)",
         new="return z",
         expect="value: ",
     ),
@@ -554,16 +555,16 @@ BUGS = (
         name="masses by a squared temperature",
         kind="scale",
         at="vocab_parallel:weight_of",
-        old="return depths_of(z, largest, temperature).exp()",
-        new="return depths_of(z, largest, temperature * temperature).exp()",
+        old="return shifted_by(z, largest, temperature).exp()",
+        new="return shifted_by(z, largest, temperature * temperature).exp()",
         expect="value: ",
     ),
     InjectedBug(
         name="depth of a mass rounded to bfloat16",
         kind="precision",
         at="vocab_parallel:weight_of",
-        old="return depths_of(z, largest, temperature).exp()",
-        new="return depths_of(z, largest, temperature).bfloat16().to(largest.dtype).exp()",
+        old="return shifted_by(z, largest, temperature).exp()",
+        new="return shifted_by(z, largest, temperature).bfloat16().to(largest.dtype).exp()",
         expect="gradient: forward equal, gradient not",
     ),
     # Selection in a filtered set
