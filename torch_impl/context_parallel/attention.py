@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_impl.context_parallel.block_schedule import schedule_of
 from torch_impl.context_parallel.blockwise_attention import blockwise_attention
-from torch_impl.context_parallel.key_exchange import AllGatherKeys, Ring
+from torch_impl.context_parallel.key_exchange import AllGatherKV, Ring
 from torch_impl.context_parallel.kinds import ORDERS, ExchangeName, Layout, Scale, Window
 from torch_impl.context_parallel.ulysses import head_parallel_attention
 from torch_impl.contract import Group, Mesh, Sharded, contract, dtype_name
@@ -78,25 +78,25 @@ def context_parallel_attention(
     Source: arXiv 2310.01889 (ring), 2309.14509 (Ulysses), 2405.07719 (usp).
     """
     # 1. What the signature does not say: which groups, whether the heads divide, whether the layout is of these rows.
-    ranks = _ranks(mesh, group, exchange)
+    groups = _groups(mesh, group, exchange)
     if not (q.dtype == k.dtype == v.dtype) or q.dtype not in DTYPES:
         dtypes, supported = ", ".join(map(dtype_name, (q, k, v))), "float16, bfloat16, float32, float64"
         raise TypeError(f"{FUNCTION}: q, k, v are {dtypes}; pass one dtype of {supported}")
     if problem := _head_problem(q, k, v):
         raise ValueError(f"{FUNCTION}: {problem}")
-    token_layout = _layout_of(layout, cu_seqlens, ranks, q)
-    if problem := _layout_problem(token_layout, ranks, q) or _exchange_problem(exchange, ranks, token_layout, q, k):
+    token_layout = _layout_of(layout, cu_seqlens, groups, q)
+    if problem := _layout_problem(token_layout, groups, q) or _exchange_problem(exchange, groups, token_layout, q, k):
         raise ValueError(f"{FUNCTION}: {problem}")
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     # 2. Exchange heads, and keys over the ring that is left; or leave the heads where they are and exchange keys alone.
     if exchange in ("ulysses", "usp"):
-        return head_parallel_attention(q, k, v, token_layout, ranks.heads, ranks.ring, causal, window, factor)
-    keys = Ring(ranks.ring) if exchange == "ring" else AllGatherKeys(ranks.ring)
-    return blockwise_attention(q, k, v, schedule_of(token_layout, causal, window), keys, factor)
+        return head_parallel_attention(q, k, v, token_layout, groups.heads, groups.ring, causal, window, factor)
+    kv_exchange = Ring(groups.ring) if exchange == "ring" else AllGatherKV(groups.ring)
+    return blockwise_attention(q, k, v, schedule_of(token_layout, causal, window), kv_exchange, factor)
 
 
 @dataclass(frozen=True)
-class Ranks:
+class CpGroups:
     """The ranks of cp: those of `heads` exchange heads, those of `ring` keys; `size` and `rank` are those of cp.
 
     Only for usp are they two groups; for every other exchange both are the group of cp, of which it uses one.
@@ -108,13 +108,13 @@ class Ranks:
     rank: int
 
 
-def _ranks(mesh: DeviceMesh | None, group: ProcessGroup | None, exchange: str) -> Ranks:
+def _groups(mesh: DeviceMesh | None, group: ProcessGroup | None, exchange: str) -> CpGroups:
     """The groups of an exchange, from either a group or a mesh."""
     dims = 2 if exchange == "usp" else 1
     if mesh is None and group is not None:
         if dims == 2:
             raise ValueError(f"{FUNCTION}: exchange='usp' needs a mesh of 2 dims, ring and heads; pass mesh")
-        return Ranks(group, group, group.size(), group.rank())
+        return CpGroups(group, group, group.size(), group.rank())
     if mesh is None or group is not None:
         both = "neither" if mesh is None else "both"
         raise ValueError(f"{FUNCTION}: mesh and group are {both} given; pass one of them")
@@ -123,9 +123,9 @@ def _ranks(mesh: DeviceMesh | None, group: ProcessGroup | None, exchange: str) -
         raise ValueError(f"{FUNCTION}: {needed}; pass a mesh of that many")
     ring, heads = mesh.get_group(0), mesh.get_group(dims - 1)
     if dims == 1:
-        return Ranks(ring, heads, ring.size(), ring.rank())
+        return CpGroups(ring, heads, ring.size(), ring.rank())
     # Heads within the ring: the ranks of a heads group are consecutive in cp, as `ulysses._join` relies on.
-    return Ranks(ring, heads, ring.size() * heads.size(), ring.rank() * heads.size() + heads.rank())
+    return CpGroups(ring, heads, ring.size() * heads.size(), ring.rank() * heads.size() + heads.rank())
 
 
 def _head_problem(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -141,11 +141,11 @@ def _head_problem(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 def _layout_of(
-    layout: TokenLayout | str, cu_seqlens: Tensor | Sequence[int] | None, ranks: Ranks, q: Tensor
+    layout: TokenLayout | str, cu_seqlens: Tensor | Sequence[int] | None, groups: CpGroups, q: Tensor
 ) -> TokenLayout:
     """The layout on q's device; built from its name, for as many rows as all ranks have together, if it is a name."""
     if isinstance(layout, str):
-        token_layout = _layout_of_name(layout, cu_seqlens, ranks, q.shape[2] * ranks.size, q.device)
+        token_layout = _layout_of_name(layout, cu_seqlens, groups, q.shape[2] * groups.size, q.device)
     else:
         token_layout = layout
         _check_same_offsets(layout, cu_seqlens)
@@ -153,12 +153,12 @@ def _layout_of(
     return token_layout if token_layout.index.device == q.device else _on_device(token_layout, q.device)
 
 
-def _layout_problem(layout: TokenLayout, ranks: Ranks, q: Tensor) -> str | None:
+def _layout_problem(layout: TokenLayout, groups: CpGroups, q: Tensor) -> str | None:
     """Why a layout is not that of the rows of q on this rank of this group, or None."""
-    if (layout.cp_size, layout.cp_rank) != (ranks.size, ranks.rank):
+    if (layout.cp_size, layout.cp_rank) != (groups.size, groups.rank):
         made_for = f"the layout is for rank {layout.cp_rank} of cp={layout.cp_size}"
-        return f"{made_for}, this is rank {ranks.rank} of cp={ranks.size}; rebind it"
-    rows, rows_here = q.shape[2], layout.counts[ranks.rank]
+        return f"{made_for}, this is rank {groups.rank} of cp={groups.size}; rebind it"
+    rows, rows_here = q.shape[2], layout.counts[groups.rank]
     if rows != rows_here:
         shared = f"the layout gives this rank {rows_here} of {layout.total}"
         return f"q, k, v have s={rows} rows here, {shared}; shard them by layout.shard"
@@ -167,9 +167,9 @@ def _layout_problem(layout: TokenLayout, ranks: Ranks, q: Tensor) -> str | None:
     return None
 
 
-def _exchange_problem(exchange: str, ranks: Ranks, layout: TokenLayout, q: Tensor, k: Tensor) -> str | None:
+def _exchange_problem(exchange: str, groups: CpGroups, layout: TokenLayout, q: Tensor, k: Tensor) -> str | None:
     """Why an exchange does not support the layout or cannot shard the heads, or None."""
-    label, heads, kv_heads, a = f"exchange={exchange!r}", q.shape[1], k.shape[1], ranks.heads.size()
+    label, heads, kv_heads, a = f"exchange={exchange!r}", q.shape[1], k.shape[1], groups.heads.size()
     if layout.kind == "ragged" and exchange != "all_gather":
         return f"{label} needs as many rows on each rank, which ragged has not; use all_gather"
     # The ranks of a heads group hold their stripes together, which is not a stripe of the sequence.
@@ -182,17 +182,17 @@ def _exchange_problem(exchange: str, ranks: Ranks, layout: TokenLayout, q: Tenso
 
 
 def _layout_of_name(
-    order: str, cu_seqlens: Tensor | Sequence[int] | None, ranks: Ranks, total: int, device: torch.device
+    order: str, cu_seqlens: Tensor | Sequence[int] | None, groups: CpGroups, total: int, device: torch.device
 ) -> TokenLayout:
     """The layout by its name. Dense layouts are cached by shape, so that all layers share one block schedule."""
     if cu_seqlens is not None:
         offsets_of(f"{FUNCTION}: cu_seqlens", cu_seqlens)
         kind = "packed" if order == "dual_chunk_swap" else order
-        return TokenLayout.packed(cu_seqlens, cp_size=ranks.size, cp_rank=ranks.rank, kind=kind, total=total)
+        return TokenLayout.packed(cu_seqlens, cp_size=groups.size, cp_rank=groups.rank, kind=kind, total=total)
     if order not in ORDERS:
         packed = "; pass cu_seqlens" if order == "packed" else ""
         raise ValueError(f"{FUNCTION}: layout={order!r} is not one of {', '.join(ORDERS)}, or a TokenLayout{packed}")
-    return dense_layout(order, total, ranks.size, ranks.rank, device)
+    return dense_layout(order, total, groups.size, groups.rank, device)
 
 
 def _on_device(layout: TokenLayout, device: torch.device) -> TokenLayout:

@@ -24,20 +24,22 @@ from torch_impl.collectives import start_ring_shift
 from torch_impl.collectives.plain import all_gather_concat, reduce_scatter_sum
 from torch_impl.context_parallel.block_schedule import BlockSchedule
 
-Buffer = Float[Tensor, "keys 2 b hk p"]  # K and V of some rows in one buffer; rows are split without a copy
-# Called with the source rank, its keys, and a function that returns the sums that their gradients are added to.
-AddGradients = Callable[[int, Buffer, Callable[[], Buffer]], None]
+KVBuffer = Float[Tensor, "keys 2 b hk p"]  # K and V of some rows in one buffer; rows are split without a copy
+# Called with the source rank, its keys, and a function that waits for the sums that their gradients are added to.
+AddGradients = Callable[[int, KVBuffer, Callable[[], KVBuffer]], None]
 
 
 @runtime_checkable  # so that annotations can be checked at run time
-class Exchange(Protocol):
+class KVExchange(Protocol):
     """How keys reach the other ranks, and how their gradients return, in float32 or wider."""
 
-    def keys(self, local: Buffer, schedule: BlockSchedule) -> Iterator[tuple[int, Buffer]]:
+    def fetch(self, local: KVBuffer, schedule: BlockSchedule) -> Iterator[tuple[int, KVBuffer]]:
         """Yield each rank whose keys this rank sees, with its keys; `local` are this rank's."""
         ...
 
-    def gradients(self, local: Buffer, schedule: BlockSchedule, dtype: torch.dtype, add: AddGradients) -> Buffer:
+    def reduce_gradients(
+        self, local: KVBuffer, schedule: BlockSchedule, dtype: torch.dtype, add: AddGradients
+    ) -> KVBuffer:
         """Gradients of `local`, this rank's keys, summed over ranks. Calls `add` for each rank whose keys it sees."""
         ...
 
@@ -51,30 +53,32 @@ class Ring:
 
     group: ProcessGroup
 
-    def keys(self, local: Buffer, schedule: BlockSchedule) -> Iterator[tuple[int, Buffer]]:
-        in_flight = _InFlight.from_here(local)
+    def fetch(self, local: KVBuffer, schedule: BlockSchedule) -> Iterator[tuple[int, KVBuffer]]:
+        in_flight = _InFlight.completed(local)
         for hop in range(schedule.hops + 1):
             # 1. Wait for the keys of this hop.
-            keys = in_flight.arrived()
+            kv = in_flight.wait()
             # 2. Send them on before they are used, so that the next hop overlaps with the attention of this one.
             if hop < schedule.hops:
-                in_flight = _InFlight.post(keys, self.group, 1)
+                in_flight = _InFlight.start(kv, self.group, 1)
             # 3. The caller computes here; it must not write into them, since they are being sent.
-            yield _source(schedule, hop), keys
+            yield _source(schedule, hop), kv
 
-    def gradients(self, local: Buffer, schedule: BlockSchedule, dtype: torch.dtype, add: AddGradients) -> Buffer:
-        # 1. The keys go around again. Those of hop 0 are this rank's own, which it keeps for the end.
-        arriving = self.keys(local, schedule)
-        local_keys = next(arriving)
+    def reduce_gradients(
+        self, local: KVBuffer, schedule: BlockSchedule, dtype: torch.dtype, add: AddGradients
+    ) -> KVBuffer:
+        # 1. The keys go around again. Those of hop 0 are `local`, which come last here.
+        arriving = self.fetch(local, schedule)
+        next(arriving)
         # 2. The sums for a source's keys start as zeros at its neighbour, the first rank that the keys come to.
-        sums = _InFlight.from_here(torch.zeros_like(local, dtype=dtype))
-        for hop, (source, keys) in enumerate(arriving, 1):
-            add(source, keys, sums.arrived)  # a function: `add` computes the block before it waits
+        sums = _InFlight.completed(torch.zeros_like(local, dtype=dtype))
+        for hop, (source, kv) in enumerate(arriving, 1):
+            add(source, kv, sums.wait)  # a function: `add` computes the block before it waits
             # 3. After the block, send the sums after their keys; from the last hop straight back to their source.
-            sums = _InFlight.post(sums.arrived(), self.group, 1 if hop < schedule.hops else -schedule.hops)
-        # 4. Now the sums for this rank's keys arrive; its own block comes last, and they travel meanwhile.
-        add(*local_keys, sums.arrived)  # its gradient is never sent
-        return sums.arrived()
+            sums = _InFlight.start(sums.wait(), self.group, 1 if hop < schedule.hops else -schedule.hops)
+        # 4. Now the sums for this rank's keys arrive. Its own block is computed while they travel.
+        add(schedule.rank, local, sums.wait)  # its gradient is never sent
+        return sums.wait()
 
 
 @dataclass(frozen=True)
@@ -90,17 +94,17 @@ class _InFlight:
     works: list[Work]
 
     @staticmethod
-    def from_here(x: Tensor) -> _InFlight:
+    def completed(x: Tensor) -> _InFlight:
         """A buffer that is on this rank already, with nothing to wait for."""
         return _InFlight(x, x, [])
 
     @staticmethod
-    def post(x: Tensor, group: ProcessGroup, shift: int) -> _InFlight:
+    def start(x: Tensor, group: ProcessGroup, shift: int) -> _InFlight:
         """Post the send of `x` to the rank `shift` places on, and the receive from the rank `shift` places back."""
         (arriving,), works = start_ring_shift([x], group, shift)
         return _InFlight(arriving, x, works)
 
-    def arrived(self) -> Tensor:
+    def wait(self) -> Tensor:
         """The buffer, once it has arrived; later calls do not wait."""
         while self.works:
             self.works.pop().wait()
@@ -113,7 +117,7 @@ def _source(schedule: BlockSchedule, hop: int) -> int:
 
 
 @dataclass(frozen=True)
-class AllGatherKeys:
+class AllGatherKV:
     """All keys gathered at once.
 
     Cost: forward 1 all_gather of K and V; backward the same again and 1 reduce_scatter of their gradients.
@@ -121,13 +125,15 @@ class AllGatherKeys:
 
     group: ProcessGroup
 
-    def keys(self, local: Buffer, schedule: BlockSchedule) -> Iterator[tuple[int, Buffer]]:
+    def fetch(self, local: KVBuffer, schedule: BlockSchedule) -> Iterator[tuple[int, KVBuffer]]:
         yield from enumerate(all_gather_concat(local, self.group, 0, schedule.counts).split(schedule.counts))
 
-    def gradients(self, local: Buffer, schedule: BlockSchedule, dtype: torch.dtype, add: AddGradients) -> Buffer:
+    def reduce_gradients(
+        self, local: KVBuffer, schedule: BlockSchedule, dtype: torch.dtype, add: AddGradients
+    ) -> KVBuffer:
         # This rank adds into a view of each source's rows; the reduce_scatter then sums the ranks.
         sums = local.new_zeros(sum(schedule.counts), *local.shape[1:], dtype=dtype)
         shares = sums.split(schedule.counts)
-        for source, keys in self.keys(local, schedule):
-            add(source, keys, lambda share=shares[source]: share)
+        for source, kv in self.fetch(local, schedule):
+            add(source, kv, lambda share=shares[source]: share)
         return reduce_scatter_sum(sums, self.group, 0, schedule.counts)
