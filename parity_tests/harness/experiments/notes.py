@@ -18,8 +18,9 @@ from parity_tests.harness.draw import inputs
 from parity_tests.harness.experiments import cases
 from parity_tests.harness.experiments.conviction import convicted
 from parity_tests.harness.explain.evidence import THIN, Evidence
-from parity_tests.harness.explain.note import BESIDE, MESHES, ROUNDING, SEEN, SIZES, Note
+from parity_tests.harness.explain.note import ACROSS_MESHES, ACROSS_SIZES, CONTEXT, OBSERVED, ROUNDING, Note
 from parity_tests.harness.explain.places import NO_PATTERN, worst
+from parity_tests.harness.judge.reference import UNIT_ROUNDOFF
 from parity_tests.harness.report.report import Report, sizes
 from parity_tests.harness.run.program import Program
 from parity_tests.harness.verdict import judge
@@ -34,17 +35,17 @@ def from_one_case(report: Report) -> Report:
 
 
 def tested(scheme: Declared, report: Report) -> Report:
-    """The report of a failing case with the notes that survive; at most a dozen cases more are judged."""
+    """The report of a failing case with the notes that survive, which some 6 to 40 more cases decide."""
     if report.failure is not None or not report.notes:
         return report
     if report.case.engine != "lockstep":
         return from_one_case(report)
-    others = _experiments(scheme, report.case)
-    notes = {label: tuple(_survivors(scheme, report, label, others)) for label in report.notes}
-    return replace(report, notes=convicted(scheme, report, others, notes))
+    failing = _failing_cases(scheme, report.case)
+    notes = {label: tuple(_survivors(scheme, report, label, failing)) for label in report.notes}
+    return replace(report, notes=convicted(scheme, report, failing, notes))
 
 
-def _experiments(scheme: Declared, case: CaseSpec) -> list[Report]:
+def _failing_cases(scheme: Declared, case: CaseSpec) -> list[Report]:
     """Failing reports of derived cases, the one with most elements first."""
     derived = (
         cases.larger(scheme, case, 1, values=True),
@@ -63,20 +64,19 @@ def _elements(report: Report) -> int:
     return sum(row.want.size for row in report.rows)
 
 
-def _survivors(scheme: Declared, report: Report, label: str, others: Sequence[Report]) -> Iterator[Note]:
+def _survivors(scheme: Declared, report: Report, label: str, failing: Sequence[Report]) -> Iterator[Note]:
     """Notes on one tensor: those of its own case, then hypotheses that only larger cases suggest."""
-    own = report.notes[label]
-    elsewhere = [other for other in others if label in other.notes]
-    kept: list[Note] = []
-    for origin in (report, *elsewhere):
+    same_tensor = [other for other in failing if label in other.notes]
+    survivors: list[Note] = []
+    for origin in (report, *same_tensor):
         for note in origin.notes[label]:
-            is_known = any(claim in earlier.claims for earlier in kept for claim in note.claims)
-            if note.scope in (SIZES, MESHES, ROUNDING) and not is_known:
-                survivor = _tried(scheme, report, origin, label, note, elsewhere)
-                kept += [] if survivor is None else [survivor]
-    seen = [note for note in own if note.scope == SEEN and not note.startswith(NO_PATTERN)]
-    beside = [note for note in own if note.scope == BESIDE]
-    yield from [*seen, *kept, *beside] or [worst(_evidence(report, label))]
+            is_repeated = any(claim in earlier.claims for earlier in survivors for claim in note.claims)
+            if note.scope in (ACROSS_SIZES, ACROSS_MESHES, ROUNDING) and not is_repeated:
+                survivor = _tested_hypothesis(scheme, report, origin, label, note, same_tensor)
+                survivors += [] if survivor is None else [survivor]
+    observed = [n for n in report.notes[label] if n.scope == OBSERVED and not n.startswith(NO_PATTERN)]
+    context = [note for note in report.notes[label] if note.scope == CONTEXT]
+    yield from [*observed, *survivors, *context] or [worst(_evidence(report, label))]
 
 
 def _evidence(report: Report, label: str) -> Evidence:
@@ -85,19 +85,23 @@ def _evidence(report: Report, label: str) -> Evidence:
     return Evidence(row.name, row.role, row.got, row.want, row.budgets, owners=row.owners)
 
 
-def _tried(
-    scheme: Declared, report: Report, origin: Report, label: str, note: Note, elsewhere: Sequence[Report]
+def _tested_hypothesis(
+    scheme: Declared, report: Report, origin: Report, label: str, note: Note, same_tensor: Sequence[Report]
 ) -> Note | None:
     """A hypothesis of one of the cases, worded by what the other cases say of it; None if one refutes it."""
     is_own = origin is report
     if note.scope == ROUNDING:
-        vanishes = _vanishes(scheme, origin.case, label) if is_own else None
-        return None if vanishes is False or not is_own else note if vanishes else _untried(note)
+        if not is_own:
+            return None
+        vanishes = _vanishes(scheme, origin.case, label)
+        if vanishes is None:
+            return _untried(note)
+        return note if vanishes else None
     relevant = [
         other
-        for other in elsewhere
+        for other in same_tensor
         if other is not origin
-        and (note.scope == MESHES or other.case.mesh == origin.case.mesh)
+        and (note.scope == ACROSS_MESHES or other.case.mesh == origin.case.mesh)
         and (note.applies is None or note.applies(_evidence(other, label)))
     ]
     supported: Note | None = note
@@ -123,13 +127,13 @@ def _clearer(thin: Note, label: str, relevant: Sequence[Report]) -> Note:
 
 def _untried(note: Note) -> Note:
     """The note, worded as what one case suggests."""
-    is_fact = note.scope in (SEEN, BESIDE) or note.endswith(THIN)
+    is_fact = note.scope in (OBSERVED, CONTEXT) or note.endswith(THIN)
     return note if is_fact else note.extended(UNTRIED)
 
 
 WIDER = ("float64", "float32")
-OFF = 2.0**-5  # of an input: some roundings to bfloat16
-ENOUGH = 8  # elements of a tensor, for two errors to be alike by more than chance
+PERTURBATION = 2.0**-5  # of an input: some roundings to bfloat16
+MIN_ELEMENTS = 8  # of a tensor, for two errors to be alike by more than chance
 
 
 def _vanishes(scheme: Declared, case: CaseSpec, label: str) -> bool | None:
@@ -138,7 +142,7 @@ def _vanishes(scheme: Declared, case: CaseSpec, label: str) -> bool | None:
     Then it is gone in a wider dtype, or it is another one at inputs a little off, as that of a cast to a dtype that
     the function names itself. A mistake is in every dtype, and hardly changes where the inputs hardly do.
     """
-    wider = [case.replace(dtype=dtype) for dtype in WIDER[: WIDER.index(case.dtype) if case.dtype in WIDER else None]]
+    wider = [case.replace(dtype=dtype) for dtype in WIDER if UNIT_ROUNDOFF[dtype] < UNIT_ROUNDOFF[case.dtype]]
     reports = [report for report in (judge(scheme, wide) for wide in wider or [case]) if report.failure is None]
     if any(label not in report.notes for report in reports):
         return True
@@ -159,7 +163,7 @@ def _is_erratic(scheme: Declared, case: CaseSpec, label: str) -> bool | None:
     for arg in scheme.inputs:
         full = program.full_array(arg, case)
         signs = inputs.generator(case, f"off {arg.name}").choice((-1.0, 1.0), size=full.shape)
-        moved[arg.name] = full if arg.is_integer else inputs.rounded(full * (1 + OFF * signs), case.dtype)
+        moved[arg.name] = full if arg.is_integer else inputs.rounded(full * (1 + PERTURBATION * signs), case.dtype)
     other = judge(scheme, case, arrays=moved)
     if other.failure is not None:
         return None
@@ -168,6 +172,6 @@ def _is_erratic(scheme: Declared, case: CaseSpec, label: str) -> bool | None:
     finite = np.isfinite(first) & np.isfinite(second)
     first, second = first[finite], second[finite]
     size = float(np.linalg.norm(first) * np.linalg.norm(second))
-    if first.size < ENOUGH:
+    if first.size < MIN_ELEMENTS:
         return None
     return size == 0.0 or float(first @ second) < 0.5 * size

@@ -10,7 +10,7 @@ from itertools import chain, islice, product
 import numpy as np
 
 from parity_tests.harness.explain.evidence import Evidence
-from parity_tests.harness.explain.note import MESHES, ROUNDING, SIZES, Note
+from parity_tests.harness.explain.note import ACROSS_MESHES, ACROSS_SIZES, ROUNDING, Note
 
 MOST_NAMES = 6  # combinations grow as 3 ** names
 
@@ -49,10 +49,6 @@ def named_numbers(sizes: Mapping[str, float], *, mixed: bool = True) -> list[Nam
 def shown(value: float) -> str:
     """A number as a message writes it."""
     return f"{value:.4g}"
-
-
-def sizes_of(axes: Mapping[str, int], factors: Mapping[str, float]) -> dict[str, float]:
-    return {**{name: float(size) for name, size in axes.items()}, **factors}
 
 
 def _simplicity(exponents: Iterable[int]) -> tuple[bool, int, int, list[int]]:
@@ -103,7 +99,9 @@ def _zero(evidence: Evidence) -> Note | None:
     ):  # None has a clue of its own
         return None
     zero = f"{evidence.role} is zero"
-    return Note(f"{zero}: {_REACH[evidence.role]}{evidence.thin if evidence.got.size == 1 else ''}", MESHES, zero)
+    return Note(
+        f"{zero}: {_REACH[evidence.role]}{evidence.thin if evidence.got.size == 1 else ''}", ACROSS_MESHES, zero
+    )
 
 
 def _named_factor(evidence: Evidence) -> Note | None:
@@ -114,13 +112,13 @@ def _named_factor(evidence: Evidence) -> Note | None:
     names = {f"factor {name}": f"-{name}" if value < 0 else name for name in named.names}
     meaning = f"the sign is opposite, and {OF_A_NAME}" if value < 0 else OF_A_NAME
     text = f"off by the constant factor {shown(value)} (= {' or '.join(names.values())}): {meaning}{evidence.thin}"
-    return Note(text, MESHES, names, {_SOME_FACTOR})
+    return Note(text, ACROSS_MESHES, names, {_SOME_FACTOR})
 
 
 def _opposite(evidence: Evidence) -> Note | None:
     if not evidence.fits(-evidence.want):
         return None
-    return Note("opposite sign" + evidence.thin, MESHES, "opposite sign", {_SOME_FACTOR})
+    return Note("opposite sign" + evidence.thin, ACROSS_MESHES, "opposite sign", {_SOME_FACTOR})
 
 
 def _named_constant(evidence: Evidence) -> Note | None:
@@ -135,21 +133,21 @@ def _named_constant(evidence: Evidence) -> Note | None:
         for name in named.names
     }
     text = f"off by the added constant {sign}log {shown(named.value)} (= {' or '.join(logs.values())}){evidence.thin}"
-    return Note(text, MESHES, logs, {_SOME_CONSTANT})
+    return Note(text, ACROSS_MESHES, logs, {_SOME_CONSTANT})
 
 
 def _plain_factor(evidence: Evidence) -> Note | None:
     factor = fitted_factor(evidence)
     if factor is None:
         return None
-    return Note(f"off by the constant factor {shown(factor)}: a scale is missing or wrong", MESHES, _SOME_FACTOR)
+    return Note(f"off by the constant factor {shown(factor)}: a scale is missing or wrong", ACROSS_MESHES, _SOME_FACTOR)
 
 
 def _plain_constant(evidence: Evidence) -> Note | None:
     constant = fitted_constant(evidence)
     if constant is None:
         return None
-    return Note(f"off by the added constant {shown(constant)}", MESHES, _SOME_CONSTANT)
+    return Note(f"off by the added constant {shown(constant)}", ACROSS_MESHES, _SOME_CONSTANT)
 
 
 def _part_by_part(evidence: Evidence) -> Iterator[Note]:
@@ -169,7 +167,7 @@ def _part_by_part(evidence: Evidence) -> Iterator[Note]:
                 # A count is positive, and so is a quotient of two.
                 are_counts = what != _FACTOR or all(number is not None and number > 0 for number in numbers)
                 means = f": {meaning[what]}" if are_counts else ""
-                yield Note(f"off by {what} {where} ({listed}){means}", SIZES, f"off by {what} {where}")
+                yield Note(f"off by {what} {where} ({listed}){means}", ACROSS_SIZES, f"off by {what} {where}")
                 return
 
 
@@ -249,7 +247,7 @@ def _best(evidence: Evidence, tried: list[tuple[Named, float]], relation: Relati
 
 def _names(evidence: Evidence) -> list[Named]:
     # A single element always fits some quotient of sizes, so it is recognised only by products and inverses.
-    return named_numbers(sizes_of(evidence.axes, evidence.factors), mixed=evidence.wrong > 1)
+    return named_numbers(evidence.axes, mixed=evidence.wrong > 1)
 
 
 def _informative(evidence: Evidence) -> np.ndarray:
@@ -302,6 +300,6 @@ def _tried(evidence: Evidence, name: str) -> Iterator[tuple[int, Note]]:
     for axis, ranks in evidence.axes.items():
         if ranks > 1:
             text = f"{name} is counted {ranks} times (= {axis}): each rank adds it before the sum"
-            yield ranks - 1, Note(text, MESHES, f"{name} is counted {axis} times")
+            yield ranks - 1, Note(text, ACROSS_MESHES, f"{name} is counted {axis} times")
     for times, text in ((1, f"{name} is added once too often"), (-1, f"{name} is left out")):
-        yield times, Note(text, MESHES, text)
+        yield times, Note(text, ACROSS_MESHES, text)

@@ -1,7 +1,8 @@
-"""What kind of mistake: from the evidence on one failing tensor to sentences, the headline first.
+"""What kind of mistake: from the evidence on one failing tensor to sentences, the best explanation first.
 
-A pure function. Each clue claims a pattern only if the full tensor fits it within its budget. The first clue that
-applies gives the headline. Clues that explain more come first: a factor of the whole tensor before a wrong place in it.
+A pure function. Each clue claims a pattern only if the full tensor fits it within its budget. Clues that explain more
+come first: a factor of the whole tensor before a wrong place in it. Experiments on other cases then drop what they
+refute (`experiments.notes`).
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import numpy as np
 
 from parity_tests.harness.explain import arithmetic, places, sums
 from parity_tests.harness.explain.evidence import Evidence
-from parity_tests.harness.explain.note import BESIDE, Note
+from parity_tests.harness.explain.note import CONTEXT, Note
 
 FORWARD_EQUAL = "forward equal, gradient not"
 
 
 def explain(evidence: Evidence) -> tuple[Note, ...]:
-    """Notes on one tensor, the headline first; none if nothing is wrong with it."""
+    """Notes on one tensor, the best explanation first; none if nothing is wrong with it."""
     missing = tuple(sums.absent(evidence))
     if not evidence.bad.any():
         return missing
@@ -30,19 +31,19 @@ def explain(evidence: Evidence) -> tuple[Note, ...]:
 
 def _backward(evidence: Evidence) -> Iterator[Note]:
     if evidence.role == "gradient" and evidence.outputs_pass:
-        yield Note(FORWARD_EQUAL, BESIDE)
+        yield Note(FORWARD_EQUAL, CONTEXT)
 
 
 def _over_all(evidence: Evidence) -> Iterator[Note]:
     if evidence.over_all is not None:
         size = math.prod(evidence.axes.values())
         text = f"{evidence.over_all} is over all {size} ranks, which is no one axis: pass group=mesh[axis]"
-        yield Note(text, BESIDE)
+        yield Note(text, CONTEXT)
 
 
 def _divergence(evidence: Evidence) -> Iterator[Note]:
     if evidence.first_divergence is not None:
-        yield Note(f"first diverging collective: {evidence.first_divergence}", BESIDE)
+        yield Note(f"first diverging collective: {evidence.first_divergence}", CONTEXT)
 
 
 # `stored` is early: what more declared roundings would cover may be meant. `narrow_sums` comes before `fitted_number`
@@ -51,7 +52,6 @@ CLUES = (
     places.not_finite,
     arithmetic.stored,
     arithmetic.known_number,
-    sums.terms,
     sums.sums,
     arithmetic.added,
     places.displaced,

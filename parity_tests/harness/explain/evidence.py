@@ -32,8 +32,7 @@ class Evidence:
     `got` is one stitched copy; `at` says which, by the coordinates of the axes that repeat the tensor. `owners` gives,
     for each axis that shards it, the coordinate that holds each element. `pieces` gives, for an axis that does not
     shard it, what each rank of the axis returned, stacked: copies if the axis is in `at`, else terms that were added.
-    `addends` is one rank's own term of the sum, where it is known; `inputs` are those that could be added to this
-    tensor, in its shape. `factors` are numbers beside the mesh sizes that a scale may be made of.
+    `inputs` are those that could be added to this tensor, in its shape.
     """
 
     name: str
@@ -42,14 +41,12 @@ class Evidence:
     want: np.ndarray
     budget: np.ndarray
     axes: Mapping[str, int] = field(default_factory=dict)
-    factors: Mapping[str, float] = field(default_factory=dict)
     dims: tuple[str, ...] = ()
     owners: Mapping[str, np.ndarray] = field(default_factory=dict)
     at: Mapping[str, int] = field(default_factory=dict)
     layouts: tuple[ShardedDim, ...] = ()
     candidates: Mapping[str, Layout] = field(default_factory=dict)  # tried besides the built-in layouts
     borders: Mapping[str, np.ndarray] = field(default_factory=dict)  # "sequence boundaries", "padding", ...
-    addends: Mapping[tuple[str, int], np.ndarray] = field(default_factory=dict)
     inputs: Mapping[str, np.ndarray] = field(default_factory=dict)  # full, in the shape of `got`
     pieces: Mapping[str, np.ndarray] = field(default_factory=dict)  # axis -> [ranks of the axis, *shape]
     outputs_pass: bool = False
@@ -107,7 +104,6 @@ class Evidence:
             owners={},
             layouts=(),
             borders={},
-            addends={},
             inputs={},
             pieces={},
             absent=None if self.absent is None else self.absent[mask],

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
-SEEN = "seen"  # states what is seen in this one case; there is nothing to refute
-BESIDE = "beside"  # the same, of the run beside this tensor; follows the hypotheses
-SIZES = "sizes"  # holds at other sizes and values, on the same mesh
-MESHES = "meshes"  # holds on other meshes too
+OBSERVED = "observed"  # states what this one case shows; there is nothing to refute
+CONTEXT = "context"  # the same, of the run and not of this tensor; printed after the hypotheses
+ACROSS_SIZES = "across sizes"  # holds at other sizes and values, on the same mesh
+ACROSS_MESHES = "across meshes"  # holds on other meshes too
 ROUNDING = "rounding"  # the error is one of rounding: it vanishes in a wider dtype
 
 
@@ -33,7 +33,7 @@ class Note(str):
     def __new__(
         cls,
         text: str,
-        scope: str = SEEN,
+        scope: str = OBSERVED,
         claims: Mapping[str, str] | str = "",
         implied: Iterable[str] = (),
         applies: Callable[[Any], bool] | None = None,
@@ -49,8 +49,8 @@ class Note(str):
     def supported_by(self, others: Iterable[Note]) -> Note | None:
         """This note with the claims that one of the notes of another case supports, or None if there are none.
 
-        >>> here = Note("off by 2 (= tp or cp)", MESHES, {"factor tp": "tp", "factor cp": "cp"})
-        >>> str(here.supported_by([Note("off by 4 (= tp)", MESHES, {"factor tp": "tp"})]))
+        >>> here = Note("off by 2 (= tp or cp)", ACROSS_MESHES, {"factor tp": "tp", "factor cp": "cp"})
+        >>> str(here.supported_by([Note("off by 4 (= tp)", ACROSS_MESHES, {"factor tp": "tp"})]))
         'off by 2 (= tp)'
         """
         supported = {claim for other in others for claim in (*other.claims, *other.implied)}

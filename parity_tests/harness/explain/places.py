@@ -11,7 +11,7 @@ import numpy as np
 from jax_ref.layouts import contiguous, dual_chunk_swap, indivisible, striped
 from parity_tests.harness.explain.arithmetic import fitted_number, known_number
 from parity_tests.harness.explain.evidence import Evidence
-from parity_tests.harness.explain.note import MESHES, SIZES, Note
+from parity_tests.harness.explain.note import ACROSS_MESHES, ACROSS_SIZES, Note
 
 NO_PATTERN = "no pattern"
 NOT_FINITE = "not finite first at "
@@ -42,7 +42,7 @@ def narrowest(evidence: Evidence) -> Iterator[Note]:
         wrong, right = np.unique(ranks[evidence.bad]), np.unique(ranks[~evidence.bad])
         if len(right) == 1 and len(wrong) > 1 and right[0] not in wrong:
             text = f"right only where {axis} rank {int(right[0])} owns"
-            yield Note(text, SIZES, text)
+            yield Note(text, ACROSS_SIZES, text)
 
 
 def _owned(evidence: Evidence) -> Iterator[tuple[str, np.ndarray]]:
@@ -80,10 +80,10 @@ def _there(evidence: Evidence, where: str, region: np.ndarray) -> Note:
     relation = next(chain(known_number(inside), fitted_number(inside)), None)
     text = f"{where} ({count} elements)"
     if relation is None:
-        return Note(text, SIZES, where)
+        return Note(text, ACROSS_SIZES, where)
     claims = {f"{where}: {claim}": words for claim, words in relation.claims.items()}
     weaker = {f"{where}: {claim}" for claim in relation.implied}
-    return Note(f"{text}; there {relation}", SIZES, claims, {where, *weaker})
+    return Note(f"{text}; there {relation}", ACROSS_SIZES, claims, {where, *weaker})
 
 
 def _first(evidence: Evidence, mask: np.ndarray) -> str:
@@ -117,10 +117,10 @@ def another_order(evidence: Evidence) -> Iterator[Note]:
         for axis, world in evidence.axes.items():
             for permutation, words in _permutations(evidence, dim, axis, world):
                 if _is_permuted(evidence, dim, permutation):
-                    yield Note(f"{_HEADLINE}; {words}", MESHES, words, {_HEADLINE})
+                    yield Note(f"{_HEADLINE}; {words}", ACROSS_MESHES, words, {_HEADLINE})
                     return
     if _same_values(evidence):
-        yield Note(_HEADLINE, MESHES, _HEADLINE)
+        yield Note(_HEADLINE, ACROSS_MESHES, _HEADLINE)
 
 
 def _permutations(evidence: Evidence, dim: int, axis: str, world: int) -> Iterator[tuple[np.ndarray, str]]:
@@ -202,7 +202,7 @@ def displaced(evidence: Evidence) -> Iterator[Note]:
     if len(distances) >= LEAST_ROWS and len(set(distances)) == 1:
         along = evidence.dim(evidence.want.ndim - 1)
         text = f"a term sits {distances[0]} place{'s' if distances[0] > 1 else ''} off along {along}"
-        yield Note(f"{text}: an offset is wrong by {distances[0]}", SIZES, text, applies=_is_sparse)
+        yield Note(f"{text}: an offset is wrong by {distances[0]}", ACROSS_SIZES, text, applies=_is_sparse)
 
 
 def _is_sparse(evidence: Evidence) -> bool:

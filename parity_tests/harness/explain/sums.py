@@ -1,4 +1,4 @@
-"""Clues in each rank's terms: one is missing or counted twice, a sum is missing or repeated, a gradient is None."""
+"""Clues in what each rank returned: a sum is missing or repeated, copies differ, a gradient is None."""
 
 from __future__ import annotations
 
@@ -7,25 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from parity_tests.harness.explain.evidence import Evidence
-from parity_tests.harness.explain.note import BESIDE, MESHES, SIZES, Note
-
-
-def terms(evidence: Evidence) -> Iterator[Note]:
-    """One rank's addend explains the difference."""
-    for (axis, rank), term in evidence.addends.items():
-        with np.errstate(invalid="ignore", over="ignore"):
-            without, twice = evidence.want - term, evidence.want + term
-        if evidence.fits(without):
-            yield _of_a_rank("one rank's term is missing", axis, rank)
-        elif evidence.fits(twice):
-            yield _of_a_rank("one rank's term is counted twice", axis, rank)
-        elif evidence.fits(term):
-            yield _of_a_rank("only one rank's term is there", axis, rank)
-
-
-def _of_a_rank(what: str, axis: str, rank: int) -> Note:
-    text = f"{what}: {axis} rank {rank}"
-    return Note(text, SIZES, text)
+from parity_tests.harness.explain.note import ACROSS_MESHES, ACROSS_SIZES, CONTEXT, Note
 
 
 def sums(evidence: Evidence) -> Iterator[Note]:
@@ -34,11 +16,11 @@ def sums(evidence: Evidence) -> Iterator[Note]:
         if axis not in evidence.at:
             if all(_is_right(evidence, piece) for piece in pieces):
                 often = f"{evidence.role} summed over {axis} once too often"
-                yield Note(f"{often}: each rank already has the reference{evidence.thin}", MESHES, often)
+                yield Note(f"{often}: each rank already has the reference{evidence.thin}", ACROSS_MESHES, often)
         elif _adds_up(evidence, pieces):
             missing = f"{evidence.role} missing a sum over {axis}"
             what = f"the ranks' {evidence.role}s add up to the reference"
-            yield Note(f"{missing}: {what}{evidence.thin}", MESHES, missing)
+            yield Note(f"{missing}: {what}{evidence.thin}", ACROSS_MESHES, missing)
 
 
 def copies(evidence: Evidence) -> Iterator[Note]:
@@ -50,9 +32,9 @@ def copies(evidence: Evidence) -> Iterator[Note]:
         if 0 < len(wrong) < len(pieces):
             ranks = f"rank{'s' if len(wrong) > 1 else ''} {', '.join(map(str, wrong))}"
             text = f"wrong only on {axis} {ranks}"
-            yield Note(f"{text}: the copies of the other ranks are right", SIZES, text)
+            yield Note(f"{text}: the copies of the other ranks are right", ACROSS_SIZES, text)
         elif any(evidence.differs(pieces[0], got=piece).any() for piece in pieces[1:]):
-            yield Note(f"{axis} ranks hold different copies of what should be one value", BESIDE)
+            yield Note(f"{axis} ranks hold different copies of what should be one value", CONTEXT)
 
 
 def silent(evidence: Evidence) -> Iterator[Note]:
@@ -61,7 +43,7 @@ def silent(evidence: Evidence) -> Iterator[Note]:
         nothing = [rank for rank, piece in enumerate(pieces) if not piece.any()]
         if axis not in evidence.at and len(nothing) == 1:
             text = f"{axis} rank {nothing[0]} gave only zeros to the sum"
-            yield Note(text, SIZES, text)
+            yield Note(text, ACROSS_SIZES, text)
 
 
 def _shared(evidence: Evidence) -> Iterator[tuple[str, np.ndarray]]:
