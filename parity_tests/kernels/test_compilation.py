@@ -19,7 +19,7 @@ from torch_impl.kernels import row_gather, softmax
 
 ARCHITECTURES = (80, 90)
 ALIGNED = [["tt.divisibility", 16]]
-SETTINGS = dict(HAS_TEMPERATURE=True, WITH_ENTROPY=True)
+SETTINGS = dict(HAS_TEMP=True, WITH_ENTROPY=True)
 NUMBERS = "n v k rows count inner entropy_at row_stride out_row_stride outer_stride"
 ACCUMULATED = "temperature largest log_total shifted_mean g_entropy g_same total g_other"
 

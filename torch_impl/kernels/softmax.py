@@ -57,7 +57,7 @@ def local_statistics(
             k,
             (2 + k) * n,
             *block.stride(),
-            HAS_TEMPERATURE=temperature != 1.0,
+            HAS_TEMP=temperature != 1.0,
             WITH_ENTROPY=with_entropy,
             STEP=min(step, triton.next_power_of_2(max(v, 1))),
             IDS=min(IDS, triton.next_power_of_2(k)) if k else 0,
@@ -78,7 +78,7 @@ def _statistics(
     entropy_at,
     row_stride,
     column_stride,
-    HAS_TEMPERATURE: tl.constexpr,
+    HAS_TEMP: tl.constexpr,
     WITH_ENTROPY: tl.constexpr,
     STEP: tl.constexpr,
     IDS: tl.constexpr,
@@ -99,7 +99,7 @@ def _statistics(
         shift = tl.where(tl.abs(top) < float("inf"), top, 0.0)  # a row of -inf: -inf - -inf would be NaN
         shifted = z - shift
         above = largest - shift
-        if HAS_TEMPERATURE:
+        if HAS_TEMP:
             shifted = shifted / temp
             above = above / temp
         # 3. Terms of this block; `weight` rescales the sums of the blocks before it.
@@ -163,7 +163,7 @@ def write_gradient(
     entropy_rows = (unread, unread) if entropy is None else entropy
     temp = torch.full((1,), temperature, dtype=largest.dtype, device=largest.device)
     of_rows = [x.contiguous() for x in (*normaliser, *entropy_rows, column, g_same)]
-    settings = dict(HAS_TEMPERATURE=temperature != 1.0, IS_NORMALISED=normalised, WITH_ENTROPY=entropy is not None)
+    settings = dict(HAS_TEMP=temperature != 1.0, IS_NORMALISED=normalised, WITH_ENTROPY=entropy is not None)
     width = min(step, triton.next_power_of_2(v))
     with torch.cuda.device_of(block):
         # Before the first kernel: `out` may be `block`, and the second kernel reads logits at the ids.
@@ -210,7 +210,7 @@ def _gradient(
     out_column_stride,
     row_stride,
     column_stride,
-    HAS_TEMPERATURE: tl.constexpr,
+    HAS_TEMP: tl.constexpr,
     IS_NORMALISED: tl.constexpr,
     WITH_ENTROPY: tl.constexpr,
     STEP: tl.constexpr,
@@ -223,9 +223,7 @@ def _gradient(
     places = columns.to(tl.int64)
     temp = tl.load(temperature)
     z = tl.load(logits + row * row_stride + places * column_stride, mask=inside, other=float("-inf")).to(temp.dtype)
-    log_p, entropy_term = _log_p_and_entropy_term(
-        z, row, temp, largest, log_total, shifted_mean, g_entropy, HAS_TEMPERATURE, WITH_ENTROPY
-    )
+    log_p, d_entropy = _log_p_terms(z, row, temp, largest, log_total, shifted_mean, g_entropy, HAS_TEMP, WITH_ENTROPY)
     # 1. Log-probability: -p times the sum of cotangents; at a single id 1 - p, at several the second kernel writes.
     gradient = tl.zeros((STEP,), temp.dtype)
     if IDS > 0:
@@ -250,8 +248,8 @@ def _gradient(
         gradient = tl.where(out_of_vocabulary, 0.0, gradient)  # selected, since 0 * NaN is NaN
     # 2. Entropy, temperature, and one rounding to the dtype of the output.
     if WITH_ENTROPY:
-        gradient += entropy_term
-    if HAS_TEMPERATURE:
+        gradient += d_entropy
+    if HAS_TEMP:
         gradient = gradient / temp
     written_to = out + row * out_row_stride + places * out_column_stride
     tl.store(written_to, gradient.to(out.dtype.element_ty), mask=inside)
@@ -272,7 +270,7 @@ def _gradient_at_ids(
     k,
     out_row_stride,
     out_column_stride,
-    HAS_TEMPERATURE: tl.constexpr,
+    HAS_TEMP: tl.constexpr,
     IS_NORMALISED: tl.constexpr,
     WITH_ENTROPY: tl.constexpr,
     IDS: tl.constexpr,
@@ -284,16 +282,14 @@ def _gradient_at_ids(
     column = tl.load(ids + at, mask=slot < k, other=-1).to(tl.int64)
     gradient = tl.load(g_same + at, mask=slot < k, other=0.0)
     z = tl.load(looked_up + at, mask=slot < k, other=float("-inf")).to(temp.dtype)
-    log_p, entropy_term = _log_p_and_entropy_term(
-        z, row, temp, largest, log_total, shifted_mean, g_entropy, HAS_TEMPERATURE, WITH_ENTROPY
-    )
+    log_p, d_entropy = _log_p_terms(z, row, temp, largest, log_total, shifted_mean, g_entropy, HAS_TEMP, WITH_ENTROPY)
     if IS_NORMALISED:
         # Cotangents of equal ids times 1 - p, those of the row's other ids times -p.
         from_other_ids = tl.exp(log_p) * tl.load(g_other + at, mask=slot < k, other=0.0)
         gradient = _one_minus_exp(log_p) * gradient - from_other_ids
     if WITH_ENTROPY:
-        gradient += entropy_term
-    if HAS_TEMPERATURE:
+        gradient += d_entropy
+    if HAS_TEMP:
         gradient = gradient / temp
     # Equal ids write equal numbers, in whatever order.
     written_to = out + row * out_row_stride + column * out_column_stride
@@ -301,12 +297,12 @@ def _gradient_at_ids(
 
 
 @triton.jit
-def _log_p_and_entropy_term(
-    z, row, temp, largest, log_total, shifted_mean, g_entropy, HAS_TEMPERATURE: tl.constexpr, WITH_ENTROPY: tl.constexpr
+def _log_p_terms(
+    z, row, temp, largest, log_total, shifted_mean, g_entropy, HAS_TEMP: tl.constexpr, WITH_ENTROPY: tl.constexpr
 ):
     """(log p, the entropy's part of the gradient) at some logits of a row."""
     shifted = z - tl.load(largest + row)
-    if HAS_TEMPERATURE:
+    if HAS_TEMP:
         shifted = shifted / temp
     log_p = shifted - tl.load(log_total + row)
     entropy_term = tl.zeros_like(z)
