@@ -211,7 +211,8 @@ PREPARED = {
     ("docs/how-to/verify-your-own-scheme.md", 0): of_the_example,
     ("docs/how-to/replay.md", 0): of_a_replay,
     ("docs/reference/parallelizer.md", 0): of_a_step,
-    ("docs/reference/scheme.md", 0): of_a_cost,
+    ("docs/reference/scheme.md", 0): dict,
+    ("docs/reference/scheme.md", 1): of_a_cost,
 }
 
 

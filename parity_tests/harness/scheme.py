@@ -98,6 +98,7 @@ def scheme(
     random: bool = False,
     setup: Callable[[Any], Any] | None = None,
     around: Callable[[Any], AbstractContextManager[Any]] | None = None,
+    assume: Callable[[CaseSpec], Any] | None = None,
     isolate: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., Any]], Scheme]:
     """Declare that the decorated per-rank function means `reference`.
@@ -110,14 +111,15 @@ def scheme(
     `reference` is JAX on unsharded arrays. `mesh` gives each axis the sizes to try. A nested dict in `inputs` is a
     tree of parameters. Without `inputs` or `outputs` they are those of `contract`, a public function whose signature
     states them for arguments of the same names, or else those of the decorated function's own annotations. `dims`
-    narrows a dim to some sizes or ties it to others ("2*g"). `options` go to both sides, `rank_options` to the ranks
-    alone. `reduction` names the dims that are summed over, `roundings` how often a value is stored in the tested dtype
-    on its way: 1 where sums and intermediates are in float32 or wider, more where a softmax, a product or a norm is
-    stored in bfloat16 and used again. `random=True` says that the function draws random numbers. `setup(mesh)` runs
-    once per rank and mesh before the function, on every engine; `around(mesh)` returns a context manager, which each
-    rank enters for forward and backward. `isolate` names further modules and packages
-    whose globals each rank of lockstep has for itself, as those of the scheme's file and of what it imports are.
-
+    narrows a dim to some sizes or ties it to dims and axes ("2*g", "3*ep"), `assume(case)` says which sizes are drawn
+    together: `lambda case: case.b * case.s % case.tp == 0`. A reference with an argument `mesh` gets the sizes of the
+    axes. `options` go to both sides, `rank_options` to the ranks alone. `reduction` names the dims that are summed
+    over, `roundings` how often a value is stored in the tested dtype on its way: 1 where sums and intermediates are in
+    float32 or wider, more where a softmax, a product or a norm is stored in bfloat16 and used again. `random=True` says
+    that the function draws random numbers. `setup(mesh)` runs once per rank and mesh before the function, on every
+    engine; `around(mesh)` returns a context manager, which each rank enters for forward and backward. `isolate` names
+    further modules and packages whose globals each rank of lockstep has for itself, as those of the scheme's file and
+    of what it imports are.
     Errors: ValueError at declaration, `scheme '<name>': ...`, for whatever can be known to be wrong.
     """
 
@@ -136,9 +138,9 @@ def scheme(
         validation.check_reference(signature, in_specs, choices[0], reference, rejection)
         validation.check_covered(fn, (*in_specs, *choices[0], *choices[1]), rejection)
         validation.check_draws(leaves, draw or {}, rejection)
-        relations.check_dims(leaves, results, dims or {}, rejection)
+        relations.check_dims(leaves, results, dims or {}, mesh, rejection)
         validation.check_choices(dtypes, engines, replicas, reduction, roundings, leaves, results, rejection)
-        validation.check_surroundings(setup, around, isolate, rejection)
+        validation.check_surroundings(setup, around, assume, isolate, rejection)
         form = "dict" if isinstance(out_specs, Mapping) else "one" if isinstance(out_specs, str) else "tuple"
         draws = {arg.name: (draw or {}).get(arg.name, values()) for arg in leaves}
         declared = Scheme(
@@ -163,6 +165,7 @@ def scheme(
             random=random,
             setup=setup,
             around=around,
+            assume=assume,
             isolate=tuple(isolate),
             file=fn.__code__.co_filename,
             line=fn.__code__.co_firstlineno,

@@ -106,7 +106,7 @@ def test_what_is_integer():
         ({"dims": {"v": "2*s", "s": "v//2"}}, "dims: v -> s -> v is a cycle"),
         ({"dims": {"v": "b*s", "s": "2*v"}}, "dims: v -> s -> v is a cycle"),
         ({"dims": {"v": "v+1"}}, "dims: v -> v is a cycle"),
-        ({"dims": {"v": "2*w"}}, "dims['v'] = '2*w': no input has dim w"),
+        ({"dims": {"v": "2*w"}}, "dims['v'] = '2*w': no input has dim w, nor is it an axis (cp, tp)"),
         ({"dims": {"v": "2*"}}, "dims['v'] = '2*' is no relation; write one such as '2*g'"),
         ({"dims": {"v": "s**2"}}, "dims['v'] = 's**2': a relation has dims, integers and + - * //"),
         ({"dims": {"v": "s*1.5"}}, "dims['v'] = 's*1.5': a relation has dims, integers and + - * //"),

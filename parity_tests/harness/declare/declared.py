@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from typing import Any
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.draws import Draw
+from parity_tests.harness.declare.relations import names_in
 from parity_tests.harness.declare.spec import Spec
 
 
@@ -49,6 +51,14 @@ def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
+def takes_mesh(reference: Callable[..., Any]) -> bool:
+    """Whether a reference asks for the sizes of the mesh's axes, by an argument `mesh`."""
+    try:
+        return "mesh" in inspect.signature(reference).parameters
+    except ValueError:  # a compiled callable may have none to show
+        return False
+
+
 @dataclass(frozen=True)
 class Cost:
     """What a scheme declares that it sends: per phase, op -> (calls, bytes per rank)."""
@@ -85,7 +95,19 @@ class Declared:
     of_module: bool  # declared while its module was executed, not by a function that was called later
     setup: Callable[[Any], Any] | None = None  # of the mesh; once per rank and mesh
     around: Callable[[Any], AbstractContextManager[Any]] | None = None  # of the mesh; entered for forward and backward
+    assume: Callable[[CaseSpec], Any] | None = None  # of a case's sizes: whether it is drawn
     isolate: tuple[str, ...] = ()  # further modules whose globals each rank of lockstep has for itself
+
+    @property
+    def all_options(self) -> dict[str, tuple[Any, ...]]:
+        """The keywords of both sides and of the ranks alone, each with the values to try."""
+        return {**self.options, **self.rank_options}
+
+    @property
+    def depends_on_mesh(self) -> bool:
+        """Whether the size of a dim follows from that of an axis, as in dims={"e": "2*ep"}."""
+        rules = [rule for rule in self.dims.values() if isinstance(rule, str)]
+        return any(name in self.mesh for rule in rules for name in names_in(rule))
 
     @property
     def key(self) -> str:

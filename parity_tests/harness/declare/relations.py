@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from parity_tests.harness.declare.declared import Argument
+if TYPE_CHECKING:
+    from parity_tests.harness.declare.declared import Argument
 
 Rejection = Callable[[str], ValueError]
 _OPERATORS: dict[type, Callable[[int, int], int]] = {
@@ -18,7 +19,11 @@ _OPERATORS: dict[type, Callable[[int, int], int]] = {
 
 
 def check_dims(
-    leaves: Sequence[Argument], results: Sequence[Argument], dims: Mapping[str, Any], rejection: Rejection
+    leaves: Sequence[Argument],
+    results: Sequence[Argument],
+    dims: Mapping[str, Any],
+    mesh: Mapping[str, Any],
+    rejection: Rejection,
 ) -> None:
     input_dims = {name for arg in leaves for name in arg.spec.dim_names}
     all_dims = input_dims | {name for arg in results for name in arg.spec.dim_names}
@@ -26,12 +31,16 @@ def check_dims(
         other for name, rule in dims.items() if isinstance(rule, str) for other in relation_names(rule, name, rejection)
     }
     for name, choices in dims.items():
+        if name in mesh:
+            raise rejection(f"dims has {name!r}, which is an axis of the mesh; its sizes are mesh[{name!r}]")
         if name not in all_dims | used:
             raise rejection(f"dims has {name!r}, the dims are ({', '.join(sorted(all_dims))})")
         if isinstance(choices, str):
             for other in relation_names(choices, name, rejection):
-                if other not in input_dims and other not in dims:
-                    raise rejection(f"dims[{name!r}] = {choices!r}: no input has dim {other}")
+                if other not in input_dims and other not in dims and other not in mesh:
+                    raise rejection(
+                        f"dims[{name!r}] = {choices!r}: no input has dim {other}, nor is it an axis ({', '.join(mesh)})"
+                    )
         elif not choices or not all(isinstance(size, int) and size >= 0 for size in choices):
             raise rejection(f"dims[{name!r}] is {choices!r}; give a tuple of sizes or a relation such as '2*g'")
     for name in dims:
@@ -48,7 +57,7 @@ def _check_no_cycle(path: Sequence[str], dims: Mapping[str, Any], rejection: Rej
 
 
 def relation_names(text: str, name: str, rejection: Rejection) -> list[str]:
-    """Dims that a relation refers to; rejects anything but +, -, *, // of dims and integers."""
+    """Dims and axes that a relation refers to; rejects anything but +, -, *, // of them and integers."""
     try:
         tree = ast.parse(text, mode="eval").body
     except SyntaxError:
@@ -64,14 +73,14 @@ def names_in(rule: str) -> list[str]:
     return [node.id for node in ast.walk(ast.parse(rule, mode="eval")) if isinstance(node, ast.Name)]
 
 
-def related(dims: Mapping[str, Any], shape: Mapping[str, int]) -> dict[str, int]:
-    """The shape with every dim that is given by a relation."""
+def related(dims: Mapping[str, Any], shape: Mapping[str, int], mesh: Mapping[str, int]) -> dict[str, int]:
+    """The shape with every dim that is given by a relation between dims and the sizes of axes."""
     full = dict(shape)
     waiting = {name: rule for name, rule in dims.items() if isinstance(rule, str) and name not in full}
     while waiting:
         for name, rule in list(waiting.items()):
             try:
-                full[name] = _evaluated(ast.parse(rule, mode="eval").body, full)
+                full[name] = _evaluated(ast.parse(rule, mode="eval").body, {**mesh, **full})
                 del waiting[name]
             except KeyError:
                 continue

@@ -165,7 +165,9 @@ def check_reference(
         raise rejection(f"{title} has positional-only arguments; wrap it in a function that names them")
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
-    required = [n for n, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_POSITIONAL]
+    required = [
+        n for n, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_POSITIONAL and n != "mesh"
+    ]
     arguments = [*inputs, *options]
     asks = f"takes ({', '.join(signature)}) but {title} takes ({', '.join(parameters)})"
     missing = [name for name in required if name not in arguments]
@@ -230,18 +232,18 @@ def check_choices(
             raise rejection(f"reduction has {name!r}; the dims are ({', '.join(sorted(dims))})")
 
 
-def check_surroundings(setup: Any, around: Any, isolate: Any, rejection: Rejection) -> None:
-    """`setup` and `around` are functions of the mesh; what `around` returns is known on the ranks alone."""
+def check_surroundings(setup: Any, around: Any, assume: Any, isolate: Any, rejection: Rejection) -> None:
+    """`setup` and `around` are functions of the mesh, `assume` of the case; what they return is known later."""
     if not isinstance(isolate, tuple | list) or not all(isinstance(name, str) for name in isolate):
         raise rejection(f"isolate is {isolate!r}; give a tuple of module names, such as ('megatron.core',)")
     for name in isolate:
         if name in SHARED:
             raise rejection(f"isolate names {name!r}, whose thousand modules ranks share; name the one that is changed")
-    for name, function in (("setup", setup), ("around", around)):
+    for name, function, of in (("setup", setup, "mesh"), ("around", around, "mesh"), ("assume", assume, "case")):
         if function is None:
             continue
         if not callable(function):
-            raise rejection(f"{name} is {type(function).__name__}; pass a function of the mesh: def {name}(mesh): ...")
+            raise rejection(f"{name} is {type(function).__name__}; pass a function of the {of}: def {name}({of}): ...")
         if inspect.isgeneratorfunction(function):
             remedy = "; decorate it with contextlib.contextmanager" if name == "around" else ", which would never run"
             raise rejection(f"{name} is a generator function{remedy}")
@@ -249,7 +251,7 @@ def check_surroundings(setup: Any, around: Any, isolate: Any, rejection: Rejecti
             inspect.signature(function).bind(None)
         except TypeError:
             parameters = ", ".join(inspect.signature(function).parameters)
-            raise rejection(f"{name} takes ({parameters}); it is called with the mesh alone") from None
+            raise rejection(f"{name} takes ({parameters}); it is called with the {of} alone") from None
         except ValueError:  # a builtin may have no signature to show
             continue
 

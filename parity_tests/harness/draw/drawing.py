@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -14,6 +15,7 @@ from parity_tests.harness.declare.draws import Chooser
 from parity_tests.harness.draw import size_choices
 
 DEFAULT_LIMIT = 8
+ASSUMED = "assume rejects"
 
 
 class MeshChoices(NamedTuple):
@@ -57,7 +59,7 @@ def draw_case(
     Errors: ValueError for an unknown name, an indivisible size, or where nothing is left to choose from."""
     # 1. A mesh, then one of the shapes that it can shard.
     sizes, options = _sizes_and_options(scheme, fixed)
-    mesh, fits = choose(_cached_mesh_choices(scheme, sizes, world, limit).fits)
+    mesh, fits = choose(_cached_mesh_choices(scheme, sizes, options, world, limit).fits)
     shape = choose(fits)
     # 2. What the layouts need: lengths of ragged shards, lengths of packed sequences.
     layouts = _layouts(scheme, mesh, shape, choose)
@@ -68,9 +70,7 @@ def draw_case(
         for arg in scheme.inputs
     }
     # 4. Options, and with the case dtype, seed and schedule.
-    chosen = {
-        name: options.get(name, choose(choices)) for name, choices in {**scheme.options, **scheme.rank_options}.items()
-    }
+    chosen = _options(scheme, mesh, shape, options, choose)
     return CaseSpec(
         scheme=scheme.key,
         mesh={SPARE: 2, **mesh} if inside_subgroup else mesh,
@@ -88,31 +88,35 @@ def draw_case(
 
 def fitting_meshes(scheme: Declared, fixed: Mapping[str, Any], world: int | None = None) -> list[dict[str, int]]:
     """The meshes that can shard the sizes given, the smallest first. Errors: as of draw_case."""
-    sizes, _ = _sizes_and_options(scheme, fixed)
-    return [mesh for mesh, _ in _cached_mesh_choices(scheme, sizes, world, DEFAULT_LIMIT).fits]
+    sizes, options = _sizes_and_options(scheme, fixed)
+    return [mesh for mesh, _ in _cached_mesh_choices(scheme, sizes, options, world, DEFAULT_LIMIT).fits]
 
 
 def meshes_left_out(
     scheme: Declared, fixed: Mapping[str, Any], world: int | None = None, limit: int = DEFAULT_LIMIT
 ) -> list[tuple[dict[str, int], str]]:
     """The meshes that cannot shard the sizes given, or any drawn beside them, with the reason. Errors: of draw_case."""
-    sizes, _ = _sizes_and_options(scheme, fixed)
-    given_ones = tuple(f"{name}=" for name in sizes)
+    sizes, options = _sizes_and_options(scheme, fixed)
+    given_ones = (ASSUMED, *(f"{name}=" for name in sizes))
     return [
         (mesh, why if why.startswith(given_ones) else f"of the sizes drawn, {why}")
-        for mesh, why in _cached_mesh_choices(scheme, sizes, world, limit).left_out
+        for mesh, why in _cached_mesh_choices(scheme, sizes, options, world, limit).left_out
     ]
 
 
-def _cached_mesh_choices(scheme: Declared, sizes: Mapping[str, int], world: int | None, limit: int) -> MeshChoices:
+def _cached_mesh_choices(
+    scheme: Declared, sizes: Mapping[str, int], options: Mapping[str, Any], world: int | None, limit: int
+) -> MeshChoices:
     cached = _MESH_CHOICES.setdefault(scheme, {})
-    key = tuple(sorted(sizes.items())), world, limit
+    key = tuple(sorted(sizes.items())), repr(options) if scheme.assume else "", world, limit
     if key not in cached:
-        cached[key] = _mesh_choices(scheme, sizes, world, limit)
+        cached[key] = _mesh_choices(scheme, sizes, options, world, limit)
     return cached[key]
 
 
-def _mesh_choices(scheme: Declared, sizes: Mapping[str, int], world: int | None, limit: int) -> MeshChoices:
+def _mesh_choices(
+    scheme: Declared, sizes: Mapping[str, int], options: Mapping[str, Any], world: int | None, limit: int
+) -> MeshChoices:
     """Sort the meshes. Errors: ValueError where there is none, or none that can shard anything."""
 
     def rejection(why: str) -> ValueError:
@@ -124,33 +128,50 @@ def _mesh_choices(scheme: Declared, sizes: Mapping[str, int], world: int | None,
         raise rejection(
             f"no mesh of { ({**scheme.mesh, **{a: n for a, n in sizes.items() if a in scheme.mesh}}) } {reason}"
         )
-    shapes = size_choices.shapes(scheme, sizes, tried, limit)
+    shapes = size_choices.shapes(scheme, sizes, tried, limit, options)
     tied = [f"{name}={rule}" for name, rule in scheme.dims.items() if isinstance(rule, str)]
     nothing = (
         f"no sizes agree with {', '.join(tied)} and can be sharded" if tied else "no size of its dims can be sharded"
     )
     sorted_meshes = MeshChoices([], [])
     for mesh in tried:
-        fits = [shape for shape in shapes if size_choices.compatible(scheme, shape, mesh)]
+        fits = [shape for shape in shapes if size_choices.compatible(scheme, shape, mesh, options)]
         if fits:
             sorted_meshes.fits.append((mesh, fits))
         elif why := size_choices.never(scheme, mesh, sizes):
             raise rejection(why)
         else:
-            why = size_choices.objection(scheme, shapes[0], mesh, sizes) if shapes else None
+            why = _assumed_away(scheme, sizes, mesh, options)
+            why = why or (size_choices.objection(scheme, shapes[0], mesh, sizes) if shapes else None)
             sorted_meshes.left_out.append((mesh, why or nothing))
     # Where sizes were given by hand, meshes that cannot shard them are left out; where none were, it is a mistake.
-    if sorted_meshes.left_out and (not sorted_meshes.fits or not sizes):
-        mesh, why = sorted_meshes.left_out[-1]
+    mistaken = [(mesh, why) for mesh, why in sorted_meshes.left_out if not why.startswith(ASSUMED)]
+    if not sorted_meshes.fits and not mistaken:
+        mesh, why = sorted_meshes.left_out[0]
+        where = size_choices.sizes_text(mesh)
+        raise rejection(f"{why}, on {where} as on each mesh; loosen it, or name sizes that satisfy it: dims={{...}}")
+    if mistaken and (not sorted_meshes.fits or not sizes):
+        mesh, why = mistaken[-1]
         named = "" if sizes else f"mesh {mesh} can never be drawn: "
         raise rejection(f"{named}{why}")
     return sorted_meshes
 
 
+def _assumed_away(
+    scheme: Declared, sizes: Mapping[str, int], mesh: Mapping[str, int], options: Mapping[str, Any]
+) -> str | None:
+    """That `assume` rejects a mesh which could be sharded without it, with the simplest sizes of that; or None."""
+    without = replace(scheme, assume=None)
+    for shape in size_choices.shapes(without, sizes, [mesh], 1) if scheme.assume else ():
+        if size_choices.compatible(without, shape, mesh):
+            return f"{ASSUMED} {size_choices.sizes_text(shape, options)} and all other sizes that were tried"
+    return None
+
+
 def _sizes_and_options(scheme: Declared, fixed: Mapping[str, Any]) -> tuple[dict[str, int], dict[str, Any]]:
     """Split what the caller gave into sizes (mesh axes and dims) and options."""
     dims = {*size_choices.free_dims(scheme), *scheme.dims}
-    options = {**scheme.options, **scheme.rank_options}
+    options = scheme.all_options
     sizes, chosen = {}, {}
     for name, value in fixed.items():
         if name in scheme.mesh or name in dims:
@@ -164,6 +185,20 @@ def _sizes_and_options(scheme: Declared, fixed: Mapping[str, Any]) -> tuple[dict
             names = ", ".join([*scheme.mesh, *sorted(dims), *options])
             raise ValueError(f"scheme '{scheme.name}': {name!r} is no mesh axis, dim or option ({names})")
     return sizes, chosen
+
+
+def _options(
+    scheme: Declared, mesh: Mapping[str, int], shape: Mapping[str, int], given: Mapping[str, Any], choose: Chooser
+) -> dict[str, Any]:
+    """A value for each option that is not given; where there is an `assume`, together they satisfy it."""
+    allowed = size_choices.assumed_options(scheme, shape, mesh, given) if scheme.assume else []
+    chosen: dict[str, Any] = {}
+    for name, choices in scheme.all_options.items():
+        values = [value for value in choices if any(options[name] == value for options in allowed)]
+        drawn = choose(values if scheme.assume and name not in given else choices)
+        chosen[name] = given.get(name, drawn)
+        allowed = [options for options in allowed if options[name] == chosen[name]]
+    return chosen
 
 
 def _shards(scheme: Declared, mesh: Mapping[str, int], name: str | None) -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 from jax_ref.layouts import indivisible, needs
-from parity_tests.harness.declare.case import LARGEST_WORLD
+from parity_tests.harness.declare.case import LARGEST_WORLD, CaseSpec
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.declare.relations import names_in, related
 from parity_tests.harness.declare.spec import Dim, Sharding
@@ -15,6 +17,7 @@ from parity_tests.harness.draw import custom_layout
 
 LOCAL = (1, 2, 3, 5, 8)
 TURNS = len(LOCAL) ** 2  # later rounds give few new shapes
+SEARCHED = 4096  # combinations of sizes tried for an `assume`
 FACTORS = range(1, 65)  # tried on dims in relations until what follows from them can be sharded
 
 
@@ -31,15 +34,28 @@ def meshes(scheme: Declared, fixed: Mapping[str, int], world: int | None) -> lis
 
 
 def shapes(
-    scheme: Declared, fixed: Mapping[str, int], tried: Sequence[Mapping[str, int]], limit: int
+    scheme: Declared,
+    fixed: Mapping[str, int],
+    tried: Sequence[Mapping[str, int]],
+    limit: int,
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[dict[str, int]]:
     """At most `limit` shapes, simplest first, with at least one for every mesh.
 
     A round takes local sizes (1, ...), then (2, 3, ...) and so on; inside a round each mesh may add the shape that
     these local sizes give it. Where there are too many meshes for that, the units of all are joined. A shape that
-    custom layouts reject on every mesh is left out, unless there is no other.
+    custom layouts or `assume` reject on every mesh is left out, unless there is no other. Where sizes follow
+    from the mesh, each mesh has shapes of its own.
     """
+    if scheme.depends_on_mesh and not all(axis in fixed for axis in scheme.mesh):
+        each = max(limit // max(len(tried), 1), 1)
+        return [shape for mesh in tried for shape in shapes(scheme, {**fixed, **mesh}, [mesh], each, options)]
     # 1. What sizes must be multiples of, on each mesh; with too many meshes, one unit that serves all of them.
+    is_tried = bool(scheme.layouts or scheme.assume)
+
+    def suits_one(shape: Mapping[str, int]) -> bool:
+        return any(compatible(scheme, shape, mesh, options) for mesh in tried)
+
     units = list({tuple(sorted(unit.items())): unit for unit in (_units(scheme, mesh) for mesh in tried)}.values())
     if len(units) > max(limit // 2, 1):
         common = {name: math.lcm(*(unit[name] for unit in units)) for name in units[0]}
@@ -54,24 +70,62 @@ def shapes(
             if shape is None or shape in offered:
                 continue
             offered.append(shape)
-            if len(chosen) < limit and (not scheme.layouts or any(compatible(scheme, shape, mesh) for mesh in tried)):
+            if len(chosen) < limit and (not is_tried or suits_one(shape)):
                 chosen.append(shape)
-    # 3. A mesh that custom layouts left without a shape gets one of its own.
-    for mesh in tried if scheme.layouts else ():
-        if not any(compatible(scheme, shape, mesh) for shape in chosen):
-            mesh_shapes = (_shape(scheme, fixed, _units(scheme, mesh), turn) for turn in range(TURNS))
-            chosen += [shape for shape in mesh_shapes if shape is not None and compatible(scheme, shape, mesh)][:1]
+    # 3. A mesh that custom layouts or `assume` left without a shape gets one of its own.
+    for mesh in tried if is_tried else ():
+        if not any(compatible(scheme, shape, mesh, options) for shape in chosen):
+            unit = _units(scheme, mesh)
+            mesh_shapes = itertools.chain(
+                (_shape(scheme, fixed, unit, turn) for turn in range(TURNS)), _searched(scheme, fixed, unit)
+            )
+            fitting = (shape for shape in mesh_shapes if shape and compatible(scheme, shape, mesh, options))
+            chosen += itertools.islice(fitting, 1)
     return chosen or offered[:limit]
 
 
-def compatible(scheme: Declared, shape: Mapping[str, int], mesh: Mapping[str, int]) -> bool:
-    return objection(scheme, shape, mesh) is None
+def compatible(
+    scheme: Declared,
+    shape: Mapping[str, int],
+    mesh: Mapping[str, int],
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> bool:
+    """Whether this shape can be sharded on this mesh, and `assume` allows it with these options or with some."""
+    return objection(scheme, shape, mesh) is None and bool(assumed_options(scheme, shape, mesh, options))
+
+
+def assumed_options(
+    scheme: Declared, shape: Mapping[str, int], mesh: Mapping[str, int], given: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """The choices of options that `assume` allows at these sizes, those given as they are. Errors: ValueError."""
+    choices = {name: (given[name],) if name in given else values for name, values in scheme.all_options.items()}
+    tried = (dict(zip(choices, chosen, strict=True)) for chosen in itertools.product(*choices.values()))
+    if scheme.assume is None:
+        return list(itertools.islice(tried, 1))
+    allowed = []
+    for options in tried:
+        case = CaseSpec(scheme.key, mesh, shape, options=options)
+        try:
+            allowed += [options] if scheme.assume(case) else []
+        except Exception as error:
+            what = f"assume raised {type(error).__name__} at {sizes_text(mesh, shape, options)}: {error}"
+            raise ValueError(f"scheme '{scheme.name}': {what}") from error
+    return allowed
+
+
+def sizes_text(*sizes: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={size}" for part in sizes for name, size in part.items())
 
 
 def objection(
     scheme: Declared, shape: Mapping[str, int], mesh: Mapping[str, int], fixed: Collection[str] = ()
 ) -> str | None:
     """Why this shape cannot be sharded on this mesh, or None; of several dims that cannot, one of `fixed`."""
+    if scheme.depends_on_mesh:
+        wanted = related(scheme.dims, {name: shape[name] for name in free_dims(scheme)}, mesh)
+        for name in wanted:
+            if shape[name] != wanted[name]:
+                return f"{name}={shape[name]} is not {scheme.dims[name]}, which is {wanted[name]} on {sizes_text(mesh)}"
     for dim in sorted(_cut_dims(scheme), key=lambda dim: dim.name not in fixed):
         sizes = [dim.size(shape)]
         for sharding in dim.shardings:
@@ -140,14 +194,32 @@ def _shape(scheme: Declared, fixed: Mapping[str, int], unit: Mapping[str, int], 
     return _tied(scheme, fixed, unit, shape)
 
 
+def _searched(scheme: Declared, fixed: Mapping[str, int], unit: Mapping[str, int]) -> Iterator[dict[str, int] | None]:
+    """Small multiples of the units in all combinations, the smallest first: for an `assume` that no turn satisfies."""
+    if scheme.assume is None:
+        return
+    names = free_dims(scheme)
+    multiples = range(1, max(2, int(SEARCHED ** (1 / max(len(names), 1)))) + 1)
+    sizes: list[Sequence[int]] = []
+    for name in names:
+        declared, step = scheme.dims.get(name), unit.get(name, 1)
+        choices = [step * times for times in multiples]
+        if declared is not None and not isinstance(declared, str):
+            choices = [size for size in declared if size % step == 0]
+        sizes.append((fixed[name],) if name in fixed else choices)
+    for combination in sorted(itertools.islice(itertools.product(*sizes), SEARCHED), key=sum):
+        yield _tied(scheme, fixed, unit, dict(zip(names, combination, strict=True)))
+
+
 def _tied(
     scheme: Declared, fixed: Mapping[str, int], unit: Mapping[str, int], shape: Mapping[str, int]
 ) -> dict[str, int] | None:
     """The shape with the dims that follow from others, these made larger until all can be sharded."""
+    mesh = {axis: fixed[axis] for axis in scheme.mesh if axis in fixed}
     named = {name for rule in scheme.dims.values() if isinstance(rule, str) for name in names_in(rule)}
     movable = [name for name in named if name in shape and name not in fixed and name not in scheme.dims]
     for factor in FACTORS if movable else (1,):
-        full = related(scheme.dims, {**shape, **{name: shape[name] * factor for name in movable}})
+        full = related(scheme.dims, {**shape, **{name: shape[name] * factor for name in movable}}, mesh)
         if min(full.values(), default=0) < 0 or any(full[name] != fixed[name] for name in fixed if name in full):
             continue
         if not movable or all(full[name] % step == 0 for name, step in unit.items() if name in full):

@@ -46,7 +46,7 @@ def on_another_mesh(scheme: Declared, case: CaseSpec, seed: int) -> CaseSpec | N
 def on_one_rank(scheme: Declared, case: CaseSpec) -> CaseSpec | None:
     """The same sizes and values on a mesh of one rank, declared or not."""
     mesh = dict.fromkeys(own_axes(case), 1)
-    if not size_choices.compatible(scheme, case.dims, mesh):
+    if not size_choices.compatible(scheme, case.dims, mesh, case.options):
         return None
     layouts = {
         key: {**record, "lengths": [sum(record["lengths"])]} if "lengths" in record else record
@@ -91,8 +91,8 @@ def _drawn(scheme: Declared, case: CaseSpec, mesh: Mapping[str, int], seed: int)
     """The largest of some shapes that the mesh can shard, with whatever else a case has drawn from the seed."""
     shapes = [
         shape
-        for shape in size_choices.shapes(scheme, {}, [mesh], SHAPES_TRIED)
-        if size_choices.compatible(scheme, shape, mesh) and math.prod(shape.values()) <= MOST_ELEMENTS
+        for shape in size_choices.shapes(scheme, {}, [mesh], SHAPES_TRIED, case.options)
+        if size_choices.compatible(scheme, shape, mesh, case.options) and math.prod(shape.values()) <= MOST_ELEMENTS
     ]
     if not shapes:
         return None

@@ -83,7 +83,7 @@ def _resized(scheme: Declared, case: CaseSpec, mesh: Mapping[str, int], free: Ma
 
     Lengths of shards or sequences that no longer fit are drawn anew, the simplest.
     """
-    dims = related(scheme.dims, free)
+    dims = related(scheme.dims, free, mesh)
     if min(dims.values(), default=0) < 0 or not size_choices.compatible(scheme, dims, mesh):
         return
     fixed = {**mesh, **dims, **case.options}

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.declare.declared import Argument, Declared, nested
+from parity_tests.harness.declare.declared import Argument, Declared, nested, takes_mesh
 from parity_tests.harness.declare.validation import reference_named
 from parity_tests.harness.draw import inputs
 from parity_tests.harness.judge import bridge
@@ -110,7 +110,9 @@ def _call(scheme: Declared, case: CaseSpec, arrays: Any, directions: Any, errors
     shapes = tuple((name, a.shape, str(a.dtype)) for name, a in {**fixed, **x}.items())
     roles = tuple((arg.name, arg.differentiable) for arg in (*scheme.inputs, *scheme.outputs)), scheme.output_form
     chosen = tuple(sorted((name, repr(value)) for name, value in options.items()))
-    signature = roles, shapes, tuple(output_shapes.values()), chosen
+    mesh = {axis: case.mesh[axis] for axis in scheme.mesh} if takes_mesh(scheme.reference) else {}
+    keywords = {**options, "mesh": mesh} if mesh else options
+    signature = roles, shapes, tuple(output_shapes.values()), chosen, tuple(mesh.items())
     of_reference = _TRACED.setdefault(scheme.reference, {})  # schemes of one reference share what is traced
     still = [None] * len(fixed)
     flat = jax.tree.leaves(arrays), [*still, *jax.tree.leaves(directions)], errors
@@ -124,7 +126,7 @@ def _call(scheme: Declared, case: CaseSpec, arrays: Any, directions: Any, errors
         _make_room()
         try:
             with np.errstate(all="ignore"):
-                program, structure = _build(scheme, options, output_shapes, arrays)
+                program, structure = _build(scheme, keywords, output_shapes, arrays)
                 results = program(*flat)
         except ReferenceFailure:
             raise
@@ -152,16 +154,19 @@ def _make_room() -> None:
 
 
 def _build(
-    scheme: Declared, options: Mapping[str, Any], output_shapes: Mapping[str, tuple[int, ...]], arrays: Any
+    scheme: Declared, keywords: Mapping[str, Any], output_shapes: Mapping[str, tuple[int, ...]], arrays: Any
 ) -> tuple[Any, Any]:
-    """The evaluator of ((outputs, gradients), integer outputs) as a function of (fixed, x, c), and their structure."""
+    """The evaluator of ((outputs, gradients), integer outputs) as a function of (fixed, x, c), and their structure.
+
+    `keywords` are the options and, where the reference asks for it, the mesh.
+    """
     import jax
 
     active = [arg.name for arg in scheme.inputs if arg.differentiable]
     integer = {arg.name for arg in scheme.outputs if not arg.differentiable}
 
     def split(arguments: Any) -> tuple[Any, Any]:
-        parts = _named(scheme, output_shapes, bridge.called(scheme.reference, **nested(arguments), **options))
+        parts = _named(scheme, output_shapes, bridge.called(scheme.reference, **nested(arguments), **keywords))
         return {n: v for n, v in parts.items() if n not in integer}, {n: v for n, v in parts.items() if n in integer}
 
     def value_and_gradient(fixed: Any, x: Any, c: Any) -> tuple[tuple[Any, Any], Any]:

@@ -1,0 +1,155 @@
+"""What a declaration can say, wall by wall: a right function is equal, and one with the usual mistake is not."""
+
+import pytest
+
+from parity_tests.specimens.small_scheme import declared, summed
+
+
+def verdicts(right, wrong, reference, **more):
+    """Both are judged alike; returns their reports."""
+    return [declared(function, reference, **more).verify(examples=12) for function in (right, wrong)]
+
+
+def sentence(function, reference, **more):
+    with pytest.raises(ValueError) as caught:
+        declared(function, reference, **more).verify()
+    return str(caught.value)
+
+
+# Sizes of the mesh
+
+
+def local_means(x, mesh):
+    """Each rank of ep norms by the mean of what it holds."""
+    parts = x.reshape(mesh["ep"], -1)
+    return (parts / (1.0 + (parts**2).mean(-1, keepdims=True))).reshape(-1)
+
+
+def test_a_reference_takes_the_sizes_of_the_mesh():
+    def local(mesh, x):
+        return x / (1.0 + (x**2).mean())
+
+    def synchronised(mesh, x):
+        return x / (1.0 + summed((x**2).mean(), mesh["ep"]) / mesh.size("ep"))
+
+    right, wrong = verdicts(local, synchronised, local_means, mesh={"ep": (1, 2, 4)}, inputs={"x": "n/ep"},
+                            outputs="n/ep")  # fmt: skip
+    assert right.ok, str(right)
+    assert wrong.verdict == "mismatch" and wrong.case.mesh["ep"] > 1
+    assert right.meshes == ("ep=1", "ep=2", "ep=4")
+
+
+def test_a_dim_follows_from_an_axis():
+    """Two experts on each rank, whatever the number of ranks."""
+    seen = set()
+
+    def two_experts(mesh, x):
+        seen.add((mesh.size("ep"), *x.shape))
+        return x * 2
+
+    report = declared(two_experts, mesh={"ep": (1, 2, 4)}, inputs={"x": "e/ep d"}, outputs="e/ep d",
+                      dims={"e": "2*ep"}).verify(examples=20)  # fmt: skip
+    assert report.ok and report.meshes == ("ep=1", "ep=2", "ep=4"), str(report)
+    assert {shape[:2] for shape in seen} == {(1, 2), (2, 2), (4, 2)}
+
+    def two_of_the_mesh(mesh, x):
+        return x * (2 if mesh.size("ep") < 4 else 3)
+
+    wrong = declared(two_of_the_mesh, mesh={"ep": (1, 2, 4)}, inputs={"x": "e/ep d"}, outputs="e/ep d",
+                     dims={"e": "2*ep"}).verify(examples=20)  # fmt: skip
+    assert dict(wrong.case.mesh) == {"ep": 4} and wrong.case.e == 8
+
+
+@pytest.mark.parametrize(
+    ("dims", "words"),
+    [
+        ({"e": "2*tq"}, "dims['e'] = '2*tq': no input has dim tq, nor is it an axis (tp)"),
+        ({"tp": (2,)}, "dims has 'tp', which is an axis of the mesh; its sizes are mesh['tp']"),
+    ],
+)
+def test_wrong_sizes_of_the_mesh(dims, words):
+    text = sentence(lambda mesh, x: x * 2, lambda x: x * 2.0, inputs={"x": "e/tp"}, outputs="e/tp", dims=dims)
+    assert text == f"scheme '<lambda>': {words}"
+
+
+# Joint constraints
+
+
+def test_a_square_mesh():
+    seen = set()
+
+    def doubled(mesh, x):
+        seen.add((mesh.size("rows"), mesh.size("columns")))
+        return x * (2 if mesh.size("rows") < 2 else 3)
+
+    square = {"mesh": {"rows": (1, 2, 3), "columns": (1, 2, 3)}, "inputs": {"x": "m/rows n/columns"},
+              "outputs": "m/rows n/columns", "assume": lambda case: case.rows == case.columns}  # fmt: skip
+    report = declared(doubled, **square).verify(examples=20)
+    assert dict(report.case.mesh) == {"rows": 2, "columns": 2}
+    report = declared(lambda mesh, x: x * 2, **square).verify(examples=20)
+    assert report.ok and report.meshes == ("rows=1,columns=1", "rows=2,columns=2", "rows=3,columns=3")
+    assert "assume rejects m=" in report.left_out["rows=1,columns=2"]
+
+
+def test_tokens_that_are_a_multiple_of_the_ranks():
+    """`b * s` is sharded after it is flattened, neither b nor s is."""
+    seen = []
+
+    def own_tokens(mesh, x):
+        ranks, rank = mesh.size("tp"), mesh.rank("tp")
+        flat = x.flatten()
+        seen.append((ranks, *x.shape))
+        return summed((flat.chunk(ranks)[rank] * 2).sum(), mesh["tp"])
+
+    def rounded_down(mesh, x):
+        ranks, rank = mesh.size("tp"), mesh.rank("tp")
+        count = x.shape[0] // ranks * x.shape[1]
+        return summed((x.flatten()[rank * count : (rank + 1) * count] * 2).sum(), mesh["tp"])
+
+    flattened = {"mesh": {"tp": (2, 4)}, "inputs": {"x": "b s tp=R"}, "outputs": "tp=I",
+                 "assume": lambda case: case.b * case.s % case.tp == 0}  # fmt: skip
+    right, wrong = verdicts(own_tokens, rounded_down, lambda x: x.sum() * 2.0, **flattened)
+    assert right.ok, str(right)
+    assert wrong.verdict == "mismatch", str(wrong)
+    assert all(b * s % ranks == 0 for ranks, b, s in seen) and any(b % ranks for ranks, b, s in seen)
+
+
+def test_options_that_fit_the_sizes():
+    def chunked(mesh, x, chunk):
+        assert x.shape[0] % chunk == 0
+        return x * 2
+
+    report = declared(chunked, rank_options={"chunk": (1, 2, 3)},
+                      assume=lambda case: case.b // case.tp % case.chunk == 0).verify(examples=20)  # fmt: skip
+    assert report.ok, str(report)
+    given = declared(chunked, rank_options={"chunk": (1, 2, 3)},
+                     assume=lambda case: case.b // case.tp % case.chunk == 0).verify(chunk=3, examples=6)  # fmt: skip
+    assert given.ok and given.case.chunk == 3, str(given)
+
+
+def test_a_search_beyond_the_menu():
+    """No shape that is drawn has three sizes that differ by one each; small multiples of the units do."""
+    report = declared(lambda mesh, x: x * 2, inputs={"x": "b/tp h d"}, outputs="b/tp h d", mesh={"tp": (2,)},
+                      assume=lambda case: case.h == case.b + 1 and case.d == case.h + 1).verify(examples=3)  # fmt: skip
+    assert report.ok and report.case.dims == {"b": 2, "h": 3, "d": 4}
+
+
+def test_an_assumption_that_nothing_satisfies():
+    text = sentence(lambda mesh, x: x * 2, lambda x: x * 2.0, assume=lambda case: case.b == 7)
+    assert text == (
+        "scheme '<lambda>': assume rejects b=2 and all other sizes that were tried, on tp=2 as on each mesh; "
+        "loosen it, or name sizes that satisfy it: dims={...}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("assume", "words"),
+    [
+        (lambda case: case.q > 1, "assume raised AttributeError at tp=2 b=2: case '"),
+        (True, "assume is bool; pass a function of the case: def assume(case): ..."),
+        (lambda b, s: True, "assume takes (b, s); it is called with the case alone"),
+    ],
+)
+def test_wrong_assumptions(assume, words):
+    text = sentence(lambda mesh, x: x * 2, lambda x: x * 2.0, assume=assume)
+    assert text.startswith(f"scheme '<lambda>': {words}")
