@@ -10,13 +10,14 @@ import tomllib
 
 import pytest
 import typer
+from hypothesis import strategies
 
 from parity_tests.cli.app import app
 from parity_tests.harness.declare.case import ENGINES
 from parity_tests.harness.declare.discover import schemes_of_file
 from parity_tests.harness.replay import _arguments
 from parity_tests.pages import GENERATED, ROOT, Block, anchors, blocks, commands, links, pages, paths_in_code, text_of
-from shardproof import Cost
+from shardproof import Cost, scheme
 
 PAGES = pages()
 NOTEBOOKS = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("notebooks/[0-9]*.py"))]
@@ -202,6 +203,10 @@ def of_a_step():
     return {"data_ranks": 2, "summed_token_losses": 3.0, "N": 6}
 
 
+def of_a_draw():
+    return {"scheme": scheme, "st": strategies}
+
+
 def of_a_cost():
     return {"Cost": Cost}
 
@@ -211,8 +216,9 @@ PREPARED = {
     ("docs/how-to/verify-your-own-scheme.md", 0): of_the_example,
     ("docs/how-to/replay.md", 0): of_a_replay,
     ("docs/reference/parallelizer.md", 0): of_a_step,
-    ("docs/reference/scheme.md", 0): dict,
-    ("docs/reference/scheme.md", 1): of_a_cost,
+    ("docs/reference/scheme.md", 0): of_a_draw,
+    ("docs/reference/scheme.md", 1): dict,
+    ("docs/reference/scheme.md", 2): of_a_cost,
 }
 
 

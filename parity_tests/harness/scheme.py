@@ -13,6 +13,8 @@ from parity_tests.harness.declare.declared import Cost, Declared
 from parity_tests.harness.declare.draws import Draw, values
 
 if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
+
     from parity_tests.harness.report.report import Report
 
 
@@ -83,7 +85,7 @@ def scheme(
     inputs: Mapping[str, str | Mapping[str, str]] | None = None,
     outputs: str | tuple[str, ...] | Mapping[str, str] | None = None,
     contract: Callable[..., Any] | None = None,
-    draw: Mapping[str, Draw] | None = None,
+    draw: Mapping[str, Draw | Callable[..., Any] | SearchStrategy[Any]] | None = None,
     dims: Mapping[str, tuple[int, ...] | str] | None = None,
     layouts: Mapping[str, Callable[..., Any]] | None = None,
     options: Mapping[str, tuple[Any, ...]] | None = None,
@@ -129,20 +131,21 @@ def scheme(
         signature = validation.function_names(fn, rejection)
         validation.check_mesh(mesh, rejection)
         custom = dict(layouts or {})
+        given_draws = validation.own_draws(fn, draw or {}, rejection)
         in_specs, out_specs = from_contract.specs(fn, signature, contract, inputs, outputs, rejection)
-        leaves = validation.input_arguments(fn, signature, in_specs, mesh, custom, draw or {}, nograd, rejection)
+        leaves = validation.input_arguments(fn, signature, in_specs, mesh, custom, given_draws, nograd, rejection)
         results = validation.output_arguments(fn, out_specs, mesh, custom, rejection)
         validation.check_axes_used(mesh, leaves, results, rejection)
         choices = dict(options or {}), dict(rank_options or {})
         validation.check_options(signature, in_specs, *choices, rejection)
         validation.check_reference(signature, in_specs, choices[0], reference, rejection)
         validation.check_covered(fn, (*in_specs, *choices[0], *choices[1]), rejection)
-        validation.check_draws(leaves, draw or {}, rejection)
-        relations.check_dims(leaves, results, dims or {}, mesh, rejection)
+        validation.check_draws(leaves, given_draws, dims or {}, rejection)
+        relations.check_dims(leaves, results, dims or {}, mesh, given_draws, rejection)
         validation.check_choices(dtypes, engines, replicas, reduction, roundings, leaves, results, rejection)
         validation.check_surroundings(setup, around, assume, isolate, rejection)
         form = "dict" if isinstance(out_specs, Mapping) else "one" if isinstance(out_specs, str) else "tuple"
-        draws = {arg.name: (draw or {}).get(arg.name, values()) for arg in leaves}
+        draws = {arg.name: given_draws.get(arg.name, values()) for arg in leaves}
         declared = Scheme(
             name=name,
             fn=fn,

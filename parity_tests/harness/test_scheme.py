@@ -97,7 +97,8 @@ def test_what_is_integer():
         ({"draw": {"target": offsets("w")}}, "draw['target'] = offsets('w'): no input has dim w"),
         (
             {"draw": {"target": 3}},
-            "draw['target'] is int; use token_below, ids, mask, offsets, lengths, integers or values",
+            "draw['target'] is int; use token_below, ids, mask, offsets, lengths, integers, values, exactly, "
+            "permutation or block_table, a function of (generator, shape), or a Hypothesis strategy",
         ),
         (
             {"draw": {"target": token_below("v"), "labels": token_below("v")}},
@@ -160,7 +161,7 @@ def test_an_axis_in_no_spec():
     def ranks(mesh, x: Int[Tensor, "n"]) -> Int[Tensor, "n"]: ...
 
     message = rejection(
-        ranks, reference=identity, mesh={"tp": (1,), "cp": (1,)}, inputs={"x": "n/tp"}, outputs="n/tp",
+        ranks, reference=identity, mesh={"tp": (1,), "cp": (1, 2)}, inputs={"x": "n/tp"}, outputs="n/tp",
         draw={"x": integers(0, 1)},
     )  # fmt: skip
     assert message == "scheme 'ranks': axis 'cp' is in mesh and in no spec; drop it"

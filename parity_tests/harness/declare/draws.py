@@ -18,6 +18,7 @@ from parity_tests.harness.declare.case import CaseSpec
 
 RARE = ("huge", "large", "tiny", "peaked", "neg_inf_mask")  # values that many formulas never meet
 FLOAT_KINDS = ("normal", "zeros", "ones", "iota", "ties", *RARE)
+BY_NAME = ("positive", "uniform", "sorted", "probabilities")  # drawn where they are named, for functions of such alone
 # What is put at the border of a shard, and how often beside nothing: a border of a mask is as likely as one of an id.
 EXTREMES = ("neg_inf_mask", "neg_inf_mask", "neg_inf_mask", "large", "zeros")
 UNCHANGED = ("none", "none", "none")
@@ -28,14 +29,17 @@ _TINY = {"float64": 1e-290, "float32": 1e-30, "bfloat16": 1e-30, "float16": 1e-3
 
 
 class Chooser(Protocol):
-    """Picks one of several; the first is the simplest."""
+    """Picks one of several, of which the first is the simplest; of a Hypothesis strategy, an example."""
 
-    def __call__(self, options: Sequence[Any]) -> Any: ...
+    def __call__(self, options: Any) -> Any: ...
 
 
 @dataclass(frozen=True)
 class Draw:
-    """How an input is drawn: `kind` is float, ids, mask, offsets, lengths or integers; `dim` is its dim, if any."""
+    """How an input is drawn: `kind` is float, ids, mask, offsets, lengths or integers; `dim` is its dim, if any.
+
+    What is drawn more seldom is a class of its own, see more_draws.
+    """
 
     kind: str
     dim: str | None = None
@@ -158,6 +162,15 @@ def _floats(kind: str, shape: tuple[int, ...], rng: Generator, dtype: str, full_
         return normal * 10.0 ** rng.uniform(0.0, math.log10(math.sqrt(_RANGE[dtype]) / 64.0), shape)
     if kind == "tiny":
         return normal * _TINY[dtype]
+    if kind == "positive":
+        return np.exp(normal)
+    if kind == "uniform":
+        return rng.random(shape)
+    if kind == "sorted":
+        return np.sort(normal, axis=-1) if normal.ndim else normal
+    if kind == "probabilities":
+        weights = np.exp(2.0 * normal)
+        return weights / weights.sum(-1, keepdims=True) if normal.ndim else rng.random(shape)
     if kind == "peaked" and normal.ndim:
         # One nearly certain answer per row, as a trained model gives: 1 - p is tiny and must be right all the same.
         peak = rng.integers(0, max(shape[-1], 1), size=shape[:-1])
@@ -188,13 +201,14 @@ def has_infinities(value: dict[str, Any]) -> bool:
 
 
 def values(*kinds: str, full_rows: bool = False) -> Draw:
-    """Floating values of the given kinds, some at the borders of shards; none given: all kinds.
+    """Floating values of the given kinds, some at the borders of shards; none given: all that any input may have.
 
+    `positive`, `uniform` (in [0, 1)), `sorted` and `probabilities` (along the last dim) are drawn where they are named.
     `full_rows` lets a mask cover a full row.
     """
-    unknown = [kind for kind in kinds if kind not in FLOAT_KINDS]
+    unknown = [kind for kind in kinds if kind not in (*FLOAT_KINDS, *BY_NAME)]
     if unknown:
-        raise ValueError(f"values: kind {unknown[0]!r} is not one of {', '.join(FLOAT_KINDS)}")
+        raise ValueError(f"values: kind {unknown[0]!r} is not one of {', '.join((*FLOAT_KINDS, *BY_NAME))}")
     return Draw("float", kinds=kinds or FLOAT_KINDS, full_rows=full_rows)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from parity_tests.harness.declare.declared import Argument
+    from parity_tests.harness.declare.draws import Draw
 
 Rejection = Callable[[str], ValueError]
 _OPERATORS: dict[type, Callable[[int, int], int]] = {
@@ -23,6 +24,7 @@ def check_dims(
     results: Sequence[Argument],
     dims: Mapping[str, Any],
     mesh: Mapping[str, Any],
+    draws: Mapping[str, Draw],
     rejection: Rejection,
 ) -> None:
     input_dims = {name for arg in leaves for name in arg.spec.dim_names}
@@ -30,6 +32,7 @@ def check_dims(
     used = {
         other for name, rule in dims.items() if isinstance(rule, str) for other in relation_names(rule, name, rejection)
     }
+    used |= {how.dim for how in draws.values() if how.dim}
     for name, choices in dims.items():
         if name in mesh:
             raise rejection(f"dims has {name!r}, which is an axis of the mesh; its sizes are mesh[{name!r}]")

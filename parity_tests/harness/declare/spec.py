@@ -80,11 +80,13 @@ def parse(
     name: str = "x",
     differentiable: bool = True,
     typeless_ok: bool = False,
+    of_one_rank: Collection[str] = (),
 ) -> Spec:
     """Read the spec string of input or output `name` on a mesh with these axes.
 
     `differentiable=False` is an integer or boolean, which has no gradient and so no types; `typeless_ok` is a
-    floating input that needs none because its gradient is not needed.
+    floating input that needs none because its gradient is not needed. An axis `of_one_rank` needs none either: each
+    type means the same on it.
 
     Errors: TypeError if `text` is not a string; ValueError, one sentence for each kind of mistake.
     """
@@ -94,7 +96,7 @@ def parse(
         raise TypeError(f"spec of {role} {name!r} is {article} {kind}; a spec is a string")
     try:
         spec = _read(text, axes, layouts)
-        _check_types(spec, axes, name, differentiable, typeless_ok)
+        _check_types(spec, () if typeless_ok else [a for a in axes if a not in of_one_rank], name, differentiable)
     except ValueError as mistake:
         raise ValueError(f"spec '{text}' ({role} '{name}'): {mistake}") from None
     return spec
@@ -164,17 +166,17 @@ def _check_letter(axis: str, letter: str) -> None:
         raise ValueError(f"{axis}={letter}: a type is R, I or P")
 
 
-def _check_types(spec: Spec, axes: tuple[str, ...], name: str, differentiable: bool, typeless_ok: bool) -> None:
+def _check_types(spec: Spec, axes: Collection[str], name: str, differentiable: bool) -> None:
+    """Each of these axes shards a dim or has a type."""
     if not differentiable:
         for axis, letter in spec.types:
             raise ValueError(f"'{name}' is an integer and has no gradient; drop {axis}={letter}")
-    elif not typeless_ok:
-        for axis in axes:
-            if axis not in spec.axes and axis not in dict(spec.types):
-                raise ValueError(
-                    f"axis '{axis}' shards no dim and has no type; write {axis}=R (gradients add up), "
-                    f"{axis}=I (same gradient) or {axis}=P (values add up)"
-                )
+    for axis in axes if differentiable else ():
+        if axis not in spec.axes and axis not in dict(spec.types):
+            raise ValueError(
+                f"axis '{axis}' shards no dim and has no type; write {axis}=R (gradients add up), "
+                f"{axis}=I (same gradient) or {axis}=P (values add up)"
+            )
 
 
 def _last(types: dict[str, str]) -> str:

@@ -12,6 +12,7 @@ from typing import Any, get_args, get_origin
 from parity_tests.harness.declare.case import DTYPES, ENGINES
 from parity_tests.harness.declare.declared import Argument
 from parity_tests.harness.declare.draws import Draw
+from parity_tests.harness.declare.more_draws import own_draw
 from parity_tests.harness.declare.spec import BUILTIN, Spec, parse
 
 Rejection = Callable[[str], ValueError]
@@ -55,6 +56,11 @@ def check_mesh(mesh: Any, rejection: Rejection) -> None:
                 raise rejection(f"mesh[{axis!r}] has {size!r}; sizes are integers >= 1")
 
 
+def of_one_rank(mesh: Mapping[str, Any]) -> list[str]:
+    """Axes that have one rank on each mesh: a scheme for one device names such an axis and has no type to choose."""
+    return [axis for axis, sizes in mesh.items() if tuple(sizes) == (1,)]
+
+
 def input_arguments(
     fn: Any,
     signature: Sequence[str],
@@ -77,10 +83,6 @@ def input_arguments(
     for name in nograd:
         if name not in flat:
             raise rejection(f"nograd has {name!r}, the inputs are ({', '.join(flat)})")
-    for name, how in draw.items():
-        if not isinstance(how, Draw):
-            makers = "token_below, ids, mask, offsets, lengths, integers or values"
-            raise rejection(f"draw[{name!r}] is {type(how).__name__}; use {makers}")
     annotations = _annotations(fn)
     arguments = []
     for path, text in flat.items():
@@ -123,7 +125,7 @@ def check_axes_used(
 ) -> None:
     used = {axis for arg in (*leaves, *results) for axis in (*arg.spec.axes, *dict(arg.spec.types))}
     for axis in mesh:
-        if axis not in used:
+        if axis not in used and axis not in of_one_rank(mesh):
             raise rejection(f"axis {axis!r} is in mesh and in no spec; drop it")
 
 
@@ -196,14 +198,32 @@ def check_covered(fn: Any, names: Sequence[str], rejection: Rejection) -> None:
             raise rejection(f"takes {parameter.name!r}, which is no input and no option; add it to inputs")
 
 
-def check_draws(leaves: Sequence[Argument], draw: Mapping[str, Draw], rejection: Rejection) -> None:
-    dims = {name for arg in leaves for name in arg.spec.dim_names}
-    makers = {"ids": "token_below", "mask": "mask", "offsets": "offsets", "lengths": "lengths"}
+def own_draws(fn: Any, draw: Mapping[str, Any], rejection: Rejection) -> dict[str, Draw]:
+    """The draws with functions and strategies made into such; of integers where the annotation says so."""
+    if not isinstance(draw, Mapping):
+        raise rejection(f"draw is {type(draw).__name__}; give a dict of input -> draw")
+    annotations, draws = _annotations(fn), {}
+    for name, how in draw.items():
+        try:
+            who = f"draw[{name!r}]"
+            draws[name] = how if isinstance(how, Draw) else own_draw(how, _is_integer(annotations.get(name)), who)
+        except ValueError as error:
+            raise rejection(str(error)) from None
+    return draws
+
+
+def check_draws(
+    leaves: Sequence[Argument], draw: Mapping[str, Draw], sizes: Mapping[str, Any], rejection: Rejection
+) -> None:
+    dims = {name for arg in leaves for name in arg.spec.dim_names} | set(sizes)
+    makers = {"ids": "token_below"}
     for name, how in draw.items():
         if name not in {arg.name for arg in leaves}:
             raise rejection(f"draw has {name!r}, the inputs are ({', '.join(arg.name for arg in leaves)})")
         if how.dim is not None and how.dim not in dims:
-            raise rejection(f"draw[{name!r}] = {makers[how.kind]}({how.dim!r}): no input has dim {how.dim}")
+            raise rejection(
+                f"draw[{name!r}] = {makers.get(how.kind, how.kind)}({how.dim!r}): no input has dim {how.dim}"
+            )
 
 
 def check_choices(
@@ -284,6 +304,7 @@ def _parsed(
             name=name,
             differentiable=differentiable,
             typeless_ok=typeless_ok,
+            of_one_rank=of_one_rank(mesh),
         )
     except ValueError as error:
         raise rejection(str(error)) from None

@@ -30,9 +30,42 @@ _MESH_CHOICES: WeakKeyDictionary[Declared, dict[Any, MeshChoices]] = WeakKeyDict
 
 
 def seeded_chooser(seed: int) -> Chooser:
-    """A chooser that needs no Hypothesis."""
+    """A chooser that needs no Hypothesis, but for an example of one of its strategies."""
     rng = np.random.Generator(np.random.Philox(key=[seed, 0]))
-    return lambda options: options[int(rng.integers(len(options)))]
+
+    def choose(options: Any) -> Any:
+        if not isinstance(options, Sequence):
+            return _example(options, int(rng.integers(2**31)))
+        return options[int(rng.integers(len(options)))]
+
+    return choose
+
+
+def simplest(options: Any) -> Any:
+    """A chooser of the first option, and of a strategy's simplest example."""
+    if isinstance(options, Sequence):
+        return options[0]
+    from hypothesis import find
+
+    return find(options, lambda _: True)
+
+
+def _example(strategy: Any, seed: int) -> Any:
+    """One of ten examples of a strategy, the same for the same seed."""
+    from hypothesis import HealthCheck, Phase, given, settings
+    from hypothesis import seed as hypothesis_seed
+
+    found: list[Any] = []
+
+    @hypothesis_seed(seed)
+    @settings(max_examples=10, deadline=None, database=None, phases=[Phase.generate],
+              suppress_health_check=list(HealthCheck))  # pyright: ignore[reportArgumentType]  # fmt: skip
+    @given(strategy)
+    def example(value: Any) -> None:
+        found.append(value)
+
+    example()
+    return found[seed % len(found)]
 
 
 def one_case(

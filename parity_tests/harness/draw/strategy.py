@@ -47,7 +47,7 @@ def every_case(
     def cases(draw: DrawFn) -> CaseSpec:
         return draw_case(
             scheme,
-            lambda options: draw(st.sampled_from(options)),
+            lambda options: draw(options if isinstance(options, SearchStrategy) else st.sampled_from(options)),
             fixed,
             dtype=dtype,
             engine=engine,

@@ -14,7 +14,7 @@ from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.declare.relations import related
 from parity_tests.harness.draw import size_choices
-from parity_tests.harness.draw.drawing import draw_case
+from parity_tests.harness.draw.drawing import draw_case, simplest
 from parity_tests.harness.experiments.cases import own_axes
 from parity_tests.harness.experiments.undecided import verdict_of
 from parity_tests.harness.report.report import Report
@@ -88,9 +88,7 @@ def _resized(scheme: Declared, case: CaseSpec, mesh: Mapping[str, int], free: Ma
         return
     fixed = {**mesh, **dims, **case.options}
     try:
-        drawn = draw_case(
-            scheme, lambda options: options[0], fixed, dtype=case.dtype, engine=case.engine, seed=case.seed
-        )
+        drawn = draw_case(scheme, simplest, fixed, dtype=case.dtype, engine=case.engine, seed=case.seed)
     except ValueError:  # no mesh or shape of the menus leads there
         return
     layouts = {

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from parity_tests.harness.declare.draws import offsets as offsets
     from parity_tests.harness.declare.draws import token_below as token_below
     from parity_tests.harness.declare.draws import values as values
+    from parity_tests.harness.declare.more_draws import block_table as block_table
+    from parity_tests.harness.declare.more_draws import drawn as drawn
+    from parity_tests.harness.declare.more_draws import exactly as exactly
+    from parity_tests.harness.declare.more_draws import permutation as permutation
     from parity_tests.harness.declare.spec import parse as parse
     from parity_tests.harness.draw.strategy import every_case as every_case
     from parity_tests.harness.judge.reference import ReferenceFailure as ReferenceFailure
@@ -79,6 +83,10 @@ _HOMES = {
     "mask": "parity_tests.harness.declare.draws:mask",
     "offsets": "parity_tests.harness.declare.draws:offsets",
     "token_below": "parity_tests.harness.declare.draws:token_below",
+    "block_table": "parity_tests.harness.declare.more_draws:block_table",
+    "drawn": "parity_tests.harness.declare.more_draws:drawn",
+    "exactly": "parity_tests.harness.declare.more_draws:exactly",
+    "permutation": "parity_tests.harness.declare.more_draws:permutation",
     "values": "parity_tests.harness.declare.draws:values",
     "every_case": "parity_tests.harness.draw.strategy:every_case",
     # run and judge
