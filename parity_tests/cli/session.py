@@ -93,6 +93,7 @@ def _one(scheme: Declared, options: VerifyOptions, outcome: Outcome) -> None:
             options.dtype,
             options.names,
             world=_fixed_world(options.engine),
+            inside_subgroup=options.inside_subgroup,
         )
     except NotRun as reason:
         outcome.not_run[scheme.name] = str(reason)

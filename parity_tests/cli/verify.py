@@ -43,6 +43,13 @@ def verify(
     option: Annotated[
         list[str] | None, typer.Option(help="An option of the scheme: temperature=2.0.", metavar="K=V")
     ] = None,
+    inside_subgroup: Annotated[
+        bool | None,
+        typer.Option(
+            "--inside-subgroup/--no-inside-subgroup",
+            help="Put every case, or none, inside a world twice as large; default: a quarter of them on lockstep.",
+        ),
+    ] = None,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first scheme that is not equal.")] = False,
     jax_cache: Annotated[
         str | None, typer.Option(help="Folder that keeps JAX's compiled references.", metavar="DIR")
@@ -67,6 +74,7 @@ def verify(
         seed=seed,
         names={**sizes(mesh, "--mesh"), **sizes(dim, "--dim"), **options(option)},
         dtype=dtype,
+        inside_subgroup=inside_subgroup,
         fail_fast=fail_fast,
         jax_cache=jax_cache,
         json=json,

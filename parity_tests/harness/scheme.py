@@ -36,7 +36,7 @@ class Scheme(Declared):
         examples: int | None = None,
         seed: int = 0,
         dtype: str | None = None,
-        inside_subgroup: bool = False,
+        inside_subgroup: bool | None = None,
         **sizes_and_options: Any,
     ) -> Report:
         """Draw cases, run each on the ranks and against the reference, and report the worst of each tensor.
@@ -45,8 +45,9 @@ class Scheme(Declared):
         profile's number, and where all dims are given at least one of each dtype on each mesh that shards them; where
         mesh and options are given as well, one of each dtype. Meshes that cannot shard the sizes given are left out and
         named in the report. Errors: ValueError for an unknown name, or for sizes that no mesh can shard.
-        `inside_subgroup` makes the world twice as large and runs the scheme in each half of it, which finds what speaks
-        to the default group. A mismatch is in the report, not raised; see Report.raise_if_failed.
+        A quarter of the cases of lockstep, and one where all sizes are given, stand inside a world twice as large, with
+        the scheme in each half of it, which finds what speaks to the default group; `inside_subgroup` is for all of
+        them or for none. A mismatch is in the report, not raised; see Report.raise_if_failed.
         """
         from parity_tests.harness.verify import verify
 

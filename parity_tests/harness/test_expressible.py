@@ -153,3 +153,23 @@ def test_an_assumption_that_nothing_satisfies():
 def test_wrong_assumptions(assume, words):
     text = sentence(lambda mesh, x: x * 2, lambda x: x * 2.0, assume=assume)
     assert text.startswith(f"scheme '<lambda>': {words}")
+
+
+# A larger world
+
+
+@pytest.mark.parametrize("sizes", [{}, {"tp": 2, "b": 3}])
+def test_the_default_group_on_a_one_axis_mesh(sizes):
+    """Red among the cases that are drawn by default, and where all sizes are given."""
+    partial = {"inputs": {"x": "b tp=P"}, "outputs": "b tp=I", "mesh": {"tp": (1, 2)}}
+    wrong = declared(lambda mesh, x: summed(x, None), lambda x: x * 1.0, **partial).verify(**sizes)
+    assert not wrong.ok and wrong.case.mesh["spare"] == 2
+    assert "the default group is used inside a sub-group" in wrong.hygiene[0]
+    assert "inside a larger world: spare is no axis of the scheme" in str(wrong)
+    right = declared(lambda mesh, x: summed(x, mesh["tp"]), lambda x: x * 1.0, **partial).verify(**sizes)
+    assert right.ok and not any("spare" in mesh for mesh in right.meshes), str(right)
+
+
+def test_a_failure_that_needs_no_larger_world_is_reported_without_it():
+    report = declared(lambda mesh, x: x * 3).verify()
+    assert not report.ok and "spare" not in report.case.mesh

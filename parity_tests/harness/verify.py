@@ -13,7 +13,7 @@ import numpy as np
 from hypothesis import HealthCheck, Phase, currently_in_test_context, given, reject, settings
 from hypothesis import seed as hypothesis_seed
 
-from parity_tests.harness.declare.case import ENGINES, CaseSpec
+from parity_tests.harness.declare.case import ENGINES, LARGEST_WORLD, CaseSpec
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.declare.discover import lookup
 from parity_tests.harness.declare.draws import has_infinities
@@ -41,7 +41,7 @@ def verify(
     given_names: Mapping[str, Any] | None = None,
     *,
     world: int | None = None,
-    inside_subgroup: bool = False,
+    inside_subgroup: bool | None = None,
     progress: Progress | None = None,
     replay_folder: str = ".",
 ) -> Report:
@@ -56,11 +56,17 @@ def verify(
     VERIFIED.add(scheme.key)
     how = {"dtype": dtype, "engine": engine, "world": world, "inside_subgroup": inside_subgroup}
     # 1. The cases that are known in advance: a single drawn one or, with all dims given, one for each mesh and dtype.
-    seeded_case = draw_case(scheme, seeded_chooser(seed), names, seed=seed, **how)
+    outside = {**how, "inside_subgroup": bool(inside_subgroup)}
+    seeded_case = draw_case(scheme, seeded_chooser(seed), names, seed=seed, **outside)
     traced = CLOCK.seconds
-    planned = _planned(scheme, names, how, seed)
+    planned = _planned(scheme, names, outside, seed)
     total = examples or (EXAMPLES[profile()] if _is_open(scheme, names) else len(planned))
-    reports = _until_one_fails(scheme, [seeded_case] if total == 1 else planned if total >= len(planned) else [])
+    known = [seeded_case] if examples == 1 else planned if total >= len(planned) else []
+    if known and examples is None and inside_subgroup is None and engine == "lockstep":
+        inside = {**how, "inside_subgroup": True}
+        case = draw_case(scheme, seeded_chooser(seed), names, seed=seed, **inside)
+        known += [case] if case.world <= LARGEST_WORLD else []
+    reports = _until_one_fails(scheme, known)
     # 2. Hypothesis draws the rest, and shrinks a failure to the smallest case.
     if total > len(reports) and not any(report.failed for report in reports):
         reports += _search(scheme, names, how, seed, total - len(reports), progress)

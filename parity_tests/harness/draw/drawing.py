@@ -15,6 +15,7 @@ from parity_tests.harness.declare.draws import Chooser
 from parity_tests.harness.draw import size_choices
 
 DEFAULT_LIMIT = 8
+INSIDE = (False, False, False, True)  # a larger world
 ASSUMED = "assume rejects"
 
 
@@ -85,10 +86,11 @@ def draw_case(
     seed: int | None = None,
     world: int | None = None,
     limit: int = DEFAULT_LIMIT,
-    inside_subgroup: bool = False,
+    inside_subgroup: bool | None = False,
 ) -> CaseSpec:
     """Draw what is not given; inside a sub-group, the mesh has an axis more that the scheme does not see.
 
+    `inside_subgroup=None` draws that too, for every fourth case of lockstep: other engines would start ranks for it.
     Errors: ValueError for an unknown name, an indivisible size, or where nothing is left to choose from."""
     # 1. A mesh, then one of the shapes that it can shard.
     sizes, options = _sizes_and_options(scheme, fixed)
@@ -104,9 +106,9 @@ def draw_case(
     }
     # 4. Options, and with the case dtype, seed and schedule.
     chosen = _options(scheme, mesh, shape, options, choose)
-    return CaseSpec(
+    case = CaseSpec(
         scheme=scheme.key,
-        mesh={SPARE: 2, **mesh} if inside_subgroup else mesh,
+        mesh=mesh,
         dims=shape,
         dtype=dtype or choose(scheme.dtypes),
         layouts=layouts,
@@ -117,6 +119,10 @@ def draw_case(
         engine=engine,
         schedule=choose(range(8)),
     )
+    # 5. The world around the mesh, last: what was drawn before is the same in it.
+    if inside_subgroup is None:
+        inside_subgroup = engine == "lockstep" and 2 * case.world <= LARGEST_WORLD and choose(INSIDE)
+    return case.replace(mesh={SPARE: 2, **mesh}) if inside_subgroup else case
 
 
 def fitting_meshes(scheme: Declared, fixed: Mapping[str, Any], world: int | None = None) -> list[dict[str, int]]:

@@ -37,10 +37,13 @@ def every_case(
     engine: str = "lockstep",
     dtype: str | None = None,
     world: int | None = None,
-    inside_subgroup: bool = False,
+    inside_subgroup: bool | None = None,
     **fixed: Any,
 ) -> SearchStrategy[CaseSpec]:
-    """Cases of a scheme; what is given (mesh axes, dims, options) is kept, the rest is drawn."""
+    """Cases of a scheme; what is given (mesh axes, dims, options) is kept, the rest is drawn.
+
+    On lockstep a quarter of them stand inside a larger world; `inside_subgroup` is for all of them or for none.
+    """
     limit = SHAPES[profile()]
 
     @st.composite

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.case import SPARE, CaseSpec
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.declare.relations import related
 from parity_tests.harness.draw import size_choices
@@ -57,7 +57,9 @@ def _fails_alike(report: Report, other: Report) -> bool:
 
 
 def _smaller(scheme: Declared, case: CaseSpec, given_names: Mapping[str, Any]) -> Iterator[CaseSpec]:
-    """Valid cases with one size smaller, for each size the smallest first and one step down last."""
+    """Valid cases in a smaller world or with one size smaller, for each size the smallest first and one step last."""
+    if SPARE in case.mesh:
+        yield case.replace(mesh=own_axes(case))
     for axis, choices in scheme.mesh.items():
         for size in sorted(choice for choice in choices if axis not in given_names and choice < case.mesh[axis]):
             yield from _resized(scheme, case, {**own_axes(case), axis: size}, _free(scheme, case))

@@ -144,7 +144,7 @@ def test_the_default_group_inside_a_sub_group():
         return summed(x, None)
 
     declaration = declared(total, lambda x: x * 1.0, {"x": "b tp=P"}, "b tp=I")
-    assert declaration.verify(tp=2, b=3).ok  # where the mesh is the world, nothing is wrong
+    assert declaration.verify(tp=2, b=3, inside_subgroup=False).ok  # where the mesh is the world, nothing is wrong
     report = declaration.verify(tp=2, b=3, inside_subgroup=True)
     assert report.case.mesh == {"spare": 2, "tp": 2}
     assert report.verdict == "mismatch"  # twice too much
@@ -168,7 +168,7 @@ def test_global_ranks_inside_a_sub_group():
         return x + (y - x).detach()
 
     declaration = declared(shared, lambda x: x * 1.0, {"x": "b tp=I"}, "b tp=I")
-    assert declaration.verify(tp=2, b=3).ok
+    assert declaration.verify(tp=2, b=3, inside_subgroup=False).ok
     assert declaration.verify(tp=2, b=3, inside_subgroup=True).failure is not None
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.case import SPARE, CaseSpec
 from parity_tests.harness.declare.draws import RARE
 from parity_tests.harness.explain.note import Note
 from parity_tests.harness.judge.compare import TensorRow, errors
@@ -242,6 +242,8 @@ class Report:
             kinds = ", ".join(f"{name} {kind}" for name, kind in rare.items())
             other = ", ".join(f"{name!r}: values('normal', 'ties')" for name in rare)
             hints.append(f"drawn for it: {kinds}; if such values never occur, declare draw={{{other}}}")
+        if SPARE in self.case.mesh:
+            hints.append(f"inside a larger world: {SPARE} is no axis of the scheme, whose mesh is half of the ranks")
         if self.unsaved is not None:
             hints.append(f"no replay file was written: {self.unsaved}")
         return hints
@@ -290,7 +292,8 @@ def merged(reports: Iterable[Report]) -> Report:
     failed = [report for report in seen if report.failed]
     undecided = [report for report in seen if report.undecided is not None]
     equal = [report for report in seen if report.ok]
-    example = (failed or equal or undecided)[-1]
+    plain = [report for report in equal if SPARE not in report.case.mesh]
+    example = (failed or plain or equal or undecided)[-1]
     too_many = len(undecided) > MOST_UNDECIDED * len(seen)
     worst: dict[str, tuple[TensorRow, CaseSpec]] = {}
     for report in [example] if failed else equal or undecided:
@@ -303,13 +306,18 @@ def merged(reports: Iterable[Report]) -> Report:
         row_cases={label: case for label, (_, case) in worst.items()},
         examples=len(seen),
         dtypes=tuple(dict.fromkeys(report.case.dtype for report in seen)),
-        meshes=(mesh_text(example.case.mesh),) if failed else tuple(sorted({mesh_text(r.case.mesh) for r in seen})),
+        meshes=(mesh_text(example.case.mesh),) if failed else tuple(sorted({_own_mesh(r.case) for r in seen})),
         seconds=sum(report.seconds for report in seen),
         ledger=example.ledger,
         undecided=undecided[-1].undecided if undecided and too_many and not failed else None,
         undecided_why=undecided[-1].undecided if undecided else None,
         undecided_examples=len(undecided),
     )
+
+
+def _own_mesh(case: CaseSpec) -> str:
+    """The mesh without the axis of a larger world, which a scheme does not see."""
+    return mesh_text({axis: size for axis, size in case.mesh.items() if axis != SPARE})
 
 
 def mesh_text(mesh: Mapping[str, int]) -> str:

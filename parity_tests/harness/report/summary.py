@@ -26,6 +26,7 @@ class VerifyOptions:
     seed: int = 0
     names: Mapping[str, Any] = field(default_factory=dict)
     dtype: str | None = None
+    inside_subgroup: bool | None = None
     fail_fast: bool = False
     jax_cache: str | None = None
     json: str | None = None
