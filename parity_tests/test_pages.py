@@ -218,7 +218,8 @@ PREPARED = {
     ("docs/reference/parallelizer.md", 0): of_a_step,
     ("docs/reference/scheme.md", 0): of_a_draw,
     ("docs/reference/scheme.md", 1): dict,
-    ("docs/reference/scheme.md", 2): of_a_cost,
+    ("docs/reference/scheme.md", 2): of_a_draw,
+    ("docs/reference/scheme.md", 3): of_a_cost,
 }
 
 

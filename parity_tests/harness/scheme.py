@@ -92,6 +92,7 @@ def scheme(
     options: Mapping[str, tuple[Any, ...]] | None = None,
     rank_options: Mapping[str, tuple[Any, ...]] | None = None,
     nograd: tuple[str, ...] = (),
+    modifies: tuple[str, ...] = (),
     dtypes: tuple[str, ...] = ("float32", "bfloat16"),
     reduction: tuple[str, ...] | None = None,
     roundings: int = 1,
@@ -118,7 +119,8 @@ def scheme(
     together: `lambda case: case.b * case.s % case.tp == 0`. A reference with an argument `mesh` gets the sizes of the
     axes. `options` go to both sides, `rank_options` to the ranks alone. `reduction` names the dims that are summed
     over, `roundings` how often a value is stored in the tested dtype on its way: 1 where sums and intermediates are in
-    float32 or wider, more where a softmax, a product or a norm is stored in bfloat16 and used again. `random=True` says
+    float32 or wider, more where a softmax, a product or a norm is stored in bfloat16 and used again. `modifies` names
+    inputs that the function overwrites, whose new value the reference returns after the outputs. `random=True` says
     that the function draws random numbers. `setup(mesh)` runs once per rank and mesh before the function, on every
     engine; `around(mesh)` returns a context manager, which each rank enters for forward and backward. `isolate` names
     further modules and packages whose globals each rank of lockstep has for itself, as those of the scheme's file and
@@ -136,6 +138,7 @@ def scheme(
         in_specs, out_specs = from_contract.specs(fn, signature, contract, inputs, outputs, rejection)
         leaves = validation.input_arguments(fn, signature, in_specs, mesh, custom, given_draws, nograd, rejection)
         results = validation.output_arguments(fn, out_specs, mesh, custom, rejection)
+        results += validation.modified_arguments(modifies, leaves, results, rejection)
         validation.check_axes_used(mesh, leaves, results, rejection)
         choices = dict(options or {}), dict(rank_options or {})
         validation.check_options(signature, in_specs, *choices, rejection)
@@ -156,7 +159,7 @@ def scheme(
             outputs=results,
             output_form=form,
             draws=draws,
-            dims=dict(dims or {}),
+            dims={**relations.groups((*leaves, *results)), **(dims or {})},
             layouts=custom,
             options=choices[0],
             rank_options=choices[1],

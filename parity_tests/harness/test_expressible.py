@@ -1,8 +1,11 @@
 """What a declaration can say, wall by wall: a right function is equal, and one with the usual mistake is not."""
 
+import jax.numpy as jnp
 import pytest
+import torch
 
 from parity_tests.specimens.small_scheme import declared, summed
+from shardproof import values
 
 
 def verdicts(right, wrong, reference, **more):
@@ -173,3 +176,133 @@ def test_the_default_group_on_a_one_axis_mesh(sizes):
 def test_a_failure_that_needs_no_larger_world_is_reported_without_it():
     report = declared(lambda mesh, x: x * 3).verify()
     assert not report.ok and "spare" not in report.case.mesh
+
+
+# Sizes in spec strings
+
+
+def grouped(x, w):
+    """x: [b, d], w: [d, g * q]: a projection to g groups of q heads."""
+    return x @ w * 2.0
+
+
+def test_dims_that_are_one():
+    seen = []
+
+    def projected(mesh, x, w):
+        seen.append((mesh.size("tp"), w.shape[1], mesh.total("g*q")))
+        return x @ w * 2
+
+    specs = {"inputs": {"x": "b d tp=R", "w": "d (g q)/tp"}, "outputs": "b (g q)/tp", "mesh": {"tp": (1, 2, 4)},
+             "draw": {name: values("normal") for name in "xw"}, "roundings": 2}  # fmt: skip
+    right = declared(projected, grouped, **specs).verify(examples=12)
+    assert right.ok, str(right)
+    assert all(total == local * ranks for ranks, local, total in seen)
+    given = declared(projected, grouped, **specs).verify(tp=4, g=2, q=6, b=1, d=2)
+    assert given.ok and given.case.dims["g*q"] == 12
+    wrong = declared(lambda mesh, x, w: x @ w * mesh.size("tp"), grouped, **specs).verify(examples=12)
+    assert wrong.verdict == "mismatch" and str(wrong.rows[0].argument.spec) == "b (g q)/tp"
+
+
+def test_sizes_that_are_written_out_and_leading_dims():
+    specs = {"inputs": {"x": "... 3 8/tp"}, "outputs": "... 8/tp", "mesh": {"tp": (1, 2, 4)}}
+    right = declared(lambda mesh, x: x.sum(2), lambda x: x.sum(2), **specs).verify(examples=12)
+    assert right.ok, str(right)
+    assert sorted(right.case.dims) == ["b", "s"] and right.rows[0].want.shape[2] == 8
+    wrong = declared(lambda mesh, x: x[:, :, :2].sum(2), lambda x: x.sum(2), **specs).verify(examples=12)
+    assert wrong.verdict == "mismatch"
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("d (g)/tp", "'(g)' groups no dims; write two or more, as in (g q)/tp"),
+        ("g (g q)/tp", "dim 'g*q' occurs twice; give the second its own letter"),
+        ("d (g q/tp", "'(g' has no closing bracket"),
+        ("... b/tp", "dim 'b' occurs twice; give the second its own letter"),
+        ("03 b/tp", "unexpected '0' at column 1"),
+    ],
+)
+def test_wrong_sizes_in_spec_strings(spec, words):
+    assert words in sentence(lambda mesh, x: x * 2, lambda x: x * 2.0, inputs={"x": spec}, outputs=spec)
+
+
+# Inputs that are overwritten
+
+
+def softmax_left_behind(logits):
+    """log p of column 0; the logits are left as probabilities."""
+    weights = jnp.exp(logits - logits.max(-1, keepdims=True))
+    p = weights / weights.sum(-1, keepdims=True)
+    return jnp.log(p[:, 0]), p
+
+
+class InPlace(torch.autograd.Function):
+    """Megatron's way: the softmax is written over the logits, for the backward."""
+
+    @staticmethod
+    def forward(ctx, logits, scale):
+        logits.sub_(logits.max(-1, keepdim=True).values).exp_()
+        logits.div_(logits.sum(-1, keepdim=True) * scale)
+        ctx.mark_dirty(logits)
+        ctx.save_for_backward(logits)
+        return logits[:, 0].log(), logits
+
+    @staticmethod
+    def backward(ctx, cotangent, _):
+        (p,) = ctx.saved_tensors
+        gradient = -p * cotangent[:, None]
+        gradient[:, 0] += cotangent
+        return gradient, None
+
+
+@pytest.mark.parametrize("modifies", [("logits",), ()])
+def test_an_input_that_is_overwritten_on_purpose(modifies):
+    def first_logprob(mesh, logits):
+        return InPlace.apply(logits if modifies else logits.clone(), 1.0)[0]
+
+    reference = softmax_left_behind if modifies else lambda logits: softmax_left_behind(logits)[0]
+    specs = {"inputs": {"logits": "b/dp v"}, "outputs": "b/dp", "mesh": {"dp": (1, 2)}, "modifies": modifies,
+             "draw": {"logits": values("normal")}, "dtypes": ("float64",)}  # fmt: skip
+    report = declared(first_logprob, reference, **specs).verify(examples=6)
+    assert report.ok, str(report)
+    labels = ["out", "logits after", "d/d logits"] if modifies else ["out", "d/d logits"]
+    assert [row.label for row in report.rows] == labels
+
+
+def test_a_wrong_value_in_an_overwritten_input():
+    def halves(mesh, x):
+        y = x * 2
+        x.detach().mul_(0.5)
+        return y
+
+    specs = {"modifies": ("x",), "mesh": {"tp": (1, 2)}}
+    assert declared(halves, lambda x: (x * 2.0, x * 0.5), **specs).verify(examples=4).ok
+    wrong = declared(halves, lambda x: (x * 2.0, x * 0.25), **specs).verify(examples=4)
+    assert wrong.verdict == "mismatch" and [row.label for row in wrong.rows if not row.ok] == ["x after"]
+    untouched = declared(lambda mesh, x: x * 2, lambda x: (x * 2.0, x * 0.5), **specs).verify(examples=4)
+    assert [row.label for row in untouched.rows if not row.ok] == ["x after"]
+
+
+def test_an_input_that_is_overwritten_without_a_word_is_reported():
+    def halves(mesh, x, y):
+        out = x * 2
+        x.detach().mul_(0.5)
+        y.detach().mul_(0.5)
+        return out
+
+    report = declared(halves, lambda x, y: (x * 2.0 + 0.0 * y, x * 0.5), {"x": "b/tp", "y": "b/tp"}, modifies=("x",),
+                      draw={"x": values("normal"), "y": values("normal")}).verify(tp=2, b=2)  # fmt: skip
+    assert report.verdict == "hygiene" and "input 'y' was modified" in report.hygiene[0]
+
+
+@pytest.mark.parametrize(
+    ("modifies", "words"),
+    [
+        ("x", "modifies is 'x'; give a tuple of inputs, such as ('logits',)"),
+        (("logits",), "modifies has 'logits', the inputs are (x)"),
+    ],
+)
+def test_wrong_modifies(modifies, words):
+    text = sentence(lambda mesh, x: x * 2, lambda x: x * 2.0, modifies=modifies)
+    assert text == f"scheme '<lambda>': {words}"

@@ -16,12 +16,13 @@ from parity_tests.harness.declare.spec import Spec
 
 @dataclass(frozen=True)
 class Argument:
-    """One tensor of a scheme: an input by its path (`params.weight`), or an output."""
+    """One tensor of a scheme: an input by its path (`params.weight`), an output, or a modified input as it is left."""
 
     name: str
     spec: Spec
     is_integer: bool = False
     nograd: bool = False
+    modified: bool = False  # an output that is no returned tensor, but an input as the function leaves it
 
     @property
     def differentiable(self) -> bool:

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch_impl.contract import contract_of, read_contract
 
-LEADING = "b s"  # what `...`, any leading dims, stands for in a scheme
-
 
 def specs(
     fn: Callable[..., Any],
@@ -30,7 +28,7 @@ def specs(
         missing = "inputs" if inputs is None else "outputs"
         raise rejection(f"has no {missing}, and the signature of {name} states no contract; pass {missing}")
     if inputs is None:
-        inputs = {key: _expanded(spec) for key, spec in stated.inputs.items() if key in signature}
+        inputs = {key: spec for key, spec in stated.inputs.items() if key in signature}
         if not inputs:
             raise rejection(
                 f"takes ({', '.join(signature)}), of which the contract of {name} has none "
@@ -39,10 +37,6 @@ def specs(
     if outputs is None:
         if not stated.outputs:
             raise rejection(f"has no outputs, and the signature of {name} states none; pass outputs")
-        form = tuple(map(_expanded, stated.outputs[0]))
+        form = tuple(stated.outputs[0])
         outputs = form[0] if len(form) == 1 else form
     return inputs, outputs
-
-
-def _expanded(spec: str) -> str:
-    return spec.replace("...", LEADING)

@@ -27,8 +27,8 @@ def check_dims(
     draws: Mapping[str, Draw],
     rejection: Rejection,
 ) -> None:
-    input_dims = {name for arg in leaves for name in arg.spec.dim_names}
-    all_dims = input_dims | {name for arg in results for name in arg.spec.dim_names}
+    input_dims = {name for arg in leaves for name in names_of(arg)}
+    all_dims = input_dims | {name for arg in results for name in names_of(arg)}
     used = {
         other for name, rule in dims.items() if isinstance(rule, str) for other in relation_names(rule, name, rejection)
     }
@@ -48,6 +48,17 @@ def check_dims(
             raise rejection(f"dims[{name!r}] is {choices!r}; give a tuple of sizes or a relation such as '2*g'")
     for name in dims:
         _check_no_cycle([name], dims, rejection)
+
+
+def names_of(arg: Argument) -> set[str]:
+    """The dims of a tensor by name, of several that are one each."""
+    return {name for dim in arg.spec.dims for name in dim.parts if not name.isdigit()}
+
+
+def groups(arguments: Sequence[Argument]) -> dict[str, str]:
+    """The relation of each dim that several are one in: its size is their product."""
+    names = (dim.name for arg in arguments for dim in arg.spec.dims if len(dim.parts) > 1)
+    return {name: name for name in names}
 
 
 def _check_no_cycle(path: Sequence[str], dims: Mapping[str, Any], rejection: Rejection) -> None:

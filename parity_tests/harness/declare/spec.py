@@ -15,6 +15,8 @@ from typing import Any
 
 from jax_ref.layouts import BUILTIN
 
+LEADING = ("b", "s")  # what `...` stands for
+_SIZE = re.compile(r"[1-9][0-9]*")
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _VALUE = re.compile(r"[A-Za-z0-9_]+")
 
@@ -34,17 +36,22 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Dim:
-    """A dim and its shardings, outermost first; the name "1" is a dim of size one."""
+    """A dim and its shardings, outermost first; a number is a dim of that size, "g*q" the dims g and q as one."""
 
     name: str
     shardings: tuple[Sharding, ...] = ()
 
     def __str__(self) -> str:
-        return self.name + "".join(map(str, self.shardings))
+        name = f"({' '.join(self.parts)})" if len(self.parts) > 1 else self.name
+        return name + "".join(map(str, self.shardings))
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of the dims that are one here, mostly of one."""
+        return tuple(self.name.split("*"))
 
     def size(self, sizes: Mapping[str, int]) -> int:
-        """What its name has in `sizes`, or one."""
-        return 1 if self.name == "1" else sizes[self.name]
+        return size_of(self.name, sizes)
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,11 @@ class Spec:
     def type_of(self, axis: str) -> str:
         """V, R, I or P. An axis that neither shards nor is typed holds the same value on each rank: I."""
         return "V" if axis in self.axes else dict(self.types).get(axis, "I")
+
+
+def size_of(name: str, sizes: Mapping[str, int]) -> int:
+    """The size of a dim by its name, which may be a number."""
+    return int(name) if name.isdigit() else sizes[name]
 
 
 def parse(
@@ -110,7 +122,7 @@ def _read(text: str, axes: tuple[str, ...], layouts: Collection[str]) -> Spec:
         if isinstance(item, Dim):
             if types:
                 raise ValueError(f"dim '{item.name}' follows {_last(types)}; dims come first")
-            if item.name != "1" and any(item.name == dim.name for dim in dims):
+            if not item.name.isdigit() and any(set(item.parts) & set(dim.parts) for dim in dims):
                 raise ValueError(f"dim '{item.name}' occurs twice; give the second its own letter")
             _check_shardings(item, axes, layouts, sharded_dim)
             dims.append(item)
@@ -186,8 +198,11 @@ def _last(types: dict[str, str]) -> str:
 
 def _items(text: str) -> Iterator[Dim | tuple[str, str]]:
     """The words of the text in order: a Dim, or an axis and what follows its `=`."""
-    for word in re.finditer(r"\S+", text):
-        yield _Word(text, word.start(), word.end()).item()
+    for word in re.finditer(r"\([^()]*\)\S*|\S+", text):
+        if word.group() == "...":
+            yield from map(Dim, LEADING)
+        else:
+            yield _Word(text, word.start(), word.end()).item()
 
 
 class _Word:
@@ -197,8 +212,11 @@ class _Word:
         self.text, self.start, self.stop, self.at = text, start, stop, start
 
     def item(self) -> Dim | tuple[str, str]:
-        if self.take("1"):
-            return self.dim("1")
+        if size := _SIZE.match(self.text, self.at, self.stop):
+            self.at = size.end()
+            return self.dim(size.group())
+        if self.take("("):
+            return self.dim(self.group())
         name = self.name("a dim")
         if self.take("="):
             match = _VALUE.match(self.text, self.at, self.stop)
@@ -208,6 +226,19 @@ class _Word:
                 raise self.unexpected("a type")
             return name, match.group()
         return self.dim(name)
+
+    def group(self) -> str:
+        """The names up to the closing bracket, as one."""
+        names = []
+        while not self.take(")"):
+            if self.at == self.stop:
+                raise ValueError(f"'{self.text[self.start : self.stop]}' has no closing bracket")
+            names.append(self.name("a dim"))
+            while self.take(" "):
+                pass
+        if len(names) < 2:
+            raise ValueError(f"'({' '.join(names)})' groups no dims; write two or more, as in (g q)/tp")
+        return "*".join(names)
 
     def dim(self, name: str) -> Dim:
         shardings = []

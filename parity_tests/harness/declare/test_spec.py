@@ -82,8 +82,8 @@ def test_thousands_of_dims():
     [
         ("b s/cp!", "unexpected '!' at column 7; a spec is dims, then axis=TYPE, separated by blanks"),
         ("b, s", "unexpected ',' at column 2; a spec is dims, then axis=TYPE, separated by blanks"),
-        ("2 s", "unexpected '2' at column 1; a spec is dims, then axis=TYPE, separated by blanks"),
-        ("b 10", "unexpected '0' at column 4; a spec is dims, then axis=TYPE, separated by blanks"),
+        ("02 s", "unexpected '0' at column 1; a spec is dims, then axis=TYPE, separated by blanks"),
+        ("b 010", "unexpected '0' at column 3; a spec is dims, then axis=TYPE, separated by blanks"),
         ("b _s", "unexpected '_' at column 3; a spec is dims, then axis=TYPE, separated by blanks"),
         ("b /tp", "unexpected '/' at column 3; a spec is dims, then axis=TYPE, separated by blanks"),
         ("b v//tp", "unexpected '/' at column 5; a spec is dims, then axis=TYPE, separated by blanks"),

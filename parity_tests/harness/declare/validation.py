@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, get_args, get_origin
 
 from parity_tests.harness.declare.case import DTYPES, ENGINES
 from parity_tests.harness.declare.declared import Argument
 from parity_tests.harness.declare.draws import Draw
 from parity_tests.harness.declare.more_draws import own_draw
+from parity_tests.harness.declare.relations import names_of
 from parity_tests.harness.declare.spec import BUILTIN, Spec, parse
 
 Rejection = Callable[[str], ValueError]
@@ -120,6 +122,21 @@ def output_arguments(
     return tuple(arguments)
 
 
+def modified_arguments(
+    modifies: Any, leaves: Sequence[Argument], results: Sequence[Argument], rejection: Rejection
+) -> tuple[Argument, ...]:
+    """The inputs that the function overwrites, as outputs: what it leaves in them is judged."""
+    if isinstance(modifies, str) or not all(isinstance(name, str) for name in modifies):
+        raise rejection(f"modifies is {modifies!r}; give a tuple of inputs, such as ('logits',)")
+    by_name = {arg.name: arg for arg in leaves}
+    for name in modifies:
+        if name not in by_name:
+            raise rejection(f"modifies has {name!r}, the inputs are ({', '.join(by_name)})")
+        if name in {arg.name for arg in results}:
+            raise rejection(f"modifies has {name!r}, which is an output's name too; give the output another")
+    return tuple(replace(by_name[name], modified=True) for name in modifies)
+
+
 def check_axes_used(
     mesh: Mapping[str, Any], leaves: Sequence[Argument], results: Sequence[Argument], rejection: Rejection
 ) -> None:
@@ -215,7 +232,7 @@ def own_draws(fn: Any, draw: Mapping[str, Any], rejection: Rejection) -> dict[st
 def check_draws(
     leaves: Sequence[Argument], draw: Mapping[str, Draw], sizes: Mapping[str, Any], rejection: Rejection
 ) -> None:
-    dims = {name for arg in leaves for name in arg.spec.dim_names} | set(sizes)
+    dims = {name for arg in leaves for name in names_of(arg)} | set(sizes)
     makers = {"ids": "token_below"}
     for name, how in draw.items():
         if name not in {arg.name for arg in leaves}:
@@ -246,7 +263,7 @@ def check_choices(
         raise rejection(f"replicas is {replicas!r}; write 'bitwise' or 'budget'")
     if not isinstance(roundings, int) or roundings < 0:
         raise rejection(f"roundings is {roundings!r}; count the times an intermediate is stored in the dtype")
-    dims = {name for arg in (*leaves, *results) for name in arg.spec.dim_names}
+    dims = {name for arg in (*leaves, *results) for name in (*arg.spec.dim_names, *names_of(arg))}
     for name in reduction or ():
         if name not in dims:
             raise rejection(f"reduction has {name!r}; the dims are ({', '.join(sorted(dims))})")

@@ -163,11 +163,11 @@ def never(scheme: Declared, mesh: Mapping[str, int], fixed: Collection[str] = ()
 
 
 def free_dims(scheme: Declared) -> list[str]:
-    """Dims that a shape chooses: all but size-one dims and those given by a relation."""
+    """Dims that a shape chooses: all but those written as a number and those given by a relation."""
     names: dict[str, None] = {}
     for arg in (*scheme.inputs, *scheme.outputs):
-        for name in arg.spec.dim_names:
-            if name != "1" and not isinstance(scheme.dims.get(name), str):
+        for name in (part for dim in arg.spec.dims for part in dim.parts):
+            if not name.isdigit() and not isinstance(scheme.dims.get(name), str):
                 names[name] = None
     for rule in scheme.dims:
         if not isinstance(scheme.dims[rule], str):

@@ -20,6 +20,7 @@ import torch
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.declared import Argument, Declared
+from parity_tests.harness.declare.spec import size_of
 from parity_tests.harness.judge.reference import UNIT_ROUNDOFF, Reference
 from parity_tests.harness.run.program import RankResult
 from parity_tests.harness.run.stitch import Stitched, gradient_pieces, owners, stitch
@@ -65,7 +66,9 @@ class TensorRow:
 
     @property
     def label(self) -> str:
-        return f"d/d {self.name}" if self.role == "gradient" else self.name
+        if self.role == "gradient":
+            return f"d/d {self.name}"
+        return f"{self.name} after" if self.argument.modified else self.name
 
 
 def compare(scheme: Declared, case: CaseSpec, results: Sequence[RankResult], reference: Reference) -> list[TensorRow]:
@@ -235,9 +238,9 @@ def _terms(scheme: Declared, case: CaseSpec, arg: Argument, role: str) -> int:
     That is every dim which is absent here, or one which is present, summed over and put back, as in a softmax.
     """
     if scheme.reduction is not None and role == "output":
-        return math.prod(case.dims[name] for name in scheme.reduction)
+        return math.prod(size_of(name, case.dims) for name in scheme.reduction)
     tensors = scheme.inputs if role == "output" else (*scheme.inputs, *scheme.outputs)
-    names = {name for other in tensors for name in other.spec.dim_names if name != "1"}
+    names = {name for other in tensors for name in other.spec.dim_names}
     names |= set(scheme.reduction or ())
-    absent = math.prod(case.dims[name] for name in names - set(arg.spec.dim_names))
-    return max([absent, *(case.dims[name] for name in names & set(arg.spec.dim_names))])
+    absent = math.prod(size_of(name, case.dims) for name in names - set(arg.spec.dim_names))
+    return max([absent, *(size_of(name, case.dims) for name in names & set(arg.spec.dim_names))])

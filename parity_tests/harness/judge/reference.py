@@ -78,13 +78,7 @@ def evaluate(scheme: Declared, program: Program, case: CaseSpec) -> Reference:
     # 1. The inputs of the ranks, unsharded: for each partial value the float64 sum of its rounded terms.
     arrays = {arg.name: program.full_array(arg, case) for arg in scheme.inputs}
     floating = {a.name: reference_input(a, arrays[a.name], case, "input") for a in scheme.inputs if not a.is_integer}
-    cotangents = {
-        arg.name: reference_input(
-            arg, (program.cotangents or {}).get(arg.name, inputs.cotangent(arg, case)), case, "cotangent"
-        )
-        for arg in scheme.outputs
-        if arg.differentiable
-    }
+    cotangents = {arg.name: _cotangent(arg, program, case) for arg in scheme.outputs if arg.differentiable}
     # 2. Integers are fixed; floating inputs x and cotangents c are what rounding moves.
     fixed = {name: array for name, array in arrays.items() if name not in floating}
     x = {name: item.total for name, item in floating.items()}
@@ -98,6 +92,14 @@ def evaluate(scheme: Declared, program: Program, case: CaseSpec) -> Reference:
         {name: _spread(y[name], moved) for name, moved in dy.items()},
         {name: _spread(g[name], moved) for name, moved in dg.items()},
     )
+
+
+def _cotangent(arg: Argument, program: Program, case: CaseSpec) -> ReferenceInput:
+    """The one drawn or given; zeros for an input as it is left, whose value alone is judged."""
+    if arg.modified:
+        return ReferenceInput(np.zeros(arg.shape(case)), np.zeros(arg.shape(case)))
+    array = (program.cotangents or {}).get(arg.name, inputs.cotangent(arg, case))
+    return reference_input(arg, array, case, "cotangent")
 
 
 def _call(scheme: Declared, case: CaseSpec, arrays: Any, directions: Any, errors: np.ndarray) -> Any:

@@ -95,10 +95,13 @@ class Program:
         device = view.device_mesh.device_type
         leaves = {arg.name: self._leaf(arg, case, coords, device) for arg in self.inputs}
         before = {name: leaf.detach().clone() for name, leaf in leaves.items()}
+        modified = [arg.name for arg in self.outputs if arg.modified]
         generator = torch.get_rng_state()
         with self._surroundings(view):
-            returned = self.fn(view, **nested(leaves), **case.options)
+            arguments = {name: leaf.clone() if name in modified else leaf for name, leaf in leaves.items()}
+            returned = self.fn(view, **nested(arguments), **case.options)
             outputs = self._flatten(returned, case, view, coords)
+            outputs |= {name: arguments[name].detach().clone() for name in modified}
             differentiable = [arg for arg in self.outputs if arg.differentiable and outputs[arg.name].requires_grad]
             cotangents = [self._cotangent(arg, case, coords).to(device) for arg in differentiable]
             cotangents_before = [c.clone() for c in cotangents]
@@ -170,21 +173,21 @@ class Program:
     def _flatten(self, returned: Any, case: CaseSpec, view: Any, coords: Mapping[str, int]) -> dict[str, torch.Tensor]:
         """Outputs by name, their number, kind and local shape checked."""
         rank = int(torch.distributed.get_rank())
+        outputs = [arg for arg in self.outputs if not arg.modified]
         if self.output_form == "dict":
-            names = [arg.name for arg in self.outputs]
+            names = [arg.name for arg in outputs]
             if not isinstance(returned, dict) or sorted(returned) != sorted(names):
                 got = sorted(returned) if isinstance(returned, dict) else type(returned).__name__
                 raise RankFault(f"scheme '{self.name}': rank {rank} returned {got}, outputs has {sorted(names)}")
             parts = [returned[name] for name in names]
         else:
             parts = list(returned) if isinstance(returned, tuple | list) else [returned]
-        if len(parts) != len(self.outputs):
+        if len(parts) != len(outputs):
             raise RankFault(
-                f"scheme '{self.name}': rank {rank} returned {len(parts)} outputs, outputs has {len(self.outputs)}"
+                f"scheme '{self.name}': rank {rank} returned {len(parts)} outputs, outputs has {len(outputs)}"
             )
         return {
-            arg.name: self._checked(arg, part, case, coords, rank)
-            for arg, part in zip(self.outputs, parts, strict=True)
+            arg.name: self._checked(arg, part, case, coords, rank) for arg, part in zip(outputs, parts, strict=True)
         }
 
     def _checked(self, arg: Argument, part: Any, case: CaseSpec, coords: Mapping[str, int], rank: int) -> torch.Tensor:
@@ -233,10 +236,11 @@ class Program:
 
 def _sizes(arg: Argument, case: CaseSpec) -> str:
     """` with s=8, cp=4`: the sizes that a local shape follows from."""
-    sharding = {dim.name: case.dims[dim.name] for dim in arg.spec.dims if dim.shardings and dim.name != "1"}
-    sizes = {dim.name: case.dims[dim.name] for dim in arg.spec.dims if dim.name != "1"}
-    named = {**(sharding or sizes), **{axis: case.mesh[axis] for axis in arg.spec.axes}}
-    return f" with {', '.join(f'{name}={size}' for name, size in named.items())}" if named else ""
+    named = [dim for dim in arg.spec.dims if not dim.name.isdigit()]
+    sharding = {dim.name: dim.size(case.dims) for dim in named if dim.shardings}
+    sizes = {dim.name: dim.size(case.dims) for dim in named}
+    told = {**(sharding or sizes), **{axis: case.mesh[axis] for axis in arg.spec.axes}}
+    return f" with {', '.join(f'{name}={size}' for name, size in told.items())}" if told else ""
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:

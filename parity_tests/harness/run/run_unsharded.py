@@ -26,12 +26,13 @@ def run_unsharded(
     cotangents = None if grad is None else _full_cotangents(scheme, grad, case)
     ranks = run(Program.of(scheme, arrays=full, cotangents=cotangents), case, engine)
     outputs = []
-    for arg in scheme.outputs:
+    returned = [arg for arg in scheme.outputs if not arg.modified]
+    for arg in returned:
         pieces = [result.outputs[arg.name] for result in ranks.results]
         outputs.append(stitch(arg, pieces, case, scheme.layouts, "output").copies[0])
     shaped = outputs[0] if scheme.output_form == "one" else tuple(outputs)
     if scheme.output_form == "dict":
-        shaped = {arg.name: value for arg, value in zip(scheme.outputs, outputs, strict=True)}
+        shaped = {arg.name: value for arg, value in zip(returned, outputs, strict=True)}
     if grad is None:
         return shaped
     return shaped, {
@@ -65,7 +66,7 @@ def _full_arrays(scheme: Declared, arrays: tuple[Any, ...]) -> tuple[dict[str, n
 
 def _full_cotangents(scheme: Declared, grad: Any, case: CaseSpec) -> dict[str, np.ndarray]:
     cotangents = grad if isinstance(grad, tuple | list) else (grad,)
-    differentiable = [arg for arg in scheme.outputs if arg.differentiable]
+    differentiable = [arg for arg in scheme.outputs if arg.differentiable and not arg.modified]
     if len(cotangents) != len(differentiable):
         raise ValueError(
             f"scheme '{scheme.name}': grad has {len(cotangents)} cotangents for {len(differentiable)} outputs"
@@ -107,8 +108,7 @@ def _dims_of(scheme: Declared, full: Mapping[str, np.ndarray]) -> dict[str, int]
         for dim, size in zip(arg.spec.dims, shape, strict=True):
             if dims.setdefault(dim.name, size) != size:
                 raise ValueError(f"scheme '{scheme.name}': {dim.name} is {dims[dim.name]} and {size} ('{arg.name}')")
-    dims.pop("1", None)
-    return dims
+    return {name: size for name, size in dims.items() if not name.isdigit()}
 
 
 def _as_array(value: Any) -> np.ndarray:
