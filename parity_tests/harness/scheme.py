@@ -11,6 +11,7 @@ from parity_tests.harness.declare import discover, from_contract, relations, val
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.declared import Cost, Declared
 from parity_tests.harness.declare.draws import Draw, values
+from parity_tests.harness.declare.mistakes import Mistakes
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
@@ -130,26 +131,30 @@ def scheme(
 
     def declare(fn: Callable[..., Any]) -> Scheme:
         name = getattr(fn, "__name__", "?")
-        rejection = validation.rejection_of(name)
+        rejection = Mistakes(name)
+        # 1. What everything else reads: without it there is one mistake, and no more to be said.
         signature = validation.function_names(fn, rejection)
         validation.check_mesh(mesh, rejection)
-        custom = dict(layouts or {})
-        given_draws = validation.own_draws(fn, draw or {}, rejection)
+        custom, choices = dict(layouts or {}), (dict(options or {}), dict(rank_options or {}))
         in_specs, out_specs = from_contract.specs(fn, signature, contract, inputs, outputs, rejection)
-        leaves = validation.input_arguments(fn, signature, in_specs, mesh, custom, given_draws, nograd, rejection)
+        # 2. Each tensor, and what stands beside them.
+        own_draws = validation.own_draws(fn, draw or {}, rejection)
+        leaves = validation.input_arguments(fn, signature, in_specs, mesh, custom, own_draws, nograd, rejection)
         results = validation.output_arguments(fn, out_specs, mesh, custom, rejection)
-        results += validation.modified_arguments(modifies, leaves, results, rejection)
-        validation.check_axes_used(mesh, leaves, results, rejection)
-        choices = dict(options or {}), dict(rank_options or {})
-        validation.check_options(signature, in_specs, *choices, rejection)
-        validation.check_reference(signature, in_specs, choices[0], reference, rejection)
-        validation.check_covered(fn, (*in_specs, *choices[0], *choices[1]), rejection)
-        validation.check_draws(leaves, given_draws, dims or {}, rejection)
-        relations.check_dims(leaves, results, dims or {}, mesh, given_draws, rejection)
-        validation.check_choices(dtypes, engines, replicas, reduction, roundings, leaves, results, rejection)
-        validation.check_surroundings(setup, around, assume, isolate, rejection)
+        all_read = not rejection.texts
+        rejection.of(validation.check_arguments, fn, signature, in_specs, choices, reference)
+        rejection.of(validation.check_surroundings, setup, around, assume, isolate)
+        # 3. What refers to dims and tensors, if all of them could be read.
+        if all_read:
+            results += rejection.of(validation.modified_arguments, modifies, leaves, results) or ()
+            rejection.of(validation.check_axes_used, mesh, leaves, results)
+            validation.check_draws(leaves, own_draws, dims or {}, rejection)
+            rejection.of(relations.check_dims, leaves, results, dims or {}, mesh, own_draws)
+        known_dims = reduction if all_read else ()
+        validation.check_choices(dtypes, engines, replicas, known_dims, roundings, leaves, results, rejection)
+        rejection.raise_all()
         form = "dict" if isinstance(out_specs, Mapping) else "one" if isinstance(out_specs, str) else "tuple"
-        draws = {arg.name: given_draws.get(arg.name, values()) for arg in leaves}
+        draws = {arg.name: own_draws.get(arg.name, values()) for arg in leaves}
         declared = Scheme(
             name=name,
             fn=fn,

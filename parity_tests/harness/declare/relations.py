@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from parity_tests.harness.declare.declared import Argument
     from parity_tests.harness.declare.draws import Draw
+    from parity_tests.harness.declare.mistakes import Mistakes
 
-Rejection = Callable[[str], ValueError]
 _OPERATORS: dict[type, Callable[[int, int], int]] = {
     ast.Add: lambda a, b: a + b,
     ast.Sub: lambda a, b: a - b,
@@ -25,27 +25,27 @@ def check_dims(
     dims: Mapping[str, Any],
     mesh: Mapping[str, Any],
     draws: Mapping[str, Draw],
-    rejection: Rejection,
+    rejection: Mistakes,
 ) -> None:
     input_dims = {name for arg in leaves for name in names_of(arg)}
     all_dims = input_dims | {name for arg in results for name in names_of(arg)}
-    used = {
-        other for name, rule in dims.items() if isinstance(rule, str) for other in relation_names(rule, name, rejection)
-    }
-    used |= {how.dim for how in draws.values() if how.dim}
+    rules = {name: rule for name, rule in dims.items() if isinstance(rule, str)}
+    used = {how.dim for how in draws.values() if how.dim}
+    for name, rule in rules.items():
+        used |= set(relation_names(rule, name, rejection))
     for name, choices in dims.items():
-        if name in mesh:
-            raise rejection(f"dims has {name!r}, which is an axis of the mesh; its sizes are mesh[{name!r}]")
-        if name not in all_dims | used:
-            raise rejection(f"dims has {name!r}, the dims are ({', '.join(sorted(all_dims))})")
-        if isinstance(choices, str):
-            for other in relation_names(choices, name, rejection):
-                if other not in input_dims and other not in dims and other not in mesh:
-                    raise rejection(
-                        f"dims[{name!r}] = {choices!r}: no input has dim {other}, nor is it an axis ({', '.join(mesh)})"
-                    )
-        elif not choices or not all(isinstance(size, int) and size >= 0 for size in choices):
-            raise rejection(f"dims[{name!r}] is {choices!r}; give a tuple of sizes or a relation such as '2*g'")
+        with rejection.collected():
+            if name in mesh:
+                raise rejection(f"dims has {name!r}, which is an axis of the mesh; its sizes are mesh[{name!r}]")
+            if name not in all_dims | used:
+                raise rejection(f"dims has {name!r}, the dims are ({', '.join(sorted(all_dims))})")
+            unknown = [n for n in names_in(rules.get(name, "0")) if n not in (*input_dims, *dims, *mesh)]
+            if unknown:
+                nor = f"no input has dim {unknown[0]}, nor is it an axis ({', '.join(mesh)})"
+                raise rejection(f"dims[{name!r}] = {choices!r}: {nor}")
+            sizes = () if name in rules else choices
+            if not choices or not all(isinstance(size, int) and size >= 0 for size in sizes):
+                raise rejection(f"dims[{name!r}] is {choices!r}; give a tuple of sizes or a relation such as '2*g'")
     for name in dims:
         _check_no_cycle([name], dims, rejection)
 
@@ -61,7 +61,7 @@ def groups(arguments: Sequence[Argument]) -> dict[str, str]:
     return {name: name for name in names}
 
 
-def _check_no_cycle(path: Sequence[str], dims: Mapping[str, Any], rejection: Rejection) -> None:
+def _check_no_cycle(path: Sequence[str], dims: Mapping[str, Any], rejection: Mistakes) -> None:
     """Follow every relation from the last dim of a path of relations."""
     rule = dims.get(path[-1])
     for name in relation_names(rule, path[-1], rejection) if isinstance(rule, str) else ():
@@ -70,7 +70,7 @@ def _check_no_cycle(path: Sequence[str], dims: Mapping[str, Any], rejection: Rej
         _check_no_cycle([*path, name], dims, rejection)
 
 
-def relation_names(text: str, name: str, rejection: Rejection) -> list[str]:
+def relation_names(text: str, name: str, rejection: Mistakes) -> list[str]:
     """Dims and axes that a relation refers to; rejects anything but +, -, *, // of them and integers."""
     try:
         tree = ast.parse(text, mode="eval").body

@@ -1,32 +1,30 @@
 """What @scheme rejects at declaration, each with a sentence that says how to mend it.
 
-`rejection(text)` makes the exception to raise, with the scheme's name before the text.
+`rejection(text)` makes the exception to raise, with the scheme's name before the text; what says nothing of the next
+tensor or argument is collected, so that all mistakes are reported at once.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args, get_origin
 
 from parity_tests.harness.declare.case import DTYPES, ENGINES
 from parity_tests.harness.declare.declared import Argument
 from parity_tests.harness.declare.draws import Draw
-from parity_tests.harness.declare.more_draws import own_draw
+from parity_tests.harness.declare.mistakes import Mistakes
+from parity_tests.harness.declare.more_draws import OfFunction, own_draw
 from parity_tests.harness.declare.relations import names_of
 from parity_tests.harness.declare.spec import BUILTIN, Spec, parse
 
-Rejection = Callable[[str], ValueError]
 INTEGER = ("int", "uint", "bool")
+NO_DRAW = OfFunction("own")  # in the place of what is no draw: whether it is of integers is not known
 SHARED = ("torch", "numpy", "jax")  # packages too large to have once for each rank
 
 
-def rejection_of(name: str) -> Rejection:
-    return lambda text: ValueError(f"scheme '{name}': {text}")
-
-
-def function_names(fn: Any, rejection: Rejection) -> tuple[str, ...]:
+def function_names(fn: Any, rejection: Mistakes) -> tuple[str, ...]:
     """Names of the function's arguments after `mesh`; rejects what is no plain function."""
     kinds = {
         "a coroutine function": inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn),
@@ -47,7 +45,7 @@ def function_names(fn: Any, rejection: Rejection) -> tuple[str, ...]:
     return tuple(p.name for p in parameters[1:])
 
 
-def check_mesh(mesh: Any, rejection: Rejection) -> None:
+def check_mesh(mesh: Any, rejection: Mistakes) -> None:
     if not isinstance(mesh, Mapping) or not mesh:
         raise rejection("mesh must be a dict of axis -> sizes, such as {'tp': (1, 2, 4)}")
     for axis, sizes in mesh.items():
@@ -71,7 +69,7 @@ def input_arguments(
     custom: Mapping[str, Any],
     draw: Mapping[str, Draw],
     nograd: Sequence[str],
-    rejection: Rejection,
+    rejection: Mistakes,
 ) -> tuple[Argument, ...]:
     if not isinstance(inputs, Mapping) or not inputs:
         raise rejection("inputs must be a dict of argument -> spec")
@@ -79,28 +77,35 @@ def input_arguments(
     if shadowed:
         raise rejection(f"layout {shadowed[0]!r} is built in; give yours another name")
     for name in inputs:
-        if name not in signature:
-            raise rejection(f"inputs has {name!r}, the function has ({', '.join(signature)})")
+        with rejection.collected():
+            if name not in signature:
+                raise rejection(f"inputs has {name!r}, the function has ({', '.join(signature)})")
+    if not set(inputs) <= set(signature):
+        rejection.raise_all()
     flat = dict(_leaves(inputs))
     for name in nograd:
-        if name not in flat:
-            raise rejection(f"nograd has {name!r}, the inputs are ({', '.join(flat)})")
+        with rejection.collected():
+            if name not in flat:
+                raise rejection(f"nograd has {name!r}, the inputs are ({', '.join(flat)})")
     annotations = _annotations(fn)
     arguments = []
     for path, text in flat.items():
         path_draw = draw.get(path)
         is_integer = path_draw.is_integer if path_draw else _is_integer(annotations.get(path))
-        if is_integer and path_draw is None:
-            raise rejection(
-                f"'{path}' is an integer and has no draw; give draw={{'{path}': token_below(...)}} or integers(...)"
-            )
-        spec = _parsed(text, mesh, custom, "input", path, not is_integer, path in nograd, rejection)
-        arguments.append(Argument(path, spec, is_integer, path in nograd))
+        with rejection.collected():
+            typeless_ok = path in nograd or path_draw == NO_DRAW
+            spec = _parsed(text, mesh, custom, "input", path, not is_integer, typeless_ok, rejection)
+            arguments.append(Argument(path, spec, is_integer, path in nograd))
+        with rejection.collected():
+            if is_integer and path_draw is None:
+                raise rejection(
+                    f"'{path}' is an integer and has no draw; give draw={{'{path}': token_below(...)}} or integers(...)"
+                )
     return tuple(arguments)
 
 
 def output_arguments(
-    fn: Any, outputs: Any, mesh: Mapping[str, Any], custom: Mapping[str, Any], rejection: Rejection
+    fn: Any, outputs: Any, mesh: Mapping[str, Any], custom: Mapping[str, Any], rejection: Mistakes
 ) -> tuple[Argument, ...]:
     if isinstance(outputs, Mapping):
         named = list(outputs.items())
@@ -117,13 +122,14 @@ def output_arguments(
     arguments = []
     for (name, text), annotation in zip(named, parts, strict=True):
         is_integer = _is_integer(annotation)
-        spec = _parsed(text, mesh, custom, "output", name, not is_integer, False, rejection)
-        arguments.append(Argument(name, spec, is_integer))
+        with rejection.collected():
+            spec = _parsed(text, mesh, custom, "output", name, not is_integer, False, rejection)
+            arguments.append(Argument(name, spec, is_integer))
     return tuple(arguments)
 
 
 def modified_arguments(
-    modifies: Any, leaves: Sequence[Argument], results: Sequence[Argument], rejection: Rejection
+    modifies: Any, leaves: Sequence[Argument], results: Sequence[Argument], rejection: Mistakes
 ) -> tuple[Argument, ...]:
     """The inputs that the function overwrites, as outputs: what it leaves in them is judged."""
     if isinstance(modifies, str) or not all(isinstance(name, str) for name in modifies):
@@ -138,7 +144,7 @@ def modified_arguments(
 
 
 def check_axes_used(
-    mesh: Mapping[str, Any], leaves: Sequence[Argument], results: Sequence[Argument], rejection: Rejection
+    mesh: Mapping[str, Any], leaves: Sequence[Argument], results: Sequence[Argument], rejection: Mistakes
 ) -> None:
     used = {axis for arg in (*leaves, *results) for axis in (*arg.spec.axes, *dict(arg.spec.types))}
     for axis in mesh:
@@ -146,12 +152,26 @@ def check_axes_used(
             raise rejection(f"axis {axis!r} is in mesh and in no spec; drop it")
 
 
+def check_arguments(
+    fn: Any,
+    signature: Sequence[str],
+    inputs: Mapping[str, Any],
+    choices: tuple[Mapping[str, Any], Mapping[str, Any]],
+    reference: Any,
+    rejection: Mistakes,
+) -> None:
+    """The function and the reference take the inputs and the options; `choices` are those of both and of the ranks."""
+    check_options(signature, inputs, *choices, rejection)
+    check_reference(signature, inputs, choices[0], reference, rejection)
+    check_covered(fn, (*inputs, *choices[0], *choices[1]), rejection)
+
+
 def check_options(
     signature: Sequence[str],
     inputs: Mapping[str, Any],
     options: Mapping[str, Any],
     rank_options: Mapping[str, Any],
-    rejection: Rejection,
+    rejection: Mistakes,
 ) -> None:
     for name in rank_options:
         if name in options:
@@ -170,7 +190,7 @@ def check_reference(
     inputs: Mapping[str, Any],
     options: Mapping[str, Any],
     reference: Any,
-    rejection: Rejection,
+    rejection: Mistakes,
 ) -> None:
     """The reference must take the inputs and the options, by name; further ones need a default."""
     if not callable(reference):
@@ -208,39 +228,38 @@ def reference_named(reference: Any) -> str:
     return "the reference" if name == "reference" else f"reference {name}"
 
 
-def check_covered(fn: Any, names: Sequence[str], rejection: Rejection) -> None:
+def check_covered(fn: Any, names: Sequence[str], rejection: Mistakes) -> None:
     """Whatever has no default must be an input or an option."""
     for parameter in list(inspect.signature(fn).parameters.values())[1:]:
         if parameter.default is parameter.empty and parameter.name not in names:
             raise rejection(f"takes {parameter.name!r}, which is no input and no option; add it to inputs")
 
 
-def own_draws(fn: Any, draw: Mapping[str, Any], rejection: Rejection) -> dict[str, Draw]:
+def own_draws(fn: Any, draw: Mapping[str, Any], rejection: Mistakes) -> dict[str, Draw]:
     """The draws with functions and strategies made into such; of integers where the annotation says so."""
     if not isinstance(draw, Mapping):
         raise rejection(f"draw is {type(draw).__name__}; give a dict of input -> draw")
     annotations, draws = _annotations(fn), {}
     for name, how in draw.items():
-        try:
-            who = f"draw[{name!r}]"
-            draws[name] = how if isinstance(how, Draw) else own_draw(how, _is_integer(annotations.get(name)), who)
-        except ValueError as error:
-            raise rejection(str(error)) from None
+        draws[name] = how if isinstance(how, Draw) else NO_DRAW
+        with rejection.collected():
+            if not isinstance(how, Draw):
+                draws[name] = own_draw(how, _is_integer(annotations.get(name)), f"draw[{name!r}]")
     return draws
 
 
 def check_draws(
-    leaves: Sequence[Argument], draw: Mapping[str, Draw], sizes: Mapping[str, Any], rejection: Rejection
+    leaves: Sequence[Argument], draw: Mapping[str, Draw], sizes: Mapping[str, Any], rejection: Mistakes
 ) -> None:
     dims = {name for arg in leaves for name in names_of(arg)} | set(sizes)
     makers = {"ids": "token_below"}
     for name, how in draw.items():
-        if name not in {arg.name for arg in leaves}:
-            raise rejection(f"draw has {name!r}, the inputs are ({', '.join(arg.name for arg in leaves)})")
-        if how.dim is not None and how.dim not in dims:
-            raise rejection(
-                f"draw[{name!r}] = {makers.get(how.kind, how.kind)}({how.dim!r}): no input has dim {how.dim}"
-            )
+        with rejection.collected():
+            if name not in {arg.name for arg in leaves}:
+                raise rejection(f"draw has {name!r}, the inputs are ({', '.join(arg.name for arg in leaves)})")
+            if how.dim is not None and how.dim not in dims:
+                maker = makers.get(how.kind, how.kind)
+                raise rejection(f"draw[{name!r}] = {maker}({how.dim!r}): no input has dim {how.dim}")
 
 
 def check_choices(
@@ -251,25 +270,30 @@ def check_choices(
     roundings: Any,
     leaves: Sequence[Argument],
     results: Sequence[Argument],
-    rejection: Rejection,
+    rejection: Mistakes,
 ) -> None:
     for dtype in dtypes:
-        if dtype not in DTYPES:
-            raise rejection(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+        with rejection.collected():
+            if dtype not in DTYPES:
+                raise rejection(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     for engine in engines:
-        if engine not in ENGINES:
-            raise rejection(f"engine {engine!r} is not one of {', '.join(ENGINES)}")
-    if replicas not in ("bitwise", "budget"):
-        raise rejection(f"replicas is {replicas!r}; write 'bitwise' or 'budget'")
-    if not isinstance(roundings, int) or roundings < 0:
-        raise rejection(f"roundings is {roundings!r}; count the times an intermediate is stored in the dtype")
+        with rejection.collected():
+            if engine not in ENGINES:
+                raise rejection(f"engine {engine!r} is not one of {', '.join(ENGINES)}")
+    with rejection.collected():
+        if replicas not in ("bitwise", "budget"):
+            raise rejection(f"replicas is {replicas!r}; write 'bitwise' or 'budget'")
+    with rejection.collected():
+        if not isinstance(roundings, int) or roundings < 0:
+            raise rejection(f"roundings is {roundings!r}; count the times an intermediate is stored in the dtype")
     dims = {name for arg in (*leaves, *results) for name in (*arg.spec.dim_names, *names_of(arg))}
     for name in reduction or ():
-        if name not in dims:
-            raise rejection(f"reduction has {name!r}; the dims are ({', '.join(sorted(dims))})")
+        with rejection.collected():
+            if name not in dims:
+                raise rejection(f"reduction has {name!r}; the dims are ({', '.join(sorted(dims))})")
 
 
-def check_surroundings(setup: Any, around: Any, assume: Any, isolate: Any, rejection: Rejection) -> None:
+def check_surroundings(setup: Any, around: Any, assume: Any, isolate: Any, rejection: Mistakes) -> None:
     """`setup` and `around` are functions of the mesh, `assume` of the case; what they return is known later."""
     if not isinstance(isolate, tuple | list) or not all(isinstance(name, str) for name in isolate):
         raise rejection(f"isolate is {isolate!r}; give a tuple of module names, such as ('megatron.core',)")
@@ -309,7 +333,7 @@ def _parsed(
     name: str,
     differentiable: bool,
     typeless_ok: bool,
-    rejection: Rejection,
+    rejection: Mistakes,
 ) -> Spec:
     layouts = (*BUILTIN, *custom)
     try:

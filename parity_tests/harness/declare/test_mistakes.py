@@ -1,0 +1,54 @@
+"""All mistakes of a declaration at once, each in its own sentence and none that only follows from another."""
+
+import pytest
+
+from parity_tests.harness.declare.mistakes import Mistakes
+from parity_tests.specimens.small_scheme import declared
+
+
+def test_several_mistakes_are_one_list():
+    with pytest.raises(ValueError) as caught:
+        declared(
+            lambda mesh, x, y: x, lambda x, z: x, {"x": "b/tq", "y": "b"}, "b/tp tp=I", draw={"x": 3},
+            dtypes=("float31",), replicas="near", dims={"c": (1,)}, nograd=("w",),
+        )  # fmt: skip
+    nothing_follows = str(caught.value).splitlines()
+    assert nothing_follows[0] == "scheme '<lambda>': 8 mistakes"
+    starts = [
+        "draw['x'] is int; use ",
+        "nograd has 'w', the inputs are (x, y)",
+        "spec 'b/tq' (input 'x'): axis 'tq' is not in mesh (tp); did you mean 'tp'?",
+        "spec 'b' (input 'y'): axis 'tp' shards no dim and has no type; ",
+        "spec 'b/tp tp=I' (output 'out'): axis 'tp' shards b and is typed tp=I; ",
+        "takes (x, y) but reference <lambda> takes (x, z); ",
+        "dtype 'float31' is not one of ",
+        "replicas is 'near'; ",
+    ]
+    for number, (line, start) in enumerate(zip(nothing_follows[1:], starts, strict=True), 1):
+        assert line.startswith(f"  {number}. {start}")
+
+
+def test_what_refers_to_dims_once_all_tensors_can_be_read():
+    with pytest.raises(ValueError) as caught:
+        declared(lambda mesh, x: x, mesh={"tp": (2,), "cp": (2,)}, inputs={"x": "b/tp cp=I"}, outputs="b/tp cp=I",
+                 dims={"c": (1,), "b": ()}, modifies=("z",), draw={"z": lambda g, shape: g.random(shape)})  # fmt: skip
+    assert str(caught.value) == (
+        "scheme '<lambda>': 4 mistakes\n"
+        "  1. modifies has 'z', the inputs are (x)\n"
+        "  2. draw has 'z', the inputs are (x)\n"
+        "  3. dims has 'c', the dims are (b)\n"
+        "  4. dims['b'] is (); give a tuple of sizes or a relation such as '2*g'"
+    )
+
+
+def test_one_mistake_is_a_sentence():
+    mistakes = Mistakes("f")
+    with mistakes.collected():
+        raise mistakes("has no name")
+    with pytest.raises(ValueError) as caught:
+        mistakes.raise_all()
+    assert str(caught.value) == "scheme 'f': has no name"
+
+
+def test_no_mistake():
+    Mistakes("f").raise_all()
