@@ -8,16 +8,19 @@ import re
 import shlex
 import tomllib
 
+import jax.numpy as jnp
 import pytest
+import torch
 import typer
 from hypothesis import strategies
+from jaxtyping import Int
 
 from parity_tests.cli.app import app
 from parity_tests.harness.declare.case import ENGINES
 from parity_tests.harness.declare.discover import schemes_of_file
 from parity_tests.harness.replay import _arguments
 from parity_tests.pages import GENERATED, ROOT, Block, anchors, blocks, commands, links, pages, paths_in_code, text_of
-from shardproof import Cost, scheme
+from shardproof import Cost, drawn, scheme, values
 
 PAGES = pages()
 NOTEBOOKS = [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.glob("notebooks/[0-9]*.py"))]
@@ -207,6 +210,17 @@ def of_a_draw():
     return {"scheme": scheme, "st": strategies}
 
 
+def of_random_schemes():
+    def test_both_are_equal():
+        for name in ("dropout", "sampled"):
+            report = namespace[name].verify()
+            assert report.ok, str(report)
+
+    namespace = {"scheme": scheme, "drawn": drawn, "values": values, "Int": Int, "torch": torch, "jnp": jnp}
+    namespace["test_both_are_equal"] = test_both_are_equal
+    return namespace
+
+
 def of_a_cost():
     return {"Cost": Cost}
 
@@ -215,6 +229,7 @@ def of_a_cost():
 PREPARED = {
     ("docs/how-to/verify-your-own-scheme.md", 0): of_the_example,
     ("docs/how-to/replay.md", 0): of_a_replay,
+    ("docs/how-to/random-schemes.md", 0): of_random_schemes,
     ("docs/reference/parallelizer.md", 0): of_a_step,
     ("docs/reference/scheme.md", 0): of_a_draw,
     ("docs/reference/scheme.md", 1): dict,

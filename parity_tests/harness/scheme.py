@@ -103,6 +103,7 @@ def scheme(
     random: bool = False,
     setup: Callable[[Any], Any] | None = None,
     around: Callable[[Any], AbstractContextManager[Any]] | None = None,
+    module: str | None = None,
     assume: Callable[[CaseSpec], Any] | None = None,
     isolate: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., Any]], Scheme]:
@@ -121,11 +122,12 @@ def scheme(
     axes. `options` go to both sides, `rank_options` to the ranks alone. `reduction` names the dims that are summed
     over, `roundings` how often a value is stored in the tested dtype on its way: 1 where sums and intermediates are in
     float32 or wider, more where a softmax, a product or a norm is stored in bfloat16 and used again. `modifies` names
-    inputs that the function overwrites, whose new value the reference returns after the outputs. `random=True` says
-    that the function draws random numbers. `setup(mesh)` runs once per rank and mesh before the function, on every
-    engine; `around(mesh)` returns a context manager, which each rank enters for forward and backward. `isolate` names
-    further modules and packages whose globals each rank of lockstep has for itself, as those of the scheme's file and
-    of what it imports are.
+    inputs that the function overwrites, whose new value the reference returns after the outputs. `module` names the
+    tree of parameters of a module that the function runs backward itself and returns last. `random=True` says that the
+    function draws random numbers. `setup(mesh)` runs once per rank and mesh before the function, on every engine;
+    `around(mesh)` returns a context manager, which each rank enters for forward and backward. `isolate` names further
+    modules and packages whose globals each rank of lockstep has for itself, as those of the scheme's file and of what
+    it imports are.
     Errors: ValueError at declaration, `scheme '<name>': ...`, for whatever can be known to be wrong.
     """
 
@@ -148,6 +150,7 @@ def scheme(
         if all_read:
             results += rejection.of(validation.modified_arguments, modifies, leaves, results) or ()
             rejection.of(validation.check_axes_used, mesh, leaves, results)
+            rejection.of(validation.check_module, module, in_specs, results, out_specs)
             validation.check_draws(leaves, own_draws, dims or {}, rejection)
             rejection.of(relations.check_dims, leaves, results, dims or {}, mesh, own_draws)
         known_dims = reduction if all_read else ()
@@ -177,6 +180,7 @@ def scheme(
             random=random,
             setup=setup,
             around=around,
+            module=module,
             assume=assume,
             isolate=tuple(isolate),
             file=fn.__code__.co_filename,

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from parity_tests.specimens.small_scheme import declared, summed
-from shardproof import values
+from shardproof import drawn, values
 
 
 def verdicts(right, wrong, reference, **more):
@@ -306,3 +306,26 @@ def test_an_input_that_is_overwritten_without_a_word_is_reported():
 def test_wrong_modifies(modifies, words):
     text = sentence(lambda mesh, x: x * 2, lambda x: x * 2.0, modifies=modifies)
     assert text == f"scheme '<lambda>': {words}"
+
+
+# Random schemes
+
+
+@pytest.mark.parametrize("same_for_all", [False, True])
+def test_a_dropout_by_a_mask_that_is_drawn(same_for_all):
+    """A mask that is sharded as x is; a rank that takes the first shard's mask is wrong."""
+
+    def reference(x, kept):
+        return jnp.where(kept, x / 0.75, 0.0)
+
+    def dropout(mesh, x, kept):
+        if same_for_all:
+            torch.distributed.broadcast(kept, src=torch.distributed.get_global_rank(mesh["tp"], 0), group=mesh["tp"])
+        return torch.where(kept, x / 0.75, 0.0)
+
+    report = declared(
+        dropout, reference, {"x": "b d/tp", "kept": "b d/tp"}, "b d/tp", mesh={"tp": (1, 2)},
+        draw={"x": values("normal"),
+              "kept": drawn(lambda generator, shape: generator.random(shape) < 0.75, integer=True)},
+    ).verify(examples=12)  # fmt: skip
+    assert report.ok != same_for_all, str(report)

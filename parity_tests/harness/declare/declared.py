@@ -96,6 +96,7 @@ class Declared:
     of_module: bool  # declared while its module was executed, not by a function that was called later
     setup: Callable[[Any], Any] | None = None  # of the mesh; once per rank and mesh
     around: Callable[[Any], AbstractContextManager[Any]] | None = None  # of the mesh; entered for forward and backward
+    module: str | None = None  # the input tree that is the parameters of the module returned last
     assume: Callable[[CaseSpec], Any] | None = None  # of a case's sizes: whether it is drawn
     isolate: tuple[str, ...] = ()  # further modules whose globals each rank of lockstep has for itself
 

@@ -143,6 +143,21 @@ def modified_arguments(
     return tuple(replace(by_name[name], modified=True) for name in modifies)
 
 
+def check_module(
+    module: Any, inputs: Mapping[str, Any], results: Sequence[Argument], form: Any, rejection: Mistakes
+) -> None:
+    """`module` names a tree of inputs, and the first output is the loss that the function has run backward."""
+    if module is None:
+        return
+    if not isinstance(module, str) or not isinstance(inputs.get(module), Mapping):
+        trees = ", ".join(name for name, spec in inputs.items() if isinstance(spec, Mapping)) or "none is"
+        raise rejection(f"module is {module!r}; name the input that is a tree of parameters ({trees})")
+    if isinstance(form, Mapping) or results[0].spec.dims or results[0].is_integer:
+        raise rejection(
+            f"module={module!r}: the first output is the loss, a scalar such as 'dp=I'; got '{results[0].spec}'"
+        )
+
+
 def check_axes_used(
     mesh: Mapping[str, Any], leaves: Sequence[Argument], results: Sequence[Argument], rejection: Mistakes
 ) -> None:

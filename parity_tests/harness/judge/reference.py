@@ -95,9 +95,10 @@ def evaluate(scheme: Declared, program: Program, case: CaseSpec) -> Reference:
 
 
 def _cotangent(arg: Argument, program: Program, case: CaseSpec) -> ReferenceInput:
-    """The one drawn or given; zeros for an input as it is left, whose value alone is judged."""
-    if arg.modified:
-        return ReferenceInput(np.zeros(arg.shape(case)), np.zeros(arg.shape(case)))
+    """The one drawn or given; zeros for what is judged by its value alone, one for the loss of a module."""
+    if arg.modified or program.module:
+        is_loss = not arg.modified and arg.name == program.outputs[0].name
+        return ReferenceInput(np.full(arg.shape(case), float(is_loss)), np.zeros(arg.shape(case)))
     array = (program.cotangents or {}).get(arg.name, inputs.cotangent(arg, case))
     return reference_input(arg, array, case, "cotangent")
 

@@ -20,6 +20,7 @@ from parity_tests.harness.declare.draws import Draw
 from parity_tests.harness.declare.spec import Sharding
 from parity_tests.harness.declare.travel import without_annotations
 from parity_tests.harness.draw import inputs
+from parity_tests.harness.run import modules
 from parity_tests.harness.run.failure import RankFailure, RankFault
 from parity_tests.harness.run.ledger import at_users_line
 from torch_impl.collectives.mesh import MeshView
@@ -51,6 +52,7 @@ class Program:
     setup: Callable[[Any], Any] | None = None
     around: Callable[[Any], AbstractContextManager[Any]] | None = None
     isolate: tuple[str, ...] = ()
+    module: str | None = None
     arrays: Mapping[str, np.ndarray] | None = None  # given by hand instead of drawn
     cotangents: Mapping[str, np.ndarray] | None = None
 
@@ -70,6 +72,7 @@ class Program:
             scheme.setup,
             scheme.around,
             scheme.isolate,
+            scheme.module,
             **arrays,
         )
 
@@ -100,19 +103,24 @@ class Program:
         with self._surroundings(view):
             arguments = {name: leaf.clone() if name in modified else leaf for name, leaf in leaves.items()}
             returned = self.fn(view, **nested(arguments), **case.options)
+            module, returned = self._module_of(returned)
             outputs = self._flatten(returned, case, view, coords)
             outputs |= {name: arguments[name].detach().clone() for name in modified}
             differentiable = [arg for arg in self.outputs if arg.differentiable and outputs[arg.name].requires_grad]
             cotangents = [self._cotangent(arg, case, coords).to(device) for arg in differentiable]
             cotangents_before = [c.clone() for c in cotangents]
-            gradients = self._backward([outputs[arg.name] for arg in differentiable], cotangents, leaves)
+            if module is None:
+                gradients = self._backward([outputs[arg.name] for arg in differentiable], cotangents, leaves)
+            else:
+                gradients = modules.gradients(module, self.module or "", leaves)
         findings = _modified("input", before, leaves)
         findings += _modified(
             "cotangent",
             dict(zip([a.name for a in differentiable], cotangents_before, strict=True)),
             dict(zip([a.name for a in differentiable], cotangents, strict=True)),
         )
-        if not self.random and not torch.equal(generator, torch.get_rng_state()):
+        draws = self.random or self.module is not None  # a module draws its first weights
+        if not draws and not torch.equal(generator, torch.get_rng_state()):
             findings.append("the random state moved; declare random=True if the scheme draws")
         return RankResult(
             {name: to_numpy(tensor) for name, tensor in outputs.items()},
@@ -169,6 +177,20 @@ class Program:
         term = inputs.own_term(arg, terms, case, coords, kind="cotangent")
         local = inputs.piece(arg, term, case, coords, self.layouts)
         return torch.from_numpy(local.copy())
+
+    def _module_of(self, returned: Any) -> tuple[torch.nn.Module | None, Any]:
+        """The module that has the gradients, and the outputs before it; None where the harness runs the backward."""
+        if self.module is None:
+            return None, returned
+        who = f"scheme '{self.name}': rank {torch.distributed.get_rank()}"
+        if not isinstance(returned, tuple | list) or len(returned) < 2 or not isinstance(returned[-1], torch.nn.Module):
+            raise RankFault(f"{who} must return its outputs and then the module: return loss, model")
+        wanted = [arg.name.partition(".")[2] for arg in self.inputs if arg.name.startswith(f"{self.module}.")]
+        named = [name for name, _ in modules.named_parameters(returned[-1])]
+        if sorted(named) != sorted(wanted):
+            raise RankFault(f"{who}: the module has ({', '.join(named)}), {self.module} has ({', '.join(wanted)})")
+        outputs = returned[:-1]
+        return returned[-1], outputs[0] if len(outputs) == 1 else outputs
 
     def _flatten(self, returned: Any, case: CaseSpec, view: Any, coords: Mapping[str, int]) -> dict[str, torch.Tensor]:
         """Outputs by name, their number, kind and local shape checked."""

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from parity_tests.harness.run.failure import Shared as Shared
     from parity_tests.harness.run.failure import Stalled as Stalled
     from parity_tests.harness.run.failure import Unwaited as Unwaited
+    from parity_tests.harness.run.modules import load_parameters as load_parameters
     from parity_tests.harness.scheme import Scheme as Scheme
     from parity_tests.harness.scheme import scheme as scheme
     from parity_tests.harness.verdict import judge as judge
@@ -87,6 +88,7 @@ _HOMES = {
     "drawn": "parity_tests.harness.declare.more_draws:drawn",
     "exactly": "parity_tests.harness.declare.more_draws:exactly",
     "permutation": "parity_tests.harness.declare.more_draws:permutation",
+    "load_parameters": "parity_tests.harness.run.modules:load_parameters",
     "values": "parity_tests.harness.declare.draws:values",
     "every_case": "parity_tests.harness.draw.strategy:every_case",
     # run and judge

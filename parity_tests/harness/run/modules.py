@@ -1,0 +1,62 @@
+"""A module as the thing judged: parameters go in and gradients come out by name, through DDP, FSDP2 and compilation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from parity_tests.harness.declare.declared import flat
+
+# What wrappers put before or between the names of a module's parameters.
+WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+
+def load_parameters(module: nn.Module, parameters: Mapping[str, Any]) -> nn.Module:
+    """Copy a tree of tensors into a module's parameters of the same names, a rank's shards into DTensors; returns it.
+
+    Each tensor has the shape of the parameter, or of the local shard of a parameter that is a DTensor. On the meta
+    device a parameter has no storage; call `module.to_empty(device=...)` first.
+    Errors: ValueError for names that differ, or for a shape that does.
+    """
+    given = flat(parameters)
+    named = dict(named_parameters(module))
+    if sorted(given) != sorted(named):
+        raise ValueError(f"load_parameters: the module has ({', '.join(named)}), the tree has ({', '.join(given)})")
+    with torch.no_grad():
+        for name, parameter in named.items():
+            target = local(parameter)
+            if target.shape != given[name].shape:
+                shapes = f"{tuple(target.shape)} on this rank, the tree has {tuple(given[name].shape)}"
+                raise ValueError(f"load_parameters: '{name}' is {shapes}")
+            target.copy_(given[name])
+    return module
+
+
+def named_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """A module's parameters by the names that they have without any wrapper."""
+    for name, parameter in module.named_parameters():
+        for wrapper in WRAPPERS:
+            name = name.replace(wrapper, "")
+        yield name, parameter
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor, or the tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def gradients(module: nn.Module, tree: str, leaves: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+    """The gradient of every input as it was accumulated: of those of `tree` in the module, of others in the input.
+
+    Errors: KeyError for a parameter of the tree that the module lacks.
+    """
+    accumulated = {f"{tree}.{name}": parameter.grad for name, parameter in named_parameters(module)}
+    found = {}
+    for name, leaf in leaves.items():
+        if leaf.requires_grad:
+            gradient = accumulated[name] if name.startswith(f"{tree}.") else leaf.grad
+            found[name] = None if gradient is None else local(gradient)
+    return found
