@@ -72,7 +72,7 @@ class Call:
             home = source.untyped_storage()
             if home.data_ptr() in homes or not home.nbytes() or source.shape != copy.shape:
                 continue  # gathered in place (the poison shows it), freed, or resized by its owner
-            same = (_bits(source.data.contiguous()) == _bits(copy)).reshape(*copy.shape, -1).all(-1)
+            same = (_bits(source.data) == _bits(copy)).reshape(*copy.shape, -1).all(-1)
             if not bool(same.all()):
                 return f"input {index} was changed at {_first(~same)} before its wait"
         return None
@@ -95,7 +95,8 @@ def _poison(dtype: torch.dtype) -> float | int | bool:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+    # One element is contiguous whatever its stride, and is no bytes until that is 1.
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _first(wrong: Tensor) -> tuple[int, ...]:

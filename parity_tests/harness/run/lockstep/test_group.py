@@ -53,6 +53,19 @@ def test_gathering_in_place_is_no_modification():
     assert lockstep.run(body, CASE).results == ([1.0, 2.0],) * 2
 
 
+def test_one_element_of_any_stride_may_be_sent():
+    """It is contiguous, whatever its stride; a neighbour's number lies beside it."""
+
+    def body(mesh: Any, case: CaseSpec) -> list[float]:
+        x = torch.full((4,), float(mesh.rank("tp")))[::2][:1]
+        received = torch.empty(2)
+        assert x.stride() == (2,)
+        dist.all_gather_into_tensor(received, x, group=mesh["tp"], async_op=True).wait()
+        return received.tolist()
+
+    assert lockstep.run(body, CASE).results == ([0.0, 1.0], [0.0, 1.0])
+
+
 def test_nan_in_an_input_is_no_modification():
     def body(mesh: Any, case: CaseSpec) -> bool:
         output, mine = torch.zeros(4), torch.tensor([float("nan"), -0.0])
