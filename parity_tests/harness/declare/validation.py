@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args, get_origin
 
+from parity_tests.harness.declare.calls import CONDITIONS
 from parity_tests.harness.declare.case import DTYPES, ENGINES
 from parity_tests.harness.declare.declared import Argument
 from parity_tests.harness.declare.draws import Draw
@@ -306,6 +307,12 @@ def check_choices(
         with rejection.collected():
             if name not in dims:
                 raise rejection(f"reduction has {name!r}; the dims are ({', '.join(sorted(dims))})")
+
+
+def check_excluded_calls(excluded: Any, rejection: Mistakes) -> None:
+    unknown = [excluded] if isinstance(excluded, str) else [name for name in excluded if name not in CONDITIONS]
+    if unknown:
+        raise rejection(f"excluded_calls has {unknown[0]!r}; give a tuple of {', '.join(CONDITIONS)}")
 
 
 def check_surroundings(setup: Any, around: Any, assume: Any, isolate: Any, rejection: Mistakes) -> None:

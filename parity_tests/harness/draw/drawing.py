@@ -12,11 +12,12 @@ import numpy as np
 from parity_tests.harness.declare.case import LARGEST_WORLD, SPARE, CaseSpec
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.declare.draws import Chooser
-from parity_tests.harness.draw import size_choices
+from parity_tests.harness.draw import calling_conditions, size_choices
 
 DEFAULT_LIMIT = 8
 INSIDE = (False, False, False, True)  # a larger world
 ASSUMED = "assume rejects"
+OTHER_SIZES_TRIED = 3  # until a second call has other sizes
 
 
 class MeshChoices(NamedTuple):
@@ -87,8 +88,10 @@ def draw_case(
     world: int | None = None,
     limit: int = DEFAULT_LIMIT,
     inside_subgroup: bool | None = False,
+    any_call: bool = False,
 ) -> CaseSpec:
-    """Draw what is not given; inside a sub-group, the mesh has an axis more that the scheme does not see.
+    """Draw what is not given; inside a sub-group, the mesh has an axis more that the scheme does not see. With
+    `any_call`, calling conditions are drawn too; else it is a plain call.
 
     `inside_subgroup=None` draws that too, for every fourth case of lockstep: other engines would start ranks for it.
     Errors: ValueError for an unknown name, an indivisible size, or where nothing is left to choose from."""
@@ -119,10 +122,28 @@ def draw_case(
         engine=engine,
         schedule=choose(range(8)),
     )
-    # 5. The world around the mesh, last: what was drawn before is the same in it.
+    # 5. The world around the mesh, and how the function is called, last: what was drawn before is the same in it.
     if inside_subgroup is None:
         inside_subgroup = engine == "lockstep" and 2 * case.world <= LARGEST_WORLD and choose(INSIDE)
-    return case.replace(mesh={SPARE: 2, **mesh}) if inside_subgroup else case
+    case = case.replace(mesh={SPARE: 2, **mesh}) if inside_subgroup else case
+    if not any_call or scheme.module is not None:  # a module runs its own backward
+        return case
+    fixed = {**sizes, **mesh}
+    return case.replace(
+        calls=calling_conditions.conditions(scheme, choose, lambda: another(scheme, case, fixed, choose))
+    )
+
+
+def another(scheme: Declared, case: CaseSpec, sizes: Mapping[str, int], choose: Chooser) -> CaseSpec:
+    """A case for a second call: the same mesh, dtype and options, other dims where any are left to the draw."""
+    drawn: CaseSpec | None = None
+    for _ in range(OTHER_SIZES_TRIED):
+        drawn = draw_case(scheme, choose, {**sizes, **case.options}, dtype=case.dtype, engine=case.engine)
+        if drawn.dims != case.dims:
+            break
+    assert drawn is not None
+    drawn = drawn.replace(mesh=case.mesh)
+    return drawn if drawn.seed != case.seed else drawn.replace(seed=case.seed + 1)
 
 
 def fitting_meshes(scheme: Declared, fixed: Mapping[str, Any], world: int | None = None) -> list[dict[str, int]]:

@@ -17,6 +17,7 @@ from numpy.random import Generator, Philox
 
 import jax_ref.layouts as trusted_layouts
 import torch_impl.layouts as production_layouts
+from parity_tests.harness.declare.calls import COTANGENT
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.draws import Draw, with_border
 from parity_tests.harness.declare.spec import Sharding
@@ -41,18 +42,31 @@ def rounded(array: np.ndarray, dtype: str) -> np.ndarray:
 
 def full_array(arg: Argument, draw: Draw, case: CaseSpec) -> np.ndarray:
     """The full input before any addends: float64 values of the tested dtype, int64 or bool."""
-    value = case.values.get(arg.name, {})
-    array = draw.build(value, arg.shape(case), generator(case, arg.name), case)
+    name = _source(arg.name, case)
+    value = case.values.get(name, {})
+    array = draw.build(value, arg.shape(case), generator(case, name), case)
     if "border" in value:
         array = with_border(array, value["border"], arg.spec.dim_names, case, draw.full_rows)
     if array.shape != arg.shape(case):
         raise ValueError(f"case: input '{arg.name}' is {array.shape}, '{arg.spec}' says {arg.shape(case)}")
+    if arg.name in case.calls.get("expanded", ()):
+        array = np.broadcast_to(array[:1], array.shape).copy()
     return array if arg.is_integer else rounded(array, case.dtype)
 
 
 def cotangent(arg: Argument, case: CaseSpec) -> np.ndarray:
-    """A random cotangent for an output, in values of the tested dtype."""
+    """A random cotangent for an output, in values of the tested dtype: one number if expanded, zeros if unused."""
+    if arg.name in case.calls.get("unused", ()):
+        return np.zeros(arg.shape(case))
+    if COTANGENT + arg.name in case.calls.get("expanded", ()):
+        return np.full(arg.shape(case), rounded(generator(case, f"cotangent {arg.name}").standard_normal(), case.dtype))
     return rounded(generator(case, f"cotangent {arg.name}").standard_normal(arg.shape(case)), case.dtype)
+
+
+def _source(name: str, case: CaseSpec) -> str:
+    """The input that an input's values are drawn for: itself, or the one that it is the same tensor as."""
+    first, second = case.calls.get("same_tensor", (None, None))
+    return first if first is not None and name == second else name
 
 
 def addend_axes(arg: Argument, kind: str) -> tuple[str, ...]:

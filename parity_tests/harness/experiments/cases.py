@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from parity_tests.harness.declare.calls import without_other_calls
 from parity_tests.harness.declare.case import SPARE, CaseSpec
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.draw import size_choices
@@ -52,7 +53,7 @@ def on_one_rank(scheme: Declared, case: CaseSpec) -> CaseSpec | None:
         key: {**record, "lengths": [sum(record["lengths"])]} if "lengths" in record else record
         for key, record in case.layouts.items()
     }
-    return case.replace(mesh=mesh, layouts=layouts)
+    return without_other_calls(case.replace(mesh=mesh, layouts=layouts))
 
 
 def of_one_id(scheme: Declared, case: CaseSpec, seed: int, shard: int) -> CaseSpec | None:
@@ -72,7 +73,7 @@ def of_one_id(scheme: Declared, case: CaseSpec, seed: int, shard: int) -> CaseSp
     except ValueError:  # a size that follows from these, or a layout, does not allow it
         return None
     ids = {arg.name: {**drawn.values[arg.name], "picks": [[shard, "middle"]]} for arg in by_ids}
-    return drawn.replace(mesh=case.mesh, values={**plain(scheme, drawn), **ids})
+    return drawn.replace(mesh=case.mesh, values={**plain(scheme, drawn), **ids}, calls=case.calls)
 
 
 def own_axes(case: CaseSpec) -> dict[str, int]:
@@ -99,4 +100,5 @@ def _drawn(scheme: Declared, case: CaseSpec, mesh: Mapping[str, int], seed: int)
     shape = max(shapes, key=lambda shape: (min([ENOUGH, *shape.values()]), math.prod(shape.values())))
     fixed = {**mesh, **shape, **case.options}
     drawn = draw_case(scheme, seeded_chooser(seed), fixed, dtype=case.dtype, engine=case.engine, seed=seed)
-    return drawn.replace(mesh={axis: mesh.get(axis, size) for axis, size in case.mesh.items()})
+    called = case if mesh == own_axes(case) else without_other_calls(case)
+    return drawn.replace(mesh={axis: mesh.get(axis, size) for axis, size in case.mesh.items()}, calls=called.calls)

@@ -10,11 +10,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from parity_tests.harness.declare.calls import OTHER_CALLS, plainer, record_of
 from parity_tests.harness.declare.case import SPARE, CaseSpec
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.declare.relations import related
 from parity_tests.harness.draw import size_choices
-from parity_tests.harness.draw.drawing import draw_case, simplest
+from parity_tests.harness.draw.drawing import another, draw_case, simplest
 from parity_tests.harness.experiments.cases import own_axes
 from parity_tests.harness.experiments.undecided import verdict_of
 from parity_tests.harness.report.report import Report
@@ -29,8 +30,25 @@ def shrunk(scheme: Declared, report: Report, given_names: Mapping[str, Any]) -> 
     `smallest` is true in it where every size was tried one step smaller and none of these cases fails so; it is false
     where the number of runs did not suffice for that.
     """
-    if report.case.engine != "lockstep" or isinstance(report.failure, Stalled):  # each run would be as slow
+    if isinstance(report.failure, Stalled):  # each run would be as slow
         return report
+    if report.case.engine != "lockstep":
+        return with_fewest_conditions(scheme, report)
+    smallest = _of_smallest_sizes(scheme, with_fewest_conditions(scheme, report), given_names)
+    # Of a smaller case one condition less may be enough.
+    return with_fewest_conditions(scheme, smallest) if smallest.case.dims != report.case.dims else smallest
+
+
+def with_fewest_conditions(scheme: Declared, report: Report) -> Report:
+    """The report of the case without the calling conditions that the failure does not need."""
+    for case in plainer(report.case):
+        other = decided(scheme, case)
+        if _fails_alike(other, report):
+            return with_fewest_conditions(scheme, replace(other, smallest=report.smallest))
+    return replace(report, conditions_needed=bool(report.case.calls))
+
+
+def _of_smallest_sizes(scheme: Declared, report: Report, given_names: Mapping[str, Any]) -> Report:
     runs = 0
     while True:
         for case in _smaller(scheme, report.case, given_names):
@@ -39,7 +57,7 @@ def shrunk(scheme: Declared, report: Report, given_names: Mapping[str, Any]) -> 
             runs += 1
             other = verdict_of(scheme, case)
             if _fails_alike(other, report):
-                report = replace(other, smallest=False)
+                report = replace(other, smallest=False, conditions_needed=report.conditions_needed)
                 break
         else:
             return replace(report, smallest=True)
@@ -102,7 +120,12 @@ def _resized(scheme: Declared, case: CaseSpec, mesh: Mapping[str, int], free: Ma
         else its
         for dim, its in drawn.lengths.items()
     }
+    other_calls = {name: value for name, value in case.calls.items() if name in OTHER_CALLS}
+    if other_calls and mesh != own_axes(case):
+        again = another(scheme, drawn, mesh, lambda options: options[-1])
+        other_calls = dict.fromkeys(other_calls, record_of(again))
     yield drawn.replace(
+        calls={**case.calls, **other_calls},
         mesh={axis: mesh.get(axis, size) for axis, size in case.mesh.items()},
         layouts=layouts,
         lengths=lengths,

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from parity_tests.harness.declare.calls import has_gradients
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.declared import Argument, Declared
 from parity_tests.harness.declare.spec import size_of
@@ -86,7 +87,7 @@ def compare(scheme: Declared, case: CaseSpec, results: Sequence[RankResult], ref
         dtype = results[0].dtypes[arg.name]
         rows.append(_judged(scheme, case, arg, "output", stitched, want, spread, count, dtype))
     for arg in scheme.inputs:
-        if not arg.differentiable:
+        if not arg.differentiable or not has_gradients(case, arg.name):
             continue
         pieces = gradient_pieces(scheme, arg, case, results)
         stitched = stitch(arg, pieces, case, scheme.layouts, "gradient")

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from parity_tests.harness.declare.calls import OF_ANOTHER_COST
 from parity_tests.harness.declare.case import ENGINES, SPARE, CaseSpec
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.judge.compare import TensorRow
@@ -34,8 +35,9 @@ def protocol(ledger: Ledger, engines: Sequence[str] = ENGINES) -> tuple[str, ...
 
 
 def cost(scheme: Declared, case: CaseSpec, ledger: Ledger) -> tuple[str, ...]:
-    """Calls and bytes per op and phase equal the declared closed form, on every rank."""
-    if scheme.cost is None:
+    """Calls and bytes per op and phase equal the declared closed form, on every rank, where the call is one that the
+    form is of."""
+    if scheme.cost is None or set(OF_ANOTHER_COST) & set(case.calls):
         return ()
     declared = scheme.cost(case)
     findings = []

@@ -14,6 +14,7 @@ import numpy as np
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from parity_tests.harness.declare.calls import phrases
 from parity_tests.harness.declare.case import SPARE, CaseSpec
 from parity_tests.harness.declare.draws import RARE
 from parity_tests.harness.explain.note import Note
@@ -86,6 +87,7 @@ class Report:
     undecided_why: str | None = None  # the same, of examples that were left out of the verdict
     undecided_examples: int = 0
     smallest: bool = False  # each size of the case was tried one step smaller, and none of these fails as it does
+    conditions_needed: bool = False  # the case fails under none of its calling conditions less
     replay: str | None = None
     unsaved: str | None = None  # why there is no replay file
     confirmed_on: str | None = None  # the engine that fails on the case too, with its verdict where that is another
@@ -215,6 +217,9 @@ class Report:
                     + (f"      replay: python {self.replay}" if self.replay else "")
                 )
             )
+            if self.case.calls:
+                only = "only when" if self.conditions_needed else "seen when"
+                parts.append(Text(f"  {only} {' and '.join(phrases(self.case))}"))
             parts += [Text("  " + hint) for hint in self._hints()]
         return Group(*parts)
 

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from parity_tests.harness.declare import calls
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.declared import Argument, Declared, nested
 from parity_tests.harness.declare.draws import Draw
 from parity_tests.harness.declare.spec import Sharding
 from parity_tests.harness.declare.travel import without_annotations
 from parity_tests.harness.draw import inputs
-from parity_tests.harness.run import modules
+from parity_tests.harness.run import calling, modules
 from parity_tests.harness.run.failure import RankFailure, RankFault
 from parity_tests.harness.run.ledger import at_users_line
 from torch_impl.collectives.mesh import MeshView
@@ -93,32 +94,18 @@ class Program:
             raise RankFault(f"{who} raised {type(error).__name__}: {error}{at_users_line(error)}") from error
 
     def __call__(self, mesh: Any, case: CaseSpec) -> RankResult:
-        view = self._bind(mesh, case)
-        coords = {axis: view.rank(axis) for axis in self.mesh_axes}
-        device = view.device_mesh.device_type
-        leaves = {arg.name: self._leaf(arg, case, coords, device) for arg in self.inputs}
-        before = {name: leaf.detach().clone() for name, leaf in leaves.items()}
-        modified = [arg.name for arg in self.outputs if arg.modified]
+        earlier, between = calls.other_case(case, "call_before"), calls.other_case(case, "call_between")
         generator = torch.get_rng_state()
-        with self._surroundings(view):
-            arguments = {name: leaf.clone() if name in modified else leaf for name, leaf in leaves.items()}
-            returned = self.fn(view, **nested(arguments), **case.options)
-            module, returned = self._module_of(returned)
-            outputs = self._flatten(returned, case, view, coords)
-            outputs |= {name: arguments[name].detach().clone() for name in modified}
-            differentiable = [arg for arg in self.outputs if arg.differentiable and outputs[arg.name].requires_grad]
-            cotangents = [self._cotangent(arg, case, coords).to(device) for arg in differentiable]
-            cotangents_before = [c.clone() for c in cotangents]
-            if module is None:
-                gradients = self._backward([outputs[arg.name] for arg in differentiable], cotangents, leaves)
-            else:
-                gradients = modules.gradients(module, self.module or "", leaves)
-        findings = _modified("input", before, leaves)
-        findings += _modified(
-            "cotangent",
-            dict(zip([a.name for a in differentiable], cotangents_before, strict=True)),
-            dict(zip([a.name for a in differentiable], cotangents, strict=True)),
-        )
+        if earlier is not None:
+            self._complete_call(mesh, earlier)
+        call = Call(self, mesh, case)
+        with self._surroundings(call.view):
+            outputs = call.forward()
+            finish = None if between is None else self._begun_call(mesh, between)
+            gradients = call.backward()
+            if finish is not None:
+                finish()
+        findings = call.findings()
         draws = self.random or self.module is not None  # a module draws its first weights
         if not draws and not torch.equal(generator, torch.get_rng_state()):
             findings.append("the random state moved; declare random=True if the scheme draws")
@@ -128,6 +115,23 @@ class Program:
             {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in outputs.items()},
             tuple(findings),
         )
+
+    def _complete_call(self, mesh: Any, case: CaseSpec) -> None:
+        """A call of which nothing is judged but that it does not fail."""
+        call = Call(self._without_arrays(), mesh, case)
+        with self._surroundings(call.view):
+            call.forward()
+            call.backward()
+
+    def _begun_call(self, mesh: Any, case: CaseSpec) -> Callable[[], Any]:
+        """The same, forward alone; returns its backward, which leaves no work behind."""
+        call = Call(self._without_arrays(), mesh, case)
+        call.forward()
+        return call.backward
+
+    def _without_arrays(self) -> Program:
+        """The program of another case than that of the arrays that were given by hand."""
+        return replace(self, arrays=None, cotangents=None)
 
     def full_array(self, arg: Argument, case: CaseSpec) -> np.ndarray:
         """An input as given by hand, or as drawn."""
@@ -164,19 +168,21 @@ class Program:
     def _leaf(self, arg: Argument, case: CaseSpec, coords: Mapping[str, int], device: str) -> torch.Tensor:
         full = self.full_array(arg, case)
         if arg.is_integer:
-            return torch.from_numpy(inputs.piece(arg, full, case, coords, self.layouts).copy()).to(device)
+            local = torch.from_numpy(inputs.piece(arg, full, case, coords, self.layouts).copy()).to(device)
+            return calling.stored(local, arg.name, case)
         terms = inputs.addends(arg, full, case, kind="input")
         term = inputs.own_term(arg, terms, case, coords, kind="input")
         local = inputs.piece(arg, term, case, coords, self.layouts)
-        leaf = torch.from_numpy(local.copy()).to(device, getattr(torch, case.dtype))
-        return leaf.requires_grad_(arg.differentiable)
+        leaf = calling.stored(torch.from_numpy(local.copy()).to(device, getattr(torch, case.dtype)), arg.name, case)
+        return leaf.requires_grad_(arg.differentiable and arg.name not in case.calls.get("frozen", ()))
 
-    def _cotangent(self, arg: Argument, case: CaseSpec, coords: Mapping[str, int]) -> torch.Tensor:
+    def _cotangent(self, arg: Argument, case: CaseSpec, coords: Mapping[str, int], like: torch.Tensor) -> torch.Tensor:
+        """One of the dtype of the output and on its device."""
         full = self.cotangents[arg.name] if self.cotangents else inputs.cotangent(arg, case)
         terms = inputs.addends(arg, full, case, kind="cotangent")
         term = inputs.own_term(arg, terms, case, coords, kind="cotangent")
         local = inputs.piece(arg, term, case, coords, self.layouts)
-        return torch.from_numpy(local.copy())
+        return calling.stored(torch.from_numpy(local.copy()).to(like), calls.COTANGENT + arg.name, case)
 
     def _module_of(self, returned: Any) -> tuple[torch.nn.Module | None, Any]:
         """The module that has the gradients, and the outputs before it; None where the harness runs the backward."""
@@ -237,23 +243,62 @@ class Program:
             )
         return part
 
-    def _backward(
-        self, outputs: list[torch.Tensor], cotangents: list[torch.Tensor], leaves: Mapping[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor | None]:
-        variables = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-        if not variables:
-            return {}
-        if not outputs:
+
+class Call:
+    """One call of a program on a rank: its tensors as the case stores them, its forward and its backward."""
+
+    def __init__(self, program: Program, mesh: Any, case: CaseSpec) -> None:
+        self.program, self.case = program, case
+        self.view = program._bind(mesh, case)
+        self.coords = {axis: self.view.rank(axis) for axis in program.mesh_axes}
+        device = self.view.device_mesh.device_type
+        each = {arg.name: program._leaf(arg, case, self.coords, device) for arg in program.inputs}
+        self.leaves = calling.in_one_storage(each, case)
+        self.leaves_before = {name: leaf.detach().clone() for name, leaf in self.leaves.items()}
+        self.module: torch.nn.Module | None = None
+        self.outputs: dict[str, torch.Tensor] = {}
+        self.cotangents: dict[str, torch.Tensor] = {}
+        self.cotangents_before: dict[str, torch.Tensor] = {}
+
+    def forward(self) -> dict[str, torch.Tensor]:
+        modified = [arg.name for arg in self.program.outputs if arg.modified]
+        arguments = {name: leaf.clone() if name in modified else leaf for name, leaf in self.leaves.items()}
+        with calling.grad_mode(self.case):
+            returned = self.program.fn(self.view, **nested(arguments), **self.case.options)
+            self.module, returned = self.program._module_of(returned)
+            self.outputs = self.program._flatten(returned, self.case, self.view, self.coords)
+        self.outputs |= {name: arguments[name].detach().clone() for name in modified}
+        return self.outputs
+
+    def backward(self) -> dict[str, torch.Tensor | None]:
+        """The gradient of each input that requires one; None where no output depends on it."""
+        if self.module is not None:
+            return modules.gradients(self.module, self.program.module or "", self.leaves)
+        unused = self.case.calls.get("unused", ())
+        differentiable = [
+            arg
+            for arg in self.program.outputs
+            if arg.differentiable and self.outputs[arg.name].requires_grad and arg.name not in unused
+        ]
+        self.cotangents = {
+            arg.name: self.program._cotangent(arg, self.case, self.coords, self.outputs[arg.name])
+            for arg in differentiable
+        }
+        self.cotangents_before = {name: cotangent.clone() for name, cotangent in self.cotangents.items()}
+        variables = {name: leaf for name, leaf in self.leaves.items() if leaf.requires_grad}
+        if not variables or not differentiable:
             return dict.fromkeys(variables)
-        for i, output in enumerate(outputs):
-            cotangents[i] = cotangents[i].to(output.dtype)
-        return dict(
-            zip(
-                variables,
-                torch.autograd.grad(outputs, list(variables.values()), cotangents, allow_unused=True),
-                strict=True,
-            )
-        )
+        outputs = [self.outputs[name] for name in self.cotangents]
+        results = calling.gradients(outputs, list(variables.values()), list(self.cotangents.values()), self.case)
+        return dict(zip(variables, results, strict=True))
+
+    def findings(self) -> list[str]:
+        """Sentences on tensors that the function has modified or shares with its caller."""
+        return [
+            *_modified("input", self.leaves_before, self.leaves),
+            *_modified("cotangent", self.cotangents_before, self.cotangents),
+            *calling.shared_with_inputs(self.outputs, self.leaves, self.case),
+        ]
 
 
 def _sizes(arg: Argument, case: CaseSpec) -> str:

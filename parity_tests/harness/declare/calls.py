@@ -1,0 +1,121 @@
+"""Calling conditions: how a function is called besides with what, recorded in `CaseSpec.calls` by name.
+
+A plain call has none: contiguous inputs, a gradient for every one that has one, a cotangent for every output, one
+forward and one backward. What a condition holds:
+
+    strided          {tensor: "transposed" | "stepped"}: views whose elements do not lie side by side
+    expanded         [tensors]: views of stride 0, an input along its first dim, a cotangent along all of its dims
+    frozen           [inputs] that require no gradient
+    unused           [outputs] that get no cotangent
+    call_before      dims, layouts, lengths, values and seed of another call, forward and backward, that comes first
+    call_between     the same of a call whose forward comes before the backward of the one that is judged
+    second_backward  true: the graph is retained, and the gradients of the second backward are judged
+    one_storage      true: the inputs are views of one buffer
+    same_tensor      [a, b]: two inputs of equal values and one storage
+    no_grad          true: the forward alone, under torch.no_grad()
+    inference_mode   true: the same under torch.inference_mode()
+    overwritten      true: the caller writes into its inputs afterwards, so that no result may share their storage
+
+A tensor is an input by its name, or `cotangent NAME` of an output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from parity_tests.harness.declare.case import CaseSpec
+
+CONDITIONS = (
+    "strided",
+    "expanded",
+    "frozen",
+    "unused",
+    "call_before",
+    "call_between",
+    "second_backward",
+    "one_storage",
+    "same_tensor",
+    "no_grad",
+    "inference_mode",
+    "overwritten",
+)
+WITHOUT_GRADIENTS = ("no_grad", "inference_mode")
+OTHER_CALLS = ("call_before", "call_between")
+# Conditions under which a function may send less than its declared cost, or sends it twice.
+OF_ANOTHER_COST = ("frozen", "unused", *OTHER_CALLS, "second_backward", *WITHOUT_GRADIENTS)
+COTANGENT = "cotangent "
+
+
+def phrases(case: CaseSpec) -> list[str]:
+    """Each condition of the case as a clause that follows `when`: `logits is a transposed view`."""
+    return [phrase for name, value in case.calls.items() for phrase in _phrases(name, value, case)]
+
+
+def _phrases(name: str, value: Any, case: CaseSpec) -> list[str]:
+    if name == "strided":
+        views = {"transposed": "a transposed view", "stepped": "a strided view"}
+        return [f"{_tensor(tensor)} is {views[kind]}" for tensor, kind in value.items()]
+    if name in OTHER_CALLS:
+        other = "sizes" if value["dims"] != case.dims else "values"
+        first = f"the function was called with other {other} before"
+        return [first if name == "call_before" else f"the function is called again with other {other} before backward"]
+    if name == "same_tensor":
+        return [f"{value[0]} and {value[1]} are the same tensor"]
+    each = {
+        "expanded": "{} is an expanded view, of stride 0",
+        "frozen": "{} requires no gradient",
+        "unused": "{} has no cotangent",
+    }
+    if name in each:
+        return [each[name].format(_tensor(tensor)) for tensor in value]
+    return [
+        {
+            "second_backward": "backward runs a second time",
+            "no_grad": "it is called under torch.no_grad()",
+            "inference_mode": "it is called under torch.inference_mode()",
+            "one_storage": "the inputs are views of one buffer",
+            "overwritten": "the caller overwrites its inputs afterwards",
+        }[name]
+    ]
+
+
+def _tensor(label: str) -> str:
+    return f"the cotangent of {label.removeprefix(COTANGENT)}" if label.startswith(COTANGENT) else label
+
+
+def plainer(case: CaseSpec) -> Iterator[CaseSpec]:
+    """The case without one of its conditions, for each, then without one tensor of a condition that has several."""
+    for name in case.calls:
+        yield case.replace(calls=_without(case.calls, name))
+    for name, value in case.calls.items():
+        if name in ("strided", "expanded", "frozen", "unused") and len(value) > 1:
+            for tensor in value:
+                rest = {k: v for k, v in value.items() if k != tensor} if isinstance(value, Mapping) else None
+                rest = [other for other in value if other != tensor] if rest is None else rest
+                yield case.replace(calls={**case.calls, name: rest})
+
+
+def without_other_calls(case: CaseSpec) -> CaseSpec:
+    """The case without the calls that are recorded for its mesh."""
+    return case.replace(calls={name: value for name, value in case.calls.items() if name not in OTHER_CALLS})
+
+
+def other_case(case: CaseSpec, name: str) -> CaseSpec | None:
+    """The plain case of the call that comes before or between, on the same mesh and with the same options."""
+    record = case.calls.get(name)
+    return None if record is None else case.replace(**record, calls={})
+
+
+def record_of(case: CaseSpec) -> dict[str, Any]:
+    """What `other_case` needs of a case."""
+    return {name: getattr(case, name) for name in ("dims", "layouts", "lengths", "values", "seed")}
+
+
+def has_gradients(case: CaseSpec, name: str) -> bool:
+    """Whether the case asks for the gradient of an input that has one."""
+    return not set(WITHOUT_GRADIENTS) & set(case.calls) and name not in case.calls.get("frozen", ())
+
+
+def _without(calls: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {other: value for other, value in calls.items() if other != name}

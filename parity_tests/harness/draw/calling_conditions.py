@@ -1,0 +1,99 @@
+"""Draw the calling conditions of a case: none for half of the cases, one or two for the others."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from parity_tests.harness.declare import calls
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.declared import Argument, Declared
+from parity_tests.harness.declare.draws import Chooser
+from parity_tests.harness.draw.inputs import addend_axes
+
+HOW_MANY = (0, 0, 1, 2)
+STRIDES = ("transposed", "stepped")
+OF_FREE_VALUES = ("float", "ids", "mask", "integers")  # kinds of draws that stay valid where all rows are equal
+# Conditions of a backward, which a call without gradients does not have.
+OF_THE_BACKWARD = ("frozen", "unused", "call_between", "second_backward")
+
+
+def conditions(scheme: Declared, choose: Chooser, other: Callable[[], CaseSpec]) -> dict[str, Any]:
+    """What `CaseSpec.calls` holds; `other` draws the case of a second call."""
+    count = choose(HOW_MANY)
+    if not count:
+        return {}
+    makers = _applicable(scheme, choose, other)
+    drawn: dict[str, Any] = {}
+    for _ in range(count):
+        names = [name for name in makers if name not in drawn and _compatible(name, drawn)]
+        if names:
+            name = choose(names)
+            drawn[name] = makers[name]()
+    return {name: drawn[name] for name in calls.CONDITIONS if name in drawn}
+
+
+def _compatible(name: str, drawn: Mapping[str, Any]) -> bool:
+    if name in OF_THE_BACKWARD:
+        return not set(calls.WITHOUT_GRADIENTS) & set(drawn)
+    if name in calls.WITHOUT_GRADIENTS:
+        return not {*OF_THE_BACKWARD, *calls.WITHOUT_GRADIENTS} & set(drawn)
+    storage = {"strided", "expanded", "one_storage", "same_tensor"}  # a tensor is stored in one way
+    return name not in storage or not storage & set(drawn)
+
+
+def _applicable(scheme: Declared, choose: Chooser, other: Callable[[], CaseSpec]) -> dict[str, Callable[[], Any]]:
+    """The conditions that the scheme's tensors allow and that it does not exclude, each with its draw."""
+    active = [arg.name for arg in scheme.inputs if arg.differentiable]
+    with_gradient = [arg for arg in scheme.outputs if arg.differentiable] if active else []
+    floating = [arg for arg in scheme.inputs if not arg.is_integer]
+    viewed = [arg.name for arg in scheme.inputs if arg.spec.dims]
+    viewed += [calls.COTANGENT + arg.name for arg in with_gradient if arg.spec.dims]
+    equal = [arg.name for arg in scheme.inputs if _may_be_equal(scheme, arg)]
+    equal += [calls.COTANGENT + arg.name for arg in with_gradient if not addend_axes(arg, "cotangent")]
+    outputs = [arg.name for arg in with_gradient]
+    pairs = [[a.name, b.name] for a, b in itertools.combinations(floating, 2) if _may_be_one(scheme, a, b)]
+
+    def other_call() -> dict[str, Any]:
+        return calls.record_of(other())
+
+    makers: dict[str, tuple[Any, Callable[[], Any]]] = {
+        "strided": (viewed, lambda: _views(viewed, choose)),
+        "expanded": (equal, lambda: [choose(equal)]),
+        "frozen": (len(active) > 1 and outputs, lambda: _some(active, choose)),
+        "unused": (len(outputs) > 1, lambda: _some(outputs, choose)),
+        "call_before": (True, other_call),
+        "call_between": (outputs, other_call),
+        "second_backward": (outputs, lambda: True),
+        "one_storage": (len(floating) > 1, lambda: True),
+        "same_tensor": (pairs, lambda: choose(pairs)),
+        "no_grad": (active, lambda: True),
+        "inference_mode": (active, lambda: True),
+        "overwritten": (True, lambda: True),
+    }
+    return {name: make for name, (allowed, make) in makers.items() if allowed and name not in scheme.excluded_calls}
+
+
+def _may_be_equal(scheme: Declared, arg: Argument) -> bool:
+    """Whether all rows of an input may be one row, in every term of a sum over ranks."""
+    return (
+        len(arg.spec.dims) > 1 and scheme.draws[arg.name].kind in OF_FREE_VALUES and not addend_axes(arg, kind="input")
+    )
+
+
+def _may_be_one(scheme: Declared, a: Argument, b: Argument) -> bool:
+    """Whether two inputs may be one tensor: the same shards of the same kinds of values."""
+    return str(a.spec) == str(b.spec) and scheme.draws[a.name] == scheme.draws[b.name] and not addend_axes(a, "input")
+
+
+def _views(tensors: Sequence[str], choose: Chooser) -> dict[str, str]:
+    chosen = [choose(tensors)] if choose((True, False)) else tensors
+    kind = choose(STRIDES)
+    return dict.fromkeys(chosen, kind)
+
+
+def _some(names: Sequence[str], choose: Chooser) -> list[str]:
+    """One of several, or all but one."""
+    one = choose(names)
+    return [one] if choose((True, False)) else [name for name in names if name != one]

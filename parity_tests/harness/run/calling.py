@@ -1,0 +1,105 @@
+"""How a rank is called: what its tensors' storage looks like, and what shares storage with what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+from parity_tests.harness.declare.calls import COTANGENT
+from parity_tests.harness.declare.case import CaseSpec
+
+AGAIN = "backward through the graph a second time"  # torch's words where a graph was not retained
+
+
+def stored(tensor: torch.Tensor, label: str, case: CaseSpec) -> torch.Tensor:
+    """The same numbers as the view that the case asks for."""
+    kind = case.calls.get("strided", {}).get(label)
+    if kind is not None and tensor.ndim:
+        return _transposed(tensor) if kind == "transposed" and tensor.ndim > 1 else _stepped(tensor)
+    if label in case.calls.get("expanded", ()):
+        return _expanded(tensor, every_dim=label.startswith(COTANGENT))
+    return tensor
+
+
+def _transposed(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+def _stepped(tensor: torch.Tensor) -> torch.Tensor:
+    """Every other element of a buffer; what lies between is NaN, or 0 of integers."""
+    gap = float("nan") if tensor.is_floating_point() else 0
+    buffer = tensor.new_full((*tensor.shape[:-1], 2 * tensor.shape[-1]), gap)
+    view = buffer[..., ::2]
+    view.copy_(tensor)
+    return view
+
+
+def _expanded(tensor: torch.Tensor, *, every_dim: bool) -> torch.Tensor:
+    """A view of stride 0 where values are equal; values that were given by hand may not be."""
+    one = tensor[(slice(0, 1),) * (tensor.ndim if every_dim else 1)]
+    return one.clone().expand(tensor.shape) if bool((tensor == one).all()) else tensor
+
+
+def in_one_storage(leaves: Mapping[str, torch.Tensor], case: CaseSpec) -> dict[str, torch.Tensor]:
+    """The leaves, as slices of one buffer or two of them as one tensor where the case asks for that."""
+    shared = dict(leaves)
+    floating = {name: leaf for name, leaf in leaves.items() if leaf.is_floating_point()}
+    if case.calls.get("one_storage") and floating:
+        buffer = torch.cat([leaf.detach().reshape(-1) for leaf in floating.values()])
+        pieces = buffer.split([leaf.numel() for leaf in floating.values()])
+        for (name, leaf), piece in zip(floating.items(), pieces, strict=True):
+            shared[name] = piece.view(leaf.shape).requires_grad_(leaf.requires_grad)
+    first, second = case.calls.get("same_tensor", (None, None))
+    if first is not None and second is not None and torch.equal(leaves[first], leaves[second]):
+        shared[second] = leaves[first].detach().requires_grad_(leaves[second].requires_grad)
+    return shared
+
+
+def grad_mode(case: CaseSpec) -> AbstractContextManager[Any]:
+    """The context of a forward without gradients."""
+    if case.calls.get("inference_mode"):
+        return torch.inference_mode()
+    return torch.no_grad() if case.calls.get("no_grad") else nullcontext()
+
+
+def gradients(
+    outputs: list[torch.Tensor], variables: list[torch.Tensor], cotangents: list[torch.Tensor], case: CaseSpec
+) -> tuple[torch.Tensor | None, ...]:
+    """Those of one backward or, of a graph that is retained, of the second.
+
+    Where the function does not allow a second backward and raises what torch does, those of the first.
+    """
+    again = bool(case.calls.get("second_backward"))
+    first = torch.autograd.grad(outputs, variables, cotangents, retain_graph=again, allow_unused=True)
+    if not again:
+        return first
+    try:
+        return torch.autograd.grad(outputs, variables, cotangents, retain_graph=again, allow_unused=True)
+    except RuntimeError as error:
+        if AGAIN in str(error):
+            return first
+        raise
+
+
+def shared_with_inputs(
+    outputs: Mapping[str, torch.Tensor], leaves: Mapping[str, torch.Tensor], case: CaseSpec
+) -> list[str]:
+    """Sentences on outputs in the storage of an input, where the case says that the caller overwrites its inputs."""
+    if not case.calls.get("overwritten"):
+        return []
+    inputs_at = {leaf.untyped_storage().data_ptr(): name for name, leaf in leaves.items() if leaf.numel()}
+    return [
+        f"output '{name}' shares its storage with input '{inputs_at[at]}', which the caller may overwrite"
+        for name, tensor in outputs.items()
+        if tensor.numel() and (at := _home(tensor)) in inputs_at
+    ]
+
+
+def _home(tensor: torch.Tensor) -> int:
+    """Where a tensor's memory is; that of one that is waited for at its first use, once it is there."""
+    arrived = tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+    return arrived.untyped_storage().data_ptr()

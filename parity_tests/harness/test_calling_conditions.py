@@ -1,0 +1,241 @@
+"""Each calling condition finds a function that is wrong under it alone, and names itself in the report."""
+
+import pytest
+import torch
+
+from parity_tests.harness import verdict
+from parity_tests.harness.declare.calls import CONDITIONS, plainer
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
+from parity_tests.harness.verdict import judge
+from shardproof import check, scheme, values
+
+EXAMPLES = 80
+
+
+class Doubled(torch.autograd.Function):
+    """2 a and 2 b, with one mistake for each subclass."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(a, b)
+        return 2 * a, 2 * b
+
+    @staticmethod
+    def backward(ctx, of_a, of_b):
+        return None if of_a is None else 2 * of_a, None if of_b is None else 2 * of_b
+
+
+class OfBothOrNone(Doubled):
+    @staticmethod
+    def backward(ctx, of_a, of_b):
+        return (None, None) if of_a is None or of_b is None else (2 * of_a, 2 * of_b)
+
+
+class OfFirstThatIsNeeded(Doubled):
+    @staticmethod
+    def backward(ctx, of_a, of_b):
+        return (2 * of_a, 2 * of_b) if all(ctx.needs_input_grad) else (of_a, of_b)
+
+
+class OfItsRows(Doubled):
+    @staticmethod
+    def backward(ctx, of_a, of_b):
+        rows = None if of_a is None else of_a.as_strided(of_a.shape, (of_a.shape[1], 1))
+        return None if rows is None else 2 * rows, None if of_b is None else 2 * of_b
+
+
+class InOneBuffer(Doubled):
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.factor = torch.full((), 2.0)
+        return 2 * a, 2 * b
+
+    @staticmethod
+    def backward(ctx, of_a, of_b):
+        gradients = ctx.factor * of_a, ctx.factor * of_b
+        ctx.factor.zero_()
+        return gradients
+
+
+SIZES = {}  # of each rank: rows of its first call
+FACTORS = {}  # of each rank: that of its last call
+
+
+class OfTheLastCall(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b, rank):
+        ctx.rank, FACTORS[rank] = rank, a.detach()
+        ctx.save_for_backward(a)
+        return 2 * a, 2 * b
+
+    @staticmethod
+    def backward(ctx, of_a, of_b):
+        (a,) = ctx.saved_tensors
+        is_last = FACTORS[ctx.rank].data_ptr() == a.data_ptr()
+        return 2 * of_a if is_last else 3 * of_a, 2 * of_b, None
+
+
+def rows_of_the_first_call(mesh, a, b):
+    return 2 * a if SIZES.setdefault(mesh.rank("tp"), a.shape[0]) == a.shape[0] else 3 * a, 2 * b
+
+
+def of_its_storage(mesh, a, b):
+    flat = b.new_empty(0).set_(b.untyped_storage())[: b.numel()]
+    return 2 * a, 2 * (b + (flat.view(b.shape) - b).detach())
+
+
+def of_its_rows(mesh, a, b):
+    return 2 * a.as_strided(a.shape, (a.shape[1], 1)), 2 * b
+
+
+def cached_by_address(mesh, a, b):
+    doubled = {x.data_ptr(): 2 * x for x in (a, b)}
+    return doubled[a.data_ptr()] if a.numel() else 2 * a, doubled[b.data_ptr()] if b.numel() else 2 * b
+
+
+# Of each condition: the function, what else would find it, and the clause of the report.
+WRONG = {
+    "strided": (of_its_rows, ("expanded",), "a is a "),
+    "expanded": (
+        lambda mesh, a, b: OfItsRows.apply(a, b), ("strided",), "the cotangent of out[0] is an expanded view",
+    ),
+    "frozen": (lambda mesh, a, b: OfFirstThatIsNeeded.apply(a, b), ("unused",), " requires no gradient"),
+    "unused": (lambda mesh, a, b: OfBothOrNone.apply(a, b), (), " has no cotangent"),
+    "call_before": (rows_of_the_first_call, ("call_between",), "the function was called with other sizes before"),
+    "call_between": (
+        lambda mesh, a, b: OfTheLastCall.apply(a, b, mesh.rank("tp")), (),
+        "the function is called again with other ",
+    ),
+    "second_backward": (lambda mesh, a, b: InOneBuffer.apply(a, b), (), "backward runs a second time"),
+    "one_storage": (of_its_storage, ("strided", "expanded"), "the inputs are views of one buffer"),
+    "same_tensor": (cached_by_address, (), "a and b are the same tensor"),
+    "no_grad": (
+        lambda mesh, a, b: (a * (2 if torch.is_grad_enabled() else 3), 2 * b), ("inference_mode",),
+        "it is called under torch.no_grad()",
+    ),
+    "inference_mode": (
+        lambda mesh, a, b: (a * (3 if torch.is_inference_mode_enabled() else 2), 2 * b), (),
+        "it is called under torch.inference_mode()",
+    ),
+    "overwritten": (
+        lambda mesh, a, b: (a.mul(2), b), (), "the caller overwrites its inputs afterwards",
+    ),
+}  # fmt: skip
+
+
+def declared(name, *excluded):
+    function, others, _ = WRONG[name]
+
+    def wrong(mesh, a, b):
+        return function(mesh, a, b)
+
+    wrong.__name__ = f"wrong_{name}"
+    return scheme(
+        reference=(lambda a, b: (2.0 * a, b)) if name == "overwritten" else (lambda a, b: (2.0 * a, 2.0 * b)),
+        mesh={"tp": (1, 2)}, inputs={"a": "b v/tp", "b": "b v/tp"}, outputs=("b v/tp", "b v/tp"),
+        draw={"a": values("normal"), "b": values("normal")}, dtypes=("float32",), engines=("lockstep",),
+        excluded_calls=(*others, *excluded),
+    )(wrong)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def fresh_state(monkeypatch):
+    """No state is left from one case to the next, as where each runs in processes of its own."""
+    run = verdict.run
+
+    def run_afresh(*arguments, **more):
+        SIZES.clear()
+        return run(*arguments, **more)
+
+    monkeypatch.setattr(verdict, "run", run_afresh)
+
+
+def test_there_is_one_for_each_condition():
+    assert tuple(WRONG) == CONDITIONS
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_the_condition_finds_what_is_wrong_under_it_alone(name):
+    report = declared(name).verify(examples=EXAMPLES)
+    assert list(report.case.calls) == [name], str(report)
+    assert "\n  only when " in str(report) and WRONG[name][2] in str(report), str(report)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_without_the_condition_it_is_missed(name):
+    report = declared(name, name).verify(examples=EXAMPLES)
+    assert report.ok, str(report)
+
+
+def test_half_of_the_cases_are_plain_and_no_condition_is_rare():
+    right = declared("unused")
+    cases = [draw_case(right, seeded_chooser(seed), {}, seed=seed, any_call=True) for seed in range(400)]
+    assert 0.4 < sum(not case.calls for case in cases) / len(cases) < 0.6
+    counts = {name: sum(name in case.calls for case in cases) for name in CONDITIONS}
+    assert min(counts.values()) > 8, counts
+    assert not any(draw_case(right, seeded_chooser(seed), {}, seed=seed).calls for seed in range(20))
+
+
+def test_a_case_travels_with_its_conditions():
+    declaration = declared("call_between")
+    case = next(
+        case
+        for case in (draw_case(declaration, seeded_chooser(n), {}, seed=n, any_call=True) for n in range(99))
+        if "call_between" in case.calls and case.dims != case.calls["call_between"]["dims"]
+    )
+    assert CaseSpec.from_json(case.json) == case
+    assert judge(declaration, CaseSpec.from_json(case.json)).verdict == "mismatch"
+    plain = case.replace(calls={})
+    assert "calls" not in plain.json and CaseSpec.from_json(plain.json) == plain and judge(declaration, plain).ok
+
+
+def test_conditions_are_removed_one_at_a_time():
+    case = declared("strided").case(b=3, tp=2).replace(
+        calls={"strided": {"a": "stepped", "b": "stepped"}, "second_backward": True}
+    )  # fmt: skip
+    assert [fewer.calls for fewer in plainer(case)] == [
+        {"second_backward": True},
+        {"strided": {"a": "stepped", "b": "stepped"}},
+        {"strided": {"b": "stepped"}, "second_backward": True},
+        {"strided": {"a": "stepped"}, "second_backward": True},
+    ]
+
+
+def test_check_names_the_conditions_that_it_was_called_under():
+    declaration = declared("second_backward")
+    case = declaration.case(b=3, v=4, tp=2).replace(calls={"second_backward": True, "expanded": ["a"]})
+    with pytest.raises(AssertionError, match="seen when backward runs a second time and a is an expanded view"):
+        check(case)
+
+
+def test_an_error_that_torch_gives_at_a_second_backward_is_no_finding():
+    class Freed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.saved = [x]
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, cotangent):
+            if not ctx.saved:
+                raise RuntimeError("Trying to backward through the graph a second time")
+            ctx.saved.clear()
+            return 2 * cotangent
+
+    def doubled(mesh, x):
+        return Freed.apply(x)
+
+    declaration = scheme(
+        reference=lambda x: 2.0 * x, mesh={"tp": (2,)}, inputs={"x": "b/tp"}, outputs="b/tp", dtypes=("float32",)
+    )(doubled)  # fmt: skip
+    assert judge(declaration, declaration.case(b=4).replace(calls={"second_backward": True})).ok
+
+
+@pytest.mark.parametrize("excluded", ["strided", ("strides",)])
+def test_an_unknown_condition_is_rejected(excluded):
+    with pytest.raises(ValueError, match="excluded_calls has 'stride"):
+        scheme(reference=lambda x: x, mesh={"tp": (2,)}, inputs={"x": "b/tp"}, outputs="b/tp", excluded_calls=excluded)(
+            lambda mesh, x: x
+        )
