@@ -50,6 +50,11 @@ def test_parity(declared, engine):
     example()
 
 
+@pytest.mark.parametrize("declared", [columns_for_tokens, tokens_for_columns], ids=lambda declared: declared.name)
+def test_a_group_of_one_gets_a_copy(declared):
+    check(declared.case(cp=1).replace(calls={"overwritten": True}))
+
+
 def on_ranks(body, cp=2):
     return run(body, CaseSpec(scheme="mamba", mesh={"cp": cp})).results
 

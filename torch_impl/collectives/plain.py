@@ -76,9 +76,9 @@ def reduce_scatter_sum(x: Tensor, group: ProcessGroup, dim: int, lengths: Sequen
 
 
 def all_to_all_equal(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Block j of dim 0 to rank j, the received blocks in rank order. One all_to_all; x itself in a group of one."""
-    if group.size() == 1:
-        return x
+    """Block j of dim 0 to rank j, the received blocks in rank order. One all_to_all; a copy of x in a group of one."""
+    if group.size() == 1:  # a copy here too, so that the result never aliases the argument
+        return x.clone(memory_format=torch.contiguous_format)
     x = x.contiguous()
     received = torch.empty_like(x)
     dist.all_to_all_single(received, x, group=group)

@@ -40,9 +40,7 @@ class _AllToAll(torch.autograd.Function):
             shape = list(input_.shape)
             raise ValueError(f"mamba._AllToAll: input_ is {shape}; cp={group.size()} ranks share dim 0 equally")
         ctx.group = group
-        # In a group of one `all_to_all_equal` returns input_ itself; to autograd the output is another tensor.
-        received = all_to_all_equal(input_, group)
-        return received.view_as(received) if received is input_ else received
+        return all_to_all_equal(input_, group)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
