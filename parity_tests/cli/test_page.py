@@ -24,7 +24,7 @@ VERBS = typer.main.get_command(app).commands
 WIDE = "200"
 # Maps by names of the user's own: their keys are no part of the shape.
 BY_NAME = {"mesh", "dims", "inputs", "outputs", "tensors", "owners", "types", "rows of a step", "not_run", "caught"}
-BY_NAME |= {"layouts", "lengths", "values", "options", "left_out"}
+BY_NAME |= {"layouts", "lengths", "values", "options", "left_out", "calls"}
 
 
 def test_the_page_is_that_of_the_command():

@@ -1,4 +1,8 @@
-"""Draw the calling conditions of a case: none for half of the cases, one or two for the others."""
+"""Draw the calling conditions of a case: two or three for half of the cases.
+
+That the caller overwrites its inputs afterwards changes nothing that a function can see and costs nothing: it is drawn
+besides, for half of all cases.
+"""
 
 from __future__ import annotations
 
@@ -12,29 +16,34 @@ from parity_tests.harness.declare.declared import Argument, Declared
 from parity_tests.harness.declare.draws import Chooser
 from parity_tests.harness.draw.inputs import addend_axes
 
-HOW_MANY = (0, 0, 1, 2)
+HOW_MANY = (0, 0, 2, 3)
+# How often a condition is drawn, beside one that is drawn once: those that are of many kinds, for each tensor one.
+SHARES = {"strided": 3, "expanded": 2, "frozen": 2, "unused": 2}
 STRIDES = ("transposed", "stepped")
-OF_FREE_VALUES = ("float", "ids", "mask", "integers")  # kinds of draws that stay valid where all rows are equal
+OF_FREE_INTEGERS = ("ids", "mask", "integers")  # kinds of draws that stay valid where all rows are equal
+OF_EQUAL_FLOATS = ("zeros", "ones")
 # Conditions of a backward, which a call without gradients does not have.
 OF_THE_BACKWARD = ("frozen", "unused", "call_between", "second_backward")
 
 
 def conditions(scheme: Declared, choose: Chooser, other: Callable[[], CaseSpec]) -> dict[str, Any]:
     """What `CaseSpec.calls` holds; `other` draws the case of a second call."""
-    count = choose(HOW_MANY)
-    if not count:
-        return {}
-    makers = _applicable(scheme, choose, other)
     drawn: dict[str, Any] = {}
+    count = choose(HOW_MANY)
+    makers = _applicable(scheme, choose, other) if count else {}
     for _ in range(count):
         names = [name for name in makers if name not in drawn and _compatible(name, drawn)]
         if names:
-            name = choose(names)
+            name = choose([name for name in names for _ in range(SHARES.get(name, 1))])
             drawn[name] = makers[name]()
+    if "overwritten" not in scheme.excluded_calls and choose((False, True)):
+        drawn["overwritten"] = True
     return {name: drawn[name] for name in calls.CONDITIONS if name in drawn}
 
 
 def _compatible(name: str, drawn: Mapping[str, Any]) -> bool:
+    if name in calls.OTHER_CALLS and set(calls.OTHER_CALLS) & set(drawn):
+        return False  # one more run is enough
     if name in OF_THE_BACKWARD:
         return not set(calls.WITHOUT_GRADIENTS) & set(drawn)
     if name in calls.WITHOUT_GRADIENTS:
@@ -50,7 +59,7 @@ def _applicable(scheme: Declared, choose: Chooser, other: Callable[[], CaseSpec]
     floating = [arg for arg in scheme.inputs if not arg.is_integer]
     viewed = [arg.name for arg in scheme.inputs if arg.spec.dims]
     viewed += [calls.COTANGENT + arg.name for arg in with_gradient if arg.spec.dims]
-    equal = [arg.name for arg in scheme.inputs if _may_be_equal(scheme, arg)]
+    equal = [arg.name for arg in scheme.inputs if may_be_expanded(scheme, arg)]
     equal += [calls.COTANGENT + arg.name for arg in with_gradient if not addend_axes(arg, "cotangent")]
     outputs = [arg.name for arg in with_gradient]
     pairs = [[a.name, b.name] for a, b in itertools.combinations(floating, 2) if _may_be_one(scheme, a, b)]
@@ -60,7 +69,7 @@ def _applicable(scheme: Declared, choose: Chooser, other: Callable[[], CaseSpec]
 
     makers: dict[str, tuple[Any, Callable[[], Any]]] = {
         "strided": (viewed, lambda: _views(viewed, choose)),
-        "expanded": (equal, lambda: [choose(equal)]),
+        "expanded": (equal, lambda: [choose(equal)] if choose((True, False)) else equal),
         "frozen": (len(active) > 1 and outputs, lambda: _some(active, choose)),
         "unused": (len(outputs) > 1, lambda: _some(outputs, choose)),
         "call_before": (True, other_call),
@@ -70,16 +79,19 @@ def _applicable(scheme: Declared, choose: Chooser, other: Callable[[], CaseSpec]
         "same_tensor": (pairs, lambda: choose(pairs)),
         "no_grad": (active, lambda: True),
         "inference_mode": (active, lambda: True),
-        "overwritten": (True, lambda: True),
     }
     return {name: make for name, (allowed, make) in makers.items() if allowed and name not in scheme.excluded_calls}
 
 
-def _may_be_equal(scheme: Declared, arg: Argument) -> bool:
-    """Whether all rows of an input may be one row, in every term of a sum over ranks."""
-    return (
-        len(arg.spec.dims) > 1 and scheme.draws[arg.name].kind in OF_FREE_VALUES and not addend_axes(arg, kind="input")
-    )
+def may_be_expanded(scheme: Declared, arg: Argument) -> bool:
+    """Whether all rows of an input may be one row: in every term of a sum over ranks, and by its draw.
+
+    A function of which floats are drawn that are all equal is right for them; where they are not, as for a model's
+    weights, gradients may cancel to nothing but rounding.
+    """
+    draw = scheme.draws[arg.name]
+    are_equal = set(OF_EQUAL_FLOATS) & set(draw.kinds) if draw.kind == "float" else draw.kind in OF_FREE_INTEGERS
+    return len(arg.spec.dims) > 1 and bool(are_equal) and not addend_axes(arg, kind="input")
 
 
 def _may_be_one(scheme: Declared, a: Argument, b: Argument) -> bool:

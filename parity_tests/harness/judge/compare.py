@@ -97,7 +97,10 @@ def compare(scheme: Declared, case: CaseSpec, results: Sequence[RankResult], ref
             np.full(piece.shape, float(result.gradients[arg.name] is not None))
             for piece, result in zip(pieces, results, strict=True)
         ]
-        absent = stitch(arg, reached, case, scheme.layouts, "gradient").copies == 0.0
+        # Where an output has no cotangent no path may be left to an input: None is then as good as zeros.
+        absent = (
+            None if "unused" in case.calls else stitch(arg, reached, case, scheme.layouts, "gradient").copies == 0.0
+        )
         rows.append(_judged(scheme, case, arg, "gradient", stitched, want, spread, count, case.dtype, absent))
     return rows
 

@@ -286,7 +286,8 @@ class Call:
         }
         self.cotangents_before = {name: cotangent.clone() for name, cotangent in self.cotangents.items()}
         variables = {name: leaf for name, leaf in self.leaves.items() if leaf.requires_grad}
-        if not variables or not differentiable:
+        # An input that is returned as it is requires grad, whatever it was called under.
+        if not variables or not differentiable or set(calls.WITHOUT_GRADIENTS) & set(self.case.calls):
             return dict.fromkeys(variables)
         outputs = [self.outputs[name] for name in self.cotangents]
         results = calling.gradients(outputs, list(variables.values()), list(self.cotangents.values()), self.case)

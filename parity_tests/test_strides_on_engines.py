@@ -1,0 +1,70 @@
+"""Lockstep and gloo give one verdict where inputs and cotangents are strided, transposed or expanded."""
+
+import pytest
+import torch
+
+from parity_tests.harness.declare.calls import COTANGENT
+from parity_tests.harness.declare.discover import built_in
+from parity_tests.harness.draw.calling_conditions import may_be_expanded
+from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
+from parity_tests.harness.draw.size_choices import meshes
+from parity_tests.harness.verdict import judge
+from shardproof import scheme, values
+
+EACH = 5  # of the built-in schemes
+STORED = ("transposed", "stepped", "expanded")
+
+
+def may_be_strided(declared):
+    engines = {"lockstep", "gloo"} <= set(declared.engines)
+    return engines and any(arg.spec.dims for arg in declared.inputs) and "strided" not in declared.excluded_calls
+
+
+SAMPLE = {declared.key: declared for declared in [d for d in built_in() if may_be_strided(d)][::EACH]}
+
+
+def stored(declared, kind):
+    """What `CaseSpec.calls` says of tensors that are all stored so; an expanded input is one row."""
+    inputs = [arg.name for arg in declared.inputs if arg.spec.dims]
+    cotangents = [COTANGENT + arg.name for arg in declared.outputs if arg.differentiable]
+    if kind != "expanded":
+        return {"strided": dict.fromkeys([*inputs, *cotangents], kind)}
+    return {"expanded": [arg.name for arg in declared.inputs if may_be_expanded(declared, arg)] + cotangents}
+
+
+def case_of(declared, kind):
+    """One on several ranks, where the scheme has such a mesh."""
+    mesh = max(
+        (mesh for mesh in meshes(declared, {}, None)), key=lambda mesh: (min(mesh.values()), -sum(mesh.values()))
+    )
+    case = draw_case(declared, seeded_chooser(3), mesh, seed=3, limit=1)
+    return case.replace(calls=stored(declared, kind))
+
+
+@pytest.mark.parametrize("kind", STORED)
+@pytest.mark.parametrize("key", SAMPLE)
+def test_a_scheme_is_equal_on_both(key, kind):
+    case = case_of(SAMPLE[key], kind)
+    for engine in ("lockstep", "gloo"):
+        report = judge(SAMPLE[key], case.replace(engine=engine))
+        assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("kind", STORED)
+def test_what_reads_a_tensor_as_if_it_were_dense_is_wrong_on_both(kind):
+    def dense(x):
+        """The first numbers of its storage, which an expanded view has too few of."""
+        flat = x.detach().new_empty(0).set_(x.untyped_storage())
+        return torch.cat([flat, flat.new_zeros(x.numel())])[: x.numel()].view(x.shape)
+
+    def doubled(mesh, x):
+        return 2 * x + (dense(x) - x).detach()
+
+    declared = scheme(
+        reference=lambda x: 2.0 * x, mesh={"tp": (2,)}, inputs={"x": "b v/tp"}, outputs="b v/tp",
+        draw={"x": values("normal", "ones")}, dtypes=("float32",),
+    )(doubled)  # fmt: skip
+    case = declared.case(b=3, v=6, tp=2)
+    for engine in ("lockstep", "gloo"):
+        assert judge(declared, case.replace(engine=engine)).verdict == "equal"
+        assert judge(declared, case.replace(engine=engine, calls=stored(declared, kind))).verdict == "mismatch"
