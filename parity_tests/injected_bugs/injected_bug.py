@@ -29,6 +29,7 @@ KINDS = (
     "tied",
     "schedule",
     "precision",
+    "call",
 )
 
 

@@ -4,6 +4,7 @@ The files are long because they are tables: an entry is looked up by its name.
 """
 
 from parity_tests.injected_bugs.catalogue import (
+    calls,
     collectives,
     context_parallel,
     layouts,
@@ -30,6 +31,7 @@ CATALOGUE = (
     *vocab_parallel_logprob.BUGS,
     *vocab_parallel_selection.BUGS,
     *vocab_parallel_sequences.BUGS,
+    *calls.BUGS,
 )
 WITHOUT_A_COMPONENT = {"random": "no scheme draws random numbers"}
 APPLICABLE = tuple(kind for kind in KINDS if kind not in WITHOUT_A_COMPONENT)
