@@ -101,8 +101,8 @@ def _may_be_one(scheme: Declared, a: Argument, b: Argument) -> bool:
 
 def _views(tensors: Sequence[str], choose: Chooser) -> dict[str, str]:
     chosen = [choose(tensors)] if choose((True, False)) else tensors
-    kind = choose(STRIDES)
-    return dict.fromkeys(chosen, kind)
+    kind: str = choose(STRIDES)
+    return {tensor: kind for tensor in chosen}
 
 
 def _some(names: Sequence[str], choose: Chooser) -> list[str]:

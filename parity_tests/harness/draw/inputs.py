@@ -59,7 +59,8 @@ def cotangent(arg: Argument, case: CaseSpec) -> np.ndarray:
     if arg.name in case.calls.get("unused", ()):
         return np.zeros(arg.shape(case))
     if COTANGENT + arg.name in case.calls.get("expanded", ()):
-        return np.full(arg.shape(case), rounded(generator(case, f"cotangent {arg.name}").standard_normal(), case.dtype))
+        one = generator(case, f"cotangent {arg.name}").standard_normal(())
+        return np.full(arg.shape(case), rounded(np.asarray(one), case.dtype))
     return rounded(generator(case, f"cotangent {arg.name}").standard_normal(arg.shape(case)), case.dtype)
 
 

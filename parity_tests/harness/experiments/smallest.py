@@ -42,7 +42,7 @@ def shrunk(scheme: Declared, report: Report, given_names: Mapping[str, Any]) -> 
 def with_fewest_conditions(scheme: Declared, report: Report) -> Report:
     """The report of the case without the calling conditions that the failure does not need."""
     for case in plainer(report.case):
-        other = decided(scheme, case)
+        other = verdict_of(scheme, case)
         if _fails_alike(other, report):
             return with_fewest_conditions(scheme, replace(other, smallest=report.smallest))
     return replace(report, conditions_needed=bool(report.case.calls))

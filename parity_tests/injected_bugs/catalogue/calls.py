@@ -49,7 +49,7 @@ STRIDES = (
     InjectedBug(
         name="exchange of an input as it is stored",
         kind="call",
-        at="collectives:exchanged",
+        at="collectives:all_to_all_equal",
         old="    x = x.contiguous()\n",
         new="",
         expect="protocol: strides",
@@ -249,8 +249,8 @@ STRIDES = (
                 "cotangent of an all_to_all", "collectives:_AllToAll.backward", "apply(cotangent", "cotangent",
                 "gradient: ",
             ),
-            ("shard to be gathered", "collectives:gathered", "x.movedim(dim, 0)", "x", "value: "),
-            ("addend to be scattered", "collectives:scattered_sum", "shards = x.to(", "x", "value: "),
+            ("shard to be gathered", "collectives:all_gather_concat", "x.movedim(dim, 0)", "x", "value: "),
+            ("addend to be scattered", "collectives:reduce_scatter_sum", "shards = x.to(", "x", "value: "),
             ("tensor to be exchanged", "collectives:_exchanged", "x.split(sent", "x", "value: "),
             ("cotangent of permuted rows", "layouts:_Permuted.backward", "apply(cotangent", "cotangent", "gradient: "),
             ("tensor to select rows from", "kernels:_selected", "return x", "x", "value: "),
@@ -284,12 +284,15 @@ STORAGE = (
         )
         for what, at, old, new in (
             (
-                "sum", "collectives:summed", "return total.to(x.dtype)",
+                "sum", "collectives:all_reduce_sum", "return total.to(x.dtype)",
                 "return x if group.size() == 1 else total.to(x.dtype)",
             ),
-            ("gathered tensor", "collectives:gathered", "return _un", "return x if group.size() == 1 else _un"),
             (
-                "scattered sum", "collectives:scattered_sum", "return total[",
+                "gathered tensor", "collectives:all_gather_concat", "return _un",
+                "return x if group.size() == 1 else _un",
+            ),
+            (
+                "scattered sum", "collectives:reduce_scatter_sum", "return total[",
                 "return x if group.size() == 1 else total[",
             ),
             (
@@ -505,9 +508,9 @@ OTHER_CALLS = (
             ),
             (
                 "normaliser", "vocab_parallel:forward",
-                "ctx.save_for_backward(logits, *normaliser, column, depth)",
+                "ctx.save_for_backward(logits, *normaliser, column, shifted_mean)",
                 "largest, total = normaliser\n        "
-                f"ctx.save_for_backward(logits, largest, {in_a_workspace('forward', 'total')}, column, depth)",
+                f"ctx.save_for_backward(logits, largest, {in_a_workspace('forward', 'total')}, column, shifted_mean)",
             ),
             (
                 "normaliser of hidden states' logits", "vocab_parallel:_forward",
@@ -596,7 +599,7 @@ SECOND_BACKWARD = (
     InjectedBug(
         name="normaliser overwritten by its exponential",
         kind="call",
-        at="vocab_parallel:_terms_of_no_id",
+        at="vocab_parallel:_dense_gradient",
         old="normaliser.log_total.exp().mul_(temperature)",
         new="normaliser.log_total.exp_().mul_(temperature)",
         expect="raised: ",
