@@ -256,7 +256,7 @@ STRIDES = (
             ("tensor to select rows from", "kernels:_selected", "return x", "x", "value: "),
             (
                 "cotangent of an attention", "context_parallel:_BlockwiseAttention.backward",
-                "sums, cotangent,", "cotangent", "gradient: ",
+                "wait_for_dkv, cotangent,", "cotangent", "gradient: ",
             ),
             ("logits to look up in", "vocab_parallel:LogitsAt.forward", "logits.gather", "logits", "value: "),
         )
@@ -413,16 +413,16 @@ PARTIAL_GRADIENTS = (
         name="no gradients of keys with frozen queries",
         kind="call",
         at="context_parallel:_BlockwiseAttention.backward",
-        old="*keys_in(dkeys).to(local_keys.dtype), None",
-        new="*(keys_in(dkeys).to(local_keys.dtype) if ctx.needs_input_grad[0] else (None, None)), None",
+        old="*kv_of(dkv).to(local_kv.dtype), None",
+        new="*(kv_of(dkv).to(local_kv.dtype) if ctx.needs_input_grad[0] else (None, None)), None",
         expect="gradient: ",
     ),
     InjectedBug(
         name="frozen keys not saved",
         kind="call",
         at="context_parallel:_BlockwiseAttention.forward",
-        old="ctx.save_for_backward(q, local_keys,",
-        new="ctx.save_for_backward(q, local_keys if ctx.needs_input_grad[2] else local_keys * 0,",
+        old="ctx.save_for_backward(q, local_kv,",
+        new="ctx.save_for_backward(q, local_kv if ctx.needs_input_grad[2] else local_kv * 0,",
         expect="gradient: ",
     ),
     InjectedBug(
@@ -534,14 +534,14 @@ OTHER_CALLS = (
             ),
             (
                 "log-sum-exp of the attention", "context_parallel:_BlockwiseAttention.forward",
-                "ctx.save_for_backward(q, local_keys, out, running.lse)",
+                "ctx.save_for_backward(q, local_kv, out, running.lse)",
                 "lse = running.lse\n        "
-                f"ctx.save_for_backward(q, local_keys, out, {in_a_workspace('keys_in', 'lse')})",
+                f"ctx.save_for_backward(q, local_kv, out, {in_a_workspace('kv_of', 'lse')})",
             ),
             (
                 "keys of the attention", "context_parallel:_BlockwiseAttention.forward",
-                "ctx.save_for_backward(q, local_keys,",
-                f"ctx.save_for_backward(q, {in_a_workspace('keys_in', 'local_keys')},",
+                "ctx.save_for_backward(q, local_kv,",
+                f"ctx.save_for_backward(q, {in_a_workspace('kv_of', 'local_kv')},",
             ),
         )
     ),
