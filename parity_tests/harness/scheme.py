@@ -156,11 +156,9 @@ def scheme(
             rejection.of(validation.check_module, module, in_specs, results, out_specs)
             validation.check_draws(leaves, own_draws, dims or {}, rejection)
             rejection.of(relations.check_dims, leaves, results, dims or {}, mesh, own_draws)
-        known_dims = reduction if all_read else ()
-        validation.check_choices(dtypes, engines, replicas, known_dims, roundings, leaves, results, rejection)
+        reduced = reduction if all_read else ()
+        validation.check_choices(dtypes, engines, replicas, reduced, roundings, leaves, results, rejection)
         rejection.raise_all()
-        form = "dict" if isinstance(out_specs, Mapping) else "one" if isinstance(out_specs, str) else "tuple"
-        draws = {arg.name: own_draws.get(arg.name, values()) for arg in leaves}
         declared = Scheme(
             name=name,
             fn=fn,
@@ -168,8 +166,8 @@ def scheme(
             mesh={axis: tuple(sizes) for axis, sizes in mesh.items()},
             inputs=leaves,
             outputs=results,
-            output_form=form,
-            draws=draws,
+            output_form="dict" if isinstance(out_specs, Mapping) else "one" if isinstance(out_specs, str) else "tuple",
+            draws={arg.name: own_draws.get(arg.name, values()) for arg in leaves},
             dims={**relations.groups((*leaves, *results)), **(dims or {})},
             layouts=custom,
             options=choices[0],
