@@ -57,7 +57,7 @@ def test_editors_see_the_names_that_there_are():
 
 
 def test_a_name_that_is_not_there_is_reported_with_those_that_are():
-    with pytest.raises(AttributeError, match=r"module 'shardproof' has no attribute 'verfy'; it has .*, verify$"):
+    with pytest.raises(AttributeError, match=r"module 'shardproof' has no attribute 'verfy'; it has .*, watch$"):
         _ = shardproof.verfy
 
 
@@ -131,6 +131,23 @@ def test_production_needs_nothing_of_what_verifies_it(without, tmp_path):
     assert done.returncode == 0, done.stderr
     missing = dict(line.split() for line in done.stdout.splitlines())
     assert {module: name for module, name in missing.items() if name != "triton"} == {}
+
+
+WATCHED = """
+import sys, torch, torch.distributed as dist
+from shardproof import ledger_table, watch
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+with watch() as ledger:
+    dist.all_reduce(torch.ones(3))
+print(ledger_table(ledger).splitlines()[1].split()[2:], "jax" in sys.modules)
+dist.destroy_process_group()
+"""
+
+
+def test_production_is_watched_without_what_verifies_it(without, tmp_path):
+    done = python("-c", WATCHED, folder=tmp_path, packages=without(*OF_VERIFY, "jaxlib", "einops"))
+    assert done.stdout == "['fwd', 'all_reduce', 'world', '1', '12'] False\n", done.stderr
 
 
 # A user's own folder `parity_tests`

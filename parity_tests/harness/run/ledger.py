@@ -72,6 +72,7 @@ class Row:
     is_async: bool = False
     phase: str = "fwd"
     source: str = "?"
+    module: str = field(default="", compare=False)  # of watched code: where it was called, as Model.layers.0
     rejected: str | None = field(default=None, compare=False)  # lockstep: why a real backend would not carry it out
 
     @property

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from parity_tests.harness.report.colours import tiles as tiles
     from parity_tests.harness.report.layout_picture import figure as layout_figure  # noqa: F401
     from parity_tests.harness.report.ledger_picture import figure as ledger_figure  # noqa: F401
+    from parity_tests.harness.report.ledger_table import table as ledger_table  # noqa: F401
     from parity_tests.harness.report.picture import figure as figure
     from parity_tests.harness.report.picture import owner_strips as owner_strips
     from parity_tests.harness.report.picture import scheme_figure as scheme_figure
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from parity_tests.harness.run.failure import Stalled as Stalled
     from parity_tests.harness.run.failure import Unwaited as Unwaited
     from parity_tests.harness.run.modules import load_parameters as load_parameters
+    from parity_tests.harness.run.watched import watch as watch
     from parity_tests.harness.scheme import Scheme as Scheme
     from parity_tests.harness.scheme import scheme as scheme
     from parity_tests.harness.verdict import judge as judge
@@ -99,6 +101,7 @@ _HOMES = {
     "Report": "parity_tests.harness.report.report:Report",
     "replay": "parity_tests.harness.replay:replay",
     "trace": "parity_tests.tracing.pair:trace_pair",
+    "watch": "parity_tests.harness.run.watched:watch",
     "Pair": "parity_tests.tracing.pair:Pair",
     "LivePeak": "parity_tests.benchmarks.live_peak:LivePeak",
     # exceptions: a verdict that is not equal
@@ -128,6 +131,7 @@ _HOMES = {
     "owner_strips": "parity_tests.harness.report.picture:owner_strips",
     "layout_figure": "parity_tests.harness.report.layout_picture:figure",
     "ledger_figure": "parity_tests.harness.report.ledger_picture:figure",
+    "ledger_table": "parity_tests.harness.report.ledger_table:table",
     "tiles": "parity_tests.harness.report.colours:tiles",
     "rank_legend": "parity_tests.harness.report.colours:rank_legend",
     "colours": "parity_tests.harness.report.colours",

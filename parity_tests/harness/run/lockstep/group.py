@@ -302,6 +302,7 @@ class LockstepGroup(dist.ProcessGroup):
         root = None if root is None else self.ranks[root]
         seq = self._exchange.next_seq(self._rank, key)
         row = self._row(op, inputs, outputs, seq=seq, root=root, is_async=is_async, **details)
+        self._notify(row)
         call = Call(row, self._place, inputs, outputs, expected=expected, tracked=is_async and self._poisons(row))
         if self._exchange.repair is not None:
             self._exchange.repair.mend_gradient(row, outputs, self._total)
@@ -315,6 +316,7 @@ class LockstepGroup(dist.ProcessGroup):
         seq = self._exchange.next_seq(self._rank, (key, op))
         peer_rank = None if peer is None else self.ranks[peer]
         row = self._row(op, tensors, outputs, seq=seq, peer=peer_rank, tag=tag)
+        self._notify(row)
         call = Call(row, self._place, [] if outputs else tensors, outputs, tracked=self._poisons(row))
         call.take(None)
         self._exchange.post(key, call, peer)
@@ -326,6 +328,11 @@ class LockstepGroup(dist.ProcessGroup):
         if caller is not self._world:
             label = group_label(self._desc, self.ranks, self._exchange.axes)
             caller.exchange.foreign_group(op, self._rank, label)
+
+    def _notify(self, row: Row) -> None:
+        """Say to what watches this rank from inside that it issues this."""
+        for listener in self._world.listeners:
+            listener(row)
 
     def _poisons(self, row: Row) -> bool:
         """Whether the outputs of this call are poison until its wait; a repair may say that they are not."""

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,9 @@ from torch._C import _distributed_c10d as c_api
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from parity_tests.harness.run.lockstep.exchange import Exchange
+if TYPE_CHECKING:  # this file needs torch alone: code is watched where nothing else is installed
+    from parity_tests.harness.run.ledger import Row
+    from parity_tests.harness.run.lockstep.exchange import Exchange
 
 # DeviceMesh makes itself distinct by thread on a backend of this name, which keeps DTensor's caches apart.
 BACKEND = "threaded"
@@ -47,6 +49,7 @@ class RankWorld:
         self.tags_to_pg: dict[str, list[dist.ProcessGroup]] = {}
         self.pg_coalesce_state: dict[dist.ProcessGroup, Any] = {}
         self.comms: list[Any] = []
+        self.listeners: list[Callable[[Row], None]] = []  # what watches this rank from inside
 
     def mark(self) -> None:
         """Remember the groups that exist now."""
@@ -98,7 +101,7 @@ class _Switchboard:
         object.__setattr__(self, "_process_world", process_world)
 
     def _mine(self) -> Any:
-        return getattr(_here, "world", None) or object.__getattribute__(self, "_process_world")
+        return current() or object.__getattribute__(self, "_process_world")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._mine(), name)
@@ -111,7 +114,7 @@ class _Identities:
     """Replaces `threading` where a DeviceMesh asks which thread made it: Python reuses the numbers of threads."""
 
     def get_ident(self) -> int:
-        world = getattr(_here, "world", None)
+        world = current()
         return threading.get_ident() if world is None else world.identity
 
     def __getattr__(self, name: str) -> Any:
@@ -131,6 +134,11 @@ def enter(world: RankWorld) -> None:
 def here() -> RankWorld:
     """The calling rank's world."""
     return _here.world
+
+
+def current() -> RankWorld | None:
+    """The calling thread's world, None where it is no rank of lockstep."""
+    return getattr(_here, "world", None)
 
 
 def is_installed() -> bool:

@@ -1,0 +1,135 @@
+"""In which module of a model this rank is, forward and backward, of models that run as they are.
+
+While a path is open, `nn.Module.__call__` is replaced by one that brackets everything a call does: hooks too, in which
+tensor parallelism and FSDP communicate. Backward, a module begins where the gradient of its output arrives, and ends
+where those of its inputs have left.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils._pytree import tree_leaves
+
+from parity_tests.harness.run.lockstep import world
+
+FSDP_GROUP = "_fsdp_param_group.py"  # in torch, where fully_shard communicates
+_ORIGINAL = nn.Module.__call__
+_open: list[ModulePath] = []
+_lock = threading.Lock()
+
+
+class ModulePath:
+    """The modules that the rank which makes this is inside of; the outermost is called by its class."""
+
+    def __init__(self) -> None:
+        self._rank = world.current()
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._forward: list[str] = []
+        self._backward: list[tuple[int, str]] = []  # with the number of the backward pass
+        self._handles: list[Any] = []  # of hooks on tensors that outlive the pass
+
+    def here(self) -> str:
+        """The innermost module, `Model.layers.0.up`; nothing outside of any.
+
+        For FSDP2, which prefetches, that whose parameters it gathers or whose gradients it reduces.
+        """
+        of_fsdp = _sharded_by_fsdp()
+        if of_fsdp is not None and of_fsdp in self._names:
+            return self._names[of_fsdp]
+        if self._forward:
+            return self._forward[-1]
+        task = torch._C._current_graph_task_id()
+        return next((name for of, name in reversed(self._backward) if of == task != -1), "")
+
+    def is_of_this_rank(self) -> bool:
+        """Whether the calling thread is of the rank that made this: ranks of lockstep share the process."""
+        return self._rank is world.current()
+
+    def call(self, run: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call a module."""
+        name = self._name(module)
+        self._at_gradients((args, kwargs), "all", self._leave, name)
+        self._forward.append(name)
+        try:
+            output = run(module, *args, **kwargs)
+        finally:
+            self._forward.pop()
+        self._at_gradients(output, "any", self._enter, name)
+        return output
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _name(self, module: nn.Module) -> str:
+        if module not in self._names:
+            outermost = type(module).__name__
+            for name, inner in module.named_modules():
+                self._names.setdefault(inner, f"{outermost}.{name}" if name else outermost)
+        return self._names[module]
+
+    def _at_gradients(self, tree: Any, mode: Any, then: Callable[[str], None], name: str) -> None:
+        """Call `then` when `any` or `all` gradients of these tensors are there."""
+        tensors = [x for x in tree_leaves(tree) if isinstance(x, Tensor) and x.requires_grad]
+        if tensors and torch.is_grad_enabled():
+            handle = register_multi_grad_hook(tensors, lambda *_: then(name), mode=mode)
+            if any(x.is_leaf for x in tensors):
+                self._handles.append(handle)
+
+    def _enter(self, name: str) -> None:
+        task = torch._C._current_graph_task_id()
+        self._backward = [entry for entry in self._backward if entry[0] == task]
+        self._backward.append((task, name))
+
+    def _leave(self, name: str) -> None:
+        entry = (torch._C._current_graph_task_id(), name)
+        if entry in self._backward:
+            self._backward.remove(entry)
+
+
+def _sharded_by_fsdp() -> nn.Module | None:
+    """The module whose parameters FSDP2 communicates in one of the calling frames."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(FSDP_GROUP):
+            modules = getattr(frame.f_locals.get("self"), "modules", ())
+            return modules[0] if modules else None
+        frame = frame.f_back
+    return None
+
+
+@contextmanager
+def opened() -> Iterator[ModulePath]:
+    """A path that follows this rank."""
+    path = ModulePath()
+    with _lock:
+        _open.append(path)
+        nn.Module.__call__ = _called
+    try:
+        yield path
+    finally:
+        with _lock:
+            _open.remove(path)
+            if not _open:
+                nn.Module.__call__ = _ORIGINAL
+        path.close()
+
+
+def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What stands for `nn.Module.__call__`. Compiled code is one module: it is called, and its parts are not."""
+    run: Callable[..., Any] = _ORIGINAL
+    if not torch.compiler.is_compiling():
+        for path in list(_open):
+            if path.is_of_this_rank():
+                run = partial(path.call, run)
+    return run(module, *args, **kwargs)
