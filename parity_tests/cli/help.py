@@ -37,7 +37,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "trace": (
         "shardproof trace --mesh dp=2,cp=2",
-        "shardproof trace my_pair.py",
+        "shardproof trace my_sharded.py::sharded --twin single --inputs inputs --mesh tp=2",
         "shardproof trace my_pair.py --dtype bfloat16 --whole --json trace.json",
     ),
     "plan": (

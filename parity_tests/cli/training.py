@@ -20,12 +20,38 @@ Attention = Annotated[
     str, typer.Option(help="ring, all_gather, ulysses or usp.", autocompletion=complete.of_run("ATTENTION"))
 ]
 # Options of trace that say nothing of a pair.
-OF_THE_STEP = ("mesh", "schedule", "mamba", "attention", "tied", "seed", "engine")
+OF_OUR_MODEL = ("schedule", "mamba", "attention", "tied")
+OF_THE_STEP = ("mesh", *OF_OUR_MODEL, "seed", "engine")
 Schedule = Annotated[
     str,
     typer.Option(
         help="Pipeline schedule, or its beginning: 1f1b, zbv, interleaved1f1b.",
         autocompletion=complete.of_run("SCHEDULES"),
+    ),
+]
+Traced = Annotated[
+    str | None,
+    typer.Argument(
+        help="file.py::function that builds a sharded model, or a file that declares pairs of modules of your own; "
+        "none: the first training step on --mesh.",
+        autocompletion=complete.files,
+    ),
+]
+TraceDtype = Annotated[
+    str | None,
+    typer.Option(
+        help="float64, float32, bfloat16 or, of a file, float16; default: float64, or that of the file's modules.",
+        autocompletion=complete.dtypes,
+    ),
+]
+Twin = Annotated[
+    str | None,
+    typer.Option(help="Of a sharded model: the function that builds it on one device.", metavar="FILE::FUNCTION"),
+]
+Inputs = Annotated[
+    str | None,
+    typer.Option(
+        help="Of a sharded model: the function that returns its inputs, a tuple or a dict.", metavar="FILE::FUNCTION"
     ),
 ]
 Tied = Annotated[bool, typer.Option("--tied", help="Share the weight of embedding and head.")]
@@ -79,28 +105,18 @@ def train(
 
 def trace(
     context: typer.Context,
-    file: Annotated[
-        str | None,
-        typer.Argument(
-            help="A file that declares pairs of modules of your own; none: the first training step on --mesh.",
-            autocompletion=complete.files,
-        ),
-    ] = None,
+    file: Traced = None,
     mesh: Annotated[
         str,
         typer.Option(
-            help="dp=2,cp=2 of pp, dp_replicate, dp_shard (or dp), cp, tp.",
+            help="dp=2,cp=2 of pp, dp_replicate, dp_shard (or dp), cp, tp; of a sharded model, its own axes.",
             metavar="AXIS=N",
             autocompletion=complete.training_meshes,
         ),
     ] = "",
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="float64, float32, bfloat16 or, of a file, float16; default: float64, or that of the file's modules.",
-            autocompletion=complete.dtypes,
-        ),
-    ] = None,
+    twin: Twin = None,
+    inputs: Inputs = None,
+    dtype: TraceDtype = None,
     mamba: Mamba = "hidden",
     attention: Attention = "ring",
     schedule: Schedule = "1f1b",
@@ -111,7 +127,15 @@ def trace(
     every_tensor: Annotated[bool, typer.Option("--whole", "--verbose", "-v", help="Print every tensor.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print one line for each trace only.")] = False,
 ) -> None:
-    """Name the first module whose tensors differ: in a training step from one device's, or in a pair of your own."""
+    """Name the first module whose tensors differ: in a sharded model from one device's, or in a pair of your own."""
+    if file is not None and "::" in file:
+        foreign = [name for name in OF_OUR_MODEL if _is_given(context, name)]
+        if foreign:
+            raise ValueError(f"--{foreign[0]} is of the training step; leave it out for a model of your own")
+        raise typer.Exit(_of_sharded(file, twin, inputs, mesh, dtype, engine, seed, json, every_tensor, quiet))
+    alone = [name for name in ("twin", "inputs") if _is_given(context, name)]
+    if alone:
+        raise ValueError(f"--{alone[0]} is of a sharded model; name the function that builds it, as file.py::sharded")
     if file is not None:
         from parity_tests.tracing import pair_session
 
@@ -126,6 +150,31 @@ def trace(
     settings["dtype"] = dtype or "float64"
     run = Run.on(sizes([mesh] if mesh else [], "--mesh"), **settings, steps=1)
     raise typer.Exit(trace_session.trace(run, engine, json, every_tensor, quiet))
+
+
+def _of_sharded(
+    sharded: str,
+    twin: str | None,
+    inputs: str | None,
+    mesh: str,
+    dtype: str | None,
+    engine: str,
+    seed: int,
+    json: str | None,
+    every_tensor: bool,
+    quiet: bool,
+) -> int:
+    """The trace of a sharded model; a bare name is a function of the same file."""
+    from parity_tests.tracing import sharded_session
+
+    file = sharded.partition("::")[0]
+    for name, given in (("twin", twin), ("inputs", inputs)):
+        if given is None:
+            raise ValueError(f"{sharded}: needs --{name} as well, as in --twin {file}::single --inputs {file}::inputs")
+    of_twin, of_inputs = (given if "::" in given else f"{file}::{given}" for given in (twin or "", inputs or ""))
+    axes = sizes([mesh] if mesh else [], "--mesh")
+    question = sharded_session.Question(sharded, of_twin, of_inputs, axes, dtype, engine, seed)
+    return sharded_session.trace(question, json, every_tensor, quiet)
 
 
 def _is_given(context: typer.Context, name: str) -> bool:

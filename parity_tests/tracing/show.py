@@ -25,7 +25,7 @@ class TraceReport:
     """One trace: its name, what it was compared with (`on one device`), and its lines, or how a rank failed.
 
     `torch_names` gives a module's name in PyTorch by the one in `lines`, where they differ; `torch_only` and
-    `flax_only` are modules that one side alone calls.
+    `flax_only` are modules that one side alone calls. `sums` are tensors whose ranks hold terms of a sum.
     """
 
     name: str
@@ -35,6 +35,8 @@ class TraceReport:
     torch_names: Mapping[str, str] = field(default_factory=dict)
     torch_only: Sequence[str] = ()
     flax_only: Sequence[str] = ()
+    sides: tuple[str, str] = ("PyTorch", "flax")  # whose those are
+    sums: Sequence[str] = ()
 
     @property
     def status(self) -> int:
@@ -107,9 +109,11 @@ def closing(report: TraceReport) -> str:
 
 
 def asides(report: TraceReport) -> list[str]:
-    """What was not compared, since one side alone has it."""
-    sides = (("PyTorch", report.torch_only), ("flax", report.flax_only))
-    return [f"  not compared, called by {side} alone: {', '.join(names)}" for side, names in sides if names]
+    """What was not compared, since one side alone has it, and what was compared as a sum."""
+    sides = zip(report.sides, (report.torch_only, report.flax_only), strict=True)
+    alone = [f"  not compared, called by {side} alone: {', '.join(names)}" for side, names in sides if names]
+    sums = report.sums if first(report.lines) is None else ()  # a wrong tensor may be near a sum by chance
+    return alone + [f"  compared as a sum: {text}" for text in sums]
 
 
 def record(report: TraceReport) -> dict[str, Any]:
@@ -123,6 +127,7 @@ def record(report: TraceReport) -> dict[str, Any]:
         "failure": None if report.failure is None else str(report.failure),
         "torch_only": list(report.torch_only),
         "flax_only": list(report.flax_only),
+        "sums": list(report.sums),
         "lines": [_line(each) for each in report.lines],
     }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +12,8 @@ import numpy as np
 from torch import Tensor, nn
 
 from parity_tests.tracing.events import IN, OUT, Event
+
+Array = Callable[[Tensor], np.ndarray]
 
 
 @dataclass
@@ -22,55 +24,69 @@ class Recording:
     gradients: dict[Event, np.ndarray] = field(default_factory=dict)
 
 
+def local_array(x: Tensor) -> np.ndarray:
+    """What this rank holds, in float64."""
+    local: Any = x.detach()
+    local = local.to_local() if hasattr(local, "to_local") else local
+    return local.double().cpu().numpy().copy()
+
+
 @contextmanager
-def recorded(model: nn.Module, *, is_whole: bool = False) -> Iterator[Recording]:
-    """All modules, while the context is open; the model itself, whose name is "", if `is_whole`."""
-    recording, calls, handles = Recording(), Counter[str](), []
+def recorded(model: nn.Module, *, is_whole: bool = False, array: Array = local_array) -> Iterator[Recording]:
+    """All modules, while the context is open; the model itself, whose name is "", if `is_whole`.
+
+    Of a module that returns a tuple it is the first tensor. `array` is what is written down of a tensor.
+    """
+    hooks, handles = _Hooks(Recording(), array), []
     for name, module in model.named_modules():
         if name or is_whole:
-            handles.append(module.register_forward_pre_hook(_entering(name, recording, calls), prepend=True))
-            handles.append(module.register_forward_hook(_leaving(name, recording, calls)))
+            handles.append(module.register_forward_pre_hook(hooks.entering(name), prepend=True))
+            handles.append(module.register_forward_hook(hooks.leaving(name)))
     try:
-        yield recording
+        yield hooks.recording
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _entering(name: str, recording: Recording, calls: Counter[str]) -> Any:
-    def hook(module: nn.Module, arguments: tuple[Any, ...]) -> Any:
-        calls[name] += 1
-        if not arguments or not _is_floating(arguments[0]):
-            return None
-        return (_seen(arguments[0], Event(name, IN, calls[name] - 1), recording), *arguments[1:])
+class _Hooks:
+    def __init__(self, recording: Recording, array: Array) -> None:
+        self.recording, self._array = recording, array
+        self._calls = Counter[str]()
 
-    return hook
+    def entering(self, name: str) -> Any:
+        def hook(module: nn.Module, arguments: tuple[Any, ...]) -> Any:
+            self._calls[name] += 1
+            return self._first(arguments, Event(name, IN, self._calls[name] - 1))
+
+        return hook
+
+    def leaving(self, name: str) -> Any:
+        def hook(module: nn.Module, arguments: Any, returned: Any) -> Any:
+            event = Event(name, OUT, self._calls[name] - 1)
+            if type(returned) is tuple:
+                return self._first(returned, event)
+            return self._seen(returned, event) if is_floating(returned) else None
+
+        return hook
+
+    def _first(self, tensors: tuple[Any, ...], event: Event) -> tuple[Any, ...] | None:
+        """The tuple with its first tensor seen; nothing, which leaves it alone, where that is none to see."""
+        return (self._seen(tensors[0], event), *tensors[1:]) if tensors and is_floating(tensors[0]) else None
+
+    def _seen(self, x: Tensor, event: Event) -> Tensor:
+        """The same tensor under a name of its own, so that its gradient is that of this use alone; zero until there is
+        one, so that what backward never comes to is compared as well."""
+        values, gradients = self.recording.values, self.recording.gradients
+        values[event] = self._array(x)
+        if not x.requires_grad:
+            return x
+        gradients[event] = np.zeros_like(values[event])
+        alias = x.view_as(x)
+        alias.register_hook(lambda gradient: gradients.__setitem__(event, self._array(gradient)))
+        return alias
 
 
-def _leaving(name: str, recording: Recording, calls: Counter[str]) -> Any:
-    def hook(module: nn.Module, arguments: Any, returned: Any) -> Any:
-        return _seen(returned, Event(name, OUT, calls[name] - 1), recording) if _is_floating(returned) else None
-
-    return hook
-
-
-def _seen(x: Tensor, event: Event, recording: Recording) -> Tensor:
-    """The same tensor under a name of its own, so that its gradient is that of this use alone; zero until there is one,
-    so that what backward never comes to is compared as well."""
-    recording.values[event] = _array(x)
-    if not x.requires_grad:
-        return x
-    recording.gradients[event] = np.zeros_like(recording.values[event])
-    alias = x.view_as(x)
-    alias.register_hook(lambda gradient: recording.gradients.__setitem__(event, _array(gradient)))
-    return alias
-
-
-def _is_floating(x: Any) -> bool:
+def is_floating(x: Any) -> bool:
+    """Whether x is a tensor of floating numbers."""
     return isinstance(x, Tensor) and x.is_floating_point()
-
-
-def _array(x: Tensor) -> np.ndarray:
-    local: Any = x.detach()
-    local = local.to_local() if hasattr(local, "to_local") else local
-    return local.double().cpu().numpy().copy()

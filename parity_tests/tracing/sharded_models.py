@@ -1,0 +1,139 @@
+"""Models for the trace of a sharded one: a small Llama of transformers over tp, right and with one layer wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from parity_tests.tracing.buggy_model import Shared
+from torch_impl.collectives import all_reduce
+
+ROWS, LENGTH, VOCAB = 2, 5, 32
+COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+SUMS = ("self_attn.o_proj", "mlp.down_proj")
+
+
+def llama() -> Any:
+    """Two layers with random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+    )
+    return LlamaForCausalLM(config)
+
+
+def llama_inputs() -> dict[str, torch.Tensor]:
+    ids = torch.randint(VOCAB, (ROWS, LENGTH))
+    return {"input_ids": ids, "labels": ids}
+
+
+def llama_over_tp(mesh: DeviceMesh) -> nn.Module:
+    plan: dict[str, Any] = {f"model.layers.*.{name}": ColwiseParallel() for name in COLUMNS}
+    plan |= {f"model.layers.*.{name}": RowwiseParallel() for name in SUMS}
+    plan |= {"lm_head": ColwiseParallel(output_layouts=Replicate())}
+    return parallelize_module(llama(), mesh["tp"], plan)
+
+
+def llama_over_dp_and_tp(mesh: DeviceMesh) -> nn.Module:
+    model: Any = llama_over_tp(mesh)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+class _Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient / 2
+
+
+def wrong_forward(mesh: DeviceMesh) -> nn.Module:
+    """The second layer's feed-forward is a thousandth too large."""
+    model: Any = llama_over_tp(mesh)
+    model.model.layers[1].mlp.register_forward_hook(lambda module, arguments, out: out * 1.001)
+    return model
+
+
+def wrong_backward(mesh: DeviceMesh) -> nn.Module:
+    """The gradient that enters the first layer's output projection is halved."""
+    model: Any = llama_over_tp(mesh)
+    projection = model.model.layers[0].self_attn.o_proj
+    forward = projection.forward
+    projection.forward = lambda x: _Halved.apply(forward(x))
+    return model
+
+
+def wrong_weight_gradient(mesh: DeviceMesh) -> nn.Module:
+    """The gradient of one norm's weight is halved, and no other."""
+    model: Any = llama_over_tp(mesh)
+    model.model.layers[0].input_layernorm.weight.register_hook(lambda gradient: gradient / 2)
+    return model
+
+
+def other_weights(mesh: DeviceMesh) -> nn.Module:
+    model: Any = llama_over_tp(mesh)
+    with torch.no_grad():
+        model.model.layers[1].input_layernorm.weight.mul_(2)
+    return model
+
+
+def raises(mesh: DeviceMesh) -> nn.Module:
+    raise ZeroDivisionError("of the user")
+
+
+def no_module(mesh: DeviceMesh) -> int:
+    return 3
+
+
+class Written(nn.Module):
+    """Two projections by hand, as Megatron writes them: plain tensors, a sum in the parent's forward."""
+
+    def __init__(self, mesh: Any = None) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.norm = nn.LayerNorm(6)
+        self.up, self.down = nn.Linear(6, 8, bias=False), nn.Linear(8, 6, bias=False)
+        if mesh is not None:
+            rank = mesh.get_local_rank("tp")
+            self.up.weight = nn.Parameter(self.up.weight.detach().chunk(2, 0)[rank].clone())
+            self.down.weight = nn.Parameter(self.down.weight.detach().chunk(2, 1)[rank].clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        if self.mesh is None:
+            return self.down(self.up(x).relu())
+        group = self.mesh.get_group("tp")
+        return all_reduce(self.down(self.up(Shared.apply(x, group)).relu()), group, out="I")
+
+
+def written() -> nn.Module:
+    return Written()
+
+
+def written_over_tp(mesh: DeviceMesh) -> nn.Module:
+    return Written(mesh)
+
+
+def written_inputs() -> tuple[torch.Tensor, ...]:
+    return (torch.randn(3, 6),)
+
+
+def no_inputs() -> int:
+    return 3
