@@ -30,6 +30,7 @@ app = typer.Typer(
 )
 VERBS = {
     "verify": verify.verify,
+    "new": verify.new,
     "list": verify.list_schemes,
     "draw": case.draw,
     "replay": case.replay,

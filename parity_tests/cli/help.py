@@ -8,6 +8,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "shardproof verify my_scheme.py::sharded_logprob --mesh cp=2,tp=2 --dim s=8 --engine gloo",
         "shardproof verify 'vocab_parallel_*' --profile ci --json verdicts.json --quiet",
     ),
+    "new": (
+        "shardproof new my_function.py::scaled_logits",
+        "shardproof new my_function.py::scaled_logits --inputs inputs --mesh tp=2 --out scheme_of_logits.py",
+    ),
     "list": (
         "shardproof list",
         "shardproof list 'vocab_parallel_*' --quiet",

@@ -42,6 +42,7 @@ report, and the agent leaves with 1.
   come. A number that is not finite is text: `"inf"`.
 - **Paths.** A file that could not be written is rejected before anything runs.
 - **Examples.** `my_scheme.py` is the file of [Verify your own scheme](../how-to/verify-your-own-scheme.md),
+  `my_function.py` that of [a function](../how-to/start-from-a-function.md),
   `my_pair.py` that of [two modules](../how-to/use-flax-and-modules.md#where-two-modules-first-differ), and
   `my_sharded.py` that of [a sharded model and its twin](../how-to/trace-a-sharded-model.md).
 """

@@ -86,6 +86,29 @@ def verify(
     raise typer.Exit(session.verify(targets or [], verify_options))
 
 
+def new(
+    target: Annotated[
+        str, typer.Argument(help="file.py::function, of one rank or on DTensors.", metavar="FILE::FUNCTION")
+    ],
+    inputs: Annotated[
+        str | None,
+        typer.Option(
+            help="A function of the mesh that returns inputs, a tuple or a dict; with them the function is run, and "
+            "the placements of its DTensors are the specs.",
+            metavar="FILE::FUNCTION",
+        ),
+    ] = None,
+    mesh: Mesh = None,
+    out: Annotated[
+        str | None, typer.Option(help="The file to write; default: scheme_FUNCTION.py beside FILE.", metavar="PATH")
+    ] = None,
+) -> None:
+    """Write the file of a scheme for a function that is there: all but the reference, and the specs where they show."""
+    from parity_tests.cli import skeleton
+
+    raise typer.Exit(skeleton.new(target, out, inputs, sizes(mesh, "--mesh")))
+
+
 def list_schemes(
     pattern: Annotated[str, typer.Argument(help="A glob over scheme names.", autocompletion=complete.names)] = "*",
     json: JsonFlag = False,

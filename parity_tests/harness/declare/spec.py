@@ -115,6 +115,8 @@ def parse(
 
 
 def _read(text: str, axes: tuple[str, ...], layouts: Collection[str]) -> Spec:
+    if text.strip() == "?":
+        raise ValueError(f"is left open; write its dims and which of them an axis shards, such as 'b s v/{axes[0]}'")
     dims: list[Dim] = []
     types: dict[str, str] = {}
     sharded_dim: dict[str, str] = {}

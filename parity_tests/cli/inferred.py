@@ -1,0 +1,156 @@
+"""How a function's tensors are sharded, as far as it says so itself: in its annotations, or when it runs on DTensors.
+
+It travels to ranks, so it loads no JAX.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from parity_tests.harness.run.failure import RankFault
+from parity_tests.tracing.sharded_rank import function_of
+
+OPEN = "?"
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+ABOUT_THE_MESH = ("mesh", "device_mesh", "group", "process_group")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One tensor: its full shape, its placements if it is a DTensor, and the largest number of an integer one."""
+
+    shape: tuple[int, ...]
+    placements: tuple[str, ...] | None = None
+    largest: int | None = None
+
+
+@dataclass(frozen=True)
+class Guess:
+    """What a skeleton needs of one tensor: its spec, placements to make a DTensor of it, the largest integer."""
+
+    spec: str = OPEN
+    placements: tuple[str, ...] | None = None
+    largest: int | None = None
+
+
+def tensor_names(function: Callable[..., Any]) -> list[str]:
+    """Parameters without a default that are not about the mesh: the tensors."""
+    parameters = inspect.signature(function).parameters.values()
+    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [p.name for p in parameters if p.default is p.empty and p.kind in plain and not is_about_the_mesh(p.name)]
+
+
+def is_about_the_mesh(name: str) -> bool:
+    """Whether a parameter of this name is the mesh, or a process group of it."""
+    return name in ABOUT_THE_MESH or name.endswith(("_mesh", "_group"))
+
+
+def from_annotations(function: Callable[..., Any], axes: Sequence[str]) -> dict[str, Guess]:
+    """Guesses by parameter, and under `return` that of the result.
+
+    Of jaxtyping's `Float[Tensor, "b s v/tp"]` the string, of `Annotated[DTensor, Shard(0)]` the placements, one for
+    each axis; with them `"b v"` names the dims: `Annotated[DTensor, "b v", Shard(1)]`.
+    """
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+    except Exception:  # an annotation that only a type checker can evaluate says nothing here
+        return {}
+    guesses = {name: _of_annotation(hint, axes) for name, hint in hints.items()}
+    return {name: guess for name, guess in guesses.items() if guess is not None}
+
+
+def _of_annotation(hint: Any, axes: Sequence[str]) -> Guess | None:
+    stated = getattr(hint, "dim_str", None)
+    if stated:
+        return Guess(stated)
+    said = getattr(hint, "__metadata__", ())
+    data = [x for item in said for x in (item if isinstance(item, tuple | list) else [item])]
+    placements = [x for x in data if isinstance(x, Placement)]
+    names = next((x.split() for x in data if isinstance(x, str)), None)
+    if not placements or len(placements) != len(axes):
+        return None
+    shown = tuple(map(written, placements))
+    count = 1 + max((p.dim for p in placements if isinstance(p, Shard)), default=-1)
+    return Guess(OPEN if names is None or len(names) < count else spec(names, shown, axes), shown)
+
+
+def from_run(seen: Mapping[str, Seen], axes: Sequence[str]) -> dict[str, Guess]:
+    """Guesses of what was seen in a run; dims of one size have one letter, but within a tensor."""
+    by_size: dict[int, str] = {}
+    letters = iter(LETTERS)
+    guesses = {}
+    for name, tensor in seen.items():
+        dims: list[str] = []
+        for size in tensor.shape:
+            letter = by_size.get(size)
+            if letter is None or letter in dims:
+                letter = next(letters)
+                by_size.setdefault(size, letter)
+            dims.append(letter)
+        placements = tensor.placements or ("Replicate()",) * len(axes)
+        guesses[name] = Guess(
+            spec(dims, placements, axes, is_typed=tensor.largest is None), tensor.placements, tensor.largest
+        )
+    return guesses
+
+
+def spec(dims: Sequence[str], placements: Sequence[str], axes: Sequence[str], *, is_typed: bool = True) -> str:
+    """The spec string of placements: a sharded dim, `tp=I` of a replica, `tp=P` of terms."""
+    items, types = list(dims), []
+    for axis, placement in zip(axes, placements, strict=True):
+        if placement.startswith("Shard("):
+            dim = int(placement.removeprefix("Shard(").removesuffix(")")) % len(items)
+            items[dim] += f"/{axis}"
+        elif is_typed:
+            types.append(f"{axis}={'P' if placement.startswith('Partial') else 'I'}")
+    return " ".join([*items, *types])
+
+
+def written(placement: Placement) -> str:
+    """A placement as code."""
+    if isinstance(placement, Shard):
+        return f"Shard({placement.dim})"
+    return "Partial()" if isinstance(placement, Partial) else "Replicate()" if isinstance(placement, Replicate) else "?"
+
+
+def run(mesh: Any, case: Any) -> dict[str, Seen]:
+    """On a rank: call the function with its inputs and note the tensors; results are `return` and `return 1` on."""
+    options = case.options
+    function, device_mesh = function_of(options["function"]), mesh.device_mesh
+    torch.manual_seed(0)
+    given = function_of(options["inputs"])(device_mesh)
+    names = tensor_names(function)
+    values = list(given.values()) if isinstance(given, Mapping) else given
+    if not isinstance(values, tuple | list) or len(values) != len(names):
+        returned = str(len(values)) if isinstance(values, tuple | list) else f"a {type(values).__name__}"
+        raise RankFault(f"the inputs are {returned}, the function takes {len(names)} ({', '.join(names)})")
+    by_name = dict(given) if isinstance(given, Mapping) else dict(zip(names, given, strict=True))
+    others = {
+        name: about_the_mesh(name, mesh) for name in inspect.signature(function).parameters if is_about_the_mesh(name)
+    }
+    results = function(**{**others, **by_name})
+    results = results if isinstance(results, tuple | list) else [results]
+    seen = {name: _seen(x) for name, x in by_name.items() if isinstance(x, Tensor)}
+    return seen | {f"return {i}" if i else "return": _seen(x) for i, x in enumerate(results)}
+
+
+def about_the_mesh(name: str, mesh: Any) -> Any:
+    """What a parameter of this name is given: the mesh, torch's own, or the group of the first axis."""
+    if name.endswith("group"):
+        return mesh[mesh.axes[0]]
+    return mesh if name == "mesh" else mesh.device_mesh
+
+
+def _seen(x: Tensor) -> Seen:
+    placements: Iterable[Placement] | None = getattr(x, "placements", None)
+    shown = None if placements is None else tuple(map(written, placements))
+    largest = None if x.is_floating_point() else int((x.full_tensor() if shown else x).max())  # pyright: ignore
+    return Seen(tuple(x.shape), shown, largest)
