@@ -89,7 +89,9 @@ class ModulePath:
     def _enter(self, name: str) -> None:
         task = torch._C._current_graph_task_id()
         self._backward = [entry for entry in self._backward if entry[0] == task]
-        self._backward.append((task, name))
+        # Where a module returns its part's own output, the part's hook came first; it is the inner one all the same.
+        parts = (i for i, (_, inner) in enumerate(self._backward) if inner.startswith(f"{name}."))
+        self._backward.insert(next(parts, len(self._backward)), (task, name))
 
     def _leave(self, name: str) -> None:
         entry = (torch._C._current_graph_task_id(), name)

@@ -179,6 +179,61 @@ def test_where_the_input_needs_no_gradient_the_first_layer_sends_none():
     assert on_two(job).results == ([*forward, ("bwd", "Net.second.up")],) * WORLD
 
 
+class Shared(torch.autograd.Function):
+    """Forward nothing, backward the sum of the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        total = gradient.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class Outer(nn.Module):
+    """Sums its input's gradient before its part is called: backward, after that part has ended."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.group, self.part = group, nn.Linear(D, D)
+
+    def forward(self, x):
+        return self.part(Shared.apply(x, self.group))
+
+
+def test_what_a_module_does_before_its_part_is_its_own_in_the_backward():
+    def job(mesh, case):
+        with watch(mesh) as ledger:
+            step(Outer(mesh["tp"]))
+        return [(row.op, row.phase, row.module) for row in ledger.rows]
+
+    assert on_two(job).results == ([("all_reduce", "bwd", "Outer")],) * WORLD
+
+
+class Returning(nn.Module):
+    """Returns what its part returns."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.part = Outer(group)
+
+    def forward(self, x):
+        return self.part(x)
+
+
+def test_a_part_whose_output_is_its_parents_is_the_inner_one():
+    def job(mesh, case):
+        with watch(mesh) as ledger:
+            step(Returning(mesh["tp"]))
+        return [row.module for row in ledger.rows]
+
+    assert on_two(job).results == (["Returning.part"],) * WORLD
+
+
 # FSDP2
 
 
