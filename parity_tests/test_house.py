@@ -27,7 +27,17 @@ WITHOUT_A_TEST_OF_ITS_OWN = {
     "uncast": "a context in which other functions compute, tested through them",
 }
 # Folders of parity_tests that are about the harness and not about a component.
-HARNESS_FOLDERS = {"cli", "import_name", "harness", "injected_bugs", "specimens", "benchmarks", "tracing", "training"}
+HARNESS_FOLDERS = {
+    "cli",
+    "import_name",
+    "harness",
+    "injected_bugs",
+    "specimens",
+    "benchmarks",
+    "peers",
+    "tracing",
+    "training",
+}
 
 
 def python_files(tree: str) -> list[str]:

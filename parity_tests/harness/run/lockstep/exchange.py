@@ -116,7 +116,8 @@ class Exchange:
         for call in list(self._tracked[rank]):
             for tensor in (*call.outputs, *call.sources):
                 with suppress(Halt):
-                    torch.ops._c10d_functional.wait_tensor(tensor)
+                    plain = getattr(tensor, "_local_tensor", tensor)  # of a DTensor, which has no rule for a wait
+                    torch.ops._c10d_functional.wait_tensor(plain)
 
     def _issue(self, call: Call) -> None:
         self.scheduler.check()
