@@ -13,7 +13,7 @@ NEEDS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help verify test oracles lint types imports notebooks docs bench bugs clean
+.PHONY: help verify test oracles lint types imports notebooks docs bench bugs peers clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -49,6 +49,9 @@ bench: $(VENV)/with-test $(VENV)/with-bench ## measure the promised figures and 
 bugs: $(VENV)/with-test ## inject every bug of the catalogue and count what is caught
 	$(BIN)/python -m parity_tests.injected_bugs --page docs --table build/injected_bugs.md
 
+peers: $(VENV)/with-test $(VENV)/with-peers ## judge other projects' functions and write docs/findings.md
+	$(BIN)/python -m parity_tests.peers
+
 clean: ## remove what the other targets made, the virtual environment included
 	rm -rf $(VENV) build dist docs/_build docs/notebooks docs/gallery.md docs/images/gallery docs/jupyter_execute .pytest_cache .hypothesis .ruff_cache .import_linter_cache
 	rm -f replay_*.py replay_*.pkl shardproof_verify.png
@@ -64,6 +67,12 @@ $(VENV)/with-oracles: $(NEEDS) | $(VENV)/with-test
 	$(PIP) setuptools wheel
 	MAMBA_FORCE_BUILD=TRUE MAMBA_SKIP_CUDA_BUILD=TRUE CAUSAL_CONV1D_FORCE_BUILD=TRUE CAUSAL_CONV1D_SKIP_CUDA_BUILD=TRUE \
 		$(PIP) --no-build-isolation --no-deps mamba-ssm causal-conv1d
+	@touch $@
+
+# Other projects, as the gallery of findings calls them: on the torch that is there, whichever they ask for.
+$(VENV)/with-peers: $(NEEDS) | $(VENV)/with-test
+	$(PIP) -e '.[peers]'
+	$(PIP) --no-deps megatron-core deepspeed colossalai fairscale yunchang galore-torch bitsandbytes peft accelerate
 	@touch $@
 
 $(VENV)/with-%: $(NEEDS) | $(VENV)/bin/python

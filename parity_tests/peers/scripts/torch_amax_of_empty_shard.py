@@ -8,6 +8,6 @@ mesh = init_device_mesh("cpu", (2,))
 x = distribute_tensor(torch.tensor([[1.0], [2.0]]), mesh, [Shard(1)])  # two rows of one column: rank 1 has no column
 for name in ("sum", "amax"):
     try:
-        print(f"rank {dist.get_rank()}: {name} {getattr(x, name)(1).full_tensor().tolist()}", flush=True)
+        print(f"rank {dist.get_rank()}: {name} {getattr(x, name)(1).full_tensor().tolist()}\n", end="", flush=True)
     except (IndexError, RuntimeError) as error:
-        print(f"rank {dist.get_rank()}: {name} {type(error).__name__} {str(error)[:70]}", flush=True)
+        print(f"rank {dist.get_rank()}: {name} {type(error).__name__} {str(error)[:70]}\n", end="", flush=True)
