@@ -83,8 +83,8 @@ FINDINGS = (
         "torch",
         "seen on 2.13.0",
         "`amax` of a DTensor along a dim that has fewer elements than there are ranks: a rank with an empty shard "
-        "raises `IndexError`, the others wait in a collective for it. `sum`, `mean` and `logsumexp` of the same "
-        "DTensor are right.",
+        "raises `IndexError`, the others wait in a collective for it. `sum` of the same DTensor "
+        "is right.",
         "Redistribute to `Replicate()` before it, or keep such a dim unsharded.",
         "torch_amax_of_empty_shard",
         ("torch/ops::largest_uneven",),

@@ -13,11 +13,8 @@ Functions of other projects, each called as its user calls it, judged by `shardp
 is written from the mathematics. `make peers` runs them all, on lockstep and on processes of gloo, and writes this
 page. Corrections are welcome: a scheme that calls a function otherwise than its manual says is our mistake.
 
-Every script below runs without Shardproof, on the versions named, and what stands under it is what it printed:
-
-```console
-$ torchrun --nproc-per-node 2 parity_tests/peers/scripts/torch_mse_loss.py
-```
+Every script below runs without Shardproof, by `torchrun --nproc-per-node 2` and its path, on the versions named.
+What stands under it is what it printed.
 """
 
 
