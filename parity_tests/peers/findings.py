@@ -112,6 +112,8 @@ FINDINGS = (
         "Leave `label_smoothing` at 0, or gather the logits for it.",
         "megatron_label_smoothing",
         ("megatron_core/layers::vocab_parallel_cross_entropy_smoothed",),
+        issue="[#737](https://github.com/NVIDIA/Megatron-LM/issues/737), "
+        "[#7464](https://github.com/NVIDIA/Megatron-LM/issues/7464)",
     ),
     Finding(
         "The mean cross entropy of sharded logits does not count tokens whose loss is zero",
