@@ -21,7 +21,7 @@ from parity_tests.harness.judge.reference import Reference, evaluate
 from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.run.failure import RankFailure
-from parity_tests.harness.run.ledger import Ledger, Ranks
+from parity_tests.harness.run.ledger import Ledger, RunResult
 from parity_tests.harness.run.program import Program
 
 if TYPE_CHECKING:
@@ -40,13 +40,13 @@ def judge(
     *,
     quiet_s: float | None = None,
     reference: Reference | None = None,
-    ship: Callable[[Program], Callable[..., Any]] | None = None,
+    wrap_program: Callable[[Program], Callable[..., Any]] | None = None,
     **arrays: Any,
 ) -> Report:
     """The report of one case; keywords `arrays` and `cotangents` replace those that would be drawn.
 
-    `reference` is an evaluated one, so that it is not evaluated again; `ship` wraps the program that is sent to the
-    ranks. A failed rank is in the report, not raised. Errors: ReferenceFailure where the reference cannot be
+    `reference` is an evaluated one, so that it is not evaluated again; `wrap_program` wraps what is sent to the ranks.
+    A failed rank is in the report, not raised. Errors: ReferenceFailure where the reference cannot be
     evaluated; ValueError for a layout of the user's that is no partition or cannot shard a size of the case.
     """
     # 1. A user's own layouts must be partitions before anything is sharded by them.
@@ -58,7 +58,7 @@ def judge(
     program = Program.of(scheme, **arrays)
     reference = reference or evaluate(scheme, program, case)
     try:
-        ranks = run(ship(program) if ship else program, case, case.engine, quiet_s=quiet_s)
+        ranks = run(wrap_program(program) if wrap_program else program, case, case.engine, quiet_s=quiet_s)
     except RankFailure as failure:
         return Report(scheme.key, case, failure=failure, ledger=failure.ledger or Ledger())
     # 3. Compare values and gradients, then the ledgers.
@@ -84,7 +84,7 @@ def _notes(
     scheme: Declared,
     program: Program,
     case: CaseSpec,
-    ranks: Ranks,
+    ranks: RunResult,
     rows: Sequence[compare.TensorRow],
     protocol: Sequence[str],
 ) -> dict[str, tuple[Note, ...]]:

@@ -80,7 +80,7 @@ class PatchedModules:
         finally:
             self.__enter__()
 
-    def ship(self, job: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_program(self, job: Callable[..., Any]) -> Callable[..., Any]:
         """A job of this code that travels with the patch. To be pickled inside the block."""
         return Shipped(job, self)
 

@@ -137,7 +137,7 @@ class BugRunner:
         return catches, judged
 
     def _catch(self, trial: Trial, patched: dict[str, Declared], modules: PatchedModules, example: int) -> list[Catch]:
-        report = trial.on(patched[trial.scheme.key], modules.ship if self.engine != "lockstep" else None)
+        report = trial.on(patched[trial.scheme.key], modules.wrap_program if self.engine != "lockstep" else None)
         if report.ok:
             return []
         with modules.suspended():

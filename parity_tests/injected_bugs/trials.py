@@ -52,9 +52,9 @@ class Trial:
         """The report without any bug."""
         return judge(self.scheme, self.case, reference=self.reference)
 
-    def on(self, patched: Declared, ship: Callable[..., Any] | None = None) -> Report:
+    def on(self, patched: Declared, wrap_program: Callable[..., Any] | None = None) -> Report:
         """The report of the same case on a scheme whose code has a bug."""
-        return judge(patched, self.case, reference=self.reference, ship=ship)
+        return judge(patched, self.case, reference=self.reference, wrap_program=wrap_program)
 
 
 class SchemeTrials:

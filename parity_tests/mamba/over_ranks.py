@@ -12,7 +12,7 @@ from torch.func import functional_call
 from jax_ref.layouts import BUILTIN as DENSE_LAYOUTS
 from jax_ref.layouts import packed as packed_layout
 from parity_tests.harness.declare.declared import flat
-from parity_tests.harness.run.engines import Ranks, run
+from parity_tests.harness.run.engines import RunResult, run
 from parity_tests.mamba.mixers import PROJECTED, T
 from parity_tests.mamba.parameters import settings_of, sizes_of
 from shardproof import CaseSpec
@@ -40,7 +40,7 @@ def offsets_of(cu: Sequence[int] | None) -> Tensor | None:
     return None if cu is None else torch.tensor(cu)
 
 
-def on_ranks(body: Callable[..., Any], cp: int = 2) -> Ranks:
+def on_ranks(body: Callable[..., Any], cp: int = 2) -> RunResult:
     return run(body, CaseSpec(scheme="mamba", mesh={"cp": cp}))
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.engines import run
-from parity_tests.harness.run.ledger import Ranks
+from parity_tests.harness.run.ledger import RunResult
 
 Pairs = Iterator[tuple[Any, Any]]
 Body = Callable[[Any, CaseSpec], Pairs]
@@ -37,7 +37,7 @@ def plain(value: Any) -> Any:
     return [plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-def verify(body: Body, engine: str, mesh: dict[str, int], **more: Any) -> Ranks:
+def verify(body: Body, engine: str, mesh: dict[str, int], **more: Any) -> RunResult:
     """Run the body; every rank must have found what it wanted, and have looked at something."""
 
     def ranks(mesh: Any, case: CaseSpec) -> list:

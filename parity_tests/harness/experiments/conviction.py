@@ -77,7 +77,7 @@ def _in_backward(scheme: Declared, report: Report, labels: Sequence[str]) -> dic
     for repair in repairs[:MOST_REPAIRS]:
         if all(label in named for label in labels):
             break
-        repaired = judge(scheme, report.case, ship=under(repair))
+        repaired = judge(scheme, report.case, wrap_program=under(repair))
         still = {row.label for row in repaired.rows if not row.ok}
         if repaired.failure is None and still < wrong:
             for label in sorted(wrong - still):
@@ -114,7 +114,7 @@ def _read_too_early(scheme: Declared, report: Report) -> dict[str, str]:
     named: dict[str, str] = {}
     before = {row.label: _strange(row) for row in report.rows}
     for op, source, phase in list(lines)[:MOST_REPAIRS]:
-        repaired = judge(scheme, report.case, ship=under(Repair(op, source, phase, NO_POISON)))
+        repaired = judge(scheme, report.case, wrap_program=under(Repair(op, source, phase, NO_POISON)))
         for row in repaired.rows if repaired.failure is None else ():
             if _strange(row) < before[row.label]:
                 named.setdefault(row.label, f"{op} at {source}")

@@ -127,7 +127,7 @@ class Trace:
         self.operations = used[::-1]
 
 
-class Program:
+class TracedProgram:
     """A trace whose operations are ready to be computed: values, and tangents in all directions at once."""
 
     def __init__(self, trace: Trace, moving: Sequence[bool], rule_of: Callable[[Any], Rule], xp: Any) -> None:
@@ -177,9 +177,9 @@ class Program:
         return error if tangent is None else tangent + error
 
 
-def nested_program(closed: Any, moving: Sequence[bool], rule_of: Callable[[Any], Rule], xp: Any) -> Program:
+def nested_program(closed: Any, moving: Sequence[bool], rule_of: Callable[[Any], Rule], xp: Any) -> TracedProgram:
     """Of a function inside an operation, which rounds once as a whole."""
-    return Program(Trace(closed, rounded=False), moving, rule_of, xp)
+    return TracedProgram(Trace(closed, rounded=False), moving, rule_of, xp)
 
 
 def evaluator(closed: Any, moving: Sequence[bool], compiler_options: Callable[[], Any]) -> Callable[..., Any]:
@@ -192,9 +192,9 @@ def evaluator(closed: Any, moving: Sequence[bool], compiler_options: Callable[[]
     return by_xla(trace, moving, compiler_options)
 
 
-def by_numpy(trace: Trace, moving: Sequence[bool]) -> Program:
+def by_numpy(trace: Trace, moving: Sequence[bool]) -> TracedProgram:
     """Errors: NoRule, of the first operation for which NumPy has none."""
-    return Program(trace, moving, numpy_rule, np)
+    return TracedProgram(trace, moving, numpy_rule, np)
 
 
 def by_xla(trace: Trace, moving: Sequence[bool], compiler_options: Callable[[], Any]) -> Callable[..., Any]:
@@ -202,5 +202,5 @@ def by_xla(trace: Trace, moving: Sequence[bool], compiler_options: Callable[[], 
     import jax
     import jax.numpy as jnp
 
-    program = Program(trace, moving, lambda equation: by_jax, jnp)
+    program = TracedProgram(trace, moving, lambda equation: by_jax, jnp)
     return jax.jit(program.__call__, compiler_options=compiler_options())

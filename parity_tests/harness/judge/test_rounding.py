@@ -9,7 +9,7 @@ from jax import lax
 from parity_tests.harness.judge import bridge
 from parity_tests.harness.judge.control_flow import LONG
 from parity_tests.harness.judge.primitives import RULES
-from parity_tests.harness.judge.rounding import LARGE, POOL, Program, Trace, by_numpy, by_xla, evaluator
+from parity_tests.harness.judge.rounding import LARGE, POOL, Trace, TracedProgram, by_numpy, by_xla, evaluator
 from parity_tests.harness.judge.step import DIRECTIONS
 
 EVALUATIONS = {"numpy": by_numpy, "xla": lambda trace, moving: by_xla(trace, moving, dict)}
@@ -116,7 +116,7 @@ def test_what_numpy_has_no_rule_for_is_compiled(monkeypatch):
     """A primitive, a parameter or a dtype; so is a program of large arrays."""
 
     def chosen(function, *arguments):
-        return isinstance(evaluator(jax.make_jaxpr(function)(*arguments), [True], dict), Program)
+        return isinstance(evaluator(jax.make_jaxpr(function)(*arguments), [True], dict), TracedProgram)
 
     assert chosen(jnp.sin, X)
     assert not chosen(lambda x: jnp.linalg.cholesky(x * jnp.eye(4)), X[:, None])
@@ -140,7 +140,7 @@ def test_a_missing_rule_changes_no_verdict(missing, monkeypatch):
     def evaluated():
         program = evaluator(jax.make_jaxpr(function)(X), [True], dict)
         values, moved = program([X], [tangents], 1e-9 * signs)
-        return isinstance(program, Program), np.asarray(values[0]), np.asarray(moved[0])
+        return isinstance(program, TracedProgram), np.asarray(values[0]), np.asarray(moved[0])
 
     by_rule = evaluated()
     monkeypatch.delitem(RULES, missing)

@@ -7,14 +7,14 @@ from typing import Any
 
 from parity_tests.harness.declare import discover
 from parity_tests.harness.declare.case import ENGINES, LARGEST_WORLD, CaseSpec
-from parity_tests.harness.run.ledger import Ranks
+from parity_tests.harness.run.ledger import RunResult
 
 LOCKSTEP_QUIET_S, PROCESS_QUIET_S = 30.0, 10.0
 
 
 def run(
     fn: Callable[[Any, CaseSpec], Any], case: CaseSpec, engine: str = "lockstep", *, quiet_s: float | None = None
-) -> Ranks:
+) -> RunResult:
     """Run `fn(mesh, case)` on every rank of `case.mesh`; `mesh` is a torch_impl.collectives.MeshView.
 
     A result must be picklable and hold no tensor (NumPy arrays travel as bytes). `quiet_s` is how long a rank

@@ -155,7 +155,7 @@ def group_label(description: str, ranks: Sequence[int], axes: Mapping[str, int])
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RunResult:
     """What each rank returned, every collective it issued, and the seconds between start and last result."""
 
     results: tuple[Any, ...]

@@ -27,7 +27,7 @@ from parity_tests.harness.run.failure import (
 )
 from parity_tests.harness.run.ledger import Ledger, Row, call_site, is_plumbing, raised_at
 from parity_tests.harness.run.lockstep.call import Call
-from parity_tests.harness.run.lockstep.rendezvous import Disagreement, MessageQueues, Rendezvous
+from parity_tests.harness.run.lockstep.rendezvous import CallsDiffer, MessageQueues, Rendezvous
 from parity_tests.harness.run.lockstep.scheduler import Halt, Scheduler
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Exchange:
         # 2. Compare it with the calls that came before: a mismatch fails the run here, with both sides named.
         try:
             complete = rendezvous.arrive(call)
-        except Disagreement as error:
+        except CallsDiffer as error:
             self._fail(Mismatch, f"{error}{self._default_group_note(error.first, error.second)}", call.row)
         # 3. The last to arrive completes all; each rank writes its results when it waits.
         if complete:
@@ -89,7 +89,7 @@ class Exchange:
         queues = self._queues[key]
         try:
             other = queues.receive(call, peer) if call.row.op == "recv" or peer is None else queues.send(call, peer)
-        except Disagreement as error:
+        except CallsDiffer as error:
             self._fail(Mismatch, str(error), call.row)
         if other is not None:
             self._complete(other)

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run import compiling
-from parity_tests.harness.run.ledger import Ranks, is_plumbing
+from parity_tests.harness.run.ledger import RunResult, is_plumbing
 from parity_tests.harness.run.lockstep import group, world
 from parity_tests.harness.run.lockstep.exchange import Exchange
 from parity_tests.harness.run.lockstep.rank_globals import Namespace, namespaces_of
@@ -44,7 +44,7 @@ _sessions: dict[Hashable, Session] = {}
 _MOST_SESSIONS = 16
 
 
-def run(fn: Job, case: CaseSpec, *, quiet_s: float = 60.0) -> Ranks:
+def run(fn: Job, case: CaseSpec, *, quiet_s: float = 60.0) -> RunResult:
     """Run `fn(mesh, case)` on each rank of `case.mesh`; `quiet_s` bounds the seconds between two collectives.
 
     Errors: RuntimeError if another run is going on in this process; RankFailure, one subclass per cause.
@@ -91,7 +91,7 @@ class Session:
             set_up = partial(self._set_up, fn)
             self._all_ranks(set_up, case.replace(schedule=0), quiet_s, namespaces_of(fn))
 
-    def run(self, fn: Job, case: CaseSpec, quiet_s: float) -> Ranks:
+    def run(self, fn: Job, case: CaseSpec, quiet_s: float) -> RunResult:
         """One example; a failure ends the session."""
         try:
             return self._all_ranks(fn, case, quiet_s, namespaces_of(fn))
@@ -108,7 +108,7 @@ class Session:
 
     def _all_ranks(
         self, fn: Job, case: CaseSpec, quiet_s: float, namespaces: dict[str, Namespace] | None = None
-    ) -> Ranks:
+    ) -> RunResult:
         # 1. Lay out the example where the rank threads, which sleep in `Scheduler.enter`, will find it.
         started = time.perf_counter()
         self._job, self._case = fn, case
@@ -128,7 +128,7 @@ class Session:
             raise
         finally:
             self._scheduler.globals.end()
-        return Ranks(tuple(self._results), self._exchange.ledger, time.perf_counter() - started)
+        return RunResult(tuple(self._results), self._exchange.ledger, time.perf_counter() - started)
 
     def _await(self, quiet_s: float) -> None:
         """Wait until all ranks have left. If a rank makes no progress for `quiet_s`, the run fails as stalled.

@@ -12,7 +12,7 @@ from parity_tests.harness.run.lockstep.call import Call
 from parity_tests.harness.run.lockstep.operations import combined, described
 
 
-class Disagreement(Exception):
+class CallsDiffer(Exception):
     """Two calls of one rendezvous do not fit together."""
 
     def __init__(self, what: str, first: Row, second: Row) -> None:
@@ -46,9 +46,9 @@ class Rendezvous:
 def _agree(first: Call, second: Call) -> None:
     a, b = first.row, second.row
     if a.op != b.op:
-        raise Disagreement("different operations meet", a, b)
+        raise CallsDiffer("different operations meet", a, b)
     if a.root != b.root:
-        raise Disagreement(f"roots differ, {a.root} and {b.root}", a, b)
+        raise CallsDiffer(f"roots differ, {a.root} and {b.root}", a, b)
     if a.op == "scatter":
         _same_outputs(first, second)
     elif a.op == "all_to_all":
@@ -56,27 +56,27 @@ def _agree(first: Call, second: Call) -> None:
         _pair(second, first)
     else:
         if a.dtypes != b.dtypes:
-            raise Disagreement(f"dtypes differ, {', '.join(a.dtypes)} and {', '.join(b.dtypes)}", a, b)
+            raise CallsDiffer(f"dtypes differ, {', '.join(a.dtypes)} and {', '.join(b.dtypes)}", a, b)
         if a.splits and b.splits:
             _pair(first, second)
             _pair(second, first)
         elif a.shapes != b.shapes:
-            raise Disagreement(f"shapes differ, {_shapes(a)} and {_shapes(b)}", a, b)
+            raise CallsDiffer(f"shapes differ, {_shapes(a)} and {_shapes(b)}", a, b)
     if a.reduce_op != b.reduce_op:
-        raise Disagreement(f"reduce ops differ, {a.reduce_op} and {b.reduce_op}", a, b)
+        raise CallsDiffer(f"reduce ops differ, {a.reduce_op} and {b.reduce_op}", a, b)
 
 
 def _same_outputs(first: Call, second: Call) -> None:
     for one, other in zip(first.outputs, second.outputs, strict=True):
         if (one.shape, one.dtype) != (other.shape, other.dtype):
-            raise Disagreement(f"outputs differ, {described(one)} and {described(other)}", first.row, second.row)
+            raise CallsDiffer(f"outputs differ, {described(one)} and {described(other)}", first.row, second.row)
 
 
 def _pair(sender: Call, receiver: Call) -> None:
     sent = sender.pieces[0] if sender.row.op == "all_gather" else sender.pieces[receiver.place]
     expected = receiver.expected[sender.place]
     if (sent.shape, sent.dtype) != (expected.shape, expected.dtype):
-        raise Disagreement(
+        raise CallsDiffer(
             f"splits disagree, rank {sender.row.rank} sends {described(sent)} to rank {receiver.row.rank}, which "
             f"expects {described(expected)}",
             sender.row,
@@ -152,11 +152,11 @@ class MessageQueues:
 def _deliver(send: Call, receive: Call) -> Call:
     a, b = send.row, receive.row
     if a.tag != b.tag:
-        raise Disagreement(f"tags differ, {a.tag} and {b.tag}", a, b)
+        raise CallsDiffer(f"tags differ, {a.tag} and {b.tag}", a, b)
     if a.dtypes != b.dtypes:
-        raise Disagreement(f"dtypes differ, {a.dtypes[0]} and {b.dtypes[0]}", a, b)
+        raise CallsDiffer(f"dtypes differ, {a.dtypes[0]} and {b.dtypes[0]}", a, b)
     if a.shapes != b.shapes:
-        raise Disagreement(f"shapes differ, {list(a.shapes[0])} and {list(b.shapes[0])}", a, b)
+        raise CallsDiffer(f"shapes differ, {list(a.shapes[0])} and {list(b.shapes[0])}", a, b)
     receive.results = send.copies
     receive.origin = send.place
     return receive

@@ -36,9 +36,9 @@ from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.travel import dumps
 from parity_tests.harness.run.exit_status import FAILED, USAGE
 from parity_tests.harness.run.failure import NotRun, RankFailure
-from parity_tests.harness.run.ledger import Ledger, Ranks
+from parity_tests.harness.run.ledger import Ledger, RunResult
 from parity_tests.harness.run.processes.member import Follower, Leader, place
-from parity_tests.harness.run.processes.root_cause import verdict
+from parity_tests.harness.run.processes.root_cause import find_root_cause
 
 LOOK_S = 0.5  # between two looks
 _watching: list[threading.Thread] = []
@@ -89,7 +89,7 @@ def world_size() -> int:
     return place()[1]
 
 
-def run(fn: Callable[[Any, CaseSpec], Any], case: CaseSpec, quiet_s: float = 10.0) -> Ranks:
+def run(fn: Callable[[Any, CaseSpec], Any], case: CaseSpec, quiet_s: float = 10.0) -> RunResult:
     """On rank 0: run `fn(mesh, case)` on every rank of the job.
 
     Errors: RankFailure, one subclass per cause; ValueError if the mesh has another number of ranks than the job;
@@ -121,12 +121,12 @@ def run(fn: Callable[[Any, CaseSpec], Any], case: CaseSpec, quiet_s: float = 10.
     start = time.monotonic()
     outcomes, quiet = _with_store(partial(leader.run, job, quiet_s))
     seconds = time.monotonic() - start
-    failure = verdict(outcomes, case, quiet)
+    failure = find_root_cause(outcomes, case, quiet)
     if failure is not None:
         _failed = (key, case.json, failure)
         raise failure
     ledger = Ledger([row for outcome in outcomes for row in outcome.rows])
-    return Ranks(tuple(cloudpickle.loads(outcome.result) for outcome in outcomes), ledger, seconds)
+    return RunResult(tuple(cloudpickle.loads(outcome.result) for outcome in outcomes), ledger, seconds)
 
 
 def serve() -> int:

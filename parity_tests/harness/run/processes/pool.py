@@ -25,9 +25,9 @@ from parity_tests.harness.declare import discover
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.travel import dumps
 from parity_tests.harness.run.failure import NotRun
-from parity_tests.harness.run.ledger import Ledger, Ranks
+from parity_tests.harness.run.ledger import Ledger, RunResult
 from parity_tests.harness.run.processes.forks import ForkServer
-from parity_tests.harness.run.processes.root_cause import verdict
+from parity_tests.harness.run.processes.root_cause import find_root_cause
 from parity_tests.harness.run.processes.status_table import StatusTable
 from parity_tests.harness.run.processes.watch import RankHandle, Watch
 
@@ -36,7 +36,7 @@ _server: ForkServer | None = None
 _pools: dict[tuple[int, str], Pool] = {}
 
 
-def run(fn: Callable[[Any, CaseSpec], Any], case: CaseSpec, backend: str = "gloo", quiet_s: float = 10.0) -> Ranks:
+def run(fn: Callable[[Any, CaseSpec], Any], case: CaseSpec, backend: str = "gloo", quiet_s: float = 10.0) -> RunResult:
     """Run `fn(mesh, case)` on each rank of `case.mesh`, in processes.
 
     `fn` travels by value, once per pool; results come back pickled. Nothing may move for `quiet_s` while a rank
@@ -122,7 +122,9 @@ class Pool:
     def pids(self) -> list[int]:
         return [handle.pid for handle in self._handles]
 
-    def run(self, function: tuple[bytes, str | None], case: CaseSpec, quiet_s: float, session: object = None) -> Ranks:
+    def run(
+        self, function: tuple[bytes, str | None], case: CaseSpec, quiet_s: float, session: object = None
+    ) -> RunResult:
         """One job; `function` is pickled, with the file to import before it."""
         if session != self._session or any(self._server.exit_code(pid) is not None for pid in self.pids):
             self.kill()
@@ -134,12 +136,12 @@ class Pool:
             self._send(function, case)
             outcomes, quiet = Watch(self._handles, self._server, table).outcomes(quiet_s)
             seconds = time.monotonic() - start
-            failure = verdict(outcomes, case, quiet)
+            failure = find_root_cause(outcomes, case, quiet)
             if failure is not None:
                 raise failure
             on_failure.pop_all()
         ledger = Ledger([row for outcome in outcomes for row in outcome.rows])
-        return Ranks(tuple(cloudpickle.loads(outcome.result) for outcome in outcomes), ledger, seconds)
+        return RunResult(tuple(cloudpickle.loads(outcome.result) for outcome in outcomes), ledger, seconds)
 
     def kill(self) -> None:
         self._server.kill(self.pids)

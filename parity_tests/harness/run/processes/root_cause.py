@@ -70,7 +70,7 @@ class Outcome:
         return f"rank {self.rank} {what}"
 
 
-def verdict(
+def find_root_cause(
     outcomes: Sequence[Outcome], case: CaseSpec | None, quiet: float | None = None
 ) -> failure.RankFailure | None:
     """The failure to raise, or None if all ranks are done and their ledgers agree.

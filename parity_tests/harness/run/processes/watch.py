@@ -10,7 +10,7 @@ from pathlib import Path
 from parity_tests.harness.run import compiling
 from parity_tests.harness.run.ledger import Row
 from parity_tests.harness.run.processes.forks import ForkServer
-from parity_tests.harness.run.processes.root_cause import DIED, DONE, RUNNING, Outcome, verdict
+from parity_tests.harness.run.processes.root_cause import DIED, DONE, RUNNING, Outcome, find_root_cause
 from parity_tests.harness.run.processes.status_table import COMPUTING, STARTING, WAITING, StatusTable
 
 TICK_S = 0.05
@@ -140,7 +140,7 @@ class Watch:
 
     def _disagree(self) -> bool:
         """All wait, and what they have issued so far does not fit together: no need to wait for a stall."""
-        return verdict(self._collected(), None) is not None
+        return find_root_cause(self._collected(), None) is not None
 
     def _receive(self, timeout: float) -> None:
         pending = self._pending()
