@@ -106,7 +106,7 @@ def scheme(
     module: str | None = None,
     assume: Callable[[CaseSpec], Any] | None = None,
     isolate: tuple[str, ...] = (),
-    excluded_calls: tuple[str, ...] = (),
+    excluded_calls: tuple[str, ...] | None = None,
 ) -> Callable[[Callable[..., Any]], Scheme]:
     """Declare that the decorated per-rank function means `reference`.
 
@@ -128,7 +128,8 @@ def scheme(
     function draws random numbers. `setup(mesh)` runs once per rank and mesh before the function, on every engine;
     `around(mesh)` returns a context manager, which each rank enters for forward and backward. `isolate` names further
     modules and packages whose globals each rank of lockstep has for itself, as those of the scheme's file and of what
-    it imports are. `excluded_calls` names the calling conditions that the function does not promise.
+    it imports are. `excluded_calls` names the calling conditions that the function does not promise; by default
+    `inference_mode` and `overwritten`.
 
     Errors: ValueError at declaration, `scheme '<name>': ...`, for whatever can be known to be wrong.
     """
@@ -148,7 +149,7 @@ def scheme(
         all_read = not rejection.texts
         rejection.of(validation.check_arguments, fn, signature, in_specs, choices, reference)
         rejection.of(validation.check_surroundings, setup, around, assume, isolate)
-        rejection.of(validation.check_excluded_calls, excluded_calls)
+        excluded = rejection.of(validation.excluded_calls, fn.__module__, excluded_calls) or ()
         # 3. What refers to dims and tensors, if all of them could be read.
         if all_read:
             results += rejection.of(validation.modified_arguments, modifies, leaves, results) or ()
@@ -184,7 +185,7 @@ def scheme(
             module=module,
             assume=assume,
             isolate=tuple(isolate),
-            excluded_calls=tuple(excluded_calls),
+            excluded_calls=excluded,
             file=fn.__code__.co_filename,
             line=fn.__code__.co_firstlineno,
             of_module=_is_being_executed(fn.__module__),

@@ -50,7 +50,6 @@ def declared(chosen, mesh, **changes):
         "dims": {**dims(chosen), "b": (8,), "s": (5,)},
         "dtypes": ("float64", "float32"),
         "reduction": ("s", "d"),
-        "excluded_calls": ("inference_mode",),  # FSDP's hooks count the versions of tensors
         **changes,
     }
 

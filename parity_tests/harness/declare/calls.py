@@ -47,6 +47,14 @@ OF_ANOTHER_COST = ("frozen", "unused", *OTHER_CALLS, "second_backward", *WITHOUT
 COTANGENT = "cotangent "
 
 
+def excluded_by_default(module: str) -> tuple[str, ...]:
+    """What code that is right for training often does not promise; the schemes of this project promise more.
+
+    Tensors made in inference mode may not be saved for a backward, and over one rank many functions return their input.
+    """
+    return ("inference_mode",) if module.partition(".")[0] == "parity_tests" else ("inference_mode", "overwritten")
+
+
 def phrases(case: CaseSpec) -> list[str]:
     """Each condition of the case as a clause that follows `when`: `logits is a transposed view`."""
     return [phrase for name, value in case.calls.items() for phrase in _phrases(name, value, case)]

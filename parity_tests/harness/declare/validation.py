@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args, get_origin
 
-from parity_tests.harness.declare.calls import CONDITIONS
+from parity_tests.harness.declare.calls import CONDITIONS, excluded_by_default
 from parity_tests.harness.declare.case import DTYPES, ENGINES
 from parity_tests.harness.declare.declared import Argument
 from parity_tests.harness.declare.draws import Draw
@@ -309,10 +309,14 @@ def check_choices(
                 raise rejection(f"reduction has {name!r}; the dims are ({', '.join(sorted(dims))})")
 
 
-def check_excluded_calls(excluded: Any, rejection: Mistakes) -> None:
-    unknown = [excluded] if isinstance(excluded, str) else [name for name in excluded if name not in CONDITIONS]
+def excluded_calls(module: str, names: Any, rejection: Mistakes) -> tuple[str, ...]:
+    """The calling conditions that are not drawn for a scheme of this module."""
+    if names is None:
+        return excluded_by_default(module)
+    unknown = [names] if isinstance(names, str) else [name for name in names if name not in CONDITIONS]
     if unknown:
         raise rejection(f"excluded_calls has {unknown[0]!r}; give a tuple of {', '.join(CONDITIONS)}")
+    return tuple(names)
 
 
 def check_surroundings(setup: Any, around: Any, assume: Any, isolate: Any, rejection: Mistakes) -> None:

@@ -43,7 +43,7 @@ def test_zeros_that_are_equal_are_a_tie_too(seed):
 
 
 def test_some_undecided_examples_are_counted_in_a_pass():
-    report = greatest(kinds=("normal", "iota", "peaked", "huge", "tiny", "ties")).verify(seed=2, examples=24)
+    report = greatest(kinds=("normal", "iota", "peaked", "huge", "tiny", "ties")).verify(seed=0, examples=24)
     assert report.ok and 0 < report.undecided_examples <= 6
     assert f"undecided: {report.undecided_examples} of {report.examples} examples: {TIE}" in str(report)
     assert report.to_dict()["undecided"] == report.undecided_examples
