@@ -149,7 +149,7 @@ def scheme(
         all_read = not rejection.texts
         rejection.of(validation.check_arguments, fn, signature, in_specs, choices, reference)
         rejection.of(validation.check_surroundings, setup, around, assume, isolate)
-        excluded = rejection.of(validation.excluded_calls, fn.__module__, excluded_calls) or ()
+        excluded = rejection.of(validation.excluded_calls, fn.__module__ or "", excluded_calls) or ()
         # 3. What refers to dims and tensors, if all of them could be read.
         if all_read:
             results += rejection.of(validation.modified_arguments, modifies, leaves, results) or ()
