@@ -256,6 +256,20 @@ class InPlace(torch.autograd.Function):
         return gradient, None
 
 
+def test_an_input_that_is_overwritten_may_have_no_gradient():
+    def decoded(mesh, x, cache):
+        y = x + cache
+        cache += x.detach()
+        return y
+
+    specs = {"inputs": {"x": "b/dp v", "cache": "b/dp v"}, "outputs": "b/dp v", "mesh": {"dp": (1, 2)}}
+    caching = declared(
+        decoded, lambda x, cache: (x + cache, cache + x), **specs, nograd=("cache",), modifies=("cache",)
+    )
+    report = caching.verify(examples=6)
+    assert report.ok and [row.label for row in report.rows] == ["out", "cache after", "d/d x"]
+
+
 @pytest.mark.parametrize("modifies", [("logits",), ()])
 def test_an_input_that_is_overwritten_on_purpose(modifies):
     def first_logprob(mesh, logits):

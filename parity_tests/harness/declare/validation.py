@@ -141,7 +141,7 @@ def modified_arguments(
             raise rejection(f"modifies has {name!r}, the inputs are ({', '.join(by_name)})")
         if name in {arg.name for arg in results}:
             raise rejection(f"modifies has {name!r}, which is an output's name too; give the output another")
-    return tuple(replace(by_name[name], modified=True) for name in modifies)
+    return tuple(replace(by_name[name], modified=True, nograd=False) for name in modifies)
 
 
 def check_module(
