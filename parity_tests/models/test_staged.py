@@ -16,7 +16,6 @@ from jax_ref.models import Config, next_ids, normalised, token_losses
 from parity_tests.harness.run.engines import run
 from parity_tests.models.by_name import flax_model
 from parity_tests.models.parameters import (
-    DTYPES,
     FOUR_TIED,
     HEAD_DIM,
     RELATED,
@@ -82,7 +81,8 @@ def declared(parameters, names):
             "mamba": ("state", "hidden"),
             "exchange": ("ulysses", "ring", "all_gather"),
         },
-        "dtypes": DTYPES,
+        # Not bfloat16: where the loss itself is off by a tenth, a gradient may be twice a budget of first order.
+        "dtypes": ("float32", "float64"),
         "reduction": ("t", "f"),
         "roundings": 2 * ROUNDINGS,
     }
