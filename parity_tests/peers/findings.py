@@ -79,11 +79,11 @@ FINDINGS = (
         ("torch/scans::*_from_the_end_*",),
     ),
     Finding(
-        "The largest element along a sharded dim raises on a rank that has none of it, and the other ranks wait",
+        "The largest element along a sharded dim raises on a rank that has none of it, and the others fail with it",
         "torch",
         "seen on 2.13.0",
         "`amax` of a DTensor along a dim that has fewer elements than there are ranks: a rank with an empty shard "
-        "raises `IndexError`, the others wait in a collective for it. `sum` of the same DTensor "
+        "raises `IndexError`, the others are in a collective that it never enters. `sum` of the same DTensor "
         "is right.",
         "Redistribute to `Replicate()` before it, or keep such a dim unsharded.",
         "torch_amax_of_empty_shard",

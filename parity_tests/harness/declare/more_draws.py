@@ -22,16 +22,22 @@ MOST_NUMBERS = 8  # different ones of a strategy in one array
 
 
 @dataclass(frozen=True)
-class OfFunction(Draw):
-    """Arrays of a function `(generator, shape)` or `(generator, shape, case)`; `who` is named in errors."""
+class _OfUser(Draw):
+    """A draw that the user wrote; `who` is named in errors."""
 
-    function: Callable[..., Any] | None = None
     integer: bool = False
     who: str = "draw"
 
     @property
     def is_integer(self) -> bool:
         return self.integer
+
+
+@dataclass(frozen=True)
+class OfFunction(_OfUser):
+    """Arrays of a function `(generator, shape)` or `(generator, shape, case)`."""
+
+    function: Callable[..., Any] | None = None
 
     def value(self, choose: Chooser, shards: int) -> dict[str, Any]:
         return {"kind": "function"}
@@ -59,16 +65,10 @@ class OfFunction(Draw):
 
 
 @dataclass(frozen=True)
-class OfStrategy(Draw):
+class OfStrategy(_OfUser):
     """Numbers of a Hypothesis strategy, up to eight different ones in an array."""
 
     strategy: Any = None
-    integer: bool = False
-    who: str = "draw"
-
-    @property
-    def is_integer(self) -> bool:
-        return self.integer
 
     def value(self, choose: Chooser, shards: int) -> dict[str, Any]:
         """Errors: ValueError for what is no number."""

@@ -4,7 +4,8 @@ The files are long because they are tables: an entry is looked up by its name.
 """
 
 from parity_tests.injected_bugs.catalogue import (
-    calls,
+    calls_backward,
+    calls_storage,
     collectives,
     context_parallel,
     layouts,
@@ -31,7 +32,8 @@ CATALOGUE = (
     *vocab_parallel_logprob.BUGS,
     *vocab_parallel_selection.BUGS,
     *vocab_parallel_sequences.BUGS,
-    *calls.BUGS,
+    *calls_storage.BUGS,
+    *calls_backward.BUGS,
 )
 WITHOUT_A_COMPONENT = {"random": "no scheme draws random numbers"}
 APPLICABLE = tuple(kind for kind in KINDS if kind not in WITHOUT_A_COMPONENT)

@@ -10,4 +10,5 @@ for name in ("sum", "amax"):
     try:
         print(f"rank {dist.get_rank()}: {name} {getattr(x, name)(1).full_tensor().tolist()}\n", end="", flush=True)
     except (IndexError, RuntimeError) as error:
-        print(f"rank {dist.get_rank()}: {name} {type(error).__name__} {str(error)[:70]}\n", end="", flush=True)
+        words = str(error).partition("[")[0].strip() or "the connection to the other rank is lost"
+        print(f"rank {dist.get_rank()}: {name} {type(error).__name__}: {words}\n", end="", flush=True)
