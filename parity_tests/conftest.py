@@ -10,7 +10,9 @@ import pytest
 from hypothesis import settings
 
 from parity_tests.harness.draw import strategy
+from parity_tests.harness.draw.reproducible import make_draws_reproducible
 
+make_draws_reproducible()
 strategy.register_profiles()
 settings.load_profile("dev")  # --hypothesis-profile=ci overrides it
 

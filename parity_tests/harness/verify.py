@@ -19,6 +19,7 @@ from parity_tests.harness.declare.discover import lookup
 from parity_tests.harness.declare.draws import has_infinities
 from parity_tests.harness.draw import size_choices
 from parity_tests.harness.draw.drawing import draw_case, fitting_meshes, meshes_left_out, seeded_chooser
+from parity_tests.harness.draw.reproducible import reproducible_draws
 from parity_tests.harness.draw.strategy import EXAMPLES, SHAPES, every_case, profile
 from parity_tests.harness.experiments.notes import from_one_case, tested
 from parity_tests.harness.experiments.smallest import shrunk
@@ -188,7 +189,8 @@ def _search(
             report.raise_if_failed()
 
     try:
-        example()
+        with reproducible_draws():
+            example()
     except ReferenceFailure:
         raise
     except Exception:

@@ -57,6 +57,8 @@ def _example(strategy: Any, seed: int) -> Any:
     from hypothesis import HealthCheck, Phase, given, settings
     from hypothesis import seed as hypothesis_seed
 
+    from parity_tests.harness.draw.reproducible import reproducible_draws
+
     found: list[Any] = []
 
     @hypothesis_seed(seed)
@@ -66,7 +68,8 @@ def _example(strategy: Any, seed: int) -> Any:
     def example(value: Any) -> None:
         found.append(value)
 
-    example()
+    with reproducible_draws():
+        example()
     return found[seed % len(found)]
 
 

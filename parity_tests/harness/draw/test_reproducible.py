@@ -1,0 +1,43 @@
+"""The cases of a seed are the same, whatever modules the process has imported."""
+
+import subprocess
+import sys
+
+from hypothesis import given, settings
+from hypothesis import seed as hypothesis_seed
+
+from parity_tests.harness.draw.reproducible import reproducible_draws
+from parity_tests.specimens.drawn_schemes import sequences
+from shardproof import every_case
+
+CONSTANTS = "NUMBERS = [" + ", ".join(str(number) for number in range(100, 1000)) + "]\n"
+SEARCH = "from parity_tests.harness.draw.test_reproducible import drawn; print(*drawn(), sep='\\n')"
+
+
+def drawn():
+    """The cases of seed 0, as text."""
+    texts = []
+
+    @hypothesis_seed(0)
+    @settings(max_examples=60, database=None)
+    @given(every_case(sequences))
+    def example(case):
+        texts.append(case.json)
+
+    with reproducible_draws():
+        example()
+    return texts
+
+
+def in_a_process(folder, program):
+    return subprocess.run(
+        [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=True
+    ).stdout.split("\n")[:-1]
+
+
+def test_imported_constants_change_no_draw(tmp_path):
+    """Hypothesis alone reads the 900 numbers of the module and draws some of them."""
+    (tmp_path / "constants.py").write_text(CONSTANTS)
+    plain = in_a_process(tmp_path, SEARCH)
+    assert plain == in_a_process(tmp_path, f"import constants; {SEARCH}") == drawn()
+    assert len(set(plain)) > 30
