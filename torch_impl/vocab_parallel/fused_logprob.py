@@ -9,7 +9,8 @@ of a row, or k of them. With y = z / temperature, lse = log sum_v exp(y_v) and p
 Forward: one read of the logits, one all_gather. Backward: one read, one write, no collective; p is computed again from
 the logits and the saved normaliser, so that nothing of the logits' size is saved but the logits themselves.
 
-Read `forward`, then `backward`, then `write_gradient`. Nothing is validated here: the public functions did so.
+Read `forward`, then `backward`, then `write_gradient`. Nothing is validated here: the public functions did so. A small
+call on full rows takes the short route of `small_logprob`, where the operations' overhead is most of the time.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch.distributed import ProcessGroup
 from torch_impl import kernels
 from torch_impl.collectives import accumulator
 from torch_impl.contract.derivatives import first_derivative_only
+from torch_impl.vocab_parallel import small_logprob
 from torch_impl.vocab_parallel import statistics as st
 from torch_impl.vocab_parallel.statistics import row_blocks, rows_of, rows_per_block
 
@@ -69,6 +71,9 @@ class FusedLogprob(torch.autograd.Function):
 
 def forward(ctx: Any, logits: Tensor, ids: Tensor | None, options: LogprobOptions) -> tuple[Tensor, ...]:
     """A tuple: if there are ids, their log-probabilities in the ids' shape; `with_entropy`, sum p log p of each row."""
+    ctx.is_small = small_logprob.applies_to(logits, ids, options)
+    if ctx.is_small:
+        return small_logprob.forward(ctx, logits, ids, options)
     # 1. This rank's column of each id, [n, k]; a target is the only id of its row.
     column, has_full_rows = None, options.group is None or options.group.size() == 1
     if ids is not None:
@@ -103,6 +108,8 @@ def backward(ctx: Any, *cotangents: Tensor | None) -> Tensor:
     options: LogprobOptions = ctx.options
     if options.inference_only:
         raise RuntimeError(NOTHING_SAVED)
+    if ctx.is_small:
+        return small_logprob.backward(ctx, *cotangents)
     logits, largest, log_total, column, shifted_mean = ctx.saved_tensors
     logits = logits.detach()  # shares the version counter: autograd sees a gradient written over the logits
     gradient = None if options.inplace_gradient else logits.new_empty(largest.numel(), logits.shape[-1])

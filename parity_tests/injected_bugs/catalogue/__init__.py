@@ -17,6 +17,7 @@ from parity_tests.injected_bugs.catalogue import (
     vocab_parallel_logprob,
     vocab_parallel_selection,
     vocab_parallel_sequences,
+    vocab_parallel_small,
 )
 from parity_tests.injected_bugs.injected_bug import KINDS
 
@@ -32,6 +33,7 @@ CATALOGUE = (
     *vocab_parallel_logprob.BUGS,
     *vocab_parallel_selection.BUGS,
     *vocab_parallel_sequences.BUGS,
+    *vocab_parallel_small.BUGS,
     *calls_storage.BUGS,
     *calls_backward.BUGS,
 )

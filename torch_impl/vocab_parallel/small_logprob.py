@@ -1,0 +1,80 @@
+"""Log-probability of one target of each row, where one rank has full rows and all of them fit in a row block.
+
+A small call costs what its operations cost to launch, not what they compute. Without blocks, statistics to merge and
+several ids of a row, the formulas of `fused_logprob` need less than half as many:
+
+    log p[t] = (z_t - m) / temperature - log(1 + R),     R = sum_v exp(b_v) - 1,     b_v = (z_v - m) / temperature
+    d z = g (1[v=t] - p) / temperature
+
+What is saved, what is rounded, and what rows of -inf, +inf or NaN give, is the same as there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_impl.collectives import accumulator
+from torch_impl.vocab_parallel import statistics
+
+
+def applies_to(logits: Tensor, ids: Tensor | None, options: Any) -> bool:
+    """Whether `forward` computes what `fused_logprob.forward` does for these arguments."""
+    return (
+        ids is not None
+        and (options.group is None or options.group.size() == 1)
+        and not (options.has_id_dim or options.with_entropy or options.inplace_gradient)
+        and options.normalised
+        and options.chunk_size is None
+        and options.backend in ("auto", "eager")
+        and logits.is_cpu
+        and 0 < logits.numel() * accumulator(logits.dtype).itemsize <= statistics.BLOCK_BYTES["cpu"]
+        and not torch.compiler.is_compiling()
+    )
+
+
+def forward(ctx: Any, logits: Tensor, ids: Tensor, options: Any) -> tuple[Tensor]:
+    """The log-probability of each id, in the ids' shape."""
+    # 1. The column of each id, and which ids are outside the vocabulary.
+    column = ids.unsqueeze(-1)
+    if options.vocab_start:
+        column = column - options.vocab_start
+    index = column.clamp(0, logits.shape[-1] - 1)
+    is_outside = index != column
+    # 2. The largest logit and log(1 + R). A row of -inf is shifted by a finite number, since -inf - -inf is NaN; a row
+    #    that has a NaN or +inf has no softmax, and R is NaN.
+    wide = logits.to(accumulator(logits.dtype))
+    largest, at_largest = wide.max(-1, keepdim=True)
+    shift = largest.clamp_min(torch.finfo(wide.dtype).min)
+    zero_or_nan = shift - shift
+    terms = _over_temperature(wide - shift, options).exp_()
+    log_total = terms.scatter_(-1, at_largest, zero_or_nan).sum(-1, keepdim=True).log1p_()
+    # 3. The score; that of an id outside the vocabulary is 0.
+    score = _over_temperature(wide.gather(-1, index) - largest, options).sub_(log_total)
+    score = torch.where(is_outside, zero_or_nan, score).squeeze(-1)
+    ctx.options = options
+    ctx.set_materialize_grads(False)
+    if not options.inference_only:
+        ctx.save_for_backward(logits, largest, log_total, column.masked_fill(is_outside, -1).to(torch.int32))
+    return (score,)
+
+
+def backward(ctx: Any, g: Tensor | None) -> Tensor:
+    """d logits, in the logits' dtype."""
+    logits, largest, log_total, column = ctx.saved_tensors
+    if g is None:
+        return torch.zeros_like(logits)
+    minus_g = g.unsqueeze(-1).neg()
+    index, is_outside = column.clamp_min(0).long(), column < 0
+    # 1. log p of every column; at the id -expm1(log p), not 1 - p, which loses all digits where p is almost 1.
+    log_p = _over_temperature(logits.to(largest.dtype) - largest, ctx.options).sub_(log_total)
+    at_id = log_p.gather(-1, index).expm1_().mul_(minus_g)
+    gradient = log_p.exp_().mul_(minus_g).scatter_(-1, index, at_id)
+    # 2. The row of an id outside the vocabulary is set to 0, not multiplied by 0, since 0 * NaN is NaN.
+    return _over_temperature(gradient.masked_fill_(is_outside, 0.0), ctx.options).to(logits.dtype)
+
+
+def _over_temperature(x: Tensor, options: Any) -> Tensor:
+    return x if options.temperature == 1.0 else x.div_(options.temperature)
