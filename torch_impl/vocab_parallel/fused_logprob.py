@@ -72,7 +72,7 @@ class FusedLogprob(torch.autograd.Function):
 def forward(ctx: Any, logits: Tensor, ids: Tensor | None, options: LogprobOptions) -> tuple[Tensor, ...]:
     """A tuple: if there are ids, their log-probabilities in the ids' shape; `with_entropy`, sum p log p of each row."""
     ctx.is_small = small_logprob.applies_to(logits, ids, options)
-    if ctx.is_small:
+    if ids is not None and ctx.is_small:
         return small_logprob.forward(ctx, logits, ids, options)
     # 1. This rank's column of each id, [n, k]; a target is the only id of its row.
     column, has_full_rows = None, options.group is None or options.group.size() == 1
