@@ -203,9 +203,9 @@ def _target(logits: Tensor) -> Tensor:
 def _kernel_inputs(logits: Tensor) -> tuple[Tensor, Any, tuple[Tensor, Tensor]]:
     """(columns, their cotangents, m and log(1 + R))."""
     column = st.local_column(_target(logits).unsqueeze(-1), 0, logits.shape[-1])
-    largest = logits.amax(-1).float()
-    log_total = torch.stack([(row.float() - m).exp().sum().log() for row, m in zip(logits, largest, strict=True)])
-    return column, id_cotangents(column, torch.ones(column.shape, device=logits.device)), (largest, log_total)
+    row_max = logits.amax(-1).float()
+    log_row_sum = torch.stack([(row.float() - m).exp().sum().log() for row, m in zip(logits, row_max, strict=True)])
+    return column, id_cotangents(column, torch.ones(column.shape, device=logits.device)), (row_max, log_row_sum)
 
 
 def _both(backend: str) -> str:

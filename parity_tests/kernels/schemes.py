@@ -118,15 +118,15 @@ class _InSteps(torch.autograd.Function):
     def forward(ctx, logits, target, start, end, group, temperature):
         rows = logits.flatten(0, 1)
         column = st.local_column(target.reshape(-1, 1), start, end)
-        m_r, rest_r, z_r, d_r = st.from_all_ranks(
+        row_max_r, row_sum_m1_r, z_r, shifted_mean_r = st.gather_statistics(
             local_statistics(rows, column, temperature, True, STEP), group
         ).unbind(1)
-        normaliser, z_t = st.merged_normaliser(m_r, rest_r, temperature), st.merged_target(z_r)
-        shifted_mean = st.merged_shifted_mean(m_r, rest_r, d_r, normaliser, temperature)
+        normaliser, z_t = st.global_normaliser(row_max_r, row_sum_m1_r, temperature), st.global_target_logit(z_r)
+        shifted_mean = st.global_shifted_mean(row_max_r, row_sum_m1_r, shifted_mean_r, normaliser, temperature)
         column = torch.where(z_t.unsqueeze(-1) == torch.inf, st.OUT_OF_VOCABULARY, column)
         ctx.save_for_backward(logits, *normaliser, column, shifted_mean)
         ctx.temperature = temperature
-        scores = st.logprob_of(z_t, normaliser, temperature), shifted_mean - normaliser.log_total
+        scores = st.logprob_of(z_t, normaliser, temperature), shifted_mean - normaliser.log_row_sum
         return tuple(x.view(target.shape) for x in scores)
 
     @staticmethod

@@ -19,24 +19,25 @@ from torch_impl.kernels import row_gather, softmax
 
 ARCHITECTURES = (80, 90)
 ALIGNED = [["tt.divisibility", 16]]
-SETTINGS = dict(HAS_TEMP=True, WITH_ENTROPY=True)
-NUMBERS = "n v k rows count inner entropy_at row_stride out_row_stride outer_stride"
-ACCUMULATED = "temperature largest log_total shifted_mean g_entropy g_same total g_other"
+SETTINGS = dict(HAS_TEMPERATURE=True, WITH_ENTROPY=True)
+NUMBERS = "n v k rows count inner entropy_offset row_stride out_row_stride outer_stride"
+ACCUMULATED = "temperature row_max log_row_sum shifted_mean g_entropy g_same g_total g_other"  # each _ptr
 
 
 def compiled(kernel, architecture, logits, accumulator, constants, **options):
     """The kernel for pointers to such dtypes, all aligned; what is no pointer nor constant is an int32."""
     names = kernel.arg_names
-    types = dict.fromkeys(NUMBERS.split(), "i32") | dict.fromkeys(ACCUMULATED.split(), f"*{accumulator}")
-    types |= dict.fromkeys(("logits", "looked_up", "source", "out"), f"*{logits}") | {"ids": "*i32", "index": "*i64"}
+    types = dict.fromkeys(NUMBERS.split(), "i32") | {f"{name}_ptr": f"*{accumulator}" for name in ACCUMULATED.split()}
+    types |= dict.fromkeys(("logits_ptr", "z_t_ptr", "source_ptr", "out_ptr"), f"*{logits}")
+    types |= {"column_ptr": "*i32", "index_ptr": "*i64"}
     if kernel is softmax._statistics:
-        types["out"] = f"*{accumulator}"
+        types["out_ptr"] = f"*{accumulator}"
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     source = ASTSource(
         kernel,
         signature,
         {(names.index(name),): value for name, value in constants.items()},
-        {(i,): ALIGNED for i, name in enumerate(names) if name not in constants and name not in ("ids", "k")},
+        {(i,): ALIGNED for i, name in enumerate(names) if name not in constants and name not in ("column_ptr", "k")},
     )
     return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
 

@@ -32,16 +32,16 @@ if INTERPRETED:  # a rank's tensors are on the CPU
 
 def given_to(z, k, temperature=1.0, with_entropy=True):
     """(columns, floating arguments) of a gradient: m, log(1 + R), d and the cotangents."""
-    m, rest, d = st.local_statistics(z, None, temperature, True)
-    g, g_entropy = (normal(*shape, seed=9).to(z.device, m.dtype) for shape in ((len(z), max(k, 1)), (len(z),)))
+    row_max, row_sum_m1, d = st.local_statistics(z, None, temperature, True)
+    g, g_entropy = (normal(*shape, seed=9).to(z.device, row_max.dtype) for shape in ((len(z), max(k, 1)), (len(z),)))
     entropy = (d, g_entropy) if with_entropy else (None, None)
-    return (columns(z, k) if k else None), (g, m, rest.log1p(), *entropy)
+    return (columns(z, k) if k else None), (g, row_max, row_sum_m1.log1p(), *entropy)
 
 
-def of_rows(largest, log_total, shifted_mean, g_entropy, at_ids):
+def of_rows(row_max, log_row_sum, shifted_mean, g_entropy, at_ids):
     """The arguments of `write_gradient` that stand for rows."""
     entropy = None if shifted_mean is None else fused_logprob.EntropyGradient(shifted_mean, g_entropy)
-    return st.Normaliser(largest, log_total), at_ids, entropy
+    return st.Normaliser(row_max, log_row_sum), at_ids, entropy
 
 
 def by_kernel(z, column, floats, temperature=1.0, normalised=True, step=4, dtype=None):
@@ -136,18 +136,18 @@ def test_an_empty_shard_has_nothing_to_write(shape):
 @pytest.mark.parametrize("k", [1, 3])
 def test_a_nan_row_without_a_target_has_no_gradient(k):
     z = normal(4, 6).float().to(DEVICE)
-    column, (g, m, log_total, *_) = given_to(z, k, with_entropy=False)
+    column, (g, row_max, log_row_sum, *_) = given_to(z, k, with_entropy=False)
     column[3] = OUT_OF_VOCABULARY
-    z[3, 2], m[3] = math.nan, math.nan
-    gradient = by_kernel(z, column, (g, m, log_total, None, None))
+    z[3, 2], row_max[3] = math.nan, math.nan
+    gradient = by_kernel(z, column, (g, row_max, log_row_sum, None, None))
     assert gradient[3].tolist() == [0.0] * 6 and gradient[:3].isfinite().all()
 
 
 def test_a_target_that_is_all_but_certain_keeps_its_digits():
     """1 - p is 1e-9, which float32 has no 1 - x for."""
     z = torch.tensor([[0.0, -20.7]], device=DEVICE)
-    m, rest = st.local_statistics(z, None, 1.0, False)
+    row_max, row_sum_m1 = st.local_statistics(z, None, 1.0, False)
     column, g = torch.tensor([[0]], dtype=torch.int32, device=DEVICE), torch.ones(1, 1, device=DEVICE)
-    gradient = by_kernel(z, column, (g, m, rest.log1p(), None, None))
+    gradient = by_kernel(z, column, (g, row_max, row_sum_m1.log1p(), None, None))
     assert gradient[0, 0] > 0.0
     assert equal_to_rounding(gradient[:, 0], -gradient[:, 1])

@@ -26,10 +26,10 @@ def normaliser_and_entropy(logits):
 )
 def merged_statistics(mesh, logits):
     local = st.local_statistics(logits, None, 1.0, True)
-    m_r, rest_r, d_r = st.from_all_ranks(local, mesh["tp"]).unbind(1)
-    normaliser = st.merged_normaliser(m_r, rest_r, 1.0)
-    shifted_mean = st.merged_shifted_mean(m_r, rest_r, d_r, normaliser, 1.0)
-    return *normaliser, shifted_mean - normaliser.log_total
+    row_max_r, row_sum_m1_r, shifted_mean_r = st.gather_statistics(local, mesh["tp"]).unbind(1)
+    normaliser = st.global_normaliser(row_max_r, row_sum_m1_r, 1.0)
+    shifted_mean = st.global_shifted_mean(row_max_r, row_sum_m1_r, shifted_mean_r, normaliser, 1.0)
+    return *normaliser, shifted_mean - normaliser.log_row_sum
 
 
 @given(every_case(merged_statistics))
@@ -37,7 +37,7 @@ def test_parity(case):
     check(case)
 
 
-@pytest.mark.parametrize("width", [1, 63, st.LONG_ROW - 1, st.LONG_ROW, st.LONG_ROW + 1, st.LONG_ROW + st.STRETCH - 1])
+@pytest.mark.parametrize("width", [1, 63, st.LONG_ROW - 1, st.LONG_ROW, st.LONG_ROW + 1, st.LONG_ROW + st.TILE - 1])
 def test_the_largest_of_a_row_of_any_width(width):
     x = torch.randn(5, width, generator=torch.Generator().manual_seed(0))
     x[1] = -torch.inf

@@ -1,7 +1,11 @@
 """Triton kernel that gathers rows by an index array, with one read and one write of each.
 
 The tensor is seen as [outer, rows, inner], and a program copies a tile of some rows by some inner columns. Bits are
-copied, whatever the dtype. The eager equivalent is `torch.index_select`, in `rows.py`.
+copied, whatever the dtype. The eager equivalent is `torch.index_select`, in `rows.py`. Pointers of the kernel:
+
+    out_ptr      [outer, count, inner]  contiguous
+    source_ptr   [outer, rows, inner]   in any strides (outer_stride, row_stride, column_stride)
+    index_ptr    [count]                int64, the row of the source for each row of the result
 """
 
 from __future__ import annotations
@@ -62,9 +66,9 @@ def _as_bits(x: Tensor) -> Tensor:
 
 @triton.jit
 def gather_kernel(
-    out,
-    source,
-    index,
+    out_ptr,
+    source_ptr,
+    index_ptr,
     rows,
     count,
     inner,
@@ -77,12 +81,12 @@ def gather_kernel(
     # int64 throughout: an offset into a large tensor does not fit 32 bits.
     tiles = tl.cdiv(count, HEIGHT)
     outer = (tl.program_id(0) // tiles).to(tl.int64)
-    place = tl.program_id(0) % tiles * HEIGHT + tl.arange(0, HEIGHT)
+    out_row = tl.program_id(0) % tiles * HEIGHT + tl.arange(0, HEIGHT)
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)
     # Lanes beyond the index get row 0, so that the assertion passes; they store nothing.
-    row = tl.load(index + place, mask=place < count, other=0).to(tl.int64)
+    row = tl.load(index_ptr + out_row, mask=out_row < count, other=0).to(tl.int64)
     tl.device_assert((row >= 0) & (row < rows), "kernels.rows_at: an index is outside its dim")
-    inside = (place < count)[:, None] & (column < inner)[None, :]
-    read_from = source + outer * outer_stride + row[:, None] * row_stride + column[None, :] * column_stride
-    written_to = out + (outer * count + place.to(tl.int64))[:, None] * inner + column[None, :]
-    tl.store(written_to, tl.load(read_from, mask=inside), mask=inside)
+    in_tensor = (out_row < count)[:, None] & (column < inner)[None, :]
+    read_ptr = source_ptr + outer * outer_stride + row[:, None] * row_stride + column[None, :] * column_stride
+    write_ptr = out_ptr + (outer * count + out_row.to(tl.int64))[:, None] * inner + column[None, :]
+    tl.store(write_ptr, tl.load(read_ptr, mask=in_tensor), mask=in_tensor)

@@ -9,7 +9,27 @@ which it rescales to the new maximum at each step: R is all terms but one larges
 
 Gradient, of log-probability and negative entropy together, in one read and one write: a program computes some columns
 of one row; where several ids of a row are looked up, a second, small kernel writes the gradient at those. The eager
-equivalent is `vocab_parallel.fused_logprob.write_gradient`, which also states the formula.
+equivalent is `vocab_parallel.fused_logprob.write_gradient`, which also states the formula; its steps have the same
+numbers here.
+
+Names in the kernels, after Triton's tutorials. `x_ptr` points to the first element of a tensor; what is no pointer and
+no constexpr is an integer. n rows, v columns, k ids of each row; the dtype is float32 or float64 unless a line says so.
+
+    logits_ptr         [n, v]  the logits z, in any dtype and strides (row_stride, column_stride)
+    out_ptr            what is written: statistics [f, n], contiguous; or the gradient [n, v], in any dtype and strides
+    temperature_ptr    [1]     a tensor, since Triton passes Python floats as float32, also where logits are float64
+    column_ptr         [n, k]  int32 columns of the ids in this shard; -1: on another rank, below: out of the vocabulary
+    z_t_ptr            [n, k]  the logits at the ids, in the dtype of the logits
+    row_max_ptr        [n]     m
+    log_row_sum_ptr    [n]     log(1 + R)
+    shifted_mean_ptr   [n]     d = D / (1 + R)
+    g_entropy_ptr      [n]     cotangent of the negative entropy
+    g_total_ptr        [n]     cotangents of a row's k ids, summed
+    g_same_ptr         [n, k]  those of the ids equal to this one, summed
+    g_other_ptr        [n, k]  those of the row's other ids, summed
+
+    HAS_TEMPERATUREERATURE, WITH_ENTROPY, IS_NORMALISED   as in the eager functions: what a specialisation may leave out
+    STEP, IDS                                      columns, and ids, that a program takes at a time; IDS 0: no ids
 """
 
 from __future__ import annotations
@@ -39,13 +59,13 @@ def local_statistics(
     with_entropy: bool,
     step: int = STATISTICS_STEP,
 ) -> Float[Tensor, "f n"]:
-    """Rows m and R, then k rows z_t if there are columns (+inf where one is below 0), then D / (1 + R) with entropy."""
+    """The statistics of the rows, one after another: m, R, k times z_t if there are columns (+inf where one is
+    negative), D / (1 + R) with entropy."""
     n, v = block.shape
     k = 0 if column is None else column.shape[-1]
     out = torch.empty(2 + k + with_entropy, n, dtype=accumulator(block.dtype), device=block.device)
     if not n:  # a grid of no programs
         return out
-    # The temperature is a tensor: Triton passes Python floats as float32, also where the logits are float64.
     with torch.cuda.device_of(block):
         _statistics[(n,)](
             block,
@@ -57,7 +77,7 @@ def local_statistics(
             k,
             (2 + k) * n,
             *block.stride(),
-            HAS_TEMP=temperature != 1.0,
+            HAS_TEMPERATURE=temperature != 1.0,
             WITH_ENTROPY=with_entropy,
             STEP=min(step, triton.next_power_of_2(max(v, 1))),
             IDS=min(IDS, triton.next_power_of_2(k)) if k else 0,
@@ -68,65 +88,66 @@ def local_statistics(
 
 @triton.jit
 def _statistics(
-    logits,
-    ids,
-    temperature,
-    out,
+    logits_ptr,
+    column_ptr,
+    temperature_ptr,
+    out_ptr,
     n,
     v,
     k,
-    entropy_at,
+    entropy_offset,
     row_stride,
     column_stride,
-    HAS_TEMP: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
     WITH_ENTROPY: tl.constexpr,
     STEP: tl.constexpr,
     IDS: tl.constexpr,
 ):
     # 1. One row, read once, with the running maximum m, R and D of the blocks so far.
     row = tl.program_id(0).to(tl.int64)
-    of_row = logits + row * row_stride
-    temp = tl.load(temperature)
-    largest = tl.full((), float("-inf"), temp.dtype)
-    rest = tl.zeros((), temp.dtype)
-    shifted_mean = tl.zeros((), temp.dtype)
+    row_ptr = logits_ptr + row * row_stride
+    temperature = tl.load(temperature_ptr)
+    row_max = tl.full((), float("-inf"), temperature.dtype)
+    row_sum_m1 = tl.zeros((), temperature.dtype)
+    shifted_sum = tl.zeros((), temperature.dtype)
     for start in range(0, v, STEP):
         columns = start + tl.arange(0, STEP)
-        z = tl.load(of_row + columns.to(tl.int64) * column_stride, mask=columns < v, other=float("-inf"))
-        z = z.to(temp.dtype)
-        # 2. The new maximum; logits of this block, and the old maximum, less it.
-        top = tl.maximum(largest, tl.max(z, 0))
-        shift = tl.where(tl.abs(top) < float("inf"), top, 0.0)  # a row of -inf: -inf - -inf would be NaN
-        shifted = z - shift
-        above = largest - shift
-        if HAS_TEMP:
-            shifted = shifted / temp
-            above = above / temp
+        z = tl.load(row_ptr + columns.to(tl.int64) * column_stride, mask=columns < v, other=float("-inf"))
+        z = z.to(temperature.dtype)
+        # 2. The new maximum; logits of this block, and the old maximum, shifted by it.
+        new_max = tl.maximum(row_max, tl.max(z, 0))
+        finite_max = tl.where(tl.abs(new_max) < float("inf"), new_max, 0.0)  # a row of -inf: -inf - -inf would be NaN
+        shifted = z - finite_max
+        shifted_max = row_max - finite_max
+        if HAS_TEMPERATURE:
+            shifted = shifted / temperature
+            shifted_max = shifted_max / temperature
         # 3. Terms of this block; `weight` rescales the sums of the blocks before it.
         terms = tl.exp(shifted)
-        weight = tl.exp(above)
-        tied = tl.sum(tl.where(z == top, terms, 0.0), 0)
-        below_top = tl.sum(tl.where(z == top, 0.0, terms), 0)
+        weight = tl.exp(shifted_max)
+        sum_at_max = tl.sum(tl.where(z == new_max, terms, 0.0), 0)
+        sum_below_max = tl.sum(tl.where(z == new_max, 0.0, terms), 0)
         if WITH_ENTROPY:
-            lowered = tl.where(weight > 0.0, above, 0.0)  # 0 * -inf is NaN
-            of_block = tl.sum(terms * tl.maximum(shifted, LOWEST), 0)
-            shifted_mean = weight * (shifted_mean + (1.0 + rest) * lowered) + of_block
+            finite_shift = tl.where(weight > 0.0, shifted_max, 0.0)  # 0 * -inf is NaN
+            block_sum = tl.sum(terms * tl.maximum(shifted, LOWEST), 0)
+            shifted_sum = weight * (shifted_sum + (1.0 + row_sum_m1) * finite_shift) + block_sum
         # The 1 that was left out counts for its weight once another term is the largest.
-        rest = weight * rest + below_top + tl.where(top > largest, (tied - 1.0) + weight, tied)
-        largest = top
+        new_at_max = tl.where(new_max > row_max, (sum_at_max - 1.0) + weight, sum_at_max)
+        row_sum_m1 = weight * row_sum_m1 + sum_below_max + new_at_max
+        row_max = new_max
     # A maximum passes over NaN; the sum does not.
-    largest = tl.where((rest != rest) & (largest < float("inf")), float("nan"), largest)
+    row_max = tl.where((row_sum_m1 != row_sum_m1) & (row_max < float("inf")), float("nan"), row_max)
     # 4. Store m and R, the logits at the ids of this rank, and the mean shifted logit.
-    tl.store(out + row, largest)
-    tl.store(out + n + row, rest)
+    tl.store(out_ptr + row, row_max)
+    tl.store(out_ptr + n + row, row_sum_m1)
     if IDS > 0:
         for first in range(0, k, IDS):
-            slot = first + tl.arange(0, IDS)
-            column = tl.load(ids + row * k + slot, mask=slot < k, other=-1).to(tl.int64)
-            z_t = tl.load(of_row + column * column_stride, mask=column >= 0, other=float("inf"))
-            tl.store(out + (2 + slot.to(tl.int64)) * n + row, z_t.to(temp.dtype), mask=slot < k)
+            index = first + tl.arange(0, IDS)
+            column = tl.load(column_ptr + row * k + index, mask=index < k, other=-1).to(tl.int64)
+            z_t = tl.load(row_ptr + column * column_stride, mask=column >= 0, other=float("inf"))
+            tl.store(out_ptr + (2 + index.to(tl.int64)) * n + row, z_t.to(temperature.dtype), mask=index < k)
     if WITH_ENTROPY:
-        tl.store(out + entropy_at + row, shifted_mean / (1.0 + rest))
+        tl.store(out_ptr + entropy_offset + row, shifted_sum / (1.0 + row_sum_m1))
 
 
 class IdCotangents(Protocol):
@@ -152,28 +173,29 @@ def write_gradient(
     normalised: bool,
     step: int = GRADIENT_STEP,
 ) -> None:
-    """out = (sum_t g_t (1[v=t] - p) + g_h p (log p - h)) / temperature; out may be the block."""
+    """out = (sum_t g_t (1[v=t] - p) + g_h p (log p - h)) / temperature; out may be the block. Steps as in the twin."""
     n, v = block.shape
     if not n or not v:  # a grid of no programs
         return
     # A kernel takes every pointer: `unread` stands for absent tensors, which the constexpr flags exclude.
-    unread = largest = normaliser.largest
+    unread = row_max = normaliser.row_max
     k = 0 if at_ids is None else at_ids.column.shape[-1]
-    column, g_same, total = (unread,) * 3 if at_ids is None else (at_ids.column, at_ids.g_same, at_ids.g_total)
+    column, g_same, g_total = (unread,) * 3 if at_ids is None else (at_ids.column, at_ids.g_same, at_ids.g_total)
     entropy_rows = (unread, unread) if entropy is None else entropy
-    temp = torch.full((1,), temperature, dtype=largest.dtype, device=largest.device)
-    of_rows = [x.contiguous() for x in (*normaliser, *entropy_rows, column, g_same)]
-    settings = dict(HAS_TEMP=temperature != 1.0, IS_NORMALISED=normalised, WITH_ENTROPY=entropy is not None)
+    temperature_tensor = torch.full((1,), temperature, dtype=row_max.dtype, device=row_max.device)
+    row_inputs = [x.contiguous() for x in (*normaliser, *entropy_rows, column, g_same)]
+    settings = dict(HAS_TEMPERATURE=temperature != 1.0, IS_NORMALISED=normalised, WITH_ENTROPY=entropy is not None)
     width = min(step, triton.next_power_of_2(v))
     with torch.cuda.device_of(block):
-        # Before the first kernel: `out` may be `block`, and the second kernel reads logits at the ids.
-        looked_up = block.gather(-1, column.clamp_min(0).long()) if k > 1 else None
+        # 1. The logits at the ids, while they are still there: `out` may be `block`, and the second kernel reads them.
+        z_t = block.gather(-1, column.clamp_min(0).long()) if k > 1 else None
+        # 2. to 5. Every column, and a single id of a row.
         _gradient[(n, triton.cdiv(v, width))](
             out,
             block,
-            temp,
-            *of_rows,
-            total.contiguous(),
+            temperature_tensor,
+            *row_inputs,
+            g_total.contiguous(),
             v,
             k,
             *out.stride(),
@@ -183,10 +205,12 @@ def write_gradient(
             num_warps=WARPS,
             **settings,
         )
-        if at_ids is not None and at_ids.g_other is not None and looked_up is not None:
+        # 3. and 5. again, for several ids of a row.
+        if at_ids is not None and at_ids.g_other is not None and z_t is not None:
             width = min(IDS, triton.next_power_of_2(k))
+            g_other = at_ids.g_other.contiguous()
             _gradient_at_ids[(n, triton.cdiv(k, width))](
-                out, looked_up, temp, *of_rows, at_ids.g_other.contiguous(), k, *out.stride(), IDS=width, **settings
+                out, z_t, temperature_tensor, *row_inputs, g_other, k, *out.stride(), IDS=width, **settings
             )
     # Autograd does not see what a Triton kernel writes in place.
     torch.autograd.graph.increment_version(out)
@@ -194,23 +218,23 @@ def write_gradient(
 
 @triton.jit
 def _gradient(
-    out,
-    logits,
-    temperature,
-    largest,
-    log_total,
-    shifted_mean,
-    g_entropy,
-    ids,
-    g_same,
-    total,
+    out_ptr,
+    logits_ptr,
+    temperature_ptr,
+    row_max_ptr,
+    log_row_sum_ptr,
+    shifted_mean_ptr,
+    g_entropy_ptr,
+    column_ptr,
+    g_same_ptr,
+    g_total_ptr,
     v,
     k,
     out_row_stride,
     out_column_stride,
     row_stride,
     column_stride,
-    HAS_TEMP: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
     IS_NORMALISED: tl.constexpr,
     WITH_ENTROPY: tl.constexpr,
     STEP: tl.constexpr,
@@ -219,98 +243,130 @@ def _gradient(
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * STEP
     columns = start + tl.arange(0, STEP)
-    inside = columns < v
-    places = columns.to(tl.int64)
-    temp = tl.load(temperature)
-    z = tl.load(logits + row * row_stride + places * column_stride, mask=inside, other=float("-inf")).to(temp.dtype)
-    log_p, d_entropy = _log_p_terms(z, row, temp, largest, log_total, shifted_mean, g_entropy, HAS_TEMP, WITH_ENTROPY)
-    # 1. Log-probability: -p times the sum of cotangents; at a single id 1 - p, at several the second kernel writes.
-    gradient = tl.zeros((STEP,), temp.dtype)
+    in_row = columns < v
+    columns_64 = columns.to(tl.int64)
+    temperature = tl.load(temperature_ptr)
+    z_ptr = logits_ptr + row * row_stride + columns_64 * column_stride
+    z = tl.load(z_ptr, mask=in_row, other=float("-inf")).to(temperature.dtype)
+    log_p, entropy_gradient = _log_p_and_entropy_gradient(
+        z,
+        row,
+        temperature,
+        row_max_ptr,
+        log_row_sum_ptr,
+        shifted_mean_ptr,
+        g_entropy_ptr,
+        HAS_TEMPERATURE,
+        WITH_ENTROPY,
+    )
+    # 2. The gradient of the log-probability at every column, as if it were no id's: -p times the sum of cotangents.
+    gradient = tl.zeros((STEP,), temperature.dtype)
     if IDS > 0:
         if IS_NORMALISED:
-            gradient = tl.exp(log_p) * -tl.load(total + row)
+            gradient = tl.exp(log_p) * -tl.load(g_total_ptr + row)
+        # 3. At a single id 1 - p; at several the second kernel writes.
         if IDS == 1:
-            column = tl.load(ids + row)
+            column = tl.load(column_ptr + row)
             if (column >= start) & (column < start + STEP):
-                g = tl.load(g_same + row)
-                at_id = tl.zeros((STEP,), temp.dtype) + g
+                g = tl.load(g_same_ptr + row)
+                at_id = tl.zeros((STEP,), temperature.dtype) + g
                 if IS_NORMALISED:
                     at_id = _one_minus_exp(log_p) * g
                 gradient = tl.where(columns == column, at_id, gradient)
             out_of_vocabulary = column < ON_ANOTHER_RANK
         else:
-            highest = tl.full((), -2147483648, tl.int32)  # no gradient if all ids are out of the vocabulary
+            largest_column = tl.full((), -2147483648, tl.int32)  # no gradient if all ids are out of the vocabulary
             for first in range(0, k, IDS):
-                slot = first + tl.arange(0, IDS)
-                id_columns = tl.load(ids + row * k + slot, mask=slot < k, other=-2147483648)
-                highest = tl.maximum(highest, tl.max(id_columns, 0))
-            out_of_vocabulary = highest < ON_ANOTHER_RANK
-        gradient = tl.where(out_of_vocabulary, 0.0, gradient)  # selected, since 0 * NaN is NaN
-    # 2. Entropy, temperature, and one rounding to the dtype of the output.
+                index = first + tl.arange(0, IDS)
+                id_columns = tl.load(column_ptr + row * k + index, mask=index < k, other=-2147483648)
+                largest_column = tl.maximum(largest_column, tl.max(id_columns, 0))
+            out_of_vocabulary = largest_column < ON_ANOTHER_RANK
+        # 4. Rows that look up out-of-vocabulary ids alone. Selected, since 0 * NaN is NaN.
+        gradient = tl.where(out_of_vocabulary, 0.0, gradient)
+    # 5. The entropy, which has its own step 4; the temperature; one rounding to the dtype of the output.
     if WITH_ENTROPY:
-        gradient += d_entropy
-    if HAS_TEMP:
-        gradient = gradient / temp
-    written_to = out + row * out_row_stride + places * out_column_stride
-    tl.store(written_to, gradient.to(out.dtype.element_ty), mask=inside)
+        gradient += entropy_gradient
+    if HAS_TEMPERATURE:
+        gradient = gradient / temperature
+    gradient_ptr = out_ptr + row * out_row_stride + columns_64 * out_column_stride
+    tl.store(gradient_ptr, gradient.to(out_ptr.dtype.element_ty), mask=in_row)
 
 
 @triton.jit
 def _gradient_at_ids(
-    out,
-    looked_up,
-    temperature,
-    largest,
-    log_total,
-    shifted_mean,
-    g_entropy,
-    ids,
-    g_same,
-    g_other,
+    out_ptr,
+    z_t_ptr,
+    temperature_ptr,
+    row_max_ptr,
+    log_row_sum_ptr,
+    shifted_mean_ptr,
+    g_entropy_ptr,
+    column_ptr,
+    g_same_ptr,
+    g_other_ptr,
     k,
     out_row_stride,
     out_column_stride,
-    HAS_TEMP: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr,
     IS_NORMALISED: tl.constexpr,
     WITH_ENTROPY: tl.constexpr,
     IDS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    slot = tl.program_id(1) * IDS + tl.arange(0, IDS)
-    at = row * k + slot
-    temp = tl.load(temperature)
-    column = tl.load(ids + at, mask=slot < k, other=-1).to(tl.int64)
-    gradient = tl.load(g_same + at, mask=slot < k, other=0.0)
-    z = tl.load(looked_up + at, mask=slot < k, other=float("-inf")).to(temp.dtype)
-    log_p, d_entropy = _log_p_terms(z, row, temp, largest, log_total, shifted_mean, g_entropy, HAS_TEMP, WITH_ENTROPY)
+    index = tl.program_id(1) * IDS + tl.arange(0, IDS)
+    offset = row * k + index
+    temperature = tl.load(temperature_ptr)
+    column = tl.load(column_ptr + offset, mask=index < k, other=-1).to(tl.int64)
+    gradient = tl.load(g_same_ptr + offset, mask=index < k, other=0.0)
+    z_t = tl.load(z_t_ptr + offset, mask=index < k, other=float("-inf")).to(temperature.dtype)
+    log_p, entropy_gradient = _log_p_and_entropy_gradient(
+        z_t,
+        row,
+        temperature,
+        row_max_ptr,
+        log_row_sum_ptr,
+        shifted_mean_ptr,
+        g_entropy_ptr,
+        HAS_TEMPERATURE,
+        WITH_ENTROPY,
+    )
+    # 3. Cotangents of equal ids times 1 - p, those of the row's other ids times -p.
     if IS_NORMALISED:
-        # Cotangents of equal ids times 1 - p, those of the row's other ids times -p.
-        from_other_ids = tl.exp(log_p) * tl.load(g_other + at, mask=slot < k, other=0.0)
+        from_other_ids = tl.exp(log_p) * tl.load(g_other_ptr + offset, mask=index < k, other=0.0)
         gradient = _one_minus_exp(log_p) * gradient - from_other_ids
+    # 5. The entropy, the temperature, one rounding. Equal ids write equal numbers, in whatever order.
     if WITH_ENTROPY:
-        gradient += d_entropy
-    if HAS_TEMP:
-        gradient = gradient / temp
-    # Equal ids write equal numbers, in whatever order.
-    written_to = out + row * out_row_stride + column * out_column_stride
-    tl.store(written_to, gradient.to(out.dtype.element_ty), mask=column >= 0)
+        gradient += entropy_gradient
+    if HAS_TEMPERATURE:
+        gradient = gradient / temperature
+    gradient_ptr = out_ptr + row * out_row_stride + column * out_column_stride
+    tl.store(gradient_ptr, gradient.to(out_ptr.dtype.element_ty), mask=column >= 0)
 
 
 @triton.jit
-def _log_p_terms(
-    z, row, temp, largest, log_total, shifted_mean, g_entropy, HAS_TEMP: tl.constexpr, WITH_ENTROPY: tl.constexpr
+def _log_p_and_entropy_gradient(
+    z,
+    row,
+    temperature,
+    row_max_ptr,
+    log_row_sum_ptr,
+    shifted_mean_ptr,
+    g_entropy_ptr,
+    HAS_TEMPERATURE: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr,
 ):
-    """(log p, the entropy's part of the gradient) at some logits of a row."""
-    shifted = z - tl.load(largest + row)
-    if HAS_TEMP:
-        shifted = shifted / temp
-    log_p = shifted - tl.load(log_total + row)
-    entropy_term = tl.zeros_like(z)
+    """log p, and g_h p (log p - h), at some logits of a row."""
+    shifted = z - tl.load(row_max_ptr + row)
+    if HAS_TEMPERATURE:
+        shifted = shifted / temperature
+    log_p = shifted - tl.load(log_row_sum_ptr + row)
+    entropy_gradient = tl.zeros_like(z)
     if WITH_ENTROPY:
-        g = tl.load(g_entropy + row)
-        entropy_term = tl.exp(log_p) * (tl.maximum(shifted, LOWEST) - tl.load(shifted_mean + row)) * g
-        entropy_term = tl.where(g == 0.0, 0.0, entropy_term)  # selected, since 0 * NaN is NaN
-    return log_p, entropy_term
+        g = tl.load(g_entropy_ptr + row)
+        relative = tl.maximum(shifted, LOWEST) - tl.load(shifted_mean_ptr + row)  # log p - h
+        entropy_gradient = tl.exp(log_p) * relative * g
+        entropy_gradient = tl.where(g == 0.0, 0.0, entropy_gradient)  # selected, since 0 * NaN is NaN
+    return log_p, entropy_gradient
 
 
 @triton.jit

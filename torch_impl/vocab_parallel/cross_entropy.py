@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch_impl.collectives import accumulator
 from torch_impl.contract import Group, Sharded, contract
 from torch_impl.contract.derivatives import first_derivative_only
-from torch_impl.vocab_parallel import statistics as st
+from torch_impl.vocab_parallel import statistics
 from torch_impl.vocab_parallel.fused_logprob import NOTHING_SAVED, LogprobOptions, block_function
 from torch_impl.vocab_parallel.statistics import aligned_row_blocks, rows_per_block
 
@@ -47,14 +47,17 @@ class DistributedCrossEntropy(torch.autograd.Function):
         group: Group[ProcessGroup, "tp"],
         inference_only: bool = False,
     ) -> Sharded[Tensor, "... tp=I"]:
-        # 1. Five numbers per row and rank, in one exchange. 2. Merge them: normalisers of q and p, then the cross term.
-        parts = st.from_all_ranks(_local_statistics(student_logits, target_logits), group)
-        m_q, rest_q, m_p, rest_p, x_r = parts.view(*parts.shape[:2], *student_logits.shape[:-1]).unbind(1)
-        q, p = st.merged_normaliser(m_q, rest_q, 1.0), st.merged_normaliser(m_p, rest_p, 1.0)
+        # 1. Five numbers per row and rank, in one exchange.
+        of_ranks = statistics.gather_statistics(_local_statistics(student_logits, target_logits), group)
+        of_ranks = of_ranks.view(*of_ranks.shape[:2], *student_logits.shape[:-1])
+        row_max_q, row_sum_m1_q, row_max_p, row_sum_m1_p, cross_mean_r = of_ranks.unbind(1)
+        # 2. Merge them: normalisers of q and p, then the cross term.
+        q = statistics.global_normaliser(row_max_q, row_sum_m1_q, 1.0)
+        p = statistics.global_normaliser(row_max_p, row_sum_m1_p, 1.0)
         ctx.inference_only = inference_only
         if not inference_only:
             ctx.save_for_backward(student_logits, target_logits, *q, *p)
-        return q.log_total - st.merged_cross_mean(m_q, m_p, rest_p, x_r, q, p)
+        return q.log_row_sum - statistics.global_cross_mean(row_max_q, row_max_p, row_sum_m1_p, cross_mean_r, q, p)
 
     @staticmethod
     @first_derivative_only
@@ -64,18 +67,20 @@ class DistributedCrossEntropy(torch.autograd.Function):
         student, target, *per_row = ctx.saved_tensors
         gradient = student.new_empty(per_row[0].numel(), student.shape[-1])
         per_row = [x.reshape(-1, 1) for x in (*per_row, *grad_outputs)]
-        for part, (student_block, target_block) in aligned_row_blocks((student, target), rows_per_block(student, None)):
+        for row_slice, (student_block, target_block) in aligned_row_blocks(
+            (student, target), rows_per_block(student, None)
+        ):
             # q and p are computed again from the logits, block by block: no probability is saved.
-            m_q, log_total_q, m_p, log_total_p, g = (x[part] for x in per_row)
-            log_q = st.shifted_block(_no_narrower(student_block, g.dtype), m_q).sub_(log_total_q)
-            log_p = st.shifted_block(_no_narrower(target_block, g.dtype), m_p).sub_(log_total_p)
-            gradient[part] = _difference(log_q, log_p).mul_(g)
+            row_max_q, log_row_sum_q, row_max_p, log_row_sum_p, g = (x[row_slice] for x in per_row)
+            log_q = statistics.shifted_block(_no_narrower(student_block, g.dtype), row_max_q).sub_(log_row_sum_q)
+            log_p = statistics.shifted_block(_no_narrower(target_block, g.dtype), row_max_p).sub_(log_row_sum_p)
+            gradient[row_slice] = _difference(log_q, log_p).mul_(g)
         return gradient.view(student.shape), None, None, None
 
 
 def _difference(log_q: Float[Tensor, "n v"], log_p: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]:
     """q - p = +-max(q, p) (1 - exp(-|log q - log p|)), which does not cancel where both are almost 1; in place."""
-    log_q, log_p = st.without_minus_infinity(log_q), st.without_minus_infinity(log_p)
+    log_q, log_p = statistics.without_minus_infinity(log_q), statistics.without_minus_infinity(log_p)
     # Buffers are reused from here on: log_q becomes max(q, p), and log_p the factor.
     gap = log_q - log_p
     larger = torch.maximum(log_q, log_p, out=log_q).exp_()
@@ -89,13 +94,13 @@ def _no_narrower(block: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _local_statistics(student: Float[Tensor, "*a v"], target: Float[Tensor, "*a v"]) -> Float[Tensor, "f n"]:
-    """Rows m_r and R_r of the student, then of the target, and the cross mean, one row block at a time."""
+    """m_r and R_r of the student, those of the target, and the cross mean, one row block at a time."""
     dtype = torch.promote_types(accumulator(student.dtype), accumulator(target.dtype))
-    statistics = torch.empty(5, student.shape[:-1].numel(), dtype=dtype, device=student.device)
-    local = block_function(st.local_statistics, LogprobOptions(None), student)
-    for part, blocks in aligned_row_blocks((student, target), rows_per_block(student, None)):
+    rank_statistics = torch.empty(5, student.shape[:-1].numel(), dtype=dtype, device=student.device)
+    local = block_function(statistics.local_statistics, LogprobOptions(None), student)
+    for row_slice, blocks in aligned_row_blocks((student, target), rows_per_block(student, None)):
         q_block, p_block = (_no_narrower(block, dtype) for block in blocks)
         q, p = (local(block, None, 1.0, False) for block in (q_block, p_block))
-        x_r = st.local_cross_mean(q_block, p_block, q[0], p[0], p[1])
-        statistics[:, part] = torch.cat([q, p, x_r.unsqueeze(0)])
-    return statistics
+        cross_mean_r = statistics.local_cross_mean(q_block, p_block, q[0], p[0], p[1])
+        rank_statistics[:, row_slice] = torch.cat([q, p, cross_mean_r.unsqueeze(0)])
+    return rank_statistics

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from torch_impl.vocab_parallel.statistics import row_blocks, rows_per_block, shifted_by
+from torch_impl.vocab_parallel.statistics import row_blocks, rows_per_block, shifted_logits
 
 # An entry takes 8 bytes and its logit. With at most this many a block, all lists stay below 1/20 of the logits.
 SHORT, SHARE = 64, 128
@@ -46,8 +46,8 @@ def limits_of(top_k: int | None, top_p: float | None) -> Limits:
 class FilterBounds(NamedTuple):
     """The first tokens of a row, in descending order of the logits and of equal ones the lowest id first."""
 
-    largest: Float[Tensor, " n"]
-    rest: Float[Tensor, " n"]  # sum of exp((z - largest) / temperature) over the kept tokens but the first
+    row_max: Float[Tensor, " n"]
+    row_sum_m1: Float[Tensor, " n"]  # sum of exp((z - row_max) / temperature) over the kept tokens but the first
     threshold: Float[Tensor, " n"]  # the last one's logit
     ties: Float[Tensor, " n"]  # how many tokens of that logit are kept, over all ranks
 
@@ -60,14 +60,14 @@ class Ties(NamedTuple):
     candidates: Candidates  # where this rank's are looked up
 
 
-def room_for(rest: Float[Tensor, "*n"], top_p: float) -> Float[Tensor, "*n"]:
+def room_for(row_sum_m1: Float[Tensor, "*n"], top_p: float) -> Float[Tensor, "*n"]:
     """What may lie before a kept token besides the first: less than p (1 + R) - 1, without cancellation as p -> 1."""
-    return top_p * rest - (1.0 - top_p)
+    return top_p * row_sum_m1 - (1.0 - top_p)
 
 
-def weight_of(z: Float[Tensor, "*n"], largest: Float[Tensor, "*#n"], temperature: float) -> Float[Tensor, "*n"]:
+def weight_of(z: Float[Tensor, "*n"], row_max: Float[Tensor, "*#n"], temperature: float) -> Float[Tensor, "*n"]:
     """exp((z - m) / temperature)."""
-    return shifted_by(z, largest, temperature).exp()
+    return shifted_logits(z, row_max, temperature).exp()
 
 
 def ties_within(
@@ -107,17 +107,17 @@ class Candidates:
         overlap, but no entry comes twice.
         """
         long, lists, group, count = [], [], [], 0
-        for part, block in self._blocks:
-            entries = _entries_between(block, low[part], high[part])
+        for row_slice, block in self._blocks:
+            entries = _entries_between(block, low[row_slice], high[row_slice])
             if len(entries.rows) > SHORT + block.numel() // SHARE:
-                long.append((part, block))
-                yield part, entries
+                long.append((row_slice, block))
+                yield row_slice, entries
                 continue
             count += len(entries.rows)
-            if group and (count > JOINED or part.stop - group[0][0].start > JOINED_ROWS):
+            if group and (count > JOINED or row_slice.stop - group[0][0].start > JOINED_ROWS):
                 lists.append(_joined(group))
                 group, count = [], len(entries.rows)
-            group.append((part, entries))
+            group.append((row_slice, entries))
         self._blocks = long
         self._lists += [*lists, _joined(group)] if group else lists
         yield from self._lists
@@ -138,7 +138,7 @@ def counted(flags: Bool[Tensor, " m"], rows: Int[Tensor, " m"], n: int) -> Int[T
 def _joined(group: list[tuple[slice, Entries]]) -> tuple[slice, Entries]:
     """Lists in order of their rows as one: each costs many small operations, however short it is."""
     start = group[0][0].start
-    rows = torch.cat([entries.rows + (part.start - start) for part, entries in group])
+    rows = torch.cat([entries.rows + (row_slice.start - start) for row_slice, entries in group])
     columns, logits = (torch.cat([entries[i] for _, entries in group]) for i in (1, 2))
     return slice(start, group[-1][0].stop), Entries(rows, columns, logits)
 

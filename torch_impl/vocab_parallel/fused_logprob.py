@@ -9,6 +9,10 @@ of a row, or k of them. With y = z / temperature, lse = log sum_v exp(y_v) and p
 Forward: one read of the logits, one all_gather. Backward: one read, one write, no collective; p is computed again from
 the logits and the saved normaliser, so that nothing of the logits' size is saved but the logits themselves.
 
+Letters and names in code: m `row_max`, b = (z - m) / temperature shifted logits, lse = m / temperature + `log_row_sum`,
+d = sum_v p_v b_v `shifted_mean`, g cotangents; `column` are the ids' columns in this rank's shard, [n, k] for k ids of
+each of n rows. `statistics` says how m, the row sum and d are computed.
+
 Read `forward`, then `backward`, then `write_gradient`. Nothing is validated here: the public functions did so. A small
 call on full rows takes the short route of `small_logprob`, where the operations' overhead is most of the time.
 """
@@ -28,8 +32,7 @@ from torch.distributed import ProcessGroup
 from torch_impl import kernels
 from torch_impl.collectives import accumulator
 from torch_impl.contract.derivatives import first_derivative_only
-from torch_impl.vocab_parallel import small_logprob
-from torch_impl.vocab_parallel import statistics as st
+from torch_impl.vocab_parallel import small_logprob, statistics
 from torch_impl.vocab_parallel.statistics import row_blocks, rows_of, rows_per_block
 
 SHORT_ROW = 512  # below so many columns the overhead of a call outweighs the work on a row
@@ -40,7 +43,8 @@ class LogprobOptions(NamedTuple):
     """Everything but the tensors.
 
     With `has_id_dim` the ids have a last dim of size k that the logits do not have: k ids of each row. Without
-    `normalised` the result is the logits at the ids instead of their log-probabilities.
+    `normalised` the result is the logits at the ids instead of their log-probabilities. `chunk_size` bounds a row
+    block, which is what is computed at once: it counts positions of the sequence, the block rows of all the batch.
     """
 
     group: ProcessGroup | None  # None: one rank has full rows
@@ -78,23 +82,25 @@ def forward(ctx: Any, logits: Tensor, ids: Tensor | None, options: LogprobOption
     column, has_full_rows = None, options.group is None or options.group.size() == 1
     if ids is not None:
         id_rows = ids.reshape(logits.shape[:-1].numel(), ids.shape[-1] if options.has_id_dim else 1)
-        elsewhere = st.OUT_OF_VOCABULARY if has_full_rows else st.ON_ANOTHER_RANK
-        column = st.local_column(id_rows, options.vocab_start, options.vocab_end, elsewhere)
+        absent = statistics.OUT_OF_VOCABULARY if has_full_rows else statistics.ON_ANOTHER_RANK
+        column = statistics.local_column(id_rows, options.vocab_start, options.vocab_end, absent)
     # 2. Statistics of this rank's columns, those of all ranks, and the normaliser of full rows.
-    statistics = st.from_all_ranks(row_statistics(logits, column, options), options.group)
-    m_r, rest_r = statistics[:, 0], statistics[:, 1]
-    normaliser = st.merged_normaliser(m_r, rest_r, options.temperature)
+    rank_statistics = statistics.gather_statistics(row_statistics(logits, column, options), options.group)
+    row_max_r, row_sum_m1_r = rank_statistics[:, 0], rank_statistics[:, 1]
+    normaliser = statistics.global_normaliser(row_max_r, row_sum_m1_r, options.temperature)
     # 3. The outputs. An id is outside the vocabulary if no rank has its logit: its score is 0.
     outputs, shifted_mean, leading = [], None, logits.shape[:-1]
     if ids is not None and column is not None:
-        z_t = st.merged_target(statistics[:, 2 : 2 + column.shape[-1]])
+        z_t = statistics.global_target_logit(rank_statistics[:, 2 : 2 + column.shape[-1]])
         if not has_full_rows:
-            column.masked_fill_((z_t == math.inf).mT, st.OUT_OF_VOCABULARY)
+            column.masked_fill_((z_t == math.inf).mT, statistics.OUT_OF_VOCABULARY)
         normaliser_of_ids = [x.view(*leading, 1) if options.has_id_dim else x.view(leading) for x in normaliser]
-        outputs.append(_score(z_t.mT.reshape(ids.shape), st.Normaliser(*normaliser_of_ids), options))
+        outputs.append(_score(z_t.mT.reshape(ids.shape), statistics.Normaliser(*normaliser_of_ids), options))
     if options.with_entropy:
-        shifted_mean = st.merged_shifted_mean(m_r, rest_r, statistics[:, -1], normaliser, options.temperature)
-        outputs.append(shifted_mean.view(leading) - normaliser.log_total.view(leading))
+        shifted_mean = statistics.global_shifted_mean(
+            row_max_r, row_sum_m1_r, rank_statistics[:, -1], normaliser, options.temperature
+        )
+        outputs.append(shifted_mean.view(leading) - normaliser.log_row_sum.view(leading))
     # 4. What backward needs: the logits by reference, and 12 bytes per token and target.
     ctx.options = options
     ctx.set_materialize_grads(False)
@@ -110,65 +116,69 @@ def backward(ctx: Any, *cotangents: Tensor | None) -> Tensor:
         raise RuntimeError(NOTHING_SAVED)
     if ctx.is_small:
         return small_logprob.backward(ctx, *cotangents)
-    logits, largest, log_total, column, shifted_mean = ctx.saved_tensors
+    logits, row_max, log_row_sum, column, shifted_mean = ctx.saved_tensors
     logits = logits.detach()  # shares the version counter: autograd sees a gradient written over the logits
-    gradient = None if options.inplace_gradient else logits.new_empty(largest.numel(), logits.shape[-1])
+    gradient = None if options.inplace_gradient else logits.new_empty(row_max.numel(), logits.shape[-1])
+    # 1. The cotangents of the outputs, row by row; None where an output was not used.
     g_logprob = None if column is None else cotangents[0]
     g_entropy = cotangents[-1] if options.with_entropy else None
     entropy = None if g_entropy is None else EntropyGradient(shifted_mean, g_entropy.reshape(-1))
     at_ids = None
     if g_logprob is not None and column is not None and column.numel():
         at_ids = id_cotangents(column, g_logprob.reshape(column.shape))
+    # 2. The gradient, one row block at a time.
     backend = backend_of(options, logits)
     write = implementation_of(write_gradient, backend)
-    for part, block in row_blocks(logits, rows_at_once(logits, options.chunk_size, backend)):
-        out = block if gradient is None else rows_of(gradient, part)
-        rows = st.Normaliser(rows_of(largest, part), rows_of(log_total, part))
-        of_part = (None if x is None else x.rows(part) for x in (at_ids, entropy))
-        write(out, block, rows, *of_part, options.temperature, options.normalised)
+    for row_slice, block in row_blocks(logits, rows_at_once(logits, options.chunk_size, backend)):
+        out = block if gradient is None else rows_of(gradient, row_slice)
+        normaliser = statistics.Normaliser(rows_of(row_max, row_slice), rows_of(log_row_sum, row_slice))
+        cotangents_of_rows = (None if x is None else x.rows(row_slice) for x in (at_ids, entropy))
+        write(out, block, normaliser, *cotangents_of_rows, options.temperature, options.normalised)
     return logits if gradient is None else gradient.view(logits.shape)
 
 
 def write_gradient(
     out: Float[Tensor, "n v"],
     block: Float[Tensor, "n v"],
-    normaliser: st.Normaliser,
+    normaliser: statistics.Normaliser,
     at_ids: IdCotangents | None,
     entropy: EntropyGradient | None,
     temperature: float,
     normalised: bool,
 ) -> None:
-    """out = (sum_t g_t (1[v=t] - p) + g_h p (log p - h)) / temperature; out may be the block.
+    """out = (sum_t g_t (1[v=t] - p) + g_h p (log p - h)) / temperature; out may be the block. Steps 1 to 5.
 
     If looked-up logits are not normalised, there is no `- p`. log p - h is computed as (z - m) / temperature - d, so
     that the gradient of a row of equal logits is exactly 0.
     """
     if block.shape[-1] == 0:
         return
-    buffer = out if out.dtype == normaliser.largest.dtype else None
-    # 1. The gradient at the ids, while their logits are still there: `out` may be the block.
-    index = term = None
+    buffer = out if out.dtype == normaliser.row_max.dtype else None
+    # 1. The logits at the ids, while they are still there: `out` may be the block.
+    index = z_t = None
     if at_ids is not None:
-        index = st.index_of(at_ids.column)
-        z_t = block.gather(-1, index).to(normaliser.largest.dtype)
-        term = _gradient_of_ids(z_t, normaliser, at_ids, entropy, temperature, normalised)
-    # 2. The gradient of every column, as if it were no id's; then that at the ids.
+        index = statistics.index_of(at_ids.column)
+        z_t = block.gather(-1, index).to(normaliser.row_max.dtype)
+    # 2. The gradient of every column, as if it were no id's.
     g = at_ids.g_total if at_ids is not None and normalised else None
     gradient = _dense_gradient(block, normaliser, g, entropy, temperature, buffer)
-    if index is not None and term is not None:
-        gradient = _scatter_at_ids(gradient, index, term)
-    # 3. Rows of which nothing is differentiated, as at ids outside the vocabulary and dropped positions, are set to 0,
+    # 3. The gradient at the ids, over that.
+    if at_ids is not None and index is not None and z_t is not None:
+        at_columns = _gradient_at_ids(z_t, normaliser, at_ids, entropy, temperature, normalised)
+        gradient = _scatter_at_ids(gradient, index, at_columns)
+    # 4. Rows of which nothing is differentiated, as at ids outside the vocabulary and dropped positions, are set to 0,
     #    not multiplied by 0, since 0 * NaN is NaN.
     unused = [x.is_unused for x in (at_ids, entropy) if x is not None]
     if unused:
         gradient = zero_rows(gradient, unused[0] if len(unused) == 1 else unused[0] & unused[1])
+    # 5. One rounding to the dtype of the output. The temperature is in the factors of 2 and 3.
     if gradient is not buffer:
         out.copy_(gradient)
 
 
 def _dense_gradient(
     block: Float[Tensor, "n v"],
-    normaliser: st.Normaliser,
+    normaliser: statistics.Normaliser,
     g: Float[Tensor, " n"] | None,
     entropy: EntropyGradient | None,
     temperature: float,
@@ -179,26 +189,28 @@ def _dense_gradient(
     With b = (z - m) / temperature it is exp(b) (g_h (b - d) - g) / denominator. What is the same for a whole row is
     multiplied in once per row.
     """
-    largest = normaliser.largest.unsqueeze(-1)
-    denominator = normaliser.log_total.exp().mul_(temperature)
+    row_max = normaliser.row_max.unsqueeze(-1)
+    # p = exp(b) / exp(log_row_sum), and the temperature divides all.
+    denominator = normaliser.log_row_sum.exp().mul_(temperature)
     if entropy is None:
         if g is None:
-            return torch.zeros(block.shape, dtype=largest.dtype, device=block.device)
-        terms = st.shifted_block_base_2(block, largest, temperature, buffer).exp2_()
+            return torch.zeros(block.shape, dtype=row_max.dtype, device=block.device)
+        terms = statistics.shifted_block_base_2(block, row_max, temperature, buffer).exp2_()
         return terms.mul_((g / denominator).neg_().unsqueeze(-1))
-    shifted = st.shifted_block_base_2(block, largest, temperature)
+    shifted = statistics.shifted_block_base_2(block, row_max, temperature)
     terms = shifted.exp2()
+    # (row_scale * b + row_offset) * exp(b), where b is in base 2: hence log2(e).
     offset = entropy.shifted_mean * entropy.g if g is None else torch.addcmul(g, entropy.shifted_mean, entropy.g)
-    slope = (entropy.g / (st.LOG2_E * denominator)).unsqueeze(-1)
+    row_scale = (entropy.g / (statistics.LOG2_E * denominator)).unsqueeze(-1)
     row_offset = (offset / denominator).neg_().unsqueeze(-1)
-    return torch.addcmul(row_offset, st.with_floor(shifted), slope, out=shifted).mul_(terms)
+    return torch.addcmul(row_offset, statistics.with_floor(shifted), row_scale, out=shifted).mul_(terms)
 
 
-def _score(z_t: Float[Tensor, "*a"], normaliser: st.Normaliser, options: LogprobOptions) -> Float[Tensor, "*a"]:
+def _score(z_t: Float[Tensor, "*a"], normaliser: statistics.Normaliser, options: LogprobOptions) -> Float[Tensor, "*a"]:
     """Log-probabilities of the looked-up logits, or those themselves."""
     if options.normalised:
-        return st.logprob_of(z_t, normaliser, options.temperature)
-    return st.zero_outside_vocabulary(z_t, z_t, normaliser.largest)
+        return statistics.logprob_of(z_t, normaliser, options.temperature)
+    return statistics.zero_outside_vocabulary(z_t, z_t, normaliser.row_max)
 
 
 class EntropyGradient(NamedTuple):
@@ -211,18 +223,18 @@ class EntropyGradient(NamedTuple):
     def is_unused(self) -> Bool[Tensor, "n 1"]:
         return (self.g == 0).unsqueeze(-1)
 
-    def rows(self, part: slice) -> EntropyGradient:
+    def rows(self, row_slice: slice) -> EntropyGradient:
         """Some of the rows."""
-        return EntropyGradient(rows_of(self.shifted_mean, part), rows_of(self.g, part))
+        return EntropyGradient(rows_of(self.shifted_mean, row_slice), rows_of(self.g, row_slice))
 
 
 class IdCotangents(NamedTuple):
-    """The cotangents of looked-up ids, slot by slot, summed as their gradient needs them.
+    """The cotangents of looked-up ids, k of each row, summed as their gradient needs them.
 
-    A slot is one of the k places of a row's ids. At the column of an id the gradient is g_same (1 - p) - p g_other,
-    elsewhere -p g_total: sums of the cotangents of the slots with the same id, with other ids, and of all slots. Each
-    is summed by itself, not computed as a difference of the others, which would cancel where p is almost 1. Slots are
-    in any order. A slot whose id belongs to another rank repeats a slot of this rank, if there is one.
+    At the column of an id the gradient is g_same (1 - p) - p g_other, at any other column -p g_total: the sums of the
+    cotangents of the row's equal ids, of its other ids, and of all k. Each is summed by itself, not computed as a
+    difference of the others, which would cancel where p is almost 1. The ids are in any order. In place of an id of
+    another rank stands a second time one of this rank, if the row has one.
     """
 
     column: Int[Tensor, "n k"]
@@ -231,21 +243,23 @@ class IdCotangents(NamedTuple):
     g_total: Float[Tensor, " n"]
     is_unused: Bool[Tensor, "n 1"]  # rows that look up out-of-vocabulary ids alone
 
-    def rows(self, part: slice) -> IdCotangents:
+    def rows(self, row_slice: slice) -> IdCotangents:
         """Some of the rows."""
-        if part.stop - part.start == len(self.column):
+        if row_slice.stop - row_slice.start == len(self.column):
             return self
-        g_other = None if self.g_other is None else self.g_other[part]
-        return IdCotangents(self.column[part], self.g_same[part], g_other, self.g_total[part], self.is_unused[part])
+        g_other = None if self.g_other is None else self.g_other[row_slice]
+        return IdCotangents(
+            self.column[row_slice], self.g_same[row_slice], g_other, self.g_total[row_slice], self.is_unused[row_slice]
+        )
 
 
 def id_cotangents(column: Int[Tensor, "n k"], g: Float[Tensor, "n k"]) -> IdCotangents:
     """The sums of cotangents g of k >= 1 columns; an id outside the vocabulary adds nothing."""
-    is_outside = column == st.OUT_OF_VOCABULARY
+    is_outside = column == statistics.OUT_OF_VOCABULARY
     g = g.masked_fill(is_outside, 0.0)
     if column.shape[-1] == 1:
         return IdCotangents(column, g, None, g.squeeze(-1), is_outside)
-    # 1. Sorted by id, slots of equal ids are adjacent: from `first` up to, not including, `past`.
+    # 1. Sorted, equal ids are adjacent: from index `first` up to, not including, `past`.
     column = column.contiguous()
     in_order, order = column.sort(-1)
     first = torch.searchsorted(in_order, column)
@@ -255,18 +269,18 @@ def id_cotangents(column: Int[Tensor, "n k"], g: Float[Tensor, "n k"]) -> IdCota
     before = F.pad(sorted_g.cumsum(-1), (1, 0)).gather(-1, first)
     after = F.pad(sorted_g.flip(-1).cumsum(-1).flip(-1), (0, 1)).gather(-1, past)
     g_same = torch.zeros_like(g).scatter_add_(-1, first, g).gather(-1, first)
-    # 3. One scatter writes all slots into the gradient, so a slot of another rank must not overwrite what a slot of
-    #    this rank writes: it repeats one.
-    slot = torch.arange(column.shape[-1], device=column.device)
-    source = torch.where(column >= 0, slot, order[:, -1:])
+    # 3. One scatter writes the gradient at all k, so an id of another rank must not overwrite what one of this rank
+    #    writes: the largest id of this rank, the last in order, stands in its place.
+    index = torch.arange(column.shape[-1], device=column.device)
+    source = torch.where(column >= 0, index, order[:, -1:])
     g_other = (before + after).gather(-1, source)
     is_unused = is_outside.all(-1, keepdim=True)
     return IdCotangents(column.gather(-1, source), g_same.gather(-1, source), g_other, g.sum(-1), is_unused)
 
 
-def _gradient_of_ids(
+def _gradient_at_ids(
     z_t: Float[Tensor, "n k"],
-    normaliser: st.Normaliser,
+    normaliser: statistics.Normaliser,
     at_ids: IdCotangents,
     entropy: EntropyGradient | None,
     temperature: float,
@@ -274,36 +288,36 @@ def _gradient_of_ids(
 ) -> Float[Tensor, "n k"]:
     """The gradient at each id: (g_same (1 - p) - p g_other + g_h p (log p - h)) / temperature.
 
-    An id of another rank is given column 0, which is then no id of the row: the term there is that of any other column,
-    (-p g + g_h p (log p - h)) / temperature.
+    An id of another rank is given column 0, which is then no id of the row: the gradient there is that of any other
+    column, (-p g + g_h p (log p - h)) / temperature.
     """
     is_here = at_ids.column >= 0
     if not normalised and entropy is None:
         return at_ids.g_same.where(is_here, 0.0).div_(temperature)
-    b = st.shifted_by(z_t, normaliser.largest.unsqueeze(-1), temperature)
-    log_p = b - normaliser.log_total.unsqueeze(-1)
+    b = statistics.shifted_logits(z_t, normaliser.row_max.unsqueeze(-1), temperature)
+    log_p = b - normaliser.log_row_sum.unsqueeze(-1)
     p = log_p.exp()
     if normalised:
         # -expm1(log p), not 1 - p, which loses all digits where p is almost 1.
-        term = torch.where(is_here, log_p.expm1_(), p).neg_().mul_(at_ids.g_same)
+        gradient = torch.where(is_here, log_p.expm1_(), p).neg_().mul_(at_ids.g_same)
         if at_ids.g_other is not None:
-            term -= p * at_ids.g_other
+            gradient -= p * at_ids.g_other
     else:
-        term = at_ids.g_same.where(is_here, 0.0)
+        gradient = at_ids.g_same.where(is_here, 0.0)
     if entropy is not None:
         # A masked logit has gradient 0: 0 log 0 is 0.
-        derivative = p * (b.clamp_min(st.LOWEST_SHIFTED) - entropy.shifted_mean.unsqueeze(-1))
-        term += derivative * entropy.g.unsqueeze(-1)
-    return term if temperature == 1.0 else term.div_(temperature)
+        derivative = p * (b.clamp_min(statistics.LOWEST_SHIFTED) - entropy.shifted_mean.unsqueeze(-1))
+        gradient += derivative * entropy.g.unsqueeze(-1)
+    return gradient if temperature == 1.0 else gradient.div_(temperature)
 
 
 def _scatter_at_ids(
-    gradient: Float[Tensor, "n v"], index: Int[Tensor, "n k"], term: Float[Tensor, "n k"]
+    gradient: Float[Tensor, "n v"], index: Int[Tensor, "n k"], values: Float[Tensor, "n k"]
 ) -> Float[Tensor, "n v"]:
-    """The terms at the ids' columns, in place if eager. Compiled, a comparison is fused, and a scatter is not."""
+    """Write `values` at the ids' columns, in place if eager. Compiled, a comparison is fused, and a scatter is not."""
     if torch.compiler.is_compiling() and index.shape[-1] == 1:
-        return torch.where(torch.arange(gradient.shape[-1], device=gradient.device) == index, term, gradient)
-    return gradient.scatter_(-1, index, term)
+        return torch.where(torch.arange(gradient.shape[-1], device=gradient.device) == index, values, gradient)
+    return gradient.scatter_(-1, index, values)
 
 
 def zero_rows(x: Float[Tensor, "n v"], rows: Bool[Tensor, "n 1"]) -> Float[Tensor, "n v"]:
@@ -321,9 +335,9 @@ def zero_rows(x: Float[Tensor, "n v"], rows: Bool[Tensor, "n 1"]) -> Float[Tenso
 def row_statistics(logits: Tensor, column: Tensor | None, options: LogprobOptions) -> Float[Tensor, "f n"]:
     """Statistics of this rank's columns of every row, one row block at a time."""
     backend, blocks = backend_of(options, logits), []
-    local = implementation_of(st.local_statistics, backend)
-    for part, block in row_blocks(logits, rows_at_once(logits, options.chunk_size, backend)):
-        block_column = None if column is None else rows_of(column, part)
+    local = implementation_of(statistics.local_statistics, backend)
+    for row_slice, block in row_blocks(logits, rows_at_once(logits, options.chunk_size, backend)):
+        block_column = None if column is None else rows_of(column, row_slice)
         blocks.append(local(block, block_column, options.temperature, options.with_entropy))
     if blocks:
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=-1)
@@ -354,4 +368,4 @@ def implementation_of(f: Callable[..., Any], backend: str) -> Callable[..., Any]
         return f if backend == "eager" else kernels.compiled(f)
     from torch_impl.kernels import softmax  # here: only it needs triton
 
-    return {st.local_statistics: softmax.local_statistics, write_gradient: softmax.write_gradient}[f]
+    return {statistics.local_statistics: softmax.local_statistics, write_gradient: softmax.write_gradient}[f]

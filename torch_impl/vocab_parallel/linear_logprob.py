@@ -22,7 +22,7 @@ from torch_impl.collectives import accumulator, uncast
 from torch_impl.collectives.plain import all_gather_concat, all_reduce_sum, reduce_scatter_sum
 from torch_impl.contract import Group, Sharded, ShardedIds, ShardedInt, contract, dtype_name
 from torch_impl.contract.derivatives import first_derivative_only
-from torch_impl.vocab_parallel import statistics as st
+from torch_impl.vocab_parallel import statistics
 from torch_impl.vocab_parallel.fused_logprob import (
     NOTHING_SAVED,
     IdCotangents,
@@ -43,7 +43,7 @@ HIDDEN, WEIGHT = "tensor_parallel_hidden_states", "output_weight_layer"
 NO_WEIGHT = "output_weight_layer and output_weight are both None; pass the [v, d] weight"
 # Logits of an automatic chunk, counted in float32; it has so many rows at least, for the sake of the products.
 CHUNK_BYTES = {"cpu": 32 << 20}
-CHUNK_BYTES_ELSEWHERE = 256 << 20
+CHUNK_BYTES_OF_OTHERS = 256 << 20
 FEWEST_ROWS = 128
 # One chunk is scored as full rows are: the ranks' statistics are exchanged once, after all chunks.
 FULL_ROWS = LogprobOptions(None)
@@ -225,19 +225,19 @@ def _forward(
     ctx.group, ctx.chunk_size, ctx.inference_only, ctx.is_sharded = group, chunk_size, inference_only, is_sharded
     # 1. Statistics of this rank's logits, chunk by chunk.
     # Rows are [s, b] like the hidden states, while ids are [b, s]: transpose here, and the result back.
-    column = st.local_column(target.T.reshape(-1, 1), *vocab_range)
+    column = statistics.local_column(target.T.reshape(-1, 1), *vocab_range)
     with uncast(hidden.device):
         states = _all_positions(ctx, hidden)
         positions = chunk_positions(states, len(weight), chunk_size)
         local = chunk_statistics(states, weight, column, positions)
     # 2. Those of all ranks.
-    m_r, rest_r, z_r = st.from_all_ranks(local, group).unbind(1)
-    normaliser, z_t = st.merged_normaliser(m_r, rest_r, 1.0), st.merged_target(z_r)
+    row_max_r, row_sum_m1_r, z_r = statistics.gather_statistics(local, group).unbind(1)
+    normaliser, z_t = statistics.global_normaliser(row_max_r, row_sum_m1_r, 1.0), statistics.global_target_logit(z_r)
     # No rank has the id: mark it, so that backward skips the row.
-    column = torch.where((z_t == math.inf).unsqueeze(-1), st.OUT_OF_VOCABULARY, column)
+    column = torch.where((z_t == math.inf).unsqueeze(-1), statistics.OUT_OF_VOCABULARY, column)
     if not inference_only:
         ctx.save_for_backward(hidden, weight, column, *normaliser)
-    return st.logprob_of(z_t, normaliser, 1.0).view(target.T.shape).T.contiguous()
+    return statistics.logprob_of(z_t, normaliser, 1.0).view(target.T.shape).T.contiguous()
 
 
 def _backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -251,7 +251,7 @@ def _backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | 
         positions = chunk_positions(states, len(weight), ctx.chunk_size)
         at_ids = id_cotangents(column, grad_outputs[0].T.reshape(-1, 1))
         d_hidden, d_weight = gradients(
-            states, weight, at_ids, st.Normaliser(*normaliser), positions, (of_hidden, of_weight)
+            states, weight, at_ids, statistics.Normaliser(*normaliser), positions, (of_hidden, of_weight)
         )
     if d_hidden is not None:  # each rank's term covers its own columns of the logits
         lengths = [len(hidden)] * ctx.group.size()
@@ -282,17 +282,17 @@ def chunk_statistics(
     hidden: Float[Tensor, "s b d"], weight: Float[Tensor, "v d"], column: Int[Tensor, "n 1"], positions: int
 ) -> Float[Tensor, "3 n"]:
     """This rank's statistics of each row: m_r, R_r and the target's logit."""
-    statistics = torch.empty(3, len(column), dtype=accumulator(hidden.dtype), device=hidden.device)
-    for part, rows in _chunks(hidden, positions):
-        _put_statistics(statistics, rows @ weight.T, column, part)
-    return statistics
+    rank_statistics = torch.empty(3, len(column), dtype=accumulator(hidden.dtype), device=hidden.device)
+    for row_slice, rows in _chunks(hidden, positions):
+        _put_statistics(rank_statistics, rows @ weight.T, column, row_slice)
+    return rank_statistics
 
 
 def gradients(
     hidden: Float[Tensor, "s b d"],
     weight: Float[Tensor, "v d"],
     at_ids: IdCotangents,
-    normaliser: st.Normaliser,
+    normaliser: statistics.Normaliser,
     positions: int,
     needs_gradient: tuple[bool, bool],
 ) -> tuple[Float[Tensor, "s b d"] | None, Float[Tensor, "v d"] | None]:
@@ -301,11 +301,11 @@ def gradients(
     d_hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if of_hidden else None
     # A sum over chunks: in float32, so that many small chunks are as good as one.
     total = torch.zeros(weight.shape, dtype=accumulator(weight.dtype), device=weight.device) if of_weight else None
-    for part, rows in _chunks(hidden, positions):
+    for row_slice, rows in _chunks(hidden, positions):
         d_logits = rows @ weight.T
-        _turn_into_gradient(d_logits, at_ids, normaliser, part)
+        _turn_into_gradient(d_logits, at_ids, normaliser, row_slice)
         if d_hidden is not None:
-            torch.mm(d_logits, weight, out=d_hidden.view(-1, hidden.shape[-1])[part])
+            torch.mm(d_logits, weight, out=d_hidden.view(-1, hidden.shape[-1])[row_slice])
         if total is not None:
             _add_product(total, d_logits, rows)
         del d_logits  # before those of the next chunk exist
@@ -314,21 +314,21 @@ def gradients(
 
 # Functions of their own, so that no block outlives its chunk: two chunks of logits would be alive.
 def _put_statistics(
-    statistics: Float[Tensor, "3 n"], logits: Float[Tensor, "m v"], column: Int[Tensor, "n 1"], part: slice
+    rank_statistics: Float[Tensor, "3 n"], logits: Float[Tensor, "m v"], column: Int[Tensor, "n 1"], row_slice: slice
 ) -> None:
     """Statistics of a chunk's rows."""
-    local = block_function(st.local_statistics, FULL_ROWS, logits)
-    for rows, block in _blocks(logits, part):
-        statistics[:, rows] = local(block, column[rows], 1.0, False)
+    local = block_function(statistics.local_statistics, FULL_ROWS, logits)
+    for rows, block in _blocks(logits, row_slice):
+        rank_statistics[:, rows] = local(block, column[rows], 1.0, False)
 
 
 def _turn_into_gradient(
-    logits: Float[Tensor, "m v"], at_ids: IdCotangents, normaliser: st.Normaliser, part: slice
+    logits: Float[Tensor, "m v"], at_ids: IdCotangents, normaliser: statistics.Normaliser, row_slice: slice
 ) -> None:
     """Logits of a chunk, overwritten by their gradient, which is rounded once."""
     write = block_function(write_gradient, FULL_ROWS, logits)
-    for rows, block in _blocks(logits, part):
-        of_rows = st.Normaliser(normaliser.largest[rows], normaliser.log_total[rows])
+    for rows, block in _blocks(logits, row_slice):
+        of_rows = statistics.Normaliser(normaliser.row_max[rows], normaliser.log_row_sum[rows])
         write(block, block, of_rows, at_ids.rows(rows), None, 1.0, True)
 
 
@@ -339,8 +339,8 @@ def _add_product(total: Float[Tensor, "v d"], d_logits: Float[Tensor, "m v"], ro
         return
     # addmm_ takes one dtype, so the product is a temporary; computed for some rows at a time it stays small.
     step = max(1, _limit(total.device) // (4 * max(total.shape[1], 1)))
-    for part, columns in zip(total.split(step), d_logits.split(step, dim=1), strict=True):
-        part += columns.T @ rows
+    for total_rows, columns in zip(total.split(step), d_logits.split(step, dim=1), strict=True):
+        total_rows += columns.T @ rows
 
 
 def _chunks(hidden: Float[Tensor, "s b d"], positions: int) -> Iterator[tuple[slice, Float[Tensor, "m d"]]]:
@@ -352,11 +352,11 @@ def _chunks(hidden: Float[Tensor, "s b d"], positions: int) -> Iterator[tuple[sl
         done += len(rows)
 
 
-def _blocks(logits: Float[Tensor, "m v"], part: slice) -> Iterator[tuple[slice, Float[Tensor, "n v"]]]:
+def _blocks(logits: Float[Tensor, "m v"], row_slice: slice) -> Iterator[tuple[slice, Float[Tensor, "n v"]]]:
     """Row blocks of a chunk's logits, each with the slice of all rows that it is."""
     for rows, block in row_blocks(logits, rows_at_once(logits, None, backend_of(FULL_ROWS, logits))):
-        yield slice(part.start + rows.start, part.start + rows.stop), block
+        yield slice(row_slice.start + rows.start, row_slice.start + rows.stop), block
 
 
 def _limit(device: torch.device) -> int:
-    return CHUNK_BYTES.get(device.type, CHUNK_BYTES_ELSEWHERE)
+    return CHUNK_BYTES.get(device.type, CHUNK_BYTES_OF_OTHERS)

@@ -21,8 +21,7 @@ from torch.distributed import ProcessGroup
 
 from torch_impl.contract import Group, Number, Positive, Sharded, ShardedIds, contract
 from torch_impl.contract.derivatives import first_derivative_only
-from torch_impl.vocab_parallel import fused_logprob
-from torch_impl.vocab_parallel import statistics as st
+from torch_impl.vocab_parallel import fused_logprob, statistics
 from torch_impl.vocab_parallel.filter_bounds import Candidates, Limits, limits_of, ordinals
 from torch_impl.vocab_parallel.fused_logprob import LogprobOptions, block_function, id_cotangents, write_gradient
 from torch_impl.vocab_parallel.statistics import Normaliser, row_blocks, rows_per_block
@@ -116,9 +115,9 @@ def _of_training(top_k: TopK | None, top_p: TopP | None, temperature: Positive) 
 
 
 class SamplingFilter(NamedTuple):
-    """What a rank needs of the kept tokens, per row; has_target is for all ranks, the rest for its columns."""
+    """What a rank needs of the kept tokens, per row; has_target is for all ranks, the other fields for its columns."""
 
-    normaliser: st.Normaliser
+    normaliser: statistics.Normaliser
     threshold: Float[Tensor, " n"]
     last_tie: Int[Tensor, " n"]  # the last column at the threshold that is kept
     z_t: Float[Tensor, " n"]  # the target's logit; +inf outside the vocabulary
@@ -137,7 +136,7 @@ def sampling_filter(
     in_lists = limits.top_k is not None and limits.top_k <= LONGEST_LIST
     bounds_of = topk_by_lists if in_lists else topk_by_radix
     bounds, ties, z_t = bounds_of(logits, column, options, limits)
-    normaliser = st.Normaliser(bounds.largest, bounds.rest.log1p())
+    normaliser = statistics.Normaliser(bounds.row_max, bounds.row_sum_m1.log1p())
     # 2. Which tokens at the threshold are kept: the first in rank order, and on a rank the lowest columns.
     if ties is None:  # all of them stay
         last_tie = torch.full_like(column.squeeze(-1), logits.shape[-1])
@@ -168,11 +167,11 @@ def _column_of_tie(
     """Column of the count-th logit that equals the threshold, -1 where the count is 0."""
     last = torch.full(threshold.shape, -1, dtype=torch.int32, device=threshold.device)
     tie_logit = torch.where(count > 0, threshold, math.nan)  # nothing equals NaN: no list for rows without a kept tie
-    for part, entries in candidates.between(tie_logit, tie_logit):
-        is_tie = entries.logits == tie_logit[part][entries.rows]
-        is_last = is_tie & (ordinals(is_tie, entries.rows, len(count[part])) == count[part][entries.rows] - 1)
+    for row_slice, entries in candidates.between(tie_logit, tie_logit):
+        is_tie = entries.logits == tie_logit[row_slice][entries.rows]
+        is_last = is_tie & (ordinals(is_tie, entries.rows, len(count[row_slice])) == count[row_slice][entries.rows] - 1)
         columns = torch.where(is_last, entries.columns, -1).to(last.dtype)
-        last[part] = last[part].scatter_reduce(0, entries.rows.long(), columns, "amax")
+        last[row_slice] = last[row_slice].scatter_reduce(0, entries.rows.long(), columns, "amax")
     return last
 
 
@@ -184,17 +183,17 @@ def forward(
     if limits.are_off:
         return fused_logprob.forward(ctx, logits, target, options)[0]
     # 1. The score, as if the filter had kept the target.
-    column = st.local_column(target.reshape(-1, 1), options.vocab_start, options.vocab_end)
+    column = statistics.local_column(target.reshape(-1, 1), options.vocab_start, options.vocab_end)
     filtered = sampling_filter(logits, column, options, limits)
-    score = st.logprob_of(filtered.z_t, filtered.normaliser, options.temperature)
-    score = st.zero_outside_vocabulary(filtered.z_t, score, filtered.normaliser.largest)  # also in rows of -inf
+    score = statistics.logprob_of(filtered.z_t, filtered.normaliser, options.temperature)
+    score = statistics.zero_outside_vocabulary(filtered.z_t, score, filtered.normaliser.row_max)  # also in rows of -inf
     # 2. -inf where the filter did not keep it. It is added, not filled in, so that a row that is NaN stays NaN.
     is_ignored = filtered.z_t == math.inf
     score = score + torch.where(filtered.has_target | is_ignored, 0.0, -math.inf)
     # 3. In backward a filtered target is treated like one of another rank: its row is -p, without 1[v=t].
     ctx.options = options
     if not options.inference_only:
-        missing = torch.where(is_ignored, st.OUT_OF_VOCABULARY, st.ON_ANOTHER_RANK).to(column.dtype)
+        missing = torch.where(is_ignored, statistics.OUT_OF_VOCABULARY, statistics.ON_ANOTHER_RANK).to(column.dtype)
         column = torch.where(filtered.has_target & ~is_ignored, column.squeeze(-1), missing)
         ctx.save_for_backward(logits, *filtered.normaliser, column, filtered.threshold, filtered.last_tie)
     return score.view(target.shape)
@@ -205,16 +204,16 @@ def backward(ctx: Any, cotangent: Tensor) -> Float[Tensor, "*a v"]:
     options: LogprobOptions = ctx.options
     if options.inference_only or not ctx.is_filtered:
         return fused_logprob.backward(ctx, cotangent)
-    logits, largest, log_total, column, threshold, last_tie = ctx.saved_tensors
+    logits, row_max, log_row_sum, column, threshold, last_tie = ctx.saved_tensors
     gradient = logits.new_empty(len(column), logits.shape[-1])
     at_ids = id_cotangents(column.unsqueeze(-1), cotangent.reshape(-1, 1))
     write = block_function(write_gradient, options, logits)
-    for part, block in row_blocks(logits.detach(), rows_per_block(logits, options.chunk_size)):
+    for row_slice, block in row_blocks(logits.detach(), rows_per_block(logits, options.chunk_size)):
         # Which tokens are kept is recomputed: a mask of all logits would be the largest thing saved.
-        is_kept_here = is_kept(block, threshold[part], last_tie[part])
+        is_kept_here = is_kept(block, threshold[row_slice], last_tie[row_slice])
         masked = block.masked_fill(~is_kept_here, -math.inf)
-        normaliser = Normaliser(largest[part], log_total[part])
-        write(gradient[part], masked, normaliser, at_ids.rows(part), None, options.temperature, True)
+        normaliser = Normaliser(row_max[row_slice], log_row_sum[row_slice])
+        write(gradient[row_slice], masked, normaliser, at_ids.rows(row_slice), None, options.temperature, True)
     return gradient.view(logits.shape)
 
 

@@ -46,30 +46,30 @@ def forward(ctx: Any, logits: Tensor, ids: Tensor, options: Any) -> tuple[Tensor
     # 2. The largest logit and log(1 + R). A row of -inf is shifted by a finite number, since -inf - -inf is NaN; a row
     #    that has a NaN or +inf has no softmax, and R is NaN.
     wide = logits.to(accumulator(logits.dtype))
-    largest, at_largest = wide.max(-1, keepdim=True)
-    shift = largest.clamp_min(torch.finfo(wide.dtype).min)
+    row_max, row_max_column = wide.max(-1, keepdim=True)
+    shift = row_max.clamp_min(torch.finfo(wide.dtype).min)
     zero_or_nan = shift - shift
     terms = _over_temperature(wide - shift, options).exp_()
-    log_total = terms.scatter_(-1, at_largest, zero_or_nan).sum(-1, keepdim=True).log1p_()
+    log_row_sum = terms.scatter_(-1, row_max_column, zero_or_nan).sum(-1, keepdim=True).log1p_()
     # 3. The score; that of an id outside the vocabulary is 0.
-    score = _over_temperature(wide.gather(-1, index) - largest, options).sub_(log_total)
+    score = _over_temperature(wide.gather(-1, index) - row_max, options).sub_(log_row_sum)
     score = torch.where(is_outside, zero_or_nan, score).squeeze(-1)
     ctx.options = options
     ctx.set_materialize_grads(False)
     if not options.inference_only:
-        ctx.save_for_backward(logits, largest, log_total, column.masked_fill(is_outside, -1).to(torch.int32))
+        ctx.save_for_backward(logits, row_max, log_row_sum, column.masked_fill(is_outside, -1).to(torch.int32))
     return (score,)
 
 
 def backward(ctx: Any, g: Tensor | None) -> Tensor:
     """d logits, in the logits' dtype."""
-    logits, largest, log_total, column = ctx.saved_tensors
+    logits, row_max, log_row_sum, column = ctx.saved_tensors
     if g is None:
         return torch.zeros_like(logits)
     minus_g = g.unsqueeze(-1).neg()
     index, is_outside = column.clamp_min(0).long(), column < 0
     # 1. log p of every column; at the id -expm1(log p), not 1 - p, which loses all digits where p is almost 1.
-    log_p = _over_temperature(logits.to(largest.dtype) - largest, ctx.options).sub_(log_total)
+    log_p = _over_temperature(logits.to(row_max.dtype) - row_max, ctx.options).sub_(log_row_sum)
     at_id = log_p.gather(-1, index).expm1_().mul_(minus_g)
     gradient = log_p.exp_().mul_(minus_g).scatter_(-1, index, at_id)
     # 2. The row of an id outside the vocabulary is set to 0, not multiplied by 0, since 0 * NaN is NaN.

@@ -10,8 +10,8 @@ from torch_impl.contract import Group, Sharded, contract
 from torch_impl.vocab_parallel.fused_logprob import LogprobOptions, row_statistics
 from torch_impl.vocab_parallel.statistics import (
     Normaliser,
-    from_all_ranks,
-    merged_normaliser,
+    gather_statistics,
+    global_normaliser,
     row_blocks,
     rows_per_block,
     shifted_block,
@@ -36,9 +36,9 @@ def _compute_distributed_log_softmax(
     """
     logits, normaliser = vocab_parallel_logits, _normaliser(vocab_parallel_logits, group)
     result = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    rows = result.view(len(normaliser.largest), logits.shape[-1])
-    for part, block in row_blocks(logits, rows_per_block(logits, None)):
-        rows[part] = _log_p(block, normaliser, part).to(result.dtype)
+    rows = result.view(len(normaliser.row_max), logits.shape[-1])
+    for row_slice, block in row_blocks(logits, rows_per_block(logits, None)):
+        rows[row_slice] = _log_p(block, normaliser, row_slice).to(result.dtype)
     return result
 
 
@@ -60,21 +60,21 @@ def _compute_distributed_softmax(
     """
     logits, normaliser = vocab_parallel_logits, _normaliser(vocab_parallel_logits, group)
     result = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    rows = result.view(len(normaliser.largest), logits.shape[-1])
-    for part, block in row_blocks(logits, rows_per_block(logits, None)):
-        rows[part] = _log_p(block, normaliser, part).exp().to(result.dtype)
+    rows = result.view(len(normaliser.row_max), logits.shape[-1])
+    for row_slice, block in row_blocks(logits, rows_per_block(logits, None)):
+        rows[row_slice] = _log_p(block, normaliser, row_slice).exp().to(result.dtype)
     return result
 
 
 def _normaliser(logits: Tensor, group: ProcessGroup) -> Normaliser:
     """lse of each row over all ranks' columns."""
     # One read of the logits for the normaliser; the caller reads them again for the result.
-    m_r, rest_r = from_all_ranks(row_statistics(logits, None, LogprobOptions(group)), group).unbind(1)
-    return merged_normaliser(m_r, rest_r, 1.0)
+    row_max_r, row_sum_m1_r = gather_statistics(row_statistics(logits, None, LogprobOptions(group)), group).unbind(1)
+    return global_normaliser(row_max_r, row_sum_m1_r, 1.0)
 
 
-def _log_p(block: Tensor, normaliser: Normaliser, part: slice) -> Tensor:
+def _log_p(block: Tensor, normaliser: Normaliser, row_slice: slice) -> Tensor:
     """Log-probabilities of one row block, in the accumulation dtype."""
     # Two subtractions, in this order: z - m is exact near the maximum, where lse alone would have lost digits.
-    shifted = shifted_block(block, normaliser.largest[part].unsqueeze(-1))
-    return shifted.sub_(normaliser.log_total[part].unsqueeze(-1))
+    shifted = shifted_block(block, normaliser.row_max[row_slice].unsqueeze(-1))
+    return shifted.sub_(normaliser.log_row_sum[row_slice].unsqueeze(-1))

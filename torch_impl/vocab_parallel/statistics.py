@@ -1,21 +1,22 @@
 """What a rank computes of a softmax row from its own columns, and how the ranks' numbers merge.
 
-Every rank holds V_l columns of each row. A *shifted logit* b_v is the logit less the largest of its row, over the
-temperature: 0 for the largest, and never above. A rank reads its columns once and computes, per row and in float32 or
-wider,
+A *row* is the logits of one token; every rank holds V_l columns of each. A *shifted logit* b_v is the logit less the
+largest of its row, over the temperature: 0 for the largest, and never above. A rank reads its columns once and
+computes, per row and in float32 or wider, its *local statistics*:
 
-    m_r = max_v z_v                       -inf for an empty or fully masked shard
-    R_r = sum_v exp(b_v) - 1              b_v = (z_v - m_r) / temperature: all terms but the largest, which is 1
-    z_t                                   the target's logit if it is one of the rank's columns, else +inf; where
-                                          several ids are looked up, one for each
-    d_r = sum_v p_v b_v                   mean shifted logit under the local softmax p, for the entropy; 0 for an
-                                          empty shard
-    x_r = sum_v p_v b^q_v                 mean of q's shifted logits under the softmax of p's, for the cross entropy;
-                                          -inf where p > 0 and q = 0
+    name            letter
+    row_max_r       m_r = max_v z_v                 -inf for an empty or fully masked shard
+    row_sum_m1_r    R_r = sum_v exp(b_v) - 1        b_v = (z_v - m_r) / temperature; all terms but a largest, which is 1
+    z_t                                             the target's logit if it is one of the rank's columns, else +inf;
+                                                    where several ids are looked up, one for each
+    shifted_mean_r  d_r = sum_v p_v b_v             p is the local softmax; for the entropy. 0 for an empty shard
+    cross_mean_r    x_r = sum_v p_v b^q_v           the same mean of q's shifted logits, for the cross entropy;
+                                                    -inf where p > 0 and q = 0
 
 One all_gather brings the ranks' numbers together, and every rank merges them by the same arithmetic in the
-same order, so that the results are equal to the bit. The normaliser lse = m + log(1 + R) is stored as m and
-log(1 + R): one float32 near 1000 would leave log(1 + R) an accuracy of 6e-5, and 1 + R would lose a small R.
+same order, so that the results are equal to the bit. Names of the merged numbers have no `_r`. The normaliser
+lse = m + log(1 + R) is stored as `row_max` and `log_row_sum` = log(1 + R): one float32 near 1000 would leave log(1 + R)
+an accuracy of 6e-5. And 1 + R would lose a small R, hence `row_sum_m1`, the row's sum minus 1, as in expm1 and log1p.
 
 Logits of any strides are read in row blocks, a few rows at a time, without a copy of them all.
 """
@@ -37,22 +38,26 @@ from torch_impl.collectives.plain import all_gather_stack
 LOG2_E = math.log2(math.e)
 LOWEST_SHIFTED = -(2.0**14)  # 2 ** LOWEST_SHIFTED is 0 in float64, and products with LOWEST_SHIFTED are finite
 
-LONG_ROW, STRETCH = 4096, 256  # columns of a row that is searched in stretches, and of a stretch
+LONG_ROW, TILE = 4096, 256  # columns of a row that is searched tile by tile, and of a tile
 
 ON_ANOTHER_RANK = -1  # column of an id that is not among this rank's
 OUT_OF_VOCABULARY = -2  # column of an id that is on no rank
 
 # Size of a row block in the accumulation dtype: on a CPU it should stay in a core's cache, on a GPU occupy the device.
 BLOCK_BYTES = {"cpu": 1 << 20}
-BLOCK_BYTES_ELSEWHERE = 1 << 26
+BLOCK_BYTES_OF_OTHERS = 1 << 26
 
 
 def rows_per_block(logits: Float[Tensor, "*a v"], chunk_size: int | None) -> int:
-    """Rows of one block: `chunk_size` positions of the last dim but one, or what suits the device."""
+    """Rows of one block: those of `chunk_size` positions of the last dim but one, or what suits the device.
+
+    Callers count positions of the sequence, of which each is one row for every index of the leading dims: logits
+    [b, s, v] have `chunk_size * b` rows in a block.
+    """
     if chunk_size is not None:
         return max(1, chunk_size * math.prod(logits.shape[:-2]))
     row_bytes = logits.shape[-1] * accumulator(logits.dtype).itemsize
-    return max(1, BLOCK_BYTES.get(logits.device.type, BLOCK_BYTES_ELSEWHERE) // max(1, row_bytes))
+    return max(1, BLOCK_BYTES.get(logits.device.type, BLOCK_BYTES_OF_OTHERS) // max(1, row_bytes))
 
 
 def row_blocks(x: Float[Tensor, "*a v"], rows: int) -> Iterator[tuple[slice, Float[Tensor, "n v"]]]:
@@ -60,7 +65,7 @@ def row_blocks(x: Float[Tensor, "*a v"], rows: int) -> Iterator[tuple[slice, Flo
     n = math.prod(x.shape[:-1])
     if n <= rows and x.is_contiguous():  # one block, as in every small call
         return iter([(slice(0, n), x.view(n, x.shape[-1]))])
-    return ((part, view) for part, (view,) in aligned_row_blocks((x,), rows))
+    return ((row_slice, view) for row_slice, (view,) in aligned_row_blocks((x,), rows))
 
 
 def aligned_row_blocks(xs: Sequence[Tensor], rows: int) -> Iterator[tuple[slice, tuple[Tensor, ...]]]:
@@ -72,9 +77,9 @@ def aligned_row_blocks(xs: Sequence[Tensor], rows: int) -> Iterator[tuple[slice,
         done += n
 
 
-def rows_of(x: Tensor, part: slice) -> Tensor:
-    """x[part], or x itself if `part` covers it: a small call has one block, and even a view takes a microsecond."""
-    return x if part.stop - part.start == len(x) else x[part]
+def rows_of(x: Tensor, row_slice: slice) -> Tensor:
+    """x[row_slice], or x itself if that is all: a small call has one block, and even a view takes a microsecond."""
+    return x if row_slice.stop - row_slice.start == len(x) else x[row_slice]
 
 
 def _row_views(xs: Sequence[Tensor], rows: int) -> Iterator[tuple[Tensor, ...]]:
@@ -92,19 +97,17 @@ def _row_views(xs: Sequence[Tensor], rows: int) -> Iterator[tuple[Tensor, ...]]:
 
 
 class Normaliser(NamedTuple):
-    """What turns logits into log-probabilities, log p = (z - largest) / temperature - log_total."""
+    """What turns logits into log-probabilities, log p = (z - row_max) / temperature - log_row_sum."""
 
-    largest: Float[Tensor, "*a"]
-    log_total: Float[Tensor, "*a"]
+    row_max: Float[Tensor, "*a"]  # m
+    log_row_sum: Float[Tensor, "*a"]  # log(1 + R)
 
 
-def local_column(
-    target: Int[Tensor, "*n"], start: int, end: int, elsewhere: int = ON_ANOTHER_RANK
-) -> Int[Tensor, "*n"]:
-    """Column of each target within this rank's ids [start, end), or `elsewhere`."""
+def local_column(target: Int[Tensor, "*n"], start: int, end: int, absent: int = ON_ANOTHER_RANK) -> Int[Tensor, "*n"]:
+    """Column of each target within this rank's ids [start, end), or `absent`."""
     column = target - start if start else target
-    is_elsewhere = column.clamp(0, end - start - 1) != column
-    return column.masked_fill(is_elsewhere, elsewhere).to(torch.int32)
+    is_absent = column.clamp(0, end - start - 1) != column
+    return column.masked_fill(is_absent, absent).to(torch.int32)
 
 
 def index_of(column: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
@@ -112,26 +115,26 @@ def index_of(column: Int[Tensor, "*n"]) -> Int[Tensor, "*n"]:
     return column.clamp_min(0).long()
 
 
-def shifted_by(z: Float[Tensor, "*n"], largest: Float[Tensor, "*#n"], temperature: float) -> Float[Tensor, "*n"]:
+def shifted_logits(z: Float[Tensor, "*n"], row_max: Float[Tensor, "*#n"], temperature: float) -> Float[Tensor, "*n"]:
     """Shifted logits of what is float32 or wider: (z - m) / temperature."""
-    difference = z - largest
+    difference = z - row_max
     return difference if temperature == 1.0 else difference.div_(temperature)
 
 
 def shifted_block(
-    block: Float[Tensor, "n v"], largest: Float[Tensor, "n 1"], out: Float[Tensor, "n v"] | None = None
+    block: Float[Tensor, "n v"], row_max: Float[Tensor, "n 1"], out: Float[Tensor, "n v"] | None = None
 ) -> Float[Tensor, "n v"]:
     """Shifted logits z - m of a block, in the dtype of m; in `out` if it is given and the block has that dtype."""
-    if block.dtype != largest.dtype:
-        return block.to(largest.dtype).sub_(largest)
+    if block.dtype != row_max.dtype:
+        return block.to(row_max.dtype).sub_(row_max)
     if out is None or torch.compiler.is_compiling():
-        return block - largest
-    return torch.sub(block, largest, out=out)
+        return block - row_max
+    return torch.sub(block, row_max, out=out)
 
 
 def shifted_block_base_2(
     block: Float[Tensor, "n v"],
-    largest: Float[Tensor, "n 1"],
+    row_max: Float[Tensor, "n 1"],
     temperature: float,
     out: Float[Tensor, "n v"] | None = None,
 ) -> Float[Tensor, "n v"]:
@@ -140,58 +143,61 @@ def shifted_block_base_2(
     The terms of the softmax are exp2 of them. On a CPU exp2 takes a quarter of the time of exp, and dividing by the
     temperature adds nothing to it.
     """
-    return shifted_block(block, largest, out).mul_(LOG2_E / temperature)
+    return shifted_block(block, row_max, out).mul_(LOG2_E / temperature)
 
 
 def max_and_column(x: Float[Tensor, "n v"]) -> tuple[Float[Tensor, "n 1"], Int[Tensor, "n 1"]]:
-    """The largest entry of each row, or a NaN, and its column (of equal ones any).
+    """The maximum of each row, or a NaN, and its column (of equal ones any).
 
-    On a CPU the column of the largest entry of a long row takes ten times as long as that entry, so the row is split
-    into short stretches: first the maximum of each stretch, then the column within the stretch that has the largest.
+    On a CPU the column of the maximum of a long row takes ten times as long as the maximum, so the row is split into
+    short tiles: first the maximum of each tile, then the column within the tile that has the row's.
     """
     width = x.shape[-1]
     if not x.is_cpu or width < LONG_ROW:
         return x.max(-1, keepdim=True)
-    # 1. The stretch with the largest entry; the last one may be shorter.
-    end = width - width % STRETCH
-    largest = x[:, :end].unflatten(-1, (-1, STRETCH)).amax(-1)
+    # 1. The tile with the row's maximum; the last one may be shorter.
+    end = width - width % TILE
+    tile_max = x[:, :end].unflatten(-1, (-1, TILE)).amax(-1)
     if end < width:
-        largest = torch.cat([largest, x[:, end:].amax(-1, keepdim=True)], dim=-1)
-    start = largest.argmax(-1, keepdim=True).mul_(STRETCH)
-    # 2. Its place within the stretch.
-    columns = (start + torch.arange(STRETCH, device=x.device)).clamp_max_(width - 1)
-    entry, place = x.gather(-1, columns).max(-1, keepdim=True)
-    return entry, columns.gather(-1, place)
+        tile_max = torch.cat([tile_max, x[:, end:].amax(-1, keepdim=True)], dim=-1)
+    start = tile_max.argmax(-1, keepdim=True).mul_(TILE)
+    # 2. The column within the tile.
+    columns = (start + torch.arange(TILE, device=x.device)).clamp_max_(width - 1)
+    row_max, index = x.gather(-1, columns).max(-1, keepdim=True)
+    return row_max, columns.gather(-1, index)
 
 
 def local_statistics(
     block: Float[Tensor, "n v"], column: Int[Tensor, "n k"] | None, temperature: float, with_entropy: bool
 ) -> Float[Tensor, "f n"]:
-    """Rows m_r and R_r, then k rows z_t if there are columns, then d_r with the entropy."""
+    """Statistics of a block's rows, one after another: m_r, R_r, k times z_t if there are columns, d_r with entropy.
+
+    `column` are those of the k ids of each row, negative where an id is not among this rank's.
+    """
     if block.shape[-1] == 0:
         return _statistics_of_no_columns(block, column, with_entropy)
-    # 1. The largest logit, and R_r with its terms.
+    # 1. m_r, and R_r with its terms.
     sums = _compiled_sums if torch.compiler.is_compiling() else _eager_sums
-    largest, rest, shifted, terms = sums(block.to(accumulator(block.dtype)), temperature, with_entropy)
-    numbers = [largest, rest]
+    row_max, row_sum_m1, shifted, terms = sums(block.to(accumulator(block.dtype)), temperature, with_entropy)
+    numbers = [row_max, row_sum_m1]
     # 2. The logits at the ids.
     if column is not None:
-        z_t = block.gather(-1, index_of(column)).to(rest.dtype)
+        z_t = block.gather(-1, index_of(column)).to(row_sum_m1.dtype)
         numbers.append(z_t.masked_fill_(column < 0, math.inf))
     # 3. d_r. The term of the largest logit was set to 0 above; it is 0 here anyway, since it is shifted to 0.
     if with_entropy:
         shifted_mean = terms.mul_(with_floor(shifted)).sum(-1, keepdim=True)
-        numbers.append(shifted_mean / (LOG2_E * (1.0 + rest)))
+        numbers.append(shifted_mean / (LOG2_E * (1.0 + row_sum_m1)))
     return torch.cat(numbers, dim=-1).mT
 
 
 def _eager_sums(wide: Float[Tensor, "n v"], temperature: float, keeps_shifted: bool) -> tuple[Tensor, ...]:
     """m_r, R_r, shifted logits in base 2 and terms of a block; the term of one largest logit is set to 0."""
-    largest, at_largest = max_and_column(wide)
-    shifted = shifted_block_base_2(wide, _finite(largest), temperature)
+    row_max, row_max_column = max_and_column(wide)
+    shifted = shifted_block_base_2(wide, _finite(row_max), temperature)
     del wide  # frees a block before the next one is allocated
     terms = shifted.exp2() if keeps_shifted else shifted.exp2_()
-    return largest, terms.scatter_(-1, at_largest, 0.0).sum(-1, keepdim=True), shifted, terms
+    return row_max, terms.scatter_(-1, row_max_column, 0.0).sum(-1, keepdim=True), shifted, terms
 
 
 def _compiled_sums(wide: Float[Tensor, "n v"], temperature: float, keeps_shifted: bool) -> tuple[Tensor, ...]:
@@ -199,94 +205,96 @@ def _compiled_sums(wide: Float[Tensor, "n v"], temperature: float, keeps_shifted
 
     The terms of all columns that have the largest logit are set to 0; all but one of them are 1 and added by number.
     """
-    largest = wide.amax(-1, keepdim=True)
-    is_largest = wide == largest
-    shifted = shifted_block_base_2(wide, _finite(largest), temperature)
-    terms = shifted.exp2().masked_fill(is_largest, 0.0)
-    equal_ones = (is_largest.to(terms.dtype).sum(-1, keepdim=True) - 1.0).masked_fill(largest == -math.inf, 0.0)
-    return largest, terms.sum(-1, keepdim=True) + equal_ones, shifted, terms
+    row_max = wide.amax(-1, keepdim=True)
+    is_row_max = wide == row_max
+    shifted = shifted_block_base_2(wide, _finite(row_max), temperature)
+    terms = shifted.exp2().masked_fill(is_row_max, 0.0)
+    tie_count = (is_row_max.to(terms.dtype).sum(-1, keepdim=True) - 1.0).masked_fill(row_max == -math.inf, 0.0)
+    return row_max, terms.sum(-1, keepdim=True) + tie_count, shifted, terms
 
 
-def _finite(largest: Float[Tensor, "n 1"]) -> Float[Tensor, "n 1"]:
+def _finite(row_max: Float[Tensor, "n 1"]) -> Float[Tensor, "n 1"]:
     """What a row is shifted by: 0 for a row of -inf, where -inf - -inf would be NaN."""
-    return largest.nan_to_num(0.0, 0.0, 0.0)
+    return row_max.nan_to_num(0.0, 0.0, 0.0)
 
 
 def local_cross_mean(
     q_block: Float[Tensor, "n v"],
     p_block: Float[Tensor, "n v"],
-    m_q: Float[Tensor, " n"],
-    m_p: Float[Tensor, " n"],
-    rest_p: Float[Tensor, " n"],
+    row_max_q: Float[Tensor, " n"],
+    row_max_p: Float[Tensor, " n"],
+    row_sum_m1_p: Float[Tensor, " n"],
 ) -> Float[Tensor, " n"]:
     """x_r: the mean of q's shifted logits under the local softmax of p's; 0 for an empty shard."""
-    m_q, m_p = (torch.where(m.isfinite(), m, 0.0).unsqueeze(-1) for m in (m_q, m_p))
-    shifted, terms = shifted_block(q_block, m_q), shifted_block(p_block, m_p).exp_()
+    row_max_q, row_max_p = (torch.where(m.isfinite(), m, 0.0).unsqueeze(-1) for m in (row_max_q, row_max_p))
+    shifted, terms = shifted_block(q_block, row_max_q), shifted_block(p_block, row_max_p).exp_()
     masked = shifted == -math.inf
-    cross_mean = terms.mul_(shifted.masked_fill_(masked, 0.0)).sum(-1) / (1.0 + rest_p)
+    cross_mean = terms.mul_(shifted.masked_fill_(masked, 0.0)).sum(-1) / (1.0 + row_sum_m1_p)
     # Tested on the logits, not on p: where p underflows to 0 in float32 but not in float64, the two would disagree.
     is_impossible = (masked & (p_block > -math.inf)).any(-1)
     return torch.where(is_impossible, -math.inf, cross_mean)
 
 
-def from_all_ranks(statistics: Float[Tensor, "f n"], group: ProcessGroup | None) -> Float[Tensor, "r f n"]:
+def gather_statistics(statistics: Float[Tensor, "f n"], group: ProcessGroup | None) -> Float[Tensor, "r f n"]:
     """The statistics of every rank, in rank order. The one collective; none where one rank has full rows."""
     return statistics.unsqueeze(0) if group is None else all_gather_stack(statistics, group)
 
 
-def merged_normaliser(m_r: Float[Tensor, "r ..."], rest_r: Float[Tensor, "r ..."], temperature: float) -> Normaliser:
+def global_normaliser(
+    row_max_r: Float[Tensor, "r ..."], row_sum_m1_r: Float[Tensor, "r ..."], temperature: float
+) -> Normaliser:
     """m and log(1 + R)."""
-    if len(m_r) == 1:
-        largest = m_r[0]
-        return Normaliser(largest, _nan_of_broken(largest).add_(rest_r[0]).log1p_())
-    largest, rest, _ = merged_rest(m_r, rest_r, temperature)
-    return Normaliser(largest, rest.log1p())
+    if len(row_max_r) == 1:
+        row_max = row_max_r[0]
+        return Normaliser(row_max, _nan_of_broken(row_max).add_(row_sum_m1_r[0]).log1p_())
+    row_max, row_sum_m1, _ = global_row_sum_m1(row_max_r, row_sum_m1_r, temperature)
+    return Normaliser(row_max, row_sum_m1.log1p())
 
 
-def merged_rest(
-    m_r: Float[Tensor, "r ..."], rest_r: Float[Tensor, "r ..."], temperature: float
+def global_row_sum_m1(
+    row_max_r: Float[Tensor, "r ..."], row_sum_m1_r: Float[Tensor, "r ..."], temperature: float
 ) -> tuple[Float[Tensor, "*a"], Float[Tensor, "*a"], Int[Tensor, "*a"]]:
     """(m, R, rank): m = max_r m_r,   R = sum_r w_r (1 + R_r) - 1,   w_r = exp((m_r - m) / temperature).
 
     The 1 that is left out of R is the term of that rank's largest logit.
     """
-    largest, first = m_r.max(0, keepdim=True)
+    row_max, first = row_max_r.max(0, keepdim=True)
     # A row that is -inf on every rank has no terms: the finite shift keeps -inf - -inf = NaN out.
-    weight = shifted_by(m_r, largest.clamp_min(torch.finfo(largest.dtype).min), temperature).exp()
-    rest = torch.addcmul(weight.scatter(0, first, 0.0), weight, rest_r).sum(0)
-    return largest.squeeze(0), rest, first.squeeze(0)
+    weight = shifted_logits(row_max_r, row_max.clamp_min(torch.finfo(row_max.dtype).min), temperature).exp()
+    row_sum_m1 = torch.addcmul(weight.scatter(0, first, 0.0), weight, row_sum_m1_r).sum(0)
+    return row_max.squeeze(0), row_sum_m1, first.squeeze(0)
 
 
-def merged_target(z_t: Float[Tensor, "r ..."]) -> Float[Tensor, "*a"]:
+def global_target_logit(z_t: Float[Tensor, "r ..."]) -> Float[Tensor, "*a"]:
     """The target's logit; +inf for an id outside the vocabulary."""
     return z_t[0] if len(z_t) == 1 else z_t.amin(0)
 
 
-def merged_shifted_mean(
-    m_r: Float[Tensor, "r ..."],
-    rest_r: Float[Tensor, "r ..."],
-    d_r: Float[Tensor, "r ..."],
+def global_shifted_mean(
+    row_max_r: Float[Tensor, "r ..."],
+    row_sum_m1_r: Float[Tensor, "r ..."],
+    shifted_mean_r: Float[Tensor, "r ..."],
     normaliser: Normaliser,
     temperature: float,
 ) -> Float[Tensor, "*a"]:
     """d = sum_v p_v b_v = sum_r w_r (d_r + a_r),   a_r = (m_r - m) / temperature,   w_r = the share of rank r."""
-    above = shifted_by(m_r, normaliser.largest, temperature)
-    weight = (above + (rest_r.log1p() - normaliser.log_total)).exp()
-    return torch.where(weight == 0, 0.0, weight * (d_r + above)).sum(0)
+    shifted_max_r = shifted_logits(row_max_r, normaliser.row_max, temperature)
+    weight = (shifted_max_r + (row_sum_m1_r.log1p() - normaliser.log_row_sum)).exp()
+    return torch.where(weight == 0, 0.0, weight * (shifted_mean_r + shifted_max_r)).sum(0)
 
 
-def merged_cross_mean(
-    m_q: Float[Tensor, "r ..."],
-    m_p: Float[Tensor, "r ..."],
-    rest_p: Float[Tensor, "r ..."],
-    x_r: Float[Tensor, "r ..."],
+def global_cross_mean(
+    row_max_q: Float[Tensor, "r ..."],
+    row_max_p: Float[Tensor, "r ..."],
+    row_sum_m1_p: Float[Tensor, "r ..."],
+    cross_mean_r: Float[Tensor, "r ..."],
     q: Normaliser,
     p: Normaliser,
 ) -> Float[Tensor, "*a"]:
     """x = sum_v p_v b^q_v = sum_r w_r (x_r + m^q_r - m^q),   w_r = the share of rank r in p; -inf stays."""
-    shifted_mean = x_r + (m_q - q.largest)
-    weight = ((m_p - p.largest) + (rest_p.log1p() - p.log_total)).exp()
-    of_no_weight = torch.where((shifted_mean == -math.inf) & (m_p > -math.inf), -math.inf, 0.0)
+    shifted_mean = cross_mean_r + (row_max_q - q.row_max)
+    weight = ((row_max_p - p.row_max) + (row_sum_m1_p.log1p() - p.log_row_sum)).exp()
+    of_no_weight = torch.where((shifted_mean == -math.inf) & (row_max_p > -math.inf), -math.inf, 0.0)
     return torch.where(weight == 0, of_no_weight, weight * shifted_mean).sum(0)
 
 
@@ -294,19 +302,19 @@ def logprob_of(z_t: Float[Tensor, "*a"], normaliser: Normaliser, temperature: fl
     """log p[t]; 0 outside the vocabulary; NaN where the row itself is NaN or +inf."""
     # A log-probability is at most 0. What is above is the +inf of an id outside the vocabulary, which becomes 0; NaN
     # stays NaN.
-    return shifted_by(z_t, normaliser.largest, temperature).sub_(normaliser.log_total).clamp_max_(0.0)
+    return shifted_logits(z_t, normaliser.row_max, temperature).sub_(normaliser.log_row_sum).clamp_max_(0.0)
 
 
 def zero_outside_vocabulary(
-    z_t: Float[Tensor, "*a"], score: Float[Tensor, "*a"], largest: Float[Tensor, "*#a"]
+    z_t: Float[Tensor, "*a"], score: Float[Tensor, "*a"], row_max: Float[Tensor, "*#a"]
 ) -> Float[Tensor, "*a"]:
     """The score of an id of the vocabulary, 0 for another one, NaN where the row itself is NaN or +inf."""
-    return torch.where(z_t < math.inf, score, _nan_of_broken(largest))
+    return torch.where(z_t < math.inf, score, _nan_of_broken(row_max))
 
 
-def _nan_of_broken(largest: Float[Tensor, "*a"]) -> Float[Tensor, "*a"]:
+def _nan_of_broken(row_max: Float[Tensor, "*a"]) -> Float[Tensor, "*a"]:
     """0, or NaN for a row whose largest logit is NaN or +inf, which has no softmax."""
-    return largest.clamp_min(0.0).mul_(0.0)
+    return row_max.clamp_min(0.0).mul_(0.0)
 
 
 def with_floor(shifted: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]:

@@ -57,10 +57,10 @@ def distributed_vocab_topk(
     values = torch.zeros(n, k, dtype=accumulator(logits.dtype), device=logits.device)
     ids = torch.full((n, k), NO_CANDIDATE, device=logits.device)
     count = min(k, width)
-    for part, block in row_blocks(logits, rows_per_block(logits, chunk_size)):
+    for row_slice, block in row_blocks(logits, rows_per_block(logits, chunk_size)):
         columns = _largest_columns(block[:, :width], count)
-        values[part, :count] = block.gather(-1, columns).to(values.dtype)
-        ids[part, :count] = columns + vocab_start_index
+        values[row_slice, :count] = block.gather(-1, columns).to(values.dtype)
+        ids[row_slice, :count] = columns + vocab_start_index
     # 2. Those of all ranks, of which the k largest stay; there are at most as many as the vocabulary has ids.
     values_of, ids_of, sizes = _candidates_of_all(values, ids, width, tp_group)
     k = k if k <= width else min(k, int(sizes.sum()))
@@ -185,10 +185,10 @@ class LogitsAt(torch.autograd.Function):
         g = torch.where(column >= 0, cotangent, 0.0).reshape(rows)
         index = index_of(column).reshape(rows)
         gradient = torch.empty(shape, dtype=dtype, device=cotangent.device)
-        for part, block in row_blocks(gradient, rows_per_block(gradient, ctx.chunk_size)):
+        for row_slice, block in row_blocks(gradient, rows_per_block(gradient, ctx.chunk_size)):
             if block.shape[-1]:
-                added = torch.zeros(block.shape, dtype=g.dtype, device=g.device).scatter_add_(-1, index[part], g[part])
-                block.copy_(added)
+                total = torch.zeros(block.shape, dtype=g.dtype, device=g.device)
+                block.copy_(total.scatter_add_(-1, index[row_slice], g[row_slice]))
         return gradient, None, None, None, None, None
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from torch_impl.collectives import accumulator
-from torch_impl.vocab_parallel import statistics as st
+from torch_impl.vocab_parallel import statistics
 from torch_impl.vocab_parallel.filter_bounds import (
     Candidates,
     FilterBounds,
@@ -35,7 +35,7 @@ MERGED_BYTES = 1 << 22
 class Lists(NamedTuple):
     """What every rank sends of its columns."""
 
-    largest: Float[Tensor, "r k n"]  # descending, padded by -inf
+    values: Float[Tensor, "r k n"]  # its k largest logits, descending, padded by -inf
     last_count: Float[Tensor, "r n"]  # how many of the rank's logits equal the last of its list
     z_t: Float[Tensor, "r n"]  # the target's logit on its rank, else +inf
     place: Float[Tensor, "r n"] | None  # how many logits of the rank equal the target's and precede it, else +inf
@@ -49,14 +49,14 @@ def topk_by_lists(
     # 1. This rank's list, ties and target, one block of rows at a time; one exchange.
     k, n = limits.top_k or 0, len(column)
     message = torch.empty(k + 2 + (limits.top_p is not None), n, dtype=accumulator(logits.dtype), device=logits.device)
-    for part, block in row_blocks(logits, rows_per_block(logits, options.chunk_size)):
-        message[:, part] = _rank_lists(block, column[part], k, limits.top_p is not None)
-    messages = st.from_all_ranks(message, options.group)
+    for row_slice, block in row_blocks(logits, rows_per_block(logits, options.chunk_size)):
+        message[:, row_slice] = _rank_lists(block, column[row_slice], k, limits.top_p is not None)
+    messages = statistics.gather_statistics(message, options.group)
     lists = Lists(messages[:, :k], messages[:, k], messages[:, k + 1], *messages[:, k + 2 :].unbind(1) or (None,))
     # 2. The same arithmetic on every rank, so that all decide alike.
     bounds, counts = _bounds(lists, options.temperature, limits.top_p)
     ties = None if lists.place is None else Ties(counts, lists.place, Candidates(logits, options.chunk_size))
-    return bounds, ties, st.merged_target(lists.z_t)
+    return bounds, ties, statistics.global_target_logit(lists.z_t)
 
 
 def _rank_lists(
@@ -64,11 +64,11 @@ def _rank_lists(
 ) -> Float[Tensor, "f n"]:
     """This rank's part of the message, of one row block."""
     dtype, width = accumulator(block.dtype), block.shape[-1]
-    largest = F.pad(block.topk(min(k, width)).values.to(dtype), (0, max(k - width, 0)), value=-math.inf)
-    rows = [largest.mT, (block == largest[:, -1:]).sum(-1).to(dtype).unsqueeze(0)]
-    z_t = torch.full_like(largest[:, :1], math.inf)
+    values = F.pad(block.topk(min(k, width)).values.to(dtype), (0, max(k - width, 0)), value=-math.inf)
+    rows = [values.mT, (block == values[:, -1:]).sum(-1).to(dtype).unsqueeze(0)]
+    z_t = torch.full_like(values[:, :1], math.inf)
     if width:
-        z_t = block.gather(-1, st.index_of(column)).to(dtype).masked_fill_(column < 0, math.inf)
+        z_t = block.gather(-1, statistics.index_of(column)).to(dtype).masked_fill_(column < 0, math.inf)
     rows.append(z_t.mT)
     if with_place:
         columns = torch.arange(width, dtype=column.dtype, device=column.device)
@@ -79,26 +79,26 @@ def _rank_lists(
 
 def _bounds(lists: Lists, temperature: float, top_p: float | None) -> tuple[FilterBounds, Float[Tensor, "r n"]]:
     """The bounds that all ranks' lists amount to, and how many logits of each rank equal its threshold."""
-    world, k, n = lists.largest.shape
-    columns = max(1, MERGED_BYTES // (world * k * lists.largest.itemsize))
+    world, k, n = lists.values.shape
+    columns = max(1, MERGED_BYTES // (world * k * lists.values.itemsize))
     parts = []
     for start in range(0, max(n, 1), columns):
-        part = slice(start, start + columns)
-        largest, last_count = lists.largest[..., part], lists.last_count[:, part]
-        k_largest = largest.permute(2, 0, 1).flatten(1).topk(k).values
-        ties = _equal_to(k_largest[:, -1], largest, last_count).sum(0)
+        row_slice = slice(start, start + columns)
+        values, last_count = lists.values[..., row_slice], lists.last_count[:, row_slice]
+        k_largest = values.permute(2, 0, 1).flatten(1).topk(k).values
+        ties = _equal_to(k_largest[:, -1], values, last_count).sum(0)
         bounds = _bounds_of_rows(k_largest, ties, temperature, top_p)
-        parts.append((*bounds, _equal_to(bounds.threshold, largest, last_count)))
+        parts.append((*bounds, _equal_to(bounds.threshold, values, last_count)))
     *fields, counts = (torch.cat(blocks, dim=-1) for blocks in zip(*parts, strict=True))
     return FilterBounds(*fields), counts
 
 
 def _equal_to(
-    z: Float[Tensor, " n"], largest: Float[Tensor, "r k n"], last_count: Float[Tensor, "r n"]
+    z: Float[Tensor, " n"], values: Float[Tensor, "r k n"], last_count: Float[Tensor, "r n"]
 ) -> Float[Tensor, "r n"]:
     """How many logits of each rank equal z, which is no smaller than the k-th largest of all."""
-    in_list = (largest == z).sum(1).to(last_count.dtype)
-    return torch.where(largest[:, -1] == z, last_count, in_list)
+    in_list = (values == z).sum(1).to(last_count.dtype)
+    return torch.where(values[:, -1] == z, last_count, in_list)
 
 
 def _bounds_of_rows(
@@ -106,26 +106,26 @@ def _bounds_of_rows(
 ) -> FilterBounds:
     """The bounds of the tokens kept among the k largest and `ties` logits that equal the last of them."""
     # 1. Weights of the tokens above the k-th largest, without the first, which is the 1 of 1 + R.
-    largest, kth = k_largest[:, :1], k_largest[:, -1:]
+    row_max, kth = k_largest[:, :1], k_largest[:, -1:]
     is_above = k_largest > kth
     is_above[:, 0] = False
-    weights = torch.where(is_above, weight_of(k_largest, largest, temperature), 0.0)
+    weights = torch.where(is_above, weight_of(k_largest, row_max, temperature), 0.0)
     upto = weights.cumsum(-1)
     # 2. R of all that top-k keeps: those and the ties of the k-th largest, of which the first may be one.
-    weight, first_is_tie = weight_of(kth, largest, temperature), kth == largest
+    weight, first_is_tie = weight_of(kth, row_max, temperature), kth == row_max
     other_ties = ties.unsqueeze(-1) - first_is_tie.to(ties.dtype)
-    rest = upto[:, -1:] + other_ties * torch.where(other_ties > 0, weight, 0.0)
+    row_sum_m1 = upto[:, -1:] + other_ties * torch.where(other_ties > 0, weight, 0.0)
     # A row with an infinite largest logit has no softmax.
-    rest = torch.where(largest.isfinite(), rest, math.nan)
+    row_sum_m1 = torch.where(row_max.isfinite(), row_sum_m1, math.nan)
     if top_p is None:
-        return FilterBounds(*(x.squeeze(-1) for x in (largest, rest, kth, ties.unsqueeze(-1))))
+        return FilterBounds(*(x.squeeze(-1) for x in (row_max, row_sum_m1, kth, ties.unsqueeze(-1))))
     # 3. Top-p: tokens above, then ties, as long as there is room before them.
-    room = room_for(rest, top_p)
+    room = room_for(row_sum_m1, top_p)
     is_kept = is_above & (upto - weights < room)
     more = ties_within(room - upto[:, -1:], weight, other_ties)
     is_kept[:, 0] = True
     threshold = torch.where(more > 0, kth, k_largest.gather(-1, is_kept.sum(-1, keepdim=True) - 1))
     count = (is_kept & (k_largest == threshold)).sum(-1, keepdim=True) + more
-    rest_kept = torch.where(is_kept & is_above, weights, 0.0).sum(-1, keepdim=True) + more * weight
-    rest_kept = torch.where(rest.isnan(), rest, rest_kept)
-    return FilterBounds(*(x.squeeze(-1) for x in (largest, rest_kept, threshold, count)))
+    row_sum_m1_kept = torch.where(is_kept & is_above, weights, 0.0).sum(-1, keepdim=True) + more * weight
+    row_sum_m1_kept = torch.where(row_sum_m1.isnan(), row_sum_m1, row_sum_m1_kept)
+    return FilterBounds(*(x.squeeze(-1) for x in (row_max, row_sum_m1_kept, threshold, count)))

@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import accumulator
 from torch_impl.collectives.plain import all_gather_stack
-from torch_impl.vocab_parallel import statistics as st
+from torch_impl.vocab_parallel import statistics
 from torch_impl.vocab_parallel.filter_bounds import (
     Candidates,
     Entries,
@@ -103,14 +103,14 @@ def _bins(
 ) -> Float[Tensor, "n bins"]:
     """Weight of this rank's candidates whose leading digits are the row's, by their next digit."""
     bins = torch.zeros(len(base), BINS, dtype=accumulator(candidates.dtype), device=candidates.device)
-    for part, entries in candidates.between(low, high):
-        digit = (ordered(entries.logits) >> shift) - base[part][entries.rows]
+    for row_slice, entries in candidates.between(low, high):
+        digit = (ordered(entries.logits) >> shift) - base[row_slice][entries.rows]
         inside = (digit >= 0) & (digit < BINS)
-        weight = torch.where(inside, weigh(part, entries), 0.0)
+        weight = torch.where(inside, weigh(row_slice, entries), 0.0)
         place = entries.rows.long() * BINS + torch.where(inside, digit, 0)
         # float64: thousands of terms may fall into one bin, one after the other
-        sums = torch.zeros(bins[part].numel(), dtype=torch.float64, device=bins.device)
-        bins[part] += sums.index_add_(0, place, weight.double()).view(-1, BINS)
+        sums = torch.zeros(bins[row_slice].numel(), dtype=torch.float64, device=bins.device)
+        bins[row_slice] += sums.index_add_(0, place, weight.double()).view(-1, BINS)
     return bins
 
 
@@ -119,11 +119,11 @@ def _lowest_with_room(
 ) -> tuple[Int[Tensor, " n"], Float[Tensor, " n"]]:
     """(bin, weight above it): the lowest bin of some weight that has less than `room` above it; some rows at a time."""
     lowest, weight = torch.empty(len(above), dtype=torch.int64, device=above.device), torch.empty_like(above)
-    for part, rows in row_blocks(bins, ROWS):
-        before = above[part].unsqueeze(-1) + _above_each(rows)
-        goes_on = (rows > 0) & (before < room[part].unsqueeze(-1))
+    for row_slice, rows in row_blocks(bins, ROWS):
+        before = above[row_slice].unsqueeze(-1) + _above_each(rows)
+        goes_on = (rows > 0) & (before < room[row_slice].unsqueeze(-1))
         digit = goes_on.to(torch.uint8).argmax(-1, keepdim=True)  # the first of the largest: the lowest bin
-        lowest[part], weight[part] = digit.squeeze(-1), before.gather(-1, digit).squeeze(-1)
+        lowest[row_slice], weight[row_slice] = digit.squeeze(-1), before.gather(-1, digit).squeeze(-1)
     return lowest, weight
 
 
@@ -152,10 +152,15 @@ def topk_by_radix(
     """(bounds, ties unless all of them are kept, the target's logit)."""
     # 1. The k-th largest logit, if top-k is on; statistics of what it leaves, and the target's logit.
     kth = None if limits.top_k is None else _kth_largest(logits, limits.top_k, options)
-    m_r, rest_r, z_t = st.from_all_ranks(_survivors(logits, column, kth, options), options.group).unbind(1)
-    largest, rest, first = st.merged_rest(m_r, rest_r, options.temperature)
-    kth = torch.full_like(largest, -math.inf) if kth is None else kth
-    survivors, z_t = FilterBounds(largest, rest, kth, torch.full_like(kth, math.inf)), st.merged_target(z_t)
+    row_max_r, row_sum_m1_r, z_t = statistics.gather_statistics(
+        _survivors(logits, column, kth, options), options.group
+    ).unbind(1)
+    row_max, row_sum_m1, first = statistics.global_row_sum_m1(row_max_r, row_sum_m1_r, options.temperature)
+    kth = torch.full_like(row_max, -math.inf) if kth is None else kth
+    survivors, z_t = (
+        FilterBounds(row_max, row_sum_m1, kth, torch.full_like(kth, math.inf)),
+        statistics.global_target_logit(z_t),
+    )
     if limits.top_p is None:
         return survivors, None, z_t
     # 2. What top-p keeps of that.
@@ -170,10 +175,10 @@ def _kth_largest(logits: Float[Tensor, "*a v"], k: int, options: LogprobOptions)
     # A lower bound first: `last_kept` then visits only the logits above it.
     group_size = logits.shape[-1] // (FEWEST_GROUPS * k)
     if group_size > 1:
-        for part, block in row_blocks(logits, rows_per_block(logits, options.chunk_size)):
-            low[part] = _kth_largest_of_groups(block, k, group_size).to(dtype)
+        for row_slice, block in row_blocks(logits, rows_per_block(logits, options.chunk_size)):
+            low[row_slice] = _kth_largest_of_groups(block, k, group_size).to(dtype)
 
-    def one(part: slice, entries: Entries) -> Tensor:
+    def one(row_slice: slice, entries: Entries) -> Tensor:
         return torch.ones(entries.rows.shape, dtype=dtype, device=low.device)
 
     # Where every logit weighs 1, the last that has less than k above it is the k-th largest.
@@ -193,12 +198,12 @@ def _survivors(
     """This rank's statistics of the logits that are not below the k-th largest, if there is one."""
     if kth is None:
         return row_statistics(logits, column, options)
-    statistics = torch.empty(3, len(column), dtype=accumulator(logits.dtype), device=logits.device)
-    local = block_function(st.local_statistics, options, logits)
-    for part, block in row_blocks(logits, rows_per_block(logits, options.chunk_size)):
-        left = block.masked_fill(block < kth[part].unsqueeze(-1), -math.inf)
-        statistics[:, part] = local(left, column[part], options.temperature, False)
-    return statistics
+    rank_statistics = torch.empty(3, len(column), dtype=accumulator(logits.dtype), device=logits.device)
+    local = block_function(statistics.local_statistics, options, logits)
+    for row_slice, block in row_blocks(logits, rows_per_block(logits, options.chunk_size)):
+        left = block.masked_fill(block < kth[row_slice].unsqueeze(-1), -math.inf)
+        rank_statistics[:, row_slice] = local(left, column[row_slice], options.temperature, False)
+    return rank_statistics
 
 
 def _top_p(
@@ -210,34 +215,34 @@ def _top_p(
     top_p: float,
 ) -> tuple[FilterBounds, Ties]:
     """What top-p keeps of the survivors. 2 all_gather, R all_reduce. `first` is the rank of the largest logit."""
-    largest, rest, temperature = survivors.largest, survivors.rest, options.temperature
+    row_max, row_sum_m1, temperature = survivors.row_max, survivors.row_sum_m1, options.temperature
     is_on_this_rank = first == (0 if options.group is None else options.group.rank())
-    room = room_for(rest, top_p)
+    room = room_for(row_sum_m1, top_p)
     keeps_only_first = room <= 0  # the first token is enough; the rounds are to end at its logit
 
-    def mass(part: slice, entries: Entries) -> Tensor:
+    def mass(row_slice: slice, entries: Entries) -> Tensor:
         """Of each entry but the row's first, whose mass is the 1 of 1 + R."""
-        m = largest[part][entries.rows]
-        is_largest = entries.logits == m
-        is_first = is_largest & is_on_this_rank[part][entries.rows]
-        is_first &= ordinals(is_first, entries.rows, len(largest[part])) == 0
+        m = row_max[row_slice][entries.rows]
+        is_row_max = entries.logits == m
+        is_first = is_row_max & is_on_this_rank[row_slice][entries.rows]
+        is_first &= ordinals(is_first, entries.rows, len(row_max[row_slice])) == 0
         weights = torch.where(is_first, 0.0, weight_of(entries.logits, m, temperature))
-        return torch.where(keeps_only_first[part][entries.rows], is_largest.to(m.dtype), weights)
+        return torch.where(keeps_only_first[row_slice][entries.rows], is_row_max.to(m.dtype), weights)
 
     # 1. No token below `low` can be kept (see the top of this file).
     likely = (SLACK * (1.0 - top_p) / _columns_of_all(logits, options)).log()
-    low = largest + temperature * (likely.to(rest.dtype) + rest.log1p())
+    low = row_max + temperature * (likely.to(row_sum_m1.dtype) + row_sum_m1.log1p())
     # 2. The last logit of which a token is kept, and the mass above it.
     candidates = Candidates(logits, options.chunk_size)
     some_room = torch.where(keeps_only_first, 1.0, room)
     threshold, above = last_kept(candidates, torch.maximum(low, survivors.threshold), some_room, mass, options.group)
     # 3. How many tokens of that very logit are kept.
     ties = _ties(candidates, column, threshold, options)
-    first_is_tie = (threshold == largest).to(rest.dtype)
-    weight = weight_of(threshold, largest, temperature)
+    first_is_tie = (threshold == row_max).to(row_sum_m1.dtype)
+    weight = weight_of(threshold, row_max, temperature)
     more = ties_within(room - above, weight, ties.counts.sum(0) - first_is_tie)
-    rest_kept = torch.where(rest.isnan(), rest, above + more * weight)
-    return FilterBounds(largest, rest_kept, threshold, more + first_is_tie), ties
+    row_sum_m1_kept = torch.where(row_sum_m1.isnan(), row_sum_m1, above + more * weight)
+    return FilterBounds(row_max, row_sum_m1_kept, threshold, more + first_is_tie), ties
 
 
 def _ties(
@@ -246,14 +251,14 @@ def _ties(
     """How many logits equal the threshold, and how many of them precede the target. One all_gather."""
     message = torch.zeros(2, len(threshold), dtype=threshold.dtype, device=threshold.device)
     target = column.squeeze(-1)
-    for part, entries in candidates.between(threshold, threshold):
-        is_tie = entries.logits == threshold[part][entries.rows]
-        is_before = is_tie & (entries.columns < target[part][entries.rows])
-        n = len(threshold[part])
-        message[0, part] += counted(is_tie, entries.rows, n)
-        message[1, part] += counted(is_before, entries.rows, n)
+    for row_slice, entries in candidates.between(threshold, threshold):
+        is_tie = entries.logits == threshold[row_slice][entries.rows]
+        is_before = is_tie & (entries.columns < target[row_slice][entries.rows])
+        n = len(threshold[row_slice])
+        message[0, row_slice] += counted(is_tie, entries.rows, n)
+        message[1, row_slice] += counted(is_before, entries.rows, n)
     message[1].masked_fill_(target < 0, math.inf)
-    ties, before = st.from_all_ranks(message, options.group).unbind(1)
+    ties, before = statistics.gather_statistics(message, options.group).unbind(1)
     return Ties(ties, before, candidates)
 
 

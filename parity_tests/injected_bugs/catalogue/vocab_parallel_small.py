@@ -23,8 +23,8 @@ BUGS = (
         name="small call: temperature missing from the logit at the id",
         kind="scale",
         at="vocab_parallel:forward",
-        old="_over_temperature(wide.gather(-1, index) - largest, options)",
-        new="(wide.gather(-1, index) - largest)",
+        old="_over_temperature(wide.gather(-1, index) - row_max, options)",
+        new="(wide.gather(-1, index) - row_max)",
         expect="value: ",
     ),
     InjectedBug(
