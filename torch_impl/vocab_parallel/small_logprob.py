@@ -1,4 +1,4 @@
-"""Log-probability of one target of each row, where one rank has full rows and all of them fit in a row block.
+"""Log-probability of one target of each row, where one rank has full rows and they are few and short.
 
 A small call costs what its operations cost to launch, not what they compute. Without blocks, statistics to merge and
 several ids of a row, the formulas of `fused_logprob` need less than half as many:
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from torch_impl.collectives import accumulator
-from torch_impl.vocab_parallel import statistics
+
+LARGEST = 1 << 15  # logits of a call; of more, the other route's cheaper exponential outweighs its overhead
 
 
 def applies_to(logits: Tensor, ids: Tensor | None, options: Any) -> bool:
@@ -30,7 +31,7 @@ def applies_to(logits: Tensor, ids: Tensor | None, options: Any) -> bool:
         and options.chunk_size is None
         and options.backend in ("auto", "eager")
         and logits.is_cpu
-        and 0 < logits.numel() * accumulator(logits.dtype).itemsize <= statistics.BLOCK_BYTES["cpu"]
+        and 0 < logits.numel() <= LARGEST
         and not torch.compiler.is_compiling()
     )
 
