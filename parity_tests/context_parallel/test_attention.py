@@ -130,7 +130,7 @@ def attention_over_two_axes(mesh, q, k, v, causal, window):
     )
 
 
-LONG = {**IN_ORDER, "mesh": {"cp": (2,)}, "dims": {**IN_ORDER["dims"], "h": (2,), "s": (640,)}}
+LONG = {**IN_ORDER, "mesh": {"cp": (2,)}, "dims": {**IN_ORDER["dims"], "b": (1,), "h": (1,), "g": (1,), "s": (640,)}}
 
 
 @scheme(options={"causal": (True, False), "window": (20, 300, None)}, rank_options={"exchange": ("ring",)}, **LONG)
