@@ -221,6 +221,12 @@ def of_random_schemes():
     return namespace
 
 
+def of_an_optimizer():
+    model = torch.nn.Linear(3, 2)
+    model(torch.ones(1, 3)).sum().backward()
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+
+
 def of_a_cost():
     return {"Cost": Cost}
 
@@ -230,6 +236,7 @@ PREPARED = {
     ("docs/how-to/verify-your-own-scheme.md", 0): of_the_example,
     ("docs/how-to/replay.md", 0): of_a_replay,
     ("docs/how-to/random-schemes.md", 0): of_random_schemes,
+    ("docs/reference/optimizers.md", 0): of_an_optimizer,
     ("docs/reference/parallelizer.md", 0): of_a_step,
     ("docs/reference/scheme.md", 0): of_a_draw,
     ("docs/reference/scheme.md", 1): dict,

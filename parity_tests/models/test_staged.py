@@ -34,11 +34,11 @@ from torch_impl.models import (
     Placement,
     StepLoss,
     Stream,
-    gradient_norm,
     rank_stream,
     staged_step,
     tensor_parallel_plan,
 )
+from torch_impl.optimizers import gradient_norm
 from torch_impl.pipelining.functional import split_model_into_stages
 from torch_impl.pipelining.tied_weights import distinct_parameters
 
@@ -156,7 +156,7 @@ def norm_over_stages(mesh, table, first, second):
     for part in parts:
         for name, parameter in part.named_parameters():
             parameter.grad = gradients[name.removesuffix(".weight")]
-    return gradient_norm(distinct_parameters(stages).values(), mesh["pp"])
+    return gradient_norm(distinct_parameters(stages).values(), pp=mesh["pp"])
 
 
 @settings(max_examples=10)

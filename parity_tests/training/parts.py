@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from parity_tests.harness.run.dtensor_advice import without_advice
 from parity_tests.tracing.torch_side import Recording, recorded
-from torch_impl.models import RankStream, StepLoss, gradient_norm, staged_step
+from torch_impl.models import RankStream, StepLoss, staged_step
+from torch_impl.optimizers import gradient_norm
 from torch_impl.pipelining.tied_weights import distinct_parameters
 
 
@@ -37,7 +38,7 @@ class Parts:
 
     def norm(self) -> float:
         """Of the full gradient."""
-        return gradient_norm(distinct_parameters(self.stages).values(), self.pp).item()
+        return gradient_norm(distinct_parameters(self.stages).values(), pp=self.pp).item()
 
     def parameters(self) -> list[nn.Parameter]:
         """What an optimizer of this rank holds; both copies of what two stages share."""

@@ -1,4 +1,4 @@
-"""The loss of next tokens and the norm of its gradient, the same on any mesh.
+"""The loss of next tokens, the same on any mesh.
 
 The loss is the sum of token losses over the global count of valid tokens. The count is that of the full optimiser
 step: all ranks, all microbatches. So the gradient is that of one number, however the step is divided into ranks and
@@ -7,15 +7,13 @@ microbatches, and no other divisor is due anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
-from torch_impl.collectives import accumulator
 from torch_impl.contract import Group, PositiveInt, Sharded, ShardedIds, ShardedInt, contract
 from torch_impl.vocab_parallel import DistributedLogprob
 from torch_impl.vocab_parallel.vocab_range import ceil_range
@@ -78,51 +76,3 @@ def normalised(
     Errors: TypeError unless tensors; ValueError for `averaged_over` below 1.
     """
     return losses.sum() * averaged_over / count.clamp_min(1)
-
-
-@contract
-def gradient_norm(
-    parameters: Iterable[nn.Parameter], pp: Group[ProcessGroup, "pp"] | None = None
-) -> Sharded[Tensor, ""]:
-    """sqrt(sum of squares) over all gradients, the same on every rank; a parameter without one counts as 0.
-
-    A sharded gradient is summed over the axes that shard it, a replicated one is counted once, as its DTensor says.
-    Where the ranks of `pp` have different parameters, their squares are added; of a parameter that two stages share
-    pass only one copy (`pipelining.tied_weights.distinct_parameters`).
-
-    Cost:   1 all_reduce of one number for each axis of each way in which parameters are sharded, and 1 over pp.
-    Errors: ValueError for a gradient that is still a partial sum.
-    """
-    parameters = list(parameters)
-    # 1. The local sum of squares of each gradient, by the groups over which it is sharded.
-    squares: dict[tuple[tuple[int, ...], ...], tuple[tuple[ProcessGroup, ...], list[Tensor]]] = {}
-    for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        groups = _sharding_groups(gradient)
-        # Keyed by ranks: DTensor may return either of two equal meshes, whose groups differ, and not the same one
-        # on every rank.
-        key = tuple(tuple(dist.get_process_group_ranks(group)) for group in groups)
-        squares.setdefault(key, (groups, []))[1].append(local.to(accumulator(local.dtype)).square().sum())
-    # 2. One number for each set of groups, summed over them.
-    total = torch.zeros(())
-    for parameter in parameters:  # the same dtype on every rank, whichever gradients it has
-        total = total.to(parameter.device, torch.promote_types(total.dtype, parameter.dtype))
-    for groups, sums in squares.values():
-        partial = torch.stack(sums).sum()
-        for group in groups:
-            dist.all_reduce(partial, group=group)
-        total = total + partial
-    # 3. The stages of a pipeline have different parameters.
-    if pp is not None:
-        dist.all_reduce(total, group=pp)
-    return total.sqrt()
-
-
-def _sharding_groups(gradient: Tensor) -> tuple[ProcessGroup, ...]:
-    """The groups of the axes that shard a gradient."""
-    if not isinstance(gradient, DTensor):
-        return ()
-    if any(placement.is_partial() for placement in gradient.placements):
-        raise ValueError(f"models.gradient_norm: a gradient is {gradient.placements}; reduce it first")
-    axes = [axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate()]
-    return tuple(gradient.device_mesh.get_group(axis) for axis in axes)

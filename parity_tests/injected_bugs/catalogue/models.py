@@ -305,26 +305,7 @@ BUGS = (
         expect="value: ",
         module="",
     ),
-    InjectedBug(
-        name="a norm of this rank's stages alone",
-        kind="reduction",
-        at="models:gradient_norm",
-        old="        dist.all_reduce(total, group=pp)\n",
-        new="        dist.all_reduce(total.clone(), group=pp)\n",
-        expect="value: ",
-        module="",
-    ),
     # Published mistakes
-    InjectedBug(
-        name="the norm's sum over ranks computed and lost",
-        kind="reduction",
-        at="models:gradient_norm",
-        old="            dist.all_reduce(partial, group=group)\n",
-        new="            dist.all_reduce(partial.clone(), group=group)\n",
-        expect="value: ",
-        source=TRAIN_VERIFY,
-        module="",
-    ),
     InjectedBug(
         name="counts gathered and not summed",
         kind="reduction",
@@ -420,16 +401,6 @@ BUGS = (
         old="layout.shard(targets, 0)[None], layout)",
         new="torch.where(layout.rebind(layout.cp_size, 0).shard(targets, 0) == IGNORED, IGNORED, "
         "layout.shard(targets, 0))[None], layout)",
-        expect="value: ",
-        source=MEGATRON,
-        module="",
-    ),
-    InjectedBug(
-        name="a repeated gradient counted on every rank in the norm",
-        kind="tied",
-        at="models:_sharding_groups",
-        old="    axes = [axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate()]\n",
-        new="    axes = list(range(len(gradient.placements)))\n",
         expect="value: ",
         source=MEGATRON,
         module="",

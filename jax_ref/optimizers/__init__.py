@@ -1,0 +1,4 @@
+"""References of what happens between a gradient and the next weights, on one device."""
+
+from jax_ref.optimizers.reference import clipped as clipped
+from jax_ref.optimizers.reference import norm as norm

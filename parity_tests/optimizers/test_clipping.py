@@ -1,0 +1,293 @@
+"""Parity of the norm and of clipping over every mesh, and what a call costs, rejects and leaves alone."""
+
+import math
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from jax_ref.optimizers import clipped
+from parity_tests.harness.run.engines import run
+from shardproof import CaseSpec, Cost, check, every_case, scheme, values
+from torch_impl.optimizers import clip_grad_norm_, gradient_norm
+
+NORMS = {"norm_type": (2.0, 1.0, math.inf, 3.0), "max_norm": (0.5, 1e4, 0.0)}
+DTYPES = ("float32", "bfloat16", "float64")
+
+
+def reference(gradients, max_norm, norm_type):
+    total, after = clipped(gradients, max_norm, norm_type)
+    return {"norm": total, **after}
+
+
+def declared(mesh, gradients, dims, **more):
+    names = tuple(f"gradients.{name}" for name in gradients)
+    replicated = " ".join(f"{axis}=I" for axis in mesh)
+    return dict(
+        reference=reference,
+        mesh=mesh,
+        inputs={"gradients": gradients},
+        outputs={"norm": replicated, **gradients},
+        dims=dims,
+        draw=dict.fromkeys(names, values("normal", "zeros", "ties")),
+        nograd=names,
+        options=NORMS,
+        dtypes=DTYPES,
+        reduction=tuple(dims),
+        **more,
+    )
+
+
+def parameter(local, mesh=None, placements=()):
+    """A parameter with a gradient: a DTensor of this rank's shard, or a plain tensor."""
+
+    def tensor(x):
+        return x if mesh is None else DTensor.from_local(x, mesh, list(placements))
+
+    made = nn.Parameter(tensor(torch.zeros_like(local)))
+    made.grad = tensor(local.clone())
+    return made
+
+
+def local_gradient(parameter):
+    gradient = parameter.grad
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def outputs(norm, parameters):
+    return {"norm": norm, **{name: local_gradient(parameter) for name, parameter in parameters.items()}}
+
+
+# Dense layers over FSDP and tensor parallelism
+
+DENSE = {"both": (Shard(0), Shard(1)), "rows": (Shard(0), Replicate()), "columns": (Replicate(), Shard(0)),
+         "replicated": (Replicate(), Replicate())}  # fmt: skip
+
+
+def dense_cost(case):
+    """A float64 for each way of being sharded: two ways over each of two axes, one over a single axis."""
+    axes = sum(case.mesh[axis] > 1 for axis in ("dp", "tp"))
+    return Cost(forward={"all_reduce": (axes, {1: 8, 2: 32}[axes])} if axes else {})
+
+
+@scheme(
+    **declared(
+        {"dp": (1, 2, 3), "tp": (1, 2)},
+        {"both": "a/dp b/tp", "rows": "e/dp tp=I", "columns": "f/tp dp=I", "replicated": "o dp=I tp=I"},
+        {"a": (6,), "b": (2,), "e": (6,), "f": (4,), "o": (1, 3)},
+        cost=dense_cost,
+    )
+)
+def clipped_over_fsdp_and_tp(mesh, gradients, max_norm, norm_type):
+    parameters = {name: parameter(local, mesh.device_mesh, DENSE[name]) for name, local in gradients.items()}
+    return outputs(clip_grad_norm_(parameters.values(), max_norm, norm_type), parameters)
+
+
+# Experts on a mesh of their own
+
+
+@scheme(
+    **declared(
+        {"edp": (1, 2), "ep": (1, 2, 4)},
+        {"dense": "a/edp/ep", "experts": "e/ep f edp=I", "sharded_experts": "e/ep g/edp", "router": "e edp=I ep=I"},
+        {"a": (8,), "e": (4,), "f": (3,), "g": (2,)},
+    )
+)
+def clipped_with_experts(mesh, gradients, max_norm, norm_type):
+    meshes = {
+        "dense": (mesh.device_mesh, (Shard(0), Shard(0))),
+        "experts": (mesh.device_mesh["ep"], (Shard(0),)),
+        "sharded_experts": (mesh.device_mesh, (Shard(1), Shard(0))),
+        "router": (mesh.device_mesh["edp"], (Replicate(),)),
+    }
+    parameters = {name: parameter(local, *meshes[name]) for name, local in gradients.items()}
+    return outputs(clip_grad_norm_(parameters.values(), max_norm, norm_type), parameters)
+
+
+# Stages of a pipeline, with a weight that the first and the last share
+
+
+@scheme(
+    **declared(
+        {"pp": (1, 2, 3), "tp": (1, 2)},
+        {"layers": "l/pp f/tp", "tied": "v/tp pp=I", "replicated": "l/pp tp=I"},
+        {"l": (6,), "f": (4,), "v": (4,)},
+    )
+)
+def clipped_over_stages(mesh, gradients, max_norm, norm_type):
+    tp = mesh.device_mesh["tp"]
+    parameters = {
+        "layers": parameter(gradients["layers"], tp, (Shard(1),)),
+        "tied": parameter(gradients["tied"], tp, (Shard(0),)),
+        "replicated": parameter(gradients["replicated"], tp, (Replicate(),)),
+    }
+    is_first = mesh.rank("pp") == 0
+    counted = [x for name, x in parameters.items() if name != "tied" or is_first]
+    uncounted = [] if is_first else [parameters["tied"]]
+    norm = clip_grad_norm_(counted, max_norm, norm_type, pp=mesh["pp"], uncounted=uncounted)
+    return outputs(norm, parameters)
+
+
+# Shards that are plain tensors, as in Megatron's layers
+
+
+@scheme(
+    **declared(
+        {"tp": (1, 2, 4)},
+        {"columns": "f/tp d", "replicated": "d tp=I"},
+        {"f": (8,), "d": (3,)},
+    )
+)
+def clipped_plain_shards(mesh, gradients, max_norm, norm_type):
+    parameters = {name: parameter(local) for name, local in gradients.items()}
+    sharded = {id(parameters["columns"])}
+    norm = clip_grad_norm_(
+        [*parameters.values(), parameters["replicated"]],  # twice, as a weight under two names
+        max_norm,
+        norm_type,
+        sharding_groups=lambda each: (mesh["tp"],) if id(each) in sharded else (),
+    )
+    return outputs(norm, parameters)
+
+
+SCHEMES = (clipped_over_fsdp_and_tp, clipped_with_experts, clipped_over_stages, clipped_plain_shards)
+
+
+@pytest.mark.parametrize("declared_scheme", SCHEMES, ids=lambda each: each.name)
+def test_parity(declared_scheme):
+    @settings(max_examples=25)
+    @given(every_case(declared_scheme))
+    def each(case):
+        check(case)
+
+    each()
+
+
+@settings(max_examples=6)
+@given(every_case(clipped_with_experts, engine="gloo"))
+def test_parity_on_processes(case):
+    check(case)
+
+
+# The ranks of a body have the same sharded parameters; 1-norms of integers are exact in any order.
+
+GRADIENTS = [torch.arange(-4.0, 8.0).view(6, 2), torch.arange(5.0), torch.tensor([[3.0]])]
+ONE_NORM = sum(each.abs().sum().item() for each in GRADIENTS)
+
+
+def distributed(gradient, mesh, placements):
+    created = nn.Parameter(distribute_tensor(torch.zeros_like(gradient), mesh, placements))
+    created.grad = distribute_tensor(gradient.clone(), mesh, placements)  # a broadcast writes it
+    return created
+
+
+def on_mesh(body, **mesh):
+    return run(body, CaseSpec(scheme="clipping", mesh=mesh))
+
+
+@pytest.mark.parametrize(
+    "placements",
+    [
+        [(Shard(0), Shard(1)), (Shard(0), Replicate()), (Replicate(), Replicate())],
+        [(Replicate(), Shard(0)), (Replicate(), Shard(0)), (Shard(0), Replicate())],
+    ],
+)
+@pytest.mark.parametrize("mesh", [{"dp": 1, "tp": 1}, {"dp": 2, "tp": 2}, {"dp": 1, "tp": 3}])
+def test_uneven_and_empty_shards_count_once(mesh, placements):
+    def body(mesh, case):
+        sharded = [distributed(x, mesh.device_mesh, list(p)) for x, p in zip(GRADIENTS, placements, strict=True)]
+        plain, without = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+        plain.grad = torch.tensor([0.0, 2.0])
+        everything = [*sharded, plain, without]
+        return gradient_norm(everything, 1.0).item(), gradient_norm(everything, math.inf).item()
+
+    assert set(on_mesh(body, **mesh).results) == {(ONE_NORM + 2, 7.0)}
+
+
+def test_equal_meshes_are_one():
+    """DTensor's caches may give a gradient either of two equal meshes, not the same on every rank."""
+
+    def body(mesh, case):
+        again = init_device_mesh(mesh.device_mesh.device_type, (2,), mesh_dim_names=("dp",))
+        places = [mesh.device_mesh, again if mesh.rank("dp") else mesh.device_mesh]
+        return gradient_norm([distributed(torch.ones(4), place, [Shard(0)]) for place in places], 1.0).item()
+
+    outcome = on_mesh(body, dp=2)
+    assert set(outcome.results) == {8.0}
+    assert sum(row.op == "all_reduce" for row in outcome.ledger.of(0)) == 1
+
+
+def test_a_rank_without_a_gradient_takes_part():
+    """No token was routed to the experts of rank 0."""
+
+    def body(mesh, case):
+        expert = distributed(torch.ones(4), mesh.device_mesh, [Shard(0)])
+        if mesh.rank("ep") == 0:
+            expert.grad = None
+        return clip_grad_norm_([expert], 1e4, 1.0).item()
+
+    assert set(on_mesh(body, ep=2).results) == {2.0}
+
+
+def test_partial_sums_are_rejected_before_anything_is_sent():
+    def body(mesh, case):
+        created = nn.Parameter(distribute_tensor(torch.zeros(2), mesh.device_mesh, [Replicate()]))
+        created.grad = DTensor.from_local(torch.ones(2), mesh.device_mesh, [Partial()])
+        with pytest.raises(ValueError, match=re.escape("(Partial(sum),), a sum that is not computed yet; reduce it")):
+            clip_grad_norm_([created], 1.0)
+        return local_gradient(created).tolist()
+
+    outcome = on_mesh(body, tp=2)
+    assert outcome.results == ([1.0, 1.0],) * 2
+    assert not [row for row in outcome.ledger.of(0) if row.op == "all_reduce"]
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_norm_that_is_not_finite(bad):
+    """Every rank raises, the one whose shard is finite too, and its gradient is as before; else as torch does."""
+
+    def body(mesh, case):
+        created = distributed(torch.tensor([1.0, 1.0, bad, 1.0]), mesh.device_mesh, [Shard(0)])
+        with pytest.raises(RuntimeError, match="skip the step, or pass error_if_nonfinite=False"):
+            clip_grad_norm_([created], 1.0, error_if_nonfinite=True)
+        before = local_gradient(created).clone()
+        norm = clip_grad_norm_([created], 1.0)
+        return before, norm, local_gradient(created)
+
+    plain = nn.Parameter(torch.zeros(4))
+    plain.grad = torch.tensor([1.0, 1.0, bad, 1.0])
+    want = torch.nn.utils.clip_grad_norm_([plain], 1.0)
+    (first, norm, _), (second, _, _) = results = on_mesh(body, dp=2).results
+    assert torch.equal(torch.cat([first, second]).nan_to_num(9.0), torch.tensor([1.0, 1.0, bad, 1.0]).nan_to_num(9.0))
+    assert torch.equal(norm.nan_to_num(), want.nan_to_num())
+    assert torch.equal(torch.cat([after for _, _, after in results]).nan_to_num(), plain.grad.nan_to_num())
+
+
+def test_large_and_narrow_gradients_neither_overflow_nor_stall():
+    large = [parameter(torch.tensor([1.5e19])) for _ in range(2)]  # the sum of squares is beyond float32
+    assert gradient_norm(large).isfinite()
+    narrow = nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16))
+    narrow.grad = torch.ones_like(narrow)
+    assert gradient_norm([narrow]).item() == 64.0
+
+
+def test_no_parameters_have_the_norm_zero():
+    assert gradient_norm([]).item() == clip_grad_norm_([], 1.0).item() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm_type": 0.0}, "optimizers.clip_grad_norm_: norm_type=0.0 must be positive; pass 1.0, 2.0 or math.inf"),
+        ({"norm_type": "2"}, "optimizers.clip_grad_norm_: norm_type='2' is no number; pass 1.0, 2.0 or math.inf"),
+        ({"max_norm": -1.0}, "optimizers.clip_grad_norm_: max_norm=-1.0 must be at least 0"),
+        ({"max_norm": math.nan}, "optimizers.clip_grad_norm_: max_norm=nan must be at least 0"),
+    ],
+)
+def test_rejected(changes, message):
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        clip_grad_norm_([nn.Parameter(torch.zeros(1))], **{"max_norm": 1.0, **changes})
