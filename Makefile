@@ -47,7 +47,7 @@ bench: $(VENV)/with-test $(VENV)/with-bench ## measure the promised figures and 
 	$(BIN)/python -m parity_tests.benchmarks
 
 bugs: $(VENV)/with-test ## inject every bug of the catalogue and count what is caught
-	$(BIN)/python -m parity_tests.injected_bugs --page docs --table build/injected_bugs.md
+	$(BIN)/python -m parity_tests.injected_bugs --jobs 2 --page docs --table build/injected_bugs.md
 
 peers: $(VENV)/with-test $(VENV)/with-peers ## judge other projects' functions and write docs/findings.md
 	$(BIN)/python -m parity_tests.peers
