@@ -39,8 +39,8 @@ def test_a_chunk_counts_positions_of_each_sequence():
     assert rows_per_block(torch.empty(0, 6, 8), 3) == 1
 
 
-def test_automatic_blocks_have_two_mebibytes_in_the_accumulation_dtype():
-    assert rows_per_block(torch.empty(4, 6, 1024), None) == 512
-    assert rows_per_block(torch.empty(4, 6, 1024, dtype=torch.bfloat16), None) == 512
-    assert rows_per_block(torch.empty(4, 6, 1024, dtype=torch.float64), None) == 256
+def test_automatic_blocks_have_a_mebibyte_in_the_accumulation_dtype():
+    assert rows_per_block(torch.empty(4, 6, 1024), None) == 256
+    assert rows_per_block(torch.empty(4, 6, 1024, dtype=torch.bfloat16), None) == 256
+    assert rows_per_block(torch.empty(4, 6, 1024, dtype=torch.float64), None) == 128
     assert rows_per_block(torch.empty(1, 1, 1 << 20), None) == 1

@@ -44,7 +44,7 @@ ON_ANOTHER_RANK = -1  # column of an id that is not among this rank's
 OUT_OF_VOCABULARY = -2  # column of an id that is on no rank
 
 # Size of a row block in the accumulation dtype: on a CPU it should stay in a core's cache, on a GPU occupy the device.
-BLOCK_BYTES = {"cpu": 1 << 21}
+BLOCK_BYTES = {"cpu": 1 << 20}
 BLOCK_BYTES_OF_OTHERS = 1 << 26
 
 
