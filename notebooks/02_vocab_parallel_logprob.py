@@ -53,18 +53,19 @@ spec_figure(tensors, {"b": 1, "s": 6, "v": 16}, {"tp": 4})
 # $$\log p_t = z_t - \mathrm{lse}, \qquad \mathrm{lse} = \log \sum_v e^{z_v}$$
 #
 # A rank that has some of the columns knows the largest of them, $m_r$, and $R_r = \sum_v e^{z_v - m_r} - 1$, the sum
-# of all other terms. From everyone's $m_r$ and $R_r$ any rank can compute the full softmax:
+# of all other terms; in code `row_max_r` and `row_sum_m1_r`. From those of all ranks any rank can compute the full
+# softmax:
 #
 # $$m = \max_r m_r, \qquad 1 + R = \sum_r e^{m_r - m} (1 + R_r), \qquad \mathrm{lse} = m + \log(1 + R)$$
 
 # %%
 row = torch.tensor([0.3, 2.0, -1.0, 0.0, 5.0, 1.0, 5.0, -2.0, 0.5, 0.5, 0.5, 0.5, -torch.inf, 1.0, 4.0, 3.0])
-m_r = torch.stack([part.max() for part in row.chunk(4)])
-rest_r = torch.stack([(part - part.max()).exp().sum() - 1 for part in row.chunk(4)])
-m = m_r.max()
-merged_lse = m + ((m_r - m).exp() * (1 + rest_r)).sum().log()
-print("m_r        ", m_r.tolist())
-print("merged lse ", merged_lse.item())
+row_max_r = torch.stack([shard.max() for shard in row.chunk(4)])
+row_sum_m1_r = torch.stack([(shard - shard.max()).exp().sum() - 1 for shard in row.chunk(4)])
+row_max = row_max_r.max()
+global_lse = row_max + ((row_max_r - row_max).exp() * (1 + row_sum_m1_r)).sum().log()
+print("row_max_r  ", row_max_r.tolist())
+print("global lse ", global_lse.item())
 print("full lse   ", row.logsumexp(0).item())
 
 # %% [markdown]
@@ -97,14 +98,14 @@ class ChunkedLogprob(torch.autograd.Function):
         column = target - start
         owned = (column >= 0) & (column < width)
         for z, t, is_local in zip(*(x.split(chunk_size, 1) for x in (logits.float(), column, owned)), strict=True):
-            m = z.amax(-1)
-            rest = (z - m[..., None]).exp().sum(-1) - 1
+            row_max = z.amax(-1)
+            row_sum_m1 = (z - row_max[..., None]).exp().sum(-1) - 1
             z_t = z.gather(-1, t.clamp(0, width - 1)[..., None])[..., 0]
-            statistics.append(torch.stack([m, rest, torch.where(is_local, z_t, torch.inf)]))
-        everyone = all_gather(torch.cat(statistics, 2)[None], group, out="I", dim=0)  # the only collective
-        m_r, rest_r, z_t = everyone.unbind(1)
-        m = m_r.amax(0)
-        lse = m + ((m_r - m).exp() * (1 + rest_r)).sum(0).log()
+            statistics.append(torch.stack([row_max, row_sum_m1, torch.where(is_local, z_t, torch.inf)]))
+        of_ranks = all_gather(torch.cat(statistics, 2)[None], group, out="I", dim=0)  # the only collective
+        row_max_r, row_sum_m1_r, z_t = of_ranks.unbind(1)
+        row_max = row_max_r.amax(0)
+        lse = row_max + ((row_max_r - row_max).exp() * (1 + row_sum_m1_r)).sum(0).log()
         z_t = z_t.amin(0)
         column = torch.where(owned, column, -1)
         column = torch.where(z_t == torch.inf, -2, column)  # out of vocabulary
@@ -116,8 +117,8 @@ class ChunkedLogprob(torch.autograd.Function):
     def backward(ctx, g):
         logits, column, lse = ctx.saved_tensors
         gradient = torch.empty_like(logits)
-        parts = zip(*(x.split(ctx.chunk_size, 1) for x in (gradient, logits, column, lse, g)), strict=True)
-        for out, z, t, lse_, g_ in parts:
+        chunks = zip(*(x.split(ctx.chunk_size, 1) for x in (gradient, logits, column, lse, g)), strict=True)
+        for out, z, t, lse_, g_ in chunks:
             ours = torch.arange(z.shape[-1]) == t[..., None]
             dz = (ours.float() - (z.float() - lse_[..., None]).exp()) * g_[..., None]
             out.copy_(torch.where(t[..., None] == -2, 0.0, dz))
@@ -194,8 +195,8 @@ def gathered_logits(mesh, logits, target):
 
 
 def three_reductions(mesh, logits, target):
-    peak = all_reduce_max(logits.float().amax(-1), mesh["tp"])
-    shifted = logits.float() - peak[..., None]
+    row_max = all_reduce_max(logits.float().amax(-1), mesh["tp"])
+    shifted = logits.float() - row_max[..., None]
     is_local = target[..., None] == mesh.rank("tp") * logits.shape[-1] + torch.arange(logits.shape[-1])
     score = all_reduce(torch.where(is_local, shifted, 0.0).sum(-1), mesh["tp"])
     return score - all_reduce(shifted.exp().sum(-1), mesh["tp"]).log()

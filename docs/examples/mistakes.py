@@ -80,14 +80,14 @@ LAYOUT = Mistake(
 )
 COLLECTIVE = Mistake(
     "a mismatched collective",
-    old="peak = logits.detach().amax(-1)",
-    new='peak = logits.detach().amax(-1)[:, mesh.rank("tp") :]',
+    old="row_max = logits.detach().amax(-1)",
+    new='row_max = logits.detach().amax(-1)[:, mesh.rank("tp") :]',
     says=(
         "mismatch: shapes differ, [1, 4] and [1, 3]",
         "rank 0 in all_reduce float32[1, 4] MAX (group tp, #0)",
         "rank 1 in all_reduce float32[1, 3] MAX (group tp, #0)",
     ),
-    at="dist.all_reduce(peak",
+    at="dist.all_reduce(row_max",
     patience=30.0,
 )
 RAISES = Mistake(

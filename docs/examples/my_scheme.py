@@ -45,12 +45,12 @@ class Shared(torch.autograd.Function):
 def sharded_logprob(mesh, hidden, weight, target):
     cp, tp = mesh["cp"], mesh["tp"]
     logits = torch.einsum("bsd,dv->bsv", Shared.apply(hidden, tp).float(), weight.float())
-    peak = logits.detach().amax(-1)
-    dist.all_reduce(peak, dist.ReduceOp.MAX, group=tp)
-    total = all_reduce(torch.exp(logits - peak[..., None]).sum(-1), tp)
+    row_max = logits.detach().amax(-1)
+    dist.all_reduce(row_max, dist.ReduceOp.MAX, group=tp)
+    row_sum = all_reduce(torch.exp(logits - row_max[..., None]).sum(-1), tp)
     first = mesh.rank("tp") * logits.shape[-1]
     is_local = target[..., None] == first + torch.arange(logits.shape[-1])
     score = all_reduce(torch.where(is_local, logits, 0.0).sum(-1), tp)
-    logprob = all_gather(score - peak - torch.log(total), cp, out="R", dim=1)
+    logprob = all_gather(score - row_max - torch.log(row_sum), cp, out="R", dim=1)
     order = inverse(dual_chunk_swap(logprob.shape[1], mesh.size("cp")))
     return logprob[:, order]

@@ -22,45 +22,46 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 # 1. What a row of logits has.
 #
-#     d_v = z_v - m,   m = z_a,   a = argmax_v z_v,   R = sum_{v != a} exp(d_v)
-#     log p_v = d_v - log(1 + R)
-#     lse = log sum_v exp(z_v) = m + log(1 + R)
-#     h = sum_v p_v log p_v = sum_v p_v d_v - log(1 + R),   0 log 0 = 0
+#     m = z_a,   a = argmax_v z_v,   b_v = (z_v - m) / T,   R = sum_{v != a} exp(b_v)
+#     log p_v = b_v - log(1 + R)
+#     lse = log sum_v exp(z_v) = m + log(1 + R),   for T = 1
+#     h = sum_v p_v log p_v = sum_v p_v b_v - log(1 + R),   0 log 0 = 0
 #
-# The largest term of the sum is 1 and stays out of R, so that a row that is all but certain keeps its digits.
+# Names: b shifted, the shifted logits; R row_sum_m1, the row's sum minus 1. The largest term of the sum is 1 and stays
+# out of R, so that a row that is all but certain keeps its digits.
 # A column of -inf is masked: p = 0. A row that is -inf throughout has no softmax and gives NaN.
 
 
 def log_probabilities(logits: Float[Array, "*a v"], temperature: float = 1.0) -> Float[Array, "*a v"]:
-    """log p of z / T. The difference d comes first: it is exact where a quotient is not."""
-    below, rest = _below_and_rest(logits, temperature)
-    return below - jnp.log1p(rest)[..., None]
+    """log p of z / T. The difference z - m comes first: it is exact where a quotient is not."""
+    shifted, row_sum_m1 = _shifted_and_row_sum_m1(logits, temperature)
+    return shifted - jnp.log1p(row_sum_m1)[..., None]
 
 
 def normaliser(logits: Float[Array, "*a v"]) -> tuple[Float[Array, "*a"], Float[Array, "*a"]]:
     """(m, log(1 + R)), whose sum is lse = log sum_v exp(z_v)."""
-    _, rest = _below_and_rest(logits, 1.0)
-    return logits.max(-1), jnp.log1p(rest)
+    _, row_sum_m1 = _shifted_and_row_sum_m1(logits, 1.0)
+    return logits.max(-1), jnp.log1p(row_sum_m1)
 
 
 def negative_entropy(logits: Float[Array, "*a v"], temperature: float = 1.0) -> Float[Array, "*a"]:
-    """h = sum_v p_v log p_v = sum_v p_v d_v - log(1 + R) of z / T,   0 log 0 = 0."""
-    below, rest = _below_and_rest(logits, temperature)
-    masked = below == -jnp.inf
-    finite = jnp.where(masked, 0, below)  # selected before exp, so that no gradient meets 0 * inf
+    """h = sum_v p_v log p_v = sum_v p_v b_v - log(1 + R) of z / T,   0 log 0 = 0."""
+    shifted, row_sum_m1 = _shifted_and_row_sum_m1(logits, temperature)
+    masked = shifted == -jnp.inf
+    finite = jnp.where(masked, 0, shifted)  # selected before exp, so that no gradient meets 0 * inf
     terms = jnp.where(masked, 0, jnp.exp(finite))
-    return (terms * finite).sum(-1) / (1 + rest) - jnp.log1p(rest)
+    return (terms * finite).sum(-1) / (1 + row_sum_m1) - jnp.log1p(row_sum_m1)
 
 
-def _below_and_rest(
+def _shifted_and_row_sum_m1(
     logits: Float[Array, "*a v"], temperature: float
 ) -> tuple[Float[Array, "*a v"], Float[Array, "*a"]]:
-    """(d, R)."""
+    """(b, R)."""
     a = logits.argmax(-1)
     is_largest = jax.nn.one_hot(a, logits.shape[-1], dtype=bool)
-    below = (logits - jnp.take_along_axis(logits, a[..., None], axis=-1)) / temperature
-    below = jnp.where(is_largest, lax.stop_gradient(below), below)  # z_a - z_a is constant
-    return below, jnp.where(is_largest, 0, jnp.exp(below)).sum(-1)
+    shifted = (logits - jnp.take_along_axis(logits, a[..., None], axis=-1)) / temperature
+    shifted = jnp.where(is_largest, lax.stop_gradient(shifted), shifted)  # z_a - z_a is constant
+    return shifted, jnp.where(is_largest, 0, jnp.exp(shifted)).sum(-1)
 
 
 # 2. Softmax and cross entropy.
@@ -101,14 +102,14 @@ def logprob(logits: Float[Array, "*a v"], target: Int[Array, "*a"], temperature:
     """
     in_vocabulary = (target >= 0) & (target < logits.shape[-1])
     rows = jnp.where(in_vocabulary[..., None], logits, 0)  # selected before the softmax: no gradient for the others
-    below = (rows - lax.stop_gradient(rows.max(-1, keepdims=True))) / temperature
+    shifted = (rows - lax.stop_gradient(rows.max(-1, keepdims=True))) / temperature
     is_target = jax.nn.one_hot(target, logits.shape[-1], dtype=bool)
-    rest = jnp.where(is_target, 0, jnp.exp(below)).sum(-1)
-    at_target = jnp.where(is_target, below, 0).sum(-1)
+    other_terms = jnp.where(is_target, 0, jnp.exp(shifted)).sum(-1)  # the sum over v != t
+    at_target = jnp.where(is_target, shifted, 0).sum(-1)
     is_largest = at_target == 0
-    largest = -jnp.log1p(rest * jnp.exp(-jnp.where(is_largest, at_target, 0)))
-    smaller = at_target - jnp.log(rest + jnp.exp(at_target))
-    return jnp.where(in_vocabulary, jnp.where(is_largest, largest, smaller), 0)
+    if_largest = -jnp.log1p(other_terms * jnp.exp(-jnp.where(is_largest, at_target, 0)))
+    if_smaller = at_target - jnp.log(other_terms + jnp.exp(at_target))
+    return jnp.where(in_vocabulary, jnp.where(is_largest, if_largest, if_smaller), 0)
 
 
 def logprob_and_negative_entropy(

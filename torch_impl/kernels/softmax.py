@@ -108,8 +108,7 @@ def _statistics(
     row_ptr = logits_ptr + row * row_stride
     temperature = tl.load(temperature_ptr)
     row_max = tl.full((), float("-inf"), temperature.dtype)
-    row_sum_m1 = tl.zeros((), temperature.dtype)
-    shifted_sum = tl.zeros((), temperature.dtype)
+    row_sum_m1, shifted_sum = tl.zeros((), temperature.dtype), tl.zeros((), temperature.dtype)
     for start in range(0, v, STEP):
         columns = start + tl.arange(0, STEP)
         z = tl.load(row_ptr + columns.to(tl.int64) * column_stride, mask=columns < v, other=float("-inf"))
@@ -248,17 +247,8 @@ def _gradient(
     temperature = tl.load(temperature_ptr)
     z_ptr = logits_ptr + row * row_stride + columns_64 * column_stride
     z = tl.load(z_ptr, mask=in_row, other=float("-inf")).to(temperature.dtype)
-    log_p, entropy_gradient = _log_p_and_entropy_gradient(
-        z,
-        row,
-        temperature,
-        row_max_ptr,
-        log_row_sum_ptr,
-        shifted_mean_ptr,
-        g_entropy_ptr,
-        HAS_TEMPERATURE,
-        WITH_ENTROPY,
-    )
+    shifted = _shifted(z, row, temperature, row_max_ptr, HAS_TEMPERATURE)
+    log_p = shifted - tl.load(log_row_sum_ptr + row)
     # 2. The gradient of the log-probability at every column, as if it were no id's: -p times the sum of cotangents.
     gradient = tl.zeros((STEP,), temperature.dtype)
     if IDS > 0:
@@ -275,21 +265,27 @@ def _gradient(
                 gradient = tl.where(columns == column, at_id, gradient)
             out_of_vocabulary = column < ON_ANOTHER_RANK
         else:
-            largest_column = tl.full((), -2147483648, tl.int32)  # no gradient if all ids are out of the vocabulary
-            for first in range(0, k, IDS):
-                index = first + tl.arange(0, IDS)
-                id_columns = tl.load(column_ptr + row * k + index, mask=index < k, other=-2147483648)
-                largest_column = tl.maximum(largest_column, tl.max(id_columns, 0))
-            out_of_vocabulary = largest_column < ON_ANOTHER_RANK
+            out_of_vocabulary = _largest_column(column_ptr, row, k, IDS) < ON_ANOTHER_RANK
         # 4. Rows that look up out-of-vocabulary ids alone. Selected, since 0 * NaN is NaN.
         gradient = tl.where(out_of_vocabulary, 0.0, gradient)
-    # 5. The entropy, which has its own step 4; the temperature; one rounding to the dtype of the output.
+    # 5. The entropy; the temperature; one rounding to the dtype of the output.
     if WITH_ENTROPY:
-        gradient += entropy_gradient
+        gradient += _entropy_gradient(shifted, log_p, row, shifted_mean_ptr, g_entropy_ptr)
     if HAS_TEMPERATURE:
         gradient = gradient / temperature
     gradient_ptr = out_ptr + row * out_row_stride + columns_64 * out_column_stride
     tl.store(gradient_ptr, gradient.to(out_ptr.dtype.element_ty), mask=in_row)
+
+
+@triton.jit
+def _largest_column(column_ptr, row, k, IDS: tl.constexpr):
+    """The largest column of a row's k ids: below ON_ANOTHER_RANK if all are out of the vocabulary."""
+    largest = tl.full((), -2147483648, tl.int32)
+    for first in range(0, k, IDS):
+        index = first + tl.arange(0, IDS)
+        column = tl.load(column_ptr + row * k + index, mask=index < k, other=-2147483648)
+        largest = tl.maximum(largest, tl.max(column, 0))
+    return largest
 
 
 @triton.jit
@@ -319,24 +315,15 @@ def _gradient_at_ids(
     column = tl.load(column_ptr + offset, mask=index < k, other=-1).to(tl.int64)
     gradient = tl.load(g_same_ptr + offset, mask=index < k, other=0.0)
     z_t = tl.load(z_t_ptr + offset, mask=index < k, other=float("-inf")).to(temperature.dtype)
-    log_p, entropy_gradient = _log_p_and_entropy_gradient(
-        z_t,
-        row,
-        temperature,
-        row_max_ptr,
-        log_row_sum_ptr,
-        shifted_mean_ptr,
-        g_entropy_ptr,
-        HAS_TEMPERATURE,
-        WITH_ENTROPY,
-    )
+    shifted = _shifted(z_t, row, temperature, row_max_ptr, HAS_TEMPERATURE)
+    log_p = shifted - tl.load(log_row_sum_ptr + row)
     # 3. Cotangents of equal ids times 1 - p, those of the row's other ids times -p.
     if IS_NORMALISED:
         from_other_ids = tl.exp(log_p) * tl.load(g_other_ptr + offset, mask=index < k, other=0.0)
         gradient = _one_minus_exp(log_p) * gradient - from_other_ids
     # 5. The entropy, the temperature, one rounding. Equal ids write equal numbers, in whatever order.
     if WITH_ENTROPY:
-        gradient += entropy_gradient
+        gradient += _entropy_gradient(shifted, log_p, row, shifted_mean_ptr, g_entropy_ptr)
     if HAS_TEMPERATURE:
         gradient = gradient / temperature
     gradient_ptr = out_ptr + row * out_row_stride + column * out_column_stride
@@ -344,29 +331,20 @@ def _gradient_at_ids(
 
 
 @triton.jit
-def _log_p_and_entropy_gradient(
-    z,
-    row,
-    temperature,
-    row_max_ptr,
-    log_row_sum_ptr,
-    shifted_mean_ptr,
-    g_entropy_ptr,
-    HAS_TEMPERATURE: tl.constexpr,
-    WITH_ENTROPY: tl.constexpr,
-):
-    """log p, and g_h p (log p - h), at some logits of a row."""
+def _shifted(z, row, temperature, row_max_ptr, HAS_TEMPERATURE: tl.constexpr):
+    """Shifted logits (z - m) / temperature, of some logits of a row."""
     shifted = z - tl.load(row_max_ptr + row)
     if HAS_TEMPERATURE:
         shifted = shifted / temperature
-    log_p = shifted - tl.load(log_row_sum_ptr + row)
-    entropy_gradient = tl.zeros_like(z)
-    if WITH_ENTROPY:
-        g = tl.load(g_entropy_ptr + row)
-        relative = tl.maximum(shifted, LOWEST) - tl.load(shifted_mean_ptr + row)  # log p - h
-        entropy_gradient = tl.exp(log_p) * relative * g
-        entropy_gradient = tl.where(g == 0.0, 0.0, entropy_gradient)  # selected, since 0 * NaN is NaN
-    return log_p, entropy_gradient
+    return shifted
+
+
+@triton.jit
+def _entropy_gradient(shifted, log_p, row, shifted_mean_ptr, g_entropy_ptr):
+    """g_h p (log p - h), the gradient of the entropy at some logits of a row, before the temperature."""
+    g = tl.load(g_entropy_ptr + row)
+    relative = tl.maximum(shifted, LOWEST) - tl.load(shifted_mean_ptr + row)  # log p - h
+    return tl.where(g == 0.0, 0.0, tl.exp(log_p) * relative * g)  # step 4: selected, since 0 * NaN is NaN
 
 
 @triton.jit

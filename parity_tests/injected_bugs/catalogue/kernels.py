@@ -116,7 +116,7 @@ BUGS = (
     InjectedBug(
         name="kernel forgets the mean of the entropy's slope",
         kind="statistic",
-        at="kernels:_log_p_and_entropy_gradient",
+        at="kernels:_entropy_gradient",
         old="tl.maximum(shifted, LOWEST) - tl.load(shifted_mean_ptr + row)",
         new="tl.maximum(shifted, LOWEST)",
         expect="gradient: ",
@@ -124,7 +124,7 @@ BUGS = (
     InjectedBug(
         name="masked columns multiplied by minus infinity",
         kind="border",
-        at="kernels:_log_p_and_entropy_gradient",
+        at="kernels:_entropy_gradient",
         old="tl.maximum(shifted, LOWEST) - tl.load(shifted_mean_ptr + row)",
         new="shifted - tl.load(shifted_mean_ptr + row)",
         expect="gradient: not finite",
