@@ -24,7 +24,7 @@ WITHOUT_A_REFERENCE = {
 WITHOUT_A_TEST_OF_ITS_OWN = {
     "dtype_name": "a word of messages, which are tested",
     "type_name": "a word of messages, which are tested",
-    "uncast": "a context in which other functions compute, tested through them",
+    "no_autocast": "a context in which other functions compute, tested through them",
 }
 # Folders of parity_tests that are about the harness and not about a component.
 HARNESS_FOLDERS = {

@@ -20,7 +20,7 @@ def times_seen(layout, causal, window):
     """How often each query of a rank meets each key of the stream."""
     counts = np.zeros((layout.total, layout.total), np.int64)
     for source, blocks in enumerate(schedule_of(layout, causal, window).blocks):
-        for block in (part for coarse in blocks for part in coarse.triangle_parts):
+        for block in (part for coarse in blocks for part in coarse.triangle_blocks):
             queries, keys = (
                 torch.arange(layout.total)[rows][None] if isinstance(rows, slice) else rows
                 for rows in (block.queries, block.keys)

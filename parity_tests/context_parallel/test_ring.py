@@ -7,7 +7,7 @@ import torch
 from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec
 from torch_impl.context_parallel import context_parallel_attention
-from torch_impl.context_parallel.ulysses import _joined
+from torch_impl.context_parallel.ulysses import _group_rows
 from torch_impl.layouts import TokenLayout
 
 EXCHANGES = ("ring", "all_gather", "ulysses")
@@ -72,8 +72,8 @@ def test_a_token_changes_nothing_before_it_over_two_axes(kind):
 
 def test_layers_share_what_the_ranks_of_an_axis_have_together():
     layout = layout_of(None, "packed", (4, 1))
-    assert _joined(layout, 2) is _joined(layout, 2)
-    assert _joined(layout, 2) is not _joined(layout, 4)
+    assert _group_rows(layout, 2) is _group_rows(layout, 2)
+    assert _group_rows(layout, 2) is not _group_rows(layout, 4)
 
 
 @pytest.mark.parametrize("kind", ["packed", "dual_chunk_swap"])

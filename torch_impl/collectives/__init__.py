@@ -7,7 +7,7 @@ from torch_impl.collectives.gathers import all_gather as all_gather
 from torch_impl.collectives.gathers import reduce_scatter as reduce_scatter
 from torch_impl.collectives.mesh import MeshView as MeshView
 from torch_impl.collectives.plain import accumulator as accumulator
-from torch_impl.collectives.plain import uncast as uncast
+from torch_impl.collectives.plain import no_autocast as no_autocast
 from torch_impl.collectives.reductions import all_reduce as all_reduce
 from torch_impl.collectives.reductions import all_reduce_max as all_reduce_max
 from torch_impl.collectives.reductions import broadcast as broadcast

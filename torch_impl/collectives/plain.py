@@ -26,7 +26,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def uncast(device: torch.device) -> AbstractContextManager[object]:
+def no_autocast(device: torch.device) -> AbstractContextManager[object]:
     """A context that turns autocast off on `device`: matrix products run in the dtypes of their arguments."""
     kind = device.type
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()

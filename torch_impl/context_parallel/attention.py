@@ -1,7 +1,8 @@
 """Attention over a sequence that is sharded over cp, in any order of its tokens.
 
 Rank r has the queries, keys and values of the positions that the layout assigns to it, and returns their outputs. The
-exchange is the way in which ranks see the keys of other ranks: `ring`, `all_gather`, `ulysses` or `usp`.
+*exchange* is the way in which ranks see the keys of other ranks: `ring`, `all_gather`, `ulysses` or `usp`. The first
+two move keys (`kv_transport`), `ulysses` moves heads by all-to-alls, and `usp` does both.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_impl.context_parallel.block_schedule import schedule_of
 from torch_impl.context_parallel.blockwise_attention import blockwise_attention
-from torch_impl.context_parallel.key_exchange import AllGatherKV, Ring
 from torch_impl.context_parallel.kinds import ORDERS, ExchangeName, Layout, Scale, Window
+from torch_impl.context_parallel.kv_transport import AllGather, Ring
 from torch_impl.context_parallel.ulysses import head_parallel_attention
 from torch_impl.contract import Group, Mesh, Sharded, contract, dtype_name
 from torch_impl.layouts.divisibility import host_offsets, offsets_of, stripped
@@ -91,8 +92,8 @@ def context_parallel_attention(
     # 2. Exchange heads, and keys over the ring that is left; or leave the heads where they are and exchange keys alone.
     if exchange in ("ulysses", "usp"):
         return head_parallel_attention(q, k, v, token_layout, groups.heads, groups.ring, causal, window, factor)
-    kv_exchange = Ring(groups.ring) if exchange == "ring" else AllGatherKV(groups.ring)
-    return blockwise_attention(q, k, v, schedule_of(token_layout, causal, window), kv_exchange, factor)
+    transport = Ring(groups.ring) if exchange == "ring" else AllGather(groups.ring)
+    return blockwise_attention(q, k, v, schedule_of(token_layout, causal, window), transport, factor)
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def _groups(mesh: DeviceMesh | None, group: ProcessGroup | None, exchange: str) 
     ring, heads = mesh.get_group(0), mesh.get_group(dims - 1)
     if dims == 1:
         return CpGroups(ring, heads, ring.size(), ring.rank())
-    # Heads within the ring: the ranks of a heads group are consecutive in cp, as `ulysses._join` relies on.
+    # Heads within the ring: the ranks of a heads group are consecutive in cp, as `ulysses._build_group_rows` relies on.
     return CpGroups(ring, heads, ring.size() * heads.size(), ring.rank() * heads.size() + heads.rank())
 
 

@@ -71,30 +71,32 @@ def attention_bytes(
             not a bool.
     """
     _check_shapes({"s": s, "h": h, "hk": hk, "cp_size": cp_size}, layout)
-    rows, wide, n = -(-s // cp_size), max(itemsize, 4), cp_size
-    token = 2 * p * b * rows  # numbers of K and V of one head
+    rows, gradient_itemsize, n = -(-s // cp_size), max(itemsize, 4), cp_size
+    numbers_per_head = 2 * p * b * rows  # of K and V on one rank
 
-    def keys(hops: int, heads: int) -> tuple[int, int]:
-        sent = hops * token * heads
-        return sent * itemsize, sent * (itemsize + wide)
+    def key_bytes(hops: int, heads: int) -> tuple[int, int]:
+        """(forward, backward) of a ring."""
+        numbers = hops * numbers_per_head * heads
+        return numbers * itemsize, numbers * (itemsize + gradient_itemsize)
 
-    def mixed(a: int) -> int:
-        return (a - 1) * token * (h + max(hk, a)) * itemsize // a
+    def head_bytes(a: int) -> int:
+        """The two all_to_alls over a ranks, in either direction."""
+        return (a - 1) * numbers_per_head * (h + max(hk, a)) * itemsize // a
 
     # 1. Exchanges of keys: around the ring as many hops as the window reaches back, as in the block schedule.
     window_limits_hops = layout == "contiguous" and causal and window is not None
     hops = min(n - 1, -(-((window or 1) - 1) // rows)) if window_limits_hops else n - 1
-    traffic = [] if layout == "ragged" else [Traffic("ring", 1, *keys(hops, hk))]
-    traffic.append(Traffic("all_gather", 1, *keys(n - 1, hk)))
+    traffic = [] if layout == "ragged" else [Traffic("ring", 1, *key_bytes(hops, hk))]
+    traffic.append(Traffic("all_gather", 1, *key_bytes(n - 1, hk)))
     # 2. Exchanges of heads, over every number of ranks that the heads can be sharded over.
     head_group_sizes = [a for a in range(1, n + 1) if n % a == 0 and h % a == 0 and (hk % a == 0 or a % hk == 0)]
     for a in head_group_sizes if layout != "ragged" else ():
         if a == n:
-            traffic.append(Traffic("ulysses", a, mixed(a), mixed(a)))
+            traffic.append(Traffic("ulysses", a, head_bytes(a), head_bytes(a)))
         elif a > 1 and layout != "striped":
             hops_of_ring = min(n // a - 1, -(-((window or 1) - 1) // (a * rows))) if window_limits_hops else n // a - 1
-            forward, backward = keys(hops_of_ring, max(hk, a))  # a times the rows, an a-th of the heads
-            traffic.append(Traffic("usp", a, mixed(a) + forward, mixed(a) + backward))
+            forward, backward = key_bytes(hops_of_ring, max(hk, a))  # a times the rows, an a-th of the heads
+            traffic.append(Traffic("usp", a, head_bytes(a) + forward, head_bytes(a) + backward))
     return traffic
 
 

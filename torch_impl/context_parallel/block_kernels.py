@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from torch_impl.collectives import accumulator, uncast
+from torch_impl.collectives import accumulator, no_autocast
 
 Heads = Float[Tensor, "b h s p"]
 KVHeads = Float[Tensor, "b hk keys p"]
@@ -44,8 +44,8 @@ def cuda_forward(
         return out, lse
     if not _efficient_supports(q, capability):
         return plain_forward(q, k, v, mask, is_causal, scale)
-    every_head = [_every_head(x, q.shape[1]) for x in (k, v)]
-    out, lse, *_ = EFFICIENT(q, *every_head, _bias(q, mask), True, 0.0, is_causal, scale=scale)
+    kv_of_every_head = [_repeat_kv(x, q.shape[1]) for x in (k, v)]
+    out, lse, *_ = EFFICIENT(q, *kv_of_every_head, _bias(q, mask), True, 0.0, is_causal, scale=scale)
     return out, lse[..., : q.shape[2]]
 
 
@@ -68,10 +68,10 @@ def cuda_backward(
         return FLASH_BACKWARD(*arguments, scale=scale)
     if not _efficient_supports(q, capability):
         return plain_backward(cotangent, q, k, v, out, lse, mask, is_causal, scale)
-    every_head, bias = [_every_head(x, q.shape[1]) for x in (k, v)], _bias(q, mask)
+    kv_of_every_head, bias = [_repeat_kv(x, q.shape[1]) for x in (k, v)], _bias(q, mask)
     # Padding rows have an lse of infinity, so that their weights are exp(-inf) = 0.
     lse = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % LSE_ROWS), value=torch.inf)
-    arguments = cotangent, q, *every_head, bias, out, lse, unused, unused, 0.0, [True, True, True, False]
+    arguments = cotangent, q, *kv_of_every_head, bias, out, lse, unused, unused, 0.0, [True, True, True, False]
     dq, dk, dv, _ = EFFICIENT_BACKWARD(*arguments, is_causal, scale=scale)
     # Keys were repeated for each query head of their group, so their gradients are summed over the group.
     heads = k.shape[1], -1
@@ -102,7 +102,8 @@ def _efficient_supports(q: Heads, capability: tuple[int, int]) -> bool:
     return is_supported and q.shape[-1] * q.dtype.itemsize % 16 == 0
 
 
-def _every_head(x: Heads, heads: int) -> Heads:
+def _repeat_kv(x: Heads, heads: int) -> Heads:
+    """The KV head of every query head."""
     return x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
@@ -123,11 +124,11 @@ def plain_forward(
     q: Heads, k: KVHeads, v: KVHeads, mask: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Heads, Float[Tensor, "b h s"]]:
     """Output and lse of one block, causal from the top left. A query that sees no key has output 0 and lse -inf."""
-    wide_q, wide_k, wide_v = _by_group(q, k), k.to(accumulator(k.dtype)), v.to(accumulator(v.dtype))
+    wide_q, wide_k, wide_v = _group_heads(q, k), k.to(accumulator(k.dtype)), v.to(accumulator(v.dtype))
     outs, lses = [], []
-    with uncast(q.device):
+    with no_autocast(q.device):
         for rows in _slices(q.shape[2]):
-            scores = _scores(wide_q[:, :, :, rows], wide_k, _seen(q, k, mask, is_causal, rows), scale)
+            scores = _scores(wide_q[:, :, :, rows], wide_k, _key_mask(q, k, mask, is_causal, rows), scale)
             lse = scores.logsumexp(-1)
             # For a query without a key, -inf - 0 gives weights of 0; -inf - -inf would be NaN.
             weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
@@ -148,16 +149,16 @@ def plain_backward(
     scale: float,
 ) -> tuple[Heads, KVHeads, KVHeads]:
     """Gradients of one block, from the output and lse over all blocks; 0 for a query whose lse is infinite."""
-    wide_q, wide_k, wide_v = _by_group(q, k), k.to(accumulator(k.dtype)), v.to(accumulator(v.dtype))
-    dout, grouped_lse = _by_group(cotangent, k), lse.unflatten(1, (k.shape[1], -1))
+    wide_q, wide_k, wide_v = _group_heads(q, k), k.to(accumulator(k.dtype)), v.to(accumulator(v.dtype))
+    dout, grouped_lse = _group_heads(cotangent, k), lse.unflatten(1, (k.shape[1], -1))
     # 1. delta[i] = sum_j weights[i, j] dweights[i, j] over the keys of all blocks, which equals dout[i] . out[i].
-    delta = (dout * _by_group(out, k)).sum(-1)
+    delta = (dout * _group_heads(out, k)).sum(-1)
     dq, dk, dv = torch.zeros_like(wide_q), torch.zeros_like(wide_k), torch.zeros_like(wide_v)
-    with uncast(q.device):
+    with no_autocast(q.device):
         for rows in _slices(q.shape[2]):
             # 2. The weights, computed again: by the global lse they are those of the softmax over all keys.
             q_rows, dout_rows = wide_q[:, :, :, rows], dout[:, :, :, rows]
-            scores = _scores(q_rows, wide_k, _seen(q, k, mask, is_causal, rows), scale)
+            scores = _scores(q_rows, wide_k, _key_mask(q, k, mask, is_causal, rows), scale)
             weights = (scores - grouped_lse[:, :, :, rows, None]).exp()
             dv += torch.einsum("bkgij,bkgip->bkjp", weights, dout_rows)
             # 3. Through the softmax and the scale to q and k.
@@ -172,19 +173,19 @@ def _slices(size: int) -> Iterator[slice]:
     return (slice(start, min(start + ROWS, size)) for start in range(0, size, ROWS))
 
 
-def _by_group(x: Heads, k: KVHeads) -> Float[Tensor, "b hk g s p"]:
+def _group_heads(x: Heads, k: KVHeads) -> Float[Tensor, "b hk g s p"]:
     """Query heads grouped by the KV head that they read, in the accumulator's dtype."""
     return x.to(accumulator(x.dtype)).unflatten(1, (k.shape[1], -1))
 
 
 def _scores(
-    q: Float[Tensor, "b hk g i p"], k: KVHeads, seen: Bool[Tensor, "*a i2 j"] | None, scale: float
+    q: Float[Tensor, "b hk g i p"], k: KVHeads, key_mask: Bool[Tensor, "*a i2 j"] | None, scale: float
 ) -> Float[Tensor, "b hk g i j"]:
     scores = scale * torch.einsum("bkgip,bkjp->bkgij", q, k)
-    return scores if seen is None else scores.masked_fill(~seen, -torch.inf)
+    return scores if key_mask is None else scores.masked_fill(~key_mask, -torch.inf)
 
 
-def _seen(
+def _key_mask(
     q: Heads, k: KVHeads, mask: Bool[Tensor, "m 1 i j"] | None, is_causal: bool, rows: slice
 ) -> Bool[Tensor, "*a i2 j"] | None:
     """A mask of the keys that the queries of `rows` see; None if they see all."""

@@ -3,7 +3,7 @@
 It consists of index arrays alone; `blockwise_attention` computes with them. Every layout keeps the tokens of a sequence
 in order on each rank, so a rank's shard of a sequence is one run of consecutive rows, real tokens first. Between the
 queries of one rank and the keys of another, all pairs count, or those below a diagonal, or none. So no mask is needed,
-except at the edges of a window, where the queries are split into short runs.
+except at the edges of a window, where the queries are split into short runs, *tiles*.
 
 A block is what one call of an attention kernel computes: runs of queries, each with its run of keys. Runs of different
 lengths in one block are filled up to the longest by repeating their last row; *fill* are these repeated rows.
@@ -23,7 +23,7 @@ from torch_impl.layouts.token_layout import TokenLayout
 
 # With more distinct lengths than this, runs up to the same power of two share a block: fewer kernels, some fill.
 MOST_LENGTHS = 8
-TILE = 256  # queries of one run under a window
+TILE = 256  # queries of a tile, one run under a window
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def _schedule(layout: TokenLayout, causal: bool, window: int | None) -> BlockSch
     # 3. A window as long as the longest sequence hides nothing, so it needs no masks and no short runs.
     hiding_window = window if window is not None and window < max(runs.real.sum(0).tolist(), default=0) else None
     # 4. Runs of equal shape batched into blocks.
-    blocks = [_blocks(_Rules(layout, source, causal, hiding_window), *overlap[source]) for source in sources]
+    blocks = [_blocks(_SourceRules(layout, source, causal, hiding_window), *overlap[source]) for source in sources]
     return BlockSchedule(layout.cp_rank, layout.counts, tuple(blocks), _hops(layout, causal, window))
 
 
@@ -72,13 +72,13 @@ def _hops(layout: TokenLayout, causal: bool, window: int | None) -> int:
 class _Runs:
     """The run of rows of every rank and sequence, on the host.
 
-    `start` is its first row, `real` its number of real rows, `early` the number of rows of DualChunkSwap's early chunk,
-    and `first_position` the position of its first row within the sequence.
+    `start` is its first row, `real` its number of real rows, `first_chunk` the number of rows of the first of
+    DualChunkSwap's two chunks, and `first_position` the position of its first row within the sequence.
     """
 
     start: Int64[Tensor, "n q"]
     real: Int64[Tensor, "n q"]
-    early: Int64[Tensor, "n q"]
+    first_chunk: Int64[Tensor, "n q"]
     first_position: Int64[Tensor, "n q"]
 
     @staticmethod
@@ -107,9 +107,9 @@ class _Overlap:
     key: Int64[Tensor, " q"]
     keys: Int64[Tensor, " q"]
 
-    def selected(self, which: Bool[Tensor, " q"]) -> _Overlap:
+    def subset(self, is_member: Bool[Tensor, " q"]) -> _Overlap:
         """Those of some runs."""
-        return _Overlap(self.query[which], self.queries[which], self.key[which], self.keys[which])
+        return _Overlap(*(x[is_member] for x in (self.query, self.queries, self.key, self.keys)))
 
 
 def _overlap(kind: str, runs: _Runs, rank: int, source: int, causal: bool) -> tuple[_Overlap, bool]:
@@ -120,19 +120,19 @@ def _overlap(kind: str, runs: _Runs, rank: int, source: int, causal: bool) -> tu
         return _Overlap(query, queries, key, keys), causal
     if kind == "striped":
         # Query i of a stripe sees keys 0 to i of an earlier stripe, and keys 0 to i - 1 of a later one: there the
-        # queries start one row late. The source has as many keys as that: a stripe is at most one token shorter than
+        # first query is left out. The source has as many keys as that: a stripe is at most one token shorter than
         # another, and only if it is the later one.
-        late = (runs.first_position[source] > runs.first_position[rank]).long()
-        queries = (queries - late).clamp(min=0)
-        return _Overlap(query + late, queries, key, queries), True
+        left_out = (runs.first_position[source] > runs.first_position[rank]).long()
+        queries = (queries - left_out).clamp(min=0)
+        return _Overlap(query + left_out, queries, key, queries), True
     if kind in ("contiguous", "ragged"):
         return _Overlap(query, queries, key, keys * (source < rank)), False
-    # DualChunkSwap: rank r of n holds chunks r and 2 n - 1 - r of each sequence.
-    early = runs.early[rank]
-    if source < rank:  # its early chunk is before both of this rank's chunks, its late chunk after both
-        return _Overlap(query, queries, key, torch.minimum(keys, early)), False
-    # A later source has both of its chunks between this rank's two: its keys are for the queries of the late chunk.
-    return _Overlap(query + early, (queries - early).clamp(min=0), key, keys), False
+    # DualChunkSwap: rank r of n holds chunks r and 2 n - 1 - r of each sequence, which are equally long.
+    chunk = runs.first_chunk[rank]
+    if source < rank:  # its first chunk is before both of this rank's chunks, its second one after both
+        return _Overlap(query, queries, key, torch.minimum(keys, chunk)), False
+    # A source after this rank has both of its chunks between this rank's two: its keys are for the second one.
+    return _Overlap(query + chunk, (queries - chunk).clamp(min=0), key, keys), False
 
 
 def _ascending_positions(layout: TokenLayout) -> Int64[Tensor, "n local"]:
@@ -141,7 +141,7 @@ def _ascending_positions(layout: TokenLayout) -> Int64[Tensor, "n local"]:
 
 
 @dataclass(frozen=True)
-class _Rules:
+class _SourceRules:
     """The source rank of the keys, and the rules by which this rank's queries see them."""
 
     layout: TokenLayout
@@ -150,21 +150,21 @@ class _Rules:
     window: int | None
 
 
-def _blocks(rules: _Rules, overlap: _Overlap, is_causal: bool) -> tuple[Block, ...]:
+def _blocks(rules: _SourceRules, overlap: _Overlap, is_causal: bool) -> tuple[Block, ...]:
     """All blocks of one source. With a window: those of its two edges, with masks, and those between, without."""
     if rules.window is None:
         return _blocks_by_length(rules, overlap, is_causal)
     # Separate blocks, since no query may occur twice in one: all rows of a block are merged at once.
-    early, between, late = _split_by_window(rules, overlap, rules.window)
-    edges = _blocks_by_length(rules, early, False) + _blocks_by_length(rules, late, False)
-    return edges + _blocks_by_length(replace(rules, window=None), between, False)
+    first_edge, common, last_edge = _split_by_window(rules, overlap, rules.window)
+    edges = _blocks_by_length(rules, first_edge, False) + _blocks_by_length(rules, last_edge, False)
+    return edges + _blocks_by_length(replace(rules, window=None), common, False)
 
 
-def _split_by_window(rules: _Rules, overlap: _Overlap, window: int) -> tuple[_Overlap, _Overlap, _Overlap]:
+def _split_by_window(rules: _SourceRules, overlap: _Overlap, window: int) -> tuple[_Overlap, _Overlap, _Overlap]:
     """Split runs into tiles of at most TILE queries, each with three ranges of keys.
 
-    They are the keys that only early queries of a tile see, those that all of them see, and those that only late ones
-    see: the first and last range need a mask, the middle one does not.
+    They are the keys that only the first queries of a tile see, the common keys that all of them see, and those that
+    only its last queries see: the window's two edges need a mask, the common keys do not.
     """
     rows = _ascending_positions(rules.layout).cpu()
     query_positions, key_positions = rows[rules.layout.cp_rank], rows[rules.source]
@@ -180,28 +180,30 @@ def _split_by_window(rules: _Rules, overlap: _Overlap, window: int) -> tuple[_Ov
     def key_at(position: Tensor) -> Tensor:
         return torch.searchsorted(key_positions, position).clamp(key, end)
 
-    # 3. [start, stop) are the keys that any query of the tile sees, [common, rest) those that all of them see.
+    # 3. [start, stop) are the keys that any query of the tile sees, [common_start, common_stop) those that all see.
     behind, ahead = window - 1, 0 if rules.causal else window - 1
     start, stop = key_at(first - behind), key_at(last + ahead + 1)
-    common, rest = key_at(last - behind), key_at(first + ahead + 1)
-    # 4. If no key is seen by all, the first range takes them all, and its mask decides.
-    common, rest = (torch.where(rest > common, x, stop) for x in (common, rest))
-    key_ranges = (start, common), (common, rest), (rest, stop)
-    early, between, late = (_Overlap(query, queries, begin, end - begin) for begin, end in key_ranges)
-    return early, between, late
+    common_start, common_stop = key_at(last - behind), key_at(first + ahead + 1)
+    # 4. If no key is seen by all, the first edge takes them all, and its mask decides.
+    has_common = common_stop > common_start
+    common_start, common_stop = (torch.where(has_common, x, stop) for x in (common_start, common_stop))
+    # 5. The same queries, three times, with each range.
+    key_ranges = (start, common_start), (common_start, common_stop), (common_stop, stop)
+    first_edge, common, last_edge = (_Overlap(query, queries, begin, end - begin) for begin, end in key_ranges)
+    return first_edge, common, last_edge
 
 
-def _blocks_by_length(rules: _Rules, overlap: _Overlap, is_causal: bool) -> tuple[Block, ...]:
+def _blocks_by_length(rules: _SourceRules, overlap: _Overlap, is_causal: bool) -> tuple[Block, ...]:
     """One block for all runs of similar lengths; in a layout of one sequence, one block for each run."""
-    overlap = overlap.selected((overlap.queries > 0) & (overlap.keys > 0))
+    overlap = overlap.subset((overlap.queries > 0) & (overlap.keys > 0))
     lengths = torch.stack([overlap.queries, overlap.keys], 1)
     # With one sequence the batch may have several rows. Only a block of a single run, a slice, covers all of them.
     block_of_run = torch.arange(len(lengths)) if len(rules.layout.cu_padded) == 2 else _block_of_run(lengths)
     masks: dict[Any, tuple[Tensor, Tensor | None]] = {}
     blocks = []
-    for group in range(max(block_of_run.tolist(), default=-1) + 1):
-        members = block_of_run == group
-        blocks.append(_block(rules, overlap.selected(members), lengths[members].amax(0).tolist(), is_causal, masks))
+    for number in range(max(block_of_run.tolist(), default=-1) + 1):
+        members = block_of_run == number
+        blocks.append(_block(rules, overlap.subset(members), lengths[members].amax(0).tolist(), is_causal, masks))
     return tuple(block for block in blocks if block is not None)
 
 
@@ -215,20 +217,24 @@ def _block_of_run(lengths: Int64[Tensor, "m 2"]) -> Int64[Tensor, " m"]:
 
 
 def _block(
-    rules: _Rules, overlap: _Overlap, shape: list[int], is_causal: bool, masks: dict[Any, tuple[Tensor, Tensor | None]]
+    rules: _SourceRules,
+    overlap: _Overlap,
+    shape: list[int],
+    is_causal: bool,
+    masks: dict[Any, tuple[Tensor, Tensor | None]],
 ) -> Block | None:
     """The block of some runs, filled up to one `shape` (queries, keys); None if the window hides all keys."""
     device = rules.layout.index.device
-    queries, is_query = _filled(overlap.query, overlap.queries, shape[0])
-    keys, is_key = _filled(overlap.key, overlap.keys, shape[1])
+    queries, is_query = _fill_runs(overlap.query, overlap.queries, shape[0])
+    keys, is_key = _fill_runs(overlap.key, overlap.keys, shape[1])
     # Keys that fill a run come last: the kernel's causal mask hides them, unless there are more queries than keys.
     fill_is_seen = not is_causal or bool((overlap.keys < overlap.queries).any())
     mask = fully_masked = None
     if rules.window is not None or (fill_is_seen and not is_key.all()):
-        seen = _seen(rules, queries, keys, is_key, is_causal)
-        if not seen.any():
+        mask = _key_mask(rules, queries, keys, is_key, is_causal)
+        if not mask.any():
             return None
-        mask, fully_masked = _shared_mask(seen, masks, device)
+        mask, fully_masked = _shared_mask(mask, masks, device)
     return Block(
         _rows(queries, is_query, device),
         _rows(keys, is_key, device),
@@ -240,31 +246,33 @@ def _block(
     )
 
 
-def _seen(rules: _Rules, queries: Tensor, keys: Tensor, is_key: Tensor, is_causal: bool) -> Bool[Tensor, "m i j"]:
+def _key_mask(
+    rules: _SourceRules, queries: Tensor, keys: Tensor, is_key: Tensor, is_causal: bool
+) -> Bool[Tensor, "m i j"]:
     """Which keys of its run each query sees; i is 1 where all queries see the same."""
     mask = is_key[:, None]
     if rules.window is None and not is_causal:
         return mask
     index = rules.layout.index.cpu().int()
-    ahead = index[rules.layout.cp_rank][queries][:, :, None] - index[rules.source][keys][:, None, :]
-    mask = mask & (ahead >= 0) if rules.causal else mask
-    return mask & (ahead.abs() < rules.window) if rules.window is not None else mask
+    distance = index[rules.layout.cp_rank][queries][:, :, None] - index[rules.source][keys][:, None, :]
+    mask = mask & (distance >= 0) if rules.causal else mask
+    return mask & (distance.abs() < rules.window) if rules.window is not None else mask
 
 
 def _shared_mask(
-    seen: Bool[Tensor, "m i j"], masks: dict[Any, tuple[Tensor, Tensor | None]], device: torch.device
+    mask: Bool[Tensor, "m i j"], masks: dict[Any, tuple[Tensor, Tensor | None]], device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
     """A mask and the queries that it leaves without a key; equal masks share memory, over runs and over blocks."""
-    if (seen == seen[:1]).all():
-        seen = seen[:1]
-    key = seen.shape, seen.numpy().tobytes()
+    if (mask == mask[:1]).all():
+        mask = mask[:1]
+    key = mask.shape, mask.numpy().tobytes()
     if key not in masks:
-        fully_masked = ~seen.any(-1)
-        masks[key] = seen[:, None].to(device), fully_masked[:, None].to(device) if fully_masked.any() else None
+        fully_masked = ~mask.any(-1)
+        masks[key] = mask[:, None].to(device), fully_masked[:, None].to(device) if fully_masked.any() else None
     return masks[key]
 
 
-def _filled(start: Tensor, length: Tensor, longest: int) -> tuple[Int64[Tensor, "m i"], Bool[Tensor, "m i"]]:
+def _fill_runs(start: Tensor, length: Tensor, longest: int) -> tuple[Int64[Tensor, "m i"], Bool[Tensor, "m i"]]:
     """The rows of every run, its last row repeated up to the longest, and a mask that is False at the repeats."""
     i = torch.arange(longest)
     return start[:, None] + torch.minimum(i, length[:, None] - 1), i < length[:, None]
@@ -278,7 +286,8 @@ def _rows(rows: Int64[Tensor, "m i"], is_row: Bool[Tensor, "m i"], device: torch
 
 
 Rows = slice | Tensor
-Places = tuple[slice | Tensor, Tensor]
+# Where the entries of a flattened block belong: indices of those that are not fill, and the row of each.
+ScatterIndex = tuple[slice | Tensor, Tensor]
 LEAST_QUERIES = 128  # queries below which a triangle is not split again
 
 
@@ -301,17 +310,17 @@ class Block:
     is_key: Bool[Tensor, "m j"] | None = None
 
     @cached_property
-    def query_places(self) -> Places | None:
-        """The queries of the block that are not fill: their places in the flattened block, and their rows in q."""
-        return _places(self.queries, self.is_query)
+    def query_scatter(self) -> ScatterIndex | None:
+        """The queries of the block that are not fill: their indices in the flattened block, and their rows in q."""
+        return _scatter_index(self.queries, self.is_query)
 
     @cached_property
-    def key_places(self) -> Places | None:
+    def key_scatter(self) -> ScatterIndex | None:
         """The same for the keys."""
-        return _places(self.keys, self.is_key)
+        return _scatter_index(self.keys, self.is_key)
 
     @cached_property
-    def triangle_parts(self) -> tuple[Block, ...]:
+    def triangle_blocks(self) -> tuple[Block, ...]:
         """The same pairs of queries and keys: a causal triangle as two of half its size and a square, and so on.
 
         It saves work in a kernel that does not skip hidden pairs: one that computes 512 keys at a time computes the
@@ -321,15 +330,19 @@ class Block:
         if not self.is_causal or shortest < 2 * LEAST_QUERIES:
             return (self,)
         half = shortest // 2
-        # Late queries see all early keys; early queries see no late keys.
-        early, late = slice(0, half), slice(half, None)
-        parts = self._part(early, early), self._part(late, early, is_causal=False), self._part(late, late)
-        return tuple(smaller for part in parts for smaller in part.triangle_parts)
+        # Queries of the second half see all keys of the first; those of the first half see no key of the second.
+        first, second = slice(0, half), slice(half, None)
+        blocks = (
+            self._sub_block(first, first),
+            self._sub_block(second, first, is_causal=False),
+            self._sub_block(second, second),
+        )
+        return tuple(smaller for block in blocks for smaller in block.triangle_blocks)
 
-    def _part(self, queries: slice, keys: slice, is_causal: bool = True) -> Block:
+    def _sub_block(self, queries: slice, keys: slice, is_causal: bool = True) -> Block:
         is_query = None if self.is_query is None else self.is_query[:, queries]
         is_key = None if self.is_key is None else self.is_key[:, keys]
-        rows = _part_of(self.queries, queries), _part_of(self.keys, keys)
+        rows = _sub_rows(self.queries, queries), _sub_rows(self.keys, keys)
         return replace(self, queries=rows[0], keys=rows[1], is_causal=is_causal, is_query=is_query, is_key=is_key)
 
 
@@ -337,19 +350,20 @@ def _length(rows: Rows) -> int:
     return rows.stop - rows.start if isinstance(rows, slice) else rows.shape[1]
 
 
-def _part_of(rows: Rows, part: slice) -> Rows:
+def _sub_rows(rows: Rows, indices: slice) -> Rows:
+    """Those of the rows at the indices `indices` of each run."""
     if not isinstance(rows, slice):
-        return rows[:, part]
-    stop = rows.stop if part.stop is None else rows.start + part.stop
-    return slice(rows.start + part.start, stop)
+        return rows[:, indices]
+    stop = rows.stop if indices.stop is None else rows.start + indices.stop
+    return slice(rows.start + indices.start, stop)
 
 
-def _places(rows: Rows, is_row: Bool[Tensor, "m i"] | None) -> Places | None:
-    """Places and rows of what is not fill; None for a slice. Reads values on the host, so a block caches it."""
+def _scatter_index(rows: Rows, is_row: Bool[Tensor, "m i"] | None) -> ScatterIndex | None:
+    """Indices and rows of what is not fill; None for a slice. Reads values on the host, so a block caches it."""
     if isinstance(rows, slice):
         return None
-    flat = rows.flatten()
+    flat_rows = rows.flatten()
     if is_row is None:
-        return slice(None), flat
-    present = is_row.flatten().nonzero().squeeze(1)
-    return present, flat[present]
+        return slice(None), flat_rows
+    flat_index = is_row.flatten().nonzero().squeeze(1)
+    return flat_index, flat_rows[flat_index]

@@ -1,18 +1,19 @@
 """Blockwise attention: this rank's queries against the keys of one rank after another, merged by a running softmax.
 
-Rank r holds the queries and keys of its positions. An exchange (`key_exchange`) yields the keys of each rank that the
-queries see, and returns the gradients of this rank's keys. The mathematics is here, whichever way the keys travel.
+Rank r holds the queries and keys of its positions. `kv_transport` yields the keys of each rank that the queries see,
+and sums the gradients of keys over ranks; `block_schedule` says which queries attend to which keys. The mathematics is
+here, whichever way the keys travel.
 
 Each block gives the softmax over its own keys with the logarithm of its sum (lse). Blocks are merged by
 
     lse = logaddexp_i lse_i,    out = sum_i exp(lse_i - lse) out_i,
 
-and with this global lse and out each block's backward is exact without the other blocks.
+and with this global lse and out each block's backward is exact without the other blocks. Read
+`_BlockwiseAttention.forward` and `backward`: one turn of their loop is one hop of the ring.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ from torch import Tensor
 
 from torch_impl.collectives import accumulator
 from torch_impl.context_parallel.block_kernels import cuda_backward, cuda_forward
-from torch_impl.context_parallel.block_schedule import Block, BlockSchedule, Places, Rows
-from torch_impl.context_parallel.key_exchange import KVBuffer, KVExchange
+from torch_impl.context_parallel.block_schedule import Block, BlockSchedule, Rows, ScatterIndex
+from torch_impl.context_parallel.kv_transport import KVBuffer, KVTransport, PendingBuffer
 from torch_impl.contract.derivatives import first_derivative_only
 
 Heads = Float[Tensor, "b h s p"]
@@ -35,33 +36,34 @@ _CPU_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 # V -> V
 def blockwise_attention(
-    q: Heads, k: KVHeads, v: KVHeads, schedule: BlockSchedule, exchange: KVExchange, scale: float
+    q: Heads, k: KVHeads, v: KVHeads, schedule: BlockSchedule, transport: KVTransport, scale: float
 ) -> Heads:
     """Attention of this rank's queries over the keys of all ranks.
 
         q "b h s/cp p", k, v "b hk s/cp p"   ->   "b h s/cp p"
 
-    `schedule` says which keys a query sees, `exchange` how they travel.
+    `schedule` says which keys a query sees, `transport` how they travel.
 
-    Cost:   that of the exchange. Saves q, k and v, the output and one number per query and head.
+    Cost:   that of the transport. Saves q, k and v, the output and one number per query and head.
     """
-    return _BlockwiseAttention.apply(with_contiguous_rows(q), k, v, schedule, exchange, scale)
+    return _BlockwiseAttention.apply(with_contiguous_rows(q), k, v, schedule, transport, scale)
 
 
 class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Heads, k: KVHeads, v: KVHeads, schedule: BlockSchedule, exchange: KVExchange, scale: float
+        ctx: Any, q: Heads, k: KVHeads, v: KVHeads, schedule: BlockSchedule, transport: KVTransport, scale: float
     ) -> Heads:
-        # 1. Merge block after block while the keys come in from each source rank.
         running, local_kv = RunningAttention(q), buffer_of(k, v)
-        for source, kv in exchange.fetch(local_kv, schedule):
+        # 1. One hop: the keys of one source arrive, and are sent on while this rank attends to them.
+        for source, kv in transport.fetch(local_kv, schedule):
+            # 2. Merge each block of them into the running softmax.
             for block in schedule.blocks[source]:
                 running.add(q, kv_of(kv), block, scale)
         out = running.out.to(q.dtype)
-        # 2. Save this rank's keys alone: backward fetches the others again.
+        # 3. Save this rank's keys alone: backward fetches the others again.
         ctx.save_for_backward(q, local_kv, out, running.lse)
-        ctx.schedule, ctx.exchange, ctx.scale = schedule, exchange, scale
+        ctx.schedule, ctx.transport, ctx.scale = schedule, transport, scale
         return out
 
     @staticmethod
@@ -69,14 +71,16 @@ class _BlockwiseAttention(torch.autograd.Function):
     def backward(ctx: Any, cotangent: Heads) -> tuple[Tensor | None, ...]:
         q, local_kv, out, lse = ctx.saved_tensors
         schedule: BlockSchedule = ctx.schedule
-        # dq is summed here. The gradients of keys are summed in buffers that the exchange moves.
+        # dq is summed on this rank. The gradients of keys are summed in buffers that travel.
         dq = zeros_rows_first(q)
-
-        def add(source: int, kv: KVBuffer, wait_for_dkv: Callable[[], KVBuffer]) -> None:
+        # 1. One hop: the keys of one source arrive, and one hop behind them the sums of their gradients.
+        hops = ctx.transport.backward(local_kv, schedule, dq.dtype)
+        for source, kv, pending_dkv in hops:
+            # 2. Add the gradients of each block. On the way to the next turn the sums are sent on.
             for block in schedule.blocks[source]:
-                add_gradients(dq, wait_for_dkv, cotangent, (q, out, lse), kv_of(kv), block, ctx.scale)
-
-        dkv = ctx.exchange.reduce_gradients(local_kv, schedule, dq.dtype, add)
+                add_gradients(dq, pending_dkv, cotangent, (q, out, lse), kv_of(kv), block, ctx.scale)
+        # 3. What all ranks added to the gradients of this rank's keys.
+        dkv = hops.local_gradient()
         return dq.to(q.dtype), *kv_of(dkv).to(local_kv.dtype), None, None, None
 
 
@@ -92,8 +96,8 @@ class RunningAttention:
 
     def add(self, q: Heads, kv: KV, block: Block, scale: float) -> None:
         """Merge the attention of one block into the running result."""
-        for part in _kernel_blocks(block, q):
-            self._add_block(q, kv, part, scale)
+        for kernel_block in _kernel_blocks(block, q):
+            self._add_block(q, kv, kernel_block, scale)
 
     def _add_block(self, q: Heads, kv: KV, block: Block, scale: float) -> None:
         k, v = kv.unbind()
@@ -103,12 +107,12 @@ class RunningAttention:
         if block.fully_masked is not None:  # kernels differ in what they return for a query without a key
             out = out.masked_fill(block.fully_masked.unsqueeze(-1), 0.0)
             lse = lse.masked_fill(block.fully_masked, -torch.inf)
-        if block.query_places is None:
+        if block.query_scatter is None:
             _merge_softmax(self.out[:, :, block.queries], self.lse[:, :, block.queries], out, lse)
             return
         # Runs in a batch of one: flatten them, drop the fill, and write back, since indexing by an array is a copy.
-        present, rows = block.query_places
-        out, lse = (x.transpose(0, 1).flatten(1, 2)[:, present] for x in (out, lse))
+        flat_index, rows = block.query_scatter
+        out, lse = (x.transpose(0, 1).flatten(1, 2)[:, flat_index] for x in (out, lse))
         running_out, running_lse = self.out[0, :, rows], self.lse[0, :, rows]
         _merge_softmax(running_out, running_lse, out, lse)
         self.out[0, :, rows], self.lse[0, :, rows] = running_out, running_lse
@@ -125,45 +129,51 @@ def _merge_softmax(running_out: Tensor, running_lse: Tensor, out: Tensor, lse: T
 
 def add_gradients(
     dq: Heads,
-    wait_for_dkv: Callable[[], KVBuffer],
+    pending_dkv: PendingBuffer,
     cotangent: Heads,
     saved: tuple[Tensor, ...],
     kv: KV,
     block: Block,
     scale: float,
 ) -> None:
-    """Add one block's part of the gradients. `saved` are the queries with their output and lse over all blocks.
+    """Add the gradients of one block to dq, and to the sums of gradients of keys once these have arrived.
 
-    `wait_for_dkv` returns the sums that gradients of keys are added to, once they have been received.
+    `saved` are the queries with their output and lse over all blocks.
     """
     (q, out, lse), (k, v) = saved, kv.unbind()
-    for part in _kernel_blocks(block, q):
+    for kernel_block in _kernel_blocks(block, q):
         # 1. The rows of the block. Fill gets an lse of infinity: its weights are exp(-inf) = 0, and it adds nothing.
-        query_rows = [rows_of_block(x, part.queries) for x in (cotangent, q, out)]
-        lse_rows = rows_of_block(lse.unsqueeze(-1), part.queries).squeeze(-1)
-        if part.is_query is not None:
-            lse_rows = lse_rows.masked_fill(~part.is_query[:, None], torch.inf)
+        query_rows = [rows_of_block(x, kernel_block.queries) for x in (cotangent, q, out)]
+        lse_rows = rows_of_block(lse.unsqueeze(-1), kernel_block.queries).squeeze(-1)
+        if kernel_block.is_query is not None:
+            lse_rows = lse_rows.masked_fill(~kernel_block.is_query[:, None], torch.inf)
         gradients = _backward(
-            query_rows, rows_of_block(k, part.keys), rows_of_block(v, part.keys), lse_rows.contiguous(), part, scale
+            query_rows,
+            rows_of_block(k, kernel_block.keys),
+            rows_of_block(v, kernel_block.keys),
+            lse_rows.contiguous(),
+            kernel_block,
+            scale,
         )
         # 2. Only now wait for the sums of other ranks, which were sent while the kernel ran.
-        dk, dv = kv_of(wait_for_dkv()).unbind()
-        _add_rows(dq, gradients[0], part.queries, part.query_places)
-        _add_rows(dk, gradients[1], part.keys, part.key_places)
-        _add_rows(dv, gradients[2], part.keys, part.key_places)
+        dk, dv = kv_of(pending_dkv.wait()).unbind()
+        _add_rows(dq, gradients[0], kernel_block.queries, kernel_block.query_scatter)
+        _add_rows(dk, gradients[1], kernel_block.keys, kernel_block.key_scatter)
+        _add_rows(dv, gradients[2], kernel_block.keys, kernel_block.key_scatter)
 
 
-def _add_rows(total: Heads, share: Float[Tensor, "c h r p"], rows: Rows, places: Places | None) -> None:
-    if places is None:
-        total[:, :, rows] += share
+def _add_rows(total: Heads, gradient: Float[Tensor, "m h r p"], rows: Rows, scatter: ScatterIndex | None) -> None:
+    """total[rows] += gradient; several runs are flattened, their fill is dropped."""
+    if scatter is None:
+        total[:, :, rows] += gradient
     else:
-        present, targets = places
-        total[0].index_add_(1, targets, share.transpose(0, 1).flatten(1, 2)[:, present].to(total.dtype))
+        flat_index, flat_rows = scatter
+        total[0].index_add_(1, flat_rows, gradient.transpose(0, 1).flatten(1, 2)[:, flat_index].to(total.dtype))
 
 
 def _kernel_blocks(block: Block, q: Heads) -> tuple[Block, ...]:
     """The blocks that kernels are called with: CUDA's skip the hidden half of a triangle; for the CPU's it is split."""
-    return (block,) if q.is_cuda else block.triangle_parts
+    return (block,) if q.is_cuda else block.triangle_blocks
 
 
 def buffer_of(k: KVHeads, v: KVHeads) -> KVBuffer:
@@ -200,20 +210,20 @@ def _forward(q: Heads, k: KVHeads, v: KVHeads, block: Block, scale: float) -> tu
         raise RuntimeError("context_parallel.blocks: a block has queries and no keys; leave it out of the schedule")
     if q.is_cuda:
         return cuda_forward(q, k, v, block.mask, block.is_causal, scale)
-    return _CPU_FLASH(q, k, v, 0.0, block.is_causal, attn_mask=_additive(block.mask, q), scale=scale)
+    return _CPU_FLASH(q, k, v, 0.0, block.is_causal, attn_mask=_additive_mask(block.mask, q), scale=scale)
 
 
 def _backward(
-    query_side: list[Tensor], k: KVHeads, v: KVHeads, lse: Tensor, block: Block, scale: float
+    query_rows: list[Tensor], k: KVHeads, v: KVHeads, lse: Tensor, block: Block, scale: float
 ) -> tuple[Tensor, ...]:
-    cotangent, q, out = query_side
+    cotangent, q, out = query_rows
     if q.is_cuda:
         return cuda_backward(cotangent, q, k, v, out, lse, block.mask, block.is_causal, scale)
-    mask = _additive(block.mask, q)
+    mask = _additive_mask(block.mask, q)
     return _CPU_FLASH_BACKWARD(cotangent, q, k, v, out, lse, 0.0, block.is_causal, attn_mask=mask, scale=scale)
 
 
-def _additive(mask: Tensor | None, q: Heads) -> Tensor | None:
+def _additive_mask(mask: Tensor | None, q: Heads) -> Tensor | None:
     if mask is None:
         return None
     return torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)

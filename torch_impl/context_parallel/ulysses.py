@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from torch_impl.collectives import all_to_all
 from torch_impl.context_parallel.block_schedule import schedule_of
 from torch_impl.context_parallel.blockwise_attention import blockwise_attention
-from torch_impl.context_parallel.key_exchange import Ring
+from torch_impl.context_parallel.kv_transport import Ring
 from torch_impl.layouts.token_layout import TokenLayout
 
 Heads = Float[Tensor, "b h s p"]
@@ -47,13 +47,13 @@ def head_parallel_attention(
             the cost of the ring, with the rows of `a` ranks and the heads of one.
     """
     a = heads.size()
-    group_rows = _joined(layout, a)
+    group_rows = _group_rows(layout, a)
     # 1. q, k and v side by side for each receiving rank, so that one all_to_all exchanges all three.
     head_shards = [_by_receiving_rank(x, a) for x in (q, k, v)]
     widths = [x.shape[2] for x in head_shards]
-    mixed = all_to_all(torch.cat(head_shards, 2).flatten(1, 2), heads, split_dim=HEAD, concat_dim=ROW)
+    received = all_to_all(torch.cat(head_shards, 2).flatten(1, 2), heads, split_dim=HEAD, concat_dim=ROW)
     # 2. Rows arrive rank by rank; a block schedule needs those of each sequence in order.
-    group_q, group_k, group_v = mixed[:, :, group_rows.in_order].split(widths, HEAD)
+    group_q, group_k, group_v = received[:, :, group_rows.in_order].split(widths, HEAD)
     out = blockwise_attention(
         group_q, group_k, group_v, schedule_of(group_rows.layout, causal, window), Ring(ring), scale
     )
@@ -62,27 +62,27 @@ def head_parallel_attention(
 
 
 @dataclass(frozen=True)
-class _Joined:
-    """The rows that `a` ranks hold together: `in_order` permutes them from rank order to positions, `by_rank` back."""
+class _GroupRows:
+    """The rows of a heads group: `in_order` permutes them from rank order to the order of positions, `by_rank` back."""
 
     layout: TokenLayout
     in_order: Int64[Tensor, " rows"]
     by_rank: Int64[Tensor, " rows"]
 
 
-def _joined(layout: TokenLayout, a: int) -> _Joined:
+def _group_rows(layout: TokenLayout, a: int) -> _GroupRows:
     """The rows of a heads group and their layout over the ring, cached with the layout."""
-    return layout.derived(("joined", a), lambda: _join(layout, a))
+    return layout.derived(("group_rows", a), lambda: _build_group_rows(layout, a))
 
 
-def _join(layout: TokenLayout, a: int) -> _Joined:
+def _build_group_rows(layout: TokenLayout, a: int) -> _GroupRows:
     # The same tokens over the ring alone, whose ranks hold what the a consecutive cp ranks of a group hold together.
     inner = layout.rebind(layout.cp_size // a, layout.cp_rank // a)
     in_order = layout.index[inner.cp_rank * a : (inner.cp_rank + 1) * a].flatten().argsort()
-    return _Joined(inner, in_order, in_order.argsort())
+    return _GroupRows(inner, in_order, in_order.argsort())
 
 
-def _by_receiving_rank(x: Heads, a: int) -> Float[Tensor, "b a share s p"]:
+def _by_receiving_rank(x: Heads, a: int) -> Float[Tensor, "b a h_rank s p"]:
     """Heads grouped by the rank that receives them; a KV head that several ranks need is repeated for each."""
     if x.shape[1] % a:
         x = x.unsqueeze(2).expand(-1, -1, a // x.shape[1], -1, -1).flatten(1, 2)

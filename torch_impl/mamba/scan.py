@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from torch_impl.collectives import accumulator, uncast
+from torch_impl.collectives import accumulator, no_autocast
 from torch_impl.contract import PositiveInt, Sharded, ShardedInt, contract
 from torch_impl.mamba.mamba_ssm_kernels import kernel_scan, scan_kernel
 
@@ -74,7 +74,7 @@ def scan(
     u, logs = x.to(wide) * dt.to(wide)[..., None], dt.to(wide) * A.to(wide)
     B, C = (part.to(wide).repeat_interleave(heads_per_group, dim=2) for part in (B, C))
     # autocast would run the products of float32 tensors in 16 bits.
-    with uncast(x.device):
+    with no_autocast(x.device):
         y, final = _chunks(u, logs, B, C, ids, entering, min(chunk_size, x.shape[1]))
     if D is not None:
         y = y + x.to(wide) * D.to(wide).reshape(x.shape[2], -1)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int, Int64
 from torch import Tensor, nn
 
-from torch_impl.collectives import accumulator, all_gather, uncast
+from torch_impl.collectives import accumulator, all_gather, no_autocast
 from torch_impl.contract import PositiveInt, Sharded, contract
 from torch_impl.kernels import rows_at
 from torch_impl.mamba.mix import SsmParameters, convolution, decays, gated, steps
@@ -97,7 +97,7 @@ class MambaStatePassing(MixerStrategy):
         y, _ = scan(x, dt, A, B, C, D, self.chunk_size, ids)
         # 3. What the entering states add: the recurrence is linear in the state.
         wide = accumulator(x.dtype)
-        with uncast(x.device):
+        with no_autocast(x.device):
             y = y + self._entered(x.to(wide) * dt[..., None], dt * A, B.to(wide), C.to(wide), segments).to(y.dtype)
         return gated(y.flatten(-2), z)
 

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torch_impl.collectives import accumulator, uncast
+from torch_impl.collectives import accumulator, no_autocast
 from torch_impl.collectives.plain import all_gather_concat, all_reduce_sum, reduce_scatter_sum
 from torch_impl.contract import Group, Sharded, ShardedIds, ShardedInt, contract, dtype_name
 from torch_impl.contract.derivatives import first_derivative_only
@@ -226,7 +226,7 @@ def _forward(
     # 1. Statistics of this rank's logits, chunk by chunk.
     # Rows are [s, b] like the hidden states, while ids are [b, s]: transpose here, and the result back.
     column = statistics.local_column(target.T.reshape(-1, 1), *vocab_range)
-    with uncast(hidden.device):
+    with no_autocast(hidden.device):
         states = _all_positions(ctx, hidden)
         positions = chunk_positions(states, len(weight), chunk_size)
         local = chunk_statistics(states, weight, column, positions)
@@ -246,7 +246,7 @@ def _backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | 
         raise RuntimeError(NOTHING_SAVED)
     hidden, weight, column, *normaliser = ctx.saved_tensors
     of_hidden, _, of_weight, *_ = ctx.needs_input_grad
-    with uncast(hidden.device):
+    with no_autocast(hidden.device):
         states = _all_positions(ctx, hidden)
         positions = chunk_positions(states, len(weight), ctx.chunk_size)
         at_ids = id_cotangents(column, grad_outputs[0].T.reshape(-1, 1))

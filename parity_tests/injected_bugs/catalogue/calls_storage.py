@@ -227,7 +227,7 @@ STRIDES = (
             ("tensor to select rows from", "kernels:_selected", "return x", "x", "value: "),
             (
                 "cotangent of an attention", "context_parallel:_BlockwiseAttention.backward",
-                "wait_for_dkv, cotangent,", "cotangent", "gradient: ",
+                "pending_dkv, cotangent,", "cotangent", "gradient: ",
             ),
             ("logits to look up in", "vocab_parallel:LogitsAt.forward", "logits.gather", "logits", "value: "),
         )
