@@ -12,7 +12,7 @@ import torch_impl
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.engines import run
 from torch_impl.contract.derivatives import first_derivative_only
-from torch_impl.layouts.reorder import _Permuted
+from torch_impl.layouts.reorder import _Permute
 from torch_impl.parallelizer.fsdp2 import _Untangled
 from torch_impl.vocab_parallel import allgather_cp_sharded_tensor, gather_logits_at_global_indices
 
@@ -22,7 +22,7 @@ NEEDS_TRITON = ("torch_impl.kernels.row_gather", "torch_impl.kernels.softmax")
 # collectives/test_cotangents.py or in mamba/test_all_to_all.py; _RowsAt, which is Triton's, in kernels/.
 LINEAR = (
     *("_AllReduce", "_Replicated", "_Broadcast", "_ToSource", "AllGather", "_Shard", "ReduceScatter", "_AllToAll"),
-    *("_RingShift", "AllGatherCPTensor", "GatherOverCp", "LogitsAt", "_RowsAt", "_Permuted", "_Untangled"),
+    *("_RingShift", "AllGatherCPTensor", "GatherOverCp", "LogitsAt", "_RowsAt", "_Permute", "_Untangled"),
 )
 
 
@@ -85,7 +85,7 @@ ORDER = torch.tensor([2, 0, 3, 1])
 
 @pytest.mark.parametrize(
     "function",
-    [_Untangled.apply, lambda x: _Permuted.apply(x, ORDER, ORDER.argsort(), 0)],
+    [_Untangled.apply, lambda x: _Permute.apply(x, ORDER, ORDER.argsort(), 0)],
     ids=["untangled", "permuted"],
 )
 def test_a_function_of_one_rank(function):

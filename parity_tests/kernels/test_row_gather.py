@@ -9,7 +9,7 @@ from parity_tests.kernels.rows import generator, normal
 from parity_tests.kernels.schemes import triton_cut_sequence
 from shardproof import check, every_case
 from torch_impl.kernels import rows_at
-from torch_impl.kernels.row_gather import gathered_rows
+from torch_impl.kernels.row_gather import gather_rows
 from torch_impl.layouts import inverse, packed
 
 pytestmark = pytest.mark.skipif(not is_here(), reason=REASON)
@@ -43,7 +43,7 @@ DTYPES += [torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool]
 def test_bits_are_the_twins(dtype, dim, tile):
     x = bits(dtype, 3, 7, 5)
     index = torch.from_numpy(generator().integers(0, x.shape[dim], 9)).to(DEVICE)
-    got, want = gathered_rows(x, index, dim, tile=tile), x.index_select(dim, index)
+    got, want = gather_rows(x, index, dim, tile=tile), x.index_select(dim, index)
     assert got.dtype == dtype and got.is_contiguous()
     assert torch.equal(as_integers(got), as_integers(want))
 
@@ -94,5 +94,5 @@ def test_an_index_out_of_range_is_rejected(index):
 
 def test_a_dtype_without_an_integer_of_its_size_is_rejected():
     with pytest.raises(TypeError) as caught:
-        gathered_rows(torch.ones(2, dtype=torch.complex128, device=DEVICE), torch.tensor([0], device=DEVICE), 0)
+        gather_rows(torch.ones(2, dtype=torch.complex128, device=DEVICE), torch.tensor([0], device=DEVICE), 0)
     assert str(caught.value) == "kernels.rows_at: x is complex128; pass torch.view_as_real(x)"

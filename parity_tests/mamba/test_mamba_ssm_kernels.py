@@ -33,19 +33,19 @@ def packages(tmp_path, monkeypatch):
         (tmp_path / f"{name}_kernels.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
-    mamba_ssm_kernels.imported.cache_clear()
+    mamba_ssm_kernels.import_function.cache_clear()
     yield
-    mamba_ssm_kernels.imported.cache_clear()
+    mamba_ssm_kernels.import_function.cache_clear()
 
 
 def test_a_package_is_used_where_it_imports(packages):
-    assert mamba_ssm_kernels.imported("sound_kernels", "sound_kernels", "scan").__name__ == "scan"
-    assert mamba_ssm_kernels.imported("absent_kernels", "absent_kernels", "scan") is None
+    assert mamba_ssm_kernels.import_function("sound_kernels", "sound_kernels", "scan").__name__ == "scan"
+    assert mamba_ssm_kernels.import_function("absent_kernels", "absent_kernels", "scan") is None
     with pytest.warns(UserWarning, match="mamba: broken_kernels is installed and does not import .*no_such_module.*"):
-        assert mamba_ssm_kernels.imported("broken_kernels", "broken_kernels", "scan") is None
+        assert mamba_ssm_kernels.import_function("broken_kernels", "broken_kernels", "scan") is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert mamba_ssm_kernels.imported("broken_kernels", "broken_kernels", "scan") is None
+        assert mamba_ssm_kernels.import_function("broken_kernels", "broken_kernels", "scan") is None
 
 
 class OnCuda:
@@ -61,7 +61,7 @@ class OnCuda:
 
 
 def test_what_a_kernel_would_narrow_or_reject_is_not_passed_to_it(monkeypatch):
-    monkeypatch.setattr(mamba_ssm_kernels, "imported", lambda *_: "kernel")
+    monkeypatch.setattr(mamba_ssm_kernels, "import_function", lambda *_: "kernel")
     x, B = OnCuda((1, 4, 2, 3)), OnCuda((1, 4, 1, 5))
     scan_of, conv_of = mamba_ssm_kernels.scan_kernel, mamba_ssm_kernels.conv_kernel
     assert scan_of(x, B, B) == "kernel"

@@ -13,7 +13,7 @@ from parity_tests.mamba.by_name import flax_mixer
 from parity_tests.mamba.parameters import DRAW, SIZES, SPECS, settings_of
 from shardproof import check, every_case, offsets, scheme, values
 from torch_impl.mamba import Mamba2Mixer
-from torch_impl.mamba.mix import gated
+from torch_impl.mamba.mix import gate
 
 ROUNDINGS = 6  # in_proj, the convolution, y, the gate, the norm, out_proj
 
@@ -238,4 +238,4 @@ def test_the_gate_is_rounded_once():
     """In half precision as well: of wide y and z, one rounding of the product."""
     y, z = torch.linspace(-3, 5, 400).view(2, 200).bfloat16()
     wide = y.double() * torch.nn.functional.silu(z.double())
-    assert torch.equal(gated(y, z), wide.bfloat16())
+    assert torch.equal(gate(y, z), wide.bfloat16())

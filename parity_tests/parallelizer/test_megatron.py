@@ -14,7 +14,7 @@ from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.small_net import BLOCK, NAMES, Block, Net, plan
 from shardproof import CaseSpec
 from torch_impl.parallelizer.adapters import nvfsdp
-from torch_impl.parallelizer.adapters.megatron import Settings, chosen_backend, have, with_megatron_fsdp, with_nvfsdp
+from torch_impl.parallelizer.adapters.megatron import Settings, choose_backend, have, with_megatron_fsdp, with_nvfsdp
 from torch_impl.parallelizer.adapters.nvfsdp import HAVE_NVFSDP, nvfsdp_strategy_parallelize
 from torch_impl.parallelizer.mesh_axes import mesh_axes
 
@@ -44,20 +44,20 @@ def test_a_library_is_there_if_its_function_can_be_imported(monkeypatch, tmp_pat
 
 
 def test_what_a_backend_means(monkeypatch):
-    assert [chosen_backend("auto", device, True) for device in ("cuda", "cpu")] == ["nvfsdp", "native"]
-    assert chosen_backend("native", "cuda", True) == "native"
+    assert [choose_backend("auto", device, True) for device in ("cuda", "cpu")] == ["nvfsdp", "native"]
+    assert choose_backend("native", "cuda", True) == "native"
     with pytest.raises(ValueError, match="backend='nvfsdp': needs CUDA, and device_mesh is on 'cpu'"):
-        chosen_backend("nvfsdp", "cpu", True)
+        choose_backend("nvfsdp", "cpu", True)
     with pytest.raises(ImportError, match=r"backend='nvfsdp': has no nvfsdp\.fully_shard"):
-        chosen_backend("nvfsdp", "cuda", False)
+        choose_backend("nvfsdp", "cuda", False)
     monkeypatch.setitem(sys.modules, "megatron_fsdp", None)
-    assert chosen_backend("auto", "cuda", False) == "native"
+    assert choose_backend("auto", "cuda", False) == "native"
     with pytest.raises(ImportError, match=r"needs megatron-fsdp; pip install 'shardproof\[megatron\]'"):
-        chosen_backend("megatron_fsdp", "cuda", False)
+        choose_backend("megatron_fsdp", "cuda", False)
     library("megatron_fsdp", monkeypatch, fully_shard_model=print)
-    assert [chosen_backend("auto", device, False) for device in ("cuda", "cpu")] == ["megatron_fsdp", "native"]
+    assert [choose_backend("auto", device, False) for device in ("cuda", "cpu")] == ["megatron_fsdp", "native"]
     with pytest.raises(ValueError, match="backend='megatron_fsdp': needs CUDA"):
-        chosen_backend("megatron_fsdp", "cpu", False)
+        choose_backend("megatron_fsdp", "cpu", False)
 
 
 @dataclass
@@ -150,7 +150,7 @@ def test_each_switch_alone_is_passed_under_its_name(wrap, expected, monkeypatch)
 def test_a_library_gets_a_model_that_is_sharded_and_checkpointed(monkeypatch):
     """As on CUDA, where the library takes what tensor parallelism leaves."""
     library("megatron_fsdp", monkeypatch, fully_shard_model=fully_shard_model, MixedPrecisionPolicy=Policy)
-    monkeypatch.setattr(nvfsdp, "chosen_backend", lambda *_: "megatron_fsdp")
+    monkeypatch.setattr(nvfsdp, "choose_backend", lambda *_: "megatron_fsdp")
 
     def body(mesh, case):
         switches = {"activation_checkpointing": True, "check_for_nan_in_grad": False}

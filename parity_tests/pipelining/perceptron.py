@@ -11,7 +11,7 @@ from torch.nn.utils import skip_init
 
 from torch_impl.pipelining import stage_to_rank
 from torch_impl.pipelining.named_schedules import RULES
-from torch_impl.pipelining.order import computed
+from torch_impl.pipelining.order import computations
 from torch_impl.pipelining.schedule import build_pipeline_schedule, executed_actions
 
 WIDTH, PER_MICROBATCH = 3, 2
@@ -107,7 +107,7 @@ def last_backwards(order):
     """{stage: micro-batches in the order in which their weight gradients are made}."""
     orders = defaultdict(list)
     for actions in order:
-        for action in computed(actions):
+        for action in computations(actions):
             if action.kind in "BW":
                 orders[action.stage].append(action.microbatch)
     return orders

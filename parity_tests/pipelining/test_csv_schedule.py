@@ -16,7 +16,7 @@ from torch.distributed.pipelining.schedules import _Action, _add_reduce_grad, _a
 from parity_tests.pipelining.drawn_orders import named_orders, own_orders
 from shardproof import check, every_case, scheme, token_below
 from torch_impl.pipelining import read_csv, simulate, write_csv
-from torch_impl.pipelining.order import computed, parse_action
+from torch_impl.pipelining.order import computations, parse_action
 
 CELL = re.compile(r"^pipeline_parallel_schedule_csv='[^']*' row [1-9]\d*, column [1-9]\d*: ")
 
@@ -224,7 +224,7 @@ def test_an_edited_file_is_a_schedule_or_rejected_with_a_cell(data, sample, has_
     except ValueError as refusal:
         assert CELL.match(str(refusal))
     else:
-        every = [computed(actions) for actions in schedule.order]
+        every = [computations(actions) for actions in schedule.order]
         assert [sorted(actions) for actions in every] == [sorted(set(actions)) for actions in every]
         forwards = sorted(a[::2][:2] for actions in every for a in actions if a.kind == "F")
         assert forwards == [(s, m) for s in range(len(schedule.stage_to_rank)) for m in range(n)]

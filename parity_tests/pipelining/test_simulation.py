@@ -13,7 +13,7 @@ from jax_ref.pipelining import reference
 from parity_tests.pipelining.drawn_orders import legal_sizes, named_orders, own_orders
 from torch_impl.pipelining import Times, draw, schedule_order, simulate, stage_to_rank
 from torch_impl.pipelining.named_schedules import RULES
-from torch_impl.pipelining.order import Action, computed, parse_action
+from torch_impl.pipelining.order import Action, computations, parse_action
 from torch_impl.pipelining.simulation import COLOURS, WIDEST
 
 TIME = st.integers(1, 9)
@@ -116,7 +116,7 @@ def test_no_schedule_beats_its_work_and_its_longest_path(sample, times):
     assert timeline.makespan >= max(work, path)
     for rank in range(p):
         events = timeline.of(rank)
-        assert [event.action for event in events] == computed(order[rank])
+        assert [event.action for event in events] == computations(order[rank])
         assert all(a.stop <= b.start for a, b in pairwise(events))
         assert timeline.live(rank)[-1][1] == 0
 

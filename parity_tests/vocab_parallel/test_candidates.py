@@ -49,4 +49,4 @@ def test_ordinals_count_the_flagged_entries_of_a_row():
     rows = torch.tensor([0, 0, 0, 2, 2, 3])
     flags = torch.tensor([True, False, True, False, True, True])
     assert c.ordinals(flags, rows, 4)[flags].tolist() == [0, 1, 0, 0]
-    assert c.counted(flags, rows, 4).tolist() == [2, 0, 1, 1]
+    assert c.count_flags(flags, rows, 4).tolist() == [2, 0, 1, 1]

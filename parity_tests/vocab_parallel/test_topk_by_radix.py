@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec
 from torch_impl.vocab_parallel.filter_bounds import Candidates
-from torch_impl.vocab_parallel.topk_by_radix import float_of, last_kept, ordered
+from torch_impl.vocab_parallel.topk_by_radix import float_of, last_kept, order_keys
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -21,17 +21,17 @@ def test_integers_are_in_the_order_of_the_floats(dtype):
     info = torch.finfo(dtype)
     steps = [0.0, info.smallest_normal / 2, info.smallest_normal, 1.0 - info.eps / 2, 1.0, 1.0 + info.eps, info.max]
     ascending = torch.tensor([-math.inf, *(-x for x in steps[:0:-1]), *steps, math.inf], dtype=torch.float64).to(dtype)
-    keys = ordered(ascending)
+    keys = order_keys(ascending)
     assert (keys.diff() > 0).all()
     assert torch.equal(float_of(keys, dtype), ascending)
-    assert ordered(torch.tensor(-0.0, dtype=dtype)) == ordered(torch.tensor(0.0, dtype=dtype))
+    assert order_keys(torch.tensor(-0.0, dtype=dtype)) == order_keys(torch.tensor(0.0, dtype=dtype))
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False), min_size=2), st.sampled_from(DTYPES))
 def test_any_floats_are_ordered(values, dtype):
     floats = torch.tensor(values, dtype=torch.float64).to(dtype)
     for a, b in ((floats[:-1], floats[1:]), (floats, floats)):
-        assert torch.equal(ordered(a) < ordered(b), a < b) and torch.equal(ordered(a) == ordered(b), a == b)
+        assert torch.equal(order_keys(a) < order_keys(b), a < b) and torch.equal(order_keys(a) == order_keys(b), a == b)
 
 
 def sorted_out(row, weights, low, room):

@@ -65,7 +65,7 @@ class _AllToAll(torch.autograd.Function):
         received: list[int],
     ) -> Tensor:
         ctx.group, ctx.dims, ctx.lengths = group, (split_dim, concat_dim), (sent, received)
-        return _exchanged(x, group, split_dim, concat_dim, sent, received)
+        return _exchange(x, group, split_dim, concat_dim, sent, received)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
@@ -75,7 +75,7 @@ class _AllToAll(torch.autograd.Function):
         return gradient, None, None, None, None, None
 
 
-def _exchanged(
+def _exchange(
     x: Tensor, group: ProcessGroup, split_dim: int, concat_dim: int, sent: list[int], received: list[int]
 ) -> Tensor:
     """One all_to_all of flattened shards, whose shapes may differ."""
@@ -154,14 +154,14 @@ class _RingShift(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup, shift: int) -> Tensor:
         ctx.group, ctx.shift = group, shift
-        return _shifted(x, group, shift)
+        return _shift(x, group, shift)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None]:
         return _RingShift.apply(cotangent, ctx.group, -ctx.shift), None, None
 
 
-def _shifted(x: Tensor, group: ProcessGroup, shift: int) -> Tensor:
+def _shift(x: Tensor, group: ProcessGroup, shift: int) -> Tensor:
     (received,), works = _start([x], group, shift)
     for work in works:
         work.wait()

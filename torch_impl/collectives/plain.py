@@ -32,7 +32,7 @@ def no_autocast(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
-def widened_copy(x: Tensor) -> Tensor:
+def wide_copy(x: Tensor) -> Tensor:
     """A contiguous copy in the dtype that sums run in."""
     return x.to(accumulator(x.dtype), copy=True, memory_format=torch.contiguous_format)
 
@@ -40,7 +40,7 @@ def widened_copy(x: Tensor) -> Tensor:
 def all_reduce_sum(x: Tensor, group: ProcessGroup) -> Tensor:
     """Sum over the group, on every rank. One all_reduce."""
     # all_reduce works in place, so it gets a copy, in float32 or wider: 16-bit addends are rounded once, at the end.
-    total = widened_copy(x)
+    total = wide_copy(x)
     dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
     return total.to(x.dtype)
 
@@ -49,10 +49,10 @@ def all_gather_concat(x: Tensor, group: ProcessGroup, dim: int, lengths: Sequenc
     """The ranks' shards, concatenated along `dim`. One all_gather of the longest shard."""
     # No backend gathers unequal shapes in one message: every shard is padded to the longest.
     longest = max(lengths)
-    shard = _padded(x.movedim(dim, 0), longest)
+    shard = _pad_rows(x.movedim(dim, 0), longest)
     full = shard.new_empty(longest * group.size(), *shard.shape[1:])
     _all_gather(full, shard, group=group)
-    return _unpadded(full, lengths).movedim(0, dim).contiguous()
+    return _drop_padding(full, lengths).movedim(0, dim).contiguous()
 
 
 def all_gather_stack(x: Tensor, group: ProcessGroup) -> Tensor:
@@ -69,7 +69,7 @@ def reduce_scatter_sum(x: Tensor, group: ProcessGroup, dim: int, lengths: Sequen
     longest = max(lengths)
     shards = x.to(accumulator(x.dtype)).movedim(dim, 0).split(list(lengths))
     # reduce_scatter gives every rank the same length: pad to the longest, and drop the padding after the sum.
-    addends = torch.cat([_padded(shard, longest) for shard in shards])
+    addends = torch.cat([_pad_rows(shard, longest) for shard in shards])
     total = addends.new_empty(longest, *addends.shape[1:])
     _reduce_scatter(total, addends, op=dist.ReduceOp.SUM, group=group)
     return total[: lengths[group.rank()]].to(x.dtype).movedim(0, dim).contiguous()
@@ -85,14 +85,14 @@ def all_to_all_equal(x: Tensor, group: ProcessGroup) -> Tensor:
     return received
 
 
-def _padded(shard: Tensor, longest: int) -> Tensor:
+def _pad_rows(shard: Tensor, longest: int) -> Tensor:
     """`shard`, contiguous, with rows of zeros up to `longest` rows."""
     if len(shard) == longest:
         return shard.contiguous()
     return torch.cat([shard, shard.new_zeros(longest - len(shard), *shard.shape[1:])])
 
 
-def _unpadded(full: Tensor, lengths: Sequence[int]) -> Tensor:
+def _drop_padding(full: Tensor, lengths: Sequence[int]) -> Tensor:
     """The rows of `full` that are not padding."""
     # Equal lengths, the usual case, need no copy.
     longest = max(lengths)

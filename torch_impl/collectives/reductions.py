@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from torch_impl.collectives.plain import all_reduce_sum, widened_copy
+from torch_impl.collectives.plain import all_reduce_sum, wide_copy
 from torch_impl.contract import GradientType, Group, ShardedAny, contract
 
 
@@ -92,11 +92,11 @@ class _AllReduce(torch.autograd.Function):
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None]:
         if ctx.out == "R":
             return _AllReduce.apply(cotangent, ctx.group, "R"), None, None
-        return replicated(cotangent, ctx.group), None, None
+        return as_replicated(cotangent, ctx.group), None, None
 
 
 # I -> R
-def replicated(x: Tensor, group: ProcessGroup) -> Tensor:
+def as_replicated(x: Tensor, group: ProcessGroup) -> Tensor:
     """x itself; if it requires grad, the ranks' cotangents are addends from here on. No collective; backward 1."""
     return _Replicated.apply(x, group) if x.requires_grad else x
 
@@ -132,7 +132,7 @@ class _ToSource(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, cotangent: Tensor, group: ProcessGroup, src: int, out: str) -> Tensor:
         ctx.group, ctx.src, ctx.out = group, src, out
-        gradient = widened_copy(cotangent)
+        gradient = wide_copy(cotangent)
         if out == "R":
             dist.reduce(gradient, op=dist.ReduceOp.SUM, group=group, group_dst=src)
         # What dist.reduce leaves in the buffer of another rank than src is unspecified.

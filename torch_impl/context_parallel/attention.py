@@ -21,7 +21,7 @@ from torch_impl.context_parallel.kinds import ORDERS, ExchangeName, Layout, Scal
 from torch_impl.context_parallel.kv_transport import AllGather, Ring
 from torch_impl.context_parallel.ulysses import head_parallel_attention
 from torch_impl.contract import Group, Mesh, Sharded, contract, dtype_name
-from torch_impl.layouts.divisibility import host_offsets, offsets_of, stripped
+from torch_impl.layouts.divisibility import host_offsets, offsets_of, without_fill
 from torch_impl.layouts.token_layout import TokenLayout, dense_layout
 
 FUNCTION = "context_parallel.context_parallel_attention"
@@ -206,6 +206,6 @@ def _check_same_offsets(layout: TokenLayout, cu_seqlens: Tensor | Sequence[int] 
         return
     # Offsets in another tensor are compared by value, on the host.
     name = f"{FUNCTION}: cu_seqlens"
-    offsets = host_offsets(stripped(offsets_of(name, cu_seqlens)), name)
+    offsets = host_offsets(without_fill(offsets_of(name, cu_seqlens)), name)
     if not torch.equal(offsets, layout.cu_padded.cpu().long()):
         raise ValueError(f"{FUNCTION}: cu_seqlens differ from the layout's; pass one of them")

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_impl.context_parallel.batch_te import te_batch
-from torch_impl.context_parallel.kinds import Batch, NamedMesh, OneTensor, checked_tensor
-from torch_impl.context_parallel.thd import checked_slots
+from torch_impl.context_parallel.kinds import Batch, NamedMesh, OneTensor, require_tensor
+from torch_impl.context_parallel.thd import slots_of_lengths
 from torch_impl.context_parallel.train_context import SequenceContext
 from torch_impl.contract import contract
 from torch_impl.layouts import TokenLayout
@@ -111,9 +111,9 @@ def with_position_ids(batch: dict[str, Any], device: torch.device | str) -> dict
         return batch
     rows, size = _shape(batch)
     if "seq_lens_padded" in batch:
-        padded = checked_tensor(FUNCTION, "seq_lens_padded", batch["seq_lens_padded"])
+        padded = require_tensor(FUNCTION, "seq_lens_padded", batch["seq_lens_padded"])
         padded = torch.where(padded < 0, NONE, padded)
-        slots = checked_slots(padded, padded, rows, size, NONE)
+        slots = slots_of_lengths(padded, padded, rows, size, NONE)
         layout = TokenLayout.packed(slots.offsets[0], cp_size=1, cp_rank=0)
         batch["position_ids"] = layout.position_ids.view(rows, size).to(device)
     else:
@@ -133,8 +133,8 @@ def _shard_inside(
     more = -size % multiple
     device = next(batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None).device
     # 2. The batch with positions and padding mask and without attention mask, padded into new tensors.
-    full, masked = _completed(batch, loss_mask, shape, more, device)
-    padded = {name: _padded(name, x, shape, more, padding_token_id) for name, x in full.items()}
+    full, masked = _full_batch(batch, loss_mask, shape, more, device)
+    padded = {name: _pad_right(name, x, shape, more, padding_token_id) for name, x in full.items()}
     layout = TokenLayout.dense(
         "dual_chunk_swap", size + more, cp_size=cp_size, cp_rank=cp_rank, device=device, real_length=size
     )
@@ -158,7 +158,7 @@ def _shard_inside(
     return BatchContext(context, layout, size, size + more), padded
 
 
-def _completed(
+def _full_batch(
     batch: dict[str, Any], loss_mask: Tensor | None, shape: tuple[int, int], more: int, device: torch.device
 ) -> tuple[dict[str, Any], bool]:
     """The batch with positions and padding mask, without attention mask; and whether that mask had padding."""
@@ -169,13 +169,13 @@ def _completed(
             raise ValueError(f"{FUNCTION}: loss_mask is given and another is in the batch; leave one out")
         full["loss_mask"] = loss_mask
     for name in BY_TOKEN:
-        if name in full and _dim(name, checked_tensor(FUNCTION, name, full[name]), shape) is None:
+        if name in full and _dim(name, require_tensor(FUNCTION, name, full[name]), shape) is None:
             tokens = f"the batch has {list(shape)} tokens"
             raise ValueError(f"{FUNCTION}: {name} is {list(full[name].shape)}, {tokens}; give one for each")
     # 2. Read the mask, and add positions. Restarting ones without a mask are packed rows, which this path cannot keep
     #    apart; they are legal, so it only warns. Positions that were added for lack of any do not restart.
     mask = batch.get("attention_mask")
-    padding_mask = None if mask is None else padding_of(checked_tensor(FUNCTION, "attention_mask", mask), shape)
+    padding_mask = None if mask is None else padding_of(require_tensor(FUNCTION, "attention_mask", mask), shape)
     has_positions = "position_ids" in full or "seq_lens_padded" in full
     with_position_ids(full, device)
     if mask is None and has_positions and restarts(full["position_ids"]):
@@ -192,7 +192,7 @@ def _completed(
     return full, padding_mask is not None
 
 
-def _padded(name: str, x: Any, shape: tuple[int, int], more: int, padding_token_id: int) -> Any:
+def _pad_right(name: str, x: Any, shape: tuple[int, int], more: int, padding_token_id: int) -> Any:
     """A new tensor with `more` positions on the right; what is not by token is returned as it is."""
     dim = _dim(name, x, shape)
     if dim is None:
@@ -222,7 +222,7 @@ def _shape(batch: dict[str, Any]) -> tuple[int, int]:
     """The number of rows, and of tokens in a row."""
     for name, min_dims in (("input_ids", 2), ("inputs_embeds", 3)):
         if batch.get(name) is not None:
-            shape = checked_tensor(FUNCTION, name, batch[name]).shape
+            shape = require_tensor(FUNCTION, name, batch[name]).shape
             if len(shape) < min_dims:
                 dims = "[b, s, d]" if min_dims > 2 else "[b, s]"
                 raise ValueError(f"{FUNCTION}: {name} is {list(shape)}; it is {dims}, one row for each sequence")

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_impl.context_parallel.adapters.transformer_engine import local_index
-from torch_impl.context_parallel.kinds import Batch, CpMesh, checked_tensor
+from torch_impl.context_parallel.kinds import Batch, CpMesh, require_tensor
 from torch_impl.context_parallel.thd import TABLES, by_chunk, stream
 from torch_impl.contract import contract
 from torch_impl.kernels import rows_at
 from torch_impl.layouts import TokenLayout
-from torch_impl.layouts.divisibility import checked_offsets, multiple_of, offsets_of, stripped
+from torch_impl.layouts.divisibility import multiple_of, offsets_of, validate_offsets, without_fill
 
 IDS = ("input_ids", "labels", "position_ids")  # int64 in the result, whatever integers they are in the batch
 
@@ -63,7 +63,7 @@ def te_batch(
     cp_size, cp_rank = _place(cp_mesh)
     # 1. All rows as one stream, in slots that cp can shard; the slots are on the host, so this waits for no device.
     full = stream(batch, num_chunks, seq_lens_padding_value)
-    checked_offsets(full.slots.offsets[0], full.slots.total, cp_size, axis="cp", multiple=_multiple(cp_size))
+    validate_offsets(full.slots.offsets[0], full.slots.total, cp_size, axis="cp", multiple=_multiple(cp_size))
     # 2. One layout and one index for all chunks: the rank's shard of the stream is its shards of the chunks in order.
     layout = full.layout(cp_size, cp_rank)
     shards = _shard_tokens(full.tokens, layout)
@@ -103,11 +103,11 @@ def _shard_thd_chunk_for_te(
             raise ValueError(f"context_parallel.te: batch has no {name!r}; pass a result of process_input_for_thd")
     for name in ("input_ids", "max_seqlen"):
         if name in batch:
-            checked_tensor("context_parallel.te", name, batch[name])
+            require_tensor("context_parallel.te", name, batch[name])
     # 2. The layout from the offsets, validated on the host; its arrays then go to the device of the tokens.
     cp_size, cp_rank = _place(cp_mesh)
-    real = _stripped(batch, "cu_seqlens")
-    padded = _stripped(batch, "cu_seqlens_padded") if "cu_seqlens_padded" in batch else real
+    real = _offsets_without_fill(batch, "cu_seqlens")
+    padded = _offsets_without_fill(batch, "cu_seqlens_padded") if "cu_seqlens_padded" in batch else real
     total, device = len(batch["input_ids"]), batch["input_ids"].device
     host_layout = TokenLayout.packed(padded, real, cp_size=cp_size, cp_rank=cp_rank, total=total)
     layout = host_layout.on(device)
@@ -136,8 +136,8 @@ def _shard_tokens(tokens: Mapping[str, Tensor], layout: TokenLayout) -> dict[str
     return shards
 
 
-def _stripped(batch: Mapping[str, Any], name: str) -> Tensor:
-    return stripped(offsets_of(f"context_parallel.te: {name}", batch[name]))
+def _offsets_without_fill(batch: Mapping[str, Any], name: str) -> Tensor:
+    return without_fill(offsets_of(f"context_parallel.te: {name}", batch[name]))
 
 
 def _layout_fields(layout: TokenLayout) -> dict[str, Any]:

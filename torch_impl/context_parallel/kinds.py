@@ -77,7 +77,7 @@ Layout = Annotated[TokenLayout | str, _Layout()]
 ExchangeName = Annotated[str, OneOf(EXCHANGES)]
 
 
-def checked_tensor(function: str, name: str, x: Any) -> Tensor:
+def require_tensor(function: str, name: str, x: Any) -> Tensor:
     """`x`, an entry of a batch; TypeError unless it is a Tensor."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{function}: {name} is {type_name(x)}; pass a Tensor")

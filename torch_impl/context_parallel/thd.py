@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from torch_impl.context_parallel.kinds import Batch, checked_tensor
+from torch_impl.context_parallel.kinds import Batch, require_tensor
 from torch_impl.contract import contract, dtype_name
 from torch_impl.layouts import TokenLayout
 from torch_impl.layouts.divisibility import first
@@ -92,7 +92,7 @@ class Stream:
 
     def layout(self, cp_size: int, cp_rank: int) -> TokenLayout:
         """The layout of the stream over a group. No slot crosses a chunk, so it is that of the chunks, concatenated."""
-        # Not validated again: `checked_slots` did so on the host, and reading a device's offsets would wait for it.
+        # Not validated again: `slots_of_lengths` did so on the host, and reading a device's offsets would wait for it.
         cu_padded, cu_real = self.slots.offsets.to(self.tokens["input_ids"].device)
         total = self.slots.total
         return TokenLayout.packed(cu_padded, cu_real, cp_size=cp_size, cp_rank=cp_rank, total=total, validate=False)
@@ -142,7 +142,7 @@ def stream(batch: Mapping[str, Any], chunks: int, fill: int) -> Stream:
     for name in ("input_ids", "seq_lens", "seq_lens_padded"):
         if name not in batch:
             raise KeyError(f"{FUNCTION}: batch has no {name!r}; it has {', '.join(batch) or 'nothing'}")
-        checked_tensor(FUNCTION, name, batch[name])
+        require_tensor(FUNCTION, name, batch[name])
     ids, chunks = batch["input_ids"], max(index(chunks), 1)
     if ids.ndim not in (2, 3):
         raise ValueError(f"{FUNCTION}: input_ids is {list(ids.shape)}; it is [b, s] or [b, s, d]")
@@ -151,14 +151,14 @@ def stream(batch: Mapping[str, Any], chunks: int, fill: int) -> Stream:
         batch_of = f"num_chunks={chunks} does not divide the batch of {rows} rows"
         raise ValueError(f"{FUNCTION}: {batch_of}; drop or add a row")
     # 2. The slots, by one copy of the lengths to the host.
-    slots = checked_slots(batch["seq_lens"], batch["seq_lens_padded"], rows, size, fill)
+    slots = slots_of_lengths(batch["seq_lens"], batch["seq_lens_padded"], rows, size, fill)
     # 3. Tensors by token become one stream, as views; the rest is passed on.
     tokens, unflattened = {}, {}
     for name, value in batch.items():
         if name in CONSUMED:
             continue
         (tokens if _is_by_token(name, value, rows, size) else unflattened)[name] = value
-    flat = {name: _flattened(name, x) for name, x in tokens.items()}
+    flat = {name: _flatten_rows(name, x) for name, x in tokens.items()}
     return Stream(flat, unflattened, slots, chunks, fill)
 
 
@@ -167,7 +167,7 @@ def _is_by_token(name: str, value: Any, rows: int, size: int) -> bool:
     # Labels and positions are rejected, not passed on: they would no longer belong to the tokens.
     if not isinstance(value, Tensor):
         if name in ("labels", "position_ids") and value is not None:
-            checked_tensor(FUNCTION, name, value)
+            require_tensor(FUNCTION, name, value)
         return False
     if name == "position_ids" and value.ndim == 3 and value.shape[1:] == (rows, size):
         return True
@@ -179,7 +179,7 @@ def _is_by_token(name: str, value: Any, rows: int, size: int) -> bool:
     return False
 
 
-def _flattened(name: str, x: Tensor) -> Tensor:
+def _flatten_rows(name: str, x: Tensor) -> Tensor:
     """Rows concatenated; positions of several kinds, [k, B, S], become [k, 1, B * S]."""
     return x.flatten(1, 2)[:, None] if name == "position_ids" and x.ndim == 3 else x.flatten(0, 1)
 
@@ -228,7 +228,7 @@ class Slots:
         }
 
 
-def checked_slots(seq_lens: Tensor, seq_lens_padded: Tensor, rows: int, size: int, fill: int) -> Slots:
+def slots_of_lengths(seq_lens: Tensor, seq_lens_padded: Tensor, rows: int, size: int, fill: int) -> Slots:
     """The slots of `rows` rows of `size` tokens, without the fill; a row's tail joins its last slot.
 
     Errors: ValueError for lengths that do not fit; TypeError for lengths or a fill that are not integers.

@@ -27,10 +27,10 @@ def rows_at(
     implementation = checked_backend("kernels.rows_at", backend, "x", x)
     if implementation == "triton":
         return _RowsAt.apply(x, index, dim % x.ndim)
-    return (_selected if implementation == "eager" else compiled(_selected))(x, index, dim)
+    return (_index_select if implementation == "eager" else compiled(_index_select))(x, index, dim)
 
 
-def _selected(x: Tensor, index: Tensor, dim: int) -> Tensor:
+def _index_select(x: Tensor, index: Tensor, dim: int) -> Tensor:
     """The eager equivalent of the kernel."""
     return x.index_select(dim, index)
 
@@ -39,11 +39,11 @@ class _RowsAt(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, dim: int) -> Tensor:
         # Imported here, since only this route needs Triton.
-        from torch_impl.kernels.row_gather import gathered_rows
+        from torch_impl.kernels.row_gather import gather_rows
 
         ctx.save_for_backward(index)
         ctx.dim, ctx.shape = dim, x.shape
-        return gathered_rows(x, index, dim)
+        return gather_rows(x, index, dim)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:

@@ -247,7 +247,7 @@ def _gradient(
     temperature = tl.load(temperature_ptr)
     z_ptr = logits_ptr + row * row_stride + columns_64 * column_stride
     z = tl.load(z_ptr, mask=in_row, other=float("-inf")).to(temperature.dtype)
-    shifted = _shifted(z, row, temperature, row_max_ptr, HAS_TEMPERATURE)
+    shifted = _shifted_logits(z, row, temperature, row_max_ptr, HAS_TEMPERATURE)
     log_p = shifted - tl.load(log_row_sum_ptr + row)
     # 2. The gradient of the log-probability at every column, as if it were no id's: -p times the sum of cotangents.
     gradient = tl.zeros((STEP,), temperature.dtype)
@@ -315,7 +315,7 @@ def _gradient_at_ids(
     column = tl.load(column_ptr + offset, mask=index < k, other=-1).to(tl.int64)
     gradient = tl.load(g_same_ptr + offset, mask=index < k, other=0.0)
     z_t = tl.load(z_t_ptr + offset, mask=index < k, other=float("-inf")).to(temperature.dtype)
-    shifted = _shifted(z_t, row, temperature, row_max_ptr, HAS_TEMPERATURE)
+    shifted = _shifted_logits(z_t, row, temperature, row_max_ptr, HAS_TEMPERATURE)
     log_p = shifted - tl.load(log_row_sum_ptr + row)
     # 3. Cotangents of equal ids times 1 - p, those of the row's other ids times -p.
     if IS_NORMALISED:
@@ -331,7 +331,7 @@ def _gradient_at_ids(
 
 
 @triton.jit
-def _shifted(z, row, temperature, row_max_ptr, HAS_TEMPERATURE: tl.constexpr):
+def _shifted_logits(z, row, temperature, row_max_ptr, HAS_TEMPERATURE: tl.constexpr):
     """Shifted logits (z - m) / temperature, of some logits of a row."""
     shifted = z - tl.load(row_max_ptr + row)
     if HAS_TEMPERATURE:

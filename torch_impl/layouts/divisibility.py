@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_impl.contract import contract, dtype_name, type_name
 
 # Of equal length. Layouts that are not listed take any size; packed has its rule per sequence, in `checked_offsets`.
-PIECES_PER_RANK = {"contiguous": 1, "striped": 1, "dual_chunk_swap": 2}
+CHUNKS_PER_RANK = {"contiguous": 1, "striped": 1, "dual_chunk_swap": 2}
 
 
 @contract
@@ -27,7 +27,7 @@ def needs(layout: str, world: int) -> int:
 
 def multiple_of(layout: str, world: int) -> int:
     """The core of `needs`."""
-    chunks = PIECES_PER_RANK.get(layout)
+    chunks = CHUNKS_PER_RANK.get(layout)
     return chunks * world if chunks else 1
 
 
@@ -75,7 +75,7 @@ def check_integer(name: str, size: object) -> None:
         raise TypeError(f"{name}={size!r} is {type_name(size)}; pass an int")
 
 
-def checked_offsets(
+def validate_offsets(
     cu_seqlens: Tensor | Sequence[int],
     size: int | None,
     world: int,
@@ -153,7 +153,7 @@ def first(wrong: Tensor) -> list[int]:
     return wrong.nonzero()[:1].flatten().tolist()
 
 
-def stripped(offsets: Tensor | Sequence[int]) -> Tensor:
+def without_fill(offsets: Tensor | Sequence[int]) -> Tensor:
     """The offsets on the host, without the negative fill at their end."""
     host = torch.as_tensor(offsets).cpu()
     if host.dim() != 1 or host.dtype == torch.bool or host.is_floating_point() or not len(host):

@@ -20,7 +20,7 @@ from jaxtyping import Int, Int64
 from torch import Tensor
 
 from torch_impl.contract import contract, dtype_name
-from torch_impl.layouts.divisibility import check_divisible, checked_offsets, first, offsets_of
+from torch_impl.layouts.divisibility import check_divisible, first, offsets_of, validate_offsets
 
 _REMEDY = "pass a tensor of positions for each rank"
 ALPHABET = digits + ascii_lowercase
@@ -146,7 +146,7 @@ def _ragged_bounds(size: int, world: int, lengths: Sequence[int] | None) -> list
     """The start of each block and the end of the last: world + 1 offsets."""
     if lengths is None:
         return [ceil_bound(size, world, rank) for rank in range(world + 1)]
-    lengths = _checked_lengths(lengths)
+    lengths = _validate_lengths(lengths)
     bounds = list(accumulate(lengths, initial=0))
     rules = (
         (len(lengths) != world, f"are {len(lengths)}, world={world}; give one for each rank"),
@@ -159,7 +159,7 @@ def _ragged_bounds(size: int, world: int, lengths: Sequence[int] | None) -> list
     return bounds
 
 
-def _checked_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
+def _validate_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
     """Lengths of any integer type, as ints; TypeError for bools and all else."""
     try:
         entries = tuple(lengths)
@@ -183,7 +183,7 @@ def packed_positions(
     """Global positions of one rank: its shard of sequence 0, then of sequence 1, ..."""
     check_divisible("packed", size, world, rank)
     offsets_of("packed: cu_seqlens", cu_seqlens)
-    return packed_rows(checked_offsets(cu_seqlens, size, world).to(_device_of(cu_seqlens, device)), size, world, rank)
+    return packed_rows(validate_offsets(cu_seqlens, size, world).to(_device_of(cu_seqlens, device)), size, world, rank)
 
 
 @contract("packed")
@@ -206,7 +206,7 @@ def packed(
     check_divisible("packed", size, world)
     offsets_of("packed: cu_seqlens", cu_seqlens)
     # Validated on the host; the arrays are computed on the device, all ranks at once.
-    offsets = checked_offsets(cu_seqlens, size, world).to(_device_of(cu_seqlens, device))
+    offsets = validate_offsets(cu_seqlens, size, world).to(_device_of(cu_seqlens, device))
     return list(packed_rows(offsets, size, world, torch.arange(world, device=offsets.device)[:, None]).unbind())
 
 
@@ -245,12 +245,12 @@ def inverse(positions: Iterable[Int[Tensor, " _"]]) -> Int64[Tensor, " _"]:
     Errors: ValueError unless the `positions` are 1-D and hold each of 0..n-1 once; TypeError unless they are tensors
             of integers, at least one.
     """
-    rank_major = torch.cat(_checked_pieces(positions)).long()
+    rank_major = torch.cat(_validate_shards(positions)).long()
     _check_permutation(rank_major)
-    return inverted(rank_major)
+    return inverse_permutation(rank_major)
 
 
-def inverted(rank_major: Int64[Tensor, " n"]) -> Int64[Tensor, " n"]:
+def inverse_permutation(rank_major: Int64[Tensor, " n"]) -> Int64[Tensor, " n"]:
     """The inverse of a permutation, which is not checked; does not wait for the device."""
     rows = torch.arange(len(rank_major), device=rank_major.device)
     return torch.empty_like(rank_major).scatter_(0, rank_major, rows)
@@ -273,7 +273,7 @@ def _check_permutation(rank_major: Int64[Tensor, " n"]) -> None:
         raise ValueError(f"layouts.inverse: {problem}; give each position once")
 
 
-def _checked_pieces(positions: Iterable[Tensor]) -> list[Tensor]:
+def _validate_shards(positions: Iterable[Tensor]) -> list[Tensor]:
     """The positions as a list, validated: one row of integers for each rank."""
     if not isinstance(positions, Iterable):
         raise TypeError(f"layouts.inverse: positions={positions!r} is no sequence; {_REMEDY}")

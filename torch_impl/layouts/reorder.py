@@ -15,8 +15,8 @@ from torch import Tensor
 
 from torch_impl.contract import PositiveInt, contract
 from torch_impl.kernels import rows_at
-from torch_impl.layouts.divisibility import first, host_offsets, offsets_of, stripped
-from torch_impl.layouts.index_arrays import inverted
+from torch_impl.layouts.divisibility import first, host_offsets, offsets_of, without_fill
+from torch_impl.layouts.index_arrays import inverse_permutation
 
 
 def _reorder_chunks(
@@ -87,7 +87,7 @@ def _deinterleave_packed_seqs(
             offsets that are not integers.
     """
     function = "layouts._deinterleave_packed_seqs"
-    return _permuted(input_, _interleaving(function, input_, cu_seqlens, cp_size), 0)
+    return _permute(input_, _interleaving(function, input_, cu_seqlens, cp_size), 0)
 
 
 @contract
@@ -104,7 +104,7 @@ def _reinterleave_packed_seqs(
     """
     function = "layouts._reinterleave_packed_seqs"
     there, back = _interleaving(function, input_, cu_seqlens, cp_size)
-    return _permuted(input_, (back, there), 0)
+    return _permute(input_, (back, there), 0)
 
 
 Both = tuple[Int64[Tensor, " rows"], Int64[Tensor, " rows"]]  # an index array and its inverse
@@ -115,7 +115,7 @@ def _chunks(function: str, x: Tensor, order: list[int], cu_seqlens: Tensor | Non
     # 1. A permutation of chunks, and the sequences as offsets: [b, s, w] is one sequence of s rows.
     if sorted(order) != list(range(len(order))) or not order:
         raise ValueError(f"{function}: order={order} is not a permutation of 0..{len(order) - 1}")
-    dim = _checked_dim(function, x, cu_seqlens is not None)
+    dim = _token_dim(function, x, cu_seqlens is not None)
     rows = x.shape[dim]
     host = torch.tensor([0, rows]) if cu_seqlens is None else _offsets(function, cu_seqlens)
     # 2. Offsets of the full stream, since local ones would permute rows across sequences without any error.
@@ -128,7 +128,7 @@ def _chunks(function: str, x: Tensor, order: list[int], cu_seqlens: Tensor | Non
         what = f"s={length}" if cu_seqlens is None else f"sequence {j} has length {length}, which"
         padded = length + -length % len(order)
         raise ValueError(f"{function}: {what} is not a multiple of {len(order)} chunks; pad to {padded}")
-    return _permuted(x, _with_inverse(_chunk_rows(host.to(x.device), rows, order)), dim)
+    return _permute(x, _with_inverse(_chunk_rows(host.to(x.device), rows, order)), dim)
 
 
 def _chunk_rows(offsets: Tensor, rows: int, order: list[int]) -> Int64[Tensor, " rows"]:
@@ -143,7 +143,7 @@ def _chunk_rows(offsets: Tensor, rows: int, order: list[int]) -> Int64[Tensor, "
 
 def _interleaving(function: str, x: Tensor, cu_seqlens: Tensor, cp_size: int) -> Both:
     """The rank-major row of each sequence-major row, and the inverse."""
-    rows = x.shape[_checked_dim(function, x, True)]
+    rows = x.shape[_token_dim(function, x, True)]
     host = _offsets(function, cu_seqlens)
     end = int(host[-1])
     # Local offsets here, where the functions above take global ones: the message names the mix-up if it is that.
@@ -165,14 +165,14 @@ def _sequence_major(local: Tensor, rows: int, cp_size: int) -> Int64[Tensor, " r
 
 
 def _with_inverse(index: Tensor) -> Both:
-    return index, inverted(index)
+    return index, inverse_permutation(index)
 
 
-def _permuted(x: Tensor, index: Both, dim: int) -> Tensor:
-    return _Permuted.apply(x, *index, dim)
+def _permute(x: Tensor, index: Both, dim: int) -> Tensor:
+    return _Permute.apply(x, *index, dim)
 
 
-class _Permuted(torch.autograd.Function):
+class _Permute(torch.autograd.Function):
     """Permuted rows: since each row occurs once, the gradient is a gather by the inverse and needs no sum."""
 
     @staticmethod
@@ -185,15 +185,15 @@ class _Permuted(torch.autograd.Function):
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         index, back = ctx.saved_tensors
         # By the function itself, with both indices swapped, so that it can be differentiated twice.
-        return _Permuted.apply(cotangent, back, index, ctx.dim), None, None, None
+        return _Permute.apply(cotangent, back, index, ctx.dim), None, None, None
 
 
 def _offsets(function: str, cu_seqlens: Tensor) -> Int64[Tensor, " offsets"]:
     name = f"{function}: cu_seqlens"
-    return host_offsets(stripped(offsets_of(name, cu_seqlens)), name)
+    return host_offsets(without_fill(offsets_of(name, cu_seqlens)), name)
 
 
-def _checked_dim(function: str, x: Tensor, is_packed: bool) -> int:
+def _token_dim(function: str, x: Tensor, is_packed: bool) -> int:
     """The dim of the tokens: 0 of [t, w] with offsets, 1 of [b, s, w] without."""
     if x.ndim != (2 if is_packed else 3):
         want = "[t, w] goes with cu_seqlens" if is_packed else "[b, s, w] goes without cu_seqlens"

@@ -28,16 +28,16 @@ from torch_impl.kernels import rows_at
 from torch_impl.layouts.cache import Value, cached, cached_tensor, for_training, has_numbers
 from torch_impl.layouts.divisibility import (
     check_row,
-    checked_offsets,
     first,
     host_offsets,
     multiple_of,
     offsets_of,
     sharding_problem,
-    stripped,
     too_short,
+    validate_offsets,
+    without_fill,
 )
-from torch_impl.layouts.index_arrays import ALPHABET, contiguous, inverted, packed_rows, ragged, striped
+from torch_impl.layouts.index_arrays import ALPHABET, contiguous, inverse_permutation, packed_rows, ragged, striped
 
 DenseKind = Annotated[str, OneOf(("contiguous", "dual_chunk_swap", "ragged", "striped"))]
 PackedKind = Annotated[str, OneOf(("contiguous", "packed", "striped"))]
@@ -148,18 +148,18 @@ class TokenLayout:
     def inverse(self) -> Int64[Tensor, " total"]:
         """Row of each position in cat(rank 0, rank 1, ...): `sequential = rank_major[inverse]`."""
         # A ragged index has fill, so it cannot be inverted; but ragged is the identity.
-        return inverted(self._everywhere if self.is_identity else self.index.flatten())
+        return inverse_permutation(self._all_positions if self.is_identity else self.index.flatten())
 
     @cached_tensor
     def sequence_ids(self) -> Int64[Tensor, " total"]:
         """The sequence that each global position belongs to."""
         # right=True passes over every offset at or before the position, so that empty sequences hold none.
-        return torch.searchsorted(self.cu_padded[1:].long(), self._everywhere, right=True)
+        return torch.searchsorted(self.cu_padded[1:].long(), self._all_positions, right=True)
 
     @cached_tensor
     def position_ids(self) -> Int64[Tensor, " total"]:
         """Position of each token within its sequence; counts on through the padding."""
-        return self._everywhere - self.cu_padded.long()[self.sequence_ids]
+        return self._all_positions - self.cu_padded.long()[self.sequence_ids]
 
     @cached_tensor
     def padding_mask(self) -> Bool[Tensor, " total"]:
@@ -187,7 +187,7 @@ class TokenLayout:
         return max(torch.where(self.cu_real.diff() > 0, ends, 0).tolist(), default=0)
 
     @cached_tensor
-    def _everywhere(self) -> Int64[Tensor, " total"]:
+    def _all_positions(self) -> Int64[Tensor, " total"]:
         return torch.arange(self.total, device=self.index.device)
 
     @contract("TokenLayout.shard")
@@ -321,21 +321,21 @@ def build_packed(
     if not validate and total is not None and isinstance(cu_padded, Tensor):
         check_row("cu_seqlens", cu_padded)
         _check_total(kind, cu_padded, total, cp_size)
-        padded = real = _unfilled(cu_padded, total)
+        padded = real = _replace_fill(cu_padded, total)
         if cu_real is not None:
             real_offsets = torch.as_tensor(cu_real)
             check_row("cu_real", real_offsets)
-            real = _unfilled(real_offsets, None)
+            real = _replace_fill(real_offsets, None)
         if real.shape != padded.shape:
             raise ValueError(f"cu_real: {len(real)} offsets, the padded ones are {len(padded)}; give as many")
         return _build(kind, total, cp_size, cp_rank, padded, real.to(padded.device))
     # 3. Else all is validated on the host. Packed has a rule for each sequence, the other kinds one for the stream.
     multiple = _multiple(kind, cp_size) if kind == "packed" else 1
-    padded = checked_offsets(stripped(cu_padded), total, cp_size, axis="cp", multiple=multiple)
+    padded = validate_offsets(without_fill(cu_padded), total, cp_size, axis="cp", multiple=multiple)
     size = int(padded[-1])
     if reason := sharding_problem("t", size, "cp", cp_size, kind):
         raise ValueError(reason)
-    real = padded if cu_real is None else _checked_real(stripped(cu_real), padded)
+    real = padded if cu_real is None else _validate_real(without_fill(cu_real), padded)
     device = cu_padded.device if isinstance(cu_padded, Tensor) else None
     return _build(kind, size, cp_size, cp_rank, padded.to(device), real.to(device))
 
@@ -378,13 +378,13 @@ def _check_total(kind: str, offsets: Tensor, total: int, cp_size: int) -> None:
         raise ValueError(too_short(end, total))
 
 
-def _unfilled(offsets: Tensor, end: int | None) -> Tensor:
+def _replace_fill(offsets: Tensor, end: int | None) -> Tensor:
     """Replace the fill at the end by empty sequences, without reading any value on the host."""
     last = offsets.max() if end is None else end
     return torch.where(offsets < 0, last, offsets)
 
 
-def _checked_real(cu_real: Tensor, padded: Tensor) -> Tensor:
+def _validate_real(cu_real: Tensor, padded: Tensor) -> Tensor:
     """The sums of real lengths on the host; ValueError unless there is one for each padded length and none above it."""
     real = host_offsets(cu_real, "cu_real")
     if len(real) != len(padded):

@@ -82,7 +82,7 @@ def _all_to_all_cp2hp(
     Errors: TypeError if cp_group is no ProcessGroup; ValueError for other dims, another batch_size, or columns that
             the ranks cannot share equally.
     """
-    if problem := _shape_problem(input_, batch_size) or _uneven(input_.shape[-1], "columns", cp_group):
+    if problem := _shape_problem(input_, batch_size) or _sharing_problem(input_.shape[-1], "columns", cp_group):
         raise ValueError(f"mamba._all_to_all_cp2hp: input_ {problem}")
     return _columns_for_tokens(input_, cp_group)
 
@@ -100,7 +100,7 @@ def _all_to_all_hp2cp(
     Cost:   as `_all_to_all_cp2hp`.
     Errors: as `_all_to_all_cp2hp`, of rows instead of columns.
     """
-    if problem := _shape_problem(input_, batch_size) or _uneven(input_.shape[-2], "rows", cp_group):
+    if problem := _shape_problem(input_, batch_size) or _sharing_problem(input_.shape[-2], "rows", cp_group):
         raise ValueError(f"mamba._all_to_all_hp2cp: input_ {problem}")
     return _tokens_for_columns(input_, cp_group)
 
@@ -114,7 +114,7 @@ def _shape_problem(x: Tensor, batch_size: int) -> str | None:
     return None
 
 
-def _uneven(size: int, what: str, group: ProcessGroup) -> str | None:
+def _sharing_problem(size: int, what: str, group: ProcessGroup) -> str | None:
     """Why ranks cannot share rows or columns equally; None if they can."""
     world = group.size()
     return f"has {size} {what}, which cp={world} ranks cannot share equally" if size % world else None

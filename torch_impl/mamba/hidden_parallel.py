@@ -17,10 +17,10 @@ from torch_impl.contract import PositiveInt, Sharded, contract
 from torch_impl.layouts import TokenLayout
 from torch_impl.layouts.cache import cached
 from torch_impl.layouts.columns import MambaSizes, conv_channels, projection_columns
-from torch_impl.layouts.index_arrays import inverted
-from torch_impl.layouts.reorder import _permuted
+from torch_impl.layouts.index_arrays import inverse_permutation
+from torch_impl.layouts.reorder import _permute
 from torch_impl.mamba.all_to_all import _all_to_all, reference_all_to_all_cp2hp, reference_all_to_all_hp2cp
-from torch_impl.mamba.mix import mixed
+from torch_impl.mamba.mix import mix_columns
 from torch_impl.mamba.strategy import GroupOrMesh, MixerStrategy, Order, as_rows
 
 
@@ -97,14 +97,14 @@ class MambaContextParallel(MixerStrategy):
         to_sequence, to_ranks = _row_order(tokens, len(rows), rows.device)
         if self.fused:
             # 1. Copy each group for every rank that reads it, and pack the columns of rank 0, rank 1, ...
-            rows = rows if self.group_repeat_count == 1 else torch.cat(self._repeated(rows), -1)
-            by_rank = _permuted(rows.flatten(0, 1), _columns(self.sizes, self.cp_size, rows.device), 1)
+            rows = rows if self.group_repeat_count == 1 else torch.cat(self._repeat_groups(rows), -1)
+            by_rank = _permute(rows.flatten(0, 1), _columns(self.sizes, self.cp_size, rows.device), 1)
             # 2. Exchange: block j, this rank's tokens of rank j's columns, goes to rank j.
             received = _all_to_all(by_rank.unflatten(1, (self.cp_size, -1)).transpose(0, 1), self.cp_group)
             # 3. Tokens are received rank by rank; put them in the order of the sequence, in one gather.
-            in_order = _permuted(received.flatten(0, 1), (to_sequence, to_ranks), 0)
+            in_order = _permute(received.flatten(0, 1), (to_sequence, to_ranks), 0)
         else:
-            in_order = reference_all_to_all_cp2hp(self._repeated(rows), cu_seqlens, tokens, self.cp_group)
+            in_order = reference_all_to_all_cp2hp(self._repeat_groups(rows), cu_seqlens, tokens, self.cp_group)
         return in_order.view(*projected.shape[:-2], tokens.total, self.local.width)
 
     @contract("mamba.MambaContextParallel")
@@ -136,7 +136,7 @@ class MambaContextParallel(MixerStrategy):
         to_sequence, to_ranks = _row_order(tokens, len(rows), rows.device)
         if self.fused:
             # The three steps of `_heads_for_tokens`, in reverse.
-            send = _permuted(rows.flatten(0, 1), (to_ranks, to_sequence), 0).unflatten(0, (self.cp_size, -1))
+            send = _permute(rows.flatten(0, 1), (to_ranks, to_sequence), 0).unflatten(0, (self.cp_size, -1))
             local_tokens = _all_to_all(send, self.cp_group).transpose(0, 1).flatten(1)
         else:
             local_tokens = reference_all_to_all_hp2cp(rows, cu_seqlens, tokens, self.cp_group)
@@ -161,11 +161,11 @@ class MambaContextParallel(MixerStrategy):
         ids = None  # one sequence per row
         if len(tokens.cu_padded) > 2:
             ids = tokens.sequence_ids.to(rows.device).expand(rows.shape[:2])
-        out = mixed(rows, self.local, parameters, ids, chunk_size=self.chunk_size, dt_limit=self.dt_limit)
+        out = mix_columns(rows, self.local, parameters, ids, chunk_size=self.chunk_size, dt_limit=self.dt_limit)
         # 3. This rank's tokens of all heads.
         return self._tokens_for_heads(out.view(*local.shape[:-1], self.local.inner), cu_seqlens, tokens)
 
-    def _repeated(self, rows: Float[Tensor, "b s w"]) -> tuple[Tensor, ...]:
+    def _repeat_groups(self, rows: Float[Tensor, "b s w"]) -> tuple[Tensor, ...]:
         """z, x, B, C and dt, each group as often as ranks read it."""
         z, x, B, C, dt = rows.split(list(self.sizes.blocks), dim=-1)
         return z, x, self._repeat_group_state(B), self._repeat_group_state(C), dt
@@ -212,7 +212,7 @@ def _row_order(
 def _columns(sizes: MambaSizes, cp: int, device: torch.device) -> tuple[Int64[Tensor, " w"], Int64[Tensor, " w"]]:
     """Columns of all ranks, rank by rank, and the inverse; with a group for each rank where there are fewer."""
     columns = projection_columns(replace(sizes, n_groups=max(sizes.n_groups, cp)), cp, device=device).flatten()
-    return columns, inverted(columns)
+    return columns, inverse_permutation(columns)
 
 
 @cached

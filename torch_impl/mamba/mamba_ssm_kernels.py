@@ -24,7 +24,7 @@ def scan_kernel(x: Tensor, B: Tensor, C: Tensor) -> Callable[..., Any] | None:
     """mamba-ssm's function for these tensors, or None."""
     if not (x.is_cuda and x.numel() and x.dtype in DTYPES and x.dtype == B.dtype == C.dtype):
         return None
-    return imported("mamba_ssm", "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
+    return import_function("mamba_ssm", "mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
 
 
 def conv_kernel(x: Tensor, weight: Tensor) -> Callable[..., Any] | None:
@@ -33,11 +33,11 @@ def conv_kernel(x: Tensor, weight: Tensor) -> Callable[..., Any] | None:
         return None
     if weight.shape[1] not in WIDTHS or x.shape[-1] % 8:
         return None
-    return imported("causal_conv1d", "causal_conv1d", "causal_conv1d_fn")
+    return import_function("causal_conv1d", "causal_conv1d", "causal_conv1d_fn")
 
 
 @cache
-def imported(package: str, module: str, name: str) -> Callable[..., Any] | None:
+def import_function(package: str, module: str, name: str) -> Callable[..., Any] | None:
     """A function of an optional package, or None; one warning if the package is installed and does not import."""
     # Not installed is the usual case and no reason to warn; installed and broken is.
     if find_spec(package) is None:

@@ -29,7 +29,7 @@ class SsmParameters:
     D: Float[Tensor, "*e"]
 
 
-def mixed(
+def mix_columns(
     projected: Float[Tensor, "b s w"],
     sizes: MambaSizes,
     parameters: SsmParameters,
@@ -58,7 +58,7 @@ def mixed(
         seq_idx,
     )
     # 3. The gate.
-    return gated(y.flatten(-2), z)
+    return gate(y.flatten(-2), z)
 
 
 @contract
@@ -109,7 +109,7 @@ def decays(A_log: Tensor) -> Tensor:
     return -A_log.to(accumulator(A_log.dtype)).exp()
 
 
-def gated(y: Tensor, z: Tensor) -> Tensor:
+def gate(y: Tensor, z: Tensor) -> Tensor:
     """y * silu(z)."""
     return (y.to(accumulator(y.dtype)) * F.silu(z.to(accumulator(z.dtype)))).to(y.dtype)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch_impl.collectives import accumulator
 from torch_impl.contract import NonNegative, PositiveInt, Sharded, contract, dtype_name
 from torch_impl.layouts import TokenLayout
-from torch_impl.mamba.mix import SsmParameters, check_stream, mixed, mixer_sizes
+from torch_impl.mamba.mix import SsmParameters, check_stream, mix_columns, mixer_sizes
 
 STEPS = (1e-3, 1e-1)  # the range that dt is drawn from, evenly in its logarithm
 DECAYS = (1.0, 16.0)  # the range of -A
@@ -137,7 +137,7 @@ class Mamba2Mixer(nn.Module):
         if strategy is None or isinstance(getattr(strategy, "layout", None), str):
             check_stream("Mamba2Mixer", x, cu_seqlens)
         mix = self._mix if strategy is None else strategy.mix
-        return self.out_proj(self.norm(mix(self._projected(x), cu_seqlens)))
+        return self.out_proj(self.norm(mix(self._project_in(x), cu_seqlens)))
 
     @contract("mamba.Mamba2Mixer")
     def mix(
@@ -158,10 +158,12 @@ class Mamba2Mixer(nn.Module):
         if cu_seqlens is not None:
             layout = TokenLayout.packed(cu_seqlens, cp_size=1, cp_rank=0, total=rows.shape[1])
             ids = layout.sequence_ids.to(rows.device)[None]
-        out = mixed(rows, self.sizes, self.ssm_parameters(), ids, chunk_size=self.chunk_size, dt_limit=self.dt_limit)
+        out = mix_columns(
+            rows, self.sizes, self.ssm_parameters(), ids, chunk_size=self.chunk_size, dt_limit=self.dt_limit
+        )
         return out if projected_states.ndim == 3 else out[0]
 
-    def _projected(self, x: Tensor) -> Tensor:
+    def _project_in(self, x: Tensor) -> Tensor:
         """in_proj of x. TypeError for an x of another dtype that neither autocast nor a hook casts."""
         # Whether the dtypes differ is known only here, after autocast and hooks; torch's message names no tensor.
         try:

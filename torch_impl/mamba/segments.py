@@ -84,10 +84,10 @@ def segments_of(layout: TokenLayout, d_conv: int, chunk_size: int, device: torch
             "use contiguous or dual_chunk_swap"
         )
     key = "segments", d_conv, chunk_size, device
-    return layout.derived(key, lambda: _built(layout.on(device), d_conv, chunk_size))
+    return layout.derived(key, lambda: _build(layout.on(device), d_conv, chunk_size))
 
 
-def _built(layout: TokenLayout, d_conv: int, chunk_size: int) -> Segments:
+def _build(layout: TokenLayout, d_conv: int, chunk_size: int) -> Segments:
     # A contiguous shard passes one state on, a DualChunkSwap shard one for each half of every sequence.
     local, device = layout.total // layout.cp_size, layout.index.device
     spans = (_runs_at_the_ends if layout.kind == "contiguous" else _halves)(layout)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch_impl.collectives import accumulator, all_gather, no_autocast
 from torch_impl.contract import PositiveInt, Sharded, contract
 from torch_impl.kernels import rows_at
-from torch_impl.mamba.mix import SsmParameters, convolution, decays, gated, steps
+from torch_impl.mamba.mix import SsmParameters, convolution, decays, gate, steps
 from torch_impl.mamba.scan import _log_decays, scan
 from torch_impl.mamba.segments import Blocks, Segments, segments_of
 from torch_impl.mamba.strategy import GroupOrMesh, MixerStrategy, Order, as_rows
@@ -78,18 +78,18 @@ class MambaStatePassing(MixerStrategy):
             return projected_states[..., : self.sizes.inner]
         parameters = self.ssm_parameters()
         segments = segments_of(tokens, parameters.conv_weight.shape[1], self.chunk_size, projected_states.device)
-        y = self._mixed(as_rows(projected_states), parameters, segments)
+        y = self._mix_rows(as_rows(projected_states), parameters, segments)
         return y.view(*projected_states.shape[:-1], self.sizes.inner)
 
-    def _mixed(self, rows: Tensor, parameters: SsmParameters, segments: Segments) -> Tensor:
+    def _mix_rows(self, rows: Tensor, parameters: SsmParameters, segments: Segments) -> Tensor:
         """[b, t, w] -> [b, t, i]."""
         sizes = self.sizes
         # 1. The convolution, with the rows before each segment from the ranks that have them.
         z, xBC, dt = rows.split([sizes.inner, sizes.channels, sizes.num_heads], dim=-1)
-        xBC = self._convolved(xBC, parameters, segments)
+        xBC = self._convolve(xBC, parameters, segments)
         x, B, C = xBC.split([sizes.inner, sizes.shared, sizes.shared], dim=-1)
         x = x.unflatten(-1, (sizes.num_heads, sizes.head_dim))
-        B, C = (part.unflatten(-1, (sizes.n_groups, sizes.d_state)) for part in (B, C))
+        B, C = (columns.unflatten(-1, (sizes.n_groups, sizes.d_state)) for columns in (B, C))
         dt, A = steps(dt, parameters.dt_bias, self.dt_limit), decays(parameters.A_log)
         D = parameters.D.reshape(sizes.num_heads, -1)
         # 2. The scan of each local segment as if no state entered it.
@@ -98,10 +98,11 @@ class MambaStatePassing(MixerStrategy):
         # 3. What the entering states add: the recurrence is linear in the state.
         wide = accumulator(x.dtype)
         with no_autocast(x.device):
-            y = y + self._entered(x.to(wide) * dt[..., None], dt * A, B.to(wide), C.to(wide), segments).to(y.dtype)
-        return gated(y.flatten(-2), z)
+            u = x.to(wide) * dt[..., None]
+            y = y + self._outputs_of_entering(u, dt * A, B.to(wide), C.to(wide), segments).to(y.dtype)
+        return gate(y.flatten(-2), z)
 
-    def _entered(self, u: Tensor, logs: Tensor, B: Tensor, C: Tensor, segments: Segments) -> Tensor:
+    def _outputs_of_entering(self, u: Tensor, logs: Tensor, B: Tensor, C: Tensor, segments: Segments) -> Tensor:
         """[b, t, h, p]: what the states that enter this rank's segments add to its outputs."""
         # 1. The state and the decay that each local segment passes on.
         since = running_sums(logs, segments.ids)
@@ -110,7 +111,7 @@ class MambaStatePassing(MixerStrategy):
         entering = self._entering(left, rows_at(with_zeros(since), segments.last, 1), segments)
         return read_entering(C, since, entering, segments.entering)
 
-    def _convolved(self, x: Tensor, parameters: SsmParameters, segments: Segments) -> Tensor:
+    def _convolve(self, x: Tensor, parameters: SsmParameters, segments: Segments) -> Tensor:
         """The convolution of the local rows, each segment preceded by the k - 1 rows before it."""
         halo = segments.halo
         # 1. Gather the last rows of every rank's segments. "R": each rank reads other rows, so cotangents add up.

@@ -25,10 +25,10 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 def units(model: nn.Module) -> list[list[nn.Module]]:
     """The blocks in groups, each of which FSDP shards as one unit."""
-    return grouped(model, blocks(model))
+    return groups_by_parameters(model, blocks(model))
 
 
-def grouped(model: nn.Module, modules: list[nn.Module]) -> list[list[nn.Module]]:
+def groups_by_parameters(model: nn.Module, modules: list[nn.Module]) -> list[list[nn.Module]]:
     """Group modules so that those that share a parameter are in one group.
 
     FSDP gives each parameter to one unit, so a module that shares one with the rest of the model is left to the root.

@@ -20,7 +20,7 @@ from torch_impl.parallelizer.communication_counts import (
 )
 from torch_impl.parallelizer.hf_plan import get_hf_tp_shard_plan, style_names
 from torch_impl.parallelizer.mesh_axes import roles_of
-from torch_impl.parallelizer.tp_plan import Plan, generic, names_of, validated_styles
+from torch_impl.parallelizer.tp_plan import Plan, generic, names_of, validate_styles
 from torch_impl.parallelizer.tp_styles import placements_of, sharded_dim
 
 
@@ -66,9 +66,9 @@ class DryRun:
             f"{' '.join(f'{axis}={size}' for axis, size in self.mesh.items())}: {ranks} rank{'s' * (ranks != 1)}; "
             f"{self.local_bytes:,} of {self.total_bytes:,} bytes of parameters on each",
             "",
-            *_aligned(rows),
+            *_align_columns(rows),
             "",
-            *_aligned(calls),
+            *_align_columns(calls),
         ]
         lines += [f"plan key {key!r} matches nothing in this model" for key in self.unmatched]
         lines += [f"collectives of {name!r} are not counted: no rule for its style" for name in self.unknown]
@@ -108,7 +108,7 @@ def dry_run(model: Module, mesh: MeshSizes, tp_shard_plan: Plan | None = None, *
     shard_axis = shard_axes[0] if len(shard_axes) == 1 else shard_name
     # 2. The style and the placements of each module that the plan names.
     plan = tp_shard_plan if tp_shard_plan is not None else get_hf_tp_shard_plan(model) if tp > 1 else {}
-    styles = validated_styles(model, plan, tp, shards)
+    styles = validate_styles(model, plan, tp, shards)
     placements = {
         f"{name}.{leaf}": placement
         for name, (_, style) in styles.items()
@@ -130,7 +130,7 @@ def dry_run(model: Module, mesh: MeshSizes, tp_shard_plan: Plan | None = None, *
         mesh=dict(mesh),
         parameters=tuple(_parameter_shards(model, placements, shapes, shards, axes)),
         collectives=tuple(sorted(total(counts), key=lambda each: (each.phase != "forward", each.axis, each.op))),
-        unmatched=tuple(_unmatched(keys, names)),
+        unmatched=tuple(_keys_without_match(keys, names)),
         unknown=tuple(dict.fromkeys(unknown)),
         total_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
     )
@@ -160,7 +160,7 @@ def _parameter_shards(
     ]
 
 
-def _unmatched(keys: Mapping[str, str], names: list[str]) -> list[str]:
+def _keys_without_match(keys: Mapping[str, str], names: list[str]) -> list[str]:
     """Keys that match nothing, with or without the prefix of the inner model."""
     matched = [key for key in keys if names_of(key, names)]
     # The plan of an inner model is read under several prefixes, of which one is right: the others match nothing.
@@ -180,6 +180,6 @@ def _times(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape)) or "1"
 
 
-def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+def _align_columns(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["   ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

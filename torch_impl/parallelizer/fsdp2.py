@@ -22,7 +22,7 @@ from torch_impl.contract.kinds import Instance
 from torch_impl.parallelizer._torch_compat import map_tensors
 from torch_impl.parallelizer.blocks import checkpoint_blocks, units
 from torch_impl.parallelizer.mesh_axes import MeshAxes, mesh_axes
-from torch_impl.parallelizer.tp_plan import Plan, PlanEntry, shard_modules, validated_styles, warn_of_norms
+from torch_impl.parallelizer.tp_plan import Plan, PlanEntry, shard_modules, validate_styles, warn_of_norms
 
 
 class PolicyKind:
@@ -77,7 +77,7 @@ def fsdp2_strategy_parallelize(
     Source: arXiv 2304.11277 (FSDP), 1909.08053 (tensor parallelism), 1604.06174 (checkpointing).
     """
     # 1. Validate everything, before anything is changed or sent.
-    axes, styles = validated_target(model, device_mesh, tp_shard_plan)
+    axes, styles = validate_target(model, device_mesh, tp_shard_plan)
     policy, offload = _policy(model, mp_policy), _offload(device_mesh, offload_policy)
     mesh = axes.fsdp_mesh
     # 2. Tensor parallelism first: FSDP then shards the DTensors that it leaves, a second time.
@@ -91,7 +91,7 @@ def fsdp2_strategy_parallelize(
     return model
 
 
-def validated_target(
+def validate_target(
     model: nn.Module, device_mesh: DeviceMesh, plan: Mapping[str, ParallelStyle] | None, *, is_sharded: bool = True
 ) -> tuple[MeshAxes, dict[str, PlanEntry]]:
     """The mesh's axes, and the style of each module that the plan names. Nothing is changed or sent.
@@ -104,7 +104,7 @@ def validated_target(
     if axes.tp_mesh is None:
         return axes, {}
     tp = axes.size(axes.tp)
-    styles = validated_styles(model, plan or {}, tp, axes.shard_size if is_sharded else 1)
+    styles = validate_styles(model, plan or {}, tp, axes.shard_size if is_sharded else 1)
     warn_of_norms(model, styles, tp)
     return axes, styles
 

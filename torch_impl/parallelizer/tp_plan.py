@@ -1,6 +1,6 @@
 """Tensor-parallel plans: their keys, how a plan is validated against a model, and how it is applied.
 
-A key is the dotted name of a module; each part of it may have wildcards, as `*` for every layer. `validated_styles`
+A key is the dotted name of a module; each part of it may have wildcards, as `*` for every layer. `validate_styles`
 resolves a plan once, to a style for each module; `shard_modules` applies these styles and validates nothing again.
 """
 
@@ -73,7 +73,7 @@ def check_plan(model: Module, plan: Plan | None, tp_mesh: Mesh, *, fsdp_size: Po
             packed halves under FSDP over several ranks. A norm of each head that the plan leaves out is a UserWarning.
     """
     _check_one_axis(tp_mesh)
-    warn_of_norms(model, validated_styles(model, plan or {}, tp_mesh.size(), fsdp_size), tp_mesh.size())
+    warn_of_norms(model, validate_styles(model, plan or {}, tp_mesh.size(), fsdp_size), tp_mesh.size())
 
 
 @contract
@@ -87,7 +87,7 @@ def apply_plan(model: Module, plan: Plan | None, tp_mesh: Mesh) -> None:
     Errors: those of `check_plan`, before anything is changed.
     """
     _check_one_axis(tp_mesh)
-    shard_modules(model, validated_styles(model, plan or {}, tp_mesh.size(), fsdp_size=1), tp_mesh)
+    shard_modules(model, validate_styles(model, plan or {}, tp_mesh.size(), fsdp_size=1), tp_mesh)
 
 
 # ---- Keys
@@ -143,7 +143,7 @@ def _nearest(key: str, model: nn.Module) -> str:
 # ---- Validation against a model
 
 
-def validated_styles(
+def validate_styles(
     model: nn.Module, plan: Mapping[str, ParallelStyle], tp: int, fsdp_size: int
 ) -> dict[str, PlanEntry]:
     """The style of each module that a plan names, for `tp` ranks, which need not exist.

@@ -96,11 +96,11 @@ def _set_metas(stage: Any, inputs: Sequence[torch.Tensor], outputs: Sequence[tor
     if not hasattr(stage, "static_key"):
         prepare = of_torch(stage, "_prepare_forward_infra")
         of_torch(stage, "_post_metadata_inference_cleanup")
-        stage._prepare_forward_infra = lambda *args, **kwargs: _checked_static(stage, prepare, *args, **kwargs)
+        stage._prepare_forward_infra = lambda *args, **kwargs: _require_static(stage, prepare, *args, **kwargs)
         stage._post_metadata_inference_cleanup = lambda: None  # torch's would drop FSDP's gradients after inferring
 
 
-def _checked_static(stage: Any, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _require_static(stage: Any, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if stage._inference_mode is not of_torch(of_torch(_utils, "InferenceMode"), "STATIC"):
         raise RuntimeError(
             f"pipelining: stage {stage.stage_index} has static shapes and would infer them, since others have none; "
@@ -133,7 +133,7 @@ def stages_of(schedule: Any) -> list[Any]:
     return list(schedule._stages) if hasattr(schedule, "_stages") else [of_torch(schedule, "_stage")]
 
 
-def emitted_dtype(module: torch.nn.Module) -> torch.dtype:
+def output_dtype_of(module: torch.nn.Module) -> torch.dtype:
     """The dtype of a stage's output: that of its FSDP policy, else of its first floating parameter."""
     # An FSDP unit casts its output to the policy's dtype; other modules compute in that of their parameters.
     policy = None

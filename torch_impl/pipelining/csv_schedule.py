@@ -21,7 +21,7 @@ from torch_impl.pipelining.order import (
     check_computed,
     check_last_forwards,
     has_communication,
-    inferred_stage_to_rank,
+    infer_stage_to_rank,
     parse_action,
 )
 from torch_impl.pipelining.simulation import Times, run_order
@@ -75,7 +75,7 @@ def read_csv(
         order = [[_cell(rank, column, text) for column, text in enumerate(row)] for rank, row in enumerate(rows)]
         _check_rows(order, pp_size)
         # 2. Each stage is on one rank and computes each micro-batch once.
-        stage_to_rank = inferred_stage_to_rank(order)
+        stage_to_rank = infer_stage_to_rank(order)
         last = max(action.microbatch or 0 for actions in order for cell in actions if cell for action in cell.parts)
         n = n_microbatches if n_microbatches is not None else last + 1
         check_computed(order, stage_to_rank, n)

@@ -133,7 +133,7 @@ HARMLESS = {*MULTIMODAL, "embed_tokens", "norm", "rotary_emb", "lm_head"}
 ARGUMENT = "module_names_per_stage"
 
 
-def completed_names(
+def complete_names(
     model: nn.Module, parts: ModelParts, module_names_per_stage: Sequence[Sequence[str]]
 ) -> list[list[str]]:
     """The names of each stage, without those that the model lacks, and with the modules that every stage needs.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch_impl.contract import PositiveInt, contract
-from torch_impl.pipelining.order import Action, overlapped
+from torch_impl.pipelining.order import Action, overlap
 from torch_impl.pipelining.partition import Style, stage_ids
 
 Actions = list[Action | None]
@@ -127,7 +127,7 @@ def _1f1b(rank: int, p: int, n: int, stages: tuple[int, ...]) -> Actions:
     ahead = min(n, p - rank)
     forwards = [Action(stages[0], "F", m) for m in range(n)]
     backwards = [Action(stages[0], "B", m) for m in range(n)]
-    return [*forwards[:ahead], *_alternated(backwards, forwards[ahead:])]
+    return [*forwards[:ahead], *_alternate(backwards, forwards[ahead:])]
 
 
 def _looped_bfs(rank: int, p: int, n: int, stages: tuple[int, ...]) -> Actions:
@@ -159,7 +159,7 @@ def _interleaved(rank: int, p: int, n: int, stages: tuple[int, ...]) -> Actions:
         *forwards[:ahead],
         *wait,
         # 3. Steady state: one forward, one backward.
-        *_alternated(forwards[ahead:], backwards[:steady]),
+        *_alternate(forwards[ahead:], backwards[:steady]),
         # 4. Cool-down: the other backwards, each after a step in which its gradient is computed elsewhere.
         *(each for action in backwards[steady:] for each in (None, action)),
     ]
@@ -211,7 +211,7 @@ def _zbv(rank: int, p: int, n: int, stages: tuple[int, ...]) -> Actions:
         word += [*(["F0"] if turn <= turns - p + rank else []), "I0", "W0", "F1", "I1", "W1"]
     # 3. Cool-down: input gradients first, since other ranks wait for them, then the weight gradients.
     word += ["I0", "I1"] * rank + ["I0", "W0"] * (p - rank) + ["W1"] * rank + ["W0"] * rank
-    return [None] * rank + [action if action.microbatch < n else None for action in _counted(word, stages)]  # pyright: ignore[reportOptionalOperand]
+    return [None] * rank + [action if action.microbatch < n else None for action in _number_microbatches(word, stages)]  # pyright: ignore[reportOptionalOperand]
 
 
 def _dualpipev(rank: int, p: int, n: int, stages: tuple[int, ...]) -> Actions:
@@ -227,10 +227,10 @@ def _dualpipev(rank: int, p: int, n: int, stages: tuple[int, ...]) -> Actions:
     word += ["B1", "F1+B0"] * hops
     chunks = ["1", "0"] * (rank + 1)
     word += [f"{'B' if k <= rank else 'I'}{chunk}" for k, chunk in enumerate(chunks)]
-    return list(_counted(word + ["W", "I0"] * hops + ["W"] * (rank + 1), stages))
+    return list(_number_microbatches(word + ["W", "I0"] * hops + ["W"] * (rank + 1), stages))
 
 
-def _counted(word: Iterable[str], stages: tuple[int, ...]) -> list[Action]:
+def _number_microbatches(word: Iterable[str], stages: tuple[int, ...]) -> list[Action]:
     """The actions of a word. Each letter of a chunk has the next micro-batch; `W` alone is the oldest pending one."""
     counts: Counter[str] = Counter()
     pending_weights: list[Action] = []
@@ -246,12 +246,11 @@ def _counted(word: Iterable[str], stages: tuple[int, ...]) -> list[Action]:
         return Action(stages[chunk], kind, counts[counter] - 1)
 
     return [
-        overlapped(*(action(part) for part in letter.split("+"))) if "+" in letter else action(letter)
-        for letter in word
+        overlap(*(action(part) for part in letter.split("+"))) if "+" in letter else action(letter) for letter in word
     ]
 
 
-def _alternated(first: list[Action], second: list[Action]) -> list[Action]:
+def _alternate(first: list[Action], second: list[Action]) -> list[Action]:
     """One of each in turn, then the rest of the longer list."""
     both = [action for pair in zip(first, second, strict=False) for action in pair]
     common = len(both) // 2

@@ -42,7 +42,7 @@ class Action(NamedTuple):
 Order = Sequence[Sequence[Action | None]]  # for each rank its actions; None is a step of waiting
 
 
-def overlapped(first: Action, second: Action) -> Action:
+def overlap(first: Action, second: Action) -> Action:
     """A pair of actions that may run at once."""
     return Action(-1, PAIR, None, (first, second))
 
@@ -62,7 +62,7 @@ def parse_action(text: str) -> Action | None:
     if pair:
         inner = [parse_action(part) for part in pair.groups()]
         if all(part is not None and part.kind in COMPUTED for part in inner):
-            return overlapped(*inner)  # pyright: ignore[reportArgumentType]
+            return overlap(*inner)  # pyright: ignore[reportArgumentType]
     single = _SINGLE.fullmatch(text)
     if not single:
         raise ValueError(
@@ -72,7 +72,7 @@ def parse_action(text: str) -> Action | None:
     return Action(int(stage), of_stage or kind, None if of_stage else int(microbatch))
 
 
-def computed(actions: Iterable[Action | None]) -> list[Action]:
+def computations(actions: Iterable[Action | None]) -> list[Action]:
     """The forwards and backwards, with pairs split into their two actions."""
     return [part for action in actions if action for part in action.parts if part.kind in COMPUTED]
 
@@ -94,7 +94,7 @@ class InvalidOrder(ValueError):
         self.rank, self.position, self.problem = rank, position, problem
 
 
-def inferred_stage_to_rank(order: Order) -> list[int]:
+def infer_stage_to_rank(order: Order) -> list[int]:
     """The rank of each stage: that of its first action. Errors: InvalidOrder unless stages are 0 to S - 1."""
     ranks: dict[int, int] = {}
     first: dict[int, tuple[int, int, Action]] = {}
@@ -113,7 +113,7 @@ def check_computed(order: Order, stage_to_rank: Sequence[int] | Mapping[int, int
     ranks = dict(enumerate(stage_to_rank)) if isinstance(stage_to_rank, Sequence) else dict(stage_to_rank)
     seen: set[Action] = set()
     for rank, position, action in _positions(order):
-        if problem := _misplaced(action, rank, ranks, n_microbatches) or _out_of_turn(action, seen):
+        if problem := _placement_problem(action, rank, ranks, n_microbatches) or _out_of_turn(action, seen):
             raise InvalidOrder(rank, position, problem)
         seen.update([action] if action.kind in COMPUTED else [])
     for incomplete in _incomplete(order, ranks, n_microbatches, seen):
@@ -134,7 +134,7 @@ def check_last_forwards(order: Order, last_stage: int) -> None:
             )
 
 
-def _misplaced(action: Action, rank: int, ranks: Mapping[int, int], n_microbatches: int) -> str | None:
+def _placement_problem(action: Action, rank: int, ranks: Mapping[int, int], n_microbatches: int) -> str | None:
     """Why an action cannot stand on a rank at all, or None."""
     if action.stage not in ranks:
         return f"'{action}' is of stage {action.stage}; there are {len(ranks)}"
@@ -235,14 +235,14 @@ def _message_problems(
     for action, rank in ((send, ranks[stage]), (receive, ranks[to])):
         if action not in places:
             yield InvalidOrder(rank, len(order[rank]), f"the rank ends without '{action}'")
-    source, use = (_computed_with(places, each, sent, microbatch) for each in (stage, to))
+    source, use = (_computation_of(places, each, sent, microbatch) for each in (stage, to))
     if places[send][1] < places[source][1]:
         yield InvalidOrder(*places[send], f"'{send}' stands before '{source}'")
     if places[use][1] < places[receive][1]:
         yield InvalidOrder(*places[use], f"'{use}' stands before '{receive}'")
 
 
-def _computed_with(places: dict[Action, Place], stage: int, sent: str, microbatch: int) -> Action:
+def _computation_of(places: dict[Action, Place], stage: int, sent: str, microbatch: int) -> Action:
     """The forward, or the backward that computes the input gradient: I if the backward is split, else B."""
     # The weight half neither needs a message nor produces one.
     halved = Action(stage, "I", microbatch)

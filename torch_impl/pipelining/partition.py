@@ -33,7 +33,7 @@ def stage_ids_this_rank(
             f"pipelining.stage_ids_this_rank: pp_rank={pp_rank} is no rank of pp_size={pp_size}; "
             f"pass 0 to {pp_size - 1}"
         )
-    if uneven := _uneven(pp_size, num_stages):
+    if uneven := _sharing_problem(pp_size, num_stages):
         raise ValueError(f"pipelining.stage_ids_this_rank: {uneven}")
     return stage_ids(pp_rank, pp_size, num_stages, style)
 
@@ -52,12 +52,12 @@ def stage_to_rank(pp_size: PositiveInt, num_stages: PositiveInt, style: Style = 
 
     Errors: TypeError for another type; ValueError for stages that ranks cannot share equally or an unknown style.
     """
-    if uneven := _uneven(pp_size, num_stages):
+    if uneven := _sharing_problem(pp_size, num_stages):
         raise ValueError(f"pipelining.stage_to_rank: {uneven}")
     return ranks_of_stages(pp_size, num_stages, style)
 
 
-def _uneven(pp_size: int, num_stages: int) -> str | None:
+def _sharing_problem(pp_size: int, num_stages: int) -> str | None:
     """Why ranks cannot have equally many stages, or None if they can."""
     if num_stages % pp_size == 0:
         return None

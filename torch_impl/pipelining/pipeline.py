@@ -112,7 +112,7 @@ def pipeline_model(
     )
     if parallelize_fn is not None:
         names = axes | dict(ep_axis_name=ep_axis_name, ep_shard_axis_names=ep_shard_axis_names)
-        parts = [_sharded(parallelize_fn, part, world_mesh, moe_mesh, names) for part in parts]
+        parts = [_parallelize(parallelize_fn, part, world_mesh, moe_mesh, names) for part in parts]
         for stage, part in zip(stages, parts, strict=True):
             # The function may have returned another module, which the stage must run.
             stage.submod = part
@@ -132,7 +132,7 @@ def pipeline_model(
     return schedule, parts, has_first, has_last, stages
 
 
-def _sharded(
+def _parallelize(
     parallelize_fn: ParallelizeFnProtocol, part: nn.Module, world_mesh: DeviceMesh, moe_mesh: Any, names: dict[str, Any]
 ) -> nn.Module:
     """The part after the function has sharded it, or what replaces it. Errors: TypeError."""

@@ -280,12 +280,12 @@ def executed_actions(stages: Sequence[PipelineStage]) -> Iterator[list[Action]]:
     actions: list[Action] = []
     with contextlib.ExitStack() as stack:
         for stage in stages:
-            stack.enter_context(_recorded(stage, actions))
+            stack.enter_context(_record_actions(stage, actions))
         yield actions
 
 
 @contextlib.contextmanager
-def _recorded(stage: PipelineStage, actions: list[Action]) -> Iterator[None]:
+def _record_actions(stage: PipelineStage, actions: list[Action]) -> Iterator[None]:
     """Inside, each forward and backward of the stage is appended to `actions` before it runs."""
 
     def forward(original: Callable, chunk: int, *args: Any, **kwargs: Any) -> Any:

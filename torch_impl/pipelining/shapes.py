@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from torch_impl.contract import Dtype, Instance, ListOf, PositiveInt, contract
-from torch_impl.pipelining._torch_compat import emitted_dtype, forget_shapes, of_torch, set_static_shapes, stages_of
+from torch_impl.pipelining._torch_compat import forget_shapes, of_torch, output_dtype_of, set_static_shapes, stages_of
 
 Stages = Annotated[
     list[PipelineStage],
@@ -81,7 +81,7 @@ def set_shapes(
     """Set the shapes of stages for these (hidden_size, vocab_size); whether any shape has changed."""
     has_changed = False
     for stage in stages:
-        dtype = tensor_dtype or emitted_dtype(stage.submod)
+        dtype = tensor_dtype or output_dtype_of(stage.submod)
         key = (microbatch_size, seq_len, dtype)
         # Only a change is reported: `reset_pp_stage_shapes` then drops buffers, which the same shapes can use again.
         if getattr(stage, "static_key", None) != key:
@@ -139,7 +139,7 @@ def check_batches_of_each_step(schedule: Any, stages: Sequence[PipelineStage], l
     step = schedule.step
     lengths: set[int] = set()  # sequence lengths of earlier steps, for which stages have inferred shapes
 
-    def checked_step(*args: Any, target: Any = None, **kwargs: Any) -> Any:
+    def step_with_checks(*args: Any, target: Any = None, **kwargs: Any) -> Any:
         # The model's inputs may be passed by position or by name; these two names are options of `step`.
         inputs = args or set(kwargs) - {"losses", "return_outputs"}
         for problem in _step_problems(schedule, stages, bool(inputs), target):
@@ -151,7 +151,7 @@ def check_batches_of_each_step(schedule: Any, stages: Sequence[PipelineStage], l
         lengths.update(x.shape[1] for x in args if isinstance(x, Tensor) and x.ndim > 1)
         return returned
 
-    schedule.step = checked_step
+    schedule.step = step_with_checks
 
 
 def _step_problems(schedule: Any, stages: Sequence[PipelineStage], has_inputs: bool, target: Any) -> Iterator[str]:

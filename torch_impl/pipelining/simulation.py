@@ -21,7 +21,7 @@ from torch_impl.pipelining.order import (
     InvalidOrder,
     Order,
     check_computed,
-    computed,
+    computations,
     has_communication,
 )
 
@@ -94,7 +94,9 @@ def simulate(
             cycle.
     """
     if n_microbatches is None:
-        n_microbatches = 1 + max((part.microbatch or 0 for actions in order for part in computed(actions)), default=0)
+        n_microbatches = 1 + max(
+            (part.microbatch or 0 for actions in order for part in computations(actions)), default=0
+        )
     check_computed(order, stage_to_rank, n_microbatches)
     ranks = tuple(stage_to_rank[stage] for stage in range(len(stage_to_rank)))
     return Timeline(tuple(run_order(order, ranks, times or Times())), ranks, len(order))

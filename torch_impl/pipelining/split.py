@@ -17,7 +17,7 @@ from torch_impl.pipelining.model_parts import (
     NAME,
     ModelParts,
     StageNames,
-    completed_names,
+    complete_names,
     model_parts,
     split_problems,
 )
@@ -107,7 +107,7 @@ def split_model(
     # 1. The names of the modules of each stage: those that were passed, else layers divided evenly.
     parts = model_parts(model)
     if module_names_per_stage is not None:
-        names = completed_names(model, parts, module_names_per_stage)
+        names = complete_names(model, parts, module_names_per_stage)
         count = len(names)
     else:
         count = len(placement) if placement else _n_stages(parts, layers_per_stage, ranks, rule, rounding)

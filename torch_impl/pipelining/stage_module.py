@@ -41,11 +41,11 @@ def shell(
         clone = nn.ModuleDict({name: child for name, child in children.items() if child is not None})
     else:
         clone._modules = children
-    clone.__dict__["removed_modules"] = tuple(_removed(children))
+    clone.__dict__["removed_modules"] = tuple(_removed_names(children))
     return clone
 
 
-def _removed(children: Mapping[str, nn.Module | None]) -> Iterator[str]:
+def _removed_names(children: Mapping[str, nn.Module | None]) -> Iterator[str]:
     for name, child in children.items():
         if child is None:
             yield name
@@ -62,11 +62,11 @@ def run_as_family(inner: nn.Module, layers: str, count: int, skippable: tuple[st
     has_last = bool(skippable) and getattr(inner, skippable[-1]) is not None
 
     def full_output(*args: Any, **kwargs: Any) -> Any:
-        with _completed(inner, layers, count, skippable, kwargs.get("inputs_embeds")):
+        with _all_layers(inner, layers, count, skippable, kwargs.get("inputs_embeds")):
             return family(inner, *args, **kwargs)
 
     def forward(x: Tensor, **kwargs: Any) -> Tensor:
-        with _completed(inner, layers, count, skippable, _by_name(x).get("inputs_embeds")) as other_layers:
+        with _all_layers(inner, layers, count, skippable, _by_name(x).get("inputs_embeds")) as other_layers:
             output = family(inner, **_by_name(x), use_cache=False, **kwargs)
             hidden = output if isinstance(output, Tensor) else output[0]
             # Without the norm, the family must return what its last layer returned.
@@ -106,7 +106,7 @@ def _by_name(x: Tensor) -> dict[str, Tensor]:
 
 
 @contextlib.contextmanager
-def _completed(
+def _all_layers(
     inner: nn.Module, layers: str, count: int, skippable: tuple[str, ...], entering: Tensor | None
 ) -> Iterator[_OtherLayers]:
     """Inside, the layers are a list of all, in which those of other stages are the identity, and so are missing

@@ -115,27 +115,27 @@ class Candidates:
                 continue
             count += len(entries.rows)
             if group and (count > JOINED or row_slice.stop - group[0][0].start > JOINED_ROWS):
-                lists.append(_joined(group))
+                lists.append(_join_lists(group))
                 group, count = [], len(entries.rows)
             group.append((row_slice, entries))
         self._blocks = long
-        self._lists += [*lists, _joined(group)] if group else lists
+        self._lists += [*lists, _join_lists(group)] if group else lists
         yield from self._lists
 
 
 def ordinals(flags: Bool[Tensor, " m"], rows: Int[Tensor, " m"], n: int) -> Int[Tensor, " m"]:
     """Of each flagged entry: how many flagged ones of its row come before it."""
-    per_row = counted(flags, rows, n)
+    per_row = count_flags(flags, rows, n)
     before_row = per_row.cumsum(0) - per_row
     return flags.cumsum(0) - 1 - before_row[rows]
 
 
-def counted(flags: Bool[Tensor, " m"], rows: Int[Tensor, " m"], n: int) -> Int[Tensor, " n"]:
+def count_flags(flags: Bool[Tensor, " m"], rows: Int[Tensor, " m"], n: int) -> Int[Tensor, " n"]:
     """How many entries of each row are flagged."""
     return torch.zeros(n, dtype=torch.int64, device=flags.device).index_add_(0, rows, flags.long())
 
 
-def _joined(group: list[tuple[slice, Entries]]) -> tuple[slice, Entries]:
+def _join_lists(group: list[tuple[slice, Entries]]) -> tuple[slice, Entries]:
     """Lists in order of their rows as one: each costs many small operations, however short it is."""
     start = group[0][0].start
     rows = torch.cat([entries.rows + (row_slice.start - start) for row_slice, entries in group])

@@ -26,7 +26,7 @@ from torch_impl.contract import Group, Sharded, ShardedIds, ShardedInt, contract
 from torch_impl.contract.derivatives import first_derivative_only
 from torch_impl.contract.tensor_kinds import TensorKind
 from torch_impl.layouts import indivisible
-from torch_impl.layouts.index_arrays import inverted
+from torch_impl.layouts.index_arrays import inverse_permutation
 from torch_impl.vocab_parallel import sampling
 from torch_impl.vocab_parallel.filter_bounds import Limits, limits_of
 from torch_impl.vocab_parallel.fused_logprob import FusedLogprob, LogprobOptions
@@ -231,7 +231,7 @@ def score_in_stored_order(
     if seq_index is None or ids.cp_group is None:
         return score_over_cp(logits, ids.local, None, options, limits)
     size, stored = logits.shape[1] * ids.cp, seq_index.long().to(logits.device)
-    original = inverted(stored)
+    original = inverse_permutation(stored)
     # Shift in original order, then go back to where this rank's logits are.
     target = next_ids(ids.full().to(logits.device)[:, original], size)[:, stored]
     scores = score(logits, target.chunk(ids.cp, dim=1)[ids.cp_group.rank()], options, limits)

@@ -18,7 +18,7 @@ from torch_impl.collectives.plain import all_gather_concat
 from torch_impl.contract import Group, NonNegativeInt, PositiveInt, ShardedAny, contract
 from torch_impl.kernels import rows_at
 from torch_impl.layouts import contiguous, dual_chunk_swap, indivisible
-from torch_impl.layouts.index_arrays import inverted
+from torch_impl.layouts.index_arrays import inverse_permutation
 
 
 @contract
@@ -101,10 +101,11 @@ class GatherOverCp(torch.autograd.Function):
     def forward(ctx: Any, tensor: Shaped[Tensor, "*a"], group: ProcessGroup, dim: int) -> Shaped[Tensor, "*b"]:
         ctx.group, ctx.dim = group, dim % tensor.ndim
         local, cp = tensor.shape[ctx.dim], group.size()
-        # 1. Gather the shards, in rank order. 2. Put the positions in the order of the sequence: the inverse of the
-        # order in which the ranks have them.
+        # 1. Gather the shards, in rank order.
         rank_major = all_gather_concat(tensor, group, ctx.dim, [local] * cp)
-        return rows_at(rank_major, inverted(torch.cat(positions_of_ranks(local * cp, cp, tensor.device))), ctx.dim)
+        # 2. Put the positions in the order of the sequence: the inverse of the order in which the ranks have them.
+        positions = torch.cat(positions_of_ranks(local * cp, cp, tensor.device))
+        return rows_at(rank_major, inverse_permutation(positions), ctx.dim)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import accumulator
 from torch_impl.collectives.plain import all_gather_stack, all_reduce_sum
-from torch_impl.collectives.reductions import replicated
+from torch_impl.collectives.reductions import as_replicated
 from torch_impl.contract import Group, NonNegativeInt, Sharded, ShardedIds, contract
 from torch_impl.vocab_parallel.sequence_gather import GatherOverCp, cp_shard, rank_and_size, why_not_covered
 from torch_impl.vocab_parallel.statistics import index_of, local_column, row_blocks, rows_per_block
@@ -137,11 +137,11 @@ def _largest_of_all(
 ) -> tuple[Float[Tensor, "n k"], Int64[Tensor, "n k"]]:
     """The k largest of all ranks' candidates, descending. Equal ones are in the order of their ids already."""
     rows = max(1, MERGED_BYTES // max(1, values[:1].nbytes))
-    parts = [_sorted(v.flatten(1), i.flatten(1), k) for v, i in zip(values.split(rows), ids.split(rows), strict=True)]
+    parts = [_sort(v.flatten(1), i.flatten(1), k) for v, i in zip(values.split(rows), ids.split(rows), strict=True)]
     return torch.cat([v for v, _ in parts]), torch.cat([i for _, i in parts])
 
 
-def _sorted(
+def _sort(
     values: Float[Tensor, "n c"], ids: Int64[Tensor, "n c"], k: int
 ) -> tuple[Float[Tensor, "n k"], Int64[Tensor, "n k"]]:
     largest_first = -torch.where(values.isnan(), math.inf, values)
@@ -200,7 +200,7 @@ def _put_at(
     group: ProcessGroup | None,
 ) -> Float[Tensor, "*a v"]:
     """The gradient of looked-up logits, differentiable by the cotangent, which all ranks of the group have."""
-    g = torch.where(column >= 0, cotangent if group is None else replicated(cotangent, group), 0.0)
+    g = torch.where(column >= 0, cotangent if group is None else as_replicated(cotangent, group), 0.0)
     return g.new_zeros(shape).scatter_add(-1, index_of(column), g).to(dtype)
 
 

@@ -30,7 +30,7 @@ from torch_impl.vocab_parallel.filter_bounds import (
     FilterBounds,
     Limits,
     Ties,
-    counted,
+    count_flags,
     ordinals,
     room_for,
     ties_within,
@@ -54,15 +54,15 @@ SLACK = 0.5
 FEWEST_GROUPS = 2
 
 
-def ordered(z: Float[Tensor, "*a"]) -> Int[Tensor, "*a"]:
+def order_keys(z: Float[Tensor, "*a"]) -> Int[Tensor, "*a"]:
     """Integers in the order of the floats; equal floats, 0.0 and -0.0 too, have equal ones."""
     bits = (z + 0.0).view(INTEGER[z.itemsize]).long()  # -0.0 + 0.0 is 0.0
-    return _mirrored(bits, z.itemsize)
+    return _mirror(bits, z.itemsize)
 
 
 def float_of(keys: Int[Tensor, "*a"], dtype: torch.dtype) -> Float[Tensor, "*a"]:
     """The floats that `ordered` gives these integers."""
-    return _mirrored(keys, dtype.itemsize).to(INTEGER[dtype.itemsize]).view(dtype)
+    return _mirror(keys, dtype.itemsize).to(INTEGER[dtype.itemsize]).view(dtype)
 
 
 def last_kept(
@@ -104,7 +104,7 @@ def _bins(
     """Weight of this rank's candidates whose leading digits are the row's, by their next digit."""
     bins = torch.zeros(len(base), BINS, dtype=accumulator(candidates.dtype), device=candidates.device)
     for row_slice, entries in candidates.between(low, high):
-        digit = (ordered(entries.logits) >> shift) - base[row_slice][entries.rows]
+        digit = (order_keys(entries.logits) >> shift) - base[row_slice][entries.rows]
         inside = (digit >= 0) & (digit < BINS)
         weight = torch.where(inside, weigh(row_slice, entries), 0.0)
         place = entries.rows.long() * BINS + torch.where(inside, digit, 0)
@@ -142,7 +142,7 @@ def _bounds(
     return torch.where(smallest > low, smallest, low), torch.where(largest.isnan(), math.inf, largest)
 
 
-def _mirrored(bits: Int[Tensor, "*a"], itemsize: int) -> Int[Tensor, "*a"]:
+def _mirror(bits: Int[Tensor, "*a"], itemsize: int) -> Int[Tensor, "*a"]:
     return torch.where(bits < 0, bits ^ ((1 << (8 * itemsize - 1)) - 1), bits)
 
 
@@ -255,8 +255,8 @@ def _ties(
         is_tie = entries.logits == threshold[row_slice][entries.rows]
         is_before = is_tie & (entries.columns < target[row_slice][entries.rows])
         n = len(threshold[row_slice])
-        message[0, row_slice] += counted(is_tie, entries.rows, n)
-        message[1, row_slice] += counted(is_before, entries.rows, n)
+        message[0, row_slice] += count_flags(is_tie, entries.rows, n)
+        message[1, row_slice] += count_flags(is_before, entries.rows, n)
     message[1].masked_fill_(target < 0, math.inf)
     ties, before = statistics.gather_statistics(message, options.group).unbind(1)
     return Ties(ties, before, candidates)

@@ -264,8 +264,8 @@ OTHER_CALLS = (
                 + cached_by("STREAM['contiguous']", "(kind, cp_size, cp_rank)", "layout"),
             ),
             (
-                "columns of a mixer", "mamba:_columns", "raised: ", "return columns, inverted(columns)",
-                "return " + cached_by("inverted", "cp", "(columns, inverted(columns))"),
+                "columns of a mixer", "mamba:_columns", "raised: ", "return columns, inverse_permutation(columns)",
+                "return " + cached_by("inverse_permutation", "cp", "(columns, inverse_permutation(columns))"),
             ),
             (
                 "block schedule", "context_parallel:schedule_of", "value: ",
@@ -317,7 +317,7 @@ SECOND_BACKWARD = (
             (
                 "group of an all_reduce", "collectives:_AllReduce.backward",
                 'if ctx.out == "R":\n            return _AllReduce.apply(cotangent, ctx.group, "R"), None, None\n'
-                "        return replicated(cotangent, ctx.group), None, None",
+                "        return as_replicated(cotangent, ctx.group), None, None",
             ),
             (
                 "group of a broadcast", "collectives:_Broadcast.backward",

@@ -12,7 +12,7 @@ STRIDES = (
     InjectedBug(
         name="message with the strides of its input",
         kind="call",
-        at="collectives:widened_copy",
+        at="collectives:wide_copy",
         old=", memory_format=torch.contiguous_format",
         new="",
         expect="protocol: strides",
@@ -45,7 +45,7 @@ STRIDES = (
     InjectedBug(
         name="gathered shard as it is stored",
         kind="call",
-        at="collectives:_padded",
+        at="collectives:_pad_rows",
         old="return shard.contiguous()",
         new="return shard",
         expect="protocol: strides",
@@ -53,7 +53,7 @@ STRIDES = (
     InjectedBug(
         name="flat message of a strided view",
         kind="call",
-        at="collectives:_exchanged",
+        at="collectives:_exchange",
         old="x.reshape(-1).contiguous()",
         new="x.reshape(-1)",
         expect="protocol: strides",
@@ -61,7 +61,7 @@ STRIDES = (
     InjectedBug(
         name="message that must be one view",
         kind="call",
-        at="collectives:_exchanged",
+        at="collectives:_exchange",
         old="x.reshape(-1).contiguous()",
         new="x.view(-1)",
         expect="raised: view",
@@ -222,9 +222,9 @@ STRIDES = (
             ),
             ("shard to be gathered", "collectives:all_gather_concat", "x.movedim(dim, 0)", "x", "value: "),
             ("addend to be scattered", "collectives:reduce_scatter_sum", "shards = x.to(", "x", "value: "),
-            ("tensor to be exchanged", "collectives:_exchanged", "x.split(sent", "x", "value: "),
-            ("cotangent of permuted rows", "layouts:_Permuted.backward", "apply(cotangent", "cotangent", "gradient: "),
-            ("tensor to select rows from", "kernels:_selected", "return x", "x", "value: "),
+            ("tensor to be exchanged", "collectives:_exchange", "x.split(sent", "x", "value: "),
+            ("cotangent of permuted rows", "layouts:_Permute.backward", "apply(cotangent", "cotangent", "gradient: "),
+            ("tensor to select rows from", "kernels:_index_select", "return x", "x", "value: "),
             (
                 "cotangent of an attention", "context_parallel:_BlockwiseAttention.backward",
                 "pending_dkv, cotangent,", "cotangent", "gradient: ",
@@ -259,15 +259,15 @@ STORAGE = (
                 "return x if group.size() == 1 else total.to(x.dtype)",
             ),
             (
-                "gathered tensor", "collectives:all_gather_concat", "return _un",
-                "return x if group.size() == 1 else _un",
+                "gathered tensor", "collectives:all_gather_concat", "return _drop",
+                "return x if group.size() == 1 else _drop",
             ),
             (
                 "scattered sum", "collectives:reduce_scatter_sum", "return total[",
                 "return x if group.size() == 1 else total[",
             ),
             (
-                "exchanged tensor", "collectives:_exchanged", "if concat_dim == 0:",
+                "exchanged tensor", "collectives:_exchange", "if concat_dim == 0:",
                 "if group.size() == 1:\n        return x\n    if concat_dim == 0:",
             ),
             (
@@ -283,7 +283,7 @@ STORAGE = (
     InjectedBug(
         name="rows in order without a copy",
         kind="call",
-        at="kernels:_selected",
+        at="kernels:_index_select",
         old="return x.index_select(dim, index)",
         new=(
             "in_order = torch.arange(x.shape[dim], device=x.device)\n"

@@ -121,7 +121,7 @@ BUGS = (
     InjectedBug(
         name="padding of short shards left in",
         kind="border",
-        at="collectives:_unpadded",
+        at="collectives:_drop_padding",
         old="torch.cat([rows[:length] for rows, length in",
         new="torch.cat([rows[-length:] if length else rows[:0] for rows, length in",
         expect="value: ",
@@ -137,7 +137,7 @@ BUGS = (
     InjectedBug(
         name="shards padded in front",
         kind="border",
-        at="collectives:_padded",
+        at="collectives:_pad_rows",
         old="torch.cat([shard, shard.new_zeros(longest - len(shard), *shard.shape[1:])])",
         new="torch.cat([shard.new_zeros(longest - len(shard), *shard.shape[1:]), shard])",
         expect="value: ",
@@ -146,7 +146,7 @@ BUGS = (
         name="shards concatenated along another dim",
         kind="order",
         at="collectives:all_gather_concat",
-        old="return _unpadded(full, lengths).movedim(0, dim).contiguous()",
+        old="return _drop_padding(full, lengths).movedim(0, dim).contiguous()",
         new="y = _unpadded(full, lengths).movedim(0, dim)\n"
         "    return y.reshape(-1).view(*y.shape[:dim], *y.shape[dim:][::-1]).movedim(-1, dim).contiguous()",
         expect="gradient: ",
@@ -163,7 +163,7 @@ BUGS = (
     InjectedBug(
         name="received shards in reverse",
         kind="order",
-        at="collectives:_exchanged",
+        at="collectives:_exchange",
         old="return torch.cat(blocks, dim=concat_dim)",
         new="return torch.cat(blocks[::-1], dim=concat_dim)",
         expect="value: same values in another order",
@@ -220,7 +220,7 @@ BUGS = (
     InjectedBug(
         name="received tensor read before its wait",
         kind="buffer",
-        at="collectives:_shifted",
+        at="collectives:_shift",
         old="    for work in works:\n        work.wait()\n    return received",
         new="    early = received.clone()\n    for work in works:\n        work.wait()\n    return early",
         expect="value: not finite first at",
@@ -228,7 +228,7 @@ BUGS = (
     InjectedBug(
         name="message not waited for",
         kind="buffer",
-        at="collectives:_shifted",
+        at="collectives:_shift",
         old="    for work in works:\n        work.wait()",
         new="    for work in works[1:]:\n        work.wait()",
         expect="unwaited: returned and never waited for send",
@@ -236,7 +236,7 @@ BUGS = (
     InjectedBug(
         name="summed in the caller's memory",
         kind="buffer",
-        at="collectives:widened_copy",
+        at="collectives:wide_copy",
         old="return x.to(accumulator(x.dtype), copy=True, memory_format=torch.contiguous_format)",
         new="return x.detach().to(accumulator(x.dtype)).contiguous()",
         expect="hygiene: was modified",

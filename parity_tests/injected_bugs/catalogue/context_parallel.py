@@ -441,7 +441,7 @@ BUGS = (
     InjectedBug(
         name="the tail of a row left out",
         kind="border",
-        at="context_parallel:checked_slots",
+        at="context_parallel:slots_of_lengths",
         old="torch.where(columns == last, tail[:, None], 0)",
         new="torch.where(columns == last, 0, 0)",
         expect="raised: ",
@@ -449,7 +449,7 @@ BUGS = (
     InjectedBug(
         name="the tail of a row taken for real",
         kind="border",
-        at="context_parallel:checked_slots",
+        at="context_parallel:slots_of_lengths",
         old="return Slots(real[is_slot],",
         new="return Slots((real + torch.where(columns == last, tail[:, None], 0))[is_slot],",
         expect="value: ",
@@ -457,7 +457,7 @@ BUGS = (
     InjectedBug(
         name="the tail of a row joins its first slot",
         kind="border",
-        at="context_parallel:checked_slots",
+        at="context_parallel:slots_of_lengths",
         old="torch.where(is_slot, columns, -1).amax(1, keepdim=True)",
         new="torch.zeros_like(tail)[:, None]",
         expect="raised: cu_seqlens: sequence 0 has padded length",
@@ -490,7 +490,7 @@ BUGS = (
     InjectedBug(
         name="padding on the left",
         kind="border",
-        at="context_parallel:_padded",
+        at="context_parallel:_pad_right",
         old="F.pad(x, [*trailing, 0, more], value=fill)",
         new="F.pad(x, [*trailing, more, 0], value=fill)",
         expect="value: ",
@@ -498,7 +498,7 @@ BUGS = (
     InjectedBug(
         name="positions of padding start anew",
         kind="sequence",
-        at="context_parallel:_padded",
+        at="context_parallel:_pad_right",
         old="last + steps],",
         new="steps - 1 + 0 * last],",
         expect="value: ",

@@ -47,7 +47,7 @@ BUGS = (
     InjectedBug(
         name="layers by their place in the stage",
         kind="order",
-        at="pipelining:_completed",
+        at="pipelining:_all_layers",
         old="stage_layers[str(n)] if str(n) in stage_layers else",
         new="stage_layers[str(min(map(int, stage_layers)) + max(map(int, stage_layers)) - n)] "
         "if str(n) in stage_layers else",
@@ -377,7 +377,7 @@ BUGS = (
     InjectedBug(
         name="a split backward recorded as a full one",
         kind="schedule",
-        at="pipelining:_recorded",
+        at="pipelining:_record_actions",
         old='"B" if full_backward else "I"',
         new='"B"',
         expect="value: ",

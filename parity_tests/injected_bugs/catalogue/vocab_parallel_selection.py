@@ -23,7 +23,7 @@ BUGS = (
     InjectedBug(
         name="candidates merged without a stable sort of their ranks",
         kind="order",
-        at="vocab_parallel:_sorted",
+        at="vocab_parallel:_sort",
         old="order = key.sort(dim=-1, stable=True).indices[:, :k]",
         new="order = key.flip(-1).sort(dim=-1, stable=True).indices.mul(-1).add(key.shape[-1] - 1)[:, :k]",
         expect="value: ",
@@ -31,7 +31,7 @@ BUGS = (
     InjectedBug(
         name="padding counts as a masked column",
         kind="border",
-        at="vocab_parallel:_sorted",
+        at="vocab_parallel:_sort",
         old="key = torch.where(ids == NO_CANDIDATE, math.nan, largest_first)",
         new="key = torch.where(ids == NO_CANDIDATE, math.inf, largest_first)",
         expect="value: ",
@@ -39,7 +39,7 @@ BUGS = (
     InjectedBug(
         name="padding counts as a logit of zero",
         kind="border",
-        at="vocab_parallel:_sorted",
+        at="vocab_parallel:_sort",
         old="key = torch.where(ids == NO_CANDIDATE, math.nan, largest_first)",
         new="key = largest_first",
         expect="value: ",
@@ -232,7 +232,7 @@ BUGS = (
     InjectedBug(
         name="negative floats not mirrored",
         kind="order",
-        at="vocab_parallel:_mirrored",
+        at="vocab_parallel:_mirror",
         old="return torch.where(bits < 0, bits ^ ((1 << (8 * itemsize - 1)) - 1), bits)",
         new="return bits",
         expect="value: ",
@@ -240,7 +240,7 @@ BUGS = (
     InjectedBug(
         name="the two zeros are two logits",
         kind="order",
-        at="vocab_parallel:ordered",
+        at="vocab_parallel:order_keys",
         old="bits = (z + 0.0).view(INTEGER[z.itemsize]).long()",
         new="bits = z.view(INTEGER[z.itemsize]).long()",
         expect="value: ",
@@ -361,7 +361,7 @@ BUGS = (
     InjectedBug(
         name="joined lists all start at one row",
         kind="order",
-        at="vocab_parallel:_joined",
+        at="vocab_parallel:_join_lists",
         old="rows = torch.cat([entries.rows + (row_slice.start - start) for row_slice, entries in group])",
         new="rows = torch.cat([entries.rows for row_slice, entries in group])",
         expect="value: ",
@@ -393,7 +393,7 @@ BUGS = (
     InjectedBug(
         name="candidates counted once for a row",
         kind="statistic",
-        at="vocab_parallel:counted",
+        at="vocab_parallel:count_flags",
         old="index_add_(0, rows, flags.long())",
         new="index_add_(0, rows, flags.long()).clamp_max(1)",
         expect="value: ",

@@ -90,7 +90,7 @@ def have(module: str, name: str) -> bool:
         return False
 
 
-def chosen_backend(backend: str, device_type: str, have_nvfsdp: bool) -> str:
+def choose_backend(backend: str, device_type: str, have_nvfsdp: bool) -> str:
     """The backend of a name on a device; `auto` prefers a library on CUDA.
 
     Errors: ImportError for a library that is not installed; ValueError for one that needs CUDA.

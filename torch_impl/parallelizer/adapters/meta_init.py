@@ -59,7 +59,7 @@ def materialize(model: nn.Module, modules: Iterable[tuple[str, nn.Module]], devi
     for name, module in modules:
         # The name, not the order of calls: on another mesh a rank may initialise other modules before this one.
         module_seed = (seed + zlib.crc32(name.encode())) % 2**62
-        with _seeded(device, module_seed), torch.no_grad():
+        with _seed_generators(device, module_seed), torch.no_grad():
             _initialize(model, module)
         for leaf, tensor in _direct_tensors(module).items():
             if tensor.is_floating_point() and bool(tensor.isnan().any()):
@@ -70,7 +70,7 @@ def materialize(model: nn.Module, modules: Iterable[tuple[str, nn.Module]], devi
 
 
 @contextmanager
-def _seeded(device: torch.device, seed: int) -> Iterator[None]:
+def _seed_generators(device: torch.device, seed: int) -> Iterator[None]:
     """The generators of the CPU and of one device, seeded, and restored afterwards; no other device's is touched."""
     cuda = [torch.cuda.current_device() if device.index is None else device.index] if device.type == "cuda" else []
     with torch.random.fork_rng(cuda, device_type="cuda"):

@@ -8,16 +8,16 @@ from torch import nn
 
 from torch_impl.contract import Mesh, Module, contract
 from torch_impl.parallelizer.adapters import nvfsdp_native
-from torch_impl.parallelizer.adapters.megatron import Settings, chosen_backend, have, with_megatron_fsdp, with_nvfsdp
+from torch_impl.parallelizer.adapters.megatron import Settings, choose_backend, have, with_megatron_fsdp, with_nvfsdp
 from torch_impl.parallelizer.adapters.meta_init import check_meta
 from torch_impl.parallelizer.adapters.unit_modules import (
     ClassPaths,
-    imported_classes,
+    import_classes,
     parameter_owners,
     unit_instances,
 )
 from torch_impl.parallelizer.blocks import checkpoint_blocks
-from torch_impl.parallelizer.fsdp2 import validated_target
+from torch_impl.parallelizer.fsdp2 import validate_target
 from torch_impl.parallelizer.tp_plan import Plan, shard_modules
 
 HAVE_NVFSDP: bool = have("nvfsdp", "fully_shard")
@@ -98,9 +98,9 @@ def nvfsdp_strategy_parallelize(
         fsdp_double_buffer,
         activation_checkpointing,
     )
-    axes, styles = validated_target(model, device_mesh, tp_shard_plan, is_sharded=settings.is_sharded)
-    backend_name = chosen_backend(backend, device_mesh.device_type, HAVE_NVFSDP)
-    classes = imported_classes("nvfsdp_unit_modules", nvfsdp_unit_modules or [])
+    axes, styles = validate_target(model, device_mesh, tp_shard_plan, is_sharded=settings.is_sharded)
+    backend_name = choose_backend(backend, device_mesh.device_type, HAVE_NVFSDP)
+    classes = import_classes("nvfsdp_unit_modules", nvfsdp_unit_modules or [])
     instances = unit_instances(model, classes, nvfsdp_unit_modules or [])
     check_meta(model, is_expected=init_nvfsdp_with_meta_device)
     settings.warn_of_aliases()

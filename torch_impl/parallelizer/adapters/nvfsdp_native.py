@@ -24,7 +24,7 @@ from torch_impl.parallelizer._torch_compat import (
 )
 from torch_impl.parallelizer.adapters.megatron import Settings
 from torch_impl.parallelizer.adapters.meta_init import materialize, shared_seed
-from torch_impl.parallelizer.blocks import checkpoint_blocks, grouped
+from torch_impl.parallelizer.blocks import checkpoint_blocks, groups_by_parameters
 from torch_impl.parallelizer.fsdp2 import untangle_views
 from torch_impl.parallelizer.mesh_axes import MeshAxes
 from torch_impl.parallelizer.tp_plan import Styles, shard_modules
@@ -48,7 +48,7 @@ class Unit:
 
 def units_of(model: nn.Module, heads: Sequence[nn.Module]) -> list[Unit]:
     """The units in the model's order, and the root with the rest. Errors: ValueError for two dtypes in one unit."""
-    groups = [] if any(module is model for module in heads) else grouped(model, list(heads))
+    groups = [] if any(module is model for module in heads) else groups_by_parameters(model, list(heads))
     number_of = {id(inner): n for n, group in enumerate(groups) for head in group for inner in head.modules()}
     modules: list[dict[str, nn.Module]] = [{} for _ in range(len(groups) + 1)]
     for name, module in model.named_modules():

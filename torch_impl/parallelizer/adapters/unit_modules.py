@@ -23,10 +23,10 @@ def import_classes_from_paths(class_paths: ClassPaths) -> list[type]:
     Errors: TypeError unless a list of strings; ValueError for a path without a dot, a module or an attribute that does
     not exist, an object that is no class. An ImportError raised inside an existing module passes through.
     """
-    return imported_classes("parallelizer.import_classes_from_paths: class_paths", class_paths)
+    return import_classes("parallelizer.import_classes_from_paths: class_paths", class_paths)
 
 
-def imported_classes(begin: str, paths: Sequence[str]) -> list[type]:
+def import_classes(begin: str, paths: Sequence[str]) -> list[type]:
     """The classes of some paths; `begin` names the argument in messages. Errors: the ValueErrors of the above."""
     return [_import_class(f"{begin}[{i}]={path!r}", path) for i, path in enumerate(paths)]
 

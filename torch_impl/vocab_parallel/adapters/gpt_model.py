@@ -144,15 +144,15 @@ def _gpt_forward_with_linear_ce_fusion(
     inference_context = inference_params if inference_context is None else inference_context
     inputs = dict(inference_context=inference_context, packed_seq_params=packed_seq_params)
     ids = dict(input_ids=input_ids, position_ids=position_ids, decoder_input=decoder_input, padding_mask=padding_mask)
-    hidden = _decoded(self, self._preprocess(**ids, **inputs), attention_mask, inputs, extra_block_kwargs or {})
+    hidden = _decode(self, self._preprocess(**ids, **inputs), attention_mask, inputs, extra_block_kwargs or {})
     if not self.post_process:
         return hidden
     # 3. On the last stage their scores, in place of logits.
     is_inference = inference_context is not None and not self.training
-    return _scored(self, hidden, labels, runtime_gather_output, packed_seq_params, is_inference)  # pyright: ignore[reportArgumentType]
+    return _score(self, hidden, labels, runtime_gather_output, packed_seq_params, is_inference)  # pyright: ignore[reportArgumentType]
 
 
-def _decoded(
+def _decode(
     model: Any, preprocessed: tuple[Any, ...], attention_mask: Tensor, inputs: dict[str, Any], extra: dict[str, Any]
 ) -> Float[Tensor, "l b d"]:
     """Hidden states, from the 6 or 7 values that `_preprocess` returns."""
@@ -171,7 +171,7 @@ def _decoded(
     )
 
 
-def _scored(
+def _score(
     model: Any,
     hidden: Float[Tensor, "l b d"],
     labels: Int[Tensor, "b s"],
