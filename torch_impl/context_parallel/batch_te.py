@@ -111,7 +111,7 @@ def _shard_thd_chunk_for_te(
     total, device = len(batch["input_ids"]), batch["input_ids"].device
     host_layout = TokenLayout.packed(padded, real, cp_size=cp_size, cp_rank=cp_rank, total=total)
     layout = host_layout.on(device)
-    # 3. Tensors by token are sharded, offsets are made anew, and the rest is passed on.
+    # 3. Tensors by token are sharded, offsets are computed anew, and the rest is passed on.
     tokens = {name: x for name, x in batch.items() if _is_by_token(name, x, total)}
     unsharded = {name: x for name, x in batch.items() if name not in (*tokens, *TABLES)}
     longest = batch.get("max_seqlen", torch.tensor(max(padded.diff().tolist(), default=0)))

@@ -208,17 +208,17 @@ class Slots:
 
     def tables(self, chunks: int, fill: int) -> dict[str, Tensor]:
         """For each chunk, the offsets within its stream, filled at their end, and the longest slot."""
-        # 1. The chunk of each slot, the first slot of each chunk, and each slot's place within its chunk.
+        # 1. The chunk of each slot, the first slot of each chunk, and each slot's index within its chunk.
         chunk = self.row // max(self.rows // chunks, 1)
         counts = torch.bincount(chunk, minlength=chunks)
         starts = _sums(counts)[:-1]
-        place = torch.arange(len(chunk)) - starts[chunk]
+        index = torch.arange(len(chunk)) - starts[chunk]
         # 2. A row of offsets for each chunk: those of the stream, less where the chunk starts in it.
         offset_tables = {}
         for name, sums in zip(("cu_seqlens_padded", "cu_seqlens"), self.offsets, strict=True):
             table = torch.full((chunks, int(counts.max()) + 1), fill)
             table[:, 0] = 0
-            table[chunk, place + 1] = sums[1:] - sums[starts[chunk]]
+            table[chunk, index + 1] = sums[1:] - sums[starts[chunk]]
             offset_tables[name] = table
         longest = torch.zeros(chunks, dtype=torch.int64).scatter_reduce(0, chunk, self.padded, "amax")
         return {

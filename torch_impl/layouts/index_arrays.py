@@ -2,7 +2,7 @@
 
     contiguous        equal blocks in order
     striped           position i on rank i % world
-    dual_chunk_swap   an early chunk and its mirror image from the end: equal work on every rank under a causal mask
+    dual_chunk_swap   a chunk and its mirror image from the end: equal work on every rank under a causal mask
     ragged            blocks in order, of any lengths, including 0
     packed            many sequences in one stream (THD), each in dual_chunk_swap order
 
@@ -85,7 +85,7 @@ def dual_chunk_swap_positions(
 
 @contract("dual_chunk_swap")
 def dual_chunk_swap(size: int, world: int, *, device: torch.device | str | None = None) -> list[Int64[Tensor, " _"]]:
-    """Global positions that each rank holds: an early chunk and its mirror image from the end.
+    """Global positions that each rank holds: a chunk and its mirror image from the end.
 
     >>> dual_chunk_swap(8, 2)
     [tensor([0, 1, 6, 7]), tensor([2, 3, 4, 5])]
@@ -133,7 +133,7 @@ def ragged(
     """
     check_divisible("ragged", size, world)
     bounds = _ragged_bounds(size, world, lengths)
-    # tensor_split takes the places between shards: neither the first start nor the last end.
+    # tensor_split takes the borders between shards: neither the first start nor the last end.
     return list(torch.arange(size, device=device).tensor_split(bounds[1:-1]))
 
 
@@ -211,18 +211,18 @@ def packed(
 
 
 def packed_rows(offsets: Int64[Tensor, " offsets"], size: int, world: int, rank: int | Tensor) -> Tensor:
-    """Slot t of a rank holds position t + shift, with one shift for the early and one for the late chunk of a sequence.
+    """Slot t of a rank holds position t + shift, with one shift for each of the two chunks of a sequence.
 
     `rank` is one rank, or [n, 1] for the rows of n ranks. One formula for the stream: no loop over sequences.
     """
-    # 1. The sequences in the rank's local stream: where they start, their lengths, and their early chunks.
+    # 1. The sequences in the rank's local stream: where they start, their lengths, and their first chunks.
     starts = offsets // world
     lengths = starts.diff()
     half = lengths // 2
     # 2. The shift of each chunk from local slot to global position, as in `_dual_chunk_swap`, in order of the stream.
     before = offsets[:-1] - starts[:-1]
-    early, late = before + half * rank, before + half * (2 * (world - 1) - rank)
-    shift = torch.stack([early, late], -1).flatten(-2)
+    first, second = before + half * rank, before + half * (2 * (world - 1) - rank)
+    shift = torch.stack([first, second], -1).flatten(-2)
     # 3. The chunk of each slot. With its output_size known, repeat_interleave does not wait for the device.
     chunk_lengths, local = torch.stack([half, lengths - half], -1).flatten(), size // world
     chunk = torch.repeat_interleave(chunk_lengths, output_size=local)

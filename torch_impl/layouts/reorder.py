@@ -52,7 +52,7 @@ def _undo_attention_load_balancing(
     """
     function = "layouts._undo_attention_load_balancing"
     chunks = range(2 * cp_size)
-    # Rank r holds chunks r and 2 n - 1 - r: even places hold the early chunks in order, odd ones the late in reverse.
+    # Rank r holds chunks r and 2 n - 1 - r: the chunks at even indices ascend, those at odd ones descend.
     return _chunks(function, input_, [*chunks[::2], *chunks[::-2]], cu_seqlens)
 
 

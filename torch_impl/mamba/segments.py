@@ -22,7 +22,7 @@ class Blocks:
 
     rows: Int64[Tensor, "m l"]
     segment: Int64[Tensor, " m"]
-    place: Int64[Tensor, " t"]
+    index: Int64[Tensor, " t"]
 
 
 @dataclass(frozen=True)
@@ -157,10 +157,10 @@ def _blocks(starts: Tensor, stops: Tensor, everywhere: Tensor, size: int) -> Blo
     offset = (block - (ends - block_counts)[segment]) * size
     rows = (starts[segment] + offset)[:, None] + torch.arange(size, device=starts.device)
     rows = torch.where(rows < stops[segment][:, None], rows, local)
-    # 3. The inverse. Padding is written to place[local], which is dropped.
-    place = torch.full((local + 1,), rows.numel(), device=starts.device)
-    place[rows.flatten()] = torch.arange(rows.numel(), device=starts.device)
-    return Blocks(rows, segment, place[:-1])
+    # 3. The inverse. Padding is written to index[local], which is dropped.
+    index = torch.full((local + 1,), rows.numel(), device=starts.device)
+    index[rows.flatten()] = torch.arange(rows.numel(), device=starts.device)
+    return Blocks(rows, segment, index[:-1])
 
 
 def _halo(layout: TokenLayout, spans: _Spans, everywhere: Tensor, reach: int) -> Halo:
@@ -172,7 +172,7 @@ def _halo(layout: TokenLayout, spans: _Spans, everywhere: Tensor, reach: int) ->
     halo_position = position[:, None] - back
     sequence_start = layout.cu_padded[layout.sequence_ids[position]]
     exists = (halo_position >= sequence_start[:, None]) & (spans.entry_stops > spans.entry_starts)[:, None]
-    # 2. Which rank sends each of them, at which place of its message: the last `reach` rows of each segment are sent.
+    # 2. Which rank sends each of them, at which index of its message: the last `reach` rows of each segment are sent.
     row = layout.inverse[halo_position.clamp(min=0)]
     rank, row = row // local, row % local
     segment = spans.segment_of_row[row]

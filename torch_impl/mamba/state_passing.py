@@ -186,7 +186,7 @@ def read_entering(
     """
     states = rows_at(entering, blocks.segment, 1).unflatten(2, (C.shape[2], -1))
     read = torch.einsum("bmlgn,bmgepn->bmlgep", _blocks_of(C, blocks), states).flatten(3, 4).flatten(1, 2)
-    return rows_at(with_zeros(read), blocks.place, 1) * since.exp()[..., None]
+    return rows_at(with_zeros(read), blocks.index, 1) * since.exp()[..., None]
 
 
 def with_zeros(x: Float[Tensor, "b t *a"]) -> Float[Tensor, "b t+1 *a"]:

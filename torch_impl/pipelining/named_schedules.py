@@ -261,20 +261,20 @@ def _with_waits(orders: list[Actions]) -> list[Actions]:
     """Insert a wait before each forward whose input no rank has computed in an earlier step."""
     done: set[Action] = set()
     delayed: list[Actions] = [[] for _ in orders]
-    places = [0] * len(orders)
-    while any(place < len(order) for place, order in zip(places, orders, strict=True)):
+    next_index = [0] * len(orders)
+    while any(index < len(order) for index, order in zip(next_index, orders, strict=True)):
         step: set[Action] = set()  # what ranks compute in this step, which others can use from the next one on
         for rank, order in enumerate(orders):
-            if places[rank] == len(order):
+            if next_index[rank] == len(order):
                 continue
-            action = order[places[rank]]
+            action = order[next_index[rank]]
             source = action._replace(stage=action.stage - 1) if action and action.kind == "F" and action.stage else None
             if source and source not in done:
                 delayed[rank].append(None)
                 continue
             delayed[rank].append(action)
             step |= {action} if action else set()
-            places[rank] += 1
+            next_index[rank] += 1
         done |= step
     return delayed
 

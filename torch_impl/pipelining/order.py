@@ -125,8 +125,10 @@ def check_last_forwards(order: Order, last_stage: int) -> None:
 
     torch stores losses and outputs in the order in which they are computed, without their numbers.
     """
-    places = [place for place in _positions(order) if place[2].stage == last_stage and place[2].kind == "F"]
-    for expected, (rank, position, action) in enumerate(places):
+    locations = [
+        location for location in _positions(order) if location[2].stage == last_stage and location[2].kind == "F"
+    ]
+    for expected, (rank, position, action) in enumerate(locations):
         if action.microbatch != expected:
             earlier = action._replace(microbatch=expected)
             raise InvalidOrder(
@@ -186,7 +188,7 @@ def _positions(order: Order) -> list[tuple[int, int, Action]]:
     ]
 
 
-Place = tuple[int, int]  # rank, position
+Location = tuple[int, int]  # rank, position
 
 
 def check_communication(order: Order, stage_to_rank: Sequence[int], n_microbatches: int) -> None:
@@ -203,50 +205,56 @@ def check_communication(order: Order, stage_to_rank: Sequence[int], n_microbatch
 def _communication_problems(order: Order, ranks: Sequence[int], n_microbatches: int) -> Iterator[InvalidOrder]:
     """What is wrong with the messages of an order. A rule relies on those before it, so only the first one counts."""
     # 1. No message is there twice.
-    places: dict[Action, Place] = {}
+    locations: dict[Action, Location] = {}
     for rank, position, action in _positions(order):
-        if action in places and action.microbatch is not None:
+        if action in locations and action.microbatch is not None:
             yield InvalidOrder(rank, position, f"'{action}' stands for the second time")
-        places[action] = (rank, position)
+        locations[action] = (rank, position)
     # 2. Every message between two ranks has both ends, after what computes it and before what uses it.
     for stage, rank in enumerate(ranks):
         for microbatch in range(n_microbatches):
             for step, sent in ((1, "F"), (-1, "B")):
                 if 0 <= stage + step < len(ranks) and ranks[stage + step] != rank:
-                    yield from _message_problems(order, places, ranks, stage, stage + step, sent, microbatch)
+                    yield from _message_problems(order, locations, ranks, stage, stage + step, sent, microbatch)
     # 3. Nothing else is sent or received.
     messages = set(_messages(ranks, n_microbatches))
-    for action, (rank, position) in places.items():
+    for action, (rank, position) in locations.items():
         if "_" in action.kind and action.microbatch is not None and action not in messages:
             yield InvalidOrder(rank, position, f"'{action}' has no other end on another rank; leave it out")
     # 4. Both ranks have the messages between them in one order, and sharded stages are gathered when they compute.
     yield from _crossing_messages(order, ranks)
     # A stage that the order never gathers is not sharded, and has nothing to be gathered for.
-    uses_sharding = {action.stage for action in places if action.kind in ("UNSHARD", "RESHARD")}
+    uses_sharding = {action.stage for action in locations if action.kind in ("UNSHARD", "RESHARD")}
     for rank, actions in enumerate(order):
         yield from _sharding_problems(rank, actions, uses_sharding)
 
 
 def _message_problems(
-    order: Order, places: dict[Action, Place], ranks: Sequence[int], stage: int, to: int, sent: str, microbatch: int
+    order: Order,
+    locations: dict[Action, Location],
+    ranks: Sequence[int],
+    stage: int,
+    to: int,
+    sent: str,
+    microbatch: int,
 ) -> Iterator[InvalidOrder]:
     """Unless one message is computed, then sent; received, then used."""
     send, receive = Action(stage, f"SEND_{sent}", microbatch), Action(to, f"RECV_{sent}", microbatch)
     for action, rank in ((send, ranks[stage]), (receive, ranks[to])):
-        if action not in places:
+        if action not in locations:
             yield InvalidOrder(rank, len(order[rank]), f"the rank ends without '{action}'")
-    source, use = (_computation_of(places, each, sent, microbatch) for each in (stage, to))
-    if places[send][1] < places[source][1]:
-        yield InvalidOrder(*places[send], f"'{send}' stands before '{source}'")
-    if places[use][1] < places[receive][1]:
-        yield InvalidOrder(*places[use], f"'{use}' stands before '{receive}'")
+    source, use = (_computation_of(locations, each, sent, microbatch) for each in (stage, to))
+    if locations[send][1] < locations[source][1]:
+        yield InvalidOrder(*locations[send], f"'{send}' stands before '{source}'")
+    if locations[use][1] < locations[receive][1]:
+        yield InvalidOrder(*locations[use], f"'{use}' stands before '{receive}'")
 
 
-def _computation_of(places: dict[Action, Place], stage: int, sent: str, microbatch: int) -> Action:
+def _computation_of(locations: dict[Action, Location], stage: int, sent: str, microbatch: int) -> Action:
     """The forward, or the backward that computes the input gradient: I if the backward is split, else B."""
     # The weight half neither needs a message nor produces one.
     halved = Action(stage, "I", microbatch)
-    return halved if sent == "B" and halved in places else Action(stage, sent, microbatch)
+    return halved if sent == "B" and halved in locations else Action(stage, sent, microbatch)
 
 
 def _messages(ranks: Sequence[int], n_microbatches: int) -> Iterator[Action]:
@@ -262,8 +270,8 @@ def _messages(ranks: Sequence[int], n_microbatches: int) -> Iterator[Action]:
 
 def _crossing_messages(order: Order, ranks: Sequence[int]) -> Iterator[InvalidOrder]:
     """Unless between two ranks the k-th message received is the k-th one sent."""
-    sent: dict[Place, list[Action]] = defaultdict(list)
-    received: dict[Place, list[tuple[int, int, Action]]] = defaultdict(list)
+    sent: dict[Location, list[Action]] = defaultdict(list)
+    received: dict[Location, list[tuple[int, int, Action]]] = defaultdict(list)
     for rank, position, action in _positions(order):
         step = 1 if action.kind[-1] == "F" else -1
         if action.kind in ("SEND_F", "SEND_B"):

@@ -109,7 +109,7 @@ def run_order(order: Order, ranks: Sequence[int], times: Times) -> list[Event]:
         [(position, part) for position, action in enumerate(actions) if action for part in action.parts]
         for actions in order
     ]
-    places, free_at = [0] * len(order), [0] * len(order)
+    next_index, free_at = [0] * len(order), [0] * len(order)
     done: dict[Action, Number] = {}
     events: list[Event] = []
     progressed = True
@@ -117,8 +117,8 @@ def run_order(order: Order, ranks: Sequence[int], times: Times) -> list[Event]:
         # 1. Each rank in turn runs its actions until one lacks an input.
         progressed = False
         for rank, queue in enumerate(queues):
-            while places[rank] < len(queue):
-                _, action = queue[places[rank]]
+            while next_index[rank] < len(queue):
+                _, action = queue[next_index[rank]]
                 inputs = _inputs(action, ranks, done, sends)
                 if any(source not in done for source, _ in inputs):
                     break
@@ -132,11 +132,11 @@ def run_order(order: Order, ranks: Sequence[int], times: Times) -> list[Event]:
                     events.append(Event(rank, action, start, stop))
                     free_at[rank] = stop  # pyright: ignore[reportArgumentType, reportCallIssue]
                 done[action] = stop
-                places[rank] += 1
+                next_index[rank] += 1
                 progressed = True
     # 3. No rank can go on: either all are done, or some wait for each other.
-    if any(place < len(queue) for place, queue in zip(places, queues, strict=True)):
-        raise _deadlock(queues, places, ranks, done, sends)
+    if any(index < len(queue) for index, queue in zip(next_index, queues, strict=True)):
+        raise _deadlock(queues, next_index, ranks, done, sends)
     return sorted(events, key=lambda event: event.rank)
 
 
@@ -164,7 +164,7 @@ def _input_from(
 
 def _deadlock(
     queues: list[list[tuple[int, Action]]],
-    places: list[int],
+    next_index: list[int],
     ranks: Sequence[int],
     done: dict[Action, Number],
     sends: bool,
@@ -172,11 +172,11 @@ def _deadlock(
     """The error for ranks that wait for each other, with their cycle."""
 
     def missing_input(rank: int) -> tuple[Action, Action]:
-        _, action = queues[rank][places[rank]]
+        _, action = queues[rank][next_index[rank]]
         return action, next(source for source, _ in _inputs(action, ranks, done, sends) if source not in done)
 
     # Follow each waiting rank to the one it waits for, until a rank comes twice: the cycle starts there.
-    rank = next(rank for rank, queue in enumerate(queues) if places[rank] < len(queue))
+    rank = next(rank for rank, queue in enumerate(queues) if next_index[rank] < len(queue))
     path: list[int] = []
     while rank not in path:
         path.append(rank)
@@ -186,7 +186,7 @@ def _deadlock(
     for member in cycle:
         action, source = missing_input(member)
         waits.append(f"rank {member} waits in '{action}' for '{source}' of rank {ranks[source.stage]}")
-    return InvalidOrder(cycle[0], queues[cycle[0]][places[cycle[0]]][0], f"deadlock: {', '.join(waits)}")
+    return InvalidOrder(cycle[0], queues[cycle[0]][next_index[cycle[0]]][0], f"deadlock: {', '.join(waits)}")
 
 
 # Columns of a grid at most; where times have no common divisor, a column is this fraction of the makespan.

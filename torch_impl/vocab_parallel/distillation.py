@@ -60,7 +60,7 @@ def get_distillation_topk_logprobs_from_logits(
     over which the last dim is sharded, and `cp`, which shards the sequence if it is there, brings both groups. Results
     are float32 or wider; gradients have their logits' dtype.
     Cotangents are summed over cp: a loss repeated on each cp rank gives cp times the gradient; divide by cp or
-    let each rank own a share.
+    use each score in the loss of one rank alone.
 
     Cost:   over tp forward 1 all_gather of k + 2 numbers per token of this rank, k + 3 with the entropy; with
             neither entropy nor `zero_outside_topk` 1 all_reduce of k. With a group 1 more all_gather of one int64, and

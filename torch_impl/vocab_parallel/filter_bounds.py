@@ -56,7 +56,9 @@ class Ties(NamedTuple):
     """Logits that equal the threshold, where not all of them are kept."""
 
     counts: Float[Tensor, "r n"]  # how many each rank has
-    places: Float[Tensor, "r n"]  # how many of the rank precede the target; +inf on other ranks than the target's
+    before_target: Float[
+        Tensor, "r n"
+    ]  # how many of the rank precede the target; +inf on other ranks than the target's
     candidates: Candidates  # where this rank's are looked up
 
 

@@ -135,7 +135,7 @@ def from_parallel_hidden_states_to_logprobs(
     the embedding). Logits are never gathered, whatever `runtime_gather_output` is. With `cu_seqlens_padded` the stream
     of s tokens is packed, the layout over cp is `packed`, the shift stays inside each sequence, and the end of each
     scores 0.0. Cotangents are summed over cp: a loss repeated on each cp rank gives cp times the gradient; divide by
-    cp or let each rank own a share. d W is this cp rank's term of a sum over cp.
+    cp or use each score in the loss of one rank alone. d W is this cp rank's term of a sum over cp.
 
     Cost:   that of `ChunkedDistributedHiddenStatesToLogprobs`; over cp forward 1 all_gather of b*s/cp numbers
             and backward 1 reduce_scatter of b*s. With offsets one host read of them.

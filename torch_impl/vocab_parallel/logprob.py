@@ -62,7 +62,7 @@ def vocab_parallel_logprob(
             RuntimeError in backward after inference_only=True.
     Source: arXiv 1805.02867 (online softmax), arXiv 1909.08053 (vocab-parallel cross entropy).
     """
-    # Where Triton is asked for and cannot run, fail on entry, before any collective.
+    # Where Triton is requested and cannot run, fail on entry, before any collective.
     if backend == "triton":
         kernels.checked_backend(NAME, backend, "vocab_parallel_logits", vocab_parallel_logits)
     if inplace_gradient and _is_expanded(vocab_parallel_logits):

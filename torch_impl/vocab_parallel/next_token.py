@@ -67,7 +67,7 @@ def get_next_token_logprobs_from_logits(
 
     `next_token_logits` are a plain tensor or a DTensor. They are never copied to another dtype, ids move to their
     device, and shards may differ in width. With `cp=R` cotangents are summed over cp: a loss repeated on each cp rank
-    gives cp times the gradient; divide by cp or let each rank own a share.
+    gives cp times the gradient; divide by cp or use each score in the loss of one rank alone.
 
     Cost:   that of the route; with a group 1 more all_gather of one int64 over tp, and one host read.
     Errors: those of the route; ValueError for a rank that is missing or not the group's, seq_index without

@@ -55,7 +55,7 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     padding ids, with `cu_seqlens` (true lengths) 0.0 without gradient. With `target_is_pre_rolled` the target is
     "1 t/cp:packed", shifted inside each sequence and sharded.
     Cotangents are summed over cp: a loss repeated on each cp rank gives cp times the gradient; divide by cp
-    or let each rank own a share.
+    or use each score in the loss of one rank alone.
 
     Cost:   forward that of the core (1 all_gather of 3 * t/cp numbers over tp; more with a filter) and 1 all_gather
             of t/cp numbers over cp; backward none over tp, 1 reduce_scatter of t numbers over cp. None depends on b.
@@ -87,17 +87,17 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     scores = score(vocab_parallel_logits, F.pad(target, (0, local - used), value=IGNORED_ID), options, limits)
     # 3. One row for each sequence.
     cells = (len(padded) - 1) * u
-    cell = torch.where(slots.place < u, slots.sequence * u + slots.place, cells)
+    cell = torch.where(slots.index_in_sequence < u, slots.sequence * u + slots.index_in_sequence, cells)
     return slots.spread(scores, cell, cells, cp_group).view(len(padded) - 1, u)
 
 
 @dataclass(frozen=True)
 class PackedSlots:
-    """Local slot i of cp rank r holds token place[r, i] of sequence[i], which is position[r, i] of the stream."""
+    """Local slot i of cp rank r holds token index_in_sequence[r, i] of sequence[i], at position[r, i] of the stream."""
 
     sequence: Int64[Tensor, " l"]
     position: Int64[Tensor, "cp l"]
-    place: Int64[Tensor, "cp l"]
+    index_in_sequence: Int64[Tensor, "cp l"]
     has_next: Bool[Tensor, "cp l"]
 
     def next_ids(self, ids: Int[Tensor, "b t"], rank: int) -> Int[Tensor, "b l"]:
@@ -113,7 +113,7 @@ class PackedSlots:
     def spread(
         self, scores: Float[Tensor, "b m"], to: Int64[Tensor, "cp l"], size: int, cp_group: ProcessGroup | None
     ) -> Float[Tensor, "b size"]:
-        """Scores of all ranks at the places `to` of `size`, 0 elsewhere; places from `size` on are dropped.
+        """Scores of all ranks at the indices `to` of `size`, 0 at the others; indices from `size` on are dropped.
 
         "b t/cp:packed" -> "b size cp=R". Slots past the last sequence are padding.
         """
@@ -138,8 +138,8 @@ def packed_slots(
     position = torch.stack(positions)
     each = torch.arange(len(lengths), device=device)
     sequence = each.repeat_interleave(lengths // cp, output_size=total // cp)
-    place = position - offsets[sequence]
-    return PackedSlots(sequence, position, place, place + 1 < ends[sequence])
+    index = position - offsets[sequence]
+    return PackedSlots(sequence, position, index, index + 1 < ends[sequence])
 
 
 def offsets_on_host(padded: Tensor, true: Tensor | None) -> tuple[Int64[Tensor, " n"], Int64[Tensor, " n"] | None]:

@@ -144,8 +144,8 @@ def sampling_filter(
     before = ties.counts.cumsum(0) - ties.counts
     rank = 0 if options.group is None else options.group.rank()
     count = torch.minimum((bounds.ties - before[rank]).clamp_min(0), ties.counts[rank])
-    # 3. Whether the target is kept. Only its rank has a finite place for it, so the minimum selects that rank's.
-    is_early = (before + ties.places).amin(0) < bounds.ties
+    # 3. Whether the target is kept. The number of ties before it is infinite but on its rank: the minimum selects that.
+    is_early = (before + ties.before_target).amin(0) < bounds.ties
     has_target = (z_t > bounds.threshold) | ((z_t == bounds.threshold) & is_early)
     last_tie = _column_of_tie(ties.candidates, bounds.threshold, count)
     return SamplingFilter(normaliser, bounds.threshold, last_tie, z_t, has_target)

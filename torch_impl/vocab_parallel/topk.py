@@ -90,7 +90,7 @@ def gather_logits_at_global_indices(
     dtype, and duplicates add up in it. `chunk_size` (positions of s per block; None: automatic) bounds the
     working set of backward; forward reads the logits at the ids alone.
     Cotangents are summed over cp: a loss repeated on each cp rank gives cp times the gradient; divide by cp or
-    let each rank own a share.
+    use each score in the loss of one rank alone.
 
     Cost:   forward 1 all_reduce of k * b*s/cp numbers over tp, 1 all_gather of as many over cp; backward none over
             tp, 1 reduce_scatter of k * b*s numbers over cp. Saves 4 bytes of each of this rank's ids.

@@ -38,7 +38,7 @@ class Lists(NamedTuple):
     values: Float[Tensor, "r k n"]  # its k largest logits, descending, padded by -inf
     last_count: Float[Tensor, "r n"]  # how many of the rank's logits equal the last of its list
     z_t: Float[Tensor, "r n"]  # the target's logit on its rank, else +inf
-    place: Float[Tensor, "r n"] | None  # how many logits of the rank equal the target's and precede it, else +inf
+    ties_before: Float[Tensor, "r n"] | None  # how many logits of the rank equal the target's and precede it, else +inf
 
 
 def topk_by_lists(
@@ -55,12 +55,14 @@ def topk_by_lists(
     lists = Lists(messages[:, :k], messages[:, k], messages[:, k + 1], *messages[:, k + 2 :].unbind(1) or (None,))
     # 2. The same arithmetic on every rank, so that all decide alike.
     bounds, counts = _bounds(lists, options.temperature, limits.top_p)
-    ties = None if lists.place is None else Ties(counts, lists.place, Candidates(logits, options.chunk_size))
+    ties = (
+        None if lists.ties_before is None else Ties(counts, lists.ties_before, Candidates(logits, options.chunk_size))
+    )
     return bounds, ties, statistics.global_target_logit(lists.z_t)
 
 
 def _rank_lists(
-    block: Float[Tensor, "n v"], column: Int[Tensor, "n 1"], k: int, with_place: bool
+    block: Float[Tensor, "n v"], column: Int[Tensor, "n 1"], k: int, with_ties_before: bool
 ) -> Float[Tensor, "f n"]:
     """This rank's part of the message, of one row block."""
     dtype, width = accumulator(block.dtype), block.shape[-1]
@@ -70,7 +72,7 @@ def _rank_lists(
     if width:
         z_t = block.gather(-1, statistics.index_of(column)).to(dtype).masked_fill_(column < 0, math.inf)
     rows.append(z_t.mT)
-    if with_place:
+    if with_ties_before:
         columns = torch.arange(width, dtype=column.dtype, device=column.device)
         before = ((block == z_t) & (columns < column)).sum(-1, keepdim=True)
         rows.append(torch.where(column >= 0, before.to(dtype), math.inf).mT)

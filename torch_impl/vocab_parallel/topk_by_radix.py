@@ -107,10 +107,10 @@ def _bins(
         digit = (order_keys(entries.logits) >> shift) - base[row_slice][entries.rows]
         inside = (digit >= 0) & (digit < BINS)
         weight = torch.where(inside, weigh(row_slice, entries), 0.0)
-        place = entries.rows.long() * BINS + torch.where(inside, digit, 0)
+        bin_index = entries.rows.long() * BINS + torch.where(inside, digit, 0)
         # float64: thousands of terms may fall into one bin, one after the other
         sums = torch.zeros(bins[row_slice].numel(), dtype=torch.float64, device=bins.device)
-        bins[row_slice] += sums.index_add_(0, place, weight.double()).view(-1, BINS)
+        bins[row_slice] += sums.index_add_(0, bin_index, weight.double()).view(-1, BINS)
     return bins
 
 

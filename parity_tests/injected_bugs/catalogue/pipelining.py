@@ -298,8 +298,8 @@ BUGS = (
         name="a message taken after it is used accepted",
         kind="order",
         at="pipelining:_message_problems",
-        old="    if places[use][1] < places[receive][1]:",
-        new="    if places[use][1] < 0:",
+        old="    if locations[use][1] < locations[receive][1]:",
+        new="    if locations[use][1] < 0:",
         expect="value: ",
     ),
     InjectedBug(

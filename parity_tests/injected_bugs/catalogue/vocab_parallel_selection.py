@@ -329,8 +329,8 @@ BUGS = (
         name="bins of masses rounded to bfloat16",
         kind="precision",
         at="vocab_parallel:_bins",
-        old="bins[row_slice] += sums.index_add_(0, place, weight.double()).view(-1, BINS)",
-        new="bins[row_slice] += sums.index_add_(0, place, weight.double()).view(-1, BINS).bfloat16()",
+        old="bins[row_slice] += sums.index_add_(0, bin_index, weight.double()).view(-1, BINS)",
+        new="bins[row_slice] += sums.index_add_(0, bin_index, weight.double()).view(-1, BINS).bfloat16()",
         expect="value: ",
     ),
     # Lists of candidates
@@ -491,8 +491,8 @@ BUGS = (
         name="one tie more may be a target",
         kind="border",
         at="vocab_parallel:sampling_filter",
-        old="is_early = (before + ties.places).amin(0) < bounds.ties",
-        new="is_early = (before + ties.places).amin(0) <= bounds.ties",
+        old="is_early = (before + ties.before_target).amin(0) < bounds.ties",
+        new="is_early = (before + ties.before_target).amin(0) <= bounds.ties",
         expect="value: ",
     ),
     InjectedBug(

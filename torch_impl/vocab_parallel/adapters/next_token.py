@@ -50,7 +50,7 @@ def from_parallel_logits_to_logprobs(
 
     `sampling_params` scales and filters as `TrainingSamplingParams` says; `chunk_size` bounds the working set.
     Cotangents are summed over cp: a loss repeated on each cp rank gives cp times the gradient; divide by cp
-    or let each rank own a share.
+    or use each score in the loss of one rank alone.
 
     Cost:   forward that of the core (1 all_gather of 3 * b*s/cp numbers over tp; more with a filter) and
             1 all_gather of b*s/cp numbers over cp; backward none over tp, 1 reduce_scatter of b*s numbers over cp.
