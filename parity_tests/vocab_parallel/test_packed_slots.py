@@ -21,7 +21,7 @@ def test_slots_are_the_layout_read_three_ways(cp):
         for i, position in enumerate(positions.tolist()):
             start, stop = offsets[slots.sequence[i]], offsets[slots.sequence[i] + 1]
             assert start <= position < stop
-            assert slots.place[rank, i] == position - start
+            assert slots.index_in_sequence[rank, i] == position - start
             assert slots.has_next[rank, i] == (position + 1 < stop)
 
 

@@ -74,13 +74,11 @@ def attention_bytes(
     rows, gradient_itemsize, n = -(-s // cp_size), max(itemsize, 4), cp_size
     numbers_per_head = 2 * p * b * rows  # of K and V on one rank
 
-    def key_bytes(hops: int, heads: int) -> tuple[int, int]:
-        """(forward, backward) of a ring."""
+    def key_bytes(hops: int, heads: int) -> tuple[int, int]:  # of a ring, forward and backward
         numbers = hops * numbers_per_head * heads
         return numbers * itemsize, numbers * (itemsize + gradient_itemsize)
 
-    def head_bytes(a: int) -> int:
-        """The two all_to_alls over a ranks, in either direction."""
+    def head_bytes(a: int) -> int:  # of the two all_to_alls over a ranks, in either direction
         return (a - 1) * numbers_per_head * (h + max(hk, a)) * itemsize // a
 
     # 1. Exchanges of keys: around the ring as many hops as the window reaches back, as in the block schedule.
