@@ -141,7 +141,17 @@ def test_imports_run_one_way(tree, forbidden):
 
 # The floors of the harness, from the ground up: a file imports from its own floor and from those below it.
 ROOMS = ("declare", "draw", "run", "judge", "explain", "report")
-FLOORS = (*ROOMS, "verdict", "experiments", "replay", "second_opinion", "verify", "scheme", "__main__")
+FLOORS = (
+    *ROOMS,
+    "verdict",
+    "experiments",
+    "implementation",
+    "replay",
+    "second_opinion",
+    "verify",
+    "scheme",
+    "__main__",
+)
 
 
 def test_the_rooms_of_the_harness_import_downwards():

@@ -109,7 +109,8 @@ def replay_file(
     check_writable(json=json)
     aside = sys.stderr if json == "-" else sys.stdout
     outcome = Outcome()
-    for report in reruns(*_recorded(file), file, engine, repeat):
+    case, scheme = _recorded(file)
+    for report in reruns(scheme, case, engine, repeat):
         outcome.reports.append(report)
         print(f"{report.scheme.rpartition(':')[2]}: {report.verdict}" if quiet else report, file=aside)
         if verbose:
@@ -164,12 +165,12 @@ def trace_events(ledger: Ledger) -> dict[str, Any]:
 
 
 def _replayed(file: str) -> Report:
-    case, source = _recorded(file)
-    return judge(load_scheme(case, source, file), case)
+    case, scheme = _recorded(file)
+    return judge(scheme, case)
 
 
-def _recorded(file: str) -> tuple[CaseSpec, str]:
-    """CASE and SOURCE of a replay file, read without running it."""
+def _recorded(file: str) -> tuple[CaseSpec, Declared]:
+    """The case of a replay file, which is read and not run, and its scheme."""
     try:
         body = ast.parse(Path(file).read_text(), file).body
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
@@ -186,9 +187,10 @@ def _recorded(file: str) -> tuple[CaseSpec, str]:
     if not {"CASE", "SOURCE"} <= set(constants):
         raise discover.UnusableTarget(f"{file}: is no replay file (it has no CASE and SOURCE)")
     try:
-        return CaseSpec.from_json(constants["CASE"]), constants["SOURCE"]
+        case = CaseSpec.from_json(constants["CASE"])
     except ValueError as error:
         raise discover.UnusableTarget(f"{file}: CASE cannot be read: {error}") from None
+    return case, load_scheme(case, constants["SOURCE"], file, constants.get("IMPLEMENTATION"))
 
 
 def _shown(file: str) -> str:

@@ -10,15 +10,18 @@ from hypothesis import settings
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from parity_tests.cli import expected
 from parity_tests.harness.declare import discover
 from parity_tests.harness.declare.case import DTYPES, ENGINES
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.draw import size_choices, strategy
+from parity_tests.harness.implementation.offered import NotApplicable, module_of
+from parity_tests.harness.implementation.substitution import NotOffered, narrowed, on_implementation
 from parity_tests.harness.judge import bridge
 from parity_tests.harness.report import summary
 from parity_tests.harness.report.out_path import check_folder, check_writable, write_text
 from parity_tests.harness.report.report import PLAIN_WIDTH
-from parity_tests.harness.report.summary import Outcome, VerifyOptions
+from parity_tests.harness.report.summary import Expected, Outcome, VerifyOptions
 from parity_tests.harness.run.dtensor_advice import without_advice
 from parity_tests.harness.run.exit_status import EQUAL
 from parity_tests.harness.run.failure import NotRun
@@ -53,7 +56,7 @@ def verify(targets: list[str], options: VerifyOptions) -> int:
 def run(schemes: list[Declared], options: VerifyOptions) -> Outcome:
     """Verify schemes in turn with a progress bar on standard error."""
     bridge.start(options.jax_cache)
-    outcome = Outcome()
+    outcome = Outcome(expected=_expected_of(schemes, options))
     several = len(schemes) > 1
     with _profile(options.profile), progress_bar(options.quiet) as bar:
         task = bar.add_task("", total=len(schemes))
@@ -62,12 +65,34 @@ def run(schemes: list[Declared], options: VerifyOptions) -> Outcome:
             why = _not_applicable(scheme, options) if several else None
             if why:
                 outcome.not_run[scheme.name] = why
-            else:
-                _one(scheme, options, outcome)
+            elif (judged := _on_implementation(scheme, options, outcome)) is not None:
+                _one(judged, options, outcome)
             bar.advance(task)
             if options.fail_fast and outcome.status != EQUAL and outcome.reports:
                 break
     return outcome
+
+
+def _expected_of(schemes: list[Declared], options: VerifyOptions) -> dict[str, Expected]:
+    """The expected failures of these schemes; the file may name any built-in one besides."""
+    if options.expected_failures is None:
+        return {}
+    names = [scheme.name for scheme in (*schemes, *discover.built_in())]
+    expected_by_name = expected.read(options.expected_failures, names)
+    return {scheme.name: expected_by_name[scheme.name] for scheme in schemes if scheme.name in expected_by_name}
+
+
+def _on_implementation(scheme: Declared, options: VerifyOptions, outcome: Outcome) -> Declared | None:
+    """The scheme on the functions that are to be judged; None, with an entry in the outcome, where they lack it."""
+    if options.implementation is None:
+        return scheme
+    try:
+        return narrowed(on_implementation(scheme, options.implementation), options.names)
+    except NotOffered as why:
+        outcome.not_offered[scheme.name] = str(why)
+    except NotApplicable as why:
+        outcome.not_run[scheme.name] = f"not applicable: {why}"
+    return None
 
 
 @contextlib.contextmanager
@@ -131,6 +156,8 @@ def _check_options(options: VerifyOptions) -> None:
         raise ValueError(f"--profile {options.profile!r} is not one of {', '.join(strategy.EXAMPLES)}")
     if options.dtype is not None and options.dtype not in DTYPES:
         raise ValueError(f"--dtype {options.dtype!r} is not one of {', '.join(DTYPES)}")
+    if options.implementation is not None:
+        module_of(options.implementation)
     check_writable(json=options.json, junit=options.junit)
     if options.json == options.junit == "-":
         raise ValueError("--json - --junit -: standard output takes one of them; give the other a file")

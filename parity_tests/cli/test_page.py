@@ -23,7 +23,19 @@ from parity_tests.training.judged import Judged, Row
 VERBS = typer.main.get_command(app).commands
 WIDE = "200"
 # Maps by names of the user's own: their keys are no part of the shape.
-BY_NAME = {"mesh", "dims", "inputs", "outputs", "tensors", "owners", "types", "rows of a step", "not_run", "caught"}
+BY_NAME = {
+    "mesh",
+    "dims",
+    "inputs",
+    "outputs",
+    "tensors",
+    "owners",
+    "types",
+    "rows of a step",
+    "not_run",
+    "not_offered",
+    "caught",
+}
 BY_NAME |= {"layouts", "lengths", "values", "options", "left_out", "calls"}
 
 

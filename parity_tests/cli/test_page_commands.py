@@ -63,7 +63,7 @@ def recorded():
 
 @pytest.mark.parametrize("command", sorted(set(RUN)))
 def test_a_command_runs_as_it_is_shown(command, shardproof):
-    for example in (ROOT / "docs" / "examples").glob("my_*.py"):
+    for example in (ROOT / "docs" / "examples").glob("my_*"):
         shutil.copy(example, example.name)
     wrong = recorded() if "replay_" in command else None
     program, *arguments = command.split()

@@ -153,7 +153,8 @@ def test_a_report_full_of_quotes_is_still_a_file():
     object.__setattr__(report, "notes", {})
     object.__setattr__(report.failure, "args", ('say """no""" \\ to \\n it\'s',))
     file = write_replay(scheme, report)
-    assert listing._recorded(file) == (report.case, str(path))
+    case, recorded = listing._recorded(file)
+    assert (case, recorded.file) == (report.case, str(path))
     compile(Path(file).read_text(), file, "exec")
 
 

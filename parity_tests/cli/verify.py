@@ -50,6 +50,16 @@ def verify(
             help="Put every case, or none, inside a world twice as large; default: a quarter of them on lockstep.",
         ),
     ] = None,
+    implementation: Annotated[
+        str | None,
+        typer.Option(
+            help="Judge the functions that this module or FILE.py offers by the names of ours.", metavar="MODULE"
+        ),
+    ] = None,
+    expected_failures: Annotated[
+        str | None,
+        typer.Option(help="A line for each: scheme, verdict, # reason; one that passes is reported.", metavar="FILE"),
+    ] = None,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first scheme that is not equal.")] = False,
     jax_cache: Annotated[
         str | None, typer.Option(help="Folder that keeps JAX's compiled references.", metavar="DIR")
@@ -82,6 +92,8 @@ def verify(
         quiet=quiet,
         verbose=verbose,
         traceback=traceback,
+        implementation=implementation,
+        expected_failures=expected_failures,
     )
     raise typer.Exit(session.verify(targets or [], verify_options))
 

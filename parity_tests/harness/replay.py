@@ -30,10 +30,11 @@ from shardproof import replay
 
 CASE = {case!r}
 SOURCE = {source!r}
-
+{implementation}
 if __name__ == "__main__":
-    raise SystemExit(replay(CASE, SOURCE, __file__))
+    raise SystemExit(replay(CASE, SOURCE, __file__{further}))
 '''
+IMPLEMENTATION = "IMPLEMENTATION = {!r}  # whose functions the scheme calls in place of ours\n"
 PICKLE_NOTE = """
 The function was defined in a notebook; it lies beside this file as {pickle}. A pickle runs code when it is read:
 open it only if you trust where it came from."""
@@ -63,6 +64,8 @@ def write_replay(scheme: Declared, report: Report, folder: str = ".", replaces: 
         pickle_note=note,
         case=report.case.json,
         source=source,
+        implementation=IMPLEMENTATION.format(scheme.implementation.target) if scheme.implementation else "",
+        further=", implementation=IMPLEMENTATION" if scheme.implementation else "",
     )
     if replaces and replaces != str(path):
         for suffix in (".py", ".pkl"):
@@ -76,8 +79,20 @@ def write_replay(scheme: Declared, report: Report, folder: str = ".", replaces: 
     return str(path)
 
 
-def load_scheme(case: CaseSpec, source: str, replay_path: str) -> Declared:
-    """The scheme of a replay: from its pickle, or from the file that declares it."""
+def load_scheme(case: CaseSpec, source: str, replay_path: str, implementation: str | None = None) -> Declared:
+    """The scheme of a replay: from its pickle, or from the file that declares it; on the functions that it judged."""
+    scheme = _declared(case, source, replay_path)
+    if implementation is None:
+        return scheme
+    from parity_tests.harness.implementation.substitution import NotOffered, on_implementation
+
+    try:
+        return on_implementation(scheme, implementation)
+    except NotOffered as reason:
+        raise ValueError(f"replay: scheme {scheme.name!r} is not offered any more: {reason}") from None
+
+
+def _declared(case: CaseSpec, source: str, replay_path: str) -> Declared:
     from parity_tests.harness.declare.discover import schemes_of_file
 
     name = case.scheme.rpartition(":")[2]
@@ -107,31 +122,38 @@ def _arguments(arguments: Sequence[str]) -> tuple[str | None, int]:
     return parsed.engine, max(parsed.repeat, 1)
 
 
-def replay(case_json: str, source: str, file: str, arguments: Sequence[str] | None = None) -> int:
+def replay(
+    case_json: str,
+    source: str,
+    file: str,
+    arguments: Sequence[str] | None = None,
+    implementation: str | None = None,
+) -> int:
     """Run one recorded case and print its report; returns the exit status.
 
     The status is 0 where all is equal, 1 for a mismatch, 2 where it cannot be run, 3 where a rank failed, 4 where
     this machine lacks what the engine needs.
     """
     engine, repeat = _arguments(sys.argv[1:] if arguments is None else arguments)
-    return guarded(lambda: rerun(CaseSpec.from_json(case_json), source, file, engine, repeat))
+    return guarded(lambda: rerun(CaseSpec.from_json(case_json), source, file, engine, repeat, implementation))
 
 
-def rerun(case: CaseSpec, source: str, file: str, engine: str | None, repeat: int) -> int:
+def rerun(
+    case: CaseSpec, source: str, file: str, engine: str | None, repeat: int, implementation: str | None = None
+) -> int:
     """Judge a recorded case so many times and print each report; returns the worst status."""
     status = EQUAL
-    for report in reruns(case, source, file, engine, repeat):
+    for report in reruns(load_scheme(case, source, file, implementation), case, engine, repeat):
         print(report)
         status = max(status, FAILED if report.failure is not None else EQUAL if report.ok else MISMATCH)
     return status
 
 
-def reruns(case: CaseSpec, source: str, file: str, engine: str | None, repeat: int) -> Iterator[Report]:
+def reruns(scheme: Declared, case: CaseSpec, engine: str | None, repeat: int) -> Iterator[Report]:
     """The reports of a recorded case that is judged so many times."""
     from parity_tests.harness.experiments.notes import from_one_case
     from parity_tests.harness.experiments.undecided import verdict_of
 
-    scheme = load_scheme(case, source, file)
     if (engine or case.engine) not in scheme.engines:
         raise ValueError(f"scheme '{scheme.name}': is declared for {', '.join(scheme.engines)} only, not {engine}")
     for _ in range(repeat):

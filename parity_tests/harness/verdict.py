@@ -60,7 +60,8 @@ def judge(
     try:
         ranks = run(wrap_program(program) if wrap_program else program, case, case.engine, quiet_s=quiet_s)
     except RankFailure as failure:
-        return Report(scheme.key, case, failure=failure, ledger=failure.ledger or Ledger())
+        record = scheme.implementation
+        return Report(scheme.key, case, failure=failure, ledger=failure.ledger or Ledger(), implementation=record)
     # 3. Compare values and gradients, then the ledgers.
     rows = compare.compare(scheme, case, ranks.results, reference)
     protocol = side_checks.protocol(ranks.ledger, scheme.engines)
@@ -77,6 +78,7 @@ def judge(
         ledger=ranks.ledger,
         cost_declared=scheme.cost is not None,
         seconds=ranks.seconds,
+        implementation=scheme.implementation,
     )
 
 

@@ -68,6 +68,31 @@ class Cost:
     backward: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Implementation:
+    """Whose functions a scheme is judged on in place of ours: those of `target`, a module's name or a file.
+
+    `judged` says where each stands, `ours` names the functions of ours that it calls besides.
+    """
+
+    target: str
+    judged: tuple[str, ...]
+    ours: tuple[str, ...] = ()
+    lacks_parameters: bool = False  # some that ours have
+    not_applicable: str | None = None  # the parameters that it lacks, and the options that are not tried therefore
+
+    @property
+    def lines(self) -> list[str]:
+        """What a report says of it."""
+        ours = f"; ours: {', '.join(self.ours)}" if self.ours else ""
+        lines = [f"judged: {', '.join(self.judged)}{ours}"]
+        return lines + ([f"not applicable: {self.not_applicable}"] if self.not_applicable else [])
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {"judged": list(self.judged), "ours": list(self.ours), "not_applicable": self.not_applicable}
+
+
 @dataclass(frozen=True, eq=False)
 class Declared:
     """A per-rank function with its reference, its arguments and the values to try."""
@@ -100,6 +125,7 @@ class Declared:
     assume: Callable[[CaseSpec], Any] | None = None  # of a case's sizes: whether it is drawn
     excluded_calls: tuple[str, ...] = ()  # calling conditions that the function does not promise
     isolate: tuple[str, ...] = ()  # further modules whose globals each rank of lockstep has for itself
+    implementation: Implementation | None = None  # another's functions that it is judged on, see harness/implementation
 
     @property
     def all_options(self) -> dict[str, tuple[Any, ...]]:

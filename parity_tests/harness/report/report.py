@@ -16,6 +16,7 @@ from rich.text import Text
 
 from parity_tests.harness.declare.calls import phrases
 from parity_tests.harness.declare.case import SPARE, CaseSpec
+from parity_tests.harness.declare.declared import Implementation
 from parity_tests.harness.declare.draws import RARE
 from parity_tests.harness.explain.note import Note
 from parity_tests.harness.judge.compare import TensorRow, errors
@@ -92,6 +93,7 @@ class Report:
     unsaved: str | None = None  # why there is no replay file
     confirmed_on: str | None = None  # the engine that fails on the case too, with its verdict where that is another
     contested: str | None = None  # what it means that the case passes there
+    implementation: Implementation | None = None  # whose functions were judged, if not ours
 
     @property
     def ok(self) -> bool:
@@ -183,6 +185,7 @@ class Report:
             "contested": self.contested,
             "undecided": self.undecided_examples,
             "undecided_why": self.undecided_why,
+            "implementation": None if self.implementation is None else self.implementation.to_dict(),
         }
 
     def __str__(self) -> str:
@@ -197,6 +200,8 @@ class Report:
 
     def __rich__(self) -> RenderableType:
         parts: list[RenderableType] = [Text(self._heading(), style="bold")]
+        if self.implementation is not None:
+            parts += [Text(f"  {line}") for line in self.implementation.lines]
         if self.contested is not None:
             parts.append(Text(f"  engines disagree: {self.contested}", style="yellow"))
         if self.failure is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 from xml.etree import ElementTree
 
@@ -34,23 +34,51 @@ class VerifyOptions:
     quiet: bool = False
     verbose: bool = False
     traceback: bool = False
+    implementation: str | None = None  # a module's name or a file, whose functions are judged
+    expected_failures: str | None = None
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A failure that is expected of a scheme: its verdict, and why."""
+
+    verdict: str
+    reason: str = ""
 
 
 @dataclass
 class Outcome:
-    """Reports by scheme, and the schemes that were not run with the reason."""
+    """Reports by scheme, and the schemes that were not run or that another implementation lacks, with the reason."""
 
     reports: list[Report] = field(default_factory=list)
     not_run: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    not_offered: dict[str, str] = field(default_factory=dict)
+    expected: dict[str, Expected] = field(default_factory=dict)
 
     @property
     def status(self) -> int:
-        if any(report.failure is not None for report in self.reports):
+        unexpected = [report for report in self.reports if not self.is_expected(report)]
+        if any(report.failure is not None for report in unexpected):
             return FAILED
-        if any(not report.ok for report in self.reports):
+        if self.unexpected_passes or any(not report.ok for report in unexpected):
             return MISMATCH
         return EQUAL if self.reports else NOTHING
+
+    def is_expected(self, report: Report) -> bool:
+        """Whether it is a failure, and the one that is expected of its scheme."""
+        expected = self.expected.get(name_of(report))
+        return not report.ok and expected is not None and expected.verdict == report.verdict
+
+    @property
+    def unexpected_passes(self) -> list[str]:
+        """Schemes that pass and were expected to fail."""
+        return [name_of(report) for report in self.reports if report.ok and name_of(report) in self.expected]
+
+
+def name_of(report: Report) -> str:
+    """The scheme's name without its module."""
+    return report.scheme.rpartition(":")[2]
 
 
 SLOWEST = 5
@@ -62,21 +90,39 @@ def show(console: Console, outcome: Outcome, options: VerifyOptions) -> None:
     if len(outcome.reports) > 1 and not options.quiet:
         console.print(table(outcome))
     for report in outcome.reports:
-        if not report.ok or options.verbose or (single and not options.quiet):
+        is_shown = not report.ok and not outcome.is_expected(report)
+        if is_shown or options.verbose or (single and not options.quiet):
             console.print(report, soft_wrap=True, highlight=False)
             if options.traceback and report.failure is not None and report.failure.traceback:
                 console.print(report.failure.traceback, markup=False, highlight=False, soft_wrap=True)
         if options.verbose:
             console.print(report.trace(), markup=False, highlight=False, soft_wrap=True)
         elif report.ok and not single and not options.quiet:
-            name = report.scheme.rpartition(":")[2]
             for omission in report.omissions():
-                console.print(f"left out: {name}: {omission}", markup=False, highlight=False, soft_wrap=True)
-    for name, why in outcome.not_run.items():
-        console.print(f"not run: {name}: {why}", markup=False, highlight=False, soft_wrap=True)
+                console.print(f"left out: {name_of(report)}: {omission}", markup=False, highlight=False, soft_wrap=True)
+    for line in [*_expectations(outcome), *(f"not run: {name}: {why}" for name, why in outcome.not_run.items())]:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if outcome.not_offered and not options.quiet:
+        console.print(f"not offered: {', '.join(outcome.not_offered)}", markup=False, highlight=False)
     if not single and not options.quiet and outcome.seconds:
         console.print(timing(outcome), highlight=False)
     console.print(closing(outcome), highlight=False)
+
+
+def _expectations(outcome: Outcome) -> list[str]:
+    """A line for each failure that was expected, and for each expectation that another outcome contradicts."""
+    lines = []
+    for report in outcome.reports:
+        expected = outcome.expected.get(name_of(report))
+        if expected is None:
+            continue
+        reason = f" ({expected.reason})" if expected.reason else ""
+        if outcome.is_expected(report):
+            lines.append(f"expected: {name_of(report)}: {report.verdict}{reason}")
+        else:
+            what = "passes" if report.ok else report.verdict
+            lines.append(f"unexpected: {name_of(report)}: {what}, where {expected.verdict} is expected{reason}")
+    return lines
 
 
 def table(outcome: Outcome) -> Table:
@@ -97,7 +143,7 @@ def table(outcome: Outcome) -> Table:
         forward, backward = report.worst("output"), report.worst("gradient")
         ratio = max((row.ratio for row in report.rows), default=float("nan"))
         grid.add_row(
-            report.scheme.rpartition(":")[2],
+            name_of(report),
             _meshes(report.meshes),
             str(report.examples),
             _error(forward),
@@ -105,26 +151,31 @@ def table(outcome: Outcome) -> Table:
             f"{ratio:.2g}" if report.rows else "-",
             str(_bytes(report)),
             report.verdict + (f", {report.undecided_examples} undecided" if report.ok and report.undecided_why else ""),
-            style="" if report.ok else "red",
+            style="" if report.ok or outcome.is_expected(report) else "red",
         )
     return grid
 
 
 def closing(outcome: Outcome) -> str:
     schemes = len(outcome.reports)
-    clear = [report for report in outcome.reports if report.failed and report.contested is None]
+    unexpected = [report for report in outcome.reports if not outcome.is_expected(report)]
+    clear = [report for report in unexpected if report.failed and report.contested is None]
     failures = sum(report.failure is not None for report in clear)
     mismatches = len(clear) - failures
-    contested = sum(report.contested is not None for report in outcome.reports)
-    without_verdict = sum(report.undecided is not None for report in outcome.reports)
+    contested = sum(report.contested is not None for report in unexpected)
+    without_verdict = sum(report.undecided is not None for report in unexpected)
     undecided = f", {without_verdict} undecided" if without_verdict else ""
     failed = f", {failures} failed" if failures else ""
     failed += f", {contested} on which engines disagree" if contested else ""
+    expected, passes = schemes - len(unexpected), len(outcome.unexpected_passes)
+    failed += f", {expected} expected failure{'s' if expected != 1 else ''}" if expected else ""
+    failed += f", {passes} unexpected pass{'es' if passes != 1 else ''}" if passes else ""
+    not_offered = f", {len(outcome.not_offered)} not offered" if outcome.not_offered else ""
     meshes = sum(len(report.left_out) for report in outcome.reports)
     omitted = f", {meshes} mesh{'es' if meshes != 1 else ''} left out" if meshes else ""
     return (
         f"{schemes} scheme{'s' if schemes != 1 else ''}, {mismatches} mismatch{'es' if mismatches != 1 else ''}"
-        f"{undecided}{failed}, {len(outcome.not_run)} not run{omitted}."
+        f"{undecided}{failed}, {len(outcome.not_run)} not run{not_offered}{omitted}."
     )
 
 
@@ -139,25 +190,36 @@ def timing(outcome: Outcome) -> str:
 
 
 def as_json(outcome: Outcome, **fields: Any) -> str:
-    """Status, reports, and what was not run; `fields` are added to them, or replace those of the same name."""
+    """Status, reports, what was not run or not offered; `fields` are added, or replace those of the same name."""
     record = {
         "status": outcome.status,
-        "reports": [report.to_dict() for report in outcome.reports],
+        "reports": [_as_dict(report, outcome) for report in outcome.reports],
         "not_run": outcome.not_run,
+        "not_offered": outcome.not_offered,
     }
     return json.dumps({**record, **fields}, indent=2)
 
 
+def _as_dict(report: Report, outcome: Outcome) -> dict[str, Any]:
+    expected = outcome.expected.get(name_of(report))
+    return {**report.to_dict(), "expected": None if expected is None else asdict(expected)}
+
+
 def as_junit(outcome: Outcome) -> str:
     """JUnit XML: a test case for each scheme, its notes as the failure's text."""
+    skipped = {**outcome.not_run, **{name: f"not offered: {why}" for name, why in outcome.not_offered.items()}}
+    skipped |= {
+        name_of(report): f"expected {report.verdict}" for report in outcome.reports if outcome.is_expected(report)
+    }
+    wrong = {name_of(report) for report in outcome.reports if not report.ok and not outcome.is_expected(report)}
     counts = {
-        "tests": len(outcome.reports) + len(outcome.not_run),
-        "failures": sum(not report.ok for report in outcome.reports),
-        "skipped": len(outcome.not_run),
+        "tests": len(outcome.reports) + len(outcome.not_run) + len(outcome.not_offered),
+        "failures": len(wrong) + len(outcome.unexpected_passes),
+        "skipped": len(skipped),
     }
     suite = ElementTree.Element("testsuite", {"name": "shardproof", **{what: str(n) for what, n in counts.items()}})
     for report in outcome.reports:
-        name = report.scheme.rpartition(":")[2]
+        name = name_of(report)
         item = ElementTree.SubElement(suite, "testcase", name=name, time=f"{outcome.seconds.get(name, 0.0):.3f}")
         properties = ElementTree.SubElement(item, "properties")
         worst = max((row.ratio for row in report.rows), default=float("nan"))
@@ -170,9 +232,13 @@ def as_junit(outcome: Outcome) -> str:
             ElementTree.SubElement(properties, "property", name=key, value=str(value))
         if report.left_out:
             ElementTree.SubElement(properties, "property", name="left_out", value="; ".join(report.omissions()))
-        if not report.ok:
+        if name in wrong:
             ElementTree.SubElement(item, "failure", message=report.verdict).text = str(report)
-    for name, why in outcome.not_run.items():
+        elif name in outcome.unexpected_passes:
+            ElementTree.SubElement(item, "failure", message=f"passes, {outcome.expected[name].verdict} is expected")
+        elif name in skipped:
+            ElementTree.SubElement(item, "skipped", message=skipped.pop(name))
+    for name, why in skipped.items():
         item = ElementTree.SubElement(suite, "testcase", name=name)
         ElementTree.SubElement(item, "skipped", message=why)
     return ElementTree.tostring(suite, encoding="unicode")

@@ -1,0 +1,125 @@
+"""A scheme whose function calls another implementation in place of ours."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from parity_tests.harness.declare.calls import excluded_by_default
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.declared import Declared, Implementation
+from parity_tests.harness.declare.validation import SHARED
+from parity_tests.harness.draw.drawing import one_case
+from parity_tests.harness.implementation.offered import NotApplicable, Offered, module_of
+from parity_tests.harness.implementation.public_names import PublicName, called_by, rebound
+from parity_tests.harness.run.engines import run
+from parity_tests.harness.run.failure import RankFailure
+from parity_tests.harness.run.program import Program
+
+MOST_TRIED = 256  # combinations of option values
+
+
+class NotOffered(Exception):
+    """A scheme of which the other implementation has no function; the message says which it would be."""
+
+
+def on_implementation(scheme: Declared, target: str) -> Declared:
+    """The scheme on the functions of `target`, a module's name or FILE.py. Errors: NotOffered, UnusableTarget.
+
+    Ours are called by the names that the module lacks. Costs are those of our functions, so none is declared, and
+    what other people's functions need not promise is not drawn: see `excluded_calls` of @scheme.
+    """
+    module = module_of(target)
+    target = str(Path(target).resolve()) if target.endswith(".py") else target
+    names = called_by(scheme.fn)
+    judged = [name for name in names if not name.carries_arguments] or names
+    if not judged:
+        raise NotOffered("judges parts that are not public")
+    offered = {name: Offered(target, name) for name in names if _is_offered(module, name)}
+    if not set(judged) & set(offered):
+        raise NotOffered(f"{Path(target).name} has no {' and no '.join(sorted(name.name for name in judged))}")
+    record = Implementation(
+        target,
+        judged=tuple(offered[name].place for name in judged if name in offered),
+        ours=tuple(f"{name.package}.{name.name}" for name in judged if name not in offered),
+        lacks_parameters=not all(each.has_our_parameters for each in offered.values()),
+    )
+    package = module.__name__.partition(".")[0]
+    return replace(
+        scheme,
+        fn=rebound(scheme.fn, offered),
+        cost=None,
+        isolate=(*scheme.isolate, *({package} - set(SHARED))),
+        excluded_calls=tuple(dict.fromkeys([*scheme.excluded_calls, *excluded_by_default(module.__name__)])),
+        implementation=record,
+    )
+
+
+def narrowed(scheme: Declared, given_names: Mapping[str, Any]) -> Declared:
+    """The scheme with the option values that the other implementation has parameters for.
+
+    Where it lacks a parameter of ours, each combination of option values is run once. Errors: NotApplicable where it
+    takes none of them.
+    """
+    record = scheme.implementation
+    if record is None or not record.lacks_parameters:
+        return scheme
+    menus = {name: values for name, values in scheme.all_options.items() if name not in given_names}
+    combinations = [
+        dict(zip(menus, values, strict=True))
+        for values in itertools.islice(itertools.product(*menus.values()), MOST_TRIED)
+    ]
+    why = [_why_not(scheme, {**given_names, **values}) for values in combinations]
+    possible = [values for values, reason in zip(combinations, why, strict=True) if reason is None]
+    if not possible:
+        raise NotApplicable(next(reason for reason in why if reason is not None))
+    if len(possible) == len(combinations):
+        return scheme
+
+    def is_possible(case: CaseSpec) -> bool:
+        allowed = any(all(case.options[name] == value for name, value in each.items()) for each in possible)
+        return allowed and (scheme.assume is None or bool(scheme.assume(case)))
+
+    kept = {
+        name: tuple(v for v in values if any(each[name] == v for each in possible)) for name, values in menus.items()
+    }
+    is_rectangle = len(possible) == len(list(itertools.product(*kept.values())))
+    return replace(
+        scheme,
+        options={name: kept.get(name, values) for name, values in scheme.options.items()},
+        rank_options={name: kept.get(name, values) for name, values in scheme.rank_options.items()},
+        assume=scheme.assume if is_rectangle else is_possible,
+        implementation=replace(record, not_applicable=_left_out(menus, kept, why)),
+    )
+
+
+def _is_offered(module: Any, name: PublicName) -> bool:
+    """Whether the module has something of its own by the name, and of the same kind where a Function is applied."""
+    theirs, ours = getattr(module, name.name, None), name.value
+    if theirs is None or theirs is ours or not callable(theirs):
+        return False
+    is_applied = inspect.isclass(ours) and hasattr(ours, "apply")
+    return not is_applied or (hasattr(theirs, "apply") and hasattr(theirs, "forward"))
+
+
+def _why_not(scheme: Declared, names: Mapping[str, Any]) -> str | None:
+    """Why the other implementation cannot be called so; None where it can, or fails in another way."""
+    try:
+        run(Program.of(scheme), one_case(scheme, **names))
+    except RankFailure as failure:
+        return str(failure.__cause__) if isinstance(failure.__cause__, NotApplicable) else None
+    except ValueError:  # no case of these: what verifies says so
+        return None
+    return None
+
+
+def _left_out(menus: Mapping[str, Sequence[Any]], kept: Mapping[str, Sequence[Any]], why: Sequence[str | None]) -> str:
+    """`parameter chunk_size (chunk_size=1, 2)`: the reasons, and the values of options that no case has."""
+    reasons = ", ".join(dict.fromkeys(reason for reason in why if reason is not None))
+    removed = {name: [value for value in values if value not in kept[name]] for name, values in menus.items()}
+    values = "; ".join(f"{name}={', '.join(map(repr, each))}" for name, each in removed.items() if each)
+    return f"{reasons} ({values or 'some combinations of options'})"

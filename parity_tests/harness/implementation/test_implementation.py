@@ -1,0 +1,197 @@
+"""The built-in schemes judge the functions of another module, and only those that it offers."""
+
+import inspect
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from parity_tests.harness.declare.discover import TABLE, find
+from parity_tests.harness.implementation.offered import NotApplicable, Offered
+from parity_tests.harness.implementation.public_names import PublicName, called_by, rebound
+from parity_tests.harness.implementation.substitution import NotOffered, on_implementation
+from parity_tests.harness.replay import reruns
+from shardproof import CaseSpec
+from torch_impl import vocab_parallel as vp
+
+EXAMPLE = Path(__file__).resolve().parents[3] / "docs" / "examples" / "my_functions.py"
+RIGHT = EXAMPLE.read_text()
+WRONG = RIGHT.replace("slope * gradient[..., None]", "slope")
+LINE = 1 + RIGHT[: RIGHT.index("\ndef vocab_parallel_logprob")].count("\n") + 1
+LOGPROB = PublicName("torch_impl.vocab_parallel", "vocab_parallel_logprob")
+FUNCTION = PublicName("torch_impl.vocab_parallel", "DistributedLogprob")
+APPLIED = """
+import torch
+class DistributedLogprob(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, target, start, end, group, inference_only=False):
+        return logits, group, inference_only
+"""
+
+
+def closing(out):
+    return out.rstrip().splitlines()[-1]
+
+
+def written(name, text):
+    Path(name).write_text(text)
+    return name
+
+
+def scheme_named(name):
+    (scheme,) = find([name])
+    return scheme
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+def test_right_functions_are_equal(engine, shardproof):
+    file = written(f"right_on_{engine}.py", RIGHT)
+    run = ("verify", "vocab_parallel_*", "logprob_with_entropy", "--implementation", file, "--json", "out.json")
+    status, out, _ = shardproof(*run, "--engine", engine, "--examples", "6")
+    assert status == 0, out
+    assert f"judged: right_on_{engine}.vocab_parallel_logprob (right_on_{engine}.py:{LINE})" in out
+    assert "not applicable: parameter chunk_size (chunk_size=1, 2, 5)" in out
+    assert "not run: logprob_with_entropy: not applicable: parameter with_entropy" in out
+    assert closing(out) == "1 scheme, 0 mismatches, 1 not run, 2 not offered."
+    record = json.loads(Path("out.json").read_text())
+    assert record["not_offered"] == {
+        f"vocab_parallel_{name}": f"right_on_{engine}.py has no _compute_distributed_{name}"
+        for name in ("log_softmax", "softmax")
+    }
+    assert record["reports"][0]["implementation"]["ours"] == []
+    assert TABLE[record["reports"][0]["scheme"]].implementation is None
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+def test_a_mismatch_names_the_function_and_its_line_and_is_replayed_on_it(engine, shardproof):
+    file = written(f"wrong_on_{engine}.py", WRONG)
+    run = ("verify", "vocab_parallel_logprob", "--implementation", file, "--examples", "6", "--engine", engine)
+    status, out, _ = shardproof(*run)
+    assert status == 1 and "MISMATCH" in out
+    assert f"  judged: wrong_on_{engine}.vocab_parallel_logprob (wrong_on_{engine}.py:{LINE})" in out
+    (replay,) = Path().glob("replay_*.py")
+    assert f"wrong_on_{engine}.py" in replay.read_text()
+    assert shardproof("replay", str(replay))[0] == 1
+    case = CaseSpec.from_json(re.search("^CASE = '(.*)'$", replay.read_text(), re.MULTILINE)[1])
+    mended = on_implementation(scheme_named("vocab_parallel_logprob"), written(f"mended_on_{engine}.py", RIGHT))
+    (report,) = reruns(mended, case, None, 1)
+    assert report.ok
+
+
+def test_a_module_that_lacks_all_names_judges_nothing(shardproof):
+    empty = written("lacks_all.py", "def vocab_parallel_loss():\n    pass\n")
+    status, out, _ = shardproof("verify", "vocab_parallel_*", "--implementation", empty)
+    assert status == 4
+    assert "not offered: vocab_parallel_logprob, vocab_parallel_log_softmax, vocab_parallel_softmax" in out
+    assert closing(out) == "0 schemes, 0 mismatches, 0 not run, 3 not offered."
+
+
+def test_our_own_functions_under_our_names_are_not_offered(shardproof):
+    ours = written("ours.py", "from torch_impl.vocab_parallel import *\n")
+    assert shardproof("verify", "vocab_parallel_logprob", "--implementation", ours)[0] == 4
+
+
+def test_a_module_is_found_in_the_working_folder_by_its_name(shardproof):
+    written("named_module.py", RIGHT)
+    run = ("verify", "vocab_parallel_logprob", "--examples", "2", "--implementation")
+    assert shardproof(*run, "named_module")[0] == 0
+    status, _, err = shardproof(*run, "no_such_module")
+    assert status == 2 and "cannot import no_such_module" in err
+
+
+def test_a_rank_that_raises_names_the_line_of_the_module(shardproof):
+    file = written(
+        "raising_module.py", RIGHT.replace("        rows = ", "        raise KeyError('w')\n        rows = ")
+    )
+    status, out, _ = shardproof("verify", "vocab_parallel_logprob", "--implementation", file, "--examples", "2")
+    line = 1 + Path(file).read_text().splitlines().index("        raise KeyError('w')")
+    assert status == 3 and f'raising_module.py", line {line}, in forward' in out
+
+
+# Expected failures
+
+
+def test_an_expected_failure_is_listed_and_does_not_count(shardproof):
+    file = written("wrong_as_expected.py", WRONG)
+    written("expected.txt", "# known\nvocab_parallel_logprob  mismatch  # the slope\nvocab_topk mismatch\n")
+    run = ("verify", "vocab_parallel_*", "--implementation", file, "--expected-failures", "expected.txt")
+    status, out, _ = shardproof(*run, "--examples", "6", "--json", "out.json", "--junit", "out.xml")
+    assert status == 0
+    assert "expected: vocab_parallel_logprob: mismatch (the slope)" in out
+    assert closing(out) == "1 scheme, 0 mismatches, 1 expected failure, 0 not run, 2 not offered."
+    assert json.loads(Path("out.json").read_text())["reports"][0]["expected"]["reason"] == "the slope"
+    suite = ElementTree.parse("out.xml").getroot()
+    assert [suite.get(name) for name in ("tests", "failures", "skipped")] == ["3", "0", "3"]
+
+
+def test_an_unexpected_pass_fails(shardproof):
+    written("expected.txt", "vocab_parallel_logprob mismatch # the slope\n")
+    file = written("right_unexpectedly.py", RIGHT)
+    run = ("verify", "vocab_parallel_logprob", "--implementation", file, "--expected-failures", "expected.txt")
+    status, out, _ = shardproof(*run, "--examples", "2", "--junit", "out.xml")
+    assert status == 1
+    assert "unexpected: vocab_parallel_logprob: passes, where mismatch is expected (the slope)" in out
+    assert "1 unexpected pass" in closing(out)
+    assert ElementTree.parse("out.xml").getroot().get("failures") == "1"
+
+
+def test_another_failure_than_the_expected_fails(shardproof):
+    written("expected.txt", "vocab_parallel_logprob raised\n")
+    file = written("wrong_otherwise.py", WRONG)
+    run = ("verify", "vocab_parallel_logprob", "--implementation", file, "--expected-failures", "expected.txt")
+    status, out, _ = shardproof(*run, "--examples", "6")
+    assert status == 1 and "unexpected: vocab_parallel_logprob: mismatch, where raised is expected" in out
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("vocab_topkk mismatch", "no scheme is called 'vocab_topkk'; did you mean vocab_topk?"),
+        ("vocab_topk wrong", "'wrong' is no verdict of a failure"),
+        ("vocab_topk mismatch\nvocab_topk raised", "vocab_topk stands in the file a second time"),
+    ],
+)
+def test_a_mistake_in_the_file_is_named_with_its_line(line, sentence, shardproof):
+    written("expected.txt", line)
+    status, out, err = shardproof("verify", "vocab_topk", "--expected-failures", "expected.txt")
+    assert (status, out) == (2, "") and sentence in err and f"expected.txt:{1 + line.count(chr(10))}" in err
+
+
+# The parts: which names a scheme calls, and a copy that calls others
+
+
+def test_names_are_found_through_modules_and_helper_functions():
+    assert called_by(scheme_named("vocab_parallel_logprob").fn) == [LOGPROB]
+    assert PublicName("torch_impl.layouts", "TokenLayout") in called_by(scheme_named("packed_attention_by_keys").fn)
+    assert PublicName("torch_impl.context_parallel", "context_parallel_attention") in called_by(
+        scheme_named("packed_attention_by_keys").fn
+    )
+
+
+def test_a_copy_calls_the_others_and_the_original_ours():
+    scheme = scheme_named("vocab_parallel_logprob")
+    copy = rebound(scheme.fn, {LOGPROB: "another"})
+    assert copy.__globals__["vp"].vocab_parallel_logprob == "another"
+    assert copy.__globals__["vp"].DistributedLogprob is vp.DistributedLogprob
+    assert scheme.fn.__globals__["vp"] is vp
+
+
+def test_a_scheme_of_parts_that_are_not_public_is_not_offered():
+    with pytest.raises(NotOffered, match="not public"):
+        on_implementation(scheme_named("rotary"), written("any_names.py", RIGHT))
+
+
+def test_arguments_of_an_applied_function_that_it_lacks():
+    offered = Offered(written("applied.py", APPLIED), FUNCTION)
+    parameters = inspect.signature(vp.DistributedLogprob.forward).parameters
+    assert list(parameters)[-1] == "temperature"
+    with pytest.raises(NotApplicable, match="parameter temperature"):
+        offered.apply(1, 2, 0, 4, "tp", False, 2.0)
+
+
+def test_a_parameter_that_ours_lacks():
+    text = "def vocab_parallel_logprob(logits, target, tp_group, *, scale, **others):\n    pass\n"
+    with pytest.raises(NotApplicable, match="parameter scale, which ours lacks"):
+        Offered(written("another_parameter.py", text), LOGPROB)(1, 2, 3, vocab_start_index=0, vocab_end_index=1)
