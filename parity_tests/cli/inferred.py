@@ -18,7 +18,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from parity_tests.harness.run.failure import RankFault
 from parity_tests.tracing.sharded_rank import function_of
 
-OPEN = "?"
+OPEN, RETURN = "?", "return"
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 ABOUT_THE_MESH = ("mesh", "device_mesh", "group", "process_group")
 
@@ -122,7 +122,10 @@ def written(placement: Placement) -> str:
 
 
 def run(mesh: Any, case: Any) -> dict[str, Seen]:
-    """On a rank: call the function with its inputs and note the tensors; results are `return` and `return 1` on."""
+    """On a rank: call the function with its inputs and note the tensors.
+
+    Results are `return` and `return 1` on, of a dict `return NAME`.
+    """
     options = case.options
     function, device_mesh = function_of(options["function"]), mesh.device_mesh
     torch.manual_seed(0)
@@ -137,9 +140,11 @@ def run(mesh: Any, case: Any) -> dict[str, Seen]:
         name: about_the_mesh(name, mesh) for name in inspect.signature(function).parameters if is_about_the_mesh(name)
     }
     results = function(**{**others, **by_name})
-    results = results if isinstance(results, tuple | list) else [results]
     seen = {name: _seen(x) for name, x in by_name.items() if isinstance(x, Tensor)}
-    return seen | {f"return {i}" if i else "return": _seen(x) for i, x in enumerate(results)}
+    if isinstance(results, Mapping):
+        return seen | {f"{RETURN} {name}": _seen(x) for name, x in results.items()}
+    results = results if isinstance(results, tuple | list) else [results]
+    return seen | {f"{RETURN} {i}" if i else RETURN: _seen(x) for i, x in enumerate(results)}
 
 
 def about_the_mesh(name: str, mesh: Any) -> Any:

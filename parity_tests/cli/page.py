@@ -30,8 +30,8 @@ completed are verbs, options, names of schemes and schedules, engines, profiles,
 |---|---|
 {statuses}
 
-Of several outcomes the worst wins, and 3 is worse than 1. Under torchrun the command's status stands in the agent's
-report, and the agent leaves with 1.
+Of several outcomes the worst wins: 3, then 1, then 2 for a scheme whose reference cannot be used. Under torchrun the
+command's status stands in the agent's report, and the agent leaves with 1.
 
 - **What is printed.** Verdicts and tables go to standard output; progress bars, and one sentence for what cannot be
   done, to standard error. Bars and colours are for terminals only; `NO_COLOR=1` turns colours off there too.

@@ -18,6 +18,7 @@ from parity_tests.harness.draw import size_choices, strategy
 from parity_tests.harness.implementation.offered import NotApplicable, module_of
 from parity_tests.harness.implementation.substitution import NotOffered, narrowed, on_implementation
 from parity_tests.harness.judge import bridge
+from parity_tests.harness.judge.reference import ReferenceFailure
 from parity_tests.harness.report import summary
 from parity_tests.harness.report.out_path import check_folder, check_writable, write_text
 from parity_tests.harness.report.report import PLAIN_WIDTH
@@ -25,6 +26,7 @@ from parity_tests.harness.report.summary import Expected, Outcome, VerifyOptions
 from parity_tests.harness.run.dtensor_advice import without_advice
 from parity_tests.harness.run.exit_status import EQUAL
 from parity_tests.harness.run.failure import NotRun
+from parity_tests.harness.verify import NothingCompared
 from parity_tests.harness.verify import verify as verify_scheme
 
 
@@ -40,7 +42,8 @@ def verify(targets: list[str], options: VerifyOptions) -> int:
     outcome.not_run |= {} if targets else discover.left_out()
     aside = options.json == "-" or options.junit == "-"  # standard output is for machines
     console = Console(stderr=aside, width=None if Console(stderr=aside).is_terminal else PLAIN_WIDTH)
-    summary.show(console, outcome, options)
+    if not outcome.is_mistake_alone:
+        summary.show(console, outcome, options)
     if options.json:
         write_text(options.json, summary.as_json(outcome))
     if options.junit:
@@ -49,6 +52,8 @@ def verify(targets: list[str], options: VerifyOptions) -> int:
         from parity_tests.harness.run.processes import launch
 
         launch.finish(outcome.status)
+    if outcome.is_mistake_alone:
+        raise ReferenceFailure(next(iter(outcome.not_judged.values())))
     return outcome.status
 
 
@@ -122,6 +127,9 @@ def _one(scheme: Declared, options: VerifyOptions, outcome: Outcome) -> None:
         )
     except NotRun as reason:
         outcome.not_run[scheme.name] = str(reason)
+        return
+    except (ReferenceFailure, NothingCompared) as mistake:
+        outcome.not_judged[scheme.name] = str(mistake)
         return
     outcome.reports.append(report)
     outcome.seconds[scheme.name] = time.perf_counter() - start

@@ -41,5 +41,6 @@ def _joined(outcomes: Sequence[session.Outcome]) -> session.Outcome:
     for outcome in outcomes:
         total.reports += outcome.reports
         total.not_run |= outcome.not_run
+        total.not_judged |= outcome.not_judged
         total.seconds |= outcome.seconds
     return total

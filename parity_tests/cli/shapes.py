@@ -7,6 +7,7 @@ REPORTS = """
  "status": 1,
  "reports": [
   {"scheme": "my_scheme_41f0ab:sharded_logprob", "verdict": "mismatch", "ok": false, "examples": 20,
+   "shrinking_steps": 31,
    "engine": "lockstep",
    "case": {"format": 1, "scheme": "my_scheme_41f0ab:sharded_logprob", "mesh": {"cp": 1, "tp": 2}, "dims": {"b": 2},
             "dtype": "float32", "layouts": {}, "lengths": {}, "values": {}, "options": {}, "seed": 0,
@@ -16,11 +17,13 @@ REPORTS = """
    "protocol": [], "cost": [], "hygiene": [], "failure": null, "replay": "replay_f9a714ca.py",
    "left_out": {"tp=4": "v=6 cannot be sharded by contiguous over tp=4 (needs a multiple of 4); pad to 8"},
    "confirmed_on": "gloo", "contested": null, "undecided": 0, "undecided_why": null,
+   "shards": "rank 0 has hidden (2,3,4) of 'b s/cp d'",
    "implementation": {"judged": ["my_module.sharded_logprob (my_module.py:12)"], "ours": [], "not_applicable": null},
    "expected": {"verdict": "mismatch", "reason": "see issue 12"}}
  ],
  "not_run": {"another_scheme": "is declared for gloo only"},
- "not_offered": {"a_third_scheme": "my_module has no sharded_entropy"}MORE
+ "not_judged": {"a_third_scheme": "scheme 'a_third_scheme': its reference raised NameError"},
+ "not_offered": {"a_fourth_scheme": "my_module has no sharded_entropy"}MORE
 }
 """
 SHAPES = {

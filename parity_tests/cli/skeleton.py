@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from parity_tests.cli.inferred import Guess, from_annotations, from_run, is_about_the_mesh, tensor_names
+from parity_tests.cli.inferred import RETURN, Guess, from_annotations, from_run, is_about_the_mesh, tensor_names
 from parity_tests.harness.declare.case import LARGEST_WORLD, CaseSpec
 from parity_tests.harness.declare.discover import UnusableTarget
 from parity_tests.harness.report.out_path import check_writable, write_text
@@ -60,8 +60,14 @@ class Skeleton:
     @property
     def open(self) -> list[str]:
         """The inputs, and `return`, of which nothing is known."""
-        names = [*tensor_names(function_of(self.target)), "return"]
+        results = list(self.results) or [RETURN]
+        names = [*tensor_names(function_of(self.target)), *results]
         return [name for name in names if self.guesses.get(name, Guess()).spec == Guess().spec]
+
+    @property
+    def results(self) -> dict[str, str]:
+        """The spec of each result by its name: `return` and `return 1` on, of a dict `return NAME`."""
+        return {name: guess.spec for name, guess in self.guesses.items() if name.split()[0] == RETURN}
 
 
 def new(target: str, out: str | None, inputs: str | None, axes: Mapping[str, int]) -> int:
@@ -72,7 +78,7 @@ def new(target: str, out: str | None, inputs: str | None, axes: Mapping[str, int
     file, colons, name = target.partition("::")
     if not colons:
         raise UnusableTarget(f"{target}: names no function; write {target}::function")
-    function = function_of(target)
+    function = function_of(target, is_own=True)
     if not tensor_names(function):
         raise UnusableTarget(f"{target}: takes no tensor; a scheme is of a function of tensors")
     path = Path(out) if out else Path(file).with_name(f"scheme_{name}.py")
@@ -91,7 +97,7 @@ def new(target: str, out: str | None, inputs: str | None, axes: Mapping[str, int
         guesses |= from_run(_seen(target, source, axes), list(axes))
     skeleton = Skeleton(target, str(path), axes, guesses)
     write_text(str(path), text(skeleton))
-    left = [f"the spec of {'the result' if each == 'return' else each}" for each in skeleton.open]
+    left = [f"the spec of {'the result' if each == RETURN else each}" for each in skeleton.open]
     print(f"{path}: write {', '.join(['the reference', *left])}; then shardproof verify {path}")
     return 0
 
@@ -117,7 +123,6 @@ def text(skeleton: Skeleton) -> str:
     guesses = {each: skeleton.guesses.get(each, Guess()) for each in names}
     draws = {each: guess.largest for each, guess in guesses.items() if guess.largest is not None}
     placed = {each: guess.placements for each, guess in guesses.items() if guess.placements}
-    results = [guess.spec for each, guess in skeleton.guesses.items() if each.split()[0] == "return"] or [Guess().spec]
     lines = [f"        {_quoted(each)}: {_quoted(guess.spec)}," for each, guess in guesses.items()]
     kinds = {item.partition("(")[0] for placements in placed.values() for item in placements}
     return PAGE.format(
@@ -131,12 +136,21 @@ def text(skeleton: Skeleton) -> str:
         tensors=", ".join(names),
         mesh=", ".join(f'"{axis}": {_sizes(size)}' for axis, size in skeleton.axes.items()),
         inputs="\n".join(lines),
-        outputs=_quoted(results[0]) if len(results) == 1 else f"({', '.join(map(_quoted, results))})",
+        outputs=_outputs(skeleton.results or {RETURN: Guess().spec}),
         draw="".join(_draw(draws)),
         scheme=f"{name}_scheme",
         parameters=", ".join(["mesh", *names]),
         body="\n".join(_body(name, function, placed)),
     )
+
+
+def _outputs(results: Mapping[str, str]) -> str:
+    """The specs as one text, a tuple or, for a function that returns a dict, a dict."""
+    names = [name.removeprefix(RETURN).strip() for name in results]
+    specs = [_quoted(spec) for spec in results.values()]
+    if all(name.isidentifier() for name in names):
+        return f"{{{', '.join(f'{_quoted(name)}: {spec}' for name, spec in zip(names, specs, strict=True))}}}"
+    return specs[0] if len(specs) == 1 else f"({', '.join(specs)})"
 
 
 def _draw(draws: Mapping[str, int]) -> list[str]:

@@ -142,3 +142,32 @@ def test_inputs_that_do_not_fit_are_one_sentence(shardproof):
     status, _, err = shardproof("new", "my_function.py::scaled_logits", "--inputs", "too_few")
     assert status == 2 and len(err.splitlines()) == 1
     assert "my_function.py::too_few: " in err and "the inputs are 1, the function takes 2 (table, ids)" in err
+
+
+RETURNS_A_DICT = """
+from os.path import join
+from textwrap import dedent
+
+def statistics(x):
+    return {"total": x.sum(-1), "largest": x.amax(-1)}
+
+def inputs(mesh):
+    import torch
+    return {"x": torch.ones(2, 4)}
+"""
+
+
+def test_a_function_that_returns_a_dict(shardproof):
+    Path("of_a_dict.py").write_text(RETURNS_A_DICT)
+    status, out, err = shardproof("new", "of_a_dict.py::statistics", "--inputs", "inputs", "--mesh", "tp=2")
+    assert (status, err) == (0, "")
+    text = Path("scheme_statistics.py").read_text()
+    assert 'outputs={"total": "a tp=I", "largest": "a tp=I"},' in text
+    assert "the spec of" not in out
+
+
+def test_functions_that_the_file_imports_are_not_its_own(shardproof):
+    Path("of_a_dict.py").write_text(RETURNS_A_DICT)
+    for name in ("dedent", "join", "nothing"):
+        status, _, err = shardproof("new", f"of_a_dict.py::{name}")
+        assert status == 2 and "it has inputs, statistics)" in err

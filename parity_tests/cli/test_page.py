@@ -34,6 +34,7 @@ BY_NAME = {
     "rows of a step",
     "not_run",
     "not_offered",
+    "not_judged",
     "caught",
 }
 BY_NAME |= {"layouts", "lengths", "values", "options", "left_out", "calls"}

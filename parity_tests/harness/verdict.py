@@ -20,7 +20,7 @@ from parity_tests.harness.judge import compare, side_checks
 from parity_tests.harness.judge.reference import Reference, evaluate
 from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.engines import run
-from parity_tests.harness.run.failure import RankFailure
+from parity_tests.harness.run.failure import Raised, RankFailure
 from parity_tests.harness.run.ledger import Ledger, RunResult
 from parity_tests.harness.run.program import Program
 
@@ -60,8 +60,14 @@ def judge(
     try:
         ranks = run(wrap_program(program) if wrap_program else program, case, case.engine, quiet_s=quiet_s)
     except RankFailure as failure:
-        record = scheme.implementation
-        return Report(scheme.key, case, failure=failure, ledger=failure.ledger or Ledger(), implementation=record)
+        return Report(
+            scheme.key,
+            case,
+            failure=failure,
+            ledger=failure.ledger or Ledger(),
+            shards=_shards(scheme, case, failure.rank) if isinstance(failure, Raised) else None,
+            implementation=scheme.implementation,
+        )
     # 3. Compare values and gradients, then the ledgers.
     rows = compare.compare(scheme, case, ranks.results, reference)
     protocol = side_checks.protocol(ranks.ledger, scheme.engines)
@@ -80,6 +86,14 @@ def judge(
         seconds=ranks.seconds,
         implementation=scheme.implementation,
     )
+
+
+def _shards(scheme: Declared, case: CaseSpec, rank: int) -> str:
+    """`rank 1 has x (2,4) of 'b i/tp'`: a mistake in a spec hands the function a tensor of another shape."""
+    coords = inputs.coordinates(case.mesh)[rank]
+    shapes = {arg: inputs.local_shape(arg, case, coords, scheme.layouts) for arg in scheme.inputs}
+    each = (f"{arg.name} ({','.join(map(str, shape))}) of '{arg.spec}'" for arg, shape in shapes.items())
+    return f"rank {rank} has {', '.join(each)}"
 
 
 def _notes(

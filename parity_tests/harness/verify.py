@@ -33,6 +33,10 @@ from parity_tests.harness.second_opinion import VERIFIED, second_opinion
 Progress = Callable[[int, int], None]
 
 
+class NothingCompared(ValueError):
+    """What every example compared is empty, or NaN in the reference throughout."""
+
+
 def verify(
     scheme: Declared,
     engine: str = "lockstep",
@@ -69,14 +73,16 @@ def verify(
         known += [case] if case.world <= LARGEST_WORLD else []
     reports = _until_one_fails(scheme, known)
     # 2. Hypothesis draws the rest, and shrinks a failure to the smallest case.
+    steps = 0
     if total > len(reports) and not any(report.failed for report in reports):
-        reports += _search(scheme, names, how, seed, total - len(reports), progress)
+        drawn, steps = _search(scheme, names, how, seed, total - len(reports), progress)
+        reports += drawn
     # 3. One report: the worst of each tensor, or the smallest failure with its replay file.
     equal = [report for report in reports if report.ok]
     if equal and not any(report.failed for report in reports):
         _check_compared(scheme, equal)
     left_out = {mesh_text(mesh): why for mesh, why in meshes_left_out(scheme, names, world, SHAPES[profile()])}
-    report = replace(merged(reports), left_out=left_out, trace_seconds=CLOCK.seconds - traced)
+    report = replace(merged(reports), left_out=left_out, trace_seconds=CLOCK.seconds - traced, shrinking_steps=steps)
     if report.ok:
         return report
     if report.undecided is not None:
@@ -85,7 +91,15 @@ def verify(
     return _saved(scheme, tested(scheme, second_opinion(scheme, smallest)), replay_folder)
 
 
-_OF_ALL_EXAMPLES = ("examples", "dtypes", "left_out", "trace_seconds", "undecided_why", "undecided_examples")
+_OF_ALL_EXAMPLES = (
+    "examples",
+    "shrinking_steps",
+    "dtypes",
+    "left_out",
+    "trace_seconds",
+    "undecided_why",
+    "undecided_examples",
+)
 
 
 def _with_smallest_case(scheme: Declared, report: Report, names: Mapping[str, Any]) -> Report:
@@ -128,7 +142,7 @@ def _check_compared(scheme: Declared, reports: Sequence[Report]) -> None:
     NaN equals NaN, as where infinities are drawn; of finite values it says nothing.
     """
     if not any(row.want.size for report in reports for row in report.rows):
-        raise ValueError(
+        raise NothingCompared(
             f"scheme '{scheme.name}': every tensor is empty at {sizes(reports[-1].case)}; nothing was compared"
         )
     wants: dict[str, list[tuple[np.ndarray, CaseSpec]]] = {}
@@ -139,7 +153,7 @@ def _check_compared(scheme: Declared, reports: Sequence[Report]) -> None:
                     wants.setdefault(row.label, []).append((row.want, report.case))
     for label, references in wants.items():
         if all(np.isnan(want).all() for want, _ in references):
-            raise ValueError(
+            raise NothingCompared(
                 f"scheme '{scheme.name}': the reference of {label} is NaN everywhere at {sizes(references[0][1])}; "
                 "nothing of it was compared: mend it, or draw values that it is made for"
             )
@@ -160,10 +174,14 @@ def _search(
     seed: int,
     total: int,
     progress: Progress | None,
-) -> list[Report]:
-    """Reports of the drawn cases; on a failure, those before it and that of the smallest failing case."""
+) -> tuple[list[Report], int]:
+    """Reports of the drawn cases; on a failure, those before it and that of the smallest failing case.
+
+    Also how many further cases were tried to find a smaller one.
+    """
     reports: list[Report] = []
     failing: list[Report] = []
+    steps = 0
     # Shrinking against process engines costs a respawn for each failing example.
     phases = [Phase.generate, Phase.shrink] if how["engine"] == "lockstep" else [Phase.generate]
 
@@ -182,7 +200,11 @@ def _search(
         if failing and isinstance(failing[-1].failure, Stalled):
             return  # every further example would wait as long; the search ends without a smaller case
         report = verdict_of(scheme, case)
-        (failing if report.failed else reports).append(report)
+        nonlocal steps
+        if failing:
+            steps += 1
+        if report.failed or not failing:
+            (failing if report.failed else reports).append(report)
         if progress and not failing:
             progress(len(reports), total)
         if report.failed:
@@ -196,8 +218,8 @@ def _search(
     except Exception:
         if not failing:
             raise
-        return [*reports, failing[-1]]
-    return reports
+        return [*reports, failing[-1]], steps
+    return reports, steps
 
 
 _LAST_REPLAY: dict[str, str] = {}

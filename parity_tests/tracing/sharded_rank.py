@@ -62,14 +62,18 @@ def trace(mesh: Any, case: Any) -> RankTrace:
     return RankTrace(recording, weights, gradients, with_gradient, tested, loss)
 
 
-def function_of(target: str) -> Callable[..., Any]:
-    """The function of `file.py::name`. Errors: UnusableTarget."""
+def function_of(target: str, *, is_own: bool = False) -> Callable[..., Any]:
+    """The function of `file.py::name`, where `is_own` says so one that the file defines. Errors: UnusableTarget."""
     file, _, name = target.partition("::")
     module = discover.module_of_file(file)
     function = getattr(module, name, None)
-    if inspect.isfunction(function):
+    if inspect.isfunction(function) and (function.__module__ == module.__name__ or not is_own):
         return function
-    functions = sorted(n for n, value in vars(module).items() if inspect.isfunction(value) and not n.startswith("_"))
+    functions = sorted(
+        n
+        for n, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not n.startswith("_")
+    )
     has = f"it has {', '.join(functions)}" if functions else "it has none"
     raise discover.UnusableTarget(f"{target}: no function of this name{discover.nearest(name, functions)} ({has})")
 

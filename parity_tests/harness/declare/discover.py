@@ -66,7 +66,17 @@ def lookup(key: str) -> Declared:
 
 
 PACKAGE = Path(__file__).resolve().parents[2]
-NOT_COMPONENTS = ("cli", "harness", "injected_bugs", "specimens", "benchmarks", "peers", "tracing", "training")
+NOT_COMPONENTS = (
+    "cli",
+    "harness",
+    "injected_bugs",
+    "mutants",
+    "specimens",
+    "benchmarks",
+    "peers",
+    "tracing",
+    "training",
+)
 NOT_OWN = ("site-packages", "dist-packages", "node_modules", "__pycache__")  # folders in a project that are another's
 EXTRAS = {"transformers": "hf", "safetensors": "hf"}  # packages that some components are about, with the extra of each
 

@@ -77,6 +77,7 @@ class Report:
     cost_declared: bool = False
     seconds: float = 0.0
     examples: int = 1
+    shrinking_steps: int = 0  # further cases, tried to find a smaller one that fails
     dtypes: tuple[str, ...] = ()
     meshes: tuple[str, ...] = ()
     left_out: Mapping[str, str] = field(
@@ -93,6 +94,7 @@ class Report:
     unsaved: str | None = None  # why there is no replay file
     confirmed_on: str | None = None  # the engine that fails on the case too, with its verdict where that is another
     contested: str | None = None  # what it means that the case passes there
+    shards: str | None = None  # what the rank that raised has of each input
     implementation: Implementation | None = None  # whose functions were judged, if not ours
 
     @property
@@ -160,6 +162,7 @@ class Report:
             "verdict": self.verdict,
             "ok": self.ok,
             "examples": self.examples,
+            "shrinking_steps": self.shrinking_steps,
             "engine": self.case.engine,
             "case": dict(_json_case(self.case)),
             "rows": [
@@ -185,6 +188,7 @@ class Report:
             "contested": self.contested,
             "undecided": self.undecided_examples,
             "undecided_why": self.undecided_why,
+            "shards": self.shards,
             "implementation": None if self.implementation is None else self.implementation.to_dict(),
         }
 
@@ -206,6 +210,8 @@ class Report:
             parts.append(Text(f"  engines disagree: {self.contested}", style="yellow"))
         if self.failure is not None:
             parts.append(Text("\n".join("  " + line for line in str(self.failure).splitlines()), style="red"))
+            if self.shards is not None:
+                parts.append(Text(f"  {self.shards}"))
         else:
             parts += [*self._table(), Text("  " + self._conduct())]
         if self.undecided_why is not None:
@@ -234,6 +240,8 @@ class Report:
     def _heading(self) -> str:
         name = self.scheme.rpartition(":")[2]
         count = f"{self.examples} example{'s' if self.examples != 1 else ''}"
+        if self.shrinking_steps:
+            count += f" and {self.shrinking_steps} shrinking step{'s' if self.shrinking_steps != 1 else ''}"
         meshes = " ".join(self.meshes) or mesh_text(self.case.mesh)
         return f"{name}    {meshes}   {self.case.engine}   {count}   {' '.join(self.dtypes or (self.case.dtype,))}"
 

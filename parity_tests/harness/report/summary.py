@@ -13,7 +13,7 @@ from rich.table import Table
 
 from parity_tests.harness.judge.compare import TensorRow
 from parity_tests.harness.report.report import Report
-from parity_tests.harness.run.exit_status import EQUAL, FAILED, MISMATCH, NOTHING
+from parity_tests.harness.run.exit_status import EQUAL, FAILED, MISMATCH, NOTHING, USAGE
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class Outcome:
     seconds: dict[str, float] = field(default_factory=dict)
     not_offered: dict[str, str] = field(default_factory=dict)
     expected: dict[str, Expected] = field(default_factory=dict)
+    not_judged: dict[str, str] = field(default_factory=dict)  # schemes whose own reference cannot be used
 
     @property
     def status(self) -> int:
@@ -63,7 +64,14 @@ class Outcome:
             return FAILED
         if self.unexpected_passes or any(not report.ok for report in unexpected):
             return MISMATCH
+        if self.not_judged:
+            return USAGE
         return EQUAL if self.reports else NOTHING
+
+    @property
+    def is_mistake_alone(self) -> bool:
+        """Whether a single scheme was to be judged and cannot be: then one sentence says all."""
+        return len(self.not_judged) == 1 and not (self.reports or self.not_run or self.not_offered)
 
     def is_expected(self, report: Report) -> bool:
         """Whether it is a failure, and the one that is expected of its scheme."""
@@ -88,20 +96,25 @@ def show(console: Console, outcome: Outcome, options: VerifyOptions) -> None:
     """Print reports and closing lines: the full report of a single scheme or of a failure, else the table."""
     single = len(outcome.reports) == 1
     if len(outcome.reports) > 1 and not options.quiet:
-        console.print(table(outcome))
+        console.print(table(outcome, console.width if console.is_terminal else None))
+    one_line = not console.is_terminal  # a terminal's lines are broken between words, a file's are searched
     for report in outcome.reports:
         is_shown = not report.ok and not outcome.is_expected(report)
         if is_shown or options.verbose or (single and not options.quiet):
-            console.print(report, soft_wrap=True, highlight=False)
+            console.print(report, highlight=False, soft_wrap=one_line)
             if options.traceback and report.failure is not None and report.failure.traceback:
-                console.print(report.failure.traceback, markup=False, highlight=False, soft_wrap=True)
+                console.print(report.failure.traceback, markup=False, highlight=False, soft_wrap=one_line)
         if options.verbose:
-            console.print(report.trace(), markup=False, highlight=False, soft_wrap=True)
+            console.print(report.trace(), markup=False, highlight=False, soft_wrap=one_line)
         elif report.ok and not single and not options.quiet:
             for omission in report.omissions():
-                console.print(f"left out: {name_of(report)}: {omission}", markup=False, highlight=False, soft_wrap=True)
-    for line in [*_expectations(outcome), *(f"not run: {name}: {why}" for name, why in outcome.not_run.items())]:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+                console.print(
+                    f"left out: {name_of(report)}: {omission}", markup=False, highlight=False, soft_wrap=one_line
+                )
+    not_run = [f"not run: {name}: {why}" for name, why in outcome.not_run.items()]
+    not_judged = [f"not judged: {why}" for why in outcome.not_judged.values()]
+    for line in [*_expectations(outcome), *not_run, *not_judged]:
+        console.print(line, markup=False, highlight=False, soft_wrap=one_line)
     if outcome.not_offered and not options.quiet:
         console.print(f"not offered: {', '.join(outcome.not_offered)}", markup=False, highlight=False)
     if not single and not options.quiet and outcome.seconds:
@@ -125,35 +138,41 @@ def _expectations(outcome: Outcome) -> list[str]:
     return lines
 
 
-def table(outcome: Outcome) -> Table:
-    """One line for each scheme: mesh, errors against budgets, bytes, verdict."""
-    grid = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column, justify in (
-        ("scheme", "left"),
-        ("mesh", "left"),
-        ("examples", "right"),
-        ("forward error", "right"),
-        ("gradient error", "right"),
-        ("error/budget", "right"),
-        ("bytes/rank", "right"),
-        ("verdict", "left"),
-    ):
-        grid.add_column(column, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    for report in outcome.reports:
-        forward, backward = report.worst("output"), report.worst("gradient")
-        ratio = max((row.ratio for row in report.rows), default=float("nan"))
-        grid.add_row(
-            name_of(report),
-            _meshes(report.meshes),
-            str(report.examples),
-            _error(forward),
-            _error(backward),
-            f"{ratio:.2g}" if report.rows else "-",
-            str(_bytes(report)),
-            report.verdict + (f", {report.undecided_examples} undecided" if report.ok and report.undecided_why else ""),
-            style="" if report.ok or outcome.is_expected(report) else "red",
-        )
+# The order in which columns are left out of a terminal that is too narrow for all.
+WHERE_THERE_IS_ROOM = ("bytes/rank", "mesh", "gradient error", "forward error", "examples", "error/budget")
+GAP = 2  # columns between columns
+
+
+def table(outcome: Outcome, width: int | None = None) -> Table:
+    """One line for each scheme: mesh, errors against budgets, bytes, verdict, as far as the width has room."""
+    rows = [_row(report) for report in outcome.reports]
+    widths = {name: max(len(name), *(len(row[name]) for row in rows)) + GAP for name in rows[0]}
+    for name in WHERE_THERE_IS_ROOM:
+        if width is not None and sum(widths.values()) - GAP > width:
+            del widths[name]
+    grid = Table(box=None, padding=(0, GAP, 0, 0), header_style="bold", pad_edge=False)
+    for name in widths:
+        is_text = name in ("scheme", "mesh", "verdict")
+        grid.add_column(name, justify="left" if is_text else "right", no_wrap=True)
+    for report, row in zip(outcome.reports, rows, strict=True):
+        style = "" if report.ok or outcome.is_expected(report) else "red"
+        grid.add_row(*(row[name] for name in widths), style=style)
     return grid
+
+
+def _row(report: Report) -> dict[str, str]:
+    ratio = max((row.ratio for row in report.rows), default=float("nan"))
+    undecided = f", {report.undecided_examples} undecided" if report.ok and report.undecided_why else ""
+    return {
+        "scheme": name_of(report),
+        "mesh": _meshes(report.meshes),
+        "examples": str(report.examples),
+        "forward error": _error(report.worst("output")),
+        "gradient error": _error(report.worst("gradient")),
+        "error/budget": f"{ratio:.2g}" if report.rows else "-",
+        "bytes/rank": str(_bytes(report)),
+        "verdict": report.verdict + undecided,
+    }
 
 
 def closing(outcome: Outcome) -> str:
@@ -170,12 +189,13 @@ def closing(outcome: Outcome) -> str:
     expected, passes = schemes - len(unexpected), len(outcome.unexpected_passes)
     failed += f", {expected} expected failure{'s' if expected != 1 else ''}" if expected else ""
     failed += f", {passes} unexpected pass{'es' if passes != 1 else ''}" if passes else ""
+    not_judged = f", {len(outcome.not_judged)} not judged" if outcome.not_judged else ""
     not_offered = f", {len(outcome.not_offered)} not offered" if outcome.not_offered else ""
     meshes = sum(len(report.left_out) for report in outcome.reports)
     omitted = f", {meshes} mesh{'es' if meshes != 1 else ''} left out" if meshes else ""
     return (
         f"{schemes} scheme{'s' if schemes != 1 else ''}, {mismatches} mismatch{'es' if mismatches != 1 else ''}"
-        f"{undecided}{failed}, {len(outcome.not_run)} not run{not_offered}{omitted}."
+        f"{undecided}{failed}, {len(outcome.not_run)} not run{not_judged}{not_offered}{omitted}."
     )
 
 
@@ -195,6 +215,7 @@ def as_json(outcome: Outcome, **fields: Any) -> str:
         "status": outcome.status,
         "reports": [_as_dict(report, outcome) for report in outcome.reports],
         "not_run": outcome.not_run,
+        "not_judged": outcome.not_judged,
         "not_offered": outcome.not_offered,
     }
     return json.dumps({**record, **fields}, indent=2)
@@ -213,8 +234,9 @@ def as_junit(outcome: Outcome) -> str:
     }
     wrong = {name_of(report) for report in outcome.reports if not report.ok and not outcome.is_expected(report)}
     counts = {
-        "tests": len(outcome.reports) + len(outcome.not_run) + len(outcome.not_offered),
+        "tests": len(outcome.reports) + len(outcome.not_run) + len(outcome.not_offered) + len(outcome.not_judged),
         "failures": len(wrong) + len(outcome.unexpected_passes),
+        "errors": len(outcome.not_judged),
         "skipped": len(skipped),
     }
     suite = ElementTree.Element("testsuite", {"name": "shardproof", **{what: str(n) for what, n in counts.items()}})
@@ -238,6 +260,9 @@ def as_junit(outcome: Outcome) -> str:
             ElementTree.SubElement(item, "failure", message=f"passes, {outcome.expected[name].verdict} is expected")
         elif name in skipped:
             ElementTree.SubElement(item, "skipped", message=skipped.pop(name))
+    for name, why in outcome.not_judged.items():
+        item = ElementTree.SubElement(suite, "testcase", name=name)
+        ElementTree.SubElement(item, "error", message=why)
     for name, why in skipped.items():
         item = ElementTree.SubElement(suite, "testcase", name=name)
         ElementTree.SubElement(item, "skipped", message=why)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import partial
 from traceback import format_exception
@@ -65,8 +66,21 @@ class RankFailure(Exception):
         return "\n".join(getattr(self, "__notes__", ())).rstrip() or None
 
     def __str__(self) -> str:
-        not_mentioned = (f"  {line}" for line in self.others if line not in self.args[0])
-        return "\n".join([f"{self.cause}: {self.args[0]}", *not_mentioned])
+        return "\n".join([f"{self.cause}: {self.args[0]}", *(f"  {line}" for line in self._of_others())])
+
+    def _of_others(self) -> list[str]:
+        """A line for each other rank that the message does not mention; one for all of which it says the same."""
+        same = [line for line in self.others if _without_rank(line) == _without_rank(self.args[0])]
+        lines = [line for line in self.others if line not in same and line not in self.args[0]]
+        if len(same) > 1:
+            ranks = ", ".join(line.split()[1] for line in same)
+            return [f"ranks {ranks} do the same", *lines]
+        return [f"rank {line.split()[1]} does the same" for line in same] + lines
+
+
+def _without_rank(line: str) -> str:
+    """`raised KeyError: 'w'` of `rank 1 raised KeyError: 'w'`."""
+    return re.sub(r"^rank \d+ ", "", line)
 
 
 class Raised(RankFailure):

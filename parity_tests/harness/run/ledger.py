@@ -100,6 +100,12 @@ class Ledger:
 
     rows: list[Row] = field(default_factory=list)
 
+    def __str__(self) -> str:
+        """The table of what each module sends, of the first rank that is there."""
+        from parity_tests.harness.run.ledger_table import table
+
+        return table(self)
+
     def of(self, rank: int) -> list[Row]:
         return [row for row in self.rows if row.rank == rank]
 

@@ -12,8 +12,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.report.ledger_table import by_module
 from parity_tests.harness.run.engines import run
+from parity_tests.harness.run.ledger_table import by_module
 from parity_tests.harness.run.watched import watch
 
 ENGINES = ("lockstep", "gloo")

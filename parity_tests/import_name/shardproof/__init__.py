@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from parity_tests.harness.report.colours import tiles as tiles
     from parity_tests.harness.report.layout_picture import figure as layout_figure  # noqa: F401
     from parity_tests.harness.report.ledger_picture import figure as ledger_figure  # noqa: F401
-    from parity_tests.harness.report.ledger_table import table as ledger_table  # noqa: F401
     from parity_tests.harness.report.picture import figure as figure
     from parity_tests.harness.report.picture import owner_strips as owner_strips
     from parity_tests.harness.report.picture import scheme_figure as scheme_figure
@@ -60,6 +59,7 @@ if TYPE_CHECKING:
     from parity_tests.harness.run.failure import Shared as Shared
     from parity_tests.harness.run.failure import Stalled as Stalled
     from parity_tests.harness.run.failure import Unwaited as Unwaited
+    from parity_tests.harness.run.ledger_table import table as ledger_table  # noqa: F401
     from parity_tests.harness.run.modules import load_parameters as load_parameters
     from parity_tests.harness.run.watched import watch as watch
     from parity_tests.harness.scheme import Scheme as Scheme
@@ -131,7 +131,7 @@ _HOMES = {
     "owner_strips": "parity_tests.harness.report.picture:owner_strips",
     "layout_figure": "parity_tests.harness.report.layout_picture:figure",
     "ledger_figure": "parity_tests.harness.report.ledger_picture:figure",
-    "ledger_table": "parity_tests.harness.report.ledger_table:table",
+    "ledger_table": "parity_tests.harness.run.ledger_table:table",
     "tiles": "parity_tests.harness.report.colours:tiles",
     "rank_legend": "parity_tests.harness.report.colours:rank_legend",
     "colours": "parity_tests.harness.report.colours",

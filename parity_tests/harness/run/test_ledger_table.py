@@ -2,8 +2,8 @@
 
 import pytest
 
-from parity_tests.harness.report.ledger_table import table
 from parity_tests.harness.run.ledger import Ledger, Row
+from parity_tests.harness.run.ledger_table import table
 
 
 def row(module, op, size, phase="fwd", rank=0, group="tp"):
@@ -49,3 +49,7 @@ def test_one_of_several_ranks_is_chosen():
 
 def test_an_empty_ledger_is_a_sentence():
     assert table(Ledger()) == "no collectives"
+
+
+def test_a_ledger_is_printed_as_its_table():
+    assert str(LEDGER) == table(LEDGER) and str(Ledger()) == "no collectives"
