@@ -13,7 +13,7 @@ NEEDS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help verify test oracles lint types imports notebooks docs bench bugs peers clean
+.PHONY: help verify test oracles lint types imports notebooks docs bench bugs mutants peers clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -48,6 +48,9 @@ bench: $(VENV)/with-test $(VENV)/with-bench ## measure the promised figures and 
 
 bugs: $(VENV)/with-test ## inject every bug of the catalogue and count what is caught
 	$(BIN)/python -m parity_tests.injected_bugs --jobs 2 --page docs --table build/injected_bugs.md
+
+mutants: $(VENV)/with-test $(VENV)/with-oracles ## judge 1,000 sampled mutants and write docs/mutants.md; it goes on where it was stopped
+	$(BIN)/python -m parity_tests.mutants --page docs/mutants.md
 
 peers: $(VENV)/with-test $(VENV)/with-peers ## judge other projects' functions and write docs/findings.md
 	$(BIN)/python -m parity_tests.peers

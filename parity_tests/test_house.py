@@ -32,6 +32,7 @@ HARNESS_FOLDERS = {
     "import_name",
     "harness",
     "injected_bugs",
+    "mutants",
     "specimens",
     "benchmarks",
     "peers",

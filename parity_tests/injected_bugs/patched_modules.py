@@ -21,7 +21,7 @@ import cloudpickle
 
 from parity_tests.injected_bugs.injected_bug import ROOT, InjectedBug, patched_text
 
-HARNESS_FOLDERS = ("harness", "injected_bugs", "specimens", "benchmarks", "cli")
+HARNESS_FOLDERS = ("harness", "injected_bugs", "mutants", "specimens", "benchmarks", "cli")
 
 
 class PatchedModules:

@@ -18,7 +18,7 @@ from parity_tests.harness.declare.discover import TABLE
 from parity_tests.harness.judge import bridge
 from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.dtensor_advice import without_advice
-from parity_tests.injected_bugs.injected_bug import InjectedBug, patched_text
+from parity_tests.injected_bugs.injected_bug import InjectedBug, PatchedFile, patched_text
 from parity_tests.injected_bugs.patched_modules import PatchedModules
 from parity_tests.injected_bugs.trials import SchemeTrials, Trial
 
@@ -129,7 +129,7 @@ class BugRunner:
     ) -> tuple[list[Catch], int]:
         """Catches in rounds until some rounds after the first, and until values catch it; examples to the first."""
         judged, catches = 0, []
-        for example, trial in _rounds(schemes):
+        for example, trial in rounds(schemes):
             if any(catch.by_value for catch in catches) and example > catches[0].example + MORE_ROUNDS:
                 break
             judged += not catches
@@ -148,14 +148,19 @@ class BugRunner:
 
 
 def patched_schemes(bug: InjectedBug, schemes: Iterable[Declared]) -> tuple[PatchedModules, dict[str, Declared]]:
-    """The bug's modules, and the schemes declared again in them; the table keeps the healthy ones.
+    """The bug's modules, and the schemes declared again in them."""
+    return schemes_under(patched_text(bug), schemes)
+
+
+def schemes_under(patched: PatchedFile, schemes: Iterable[Declared]) -> tuple[PatchedModules, dict[str, Declared]]:
+    """The modules with a patched file, and the schemes declared again in them; the table keeps the healthy ones.
 
     They keep the healthy references too: no bug stands in one, and what is compiled of it serves all bugs.
     """
     keys = [scheme.key for scheme in schemes]
     healthy = dict(TABLE)
     try:
-        modules = PatchedModules.of(bug, dict.fromkeys(key.partition(":")[0] for key in keys))
+        modules = PatchedModules(patched.file, patched.text, dict.fromkeys(key.partition(":")[0] for key in keys))
         return modules, {key: replace(TABLE[key], reference=healthy[key].reference) for key in keys}
     finally:
         TABLE.clear()
@@ -202,7 +207,7 @@ def run_bugs(
     return outcomes
 
 
-def _rounds(schemes: Sequence[SchemeTrials]) -> Iterator[tuple[int, Trial]]:
+def rounds(schemes: Sequence[SchemeTrials]) -> Iterator[tuple[int, Trial]]:
     """Example after example, each of every scheme."""
     for i in range(max((len(trials.drawn) for trials in schemes), default=0)):
         for trials in schemes:

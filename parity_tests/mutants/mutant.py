@@ -1,0 +1,52 @@
+"""A mutant: one place of production with another text, made by a rule and not by hand."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from parity_tests.injected_bugs.injected_bug import PRODUCTION, ROOT, PatchedFile
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`old`, from byte `start` on of a file, becomes `new`; `kind` is the rule, `symbol` the function around it."""
+
+    file: str
+    symbol: str
+    kind: str
+    start: int
+    old: str
+    new: str
+    first_line: int
+    last_line: int
+
+    @property
+    def component(self) -> str:
+        """The folder of production that it stands in."""
+        return self.file.removeprefix(f"{PRODUCTION}/").partition("/")[0]
+
+    @property
+    def key(self) -> str:
+        """What it is known by from one run to the next, as long as its file is the same up to there."""
+        text = (ROOT / self.file).read_bytes()[: self.start + len(self.old.encode())]
+        identity = "\0".join((self.file, self.kind, str(self.start), self.new)).encode() + text
+        return hashlib.sha256(identity).hexdigest()[:12]
+
+    @property
+    def change(self) -> str:
+        """`x + 1 -> x - 1`, in one line."""
+        return f"{' '.join(self.old.split())} -> {' '.join(self.new.split())}"
+
+    @property
+    def patched(self) -> PatchedFile:
+        """The file with the change, and the lines that are changed."""
+        text = (ROOT / self.file).read_bytes()
+        end = self.start + len(self.old.encode())
+        changed = text[: self.start] + self.new.encode() + text[end:]
+        return PatchedFile(self.file, changed.decode(), self.first_line, self.last_line)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; `Mutant(**record)` reads it."""
+        return asdict(self)

@@ -1,0 +1,115 @@
+"""docs/mutants.md: what share of a sample is caught, by component, and each survivor."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+from parity_tests.injected_bugs.report import markdown, share
+from parity_tests.mutants.operators import KINDS
+from parity_tests.mutants.places import RULES
+from parity_tests.mutants.run import Outcome
+
+PROMISED_DRAWN, PROMISED_TESTS, PROMISED_COUNT = 0.85, 0.97, 1000
+COLUMNS = ("component", "mutants", "drawn cases", "with the tests", "survive", "equivalent")
+HEAD = """# Mutants
+
+A mutant is one place of our own components with another text, made by a rule: {kinds}.
+The [catalogue of injected bugs](injected-bugs.md) is written by hand; this is a sample of all that rules make, drawn
+by a seed, each component in proportion.
+
+Each mutant is judged by drawn cases of the schemes that run its line, at most {examples} of each of the 15 nearest,
+with the budgets and oracles of `shardproof verify`. What they do not catch is judged by the tests that run its line. A
+mutant whose cases or tests fail without it is not caught by them.
+
+Not made are mutants of
+
+{rules}
+
+A survivor that was looked at and that no caller can see is equivalent and not counted; `parity_tests/mutants/judged.py`
+says why.
+
+Written by `make mutants` on {date} with Python {python}, torch {torch}, jax {jax}:
+{count} mutants of {candidates}, seed {seed}.
+
+{closing}
+
+{table}
+"""
+
+
+def counted(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Those that are not equivalent."""
+    return [outcome for outcome in outcomes if not outcome.equivalent]
+
+
+def closing(outcomes: Sequence[Outcome]) -> list[str]:
+    """The figures, in sentences."""
+    real = counted(outcomes)
+    drawn = sum(outcome.drawn is not None for outcome in real)
+    caught = sum(bool(outcome.drawn or outcome.tests) for outcome in real)
+    few = f"; the promise is made of {PROMISED_COUNT}" if len(real) < PROMISED_COUNT else ""
+    return [
+        f"{share(drawn, len(real))} are caught by drawn cases alone; promised are {PROMISED_DRAWN:.0%}{few}.",
+        f"{share(caught, len(real))} are caught by drawn cases or tests; promised are {PROMISED_TESTS:.0%}{few}.",
+        f"{len(outcomes) - len(real)} more are equivalent.",
+    ]
+
+
+def is_promised(outcomes: Sequence[Outcome]) -> bool:
+    """Whether the shares are those that are promised."""
+    real = counted(outcomes)
+    drawn = sum(outcome.drawn is not None for outcome in real)
+    caught = sum(bool(outcome.drawn or outcome.tests) for outcome in real)
+    return drawn >= PROMISED_DRAWN * len(real) and caught >= PROMISED_TESTS * len(real)
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """A line for each component and one for all."""
+    names = sorted({outcome.mutant.component for outcome in outcomes})
+    rows = [(name, [each for each in outcomes if each.mutant.component == name]) for name in names]
+    return markdown(COLUMNS, [_row(name, each) for name, each in [*rows, ("all", list(outcomes))]])
+
+
+def survivors(outcomes: Sequence[Outcome]) -> str:
+    """A line for each mutant that nothing catches, the equivalent ones last, each with the reason."""
+    lines = []
+    for outcome in sorted(outcomes, key=lambda each: each.equivalent is not None):
+        if not outcome.drawn and not outcome.tests:
+            mutant = outcome.mutant
+            why = f" Equivalent: {outcome.equivalent}" if outcome.equivalent else ""
+            lines.append(
+                f"- `{mutant.file}:{mutant.first_line}`, `{mutant.symbol}`, {mutant.kind}: `{mutant.change}`.{why}"
+            )
+    return "\n".join(lines)
+
+
+def write(outcomes: Sequence[Outcome], path: Path, seed: int, examples: int, candidates: int) -> None:
+    """Write the page."""
+    text = HEAD.format(
+        kinds=", ".join(KINDS),
+        rules="\n".join(f"- {rule};" for rule in RULES),
+        examples=examples,
+        date=date.today().isoformat(),
+        python=platform.python_version(),
+        torch=version("torch"),
+        jax=version("jax"),
+        count=len(outcomes),
+        candidates=candidates,
+        seed=seed,
+        closing="\n".join(f"- {line}" for line in closing(outcomes)),
+        table=table(outcomes),
+    )
+    listed = survivors(outcomes)
+    path.write_text(text + (f"\n## Survivors\n\n{listed}\n" if listed else ""))
+
+
+def _row(name: str, outcomes: Sequence[Outcome]) -> tuple[str, ...]:
+    real = counted(outcomes)
+    drawn = sum(outcome.drawn is not None for outcome in real)
+    caught = sum(bool(outcome.drawn or outcome.tests) for outcome in real)
+    shares = (share(drawn, len(real)), share(caught, len(real)))
+    return name, str(len(real)), *shares, str(len(real) - caught), str(len(outcomes) - len(real))

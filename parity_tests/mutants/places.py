@@ -1,0 +1,142 @@
+"""Every mutant of production that may change what a caller sees. What is left out stands in RULES, for the page too."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import marshal
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType
+
+from parity_tests.injected_bugs.injected_bug import PRODUCTION, ROOT
+from parity_tests.mutants.mutant import Mutant
+from parity_tests.mutants.operators import changes
+
+RULES = (
+    "texts: docstrings, messages of exceptions, warnings and logs, `__repr__` and `__str__`",
+    "types: annotations, `TypeAlias`, blocks under `TYPE_CHECKING`, the package `torch_impl.contract`",
+    "cost alone: decorators such as `functools.cache`, constants whose name says BYTES, BLOCK, CHUNK, CACHE or ROWS",
+    "Triton's kernels (`row_gather.py`, `softmax.py` of `torch_impl.kernels`), which have a test of their own",
+    "files that only import, `__init__.py`",
+    "mutants whose bytecode is that of the original, line numbers aside, and those that cannot be compiled",
+)
+LEFT_OUT_FILES = ("__init__.py", "kernels/row_gather.py", "kernels/softmax.py")
+LEFT_OUT_COMPONENTS = ("contract",)
+SHOWN = ("__repr__", "__str__", "__format__")
+SPOKEN = ("warn", "warning", "info", "debug", "error", "exception")
+OF_COST = re.compile(r"BYTES|BLOCK|CHUNK|CACHE|ROWS")
+
+
+def candidates() -> list[Mutant]:
+    """All that the rules make, in order of file and place; of some the bytecode is that of the original."""
+    files = [path for path in sorted((ROOT / PRODUCTION).rglob("*.py")) if _is_mutated(path)]
+    return [mutant for file in files for mutant in _of_file(file)]
+
+
+def sampled(count: int, seed: int, component: str = "") -> list[Mutant]:
+    """So many mutants that change the bytecode, of each component in proportion to what it has, at least one.
+
+    The order is drawn too, so that a larger sample of the same seed begins with the smaller one of each component.
+    """
+    rng, by_component = random.Random(seed), dict[str, list[Mutant]]()
+    for mutant in candidates():
+        by_component.setdefault(mutant.component, []).append(mutant)
+    total = sum(map(len, by_component.values()))
+    chosen = []
+    for name, each in sorted(by_component.items()):
+        rng.shuffle(each)
+        if component in ("", name):
+            share = count if component else max(1, round(count * len(each) / total))
+            chosen += itertools.islice(filter(changes_bytecode, each), share)
+    return chosen
+
+
+def changes_bytecode(mutant: Mutant) -> bool:
+    """Whether the file can be compiled, and to something else than the original."""
+    return _code(mutant.patched.text) not in (None, _code((ROOT / mutant.file).read_text()))
+
+
+def _is_mutated(path: Path) -> bool:
+    inside = path.relative_to(ROOT / PRODUCTION).as_posix()
+    return not inside.endswith(LEFT_OUT_FILES) and inside.partition("/")[0] not in LEFT_OUT_COMPONENTS
+
+
+def _of_file(path: Path) -> Iterator[Mutant]:
+    text = path.read_text()
+    tree = ast.parse(text)
+    offsets = [0]
+    for line in text.splitlines(keepends=True):
+        offsets.append(offsets[-1] + len(line.encode()))
+    seen = set[tuple[int, str]]()
+    for symbol, node in _places(tree, ""):
+        for kind, place, new in changes(node):
+            first, last = getattr(place, "lineno", 0), getattr(place, "end_lineno", 0)
+            start = offsets[first - 1] + place.col_offset  # pyright: ignore[reportAttributeAccessIssue]
+            end = offsets[last - 1] + place.end_col_offset  # pyright: ignore[reportAttributeAccessIssue]
+            old = text.encode()[start:end].decode()
+            mutant = Mutant(path.relative_to(ROOT).as_posix(), symbol, kind, start, old, new, first, last)
+            if (start, new) not in seen and old != new:
+                seen.add((start, new))
+                yield mutant
+
+
+def _places(node: ast.AST, symbol: str) -> Iterator[tuple[str, ast.AST]]:
+    """Nodes that may be changed, each with the function around it."""
+    for child in ast.iter_child_nodes(node):
+        if _is_left_out(child, node):
+            continue
+        name = symbol
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            name = f"{symbol}.{child.name}" if symbol else child.name
+        yield name, child
+        yield from _places(child, name)
+
+
+def _is_left_out(child: ast.AST, parent: ast.AST) -> bool:
+    if isinstance(child, ast.Raise | ast.JoinedStr | ast.Assert | ast.Import | ast.ImportFrom):
+        return True
+    if isinstance(child, ast.FunctionDef):
+        return child.name in SHOWN
+    if child in getattr(parent, "decorator_list", ()) or child is getattr(parent, "returns", parent):
+        return True
+    if isinstance(parent, ast.arg | ast.AnnAssign) and child is parent.annotation:
+        return True
+    if isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant):  # a docstring
+        return True
+    if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+        return True
+    call = child.value if isinstance(child, ast.Expr) else child
+    if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in SPOKEN:
+        return True
+    return isinstance(child, ast.Assign | ast.AnnAssign) and (_is_of_cost(child) or _is_type(child))
+
+
+def _is_of_cost(statement: ast.Assign | ast.AnnAssign) -> bool:
+    targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+    names = [target.id for target in targets if isinstance(target, ast.Name)]
+    return any(name.isupper() and OF_COST.search(name) for name in names)
+
+
+def _is_type(statement: ast.Assign | ast.AnnAssign) -> bool:
+    value = statement.value
+    annotation = ast.unparse(statement.annotation) if isinstance(statement, ast.AnnAssign) else ""
+    is_generic = isinstance(value, ast.Subscript) and ast.unparse(value.value).endswith(
+        ("Annotated", "Literal", "Callable")
+    )
+    return "TypeAlias" in annotation or is_generic
+
+
+def _code(text: str) -> bytes | None:
+    """The bytecode of a module without its line numbers; None where it cannot be compiled."""
+    try:
+        return marshal.dumps(_plain(compile(text, "", "exec", dont_inherit=True, optimize=2)))
+    except (SyntaxError, ValueError):
+        return None
+
+
+def _plain(code: CodeType) -> tuple[object, ...]:
+    constants = tuple(_plain(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts)
+    return code.co_name, code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars
