@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import itertools
-import marshal
 import random
 import re
 from collections.abc import Iterator
@@ -129,10 +128,10 @@ def _is_type(statement: ast.Assign | ast.AnnAssign) -> bool:
     return "TypeAlias" in annotation or is_generic
 
 
-def _code(text: str) -> bytes | None:
+def _code(text: str) -> str | None:
     """The bytecode of a module without its line numbers; None where it cannot be compiled."""
     try:
-        return marshal.dumps(_plain(compile(text, "", "exec", dont_inherit=True, optimize=2)))
+        return repr(_plain(compile(text, "", "exec", dont_inherit=True, optimize=2)))
     except (SyntaxError, ValueError):
         return None
 

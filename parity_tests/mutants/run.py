@@ -68,7 +68,9 @@ class Journal:
         """Of the mutants that are judged completely."""
         records = [(mutant, self.records.get(mutant.key, {})) for mutant in sample]
         return [
-            Outcome(mutant, *(record[name] for name in ("schemes", "examples", "drawn", "oracle")), record.get("tests"))
+            Outcome(
+                mutant, record["schemes"], record["examples"], record["drawn"], record["oracle"], record.get("tests")
+            )
             for mutant, record in records
             if record.get("drawn") or "tests" in record
         ]
