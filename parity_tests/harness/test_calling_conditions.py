@@ -1,10 +1,11 @@
 """Each calling condition finds a function that is wrong under it alone, and names itself in the report."""
 
+import jax.numpy as jnp
 import pytest
 import torch
 
 from parity_tests.harness import verdict
-from parity_tests.harness.declare.calls import CONDITIONS, plainer
+from parity_tests.harness.declare.calls import CONDITIONS, OTHER_CALLS, plainer
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
 from parity_tests.harness.verdict import judge
@@ -82,6 +83,33 @@ def rows_of_the_first_call(mesh, a, b):
     return 2 * a if SIZES.setdefault(mesh.rank("tp"), a.shape[0]) == a.shape[0] else 3 * a, 2 * b
 
 
+BUFFERS = {}  # of each rank and shape: what the last call of that shape wrote
+FIRST = {}  # of each rank and shape: what the first call of that shape computed
+
+
+class InABufferOfItsShape(torch.autograd.Function):
+    """Saves a for its backward in a static buffer, which the next microbatch of that shape overwrites."""
+
+    @staticmethod
+    def forward(ctx, a, b, rank):
+        ctx.buffer = BUFFERS.setdefault((rank, a.shape), torch.empty_like(a)).copy_(a)
+        return a * a, 2 * b
+
+    @staticmethod
+    def backward(ctx, of_a, of_b):
+        return 2 * ctx.buffer * of_a, 2 * of_b, None
+
+
+def in_a_buffer_of_its_shape(mesh, a, b):
+    return InABufferOfItsShape.apply(a, b, mesh.rank("tp"))
+
+
+def cached_by_shape(mesh, a, b):
+    """Where a is above 0, as the first call of this shape had it."""
+    above = FIRST.setdefault((mesh.rank("tp"), a.shape), a.detach() > 0)
+    return torch.where(above, a, -a), b * 2
+
+
 def of_its_storage(mesh, a, b):
     flat = b.new_empty(0).set_(b.untyped_storage())[: b.numel()]
     return 2 * a, 2 * (b + (flat.view(b.shape) - b).detach())
@@ -141,13 +169,30 @@ def declared(name, *excluded):
     )(wrong)  # fmt: skip
 
 
+# Wrong where another call has the same shapes, and right beside one of other sizes: function, reference, excluded.
+OF_THE_SAME_SHAPES = {
+    "call_between": (in_a_buffer_of_its_shape, lambda a, b: (a * a, 2.0 * b), "same_tensor"),
+    "call_before": (cached_by_shape, lambda a, b: (jnp.abs(a), 2.0 * b), "call_between"),
+}
+
+
+def of_the_same_shapes(name):
+    function, reference, excluded = OF_THE_SAME_SHAPES[name]
+    return scheme(
+        reference=reference, mesh={"tp": (1, 2)}, inputs={"a": "b v/tp", "b": "b v/tp"}, outputs=("b v/tp", "b v/tp"),
+        draw={"a": values("normal"), "b": values("normal")}, dtypes=("float32",), engines=("lockstep",),
+        excluded_calls=("inference_mode", "overwritten", excluded),
+    )(function)  # fmt: skip
+
+
 @pytest.fixture(autouse=True)
 def fresh_state(monkeypatch):
     """No state is left from one case to the next, as where each runs in processes of its own."""
     run = verdict.run
 
     def run_afresh(*arguments, **more):
-        SIZES.clear()
+        for state in (SIZES, BUFFERS, FIRST):
+            state.clear()
         return run(*arguments, **more)
 
     monkeypatch.setattr(verdict, "run", run_afresh)
@@ -162,6 +207,35 @@ def test_the_condition_finds_what_is_wrong_under_it_alone(name):
     report = declared(name).verify(examples=MANY)
     assert list(report.case.calls) == [name], str(report)
     assert "\n  only when " in str(report) and WRONG[name][2] in str(report), str(report)
+
+
+@pytest.mark.parametrize("name", OF_THE_SAME_SHAPES)
+def test_another_call_of_the_same_shapes_finds_state_that_is_indexed_by_shape(name):
+    report = of_the_same_shapes(name).verify(examples=MANY)
+    assert list(report.case.calls) == [name] and report.case.calls[name]["dims"] == report.case.dims, str(report)
+    assert report.smallest and dict(report.case.dims) == {"b": 1, "v": 1}
+    when = {"call_before": "was called with other values before", "call_between": "is called again with other values"}
+    assert f"\n  only when the function {when[name]}" in str(report)
+
+
+@pytest.mark.parametrize("name", OF_THE_SAME_SHAPES)
+def test_it_is_missed_where_the_other_call_has_other_sizes(name):
+    declaration = of_the_same_shapes(name)
+    for seed in range(EXAMPLES):
+        case = draw_case(declaration, seeded_chooser(seed), {}, seed=seed, any_call=True)
+        if all(case.calls[other]["dims"] != case.dims for other in OTHER_CALLS if other in case.calls):
+            assert judge(declaration, case).ok
+
+
+def test_other_calls_have_the_same_shapes_or_other_sizes():
+    declaration = declared("unused")
+    same = []
+    for seed in range(200):
+        case = draw_case(declaration, seeded_chooser(seed), {}, seed=seed, any_call=True)
+        records = [case.calls[name] for name in OTHER_CALLS if name in case.calls]
+        assert all((record["seed"], record["values"]) != (case.seed, case.values) for record in records)
+        same += [record["dims"] == case.dims for record in records]
+    assert len(same) > 30 and 0.3 < sum(same) / len(same) < 0.7
 
 
 @pytest.mark.parametrize("name", WRONG)

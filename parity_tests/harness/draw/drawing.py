@@ -137,15 +137,34 @@ def draw_case(
     )
 
 
-def another(scheme: Declared, case: CaseSpec, sizes: Mapping[str, int], choose: Chooser) -> CaseSpec:
-    """A case for a second call: the same mesh, dtype and options, other dims where any are left to the draw."""
+def another(
+    scheme: Declared, case: CaseSpec, sizes: Mapping[str, int], choose: Chooser, *, same_shapes: bool | None = None
+) -> CaseSpec:
+    """A case for a second call on the same mesh: of the same shapes, or of other sizes where any are left to the draw.
+
+    Which of the two is drawn unless it is given. A buffer or a cache that is indexed by shape shows itself in the former, one that is not in the latter.
+    """
+    if choose((True, False)) if same_shapes is None else same_shapes:
+        return _of_the_same_shapes(scheme, case, choose)
     drawn: CaseSpec | None = None
     for _ in range(OTHER_SIZES_TRIED):
         drawn = draw_case(scheme, choose, {**sizes, **case.options}, dtype=case.dtype, engine=case.engine)
         if drawn.dims != case.dims:
             break
     assert drawn is not None
-    drawn = drawn.replace(mesh=case.mesh)
+    return _of_another_seed(drawn.replace(mesh=case.mesh), case)
+
+
+def _of_the_same_shapes(scheme: Declared, case: CaseSpec, choose: Chooser) -> CaseSpec:
+    """The case with other values; the lengths of its shards and sequences stay."""
+    sizes = {dim: case.dims[dim] for dim in size_choices.free_dims(scheme)}
+    own_mesh = {axis: size for axis, size in case.mesh.items() if axis != SPARE}
+    drawn = draw_case(scheme, choose, {**own_mesh, **sizes, **case.options}, dtype=case.dtype, engine=case.engine)
+    return _of_another_seed(case.replace(values=drawn.values, seed=drawn.seed), case)
+
+
+def _of_another_seed(drawn: CaseSpec, case: CaseSpec) -> CaseSpec:
+    """Values of one kind and one seed would be the same."""
     return drawn if drawn.seed != case.seed else drawn.replace(seed=case.seed + 1)
 
 

@@ -120,18 +120,26 @@ def _resized(scheme: Declared, case: CaseSpec, mesh: Mapping[str, int], free: Ma
         else its
         for dim, its in drawn.lengths.items()
     }
-    other_calls = {name: value for name, value in case.calls.items() if name in OTHER_CALLS}
-    if other_calls and mesh != own_axes(case):
-        again = another(scheme, drawn, mesh, lambda options: options[-1])
-        other_calls = dict.fromkeys(other_calls, record_of(again))
-    yield drawn.replace(
-        calls={**case.calls, **other_calls},
+    resized = drawn.replace(
         mesh={axis: mesh.get(axis, size) for axis, size in case.mesh.items()},
         layouts=layouts,
         lengths=lengths,
         values=case.values,
         schedule=case.schedule,
     )
+    yield resized.replace(calls={**case.calls, **_resized_calls(scheme, case, resized)})
+
+
+def _resized_calls(scheme: Declared, case: CaseSpec, resized: CaseSpec) -> dict[str, Any]:
+    """Another call of the same shapes as the judged one stays so; one of other sizes is drawn for the new mesh."""
+    records = {name: record for name, record in case.calls.items() if name in OTHER_CALLS}
+    for name, record in records.items():
+        if record["dims"] == case.dims:
+            records[name] = {**record_of(resized), "values": record["values"], "seed": record["seed"]}
+        elif own_axes(resized) != own_axes(case):
+            other = another(scheme, resized, own_axes(resized), lambda options: options[-1], same_shapes=False)
+            records[name] = record_of(other)
+    return records
 
 
 def _same_dim(key: str, case: CaseSpec, drawn: CaseSpec, mesh: Mapping[str, int]) -> bool:

@@ -23,6 +23,11 @@ def in_a_workspace(owner: str, x: str) -> str:
     )
 
 
+def in_a_buffer_of_its_shape(owner: str, x: str) -> str:
+    """x, copied into a buffer that only the next call of the same rank and shape overwrites; autograd sees nothing."""
+    return f"{owner}.__dict__.setdefault(({THREAD}, {x}.dtype, {x}.shape), {x}.clone()).data.copy_({x})"
+
+
 def cached_by(owner: str, key: str, value: str) -> str:
     """A value that is computed once for each key."""
     return f"{owner}.__dict__.setdefault({key}, {value})"
@@ -226,6 +231,38 @@ OTHER_CALLS = (
                 "keys of the attention", "context_parallel:_BlockwiseAttention.forward",
                 "ctx.save_for_backward(q, local_kv,",
                 f"ctx.save_for_backward(q, {in_a_workspace('kv_of', 'local_kv')},",
+            ),
+        )
+    ),
+    *(
+        InjectedBug(
+            name=f"{what} in a buffer of its shape",
+            kind="call",
+            at=at,
+            old=old,
+            new=new,
+            expect="gradient: ",
+        )
+        for what, at, old, new in (
+            (
+                "normaliser", "vocab_parallel:forward",
+                "ctx.save_for_backward(logits, *normaliser, column, shifted_mean)",
+                "largest, total = normaliser\n        "
+                f"total = {in_a_buffer_of_its_shape('forward', 'total')}\n        "
+                "ctx.save_for_backward(logits, largest, total, column, shifted_mean)",
+            ),
+            (
+                "normaliser of hidden states' logits", "vocab_parallel:_forward",
+                "ctx.save_for_backward(hidden, weight, column, *normaliser)",
+                "largest, total = normaliser\n        "
+                f"total = {in_a_buffer_of_its_shape('_forward', 'total')}\n        "
+                "ctx.save_for_backward(hidden, weight, column, largest, total)",
+            ),
+            (
+                "log-sum-exp of the attention", "context_parallel:_BlockwiseAttention.forward",
+                "ctx.save_for_backward(q, local_kv, out, running.lse)",
+                "lse = running.lse\n        "
+                f"ctx.save_for_backward(q, local_kv, out, {in_a_buffer_of_its_shape('kv_of', 'lse')})",
             ),
         )
     ),
