@@ -3,6 +3,10 @@
 Ranks of lockstep are threads of one process, so state that a library keeps for its process is shared by ranks, and by
 the schemes of one run. A failing case is run on gloo; where it passes there, lockstep's verdict is no verdict on the
 function, and the report says what else it may come from.
+
+One cause is the function's own: what it has kept from an earlier call. This process has made many calls, so that a case
+fails in it without any condition. It is judged again in fresh processes after a call with other values or other sizes;
+where that fails, the case with this call before it is what the report and its replay have.
 """
 
 from __future__ import annotations
@@ -12,15 +16,20 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from parity_tests.harness.declare.calls import OTHER_CALLS, record_of
+from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.declare.discover import TABLE
+from parity_tests.harness.draw.drawing import another, seeded_chooser
+from parity_tests.harness.experiments.cases import own_axes
 from parity_tests.harness.replay import write_replay
-from parity_tests.harness.report.report import Report
+from parity_tests.harness.report.report import OF_ALL_EXAMPLES, Report
 from parity_tests.harness.run.failure import Deadlock, NotRun, Unwaited
 from parity_tests.harness.run.protocol import disagreement
 from parity_tests.harness.verdict import judge
@@ -37,26 +46,39 @@ LEFT_OVER = (
     "the case passes in a fresh process where its scheme is verified alone: one that was imported or verified before "
     "has left something changed in this process (a handler, a patched function, a default)"
 )
+KEPT = (
+    "the function keeps state between calls: in fresh processes this case is equal as the first call and fails after "
+    "another one"
+)
 VERIFIED: set[str] = set()  # keys of the schemes that this process has verified
 
 
-def second_opinion(scheme: Declared, report: Report) -> Report:
+def second_opinion(scheme: Declared, report: Report, earlier: CaseSpec | None = None) -> Report:
     """The report of a failing case, with the verdict of fresh processes on it where they can be started.
 
-    On gloo, whose processes serve one scheme after another, it is judged again if they have served another one.
+    `earlier` is the case that it was shrunk from, whose other call may be the one that it needs. Processes of gloo
+    serve one case after another, so that a case which fails in them is judged in fresh ones too.
     """
     files = {other.file for other in TABLE.values()}
     others = bool(VERIFIED - {scheme.key} or files - {scheme.file})
     engine = report.case.engine
-    if engine != "lockstep" and not (engine == "gloo" and others):
+    if engine not in ("lockstep", "gloo"):
         return report
     if "gloo" not in scheme.engines or report.case.world > MOST_RANKS or not _may_be_contested(report):
         return report
-    verdict = _verdict_of_gloo(scheme, report)
-    if verdict is None:
+    on_gloo = _on_fresh_gloo(scheme, report.case)
+    if on_gloo is None:
         return report
-    if verdict != "equal":
-        return replace(report, confirmed_on="gloo" if verdict == report.verdict else f"gloo ({verdict})")
+    if on_gloo.verdict != "equal":
+        return replace(
+            report, confirmed_on="gloo" if on_gloo.verdict == report.verdict else f"gloo ({on_gloo.verdict})"
+        )
+    for case in _after_another_call(scheme, report.case, earlier):
+        after = _on_fresh_gloo(scheme, case)
+        if after is not None and not after.ok:
+            return _of_kept_state(scheme, report, after, engine)
+    if engine == "gloo" and not others:
+        return report
     is_left_over = engine == "gloo" or (others and _passes_alone(scheme, report))
     return replace(report, contested=LEFT_OVER if is_left_over else SHARED, notes={})
 
@@ -79,16 +101,49 @@ def _may_be_contested(report: Report) -> bool:
     return bool(wrong or report.cost or report.hygiene) or not is_rejected_alone
 
 
-def _verdict_of_gloo(scheme: Declared, report: Report) -> str | None:
-    """What fresh gloo processes make of the case; None where they cannot be started or the function cannot travel."""
+def _on_fresh_gloo(scheme: Declared, case: CaseSpec) -> Report | None:
+    """The report of fresh gloo processes; None where they cannot be started or the function cannot travel."""
     from parity_tests.harness.run.processes import pool
     from parity_tests.harness.run.processes.forks import ServerGone
 
-    pool.renew(report.case.world)
+    pool.renew(case.world)
     try:
-        return judge(scheme, report.case.replace(engine="gloo")).verdict
+        return judge(scheme, case.replace(engine="gloo"))
     except (NotRun, ServerGone, OSError, TypeError):
         return None
+
+
+def _after_another_call(scheme: Declared, case: CaseSpec, earlier: CaseSpec | None) -> Iterator[CaseSpec]:
+    """The case after a call that comes before it: the one it had before it was shrunk, or one of each kind."""
+    if set(OTHER_CALLS) & set(case.calls) or scheme.module is not None:
+        return
+    records = [] if earlier is None else [earlier.calls[name] for name in OTHER_CALLS if name in earlier.calls]
+    if earlier is None or earlier.mesh != case.mesh:
+        records.clear()
+    for is_of_the_same_shapes in (True, False):
+        choose = seeded_chooser(case.seed + 1)
+        other = another(scheme, case, own_axes(case), choose, same_shapes=is_of_the_same_shapes)
+        records.append(record_of(other))
+    for record in records:
+        yield case.replace(calls={**case.calls, "call_before": record})
+
+
+def _of_kept_state(scheme: Declared, report: Report, after: Report, engine: str) -> Report:
+    """What the failing case of fresh processes shows, of the engine that was verified."""
+    case = after.case.replace(engine=engine)
+    if "call_before" in scheme.excluded_calls:
+        return replace(report, contested=f"{KEPT}, which the scheme excludes", notes={})
+    of_all_examples = {name: getattr(report, name) for name in OF_ALL_EXAMPLES}
+    return replace(
+        after,
+        case=case,
+        **of_all_examples,
+        meshes=report.meshes,
+        row_cases={row.label: case for row in after.rows},
+        conditions_needed=True,
+        kept_state=KEPT,
+        confirmed_on="gloo",
+    )
 
 
 def _passes_alone(scheme: Declared, report: Report) -> bool:

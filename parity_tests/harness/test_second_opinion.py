@@ -1,6 +1,7 @@
 """A failure is judged once more in fresh processes: confirmed, contested, or nothing that they could see."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -78,6 +79,40 @@ def test_where_gloo_passes_the_engines_disagree(library, first, shardproof):
         scheme.verify(examples=2).raise_if_failed()
 
 
+CACHING = """
+import torch
+FIRST = {}
+def caching(mesh, x):
+    size = FIRST.setdefault("rows", x.shape[0])
+    return x * (2 if size == x.shape[0] else 3)
+def masking(mesh, x):
+    above = FIRST.setdefault(x.shape, x.detach() > 0)
+    return torch.where(above, x * 2, x.detach() * 2)
+"""
+
+
+@pytest.mark.parametrize(("function", "other"), [("caching", "sizes"), ("masking", "values")])
+def test_state_that_the_function_keeps_between_calls_is_named_and_replayed(function, other, first):
+    masked = "reference=lambda x: jnp.where(x > 0, 2.0 * x, jax.lax.stop_gradient(2.0 * x))"
+    more = {"caching": "", "masking": f", {masked}"}[function]
+    file = written(f"{function}.py", CACHING, f"import jax\ndeclare({function}, dtypes=('float32',){more})\n")
+    (scheme,) = schemes_of_file(file)
+    report = scheme.verify(tp=2, seed=3)
+    assert (report.verdict, report.contested, report.confirmed_on) == ("mismatch", None, "gloo"), str(report)
+    assert f"  only when the function was called with other {other} before" in str(report).splitlines()
+    assert f"  {second_opinion.KEPT}" in str(report).splitlines() and report.case.engine == "lockstep"
+    alone = subprocess.run([sys.executable, report.replay], capture_output=True, text=True, check=False)
+    assert alone.returncode == 1, alone.stdout + alone.stderr
+
+
+def test_a_scheme_may_exclude_that_it_is_called_before(first):
+    file = written("excluding.py", CACHING, "declare(caching, dtypes=('float32',), excluded_calls=('call_before',))\n")
+    (scheme,) = schemes_of_file(file)
+    report = scheme.verify(tp=2, seed=3)
+    assert report.verdict == "engines disagree"
+    assert report.contested == f"{second_opinion.KEPT}, which the scheme excludes"
+
+
 def test_a_state_that_another_file_left_is_no_verdict_on_this_one(tmp_path):
     (tmp_path / "patching.py").write_text("import torch\ntorch.Tensor.half_of = lambda x: x / 3\n" + HEAD + RIGHT)
     shim = "\nimport torch\nif not hasattr(torch.Tensor, 'half_of'): torch.Tensor.half_of = lambda x: x / 2\n"
@@ -140,3 +175,10 @@ def test_one_case_alone_is_judged_once(monkeypatch):
         check(scheme.case(tp=2))
     narrow = declared(lambda mesh, x: x * 3, engines=("lockstep",)).verify(examples=1, tp=2)
     assert (narrow.verdict, narrow.confirmed_on) == ("mismatch", None)
+
+
+def test_state_that_gloo_keeps_between_calls_is_named_too(first):
+    (scheme,) = schemes_of_file(written("on_gloo.py", CACHING, "declare(caching, dtypes=('float32',))\n"))
+    report = scheme.verify("gloo", tp=2, seed=3, examples=12)
+    assert (report.verdict, report.case.engine) == ("mismatch", "gloo") and "call_before" in report.case.calls
+    assert f"  {second_opinion.KEPT}" in str(report).splitlines()

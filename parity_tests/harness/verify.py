@@ -26,7 +26,7 @@ from parity_tests.harness.experiments.smallest import shrunk
 from parity_tests.harness.experiments.undecided import verdict_of
 from parity_tests.harness.judge.reference import CLOCK, ReferenceFailure
 from parity_tests.harness.replay import write_replay
-from parity_tests.harness.report.report import Report, merged, mesh_text, sizes
+from parity_tests.harness.report.report import OF_ALL_EXAMPLES, Report, merged, mesh_text, sizes
 from parity_tests.harness.run.failure import Stalled
 from parity_tests.harness.second_opinion import VERIFIED, second_opinion
 
@@ -88,7 +88,7 @@ def verify(
     if report.undecided is not None:
         return _saved(scheme, report, replay_folder)
     smallest = _with_smallest_case(scheme, report, names)
-    return _saved(scheme, tested(scheme, second_opinion(scheme, smallest)), replay_folder)
+    return _saved(scheme, tested(scheme, second_opinion(scheme, smallest, report.case)), replay_folder)
 
 
 _OF_ALL_EXAMPLES = (
@@ -106,7 +106,7 @@ def _with_smallest_case(scheme: Declared, report: Report, names: Mapping[str, An
     """The report with what its smallest case shows in place of the failing one."""
     small = shrunk(scheme, report, names)
     meshes = (mesh_text(small.case.mesh),)
-    rest = {name: getattr(report, name) for name in _OF_ALL_EXAMPLES}
+    rest = {name: getattr(report, name) for name in OF_ALL_EXAMPLES}
     return replace(small, **rest, meshes=meshes, row_cases={row.label: small.case for row in small.rows})
 
 

@@ -142,7 +142,8 @@ def another(
 ) -> CaseSpec:
     """A case for a second call on the same mesh: of the same shapes, or of other sizes where any are left to the draw.
 
-    Which of the two is drawn unless it is given. A buffer or a cache that is indexed by shape shows itself in the former, one that is not in the latter.
+    Which of the two is drawn unless it is given. A buffer or a cache that is indexed by shape shows itself in the
+    former, one that is not in the latter.
     """
     if choose((True, False)) if same_shapes is None else same_shapes:
         return _of_the_same_shapes(scheme, case, choose)

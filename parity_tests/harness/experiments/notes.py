@@ -38,7 +38,7 @@ def tested(scheme: Declared, report: Report) -> Report:
     """The report of a failing case with the notes that survive, which some 6 to 40 more cases decide."""
     if report.failure is not None or not report.notes:
         return report
-    if report.case.engine != "lockstep":
+    if report.case.engine != "lockstep" or report.kept_state is not None:  # other cases of this process start otherwise
         return from_one_case(report)
     failing = _failing_cases(scheme, report.case)
     notes = {label: tuple(_survivors(scheme, report, label, failing)) for label in report.notes}

@@ -26,6 +26,8 @@ from parity_tests.harness.run.ledger import Ledger
 
 PLAIN_WIDTH = 132
 MOST_UNDECIDED = 0.25  # of the examples of a scheme that passes
+# Fields that a report of one case takes over from that of all examples.
+OF_ALL_EXAMPLES = ("examples", "dtypes", "left_out", "trace_seconds", "undecided_why", "undecided_examples")
 COLUMNS = ("tensor", "worst error", "budget", "ratio", "headroom", "where")
 
 
@@ -90,6 +92,7 @@ class Report:
     undecided_examples: int = 0
     smallest: bool = False  # each size of the case was tried one step smaller, and none of these fails as it does
     conditions_needed: bool = False  # the case fails under none of its calling conditions less
+    kept_state: str | None = None  # that the function keeps state between calls, where fresh processes show it
     replay: str | None = None
     unsaved: str | None = None  # why there is no replay file
     confirmed_on: str | None = None  # the engine that fails on the case too, with its verdict where that is another
@@ -231,6 +234,8 @@ class Report:
             if self.case.calls:
                 only = "only when" if self.conditions_needed else "seen when"
                 parts.append(Text(f"  {only} {' and '.join(phrases(self.case))}"))
+            if self.kept_state is not None:
+                parts.append(Text(f"  {self.kept_state}"))
             parts += [Text("  " + hint) for hint in self._hints()]
         return Group(*parts)
 
