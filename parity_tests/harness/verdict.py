@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from parity_tests.harness.declare import calls
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.draw import inputs
 from parity_tests.harness.explain.clues import explain
@@ -49,9 +50,10 @@ def judge(
     A failed rank is in the report, not raised. Errors: ReferenceFailure where the reference cannot be
     evaluated; ValueError for a layout of the user's that is no partition or cannot shard a size of the case.
     """
-    # 1. A user's own layouts must be partitions before anything is sharded by them.
+    # 1. A user's own layouts must be partitions before anything is sharded by them, in the other call of the case too.
     try:
-        inputs.check_custom_layouts((*scheme.inputs, *scheme.outputs), case, scheme.layouts)
+        for call in (case, *calls.other_cases(case)):
+            inputs.check_custom_layouts((*scheme.inputs, *scheme.outputs), call, scheme.layouts)
     except ValueError as error:
         raise ValueError(f"scheme '{scheme.name}': {error}") from error
     # 2. Evaluate the reference on one device, run the program on every rank.

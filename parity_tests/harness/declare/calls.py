@@ -115,6 +115,11 @@ def other_case(case: CaseSpec, name: str) -> CaseSpec | None:
     return None if record is None else case.replace(**record, calls={})
 
 
+def other_cases(case: CaseSpec) -> list[CaseSpec]:
+    """The plain cases of all calls besides the one that is judged."""
+    return [other for name in OTHER_CALLS if (other := other_case(case, name)) is not None]
+
+
 def record_of(case: CaseSpec) -> dict[str, Any]:
     """What `other_case` needs of a case."""
     return {name: getattr(case, name) for name in ("dims", "layouts", "lengths", "values", "seed")}

@@ -152,12 +152,12 @@ def at_will(generator, shape):
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        (lambda generator, shape: np.zeros(3), "draw['x'] returned an array of (3,); it was asked for (4,)"),
-        (lambda generator, shape: np.zeros(shape, int), "draw['x'] returned int64; return floats, or write drawn("),
-        (at_will, "draw['x'] returns other numbers at each call; draw them from the generator it gets"),
-        (lambda: 3, "scheme 'doubled': draw['x'] takes (); a draw takes (generator, shape), or (generator, shape, ca"),
+        (lambda generator, shape: np.zeros(3), "returned an array of (3,); it was asked for (4,)"),
+        (lambda generator, shape: np.zeros(shape, int), "returned int64; return floats, or write drawn("),
+        (at_will, "returns other numbers at each call; draw them from the generator it gets"),
+        (lambda: 3, "takes (); a draw takes (generator, shape), or (generator, shape, ca"),
         (st.text(min_size=1, max_size=1), ", a str; give a strategy of numbers; for arrays pass a function"),
-        (3, "scheme 'doubled': draw['x'] is int; use token_below, ids, "),
+        (3, "is int; use token_below, ids, "),
     ],
 )
 def test_wrong_draws(how, words):
@@ -166,7 +166,7 @@ def test_wrong_draws(how, words):
 
     with pytest.raises(ValueError) as caught:
         declared(doubled, draw={"x": how}).verify(tp=2, b=4)
-    assert words in str(caught.value)
+    assert str(caught.value).startswith("scheme 'doubled': draw['x'] ") and words in str(caught.value)
 
 
 @pytest.mark.parametrize("count", [-1, True, 1.5])

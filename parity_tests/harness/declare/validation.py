@@ -260,7 +260,7 @@ def own_draws(fn: Any, draw: Mapping[str, Any], rejection: Mistakes) -> dict[str
         draws[name] = how if isinstance(how, Draw) else NO_DRAW
         with rejection.collected():
             if not isinstance(how, Draw):
-                draws[name] = own_draw(how, _is_integer(annotations.get(name)), f"draw[{name!r}]")
+                draws[name] = own_draw(how, _is_integer(annotations.get(name)), f"{rejection.title}draw[{name!r}]")
     return draws
 
 

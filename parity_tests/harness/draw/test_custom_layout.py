@@ -5,7 +5,9 @@ import numpy as np
 import pytest
 import torch
 
+from parity_tests.harness.declare.calls import record_of
 from parity_tests.harness.draw import size_choices
+from parity_tests.harness.verdict import judge
 from shardproof import check, scheme
 
 MESH = (1, 2, 4)
@@ -184,6 +186,21 @@ def test_an_incomplete_partition_is_reported_with_the_scheme():
 
     assert said(declared(lost).verify, ring=2, t=2) == (
         "scheme 'doubled': layout 'mine' is not a partition of 2 positions over 2 ranks: missing [1], repeated [0]"
+    )
+
+
+@pytest.mark.parametrize("name", ["call_before", "call_between"])
+def test_a_layout_that_is_no_partition_of_another_call_is_reported_with_the_scheme(name):
+    """It is right for the sizes of the judged call alone."""
+
+    def lost(size, world):
+        return [[0]] * world if size == 4 else np.split(np.arange(size), world)
+
+    declaration = declared(lost, dims={"t": (2, 4)})
+    other = declaration.case(ring=2, t=4, b=1)
+    case = declaration.case(ring=2, t=2, b=1).replace(calls={name: record_of(other)})
+    assert said(judge, declaration, case).startswith(
+        "scheme 'doubled': layout 'mine' is not a partition of 4 positions over 2 ranks: missing [1, 2, 3]"
     )
 
 
