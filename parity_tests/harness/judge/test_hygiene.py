@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from parity_tests.harness.declare import calls
+from parity_tests.harness.verdict import judge
 from parity_tests.specimens.small_scheme import declared, summed
 from shardproof import integers, values
 
@@ -43,6 +45,48 @@ def test_zeros_that_are_modified(name, count):
         return y
 
     assert len(findings(doubled, draw={"x": values("zeros")}).hygiene) == count
+
+
+class InItsOutput(torch.autograd.Function):
+    """2 x, whose gradient is written where the output is."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.y = 2 * x
+        return ctx.y
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return torch.mul(cotangent, 2, out=ctx.y.detach())
+
+
+def test_an_output_that_the_backward_overwrites():
+    """The forward is right: it is no error of a value."""
+    report = findings(lambda mesh, x: InItsOutput.apply(x))
+    assert report.verdict == "hygiene"
+    assert report.hygiene == tuple(
+        f"rank {r}: output 'out' was modified by the backward, first at (0,)" for r in (0, 1)
+    )
+
+
+BUFFERS = {}
+
+
+def in_a_buffer(mesh, x):
+    buffer = BUFFERS.setdefault((mesh.rank("tp"), x.shape), torch.empty_like(x))
+    buffer.copy_(x.detach() * 2)
+    return buffer
+
+
+def test_an_output_that_the_next_call_overwrites():
+    declaration = declared(in_a_buffer, nograd=("x",))
+    case = declaration.case(tp=2, b=4)
+    next_call = calls.record_of(case.replace(seed=case.seed + 1))
+    report = judge(declaration, case.replace(calls={"call_between": next_call}))
+    assert report.hygiene == tuple(
+        f"rank {rank}: output 'out' was modified by the next call, first at (0,)" for rank in (0, 1)
+    )
+    assert report.verdict == "hygiene" and judge(declaration, case).ok
 
 
 def test_an_integer_input_that_is_modified():

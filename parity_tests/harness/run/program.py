@@ -100,12 +100,15 @@ class Program:
             self._complete_call(mesh, earlier)
         call = Call(self, mesh, case)
         with self._surroundings(call.view):
-            outputs = call.forward()
+            outputs = {name: tensor.detach().clone() for name, tensor in call.forward().items()}
             finish = None if between is None else self._begun_call(mesh, between)
+            findings = _modified("output", outputs, call.outputs, "by the next call")
+            before = {name: tensor.detach().clone() for name, tensor in call.outputs.items()}
             gradients = call.backward()
+            findings += _modified("output", before, call.outputs, "by the backward")
             if finish is not None:
                 finish()
-        findings = call.findings()
+        findings += call.findings()
         draws = self.random or self.module is not None  # a module draws its first weights
         if not draws and not torch.equal(generator, torch.get_rng_state()):
             findings.append("the random state moved; declare random=True if the scheme draws")
@@ -317,7 +320,9 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
     return (tensor.double() if tensor.is_floating_point() else tensor).contiguous().numpy().copy()
 
 
-def _modified(role: str, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> list[str]:
+def _modified(
+    role: str, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor], by: str = ""
+) -> list[str]:
     findings = []
     for name, old in before.items():
         new = after[name].detach()
@@ -326,5 +331,5 @@ def _modified(role: str, before: Mapping[str, torch.Tensor], after: Mapping[str,
             different = (different & ~(new.isnan() & old.isnan())) | (new.signbit() != old.signbit())
         if bool(different.any()):
             first = tuple(int(i) for i in different.nonzero()[0])
-            findings.append(f"{role} '{name}' was modified, first at {first}")
+            findings.append(f"{role} '{name}' was modified {by}".rstrip() + f", first at {first}")
     return findings
