@@ -18,7 +18,7 @@ from parity_tests.harness.explain.clues import explain
 from parity_tests.harness.explain.collect_evidence import evidence
 from parity_tests.harness.explain.note import Note
 from parity_tests.harness.judge import compare, side_checks
-from parity_tests.harness.judge.reference import Reference, evaluate
+from parity_tests.harness.judge.reference import Reference, evaluate, undefined_gradients
 from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.run.failure import Raised, RankFailure
@@ -72,6 +72,9 @@ def judge(
         )
     # 3. Compare values and gradients, then the ledgers.
     rows = compare.compare(scheme, case, ranks.results, reference)
+    if not all(row.ok for row in rows if row.role == "gradient"):
+        undefined = undefined_gradients(scheme, program, case, reference)
+        rows = compare.compare(scheme, case, ranks.results, reference, undefined)
     protocol = side_checks.protocol(ranks.ledger, scheme.engines)
     # 4. Explain each tensor that failed.
     notes = _notes(scheme, program, case, ranks, rows, protocol)

@@ -22,6 +22,7 @@ from parity_tests.harness.draw.drawing import draw_case, fitting_meshes, meshes_
 from parity_tests.harness.draw.reproducible import reproducible_draws
 from parity_tests.harness.draw.strategy import EXAMPLES, SHAPES, every_case, profile
 from parity_tests.harness.experiments.notes import from_one_case, tested
+from parity_tests.harness.experiments.plain_values import name_values_to_avoid
 from parity_tests.harness.experiments.smallest import shrunk
 from parity_tests.harness.experiments.undecided import verdict_of
 from parity_tests.harness.judge.reference import CLOCK, ReferenceFailure
@@ -86,8 +87,8 @@ def verify(
     if report.ok:
         return report
     if report.undecided is not None:
-        return _saved(scheme, report, replay_folder)
-    smallest = _with_smallest_case(scheme, report, names)
+        return _saved(scheme, name_values_to_avoid(scheme, report), replay_folder)
+    smallest = name_values_to_avoid(scheme, _with_smallest_case(scheme, report, names))
     return _saved(scheme, tested(scheme, second_opinion(scheme, smallest, report.case)), replay_folder)
 
 

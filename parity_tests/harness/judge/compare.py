@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -72,8 +73,14 @@ class TensorRow:
         return f"{self.name} after" if self.argument.modified else self.name
 
 
-def compare(scheme: Declared, case: CaseSpec, results: Sequence[RankResult], reference: Reference) -> list[TensorRow]:
-    """One row for each output and each gradient."""
+def compare(
+    scheme: Declared,
+    case: CaseSpec,
+    results: Sequence[RankResult],
+    reference: Reference,
+    undefined: Mapping[str, np.ndarray] = MappingProxyType({}),
+) -> list[TensorRow]:
+    """One row for each output and each gradient, whose `undefined` elements may be anything."""
     rows = []
     for arg in scheme.outputs:
         pieces = [result.outputs[arg.name] for result in results]
@@ -101,7 +108,8 @@ def compare(scheme: Declared, case: CaseSpec, results: Sequence[RankResult], ref
         absent = (
             None if "unused" in case.calls else stitch(arg, reached, case, scheme.layouts, "gradient").copies == 0.0
         )
-        rows.append(_judged(scheme, case, arg, "gradient", stitched, want, spread, count, case.dtype, absent))
+        of_nan = undefined.get(arg.name)
+        rows.append(_judged(scheme, case, arg, "gradient", stitched, want, spread, count, case.dtype, absent, of_nan))
     return rows
 
 
@@ -125,6 +133,15 @@ def budget(
     return np.maximum(summation, K * math.sqrt(roundings) * moved) + max(terms, 1) * lost_below(dtype)
 
 
+def budget_elsewhere(
+    scheme: Declared, case: CaseSpec, row: TensorRow, want: np.ndarray, spread: np.ndarray
+) -> np.ndarray:
+    """The budget that a tensor has where its reference has these values, as at other inputs."""
+    count = _terms(scheme, case, row.argument, row.role) * row.stitched.summed_ranks
+    narrow = min(UNIT_ROUNDOFF[case.dtype], UNIT_ROUNDOFF["float32"])
+    return budget(want, spread, count, case.dtype, row.dtype, scheme.roundings, narrow)
+
+
 def lost_below(dtype: str) -> float:
     """The most that underflow takes of one term.
 
@@ -135,12 +152,16 @@ def lost_below(dtype: str) -> float:
     return about.tiny * about.eps if dtype == "float16" else about.tiny
 
 
+def largest(dtype: str) -> float:
+    """The largest finite number of a dtype; none of integers and booleans is too large."""
+    return torch.finfo(getattr(torch, dtype)).max if "float" in dtype else np.inf
+
+
 def errors(got: np.ndarray, want: np.ndarray, dtype: str) -> np.ndarray:
     """|got - want|; infinities and NaN must be in the same places, and what overflows the dtype may be infinite."""
-    largest = torch.finfo(getattr(torch, dtype)).max
     with np.errstate(invalid="ignore", over="ignore"):
         difference = np.abs(got - want)
-        overflowed = np.isinf(got) & (np.abs(want) > largest) & (np.sign(got) == np.sign(want))
+        overflowed = np.isinf(got) & (np.abs(want) > largest(dtype)) & (np.sign(got) == np.sign(want))
     same = (np.isnan(want) & np.isnan(got)) | (np.isinf(want) & (got == want)) | overflowed
     return np.where(same, 0.0, np.where(np.isnan(difference), np.inf, difference))
 
@@ -169,19 +190,22 @@ def _judged(
     terms: int,
     out_dtype: str,
     absent: np.ndarray | None = None,  # where no rank returned a gradient
+    undefined: np.ndarray | None = None,  # where any gradient is as good as another
 ) -> TensorRow:
     """Compare every element with its budget. A gradient that no rank returned is right only where exactly zero."""
     # 1. What each element may be off by, and what it might be had sums been accumulated in a coarser dtype.
     u = UNIT_ROUNDOFF[case.dtype]
     narrow = min(u, UNIT_ROUNDOFF["float32"])
     allowed = budget(want, spread, terms, case.dtype, out_dtype, scheme.roundings, narrow)
+    if undefined is not None:
+        allowed = np.where(undefined, np.inf, allowed)
     coarse = COARSER[case.dtype]
     wide = UNIT_ROUNDOFF[coarse]
     loose = budget(want, spread * (wide / u), terms, coarse, coarse, max(scheme.roundings, 1), wide)
     # 2. Errors in budgets, of every copy.
     wrong = errors(stitched.copies, want[None], out_dtype)
-    with np.errstate(over="ignore"):  # a ratio that overflows is infinite
-        ratios = wrong / allowed[None]
+    with np.errstate(over="ignore", invalid="ignore"):  # a ratio that overflows is infinite
+        ratios = np.where(np.isinf(allowed[None]), 0.0, wrong / allowed[None])
     if absent is not None:  # zeros may be within the budget, but None is wrong where the gradient is not 0
         ratios = np.where(absent & (want[None] != 0.0) & (ratios <= 1.0), np.inf, ratios)
     # 3. The worst element of all copies is the tensor's verdict.

@@ -27,6 +27,7 @@ from parity_tests.harness.run.ledger import at_users_line
 from parity_tests.harness.run.program import Program
 
 MOST_TRACED = 250
+POINTS = 4  # ordinary inputs, each and its negative: what depends on a number has a gradient at one of them
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 
@@ -72,8 +73,11 @@ def reference_input(arg: Argument, array: np.ndarray, case: CaseSpec, kind: str)
     return ReferenceInput(total, np.where(np.isfinite(magnitude), magnitude, 0.0))
 
 
-def evaluate(scheme: Declared, program: Program, case: CaseSpec) -> Reference:
-    """The reference on one case. Errors: ReferenceFailure, with the reference's own exception as its cause."""
+def evaluate(scheme: Declared, program: Program, case: CaseSpec, steps: np.ndarray | None = None) -> Reference:
+    """The reference on one case; `steps` are relative errors that its operations make, see `operation_errors`.
+
+    Errors: ReferenceFailure, with the reference's own exception as its cause.
+    """
     bridge.start()
     # 1. The inputs of the ranks, unsharded: for each partial value the float64 sum of its rounded terms.
     arrays = {arg.name: program.full_array(arg, case) for arg in scheme.inputs}
@@ -85,13 +89,38 @@ def evaluate(scheme: Declared, program: Program, case: CaseSpec) -> Reference:
     c = {name: item.total for name, item in cotangents.items()}
     # 3. Values and gradients, and how far random rounding of x, c and every intermediate moves each element.
     directions = _directions(case, "", floating), _directions(case, "c ", cotangents)
-    ((y, g), aux), ((dy, dg), _) = _call(scheme, case, (fixed, x, c), directions, _rounding(scheme, case))
+    ((y, g), aux), ((dy, dg), _) = _call(scheme, case, (fixed, x, c), directions, _rounding(scheme, case), steps)
     return Reference(
         {name: np.array(value) for name, value in {**y, **aux}.items()},
         {name: np.array(value) for name, value in g.items()},
         {name: _spread(y[name], moved) for name, moved in dy.items()},
         {name: _spread(g[name], moved) for name, moved in dg.items()},
     )
+
+
+def undefined_gradients(
+    scheme: Declared, program: Program, case: CaseSpec, reference: Reference
+) -> dict[str, np.ndarray]:
+    """For each input the elements of which an output is NaN in the reference: their gradient has no meaning.
+
+    Which elements a NaN depends on is seen at ordinary inputs, from cotangents of these outputs alone.
+    """
+    is_nan = {arg.name: np.isnan(reference.outputs[arg.name]) for arg in scheme.outputs if arg.differentiable}
+    if not any(mask.any() for mask in is_nan.values()):
+        return {}
+    arrays = {arg.name: program.full_array(arg, case) for arg in scheme.inputs}
+    floating = [arg.name for arg in scheme.inputs if not arg.is_integer]
+    fixed = {name: array for name, array in arrays.items() if name not in floating}
+    c = {name: mask.astype(np.float64) for name, mask in is_nan.items()}
+    dependent: dict[str, np.ndarray] = {}
+    for point in range(POINTS):
+        rng, sign = inputs.generator(case, f"ordinary {point // 2}"), (1.0, -1.0)[point % 2]
+        x = {name: sign * rng.standard_normal(arrays[name].shape) for name in floating}
+        still = tuple({name: np.zeros((DIRECTIONS, *a.shape)) for name, a in each.items()} for each in (x, c))
+        ((_, g), _), _ = _call(scheme, case, (fixed, x, c), still, np.zeros((DIRECTIONS, POOL)))
+        for name, gradient in g.items():
+            dependent[name] = dependent.get(name, False) | (np.asarray(gradient) != 0.0)
+    return dependent
 
 
 def _cotangent(arg: Argument, program: Program, case: CaseSpec) -> ReferenceInput:
@@ -103,7 +132,9 @@ def _cotangent(arg: Argument, program: Program, case: CaseSpec) -> ReferenceInpu
     return reference_input(arg, array, case, "cotangent")
 
 
-def _call(scheme: Declared, case: CaseSpec, arrays: Any, directions: Any, errors: np.ndarray) -> Any:
+def _call(
+    scheme: Declared, case: CaseSpec, arrays: Any, directions: Any, errors: np.ndarray, steps: np.ndarray | None = None
+) -> Any:
     """The traced program of this signature; its first call is timed."""
     import jax
 
@@ -118,7 +149,7 @@ def _call(scheme: Declared, case: CaseSpec, arrays: Any, directions: Any, errors
     signature = roles, shapes, tuple(output_shapes.values()), chosen, tuple(mesh.items())
     of_reference = _TRACED.setdefault(scheme.reference, {})  # schemes of one reference share what is traced
     still = [None] * len(fixed)
-    flat = jax.tree.leaves(arrays), [*still, *jax.tree.leaves(directions)], errors
+    flat = jax.tree.leaves(arrays), [*still, *jax.tree.leaves(directions)], errors, steps
     if signature in of_reference:
         program, structure = of_reference[signature]
         with np.errstate(all="ignore"):
@@ -246,13 +277,21 @@ def _directions(case: CaseSpec, prefix: str, tensors: Mapping[str, ReferenceInpu
 
 
 def _rounding(scheme: Declared, case: CaseSpec) -> np.ndarray:
-    """For each direction the signs of operations' errors, times the size of one relative to its result.
+    """For each direction the signs of operations' errors, times the size of one relative to its result."""
+    signs = 2.0 * inputs.generator(case, "rounding").integers(0, 2, size=(DIRECTIONS, POOL)) - 1.0
+    return _unit_of_operations(scheme, case) * signs
 
-    Intermediates are held in the accumulation dtype, unless the scheme says that some are stored in the tested one.
-    """
+
+def operation_errors(scheme: Declared, case: CaseSpec, name: str) -> np.ndarray:
+    """Relative errors that the operations of a reference may really make, others for each name."""
+    signs = 2.0 * inputs.generator(case, name).integers(0, 2, size=POOL) - 1.0
+    return _unit_of_operations(scheme, case) * signs
+
+
+def _unit_of_operations(scheme: Declared, case: CaseSpec) -> float:
+    """Intermediates are in the accumulation dtype, unless the scheme says that some are stored in the tested one."""
     u = UNIT_ROUNDOFF[case.dtype]
-    unit = u if scheme.roundings > 1 else min(u, UNIT_ROUNDOFF["float32"])
-    return unit * (2.0 * inputs.generator(case, "rounding").integers(0, 2, size=(DIRECTIONS, POOL)) - 1.0)
+    return u if scheme.roundings > 1 else min(u, UNIT_ROUNDOFF["float32"])
 
 
 def _spread(value: Any, derivatives: Any) -> np.ndarray:

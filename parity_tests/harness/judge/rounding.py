@@ -146,10 +146,13 @@ class TracedProgram:
         self.moves = [moves[index] for index in trace.outputs]
         self.length = len(trace.operations)
 
-    def __call__(self, inputs: Sequence[Any], tangents: Sequence[Any], errors: Any = None) -> tuple[list, list]:
+    def __call__(
+        self, inputs: Sequence[Any], tangents: Sequence[Any], errors: Any = None, steps: Any = None
+    ) -> tuple[list, list]:
         """Values and tangents of the outputs, None for an output that does not move.
 
-        `errors` has a row for each direction: POOL random signs times half a unit in the last place.
+        `errors` has a row for each direction: POOL random signs times half a unit in the last place. `steps` is one
+        such row, by which the values themselves are off.
         """
         value: list[Any] = list(self._trace.constants)
         tangent: list[Any] = [None] * len(value)
@@ -159,22 +162,32 @@ class TracedProgram:
             operands = operation.operands
             results, moved = operation.step([value[i] for i in operands], [tangent[i] for i in operands])
             for index, result, t, number in zip(operation.results, results, moved, operation.numbers, strict=True):
-                value[index] = result
+                value[index] = result if steps is None or not number else self._off_by(result, steps, number)
                 tangent[index] = self._with_error(result, t, errors, number) if number else t
             for index in operation.last_used:
                 value[index] = tangent[index] = None
         return [value[i] for i in self._trace.outputs], [tangent[i] for i in self._trace.outputs]
 
     def _with_error(self, value: Any, tangent: Any, errors: Any, number: int) -> Any:
-        """Signs are read from another place in the pool for each operation. Infinities have no error."""
+        """Infinities have no error."""
         xp = self._xp
-        start = number * STRIDE % (POOL // 2)
-        signs = errors[:, start : start + value.size]
-        if signs.shape[1] < value.size:
-            signs = xp.tile(errors[:, start:], (1, -(-value.size // (POOL - start))))[:, : value.size]
+        signs = self._of_operation(errors, value.size, number)
         finite = xp.where(xp.isfinite(value), value, 0.0)
         error = signs.reshape((len(errors), *value.shape)).astype(value.dtype) * finite[None]
         return error if tangent is None else tangent + error
+
+    def _off_by(self, value: Any, steps: Any, number: int) -> Any:
+        """The value with a real error."""
+        relative = self._of_operation(steps[None], value.size, number).reshape(value.shape)
+        return (value * (1.0 + relative)).astype(value.dtype)
+
+    def _of_operation(self, errors: Any, size: int, number: int) -> Any:
+        """`size` errors of each row, read from another place in the pool for each operation."""
+        start = number * STRIDE % (POOL // 2)
+        read = errors[:, start : start + size]
+        if read.shape[1] < size:
+            read = self._xp.tile(errors[:, start:], (1, -(-size // (POOL - start))))[:, :size]
+        return read
 
 
 def nested_program(closed: Any, moving: Sequence[bool], rule_of: Callable[[Any], Rule], xp: Any) -> TracedProgram:
@@ -183,7 +196,7 @@ def nested_program(closed: Any, moving: Sequence[bool], rule_of: Callable[[Any],
 
 
 def evaluator(closed: Any, moving: Sequence[bool], compiler_options: Callable[[], Any]) -> Callable[..., Any]:
-    """(inputs, tangents, errors) -> (values, tangents) of a traced function; `moving` inputs have tangents."""
+    """(inputs, tangents, errors, steps) -> (values, tangents) of a traced function; `moving` inputs have tangents."""
     trace = Trace(closed)
     if trace.elements <= LARGE * len(trace.operations):
         # A parameter that another version of JAX names differently is one that NumPy has no rule for.

@@ -25,6 +25,7 @@ from parity_tests.harness.run.failure import RankFailure
 from parity_tests.harness.run.ledger import Ledger
 
 PLAIN_WIDTH = 132
+EQUAL_NUMBERS = ("zeros", "ones", "iota", "ties")  # kinds of values of which some are equal
 MOST_UNDECIDED = 0.25  # of the examples of a scheme that passes
 # Fields that a report of one case takes over from that of all examples.
 OF_ALL_EXAMPLES = ("examples", "dtypes", "left_out", "trace_seconds", "undecided_why", "undecided_examples")
@@ -92,6 +93,7 @@ class Report:
     undecided_examples: int = 0
     smallest: bool = False  # each size of the case was tried one step smaller, and none of these fails as it does
     conditions_needed: bool = False  # the case fails under none of its calling conditions less
+    values_to_avoid: tuple[str, ...] = ()  # inputs with whose equal numbers, as zeros, the case stands and falls
     kept_state: str | None = None  # that the function keeps state between calls, where fresh processes show it
     replay: str | None = None
     unsaved: str | None = None  # why there is no replay file
@@ -255,13 +257,15 @@ class Report:
         hints = []
         if self.case.world == 1 and not all(row.ok for row in self.rows):
             hints.append("one rank is enough for it: the function and its reference differ before anything is sharded")
-        rare = {name: value["kind"] for name, value in self.case.values.items() if value.get("kind") in RARE}
-        rare |= {
-            name: f"{value['border'][0]} at the border of a shard"
-            for name, value in self.case.values.items()
-            if value.get("border", [None])[0] in RARE
-        }
-        if rare:
+        rare = drawn_kinds(self.case, RARE)
+        if self.values_to_avoid:
+            drawn = drawn_kinds(self.case, EQUAL_NUMBERS)
+            kinds = ", ".join(f"{name} {drawn[name]}" for name in self.values_to_avoid)
+            normal = ", ".join(f"{name!r}: values('normal')" for name in self.values_to_avoid)
+            hints.append(
+                f"equal with normal values, drawn for it: {kinds}; if they never occur, declare draw={{{normal}}}"
+            )
+        elif rare:
             kinds = ", ".join(f"{name} {kind}" for name, kind in rare.items())
             other = ", ".join(f"{name!r}: values('normal', 'ties')" for name in rare)
             hints.append(f"drawn for it: {kinds}; if such values never occur, declare draw={{{other}}}")
@@ -336,6 +340,13 @@ def merged(reports: Iterable[Report]) -> Report:
         undecided_why=undecided[-1].undecided if undecided else None,
         undecided_examples=len(undecided),
     )
+
+
+def drawn_kinds(case: CaseSpec, kinds: Iterable[str]) -> dict[str, str]:
+    """What was drawn for each input that has values of these kinds, throughout or at the border of a shard."""
+    drawn = {name: value["kind"] for name, value in case.values.items() if value.get("kind") in kinds}
+    borders = {name: value["border"][0] for name, value in case.values.items() if "border" in value}
+    return drawn | {name: f"{kind} at the border of a shard" for name, kind in borders.items() if kind in kinds}
 
 
 def _own_mesh(case: CaseSpec) -> str:

@@ -1,0 +1,103 @@
+"""Neighbours of a case: the same inputs a rounding or two away, to see how far its reference jumps between them.
+
+A number is moved by its own rounding. Equal numbers are drawn apart by the rounding of the others, since a tie is where
+a choice is made; equal infinities, which no small step parts, become large numbers that differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.declared import Declared
+from parity_tests.harness.declare.draws import largest
+from parity_tests.harness.draw import inputs
+from parity_tests.harness.judge.reference import UNIT_ROUNDOFF, Reference, evaluate, operation_errors
+from parity_tests.harness.run.program import Program
+
+DIRECTIONS = 16
+STEPS = 2.0  # roundings to the tested dtype that an input is moved by at most; a budget has room for eight
+SPREAD = 8.0  # of infinities that are drawn apart: the last to the first
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """Inputs a rounding away, and the relative error that each operation of the reference makes on the way."""
+
+    arrays: dict[str, np.ndarray]
+    errors: np.ndarray
+    is_near: bool  # no infinity was parted
+
+    def reference(self, scheme: Declared, case: CaseSpec) -> Reference:
+        return evaluate(scheme, Program.of(scheme, arrays=self.arrays), case, self.errors)
+
+
+def neighbours(scheme: Declared, case: CaseSpec, *, infinities: bool = False) -> Iterator[Neighbour]:
+    """Equal numbers in rising order, in falling order, then all at random; `infinities` parts equal infinities too."""
+    program = Program.of(scheme)
+    full = {arg.name: program.full_array(arg, case) for arg in scheme.inputs}
+    for direction in range(DIRECTIONS):
+        arrays = dict(full)
+        for arg in scheme.inputs:
+            if not arg.is_integer:
+                rng = inputs.generator(case, f"moved {direction} {arg.name}")
+                arrays[arg.name] = _neighbour(full[arg.name], case, direction, rng, infinities)
+        yield Neighbour(arrays, operation_errors(scheme, case, f"operations {direction}"), not infinities)
+
+
+def has_equal_infinities(scheme: Declared, case: CaseSpec) -> bool:
+    """Whether two elements of an input are the same infinity."""
+    program = Program.of(scheme)
+    full = (program.full_array(arg, case) for arg in scheme.inputs if not arg.is_integer)
+    return any(max(np.isposinf(x).sum(), np.isneginf(x).sum()) > 1 for x in full)
+
+
+def distinct(x: np.ndarray, case: CaseSpec) -> np.ndarray:
+    """Numbers of the tested dtype in the same order, no two of them equal; equal infinities become large numbers."""
+    x = _parted(x, case, np.arange(x.size).reshape(x.shape))
+    flat = x.ravel()
+    finite = np.isfinite(flat)
+    unit = 4.0 * UNIT_ROUNDOFF[case.dtype]
+    typical = _typical(x)
+    result, last = flat.copy(), -np.inf
+    for index in np.flatnonzero(finite)[np.argsort(flat[finite], kind="stable")]:
+        step = unit * max(abs(last), typical) if np.isfinite(last) else 0.0
+        last = flat[index] if flat[index] > last else last + step
+        result[index] = last
+    return inputs.rounded(result.reshape(x.shape), case.dtype)
+
+
+def _neighbour(x: np.ndarray, case: CaseSpec, direction: int, rng: np.random.Generator, infinities: bool) -> np.ndarray:
+    rising = np.linspace(-1.0, 1.0, x.size).reshape(x.shape)
+    random = rng.choice((-1.0, 1.0), x.shape) * rng.uniform(0.5, 1.0, x.shape)
+    signs = (rising, -rising, random)[min(direction, 2)]
+    near = x + _steps(x, case) * signs
+    return _parted(near, case, signs.ravel().argsort().argsort().reshape(x.shape)) if infinities else near
+
+
+def _steps(x: np.ndarray, case: CaseSpec) -> np.ndarray:
+    """How far each number is moved: by its own rounding; one that occurs twice also by that of the others."""
+    size = np.where(np.isfinite(x), np.abs(x), 0.0)
+    _, inverse, counts = np.unique(x, return_inverse=True, return_counts=True)
+    tied = (counts[inverse.reshape(x.shape)] > 1) & np.isfinite(x)
+    return STEPS * UNIT_ROUNDOFF[case.dtype] * np.where(tied, np.maximum(size, _typical(x)), size)
+
+
+def _typical(x: np.ndarray) -> float:
+    """The median size of the numbers that are not 0, whose rounding parts several zeros; 1 where all are 0."""
+    sizes = np.abs(x[np.isfinite(x) & (x != 0.0)])
+    return float(np.median(sizes)) if sizes.size else 1.0
+
+
+def _parted(x: np.ndarray, case: CaseSpec, order: np.ndarray) -> np.ndarray:
+    """Equal infinities as large numbers of the tested dtype, the larger the later in this order."""
+    for sign in (1.0, -1.0):
+        equal = x == sign * np.inf
+        if equal.sum() > 1:
+            share = order / max(x.size, 1)
+            size = largest(case.dtype) / (2.0 * SPREAD)
+            x = np.where(equal, sign * size * (1.0 + (SPREAD - 1.0) * np.where(sign > 0, share, 1.0 - share)), x)
+    return x

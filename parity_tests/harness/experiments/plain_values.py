@@ -1,0 +1,28 @@
+"""Whether a failing case needs the equal numbers that were drawn for it: it is judged again with normal ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from parity_tests.harness.declare.case import CaseSpec
+from parity_tests.harness.declare.declared import Declared
+from parity_tests.harness.experiments.undecided import verdict_of
+from parity_tests.harness.report.report import EQUAL_NUMBERS, Report, drawn_kinds
+
+
+def name_values_to_avoid(scheme: Declared, report: Report) -> Report:
+    """The report with the inputs whose equal numbers, drawn for it, are the only ones that it fails at."""
+    if report.failure is not None or report.contested is not None or report.kept_state is not None:
+        return report
+    special = list(drawn_kinds(report.case, EQUAL_NUMBERS))
+    each = [[name] for name in special]
+    for names in [*each, special] if len(special) > 1 else each:
+        if verdict_of(scheme, _with_normal(report.case, names)).ok:
+            return replace(report, values_to_avoid=tuple(names))
+    return report
+
+
+def _with_normal(case: CaseSpec, names: list[str]) -> CaseSpec:
+    normal: dict[str, Any] = {name: {"kind": "normal"} for name in names}
+    return case.replace(values={**case.values, **normal})
