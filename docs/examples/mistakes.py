@@ -83,7 +83,7 @@ COLLECTIVE = Mistake(
     old="row_max = logits.detach().amax(-1)",
     new='row_max = logits.detach().amax(-1)[:, mesh.rank("tp") :]',
     says=(
-        "mismatch: shapes differ, [1, 4] and [1, 3]",
+        "collective mismatch: shapes differ, [1, 4] and [1, 3]",
         "rank 0 in all_reduce float32[1, 4] MAX (group tp, #0)",
         "rank 1 in all_reduce float32[1, 3] MAX (group tp, #0)",
     ),

@@ -7,12 +7,12 @@ from parity_tests.benchmarks.page import machine, text
 from parity_tests.benchmarks.survivors import PARENT
 from parity_tests.benchmarks.toy import FAILING, killed, toy, toy_case
 from parity_tests.harness.run.engines import run
-from parity_tests.harness.run.failure import Deadlock, Died, Mismatch, Raised, RankFailure, Stalled
+from parity_tests.harness.run.failure import CollectiveMismatch, Deadlock, Died, Raised, RankFailure, Stalled
 
 CAUSES = {
     "raises": (Raised, Raised),
-    "other shape": (Mismatch, Mismatch),
-    "other operation": (Mismatch, Mismatch),
+    "other shape": (CollectiveMismatch, CollectiveMismatch),
+    "other operation": (CollectiveMismatch, CollectiveMismatch),
     "collective left out": (Deadlock, Stalled),
     "killed": (None, Died),
 }

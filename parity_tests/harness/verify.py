@@ -21,13 +21,13 @@ from parity_tests.harness.draw import size_choices
 from parity_tests.harness.draw.drawing import draw_case, fitting_meshes, meshes_left_out, seeded_chooser
 from parity_tests.harness.draw.reproducible import reproducible_draws
 from parity_tests.harness.draw.strategy import EXAMPLES, SHAPES, every_case, profile
-from parity_tests.harness.experiments.notes import from_one_case, tested
+from parity_tests.harness.experiments.notes import check_notes, from_one_case
 from parity_tests.harness.experiments.plain_values import name_values_to_avoid
-from parity_tests.harness.experiments.smallest import shrunk
+from parity_tests.harness.experiments.smallest import shrink
 from parity_tests.harness.experiments.undecided import verdict_of
 from parity_tests.harness.judge.reference import CLOCK, ReferenceFailure
 from parity_tests.harness.replay import write_replay
-from parity_tests.harness.report.report import OF_ALL_EXAMPLES, Report, merged, mesh_text, sizes
+from parity_tests.harness.report.report import OF_ALL_EXAMPLES, Report, merge_reports, mesh_text, sizes
 from parity_tests.harness.run.failure import Stalled
 from parity_tests.harness.second_opinion import VERIFIED, second_opinion
 
@@ -83,29 +83,19 @@ def verify(
     if equal and not any(report.failed for report in reports):
         _check_compared(scheme, equal)
     left_out = {mesh_text(mesh): why for mesh, why in meshes_left_out(scheme, names, world, SHAPES[profile()])}
-    report = replace(merged(reports), left_out=left_out, trace_seconds=CLOCK.seconds - traced, shrinking_steps=steps)
+    seconds = CLOCK.seconds - traced
+    report = replace(merge_reports(reports), left_out=left_out, trace_seconds=seconds, shrinking_steps=steps)
     if report.ok:
         return report
     if report.undecided is not None:
         return _saved(scheme, name_values_to_avoid(scheme, report), replay_folder)
     smallest = name_values_to_avoid(scheme, _with_smallest_case(scheme, report, names))
-    return _saved(scheme, tested(scheme, second_opinion(scheme, smallest, report.case)), replay_folder)
-
-
-_OF_ALL_EXAMPLES = (
-    "examples",
-    "shrinking_steps",
-    "dtypes",
-    "left_out",
-    "trace_seconds",
-    "undecided_why",
-    "undecided_examples",
-)
+    return _saved(scheme, check_notes(scheme, second_opinion(scheme, smallest, report.case)), replay_folder)
 
 
 def _with_smallest_case(scheme: Declared, report: Report, names: Mapping[str, Any]) -> Report:
     """The report with what its smallest case shows in place of the failing one."""
-    small = shrunk(scheme, report, names)
+    small = shrink(scheme, report, names)
     meshes = (mesh_text(small.case.mesh),)
     rest = {name: getattr(report, name) for name in OF_ALL_EXAMPLES}
     return replace(small, **rest, meshes=meshes, row_cases={row.label: small.case for row in small.rows})

@@ -22,7 +22,7 @@ import numpy as np
 import typer
 
 from parity_tests.harness.declare.declared import Declared
-from parity_tests.harness.experiments.notes import tested
+from parity_tests.harness.experiments.notes import check_notes
 from parity_tests.harness.experiments.undecided import mark_undecided
 from parity_tests.harness.report.report import Report
 from parity_tests.injected_bugs.injected_bug import InjectedBug, patched_text
@@ -96,7 +96,7 @@ def headlines(bug: InjectedBug, near: Iterable[SchemeTrials]) -> Headlines | Non
 
 
 def _headlines(bug: InjectedBug, scheme: Declared, report: Report) -> Headlines:
-    after = tested(scheme, report)
+    after = check_notes(scheme, report)
     first = next(iter(report.notes))
     return Headlines(
         bug, report.notes[first][0], after.notes[first][0], mark_undecided(scheme, report).undecided is not None

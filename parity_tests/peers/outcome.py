@@ -19,7 +19,7 @@ from pathlib import Path
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.declare.discover import schemes_of_file
 from parity_tests.harness.draw.drawing import one_case
-from parity_tests.harness.experiments.smallest import shrunk
+from parity_tests.harness.experiments.smallest import shrink
 from parity_tests.harness.experiments.undecided import verdict_of
 from parity_tests.harness.report.report import Report, sizes
 from parity_tests.harness.verify import verify
@@ -82,7 +82,7 @@ def known(scheme: Declared, engine: str, examples: int) -> Report:
     for seed in range(2 * examples):
         report = verdict_of(scheme, one_case(scheme, seed=seed, engine=engine))
         if report.failed:
-            return shrunk(scheme, report, {}) if engine == "lockstep" else report
+            return shrink(scheme, report, {}) if engine == "lockstep" else report
     return report
 
 

@@ -87,7 +87,7 @@ def names_in(rule: str) -> list[str]:
     return [node.id for node in ast.walk(ast.parse(rule, mode="eval")) if isinstance(node, ast.Name)]
 
 
-def related(dims: Mapping[str, Any], shape: Mapping[str, int], mesh: Mapping[str, int]) -> dict[str, int]:
+def complete_dims(dims: Mapping[str, Any], shape: Mapping[str, int], mesh: Mapping[str, int]) -> dict[str, int]:
     """The shape with every dim that is given by a relation between dims and the sizes of axes."""
     full = dict(shape)
     waiting = {name: rule for name, rule in dims.items() if isinstance(rule, str) and name not in full}

@@ -11,7 +11,7 @@ from typing import Any
 from jax_ref.layouts import indivisible, needs
 from parity_tests.harness.declare.case import LARGEST_WORLD, CaseSpec
 from parity_tests.harness.declare.declared import Declared
-from parity_tests.harness.declare.relations import names_in, related
+from parity_tests.harness.declare.relations import complete_dims, names_in
 from parity_tests.harness.declare.spec import Dim, Sharding
 from parity_tests.harness.draw import custom_layout
 
@@ -122,7 +122,7 @@ def objection(
 ) -> str | None:
     """Why this shape cannot be sharded on this mesh, or None; of several dims that cannot, one of `fixed`."""
     if scheme.depends_on_mesh:
-        wanted = related(scheme.dims, {name: shape[name] for name in free_dims(scheme)}, mesh)
+        wanted = complete_dims(scheme.dims, {name: shape[name] for name in free_dims(scheme)}, mesh)
         for name in wanted:
             if shape[name] != wanted[name]:
                 return f"{name}={shape[name]} is not {scheme.dims[name]}, which is {wanted[name]} on {sizes_text(mesh)}"
@@ -219,7 +219,7 @@ def _tied(
     named = {name for rule in scheme.dims.values() if isinstance(rule, str) for name in names_in(rule)}
     movable = [name for name in named if name in shape and name not in fixed and name not in scheme.dims]
     for factor in FACTORS if movable else (1,):
-        full = related(scheme.dims, {**shape, **{name: shape[name] * factor for name in movable}}, mesh)
+        full = complete_dims(scheme.dims, {**shape, **{name: shape[name] * factor for name in movable}}, mesh)
         if min(full.values(), default=0) < 0 or any(full[name] != fixed[name] for name in fixed if name in full):
             continue
         if not movable or all(full[name] % step == 0 for name, step in unit.items() if name in full):

@@ -7,11 +7,18 @@ from hypothesis import given, settings
 from hypothesis import seed as hypothesis_seed
 
 from parity_tests.harness.draw.reproducible import reproducible_draws
+from parity_tests.harness.draw.strategy import profile
 from parity_tests.specimens.drawn_schemes import sequences
 from shardproof import every_case
 
 CONSTANTS = "NUMBERS = [" + ", ".join(str(number) for number in range(100, 1000)) + "]\n"
-SEARCH = "from parity_tests.harness.draw.test_reproducible import drawn; print(*drawn(), sep='\\n')"
+SEARCH = """
+from parity_tests.harness.draw import strategy, test_reproducible
+from hypothesis import settings
+strategy.register_profiles()
+settings.load_profile({profile!r})
+print(*test_reproducible.drawn(), sep="\\n")
+"""
 
 
 def drawn():
@@ -30,6 +37,7 @@ def drawn():
 
 
 def in_a_process(folder, program):
+    program = program.format(profile=profile())
     return subprocess.run(
         [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=True
     ).stdout.split("\n")[:-1]
@@ -39,5 +47,5 @@ def test_imported_constants_change_no_draw(tmp_path):
     """Hypothesis alone reads the 900 numbers of the module and draws some of them."""
     (tmp_path / "constants.py").write_text(CONSTANTS)
     plain = in_a_process(tmp_path, SEARCH)
-    assert plain == in_a_process(tmp_path, f"import constants; {SEARCH}") == drawn()
+    assert plain == in_a_process(tmp_path, "import constants\n" + SEARCH) == drawn()
     assert len(set(plain)) > 30

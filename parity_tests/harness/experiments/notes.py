@@ -1,5 +1,14 @@
 """A note is printed as a fact only if it survives an experiment that could refute it.
 
+How a mismatch comes to be printed, from the judged case to the lines under a red row:
+
+1. `verdict.judge` compares the tensors of one case. For each that fails, `explain.clues` makes hypotheses of its
+   numbers: notes (`explain.note`), each with the scope that says which other cases could refute it.
+2. `smallest.shrink` finds the smallest case that fails alike, `second_opinion` judges it in fresh processes.
+3. `check_notes`, below, judges other cases of the scheme and keeps the notes that hold in each that fails too.
+4. `repaired_lines.name_lines` adds the line of a collective whose repair makes the tensor right.
+5. The report prints the notes that are left, the best explanation first.
+
 What one case suggests is tried on other cases: larger ones with the same values and with plain ones, another mesh, a
 wider dtype, inputs a little off. A claim must hold in each that fails on the same tensor, and be of a kind that the
 experiment can refute. What no other case could try says so; what one refutes is left out.
@@ -16,7 +25,7 @@ from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.draw import inputs
 from parity_tests.harness.experiments import cases
-from parity_tests.harness.experiments.conviction import convicted
+from parity_tests.harness.experiments.repaired_lines import name_lines
 from parity_tests.harness.explain.evidence import THIN, Evidence
 from parity_tests.harness.explain.note import ACROSS_MESHES, ACROSS_SIZES, CONTEXT, OBSERVED, ROUNDING, Note
 from parity_tests.harness.explain.places import NO_PATTERN, worst
@@ -34,15 +43,18 @@ def from_one_case(report: Report) -> Report:
     return replace(report, notes=notes)
 
 
-def tested(scheme: Declared, report: Report) -> Report:
+def check_notes(scheme: Declared, report: Report) -> Report:
     """The report of a failing case with the notes that survive, which some 6 to 40 more cases decide."""
     if report.failure is not None or not report.notes:
         return report
     if report.case.engine != "lockstep" or report.kept_state is not None:  # other cases of this process start otherwise
         return from_one_case(report)
+    # 1. Other cases, those that fail too.
     failing = _failing_cases(scheme, report.case)
+    # 2. For each tensor, the notes that none of them refutes.
     notes = {label: tuple(_survivors(scheme, report, label, failing)) for label in report.notes}
-    return replace(report, notes=convicted(scheme, report, failing, notes))
+    # 3. The line of a collective, where repairing it makes the tensor right.
+    return replace(report, notes=name_lines(scheme, report, failing, notes))
 
 
 def _failing_cases(scheme: Declared, case: CaseSpec) -> list[Report]:

@@ -13,7 +13,7 @@ from typing import Any
 from parity_tests.harness.declare.calls import OTHER_CALLS, plainer, record_of
 from parity_tests.harness.declare.case import SPARE, CaseSpec
 from parity_tests.harness.declare.declared import Declared
-from parity_tests.harness.declare.relations import related
+from parity_tests.harness.declare.relations import complete_dims
 from parity_tests.harness.draw import size_choices
 from parity_tests.harness.draw.drawing import another, draw_case, simplest
 from parity_tests.harness.experiments.cases import own_axes
@@ -24,7 +24,7 @@ from parity_tests.harness.run.failure import Stalled
 MOST_RUNS = 40
 
 
-def shrunk(scheme: Declared, report: Report, given_names: Mapping[str, Any]) -> Report:
+def shrink(scheme: Declared, report: Report, given_names: Mapping[str, Any]) -> Report:
     """The report of the smallest case found that fails as this one does; sizes that were given stay as they are.
 
     `smallest` is true in it where every size was tried one step smaller and none of these cases fails so; it is false
@@ -103,7 +103,7 @@ def _resized(scheme: Declared, case: CaseSpec, mesh: Mapping[str, int], free: Ma
 
     Lengths of shards or sequences that no longer fit are drawn anew, the simplest.
     """
-    dims = related(scheme.dims, free, mesh)
+    dims = complete_dims(scheme.dims, free, mesh)
     if min(dims.values(), default=0) < 0 or not size_choices.compatible(scheme, dims, mesh):
         return
     fixed = {**mesh, **dims, **case.options}

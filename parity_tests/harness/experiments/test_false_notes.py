@@ -136,7 +136,7 @@ def test_a_backward_that_lacks_a_sum_is_named_by_the_collective_of_its_forward()
     assert expected in notes(declaration.verify())
 
 
-def test_a_buffer_that_was_read_too_early_is_convicted():
+def test_a_buffer_that_was_read_too_early_is_named():
     def early(mesh, x):
         first = x.detach().clone()
         dist.all_reduce(first, group=mesh["tp"], async_op=True).wait()

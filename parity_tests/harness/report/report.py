@@ -28,7 +28,15 @@ PLAIN_WIDTH = 132
 EQUAL_NUMBERS = ("zeros", "ones", "iota", "ties")  # kinds of values of which some are equal
 MOST_UNDECIDED = 0.25  # of the examples of a scheme that passes
 # Fields that a report of one case takes over from that of all examples.
-OF_ALL_EXAMPLES = ("examples", "dtypes", "left_out", "trace_seconds", "undecided_why", "undecided_examples")
+OF_ALL_EXAMPLES = (
+    "examples",
+    "shrinking_steps",
+    "dtypes",
+    "left_out",
+    "trace_seconds",
+    "undecided_why",
+    "undecided_examples",
+)
 COLUMNS = ("tensor", "worst error", "budget", "ratio", "headroom", "where")
 
 
@@ -313,7 +321,7 @@ class Report:
         return ("\n  " if self.protocol or self.cost or self.hygiene else "   ").join(lines)
 
 
-def merged(reports: Iterable[Report]) -> Report:
+def merge_reports(reports: Iterable[Report]) -> Report:
     """One report of many examples of a scheme: the worst row of each tensor; the last example's case if it failed."""
     seen = list(reports)
     failed = [report for report in seen if report.failed]

@@ -8,7 +8,7 @@ import pytest
 
 from parity_tests import scheme, values
 from parity_tests.harness.report import summary
-from parity_tests.harness.report.report import GradientMismatch, ValueMismatch, merged
+from parity_tests.harness.report.report import GradientMismatch, ValueMismatch, merge_reports
 from parity_tests.harness.report.summary import Outcome
 from parity_tests.harness.run.failure import Raised
 from parity_tests.harness.verdict import judge
@@ -197,9 +197,9 @@ def test_junit_names_the_meshes_that_were_left_out():
 def test_many_examples_become_one_report():
     declaration = of_ones(unharmed, draw={"x": values("normal")})
     reports = [judge(declaration, declaration.case(seed=seed, dtype="float32")) for seed in range(5)]
-    report = merged(reports)
+    report = merge_reports(reports)
     assert report.ok and report.examples == 5 and report.meshes == ("tp=1", "tp=2")
     assert report.rows[0].ratio == max(r.rows[0].ratio for r in reports)
-    failing = merged([*reports, report_of(doubled)])
+    failing = merge_reports([*reports, report_of(doubled)])
     assert failing.examples == 6 and failing.meshes == ("tp=2",)
     assert failing.rows[0].error == 1.0 and not failing.ok

@@ -95,10 +95,10 @@ class Died(RankFailure):
     cause = "died"
 
 
-class Mismatch(RankFailure):
-    """Ranks issued collectives or messages that do not fit together."""
+class CollectiveMismatch(RankFailure):
+    """Ranks issued collectives or messages that do not fit together. A wrong value is a mismatch, see report."""
 
-    cause = "mismatch"
+    cause = "collective mismatch"
 
 
 class Deadlock(RankFailure):

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.run.failure import Mismatch
+from parity_tests.harness.run.failure import CollectiveMismatch
 from parity_tests.harness.run.ledger import Ledger, Row
 
 _P2P = ("send", "recv")
@@ -29,12 +29,16 @@ class Disagreement:
     def __str__(self) -> str:
         return f"{self.what}: rank {self.row.rank} issued {self.row}"
 
-    def failure(self, case: CaseSpec | None, ledger: Ledger, states: Mapping[int, str] | None = None) -> Mismatch:
+    def failure(
+        self, case: CaseSpec | None, ledger: Ledger, states: Mapping[int, str] | None = None
+    ) -> CollectiveMismatch:
         """The failure to raise; `states` has a sentence for each rank that is not involved."""
         row = self.row
         rest = {rank: state for rank, state in (states or {}).items() if rank != row.rank}
         others = [sentence for _, sentence in sorted((rest | dict(self.others)).items())]
-        return Mismatch(str(self), rank=row.rank, op=row.op, source=row.source, case=case, others=others, ledger=ledger)
+        return CollectiveMismatch(
+            str(self), rank=row.rank, op=row.op, source=row.source, case=case, others=others, ledger=ledger
+        )
 
 
 def disagreement(ledger: Ledger, *, complete: bool = True) -> Disagreement | None:

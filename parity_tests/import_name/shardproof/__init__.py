@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from parity_tests.harness.report.report import ValueMismatch as ValueMismatch
     from parity_tests.harness.report.report import VerdictError as VerdictError
     from parity_tests.harness.run.engines import run as run
+    from parity_tests.harness.run.failure import CollectiveMismatch as Mismatch  # noqa: F401
     from parity_tests.harness.run.failure import Deadlock as Deadlock
     from parity_tests.harness.run.failure import Died as Died
-    from parity_tests.harness.run.failure import Mismatch as Mismatch
     from parity_tests.harness.run.failure import Modified as Modified
     from parity_tests.harness.run.failure import NotRun as NotRun
     from parity_tests.harness.run.failure import Raised as Raised
@@ -116,7 +116,7 @@ _HOMES = {
     "RankFailure": "parity_tests.harness.run.failure:RankFailure",
     "Raised": "parity_tests.harness.run.failure:Raised",
     "Died": "parity_tests.harness.run.failure:Died",
-    "Mismatch": "parity_tests.harness.run.failure:Mismatch",
+    "Mismatch": "parity_tests.harness.run.failure:CollectiveMismatch",
     "Deadlock": "parity_tests.harness.run.failure:Deadlock",
     "Shared": "parity_tests.harness.run.failure:Shared",
     "Stalled": "parity_tests.harness.run.failure:Stalled",

@@ -107,7 +107,7 @@ BUGS = (
         at="pipelining:pipeline_model",
         old="set_shapes(stages, sizes, microbatch_size, seq_len",
         new="set_shapes(stages, sizes, 2 * microbatch_size, seq_len",
-        expect="mismatch: ",
+        expect="collective mismatch: ",
     ),
     # Partitions and schedules
     InjectedBug(

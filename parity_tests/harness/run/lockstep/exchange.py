@@ -14,8 +14,8 @@ import torch
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.failure import (
+    CollectiveMismatch,
     Deadlock,
-    Mismatch,
     Modified,
     Raised,
     RankFailure,
@@ -73,7 +73,7 @@ class Exchange:
         try:
             complete = rendezvous.arrive(call)
         except CallsDiffer as error:
-            self._fail(Mismatch, f"{error}{self._default_group_note(error.first, error.second)}", call.row)
+            self._fail(CollectiveMismatch, f"{error}{self._default_group_note(error.first, error.second)}", call.row)
         # 3. The last to arrive completes all; each rank writes its results when it waits.
         if complete:
             del self._rendezvous[spot]
@@ -90,7 +90,7 @@ class Exchange:
         try:
             other = queues.receive(call, peer) if call.row.op == "recv" or peer is None else queues.send(call, peer)
         except CallsDiffer as error:
-            self._fail(Mismatch, str(error), call.row)
+            self._fail(CollectiveMismatch, str(error), call.row)
         if other is not None:
             self._complete(other)
             self._complete(call)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.engines import run
-from parity_tests.harness.run.failure import Mismatch
+from parity_tests.harness.run.failure import CollectiveMismatch
 from parity_tests.harness.run.lockstep.backends import UNEVEN, rejection
 from parity_tests.specimens.small_scheme import declared
 from shardproof import ProtocolMismatch
@@ -96,7 +96,7 @@ def test_lists_of_unlike_sizes_are_carried_out():
     assert ranks.results == ([[[0.0] * 2], [[1.0] * 2] * 2, [[2.0] * 2] * 3],) * 3
     assert [row.rejected for row in ranks.ledger.rows] == [UNEVEN] * 3
     assert run(scattered_unevenly, pair).results == run(scattered_unevenly, pair, "gloo").results
-    with pytest.raises(Mismatch) as caught:
+    with pytest.raises(CollectiveMismatch) as caught:
         run(gathered_otherwise, three)
     assert "rank 2 sends float32[3] to rank 0, which expects float32[1]" in str(caught.value)
 

@@ -167,7 +167,7 @@ def test_a_mismatch_is_seen_in_whatever_order_ranks_arrive(schedule):
     def body(mesh: Any, case: CaseSpec) -> None:
         dist.all_reduce(torch.ones(2 if mesh.rank("tp") == 0 else 3), group=mesh["tp"])
 
-    with pytest.raises(failure.Mismatch, match=r"shapes differ, \[\d\] and \[\d\]"):
+    with pytest.raises(failure.CollectiveMismatch, match=r"shapes differ, \[\d\] and \[\d\]"):
         lockstep.run(body, CaseSpec("lockstep", {"tp": 4}, schedule=schedule))
 
 
@@ -202,6 +202,6 @@ def test_a_failure_unwinds_through_the_backward_of_torch(wrap):
             dist.barrier(group=mesh["tp"])
         out.sum().backward()
 
-    with pytest.raises(failure.Mismatch, match=r"different operations meet.*\[bwd\]"):
+    with pytest.raises(failure.CollectiveMismatch, match=r"different operations meet.*\[bwd\]"):
         lockstep.run(body, CASE)
     assert lockstep.run(lambda mesh, case: mesh.rank("tp"), CASE).results == (0, 1)

@@ -20,7 +20,7 @@ DONE, RAISED, DIED, RUNNING = "done", "raised", "died", "running"
 _VICTIM = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out", "Application timeout")
 _CAUSES = {
     cause.cause: cause
-    for cause in (failure.Raised, failure.Mismatch, failure.Deadlock, failure.Unwaited, failure.Modified)
+    for cause in (failure.Raised, failure.CollectiveMismatch, failure.Deadlock, failure.Unwaited, failure.Modified)
 }
 
 

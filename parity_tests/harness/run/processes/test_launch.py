@@ -146,7 +146,7 @@ def test_after_a_failure_the_ranks_meet_again(script: Path) -> None:
     assert raised.startswith("raises Raised raised: rank 1 raised KeyError: 'no such weight' at job.py:")
     assert "rank 0 waits in all_reduce float32[3] SUM (group tp, #0) at job.py:" in raised
     assert again == last == "healthy 2 3 3"
-    assert "other_dtype Mismatch mismatch: dtype differs" in mismatch
+    assert "other_dtype CollectiveMismatch collective mismatch: dtype differs" in mismatch
     assert "skips Stalled stalled" in stalled
     assert "rank 1 waits in all_reduce float32[3] SUM (group tp, #0)" in stalled
 

@@ -1,4 +1,4 @@
-"""A collective is named only if it is convicted: with that one line repaired, the tensor is right.
+"""A collective is named only if the tensor is right once that one line is repaired.
 
 A gradient may be wrong for reasons that no collective has a part in, and the first collective of the backward is not
 to blame for being first. So the case is run again with one line repaired at a time (see run/lockstep/repair.py), and
@@ -34,8 +34,8 @@ MOST_REPAIRS = 16  # runs for each question
 Notes = Mapping[str, tuple[Note, ...]]
 
 
-def convicted(scheme: Declared, report: Report, others: Sequence[Report], notes: Notes) -> dict[str, tuple[Note, ...]]:
-    """The notes with the lines that an experiment convicts, on the failing case or a larger one of the same mesh."""
+def name_lines(scheme: Declared, report: Report, others: Sequence[Report], notes: Notes) -> dict[str, tuple[Note, ...]]:
+    """The notes with the lines whose repair makes a tensor right, of this case or a larger one of its mesh."""
     by_label = dict(notes)
     in_backward = [label for label in notes if any(note.startswith(FORWARD_EQUAL) for note in notes[label])]
     if in_backward and report.case.world > 1 and not _fails_alone(scheme, report, in_backward):
