@@ -31,7 +31,7 @@ def shardproof(*arguments, folder):
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
-def said(printed):
+def one_line(printed):
     """What was printed as one line: a terminal's width breaks sentences anywhere."""
     return " ".join(printed.split())
 
@@ -48,7 +48,7 @@ def test_the_file_is_right(engine):
 
 @pytest.mark.parametrize("mistake", mistakes.MISTAKES, ids=lambda mistake: mistake.title)
 def test_a_mistake_is_explained(mistake):
-    printed = said(mistake.printed())
+    printed = one_line(mistake.printed())
     assert [words for words in mistake.says if words not in printed] == []
     assert mistake.place is None or mistake.place in printed
 
@@ -60,7 +60,7 @@ def test_the_command_prints_equal(tmp_path):
 
 
 def test_an_endless_loop_is_ended_on_lockstep_too():
-    printed = said(replace(mistakes.HANGS, engine="lockstep").printed())
+    printed = one_line(replace(mistakes.HANGS, engine="lockstep").printed())
     assert "stalled: rank 1 has reached no collective" in printed
     assert "my_scheme.py" in printed
 
@@ -70,11 +70,11 @@ def test_the_command_prints_what_is_wrong(mistake, status, tmp_path):
     (tmp_path / "my_scheme.py").write_text(mistake.source)
     done = shardproof("verify", "my_scheme.py", folder=tmp_path)
     assert done.returncode == status
-    assert mistake.says[0] in said(done.stdout)
+    assert mistake.says[0] in one_line(done.stdout)
     (replay,) = tmp_path.glob("replay_*.py")
     again = subprocess.run([sys.executable, replay.name], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert again.returncode == status
-    assert mistake.says[0] in said(again.stdout)
+    assert mistake.says[0] in one_line(again.stdout)
 
 
 @pytest.mark.parametrize(("mistake", "status"), [(None, 0), (mistakes.DROPPED, 1), (mistakes.RAISES, 3)])
@@ -85,5 +85,5 @@ def test_the_same_file_under_torchrun(mistake, status, tmp_path):
     done = subprocess.run([*launch, *verify], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode == 0) == (status == 0), done.stderr
     assert f"exitcode  : {status}" in done.stderr or status == 0
-    assert said(done.stdout).count("sharded_logprob cp=") == 1  # rank 0 alone speaks
-    assert mistake is None or mistake.says[0] in said(done.stdout)
+    assert one_line(done.stdout).count("sharded_logprob cp=") == 1  # rank 0 alone speaks
+    assert mistake is None or mistake.says[0] in one_line(done.stdout)

@@ -52,7 +52,7 @@ def by_kernel(z, column, floats, temperature=1.0, normalised=True, step=4, dtype
     return out
 
 
-def held(z, k, temperature, normalised, with_entropy, step):
+def ratio_of_worst(z, k, temperature, normalised, with_entropy, step):
     """The worst error over budget in the accumulation dtype; in the logits' it is that, rounded once."""
     column, floats = given_to(z, k, temperature, with_entropy)
     got = by_kernel(z, column, floats, temperature, normalised, step, accumulator(z.dtype))
@@ -73,8 +73,8 @@ def held(z, k, temperature, normalised, with_entropy, step):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_is_its_twins(dtype, kind, step):
     z = logits(kind, dtype, DEVICE)
-    assert held(z, 1, 1.0, True, True, step) <= 1
-    assert held(z, 3, 0.7, True, True, step) <= 1
+    assert ratio_of_worst(z, 1, 1.0, True, True, step) <= 1
+    assert ratio_of_worst(z, 3, 0.7, True, True, step) <= 1
 
 
 @pytest.mark.parametrize("k", [0, 1, 2, 70])
@@ -82,14 +82,14 @@ def test_a_row_is_its_twins(dtype, kind, step):
 @pytest.mark.parametrize("with_entropy", [True, False])
 def test_every_set_of_cotangents(k, normalised, with_entropy):
     z = logits("masked borders", torch.float32, DEVICE)
-    assert held(z, k, 2.0, normalised, with_entropy, 4) <= 1
+    assert ratio_of_worst(z, k, 2.0, normalised, with_entropy, 4) <= 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_wide_row_is_written_in_several_blocks(dtype):
     z = logits("normal", dtype, DEVICE, n=4, v=4999)
-    assert held(z, 1, 1.0, True, True, 2048) <= 1
-    assert held(z, 5, 1.0, True, False, 2048) <= 1
+    assert ratio_of_worst(z, 1, 1.0, True, True, 2048) <= 1
+    assert ratio_of_worst(z, 5, 1.0, True, False, 2048) <= 1
 
 
 @pytest.mark.parametrize("k", [1, 3])

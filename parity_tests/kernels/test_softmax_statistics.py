@@ -27,7 +27,7 @@ if INTERPRETED:  # a rank's tensors are on the CPU
         check(case)
 
 
-def held(z, column, temperature, step):
+def is_within_budget(z, column, temperature, step):
     """Whether m and z_t are the twin's own, R and d within budget, all in the accumulation dtype."""
     got = local_statistics(z, column, temperature, True, step=step)
     want = st.local_statistics(z, column, temperature, True)
@@ -45,8 +45,8 @@ def held(z, column, temperature, step):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_is_its_twins(dtype, kind, step):
     z = logits(kind, dtype, DEVICE)
-    assert held(z, columns(z, 1), 1.0, step) <= 1
-    assert held(z, columns(z, 3), 0.7, step) <= 1
+    assert is_within_budget(z, columns(z, 1), 1.0, step) <= 1
+    assert is_within_budget(z, columns(z, 3), 0.7, step) <= 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -54,7 +54,7 @@ def test_a_wide_row_is_read_in_several_blocks(dtype):
     z = logits("normal", dtype, DEVICE, n=4, v=9001)
     z[0, 4096:] += 40.0  # the maximum comes late, and the first block counts for nothing
     z[1, :8192] = -math.inf
-    assert held(z, columns(z, 100), 1.0, 4096) <= 1
+    assert is_within_budget(z, columns(z, 100), 1.0, 4096) <= 1
 
 
 @pytest.mark.parametrize("strides", STRIDES)

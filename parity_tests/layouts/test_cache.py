@@ -38,10 +38,10 @@ def test_no_fake_tensor_is_cached_and_no_cached_one_is_used_under_fake_mode():
 
 
 def test_no_functionalized_tensor_is_cached():
-    def asked(x):
+    def with_index(x):
         return x + dense_layout("striped", 22, 2, 0, torch.device("cpu")).inverse
 
-    torch.func.functionalize(asked)(torch.zeros(22))
+    torch.func.functionalize(with_index)(torch.zeros(22))
     assert dense_layout("striped", 22, 2, 0, torch.device("cpu")).inverse.tolist()[:3] == [0, 11, 1]
 
 

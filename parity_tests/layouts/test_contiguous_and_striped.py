@@ -15,7 +15,7 @@ both = pytest.mark.parametrize("kind", GOLDEN)
 on_both_sides = pytest.mark.parametrize("side", [reference, layouts], ids=["reference", "production"])
 
 
-def held(pieces):
+def positions(pieces):
     return [piece.tolist() for piece in pieces]
 
 
@@ -23,9 +23,9 @@ def held(pieces):
 @on_both_sides
 def test_golden(side, kind):
     layout = getattr(side, kind)
-    assert held(layout(6, 3)) == GOLDEN[kind]
-    assert held(layout(3, 1)) == [[0, 1, 2]]
-    assert held(layout(0, 2)) == [[], []]
+    assert positions(layout(6, 3)) == GOLDEN[kind]
+    assert positions(layout(3, 1)) == [[0, 1, 2]]
+    assert positions(layout(0, 2)) == [[], []]
 
 
 @both
@@ -39,8 +39,8 @@ def test_picture(side, kind):
 def test_production_is_the_reference_and_a_partition(size, world, kind):
     expected = getattr(reference, kind)(size, world)
     reference.check_partition(kind, expected, size)
-    assert held(getattr(layouts, kind)(size, world)) == held(expected)
-    assert held(POSITIONS[kind](size, world, rank) for rank in range(world)) == held(expected)
+    assert positions(getattr(layouts, kind)(size, world)) == positions(expected)
+    assert positions(POSITIONS[kind](size, world, rank) for rank in range(world)) == positions(expected)
 
 
 @both

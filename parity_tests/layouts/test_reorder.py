@@ -24,7 +24,7 @@ MENU = dict(mesh={"cp": (1, 2, 3)}, dtypes=("float32", "float64"))
 PACKED = dict(MENU, dims={"n": (4, 6, 3), "t": (24, 36, 12)}, draw={"padded": offsets("t", padded=True)})
 
 
-def whole(x, padded):
+def identity(x, padded):
     return x
 
 
@@ -40,7 +40,7 @@ def gather_cost(of):
 
 
 @scheme(
-    reference=whole,
+    reference=identity,
     inputs={"x": "t/cp:packed d", "padded": "n"},
     outputs="t d cp=R",
     cost=gather_cost(lambda c: c.t * c.d),
@@ -53,7 +53,7 @@ def gathered_and_put_in_order(mesh, x, padded):
 
 
 @scheme(
-    reference=whole,
+    reference=identity,
     inputs={"x": "t d cp=R", "padded": "n"},
     outputs="t/cp:packed d",
     cost=lambda c: Cost(),

@@ -21,23 +21,23 @@ from torch_impl.layouts import TokenLayout
 worlds = st.sampled_from([1, 2, 3, 4, 8])
 
 
-def held(layout):
+def rank_positions(layout):
     return [[g for g in row if g >= 0] for row in layout.index.tolist()]
 
 
 def test_golden_dense():
     dense = TokenLayout.dense
-    assert held(dense("dual_chunk_swap", 8, cp_size=2, cp_rank=0)) == [[0, 1, 6, 7], [2, 3, 4, 5]]
+    assert rank_positions(dense("dual_chunk_swap", 8, cp_size=2, cp_rank=0)) == [[0, 1, 6, 7], [2, 3, 4, 5]]
     twelve = dense("dual_chunk_swap", 12, cp_size=3, cp_rank=0)
-    assert held(twelve) == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
-    assert held(dense("striped", 6, cp_size=3, cp_rank=0)) == [[0, 3], [1, 4], [2, 5]]
-    assert held(dense("contiguous", 6, cp_size=3, cp_rank=0)) == [[0, 1], [2, 3], [4, 5]]
+    assert rank_positions(twelve) == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
+    assert rank_positions(dense("striped", 6, cp_size=3, cp_rank=0)) == [[0, 3], [1, 4], [2, 5]]
+    assert rank_positions(dense("contiguous", 6, cp_size=3, cp_rank=0)) == [[0, 1], [2, 3], [4, 5]]
     ragged = dense("ragged", 7, cp_size=3, cp_rank=2)
     assert ragged.index.tolist() == [[0, 1, 2], [3, 4, 5], [6, -1, -1]]
     assert ragged.local_index.tolist() == [6]
     assert ragged.cu_padded.dtype == ragged.cu_real.dtype == torch.int32
-    assert held(dense("ragged", 4, cp_size=3, cp_rank=0)) == [[0, 1], [2, 3], []]
-    assert held(dense("ragged", 4, cp_size=2, cp_rank=0, counts=[1, 3])) == [[0], [1, 2, 3]]
+    assert rank_positions(dense("ragged", 4, cp_size=3, cp_rank=0)) == [[0, 1], [2, 3], []]
+    assert rank_positions(dense("ragged", 4, cp_size=2, cp_rank=0, counts=[1, 3])) == [[0], [1, 2, 3]]
 
 
 def test_golden_packed():
@@ -83,7 +83,7 @@ def test_dense_is_the_reference_and_a_partition(kind, n, chunks):
     check_partition(kind, expected, length)
     for rank in range(n):
         layout = TokenLayout.dense(kind, length, cp_size=n, cp_rank=rank)
-        assert held(layout) == [piece.tolist() for piece in expected]
+        assert rank_positions(layout) == [piece.tolist() for piece in expected]
         assert layout.local_index.tolist() == expected[rank].tolist()
         assert layout.local_cu.tolist() == [0, len(expected[rank])]
         assert layout.position_ids.tolist() == list(range(length))
@@ -106,7 +106,7 @@ def test_packed_is_the_reference_and_a_partition(chunks, n, kind):
     ids = reference.sequence_ids(cu)
     for rank in range(n):
         layout = TokenLayout.packed(torch.tensor(cu), torch.tensor(real), cp_size=n, cp_rank=rank, kind=kind)
-        assert held(layout) == [piece.tolist() for piece in expected]
+        assert rank_positions(layout) == [piece.tolist() for piece in expected]
         assert layout.local_index.tolist() == expected[rank].tolist()
         assert layout.local_cu.tolist() == [int((ids[expected[rank]] < j).sum()) for j in range(len(cu))]
     assert layout.sequence_ids.tolist() == ids.tolist()
@@ -250,7 +250,7 @@ def test_any_dtype_comes_back(dtype):
 def test_another_group_and_another_device():
     layout = TokenLayout.packed([0, 8, 24], [0, 5, 16], cp_size=2, cp_rank=1)
     again = layout.rebind(4, 3)
-    assert held(again) == [piece.tolist() for piece in REFERENCES["packed"](24, 4, [0, 8, 24])]
+    assert rank_positions(again) == [piece.tolist() for piece in REFERENCES["packed"](24, 4, [0, 8, 24])]
     assert (again.cp_rank, again.cu_real.tolist()) == (3, [0, 5, 16])
     dense = TokenLayout.dense("dual_chunk_swap", 8, cp_size=2, cp_rank=0, real_length=6).rebind(4, 1)
     assert (dense.draw(), dense.original_length) == ("01233210", 6)

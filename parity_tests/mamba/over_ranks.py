@@ -31,7 +31,7 @@ def parallel(kind: Callable[..., Any], mesh, u, parameters, groups, cu=None, **c
     return functional_call(module, flat(parameters), (u, cu), strict=True)
 
 
-def held(cp: int, layout: str, cu: Sequence[int] | None, t: int = T) -> Any:
+def rank_positions(cp: int, layout: str, cu: Sequence[int] | None, t: int = T) -> Any:
     """Positions of each rank."""
     return packed_layout(t, cp, cu) if cu and layout == "dual_chunk_swap" else DENSE_LAYOUTS[layout](t, cp)
 
@@ -50,7 +50,7 @@ def check_what_a_token_changes(strategy_of: Callable[..., Any], cp: int, layout:
     sequence = torch.searchsorted(torch.tensor(cuts[1:]), torch.arange(T), right=True)
 
     def body(mesh, case):
-        held_positions = torch.tensor(held(cp, layout, cu)[mesh.rank("cp")])
+        held_positions = torch.tensor(rank_positions(cp, layout, cu)[mesh.rank("cp")])
         strategy, moved = strategy_of(mesh, layout=layout), []
         y = strategy.mix(PROJECTED[:1, held_positions], offsets_of(cu))
         for t in range(T):
@@ -60,5 +60,5 @@ def check_what_a_token_changes(strategy_of: Callable[..., Any], cp: int, layout:
         return moved
 
     for rank, moved in enumerate(on_ranks(body, cp).results):
-        positions = held(cp, layout, cu)[rank]
+        positions = rank_positions(cp, layout, cu)[rank]
         assert moved == [[u >= t and bool(sequence[u] == sequence[t]) for u in positions] for t in range(T)]

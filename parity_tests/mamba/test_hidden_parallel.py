@@ -9,7 +9,7 @@ from jax_ref.layouts import projection_columns as reference_columns
 from parity_tests.harness.run.engines import run
 from parity_tests.mamba.mixers import CU, PROJECTED, T, W, filled, hidden_parallel_strategy
 from parity_tests.mamba.operations import Operations
-from parity_tests.mamba.over_ranks import check_what_a_token_changes, held, on_ranks, parallel
+from parity_tests.mamba.over_ranks import check_what_a_token_changes, on_ranks, parallel, rank_positions
 from parity_tests.mamba.sharded_inputs import FOLLOW, sharded_rows, sharded_stream
 from shardproof import CaseSpec, Cost, check, every_case, scheme
 from torch_impl.layouts import TokenLayout
@@ -66,20 +66,24 @@ def test_parity(declared, engine):
     example()
 
 
-def own(mesh, x, cu=None):
+def rank_tokens(mesh, x, cu=None):
     """This rank's tokens of a whole [b, s, w]."""
-    return x[:, torch.tensor(held(mesh.size("cp"), "dual_chunk_swap", cu, x.shape[1])[mesh.rank("cp")])]
+    return x[:, torch.tensor(rank_positions(mesh.size("cp"), "dual_chunk_swap", cu, x.shape[1])[mesh.rank("cp")])]
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_rows_are_in_order_and_columns_those_of_the_rank(cp):
     def body(mesh, case):
         strategy = hidden_parallel_strategy(mesh)
-        pre = strategy.pre_conv_ssm(own(mesh, PROJECTED))
+        pre = strategy.pre_conv_ssm(rank_tokens(mesh, PROJECTED))
         columns = torch.tensor(reference_columns(4, 2, 2, 3, cp)[mesh.rank("cp")])
         back = strategy.post_conv_ssm(pre[..., : strategy.d_inner_local])
         sizes = strategy.num_heads_local, strategy.n_groups_local
-        return torch.equal(pre, PROJECTED[..., columns]), torch.equal(back, own(mesh, PROJECTED[..., :8])), sizes
+        return (
+            torch.equal(pre, PROJECTED[..., columns]),
+            torch.equal(back, rank_tokens(mesh, PROJECTED[..., :8])),
+            sizes,
+        )
 
     counts = {1: (4, 2), 2: (2, 1), 4: (1, 1)}[cp]
     assert on_ranks(body, cp).results == ((True, True, counts),) * cp
@@ -90,7 +94,7 @@ def test_rows_are_in_order_and_columns_those_of_the_rank(cp):
 @pytest.mark.parametrize("cp", [2, 4])
 def test_fused_is_unfused_to_the_bit(cp, order, cu):
     def body(mesh, case):
-        x = own(mesh, PROJECTED[:1], cu=cu).requires_grad_()
+        x = rank_tokens(mesh, PROJECTED[:1], cu=cu).requires_grad_()
         offsets = None if cu is None else torch.tensor(cu)
         results = []
         for fused in (True, False):

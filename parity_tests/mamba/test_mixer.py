@@ -54,7 +54,7 @@ GIVEN = {"d_model": 5, "num_heads": 4, "head_dim": 3, "n_groups": 2, "d_state": 
 U = torch.linspace(-1, 2, 11 * 5, dtype=torch.float64).sin().view(11, 5)
 
 
-def made(**options):
+def mixer_of(**options):
     """A mixer whose parameters are all different and all seen."""
     module = Mamba2Mixer(**{**GIVEN, "chunk_size": 4, "dtype": torch.float64, **options})
     with torch.no_grad():
@@ -64,7 +64,7 @@ def made(**options):
 
 
 def test_a_token_changes_what_follows_in_its_sequence_alone():
-    module, cu = made(), torch.tensor([0, 3, 3, 4, 11])
+    module, cu = mixer_of(), torch.tensor([0, 3, 3, 4, 11])
     sequence = torch.searchsorted(cu[1:], torch.arange(11), right=True)
     y = module(U, cu)
     for t in range(11):
@@ -75,13 +75,13 @@ def test_a_token_changes_what_follows_in_its_sequence_alone():
 
 
 def test_one_stream_is_one_row():
-    module, cu = made(), torch.tensor([0, 4, 11])
+    module, cu = mixer_of(), torch.tensor([0, 4, 11])
     assert torch.equal(module(U[None], cu), module(U, cu)[None])
     assert torch.equal(module(U, torch.tensor([0, 11])), module(U[None])[0])
 
 
 def test_padding_changes_no_real_token():
-    module = made()
+    module = mixer_of()
     other = U.clone()
     other[9:] = 7
     assert torch.equal(module(U[None])[:, :9], module(other[None])[:, :9])
@@ -127,7 +127,7 @@ def test_a_mixer_on_the_meta_device_gets_the_same_initial_values():
 
 
 def test_a_name_that_either_side_lacks_is_rejected():
-    parameters = {name: x.detach().numpy() for name, x in made().named_parameters()}
+    parameters = {name: x.detach().numpy() for name, x in mixer_of().named_parameters()}
     with pytest.raises(KeyError, match=re.escape("['gate'] unknown")):
         flax_mixer({**parameters, "gate": parameters["D"]}, **GIVEN)
     with pytest.raises(KeyError, match=re.escape("['conv1d.bias'] are missing")):
@@ -139,15 +139,15 @@ REFUSED = [
     (lambda: Mamba2Mixer(**{**GIVEN, "d_state": 0}), "d_state=0 must be at least 1"),
     (lambda: Mamba2Mixer(**GIVEN, d_conv=0), "d_conv=0 must be at least 1"),
     (lambda: Mamba2Mixer(**GIVEN, norm_groups=5), "norm_groups=5 must divide num_heads * head_dim = 12"),
-    (lambda: made(chunk_size=0), "chunk_size=0 must be at least 1"),
-    (lambda: made(dt_limit=(2.0, 1.0)), "dt_limit=(2.0, 1.0) is no range of steps; pass 0 <= low <= high"),
-    (lambda: made(norm_eps=-1e-5), "norm_eps=-1e-05 must be at least 0"),
-    (lambda: made()(U), "input is [11, 5] without cu_seqlens; pass them, or [b, s, w]"),
+    (lambda: mixer_of(chunk_size=0), "chunk_size=0 must be at least 1"),
+    (lambda: mixer_of(dt_limit=(2.0, 1.0)), "dt_limit=(2.0, 1.0) is no range of steps; pass 0 <= low <= high"),
+    (lambda: mixer_of(norm_eps=-1e-5), "norm_eps=-1e-05 must be at least 0"),
+    (lambda: mixer_of()(U), "input is [11, 5] without cu_seqlens; pass them, or [b, s, w]"),
     (
-        lambda: made()(U[None].expand(2, 11, 5), torch.tensor([0, 11])),
+        lambda: mixer_of()(U[None].expand(2, 11, 5), torch.tensor([0, 11])),
         "input is [2, 11, 5] with cu_seqlens; one stream is [t, w] or [1, t, w]",
     ),
-    (lambda: made()(U[0]), "input is [5]; it is [b, s, w], or [t, w] with cu_seqlens"),
+    (lambda: mixer_of()(U[0]), "input is [5]; it is [b, s, w], or [t, w] with cu_seqlens"),
 ]
 
 
@@ -167,7 +167,7 @@ def test_a_size_that_is_not_an_integer_is_rejected(size, kind):
 
 def test_no_dims_are_rejected():
     with pytest.raises(ValueError, match=r"^mamba.Mamba2Mixer: x has no dims; the last one must be d$"):
-        made()(torch.tensor(1.0))
+        mixer_of()(torch.tensor(1.0))
 
 
 def test_a_size_may_be_a_tensor_of_one_integer():
@@ -177,7 +177,7 @@ def test_a_size_may_be_a_tensor_of_one_integer():
 @pytest.mark.parametrize("shape", [(2, 11, 4), (11, 6), (0,)])
 def test_another_width_is_rejected(shape):
     with pytest.raises(ValueError) as caught:
-        made()(torch.zeros(shape, dtype=torch.float64))
+        mixer_of()(torch.zeros(shape, dtype=torch.float64))
     assert str(caught.value) == f"mamba.Mamba2Mixer: x is {list(shape)}; d_model=5 is its last dim"
 
 
@@ -192,23 +192,23 @@ def test_another_width_is_rejected(shape):
 )
 def test_what_is_not_hidden_states_is_rejected(x, text):
     with pytest.raises(TypeError) as caught:
-        made()(x)
+        mixer_of()(x)
     assert str(caught.value) == f"mamba.Mamba2Mixer: {text}"
 
 
 def test_hidden_states_that_are_cast_on_the_way_are_accepted():
     """By autocast, a hook, a forward put in its place, a mode, or a projection of another kind."""
-    module, x = made(dtype=torch.float32), U[None]
+    module, x = mixer_of(dtype=torch.float32), U[None]
     with torch.autocast("cpu", torch.bfloat16):
         assert module(x.float().bfloat16()).isfinite().all()
     module.in_proj.register_forward_pre_hook(lambda _, arguments: (arguments[0].float(),))
     assert torch.equal(module(x), module(x.float()))
-    patched = made(dtype=torch.float32)
+    patched = mixer_of(dtype=torch.float32)
     patched.in_proj.forward = lambda x, forward=patched.in_proj.forward: forward(x.float())
     assert torch.equal(patched(x), patched(x.float()))
     with Cast():
-        assert made(dtype=torch.float32)(x).isfinite().all()
-    other = made(dtype=torch.float32)
+        assert mixer_of(dtype=torch.float32)(x).isfinite().all()
+    other = mixer_of(dtype=torch.float32)
     other.in_proj = torch.nn.Sequential(Narrowed(), other.in_proj)
     assert torch.equal(other(x), other(x.float()))
 
@@ -231,7 +231,7 @@ class Narrowed(torch.nn.Module):
 
 def test_offsets_that_end_elsewhere_are_rejected():
     with pytest.raises(ValueError, match="cu_seqlens ends at 10 but the stream holds 11 tokens; pass the padded"):
-        made()(U, torch.tensor([0, 10]))
+        mixer_of()(U, torch.tensor([0, 10]))
 
 
 def test_the_gate_is_rounded_once():

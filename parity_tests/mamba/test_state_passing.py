@@ -6,7 +6,7 @@ from hypothesis import given, settings
 
 from parity_tests.mamba.mixers import CU, GIVEN, PROJECTED, T, W, filled, state_passing_strategy
 from parity_tests.mamba.operations import Operations
-from parity_tests.mamba.over_ranks import check_what_a_token_changes, held, offsets_of, on_ranks, parallel
+from parity_tests.mamba.over_ranks import check_what_a_token_changes, offsets_of, on_ranks, parallel, rank_positions
 from parity_tests.mamba.sharded_inputs import FOLLOW, sharded_rows, sharded_stream
 from shardproof import Cost, check, every_case, scheme
 from torch_impl.mamba import MambaStatePassing, mamba_cp_bytes
@@ -91,7 +91,7 @@ def test_a_token_changes_what_follows_in_its_sequence_alone(cp, layout, cu):
 def test_a_stream_is_a_batch_of_one(layout, cu):
     def body(mesh, case):
         x, strategy = (
-            PROJECTED[0, torch.tensor(held(2, layout, cu)[mesh.rank("cp")])],
+            PROJECTED[0, torch.tensor(rank_positions(2, layout, cu)[mesh.rank("cp")])],
             state_passing_strategy(mesh, layout=layout),
         )
         return torch.equal(strategy.mix(x, offsets_of(cu)), strategy.mix(x[None], offsets_of(cu))[0])
@@ -117,7 +117,7 @@ def test_bytes_are_those_of_the_formula_at_any_length(layout):
 @pytest.mark.parametrize("cp", [1, 2, 3, 4])
 def test_backward_ends_where_one_rank_has_a_loss(cp):
     def body(mesh, case):
-        x = PROJECTED[:, torch.tensor(held(cp, "dual_chunk_swap", None)[mesh.rank("cp")])].requires_grad_()
+        x = PROJECTED[:, torch.tensor(rank_positions(cp, "dual_chunk_swap", None)[mesh.rank("cp")])].requires_grad_()
         y = state_passing_strategy(mesh).mix(x)
         (gradient,) = torch.autograd.grad(y, x, torch.full_like(y, float(mesh.rank("cp") == cp - 1)))
         return bool(gradient.any())

@@ -18,7 +18,7 @@ from parity_tests.mamba.mixers import (
     hidden_parallel_strategy,
     state_passing_strategy,
 )
-from parity_tests.mamba.over_ranks import held, on_ranks
+from parity_tests.mamba.over_ranks import on_ranks, rank_positions
 from shardproof import CaseSpec
 from torch_impl.collectives import all_reduce
 from torch_impl.mamba import MambaContextParallel, MambaStatePassing
@@ -27,9 +27,9 @@ NAMES = ("conv1d.weight", "conv1d.bias", "dt_bias", "A_log", "D")
 both = pytest.mark.parametrize("strategy_of", [hidden_parallel_strategy, state_passing_strategy])
 
 
-def own(mesh, x, cu=CU):
+def rank_tokens(mesh, x, cu=CU):
     """This rank's tokens of a full stream, or of rows."""
-    return x[:, torch.tensor(held(mesh.size("cp"), "dual_chunk_swap", cu)[mesh.rank("cp")])]
+    return x[:, torch.tensor(rank_positions(mesh.size("cp"), "dual_chunk_swap", cu)[mesh.rank("cp")])]
 
 
 @both
@@ -37,7 +37,7 @@ def test_a_copied_mixer_has_a_separate_strategy(strategy_of):
     """As an average of a model's weights is kept: the copy reads the copy's parameters."""
 
     def body(mesh, case):
-        mixer, x = filled(), own(mesh, PROJECTED[:1])
+        mixer, x = filled(), rank_tokens(mesh, PROJECTED[:1])
         mixer.context_parallel = strategy_of(mesh, mixer)
         before = mixer.context_parallel.mix(x, torch.tensor(CU))
         copy = deepcopy(mixer)
@@ -71,7 +71,7 @@ def test_autocast_changes_nothing(strategy_of):
     """Between the projections sums run in float32 or wider; so do their gradients, taken outside of autocast."""
 
     def body(mesh, case):
-        x = own(mesh, PROJECTED[:1]).float().requires_grad_()
+        x = rank_tokens(mesh, PROJECTED[:1]).float().requires_grad_()
         strategy = strategy_of(mesh, filled().float())
         results = []
         for is_cast in (False, True):
@@ -88,7 +88,7 @@ def test_time_steps_are_clamped_to_the_limits_of_the_mixer(strategy_of):
     """A range of one step: no column of dt moves anything."""
 
     def body(mesh, case):
-        mixer, x = filled(), own(mesh, PROJECTED[:1]).requires_grad_()
+        mixer, x = filled(), rank_tokens(mesh, PROJECTED[:1]).requires_grad_()
         mixer.dt_limit = (0.5, 0.5)
         y = strategy_of(mesh, mixer).mix(x, torch.tensor(CU))
         (gradient,) = torch.autograd.grad(y, x, y.detach())
@@ -100,7 +100,7 @@ def test_time_steps_are_clamped_to_the_limits_of_the_mixer(strategy_of):
 @pytest.mark.parametrize("strategy", [MambaContextParallel, MambaStatePassing])
 def test_ranks_are_a_group_or_a_mesh_of_one_dim(strategy):
     def body(mesh, case):
-        mixer, x = filled(), own(mesh, PROJECTED[:1])
+        mixer, x = filled(), rank_tokens(mesh, PROJECTED[:1])
         group, of_mesh = (strategy(ranks, **GIVEN, mixer=mixer) for ranks in (mesh["cp"], mesh.device_mesh["cp"]))
         with pytest.raises(ValueError) as caught:
             strategy(mesh.device_mesh, **GIVEN, mixer=mixer)
@@ -114,7 +114,7 @@ def test_ranks_are_a_group_or_a_mesh_of_one_dim(strategy):
 @both
 def test_a_convolution_may_have_no_bias(strategy_of):
     def body(mesh, case):
-        none, zero, x = filled(), filled(), own(mesh, PROJECTED[:1])
+        none, zero, x = filled(), filled(), rank_tokens(mesh, PROJECTED[:1])
         none.conv1d.bias = None
         torch.nn.init.zeros_(zero.conv1d.bias)
         return torch.equal(*(strategy_of(mesh, mixer).mix(x, torch.tensor(CU)) for mixer in (none, zero)))
@@ -135,7 +135,7 @@ def test_fully_sharded_parameters_are_read_after_their_all_gather(strategy_of):
                 fully_shard(mixer, mesh=mesh.device_mesh)
                 with pytest.raises(ValueError, match=r"A_log is .*Shard.*; unshard it first"):
                     strategy.get_A_log()
-            y = mixer(own(mesh, U, None))
+            y = mixer(rank_tokens(mesh, U, None))
             y.backward(y.detach())
             runs.append([y, *(parameter.grad for parameter in mixer.parameters())])
         alone, sharded = runs
@@ -156,7 +156,7 @@ def test_replicated_dtensors_equal_plain_parameters(strategy_of):
             mixer = filled()
             if is_distributed:
                 replicate(mixer, mesh.device_mesh, Replicate())
-            y = strategy_of(mesh, mixer).mix(own(mesh, PROJECTED, None))
+            y = strategy_of(mesh, mixer).mix(rank_tokens(mesh, PROJECTED, None))
             y.backward(y.detach())
             gradients = [mixer.get_parameter(name).grad for name in NAMES]
             runs.append([y, *(g.to_local() if is_distributed else g for g in gradients)])
@@ -172,7 +172,7 @@ def test_a_sharded_parameter_is_rejected_before_anything_is_sent(strategy_of, na
         mixer = filled()
         replicate(mixer, mesh.device_mesh, Shard(0), only=name)
         with pytest.raises(ValueError, match=rf"{name} is .*Shard.*; unshard it first"):
-            strategy_of(mesh, mixer).mix(own(mesh, PROJECTED, None))
+            strategy_of(mesh, mixer).mix(rank_tokens(mesh, PROJECTED, None))
 
     sent = {row.op for row in on_ranks(body).ledger.rows}
     assert sent == {"scatter"}  # by DTensor, to shard the parameter

@@ -58,7 +58,7 @@ DRAW = {
 Returned = tuple[Float[Tensor, ""], Int[Tensor, " l"], Int[Tensor, " l"]]
 
 
-def whole(ids, cu_padded, cu_real, other_ids, other_padded, other_real, groups, parameters):
+def reference_loss(ids, cu_padded, cu_real, other_ids, other_padded, other_real, groups, parameters):
     """The loss of both streams, and their ids."""
     model = flax_model(Config(**config_of({"p": HEAD_DIM, "j": len(groups), "tp": 1}, parameters)), parameters)
 
@@ -73,7 +73,7 @@ def whole(ids, cu_padded, cu_real, other_ids, other_padded, other_real, groups, 
 
 def declared(parameters, names):
     return {
-        "reference": whole,
+        "reference": reference_loss,
         "mesh": {"pp": (1, 2), "cp": (1, 2), "tp": (1,)},
         "inputs": {**STREAMS, "groups": "j", "parameters": specs(parameters, "pp=R cp=R")},
         "outputs": ("pp=P cp=P tp=I", "t/cp:packed", "o/cp:packed"),

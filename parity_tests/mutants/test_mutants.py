@@ -23,7 +23,7 @@ SUM = "parity_tests.collectives.test_schemes:sum_to_invariant"
 RETURNED = "return total.to(x.dtype)"
 
 
-def made(code):
+def code_changes(code):
     """(kind, new text) of every change of a piece of code."""
     return [(kind, new) for node in ast.walk(ast.parse(code)) for kind, _, new in changes(node)]
 
@@ -58,7 +58,7 @@ def mutant_of(old, new):
 )
 def test_each_rule_makes_its_mistake(code, change):
     text = f"def function():\n    {code}" if "return" in code else code
-    kinds = {(kind, new.removeprefix("(").removesuffix(")")) for kind, new in made(text)}
+    kinds = {(kind, new.removeprefix("(").removesuffix(")")) for kind, new in code_changes(text)}
     assert (change[0], change[1].removeprefix("(").removesuffix(")")) in kinds
 
 

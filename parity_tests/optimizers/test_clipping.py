@@ -48,9 +48,9 @@ def parameter(local, mesh=None, placements=()):
     def tensor(x):
         return x if mesh is None else DTensor.from_local(x, mesh, list(placements))
 
-    made = nn.Parameter(tensor(torch.zeros_like(local)))
-    made.grad = tensor(local.clone())
-    return made
+    new = nn.Parameter(tensor(torch.zeros_like(local)))
+    new.grad = tensor(local.clone())
+    return new
 
 
 def local_gradient(parameter):

@@ -125,7 +125,7 @@ def arrays(chosen: Chosen) -> dict[str, np.ndarray]:
     return by_name
 
 
-def made(chosen: Chosen, dtype: torch.dtype = torch.float64) -> Any:
+def model_of(chosen: Chosen, dtype: torch.dtype = torch.float64) -> Any:
     """The model with the values of `arrays`, `exact`."""
     model = exact(chosen, dtype)
     with torch.no_grad():

@@ -50,6 +50,6 @@ def plan() -> dict[str, Any]:
     return {key: translate_to_torch_parallel_style(name) for key, name in PLAN.items()}
 
 
-def whole(net: nn.Module, *, gradients: bool = False) -> dict[str, Tensor]:
+def full_tensors(net: nn.Module, *, gradients: bool = False) -> dict[str, Tensor]:
     """Every parameter, or its gradient; collective."""
     return {name: to_cpu(p.grad if gradients else p.detach()) for name, p in net.named_parameters()}

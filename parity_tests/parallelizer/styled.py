@@ -24,7 +24,7 @@ def ceil_rule(size: int, world: int) -> list[list[int]]:
     return [list(range(min(size, step * rank), min(size, step * (rank + 1)))) for rank in range(world)]
 
 
-def given(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+def linear_layer(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
     """A linear layer with these values."""
     layer = nn.Linear(*reversed(weight.shape), bias=bias is not None, dtype=weight.dtype, device="meta")
     layer.weight = nn.Parameter(weight.clone())
@@ -50,9 +50,9 @@ class Gated(nn.Module):
     def __init__(self, gate: Tensor, up: Tensor, down: nn.Linear, is_packed: bool) -> None:
         super().__init__()
         if is_packed:
-            self.gate_up = given(torch.cat([gate, up]))
+            self.gate_up = linear_layer(torch.cat([gate, up]))
         else:
-            self.gate, self.up = given(gate), given(up)
+            self.gate, self.up = linear_layer(gate), linear_layer(up)
         self.down, self.is_packed = down, is_packed
 
     def forward(self, x: Tensor) -> Tensor:

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from parity_tests.harness.run.engines import run
-from parity_tests.parallelizer.families import OWN, Chosen, batch, made
+from parity_tests.parallelizer.families import OWN, Chosen, batch, model_of
 from parity_tests.parallelizer.small_net import Net
-from parity_tests.parallelizer.training import accumulated, whole
+from parity_tests.parallelizer.training import accumulated, full_arrays
 from shardproof import CaseSpec
 from torch_impl.parallelizer import fsdp2_strategy_parallelize, nvfsdp_strategy_parallelize
 from torch_impl.parallelizer.blocks import blocks, checkpoint_blocks, units
@@ -78,18 +78,18 @@ def counted(model, kind):
 def test_gradients_are_the_same_to_the_bit(family):
     chosen, outcome = Chosen(family), []
     for is_recomputed in (False, True):
-        model = made(chosen)
+        model = model_of(chosen)
         names = list(model.state_dict()), [name for name, _ in model.named_modules()]
         if is_recomputed:
             checkpoint_blocks(model)
         assert (list(model.state_dict()), [name for name, _ in model.named_modules()]) == names
         accumulated(model, *batch(chosen, 2, 5), 0, 1, 1)
-        outcome.append(whole(model, gradients=True))
+        outcome.append(full_arrays(model, gradients=True))
     assert all(np.array_equal(outcome[0][name], outcome[1][name]) for name in outcome[0])
 
 
 def test_each_block_is_computed_twice():
-    model = made(Chosen("llama"))
+    model = model_of(Chosen("llama"))
     calls = counted(model, "Attention")
     checkpoint_blocks(model)
     accumulated(model, *batch(Chosen("llama"), 2, 5), 0, 1, 1)
@@ -112,26 +112,26 @@ def test_a_strategy_computes_blocks_again_where_a_switch_says_so(strategy, is_re
 def test_random_numbers_are_drawn_again_alike():
     chosen, outcome = Chosen("llama", changes=(("attention_dropout", 0.5),)), []
     for is_recomputed in (False, True):
-        model = made(chosen)
+        model = model_of(chosen)
         if is_recomputed:
             checkpoint_blocks(model)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(7)
             accumulated(model, *batch(chosen, 2, 5), 0, 1, 1)
-        outcome.append(whole(model, gradients=True))
+        outcome.append(full_arrays(model, gradients=True))
     assert all(np.array_equal(outcome[0][name], outcome[1][name]) for name in outcome[0])
 
 
 def test_caches_are_off():
-    model = made(Chosen("llama"))
-    model.config.vision_config = made(Chosen("qwen2")).config
+    model = model_of(Chosen("llama"))
+    model.config.vision_config = model_of(Chosen("qwen2")).config
     assert model.config.use_cache and model.config.vision_config.use_cache
     checkpoint_blocks(model)
     assert not model.config.use_cache and not model.config.vision_config.use_cache
 
 
 def test_a_frozen_block_is_not_computed_again():
-    model = made(Chosen("llama"))
+    model = model_of(Chosen("llama"))
     model.model.layers[0].requires_grad_(False)
     calls = counted(model, "Attention")
     checkpoint_blocks(model)
@@ -140,7 +140,7 @@ def test_a_frozen_block_is_not_computed_again():
 
 
 def test_attention_that_shares_keys_is_left_out():
-    model = made(Chosen("llama"))
+    model = model_of(Chosen("llama"))
     model.config.num_kv_shared_layers = 1
     attention, mlp = counted(model, "Attention"), counted(model, "MLP")
     checkpoint_blocks(model)

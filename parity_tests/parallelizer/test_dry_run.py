@@ -9,7 +9,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from parity_tests.harness.run.engines import run
-from parity_tests.parallelizer.families import OWN, Chosen, batch, empty, made
+from parity_tests.parallelizer.families import OWN, Chosen, batch, empty, model_of
 from parity_tests.parallelizer.training import accumulated, parallelized
 from shardproof import CaseSpec
 from torch_impl.parallelizer.dry_run import dry_run
@@ -40,7 +40,7 @@ def test_it_says_what_a_run_does(family, mesh):
         data *= 1 if axis in ("tp", "tensor_parallel") else size
 
     def body(view, case):
-        model = parallelized()(made(chosen, dtype), view.device_mesh)
+        model = parallelized()(model_of(chosen, dtype), view.device_mesh)
         torch.distributed.barrier()
         accumulated(model, *batch(chosen, 2 * data, 5), view.device_mesh.get_rank() % data, data, 1)
         return {name: (tuple(p.to_local().shape), p.to_local().nbytes) for name, p in model.named_parameters()}

@@ -15,16 +15,16 @@ from jax_ref.parallelizer import from_state_dict
 from jax_ref.parallelizer import mean_loss as reference_loss
 from parity_tests.harness.declare.declared import flat
 from parity_tests.harness.run.engines import run
-from parity_tests.parallelizer.families import Chosen, batch, made
+from parity_tests.parallelizer.families import Chosen, batch, model_of
 from parity_tests.parallelizer.steps import dims, mean_loss, parameter_counts, specs
 from parity_tests.parallelizer.training import (
     TENSOR_PARALLEL,
     Training,
     accumulated,
     broken,
+    full_arrays,
     on_mesh,
     parallelized,
-    whole,
 )
 from shardproof import CaseSpec, Cost, check, every_case, ids, scheme, token_below, values
 from torch_impl.parallelizer import (
@@ -164,14 +164,14 @@ def test_bfloat16_is_that_of_a_bfloat16_copy(family):
     ids_, targets = batch(chosen, 4, 5)
 
     def body(mesh, case):
-        model = parallelized()(made(chosen, torch.float32), mesh.device_mesh)
+        model = parallelized()(model_of(chosen, torch.float32), mesh.device_mesh)
         accumulated(model, ids_, targets, mesh.rank("dp_shard"), 2, 1)
-        return whole(model, gradients=True)
+        return full_arrays(model, gradients=True)
 
     outcome = run(body, CaseSpec(scheme="bfloat16", mesh={"dp_shard": 2})).results[0]
     means = []
     for rank in range(2):
-        copy = made(chosen, torch.float32)
+        copy = model_of(chosen, torch.float32)
         for parameter in copy.parameters():
             parameter.data = parameter.data.bfloat16()
         accumulated(copy, ids_, targets, rank, 2, 1)
@@ -185,7 +185,7 @@ def test_output_dtype_is_that_of_the_full_model(expected):
 
     def body(mesh, case):
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, expected)
-        model = parallelized(policy)(made(QWEN3, torch.float32), mesh.device_mesh)
+        model = parallelized(policy)(model_of(QWEN3, torch.float32), mesh.device_mesh)
         return str(model(input_ids=torch.zeros(1, 3, dtype=torch.int64)).logits.dtype)
 
     dtype = str(expected or torch.bfloat16)
@@ -196,7 +196,7 @@ def test_a_plan_is_applied_before_fsdp():
     """Sharded over tp, then over dp, on the first dim for a column-wise style and on the second for a row-wise one."""
 
     def body(mesh, case):
-        model = parallelized()(made(LLAMA), mesh.device_mesh)
+        model = parallelized()(model_of(LLAMA), mesh.device_mesh)
         block = model.model.layers[0]
         return [tuple(p.to_local().shape) for p in (block.mlp.up_proj.weight, block.mlp.down_proj.weight)]
 
@@ -209,7 +209,7 @@ def test_blocks_that_share_a_parameter(other):
     chosen = Chosen("llama", changes=(("num_hidden_layers", 3), ("vocab_size", 24), ("mlp_bias", False)))
 
     def tied():
-        model = made(chosen)
+        model = model_of(chosen)
         model.get_submodule(other).weight = model.model.layers[0].mlp.gate_proj.weight
         return model
 
@@ -217,17 +217,17 @@ def test_blocks_that_share_a_parameter(other):
         model = parallelized()(tied(), mesh.device_mesh)
         accumulated(model, *batch(chosen, 4, 5), mesh.rank("dp_shard"), 2, 1)
         same = model.get_submodule(other).weight is model.model.layers[0].mlp.gate_proj.weight
-        return whole(model, gradients=True), same
+        return full_arrays(model, gradients=True), same
 
     alone = tied()
     accumulated(alone, *batch(chosen, 4, 5), 0, 1, 1)
     for outcome, same in run(body, CaseSpec(scheme="shared", mesh={"dp_shard": 2}, dtype="float64")).results:
-        assert broken(outcome, whole(alone, gradients=True)) == [] and same
+        assert broken(outcome, full_arrays(alone, gradients=True)) == [] and same
 
 
 def test_buffers_and_names_stay_as_they_were():
     def body(mesh, case):
-        model = made(QWEN3, torch.float32)
+        model = model_of(QWEN3, torch.float32)
         names, buffers = list(model.state_dict()), {name: b.dtype for name, b in model.named_buffers()}
         same = parallelized(activation_checkpointing=True)(model, mesh.device_mesh)
         return (
@@ -249,7 +249,7 @@ def test_cost_is_that_of_the_docstring(mesh, resharded):
     """Two blocks and the root, their parameters' first dims rounded up to multiples of two."""
 
     def body(view, case):
-        model = made(LLAMA)
+        model = model_of(LLAMA)
         local = [_padded(layer.parameters()) for layer in model.model.layers]
         local.append(_padded(model.parameters()) - sum(local))
         parallelized(reshard_after_forward=resharded)(model, view.device_mesh)
@@ -283,10 +283,10 @@ def test_what_is_returned_may_be_changed_in_place():
         ids_, _ = batch(QWEN3, 2, 5)
         outcome = []
         for in_place in (False, True):
-            model = parallelized()(made(QWEN3), mesh.device_mesh)
+            model = parallelized()(model_of(QWEN3), mesh.device_mesh)
             logits = model(input_ids=torch.from_numpy(ids_)).logits
             (logits.div_(2) if in_place else logits / 2).logsumexp(-1).sum().backward()
-            outcome.append(whole(model, gradients=True))
+            outcome.append(full_arrays(model, gradients=True))
         return all(np.array_equal(outcome[0][name], outcome[1][name]) for name in outcome[0])
 
     assert all(run(body, CaseSpec(scheme="in place", mesh={"dp_shard": 2, "tp": 2})).results)
@@ -387,7 +387,7 @@ def snapshot(model):
 @pytest.mark.parametrize(("mesh", "edit", "kind", "message"), MISUSES, ids=[each[3][:50] for each in MISUSES])
 def test_misuse(mesh, edit, kind, message):
     def body(view, case):
-        model = made(Chosen("llama", tied=True), torch.float32)
+        model = model_of(Chosen("llama", tied=True), torch.float32)
         arguments = {"model": model, "device_mesh": view.device_mesh, "activation_checkpointing": True, **edit}
         if callable(edit.get("tp_shard_plan")):
             arguments["tp_shard_plan"] = edit["tp_shard_plan"](model)
@@ -408,7 +408,7 @@ def test_misuse(mesh, edit, kind, message):
 @pytest.mark.parametrize("wrapped", ["", "model.layers.1", "model.layers.1.mlp"])
 def test_a_model_that_is_parallel_already(wrapped):
     def body(view, case):
-        model = made(Chosen("llama"), torch.float32)
+        model = model_of(Chosen("llama"), torch.float32)
         fsdp2_strategy_parallelize(model.get_submodule(wrapped), view.device_mesh)
         with pytest.raises(ValueError) as error:
             fsdp2_strategy_parallelize(model, view.device_mesh, MixedPrecisionPolicy())
@@ -433,7 +433,7 @@ def test_a_replica_of_torch_is_parallel_already():
 
 def test_a_plan_for_one_rank_shards_nothing():
     def body(view, case):
-        model = made(Chosen("llama"), torch.float32)
+        model = model_of(Chosen("llama"), torch.float32)
         fsdp2_strategy_parallelize(model, view.device_mesh, tp_shard_plan=get_hf_tp_shard_plan(model))
         return {p.placements for p in model.parameters()} == {(torch.distributed.tensor.Shard(0),)}
 

@@ -13,13 +13,19 @@ def on_ranks(body, mesh, engine="lockstep"):
     return run(lambda view, case: body(view.device_mesh), CaseSpec(scheme="axes", mesh=mesh), engine).results
 
 
-def shown(mesh):
+def names_and_ranks(mesh):
     return None if mesh is None else (mesh.mesh_dim_names, mesh.mesh.tolist())
 
 
 def parts(mesh):
     axes = mesh_axes(mesh)
-    return shown(axes.fsdp_mesh), shown(axes.tp_mesh), shown(axes.loss_mesh), axes.data_size, axes.shard_size
+    return (
+        names_and_ranks(axes.fsdp_mesh),
+        names_and_ranks(axes.tp_mesh),
+        names_and_ranks(axes.loss_mesh),
+        axes.data_size,
+        axes.shard_size,
+    )
 
 
 CASES = [

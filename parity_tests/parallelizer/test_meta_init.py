@@ -7,7 +7,7 @@ from torch import nn
 
 from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.families import Chosen, empty
-from parity_tests.parallelizer.small_net import BLOCK, Net, plan, whole
+from parity_tests.parallelizer.small_net import BLOCK, Net, full_tensors, plan
 from shardproof import CaseSpec, check, every_case, scheme, values
 from torch_impl.parallelizer import get_hf_tp_shard_plan
 from torch_impl.parallelizer.adapters.megatron import STRATEGIES
@@ -56,7 +56,7 @@ def values_of_a_meta_model(mesh, x, strategy, units):
         init_nvfsdp_with_meta_device=True,
         disable_bucketing=units == "modules",
     )
-    outcome, expected = whole(net), alone(net_on_meta())
+    outcome, expected = full_tensors(net), alone(net_on_meta())
     return x * float(all(torch.equal(outcome[name], expected[name]) for name in expected))
 
 
@@ -86,7 +86,7 @@ def test_a_model_of_transformers(chosen):
             model, mesh.device_mesh, [layer], tensor_plan, init_nvfsdp_with_meta_device=True
         )
         single = empty(chosen, device="meta")
-        outcome, expected = whole(model), alone(single)
+        outcome, expected = full_tensors(model), alone(single)
         meta_model = empty(chosen)
         buffers = all(torch.equal(a, b) for a, b in zip(model.buffers(), meta_model.buffers(), strict=True))
         is_tied = (model.lm_head.weight is model.model.embed_tokens.weight) == chosen.tied

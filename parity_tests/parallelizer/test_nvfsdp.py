@@ -11,7 +11,7 @@ from torch import nn
 from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer.families import Chosen
 from parity_tests.parallelizer.reference import reference
-from parity_tests.parallelizer.small_net import BLOCK, NAMES, Net, net_of, plan, whole
+from parity_tests.parallelizer.small_net import BLOCK, NAMES, Net, full_tensors, net_of, plan
 from parity_tests.parallelizer.training import Training, on_mesh, verdict
 from shardproof import CaseSpec, check, every_case, scheme, values
 from torch_impl.parallelizer import get_hf_tp_shard_plan
@@ -85,9 +85,9 @@ def strategies(mesh, x, up_0, down_0, up_1, down_1, head, cotangent, strategy, h
         net.set_requires_gradient_sync(micro == len(x) - 1)
         outputs.append(net(rows))
         outputs[-1].backward(part * scale)
-    gradients = whole(net, gradients=True)
+    gradients = full_tensors(net, gradients=True)
     torch.optim.SGD(net.parameters(), lr=0.5, foreach=False).step()
-    return torch.cat(outputs).detach(), *gradients.values(), *whole(net).values()
+    return torch.cat(outputs).detach(), *gradients.values(), *full_tensors(net).values()
 
 
 def test_parity():
@@ -141,9 +141,9 @@ def stepped(view, model=None, seed=0, **options):
     net = nvfsdp_strategy_parallelize(model or Net().double(), view.device_mesh, **options)
     x = torch.linspace(-1, 1, 6, dtype=next(net.parameters()).dtype).view(2, 3) + view.rank("dp_shard")
     net(x).sum().backward()
-    outcome = {name: each.tolist() for name, each in whole(net, gradients=True).items()}
+    outcome = {name: each.tolist() for name, each in full_tensors(net, gradients=True).items()}
     torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=False).step()
-    return outcome, {name: each.tolist() for name, each in whole(net).items()}
+    return outcome, {name: each.tolist() for name, each in full_tensors(net).items()}
 
 
 @pytest.mark.parametrize("switch", ["overlap_param_gather", "activation_checkpointing", "nvfsdp_unit_modules"])
@@ -214,7 +214,7 @@ def test_masters_are_float32_and_compute_in_sixteen_bits():
         )
         before = {name: p.detach().float() for name, p in net.named_parameters()}
         net = nvfsdp_strategy_parallelize(net, view.device_mesh, [BLOCK], preserve_fp32_weights=True)
-        local = {name: to for name, to in whole(net).items()}
+        local = {name: to for name, to in full_tensors(net).items()}
         net(torch.ones(2, 3, dtype=torch.bfloat16)).sum().backward()
         dtypes = {str(p.grad.dtype) for p in net.parameters()} | {str(v.dtype) for v in net.state_dict().values()}
         return dtypes, all(torch.equal(local[name], before[name]) for name in before)

@@ -8,7 +8,7 @@ from flax import nnx
 
 from jax_ref.parallelizer import EMBEDDING, HEAD, DecoderTraits, by_name, from_state_dict
 from parity_tests.harness.judge import bridge
-from parity_tests.parallelizer.families import OWN, Chosen, arrays, batch, made
+from parity_tests.parallelizer.families import OWN, Chosen, arrays, batch, model_of
 from parity_tests.parallelizer.reference import reference
 from parity_tests.parallelizer.training import PROMISED, broken, broken_on_ranks, deviation, trained
 
@@ -19,7 +19,7 @@ MODELS = [Chosen(family, tied) for family in OWN for tied in (False, True)]
 
 @pytest.mark.parametrize("chosen", MODELS, ids=str)
 def test_names_are_those_of_the_torch_state_dict(chosen):
-    state = made(chosen).state_dict()
+    state = model_of(chosen).state_dict()
     decoder = from_state_dict(chosen.config, {name: tensor.numpy() for name, tensor in state.items()})
     local = by_name(DecoderTraits.of(chosen.config), nnx.state(decoder))
     assert set(local) == set(state)

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer import plain_modules as plain
-from parity_tests.parallelizer.families import IGNORED, OWN, Chosen, Float64Throughout, batch, empty, made
+from parity_tests.parallelizer.families import IGNORED, OWN, Chosen, Float64Throughout, batch, empty, model_of
 from parity_tests.parallelizer.misuses import MISUSES, QWEN3, TIED, Tied, rejection
 from parity_tests.parallelizer.reference import reference
 from parity_tests.parallelizer.small_net import NAMES, Net
@@ -62,7 +62,7 @@ def test_every_gradient_is_that_of_the_full_model(chosen, tp):
 
     def body(mesh, case):
         with Float64Throughout():
-            model = made(chosen)
+            model = model_of(chosen)
             plan = get_hf_tp_shard_plan(model)
             check_plan(model, plan, mesh.device_mesh)
             apply_plan(model, plan, mesh.device_mesh)
@@ -236,7 +236,7 @@ def test_what_a_split_removed_is_no_mistake():
 
 def test_what_was_frozen_stays_frozen_and_what_was_shared_stays_shared():
     def body(mesh, case):
-        model = made(TIED)
+        model = model_of(TIED)
         model.model.norm.weight.requires_grad_(False)
         model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
         plan = get_hf_tp_shard_plan(model) | {"model.norm": SequenceParallel()}
@@ -310,7 +310,7 @@ def test_part_of_attention_may_be_sharded_where_each_rank_has_all_heads(styles):
 
     def body(mesh, case):
         with Float64Throughout():
-            model = made(chosen)
+            model = model_of(chosen)
             plan = {
                 f"model.layers.*.self_attn.{leaf}": translate_to_torch_parallel_style(style)
                 for leaf, style in styles.items()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given as drawn
+from hypothesis import linear_layer as drawn
 from hypothesis import settings
 from hypothesis import strategies as st
 from torch import nn
@@ -13,7 +13,7 @@ from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
 from parity_tests.harness.run.engines import run
 from parity_tests.parallelizer import plain_modules as plain
-from parity_tests.parallelizer.styled import Gated, Norm, Stacks, accumulated, ceil_rule, given, styled
+from parity_tests.parallelizer.styled import Gated, Norm, Stacks, accumulated, ceil_rule, linear_layer, styled
 from shardproof import CaseSpec, check, every_case, scheme, token_below, values
 from torch_impl.parallelizer import translate_to_torch_parallel_style
 from torch_impl.parallelizer.hf_plan import REJECTED, STYLES
@@ -55,7 +55,7 @@ LINEAR = {"x": "b i tp=I", "weight": "o i tp=I", "bias": "o tp=I"}
     {},
 )
 def colwise_linear(mesh, x, weight, bias, cotangent, weights, times):
-    layer = styled(mesh, given(weight, bias), {"": "colwise"})
+    layer = styled(mesh, linear_layer(weight, bias), {"": "colwise"})
     y, moved, outcome = accumulated(layer, (x,), cotangent, weights, times)
     return y, *moved, outcome["weight"], outcome["bias"]
 
@@ -68,7 +68,7 @@ def colwise_linear(mesh, x, weight, bias, cotangent, weights, times):
     {"style": WHOLE_OUTPUTS},
 )
 def linear_whole_to_whole(mesh, x, weight, bias, cotangent, weights, times, style):
-    layer = styled(mesh, given(weight, bias), {"": style})
+    layer = styled(mesh, linear_layer(weight, bias), {"": style})
     y, moved, outcome = accumulated(layer, (x,), cotangent, weights, times)
     return y, *moved, outcome["weight"], outcome["bias"]
 
@@ -89,7 +89,7 @@ def linear_whole_to_whole(mesh, x, weight, bias, cotangent, weights, times, styl
 )
 def gated_mlp(mesh, x, gate, up, down, bias, cotangent, weights, times, is_packed):
     plan = {"gate_up": "packed_colwise"} if is_packed else {"gate": "colwise", "up": "colwise"}
-    module = styled(mesh, Gated(gate, up, given(down, bias), is_packed), {**plan, "down": "rowwise"})
+    module = styled(mesh, Gated(gate, up, linear_layer(down, bias), is_packed), {**plan, "down": "rowwise"})
     y, moved, outcome = accumulated(module, (x,), cotangent, weights, times)
     both = outcome["gate_up.weight"].chunk(2) if is_packed else (outcome["gate.weight"], outcome["up.weight"])
     return y, *moved, *both, outcome["down.weight"], outcome["down.bias"]
@@ -109,7 +109,7 @@ def gated_mlp(mesh, x, gate, up, down, bias, cotangent, weights, times, is_packe
     {},
 )
 def packed_rowwise_linear(mesh, left, right, weight, bias, cotangent, weights, times):
-    layer = styled(mesh, given(weight, bias), {"": "packed_rowwise"})
+    layer = styled(mesh, linear_layer(weight, bias), {"": "packed_rowwise"})
     packed = torch.cat([left, right], -1)
     y, (moved,), outcome = accumulated(layer, (packed,), cotangent, weights, times)
     return y, *moved.chunk(2, -1), outcome["weight"], outcome["bias"]
@@ -308,7 +308,7 @@ def test_cost(name):
         def body(mesh, case):
             width = {"rowwise": IN * 2, "packed_rowwise": IN * 2}.get(name, IN)
             local = width // 2 if "rowwise" in name else width
-            layer = given(torch.ones(OUT, width, dtype=torch.float64), torch.ones(OUT, dtype=torch.float64))
+            layer = linear_layer(torch.ones(OUT, width, dtype=torch.float64), torch.ones(OUT, dtype=torch.float64))
             module = styled(mesh, layer, {"": name})
             x = torch.ones(ROWS, local, dtype=torch.float64, requires_grad=True)
             for _ in range(count):
@@ -330,7 +330,7 @@ def test_a_distributed_input_is_what_it_stands_for(placement):
     x, weight = torch.arange(8.0).view(ROWS, IN), (torch.arange(32.0) % 5).view(OUT, IN)
 
     def body(mesh, case):
-        module = styled(mesh, given(weight), {"": "packed_colwise"})
+        module = styled(mesh, linear_layer(weight), {"": "packed_colwise"})
         local = distribute_tensor(x.clone(), mesh.device_mesh["tp"], [placement]).requires_grad_()
         y = module(local)
         y.backward(torch.ones_like(y))
@@ -345,7 +345,7 @@ def test_a_distributed_input_of_rowwise_is_sharded_where_its_placement_says():
     x, weight = torch.arange(8.0).view(ROWS, IN), (torch.arange(32.0) % 5).view(OUT, IN)
 
     def body(mesh, case):
-        module = styled(mesh, given(weight), {"": "rowwise"})
+        module = styled(mesh, linear_layer(weight), {"": "rowwise"})
         outcome = [
             module(distribute_tensor(x.clone(), mesh.device_mesh["tp"], [cut])) for cut in (Shard(-1), Replicate())
         ]
@@ -375,7 +375,7 @@ def test_a_forward_that_raises_leaves_the_parameters_as_they_were():
 
 def test_the_values_of_a_style_are_those_of_the_first_rank():
     def body(mesh, case):
-        layer = given(torch.full((4, 2), float(mesh.rank("tp"))))
+        layer = linear_layer(torch.full((4, 2), float(mesh.rank("tp"))))
         module = styled(mesh, layer, {"": "packed_colwise"})
         return module.weight.to_local().abs().max().item()
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.run.ledger import Ledger
-from parity_tests.parallelizer.families import IGNORED, Chosen, batch, made
+from parity_tests.parallelizer.families import IGNORED, Chosen, batch, model_of
 from torch_impl.collectives.mesh import MeshView
 from torch_impl.parallelizer import get_hf_tp_shard_plan, to_cpu
 from torch_impl.parallelizer.fsdp2 import fsdp2_strategy_parallelize
@@ -87,7 +87,7 @@ def summed_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def trained(chosen: Chosen, batches: Sequence[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
     """Loss, logits and gradients of the first batch, weights after a step of AdamW for each; arrays by name."""
-    model, outcome = made(chosen), {}
+    model, outcome = model_of(chosen), {}
     named = dict(model.named_parameters(remove_duplicate=False))
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     for ids, targets in batches:
@@ -138,15 +138,15 @@ def train_on_rank(view: MeshView, training: Training, parallelize: Parallelize) 
     axes = mesh_axes(mesh)
     rank = axes.loss_mesh.get_local_rank()
     result.is_counted = axes.tp_mesh is None or axes.tp_mesh.get_local_rank() == 0
-    model = parallelize(made(training.chosen, training.dtype), mesh)
+    model = parallelize(model_of(training.chosen, training.dtype), mesh)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW, foreach=False)
     for number, (ids, targets) in enumerate(training.batches):
         optimizer.zero_grad()
         result.losses.append(accumulated(model, ids, targets, rank, axes.data_size, training.accumulation))
         if number == 0:
-            result.gradients = whole(model, gradients=True)
+            result.gradients = full_arrays(model, gradients=True)
         optimizer.step()
-    result.weights = whole(model)
+    result.weights = full_arrays(model)
     return result
 
 
@@ -167,7 +167,7 @@ def accumulated(
     return total
 
 
-def whole(model: nn.Module, *, gradients: bool = False) -> dict[str, np.ndarray]:
+def full_arrays(model: nn.Module, *, gradients: bool = False) -> dict[str, np.ndarray]:
     """Every parameter, or its gradient, under every name it has; collective."""
     named = model.named_parameters(remove_duplicate=False)
     tensors = {name: to_cpu(p.grad if gradients else p) for name, p in named}

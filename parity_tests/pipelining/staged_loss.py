@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from parity_tests.harness.declare.declared import flat
-from parity_tests.parallelizer.families import made
+from parity_tests.parallelizer.families import model_of
 from parity_tests.parallelizer.training import summed_loss
 from parity_tests.pipelining.stepped import Stepped
 from torch_impl.pipelining.pipeline import pipeline_model
@@ -50,7 +50,7 @@ def staged_loss(mesh, chosen, parameters, ids, targets, schedule, is_told):
 def filled(chosen, values):
     """The model with these values, in their dtype; no random state moves."""
     with torch.random.fork_rng(devices=[]):
-        model = made(chosen, next(iter(values.values())).dtype)
+        model = model_of(chosen, next(iter(values.values())).dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(values[name])

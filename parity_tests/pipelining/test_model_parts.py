@@ -30,7 +30,7 @@ def in_a_row(parts):
     return x
 
 
-def made(family, **settings):
+def model_of(family, **settings):
     config = {"num_hidden_layers": LAYERS, "n_layer": LAYERS, **settings}
     return families.empty(families.Chosen(family, False, tuple(config.items())), torch.float32)
 
@@ -38,7 +38,7 @@ def made(family, **settings):
 @pytest.mark.parametrize("family", sorted(DROPOUT))
 def test_dropout_before_the_layers_is_the_first_stages(family):
     def body(mesh):
-        model = made(family, **{DROPOUT[family]: 0.5})
+        model = model_of(family, **{DROPOUT[family]: 0.5})
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
             expected = model(IDS, use_cache=False).logits
@@ -56,7 +56,7 @@ def test_what_has_no_parameters_need_not_be_named():
     ]
 
     def body(mesh):
-        model = made("llama")
+        model = model_of("llama")
         expected = model(IDS, use_cache=False).logits
         return in_a_row(cut(mesh, model, names)).equal(expected)
 
@@ -109,8 +109,14 @@ def test_what_every_stage_would_do_again_is_rejected(kind):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (lambda: made("gpt2", n_head=4, n_embd=12), "GPT2LMHeadModel has its layers in 'transformer.h'; what comes"),
-        (lambda: made("bloom"), "BloomForCausalLM has its layers in 'transformer.h'; what comes before and after"),
+        (
+            lambda: model_of("gpt2", n_head=4, n_embd=12),
+            "GPT2LMHeadModel has its layers in 'transformer.h'; what comes",
+        ),
+        (
+            lambda: model_of("bloom"),
+            "BloomForCausalLM has its layers in 'transformer.h'; what comes before and after",
+        ),
         (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), r"Sequential has no nn\.ModuleList of layers"),
     ],
 )

@@ -20,7 +20,7 @@ ROUNDINGS = 40
 MICROBATCHES, LAYERS = 8, 8  # what every schedule takes over 1 to 4 ranks
 
 
-def whole(parameters, x, target):
+def reference_loss(parameters, x, target):
     def layer(x, weights):
         w1, w2 = weights
         return x + jnp.tanh(x @ w1) @ w2, None
@@ -30,7 +30,7 @@ def whole(parameters, x, target):
 
 
 def accumulated(x, target, w1, w2):
-    losses, (g1, g2) = reference.accumulate(whole, (w1, w2), list(zip(x, target, strict=True)), divisor=len(x))
+    losses, (g1, g2) = reference.accumulate(reference_loss, (w1, w2), list(zip(x, target, strict=True)), divisor=len(x))
     return {"losses": jnp.stack(losses), "w1": g1, "w2": g2, "astray": jnp.zeros(len(x), x.dtype)}
 
 

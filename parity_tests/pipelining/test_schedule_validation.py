@@ -24,10 +24,10 @@ def case_of(p, **options):
 def refusal(mesh, case):
     """The sentence with which a schedule is rejected on this rank."""
     options = dict(case.options)
-    return asked(mesh, options.pop("placed"), options)
+    return outcome_of(mesh, options.pop("placed"), options)
 
 
-def asked(mesh, placed, options):
+def outcome_of(mesh, placed, options):
     stages = [] if options.get("empty") else list(made_stages(mesh, placed, None).values())
     arguments = {"csv": None, "name": None, "microbatch": 2, "batch": 8, "loss": len, "scale": False} | options
     try:
@@ -117,7 +117,7 @@ def refused(ids):
 )
 def refusals_of_schedules(mesh, ids) -> Int[Tensor, "k r/pp"]:
     """1 where a schedule is rejected on this rank, 2 where torch is left to reject it."""
-    messages = [asked(mesh, placed, options) for placed, options, _ in ASKED]
+    messages = [outcome_of(mesh, placed, options) for placed, options, _ in ASKED]
     codes = [[0 if each == "accepted" else 1 if "pipelin" in each else 2] for each in messages]
     return torch.tensor(codes, dtype=ids.dtype, device=ids.device).expand_as(ids)
 

@@ -112,7 +112,7 @@ def test_shapes_that_are_passed_equal_those_that_a_run_infers(name):
     assert [same for same, _ in ranks.results] == [True, True]
 
 
-def told(mesh, case):
+def shapes_sent(mesh, case):
     stages, schedule = built(mesh, case.name, torch.float32)
     _precompute_stage_shapes(stages, OF.config, ROWS, LENGTH)
     step(schedule, stages, *tokens(OF, 4))
@@ -121,7 +121,7 @@ def told(mesh, case):
 
 @pytest.mark.parametrize("name", list(RULES))
 def test_no_message_has_a_shape(name):
-    ranks = run(told, case_of(name=name))
+    ranks = run(shapes_sent, case_of(name=name))
     assert {mode for modes in ranks.results for mode in modes} == {"STATIC"}
     assert {row.dtypes for row in ranks.ledger.rows} == {("int32",), ("float32",)}  # torch's vote, and hidden states
 

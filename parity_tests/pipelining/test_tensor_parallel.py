@@ -17,7 +17,7 @@ families = pytest.importorskip("parity_tests.parallelizer.families", reason="nee
 LAYERS, N = 4, 4
 
 
-def whole(x):
+def full(x):
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
@@ -56,8 +56,8 @@ def stepped(mesh, case):
         losses = []
         schedule.step(*([ids] if has_first else []), **({"target": targets, "losses": losses} if has_last else {}))
     named = {name: parameter for part in parts for name, parameter in part.named_parameters()}
-    cut = {name for name, parameter in named.items() if whole(parameter).shape != local(parameter).shape}
-    return [loss.item() for loss in losses], {name: whole(p.grad).numpy() for name, p in named.items()}, cut
+    cut = {name for name, parameter in named.items() if full(parameter).shape != local(parameter).shape}
+    return [loss.item() for loss in losses], {name: full(p.grad).numpy() for name, p in named.items()}, cut
 
 
 def local(x):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from jax_ref.parallelizer import from_state_dict, mean_loss
 from parity_tests.harness.declare.declared import flat
 from parity_tests.harness.run.engines import run
-from parity_tests.parallelizer.families import Chosen, made
+from parity_tests.parallelizer.families import Chosen, model_of
 from parity_tests.parallelizer.steps import dims, specs
 from parity_tests.pipelining.staged_loss import staged_loss
 from parity_tests.pipelining.unsplit_models import ROWS, loss_of, tokens
@@ -75,7 +75,7 @@ def test_parity(of):
 def copies(mesh, case):
     """Both copies' gradients after each step, on whichever rank has them."""
     stages, _ = split_model_into_stages(
-        made(TIED, torch.float32), mesh.device_mesh, "pp", case.name, torch.device("cpu")
+        model_of(TIED, torch.float32), mesh.device_mesh, "pp", case.name, torch.device("cpu")
     )
     schedule = build_pipeline_schedule(None, case.name, ROWS, 4 * ROWS, stages, loss_of)
     (tie,) = stages[0].tied_copies
@@ -108,7 +108,7 @@ def test_both_copies_have_the_same_bits(name):
 def test_a_step_without_backward_sums_nothing():
     def body(mesh, case):
         stages, _ = split_model_into_stages(
-            made(TIED, torch.float32), mesh.device_mesh, "pp", "GPipe", torch.device("cpu")
+            model_of(TIED, torch.float32), mesh.device_mesh, "pp", "GPipe", torch.device("cpu")
         )
         schedule = build_pipeline_schedule(None, "GPipe", ROWS, ROWS, stages, loss_of)
         ids_of, targets = tokens(TIED, 1)

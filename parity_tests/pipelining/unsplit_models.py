@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from parity_tests.parallelizer.families import Chosen, batch, made
+from parity_tests.parallelizer.families import Chosen, batch, model_of
 from torch_impl.pipelining.schedule import build_pipeline_schedule
 from torch_impl.pipelining.split import split_model_into_stages
 
@@ -31,7 +31,7 @@ def stepped(mesh, case):
     of, n = chosen(case.family, case.tied, case.layers), case.n
     ids, targets = tokens(of, n)
     stages, _ = split_model_into_stages(
-        made(of, getattr(torch, case.dtype)), mesh.device_mesh, "pp", case.name, torch.device("cpu"), **case.cut
+        model_of(of, getattr(torch, case.dtype)), mesh.device_mesh, "pp", case.name, torch.device("cpu"), **case.cut
     )
     schedule = build_pipeline_schedule(None, case.name, ROWS, n * ROWS, stages, loss_of)
     stage_ids, losses = {stage.stage_index: stage for stage in stages}, []
@@ -51,7 +51,7 @@ def stepped(mesh, case):
 def accumulated(of, n, dtype, order, steps=1):
     """The full model, its micro-batches in this order; a tied head has a copy, whose gradient is added at each end."""
     tied = of.tied
-    model = made(of, getattr(torch, dtype))
+    model = model_of(of, getattr(torch, dtype))
     pair = (model.model.embed_tokens.weight, model.lm_head.weight)
     if tied:
         model.lm_head.weight = nn.Parameter(pair[0].detach().clone())

@@ -63,10 +63,10 @@ def agree(body: Body, mesh: dict[str, int]) -> None:
             raise AssertionError(f"{body.__name__}: rank {rank} has {len(mine)} and {len(other)} rows\n{rows}")
 
 
-def held(rank: int, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (2, 3)) -> Tensor:
+def initial_tensor(rank: int, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (2, 3)) -> Tensor:
     """What a rank starts with, different on each."""
     return (torch.arange(torch.Size(shape).numel()).reshape(shape) % 5 + rank).to(dtype)
 
 
 def all_held(mesh: Any, **more: Any) -> list[Tensor]:
-    return [held(rank, **more) for rank in range(mesh.size("tp"))]
+    return [initial_tensor(rank, **more) for rank in range(mesh.size("tp"))]

@@ -106,7 +106,7 @@ def same(x):
     return x * 1.0
 
 
-def whole(x):
+def identity(x):
     return x
 
 
@@ -129,6 +129,6 @@ SENTINELS = {
     "cost": declared(
         chatty, same, {"x": "b tp=P"}, "b tp=I", cost=lambda c: Cost(forward={"all_reduce": (1, 4 * c.b)})
     ),
-    "last bit": declared(last_bit, whole, {"x": "b tp=I"}, "b tp=I"),
-    "not a number": declared(not_a_number, whole, PIECES, "b/tp", nograd=("x",)),
+    "last bit": declared(last_bit, identity, {"x": "b tp=I"}, "b tp=I"),
+    "not a number": declared(not_a_number, identity, PIECES, "b/tp", nograd=("x",)),
 }  # fmt: skip

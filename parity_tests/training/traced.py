@@ -64,7 +64,7 @@ def trace(run: Run, reference_trace: ReferenceTrace, engine: str = "gloo") -> li
     batch, places = global_batch(run, 0), coordinates(run.full_mesh)
 
     def positions(rank: int, event: Event, shape: tuple[int, ...], local: tuple[int, ...]) -> list[np.ndarray] | None:
-        return held(shape, local, batch[event.call].padded, places[rank], run)
+        return dim_positions(shape, local, batch[event.call].padded, places[rank], run)
 
     return lines(
         reference_trace, record, positions, run.dtype, {axis: size for axis, size in run.mesh.items() if size > 1}
@@ -76,7 +76,7 @@ def case_of(run: Run, engine: str) -> CaseSpec:
     return CaseSpec(scheme="trace", mesh=run.full_mesh, dtype=run.dtype, options=run.options(), engine=engine)
 
 
-def held(
+def dim_positions(
     shape: tuple[int, ...], local: tuple[int, ...], padded: np.ndarray, at: dict[str, int], run: Run
 ) -> list[np.ndarray] | None:
     """Positions of each dim, [1, tokens, ...]: tokens as cp shards the stream, the last dim full or in tp's blocks."""

@@ -76,7 +76,7 @@ def asserted(size, world):
     return (range(rank, size, world) for rank in range(world))
 
 
-def said(call, *args, **keywords):
+def message_of(call, *args, **keywords):
     with pytest.raises(ValueError) as caught:
         call(*args, **keywords)
     return str(caught.value)
@@ -89,11 +89,11 @@ def test_a_rejection_by_a_library_counts(layout):
     assert declaration.verify(examples=12).meshes == ("ring=1", "ring=2", "ring=4")
     assert declaration.verify(ring=2, t=8, examples=2).ok
     assert declaration.draw(ring=2, t=8)
-    assert "t=7 cannot be sharded by mine over ring=2: " in said(declaration.verify, ring=2, t=7)
+    assert "t=7 cannot be sharded by mine over ring=2: " in message_of(declaration.verify, ring=2, t=7)
 
 
 def test_the_words_of_another_error_have_its_kind():
-    assert said(declared(asserted).verify, ring=2, t=6).endswith(": AssertionError: not of 4")
+    assert message_of(declared(asserted).verify, ring=2, t=6).endswith(": AssertionError: not of 4")
 
 
 @pytest.mark.parametrize("layout", [blocks(2), blocks(3), blocks(100), blocks(1024), odd, power_of_two])
@@ -129,7 +129,7 @@ def test_a_second_sharding_divides_the_shards_of_the_first():
             assert check(case).ok
     # Of 9 positions the first rank has all: two ranks of dp cannot halve them.
     sentence = "t=9 cannot be sharded by contiguous over dp=2 (needs a multiple of 2); pad to 10"
-    assert said(declaration.case, dp=2, ring=2, t=9).endswith(sentence)
+    assert message_of(declaration.case, dp=2, ring=2, t=9).endswith(sentence)
 
 
 def test_it_is_verified_where_it_can_be_sharded():
@@ -153,11 +153,11 @@ def test_a_mistake_shrinks_to_the_smallest_size_that_can_be_sharded():
 def test_a_size_passed_by_hand_is_rejected_with_the_message_of_the_layout():
     declaration = declared(blocks(2))
     sentence = "scheme 'doubled': t=6 cannot be sharded by mine over ring=2: blocked needs a multiple of 4"
-    assert said(declaration.case, ring=2, t=6) == sentence
-    assert said(declaration.verify, ring=2, t=6) == sentence
-    assert said(declaration.draw, ring=2, t=6) == sentence
-    assert said(declaration.run, np.ones((1, 6), np.float32), ring=2) == sentence
-    assert said(check, declaration.case(ring=2, t=8).replace(dims={"b": 1, "t": 6})) == sentence
+    assert message_of(declaration.case, ring=2, t=6) == sentence
+    assert message_of(declaration.verify, ring=2, t=6) == sentence
+    assert message_of(declaration.draw, ring=2, t=6) == sentence
+    assert message_of(declaration.run, np.ones((1, 6), np.float32), ring=2) == sentence
+    assert message_of(check, declaration.case(ring=2, t=8).replace(dims={"b": 1, "t": 6})) == sentence
 
 
 def test_a_layout_that_takes_no_size_is_rejected():
@@ -165,8 +165,8 @@ def test_a_layout_that_takes_no_size_is_rejected():
     start, rest = "scheme 'doubled': mine shards no size of t over ring=", f" tried: {words}; "
     end = "if it shards others, name them: dims={'t': (...)}"
     for sizes in ({}, {"b": 2}):
-        assert said(declared(broken).verify, **sizes) == f"{start}1, of 1 to 1024{rest}{end}"
-        assert said(declared(broken_on_four).verify, **sizes) == f"{start}4, of 4 to 4096{rest}{end}"
+        assert message_of(declared(broken).verify, **sizes) == f"{start}1, of 1 to 1024{rest}{end}"
+        assert message_of(declared(broken_on_four).verify, **sizes) == f"{start}4, of 4 to 4096{rest}{end}"
     assert declared(broken_on_four).verify(ring=2, examples=2).ok
     # Of a size that is given only that is said.
     report = declared(broken_on_four).verify(t=8, examples=4)
@@ -174,7 +174,7 @@ def test_a_layout_that_takes_no_size_is_rejected():
 
 
 def test_size_choices_none_of_which_a_mesh_divides():
-    assert said(declared(blocks(2), dims={"t": (2, 4)}).verify) == (
+    assert message_of(declared(blocks(2), dims={"t": (2, 4)}).verify) == (
         "scheme 'doubled': mesh {'ring': 4} can never be drawn: "
         "t=2 cannot be sharded by mine over ring=4: blocked needs a multiple of 8"
     )
@@ -184,7 +184,7 @@ def test_an_incomplete_partition_is_reported_with_the_scheme():
     def lost(size, world):
         return [[0]] * world
 
-    assert said(declared(lost).verify, ring=2, t=2) == (
+    assert message_of(declared(lost).verify, ring=2, t=2) == (
         "scheme 'doubled': layout 'mine' is not a partition of 2 positions over 2 ranks: missing [1], repeated [0]"
     )
 
@@ -199,7 +199,7 @@ def test_a_layout_that_is_no_partition_of_another_call_is_reported_with_the_sche
     declaration = declared(lost, dims={"t": (2, 4)})
     other = declaration.case(ring=2, t=4, b=1)
     case = declaration.case(ring=2, t=2, b=1).replace(calls={name: record_of(other)})
-    assert said(judge, declaration, case).startswith(
+    assert message_of(judge, declaration, case).startswith(
         "scheme 'doubled': layout 'mine' is not a partition of 4 positions over 2 ranks: missing [1, 2, 3]"
     )
 

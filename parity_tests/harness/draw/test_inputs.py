@@ -76,7 +76,7 @@ def test_sharded_and_stitched_again(text, lengths):
     assert len(stitched.copies) == np.prod([size for axis, size in MESH.items() if axis not in arg.spec.axes])
 
 
-def held(text, **at):
+def rank_entries(text, **at):
     """What one rank holds of 0, 1, 2, ... along the only dim."""
     arg, case = argument(text), a_case()
     [dim] = arg.shape(case)
@@ -85,21 +85,21 @@ def held(text, **at):
 
 def test_who_holds_what():
     """By hand, so that a wrong sharding and a wrong stitch cannot cancel."""
-    assert held("s/cp", cp=1) == [6, 7, 8, 9, 10, 11]
-    assert held("s/cp:dual_chunk_swap", cp=0) == [0, 1, 2, 9, 10, 11]
-    assert held("s/cp:dual_chunk_swap", cp=1) == [3, 4, 5, 6, 7, 8]
-    assert held("s/tp:striped", tp=2) == [2, 5, 8, 11]
-    assert held("t/cp:packed", cp=0) == [0, 3, 4, 5, 10, 11]
-    assert held("s/cp:reversed_blocks", cp=0) == [6, 7, 8, 9, 10, 11]
+    assert rank_entries("s/cp", cp=1) == [6, 7, 8, 9, 10, 11]
+    assert rank_entries("s/cp:dual_chunk_swap", cp=0) == [0, 1, 2, 9, 10, 11]
+    assert rank_entries("s/cp:dual_chunk_swap", cp=1) == [3, 4, 5, 6, 7, 8]
+    assert rank_entries("s/tp:striped", tp=2) == [2, 5, 8, 11]
+    assert rank_entries("t/cp:packed", cp=0) == [0, 3, 4, 5, 10, 11]
+    assert rank_entries("s/cp:reversed_blocks", cp=0) == [6, 7, 8, 9, 10, 11]
 
 
 def test_two_shardings_of_a_dim_apply_from_left_to_right():
-    assert held("s/cp/tp", cp=1, tp=2) == [10, 11]
-    assert held("s/tp/cp", cp=1, tp=2) == [10, 11]
-    assert held("s/cp/tp", cp=0, tp=2) == [4, 5]
-    assert held("s/tp/cp", cp=0, tp=2) == [8, 9]
-    assert held("s/cp:dual_chunk_swap/tp:striped", cp=0, tp=1) == [1, 10]  # every third of 0 1 2 9 10 11
-    assert held("s/tp:striped/cp:dual_chunk_swap", cp=1, tp=1) == [4, 7]  # the middle of 1 4 7 10
+    assert rank_entries("s/cp/tp", cp=1, tp=2) == [10, 11]
+    assert rank_entries("s/tp/cp", cp=1, tp=2) == [10, 11]
+    assert rank_entries("s/cp/tp", cp=0, tp=2) == [4, 5]
+    assert rank_entries("s/tp/cp", cp=0, tp=2) == [8, 9]
+    assert rank_entries("s/cp:dual_chunk_swap/tp:striped", cp=0, tp=1) == [1, 10]  # every third of 0 1 2 9 10 11
+    assert rank_entries("s/tp:striped/cp:dual_chunk_swap", cp=1, tp=1) == [4, 7]  # the middle of 1 4 7 10
 
 
 def test_a_custom_layout_must_be_a_partition():
@@ -207,7 +207,7 @@ def test_without_a_partial_axis_there_is_one_term():
 # Cotangents
 
 
-def fed(text, case):
+def rank_cotangents(text, case):
     """The full cotangent of each rank, by coordinates."""
     arg = argument(text, "out")
     terms = inputs.addends(arg, inputs.cotangent(arg, case), case, "cotangent")
@@ -219,7 +219,7 @@ def fed(text, case):
 @pytest.mark.parametrize("letter", ["I", "P"])
 def test_cotangents_of_invariant_and_partial_outputs_are_the_same_everywhere(letter):
     case = a_case(dtype="bfloat16")
-    each = fed(f"b s dp={letter} cp={letter} tp={letter}", case)
+    each = rank_cotangents(f"b s dp={letter} cp={letter} tp={letter}", case)
     assert len({cotangent.tobytes() for cotangent in each.values()}) == 1
     full = inputs.cotangent(argument("b s dp=I cp=I tp=I", "out"), case)
     assert all(np.array_equal(cotangent, full) for cotangent in each.values())
@@ -229,7 +229,7 @@ def test_cotangents_of_invariant_and_partial_outputs_are_the_same_everywhere(let
 def test_cotangents_of_replicated_outputs_are_partial():
     case = a_case(dtype="bfloat16")
     arg = argument("b s tp=R cp=I dp=I", "out")
-    each = fed("b s tp=R cp=I dp=I", case)
+    each = rank_cotangents("b s tp=R cp=I dp=I", case)
     for dp, cp in itertools.product(range(2), range(2)):
         parts = [each[dp, cp, tp] for tp in range(3)]
         assert len({part.tobytes() for part in parts}) == 3

@@ -46,7 +46,7 @@ def named_numbers(sizes: Mapping[str, float], *, mixed: bool = True) -> list[Nam
     return [Named(value, tuple(names)) for value, (_, names) in by_value.items()]
 
 
-def shown(value: float) -> str:
+def number_text(value: float) -> str:
     """A number as a message writes it."""
     return f"{value:.4g}"
 
@@ -111,7 +111,9 @@ def _named_factor(evidence: Evidence) -> Note | None:
     named, value = best
     names = {f"factor {name}": f"-{name}" if value < 0 else name for name in named.names}
     meaning = f"the sign is opposite, and {OF_A_NAME}" if value < 0 else OF_A_NAME
-    text = f"off by the constant factor {shown(value)} (= {' or '.join(names.values())}): {meaning}{evidence.thin}"
+    text = (
+        f"off by the constant factor {number_text(value)} (= {' or '.join(names.values())}): {meaning}{evidence.thin}"
+    )
     return Note(text, ACROSS_MESHES, names, {_SOME_FACTOR})
 
 
@@ -132,7 +134,7 @@ def _named_constant(evidence: Evidence) -> Note | None:
         f"constant {sign}log {name}": f"{sign}log({name})" if "*" in name or "/" in name else f"{sign}log {name}"
         for name in named.names
     }
-    text = f"off by the added constant {sign}log {shown(named.value)} (= {' or '.join(logs.values())}){evidence.thin}"
+    text = f"off by the added constant {sign}log {number_text(named.value)} (= {' or '.join(logs.values())}){evidence.thin}"
     return Note(text, ACROSS_MESHES, logs, {_SOME_CONSTANT})
 
 
@@ -140,14 +142,16 @@ def _plain_factor(evidence: Evidence) -> Note | None:
     factor = fitted_factor(evidence)
     if factor is None:
         return None
-    return Note(f"off by the constant factor {shown(factor)}: a scale is missing or wrong", ACROSS_MESHES, _SOME_FACTOR)
+    return Note(
+        f"off by the constant factor {number_text(factor)}: a scale is missing or wrong", ACROSS_MESHES, _SOME_FACTOR
+    )
 
 
 def _plain_constant(evidence: Evidence) -> Note | None:
     constant = fitted_constant(evidence)
     if constant is None:
         return None
-    return Note(f"off by the added constant {shown(constant)}", ACROSS_MESHES, _SOME_CONSTANT)
+    return Note(f"off by the added constant {number_text(constant)}", ACROSS_MESHES, _SOME_CONSTANT)
 
 
 def _part_by_part(evidence: Evidence) -> Iterator[Note]:
@@ -161,7 +165,7 @@ def _part_by_part(evidence: Evidence) -> Iterator[Note]:
             (_CONSTANT, fitted_constant, 0.0),
         ):
             numbers = [fitted(part) if part.wrong else neutral for part in parts]
-            written = [shown(number) for number in numbers if number is not None]
+            written = [number_text(number) for number in numbers if number is not None]
             if len(written) == len(numbers) and len(set(written)) > 1:
                 listed = ", ".join(written[:MOST_LISTED]) + (", ..." if len(written) > MOST_LISTED else "")
                 # A count is positive, and so is a quotient of two.

@@ -2,7 +2,7 @@
 
 import math
 
-from parity_tests.harness.explain.arithmetic import named_numbers, shown
+from parity_tests.harness.explain.arithmetic import named_numbers, number_text
 
 
 def named(sizes, **options):
@@ -38,4 +38,4 @@ def test_many_names_stay_few():
 
 
 def test_a_number_as_written():
-    assert [shown(number) for number in (4.0, 0.125, 1 / 3, 1e300)] == ["4", "0.125", "0.3333", "1e+300"]
+    assert [number_text(number) for number in (4.0, 0.125, 1 / 3, 1e300)] == ["4", "0.125", "0.3333", "1e+300"]

@@ -14,7 +14,7 @@ from parity_tests.specimens.engine_agreement import (
     agree,
     all_gather,
     all_held,
-    held,
+    initial_tensor,
     named,
     verify,
 )
@@ -22,15 +22,15 @@ from parity_tests.specimens.engine_agreement import (
 
 def coalesced(mesh: Any, case: CaseSpec) -> Pairs:
     group, rank, size = mesh["tp"], mesh.rank("tp"), mesh.size("tp")
-    a, b = held(rank), held(rank, shape=(4,))
+    a, b = initial_tensor(rank), initial_tensor(rank, shape=(4,))
     with dist._coalescing_manager(group):
         dist.all_reduce(a, group=group)
         dist.all_reduce(b, group=group)
     yield [a, b], [sum(all_held(mesh)), sum(all_held(mesh, shape=(4,)))]
     wholes = [torch.empty(2 * size, 3), torch.empty(4 * size)]
     with dist._coalescing_manager(group, async_ops=True) as manager:
-        all_gather(wholes[0], held(rank), group=group)
-        all_gather(wholes[1], held(rank, shape=(4,)), group=group)
+        all_gather(wholes[0], initial_tensor(rank), group=group)
+        all_gather(wholes[1], initial_tensor(rank, shape=(4,)), group=group)
     manager.wait()
     yield wholes, [torch.cat(all_held(mesh)), torch.cat(all_held(mesh, shape=(4,)))]
 
@@ -58,20 +58,20 @@ def functionals(mesh: Any, case: CaseSpec) -> Pairs:
     every = all_held(mesh)
     gather = named(functional, "all_gather_single", "all_gather_tensor")
     scatter = named(functional, "reduce_scatter_single", "reduce_scatter_tensor")
-    wide = held(rank, shape=(2 * size, 3))
-    total = torch.stack([held(r, shape=(2 * size, 3)) for r in range(size)]).sum(0)
+    wide = initial_tensor(rank, shape=(2 * size, 3))
+    total = torch.stack([initial_tensor(r, shape=(2 * size, 3)) for r in range(size)]).sum(0)
     mine = total[2 * rank : 2 * rank + 2]
-    yield functional.all_reduce(held(rank), "sum", group) + 0, sum(every)
-    yield functional.all_reduce(held(rank), "max", group) + 0, torch.stack(every).amax(0)
-    yield gather(held(rank), 0, group) + 0, torch.cat(every)
-    yield gather(held(rank), 1, group) + 0, torch.cat(every, 1)
+    yield functional.all_reduce(initial_tensor(rank), "sum", group) + 0, sum(every)
+    yield functional.all_reduce(initial_tensor(rank), "max", group) + 0, torch.stack(every).amax(0)
+    yield gather(initial_tensor(rank), 0, group) + 0, torch.cat(every)
+    yield gather(initial_tensor(rank), 1, group) + 0, torch.cat(every, 1)
     yield scatter(wide, "sum", 0, group) + 0, mine
-    yield functional.broadcast(held(rank), size - 1, group) + 0, held(size - 1)
+    yield functional.broadcast(initial_tensor(rank), size - 1, group) + 0, initial_tensor(size - 1)
     yield (
-        functional.all_to_all_single(held(rank, shape=(size,)), None, None, group) + 0,
-        torch.stack([held(r, shape=(size,))[rank] for r in range(size)]),
+        functional.all_to_all_single(initial_tensor(rank, shape=(size,)), None, None, group) + 0,
+        torch.stack([initial_tensor(r, shape=(size,))[rank] for r in range(size)]),
     )
-    both = functional.all_reduce_coalesced([held(rank), held(rank, shape=(4,))], "sum", group)
+    both = functional.all_reduce_coalesced([initial_tensor(rank), initial_tensor(rank, shape=(4,))], "sum", group)
     yield [x + 0 for x in both], [sum(every), sum(all_held(mesh, shape=(4,)))]
 
 
@@ -79,13 +79,13 @@ def gradients(mesh: Any, case: CaseSpec) -> Pairs:
     group, rank, size = mesh["tp"], mesh.rank("tp"), mesh.size("tp")
     gather = named(functional, "all_gather_single_autograd", "all_gather_tensor_autograd")
     scatter = named(functional, "reduce_scatter_single_autograd", "reduce_scatter_tensor_autograd")
-    x = held(rank).requires_grad_()
+    x = initial_tensor(rank).requires_grad_()
     (gather(x, 0, group) * (rank + 1)).sum().backward()
     yield x.grad, torch.full((2, 3), float(sum(range(1, size + 1))))
-    x = held(rank, shape=(2 * size, 3)).requires_grad_()
+    x = initial_tensor(rank, shape=(2 * size, 3)).requires_grad_()
     (scatter(x, "sum", 0, group) * (rank + 1)).sum().backward()
     yield x.grad, torch.cat([torch.full((2, 3), float(r + 1)) for r in range(size)])
-    x = held(rank, shape=(size, 2)).requires_grad_()
+    x = initial_tensor(rank, shape=(size, 2)).requires_grad_()
     (functional.all_to_all_single_autograd(x, [1] * size, [1] * size, group) * (rank + 1)).sum().backward()
     yield x.grad, torch.stack([torch.full((2,), float(r + 1)) for r in range(size)])
 
@@ -95,30 +95,30 @@ def messages(mesh: Any, case: CaseSpec) -> Pairs:
     left, right = (rank - 1) % size, (rank + 1) % size
     got = torch.empty(2, 3)
     if rank % 2 == 0:
-        dist.send(held(rank), group_dst=right, group=group, tag=3)
+        dist.send(initial_tensor(rank), group_dst=right, group=group, tag=3)
         dist.recv(got, group_src=left, group=group, tag=3)
     else:
         dist.recv(got, group_src=left, group=group, tag=3)
-        dist.send(held(rank), group_dst=right, group=group, tag=3)
-    yield got, held(left)
+        dist.send(initial_tensor(rank), group_dst=right, group=group, tag=3)
+    yield got, initial_tensor(left)
     first, second = torch.empty(2, 3), torch.empty(4, dtype=torch.int64)
     works = [
-        dist.isend(held(rank), group_dst=right, group=group, tag=1),
-        dist.isend(held(rank, torch.int64, (4,)), group_dst=right, group=group, tag=2),
+        dist.isend(initial_tensor(rank), group_dst=right, group=group, tag=1),
+        dist.isend(initial_tensor(rank, torch.int64, (4,)), group_dst=right, group=group, tag=2),
         dist.irecv(first, group_src=left, group=group, tag=1),
         dist.irecv(second, group_src=left, group=group, tag=2),
     ]
     for work in works:
         work.wait()
-    yield [first, second], [held(left), held(left, torch.int64, (4,))]
+    yield [first, second], [initial_tensor(left), initial_tensor(left, torch.int64, (4,))]
     got = torch.empty(2, 3)
     batch = [
-        dist.P2POp(dist.isend, held(rank), group=group, group_peer=right),
+        dist.P2POp(dist.isend, initial_tensor(rank), group=group, group_peer=right),
         dist.P2POp(dist.irecv, got, group=group, group_peer=left),
     ]
     for work in dist.batch_isend_irecv(batch):
         work.wait()
-    yield got, held(left)
+    yield got, initial_tensor(left)
 
 
 def groups(mesh: Any, case: CaseSpec) -> Pairs:
@@ -126,14 +126,14 @@ def groups(mesh: Any, case: CaseSpec) -> Pairs:
     ends = dist.new_group([0, size - 1])
     rest = dist.new_group([1, 2]) if size > 3 else None
     inside = ends if rank in (0, size - 1) else rest
-    x = held(rank)
+    x = initial_tensor(rank)
     dist.all_reduce(x, group=inside)
-    yield x, held(0) + held(size - 1) if inside is ends else held(1) + held(2)
+    yield x, initial_tensor(0) + initial_tensor(size - 1) if inside is ends else initial_tensor(1) + initial_tensor(2)
     yield dist.get_process_group_ranks(inside), [0, size - 1] if inside is ends else [1, 2]
     two = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp", "cp"))
-    x = held(rank)
+    x = initial_tensor(rank)
     dist.all_reduce(x, group=two.get_group("dp"))
-    yield x, held(rank % (size // 2)) + held(rank % (size // 2) + size // 2)
+    yield x, initial_tensor(rank % (size // 2)) + initial_tensor(rank % (size // 2) + size // 2)
     flat = two._flatten("both") if size > 2 else two
     yield flat.size(), size
 
@@ -154,9 +154,9 @@ def from_anybody(mesh: Any, case: CaseSpec) -> Pairs:
         for _ in range(1, size):
             got = torch.empty(2, 3)
             sender = dist.recv(got, group=group)
-            yield got, held(sender)
+            yield got, initial_tensor(sender)
     else:
-        dist.send(held(rank), group_dst=0, group=group)
+        dist.send(initial_tensor(rank), group_dst=0, group=group)
         yield None, None
     if rank == 0:
         dist.send_object_list([{"a": 1}], group_dst=1, group=group)
