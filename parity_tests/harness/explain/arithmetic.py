@@ -134,7 +134,8 @@ def _named_constant(evidence: Evidence) -> Note | None:
         f"constant {sign}log {name}": f"{sign}log({name})" if "*" in name or "/" in name else f"{sign}log {name}"
         for name in named.names
     }
-    text = f"off by the added constant {sign}log {number_text(named.value)} (= {' or '.join(logs.values())}){evidence.thin}"
+    constant = f"{sign}log {number_text(named.value)} (= {' or '.join(logs.values())})"
+    text = f"off by the added constant {constant}{evidence.thin}"
     return Note(text, ACROSS_MESHES, logs, {_SOME_CONSTANT})
 
 
