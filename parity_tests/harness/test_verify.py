@@ -111,7 +111,9 @@ def test_a_reference_that_is_nan_everywhere_is_equal_to_nothing():
         with pytest.raises(ValueError) as caught:
             declaration.verify(**sizes)
         assert str(caught.value).startswith("scheme 'root': the reference of out is NaN everywhere at tp=2 b=")
-        assert str(caught.value).endswith("; nothing of it was compared: mend it, or draw values that it is made for")
+        assert str(caught.value).endswith(
+            "; nothing of it was compared: correct the reference, or draw values that it is defined for"
+        )
 
 
 def test_a_reference_may_be_nan_where_infinities_are_drawn():

@@ -1,5 +1,17 @@
 """Verify a scheme: many drawn cases, the worst of each tensor, and the smallest case that fails.
 
+How a mismatch comes to be printed, from a drawn case to the lines under a red row:
+
+1. `verdict.judge` evaluates the reference, runs the ranks and compares every tensor. For each that differs,
+   `explain.clues` makes hypotheses from its numbers: notes, each with the scope of the cases that could refute it.
+2. `undecided.mark_undecided` takes the verdict back where the reference itself jumps within the rounding of its inputs.
+3. Hypothesis shrinks the case; `smallest.shrink` goes on to the smallest that fails alike.
+4. `plain_values.name_values_to_avoid` tries the case with normal values, to name those that it needs.
+5. `second_opinion` judges it on gloo, in fresh processes.
+6. `notes.check_notes` judges other cases and keeps the notes that hold in each that fails too.
+7. `repaired_lines.name_lines` adds the line of a collective whose repair makes the tensor right.
+8. A replay file is written, and the report prints the notes that are left, the best explanation first.
+
 `check` is the same for one case, and raises; it is the body of a parity test.
 """
 
@@ -130,7 +142,7 @@ def _planned(scheme: Declared, names: Mapping[str, Any], how: Mapping[str, Any],
 def _check_compared(scheme: Declared, reports: Sequence[Report]) -> None:
     """No verdict on what no example compared: tensors all empty, or one whose reference is NaN throughout.
 
-    NaN equals NaN, as where infinities are drawn; of finite values it says nothing.
+    NaN in the reference equals NaN, which is evidence only where infinities were drawn.
     """
     if not any(row.want.size for report in reports for row in report.rows):
         raise NothingCompared(
@@ -146,7 +158,7 @@ def _check_compared(scheme: Declared, reports: Sequence[Report]) -> None:
         if all(np.isnan(want).all() for want, _ in references):
             raise NothingCompared(
                 f"scheme '{scheme.name}': the reference of {label} is NaN everywhere at {sizes(references[0][1])}; "
-                "nothing of it was compared: mend it, or draw values that it is made for"
+                "nothing of it was compared: correct the reference, or draw values that it is defined for"
             )
 
 

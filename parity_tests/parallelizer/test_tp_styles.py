@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import linear_layer as drawn
+from hypothesis import given as drawn
 from hypothesis import settings
 from hypothesis import strategies as st
 from torch import nn

@@ -95,7 +95,7 @@ class _AllReduce(torch.autograd.Function):
         return as_replicated(cotangent, ctx.group), None, None
 
 
-# I -> R
+# Gradient types: I -> R.
 def as_replicated(x: Tensor, group: ProcessGroup) -> Tensor:
     """x itself; if it requires grad, the ranks' cotangents are addends from here on. No collective; backward 1."""
     return _Replicated.apply(x, group) if x.requires_grad else x

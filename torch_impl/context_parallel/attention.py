@@ -28,7 +28,7 @@ FUNCTION = "context_parallel.context_parallel_attention"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-# V -> V
+# Gradient types: V -> V.
 @contract(FUNCTION)
 def context_parallel_attention(
     q: Sharded[Tensor, "b h s/cp:LAYOUT p"],

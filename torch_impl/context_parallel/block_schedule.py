@@ -28,7 +28,10 @@ TILE = 256  # queries of a tile, one run under a window
 
 @dataclass(frozen=True)
 class BlockSchedule:
-    """The blocks of one rank, `blocks[source]` for the keys of rank `source`; in a ring keys travel `hops` hops."""
+    """The blocks of one rank, `blocks[source]` for the keys of rank `source`; in a ring keys travel `hops` hops.
+
+    `counts[r]` is the number of rows that rank r has, fill included.
+    """
 
     rank: int
     counts: tuple[int, ...]

@@ -9,7 +9,7 @@ Each block gives the softmax over its own keys with the logarithm of its sum (ls
     lse = logaddexp_i lse_i,    out = sum_i exp(lse_i - lse) out_i,
 
 and with this global lse and out each block's backward is exact without the other blocks. Read
-`_BlockwiseAttention.forward` and `backward`: one turn of their loop is one hop of the ring.
+`_BlockwiseAttention.forward` and `backward`: one turn of their loop is one source rank, in a ring one hop.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _CPU_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-# V -> V
+# Gradient types: V -> V.
 def blockwise_attention(
     q: Heads, k: KVHeads, v: KVHeads, schedule: BlockSchedule, transport: KVTransport, scale: float
 ) -> Heads:
@@ -74,13 +74,13 @@ class _BlockwiseAttention(torch.autograd.Function):
         # dq is summed on this rank. The gradients of keys are summed in buffers that travel.
         dq = zeros_rows_first(q)
         # 1. One hop: the keys of one source arrive, and one hop behind them the sums of their gradients.
-        hops = ctx.transport.backward(local_kv, schedule, dq.dtype)
-        for source, kv, pending_dkv in hops:
-            # 2. Add the gradients of each block. On the way to the next turn the sums are sent on.
+        transport = ctx.transport.backward(local_kv, schedule, dq.dtype)
+        for source, kv, pending_dkv in transport:
+            # 2. Add the gradients of each block. With the next turn of the loop the transport sends the sums on.
             for block in schedule.blocks[source]:
                 add_gradients(dq, pending_dkv, cotangent, (q, out, lse), kv_of(kv), block, ctx.scale)
         # 3. What all ranks added to the gradients of this rank's keys.
-        dkv = hops.local_gradient()
+        dkv = transport.local_gradient()
         return dq.to(q.dtype), *kv_of(dkv).to(local_kv.dtype), None, None, None
 
 
@@ -207,7 +207,9 @@ def rows_of_block(x: Heads, rows: Rows) -> Float[Tensor, "m h i p"]:
 
 def _forward(q: Heads, k: KVHeads, v: KVHeads, block: Block, scale: float) -> tuple[Heads, Tensor]:
     if not k.shape[2]:  # the CPU's kernel would divide by zero, which ends the process
-        raise RuntimeError("context_parallel.blocks: a block has queries and no keys; leave it out of the schedule")
+        raise RuntimeError(
+            "context_parallel.block_schedule: a block has queries and no keys; leave it out of the schedule"
+        )
     if q.is_cuda:
         return cuda_forward(q, k, v, block.mask, block.is_causal, scale)
     return _CPU_FLASH(q, k, v, 0.0, block.is_causal, attn_mask=_additive_mask(block.mask, q), scale=scale)

@@ -181,7 +181,7 @@ class _AllGatherBackward:
     all_gather: AllGather
     local: KVBuffer
     schedule: BlockSchedule
-    sums: KVBuffer
+    sums: Float[Tensor, "all_keys 2 b hk p"]  # a row for each key of each rank
 
     def __iter__(self) -> Iterator[tuple[int, KVBuffer, PendingBuffer]]:
         views = self.sums.split(self.schedule.counts)  # the rows of each source

@@ -44,7 +44,8 @@ class LogprobOptions(NamedTuple):
 
     With `has_id_dim` the ids have a last dim of size k that the logits do not have: k ids of each row. Without
     `normalised` the result is the logits at the ids instead of their log-probabilities. `chunk_size` bounds a row
-    block, which is what is computed at once: it counts positions of the sequence, the block rows of all the batch.
+    block, which is what is computed at once. It counts positions of the sequence; a block has that many rows for each
+    entry of the batch.
     """
 
     group: ProcessGroup | None  # None: one rank has full rows
@@ -101,7 +102,7 @@ def forward(ctx: Any, logits: Tensor, ids: Tensor | None, options: LogprobOption
             row_max_r, row_sum_m1_r, rank_statistics[:, -1], normaliser, options.temperature
         )
         outputs.append(shifted_mean.view(leading) - normaliser.log_row_sum.view(leading))
-    # 4. What backward needs: the logits by reference, and 12 bytes per token and target.
+    # 4. What backward needs: the logits by reference, 8 bytes per token and 4 per id, with entropy 4 more per token.
     ctx.options = options
     ctx.set_materialize_grads(False)
     if not options.inference_only:
@@ -233,8 +234,8 @@ class IdCotangents(NamedTuple):
 
     At the column of an id the gradient is g_same (1 - p) - p g_other, at any other column -p g_total: the sums of the
     cotangents of the row's equal ids, of its other ids, and of all k. Each is summed by itself, not computed as a
-    difference of the others, which would cancel where p is almost 1. The ids are in any order. In place of an id of
-    another rank stands a second time one of this rank, if the row has one.
+    difference of the others, which would cancel where p is almost 1. The ids are in any order. An id of another rank is
+    replaced by one of this rank, if the row has one.
     """
 
     column: Int[Tensor, "n k"]
@@ -288,8 +289,8 @@ def _gradient_at_ids(
 ) -> Float[Tensor, "n k"]:
     """The gradient at each id: (g_same (1 - p) - p g_other + g_h p (log p - h)) / temperature.
 
-    An id of another rank is given column 0, which is then no id of the row: the gradient there is that of any other
-    column, (-p g + g_h p (log p - h)) / temperature.
+    Where no id of the row is on this rank, column 0 is written in their place, with the gradient of a column that no id
+    has, (-p g + g_h p (log p - h)) / temperature.
     """
     is_here = at_ids.column >= 0
     if not normalised and entropy is None:

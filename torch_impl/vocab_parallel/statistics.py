@@ -170,7 +170,7 @@ def max_and_column(x: Float[Tensor, "n v"]) -> tuple[Float[Tensor, "n 1"], Int[T
 def local_statistics(
     block: Float[Tensor, "n v"], column: Int[Tensor, "n k"] | None, temperature: float, with_entropy: bool
 ) -> Float[Tensor, "f n"]:
-    """Statistics of a block's rows, one after another: m_r, R_r, k times z_t if there are columns, d_r with entropy.
+    """The f numbers of each row, in this order: m_r, R_r, k times z_t if there are columns, d_r with entropy.
 
     `column` are those of the k ids of each row, negative where an id is not among this rank's.
     """

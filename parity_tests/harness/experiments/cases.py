@@ -14,7 +14,7 @@ from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
 SHAPES_TRIED = 12
 MOST_ELEMENTS = 10**5  # of all dims together
 WIDE = 12  # elements along a dim of one id among many
-ENOUGH = 3  # elements along a dim: with two, every error is at one end or the other
+MIN_ELEMENTS = 3  # along a dim: with two, every error is at one end or the other
 
 
 def larger(scheme: Declared, case: CaseSpec, seed: int, *, values: bool) -> CaseSpec | None:
@@ -97,7 +97,7 @@ def _drawn(scheme: Declared, case: CaseSpec, mesh: Mapping[str, int], seed: int)
     ]
     if not shapes:
         return None
-    shape = max(shapes, key=lambda shape: (min([ENOUGH, *shape.values()]), math.prod(shape.values())))
+    shape = max(shapes, key=lambda shape: (min([MIN_ELEMENTS, *shape.values()]), math.prod(shape.values())))
     fixed = {**mesh, **shape, **case.options}
     drawn = draw_case(scheme, seeded_chooser(seed), fixed, dtype=case.dtype, engine=case.engine, seed=seed)
     called = case if mesh == own_axes(case) else without_other_calls(case)

@@ -1,7 +1,7 @@
 """Neighbours of a case: the same inputs a rounding or two away, to see how far its reference jumps between them.
 
-A number is moved by its own rounding. Equal numbers are drawn apart by the rounding of the others, since a tie is where
-a choice is made; equal infinities, which no small step parts, become large numbers that differ.
+A number is moved by its own rounding. Equal numbers are separated by the rounding of the others, since a tie is where a
+choice is made; equal infinities, which no small step separates, become large numbers that differ.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from parity_tests.harness.draw import inputs
 from parity_tests.harness.judge.reference import UNIT_ROUNDOFF, Reference, evaluate, operation_errors
 from parity_tests.harness.run.program import Program
 
-DIRECTIONS = 16
+NEIGHBOURS = 16
 STEPS = 2.0  # roundings to the tested dtype that an input is moved by at most; a budget has room for eight
-SPREAD = 8.0  # of infinities that are drawn apart: the last to the first
+INFINITY_RATIO = 8.0  # of infinities that are separated: the last to the first
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,17 @@ class Neighbour:
 
     arrays: dict[str, np.ndarray]
     errors: np.ndarray
-    is_near: bool  # no infinity was parted
+    is_near: bool  # no infinity was separated
 
     def reference(self, scheme: Declared, case: CaseSpec) -> Reference:
         return evaluate(scheme, Program.of(scheme, arrays=self.arrays), case, self.errors)
 
 
 def neighbours(scheme: Declared, case: CaseSpec, *, infinities: bool = False) -> Iterator[Neighbour]:
-    """Equal numbers in rising order, in falling order, then all at random; `infinities` parts equal infinities too."""
+    """Equal numbers in rising order, in falling order, then all at random; with `infinities` equal infinities too."""
     program = Program.of(scheme)
     full = {arg.name: program.full_array(arg, case) for arg in scheme.inputs}
-    for direction in range(DIRECTIONS):
+    for direction in range(NEIGHBOURS):
         arrays = dict(full)
         for arg in scheme.inputs:
             if not arg.is_integer:
@@ -98,6 +98,8 @@ def _parted(x: np.ndarray, case: CaseSpec, order: np.ndarray) -> np.ndarray:
         equal = x == sign * np.inf
         if equal.sum() > 1:
             share = order / max(x.size, 1)
-            size = largest(case.dtype) / (2.0 * SPREAD)
-            x = np.where(equal, sign * size * (1.0 + (SPREAD - 1.0) * np.where(sign > 0, share, 1.0 - share)), x)
+            size = largest(case.dtype) / (2.0 * INFINITY_RATIO)
+            x = np.where(
+                equal, sign * size * (1.0 + (INFINITY_RATIO - 1.0) * np.where(sign > 0, share, 1.0 - share)), x
+            )
     return x

@@ -1,13 +1,6 @@
 """A note is printed as a fact only if it survives an experiment that could refute it.
 
-How a mismatch comes to be printed, from the judged case to the lines under a red row:
-
-1. `verdict.judge` compares the tensors of one case. For each that fails, `explain.clues` makes hypotheses of its
-   numbers: notes (`explain.note`), each with the scope that says which other cases could refute it.
-2. `smallest.shrink` finds the smallest case that fails alike, `second_opinion` judges it in fresh processes.
-3. `check_notes`, below, judges other cases of the scheme and keeps the notes that hold in each that fails too.
-4. `repaired_lines.name_lines` adds the line of a collective whose repair makes the tensor right.
-5. The report prints the notes that are left, the best explanation first.
+`harness.verify` says how a mismatch comes to be printed; this is its sixth step.
 
 What one case suggests is tried on other cases: larger ones with the same values and with plain ones, another mesh, a
 wider dtype, inputs a little off. A claim must hold in each that fails on the same tensor, and be of a kind that the

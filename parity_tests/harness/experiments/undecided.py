@@ -7,7 +7,7 @@ neighbours of the case, with real steps. The case says nothing if every wrong el
 reference's own values there, each with the budget that it has there; one that the reference never comes near is a
 mistake, however the reference jumps.
 
-Gradients have conventions besides: what stands where there is none, as of a root at 0, differs between libraries.
+Gradients also have conventions: what a library returns where there is no gradient, as of a root at 0, differs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.declared import Declared
 from parity_tests.harness.experiments.neighbours import (
-    DIRECTIONS,
+    NEIGHBOURS,
     Neighbour,
     distinct,
     has_equal_infinities,
@@ -32,9 +32,9 @@ from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.program import Program
 from parity_tests.harness.verdict import judge
 
-ENOUGH = 4  # neighbours after which a case where no wrong element has jumped is called a mismatch
-FEW = 4  # times that each number occurs in a narrow dtype, for equal ones to be meant
-TIE = "equal inputs have no one order or gradient; with distinct ones all is equal"
+MIN_NEIGHBOURS = 4  # after which a case where no wrong element has jumped is called a mismatch
+FEW = 4  # times that each number occurs in a narrow dtype, for equal ones to count as intended ties
+TIE = "tied inputs have no defined order or gradient; without ties the scheme passes"
 POLE = "the reference has no finite gradient at these inputs, and libraries differ in what they put there"
 CHOICE = "the reference jumps as far within the rounding of its inputs"
 
@@ -88,7 +88,7 @@ def _jumps_as_far(scheme: Declared, case: CaseSpec, rows: Sequence[compare.Tenso
 
 def _is_explained(ranges: Sequence[_Range], scheme: Declared, case: CaseSpec, near: Iterable[Neighbour]) -> bool:
     # Where intermediates are rounded to the tested dtype, a jump is met by chance, and more neighbours are needed.
-    enough = ENOUGH if scheme.roundings <= 1 else DIRECTIONS
+    enough = MIN_NEIGHBOURS if scheme.roundings <= 1 else NEIGHBOURS
     for count, neighbour in enumerate(near, start=1):
         reference = neighbour.reference(scheme, case)
         for each in ranges:

@@ -158,22 +158,31 @@ def _plain_constant(evidence: Evidence) -> Note | None:
 def _part_by_part(evidence: Evidence) -> Iterator[Note]:
     """One relation, but with another number on each rank of a sharding axis, or at each index of a dim."""
     for where, owner, meaning in _divisions(evidence):
-        parts = [evidence.restricted_to(owner == value) for value in np.unique(owner)]
-        if sum(part.wrong > 0 for part in parts) < 2:
-            continue
-        for what, fitted, neutral in (
-            (_FACTOR, fitted_factor, 1.0),
-            (_CONSTANT, fitted_constant, 0.0),
-        ):
-            numbers = [fitted(part) if part.wrong else neutral for part in parts]
-            written = [number_text(number) for number in numbers if number is not None]
-            if len(written) == len(numbers) and len(set(written)) > 1:
+        for what, fitted, neutral in ((_FACTOR, fitted_factor, 1.0), (_CONSTANT, fitted_constant, 0.0)):
+            numbers = _number_of_each_part(evidence, owner, fitted, neutral)
+            written = [number_text(number) for number in numbers]
+            if len(set(written)) > 1:
                 listed = ", ".join(written[:MOST_LISTED]) + (", ..." if len(written) > MOST_LISTED else "")
                 # A count is positive, and so is a quotient of two.
-                are_counts = what != _FACTOR or all(number is not None and number > 0 for number in numbers)
+                are_counts = what != _FACTOR or all(number > 0 for number in numbers)
                 means = f": {meaning[what]}" if are_counts else ""
                 yield Note(f"off by {what} {where} ({listed}){means}", ACROSS_SIZES, f"off by {what} {where}")
                 return
+
+
+def _number_of_each_part(
+    evidence: Evidence, owner: np.ndarray, fitted: Callable[[Evidence], float | None], neutral: float
+) -> list[float]:
+    """The number fitted to each part; nothing if one part has none, at which the search ends, or only one is wrong."""
+    numbers, wrong = [], 0
+    for value in np.unique(owner):
+        part = evidence.restricted_to(owner == value)
+        number = fitted(part) if part.wrong else neutral
+        if number is None:
+            return []
+        numbers.append(number)
+        wrong += part.wrong > 0
+    return numbers if wrong > 1 else []
 
 
 def _divisions(evidence: Evidence) -> Iterator[tuple[str, np.ndarray, Mapping[str, str]]]:

@@ -51,7 +51,7 @@ class Evidence:
     pieces: Mapping[str, np.ndarray] = field(default_factory=dict)  # axis -> [ranks of the axis, *shape]
     outputs_pass: bool = False
     absent: np.ndarray | None = None  # where the gradient is None, and zero was put in its place
-    loose_budget: np.ndarray | None = None  # had sums been accumulated in the tested dtype
+    loose_budget: np.ndarray | None = None  # had sums been accumulated in the next coarser dtype
     stored_budgets: Mapping[int, np.ndarray] = field(default_factory=dict)  # had so many roundings been declared
     dtype: str = "bfloat16"
     largest: float = np.inf  # of the dtype: beyond it an infinity of the same sign is right

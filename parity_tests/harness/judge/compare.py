@@ -5,7 +5,9 @@
     A_i      = C * u_acc * sqrt(n) * S_i + u_out * |ref_i|   a sum of n terms, and the final rounding
     budget_i = max( A_i , K * sqrt(roundings) * D_i ) + n * underflow
 
-D_i is the root mean square of what random rounding does to element i: of inputs and cotangents in the tested dtype,
+u is the unit roundoff of the tested dtype, u_acc that of float32 or of a wider tested dtype, u_out that of the output,
+but no less than what the sum itself was rounded to. D_i is the root mean square of what random rounding does to
+element i, but at least the median over the tensor: of inputs and cotangents in the tested dtype,
 and of every operation of the reference in the dtype that intermediates are kept in (see rounding.py).
 """
 
@@ -27,7 +29,7 @@ from parity_tests.harness.judge.reference import UNIT_ROUNDOFF, Reference
 from parity_tests.harness.run.program import RankResult
 from parity_tests.harness.run.stitch import Stitched, gradient_pieces, owners, stitch
 
-# The two constants of every budget. They change only together with a rerun of the false-alarm and kill figures.
+# The two constants of every budget. They change only together with the figures of false alarms and of injected bugs.
 C = 4.0
 K = 8.0
 # What a sum may have been accumulated in by mistake.
@@ -92,7 +94,7 @@ def compare(
         spread = reference.output_spread[arg.name]
         count = _terms(scheme, case, arg, "output") * stitched.summed_ranks
         dtype = results[0].dtypes[arg.name]
-        rows.append(_judged(scheme, case, arg, "output", stitched, want, spread, count, dtype))
+        rows.append(_compare_elements(scheme, case, arg, "output", stitched, want, spread, count, dtype))
     for arg in scheme.inputs:
         if not arg.differentiable or not has_gradients(case, arg.name):
             continue
@@ -108,8 +110,10 @@ def compare(
         absent = (
             None if "unused" in case.calls else stitch(arg, reached, case, scheme.layouts, "gradient").copies == 0.0
         )
-        of_nan = undefined.get(arg.name)
-        rows.append(_judged(scheme, case, arg, "gradient", stitched, want, spread, count, case.dtype, absent, of_nan))
+        exempt = {"absent": absent, "undefined": undefined.get(arg.name)}
+        rows.append(
+            _compare_elements(scheme, case, arg, "gradient", stitched, want, spread, count, case.dtype, **exempt)
+        )
     return rows
 
 
@@ -120,17 +124,17 @@ def budget(
     dtype: str,
     out_dtype: str,
     roundings: int,
-    accumulator: float,
+    u_accumulator: float,
 ) -> np.ndarray:
     """The largest error each element may have, from dtype, number of terms and conditioning."""
     u = UNIT_ROUNDOFF[dtype]
     size = np.where(np.isfinite(want), np.abs(want), 0.0)
-    moved = np.maximum(spread, float(np.median(spread)) if spread.size else 0.0)
-    scale = np.maximum(size, moved / u)
+    spread = np.maximum(spread, float(np.median(spread)) if spread.size else 0.0)
+    scale = np.maximum(size, spread / u)
     # An output wider than the tested dtype has less to round; a narrower one was not declared and gets no more.
-    last_rounding = min(UNIT_ROUNDOFF[out_dtype], max(u, accumulator)) * size
-    summation = C * accumulator * math.sqrt(max(terms, 1)) * scale + last_rounding
-    return np.maximum(summation, K * math.sqrt(roundings) * moved) + max(terms, 1) * lost_below(dtype)
+    last_rounding = min(UNIT_ROUNDOFF[out_dtype], max(u, u_accumulator)) * size
+    summation = C * u_accumulator * math.sqrt(max(terms, 1)) * scale + last_rounding
+    return np.maximum(summation, K * math.sqrt(roundings) * spread) + max(terms, 1) * lost_below(dtype)
 
 
 def budget_elsewhere(
@@ -138,8 +142,8 @@ def budget_elsewhere(
 ) -> np.ndarray:
     """The budget that a tensor has where its reference has these values, as at other inputs."""
     count = _terms(scheme, case, row.argument, row.role) * row.stitched.summed_ranks
-    narrow = min(UNIT_ROUNDOFF[case.dtype], UNIT_ROUNDOFF["float32"])
-    return budget(want, spread, count, case.dtype, row.dtype, scheme.roundings, narrow)
+    u_accumulator = min(UNIT_ROUNDOFF[case.dtype], UNIT_ROUNDOFF["float32"])
+    return budget(want, spread, count, case.dtype, row.dtype, scheme.roundings, u_accumulator)
 
 
 def lost_below(dtype: str) -> float:
@@ -179,7 +183,7 @@ def wrong_elements(row: TensorRow) -> np.ndarray:
     return wrong if row.absent is None else wrong | (row.absent & (row.want != 0.0))
 
 
-def _judged(
+def _compare_elements(
     scheme: Declared,
     case: CaseSpec,
     arg: Argument,
@@ -195,13 +199,13 @@ def _judged(
     """Compare every element with its budget. A gradient that no rank returned is right only where exactly zero."""
     # 1. What each element may be off by, and what it might be had sums been accumulated in a coarser dtype.
     u = UNIT_ROUNDOFF[case.dtype]
-    narrow = min(u, UNIT_ROUNDOFF["float32"])
-    allowed = budget(want, spread, terms, case.dtype, out_dtype, scheme.roundings, narrow)
+    u_accumulator = min(u, UNIT_ROUNDOFF["float32"])
+    allowed = budget(want, spread, terms, case.dtype, out_dtype, scheme.roundings, u_accumulator)
     if undefined is not None:
         allowed = np.where(undefined, np.inf, allowed)
     coarse = COARSER[case.dtype]
-    wide = UNIT_ROUNDOFF[coarse]
-    loose = budget(want, spread * (wide / u), terms, coarse, coarse, max(scheme.roundings, 1), wide)
+    u_coarse = UNIT_ROUNDOFF[coarse]
+    loose = budget(want, spread * (u_coarse / u), terms, coarse, coarse, max(scheme.roundings, 1), u_coarse)
     # 2. Errors in budgets, of every copy.
     wrong = errors(stitched.copies, want[None], out_dtype)
     with np.errstate(over="ignore", invalid="ignore"):  # a ratio that overflows is infinite

@@ -27,7 +27,7 @@ from parity_tests.harness.run.ledger import at_users_line
 from parity_tests.harness.run.program import Program
 
 MOST_TRACED = 250
-POINTS = 4  # ordinary inputs, each and its negative: what depends on a number has a gradient at one of them
+POINTS = 4  # random inputs, each and its negative: a piecewise derivative that is 0 at one is rarely 0 at the other
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 

@@ -34,7 +34,9 @@ EXACT = frozenset(
         "floor", "ceil", "round", "reduce_precision", "optimization_barrier",
     )
 )  # fmt: skip
-POOL = 8191  # signs; both numbers are prime, so that no two operations of a reference read the same
+# Signs. Operation i reads from i * STRIDE modulo POOL // 2 on; the two have no common factor, so that no two of that
+# many operations read the same.
+POOL = 8191
 STRIDE = 1009
 # Elements of an operation's result, in the mean over a program, above which it is compiled. Seconds of CPU time of
 # NumPy and of XLA's first call: log p of [8, 256] 0.002 and 0.28, of [64, 4096] (10**5 elements) 0.38 and 0.35, of
@@ -60,7 +62,7 @@ class Operation:
     equation: Any
     operands: tuple[int, ...]
     results: tuple[int, ...]
-    numbers: tuple[int, ...]  # of the rounding error that each result gets; 0 for a result that is exact
+    numbers: tuple[int, ...]  # which rounding error each result gets; 0 for a result that is exact
     last_used: tuple[int, ...] = ()
     step: Any = None  # Step, once it is bound
 

@@ -29,7 +29,7 @@ def is_floating(aval: Any) -> bool:
 
 
 def constant(build: Callable[..., Callable[..., Any]]) -> Rule:
-    """Of an operation whose results do not follow small changes: `build(equation)` is a function of the operands."""
+    """The rule of an operation that is constant in small changes: `build(equation)` is a function of the operands."""
 
     def rule(equation: Any, moving: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
         function = build(equation)
@@ -42,7 +42,7 @@ def constant(build: Callable[..., Callable[..., Any]]) -> Rule:
 
 
 def linear(build: Callable[..., Callable[..., Any]]) -> Rule:
-    """Of an operation that is linear in its floating operands together; integer ones are indices or choices.
+    """The rule of an operation that is linear in its floating operands together; integer ones are indices or choices.
 
     `build(equation, lead)` is a function of operands whose floating ones have these leading dims besides their own.
     """
@@ -76,7 +76,7 @@ def linear(build: Callable[..., Callable[..., Any]]) -> Rule:
 
 
 def elementwise(function: Callable[..., Any], *derivatives: Callable[..., Any]) -> Rule:
-    """Of `z = function(*operands)`: `derivative(t, z, *operands)` is what a tangent t of that operand adds."""
+    """The rule of `z = function(*operands)`: `derivative(t, z, *operands)` is what a tangent t of that operand adds."""
 
     def rule(equation: Any, moving: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
         if not any(moving):
@@ -103,7 +103,7 @@ def elementwise(function: Callable[..., Any], *derivatives: Callable[..., Any]) 
 
 
 def derived(still: Rule) -> Rule:
-    """Of an operation whose derivative JAX traces, for NumPy to evaluate; `still` is its rule where nothing moves."""
+    """The rule of an operation whose derivative JAX traces and NumPy evaluates; `still` is its rule if none moves."""
 
     def rule(equation: Any, moving: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
         if not any(moving):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import base64
-import html as html_module
 import io
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
@@ -19,8 +16,8 @@ from parity_tests.harness.declare.case import SPARE, CaseSpec
 from parity_tests.harness.declare.declared import Implementation
 from parity_tests.harness.declare.draws import RARE
 from parity_tests.harness.explain.note import Note
-from parity_tests.harness.judge.compare import TensorRow, errors
-from parity_tests.harness.report.colours import whole_numbers
+from parity_tests.harness.judge.compare import TensorRow
+from parity_tests.harness.report.error_map import html
 from parity_tests.harness.run.failure import RankFailure
 from parity_tests.harness.run.ledger import Ledger
 
@@ -100,14 +97,14 @@ class Report:
     undecided_why: str | None = None  # the same, of examples that were left out of the verdict
     undecided_examples: int = 0
     smallest: bool = False  # each size of the case was tried one step smaller, and none of these fails as it does
-    conditions_needed: bool = False  # the case fails under none of its calling conditions less
-    values_to_avoid: tuple[str, ...] = ()  # inputs with whose equal numbers, as zeros, the case stands and falls
+    conditions_needed: bool = False  # the case passes if any one calling condition is left out
+    values_to_avoid: tuple[str, ...] = ()  # inputs whose equal numbers, as zeros, cause the failure
     kept_state: str | None = None  # that the function keeps state between calls, where fresh processes show it
     replay: str | None = None
     unsaved: str | None = None  # why there is no replay file
     confirmed_on: str | None = None  # the engine that fails on the case too, with its verdict where that is another
     contested: str | None = None  # what it means that the case passes there
-    shards: str | None = None  # what the rank that raised has of each input
+    shards: str | None = None  # the shard of each input on the rank that raised
     implementation: Implementation | None = None  # whose functions were judged, if not ours
 
     @property
@@ -389,82 +386,3 @@ def _json_case(case: CaseSpec) -> Mapping[str, Any]:
     import json
 
     return {"calls": {}, **json.loads(case.json)}  # also of a plain call
-
-
-FLOOR = 1e-3  # ratios below are drawn as this: far inside the budget
-MOST_COLUMNS = 3  # of panels: more would be scaled down to the page
-PANEL, BAR = (2.7, 2.3), 0.9  # inches
-
-
-def html(report: Report) -> str:
-    """The text, and a figure where there is a tensor to draw."""
-    text = f"<pre>{html_module.escape(str(report))}</pre>"
-    drawable = [row for row in report.rows if row.want.size]
-    if not drawable:
-        return text
-    out = io.BytesIO()
-    figure(report).savefig(out, format="png", dpi=100)
-    picture = base64.b64encode(out.getvalue()).decode()
-    return f'{text}<img alt="error over budget of each tensor" src="data:image/png;base64,{picture}">'
-
-
-def figure(report: Report) -> Any:
-    """One panel for each tensor: log10 of error over budget, shards outlined; above 0 is a mismatch."""
-    from matplotlib.figure import Figure
-
-    rows = [row for row in report.rows if row.want.size]
-    high = -(-len(rows) // MOST_COLUMNS)
-    wide = -(-len(rows) // high)
-    canvas = Figure(figsize=(PANEL[0] * max(wide, 2) + BAR, PANEL[1] * high + 0.4), layout="constrained")
-    grid = canvas.subplots(high, wide, squeeze=False).ravel()
-    image: Any = None
-    for panel, row in zip(grid, rows, strict=False):
-        image = _panel(panel, row)
-    for spare in grid[len(rows) :]:
-        spare.set_axis_off()
-    bar = canvas.colorbar(image, ax=list(grid), shrink=0.9)
-    bar.set_label("log10(error / budget)")
-    canvas.suptitle(f"{report.scheme.rpartition(':')[2]}: {report.verdict}", fontsize=11)
-    return canvas
-
-
-def _panel(panel: Any, row: TensorRow) -> Any:
-    ratio = errors(row.got, row.want, _float(row.dtype)) / row.budgets
-    flat = np.log10(np.clip(ratio, FLOOR, 1 / FLOOR**2)).reshape(-1, row.want.shape[-1] if row.want.ndim else 1)
-    image = panel.imshow(flat, cmap="RdBu_r", vmin=-3, vmax=3, aspect="auto", interpolation="nearest")
-    names = row.argument.spec.dim_names
-    panel.set_title(f"{row.label}\n{row.argument.spec}", fontsize=8)
-    panel.set_xlabel(names[-1] if names else "", fontsize=9)
-    panel.set_ylabel(" x ".join(names[:-1]), fontsize=9)
-    panel.tick_params(labelsize=8)
-    whole_numbers(panel)
-    if len(names) < 2:
-        panel.set_yticks([])
-    across, down = _borders(row)
-    for at in across:
-        panel.axvline(at - 0.5, color="black", linewidth=0.8)
-    for at in down:
-        panel.axhline(at - 0.5, color="black", linewidth=0.8)
-    return image
-
-
-def _borders(row: TensorRow) -> tuple[list[int], list[int]]:
-    """Columns and rows of the drawn matrix where the owner changes, by the last dim's shardings and by the others'."""
-    dims = row.argument.spec.dims
-    if not dims:
-        return [], []
-    width = row.want.shape[-1]
-    borders = []
-    for shardings, axis in (
-        (dims[-1].shardings, 1),
-        ([sharding for dim in dims[:-1] for sharding in dim.shardings], 0),
-    ):
-        changes = [
-            np.diff(row.owners[sharding.axis].reshape(-1, width), axis=axis).any(1 - axis) for sharding in shardings
-        ]
-        borders.append((np.flatnonzero(np.any(changes, axis=0)) + 1).tolist() if shardings else [])
-    return borders[0], borders[1]
-
-
-def _float(dtype: str) -> str:
-    return dtype if "float" in dtype else "float64"

@@ -146,7 +146,8 @@ GAP = 2  # columns between columns
 def table(outcome: Outcome, width: int | None = None) -> Table:
     """One line for each scheme: mesh, errors against budgets, bytes, verdict, as far as the width has room."""
     rows = [_row(report) for report in outcome.reports]
-    widths = {name: max(len(name), *(len(row[name]) for row in rows)) + GAP for name in rows[0]}
+    names = rows[0] if rows else ()
+    widths = {name: max(len(name), *(len(row[name]) for row in rows)) + GAP for name in names}
     for name in WHERE_THERE_IS_ROOM:
         if width is not None and sum(widths.values()) - GAP > width:
             del widths[name]

@@ -7,8 +7,8 @@ from matplotlib.figure import Figure
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.report.colours import of_rank, rank_legend, tiles
+from parity_tests.harness.report.error_map import figure as report_figure
 from parity_tests.harness.report.ledger_picture import figure
-from parity_tests.harness.report.report import figure as report_figure
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.run.ledger import Ledger
 from parity_tests.harness.verdict import judge

@@ -10,6 +10,7 @@ BUGS = (
         old="        total = _all_reduced(total, norm_type, pp)\n",
         new="        _all_reduced(total.clone(), norm_type, pp)\n",
         expect="value: ",
+        module="",
     ),
     InjectedBug(
         name="the norm's sum over ranks computed and lost",
@@ -20,6 +21,7 @@ BUGS = (
         "        _all_reduced(reduced.clone(), norm_type, group)",
         expect="value: ",
         source=TRAIN_VERIFY,
+        module="",
     ),
     InjectedBug(
         name="a norm of each rank's shard alone",
@@ -110,5 +112,6 @@ BUGS = (
         new="    axes = list(range(len(x.placements)))\n",
         expect="value: ",
         source=MEGATRON,
+        module="",
     ),
 )
