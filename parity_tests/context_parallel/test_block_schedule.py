@@ -284,7 +284,7 @@ def test_a_block_without_keys_is_rejected_before_it_ends_the_process():
     q, keys = torch.zeros(1, 1, 2, 4), torch.zeros(2, 1, 1, 0, 4)
     with pytest.raises(RuntimeError) as refused:
         RunningAttention(q).add(q, keys, Block(slice(0, 2), slice(0, 2)), 1.0)
-    sentence = "context_parallel.blocks: a block has queries and no keys; leave it out of the schedule"
+    sentence = "context_parallel.block_schedule: a block has queries and no keys; leave it out of the schedule"
     assert str(refused.value) == sentence
 
 

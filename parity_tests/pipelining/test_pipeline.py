@@ -52,7 +52,7 @@ def run_one(mesh, case):
             fully_shard(model, mesh=world_mesh["dp"], reshard_after_forward=False)
         return model if returns else None
 
-    model = families.made(OF, torch.float64)
+    model = families.model_of(OF, torch.float64)
     schedule, parts, has_first, has_last, stages = pipeline_model(
         model, mesh.device_mesh, None, **given_to(mesh, **options), parallelize_fn=parallelize
     )
@@ -130,7 +130,7 @@ def test_a_part_that_would_be_reduced_each_time_is_rejected():
 
 def refused(mesh, case):
     options = dict(case.options)
-    model, world_mesh = families.made(OF, torch.float32), options.pop("world_mesh", mesh.device_mesh)
+    model, world_mesh = families.model_of(OF, torch.float32), options.pop("world_mesh", mesh.device_mesh)
     with pytest.raises((ValueError, TypeError)) as error:
         pipeline_model(model, world_mesh, None, **given_to(mesh, **options))
     assert model(tokens(OF, 1)[0]) is not None  # nothing was taken from it

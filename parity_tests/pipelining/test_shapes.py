@@ -71,7 +71,7 @@ def test_a_size_that_is_not_there_is_named(fields, words):
 
 
 def built(mesh, name, dtype, n=4):
-    stages, _ = split_model_into_stages(families.made(OF, dtype), mesh.device_mesh, "pp", name, CPU)
+    stages, _ = split_model_into_stages(families.model_of(OF, dtype), mesh.device_mesh, "pp", name, CPU)
     return stages, build_pipeline_schedule(None, name, ROWS, n * ROWS, stages, loss_of)
 
 
@@ -90,7 +90,7 @@ def gradients(stages):
     }
 
 
-def found_and_told(mesh, case):
+def inferred_and_passed(mesh, case):
     """Shapes inferred by running and shapes passed, and what came out either way."""
     outcomes = []
     for has_shapes in (False, True):
@@ -108,7 +108,7 @@ def found_and_told(mesh, case):
 
 @pytest.mark.parametrize("name", ["GPipe", "Interleaved1F1B", "ZBVZeroBubble"])
 def test_shapes_that_are_passed_equal_those_that_a_run_infers(name):
-    ranks = run(found_and_told, case_of(name=name))
+    ranks = run(inferred_and_passed, case_of(name=name))
     assert [same for same, _ in ranks.results] == [True, True]
 
 
@@ -143,7 +143,7 @@ def test_lengths_that_change_are_accumulated(name):
         ranks = run(lengths, CaseSpec("shapes", {"pp": 1}, options={"name": name, "lengths_of": chain}))
     else:
         ranks = run(lengths, case_of(name=name, lengths_of=chain))
-    model = families.made(OF, torch.float32)
+    model = families.model_of(OF, torch.float32)
     for length in chain:
         ids, targets = (torch.from_numpy(x) for x in families.batch(OF, 2 * ROWS, length))
         for rows, labels in zip(ids.split(ROWS), targets.split(ROWS), strict=True):
@@ -244,7 +244,7 @@ def sharded_lengths(mesh, case):
 def test_lengths_that_change_are_accumulated_under_fsdp():
     chain = (5, 8, 3)
     ranks = run(sharded_lengths, CaseSpec("shapes", {"pp": 2, "dp": 2}, options={"lengths_of": chain}))
-    model = families.made(OF, torch.float64)
+    model = families.model_of(OF, torch.float64)
     for length in chain:
         ids, targets = (torch.from_numpy(x) for x in families.batch(OF, 2 * ROWS, length))
         loss_of(model(ids, use_cache=False).logits, targets).backward()
