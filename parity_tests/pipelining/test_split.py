@@ -15,7 +15,7 @@ from parity_tests.pipelining.unsplit_models import LAYERS, accumulated, chosen, 
 from torch_impl.pipelining.named_schedules import RULES
 from torch_impl.pipelining.split import split_model_into_stages
 
-build_model = pytest.importorskip("parity_tests.parallelizer.families", reason="needs transformers").made
+build_model = pytest.importorskip("parity_tests.parallelizer.families", reason="needs transformers").model_of
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "phi3")
 ROW = 5  # layers of models that are split anywhere
