@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from parity_tests.harness.declare.discover import NOT_COMPONENTS
+
 ROOT = Path(__file__).resolve().parents[1]
 TREES = ("torch_impl", "jax_ref", "parity_tests")
 TOLERANCES = {"atol", "rtol", "allclose", "assert_close", "assert_allclose", "approx"}
@@ -27,18 +29,7 @@ WITHOUT_A_TEST_OF_ITS_OWN = {
     "no_autocast": "a context in which other functions compute, tested through them",
 }
 # Folders of parity_tests that are about the harness and not about a component.
-HARNESS_FOLDERS = {
-    "cli",
-    "import_name",
-    "harness",
-    "injected_bugs",
-    "mutants",
-    "specimens",
-    "benchmarks",
-    "peers",
-    "tracing",
-    "training",
-}
+HARNESS_FOLDERS = {*NOT_COMPONENTS, "import_name"}
 
 
 def python_files(tree: str) -> list[str]:

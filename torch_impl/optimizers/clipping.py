@@ -103,8 +103,9 @@ def clip_grad_norm_(
     scale = (max_norm / (norm + EPSILON)).clamp_max(1.0)
     counted = {id(shard.parameter) for shard in shards}
     others = [shard for shard in _distinct_shards(uncounted, sharding_groups) if id(shard.parameter) not in counted]
-    for gradients in _alike([*shards, *others]):
-        torch._foreach_mul_(gradients, scale.to(gradients[0].device))
+    with torch.no_grad():  # gradients of create_graph=True require one themselves
+        for gradients in _alike([*shards, *others]):
+            torch._foreach_mul_(gradients, scale.to(gradients[0].device))
     return norm
 
 
