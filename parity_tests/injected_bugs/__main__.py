@@ -9,18 +9,11 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: one thread for each rank
 
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
-
-if TYPE_CHECKING:
-    from parity_tests.injected_bugs.injected_bug import InjectedBug
-    from parity_tests.injected_bugs.runner import Outcome
 
 PROMISED = 0.95
 EPILOG = """\b
@@ -43,6 +36,7 @@ def main(
     engine: Annotated[str, typer.Option(help="lockstep, or gloo: the patch travels to the ranks.")] = "lockstep",
     json: Annotated[Path | None, typer.Option(help="Write the outcomes as JSON.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that share the bugs.")] = 1,
+    scheme: Annotated[str, typer.Option(help="Only schemes whose name contains this.")] = "",
     jax_cache: Annotated[str, typer.Option(help="Folder that caches JAX's compiled references.")] = ".jax_cache",
     stale: Annotated[bool, typer.Option("--stale", help="List bugs whose text is no longer in their symbol.")] = False,
     page: Annotated[Path | None, typer.Option(help="Write injected-bugs.md and its figure into this folder.")] = None,
@@ -53,6 +47,7 @@ def main(
     Before the first, every scheme is run to find which lines it has: several minutes, whatever the pattern. --stale
     runs nothing and takes a second.
     """
+    from parity_tests.harness.declare import discover
     from parity_tests.injected_bugs.catalogue import CATALOGUE
     from parity_tests.injected_bugs.catalogue.kernels import BUGS as IN_KERNELS
     from parity_tests.injected_bugs.injected_bug import stale_bugs
@@ -65,16 +60,13 @@ def main(
         messages = stale_bugs(chosen)
         print("\n".join([*messages, f"{len(messages)} of {len(chosen)} are stale"]))
         raise typer.Exit(int(bool(messages)))
+    if not any(scheme in declared.name for declared in discover.built_in()):
+        raise typer.BadParameter(f"no scheme has {scheme!r} in its name", param_hint="--scheme")
     from parity_tests.injected_bugs import report
+    from parity_tests.injected_bugs.processes import Trying, run_in_processes
 
     console = Console(width=None if Console().is_terminal else 170)
-    if jobs == 1:
-        outcomes = _outcomes(chosen, examples, engine, jax_cache)
-    else:
-        with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:  # JAX starts in no process that is forked
-            shares = [pool.submit(_outcomes, chosen[i::jobs], examples, engine, jax_cache) for i in range(jobs)]
-            by_name = {outcome.bug.name: outcome for share in shares for outcome in share.result()}
-        outcomes = [by_name[bug.name] for bug in chosen]
+    outcomes = run_in_processes(jobs, chosen, Trying(examples, engine, jax_cache, scheme))
     console.print(report.table(outcomes))
     for line in report.closing(outcomes, examples):
         console.print(line, highlight=False, soft_wrap=True)
@@ -86,24 +78,6 @@ def main(
         console.print(f"written: {report.write_table(outcomes, table)}")
     counted = report.counted(outcomes)
     raise typer.Exit(int(sum(outcome.caught for outcome in counted) < PROMISED * len(counted)))
-
-
-def _outcomes(bugs: Sequence[InjectedBug], examples: int, engine: str, jax_cache: str) -> list[Outcome]:
-    """What becomes of some bugs, in this process."""
-    from parity_tests.injected_bugs import report
-    from parity_tests.injected_bugs.runner import BugRunner, run_bugs
-
-    progress = report.Progress(Console(stderr=True))
-
-    def show(done: int, outcome: Outcome) -> None:
-        progress("bug", done, len(bugs), outcome.bug.name)
-
-    with report.without_schedule_warnings():
-        runner = BugRunner(examples, engine, cache=jax_cache)
-        for number, trials in enumerate(runner.schemes, 1):
-            progress("lines of scheme", number, len(runner.schemes), trials.scheme.name)
-            trials.trace()
-        return run_bugs(bugs, runner, show)
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ class BugRunner:
     ) -> None:
         bridge.start(cache)
         self.engine = engine
-        tried = schemes or [scheme for scheme in discover.built_in() if scheme.name not in NOT_TRIED]
+        tried = [scheme for scheme in schemes or discover.built_in() if scheme.name not in NOT_TRIED]
         self.schemes = [SchemeTrials(scheme, examples, engine) for scheme in tried if engine in scheme.engines]
 
     def affected(self, bug: InjectedBug) -> list[SchemeTrials]:

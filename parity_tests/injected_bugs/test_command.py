@@ -1,6 +1,9 @@
 """What the command prints while it runs, on a terminal and elsewhere, and which warnings it suppresses."""
 
 import io
+import json
+import subprocess
+import sys
 
 import pytest
 import typer
@@ -9,6 +12,7 @@ from typer.testing import CliRunner
 
 from parity_tests.harness.declare import discover
 from parity_tests.injected_bugs import __main__ as command
+from parity_tests.injected_bugs.catalogue import CATALOGUE
 from parity_tests.injected_bugs.report import Progress
 
 SCHEMES = ("tied_hybrid_in_stages", "chunked_distributed_entropy")  # the first draws fewer micro-batches than stages
@@ -50,7 +54,19 @@ def test_it_prints_progress_and_no_warning_of_a_schedule(command_line, caplog, t
     assert [record.message for record in caplog.records if "micro-batches are fewer" in record.message] == []
 
 
+def test_two_processes_share_the_bugs_and_their_outcomes_keep_the_order(tmp_path):
+    outcomes = tmp_path / "outcomes.json"
+    arguments = ["small call: ", "--jobs", "2", "--scheme", "vocab_parallel_logprob", "--examples", "1"]
+    command_of = [sys.executable, "-m", "parity_tests.injected_bugs", *arguments, "--json", str(outcomes)]
+    completed = subprocess.run(command_of, cwd=tmp_path, capture_output=True, text=True)
+    assert completed.stderr.count("lines of scheme 1/1 vocab_parallel_logprob") == 2, completed.stderr
+    examples = {outcome["bug"]: outcome["examples"] for outcome in json.loads(outcomes.read_text())["bugs"]}
+    assert list(examples) == [bug.name for bug in CATALOGUE if "small call: " in bug.name]
+    assert examples["small call: largest term left out of the sum"] == "1"
+
+
 def test_its_help_has_examples_and_statuses(command_line):
     text = command_line("--help").output
     assert "Examples:" in text and "python -m parity_tests.injected_bugs" in text and "Exit status:" in text
     assert command_line("no bug has this name").exit_code == 2
+    assert command_line("small call: ", "--scheme", "no scheme has this name").exit_code == 2
