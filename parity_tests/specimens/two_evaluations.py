@@ -1,4 +1,4 @@
-"""A traced function evaluated by NumPy and by XLA: the same values, and moved alike by the same rounding errors."""
+"""A traced function evaluated by NumPy and by XLA: the same values, and tangents of the same rounding errors."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ U = UNIT_ROUNDOFF["float64"]
 HALF_THE_DIGITS = 2.0**-26  # of float64: a spread, over eight directions, is itself known to a quarter
 
 
-LONG = 500  # operations, beyond which XLA takes seconds to compile the derivative: of those it gets the values alone
+MAX_OPERATIONS = 500  # beyond which XLA takes seconds to compile the derivative: of those it gets the values alone
 
 
 def evaluated_twice(closed: Any, arrays: Sequence[np.ndarray], seed: int = 0) -> list[str]:
     """What differs between the two evaluations of a traced function; floating inputs move by a roundoff of theirs."""
     arrays = [np.asarray(array) for array in arrays]
-    moving = [array.dtype.kind == "f" for array in arrays]
+    has_tangent = [array.dtype.kind == "f" for array in arrays]
     random = np.random.default_rng(seed)
     tangents = [
         U * random.choice([-1.0, 1.0], size=(DIRECTIONS, *array.shape)) * np.where(np.isfinite(array), array, 0.0)
-        if moves
+        if has
         else None
-        for array, moves in zip(arrays, moving, strict=True)
+        for array, has in zip(arrays, has_tangent, strict=True)
     ]
-    errors = U * random.choice([-1.0, 1.0], size=(DIRECTIONS, POOL))
+    tangent_errors = U * random.choice([-1.0, 1.0], size=(DIRECTIONS, POOL))
     trace = Trace(closed)
     with np.errstate(all="ignore"):
-        ours = by_numpy(trace, moving)(arrays, tangents, errors)
-    if len(trace.operations) > LONG:
+        ours = by_numpy(trace, has_tangent)(arrays, tangents, tangent_errors)
+    if len(trace.operations) > MAX_OPERATIONS:
         exact = by_xla(Trace(closed, rounded=False), [False] * len(arrays), compiler_options)
-        theirs = exact(arrays, [None] * len(arrays), errors)[0], ours[1]
+        theirs = exact(arrays, [None] * len(arrays), tangent_errors)[0], ours[1]
     else:
-        theirs = by_xla(trace, moving, compiler_options)(arrays, tangents, errors)
+        theirs = by_xla(trace, has_tangent, compiler_options)(arrays, tangents, tangent_errors)
     terms = max((n for each in trace.operations for var in each.equation.invars for n in var.aval.shape), default=1)
     differences = []
     for i, (aval, *pairs) in enumerate(zip(closed.out_avals, *ours, *theirs, strict=True)):
-        value, moved, want, want_moved = (None if each is None else np.asarray(each) for each in pairs)
+        value, tangent, want, want_tangent = (None if each is None else np.asarray(each) for each in pairs)
         if value.shape != aval.shape or value.dtype != aval.dtype:
             differences.append(f"output {i} is {value.dtype}{value.shape}, traced as {aval}")
             continue
-        spread, want_spread = (np.zeros(aval.shape) if t is None else _rms(t) for t in (moved, want_moved))
+        spread, want_spread = (np.zeros(aval.shape) if t is None else _rms(t) for t in (tangent, want_tangent))
         if not _same_values(value, want, want_spread, terms):
             differences.append(f"output {i} is {value}, {want} by XLA, spread {want_spread}")
         if not _same_spread(spread, want_spread):
             differences.append(f"output {i} has the spread {spread}, {want_spread} by XLA")
-        if not _same_directions(moved, want_moved):
-            differences.append(f"output {i} moves by {moved}, by {want_moved} by XLA")
+        if not _same_tangents(tangent, want_tangent):
+            differences.append(f"output {i} has the tangents {tangent}, {want_tangent} by XLA")
     return differences
 
 
@@ -70,12 +70,12 @@ def _same_spread(spread: np.ndarray, want: np.ndarray) -> bool:
     return bool((np.abs(spread - want) <= HALF_THE_DIGITS * want.max(initial=0.0)).all())
 
 
-def _same_directions(moved: np.ndarray | None, want: np.ndarray | None) -> bool:
-    """Finite in the same places, and there as large; what does not move is zero by XLA."""
-    if moved is None or want is None:
-        return not (np.zeros(1) if want is None else want).any() and moved is None
+def _same_tangents(tangent: np.ndarray | None, want: np.ndarray | None) -> bool:
+    """Finite in the same places, and there as large; an output without a tangent has zeros by XLA."""
+    if tangent is None or want is None:
+        return not (np.zeros(1) if want is None else want).any() and tangent is None
     finite = np.isfinite(want)
-    if not np.array_equal(finite, np.isfinite(moved)):
+    if not np.array_equal(finite, np.isfinite(tangent)):
         return False
-    distance = np.abs(np.where(finite, moved, 0.0) - np.where(finite, want, 0.0))
+    distance = np.abs(np.where(finite, tangent, 0.0) - np.where(finite, want, 0.0))
     return bool((distance <= HALF_THE_DIGITS * np.abs(np.where(finite, want, 0.0)).max(initial=0.0)).all())

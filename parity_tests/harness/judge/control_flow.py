@@ -1,4 +1,8 @@
-"""NumPy's rules for branches and loops, run as Python runs them. Their results' rounding errors are the caller's."""
+"""NumPy's rules for branches and loops, run as Python runs them. Their results' rounding errors are the caller's.
+
+Names are those of JAX: a loop has `consts`, which every iteration reads, and a `carry`, which each hands to the next; a
+scan also reads one element of each of `xs` an iteration, and writes one of each of `ys`.
+"""
 
 from __future__ import annotations
 
@@ -9,86 +13,92 @@ import numpy as np
 
 from parity_tests.harness.judge.step import DIRECTIONS, NoRule, Step, is_floating
 
-LONG = 10_000  # operations of a scan's turns, all in all: a second of Python, in which XLA compiles one
+MAX_SCAN_OPERATIONS = 10_000  # of all iterations together: a second of Python, in which XLA compiles one
 
 
-def cond(equation: Any, moving: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
+def cond(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
     """The branch of the first operand, clamped to those that there are."""
-    branches = [nested(branch, moving[1:]) for branch in equation.params["branches"]]
-    moves = [any(each) for each in zip(*(branch.moves for branch in branches), strict=True)]
+    branches = [nested(branch, has_tangent[1:]) for branch in equation.params["branches"]]
+    result_has_tangent = [any(each) for each in zip(*(branch.output_has_tangent for branch in branches), strict=True)]
 
     def step(values: Sequence[Any], tangents: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         branch = branches[min(max(int(values[0]), 0), len(branches) - 1)]
-        results, moved = branch(values[1:], tangents[1:])
-        return results, _filled(results, moved, moves)
+        results, result_tangents = branch(values[1:], tangents[1:])
+        return results, _with_zeros(results, result_tangents, result_has_tangent)
 
-    return step, moves
+    return step, result_has_tangent
 
 
-def while_loop(equation: Any, moving: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
-    """Constants of the condition, those of the body, then what goes round."""
-    of_condition, of_body = equation.params["cond_nconsts"], equation.params["body_nconsts"]
-    first = of_condition + of_body
-    moves = _carried(equation.outvars, any(moving))
-    condition = nested(equation.params["cond_jaxpr"], (False,) * (of_condition + len(moves)))
-    body = nested(equation.params["body_jaxpr"], (*moving[of_condition:first], *moves))
+def while_loop(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
+    """Operands: the consts of the condition, those of the body, then the carry."""
+    cond_nconsts, body_nconsts = equation.params["cond_nconsts"], equation.params["body_nconsts"]
+    nconsts = cond_nconsts + body_nconsts
+    carry_has_tangent = _carry_has_tangent(equation.outvars, any(has_tangent))
+    condition = nested(equation.params["cond_jaxpr"], (False,) * (cond_nconsts + len(carry_has_tangent)))
+    body = nested(equation.params["body_jaxpr"], (*has_tangent[cond_nconsts:nconsts], *carry_has_tangent))
 
     def step(values: Sequence[Any], tangents: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        carry, moved = list(values[first:]), _filled(values[first:], tangents[first:], moves)
-        still = (None,) * (of_condition + len(carry))
-        while condition([*values[:of_condition], *carry], still)[0][0]:
-            carry, moved = body([*values[of_condition:first], *carry], [*tangents[of_condition:first], *moved])
-            moved = _filled(carry, moved, moves)
-        return carry, moved
+        cond_consts, body_consts, carry = values[:cond_nconsts], values[cond_nconsts:nconsts], list(values[nconsts:])
+        body_consts_tangents = tangents[cond_nconsts:nconsts]
+        carry_tangents = _with_zeros(carry, tangents[nconsts:], carry_has_tangent)
+        no_tangents = (None,) * (cond_nconsts + len(carry))
+        while condition([*cond_consts, *carry], no_tangents)[0][0]:
+            carry, carry_tangents = body([*body_consts, *carry], [*body_consts_tangents, *carry_tangents])
+            carry_tangents = _with_zeros(carry, carry_tangents, carry_has_tangent)
+        return carry, carry_tangents
 
-    return step, moves
+    return step, carry_has_tangent
 
 
-def scan(equation: Any, moving: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
-    """Constants, what goes round, then what each turn takes one element of."""
+def scan(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
+    """Operands: consts, carry, xs. Results: carry, ys."""
     params = equation.params
     if "num_consts" not in params:
         raise NoRule("scan of another form")
-    consts, carried, length = params["num_consts"], params["num_carry"], params["length"]
-    first = consts + carried
-    moves_round = _carried(equation.outvars[:carried], any(moving))
-    body = nested(params["jaxpr"], (*moving[:consts], *moves_round, *moving[first:]))
-    if length * body.length > LONG:
-        raise NoRule("scan of many turns")
-    moves = [*moves_round, *body.moves[carried:]]
-    turns = range(length - 1, -1, -1) if params["reverse"] else range(length)
-    avals = [var.aval for var in equation.outvars[carried:]]
+    num_consts, num_carry, length = params["num_consts"], params["num_carry"], params["length"]
+    first_x = num_consts + num_carry
+    carry_has_tangent = _carry_has_tangent(equation.outvars[:num_carry], any(has_tangent))
+    body = nested(params["jaxpr"], (*has_tangent[:num_consts], *carry_has_tangent, *has_tangent[first_x:]))
+    if length * body.length > MAX_SCAN_OPERATIONS:
+        raise NoRule("scan of many iterations")
+    y_has_tangent = body.output_has_tangent[num_carry:]
+    iterations = range(length - 1, -1, -1) if params["reverse"] else range(length)
+    y_avals = [var.aval for var in equation.outvars[num_carry:]]
 
     def step(values: Sequence[Any], tangents: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        carry, moved = list(values[consts:first]), _filled(values[consts:first], tangents[consts:first], moves_round)
-        stacked = [np.empty(aval.shape, aval.dtype) for aval in avals]
-        stacked_tangents = [
+        consts, carry, xs = values[:num_consts], list(values[num_consts:first_x]), values[first_x:]
+        consts_tangents, xs_tangents = tangents[:num_consts], tangents[first_x:]
+        carry_tangents = _with_zeros(carry, tangents[num_consts:first_x], carry_has_tangent)
+        ys = [np.empty(aval.shape, aval.dtype) for aval in y_avals]
+        ys_tangents = [
             np.empty((DIRECTIONS, *aval.shape), aval.dtype) if has else None
-            for aval, has in zip(avals, moves[carried:], strict=True)
+            for aval, has in zip(y_avals, y_has_tangent, strict=True)
         ]
-        for turn in turns:
-            results, results_moved = body(
-                [*values[:consts], *carry, *(x[turn] for x in values[first:])],
-                [*tangents[:consts], *moved, *(None if t is None else t[:, turn] for t in tangents[first:])],
+        for i in iterations:
+            results, result_tangents = body(
+                [*consts, *carry, *(x[i] for x in xs)],
+                [*consts_tangents, *carry_tangents, *(None if t is None else t[:, i] for t in xs_tangents)],
             )
-            carry, moved = results[:carried], _filled(results[:carried], results_moved[:carried], moves_round)
-            for into, part in zip(stacked, results[carried:], strict=True):
-                into[turn] = part
-            for into, part in zip(stacked_tangents, results_moved[carried:], strict=True):
-                if into is not None:
-                    into[:, turn] = part
-        return [*carry, *stacked], [*moved, *stacked_tangents]
+            carry = results[:num_carry]
+            carry_tangents = _with_zeros(carry, result_tangents[:num_carry], carry_has_tangent)
+            for y, y_i in zip(ys, results[num_carry:], strict=True):
+                y[i] = y_i
+            for y_tangent, y_i_tangent in zip(ys_tangents, result_tangents[num_carry:], strict=True):
+                if y_tangent is not None:
+                    y_tangent[:, i] = y_i_tangent
+        return [*carry, *ys], [*carry_tangents, *ys_tangents]
 
-    return step, moves
-
-
-def _carried(variables: Sequence[Any], any_moves: bool) -> list[bool]:
-    """What goes round moves from its second turn on, even if it starts still."""
-    return [any_moves and is_floating(var.aval) for var in variables]
+    return step, [*carry_has_tangent, *y_has_tangent]
 
 
-def _filled(values: Sequence[Any], tangents: Sequence[Any], moves: Sequence[bool]) -> list[Any]:
+def _carry_has_tangent(variables: Sequence[Any], any_operand_has: bool) -> list[bool]:
+    """A carry without a tangent may get one in the first iteration."""
+    return [any_operand_has and is_floating(var.aval) for var in variables]
+
+
+def _with_zeros(values: Sequence[Any], tangents: Sequence[Any], has_tangent: Sequence[bool]) -> list[Any]:
+    """The tangents, zeros where one that is needed is None."""
     return [
         np.zeros((DIRECTIONS, *np.shape(value)), value.dtype) if has and tangent is None else tangent
-        for value, tangent, has in zip(values, tangents, moves, strict=True)
+        for value, tangent, has in zip(values, tangents, has_tangent, strict=True)
     ]

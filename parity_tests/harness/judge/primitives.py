@@ -50,9 +50,9 @@ def remainder(equation: Any) -> Callable[..., Any]:
 
 
 def by_kind(of_floats: Rule, of_integers: Rule) -> Rule:
-    def rule(equation: Any, moving: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
+    def rule(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
         chosen = of_floats if equation.outvars[0].aval.dtype.kind == "f" else of_integers
-        return chosen(equation, moving, nested)
+        return chosen(equation, has_tangent, nested)
 
     return rule
 
@@ -114,7 +114,7 @@ def clamped(equation: Any) -> Callable[..., Any]:
 # Elementwise operations that need a parameter, or that choose.
 
 
-def integer_power(equation: Any, moving: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
+def integer_power(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
     y, dtype = equation.params["y"], equation.outvars[0].aval.dtype
 
     def power(x: Any, y: int) -> Any:
@@ -123,7 +123,7 @@ def integer_power(equation: Any, moving: Sequence[bool], nested: Any) -> tuple[S
         return x * x if y == 2 else np.power(x, np.asarray(y).astype(dtype))
 
     derivative = (lambda t, z, x: np.zeros_like(t)) if y == 0 else (lambda t, z, x: t * (y * power(x, y - 1)))
-    return elementwise(lambda x: power(x, y), derivative)(equation, moving, nested)
+    return elementwise(lambda x: power(x, y), derivative)(equation, has_tangent, nested)
 
 
 def by_exponent(t: Any, z: Any, x: Any, y: Any) -> Any:
@@ -147,7 +147,7 @@ def larger(function: Callable[..., Any]) -> Rule:
 def extreme(ufunc: np.ufunc, least: bool) -> Rule:
     """reduce_max and reduce_min: of equals each has the same part of the tangent."""
 
-    def rule(equation: Any, moving: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
+    def rule(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
         axes = tuple(map(int, equation.params["axes"]))
         dtype = equation.outvars[0].aval.dtype
         if dtype.kind == "f":
@@ -166,7 +166,7 @@ def extreme(ufunc: np.ufunc, least: bool) -> Rule:
             extremes = x == z
             return (result,), ((t * extremes).sum(behind_lead) / extremes.sum(axes),)
 
-        return step, (any(moving),)
+        return step, (any(has_tangent),)
 
     return rule
 
@@ -184,7 +184,7 @@ def select(equation: Any, lead: tuple[int, ...]) -> Callable[..., Any]:
     return chosen
 
 
-# Orders: decided by the values, so that tangents are moved with them.
+# Orders: decided by the values, so that tangents are permuted with them.
 
 
 def reordered(order: Callable[..., Any], count: int, with_index: bool, axis: int) -> Step:
@@ -193,20 +193,22 @@ def reordered(order: Callable[..., Any], count: int, with_index: bool, axis: int
     def step(values: Sequence[Any], tangents: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         index = order(*values).take(range(count), axis)
         results = [np.take_along_axis(x, index, axis) for x in values]
-        moved = [None if t is None else np.take_along_axis(t, index[None], axis + 1) for t in tangents]
-        return (*results, index.astype(np.int32)) if with_index else results, (*moved, None) if with_index else moved
+        result_tangents = [None if t is None else np.take_along_axis(t, index[None], axis + 1) for t in tangents]
+        if with_index:
+            return (*results, index.astype(np.int32)), (*result_tangents, None)
+        return results, result_tangents
 
     return step
 
 
-def sort(equation: Any, moving: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
+def sort(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
     """By the first keys, nan last, and as they stand where those are equal."""
     axis, keys = equation.params["dimension"], equation.params["num_keys"]
     order = lambda *values: np.lexsort(values[:keys][::-1], axis=axis)  # noqa: E731
-    return reordered(order, equation.invars[0].aval.shape[axis], False, axis), tuple(moving)
+    return reordered(order, equation.invars[0].aval.shape[axis], False, axis), tuple(has_tangent)
 
 
-def top_k(equation: Any, moving: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
+def top_k(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
     """The greatest first, nan above all; of equals the first."""
     aval = equation.invars[0].aval
     axis = equation.params.get("axis", aval.ndim - 1) % aval.ndim
@@ -215,13 +217,13 @@ def top_k(equation: Any, moving: Sequence[bool], nested: Any) -> tuple[Step, Seq
     def order(x: Any) -> Any:
         return size - 1 - np.flip(np.argsort(np.flip(x, axis), axis, kind="stable"), axis)
 
-    return reordered(order, equation.params["k"], True, axis), (*moving, False)
+    return reordered(order, equation.params["k"], True, axis), (*has_tangent, False)
 
 
 # Products.
 
 
-def dot_general(equation: Any, moving: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
+def dot_general(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
     """Both operands as [batch..., rows, columns], then one product of matrices."""
     (contracted, batch), out = equation.params["dimension_numbers"], equation.outvars[0].aval
     shapes = [var.aval.shape for var in equation.invars]
@@ -244,25 +246,25 @@ def dot_general(equation: Any, moving: Sequence[bool], nested: Any) -> tuple[Ste
 
     def step(values: Sequence[Any], tangents: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         left, right = matrix(0, values[0]), matrix(1, values[1])
-        moved = None
+        tangent = None
         if tangents[0] is not None:
-            moved = tangent_matrix(0, tangents[0]) @ right
+            tangent = tangent_matrix(0, tangents[0]) @ right
         if tangents[1] is not None:
             by_right = left @ tangent_matrix(1, tangents[1])
-            moved = by_right if moved is None else moved + by_right
+            tangent = by_right if tangent is None else tangent + by_right
         result = (left @ right).reshape(out.shape)
-        return (result,), (None if moved is None else moved.reshape(DIRECTIONS, *out.shape),)
+        return (result,), (None if tangent is None else tangent.reshape(DIRECTIONS, *out.shape),)
 
-    return step, (any(moving),)
+    return step, (any(has_tangent),)
 
 
 def same(equation: Any, lead: tuple[int, ...]) -> Callable[..., Any]:
     return (lambda *values: values) if equation.primitive.multiple_results else lambda x: x
 
 
-def custom_jvp(equation: Any, moving: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
-    """A function with a derivative of its own; where nothing moves it is a function like others."""
-    body = nested(equation.params["call_jaxpr"], moving)
+def custom_jvp(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
+    """A function with a derivative of its own; without tangents it is a function like others."""
+    body = nested(equation.params["call_jaxpr"], has_tangent)
     return body, (False,) * len(equation.outvars)
 
 

@@ -73,8 +73,8 @@ def reference_input(arg: Argument, array: np.ndarray, case: CaseSpec, kind: str)
     return ReferenceInput(total, np.where(np.isfinite(magnitude), magnitude, 0.0))
 
 
-def evaluate(scheme: Declared, program: Program, case: CaseSpec, steps: np.ndarray | None = None) -> Reference:
-    """The reference on one case; `steps` are relative errors that its operations make, see `operation_errors`.
+def evaluate(scheme: Declared, program: Program, case: CaseSpec, value_errors: np.ndarray | None = None) -> Reference:
+    """The reference on one case; `value_errors` are those that its operations make, see `operation_errors`.
 
     Errors: ReferenceFailure, with the reference's own exception as its cause.
     """
@@ -83,18 +83,20 @@ def evaluate(scheme: Declared, program: Program, case: CaseSpec, steps: np.ndarr
     arrays = {arg.name: program.full_array(arg, case) for arg in scheme.inputs}
     floating = {a.name: reference_input(a, arrays[a.name], case, "input") for a in scheme.inputs if not a.is_integer}
     cotangents = {arg.name: _cotangent(arg, program, case) for arg in scheme.outputs if arg.differentiable}
-    # 2. Integers are fixed; floating inputs x and cotangents c are what rounding moves.
+    # 2. Integers are fixed; floating inputs x and cotangents c are what rounding changes.
     fixed = {name: array for name, array in arrays.items() if name not in floating}
     x = {name: item.total for name, item in floating.items()}
     c = {name: item.total for name, item in cotangents.items()}
-    # 3. Values and gradients, and how far random rounding of x, c and every intermediate moves each element.
+    # 3. Values and gradients, and how far random rounding of x, c and every intermediate changes each element.
     directions = _directions(case, "", floating), _directions(case, "c ", cotangents)
-    ((y, g), aux), ((dy, dg), _) = _call(scheme, case, (fixed, x, c), directions, _rounding(scheme, case), steps)
+    ((y, g), aux), ((dy, dg), _) = _call(
+        scheme, case, (fixed, x, c), directions, _tangent_errors(scheme, case), value_errors
+    )
     return Reference(
         {name: np.array(value) for name, value in {**y, **aux}.items()},
         {name: np.array(value) for name, value in g.items()},
-        {name: _spread(y[name], moved) for name, moved in dy.items()},
-        {name: _spread(g[name], moved) for name, moved in dg.items()},
+        {name: _spread(y[name], tangents) for name, tangents in dy.items()},
+        {name: _spread(g[name], tangents) for name, tangents in dg.items()},
     )
 
 
@@ -116,8 +118,8 @@ def undefined_gradients(
     for point in range(POINTS):
         rng, sign = inputs.generator(case, f"ordinary {point // 2}"), (1.0, -1.0)[point % 2]
         x = {name: sign * rng.standard_normal(arrays[name].shape) for name in floating}
-        still = tuple({name: np.zeros((DIRECTIONS, *a.shape)) for name, a in each.items()} for each in (x, c))
-        ((_, g), _), _ = _call(scheme, case, (fixed, x, c), still, np.zeros((DIRECTIONS, POOL)))
+        zeros = tuple({name: np.zeros((DIRECTIONS, *a.shape)) for name, a in each.items()} for each in (x, c))
+        ((_, g), _), _ = _call(scheme, case, (fixed, x, c), zeros, np.zeros((DIRECTIONS, POOL)))
         for name, gradient in g.items():
             dependent[name] = dependent.get(name, False) | (np.asarray(gradient) != 0.0)
     return dependent
@@ -133,9 +135,14 @@ def _cotangent(arg: Argument, program: Program, case: CaseSpec) -> ReferenceInpu
 
 
 def _call(
-    scheme: Declared, case: CaseSpec, arrays: Any, directions: Any, errors: np.ndarray, steps: np.ndarray | None = None
+    scheme: Declared,
+    case: CaseSpec,
+    arrays: Any,
+    directions: Any,
+    tangent_errors: np.ndarray,
+    value_errors: np.ndarray | None = None,
 ) -> Any:
-    """The traced program of this signature; its first call is timed."""
+    """Values and tangents by the traced program of this signature, whose first call is timed."""
     import jax
 
     options = {name: case.options[name] for name in scheme.options if name in case.options}
@@ -148,8 +155,8 @@ def _call(
     keywords = {**options, "mesh": mesh} if mesh else options
     signature = roles, shapes, tuple(output_shapes.values()), chosen, tuple(mesh.items())
     of_reference = _TRACED.setdefault(scheme.reference, {})  # schemes of one reference share what is traced
-    still = [None] * len(fixed)
-    flat = jax.tree.leaves(arrays), [*still, *jax.tree.leaves(directions)], errors, steps
+    tangents = [*(None for _ in fixed), *jax.tree.leaves(directions)]
+    flat = jax.tree.leaves(arrays), tangents, tangent_errors, value_errors
     if signature in of_reference:
         program, structure = of_reference[signature]
         with np.errstate(all="ignore"):
@@ -170,8 +177,7 @@ def _call(
         _TRACED.setdefault(scheme.reference, {})[signature] = program, structure
         CLOCK.seconds += time.perf_counter() - start
         CLOCK.count += 1
-    values, moved = results
-    return jax.tree.unflatten(structure, values), jax.tree.unflatten(structure, moved)
+    return tuple(jax.tree.unflatten(structure, leaves) for leaves in results)
 
 
 def _make_room() -> None:
@@ -204,14 +210,14 @@ def _build(
         return {n: v for n, v in parts.items() if n not in integer}, {n: v for n, v in parts.items() if n in integer}
 
     def value_and_gradient(fixed: Any, x: Any, c: Any) -> tuple[tuple[Any, Any], Any]:
-        moving = {name: x[name] for name in active}
-        y, pullback, aux = jax.vjp(lambda moving: split({**fixed, **x, **moving}), moving, has_aux=True)
+        differentiable = {name: x[name] for name in active}
+        y, pullback, aux = jax.vjp(lambda x_active: split({**fixed, **x, **x_active}), differentiable, has_aux=True)
         return (y, pullback(c)[0]), aux
 
     closed, shapes = jax.make_jaxpr(value_and_gradient, return_shape=True)(*arrays)
     fixed, x, c = arrays
-    moving = [False] * len(fixed) + [True] * (len(x) + len(c))
-    return evaluator(closed, moving, compiler_options), jax.tree.structure(shapes)
+    has_tangent = [False] * len(fixed) + [True] * (len(x) + len(c))
+    return evaluator(closed, has_tangent, compiler_options), jax.tree.structure(shapes)
 
 
 @cache
@@ -270,14 +276,14 @@ def _directions(case: CaseSpec, prefix: str, tensors: Mapping[str, ReferenceInpu
     """DIRECTIONS times: random signs times half a unit in the last place of each number."""
     by_name = {}
     for name, item in tensors.items():
-        step = UNIT_ROUNDOFF[case.dtype] * item.magnitude
-        signs = inputs.generator(case, f"direction {prefix}{name}").integers(0, 2, size=(DIRECTIONS, *step.shape))
-        by_name[name] = (2.0 * signs - 1.0) * step
+        half_ulp = UNIT_ROUNDOFF[case.dtype] * item.magnitude
+        signs = inputs.generator(case, f"direction {prefix}{name}").integers(0, 2, size=(DIRECTIONS, *half_ulp.shape))
+        by_name[name] = (2.0 * signs - 1.0) * half_ulp
     return by_name
 
 
-def _rounding(scheme: Declared, case: CaseSpec) -> np.ndarray:
-    """For each direction the signs of operations' errors, times the size of one relative to its result."""
+def _tangent_errors(scheme: Declared, case: CaseSpec) -> np.ndarray:
+    """For each direction the operations' errors relative to their results: random signs times the size of one."""
     signs = 2.0 * inputs.generator(case, "rounding").integers(0, 2, size=(DIRECTIONS, POOL)) - 1.0
     return _unit_of_operations(scheme, case) * signs
 

@@ -24,7 +24,7 @@ import numpy as np
 from parity_tests.harness.judge.primitives import numpy_rule
 from parity_tests.harness.judge.step import NoRule, Rule, by_jax, is_floating
 
-# Operations that move or choose numbers, and so are exact.
+# Operations that permute or choose numbers, and so are exact.
 EXACT = frozenset(
     (
         "neg", "abs", "sign", "max", "min", "reduce_max", "reduce_min", "argmax", "argmin", "select_n",
@@ -132,58 +132,60 @@ class Trace:
 class TracedProgram:
     """A trace whose operations are ready to be computed: values, and tangents in all directions at once."""
 
-    def __init__(self, trace: Trace, moving: Sequence[bool], rule_of: Callable[[Any], Rule], xp: Any) -> None:
-        """`moving` says which inputs have tangents. Errors: NoRule, of the first operation without one."""
+    def __init__(self, trace: Trace, has_tangent: Sequence[bool], rule_of: Callable[[Any], Rule], xp: Any) -> None:
+        """`has_tangent` is one boolean for each input. Errors: NoRule, of the first operation without one."""
         self._trace, self._xp = trace, xp
-        moves = [False] * len(trace.constants)
-        for index, moved in zip(trace.inputs, moving, strict=True):
-            moves[index] = moved
+        value_has_tangent = [False] * len(trace.constants)
+        for index, has in zip(trace.inputs, has_tangent, strict=True):
+            value_has_tangent[index] = has
         nested = partial(nested_program, rule_of=rule_of, xp=xp)
         for operation in trace.operations:
             rule = rule_of(operation.equation)
-            step, moved = rule(operation.equation, tuple(moves[index] for index in operation.operands), nested)
-            operation.step = step
-            for index, moved_by_operands, number in zip(operation.results, moved, operation.numbers, strict=True):
-                moves[index] = moved_by_operands or number > 0
-        self.moves = [moves[index] for index in trace.outputs]
+            operands = tuple(value_has_tangent[index] for index in operation.operands)
+            operation.step, results = rule(operation.equation, operands, nested)
+            for index, has, number in zip(operation.results, results, operation.numbers, strict=True):
+                value_has_tangent[index] = has or number > 0
+        self.output_has_tangent = [value_has_tangent[index] for index in trace.outputs]
         self.length = len(trace.operations)
 
     def __call__(
-        self, inputs: Sequence[Any], tangents: Sequence[Any], errors: Any = None, steps: Any = None
+        self, inputs: Sequence[Any], tangents: Sequence[Any], tangent_errors: Any = None, value_errors: Any = None
     ) -> tuple[list, list]:
-        """Values and tangents of the outputs, None for an output that does not move.
+        """Values and tangents of the outputs, None for an output without a tangent.
 
-        `errors` has a row for each direction: POOL random signs times half a unit in the last place. `steps` is one
-        such row, by which the values themselves are off.
+        Both kinds of errors are relative to an operation's result: POOL random signs times half a unit in the last
+        place. `tangent_errors` has such a row for each direction, added to the tangents; `value_errors` is one row, by
+        which the values themselves are off.
         """
         value: list[Any] = list(self._trace.constants)
         tangent: list[Any] = [None] * len(value)
-        for index, given, moved in zip(self._trace.inputs, inputs, tangents, strict=True):
-            value[index], tangent[index] = given, moved
+        for index, x, t in zip(self._trace.inputs, inputs, tangents, strict=True):
+            value[index], tangent[index] = x, t
         for operation in self._trace.operations:
             operands = operation.operands
-            results, moved = operation.step([value[i] for i in operands], [tangent[i] for i in operands])
-            for index, result, t, number in zip(operation.results, results, moved, operation.numbers, strict=True):
-                value[index] = result if steps is None or not number else self._off_by(result, steps, number)
-                tangent[index] = self._with_error(result, t, errors, number) if number else t
+            results, result_tangents = operation.step([value[i] for i in operands], [tangent[i] for i in operands])
+            each = zip(operation.results, results, result_tangents, operation.numbers, strict=True)
+            for index, y, t, number in each:
+                value[index] = y if value_errors is None or not number else self._off_by(y, value_errors, number)
+                tangent[index] = self._with_error(y, t, tangent_errors, number) if number else t
             for index in operation.last_used:
                 value[index] = tangent[index] = None
         return [value[i] for i in self._trace.outputs], [tangent[i] for i in self._trace.outputs]
 
-    def _with_error(self, value: Any, tangent: Any, errors: Any, number: int) -> Any:
-        """Infinities have no error."""
+    def _with_error(self, value: Any, tangent: Any, tangent_errors: Any, number: int) -> Any:
+        """The tangent with an error of its value's size; infinities have none."""
         xp = self._xp
-        signs = self._of_operation(errors, value.size, number)
+        errors = self._errors_of(tangent_errors, value.size, number)
         finite = xp.where(xp.isfinite(value), value, 0.0)
-        error = signs.reshape((len(errors), *value.shape)).astype(value.dtype) * finite[None]
+        error = errors.reshape((len(tangent_errors), *value.shape)).astype(value.dtype) * finite[None]
         return error if tangent is None else tangent + error
 
-    def _off_by(self, value: Any, steps: Any, number: int) -> Any:
+    def _off_by(self, value: Any, value_errors: Any, number: int) -> Any:
         """The value with a real error."""
-        relative = self._of_operation(steps[None], value.size, number).reshape(value.shape)
+        relative = self._errors_of(value_errors[None], value.size, number).reshape(value.shape)
         return (value * (1.0 + relative)).astype(value.dtype)
 
-    def _of_operation(self, errors: Any, size: int, number: int) -> Any:
+    def _errors_of(self, errors: Any, size: int, number: int) -> Any:
         """`size` errors of each row, read from another place in the pool for each operation."""
         start = number * STRIDE % (POOL // 2)
         read = errors[:, start : start + size]
@@ -192,30 +194,30 @@ class TracedProgram:
         return read
 
 
-def nested_program(closed: Any, moving: Sequence[bool], rule_of: Callable[[Any], Rule], xp: Any) -> TracedProgram:
+def nested_program(closed: Any, has_tangent: Sequence[bool], rule_of: Callable[[Any], Rule], xp: Any) -> TracedProgram:
     """Of a function inside an operation, which rounds once as a whole."""
-    return TracedProgram(Trace(closed, rounded=False), moving, rule_of, xp)
+    return TracedProgram(Trace(closed, rounded=False), has_tangent, rule_of, xp)
 
 
-def evaluator(closed: Any, moving: Sequence[bool], compiler_options: Callable[[], Any]) -> Callable[..., Any]:
-    """(inputs, tangents, errors, steps) -> (values, tangents) of a traced function; `moving` inputs have tangents."""
+def evaluator(closed: Any, has_tangent: Sequence[bool], compiler_options: Callable[[], Any]) -> Callable[..., Any]:
+    """(inputs, tangents, tangent_errors, value_errors) -> (values, tangents) of a traced function."""
     trace = Trace(closed)
     if trace.elements <= LARGE * len(trace.operations):
         # A parameter that another version of JAX names differently is one that NumPy has no rule for.
         with suppress(NoRule, KeyError, AttributeError):
-            return by_numpy(trace, moving)
-    return by_xla(trace, moving, compiler_options)
+            return by_numpy(trace, has_tangent)
+    return by_xla(trace, has_tangent, compiler_options)
 
 
-def by_numpy(trace: Trace, moving: Sequence[bool]) -> TracedProgram:
+def by_numpy(trace: Trace, has_tangent: Sequence[bool]) -> TracedProgram:
     """Errors: NoRule, of the first operation for which NumPy has none."""
-    return TracedProgram(trace, moving, numpy_rule, np)
+    return TracedProgram(trace, has_tangent, numpy_rule, np)
 
 
-def by_xla(trace: Trace, moving: Sequence[bool], compiler_options: Callable[[], Any]) -> Callable[..., Any]:
+def by_xla(trace: Trace, has_tangent: Sequence[bool], compiler_options: Callable[[], Any]) -> Callable[..., Any]:
     """The same program compiled as a whole."""
     import jax
     import jax.numpy as jnp
 
-    program = TracedProgram(trace, moving, lambda equation: by_jax, jnp)
+    program = TracedProgram(trace, has_tangent, lambda equation: by_jax, jnp)
     return jax.jit(program.__call__, compiler_options=compiler_options())

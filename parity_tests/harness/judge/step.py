@@ -1,9 +1,10 @@
 """One step of a traced program: values of an operation's results, and their tangents in all directions at once.
 
-A rule is bound to an equation once for a signature: `rule(equation, moving, nested)` reads the equation's parameters
-and returns a step and, for each result, whether it has a tangent. The step computes `(results, tangents)` from the
-operands' values and tangents; a tangent is None or has a leading axis of DIRECTIONS. `nested(closed_jaxpr, moving)`
-makes a program of a function inside the equation. JAX's own rule, for any primitive, is `by_jax`.
+A rule is bound to an equation once for a signature: `rule(equation, has_tangent, nested)` reads the equation's
+parameters, and which operands have a tangent; it returns a step and, for each result, whether it has one. The step
+computes `(results, tangents)` from the operands' values and tangents; a tangent is None or has a leading axis of
+DIRECTIONS. `nested(closed_jaxpr, has_tangent)` makes a program of a function inside the equation. JAX's own rule, for
+any primitive, is `by_jax`.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ def is_floating(aval: Any) -> bool:
 def constant(build: Callable[..., Callable[..., Any]]) -> Rule:
     """The rule of an operation that is constant in small changes: `build(equation)` is a function of the operands."""
 
-    def rule(equation: Any, moving: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
+    def rule(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
         function = build(equation)
         if equation.primitive.multiple_results:
-            still = (None,) * len(equation.outvars)
-            return lambda values, tangents: (function(*values), still), (False,) * len(still)
+            no_tangents = (None,) * len(equation.outvars)
+            return lambda values, tangents: (function(*values), no_tangents), (False,) * len(no_tangents)
         return lambda values, tangents: ((function(*values),), (None,)), (False,)
 
     return rule
@@ -47,26 +48,26 @@ def linear(build: Callable[..., Callable[..., Any]]) -> Rule:
     `build(equation, lead)` is a function of operands whose floating ones have these leading dims besides their own.
     """
 
-    def rule(equation: Any, moving: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
+    def rule(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
         several = equation.primitive.multiple_results
         outputs = len(equation.outvars)
         of_values = build(equation, ())
         of_values = of_values if several else _in_a_tuple(of_values)
-        if not any(moving):
-            still = (None,) * outputs
-            return lambda values, tangents: (of_values(*values), still), (False,) * outputs
+        if not any(has_tangent):
+            no_tangents = (None,) * outputs
+            return lambda values, tangents: (of_values(*values), no_tangents), (False,) * outputs
         of_tangents = build(equation, (DIRECTIONS,))
         of_tangents = of_tangents if several else _in_a_tuple(of_tangents)
-        # Of an operand that does not move: zeros, or its value where it is no number to be moved.
+        # Of an operand without a tangent: zeros, or its value where it is an index or a choice.
         zeros = [
-            None if moved or not is_floating(var.aval) else _zeros(var.aval)
-            for var, moved in zip(equation.invars, moving, strict=True)
+            None if has or not is_floating(var.aval) else _zeros(var.aval)
+            for var, has in zip(equation.invars, has_tangent, strict=True)
         ]
 
         def step(values: Sequence[Any], tangents: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
             operands = [
-                tangent if moved else value if zero is None else zero
-                for value, tangent, moved, zero in zip(values, tangents, moving, zeros, strict=True)
+                tangent if has else value if zero is None else zero
+                for value, tangent, has, zero in zip(values, tangents, has_tangent, zeros, strict=True)
             ]
             return of_values(*values), of_tangents(*operands)
 
@@ -78,43 +79,43 @@ def linear(build: Callable[..., Callable[..., Any]]) -> Rule:
 def elementwise(function: Callable[..., Any], *derivatives: Callable[..., Any]) -> Rule:
     """The rule of `z = function(*operands)`: `derivative(t, z, *operands)` is what a tangent t of that operand adds."""
 
-    def rule(equation: Any, moving: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
-        if not any(moving):
+    def rule(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
+        if not any(has_tangent):
             return lambda values, tangents: ((function(*values),), (None,)), (False,)
         # A scalar goes with an array of any rank; its tangents then need the dims that its value can lack.
         out = equation.outvars[0].aval
         terms = [
             (index, derivative, None if var.aval.ndim == out.ndim else out.shape)
             for index, (var, derivative) in enumerate(zip(equation.invars, derivatives, strict=True))
-            if moving[index]
+            if has_tangent[index]
         ]
 
         def step(values: Sequence[Any], tangents: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-            result, moved = function(*values), None
+            result, result_tangent = function(*values), None
             for index, derivative, shape in terms:
                 tangent = tangents[index] if shape is None else _of_scalar(tangents[index], shape)
                 term = derivative(tangent, result, *values)
-                moved = term if moved is None else moved + term
-            return (result,), (moved,)
+                result_tangent = term if result_tangent is None else result_tangent + term
+            return (result,), (result_tangent,)
 
         return step, (True,)
 
     return rule
 
 
-def derived(still: Rule) -> Rule:
-    """The rule of an operation whose derivative JAX traces and NumPy evaluates; `still` is its rule if none moves."""
+def derived(without_tangents: Rule) -> Rule:
+    """The rule of an operation whose derivative JAX traces and NumPy evaluates; it has another one without tangents."""
 
-    def rule(equation: Any, moving: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
-        if not any(moving):
-            return still(equation, moving, nested)
+    def rule(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
+        if not any(has_tangent):
+            return without_tangents(equation, has_tangent, nested)
         import jax
 
-        step, moves = by_jax(equation, moving, nested)
+        step, result_has_tangent = by_jax(equation, has_tangent, nested)
         operands = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in equation.invars]
         directions = [
-            jax.ShapeDtypeStruct((DIRECTIONS, *var.aval.shape), var.aval.dtype) if moved else None
-            for var, moved in zip(equation.invars, moving, strict=True)
+            jax.ShapeDtypeStruct((DIRECTIONS, *var.aval.shape), var.aval.dtype) if has else None
+            for var, has in zip(equation.invars, has_tangent, strict=True)
         ]
         closed = jax.make_jaxpr(lambda *both: step(*both))(operands, directions)
         program = nested(closed, (False,) * len(closed.jaxpr.invars))
@@ -124,41 +125,43 @@ def derived(still: Rule) -> Rule:
                 [*values, *(tangent for tangent in tangents if tangent is not None)],
                 (None,) * len(closed.jaxpr.invars),
             )
-            results, moved = outputs[: len(moves)], iter(outputs[len(moves) :])
-            return results, [next(moved) if has else None for has in moves]
+            results, result_tangents = outputs[: len(result_has_tangent)], iter(outputs[len(result_has_tangent) :])
+            return results, [next(result_tangents) if has else None for has in result_has_tangent]
 
-        return traced, moves
+        return traced, result_has_tangent
 
     return rule
 
 
-def by_jax(equation: Any, moving: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
+def by_jax(equation: Any, has_tangent: Sequence[bool], nested: Any) -> tuple[Step, Sequence[bool]]:
     """JAX's own derivative of a primitive, for JAX's arrays, traced ones too."""
     import jax
 
     bound = equation.primitive.get_bind_params(equation.params)
     functions, parameters = bound if isinstance(bound, tuple) else ((), bound)  # a pair until jax 0.9
-    moves = [any(moving) and is_floating(var.aval) for var in equation.outvars]
+    result_has_tangent = [any(has_tangent) and is_floating(var.aval) for var in equation.outvars]
 
     def results_of(*operands: Any) -> list[Any]:
         results = equation.primitive.bind(*functions, *operands, **parameters)
         return list(results) if equation.primitive.multiple_results else [results]
 
     def step(values: Sequence[Any], tangents: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-        def of_moving(*moved: Any) -> list[Any]:
-            remaining = iter(moved)
-            operands = [next(remaining) if has else value for value, has in zip(values, moving, strict=True)]
-            return [result for result, has in zip(results_of(*operands), moves, strict=True) if has]
+        def of_differentiated(*differentiated: Any) -> list[Any]:
+            remaining = iter(differentiated)
+            operands = [next(remaining) if has else value for value, has in zip(values, has_tangent, strict=True)]
+            return [result for result, has in zip(results_of(*operands), result_has_tangent, strict=True) if has]
+
+        primals = [value for value, has in zip(values, has_tangent, strict=True) if has]
 
         def along(*direction: Any) -> list[Any]:
-            return jax.jvp(of_moving, [v for v, has in zip(values, moving, strict=True) if has], list(direction))[1]
+            return jax.jvp(of_differentiated, primals, list(direction))[1]
 
-        if not any(moves):
-            return results_of(*values), [None] * len(moves)
-        moved = iter(jax.vmap(along)(*(tangent for tangent in tangents if tangent is not None)))
-        return results_of(*values), [next(moved) if has else None for has in moves]
+        if not any(result_has_tangent):
+            return results_of(*values), [None] * len(result_has_tangent)
+        result_tangents = iter(jax.vmap(along)(*(tangent for tangent in tangents if tangent is not None)))
+        return results_of(*values), [next(result_tangents) if has else None for has in result_has_tangent]
 
-    return step, moves
+    return step, result_has_tangent
 
 
 def _in_a_tuple(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,8 +19,8 @@ def traced(monkeypatch):
     calls = []
     chosen = reference.evaluator
 
-    def evaluator(closed, moving, compiler_options):
-        program = chosen(closed, moving, compiler_options)
+    def evaluator(closed, has_tangent, compiler_options):
+        program = chosen(closed, has_tangent, compiler_options)
 
         def recorded(arrays, *rest):
             calls.append((closed, arrays))

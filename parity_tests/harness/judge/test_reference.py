@@ -152,9 +152,9 @@ def test_inputs_without_a_gradient_are_rounded_all_the_same():
     case = declaration.case(b=4, dtype="bfloat16")
     evaluation, arrays = evaluated(declaration, case), drawn(declaration, case)
     x, w = arrays["x"], arrays["w"]
-    moved = U * (np.abs(x) * signs(case, "x", (4,)) * w + np.abs(w) * signs(case, "w", (4,)) * x)
+    perturbation = U * (np.abs(x) * signs(case, "x", (4,)) * w + np.abs(w) * signs(case, "w", (4,)) * x)
     assert evaluation.gradients == {}
-    assert is_spread(evaluation.output_spread["out"], np.sqrt((moved**2).mean(0)))
+    assert is_spread(evaluation.output_spread["out"], np.sqrt((perturbation**2).mean(0)))
 
 
 def test_a_masked_entry_does_not_move():

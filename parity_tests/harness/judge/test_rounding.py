@@ -7,12 +7,12 @@ import pytest
 from jax import lax
 
 from parity_tests.harness.judge import bridge
-from parity_tests.harness.judge.control_flow import LONG
+from parity_tests.harness.judge.control_flow import MAX_SCAN_OPERATIONS
 from parity_tests.harness.judge.primitives import RULES
 from parity_tests.harness.judge.rounding import LARGE, POOL, Trace, TracedProgram, by_numpy, by_xla, evaluator
 from parity_tests.harness.judge.step import DIRECTIONS
 
-EVALUATIONS = {"numpy": by_numpy, "xla": lambda trace, moving: by_xla(trace, moving, dict)}
+EVALUATIONS = {"numpy": by_numpy, "xla": lambda trace, has_tangent: by_xla(trace, has_tangent, dict)}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -21,14 +21,14 @@ def started():
 
 
 @pytest.fixture(params=EVALUATIONS)
-def moved(request):
+def rounding_errors(request):
     """The derivative along nothing, so that what is left is the errors of the operations; in the first direction."""
 
     def derivative(function, *arguments, unit=1.0, tangents=None, seed=0):
         signs = 2.0 * np.random.default_rng(seed).integers(0, 2, size=(DIRECTIONS, POOL)) - 1.0
         arguments = [np.asarray(x, dtype=np.float64) for x in arguments]
-        still = [np.zeros((DIRECTIONS, *x.shape)) for x in arguments]
-        along = still if tangents is None else [s + t for s, t in zip(still, tangents, strict=True)]
+        zeros = [np.zeros((DIRECTIONS, *x.shape)) for x in arguments]
+        along = zeros if tangents is None else [z + t for z, t in zip(zeros, tangents, strict=True)]
         program = EVALUATIONS[request.param](Trace(jax.make_jaxpr(function)(*arguments)), [True] * len(arguments))
         [value], [tangent] = program(arguments, along, unit * signs)
         return np.zeros(value.shape) if tangent is None else np.asarray(tangent[0])
@@ -39,10 +39,10 @@ def moved(request):
 X = np.array([0.5, -2.0, 3.0, 100.0])
 
 
-def test_one_operation_errs_by_its_result(moved):
-    assert np.abs(moved(lambda x: x * x, X)).tolist() == (X * X).tolist()
-    assert np.abs(moved(jnp.exp, X[:3], unit=2.0**-10)).tolist() == (np.exp(X[:3]) * 2.0**-10).tolist()
-    assert set(np.sign(moved(lambda x: x * x, np.ones(100)))) == {-1.0, 1.0}
+def test_one_operation_errs_by_its_result(rounding_errors):
+    assert np.abs(rounding_errors(lambda x: x * x, X)).tolist() == (X * X).tolist()
+    assert np.abs(rounding_errors(jnp.exp, X[:3], unit=2.0**-10)).tolist() == (np.exp(X[:3]) * 2.0**-10).tolist()
+    assert set(np.sign(rounding_errors(lambda x: x * x, np.ones(100)))) == {-1.0, 1.0}
 
 
 @pytest.mark.parametrize(
@@ -60,56 +60,58 @@ def test_one_operation_errs_by_its_result(moved):
         lambda x: x.max(-1),
     ],
 )
-def test_what_moves_or_chooses_numbers_is_exact(moved, function):
-    assert not moved(function, X).any()
+def test_what_permutes_or_chooses_numbers_is_exact(rounding_errors, function):
+    assert not rounding_errors(function, X).any()
 
 
-def test_errors_travel_by_the_chain_rule(moved):
+def test_errors_travel_by_the_chain_rule(rounding_errors):
     """y = exp(x*x): the product's error e1 x^2 is multiplied by exp(x^2), the exponential adds e2 exp(x^2)."""
     x = np.array([0.5, 1.0, 1.5])
     y, square = np.exp(x * x), x * x
-    errors = moved(lambda x: jnp.exp(x * x), x) / y
+    errors = rounding_errors(lambda x: jnp.exp(x * x), x) / y
     possible = np.stack([first * square + second for first in (-1, 1) for second in (-1, 1)])
     assert (np.abs(errors - possible).min(axis=0) < 2.0**-50 * possible.max()).all()
 
 
-def test_errors_are_added_to_the_tangent(moved):
-    assert moved(lambda x: 3.0 * x, X, tangents=[np.ones(4)], unit=0.0).tolist() == [3.0] * 4
-    tangent = moved(lambda x: 3.0 * x, X, tangents=[np.ones(4)])
+def test_errors_are_added_to_the_tangent(rounding_errors):
+    assert rounding_errors(lambda x: 3.0 * x, X, tangents=[np.ones(4)], unit=0.0).tolist() == [3.0] * 4
+    tangent = rounding_errors(lambda x: 3.0 * x, X, tangents=[np.ones(4)])
     assert np.abs(tangent - 3.0).tolist() == np.abs(3.0 * X).tolist()
 
 
-def test_a_difference_of_equals_keeps_the_errors_of_both(moved):
+def test_a_difference_of_equals_keeps_the_errors_of_both(rounding_errors):
     """What rounding the inputs alone cannot see: 3x - 3x is zero, and so is its derivative."""
-    errors = moved(lambda x: 3.0 * x - (x + x + x), X)
+    errors = rounding_errors(lambda x: 3.0 * x - (x + x + x), X)
     assert (np.abs(errors) > 0).any()
     assert np.abs(errors).max() <= 3 * 3.0 * np.abs(X).max()
 
 
-def test_operations_round_independently(moved):
-    two = moved(lambda x: jnp.stack([x * 1.5, x * 2.5]), np.ones(200)) / np.array([[1.5], [2.5]])
+def test_operations_round_independently(rounding_errors):
+    two = rounding_errors(lambda x: jnp.stack([x * 1.5, x * 2.5]), np.ones(200)) / np.array([[1.5], [2.5]])
     assert 0.3 < (two[0] == two[1]).mean() < 0.7
-    assert not np.array_equal(moved(lambda x: x * x, np.ones(200)), moved(lambda x: x * x, np.ones(200), seed=1))
+    assert not np.array_equal(
+        rounding_errors(lambda x: x * x, np.ones(200)), rounding_errors(lambda x: x * x, np.ones(200), seed=1)
+    )
 
 
-def test_functions_inside_functions(moved):
+def test_functions_inside_functions(rounding_errors):
     inner = jax.jit(lambda x: x * x)
-    assert np.abs(moved(lambda x: inner(x), X)).tolist() == (X * X).tolist()
-    looped = moved(lambda x: jax.lax.fori_loop(0, 3, lambda _, y: y * 2.0, x), X)
+    assert np.abs(rounding_errors(lambda x: inner(x), X)).tolist() == (X * X).tolist()
+    looped = rounding_errors(lambda x: jax.lax.fori_loop(0, 3, lambda _, y: y * 2.0, x), X)
     assert np.abs(looped).tolist() == np.abs(8.0 * X).tolist()  # a loop is one operation
-    chosen = moved(lambda x: jax.lax.cond(x[0] > 0, lambda x: x * 2.0, lambda x: x, x), X)
+    chosen = rounding_errors(lambda x: jax.lax.cond(x[0] > 0, lambda x: x * 2.0, lambda x: x, x), X)
     assert np.abs(chosen).tolist() == np.abs(2.0 * X).tolist()
 
 
-def test_infinities_and_larger_arrays_than_the_pool(moved):
-    errors = moved(lambda x: x * 2.0, np.array([1.0, np.inf, -np.inf]))
+def test_infinities_and_larger_arrays_than_the_pool(rounding_errors):
+    errors = rounding_errors(lambda x: x * 2.0, np.array([1.0, np.inf, -np.inf]))
     assert np.abs(errors).tolist() == [2.0, 0.0, 0.0]
-    assert np.abs(moved(lambda x: x * 2.0, np.ones(3 * POOL))).tolist() == [2.0] * (3 * POOL)
-    assert moved(lambda x: x * 2.0, np.zeros((0, 3))).shape == (0, 3)
+    assert np.abs(rounding_errors(lambda x: x * 2.0, np.ones(3 * POOL))).tolist() == [2.0] * (3 * POOL)
+    assert rounding_errors(lambda x: x * 2.0, np.zeros((0, 3))).shape == (0, 3)
 
 
-def test_an_output_that_nothing_moves(moved):
-    assert moved(lambda x: jnp.zeros(3), X).tolist() == [0.0] * 3
+def test_an_output_that_depends_on_no_input(rounding_errors):
+    assert rounding_errors(lambda x: jnp.zeros(3), X).tolist() == [0.0] * 3
 
 
 def test_what_numpy_has_no_rule_for_is_compiled(monkeypatch):
@@ -122,7 +124,9 @@ def test_what_numpy_has_no_rule_for_is_compiled(monkeypatch):
     assert not chosen(lambda x: jnp.linalg.cholesky(x * jnp.eye(4)), X[:, None])
     assert not chosen(lambda x: jnp.abs(jnp.fft.fft(x)), X)
     assert not chosen(lambda x: (x.astype(jnp.bfloat16) * 2).astype(x.dtype), X)
-    assert not chosen(lambda x: lax.scan(lambda c, e: (jnp.sin(c), e), 1.0, None, length=2 * LONG)[0] * x, X)
+    assert not chosen(
+        lambda x: lax.scan(lambda c, e: (jnp.sin(c), e), 1.0, None, length=2 * MAX_SCAN_OPERATIONS)[0] * x, X
+    )
     assert not chosen(jnp.sin, jax.ShapeDtypeStruct((LARGE + 1,), X.dtype))
     monkeypatch.delitem(RULES, "sin")
     assert not chosen(jnp.sin, X)
@@ -139,8 +143,8 @@ def test_a_missing_rule_changes_no_verdict(missing, monkeypatch):
 
     def evaluated():
         program = evaluator(jax.make_jaxpr(function)(X), [True], dict)
-        values, moved = program([X], [tangents], 1e-9 * signs)
-        return isinstance(program, TracedProgram), np.asarray(values[0]), np.asarray(moved[0])
+        values, result_tangents = program([X], [tangents], 1e-9 * signs)
+        return isinstance(program, TracedProgram), np.asarray(values[0]), np.asarray(result_tangents[0])
 
     by_rule = evaluated()
     monkeypatch.delitem(RULES, missing)
