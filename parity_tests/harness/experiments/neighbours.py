@@ -1,7 +1,7 @@
 """Neighbours of a case: the same inputs a rounding or two away, to see how far its reference jumps between them.
 
-A number is moved by its own rounding. Equal numbers are separated by the rounding of the others, since a tie is where a
-choice is made; equal infinities, which no small step separates, become large numbers that differ.
+A number is changed by its own rounding. Equal numbers are separated by the rounding of the others, since a tie is
+where a choice is made; equal infinities, which no small step separates, become large numbers that differ.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from parity_tests.harness.judge.reference import UNIT_ROUNDOFF, Reference, evalu
 from parity_tests.harness.run.program import Program
 
 NEIGHBOURS = 16
-STEPS = 2.0  # roundings to the tested dtype that an input is moved by at most; a budget has room for eight
+MAX_ROUNDINGS = 2.0  # to the tested dtype, by which an input is changed; a budget has room for eight
 INFINITY_RATIO = 8.0  # of infinities that are separated: the last to the first
 
 
 @dataclass(frozen=True)
 class Neighbour:
-    """Inputs a rounding away, and the relative error that each operation of the reference makes on the way."""
+    """Inputs a rounding away, and the relative errors of the values of the reference's operations."""
 
     arrays: dict[str, np.ndarray]
-    errors: np.ndarray
+    value_errors: np.ndarray
     is_near: bool  # no infinity was separated
 
     def reference(self, scheme: Declared, case: CaseSpec) -> Reference:
-        return evaluate(scheme, Program.of(scheme, arrays=self.arrays), case, self.errors)
+        return evaluate(scheme, Program.of(scheme, arrays=self.arrays), case, self.value_errors)
 
 
 def neighbours(scheme: Declared, case: CaseSpec, *, infinities: bool = False) -> Iterator[Neighbour]:
@@ -57,7 +57,7 @@ def has_equal_infinities(scheme: Declared, case: CaseSpec) -> bool:
 
 def distinct(x: np.ndarray, case: CaseSpec) -> np.ndarray:
     """Numbers of the tested dtype in the same order, no two of them equal; equal infinities become large numbers."""
-    x = _parted(x, case, np.arange(x.size).reshape(x.shape))
+    x = _separate_infinities(x, case, np.arange(x.size).reshape(x.shape))
     flat = x.ravel()
     finite = np.isfinite(flat)
     unit = 4.0 * UNIT_ROUNDOFF[case.dtype]
@@ -74,25 +74,27 @@ def _neighbour(x: np.ndarray, case: CaseSpec, direction: int, rng: np.random.Gen
     rising = np.linspace(-1.0, 1.0, x.size).reshape(x.shape)
     random = rng.choice((-1.0, 1.0), x.shape) * rng.uniform(0.5, 1.0, x.shape)
     signs = (rising, -rising, random)[min(direction, 2)]
-    near = x + _steps(x, case) * signs
-    return _parted(near, case, signs.ravel().argsort().argsort().reshape(x.shape)) if infinities else near
+    near = x + _max_changes(x, case) * signs
+    if not infinities:
+        return near
+    return _separate_infinities(near, case, signs.ravel().argsort().argsort().reshape(x.shape))
 
 
-def _steps(x: np.ndarray, case: CaseSpec) -> np.ndarray:
-    """How far each number is moved: by its own rounding; one that occurs twice also by that of the others."""
+def _max_changes(x: np.ndarray, case: CaseSpec) -> np.ndarray:
+    """How far each number is changed at most: by its own rounding; one that occurs twice also by that of the others."""
     size = np.where(np.isfinite(x), np.abs(x), 0.0)
     _, inverse, counts = np.unique(x, return_inverse=True, return_counts=True)
     tied = (counts[inverse.reshape(x.shape)] > 1) & np.isfinite(x)
-    return STEPS * UNIT_ROUNDOFF[case.dtype] * np.where(tied, np.maximum(size, _typical(x)), size)
+    return MAX_ROUNDINGS * UNIT_ROUNDOFF[case.dtype] * np.where(tied, np.maximum(size, _typical(x)), size)
 
 
 def _typical(x: np.ndarray) -> float:
-    """The median size of the numbers that are not 0, whose rounding parts several zeros; 1 where all are 0."""
+    """The median size of the numbers that are not 0, whose rounding separates several zeros; 1 where all are 0."""
     sizes = np.abs(x[np.isfinite(x) & (x != 0.0)])
     return float(np.median(sizes)) if sizes.size else 1.0
 
 
-def _parted(x: np.ndarray, case: CaseSpec, order: np.ndarray) -> np.ndarray:
+def _separate_infinities(x: np.ndarray, case: CaseSpec, order: np.ndarray) -> np.ndarray:
     """Equal infinities as large numbers of the tested dtype, the larger the later in this order."""
     for sign in (1.0, -1.0):
         equal = x == sign * np.inf
