@@ -28,7 +28,7 @@ _RANGE = {"float64": 1e120, "float32": 3e38, "bfloat16": 3e38, "float16": 6e4}
 _TINY = {"float64": 1e-290, "float32": 1e-30, "bfloat16": 1e-30, "float16": 1e-3}
 
 
-def largest(dtype: str) -> float:
+def max_drawn(dtype: str) -> float:
     """The largest number that is drawn in a dtype."""
     return _RANGE[dtype]
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.declared import Declared
-from parity_tests.harness.declare.draws import largest
+from parity_tests.harness.declare.draws import max_drawn
 from parity_tests.harness.draw import inputs
 from parity_tests.harness.judge.reference import UNIT_ROUNDOFF, Reference, evaluate, operation_errors
 from parity_tests.harness.run.program import Program
@@ -100,7 +100,7 @@ def _separate_infinities(x: np.ndarray, case: CaseSpec, order: np.ndarray) -> np
         equal = x == sign * np.inf
         if equal.sum() > 1:
             share = order / max(x.size, 1)
-            size = largest(case.dtype) / (2.0 * INFINITY_RATIO)
+            size = max_drawn(case.dtype) / (2.0 * INFINITY_RATIO)
             x = np.where(
                 equal, sign * size * (1.0 + (INFINITY_RATIO - 1.0) * np.where(sign > 0, share, 1.0 - share)), x
             )
