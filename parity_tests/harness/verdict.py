@@ -112,10 +112,10 @@ def _notes(
     """What kind of mistake it is, for each tensor that failed."""
     failed = [row for row in rows if not row.ok]
     outputs_pass = all(row.ok for row in rows if row.role == "output")
-    loose_budgets = _stored_budgets(scheme, program, case, ranks.results) if failed else {}
+    budgets_by_roundings = _stored_budgets(scheme, program, case, ranks.results) if failed else {}
     notes = {}
     for row in failed:
-        stored = {count: budgets[row.label] for count, budgets in loose_budgets.items()}
+        stored = {count: budgets[row.label] for count, budgets in budgets_by_roundings.items()}
         notes[row.label] = explain(evidence(scheme, program, case, row, outputs_pass, ranks.ledger, protocol, stored))
     return notes
 
@@ -128,7 +128,7 @@ def _stored_budgets(
         return {}
     by_count = {}
     for count in (times * max(scheme.roundings, 1) for times in MORE_ROUNDINGS):
-        loose_scheme = replace(scheme, roundings=count)
-        rows = compare.compare(loose_scheme, case, results, evaluate(loose_scheme, program, case))
+        more_roundings = replace(scheme, roundings=count)
+        rows = compare.compare(more_roundings, case, results, evaluate(more_roundings, program, case))
         by_count[count] = {row.label: row.budgets for row in rows}
     return by_count

@@ -10,7 +10,7 @@ import numpy as np
 
 from parity_tests.harness.explain.clues import explain
 from parity_tests.harness.explain.evidence import Evidence
-from parity_tests.harness.judge.compare import K
+from parity_tests.harness.judge.compare import K, same_number
 from parity_tests.harness.judge.reference import UNIT_ROUNDOFF
 from parity_tests.tracing.events import IN, LOSS, NORM, Event
 from parity_tests.tracing.flax_side import ReferenceTrace
@@ -168,7 +168,9 @@ class _Judge:
         """What kind of mistake, judged from one rank's piece; each element has a share of the tensor's budget."""
         share = ELEMENT * budget * float(np.linalg.norm(want)) / math.sqrt(max(want.size, 1))
         role = "output" if phase == "forward" else "gradient"
-        notes = explain(Evidence(name, role, got, want, np.full(want.shape, share), axes=self.axes, dtype=self.dtype))
+        notes = explain(
+            Evidence(name, role, got, want, np.full(want.shape, share), axes=self.axes, coarse_dtype=self.dtype)
+        )
         return tuple(note for note in notes if want.ndim or not note.startswith("no pattern"))  # a number has no place
 
 
@@ -177,6 +179,5 @@ def _apart(got: np.ndarray, want: np.ndarray | None) -> float:
     if want is None or got.shape != want.shape:
         return math.inf
     with np.errstate(invalid="ignore", over="ignore"):
-        same = (got == want) | (np.isnan(got) & np.isnan(want))
-        apart = float(np.linalg.norm(np.where(same, 0.0, got - want)))
+        apart = float(np.linalg.norm(np.where(same_number(got, want), 0.0, got - want)))
     return apart if math.isfinite(apart) else math.inf

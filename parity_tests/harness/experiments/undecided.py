@@ -33,7 +33,7 @@ from parity_tests.harness.run.program import Program
 from parity_tests.harness.verdict import judge
 
 MIN_NEIGHBOURS = 4  # after which a case where no wrong element has jumped is called a mismatch
-FEW = 4  # times that each number occurs in a narrow dtype, for equal ones to count as intended ties
+MIN_REPEATS = 4  # of each number in a narrow dtype, on average, for equal ones to count as intended ties
 TIE = "tied inputs have no defined order or gradient; without ties the scheme passes"
 POLE = "the reference has no finite gradient at these inputs, and libraries differ in what they put there"
 CHOICE = "the reference jumps as far within the rounding of its inputs"
@@ -61,7 +61,7 @@ def _is_tie(scheme: Declared, case: CaseSpec) -> bool:
     program = Program.of(scheme)
     full = {arg.name: program.full_array(arg, case) for arg in scheme.inputs}
     floating = [arg.name for arg in scheme.inputs if not arg.is_integer]
-    by_chance = 1 if UNIT_ROUNDOFF[case.dtype] <= UNIT_ROUNDOFF["float32"] else FEW
+    by_chance = 1 if UNIT_ROUNDOFF[case.dtype] <= UNIT_ROUNDOFF["float32"] else MIN_REPEATS
     if not any(np.unique(full[name]).size * by_chance < full[name].size for name in floating):
         return False
     apart = {name: distinct(x, case) if name in floating else x for name, x in full.items()}
@@ -128,7 +128,7 @@ class _Range:
         self._lowest = np.where(finite, np.minimum(self._lowest, values - budgets), self._lowest)
         self._highest = np.where(finite, np.maximum(self._highest, values + budgets), self._highest)
         for value, mask in self._not_finite.items():
-            mask |= np.isnan(values) if np.isnan(value) else values == value
+            mask |= compare.same_number(values, value)
 
     def unexplained(self) -> np.ndarray:
         """The wrong elements of which some copy is none of these values, or has no gradient.
@@ -145,8 +145,8 @@ class _Range:
 
     def _is_new(self, copy: np.ndarray) -> np.ndarray:
         """Where what is not finite is so in no reference, and none overflows the dtype there."""
-        largest = compare.largest(self.row.dtype)
-        is_known = (np.isposinf(copy) & (self._highest > largest)) | (np.isneginf(copy) & (self._lowest < -largest))
+        limit = compare.max_finite(self.row.dtype)
+        is_expected = (np.isposinf(copy) & (self._highest > limit)) | (np.isneginf(copy) & (self._lowest < -limit))
         for value, mask in self._not_finite.items():
-            is_known = is_known | (mask & (np.isnan(copy) if np.isnan(value) else copy == value))
-        return ~(is_known | self._has_pole)
+            is_expected = is_expected | (mask & compare.same_number(copy, value))
+        return ~(is_expected | self._has_pole)

@@ -283,15 +283,15 @@ def stored(evidence: Evidence) -> Iterator[Note]:
     """The error is what some more intermediates in the tested dtype would bring."""
     for count, budget in sorted(evidence.stored_budgets.items()):
         if replace(evidence, budget=budget).wrong == 0:
-            what = f"{STORED}{count} roundings to {evidence.dtype} may do"
+            what = f"{STORED}{count} roundings to {evidence.coarse_dtype} may do"
             yield Note(f"{what}: declare roundings={count} if they are meant", ROUNDING, what)
             return
 
 
 def narrow_sums(evidence: Evidence) -> Iterator[Note]:
     """The error is what sums in a coarser dtype would bring."""
-    if evidence.loose_budget is not None and replace(evidence, budget=evidence.loose_budget).wrong == 0:
-        what = f"{STORED}{evidence.dtype} accumulation may do"
+    if evidence.coarse_budget is not None and replace(evidence, budget=evidence.coarse_budget).wrong == 0:
+        what = f"{STORED}{evidence.coarse_dtype} accumulation may do"
         yield Note(f"{what}{evidence.thin if evidence.got.size == 1 else ''}", ROUNDING, what)
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import torch
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.declared import Argument, Declared
 from parity_tests.harness.declare.spec import Spec
 from parity_tests.harness.draw import inputs
 from parity_tests.harness.explain.evidence import Evidence, ShardedDim
-from parity_tests.harness.judge.compare import COARSER, TensorRow
+from parity_tests.harness.judge.compare import COARSER, TensorRow, max_finite
 from parity_tests.harness.run.ledger import Ledger
 from parity_tests.harness.run.program import Program
 from parity_tests.harness.run.stitch import owners
@@ -47,10 +46,10 @@ def evidence(
         pieces={axis: row.stitched.pieces(axis, at) for axis in row.stitched.part_axes if case.mesh[axis] > 1},
         absent=row.absent,
         outputs_pass=outputs_pass,
-        loose_budget=row.loose_budgets,
+        coarse_budget=row.coarse_budgets,
         stored_budgets=stored_budgets,
-        dtype=COARSER[case.dtype],
-        largest=torch.finfo(getattr(torch, case.dtype)).max,
+        coarse_dtype=COARSER[case.dtype],
+        max_finite=max_finite(case.dtype),
         over_all=_over_all(case, ledger),
         first_divergence=protocol[0] if protocol else None,
     )

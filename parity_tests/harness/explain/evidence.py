@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from parity_tests.harness.judge.compare import same_number
+
 THIN = "; only one element tells"
 Layout = Callable[[int, int], Sequence[np.ndarray]]
 
@@ -51,10 +53,10 @@ class Evidence:
     pieces: Mapping[str, np.ndarray] = field(default_factory=dict)  # axis -> [ranks of the axis, *shape]
     outputs_pass: bool = False
     absent: np.ndarray | None = None  # where the gradient is None, and zero was put in its place
-    loose_budget: np.ndarray | None = None  # had sums been accumulated in the next coarser dtype
+    coarse_budget: np.ndarray | None = None  # had sums been accumulated in `coarse_dtype`
     stored_budgets: Mapping[int, np.ndarray] = field(default_factory=dict)  # had so many roundings been declared
-    dtype: str = "bfloat16"
-    largest: float = np.inf  # of the dtype: beyond it an infinity of the same sign is right
+    coarse_dtype: str = "bfloat16"  # COARSER[tested dtype], which a narrow dtype is itself
+    max_finite: float = np.inf  # of the tested dtype: beyond it an infinity of the same sign is right
     over_all: str | None = None  # a collective of all ranks of a mesh of several axes, as op at file:line
     first_divergence: str | None = None  # where the ranks' ledgers part, as #n op at file:line
 
@@ -87,8 +89,7 @@ class Evidence:
         got = self.got if got is None else got
         with np.errstate(invalid="ignore", over="ignore"):
             close = np.abs(got - expected) <= slack * self.budget
-            overflowed = np.isinf(got) & (np.abs(expected) > self.largest) & (np.sign(got) == np.sign(expected))
-        return ~(close | (got == expected) | (np.isnan(got) & np.isnan(expected)) | overflowed)
+        return ~(close | same_number(got, expected, self.max_finite))
 
     def fits(self, expected: np.ndarray, slack: float = 1.0) -> bool:
         return not self.differs(expected, slack).any()
@@ -107,7 +108,7 @@ class Evidence:
             inputs={},
             pieces={},
             absent=None if self.absent is None else self.absent[mask],
-            loose_budget=None,
+            coarse_budget=None,
             stored_budgets={},
         )
 

@@ -157,7 +157,7 @@ def _streams(evidence: Evidence, size: int, axis: str, world: int) -> dict[str, 
 
 def _is_permuted(evidence: Evidence, dim: int, permutation: np.ndarray) -> bool:
     want, budget = np.take(evidence.want, permutation, dim), np.take(evidence.budget, permutation, dim)
-    moved = Evidence(evidence.name, evidence.role, evidence.got, want, budget, largest=evidence.largest)
+    moved = Evidence(evidence.name, evidence.role, evidence.got, want, budget, max_finite=evidence.max_finite)
     return moved.wrong == 0
 
 
@@ -166,7 +166,7 @@ def _same_values(evidence: Evidence) -> bool:
     got, want = np.sort(evidence.got, axis=None), evidence.want.ravel()
     order = np.argsort(want)
     budget = evidence.budget.ravel()[order]
-    if Evidence(evidence.name, evidence.role, got, want[order], budget, largest=evidence.largest).wrong:
+    if Evidence(evidence.name, evidence.role, got, want[order], budget, max_finite=evidence.max_finite).wrong:
         return False
     values = np.unique(want[np.isfinite(want)])
     finite = evidence.bad & np.isfinite(evidence.want)

@@ -23,8 +23,8 @@ def test_a_right_tensor_has_no_clue():
 
 def test_an_overflow_of_the_dtype_is_right():
     want = np.array([1e39, -1e39, 1.0])
-    assert explain(evidence([np.inf, -np.inf, 1.0], want, largest=3.4e38)) == ()
-    assert headline([-np.inf, -np.inf, 1.0], want, largest=3.4e38).startswith("not finite first at (0)")
+    assert explain(evidence([np.inf, -np.inf, 1.0], want, max_finite=3.4e38)) == ()
+    assert headline([-np.inf, -np.inf, 1.0], want, max_finite=3.4e38).startswith("not finite first at (0)")
 
 
 def test_shapes_agree():
@@ -60,12 +60,12 @@ def test_accumulation_in_the_narrow_dtype():
     want = numbers(40)
     got = want.copy()
     got[7] += 3e-3
-    tell = {"loose_budget": np.full(40, 1e-2), "owners": {"tp": columns_of((40,), 4)}}
+    tell = {"coarse_budget": np.full(40, 1e-2), "owners": {"tp": columns_of((40,), 4)}}
     assert explain(evidence(got, want, **tell))[:2] == (
         "within what bfloat16 accumulation may do",
         "wrong only where tp rank 0 owns (1 of its 10 elements)",
     )
-    assert headline(got, want, dtype="float16", **tell) == "within what float16 accumulation may do"
+    assert headline(got, want, coarse_dtype="float16", **tell) == "within what float16 accumulation may do"
     got[7] += 1
     assert not any("accumulation" in note for note in explain(evidence(got, want, **tell)))
 
@@ -113,7 +113,7 @@ def anything(draw):
         pieces={"cp": tensor()[None], "tp": np.stack([tensor(), tensor(), tensor(), tensor()])},
         at=draw(st.sampled_from([{}, {"tp": 1}, {"cp": 0}])),
         outputs_pass=draw(st.booleans()),
-        loose_budget=tensor(st.just(1.0)),
+        coarse_budget=tensor(st.just(1.0)),
     )
 
 

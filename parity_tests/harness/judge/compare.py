@@ -52,7 +52,7 @@ class TensorRow:
     stitched: Stitched
     want: np.ndarray
     budgets: np.ndarray
-    loose_budgets: np.ndarray  # the same, had sums been accumulated in COARSER[tested dtype]
+    coarse_budgets: np.ndarray  # the same, had sums been accumulated in COARSER[tested dtype]
     owners: Mapping[str, np.ndarray]  # for each axis that shards it: which coordinate holds each element
     absent: np.ndarray | None = None  # where no rank returned a gradient of this copy
 
@@ -156,8 +156,8 @@ def lost_below(dtype: str) -> float:
     return about.tiny * about.eps if dtype == "float16" else about.tiny
 
 
-def largest(dtype: str) -> float:
-    """The largest finite number of a dtype; none of integers and booleans is too large."""
+def max_finite(dtype: str) -> float:
+    """The largest finite number of a dtype; infinity for integers and booleans, of which none overflows."""
     return torch.finfo(getattr(torch, dtype)).max if "float" in dtype else np.inf
 
 
@@ -165,9 +165,15 @@ def errors(got: np.ndarray, want: np.ndarray, dtype: str) -> np.ndarray:
     """|got - want|; infinities and NaN must be in the same places, and what overflows the dtype may be infinite."""
     with np.errstate(invalid="ignore", over="ignore"):
         difference = np.abs(got - want)
-        overflowed = np.isinf(got) & (np.abs(want) > largest(dtype)) & (np.sign(got) == np.sign(want))
-    same = (np.isnan(want) & np.isnan(got)) | (np.isinf(want) & (got == want)) | overflowed
-    return np.where(same, 0.0, np.where(np.isnan(difference), np.inf, difference))
+    difference = np.where(np.isnan(difference), np.inf, difference)
+    return np.where(same_number(got, want, max_finite(dtype)), 0.0, difference)
+
+
+def same_number(got: np.ndarray, want: np.ndarray | float, max_finite: float = np.inf) -> np.ndarray:
+    """Where two are equal, both NaN, or `got` is the infinity that a `want` beyond `max_finite` overflows to."""
+    with np.errstate(invalid="ignore"):
+        overflowed = np.isinf(got) & (np.abs(want) > max_finite) & (np.sign(got) == np.sign(want))
+    return (got == want) | (np.isnan(got) & np.isnan(want)) | overflowed
 
 
 def beyond_budget(row: TensorRow, values: np.ndarray) -> np.ndarray:
@@ -205,7 +211,7 @@ def _compare_elements(
         allowed = np.where(undefined, np.inf, allowed)
     coarse = COARSER[case.dtype]
     u_coarse = UNIT_ROUNDOFF[coarse]
-    loose = budget(want, spread * (u_coarse / u), terms, coarse, coarse, max(scheme.roundings, 1), u_coarse)
+    coarse_budgets = budget(want, spread * (u_coarse / u), terms, coarse, coarse, max(scheme.roundings, 1), u_coarse)
     # 2. Errors in budgets, of every copy.
     wrong = errors(stitched.copies, want[None], out_dtype)
     with np.errstate(over="ignore", invalid="ignore"):  # a ratio that overflows is infinite
@@ -231,7 +237,7 @@ def _compare_elements(
         stitched=stitched,
         want=want,
         budgets=allowed,
-        loose_budgets=loose,
+        coarse_budgets=coarse_budgets,
         owners=owners(arg, case, scheme.layouts),
         absent=None if absent is None else absent[copy],
     )
@@ -259,7 +265,7 @@ def _exact(arg: Argument, stitched: Stitched, want: np.ndarray, element_owners: 
         stitched=floats,
         want=want.astype(np.float64),
         budgets=allowed,
-        loose_budgets=allowed,
+        coarse_budgets=allowed,
         owners=element_owners,
     )
 
