@@ -34,19 +34,19 @@ from parity_tests.harness.run.failure import Deadlock, NotRun, Unwaited
 from parity_tests.harness.run.protocol import disagreement
 from parity_tests.harness.verdict import judge
 
-MOST_RANKS = 16
-ALONE_S = 180.0  # for a fresh interpreter, which imports torch and JAX and compiles the reference
+MAX_RANKS = 16
+ALONE_TIMEOUT_S = 180.0  # for a fresh interpreter, which imports torch and JAX and compiles the reference
 REMEDY = "bind it in setup=, name its module in isolate=, or verify with --engine gloo"
-SHARED = (
+PASSES_ON_GLOO = (
     "gloo passes this case in fresh processes, so lockstep's result is no verdict on the function. Ranks of lockstep "
     f"are threads, which share what a library keeps for its process: {REMEDY}. Or a buffer is used before its wait, "
     "which gloo does not see"
 )
-LEFT_OVER = (
+PROCESS_CHANGED = (
     "the case passes in a fresh process where its scheme is verified alone: one that was imported or verified before "
     "has left something changed in this process (a handler, a patched function, a default)"
 )
-KEPT = (
+STATE_BETWEEN_CALLS = (
     "the function keeps state between calls: in fresh processes this case is equal as the first call and fails after "
     "another one"
 )
@@ -60,11 +60,11 @@ def second_opinion(scheme: Declared, report: Report, earlier: CaseSpec | None = 
     serve one case after another, so that a case which fails in them is judged in fresh ones too.
     """
     files = {other.file for other in TABLE.values()}
-    others = bool(VERIFIED - {scheme.key} or files - {scheme.file})
+    has_other_schemes = bool(VERIFIED - {scheme.key} or files - {scheme.file})
     engine = report.case.engine
     if engine not in ("lockstep", "gloo"):
         return report
-    if "gloo" not in scheme.engines or report.case.world > MOST_RANKS or not _may_be_contested(report):
+    if "gloo" not in scheme.engines or report.case.world > MAX_RANKS or not _could_fail_on_gloo(report):
         return report
     on_gloo = _on_fresh_gloo(scheme, report.case)
     if on_gloo is None:
@@ -76,14 +76,14 @@ def second_opinion(scheme: Declared, report: Report, earlier: CaseSpec | None = 
     for case in _after_another_call(scheme, report.case, earlier):
         after = _on_fresh_gloo(scheme, case)
         if after is not None and not after.ok:
-            return _of_kept_state(scheme, report, after, engine)
-    if engine == "gloo" and not others:
+            return _with_state_between_calls(scheme, report, after, engine)
+    if engine == "gloo" and not has_other_schemes:
         return report
-    is_left_over = engine == "gloo" or (others and _passes_alone(scheme, report))
-    return replace(report, contested=LEFT_OVER if is_left_over else SHARED, notes={})
+    is_process_changed = engine == "gloo" or (has_other_schemes and _passes_alone(scheme, report))
+    return replace(report, engines_disagree=PROCESS_CHANGED if is_process_changed else PASSES_ON_GLOO, notes={})
 
 
-def _may_be_contested(report: Report) -> bool:
+def _could_fail_on_gloo(report: Report) -> bool:
     """Whether gloo could see what is wrong.
 
     It does not see work that is never waited for or an output that is read before its wait, it buffers small messages
@@ -128,11 +128,11 @@ def _after_another_call(scheme: Declared, case: CaseSpec, earlier: CaseSpec | No
         yield case.replace(calls={**case.calls, "call_before": record})
 
 
-def _of_kept_state(scheme: Declared, report: Report, after: Report, engine: str) -> Report:
+def _with_state_between_calls(scheme: Declared, report: Report, after: Report, engine: str) -> Report:
     """What the failing case of fresh processes shows, of the engine that was verified."""
     case = after.case.replace(engine=engine)
     if "call_before" in scheme.excluded_calls:
-        return replace(report, contested=f"{KEPT}, which the scheme excludes", notes={})
+        return replace(report, engines_disagree=f"{STATE_BETWEEN_CALLS}, which the scheme excludes", notes={})
     of_all_examples = {name: getattr(report, name) for name in OF_ALL_EXAMPLES}
     return replace(
         after,
@@ -141,7 +141,7 @@ def _of_kept_state(scheme: Declared, report: Report, after: Report, engine: str)
         meshes=report.meshes,
         row_cases={row.label: case for row in after.rows},
         conditions_needed=True,
-        kept_state=KEPT,
+        state_between_calls=STATE_BETWEEN_CALLS,
         confirmed_on="gloo",
     )
 
@@ -154,7 +154,7 @@ def _passes_alone(scheme: Declared, report: Report) -> bool:
         command = [sys.executable, "-m", "parity_tests.cli.app", "replay", file, "--quiet", "--json", "-"]
         try:
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=ALONE_S, env=os.environ | {"PYTHONPATH": path}
+                command, capture_output=True, text=True, timeout=ALONE_TIMEOUT_S, env=os.environ | {"PYTHONPATH": path}
             )
             return json.loads(done.stdout)["status"] == 0
         except (OSError, subprocess.TimeoutExpired, ValueError):

@@ -1,4 +1,4 @@
-"""A failure is judged once more in fresh processes: confirmed, contested, or nothing that they could see."""
+"""A failure is judged once more in fresh processes: confirmed, engines disagree, or nothing that they could see."""
 
 import json
 import subprocess
@@ -48,7 +48,7 @@ def first(monkeypatch):
 def test_a_mistake_is_confirmed_and_its_verdict_is_as_before():
     (scheme,) = schemes_of_file(written("confirmed.py", WRONG))
     report = scheme.verify(examples=2, tp=2)
-    assert (report.verdict, report.confirmed_on, report.contested) == ("mismatch", "gloo", None)
+    assert (report.verdict, report.confirmed_on, report.engines_disagree) == ("mismatch", "gloo", None)
     assert "  confirmed on gloo, in fresh processes" in str(report).splitlines()
     assert "MISMATCH" in str(report) and report.to_dict()["confirmed_on"] == "gloo"
     with pytest.raises(ValueMismatch):
@@ -68,11 +68,11 @@ def test_where_gloo_passes_the_engines_disagree(library, first, shardproof):
         "verify", written("sharing.py", SHARING, RIGHT), "--junit", "out.xml", "--json", "o.json"
     )
     assert status == 1
-    assert f"  engines disagree: {second_opinion.SHARED}" in out.splitlines()
+    assert f"  engines disagree: {second_opinion.PASSES_ON_GLOO}" in out.splitlines()
     assert "differs on lockstep" in out and "MISMATCH" not in out
     assert out.splitlines()[-1] == "2 schemes, 0 mismatches, 1 on which engines disagree, 0 not run."
     (sharing, _) = json.loads(Path("o.json").read_text())["reports"]
-    assert (sharing["verdict"], sharing["contested"]) == ("engines disagree", second_opinion.SHARED)
+    assert (sharing["verdict"], sharing["engines_disagree"]) == ("engines disagree", second_opinion.PASSES_ON_GLOO)
     assert 'failure message="engines disagree"' in Path("out.xml").read_text()
     (scheme, _) = schemes_of_file("sharing.py")
     with pytest.raises(EnginesDisagree):
@@ -98,9 +98,9 @@ def test_state_that_the_function_keeps_between_calls_is_named_and_replayed(funct
     file = written(f"{function}.py", CACHING, f"import jax\ndeclare({function}, dtypes=('float32',){more})\n")
     (scheme,) = schemes_of_file(file)
     report = scheme.verify(tp=2, seed=3)
-    assert (report.verdict, report.contested, report.confirmed_on) == ("mismatch", None, "gloo"), str(report)
+    assert (report.verdict, report.engines_disagree, report.confirmed_on) == ("mismatch", None, "gloo"), str(report)
     assert f"  only when the function was called with other {other} before" in str(report).splitlines()
-    assert f"  {second_opinion.KEPT}" in str(report).splitlines() and report.case.engine == "lockstep"
+    assert f"  {second_opinion.STATE_BETWEEN_CALLS}" in str(report).splitlines() and report.case.engine == "lockstep"
     alone = subprocess.run([sys.executable, report.replay], capture_output=True, text=True, check=False)
     assert alone.returncode == 1, alone.stdout + alone.stderr
 
@@ -110,7 +110,7 @@ def test_a_scheme_may_exclude_that_it_is_called_before(first):
     (scheme,) = schemes_of_file(file)
     report = scheme.verify(tp=2, seed=3)
     assert report.verdict == "engines disagree"
-    assert report.contested == f"{second_opinion.KEPT}, which the scheme excludes"
+    assert report.engines_disagree == f"{second_opinion.STATE_BETWEEN_CALLS}, which the scheme excludes"
 
 
 def test_a_state_that_another_file_left_is_no_verdict_on_this_one(tmp_path):
@@ -124,7 +124,7 @@ def test_a_state_that_another_file_left_is_no_verdict_on_this_one(tmp_path):
         report = scheme.verify(examples=2, tp=2)
     finally:
         del torch.Tensor.half_of
-    assert (report.verdict, report.contested) == ("engines disagree", second_opinion.LEFT_OVER)
+    assert (report.verdict, report.engines_disagree) == ("engines disagree", second_opinion.PROCESS_CHANGED)
 
 
 def test_gloo_is_judged_again_in_fresh_processes_if_they_served_another_scheme():
@@ -137,7 +137,7 @@ def test_gloo_is_judged_again_in_fresh_processes_if_they_served_another_scheme()
 
     assert declared(leaving).verify("gloo", examples=1, tp=2).ok
     report = declared(finding).verify("gloo", examples=1, tp=2)
-    assert (report.verdict, report.contested) == ("engines disagree", second_opinion.LEFT_OVER)
+    assert (report.verdict, report.engines_disagree) == ("engines disagree", second_opinion.PROCESS_CHANGED)
 
 
 def strided(mesh, x):
@@ -165,7 +165,7 @@ def never_waited(mesh, x):
 def test_what_gloo_cannot_see_stays_a_verdict(function, verdict, monkeypatch):
     monkeypatch.setattr(pool, "run", None)
     report = declared(function).verify(examples=1, tp=2)
-    assert (report.verdict, report.confirmed_on, report.contested) == (verdict, None, None)
+    assert (report.verdict, report.confirmed_on, report.engines_disagree) == (verdict, None, None)
 
 
 def test_one_case_alone_is_judged_once(monkeypatch):
@@ -181,4 +181,4 @@ def test_state_that_gloo_keeps_between_calls_is_named_too(first):
     (scheme,) = schemes_of_file(written("on_gloo.py", CACHING, "declare(caching, dtypes=('float32',))\n"))
     report = scheme.verify("gloo", tp=2, seed=3, examples=12)
     assert (report.verdict, report.case.engine) == ("mismatch", "gloo") and "call_before" in report.case.calls
-    assert f"  {second_opinion.KEPT}" in str(report).splitlines()
+    assert f"  {second_opinion.STATE_BETWEEN_CALLS}" in str(report).splitlines()

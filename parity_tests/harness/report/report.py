@@ -23,7 +23,7 @@ from parity_tests.harness.run.ledger import Ledger
 
 PLAIN_WIDTH = 132
 EQUAL_NUMBERS = ("zeros", "ones", "iota", "ties")  # kinds of values of which some are equal
-MOST_UNDECIDED = 0.25  # of the examples of a scheme that passes
+MAX_UNDECIDED_SHARE = 0.25  # of the examples of a scheme that passes
 # Fields that a report of one case takes over from that of all examples.
 OF_ALL_EXAMPLES = (
     "examples",
@@ -99,11 +99,11 @@ class Report:
     smallest: bool = False  # each size of the case was tried one step smaller, and none of these fails as it does
     conditions_needed: bool = False  # the case passes if any one calling condition is left out
     values_to_avoid: tuple[str, ...] = ()  # inputs whose equal numbers, as zeros, cause the failure
-    kept_state: str | None = None  # that the function keeps state between calls, where fresh processes show it
+    state_between_calls: str | None = None  # where fresh processes show that the function has one
     replay: str | None = None
-    unsaved: str | None = None  # why there is no replay file
+    replay_error: str | None = None  # why there is no replay file
     confirmed_on: str | None = None  # the engine that fails on the case too, with its verdict where that is another
-    contested: str | None = None  # what it means that the case passes there
+    engines_disagree: str | None = None  # why it fails here and passes on gloo in fresh processes
     shards: str | None = None  # the shard of each input on the rank that raised
     implementation: Implementation | None = None  # whose functions were judged, if not ours
 
@@ -114,13 +114,13 @@ class Report:
 
     @property
     def failed(self) -> bool:
-        """Not equal, and not undecided either."""
+        """Not equal, and not undecided either: a mismatch or a failed rank."""
         return not self.ok and self.undecided is None
 
     @property
     def verdict(self) -> str:
         """In a word or two: equal, or the first thing that is wrong."""
-        if self.contested is not None:
+        if self.engines_disagree is not None:
             return "engines disagree"
         if self.failure is not None:
             return self.failure.cause
@@ -139,7 +139,7 @@ class Report:
         """Raise the failure, one exception type for each cause; the message is the full report."""
         if self.ok:
             return
-        if self.contested is not None:
+        if self.engines_disagree is not None:
             raise EnginesDisagree("\n" + str(self)) from self.failure
         if self.failure is not None:
             raise self.failure
@@ -195,7 +195,7 @@ class Report:
             "replay": self.replay,
             "left_out": dict(self.left_out),
             "confirmed_on": self.confirmed_on,
-            "contested": self.contested,
+            "engines_disagree": self.engines_disagree,
             "undecided": self.undecided_examples,
             "undecided_why": self.undecided_why,
             "shards": self.shards,
@@ -216,14 +216,14 @@ class Report:
         parts: list[RenderableType] = [Text(self._heading(), style="bold")]
         if self.implementation is not None:
             parts += [Text(f"  {line}") for line in self.implementation.lines]
-        if self.contested is not None:
-            parts.append(Text(f"  engines disagree: {self.contested}", style="yellow"))
+        if self.engines_disagree is not None:
+            parts.append(Text(f"  engines disagree: {self.engines_disagree}", style="yellow"))
         if self.failure is not None:
             parts.append(Text("\n".join("  " + line for line in str(self.failure).splitlines()), style="red"))
             if self.shards is not None:
                 parts.append(Text(f"  {self.shards}"))
         else:
-            parts += [*self._table(), Text("  " + self._conduct())]
+            parts += [*self._table(), Text("  " + self._side_check_lines())]
         if self.undecided_why is not None:
             share = f"{self.undecided_examples} of {self.examples} example{'s' if self.examples != 1 else ''}"
             too_many = ", too many for a pass" if self.undecided else ""
@@ -241,8 +241,8 @@ class Report:
             if self.case.calls:
                 only = "only when" if self.conditions_needed else "seen when"
                 parts.append(Text(f"  {only} {' and '.join(phrases(self.case))}"))
-            if self.kept_state is not None:
-                parts.append(Text(f"  {self.kept_state}"))
+            if self.state_between_calls is not None:
+                parts.append(Text(f"  {self.state_between_calls}"))
             parts += [Text("  " + hint) for hint in self._hints()]
         return Group(*parts)
 
@@ -276,8 +276,8 @@ class Report:
             hints.append(f"drawn for it: {kinds}; if such values never occur, declare draw={{{other}}}")
         if SPARE in self.case.mesh:
             hints.append(f"inside a larger world: {SPARE} is no axis of the scheme, whose mesh is half of the ranks")
-        if self.unsaved is not None:
-            hints.append(f"no replay file was written: {self.unsaved}")
+        if self.replay_error is not None:
+            hints.append(f"no replay file was written: {self.replay_error}")
         return hints
 
     def _table(self) -> list[Text]:
@@ -299,16 +299,17 @@ class Report:
                 f"{axis} {coordinate[row.where]}" for axis, coordinate in row.owners.items() if case.mesh[axis] > 1
             ]
             where += f", owner {' '.join(owner)}" if owner else ""
-            where += f"   {self._word_of_a_difference()}"
+            where += f"   {self._difference_label()}"
         headroom = f"{row.headroom:.0f}x" if row.ok and math.isfinite(row.headroom) else "exact" if row.ok else "-"
         return [f"{row.error:.1e}", f"{row.budget:.1e}", _short(row.ratio), headroom, where]
 
-    def _word_of_a_difference(self) -> str:
-        if self.contested is not None:
+    def _difference_label(self) -> str:
+        if self.engines_disagree is not None:
             return f"differs on {self.case.engine}"
         return "MISMATCH" if self.undecided is None else "undecided"
 
-    def _conduct(self) -> str:
+    def _side_check_lines(self) -> str:
+        """Protocol, cost and hygiene: on one line where all are in order."""
         cost = "cost as declared, forward and backward" if self.cost_declared else "cost not declared"
         lines = [
             "protocol ok" if not self.protocol else f"protocol: {self.protocol[0]}",
@@ -320,13 +321,13 @@ class Report:
 
 def merge_reports(reports: Iterable[Report]) -> Report:
     """One report of many examples of a scheme: the worst row of each tensor; the last example's case if it failed."""
-    seen = list(reports)
-    failed = [report for report in seen if report.failed]
-    undecided = [report for report in seen if report.undecided is not None]
-    equal = [report for report in seen if report.ok]
+    of_all_examples = list(reports)
+    failed = [report for report in of_all_examples if report.failed]
+    undecided = [report for report in of_all_examples if report.undecided is not None]
+    equal = [report for report in of_all_examples if report.ok]
     plain = [report for report in equal if SPARE not in report.case.mesh]
     example = (failed or plain or equal or undecided)[-1]
-    too_many = len(undecided) > MOST_UNDECIDED * len(seen)
+    too_many = len(undecided) > MAX_UNDECIDED_SHARE * len(of_all_examples)
     worst: dict[str, tuple[TensorRow, CaseSpec]] = {}
     for report in [example] if failed else equal or undecided:
         for row in report.rows:
@@ -336,10 +337,12 @@ def merge_reports(reports: Iterable[Report]) -> Report:
         example,
         rows=tuple(row for row, _ in worst.values()),
         row_cases={label: case for label, (_, case) in worst.items()},
-        examples=len(seen),
-        dtypes=tuple(dict.fromkeys(report.case.dtype for report in seen)),
-        meshes=(mesh_text(example.case.mesh),) if failed else tuple(sorted({_own_mesh(r.case) for r in seen})),
-        seconds=sum(report.seconds for report in seen),
+        examples=len(of_all_examples),
+        dtypes=tuple(dict.fromkeys(report.case.dtype for report in of_all_examples)),
+        meshes=(mesh_text(example.case.mesh),)
+        if failed
+        else tuple(sorted({_own_mesh(r.case) for r in of_all_examples})),
+        seconds=sum(report.seconds for report in of_all_examples),
         ledger=example.ledger,
         undecided=undecided[-1].undecided if undecided and too_many and not failed else None,
         undecided_why=undecided[-1].undecided if undecided else None,

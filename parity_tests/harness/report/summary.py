@@ -179,14 +179,14 @@ def _row(report: Report) -> dict[str, str]:
 def closing(outcome: Outcome) -> str:
     schemes = len(outcome.reports)
     unexpected = [report for report in outcome.reports if not outcome.is_expected(report)]
-    clear = [report for report in unexpected if report.failed and report.contested is None]
+    clear = [report for report in unexpected if report.failed and report.engines_disagree is None]
     failures = sum(report.failure is not None for report in clear)
     mismatches = len(clear) - failures
-    contested = sum(report.contested is not None for report in unexpected)
+    disagreements = sum(report.engines_disagree is not None for report in unexpected)
     without_verdict = sum(report.undecided is not None for report in unexpected)
     undecided = f", {without_verdict} undecided" if without_verdict else ""
     failed = f", {failures} failed" if failures else ""
-    failed += f", {contested} on which engines disagree" if contested else ""
+    failed += f", {disagreements} on which engines disagree" if disagreements else ""
     expected, passes = schemes - len(unexpected), len(outcome.unexpected_passes)
     failed += f", {expected} expected failure{'s' if expected != 1 else ''}" if expected else ""
     failed += f", {passes} unexpected pass{'es' if passes != 1 else ''}" if passes else ""
