@@ -56,15 +56,18 @@ def verify(
     examples: int | None = None,
     seed: int = 0,
     dtype: str | None = None,
-    given_names: Mapping[str, Any] | None = None,
+    fixed: Mapping[str, Any] | None = None,
     *,
     world: int | None = None,
     inside_subgroup: bool | None = None,
     progress: Progress | None = None,
     replay_folder: str = ".",
 ) -> Report:
-    """See Scheme.verify; `world` fixes the number of ranks, `progress(done, total)` is called after each example."""
-    names = dict(given_names or {})
+    """See Scheme.verify; `fixed` are mesh axes, dims and options that are not drawn, `world` the number of ranks.
+
+    `progress(done, total)` is called after each example.
+    """
+    fixed = dict(fixed or {})
     if engine not in ENGINES:
         raise ValueError(f"scheme '{scheme.name}': engine {engine!r} is not one of {', '.join(ENGINES)}")
     if engine not in scheme.engines:
@@ -72,70 +75,90 @@ def verify(
     if examples is not None and (not isinstance(examples, int) or examples < 1):
         raise ValueError(f"scheme '{scheme.name}': examples={examples!r}; give 1 or more")
     VERIFIED.add(scheme.key)
-    how = {"dtype": dtype, "engine": engine, "world": world, "inside_subgroup": inside_subgroup}
-    # 1. The cases that are known in advance: a single drawn one or, with all dims given, one for each mesh and dtype.
-    outside = {**how, "inside_subgroup": bool(inside_subgroup)}
-    seeded_case = draw_case(scheme, seeded_chooser(seed), names, seed=seed, **outside)
-    traced = CLOCK.seconds
-    planned = _planned(scheme, names, outside, seed)
-    total = examples or (EXAMPLES[profile()] if _is_open(scheme, names) else len(planned))
-    known = [seeded_case] if examples == 1 else planned if total >= len(planned) else []
-    if known and examples is None and inside_subgroup is None and engine == "lockstep":
-        inside = {**how, "inside_subgroup": True}
-        case = draw_case(scheme, seeded_chooser(seed), names, seed=seed, **inside)
-        known += [case] if case.world <= LARGEST_WORLD else []
-    reports = _until_one_fails(scheme, known)
+    draw_options = {"dtype": dtype, "engine": engine, "world": world, "inside_subgroup": inside_subgroup}
+    trace_seconds_before = CLOCK.seconds
+    # 1. The cases that need no search.
+    first_cases, total = _first_cases(scheme, fixed, draw_options, seed, examples)
+    reports = _until_one_fails(scheme, first_cases)
     # 2. Hypothesis draws the rest, and shrinks a failure to the smallest case.
-    steps = 0
+    shrinking_steps = 0
     if total > len(reports) and not any(report.failed for report in reports):
-        drawn, steps = _search(scheme, names, how, seed, total - len(reports), progress)
-        reports += drawn
+        searched, shrinking_steps = _search(scheme, fixed, draw_options, seed, total - len(reports), progress)
+        reports += searched
     # 3. One report: the worst of each tensor, or the smallest failure with its replay file.
     equal = [report for report in reports if report.ok]
     if equal and not any(report.failed for report in reports):
         _check_compared(scheme, equal)
-    left_out = {mesh_text(mesh): why for mesh, why in meshes_left_out(scheme, names, world, SHAPES[profile()])}
-    seconds = CLOCK.seconds - traced
-    report = replace(merge_reports(reports), left_out=left_out, trace_seconds=seconds, shrinking_steps=steps)
+    left_out = {mesh_text(mesh): why for mesh, why in meshes_left_out(scheme, fixed, world, SHAPES[profile()])}
+    trace_seconds = CLOCK.seconds - trace_seconds_before
+    report = replace(
+        merge_reports(reports), left_out=left_out, trace_seconds=trace_seconds, shrinking_steps=shrinking_steps
+    )
     if report.ok:
         return report
     if report.undecided is not None:
-        return _saved(scheme, name_values_to_avoid(scheme, report), replay_folder)
-    smallest = name_values_to_avoid(scheme, _with_smallest_case(scheme, report, names))
-    return _saved(scheme, check_notes(scheme, second_opinion(scheme, smallest, report.case)), replay_folder)
+        return _with_replay_file(scheme, name_values_to_avoid(scheme, report), replay_folder)
+    smallest = name_values_to_avoid(scheme, _with_smallest_case(scheme, report, fixed))
+    return _with_replay_file(scheme, check_notes(scheme, second_opinion(scheme, smallest, report.case)), replay_folder)
 
 
-def _with_smallest_case(scheme: Declared, report: Report, names: Mapping[str, Any]) -> Report:
+def _with_smallest_case(scheme: Declared, report: Report, fixed: Mapping[str, Any]) -> Report:
     """The report with what its smallest case shows in place of the failing one."""
-    small = shrink(scheme, report, names)
+    small = shrink(scheme, report, fixed)
     meshes = (mesh_text(small.case.mesh),)
     rest = {name: getattr(report, name) for name in OF_ALL_EXAMPLES}
     return replace(small, **rest, meshes=meshes, row_cases={row.label: small.case for row in small.rows})
 
 
-def _is_open(scheme: Declared, names: Mapping[str, Any]) -> bool:
+def _is_open(scheme: Declared, fixed: Mapping[str, Any]) -> bool:
     """Whether a dim, a mesh axis or an option is left to the draw, and not values alone."""
     chosen = {**scheme.mesh, **scheme.options, **scheme.rank_options}
-    return not _has_all_dims(scheme, names) or any(
-        len(choices) > 1 and name not in names for name, choices in chosen.items()
+    return not _has_all_dims(scheme, fixed) or any(
+        len(choices) > 1 and name not in fixed for name, choices in chosen.items()
     )
 
 
-def _has_all_dims(scheme: Declared, names: Mapping[str, Any]) -> bool:
-    return all(dim in names for dim in size_choices.free_dims(scheme))
+def _has_all_dims(scheme: Declared, fixed: Mapping[str, Any]) -> bool:
+    return all(dim in fixed for dim in size_choices.free_dims(scheme))
 
 
-def _planned(scheme: Declared, names: Mapping[str, Any], how: Mapping[str, Any], seed: int) -> list[CaseSpec]:
-    """Where all dims are given: one case on each mesh that can shard them, in each dtype.
+def _first_cases(
+    scheme: Declared, fixed: Mapping[str, Any], draw_options: Mapping[str, Any], seed: int, examples: int | None
+) -> tuple[list[CaseSpec], int]:
+    """The cases that are known before Hypothesis draws any, and the number of examples in all.
 
-    A mistake on one mesh or in one dtype alone is common, such as a sum kept in bfloat16.
+    For one example it is the case of the seed. With all dims fixed there is one case for each mesh and dtype and,
+    unless the caller chose, one inside a larger world.
     """
-    if not _has_all_dims(scheme, names):
+    by_default = {**draw_options, "inside_subgroup": bool(draw_options["inside_subgroup"])}
+    seeded_case = draw_case(scheme, seeded_chooser(seed), fixed, seed=seed, **by_default)
+    cases = _case_of_each_mesh_and_dtype(scheme, fixed, by_default, seed)
+    total = examples or (EXAMPLES[profile()] if _is_open(scheme, fixed) else len(cases))
+    if examples == 1:
+        return [seeded_case], total
+    if total < len(cases):
+        return [], total
+    if cases and examples is None and draw_options["inside_subgroup"] is None and draw_options["engine"] == "lockstep":
+        inside = {**draw_options, "inside_subgroup": True}
+        case = draw_case(scheme, seeded_chooser(seed), fixed, seed=seed, **inside)
+        cases += [case] if case.world <= LARGEST_WORLD else []
+    return cases, total
+
+
+def _case_of_each_mesh_and_dtype(
+    scheme: Declared, fixed: Mapping[str, Any], draw_options: Mapping[str, Any], seed: int
+) -> list[CaseSpec]:
+    """Where all dims are fixed: one case on each mesh that can shard them, in each dtype.
+
+    A mistake on one mesh or in one dtype alone is common, such as a sum in bfloat16.
+    """
+    if not _has_all_dims(scheme, fixed):
         return []
+    dtypes = (draw_options["dtype"],) if draw_options["dtype"] else scheme.dtypes
     cases = []
-    for mesh in fitting_meshes(scheme, names, how["world"]):
-        case = draw_case(scheme, seeded_chooser(seed), {**names, **mesh}, seed=seed, **how)
-        cases += [case.replace(dtype=name) for name in ((how["dtype"],) if how["dtype"] else scheme.dtypes)]
+    for mesh in fitting_meshes(scheme, fixed, draw_options["world"]):
+        case = draw_case(scheme, seeded_chooser(seed), {**fixed, **mesh}, seed=seed, **draw_options)
+        cases += [case.replace(dtype=dtype) for dtype in dtypes]
     return cases
 
 
@@ -172,21 +195,21 @@ def _until_one_fails(scheme: Declared, cases: Sequence[CaseSpec]) -> list[Report
 
 def _search(
     scheme: Declared,
-    names: Mapping[str, Any],
-    how: Mapping[str, Any],
+    fixed: Mapping[str, Any],
+    draw_options: Mapping[str, Any],
     seed: int,
     total: int,
     progress: Progress | None,
 ) -> tuple[list[Report], int]:
     """Reports of the drawn cases; on a failure, those before it and that of the smallest failing case.
 
-    Also how many further cases were tried to find a smaller one.
+    Also the number of further cases that were tried to find a smaller one.
     """
     reports: list[Report] = []
     failing: list[Report] = []
-    steps = 0
+    shrinking_steps = 0
     # Shrinking against process engines costs a respawn for each failing example.
-    phases = [Phase.generate, Phase.shrink] if how["engine"] == "lockstep" else [Phase.generate]
+    phases = [Phase.generate, Phase.shrink] if draw_options["engine"] == "lockstep" else [Phase.generate]
 
     @hypothesis_seed(seed)
     @settings(
@@ -198,14 +221,14 @@ def _search(
         print_blob=False,
         suppress_health_check=list(HealthCheck),  # pyright: ignore[reportArgumentType]
     )
-    @given(every_case(scheme, **how, **names))
+    @given(every_case(scheme, **draw_options, **fixed))
     def example(case: CaseSpec) -> None:
         if failing and isinstance(failing[-1].failure, Stalled):
             return  # every further example would wait as long; the search ends without a smaller case
         report = verdict_of(scheme, case)
-        nonlocal steps
+        nonlocal shrinking_steps
         if failing:
-            steps += 1
+            shrinking_steps += 1
         if report.failed or not failing:
             (failing if report.failed else reports).append(report)
         if progress and not failing:
@@ -221,8 +244,8 @@ def _search(
     except Exception:
         if not failing:
             raise
-        return [*reports, failing[-1]], steps
-    return reports, steps
+        return [*reports, failing[-1]], shrinking_steps
+    return reports, shrinking_steps
 
 
 _LAST_REPLAY: dict[str, str] = {}
@@ -235,16 +258,16 @@ def check(case: CaseSpec) -> Report:
     if report.undecided is not None and currently_in_test_context():
         reject()  # another example is drawn in its place; where there is none, the test does not pass
     if not report.ok:
-        report = _saved(scheme, from_one_case(report), ".", replaces=_LAST_REPLAY.get(scheme.key))
+        report = _with_replay_file(scheme, from_one_case(report), ".", replaces=_LAST_REPLAY.get(scheme.key))
         if report.replay:
             _LAST_REPLAY[scheme.key] = report.replay
         report.raise_if_failed()
     return report
 
 
-def _saved(scheme: Declared, report: Report, folder: str, replaces: str | None = None) -> Report:
+def _with_replay_file(scheme: Declared, report: Report, folder: str, replaces: str | None = None) -> Report:
     """The report with its replay file; where the folder takes none it says why, since the verdict matters more."""
     try:
         return replace(report, replay=write_replay(scheme, report, folder, replaces))
     except OSError as error:
-        return replace(report, unsaved=f"{error.filename or folder}: {error.strerror or error}")
+        return replace(report, replay_error=f"{error.filename or folder}: {error.strerror or error}")

@@ -59,18 +59,18 @@ def _example(strategy: Any, seed: int) -> Any:
 
     from parity_tests.harness.draw.reproducible import reproducible_draws
 
-    found: list[Any] = []
+    examples: list[Any] = []
 
     @hypothesis_seed(seed)
     @settings(max_examples=10, deadline=None, database=None, phases=[Phase.generate],
               suppress_health_check=list(HealthCheck))  # pyright: ignore[reportArgumentType]  # fmt: skip
     @given(strategy)
     def example(value: Any) -> None:
-        found.append(value)
+        examples.append(value)
 
     with reproducible_draws():
         example()
-    return found[seed % len(found)]
+    return examples[seed % len(examples)]
 
 
 def one_case(
@@ -159,8 +159,8 @@ def another(
 def _of_the_same_shapes(scheme: Declared, case: CaseSpec, choose: Chooser) -> CaseSpec:
     """The case with other values; the lengths of its shards and sequences stay."""
     sizes = {dim: case.dims[dim] for dim in size_choices.free_dims(scheme)}
-    own_mesh = {axis: size for axis, size in case.mesh.items() if axis != SPARE}
-    drawn = draw_case(scheme, choose, {**own_mesh, **sizes, **case.options}, dtype=case.dtype, engine=case.engine)
+    scheme_mesh = {axis: size for axis, size in case.mesh.items() if axis != SPARE}
+    drawn = draw_case(scheme, choose, {**scheme_mesh, **sizes, **case.options}, dtype=case.dtype, engine=case.engine)
     return _of_another_seed(case.replace(values=drawn.values, seed=drawn.seed), case)
 
 
@@ -180,9 +180,9 @@ def meshes_left_out(
 ) -> list[tuple[dict[str, int], str]]:
     """The meshes that cannot shard the sizes given, or any drawn beside them, with the reason. Errors: of draw_case."""
     sizes, options = _sizes_and_options(scheme, fixed)
-    given_ones = (ASSUMED, *(f"{name}=" for name in sizes))
+    fixed_prefixes = (ASSUMED, *(f"{name}=" for name in sizes))
     return [
-        (mesh, why if why.startswith(given_ones) else f"of the sizes drawn, {why}")
+        (mesh, why if why.startswith(fixed_prefixes) else f"of the sizes drawn, {why}")
         for mesh, why in _cached_mesh_choices(scheme, sizes, options, world, limit).left_out
     ]
 
@@ -271,15 +271,15 @@ def _sizes_and_options(scheme: Declared, fixed: Mapping[str, Any]) -> tuple[dict
 
 
 def _options(
-    scheme: Declared, mesh: Mapping[str, int], shape: Mapping[str, int], given: Mapping[str, Any], choose: Chooser
+    scheme: Declared, mesh: Mapping[str, int], shape: Mapping[str, int], fixed: Mapping[str, Any], choose: Chooser
 ) -> dict[str, Any]:
     """A value for each option that is not given; where there is an `assume`, together they satisfy it."""
-    allowed = size_choices.assumed_options(scheme, shape, mesh, given) if scheme.assume else []
+    allowed = size_choices.assumed_options(scheme, shape, mesh, fixed) if scheme.assume else []
     chosen: dict[str, Any] = {}
     for name, choices in scheme.all_options.items():
         values = [value for value in choices if any(options[name] == value for options in allowed)]
-        drawn = choose(values if scheme.assume and name not in given else choices)
-        chosen[name] = given.get(name, drawn)
+        drawn = choose(values if scheme.assume and name not in fixed else choices)
+        chosen[name] = fixed.get(name, drawn)
         allowed = [options for options in allowed if options[name] == chosen[name]]
     return chosen
 

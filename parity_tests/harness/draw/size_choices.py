@@ -95,10 +95,10 @@ def compatible(
 
 
 def assumed_options(
-    scheme: Declared, shape: Mapping[str, int], mesh: Mapping[str, int], given: Mapping[str, Any]
+    scheme: Declared, shape: Mapping[str, int], mesh: Mapping[str, int], fixed: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """The choices of options that `assume` allows at these sizes, those given as they are. Errors: ValueError."""
-    choices = {name: (given[name],) if name in given else values for name, values in scheme.all_options.items()}
+    """The choices of options that `assume` allows at these sizes, those of `fixed` as they are. Errors: ValueError."""
+    choices = {name: (fixed[name],) if name in fixed else values for name, values in scheme.all_options.items()}
     tried = (dict(zip(choices, chosen, strict=True)) for chosen in itertools.product(*choices.values()))
     if scheme.assume is None:
         return list(itertools.islice(tried, 1))
@@ -122,11 +122,13 @@ def objection(
 ) -> str | None:
     """Why this shape cannot be sharded on this mesh, or None; of several dims that cannot, one of `fixed`."""
     if scheme.depends_on_mesh:
-        wanted = complete_dims(scheme.dims, {name: shape[name] for name in free_dims(scheme)}, mesh)
-        for name in wanted:
-            if shape[name] != wanted[name]:
-                return f"{name}={shape[name]} is not {scheme.dims[name]}, which is {wanted[name]} on {sizes_text(mesh)}"
-    for dim in sorted(_cut_dims(scheme), key=lambda dim: dim.name not in fixed):
+        expected = complete_dims(scheme.dims, {name: shape[name] for name in free_dims(scheme)}, mesh)
+        for name in expected:
+            if shape[name] != expected[name]:
+                return (
+                    f"{name}={shape[name]} is not {scheme.dims[name]}, which is {expected[name]} on {sizes_text(mesh)}"
+                )
+    for dim in sorted(_sharded_dims(scheme), key=lambda dim: dim.name not in fixed):
         sizes = [dim.size(shape)]
         for sharding in dim.shardings:
             pieces: list[int] = []
@@ -154,7 +156,7 @@ def _shard_sizes(scheme: Declared, dim: Dim, size: int, sharding: Sharding, worl
 
 def never(scheme: Declared, mesh: Mapping[str, int], fixed: Collection[str] = ()) -> str | None:
     """The words for a custom layout that takes no size at all of a dim that is not given on this mesh, or None."""
-    dims = [dim for dim in _cut_dims(scheme) if dim.name not in fixed]
+    dims = [dim for dim in _sharded_dims(scheme) if dim.name not in fixed]
     shardings = [(dim, sharding) for dim in dims for sharding in dim.shardings if sharding.layout in scheme.layouts]
     reasons = (
         custom_layout.never(c.layout, scheme.layouts[c.layout], d.name, c.axis, mesh[c.axis]) for d, c in shardings
@@ -216,8 +218,8 @@ def _tied(
 ) -> dict[str, int] | None:
     """The shape with the dims that follow from others, these made larger until all can be sharded."""
     mesh = {axis: fixed[axis] for axis in scheme.mesh if axis in fixed}
-    named = {name for rule in scheme.dims.values() if isinstance(rule, str) for name in names_in(rule)}
-    movable = [name for name in named if name in shape and name not in fixed and name not in scheme.dims]
+    names_in_rules = {name for rule in scheme.dims.values() if isinstance(rule, str) for name in names_in(rule)}
+    movable = [name for name in names_in_rules if name in shape and name not in fixed and name not in scheme.dims]
     for factor in FACTORS if movable else (1,):
         full = complete_dims(scheme.dims, {**shape, **{name: shape[name] * factor for name in movable}}, mesh)
         if min(full.values(), default=0) < 0 or any(full[name] != fixed[name] for name in fixed if name in full):
@@ -235,7 +237,7 @@ def _offsets_dims(scheme: Declared) -> set[str]:
 def _units(scheme: Declared, mesh: Mapping[str, int]) -> dict[str, int]:
     """What each dim's size must be a multiple of on this mesh; a custom layout is asked about each size instead."""
     unit: dict[str, int] = {}
-    for dim in _cut_dims(scheme):
+    for dim in _sharded_dims(scheme):
         custom = [sharding for sharding in dim.shardings if sharding.layout in scheme.layouts]
         if custom and dim.name in scheme.dims and not isinstance(scheme.dims[dim.name], str):
             continue
@@ -252,6 +254,6 @@ def _units(scheme: Declared, mesh: Mapping[str, int]) -> dict[str, int]:
     return unit
 
 
-def _cut_dims(scheme: Declared) -> list[Dim]:
+def _sharded_dims(scheme: Declared) -> list[Dim]:
     dims = [dim for arg in (*scheme.inputs, *scheme.outputs) for dim in arg.spec.dims if dim.shardings]
     return list(dict.fromkeys(dims))

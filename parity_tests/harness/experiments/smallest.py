@@ -21,11 +21,11 @@ from parity_tests.harness.experiments.undecided import verdict_of
 from parity_tests.harness.report.report import Report
 from parity_tests.harness.run.failure import Stalled
 
-MOST_RUNS = 40
+MAX_RUNS = 40
 
 
-def shrink(scheme: Declared, report: Report, given_names: Mapping[str, Any]) -> Report:
-    """The report of the smallest case found that fails as this one does; sizes that were given stay as they are.
+def shrink(scheme: Declared, report: Report, fixed: Mapping[str, Any]) -> Report:
+    """The report of the smallest case found that fails as this one does; `fixed` sizes stay as they are.
 
     `smallest` is true in it where every size was tried one step smaller and none of these cases fails so; it is false
     where the number of runs did not suffice for that.
@@ -34,7 +34,7 @@ def shrink(scheme: Declared, report: Report, given_names: Mapping[str, Any]) -> 
         return report
     if report.case.engine != "lockstep":
         return with_fewest_conditions(scheme, report)
-    smallest = _of_smallest_sizes(scheme, with_fewest_conditions(scheme, report), given_names)
+    smallest = _of_smallest_sizes(scheme, with_fewest_conditions(scheme, report), fixed)
     # Of a smaller case one condition less may be enough.
     return with_fewest_conditions(scheme, smallest) if smallest.case.dims != report.case.dims else smallest
 
@@ -48,11 +48,11 @@ def with_fewest_conditions(scheme: Declared, report: Report) -> Report:
     return replace(report, conditions_needed=bool(report.case.calls))
 
 
-def _of_smallest_sizes(scheme: Declared, report: Report, given_names: Mapping[str, Any]) -> Report:
+def _of_smallest_sizes(scheme: Declared, report: Report, fixed: Mapping[str, Any]) -> Report:
     runs = 0
     while True:
-        for case in _smaller(scheme, report.case, given_names):
-            if runs == MOST_RUNS:
+        for case in _smaller(scheme, report.case, fixed):
+            if runs == MAX_RUNS:
                 return report
             runs += 1
             other = verdict_of(scheme, case)
@@ -74,15 +74,15 @@ def _fails_alike(report: Report, other: Report) -> bool:
     )
 
 
-def _smaller(scheme: Declared, case: CaseSpec, given_names: Mapping[str, Any]) -> Iterator[CaseSpec]:
+def _smaller(scheme: Declared, case: CaseSpec, fixed: Mapping[str, Any]) -> Iterator[CaseSpec]:
     """Valid cases in a smaller world or with one size smaller, for each size the smallest first and one step last."""
     if SPARE in case.mesh:
         yield case.replace(mesh=own_axes(case))
     for axis, choices in scheme.mesh.items():
-        for size in sorted(choice for choice in choices if axis not in given_names and choice < case.mesh[axis]):
+        for size in sorted(choice for choice in choices if axis not in fixed and choice < case.mesh[axis]):
             yield from _resized(scheme, case, {**own_axes(case), axis: size}, _free(scheme, case))
     for dim in size_choices.free_dims(scheme):
-        for size in _steps(scheme, dim, case.dims[dim]) if dim not in given_names else ():
+        for size in _steps(scheme, dim, case.dims[dim]) if dim not in fixed else ():
             yield from _resized(scheme, case, own_axes(case), {**_free(scheme, case), dim: size})
 
 
@@ -106,21 +106,23 @@ def _resized(scheme: Declared, case: CaseSpec, mesh: Mapping[str, int], free: Ma
     dims = complete_dims(scheme.dims, free, mesh)
     if min(dims.values(), default=0) < 0 or not size_choices.compatible(scheme, dims, mesh):
         return
-    fixed = {**mesh, **dims, **case.options}
     try:
-        drawn = draw_case(scheme, simplest, fixed, dtype=case.dtype, engine=case.engine, seed=case.seed)
+        simplest_case = draw_case(
+            scheme, simplest, {**mesh, **dims, **case.options}, dtype=case.dtype, engine=case.engine, seed=case.seed
+        )
     except ValueError:  # no mesh or shape of the menus leads there
         return
     layouts = {
-        key: case.layouts[key] if _same_dim(key, case, drawn, mesh) else drawn.layouts[key] for key in drawn.layouts
+        key: case.layouts[key] if _same_dim(key, case, simplest_case, mesh) else simplest_case.layouts[key]
+        for key in simplest_case.layouts
     }
     lengths = {
         dim: case.lengths[dim]
-        if sum(case.lengths[dim]["padded"]) == drawn.dims[dim] and mesh == own_axes(case)
+        if sum(case.lengths[dim]["padded"]) == simplest_case.dims[dim] and mesh == own_axes(case)
         else its
-        for dim, its in drawn.lengths.items()
+        for dim, its in simplest_case.lengths.items()
     }
-    resized = drawn.replace(
+    resized = simplest_case.replace(
         mesh={axis: mesh.get(axis, size) for axis, size in case.mesh.items()},
         layouts=layouts,
         lengths=lengths,
@@ -142,8 +144,8 @@ def _resized_calls(scheme: Declared, case: CaseSpec, resized: CaseSpec) -> dict[
     return records
 
 
-def _same_dim(key: str, case: CaseSpec, drawn: CaseSpec, mesh: Mapping[str, int]) -> bool:
+def _same_dim(key: str, case: CaseSpec, simplest_case: CaseSpec, mesh: Mapping[str, int]) -> bool:
     """Whether the lengths of `dim/axis` still fit."""
     dim, _, axis = key.partition("/")
-    same_size = case.dims.get(dim) == drawn.dims.get(dim)
+    same_size = case.dims.get(dim) == simplest_case.dims.get(dim)
     return same_size and mesh[axis] == case.mesh[axis] and key in case.layouts

@@ -46,12 +46,12 @@ class Offered:
         self.target, self.name = target, name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _called(self._theirs, _signature(self._theirs), _signature(self.name.value), args, kwargs)
+        return _call_theirs(self._theirs, _signature(self._theirs), _signature(self.name.value), args, kwargs)
 
     def apply(self, *args: Any) -> Any:
         """That of a torch.autograd.Function, whose arguments are those of its forward."""
         theirs, ours = (_signature_of_apply(each) for each in (self._theirs, self.name.value))
-        return _called(self._theirs.apply, theirs, ours, args, {})
+        return _call_theirs(self._theirs.apply, theirs, ours, args, {})
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in ("target", "name"):  # while one is unpickled, nothing is there yet
@@ -81,17 +81,17 @@ class Offered:
         theirs, ours = kind(self._theirs), kind(self.name.value)
         if theirs is None or ours is None:
             return True
-        others = [
+        required = [
             p for p in theirs.parameters.values() if p.default is p.empty and p.kind in (*POSITIONAL, *BY_KEYWORD)
         ]
-        return set(ours.parameters) <= set(theirs.parameters) and {p.name for p in others} <= set(ours.parameters)
+        return set(ours.parameters) <= set(theirs.parameters) and {p.name for p in required} <= set(ours.parameters)
 
     @functools.cached_property
     def _theirs(self) -> Any:
         return getattr(module_of(self.target), self.name.name)
 
 
-def _called(
+def _call_theirs(
     theirs: Callable[..., Any],
     signature: inspect.Signature | None,
     ours: inspect.Signature | None,

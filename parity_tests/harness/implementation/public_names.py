@@ -38,26 +38,26 @@ class PublicName:
         )
 
 
-def called_by(fn: Callable[..., Any]) -> list[PublicName]:
+def public_names_of(fn: Callable[..., Any]) -> list[PublicName]:
     """The public names that a function refers to, itself or in a helper function of its test."""
     public = _public_names()
-    seen, found = set[int](), dict[PublicName, None]()
-    left: list[Any] = [fn]
-    while left:
-        function = left.pop()
-        if id(function) in seen:
+    visited, public_names = set[int](), dict[PublicName, None]()
+    functions: list[Any] = [fn]
+    while functions:
+        function = functions.pop()
+        if id(function) in visited:
             continue
-        seen.add(id(function))
+        visited.add(id(function))
         names = _names_of(function.__code__)
         for value in _values(function).values():
             if id(value) in public:
-                found[public[id(value)]] = None
+                public_names[public[id(value)]] = None
             elif isinstance(value, ModuleType) and _is_production(value):
                 attributes = [getattr(value, name, None) for name in sorted(names)]
-                found |= {public[id(each)]: None for each in attributes if id(each) in public}
+                public_names |= {public[id(each)]: None for each in attributes if id(each) in public}
             elif _is_helper(value, fn):
-                left.append(value)
-    return list(found)
+                functions.append(value)
+    return list(public_names)
 
 
 def rebound(fn: Callable[..., Any], replacements: Mapping[PublicName, Any]) -> FunctionType:
@@ -71,7 +71,7 @@ def rebound(fn: Callable[..., Any], replacements: Mapping[PublicName, Any]) -> F
         if isinstance(value, ModuleType) and _is_production(value):
             by_name = _attributes(value, by_id)
             return Namespace(value.__name__, by_name) if by_name else value
-        return copied(value) if _is_helper(value, fn) and set(called_by(value)) & set(replacements) else value
+        return copied(value) if _is_helper(value, fn) and set(public_names_of(value)) & set(replacements) else value
 
     def copied(function: Any) -> FunctionType:
         if id(function) in copies:

@@ -15,12 +15,12 @@ from parity_tests.harness.declare.declared import Declared, Implementation
 from parity_tests.harness.declare.validation import SHARED
 from parity_tests.harness.draw.drawing import one_case
 from parity_tests.harness.implementation.offered import NotApplicable, Offered, module_of
-from parity_tests.harness.implementation.public_names import PublicName, called_by, rebound
+from parity_tests.harness.implementation.public_names import PublicName, public_names_of, rebound
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.run.failure import RankFailure
 from parity_tests.harness.run.program import Program
 
-MOST_TRIED = 256  # combinations of option values
+MAX_COMBINATIONS = 256  # of option values
 
 
 class NotOffered(Exception):
@@ -35,7 +35,7 @@ def on_implementation(scheme: Declared, target: str) -> Declared:
     """
     module = module_of(target)
     target = str(Path(target).resolve()) if target.endswith(".py") else target
-    names = called_by(scheme.fn)
+    names = public_names_of(scheme.fn)
     judged = [name for name in names if not name.carries_arguments] or names
     if not judged:
         raise NotOffered("judges parts that are not public")
@@ -59,7 +59,7 @@ def on_implementation(scheme: Declared, target: str) -> Declared:
     )
 
 
-def narrowed(scheme: Declared, given_names: Mapping[str, Any]) -> Declared:
+def narrowed(scheme: Declared, fixed: Mapping[str, Any]) -> Declared:
     """The scheme with the option values that the other implementation has parameters for.
 
     Where it lacks a parameter of ours, each combination of option values is run once. Errors: NotApplicable where it
@@ -68,12 +68,12 @@ def narrowed(scheme: Declared, given_names: Mapping[str, Any]) -> Declared:
     record = scheme.implementation
     if record is None or not record.lacks_parameters:
         return scheme
-    menus = {name: values for name, values in scheme.all_options.items() if name not in given_names}
+    choices = {name: values for name, values in scheme.all_options.items() if name not in fixed}
     combinations = [
-        dict(zip(menus, values, strict=True))
-        for values in itertools.islice(itertools.product(*menus.values()), MOST_TRIED)
+        dict(zip(choices, values, strict=True))
+        for values in itertools.islice(itertools.product(*choices.values()), MAX_COMBINATIONS)
     ]
-    why = [_why_not(scheme, {**given_names, **values}) for values in combinations]
+    why = [_why_not(scheme, {**fixed, **values}) for values in combinations]
     possible = [values for values, reason in zip(combinations, why, strict=True) if reason is None]
     if not possible:
         raise NotApplicable(next(reason for reason in why if reason is not None))
@@ -84,16 +84,16 @@ def narrowed(scheme: Declared, given_names: Mapping[str, Any]) -> Declared:
         allowed = any(all(case.options[name] == value for name, value in each.items()) for each in possible)
         return allowed and (scheme.assume is None or bool(scheme.assume(case)))
 
-    kept = {
-        name: tuple(v for v in values if any(each[name] == v for each in possible)) for name, values in menus.items()
+    possible_choices = {
+        name: tuple(v for v in values if any(each[name] == v for each in possible)) for name, values in choices.items()
     }
-    is_rectangle = len(possible) == len(list(itertools.product(*kept.values())))
+    is_rectangle = len(possible) == len(list(itertools.product(*possible_choices.values())))
     return replace(
         scheme,
-        options={name: kept.get(name, values) for name, values in scheme.options.items()},
-        rank_options={name: kept.get(name, values) for name, values in scheme.rank_options.items()},
+        options={name: possible_choices.get(name, values) for name, values in scheme.options.items()},
+        rank_options={name: possible_choices.get(name, values) for name, values in scheme.rank_options.items()},
         assume=scheme.assume if is_rectangle else is_possible,
-        implementation=replace(record, not_applicable=_left_out(menus, kept, why)),
+        implementation=replace(record, not_applicable=_rejected_choices(choices, possible_choices, why)),
     )
 
 
@@ -106,10 +106,10 @@ def _is_offered(module: Any, name: PublicName) -> bool:
     return not is_applied or (hasattr(theirs, "apply") and hasattr(theirs, "forward"))
 
 
-def _why_not(scheme: Declared, names: Mapping[str, Any]) -> str | None:
+def _why_not(scheme: Declared, fixed: Mapping[str, Any]) -> str | None:
     """Why the other implementation cannot be called so; None where it can, or fails in another way."""
     try:
-        run(Program.of(scheme), one_case(scheme, **names))
+        run(Program.of(scheme), one_case(scheme, **fixed))
     except RankFailure as failure:
         return str(failure.__cause__) if isinstance(failure.__cause__, NotApplicable) else None
     except ValueError:  # no case of these: what verifies says so
@@ -117,9 +117,13 @@ def _why_not(scheme: Declared, names: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _left_out(menus: Mapping[str, Sequence[Any]], kept: Mapping[str, Sequence[Any]], why: Sequence[str | None]) -> str:
+def _rejected_choices(
+    choices: Mapping[str, Sequence[Any]], possible_choices: Mapping[str, Sequence[Any]], why: Sequence[str | None]
+) -> str:
     """`parameter chunk_size (chunk_size=1, 2)`: the reasons, and the values of options that no case has."""
     reasons = ", ".join(dict.fromkeys(reason for reason in why if reason is not None))
-    removed = {name: [value for value in values if value not in kept[name]] for name, values in menus.items()}
+    removed = {
+        name: [value for value in values if value not in possible_choices[name]] for name, values in choices.items()
+    }
     values = "; ".join(f"{name}={', '.join(map(repr, each))}" for name, each in removed.items() if each)
     return f"{reasons} ({values or 'some combinations of options'})"

@@ -10,7 +10,7 @@ import pytest
 
 from parity_tests.harness.declare.discover import TABLE, find
 from parity_tests.harness.implementation.offered import NotApplicable, Offered
-from parity_tests.harness.implementation.public_names import PublicName, called_by, rebound
+from parity_tests.harness.implementation.public_names import PublicName, public_names_of, rebound
 from parity_tests.harness.implementation.substitution import NotOffered, on_implementation
 from parity_tests.harness.replay import reruns
 from shardproof import CaseSpec
@@ -163,9 +163,11 @@ def test_a_mistake_in_the_file_is_named_with_its_line(line, sentence, shardproof
 
 
 def test_names_are_found_through_modules_and_helper_functions():
-    assert called_by(scheme_named("vocab_parallel_logprob").fn) == [LOGPROB]
-    assert PublicName("torch_impl.layouts", "TokenLayout") in called_by(scheme_named("packed_attention_by_keys").fn)
-    assert PublicName("torch_impl.context_parallel", "context_parallel_attention") in called_by(
+    assert public_names_of(scheme_named("vocab_parallel_logprob").fn) == [LOGPROB]
+    assert PublicName("torch_impl.layouts", "TokenLayout") in public_names_of(
+        scheme_named("packed_attention_by_keys").fn
+    )
+    assert PublicName("torch_impl.context_parallel", "context_parallel_attention") in public_names_of(
         scheme_named("packed_attention_by_keys").fn
     )
 
