@@ -24,7 +24,7 @@ from parity_tests.context_parallel.attention_schemes import (
 from parity_tests.context_parallel.seen_pairs import KINDS, streams, times_seen
 from shardproof import check, every_case, offsets, scheme
 from torch_impl.context_parallel import block_schedule, context_parallel_attention
-from torch_impl.context_parallel.block_schedule import MOST_LENGTHS, TILE, Block, schedule_of
+from torch_impl.context_parallel.block_schedule import MAX_DISTINCT_LENGTHS, MAX_TILE_QUERIES, Block, schedule_of
 from torch_impl.context_parallel.blockwise_attention import RunningAttention
 from torch_impl.layouts import TokenLayout
 
@@ -184,7 +184,9 @@ def test_every_pair_meets_once_on_one_rank(name, kind, causal, window):
 LONG = {"one": [2400], "several": [1200, 0, 8, 1232], "alike": [800, 800, 800]}
 
 
-@pytest.mark.parametrize("window", [None, 3, TILE - 1, TILE, TILE + 44, 2 * TILE + 3])
+@pytest.mark.parametrize(
+    "window", [None, 3, MAX_TILE_QUERIES - 1, MAX_TILE_QUERIES, MAX_TILE_QUERIES + 44, 2 * MAX_TILE_QUERIES + 3]
+)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kind", [*KINDS, "dual_chunk_swap", "ragged"])
 @pytest.mark.parametrize("name", LONG)
@@ -215,8 +217,8 @@ def test_a_window_costs_its_width_for_each_token(kind, window):
         return area([block for of_rank in schedule_of(layout, True, window).blocks for block in of_rank])
 
     (short, few), (long, many) = measured(8192), measured(32768)
-    assert long <= 32768 * (window + 2 * TILE) and long <= 5 * short
-    assert many <= 12 * TILE * TILE and many <= 2 * few
+    assert long <= 32768 * (window + 2 * MAX_TILE_QUERIES) and long <= 5 * short
+    assert many <= 12 * MAX_TILE_QUERIES * MAX_TILE_QUERIES and many <= 2 * few
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -234,7 +236,7 @@ def test_a_long_sequence_among_short_ones_is_not_filled():
     (blocks,) = schedule_of(layout, True, None).blocks
     longest = max(blocks, key=lambda block: block.keys.stop - block.keys.start if type(block.keys) is slice else 0)
     assert (longest.queries, longest.keys, longest.is_causal) == (slice(0, 1025), slice(0, 1025), True)
-    assert len(blocks) < MOST_LENGTHS and longest.is_query is None
+    assert len(blocks) < MAX_DISTINCT_LENGTHS and longest.is_query is None
 
 
 def test_without_a_window_no_mask_is_made():
@@ -253,7 +255,7 @@ def test_calls_do_not_grow_with_the_sequences(kind, causal):
         return [len(blocks) for blocks in schedule_of(streams(lengths, kind, 2)[1], causal, None).blocks]
 
     assert max(calls([4, 16, 8, 8] * 300)) <= 4
-    assert max(calls([4 * length for length in range(1, 120)])) <= 3 * MOST_LENGTHS
+    assert max(calls([4 * length for length in range(1, 120)])) <= 3 * MAX_DISTINCT_LENGTHS
 
 
 def test_each_shape_is_looked_up_once():
@@ -282,16 +284,16 @@ def test_dual_chunk_swap_gives_every_rank_the_same_work():
 
 def test_a_block_without_keys_is_rejected_before_it_ends_the_process():
     q, keys = torch.zeros(1, 1, 2, 4), torch.zeros(2, 1, 1, 0, 4)
-    with pytest.raises(RuntimeError) as refused:
+    with pytest.raises(RuntimeError) as caught:
         RunningAttention(q).add(q, keys, Block(slice(0, 2), slice(0, 2)), 1.0)
     sentence = "context_parallel.block_schedule: a block has queries and no keys; leave it out of the schedule"
-    assert str(refused.value) == sentence
+    assert str(caught.value) == sentence
 
 
 @pytest.fixture
 def small_triangles(monkeypatch):
     """Triangles of two queries are split, so that short sequences have some."""
-    monkeypatch.setattr(block_schedule, "LEAST_QUERIES", 2)
+    monkeypatch.setattr(block_schedule, "MIN_TRIANGLE_QUERIES", 2)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -157,8 +157,8 @@ def _layout_of(
 def _layout_problem(layout: TokenLayout, groups: CpGroups, q: Tensor) -> str | None:
     """Why a layout is not that of the rows of q on this rank of this group, or None."""
     if (layout.cp_size, layout.cp_rank) != (groups.size, groups.rank):
-        made_for = f"the layout is for rank {layout.cp_rank} of cp={layout.cp_size}"
-        return f"{made_for}, this is rank {groups.rank} of cp={groups.size}; rebind it"
+        of_layout = f"the layout is for rank {layout.cp_rank} of cp={layout.cp_size}"
+        return f"{of_layout}, this is rank {groups.rank} of cp={groups.size}; rebind it"
     rows, rows_here = q.shape[2], layout.counts[groups.rank]
     if rows != rows_here:
         shared = f"the layout gives this rank {rows_here} of {layout.total}"

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch_impl.layouts.token_layout import TokenLayout
 
 # With more distinct lengths than this, runs up to the same power of two share a block: fewer kernels, some fill.
-MOST_LENGTHS = 8
-TILE = 256  # queries of a tile, one run under a window
+MAX_DISTINCT_LENGTHS = 8
+MAX_TILE_QUERIES = 256  # under a window, whose tiles are runs of their own
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ def schedule_of(layout: TokenLayout, causal: bool, window: int | None) -> BlockS
     """The block schedule of this rank, cached with the layout: layers that share a layout share the schedule.
 
     Cost:   one copy of four numbers per rank and sequence to the host. With a window shorter than the longest
-            sequence the positions too; work grows with tokens times window + TILE, and only the runs at a window's
-            edges have masks, of at most 2 * TILE keys each, equal ones shared.
+            sequence the positions too; work grows with tokens times window + MAX_TILE_QUERIES, and only the runs at a
+            window's edges have masks, of at most 2 * MAX_TILE_QUERIES keys each, equal ones shared.
     """
     return layout.derived(("schedule", causal, window), lambda: _schedule(layout, causal, window))
 
@@ -105,37 +105,38 @@ class _Runs:
 class _Overlap:
     """For each run (one per sequence, or several): its first query and first key, and how many of each."""
 
-    query: Int64[Tensor, " q"]
-    queries: Int64[Tensor, " q"]
-    key: Int64[Tensor, " q"]
-    keys: Int64[Tensor, " q"]
+    first_query: Int64[Tensor, " q"]
+    query_count: Int64[Tensor, " q"]
+    first_key: Int64[Tensor, " q"]
+    key_count: Int64[Tensor, " q"]
 
     def subset(self, is_member: Bool[Tensor, " q"]) -> _Overlap:
         """Those of some runs."""
-        return _Overlap(*(x[is_member] for x in (self.query, self.queries, self.key, self.keys)))
+        return _Overlap(*(x[is_member] for x in (self.first_query, self.query_count, self.first_key, self.key_count)))
 
 
 def _overlap(kind: str, runs: _Runs, rank: int, source: int, causal: bool) -> tuple[_Overlap, bool]:
     """The queries of `rank` and the keys of `source` that they see; and whether only those below the diagonal."""
-    query, queries, key, keys = runs.start[rank], runs.real[rank], runs.start[source], runs.real[source]
+    first_query, query_count = runs.start[rank], runs.real[rank]
+    first_key, key_count = runs.start[source], runs.real[source]
     # All real queries and keys; on this rank itself the kernel applies the diagonal.
     if not causal or rank == source:
-        return _Overlap(query, queries, key, keys), causal
+        return _Overlap(first_query, query_count, first_key, key_count), causal
     if kind == "striped":
         # Query i of a stripe sees keys 0 to i of an earlier stripe, and keys 0 to i - 1 of a later one: there the
         # first query is left out. The source has as many keys as that: a stripe is at most one token shorter than
         # another, and only if it is the later one.
-        left_out = (runs.first_position[source] > runs.first_position[rank]).long()
-        queries = (queries - left_out).clamp(min=0)
-        return _Overlap(query + left_out, queries, key, queries), True
+        skipped_queries = (runs.first_position[source] > runs.first_position[rank]).long()
+        query_count = (query_count - skipped_queries).clamp(min=0)
+        return _Overlap(first_query + skipped_queries, query_count, first_key, query_count), True
     if kind in ("contiguous", "ragged"):
-        return _Overlap(query, queries, key, keys * (source < rank)), False
+        return _Overlap(first_query, query_count, first_key, key_count * (source < rank)), False
     # DualChunkSwap: rank r of n holds chunks r and 2 n - 1 - r of each sequence, which are equally long.
     chunk = runs.first_chunk[rank]
     if source < rank:  # its first chunk is before both of this rank's chunks, its second one after both
-        return _Overlap(query, queries, key, torch.minimum(keys, chunk)), False
+        return _Overlap(first_query, query_count, first_key, torch.minimum(key_count, chunk)), False
     # A source after this rank has both of its chunks between this rank's two: its keys are for the second one.
-    return _Overlap(query + chunk, (queries - chunk).clamp(min=0), key, keys), False
+    return _Overlap(first_query + chunk, (query_count - chunk).clamp(min=0), first_key, key_count), False
 
 
 def _ascending_positions(layout: TokenLayout) -> Int64[Tensor, "n local"]:
@@ -164,7 +165,7 @@ def _blocks(rules: _SourceRules, overlap: _Overlap, is_causal: bool) -> tuple[Bl
 
 
 def _split_by_window(rules: _SourceRules, overlap: _Overlap, window: int) -> tuple[_Overlap, _Overlap, _Overlap]:
-    """Split runs into tiles of at most TILE queries, each with three ranges of keys.
+    """Split runs into tiles of at most MAX_TILE_QUERIES queries, each with three ranges of keys.
 
     They are the keys that only the first queries of a tile see, the common keys that all of them see, and those that
     only its last queries see: the window's two edges need a mask, the common keys do not.
@@ -172,16 +173,17 @@ def _split_by_window(rules: _SourceRules, overlap: _Overlap, window: int) -> tup
     rows = _ascending_positions(rules.layout).cpu()
     query_positions, key_positions = rows[rules.layout.cp_rank], rows[rules.source]
     # 1. Split each run into tiles: `run` is the run of a tile, `begin` its first query within the run.
-    tiles = -(-overlap.queries // TILE)
+    tiles = -(-overlap.query_count // MAX_TILE_QUERIES)
     run = torch.repeat_interleave(tiles)
-    begin = (torch.arange(len(run)) - (tiles.cumsum(0) - tiles)[run]) * TILE
-    query, queries = overlap.query[run] + begin, (overlap.queries[run] - begin).clamp(max=TILE)
+    begin = (torch.arange(len(run)) - (tiles.cumsum(0) - tiles)[run]) * MAX_TILE_QUERIES
+    first_query = overlap.first_query[run] + begin
+    query_count = (overlap.query_count[run] - begin).clamp(max=MAX_TILE_QUERIES)
     # 2. The positions of the first and last query of a tile, and the keys of its run.
-    first, last = query_positions[query], query_positions[query + queries - 1]
-    key, end = overlap.key[run], (overlap.key + overlap.keys)[run]
+    first, last = query_positions[first_query], query_positions[first_query + query_count - 1]
+    first_key, end = overlap.first_key[run], (overlap.first_key + overlap.key_count)[run]
 
     def key_at(position: Tensor) -> Tensor:
-        return torch.searchsorted(key_positions, position).clamp(key, end)
+        return torch.searchsorted(key_positions, position).clamp(first_key, end)
 
     # 3. [start, stop) are the keys that any query of the tile sees, [common_start, common_stop) those that all see.
     behind, ahead = window - 1, 0 if rules.causal else window - 1
@@ -192,14 +194,16 @@ def _split_by_window(rules: _SourceRules, overlap: _Overlap, window: int) -> tup
     common_start, common_stop = (torch.where(has_common, x, stop) for x in (common_start, common_stop))
     # 5. The same queries, three times, with each range.
     key_ranges = (start, common_start), (common_start, common_stop), (common_stop, stop)
-    first_edge, common, last_edge = (_Overlap(query, queries, begin, end - begin) for begin, end in key_ranges)
+    first_edge, common, last_edge = (
+        _Overlap(first_query, query_count, start, stop - start) for start, stop in key_ranges
+    )
     return first_edge, common, last_edge
 
 
 def _blocks_by_length(rules: _SourceRules, overlap: _Overlap, is_causal: bool) -> tuple[Block, ...]:
     """One block for all runs of similar lengths; in a layout of one sequence, one block for each run."""
-    overlap = overlap.subset((overlap.queries > 0) & (overlap.keys > 0))
-    lengths = torch.stack([overlap.queries, overlap.keys], 1)
+    overlap = overlap.subset((overlap.query_count > 0) & (overlap.key_count > 0))
+    lengths = torch.stack([overlap.query_count, overlap.key_count], 1)
     # With one sequence the batch may have several rows. Only a block of a single run, a slice, covers all of them.
     block_of_run = torch.arange(len(lengths)) if len(rules.layout.cu_padded) == 2 else _block_of_run(lengths)
     masks: dict[Any, tuple[Tensor, Tensor | None]] = {}
@@ -213,7 +217,7 @@ def _blocks_by_length(rules: _SourceRules, overlap: _Overlap, is_causal: bool) -
 def _block_of_run(lengths: Int64[Tensor, "m 2"]) -> Int64[Tensor, " m"]:
     """The index of the block that each run goes into, by its numbers of queries and keys."""
     distinct, block_of_run = lengths.unique(dim=0, return_inverse=True)
-    if len(distinct) > MOST_LENGTHS:
+    if len(distinct) > MAX_DISTINCT_LENGTHS:
         powers = (lengths - 0.5).log2().floor()  # less 0.5, so that a power of two is in one class with those below it
         block_of_run = powers.unique(dim=0, return_inverse=True)[1]
     return block_of_run
@@ -228,12 +232,12 @@ def _block(
 ) -> Block | None:
     """The block of some runs, filled up to one `shape` (queries, keys); None if the window hides all keys."""
     device = rules.layout.index.device
-    queries, is_query = _fill_runs(overlap.query, overlap.queries, shape[0])
-    keys, is_key = _fill_runs(overlap.key, overlap.keys, shape[1])
+    queries, is_query = _fill_runs(overlap.first_query, overlap.query_count, shape[0])
+    keys, is_key = _fill_runs(overlap.first_key, overlap.key_count, shape[1])
     # Keys that fill a run come last: the kernel's causal mask hides them, unless there are more queries than keys.
-    fill_is_seen = not is_causal or bool((overlap.keys < overlap.queries).any())
+    has_visible_fill = not is_causal or bool((overlap.key_count < overlap.query_count).any())
     mask = fully_masked = None
-    if rules.window is not None or (fill_is_seen and not is_key.all()):
+    if rules.window is not None or (has_visible_fill and not is_key.all()):
         mask = _key_mask(rules, queries, keys, is_key, is_causal)
         if not mask.any():
             return None
@@ -291,7 +295,7 @@ def _rows(rows: Int64[Tensor, "m i"], is_row: Bool[Tensor, "m i"], device: torch
 Rows = slice | Tensor
 # Where the entries of a flattened block belong: indices of those that are not fill, and the row of each.
 ScatterIndex = tuple[slice | Tensor, Tensor]
-LEAST_QUERIES = 128  # queries below which a triangle is not split again
+MIN_TRIANGLE_QUERIES = 128  # queries below which a triangle is not split again
 
 
 @dataclass(frozen=True)
@@ -330,7 +334,7 @@ class Block:
         full square for a triangle of 512.
         """
         shortest = min(_length(self.queries), _length(self.keys))
-        if not self.is_causal or shortest < 2 * LEAST_QUERIES:
+        if not self.is_causal or shortest < 2 * MIN_TRIANGLE_QUERIES:
             return (self,)
         half = shortest // 2
         # Queries of the second half see all keys of the first; those of the first half see no key of the second.

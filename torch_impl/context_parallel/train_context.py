@@ -185,7 +185,7 @@ class SequenceContext:
         self.group, self.layout, self.exchange, self.causal_only = group, layout, exchange, causal_only
         self.buffers, self.dims, self.stays = list(buffers), list(dims), list(stays)
         self.full_tensors = list(full_tensors) or [None] * len(self.buffers)
-        self._left: dict[int, Tensor] = {}  # by position: the shard of a buffer that stayed sharded
+        self._sharded: dict[int, Tensor] = {}  # by position: the shard of a buffer that stayed sharded
         self._stack: ExitStack | None = None
 
     def __enter__(self) -> SequenceContext:
@@ -210,9 +210,9 @@ class SequenceContext:
 
     def _share(self, i: int, original: Tensor) -> Tensor:
         """This rank's shard of a buffer. One that stayed sharded is its own shard, unless it has other memory now."""
-        left = self._left.get(i)
+        shard = self._sharded.get(i)
         # Same memory, whatever was written into it: still a shard. Other memory: the user put a full tensor there.
-        if left is not None and original.data_ptr() == left.data_ptr() and original.shape == left.shape:
+        if shard is not None and original.data_ptr() == shard.data_ptr() and original.shape == shard.shape:
             return original
         full = self.full_tensors[i]
         return self.layout.shard(original if full is None else full, self.dims[i])
@@ -220,7 +220,7 @@ class SequenceContext:
     def _restore(self, originals: list[Tensor], shares: list[Tensor]) -> None:
         for i, buffer in enumerate(self.buffers):
             if self.stays[i]:
-                self._left[i] = shares[i]
+                self._sharded[i] = shares[i]
             else:
                 _replace(buffer, originals[i])
 
