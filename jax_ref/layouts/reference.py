@@ -347,7 +347,7 @@ def projection_columns(num_heads: int, head_dim: int, n_groups: int, d_state: in
     inner, shared = num_heads * head_dim, n_groups * d_state
     columns = np.arange(2 * inner + 2 * shared + num_heads, dtype=np.int64)
     z, x, b, c, dt = np.split(columns, np.cumsum([inner, inner, shared, shared]))
-    return _held(num_heads, n_groups, world, heads=(z, x), groups=(b, c), last=(dt,))
+    return _columns_of_ranks(num_heads, n_groups, world, heads=(z, x), groups=(b, c), last=(dt,))
 
 
 def conv_channels(num_heads: int, head_dim: int, n_groups: int, d_state: int, world: int) -> list[np.ndarray]:
@@ -358,10 +358,10 @@ def conv_channels(num_heads: int, head_dim: int, n_groups: int, d_state: int, wo
     """
     inner, shared = num_heads * head_dim, n_groups * d_state
     x, b, c = np.split(np.arange(inner + 2 * shared, dtype=np.int64), np.cumsum([inner, shared]))
-    return _held(num_heads, n_groups, world, heads=(x,), groups=(b, c), last=())
+    return _columns_of_ranks(num_heads, n_groups, world, heads=(x,), groups=(b, c), last=())
 
 
-def _held(num_heads: int, n_groups: int, world: int, *, heads, groups, last) -> list[np.ndarray]:
+def _columns_of_ranks(num_heads: int, n_groups: int, world: int, *, heads, groups, last) -> list[np.ndarray]:
     """One rank after another: which heads it has, which groups these read, and the blocks of both."""
     ranks = []
     for heads_of_rank in np.split(np.arange(num_heads), world):

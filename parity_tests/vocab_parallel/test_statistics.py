@@ -37,7 +37,10 @@ def test_parity(case):
     check(case)
 
 
-@pytest.mark.parametrize("width", [1, 63, st.LONG_ROW - 1, st.LONG_ROW, st.LONG_ROW + 1, st.LONG_ROW + st.TILE - 1])
+@pytest.mark.parametrize(
+    "width",
+    [1, 63, *(st.MIN_TILED_COLUMNS + more for more in (-1, 0, 1, st.TILE_COLUMNS - 1))],
+)
 def test_the_largest_of_a_row_of_any_width(width):
     x = torch.randn(5, width, generator=torch.Generator().manual_seed(0))
     x[1] = -torch.inf

@@ -16,12 +16,14 @@ import triton.language as tl
 from jaxtyping import Int, Shaped
 from torch import Tensor
 
-TILE = 4096  # elements that a program copies
+TILE_ELEMENTS = 4096  # elements that a program copies
 WARPS = 4
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def gather_rows(x: Shaped[Tensor, "*a"], index: Int[Tensor, " m"], dim: int, tile: int = TILE) -> Shaped[Tensor, "*b"]:
+def gather_rows(
+    x: Shaped[Tensor, "*a"], index: Int[Tensor, " m"], dim: int, tile: int = TILE_ELEMENTS
+) -> Shaped[Tensor, "*b"]:
     """x.index_select(dim, index)."""
     count = len(index)
     out = x.new_empty((*x.shape[:dim], count, *x.shape[dim + 1 :]))

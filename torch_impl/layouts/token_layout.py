@@ -229,8 +229,8 @@ class TokenLayout:
         """
         function = "TokenLayout.unshard"
         if (group.size(), group.rank()) != (self.cp_size, self.cp_rank):
-            made_for = f"the layout is for cp={self.cp_size} and rank {self.cp_rank}"
-            raise ValueError(f"{function}: group has cp={group.size()} and rank {group.rank()}, {made_for}; rebind it")
+            of_layout = f"the layout is for cp={self.cp_size} and rank {self.cp_rank}"
+            raise ValueError(f"{function}: group has cp={group.size()} and rank {group.rank()}, {of_layout}; rebind it")
         dim = dim_from_front(function, "dim", dim, x)
         self._check_rows("unshard", x, dim, self.counts[self.cp_rank], "local")
         # The gather leaves rank-major order; the inverse index restores the global one.

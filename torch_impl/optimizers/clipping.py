@@ -102,9 +102,11 @@ def clip_grad_norm_(
         )
     scale = (max_norm / (norm + EPSILON)).clamp_max(1.0)
     counted = {id(shard.parameter) for shard in shards}
-    others = [shard for shard in _distinct_shards(uncounted, sharding_groups) if id(shard.parameter) not in counted]
+    uncounted_shards = [
+        shard for shard in _distinct_shards(uncounted, sharding_groups) if id(shard.parameter) not in counted
+    ]
     with torch.no_grad():  # gradients of create_graph=True require one themselves
-        for gradients in _alike([*shards, *others]):
+        for gradients in _alike([*shards, *uncounted_shards]):
             torch._foreach_mul_(gradients, scale.to(gradients[0].device))
     return norm
 

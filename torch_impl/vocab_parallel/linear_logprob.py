@@ -43,8 +43,8 @@ HIDDEN, WEIGHT = "tensor_parallel_hidden_states", "output_weight_layer"
 NO_WEIGHT = "output_weight_layer and output_weight are both None; pass the [v, d] weight"
 # Logits of an automatic chunk, counted in float32; it has so many rows at least, for the sake of the products.
 CHUNK_BYTES = {"cpu": 32 << 20}
-CHUNK_BYTES_OF_OTHERS = 256 << 20
-FEWEST_ROWS = 128
+CHUNK_BYTES_ELSEWHERE = 256 << 20
+MIN_CHUNK_ROWS = 128
 # One chunk is scored as full rows are: the ranks' statistics are exchanged once, after all chunks.
 FULL_ROWS = LogprobOptions(None)
 
@@ -274,7 +274,7 @@ def chunk_positions(hidden: Float[Tensor, "s b d"], width: int, chunk_size: int 
     if chunk_size is None:
         rows = _limit(hidden.device) // (4 * max(width, 1))
         fitting = max(rows // max(b, 1), 1)
-        chunk_size = max(1 << (fitting.bit_length() - 1), -(-FEWEST_ROWS // max(b, 1)))
+        chunk_size = max(1 << (fitting.bit_length() - 1), -(-MIN_CHUNK_ROWS // max(b, 1)))
     return max(min(chunk_size, s), 1)
 
 
@@ -359,4 +359,4 @@ def _blocks(logits: Float[Tensor, "m v"], row_slice: slice) -> Iterator[tuple[sl
 
 
 def _limit(device: torch.device) -> int:
-    return CHUNK_BYTES.get(device.type, CHUNK_BYTES_OF_OTHERS)
+    return CHUNK_BYTES.get(device.type, CHUNK_BYTES_ELSEWHERE)

@@ -38,14 +38,15 @@ from torch_impl.collectives.plain import all_gather_stack
 LOG2_E = math.log2(math.e)
 LOWEST_SHIFTED = -(2.0**14)  # 2 ** LOWEST_SHIFTED is 0 in float64, and products with LOWEST_SHIFTED are finite
 
-LONG_ROW, TILE = 4096, 256  # columns of a row that is searched tile by tile, and of a tile
+MIN_TILED_COLUMNS = 4096  # of a row that is searched tile by tile
+TILE_COLUMNS = 256
 
 ON_ANOTHER_RANK = -1  # column of an id that is not among this rank's
 OUT_OF_VOCABULARY = -2  # column of an id that is on no rank
 
 # Size of a row block in the accumulation dtype: on a CPU it should stay in a core's cache, on a GPU occupy the device.
 BLOCK_BYTES = {"cpu": 1 << 20}
-BLOCK_BYTES_OF_OTHERS = 1 << 26
+BLOCK_BYTES_ELSEWHERE = 1 << 26
 
 
 def rows_per_block(logits: Float[Tensor, "*a v"], chunk_size: int | None) -> int:
@@ -57,7 +58,7 @@ def rows_per_block(logits: Float[Tensor, "*a v"], chunk_size: int | None) -> int
     if chunk_size is not None:
         return max(1, chunk_size * math.prod(logits.shape[:-2]))
     row_bytes = logits.shape[-1] * accumulator(logits.dtype).itemsize
-    return max(1, BLOCK_BYTES.get(logits.device.type, BLOCK_BYTES_OF_OTHERS) // max(1, row_bytes))
+    return max(1, BLOCK_BYTES.get(logits.device.type, BLOCK_BYTES_ELSEWHERE) // max(1, row_bytes))
 
 
 def row_blocks(x: Float[Tensor, "*a v"], rows: int) -> Iterator[tuple[slice, Float[Tensor, "n v"]]]:
@@ -153,16 +154,16 @@ def max_and_column(x: Float[Tensor, "n v"]) -> tuple[Float[Tensor, "n 1"], Int[T
     short tiles: first the maximum of each tile, then the column within the tile that has the row's.
     """
     width = x.shape[-1]
-    if not x.is_cpu or width < LONG_ROW:
+    if not x.is_cpu or width < MIN_TILED_COLUMNS:
         return x.max(-1, keepdim=True)
     # 1. The tile with the row's maximum; the last one may be shorter.
-    end = width - width % TILE
-    tile_max = x[:, :end].unflatten(-1, (-1, TILE)).amax(-1)
+    end = width - width % TILE_COLUMNS
+    tile_max = x[:, :end].unflatten(-1, (-1, TILE_COLUMNS)).amax(-1)
     if end < width:
         tile_max = torch.cat([tile_max, x[:, end:].amax(-1, keepdim=True)], dim=-1)
-    start = tile_max.argmax(-1, keepdim=True).mul_(TILE)
+    start = tile_max.argmax(-1, keepdim=True).mul_(TILE_COLUMNS)
     # 2. The column within the tile.
-    columns = (start + torch.arange(TILE, device=x.device)).clamp_max_(width - 1)
+    columns = (start + torch.arange(TILE_COLUMNS, device=x.device)).clamp_max_(width - 1)
     row_max, index = x.gather(-1, columns).max(-1, keepdim=True)
     return row_max, columns.gather(-1, index)
 

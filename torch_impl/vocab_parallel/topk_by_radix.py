@@ -51,7 +51,7 @@ Weigh = Callable[[slice, Entries], Float[Tensor, " m"]]
 SLACK = 0.5
 
 # Groups of columns for each of the k largest: with fewer their k-th largest maximum is a poor bound.
-FEWEST_GROUPS = 2
+MIN_GROUPS = 2
 
 
 def order_keys(z: Float[Tensor, "*a"]) -> Int[Tensor, "*a"]:
@@ -173,7 +173,7 @@ def _kth_largest(logits: Float[Tensor, "*a v"], k: int, options: LogprobOptions)
     dtype = accumulator(logits.dtype)
     low = torch.full((logits.shape[:-1].numel(),), -math.inf, dtype=dtype, device=logits.device)
     # A lower bound first: `last_kept` then visits only the logits above it.
-    group_size = logits.shape[-1] // (FEWEST_GROUPS * k)
+    group_size = logits.shape[-1] // (MIN_GROUPS * k)
     if group_size > 1:
         for row_slice, block in row_blocks(logits, rows_per_block(logits, options.chunk_size)):
             low[row_slice] = _kth_largest_of_groups(block, k, group_size).to(dtype)

@@ -83,7 +83,7 @@ BUGS = (
         name="the second copy of a shared weight is not clipped",
         kind="tied",
         at="optimizers:clip_grad_norm_",
-        old="_alike([*shards, *others])",
+        old="_alike([*shards, *uncounted_shards])",
         new="_alike(shards)",
         expect="value: ",
     ),

@@ -20,7 +20,7 @@ BUGS = (
         old="if self.size(self.replicate) == 1 or self.replicate is None:",
         new="if self.shard_size > 0:",
         expect="gradient: ",
-        source="a parallelizer that refuses HSDP, where the refusal is taken out",
+        source="a parallelizer that rejects HSDP, where the check is taken out",
     ),
     InjectedBug(
         name="replicas and shards exchanged",
