@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from parity_tests.harness.report.out_path import check_writable, naming
-from parity_tests.training.schedule_name import rule_named
+from parity_tests.training.schedule_name import rule_by_name
 from torch_impl.pipelining.csv_schedule import read_csv, write_csv
 from torch_impl.pipelining.named_schedules import schedule_order
 from torch_impl.pipelining.order import Order
@@ -37,7 +37,7 @@ def show(
     """Print one schedule. Errors: ValueError for a schedule that there is not or that cannot be."""
     check_writable(figure=figure, csv=csv)
     try:
-        name, order, placed = _found(target, pp, microbatches, stages_per_rank)
+        name, order, placed = _schedule_of(target, pp, microbatches, stages_per_rank)
         timeline = simulate(order, placed, times)
     except (ValueError, FileNotFoundError) as error:
         message = getattr(error, "strerror", None) or str(error)
@@ -78,14 +78,14 @@ def record(name: str, timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def _found(
+def _schedule_of(
     target: str, pp: int | None, microbatches: int | None, stages_per_rank: int | None
 ) -> tuple[str, Order, list[int]]:
     """Name, order and the rank of each stage, of a file or of a name, which may be abbreviated."""
     if target.lower().endswith(".csv"):
         read = read_csv(target, pp_size=pp, n_microbatches=microbatches, argument="schedule")
         return Path(target).name, read.order, read.stage_to_rank
-    rule = rule_named(target, "schedule", ", or a .csv file")
+    rule = rule_by_name(target, "schedule", ", or a .csv file")
     if pp is None or microbatches is None:
         raise ValueError(f"schedule {target!r} needs --pp and --microbatches, such as --pp 4 --microbatches 8")
     chunks = stages_per_rank or rule.stages or 2

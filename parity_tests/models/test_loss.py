@@ -134,17 +134,17 @@ def test_means_of_ranks_are_another_number():
     assert {each[3] for ranks in outcome.values() for each in ranks} == {3}
 
 
-@pytest.mark.parametrize("is_told", [True, False])
-def test_a_target_outside_of_the_vocabulary_is_ignored(is_told):
+@pytest.mark.parametrize("has_count", [True, False])
+def test_a_target_outside_of_the_vocabulary_is_ignored(has_count):
     """To the bit: in the sum and in the count. One above is seen only where the size of the vocabulary is told."""
     logits = torch.linspace(-2, 3, 2 * 4 * 5, dtype=torch.float64).sin().view(2, 4, 5)
-    targets = torch.tensor([[1, IGNORED, 4, -1], [-7, 0, IGNORED - 1, 5 if is_told else IGNORED]])
+    targets = torch.tensor([[1, IGNORED, 4, -1], [-7, 0, IGNORED - 1, 5 if has_count else IGNORED]])
     inside = (targets >= 0) & (targets < 5)
 
     def body(mesh, case):
         def share(targets):
             mine = targets.tensor_split(2)[mesh.rank("dp")]
-            count = valid_count([mine], [mesh["dp"]], *([5] if is_told else []))
+            count = valid_count([mine], [mesh["dp"]], *([5] if has_count else []))
             return normalised(token_losses(local, mine, mesh["tp"], 5), count).item(), count.item()
 
         local = logits.tensor_split(2)[mesh.rank("dp")].tensor_split([3], -1)[mesh.rank("tp")]

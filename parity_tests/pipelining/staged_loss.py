@@ -14,7 +14,7 @@ from torch_impl.pipelining.schedule import scale_grads_by_divisor
 STEPS = 2
 
 
-def staged_loss(mesh, chosen, parameters, ids, targets, schedule, is_told):
+def staged_loss(mesh, chosen, parameters, ids, targets, schedule, has_seq_len):
     """The mean loss over all tokens on the rank of the last stage, 0 on others; rows are micro-batches."""
     leaves = flat(parameters)
     tokens = (targets >= 0).sum()
@@ -34,7 +34,7 @@ def staged_loss(mesh, chosen, parameters, ids, targets, schedule, is_told):
             local_batch_size=len(ids),
             device=ids.device,
             loss_fn=lambda logits, target: summed_loss(logits, target) / tokens,
-            seq_len=ids.shape[1] if is_told else None,
+            seq_len=ids.shape[1] if has_seq_len else None,
         )
         losses = []
         for _ in range(STEPS):

@@ -43,7 +43,7 @@ def declared(chosen):
         "dims": {**dims(chosen), "b": (4,), "s": (5,)},
         "dtypes": ("float64", "float32"),
         "reduction": ("s", "d"),
-        "rank_options": {"schedule": tuple(RULES), "is_told": (True, False)},
+        "rank_options": {"schedule": tuple(RULES), "has_seq_len": (True, False)},
         "roundings": 40,
     }
 
@@ -53,13 +53,13 @@ def typed(tree):
 
 
 @scheme(**declared(TIED))
-def tied_model_in_stages(mesh, parameters, token, target, schedule, is_told):
-    return staged_loss(mesh, TIED, parameters, token, target, schedule, is_told)
+def tied_model_in_stages(mesh, parameters, token, target, schedule, has_seq_len):
+    return staged_loss(mesh, TIED, parameters, token, target, schedule, has_seq_len)
 
 
 @scheme(**declared(UNTIED))
-def model_in_stages(mesh, parameters, token, target, schedule, is_told):
-    return staged_loss(mesh, UNTIED, parameters, token, target, schedule, is_told)
+def model_in_stages(mesh, parameters, token, target, schedule, has_seq_len):
+    return staged_loss(mesh, UNTIED, parameters, token, target, schedule, has_seq_len)
 
 
 @pytest.mark.parametrize("of", [tied_model_in_stages, model_in_stages], ids=lambda of: of.name)

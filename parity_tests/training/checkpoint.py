@@ -27,8 +27,8 @@ DONE, LOCK = "done", "lock"
 
 
 @contextmanager
-def held(run: Run) -> Iterator[None]:
-    """The run's folder is its own for as long as this lasts. The system gives a killed process's lock back.
+def locked(run: Run) -> Iterator[None]:
+    """Lock the folder of the run against other runs. The system releases the lock of a killed process.
 
     Errors: ValueError where another run has it.
     """
@@ -47,29 +47,29 @@ def held(run: Run) -> Iterator[None]:
         yield
 
 
-def save(run: Run, named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, step: int) -> None:
-    """After `step` steps; `named` are this rank's parameters by every name that the model has for them."""
+def save(run: Run, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, step: int) -> None:
+    """After `step` steps; `parameters` are this rank's parameters by every name that the model has for them."""
     folder = _folder(run) / f"step_{step:06d}"
     if dist.get_rank() == 0 and folder.exists():  # cut short, or of another time
         shutil.rmtree(folder)
     dist.barrier()
-    dcp.save(_state(named, optimizer), checkpoint_id=str(folder))
+    dcp.save(_state(parameters, optimizer), checkpoint_id=str(folder))
     if dist.get_rank() == 0:
         (folder / f"{DONE}.part").write_text(_owner(run))
         os.replace(folder / f"{DONE}.part", folder / DONE)  # whole or not there
 
 
-def load(run: Run, named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> int:
+def load(run: Run, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> int:
     """The newest state into parameters and optimizer, sharded as they are; returns how many steps it has behind it.
 
     Errors: those of `newest`.
     """
     step = newest(run)
-    for parameter in named.values():
+    for parameter in parameters.values():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()  # makes the tensors of its state, which are all written over, as the parameters are
     optimizer.zero_grad()
-    dcp.load(_state(named, optimizer), checkpoint_id=str(_folder(run) / f"step_{step:06d}"))
+    dcp.load(_state(parameters, optimizer), checkpoint_id=str(_folder(run) / f"step_{step:06d}"))
     return step
 
 
@@ -99,9 +99,9 @@ def _folder(run: Run) -> Path:
     return Path(run.checkpoint or "")
 
 
-def _state(named: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def _state(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """The tensors themselves, by names that no mesh changes; two stages' copies of a parameter have a name each."""
-    state: dict[str, torch.Tensor] = {f"model.{name}": parameter.detach() for name, parameter in named.items()}
-    for name, parameter in named.items():
+    state: dict[str, torch.Tensor] = {f"model.{name}": parameter.detach() for name, parameter in parameters.items()}
+    for name, parameter in parameters.items():
         state |= {f"optimizer.{name}.{kind}": x for kind, x in optimizer.state[parameter].items()}
     return state

@@ -19,14 +19,14 @@ class ReferenceSteps:
     """The reference's steps, made once for all runs that differ in nothing that it knows of."""
 
     def __init__(self) -> None:
-        self._made: list[tuple[Run, list[reference.ReferenceStep], Iterator[reference.ReferenceStep]]] = []
+        self._references: list[tuple[Run, list[reference.ReferenceStep], Iterator[reference.ReferenceStep]]] = []
 
     def steps(self, run: Run) -> Iterator[reference.ReferenceStep]:
         """Those of a run, from the first on."""
         numbers = run.numbers
-        if all(before != numbers for before, _, _ in self._made):
-            self._made.append((numbers, [], reference.steps(numbers)))
-        steps, rest = next((steps, rest) for before, steps, rest in self._made if before == numbers)
+        if all(before != numbers for before, _, _ in self._references):
+            self._references.append((numbers, [], reference.steps(numbers)))
+        steps, rest = next((steps, rest) for before, steps, rest in self._references if before == numbers)
         for index in range(run.steps):
             while len(steps) <= index:
                 steps.append(next(rest))

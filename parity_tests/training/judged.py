@@ -9,7 +9,7 @@ import numpy as np
 
 from parity_tests.harness.judge.compare import K
 from parity_tests.harness.judge.reference import UNIT_ROUNDOFF
-from parity_tests.training.precision import KEPT
+from parity_tests.training.precision import STORED_DTYPE
 from parity_tests.training.record import GRADIENT, WEIGHT, Step
 from parity_tests.training.reference import ReferenceStep
 
@@ -70,7 +70,7 @@ def judged(step: Step, reference_step: ReferenceStep, dtype: str) -> Judged:
         pairs |= {kind + name: (got.get(name), reference.get(name)) for name in {**reference, **got}}
     rows = {}
     for name, pair in pairs.items():
-        last = dtype if name.startswith(GRADIENT) else KEPT[dtype]
+        last = dtype if name.startswith(GRADIENT) else STORED_DTYPE[dtype]
         rows[name] = Row(distance(*pair), budget(reference_step.spread.get(name, 0.0), last))
     return Judged(want.index, step.loss, want.loss, rows)
 

@@ -51,14 +51,14 @@ class Parts:
 
     def weights(self) -> dict[str, Any]:
         """Of the full model; all ranks take part."""
-        return self._whole(dict(distinct_parameters(self.stages)))
+        return self._full(dict(distinct_parameters(self.stages)))
 
     def gradients(self) -> dict[str, Any]:
         """Of the full model, none where backward did not come; all ranks take part."""
         parameters = distinct_parameters(self.stages)
-        return self._whole({name: p.grad for name, p in parameters.items() if p.grad is not None})
+        return self._full({name: p.grad for name, p in parameters.items() if p.grad is not None})
 
-    def _whole(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    def _full(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
         """Every tensor whole, in float64, those of other stages too."""
         with without_advice():
             full = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in tensors.items()}
@@ -72,7 +72,7 @@ class Parts:
         dist.all_reduce(flat, group=self.pp)  # a name is on one rank of pp, and 0 on the others
         there, *pieces = flat.cpu().split([len(names), *(x.numel() for x in every.values())])
         rows = zip(names, pieces, there.tolist(), strict=True)
-        return {name: x.numpy().reshape(self.shapes[name]) for name, x, is_held in rows if is_held}
+        return {name: x.numpy().reshape(self.shapes[name]) for name, x, is_there in rows if is_there}
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from parity_tests.training import checkpoint, record
 from parity_tests.training.corpus import Packed, global_batch
 from parity_tests.training.initial import initial_weights, shapes
 from parity_tests.training.parts import Parts, all_recorded
-from parity_tests.training.precision import KEPT, policy
+from parity_tests.training.precision import STORED_DTYPE, policy
 from parity_tests.training.ring_and_heads import ring_and_heads
 from parity_tests.training.run import Run
 from torch_impl.models import (
@@ -80,7 +80,7 @@ def trace(mesh: Any, case: Any) -> tuple[Recording, dict[str, Any], dict[str, fl
 
 def parallel_model(mesh: Any, run: Run) -> Parts:
     """The model with the run's first weights, sharded over the mesh: into stages first, then each of them."""
-    config, dtype = HybridConfig(**run.config), getattr(torch, KEPT[run.dtype])
+    config, dtype = HybridConfig(**run.config), getattr(torch, STORED_DTYPE[run.dtype])
     rings = ring_and_heads(mesh) if run.attention == "usp" else None
     placement = Placement(mesh["cp"], mesh["tp"], exchange=run.attention, mamba=run.mamba, ring_and_heads=rings)
     model = HybridLM(config, placement, dtype=dtype)
@@ -104,7 +104,7 @@ def parallel_model(mesh: Any, run: Run) -> Parts:
         local_batch_size=run.streams // run.dp,
         device=torch.device(mesh.device_mesh.device_type),
         loss_fn=loss,
-        parallelize_fn=partial(_cut, run),
+        parallelize_fn=partial(_parallelize_stage, run),
         patch_inner_model=False,
         patch_causal_lm_model=False,
         patch_stage_backward_maybe_with_nosync=True,
@@ -113,7 +113,7 @@ def parallel_model(mesh: Any, run: Run) -> Parts:
     return Parts(schedule, stages, loss, mesh["pp"], shapes(run.config))
 
 
-def _cut(run: Run, model: nn.Module, world_mesh: Any, moe_mesh: Any, **axes: Any) -> None:
+def _parallelize_stage(run: Run, model: nn.Module, world_mesh: Any, moe_mesh: Any, **axes: Any) -> None:
     """One stage over tp and FSDP; it stays gathered from the first micro-batch to the last."""
     plan = tensor_parallel_plan(HybridConfig(**run.config).layers)
     fsdp2_strategy_parallelize(model, world_mesh, policy(run.dtype), plan, reshard_after_forward=False)

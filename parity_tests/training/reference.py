@@ -20,7 +20,7 @@ from parity_tests.tracing.flax_side import parted
 from parity_tests.tracing.probes import POOL, Probes, is_summed_in, off, watch
 from parity_tests.training.corpus import global_batch
 from parity_tests.training.initial import initial_weights
-from parity_tests.training.precision import KEPT
+from parity_tests.training.precision import STORED_DTYPE
 from parity_tests.training.record import Step
 from parity_tests.training.run import Run
 
@@ -60,7 +60,7 @@ def _compiled(run: Run) -> tuple[Any, Any, Any]:
     from parity_tests.models.by_name import flax_model
 
     config, optimizer = Config(**run.config), adamw(run.learning_rate, run.weight_decay)
-    dtype = KEPT[run.dtype]
+    dtype = STORED_DTYPE[run.dtype]
     units = jnp.array([0.0] + [UNIT_ROUNDOFF[run.dtype]] * COPIES[run.dtype])
 
     def advance(weights: Any, state: Any, unit: Any, key: Any, ids: Any, padded: Any, real: Any) -> Any:

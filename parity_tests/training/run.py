@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from parity_tests.training.ring_and_heads import smallest_factor
-from parity_tests.training.schedule_name import rule_named
+from parity_tests.training.schedule_name import rule_by_name
 from torch_impl.pipelining.named_schedules import RULES, Rule, microbatches_problem
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -132,7 +132,7 @@ class Run:
     @property
     def rule(self) -> Rule:
         """The pipeline schedule; one rank of pp runs the same."""
-        return rule_named(self.schedule, "--schedule")
+        return rule_by_name(self.schedule, "--schedule")
 
     @property
     def is_staged(self) -> bool:

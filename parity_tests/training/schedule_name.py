@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch_impl.pipelining.named_schedules import RULES, Rule
 
 
-def rule_named(text: str, what: str, hint: str = "") -> Rule:
+def rule_by_name(text: str, what: str, hint: str = "") -> Rule:
     """The rule of `zbv` or `1f1b`. `what` is asked for, `further` may be given beside the names.
 
     Errors: ValueError for what begins no name, or several.

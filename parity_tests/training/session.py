@@ -93,7 +93,7 @@ def followed(run: Run, reference_steps: ReferenceSteps, engine: str = "gloo", qu
             resume that left nothing, or whose checkpoints another run writes.
     """
     bridge.start()
-    with checkpoint.held(run):
+    with checkpoint.locked(run):
         return _followed(run, reference_steps, engine, quiet)
 
 

@@ -8,7 +8,7 @@ from parity_tests.tracing.lines import first
 from parity_tests.training import located, session
 from parity_tests.training.follow import ReferenceSteps
 from parity_tests.training.judged import PROMISED
-from parity_tests.training.precision import KEPT, policy
+from parity_tests.training.precision import STORED_DTYPE, policy
 from parity_tests.training.run import DTYPES, SIZES, Run
 from parity_tests.training.traced import known_of, trace
 
@@ -47,7 +47,11 @@ def test_a_bug_is_located_in_its_module(reference_trace, monkeypatch, name):
 
 
 def test_sums_and_weights_are_float32():
-    assert set(KEPT) == set(DTYPES)
+    assert set(STORED_DTYPE) == set(DTYPES)
     dtypes = policy("bfloat16")
-    assert (dtypes.param_dtype, dtypes.reduce_dtype, KEPT["bfloat16"]) == (torch.bfloat16, torch.float32, "float32")
+    assert (dtypes.param_dtype, dtypes.reduce_dtype, STORED_DTYPE["bfloat16"]) == (
+        torch.bfloat16,
+        torch.float32,
+        "float32",
+    )
     assert {policy(dtype).param_dtype for dtype in ("float32", "float64")} == {None}

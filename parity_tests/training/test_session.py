@@ -133,7 +133,7 @@ def test_a_truncated_checkpoint_is_skipped(tmp_path):
 
 def test_one_run_at_a_time_has_a_folder(tmp_path):
     run = small({}, steps=1, checkpoint=str(tmp_path / "run"), every=1)
-    with checkpoint.held(run), pytest.raises(ValueError) as caught:
+    with checkpoint.locked(run), pytest.raises(ValueError) as caught:
         session.followed(run, KNOWN, "lockstep")
     assert str(caught.value) == (
         f"--checkpoint {run.checkpoint}: another run writes there; wait until it has ended, or give another folder"
