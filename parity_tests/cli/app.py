@@ -45,8 +45,8 @@ for name, verb in VERBS.items():
     app.command(name, epilog=epilog(name))(verb)
 
 
-def _version(is_asked: bool) -> None:
-    if is_asked:
+def _version(is_wanted: bool) -> None:
+    if is_wanted:
         typer.echo(versions())
         raise typer.Exit()
 

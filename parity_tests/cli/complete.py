@@ -34,8 +34,8 @@ def schedules(incomplete: str) -> list[str]:
     """Schedules by name, whatever the case of their letters, and CSV files of this folder."""
     from torch_impl.pipelining.named_schedules import RULES
 
-    named = [incomplete + name[len(incomplete) :] for name in RULES if name.lower().startswith(incomplete.lower())]
-    return [*named, *_begin(incomplete, _files("*.csv"))]
+    rule_names = [incomplete + name[len(incomplete) :] for name in RULES if name.lower().startswith(incomplete.lower())]
+    return [*rule_names, *_begin(incomplete, _files("*.csv"))]
 
 
 def meshes(incomplete: str) -> list[str]:

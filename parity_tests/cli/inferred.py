@@ -24,7 +24,7 @@ ABOUT_THE_MESH = ("mesh", "device_mesh", "group", "process_group")
 
 
 @dataclass(frozen=True)
-class Seen:
+class TensorOfRun:
     """One tensor: its full shape, its placements if it is a DTensor, and the largest number of an integer one."""
 
     shape: tuple[int, ...]
@@ -71,8 +71,8 @@ def _of_annotation(hint: Any, axes: Sequence[str]) -> Guess | None:
     stated = getattr(hint, "dim_str", None)
     if stated:
         return Guess(stated)
-    said = getattr(hint, "__metadata__", ())
-    data = [x for item in said for x in (item if isinstance(item, tuple | list) else [item])]
+    metadata = getattr(hint, "__metadata__", ())
+    data = [x for item in metadata for x in (item if isinstance(item, tuple | list) else [item])]
     placements = [x for x in data if isinstance(x, Placement)]
     names = next((x.split() for x in data if isinstance(x, str)), None)
     if not placements or len(placements) != len(axes):
@@ -82,12 +82,12 @@ def _of_annotation(hint: Any, axes: Sequence[str]) -> Guess | None:
     return Guess(OPEN if names is None or len(names) < count else spec(names, shown, axes), shown)
 
 
-def from_run(seen: Mapping[str, Seen], axes: Sequence[str]) -> dict[str, Guess]:
+def from_run(tensors: Mapping[str, TensorOfRun], axes: Sequence[str]) -> dict[str, Guess]:
     """Guesses of what was seen in a run; dims of one size have one letter, but within a tensor."""
     by_size: dict[int, str] = {}
     letters = iter(LETTERS)
     guesses = {}
-    for name, tensor in seen.items():
+    for name, tensor in tensors.items():
         dims: list[str] = []
         for size in tensor.shape:
             letter = by_size.get(size)
@@ -121,7 +121,7 @@ def written(placement: Placement) -> str:
     return "Partial()" if isinstance(placement, Partial) else "Replicate()" if isinstance(placement, Replicate) else "?"
 
 
-def run(mesh: Any, case: Any) -> dict[str, Seen]:
+def run(mesh: Any, case: Any) -> dict[str, TensorOfRun]:
     """On a rank: call the function with its inputs and note the tensors.
 
     Results are `return` and `return 1` on, of a dict `return NAME`.
@@ -129,33 +129,33 @@ def run(mesh: Any, case: Any) -> dict[str, Seen]:
     options = case.options
     function, device_mesh = function_of(options["function"]), mesh.device_mesh
     torch.manual_seed(0)
-    given = function_of(options["inputs"])(device_mesh)
+    arguments = function_of(options["inputs"])(device_mesh)
     names = tensor_names(function)
-    values = list(given.values()) if isinstance(given, Mapping) else given
+    values = list(arguments.values()) if isinstance(arguments, Mapping) else arguments
     if not isinstance(values, tuple | list) or len(values) != len(names):
         returned = str(len(values)) if isinstance(values, tuple | list) else f"a {type(values).__name__}"
         raise RankFault(f"the inputs are {returned}, the function takes {len(names)} ({', '.join(names)})")
-    by_name = dict(given) if isinstance(given, Mapping) else dict(zip(names, given, strict=True))
-    others = {
+    by_name = dict(arguments) if isinstance(arguments, Mapping) else dict(zip(names, arguments, strict=True))
+    other_arguments = {
         name: about_the_mesh(name, mesh) for name in inspect.signature(function).parameters if is_about_the_mesh(name)
     }
-    results = function(**{**others, **by_name})
-    seen = {name: _seen(x) for name, x in by_name.items() if isinstance(x, Tensor)}
+    results = function(**{**other_arguments, **by_name})
+    tensors = {name: _tensor_of_run(x) for name, x in by_name.items() if isinstance(x, Tensor)}
     if isinstance(results, Mapping):
-        return seen | {f"{RETURN} {name}": _seen(x) for name, x in results.items()}
+        return tensors | {f"{RETURN} {name}": _tensor_of_run(x) for name, x in results.items()}
     results = results if isinstance(results, tuple | list) else [results]
-    return seen | {f"{RETURN} {i}" if i else RETURN: _seen(x) for i, x in enumerate(results)}
+    return tensors | {f"{RETURN} {i}" if i else RETURN: _tensor_of_run(x) for i, x in enumerate(results)}
 
 
 def about_the_mesh(name: str, mesh: Any) -> Any:
-    """What a parameter of this name is given: the mesh, torch's own, or the group of the first axis."""
+    """The argument for a parameter of this name: the mesh, torch's own, or the group of the first axis."""
     if name.endswith("group"):
         return mesh[mesh.axes[0]]
     return mesh if name == "mesh" else mesh.device_mesh
 
 
-def _seen(x: Tensor) -> Seen:
+def _tensor_of_run(x: Tensor) -> TensorOfRun:
     placements: Iterable[Placement] | None = getattr(x, "placements", None)
     shown = None if placements is None else tuple(map(written, placements))
     largest = None if x.is_floating_point() else int((x.full_tensor() if shown else x).max())  # pyright: ignore
-    return Seen(tuple(x.shape), shown, largest)
+    return TensorOfRun(tuple(x.shape), shown, largest)

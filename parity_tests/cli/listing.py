@@ -74,7 +74,7 @@ def pictures(target: str, sizes: Mapping[str, Any], svg: str | None, as_json: bo
     check_writable(svg=svg)
     schemes = discover.find([target])
     if as_json:
-        print(json_module.dumps([drawn(scheme, one_case(scheme, **sizes)) for scheme in schemes], indent=2))
+        print(json_module.dumps([json_of_case(scheme, one_case(scheme, **sizes)) for scheme in schemes], indent=2))
     else:
         for scheme in schemes:
             print(f"{scheme.name}\n{picture.scheme_picture(scheme, one_case(scheme, **sizes))}\n")
@@ -83,7 +83,7 @@ def pictures(target: str, sizes: Mapping[str, Any], svg: str | None, as_json: bo
             picture.scheme_figure(schemes[0], one_case(schemes[0], **sizes)).savefig(svg)
 
 
-def drawn(scheme: Declared, case: CaseSpec) -> dict[str, Any]:
+def json_of_case(scheme: Declared, case: CaseSpec) -> dict[str, Any]:
     """A picture as JSON: for each sharding of a tensor the rank of each position, for other axes their types."""
     tensors = {
         name: {

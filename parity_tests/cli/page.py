@@ -71,13 +71,13 @@ def _rows(verb: Any) -> Iterator[str]:
     """A row for each argument and option, with its default where it has one that says something."""
     for each in verb.params:
         if each.param_type_name == "argument":
-            called = f"`{each.name.upper()}{'...' if each.nargs == -1 else ''}`"
+            syntax = f"`{each.name.upper()}{'...' if each.nargs == -1 else ''}`"
         else:
             flags = sorted(each.opts, key=lambda flag: (len(flag) > 2, flag))
-            called = ", ".join(f"`{flag}`" for flag in flags) + ("" if each.is_flag else f" `{_metavar(each)}`")
+            syntax = ", ".join(f"`{flag}`" for flag in flags) + ("" if each.is_flag else f" `{_metavar(each)}`")
         default = each.default
         default_text = f"; default `{default}`" if default not in (None, "", ()) and default is not False else ""
-        yield f"| {called} | {_sentence(each.help)}{default_text} |"
+        yield f"| {syntax} | {_sentence(each.help)}{default_text} |"
 
 
 def _metavar(option: Any) -> str:

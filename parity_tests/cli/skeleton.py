@@ -94,15 +94,15 @@ def new(target: str, out: str | None, inputs: str | None, axes: Mapping[str, int
     if inputs is not None:
         source = inputs if "::" in inputs else f"{file}::{inputs}"
         function_of(source)
-        guesses |= from_run(_seen(target, source, axes), list(axes))
+        guesses |= from_run(_tensors_of_run(target, source, axes), list(axes))
     skeleton = Skeleton(target, str(path), axes, guesses)
     write_text(str(path), text(skeleton))
-    left = [f"the spec of {'the result' if each == RETURN else each}" for each in skeleton.open]
-    print(f"{path}: write {', '.join(['the reference', *left])}; then shardproof verify {path}")
+    open_specs = [f"the spec of {'the result' if each == RETURN else each}" for each in skeleton.open]
+    print(f"{path}: write {', '.join(['the reference', *open_specs])}; then shardproof verify {path}")
     return 0
 
 
-def _seen(target: str, inputs: str, axes: Mapping[str, int]) -> Any:
+def _tensors_of_run(target: str, inputs: str, axes: Mapping[str, int]) -> Any:
     options = {"function": _absolute(target), "inputs": _absolute(inputs)}
     try:
         return on_ranks(body, CaseSpec("new", axes, options=options), "gloo", quiet_s=QUIET_S).results[0]
@@ -163,13 +163,13 @@ def _body(name: str, function: Callable[..., Any], placed: Mapping[str, Sequence
     lines = []
     for each, placements in placed.items():
         lines.append(f"    {each} = DTensor.from_local({each}, mesh.device_mesh, [{', '.join(placements)}])")
-    given = []
+    arguments = []
     for parameter in inspect.signature(function).parameters.values():
         if not is_about_the_mesh(parameter.name) and parameter.default is not parameter.empty:
             continue
         keyword = f"{parameter.name}=" if parameter.kind is parameter.KEYWORD_ONLY else ""
-        given.append(keyword + _argument(parameter.name))
-    return [*lines, f"    return {name}({', '.join(given)})"]
+        arguments.append(keyword + _argument(parameter.name))
+    return [*lines, f"    return {name}({', '.join(arguments)})"]
 
 
 def _argument(name: str) -> str:

@@ -94,7 +94,7 @@ def train(
     from parity_tests.training.run import Run
 
     check_folder(checkpoint=checkpoint)
-    if checkpoint is None and _is_given(context, "every"):
+    if checkpoint is None and _is_on_command_line(context, "every"):
         raise ValueError(f"--every {every} needs --checkpoint DIR, where the state goes")
     settings = {"steps": steps, "seed": seed, "is_tied": tied, "dtype": dtype, "mamba": mamba, "attention": attention}
     settings |= {"schedule": schedule, "checkpoint": checkpoint, "every": every, "resume": resume}
@@ -129,17 +129,17 @@ def trace(
 ) -> None:
     """Name the first module whose tensors differ: in a sharded model from one device's, or in a pair of your own."""
     if file is not None and "::" in file:
-        foreign = [name for name in OF_OUR_MODEL if _is_given(context, name)]
+        foreign = [name for name in OF_OUR_MODEL if _is_on_command_line(context, name)]
         if foreign:
             raise ValueError(f"--{foreign[0]} is of the training step; leave it out for a model of your own")
         raise typer.Exit(_of_sharded(file, twin, inputs, mesh, dtype, engine, seed, json, every_tensor, quiet))
-    alone = [name for name in ("twin", "inputs") if _is_given(context, name)]
+    alone = [name for name in ("twin", "inputs") if _is_on_command_line(context, name)]
     if alone:
         raise ValueError(f"--{alone[0]} is of a sharded model; name the function that builds it, as file.py::sharded")
     if file is not None:
         from parity_tests.tracing import pair_session
 
-        foreign = [name for name in OF_THE_STEP if _is_given(context, name)]
+        foreign = [name for name in OF_THE_STEP if _is_on_command_line(context, name)]
         if foreign:
             raise ValueError(f"--{foreign[0]} is of the training step; a pair runs on one rank, so leave it out")
         raise typer.Exit(pair_session.trace(file, dtype, json, every_tensor, quiet))
@@ -168,15 +168,15 @@ def _of_sharded(
     from parity_tests.tracing import sharded_session
 
     file = sharded.partition("::")[0]
-    for name, given in (("twin", twin), ("inputs", inputs)):
-        if given is None:
+    for name, target in (("twin", twin), ("inputs", inputs)):
+        if target is None:
             raise ValueError(f"{sharded}: needs --{name} as well, as in --twin {file}::single --inputs {file}::inputs")
-    of_twin, of_inputs = (given if "::" in given else f"{file}::{given}" for given in (twin or "", inputs or ""))
+    of_twin, of_inputs = (target if "::" in target else f"{file}::{target}" for target in (twin or "", inputs or ""))
     axes = sizes([mesh] if mesh else [], "--mesh")
     question = sharded_session.Question(sharded, of_twin, of_inputs, axes, dtype, engine, seed)
     return sharded_session.trace(question, json, every_tensor, quiet)
 
 
-def _is_given(context: typer.Context, name: str) -> bool:
+def _is_on_command_line(context: typer.Context, name: str) -> bool:
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"

@@ -28,7 +28,7 @@ Traceback = Annotated[
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print failures and the closing line only.")]
 
 # What is counted by hand: ranks, of which there is one at least, and elements, of which there may be none.
-WHOLE = {
+INTEGERS = {
     "--mesh": "a whole number of at least 1, such as tp=4",
     "--dim": "a whole number of at least 0, such as s=16",
 }
@@ -40,7 +40,7 @@ def sizes(words: Sequence[str] | None, flag: str) -> dict[str, int]:
     for text in (part for item in words or () for part in item.split(",")):
         name, equals, value = text.partition("=")
         if not equals or not (value.isascii() and value.isdigit()):
-            raise ValueError(f"{flag} {text!r} is not NAME=NUMBER with {WHOLE[flag]}")
+            raise ValueError(f"{flag} {text!r} is not NAME=NUMBER with {INTEGERS[flag]}")
         if name.strip() in by_name:
             raise ValueError(f"{flag} {text!r} says {name.strip()!r} a second time; give each size once")
         by_name[name.strip()] = int(value)

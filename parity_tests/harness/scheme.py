@@ -54,14 +54,14 @@ class Scheme(Declared):
 
         return verify(self, engine, examples, seed, dtype, sizes_and_options, inside_subgroup=inside_subgroup)
 
-    def run(self, *whole_arrays: Any, engine: str = "lockstep", grad: Any = None, **mesh_and_options: Any) -> Any:
+    def run(self, *full_arrays: Any, engine: str = "lockstep", grad: Any = None, **mesh_and_options: Any) -> Any:
         """Stitched outputs for the given full arrays, in the order of `inputs`; nothing is compared.
 
         With `grad`, cotangents for the outputs, returns (outputs, {input: gradient}).
         """
         from parity_tests.harness.run.run_unsharded import run_unsharded
 
-        return run_unsharded(self, whole_arrays, engine, grad, mesh_and_options)
+        return run_unsharded(self, full_arrays, engine, grad, mesh_and_options)
 
     def draw(self, **sizes: Any) -> str:
         """Picture: the ownership strip of every sharded dim, the type of every other axis."""
@@ -143,8 +143,8 @@ def scheme(
         custom, choices = dict(layouts or {}), (dict(options or {}), dict(rank_options or {}))
         in_specs, out_specs = from_contract.specs(fn, signature, contract, inputs, outputs, rejection)
         # 2. Each tensor, and what stands beside them.
-        own_draws = validation.own_draws(fn, draw or {}, rejection)
-        leaves = validation.input_arguments(fn, signature, in_specs, mesh, custom, own_draws, nograd, rejection)
+        user_draws = validation.user_draws(fn, draw or {}, rejection)
+        leaves = validation.input_arguments(fn, signature, in_specs, mesh, custom, user_draws, nograd, rejection)
         results = validation.output_arguments(fn, out_specs, mesh, custom, rejection)
         all_read = not rejection.texts
         rejection.of(validation.check_arguments, fn, signature, in_specs, choices, reference)
@@ -155,8 +155,8 @@ def scheme(
             results += rejection.of(validation.modified_arguments, modifies, leaves, results) or ()
             rejection.of(validation.check_axes_used, mesh, leaves, results)
             rejection.of(validation.check_module, module, in_specs, results, out_specs)
-            validation.check_draws(leaves, own_draws, dims or {}, rejection)
-            rejection.of(relations.check_dims, leaves, results, dims or {}, mesh, own_draws)
+            validation.check_draws(leaves, user_draws, dims or {}, rejection)
+            rejection.of(relations.check_dims, leaves, results, dims or {}, mesh, user_draws)
         reduced = reduction if all_read else ()
         validation.check_choices(dtypes, engines, replicas, reduced, roundings, leaves, results, rejection)
         rejection.raise_all()
@@ -168,7 +168,7 @@ def scheme(
             inputs=leaves,
             outputs=results,
             output_form="dict" if isinstance(out_specs, Mapping) else "one" if isinstance(out_specs, str) else "tuple",
-            draws={arg.name: own_draws.get(arg.name, values()) for arg in leaves},
+            draws={arg.name: user_draws.get(arg.name, values()) for arg in leaves},
             dims={**relations.groups((*leaves, *results)), **(dims or {})},
             layouts=custom,
             options=choices[0],

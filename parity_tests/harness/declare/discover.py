@@ -98,19 +98,19 @@ def find(targets: list[str]) -> list[Declared]:
         if name:
             schemes = [scheme_of_file(file, name)]
         elif path.is_dir():
-            files = [file for file in _own_files(path) if "@scheme" in file.read_text(errors="replace")]
+            files = [file for file in _python_files(path) if "@scheme" in file.read_text(errors="replace")]
             if not files:
                 raise UnusableTarget(f"{target}: no file below declares a scheme (none has '@scheme')")
             schemes = [scheme for file in files for scheme in schemes_of_file(str(file))]
         elif path.suffix == ".py" or path.is_file():
             schemes = schemes_of_file(target)
         else:
-            schemes = _named(target)
+            schemes = _schemes_by_pattern(target)
         schemes_by_key |= {scheme.key: scheme for scheme in schemes}
     return list(schemes_by_key.values())
 
 
-def _own_files(folder: Path) -> list[Path]:
+def _python_files(folder: Path) -> list[Path]:
     """Python files below a folder, except installed or hidden ones. Errors: UnusableTarget for a root directory."""
     if folder.resolve() == Path(folder.resolve().anchor):
         raise UnusableTarget(f"{folder}: is a whole disk; give a file, or the folder of a project")
@@ -178,10 +178,10 @@ def module_of_file(file: str) -> ModuleType:
         package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
         if package in EXTRAS and path.is_relative_to(PACKAGE):
             raise NeedsExtra(f"needs {package}; pip install 'shardproof[{EXTRAS[package]}]'") from error
-        raise UnusableTarget(f"cannot import {file}: {_said(error, path)}") from error
+        raise UnusableTarget(f"cannot import {file}: {_message_of(error, path)}") from error
 
 
-def _named(pattern: str) -> list[Declared]:
+def _schemes_by_pattern(pattern: str) -> list[Declared]:
     schemes = built_in()
     matches = [scheme for scheme in schemes if fnmatch.fnmatch(scheme.name, pattern) or scheme.key == pattern]
     if not matches:
@@ -285,7 +285,7 @@ def _beside(name: str, folder: Path) -> bool:
     return file is not None and Path(file).resolve().is_relative_to(folder) and "site-packages" not in file
 
 
-def _said(error: Exception, path: Path) -> str:
+def _message_of(error: Exception, path: Path) -> str:
     """The error in one line, with the line of the file it comes from."""
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error.msg}" + (f" (line {error.lineno})" if error.lineno else "")

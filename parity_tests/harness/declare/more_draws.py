@@ -18,7 +18,7 @@ from numpy.random import Generator, Philox
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.draws import Chooser, Draw
 
-MOST_NUMBERS = 8  # different ones of a strategy in one array
+MAX_NUMBERS = 8  # different ones of a strategy in one array
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,13 @@ class OfStrategy(_OfUser):
         """Errors: ValueError for what is no number."""
         from hypothesis import strategies as st
 
-        drawn = choose(st.lists(self.strategy, min_size=1, max_size=MOST_NUMBERS))
+        drawn = choose(st.lists(self.strategy, min_size=1, max_size=MAX_NUMBERS))
         numbers = [number.item() if isinstance(number, np.generic) else number for number in drawn]
         kinds = (bool, int) if self.integer else (int, float)
         wrong = [number for number in numbers if not isinstance(number, kinds)]
         if wrong:
-            wanted = "integers or booleans" if self.integer else "numbers"
-            remedy = f"give a strategy of {wanted}; for arrays pass a function of (generator, shape)"
+            kind = "integers or booleans" if self.integer else "numbers"
+            remedy = f"give a strategy of {kind}; for arrays pass a function of (generator, shape)"
             raise ValueError(f"{self.who} gave {wrong[0]!r}, a {type(wrong[0]).__name__}; {remedy}")
         return {"kind": "numbers", "numbers": numbers}
 
@@ -159,10 +159,10 @@ def drawn(how: Any, *, integer: bool = False) -> Draw:
     follows from the generator alone.
     Errors: ValueError for anything else.
     """
-    return own_draw(how, integer, getattr(how, "__name__", "draw"))
+    return draw_of(how, integer, getattr(how, "__name__", "draw"))
 
 
-def own_draw(how: Any, integer: bool, who: str) -> Draw:
+def draw_of(how: Any, integer: bool, who: str) -> Draw:
     """See drawn; `who` is what errors call it."""
     if hasattr(how, "filter") and hasattr(how, "example"):  # a strategy, without an import of Hypothesis
         return OfStrategy("own", strategy=how, integer=integer, who=who)

@@ -16,7 +16,7 @@ from parity_tests.harness.declare.case import DTYPES, ENGINES
 from parity_tests.harness.declare.declared import Argument
 from parity_tests.harness.declare.draws import Draw
 from parity_tests.harness.declare.mistakes import Mistakes
-from parity_tests.harness.declare.more_draws import OfFunction, own_draw
+from parity_tests.harness.declare.more_draws import OfFunction, draw_of
 from parity_tests.harness.declare.relations import names_of
 from parity_tests.harness.declare.spec import BUILTIN, Spec, parse
 
@@ -109,19 +109,19 @@ def output_arguments(
     fn: Any, outputs: Any, mesh: Mapping[str, Any], custom: Mapping[str, Any], rejection: Mistakes
 ) -> tuple[Argument, ...]:
     if isinstance(outputs, Mapping):
-        named = list(outputs.items())
+        specs = list(outputs.items())
     elif isinstance(outputs, tuple | list):
-        named = [(f"out[{i}]", text) for i, text in enumerate(outputs)]
+        specs = [(f"out[{i}]", text) for i, text in enumerate(outputs)]
     else:
-        named = [("out", outputs)]
-    if not named:
+        specs = [("out", outputs)]
+    if not specs:
         raise rejection("outputs is empty; a scheme returns at least one tensor")
     returned = _annotations(fn).get("return")
-    parts = get_args(returned) if get_origin(returned) is tuple else (returned,) * len(named)
-    if len(parts) != len(named):
-        raise rejection(f"the return annotation has {len(parts)} tensors, outputs has {len(named)}")
+    annotations = get_args(returned) if get_origin(returned) is tuple else (returned,) * len(specs)
+    if len(annotations) != len(specs):
+        raise rejection(f"the return annotation has {len(annotations)} tensors, outputs has {len(specs)}")
     arguments = []
-    for (name, text), annotation in zip(named, parts, strict=True):
+    for (name, text), annotation in zip(specs, annotations, strict=True):
         is_integer = _is_integer(annotation)
         with rejection.collected():
             spec = _parsed(text, mesh, custom, "output", name, not is_integer, False, rejection)
@@ -211,7 +211,7 @@ def check_reference(
     """The reference must take the inputs and the options, by name; further ones need a default."""
     if not callable(reference):
         raise rejection(f"reference is {type(reference).__name__}; pass a JAX function")
-    title = reference_named(reference)
+    title = name_of_reference(reference)
     try:
         parameters = inspect.signature(reference).parameters
     except ValueError:  # a compiled callable may have none to show
@@ -238,7 +238,7 @@ def check_reference(
         raise rejection(f"{asks}; it has no {unknown[0]!r} of {kind}")
 
 
-def reference_named(reference: Any) -> str:
+def name_of_reference(reference: Any) -> str:
     """What a sentence calls a reference: by its name, unless that is no more than what it is."""
     name = getattr(reference, "__name__", type(reference).__name__)
     return "the reference" if name == "reference" else f"reference {name}"
@@ -251,7 +251,7 @@ def check_covered(fn: Any, names: Sequence[str], rejection: Mistakes) -> None:
             raise rejection(f"takes {parameter.name!r}, which is no input and no option; add it to inputs")
 
 
-def own_draws(fn: Any, draw: Mapping[str, Any], rejection: Mistakes) -> dict[str, Draw]:
+def user_draws(fn: Any, draw: Mapping[str, Any], rejection: Mistakes) -> dict[str, Draw]:
     """The draws with functions and strategies made into such; of integers where the annotation says so."""
     if not isinstance(draw, Mapping):
         raise rejection(f"draw is {type(draw).__name__}; give a dict of input -> draw")
@@ -260,7 +260,7 @@ def own_draws(fn: Any, draw: Mapping[str, Any], rejection: Mistakes) -> dict[str
         draws[name] = how if isinstance(how, Draw) else NO_DRAW
         with rejection.collected():
             if not isinstance(how, Draw):
-                draws[name] = own_draw(how, _is_integer(annotations.get(name)), f"{rejection.title}draw[{name!r}]")
+                draws[name] = draw_of(how, _is_integer(annotations.get(name)), f"{rejection.title}draw[{name!r}]")
     return draws
 
 

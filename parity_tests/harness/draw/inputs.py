@@ -95,7 +95,7 @@ def addends(arg: Argument, array: np.ndarray, case: CaseSpec, kind: str) -> np.n
     return terms
 
 
-def own_term(arg: Argument, terms: np.ndarray, case: CaseSpec, coords: Mapping[str, int], kind: str) -> np.ndarray:
+def term_of_rank(arg: Argument, terms: np.ndarray, case: CaseSpec, coords: Mapping[str, int], kind: str) -> np.ndarray:
     """The term of the rank at these mesh coordinates."""
     index = 0
     for axis in addend_axes(arg, kind):
@@ -131,12 +131,12 @@ def positions(arg: Argument, case: CaseSpec, coords: Mapping[str, int], custom: 
             layout = layout_function(sharding.layout, shard_lengths(case, dim.name, sharding), custom, trusted=True)
             world = case.mesh[sharding.axis]
             if sharding.layout in custom:
-                parts = custom_layout.parts(sharding.layout, layout, dim.name, len(ids), sharding.axis, world)
-                custom_layout.check_ranks(sharding.layout, parts, world)
+                positions = custom_layout.parts(sharding.layout, layout, dim.name, len(ids), sharding.axis, world)
+                custom_layout.check_ranks(sharding.layout, positions, world)
             else:
-                parts = layout(len(ids), world)
-            trusted_layouts.check_partition(sharding.layout, parts, len(ids))
-            ids = ids[np.asarray(parts[coords[sharding.axis]], dtype=np.int64)]
+                positions = layout(len(ids), world)
+            trusted_layouts.check_partition(sharding.layout, positions, len(ids))
+            ids = ids[np.asarray(positions[coords[sharding.axis]], dtype=np.int64)]
         by_dim.append(ids)
     return by_dim
 

@@ -193,7 +193,9 @@ def test_the_addend_of_a_rank_over_several_axes():
     """The rank's number among the P axes alone, counted as they stand in the spec, whatever the others are."""
     arg, case = argument("b tp=P cp=R dp=P"), a_case()
     terms = np.arange(6.0)[:, None] * np.ones(4)
-    owned = {(at["tp"], at["dp"]): inputs.own_term(arg, terms, case, at, "input")[0] for at in inputs.coordinates(MESH)}
+    owned = {
+        (at["tp"], at["dp"]): inputs.term_of_rank(arg, terms, case, at, "input")[0] for at in inputs.coordinates(MESH)
+    }
     assert owned == {(0, 0): 0, (0, 1): 1, (1, 0): 2, (1, 1): 3, (2, 0): 4, (2, 1): 5}
 
 
@@ -201,7 +203,7 @@ def test_without_a_partial_axis_there_is_one_term():
     arg, case = argument("b/dp s tp=R cp=I"), a_case()
     array = np.ones((4, 12))
     assert inputs.addends(arg, array, case, "input").tolist() == [array.tolist()]
-    assert inputs.own_term(arg, array[None], case, {"dp": 1, "cp": 1, "tp": 2}, "input") is not None
+    assert inputs.term_of_rank(arg, array[None], case, {"dp": 1, "cp": 1, "tp": 2}, "input") is not None
 
 
 # Cotangents
@@ -212,7 +214,8 @@ def rank_cotangents(text, case):
     arg = argument(text, "out")
     terms = inputs.addends(arg, inputs.cotangent(arg, case), case, "cotangent")
     return {
-        tuple(at.values()): inputs.own_term(arg, terms, case, at, "cotangent") for at in inputs.coordinates(case.mesh)
+        tuple(at.values()): inputs.term_of_rank(arg, terms, case, at, "cotangent")
+        for at in inputs.coordinates(case.mesh)
     }
 
 

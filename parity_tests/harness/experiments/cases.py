@@ -12,14 +12,14 @@ from parity_tests.harness.draw import size_choices
 from parity_tests.harness.draw.drawing import draw_case, seeded_chooser
 
 SHAPES_TRIED = 12
-MOST_ELEMENTS = 10**5  # of all dims together
+MAX_ELEMENTS = 10**5  # of all dims together
 WIDE = 12  # elements along a dim of one id among many
 MIN_ELEMENTS = 3  # along a dim: with two, every error is at one end or the other
 
 
 def larger(scheme: Declared, case: CaseSpec, seed: int, *, values: bool) -> CaseSpec | None:
     """The same mesh, dtype and options at larger sizes and another seed; `values` keeps the kinds of its values."""
-    drawn = _drawn(scheme, case, own_axes(case), seed)
+    drawn = _larger_case(scheme, case, own_axes(case), seed)
     if drawn is None:
         return None
     return drawn.replace(values=case.values if values else plain(scheme, drawn))
@@ -39,7 +39,7 @@ def on_another_mesh(scheme: Declared, case: CaseSpec, seed: int) -> CaseSpec | N
         )
 
     for mesh in sorted(meshes, key=alike)[:1]:
-        drawn = _drawn(scheme, case, mesh, seed)
+        drawn = _larger_case(scheme, case, mesh, seed)
         return None if drawn is None else drawn.replace(values=plain(scheme, drawn))
     return None
 
@@ -88,17 +88,17 @@ def plain(scheme: Declared, case: CaseSpec) -> dict[str, object]:
     }
 
 
-def _drawn(scheme: Declared, case: CaseSpec, mesh: Mapping[str, int], seed: int) -> CaseSpec | None:
+def _larger_case(scheme: Declared, case: CaseSpec, mesh: Mapping[str, int], seed: int) -> CaseSpec | None:
     """The largest of some shapes that the mesh can shard, with whatever else a case has drawn from the seed."""
     shapes = [
         shape
         for shape in size_choices.shapes(scheme, {}, [mesh], SHAPES_TRIED, case.options)
-        if size_choices.compatible(scheme, shape, mesh, case.options) and math.prod(shape.values()) <= MOST_ELEMENTS
+        if size_choices.compatible(scheme, shape, mesh, case.options) and math.prod(shape.values()) <= MAX_ELEMENTS
     ]
     if not shapes:
         return None
     shape = max(shapes, key=lambda shape: (min([MIN_ELEMENTS, *shape.values()]), math.prod(shape.values())))
     fixed = {**mesh, **shape, **case.options}
     drawn = draw_case(scheme, seeded_chooser(seed), fixed, dtype=case.dtype, engine=case.engine, seed=seed)
-    called = case if mesh == own_axes(case) else without_other_calls(case)
-    return drawn.replace(mesh={axis: mesh.get(axis, size) for axis, size in case.mesh.items()}, calls=called.calls)
+    source = case if mesh == own_axes(case) else without_other_calls(case)
+    return drawn.replace(mesh={axis: mesh.get(axis, size) for axis, size in case.mesh.items()}, calls=source.calls)

@@ -30,16 +30,20 @@ from parity_tests.harness.run.lockstep.repair import (
 )
 from parity_tests.harness.verdict import judge
 
-MOST_REPAIRS = 16  # runs for each question
+MAX_REPAIRS = 16  # runs for each question
 Notes = Mapping[str, tuple[Note, ...]]
 
 
-def name_lines(scheme: Declared, report: Report, others: Sequence[Report], notes: Notes) -> dict[str, tuple[Note, ...]]:
+def name_lines(
+    scheme: Declared, report: Report, other_reports: Sequence[Report], notes: Notes
+) -> dict[str, tuple[Note, ...]]:
     """The notes with the lines whose repair makes a tensor right, of this case or a larger one of its mesh."""
     by_label = dict(notes)
     in_backward = [label for label in notes if any(note.startswith(FORWARD_EQUAL) for note in notes[label])]
     if in_backward and report.case.world > 1 and not _fails_alone(scheme, report, in_backward):
-        for label, words in _in_backward(scheme, _telling(report, others, in_backward), in_backward).items():
+        for label, words in _in_backward(
+            scheme, _clearest_failure(report, other_reports, in_backward), in_backward
+        ).items():
             by_label[label] = _extended(by_label[label], FORWARD_EQUAL, f": {words}")
     if any(note.startswith(NOT_FINITE) for notes_of_tensor in notes.values() for note in notes_of_tensor):
         for label, words in _read_too_early(scheme, report).items():
@@ -51,9 +55,9 @@ def _extended(notes: Iterable[Note], start: str, words: str) -> tuple[Note, ...]
     return tuple(note.extended(words) if note.startswith(start) else note for note in notes)
 
 
-def _telling(report: Report, others: Sequence[Report], labels: Sequence[str]) -> Report:
+def _clearest_failure(report: Report, other_reports: Sequence[Report], labels: Sequence[str]) -> Report:
     """The failing case with most elements in which all these tensors are wrong and the outputs are right."""
-    for other in others:
+    for other in other_reports:
         outputs_pass = all(row.ok for row in other.rows if row.role == "output")
         if outputs_pass and other.case.mesh == report.case.mesh and all(label in other.notes for label in labels):
             return other
@@ -73,16 +77,16 @@ def _in_backward(scheme: Declared, report: Report, labels: Sequence[str]) -> dic
     """For each gradient, the line whose repair makes it right and no other tensor wrong."""
     repairs = list(_repairs(report.ledger.rows))
     wrong = {row.label for row in report.rows if not row.ok}
-    named: dict[str, str] = {}
-    for repair in repairs[:MOST_REPAIRS]:
-        if all(label in named for label in labels):
+    line_of_label: dict[str, str] = {}
+    for repair in repairs[:MAX_REPAIRS]:
+        if all(label in line_of_label for label in labels):
             break
         repaired = judge(scheme, report.case, wrap_program=under(repair))
         still = {row.label for row in repaired.rows if not row.ok}
         if repaired.failure is None and still < wrong:
             for label in sorted(wrong - still):
-                named.setdefault(label, _words(repair))
-    return {label: words for label, words in named.items() if label in labels}
+                line_of_label.setdefault(label, _words(repair))
+    return {label: words for label, words in line_of_label.items() if label in labels}
 
 
 def _repairs(rows: Sequence[Row]) -> Iterator[Repair]:
@@ -111,16 +115,16 @@ def _words(repair: Repair) -> str:
 def _read_too_early(scheme: Declared, report: Report) -> dict[str, str]:
     """For each tensor, the asynchronous collective without whose poison it has no NaN that the reference lacks."""
     lines = {(row.op, row.source, row.phase): None for row in report.ledger.rows if row.is_async or row.op == "recv"}
-    named: dict[str, str] = {}
-    before = {row.label: _strange(row) for row in report.rows}
-    for op, source, phase in list(lines)[:MOST_REPAIRS]:
+    line_of_label: dict[str, str] = {}
+    before = {row.label: _unexpected_nans(row) for row in report.rows}
+    for op, source, phase in list(lines)[:MAX_REPAIRS]:
         repaired = judge(scheme, report.case, wrap_program=under(Repair(op, source, phase, NO_POISON)))
         for row in repaired.rows if repaired.failure is None else ():
-            if _strange(row) < before[row.label]:
-                named.setdefault(row.label, f"{op} at {source}")
-    return named
+            if _unexpected_nans(row) < before[row.label]:
+                line_of_label.setdefault(row.label, f"{op} at {source}")
+    return line_of_label
 
 
-def _strange(row: TensorRow) -> int:
+def _unexpected_nans(row: TensorRow) -> int:
     """How many NaN a tensor has where the reference has none."""
     return int((np.isnan(row.stitched.copies) & ~np.isnan(row.want)).sum())

@@ -12,11 +12,11 @@ import numpy as np
 from parity_tests.harness.explain.evidence import Evidence
 from parity_tests.harness.explain.note import ACROSS_MESHES, ACROSS_SIZES, ROUNDING, Note
 
-MOST_NAMES = 6  # combinations grow as 3 ** names
+MAX_NAMES = 6  # combinations grow as 3 ** names
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedNumber:
     """A number and the ways to write it, all equally simple."""
 
     value: float
@@ -26,13 +26,13 @@ class Named:
         return " or ".join(self.names)
 
 
-def named_numbers(sizes: Mapping[str, float], *, mixed: bool = True) -> list[Named]:
+def named_numbers(sizes: Mapping[str, float], *, mixed: bool = True) -> list[NamedNumber]:
     """Products and inverses of the sizes that are not 1, simplest first; `mixed` ones multiply and divide.
 
     >>> [(n.value, str(n)) for n in named_numbers({"tp": 4, "cp": 2}, mixed=False)]
     [(4.0, 'tp'), (2.0, 'cp'), (8.0, 'tp*cp'), (0.25, '1/tp'), (0.5, '1/cp'), (0.125, '1/(tp*cp)')]
     """
-    usable = [name for name, size in sizes.items() if math.isfinite(size) and size > 0 and size != 1][:MOST_NAMES]
+    usable = [name for name, size in sizes.items() if math.isfinite(size) and size > 0 and size != 1][:MAX_NAMES]
     by_value: dict[float, tuple[int, list[str]]] = {}
     for exponents in sorted(product((0, 1, -1), repeat=len(usable)), key=_simplicity):
         above = [name for name, e in zip(usable, exponents, strict=True) if e > 0]
@@ -43,7 +43,7 @@ def named_numbers(sizes: Mapping[str, float], *, mixed: bool = True) -> list[Nam
         parts = len(above) + len(below)
         if value != 1 and parts == by_value.setdefault(value, (parts, []))[0]:
             by_value[value][1].append(_written(above, below))
-    return [Named(value, tuple(names)) for value, (_, names) in by_value.items()]
+    return [NamedNumber(value, tuple(names)) for value, (_, names) in by_value.items()]
 
 
 def number_text(value: float) -> str:
@@ -64,7 +64,7 @@ def _written(above: list[str], below: list[str]) -> str:
     return f"{'*'.join(above) or '1'}/{f'({bottom})' if len(below) > 1 else bottom}"
 
 
-MOST_LISTED = 8
+MAX_LISTED = 8
 OF_A_NAME = "a reduction is missing or repeated, or a mean divides by a local count"
 _FACTOR, _CONSTANT = "a constant factor", "an added constant"
 _SOME_FACTOR, _SOME_CONSTANT = "off by some factor", "off by some constant"
@@ -105,11 +105,11 @@ def _zero(evidence: Evidence) -> Note | None:
 
 
 def _named_factor(evidence: Evidence) -> Note | None:
-    best = _best(evidence, [(named, sign * named.value) for named in _names(evidence) for sign in (1, -1)], _times)
+    best = _best(evidence, [(number, sign * number.value) for number in _names(evidence) for sign in (1, -1)], _times)
     if best is None:
         return None
-    named, value = best
-    names = {f"factor {name}": f"-{name}" if value < 0 else name for name in named.names}
+    number, value = best
+    names = {f"factor {name}": f"-{name}" if value < 0 else name for name in number.names}
     meaning = f"the sign is opposite, and {OF_A_NAME}" if value < 0 else OF_A_NAME
     text = (
         f"off by the constant factor {number_text(value)} (= {' or '.join(names.values())}): {meaning}{evidence.thin}"
@@ -124,17 +124,17 @@ def _opposite(evidence: Evidence) -> Note | None:
 
 
 def _named_constant(evidence: Evidence) -> Note | None:
-    above_one = [named for named in _names(evidence) if named.value > 1]
+    above_one = [number for number in _names(evidence) if number.value > 1]
     best = _best(evidence, [(n, sign * math.log(n.value)) for n in above_one for sign in (1, -1)], _plus)
     if best is None:
         return None
-    named, value = best
+    number, value = best
     sign = "-" if value < 0 else ""
     logs = {
         f"constant {sign}log {name}": f"{sign}log({name})" if "*" in name or "/" in name else f"{sign}log {name}"
-        for name in named.names
+        for name in number.names
     }
-    constant = f"{sign}log {number_text(named.value)} (= {' or '.join(logs.values())})"
+    constant = f"{sign}log {number_text(number.value)} (= {' or '.join(logs.values())})"
     text = f"off by the added constant {constant}{evidence.thin}"
     return Note(text, ACROSS_MESHES, logs, {_SOME_CONSTANT})
 
@@ -162,7 +162,7 @@ def _part_by_part(evidence: Evidence) -> Iterator[Note]:
             numbers = _number_of_each_part(evidence, owner, fitted, neutral)
             written = [number_text(number) for number in numbers]
             if len(set(written)) > 1:
-                listed = ", ".join(written[:MOST_LISTED]) + (", ..." if len(written) > MOST_LISTED else "")
+                listed = ", ".join(written[:MAX_LISTED]) + (", ..." if len(written) > MAX_LISTED else "")
                 # A count is positive, and so is a quotient of two.
                 are_counts = what != _FACTOR or all(number > 0 for number in numbers)
                 means = f": {meaning[what]}" if are_counts else ""
@@ -246,20 +246,22 @@ def _explains(evidence: Evidence, relation: Relation, number: float) -> bool:
     return bool(before >= CLEARLY * after) and before >= CLEARLY
 
 
-def _best(evidence: Evidence, tried: list[tuple[Named, float]], relation: Relation) -> tuple[Named, float] | None:
+def _best(
+    evidence: Evidence, tried: list[tuple[NamedNumber, float]], relation: Relation
+) -> tuple[NamedNumber, float] | None:
     """Of the numbers that fit, the one that leaves least; the simplest of those that leave the same."""
     clear = _informative(evidence)
     if not clear.any():
         return None
     weight = _weights(evidence, clear)
     want, got = evidence.want[clear], evidence.got[clear]
-    fitting = [(named, number) for named, number in tried if _fits(evidence, relation, number)]
+    fitting = [(number, value) for number, value in tried if _fits(evidence, relation, value)]
     with np.errstate(over="ignore"):
-        left = [float(np.abs((got - relation(want, number)) * weight).max()) for _, number in fitting]
-    return fitting[int(np.argmin(left))] if fitting else None
+        residuals = [float(np.abs((got - relation(want, value)) * weight).max()) for _, value in fitting]
+    return fitting[int(np.argmin(residuals))] if fitting else None
 
 
-def _names(evidence: Evidence) -> list[Named]:
+def _names(evidence: Evidence) -> list[NamedNumber]:
     # A single element always fits some quotient of sizes, so it is recognised only by products and inverses.
     return named_numbers(evidence.axes, mixed=evidence.wrong > 1)
 

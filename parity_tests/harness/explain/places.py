@@ -19,13 +19,13 @@ NOT_FINITE = "not finite first at "
 
 def not_finite(evidence: Evidence) -> Iterator[Note]:
     """A NaN or infinity that the reference lacks, or lacks here what the reference has."""
-    strange = evidence.bad & ~np.isfinite(evidence.got)
-    if strange.any():
-        yield Note(f"{NOT_FINITE}{_first(evidence, strange)}")
-    tame = evidence.bad & np.isfinite(evidence.got) & ~np.isfinite(evidence.want)
-    if tame.any():
-        reference = evidence.want[tame].flat[0]
-        yield Note(f"finite where the reference is {reference}, first at {_first(evidence, tame)}")
+    unexpected = evidence.bad & ~np.isfinite(evidence.got)
+    if unexpected.any():
+        yield Note(f"{NOT_FINITE}{_first(evidence, unexpected)}")
+    finite = evidence.bad & np.isfinite(evidence.got) & ~np.isfinite(evidence.want)
+    if finite.any():
+        reference = evidence.want[finite].flat[0]
+        yield Note(f"finite where the reference is {reference}, first at {_first(evidence, finite)}")
 
 
 def narrowest(evidence: Evidence) -> Iterator[Note]:
@@ -70,7 +70,7 @@ def worst(evidence: Evidence) -> Note:
     ratio = np.where(evidence.bad, np.nan_to_num(budgets, nan=np.inf, posinf=np.inf), -np.inf)
     index = tuple(int(i) for i in np.unravel_index(int(np.argmax(ratio)), ratio.shape))
     holders = [f"{axis} rank {ranks[index]}" for axis, ranks in evidence.owners.items()]
-    return Note(f"{NO_PATTERN}; worst at {_written(index)}" + (f", owner {', '.join(holders)}" if holders else ""))
+    return Note(f"{NO_PATTERN}; worst at {_index_text(index)}" + (f", owner {', '.join(holders)}" if holders else ""))
 
 
 def _there(evidence: Evidence, where: str, region: np.ndarray) -> Note:
@@ -88,7 +88,7 @@ def _there(evidence: Evidence, where: str, region: np.ndarray) -> Note:
 
 def _first(evidence: Evidence, mask: np.ndarray) -> str:
     index = tuple(int(i) for i in np.argwhere(mask)[0])
-    return _written(index) + _rank(evidence, index)
+    return _index_text(index) + _rank(evidence, index)
 
 
 def _rank(evidence: Evidence, index: tuple[int, ...]) -> str:
@@ -101,7 +101,7 @@ def _rank(evidence: Evidence, index: tuple[int, ...]) -> str:
     return "".join(f", {axis} rank {rank}" for axis, rank in coordinate.items())
 
 
-def _written(index: tuple[int, ...]) -> str:
+def _index_text(index: tuple[int, ...]) -> str:
     return f"({','.join(map(str, index))})"
 
 
@@ -177,7 +177,7 @@ def _same_values(evidence: Evidence) -> bool:
     return 2 * int(apart.sum()) >= len(wrong)
 
 
-LEAST_ROWS = 2  # a single row with two errors always shows some distance
+MIN_ROWS = 2  # a single row with two errors always shows some distance
 
 
 def displaced(evidence: Evidence) -> Iterator[Note]:
@@ -199,7 +199,7 @@ def displaced(evidence: Evidence) -> Iterator[Note]:
             if abs(residual[row, places].sum()) > slack[row, places].sum():
                 return
             distances.append(int(places[1] - places[0]))
-    if len(distances) >= LEAST_ROWS and len(set(distances)) == 1:
+    if len(distances) >= MIN_ROWS and len(set(distances)) == 1:
         along = evidence.dim(evidence.want.ndim - 1)
         text = f"a term sits {distances[0]} place{'s' if distances[0] > 1 else ''} off along {along}"
         yield Note(f"{text}: an offset is wrong by {distances[0]}", ACROSS_SIZES, text, applies=_is_sparse)
@@ -210,4 +210,4 @@ def _is_sparse(evidence: Evidence) -> bool:
     if evidence.want.ndim == 0 or evidence.want.shape[-1] <= 2 or not np.isfinite(evidence.got[evidence.bad]).all():
         return False
     in_row = evidence.bad.sum(axis=-1).ravel()
-    return int((in_row == 2).sum()) >= LEAST_ROWS and int(in_row.max(initial=0)) <= 2
+    return int((in_row == 2).sum()) >= MIN_ROWS and int(in_row.max(initial=0)) <= 2

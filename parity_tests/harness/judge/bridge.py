@@ -26,7 +26,7 @@ def start(cache: str | None = None) -> Any:
     return jax
 
 
-def called(reference: Callable[..., Any], **arguments: Any) -> Any:
+def call_reference(reference: Callable[..., Any], **arguments: Any) -> Any:
     """What a reference returns: a user's may broadcast as JAX does, `x * w + b`, one of this project's may not."""
     import jax
 

@@ -190,10 +190,10 @@ def gather(equation: Any, lead: Lead) -> Callable[..., Any]:
     full = (*lead, *out.shape)
 
     def gathered(x: Any, starts: Any) -> Any:
-        taken = x[(*ahead, *windows.positions(starts))] if x.size else np.zeros(full, x.dtype)
+        values = x[(*ahead, *windows.positions(starts))] if x.size else np.zeros(full, x.dtype)
         if filled and not (fits := windows.fit(starts)).all():
-            taken = np.where(fits, taken, fill)
-        return taken if taken.shape == full else np.broadcast_to(taken, full)
+            values = np.where(fits, values, fill)
+        return values if values.shape == full else np.broadcast_to(values, full)
 
     return gathered
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.declare.declared import Argument, Declared, nested, takes_mesh
-from parity_tests.harness.declare.validation import reference_named
+from parity_tests.harness.declare.validation import name_of_reference
 from parity_tests.harness.draw import inputs
 from parity_tests.harness.judge import bridge
 from parity_tests.harness.judge.rounding import POOL, evaluator
@@ -26,7 +26,7 @@ from parity_tests.harness.judge.step import DIRECTIONS
 from parity_tests.harness.run.ledger import at_users_line
 from parity_tests.harness.run.program import Program
 
-MOST_TRACED = 250
+MAX_PROGRAMS = 250
 POINTS = 4  # random inputs, each and its negative: a piecewise derivative that is 0 at one is rarely 0 at the other
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
@@ -54,7 +54,7 @@ class TraceClock:
 
 
 CLOCK = TraceClock()
-_TRACED: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+_PROGRAMS: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def _call(
     mesh = {axis: case.mesh[axis] for axis in scheme.mesh} if takes_mesh(scheme.reference) else {}
     keywords = {**options, "mesh": mesh} if mesh else options
     signature = roles, shapes, tuple(output_shapes.values()), chosen, tuple(mesh.items())
-    of_reference = _TRACED.setdefault(scheme.reference, {})  # schemes of one reference share what is traced
+    of_reference = _PROGRAMS.setdefault(scheme.reference, {})  # schemes of one reference share what is traced
     tangents = [*(None for _ in fixed), *jax.tree.leaves(directions)]
     flat = jax.tree.leaves(arrays), tangents, tangent_errors, value_errors
     if signature in of_reference:
@@ -174,22 +174,22 @@ def _call(
         except Exception as error:
             message = f"raised {type(error).__name__}{at_users_line(error)}: {_first_line(error)}"
             raise _failure(scheme, message) from error
-        _TRACED.setdefault(scheme.reference, {})[signature] = program, structure
+        _PROGRAMS.setdefault(scheme.reference, {})[signature] = program, structure
         CLOCK.seconds += time.perf_counter() - start
         CLOCK.count += 1
     return tuple(jax.tree.unflatten(structure, leaves) for leaves in results)
 
 
 def _make_room() -> None:
-    """Drop all programs once there are MOST_TRACED, and what JAX keeps of their traces.
+    """Drop all programs once there are MAX_PROGRAMS, and what JAX keeps of their traces.
 
     A compiled one takes some 80 memory maps and 10 MB. Linux allows a process 65,530 maps; XLA ends it with a
     segmentation fault where it gets no more.
     """
-    if sum(map(len, _TRACED.values())) >= MOST_TRACED:
+    if sum(map(len, _PROGRAMS.values())) >= MAX_PROGRAMS:
         import jax
 
-        _TRACED.clear()
+        _PROGRAMS.clear()
         jax.clear_caches()
 
 
@@ -206,7 +206,7 @@ def _build(
     integer = {arg.name for arg in scheme.outputs if not arg.differentiable}
 
     def split(arguments: Any) -> tuple[Any, Any]:
-        parts = _named(scheme, output_shapes, bridge.called(scheme.reference, **nested(arguments), **keywords))
+        parts = _named(scheme, output_shapes, bridge.call_reference(scheme.reference, **nested(arguments), **keywords))
         return {n: v for n, v in parts.items() if n not in integer}, {n: v for n, v in parts.items() if n in integer}
 
     def value_and_gradient(fixed: Any, x: Any, c: Any) -> tuple[tuple[Any, Any], Any]:
@@ -315,7 +315,7 @@ def _rms(derivatives: Any) -> np.ndarray:
 
 
 def _failure(scheme: Declared, message: str) -> ReferenceFailure:
-    return ReferenceFailure(f"scheme '{scheme.name}': {reference_named(scheme.reference)} {message}")
+    return ReferenceFailure(f"scheme '{scheme.name}': {name_of_reference(scheme.reference)} {message}")
 
 
 def _first_line(error: BaseException) -> str:

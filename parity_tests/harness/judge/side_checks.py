@@ -28,8 +28,10 @@ def protocol(ledger: Ledger, engines: Sequence[str] = ENGINES) -> tuple[str, ...
     What gloo alone rejects is no finding where the scheme is declared for other `engines`.
     """
     difference = disagreement(ledger)
-    taken = (None,) if "gloo" in engines else (None, UNEVEN)
-    rejections = (f"rank {row.rank} issued {row}: {row.rejected}" for row in ledger.rows if row.rejected not in taken)
+    accepted = (None,) if "gloo" in engines else (None, UNEVEN)
+    rejections = (
+        f"rank {row.rank} issued {row}: {row.rejected}" for row in ledger.rows if row.rejected not in accepted
+    )
     rejected = next(rejections, None)
     return tuple(filter(None, (None if difference is None else str(difference), rejected)))
 

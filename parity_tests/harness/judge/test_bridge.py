@@ -36,9 +36,9 @@ def test_a_reference_of_this_project_broadcasts_nothing_unseen(module):
     biased.__module__ = module
     if module is not None and module.startswith(("jax_ref", "parity_tests")):
         with pytest.raises(ValueError, match="rank"):
-            bridge.called(biased, x=jnp.ones((2, 3)), b=jnp.ones(3))
+            bridge.call_reference(biased, x=jnp.ones((2, 3)), b=jnp.ones(3))
     else:
-        assert bridge.called(biased, x=jnp.ones((2, 3)), b=jnp.ones(3)).shape == (2, 3)
+        assert bridge.call_reference(biased, x=jnp.ones((2, 3)), b=jnp.ones(3)).shape == (2, 3)
     assert jax.config.jax_numpy_rank_promotion == "raise"
 
 

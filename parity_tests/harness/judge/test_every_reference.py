@@ -29,7 +29,7 @@ def traced(monkeypatch):
         return recorded
 
     monkeypatch.setattr(reference, "evaluator", evaluator)
-    monkeypatch.setattr(reference, "_TRACED", {})
+    monkeypatch.setattr(reference, "_PROGRAMS", {})
     return calls
 
 

@@ -213,13 +213,13 @@ def test_one_compilation_for_each_shape_and_option():
 
 def test_what_is_compiled_does_not_pile_up(monkeypatch):
     """Linux counts a process's memory maps, of which every compilation takes some dozens."""
-    monkeypatch.setattr(reference, "MOST_TRACED", 3)
+    monkeypatch.setattr(reference, "MAX_PROGRAMS", 3)
     cases = [matmul.case(tp=1, b=b, d=2, f=2) for b in range(1, 9)]
     before = reference.CLOCK.count
     first, again = ([evaluated(matmul, case).outputs["out"] for case in cases] for _ in range(2))
     assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
     assert reference.CLOCK.count == before + 2 * len(cases)  # the second round found none of the first
-    assert len(reference._TRACED[product]) <= 3
+    assert len(reference._PROGRAMS[product]) <= 3
 
 
 def test_arrays_passed_by_hand_replace_drawn_ones():

@@ -64,7 +64,7 @@ def linear(colour: str) -> tuple[float, ...]:
     return tuple(x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts)
 
 
-MOST_TEXT = 512  # cells; in more the numbers could not be read
+MAX_CELLS_WITH_TEXT = 512  # in more the numbers could not be read
 
 
 def tiles(panel: Any, owners: Any, world: int, text: Any = None, **labels: Any) -> None:
@@ -75,7 +75,7 @@ def tiles(panel: Any, owners: Any, world: int, text: Any = None, **labels: Any) 
     cells = np.asarray(owners, dtype=np.float64)
     panel.imshow(cells, aspect="auto", **rank_map(world))
     labels_of_cells = None if text is None else np.asarray(text)
-    if labels_of_cells is not None and labels_of_cells.size <= MOST_TEXT:
+    if labels_of_cells is not None and labels_of_cells.size <= MAX_CELLS_WITH_TEXT:
         for row, column in zip(*np.nonzero(cells >= 0), strict=True):
             text_colour = ink(of_rank(int(cells[row, column])))
             panel.text(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from parity_tests.harness.report.report import Report
 
 FLOOR = 1e-3  # ratios below are drawn as this: far inside the budget
-MOST_COLUMNS = 3  # of panels: more would be scaled down to the page
+MAX_COLUMNS = 3  # of panels: more would be scaled down to the page
 PANEL, BAR = (2.7, 2.3), 0.9  # inches
 
 
@@ -37,7 +37,7 @@ def figure(report: Report) -> Any:
     from matplotlib.figure import Figure
 
     rows = [row for row in report.rows if row.want.size]
-    high = -(-len(rows) // MOST_COLUMNS)
+    high = -(-len(rows) // MAX_COLUMNS)
     wide = -(-len(rows) // high)
     canvas = Figure(figsize=(PANEL[0] * max(wide, 2) + BAR, PANEL[1] * high + 0.4), layout="constrained")
     grid = canvas.subplots(high, wide, squeeze=False).ravel()

@@ -13,7 +13,7 @@ from parity_tests.harness.run.exit_status import EQUAL, FAILED, INTERRUPTED, NOT
 
 
 @contextmanager
-def interrupts_kept() -> Iterator[None]:
+def delayed_interrupts() -> Iterator[None]:
     """Python drops a KeyboardInterrupt that is raised in a callback; here it is raised again in the main thread.
 
     That is at the next call or return. If this is in a callback too, it is dropped and raised once more.
@@ -43,7 +43,7 @@ def guarded(call: Callable[[], Any]) -> int:
     141 where the reader of standard output has closed it, as `| head` does; nothing is printed then.
     """
     try:
-        with interrupts_kept(), _while_it_is_read():
+        with delayed_interrupts(), _while_it_is_read():
             return call() or EQUAL
     except _Unread:
         return UNREAD

@@ -12,10 +12,10 @@ from parity_tests.harness.report import colours
 from parity_tests.harness.report.picture import draw_strip
 
 INCHES_PER_LAYOUT = 0.62
-Held = Sequence[Sequence[int] | np.ndarray]  # the positions of each rank
+Positions = Sequence[Sequence[int] | np.ndarray]  # the positions of each rank
 
 
-def figure(layouts: Mapping[str, Held], sequences: Mapping[str, Sequence[int]] | None = None) -> Any:
+def figure(layouts: Mapping[str, Positions], sequences: Mapping[str, Sequence[int]] | None = None) -> Any:
     """For each layout, by name, the positions of each rank; `sequences` are the borders of a packed one.
 
     Errors: ValueError if a layout is no partition of its positions.
@@ -42,7 +42,7 @@ def figure(layouts: Mapping[str, Held], sequences: Mapping[str, Sequence[int]] |
     return canvas
 
 
-def causal_work(by_rank: Held, borders: Sequence[int]) -> np.ndarray:
+def causal_work(by_rank: Positions, borders: Sequence[int]) -> np.ndarray:
     """Each rank's share of the (query, key) pairs, where a position sees those of its sequence up to itself."""
     starts = np.asarray(borders[:-1])
     pairs = [
@@ -52,7 +52,7 @@ def causal_work(by_rank: Held, borders: Sequence[int]) -> np.ndarray:
     return np.asarray(pairs) / max(sum(pairs), 1)
 
 
-def _strip(panel: Any, name: str, by_rank: Held, borders: Sequence[int]) -> None:
+def _strip(panel: Any, name: str, by_rank: Positions, borders: Sequence[int]) -> None:
     size = sum(map(len, by_rank))
     check_partition(name, [np.asarray(positions) for positions in by_rank], size)
     owners = np.zeros(size, dtype=np.int64)

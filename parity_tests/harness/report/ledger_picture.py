@@ -8,7 +8,7 @@ from parity_tests.harness.report import colours
 from parity_tests.harness.run.ledger import Ledger, Row
 
 INCHES_PER_RANK, WIDEST = 0.34, 11.0
-FEW = 5  # columns, whose names have room beside each other
+MAX_WIDE_COLUMNS = 5  # columns, whose names have room beside each other
 
 
 def figure(ledger: Ledger, title: str = "") -> Any:
@@ -20,7 +20,7 @@ def figure(ledger: Ledger, title: str = "") -> Any:
 
     columns = _columns(ledger)
     ranks = sorted({row.rank for row in ledger.rows})
-    is_narrow = len(columns) > FEW
+    is_narrow = len(columns) > MAX_WIDE_COLUMNS
     wide = min(1.4 + 0.85 * len(columns), WIDEST) if is_narrow else 1.4 + 1.5 * max(len(columns), 2)
     high = (2.2 if is_narrow else 1.3) + INCHES_PER_RANK * max(len(ranks), 1)
     canvas = Figure(figsize=(wide, high), layout="constrained")
@@ -33,7 +33,7 @@ def figure(ledger: Ledger, title: str = "") -> Any:
         if rows[0].phase == "bwd":
             panel.axvspan(at - 0.5, at + 0.5, color="0.9", zorder=0, linewidth=0)
     turned = {"rotation": 50, "ha": "left"} if is_narrow else {}
-    panel.set_xticks(range(len(columns)), [_said(rows[0]) for rows in columns], fontsize=8, **turned)
+    panel.set_xticks(range(len(columns)), [_label(rows[0]) for rows in columns], fontsize=8, **turned)
     panel.xaxis.tick_top()
     panel.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
     panel.set(xlim=(-0.5, max(len(columns), 1) - 0.5), ylim=(max(ranks, default=0) + 0.5, -0.5))
@@ -51,5 +51,5 @@ def _columns(ledger: Ledger) -> list[list[Row]]:
     return list(columns.values())
 
 
-def _said(row: Row) -> str:
+def _label(row: Row) -> str:
     return f"{row.op}, {row.payload} B\n{row.source}"

@@ -26,9 +26,9 @@ PROMISES = {
     "I": "same value, same gradient",
     "P": "values add up, same gradient",
 }
-WHOLE = "whole on every rank"
+FULL = "whole on every rank"
 WIDEST = 96  # positions written one by one; beyond, runs are counted
-MOST_RUNS = 24
+MAX_RUNS = 24
 STRIPS = (0.32, 0.66)  # where the strips of a figure begin, and how wide they are
 
 Layouts = Mapping[str, Callable[[int, int], Sequence[np.ndarray]]]
@@ -45,8 +45,8 @@ class Strip:
         if len(self.owners) <= WIDEST:
             return "".join(digit(rank) for rank in self.owners)
         runs = [f"{digit(rank)}*{len(list(run))}" for rank, run in groupby(self.owners)]
-        more = len(runs) - MOST_RUNS
-        return " ".join(runs[:MOST_RUNS]) + (f" and {more} more runs" if more > 0 else "")
+        more = len(runs) - MAX_RUNS
+        return " ".join(runs[:MAX_RUNS]) + (f" and {more} more runs" if more > 0 else "")
 
 
 def digit(rank: int) -> str:
@@ -94,7 +94,7 @@ def strips(spec: Spec, sizes: Mapping[str, int], mesh: Mapping[str, int], layout
     lines = [(strip.label, str(strip)) for strip in owner_strips(spec, sizes, mesh, layouts or {})]
     lines += [(f"{axis}={letter}", PROMISES[letter]) for axis, letter in spec.types]
     width = max((len(label) for label, _ in lines), default=0)
-    return "\n".join(f"{label:<{width}}  {text}" for label, text in lines) or WHOLE
+    return "\n".join(f"{label:<{width}}  {text}" for label, text in lines) or FULL
 
 
 def figure(
@@ -111,7 +111,7 @@ def figure(
 
     rows: list[tuple[str, np.ndarray | str]] = []
     for name, spec in specs.items():
-        rows.append((f"{name}:  {spec}".rstrip(), "" if spec.axes or spec.types else WHOLE))
+        rows.append((f"{name}:  {spec}".rstrip(), "" if spec.axes or spec.types else FULL))
         rows += [
             (strip.label, strip.owners) for strip in owner_strips(spec, sizes, mesh, layouts(name) if layouts else {})
         ]
@@ -119,7 +119,7 @@ def figure(
     canvas = Figure(figsize=(9.0, 0.6 + 0.34 * len(rows)), layout="constrained")
     panel = canvas.subplots()
     for height, (label, content) in enumerate(rows):
-        is_title = isinstance(content, str) and content in ("", WHOLE)
+        is_title = isinstance(content, str) and content in ("", FULL)
         at = 0.0 if is_title else 0.02
         panel.text(at, -height, label, va="center", fontsize=9, family="monospace", weight="bold" if is_title else None)
         if isinstance(content, str):

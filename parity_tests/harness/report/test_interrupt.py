@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from parity_tests.harness.report.guard import guarded, interrupts_kept
+from parity_tests.harness.report.guard import delayed_interrupts, guarded
 from parity_tests.harness.run.exit_status import INTERRUPTED
 
 LONG_S = 20.0
@@ -76,7 +76,7 @@ def test_other_exceptions_go_where_they_went(monkeypatch: pytest.MonkeyPatch) ->
     def failing(self: object) -> None:
         raise ArithmeticError
 
-    with interrupts_kept():
+    with delayed_interrupts():
         type("Dying", (), {"__del__": failing})()
     assert reported == [ArithmeticError]
     assert sys.unraisablehook is hook

@@ -116,7 +116,7 @@ def opened() -> Iterator[ModulePath]:
     path = ModulePath()
     with _lock:
         _open.append(path)
-        nn.Module.__call__ = _called
+        nn.Module.__call__ = _call_with_path
     try:
         yield path
     finally:
@@ -127,7 +127,7 @@ def opened() -> Iterator[ModulePath]:
         path.close()
 
 
-def _called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _call_with_path(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """What stands for `nn.Module.__call__`. Compiled code is one module: it is called, and its parts are not."""
     run: Callable[..., Any] = _ORIGINAL
     if not torch.compiler.is_compiling():

@@ -21,17 +21,19 @@ def load_parameters(module: nn.Module, parameters: Mapping[str, Any]) -> nn.Modu
     device a parameter has no storage; call `module.to_empty(device=...)` first.
     Errors: ValueError for names that differ, or for a shape that does.
     """
-    given = flat(parameters)
-    named = dict(named_parameters(module))
-    if sorted(given) != sorted(named):
-        raise ValueError(f"load_parameters: the module has ({', '.join(named)}), the tree has ({', '.join(given)})")
+    tensors = flat(parameters)
+    parameters_by_name = dict(named_parameters(module))
+    if sorted(tensors) != sorted(parameters_by_name):
+        raise ValueError(
+            f"load_parameters: the module has ({', '.join(parameters_by_name)}), the tree has ({', '.join(tensors)})"
+        )
     with torch.no_grad():
-        for name, parameter in named.items():
+        for name, parameter in parameters_by_name.items():
             target = local(parameter)
-            if target.shape != given[name].shape:
-                shapes = f"{tuple(target.shape)} on this rank, the tree has {tuple(given[name].shape)}"
+            if target.shape != tensors[name].shape:
+                shapes = f"{tuple(target.shape)} on this rank, the tree has {tuple(tensors[name].shape)}"
                 raise ValueError(f"load_parameters: '{name}' is {shapes}")
-            target.copy_(given[name])
+            target.copy_(tensors[name])
     return module
 
 
@@ -54,9 +56,9 @@ def gradients(module: nn.Module, tree: str, leaves: Mapping[str, Tensor]) -> dic
     Errors: KeyError for a parameter of the tree that the module lacks.
     """
     accumulated = {f"{tree}.{name}": parameter.grad for name, parameter in named_parameters(module)}
-    found = {}
+    gradient_by_name = {}
     for name, leaf in leaves.items():
         if leaf.requires_grad:
             gradient = accumulated[name] if name.startswith(f"{tree}.") else leaf.grad
-            found[name] = None if gradient is None else local(gradient)
-    return found
+            gradient_by_name[name] = None if gradient is None else local(gradient)
+    return gradient_by_name

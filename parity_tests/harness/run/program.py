@@ -86,7 +86,7 @@ class Program:
         """Run `setup` on this rank. The engine calls it once per mesh, before the first case."""
         assert self.setup is not None
         try:
-            self.setup(self._own_axes(mesh))
+            self.setup(self._scheme_mesh(mesh))
         except Exception as error:
             if isinstance(error, RankFailure):
                 raise
@@ -150,9 +150,9 @@ class Program:
                         (sharding.axis, self._production_layout(case, dim.name, sharding)) for sharding in dim.shardings
                     ]
                     shardings[dim.name] = (dim.size(case.dims), pairs)
-        return self._own_axes(mesh).bind(shardings)
+        return self._scheme_mesh(mesh).bind(shardings)
 
-    def _own_axes(self, mesh: Any) -> Any:
+    def _scheme_mesh(self, mesh: Any) -> Any:
         return mesh if mesh.axes == self.mesh_axes else MeshView(mesh.device_mesh[self.mesh_axes])  # inside a sub-group
 
     def _surroundings(self, view: Any) -> AbstractContextManager[Any]:
@@ -174,7 +174,7 @@ class Program:
             local = torch.from_numpy(inputs.piece(arg, full, case, coords, self.layouts).copy()).to(device)
             return calling.stored(local, arg.name, case)
         terms = inputs.addends(arg, full, case, kind="input")
-        term = inputs.own_term(arg, terms, case, coords, kind="input")
+        term = inputs.term_of_rank(arg, terms, case, coords, kind="input")
         local = inputs.piece(arg, term, case, coords, self.layouts)
         leaf = calling.stored(torch.from_numpy(local.copy()).to(device, getattr(torch, case.dtype)), arg.name, case)
         return leaf.requires_grad_(arg.differentiable and arg.name not in case.calls.get("frozen", ()))
@@ -183,7 +183,7 @@ class Program:
         """One of the dtype of the output and on its device."""
         full = self.cotangents[arg.name] if self.cotangents else inputs.cotangent(arg, case)
         terms = inputs.addends(arg, full, case, kind="cotangent")
-        term = inputs.own_term(arg, terms, case, coords, kind="cotangent")
+        term = inputs.term_of_rank(arg, terms, case, coords, kind="cotangent")
         local = inputs.piece(arg, term, case, coords, self.layouts)
         return calling.stored(torch.from_numpy(local.copy()).to(like), calls.COTANGENT + arg.name, case)
 
@@ -194,10 +194,12 @@ class Program:
         who = f"scheme '{self.name}': rank {torch.distributed.get_rank()}"
         if not isinstance(returned, tuple | list) or len(returned) < 2 or not isinstance(returned[-1], torch.nn.Module):
             raise RankFault(f"{who} must return its outputs and then the module: return loss, model")
-        wanted = [arg.name.partition(".")[2] for arg in self.inputs if arg.name.startswith(f"{self.module}.")]
-        named = [name for name, _ in modules.named_parameters(returned[-1])]
-        if sorted(named) != sorted(wanted):
-            raise RankFault(f"{who}: the module has ({', '.join(named)}), {self.module} has ({', '.join(wanted)})")
+        expected_names = [arg.name.partition(".")[2] for arg in self.inputs if arg.name.startswith(f"{self.module}.")]
+        parameter_names = [name for name, _ in modules.named_parameters(returned[-1])]
+        if sorted(parameter_names) != sorted(expected_names):
+            raise RankFault(
+                f"{who}: the module has ({', '.join(parameter_names)}), {self.module} has ({', '.join(expected_names)})"
+            )
         outputs = returned[:-1]
         return returned[-1], outputs[0] if len(outputs) == 1 else outputs
 
@@ -307,11 +309,11 @@ class Call:
 
 def _sizes(arg: Argument, case: CaseSpec) -> str:
     """` with s=8, cp=4`: the sizes that a local shape follows from."""
-    named = [dim for dim in arg.spec.dims if not dim.name.isdigit()]
-    sharding = {dim.name: dim.size(case.dims) for dim in named if dim.shardings}
-    sizes = {dim.name: dim.size(case.dims) for dim in named}
-    told = {**(sharding or sizes), **{axis: case.mesh[axis] for axis in arg.spec.axes}}
-    return f" with {', '.join(f'{name}={size}' for name, size in told.items())}" if told else ""
+    named_dims = [dim for dim in arg.spec.dims if not dim.name.isdigit()]
+    sharding = {dim.name: dim.size(case.dims) for dim in named_dims if dim.shardings}
+    sizes = {dim.name: dim.size(case.dims) for dim in named_dims}
+    sizes_shown = {**(sharding or sizes), **{axis: case.mesh[axis] for axis in arg.spec.axes}}
+    return f" with {', '.join(f'{name}={size}' for name, size in sizes_shown.items())}" if sizes_shown else ""
 
 
 def to_numpy(tensor: torch.Tensor) -> np.ndarray:

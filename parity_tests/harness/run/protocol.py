@@ -77,7 +77,7 @@ def _collectives(ledger: Ledger, complete: bool) -> Iterator[Disagreement]:
         for index in range(max(map(len, lists.values()))):
             issued = {rank: rows[index] for rank, rows in lists.items() if index < len(rows)}
             silent = [rank for rank in lists if rank not in issued] if complete else []
-            problem = _difference(issued) or _left_over(issued, silent, lists)
+            problem = _difference(issued) or _missing_ranks(issued, silent, lists)
             if problem is not None:
                 yield problem
                 break
@@ -133,7 +133,9 @@ def _pieces(rows: Sequence[Row]) -> Disagreement | None:
     return None
 
 
-def _left_over(issued: Mapping[int, Row], silent: Sequence[int], lists: Mapping[int, list[Row]]) -> Disagreement | None:
+def _missing_ranks(
+    issued: Mapping[int, Row], silent: Sequence[int], lists: Mapping[int, list[Row]]
+) -> Disagreement | None:
     if not silent or not issued:
         return None
     odd = next(iter(issued.values()))

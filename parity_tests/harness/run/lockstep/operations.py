@@ -73,9 +73,9 @@ def rows(tensor: Tensor) -> int:
     return tensor.shape[0] if tensor.ndim else 1
 
 
-def uneven_splits(own: Tensor, parts: Sequence[Tensor]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def uneven_splits(tensor: Tensor, tensors: Sequence[Tensor]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Rows to and from each rank, where an all_gather of a list has tensors of unlike sizes."""
-    return (rows(own),) * len(parts), tuple(map(rows, parts))
+    return (rows(tensor),) * len(tensors), tuple(map(rows, tensors))
 
 
 def size_in_bytes(tensors: Sequence[Tensor]) -> int:
@@ -94,23 +94,25 @@ def splits_of(name: str, tensor: Tensor, splits: Sequence[int], size: int) -> li
     return list(splits)
 
 
-def check_uneven(op: str, parts: Sequence[Tensor], place: int, size: int, own: Tensor) -> None:
+def check_uneven(op: str, tensors: Sequence[Tensor], place: int, size: int, tensor: Tensor) -> None:
     """A list has one tensor for each rank, of any sizes, this rank's like the one beside it."""
-    check_one_each(op, parts, size)
-    for part in parts:
-        if part.dtype != own.dtype:
-            raise ValueError(f"{op}: {described(part)} in the list, {described(own)} beside it (dtypes must be alike)")
-    if parts[place].shape != own.shape:
+    check_one_each(op, tensors, size)
+    for part in tensors:
+        if part.dtype != tensor.dtype:
+            raise ValueError(
+                f"{op}: {described(part)} in the list, {described(tensor)} beside it (dtypes must be alike)"
+            )
+    if tensors[place].shape != tensor.shape:
         raise ValueError(
-            f"{op}: {described(parts[place])} in this rank's place of the list, {described(own)} beside it"
+            f"{op}: {described(tensors[place])} in this rank's place of the list, {described(tensor)} beside it"
         )
 
 
-def check_one_each(op: str, parts: Sequence[Tensor], size: int, like: Tensor | None = None) -> None:
+def check_one_each(op: str, tensors: Sequence[Tensor], size: int, like: Tensor | None = None) -> None:
     """A list has one tensor for each rank, all like the one beside it."""
-    if len(parts) != size:
-        raise ValueError(f"{op}: a list of {len(parts)} tensors for {size} ranks (needs one for each)")
-    for part in parts:
+    if len(tensors) != size:
+        raise ValueError(f"{op}: a list of {len(tensors)} tensors for {size} ranks (needs one for each)")
+    for part in tensors:
         if like is not None and (part.shape != like.shape or part.dtype != like.dtype):
             raise ValueError(f"{op}: {described(part)} in the list, {described(like)} beside it (all must be alike)")
 

@@ -65,15 +65,15 @@ def namespaces_of(job: Any) -> dict[str, Namespace]:
 
 def _imported_by(module: str) -> set[str]:
     """This module and what it imports, and what that imports, as far as it is no installed library."""
-    names, left = set(), [module]
-    while left:
-        name = left.pop()
+    names, modules = set(), [module]
+    while modules:
+        name = modules.pop()
         if name in names or name not in sys.modules or not _is_users(name):
             continue
         names.add(name)
         for value in list(vars(sys.modules[name]).values()):
             home = value if isinstance(value, FunctionType | type) else type(value)
-            left.append(str(value.__name__ if isinstance(value, ModuleType) else home.__module__))
+            modules.append(str(value.__name__ if isinstance(value, ModuleType) else home.__module__))
     return names
 
 
@@ -94,7 +94,7 @@ class RankGlobals:
         self._values: list[dict[str, Namespace]] = [{} for _ in range(world)]
         self._copies: list[dict[int, tuple[Any, Any]]] = [{} for _ in range(world)]
         self._parents: dict[str, Namespace] = {}  # the values of the process, which come back after the run
-        self._seen: dict[str, dict[str, tuple[Any, Values]]] = {}
+        self._previous: dict[str, dict[str, tuple[Any, Values]]] = {}
         self.rank: int | None = None
 
     def begin(self, namespaces: dict[str, Namespace]) -> None:
@@ -102,35 +102,35 @@ class RankGlobals:
         self._namespaces = namespaces
         self._parents = {name: namespace.copy() for name, namespace in namespaces.items()}
         for name, parents in self._parents.items():
-            seen = self._seen.setdefault(name, {})
+            previous = self._previous.setdefault(name, {})
             now = {key: (value, self._contents(value)) for key, value in parents.items()}
-            changed = [key for key, state in now.items() if key not in seen or not _is_same(seen[key], state)]
+            changed = [key for key, state in now.items() if key not in previous or not _is_same(previous[key], state)]
             for values, copies in zip(self._values, self._copies, strict=True):
                 own = values.setdefault(name, {})
-                for key in seen.keys() - now.keys():
+                for key in previous.keys() - now.keys():
                     own.pop(key, None)
                 for key in changed:
                     copies.pop(id(parents[key]), None)
                 for key in changed:
-                    own[key] = parents[key] if _is_special(key) else self._own_copy(parents[key], copies)
-            self._seen[name] = now
+                    own[key] = parents[key] if _is_special(key) else self._copy_for_rank(parents[key], copies)
+            self._previous[name] = now
 
     def enter(self, rank: int) -> None:
         """The turn is this rank's: put aside what the last one has bound."""
         if rank == self.rank or not self._namespaces:
             return
-        self._put_aside()
+        self._save_values()
         self.rank = rank
         self._bind(self._values[rank])
 
     def end(self) -> None:
         """After a run: the process has its own values again."""
         if self.rank is not None:
-            self._put_aside()
+            self._save_values()
             self._bind(self._parents)
         self._namespaces, self.rank = {}, None
 
-    def _put_aside(self) -> None:
+    def _save_values(self) -> None:
         if self.rank is not None:
             self._values[self.rank] |= {name: namespace.copy() for name, namespace in self._namespaces.items()}
 
@@ -142,7 +142,7 @@ class RankGlobals:
                     if not isinstance(namespace[key], ModuleType):
                         del namespace[key]
 
-    def _own_copy(self, value: Any, copies: dict[int, tuple[Any, Any]]) -> Any:
+    def _copy_for_rank(self, value: Any, copies: dict[int, tuple[Any, Any]]) -> Any:
         """A rank's own copy of what can be written in place; of one object, one copy for all who refer to it."""
         if id(value) in copies:
             return copies[id(value)][1]
@@ -151,12 +151,12 @@ class RankGlobals:
         if new is value:
             return value
         if isinstance(new, MAPPINGS):
-            new.update({key: self._own_copy(item, copies) for key, item in new.items()})
+            new.update({key: self._copy_for_rank(item, copies) for key, item in new.items()})
         elif isinstance(new, SEQUENCES):
             for index, item in enumerate(new):
-                new[index] = self._own_copy(item, copies)
+                new[index] = self._copy_for_rank(item, copies)
         elif self._is_of_users_class(new):
-            vars(new).update({key: self._own_copy(item, copies) for key, item in vars(new).items()})
+            vars(new).update({key: self._copy_for_rank(item, copies) for key, item in vars(new).items()})
         return new
 
     def _shallow(self, value: Any) -> Any:

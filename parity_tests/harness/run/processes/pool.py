@@ -115,7 +115,7 @@ class Pool:
         self._server = server
         self._handles: list[RankHandle] = []
         self._table: StatusTable | None = None
-        self._known: set[str] = set()
+        self._sent_keys: set[str] = set()
         self._session: object = None
 
     @property
@@ -157,7 +157,7 @@ class Pool:
 
     def _fork(self) -> StatusTable:
         self.generation += 1
-        self._known.clear()
+        self._sent_keys.clear()
         folder = tempfile.mkdtemp(prefix=f"{self.backend}{self.world}_", dir=self._server.folder)
         self._table = StatusTable(Path(folder) / "status", self.world)
         for rank in range(self.world):
@@ -168,8 +168,8 @@ class Pool:
     def _send(self, function: tuple[bytes, str | None], case: CaseSpec) -> None:
         pickled, file = function
         key = hashlib.sha256(pickled).hexdigest()
-        fresh = key not in self._known
-        self._known.add(key)
+        fresh = key not in self._sent_keys
+        self._sent_keys.add(key)
         path = [entry or os.getcwd() for entry in sys.path]
         for handle in self._handles:
             with contextlib.suppress(OSError):  # it has just died; the watch will see it

@@ -50,7 +50,7 @@ class Rank:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=wait)
         self._functions: dict[str, Callable] = {}
         self._meshes: dict[tuple, MeshView] = {}
-        self._kept = _groups()
+        self._permanent_groups = _groups()
         self._session: object = None
 
     def run(self, job: Job, ready: Callable[[], object]) -> Outcome:
@@ -87,7 +87,7 @@ class Rank:
         outcome = attempt(function.prepare, mesh, case, self._slot)
         if outcome.kind == DONE:
             self._session = key
-            self._kept |= _groups()
+            self._permanent_groups |= _groups()
         return outcome
 
     def _settle(self) -> None:
@@ -99,14 +99,16 @@ class Rank:
 
     def _mesh(self, case: CaseSpec) -> MeshView:
         # Axes that a job flattened are their mesh's, which serves other jobs.
-        self._kept |= {group for view in self._meshes.values() for group in flattened(view.device_mesh)}
-        for group in _groups() - self._kept:  # the last job's: they hold sockets, and only now has everybody left them
+        self._permanent_groups |= {group for view in self._meshes.values() for group in flattened(view.device_mesh)}
+        for group in (
+            _groups() - self._permanent_groups
+        ):  # the last job's: they hold sockets, and only now has everybody left them
             dist.destroy_process_group(group)
         shape = tuple(case.mesh.items())
         if shape not in self._meshes:
             names, sizes = zip(*shape, strict=True)
             self._meshes[shape] = MeshView(init_device_mesh(self._device, sizes, mesh_dim_names=names))
-            self._kept |= _groups()
+            self._permanent_groups |= _groups()
         return self._meshes[shape]
 
 
