@@ -172,13 +172,13 @@ def layout_on(mesh, padded, real):
 
 
 @scheme(**DECLARED)
-def shifted_after_the_cut(mesh, x, padded, real):
+def shifted_after_sharding(mesh, x, padded, real):
     layout = layout_on(mesh, padded, real)
     place, length = layout.position_ids, layout.cu_real.diff()[layout.sequence_ids]
     return torch.where((place + 1 < length)[layout.local_index], x.roll(-1), 0.0)
 
 
-wrong = judge(shifted_after_the_cut, shifted_after_the_cut.case(cp=2, dtype="float32", seed=1))
+wrong = judge(shifted_after_sharding, shifted_after_sharding.case(cp=2, dtype="float32", seed=1))
 print(wrong)
 
 # %% [markdown]
@@ -205,11 +205,11 @@ plt.show()
 
 # %%
 @scheme(**DECLARED)
-def shifted_before_the_cut(mesh, x, padded, real):
+def shifted_before_sharding(mesh, x, padded, real):
     layout = layout_on(mesh, padded, real)
     full = layout.unshard(x, 0, mesh["cp"])
     place, length = layout.position_ids, layout.cu_real.diff()[layout.sequence_ids]
     return layout.shard(torch.where(place + 1 < length, full.roll(-1), 0.0), 0)
 
 
-print(shifted_before_the_cut.verify(examples=20))
+print(shifted_before_sharding.verify(examples=20))

@@ -152,13 +152,13 @@ ledger_figure(reports["ring"].ledger, "ring")
     reduction=("s", "p"),
     roundings=6,
 )
-def whole_output(mesh, q, k, v, order):
+def full_output(mesh, q, k, v, order):
     out = context_parallel_attention(q, k, v, group=mesh["cp"], layout="dual_chunk_swap")
     layout = TokenLayout.dense(order, 32, cp_size=mesh.size("cp"), cp_rank=mesh.rank("cp"))
     return layout.unshard(out, 2, mesh["cp"])
 
 
-broken = whole_output.verify(cp=2, order="contiguous", dtype="float32", examples=1)
+broken = full_output.verify(cp=2, order="contiguous", dtype="float32", examples=1)
 display(broken)
 
 # %% [markdown]
@@ -166,7 +166,7 @@ display(broken)
 
 # %%
 print(broken.notes["out"][0])
-whole_output.verify(cp=2, order="dual_chunk_swap", dtype="float32", examples=1)
+full_output.verify(cp=2, order="dual_chunk_swap", dtype="float32", examples=1)
 
 # %% [markdown]
 # ## What each exchange sends

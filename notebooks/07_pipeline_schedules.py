@@ -159,8 +159,8 @@ for old, new in (("1F1,1I1", "1I1,1F1"), ("0F2,", ""), ("0F0,", "1F0,"), ("0W2",
     Path("wrong.csv").write_text(mine.replace(old, new))
     try:
         read_csv("wrong.csv")
-    except ValueError as refusal:
-        print(str(refusal).partition("wrong.csv' ")[2])
+    except ValueError as rejection:
+        print(str(rejection).partition("wrong.csv' ")[2])
 
 # %% [markdown]
 # ## Run

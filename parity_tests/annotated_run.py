@@ -12,7 +12,7 @@ from jaxtyping import install_import_hook
 
 EXAMPLES = 2
 SHAPES = 2
-WRONG_ON_PURPOSE = ("refused_plans",)  # hands over what no annotation admits
+WRONG_ON_PURPOSE = ("rejected_plans",)  # hands over what no annotation admits
 
 
 def main() -> int:

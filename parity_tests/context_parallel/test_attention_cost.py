@@ -127,9 +127,9 @@ def test_the_exchange_of_heads_shrinks_with_the_ranks_and_the_ring_does_not():
     ],
 )
 def test_rejections(wrong, kind, message, function):
-    with pytest.raises(kind) as refused:
+    with pytest.raises(kind) as caught:
         function(**{**dict(b=1, s=8, h=4, hk=4, p=2, cp_size=2, itemsize=4), **wrong})
-    assert str(refused.value) == f"context_parallel.attention_bytes: {message}"
+    assert str(caught.value) == f"context_parallel.attention_bytes: {message}"
 
 
 def test_ragged_rows_and_one_rank_take_any_length():

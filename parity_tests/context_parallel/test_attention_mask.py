@@ -96,7 +96,7 @@ def make(mesh, mask=None, **entries):
 
 
 ONES = [1, 1, 1, 1]
-REFUSED = [
+REJECTED = [
     (
         lambda m: make(m, [ONES, ONES, [0, 0, 0, 1]]),
         "attention_mask: row 2 starts with 3 zeros; left padding is lost under cp; pad on the right",
@@ -144,7 +144,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "sentence"), REFUSED, ids=[text[:60] for _, text in REFUSED])
+@pytest.mark.parametrize(("call", "sentence"), REJECTED, ids=[text[:60] for _, text in REJECTED])
 def test_rejection_on_every_rank_before_any_collective(call, sentence):
     def body(mesh, case):
         with pytest.raises(ValueError) as caught:

@@ -246,7 +246,7 @@ def make_twice(mesh):
     return cp.make_cp_batch_and_ctx(mesh_of(mesh), batch, torch.zeros(1, 4))
 
 
-REFUSED = [
+REJECTED = [
     (
         lambda m: make(m, labels=torch.zeros(3, 3)),
         "labels is [3, 3], the batch has [3, 4] tokens; give one for each",
@@ -274,7 +274,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "sentence"), REFUSED, ids=[text[:60] for _, text in REFUSED])
+@pytest.mark.parametrize(("call", "sentence"), REJECTED, ids=[text[:60] for _, text in REJECTED])
 def test_rejection_on_every_rank_before_any_collective(call, sentence):
     def body(mesh, case):
         with pytest.raises(ValueError) as caught:

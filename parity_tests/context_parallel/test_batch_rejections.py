@@ -22,7 +22,7 @@ def shard(batch, mesh):
     return cp._shard_thd_chunk_for_te(batch, mesh, "thd", -1000, 0)
 
 
-REFUSED = [
+REJECTED = [
     (lambda m: cp.make_cp_batch_and_ctx(m, None), f"batch: {NO_BATCH}"),
     (lambda m: cp.make_cp_batch_and_ctx(None, None), f"batch: {NO_BATCH}"),
     (lambda m: cp._build_position_ids(None, "cpu"), f"batch: {NO_BATCH}"),
@@ -55,7 +55,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "sentence"), REFUSED, ids=[text[:60] for _, text in REFUSED])
+@pytest.mark.parametrize(("call", "sentence"), REJECTED, ids=[text[:60] for _, text in REJECTED])
 def test_rejection(call, sentence):
     def body(mesh, case):
         with pytest.raises(TypeError) as caught:

@@ -243,7 +243,7 @@ def test_a_mesh_of_several_dims_is_rejected():
     assert ranks.results == (sentence,) * 2
 
 
-REFUSED = [
+REJECTED = [
     (lambda m: make(m, "bshd"), "context_parallel.te: qkv_format='bshd' is not supported; pass 'thd'"),
     (
         lambda m: cp.make_cp_batch_for_te(m, {}, "bshd"),
@@ -281,7 +281,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "sentence"), REFUSED, ids=[text[:70] for _, text in REFUSED])
+@pytest.mark.parametrize(("call", "sentence"), REJECTED, ids=[text[:70] for _, text in REJECTED])
 def test_rejection_on_every_rank_before_any_collective(call, sentence):
     def body(mesh, case):
         with pytest.raises(ValueError) as caught:

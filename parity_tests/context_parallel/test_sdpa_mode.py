@@ -166,7 +166,7 @@ def test_a_thread_without_a_context_has_the_only_one():
 
 
 def test_a_thread_without_a_context_is_rejected_among_several():
-    def refused(q):
+    def message_of(q):
         with pytest.raises(RuntimeError) as caught:
             F.scaled_dot_product_attention(q, q, q)
         return str(caught.value)
@@ -175,7 +175,7 @@ def test_a_thread_without_a_context_is_rejected_among_several():
         q = by_heads(drawn(mesh))
         with context(mesh):
             dist.barrier(mesh["cp"])
-            message = in_a_thread(lambda: refused(q))
+            message = in_a_thread(lambda: message_of(q))
             dist.barrier(mesh["cp"])
         return message
 
@@ -244,7 +244,7 @@ NO_FLEX = (
     "flex_attention would see this rank's tokens alone, by their places here; "
     "call F.scaled_dot_product_attention, or context_parallel_attention with cu_seqlens or window"
 )
-REFUSED = [
+REJECTED = [
     (
         lambda x: mha()(x, x, x),
         "need_weights=True would be weights of this rank's keys alone; pass need_weights=False",
@@ -261,7 +261,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "sentence"), REFUSED, ids=[text[:60] for _, text in REFUSED])
+@pytest.mark.parametrize(("call", "sentence"), REJECTED, ids=[text[:60] for _, text in REJECTED])
 def test_modules_reject_what_attention_rejects(call, sentence):
     def body(mesh, case):
         x = drawn(mesh)

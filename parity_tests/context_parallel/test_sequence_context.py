@@ -178,7 +178,7 @@ def tensors(*sizes):
 
 
 CREATE = "context_parallel.create_context_parallel_ctx: "
-REFUSED = [
+REJECTED = [
     (lambda m: context(m, []), CREATE + "cp_buffers is empty; pass the tensors to shard"),
     (
         lambda m: context(m, tensors(8), [0, 0]),
@@ -243,7 +243,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "sentence"), REFUSED, ids=[text[:80] for _, text in REFUSED])
+@pytest.mark.parametrize(("call", "sentence"), REJECTED, ids=[text[:80] for _, text in REJECTED])
 def test_rejection_on_every_rank_before_any_collective(call, sentence):
     def body(mesh, case):
         with pytest.raises(ValueError) as caught:

@@ -143,7 +143,7 @@ def chunks(rows, m, **entries):
     return split_batch_into_thd_chunks(batch([[8]] * rows, [[8]] * rows, 8, **entries), m)
 
 
-REFUSED = [
+REJECTED = [
     (lambda: thd([[9]], [[9]]), "row 0: seq_lens_padded adds up to 9, the row has 8 tokens; shorten it"),
     (
         lambda: thd([[8], [FILL]], [[8], [FILL]]),
@@ -194,7 +194,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "sentence"), REFUSED, ids=[text[:70] for _, text in REFUSED])
+@pytest.mark.parametrize(("call", "sentence"), REJECTED, ids=[text[:70] for _, text in REJECTED])
 def test_rejection(call, sentence):
     with pytest.raises(ValueError) as caught:
         call()

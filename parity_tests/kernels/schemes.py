@@ -149,7 +149,7 @@ class _InSteps(torch.autograd.Function):
     cost=lambda c: Cost(),
     engines=("lockstep",),  # the interpreter is this process's
 )
-def triton_cut_sequence(mesh, x):
+def triton_sharded_sequence(mesh, x):
     cp = mesh.size("cp")
     positions = dual_chunk_swap(x.shape[1], cp)[mesh.rank("cp")]
     return rows_at(x, positions, 1, backend="triton")

@@ -14,7 +14,7 @@ CAUGHT_BY_HAND = "one minus exp where it cancels"
 SCHEMES = (
     schemes.logprob_in_steps,
     schemes.triton_gather_logprob,
-    schemes.triton_cut_sequence,
+    schemes.triton_sharded_sequence,
 )
 
 

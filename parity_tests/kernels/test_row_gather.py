@@ -6,7 +6,7 @@ from hypothesis import given
 
 from parity_tests.kernels.device import DEVICE, INTERPRETED, REASON, is_here
 from parity_tests.kernels.rows import generator, normal
-from parity_tests.kernels.schemes import triton_cut_sequence
+from parity_tests.kernels.schemes import triton_sharded_sequence
 from shardproof import check, every_case
 from torch_impl.kernels import rows_at
 from torch_impl.kernels.row_gather import gather_rows
@@ -15,7 +15,7 @@ from torch_impl.layouts import inverse, packed
 pytestmark = pytest.mark.skipif(not is_here(), reason=REASON)
 if INTERPRETED:  # a rank's tensors are on the CPU
 
-    @given(every_case(triton_cut_sequence))
+    @given(every_case(triton_sharded_sequence))
     def test_parity(case):
         check(case)
 

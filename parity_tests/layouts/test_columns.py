@@ -45,7 +45,7 @@ def test_every_column_is_on_one_rank_and_those_of_shared_groups_on_each_that_sha
     assert (count[shared] == max(cp // 2, 1)).all()
 
 
-REFUSED = [
+REJECTED = [
     (6, 2, 4, "num_heads=6 must be divisible by cp_size=4; use cp=2 or 3, or MambaStatePassing"),
     (5, 5, 2, "num_heads=5 must be divisible by cp_size=2; use MambaStatePassing"),
     (12, 3, 4, "cp_size=4 must be divisible by n_groups=3 when n_groups < cp_size"),
@@ -53,7 +53,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("heads", "groups", "cp", "text"), REFUSED)
+@pytest.mark.parametrize(("heads", "groups", "cp", "text"), REJECTED)
 def test_rejection(heads, groups, cp, text):
     for columns in (projection_columns, conv_channels):
         with pytest.raises(ValueError) as caught:

@@ -21,7 +21,7 @@ def test_the_stream_comes_back_in_order(layout, world):
     assert back.tolist() == reference([piece.numpy() for piece in pieces]).tolist()
 
 
-REFUSED = [
+REJECTED = [
     ([[0, 5], [1, 2]], "positions are not a permutation of 0..3: 3 is missing; give each position once"),
     ([[0, 0], [1, 1]], "positions are not a permutation of 0..3: 0 is there twice; give each position once"),
     ([[1, 2], [3]], "positions are not a permutation of 0..2: 0 is missing; give each position once"),
@@ -31,7 +31,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("shards", "sentence"), REFUSED, ids=[text[:60] for _, text in REFUSED])
+@pytest.mark.parametrize(("shards", "sentence"), REJECTED, ids=[text[:60] for _, text in REJECTED])
 def test_what_is_not_a_permutation_is_rejected(shards, sentence):
     with pytest.raises(ValueError) as caught:
         inverse([torch.tensor(piece) for piece in shards])

@@ -64,7 +64,7 @@ def test_rank_outside_the_world(rank):
     assert str(caught.value) == f"packed: rank={rank} is not in a world of 2; ranks are 0 to 1"
 
 
-REFUSED = [
+REJECTED = [
     (12, 2, [1, 12], ValueError, "cu_seqlens: starts at 1; offsets start at 0"),
     (8, 2, [0, 8, 4, 8], ValueError, "cu_seqlens: sequence 1 runs from 8 back to 4; offsets never decrease"),
     (
@@ -96,7 +96,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("layout", [reference, packed])
-@pytest.mark.parametrize(("size", "world", "offsets", "kind", "sentence"), REFUSED)
+@pytest.mark.parametrize(("size", "world", "offsets", "kind", "sentence"), REJECTED)
 def test_rejections(layout, size, world, offsets, kind, sentence):
     with pytest.raises(kind) as caught:
         layout(size, world, torch.tensor(offsets) if layout is packed else np.array(offsets, int))

@@ -59,7 +59,7 @@ def gathered_and_put_in_order(mesh, x, padded):
     cost=lambda c: Cost(),
     **PACKED,
 )
-def put_in_rank_order_and_cut(mesh, x, padded):
+def sharded_in_rank_order(mesh, x, padded):
     n = mesh.size("cp")
     rank_major = _reinterleave_packed_seqs(_redo_attention_load_balancing(x, n, padded), padded // n, n)
     return rank_major.chunk(n)[mesh.rank("cp")]
@@ -84,15 +84,15 @@ def gathered_dense_and_put_in_order(mesh, x):
     cost=lambda c: Cost(),
     **MENU,
 )
-def put_in_rank_order_and_cut_dense(mesh, x):
+def sharded_in_rank_order_dense(mesh, x):
     return _redo_attention_load_balancing(x, mesh.size("cp")).chunk(mesh.size("cp"), 1)[mesh.rank("cp")]
 
 
 SCHEMES = (
     gathered_and_put_in_order,
-    put_in_rank_order_and_cut,
+    sharded_in_rank_order,
     gathered_dense_and_put_in_order,
-    put_in_rank_order_and_cut_dense,
+    sharded_in_rank_order_dense,
 )
 
 
@@ -206,7 +206,7 @@ def wide(rows):
     return torch.zeros(rows, 2)
 
 
-REFUSED = [
+REJECTED = [
     (
         lambda: _reorder_chunks(wide(6), [0, 2], cu(0, 6)),
         ValueError,
@@ -289,7 +289,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "kind", "sentence"), REFUSED, ids=[text[:70] for _, _, text in REFUSED])
+@pytest.mark.parametrize(("call", "kind", "sentence"), REJECTED, ids=[text[:70] for _, _, text in REJECTED])
 def test_rejection(call, kind, sentence):
     with pytest.raises(kind) as caught:
         call()

@@ -16,7 +16,7 @@ def packed(cu, real=None, n=2, rank=0, **options):
     return TokenLayout.packed(cu, real, cp_size=n, cp_rank=rank, **options)
 
 
-REFUSED = [
+REJECTED = [
     (
         lambda: dense("dual_chunk_swap", 30, 4),
         ValueError,
@@ -194,7 +194,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "kind", "sentence"), REFUSED, ids=[text[:60] for _, _, text in REFUSED])
+@pytest.mark.parametrize(("call", "kind", "sentence"), REJECTED, ids=[text[:60] for _, _, text in REJECTED])
 def test_rejection(call, kind, sentence):
     with pytest.raises(kind) as caught:
         call()

@@ -139,7 +139,7 @@ def first(x, padded):
     cost=lambda c: Cost(),
     **{**PACKED, "draw": {"padded": offsets("t", padded=True)}},
 )
-def cut_by_layout(mesh, x, padded):
+def sharded_by_layout(mesh, x, padded):
     return packed_layout(mesh, padded).shard(x, 1)
 
 
@@ -195,7 +195,7 @@ def tables_of_layout(mesh, ids, padded, true) -> tuple[Int[Tensor, " t"], Int[Te
     return tuple(layout.shard(x, 0) for x in (layout.position_ids, layout.sequence_ids, layout.padding_mask))
 
 
-SCHEMES = (cut_by_layout, gathered_by_layout, gathered_by_layout_with_one_gradient, tables_of_layout)
+SCHEMES = (sharded_by_layout, gathered_by_layout, gathered_by_layout_with_one_gradient, tables_of_layout)
 
 
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])

@@ -93,7 +93,7 @@ def test_twice_is_the_identity_forward_and_backward(cp):
 
 cp2hp, hp2cp = mamba._all_to_all_cp2hp, mamba._all_to_all_hp2cp
 X = torch.zeros(2, 3, 5)
-REFUSED = [
+REJECTED = [
     (lambda g: mamba._all_to_all(X[:, 0][:1], g), "_AllToAll: input_ is [1, 5]; cp=2 ranks share dim 0 equally"),
     (lambda g: mamba._all_to_all(X.sum(), g), "_AllToAll: input_ is []; cp=2 ranks share dim 0 equally"),
     (
@@ -112,7 +112,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "text"), REFUSED)
+@pytest.mark.parametrize(("call", "text"), REJECTED)
 def test_rejection(call, text):
     def body(mesh, case):
         with pytest.raises(ValueError) as caught:

@@ -41,14 +41,14 @@ def test_one_rank_sends_nothing_however_many_tokens_it_has():
     assert cost.crossover_tokens is None
 
 
-REFUSED = [
+REJECTED = [
     ({"tokens": 7}, "tokens=7 must be divisible by cp_size=2; pad them"),
     ({"segments": 0}, "segments=0 must be at least 1"),
     ({"n_groups": 3}, "num_heads=8 must be divisible by n_groups=3"),
 ]
 
 
-@pytest.mark.parametrize(("options", "text"), REFUSED)
+@pytest.mark.parametrize(("options", "text"), REJECTED)
 def test_rejection(options, text):
     with pytest.raises(ValueError) as caught:
         mamba_cp_bytes(**{"tokens": 8, "cp_size": 2, **SMALL, **options})

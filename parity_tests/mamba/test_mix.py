@@ -68,7 +68,7 @@ def test_no_token_gives_none():
     assert causal_conv(X[:, :0], WEIGHT).shape == (2, 0, 3)
 
 
-REFUSED = [
+REJECTED = [
     (lambda: causal_conv(X[0], WEIGHT), "x is [7, 3]; its dims must be [b s c]; reshape it to these"),
     (lambda: causal_conv(X, WEIGHT[:, None]), "weight is [3, 1, 4]; its dims must be [c k]; reshape it to these"),
     (lambda: causal_conv(X, WEIGHT[:2]), "weight is [2, 4] but x has c=3: c differs, 2 and 3"),
@@ -80,7 +80,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "text"), REFUSED)
+@pytest.mark.parametrize(("call", "text"), REJECTED)
 def test_rejection(call, text):
     with pytest.raises(ValueError) as caught:
         call()

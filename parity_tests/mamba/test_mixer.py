@@ -134,7 +134,7 @@ def test_a_name_that_either_side_lacks_is_rejected():
         flax_mixer({name: x for name, x in parameters.items() if name != "conv1d.bias"}, **GIVEN)
 
 
-REFUSED = [
+REJECTED = [
     (lambda: Mamba2Mixer(**{**GIVEN, "num_heads": 6, "n_groups": 4}), "num_heads=6 must be divisible by n_groups=4"),
     (lambda: Mamba2Mixer(**{**GIVEN, "d_state": 0}), "d_state=0 must be at least 1"),
     (lambda: Mamba2Mixer(**GIVEN, d_conv=0), "d_conv=0 must be at least 1"),
@@ -151,7 +151,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "text"), REFUSED)
+@pytest.mark.parametrize(("call", "text"), REJECTED)
 def test_rejection(call, text):
     with pytest.raises(ValueError) as caught:
         call()

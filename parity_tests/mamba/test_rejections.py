@@ -21,7 +21,7 @@ def uneven(mesh):
     return TokenLayout.dense("ragged", T, cp_size=2, cp_rank=mesh.rank("cp"), counts=[10, 14])
 
 
-REFUSED = [
+REJECTED = [
     (lambda m: hidden_parallel_strategy(m, num_heads=6, n_groups=4), "num_heads=6 must be divisible by n_groups=4"),
     (lambda m: hidden_parallel_strategy(m, head_dim=0), "head_dim=0 must be at least 1"),
     (
@@ -114,7 +114,7 @@ OFFSETS = [  # real ones, those of one rank, and lengths that two ranks cannot s
 ]
 
 
-def refused(call):
+def rejections_of(call):
     def body(mesh, case):
         with pytest.raises(ValueError) as caught:
             call(mesh)
@@ -125,14 +125,14 @@ def refused(call):
     return ranks.results
 
 
-@pytest.mark.parametrize(("call", "text"), REFUSED, ids=[text[:40] for _, text in REFUSED])
+@pytest.mark.parametrize(("call", "text"), REJECTED, ids=[text[:40] for _, text in REJECTED])
 def test_rejection(call, text):
-    assert refused(call) == tuple(f"mamba.MambaContextParallel: {text.format(rank=rank)}" for rank in range(2))
+    assert rejections_of(call) == tuple(f"mamba.MambaContextParallel: {text.format(rank=rank)}" for rank in range(2))
 
 
 @pytest.mark.parametrize(("call", "text"), PASSING, ids=[text[:40] for _, text in PASSING])
 def test_rejection_of_state_passing(call, text):
-    assert refused(call) == (f"mamba.MambaStatePassing: {text}",) * 2
+    assert rejections_of(call) == (f"mamba.MambaStatePassing: {text}",) * 2
 
 
 @pytest.mark.parametrize("strategy_of", [hidden_parallel_strategy, state_passing_strategy])
@@ -159,7 +159,7 @@ def test_parameters_of_other_shapes_are_rejected(strategy_of, name, shape, requi
         setattr(mixer.get_submodule(owner), last, torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64)))
         strategy_of(mesh, mixer)
 
-    assert {message.partition(": ")[2] for message in refused(call)} == {
+    assert {message.partition(": ")[2] for message in rejections_of(call)} == {
         f"{name} is {list(shape)}; these sizes require {required}"
     }
 
@@ -183,7 +183,7 @@ def test_parameters_of_equal_size_in_other_dims_are_accepted(strategy_of):
 def test_a_parameter_that_is_none_is_rejected(strategy_of):
     mixer = filled()
     mixer.D = None
-    assert {message.partition(": ")[2] for message in refused(lambda m: strategy_of(m, mixer))} == {
+    assert {message.partition(": ")[2] for message in rejections_of(lambda m: strategy_of(m, mixer))} == {
         "the mixer's D is None"
     }
 
@@ -195,7 +195,7 @@ def test_sizes_that_only_the_mixer_knows_are_compared(strategy_of):
     sentence = (
         "the mixer has n_groups=6 and d_state=1, the strategy n_groups=2 and d_state=3; pass the sizes of the mixer"
     )
-    assert {one.partition(": ")[2] for one in refused(lambda m: strategy_of(m, mixer, num_heads=6))} == {sentence}
+    assert {one.partition(": ")[2] for one in rejections_of(lambda m: strategy_of(m, mixer, num_heads=6))} == {sentence}
 
 
 @pytest.mark.parametrize("strategy_of", [hidden_parallel_strategy, state_passing_strategy])
@@ -204,16 +204,18 @@ def test_rows_of_other_dims_are_rejected_where_a_layout_is_set(strategy_of, shap
     def call(mesh):
         strategy_of(mesh, layout=packed_as(mesh, [0, 24])).mix(torch.zeros(shape, dtype=torch.float64))
 
-    assert {message.partition(": ")[2] for message in refused(call)} == {
+    assert {message.partition(": ")[2] for message in rejections_of(call)} == {
         f"input is {list(shape)}; it is [b, s, w], or [t, w] with cu_seqlens"
     }
 
 
 @pytest.mark.parametrize(("cu", "text"), OFFSETS)
 def test_rejected_offsets(cu, text):
-    assert refused(lambda mesh: hidden_parallel_strategy(mesh).pre_conv_ssm(STREAM, torch.tensor(cu))) == (text,) * 2
-    assert refused(lambda mesh: state_passing_strategy(mesh).mix(STREAM, torch.tensor(cu))) == (text,) * 2
-    assert refused(lambda mesh: hidden_parallel_strategy(mesh).pre_conv_ssm(X[:, :11]))[0].startswith(
+    assert (
+        rejections_of(lambda mesh: hidden_parallel_strategy(mesh).pre_conv_ssm(STREAM, torch.tensor(cu))) == (text,) * 2
+    )
+    assert rejections_of(lambda mesh: state_passing_strategy(mesh).mix(STREAM, torch.tensor(cu))) == (text,) * 2
+    assert rejections_of(lambda mesh: hidden_parallel_strategy(mesh).pre_conv_ssm(X[:, :11]))[0].startswith(
         "s=22 cannot be sharded by"
     )
 

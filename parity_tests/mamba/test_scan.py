@@ -115,7 +115,7 @@ def test_the_state_is_wider_than_the_tokens():
     assert (y.dtype, final.dtype) == (torch.bfloat16, torch.float32)
 
 
-REFUSED = [
+REJECTED = [
     (lambda: called(chunk_size=0), "chunk_size=0 must be at least 1"),
     (
         lambda: called(dt=PARTS[1][:, :6]),
@@ -134,7 +134,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "text"), REFUSED)
+@pytest.mark.parametrize(("call", "text"), REJECTED)
 def test_rejection(call, text):
     with pytest.raises(ValueError) as caught:
         call()

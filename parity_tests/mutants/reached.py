@@ -21,7 +21,7 @@ from parity_tests.injected_bugs.trials import SchemeTrials
 from parity_tests.mutants.mutant import Mutant
 
 Lines = dict[str, list[int]]  # of each file, relative to the root
-MOST_S = 600.0  # for one file of tests
+TIMEOUT_S = 600.0  # for one file of tests
 PYTEST = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--hypothesis-profile=quick")
 
 
@@ -106,9 +106,9 @@ def of_tests(memory: Memory, file: Path, progress: Callable[[str], Any]) -> Reac
         env = os.environ | {"LINES_TO": str(out), "LINES_OF": str(ROOT / PRODUCTION)}
         command = [sys.executable, *PYTEST, "-p", "parity_tests.mutants.lines_plugin", str(file)]
         try:
-            done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, timeout=MOST_S)
+            done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            return Reach({}, MOST_S, passed=False)
+            return Reach({}, TIMEOUT_S, passed=False)
         lines = json.loads(out.read_text()) if out.is_file() else {}
         out.unlink(missing_ok=True)
         return Reach(lines, time.monotonic() - start, passed=done.returncode == 0)

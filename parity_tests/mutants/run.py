@@ -26,7 +26,7 @@ from parity_tests.mutants.reached import Memory, Reach, of_tests, test_files
 
 BATCH = 12
 STARTED_S = 120.0  # for a process to import what it needs, and for its first mutant besides
-MOST_S = 240.0  # for one mutant and its references
+TIMEOUT_S = 240.0  # of one mutant and its references
 Progress = Callable[[str], Any]
 
 
@@ -131,10 +131,10 @@ def _of_batch(batch: Sequence[tuple[Mutant, list[str]]], examples: int, cache: s
         waiting = selectors.DefaultSelector()
         waiting.register(process.stdout, selectors.EVENT_READ)
         try:
-            limit = STARTED_S + MOST_S
+            limit = STARTED_S + TIMEOUT_S
             while waiting.select(limit) and (line := process.stdout.readline()):
                 yield json.loads(line)
-                limit = MOST_S
+                limit = TIMEOUT_S
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, 9)

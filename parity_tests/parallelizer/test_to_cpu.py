@@ -28,7 +28,7 @@ def whole_array(x):
     dtypes=("float32", "float64"),
     excluded_calls=("inference_mode", "overwritten"),  # what is full and on the CPU already is returned as it is
 )
-def whole_value_on_the_cpu(mesh, x, over_a, over_b):
+def full_value_on_the_cpu(mesh, x, over_a, over_b):
     """Uneven and empty shards; of addends one rank has the value and the others have nothing."""
     placements = [PLACEMENTS[over_a], PLACEMENTS[over_b]]
     cut = [Replicate() if placement.is_partial() else placement for placement in placements]
@@ -39,7 +39,7 @@ def whole_value_on_the_cpu(mesh, x, over_a, over_b):
     return to_cpu(v.requires_grad_())
 
 
-@given(every_case(whole_value_on_the_cpu))
+@given(every_case(full_value_on_the_cpu))
 def test_parity(case):
     check(case)
 

@@ -94,12 +94,12 @@ def tied_embedding(mesh, weight, ids, cotangent, weights, times):
     return y, outcome["head.weight"]
 
 
-def all_are_refused(x):
+def all_are_rejected(x):
     return x * 0.0 + 1.0
 
 
 @scheme(
-    reference=all_are_refused,
+    reference=all_are_rejected,
     mesh={"tp": (2, 4)},
     inputs={"x": "b tp=I"},
     outputs="b tp=I",
@@ -109,13 +109,13 @@ def all_are_refused(x):
     draw={"x": values("ones")},
     cost=lambda case: Cost(),
 )
-def refused_plans(mesh, x, misuse):
+def rejected_plans(mesh, x, misuse):
     """One where a plan is rejected as it should be, before anything is sent."""
     message = MISUSES[misuse].message.format(tp=mesh.size("tp"))
     return x * float(rejection(mesh, MISUSES[misuse]).startswith(message))
 
 
-@pytest.mark.parametrize("made_scheme", [tied_embedding, refused_plans], ids=lambda made_scheme: made_scheme.name)
+@pytest.mark.parametrize("made_scheme", [tied_embedding, rejected_plans], ids=lambda made_scheme: made_scheme.name)
 def test_parity(made_scheme):
     @settings(max_examples=30)
     @given(every_case(made_scheme))

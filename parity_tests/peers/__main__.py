@@ -25,7 +25,7 @@ ROOT = FOLDER.parents[1]
 ENGINES = ("lockstep", "gloo")
 CHATTER = ("[WARNING]", "built successfully")  # what a library prints of itself
 TABLES = ROOT / "build" / "peers"
-MOST_SECONDS = 1800  # for one file on one engine
+TIMEOUT_S = 1800  # for one file on one engine
 
 
 def main(
@@ -95,7 +95,7 @@ def judged(file: Path, engine: str, examples: int) -> list[Outcome]:
     path = table(file, engine)
     path.unlink(missing_ok=True)
     command = [sys.executable, "-m", "parity_tests.peers.outcome", str(file), engine, str(examples), str(path)]
-    done = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=MOST_SECONDS)
+    done = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
     if not path.exists():
         raise SystemExit(f"{file}: no verdicts\n{done.stderr[-2000:]}")
     outcomes = read(path)

@@ -148,8 +148,8 @@ def by_hand(ids):
 def verdict(text):
     try:
         read(text)
-    except ValueError as refusal:
-        return cell(str(refusal))
+    except ValueError as rejection:
+        return cell(str(rejection))
     return [0, 0]
 
 
@@ -175,18 +175,18 @@ def test_parity(case):
 
 @pytest.mark.parametrize(("text", "words"), FAULTS)
 def test_an_error_names_its_cell(text, words):
-    with pytest.raises(ValueError, match=CELL) as refusal:
+    with pytest.raises(ValueError, match=CELL) as rejection:
         read(text)
-    assert words in str(refusal.value)
+    assert words in str(rejection.value)
 
 
 @pytest.mark.parametrize(("text", "old", "new", "words"), COMMUNICATION_FAULTS)
 def test_an_error_of_communication_names_its_cell(text, old, new, words):
     assert read(text).has_communication
     assert text.count(old) == 1
-    with pytest.raises(ValueError, match=CELL) as refusal:
+    with pytest.raises(ValueError, match=CELL) as rejection:
         read(text.replace(old, new))
-    assert words in str(refusal.value)
+    assert words in str(rejection.value)
 
 
 @pytest.mark.parametrize(
@@ -198,9 +198,9 @@ def test_an_error_of_communication_names_its_cell(text, old, new, words):
     ],
 )
 def test_a_file_for_other_sizes_is_reported_with_its_cell(sizes, words):
-    with pytest.raises(ValueError, match=CELL) as refusal:
+    with pytest.raises(ValueError, match=CELL) as rejection:
         read("0F0,0B0\n1F0,1B0", **sizes)
-    assert words in str(refusal.value)
+    assert words in str(rejection.value)
 
 
 def test_a_missing_file_is_reported_with_its_argument(tmp_path):
@@ -221,8 +221,8 @@ def test_an_edited_file_is_a_schedule_or_rejected_with_a_cell(data, sample, has_
     text = "\n".join(",".join(row) for row in cells)
     try:
         schedule = read(text, pp_size=p, n_microbatches=n)
-    except ValueError as refusal:
-        assert CELL.match(str(refusal))
+    except ValueError as rejection:
+        assert CELL.match(str(rejection))
     else:
         every = [computations(actions) for actions in schedule.order]
         assert [sorted(actions) for actions in every] == [sorted(set(actions)) for actions in every]

@@ -73,9 +73,9 @@ def test_orders_are_those_of_torch(name):
     ],
 )
 def test_what_a_schedule_cannot_have_is_rejected(given_as, words):
-    with pytest.raises(ValueError, match=r"^pipelining\.schedule_order: ") as refusal:
+    with pytest.raises(ValueError, match=r"^pipelining\.schedule_order: ") as rejection:
         schedule_order(*given_as)
-    assert words in str(refusal.value)
+    assert words in str(rejection.value)
 
 
 @pytest.mark.parametrize("given_as", [(None, 2, 4, 2), ("GPipe", 2.0, 4, 1), ("GPipe", 2, True, 1)])
@@ -90,8 +90,8 @@ def test_the_number_that_a_message_recommends_is_accepted(name):
     for p in range(1, 6):
         for n in range(1, 16):
             if not rule.accepts(n, p):
-                with pytest.raises(ValueError, match="use ") as refusal:
+                with pytest.raises(ValueError, match="use ") as rejection:
                     schedule_order(name, p, n, rule.stages or 2)
-                larger = int(str(refusal.value).rpartition("use ")[2])
+                larger = int(str(rejection.value).rpartition("use ")[2])
                 assert larger > n
                 assert schedule_order(name, p, larger, rule.stages or 2)

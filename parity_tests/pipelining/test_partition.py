@@ -113,9 +113,9 @@ def test_the_default_placement_is_a_loop():
     ],
 )
 def test_stages_that_cannot_be_are_rejected(given_as, words):
-    with pytest.raises(ValueError, match=r"^pipelining\.stage_ids_this_rank: ") as refusal:
+    with pytest.raises(ValueError, match=r"^pipelining\.stage_ids_this_rank: ") as rejection:
         stage_ids_this_rank(*given_as)
-    assert words in str(refusal.value)
+    assert words in str(rejection.value)
 
 
 @pytest.mark.parametrize("given_as", [(True, 2, 4), (0, 2.0, 4), (0, 2, "4")])
@@ -201,9 +201,9 @@ def test_virtual_stages_by_hand(given_as, result):
     ],
 )
 def test_virtual_stages_that_cannot_be_are_rejected(given_as, words):
-    with pytest.raises(ValueError, match=r"^pipelining\.calculate_virtual_stages: ") as refusal:
+    with pytest.raises(ValueError, match=r"^pipelining\.calculate_virtual_stages: ") as rejection:
         calculate_virtual_stages(*given_as)
-    assert words in str(refusal.value)
+    assert words in str(rejection.value)
 
 
 @pytest.mark.parametrize("given_as", [(32, 2.5, 4, True), (True, 8, 4, True), (32, 8, 4, 1), (32, 8, "4", True)])
@@ -216,8 +216,8 @@ def test_virtual_stages_take_ints_and_a_switch(given_as):
 def test_virtual_stages_are_as_defined_or_the_advice_works(layers, per_stage, ranks, is_single, rounding):
     try:
         stages, each = calculate_virtual_stages(layers, per_stage, ranks, is_single, rounding)
-    except ValueError as refusal:
-        advice = str(refusal).rpartition("; ")[2]
+    except ValueError as rejection:
+        advice = str(rejection).rpartition("; ")[2]
         legal = [
             other
             for other in range(1, layers + 1)
@@ -350,9 +350,9 @@ def test_layers_come_once_and_in_order(data):
     ],
 )
 def test_what_cannot_be_is_rejected(args, kwargs, words):
-    with pytest.raises(ValueError, match=f"^{NAME}: ") as refusal:
+    with pytest.raises(ValueError, match=f"^{NAME}: ") as rejection:
         names(*args, **kwargs)
-    assert words in str(refusal.value)
+    assert words in str(rejection.value)
 
 
 @pytest.mark.parametrize(
@@ -368,6 +368,6 @@ def test_what_cannot_be_is_rejected(args, kwargs, words):
     ],
 )
 def test_other_kinds_are_rejected(args, kwargs, words):
-    with pytest.raises(TypeError, match=f"^{NAME}: ") as refusal:
+    with pytest.raises(TypeError, match=f"^{NAME}: ") as rejection:
         names(*args, **kwargs)
-    assert words in str(refusal.value)
+    assert words in str(rejection.value)

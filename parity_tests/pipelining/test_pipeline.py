@@ -128,7 +128,7 @@ def test_a_part_that_would_be_reduced_each_time_is_rejected():
     run(body, CaseSpec("pipeline", {"pp": 2, "dp": 2}, options=options))
 
 
-def refused(mesh, case):
+def rejection(mesh, case):
     options = dict(case.options)
     model, world_mesh = families.model_of(OF, torch.float32), options.pop("world_mesh", mesh.device_mesh)
     with pytest.raises((ValueError, TypeError)) as error:
@@ -161,6 +161,6 @@ def refused(mesh, case):
     ],
 )
 def test_what_cannot_be_is_rejected_before_the_model_is_touched(options, words):
-    ranks = run(refused, CaseSpec("pipeline", {"pp": 2}, options=options))
+    ranks = run(rejection, CaseSpec("pipeline", {"pp": 2}, options=options))
     assert ranks.ledger.rows == []
     assert all(re.match(words, sentence) for sentence in ranks.results), ranks.results

@@ -21,7 +21,7 @@ def case_of(p, **options):
     return CaseSpec("pipeline", {"pp": p}, options=options)
 
 
-def refusal(mesh, case):
+def rejection(mesh, case):
     """The sentence with which a schedule is rejected on this rank."""
     options = dict(case.options)
     return outcome_of(mesh, options.pop("placed"), options)
@@ -46,7 +46,7 @@ def outcome_of(mesh, placed, options):
 
 
 LOOP, V, SINGLE = [0, 1, 0, 1], [0, 1, 1, 0], [0, 1]
-REFUSED = [
+REJECTED = [
     (LOOP, {"name": None}, "ValueError: .*: pipeline_parallel_schedule_csv=None and pipeline_parallel_schedule=None"),
     (LOOP, {"name": "LopedBFS"}, "ValueError: .*='LopedBFS' is not a schedule; nearest: 'LoopedBFS'"),
     (LOOP, {"name": "PipelineScheduleMulti"}, "ValueError: .*='PipelineScheduleMulti' is not a schedule"),
@@ -95,42 +95,42 @@ REFUSED = [
 
 
 # Beside those that are rejected, some that are not.
-ASKED = [
-    *((placed, options, 1) for placed, options, _ in REFUSED),
+SCHEDULES = [
+    *((placed, options, 1) for placed, options, _ in REJECTED),
     *((LOOP, {"name": name}, 0) for name in ("LoopedBFS", "Interleaved1F1B", "interleavedzerobubble")),
     *((V, {"name": name}, 0) for name in ("ZBVZeroBubble", "dualpipev")),
     *((SINGLE, {"name": name, "batch": 6}, 0) for name in ("GPipe", "1f1b", "LoopedBFS")),
 ]
 
 
-def refused(ids):
-    return jnp.asarray([[each] for _, _, each in ASKED], ids.dtype) + 0 * ids
+def rejection_codes(ids):
+    return jnp.asarray([[each] for _, _, each in SCHEDULES], ids.dtype) + 0 * ids
 
 
 @scheme(
-    reference=refused,
+    reference=rejection_codes,
     mesh={"pp": (2,)},
     inputs={"ids": "k r/pp"},
     outputs="k r/pp",
-    dims={"k": (len(ASKED),), "r": (4,)},
+    dims={"k": (len(SCHEDULES),), "r": (4,)},
     draw={"ids": token_below("r")},
 )
-def refusals_of_schedules(mesh, ids) -> Int[Tensor, "k r/pp"]:
+def rejected_schedules(mesh, ids) -> Int[Tensor, "k r/pp"]:
     """1 where a schedule is rejected on this rank, 2 where torch is left to reject it."""
-    messages = [outcome_of(mesh, placed, options) for placed, options, _ in ASKED]
+    messages = [outcome_of(mesh, placed, options) for placed, options, _ in SCHEDULES]
     codes = [[0 if each == "accepted" else 1 if "pipelin" in each else 2] for each in messages]
     return torch.tensor(codes, dtype=ids.dtype, device=ids.device).expand_as(ids)
 
 
 @settings(max_examples=3)
-@given(every_case(refusals_of_schedules))
+@given(every_case(rejected_schedules))
 def test_rejections(case):
     check(case)
 
 
-@pytest.mark.parametrize(("placed", "options", "words"), REFUSED)
+@pytest.mark.parametrize(("placed", "options", "words"), REJECTED)
 def test_what_cannot_be_is_rejected_on_every_rank_before_anything_is_sent(placed, options, words):
-    ranks = run(refusal, case_of(2, placed=placed, **options))
+    ranks = run(rejection, case_of(2, placed=placed, **options))
     first, second = ranks.results
     assert ranks.ledger.rows == []
     assert re.match(words, first)
@@ -171,7 +171,7 @@ FILES = [
 @pytest.mark.parametrize(("placed", "text", "words"), FILES)
 def test_a_file_that_cannot_be_is_rejected_on_every_rank(placed, text, words, tmp_path):
     path = written(tmp_path, text)
-    ranks = run(refusal, case_of(2, placed=placed, csv=path, batch=4))
+    ranks = run(rejection, case_of(2, placed=placed, csv=path, batch=4))
     assert ranks.ledger.rows == []
     assert words in ranks.results[0]
     assert all(
@@ -200,7 +200,7 @@ def test_a_file_that_cannot_be_is_rejected_on_every_rank(placed, text, words, tm
     ],
 )
 def test_a_name_beside_a_file_must_fit_it(placed, text, name, words, tmp_path):
-    ranks = run(refusal, case_of(2, placed=placed, csv=written(tmp_path, text), name=name, batch=2))
+    ranks = run(rejection, case_of(2, placed=placed, csv=written(tmp_path, text), name=name, batch=2))
     for sentence in ranks.results:
         assert re.search(words, sentence)
 

@@ -65,9 +65,9 @@ def test_each_size_is_the_configs_else_its_texts(fields, sizes):
     ],
 )
 def test_a_size_that_is_not_there_is_named(fields, words):
-    with pytest.raises(ValueError, match=r"^Cannot determine") as refusal:
+    with pytest.raises(ValueError, match=r"^Cannot determine") as rejection:
         _get_hidden_and_vocab_size(FooConfig(**fields))
-    assert words in str(refusal.value)
+    assert words in str(rejection.value)
 
 
 def built(mesh, name, dtype, n=4):

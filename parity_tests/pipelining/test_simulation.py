@@ -179,9 +179,9 @@ def test_everything_starts_when_the_last_thing_it_waits_for_is_there(sample, tim
     ],
 )
 def test_orders_that_cannot_be_are_rejected(rows, placed, words):
-    with pytest.raises(ValueError, match=r"^order: ") as refusal:
+    with pytest.raises(ValueError, match=r"^order: ") as rejection:
         simulate([[parse_action(text) for text in row.split()] for row in rows], placed)
-    assert words in str(refusal.value)
+    assert words in str(rejection.value)
 
 
 def test_microbatches_out_of_range_are_rejected():

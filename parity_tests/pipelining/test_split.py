@@ -173,7 +173,7 @@ def test_logits_to_keep():
     run(body, case_of(1))
 
 
-def refused(mesh, case):
+def rejection(mesh, case):
     of = chosen("llama", False)
     given_as = {"pp_schedule": "LoopedBFS", "axis": "pp"} | dict(case.options)
     model = build_model(of, torch.float32) if not given_as.pop("no_model", False) else "model"
@@ -238,6 +238,6 @@ L = [f"model.layers.{layer}" for layer in range(LAYERS)]
     ],
 )
 def test_what_cannot_be_split_is_rejected_on_every_rank(options, words):
-    ranks = run(refused, case_of(2, **options))
+    ranks = run(rejection, case_of(2, **options))
     assert ranks.ledger.rows == []
     assert all(re.match(words, sentence) for sentence in ranks.results), ranks.results

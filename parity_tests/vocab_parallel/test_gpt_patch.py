@@ -256,7 +256,7 @@ def with_scale(model):
 
 
 FLAG = "return_logprobs_for_linear_ce_fusion=True"
-REFUSED = [
+REJECTED = [
     (
         lambda model: fused(model, labels=None),
         ValueError,
@@ -272,7 +272,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "kind", "text"), REFUSED, ids=[text[:40] for _, _, text in REFUSED])
+@pytest.mark.parametrize(("call", "kind", "text"), REJECTED, ids=[text[:40] for _, _, text in REJECTED])
 def test_rejection(call, kind, text):
     model_class = fake_model_class()
     with patch(chunk_size=1, model_class=model_class), pytest.raises(kind) as caught:
@@ -281,9 +281,9 @@ def test_rejection(call, kind, text):
 
 
 def test_a_chunk_of_nothing_and_a_missing_megatron(monkeypatch):
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError) as caught:
         patch(chunk_size=0)
-    assert str(refused.value) == f"{PATCH}: chunk_size=0 must be at least 1, or None for automatic blocks"
+    assert str(caught.value) == f"{PATCH}: chunk_size=0 must be at least 1, or None for automatic blocks"
     monkeypatch.setitem(sys.modules, "megatron", None)
     with pytest.raises(ImportError) as missing:
         patch(chunk_size=1)

@@ -26,7 +26,7 @@ def function(mesh, hidden=HIDDEN, weight=WEIGHT, target=IDS, chunk_size=2):
     return vp.ChunkedDistributedHiddenStatesToLogprobs.apply(hidden, target, weight, 0, 3, chunk_size, mesh["tp"])
 
 
-REFUSED = [
+REJECTED = [
     (lambda m: face(m, tp=None), TypeError, f"{FACE}: tp_group is None; {NO_TP}"),
     (lambda m: face(m, cp=1), TypeError, f"{FACE}: cp_group is an int; {NO_CP}"),
     (lambda m: face(m, target=IDS.bool()), TypeError, f"{FACE}: target is bool; token ids must be integers"),
@@ -100,7 +100,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "kind", "text"), REFUSED, ids=[text[15:100] for _, _, text in REFUSED])
+@pytest.mark.parametrize(("call", "kind", "text"), REJECTED, ids=[text[15:100] for _, _, text in REJECTED])
 def test_rejection(call, kind, text):
     def body(mesh, case):
         with pytest.raises(kind) as caught:

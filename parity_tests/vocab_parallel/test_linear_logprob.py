@@ -93,7 +93,7 @@ def linear_logprobs(mesh, hidden, weight, target, chunk_size):
 @scheme(
     inputs={"hidden": "s/tp b d", "weight": "v/tp:ragged d", "target": "b s"}, cost=sequence_parallel_cost, **SHIFTED
 )
-def linear_logprobs_of_cut_states(mesh, hidden, weight, target, chunk_size):
+def linear_logprobs_of_sharded_states(mesh, hidden, weight, target, chunk_size):
     return scored(mesh, hidden, weight, target, chunk_size)
 
 
@@ -111,11 +111,11 @@ def linear_next_tokens(mesh, hidden, weight, target, chunk_size):
     cost=lambda c: sequence_parallel_cost(c, over_cp=True),
     **NEXT,
 )
-def linear_next_tokens_of_cut_states(mesh, hidden, weight, target, chunk_size):
+def linear_next_tokens_of_sharded_states(mesh, hidden, weight, target, chunk_size):
     return next_scored(mesh, hidden, weight, target, chunk_size, tied=True)
 
 
-SCHEMES = (linear_logprobs, linear_logprobs_of_cut_states, linear_next_tokens, linear_next_tokens_of_cut_states)
+SCHEMES = (linear_logprobs, linear_logprobs_of_sharded_states, linear_next_tokens, linear_next_tokens_of_sharded_states)
 
 
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])

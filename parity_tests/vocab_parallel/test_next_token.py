@@ -107,7 +107,7 @@ def over_cp_alone(c):
 
 
 @scheme(reference=next_token_logprob, cost=over_cp_alone, **WHOLE)
-def next_tokens_of_whole_rows(mesh, logits, target, top_k, top_p, temperature, chunk_size):
+def next_tokens_of_full_rows(mesh, logits, target, top_k, top_p, temperature, chunk_size):
     return vp.get_next_token_logprobs_from_logits(
         target,
         logits,
@@ -122,7 +122,7 @@ SCHEMES = (
     next_tokens_with_padding,
     next_tokens_as_sampled,
     next_tokens_by_rank,
-    next_tokens_of_whole_rows,
+    next_tokens_of_full_rows,
 )
 
 

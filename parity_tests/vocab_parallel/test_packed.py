@@ -83,7 +83,7 @@ def packed_next_tokens_of_true_lengths(mesh, logits, target, padded, true, colum
     return scored(mesh, logits, target, padded, columns, temperature, chunk_size, cu_seqlens=true)
 
 
-def rolled_and_cut(target, padded, cp, rank):
+def rolled_and_sharded(target, padded, cp, rank):
     """As a data loader would: each sequence rolled in itself, this rank's share of it, one sequence after another."""
     pieces = [target[:, :0]]
     for start, stop in zip(padded[:-1].tolist(), padded[1:].tolist(), strict=True):
@@ -94,7 +94,7 @@ def rolled_and_cut(target, padded, cp, rank):
 
 @scheme(reference=by_padded, inputs=INPUTS, **DECLARED)
 def packed_next_tokens_rolled_before(mesh, logits, target, padded, true, columns, temperature, chunk_size):
-    rolled = rolled_and_cut(target, padded, mesh.size("cp"), mesh.rank("cp"))
+    rolled = rolled_and_sharded(target, padded, mesh.size("cp"), mesh.rank("cp"))
     return scored(mesh, logits, rolled, padded, columns, temperature, chunk_size, target_is_pre_rolled=True)
 
 
@@ -181,7 +181,7 @@ def test_two_sequences_never_see_each_other():
 def test_a_target_rolled_before_is_the_same_to_the_bit():
     def body(mesh, case):
         padded = starts([*LENGTHS, 4])
-        rolled = rolled_and_cut(IDS, padded, mesh.size("cp"), mesh.rank("cp"))
+        rolled = rolled_and_sharded(IDS, padded, mesh.size("cp"), mesh.rank("cp"))
         return values_and_gradient(mesh), values_and_gradient(mesh, target=rolled, target_is_pre_rolled=True)
 
     for raw, rolled in on_ranks(body):

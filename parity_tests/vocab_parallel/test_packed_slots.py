@@ -43,7 +43,7 @@ def packed(mesh, offsets=(0, 8, 16), logits=LOCAL, target=IDS[:, :16], size=5, g
     )
 
 
-REFUSED = [
+REJECTED = [
     (
         lambda m: packed(m, group=None),
         TypeError,
@@ -97,7 +97,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "kind", "text"), REFUSED, ids=[text[:60] for _, _, text in REFUSED])
+@pytest.mark.parametrize(("call", "kind", "text"), REJECTED, ids=[text[:60] for _, _, text in REJECTED])
 def test_rejection(call, kind, text):
     def body(mesh, case):
         with pytest.raises(kind) as caught:

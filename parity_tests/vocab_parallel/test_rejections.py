@@ -55,7 +55,7 @@ CP_HINT = "pass a ProcessGroup (a group of size 1 for no context parallelism)"
 BLOCKS = "must be at least 1, or None for automatic blocks"
 WIDE = "vocab range [0, 16) has 16 ids but vocab_parallel_logits has 8 columns"
 
-REFUSED = [
+REJECTED = [
     # E1: a group that is none
     (TypeError, lambda m: gather(None), f"{GATHER}: tp_group is None; {HINT}"),
     (TypeError, lambda m: entropy(None), f"{ENTROPY}: tp_group is None; {HINT}"),
@@ -221,7 +221,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "call", "text"), REFUSED, ids=[text[15:90] for _, _, text in REFUSED])
+@pytest.mark.parametrize(("kind", "call", "text"), REJECTED, ids=[text[15:90] for _, _, text in REJECTED])
 def test_rejection_on_every_rank_before_anything_is_sent(kind, call, text):
     def body(mesh, case):
         try:

@@ -91,7 +91,7 @@ def test_each_is_the_adjoint_of_the_other(function):
 MATRIX = torch.zeros(8, 8)
 HINT = "pass a ProcessGroup (a group of size 1 for no tensor parallelism)"
 VP2SQ, SQ2VP = "vocab_parallel.all_to_all_vp2sq", "vocab_parallel.all_to_all_sq2vp"
-REFUSED = [
+REJECTED = [
     (TypeError, lambda g: vp.all_to_all_vp2sq(MATRIX, None), f"{VP2SQ}: tp_group is None; {HINT}"),
     (TypeError, lambda g: vp.all_to_all_sq2vp(MATRIX, 2), f"{SQ2VP}: tp_group is an int; {HINT}"),
     (
@@ -113,7 +113,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "call", "text"), REFUSED, ids=[row[2][15:60] for row in REFUSED])
+@pytest.mark.parametrize(("kind", "call", "text"), REJECTED, ids=[row[2][15:60] for row in REJECTED])
 def test_rejection(kind, call, text):
     def body(mesh, case):
         try:

@@ -18,7 +18,7 @@ from torch_impl.vocab_parallel.sampling import is_kept, sampling_filter
 from torch_impl.vocab_parallel.statistics import ON_ANOTHER_RANK
 
 
-def kept_columns(group, logits, top_k, top_p, temperature):
+def filtered_columns(group, logits, top_k, top_p, temperature):
     """Which of this rank's columns are kept; the limits are on."""
     options = LogprobOptions(group, temperature=temperature)
     elsewhere = torch.full((logits.shape[:-1].numel(), 1), ON_ANOTHER_RANK, dtype=torch.int32)
@@ -43,8 +43,8 @@ DECLARED = dict(
     options={"top_k": (2, 5, 30), "top_p": (1.0, 0.5, 0.9), "temperature": (1.0, 0.7)},
     **DECLARED,
 )
-def kept_by_lists(mesh, logits, top_k, top_p, temperature) -> Bool[Tensor, "b s v"]:
-    return kept_columns(mesh["tp"], logits, top_k, top_p, temperature)
+def filtered_by_lists(mesh, logits, top_k, top_p, temperature) -> Bool[Tensor, "b s v"]:
+    return filtered_columns(mesh["tp"], logits, top_k, top_p, temperature)
 
 
 @scheme(
@@ -53,8 +53,8 @@ def kept_by_lists(mesh, logits, top_k, top_p, temperature) -> Bool[Tensor, "b s 
     options={"top_k": (None,), "top_p": (0.5, 0.9, 0.0), "temperature": (1.0, 2.0)},
     **DECLARED,
 )
-def kept_by_mass(mesh, logits, top_k, top_p, temperature) -> Bool[Tensor, "b s v"]:
-    return kept_columns(mesh["tp"], logits, top_k, top_p, temperature)
+def filtered_by_mass(mesh, logits, top_k, top_p, temperature) -> Bool[Tensor, "b s v"]:
+    return filtered_columns(mesh["tp"], logits, top_k, top_p, temperature)
 
 
 @scheme(
@@ -63,21 +63,21 @@ def kept_by_mass(mesh, logits, top_k, top_p, temperature) -> Bool[Tensor, "b s v
     options={"top_k": (1025, 2000, 2100), "top_p": (1.0, 0.5, 0.9), "temperature": (1.0, 0.7)},
     **DECLARED,
 )
-def kept_by_count(mesh, logits, top_k, top_p, temperature) -> Bool[Tensor, "b s v"]:
-    return kept_columns(mesh["tp"], logits, top_k, top_p, temperature)
+def filtered_by_count(mesh, logits, top_k, top_p, temperature) -> Bool[Tensor, "b s v"]:
+    return filtered_columns(mesh["tp"], logits, top_k, top_p, temperature)
 
 
-@given(every_case(kept_by_lists))
+@given(every_case(filtered_by_lists))
 def test_a_short_top_k(case):
     check(case)
 
 
-@given(every_case(kept_by_mass))
+@given(every_case(filtered_by_mass))
 def test_top_p_alone(case):
     check(case)
 
 
-@given(every_case(kept_by_count))
+@given(every_case(filtered_by_count))
 @settings(max_examples=10)
 def test_a_long_top_k(case):
     check(case)
@@ -85,7 +85,7 @@ def test_a_long_top_k(case):
 
 @pytest.mark.parametrize(("top_k", "width"), [(1024, "list"), (1025, "rounds")])
 def test_both_routes_meet_at_the_longest_list(top_k, width):
-    scheme = kept_by_lists if width == "list" else kept_by_count
+    scheme = filtered_by_lists if width == "list" else filtered_by_count
     case = scheme.case(tp=4, b=1, s=2, v=2100, top_k=1025, top_p=0.9, temperature=1.0, dtype="float32", seed=4)
     report = judge(scheme, case.replace(options={**case.options, "top_k": top_k}))
     report.raise_if_failed()
@@ -97,17 +97,19 @@ def test_both_routes_meet_at_the_longest_list(top_k, width):
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("kind", ["normal", "ties", "neg_inf_mask", "zeros"])
 def test_a_long_top_k_of_a_vocabulary_much_longer(kind, tp):
-    case = kept_by_count.case(tp=tp, b=1, s=2, v=8300, top_k=1025, top_p=1.0, temperature=1.0, dtype="float32", seed=9)
-    judge(kept_by_count, case.replace(values={"logits": {"kind": kind}})).raise_if_failed()
+    case = filtered_by_count.case(
+        tp=tp, b=1, s=2, v=8300, top_k=1025, top_p=1.0, temperature=1.0, dtype="float32", seed=9
+    )
+    judge(filtered_by_count, case.replace(values={"logits": {"kind": kind}})).raise_if_failed()
 
 
-def kept_over(widths, logits, top_k, top_p, temperature=1.0):
+def filtered_over(widths, logits, top_k, top_p, temperature=1.0):
     """Kept tokens of full rows [n, v], split into shards of the given widths."""
 
     def body(mesh, case):
         rank = mesh.rank("tp")
         shard = logits[:, sum(widths[:rank]) : sum(widths[: rank + 1])]
-        return kept_columns(mesh["tp"], shard, top_k, top_p, temperature).numpy()
+        return filtered_columns(mesh["tp"], shard, top_k, top_p, temperature).numpy()
 
     ranks = run(body, CaseSpec(scheme="sampling_filter", mesh={"tp": len(widths)}))
     return np.concatenate(ranks.results, axis=-1)
@@ -121,11 +123,11 @@ CUTS = [[8], [4, 4], [3, 0, 4, 1], [0, 0, 8, 0]]
 def test_of_equal_logits_top_k_keeps_all_and_top_p_the_lowest_ids(widths, dtype):
     for value in (0.0, 7.0, -3.5e4):
         equal = torch.full((2, 8), value, dtype=dtype)
-        assert kept_over(widths, equal, 2, 1.0).all()
+        assert filtered_over(widths, equal, 2, 1.0).all()
         for top_k in (None, 2):
-            half = kept_over(widths, equal, top_k, 0.5)
+            half = filtered_over(widths, equal, top_k, 0.5)
             np.testing.assert_array_equal(half, [[True] * 4 + [False] * 4] * 2)
-            first = kept_over(widths, equal, top_k, 0.0)
+            first = filtered_over(widths, equal, top_k, 0.0)
             np.testing.assert_array_equal(first, [[True] + [False] * 7] * 2)
 
 
@@ -135,7 +137,7 @@ def test_a_tie_at_the_end_is_split_by_id_across_ranks(widths, top_k):
     # Masses before the zeros, in id order: 4/8, 5/8, 6/8, 7/8 of the eight halves that this row is made of.
     row = torch.tensor([[0.0, 0.0, 2.0, 0.0, -torch.inf, 0.0, -torch.inf, -torch.inf]], dtype=torch.float64)
     row[0, 2] = torch.tensor(4.0, dtype=torch.float64).log()
-    got = kept_over(widths, row, top_k, 0.7)
+    got = filtered_over(widths, row, top_k, 0.7)
     np.testing.assert_array_equal(got, [[True, True, True, False, False, False, False, False]])
 
 
@@ -143,10 +145,10 @@ def test_a_tie_at_the_end_is_split_by_id_across_ranks(widths, top_k):
 def test_the_two_zeros_are_one_logit(top_k):
     zeros = torch.tensor([[0.0, -0.0, -0.0, 0.0, -torch.inf, -torch.inf, -torch.inf, -0.0]])
     for widths in CUTS:
-        got = kept_over(widths, zeros, top_k, 0.5)  # five equal ones: 0, 1/5 and 2/5 are below a half
+        got = filtered_over(widths, zeros, top_k, 0.5)  # five equal ones: 0, 1/5 and 2/5 are below a half
         np.testing.assert_array_equal(got, [[True, True, True, False, False, False, False, False]])
     if top_k:
-        np.testing.assert_array_equal(kept_over([4, 4], zeros, 1, 1.0), zeros.numpy() == 0)
+        np.testing.assert_array_equal(filtered_over([4, 4], zeros, 1, 1.0), zeros.numpy() == 0)
 
 
 @pytest.mark.parametrize("top_k", [None, 8])
@@ -155,5 +157,5 @@ def test_nearly_all_of_a_certain_row(top_k):
     row = torch.full((1, 8), -24.0)
     row[0, 5] = 0.0
     rest = 7 * np.exp(-24.0)
-    got = kept_over([3, 0, 4, 1], row, top_k, 1.0 - rest * 4.5 / 7)
+    got = filtered_over([3, 0, 4, 1], row, top_k, 1.0 - rest * 4.5 / 7)
     np.testing.assert_array_equal(got, [[True, True, True, False, False, True, False, False]])

@@ -43,7 +43,7 @@ def as_dtensor(mesh):
     return DTensor.from_local(LOCAL, mesh.device_mesh["tp"], [Shard(2)])
 
 
-REFUSED = [
+REJECTED = [
     (lambda m: plain(m, tp=None), TypeError, f"{PREFIX}: tp_group is None; {NO_TP}"),
     (lambda m: plain(m, cp=3), TypeError, f"{PREFIX}: cp_group is an int; {NO_CP}"),
     (lambda m: plain(m, target=IDS.float()), TypeError, f"{PREFIX}: target is float32; token ids must be integers"),
@@ -126,7 +126,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "kind", "text"), REFUSED, ids=[text[15:90] for _, _, text in REFUSED])
+@pytest.mark.parametrize(("call", "kind", "text"), REJECTED, ids=[text[15:90] for _, _, text in REJECTED])
 def test_rejection(call, kind, text):
     def body(mesh, case):
         with pytest.raises(kind) as caught:

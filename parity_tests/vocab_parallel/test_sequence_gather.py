@@ -47,12 +47,12 @@ def gathered_sequence(mesh, x, seq_dim):
     cost=lambda case: Cost(),
     excluded_calls=("overwritten",),  # over one rank it is x itself, as its page says
 )
-def cut_sequence(mesh, x, seq_dim):
+def sharded_sequence(mesh, x, seq_dim):
     moved = x.movedim(1, seq_dim)
     return vp._get_tokens_on_this_cp_rank(moved, mesh.rank("cp"), mesh.size("cp"), seq_dim).movedim(seq_dim, 1)
 
 
-@pytest.mark.parametrize("declared", [gathered_sequence, cut_sequence], ids=lambda declared: declared.name)
+@pytest.mark.parametrize("declared", [gathered_sequence, sharded_sequence], ids=lambda declared: declared.name)
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
 def test_parity(declared, engine):
     @settings(max_examples=20 if engine == "lockstep" else 6)
@@ -130,7 +130,7 @@ def test_gather_and_scattered_sum_are_adjoint(seq_dim):
 CUT, GATHER = "vocab_parallel._get_tokens_on_this_cp_rank", "vocab_parallel.allgather_cp_sharded_tensor"
 FUNCTION = "vocab_parallel.AllGatherCPTensor"
 GROUP = "pass a ProcessGroup (a group of size 1 for no context parallelism)"
-REFUSED = [
+REJECTED = [
     (
         lambda g: vp._get_tokens_on_this_cp_rank(torch.zeros(1, 9), g.rank(), 2),
         ValueError,
@@ -166,7 +166,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "kind", "text"), REFUSED, ids=[row[2][15:70] for row in REFUSED])
+@pytest.mark.parametrize(("call", "kind", "text"), REJECTED, ids=[row[2][15:70] for row in REJECTED])
 def test_rejection(call, kind, text):
     def body(mesh, case):
         try:

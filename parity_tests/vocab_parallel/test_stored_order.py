@@ -188,7 +188,7 @@ LOCAL, GLOBAL = (
     f"vocab_parallel.{name}"
     for name in ("dtensor_from_parallel_logits_to_logprobs", "get_logprobs_from_vocab_parallel_logits")
 )
-REFUSED = [
+REJECTED = [
     (
         lambda m: local(m, cut_ids(m)),
         f"{LOCAL}: seq_index is None but target is sharded over cp=2; pass the [s] index of stored positions",
@@ -253,7 +253,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "text"), REFUSED, ids=[text[15:90] for _, text in REFUSED])
+@pytest.mark.parametrize(("call", "text"), REJECTED, ids=[text[15:90] for _, text in REJECTED])
 def test_rejection(call, text):
     def body(mesh, case):
         with pytest.raises(ValueError) as caught:

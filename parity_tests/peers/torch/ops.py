@@ -64,7 +64,7 @@ OPS: dict[str, tuple[Unary, Unary, str]] = {
 }
 
 
-FEW = {"c": (1, 3)}  # so few columns that ranks are left without one
+FEW_COLUMNS = {"c": (1, 3)}  # so few columns that ranks are left without one
 
 
 def replicated_zeros(x: Any) -> Any:
@@ -87,7 +87,7 @@ def _declare(name: str, layout: str) -> None:
         inputs={"x": "n c/tp" if layout == "even" else "n c/tp:chunked"},
         outputs=f"{dims} tp=I".strip(),
         layouts={} if layout == "even" else {"chunked": chunked},
-        dims={"n2": "2*n"} if "n2" in dims else FEW if (name, layout) == ("largest", "uneven") else {},
+        dims={"n2": "2*n"} if "n2" in dims else FEW_COLUMNS if (name, layout) == ("largest", "uneven") else {},
         draw={"x": values("normal")},
         dtypes=("float32",),
         roundings=4,
