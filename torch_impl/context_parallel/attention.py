@@ -80,11 +80,7 @@ def context_parallel_attention(
     """
     # 1. What the signature does not say: which groups, whether the heads divide, whether the layout is of these rows.
     groups = _groups(mesh, group, exchange)
-    if not (q.dtype == k.dtype == v.dtype) or q.dtype not in DTYPES:
-        dtypes, supported = ", ".join(map(dtype_name, (q, k, v))), "float16, bfloat16, float32, float64"
-        raise TypeError(f"{FUNCTION}: q, k, v are {dtypes}; pass one dtype of {supported}")
-    if problem := _head_problem(q, k, v):
-        raise ValueError(f"{FUNCTION}: {problem}")
+    _check_tensors(q, k, v)
     token_layout = _layout_of(layout, cu_seqlens, groups, q)
     if problem := _layout_problem(token_layout, groups, q) or _exchange_problem(exchange, groups, token_layout, q, k):
         raise ValueError(f"{FUNCTION}: {problem}")
@@ -94,6 +90,15 @@ def context_parallel_attention(
         return head_parallel_attention(q, k, v, token_layout, groups.heads, groups.ring, causal, window, factor)
     transport = Ring(groups.ring) if exchange == "ring" else AllGather(groups.ring)
     return blockwise_attention(q, k, v, schedule_of(token_layout, causal, window), transport, factor)
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Errors: TypeError for dtypes, ValueError for heads that do not fit together."""
+    if not (q.dtype == k.dtype == v.dtype) or q.dtype not in DTYPES:
+        dtypes, supported = ", ".join(map(dtype_name, (q, k, v))), "float16, bfloat16, float32, float64"
+        raise TypeError(f"{FUNCTION}: q, k, v are {dtypes}; pass one dtype of {supported}")
+    if problem := _head_problem(q, k, v):
+        raise ValueError(f"{FUNCTION}: {problem}")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Int64
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -34,7 +34,7 @@ from torch_impl.vocab_parallel.fused_logprob import (
     write_gradient,
 )
 from torch_impl.vocab_parallel.next_token import next_ids
-from torch_impl.vocab_parallel.packed import offsets_on_host, packed_slots, why_not_offsets
+from torch_impl.vocab_parallel.packed import PackedSlots, offsets_on_host, packed_slots, why_not_offsets
 from torch_impl.vocab_parallel.sequence_gather import GatherOverCp, cp_shard, rank_and_size, why_not_over_cp
 from torch_impl.vocab_parallel.statistics import row_blocks
 from torch_impl.vocab_parallel.vocab_range import IGNORED_ID, ChunkSize, VocabEnd, VocabStart
@@ -158,12 +158,7 @@ def from_parallel_hidden_states_to_logprobs(
     if reason:
         raise ValueError(f"{name}: {reason}")
     # 2. The id after each of this rank's positions, in its own sequence where they are packed.
-    ids, slots = target.to(weight.device), None
-    if offsets is None:
-        shifted = cp_shard(next_ids(ids, s), rank, cp)
-    else:
-        slots = packed_slots(offsets, None, cp, ids.device)
-        shifted = F.pad(slots.next_ids(ids, rank), (0, s // cp - len(slots.sequence)), value=IGNORED_ID)
+    shifted, slots = _next_ids_of_rank(target.to(weight.device), offsets, rank, cp)
     # 3. Scores, and those of all cp ranks.
     vocab_range, is_sharded = (vocab_start_index, vocab_end_index), len(hidden) != s // cp
     scores = _HiddenStatesToLogprobs.apply(
@@ -174,6 +169,17 @@ def from_parallel_hidden_states_to_logprobs(
     if cp_group is not None:
         scores = GatherOverCp.apply(scores, cp_group, 1)
     return scores[:, : max(s - 1, 0)]
+
+
+def _next_ids_of_rank(
+    ids: Int[Tensor, "b s"], offsets: Int64[Tensor, " n"] | None, rank: int, cp: int
+) -> tuple[Int[Tensor, "b _"], PackedSlots | None]:
+    """The id after each position of this rank, and the slots of packed sequences."""
+    s = ids.shape[1]
+    if offsets is None:
+        return cp_shard(next_ids(ids, s), rank, cp), None
+    slots = packed_slots(offsets, None, cp, ids.device)
+    return F.pad(slots.next_ids(ids, rank), (0, s // cp - len(slots.sequence)), value=IGNORED_ID), slots
 
 
 def _why_no_product(hidden: Tensor, weight: Tensor) -> str | None:

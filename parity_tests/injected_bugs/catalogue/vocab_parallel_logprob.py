@@ -699,17 +699,17 @@ BUGS = (
     InjectedBug(
         name="labels of hidden states not shifted",
         kind="sequence",
-        at="vocab_parallel:from_parallel_hidden_states_to_logprobs",
-        old="shifted = cp_shard(next_ids(ids, s), rank, cp)",
-        new="shifted = cp_shard(ids, rank, cp)",
+        at="vocab_parallel:_next_ids_of_rank",
+        old="cp_shard(next_ids(ids, s), rank, cp)",
+        new="cp_shard(ids, rank, cp)",
         expect="value: ",
     ),
     InjectedBug(
         name="labels sharded before they are shifted",
         kind="sequence",
-        at="vocab_parallel:from_parallel_hidden_states_to_logprobs",
-        old="shifted = cp_shard(next_ids(ids, s), rank, cp)",
-        new="shifted = next_ids(cp_shard(ids, rank, cp), s // cp)",
+        at="vocab_parallel:_next_ids_of_rank",
+        old="cp_shard(next_ids(ids, s), rank, cp)",
+        new="next_ids(cp_shard(ids, rank, cp), s // cp)",
         expect="value: ",
     ),
     InjectedBug(
