@@ -103,7 +103,7 @@ def test_what_it_does_not_compute_takes_the_other_route(route, group, options):
 
 
 def test_large_logits_are_read_in_blocks(route, group):
-    largest = small_logprob.LARGEST
+    largest = small_logprob.MAX_LOGITS
     for columns, calls in ((largest, 1), (largest + 1, 0)):
         route.clear()
         logprob_and_gradient(torch.zeros(1, columns), torch.zeros(1, dtype=torch.long), group)

@@ -80,26 +80,27 @@ def forward(ctx: Any, logits: Tensor, ids: Tensor | None, options: LogprobOption
     if ids is not None and ctx.is_small:
         return small_logprob.forward(ctx, logits, ids, options)
     # 1. This rank's column of each id, [n, k]; a target is the only id of its row.
-    column, has_full_rows = None, options.group is None or options.group.size() == 1
+    column, has_full_rows = None, statistics.has_full_rows(options.group)
     if ids is not None:
         id_rows = ids.reshape(logits.shape[:-1].numel(), ids.shape[-1] if options.has_id_dim else 1)
         absent = statistics.OUT_OF_VOCABULARY if has_full_rows else statistics.ON_ANOTHER_RANK
         column = statistics.local_column(id_rows, options.vocab_start, options.vocab_end, absent)
     # 2. Statistics of this rank's columns, those of all ranks, and the normaliser of full rows.
-    rank_statistics = statistics.gather_statistics(row_statistics(logits, column, options), options.group)
-    row_max_r, row_sum_m1_r = rank_statistics[:, 0], rank_statistics[:, 1]
+    stack = statistics.gather_statistics(row_statistics(logits, column, options), options.group)
+    id_count = None if column is None else column.shape[-1]
+    row_max_r, row_sum_m1_r, z_t_r, shifted_mean_r = statistics.by_name(stack, id_count, options.with_entropy)
     normaliser = statistics.global_normaliser(row_max_r, row_sum_m1_r, options.temperature)
     # 3. The outputs. An id is outside the vocabulary if no rank has its logit: its score is 0.
     outputs, shifted_mean, leading = [], None, logits.shape[:-1]
-    if ids is not None and column is not None:
-        z_t = statistics.global_target_logit(rank_statistics[:, 2 : 2 + column.shape[-1]])
+    if ids is not None and column is not None and z_t_r is not None:
+        z_t = statistics.global_target_logit(z_t_r)
         if not has_full_rows:
             column.masked_fill_((z_t == math.inf).mT, statistics.OUT_OF_VOCABULARY)
         normaliser_of_ids = [x.view(*leading, 1) if options.has_id_dim else x.view(leading) for x in normaliser]
         outputs.append(_score(z_t.mT.reshape(ids.shape), statistics.Normaliser(*normaliser_of_ids), options))
-    if options.with_entropy:
+    if shifted_mean_r is not None:
         shifted_mean = statistics.global_shifted_mean(
-            row_max_r, row_sum_m1_r, rank_statistics[:, -1], normaliser, options.temperature
+            row_max_r, row_sum_m1_r, shifted_mean_r, normaliser, options.temperature
         )
         outputs.append(shifted_mean.view(leading) - normaliser.log_row_sum.view(leading))
     # 4. What backward needs: the logits by reference, 8 bytes per token and 4 per id, with entropy 4 more per token.

@@ -17,21 +17,22 @@ import torch
 from torch import Tensor
 
 from torch_impl.collectives import accumulator
+from torch_impl.vocab_parallel.statistics import has_full_rows
 
-LARGEST = 1 << 15  # logits of a call; of more, the other route's cheaper exponential outweighs its overhead
+MAX_LOGITS = 1 << 15  # of a call; of more, the other route's cheaper exponential outweighs its overhead
 
 
 def applies_to(logits: Tensor, ids: Tensor | None, options: Any) -> bool:
     """Whether `forward` computes what `fused_logprob.forward` does for these arguments."""
     return (
         ids is not None
-        and (options.group is None or options.group.size() == 1)
+        and has_full_rows(options.group)
         and not (options.has_id_dim or options.with_entropy or options.inplace_gradient)
         and options.normalised
         and options.chunk_size is None
         and options.backend in ("auto", "eager")
         and logits.is_cpu
-        and 0 < logits.numel() <= LARGEST
+        and 0 < logits.numel() <= MAX_LOGITS
         and not torch.compiler.is_compiling()
     )
 

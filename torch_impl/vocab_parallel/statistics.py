@@ -104,6 +104,20 @@ class Normaliser(NamedTuple):
     log_row_sum: Float[Tensor, "*a"]  # log(1 + R)
 
 
+class RankStatistics(NamedTuple):
+    """The local statistics of every rank of a group, in rank order; None for those that were not computed."""
+
+    row_max_r: Float[Tensor, "r n"]
+    row_sum_m1_r: Float[Tensor, "r n"]
+    z_t_r: Float[Tensor, "r k n"] | None
+    shifted_mean_r: Float[Tensor, "r n"] | None
+
+
+def has_full_rows(group: ProcessGroup | None) -> bool:
+    """Whether one rank has the whole vocabulary: without a group, or in a group of one."""
+    return group is None or group.size() == 1
+
+
 def local_column(target: Int[Tensor, "*n"], start: int, end: int, absent: int = ON_ANOTHER_RANK) -> Int[Tensor, "*n"]:
     """Column of each target within this rank's ids [start, end), or `absent`."""
     column = target - start if start else target
@@ -239,6 +253,12 @@ def local_cross_mean(
 def gather_statistics(statistics: Float[Tensor, "f n"], group: ProcessGroup | None) -> Float[Tensor, "r f n"]:
     """The statistics of every rank, in rank order. The one collective; none where one rank has full rows."""
     return statistics.unsqueeze(0) if group is None else all_gather_stack(statistics, group)
+
+
+def by_name(stack: Float[Tensor, "r f n"], id_count: int | None, with_entropy: bool) -> RankStatistics:
+    """Views of the stacked numbers of `local_statistics`, in the order in which it writes them."""
+    z_t_r = None if id_count is None else stack[:, 2 : 2 + id_count]
+    return RankStatistics(stack[:, 0], stack[:, 1], z_t_r, stack[:, -1] if with_entropy else None)
 
 
 def global_normaliser(

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from torch_impl.collectives.plain import all_gather_stack
 from torch_impl.contract import Number
 from torch_impl.layouts.index_arrays import ceil_bound
+from torch_impl.vocab_parallel.statistics import has_full_rows
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -70,7 +71,7 @@ def all_gather_range(width: int, group: ProcessGroup, device: torch.device) -> t
 
 def all_gather_range_and_size(width: int, group: ProcessGroup, device: torch.device) -> tuple[int, int, int]:
     """`all_gather_range`, and the ids of all ranks together."""
-    if group.size() == 1:
+    if has_full_rows(group):
         return 0, width, width
     # Shards may differ in width, so every rank needs the widths of the ranks before it.
     ends = all_gather_stack(torch.tensor(width, device=device), group).cumsum(0).tolist()

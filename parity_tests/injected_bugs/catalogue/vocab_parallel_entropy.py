@@ -24,10 +24,10 @@ BUGS = (
         name="entropy per rank",
         kind="group",
         at="vocab_parallel:forward",
-        old="            row_max_r, row_sum_m1_r, rank_statistics[:, -1], normaliser, options.temperature\n",
+        old="            row_max_r, row_sum_m1_r, shifted_mean_r, normaliser, options.temperature\n",
         new=(
             "            *(x[options.group.rank() if options.group else 0 :][:1] for x in "
-            "(row_max_r, row_sum_m1_r, rank_statistics[:, -1])), normaliser, options.temperature\n"
+            "(row_max_r, row_sum_m1_r, shifted_mean_r)), normaliser, options.temperature\n"
         ),
         expect="value: ",
     ),

@@ -483,16 +483,16 @@ BUGS = (
         name="ids read slot by slot, not token by token",
         kind="order",
         at="vocab_parallel:forward",
-        old="z_t = statistics.global_target_logit(rank_statistics[:, 2 : 2 + column.shape[-1]])",
-        new="z_t = statistics.global_target_logit(rank_statistics[:, 2 : 2 + column.shape[-1]]).view(column.shape).mT",
+        old="z_t = statistics.global_target_logit(z_t_r)",
+        new="z_t = statistics.global_target_logit(z_t_r).view(column.shape).mT",
         expect="value: ",
     ),
     InjectedBug(
         name="one slot too far in the message",
         kind="border",
-        at="vocab_parallel:forward",
-        old="rank_statistics[:, 2 : 2 + column.shape[-1]]",
-        new="rank_statistics[:, 1 : 1 + column.shape[-1]]",
+        at="vocab_parallel:by_name",
+        old="stack[:, 2 : 2 + id_count]",
+        new="stack[:, 1 : 1 + id_count]",
         expect="value: ",
     ),
     InjectedBug(
@@ -507,10 +507,10 @@ BUGS = (
         name="slots exchanged one by one",
         kind="reduction",
         at="vocab_parallel:forward",
-        old="rank_statistics = statistics.gather_statistics(row_statistics(logits, column, options), options.group)",
+        old="stack = statistics.gather_statistics(row_statistics(logits, column, options), options.group)",
         new=(
             "local = row_statistics(logits, column, options).split(3 if options.has_id_dim else 99)\n"
-            "    rank_statistics = torch.cat([statistics.gather_statistics(x, options.group) for x in local], 1)"
+            "    stack = torch.cat([statistics.gather_statistics(x, options.group) for x in local], 1)"
         ),
         expect="cost: forward all_gather",
     ),
