@@ -15,7 +15,7 @@ from parity_tests.harness.declare import calls
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.draw import inputs
 from parity_tests.harness.explain.clues import explain
-from parity_tests.harness.explain.collect_evidence import evidence
+from parity_tests.harness.explain.collect_evidence import collect_evidence
 from parity_tests.harness.explain.note import Note
 from parity_tests.harness.judge import compare, side_checks
 from parity_tests.harness.judge.reference import Reference, evaluate, undefined_gradients
@@ -116,7 +116,9 @@ def _notes(
     notes = {}
     for row in failed:
         stored = {count: budgets[row.label] for count, budgets in budgets_by_roundings.items()}
-        notes[row.label] = explain(evidence(scheme, program, case, row, outputs_pass, ranks.ledger, protocol, stored))
+        notes[row.label] = explain(
+            collect_evidence(scheme, program, case, row, outputs_pass, ranks.ledger, protocol, stored)
+        )
     return notes
 
 

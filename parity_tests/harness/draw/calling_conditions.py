@@ -91,7 +91,7 @@ def may_be_expanded(scheme: Declared, arg: Argument) -> bool:
     """
     draw = scheme.draws[arg.name]
     are_equal = set(OF_EQUAL_FLOATS) & set(draw.kinds) if draw.kind == "float" else draw.kind in OF_FREE_INTEGERS
-    return len(arg.spec.dims) > 1 and bool(are_equal) and not addend_axes(arg, kind="input")
+    return len(arg.spec.dims) > 1 and bool(are_equal) and not addend_axes(arg, role="input")
 
 
 def _may_be_one(scheme: Declared, a: Argument, b: Argument) -> bool:

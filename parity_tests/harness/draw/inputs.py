@@ -70,20 +70,20 @@ def _source(name: str, case: CaseSpec) -> str:
     return first if first is not None and name == second else name
 
 
-def addend_axes(arg: Argument, kind: str) -> tuple[str, ...]:
-    return tuple(axis for axis, letter in arg.spec.types if letter == ADDEND_TYPE[kind])
+def addend_axes(arg: Argument, role: str) -> tuple[str, ...]:
+    return tuple(axis for axis, letter in arg.spec.types if letter == ADDEND_TYPE[role])
 
 
-def addends(arg: Argument, array: np.ndarray, case: CaseSpec, kind: str) -> np.ndarray:
+def addends(arg: Argument, array: np.ndarray, case: CaseSpec, role: str) -> np.ndarray:
     """[ranks, *shape]: random terms in the tested dtype whose sum is (about) the array, one for each rank of the axes.
 
     All terms but the last are drawn; the last is the rounded remainder, so the reference is given the float64
     sum of the rounded terms. A non-finite entry goes to one rank and is zero elsewhere.
     """
-    count = int(np.prod([case.mesh[axis] for axis in addend_axes(arg, kind)], dtype=np.int64))
+    count = int(np.prod([case.mesh[axis] for axis in addend_axes(arg, role)], dtype=np.int64))
     if count == 1:
         return array[None]
-    rng = generator(case, f"addends {kind} {arg.name}")
+    rng = generator(case, f"addends {role} {arg.name}")
     finite = np.isfinite(array)
     finite_values = np.where(finite, array, 0.0)
     scale = float(np.abs(finite_values).max(initial=0.0)) or 1.0
@@ -95,10 +95,10 @@ def addends(arg: Argument, array: np.ndarray, case: CaseSpec, kind: str) -> np.n
     return terms
 
 
-def term_of_rank(arg: Argument, terms: np.ndarray, case: CaseSpec, coords: Mapping[str, int], kind: str) -> np.ndarray:
+def term_of_rank(arg: Argument, terms: np.ndarray, case: CaseSpec, coords: Mapping[str, int], role: str) -> np.ndarray:
     """The term of the rank at these mesh coordinates."""
     index = 0
-    for axis in addend_axes(arg, kind):
+    for axis in addend_axes(arg, role):
         index = index * case.mesh[axis] + coords[axis]
     return terms[index, ...]  # an array, of a scalar too
 
@@ -131,12 +131,12 @@ def positions(arg: Argument, case: CaseSpec, coords: Mapping[str, int], custom: 
             layout = layout_function(sharding.layout, shard_lengths(case, dim.name, sharding), custom, trusted=True)
             world = case.mesh[sharding.axis]
             if sharding.layout in custom:
-                positions = custom_layout.parts(sharding.layout, layout, dim.name, len(ids), sharding.axis, world)
-                custom_layout.check_ranks(sharding.layout, positions, world)
+                by_rank = custom_layout.parts(sharding.layout, layout, dim.name, len(ids), sharding.axis, world)
+                custom_layout.check_ranks(sharding.layout, by_rank, world)
             else:
-                positions = layout(len(ids), world)
-            trusted_layouts.check_partition(sharding.layout, positions, len(ids))
-            ids = ids[np.asarray(positions[coords[sharding.axis]], dtype=np.int64)]
+                by_rank = layout(len(ids), world)
+            trusted_layouts.check_partition(sharding.layout, by_rank, len(ids))
+            ids = ids[np.asarray(by_rank[coords[sharding.axis]], dtype=np.int64)]
         by_dim.append(ids)
     return by_dim
 

@@ -18,7 +18,7 @@ from parity_tests.harness.explain.note import Note
 from parity_tests.harness.explain.places import NOT_FINITE
 from parity_tests.harness.judge.compare import TensorRow
 from parity_tests.harness.report.report import Report
-from parity_tests.harness.run.ledger import Row
+from parity_tests.harness.run.ledger import LedgerRow
 from parity_tests.harness.run.lockstep.repair import (
     NO_POISON,
     OF_THE_BACKWARD,
@@ -89,7 +89,7 @@ def _in_backward(scheme: Declared, report: Report, labels: Sequence[str]) -> dic
     return {label: words for label, words in line_of_label.items() if label in labels}
 
 
-def _repairs(rows: Sequence[Row]) -> Iterator[Repair]:
+def _repairs(rows: Sequence[LedgerRow]) -> Iterator[Repair]:
     """Of each line of the backward and then of the forward; then of single calls of lines that issue several."""
     calls: dict[tuple[str, str, str], dict[int, None]] = {}
     for row in rows:

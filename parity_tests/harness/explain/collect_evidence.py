@@ -17,7 +17,7 @@ from parity_tests.harness.run.program import Program
 from parity_tests.harness.run.stitch import owners
 
 
-def evidence(
+def collect_evidence(
     scheme: Declared,
     program: Program,
     case: CaseSpec,

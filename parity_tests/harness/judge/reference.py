@@ -65,8 +65,8 @@ class ReferenceInput:
     magnitude: np.ndarray
 
 
-def reference_input(arg: Argument, array: np.ndarray, case: CaseSpec, kind: str) -> ReferenceInput:
-    terms = inputs.addends(arg, array, case, kind)
+def reference_input(arg: Argument, array: np.ndarray, case: CaseSpec, role: str) -> ReferenceInput:
+    terms = inputs.addends(arg, array, case, role)
     with np.errstate(invalid="ignore"):
         total, magnitude = terms.sum(0), np.abs(terms).sum(0)
     # A masked (infinite) entry is exact: rounding does not change it.

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from parity_tests.harness.judge import side_checks
 from parity_tests.harness.report.report import CostMismatch, HygieneViolation, ProtocolMismatch, Report
-from parity_tests.harness.run.ledger import Ledger, Row
+from parity_tests.harness.run.ledger import Ledger, LedgerRow
 from parity_tests.specimens.small_scheme import declared, summed
 from shardproof import Cost
 
@@ -90,7 +90,7 @@ def a_row(rank, **changes):
         rank=rank, seq=0, op="all_reduce", group=(0, 1), group_name="tp", dtypes=("float32",), shapes=((3,),),
         bytes_in=12, bytes_out=12, reduce_op="SUM", source=f"scheme.py:{rank}",
     )  # fmt: skip
-    return Row(**{**record, **changes})
+    return LedgerRow(**{**record, **changes})
 
 
 @pytest.mark.parametrize(

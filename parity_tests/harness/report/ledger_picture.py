@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from parity_tests.harness.report import colours
-from parity_tests.harness.run.ledger import Ledger, Row
+from parity_tests.harness.run.ledger import Ledger, LedgerRow
 
 INCHES_PER_RANK, WIDEST = 0.34, 11.0
 MAX_WIDE_COLUMNS = 5  # columns, whose names have room beside each other
@@ -42,14 +42,14 @@ def figure(ledger: Ledger, title: str = "") -> Any:
     return canvas
 
 
-def _columns(ledger: Ledger) -> list[list[Row]]:
+def _columns(ledger: Ledger) -> list[list[LedgerRow]]:
     """The rows of each collective: of one group, with one number in it. Messages are numbered by kind."""
-    columns: dict[tuple[object, ...], list[Row]] = {}
+    columns: dict[tuple[object, ...], list[LedgerRow]] = {}
     for row in ledger.rows:
         key = (row.group, row.group_name, row.seq, row.op if row.peer is not None else "")
         columns.setdefault(key, []).append(row)
     return list(columns.values())
 
 
-def _label(row: Row) -> str:
+def _label(row: LedgerRow) -> str:
     return f"{row.op}, {row.payload} B\n{row.source}"

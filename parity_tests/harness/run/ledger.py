@@ -47,7 +47,7 @@ def at_users_line(error: BaseException) -> str:
 
 
 @dataclass(frozen=True)
-class Row:
+class LedgerRow:
     """What one rank issued.
 
     `op` is one name per family: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce,
@@ -98,7 +98,7 @@ class Row:
 class Ledger:
     """The rows of every rank of one run."""
 
-    rows: list[Row] = field(default_factory=list)
+    rows: list[LedgerRow] = field(default_factory=list)
 
     def __str__(self) -> str:
         """The table of what each module sends, of the first rank that is there."""
@@ -106,7 +106,7 @@ class Ledger:
 
         return table(self)
 
-    def of(self, rank: int) -> list[Row]:
+    def of(self, rank: int) -> list[LedgerRow]:
         return [row for row in self.rows if row.rank == rank]
 
     def cost(self, rank: int, phase: str) -> dict[str, tuple[int, int]]:

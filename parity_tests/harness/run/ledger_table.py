@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from parity_tests.harness.run.ledger import Ledger, Row
+from parity_tests.harness.run.ledger import Ledger, LedgerRow
 
 OUTSIDE = "(no module)"
 HEADS = ("module", "phase", "op", "group", "calls", "bytes")
@@ -12,7 +12,7 @@ Key = tuple[str, str, str]  # phase, op, group
 Sums = dict[Key, tuple[int, int]]
 
 
-def by_module(rows: Iterable[Row]) -> dict[str, Sums]:
+def by_module(rows: Iterable[LedgerRow]) -> dict[str, Sums]:
     """{module: {(phase, op, group): (calls, bytes)}} in the order of first issue; a module includes its parts.
 
     What is issued outside of any module stands under the empty name.

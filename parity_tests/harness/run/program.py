@@ -173,8 +173,8 @@ class Program:
         if arg.is_integer:
             local = torch.from_numpy(inputs.piece(arg, full, case, coords, self.layouts).copy()).to(device)
             return calling.stored(local, arg.name, case)
-        terms = inputs.addends(arg, full, case, kind="input")
-        term = inputs.term_of_rank(arg, terms, case, coords, kind="input")
+        terms = inputs.addends(arg, full, case, role="input")
+        term = inputs.term_of_rank(arg, terms, case, coords, role="input")
         local = inputs.piece(arg, term, case, coords, self.layouts)
         leaf = calling.stored(torch.from_numpy(local.copy()).to(device, getattr(torch, case.dtype)), arg.name, case)
         return leaf.requires_grad_(arg.differentiable and arg.name not in case.calls.get("frozen", ()))
@@ -182,8 +182,8 @@ class Program:
     def _cotangent(self, arg: Argument, case: CaseSpec, coords: Mapping[str, int], like: torch.Tensor) -> torch.Tensor:
         """One of the dtype of the output and on its device."""
         full = self.cotangents[arg.name] if self.cotangents else inputs.cotangent(arg, case)
-        terms = inputs.addends(arg, full, case, kind="cotangent")
-        term = inputs.term_of_rank(arg, terms, case, coords, kind="cotangent")
+        terms = inputs.addends(arg, full, case, role="cotangent")
+        term = inputs.term_of_rank(arg, terms, case, coords, role="cotangent")
         local = inputs.piece(arg, term, case, coords, self.layouts)
         return calling.stored(torch.from_numpy(local.copy()).to(like), calls.COTANGENT + arg.name, case)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.failure import CollectiveMismatch
-from parity_tests.harness.run.ledger import Ledger, Row
+from parity_tests.harness.run.ledger import Ledger, LedgerRow
 
 _P2P = ("send", "recv")
 
@@ -23,7 +23,7 @@ class Disagreement:
     """What does not fit; `row` is the one that differs, `others` a sentence for each other rank that is involved."""
 
     what: str
-    row: Row
+    row: LedgerRow
     others: Mapping[int, str]
 
     def __str__(self) -> str:
@@ -52,11 +52,11 @@ def disagreement(ledger: Ledger, *, complete: bool = True) -> Disagreement | Non
     return min(differences, key=lambda d: (place[id(d.row)], d.row.rank), default=None)
 
 
-def crossed(waiting: Mapping[int, Row], ledger: Ledger) -> Disagreement | None:
+def crossed(waiting: Mapping[int, LedgerRow], ledger: Ledger) -> Disagreement | None:
     """Two waiting ranks, each in a collective of a group that has both, which the other has not issued."""
     issued = Counter((row.rank, row.group, row.group_name) for row in ledger.rows if row.op not in _P2P)
 
-    def lacks(rank: int, row: Row) -> bool:
+    def lacks(rank: int, row: LedgerRow) -> bool:
         return row.op not in _P2P and rank in row.group and issued[rank, row.group, row.group_name] <= row.seq
 
     for rank, row in waiting.items():
@@ -68,7 +68,7 @@ def crossed(waiting: Mapping[int, Row], ledger: Ledger) -> Disagreement | None:
 
 def _collectives(ledger: Ledger, complete: bool) -> Iterator[Disagreement]:
     """At most one per group: the first."""
-    groups: dict[tuple, dict[int, list[Row]]] = {}
+    groups: dict[tuple, dict[int, list[LedgerRow]]] = {}
     for row in ledger.rows:
         if row.op not in _P2P:
             key = (row.group, row.group_name)
@@ -83,7 +83,7 @@ def _collectives(ledger: Ledger, complete: bool) -> Iterator[Disagreement]:
                 break
 
 
-def _difference(issued: Mapping[int, Row]) -> Disagreement | None:
+def _difference(issued: Mapping[int, LedgerRow]) -> Disagreement | None:
     """The first property in which rows of one place in one group differ."""
     rows = list(issued.values())
     # Where one hands in more tensors than another, the shapes show it.
@@ -104,14 +104,14 @@ def _difference(issued: Mapping[int, Row]) -> Disagreement | None:
     return _splits(rows) if all(row.splits for row in rows) else _pieces(rows) if rows[0].op == "scatter" else None
 
 
-def _common_shapes(row: Row) -> object:
+def _common_shapes(row: LedgerRow) -> object:
     """What must be alike on all ranks; of a tensor that is split into rows for each, the shape of a row."""
     if row.splits or row.op == "all_to_all":
         return row.shapes[0][1:] if len(row.shapes) == 1 and math.prod(row.shapes[0]) else None
     return None if row.op == "scatter" else row.shapes
 
 
-def _splits(rows: Sequence[Row]) -> Disagreement | None:
+def _splits(rows: Sequence[LedgerRow]) -> Disagreement | None:
     """All pairs: what i sends to j is what j expects of i."""
     for a in rows:
         for b in rows:
@@ -124,7 +124,7 @@ def _splits(rows: Sequence[Row]) -> Disagreement | None:
     return None
 
 
-def _pieces(rows: Sequence[Row]) -> Disagreement | None:
+def _pieces(rows: Sequence[LedgerRow]) -> Disagreement | None:
     """A scatter's receivers must expect as many bytes as the root has for each."""
     root = next((row for row in rows if row.rank == row.root), None)
     for row in rows:
@@ -134,7 +134,7 @@ def _pieces(rows: Sequence[Row]) -> Disagreement | None:
 
 
 def _missing_ranks(
-    issued: Mapping[int, Row], silent: Sequence[int], lists: Mapping[int, list[Row]]
+    issued: Mapping[int, LedgerRow], silent: Sequence[int], lists: Mapping[int, list[LedgerRow]]
 ) -> Disagreement | None:
     if not silent or not issued:
         return None
@@ -148,7 +148,7 @@ def _missing_ranks(
 
 def _messages(ledger: Ledger, complete: bool) -> Iterator[Disagreement]:
     """The k-th send from one rank to another, with one tag, belongs to the k-th recv."""
-    pairs: dict[tuple, tuple[list[Row], list[Row]]] = defaultdict(lambda: ([], []))
+    pairs: dict[tuple, tuple[list[LedgerRow], list[LedgerRow]]] = defaultdict(lambda: ([], []))
     anyone = {(row.group_name, row.rank) for row in ledger.rows if row.op == "recv" and row.peer is None}
     for row in ledger.rows:
         if row.op in _P2P and row.peer is not None:
@@ -170,9 +170,9 @@ def _messages(ledger: Ledger, complete: bool) -> Iterator[Disagreement]:
                 yield Disagreement("message without its other half", alone, quiet)
 
 
-def _against(what: str, odd: Row, rows: Sequence[Row]) -> Disagreement:
+def _against(what: str, odd: LedgerRow, rows: Sequence[LedgerRow]) -> Disagreement:
     return Disagreement(what, odd, {row.rank: _sentence(row) for row in rows if row is not odd})
 
 
-def _sentence(row: Row) -> str:
+def _sentence(row: LedgerRow) -> str:
     return f"rank {row.rank} issued {row}"

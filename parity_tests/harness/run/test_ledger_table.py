@@ -2,12 +2,12 @@
 
 import pytest
 
-from parity_tests.harness.run.ledger import Ledger, Row
+from parity_tests.harness.run.ledger import Ledger, LedgerRow
 from parity_tests.harness.run.ledger_table import table
 
 
 def row(module, op, size, phase="fwd", rank=0, group="tp"):
-    return Row(rank, 0, op, (0, 1), group, ("float32",), ((size // 4,),), size, size, phase=phase, module=module)
+    return LedgerRow(rank, 0, op, (0, 1), group, ("float32",), ((size // 4,),), size, size, phase=phase, module=module)
 
 
 LEDGER = Ledger(

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from parity_tests.harness.run.ledger import Ledger, Row
+from parity_tests.harness.run.ledger import Ledger, LedgerRow
 from parity_tests.harness.run.protocol import crossed, disagreement
 
 
-def row(rank: int, seq: int = 0, op: str = "all_reduce", **more: Any) -> Row:
+def row(rank: int, seq: int = 0, op: str = "all_reduce", **more: Any) -> LedgerRow:
     fields = {
         "group": (0, 1),
         "group_name": "tp",
@@ -20,7 +20,7 @@ def row(rank: int, seq: int = 0, op: str = "all_reduce", **more: Any) -> Row:
         "bytes_out": 12,
         "source": f"scheme.py:{10 * rank + seq}",
     }
-    return Row(rank=rank, seq=seq, op=op, **(fields | more))
+    return LedgerRow(rank=rank, seq=seq, op=op, **(fields | more))
 
 
 def both(*more: dict[str, Any]) -> Ledger:
@@ -124,7 +124,7 @@ def test_a_scatter_has_inputs_on_its_root_only() -> None:
 
 
 def test_messages_are_matched_by_pair_and_tag() -> None:
-    def message(rank: int, op: str, seq: int = 0, tag: int = 0, size: int = 4) -> Row:
+    def message(rank: int, op: str, seq: int = 0, tag: int = 0, size: int = 4) -> LedgerRow:
         return row(rank, seq, op, peer=1 - rank, tag=tag, shapes=((size,),))
 
     crossed_tags = [

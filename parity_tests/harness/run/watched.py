@@ -11,7 +11,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 
 from parity_tests.harness.run import module_path
-from parity_tests.harness.run.ledger import Ledger, Row
+from parity_tests.harness.run.ledger import Ledger, LedgerRow
 from parity_tests.harness.run.lockstep import world
 from parity_tests.harness.run.module_path import ModulePath
 from parity_tests.harness.run.processes.recorder import Recorder, issue
@@ -41,7 +41,7 @@ def watch(mesh: Any = None) -> Iterator[Ledger]:
                 yield ledger
             return
 
-        def add(row: Row) -> None:
+        def add(row: LedgerRow) -> None:
             ledger.rows.append(replace(row, module=path.here()))
 
         rank.listeners.append(add)

@@ -14,14 +14,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from parity_tests.harness.run.ledger import Row
+from parity_tests.harness.run.ledger import LedgerRow
 
 
 @dataclass(slots=True, eq=False)
 class Call:
     """`pieces` are what the operation combines, slices of the copies; `results` what it gives this rank."""
 
-    row: Row
+    row: LedgerRow
     place: int  # the rank's position in the group
     sources: Sequence[Tensor]
     outputs: Sequence[Tensor]

@@ -25,7 +25,7 @@ from parity_tests.harness.run.failure import (
     Unwaited,
     raised_by_function,
 )
-from parity_tests.harness.run.ledger import Ledger, Row, call_site, is_plumbing, raised_at
+from parity_tests.harness.run.ledger import Ledger, LedgerRow, call_site, is_plumbing, raised_at
 from parity_tests.harness.run.lockstep.call import Call
 from parity_tests.harness.run.lockstep.rendezvous import CallsDiffer, MessageQueues, Rendezvous
 from parity_tests.harness.run.lockstep.scheduler import Halt, Scheduler
@@ -181,7 +181,7 @@ class Exchange:
         message = f"rank {rank} has reached no collective for {seconds:g} s; last {last or 'nothing'}\n{stack}"
         return self._failure(Stalled, message, rank, last.op if last else None, last.source if last else None)
 
-    def _fail(self, kind: type[RankFailure], message: str, row: Row) -> NoReturn:
+    def _fail(self, kind: type[RankFailure], message: str, row: LedgerRow) -> NoReturn:
         self.scheduler.fail(self._failure(kind, message, row.rank, row.op, row.source))
 
     def _failure(
@@ -199,7 +199,7 @@ class Exchange:
         last = next(reversed(self.ledger.of(rank)), None)
         return f"rank {rank} can run, last in {last}" if last else f"rank {rank} can run, nothing issued"
 
-    def _default_group_note(self, *rows: Row) -> str:
+    def _default_group_note(self, *rows: LedgerRow) -> str:
         """Says so where ranks meet, or wait, in the default group of a mesh that has smaller ones."""
         if not any(row.group_name == "world" for row in rows):
             return ""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from parity_tests.harness.run.ledger import Row, call_site, group_label, phase
+from parity_tests.harness.run.ledger import LedgerRow, call_site, group_label, phase
 from parity_tests.harness.run.lockstep import operations, world
 from parity_tests.harness.run.lockstep.backends import rejection
 from parity_tests.harness.run.lockstep.call import Call
@@ -95,8 +95,8 @@ MISSING = {
     "_backend_id": "has nothing to give, the group is its own backend; call the group",
     "_register_backend": "cannot be, the group is its own backend; call the group",
     "_set_default_backend": "cannot be, the group is its own backend; call the group",
-    "_get_sequence_number_for_group": "is kept by the ledger; read Row.seq",
-    "_set_sequence_number_for_group": "is kept by the ledger; read Row.seq",
+    "_get_sequence_number_for_group": "is in the ledger; read LedgerRow.seq",
+    "_set_sequence_number_for_group": "is in the ledger; read LedgerRow.seq",
     "_enable_collectives_timing": "has no meaning where ranks take turns; time the gloo engine",
     "_register_on_completion_hook": "has no meaning where ranks take turns; read the ledger",
     "_wait_for_pending_works": "has no meaning where ranks take turns; wait for each Work",
@@ -329,12 +329,12 @@ class LockstepGroup(dist.ProcessGroup):
             label = group_label(self._desc, self.ranks, self._exchange.axes)
             caller.exchange.foreign_group(op, self._rank, label)
 
-    def _notify(self, row: Row) -> None:
+    def _notify(self, row: LedgerRow) -> None:
         """Say to what watches this rank from inside that it issues this."""
         for listener in self._world.listeners:
             listener(row)
 
-    def _poisons(self, row: Row) -> bool:
+    def _poisons(self, row: LedgerRow) -> bool:
         """Whether the outputs of this call are poison until its wait; a repair may say that they are not."""
         repair = self._exchange.repair
         return repair is None or not repair.concerns(row, NO_POISON)
@@ -350,8 +350,8 @@ class LockstepGroup(dist.ProcessGroup):
         self._block.append(call)
         return CollectedWork(self._exchange, [call])
 
-    def _row(self, op: str, inputs: Tensors, outputs: Tensors, **details: Any) -> Row:
-        return Row(
+    def _row(self, op: str, inputs: Tensors, outputs: Tensors, **details: Any) -> LedgerRow:
+        return LedgerRow(
             rank=self._rank,
             op=op,
             group=tuple(sorted(self.ranks)),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from parity_tests.harness.run.ledger import Row
+from parity_tests.harness.run.ledger import LedgerRow
 from parity_tests.harness.run.lockstep.call import Call
 from parity_tests.harness.run.lockstep.operations import combined, described
 
@@ -15,7 +15,7 @@ from parity_tests.harness.run.lockstep.operations import combined, described
 class CallsDiffer(Exception):
     """Two calls of one rendezvous do not fit together."""
 
-    def __init__(self, what: str, first: Row, second: Row) -> None:
+    def __init__(self, what: str, first: LedgerRow, second: LedgerRow) -> None:
         super().__init__(f"{what}: rank {first.rank} in {first}; rank {second.rank} in {second}")
         self.first, self.second = first, second
 
@@ -108,7 +108,7 @@ def _results(calls: Sequence[Call]) -> list[list[Tensor]]:
     return [[root.pieces[place]] for place in range(size)]  # scatter
 
 
-def _shapes(row: Row) -> str:
+def _shapes(row: LedgerRow) -> str:
     return " ".join(str(list(shape)) for shape in row.shapes)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from parity_tests.harness.declare.case import CaseSpec
-from parity_tests.harness.run.ledger import Row
+from parity_tests.harness.run.ledger import LedgerRow
 from parity_tests.harness.run.lockstep import world
 from parity_tests.harness.run.lockstep.call import Call
 from parity_tests.harness.run.lockstep.operations import combined
@@ -42,7 +42,7 @@ class Repair:
     action: str
     seq: int | None = None
 
-    def concerns(self, row: Row, action: str) -> bool:
+    def concerns(self, row: LedgerRow, action: str) -> bool:
         is_it = (self.op, self.source, self.phase) == (row.op, row.source, row.phase) and self.seq in (None, row.seq)
         return is_it and self.action == action
 
@@ -58,7 +58,7 @@ class Repair:
                 terms = zip(*(_of_place(each, call.place, len(calls)) for each in calls), strict=True)
                 call.results = [combined(other, each) for each in terms]
 
-    def mend_gradient(self, row: Row, tensors: Sequence[Tensor], total: Callable[[Tensor], Tensor]) -> None:
+    def mend_gradient(self, row: LedgerRow, tensors: Sequence[Tensor], total: Callable[[Tensor], Tensor]) -> None:
         """Have the gradient of what this call returns replaced by its total over the group."""
         if not self.concerns(row, SUM_GRADIENT):
             return

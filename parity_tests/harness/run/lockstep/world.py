@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:  # this file needs torch alone: code is watched where nothing else is installed
-    from parity_tests.harness.run.ledger import Row
+    from parity_tests.harness.run.ledger import LedgerRow
     from parity_tests.harness.run.lockstep.exchange import Exchange
 
 # DeviceMesh makes itself distinct by thread on a backend of this name, which keeps DTensor's caches apart.
@@ -49,7 +49,7 @@ class RankWorld:
         self.tags_to_pg: dict[str, list[dist.ProcessGroup]] = {}
         self.pg_coalesce_state: dict[dist.ProcessGroup, Any] = {}
         self.comms: list[Any] = []
-        self.listeners: list[Callable[[Row], None]] = []  # what watches this rank from inside
+        self.listeners: list[Callable[[LedgerRow], None]] = []  # what watches this rank from inside
 
     def mark(self) -> None:
         """Remember the groups that exist now."""

@@ -21,7 +21,7 @@ from parity_tests.harness.declare import discover
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run.compiling import is_compiling
 from parity_tests.harness.run.failure import RankFailure, RankFault, raised_by_function
-from parity_tests.harness.run.ledger import Row, raised_at
+from parity_tests.harness.run.ledger import LedgerRow, raised_at
 from parity_tests.harness.run.lockstep.world import flattened
 from parity_tests.harness.run.processes import status_table
 from parity_tests.harness.run.processes.recorder import Recorder, observe_waits
@@ -136,7 +136,7 @@ def observe() -> None:
     observe_waits(lambda: _current)
 
 
-def rows_so_far() -> tuple[Row, ...]:
+def rows_so_far() -> tuple[LedgerRow, ...]:
     recorder = _current
     return tuple(recorder.rows) if recorder is not None else ()
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
-from parity_tests.harness.run.ledger import Row, call_site, group_label, phase
+from parity_tests.harness.run.ledger import LedgerRow, call_site, group_label, phase
 from parity_tests.harness.run.lockstep.operations import uneven_splits
 from parity_tests.harness.run.processes import status_table
 
@@ -188,13 +188,13 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, slot: status_table.Slot | None = None, axes: Mapping[str, int] | None = None) -> None:
         super().__init__()
-        self.rows: list[Row] = []
+        self.rows: list[LedgerRow] = []
         self.backend_errors: list[BaseException] = []
         self._slot = slot or _Nowhere()
         self._axes = axes or {}
         self._counts: Counter = Counter()
-        self._unwaited: dict[int, tuple[Tensor, Row]] = {}
-        self._works: dict[int, tuple[dist.Work, Row]] = {}
+        self._unwaited: dict[int, tuple[Tensor, LedgerRow]] = {}
+        self._works: dict[int, tuple[dist.Work, LedgerRow]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -225,13 +225,13 @@ class Recorder(TorchDispatchMode):
             self._works[id(work)] = (work, row)  # the caller's handle is this very object, while we hold it
         return result
 
-    def _row(self, what: Issue) -> Row:
+    def _row(self, what: Issue) -> LedgerRow:
         group = what.group.group_name
         key = (group, what.op) if what.op in ("send", "recv") else (group, "")
         self._counts[key] += 1
         ranks = dist.get_process_group_ranks(what.group)
         tensors = what.tensors
-        return Row(
+        return LedgerRow(
             rank=dist.get_rank(),
             seq=self._counts[key] - 1,
             op=what.op,
@@ -252,7 +252,7 @@ class Recorder(TorchDispatchMode):
         )
 
     @contextlib.contextmanager
-    def _blocked(self, row: Row | None = None) -> Iterator[None]:
+    def _blocked(self, row: LedgerRow | None = None) -> Iterator[None]:
         """Inside the backend: the status table says so, and an exception from here is the backend's."""
         if row is None:
             self._slot.enter(status_table.WAITING)
@@ -270,7 +270,7 @@ class Recorder(TorchDispatchMode):
         """The caller waits for this work."""
         return self._blocked(self._works.pop(id(work), (None, None))[1])
 
-    def unwaited(self) -> list[Row]:
+    def unwaited(self) -> list[LedgerRow]:
         """Functional collectives whose result was never waited for. (An in-place one is waited for out of sight.)"""
         return list(dict.fromkeys(row for _, row in self._unwaited.values()))
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from parity_tests.harness.declare.case import CaseSpec
 from parity_tests.harness.run import failure
-from parity_tests.harness.run.ledger import Ledger, Row
+from parity_tests.harness.run.ledger import Ledger, LedgerRow
 from parity_tests.harness.run.protocol import crossed
 from parity_tests.harness.run.protocol import disagreement as disagreement
 
@@ -30,7 +30,7 @@ class Outcome:
 
     rank: int
     kind: str
-    rows: tuple[Row, ...] = ()
+    rows: tuple[LedgerRow, ...] = ()
     result: bytes = b""
     error: str = ""  # "ValueError: boom"
     is_sentence: bool = False  # the error is the harness's own and names the rank
@@ -47,7 +47,7 @@ class Outcome:
         return self.kind == RAISED and any(phrase in self.error for phrase in _VICTIM)
 
     @property
-    def last(self) -> Row | None:
+    def last(self) -> LedgerRow | None:
         return self.rows[-1] if self.rows else None
 
     def __str__(self) -> str:

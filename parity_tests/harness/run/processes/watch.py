@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from parity_tests.harness.run import compiling
-from parity_tests.harness.run.ledger import Row
+from parity_tests.harness.run.ledger import LedgerRow
 from parity_tests.harness.run.processes.forks import ForkServer
 from parity_tests.harness.run.processes.root_cause import DIED, DONE, RUNNING, Outcome, find_root_cause
 from parity_tests.harness.run.processes.status_table import COMPUTING, STARTING, WAITING, StatusTable
@@ -32,7 +32,7 @@ class RankHandle:
         self.outcome: Outcome | None = None
         self._questions = 0
 
-    def rows_so_far(self) -> tuple[Row, ...]:
+    def rows_so_far(self) -> tuple[LedgerRow, ...]:
         """What the rank has issued, also while it hangs; nothing if it does not answer in time."""
         return self._answer(ANSWER_S)[0]
 
@@ -40,7 +40,7 @@ class RankHandle:
         """Whether the rank is inside torch.compile."""
         return self._answer(COMPILER_ANSWER_S)[1]
 
-    def _answer(self, seconds: float) -> tuple[tuple[Row, ...], bool]:
+    def _answer(self, seconds: float) -> tuple[tuple[LedgerRow, ...], bool]:
         self._questions += 1
         try:
             self.control.send(self._questions)
