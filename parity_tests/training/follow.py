@@ -40,14 +40,20 @@ class Follower(threading.Thread):
         self, run: Run, reference_steps: ReferenceSteps, folder: str, first: int, show: Callable[[Judged], None]
     ) -> None:
         super().__init__(daemon=True)
-        self._run, self._known, self._folder, self._first, self._show = run, reference_steps, folder, first, show
+        self._run, self._reference_steps, self._folder, self._first, self._show = (
+            run,
+            reference_steps,
+            folder,
+            first,
+            show,
+        )
         self.stop = threading.Event()
         self.steps: list[Judged] = []
         self.error: BaseException | None = None
 
     def run(self) -> None:
         try:
-            for expected in self._known.steps(self._run):
+            for expected in self._reference_steps.steps(self._run):
                 if expected.step.index >= self._first and not self._judge(expected):
                     return
         except BaseException as error:  # it is raised where the run was started

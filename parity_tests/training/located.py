@@ -118,10 +118,10 @@ def main(
         print(f"written: {located_page.write(outcomes, dtype, page)}")
     if table:
         print(f"written: {located_page.write_table(outcomes, table)}")
-    raise typer.Exit(int(not is_kept(outcomes)))
+    raise typer.Exit(int(not meets_promise(outcomes)))
 
 
-def is_kept(outcomes: Sequence[Located]) -> bool:
+def meets_promise(outcomes: Sequence[Located]) -> bool:
     """Whether what is promised holds. Of no bug that changes anything it does not: nothing was shown."""
     right, wrong = (sum(outcome.word == word for outcome in outcomes) for word in (RIGHT, WRONG))
     return right + wrong > 0 and right >= PROMISED * (right + wrong)

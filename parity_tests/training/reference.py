@@ -48,7 +48,7 @@ def steps(run: Run) -> Iterator[ReferenceStep]:
         ids, padded, real = (np.stack([getattr(x, name) for x in batch]) for name in ("ids", "padded", "real"))
         key, step_key = jax.random.split(key)
         loss, gradients, weights, state = advance(weights, state, step_key, ids, padded, real)
-        yield _known(index, np.asarray(loss), _arrays(gradients), _arrays(weights))
+        yield _reference_step(index, np.asarray(loss), _arrays(gradients), _arrays(weights))
 
 
 def _compiled(run: Run) -> tuple[Any, Any, Any]:
@@ -116,7 +116,7 @@ def _arrays(tree: Any) -> dict[str, np.ndarray]:
     return {name: bridge.from_jax(name, array) for name, array in tree.items()}
 
 
-def _known(
+def _reference_step(
     index: int, loss: np.ndarray, gradients: dict[str, np.ndarray], weights: dict[str, np.ndarray]
 ) -> ReferenceStep:
     norms = np.sqrt(sum((x.reshape(len(loss), -1) ** 2).sum(1) for x in gradients.values()))

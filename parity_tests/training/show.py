@@ -84,14 +84,16 @@ def _share(ratio: float) -> str:
 
 def closing(run: Run, steps: Sequence[Judged]) -> str:
     """One sentence."""
-    parted = next((step for step in steps if not step.ok), None)
-    if parted is None:
+    first_wrong = next((step for step in steps if not step.ok), None)
+    if first_wrong is None:
         worst = max(step.worst_ratio for step in steps)
         return f"{named(run)}: {len(steps)} steps as on one device, at most {_share(worst)} of the budget."
-    forward = "the loss already differs" if "loss" in parted.wrong else "the loss is equal"
-    names = [name for name in parted.wrong if name not in ("loss", "norm")]
+    forward = "the loss already differs" if "loss" in first_wrong.wrong else "the loss is equal"
+    names = [name for name in first_wrong.wrong if name not in ("loss", "norm")]
     listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return f"{named(run)}: step {parted.index + 1} is the first to differ; {forward}; wrong: {listed or 'the norm'}."
+    return (
+        f"{named(run)}: step {first_wrong.index + 1} is the first to differ; {forward}; wrong: {listed or 'the norm'}."
+    )
 
 
 def as_json(runs: Sequence[tuple[Run, Sequence[Judged] | RankFailure]]) -> str:

@@ -45,9 +45,9 @@ class Mark:
     def left_after(self, seconds: float) -> list[Process]:
         """Those that are still there so long from now; nothing is waited for once there is none."""
         deadline = time.monotonic() + seconds
-        while (left := self.running()) and time.monotonic() < deadline:
+        while (running := self.running()) and time.monotonic() < deadline:
             time.sleep(LOOK_S)
-        return left
+        return running
 
     def kill(self) -> None:
         """All of them."""

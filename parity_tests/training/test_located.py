@@ -68,7 +68,7 @@ def test_the_table(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "is_kept"),
+    ("words", "meets_promise"),
     [
         (["right"] * 9 + ["wrong"], True),
         (["right"] * 8 + ["wrong"], False),
@@ -77,8 +77,8 @@ def test_the_table(tmp_path):
         ([], False),
     ],
 )
-def test_no_answer_is_not_cached(words, is_kept):
-    assert located.is_kept([outcome("gate and up exchanged", word) for word in words]) is is_kept
+def test_no_answer_is_not_cached(words, meets_promise):
+    assert located.meets_promise([outcome("gate and up exchanged", word) for word in words]) is meets_promise
 
 
 def test_an_answer_is_cached(tmp_path):

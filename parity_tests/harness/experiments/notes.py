@@ -96,9 +96,9 @@ def _tested_hypothesis(
     scheme: Declared, report: Report, origin: Report, label: str, note: Note, same_tensor: Sequence[Report]
 ) -> Note | None:
     """A hypothesis of one of the cases, worded by what the other cases say of it; None if one refutes it."""
-    is_own = origin is report
+    is_of_this_case = origin is report
     if note.scope == ROUNDING:
-        if not is_own:
+        if not is_of_this_case:
             return None
         vanishes = _vanishes(scheme, origin.case, label)
         if vanishes is None:
@@ -112,11 +112,11 @@ def _tested_hypothesis(
         and (note.applies is None or note.applies(_evidence(other, label)))
     ]
     supported: Note | None = note
-    for other in relevant or ([] if is_own else [report]):
+    for other in relevant or ([] if is_of_this_case else [report]):
         supported = supported and supported.supported_by(other.notes[label])
     if supported is None:
         return None
-    if not is_own:
+    if not is_of_this_case:
         return supported.extended(f" (at {sizes(origin.case)})")
     if not relevant:
         return _untried(note)

@@ -46,14 +46,14 @@ class Note(str):
     def __getnewargs__(self) -> tuple[Any, ...]:
         return str(self), self.scope, self.claims, self.implied, self.applies
 
-    def supported_by(self, others: Iterable[Note]) -> Note | None:
+    def supported_by(self, other_notes: Iterable[Note]) -> Note | None:
         """This note with the claims that one of the notes of another case supports, or None if there are none.
 
         >>> here = Note("off by 2 (= tp or cp)", ACROSS_MESHES, {"factor tp": "tp", "factor cp": "cp"})
         >>> str(here.supported_by([Note("off by 4 (= tp)", ACROSS_MESHES, {"factor tp": "tp"})]))
         'off by 2 (= tp)'
         """
-        supported = {claim for other in others for claim in (*other.claims, *other.implied)}
+        supported = {claim for other in other_notes for claim in (*other.claims, *other.implied)}
         claims = {claim: words for claim, words in self.claims.items() if claim in supported}
         if not claims:
             return None

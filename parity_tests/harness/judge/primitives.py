@@ -22,9 +22,9 @@ DTYPES |= {np.dtype("float32"), np.dtype("float64")}
 def numpy_rule(equation: Any) -> Rule:
     """Errors: NoRule, with the primitive's name."""
     name = equation.primitive.name
-    others = {var.aval.dtype for var in (*equation.invars, *equation.outvars)} - DTYPES
-    if name not in RULES or others or equation.effects or equation.params.get("out_dtype"):
-        raise NoRule(f"{name} {others or ''}")
+    unsupported_dtypes = {var.aval.dtype for var in (*equation.invars, *equation.outvars)} - DTYPES
+    if name not in RULES or unsupported_dtypes or equation.effects or equation.params.get("out_dtype"):
+        raise NoRule(f"{name} {unsupported_dtypes or ''}")
     return RULES[name]
 
 

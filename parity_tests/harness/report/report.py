@@ -341,7 +341,7 @@ def merge_reports(reports: Iterable[Report]) -> Report:
         dtypes=tuple(dict.fromkeys(report.case.dtype for report in of_all_examples)),
         meshes=(mesh_text(example.case.mesh),)
         if failed
-        else tuple(sorted({_own_mesh(r.case) for r in of_all_examples})),
+        else tuple(sorted({_scheme_mesh(r.case) for r in of_all_examples})),
         seconds=sum(report.seconds for report in of_all_examples),
         ledger=example.ledger,
         undecided=undecided[-1].undecided if undecided and too_many and not failed else None,
@@ -357,7 +357,7 @@ def drawn_kinds(case: CaseSpec, kinds: Iterable[str]) -> dict[str, str]:
     return drawn | {name: f"{kind} at the border of a shard" for name, kind in borders.items() if kind in kinds}
 
 
-def _own_mesh(case: CaseSpec) -> str:
+def _scheme_mesh(case: CaseSpec) -> str:
     """The mesh without the axis of a larger world, which a scheme does not see."""
     return mesh_text({axis: size for axis, size in case.mesh.items() if axis != SPARE})
 

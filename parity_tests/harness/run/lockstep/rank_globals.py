@@ -106,13 +106,13 @@ class RankGlobals:
             now = {key: (value, self._contents(value)) for key, value in parents.items()}
             changed = [key for key, state in now.items() if key not in previous or not _is_same(previous[key], state)]
             for values, copies in zip(self._values, self._copies, strict=True):
-                own = values.setdefault(name, {})
+                namespace = values.setdefault(name, {})
                 for key in previous.keys() - now.keys():
-                    own.pop(key, None)
+                    namespace.pop(key, None)
                 for key in changed:
                     copies.pop(id(parents[key]), None)
                 for key in changed:
-                    own[key] = parents[key] if _is_special(key) else self._copy_for_rank(parents[key], copies)
+                    namespace[key] = parents[key] if _is_special(key) else self._copy_for_rank(parents[key], copies)
             self._previous[name] = now
 
     def enter(self, rank: int) -> None:
