@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -32,10 +33,9 @@ from torch.distributed import ProcessGroup
 from torch_impl import kernels
 from torch_impl.collectives import accumulator
 from torch_impl.contract.derivatives import first_derivative_only
-from torch_impl.vocab_parallel import small_logprob, statistics
+from torch_impl.vocab_parallel import long_rows, small_logprob, statistics
 from torch_impl.vocab_parallel.statistics import row_blocks, rows_of, rows_per_block
 
-SHORT_ROW = 512  # below so many columns the overhead of a call outweighs the work on a row
 NOTHING_SAVED = "inference_only=True saved nothing for backward; call with inference_only=False"
 
 
@@ -155,7 +155,6 @@ def write_gradient(
     """
     if block.shape[-1] == 0:
         return
-    buffer = out if out.dtype == normaliser.row_max.dtype else None
     # 1. The logits at the ids, while they are still there: `out` may be the block.
     index = z_t = None
     if at_ids is not None:
@@ -163,49 +162,55 @@ def write_gradient(
         z_t = block.gather(-1, index).to(normaliser.row_max.dtype)
     # 2. The gradient of every column, as if it were no id's.
     g = at_ids.g_total if at_ids is not None and normalised else None
-    gradient = _dense_gradient(block, normaliser, g, entropy, temperature, buffer)
+    gradient = _dense_gradient(out, block, normaliser, g, entropy, temperature)
     # 3. The gradient at the ids, over that.
     if at_ids is not None and index is not None and z_t is not None:
         at_columns = _gradient_at_ids(z_t, normaliser, at_ids, entropy, temperature, normalised)
-        gradient = _scatter_at_ids(gradient, index, at_columns)
+        gradient = _scatter_at_ids(gradient, index, at_columns.to(gradient.dtype))
     # 4. Rows of which nothing is differentiated, as at ids outside the vocabulary and dropped positions, are set to 0,
     #    not multiplied by 0, since 0 * NaN is NaN.
     unused = [x.is_unused for x in (at_ids, entropy) if x is not None]
     if unused:
         gradient = zero_rows(gradient, unused[0] if len(unused) == 1 else unused[0] & unused[1])
     # 5. One rounding to the dtype of the output. The temperature is in the factors of 2 and 3.
-    if gradient is not buffer:
+    if gradient is not out:
         out.copy_(gradient)
 
 
 def _dense_gradient(
+    out: Float[Tensor, "n v"],
     block: Float[Tensor, "n v"],
     normaliser: statistics.Normaliser,
     g: Float[Tensor, " n"] | None,
     entropy: EntropyGradient | None,
     temperature: float,
-    buffer: Float[Tensor, "n v"] | None,
 ) -> Float[Tensor, "n v"]:
-    """p (g_h (log p - h) - g) / temperature: the gradient at a column that is no id; in `buffer` where there is one.
+    """p (g_h (log p - h) - g) / temperature: the gradient at a column that is no id; in `out` if the dtype allows it.
 
     With b = (z - m) / temperature it is exp(b) (g_h (b - d) - g) / denominator. What is the same for a whole row is
     multiplied in once per row.
     """
     row_max = normaliser.row_max.unsqueeze(-1)
-    # p = exp(b) / exp(log_row_sum), and the temperature divides all.
-    denominator = normaliser.log_row_sum.exp().mul_(temperature)
-    if entropy is None:
-        if g is None:
-            return torch.zeros(block.shape, dtype=row_max.dtype, device=block.device)
-        terms = statistics.shifted_block_base_2(block, row_max, temperature, buffer).exp2_()
-        return terms.mul_((g / denominator).neg_().unsqueeze(-1))
-    shifted = statistics.shifted_block_base_2(block, row_max, temperature)
-    terms = shifted.exp2()
-    # (row_scale * b + row_offset) * exp(b), where b is in base 2: hence log2(e).
-    offset = entropy.shifted_mean * entropy.g if g is None else torch.addcmul(g, entropy.shifted_mean, entropy.g)
-    row_scale = (entropy.g / (statistics.LOG2_E * denominator)).unsqueeze(-1)
+    # 1. The factors of a row. p = exp(b) / exp(log_row_sum), and the temperature divides all; b is in base 2.
+    denominator, row_scale = normaliser.log_row_sum.exp().mul_(temperature), None
+    if entropy is not None:
+        row_scale = (entropy.g / (statistics.LOG2_E * denominator)).unsqueeze(-1)
+        offset = entropy.shifted_mean * entropy.g if g is None else torch.addcmul(g, entropy.shifted_mean, entropy.g)
+    elif g is not None:
+        offset = g
+    else:
+        return torch.zeros(block.shape, dtype=row_max.dtype, device=block.device)
     row_offset = (offset / denominator).neg_().unsqueeze(-1)
-    return torch.addcmul(row_offset, statistics.with_floor(shifted), row_scale, out=shifted).mul_(terms)
+    # 2. exp(b) (row_offset + row_scale b).
+    if long_rows.applies_to(block):
+        long_rows.write_terms(out, block, row_max, temperature, row_offset, row_scale)
+        return out
+    buffer = out if out.dtype == row_max.dtype and row_scale is None else None
+    shifted = statistics.shifted_block_base_2(block, row_max, temperature, buffer)
+    if row_scale is None:
+        return shifted.exp2_().mul_(row_offset)
+    terms = shifted.exp2()
+    return statistics.with_floor(shifted).mul_(row_scale).add_(row_offset).mul_(terms)
 
 
 def _score(z_t: Float[Tensor, "*a"], normaliser: statistics.Normaliser, options: LogprobOptions) -> Float[Tensor, "*a"]:
@@ -319,6 +324,9 @@ def _scatter_at_ids(
     """Write `values` at the ids' columns, in place if eager. Compiled, a comparison is fused, and a scatter is not."""
     if torch.compiler.is_compiling() and index.shape[-1] == 1:
         return torch.where(torch.arange(gradient.shape[-1], device=gradient.device) == index, values, gradient)
+    if gradient.is_cpu and gradient.itemsize == 2:  # of these dtypes, scatter_ on a CPU reads and writes all elements
+        gradient.view(torch.int16).scatter_(-1, index, values.view(torch.int16))
+        return gradient
     return gradient.scatter_(-1, index, values)
 
 
@@ -326,12 +334,10 @@ def zero_rows(x: Float[Tensor, "n v"], rows: Bool[Tensor, "n 1"]) -> Float[Tenso
     """Set some rows to 0, in place if eager, also where they are NaN."""
     if torch.compiler.is_compiling():
         return x.masked_fill(rows, 0.0)
-    if x.shape[-1] < SHORT_ROW:
-        return x.masked_fill_(rows, 0.0)
-    # By a bitwise and with 0 or all ones: on a CPU masked_fill_ takes ten times as long on long rows.
-    bits = x.view(torch.int32 if x.itemsize == 4 else torch.int64)
-    bits.bitwise_and_(rows.to(bits.dtype) - 1)
-    return x
+    if x.is_cpu:  # mostly there are none; on a CPU masked_fill_ takes ten times as long as a pass, and reads them all
+        with suppress(RuntimeError):  # a fake tensor has no values
+            return x.index_fill_(0, rows.squeeze(-1).nonzero().squeeze(-1), 0.0)
+    return x.masked_fill_(rows, 0.0)
 
 
 def row_statistics(logits: Tensor, column: Tensor | None, options: LogprobOptions) -> Float[Tensor, "f n"]:
@@ -349,7 +355,11 @@ def row_statistics(logits: Tensor, column: Tensor | None, options: LogprobOption
 
 def rows_at_once(logits: Tensor, chunk_size: int | None, backend: str) -> int:
     """Number of rows of one block: all for a Triton kernel, which has no working set to bound."""
-    return max(1, math.prod(logits.shape[:-1])) if backend == "triton" else rows_per_block(logits, chunk_size)
+    if backend == "triton":
+        return max(1, math.prod(logits.shape[:-1]))
+    if backend == "eager" and chunk_size is None and long_rows.applies_to(logits):
+        return long_rows.rows_per_block(logits.shape[-1], accumulator(logits.dtype))
+    return rows_per_block(logits, chunk_size)
 
 
 def backend_of(options: LogprobOptions, logits: Tensor) -> str:

@@ -34,12 +34,8 @@ from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import accumulator
 from torch_impl.collectives.plain import all_gather_stack
-
-LOG2_E = math.log2(math.e)
-LOWEST_SHIFTED = -(2.0**14)  # 2 ** LOWEST_SHIFTED is 0 in float64, and products with LOWEST_SHIFTED are finite
-
-MIN_TILED_COLUMNS = 4096  # of a row that is searched tile by tile
-TILE_COLUMNS = 256
+from torch_impl.vocab_parallel import long_rows
+from torch_impl.vocab_parallel.long_rows import LOG2_E, LOWEST_SHIFTED
 
 ON_ANOTHER_RANK = -1  # column of an id that is not among this rank's
 OUT_OF_VOCABULARY = -2  # column of an id that is on no rank
@@ -161,27 +157,6 @@ def shifted_block_base_2(
     return shifted_block(block, row_max, out).mul_(LOG2_E / temperature)
 
 
-def max_and_column(x: Float[Tensor, "n v"]) -> tuple[Float[Tensor, "n 1"], Int[Tensor, "n 1"]]:
-    """The maximum of each row, or a NaN, and its column (of equal ones any).
-
-    On a CPU the column of the maximum of a long row takes ten times as long as the maximum, so the row is split into
-    short tiles: first the maximum of each tile, then the column within the tile that has the row's.
-    """
-    width = x.shape[-1]
-    if not x.is_cpu or width < MIN_TILED_COLUMNS:
-        return x.max(-1, keepdim=True)
-    # 1. The tile with the row's maximum; the last one may be shorter.
-    end = width - width % TILE_COLUMNS
-    tile_max = x[:, :end].unflatten(-1, (-1, TILE_COLUMNS)).amax(-1)
-    if end < width:
-        tile_max = torch.cat([tile_max, x[:, end:].amax(-1, keepdim=True)], dim=-1)
-    start = tile_max.argmax(-1, keepdim=True).mul_(TILE_COLUMNS)
-    # 2. The column within the tile.
-    columns = (start + torch.arange(TILE_COLUMNS, device=x.device)).clamp_max_(width - 1)
-    row_max, index = x.gather(-1, columns).max(-1, keepdim=True)
-    return row_max, columns.gather(-1, index)
-
-
 def local_statistics(
     block: Float[Tensor, "n v"], column: Int[Tensor, "n k"] | None, temperature: float, with_entropy: bool
 ) -> Float[Tensor, "f n"]:
@@ -191,46 +166,52 @@ def local_statistics(
     """
     if block.shape[-1] == 0:
         return _statistics_of_no_columns(block, column, with_entropy)
-    # 1. m_r, and R_r with its terms.
-    sums = _compiled_sums if torch.compiler.is_compiling() else _eager_sums
-    row_max, row_sum_m1, shifted, terms = sums(block.to(accumulator(block.dtype)), temperature, with_entropy)
+    # 1. m_r, R_r and, with entropy, the sum of the terms times their shifted logits.
+    row_max, row_sum_m1, weighted_sum = _row_sums(block, temperature, with_entropy)
     numbers = [row_max, row_sum_m1]
     # 2. The logits at the ids.
     if column is not None:
         z_t = block.gather(-1, index_of(column)).to(row_sum_m1.dtype)
         numbers.append(z_t.masked_fill_(column < 0, math.inf))
-    # 3. d_r. The term of the largest logit was set to 0 above; it is 0 here anyway, since it is shifted to 0.
-    if with_entropy:
-        shifted_mean = terms.mul_(with_floor(shifted)).sum(-1, keepdim=True)
-        numbers.append(shifted_mean / (LOG2_E * (1.0 + row_sum_m1)))
+    # 3. d_r, which is in base e.
+    if weighted_sum is not None:
+        numbers.append(weighted_sum / (LOG2_E * (1.0 + row_sum_m1)))
     return torch.cat(numbers, dim=-1).mT
 
 
-def _eager_sums(wide: Float[Tensor, "n v"], temperature: float, keeps_shifted: bool) -> tuple[Tensor, ...]:
+def _row_sums(
+    block: Float[Tensor, "n v"], temperature: float, with_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """m_r, R_r and, with entropy, the sum of exp(b_v) b_v log2(e), each [n, 1]."""
+    if long_rows.applies_to(block):
+        return long_rows.row_sums(block, temperature, with_entropy)
+    terms_of = _compiled_terms if torch.compiler.is_compiling() else _eager_terms
+    row_max, row_sum_m1, shifted, terms = terms_of(block.to(accumulator(block.dtype)), temperature, with_entropy)
+    # The terms of the largest logit were set to 0; they add 0 anyway, since they are shifted to 0.
+    weighted_sum = terms.mul_(with_floor(shifted)).sum(-1, keepdim=True) if with_entropy else None
+    return row_max, row_sum_m1, weighted_sum
+
+
+def _eager_terms(wide: Float[Tensor, "n v"], temperature: float, keeps_shifted: bool) -> tuple[Tensor, ...]:
     """m_r, R_r, shifted logits in base 2 and terms of a block; the term of one largest logit is set to 0."""
-    row_max, row_max_column = max_and_column(wide)
-    shifted = shifted_block_base_2(wide, _finite(row_max), temperature)
+    row_max, row_max_column = wide.max(-1, keepdim=True)
+    shifted = shifted_block_base_2(wide, long_rows.finite(row_max), temperature)
     del wide  # frees a block before the next one is allocated
     terms = shifted.exp2() if keeps_shifted else shifted.exp2_()
     return row_max, terms.scatter_(-1, row_max_column, 0.0).sum(-1, keepdim=True), shifted, terms
 
 
-def _compiled_sums(wide: Float[Tensor, "n v"], temperature: float, keeps_shifted: bool) -> tuple[Tensor, ...]:
+def _compiled_terms(wide: Float[Tensor, "n v"], temperature: float, keeps_shifted: bool) -> tuple[Tensor, ...]:
     """The same in two passes over the logits once they are fused, where an argmax and a scatter would be passes apart.
 
     The terms of all columns that have the largest logit are set to 0; all but one of them are 1 and added by number.
     """
     row_max = wide.amax(-1, keepdim=True)
     is_row_max = wide == row_max
-    shifted = shifted_block_base_2(wide, _finite(row_max), temperature)
+    shifted = shifted_block_base_2(wide, long_rows.finite(row_max), temperature)
     terms = shifted.exp2().masked_fill(is_row_max, 0.0)
     tie_count = (is_row_max.to(terms.dtype).sum(-1, keepdim=True) - 1.0).masked_fill(row_max == -math.inf, 0.0)
     return row_max, terms.sum(-1, keepdim=True) + tie_count, shifted, terms
-
-
-def _finite(row_max: Float[Tensor, "n 1"]) -> Float[Tensor, "n 1"]:
-    """What a row is shifted by: 0 for a row of -inf, where -inf - -inf would be NaN."""
-    return row_max.nan_to_num(0.0, 0.0, 0.0)
 
 
 def local_cross_mean(

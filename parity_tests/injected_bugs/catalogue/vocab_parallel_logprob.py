@@ -53,7 +53,7 @@ BUGS = (
     InjectedBug(
         name="local sum counts its largest term",
         kind="statistic",
-        at="vocab_parallel:_eager_sums",
+        at="vocab_parallel:_eager_terms",
         old="terms.scatter_(-1, row_max_column, 0.0).sum(-1, keepdim=True)",
         new="terms.sum(-1, keepdim=True)",
         expect="value: ",
@@ -198,7 +198,7 @@ BUGS = (
     InjectedBug(
         name="masked column has a term of its own",
         kind="border",
-        at="vocab_parallel:_eager_sums",
+        at="vocab_parallel:_eager_terms",
         old="terms = shifted.exp2() if keeps_shifted else shifted.exp2_()",
         new="terms = shifted.clamp_min(-1.0).exp2()",
         expect="value: ",
@@ -214,8 +214,8 @@ BUGS = (
     InjectedBug(
         name="masked shard shifted by minus infinity",
         kind="border",
-        at="vocab_parallel:_finite",
-        old="row_max.nan_to_num(0.0, 0.0, 0.0)",
+        at="vocab_parallel:finite",
+        old="row_max.clamp_min(torch.finfo(row_max.dtype).min)",
         new="row_max",
         expect="value: not finite",
     ),
@@ -264,16 +264,16 @@ BUGS = (
         name="gradient averaged over the tokens",
         kind="scale",
         at="vocab_parallel:_dense_gradient",
-        old="(g / denominator).neg_()",
-        new="(g / denominator / len(g)).neg_()",
+        old="(offset / denominator).neg_()",
+        new="(offset / denominator / len(offset)).neg_()",
         expect="gradient: forward equal, gradient not",
     ),
     InjectedBug(
         name="opposite sign of the softmax term",
         kind="scale",
         at="vocab_parallel:_dense_gradient",
-        old="(g / denominator).neg_()",
-        new="(g / denominator)",
+        old="(offset / denominator).neg_()",
+        new="(offset / denominator)",
         expect="gradient: forward equal, gradient not",
     ),
     InjectedBug(
@@ -328,18 +328,18 @@ BUGS = (
     InjectedBug(
         name="no shift before exp",
         kind="precision",
-        at="vocab_parallel:_eager_sums",
-        old="row_max, row_max_column = max_and_column(wide)\n",
-        new="row_max_column = max_and_column(wide)[1]\n"
+        at="vocab_parallel:_eager_terms",
+        old="row_max, row_max_column = wide.max(-1, keepdim=True)\n",
+        new="row_max_column = wide.argmax(-1, keepdim=True)\n"
         "    row_max = torch.zeros_like(row_max_column, dtype=wide.dtype)\n",
         expect="value: ",
     ),
     InjectedBug(
         name="row statistics in the logits' own dtype",
         kind="precision",
-        at="vocab_parallel:local_statistics",
-        old="sums(block.to(accumulator(block.dtype)), ",
-        new="sums(block, ",
+        at="vocab_parallel:_row_sums",
+        old="terms_of(block.to(accumulator(block.dtype)), ",
+        new="terms_of(block, ",
         expect="value: within what bfloat16 accumulation may do",
     ),
     InjectedBug(
@@ -370,8 +370,8 @@ BUGS = (
         name="gradient rounded to bfloat16",
         kind="precision",
         at="vocab_parallel:_dense_gradient",
-        old="buffer).exp2_()",
-        new="buffer).exp2_().bfloat16().to(row_max.dtype)",
+        old="shifted.exp2_().mul_(row_offset)",
+        new="shifted.exp2_().bfloat16().to(row_max.dtype).mul_(row_offset)",
         expect="gradient: ",
     ),
     InjectedBug(

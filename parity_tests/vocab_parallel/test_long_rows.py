@@ -1,0 +1,132 @@
+"""Parity of vocab_parallel.long_rows: rows of at least 4,096 columns on a CPU, which are computed in tiles."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from jax_ref.vocab_parallel import logprob, logprob_and_negative_entropy
+from parity_tests.vocab_parallel.costs import all_gathers, over_tp
+from parity_tests.vocab_parallel.shard import owned_range
+from shardproof import Cost, check, every_case, ids, scheme
+from torch_impl import vocab_parallel as vp
+from torch_impl.vocab_parallel import long_rows
+
+
+def masked_or_rising(generator, shape):
+    """Normal logits; a tenth of them -inf, or rising so that the largest are in the last span."""
+    logits, drawn = generator.standard_normal(shape), generator.integers(3)
+    if drawn == 0:
+        return np.where(generator.random(shape) < 0.1, -np.inf, logits)
+    return logits + (drawn == 1) * np.linspace(0.0, 200.0, shape[-1])
+
+
+# Of 8,190 columns one rank of two has less than a long row; of 4,225 the last span has 129.
+LONG = dict(
+    mesh={"tp": (2, 3)},
+    inputs={"logits": "b s v/tp:ragged", "target": "b s"},
+    dims={"b": (1,), "s": (1, 2), "v": (8190, 8450, 12800)},
+    draw={
+        "target": ids("v", ignore=-100),
+        "logits": masked_or_rising,
+    },
+    options={"temperature": (1.0, 0.7)},
+    reduction=("v",),
+)
+SPECIAL = ("ties", "maximum last", "-inf", "one finite", "+inf", "nan")
+
+
+@scheme(
+    reference=logprob,
+    outputs="b s tp=I",
+    dtypes=("float32", "float64", "bfloat16"),
+    rank_options={"chunk_size": (None, 1)},
+    cost=lambda c: Cost(forward=all_gathers(over_tp(c, 3 * c.b * c.s))),
+    **LONG,
+)
+def logprob_of_long_rows(mesh, logits, target, temperature, chunk_size):
+    start, end = owned_range(mesh)
+    options = dict(vocab_start_index=start, vocab_end_index=end, temperature=temperature, chunk_size=chunk_size)
+    return vp.vocab_parallel_logprob(logits, target, mesh["tp"], **options)
+
+
+@scheme(
+    reference=logprob_and_negative_entropy,
+    outputs=("b s tp=I", "b s tp=I"),
+    dtypes=("float32", "bfloat16"),
+    roundings=3,  # log total, mean shifted logit, gradient
+    cost=lambda c: Cost(forward=all_gathers(over_tp(c, 4 * c.b * c.s))),
+    **LONG,
+)
+def logprob_with_entropy_of_long_rows(mesh, logits, target, temperature):
+    start, end = owned_range(mesh)
+    options = dict(vocab_start_index=start, vocab_end_index=end, temperature=temperature, with_entropy=True)
+    return vp.vocab_parallel_logprob(logits, target, mesh["tp"], **options)
+
+
+@given(every_case(logprob_of_long_rows))
+@settings(max_examples=settings().max_examples // 4)
+def test_parity(case):
+    check(case)
+
+
+@given(every_case(logprob_with_entropy_of_long_rows))
+@settings(max_examples=settings().max_examples // 4)
+def test_parity_with_entropy(case):
+    check(case)
+
+
+def drawn_rows(width, dtype):
+    return torch.randn(7, width, generator=torch.Generator().manual_seed(width)).mul_(4.0).to(dtype)
+
+
+def sums_and_gradients(rows):
+    """All that the module computes of some rows, one after another in a list."""
+    row_max, row_sum_m1, weighted_sum = long_rows.row_sums(rows, 0.7, True)
+    factors = torch.linspace(-1.0, 2.0, 2 * len(rows), dtype=row_max.dtype).view(2, -1, 1)
+    plain, scaled, in_place = torch.empty_like(rows), torch.empty_like(rows), rows.clone()
+    long_rows.write_terms(plain, rows, row_max, 0.7, factors[0], None)
+    long_rows.write_terms(scaled, rows, row_max, 0.7, *factors)
+    long_rows.write_terms(in_place, in_place, row_max, 0.7, *factors)
+    assert torch.equal(in_place, scaled)
+    return [row_max, row_sum_m1, weighted_sum, *long_rows.row_sums(rows, 0.7, False)[:2], plain, scaled]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [4096, 4096 + 256, 5056])
+def test_rows_do_not_depend_on_their_tile(monkeypatch, dtype, width):
+    rows = drawn_rows(width, dtype)
+    in_one_tile = sums_and_gradients(rows)
+    for tile_rows in (1, 3):
+        monkeypatch.setattr(long_rows, "TILE_BYTES", tile_rows * 2 * 8 * width)
+        assert all(map(torch.equal, sums_and_gradients(rows), in_one_tile))
+
+
+def test_strided_rows_are_equal_to_contiguous_ones():
+    rows = drawn_rows(8192, torch.float32)
+    for strided in (rows[:, 64:4352], rows[::2]):
+        assert all(map(torch.equal, sums_and_gradients(strided), sums_and_gradients(strided.contiguous())))
+
+
+@pytest.mark.parametrize("width", [4096, 4100, 4096 + 255])
+def test_rows_whose_sums_are_known(width):
+    """Rows of zeros and -inf have integer sums; a row of +inf or NaN has none."""
+    x = torch.full((len(SPECIAL), width), -math.inf)
+    x[0] = 0.0
+    x[1], x[1, -1] = 0.0, 1000.0
+    x[3, width // 2] = -7.0
+    x[4], x[4, 5] = 0.0, math.inf
+    x[5], x[5, 5] = 0.0, math.nan
+    row_max, row_sum_m1, weighted_sum = long_rows.row_sums(x, 1.0, True)
+    assert row_max[:5, 0].tolist() == [0.0, 1000.0, -math.inf, -7.0, math.inf] and row_max[5].isnan()
+    assert row_sum_m1[:4, 0].tolist() == [width - 1, 0.0, 0.0, 0.0]
+    assert weighted_sum[:4, 0].tolist() == [0.0, 0.0, 0.0, 0.0]
+    assert row_sum_m1[5].isnan()
+
+
+@pytest.mark.parametrize(("width", "rows"), [(4096, 128), (65536, 64), (1 << 21, 64)])
+def test_rows_of_a_block(width, rows):
+    """One tile of short rows; of longer ones so many that what is computed for each block costs little."""
+    assert long_rows.rows_per_block(width, torch.float32) == rows
