@@ -246,6 +246,24 @@ def test_partial_sums_are_rejected_before_anything_is_sent():
     assert not [row for row in outcome.ledger.of(0) if row.op == "all_reduce"]
 
 
+def largest_of_rank_1(mesh, case):
+    created = nn.Parameter(torch.zeros(2))
+    created.grad = torch.tensor([1.0, case.options["bad"] if mesh.rank("dp") == 1 else 2.0])
+    sharding = lambda parameter: [mesh["dp"]]  # noqa: E731
+    with pytest.raises(RuntimeError, match=r"the norm of order inf is (nan|inf)"):
+        clip_grad_norm_(created, 1.0, math.inf, error_if_nonfinite=True, sharding_groups=sharding)
+    return gradient_norm(created, math.inf, sharding_groups=sharding).item()
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+@pytest.mark.parametrize("bad", [math.inf, math.nan, -math.nan])
+def test_the_largest_gradient_is_not_finite_on_one_rank(bad, engine):
+    """A maximum of floats over processes drops a NaN."""
+    case = CaseSpec(scheme="clipping", mesh={"dp": 2}, options={"bad": bad})
+    results = run(largest_of_rank_1, case, engine=engine).results
+    assert [str(norm) for norm in results] == [str(abs(bad))] * 2
+
+
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_a_norm_that_is_not_finite(bad):
     """Every rank raises, the one whose shard is finite too, and its gradient is as before; else as torch does."""
@@ -279,15 +297,58 @@ def test_no_parameters_have_the_norm_zero():
     assert gradient_norm([]).item() == clip_grad_norm_([], 1.0).item() == 0.0
 
 
+def with_gradient(gradient):
+    created = nn.Parameter(torch.zeros_like(gradient))
+    created.grad = gradient
+    return created
+
+
+PLAIN = nn.Parameter(torch.zeros(1))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"norm_type": 0.0}, "optimizers.clip_grad_norm_: norm_type=0.0 must be positive; pass 1.0, 2.0 or math.inf"),
-        ({"norm_type": "2"}, "optimizers.clip_grad_norm_: norm_type='2' is no number; pass 1.0, 2.0 or math.inf"),
-        ({"max_norm": -1.0}, "optimizers.clip_grad_norm_: max_norm=-1.0 must be at least 0"),
-        ({"max_norm": math.nan}, "optimizers.clip_grad_norm_: max_norm=nan must be at least 0"),
+        ({"norm_type": "2"}, "norm_type='2' is a str and no number; pass 1.0, 2.0 or math.inf"),
+        ({"norm_type": math.nan}, "norm_type=nan must be positive; pass 1.0, 2.0 or math.inf"),
+        ({"max_norm": -1.0}, "optimizers.clip_grad_norm_: max_norm=-1.0 must be at least 0; pass a number such as 1.0"),
+        ({"max_norm": math.nan}, "optimizers.clip_grad_norm_: max_norm=nan must be at least 0; pass a number"),
+        ({"max_norm": torch.tensor(1.0)}, "is a Tensor and no number; pass a number such as 1.0"),
+        ({"parameters": None}, "clip_grad_norm_: parameters is a NoneType; pass tensors, as model.parameters() gives"),
+        ({"parameters": nn.Linear(1, 1)}, "parameters is a Linear; pass tensors, as model.parameters() gives"),
+        ({"parameters": {"w": PLAIN}}, "parameters is a dict; pass tensors, as model.parameters() gives"),
+        ({"parameters": nn.Linear(1, 1).named_parameters()}, "parameters[0] is a tuple; pass tensors, as"),
+        (
+            {"uncounted": [PLAIN, 3]},
+            "clip_grad_norm_: uncounted[1] is a int; pass tensors, as model.parameters() gives",
+        ),
+        ({"sharding_groups": []}, "sharding_groups is no function; pass one from a parameter to a list of groups"),
+        ({"sharding_groups": lambda _: None}, "sharding_groups of parameters[0] returned None; return a list of"),
+        (
+            {"sharding_groups": lambda _: [-100]},
+            "returned [-100]; return a list of ProcessGroups of which this rank is",
+        ),
+        (
+            {"parameters": with_gradient(torch.eye(2).to_sparse())},
+            "the gradient of parameters is sparse_coo; pass dense",
+        ),
     ],
 )
 def test_rejected(changes, message):
     with pytest.raises((TypeError, ValueError), match=re.escape(message)):
-        clip_grad_norm_([nn.Parameter(torch.zeros(1))], **{"max_norm": 1.0, **changes})
+        clip_grad_norm_(**{"parameters": [PLAIN], "max_norm": 1.0, **changes})
+
+
+def test_one_tensor_infinity_and_complex_gradients_are_as_in_torch():
+    for gradient in (torch.tensor([3.0, 4.0]), torch.tensor([3.0 + 4.0j, 0.0])):
+        for max_norm in (1.0, math.inf):
+            ours, theirs = with_gradient(gradient.clone()), with_gradient(gradient.clone())
+            norm = clip_grad_norm_(ours, max_norm)
+            assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(theirs, max_norm)) and norm.dtype == torch.float32
+            assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_a_high_order_stays_in_range():
+    assert gradient_norm(with_gradient(torch.full((4,), 2.0**7)), 20) == torch.tensor(2.0**7 * 4.0 ** (1 / 20))
+    assert gradient_norm(with_gradient(torch.full((1,), 2.0**-40)), 4).item() == 2.0**-40

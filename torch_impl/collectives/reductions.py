@@ -47,7 +47,8 @@ def all_reduce_max(
         Ay   =>   max(Ax, Ay, Az)
         Az        max(Ax, Ay, Az)
 
-    The result never requires grad: use it as a shift that cancels, as in a stable softmax.
+    The result never requires grad: use it as a shift that cancels, as in a stable softmax. A NaN of one rank may be
+    lost, since backends compare with < and not as torch.maximum does.
 
     Cost:   forward 1 all_reduce of x, in its dtype. Saves nothing.
     Errors: TypeError if group is no ProcessGroup.

@@ -6,15 +6,16 @@ i runs over the elements of the full gradient. A DTensor says which axes of its 
 ranks' sums are added, and over the others, which replicate it, they are not. Parameters of one model may be on several
 meshes, as experts beside dense layers are, and the stages of a pipeline have different parameters.
 
-Sums over ranks are in float64, a number for each parameter group of equal sharding, so that |g|^p of one number does
-not overflow where the gradients themselves do not.
+Sums over ranks are in float64, a number for each way of being sharded; those of a shard are in float32 or wider, as in
+torch, and in float64 where p is not 1, 2 or inf, since |g|^p leaves float32's range soon.
 """
 
 from __future__ import annotations
 
 import math
+import numbers
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -25,30 +26,38 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from torch_impl.collectives import accumulator
-from torch_impl.contract import Group, NonNegative, Sharded, contract
+from torch_impl.contract import Group, Sharded, contract
 
 EPSILON = 1e-6  # of torch.nn.utils.clip_grad_norm_, so that a zero gradient stays zero
 ShardingGroups = Callable[[Tensor], Sequence[ProcessGroup]]
 
 
 @dataclass(frozen=True)
-class _NormType:
-    """p of a norm: a positive number, or inf."""
+class _NumberOrInfinity:
+    """A number from `low` on, or above it, infinity included; NaN is rejected."""
+
+    above: bool
+    remedy: str
 
     def validate(self, function: str, name: str, value: Any, sizes: dict[str, tuple[Any, str]]) -> None:
-        """Errors: TypeError for what is no number, ValueError for one that is not positive."""
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TypeError(f"{function}: {name}={value!r} is no number; pass 1.0, 2.0 or math.inf")
-        if not value > 0:
-            raise ValueError(f"{function}: {name}={value} must be positive; pass 1.0, 2.0 or math.inf")
+        """Errors: TypeError for what is no number, ValueError for one that is out of range."""
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise TypeError(f"{function}: {name}={value!r} is a {type(value).__name__} and no number; {self.remedy}")
+        number: Any = value  # numbers.Real declares no order
+        if not (number > 0 if self.above else number >= 0):
+            rule = "be positive" if self.above else "be at least 0"
+            raise ValueError(f"{function}: {name}={value} must {rule}; {self.remedy}")
 
 
-NormType = Annotated[float, _NormType()]
+NormType = Annotated[float, _NumberOrInfinity(above=True, remedy="pass 1.0, 2.0 or math.inf")]
+MaxNorm = Annotated[
+    float, _NumberOrInfinity(above=False, remedy="pass a number such as 1.0, math.inf for the norm alone")
+]
 
 
 @contract
 def gradient_norm(
-    parameters: Iterable[Tensor],
+    parameters: Tensor | Iterable[Tensor],
     norm_type: NormType = 2.0,
     *,
     pp: Group[ProcessGroup, "pp"] | None = None,
@@ -60,26 +69,28 @@ def gradient_norm(
     DTensor says; a parameter that is passed twice is counted once. `sharding_groups(parameter)` are the groups that
     shard a parameter which is no DTensor, such as a Megatron layer's; without it, it is replicated. Where the ranks of
     `pp` have different parameters, they are added; of a parameter that two stages share pass one copy only
-    (`pipelining.tied_weights.distinct_parameters`). Every rank of a stage passes the same parameters in the same order.
+    (`pipelining.tied_weights.distinct_parameters`). Every rank of a stage passes the same parameters in the same order,
+    and a replicated parameter has a gradient on all its ranks or on none: that is not compared.
 
     Cost:   1 all_reduce over each group that shards some parameter, of one float64 for each way in which parameters are
             sharded over it, and 1 over pp. Reads each gradient once, in float32 or wider.
-    Errors: ValueError for a norm_type that is not positive, and for a gradient that is still a partial sum.
+    Errors: TypeError for what is no tensor or group; ValueError for a norm_type that is not positive, and for a
+            gradient that is a partial sum, sparse or of integers.
     """
-    shards = _distinct_shards(parameters, sharding_groups)
-    return _norm(shards, norm_type, pp)
+    shards = _distinct_shards("optimizers.gradient_norm", "parameters", parameters, sharding_groups)
+    return _norm(shards, float(norm_type), pp)
 
 
 @contract
 def clip_grad_norm_(
-    parameters: Iterable[Tensor],
-    max_norm: NonNegative,
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: MaxNorm,
     norm_type: NormType = 2.0,
     error_if_nonfinite: bool = False,
     *,
     pp: Group[ProcessGroup, "pp"] | None = None,
     sharding_groups: ShardingGroups | None = None,
-    uncounted: Iterable[Tensor] = (),
+    uncounted: Tensor | Iterable[Tensor] = (),
 ) -> Sharded[Tensor, ""]:
     """Scale all gradients in place, so that their norm together is at most `max_norm`; returns the norm before.
 
@@ -93,18 +104,18 @@ def clip_grad_norm_(
     Errors: those of `gradient_norm`; ValueError for a negative max_norm; RuntimeError for a norm that is not finite,
             with `error_if_nonfinite`.
     """
-    shards = _distinct_shards(parameters, sharding_groups)
-    norm = _norm(shards, norm_type, pp)
+    function = "optimizers.clip_grad_norm_"
+    shards = _distinct_shards(function, "parameters", parameters, sharding_groups)
+    counted = {id(shard.parameter) for shard in shards}
+    others = _distinct_shards(function, "uncounted", uncounted, sharding_groups)
+    norm = _norm(shards, float(norm_type), pp)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
-            f"optimizers.clip_grad_norm_: the norm of order {norm_type} is {norm.item()}, so gradients cannot be "
+            f"{function}: the norm of order {norm_type} is {norm.item()}, so gradients cannot be "
             "clipped; skip the step, or pass error_if_nonfinite=False"
         )
     scale = (max_norm / (norm + EPSILON)).clamp_max(1.0)
-    counted = {id(shard.parameter) for shard in shards}
-    uncounted_shards = [
-        shard for shard in _distinct_shards(uncounted, sharding_groups) if id(shard.parameter) not in counted
-    ]
+    uncounted_shards = [shard for shard in others if id(shard.parameter) not in counted]
     with torch.no_grad():  # gradients of create_graph=True require one themselves
         for gradients in _alike([*shards, *uncounted_shards]):
             torch._foreach_mul_(gradients, scale.to(gradients[0].device))
@@ -126,26 +137,62 @@ class _Shard:
         return tuple(tuple(dist.get_process_group_ranks(group)) for group in self.groups)
 
 
-def _distinct_shards(parameters: Iterable[Tensor], sharding_groups: ShardingGroups | None) -> list[_Shard]:
+def _distinct_shards(
+    function: str, name: str, tensors: Tensor | Iterable[Tensor], sharding_groups: ShardingGroups | None
+) -> list[_Shard]:
     """One for each parameter, with a gradient or without: the ranks of a group must agree on what they reduce."""
+    parameters = _validate_tensors(function, name, tensors)
+    if sharding_groups is not None and not callable(sharding_groups):
+        raise TypeError(f"{function}: sharding_groups is no function; pass one from a parameter to a list of groups")
     shards = []
-    for parameter in {id(each): each for each in parameters}.values():
+    for label, parameter in {id(each): (label, each) for label, each in parameters}.values():
         gradient = parameter.grad
         like = parameter if gradient is None else gradient
         if isinstance(like, DTensor):
-            groups = _groups_of_dtensor(like)
+            groups = _groups_of_dtensor(function, label, like)
             gradient = gradient.to_local() if isinstance(gradient, DTensor) else None
         else:
-            groups = tuple(sharding_groups(parameter)) if sharding_groups is not None else ()
+            groups = () if sharding_groups is None else _validate_groups(function, label, sharding_groups(parameter))
+        if gradient is not None and (gradient.layout != torch.strided or not _has_fractions(gradient.dtype)):
+            what = f"{gradient.layout}".removeprefix("torch.").replace("strided", f"{gradient.dtype}")
+            raise ValueError(f"{function}: the gradient of {label} is {what}; pass dense floating-point gradients")
         shards.append(_Shard(parameter, gradient, tuple(group for group in groups if group.size() > 1)))
     return shards
 
 
-def _groups_of_dtensor(x: DTensor) -> tuple[ProcessGroup, ...]:
+def _has_fractions(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _validate_tensors(function: str, name: str, tensors: Tensor | Iterable[Tensor]) -> list[tuple[str, Tensor]]:
+    """The tensors, each with its place in the argument. Errors: TypeError."""
+    if isinstance(tensors, Tensor):
+        return [(name, tensors)]
+    if not isinstance(tensors, Iterable) or isinstance(tensors, str | Mapping):
+        remedy = f"a {type(tensors).__name__}; pass tensors, as model.parameters() gives"
+        raise TypeError(f"{function}: {name} is {remedy}")
+    labelled = [(f"{name}[{i}]", each) for i, each in enumerate(tensors)]
+    for label, each in labelled:
+        if not isinstance(each, Tensor):
+            raise TypeError(
+                f"{function}: {label} is a {type(each).__name__}; pass tensors, as model.parameters() gives"
+            )
+    return labelled
+
+
+def _validate_groups(function: str, label: str, groups: Any) -> tuple[ProcessGroup, ...]:
+    """What `sharding_groups` returned for a parameter. Errors: TypeError."""
+    if not isinstance(groups, list | tuple) or not all(isinstance(group, ProcessGroup) for group in groups):
+        remedy = "return a list of ProcessGroups of which this rank is a member, [] for a replicated parameter"
+        raise TypeError(f"{function}: sharding_groups of {label} returned {groups!r}; {remedy}")
+    return tuple(groups)
+
+
+def _groups_of_dtensor(function: str, label: str, x: DTensor) -> tuple[ProcessGroup, ...]:
     """The groups of the axes that shard it."""
     if any(placement.is_partial() for placement in x.placements):
         raise ValueError(
-            f"optimizers.gradient_norm: a gradient is {x.placements}, a sum that is not computed yet; reduce it first, "
+            f"{function}: the gradient of {label} is {x.placements}, a sum that is not computed yet; reduce it first, "
             "with parameter.grad = parameter.grad.redistribute(placements=parameter.placements)"
         )
     axes = [axis for axis, placement in enumerate(x.placements) if not placement.is_replicate()]
@@ -174,7 +221,7 @@ def _norm(shards: Sequence[_Shard], norm_type: float, pp: ProcessGroup | None) -
     # 4. In the dtype of the widest parameter, float32 or wider, whichever gradients this rank has.
     dtype = torch.float32
     for shard in shards:
-        dtype = torch.promote_types(dtype, shard.parameter.dtype)
+        dtype = torch.promote_types(dtype, shard.parameter.dtype.to_real())
     return (total if norm_type == math.inf else total ** (1.0 / norm_type)).to(dtype)
 
 
@@ -182,7 +229,10 @@ def _local_total(shards: Sequence[_Shard], norm_type: float, device: torch.devic
     """sum |g|^p, for inf max |g|, of this rank's shards, in float64."""
     totals = [torch.zeros((), dtype=torch.float64, device=device)]
     for gradients in _alike(shards):
-        norms = torch._foreach_norm(gradients, norm_type, dtype=accumulator(gradients[0].dtype))
+        dtype = accumulator(gradients[0].dtype)
+        if norm_type not in (1.0, 2.0, math.inf):
+            dtype = torch.promote_types(dtype, torch.float64)
+        norms = torch._foreach_norm(gradients, norm_type, dtype=dtype)
         wide = torch.stack(norms).to(device, torch.float64)
         totals.append(_combined(wide if norm_type == math.inf else wide**norm_type, norm_type))
     return _combined(torch.stack(totals), norm_type)
@@ -202,5 +252,11 @@ def _combined(totals: Tensor, norm_type: float) -> Tensor:
 
 
 def _all_reduced(totals: Tensor, norm_type: float, group: ProcessGroup) -> Tensor:
-    dist.all_reduce(totals, dist.ReduceOp.MAX if norm_type == math.inf else dist.ReduceOp.SUM, group=group)
-    return totals
+    if norm_type != math.inf:
+        dist.all_reduce(totals, group=group)
+        return totals
+    # A maximum of floats drops a NaN of another rank, on gloo at least. Floats that are not negative are ordered as
+    # their bits are, and NaN is above inf.
+    bits = totals.masked_fill(totals.isnan(), math.nan).view(torch.int64)
+    dist.all_reduce(bits, dist.ReduceOp.MAX, group=group)
+    return bits.view(torch.float64)
