@@ -58,6 +58,21 @@ def changes_bytecode(mutant: Mutant) -> bool:
     return _code(mutant.patched.text) not in (None, _code((ROOT / mutant.file).read_text()))
 
 
+def lines_of_users(mutant: Mutant) -> frozenset[int]:
+    """The lines that use what is evaluated at import: of a default its function's, else the file's; else empty."""
+    tree = ast.parse((ROOT / mutant.file).read_text())
+    around = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and _spans(node, mutant)]
+    if not around:
+        return frozenset(range(1, 1 + len((ROOT / mutant.file).read_text().splitlines())))
+    innermost = max(around, key=lambda node: node.lineno)
+    body = range(innermost.body[0].lineno, (innermost.end_lineno or innermost.lineno) + 1)
+    return frozenset() if mutant.last_line >= body.start else frozenset(body)
+
+
+def _spans(node: ast.stmt, mutant: Mutant) -> bool:
+    return node.lineno <= mutant.first_line and mutant.last_line <= (node.end_lineno or node.lineno)
+
+
 def _is_mutated(path: Path) -> bool:
     inside = path.relative_to(ROOT / PRODUCTION).as_posix()
     return not inside.endswith(LEFT_OUT_FILES) and inside.partition("/")[0] not in LEFT_OUT_COMPONENTS

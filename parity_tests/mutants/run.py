@@ -22,6 +22,7 @@ from parity_tests.injected_bugs.injected_bug import ROOT
 from parity_tests.mutants.by_tests import first_failing
 from parity_tests.mutants.judged import why_equivalent
 from parity_tests.mutants.mutant import Mutant
+from parity_tests.mutants.places import lines_of_users
 from parity_tests.mutants.reached import Memory, Reach, of_tests, test_files
 
 BATCH = 12
@@ -110,10 +111,11 @@ def by_tests(sample: Sequence[Mutant], memory: Memory, journal: Journal, folders
 
 
 def _nearest(mutant: Mutant, schemes: Mapping[str, Reach]) -> list[str]:
-    """Keys of the schemes that run the line, those that run the fewest first; of module level, that run the file."""
+    """Keys of the schemes that run the line, or what uses a line of import; those that run the fewest first."""
     reaching = [key for key, reach in schemes.items() if reach.reaches(mutant)]
-    if not reaching and not mutant.symbol:
-        reaching = [key for key, reach in schemes.items() if mutant.file in reach.lines]
+    if not reaching:
+        users = lines_of_users(mutant)
+        reaching = [key for key, reach in schemes.items() if users.intersection(reach.lines.get(mutant.file, ()))]
     return sorted(reaching, key=lambda key: sum(map(len, schemes[key].lines.values())))
 
 

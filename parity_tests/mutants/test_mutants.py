@@ -16,7 +16,7 @@ from parity_tests.mutants.drawn import AT_IMPORT, DrawnCases
 from parity_tests.mutants.mutant import Mutant
 from parity_tests.mutants.operators import changes
 from parity_tests.mutants.reached import Memory, Reach
-from parity_tests.mutants.run import Journal, Outcome
+from parity_tests.mutants.run import Journal, Outcome, _nearest
 
 PLAIN = "torch_impl/collectives/plain.py"
 SUM = "parity_tests.collectives.test_schemes:sum_to_invariant"
@@ -96,6 +96,20 @@ def test_a_sample_repeats_and_has_each_component():
     assert [mutant.key for mutant in sample] == [mutant.key for mutant in places.sampled(24, 3)]
     assert {mutant.component for mutant in sample} == {mutant.component for mutant in places.candidates()}
     assert {mutant.component for mutant in places.sampled(4, 3, "layouts")} == {"layouts"}
+
+
+def test_what_runs_at_import_is_judged_by_what_uses_it():
+    """A default by the schemes that run its function; of a function's body no other line stands in for it."""
+    text = (ROOT / PLAIN).read_text().splitlines()
+    header = 1 + next(i for i, line in enumerate(text) if line.startswith("def all_reduce_sum"))
+    body = 1 + text.index(f"    {RETURNED}")
+    default = replace(mutant_of(RETURNED, "return total"), first_line=header, last_line=header)
+    runs_it, runs_another = Reach({PLAIN: [body]}, 0.1), Reach({PLAIN: [len(text)]}, 0.1)
+    schemes = {"one": runs_it, "another": runs_another}
+    assert _nearest(default, schemes) == ["one"]
+    assert _nearest(mutant_of(RETURNED, "return total"), {"another": runs_another}) == []
+    constant = replace(default, symbol="", first_line=1, last_line=1)
+    assert _nearest(constant, schemes) == ["one", "another"]
 
 
 def test_drawn_cases_catch_a_mutant_and_pass_what_is_none():
