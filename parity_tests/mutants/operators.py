@@ -59,6 +59,7 @@ DTYPES = {"float32": "bfloat16", "float64": "float32", "int64": "int32"}
 REMOVED_METHODS = ("contiguous", "detach", "clone", "float", "double", "wait", "to", "to_local", "type_as", "unsqueeze")
 GROUPS = {"tp": "cp", "cp": "tp", "dp": "tp", "ep": "tp", "pp": "dp"}
 SELF_EVIDENT = ("isinstance", "issubclass", "getattr", "hasattr", "setattr")  # raise at once with arguments swapped
+SYMMETRIC = ("min", "max", "minimum", "maximum", "gcd", "lcm")  # of two: the same either way
 DIMS = ("dim", "axis", "split_dim", "concat_dim", "seq_dim")
 
 
@@ -92,7 +93,8 @@ def _constant(node: ast.Constant) -> Iterator[ast.AST]:
 
 def _arguments(node: ast.Call) -> Iterator[ast.AST]:
     """The first two swapped, where they are not the same and both stand alone."""
-    if isinstance(node.func, ast.Name) and node.func.id in SELF_EVIDENT:
+    name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+    if name in (*SELF_EVIDENT, *SYMMETRIC):
         return
     if len(node.args) > 1 and not any(isinstance(each, ast.Starred) for each in node.args[:2]):
         first, second, *rest = node.args
