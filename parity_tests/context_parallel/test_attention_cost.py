@@ -2,11 +2,15 @@
 
 import doctest
 
+import jax.numpy as jnp
 import pytest
 import torch
+from hypothesis import given, settings
+from jaxtyping import Int
+from torch import Tensor
 
 from parity_tests.harness.run.engines import run
-from shardproof import CaseSpec
+from shardproof import CaseSpec, check, every_case, scheme, token_below
 from torch_impl.context_parallel import attention_bytes, attention_cost, context_parallel_attention, fewest_bytes
 
 SENT = {  # to others, of the payload that the ledger has, in a group of n
@@ -64,6 +68,110 @@ def test_bytes_are_those_that_ranks_send(shapes):
     assert [traffic.exchange for traffic in rows][:2] == ["ring", "all_gather"]
     for traffic in rows:
         assert measured(traffic, shapes) == [(traffic.forward, traffic.backward)] * shapes["cp_size"], traffic
+
+
+KINDS = ("ring", "all_gather", "ulysses", "usp")
+LARGEST = 6  # ways to exchange over 8 ranks, and the one that sends the fewest bytes
+ABSENT, REJECTED = -1, -2
+PREDICTED = [
+    *SHAPES,
+    *(
+        dict(b=2, s=s, h=h, hk=hk, p=3, cp_size=n, itemsize=itemsize, **rules)
+        for n, s in ((2, 8), (4, 16), (6, 24), (8, 32))
+        for h, hk, itemsize in ((8, 8, 2), (24, 4, 4), (12, 3, 8), (6, 1, 2))
+        for rules in ({}, {"layout": "striped"}, {"layout": "contiguous", "window": 3}, {"layout": "packed"})
+    ),
+    *(
+        dict(b=1, s=32, h=8, hk=hk, p=2, cp_size=8, itemsize=2, layout="contiguous", window=window, causal=causal)
+        for hk in (1, 8)
+        for window in (1, 2, 4, 5, 9, 10, 18)
+        for causal in (True, False)
+    ),
+    dict(b=1, s=7, h=4, hk=2, p=2, cp_size=3, itemsize=2, layout="ragged"),
+    dict(b=1, s=7, h=4, hk=2, p=2, cp_size=1, itemsize=2),
+    *({**SHAPES[0], **wrong} for wrong in ({"hk": 3}, {"s": 18}, {"s": 18, "layout": "packed"}, {"s": 0})),
+    {**SHAPES[0], "s": 7, "cp_size": 2},
+]
+
+
+def hop_count(s, groups, rules):
+    """The number of groups behind a group of contiguous rows to its farthest key, by listing all pairs."""
+    window = rules.get("window")
+    if rules.get("layout") != "contiguous" or not rules.get("causal", True) or window is None:
+        return groups - 1
+    group_of = [token * groups // s for token in range(s)]
+    pairs = [(i, j) for i in range(s) for j in range(i + 1) if i - j < window]
+    return max(group_of[i] - group_of[j] for i, j in pairs)
+
+
+def numbers_sent(shapes, kind, a):
+    """What a rank sends, forward and backward: messages of keys, each one by one, and pieces of heads."""
+    b, h, hk, p, n = (shapes[name] for name in ("b", "h", "hk", "p", "cp_size"))
+    e, per_head = shapes["itemsize"], b * -(-shapes["s"] // n) * p
+    gradient = e if e > 4 else 4
+    hops = n - 1 if kind == "all_gather" else hop_count(shapes["s"], n // a, shapes)
+    heads = hk if a == 1 else max(hk, a) // a
+    key_messages = [2 * heads * a * per_head] * hops if kind != "ulysses" else []
+    # q and the output once each, k and v with as many heads as ranks at least; one of a pieces stays.
+    pieces = [per_head * heads // a for heads in (h, h, max(hk, a), max(hk, a)) for _ in range(a - 1)]
+    backward = sum(numbers * size for numbers in key_messages for size in (e, gradient))
+    return sum(key_messages) * e + sum(pieces) * e, backward + sum(pieces) * e
+
+
+def rows_of(found, fewest):
+    """One row for each way and for the one that sends the fewest bytes: kind, ranks that share heads, bytes."""
+    rows = [[KINDS.index(kind), a, *sent] for kind, a, *sent in found]
+    rows += [[ABSENT] * 4] * (LARGEST - len(rows))
+    return [*rows, [KINDS.index(fewest[0]), *fewest[1:]]]
+
+
+def expected_rows(shapes):
+    h, hk, n, layout = shapes["h"], shapes["hk"], shapes["cp_size"], shapes.get("layout", "dual_chunk_swap")
+    unit = n * {"ragged": 0, "dual_chunk_swap": 2, "packed": 2}.get(layout, 1)
+    if h % hk or shapes["s"] < 1 or (n > 1 and unit and shapes["s"] % unit):
+        return [[REJECTED] * 4] * (LARGEST + 1)
+    if layout == "ragged":
+        ways = [("all_gather", 1)]
+    else:
+        shared = [a for a in range(1, n + 1) if not n % a and not h % a and 0 in (hk % a, a % hk)]
+        between = [("usp", a) for a in shared if 1 < a < n and layout != "striped"]
+        ways = [("ring", 1), ("all_gather", 1), *between, *[("ulysses", n)] * (n in shared)]
+    found = [(kind, a, *numbers_sent(shapes, kind, a)) for kind, a in ways]
+    kind, a, *sent = sorted(found, key=lambda way: sum(way[2:]))[0]
+    return rows_of(found, (kind, a, sum(sent), 0))
+
+
+def predicted_rows(shapes):
+    try:
+        found, best = attention_bytes(**shapes), fewest_bytes(**shapes)
+    except ValueError:
+        return [[REJECTED] * 4] * (LARGEST + 1)
+    ways = [(way.exchange, way.heads_size, way.forward, way.backward) for way in found]
+    return rows_of(ways, (best.exchange, best.heads_size, best.total, 0))
+
+
+def by_listing(ids):
+    return jnp.asarray([row for shapes in PREDICTED for row in expected_rows(shapes)], ids.dtype) + 0 * ids
+
+
+@scheme(
+    reference=by_listing,
+    mesh={"cp": (1, 2, 4)},
+    inputs={"ids": "k r/cp"},
+    outputs="k r/cp",
+    dims={"k": ((LARGEST + 1) * len(PREDICTED),), "r": (4,)},
+    draw={"ids": token_below("r")},
+)
+def bytes_of_exchanges(mesh, ids) -> Int[Tensor, "k r/cp"]:
+    """Each rank fills in its own columns."""
+    rows = [row for shapes in PREDICTED for row in predicted_rows(shapes)]
+    return torch.tensor(rows, dtype=ids.dtype, device=ids.device)[:, mesh.global_ids("r")]
+
+
+@settings(max_examples=3)
+@given(every_case(bytes_of_exchanges))
+def test_bytes_are_those_of_each_message(case):
+    check(case)
 
 
 def exchanges(**shapes):

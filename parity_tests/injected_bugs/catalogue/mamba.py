@@ -431,4 +431,21 @@ BUGS = (
         new='gathered = all_gather(message.double(), self.cp_group, out="R").to(left.dtype).transpose',
         expect="cost: ",
     ),
+    # What a strategy costs
+    InjectedBug(
+        name="copies of B and C not counted",
+        kind="statistic",
+        at="mamba:mamba_cp_bytes",
+        old="2 * max(n_groups, cp_size) * d_state",
+        new="2 * n_groups * d_state",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="states counted as sent in the dtype of the tokens",
+        kind="precision",
+        at="mamba:mamba_cp_bytes",
+        old="(head_dim * d_state + 1) * max(element_size, 4)",
+        new="(head_dim * d_state + 1) * element_size",
+        expect="value: ",
+    ),
 )
