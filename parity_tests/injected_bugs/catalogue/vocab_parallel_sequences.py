@@ -428,4 +428,29 @@ BUGS = (
         new="return rows_at(x.detach(),",
         expect="gradient: ",
     ),
+    # The patched forward of a GPTModel
+    InjectedBug(
+        name="offsets of real lengths in place of the padded ones",
+        kind="sequence",
+        at="vocab_parallel:_score",
+        old='("cu_seqlens_q_padded", "cu_seqlens_q")',
+        new='("cu_seqlens_q", "cu_seqlens_q_padded")',
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="a range that starts by the rank of cp",
+        kind="group",
+        at="vocab_parallel:_score",
+        old="start = tp_group.rank() * len(weight)",
+        new="start = (cp_group or tp_group).rank() * len(weight)",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="a patch that leaves an inherited forward behind",
+        kind="call",
+        at="vocab_parallel:Patch.unpatch",
+        old="            del self.model_class.forward",
+        new="            self.model_class.forward = fusion.original",
+        expect="raised: ",
+    ),
 )

@@ -1,0 +1,160 @@
+"""Parity of vocab_parallel.adapters.gpt_model: the patched forward of a model built as Megatron's GPTModel is."""
+
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from torch import nn
+
+from jax_ref.vocab_parallel import linear_next_token_logprob
+from parity_tests.vocab_parallel.costs import all_gathers, over_tp
+from shardproof import Cost, check, every_case, ids, offsets, scheme, values
+from torch_impl.vocab_parallel import patch_gpt_model_forward_for_linear_ce_fusion as patch
+
+FLOATS = values("normal", "zeros", "ones", "iota", "ties", "tiny")
+COMPUTED = ("rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "sequence_len_offset", "padding_mask")
+PASSED = {"attention_mask": "mask", "more": "more"}
+
+
+class Decoder(nn.Module):
+    """Doubles the hidden states, if it gets what `_preprocess` computed and what the caller passed."""
+
+    def __init__(self, expected):
+        super().__init__()
+        self.expected = expected
+
+    def forward(self, hidden_states, **seen):
+        assert seen == self.expected, seen
+        return 2 * hidden_states
+
+
+def model_class():
+    """A class of its own for each call, since a patch is on a class, and ranks of lockstep are in one process."""
+
+    class Model(nn.Module):
+        def __init__(self, mesh, weight, tied, results, expected):
+            super().__init__()
+            self.config = SimpleNamespace(fine_grained_activation_offloading=results == 7)
+            self.pg_collection, self.offloads = SimpleNamespace(tp=mesh["tp"], cp=mesh["cp"]), False
+            self.post_process, self.share_embeddings_and_output_weights = True, tied
+            self.decoder, self.results, self.weight = Decoder(expected), results, weight
+            self.output_layer = SimpleNamespace(bias=None, weight=None if tied else weight)
+
+        def shared_embedding_or_output_weight(self):
+            return self.weight if self.share_embeddings_and_output_weights else None
+
+        def preprocess_for_fine_grained_offloading(self):
+            self.offloads = True
+
+        def _preprocess(self, *, decoder_input, padding_mask, **_):
+            return (decoder_input, *COMPUTED[:4], padding_mask, "both")[: self.results]
+
+        def forward(self, *tokens, **keywords):
+            return tokens, keywords
+
+    return Model
+
+
+def fused(mesh, hidden, weight, target, chunk_size, tied, results, context, inherits, packed=None):
+    """The scores of a patched model, which passes every other call on and is then what it was."""
+    base = model_class()
+    patched = type("Heir", (base,), {}) if inherits else base
+    before = dict(vars(patched))
+    inference = dict.fromkeys(["inference_context", "inference_params"], None) | ({context: "now"} if context else {})
+    expected = {name: name for name in COMPUTED} | PASSED | {"rotary_pos_cos_sin": "both" if results == 7 else None}
+    expected |= {"packed_seq_params": packed, "inference_context": "now" if context else None}
+    model = patched(mesh, weight, tied, results, expected).train(context is not None)
+    with patch(chunk_size=5, model_class=patched), patch(chunk_size=chunk_size, model_class=patched):
+        passed_on = model(1, 2, 3, 4, labels=5, is_spec_decode=6, padding_mask=7)
+        assert passed_on == ((1, 2, 3, 4, 5, *[None] * 4), {"padding_mask": 7, "is_spec_decode": 6})
+        scores = model(
+            None,
+            None,
+            PASSED["attention_mask"],
+            hidden,
+            target,
+            packed_seq_params=packed,
+            extra_block_kwargs={"more": PASSED["more"]},
+            padding_mask="padding_mask",
+            return_logprobs_for_linear_ce_fusion=True,
+            **inference,
+        )
+    assert dict(vars(patched)) == before and model.offloads == (results == 7)
+    return scores
+
+
+def scores_of_model(hidden, weight, target):
+    return linear_next_token_logprob(2 * hidden, weight, target)
+
+
+def cost(c):
+    """Three numbers per token over tp, the scores over cp; back d hidden over tp, the cotangents over cp."""
+    n, size = c.b * c.s // c.cp, c.accumulator_itemsize
+    return Cost(
+        forward=all_gathers(over_tp(c, 3 * n), (1, n * size)),
+        backward={"all_reduce": (1, n * c.d * size), "reduce_scatter": (1, c.b * c.s * size)},
+    )
+
+
+DECLARED = dict(
+    mesh={"cp": (1, 2), "tp": (1, 2, 4)},
+    outputs="b u tp=I cp=R",
+    rank_options={
+        "chunk_size": (None, 1, 3),
+        "tied": (False, True),
+        "results": (7, 6),
+        "context": (None, "inference_context", "inference_params"),
+        "inherits": (False, True),
+    },
+    dtypes=("float32", "float64", "bfloat16"),
+    reduction=("v", "d"),
+    roundings=4,  # logits, d logits, this rank's term of d hidden, the result
+    cost=cost,
+)
+WEIGHTS = {"hidden": FLOATS, "weight": FLOATS, "target": ids("v", ignore=-100)}
+SIZES = {"v": (8, 12), "d": (3, 5), "u": "s-1"}
+
+
+@scheme(
+    reference=scores_of_model,
+    inputs={"hidden": "s/cp:dual_chunk_swap b d tp=I", "weight": "v/tp d cp=R", "target": "b s"},
+    dims=SIZES,
+    draw=WEIGHTS,
+    **DECLARED,
+)
+def fused_model(mesh, hidden, weight, target, chunk_size, tied, results, context, inherits):
+    return fused(mesh, hidden, weight, target, chunk_size, tied, results, context, inherits)
+
+
+def scores_of_packed_model(hidden, weight, target, padded):
+    """As of one sequence, but 0 where the next token is of another."""
+    scores = scores_of_model(hidden, weight, target)
+    is_end = (jnp.arange(scores.shape[1])[:, None] == padded[None, 1:] - 1).any(1)
+    return jnp.where(is_end, 0.0, scores)
+
+
+@scheme(
+    reference=scores_of_packed_model,
+    inputs={"hidden": "s/cp:packed b d tp=I", "weight": "v/tp d cp=R", "target": "b s", "padded": "n"},
+    dims={**SIZES, "b": (1,), "s": (24, 16), "n": (4, 3)},
+    draw={**WEIGHTS, "padded": offsets("s", padded=True)},
+    **{**DECLARED, "rank_options": {**DECLARED["rank_options"], "is_padded_alone": (False, True)}},
+)
+def fused_packed_model(
+    mesh, hidden, weight, target, padded, chunk_size, tied, results, context, inherits, is_padded_alone
+):
+    packed = SimpleNamespace(cu_seqlens_q=padded if is_padded_alone else padded // 2)
+    packed.cu_seqlens_q_padded = None if is_padded_alone else padded
+    return fused(mesh, hidden, weight, target, chunk_size, tied, results, context, inherits, packed)
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+@pytest.mark.parametrize("declared", [fused_model, fused_packed_model], ids=lambda declared: declared.name)
+def test_parity(declared, engine):
+    @settings(max_examples=20 if engine == "lockstep" else 4)
+    @given(every_case(declared, engine=engine))
+    def example(case):
+        check(case)
+
+    example()
