@@ -544,4 +544,38 @@ BUGS = (
         new="if True else",
         expect="value: ",
     ),
+    # What an exchange costs
+    InjectedBug(
+        name="gradients of keys counted in the dtype of the keys",
+        kind="precision",
+        at="context_parallel:attention_bytes",
+        old="max(itemsize, 4), cp_size",
+        new="itemsize, cp_size",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="a halo counted one block too near",
+        kind="border",
+        at="context_parallel:attention_bytes",
+        old="hops = min(n - 1, -(-((window or 1) - 1) // rows))",
+        new="hops = min(n - 1, ((window or 1) - 1) // rows)",
+        expect="value: ",
+    ),
+    # Plain operations, where no kernel takes the inputs
+    InjectedBug(
+        name="a triangle that starts again with each slice of queries",
+        kind="border",
+        at="context_parallel:_key_mask",
+        old="return row[rows, None] >= key",
+        new="return row[: rows.stop - rows.start, None] >= key",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="a softmax gradient that is not centered",
+        kind="statistic",
+        at="context_parallel:plain_backward",
+        old=" - delta[:, :, :, rows, None]",
+        new="",
+        expect="gradient: ",
+    ),
 )
