@@ -98,7 +98,7 @@ def cost(c):
 
 
 DECLARED = dict(
-    mesh={"cp": (1, 2), "tp": (1, 2, 4)},
+    mesh={"cp": (1, 2), "tp": (1, 2)},
     outputs="b u tp=I cp=R",
     rank_options={
         "chunk_size": (None, 1, 3),

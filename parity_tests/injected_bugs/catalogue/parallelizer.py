@@ -593,4 +593,21 @@ BUGS = (
         source=MEGATRON,
         module="norm",
     ),
+    # A dry run
+    InjectedBug(
+        name="a dry run that gathers the last block twice",
+        kind="statistic",
+        at="parallelizer:fsdp_counts",
+        old="if number != last_block:",
+        new="if number <= last_block:",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="a dry run of halves that are sharded as one",
+        kind="border",
+        at="parallelizer:_local_shape",
+        old="parts * -(-shape[dim] // (parts * ranks))",
+        new="-(-shape[dim] // (parts * ranks))",
+        expect="value: ",
+    ),
 )

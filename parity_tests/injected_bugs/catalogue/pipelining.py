@@ -417,4 +417,21 @@ BUGS = (
         expect="gradient: ",
         source=TRAIN_VERIFY,
     ),
+    # Pictures of a schedule
+    InjectedBug(
+        name="a chunk counted on every rank",
+        kind="statistic",
+        at="pipelining:Timeline.chunk",
+        old="sum(rank == self.stage_to_rank[stage] for rank in self.stage_to_rank[:stage])",
+        new="stage",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="a number at the start of its box",
+        kind="border",
+        at="pipelining:paint",
+        old="ax.text(start + length / 2,",
+        new="ax.text(start,",
+        expect="value: ",
+    ),
 )

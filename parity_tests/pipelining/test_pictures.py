@@ -1,0 +1,144 @@
+"""Parity of the pictures of pipelining.simulation: grids typed by hand, as text and as boxes."""
+
+from functools import cache
+from zlib import crc32
+
+import jax.numpy as jnp
+import torch
+from hypothesis import given, settings
+from jaxtyping import Int
+from torch import Tensor
+
+from shardproof import check, every_case, scheme, token_below
+from torch_impl.pipelining import Times, draw, schedule_order, simulate, stage_to_rank
+
+# (schedule, ranks, micro-batches, stages of a rank, style, times, columns to a time unit) and the rows of its picture
+GRIDS = [
+    (
+        ("1F1B", 2, 2, 1, "loop", Times(), 1),
+        [
+            "rank 0 |F0 F1 .  .  B0 -  .  B1 - | idle 33.3%, live 2",
+            "rank 1 |.  F0 B0 -  F1 B1 -  .  . | idle 33.3%, live 1",
+        ],
+    ),
+    (
+        ("ZBVZeroBubble", 1, 2, 2, "v", Times(), 1),
+        ["rank 0 |F0 f0 i0 w0 F1 I0 W0 f1 i1 w1 I1 W1| idle 0.0%, live 2"],
+    ),
+    (
+        ("GPipe", 2, 2, 1, "loop", Times(f=2, i=1, w=3, p2p=5), 1),
+        [
+            f"rank 0 |F0 -  F1 -  {'.  ' * 16}B0 -  -  -  B1 -  -  - | idle 57.1%, live 2",
+            f"rank 1 |{'.  ' * 7}F0 -  F1 -  B0 -  -  -  B1 -  -  -  {'.  ' * 8}. | idle 57.1%, live 2",
+        ],
+    ),
+    (
+        ("GPipe", 1, 1, 1, "loop", Times(f=0.5, i=1, w=0.25), 4),
+        ["rank 0 |F0 -  B0 -  -  -  - | idle 0.0%, live 1"],
+    ),
+]
+LABELS = ("forward", "backward", "input gradient", "weight gradient", "idle", "bar: second chunk")
+IDLE, SECOND = LABELS.index("idle"), LABELS.index("bar: second chunk")
+MOST_ROWS, COLUMNS = 40, 6
+HUNDREDTHS = 100
+BOX, BAR = (-40, 80), (-40, 12)  # above the middle of its row, and the height
+
+
+def code(text):
+    return crc32(text.encode()) % 2**31
+
+
+def cells_of(line):
+    """(column, width, letter, micro-batch) of each action of a row."""
+    cells = line.split("|")[1].split()
+    starts = [at for at, cell in enumerate(cells) if cell not in (".", "-")]
+    for at in starts:
+        width = next((more for more in range(1, len(cells) - at) if cells[at + more] != "-"), len(cells) - at)
+        yield at, width, cells[at][0], int(cells[at][1:])
+
+
+def typed(settings, lines):
+    """What the picture of a grid has: its text, the boxes of waiting ranks, those of actions, the numbers."""
+    (_, p, _, v, _, _, per_unit) = settings
+    columns, unit = len(lines[0].split("|")[1].split()), HUNDREDTHS // per_unit
+    head = f"{p} ranks, {p * v} stages, makespan {columns / per_unit:g}"
+    boxes = [[IDLE, 0, columns * unit, rank * HUNDREDTHS + BOX[0], BOX[1], 1] for rank in range(p)]
+    numbers, kinds = [], set()
+    for rank, line in enumerate(lines):
+        for at, width, letter, microbatch in cells_of(line):
+            kind, place = "FBIW".index(letter.upper()), (at * unit, width * unit)
+            kinds |= {kind, SECOND} if letter.islower() else {kind}
+            boxes.append([kind, *place, rank * HUNDREDTHS + BOX[0], BOX[1], 0])
+            boxes += [[SECOND, *place, rank * HUNDREDTHS + BAR[0], BAR[1], 0]] if letter.islower() else []
+            if width > columns * 0.006:
+                numbers.append([microbatch, at * unit + width * unit // 2, rank * HUNDREDTHS, 0, 0, 0])
+    labels = [code(LABELS[kind]) for kind in sorted(kinds | {IDLE})]
+    frame = [
+        code(f"picture of {p}"),
+        columns * unit,
+        p * HUNDREDTHS - 50,
+        code(", ".join(f"rank {r}" for r in range(p))),
+    ]
+    return filled([[code("\n".join([head, *lines])), 0, 0, 0, 0, 0], labels, frame, *boxes, *numbers])
+
+
+def filled(rows):
+    rows = [[*row, *[-1] * (COLUMNS - len(row))] for row in rows]
+    return rows + [[-1] * COLUMNS] * (MOST_ROWS - len(rows))
+
+
+def drawn(settings):
+    """The same of a picture that was drawn."""
+    from matplotlib.colors import to_hex
+
+    name, p, n, v, style, times, _ = settings
+    timeline = simulate(schedule_order(name, p, n, v), stage_to_rank(p, p * v, style), times)
+    (ax,) = draw(timeline, f"picture of {p}").axes
+    legend = {
+        text.get_text(): to_hex(handle.get_facecolor())
+        for text, handle in zip(ax.get_legend().get_texts(), ax.get_legend().legend_handles, strict=True)
+    }
+    kind_of = {colour: LABELS.index(label) for label, colour in legend.items()}
+    boxes = []
+    for collection in ax.collections:
+        for path in collection.get_paths():
+            (x, y), (end, top) = path.vertices.min(0), path.vertices.max(0)
+            place = [round(HUNDREDTHS * float(number)) for number in (x, end - x, y, top - y)]
+            boxes.append([kind_of[to_hex(collection.get_facecolor()[0])], *place, int(bool(collection.get_hatch()))])
+    numbers = [
+        [int(text.get_text()), *(round(HUNDREDTHS * float(number)) for number in text.get_position()), 0, 0, 0]
+        for text in ax.texts
+    ]
+    (left, right), (bottom, above) = ax.get_xlim(), ax.get_ylim()
+    assert (left, above) == (0, -0.5)
+    names = ", ".join(label.get_text() for label in ax.get_yticklabels())
+    frame = [code(ax.get_title(loc="left")), round(HUNDREDTHS * right), round(HUNDREDTHS * bottom), code(names)]
+    return filled([[code(str(timeline)), 0, 0, 0, 0, 0], [code(label) for label in legend], frame, *boxes, *numbers])
+
+
+@cache
+def all_drawn():
+    return torch.tensor([row for settings, _ in GRIDS for row in drawn(settings)])
+
+
+def by_hand(ids):
+    return jnp.asarray([row for settings, lines in GRIDS for row in typed(settings, lines)], ids.dtype) + 0 * ids
+
+
+@scheme(
+    reference=by_hand,
+    mesh={"pp": (1, 2, 3)},
+    inputs={"ids": "k r/pp"},
+    outputs="k r/pp",
+    dims={"k": (MOST_ROWS * len(GRIDS),), "r": (COLUMNS,)},
+    draw={"ids": token_below("r")},
+)
+def pictures_of_schedules(mesh, ids) -> Int[Tensor, "k r/pp"]:
+    """Each rank fills in its own columns."""
+    return all_drawn().to(ids)[:, mesh.global_ids("r")]
+
+
+@settings(max_examples=3)
+@given(every_case(pictures_of_schedules))
+def test_pictures_are_those_typed_by_hand(case):
+    check(case)
