@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from jax_ref.context_parallel import padded_batch
 from jax_ref.layouts import dual_chunk_swap
 from parity_tests.harness.run.engines import run
-from shardproof import CaseSpec, Cost, check, every_case, integers, scheme
+from shardproof import CaseSpec, Cost, check, every_case, integers, lengths, scheme
 from torch_impl import context_parallel as cp
 
 KEYS = ("inputs_embeds", "input_ids", "labels", "position_ids", "padding_mask")
@@ -46,10 +47,37 @@ def share_of_a_dense_batch(
         return tuple(padded[key].clone() for key in KEYS)
 
 
+def positions_in_slots(ids, padded):
+    """Counted from the slot's start, and from the row's; what a row has after its last slot joins it."""
+    start = jnp.concatenate([jnp.zeros(1, padded.dtype), jnp.cumsum(padded)[:-1]])
+    start = jnp.where(start < ids.shape[1], start, 0)
+    place = jnp.arange(ids.shape[1])
+    behind = jnp.where(start[None] <= place[:, None], place[:, None] - start[None], ids.shape[1])
+    return jnp.broadcast_to(behind.min(1), ids.shape), jnp.broadcast_to(place, ids.shape)
+
+
+@scheme(
+    reference=positions_in_slots,
+    mesh={"cp": (1, 2)},
+    inputs={"ids": "b t/cp:packed", "padded": "q"},
+    outputs=("b t", "b t"),
+    dims={"b": (2, 1, 3), "q": (3, 5, 2), "t": (24, 40, 16)},
+    draw={"ids": integers(0, 9), "padded": lengths("t", padded=True)},
+)
+def positions_of_a_batch(mesh, ids, padded) -> tuple[Int[Tensor, "b t"], Int[Tensor, "b t"]]:
+    full = torch.zeros(len(ids), mesh.total("t"), dtype=torch.int64)
+    slots = torch.cat([padded, torch.tensor([-1])]).expand(len(ids), -1)
+    batches = {"input_ids": full, "seq_lens_padded": slots}, {"input_ids": full, "position_ids": None}
+    built = [cp._build_position_ids(dict(batch), "cpu")["position_ids"] for batch in batches]
+    assert cp._build_position_ids({"position_ids": built[0]}, "cpu")["position_ids"] is built[0]
+    return tuple(built)
+
+
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])
-def test_parity(engine):
+@pytest.mark.parametrize("declared", [share_of_a_dense_batch, positions_of_a_batch], ids=lambda declared: declared.name)
+def test_parity(declared, engine):
     @settings(max_examples=15 if engine == "lockstep" else 3)
-    @given(every_case(share_of_a_dense_batch, engine=engine))
+    @given(every_case(declared, engine=engine))
     def example(case):
         check(case)
 

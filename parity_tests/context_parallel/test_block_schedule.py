@@ -61,7 +61,7 @@ def declared(cut, ranks, exchanges, **sizes):
 def attended(mesh, q, k, v, padded, real, causal, window, exchange, kind):
     stream = TokenLayout.packed(padded, real, cp_size=mesh.size("cp"), cp_rank=mesh.rank("cp"), kind=kind)
     return context_parallel_attention(
-        q, k, v, group=mesh["cp"], layout=stream, exchange=exchange, **rules(causal, window)
+        q, k, v, group=mesh["cp"], layout=stream, cu_seqlens=padded, exchange=exchange, **rules(causal, window)
     )
 
 
@@ -83,6 +83,34 @@ def packed_attention_in_stripes(mesh, q, k, v, padded, real, causal, window, exc
 @scheme(**declared("s/cp", (1, 2, 4), ("all_gather", "ulysses")))
 def packed_attention_in_order(mesh, q, k, v, padded, real, causal, window, exchange):
     return attended(mesh, q, k, v, padded, real, causal, window, exchange, "contiguous")
+
+
+def without_padding(q, k, v, padded, causal, window):
+    return by_rules(q, k, v, padded, padded, causal, window)
+
+
+def by_name(cut):
+    """What a scheme without real lengths declares."""
+    fields = declared(cut, (1, 2, 4), ("ring", "all_gather"), n=(4,))
+    names = [name for name in fields["inputs"] if name != "real"]
+    draws = {name: draw for name, draw in fields["draw"].items() if name != "real"}
+    inputs = {name: fields["inputs"][name] for name in names}
+    return {**fields, "reference": without_padding, "inputs": inputs, "draw": draws}
+
+
+@scheme(**by_name("s/cp:packed"))
+def packed_attention_by_name(mesh, q, k, v, padded, causal, window, exchange):
+    """Offsets and the name of an order in place of a layout."""
+    return context_parallel_attention(
+        q,
+        k,
+        v,
+        group=mesh["cp"],
+        layout="dual_chunk_swap",
+        cu_seqlens=padded,
+        exchange=exchange,
+        **rules(causal, window),
+    )
 
 
 MANY = declared("s/cp:packed", (1, 2), ("ring", "ulysses"), h=(2,), g=(1,), s=(160,), n=(15,))
@@ -142,6 +170,7 @@ SCHEMES = (
     packed_attention_by_heads,
     packed_attention_in_stripes,
     packed_attention_in_order,
+    packed_attention_by_name,
 )
 
 

@@ -1,6 +1,6 @@
 """The layout of one batch: goldens typed by hand, both statements alike, and what it rejects."""
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +17,12 @@ from jax_ref.layouts import ceil_lengths, check_partition, reference
 from parity_tests.harness.run.engines import run
 from shardproof import CaseSpec, Cost, check, every_case, integers, offsets, scheme
 from torch_impl.layouts import TokenLayout
+from torch_impl.layouts.index_arrays import (
+    contiguous_positions,
+    dual_chunk_swap_positions,
+    ragged_positions,
+    striped_positions,
+)
 
 worlds = st.sampled_from([1, 2, 3, 4, 8])
 
@@ -176,26 +182,105 @@ def gathered_by_layout_with_one_gradient(mesh, x, padded):
     return packed_layout(mesh, padded).unshard(x, -2, mesh["cp"], gradient="I")
 
 
-def tables(ids, padded, true) -> tuple[Array, Array, Array]:
-    """Position g stands in the sequence that as many ends lie at or before."""
+Row = Int[Tensor, " t"]
+Tables = tuple[Row, Row, Bool[Tensor, " t"], Row]
+
+
+def tables(ids, padded, true, mesh) -> tuple[Array, ...]:
+    """Position g stands in the sequence that as many ends lie at or before; its rank counts chunks from both ends."""
     g = jnp.arange(ids.shape[1])
     sequence = (padded[1:][None, :] <= g[:, None]).sum(1)
     position = g - padded[sequence]
-    return position, sequence, position >= jnp.diff(true)[sequence]
+    chunk = position * 2 * mesh["cp"] // jnp.diff(padded)[sequence]
+    rank = jnp.minimum(chunk, 2 * mesh["cp"] - 1 - chunk)
+    return position, sequence, position >= jnp.diff(true)[sequence], rank
 
 
 @scheme(
     reference=tables,
     inputs={"ids": "b t", "padded": "n", "true": "n"},
-    outputs=("t/cp:packed",) * 3,
+    outputs=("t/cp:packed",) * 4,
+    rank_options={"validate": (True, False)},
     **{**PACKED, "draw": {**PACKED["draw"], "ids": integers(0, 9)}},
 )
-def tables_of_layout(mesh, ids, padded, true) -> tuple[Int[Tensor, " t"], Int[Tensor, " t"], Bool[Tensor, " t"]]:
-    layout = packed_layout(mesh, padded, true)
-    return tuple(layout.shard(x, 0) for x in (layout.position_ids, layout.sequence_ids, layout.padding_mask))
+def tables_of_layout(mesh, ids, padded, true, validate) -> Tables:
+    """Of a layout whose offsets are its own: what its caller writes into them later does not change it."""
+    offsets = padded.int(), true.int()
+    sizes = dict(cp_size=mesh.size("cp"), cp_rank=mesh.rank("cp"))
+    layout = TokenLayout.packed(*offsets, total=ids.shape[1], validate=validate, **sizes)
+    for each in offsets:
+        each.fill_(0)
+    ranks = torch.tensor([int(rank) for rank in layout.draw().replace("|", "")], dtype=ids.dtype)
+    return tuple(layout.shard(x, 0) for x in (layout.position_ids, layout.sequence_ids, layout.padding_mask, ranks))
 
 
-SCHEMES = (sharded_by_layout, gathered_by_layout, gathered_by_layout_with_one_gradient, tables_of_layout)
+def up_to_the_last_token(x, padded, true):
+    """What comes after the last real token is 0."""
+    real = jnp.diff(true)
+    last = jnp.where(real > 0, padded[:-1] + real, 0).max()
+    return jnp.where(jnp.arange(x.shape[1])[:, None] < last, x, 0)
+
+
+@scheme(
+    reference=up_to_the_last_token,
+    inputs={"x": "b t/cp:packed d", "padded": "n", "true": "n"},
+    outputs="b t d cp=R",
+    dtypes=DTYPES,
+    cost=gather_cost("R"),
+    **PACKED,
+)
+def trimmed_by_layout(mesh, x, padded, true):
+    """Trimmed, and filled up again to one size."""
+    trimmed = packed_layout(mesh, padded, true).unshard(x, 1, mesh["cp"], trim=True)
+    return torch.nn.functional.pad(trimmed, (0, 0, 0, mesh.total("t") - trimmed.shape[1]))
+
+
+DENSE = ("contiguous", "striped", "dual_chunk_swap")
+
+
+def steep_lengths(size, n):
+    """Later ranks have more; the first may have no position."""
+    ends = [size * i * i // (n * n) for i in range(n + 1)]
+    return [stop - start for start, stop in pairwise(ends)]
+
+
+def in_blocks_of(lengths):
+    """The layout of a rule for lengths."""
+    return lambda size, n: np.split(np.arange(size), np.cumsum(lengths(size, n))[:-1])
+
+
+def in_all_orders(x, y):
+    return (*[x] * 2 * len(DENSE), *[y] * 4)
+
+
+@scheme(
+    reference=in_all_orders,
+    mesh={"cp": (1, 2, 3, 4)},
+    inputs={"x": "s", "y": "r"},
+    outputs=(*["s/cp", "s/cp:striped", "s/cp:dual_chunk_swap"] * 2, *["r/cp:steep", "r/cp:ceil"] * 2),
+    dims={"s": (24, 48), "r": (7, 5, 1)},
+    layouts={"steep": in_blocks_of(steep_lengths), "ceil": in_blocks_of(ceil_lengths)},
+    draw=dict.fromkeys("xy", integers(0, 99)),
+)
+def sharded_by_dense_layouts(mesh, x, y) -> tuple[Row, Row, Row, Row, Row, Row, Row, Row, Row, Row]:
+    """By a layout, and by the positions of this rank."""
+    n, rank = mesh.size("cp"), mesh.rank("cp")
+    ranks, counts = dict(cp_size=n, cp_rank=rank), steep_lengths(len(y), n)
+    shards = [TokenLayout.dense(kind, len(x), real_length=len(x) - 3, **ranks).shard(x, 0) for kind in DENSE]
+    positions = (contiguous_positions, striped_positions, dual_chunk_swap_positions)
+    shards += [x[of_rank(len(x), n, rank)] for of_rank in positions]
+    shards += [TokenLayout.dense("ragged", len(y), counts=lengths, **ranks).shard(y, 0) for lengths in (counts, None)]
+    return *shards, y[ragged_positions(len(y), n, rank, counts)], y[ragged_positions(len(y), n, rank)]
+
+
+SCHEMES = (
+    sharded_by_layout,
+    gathered_by_layout,
+    gathered_by_layout_with_one_gradient,
+    trimmed_by_layout,
+    tables_of_layout,
+    sharded_by_dense_layouts,
+)
 
 
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])

@@ -25,6 +25,7 @@ GRIDS = [
         ("ZBVZeroBubble", 1, 2, 2, "v", Times(), 1),
         ["rank 0 |F0 f0 i0 w0 F1 I0 W0 f1 i1 w1 I1 W1| idle 0.0%, live 2"],
     ),
+    (("LoopedBFS", 1, 1, 3, "loop", Times(), 1), ["rank 0 |F0 f0 F0 B0 -  b0 -  B0 - | idle 0.0%, live 3"]),
     (
         ("GPipe", 2, 2, 1, "loop", Times(f=2, i=1, w=3, p2p=5), 1),
         [

@@ -29,12 +29,13 @@ def gather_cost(case):
     mesh=RANKS,
     inputs={"x": "b s/cp:dual_chunk_swap d"},
     outputs="b s d cp=R",
-    rank_options=SEQ_DIMS,
+    rank_options={**SEQ_DIMS, "applies": (False, True)},
     dtypes=DTYPES,
     cost=gather_cost,
 )
-def gathered_sequence(mesh, x, seq_dim):
-    return vp.allgather_cp_sharded_tensor(x.movedim(1, seq_dim), mesh["cp"], seq_dim).movedim(seq_dim, 1)
+def gathered_sequence(mesh, x, seq_dim, applies):
+    gathered = vp.AllGatherCPTensor.apply if applies else vp.allgather_cp_sharded_tensor
+    return gathered(x.movedim(1, seq_dim), mesh["cp"], seq_dim).movedim(seq_dim, 1)
 
 
 @scheme(

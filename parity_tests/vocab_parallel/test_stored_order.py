@@ -79,16 +79,15 @@ def cut_logits(mesh, logits, s, v):
     inputs={"logits": "b s/cp v/tp:ceil", "target": "b s/cp", "keys": "s", "columns": "v"},
     layouts={"ceil": ceil},
     cost=in_stored_order,
-    **STORED,
+    **{**STORED, "rank_options": {**STORED["rank_options"], "by_route": (False, True)}},
 )
-def next_tokens_of_a_dtensor(mesh, logits, target, keys, columns, temperature, chunk_size):
-    return vp.get_logprobs_from_vocab_parallel_logits(
-        cut_logits(mesh, logits, len(keys), len(columns)),
-        DTensor.from_local(target, mesh.device_mesh, [Shard(1), Replicate()]),
-        seq_index=keys.argsort(stable=True),
-        chunk_size=chunk_size,
-        sampling_params=params(temperature),
-    )
+def next_tokens_of_a_dtensor(mesh, logits, target, keys, columns, temperature, chunk_size, by_route):
+    logits = cut_logits(mesh, logits, len(keys), len(columns))
+    target = DTensor.from_local(target, mesh.device_mesh, [Shard(1), Replicate()])
+    options = dict(seq_index=keys.argsort(stable=True), chunk_size=chunk_size, sampling_params=params(temperature))
+    if by_route:
+        return vp.get_next_token_logprobs_from_logits(target, logits, **options)
+    return vp.get_logprobs_from_vocab_parallel_logits(logits, target, **options)
 
 
 @pytest.mark.parametrize("engine", ["lockstep", "gloo"])

@@ -578,4 +578,20 @@ BUGS = (
         new="",
         expect="gradient: ",
     ),
+    InjectedBug(
+        name="positions of a batch that never restart",
+        kind="sequence",
+        at="context_parallel:with_position_ids",
+        old='if "seq_lens_padded" in batch:',
+        new="if False:",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="a stream by its name sharded across its sequences",
+        kind="order",
+        at="context_parallel:_layout_of_name",
+        old='kind = "packed" if order == "dual_chunk_swap" else order',
+        new='kind = "contiguous"',
+        expect="value: ",
+    ),
 )

@@ -290,4 +290,21 @@ BUGS = (
         new="sizes.inner + groups, sizes.inner + groups)",
         expect="value: ",
     ),
+    # A layout of its own
+    InjectedBug(
+        name="ragged positions that do not know the lengths",
+        kind="border",
+        at="layouts:ragged_positions",
+        old="bounds = _ragged_bounds(size, world, lengths)",
+        new="bounds = _ragged_bounds(size, world, None)",
+        expect="raised: ",
+    ),
+    InjectedBug(
+        name="padding at the end that is not trimmed",
+        kind="border",
+        at="layouts:TokenLayout.original_length",
+        old="ends = self.cu_padded[:-1] + self.cu_real.diff()",
+        new="ends = self.cu_padded[1:]",
+        expect="value: ",
+    ),
 )

@@ -453,4 +453,21 @@ BUGS = (
         new="            self.model_class.forward = fusion.original",
         expect="raised: ",
     ),
+    # The route that the arguments name
+    InjectedBug(
+        name="sampling parameters lost on the way to DTensor logits",
+        kind="call",
+        at="vocab_parallel:get_next_token_logprobs_from_logits",
+        old="score_dtensor(next_token_logits, input_ids, seq_index, chunk_size, sampling_params)",
+        new="score_dtensor(next_token_logits, input_ids, seq_index, chunk_size, None)",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="an applied gather of another dim",
+        kind="border",
+        at="vocab_parallel:AllGatherCPTensor.forward",
+        old="GatherOverCp.forward(ctx, tensor, cp_group, seq_dim)",
+        new="GatherOverCp.forward(ctx, tensor, cp_group, 1)",
+        expect="raised: ",
+    ),
 )
