@@ -5,14 +5,17 @@ On the meta device: values are not computed, which needs a GPU.
 Parity of attention whose blocks are computed by plain operations, few rows at a time.
 """
 
+import jax.numpy as jnp
 import pytest
 import torch
 from hypothesis import given, settings
+from jaxtyping import Int
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from parity_tests.context_parallel.test_block_schedule import packed_attention_by_keys
-from shardproof import check, every_case
+from shardproof import check, every_case, scheme, token_below
 from torch_impl.collectives import accumulator
 from torch_impl.context_parallel import block_kernels, blockwise_attention
 from torch_impl.context_parallel.block_schedule import Block
@@ -71,28 +74,70 @@ def test_a_causal_block_needs_no_number_for_each_pair(dtype):
 HALF, WIDE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 
 
-@pytest.mark.parametrize(
-    ("dtype", "masked", "keys", "width", "capability", "takes"),
-    [
-        (HALF, False, 16, 64, (8, 0), "flash"),
-        (HALF, False, 16, 208, (9, 0), "flash"),
-        (HALF, False, 16, 208, (8, 9), "efficient"),
-        (HALF, False, 16, 208, (12, 0), "efficient"),
-        (HALF, False, 16, 256, (8, 6), "flash"),
-        (HALF, True, 16, 64, (8, 0), "efficient"),
-        (HALF, False, 8, 64, (8, 0), "efficient"),
-        (HALF, False, 16, 512, (8, 0), "efficient"),
-        (torch.float16, False, 16, 64, (7, 5), "efficient"),
-        (HALF, False, 16, 64, (7, 5), "plain"),
-        (HALF, False, 16, 36, (8, 0), "plain"),
-        (WIDE, False, 16, 64, (7, 0), "efficient"),
-        (WIDE, False, 16, 6, (8, 0), "plain"),
-        (DOUBLE, False, 16, 64, (9, 0), "plain"),
-    ],
+BY_HAND = [
+    (HALF, False, 16, 64, (8, 0), "flash"),
+    (HALF, False, 16, 208, (9, 0), "flash"),
+    (HALF, False, 16, 208, (8, 9), "efficient"),
+    (HALF, False, 16, 208, (12, 0), "efficient"),
+    (HALF, False, 16, 256, (8, 6), "flash"),
+    (HALF, True, 16, 64, (8, 0), "efficient"),
+    (HALF, False, 8, 64, (8, 0), "efficient"),
+    (HALF, False, 16, 512, (8, 0), "efficient"),
+    (torch.float16, False, 16, 64, (7, 5), "efficient"),
+    (HALF, False, 16, 64, (7, 5), "plain"),
+    (HALF, False, 16, 36, (8, 0), "plain"),
+    (WIDE, False, 16, 64, (7, 0), "efficient"),
+    (WIDE, False, 16, 6, (8, 0), "plain"),
+    (DOUBLE, False, 16, 64, (9, 0), "plain"),
+]
+# Widths above 192 and up to 224 on devices with little shared memory; 256 is the widest of all.
+BY_HAND += [(HALF, False, 16, 200, capability, "flash") for capability in ((8, 0), (8, 5), (8, 10), (9, 0), (11, 9))]
+BY_HAND += [(HALF, False, 16, 200, capability, "efficient") for capability in ((8, 6), (8, 9), (12, 0), (12, 1))]
+BY_HAND += [(HALF, False, 16, width, (8, 6), "flash") for width in (8, 192, 232, 256)]
+BY_HAND += [(HALF, False, 16, width, (8, 6), "efficient") for width in (224, 264)]
+BY_HAND += [(WIDE, False, 16, width, (8, 0), "efficient") for width in (4, 12)]
+BY_HAND += [(torch.float16, False, 16, 4, (8, 0), "plain"), (HALF, False, 16, 64, (7, 9), "plain")]
+QUERIES = 16
+CODES = {"flash": (1, 1), "efficient": (0, 1), "plain": (0, 0)}  # efficient attention takes all that flash takes
+
+
+def by_hand(ids):
+    """Of causal blocks, then of blocks that see all, where as many keys as queries are not needed."""
+    rows = [CODES[takes] for *_, takes in BY_HAND]
+    rows += [CODES[takes if keys == QUERIES else "flash"] for _, _, keys, _, _, takes in BY_HAND]
+    return jnp.asarray(rows, ids.dtype) + 0 * ids
+
+
+@scheme(
+    reference=by_hand,
+    mesh={"cp": (1, 2)},
+    inputs={"ids": "k r/cp"},
+    outputs="k r/cp",
+    dims={"k": (2 * len(BY_HAND),), "r": (2,)},
+    draw={"ids": token_below("r")},
 )
+def kernels_that_take_a_block(mesh, ids) -> Int[Tensor, "k r/cp"]:
+    """Whether flash attention does, and whether memory-efficient attention does."""
+    rows = []
+    for is_causal in (True, False):
+        for dtype, masked, keys, width, capability, _ in BY_HAND:
+            q, k = (torch.empty(1, 1, size, width, dtype=dtype, device="meta") for size in (QUERIES, keys))
+            mask = torch.ones(1, 1, 1, keys, dtype=torch.bool, device="meta") if masked else None
+            is_flash = block_kernels._flash_supports(q, k, mask, is_causal, capability)
+            rows.append([is_flash, block_kernels._efficient_supports(q, capability)])
+    return torch.tensor(rows).to(ids)[:, mesh.global_ids("r")]
+
+
+@settings(max_examples=3)
+@given(every_case(kernels_that_take_a_block))
+def test_parity_of_what_takes_a_block(case):
+    check(case)
+
+
+@pytest.mark.parametrize(("dtype", "masked", "keys", "width", "capability", "takes"), BY_HAND)
 def test_which_operation_takes_a_causal_block(dtype, masked, keys, width, capability, takes, monkeypatch):
-    q, k = (torch.empty(1, 1, rows, width, dtype=dtype, device="meta") for rows in (16, keys))
-    mask = torch.ones(1, 1, 16, keys, dtype=torch.bool, device="meta") if masked else None
+    q, k = (torch.empty(1, 1, rows, width, dtype=dtype, device="meta") for rows in (QUERIES, keys))
+    mask = torch.ones(1, 1, QUERIES, keys, dtype=torch.bool, device="meta") if masked else None
     calls = []
     for name, operation in {"FLASH": "flash", "EFFICIENT": "efficient"}.items():
         for way in (name, f"{name}_BACKWARD"):

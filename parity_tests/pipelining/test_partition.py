@@ -1,5 +1,7 @@
 """Parity of pipelining.partition: the specified cases by hand, then laws, then what is rejected."""
 
+import re
+
 import jax.numpy as jnp
 import pytest
 import torch
@@ -28,15 +30,74 @@ CUT = [(2, 5, 0, 0), (3, 8, 0, 0), (4, 10, 1, 3), (3, 9, 0, 2.5), (4, 9, 0.5, 0)
 VIRTUAL = [(33, 4, 4, "up"), (33, 4, 4, "down"), (32, 4, 4, None), (17, 2, 2, "up"), (17, 2, 2, "down")]
 
 
+ROUNDINGS = (None, "up", "down")
+ADVISED = [
+    (num_layers, per_stage, pp_size, is_single, rounding)
+    for num_layers, per_stage, pp_size in (
+        (8, 3, 3),
+        (12, 5, 4),
+        (10, 4, 2),
+        (9, 9, 3),
+        (5, 1, 2),
+        (3, 2, 4),
+        (7, 7, 7),
+    )
+    for is_single in (True, False)
+    for rounding in ROUNDINGS
+]
+UNEVEN = [(3, 7), (4, 9), (2, 1), (5, 10)]  # ranks, and stages that they cannot share but once
+
+
 def row(numbers):
     return [*numbers, *[-1] * (WIDTH - len(numbers))]
+
+
+def is_legal(stages, num_layers, pp_size, is_single):
+    """Whether every rank has one stage, or at least two where it may have several, and each stage a layer."""
+    of_rank, left = divmod(stages, pp_size)
+    return not left and stages <= num_layers and (of_rank == 1 if is_single else of_rank > 1)
+
+
+def advised(num_layers, per_stage, pp_size, is_single, rounding):
+    """The number of stages; or the layers of a stage that are advised, and which roundings would do, too."""
+
+    def legal(size, how):
+        return is_legal(reference.stages_by_search(num_layers, size, pp_size, how), num_layers, pp_size, is_single)
+
+    if legal(per_stage, rounding):
+        return [reference.stages_by_search(num_layers, per_stage, pp_size, rounding)]
+    sizes = [size for size in range(1, num_layers + 1) if legal(size, rounding)]
+    others = [int(bool(sizes) and rounding is None and legal(per_stage, how)) for how in ROUNDINGS[1:]]
+    return [0, max(sizes, default=0), *others]
+
+
+def advice(*sizes):
+    try:
+        return [calculate_virtual_stages(*sizes)[0]]
+    except ValueError as error:
+        size = re.search(r"use layers_per_stage=(\d+)", str(error))
+        others = [int(f"or round_to_pp_multiple={how!r}" in str(error)) for how in ROUNDINGS[1:]]
+        return [0, int(size[1]) if size else 0, *others]
+
+
+def multiple_above(pp_size, num_stages):
+    return min(number for number in range(pp_size, 99, pp_size) if number >= num_stages)
+
+
+def even(pp_size, num_stages):
+    """The number of stages that are placed, or that are advised."""
+    try:
+        return len(stage_to_rank(pp_size, num_stages))
+    except ValueError as error:
+        return int(str(error).rpartition(" ")[2])
 
 
 def by_definition(ids):
     placed = [row(reference.stage_ids_this_rank(p - 1, p, stages, style)) for p, stages, style in PLACED]
     layers = [row(reference.dearest_stage_first(*sizes)) for sizes in CUT]
     stages = [row([reference.stages_by_search(*sizes)]) for sizes in VIRTUAL]
-    return jnp.asarray([*placed, *layers, *stages], ids.dtype) + 0 * ids
+    advice_for = [row(advised(*sizes)) for sizes in ADVISED] + [row([multiple_above(*sizes)]) for sizes in UNEVEN]
+    return jnp.asarray([*placed, *layers, *stages, *advice_for], ids.dtype) + 0 * ids
 
 
 @scheme(
@@ -44,14 +105,15 @@ def by_definition(ids):
     mesh={"pp": (1, 2)},
     inputs={"ids": "k r/pp"},
     outputs="k r/pp",
-    dims={"k": (len(PLACED) + len(CUT) + len(VIRTUAL),), "r": (WIDTH,)},
+    dims={"k": (sum(map(len, (PLACED, CUT, VIRTUAL, ADVISED, UNEVEN))),), "r": (WIDTH,)},
     draw={"ids": token_below("r")},
 )
 def numbers_of_stages(mesh, ids) -> Int[Tensor, "k r/pp"]:
     placed = [row(stage_ids_this_rank(p - 1, p, stages, style)) for p, stages, style in PLACED]
     layers = [row(layer_counts(*sizes)) for sizes in CUT]
     stages = [row([calculate_virtual_stages(*sizes, False, rounding)[0]]) for *sizes, rounding in VIRTUAL]
-    numbers = torch.tensor([*placed, *layers, *stages], dtype=ids.dtype, device=ids.device)
+    advice_for = [row(advice(*sizes)) for sizes in ADVISED] + [row([even(*sizes)]) for sizes in UNEVEN]
+    numbers = torch.tensor([*placed, *layers, *stages, *advice_for], dtype=ids.dtype, device=ids.device)
     return numbers[:, mesh.global_ids("r")]
 
 

@@ -594,4 +594,12 @@ BUGS = (
         new='kind = "contiguous"',
         expect="value: ",
     ),
+    InjectedBug(
+        name="flash attention of wide heads on a small device",
+        kind="border",
+        at="context_parallel:_flash_supports",
+        old="(8, 6) <= capability <= (8, 9)",
+        new="(8, 6) < capability <= (8, 9)",
+        expect="value: ",
+    ),
 )

@@ -434,4 +434,13 @@ BUGS = (
         new="ax.text(start,",
         expect="value: ",
     ),
+    # Advice on the number of stages
+    InjectedBug(
+        name="advice of the most stages",
+        kind="order",
+        at="pipelining:_advice",
+        old="range(num_layers, 0, -1)",
+        new="range(1, num_layers + 1)",
+        expect="value: ",
+    ),
 )
