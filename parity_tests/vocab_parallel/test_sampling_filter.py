@@ -61,7 +61,7 @@ def filtered_by_mass(mesh, logits, top_k, top_p, temperature) -> Bool[Tensor, "b
     mesh={"tp": (1, 2, 4)},
     dims={"b": (1,), "s": (2,), "v": (1030, 2100)},
     options={"top_k": (1025, 2000, 2100), "top_p": (1.0, 0.5, 0.9), "temperature": (1.0, 0.7)},
-    **DECLARED,
+    **{**DECLARED, "draw": {"logits": decided_rows("normal", "ties", "large", "ties", "neg_inf_mask", "tiny")}},
 )
 def filtered_by_count(mesh, logits, top_k, top_p, temperature) -> Bool[Tensor, "b s v"]:
     return filtered_columns(mesh["tp"], logits, top_k, top_p, temperature)
