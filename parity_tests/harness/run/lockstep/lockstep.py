@@ -11,13 +11,15 @@ libraries, and the generators of Python and NumPy (torch's are each rank's own).
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -42,6 +44,7 @@ Job = Callable[[Any, CaseSpec], Any]
 _one_run = threading.Lock()
 _sessions: dict[Hashable, Session] = {}
 _MOST_SESSIONS = 16
+THREAD_NAME = "lockstep-rank-"
 
 
 def run(fn: Job, case: CaseSpec, *, quiet_s: float = 60.0) -> RunResult:
@@ -52,10 +55,30 @@ def run(fn: Job, case: CaseSpec, *, quiet_s: float = 60.0) -> RunResult:
     if not _one_run.acquire(blocking=False):
         raise RuntimeError("lockstep.run: another run is going on in this process; use engine='gloo'")
     try:
-        with world.installed(group.create), propagation.shared():
+        with world.installed(group.create), propagation.shared(), _raised_exits():
             return _session(fn, case, quiet_s).run(fn, case, quiet_s)
     finally:
         _one_run.release()
+
+
+@contextmanager
+def _raised_exits() -> Iterator[None]:
+    """Let `os._exit` of a rank end that rank, as it would end a process of its own, and not this process.
+
+    This process would end without a verdict, with the status that the rank chose. A process that a rank forks leaves.
+    """
+    leave, process = os._exit, os.getpid()
+
+    def end_rank(status: int) -> NoReturn:
+        if os.getpid() == process and threading.current_thread().name.startswith(THREAD_NAME):
+            raise SystemExit(f"os._exit({status}), which ends a rank's process")
+        leave(status)
+
+    os._exit = end_rank
+    try:
+        yield
+    finally:
+        os._exit = leave
 
 
 def _session(fn: Job, case: CaseSpec, quiet_s: float) -> Session:
@@ -81,7 +104,7 @@ class Session:
         self._worlds = [world.RankWorld(self._exchange) for _ in range(case.world)]
         self._meshes: list[Any] = [None] * case.world
         self._threads = [
-            threading.Thread(target=self._serve, args=(rank,), name=f"lockstep-rank-{rank}", daemon=True)
+            threading.Thread(target=self._serve, args=(rank,), name=f"{THREAD_NAME}{rank}", daemon=True)
             for rank in range(case.world)
         ]
         for thread in self._threads:

@@ -1,5 +1,7 @@
 """The lockstep engine by itself: repeatable, isolated, and leaving the process as it found it."""
 
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -262,3 +264,30 @@ class Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:
         return grad, None
+
+
+def leaves(mesh: Any, case: CaseSpec) -> None:
+    if mesh.rank("tp") == 1:
+        os._exit(0)
+
+
+def test_a_rank_that_ends_its_process_is_a_failed_rank():
+    """In a process of its own, since without the guard it ends with status 0 and without a word."""
+    program = (
+        f"from {__name__} import case, leaves; from parity_tests.harness.run.engines import run; run(leaves, case(2))"
+    )
+    completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert completed.returncode == 1
+    assert "rank 1 raised SystemExit: os._exit(0), which ends a rank's process" in completed.stderr
+
+
+def test_a_process_that_a_rank_forks_may_leave():
+    def forks(mesh: Any, case: CaseSpec) -> int:
+        child = os.fork() if mesh.rank("tp") == 0 else None
+        if child == 0:
+            os._exit(7)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if child else 7
+
+    leave = os._exit
+    assert run(forks, case(2)).results == (7, 7)
+    assert os._exit is leave
