@@ -34,6 +34,11 @@ def _backward(evidence: Evidence) -> Iterator[Note]:
         yield Note(FORWARD_EQUAL, CONTEXT)
 
 
+def _narrow_result(evidence: Evidence) -> Iterator[Note]:
+    if evidence.role == "output" and evidence.narrow_dtype is not None:
+        yield Note(f"returned in {evidence.narrow_dtype}, which rounds more than the dtype of the inputs")
+
+
 def _over_all(evidence: Evidence) -> Iterator[Note]:
     if evidence.over_all is not None:
         size = math.prod(evidence.axes.values())
@@ -49,6 +54,7 @@ def _divergence(evidence: Evidence) -> Iterator[Note]:
 # `stored` is early: what more declared roundings would cover may be meant. `narrow_sums` comes before `fitted_number`
 # and `narrowest`, since rounding errors may by chance lie near a fitted number, or in one place only.
 CLUES = (
+    _narrow_result,
     places.not_finite,
     arithmetic.stored,
     arithmetic.known_number,

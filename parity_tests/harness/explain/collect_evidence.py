@@ -12,6 +12,7 @@ from parity_tests.harness.declare.spec import Spec
 from parity_tests.harness.draw import inputs
 from parity_tests.harness.explain.evidence import Evidence, ShardedDim
 from parity_tests.harness.judge.compare import COARSER, TensorRow, max_finite
+from parity_tests.harness.judge.reference import UNIT_ROUNDOFF
 from parity_tests.harness.run.ledger import Ledger
 from parity_tests.harness.run.program import Program
 from parity_tests.harness.run.stitch import owners
@@ -49,6 +50,7 @@ def collect_evidence(
         coarse_budget=row.coarse_budgets,
         stored_budgets=stored_budgets,
         coarse_dtype=COARSER[case.dtype],
+        narrow_dtype=row.dtype if UNIT_ROUNDOFF.get(row.dtype, 0.0) > UNIT_ROUNDOFF[case.dtype] else None,
         max_finite=max_finite(case.dtype),
         over_all=_over_all(case, ledger),
         first_divergence=protocol[0] if protocol else None,

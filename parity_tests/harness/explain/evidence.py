@@ -56,6 +56,7 @@ class Evidence:
     coarse_budget: np.ndarray | None = None  # had sums been accumulated in `coarse_dtype`
     stored_budgets: Mapping[int, np.ndarray] = field(default_factory=dict)  # had so many roundings been declared
     coarse_dtype: str = "bfloat16"  # COARSER[tested dtype], which a narrow dtype is itself
+    narrow_dtype: str | None = None  # of the result, if it rounds more than the tested dtype
     max_finite: float = np.inf  # of the tested dtype: beyond it an infinity of the same sign is right
     over_all: str | None = None  # a collective of all ranks of a mesh of several axes, as op at file:line
     first_divergence: str | None = None  # where the ranks' ledgers part, as #n op at file:line

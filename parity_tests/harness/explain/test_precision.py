@@ -42,3 +42,14 @@ def test_a_norm_whose_input_is_cast_twice():
         "within what 2 roundings to bfloat16 may do: declare roundings=2 if they are meant"
     )
     assert scheme(**declared, **more, roundings=2)(norm).verify(tp=2, b=4).ok
+
+
+def test_a_result_in_a_narrower_dtype_is_named():
+    """Before any pattern: what was returned is known, and no pattern explains it better."""
+
+    @scheme(reference=lambda x: 2 * x, mesh={"tp": (1, 2)}, inputs={"x": "n/tp"}, outputs="n/tp", dtypes=("float32",))
+    def doubled_in_half(mesh, x):
+        return (2 * x).half()
+
+    report = doubled_in_half.verify(examples=8, seed=0)
+    assert "returned in float16, which rounds more than the dtype of the inputs" in str(report)

@@ -262,7 +262,8 @@ class Report:
         hints = []
         if self.case.world == 1 and not all(row.ok for row in self.rows):
             hints.append("one rank is enough for it: the function and its reference differ before anything is sharded")
-        rare = drawn_kinds(self.case, RARE)
+        # Values do not let a rank hang or end its process; what a function raises may depend on them.
+        rare = drawn_kinds(self.case, RARE) if self.failure is None or self.failure.cause == "raised" else {}
         if self.values_to_avoid:
             drawn = drawn_kinds(self.case, EQUAL_NUMBERS)
             kinds = ", ".join(f"{name} {drawn[name]}" for name in self.values_to_avoid)
