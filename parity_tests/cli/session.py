@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import time
 from collections.abc import Iterator
 
@@ -38,9 +40,10 @@ def verify(targets: list[str], options: VerifyOptions) -> int:
 
         if not launch.is_rank_zero():
             return launch.serve()
-    outcome = run(discover.find(targets), options)
-    outcome.not_run |= {} if targets else discover.left_out()
     aside = options.json == "-" or options.junit == "-"  # standard output is for machines
+    with _prints_on_stderr() if aside else contextlib.nullcontext():
+        outcome = run(discover.find(targets), options)
+    outcome.not_run |= {} if targets else discover.left_out()
     console = Console(stderr=aside, width=None if Console(stderr=aside).is_terminal else PLAIN_WIDTH)
     if not outcome.is_mistake_alone:
         summary.show(console, outcome, options)
@@ -55,6 +58,20 @@ def verify(targets: list[str], options: VerifyOptions) -> int:
     if outcome.is_mistake_alone:
         raise ReferenceFailure(next(iter(outcome.not_judged.values())))
     return outcome.status
+
+
+@contextlib.contextmanager
+def _prints_on_stderr() -> Iterator[None]:
+    """What functions print, in this process and in those of ranks, goes to standard error."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 @without_advice()

@@ -1,6 +1,8 @@
 """shardproof: every verb, every exit status."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -121,6 +123,15 @@ def test_json_and_junit(shardproof):
     assert (suite.get("tests"), suite.get("failures")) == ("2", "1")
     _, out, err = shardproof("verify", "both.py", "--examples", "1", "--json", "-")
     assert json.loads(out)["status"] == 1 and closing(err) == "2 schemes, 1 mismatch, 0 not run."
+
+
+def test_what_a_function_prints_is_no_part_of_the_json(shardproof):
+    """On ranks that are threads and on those that are processes, which judge a mismatch again."""
+    written("prints.py", WRONG, "import os\nprint('of the module')\nos.system('echo of a process')\n")
+    command = [sys.executable, "-m", "parity_tests.cli.app", "verify", "prints.py", "--examples", "1", "--json", "-"]
+    completed = subprocess.run(command, capture_output=True, text=True)
+    assert json.loads(completed.stdout)["status"] == completed.returncode == 1
+    assert "of the module" in completed.stderr and "of a process" in completed.stderr
 
 
 def test_a_folder(shardproof):

@@ -121,7 +121,7 @@ REJECTED = [
     (
         TypeError,
         lambda m: gather(m["tp"], ids=IDS.float()),
-        f"{GATHER}: global_indices is float32; token ids must be integers",
+        f"{GATHER}: global_indices is float32; token ids must be int32 or int64",
     ),
     (
         TypeError,
@@ -143,7 +143,11 @@ REJECTED = [
         lambda m: logits_at(None, logits=LOGITS.int()),
         f"{AT}: vocab_parallel_logits is int32; logits must be floating",
     ),
-    (TypeError, lambda m: logits_at(None, ids=IDS.bool()), f"{AT}: global_indices is bool; token ids must be integers"),
+    (
+        TypeError,
+        lambda m: logits_at(None, ids=IDS.bool()),
+        f"{AT}: global_indices is bool; token ids must be int32 or int64",
+    ),
     (
         TypeError,
         lambda m: distillation(student=LOGITS.short()),
@@ -157,7 +161,7 @@ REJECTED = [
     (
         TypeError,
         lambda m: distillation(ids=IDS.double()),
-        f"{DISTILLATION}: teacher_topk_indices is float64; token ids must be integers",
+        f"{DISTILLATION}: teacher_topk_indices is float64; token ids must be int32 or int64",
     ),
     # E5: chunks
     (ValueError, lambda m: gather(m["tp"], chunk_size=0), f"{GATHER}: chunk_size=0 {BLOCKS}"),

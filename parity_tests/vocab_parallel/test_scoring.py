@@ -46,7 +46,11 @@ def as_dtensor(mesh):
 REJECTED = [
     (lambda m: plain(m, tp=None), TypeError, f"{PREFIX}: tp_group is None; {NO_TP}"),
     (lambda m: plain(m, cp=3), TypeError, f"{PREFIX}: cp_group is an int; {NO_CP}"),
-    (lambda m: plain(m, target=IDS.float()), TypeError, f"{PREFIX}: target is float32; token ids must be integers"),
+    (
+        lambda m: plain(m, target=IDS.float()),
+        TypeError,
+        f"{PREFIX}: target is float32; token ids must be int32 or int64",
+    ),
     (
         lambda m: plain(m, logits=LOCAL.int()),
         TypeError,

@@ -47,7 +47,7 @@ def _is_bool(dtype: torch.dtype) -> bool:
 _DTYPES = {
     "any": (_any_dtype, ""),
     "floating": (_is_floating, "must be floating"),
-    "ids": (_is_id, "token ids must be integers"),
+    "ids": (_is_id, "token ids must be int32 or int64"),
     "integer": (_is_integer, "must be integers"),
     "bool": (_is_bool, "must be bool"),
 }
