@@ -86,8 +86,11 @@ def known_number(evidence: Evidence) -> Iterator[Note]:
 
 
 def fitted_number(evidence: Evidence) -> Iterator[Note]:
-    """A relation with a number fitted to the tensor, where none with a name holds: one for all, or one a rank."""
-    if evidence.got.any() and not any(known_number(evidence)):  # zeros have a clue of their own
+    """A relation with a number fitted to the tensor, where none with a name holds: one for all, or one a rank.
+
+    Zeros have a clue of their own, and an input that is added too often is a constant at each index of its dims.
+    """
+    if evidence.got.any() and not any(known_number(evidence)) and not any(added(evidence)):
         for_all = (relation(evidence) for relation in (_plain_factor, _plain_constant))
         yield from islice(filter(None, chain(for_all, _part_by_part(evidence))), 1)
 

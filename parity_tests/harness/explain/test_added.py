@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from parity_tests.specimens.evidence_by_hand import headline, numbers
+from parity_tests.harness.explain.clues import explain
+from parity_tests.specimens.evidence_by_hand import evidence, headline, numbers
 
 BIAS = np.broadcast_to(numbers(5, seed=3), (4, 5))
 
@@ -24,3 +25,10 @@ def test_no_claim_without_a_fit():
     want = numbers(4, 5)
     assert headline(want + 2.5 * BIAS, want, inputs={"bias": BIAS}).startswith("no pattern")
     assert headline(want + numbers(4, 5, seed=9), want, inputs={"bias": 0 * BIAS}).startswith("no pattern")
+
+
+def test_it_is_the_only_note_on_a_bias():
+    """A bias is a constant at each index of its dim too, which says less."""
+    want = numbers(4, 5)
+    notes = explain(evidence(want + 3 * BIAS, want, inputs={"bias": BIAS}, dims=("b", "n")))
+    assert list(notes) == ["bias is counted 4 times (= tp): each rank adds it before the sum"]
