@@ -1,5 +1,7 @@
 """Softmax over a full vocabulary and what is computed from it, as the sharded functions must reproduce them."""
 
+from jax_ref.vocab_parallel.reference import argmax as argmax
+from jax_ref.vocab_parallel.reference import columns as columns
 from jax_ref.vocab_parallel.reference import cross_entropy as cross_entropy
 from jax_ref.vocab_parallel.reference import distillation as distillation
 from jax_ref.vocab_parallel.reference import gather_logprob as gather_logprob
@@ -12,6 +14,7 @@ from jax_ref.vocab_parallel.reference import logits_of_hidden as logits_of_hidde
 from jax_ref.vocab_parallel.reference import logprob as logprob
 from jax_ref.vocab_parallel.reference import logprob_and_negative_entropy as logprob_and_negative_entropy
 from jax_ref.vocab_parallel.reference import negative_entropy as negative_entropy
+from jax_ref.vocab_parallel.reference import next_positions as next_positions
 from jax_ref.vocab_parallel.reference import next_token_logprob as next_token_logprob
 from jax_ref.vocab_parallel.reference import next_token_logprob_of_stored as next_token_logprob_of_stored
 from jax_ref.vocab_parallel.reference import normaliser as normaliser

@@ -216,6 +216,11 @@ def sequence(x: Shaped[Array, "*a"]) -> Shaped[Array, "*a"]:
     return x
 
 
+def next_positions(x: Shaped[Array, "b s *d"], fill: float = 0) -> Shaped[Array, "b s *d"]:
+    """At position j what position j + 1 has; the last one has `fill`."""
+    return jnp.concatenate([x[:, 1:], jnp.full_like(x[:, :1], fill)], axis=1)
+
+
 def same(matrix: Shaped[Array, "t v"]) -> Shaped[Array, "t v"]:
     """Sharded by rows or sharded by columns: the same matrix."""
     return matrix
@@ -234,6 +239,16 @@ def logits_at(logits: Float[Array, "*a v"], ids: Int[Array, "*a k"]) -> Float[Ar
     """z[ids[j]]; 0 without gradient for an id outside [0, v)."""
     in_vocabulary = (ids >= 0) & (ids < logits.shape[-1])
     return jnp.where(in_vocabulary, jnp.take_along_axis(logits, jnp.where(in_vocabulary, ids, 0), axis=-1), 0)
+
+
+def columns(x: Float[Array, "*a v"], ids: Int[Array, " k"]) -> Float[Array, "*a k"]:
+    """x[..., ids[j]], of every row the same columns; 0 without gradient for an id outside [0, v)."""
+    return logits_at(x, jnp.broadcast_to(ids, (*x.shape[:-1], *ids.shape)))
+
+
+def argmax(logits: Float[Array, "*a v"]) -> Int[Array, "*a"]:
+    """The id of the largest, of equal ones the lowest."""
+    return topk(logits, 1)[1][..., 0]
 
 
 def distillation(

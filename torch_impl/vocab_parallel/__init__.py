@@ -20,6 +20,12 @@ Arguments with one meaning throughout the package, unless a function says otherw
     top_k, top_p                         what a sampler kept, see TrainingSamplingParams
 """
 
+from torch_impl.vocab_parallel.adapters.columns import group_all_reduce_sum as group_all_reduce_sum
+from torch_impl.vocab_parallel.adapters.columns import vocab_parallel_argmax as vocab_parallel_argmax
+from torch_impl.vocab_parallel.adapters.columns import (
+    vocab_parallel_full_log_softmax as vocab_parallel_full_log_softmax,
+)
+from torch_impl.vocab_parallel.adapters.columns import vocab_parallel_gather_columns as vocab_parallel_gather_columns
 from torch_impl.vocab_parallel.adapters.gpt_model import (
     _gpt_forward_with_linear_ce_fusion as _gpt_forward_with_linear_ce_fusion,
 )
@@ -37,6 +43,10 @@ from torch_impl.vocab_parallel.adapters.next_token import (
 )
 from torch_impl.vocab_parallel.adapters.row_exchange import all_to_all_sq2vp as all_to_all_sq2vp
 from torch_impl.vocab_parallel.adapters.row_exchange import all_to_all_vp2sq as all_to_all_vp2sq
+from torch_impl.vocab_parallel.contiguous_sequence import (
+    cp_load_balanced_to_contiguous as cp_load_balanced_to_contiguous,
+)
+from torch_impl.vocab_parallel.contiguous_sequence import cp_shift_next as cp_shift_next
 from torch_impl.vocab_parallel.cross_entropy import DistributedCrossEntropy as DistributedCrossEntropy
 from torch_impl.vocab_parallel.distillation import (
     get_distillation_topk_logprobs_from_logits as get_distillation_topk_logprobs_from_logits,
@@ -68,5 +78,6 @@ from torch_impl.vocab_parallel.sequence_gather import _get_tokens_on_this_cp_ran
 from torch_impl.vocab_parallel.sequence_gather import allgather_cp_sharded_tensor as allgather_cp_sharded_tensor
 from torch_impl.vocab_parallel.softmax import _compute_distributed_log_softmax as _compute_distributed_log_softmax
 from torch_impl.vocab_parallel.softmax import _compute_distributed_softmax as _compute_distributed_softmax
+from torch_impl.vocab_parallel.softmax import vocab_parallel_log_softmax as vocab_parallel_log_softmax
 from torch_impl.vocab_parallel.topk import distributed_vocab_topk as distributed_vocab_topk
 from torch_impl.vocab_parallel.topk import gather_logits_at_global_indices as gather_logits_at_global_indices

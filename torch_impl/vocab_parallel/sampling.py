@@ -27,7 +27,7 @@ from torch_impl.vocab_parallel.fused_logprob import LogprobOptions, block_functi
 from torch_impl.vocab_parallel.statistics import Normaliser, row_blocks, rows_per_block
 from torch_impl.vocab_parallel.topk_by_lists import topk_by_lists
 from torch_impl.vocab_parallel.topk_by_radix import topk_by_radix
-from torch_impl.vocab_parallel.vocab_range import ChunkSize, VocabEnd, VocabStart, all_gather_range
+from torch_impl.vocab_parallel.vocab_range import ChunkSize, VocabEnd, VocabStart, stated_or_counted_range
 
 LONGEST_LIST = 1024
 
@@ -259,8 +259,12 @@ class DistributedLogprobWithSampling(torch.autograd.Function):
         vocab_start_index: VocabStart | None = None,
         vocab_end_index: VocabEnd | None = None,
     ) -> Sharded[Tensor, "... tp=I"]:
-        start, end = _range(
-            "DistributedLogprobWithSampling", vocab_parallel_logits, tp_group, vocab_start_index, vocab_end_index
+        start, end = stated_or_counted_range(
+            "vocab_parallel.DistributedLogprobWithSampling",
+            vocab_parallel_logits,
+            tp_group,
+            vocab_start_index,
+            vocab_end_index,
         )
         options = LogprobOptions(tp_group, start, end, temperature, inference_only=inference_only)
         return forward(ctx, vocab_parallel_logits, target, options, limits_of(top_k, top_p))
@@ -298,8 +302,12 @@ class ChunkedDistributedLogprobWithSampling(torch.autograd.Function):
         vocab_start_index: VocabStart | None = None,
         vocab_end_index: VocabEnd | None = None,
     ) -> Sharded[Tensor, "... tp=I"]:
-        start, end = _range(
-            "ChunkedDistributedLogprobWithSampling", vocab_parallel_logits, tp_group, vocab_start_index, vocab_end_index
+        start, end = stated_or_counted_range(
+            "vocab_parallel.ChunkedDistributedLogprobWithSampling",
+            vocab_parallel_logits,
+            tp_group,
+            vocab_start_index,
+            vocab_end_index,
         )
         options = LogprobOptions(
             tp_group, start, end, temperature, chunk_size=chunk_size, inference_only=inference_only
@@ -310,13 +318,3 @@ class ChunkedDistributedLogprobWithSampling(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         return backward(ctx, *grad_outputs), *(None,) * 9
-
-
-def _range(name: str, logits: Tensor, group: ProcessGroup, start: int | None, end: int | None) -> tuple[int, int]:
-    """This rank's ids; without a range they are counted in rank order, by one all_gather of the widths."""
-    if start is not None and end is None:
-        raise ValueError(
-            f"vocab_parallel.{name}: vocab_start_index={start} but vocab_end_index=None; pass both, or neither to "
-            "count ids in rank order"
-        )
-    return all_gather_range(logits.shape[-1], group, logits.device) if start is None or end is None else (start, end)

@@ -35,7 +35,7 @@ def _get_tokens_on_this_cp_rank(
     Errors: ValueError if s is not a multiple of 2 * cp_size, the rank is none of the ranks, or the tensor has
             no such dim.
     """
-    reason = _why_not_a_dim(input_ids, seq_dim)
+    reason = why_not_a_dim(input_ids, seq_dim)
     if reason is None and cp_rank >= cp_size:
         reason = f"cp_rank={cp_rank} is outside cp_size={cp_size}"
     if reason is None:
@@ -64,7 +64,7 @@ def allgather_cp_sharded_tensor(
     Errors: TypeError if cp_group is None or no ProcessGroup; ValueError for a dim that the tensor lacks, or an
             odd number of positions per rank over two ranks or more.
     """
-    reason = _why_not_gathered(tensor, seq_dim, cp_group.size())
+    reason = why_not_gathered(tensor, seq_dim, cp_group.size())
     if reason:
         raise ValueError(f"vocab_parallel.allgather_cp_sharded_tensor: {reason}")
     return GatherOverCp.apply(tensor, cp_group, seq_dim)
@@ -84,7 +84,7 @@ class AllGatherCPTensor(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: ShardedAny[Tensor, "..."], cp_group: Group[ProcessGroup, "cp"], seq_dim: int = 1
     ) -> ShardedAny[Tensor, "... cp=R"]:
-        reason = _why_not_gathered(tensor, seq_dim, cp_group.size())
+        reason = why_not_gathered(tensor, seq_dim, cp_group.size())
         if reason:
             raise ValueError(f"vocab_parallel.AllGatherCPTensor: {reason}")
         return GatherOverCp.forward(ctx, tensor, cp_group, seq_dim)
@@ -146,15 +146,15 @@ def why_not_covered(ids_name: str, positions: int, logits_name: str, local: int,
     return why_not_over_cp(local * cp, cp) if cp > 1 else None
 
 
-def _why_not_a_dim(x: Tensor, seq_dim: int) -> str | None:
+def why_not_a_dim(x: Tensor, seq_dim: int) -> str | None:
     if not -x.ndim <= seq_dim < x.ndim:
         return f"seq_dim={seq_dim} is outside a tensor of {x.ndim} dims"
     return None
 
 
-def _why_not_gathered(x: Tensor, seq_dim: int, cp: int) -> str | None:
+def why_not_gathered(x: Tensor, seq_dim: int, cp: int) -> str | None:
     # Each rank has two chunks of equal length.
-    reason = _why_not_a_dim(x, seq_dim)
+    reason = why_not_a_dim(x, seq_dim)
     if reason is None and cp > 1 and x.shape[seq_dim] % 2:
         local = x.shape[seq_dim]
         reason = (

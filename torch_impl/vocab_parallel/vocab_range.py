@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from torch_impl.collectives.plain import all_gather_stack
@@ -71,12 +72,32 @@ def all_gather_range(width: int, group: ProcessGroup, device: torch.device) -> t
 
 def all_gather_range_and_size(width: int, group: ProcessGroup, device: torch.device) -> tuple[int, int, int]:
     """`all_gather_range`, and the ids of all ranks together."""
-    if has_full_rows(group):
-        return 0, width, width
     # Shards may differ in width, so every rank needs the widths of the ranks before it.
-    ends = all_gather_stack(torch.tensor(width, device=device), group).cumsum(0).tolist()
-    end = ends[group.rank()]
-    return end - width, end, ends[-1]
+    widths = all_gather_widths(width, group, device)
+    end = sum(widths[: group.rank() + 1])
+    return end - width, end, sum(widths)
+
+
+def all_gather_widths(width: int, group: ProcessGroup, device: torch.device) -> list[int]:
+    """The columns of each rank. One all_gather of one int64, one host read; neither in a group of one."""
+    if has_full_rows(group):
+        return [width]
+    return all_gather_stack(torch.tensor(width, device=device), group).tolist()
+
+
+def stated_or_counted_range(
+    function: str, logits: Tensor, group: ProcessGroup, start: int | None, end: int | None
+) -> tuple[int, int]:
+    """This rank's ids; without a range they are counted in rank order, by one all_gather of the widths.
+
+    Errors: ValueError for a range without its end.
+    """
+    if start is not None and end is None:
+        raise ValueError(
+            f"{function}: vocab_start_index={start} but vocab_end_index=None; pass both, or neither to "
+            "count ids in rank order"
+        )
+    return all_gather_range(logits.shape[-1], group, logits.device) if start is None or end is None else (start, end)
 
 
 def ceil_range(size: int, world: int, rank: int) -> tuple[int, int]:

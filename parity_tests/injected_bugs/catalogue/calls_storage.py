@@ -77,7 +77,7 @@ STRIDES = (
     InjectedBug(
         name="log-softmax with the strides of its input",
         kind="call",
-        at="vocab_parallel:_compute_distributed_log_softmax",
+        at="vocab_parallel:_log_softmax",
         old=", memory_format=torch.contiguous_format",
         new="",
         expect="raised: view",

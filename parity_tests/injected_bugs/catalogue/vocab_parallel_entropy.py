@@ -367,8 +367,8 @@ BUGS = (
         name="widths counted from the end",
         kind="border",
         at="vocab_parallel:all_gather_range_and_size",
-        old="return end - width, end, ends[-1]",
-        new="return ends[-1] - end, ends[-1] - end + width, ends[-1]",
+        old="return end - width, end, sum(widths)",
+        new="return sum(widths) - end, sum(widths) - end + width, sum(widths)",
         expect="value: ",
     ),
 )

@@ -811,7 +811,7 @@ BUGS = (
     InjectedBug(
         name="equal shards assumed where no range is given",
         kind="border",
-        at="vocab_parallel:_range",
+        at="vocab_parallel:stated_or_counted_range",
         old="return all_gather_range(logits.shape[-1], group, logits.device) if start",
         new=(
             "all_gather_range(logits.shape[-1], group, logits.device)\n"

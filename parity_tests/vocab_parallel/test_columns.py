@@ -1,0 +1,182 @@
+"""Parity of log-softmax with its gradient, of full rows, of chosen columns, of the largest, and of a sum over ranks."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from jaxtyping import Int
+from torch import Tensor
+
+from jax_ref.vocab_parallel import argmax, columns, log_softmax, logprob, sequence
+from parity_tests.harness.run.engines import run
+from parity_tests.vocab_parallel.costs import all_gathers, over_tp
+from parity_tests.vocab_parallel.shard import owned_range
+from shardproof import CaseSpec, Cost, check, every_case, ids, scheme, values
+from torch_impl import vocab_parallel as vp
+
+RANKS = {"tp": (1, 2, 3, 4)}
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+
+def sums_over_tp(case):
+    """Two numbers of each token, added up over tp in backward."""
+    return {"all_reduce": (1, 2 * case.b * case.s * case.accumulator_itemsize)} if case.mesh["tp"] > 1 else {}
+
+
+def widths(case):
+    return over_tp(case, 1)[0], 8 * over_tp(case, 1)[0]
+
+
+def full_rows_cost(case):
+    """The log-softmax; then the widths, and the widest shard of the result."""
+    several = case.mesh["tp"] > 1
+    widest = max(case.layouts["v/tp"]["lengths"])
+    rows = several, several * case.b * case.s * widest * case.itemsize
+    return Cost(
+        forward=all_gathers(over_tp(case, 2 * case.b * case.s), widths(case), rows), backward=sums_over_tp(case)
+    )
+
+
+LOG_SOFTMAX = dict(
+    reference=log_softmax, mesh=RANKS, inputs={"logits": "b s v/tp:ragged"}, dtypes=DTYPES, reduction=("v",)
+)
+
+
+@scheme(
+    outputs="b s v/tp:ragged",
+    cost=lambda c: Cost(forward=all_gathers(over_tp(c, 2 * c.b * c.s)), backward=sums_over_tp(c)),
+    **LOG_SOFTMAX,
+)
+def log_softmax_with_gradient(mesh, logits):
+    return vp.vocab_parallel_log_softmax(logits, mesh["tp"])
+
+
+@scheme(
+    reference=logprob,
+    mesh=RANKS,
+    inputs={"logits": "b s v/tp:ragged", "target": "b s"},
+    outputs="b s tp=P",
+    draw={"target": ids("v", ignore=-100)},
+    dtypes=("float32", "float64"),
+    reduction=("v",),
+    cost=lambda c: Cost(forward=all_gathers(over_tp(c, 2 * c.b * c.s)), backward=sums_over_tp(c)),
+)
+def target_of_log_softmax(mesh, logits, target):
+    """A cotangent of one column: as its probability approaches 1, its gradient keeps the digits of 1 - p."""
+    is_target = mesh.global_ids("v") == target.unsqueeze(-1)
+    return torch.where(is_target, vp.vocab_parallel_log_softmax(logits, mesh["tp"]), 0.0).sum(-1)
+
+
+@scheme(outputs="b s v tp=I", cost=full_rows_cost, **LOG_SOFTMAX)
+def full_log_softmax(mesh, logits):
+    return vp.vocab_parallel_full_log_softmax(logits, mesh["tp"])
+
+
+@scheme(
+    reference=columns,
+    mesh=RANKS,
+    inputs={"x": "b s v/tp:ragged", "ids": "k"},
+    outputs="b s k tp=I",
+    draw={"ids": ids("v", ignore=-100)},
+    dims={"k": (1, 2, 3, 8, 0)},
+    rank_options={"counted": (False, True)},
+    dtypes=DTYPES,
+    cost=lambda c: Cost(
+        forward={
+            "all_reduce": (1, c.b * c.s * c.k * c.accumulator_itemsize),
+            **(all_gathers(widths(c)) if c.counted else {}),
+        }
+    ),
+)
+def gathered_columns(mesh, x, ids, counted):
+    stated = {} if counted else dict(zip(("vocab_start_index", "vocab_end_index"), owned_range(mesh), strict=True))
+    return vp.vocab_parallel_gather_columns(x, ids, mesh["tp"], **stated)
+
+
+@scheme(
+    reference=argmax,
+    mesh=RANKS,
+    inputs={"logits": "b s v/tp:ragged"},
+    outputs="b s",
+    draw={"logits": values("normal", "ties", "neg_inf_mask", "zeros", "iota", "huge", "ties")},
+    nograd=("logits",),
+    rank_options={"counted": (False, True)},
+    dtypes=DTYPES,
+    cost=lambda c: Cost(
+        forward=all_gathers(over_tp(c, 2 * c.b * c.s + 1), *([widths(c)] if c.counted else [])),
+    ),
+)
+def largest_id(mesh, logits, counted) -> Int[Tensor, "b s"]:
+    stated = {} if counted else dict(zip(("vocab_start_index", "vocab_end_index"), owned_range(mesh), strict=True))
+    return vp.vocab_parallel_argmax(logits, mesh["tp"], **stated)
+
+
+@scheme(
+    reference=sequence,
+    mesh=RANKS,
+    inputs={"x": "b s tp=P"},
+    outputs="b s tp=I",
+    dtypes=DTYPES,
+    cost=lambda c: Cost(forward={"all_reduce": (1, c.b * c.s * c.accumulator_itemsize)}),
+)
+def sum_over_a_group(mesh, x):
+    return vp.group_all_reduce_sum(x, mesh["tp"], with_grad=True)
+
+
+SCHEMES = (
+    log_softmax_with_gradient,
+    target_of_log_softmax,
+    full_log_softmax,
+    gathered_columns,
+    largest_id,
+    sum_over_a_group,
+)
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
+def test_parity(declared, engine):
+    @settings(max_examples=40 if engine == "lockstep" else 5)
+    @given(every_case(declared, engine=engine))
+    def example(case):
+        check(case)
+
+    example()
+
+
+def on_two_ranks(body):
+    return run(body, CaseSpec(scheme="columns", mesh={"tp": 2})).results
+
+
+def test_a_sum_without_gradient_counts_and_leaves_its_argument_alone():
+    def body(mesh, case):
+        terms = torch.full((2,), 1 + mesh.rank("tp"))
+        floats = torch.ones(2, requires_grad=True)
+        total = vp.group_all_reduce_sum(floats, mesh["tp"])
+        return vp.group_all_reduce_sum(terms, mesh["tp"]).tolist(), terms.tolist(), total.requires_grad
+
+    (first, of_0, with_grad), (second, of_1, _) = on_two_ranks(body)
+    assert (first, second, of_0, of_1, with_grad) == ([3, 3], [3, 3], [1, 1], [2, 2], False)
+
+
+def test_a_column_that_is_all_but_certain_keeps_its_gradient():
+    """At p = 1 - 1e-9 the gradient is 1 - p, which float32 has, although 1 - 1e-9 is 1 in it."""
+
+    def body(mesh, case):
+        logits = torch.tensor([[0.0, -20.7], [-30.0, -40.0]][mesh.rank("tp")]).view(1, 2).requires_grad_()
+        cotangent = torch.tensor([[1.0, 0.0], [0.0, 0.0]][mesh.rank("tp")]).view(1, 2)
+        (gradient,) = torch.autograd.grad(vp.vocab_parallel_log_softmax(logits, mesh["tp"]), logits, cotangent)
+        return gradient.double().numpy()
+
+    at_column = on_two_ranks(body)[0][0, 0]
+    assert 0 < at_column < np.finfo(np.float32).eps
+
+
+def test_no_rank_has_a_column():
+    def body(mesh, case):
+        with pytest.raises(ValueError) as caught:
+            vp.vocab_parallel_argmax(torch.zeros(1, 2, 0), mesh["tp"])
+        return str(caught.value)
+
+    message = "vocab_parallel.vocab_parallel_argmax: no rank of tp has a column of the vocabulary; pass logits of one "
+    assert on_two_ranks(body) == (message + "id or more",) * 2

@@ -1,0 +1,86 @@
+"""Parity of vocab_parallel.contiguous_sequence: DualChunkSwap order to contiguous blocks, and the next position."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from jax_ref.vocab_parallel import next_positions, sequence
+from parity_tests.harness.run.engines import run
+from shardproof import CaseSpec, Cost, check, every_case, scheme
+from torch_impl import vocab_parallel as vp
+
+DECLARED = dict(
+    mesh={"cp": (1, 2, 3, 4, 5)},
+    outputs="b s/cp d",
+    rank_options={"seq_dim": (1, -2, 0, 2, -1, -3)},
+    dtypes=("float32", "bfloat16", "float64", "float16"),
+)
+
+
+def exchange_cost(case):
+    shard = case.b * case.s * case.d // case.cp * case.itemsize
+    once = {"all_to_all": (1, shard)} if case.cp > 1 else {}
+    return Cost(forward=once, backward=once)
+
+
+def shift_cost(case):
+    position = (1, case.b * case.d * case.itemsize)
+    once = {"send": position, "recv": position} if case.cp > 1 and case.s else {}
+    return Cost(forward=once, backward=once)
+
+
+@scheme(reference=sequence, inputs={"x": "b s/cp:dual_chunk_swap d"}, cost=exchange_cost, **DECLARED)
+def contiguous_blocks(mesh, x, seq_dim):
+    return vp.cp_load_balanced_to_contiguous(x.movedim(1, seq_dim), mesh["cp"], seq_dim).movedim(seq_dim, 1)
+
+
+@scheme(reference=next_positions, inputs={"x": "b s/cp d"}, options={"fill": (0, -100)}, cost=shift_cost, **DECLARED)
+def next_position(mesh, x, fill, seq_dim):
+    return vp.cp_shift_next(x.movedim(1, seq_dim), mesh["cp"], seq_dim, fill).movedim(seq_dim, 1)
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+@pytest.mark.parametrize("declared", [contiguous_blocks, next_position], ids=lambda declared: declared.name)
+def test_parity(declared, engine):
+    @settings(max_examples=30 if engine == "lockstep" else 5)
+    @given(every_case(declared, engine=engine))
+    def example(case):
+        check(case)
+
+    example()
+
+
+def on_ranks(cp, body):
+    return run(body, CaseSpec(scheme="contiguous_sequence", mesh={"cp": cp})).results
+
+
+@pytest.mark.parametrize("cp", [1, 2, 3, 4])
+def test_targets_of_a_load_balanced_shard(cp):
+    """The two together: ids in DualChunkSwap order become the next ids of contiguous blocks."""
+    ids = torch.arange(4 * cp).view(1, -1)
+
+    def body(mesh, case):
+        shard = vp._get_tokens_on_this_cp_rank(ids, mesh.rank("cp"), cp)
+        blocks = vp.cp_load_balanced_to_contiguous(shard, mesh["cp"])
+        return vp.cp_shift_next(blocks, mesh["cp"], fill_value=-100).numpy(), blocks.dtype == torch.int64
+
+    results = on_ranks(cp, body)
+    assert all(same for _, same in results)
+    np.testing.assert_array_equal(np.concatenate([x for x, _ in results], axis=1), [[*range(1, 4 * cp), -100]])
+
+
+def test_an_odd_shard_is_rejected():
+    def body(mesh, case):
+        with pytest.raises(ValueError) as caught:
+            vp.cp_load_balanced_to_contiguous(torch.zeros(1, 5), mesh["cp"])
+        with pytest.raises(ValueError) as other:
+            vp.cp_shift_next(torch.zeros(1, 5), mesh["cp"], 2)
+        return str(caught.value), str(other.value)
+
+    odd = "tensor has 5 positions per rank along seq_dim=1; dual_chunk_swap over cp=2 needs an even number; pad s to 12"
+    messages = (
+        f"vocab_parallel.cp_load_balanced_to_contiguous: {odd}",
+        "vocab_parallel.cp_shift_next: seq_dim=2 is outside a tensor of 2 dims",
+    )
+    assert on_ranks(2, body) == (messages,) * 2
