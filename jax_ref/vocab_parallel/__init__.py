@@ -5,6 +5,7 @@ from jax_ref.vocab_parallel.reference import columns as columns
 from jax_ref.vocab_parallel.reference import cross_entropy as cross_entropy
 from jax_ref.vocab_parallel.reference import distillation as distillation
 from jax_ref.vocab_parallel.reference import gather_logprob as gather_logprob
+from jax_ref.vocab_parallel.reference import kl_divergence as kl_divergence
 from jax_ref.vocab_parallel.reference import linear_logprob as linear_logprob
 from jax_ref.vocab_parallel.reference import linear_next_token_logprob as linear_next_token_logprob
 from jax_ref.vocab_parallel.reference import log_probabilities as log_probabilities

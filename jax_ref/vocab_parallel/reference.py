@@ -89,6 +89,24 @@ def cross_entropy(student_logits: Float[Array, "*a v"], target_logits: Float[Arr
     return (some_p * surprise).sum(-1)
 
 
+def kl_divergence(
+    student_logits: Float[Array, "*a v"],
+    teacher_logits: Float[Array, "*a v"],
+    reverse: bool = False,
+    temperature: float = 1.0,
+) -> Float[Array, "*a"]:
+    """KL(a || b) = sum_v a_v (log a_v - log b_v); forward a is the teacher and b the student, in reverse the other way.
+
+    Masks as in the cross entropy: a column that a masks adds nothing, one that b alone masks makes it +inf.
+    """
+    a, b = (student_logits, teacher_logits) if reverse else (teacher_logits, student_logits)
+    log_a, log_b = log_probabilities(a, temperature), log_probabilities(b, temperature)
+    gap = jnp.where(a == -jnp.inf, 0, jnp.where(a == -jnp.inf, 0, log_a) - jnp.where(a == -jnp.inf, 0, log_b))
+    weight = jnp.exp(log_a)
+    some_weight = jnp.where(gap == jnp.inf, jnp.maximum(weight, jnp.finfo(weight.dtype).tiny), weight)
+    return (some_weight * gap).sum(-1)
+
+
 # 3. The log-probability of a target.
 
 

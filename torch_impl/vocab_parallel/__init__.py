@@ -51,6 +51,7 @@ from torch_impl.vocab_parallel.cross_entropy import DistributedCrossEntropy as D
 from torch_impl.vocab_parallel.distillation import (
     get_distillation_topk_logprobs_from_logits as get_distillation_topk_logprobs_from_logits,
 )
+from torch_impl.vocab_parallel.kl_divergence import vocab_parallel_kl as vocab_parallel_kl
 from torch_impl.vocab_parallel.linear_logprob import (
     ChunkedDistributedHiddenStatesToLogprobs as ChunkedDistributedHiddenStatesToLogprobs,
 )

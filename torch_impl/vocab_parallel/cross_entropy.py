@@ -72,13 +72,13 @@ class DistributedCrossEntropy(torch.autograd.Function):
         ):
             # q and p are computed again from the logits, block by block: no probability is saved.
             row_max_q, log_row_sum_q, row_max_p, log_row_sum_p, g = (x[row_slice] for x in per_row)
-            log_q = statistics.shifted_block(_no_narrower(student_block, g.dtype), row_max_q).sub_(log_row_sum_q)
-            log_p = statistics.shifted_block(_no_narrower(target_block, g.dtype), row_max_p).sub_(log_row_sum_p)
-            gradient[row_slice] = _difference(log_q, log_p).mul_(g)
+            log_q = statistics.shifted_block(no_narrower(student_block, g.dtype), row_max_q).sub_(log_row_sum_q)
+            log_p = statistics.shifted_block(no_narrower(target_block, g.dtype), row_max_p).sub_(log_row_sum_p)
+            gradient[row_slice] = difference_of_probabilities(log_q, log_p).mul_(g)
         return gradient.view(student.shape), None, None, None
 
 
-def _difference(log_q: Float[Tensor, "n v"], log_p: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]:
+def difference_of_probabilities(log_q: Float[Tensor, "n v"], log_p: Float[Tensor, "n v"]) -> Float[Tensor, "n v"]:
     """q - p = +-max(q, p) (1 - exp(-|log q - log p|)), which does not cancel where both are almost 1; in place."""
     log_q, log_p = statistics.without_minus_infinity(log_q), statistics.without_minus_infinity(log_p)
     # Buffers are reused from here on: log_q becomes max(q, p), and log_p the factor.
@@ -88,7 +88,7 @@ def _difference(log_q: Float[Tensor, "n v"], log_p: Float[Tensor, "n v"]) -> Flo
     return larger.mul_(share).copysign_(gap)
 
 
-def _no_narrower(block: Tensor, dtype: torch.dtype) -> Tensor:
+def no_narrower(block: Tensor, dtype: torch.dtype) -> Tensor:
     """The block itself if sums over it run in `dtype`, else a copy in `dtype`."""
     return block if accumulator(block.dtype) == dtype else block.to(dtype)
 
@@ -99,7 +99,7 @@ def _local_statistics(student: Float[Tensor, "*a v"], target: Float[Tensor, "*a 
     rank_statistics = torch.empty(5, student.shape[:-1].numel(), dtype=dtype, device=student.device)
     local = block_function(statistics.local_statistics, LogprobOptions(None), student)
     for row_slice, blocks in aligned_row_blocks((student, target), rows_per_block(student, None)):
-        q_block, p_block = (_no_narrower(block, dtype) for block in blocks)
+        q_block, p_block = (no_narrower(block, dtype) for block in blocks)
         q, p = (local(block, None, 1.0, False) for block in (q_block, p_block))
         cross_mean_r = statistics.local_cross_mean(q_block, p_block, q[0], p[0], p[1])
         rank_statistics[:, row_slice] = torch.cat([q, p, cross_mean_r.unsqueeze(0)])

@@ -3,6 +3,71 @@
 from parity_tests.injected_bugs.injected_bug import InjectedBug
 
 BUGS = (
+    # Divergence of a student from a teacher
+    InjectedBug(
+        name="divergence whose ranks' means are not relative to the row's",
+        kind="statistic",
+        at="vocab_parallel:_global_gap",
+        old="weight * (gap_r + (shifted_a - shifted_b))",
+        new="weight * gap_r",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="divergence weighted by the shares of the other distribution",
+        kind="statistic",
+        at="vocab_parallel:_global_gap",
+        old="weight = (shifted_a + (row_sum_m1_a.log1p() - norm_a.log_row_sum)).exp()",
+        new="weight = shifted_b.exp() / shifted_b.exp().sum(0)",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="divergence without its normalisers",
+        kind="statistic",
+        at="vocab_parallel:_KlDivergence.forward",
+        old="gap - (norm_a.log_row_sum - norm_b.log_row_sum)",
+        new="gap",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="divergence of the wrong way round",
+        kind="statistic",
+        at="vocab_parallel:_KlDivergence.forward",
+        old="if options.reverse else (teacher, student)",
+        new="if not options.reverse else (teacher, student)",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="divergence that an impossible column leaves finite",
+        kind="border",
+        at="vocab_parallel:_local_gap",
+        old="return torch.where(is_impossible, math.inf, mean)",
+        new="del is_impossible\n    return mean",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="gradient of a divergence that is not divided by the temperature",
+        kind="scale",
+        at="vocab_parallel:_KlDivergence.backward",
+        old="mul_(g / options.temperature)",
+        new="mul_(g)",
+        expect="gradient: ",
+    ),
+    InjectedBug(
+        name="reverse gradient without the divergence itself",
+        kind="statistic",
+        at="vocab_parallel:_reverse_gradient",
+        old=".sub_(divergence)",
+        new="",
+        expect="gradient: ",
+    ),
+    InjectedBug(
+        name="reverse gradient of columns that the student masks",
+        kind="border",
+        at="vocab_parallel:_reverse_gradient",
+        old=".masked_fill_(is_masked, 0.0)",
+        new="",
+        expect="gradient: ",
+    ),
     # Negative entropy
     InjectedBug(
         name="entropy with its usual sign",
@@ -139,7 +204,7 @@ BUGS = (
     InjectedBug(
         name="gradient of the cross entropy towards the target",
         kind="scale",
-        at="vocab_parallel:_difference",
+        at="vocab_parallel:difference_of_probabilities",
         old="gap = log_q - log_p",
         new="gap = log_p - log_q",
         expect="gradient: opposite sign",
@@ -148,7 +213,7 @@ BUGS = (
         name="student's probability alone",
         kind="reduction",
         at="vocab_parallel:DistributedCrossEntropy.backward",
-        old="gradient[row_slice] = _difference(log_q, log_p).mul_(g)",
+        old="gradient[row_slice] = difference_of_probabilities(log_q, log_p).mul_(g)",
         new="gradient[row_slice] = log_q.exp() * g",
         expect="gradient: ",
     ),
@@ -156,7 +221,7 @@ BUGS = (
         name="difference of two certain probabilities",
         kind="precision",
         at="vocab_parallel:DistributedCrossEntropy.backward",
-        old="gradient[row_slice] = _difference(log_q, log_p).mul_(g)",
+        old="gradient[row_slice] = difference_of_probabilities(log_q, log_p).mul_(g)",
         new="gradient[row_slice] = (log_q.exp() - log_p.exp()) * g",
         expect="gradient: ",
     ),

@@ -1,0 +1,112 @@
+"""Parity of vocab_parallel.kl_divergence: forward and reverse, far from the teacher and almost there."""
+
+import jax
+import pytest
+import torch
+from hypothesis import given, settings
+
+from jax_ref.vocab_parallel import kl_divergence
+from parity_tests.harness.run.engines import run
+from parity_tests.vocab_parallel.costs import all_gathers, over_tp
+from shardproof import CaseSpec, Cost, check, every_case, scheme, values
+from torch_impl import vocab_parallel as vp
+
+DECLARED = dict(
+    mesh={"tp": (1, 2, 3, 4)},
+    outputs="b s tp=I",
+    dtypes=("float32", "float64", "bfloat16", "float16"),
+    reduction=("v",),
+    roundings=3,  # log total, mean difference, gradient
+    rank_options={"chunk_size": (None, 1, 2, 5)},
+    cost=lambda c: Cost(forward=all_gathers(over_tp(c, 5 * c.b * c.s))),
+)
+OFTEN_MASKED = values("normal", "neg_inf_mask", "large", "peaked", "huge", "ties", "tiny", "neg_inf_mask", "large")
+NEVER_MASKED = values("normal", "large", "peaked", "ties", "tiny")
+BOTH = {"student_logits": "b s v/tp:ragged", "teacher_logits": "b s v/tp:ragged"}
+
+
+def from_teacher(student_logits, teacher_logits, temperature):
+    return kl_divergence(student_logits, teacher_logits, False, temperature)
+
+
+def from_student(student_logits, teacher_logits, temperature):
+    return kl_divergence(student_logits, teacher_logits, True, temperature)
+
+
+@scheme(
+    reference=from_teacher,
+    inputs=BOTH,
+    draw={"student_logits": OFTEN_MASKED, "teacher_logits": OFTEN_MASKED},
+    nograd=("teacher_logits",),
+    options={"temperature": (1.0, 0.5, 2.0)},
+    **DECLARED,
+)
+def forward_kl(mesh, student_logits, teacher_logits, temperature, chunk_size):
+    return vp.vocab_parallel_kl(
+        student_logits, teacher_logits, mesh["tp"], temperature=temperature, chunk_size=chunk_size
+    )
+
+
+@scheme(
+    reference=from_student,
+    inputs=BOTH,
+    draw={"student_logits": OFTEN_MASKED, "teacher_logits": NEVER_MASKED},  # else +inf, and no gradient to compare
+    nograd=("teacher_logits",),
+    options={"temperature": (1.0, 0.5, 2.0)},
+    **DECLARED,
+)
+def reverse_kl(mesh, student_logits, teacher_logits, temperature, chunk_size):
+    return vp.vocab_parallel_kl(
+        student_logits, teacher_logits, mesh["tp"], reverse=True, temperature=temperature, chunk_size=chunk_size
+    )
+
+
+def kl_from_a_sharper_self(logits, reverse):
+    return kl_divergence(logits, jax.lax.stop_gradient(2 * logits), reverse)
+
+
+@scheme(
+    reference=kl_from_a_sharper_self,
+    inputs={"logits": "b s v/tp:ragged"},
+    options={"reverse": (False, True)},
+    **DECLARED,
+)
+def kl_near_its_end(mesh, logits, reverse, chunk_size):
+    """A student that has learnt its teacher all but for the temperature: certain of the same, with the same masks."""
+    return vp.vocab_parallel_kl(logits, 2 * logits.detach(), mesh["tp"], reverse=reverse, chunk_size=chunk_size)
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+@pytest.mark.parametrize("declared", [forward_kl, reverse_kl, kl_near_its_end], ids=lambda declared: declared.name)
+def test_parity(declared, engine):
+    @settings(max_examples=40 if engine == "lockstep" else 5)
+    @given(every_case(declared, engine=engine))
+    def example(case):
+        check(case)
+
+    example()
+
+
+def on_ranks(tp, body):
+    return run(lambda mesh, case: body(mesh["tp"]), CaseSpec(scheme="kl", mesh={"tp": tp})).results
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_of_itself_it_is_zero_and_so_is_its_gradient(reverse):
+    def body(group):
+        logits = torch.linspace(-3, 3, 8).view(2, 4).requires_grad_()
+        kl = vp.vocab_parallel_kl(logits, logits.detach(), group, reverse=reverse)
+        return kl.tolist(), torch.autograd.grad(kl.sum(), logits)[0].abs().max().item()
+
+    assert on_ranks(2, body) == (([0.0, 0.0], 0.0),) * 2
+
+
+def test_inference_only_saves_nothing():
+    def body(group):
+        logits = torch.zeros(1, 2, 4, requires_grad=True)
+        with pytest.raises(RuntimeError) as caught:
+            vp.vocab_parallel_kl(logits, torch.zeros(1, 2, 4), group, inference_only=True).sum().backward()
+        return str(caught.value)
+
+    message = "inference_only=True saved nothing for backward; call with inference_only=False"
+    assert on_ranks(1, body) == (message,)
