@@ -14,6 +14,8 @@ LONGEST_FUNCTION = 60  # lines of a function, with signature and docstring
 # Functions whose arguments, one to a line and explained, are most of their lines; the code alone is short enough.
 OF_MANY_ARGUMENTS = {
     "torch_impl/vocab_parallel/distillation.py get_distillation_topk_logprobs_from_logits": "8 arguments",
+    "torch_impl/vocab_parallel/linear_logprob.py from_parallel_hidden_states_to_logprobs": "14 arguments",
+    "torch_impl/vocab_parallel/packed.py from_parallel_logits_to_logprobs_packed_sequences": "14 arguments",
     "torch_impl/parallelizer/adapters/nvfsdp.py nvfsdp_strategy_parallelize": "19 arguments, each explained",
     "torch_impl/pipelining/pipeline.py pipeline_model": "24 arguments of the page",
     "parity_tests/cli/verify.py verify": "19 options, each with its help",

@@ -20,6 +20,9 @@ from jax_ref.vocab_parallel.reference import next_token_logprob as next_token_lo
 from jax_ref.vocab_parallel.reference import next_token_logprob_of_stored as next_token_logprob_of_stored
 from jax_ref.vocab_parallel.reference import normaliser as normaliser
 from jax_ref.vocab_parallel.reference import packed_next_token_logprob as packed_next_token_logprob
+from jax_ref.vocab_parallel.reference import (
+    packed_next_token_negative_entropy as packed_next_token_negative_entropy,
+)
 from jax_ref.vocab_parallel.reference import same as same
 from jax_ref.vocab_parallel.reference import sampled_logprob as sampled_logprob
 from jax_ref.vocab_parallel.reference import sampling_mask as sampling_mask

@@ -229,6 +229,23 @@ def packed_next_token_logprob(
     return jnp.stack(rows)
 
 
+def packed_next_token_negative_entropy(
+    logits: Float[Array, "1 t v"],
+    starts: Int[Array, " b"],
+    lengths: Int[Array, " b"],
+    unpacked_seqlen: int,
+    temperature: float = 1.0,
+) -> Float[Array, "b u"]:
+    """out[i, j] = h of z[c_i + j]   for j + 1 < the length of sequence i, else 0."""
+    j = jnp.arange(unpacked_seqlen - 1)
+    rows = []
+    for i in range(len(starts)):
+        has_next = j + 1 < lengths[i]
+        scored = jnp.where(has_next[:, None], logits[0, jnp.where(has_next, starts[i] + j, 0)], 0)
+        rows.append(jnp.where(has_next, negative_entropy(scored, temperature), 0))
+    return jnp.stack(rows)
+
+
 def sequence(x: Shaped[Array, "*a"]) -> Shaped[Array, "*a"]:
     """A sequence sharded over ranks and gathered again: on one device, the sequence itself."""
     return x

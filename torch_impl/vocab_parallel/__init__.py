@@ -16,6 +16,7 @@ Arguments with one meaning throughout the package, unless a function says otherw
     chunk_size                           positions that are worked on at a time; it bounds memory and changes no value
     inference_only                       save nothing, so that there is no backward
     sampling_params                      a TrainingSamplingParams, or None: nothing is scaled or filtered
+    with_entropy                         return the pair of the result and sum p log p, the negative entropy
     temperature                          what logits are divided by
     top_k, top_p                         what a sampler kept, see TrainingSamplingParams
 """

@@ -5,7 +5,7 @@ logits as in `statistics`, and D the mean of the difference of theirs under a,
 
     KL(a || b) = sum_v a_v (log a_v - log b_v) = D - log(1 + R_a) + log(1 + R_b)
 
-so that each rank sends five numbers of a row. The difference is computed column by column, so that a student that equals
+so that each rank sends five numbers of a row. The difference is computed column by column: a student that equals
 its teacher has a divergence of exactly 0, which a difference of two entropies would not have.
 """
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +20,12 @@ from torch.distributed import ProcessGroup
 
 from torch_impl.collectives import accumulator, no_autocast
 from torch_impl.collectives.plain import all_gather_concat, all_reduce_sum, reduce_scatter_sum
-from torch_impl.contract import Group, Sharded, ShardedIds, ShardedInt, contract, dtype_name
+from torch_impl.contract import Group, Positive, Sharded, ShardedIds, ShardedInt, contract, dtype_name
 from torch_impl.contract.derivatives import first_derivative_only
 from torch_impl.vocab_parallel import statistics
 from torch_impl.vocab_parallel.fused_logprob import (
     NOTHING_SAVED,
+    EntropyGradient,
     IdCotangents,
     LogprobOptions,
     backend_of,
@@ -33,7 +34,7 @@ from torch_impl.vocab_parallel.fused_logprob import (
     rows_at_once,
     write_gradient,
 )
-from torch_impl.vocab_parallel.next_token import next_ids
+from torch_impl.vocab_parallel.next_token import apart, next_ids
 from torch_impl.vocab_parallel.packed import PackedSlots, offsets_on_host, packed_slots, why_not_offsets
 from torch_impl.vocab_parallel.sequence_gather import GatherOverCp, cp_shard, rank_and_size, why_not_over_cp
 from torch_impl.vocab_parallel.statistics import row_blocks
@@ -55,7 +56,7 @@ class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
         tensor_parallel_hidden_states  "s/tp b d" or "s b d tp=I"     target  "b s"     output_weight_layer  "v/tp d"
         ->   "b s tp=I"
 
-    out[b, t] = log softmax(h[t, b] W^T)[target[b, t]]
+    out[b, t] = log softmax(h[t, b] W^T / temperature)[target[b, t]]
 
     Matrix products run in the input dtype, whatever autocast says; d logits are rounded to it once, and d W is
     summed over the chunks in float32 or wider and rounded once. The result is float32, for float64 float64.
@@ -84,6 +85,7 @@ class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
         chunk_size: ChunkSize | None,
         tp_group: Group[ProcessGroup, "tp"],
         inference_only: bool = False,
+        temperature: Positive = 1.0,
     ) -> Sharded[Tensor, "b s tp=I"]:
         hidden, weight, tp = tensor_parallel_hidden_states, output_weight_layer, tp_group.size()
         reason = _why_no_product(hidden, weight) or _why_not_positions(len(hidden), target.shape[1], 1, tp)
@@ -100,13 +102,14 @@ class ChunkedDistributedHiddenStatesToLogprobs(torch.autograd.Function):
             tp_group,
             inference_only,
             is_sharded,
+            temperature,
         )
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden, d_weight = _backward(ctx, *grad_outputs)
-        return d_hidden, None, d_weight, None, None, None, None, None
+        return d_hidden, None, d_weight, *(None,) * 6
 
 
 @contract
@@ -123,22 +126,26 @@ def from_parallel_hidden_states_to_logprobs(
     cp_group: Group[ProcessGroup, "cp"] | None = None,
     chunk_size: ChunkSize | None = None,
     cu_seqlens_padded: ShardedInt[Tensor, "n"] | None = None,
-) -> Sharded[Tensor, "b u tp=I cp=R"]:
+    temperature: Positive = 1.0,
+    with_entropy: bool = False,
+) -> Sharded[Tensor, "b u tp=I cp=R"] | tuple[Sharded[Tensor, "b u tp=I cp=R"], Sharded[Tensor, "b u tp=I cp=R"]]:
     """Log-probability of each next token from hidden states; `target` replicated and unshifted.
 
         sequence-parallel   "s/cp:dual_chunk_swap/tp b d", "v/tp d cp=R", "b s"     ->   "b u tp=I cp=R",   u = s - 1
         replicated          "s/cp:dual_chunk_swap b d tp=I", "v/tp d cp=R", "b s"   ->   "b u tp=I cp=R"
 
-    out[b, t] = log softmax(h[t, b] W^T)[target[b, t + 1]]
+    out[b, t] = log softmax(h[t, b] W^T / temperature)[target[b, t + 1]]
 
     h is `tensor_parallel_hidden_states`. W is `output_weight_layer`, or `output_weight` where that is None (tied to
     the embedding). Logits are never gathered, whatever `runtime_gather_output` is. With `cu_seqlens_padded` the stream
     of s tokens is packed, the layout over cp is `packed`, the shift stays inside each sequence, and the end of each
-    scores 0.0. Cotangents are summed over cp: a loss repeated on each cp rank gives cp times the gradient; divide by
-    cp or use each score in the loss of one rank alone. d W is this cp rank's term of a sum over cp.
+    scores 0.0. `with_entropy` returns the pair (log-probability, sum p log p of its position), the second without
+    another product. Cotangents are summed over cp: a loss repeated on each cp rank gives cp times the gradient; divide
+    by cp or use each score in the loss of one rank alone. d W is this cp rank's term of a sum over cp.
 
     Cost:   that of `ChunkedDistributedHiddenStatesToLogprobs`; over cp forward 1 all_gather of b*s/cp numbers
-            and backward 1 reduce_scatter of b*s. With offsets one host read of them.
+            and backward 1 reduce_scatter of b*s, with entropy twice as many, and over tp 4 numbers for 3. With
+            offsets one host read of them.
     Errors: besides those, ValueError if both weights are None or s cannot be sharded over cp, and for offsets those
             of `from_parallel_logits_to_logprobs_packed_sequences`.
     """
@@ -162,13 +169,22 @@ def from_parallel_hidden_states_to_logprobs(
     # 3. Scores, and those of all cp ranks.
     vocab_range, is_sharded = (vocab_start_index, vocab_end_index), len(hidden) != s // cp
     scores = _HiddenStatesToLogprobs.apply(
-        hidden, shifted, weight, vocab_range, chunk_size, tp_group, inference_only, is_sharded
+        hidden,
+        shifted,
+        weight,
+        vocab_range,
+        chunk_size,
+        tp_group,
+        inference_only,
+        is_sharded,
+        temperature,
+        with_entropy,
     )
     if slots is not None:
-        return slots.spread(scores, slots.position, max(s - 1, 0), cp_group)
+        return slots.spread_apart(scores, slots.position, max(s - 1, 0), cp_group, with_entropy)
     if cp_group is not None:
         scores = GatherOverCp.apply(scores, cp_group, 1)
-    return scores[:, : max(s - 1, 0)]
+    return apart(scores[:, : max(s - 1, 0)], with_entropy)
 
 
 def _next_ids_of_rank(
@@ -213,7 +229,7 @@ class _HiddenStatesToLogprobs(torch.autograd.Function):
     @first_derivative_only
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden, d_weight = _backward(ctx, *grad_outputs)
-        return d_hidden, None, d_weight, None, None, None, None, None
+        return d_hidden, None, d_weight, *(None,) * 7
 
 
 def _forward(
@@ -226,8 +242,11 @@ def _forward(
     group: ProcessGroup,
     inference_only: bool,
     is_sharded: bool,
-) -> Float[Tensor, "b s"]:
-    """The log-probabilities; `is_sharded` says whether the hidden states are sequence-parallel."""
+    temperature: float,
+    with_entropy: bool = False,
+) -> Float[Tensor, "b s *two"]:
+    """The log-probabilities, with entropy both in a last dim of 2. `is_sharded`: sequence-parallel hidden states."""
+    ctx.temperature, ctx.with_entropy = temperature, with_entropy
     ctx.group, ctx.chunk_size, ctx.inference_only, ctx.is_sharded = group, chunk_size, inference_only, is_sharded
     # 1. Statistics of this rank's logits, chunk by chunk.
     # Rows are [s, b] like the hidden states, while ids are [b, s]: transpose here, and the result back.
@@ -235,30 +254,42 @@ def _forward(
     with no_autocast(hidden.device):
         states = _all_positions(ctx, hidden)
         positions = chunk_positions(states, len(weight), chunk_size)
-        local = chunk_statistics(states, weight, column, positions)
+        local = chunk_statistics(states, weight, column, positions, temperature, with_entropy)
     # 2. Those of all ranks.
-    row_max_r, row_sum_m1_r, z_r = statistics.gather_statistics(local, group).unbind(1)
-    normaliser, z_t = statistics.global_normaliser(row_max_r, row_sum_m1_r, 1.0), statistics.global_target_logit(z_r)
+    row_max_r, row_sum_m1_r, z_r, *shifted_mean_r = statistics.gather_statistics(local, group).unbind(1)
+    normaliser = statistics.global_normaliser(row_max_r, row_sum_m1_r, temperature)
+    z_t, shifted_mean = statistics.global_target_logit(z_r), None
     # No rank has the id: mark it, so that backward skips the row.
     column = torch.where((z_t == math.inf).unsqueeze(-1), statistics.OUT_OF_VOCABULARY, column)
+    logprob = statistics.logprob_of(z_t, normaliser, temperature).view(target.T.shape).T.contiguous()
+    if with_entropy:
+        shifted_mean = statistics.global_shifted_mean(
+            row_max_r, row_sum_m1_r, shifted_mean_r[0], normaliser, temperature
+        )
+        entropy = (shifted_mean - normaliser.log_row_sum).view(target.T.shape).T
+        logprob = torch.stack([logprob, entropy], -1)
     if not inference_only:
-        ctx.save_for_backward(hidden, weight, column, *normaliser)
-    return statistics.logprob_of(z_t, normaliser, 1.0).view(target.T.shape).T.contiguous()
+        ctx.save_for_backward(hidden, weight, column, *normaliser, shifted_mean)
+    return logprob
 
 
 def _backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """(d hidden, d weight), None for a frozen one; the logits are computed again, in the same chunks."""
     if ctx.inference_only:
         raise RuntimeError(NOTHING_SAVED)
-    hidden, weight, column, *normaliser = ctx.saved_tensors
+    hidden, weight, column, *normaliser, shifted_mean = ctx.saved_tensors
+    g, entropy = grad_outputs[0], None
+    if ctx.with_entropy:
+        g, g_entropy = g.unbind(-1)
+        entropy = EntropyGradient(shifted_mean, g_entropy.T.reshape(-1))
     of_hidden, _, of_weight, *_ = ctx.needs_input_grad
     with no_autocast(hidden.device):
         states = _all_positions(ctx, hidden)
         positions = chunk_positions(states, len(weight), ctx.chunk_size)
-        at_ids = id_cotangents(column, grad_outputs[0].T.reshape(-1, 1))
-        d_hidden, d_weight = gradients(
-            states, weight, at_ids, statistics.Normaliser(*normaliser), positions, (of_hidden, of_weight)
+        of_rows = RowGradients(
+            id_cotangents(column, g.T.reshape(-1, 1)), entropy, statistics.Normaliser(*normaliser), ctx.temperature
         )
+        d_hidden, d_weight = gradients(states, weight, of_rows, positions, (of_hidden, of_weight))
     if d_hidden is not None:  # each rank's term covers its own columns of the logits
         lengths = [len(hidden)] * ctx.group.size()
         if ctx.is_sharded:
@@ -285,20 +316,33 @@ def chunk_positions(hidden: Float[Tensor, "s b d"], width: int, chunk_size: int 
 
 
 def chunk_statistics(
-    hidden: Float[Tensor, "s b d"], weight: Float[Tensor, "v d"], column: Int[Tensor, "n 1"], positions: int
-) -> Float[Tensor, "3 n"]:
-    """This rank's statistics of each row: m_r, R_r and the target's logit."""
-    rank_statistics = torch.empty(3, len(column), dtype=accumulator(hidden.dtype), device=hidden.device)
+    hidden: Float[Tensor, "s b d"],
+    weight: Float[Tensor, "v d"],
+    column: Int[Tensor, "n 1"],
+    positions: int,
+    temperature: float,
+    with_entropy: bool,
+) -> Float[Tensor, "f n"]:
+    """This rank's statistics of each row: m_r, R_r, the target's logit, with entropy the mean shifted logit."""
+    rank_statistics = torch.empty(3 + with_entropy, len(column), dtype=accumulator(hidden.dtype), device=hidden.device)
     for row_slice, rows in _chunks(hidden, positions):
-        _put_statistics(rank_statistics, rows @ weight.T, column, row_slice)
+        _put_statistics(rank_statistics, rows @ weight.T, column, row_slice, temperature)
     return rank_statistics
+
+
+class RowGradients(NamedTuple):
+    """What the gradient of a row of logits is computed from, besides the row."""
+
+    at_ids: IdCotangents
+    entropy: EntropyGradient | None
+    normaliser: statistics.Normaliser
+    temperature: float
 
 
 def gradients(
     hidden: Float[Tensor, "s b d"],
     weight: Float[Tensor, "v d"],
-    at_ids: IdCotangents,
-    normaliser: statistics.Normaliser,
+    of_rows: RowGradients,
     positions: int,
     needs_gradient: tuple[bool, bool],
 ) -> tuple[Float[Tensor, "s b d"] | None, Float[Tensor, "v d"] | None]:
@@ -309,7 +353,7 @@ def gradients(
     total = torch.zeros(weight.shape, dtype=accumulator(weight.dtype), device=weight.device) if of_weight else None
     for row_slice, rows in _chunks(hidden, positions):
         d_logits = rows @ weight.T
-        _turn_into_gradient(d_logits, at_ids, normaliser, row_slice)
+        _turn_into_gradient(d_logits, of_rows, row_slice)
         if d_hidden is not None:
             torch.mm(d_logits, weight, out=d_hidden.view(-1, hidden.shape[-1])[row_slice])
         if total is not None:
@@ -320,22 +364,27 @@ def gradients(
 
 # Functions of their own, so that no block outlives its chunk: two chunks of logits would be alive.
 def _put_statistics(
-    rank_statistics: Float[Tensor, "3 n"], logits: Float[Tensor, "m v"], column: Int[Tensor, "n 1"], row_slice: slice
+    rank_statistics: Float[Tensor, "f n"],
+    logits: Float[Tensor, "m v"],
+    column: Int[Tensor, "n 1"],
+    row_slice: slice,
+    temperature: float,
 ) -> None:
     """Statistics of a chunk's rows."""
+    with_entropy = len(rank_statistics) > 3
     local = block_function(statistics.local_statistics, FULL_ROWS, logits)
     for rows, block in _blocks(logits, row_slice):
-        rank_statistics[:, rows] = local(block, column[rows], 1.0, False)
+        rank_statistics[:, rows] = local(block, column[rows], temperature, with_entropy)
 
 
-def _turn_into_gradient(
-    logits: Float[Tensor, "m v"], at_ids: IdCotangents, normaliser: statistics.Normaliser, row_slice: slice
-) -> None:
+def _turn_into_gradient(logits: Float[Tensor, "m v"], row_gradients: RowGradients, row_slice: slice) -> None:
     """Logits of a chunk, overwritten by their gradient, which is rounded once."""
+    at_ids, entropy, normaliser, temperature = row_gradients
     write = block_function(write_gradient, FULL_ROWS, logits)
     for rows, block in _blocks(logits, row_slice):
         of_rows = statistics.Normaliser(normaliser.row_max[rows], normaliser.log_row_sum[rows])
-        write(block, block, of_rows, at_ids.rows(rows), None, 1.0, True)
+        of_entropy = None if entropy is None else entropy.rows(rows)
+        write(block, block, of_rows, at_ids.rows(rows), of_entropy, temperature, True)
 
 
 def _add_product(total: Float[Tensor, "v d"], d_logits: Float[Tensor, "m v"], rows: Float[Tensor, "m d"]) -> None:

@@ -58,8 +58,9 @@ def get_next_token_logprobs_from_logits(
     context_parallel_group: Group[ProcessGroup, "cp"] | None = None,
     sampling_params: Sampling | None = None,
     chunk_size: ChunkSize | None = None,
-) -> Sharded[Tensor, "b u tp=I"]:
-    """Log-probability of each next token, by the route that the arguments name.
+    with_entropy: bool = False,
+) -> Sharded[Tensor, "b u tp=I"] | tuple[Sharded[Tensor, "b u tp=I"], Sharded[Tensor, "b u tp=I"]]:
+    """Log-probability of each next token, by the route that the arguments name; `with_entropy` a pair.
 
         a group   "b s/cp:dual_chunk_swap v/tp", "b s"   ->   "b u tp=I cp=R"
         DTensor   "b s/cp v/tp", "b s/cp"                ->   "b u tp=I cp=I"
@@ -67,14 +68,16 @@ def get_next_token_logprobs_from_logits(
 
     `next_token_logits` are a plain tensor or a DTensor. They are never copied to another dtype, ids move to their
     device, and shards may differ in width. With `cp=R` cotangents are summed over cp: a loss repeated on each cp rank
-    gives cp times the gradient; divide by cp or use each score in the loss of one rank alone.
+    gives cp times the gradient; divide by cp or use each score in the loss of one rank alone. `with_entropy` brings
+    sum p log p beside each score, of the logits over the temperature and the full vocabulary.
 
     Cost:   that of the route; with a group 1 more all_gather of one int64 over tp, and one host read.
     Errors: those of the route; ValueError for a rank that is missing or not the group's, seq_index without
-            DTensor logits, or DTensor logits together with a group.
+            DTensor logits, DTensor logits together with a group, or with_entropy together with a filter.
     """
     from torch.distributed.tensor import DTensor
 
+    validate_entropy(NAME, with_entropy, sampling_params)
     # 1. DTensor logits bring their groups and ranges.
     if isinstance(next_token_logits, DTensor):
         for name, group in (
@@ -87,7 +90,7 @@ def get_next_token_logprobs_from_logits(
         reason = why_not_dtensors("next_token_logits", next_token_logits, input_ids, seq_index)
         if reason:
             raise ValueError(f"{NAME}: {reason}")
-        return score_dtensor(next_token_logits, input_ids, seq_index, chunk_size, sampling_params)
+        return score_dtensor(next_token_logits, input_ids, seq_index, chunk_size, sampling_params, with_entropy)
     # 2. Else the group brings the ranges, by one all_gather; without one each rank has the full vocabulary.
     cp, local = rank_and_size(context_parallel_group)[1], next_token_logits.shape[1]
     reason = why_not_rank(vocab_parallel_rank, vocab_parallel_group)
@@ -99,8 +102,19 @@ def get_next_token_logprobs_from_logits(
     start, end = 0, next_token_logits.shape[-1]
     if vocab_parallel_group is not None:
         start, end, _ = all_gather_range_and_size(end, vocab_parallel_group, next_token_logits.device)
-    options, limits = scoring_options(vocab_parallel_group, start, end, chunk_size, sampling_params)
+    options, limits = scoring_options(
+        vocab_parallel_group, start, end, chunk_size, sampling_params, with_entropy=with_entropy
+    )
     return score_over_cp(next_token_logits, input_ids, context_parallel_group, options, limits)
+
+
+def validate_entropy(function: str, with_entropy: bool, params: SamplingParams | None) -> None:
+    """Errors: ValueError for an entropy beside a filter: it is that of the full vocabulary."""
+    if with_entropy and params is not None and not limits_of(params.top_k, params.top_p).are_off:
+        raise ValueError(
+            f"{function}: with_entropy=True but top_k={params.top_k}, top_p={params.top_p} filter the vocabulary; "
+            "ask for the entropy in a call without a filter"
+        )
 
 
 def scoring_options(
@@ -110,16 +124,18 @@ def scoring_options(
     chunk_size: int | None,
     params: SamplingParams | None,
     inference_only: bool = False,
+    with_entropy: bool = False,
 ) -> tuple[LogprobOptions, Limits]:
     """How the core scores, as the sampling parameters say."""
-    if params is None:
-        return LogprobOptions(group, start, end, chunk_size=chunk_size, inference_only=inference_only), Limits(
-            None, None
-        )
     options = LogprobOptions(
-        group, start, end, params.temperature, chunk_size=chunk_size, inference_only=inference_only
+        group, start, end, chunk_size=chunk_size, inference_only=inference_only, with_entropy=with_entropy
     )
-    return options, limits_of(params.top_k, params.top_p)
+    if params is None:
+        return options, Limits(None, None)
+    return options._replace(temperature=params.temperature), limits_of(params.top_k, params.top_p)
+
+
+Scores = Tensor | tuple[Tensor, Tensor]
 
 
 def score_over_cp(
@@ -128,7 +144,7 @@ def score_over_cp(
     cp_group: ProcessGroup | None,
     options: LogprobOptions,
     limits: Limits,
-) -> Float[Tensor, "b u"]:
+) -> Scores:
     """Next-token scores, positions sharded over cp by DualChunkSwap: "b s/cp:dual_chunk_swap v/tp" -> "b u cp=R"."""
     # Shift, then shard: the id after the last position of a chunk is usually on another rank.
     rank, cp = rank_and_size(cp_group)
@@ -136,7 +152,7 @@ def score_over_cp(
     scores = score(logits, target, options, limits)
     if cp_group is not None:
         scores = GatherOverCp.apply(scores, cp_group, 1)
-    return scores[:, : max(ids.shape[1] - 1, 0)]
+    return apart(scores[:, : max(ids.shape[1] - 1, 0)], options.with_entropy)
 
 
 def next_ids(ids: Int[Tensor, "b s"], size: int) -> Int[Tensor, "b size"]:
@@ -147,12 +163,21 @@ def next_ids(ids: Int[Tensor, "b s"], size: int) -> Int[Tensor, "b size"]:
 
 def score(
     logits: Float[Tensor, "b s v"], target: Int[Tensor, "b s"], options: LogprobOptions, limits: Limits
-) -> Float[Tensor, "b s"]:
-    """log p of targets that are shifted already, on this rank's positions."""
+) -> Float[Tensor, "b s *two"]:
+    """log p of targets that are shifted already, on this rank's positions; with entropy both in a last dim of 2."""
     # Without a filter one read of the logits is enough; top-k and top-p decide first which logits count.
-    if limits.are_off:
-        return FusedLogprob.apply(logits, target, options)[0]
-    return FilteredLogprob.apply(logits, target, options, limits)
+    if not limits.are_off:
+        return FilteredLogprob.apply(logits, target, options, limits)
+    outputs = FusedLogprob.apply(logits, target, options)
+    return torch.stack(outputs, -1) if options.with_entropy else outputs[0]
+
+
+def apart(scores: Float[Tensor, "b s *two"], with_entropy: bool) -> Scores:
+    """The scores as they are returned: alone, or with entropy as a pair."""
+    if not with_entropy:
+        return scores
+    logprob, entropy = scores.unbind(-1)
+    return logprob, entropy
 
 
 class FilteredLogprob(torch.autograd.Function):
@@ -213,9 +238,11 @@ def score_dtensor(
     seq_index: Tensor | None,
     chunk_size: int | None,
     params: SamplingParams | None,
-) -> Float[Tensor, "b u"]:
+    with_entropy: bool = False,
+) -> Scores:
     """Next-token scores of DTensor logits; with grad disabled nothing is saved."""
-    options, limits = scoring_options(*dtensor_range(logits), chunk_size, params, not torch.is_grad_enabled())
+    inference_only = not torch.is_grad_enabled()
+    options, limits = scoring_options(*dtensor_range(logits), chunk_size, params, inference_only, with_entropy)
     return score_in_stored_order(logits.to_local(), stored_ids(ids), seq_index, options, limits)
 
 
@@ -225,7 +252,7 @@ def score_in_stored_order(
     seq_index: Int64[Tensor, " s"] | None,
     options: LogprobOptions,
     limits: Limits,
-) -> Float[Tensor, "b u"]:
+) -> Scores:
     """Next-token scores in original order: "b s/cp v/tp", "b s/cp" -> "b u cp=I"."""
     # A single rank has all positions in the original order.
     if seq_index is None or ids.cp_group is None:
@@ -235,7 +262,8 @@ def score_in_stored_order(
     # Shift in original order, then go back to where this rank's logits are.
     target = next_ids(ids.full().to(logits.device)[:, original], size)[:, stored]
     scores = score(logits, target.chunk(ids.cp, dim=1)[ids.cp_group.rank()], options, limits)
-    return all_gather(scores, ids.cp_group, out="I", dim=1)[:, original][:, : max(size - 1, 0)]
+    full = all_gather(scores, ids.cp_group, out="I", dim=1)[:, original][:, : max(size - 1, 0)]
+    return apart(full, options.with_entropy)
 
 
 def validate_shards(function: str, logits_name: str, logits: Tensor, ids_name: str, ids: Tensor | DTensor) -> None:

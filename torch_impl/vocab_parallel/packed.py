@@ -20,7 +20,7 @@ from torch_impl.collectives import all_gather
 from torch_impl.contract import Group, PositiveInt, Sharded, ShardedIds, ShardedInt, contract
 from torch_impl.layouts import contiguous, packed
 from torch_impl.layouts.divisibility import check_rising, first
-from torch_impl.vocab_parallel.next_token import score, scoring_options
+from torch_impl.vocab_parallel.next_token import Scores, score, scoring_options, validate_entropy
 from torch_impl.vocab_parallel.sampling import Sampling
 from torch_impl.vocab_parallel.sequence_gather import rank_and_size, why_not_covered
 from torch_impl.vocab_parallel.vocab_range import IGNORED_ID, ChunkSize, VocabEnd, VocabStart
@@ -43,7 +43,8 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     sampling_params: Sampling | None = None,
     target_is_pre_rolled: bool = False,
     cu_seqlens: ShardedInt[Tensor, "n"] | None = None,
-) -> Sharded[Tensor, "b u tp=I cp=R"]:
+    with_entropy: bool = False,
+) -> Sharded[Tensor, "b u tp=I cp=R"] | tuple[Sharded[Tensor, "b u tp=I cp=R"], Sharded[Tensor, "b u tp=I cp=R"]]:
     """Log-probability of each next token inside its own sequence, one row for each sequence.
 
         vocab_parallel_logits  "1 t/cp:packed v/tp"     target  "1 t"     ->   "b u tp=I cp=R"
@@ -53,17 +54,20 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     Row i is 0.0 from its last position on and truncated at u. `cu_seqlens_padded` [b + 1] are offsets into the
     full stream; tokens past the last are padding. Between a sequence's true and padded end stand scores of
     padding ids, with `cu_seqlens` (true lengths) 0.0 without gradient. With `target_is_pre_rolled` the target is
-    "1 t/cp:packed", shifted inside each sequence and sharded.
+    "1 t/cp:packed", shifted inside each sequence and sharded. `with_entropy` returns the pair (log-probability, sum
+    p log p of its position), both 0.0 where there is no next token.
     Cotangents are summed over cp: a loss repeated on each cp rank gives cp times the gradient; divide by cp
     or use each score in the loss of one rank alone.
 
     Cost:   forward that of the core (1 all_gather of 3 * t/cp numbers over tp; more with a filter) and 1 all_gather
             of t/cp numbers over cp; backward none over tp, 1 reduce_scatter of t numbers over cp. None depends on b.
+            With entropy 4 numbers for 3 over tp, and twice as many over cp.
             One host read of the offsets, none if they are on the host. Saves what the core does and 8 bytes per token.
     Errors: as `from_parallel_logits_to_logprobs`; besides ValueError if offsets do not ascend from 0, a padded
             length is no multiple of 2 * cp over two ranks or more, the last lies past the stream or the ids,
             a true length is longer than its slot, or unpacked_seqlen is below 1.
     """
+    validate_entropy(NAME, with_entropy, sampling_params)
     # 1. What a contract cannot say: lengths, and the offsets, which are read once by the host.
     rank, cp = rank_and_size(cp_group)
     local, device = vocab_parallel_logits.shape[1], vocab_parallel_logits.device
@@ -82,13 +86,15 @@ def from_parallel_logits_to_logprobs_packed_sequences(
     ids, used = target.to(device), len(slots.sequence)
     target = slots.ignore_last(ids[:, :used], rank) if target_is_pre_rolled else slots.next_ids(ids, rank)
     options, limits = scoring_options(
-        group, vocab_start_index, vocab_end_index, chunk_size, sampling_params, inference_only
+        group, vocab_start_index, vocab_end_index, chunk_size, sampling_params, inference_only, with_entropy
     )
     scores = score(vocab_parallel_logits, F.pad(target, (0, local - used), value=IGNORED_ID), options, limits)
     # 3. One row for each sequence.
     cells = (len(padded) - 1) * u
     cell = torch.where(slots.index_in_sequence < u, slots.sequence * u + slots.index_in_sequence, cells)
-    return slots.spread(scores, cell, cells, cp_group).view(len(padded) - 1, u)
+    rows = slots.spread_apart(scores, cell, cells, cp_group, with_entropy)
+    shape = len(padded) - 1, u
+    return (rows[0].view(shape), rows[1].view(shape)) if isinstance(rows, tuple) else rows.view(shape)
 
 
 @dataclass(frozen=True)
@@ -124,6 +130,20 @@ class PackedSlots:
         flat = scores.view(len(scores), cp, -1)[:, :, :used].flatten(1)
         index = torch.where(self.has_next, to, size).clamp_max(size).flatten()
         return flat.new_zeros(len(flat), size + 1).index_copy(1, index, flat)[:, :size]
+
+    def spread_apart(
+        self,
+        scores: Float[Tensor, "b m *two"],
+        to: Int64[Tensor, "cp l"],
+        size: int,
+        cp_group: ProcessGroup | None,
+        with_entropy: bool,
+    ) -> Scores:
+        """`spread` of scores, or of the pairs (score, entropy) that their last dim holds, in one message."""
+        if not with_entropy:
+            return self.spread(scores, to, size, cp_group)
+        both = self.spread(scores.movedim(-1, 0).flatten(0, 1), to, size, cp_group)
+        return both[: len(scores)], both[len(scores) :]
 
 
 def packed_slots(

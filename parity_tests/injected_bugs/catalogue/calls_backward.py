@@ -203,9 +203,10 @@ OTHER_CALLS = (
             ),
             (
                 "normaliser of hidden states' logits", "vocab_parallel:_forward",
-                "ctx.save_for_backward(hidden, weight, column, *normaliser)",
+                "ctx.save_for_backward(hidden, weight, column, *normaliser, shifted_mean)",
                 "largest, total = normaliser\n        "
-                f"ctx.save_for_backward(hidden, weight, column, largest, {in_a_workspace('_forward', 'total')})",
+                "ctx.save_for_backward(hidden, weight, column, largest, "
+                f"{in_a_workspace('_forward', 'total')}, shifted_mean)",
             ),
             (
                 "normaliser of the filtered logits", "vocab_parallel:forward",
@@ -218,7 +219,7 @@ OTHER_CALLS = (
                 "normaliser of the student", "vocab_parallel:DistributedCrossEntropy.forward",
                 "ctx.save_for_backward(student_logits, target_logits, *q, *p)",
                 "largest, total = q\n            "
-                f"total = {in_a_workspace('_difference', 'total')}\n            "
+                f"total = {in_a_workspace('difference_of_probabilities', 'total')}\n            "
                 "ctx.save_for_backward(student_logits, target_logits, largest, total, *p)",
             ),
             (
@@ -253,10 +254,10 @@ OTHER_CALLS = (
             ),
             (
                 "normaliser of hidden states' logits", "vocab_parallel:_forward",
-                "ctx.save_for_backward(hidden, weight, column, *normaliser)",
+                "ctx.save_for_backward(hidden, weight, column, *normaliser, shifted_mean)",
                 "largest, total = normaliser\n        "
                 f"total = {in_a_buffer_of_its_shape('_forward', 'total')}\n        "
-                "ctx.save_for_backward(hidden, weight, column, largest, total)",
+                "ctx.save_for_backward(hidden, weight, column, largest, total, shifted_mean)",
             ),
             (
                 "log-sum-exp of the attention", "context_parallel:_BlockwiseAttention.forward",

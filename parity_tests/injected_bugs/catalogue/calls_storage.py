@@ -134,8 +134,8 @@ STRIDES = (
         name="cotangent of hidden states' scores as if it were dense",
         kind="call",
         at="vocab_parallel:_backward",
-        old="grad_outputs[0].T",
-        new=f"{as_if_dense('grad_outputs[0]')}.T",
+        old="(column, g.T",
+        new=f"(column, {as_if_dense('g')}.T",
         expect="gradient: ",
     ),
     InjectedBug(

@@ -3,6 +3,55 @@
 from parity_tests.injected_bugs.injected_bug import InjectedBug
 
 BUGS = (
+    # Entropy beside the score, on every route
+    InjectedBug(
+        name="pair of score and entropy taken from the scores alone",
+        kind="statistic",
+        at="vocab_parallel:apart",
+        old="logprob, entropy = scores.unbind(-1)",
+        new="logprob = entropy = scores[..., 0]",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="packed pair in the place of two batches",
+        kind="order",
+        at="vocab_parallel:PackedSlots.spread_apart",
+        old="scores.movedim(-1, 0).flatten(0, 1)",
+        new="scores.flatten(1).unflatten(1, (2, -1)).flatten(0, 1)",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="temperature of hidden states' logits forgotten in backward",
+        kind="scale",
+        at="vocab_parallel:_turn_into_gradient",
+        old="of_entropy, temperature, True)",
+        new="of_entropy, 1.0, True)",
+        expect="gradient: ",
+    ),
+    InjectedBug(
+        name="temperature of hidden states' logits forgotten",
+        kind="scale",
+        at="vocab_parallel:_forward",
+        old="statistics.logprob_of(z_t, normaliser, temperature)",
+        new="statistics.logprob_of(z_t, normaliser, 1.0)",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="entropy of hidden states without its gradient",
+        kind="statistic",
+        at="vocab_parallel:_backward",
+        old="entropy = EntropyGradient(shifted_mean, g_entropy.T.reshape(-1))",
+        new="del g_entropy",
+        expect="gradient: ",
+    ),
+    InjectedBug(
+        name="entropy of hidden states in the order of the hidden states",
+        kind="order",
+        at="vocab_parallel:_forward",
+        old="entropy = (shifted_mean - normaliser.log_row_sum).view(target.T.shape).T",
+        new="entropy = (shifted_mean - normaliser.log_row_sum).view(target.shape)",
+        expect="value: ",
+    ),
     # Divergence of a student from a teacher
     InjectedBug(
         name="divergence whose ranks' means are not relative to the row's",

@@ -18,6 +18,7 @@ from torch_impl.vocab_parallel.next_token import (
     score_over_cp,
     scoring_options,
     stored_ids,
+    validate_entropy,
     validate_shards,
     why_not_dtensors,
     why_not_stored,
@@ -41,7 +42,8 @@ def from_parallel_logits_to_logprobs(
     cp_group: Group[ProcessGroup, "cp"] | None = None,
     chunk_size: ChunkSize | None = None,
     sampling_params: Sampling | None = None,
-) -> Sharded[Tensor, "b u tp=I cp=R"]:
+    with_entropy: bool = False,
+) -> Sharded[Tensor, "b u tp=I cp=R"] | tuple[Sharded[Tensor, "b u tp=I cp=R"], Sharded[Tensor, "b u tp=I cp=R"]]:
     """Log-probability of each next token; positions sharded over cp, `target` replicated and unshifted.
 
         vocab_parallel_logits  "b s/cp:dual_chunk_swap v/tp"     target  "b s"     ->   "b u tp=I cp=R",   u = s - 1
@@ -49,22 +51,25 @@ def from_parallel_logits_to_logprobs(
     out[b, t] = log p(target[b, t + 1] | logits[b, t])
 
     `sampling_params` scales and filters as `TrainingSamplingParams` says; `chunk_size` bounds the working set.
+    `with_entropy` returns the pair (log-probability, sum p log p of its position), without another read of the logits;
+    the entropy is that of the logits over the temperature and the full vocabulary.
     Cotangents are summed over cp: a loss repeated on each cp rank gives cp times the gradient; divide by cp
     or use each score in the loss of one rank alone.
 
     Cost:   forward that of the core (1 all_gather of 3 * b*s/cp numbers over tp; more with a filter) and
             1 all_gather of b*s/cp numbers over cp; backward none over tp, 1 reduce_scatter of b*s numbers over cp.
-            Saves what the core does.
+            With entropy 4 numbers for 3 over tp, and twice as many over cp. Saves what the core does.
     Errors: TypeError for what is no group, ids that are not integers, logits not floating; ValueError if
-            shapes disagree, target covers more positions than the logits, s cannot be sharded over cp, or the
-            range, chunk_size or sampling parameters are out of range.
+            shapes disagree, target covers more positions than the logits, s cannot be sharded over cp, the
+            range, chunk_size or sampling parameters are out of range, or with_entropy stands beside a filter.
     """
+    validate_entropy("vocab_parallel.from_parallel_logits_to_logprobs", with_entropy, sampling_params)
     local, cp = vocab_parallel_logits.shape[1], rank_and_size(cp_group)[1]
     reason = why_not_covered("target", target.shape[1], "vocab_parallel_logits", local, cp)
     if reason:
         raise ValueError(f"vocab_parallel.from_parallel_logits_to_logprobs: {reason}")
     options, limits = scoring_options(
-        tp_group, vocab_start_index, vocab_end_index, chunk_size, sampling_params, inference_only
+        tp_group, vocab_start_index, vocab_end_index, chunk_size, sampling_params, inference_only, with_entropy
     )
     return score_over_cp(vocab_parallel_logits, target, cp_group, options, limits)
 
@@ -80,7 +85,8 @@ def dtensor_from_parallel_logits_to_logprobs(
     seq_index: ShardedInt[Tensor, "n"] | None = None,
     chunk_size: ChunkSize | None = None,
     sampling_params: Sampling | None = None,
-) -> Sharded[Tensor, "b u tp=I cp=I"]:
+    with_entropy: bool = False,
+) -> Sharded[Tensor, "b u tp=I cp=I"] | tuple[Sharded[Tensor, "b u tp=I cp=I"], Sharded[Tensor, "b u tp=I cp=I"]]:
     """Log-probability of each next token, of local logits and a target that may be a DTensor.
 
         vocab_parallel_logits  "b s/cp v/tp"     target  "b s/cp"     ->   "b u tp=I cp=I",   u = s - 1
@@ -89,19 +95,20 @@ def dtensor_from_parallel_logits_to_logprobs(
     position `seq_index[j]`. Without such a mesh dim all of s is there, in order. The result is a plain tensor in
     original order. Every cp rank passes the same cotangent, with factor 1.
 
-    Cost:   forward that of the core; over cp 1 all_gather of b*s/cp ids and 1 of b*s/cp scores; backward
-            none. One host read, of seq_index. Saves what the core does.
+    Cost:   forward that of the core; over cp 1 all_gather of b*s/cp ids and 1 of b*s/cp scores, with entropy
+            twice as many; backward none. One host read, of seq_index. Saves what the core does.
     Errors: as `from_parallel_logits_to_logprobs`; ValueError if seq_index is missing for a sharded
             target, given for one without cp or no permutation, or another mesh dim shards the sequence.
     """
     name = "vocab_parallel.dtensor_from_parallel_logits_to_logprobs"
+    validate_entropy(name, with_entropy, sampling_params)
     validate_shards(name, "vocab_parallel_logits", vocab_parallel_logits, "target", target)
     reason = why_not_stored("vocab_parallel_logits", vocab_parallel_logits.shape[1], "target", target, seq_index)
     if reason:
         raise ValueError(f"{name}: {reason}")
     # `stored_ids` brings a plain target and a DTensor to one form.
     options, limits = scoring_options(
-        tp_group, vocab_start_index, vocab_end_index, chunk_size, sampling_params, inference_only
+        tp_group, vocab_start_index, vocab_end_index, chunk_size, sampling_params, inference_only, with_entropy
     )
     return score_in_stored_order(vocab_parallel_logits, stored_ids(target), seq_index, options, limits)
 
@@ -113,7 +120,8 @@ def get_logprobs_from_vocab_parallel_logits(
     seq_index: ShardedInt[Tensor, "n"] | None = None,
     chunk_size: ChunkSize | None = None,
     sampling_params: Sampling | None = None,
-) -> Sharded[Tensor, "b u tp=I cp=I"]:
+    with_entropy: bool = False,
+) -> Sharded[Tensor, "b u tp=I cp=I"] | tuple[Sharded[Tensor, "b u tp=I cp=I"], Sharded[Tensor, "b u tp=I cp=I"]]:
     """Log-probability of each next token, of logits that are a DTensor, Shard(-1) over the mesh dim `tp`.
 
         vocab_parallel_logits  "b s/cp v/tp"     input_ids  "b s/cp"     ->   "b u tp=I cp=I",   u = s - 1
@@ -129,6 +137,7 @@ def get_logprobs_from_vocab_parallel_logits(
     from torch.distributed.tensor import DTensor
 
     name, logits = "vocab_parallel.get_logprobs_from_vocab_parallel_logits", vocab_parallel_logits
+    validate_entropy(name, with_entropy, sampling_params)
     # A contract does not validate DTensor annotations, which are imported for type checkers only.
     if not isinstance(logits, DTensor):
         kind = type(logits).__name__
@@ -137,4 +146,4 @@ def get_logprobs_from_vocab_parallel_logits(
     reason = why_not_dtensors("vocab_parallel_logits", logits, input_ids, seq_index)
     if reason:
         raise ValueError(f"{name}: {reason}")
-    return score_dtensor(logits, input_ids, seq_index, chunk_size, sampling_params)
+    return score_dtensor(logits, input_ids, seq_index, chunk_size, sampling_params, with_entropy)

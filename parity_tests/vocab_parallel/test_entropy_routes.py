@@ -1,0 +1,234 @@
+"""Parity of entropy and temperature on every route to next-token scores: groups, DTensor, packed, hidden states."""
+
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import pytest
+import torch
+from hypothesis import given, settings
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from jax_ref.vocab_parallel import (
+    logits_of_hidden,
+    negative_entropy,
+    next_token_logprob,
+    packed_next_token_negative_entropy,
+)
+from parity_tests.harness.run.engines import run
+from parity_tests.vocab_parallel.costs import all_gathers, over_tp
+from parity_tests.vocab_parallel.shard import owned_range
+from parity_tests.vocab_parallel.test_linear_logprob import FLOATS
+from parity_tests.vocab_parallel.test_packed import by_padded
+from parity_tests.vocab_parallel.test_stored_order import ceil, cut_logits, of_keys
+from shardproof import CaseSpec, Cost, check, every_case, ids, integers, offsets, scheme
+from torch_impl import vocab_parallel as vp
+
+COMMON = dict(
+    options={"temperature": (1.0, 0.7)},
+    rank_options={"chunk_size": (None, 2)},
+    dtypes=("float32", "bfloat16", "float64"),
+    reduction=("v",),
+    roundings=3,  # log total, mean shifted logit, gradient
+)
+OVER_CP = ("b u tp=I cp=R", "b u tp=I cp=R")
+
+
+def sampling(temperature):
+    return SimpleNamespace(top_k=None, top_p=None, temperature=temperature)
+
+
+def over_cp(c, tokens, widths=0):
+    """Over tp four numbers of a token, over cp two there and their cotangents back."""
+    size = c.accumulator_itemsize
+    several = c.mesh["tp"] > 1
+    return Cost(
+        forward=all_gathers(
+            over_tp(c, 4 * tokens // c.cp), (1, 2 * tokens // c.cp * size), (several and widths, several * widths * 8)
+        ),
+        backward={"reduce_scatter": (1, 2 * tokens * size)},
+    )
+
+
+def next_tokens(logits, target, temperature):
+    return (
+        next_token_logprob(logits, target, temperature),
+        negative_entropy(logits[:, : max(target.shape[1] - 1, 0)], temperature),
+    )
+
+
+GROUPS = dict(
+    reference=next_tokens,
+    mesh={"cp": (1, 2), "tp": (1, 2, 3)},
+    inputs={"logits": "b s/cp:dual_chunk_swap v/tp:ragged", "target": "b n"},
+    outputs=OVER_CP,
+    dims={"n": "s-1", "u": "n-1", "v": (8, 5, 13)},
+    draw={"target": ids("v", ignore=-100)},
+)
+
+
+@scheme(cost=lambda c: over_cp(c, c.b * c.s), **GROUPS, **COMMON)
+def entropy_of_groups(mesh, logits, target, temperature, chunk_size):
+    return vp.from_parallel_logits_to_logprobs(
+        logits,
+        target,
+        *owned_range(mesh),
+        mesh["tp"],
+        cp_group=mesh["cp"],
+        chunk_size=chunk_size,
+        sampling_params=sampling(temperature),
+        with_entropy=True,
+    )
+
+
+@scheme(cost=lambda c: over_cp(c, c.b * c.s, widths=1), **GROUPS, **COMMON)
+def entropy_by_rank(mesh, logits, target, temperature, chunk_size):
+    return vp.get_next_token_logprobs_from_logits(
+        target,
+        logits,
+        vocab_parallel_rank=mesh.rank("tp"),
+        vocab_parallel_group=mesh["tp"],
+        context_parallel_group=mesh["cp"],
+        sampling_params=sampling(temperature),
+        chunk_size=chunk_size,
+        with_entropy=True,
+    )
+
+
+def of_stored(logits, target, keys, columns, temperature):
+    in_order = logits[:, jnp.argsort(jnp.argsort(keys))]
+    return of_keys(logits, target, keys, columns, temperature), negative_entropy(in_order[:, :-1], temperature)
+
+
+@scheme(
+    reference=of_stored,
+    mesh={"cp": (1, 2, 3), "tp": (1, 2)},
+    inputs={"logits": "b s/cp v/tp:ceil", "target": "b s/cp", "keys": "s", "columns": "v"},
+    outputs=("b u tp=I cp=I", "b u tp=I cp=I"),
+    layouts={"ceil": ceil},
+    dims={"u": "s-1", "v": (8, 4, 12)},
+    draw={"target": ids("v", ignore=-100), "keys": integers(0, 9), "columns": integers(0, 0)},
+    cost=lambda c: Cost(
+        forward=all_gathers(
+            (1, 8 * c.b * c.s // c.cp),
+            over_tp(c, 4 * c.b * c.s // c.cp),
+            (1, 2 * c.b * c.s // c.cp * c.accumulator_itemsize),
+        )
+    ),
+    **COMMON,
+)
+def entropy_of_a_dtensor(mesh, logits, target, keys, columns, temperature, chunk_size):
+    return vp.get_logprobs_from_vocab_parallel_logits(
+        cut_logits(mesh, logits, len(keys), len(columns)),
+        DTensor.from_local(target, mesh.device_mesh, [Shard(1), Replicate()]),
+        seq_index=keys.argsort(stable=True),
+        chunk_size=chunk_size,
+        sampling_params=sampling(temperature),
+        with_entropy=True,
+    )
+
+
+def of_packed(logits, target, padded, true, columns, temperature):
+    entropies = packed_next_token_negative_entropy(logits, padded[:-1], jnp.diff(padded), len(columns) + 1, temperature)
+    return by_padded(logits, target, padded, true, columns, temperature), entropies
+
+
+@scheme(
+    reference=of_packed,
+    mesh={"cp": (1, 2), "tp": (1, 2)},
+    inputs={"logits": "1 t/cp:packed v/tp:ragged", "target": "1 t", "padded": "n", "true": "n", "columns": "u"},
+    outputs=OVER_CP,
+    dims={"b": "n-1", "n": (4, 6, 3), "t": (24, 40, 16), "u": (5, 9, 2), "v": (8, 5, 13)},
+    draw={
+        "target": ids("v", ignore=-100),
+        "padded": offsets("t", padded=True),
+        "true": offsets("t"),
+        "columns": integers(0, 0),
+    },
+    cost=lambda c: over_cp(c, c.t),
+    **COMMON,
+)
+def entropy_of_packed(mesh, logits, target, padded, true, columns, temperature, chunk_size):
+    return vp.from_parallel_logits_to_logprobs_packed_sequences(
+        logits,
+        target,
+        padded,
+        len(columns) + 1,
+        *owned_range(mesh),
+        mesh["tp"],
+        cp_group=mesh["cp"],
+        chunk_size=chunk_size,
+        sampling_params=sampling(temperature),
+        with_entropy=True,
+    )
+
+
+def of_hidden(hidden, weight, target, temperature):
+    return next_tokens(logits_of_hidden(hidden, weight), target, temperature)
+
+
+@scheme(
+    reference=of_hidden,
+    mesh={"cp": (1, 2), "tp": (1, 2, 4)},
+    inputs={"hidden": "s/cp:dual_chunk_swap b d tp=I", "weight": "v/tp:ragged d cp=R", "target": "b s"},
+    outputs=OVER_CP,
+    dims={"v": (8, 5, 13), "d": (3, 5), "u": "s-1"},
+    draw={"hidden": FLOATS, "weight": FLOATS, "target": ids("v", ignore=-100)},
+    cost=lambda c: Cost(
+        forward=over_cp(c, c.b * c.s).forward,
+        backward={
+            "all_reduce": (1, c.b * c.s // c.cp * c.d * c.accumulator_itemsize),
+            **over_cp(c, c.b * c.s).backward,
+        },
+    ),
+    **{**COMMON, "reduction": ("v", "d"), "roundings": 5},
+)
+def entropy_of_hidden_states(mesh, hidden, weight, target, temperature, chunk_size):
+    return vp.from_parallel_hidden_states_to_logprobs(
+        hidden,
+        weight,
+        None,
+        False,
+        target,
+        *owned_range(mesh),
+        mesh["tp"],
+        cp_group=mesh["cp"],
+        chunk_size=chunk_size,
+        temperature=temperature,
+        with_entropy=True,
+    )
+
+
+SCHEMES = (
+    entropy_of_groups,
+    entropy_by_rank,
+    entropy_of_a_dtensor,
+    entropy_of_packed,
+    entropy_of_hidden_states,
+)
+
+
+@pytest.mark.parametrize("engine", ["lockstep", "gloo"])
+@pytest.mark.parametrize("declared", SCHEMES, ids=lambda declared: declared.name)
+def test_parity(declared, engine):
+    @settings(max_examples=20 if engine == "lockstep" else 4)
+    @given(every_case(declared, engine=engine))
+    def example(case):
+        check(case)
+
+    example()
+
+
+def test_an_entropy_beside_a_filter_is_rejected():
+    def body(mesh, case):
+        logits, target = torch.zeros(1, 4, 4), torch.zeros(1, 4, dtype=torch.int64)
+        with pytest.raises(ValueError) as caught:
+            vp.get_next_token_logprobs_from_logits(
+                target, logits, sampling_params=vp.TrainingSamplingParams(top_k=2), with_entropy=True
+            )
+        return str(caught.value)
+
+    message = (
+        "vocab_parallel.get_next_token_logprobs_from_logits: with_entropy=True but top_k=2, top_p=1.0 filter the "
+        "vocabulary; ask for the entropy in a call without a filter"
+    )
+    assert run(body, CaseSpec(scheme="entropy", mesh={"tp": 1})).results == (message,)
