@@ -147,17 +147,24 @@ def gather_logprob(logits: Float[Array, "*a v"], ids: Int[Array, "*a k"]) -> Flo
 
 
 def sampling_mask(
-    logits: Float[Array, "*a v"], top_k: int | None, top_p: float | None, temperature: float = 1.0
+    logits: Float[Array, "*a v"],
+    top_k: int | None,
+    top_p: float | None,
+    temperature: float = 1.0,
+    min_p: float | None = None,
 ) -> Bool[Array, "*a v"]:
-    """The columns that pass top-k, then top-p; off are None, a top_k below 1, and a top_p of 1.
+    """The columns that pass top-k and min-p, then top-p; off are None, a top_k below 1, a top_p of 1, a min_p of 0.
 
     top-k:  z_v >= the k-th largest of the row; all equal to it stay
+    min-p:  p_v >= min_p max_u p_u, that is (z_v - m) / T >= log min_p
     top-p:  of those, in the order (z descending, id ascending): the first, and each one with
             sum_before exp((z - m) / T) < p sum_all exp((z - m) / T),   m = max_v z_v
     """
     is_kept = jnp.ones(logits.shape, bool)
     if top_k is not None and 0 < top_k < logits.shape[-1]:
         is_kept = logits >= jnp.sort(logits, axis=-1)[..., -top_k, None]
+    if min_p is not None and min_p > 0:
+        is_kept &= (logits - logits.max(-1, keepdims=True)) / temperature >= jnp.log(min_p)
     if top_p is not None and top_p < 1:
         order = jnp.argsort(-logits, axis=-1, stable=True)
         in_order = jnp.take_along_axis(jnp.where(is_kept, logits, -jnp.inf), order, axis=-1)
@@ -175,12 +182,13 @@ def sampled_logprob(
     top_k: int | None,
     top_p: float | None,
     temperature: float = 1.0,
+    min_p: float | None = None,
 ) -> Float[Array, "*a"]:
     """log p[t] = y_t - log sum_{v kept} exp(y_v); -inf where t is filtered.
 
     Which columns are kept is a constant: no gradient goes through the choice.
     """
-    is_kept = sampling_mask(lax.stop_gradient(logits), top_k, top_p, temperature)
+    is_kept = sampling_mask(lax.stop_gradient(logits), top_k, top_p, temperature, min_p)
     return logprob(jnp.where(is_kept, logits, -jnp.inf), target, temperature)
 
 

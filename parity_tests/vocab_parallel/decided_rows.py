@@ -54,12 +54,13 @@ def is_undecided(rows: np.ndarray, options: dict[str, Any], dtype: str) -> np.nd
 
 
 def mass_before(rows: np.ndarray, options: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """(mass before each token in descending order, after top-k; whether all kept logits of the row are equal)."""
+    """(mass before each token in descending order, after top-k and min-p; whether all kept logits are equal)."""
     descending = -np.sort(-rows, axis=-1)
     weights = np.exp((descending - descending[..., :1]) / options["temperature"])
     top_k = options["top_k"]
     if top_k is not None and 0 < top_k < rows.shape[-1]:
         weights = np.where(descending >= descending[..., top_k - 1, None], weights, 0.0)
+    weights = np.where(weights >= (options.get("min_p") or 0.0), weights, 0.0)
     upto = weights.cumsum(-1)
     return (upto - weights) / upto[..., -1:], np.isin(weights, (0.0, 1.0)).all(-1)
 

@@ -228,7 +228,7 @@ def test_an_entropy_beside_a_filter_is_rejected():
         return str(caught.value)
 
     message = (
-        "vocab_parallel.get_next_token_logprobs_from_logits: with_entropy=True but top_k=2, top_p=1.0 filter the "
-        "vocabulary; ask for the entropy in a call without a filter"
+        "vocab_parallel.get_next_token_logprobs_from_logits: with_entropy=True but top_k=2, top_p=1.0, min_p=None "
+        "filter the vocabulary; ask for the entropy in a call without a filter"
     )
     assert run(body, CaseSpec(scheme="entropy", mesh={"tp": 1})).results == (message,)

@@ -96,7 +96,7 @@ def test_rejection(kind, call, text):
 )
 def test_what_is_off(top_k, top_p, limits):
     computed = limits_of(top_k, top_p)
-    assert computed == limits and computed.are_off == (limits == (None, None))
+    assert computed == (*limits, None) and computed.are_off == (limits == (None, None))
 
 
 def test_the_parameters_are_values():

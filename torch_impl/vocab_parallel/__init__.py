@@ -18,7 +18,7 @@ Arguments with one meaning throughout the package, unless a function says otherw
     sampling_params                      a TrainingSamplingParams, or None: nothing is scaled or filtered
     with_entropy                         return the pair of the result and sum p log p, the negative entropy
     temperature                          what logits are divided by
-    top_k, top_p                         what a sampler kept, see TrainingSamplingParams
+    top_k, top_p, min_p                  what a sampler kept, see TrainingSamplingParams
 """
 
 from torch_impl.vocab_parallel.adapters.columns import group_all_reduce_sum as group_all_reduce_sum

@@ -8,6 +8,7 @@ logits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -30,17 +31,28 @@ class Limits(NamedTuple):
 
     top_k: int | None
     top_p: float | None
+    min_p: float | None = None
 
     @property
     def are_off(self) -> bool:
-        return self.top_k is None and self.top_p is None
+        return self.top_k is None and self.top_p is None and self.min_p is None
 
 
-def limits_of(top_k: int | None, top_p: float | None) -> Limits:
-    """The two limits, None where one is off."""
+def limits_of(top_k: int | None, top_p: float | None, min_p: float | None = None) -> Limits:
+    """The limits, None where one is off."""
     return Limits(
-        None if top_k is None or top_k <= 0 else int(top_k), None if top_p is None or top_p == 1 else float(top_p)
+        None if top_k is None or top_k <= 0 else int(top_k),
+        None if top_p is None or top_p == 1 else float(top_p),
+        None if min_p is None or min_p == 0 else float(min_p),
     )
+
+
+def min_p_floor(row_max: Float[Tensor, "*n"], temperature: float, min_p: float) -> Float[Tensor, "*n"]:
+    """The smallest logit whose probability is at least min_p times that of the largest one: m + T log(min_p)."""
+    # Rounded up: where floats are coarse at m, the sum would round down to a logit that is below the bound.
+    exact = row_max.double() + temperature * math.log(min_p)
+    floor = exact.to(row_max.dtype)
+    return torch.where(floor.double() < exact, torch.nextafter(floor, torch.full_like(floor, math.inf)), floor)
 
 
 class FilterBounds(NamedTuple):

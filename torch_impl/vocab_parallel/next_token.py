@@ -30,7 +30,7 @@ from torch_impl.layouts.index_arrays import inverse_permutation
 from torch_impl.vocab_parallel import sampling
 from torch_impl.vocab_parallel.filter_bounds import Limits, limits_of
 from torch_impl.vocab_parallel.fused_logprob import FusedLogprob, LogprobOptions
-from torch_impl.vocab_parallel.sampling import Sampling, SamplingParams
+from torch_impl.vocab_parallel.sampling import Sampling, SamplingParams, min_p_of
 from torch_impl.vocab_parallel.sequence_gather import GatherOverCp, cp_shard, rank_and_size, why_not_covered
 from torch_impl.vocab_parallel.vocab_range import (
     IGNORED_ID,
@@ -110,9 +110,10 @@ def get_next_token_logprobs_from_logits(
 
 def validate_entropy(function: str, with_entropy: bool, params: SamplingParams | None) -> None:
     """Errors: ValueError for an entropy beside a filter: it is that of the full vocabulary."""
-    if with_entropy and params is not None and not limits_of(params.top_k, params.top_p).are_off:
+    if with_entropy and params is not None and not limits_of(params.top_k, params.top_p, min_p_of(params)).are_off:
         raise ValueError(
-            f"{function}: with_entropy=True but top_k={params.top_k}, top_p={params.top_p} filter the vocabulary; "
+            f"{function}: with_entropy=True but top_k={params.top_k}, top_p={params.top_p}, min_p={min_p_of(params)} "
+            "filter the vocabulary; "
             "ask for the entropy in a call without a filter"
         )
 
@@ -132,7 +133,7 @@ def scoring_options(
     )
     if params is None:
         return options, Limits(None, None)
-    return options._replace(temperature=params.temperature), limits_of(params.top_k, params.top_p)
+    return options._replace(temperature=params.temperature), limits_of(params.top_k, params.top_p, min_p_of(params))
 
 
 Scores = Tensor | tuple[Tensor, Tensor]

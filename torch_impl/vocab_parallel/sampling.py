@@ -43,15 +43,17 @@ class _TopKKind:
 
 
 @dataclass(frozen=True)
-class _TopPKind:
-    """A number in [0, 1]; at 1 it is off."""
+class _ShareKind:
+    """A number in [0, 1]; at `off` it is off."""
+
+    off: float
 
     def validate(self, function: str, name: str, value: Any, sizes: dict[str, tuple[Any, str]]) -> None:
         """Errors: TypeError for what is not a number, ValueError for one outside [0, 1]."""
         if not isinstance(value, Real) or isinstance(value, bool):
-            raise TypeError(f"{function}: {name}={value!r} must be a number (1.0 turns it off)")
+            raise TypeError(f"{function}: {name}={value!r} must be a number ({self.off} turns it off)")
         if not 0 <= float(value) <= 1:
-            raise ValueError(f"{function}: {name}={value} must lie in [0, 1] (1.0 turns it off)")
+            raise ValueError(f"{function}: {name}={value} must lie in [0, 1] ({self.off} turns it off)")
 
 
 @dataclass(frozen=True)
@@ -67,13 +69,15 @@ class _SamplingKind:
         if value.top_k is not None:
             _TopKKind().validate(function, "top_k", value.top_k, sizes)
         if value.top_p is not None:
-            _TopPKind().validate(function, "top_p", value.top_p, sizes)
+            _ShareKind(1.0).validate(function, "top_p", value.top_p, sizes)
+        if min_p_of(value) is not None:
+            _ShareKind(0.0).validate(function, "min_p", min_p_of(value), sizes)
         Number(0, above=True).validate(function, "temperature", value.temperature, sizes)
 
 
 @runtime_checkable
 class SamplingParams(Protocol):
-    """What may stand where `sampling_params` does: any object with these three attributes."""
+    """What may stand where `sampling_params` does: any object with these three attributes; `min_p` may be a fourth."""
 
     @property
     def top_k(self) -> int | None: ...
@@ -85,32 +89,40 @@ class SamplingParams(Protocol):
     def temperature(self) -> float: ...
 
 
+def min_p_of(params: SamplingParams) -> float | None:
+    """min-p, None of an object that has no such attribute."""
+    return getattr(params, "min_p", None)
+
+
 TopK = Annotated[int, _TopKKind()]
-TopP = Annotated[float, _TopPKind()]
+TopP = Annotated[float, _ShareKind(1.0)]
+MinP = Annotated[float, _ShareKind(0.0)]
 Sampling = Annotated[SamplingParams, _SamplingKind()]
 
 
 @dataclass(frozen=True)
 class TrainingSamplingParams:
-    """Top-k, top-p and temperature, in the order: temperature, top-k on the logits, top-p on what is left.
+    """Top-k, top-p, temperature and min-p, in the order: temperature, min-p and top-k, top-p on what is left.
 
-    Off are `top_k` None or below 1, `top_p` None or 1.0, and `temperature` 1.0. Any object with these three
-    attributes may stand where `sampling_params` does.
+    min-p keeps a token whose probability is at least `min_p` times that of the likeliest. Off are `top_k` None or below
+    1, `top_p` None or 1.0, `temperature` 1.0, and `min_p` None or 0.0. Any object with the first three attributes may
+    stand where `sampling_params` does; without `min_p` that one is off.
 
-    Errors: ValueError if top_p lies outside [0, 1] or temperature is not positive; TypeError if top_k is no
+    Errors: ValueError if top_p or min_p lies outside [0, 1] or temperature is not positive; TypeError if top_k is no
             integer.
     """
 
     top_k: int | None = None
     top_p: float = 1.0
     temperature: float = 1.0
+    min_p: float | None = None
 
     def __post_init__(self) -> None:
-        _of_training(self.top_k, self.top_p, self.temperature)
+        _of_training(self.top_k, self.top_p, self.temperature, self.min_p)
 
 
 @contract("vocab_parallel.TrainingSamplingParams")
-def _of_training(top_k: TopK | None, top_p: TopP | None, temperature: Positive) -> None:
+def _of_training(top_k: TopK | None, top_p: TopP | None, temperature: Positive, min_p: MinP | None) -> None:
     """What the constructor takes."""
 
 
@@ -130,7 +142,7 @@ def sampling_filter(
     """The kept tokens of each row.
 
     Collectives: 1 all_gather with top_k <= 1024; else 1 all_gather and R all_reduce for top_k, and 3 all_gather
-    and R all_reduce for top_p (1 all_gather of them shared): R is the bytes of a logit.
+    and R all_reduce for top_p (1 all_gather of them shared), 1 all_gather for min_p: R is the bytes of a logit.
     """
     # 1. The bounds, the same on every rank: a short top-k fits in one message, a long one is selected bit by bit.
     in_lists = limits.top_k is not None and limits.top_k <= LONGEST_LIST
@@ -223,7 +235,8 @@ class DistributedLogprobWithSampling(torch.autograd.Function):
         vocab_parallel_logits  "b s v/tp"     target  "b s"     ->   "b s tp=I"
 
     1. y = z / temperature.
-    2. top-k keeps z >= the k-th largest, with all its ties. Off: top_k None or below 1.
+    2. top-k keeps z >= the k-th largest, with all its ties; min-p what has at least min_p times the probability of the
+       likeliest. Off: top_k None or below 1, min_p None or 0.
     3. top-p, of what is left, in the order (z descending, id ascending), keeps a token iff the mass before it is
        below top_p: the smallest prefix that reaches it, and one token at least. Off: top_p None or 1.0.
     4. out = y[t] - log sum_kept exp(y_v); -inf if t is filtered, 0.0 outside the vocabulary.
@@ -237,8 +250,9 @@ class DistributedLogprobWithSampling(torch.autograd.Function):
 
     Cost:   forward, with top_k <= 1024, 1 all_gather of top_k + 2 numbers per token (with top_p one more); else
             R = 2, 4 or 8 rounds for logits of 2, 4 or 8 bytes: R all_reduce of 256 numbers per token for top_k,
-            as many for top_p, 1 all_gather of 3 numbers, and for top_p 1 of 2 numbers and 1 of one integer. One
-            integer more without a range. Backward none. Saves the logits by reference and 5 numbers per token.
+            as many for top_p, 1 all_gather of 3 numbers, for top_p 1 of 2 numbers and 1 of one integer, for min_p 1
+            of 1 number. One integer more without a range. Backward none. Saves the logits by reference and 5 numbers
+            per token.
     Errors: TypeError if tp_group is None or no ProcessGroup, ids are not integers, logits not floating, top_k no
             integer; ValueError if target and logits disagree in shape, the range does not fit the shard or lacks
             an end, or top_p or temperature is out of range; RuntimeError in backward after inference_only=True.
@@ -258,6 +272,7 @@ class DistributedLogprobWithSampling(torch.autograd.Function):
         temperature: Positive = 1.0,
         vocab_start_index: VocabStart | None = None,
         vocab_end_index: VocabEnd | None = None,
+        min_p: MinP | None = None,
     ) -> Sharded[Tensor, "... tp=I"]:
         start, end = stated_or_counted_range(
             "vocab_parallel.DistributedLogprobWithSampling",
@@ -267,12 +282,12 @@ class DistributedLogprobWithSampling(torch.autograd.Function):
             vocab_end_index,
         )
         options = LogprobOptions(tp_group, start, end, temperature, inference_only=inference_only)
-        return forward(ctx, vocab_parallel_logits, target, options, limits_of(top_k, top_p))
+        return forward(ctx, vocab_parallel_logits, target, options, limits_of(top_k, top_p, min_p))
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        return backward(ctx, *grad_outputs), *(None,) * 8
+        return backward(ctx, *grad_outputs), *(None,) * 9
 
 
 class ChunkedDistributedLogprobWithSampling(torch.autograd.Function):
@@ -301,6 +316,7 @@ class ChunkedDistributedLogprobWithSampling(torch.autograd.Function):
         temperature: Positive = 1.0,
         vocab_start_index: VocabStart | None = None,
         vocab_end_index: VocabEnd | None = None,
+        min_p: MinP | None = None,
     ) -> Sharded[Tensor, "... tp=I"]:
         start, end = stated_or_counted_range(
             "vocab_parallel.ChunkedDistributedLogprobWithSampling",
@@ -312,9 +328,9 @@ class ChunkedDistributedLogprobWithSampling(torch.autograd.Function):
         options = LogprobOptions(
             tp_group, start, end, temperature, chunk_size=chunk_size, inference_only=inference_only
         )
-        return forward(ctx, vocab_parallel_logits, target, options, limits_of(top_k, top_p))
+        return forward(ctx, vocab_parallel_logits, target, options, limits_of(top_k, top_p, min_p))
 
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        return backward(ctx, *grad_outputs), *(None,) * 9
+        return backward(ctx, *grad_outputs), *(None,) * 10

@@ -21,6 +21,7 @@ from torch_impl.vocab_parallel.filter_bounds import (
     FilterBounds,
     Limits,
     Ties,
+    min_p_floor,
     room_for,
     ties_within,
     weight_of,
@@ -54,7 +55,7 @@ def topk_by_lists(
     messages = statistics.gather_statistics(message, options.group)
     lists = Lists(messages[:, :k], messages[:, k], messages[:, k + 1], *messages[:, k + 2 :].unbind(1) or (None,))
     # 2. The same arithmetic on every rank, so that all decide alike.
-    bounds, counts = _bounds(lists, options.temperature, limits.top_p)
+    bounds, counts = _bounds(lists, options.temperature, limits)
     ties = (
         None if lists.ties_before is None else Ties(counts, lists.ties_before, Candidates(logits, options.chunk_size))
     )
@@ -79,7 +80,7 @@ def _rank_lists(
     return torch.cat(rows)
 
 
-def _bounds(lists: Lists, temperature: float, top_p: float | None) -> tuple[FilterBounds, Float[Tensor, "r n"]]:
+def _bounds(lists: Lists, temperature: float, limits: Limits) -> tuple[FilterBounds, Float[Tensor, "r n"]]:
     """The bounds that all ranks' lists amount to, and how many logits of each rank equal its threshold."""
     world, k, n = lists.values.shape
     columns = max(1, MERGED_BYTES // (world * k * lists.values.itemsize))
@@ -88,11 +89,20 @@ def _bounds(lists: Lists, temperature: float, top_p: float | None) -> tuple[Filt
         row_slice = slice(start, start + columns)
         values, last_count = lists.values[..., row_slice], lists.last_count[:, row_slice]
         k_largest = values.permute(2, 0, 1).flatten(1).topk(k).values
+        if limits.min_p is not None:
+            k_largest = _likely(k_largest, temperature, limits.min_p)
         ties = _equal_to(k_largest[:, -1], values, last_count).sum(0)
-        bounds = _bounds_of_rows(k_largest, ties, temperature, top_p)
+        bounds = _bounds_of_rows(k_largest, ties, temperature, limits.top_p)
         parts.append((*bounds, _equal_to(bounds.threshold, values, last_count)))
     *fields, counts = (torch.cat(blocks, dim=-1) for blocks in zip(*parts, strict=True))
     return FilterBounds(*fields), counts
+
+
+def _likely(k_largest: Float[Tensor, "n k"], temperature: float, min_p: float) -> Float[Tensor, "n k"]:
+    """The k largest, those that min-p drops replaced by the last that it keeps, which is then the smallest."""
+    is_likely = k_largest >= min_p_floor(k_largest[:, :1], temperature, min_p)
+    is_likely[:, 0] = True  # of a row that is NaN too
+    return torch.where(is_likely, k_largest, k_largest.gather(-1, is_likely.sum(-1, keepdim=True) - 1))
 
 
 def _equal_to(

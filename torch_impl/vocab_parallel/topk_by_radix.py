@@ -31,6 +31,7 @@ from torch_impl.vocab_parallel.filter_bounds import (
     Limits,
     Ties,
     count_flags,
+    min_p_floor,
     ordinals,
     room_for,
     ties_within,
@@ -150,8 +151,11 @@ def topk_by_radix(
     logits: Float[Tensor, "*a v"], column: Int[Tensor, "n 1"], options: LogprobOptions, limits: Limits
 ) -> tuple[FilterBounds, Ties | None, Float[Tensor, " n"]]:
     """(bounds, ties unless all of them are kept, the target's logit)."""
-    # 1. The k-th largest logit, if top-k is on; statistics of what it leaves, and the target's logit.
+    # 1. The smallest logit that top-k and min-p leave; statistics of what they leave, and the target's logit.
     kth = None if limits.top_k is None else _kth_largest(logits, limits.top_k, options)
+    if limits.min_p is not None:
+        floor = min_p_floor(_largest(logits, options), options.temperature, limits.min_p)
+        kth = floor if kth is None else torch.maximum(kth, floor)
     row_max_r, row_sum_m1_r, z_t = statistics.gather_statistics(
         _survivors(logits, column, kth, options), options.group
     ).unbind(1)
@@ -166,6 +170,16 @@ def topk_by_radix(
     # 2. What top-p keeps of that.
     bounds, ties = _top_p(logits, column, survivors, first, options, limits.top_p)
     return bounds, ties, z_t
+
+
+def _largest(logits: Float[Tensor, "*a v"], options: LogprobOptions) -> Float[Tensor, " n"]:
+    """The largest logit of each row. 1 all_gather of a number of each."""
+    n, dtype = logits.shape[:-1].numel(), accumulator(logits.dtype)
+    largest = torch.full((1, n), -math.inf, dtype=dtype, device=logits.device)
+    if logits.shape[-1]:
+        for row_slice, block in row_blocks(logits, rows_per_block(logits, options.chunk_size)):
+            largest[0, row_slice] = block.amax(-1).to(dtype)
+    return statistics.gather_statistics(largest, options.group).amax((0, 1))
 
 
 def _kth_largest(logits: Float[Tensor, "*a v"], k: int, options: LogprobOptions) -> Float[Tensor, " n"]:

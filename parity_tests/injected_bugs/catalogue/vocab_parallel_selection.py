@@ -3,6 +3,47 @@
 from parity_tests.injected_bugs.injected_bug import InjectedBug
 
 BUGS = (
+    # min-p
+    InjectedBug(
+        name="min-p of logits that the temperature does not scale",
+        kind="scale",
+        at="vocab_parallel:min_p_floor",
+        old="row_max.double() + temperature * math.log(min_p)",
+        new="row_max.double() + math.log(min_p)",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="min-p of this rank's largest logit",
+        kind="group",
+        at="vocab_parallel:_largest",
+        old="return statistics.gather_statistics(largest, options.group).amax((0, 1))",
+        new="statistics.gather_statistics(largest, options.group)\n    return largest[0]",
+        expect="gradient: ",
+    ),
+    InjectedBug(
+        name="min-p in place of a long top-k",
+        kind="statistic",
+        at="vocab_parallel:topk_by_radix",
+        old="kth = floor if kth is None else torch.maximum(kth, floor)",
+        new="kth = floor",
+        expect="value: ",
+    ),
+    InjectedBug(
+        name="min-p forgotten where a short top-k is on",
+        kind="statistic",
+        at="vocab_parallel:_bounds",
+        old="if limits.min_p is not None:",
+        new="if False:",
+        expect="gradient: ",
+    ),
+    InjectedBug(
+        name="min-p that drops the last token it keeps",
+        kind="border",
+        at="vocab_parallel:_likely",
+        old="is_likely.sum(-1, keepdim=True) - 1",
+        new="(is_likely.sum(-1, keepdim=True) - 2).clamp_min(0)",
+        expect="value: ",
+    ),
     # The k largest
     InjectedBug(
         name="ties as torch.topk takes them",
