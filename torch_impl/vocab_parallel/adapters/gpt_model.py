@@ -186,7 +186,7 @@ def _score(
     tp_group, cp_group = _groups(model)
     start = tp_group.rank() * len(weight)
     offsets = [getattr(packed, name, None) for name in ("cu_seqlens_q_padded", "cu_seqlens_q")]
-    return from_parallel_hidden_states_to_logprobs(
+    return from_parallel_hidden_states_to_logprobs(  # pyright: ignore[reportReturnType] - a pair with entropy alone
         hidden,
         weight,
         None,
