@@ -18,7 +18,7 @@ DECLARED = dict(
     reduction=("v",),
     roundings=3,  # log total, mean difference, gradient
     rank_options={"chunk_size": (None, 1, 2, 5)},
-    cost=lambda c: Cost(forward=all_gathers(over_tp(c, 5 * c.b * c.s))),
+    cost=lambda c: Cost(forward=all_gathers(over_tp(c, 6 * c.b * c.s))),
 )
 OFTEN_MASKED = values("normal", "neg_inf_mask", "large", "peaked", "huge", "ties", "tiny", "neg_inf_mask", "large")
 NEVER_MASKED = values("normal", "large", "peaked", "ties", "tiny")
@@ -85,6 +85,19 @@ def test_parity(declared, engine):
         check(case)
 
     example()
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_reverse_gradient_of_a_student_that_is_almost_certain(tp):
+    case = CaseSpec(
+        reverse_kl.key,
+        {"tp": tp},
+        {"b": 3, "s": 6, "v": 2},
+        layouts={"v/tp": {"lengths": [2 // tp] * tp, "name": "ragged"}},
+        values={"student_logits": {"kind": "large"}, "teacher_logits": {"kind": "normal"}},
+        options={"chunk_size": None, "temperature": 1.0},
+    )
+    check(case)
 
 
 def on_ranks(tp, body):
