@@ -1,5 +1,7 @@
 """Parity of vocab_parallel.logprob."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -280,3 +282,28 @@ def test_parity_of_the_compiled_backend():
     for seed, sizes in enumerate([{"tp": 2, "b": 2, "s": 3, "v": 12}, {"tp": 3, "b": 1, "s": 5, "v": 20}]):
         case = compiled_logprob.case(seed=seed, dtype="float32", temperature=0.7, **sizes)
         judge(compiled_logprob, case, quiet_s=240.0).raise_if_failed()
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("width", [8, 8192])
+def test_a_target_whose_logit_overflows_has_no_gradient_of_zero(tp, width):
+    """+inf, as float16 makes it, is no id outside the vocabulary: score and gradient are NaN on every rank."""
+
+    def body(mesh, case):
+        start, end = width * mesh.rank("tp"), width * (mesh.rank("tp") + 1)
+        logits = torch.zeros(2, 9, width)
+        logits[:, 4, 3] = math.inf if start == 0 else 0.0
+        logits.requires_grad_()
+        target = torch.full((2, 9), 3)
+        target[1] = -100
+        options = dict(vocab_start_index=start, vocab_end_index=end)
+        score = vp.vocab_parallel_logprob(logits, target, mesh["tp"], **options)
+        score.sum().backward()
+        return (
+            score.isnan().nonzero().tolist(),
+            logits.grad.isnan().all(-1).nonzero().tolist(),
+            bool(logits.grad[1].any()),
+        )
+
+    for scores, gradients, of_ignored in run(body, CaseSpec(scheme="overflow", mesh={"tp": tp})).results:
+        assert [0, 4] in scores and gradients == [[0, 4]] and not of_ignored

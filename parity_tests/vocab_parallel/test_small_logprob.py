@@ -108,3 +108,13 @@ def test_large_logits_are_read_in_blocks(route, group):
         route.clear()
         logprob_and_gradient(torch.zeros(1, columns), torch.zeros(1, dtype=torch.long), group)
         assert len(route) == calls
+
+
+def test_columns_beyond_the_vocabulary_are_no_ids(route, group):
+    """Padding of the shard: its columns count in the normaliser, and an id of one is outside the vocabulary."""
+    z, target = torch.linspace(-1.0, 1.0, V).repeat(2, 1), torch.tensor([V - 3, V - 2])
+    small = logprob_and_gradient(z, target, group, vocab_end_index=V - 2)
+    assert len(route) == 1 and small[0][1] == 0.0 and not small[1][1].any()
+    blocks = logprob_and_gradient(z, target, group, vocab_end_index=V - 2, chunk_size=2)
+    assert len(route) == 1
+    assert all(equal_to_rounding(ours, others) for ours, others in zip(small, blocks, strict=True))

@@ -28,7 +28,7 @@ no constexpr is an integer. n rows, v columns, k ids of each row; the dtype is f
     g_same_ptr         [n, k]  those of the ids equal to this one, summed
     g_other_ptr        [n, k]  those of the row's other ids, summed
 
-    HAS_TEMPERATUREERATURE, WITH_ENTROPY, IS_NORMALISED   as in the eager functions: what a specialisation may leave out
+    HAS_TEMPERATURE, WITH_ENTROPY, IS_NORMALISED   as in the eager functions: what a specialisation may leave out
     STEP, IDS                                      columns, and ids, that a program takes at a time; IDS 0: no ids
 """
 
@@ -143,8 +143,9 @@ def _statistics(
         for first in range(0, k, IDS):
             index = first + tl.arange(0, IDS)
             column = tl.load(column_ptr + row * k + index, mask=index < k, other=-1).to(tl.int64)
-            z_t = tl.load(row_ptr + column * column_stride, mask=column >= 0, other=float("inf"))
-            tl.store(out_ptr + (2 + index.to(tl.int64)) * n + row, z_t.to(temperature.dtype), mask=index < k)
+            z_t = tl.load(row_ptr + column * column_stride, mask=column >= 0, other=float("inf")).to(temperature.dtype)
+            z_t = tl.where((column >= 0) & (z_t == float("inf")), float("nan"), z_t)  # a logit of +inf; see statistics
+            tl.store(out_ptr + (2 + index.to(tl.int64)) * n + row, z_t, mask=index < k)
     if WITH_ENTROPY:
         tl.store(out_ptr + entropy_offset + row, shifted_sum / (1.0 + row_sum_m1))
 

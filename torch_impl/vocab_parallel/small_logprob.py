@@ -43,7 +43,7 @@ def forward(ctx: Any, logits: Tensor, ids: Tensor, options: Any) -> tuple[Tensor
     column = ids.unsqueeze(-1)
     if options.vocab_start:
         column = column - options.vocab_start
-    index = column.clamp(0, logits.shape[-1] - 1)
+    index = column.clamp(0, options.vocab_end - options.vocab_start - 1)
     is_outside = index != column
     # 2. The largest logit and log(1 + R). A row of -inf is shifted by a finite number, since -inf - -inf is NaN; a row
     #    that has a NaN or +inf has no softmax, and R is NaN.

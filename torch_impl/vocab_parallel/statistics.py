@@ -7,7 +7,8 @@ computes, per row and in float32 or wider, its *local statistics*:
     name            letter
     row_max_r       m_r = max_v z_v                 -inf for an empty or fully masked shard
     row_sum_m1_r    R_r = sum_v exp(b_v) - 1        b_v = (z_v - m_r) / temperature; all terms but a largest, which is 1
-    z_t                                             the target's logit if it is one of the rank's columns, else +inf;
+    z_t                                             the target's logit if it is one of the rank's columns, NaN for a
+                                                    logit of +inf; else +inf;
                                                     where several ids are looked up, one for each
     shifted_mean_r  d_r = sum_v p_v b_v             p is the local softmax; for the entropy. 0 for an empty shard
     cross_mean_r    x_r = sum_v p_v b^q_v           the same mean of q's shifted logits, for the cross entropy;
@@ -172,7 +173,8 @@ def local_statistics(
     # 2. The logits at the ids.
     if column is not None:
         z_t = block.gather(-1, index_of(column)).to(row_sum_m1.dtype)
-        numbers.append(z_t.masked_fill_(column < 0, math.inf))
+        # +inf says that no rank has the id. A logit of +inf has no log-probability: NaN.
+        numbers.append(z_t.masked_fill_(z_t == math.inf, math.nan).masked_fill_(column < 0, math.inf))
     # 3. d_r, which is in base e.
     if weighted_sum is not None:
         numbers.append(weighted_sum / (LOG2_E * (1.0 + row_sum_m1)))

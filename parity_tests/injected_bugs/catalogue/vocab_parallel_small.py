@@ -15,8 +15,8 @@ BUGS = (
         name="small call: last id of the vocabulary taken for an id outside it",
         kind="border",
         at="vocab_parallel:forward",
-        old="index = column.clamp(0, logits.shape[-1] - 1)",
-        new="index = column.clamp(0, logits.shape[-1] - 2)",
+        old="index = column.clamp(0, options.vocab_end - options.vocab_start - 1)",
+        new="index = column.clamp(0, options.vocab_end - options.vocab_start - 2)",
         expect="value: ",
     ),
     InjectedBug(

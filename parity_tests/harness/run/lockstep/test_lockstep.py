@@ -271,23 +271,24 @@ def leaves(mesh: Any, case: CaseSpec) -> None:
         os._exit(0)
 
 
+def forks(mesh: Any, case: CaseSpec) -> int:
+    child = os.fork() if mesh.rank("tp") == 0 else None
+    if child == 0:
+        os._exit(7)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if child else 7
+
+
+def in_a_process_of_its_own(job: str) -> subprocess.CompletedProcess[str]:
+    """Without the guard it would end with status 0 and without a word; and no process forks once JAX has started."""
+    program = f"from {__name__} import *; print(run({job}, case(2)).results, os._exit)"
+    return subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True)
+
+
 def test_a_rank_that_ends_its_process_is_a_failed_rank():
-    """In a process of its own, since without the guard it ends with status 0 and without a word."""
-    program = (
-        f"from {__name__} import case, leaves; from parity_tests.harness.run.engines import run; run(leaves, case(2))"
-    )
-    completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    completed = in_a_process_of_its_own("leaves")
     assert completed.returncode == 1
     assert "rank 1 raised SystemExit: os._exit(0), which ends a rank's process" in completed.stderr
 
 
 def test_a_process_that_a_rank_forks_may_leave():
-    def forks(mesh: Any, case: CaseSpec) -> int:
-        child = os.fork() if mesh.rank("tp") == 0 else None
-        if child == 0:
-            os._exit(7)
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if child else 7
-
-    leave = os._exit
-    assert run(forks, case(2)).results == (7, 7)
-    assert os._exit is leave
+    assert in_a_process_of_its_own("forks").stdout == f"(7, 7) {os._exit}\n"
