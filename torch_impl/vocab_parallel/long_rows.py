@@ -95,8 +95,8 @@ def write_terms(
 
 
 def finite(row_max: Float[Tensor, "n 1"]) -> Float[Tensor, "n 1"]:
-    """What a row is shifted by: finite for a row of -inf, where -inf - -inf would be NaN."""
-    return row_max.clamp_min(torch.finfo(row_max.dtype).min)
+    """What a row is shifted by: 0 where its maximum is infinite or NaN, since -inf - -inf is NaN."""
+    return row_max.nan_to_num(0.0, 0.0, 0.0)
 
 
 def _tiles(
