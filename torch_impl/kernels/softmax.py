@@ -134,9 +134,8 @@ def _statistics(
         new_at_max = tl.where(new_max > row_max, (sum_at_max - 1.0) + weight, sum_at_max)
         row_sum_m1 = weight * row_sum_m1 + sum_below_max + new_at_max
         row_max = new_max
-    # A maximum passes over NaN; the sum does not.
+    # 4. Store m, NaN where R is, since a maximum passes over NaN; R; the logits at the ids; the mean shifted logit.
     row_max = tl.where((row_sum_m1 != row_sum_m1) & (row_max < float("inf")), float("nan"), row_max)
-    # 4. Store m and R, the logits at the ids of this rank, and the mean shifted logit.
     tl.store(out_ptr + row, row_max)
     tl.store(out_ptr + n + row, row_sum_m1)
     if IDS > 0:
