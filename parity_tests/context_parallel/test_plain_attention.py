@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 
 from jax_ref.context_parallel import attention
-from shardproof import check, every_case, mask, scheme, values
+from shardproof import check, every_case, scheme, values
 from torch_impl.context_parallel.block_kernels import ROWS, cuda_backward, cuda_forward
 
 SCALE = 0.375
@@ -33,27 +33,34 @@ def of_one_block(q, k, v, seen, rule):
     pairs = {
         "all": jnp.ones((queries, keys), bool),
         "causal": jnp.tril(jnp.ones((queries, keys), bool)),
-        "keys": seen[:, None, :1],
-        "pairs": seen[:, None],
+        "keys": seen[:, None, :1] > 0,
+        "pairs": seen[:, None] > 0,
     }
     return attention(q, k, v, pairs[rule], SCALE)
+
+
+def two_keys_or_more(generator, shape):
+    """1 where a query sees a key, else 0. The gradient of a query of one key is 0, and so would be its budget."""
+    seen = generator.random(shape).argsort(-1) < generator.integers(2, shape[-1] + 1, (*shape[:-1], 1))
+    return seen.astype("float64")
 
 
 @scheme(
     reference=of_one_block,
     mesh={"tp": (1, 2)},
-    inputs={"q": "b h/tp i p", "k": "b g/tp j p", "v": "b g/tp j p", "seen": "b i j"},
+    inputs={"q": "b h/tp i p", "k": "b g/tp j p", "v": "b g/tp j p", "seen": "b i j tp=I"},
     outputs="b h/tp i p",
     # No kernel takes rows of 3 or 5 numbers in 16 bits and 32, nor any in float64; some queries are in a second slice.
     dims={"b": (2, 1), "h": (4,), "g": (2, 4), "i": (5, ROWS + 3), "j": (4, 9), "p": (3, 5)},
-    draw={**dict.fromkeys("qkv", values("normal", "ties", "zeros")), "seen": mask("j")},
+    nograd=("seen",),
+    draw={**dict.fromkeys("qkv", values("normal", "ties", "zeros")), "seen": two_keys_or_more},
     options={"rule": RULES},
     dtypes=("float32", "float64", "bfloat16"),
     reduction=("j", "p", "i"),
     roundings=3,  # the output, and its product with the cotangent, from which a gradient is computed
 )
 def attention_by_plain_operations(mesh, q, k, v, seen, rule):
-    masks = {"keys": seen[:, None, :1], "pairs": seen[:, None]}
+    masks = {"keys": seen[:, None, :1] > 0, "pairs": seen[:, None] > 0}
     return _Block.apply(q, k, v, masks.get(rule), rule == "causal")
 
 

@@ -1,6 +1,11 @@
-"""Which ids of the vocabulary a rank owns, as its functions take it."""
+"""A rank's shard of the logits: which ids of the vocabulary it owns, and the DTensor that it is a part of."""
 
 from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from torch_impl.collectives import MeshView
 
@@ -9,3 +14,15 @@ def owned_range(mesh: MeshView, dim: str = "v") -> tuple[int, int]:
     """[start, end) of this rank's ids of a dim that is sharded in rank order; an empty shard owns [0, 0)."""
     ids = mesh.global_ids(dim)
     return (int(ids[0]), int(ids[-1]) + 1) if len(ids) else (0, 0)
+
+
+def dtensor_of_shards(mesh: MeshView, logits: Tensor, s: int, v: int) -> DTensor:
+    """The DTensor of these shards, which may be uneven."""
+    full_size = dict(shape=torch.Size((len(logits), s, v)), stride=(s * v, v, 1))
+    return DTensor.from_local(logits, mesh.device_mesh, [Shard(1), Shard(2)], **full_size)
+
+
+def ceil(size: int, world: int) -> list[np.ndarray]:
+    """DTensor's blocks."""
+    block = -(-size // world)
+    return [np.arange(size)[rank * block : (rank + 1) * block] for rank in range(world)]

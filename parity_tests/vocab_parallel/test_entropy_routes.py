@@ -16,10 +16,10 @@ from jax_ref.vocab_parallel import (
 )
 from parity_tests.harness.run.engines import run
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
-from parity_tests.vocab_parallel.shard import owned_range
+from parity_tests.vocab_parallel.shard import ceil, dtensor_of_shards, owned_range
 from parity_tests.vocab_parallel.test_linear_logprob import FLOATS
 from parity_tests.vocab_parallel.test_packed import by_padded
-from parity_tests.vocab_parallel.test_stored_order import ceil, cut_logits, of_keys
+from parity_tests.vocab_parallel.test_stored_order import of_keys
 from shardproof import CaseSpec, Cost, check, every_case, ids, integers, offsets, scheme
 from torch_impl import vocab_parallel as vp
 
@@ -118,7 +118,7 @@ def of_stored(logits, target, keys, columns, temperature):
 )
 def entropy_of_a_dtensor(mesh, logits, target, keys, columns, temperature, chunk_size):
     return vp.get_logprobs_from_vocab_parallel_logits(
-        cut_logits(mesh, logits, len(keys), len(columns)),
+        dtensor_of_shards(mesh, logits, len(keys), len(columns)),
         DTensor.from_local(target, mesh.device_mesh, [Shard(1), Replicate()]),
         seq_index=keys.argsort(stable=True),
         chunk_size=chunk_size,

@@ -66,8 +66,10 @@ def fused(mesh, hidden, weight, target, chunk_size, tied, results, context, inhe
     expected |= {"packed_seq_params": packed, "inference_context": "now" if context else None}
     model = patched(mesh, weight, tied, results, expected).train(context is not None)
     with patch(chunk_size=5, model_class=patched), patch(chunk_size=chunk_size, model_class=patched):
-        passed_on = model(1, 2, 3, 4, labels=5, is_spec_decode=6, padding_mask=7)
-        assert passed_on == ((1, 2, 3, 4, 5, *[None] * 4), {"padding_mask": 7, "is_spec_decode": 6})
+        tokens, mask = [target.clone() for _ in range(5)], target > 0
+        passed_on, keywords = model(*tokens[:4], labels=tokens[4], is_spec_decode=True, padding_mask=mask)
+        assert [*map(id, passed_on)] == [*map(id, (*tokens, *[None] * 4))]
+        assert keywords["padding_mask"] is mask and keywords["is_spec_decode"] is True and len(keywords) == 2
         scores = model(
             None,
             None,

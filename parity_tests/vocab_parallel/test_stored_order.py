@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +13,7 @@ from jax_ref.vocab_parallel import next_token_logprob_of_stored
 from parity_tests.harness.run.engines import run
 from parity_tests.harness.verdict import judge
 from parity_tests.vocab_parallel.costs import all_gathers, over_tp
-from parity_tests.vocab_parallel.shard import owned_range
+from parity_tests.vocab_parallel.shard import ceil, dtensor_of_shards, owned_range
 from shardproof import CaseSpec, Cost, check, every_case, ids, integers, scheme
 from torch_impl import vocab_parallel as vp
 
@@ -28,12 +27,6 @@ STORED = dict(
     dtypes=("float32", "bfloat16", "float64"),
     reduction=("v",),
 )
-
-
-def ceil(size, world):
-    """DTensor's blocks."""
-    block = -(-size // world)
-    return [np.arange(size)[rank * block : (rank + 1) * block] for rank in range(world)]
 
 
 def in_stored_order(c):
@@ -68,12 +61,6 @@ def stored_next_tokens(mesh, logits, target, keys, columns, temperature, chunk_s
     )
 
 
-def cut_logits(mesh, logits, s, v):
-    """The DTensor of these shards, which may be uneven."""
-    full_size = dict(shape=torch.Size((len(logits), s, v)), stride=(s * v, v, 1))
-    return DTensor.from_local(logits, mesh.device_mesh, [Shard(1), Shard(2)], **full_size)
-
-
 @scheme(
     reference=of_keys,
     inputs={"logits": "b s/cp v/tp:ceil", "target": "b s/cp", "keys": "s", "columns": "v"},
@@ -82,7 +69,7 @@ def cut_logits(mesh, logits, s, v):
     **{**STORED, "rank_options": {**STORED["rank_options"], "by_route": (False, True)}},
 )
 def next_tokens_of_a_dtensor(mesh, logits, target, keys, columns, temperature, chunk_size, by_route):
-    logits = cut_logits(mesh, logits, len(keys), len(columns))
+    logits = dtensor_of_shards(mesh, logits, len(keys), len(columns))
     target = DTensor.from_local(target, mesh.device_mesh, [Shard(1), Replicate()])
     options = dict(seq_index=keys.argsort(stable=True), chunk_size=chunk_size, sampling_params=params(temperature))
     if by_route:
