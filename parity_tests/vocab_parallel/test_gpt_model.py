@@ -71,8 +71,8 @@ def fused(mesh, hidden, weight, target, chunk_size, tied, results, context, inhe
         assert [*map(id, passed_on)] == [*map(id, (*tokens, *[None] * 4))]
         assert keywords["padding_mask"] is mask and keywords["is_spec_decode"] is True and len(keywords) == 2
         scores = model(
-            None,
-            None,
+            tokens[0],
+            tokens[1],
             PASSED["attention_mask"],
             hidden,
             target,

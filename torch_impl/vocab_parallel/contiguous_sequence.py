@@ -60,7 +60,7 @@ def cp_shift_next(
     tensor: ShardedAny[Tensor, "..."],
     cp_group: Group[ProcessGroup, "cp"],
     seq_dim: int = 1,
-    fill_value: float = 0,
+    fill_value: float | int = 0,
 ) -> ShardedAny[Tensor, "..."]:
     """At each position what the next one has, over the ranks' borders; the last of the sequence has `fill_value`.
 

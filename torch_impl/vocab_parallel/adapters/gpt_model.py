@@ -98,7 +98,7 @@ def _gpt_forward_with_linear_ce_fusion(
     self: Any,
     input_ids: Tensor,
     position_ids: Tensor,
-    attention_mask: Tensor,
+    attention_mask: Any,
     decoder_input: Tensor | None = None,
     labels: Int[Tensor, "b s"] | None = None,
     inference_context: Any = None,
@@ -108,7 +108,7 @@ def _gpt_forward_with_linear_ce_fusion(
     *,
     inference_params: Any = None,
     loss_mask: Tensor | None = None,
-    padding_mask: Tensor | None = None,
+    padding_mask: Any = None,
     return_logprobs_for_linear_ce_fusion: bool = False,
     is_spec_decode: bool | None = None,
     **later_keywords: Any,
@@ -153,7 +153,7 @@ def _gpt_forward_with_linear_ce_fusion(
 
 
 def _decode(
-    model: Any, preprocessed: tuple[Any, ...], attention_mask: Tensor, inputs: dict[str, Any], extra: dict[str, Any]
+    model: Any, preprocessed: tuple[Any, ...], attention_mask: Any, inputs: dict[str, Any], extra: dict[str, Any]
 ) -> Float[Tensor, "l b d"]:
     """Hidden states, from the 6 or 7 values that `_preprocess` returns."""
     decoder_input, rotary_pos_emb, cos, sin, sequence_len_offset, padding_mask, *last = preprocessed
