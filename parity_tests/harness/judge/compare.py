@@ -6,7 +6,7 @@
     budget_i = max( A_i , K * sqrt(roundings) * D_i ) + n * underflow
 
 u is the unit roundoff of the tested dtype, u_acc that of float32 or of a wider tested dtype, u_out that of the output,
-but no less than what the sum itself was rounded to. D_i is the root mean square of what random rounding does to
+but no more than u: a narrower output was not declared. D_i is the root mean square of what random rounding does to
 element i, but at least the median over the tensor: of inputs and cotangents in the tested dtype,
 and of every operation of the reference in the dtype that intermediates are kept in (see rounding.py).
 """
