@@ -1,5 +1,6 @@
 """What the README shows is what happens: its scheme, its two reports, its commands, its links."""
 
+import os
 import re
 import subprocess
 import sys
@@ -35,6 +36,7 @@ def console(block: str, folder: Path) -> tuple[list[str], list[str]]:
         capture_output=True,
         text=True,
         check=False,
+        env={name: value for name, value in os.environ.items() if name != "COLUMNS"},  # lines are not broken
     )
     return shape(done.stdout), shape(documented)
 
