@@ -1,6 +1,5 @@
 """What the README shows is what happens: its scheme, its two reports, its commands, its links."""
 
-import os
 import re
 import subprocess
 import sys
@@ -36,7 +35,6 @@ def console(block: str, folder: Path) -> tuple[list[str], list[str]]:
         capture_output=True,
         text=True,
         check=False,
-        env={name: value for name, value in os.environ.items() if name != "COLUMNS"},  # lines are not broken
     )
     return shape(done.stdout), shape(documented)
 

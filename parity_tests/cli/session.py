@@ -44,9 +44,7 @@ def verify(targets: list[str], options: VerifyOptions) -> int:
     with _prints_on_stderr() if aside else contextlib.nullcontext():
         outcome = run(discover.find(targets), options)
     outcome.not_run |= {} if targets else discover.left_out()
-    console = Console(stderr=aside)
-    if not summary.has_width(console):
-        console.width = PLAIN_WIDTH
+    console = Console(stderr=aside, width=None if Console(stderr=aside).is_terminal else PLAIN_WIDTH)
     if not outcome.is_mistake_alone:
         summary.show(console, outcome, options)
     if options.json:

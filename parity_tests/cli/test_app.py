@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
-import pytest
 from hypothesis import settings
 
 from parity_tests.cli import session
@@ -35,14 +34,6 @@ def test_1_a_mismatch(shardproof):
     [replay] = [path.name for path in Path().glob("replay_*.py")]
     assert f"replay: python {replay}" in out
     assert "MISMATCH" in out and "    off by the constant factor 1.5" in out
-
-
-@pytest.mark.parametrize("width", [60, 80, 200])
-def test_columns_says_how_wide_a_table_is_that_is_no_terminals(shardproof, monkeypatch, width):
-    file = written("several.py", RIGHT, WRONG)
-    monkeypatch.setenv("COLUMNS", str(width))
-    out = shardproof("verify", file, "--examples", "2")[1]
-    assert max(map(len, out.splitlines())) <= width and out.count("mismatch") == 2
 
 
 def test_3_a_rank_that_fails_is_worse_than_a_mismatch(shardproof):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -97,8 +96,8 @@ def show(console: Console, outcome: Outcome, options: VerifyOptions) -> None:
     """Print reports and closing lines: the full report of a single scheme or of a failure, else the table."""
     single = len(outcome.reports) == 1
     if len(outcome.reports) > 1 and not options.quiet:
-        console.print(table(outcome, console.width if has_width(console) else None))
-    one_line = not has_width(console)  # a terminal's lines are broken between words, a file's are searched
+        console.print(table(outcome, console.width if console.is_terminal else None))
+    one_line = not console.is_terminal  # a terminal's lines are broken between words, a file's are searched
     for report in outcome.reports:
         is_shown = not report.ok and not outcome.is_expected(report)
         if is_shown or options.verbose or (single and not options.quiet):
@@ -121,11 +120,6 @@ def show(console: Console, outcome: Outcome, options: VerifyOptions) -> None:
     if not single and not options.quiet and outcome.seconds:
         console.print(timing(outcome), highlight=False)
     console.print(closing(outcome), highlight=False)
-
-
-def has_width(console: Console) -> bool:
-    """Whether lines have to fit: on a terminal, and where the environment variable COLUMNS says how wide one is."""
-    return console.is_terminal or os.environ.get("COLUMNS", "").isdigit()
 
 
 def _expectations(outcome: Outcome) -> list[str]:
