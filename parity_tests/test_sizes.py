@@ -7,8 +7,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("torch_impl", "jax_ref", "parity_tests", "docs", "notebooks")
 LONGEST = 450  # lines of a file
-LONGEST_TABLE = 1000  # of a file that is data: entries are looked up by name, and not read one after another
-TABLES = "parity_tests/injected_bugs/catalogue/"
 LONGEST_FUNCTION = 60  # lines of a function, with signature and docstring
 
 # Functions whose arguments, one to a line and explained, are most of their lines; the code alone is short enough.
@@ -41,8 +39,7 @@ def function_lines(source: str) -> dict[str, tuple[int, int]]:
 
 def test_no_file_is_longer_than_one_idea():
     lines = {path: len(source.splitlines()) for path, source in python_files(FOLDERS).items()}
-    longest = {path: LONGEST_TABLE if path.startswith(TABLES) else LONGEST for path in lines}
-    assert {path: count for path, count in lines.items() if count > longest[path]} == {}
+    assert {path: count for path, count in lines.items() if count > LONGEST} == {}
 
 
 def test_no_function_is_longer_than_a_screen():

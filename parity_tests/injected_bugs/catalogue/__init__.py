@@ -1,45 +1,62 @@
-"""All injected bugs, one file of data for each component; those of vocab_parallel by topic.
-
-The files are long because they are tables: an entry is looked up by its name.
-"""
+"""All injected bugs: tables of data, a file for each topic of a component. An entry is looked up by its name."""
 
 from parity_tests.injected_bugs.catalogue import (
     calls_backward,
     calls_storage,
     collectives,
     context_parallel,
+    context_parallel_batches,
     layouts,
     mamba,
+    mamba_states,
     models,
     optimizers,
     parallelizer,
+    parallelizer_megatron_fsdp,
+    parallelizer_plans,
     pipelining,
+    vocab_parallel_adapters,
     vocab_parallel_columns,
+    vocab_parallel_distillation,
     vocab_parallel_entropy,
+    vocab_parallel_hidden_states,
+    vocab_parallel_ids,
     vocab_parallel_logprob,
     vocab_parallel_long,
-    vocab_parallel_selection,
+    vocab_parallel_published,
+    vocab_parallel_sampling,
     vocab_parallel_sequences,
     vocab_parallel_small,
+    vocab_parallel_topk,
 )
 from parity_tests.injected_bugs.injected_bug import KINDS
 
 CATALOGUE = (
     *collectives.BUGS,
     *context_parallel.BUGS,
+    *context_parallel_batches.BUGS,
     *layouts.BUGS,
     *mamba.BUGS,
+    *mamba_states.BUGS,
     *models.BUGS,
     *optimizers.BUGS,
     *parallelizer.BUGS,
+    *parallelizer_megatron_fsdp.BUGS,
+    *parallelizer_plans.BUGS,
     *pipelining.BUGS,
+    *vocab_parallel_adapters.BUGS,
     *vocab_parallel_columns.BUGS,
+    *vocab_parallel_distillation.BUGS,
     *vocab_parallel_entropy.BUGS,
+    *vocab_parallel_hidden_states.BUGS,
+    *vocab_parallel_ids.BUGS,
     *vocab_parallel_logprob.BUGS,
     *vocab_parallel_long.BUGS,
-    *vocab_parallel_selection.BUGS,
+    *vocab_parallel_published.BUGS,
+    *vocab_parallel_sampling.BUGS,
     *vocab_parallel_sequences.BUGS,
     *vocab_parallel_small.BUGS,
+    *vocab_parallel_topk.BUGS,
     *calls_storage.BUGS,
     *calls_backward.BUGS,
 )
