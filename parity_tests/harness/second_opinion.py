@@ -80,7 +80,12 @@ def second_opinion(scheme: Declared, report: Report, earlier: CaseSpec | None = 
     if engine == "gloo" and not has_other_schemes:
         return report
     is_process_changed = engine == "gloo" or (has_other_schemes and _passes_alone(scheme, report))
-    return replace(report, engines_disagree=PROCESS_CHANGED if is_process_changed else PASSES_ON_GLOO, notes={})
+    return _without_verdict(report, PROCESS_CHANGED if is_process_changed else PASSES_ON_GLOO)
+
+
+def _without_verdict(report: Report, why: str) -> Report:
+    """The report as engines that disagree; what was said of a mismatch is taken back."""
+    return replace(report, engines_disagree=why, notes={}, values_to_avoid=())
 
 
 def _could_fail_on_gloo(report: Report) -> bool:
@@ -132,7 +137,7 @@ def _with_state_between_calls(scheme: Declared, report: Report, after: Report, e
     """What the failing case of fresh processes shows, of the engine that was verified."""
     case = after.case.replace(engine=engine)
     if "call_before" in scheme.excluded_calls:
-        return replace(report, engines_disagree=f"{STATE_BETWEEN_CALLS}, which the scheme excludes", notes={})
+        return _without_verdict(report, f"{STATE_BETWEEN_CALLS}, which the scheme excludes")
     of_all_examples = {name: getattr(report, name) for name in OF_ALL_EXAMPLES}
     return replace(
         after,

@@ -127,8 +127,8 @@ def _first_cases(
 ) -> tuple[list[CaseSpec], int]:
     """The cases that are known before Hypothesis draws any, and the number of examples in all.
 
-    For one example it is the case of the seed. With all dims fixed there is one case for each mesh and dtype and,
-    unless the caller chose, one inside a larger world.
+    For one example it is the case of the seed. With all dims fixed there is one case for each mesh and dtype and, where
+    the caller chose neither a number of examples nor the world, one inside a larger world.
     """
     by_default = {**draw_options, "inside_subgroup": bool(draw_options["inside_subgroup"])}
     seeded_case = draw_case(scheme, seeded_chooser(seed), fixed, seed=seed, **by_default)

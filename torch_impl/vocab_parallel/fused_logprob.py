@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +42,7 @@ class LogprobOptions(NamedTuple):
     """Everything but the tensors.
 
     With `has_id_dim` the ids have a last dim of size k that the logits do not have: k ids of each row. Without
-    `normalised` the result is the logits at the ids instead of their log-probabilities. `chunk_size` bounds a row
+    `normalised` the result is y at the ids instead of log p. `chunk_size` bounds a row
     block, which is what is computed at once. It counts positions of the sequence; a block has that many rows for each
     entry of the batch.
     """
@@ -185,7 +184,7 @@ def _dense_gradient(
     entropy: EntropyGradient | None,
     temperature: float,
 ) -> Float[Tensor, "n v"]:
-    """p (g_h (log p - h) - g) / temperature: the gradient at a column that is no id; in `out` if the dtype allows it.
+    """p (g_h (log p - h) - g) / temperature: the gradient at a column that is no id; in `out` where that can hold it.
 
     With b = (z - m) / temperature it is exp(b) (g_h (b - d) - g) / denominator. What is the same for a whole row is
     multiplied in once per row.
@@ -214,10 +213,10 @@ def _dense_gradient(
 
 
 def _score(z_t: Float[Tensor, "*a"], normaliser: statistics.Normaliser, options: LogprobOptions) -> Float[Tensor, "*a"]:
-    """Log-probabilities of the looked-up logits, or those themselves."""
+    """log p of the looked-up logits, or y."""
     if options.normalised:
         return statistics.logprob_of(z_t, normaliser, options.temperature)
-    return statistics.zero_outside_vocabulary(z_t, z_t, normaliser.row_max)
+    return statistics.zero_outside_vocabulary(z_t, z_t / options.temperature, normaliser.row_max)
 
 
 class EntropyGradient(NamedTuple):
@@ -334,9 +333,10 @@ def zero_rows(x: Float[Tensor, "n v"], rows: Bool[Tensor, "n 1"]) -> Float[Tenso
     """Set some rows to 0, in place if eager, also where they are NaN."""
     if torch.compiler.is_compiling():
         return x.masked_fill(rows, 0.0)
-    if x.is_cpu:  # mostly there are none; on a CPU masked_fill_ takes ten times as long as a pass, and reads them all
-        with suppress(RuntimeError):  # a fake tensor has no values
-            return x.index_fill_(0, rows.squeeze(-1).nonzero().squeeze(-1), 0.0)
+    # Mostly there are none; on a CPU masked_fill_ takes ten times as long as a pass, and reads them all. By its exact
+    # type: a fake tensor says it is on the CPU, and has no values.
+    if type(rows) is Tensor and x.is_cpu:
+        return x.index_fill_(0, rows.squeeze(-1).nonzero().squeeze(-1), 0.0)
     return x.masked_fill_(rows, 0.0)
 
 

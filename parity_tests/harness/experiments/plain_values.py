@@ -13,7 +13,7 @@ from parity_tests.harness.report.report import EQUAL_NUMBERS, Report, drawn_kind
 
 def name_values_to_avoid(scheme: Declared, report: Report) -> Report:
     """The report with the inputs whose equal numbers, drawn for it, are the only ones that it fails at."""
-    if report.failure is not None or report.engines_disagree is not None or report.state_between_calls is not None:
+    if report.failure is not None:
         return report
     special = list(drawn_kinds(report.case, EQUAL_NUMBERS))
     each = [[name] for name in special]

@@ -109,9 +109,8 @@ def _borders(case: CaseSpec, row: TensorRow) -> dict[str, np.ndarray]:
     masks: dict[str, np.ndarray] = {}
     for index, name in enumerate(names):
         if name in case.lengths:
-            edges, padding = _sequences(case, name)
-            masks["sequence boundaries"] = _along(edges, index, shape)
-            masks["padding"] = _along(padding, index, shape)
+            for text, mask in zip(("sequence boundaries", "padding"), _sequences(case, name), strict=True):
+                masks[text] = masks.get(text, False) | _along(mask, index, shape)
     edges = np.zeros(shape, dtype=bool)
     for index in range(len(shape)):
         for owner in row.owners.values():
@@ -160,8 +159,9 @@ def _marked(scheme: Declared, case: CaseSpec, dim: str, ids: np.ndarray) -> dict
     masks = {"is out of vocabulary": (ids < 0) | (ids >= size)}
     for axis, owner in _owners_of(scheme, case, dim).items():
         change = np.flatnonzero(np.diff(owner)) + 1
-        masks["is the first id of a shard"] = np.isin(ids, np.append(change, 0))
-        masks["is the last id of a shard"] = np.isin(ids, np.append(change, size) - 1)
+        borders = {"is the first id of a shard": np.append(change, 0)}
+        borders["is the last id of a shard"] = np.append(change, size) - 1
+        masks |= {text: masks.get(text, False) | np.isin(ids, border) for text, border in borders.items()}
         inside = np.where((ids >= 0) & (ids < size), ids, 0)
         for rank in range(case.mesh[axis]):
             masks[f"belongs to {axis} rank {rank}"] = (owner[inside] == rank) & ~masks["is out of vocabulary"]

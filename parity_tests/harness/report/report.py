@@ -66,7 +66,7 @@ class HygieneViolation(VerdictError):
 
 
 class EnginesDisagree(VerdictError):
-    """The case fails on lockstep and passes on gloo in fresh processes."""
+    """The case fails in this process, and passes on gloo in fresh ones."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,7 +85,7 @@ class Report:
     cost_declared: bool = False
     seconds: float = 0.0
     examples: int = 1
-    shrinking_steps: int = 0  # further cases, tried to find a smaller one that fails
+    shrinking_steps: int = 0  # further cases, tried by Hypothesis to find a smaller one that fails
     dtypes: tuple[str, ...] = ()
     meshes: tuple[str, ...] = ()
     left_out: Mapping[str, str] = field(
